@@ -46,12 +46,12 @@ def _classes(op: Op, blocks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def class_of(op: Op, block: dict[str, Any]) -> str | None:
     """Returns the class of a measured case; None where it is none of the operation's cases as they are now, or has no class."""
-    if op.classes is None or block["scaled"]:
+    if op.autotune_key is None or block["scaled"]:
         return None
     for case in op.cases:
         dims = {name: list(size) if isinstance(size, tuple) else size for name, size in case.dims.items()}
         if case.name == block["case"] and dims == block["dims"]:
-            return op.classes(op.bind(**abstract(op, case, block["dtype"])))
+            return op.autotune_key(op.bind(**abstract(op, case, block["dtype"])))
     return None
 
 
@@ -59,7 +59,7 @@ def _joined(op: Op, blocks: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns what was measured of a class: of each backend that all of its cases have, the geometric mean of its medians, and
     the configuration that it was tuned to. One that was tuned otherwise for each case is left out: a class has one."""
     rows = [{r["contestant"]: r for r in b["rows"] if r["status"] == "timed"} for b in blocks]
-    timed = [name for name in op.order if all(name in r for r in rows)]
+    timed = [name for name in op.priority if all(name in r for r in rows)]
     names = [name for name in timed if all(r[name].get("tuned") == rows[0][name].get("tuned") for r in rows)]
     result: dict[str, Any] = {"forward": {}, "backward": {}, "configs": {}, "cases": []}
     for name in names:

@@ -155,7 +155,7 @@ def sharding_in_words(op: Op) -> str:
         said.append(
             f"{several(op.sum_dims)} may be split: every output is a sum over it, and the parts of the devices are added."
         )
-    for dim, function in sorted(op.elsewhere.items()):
+    for dim, function in sorted(op.see_also.items()):
         said.append(f"`{dim}` may be split by `ejdist.{function}`, which communicates.")
     for first, second in op.tied_dims:
         said.append(f"`{first}` and `{second}` are split alike or not at all; `{second}` may also be 1.")
@@ -163,7 +163,7 @@ def sharding_in_words(op: Op) -> str:
         said.append(f"`{argument}` counts from the first entry of `{dim}` that a device has.")
     if op.weights:
         said.append(f"{several(op.weights)} may be stored split over any dim, as parameters are, and gathered here.")
-    whole = set(_names(op)) - op.local_dims - op.sum_dims - set(op.elsewhere) - {s for _, s in op.tied_dims}
+    whole = set(_names(op)) - op.local_dims - op.sum_dims - set(op.see_also) - {s for _, s in op.tied_dims}
     if whole:
         said.append(f"{several(whole)} must be whole; a call that has it split is refused.")
     return "\n".join(f"- {text}" for text in said)

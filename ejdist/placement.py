@@ -110,7 +110,7 @@ def summed_dims(op: Op, call: Call) -> set[str]:
 
 
 def _needs_whole(op: Op, name: str, dim: str, axes: Sequence[str]) -> ValueError:
-    where = op.elsewhere.get(dim)
+    where = op.see_also.get(dim)
     return ValueError(
         f"{op.name}: argument {name!r} has dim {dim} split over {', '.join(axes)}, but this operation needs it whole"
         + (f"; use ejdist.{where}, which communicates over it" if where else "; gather it first")

@@ -190,7 +190,7 @@ def mesh_around(mesh: Any, given: Any) -> Any:
 
 def _instead(op: Op, dims: tuple[str, ...], axes: tuple[str, ...]) -> str:
     """Returns what to use where an operation cannot communicate over the axes."""
-    other = next((op.elsewhere[d] for d in dims if d in op.elsewhere), "")
+    other = next((op.see_also[d] for d in dims if d in op.see_also), "")
     name = repr(axes[0] if len(axes) == 1 else axes)
     use = f"; use ejdist.{other}(..., axis_name={name}), which communicates, or" if other else ";"
     return f"{use} gather the sequence, and give axis_name=()"

@@ -1,6 +1,6 @@
-"""Operations on local arrays, each on every backend that it has.
+"""Operations on local arrays, each with all its backends.
 
-The operations' folders are imported here, and only their contracts: a backend's file, and the toolchain it needs, is loaded
+This imports the operations' folders, but only their contracts: a backend's file, and the toolchain it needs, is loaded
 at the first call that may use it.
 """
 

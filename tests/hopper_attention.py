@@ -15,9 +15,9 @@ from hopper import spoil_memory
 from kernels import MaskInfo
 from kernels.framework.config import BwdParams, FwdParams, KernelConfig
 from kernels.ops.flash_attention.contract import op
-from kernels.ops.flash_attention.triton_gpu import SPECIALISED, THREE_WARPGROUPS
+from kernels.ops.flash_attention.triton_gpu import THREE_WARPGROUPS, WARP_SPECIALIZED
 
-THREE = KernelConfig(FwdParams(THREE_WARPGROUPS, 128, SPECIALISED, 2), BwdParams(64, 128, SPECIALISED, 2))
+THREE = KernelConfig(FwdParams(THREE_WARPGROUPS, 128, WARP_SPECIALIZED, 2), BwdParams(64, 128, WARP_SPECIALIZED, 2))
 
 
 def at(positions, **rest):
@@ -88,7 +88,7 @@ def hold(floats, mask, options, *, cfg=None, peer=contract, again=0):
     if "softmax_aux" in options:
         floats = {**floats, "softmax_aux": jnp.asarray(options.pop("softmax_aux"), jnp.float32)}
     found = cfg or op.backends["triton_gpu"].heuristic(op.bind(**floats, mask=mask, **options), "cuda")
-    assert {found.fwd_params.num_warps, found.bwd_params.num_warps} == {SPECIALISED}
+    assert {found.fwd_params.num_warps, found.bwd_params.num_warps} == {WARP_SPECIALIZED}
     shape = (*floats["query"].shape[:3], floats["value"].shape[3])
     d_out = jnp.asarray(rng.standard_normal(shape), dtype)
     d_lse = jnp.asarray(rng.standard_normal(shape[:3]), jnp.float32)

@@ -238,7 +238,7 @@ def test_packed_documents_as_cudnn_is_told_of_them():
     x = jnp.zeros((1, 6, 2, 16), jnp.bfloat16)
     for ids, window, said in (
         ([0, 0, 1, 1, 2, 2], (3, 0), None),
-        ([0, 0, 1, 1, 2, 2], (3, 1), "its window looks back only"),
+        ([0, 0, 1, 1, 2, 2], (3, 1), "it supports windows only backward"),
         ([0, 0, 1, 1, 0, 0], None, "one after another"),
         ([0, 0, 1, 1, 1, -1], None, "no padding"),
     ):

@@ -29,7 +29,7 @@ def restored(directory, state, like=None):
     checkpoints = Checkpoints(directory, CheckpointSection())
     found, beside = checkpoints.restore(1, jax.tree.map(described, state) if like is None else like)
     checkpoints.close()
-    assert beside == BESIDE, "what is kept for the checkpoint itself is not given back"
+    assert beside == BESIDE, "metadata of the checkpoint itself must not be returned"
     return found
 
 

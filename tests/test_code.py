@@ -77,7 +77,9 @@ def directions(op, backend, case, dtype):
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_an_operation_with_kernels_says_which_cases_are_compiled(op):
     if compiled_backends(op):
-        assert 1 <= len(cases_of(op)) <= MOST_CASES, f"tag 1 to {MOST_CASES} cases `code`: small and odd, and a model's"
+        assert 1 <= len(cases_of(op)) <= MOST_CASES, (
+            f"tag 1 to {MOST_CASES} cases `code`: small and odd ones, and one with a model's sizes"
+        )
 
 
 @pytest.mark.parametrize(("op", "backend", "case", "dtype", "target"), list(_rows("triton")))

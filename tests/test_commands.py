@@ -68,7 +68,7 @@ def test_a_variant_of_every_group_may_be_a_file_of_the_user(mine):
     assert (recipe.model.num_layers, recipe.model.model_dim, recipe.run.steps, recipe.run.seed) == (3, 128, 7, 3)
     assert (recipe.mesh.sp, recipe.data.source, recipe.optimizer.learning_rate) == (2, "notes.txt", 1e-5)
     assert recipe.cluster.coordinator == "localhost:1"
-    assert compose([flag, "recipe=mine", "run.steps=8"]).run.steps == 8, "the command line comes after the recipe"
+    assert compose([flag, "recipe=mine", "run.steps=8"]).run.steps == 8, "the command line overrides the recipe"
     folder = read([flag]).config_dir
     assert "big" in variants_of("model", folder) and "big" not in variants_of("model")
     with pytest.raises(RecipeError, match="model=big is unknown"):
@@ -168,7 +168,9 @@ def test_a_printed_recipe_is_the_same_recipe(recipe, mine, capsys):
     flag = mine(recipe__saved=said.out)
     assert not said.err and compose(["recipe=saved", flag]) == compose(keys)
     assert compose(["recipe=saved", flag, "run.steps=3"]).run.steps == 3
-    assert compose(["recipe=saved", flag, "cluster=auto"]).cluster.kind == "auto", "the place is not of the recipe"
+    assert compose(["recipe=saved", flag, "cluster=auto"]).cluster.kind == "auto", (
+        "the cluster is not part of the recipe"
+    )
     with pytest.raises(RecipeError, match=r"model=8b has model\.\w+=\w+, and recipe=saved, which comes after it"):
         compose(["recipe=saved", flag, "model=8b"])
 
@@ -371,7 +373,7 @@ def test_a_sweep_that_is_told_to_stop_tells_its_run_and_starts_no_other(stubbed,
     thread.join()
     said = capfd.readouterr()
     assert said.out.count("made") == 2 and "1 of 3 runs were not started; the same command resumes" in said.err
-    assert "run 2 of 3 ended with exit code 75" in said.err, "it heard of it, and did not come to its end"
+    assert "run 2 of 3 ended with exit code 75" in said.err, "it was notified, and did not finish"
     assert before == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
 
 

@@ -73,7 +73,7 @@ def test_autotune_keeps_a_right_candidate_and_persists_it(op, tmp_path, monkeypa
     again = ConfigSelectorChain(cache=ConfigCache(), persistent=PersistentCache(tmp_path), autotune=False)
     with use_chain(again):
         assert run_config(op, x).fwd_params.q_blocksize == 16
-        assert run_config(op, jnp.ones((3, 5))).fwd_params.q_blocksize == 8, "another shape is another key"
+        assert run_config(op, jnp.ones((3, 5))).fwd_params.q_blocksize == 8, "a different shape has a different key"
 
 
 def test_autotune_never_runs_under_a_trace(op):
@@ -216,7 +216,7 @@ def test_sides_of_tiles_and_warps_are_powers_of_2(op):
             both(put(cfg, path, 24))
         except ValueError as error:
             refused += 1
-            assert "= 24 is no power of 2" in str(error) and "'cfg'" in str(error), path
+            assert "= 24 is not a power of 2" in str(error) and "'cfg'" in str(error), path
         else:
             # Quantized weights have no gradient.
             assert path[-1] in COUNTS or (op.name, path[0]) == ("grouped_matmul_quantized", "d_rhs"), path

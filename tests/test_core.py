@@ -137,7 +137,7 @@ def test_residuals_are_named_for_remat(op):
 
 def test_a_backend_that_does_not_fit_the_contract_is_refused_when_it_registers(op):
     facts = {"name": "other", "platforms": {"cpu"}, "dtypes": {"float32"}}
-    with pytest.raises(TypeError, match="there is no colour"):
+    with pytest.raises(TypeError, match="the contract has no colour"):
         op.register(lambda x, colour: None, **facts)
     with pytest.raises(TypeError, match="it lacks x"):
         op.register(lambda weight: None, **facts)
@@ -160,7 +160,7 @@ def summing_op():
     def summing(x: Float[Array, "*lead D"]) -> Float[Array, ""]:
         return jnp.sum(x * x)
 
-    return Op(summing, sum_dims={"lead"}, kept=kept)
+    return Op(summing, sum_dims={"lead"}, extra_residuals=kept)
 
 
 def test_what_a_forward_keeps_is_made_where_it_is_differentiated_alone():
@@ -174,11 +174,11 @@ def test_what_a_forward_keeps_is_made_where_it_is_differentiated_alone():
     def backward(saved, x):
         return {"x": saved.d_out * saved.gradient}
 
-    with pytest.raises(TypeError, match=r"`keeping` goes with a backward and .* it is missing"):
+    with pytest.raises(TypeError, match=r"`forward_with_residuals` requires a backward, .* it is missing"):
         op.register(op.function, backward, **facts)
-    with pytest.raises(TypeError, match="must take what summing takes"):
-        op.register(op.function, backward, keeping=lambda y: None, **facts)
-    op.register(op.function, backward, keeping=keeping, **facts)
+    with pytest.raises(TypeError, match="must have the same parameters as summing"):
+        op.register(op.function, backward, forward_with_residuals=lambda y: None, **facts)
+    op.register(op.function, backward, forward_with_residuals=keeping, **facts)
     x = jnp.arange(6.0).reshape(2, 3)
     assert op(x) == 55 and not made
     np.testing.assert_allclose(jax.grad(lambda x: 3 * op(x))(x), 6 * x)
@@ -188,11 +188,11 @@ def test_what_a_forward_keeps_is_made_where_it_is_differentiated_alone():
     policy = jax.checkpoint_policies.save_only_these_names("summing.gradient")
     saved, free = (jax.make_jaxpr(jax.grad(jax.checkpoint(op, policy=p)))(x) for p in (policy, None))
     assert 0 < str(saved).count("ejdist_call") < str(free).count("ejdist_call")
-    op.register(op.function, backward, keeping=lambda x: (jnp.sum(x), {"other": x}), **facts)
-    with pytest.raises(TypeError, match=r"keeps \['other'\], not \['gradient'\]"):
+    op.register(op.function, backward, forward_with_residuals=lambda x: (jnp.sum(x), {"other": x}), **facts)
+    with pytest.raises(TypeError, match=r"residuals \['other'\], expected \['gradient'\]"):
         jax.grad(op)(x)
     with pytest.raises(TypeError, match="must have the parameters of the contract"):
-        Op(op.function, kept=lambda y: {})
+        Op(op.function, extra_residuals=lambda y: {})
 
 
 def test_an_option_that_only_the_forward_names_is_refused_where_there_is_a_gradient(op):
@@ -237,7 +237,7 @@ def test_registry_as_the_documentation_shows_it():
     def my_kernel_xla(x, y):
         return "xla"
 
-    assert kernel_registry.get("my_kernel") is my_kernel_xla, "never the kernel of a device that is not here"
+    assert kernel_registry.get("my_kernel") is my_kernel_xla, "must not be the kernel of an absent device"
     assert kernel_registry.get("my_kernel", platform=Platform.TRITON) is my_kernel_triton
     assert kernel_registry.get(algorithm="my_kernel", platform="triton", backend=Backend.GPU) is my_kernel_triton
     with pytest.raises(Unsupported, match=r"my_kernel has no implementation for pallas; it has triton/gpu, xla/any"):
@@ -310,7 +310,7 @@ def test_kernels_that_are_missing_on_a_gpu_are_named_once(op, monkeypatch):
         fresh = make_op()
         fresh._backends.pop("triton_gpu")
         monkeypatch.setattr(fresh, "package", "kernels.ops.rms_norm")
-        monkeypatch.setattr(fresh, "order", ("triton_gpu",))
+        monkeypatch.setattr(fresh, "priority", ("triton_gpu",))
         monkeypatch.setattr(contract.importlib, "import_module", load)
         return fresh
 
@@ -329,7 +329,9 @@ def test_kernels_that_are_missing_on_a_gpu_are_named_once(op, monkeypatch):
     (said,) = warned(absent)
     assert said.startswith("toy: jax_triton is not installed: pip install 'ejdist[cuda]'. Without it")
     (said,) = warned(without(ModuleNotFoundError("no", name="triton.experimental.gluon")))
-    assert said.startswith("toy: the installed triton has no triton.experimental.gluon: pip install 'ejdist[cuda]'")
+    assert said.startswith(
+        "toy: the installed version of triton has no triton.experimental.gluon: pip install 'ejdist[cuda]'"
+    )
     # Not without a GPU, not for a CPU, not where XLA was asked for, not where nothing is missing.
     assert not warned(absent, device=None) and not warned(absent, lowered_for="cpu")
     assert not warned(absent, platform="xla") and not warned(op)

@@ -371,7 +371,7 @@ def test_a_mixture_has_its_shares_and_every_row_of_a_source_in_turn():
     rows = MixedRows([Source(n) for n in "abc"], counts, 5)
     made = [rows.row(i) for i in range(BLOCK)]
     for name, count in zip("abc", counts, strict=True):
-        assert sorted(i for n, i in made if n == name) == list(range(count)), "exact at the end of a block"
+        assert sorted(i for n, i in made if n == name) == list(range(count)), "must be exact at the end of a block"
     assert Counter(n for n, _ in made[:2000])["a"] == pytest.approx(1400, abs=100)
     after = [rows.place(BLOCK + i) for i in range(BLOCK)]
     assert sorted(i for part, i in after if part == 1) == list(range(counts[1], 2 * counts[1]))

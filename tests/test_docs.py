@@ -123,7 +123,7 @@ class Numbers(doctest.OutputChecker):
 def test_the_example_of_a_public_function_runs(function):
     name = function.__name__
     example = doctest.DocTestParser().get_doctest(function.__doc__, {name: function}, name, None, None)
-    assert example.examples, "an example, `>>>`, is what a reader looks for first"
+    assert example.examples, "must have an example, `>>>`"
     said: list[str] = []
     doctest.DocTestRunner(Numbers()).run(example, out=said.append)
     assert not said, "".join(said)

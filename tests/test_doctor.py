@@ -47,7 +47,7 @@ def test_healthy_hosts(examine, tmp_path):
     failures, said = examine(3, lambda i: recipe)
     assert failures == [] and said.count("ok      ") == 4 and "FAILED" not in said
     assert "3 processes on 1 machine" in said and "written and seen by all" in said
-    assert not (tmp_path / "new").exists(), "the folders that were made for it are gone"
+    assert not (tmp_path / "new").exists(), "folders created for it must be removed"
     seconds = float(said.split("clocks within ")[1].split()[0])
     assert seconds < 1
 

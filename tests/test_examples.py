@@ -93,4 +93,4 @@ def test_type_checkers_may_read_the_packages(tmp_path):
         return run.returncode, run.stdout + run.stderr
 
     assert errors_of("snippet.py")[0] == 0, errors_of("snippet.py")[1]
-    assert "no_such_operation" in errors_of("wrong.py")[1], "it reads the packages, so it knows what is not there"
+    assert "no_such_operation" in errors_of("wrong.py")[1], "it reads the packages, so it must report missing names"

@@ -134,7 +134,7 @@ def test_a_clock_that_goes_backwards_between_processes_takes_no_time_away():
 
 def test_a_ledger_that_was_cut_off_in_a_line_goes_on_in_the_next(tmp_path):
     first = Ledger(True, began=100.0)
-    assert not list(tmp_path.iterdir()), "what is told before it is opened leaves nothing"
+    assert not list(tmp_path.iterdir()), "events before it is opened must write nothing"
     first.open(tmp_path)
     first.phase("productive", step=3)
     first.close()

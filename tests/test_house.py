@@ -341,7 +341,7 @@ def test_a_backend_file_registers_a_backend(path):
     package = f"kernels.ops.{path.parent.name}"
     ops = [op for op in kernels.operations().values() if op.package == package]
     assert any(path.stem in op.backends for op in ops), f"{relative(path)} registers no backend of {package}"
-    assert any(path.stem in op.order for op in ops)
+    assert any(path.stem in op.priority for op in ops)
 
 
 def test_every_public_function_has_a_docstring():

@@ -308,7 +308,7 @@ ROWS = jnp.ones((1, 8, 2, 4))
     ],
 )
 def test_a_list_of_integers_past_an_int32_is_named(call, argument):
-    with pytest.raises(ValueError, match=f"argument '{argument}' holds {2**40}, which is no int32"):
+    with pytest.raises(ValueError, match=f"argument '{argument}' contains {2**40}, which does not fit in int32"):
         call([0, 2**40])
 
 

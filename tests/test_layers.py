@@ -184,7 +184,7 @@ def test_a_step_of_mixed_layers(remat, accumulation, by_plain_layers):
     assert metrics["probe_microbatch"] == probes * sum(range(accumulation))
     assert float(metrics["probe_share"]) == pytest.approx(probes / config.num_layers)
     np.testing.assert_array_equal(metrics["probe_load"], probes * load)
-    assert "load" not in metrics and "probe.load" not in metrics, "what buffers are updated from is not reported"
+    assert "load" not in metrics and "probe.load" not in metrics, "inputs of buffer updates must not be reported"
     moved = np.asarray(buffers["probe"]["bias"]) + RATE * np.sign(load.mean() - load)
     np.testing.assert_allclose(state.buffers["probe"]["bias"], moved, rtol=1e-6)
     assert int(state.step) == STEP + 1 and np.abs(np.asarray(moved - buffers["probe"]["bias"])).max() > 0

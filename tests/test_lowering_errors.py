@@ -39,7 +39,7 @@ def test_a_kernel_that_fails_in_a_ring_shows_the_caller_the_scheme_and_the_hop(m
     frames = ("in a_model_of_mine", "in on_shard", "ejdist/sequence/schemes.py", "in attend_at")
     places = [stack.index(frame) for frame in frames]
     assert places == sorted(places), stack
-    assert f"{jax.__path__[0]}/" not in stack, "JAX's own frames are left out"
+    assert f"{jax.__path__[0]}/" not in stack, "JAX's own frames must be omitted"
 
 
 def test_a_platform_without_a_backend_shows_the_caller():

@@ -202,7 +202,7 @@ def test_the_first_tokens_stay_visible_beside_a_window():
     np.testing.assert_array_equal(packed.replace(q_positions=at, kv_positions=at).visible(12, 12)[0, 0], wanted)
     assert packed.resolved().resolved().q_sink_ends.tolist() == [[2**30] * 2 + [4] * 10]
     x = jnp.ones((1, 12, 1, 8))
-    with pytest.raises(ValueError, match="'sink_tokens' = 2 keeps tokens visible beside a window"):
+    with pytest.raises(ValueError, match="'sink_tokens' = 2 keeps tokens visible in addition to a window"):
         kernels.flash_attention(x, x, x, causal=True, sink_tokens=2)
 
 
@@ -304,7 +304,7 @@ def test_a_mask_is_a_pytree_whose_rules_are_static():
         ({"q_sink_ends": jnp.zeros((2, 6), int)}, "'q_sink_ends' must be .2 or 1, 4."),
         ({"window": (-1, 0)}, "'window' must be"),
         ({"window": (1.5, 0)}, "'window' must be"),
-        ({"causal": "yes"}, "'causal' is compiled in"),
+        ({"causal": "yes"}, "'causal' must be True or False"),
         # Bits of integers would be taken for truth, and of 2 there is none.
         ({"attention_mask": jnp.full((1, 1, 4, 6), 2)}, "'attention_mask' must be an array of bools, got int32"),
         ({"q_segment_ids": jnp.zeros((2, 4)), "kv_segment_ids": jnp.zeros((2, 6))}, "'q_segment_ids'.*got float32"),
@@ -340,7 +340,7 @@ def test_segments_past_an_int32_are_no_padding(dtype):
     ids = np.repeat(np.asarray([[2**31 + 5, 2**31 + 6]], dtype), 3, axis=1)
     for make in (MaskInfo.from_segments, lambda ids: MaskInfo(q_segment_ids=ids, kv_segment_ids=ids)):
         with pytest.raises(
-            ValueError, match="'q_segment_ids' must be at most 2147483647, got 2147483654; number them anew"
+            ValueError, match="'q_segment_ids' must be at most 2147483647, got 2147483654; renumber them"
         ):
             make(ids)
         with jax.enable_x64(True):

@@ -32,8 +32,8 @@ def make_op():
     op = Op(
         toy,
         ordered=False,
-        order=("sine", "cosine", "tanh"),
-        classes=lambda call: (
+        priority=("sine", "cosine", "tanh"),
+        autotune_key=lambda call: (
             None if call.dims["D"] == 3 else f"{call.dtype} D{measured.bucket(call.dims['D'], 16, 64)}"
         ),
         config=KernelConfig,
@@ -92,7 +92,7 @@ def test_what_was_fastest_of_the_class_goes_first(chip):
     op = make_op()
     assert runs(op, (4, 5)) == "cosine"
     assert runs(op, (4, 5), differentiated=True) == ("cosine", "sine"), "each by itself"
-    assert runs(op, (4, 5), platform="cpu") == "sine", "another platform's devices are not these"
+    assert runs(op, (4, 5), platform="cpu") == "sine", "measurements of another platform's devices do not apply"
 
 
 def test_one_backend_for_both_is_ranked_by_their_sum():
@@ -112,7 +112,7 @@ def test_where_nothing_was_measured_the_order_is_the_contracts(chip):
     op.name = "another"
     assert runs(make_op(), (4, 5)) == "cosine" and op.choose(op.bind(jnp.ones((4, 5))), None)["cuda"].name == "sine"
     chip({"tanh": [1.0, 1.0]})
-    assert runs(make_op(), (4, 5)) == "sine", "one alone was the fastest of nothing"
+    assert runs(make_op(), (4, 5)) == "sine", "a single measurement ranks nothing"
 
 
 def test_of_sizes_that_are_not_known_there_is_no_class(chip):
@@ -128,7 +128,7 @@ def test_who_refuses_is_passed_over_and_who_was_not_measured_keeps_its_place(chi
     assert runs(op, (4, 5), flip=True) == "cosine"
     chip({"cosine": [9.0, 9.0], "tanh": [5.0, 5.0]})
     op = make_op()
-    assert runs(op, (4, 5)) == "sine", "a new backend is where its author put it"
+    assert runs(op, (4, 5)) == "sine", "a backend without measurements keeps its priority"
     assert runs(op, (4, 5), flip=True) == "tanh"
 
 
@@ -153,15 +153,15 @@ def test_a_plan_says_which_measurement_decided(chip):
     assert reasons["cuda"] == "measured on A Chip 9: cosine 3 µs, sine 9 µs (wide, 2026-01-02, 012345678)"
     assert reasons["cpu"] == "" and "cannot be compiled for tpu" in reasons["tpu"]
     flipped = op.plan(op.bind(jnp.ones((4, 5)), flip=True), None, None, differentiated=True).choices
-    assert {c.reason for c in flipped if c.backend} == {""}, "only one of those that can was measured"
+    assert {c.reason for c in flipped if c.backend} == {""}, "only one capable backend was measured"
 
 
 @pytest.mark.parametrize(
     "damage, words",
     [
         (lambda text: text[:40], "JSONDecodeError"),
-        (lambda text: text.replace('"format": 1', '"format": 0'), "of format 0"),
-        (lambda text: text.replace(CHIP, "Another"), "of Another"),
+        (lambda text: text.replace('"format": 1', '"format": 0'), "format 0 for"),
+        (lambda text: text.replace(CHIP, "Another"), "for Another"),
         (lambda text: text.replace('"backward"', '"both"'), "unexpected keyword argument 'both'"),
         (lambda text: "[]", "TypeError"),
     ],
@@ -176,7 +176,7 @@ def test_a_file_that_cannot_be_read_is_an_error_in_one_sentence(chip, damage, wo
             make_op()(jnp.ones((4, 5)))
         said = str(error.value)
         assert said.startswith(f"{path} is damaged or of another version") and words in said and "\n" not in said
-        assert "install the package anew" in said and "python -m benchmarks --write" in said
+        assert "reinstall the package" in said and "python -m benchmarks --write" in said
 
 
 def test_the_kind_of_device_is_this_processs_own(monkeypatch):
@@ -186,7 +186,7 @@ def test_the_kind_of_device_is_this_processs_own(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(device_kind=CHIP)])
     assert target.device_kind("cuda") == CHIP and target.device_kind("cpu") is None
     with kernels.compile_for(90):
-        assert target.device_kind("cuda") is None, "a compute capability is that of several kinds"
+        assert target.device_kind("cuda") is None, "several kinds of device share a compute capability"
 
 
 def test_a_program_for_another_gpu_is_chosen_anew(monkeypatch, tmp_path, chip):
@@ -217,16 +217,16 @@ def test_a_shipped_configuration_stands_behind_the_users_own(chip, tmp_path):
     assert shipped(2, 32)[1] == FwdParams(q_blocksize=32, kv_blocksize=4), "the rest is completed"
     assert shipped(1, 32)[1].q_blocksize == 8, "of older code"
     assert shipped(2, 64)[1].q_blocksize == 8, "no candidate"
-    assert shipped(2, 32, T=1)[1].q_blocksize == 8, "no candidate for this call of the class"
+    assert shipped(2, 32, T=1)[1].q_blocksize == 8, "not a candidate for this call with the same key"
     request, _ = shipped(2, 32)
     chain.persistent.put(request.key(), KernelConfig(FwdParams(q_blocksize=16)))
     assert chain.select(request).fwd_params.q_blocksize == 16
-    assert len(chain.cache) == 1, "what is shipped is kept nowhere else"
+    assert len(chain.cache) == 1, "shipped configurations must not be cached"
     tuning = ConfigSelectorChain(autotune=True)
     tuned = dataclasses.replace(request, tuner=lambda r: KernelConfig(FwdParams(q_blocksize=48)))
-    assert tuning.select(tuned).fwd_params.q_blocksize == 48, "who asks for tuning is tuned"
+    assert tuning.select(tuned).fwd_params.q_blocksize == 48, "requested tuning takes precedence"
     request = dataclasses.replace(request, platform="cpu")
-    assert chain.select(request).fwd_params.q_blocksize == 8, "of another kind of device"
+    assert chain.select(request).fwd_params.q_blocksize == 8, "tuned on another kind of device"
 
 
 # -- what is shipped --------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_every_file_is_what_the_results_say():
 @pytest.mark.parametrize("device, name", [(d, name) for d, data in SHIPPED.items() for name in data["operations"]])
 def test_what_is_shipped_is_of_classes_and_backends_that_there_are(device, name):
     op = OPERATIONS[name]
-    of_cases = {op.classes(op.bind(**abstract(op, case, "bfloat16"))) for case in op.cases if "bench" in case.tags}
+    of_cases = {op.autotune_key(op.bind(**abstract(op, case, "bfloat16"))) for case in op.cases if "bench" in case.tags}
     for of, found in SHIPPED[device]["operations"][name].items():
         assert of in of_cases
         backends = set(found["forward"])
@@ -255,10 +255,10 @@ def test_what_is_shipped_is_of_classes_and_backends_that_there_are(device, name)
             assert tuned["version"] == op.backends[backend].version and decode(op.config, tuned["config"])
 
 
-@pytest.mark.parametrize("op", [op for op in OPERATIONS.values() if op.classes], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [op for op in OPERATIONS.values() if op.autotune_key], ids=lambda op: op.name)
 def test_every_case_has_a_class_that_its_dtype_tells_apart(op):
     for case in op.cases:
-        of = {op.classes(op.bind(**abstract(op, case, dtype))) for dtype in ("bfloat16", "float32")}
+        of = {op.autotune_key(op.bind(**abstract(op, case, dtype))) for dtype in ("bfloat16", "float32")}
         assert len(of) == 2 and None not in of
 
 
@@ -268,7 +268,7 @@ def test_attention_on_an_h200_is_chosen_by_what_was_timed_there(monkeypatch):
     (case,) = (c for c in op.cases if c.name == "causal_8k")
     call = op.bind(**abstract(op, case, "bfloat16"))
     (choice,) = (c for c in op.plan(call, None, None, differentiated=True).choices if c.platform == "cuda")
-    times = measured.of_device("NVIDIA H200")[op.name, op.classes(call)].times(True, False)
+    times = measured.of_device("NVIDIA H200")[op.name, op.autotune_key(call)].times(True, False)
     able = [b.name for b in op.backends.values() if "cuda" in b.platforms and not b.refuses(op, call, True)]
     fastest = min((n for n in able if n in times), key=times.__getitem__)
     # One that was not measured yet may stand before those that were.

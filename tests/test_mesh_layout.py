@@ -81,7 +81,7 @@ def test_the_mesh_in_force():
         return x
 
     map_shards(body, mesh, P("a"), P("a"))(jnp.arange(4))
-    assert seen == [(None, True, False)], "inside a shard_map there is no mesh to place arrays on"
+    assert seen == [(None, True, False)], "inside a shard_map there is no mesh to shard over"
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ def test_what_a_remat_policy_computes_again():
 
     counts = {remat: calls(remat) for remat in REMAT}
     attention, mlp, activation, products = counts["none"]
-    assert (attention, mlp, activation) == ((1, 1), (0, 0), (1, 1)), "with all kept, the MLP's products are too"
+    assert (attention, mlp, activation) == ((1, 1), (0, 0), (1, 1)), "with everything saved, so are the MLP's products"
     assert counts["dots"] == (attention, mlp, (2, 1), products), "no product is made twice"
     # Four projections are, and the operation that is the MLP then has its three forward and eight backward for itself.
     assert counts["attention"] == (attention, (1, 1), (0, 0), products + 4 - 9)

@@ -333,7 +333,7 @@ def given_to_moe(c):
         ("gpt_oss", {}, {"sliding_window": None}, "give model.sliding_window"),
         ("gpt_oss", {}, {"rope_scaling": None}, "model.rope_factor belongs to model.rope_scaling, which is null"),
         ("gpt_oss", {}, {"rope_scaling": "linear"}, "model.rope_original_length is for yarn and llama3"),
-        ("gpt_oss", {}, {"rope_scaling": "llama3", "rope_original_length": 64}, "truncate=False belongs to yarn"),
+        ("gpt_oss", {}, {"rope_scaling": "llama3", "rope_original_length": 64}, "truncate=False applies to yarn"),
         ("mixtral", {}, {"layer_pattern": ("full",)}, "model.experts is given, but no layer has experts"),
         ("mixtral", {}, {"latent": LATENT}, "model.latent is given, but no layer has latent_attention"),
     ],

@@ -427,7 +427,7 @@ def test_what_it_says_of_eight_chips(capsys):
         (["--config-dir", "device", "topology=v5p:2x2x1"], "--config-dir device"),
         (["topolgy=v5p:2x2x1"], "unknown key 'topolgy'; did you mean 'topology'?"),
         (["topology=v5p:2x2x1", "search=yes"], "search must be auto, true or false"),
-        (["topology=v5p:3x3x3"], "'v5p:3x3x3' cannot be had"),
+        (["topology=v5p:3x3x3"], "'v5p:3x3x3' is not available"),
         (["topology=v5p:4x4"], "a slice of v5p has 3 dims, for example v5p:4x4x4"),
         (["topology=v5p:64x64x64"], "at most"),
         (["devices=8", "device=h200", "bandwidth="], "bandwidth= must name a file"),

@@ -152,7 +152,7 @@ def test_microbatches_gather_the_weights_again_and_move_the_same_tokens():
     words = f"{EIGHT} data.global_batch=128 mesh.fsdp=8 mesh.sp=8"
     once, four = (predicted(f"{words} accumulation={n}").time for n in (1, 4))
     assert four.sent["fsdp"] == 4 * once.sent["fsdp"]
-    assert once.sent["sp"] < four.sent["sp"] < 4 * once.sent["sp"], "along sp go weights and keys"
+    assert once.sent["sp"] < four.sent["sp"] < 4 * once.sent["sp"], "sp communicates weights and keys"
     passes = "passes over memory"
     assert four.seconds[passes] == pytest.approx(once.seconds[passes], rel=1e-3)
 
@@ -500,4 +500,4 @@ def test_large_plans_for_512_chips(words, capsys):
     made = json.loads(capsys.readouterr().out)
     assert made["compiled"] and made["fits"] and made["peak"] < 95 * 2**30
     assert abs(made["plan"]["predicted"]["bytes"] / made["peak"] - 1) < 0.10
-    assert cpu < 2 * 300, f"{cpu:.0f} s of CPU are more than two cores have in five minutes"
+    assert cpu < 2 * 300, f"{cpu:.0f} s of CPU exceed what two cores have in five minutes"

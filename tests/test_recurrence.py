@@ -250,7 +250,7 @@ def test_what_every_recurrence_takes_is_in_its_signature_and_documentation():
         for library in (kernels, ejdist):
             function = getattr(library, name)
             assert recurrence.Where.__annotations__.keys() < inspect.signature(function).parameters.keys()
-            assert function.__doc__.count("segment_ids: int [B, T]. Where the id changes the state begins anew.") == 1
+            assert function.__doc__.count("segment_ids: int [B, T]. The state is reset where the id changes.") == 1
             with pytest.raises(TypeError, match=f"{name}\\(\\) got an unexpected keyword argument 'segments'"):
                 function(segments=None)
 
@@ -285,16 +285,16 @@ def test_what_arguments_mean():
     ("said", "given"),
     [
         ("arguments 'cum_seqlens' and 'cu_seqlens' are two names", {"B": 1, "cum_seqlens": [0, 8], "cu_seqlens": [0, 8]}),
-        ("'segment_ids' and 'cum_seqlens' both say", {"cum_seqlens": [0, 8], "segment_ids": np.zeros((2, 8), int)}),
+        ("'segment_ids' and 'cum_seqlens' both define", {"cum_seqlens": [0, 8], "segment_ids": np.zeros((2, 8), int)}),
         ("'segment_ids' must hold integers [B, T], got float64 of shape (2, 8)", {"segment_ids": np.zeros((2, 8))}),
         ("'segment_ids' must have the shape [B, T] = (2, 8), got (2, 7)", {"segment_ids": np.zeros((2, 7), int)}),
-        ("'cum_seqlens' cuts one packed row, and there are B = 2", {"cum_seqlens": [0, 8]}),
+        ("'cum_seqlens' splits one packed row, but B = 2", {"cum_seqlens": [0, 8]}),
         ("'cum_seqlens' must be integers [0, n1", {"B": 1, "cum_seqlens": [0.0, 8.0]}),
         ("'cum_seqlens' must rise from 0 to at most 8, [0, n1, n1 + n2, ...], got [0, 9]", {"B": 1, "cum_seqlens": [0, 9]}),
         ("'cum_seqlens' must rise from 0 to at most 8", {"B": 1, "cum_seqlens": jnp.asarray([0, 5, 3])}),
-        ("they are the sums of the lengths", {"B": 1, "cum_seqlens": [3, 2, 3]}),
+        ("pass cumulative sums of the lengths", {"B": 1, "cum_seqlens": [3, 2, 3]}),
         ("'cum_seqlens' must rise from 0", {"B": 1, "cum_seqlens": [2, 8]}),
-        ("'cum_seqlens' must be integers [0, n1, n1 + n2, ...], one more than there are sequences, got str",
+        ("'cum_seqlens' must be integers [0, n1, n1 + n2, ...], with one more entry than sequences, got str",
          {"B": 1, "cum_seqlens": "x"}),
         ("'segment_ids' must hold integers [B, T], got list", {"segment_ids": [[0], [1, 2]]}),
         ("'segment_ids' must be at most 2147483647, got 1099511627776", {"segment_ids": np.full((2, 8), 2**40)}),

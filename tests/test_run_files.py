@@ -86,7 +86,7 @@ def test_more_virtual_devices_than_a_machine_has_room_for(capsys):
     recipe = compose([*TINY, "mesh.dp=1000000"])
     with pytest.raises(ValueError, match=r"mesh.dp=1000000 x mesh.sp=2 is 2,000,000 devices"):
         _virtual_cpus(recipe, only=True)
-    assert _virtual_cpus(recipe, only=False) == 512, "beside chips they are not used"
+    assert _virtual_cpus(recipe, only=False) == 512, "not used alongside accelerators"
     assert _virtual_cpus(compose([*TINY, "mesh.fsdp=2"]), only=True) == 4
 
 
@@ -242,15 +242,15 @@ def test_speeds_are_of_the_steps_on_the_devices_of_the_summary():
     found = summarise(made, devices=4, peak=4.0)
     assert found["step_time"] == 0.5 and found["mfu_causal"] == 4.0 / 0.5 / 4 / 4.0 and found["tokens_per_second"] == 16
     old = [{name: value for name, value in one.items() if name != "devices"} for one in made]
-    assert summarise(old, devices=4, peak=4.0)["step_time"] == 2.0, "rows of before it was kept"
+    assert summarise(old, devices=4, peak=4.0)["step_time"] == 2.0, "rows from before it was recorded"
     other = [one | {"devices": 4, "mesh": "sp=4" if one["devices"] == 1 else "fsdp=4"} for one in made]
-    assert summarise(other, devices=4, peak=4.0)["step_time"] == 0.5, "as many devices, in another mesh"
+    assert summarise(other, devices=4, peak=4.0)["step_time"] == 0.5, "the same number of devices, in another mesh"
 
 
 def test_rows_that_are_no_metrics_are_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n{"a": 1}\n{"step": 3, "loss": 1.0}\n')
-    assert [row["step"] for row in read_rows(path)] == [1, 3], "what stands after a damaged line stays"
+    assert [row["step"] for row in read_rows(path)] == [1, 3], "rows after a damaged line must be kept"
     odd = ["[" * 100000, "1" * 5000, "null", "[1]", '{"step": "2"}', '{"step": true}', '{"step": 2, "step_time": "fast"}',
            '{"step": 2, "step_time": 0.0}', '{"step": 2, "loss": [1]}', '{"step": 2, "tokens": NaN}']  # fmt: skip
     path.write_text("\n".join(['{"step": 1, "loss": null}', *odd, '{"step": 3, "loss": 1.0}']))
@@ -316,7 +316,7 @@ def test_a_folder_in_which_another_process_trains_is_left_alone(corpus, tmp_path
     assert main([*given, "run.stop_after=2"]) == DONE
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
     take = [sys.executable, "-c", _TAKES, str(tmp_path)]
-    assert subprocess.run([*take, "0"], check=False).returncode == 0, "a run that has ended holds nothing"
+    assert subprocess.run([*take, "0"], check=False).returncode == 0, "a run that has ended holds no lock"
     monkeypatch.setattr(run_lock, "_PATIENCE", 0.1)
     with taken(tmp_path):
         assert main([*given, "run.stop_after=3"]) == WRONG

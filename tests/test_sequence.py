@@ -553,7 +553,7 @@ def sends(options, order="contiguous", scheme="ring", gradient=False, sp=4):
 
 
 def test_a_hop_nobody_needs_is_not_sent():
-    assert sends({"causal": True}) == 2 * 3, "keys and values, three hops"
+    assert sends({"causal": True}) == 2 * 3, "keys and values, three ring steps"
     assert sends({"causal": True}, sp=8) == 2 * 7
     # Forward, then keys and values again, and their gradients as far and home.
     assert sends({"causal": True}, gradient=True) == 2 * 3 + 2 * 3 + 2 * 4
@@ -562,10 +562,10 @@ def test_a_hop_nobody_needs_is_not_sent():
     )
     assert sends({"causal": True, "sliding_window": 18}) == 2 * 2
     assert sends({"causal": True, "sliding_window": 18}, gradient=True) == 2 * 2 + 2 * 2 + 2 * 3
-    assert sends({"causal": True, "sliding_window": 9}, order="zigzag") == 2 * 2, "a neighbour on either side"
+    assert sends({"causal": True, "sliding_window": 9}, order="zigzag") == 2 * 2, "one neighbour on either side"
     assert sends({"causal": True, **PACKED}) == 3 * 3, "segments travel with the keys"
     for scheme in ("ring", "all_gather"):
-        assert sends({"causal": True, "chunk_size": 16}, scheme=scheme) == 0, "a chunk that is one rank's shard"
+        assert sends({"causal": True, "chunk_size": 16}, scheme=scheme) == 0, "each chunk is one rank's shard"
     assert sends({"causal": True}, scheme="all_gather") == 2
 
 

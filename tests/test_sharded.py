@@ -229,7 +229,7 @@ def test_a_wrong_call_names_what_to_change(call, words):
 
 def test_every_operation_named_as_a_remedy_exists():
     for op in kernels.operations().values():
-        for dim, name in op.elsewhere.items():
+        for dim, name in op.see_also.items():
             assert dim not in op.local_dims | op.sum_dims and callable(getattr(ejdist, name)), (op, dim)
 
 

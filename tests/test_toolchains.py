@@ -95,7 +95,7 @@ def _store_partition(tile, loaded, o_ptr, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def specialised_copy_kernel(x_desc, o_ptr, SIZE: gl.constexpr, TILES: gl.constexpr):
+def warp_specialized_copy_kernel(x_desc, o_ptr, SIZE: gl.constexpr, TILES: gl.constexpr):
     """A warp that loads, and four that store."""
     tile = gl.allocate_shared_memory(x_desc.dtype, [TILES, SIZE, SIZE], x_desc.layout).index(0)
     loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -263,7 +263,7 @@ def test_a_machine_without_a_gpu_is_to_be_told_of_one(kernel, monkeypatch):
 
     monkeypatch.setattr(triton_lib.triton_kernel_call_lib, "get_compute_capability", none_here)
     run = copy if kernel == "launched" else lambda x: tensor_descriptor(x, (16, 16), (16, 16)) or x
-    with pytest.raises(RuntimeError, match=r"no GPU here .* `with kernels\.compile_for\(90\):`"):
+    with pytest.raises(RuntimeError, match=r"no GPU here: .* `with kernels\.compile_for\(90\):`"):
         jax.export.export(jax.jit(run), platforms=["cuda"])(normal(16, 16))
     with kernels.compile_for(80):  # where there are no descriptors
         assert tensor_descriptor(normal(16, 16), (16, 16), (16, 16)) is None
@@ -287,29 +287,33 @@ def test_resources_come_from_the_assembler():
     assert kernel.resources["spill_stores"] == kernel.resources["spill_loads"] == 0
 
 
-def specialised_copy(x, tiles=1):
+def warp_specialized_copy(x, tiles=1):
     block = tuple(x.shape)
     desc = tensor_descriptor(x, block, block, gl.NVMMASharedLayout(128, 16, 2))
-    return triton_launch(specialised_copy_kernel, desc, out_shape=like(x), grid=(1,), num_warps=4, SIZE=64, TILES=tiles)
+    return triton_launch(
+        warp_specialized_copy_kernel, desc, out_shape=like(x), grid=(1,), num_warps=4, SIZE=64, TILES=tiles
+    )
 
 
 def test_a_gluon_kernel_is_launched_with_the_warps_of_all_its_partitions():
-    (kernel,) = checks.export_cuda(specialised_copy, jax.ShapeDtypeStruct((64, 64), "bfloat16")).kernels
-    assert ".reqntid 256" in kernel.ptx, "four warps store, and one, made up to a group of four, loads"
+    (kernel,) = checks.export_cuda(warp_specialized_copy, jax.ShapeDtypeStruct((64, 64), "bfloat16")).kernels
+    assert ".reqntid 256" in kernel.ptx, "four warps store, and one, padded to a group of four, loads"
     assert kernel.num_warps == 8
     assert "setmaxnreg" in kernel.ptx and kernel.resources["spill_stores"] == 0
 
 
 def test_a_block_that_does_not_fit_shared_memory_is_refused():
-    with pytest.raises(ValueError, match=r"specialised_copy_kernel: .* bytes of shared memory .* than the 232,448"):
-        checks.export_cuda(lambda x: specialised_copy(x, 29), jax.ShapeDtypeStruct((64, 64), "bfloat16"))
+    with pytest.raises(
+        ValueError, match=r"warp_specialized_copy_kernel: needs .* bytes of shared memory, .* have 232,448"
+    ):
+        checks.export_cuda(lambda x: warp_specialized_copy(x, 29), jax.ShapeDtypeStruct((64, 64), "bfloat16"))
 
 
 def test_a_gluon_kernel_is_interpreted():
     """Mistakes and all: tests/test_gluon_interpreter.py."""
     x = normal(64, 64, dtype="bfloat16")
     with interpret(90):
-        np.testing.assert_array_equal(specialised_copy(x), x)
+        np.testing.assert_array_equal(warp_specialized_copy(x), x)
 
 
 @pytest.mark.parametrize("target", checks.CUDA_TARGETS)

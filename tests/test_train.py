@@ -147,7 +147,7 @@ def test_flops_are_counted_from_the_documents_of_the_batches(stopped_run, corpus
     recipe = compose([*TINY, *corpus])
     config, data = recipe.model, build_data(recipe.data, seed=recipe.run.seed)
     rows = read_rows(stopped_run / "metrics.jsonl")
-    assert len({row["flops_causal"] for row in rows}) > 1, "the batches are not packed alike"
+    assert len({row["flops_causal"] for row in rows}) > 1, "batches must be packed differently"
     for row in rows:
         ids = data.batch(row["step"] - 1)["segment_ids"]
         same = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
@@ -265,7 +265,7 @@ def test_files_need_a_source(tmp_path, capsys):
     )
     message = capsys.readouterr().err
     assert message.startswith("error: data.source is not set") and "data.source='corpus/**/*.jsonl.gz'" in message
-    assert message.count("\n") == 1 and not list(tmp_path.iterdir()), "one line, and nothing written"
+    assert message.count("\n") == 1 and not list(tmp_path.iterdir()), "expected one line, and no files"
     assert compose(["data=stdlib"]).data.source == compose([]).data.source == "stdlib"
     assert compose(["data=files", "data.source=[a,b]"]).data.source == ["a", "b"]
 
@@ -302,7 +302,9 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(stopped_run, co
     assert f"resuming from step 2 of {directory}" in said
     assert losses(directory) == losses(whole)
     assert (directory / "checkpoints" / "3.damaged").is_dir() and (directory / "checkpoints" / "6").is_dir()
-    assert command(directory, corpus) == DONE, "what was set aside is no checkpoint, and no stranger"
+    assert command(directory, corpus) == DONE, (
+        "a checkpoint that was set aside is neither a checkpoint nor a foreign file"
+    )
 
 
 def test_where_no_checkpoint_can_be_read_nothing_is_touched(stopped_run, corpus, capsys):

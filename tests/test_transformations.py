@@ -288,7 +288,7 @@ def test_the_size_of_the_batch_may_be_a_symbol(op):
     close(exported.call(arrays), plain(op, None)(floats), 1e-6)
     for backend in op.backends.values():
         if not backend.symbolic and "float32" in backend.dtypes:
-            with pytest.raises(Unsupported, match=r"needs the size of .* when it is compiled"):
+            with pytest.raises(Unsupported, match=r"needs the size of .* at compile time"):
                 jax.export.export(jax.jit(lambda a: op(**a, **rest, platform=backend.name)))(  # noqa: B023
                     {n: symbolic(n, x) for n, x in arrays.items()}
                 )
@@ -303,7 +303,9 @@ def test_inside_a_shard_map_of_the_callers_own(op, backend):
     rows = {n: x.shape[0] for n, x in merged(floats, others).items() if is_array(x) and x.ndim}
     first = {n for n, d in dims.items() if d and d[0].name in FIRST and rows.get(n, 1) > 1}
     alone = not batch_of({n: op.parameters[n].dims for n in merged(floats, others)})
-    assert alone or (first and all(rows[n] % 2 == 0 for n in first)), "the first case of an operation has an even batch"
+    assert alone or (first and all(rows[n] % 2 == 0 for n in first)), (
+        "the first case of an operation must have an even batch"
+    )
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 
     def spec(name, x):

@@ -89,7 +89,7 @@ def test_300_random_trees():
             lambda: tree_attention_mask([-1], 2, jnp.ones((1, 3), bool)),
         ),
         (
-            "'prefix_mask' has 3 rows, and 'parents' 2",
+            "'prefix_mask' has 3 rows, but 'parents' has 2",
             lambda: tree_attention_mask([[-1], [-1]], 1, jnp.ones((3, 1), bool)),
         ),
         (r"'next_tokens' must be integers \[B, T = 1\]", lambda: verify_tree([-1], [[1]], [[1, 2]], [1])),
@@ -98,8 +98,8 @@ def test_300_random_trees():
         (r"'first_token' must be integers \[B\] = \(1,\), got float32", lambda: verify_tree([-1], [[1]], [[1]], [1.0])),
         ("'draft_tokens' must be integers .* got None", lambda: verify_tree([-1], None, [[1]], [1])),
         (r"'parents' must be integers .* got \[\[0\], \[1, 2\]\]", lambda: tree_attention_mask([[0], [1, 2]])),
-        ("'parents' has 0 for the token at 0, and a parent is before", lambda: verify_tree([0], [[1]], [[1]], [1])),
-        ("'parents' has 1 for the token at 1, .* -1 for a root", lambda: tree_attention_mask([[-1, 0], [-1, 1]])),
+        ("'parents' has 0 for the token at 0; a parent must precede", lambda: verify_tree([0], [[1]], [[1]], [1])),
+        ("'parents' has 1 for the token at 1; .* -1 for a root", lambda: tree_attention_mask([[-1, 0], [-1, 1]])),
     ],
 )  # fmt: skip
 def test_a_wrong_call_names_the_argument(said, call):

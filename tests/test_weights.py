@@ -541,7 +541,7 @@ def test_writing_never_mixes_with_what_is_there(tmp_path):
 
     with pytest.raises(OSError):
         save(tmp_path / "ours", c, fails)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["theirs"], "what is not complete is not there"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["theirs"], "incomplete output must not remain"
     (tmp_path / "ours.partial").mkdir()
     with pytest.raises(WeightsError, match=r"ours\.partial is left from an interrupted export"):
         save(tmp_path / "ours", c, leaves.__getitem__)

@@ -69,7 +69,7 @@ def test_a_run_starts_from_another_and_from_its_files_alike(trained, corpus, tmp
     assert f"parameters read from step 3 of the run in {trained}/run" in said
     _, said = run(tmp_path / "other", corpus, *keys, f"model.init_from={tmp_path}/files")
     assert f"parameters read from {tmp_path}/files" in said
-    assert losses(tmp_path / "one") == losses(tmp_path / "other"), "the same parameters are the same losses"
+    assert losses(tmp_path / "one") == losses(tmp_path / "other"), "equal parameters must give equal losses"
     assert losses(tmp_path / "one")[0] < losses(trained / "run")[0] - 0.1, "it does not start anew"
     rows = [json.loads(line) for line in (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["step"] == 1 and rows[0]["learning_rate"] == pytest.approx(1e-3), "the schedule is its own"
@@ -169,7 +169,7 @@ def test_what_the_command_writes(trained, tmp_path, capsys, monkeypatch):
     assert json.loads((tmp_path / "b" / "config.json").read_text())["max_position_embeddings"] == 4096
     two, three = state_in(tmp_path / "a"), state_in(tmp_path / "b")
     name = "model.layers.1.mlp.up_proj.weight"
-    assert np.abs(two[name].astype(np.float32) - three[name]).max() > 1e-4, "it is the step that was asked for"
+    assert np.abs(two[name].astype(np.float32) - three[name]).max() > 1e-4, "must be the requested step"
     monkeypatch.setattr(ByteTokenizer, "fingerprint", FileTokenizer(trained / "tokenizer.json").fingerprint)
     assert main([source, f"to={tmp_path}/c"]) == DONE
     assert "data.tokenizer=bytes" in capsys.readouterr().out

@@ -32,7 +32,7 @@ def make_op(**options):
         residuals=("total",),
         local_dims={"lead"},
         same_dtype=("x", "weight"),
-        order=("triton_gpu", "xla"),
+        priority=("triton_gpu", "xla"),
         config=KernelConfig,
         cases=(Case("odd", dims={"lead": (2, 3), "D": 5}, arrays=("weight",)),),
         **options,

@@ -147,7 +147,7 @@ class TrainSections:
             )
         if not 0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss must be finite and not negative, got {self.z_loss}; 0 for none")
-        known = dict.fromkeys([*Platform, *(name for op in kernels.operations().values() for name in op.order)])
+        known = dict.fromkeys([*Platform, *(name for op in kernels.operations().values() for name in op.priority)])
         if self.platform is not None and self.platform not in known:
             raise ValueError(f"platform = {self.platform!r} is unknown; use null or one of {', '.join(known)}")
         for stage in stages_of(self) if self.curriculum else ():

@@ -1,4 +1,4 @@
-"""What an operation is made of beside its contract: cases, backends, and the plan of a call."""
+"""The parts of an operation besides its contract: cases, backends, and the plan of a call."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Case:
       dims: dim name -> size (a tuple for `*name`).
       options: values of the static parameters.
       arrays: names of optional float arrays to include.
-      make: argument name -> function (rng, dims) -> array or pytree, for what random normals do not fit.
-      shapes: argument name -> shape, where it differs from the declared dims (a broadcast dim of size 1), or function of dims
-        that gives it (a width that is a sum of two).
-      tags: "smoke" (runs in bfloat16 too), "slow" (runs in the full grid only), "code" (compiled for GPUs and TPUs in the quick
-        tests), "bench" (timed on accelerators, too large for tests on a CPU), "kernels" (where any case has it: only these are
-        interpreted in the quick tests, for backends that need an interpreter).
+      make: argument name -> function (rng, dims) -> array or pytree, for arguments that random normals do not suit.
+      shapes: argument name -> shape, where it differs from the declared dims (a broadcast dim of size 1), or a function
+        of dims that returns it (a width that is the sum of two).
+      tags: "smoke" (runs in bfloat16 too), "slow" (runs in the full grid only), "code" (compiled for GPUs and TPUs in
+        the quick tests), "bench" (timed on accelerators, too large for tests on a CPU), "kernels" (the quick tests of
+        backends that need an interpreter run only these; without any, all cases).
     """
 
     name: str
@@ -42,17 +42,17 @@ class Case:
     tags: frozenset[str] = frozenset()
 
     def draws(self, p: Parameter) -> bool:
-        """Returns whether an argument is drawn at random, floats of its shape."""
+        """Returns whether an argument is filled with random normals."""
         return p.kind in ("float", "any") and p.name not in self.make and (p.required or p.name in self.arrays)
 
     def shape(self, p: Parameter) -> tuple[int, ...]:
         """Returns the shape of an argument."""
-        said = self.shapes.get(p.name)
-        return said(self.dims) if callable(said) else said or p.shape(self.dims)
+        shape = self.shapes.get(p.name)
+        return shape(self.dims) if callable(shape) else shape or p.shape(self.dims)
 
 
 class Operation(Protocol):
-    """What the rest of the core knows of an operation."""
+    """What the rest of the framework needs to know about an operation."""
 
     name: str
     function: Callable
@@ -60,18 +60,18 @@ class Operation(Protocol):
     outputs: tuple[str, ...]
     output_dims: tuple[tuple[Dim, ...], ...]
     residuals: tuple[str, ...]
-    kept: Callable | None
+    extra_residuals: Callable | None
     padding: Any
     no_gradient: tuple[str, ...]
     local_dims: frozenset[str]
     sum_dims: frozenset[str]
     tied_dims: tuple[tuple[str, str], ...]
-    elsewhere: dict[str, str]
+    see_also: dict[str, str]
     offset_of: dict[str, str]
     ordered: bool | Callable[[Call], bool] | None
     weights: tuple[str, ...]
     same_dtype: tuple[str, ...]
-    classes: Callable[[Call], str | None] | None
+    autotune_key: Callable[[Call], str | None] | None
     backward_inputs: Callable[[dict, dict], dict] | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -105,15 +105,15 @@ def case_inputs(
                 else jnp.asarray(rng.standard_normal(shape), dtype)
             )
         elif p.kind is not None and (p.required or p.name in case.arrays):
-            raise TypeError(f"{op.name}, case {case.name}: say how to make {p.name!r}")
+            raise TypeError(f"{op.name}, case {case.name}: add {p.name!r} to `make`")
     return arguments
 
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """One implementation of an operation, and what it can do. Built by `Op.register`.
+    """One implementation of an operation and its capabilities. Built by `Op.register`.
 
-    The parameters that `forward` and `backward` name are those that they support; a call that uses another is refused.
+    A backend supports the parameters that its `forward` and `backward` name; a call that uses any other is refused.
     """
 
     name: str
@@ -122,7 +122,7 @@ class Backend:
     features: frozenset[str]
     forward: Callable
     backward: Callable | None
-    keeping: Callable | None
+    forward_with_residuals: Callable | None
     rejects: Callable[[Call], str | None] | None
     heuristic: Callable[[Call, str], Any] | None
     candidates: Callable[[Call], Iterable[Any]] | None
@@ -131,16 +131,16 @@ class Backend:
 
     @property
     def toolchain(self) -> str:
-        """What `platform=` may say for it: xla, triton, pallas, cudnn."""
+        """The toolchain that `platform=` can name to select this backend: xla, triton, pallas, cudnn."""
         return self.name.split("_")[0]
 
     def names(self, backward: bool = False) -> frozenset[str]:
-        """Returns the parameters that a direction takes."""
+        """Returns the names of the parameters that the forward or backward takes."""
         function = self.backward if backward else self.forward
         return frozenset() if function is None else frozenset(inspect.signature(function).parameters)
 
     def missing(self, op: Operation, call: Call, differentiated: bool) -> list[str]:
-        """Returns what the call uses and this backend does not support."""
+        """Returns the options and features that the call uses and this backend does not support."""
         missing = [name for name in op.used_options(call) if name not in self.names()]
         if differentiated and self.backward is not None:
             missing += [n for n in op.used_options(call) if n not in {*self.names(backward=True), *missing}]
@@ -157,30 +157,30 @@ class Backend:
             return "it has no backward"
         symbols = [dim for dim in call.symbolic_dims() if dim not in self.symbolic]
         if symbols:
-            return f"it needs the size of {', '.join(symbols)} when it is compiled, and that is a symbol here"
+            return f"it needs the size of {', '.join(symbols)} at compile time, but here it is symbolic"
         return self.rejects(call) if self.rejects else None
 
     def run(self, direction: str, arguments: Mapping[str, Any], cfg: Any, *first: Any) -> Any:
-        """Returns the result of `forward`, `keeping` or `backward` on the arguments of the contract that it takes."""
+        """Calls `forward`, `forward_with_residuals` or `backward` with those of the contract's arguments that it takes."""
         function, names = getattr(self, direction), self.names(direction == "backward")
-        own = {name: value for name, value in arguments.items() if name in names}
-        return function(*first, **own, **({"cfg": cfg} if "cfg" in names else {}))
+        named = {name: value for name, value in arguments.items() if name in names}
+        return function(*first, **named, **({"cfg": cfg} if "cfg" in names else {}))
 
 
 def make_backend(
     op: Operation,
     forward: Callable,
     backward: Callable | None,
-    keeping: Callable | None,
+    forward_with_residuals: Callable | None,
     name: str | None,
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
 ) -> Backend:
-    """Returns the backend, after checking what it claims.
+    """Returns the backend, after checking its functions and metadata.
 
     Raises:
       TypeError: an unknown platform or feature, or a function that does not take the contract's parameters by name.
     """
-    unknown = set(facts["platforms"]) - set(PLATFORMS)
+    unknown = set(metadata["platforms"]) - set(PLATFORMS)
     if unknown:
         raise TypeError(f"{op.name}: unknown platforms {sorted(unknown)}; there are {', '.join(PLATFORMS)}")
     stem = name or forward.__module__.rpartition(".")[2]
@@ -191,7 +191,8 @@ def make_backend(
         taken = list(inspect.signature(function).parameters.values())
         if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in taken):
             raise TypeError(
-                f"{op.name} on {stem}: {function.__name__} must name the parameters that it supports, not take *"
+                f"{op.name} on {stem}: {function.__name__} must name the parameters that it supports; "
+                "*args and **kwargs are not allowed"
             )
         names = [p.name for p in taken]
         strange = [n for n in names[first:] if n not in op.parameters and n != "cfg"]
@@ -199,40 +200,47 @@ def make_backend(
         if strange or lost or (first and names[:1] != ["saved"]):
             raise TypeError(
                 f"{op.name} on {stem}: {function.__name__}({', '.join(names)}) must take "
-                f"{'saved, and then ' if first else ''}by name what it supports of {', '.join(op.parameters)}, and cfg"
+                f"{'saved, and then ' if first else ''}by name the parameters that it supports of "
+                f"{', '.join(op.parameters)}, cfg"
                 + (f"; it lacks {', '.join(lost)}" if lost else "")
-                + (f"; there is no {', '.join(strange)}" if strange else "")
+                + (f"; the contract has no {', '.join(strange)}" if strange else "")
             )
-    if (keeping is None) != (op.kept is None or backward is None):
+    if (forward_with_residuals is None) != (op.extra_residuals is None or backward is None):
         raise TypeError(
-            f"{op.name} on {stem}: `keeping` goes with a backward and with the contract's `kept`; here "
-            f"{'it is missing' if keeping is None else 'there is none for it'}"
+            f"{op.name} on {stem}: `forward_with_residuals` requires a backward, and `extra_residuals` in the contract; here "
+            f"{'it is missing' if forward_with_residuals is None else 'it is given without them'}"
         )
-    if keeping is not None and {*inspect.signature(keeping).parameters} != {*inspect.signature(forward).parameters}:
-        raise TypeError(f"{op.name} on {stem}: {keeping.__name__} must take what {forward.__name__} takes")
-    sets: dict[str, Any] = {n: frozenset(facts[n]) for n in ("platforms", "dtypes", "features", "symbolic")}
-    rest: dict[str, Any] = {n: facts[n] for n in ("rejects", "heuristic", "candidates", "version")}
-    return Backend(name=stem, forward=forward, backward=backward, keeping=keeping, **sets, **rest)
+    if forward_with_residuals is not None and {*inspect.signature(forward_with_residuals).parameters} != {
+        *inspect.signature(forward).parameters
+    }:
+        raise TypeError(
+            f"{op.name} on {stem}: {forward_with_residuals.__name__} must have the same parameters as {forward.__name__}"
+        )
+    sets: dict[str, Any] = {n: frozenset(metadata[n]) for n in ("platforms", "dtypes", "features", "symbolic")}
+    rest: dict[str, Any] = {n: metadata[n] for n in ("rejects", "heuristic", "candidates", "version")}
+    return Backend(
+        name=stem, forward=forward, backward=backward, forward_with_residuals=forward_with_residuals, **sets, **rest
+    )
 
 
-# Packages whose absence makes a backend unavailable, with what to install. Any other import error is raised.
+# Optional packages, with what to install. A backend is unavailable if one is missing; any other import error is raised.
 OPTIONAL_PACKAGES = {"triton": "ejdist[cuda]", "jax_triton": "ejdist[cuda]"}
 
 
 def not_installed(error: ModuleNotFoundError) -> str | None:
-    """Returns why a backend whose import ended in this error is unavailable, with the remedy; None where it is no optional
-    package that is missing."""
+    """Returns why a backend whose import failed is unavailable, with the remedy; None unless the missing module belongs
+    to an optional package."""
     name = error.name or ""
     package = name.split(".")[0]
     if package not in OPTIONAL_PACKAGES:
         return None
-    # Parents are imported first: a module inside of the package is missing because the package is of another version.
-    what = f"{package} is not installed" if name == package else f"the installed {package} has no {name}"
+    # Parents are imported first, so a missing submodule means that the package is installed in another version.
+    what = f"{package} is not installed" if name == package else f"the installed version of {package} has no {name}"
     return f"{what}: pip install '{OPTIONAL_PACKAGES[package]}'"
 
 
 def missing(op: Operation, chosen: Backend, platform: str) -> str:
-    """Returns why no kernel runs on a GPU where XLA was chosen for want of its toolchain; empty where that is not so."""
+    """Returns why XLA runs on a GPU instead of a kernel, if the kernel's toolchain is missing; else an empty string."""
     if platform != "cuda" or chosen.toolchain != "xla":
         return ""
     return "; ".join(dict.fromkeys(op.unavailable().values()))
@@ -240,8 +248,8 @@ def missing(op: Operation, chosen: Backend, platform: str) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs on one platform: a backend with its configuration, and the measurement that chose it, if one did; or the
-    reason why none does. `missing`: why none of the kernels does that come before it, where their toolchain is missing."""
+    """What runs on one platform: a backend, its configuration, and in `reason` the measurement that chose it, if any;
+    or no backend, and why. `missing`: why kernels of higher priority cannot run, if their toolchain is missing."""
 
     platform: str
     backend: Backend | None
@@ -252,7 +260,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs on each platform that a program may be lowered for, and what the caller asked for."""
+    """What runs on each platform that a program may be lowered for, and what the caller requested."""
 
     choices: tuple[Choice, ...]
     toolchain: str | None

@@ -1,7 +1,7 @@
-"""One call of an operation, bound to the contract's parameters, checked and classified.
+"""Binding: checks one call of an operation against its contract and names its arguments and dims.
 
-The dims of a contract are written in its jaxtyping annotations (`Float[Array, "B T N H"]`) and read once (declaration.py);
-every check of shape and dtype, every test array and every sharding spec comes from them.
+The dims of a contract are declared in its jaxtyping annotations (`Float[Array, "B T N H"]`) and parsed once
+(declaration.py). Shape and dtype checks, test arrays and sharding specs are all derived from them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def is_float_array(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def is_a(dtype: Any, kind: Any) -> bool:
-    """Returns whether a dtype is of an abstract kind, such as `np.floating`."""
+    """Returns whether `dtype` is a subtype of `kind`, such as `np.floating`."""
     return bool(jax.dtypes.issubdtype(dtype, kind))
 
 
 def is_traced_argument(value: Any) -> bool:
-    """Returns whether an argument travels as data: an array, or a pytree whose leaves are all arrays (MaskInfo)."""
+    """Returns whether an argument is passed as data: an array, or a pytree of arrays (such as MaskInfo)."""
     if value is None or isinstance(value, STATIC_TYPES):
         return False
     if isinstance(value, ARRAYS):
@@ -43,11 +43,13 @@ def is_traced_argument(value: Any) -> bool:
 
 
 def floats_apart(traced: Mapping[str, Any], without: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (floats, others): the arguments that have float leaves with None in place of their other leaves, and all
-    arguments with None in place of those float leaves.
+    """Splits the arguments into (floats, others), with None in place of the leaves that are in the other part.
+
+    `floats` has every argument with at least one float leaf; its other leaves are None. `others` has every argument,
+    with the float leaves set to None. `merged` is the inverse.
 
     Args:
-      without: arguments all of whose leaves count as others: floats that have no gradient.
+      without: arguments to put into `others` whole, such as floats without a gradient.
     """
     floats = {
         n: jax.tree.map(lambda x: x if is_float_array(x) else None, v)
@@ -61,7 +63,7 @@ def floats_apart(traced: Mapping[str, Any], without: Collection[str] = ()) -> tu
 
 
 def merged(floats: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that `floats_apart` took apart."""
+    """Returns the arguments that `floats_apart` split: its inverse."""
 
     def either(a: Any, b: Any) -> Any:
         return b if a is None else a
@@ -73,8 +75,8 @@ def merged(floats: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, An
 
 
 def typed(value: Any) -> Any:
-    """Returns a hashable stand-in that tells apart what Python holds equal but a program may not: 1, 1.0 and True; 0.0 and
-    -0.0. Options of the same key are the same program."""
+    """Returns a hashable key for an option. Two options share a compiled program only if their keys are equal, so the
+    key distinguishes values that Python compares equal: 1, 1.0 and True; 0.0 and -0.0."""
     if isinstance(value, float):
         return (float, value.hex())
     if isinstance(value, (tuple, list)):
@@ -87,8 +89,8 @@ def typed(value: Any) -> Any:
 class Call:
     """One call, bound to the contract.
 
-    Arguments are attributes; `dims` is dim name -> size; `dtype` names the dtype of the first float argument.
-    Predicates of backends read it; arrays may be tracers, so only shape and dtype are to be looked at.
+    Arguments are attributes; `dims` maps dim name -> size; `dtype` is the dtype of the first float argument. Arrays may
+    be tracers, so a backend's predicates may look at shapes and dtypes only.
     """
 
     def __init__(self, op_name: str, arguments: Mapping[str, Any], dims: dict[str, Any], dtype: str):
@@ -112,7 +114,7 @@ class Call:
         return {k: v for k, v in self.arguments.items() if k not in self._data}
 
     def program_key(self) -> tuple:
-        """Returns what decides the program of this call: shapes and dtypes of arrays, types and values of options.
+        """Returns the key of this call's compiled program: shapes and dtypes of arrays, types and values of options.
 
         Raises:
           ValueError: an option cannot be hashed.
@@ -138,7 +140,7 @@ class Call:
         return tuple(parts)
 
     def symbolic_dims(self) -> tuple[str, ...]:
-        """Returns the dims whose size is a symbol, in a program that is exported for any size of them."""
+        """Returns the dims whose size is symbolic, as when a program is exported for any size."""
 
         def is_symbol(size: Any) -> bool:
             return any(map(is_symbol, size)) if isinstance(size, tuple) else not isinstance(size, int)
@@ -146,7 +148,7 @@ class Call:
         return tuple(name for name, size in self.dims.items() if is_symbol(size))
 
     def signature(self) -> str:
-        """Returns what identifies the call's shapes, dtypes and static options; the key of tuned configurations."""
+        """Returns the call's shapes, dtypes and static options as a string: the key of tuned configurations."""
         parts = []
         for name, value in self.arguments.items():
             if name in self._data:
@@ -159,11 +161,11 @@ class Call:
 
 
 def bind(op_name: str, parameters: Mapping[str, Parameter], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments by name with defaults filled in.
+    """Returns the arguments by name, with defaults filled in.
 
     Raises:
-      ValueError: too many positional arguments, an unknown or doubled name, a missing argument, an array where the
-        contract wants a Python value.
+      ValueError: too many positional arguments, an unknown, duplicate or missing argument, or an array where the
+        contract declares a Python value.
     """
     positional = [p.name for p in parameters.values() if p.positional]
     if len(args) > len(positional):
@@ -171,21 +173,21 @@ def bind(op_name: str, parameters: Mapping[str, Parameter], args: tuple, kwargs:
             f"{op_name}: takes {len(positional)} positional arguments ({', '.join(positional)}), got {len(args)}; "
             "pass the rest by keyword"
         )
-    given = dict(zip(positional, args, strict=False))
+    by_name = dict(zip(positional, args, strict=False))
     for name, value in kwargs.items():
         if name not in parameters:
             raise ValueError(f"{op_name}: unknown argument {name!r}; it takes {', '.join(parameters)}")
-        if name in given:
+        if name in by_name:
             raise ValueError(f"{op_name}: argument {name!r} was given twice")
-        given[name] = value
+        by_name[name] = value
     bound = {}
     for name, p in parameters.items():
-        if name not in given:
+        if name not in by_name:
             if p.required:
                 raise ValueError(f"{op_name}: argument {name!r} is missing")
             bound[name] = p.default
             continue
-        value = given[name]
+        value = by_name[name]
         if p.kind is not None and isinstance(value, jax.Array) and _fits(value.dtype, p.kind):
             bound[name] = value
         elif type(value) in STATIC_TYPES and p.kind is None:
@@ -207,7 +209,7 @@ _ABSTRACT = {"float": np.floating, "int": np.integer, "bool": np.bool_}
 
 @functools.lru_cache(maxsize=256)
 def _fits(dtype: Any, kind: str) -> bool:
-    """Returns whether an array of this dtype is of the kind that a contract declares."""
+    """Returns whether an array of this dtype has the kind that the contract declares."""
     return is_a(dtype, _ABSTRACT.get(kind, np.number)) and not is_a(dtype, np.complexfloating)
 
 
@@ -223,12 +225,13 @@ def _normalised(op_name: str, p: Parameter, value: Any) -> Any:
     if value is None:
         return value
     if isinstance(value, (bool, int, float)):
-        # A Python number where the contract wants data travels as data: another value is not another program.
+        # A Python number where the contract declares an array is passed as data, so its value does not cause a
+        # recompile.
         return np.asarray(value, {"float": np.float32, "int": np.int32, "bool": np.bool_}.get(p.kind))
     if isinstance(value, (list, tuple)):
         try:
             value = np.asarray(value)
-            value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))  # as jnp.asarray would have it
+            value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))  # as jnp.asarray does
         except (TypeError, ValueError):
             raise ValueError(
                 f"{op_name}: argument {p.name!r} cannot be converted to an array; give numbers, in rows of equal length"
@@ -242,10 +245,10 @@ def _normalised(op_name: str, p: Parameter, value: Any) -> Any:
 
 
 def resolve_dims(op_name: str, parameters: Mapping[str, Parameter], bound: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns dim name -> size (a tuple for `*name`), after checking that every array agrees.
+    """Returns dim name -> size (a tuple for `*name`), after checking that all arrays agree.
 
     Raises:
-      ValueError: names the argument, the dim, both sizes and who fixed the first.
+      ValueError: names the argument, the dim, both sizes, and the argument that fixed the first size.
     """
     sizes: dict[str, Any] = {}
     owner: dict[str, str] = {}
@@ -264,10 +267,10 @@ def resolve_dims(op_name: str, parameters: Mapping[str, Parameter], bound: Mappi
         if dim.name not in sizes:
             sizes[dim.name], owner[dim.name] = base, p.name
         elif sizes[dim.name] != base:
-            wanted = sizes[dim.name] if dim.variadic else sizes[dim.name] + dim.offset
+            expected = sizes[dim.name] if dim.variadic else sizes[dim.name] + dim.offset
             raise ValueError(
                 f"{op_name}: argument {p.name!r} of shape {shape} has {dim} = {size}, but {dim.name} = "
-                f"{sizes[dim.name]} in argument {owner[dim.name]!r}, so {wanted} is needed"
+                f"{sizes[dim.name]} in argument {owner[dim.name]!r}, so {expected} is needed"
                 + (" (or 1)" if dim.broadcast else "")
             )
 
@@ -301,7 +304,7 @@ def resolve_dims(op_name: str, parameters: Mapping[str, Parameter], bound: Mappi
                 later.append((p, dim, size, shape))
             else:
                 settle(p, dim, size, shape)
-    # Broadcast dims are judged last, once the argument that fixes the size has been seen.
+    # Broadcast dims are checked last, when the argument that fixes the size has been seen.
     for p, dim, size, shape in later:
         if size != 1:
             settle(p, dim, size, shape)

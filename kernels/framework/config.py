@@ -1,7 +1,7 @@
-"""Configurations: the tunables of kernels (block sizes, warps, stages), and where they are kept.
+"""Configurations: the tunables of kernels (block sizes, warps, stages), and the caches that store them.
 
-No value of one changes what an operation means. Importing this creates no directory; the persistent cache makes its own
-when it first writes. Which configuration a call runs with is decided in `select.py`.
+A configuration never changes what an operation computes. Importing this module creates no directory; the persistent
+cache creates its own on the first write. `select.py` decides which configuration a call runs with.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from typing import Any
 
 
 class Tunables:
-    """What a configuration is, and each part of one: a dataclass whose values are of its declared types, integers positive.
+    """Base of configurations and their parts: a dataclass that checks that values have the declared types and that
+    integers are positive.
 
     Raises:
-      ValueError: a value is not.
+      ValueError: a value has another type, or is not positive.
     """
 
     def __post_init__(self) -> None:
         for name, types in _declared(type(self)):
             value = getattr(self, name)
-            # Of a class that is declared, not one made of it, but for strings: `Platform` is one.
+            # The exact class, not a subclass (a bool is not an int), except for strings: `Platform` is a str.
             fits = type(value) in types or (str in types and isinstance(value, str))
             if not fits or (type(value) is int and value < 1):
                 what = " or ".join(_WORDS.get(t, f"a {t.__name__}") for t in types)
@@ -43,7 +44,7 @@ _WORDS = {int: "a positive integer", bool: "True or False", str: "a string", typ
 
 @functools.cache
 def _declared(cls: type) -> tuple[tuple[str, tuple[type, ...]], ...]:
-    """Returns the names of a dataclass, with the types that a value may be of."""
+    """Returns the fields of a dataclass, each with the types that its value may have."""
     hints = typing.get_type_hints(cls)
     return tuple((f.name, typing.get_args(hints[f.name]) or (hints[f.name],)) for f in dataclasses.fields(cls))
 
@@ -53,9 +54,9 @@ class FwdParams(Tunables):
     """Tunables of a forward kernel; None leaves the choice to the configuration chain.
 
     Attributes:
-      q_blocksize, kv_blocksize: rows of query and of key that one step handles.
-      num_warps, num_stages: warps of a Triton program and depth of its software pipeline; other backends have none, and a
-        configuration that is to serve on several may say them all the same.
+      q_blocksize, kv_blocksize: rows of queries and of keys per step.
+      num_warps, num_stages: warps of a Triton program and depth of its software pipeline. Other backends ignore them,
+        so one configuration can serve several backends.
     """
 
     q_blocksize: int | None = None
@@ -66,7 +67,7 @@ class FwdParams(Tunables):
 
 @dataclass(frozen=True)
 class BwdParams(FwdParams):
-    """Tunables of a backward kernel, as `FwdParams`."""
+    """Tunables of a backward kernel; see `FwdParams`."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class KernelConfig(Tunables):
 
     Attributes:
       fwd_params, bwd_params: tunables of the two directions.
-      platform: "auto", or a toolchain or backend name, as the argument `platform` of the call.
-      backend: "any", or the device that it is for ("gpu", "tpu", "cpu").
+      platform: "auto", or a toolchain or backend name, like the argument `platform` of a call.
+      backend: "any", or the kind of device to consider ("gpu", "tpu", "cpu").
     """
 
     fwd_params: FwdParams = field(default_factory=FwdParams)
@@ -93,7 +94,7 @@ def package_version() -> str:
 
 
 class ConfigCache:
-    """Configurations found in this process, by request key. `version` changes whenever one is put in."""
+    """Configurations selected in this process, by request key. `version` increases with every `put`."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Any] = {}
@@ -111,7 +112,7 @@ class ConfigCache:
 
 
 class PersistentCache:
-    """Configurations kept as one small JSON file each, written atomically; made when the first one is written.
+    """Configurations stored as one small JSON file each, written atomically; the first write creates the directory.
 
     Args:
       directory: default `$EJDIST_CACHE_DIR/tuning`, else `~/.cache/ejdist/tuning`.
@@ -131,7 +132,7 @@ class PersistentCache:
         return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
     def get(self, key: str, like: Any) -> Any:
-        """Returns the stored configuration, of the type of `like`; None if there is none or it cannot be read."""
+        """Returns the stored configuration, of the type of `like`; None if it is missing or unreadable."""
         path = self._path(key)
         try:
             stored = json.loads(path.read_text())
@@ -162,16 +163,16 @@ class PersistentCache:
 
 
 def decode(cls: type, data: Mapping[str, Any]) -> Any:
-    """Returns the configuration dataclass that `dataclasses.asdict` was taken of."""
+    """Returns the configuration dataclass from the dict that `dataclasses.asdict` made of it."""
     hints = typing.get_type_hints(cls)
     names = {f.name for f in dataclasses.fields(cls)}
     if set(data) != names:
-        raise ValueError(f"fields {sorted(data)} instead of {sorted(names)}")
+        raise ValueError(f"expected fields {sorted(names)}, got {sorted(data)}")
     return cls(**{n: decode(hints[n], v) if dataclasses.is_dataclass(hints[n]) else v for n, v in data.items()})
 
 
 def completed(partial: Any, full: Any) -> Any:
-    """Returns `partial` with the fields that are None taken from `full`, nested dataclasses likewise."""
+    """Returns `partial` with its None fields filled in from `full`, recursively."""
     if partial is None:
         return full
     if not dataclasses.is_dataclass(partial) or not dataclasses.is_dataclass(full):

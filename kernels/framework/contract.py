@@ -1,8 +1,8 @@
-"""The contract of an operation, its backends, and the call that joins them.
+"""The contract of an operation, its backends, and the call that dispatches between them.
 
-An operation is stated as a plain `jnp` function (signature, meaning and oracle in one) and wrapped in `Op`. Files beside it
-add backends with `op.register(forward, backward, ...)`. All that a backend must write is the two directions on arrays.
-See README.md in this folder for how operations of every shape fit.
+An operation is written as a plain `jnp` function, which is its signature, specification and oracle, and wrapped in
+`Op`. Other files in its folder add backends with `op.register(forward, backward, ...)`; a backend only has to implement
+these two functions on arrays. README.md in this folder shows how different kinds of operations fit.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from kernels.framework.backend import Backend, Case, Choice, Plan, case_inputs, 
 from kernels.framework.binding import ARRAYS, Call, bind, is_a, is_array, is_float_array, resolve_dims
 from kernels.framework.declaration import output_dims, parameters_of
 from kernels.framework.execute import Saved
-from kernels.framework.facts import check_facts
 from kernels.framework.interpret import interpreting
+from kernels.framework.metadata import check_metadata
 from kernels.framework.options import of_sizes
 from kernels.framework.padding import Padding, of_contract
 from kernels.framework.platforms import DEVICE_OF_PLATFORM, PLATFORMS, Unsupported
@@ -43,38 +43,36 @@ class Op:
     Args:
       function: the contract, plain `jnp` with jaxtyping dims; returns all outputs. It is the oracle.
       outputs: a name for each output.
-      residuals: the outputs that a backward needs. They are part of the contract, so the forward of one backend may be
+      residuals: the outputs that a backward needs. They are part of the contract, so the forward of one backend can be
         followed by the backward of another. The inputs are always available to a backward.
-      kept: function of the contract's parameters -> name -> array: additional residuals, computed only under
-        differentiation. It is the meaning and the oracle of what backends
-        register as `keeping`.
-      features: feature name -> predicate(call), for what the options alone do not tell. A backend names those it supports;
-        an optional parameter needs no feature, since a backend supports what its functions name.
-      no_gradient: float arguments without a gradient, as scales and quantised weights. All other floats have one, those
-        inside a pytree too, each leaf by itself.
-      local_dims: dims that may be split over devices without communication.
-      sum_dims: dims that every output is a sum over: split, each device has a part of the sum.
-      tied_dims: pairs of dims that are split alike or not at all, (query heads, key heads): the second may also be 1.
-      elsewhere: dim -> the function of `ejdist` that can have it split, because it communicates.
-      offset_of: integer argument -> dim: the argument counts from the first entry of that dim that a device has.
-      ordered: whether tokens depend on the order in which they lie along T or S, as in a recurrence; or a function of the call
-        that tells. Stated by every operation with a T or S that is neither local nor summed over (ordered.py).
-      weights: arguments that are parameters of a model. They may be stored split over any dim, and are gathered.
-      same_dtype: float arguments that must agree in dtype.
-      order: names of backend files that may exist, fastest first, where nothing was measured.
-      classes: call -> the class of calls that it belongs to, among which one backend is fastest on a kind of device: what was
-        measured for it goes before `order` (measured.py); None for a call of no class.
-      backward_inputs: (residuals, cotangents) -> what a backward receives, both dicts; default: all of both, zero for outputs
-        that nothing depends on. Of these it is given no cotangent itself.
-      padding: where segment ids are negative, and which arguments backends are given with zeros there, because 0 times NaN
-        would reach others (padding.py). None: nothing is promised here.
+      extra_residuals: function of the contract's parameters -> name -> array: additional residuals, computed only under
+        differentiation. It specifies what backends register as `forward_with_residuals`, and is its oracle.
+      features: feature name -> predicate(call), for requirements that the options alone do not express. A backend lists
+        the features it supports. Optional parameters need no feature: a backend supports those that its functions name.
+      no_gradient: float arguments without a gradient, such as scales and quantised weights. All other floats have one,
+        including each leaf of a pytree.
+      local_dims: dims that can be split over devices without communication.
+      sum_dims: dims that every output is a sum over: if split, each device computes a partial sum.
+      tied_dims: pairs of dims that must be split alike, such as (query heads, key heads); the second may be 1.
+      see_also: dim -> the function of `ejdist` that supports splitting it, because it communicates.
+      offset_of: integer argument -> dim: the argument is relative to a device's first entry of that dim.
+      ordered: whether the order of tokens along T or S matters, as in a recurrence; or a function of the call. Required
+        for every operation with a T or S that is neither local nor summed over (ordered.py).
+      weights: arguments that are model parameters. They may be stored split over any dim, and are gathered before use.
+      same_dtype: float arguments that must have the same dtype.
+      priority: names of the possible backend files, fastest first; applies where there are no measurements.
+      autotune_key: call -> a key for calls of similar size, for which one backend is fastest on a kind of device.
+        Measurements under that key take precedence over `priority` (measured.py). None: the call has no key.
+      backward_inputs: (residuals, cotangents) -> what a backward receives, both dicts; by default all of both, with
+        zeros for the cotangents of unused outputs. The function itself gets no entry for an unused output.
+      padding: where segment ids are negative, and which arguments must be zeroed there before a backend sees them,
+        because 0 times NaN would spread to other tokens (padding.py). None: no guarantee.
       config: the class of this operation's configurations.
       cases: shapes for tests, benchmarks and tuning.
-      work: call -> (Work of the forward, Work of the backward), see work.py: what each direction must at least compute and
-        move; None where nobody has counted it.
+      work: call -> (forward Work, backward Work), the minimum to compute and move (work.py). None: not counted.
 
     Raises:
-      TypeError: the contract cannot be read, or what is said of it does not fit it.
+      TypeError: the contract cannot be parsed, or an argument does not fit it.
     """
 
     def __init__(
@@ -83,19 +81,19 @@ class Op:
         *,
         outputs: tuple[str, ...] = ("out",),
         residuals: tuple[str, ...] = (),
-        kept: Callable | None = None,
+        extra_residuals: Callable | None = None,
         features: Mapping[str, Callable[[Call], bool]] | None = None,
         no_gradient: Iterable[str] = (),
         local_dims: Iterable[str] = (),
         sum_dims: Iterable[str] = (),
         tied_dims: tuple[tuple[str, str], ...] = (),
-        elsewhere: Mapping[str, str] | None = None,
+        see_also: Mapping[str, str] | None = None,
         offset_of: Mapping[str, str] | None = None,
         ordered: bool | Callable[[Call], bool] | None = None,
         weights: tuple[str, ...] = (),
         same_dtype: tuple[str, ...] = (),
-        order: tuple[str, ...] = ("triton_gpu", "pallas_tpu", "xla"),
-        classes: Callable[[Call], str | None] | None = None,
+        priority: tuple[str, ...] = ("triton_gpu", "pallas_tpu", "xla"),
+        autotune_key: Callable[[Call], str | None] | None = None,
         backward_inputs: Callable[[dict, dict], dict] | None = None,
         padding: Padding | None = None,
         config: type | None = None,
@@ -104,12 +102,12 @@ class Op:
     ):
         self.name, self.outputs, self.residuals = function.__name__, outputs, residuals
         self.parameters, self.output_dims = parameters_of(function), output_dims(function, len(outputs))
-        self.kept, self.padding = kept, padding
+        self.extra_residuals, self.padding = extra_residuals, padding
         self.function = of_contract(self, function)
         self.features, self.no_gradient = dict(features or {}), tuple(no_gradient)
         self.local_dims, self.sum_dims, self.tied_dims = frozenset(local_dims), frozenset(sum_dims), tied_dims
-        self.elsewhere, self.offset_of, self.weights = dict(elsewhere or {}), dict(offset_of or {}), weights
-        self.same_dtype, self.order, self.classes, self.ordered = same_dtype, order, classes, ordered
+        self.see_also, self.offset_of, self.weights = dict(see_also or {}), dict(offset_of or {}), weights
+        self.same_dtype, self.priority, self.autotune_key, self.ordered = same_dtype, priority, autotune_key, ordered
         self.backward_inputs, self.config, self.cases, self.work = backward_inputs, config, cases, work
         self.package = function.__module__.rpartition(".")[0]
         self.__doc__ = function.__doc__
@@ -118,16 +116,16 @@ class Op:
         self._loaded = False
         self._loading = threading.RLock()
         self._programs: dict[Any, Callable] = {}
-        check_facts(self)
+        check_metadata(self)
 
-    # -- what there is ----------------------------------------------------------------------------------------------
+    # -- backends -----------------------------------------------------------------------------------------------------
 
     def register(
         self,
         forward: Callable,
         backward: Callable | None = None,
         *,
-        keeping: Callable | None = None,
+        forward_with_residuals: Callable | None = None,
         platforms: Iterable[str],
         dtypes: Iterable[str],
         features: Iterable[str] = (),
@@ -138,50 +136,49 @@ class Op:
         version: int = 1,
         name: str | None = None,
     ) -> None:
-        """Adds a backend; its name is that of the file it stands in.
+        """Adds a backend, named after the file that defines `forward`.
 
         Args:
-          forward, backward: functions of the contract's parameters, by name: those that they name are supported, and a call
-            that uses another is refused. `backward` takes `saved` before them and returns name -> gradient. Either may
-            name `cfg`.
-          keeping: the forward of a differentiated call, where the contract has `kept`: takes what `forward` takes and returns
-            (outputs, name -> array of what is kept), which `backward` finds in `saved`.
-          platforms: that it can be lowered for: cpu, cuda, rocm, tpu.
-          features: of the contract's `features`, those that it supports.
+          forward, backward: functions that name the contract's parameters that they support; a call that uses another
+            is refused. `backward` takes `saved` first and returns name -> gradient. Either may also name `cfg`.
+          forward_with_residuals: the forward under differentiation, if the contract has `extra_residuals`: takes what
+            `forward` takes and returns (outputs, name -> extra residual); `backward` finds these in `saved`.
+          platforms: platforms that it can be lowered for: cpu, cuda, rocm, tpu.
+          features: those of the contract's `features` that it supports.
           rejects: call -> why it cannot run that call, or None.
-          heuristic: (call, platform that is lowered for) -> configuration. candidates: call -> configurations to tune over.
-          symbolic: dims whose size need not be known when it is compiled.
-          version: raised when configurations tuned for older code no longer apply.
+          heuristic: (call, platform being lowered for) -> configuration. candidates: call -> those to tune over.
+          symbolic: dims whose size may be unknown at compile time.
+          version: increment it to invalidate tuned configurations after a change of the code.
 
         Raises:
-          TypeError: a function or fact does not fit the contract.
+          TypeError: a function or another argument does not fit the contract.
         """
         strange = set(features) - set(self.features)
         if strange:
             raise TypeError(f"{self.name}: unknown features {sorted(strange)}; there are {', '.join(self.features)}")
-        facts = {"platforms": platforms, "dtypes": dtypes, "features": features, "symbolic": symbolic}
-        facts |= {"rejects": rejects, "heuristic": heuristic, "candidates": candidates, "version": version}
-        backend = make_backend(self, forward, backward, keeping, name, facts)
+        metadata = {"platforms": platforms, "dtypes": dtypes, "features": features, "symbolic": symbolic}
+        metadata |= {"rejects": rejects, "heuristic": heuristic, "candidates": candidates, "version": version}
+        backend = make_backend(self, forward, backward, forward_with_residuals, name, metadata)
         self._backends[backend.name] = backend
         self._programs.clear()
 
     @property
     def backends(self) -> dict[str, Backend]:
-        """The available backends by name, fastest first. Backend files are imported at the first use.
+        """The available backends by name, fastest first. Backend files are imported on first use.
 
         Raises:
-          ImportError: a backend's file cannot be imported, whenever it is needed; a toolchain that is not installed only
+          ImportError: a backend's file cannot be imported; raised on every use. A toolchain that is not installed only
             makes its backends unavailable.
         """
         if not self._loaded:
             with self._loading:
-                for stem in self.order:
+                for stem in self.priority:
                     self._load(stem)
                 self._loaded = True
-        return {n: self._backends[n] for n in (*self.order, *self._backends) if n in self._backends}
+        return {n: self._backends[n] for n in (*self.priority, *self._backends) if n in self._backends}
 
     def unavailable(self) -> dict[str, str]:
-        """Returns the backends whose toolchain is missing or in a version that lacks what they need, with what to install."""
+        """Returns backend -> what to install, for backends whose toolchain is missing or too old."""
         return dict(self._unavailable) if self.backends else {}
 
     def _load(self, stem: str) -> None:
@@ -198,8 +195,8 @@ class Op:
             self._unavailable[stem] = reason
         except Exception as error:
             raise ImportError(
-                f"{self.name}: the backend {stem} cannot be imported ({type(error).__name__}: {error}); mend the installation "
-                "of its toolchain, or uninstall it"
+                f"{self.name}: the backend {stem} cannot be imported ({type(error).__name__}: {error}); "
+                "repair the installation of its toolchain, or uninstall it"
             ) from error
 
     @property
@@ -208,23 +205,22 @@ class Op:
         return tuple(p.name for p in self.parameters.values() if not p.required)
 
     def used_options(self, call: Call) -> list[str]:
-        """Returns the optional parameters that a call gives another value than the default."""
+        """Returns the optional parameters for which a call passes a value other than the default."""
         used = []
         for name in self.options:
             value, default = call.arguments[name], self.parameters[name].default
-            same = value is default or (not is_array(value) and type(value) is type(default) and value == default)
-            if not same:
+            if not (value is default or (not is_array(value) and type(value) is type(default) and value == default)):
                 used.append(name)
         return used
 
     def used_features(self, call: Call) -> list[str]:
-        """Returns the names of the features that a call asks for."""
+        """Returns the names of the features that a call needs."""
         return [name for name, predicate in self.features.items() if predicate(call)]
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
     def bind(self, *args: Any, **kwargs: Any) -> Call:
-        """Returns the call, checked. Raises ValueError naming the argument, the dim and the remedy."""
+        """Returns the checked call. Raises ValueError naming the argument, the dim and the remedy."""
         arguments = bind(self.name, self.parameters, args, kwargs)
         dims = resolve_dims(self.name, self.parameters, arguments)
         if wrong := of_sizes(arguments, dims):
@@ -243,21 +239,21 @@ class Op:
     def choose(
         self, call: Call, toolchain: str | None, *, device: str = "any", differentiated: bool = False
     ) -> dict[str, Backend | str]:
-        """Returns, for each platform that may be lowered for, the backend that runs or the reason why none does.
+        """Returns, for each platform, the backend that runs, or the reason why none does.
 
         Args:
-          toolchain: a toolchain or backend name, which is then the only candidate; None for any.
-          device: "cpu", "gpu" or "tpu" keeps only backends for that kind of device.
+          toolchain: a toolchain or backend name, to consider nothing else; None for any.
+          device: "cpu", "gpu" or "tpu" to consider only backends for that kind of device.
 
         Raises:
-          ValueError: `toolchain` or `device` names nothing known.
-          Unsupported: no backend can run the call; the message has every backend's reason.
+          ValueError: `toolchain` or `device` is unknown.
+          Unsupported: no backend can run the call; the message lists every backend's reason.
         """
         choices = self._choices(call, toolchain, device, differentiated)
         return {c.platform: c.reason if c.backend is None else c.backend for c in choices}
 
     def _choices(self, call: Call, toolchain: str | None, device: str, differentiated: bool) -> list[Choice]:
-        """Returns what `choose` does, with the measurements that decided; configurations are not chosen yet."""
+        """Returns the same as `choose`, with the measurement behind each choice, and without configurations."""
         backends = self.backends
         pool = [b for b in backends.values() if toolchain in (None, b.name, b.toolchain)]
         if not pool and toolchain is not None:
@@ -269,27 +265,27 @@ class Op:
             for b in pool:
                 if device not in {DEVICE_OF_PLATFORM[p] for p in b.platforms}:
                     reasons[b.name] = f"it is not for cfg.backend = {device!r}"
-        able = [b for b in pool if reasons[b.name] is None]
-        said = "; ".join(
-            f"{name}: {reason}" for name, reason in [*reasons.items(), *self._unavailable.items()] if reason
-        )
-        if not able:
+        capable = [b for b in pool if reasons[b.name] is None]
+        refused = [*reasons.items(), *self._unavailable.items()]
+        refusals = "; ".join(f"{name}: {reason}" for name, reason in refused if reason)
+        if not capable:
             others = [b.name for b in backends.values() if b not in pool and not b.refuses(self, call, differentiated)]
             hint = f"; platform={others[0]!r} can" if others else ""
-            raise Unsupported(f"{self.name} has no backend for this call: {said}{hint}")
+            raise Unsupported(f"{self.name} has no backend for this call: {refusals}{hint}")
         if toolchain is not None and interpreting():
-            return [Choice(p, able[0], None, "") for p in PLATFORMS]
-        where = ", ".join(f"{b.name} ({', '.join(sorted(b.platforms))})" for b in able)
-        asked = f" with platform={toolchain!r}" if toolchain else ""
-        cannot = f"the backends that support this call are {where}" + (f"; {said}" if said else "")
+            return [Choice(p, capable[0], None, "") for p in PLATFORMS]
+        supported = ", ".join(f"{b.name} ({', '.join(sorted(b.platforms))})" for b in capable)
+        with_platform = f" with platform={toolchain!r}" if toolchain else ""
+        reason = f"the backends that support this call are {supported}" + (f"; {refusals}" if refusals else "")
         choices = []
         for p in PLATFORMS:
-            fit, why = [b for b in able if p in b.platforms], ""
-            if toolchain is None:  # what is asked for by name is not ranked
-                fit, why = measured.ranked(self, call, p, fit, differentiated)
-            none = f"{self.name} cannot be compiled for {p}{asked}: {cannot}"
-            lacks = missing(self, fit[0], p) if fit and toolchain is None else ""
-            choices.append(Choice(p, fit[0], None, why, lacks) if fit else Choice(p, None, None, none))
+            fitting, why = [b for b in capable if p in b.platforms], ""
+            if toolchain is None:  # a backend requested by name is not ranked
+                fitting, why = measured.ranked(self, call, p, fitting, differentiated)
+            refusal = f"{self.name} cannot be compiled for {p}{with_platform}: {reason}"
+            missing_toolchain = missing(self, fitting[0], p) if fitting and toolchain is None else ""
+            choice = Choice(p, fitting[0], None, why, missing_toolchain) if fitting else Choice(p, None, None, refusal)
+            choices.append(choice)
         return choices
 
     def _no_such_backend(self, toolchain: str) -> None:
@@ -297,17 +293,17 @@ class Op:
         stems = {stem for stem in self._unavailable if toolchain in (stem, stem.split("_")[0])}
         if stems:
             raise Unsupported(f"{self.name} on {toolchain}: " + "; ".join(self._unavailable[s] for s in sorted(stems)))
-        if toolchain in Platform or toolchain in self.order:
+        if toolchain in Platform or toolchain in self.priority:
             raise Unsupported(f"{self.name} has no {toolchain} backend; it has {', '.join(self.backends)}")
         raise ValueError(
             f"{self.name}: argument 'platform' = {toolchain!r} is unknown; use None or one of {', '.join(known)}"
         )
 
     def plan(self, call: Call, toolchain: str | None, cfg: Any, *, differentiated: bool) -> Plan:
-        """Returns which backend runs on each platform, and with which configuration."""
+        """Returns the backend and the configuration for each platform."""
         self.check_asked(toolchain, cfg)
-        asked = getattr(cfg, "platform", "auto") if toolchain is None else toolchain
-        toolchain = None if asked == "auto" else asked
+        requested = getattr(cfg, "platform", "auto") if toolchain is None else toolchain
+        toolchain = None if requested == "auto" else requested
         choices = []
         for choice in self._choices(call, toolchain, getattr(cfg, "backend", "any"), differentiated):
             if choice.backend is not None:
@@ -317,37 +313,35 @@ class Op:
         return Plan(tuple(choices), toolchain, cfg)
 
     def check_asked(self, toolchain: Any, cfg: Any) -> None:
-        """Raises ValueError where what is asked for beside the call is of a type that says nothing."""
+        """Raises ValueError if `platform` or `cfg` has the wrong type."""
         if toolchain is not None and not isinstance(toolchain, str):
             raise ValueError(f"{self.name}: argument 'platform' must be None or a name, got {toolchain!r}")
         if cfg is not None and self.config is None:
-            raise ValueError(
-                f"{self.name}: argument 'cfg' = {cfg!r}: this operation has no configurations; leave it out"
-            )
+            raise ValueError(f"{self.name}: argument 'cfg' = {cfg!r}: this operation has no configurations; omit it")
         if cfg is not None and self.config is not None and not isinstance(cfg, self.config):
             raise ValueError(f"{self.name}: argument 'cfg' must be a {self.config.__name__}, got {type(cfg).__name__}")
 
     def __call__(self, *args: Any, platform: str | None = None, cfg: Any = None, **kwargs: Any) -> Any:
-        """Returns all outputs of the contract: a tuple, or the bare array when there is one.
+        """Returns all outputs of the contract: a tuple, or the bare array if there is only one.
 
         Args:
-          platform: None for the fastest backend of whatever this is lowered for; or a toolchain ("xla", "triton",
-            "pallas") or backend ("triton_gpu"), which never falls back.
+          platform: None for the fastest backend for each platform; or a toolchain ("xla", "triton", "pallas") or
+            backend ("triton_gpu") to use, with no fallback.
           cfg: a configuration for this call; fields left None are chosen.
 
         Raises:
-          ValueError: the call is wrong. Unsupported: no backend, or not the one asked for, can run it.
+          ValueError: the call is invalid. Unsupported: no backend, or not the requested one, can run it.
         """
         return self.run(self.bind(*args, **kwargs), platform=platform, cfg=cfg)
 
     def run(self, call: Call, *, platform: str | None = None, cfg: Any = None) -> Any:
-        """Returns the outputs of a call that is bound already, as `__call__`."""
+        """Returns the outputs of a bound call, as `__call__`."""
 
         def make() -> Callable:
             primal = self.plan(call, platform, cfg, differentiated=False)
             try:
                 gradient, refusal = self.plan(call, platform, cfg, differentiated=True), ""
-            except Unsupported as error:  # only a differentiated call needs a backward, so it is raised there
+            except Unsupported as error:  # raised only if the call is differentiated
                 gradient, refusal = None, str(error)
             return execute.compiled(self, call, primal, gradient, refusal)
 
@@ -356,11 +350,8 @@ class Op:
     def backward(
         self, saved: Mapping[str, Any], *args: Any, platform: str | None = None, cfg: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Returns name -> gradient for every argument that has one, from what is given in `saved`.
-
-        `saved` holds what `backward_inputs` returns, for example a `d_out`, and an `lse` and `delta` that came from a
-        ring over more keys than this call sees.
-        """
+        """Returns name -> gradient for every argument that has one, given what `backward_inputs` returns in `saved`:
+        for example a `d_out`, and an `lse` and `delta` from a ring over more keys than this call sees."""
         call = self.bind(*args, **kwargs)
 
         def make() -> Callable:
@@ -369,18 +360,18 @@ class Op:
         return self._program("backward", call, platform, cfg, make)(dict(saved), call.traced())
 
     def _program(self, direction: str, call: Call, platform: Any, cfg: Any, make: Callable[[], Callable]) -> Callable:
-        """Returns the jitted function of calls of one kind: the backends and configurations that were chosen for the first
-        one hold for the next while nothing that decides the choice has changed."""
+        """Returns the jitted function for calls of one kind. The backends and configurations chosen for the first such
+        call are reused until something that the choice depends on changes."""
         self.check_asked(platform, cfg)
-        asked = (direction, call.program_key(), platform, cfg, interpreting())
-        found = self._programs.get((*asked, select.state(call)))
-        if found is None:
-            found = make()
+        key = (direction, call.program_key(), platform, cfg, interpreting())
+        program = self._programs.get((*key, select.state(call)))
+        if program is None:
+            program = make()
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.clear()
-            # Choosing may itself have tuned, and so changed the state.
-            self._programs[(*asked, select.state(call))] = found
-        return found
+            # Tuning during the choice may have changed the state.
+            self._programs[(*key, select.state(call))] = program
+        return program
 
     def reference(self, *args: Any, dtype: Any = jnp.float32, **kwargs: Any) -> Any:
         """Returns the contract evaluated with every float array cast to `dtype`, in true float32: the oracle."""
@@ -392,8 +383,7 @@ class Op:
     def case_inputs(
         self, case: Case, *, dtype: Any = "float32", seed: int = 0, shapes_only: bool = False
     ) -> dict[str, Any]:
-        """Returns the keyword arguments of a case: random arrays of its dims (with `shapes_only` their shapes and dtypes), its
-        made arguments and its options."""
+        """Returns the keyword arguments of a case: random arrays (or only their shapes), those in `make`, its options."""
         return case_inputs(self, case, dtype=dtype, seed=seed, shapes_only=shapes_only)
 
     def __repr__(self) -> str:

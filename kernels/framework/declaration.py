@@ -1,4 +1,4 @@
-"""What a contract declares: its parameters and the dims of its arrays, read from its signature and annotations."""
+"""Parses a contract's parameters and the dims of its arrays from its signature and annotations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class Parameter:
-    """One parameter of a contract. `kind` is None for what is not an array by declaration (options, pytrees)."""
+    """One parameter of a contract. `kind` is None if it is not declared as an array (options, pytrees)."""
 
     name: str
     kind: str | None
@@ -33,22 +33,22 @@ class Parameter:
     default: Any
     required: bool
     positional: bool
-    static: bool  # declared as a Python number, string or bool: compiled in, never traced
+    static: bool  # declared as a Python number, string or bool: compiled into the program, never traced
     annotation: Any = Any
 
     @functools.cached_property
     def accepted(self) -> set[tuple[type, Any]]:
-        """Numbers, strings and bools that were checked before, with their types: most calls repeat them."""
+        """Options already checked, with their types: a cache, since most calls repeat the same values."""
         return set()
 
     @functools.cached_property
     def plain(self) -> tuple[str, ...]:
-        """Names of the dims where each is a name alone, and they differ; else nothing."""
+        """Names of the dims if all are plain, distinct names; else an empty tuple."""
         names = tuple(d.name for d in self.dims if d.name and not (d.size or d.offset or d.broadcast or d.variadic))
         return names if len(set(names)) == len(self.dims) else ()
 
     def shape(self, dims: Mapping[str, Any]) -> tuple[int, ...]:
-        """Returns the shape of the argument for those sizes."""
+        """Returns the shape of the argument for the given sizes."""
         sizes: list[int] = []
         for d in self.dims:
             sizes.extend(
@@ -69,7 +69,7 @@ def _array_annotation(annotation: Any) -> tuple[str, tuple[Dim, ...]] | None:
 
 
 def parameters_of(function: Callable) -> dict[str, Parameter]:
-    """Returns the parameters of a contract by name, in order, read from its signature and annotations."""
+    """Returns the parameters of a contract by name, in order, parsed from its signature and annotations."""
     hints = typing.get_type_hints(function)
     result = {}
     for p in inspect.signature(function).parameters.values():
@@ -92,10 +92,10 @@ def parameters_of(function: Callable) -> dict[str, Parameter]:
 
 
 def output_dims(function: Callable, count: int) -> tuple[tuple[Dim, ...], ...]:
-    """Returns the dims of each output, read from the return annotation of a contract.
+    """Returns the dims of each output, parsed from the return annotation of a contract.
 
     Raises:
-      TypeError: there is none, or not one for each output.
+      TypeError: the annotation is missing, or does not have one entry for each output.
     """
     hint = typing.get_type_hints(function).get("return")
     hints = typing.get_args(hint) if typing.get_origin(hint) is tuple else (hint,)

@@ -1,4 +1,4 @@
-"""The dims of the project: one vocabulary, and how an annotation's dims are read."""
+"""The vocabulary of dims, and the parser of an annotation's dims."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# A dim has one name and one meaning in every operation, because a layout says once for each name where it lies on a mesh.
+# A dim has one name and one meaning in every operation, because a layout maps each name to mesh axes once.
 VOCABULARY = {
     "B": "rows of the batch",
     "T": "positions of queries, or of the sequence where there is one",
     "S": "positions of keys",
-    "N": "heads, of queries where keys have others",
+    "N": "heads; query heads, where keys have their own",
     "K": "heads of keys and values",
     "H": "width of a head, of queries and keys",
     "Hv": "width of a head of values",
-    "Hr": "width of the part of a head that carries its position, where that is apart",
-    "R": "rank of the latent that keys and values are made of",
+    "Hr": "width of the positional part of a head, where it is separate",
+    "R": "rank of the latent that keys and values are projected from",
     "D": "width of the model",
-    "Dt": "width of a second model, a teacher that the first one learns from",
+    "Dt": "width of a second model: the teacher in distillation",
     "F": "inner width of a layer: feed-forward, or the channels of a recurrence",
     "V": "entries of the vocabulary",
     "E": "experts: groups with weights of their own",
-    "G": "groups or sequences that are counted, not split",
+    "G": "groups or sequences: counted, never split",
     "C": "entries of a chunk or page",
-    "M": "rows: tokens of all sequences, one after the other",
+    "M": "rows: tokens of all sequences, concatenated",
     "L": "layers",
-    "P": "rows of a projection: positions or features that others are projected to",
+    "P": "rows of a projection: positions or features that are projected to",
     "W": "taps of a convolution",
     "lead": "any number of leading dims: B, then T, then N",
     "pages": "pages of a cache",
-    "requests": "requests that are served together",
-    "slots": "states of a pool",
+    "requests": "requests in one serving batch",
+    "slots": "slots of a state pool",
     "sinks": "attention sinks of a head",
 }
 
@@ -40,8 +40,8 @@ VOCABULARY = {
 class Dim:
     """One entry of a shape annotation. `name` is empty for a fixed size or a wildcard.
 
-    Written as: `T` (a name), `#T` (that size or 1), `*lead` (any number of dims, bound as a tuple), `T+1` (a name and
-    an offset), `4` (a fixed size), `_` (any size), `...` (any number of dims, unbound).
+    Syntax: `T` (a name), `#T` (that size or 1), `*lead` (any number of dims, bound as a tuple), `T+1` (a name and an
+    offset), `4` (a fixed size), `_` (any size), `...` (any number of dims, unbound).
     """
 
     name: str = ""
@@ -75,17 +75,17 @@ class Dim:
         )
 
 
-# Leading dims of an operation that takes any number of them.
+# Leading dims of operations that take any number of them.
 LEADING = ("B", "T", "N")
 
 
 def leading(count: int) -> tuple[str, ...]:
-    """Returns the names of that many leading dims: B, B T, B T N, and unnamed, never split, after these."""
+    """Returns the names of `count` leading dims: B, B T, or B T N, then "_" (unnamed, never split)."""
     return (*LEADING, *("_",) * count)[:count]
 
 
 def named(dims: Iterable[Dim], ndim: int) -> tuple[str, ...]:
-    """Returns the name of each dim of an array of `ndim` dims; `*lead` by its length, see `leading`, and `_` for none."""
+    """Returns a name for each dim of an array with `ndim` dims; `*lead` expands by `leading`; "_" if unnamed."""
     dims = tuple(dims)
     lead = ndim - len(dims) + 1
 
@@ -98,10 +98,10 @@ def named(dims: Iterable[Dim], ndim: int) -> tuple[str, ...]:
 
 
 def check_vocabulary(owner: str, names: Iterable[str]) -> None:
-    """Raises TypeError for a dim that the project has no such name for."""
+    """Raises TypeError for dims that are not in the vocabulary."""
     unknown = sorted({n for n in names if n} - set(VOCABULARY))
     if unknown:
         raise TypeError(
-            f"{owner}: dims {', '.join(unknown)} are not in the vocabulary ({', '.join(VOCABULARY)}); use the name that has "
-            "this meaning, or give the new meaning a line in kernels/framework/dims.py"
+            f"{owner}: dims {', '.join(unknown)} are not in the vocabulary ({', '.join(VOCABULARY)}); use the existing "
+            "name with this meaning, or add the new meaning to kernels/framework/dims.py"
         )

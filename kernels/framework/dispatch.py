@@ -1,9 +1,9 @@
-"""Dispatch at lowering: one traced program that holds what may run on each platform it may be lowered for.
+"""Dispatch at lowering: one traced program that contains a branch for each platform it may be lowered for.
 
-A call to an operation is one primitive. What it does is looked up, traced and lowered for the platform that the program is
-lowered for, and for no other: a branch that cannot be batched, differentiated or lowered elsewhere is never touched there.
-Whatever holds for the primitive (how it is batched, how it lies inside a `shard_map`, that it is not differentiated) holds
-on every platform alike. A platform for which no backend qualifies refuses, in our words, when it is lowered.
+A call of an operation is one primitive. Its branch is selected, traced and lowered for the platform the program is
+lowered for, and for no other, so a branch that cannot be batched, differentiated or lowered elsewhere does no harm
+there. Properties of the primitive (batching rule, type inside a `shard_map`, no JVP) are the same on every platform. If
+no backend qualifies for a platform, lowering for that platform raises our error message.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ _JAX = f"{Path(jax.__file__).parent}/"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Branches:
-    """What a call does on each platform.
+    """The branches of one call.
 
     Attributes:
-      name: of the operation, for profiles and messages.
-      by_platform: for each of PLATFORMS a function of the operands, or the reason why there is none.
+      name: name of the operation, for profiles and messages.
+      by_platform: for each of PLATFORMS, a function of the operands, or the reason why no backend can run.
       result: pytree of shapes and dtypes that every branch returns.
-      batched: the same call on operands with one leading dim more, see `apply`; None to map over the rows one by one.
-      missing: for a platform why no kernels run there, where it is a toolchain that is missing.
-      interpreted: of which GPU kernels are interpreted; None: they are not.
-      stack: who made the call when it was traced. Lowering runs under another stack, which shows neither the caller nor, in
-        a ring, the scheme and its hop.
+      batched: the same call with one more leading dim on the operands, see `apply`; None to map over the rows one by
+        one.
+      missing: platform -> why no kernels run there, if their toolchain is missing.
+      interpreted: compute capability of the GPU whose kernels are interpreted, or None to compile them.
+      stack: the Python stack when the call was traced. Lowering runs under a different stack, which shows neither the
+        caller nor, in a ring, the strategy and ring step.
     """
 
     name: str
@@ -65,15 +66,17 @@ def apply(
     batched: Callable | None = None,
     missing: Mapping[str, str] | None = None,
 ) -> Any:
-    """Returns the result of the branch of the platform that this is lowered for.
+    """Returns the result of the branch for the platform that this program is lowered for.
 
     Args:
-      by_platform: for each of PLATFORMS, the function to run, or the reason why there is none.
-      result: pytree of `jax.ShapeDtypeStruct`, what every branch returns.
-      operands: pytrees of arrays, given to the branch.
-      batched: (size, is_batched, operands) -> result or None: the same call under `vmap`, with a leading dim of that size on
-        the operands that `is_batched` (a tree of bool) marks and on all of the result; None where it cannot be one call.
-      missing: for a platform why no kernels run there, which is said once when a program is lowered for a device of it.
+      by_platform: for each of PLATFORMS, the function to run, or the reason why no backend can run.
+      result: pytree of `jax.ShapeDtypeStruct`: what every branch returns.
+      operands: pytrees of arrays, passed to the branch.
+      batched: (size, is_batched, operands) -> result or None: the same call under `vmap`, with a leading dim of that
+        size on the operands that `is_batched` (a tree of bool) marks and on all results; None if that cannot be one
+        call.
+      missing: platform -> why no kernels run there; a warning is issued once, when a program is lowered for a device of that
+        platform.
     """
     leaves, tree = jax.tree.flatten(operands)
     leaves = [*map(jax.numpy.asarray, leaves)]
@@ -85,10 +88,11 @@ def apply(
 
 
 def reverse_only(name: str, tree: Any) -> Any:
-    """Returns the arrays, whose derivatives in forward mode are refused in the name of that operation.
+    """Returns the arrays unchanged, and raises an error that names the operation if they are differentiated in forward
+    mode.
 
-    JAX refuses them of a `custom_vjp` too, but without a name, so arrays that go into one go through here before. Nothing of it
-    is left in a compiled program.
+    JAX refuses forward mode through a `custom_vjp` too, but its error names nothing, so inputs of ours pass through
+    here first. This leaves nothing in the compiled program.
     """
     leaves, structure = jax.tree.flatten(tree)
     floats = [i for i, x in enumerate(leaves) if jax.numpy.issubdtype(jax.numpy.result_type(x), jax.numpy.inexact)]
@@ -99,19 +103,19 @@ def reverse_only(name: str, tree: Any) -> Any:
 
 
 def varying_axes(x: Any) -> frozenset:
-    """Returns the axes of a surrounding `shard_map` over which x is known to differ; empty outside of one, or where it does
-    not track this (`check_vma=False`)."""
+    """Returns the axes of the enclosing `shard_map` over which x varies; empty outside of a `shard_map`, or if it does
+    not track varying axes (`check_vma=False`)."""
     kind = getattr(jax.typeof(x), "manual_axis_type", None)
     return frozenset() if kind is None else kind.varying
 
 
-def vary_alike(tree: Any, *beside: Any) -> Any:
-    """Returns the arrays typed as varying over every axis that one of them, or of `beside`, varies over.
+def vary_alike(tree: Any, *others: Any) -> Any:
+    """Casts the arrays to vary over every mesh axis that any of them, or of `others`, varies over.
 
-    Inside a `shard_map` an operation's arrays are then of one kind, and the gradient of an array that was the same on
-    every device is summed over them where this cast is transposed.
+    Inside a `shard_map` all operands of an operation then have one type, and the transpose of this cast sums the
+    gradient of an array that was replicated over the devices.
     """
-    every = frozenset().union(*map(varying_axes, jax.tree.leaves((tree, beside))))
+    every = frozenset().union(*map(varying_axes, jax.tree.leaves((tree, others))))
 
     def cast(x: Any) -> Any:
         missing = every - varying_axes(x)
@@ -126,12 +130,12 @@ _call_p.multiple_results = True
 
 @_call_p.def_impl
 def _run(*args: Any, **params: Any) -> Any:
-    with jax.disable_jit(False):  # else it would call itself
+    with jax.disable_jit(False):  # otherwise it would recurse
         return jax.jit(lambda *a: _call_p.bind(*a, **params))(*args)
 
 
 def _effects(branch: Callable | str, operands: Any) -> frozenset:
-    """Returns the effects of a branch. Only an interpreter has any: that of Pallas makes ordered calls of the host."""
+    """Returns the effects of a branch. Only Pallas's interpreter has any: ordered host callbacks."""
     if isinstance(branch, str):
         return frozenset()
     with _local():
@@ -149,10 +153,10 @@ def _shapes(avals: Any, shapes: Any) -> Any:
     kind = getattr(avals[0], "manual_axis_type", None) if avals else None
     if kind is None or not kind.varying:
         return plain
-    # Inside a `shard_map` that tracks what varies: the results vary as the operands do, on the same mesh.
+    # Inside a `shard_map` that tracks varying axes, results vary over the same axes as the operands, on the same mesh.
     mesh = avals[0].sharding.mesh
-    lies = [jax.sharding.NamedSharding(mesh, jax.P(*(None,) * len(shape))) for shape, _ in shapes]
-    return [x.update(sharding=at, manual_axis_type=kind) for x, at in zip(plain, lies, strict=True)]
+    shardings = [jax.sharding.NamedSharding(mesh, jax.P(*(None,) * len(shape))) for shape, _ in shapes]
+    return [x.update(sharding=sharding, manual_axis_type=kind) for x, sharding in zip(plain, shardings, strict=True)]
 
 
 def _lower(platform: str, ctx: Any, *args: Any, branches: Branches, **params: Any) -> Any:
@@ -172,7 +176,8 @@ def _lowered(chosen: Callable | str, ctx: Any, args: Any, branches: Branches, tr
     def run(*leaves: Any) -> list[Any]:
         return jax.tree.leaves(chosen(*jax.tree.unflatten(tree, leaves)))
 
-    # A device's own arrays, of whatever the mesh around is: kernels know nothing of it, and their loops carry constants.
+    # Per-device arrays, whatever the enclosing mesh: kernels know nothing of it, and their loops carry unvarying
+    # constants.
     plain = [jax.core.ShapedArray(a.shape, a.dtype, weak_type=a.weak_type) for a in ctx.avals_in]
     inner = ctx.replace(avals_in=plain)
     with _local(), interpret(branches.interpreted):
@@ -183,7 +188,7 @@ def _lowered(chosen: Callable | str, ctx: Any, args: Any, branches: Branches, tr
 
 
 def _stack() -> tuple[tuple[str, int, str], ...]:
-    """Returns (file, line, function) of the callers, the nearest first, without JAX's own frames."""
+    """Returns (file, line, function) of the callers, innermost first, without JAX's own frames."""
     frames: list[tuple[str, int, str]] = []
     frame = sys._getframe(2)
     while frame is not None and len(frames) < _MOST_FRAMES:
@@ -198,23 +203,23 @@ def _shown(stack: tuple[tuple[str, int, str], ...]) -> str:
     return "".join(traceback.StackSummary.from_list([(*entry, None) for entry in reversed(stack)]).format()).rstrip()
 
 
-_silent = threading.Lock()  # taken for good by what says it first
+_silent = threading.Lock()  # acquired once and never released: the warning is given once
 
 
 def _say_once(name: str, reason: str) -> None:
-    """Warns, once in a process, that operations run on XLA for want of a toolchain."""
+    """Warns, once per process, that operations run on XLA because a toolchain is missing."""
     if _silent.acquire(blocking=False):
         warnings.warn(
-            f"{name}: {reason}. Without it this and every other operation that has Triton kernels runs on XLA, which may be "
-            "many times slower on this GPU; where that is meant, platform='xla' says so",
+            f"{name}: {reason}. Without it, this and every other operation with Triton kernels runs on XLA, which may "
+            "be many times slower on this GPU. Pass platform='xla' if that is intended",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
 def _local() -> Any:
-    """Inside, JAX tracks neither a mesh nor what varies over its axes."""
-    # JAX turns the check off in this way for the bodies of its own kernels, and has no public way.
+    """Returns a context in which JAX tracks neither the mesh nor which axes a value varies over."""
+    # JAX disables the check in this way for the bodies of its own kernels; there is no public API.
     from jax._src import config
 
     return config._check_vma(False)
@@ -235,8 +240,8 @@ def _batch(args: Any, dims: Any, *, branches: Branches, tree: Any, **params: Any
             return jax.tree.leaves(result), [0] * len(params["shapes"])
 
     def one(rows: Any) -> Any:
-        own = iter(rows)
-        whole = [next(own) if m else x for x, m in zip(args, mapped, strict=True)]
+        row = iter(rows)
+        whole = [next(row) if m else x for x, m in zip(args, mapped, strict=True)]
         return _call_p.bind(*whole, branches=branches, tree=tree, **params)
 
     return jax.lax.map(one, [x for x, m in zip(args, mapped, strict=True) if m]), [0] * len(params["shapes"])
@@ -247,9 +252,9 @@ batching.primitive_batchers[_call_p] = _batch
 
 def _no_derivative(primals: Any, tangents: Any, *, branches: Branches, **params: Any) -> Any:
     raise Unsupported(
-        f"{branches.name}: this derivative is not supported. `jax.grad` and `jax.vjp` of the operation work, to any order; "
-        "forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) does not, nor does differentiating a backward that was given "
-        "residuals of the caller's own"
+        f"{branches.name}: this derivative is not supported. `jax.grad` and `jax.vjp` of the operation work, to any "
+        "order; forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) does not, and neither does differentiating a "
+        "backward that was given residuals by the caller"
     )
 
 
@@ -263,7 +268,7 @@ _reverse_only_p.def_abstract_eval(lambda *avals, name: list(avals))
 mlir.register_lowering(_reverse_only_p, lambda ctx, *args, name: list(args))
 batching.primitive_batchers[_reverse_only_p] = lambda args, dims, name: (_reverse_only_p.bind(*args, name=name), dims)
 
-# What tangents go through: a linear map that has a transpose, and that nothing can compute.
+# Tangents pass through this primitive: a linear map that can be transposed but not evaluated.
 _tangents_p = Primitive("ejdist_tangents")
 _tangents_p.multiple_results = True
 _tangents_p.def_abstract_eval(lambda *avals, name: list(avals))
@@ -283,11 +288,11 @@ mlir.register_lowering(_tangents_p, lambda ctx, *args, name: _refuse_forward_mod
 
 
 def _marked(tangents: Any, name: str) -> list[Any]:
-    some = iter(_tangents_p.bind(*(t for t in tangents if not isinstance(t, ad.Zero)), name=name))
-    return [t if isinstance(t, ad.Zero) else next(some) for t in tangents]
+    marked = iter(_tangents_p.bind(*(t for t in tangents if not isinstance(t, ad.Zero)), name=name))
+    return [t if isinstance(t, ad.Zero) else next(marked) for t in tangents]
 
 
-# Primals are handed on as they are: what a backward keeps stays the array that its caller has too.
+# Primals are returned unchanged, so that a residual is the same array that the caller holds.
 ad.primitive_jvps[_reverse_only_p] = lambda primals, tangents, name: (list(primals), _marked(tangents, name))
 ad.primitive_jvps[_tangents_p] = lambda primals, tangents, name: (
     _tangents_p.bind(*primals, name=name),

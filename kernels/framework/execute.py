@@ -1,4 +1,4 @@
-"""Runs a plan: the backends of one call as a differentiable, jitted function. Custom VJPs are wired here, once."""
+"""Runs a plan: the backends of one call as a differentiable, jitted function. Custom VJPs are defined only here."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kernels.framework.platforms import Unsupported
 
 
 class Saved(dict):
-    """What a backward receives beside the inputs: cotangents `d_<output>` and residuals, as attributes."""
+    """What a backward receives besides the inputs: cotangents `d_<output>` and residuals, as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"nothing named {name!r} was saved; there is {', '.join(self)}") from None
+            raise AttributeError(f"no residual or cotangent is named {name!r}; available: {', '.join(self)}") from None
 
 
 def _as_tuple(op: Operation, value: Any) -> tuple:
@@ -33,13 +33,13 @@ def _as_tuple(op: Operation, value: Any) -> tuple:
 
 
 def _primals(tree: Any) -> Any:
-    """Returns the values of what the forward of a `custom_vjp` with `symbolic_zeros` is given."""
+    """Returns the primal values that the forward of a `custom_vjp` with `symbolic_zeros` receives."""
     return jax.tree.map(lambda leaf: leaf.value, tree)
 
 
-def _cotangent(given: Any) -> jax.Array | None:
-    """Returns the cotangent of an output as such a backward is given it; None where nothing depends on that output."""
-    return None if isinstance(given, SymbolicZero) else given
+def _cotangent(cotangent: Any) -> jax.Array | None:
+    """Returns the cotangent of an output, or None if it is a symbolic zero: nothing depends on that output."""
+    return None if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def _branches(plan: Plan, make: Callable[[Backend, Any], Callable]) -> dict[str, Callable | str]:
@@ -51,29 +51,32 @@ def _missing(plan: Plan) -> dict[str, str]:
 
 
 def _run_forward(
-    op: Operation, plan: Plan, static: Mapping[str, Any], traced: dict[str, Any], keep: bool = False
+    op: Operation, plan: Plan, static: Mapping[str, Any], traced: dict[str, Any], with_residuals: bool = False
 ) -> Any:
-    """Returns (outputs, what is kept for a backward by name: with `keep` what the contract says, else nothing)."""
+    """Returns (outputs, name -> extra residual); there are none unless `with_residuals`."""
 
     def make(backend: Backend, cfg: Any) -> Callable:
         def branch(arrays: dict[str, Any]) -> Any:
             with jax.named_scope(f"{op.name}.{backend.name}"):
-                given = padding.of_forward(op, arrays)
-                found = backend.run("keeping" if keep else "forward", {**static, **given}, cfg)
-            outputs, kept = found if keep else (found, {})
-            if set(kept) != set(result[1]):
-                raise TypeError(f"{op.name} on {backend.name}: it keeps {sorted(kept)}, not {sorted(result[1])}")
-            return outputs, kept
+                inputs = padding.of_forward(op, arrays)
+                results = backend.run(
+                    "forward_with_residuals" if with_residuals else "forward", {**static, **inputs}, cfg
+                )
+            outputs, extra = results if with_residuals else (results, {})
+            if set(extra) != set(result[1]):
+                raise TypeError(f"{op.name} on {backend.name}: residuals {sorted(extra)}, expected {sorted(result[1])}")
+            return outputs, extra
 
         return branch
 
-    def meant(arrays: dict[str, Any]) -> Any:
-        return op.function(**static, **arrays), op.kept(**static, **arrays) if keep and op.kept is not None else {}
+    def contract_outputs(arrays: dict[str, Any]) -> Any:
+        extra = op.extra_residuals(**static, **arrays) if with_residuals and op.extra_residuals is not None else {}
+        return op.function(**static, **arrays), extra
 
-    result = jax.eval_shape(meant, traced)
+    result = jax.eval_shape(contract_outputs, traced)
 
     def batched(size: int, is_batched: Any, operands: Any) -> Any:
-        return None if keep else _batched_forward(op, plan, static, result, size, is_batched[0], operands[0])
+        return None if with_residuals else _batched_forward(op, plan, static, result, size, is_batched[0], operands[0])
 
     return apply(op.name, _branches(plan, make), result, traced, batched=batched, missing=_missing(plan))
 
@@ -81,7 +84,7 @@ def _run_forward(
 def _run_backward(op: Operation, plan: Plan, static: Mapping[str, Any], saved: dict, traced: dict) -> Any:
     """Returns name -> gradient, for the leaves that have one; the other leaves are None."""
     floats, _ = floats_apart(traced, op.no_gradient)
-    # A program keeps its branches: with the arrays in them, it would keep what it was traced with.
+    # Branches live as long as the program. Closing over arrays here would keep the traced ones alive.
     result = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), floats)
 
     def make(backend: Backend, cfg: Any) -> Callable:
@@ -97,27 +100,27 @@ def _run_backward(op: Operation, plan: Plan, static: Mapping[str, Any], saved: d
 
 
 def _checked(op: Operation, backend: Backend, gradients: Mapping[str, Any], floats: dict[str, Any]) -> dict[str, Any]:
-    """Returns the gradients in the dtypes of their inputs, after comparing what there is with what there should be."""
-    what = f"{op.name} on {backend.name}: its backward gives gradients"
+    """Returns the gradients in the dtypes of their inputs, after checking their names, structure and shapes."""
+    what = f"{op.name} on {backend.name}: its backward returned gradients"
     if set(gradients) != set(floats):
         raise TypeError(
             f"{what} of {', '.join(sorted(gradients))}, but the inputs with a gradient are {', '.join(sorted(floats))}; "
-            "what has none is declared by Op(no_gradient=...)"
+            "declare inputs without one by Op(no_gradient=...)"
         )
     checked = {}
     for name, like in floats.items():
-        (wanted, tree), (given, has) = jax.tree.flatten(like), jax.tree.flatten(gradients[name])
-        if tree != has or [g.shape for g in given] != [w.shape for w in wanted]:
-            raise TypeError(f"{what} of {name!r} as {jax.tree.map(jnp.shape, gradients[name])}, not as {like}")
-        checked[name] = jax.tree.unflatten(tree, [g.astype(w.dtype) for g, w in zip(given, wanted, strict=True)])
+        (expected, tree), (actual, has) = jax.tree.flatten(like), jax.tree.flatten(gradients[name])
+        if tree != has or [g.shape for g in actual] != [w.shape for w in expected]:
+            raise TypeError(f"{what} of {name!r} as {jax.tree.map(jnp.shape, gradients[name])}, expected {like}")
+        checked[name] = jax.tree.unflatten(tree, [g.astype(w.dtype) for g, w in zip(actual, expected, strict=True)])
     return checked
 
 
 def _batched_forward(
     op: Operation, plan: Plan, static: Mapping[str, Any], result: Any, size: int, is_batched: dict, traced: dict
 ) -> Any:
-    """Returns the operation on operands with one dim more, as one call: it joins the batch B, or the `*lead` dims. None where
-    some batched operand has neither, as a weight has not, or an output has neither, as a sum over the batch has not."""
+    """Returns the outputs for operands with an extra leading dim, as one call: the dim is folded into B or `*lead`.
+    Returns None if a batched operand (such as a weight) or an output (such as a sum over the batch) has neither."""
     heads = [next(iter(dims), None) for dims in op.output_dims]
     if any(d is None or not (d.variadic or d.name == "B") for d in heads):
         return None
@@ -133,88 +136,89 @@ def _batched_forward(
     if leads and rows:
         return None
     largest = max((x.shape[1] for x in rows.values()), default=0)
-    for name, x in rows.items():  # one row for the whole batch is a row for each of its rows
+    for name, x in rows.items():  # an array with B = 1 is broadcast to every row of the batch
         rows[name] = jnp.broadcast_to(x, (size, largest, *x.shape[2:])).reshape(size * largest, *x.shape[2:])
     folded = {**traced, **leads, **rows}
     again = op.plan(op.bind(**static, **folded), plan.toolchain, plan.cfg, differentiated=False)
-    found = _run_forward(op, again, static, folded)
-    return jax.tree.map(lambda x, like: x.reshape(size, *like.shape), found, result)
+    results = _run_forward(op, again, static, folded)
+    return jax.tree.map(lambda x, like: x.reshape(size, *like.shape), results, result)
 
 
 def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, refusal: str) -> Callable:
-    """Returns the jitted, differentiable function of the arrays of a call -> outputs.
+    """Returns the jitted, differentiable function of a call's arrays -> outputs.
 
     Args:
-      primal, gradient: what runs as the forward, and as the backward. Where the forward of a differentiated call keeps more
-        than its outputs, it is that of `gradient` too.
-      refusal: why there is no `gradient`.
+      primal, gradient: plans for the forward and the backward. If the contract has `extra_residuals`, a differentiated
+        call uses `gradient` for its forward too.
+      refusal: why `gradient` is None.
     """
     static = call.static()
 
-    def forward_of(plan: Plan, keep: bool = False) -> Callable:
-        """Returns the forward (inputs, others) -> (outputs, what is kept) of a plan, differentiable as often as one likes."""
+    def forward_of(plan: Plan, with_residuals: bool = False) -> Callable:
+        """Returns a plan's forward, (inputs, others) -> (outputs, extra residuals), differentiable to any order."""
 
         def call(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
-            return _run_forward(op, plan, static, merged(inputs, others), keep)
+            return _run_forward(op, plan, static, merged(inputs, others), with_residuals)
 
         def run_fwd(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
             inputs, others = _primals((inputs, others))
-            outputs, residuals, kept = differentiated(inputs, others)
-            return (outputs, kept if keep else {}), (inputs, others, {**residuals, **kept})
+            outputs, residuals, extra = differentiated(inputs, others)
+            return (outputs, extra if with_residuals else {}), (inputs, others, {**residuals, **extra})
 
         def run_bwd(saved: Any, cotangents: Any) -> Any:
-            # What is kept is a function of the inputs, as residuals are: all of a derivative reaches the inputs through `pull`.
-            sent = tuple(map(_cotangent, _as_tuple(op, cotangents[0])))
+            # Residuals, extra ones included, are functions of the inputs, so derivatives reach the inputs through
+            # `pull`.
+            d_outputs = tuple(map(_cotangent, _as_tuple(op, cotangents[0])))
             inputs, others, residuals = saved
-            inputs, residuals, sent = reverse_only(op.name, (inputs, residuals, sent))
-            return pull(inputs, others, residuals, sent), None
+            inputs, residuals, d_outputs = reverse_only(op.name, (inputs, residuals, d_outputs))
+            return backward(inputs, others, residuals, d_outputs), None
 
         call.__name__ = op.name  # what profiles and programs show
         run = jax.custom_vjp(call)
-        # An output that nothing depends on has no cotangent, which a backward may be faster for; a zero would say nothing.
+        # No cotangent is materialised for unused outputs: a backward may skip work for them.
         run.defvjp(run_fwd, run_bwd, symbolic_zeros=True)
         return lambda inputs, others: run(reverse_only(op.name, inputs), others)
 
     def differentiated(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
-        """Returns (outputs, residuals among them, what is kept) of a call that is differentiated."""
+        """Returns (outputs, residuals among the outputs, extra residuals) of a call under differentiation."""
         if gradient is None:
             raise Unsupported(refusal)
 
         def known(name: str, value: Any) -> Any:
-            # Named, so that a remat policy can keep what the backward needs instead of running the forward again.
+            # Named, so that a remat policy can save what the backward needs instead of running the forward again.
             return checkpoint_name(value, f"{op.name}.{name}")
 
-        keeps = op.kept is not None
-        outputs, kept = forward_of(gradient if keeps else primal, keeps)(inputs, others)
+        has_extra = op.extra_residuals is not None
+        outputs, extra = forward_of(gradient if has_extra else primal, has_extra)(inputs, others)
         outputs = tuple(
             known(name, value) if name in op.residuals else value
             for name, value in zip(op.outputs, _as_tuple(op, outputs), strict=True)
         )
         residuals = {n: v for n, v in zip(op.outputs, outputs, strict=True) if n in op.residuals}
-        kept = {name: known(name, value) for name, value in kept.items()}
-        return outputs if len(op.outputs) > 1 else outputs[0], residuals, kept
+        extra = {name: known(name, value) for name, value in extra.items()}
+        return outputs if len(op.outputs) > 1 else outputs[0], residuals, extra
 
     @jax.custom_vjp
-    def pull(inputs: Any, others: Any, residuals: Any, cotangents: tuple) -> Any:
+    def backward(inputs: Any, others: Any, residuals: Any, cotangents: tuple) -> Any:
         """Returns the gradients of the inputs."""
-        assert gradient is not None  # else the forward has raised
+        assert gradient is not None  # otherwise the forward would have raised
         traced = merged(inputs, others)
-        sent = {f"d_{name}": value for name, value in zip(op.outputs, cotangents, strict=True)}
-        d = {name: x for name, x in sent.items() if x is not None and x.dtype != jax.dtypes.float0}
-        if op.backward_inputs is None and any(x is None for x in sent.values()):
+        by_name = {f"d_{name}": value for name, value in zip(op.outputs, cotangents, strict=True)}
+        d = {name: x for name, x in by_name.items() if x is not None and x.dtype != jax.dtypes.float0}
+        if op.backward_inputs is None and any(x is None for x in by_name.values()):
             outputs = _as_tuple(op, jax.eval_shape(lambda x: op.function(**static, **x), traced))
-            unused = [(name, y) for (name, x), y in zip(sent.items(), outputs, strict=True) if x is None]
+            unused = [(name, y) for (name, x), y in zip(by_name.items(), outputs, strict=True) if x is None]
             d |= {name: jnp.zeros(y.shape, y.dtype) for name, y in unused if is_float_array(y)}
         saved = op.backward_inputs(residuals, d) if op.backward_inputs else {**residuals, **d}
         return _run_backward(op, gradient, static, saved, traced)
 
-    def pull_fwd(inputs: Any, others: Any, residuals: Any, cotangents: Any) -> Any:
-        return pull(inputs, others, residuals, cotangents), (inputs, others, cotangents)
+    def backward_fwd(inputs: Any, others: Any, residuals: Any, cotangents: Any) -> Any:
+        return backward(inputs, others, residuals, cotangents), (inputs, others, cotangents)
 
-    def pull_bwd(kept: Any, d_gradients: Any) -> Any:
-        """The second derivative is that of the contract, on every platform alike. Residuals are functions of the inputs, so
-        all of it reaches the inputs and the cotangents."""
-        inputs, others, cotangents = kept
+    def backward_bwd(saved: Any, d_gradients: Any) -> Any:
+        """The second derivative is that of the contract, on every platform. Residuals are functions of the inputs, so
+        only the inputs and the cotangents receive cotangents."""
+        inputs, others, cotangents = saved
 
         def gradients(inputs: Any, cotangents: Any) -> Any:
             def outputs(x: Any) -> Any:
@@ -227,7 +231,7 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
         d_inputs, d_cotangents = jax.vjp(gradients, inputs, cotangents)[1](d_gradients)
         return d_inputs, None, None, d_cotangents
 
-    pull.defvjp(pull_fwd, pull_bwd)
+    backward.defvjp(backward_fwd, backward_bwd)
     differentiable = forward_of(primal)
 
     def run(traced: dict[str, Any]) -> Any:
@@ -239,7 +243,7 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
 
 
 def compiled_backward(op: Operation, call: Call, plan: Plan) -> Callable:
-    """Returns the jitted function (saved, arrays) -> gradients of one plan and one set of static options."""
+    """Returns the jitted function (saved, arrays) -> gradients for one plan and one set of static options."""
     static = call.static()
 
     def run(saved: dict[str, Any], traced: dict[str, Any]) -> Any:
@@ -262,15 +266,15 @@ def _jitted(run: Callable) -> Callable:
 
 
 def backward_of(op: Operation, function: Callable) -> Callable:
-    """Returns a backward that differentiates `function`, a forward in plain `jnp` of all of the contract's parameters."""
+    """Returns a backward that differentiates `function`, a plain `jnp` forward of all parameters of the contract."""
 
     def backward(saved: Saved, **arguments: Any) -> dict[str, Any]:
         traced = {name: value for name, value in arguments.items() if is_traced_argument(value)}
         rest = {name: value for name, value in arguments.items() if name not in traced}
         floats, others = floats_apart(traced, op.no_gradient)
-        outputs, pull = jax.vjp(lambda floats: function(**rest, **merged(floats, others)), floats)
+        outputs, vjp = jax.vjp(lambda floats: function(**rest, **merged(floats, others)), floats)
         d = tuple(saved[f"d_{n}"].astype(y.dtype) for n, y in zip(op.outputs, _as_tuple(op, outputs), strict=True))
-        (gradients,) = pull(d if len(op.outputs) > 1 else d[0])
+        (gradients,) = vjp(d if len(op.outputs) > 1 else d[0])
         return gradients
 
     saved = inspect.Parameter("saved", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -280,16 +284,16 @@ def backward_of(op: Operation, function: Callable) -> Callable:
 
 
 def _check_mesh(op: Operation, tree: Any) -> None:
-    """Raises ValueError for arrays whose type says that they are split over a mesh: where the operation's results would lie
-    is not for it to say."""
+    """Raises ValueError for arrays that are sharded over explicit mesh axes: an operation of one device cannot decide
+    how its results are sharded."""
     for x in jax.tree.leaves(tree):
-        lies = jax.typeof(x).sharding  # the mesh of the array, which need not be in force
+        sharding = jax.typeof(x).sharding  # the mesh of the array, which need not be in force
         explicit = {
-            n for n, t in zip(lies.mesh.axis_names, lies.mesh.axis_types) if t == jax.sharding.AxisType.Explicit
+            n for n, t in zip(sharding.mesh.axis_names, sharding.mesh.axis_types) if t == jax.sharding.AxisType.Explicit
         }
-        named = {a for e in lies.spec if e for a in ((e,) if isinstance(e, str) else e)} & explicit
+        named = {a for e in sharding.spec if e for a in ((e,) if isinstance(e, str) else e)} & explicit
         if named:
             raise ValueError(
-                f"{op.name}: an array lies on the explicit mesh axes {', '.join(sorted(named))}, and the operations "
-                "of `kernels` are of a device's own arrays; use the function of that name in `ejdist`"
+                f"{op.name}: an array is sharded over the explicit mesh axes {', '.join(sorted(named))}, but "
+                "functions of `kernels` work on one device's arrays; use the function of the same name in `ejdist`"
             )

@@ -1,4 +1,4 @@
-"""Operations as module classes, and the executor that runs them with a configuration chain of its own."""
+"""Operations as module classes, and an executor that runs them with its own configuration chain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kernels.framework.select import ConfigSelectorChain, use_chain
 
 
 class Module:
-    """An operation as an object: calling it calls its function, with the keyword defaults given at construction."""
+    """An operation as an object: calling it calls its function, with keyword defaults set at construction."""
 
     function: Callable
 
@@ -25,7 +25,7 @@ class Module:
 
 
 def module_class(name: str, function: Callable) -> type[Module]:
-    """Returns the module class of a function, as `FlashAttention` of `flash_attention`."""
+    """Returns the module class of a function, such as `FlashAttention` for `flash_attention`."""
     about = {"__doc__": function.__doc__, "__module__": function.__module__}
     return type(name, (Module,), {"function": staticmethod(function), **about})
 
@@ -50,5 +50,5 @@ class Executor:
 
 
 def create_default_executor() -> Executor:
-    """Returns an executor that keeps what it tunes for later processes."""
+    """Returns an executor that stores what it tunes for later processes."""
     return Executor(ConfigSelectorChain(persistent=PersistentCache()))

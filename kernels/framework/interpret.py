@@ -1,4 +1,4 @@
-"""Whether kernels run through their toolchain's interpreter on the CPU instead of being compiled for their device."""
+"""Runs kernels in their toolchain's interpreter on the CPU instead of compiling them for their device."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ _interpreting: contextvars.ContextVar[int | None] = contextvars.ContextVar("inte
 
 
 def interpreting() -> int | None:
-    """Returns the compute capability of the GPU whose kernels are traced now to be interpreted; None: they are not."""
+    """Returns the compute capability whose kernels are being traced for the interpreter, or None if not
+    interpreting."""
     return _interpreting.get()
 
 
 @contextlib.contextmanager
 def interpret(compute_capability: int | None = 80) -> Iterator[None]:
-    """Kernels traced inside run through their interpreter, on the CPU. Slow; for checking numbers.
+    """Runs kernels traced inside in their interpreter, on the CPU. Slow; for checking numbers.
 
     Args:
-      compute_capability: the GPU whose Triton kernels these are: 80 for the plain ones, which every GPU runs, 90 for those of
-        Hopper where a call has some. None: kernels are compiled, not interpreted.
+      compute_capability: selects Triton kernels: 80 for the portable ones, 90 for those of Hopper where they exist.
+        None: kernels are compiled, not interpreted.
 
     Raises:
-      ValueError: this is another GPU.
+      ValueError: any other compute capability.
     """
     if compute_capability not in (80, 90, None):
         raise ValueError(
-            f"interpret: argument 'compute_capability' = {compute_capability!r} must be 80 for the plain kernels, 90 for "
-            "those of Hopper, or None"
+            f"interpret: argument 'compute_capability' = {compute_capability!r} must be 80 (portable kernels), 90 "
+            "(Hopper kernels) or None"
         )
     token = _interpreting.set(compute_capability)
     try:

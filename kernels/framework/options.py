@@ -1,7 +1,7 @@
-"""Options: arguments that are Python values, checked against the types that a signature declares for them.
+"""Options: arguments that are Python values, checked against the types that a signature declares.
 
-A string where a number belongs, a float for a count, or a NaN would otherwise surface as an error of some library far below,
-or not at all. What is checked follows from the annotation alone, so a new option needs nothing but its type.
+Unchecked, a string instead of a number, a float as a count, or a NaN would surface as an error deep inside some
+library, or not at all. The checks are derived from the annotations, so a new option needs only its type.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import jax
 import numpy as np
 from jax.export import is_symbolic_dim
 
-# An option has one name and one meaning in every operation, as a dim has: name -> (what its values are, in words, whether a
-# number is one). None, where it may be given, and tuples are for the operation.
-# What is computed with is of float32, where 1e-50 is 0, and divides, and 1e39 is infinite.
+# An option has one meaning in every operation, as a dim does: name -> (description of valid values, predicate for
+# numbers). Whether None or tuples are allowed is up to the operation.
+# Options are used in float32 arithmetic, where 1e-50 underflows to 0 (division by zero) and 1e39 overflows to infinity.
 _LEAST, _MOST = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
-_POSITIVE = ("positive, and a number that float32 holds", lambda x: _LEAST <= x <= _MOST)
+_POSITIVE = ("positive and representable in float32", lambda x: _LEAST <= x <= _MOST)
 _COUNT = ("at least 1", lambda x: x >= 1)
 _NOT_NEGATIVE = ("at least 0", lambda x: 0 <= x < math.inf)
 _FINITE = ("finite in float32", lambda x: abs(x) <= _MOST)
@@ -49,20 +49,21 @@ DOMAINS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "ignore_index": ("an int32", lambda x: -(2**31) <= x < 2**31),
 }
 
-# Options that say the size of a dim of optional arrays: where these are given the two must agree.
+# Options that give the size of a dim of optional arrays: if such an array is passed, the two must agree.
 SIZES = {"num_states": "G"}
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """Returns the alternatives of an annotation: those of a union, else itself."""
+    """Returns the alternatives of a union annotation, or the annotation itself."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return typing.get_args(annotation)
     return (annotation,)
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Returns whether a value is of the declared type. An int is a float, but neither is a bool; NaN is no float; a NumPy
-    scalar is what it holds. An annotation that says nothing of Python values, such as Any, fits them all."""
+    """Returns whether a value has the declared type. An int is accepted as a float, a bool as neither; NaN is rejected;
+    a NumPy scalar counts as the Python value it holds. Annotations that are not about Python values, such as Any,
+    accept all."""
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         value = value.item()
     if annotation is None or annotation is type(None):
@@ -71,7 +72,7 @@ def fits(value: Any, annotation: Any) -> bool:
         return any(fits(value, a) for a in alternatives)
     if annotation is bool:
         return isinstance(value, bool)
-    if annotation is int:  # the size of an array in a program that is exported for any size is an int too
+    if annotation is int:  # symbolic sizes in exported programs count as ints too
         return (isinstance(value, int) and not isinstance(value, bool)) or is_symbolic_dim(value)
     if annotation is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
@@ -86,7 +87,7 @@ def fits(value: Any, annotation: Any) -> bool:
 
 
 def declared(annotation: Any) -> str:
-    """Returns an annotation in words."""
+    """Returns an annotation as text for an error message."""
 
     def word(a: Any) -> str:
         if a in (None, type(None)):
@@ -97,7 +98,7 @@ def declared(annotation: Any) -> str:
 
 
 def of_kind(name: str, value: Any, annotation: Any) -> str:
-    """Returns what is wrong of an option whose value is not of the declared type; nothing where it is."""
+    """Returns an error message if an option's value does not have the declared type, else an empty string."""
     if fits(value, annotation):
         return ""
     if is_array(value):
@@ -106,7 +107,7 @@ def of_kind(name: str, value: Any, annotation: Any) -> str:
 
 
 def of_domain(name: str, value: Any) -> str:
-    """Returns what is wrong of a number that an option of that name cannot have; nothing where it can."""
+    """Returns an error message if a number is outside the valid range of the option, else an empty string."""
     words, holds = DOMAINS.get(name, ("", None))
     if holds is None or not isinstance(value, (int, float)) or holds(value):
         return ""
@@ -114,10 +115,10 @@ def of_domain(name: str, value: Any) -> str:
 
 
 def of_sizes(arguments: Mapping[str, Any], dims: Mapping[str, Any]) -> str:
-    """Returns what is wrong of an option that is to be the size of a dim; nothing where no array has the dim."""
+    """Returns an error message if an option disagrees with the dim whose size it gives, else an empty string."""
     for name, dim in SIZES.items():
         if name in arguments and dims.get(dim, arguments[name]) != arguments[name]:
-            return f"argument {name!r} = {arguments[name]} must be {dim} = {dims[dim]}, the size that an array has"
+            return f"argument {name!r} = {arguments[name]} must equal the size {dim} = {dims[dim]} of the arrays"
     return ""
 
 
@@ -134,8 +135,8 @@ def is_array(value: Any) -> bool:
 
 
 def no_array(value: Any) -> str:
-    """Returns why a value is no array, no pytree of arrays, and no nested list of numbers that may stand for one; nothing
-    where it is one of these."""
+    """Returns why a value cannot be converted to an array or pytree of arrays (nested lists of numbers can), else an
+    empty string."""
     if isinstance(value, (jax.Array, jax.core.Tracer)):
         return ""
     if isinstance(value, (list, tuple)) and not any(map(is_array, jax.tree.leaves(value))):
@@ -152,87 +153,88 @@ def no_array(value: Any) -> str:
 
 
 def checked(function: Callable) -> Callable:
-    """Returns a public function's `prepare` that also checks what it is given against its own annotations.
+    """Wraps a public function's `prepare` so that its arguments are checked against its annotations.
 
-    Options are to be of the declared types; what is declared as an array, or as Any, is to be an array, a pytree of arrays, or
-    a list that stands for one. The function's own refusal of an argument goes before, since it knows more of it. Errors of what
-    it calls speak in its name, since that is what was called.
+    Options must have the declared types; arguments declared as arrays, or as Any, must be arrays, pytrees of arrays, or
+    nested lists of numbers. The function's own errors take precedence, because they are more specific. Errors raised by
+    what it calls are re-raised with its own name, since that is what the user called.
     """
     names = tuple(inspect.signature(function).parameters)
     kinds: dict[str, Any] = {}
     take_arrays: set[str] = set()
     take_none: set[str] = set()
 
-    def check_all(given: dict[str, Any], said: str = "") -> None:
-        """Raises ValueError for an argument that cannot be what it is declared as, unless `said` names such a one."""
-        if not kinds:  # once all modules are there that the annotations name
+    def check_all(options: dict[str, Any], reported: str = "") -> None:
+        """Raises ValueError for an argument of the wrong type, unless the message `reported` already names that
+        argument."""
+        if not kinds:  # deferred until the modules that annotations refer to are imported
             kinds.update(kinds_of(function))
             take_arrays.update(n for n, a in kinds.items() if {Any, jax.Array} & {*members(a)})
             take_none.update(n for n, a in kinds.items() if {Any, None, type(None)} & {*members(a)})
-        # Most arguments are arrays where arrays are declared, or left out; no call is made for those.
+        # Fast path: most arguments are arrays where arrays are declared, or omitted.
         doubtful = {
             name: value
-            for name, value in given.items()
+            for name, value in options.items()
             if not (name in take_none if value is None else isinstance(value, jax.Array) and name in take_arrays)
         }
-        found = {name: _complaint(name, value, kinds.get(name)) for name, value in doubtful.items()}
-        wrong = {name: what for name, what in found.items() if what}
-        if wrong and not any(f"'{name}'" in said for name in wrong):
+        complaints = {name: _complaint(name, value, kinds.get(name)) for name, value in doubtful.items()}
+        wrong = {name: what for name, what in complaints.items() if what}
+        if wrong and not any(f"'{name}'" in reported for name in wrong):
             raise ValueError(f"{function.__name__}: {next(iter(wrong.values()))}")
 
     @functools.wraps(function)
     def prepare(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        options = {**dict(zip(names, args, strict=False)), **kwargs}
         try:
             prepared = function(*args, **kwargs)
         except Exception as error:
-            check_all(given, said=str(error) if isinstance(error, ValueError) else "")
-            if isinstance(error, OverflowError):  # JAX names no argument whose Python integers are past an int32
-                for name, value in given.items():
+            check_all(options, reported=str(error) if isinstance(error, ValueError) else "")
+            if isinstance(error, OverflowError):  # JAX's overflow error does not name the argument
+                for name, value in options.items():
                     if (number := _past_int32(value)) is not None:
                         raise ValueError(
-                            f"{function.__name__}: argument {name!r} holds {number}, which is no int32"
+                            f"{function.__name__}: argument {name!r} contains {number}, which does not fit in int32"
                         ) from error
             if not isinstance(error, ValueError):
                 raise
-            owner, mark, said = str(error).partition(": ")
-            said = said if mark and owner.isidentifier() else str(error)
-            raise ValueError(f"{function.__name__}: {said}") from error
-        check_all(given)
+            owner, mark, reported = str(error).partition(": ")
+            reported = reported if mark and owner.isidentifier() else str(error)
+            raise ValueError(f"{function.__name__}: {reported}") from error
+        check_all(options)
         return prepared
 
     return prepare
 
 
 def _past_int32(value: Any) -> int | None:
-    """Returns an integer among the Python numbers of a value that is no int32, if there is one."""
+    """Returns an integer in a (nested) list of Python numbers that does not fit in int32, or None."""
     if isinstance(value, (list, tuple)):
         return next((x for x in map(_past_int32, value) if x is not None), None)
     return value if isinstance(value, int) and not -(2**31) <= value < 2**31 else None
 
 
-def check_names(owner: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raises TypeError, as Python does, for keyword arguments of a function that another one is to take for it."""
-    if strange := given.keys() - set(known):
+def check_names(owner: str, names: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raises TypeError for unknown keyword arguments, with Python's own message, for a function that forwards them."""
+    if strange := names.keys() - set(known):
         raise TypeError(f"{owner}() got an unexpected keyword argument {min(strange)!r}")
 
 
 def kinds_of(function: Callable) -> dict[str, Any]:
-    """Returns the annotations of the parameters that have one, those of a TypedDict that keyword arguments are made of too."""
+    """Returns the annotations of all parameters, with the keys of an unpacked TypedDict included."""
     signature = inspect.signature(function)
-    found = {n: p.annotation for n, p in signature.parameters.items() if not isinstance(p.annotation, str)}
+    annotations = {n: p.annotation for n, p in signature.parameters.items() if not isinstance(p.annotation, str)}
     for name, hint in typing.get_type_hints(function).items():
         if typing.get_origin(hint) is typing.Unpack:
-            found |= typing.get_type_hints(typing.get_args(hint)[0])
+            annotations |= typing.get_type_hints(typing.get_args(hint)[0])
         else:
-            found[name] = hint
+            annotations[name] = hint
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     several = {n for n, p in signature.parameters.items() if p.kind in variadic}
-    return {n: a for n, a in found.items() if a is not inspect.Parameter.empty and n not in several}
+    return {n: a for n, a in annotations.items() if a is not inspect.Parameter.empty and n not in several}
 
 
 def _complaint(name: str, value: Any, annotation: Any) -> str:
-    """Returns what is wrong of an argument of a public function; nothing where nothing is, or no type is declared."""
+    """Returns an error message for an argument of a public function, else an empty string."""
     kinds = members(annotation)
     if Any in kinds or jax.Array in kinds:
         others = [a for a in kinds if a not in (Any, jax.Array)]

@@ -1,7 +1,7 @@
-"""Padding: what lies at positions of negative segment ids reaches nothing else, NaN and infinities neither.
+"""Padding: values at positions with negative segment ids, NaN and infinity included, never affect other positions.
 
-A kernel gives such a position no weight, but 0 times NaN is NaN. So it gets zeros there, of whatever would be multiplied: here,
-once, for all backends of the operations that declare `Op(padding=...)`. Which arrays have which positions follows from dims.
+Kernels give such positions zero weight, but 0 times NaN is NaN. So operands that would be multiplied are zeroed there:
+here, once, for all backends of operations that declare `Op(padding=...)`. An array's dims tell which positions it has.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from kernels.framework.dims import Dim
 
 
 def zeroed(x: jax.Array, ids: jax.Array | None) -> jax.Array:
-    """Returns x [B, L, ...] with zeros where its segment id, [B|1, L], is negative; x itself without ids, and where they do not
-    fit, which the contract refuses."""
+    """Returns x [B, L, ...] with zeros where its segment id, [B|1, L], is negative. Returns x itself without ids, or if
+    their shape does not fit, which the contract reports."""
     if ids is None or ids.ndim != 2 or ids.shape[1] != x.shape[1] or ids.shape[0] not in (1, x.shape[0]):
         return x
     return jnp.where((ids >= 0).reshape(*ids.shape, *(1,) * (x.ndim - 2)), x, jnp.zeros((), x.dtype))
 
 
 def of_mask(mask: Any, **others: Any) -> dict[str, Any]:
-    """Returns the segment ids of queries and of keys."""
+    """Returns dim -> segment ids, of queries (T) and keys (S)."""
     return {} if mask is None else {"T": mask.q_segment_ids, "S": mask.kv_segment_ids}
 
 
 @dataclass(frozen=True)
 class Padding:
-    """What an operation promises of its padding.
+    """Which arguments of an operation are zeroed in padding.
 
     Attributes:
-      forward: names of the arguments in which it would reach others in a forward. A backward is given all of them without it.
-      ids: function of the arguments, by name -> dim, T or S, -> ids [B|1, its size], negative in padding; None: there is none.
+      forward: arguments whose padding would affect other positions in a forward. A backward gets all arguments zeroed.
+      ids: function of the arguments, by name -> {dim T or S: ids [B|1, size]}, negative in padding; None for no
+        padding.
     """
 
     forward: tuple[str, ...]
@@ -45,19 +46,19 @@ class Padding:
 
 
 def _ids_of(op: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the ids, given the arguments that a call was given and the defaults of the others."""
+    """Returns dim -> ids, given a call's arguments; the others have their defaults."""
     return op.padding.ids(**{name: arguments.get(name, p.default) for name, p in op.parameters.items()})
 
 
 def _of(dims: tuple[Dim, ...], ids: Mapping[str, Any]) -> Any:
-    """Returns the ids of the positions of an array with these dims: [B, T, ...] or [B, S, ...]; None of any other."""
+    """Returns the ids for an array with these dims if they start with B T or B S, else None."""
     if len(dims) < 2 or dims[0].name != "B":
         return None
     return ids.get(dims[1].name)
 
 
 def of_forward(op: Any, arguments: dict[str, Any], names: Any = None) -> dict[str, Any]:
-    """Returns the arguments of a call, those that the operation names, or `names`, with zeros in padding."""
+    """Returns the arguments with padding zeroed in those that the operation names for its forward, or in `names`."""
     if op.padding is None:
         return arguments
     ids, names = _ids_of(op, arguments), op.padding.forward if names is None else names
@@ -66,18 +67,19 @@ def of_forward(op: Any, arguments: dict[str, Any], names: Any = None) -> dict[st
 
 
 def of_backward(op: Any, saved: dict[str, Any], arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (what is saved, the arguments) with zeros in the padding of all inputs, cotangents and what is made of these."""
+    """Returns (saved, arguments) with padding zeroed in all inputs, in cotangents and in what is derived from them."""
     if op.padding is None:
         return saved, arguments
     ids = _ids_of(op, arguments)
     dims = {f"d_{name}": dims for name, dims in zip(op.outputs, op.output_dims, strict=True)}
-    dims["delta"] = op.output_dims[0]  # a number a row of the output
+    dims["delta"] = op.output_dims[0]  # one number per row of the output
     some = {n: zeroed(x, _of(dims[n], ids)) for n, x in saved.items() if n in dims and x is not None}
     return saved | some, of_forward(op, arguments, op.parameters)
 
 
 def of_contract(op: Any, function: Callable) -> Callable:
-    """Returns the contract with the same promise: padding is zero in its inputs, and has no cotangent in its outputs."""
+    """Returns the contract with the same guarantee: padding is zeroed in its inputs and gets no cotangent in its
+    outputs."""
     if op.padding is None:
         return function
 
@@ -87,8 +89,8 @@ def of_contract(op: Any, function: Callable) -> Callable:
         ids = _ids_of(op, arguments)
         result = function(**of_forward(op, arguments, op.parameters))
         outputs = result if isinstance(result, tuple) else (result,)
-        kept = [_unmoved(y, _of(dims, ids)) for y, dims in zip(outputs, op.output_dims, strict=True)]
-        return tuple(kept) if isinstance(result, tuple) else kept[0]
+        masked_outputs = [_unmoved(y, _of(dims, ids)) for y, dims in zip(outputs, op.output_dims, strict=True)]
+        return tuple(masked_outputs) if isinstance(result, tuple) else masked_outputs[0]
 
     return contract
 

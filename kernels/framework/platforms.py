@@ -1,4 +1,4 @@
-"""What a program may be lowered for, and the refusal of a backend that cannot."""
+"""The platforms a program may be lowered for, and the error of a backend that cannot run a call."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ DEVICE_OF_PLATFORM = {"cpu": "cpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
 
 
 class Unsupported(NotImplementedError):
-    """This backend cannot do what was asked; the message gives the reason and what could."""
+    """No backend, or not the requested one, can run the call; the message gives the reason and alternatives."""

@@ -1,7 +1,7 @@
-"""Public functions: each declared once, in its operation's folder.
+"""Public functions. Each is declared once, in its operation's folder.
 
-From a declaration follow the function of `kernels`, the sharded one of `ejdist`, the module class of both, the rows of the
-registry, and the lists of names.
+The declaration produces the function in `kernels`, its sharded counterpart in `ejdist`, the module classes of both, the
+registry entries, and the lists of names.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ from kernels.framework.executor import Module, module_class
 from kernels.framework.options import checked
 
 _CALL_DOC = """
-    And, as every operation:
-      platform: None for the fastest backend of what this is compiled for; or "xla", "triton", "pallas", or the name of a
-        backend, which never falls back.
-      cfg: tunables for this call; what is left out is chosen.
+        Every operation also takes:
+          platform: None for the fastest backend on the device this is compiled for; "xla", "triton", "pallas", or the
+            name of a backend, to use that one with no fallback.
+          cfg: tunables for this call; fields left None are chosen automatically.
 """
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a public function makes of its arguments.
+    """A public function's arguments, converted to a call of its operation.
 
     Attributes:
-      call: of the operation, bound: arguments are checked and in the contract's form.
-      returns: names of the outputs that are handed back as they are; a single name: not as a tuple.
-      finish: all outputs of the contract -> the result, where that is more than handing back.
-      dims: of the result of `finish`, or of each result where it returns several: where they lie on a mesh follows from them.
-      op: the operation, where it is not the first that the function was declared for.
-      cuts: the argument, if one was given, that cuts a whole sequence in its own order, such as [0, n1, n1 + n2, ...].
-      sums: arrays that `finish` takes after the outputs: like these they are sums over the dims that the operation sums over.
+      call: the bound call: arguments are checked and in the form that the contract takes.
+      returns: names of the outputs to return unchanged, as a tuple; a single string returns that output alone.
+      finish: function of all outputs of the contract that computes the result; None returns the outputs unchanged.
+      dims: dims of what `finish` returns, or of each result if it returns several; their sharding is derived from
+        these.
+      op: the operation to call, if it is not the first one the function was declared for.
+      cuts: name of the argument that holds cumulative sequence lengths, [0, n1, n1 + n2, ...], if one was given.
+      sums: extra arrays passed to `finish` after the outputs. Like the outputs they are partial sums over the
+        operation's `sum_dims`.
     """
 
     call: Call
@@ -52,7 +54,7 @@ class Prepared:
     sums: tuple[jax.Array, ...] = ()
 
     def result(self, op: Op, outputs: Any) -> Any:
-        """Returns what the caller gets, from all outputs of the contract."""
+        """Returns the caller's result, given all outputs of the contract."""
         every = outputs if len(op.outputs) > 1 else (outputs,)
         if self.finish is not None:
             return self.finish(*every, *self.sums)
@@ -61,7 +63,7 @@ class Prepared:
 
 
 class PublicFunction:
-    """A public function: calling it prepares the arguments, calls the operation, and hands back the result."""
+    """A public function: converts the arguments, calls the operation, and returns the result."""
 
     def __init__(
         self, ops: tuple[Op, ...], prepare: Callable[..., Prepared], signature: inspect.Signature, module: str
@@ -89,7 +91,7 @@ _declared: dict[str, PublicFunction] = {}
 
 
 def public_functions() -> dict[str, PublicFunction]:
-    """Returns every public function that has been declared, by name."""
+    """Returns all declared public functions, by name."""
     return dict(_declared)
 
 
@@ -100,13 +102,14 @@ def _class_name(name: str) -> str:
 def public(*ops: Op, module: str = "") -> Callable[[Callable[..., Prepared]], PublicFunction]:
     """Returns a decorator that declares a public function of an operation.
 
-    What it decorates has the public signature and documentation, and returns a `Prepared`: the call of the operation that
-    its arguments mean. Arguments that a family of functions has in common may be a TypedDict, `**more: Unpack[Common]`: they
-    are written out in the signature, None by default, and the TypedDict's docstring in the documentation.
+    The decorated function has the public signature and docstring, and returns a `Prepared`: the call of the operation
+    that its arguments mean. Arguments that several functions share can be declared as a TypedDict, `**more:
+    Unpack[Common]`. They are expanded in the signature, with default None, and the TypedDict's docstring is appended to
+    the documentation.
 
     Args:
-      ops: the operation, and any other that it may call instead.
-      module: name of the module class; default: the function's in camel case.
+      ops: the operation, and any others that the function may call instead.
+      module: name of the module class; by default the function's name in camel case.
     """
 
     def declare(prepare: Callable[..., Prepared]) -> PublicFunction:
@@ -120,14 +123,15 @@ def public(*ops: Op, module: str = "") -> Callable[[Callable[..., Prepared]], Pu
 
 
 def _written_out(prepare: Callable[..., Prepared]) -> tuple[Callable[..., Prepared], inspect.Signature]:
-    """Returns the function and its signature, with the arguments and documentation that `**more: Unpack[Common]` stands for."""
+    """Returns the function and its signature, with `**more: Unpack[Common]` expanded in both signature and
+    docstring."""
     signature = inspect.signature(prepare)
-    *own, last = signature.parameters.values() or (None,)
+    *plain, last = signature.parameters.values() or (None,)
     if last is None or last.kind is not last.VAR_KEYWORD:
         return prepare, signature
     (common,) = typing.get_args(typing.get_type_hints(prepare)[last.name])
-    own += [inspect.Parameter(n, last.KEYWORD_ONLY, default=None, annotation=Any) for n in common.__annotations__]
-    signature = signature.replace(parameters=own)
+    plain += [inspect.Parameter(n, last.KEYWORD_ONLY, default=None, annotation=Any) for n in common.__annotations__]
+    signature = signature.replace(parameters=plain)
 
     @functools.wraps(prepare)
     def checked(*args: Any, **kwargs: Any) -> Prepared:
@@ -136,17 +140,17 @@ def _written_out(prepare: Callable[..., Prepared]) -> tuple[Callable[..., Prepar
         return prepare(*args, **kwargs)
 
     head, mark, examples = (prepare.__doc__ or "").partition(">>>")
-    _, _, said = inspect.cleandoc(common.__doc__).partition("\n\n")  # its first line is of the TypedDict itself
-    checked.__doc__ = f"{head.rstrip()}\n\n{textwrap.indent(said, '    ')}\n\n    {mark}{examples}"
+    _, _, text = inspect.cleandoc(common.__doc__).partition("\n\n")  # the first line describes the TypedDict itself
+    checked.__doc__ = f"{head.rstrip()}\n\n{textwrap.indent(text, '    ')}\n\n    {mark}{examples}"
     return checked, signature
 
 
 def public_as_declared(op: Op, doc: str, *, returns: str | Iterable[str] = "out", module: str = "") -> PublicFunction:
-    """Declares a public function that has the contract's own name and parameters, and returns it.
+    """Declares and returns a public function with the contract's own name and parameters.
 
     Args:
-      doc: its documentation.
-      returns: the outputs that it hands back.
+      doc: its docstring.
+      returns: the outputs that it returns.
     """
     handed = returns if isinstance(returns, str) else tuple(returns)
     signature = inspect.signature(op.function)

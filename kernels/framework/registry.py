@@ -1,8 +1,8 @@
 """A registry of implementations by algorithm, platform and backend, with priorities.
 
-Every operation of `kernels` is in it already, each of its backends under (platform, backend); others may be added with
-`kernel_registry.register`. `get` with no platform returns what is best for the device that this process runs on, never
-an implementation for another device.
+It contains every operation of `kernels`, with each backend under (platform, backend); add others with
+`kernel_registry.register`. Without a platform, `get` returns the best implementation for the device that this process
+runs on, never one for another device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Platform(enum.StrEnum):
     CUDNN = "cudnn"
     CUDA = "cuda"
     XLA = "xla"
-    COMPOSED = "composed"  # of other operations, each on the toolchain that dispatch chooses
+    COMPOSED = "composed"  # built from other operations, each dispatched on its own
 
 
 class DeviceKind(enum.StrEnum):
@@ -38,7 +38,7 @@ class DeviceKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """One implementation, as it is registered."""
+    """One registered implementation."""
 
     algorithm: str
     platform: Platform
@@ -58,7 +58,7 @@ def _member(kind: type[enum.StrEnum], value: Any, argument: str) -> Any:
 
 
 class KernelRegistry:
-    """Implementations by name. `functions` gives name -> public function of the operations that are in from the start."""
+    """Implementations by name. `functions` returns the initial ones: name -> public function."""
 
     def __init__(self, functions: Callable[[], Mapping[str, Any]] = dict) -> None:
         self._functions, self._added = functions, []
@@ -66,10 +66,10 @@ class KernelRegistry:
     def register(
         self, algorithm: str, platform: Platform | str, backend: DeviceKind | str = DeviceKind.ANY, priority: int = 0
     ) -> Callable[[Callable], Callable]:
-        """Returns a decorator that adds an implementation. The higher priority is preferred.
+        """Returns a decorator that adds an implementation. Higher priorities are preferred.
 
         Raises:
-          ValueError: the same (algorithm, platform, backend, priority) is taken.
+          ValueError: the same (algorithm, platform, backend, priority) is registered already.
         """
         platform, backend = _member(Platform, platform, "platform"), _member(DeviceKind, backend, "backend")
 
@@ -79,7 +79,7 @@ class KernelRegistry:
                 if (old.algorithm, old.platform, old.backend, old.priority) == (algorithm, platform, backend, priority):
                     raise ValueError(
                         f"{algorithm!r} on {platform}/{backend} with priority {priority} is registered already "
-                        f"({old.function.__module__}.{old.function.__qualname__}); give another priority"
+                        f"({old.function.__module__}.{old.function.__qualname__}); use another priority"
                     )
             self._added.append(new)
             return function
@@ -87,22 +87,22 @@ class KernelRegistry:
         return add
 
     def _entries(self, algorithm: str) -> list[Entry]:
-        found = [i for i in self._added if i.algorithm == algorithm]
+        entries = [i for i in self._added if i.algorithm == algorithm]
         declared = self._functions().get(algorithm)
         if declared is not None:
             for rank, b in enumerate(reversed(declared.op.backends.values())):
                 devices = {DEVICE_OF_PLATFORM[p] for p in b.platforms}
                 device = DeviceKind.ANY if len(devices) > 1 else DeviceKind(devices.pop())
                 function = functools.partial(declared, platform=b.name)
-                found.append(Entry(algorithm, Platform(b.toolchain), device, 10 * rank, function))
-        return sorted(found, key=lambda i: -i.priority)
+                entries.append(Entry(algorithm, Platform(b.toolchain), device, 10 * rank, function))
+        return sorted(entries, key=lambda i: -i.priority)
 
     def algorithms(self) -> list[str]:
-        """Returns every registered name, sorted."""
+        """Returns all registered names, sorted."""
         return sorted({i.algorithm for i in self._added} | set(self._functions()))
 
     def list(self, algorithm: str) -> list[Entry]:
-        """Returns the entries of an algorithm, the preferred first."""
+        """Returns the entries of an algorithm, preferred ones first."""
         return self._entries(algorithm)
 
     def get(
@@ -110,29 +110,29 @@ class KernelRegistry:
     ) -> Callable:
         """Returns the preferred implementation that matches.
 
-        With neither platform nor backend given: the best for the device this process runs on. One asked for by name is
-        returned wherever the process runs (a program may be compiled for another device), and never replaced.
+        Without platform and backend, that is the best one for the device this process runs on. One requested by name is
+        returned wherever the process runs, since a program may be compiled for another device, and never replaced.
 
         Raises:
-          ValueError: no such algorithm. Unsupported: the algorithm has no such implementation; what there is is listed.
+          ValueError: no such algorithm. Unsupported: no implementation matches; the message lists those that exist.
         """
         everything = self._entries(algorithm)
         if not everything:
             raise ValueError(f"unknown algorithm {algorithm!r}; there are {', '.join(self.algorithms())}")
         matching = everything
         if platform is not None:
-            wanted = _member(Platform, platform, "platform")
-            matching = [i for i in matching if i.platform is wanted]
+            member = _member(Platform, platform, "platform")
+            matching = [i for i in matching if i.platform is member]
         if backend is not None:
             kind = _member(DeviceKind, backend, "backend")
             matching = [i for i in matching if i.backend is kind or (kind is not DeviceKind.ANY and i.runs_on(kind))]
         if platform is None and backend is None:
             import jax
 
-            here = DEVICE_OF_PLATFORM.get(jax.default_backend(), jax.default_backend())
-            matching = [i for i in matching if i.runs_on(here)]
+            device = DEVICE_OF_PLATFORM.get(jax.default_backend(), jax.default_backend())
+            matching = [i for i in matching if i.runs_on(device)]
         if not matching:
-            there = ", ".join(f"{i.platform}/{i.backend}" for i in everything)
-            asked = "/".join(str(x) for x in (platform, backend) if x is not None) or "this device"
-            raise Unsupported(f"{algorithm} has no implementation for {asked}; it has {there}")
+            available = ", ".join(f"{i.platform}/{i.backend}" for i in everything)
+            requested = "/".join(str(x) for x in (platform, backend) if x is not None) or "this device"
+            raise Unsupported(f"{algorithm} has no implementation for {requested}; it has {available}")
         return matching[0].function

@@ -1,7 +1,7 @@
-"""Requests of serving, as direct calls give them: lengths, tables of pages and cuts of packed queries whose values are known.
+"""Checks of serving requests in eager calls: lengths, page tables and cumulative lengths whose values are known.
 
-Under a trace, and on an accelerator, values are unknown and nothing is checked; what a wrong value means there is said by each
-contract.
+Under a trace, and on an accelerator, the values are unknown and nothing is checked; each contract documents what an
+invalid value does there.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 
 def known(x: Any) -> np.ndarray | None:
-    """Returns the values of an array of integers, or of a list that may hold arrays; None where this process cannot read them,
-    as under a trace, or would wait for an accelerator: a direct call is to be queued behind the one before."""
+    """Returns the values of an integer array, or of a list that may contain arrays. Returns None if they cannot be
+    read, as under a trace, or only by waiting for an accelerator: eager calls must stay asynchronous."""
     for part in jax.tree.leaves(x):
         if isinstance(part, jax.core.Tracer):
             return None
@@ -29,42 +29,42 @@ def known(x: Any) -> np.ndarray | None:
 def check_lengths(
     function: str, name: str, lens: Any, room: Any, of: str, starts: tuple[str, Any] | None = None
 ) -> None:
-    """Raises ValueError unless 0 <= lens <= room, and 0 <= starts <= lens where there are any.
+    """Raises ValueError unless 0 <= lens <= room, and 0 <= starts <= lens if `starts` is given.
 
     Args:
-      room: how many keys there can be, an int. of: what has that room.
+      room: the maximum number of keys, an int. of: what has that capacity.
     """
     lens = known(lens)
     if lens is None:
         return
     if (lens < 0).any():
         raise ValueError(
-            f"{function}: argument {name!r} must be at least 0, got {lens.min()}; a row without keys has 0"
+            f"{function}: argument {name!r} must be at least 0, got {lens.min()}; use 0 for a row without keys"
         )
     if isinstance(room, int) and (lens > room).any():
-        raise ValueError(f"{function}: argument {name!r} has {lens.max()} keys, and {of} has room for {room}")
+        raise ValueError(f"{function}: argument {name!r} has {lens.max()} keys, but {of} has room for {room}")
     at = None if starts is None else known(starts[1])
     if at is not None and starts is not None and ((at < 0) | (at > lens)).any():
         raise ValueError(
-            f"{function}: argument {starts[0]!r} must be between 0 and {name!r}, where the keys of a row end"
+            f"{function}: argument {starts[0]!r} must be between 0 and {name!r}, the number of keys in the row"
         )
 
 
 def check_tables(
     function: str, lens: tuple[str, Any], tables: tuple[str, Any], pages: Any, block_size: Any, num_seqs: Any = None
 ) -> None:
-    """Raises ValueError unless the keys of each request fit its table, and the pages that they lie in exist.
+    """Raises ValueError unless the keys of each request fit in its row of the table, on pages that exist.
 
     Args:
       lens, tables: names and values, int [requests] and [requests, max pages].
-      pages, block_size: of the cache. num_seqs: how many of the requests count.
+      pages, block_size: dims of the cache. num_seqs: the number of valid requests.
     """
     length, table = known(lens[1]), known(tables[1])
     count = None if num_seqs is None else known(num_seqs)
     if length is None or (num_seqs is not None and count is None):
         return
     length = length[: None if count is None else max(0, int(count.reshape(())))]
-    width = (jnp.asarray(tables[1]) if table is None else table).shape[1]  # of a list, too
+    width = (jnp.asarray(tables[1]) if table is None else table).shape[1]  # `tables` may be a list
     check_lengths(
         function, lens[0], length, width * block_size, f"a row of {tables[0]!r} ({width} pages of {block_size})"
     )
@@ -75,13 +75,13 @@ def check_tables(
     if bad.any():
         request, entry = np.argwhere(bad)[0]
         raise ValueError(
-            f"{function}: argument {tables[0]!r} has page {table[request, entry]} for request {request}, which has keys in it; "
+            f"{function}: argument {tables[0]!r} has page {table[request, entry]} for request {request}, which has keys on it; "
             f"the cache has pages 0 to {pages - 1}"
         )
 
 
 def check_cuts(function: str, name: str, cuts: Any, rows: Any, num_seqs: Any = None) -> None:
-    """Raises ValueError unless [0, n1, n1 + n2, ...] rises, to at most the number of rows."""
+    """Raises ValueError unless [0, n1, n1 + n2, ...] is nondecreasing and ends at most at the number of rows."""
     cuts, count = known(cuts), None if num_seqs is None else known(num_seqs)
     if cuts is None or (num_seqs is not None and count is None):
         return
@@ -89,4 +89,4 @@ def check_cuts(function: str, name: str, cuts: Any, rows: Any, num_seqs: Any = N
     if cuts[0] < 0 or (cuts[1:] < cuts[:-1]).any():
         raise ValueError(f"{function}: argument {name!r} must rise from 0, [0, n1, n1 + n2, ...], got {cuts.tolist()}")
     if isinstance(rows, int) and cuts[-1] > rows:
-        raise ValueError(f"{function}: argument {name!r} ends at row {cuts[-1]}, and there are {rows}")
+        raise ValueError(f"{function}: argument {name!r} ends at row {cuts[-1]}, but there are {rows} rows")

@@ -1,4 +1,4 @@
-"""Segment ids: which packed sequence a token belongs to, as int32 [batch, length]; negative is padding. O(S log S)."""
+"""Segment ids: which packed sequence a token belongs to, as int32 [batch, length]; negative for padding. O(S log S)."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _MOST = np.iinfo(np.int32).max
 
 
 def narrowed(array: Any, name: str, owner: str = "") -> Any:
-    """Returns integers of any dtype as int32, NumPy's as NumPy's; what is no array of integers, as specs are, as it is.
+    """Returns integers of any dtype as int32; NumPy arrays stay NumPy arrays, and anything else is returned unchanged.
 
-    Cast alone, what is past an int32 could turn negative, which is padding. Of an array of JAX, whose values may not be known,
-    the bits above are left out instead; what is negative stays so.
+    A plain cast could turn values beyond int32 negative, which means padding. For JAX arrays, whose values may be
+    unknown, the high bits are dropped instead, and negative values stay negative.
 
     Args:
-      owner: what the message begins with.
+      owner: prefix of the message.
 
     Raises:
-      ValueError: naming the argument, where values of NumPy's are past an int32.
+      ValueError: names the argument, if a NumPy array has values beyond int32.
     """
     if not isinstance(array, (jax.Array, np.ndarray)) or not jnp.issubdtype(array.dtype, np.integer):
         return array
     if np.can_cast(array.dtype, np.int32):
         return array.astype(np.int32)
     if isinstance(array, np.ndarray) and (array > _MOST).any():
-        raise ValueError(f"{owner}argument {name!r} must be at most {_MOST}, got {array.max()}; number them anew")
+        raise ValueError(f"{owner}argument {name!r} must be at most {_MOST}, got {array.max()}; renumber them")
     if not jnp.issubdtype(array.dtype, np.signedinteger):
         return (array & _MOST).astype(np.int32)
     xp: Any = np if isinstance(array, np.ndarray) else jnp
@@ -39,8 +39,8 @@ def narrowed(array: Any, name: str, owner: str = "") -> Any:
 
 
 def indices(values: Any, outside: int = _MOST) -> jax.Array:
-    """Returns integers of any dtype as int32, those that are no int32 as `outside`: cast alone, 2**32 is the index 0. What
-    holds no integers is as it was."""
+    """Returns integers of any dtype as int32, with `outside` in place of values beyond int32 (a plain cast turns 2**32
+    into index 0). Arrays of other dtypes are returned unchanged."""
     array = values if isinstance(values, jax.Array) else np.asarray(values)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         return jnp.asarray(array)
@@ -53,7 +53,7 @@ def indices(values: Any, outside: int = _MOST) -> jax.Array:
 
 
 def integers(value: Any, name: str) -> jax.Array:
-    """Returns the ids as int32 [B, L]. Raises ValueError naming the argument where they are not such."""
+    """Returns the ids as int32 [B, L]. Raises ValueError naming the argument if they are not integers of that shape."""
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"argument {name!r} must hold integers, got {array.dtype}")
@@ -65,8 +65,8 @@ def integers(value: Any, name: str) -> jax.Array:
 
 
 def searchsorted(ordered: jax.Array, values: jax.Array, side: str = "left") -> jax.Array:
-    """Returns what `jnp.searchsorted` does, int32. That of JAX 0.11 fails on an assertion of its own inside a `shard_map` over
-    some axes of a mesh, so what is traced there, as contracts are, calls this."""
+    """Returns `jnp.searchsorted` as int32. That of JAX 0.11 fails an internal assertion inside a `shard_map` over some
+    axes of a mesh, so code that is traced there, such as contracts, calls this one."""
     size, below = ordered.shape[0], jnp.less if side == "left" else jnp.less_equal
 
     def halved(_: Any, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -78,12 +78,12 @@ def searchsorted(ordered: jax.Array, values: jax.Array, side: str = "left") -> j
     first = jnp.zeros(values.shape, jnp.int32)
     bounds = vary_alike((first, first + size), ordered, values)
     steps = size.bit_length() if isinstance(size, int) else 31
-    # A loop of no steps is traced too, and would take an entry of none.
+    # Even a loop of zero steps is traced, and would index an empty array.
     return jax.lax.fori_loop(0, steps, halved, bounds)[0] if steps else bounds[0]
 
 
 def of_cuts(cuts: Any, total: int) -> jax.Array:
-    """Returns the ids [1, total] of an axis cut at [0, n1, n1 + n2, ...]; tokens past the last cut are padding."""
+    """Returns the ids [1, total] for cumulative lengths [0, n1, n1 + n2, ...]; tokens past the last one are padding."""
     cuts = jnp.asarray(cuts)
     if cuts.ndim != 1 or cuts.shape[0] < 2 or not jnp.issubdtype(cuts.dtype, jnp.integer):
         raise ValueError(
@@ -95,22 +95,22 @@ def of_cuts(cuts: Any, total: int) -> jax.Array:
 
 
 def check_cuts(name: str, cuts: Any, total: Any, owner: str = "") -> None:
-    """Raises ValueError for cuts whose values are known, and do not rise from 0 to at most the total; its message begins with
-    `owner`."""
+    """Raises ValueError if the values of cumulative lengths are known and do not rise from 0 to at most `total`.
+    `owner` is the prefix of the message."""
     values = known(cuts)
     if values is None or not isinstance(total, int):
         return
     if values[0] != 0 or (values[1:] < values[:-1]).any() or values[-1] > total:
         raise ValueError(
             f"{owner}argument {name!r} must rise from 0 to at most {total}, [0, n1, n1 + n2, ...], got {values.tolist()[:8]}; "
-            "they are the sums of the lengths, not the lengths"
+            "pass cumulative sums of the lengths, not the lengths"
         )
 
 
 def joint(a_q: Any, a_k: Any, b_q: Any, b_k: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the ids (q, kv) under which a pair attends iff it does under both (a_q, a_k) and (b_q, b_k).
+    """Returns ids (q, kv) under which a pair attends iff it does under both (a_q, a_k) and (b_q, b_k).
 
-    An id is the rank of its pair (a, b) in the row, so ids keep the order of `a` and cannot overflow.
+    An id is the rank of the pair (a, b) in its row, so ids preserve the order of `a` and cannot overflow.
     """
     batch = max(x.shape[0] for x in (a_q, a_k, b_q, b_k))
     a, b = (
@@ -125,10 +125,10 @@ def joint(a_q: Any, a_k: Any, b_q: Any, b_k: Any) -> tuple[jax.Array, jax.Array]
 
 
 def rank(ids: jax.Array, order: Any = None) -> jax.Array:
-    """Returns int32 [B, L]: how many tokens before it in the row have the same id.
+    """Returns int32 [B, L]: the number of earlier tokens in the row with the same id.
 
     Args:
-      order: int [L], the place in the sequence of each token, where the row lies permuted.
+      order: int [L], each token's position in the sequence, if the row is permuted.
     """
     if order is not None:
         return jnp.take(rank(jnp.take(ids, jnp.argsort(jnp.asarray(order)), axis=1)), jnp.asarray(order), axis=1)
@@ -136,8 +136,8 @@ def rank(ids: jax.Array, order: Any = None) -> jax.Array:
     ordered = jnp.take_along_axis(ids, by_id, 1)
     at = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     first = jnp.pad(ordered[:, 1:] != ordered[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    found = at - jax.lax.cummax(jnp.where(first, at, 0), axis=1)
-    return jnp.take_along_axis(found, jnp.argsort(by_id, axis=1), 1)
+    ranks = at - jax.lax.cummax(jnp.where(first, at, 0), axis=1)
+    return jnp.take_along_axis(ranks, jnp.argsort(by_id, axis=1), 1)
 
 
 def occurrences(ids: jax.Array, among: jax.Array) -> jax.Array:

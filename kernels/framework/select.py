@@ -1,7 +1,7 @@
-"""Which configuration a backend runs with: seven tiers, tried in order.
+"""Selects the configuration that a backend runs with, from seven tiers tried in order.
 
 override → overlay → memory cache → persistent cache → autotune → heuristic → error. A tier is a small function that
-takes the chain and a request and returns a configuration or None.
+takes the chain and a request, and returns a configuration or None.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kernels.framework.backend import Backend, Operation
 from kernels.framework.binding import Call
 from kernels.framework.config import ConfigCache, PersistentCache, completed, package_version
 
-# What a symbolic size counts for where block sizes are chosen: they change speed only.
+# Stands in for a symbolic size when block sizes are chosen, which only affects speed.
 NOMINAL_SIZE = 8
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a configuration is wanted for.
+    """A request for a configuration.
 
     Attributes:
-      platform: that is lowered for: cpu, cuda, rocm, tpu.
+      platform: the platform being lowered for: cpu, cuda, rocm, tpu.
       tuner: Request -> the fastest configuration, for the autotune tier.
     """
 
@@ -44,16 +44,16 @@ class Request:
 
     @property
     def concrete(self) -> bool:
-        """Whether the call has real arrays of one device: nothing is traced and nothing is a shape only."""
+        """Whether the call has concrete arrays on one device: none is a tracer or a mere shape."""
         return is_concrete(self.call)
 
     @property
     def device_kind(self) -> str | None:
-        """The kind of device that is compiled for; None where it is not known, see `target.device_kind`."""
+        """The kind of device being compiled for; None if unknown, see `target.device_kind`."""
         return target.device_kind(self.platform)
 
     def heuristic(self) -> Any:
-        """Returns what the backend's heuristic chooses, None without one."""
+        """Returns the choice of the backend's heuristic, or None if it has none."""
         if self.backend.heuristic is None:
             return None
         symbols = self.call.symbolic_dims()
@@ -64,7 +64,7 @@ class Request:
         return self.backend.heuristic(call, self.platform)
 
     def key(self) -> str:
-        """Returns what a tuned configuration holds for, and for nothing else."""
+        """Returns the key of a tuned configuration: everything that it depends on."""
         parts = {
             "device": self.device_kind,
             "op": self.op.name,
@@ -77,9 +77,9 @@ class Request:
 
 
 def is_concrete(call: Call) -> bool:
-    """Returns whether a call has real arrays of one device, and is not under a trace."""
+    """Returns whether a call has concrete arrays on one device and is not being traced."""
     leaves = jax.tree.leaves(call.traced())
-    # Constants closed over by a jitted function are real arrays under a trace, so the arrays alone do not tell.
+    # Constants that a jitted function closes over are concrete arrays too, so checking the arrays alone is not enough.
     return (
         not unsafe_am_i_under_a_jit_DO_NOT_USE()
         and bool(leaves)
@@ -91,13 +91,13 @@ def is_concrete(call: Call) -> bool:
     )
 
 
-# Items, and not a mapping, so that what depends on them may be cached by them.
+# A tuple of items instead of a mapping, so that it is hashable and can be part of a cache key.
 _overlay: contextvars.ContextVar[tuple[tuple[str, Any], ...]] = contextvars.ContextVar("config_overlay", default=())
 
 
 @contextlib.contextmanager
 def config_overlay(configs: Mapping[str, Any]) -> Iterator[None]:
-    """Every call inside uses these configurations, by operation name or `operation/backend`."""
+    """Sets the configurations of every call inside, by operation name or `operation/backend`."""
     token = _overlay.set(tuple({**dict(_overlay.get()), **configs}.items()))
     try:
         yield
@@ -106,16 +106,16 @@ def config_overlay(configs: Mapping[str, Any]) -> Iterator[None]:
 
 
 def override_tier(chain: ConfigSelectorChain, request: Request) -> Any:
-    """The configuration given with the call. It serves that call and is stored nowhere."""
+    """The configuration passed with the call. It applies to that call only and is stored nowhere."""
     return None if request.override is None else completed(request.override, request.heuristic())
 
 
 def overlay_tier(chain: ConfigSelectorChain, request: Request) -> Any:
-    """The configuration that `config_overlay` gives, to this backend of the operation or to all of them."""
+    """The configuration from `config_overlay`, for this backend of the operation or for all of them."""
     names = (f"{request.op.name}/{request.backend.name}", request.op.name)
     overlay = dict(_overlay.get())
-    found = next((overlay[n] for n in names if n in overlay), None)
-    return None if found is None else completed(found, request.heuristic())
+    config = next((overlay[n] for n in names if n in overlay), None)
+    return None if config is None else completed(config, request.heuristic())
 
 
 def memory_tier(chain: ConfigSelectorChain, request: Request) -> Any:
@@ -123,7 +123,7 @@ def memory_tier(chain: ConfigSelectorChain, request: Request) -> Any:
 
 
 def persistent_tier(chain: ConfigSelectorChain, request: Request) -> Any:
-    """What this machine, or another process on it, tuned before."""
+    """A configuration tuned before, by this process or another one on this machine."""
     if chain.persistent is None or request.device_kind is None or request.backend.candidates is None:
         return None
     cfg = chain.persistent.get(request.key(), request.heuristic())
@@ -133,7 +133,8 @@ def persistent_tier(chain: ConfigSelectorChain, request: Request) -> Any:
 
 
 def autotune_tier(chain: ConfigSelectorChain, request: Request) -> Any:
-    """Times the candidates on the call's own arrays; never under a trace, and never for a platform that is not here."""
+    """Times the candidates on the call's own arrays; never while tracing, and never for a platform that is not
+    present."""
     if not chain.autotune or request.backend.candidates is None or request.device_kind is None or not request.concrete:
         return None
     cfg = request.tuner(request)
@@ -144,7 +145,7 @@ def autotune_tier(chain: ConfigSelectorChain, request: Request) -> Any:
 
 
 def heuristic_tier(chain: ConfigSelectorChain, request: Request) -> Any:
-    """What is shipped for the class of the call on this kind of device, else what the backend makes of its sizes."""
+    """The shipped configuration for calls like this one on this kind of device, else the backend's heuristic."""
     shipped = measured.configuration(request.op, request.call, request.platform, request.backend)
     return request.heuristic() if shipped is None else shipped
 
@@ -171,9 +172,9 @@ class ConfigSelectorChain:
 
     Args:
       cache: memory cache; a new one by default.
-      persistent: `PersistentCache`, or None for none.
+      persistent: `PersistentCache`, or None for no persistent cache.
       autotune: whether an eager call on a device with tuning candidates may time them.
-      tiers: the functions to ask, in order.
+      tiers: the tiers, in the order in which they are tried.
     """
 
     def __init__(
@@ -202,9 +203,9 @@ _chain: contextvars.ContextVar[ConfigSelectorChain | None] = contextvars.Context
 
 
 def current_chain() -> ConfigSelectorChain:
-    """Returns the chain in use: that of the running `Executor`, else the process's own.
+    """Returns the chain in use: that of the running `Executor`, else the process-wide default.
 
-    The process's own reads what was tuned before, and tunes on an accelerator only if EJDIST_AUTOTUNE=1, because a
+    The default reads configurations tuned before, and tunes on an accelerator only if EJDIST_AUTOTUNE=1, because a
     training job should not stop to time kernels unasked.
     """
     global _default_chain
@@ -220,7 +221,7 @@ def current_chain() -> ConfigSelectorChain:
 
 @contextlib.contextmanager
 def use_chain(chain: ConfigSelectorChain) -> Iterator[None]:
-    """Calls inside choose their configurations by this chain."""
+    """Calls inside select their configurations with this chain."""
     token = _chain.set(chain)
     try:
         yield
@@ -229,10 +230,11 @@ def use_chain(chain: ConfigSelectorChain) -> Iterator[None]:
 
 
 def state(call: Call | None) -> tuple:
-    """Returns what the choice of configurations depends on beside the call: what was chosen holds while this is the same.
+    """Returns everything besides the call that the choice of configurations depends on. A choice is valid until it
+    changes.
 
     Args:
-      call: None for calls inside a program, which tune nothing.
+      call: None for calls inside a program, which never tune.
     """
     chain = current_chain()
     tunes = chain.autotune and call is not None and is_concrete(call)
@@ -241,5 +243,5 @@ def state(call: Call | None) -> tuple:
 
 
 def select(request: Request) -> Any:
-    """Returns the configuration for a request, by the chain in use."""
+    """Returns the configuration for a request, selected by the chain in use."""
     return current_chain().select(request)

@@ -1,4 +1,4 @@
-"""What programs are compiled for: the devices of this machine, or the GPU that a surrounding `compile_for` names."""
+"""The compilation target: the devices of this machine, or the GPU that an enclosing `compile_for` names."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import jax
 
 from kernels.framework.platforms import DEVICE_OF_PLATFORM
 
-# Of an H100 or H200: programs that stay on one each.
+# Of an H100 or H200, for persistent kernels: one program per multiprocessor.
 MULTIPROCESSORS = 132
-# JAX keeps what it traced and lowered by the value of this too, so no program for one GPU is taken for another's.
+# Part of JAX's cache keys for tracing and lowering, so a program for one GPU is never reused for another.
 _asked = jax.make_user_context(default_value=None)
 
 
 def asked_compute_capability() -> int | None:
-    """Returns the compute capability of the surrounding `compile_for`, or None where there is none."""
+    """Returns the compute capability set by an enclosing `compile_for`, or None."""
     return _asked.value
 
 
 def device_kind(platform: str) -> str | None:
-    """Returns the kind of device that programs for a platform are compiled for, as `jax.Device.device_kind` says it: that of
-    this process. None where it is not known: this process has no such device, or `compile_for` names another GPU."""
-    here = jax.default_backend()
-    if here not in (platform, DEVICE_OF_PLATFORM[platform]):
+    """Returns the `jax.Device.device_kind` that programs for a platform are compiled for. None if unknown: this process
+    has no such device, or `compile_for` names another GPU."""
+    backend = jax.default_backend()
+    if backend not in (platform, DEVICE_OF_PLATFORM[platform]):
         return None
     if DEVICE_OF_PLATFORM[platform] == "gpu" and asked_compute_capability() is not None:
         return None

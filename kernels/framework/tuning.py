@@ -1,4 +1,4 @@
-"""The autotuner: times a backend's candidates on real arrays and keeps the fastest whose numbers are right."""
+"""The autotuner: times a backend's candidates on the call's arrays and returns the fastest with correct numbers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy as np
 from kernels.framework.binding import floats_apart, merged
 from kernels.framework.select import Request
 
-# A candidate may round differently from the heuristic's configuration, but not be wrong: some tile shapes are known to
-# be miscompiled, so each candidate's numbers are compared before it may win.
+# A candidate may round differently from the heuristic's configuration, but must not be wrong. Some tile shapes are
+# known to be miscompiled, so each candidate's numbers are compared before it can win.
 _ALLOWED_RELATIVE_ERROR = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 
 
 def _step(request: Request, cfg: Any) -> Any:
-    """Returns the jitted function arrays -> (outputs, gradients) of one configuration on this backend alone."""
+    """Returns the jitted function arrays -> (outputs, gradients) with one configuration, on this backend alone."""
     op, call = request.op, request.call
     static = call.static()
 
@@ -30,14 +30,14 @@ def _step(request: Request, cfg: Any) -> Any:
 
         if request.backend.backward is None or not jax.tree.leaves(floats):
             return forward(floats)
-        outputs, pull = jax.vjp(forward, floats)
-        return outputs, pull(jax.tree.map(jnp.ones_like, outputs))
+        outputs, vjp = jax.vjp(forward, floats)
+        return outputs, vjp(jax.tree.map(jnp.ones_like, outputs))
 
     return jax.jit(run)
 
 
 def seconds(function: Any, *args: Any, rounds: int = 5, target: float = 0.02) -> float:
-    """Returns the median time of one call, in seconds: each round runs as many calls as take about `target` seconds."""
+    """Returns the median time of one call, in seconds. Each round makes enough calls to take about `target` seconds."""
     jax.block_until_ready(function(*args))
     start = time.perf_counter()
     jax.block_until_ready(function(*args))
@@ -53,9 +53,9 @@ def seconds(function: Any, *args: Any, rounds: int = 5, target: float = 0.02) ->
     return statistics.median(times)
 
 
-def _relative_error(actual: Any, wanted: Any) -> float:
+def _relative_error(actual: Any, expected: Any) -> float:
     worst = 0.0
-    for a, w in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+    for a, w in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         a, w = np.asarray(a, np.float64), np.asarray(w, np.float64)
         if not np.array_equal(np.isfinite(a), np.isfinite(w)):
             return float("inf")
@@ -68,23 +68,23 @@ def tune(request: Request) -> Any:
     """Returns the fastest candidate, forward and backward together, whose numbers agree with the heuristic's.
 
     Raises:
-      RuntimeError: not one candidate ran; the message has each one's reason.
+      RuntimeError: no candidate ran; the message has the reason for each.
     """
     floats, others = floats_apart(request.call.traced(), request.op.no_gradient)
     assert request.backend.candidates is not None
     first = request.heuristic()
     candidates = list(dict.fromkeys([first, *request.backend.candidates(request.call)]))
-    wanted, best, reasons = None, None, []
+    expected, best, reasons = None, None, []
     for cfg in candidates:
         function = _step(request, cfg)
         try:
             actual = jax.block_until_ready(function(floats, others))
-        except Exception as error:  # a candidate may not fit the device; which error that is depends on the compiler
+        except Exception as error:  # the error type of one that does not fit depends on the compiler
             reasons.append(f"{cfg}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
             continue
-        if wanted is None:
-            wanted = actual
-        error = _relative_error(actual, wanted)
+        if expected is None:
+            expected = actual
+        error = _relative_error(actual, expected)
         if not error <= _ALLOWED_RELATIVE_ERROR.get(request.call.dtype, 1e-2):
             reasons.append(f"{cfg}: wrong numbers (relative error {error:.1e})")
             warnings.warn(f"{request.op.name} on {request.backend.name}: {reasons[-1]}", stacklevel=2)

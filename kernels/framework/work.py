@@ -1,4 +1,4 @@
-"""What an operation must do whatever computes it: the floor that a time is compared with."""
+"""The minimum work of an operation, whatever implements it: the lower bound that times are compared with."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Work:
-    """The least work of one direction of a call.
+    """The minimum work of one direction of a call.
 
     Attributes:
-      flops: floating-point operations, a multiply-add counted as 2. A backward counts what it must compute again because
-        neither the inputs nor the residuals of the contract hold it.
-      bytes: what must be read and written once, inputs, residuals and cotangents included.
+      flops: floating-point operations, a multiply-add counted as 2. A backward includes what it must recompute because
+        neither the inputs nor the residuals of the contract contain it.
+      bytes: bytes that must be read and written once, including inputs, residuals and cotangents.
     """
 
     flops: float
@@ -27,5 +27,5 @@ class Work:
 
 
 def nbytes(*arrays: Any) -> int:
-    """Returns the bytes of arrays, tracers or shapes together; None counts nothing."""
+    """Returns the total bytes of arrays, tracers or shapes; None counts as 0."""
     return sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in arrays if x is not None)

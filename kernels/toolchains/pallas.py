@@ -1,7 +1,7 @@
 """Launches Pallas kernels on TPUs (Mosaic): compiled, or interpreted on the CPU, by the same call.
 
-Interpreted means Pallas' TPU interpreter, not its generic one: it simulates VMEM and HBM, DMAs and semaphores, fills
-memory that nobody wrote with NaN, raises on reads out of bounds, and visits dims declared parallel in random order.
+The interpreter is Pallas' TPU interpreter, not its generic one: it simulates VMEM and HBM, DMAs and semaphores, fills
+uninitialised memory with NaN, raises on reads out of bounds, and visits parallel dims in random order.
 """
 
 from __future__ import annotations
@@ -40,20 +40,23 @@ def pallas_launch(
     Args:
       dimension_semantics: "parallel" or "arbitrary" for each dim of the grid. A parallel dim may run in any order and
         on several cores, so nothing may be carried along it.
-      grid, in_specs, out_specs, scratch_shapes: as `pallas_call`; or one `grid_spec` (scalar prefetch) instead.
-      work: what the launch costs, for XLA's scheduler.
-      vmem_limit_bytes: how much VMEM the kernel may take; None is the compiler's default, 16 MiB or more by chip.
+      grid, in_specs, out_specs, scratch_shapes: as in `pallas_call`; or one `grid_spec` (scalar prefetch) instead.
+      work: cost of the launch, for XLA's scheduler.
+      vmem_limit_bytes: VMEM that the kernel may use; None is the compiler's default, 16 MiB or more depending on the
+        chip.
     """
     if grid_spec is None:
         grid_spec = pl.GridSpec(grid=grid or (), in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch_shapes)
     elif grid is not None or in_specs is not None or out_specs is not None or scratch_shapes:
-        raise ValueError("pallas_launch: give 'grid_spec', or 'grid', 'in_specs', 'out_specs' and 'scratch_shapes'")
+        raise ValueError(
+            "pallas_launch: pass either 'grid_spec' or 'grid', 'in_specs', 'out_specs' and 'scratch_shapes'"
+        )
     if len(dimension_semantics) != len(grid_spec.grid):
         raise ValueError(
             f"pallas_launch: argument 'dimension_semantics' has {len(dimension_semantics)} entries for a grid of "
-            f"{len(grid_spec.grid)} dims; say one for each"
+            f"{len(grid_spec.grid)} dims; pass one for each"
         )
-    # Kernels and index maps are of 32 bits, where the caller's program has 64 enabled too.
+    # Kernels and index maps use 32 bits, even if the caller enabled 64.
     with jax.enable_x64(False):
         return pl.pallas_call(
             kernel,
@@ -83,35 +86,36 @@ def launch_on_rows(
     work: Work | None = None,
     **options: Any,
 ) -> dict[str, jax.Array]:
-    """Returns the outputs by name of `kernel(refs, out_refs, **options)`, dicts of references by name, over blocks of rows.
-    What is None is left out.
+    """Runs `kernel(refs, out_refs, **options)` over blocks of rows and returns its outputs by name. The kernel receives
+    dicts of references by name; arrays that are None are left out.
 
     Args:
-      rows, out_rows: arrays [M, width], of which a block has `block_rows` rows; the last may reach past M.
-      features: arrays [D], which every block has as [1, D].
-      out_features: float32 sums over all rows, [D]: a block writes that of its own as [1, 1, D], and they are added here.
+      rows, out_rows: arrays [M, width], in blocks of `block_rows` rows; the last may extend past M.
+      features: arrays [D], which every block receives as [1, D].
+      out_features: float32 sums over all rows, [D]: each block writes its partial sum as [1, 1, D], and they are summed
+        here.
     """
     tall_given = {name: x for name, x in rows.items() if x is not None}
     flat_given = {name: x.reshape(1, -1) for name, x in features.items() if x is not None}
     M, D = next(iter(tall_given.values())).shape
-    height = M if M <= block_rows else block_rows  # a block as tall as the array needs no multiple of the tile
+    height = M if M <= block_rows else block_rows  # a full-height block need not be a multiple of the tile
     num_blocks = pl.cdiv(M, height)
 
     def tall(x: Any) -> pl.BlockSpec:
         return pl.BlockSpec((height, x.shape[1]), lambda i: (i, 0))
 
-    # The middle dim of a partial sum makes the block as large as the array in the last two dims.
+    # With a middle dim, the block of a partial sum equals the array in the last two dims, as TPUs require.
     partial = jax.ShapeDtypeStruct((num_blocks, 1, D), jnp.float32)
-    names, made = [*tall_given, *flat_given], {**out_rows, **dict.fromkeys(out_features, partial)}
+    names, outputs = [*tall_given, *flat_given], {**out_rows, **dict.fromkeys(out_features, partial)}
 
     def run(*refs: Any) -> None:
-        kernel(dict(zip(names, refs)), dict(zip(made, refs[len(names) :], strict=True)), **options)
+        kernel(dict(zip(names, refs)), dict(zip(outputs, refs[len(names) :], strict=True)), **options)
 
     out = pallas_launch(
         run,
         *tall_given.values(),
         *flat_given.values(),
-        out_shape=tuple(made.values()),
+        out_shape=tuple(outputs.values()),
         grid=(num_blocks,),
         in_specs=[*map(tall, tall_given.values()), *(pl.BlockSpec((1, D), lambda i: (0, 0)) for _ in flat_given)],
         out_specs=(
@@ -122,5 +126,5 @@ def launch_on_rows(
         work=work,
         name=kernel.__name__,
     )
-    found = dict(zip(made, out, strict=True))
-    return {name: jnp.sum(x, axis=(0, 1)) if name in out_features else x for name, x in found.items()}
+    results = dict(zip(outputs, out, strict=True))
+    return {name: jnp.sum(x, axis=(0, 1)) if name in out_features else x for name, x in results.items()}

@@ -24,7 +24,7 @@ from kernels.toolchains.simulate.interpreted import run_interpreted
 
 __all__ = ["compute_capability", "tensor_descriptor", "triton_launch"]
 
-# Bytes of shared memory that one block may have, by compute capability; of those not named, as of 90.
+# Shared memory per block in bytes, by compute capability; others are treated as 90.
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 
 
@@ -42,18 +42,18 @@ def triton_launch(
 ) -> Any:
     """Returns the outputs of a `@triton.jit` or `@gluon.jit` kernel, as the pytree `out_shape` of shapes and dtypes.
 
-    The kernel's parameters are the inputs, then a pointer for each output, then `tl.constexpr`s. Sizes and strides
-    belong among the constexprs: a run-time scalar tells the compiler nothing about divisibility, and spills follow.
+    The kernel's parameters are the inputs, then a pointer for each output, then `tl.constexpr`s. Pass sizes and strides
+    as constexprs: from run-time scalars the compiler cannot infer divisibility, which causes spills.
 
     Args:
       args: the kernel's inputs in order: arrays, Python scalars, or None for a pointer that the kernel does not use.
       grid: number of programs in up to three dims.
-      num_warps: of a kernel that specialises its warps, those of its default partition.
-      max_registers: a thread's most when the program starts, so that several programs fit on a multiprocessor. A kernel that
-        specialises its warps divides as many as all of its threads have then.
-      input_output_aliases: input -> output that is the same buffer, both counted among the non-constexpr inputs and the
-        flat outputs. The kernel has one pointer for the two, at the input; what it leaves unwritten keeps its value.
-      work: what the launch costs, for XLA's scheduler and profilers.
+      num_warps: warps; of a warp-specialized kernel, those of its default partition.
+      max_registers: maximum registers per thread at program start, so that several programs fit on a multiprocessor. A
+        warp-specialized kernel redistributes that many among all its threads.
+      input_output_aliases: input -> output that shares its buffer, numbered among the non-constexpr inputs and the flat
+        outputs. The kernel has one pointer for both, at the input's position; what it does not write keeps its value.
+      work: cost of the launch, for XLA's scheduler and profilers.
       named: constexprs, and inputs (None among them) by name.
     """
     if any(size < 1 for size in grid):
@@ -71,7 +71,7 @@ def triton_launch(
     if work is not None:
         cost = {"flops": int(work.flops), "bytes_accessed": int(work.bytes)}
     with warnings.catch_warnings():
-        # The replacement (a Ref argument) is an effect, which custom VJPs and remat do not allow.
+        # The replacement (a Ref argument) is an effect, which custom VJPs and remat do not support.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
         results = jax_triton.triton_call(
             *args,
@@ -82,20 +82,20 @@ def triton_launch(
             num_warps=num_warps,
             num_stages=num_stages,
             compute_capability=compute_capability(),
-            # Said outright because Triton is about to change its default.
+            # Explicit because Triton is about to change its default.
             backend_options={"enable_fp_fusion": True} | ({} if max_registers is None else {"maxnreg": max_registers}),
             input_output_aliases=dict(input_output_aliases or {}),
             cost_estimate=cost or None,
             **named,
         )
-    # Where a result goes into a stacked array, as what a scan keeps for its backward does, XLA launches the kernel a second
-    # time to write it there, and the first time for everybody else. It does not look through a barrier.
+    # If a result is written into a stacked array, as with residuals in a scan, XLA launches the kernel twice: once to
+    # write there, and once for all other uses. It does not fuse across a barrier.
     return jax.lax.optimization_barrier(results)
 
 
 def _check_powers(kernel: str, num_warps: int, named: Mapping[str, Any]) -> None:
-    """Raises ValueError where warps, or a side of a tile, are no power of 2. Sides are the constexprs whose names begin with
-    BLOCK, and such fields of those that are dataclasses."""
+    """Raises ValueError unless the number of warps and the sides of tiles are powers of 2. Sides are the constexprs
+    whose names begin with BLOCK, and such fields of constexprs that are dataclasses."""
     sides = {"num_warps": num_warps}
     for name, value in named.items():
         inner = {f.name: getattr(value, f.name) for f in fields(value)} if is_dataclass(value) else {name: value}
@@ -103,39 +103,41 @@ def _check_powers(kernel: str, num_warps: int, named: Mapping[str, Any]) -> None
     for name, size in sides.items():
         if size & (size - 1):
             raise ValueError(
-                f"{kernel}: {name} = {size} is no power of 2, as warps and the sides of a tile must be in Triton: "
-                "give argument 'cfg' sizes that are"
+                f"{kernel}: {name} = {size} is not a power of 2, as Triton requires for warps and the sides of a tile; "
+                "change it in argument 'cfg'"
             )
 
 
 def compute_capability() -> int:
-    """Returns what is compiled for, or interpreted: the GPU of the surrounding `interpret` or `compile_for`, or else that of
-    this machine.
+    """Returns the compute capability to compile or interpret for: that of the enclosing `interpret` or `compile_for`,
+    or else of this machine's GPU.
 
     Raises:
       RuntimeError: there is neither.
     """
-    asked = interpreting() or asked_compute_capability()
-    if asked is not None:
-        return asked
+    requested = interpreting() or asked_compute_capability()
+    if requested is not None:
+        return requested
     try:
         return int(triton_lib.make_cuda_target(compute_capability=None, num_ctas=1).arch)
     except (RuntimeError, ValueError, AttributeError) as error:
         raise RuntimeError(
-            "a Triton kernel is lowered for CUDA, and JAX finds no GPU here to compile it for: lower the program inside "
-            "`with kernels.compile_for(90):` (90 is an H100 or H200, 80 an A100), or on a machine with the GPU"
+            "a Triton kernel is being lowered for CUDA, but JAX finds no GPU here: lower the program inside "
+            "`with kernels.compile_for(90):` (90 is an H100 or H200, 80 an A100), or on a machine with a GPU"
         ) from error
 
 
 def tensor_descriptor(x: jax.Array, shape: tuple[int, ...], block_shape: tuple[int, ...], layout: Any = None) -> Any:
-    """Returns what a kernel's tensor descriptor is made from: an array, seen in a shape of as many entries, that TMA copies in
-    blocks. None where there is no TMA, and where Triton kernels are interpreted: the kernel makes its own then.
+    """Returns the tensor descriptor of an array, viewed in a shape of equal size, which TMA copies in blocks. None if
+    there is no TMA, or if Triton kernels are interpreted: the kernel then creates its own.
 
-    On Hopper it must not: such a descriptor lies in memory that jax-triton allocates at each launch, and a launch that
-    allocates can be no part of a CUDA graph (CUDA_ERROR_NOT_SUPPORTED, once XLA makes one of a program).
+    On Hopper it must not: a descriptor created in the kernel needs memory that jax-triton allocates at each launch, and
+    a launch that allocates cannot be captured in a CUDA graph (CUDA_ERROR_NOT_SUPPORTED, once XLA captures the
+    program).
 
     Args:
-      layout: of a Gluon kernel, the `NVMMASharedLayout` of a block in shared memory. Triton chooses it for its own kernels.
+      layout: for a Gluon kernel, the `NVMMASharedLayout` of a block in shared memory. Triton chooses it for its own
+        kernels.
     """
     if compute_capability() < 90 or (interpreting() and layout is None):
         return None
@@ -143,12 +145,12 @@ def tensor_descriptor(x: jax.Array, shape: tuple[int, ...], block_shape: tuple[i
     return triton_lib.TensorDescriptor(x, shape, strides, block_shape, layout)
 
 
-# -- what jax-triton 0.4 makes of a kernel ----------------------------------------------------------------------------
+# -- corrections to jax-triton 0.4 ------------------------------------------------------------------------------------
 
 
 class _GluonBackend(CUDABackend):
-    """Triton's passes for Gluon. jax-triton sends every kernel through those for Triton, which also pipeline loops and choose
-    layouts: what a Gluon kernel says itself."""
+    """Triton's passes for Gluon. jax-triton runs every kernel through those for Triton, which also pipeline loops and
+    choose layouts; a Gluon kernel specifies these itself."""
 
     def make_ttir(self, mod: Any, metadata: Any, options: Any, capability: Any) -> Any:  # pyrefly: ignore[bad-override]
         return mod
@@ -161,42 +163,42 @@ _compile_by_jax_triton = triton_lib.TritonFunction._compile_kernel
 
 
 def _compile_kernel(self: Any, spec: Any, gpu_target: Any, backend: Any, backend_options: Any) -> Any:
-    """Does what jax-triton does, with the three things that it leaves out:
+    """Compiles as jax-triton does, plus three things that it lacks:
 
     - Gluon's own passes for a Gluon kernel.
-    - The warps of a kernel that specialises them. Triton adds those of the workers to the ones asked for, and says in the
-      PTX how many threads it is for; jax-triton launches as many as were asked for (CUDA_ERROR_INVALID_VALUE). Right
-      numbers stay as they are, so a jax-triton that passes them itself changes nothing here.
-    - A limit to shared memory, which Triton does not check before it launches a kernel itself.
+    - The number of warps of a warp-specialized kernel. Triton adds those of the workers to the number requested, and
+      records the total in the PTX; jax-triton launches the number requested (CUDA_ERROR_INVALID_VALUE). A correct
+      number is left alone, so this has no effect once jax-triton passes it itself.
+    - A check of shared memory, which Triton performs only when it launches a kernel itself.
     """
     cuda = gpu_target.backend == "cuda"
     if cuda and isinstance(self.fn, GluonJITFunction):
         backend = _GluonBackend(gpu_target)
-    kernel, ttir, options, made = _compile_by_jax_triton(self, spec, gpu_target, backend, backend_options)
+    kernel, ttir, options, launch_options = _compile_by_jax_triton(self, spec, gpu_target, backend, backend_options)
     if not cuda:
-        return kernel, ttir, options, made
+        return kernel, ttir, options, launch_options
     limit = SHARED_MEMORY.get(gpu_target.arch, SHARED_MEMORY[90])
-    if made.shared_mem_bytes > limit:
+    if launch_options.shared_mem_bytes > limit:
         raise ValueError(
-            f"{self.name}: {made.shared_mem_bytes:,} bytes of shared memory are more than the {limit:,} that a block may have "
-            f"on compute capability {gpu_target.arch}: use smaller tiles or fewer stages"
+            f"{self.name}: needs {launch_options.shared_mem_bytes:,} bytes of shared memory, but a block can have {limit:,} on "
+            f"compute capability {gpu_target.arch}: use smaller tiles or fewer stages"
         )
-    threads = re.search(r"^\.reqntid (\d+)", made.binary, re.M)
-    assert threads, made.binary[:200]
+    threads = re.search(r"^\.reqntid (\d+)", launch_options.binary, re.M)
+    assert threads, launch_options.binary[:200]
     if (warps := int(threads[1]) // 32) != backend_options["num_warps"]:
-        size, align = made.global_scratch_size, made.global_scratch_align
+        size, align = launch_options.global_scratch_size, launch_options.global_scratch_align
         scratch = () if size is None else (size, align)
         kernel = triton_lib.triton_kernel_call_lib.TritonKernel(
-            made.name,
+            launch_options.name,
             warps,
             backend_options["num_ctas"],
-            made.shared_mem_bytes,
-            made.binary,
+            launch_options.shared_mem_bytes,
+            launch_options.binary,
             ttir,
             gpu_target.arch,
             *scratch,
         )
-    return kernel, ttir, options, made
+    return kernel, ttir, options, launch_options
 
 
 @functools.cache

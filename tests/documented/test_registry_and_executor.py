@@ -86,5 +86,5 @@ def test_mean_pooling_as_shown():
     np.testing.assert_allclose(pooled, wanted, atol=1e-6)
     packed = ejdist.mean_pooling(hidden_states[:1], cu_seqlens=jnp.array([0, 3, 8]))
     np.testing.assert_allclose(packed, [hidden_states[0, :3].mean(0), hidden_states[0, 3:].mean(0)], atol=1e-6)
-    with pytest.raises(ValueError, match="'cu_seqlens' is 'cum_seqlens' by another name; give one of them"):
+    with pytest.raises(ValueError, match="'cu_seqlens' is 'cum_seqlens' by another name; pass only one"):
         ejdist.mean_pooling(hidden_states[:1], cu_seqlens=[0, 8], cum_seqlens=[0, 8])

@@ -82,7 +82,7 @@ FAULTS = (
     ),
     Fault(
         "an output that nothing depends on has no zero where a backward needs one",
-        "compiled.pull",
+        "compiled.backward",
         "jnp.zeros",
         "jnp.ones",
         "tests/test_cotangents.py -k rwkv4",
@@ -234,10 +234,10 @@ FAULTS = (
         "measured: a damaged file is passed over",
         "of_device",
         "raise RuntimeError(f'{$path} is damaged or of another version ({type($error).__name__}: {$error}): "
-        "install the package anew, or write the file anew with `python -m benchmarks --write`') from $error",
+        "reinstall the package, or regenerate the file with `python -m benchmarks --write`') from $error",
         "return {}\n"
         "raise RuntimeError(f'{$path} is damaged or of another version ({type($error).__name__}: {$error}): "
-        "install the package anew, or write the file anew with `python -m benchmarks --write`') from $error",
+        "reinstall the package, or regenerate the file with `python -m benchmarks --write`') from $error",
         "tests/test_measured.py -k one_sentence",
     ),
     Fault(
@@ -250,8 +250,8 @@ FAULTS = (
     Fault(
         "measured: symbols are sizes",
         "of_call",
-        "$op.classes is None or $call.symbolic_dims()",
-        "$op.classes is None",
+        "$op.autotune_key is None or $call.symbolic_dims()",
+        "$op.autotune_key is None",
         "tests/test_measured.py -k not_known",
     ),
     Fault(
@@ -299,8 +299,8 @@ FAULTS = (
     Fault(
         "ranking: what was scaled down counts",
         "ranking:class_of",
-        "$op.classes is None or $block['scaled']",
-        "$op.classes is None",
+        "$op.autotune_key is None or $block['scaled']",
+        "$op.autotune_key is None",
         "tests/test_benchmarks.py -k left_out",
     ),
     Fault(

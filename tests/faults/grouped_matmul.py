@@ -71,7 +71,7 @@ FAULTS = (
     ),
     Fault(
         "grouped matmul in Triton: a float8 has the exponent of a float16",
-        "_widened",
+        "_upcast",
         "$half.to(tl.float32) * 256.0",
         "$half.to(tl.float32) * 128.0",
         f"{KERNELS} -k 'eight and triton or every_code'",
@@ -92,7 +92,7 @@ FAULTS = (
     ),
     Fault(
         "grouped matmul in Gluon: a stage holds a gate's block and no up projection's",
-        "specialised_matmul_kernel",
+        "warp_specialized_matmul_kernel",
         "2 * $BLOCK_N if $GATED else $BLOCK_N",
         "$BLOCK_N",
         f"{KERNELS} -k specialised_warps_are_compiled",
@@ -101,15 +101,15 @@ FAULTS = (
         "grouped matmul in Gluon: the backward of a gate is left to the plain kernel",
         "grouped_matmul/triton_gpu:_product",
         "$scale is None and _specialises($tile, $a, $b, ($K, $N)) and ($K % "
-        "SPECIALISED[$tile.specialised].block_k == 0)",
+        "WARP_SPECIALIZED[$tile.specialised].block_k == 0)",
         "$scale is None and d_out is None and _specialises($tile, $a, $b, ($K, $N)) and ($K % "
-        "SPECIALISED[$tile.specialised].block_k == 0)",
+        "WARP_SPECIALIZED[$tile.specialised].block_k == 0)",
         f"{KERNELS} -k which_products",
     ),
     Fault(
         "grouped matmul in Gluon: steps that a contracted dim has no entries for",
         "grouped_matmul/triton_gpu:_product",
-        "SPECIALISED[$tile.specialised].block_k",
+        "WARP_SPECIALIZED[$tile.specialised].block_k",
         "8",
         f"{KERNELS} -k which_products",
     ),

@@ -16,10 +16,10 @@ import numpy as np
 
 from kernels import flash_attention
 from kernels.framework.config import FwdParams, KernelConfig
-from kernels.ops.flash_attention.triton_gpu import SPECIALISED, THREE_WARPGROUPS
+from kernels.ops.flash_attention.triton_gpu import THREE_WARPGROUPS, WARP_SPECIALIZED
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-THREE = {"cfg": KernelConfig(FwdParams(THREE_WARPGROUPS, 128, SPECIALISED, 2))}
+THREE = {"cfg": KernelConfig(FwdParams(THREE_WARPGROUPS, 128, WARP_SPECIALIZED, 2))}
 # (widths of keys and of values, options) of each kernel that differs, and of what differs in it.
 CALLS = {
     "heads of 64": (64, 64, {}),

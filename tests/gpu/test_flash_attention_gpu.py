@@ -17,7 +17,7 @@ from hopper_attention import THREE, at, calls, hold, ours, outcome
 from hopper_attention import arrays as made_arrays
 
 from kernels import MaskInfo
-from kernels.engines.attention.triton_calls import SPECIALISED, plain_tiles
+from kernels.engines.attention.triton_calls import WARP_SPECIALIZED, plain_tiles
 from kernels.ops.flash_attention.contract import op
 
 pytestmark = on_a_gpu()
@@ -106,7 +106,7 @@ def test_a_soft_cap_of_a_deterministic_call(width):
         return lambda **x: op(**x, mask=MaskInfo(causal=True), platform="triton", **options, **how)
 
     heuristic = op.backends["triton_gpu"].heuristic(op.bind(**floats, **options, deterministic=True), "cuda")
-    assert [p.num_warps == SPECIALISED for p in (heuristic.fwd_params, heuristic.bwd_params)] == [True, False]
+    assert [p.num_warps == WARP_SPECIALIZED for p in (heuristic.fwd_params, heuristic.bwd_params)] == [True, False]
     got = jax.jit(lambda x: outcome(run(deterministic=True), x, d_out, d_lse))(floats)
     plain = jax.jit(lambda x: outcome(run(cfg=plain_tiles(width, 2)), x, d_out, d_lse))(floats)
     assert error(got["lse"], plain["lse"]) < 1e-5
@@ -159,4 +159,4 @@ def test_a_backward_with_lse_and_delta_of_more_keys(width):
     joined["query"] = sum(p["query"].astype(jnp.float32) for p in parts)
     for name, x in joined.items():
         assert error(x, want[name].astype(jnp.float32)) <= 2 * FLOOR["bfloat16"], name
-    assert SPECIALISED == 12
+    assert WARP_SPECIALIZED == 12

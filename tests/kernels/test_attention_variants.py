@@ -378,7 +378,7 @@ def of(name, **changes):
             of("differential_attention", lambda_=normal(3)),
         ),
         (r"'query' has N = 4 heads and 'key' has K = 3", of("quantized_attention", key=normal(B, T, 3, H))),
-        (r"'segment_ids' is of queries and keys alike", of("quantized_attention", query=Q[:, :4])),
+        (r"'segment_ids' applies to queries and keys alike", of("quantized_attention", query=Q[:, :4])),
         (r"'causal' is compiled into the program", of("differential_attention", causal=jnp.bool_(True))),
         (r"'softmax_scale' must be float or None, got 'x'", of("linformer_attention", softmax_scale="x")),
         (r"'mask_info' must be a MaskInfo, got int", of("differential_attention", mask_info=3)),
@@ -388,7 +388,7 @@ def of(name, **changes):
         ),
         (r"'key_mask' must be bool or 0/1 integers .* got float32", of("linformer_attention", key_mask=normal(B, T))),
         (r"'features' must be a float array \[P, H\], got list", of("performer_attention", features=[[1.0]])),
-        (r"'causal' is of T = S, and there are 4 queries", of("performer_attention", query=Q[:, :4])),
+        (r"'causal' requires T = S, but there are 4 queries", of("performer_attention", query=Q[:, :4])),
         (r"'softmax_scale' must be at least 0, got -1", of("performer_attention", softmax_scale=-1)),
         (r"'value' of shape \(2, 0, 2, 5\) is empty", of("performer_attention", value=VALUE[:, :0])),
         (r"'top_k' must be an integer from 1 to E = 5, got 6", of("mixture_of_attention_heads", top_k=6)),
@@ -407,7 +407,7 @@ def test_a_dense_mask_for_each_head_is_refused_where_heads_are_experts():
     every = kernels.MaskInfo(attention_mask=jnp.ones((1, E, T, T), bool).at[0, 1, :, 0].set(False))
     call = functools.partial(mixture_of_attention_heads, **arrays, **{**options, "top_k": E})
     with pytest.raises(
-        ValueError, match=r"'attention_mask' of shape \(1, 5, 11, 11\) .* give one for all, \[B, 1, T, S\]"
+        ValueError, match=r"'attention_mask' of shape \(1, 5, 11, 11\) .* pass one for all heads, \[B, 1, T, S\]"
     ):
         call(mask_info=every)
     one = kernels.MaskInfo(attention_mask=every.attention_mask[:, 1:2])
@@ -419,7 +419,7 @@ def test_a_dense_mask_for_each_head_is_refused_where_heads_are_experts():
 
 def test_a_dense_mask_is_refused_by_quantized_attention():
     dense = kernels.MaskInfo(attention_mask=jnp.ones((1, 1, T, T), bool))
-    with pytest.raises(Unsupported, match="its mask is dense; describe it by segments"):
+    with pytest.raises(Unsupported, match="its mask is dense; use segments"):
         quantized_attention(Q, KEY, VALUE, mask_info=dense)
 
 

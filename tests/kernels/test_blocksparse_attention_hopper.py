@@ -38,7 +38,7 @@ def hold(lengths, widths, block_size, lead, mask, options, density=0.6, dtype="b
         floats["softmax_aux"] = jnp.asarray(options.pop("softmax_aux"), jnp.float32)
     options |= {"block_mask": blocks(lead, lengths, block_size, density), "block_size": block_size, "mask": mask}
     cfg = op.backends["triton_gpu"].heuristic(op.bind(**floats, **options), "cuda")
-    assert {cfg.fwd_params.num_warps, cfg.bwd_params.num_warps} == {triton_gpu.SPECIALISED}
+    assert {cfg.fwd_params.num_warps, cfg.bwd_params.num_warps} == {triton_gpu.WARP_SPECIALIZED}
     rng, shape = np.random.default_rng(1), (*floats["query"].shape[:3], widths[1])
     d_out = jnp.asarray(rng.standard_normal(shape), dtype)
     d_lse = jnp.asarray(rng.standard_normal(shape[:3]), jnp.float32)

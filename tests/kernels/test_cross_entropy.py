@@ -348,9 +348,9 @@ def test_what_a_forward_keeps_is_what_the_contract_says(backend):
     case = next(case for case in sums_op.cases if case.name == "odd")
     call = sums_op.bind(**sums_op.case_inputs(case, dtype="bfloat16"))
     cfg = CrossEntropyConfig(block_rows=128, block_vocab=64, num_warps=1)
-    wanted = jax.jit(lambda a: sums_op.kept(**a, **call.static()))(call.traced())
+    wanted = jax.jit(lambda a: sums_op.extra_residuals(**a, **call.static()))(call.traced())
     with interpret():
-        run = jax.jit(lambda a: sums_op.backends[backend].run("keeping", {**a, **call.static()}, cfg))
+        run = jax.jit(lambda a: sums_op.backends[backend].run("forward_with_residuals", {**a, **call.static()}, cfg))
         _, got = run(call.traced())
     assert {n: x.dtype for n, x in got.items()} == {n: x.dtype for n, x in wanted.items()}
     for name, want in wanted.items():

@@ -226,25 +226,30 @@ def without(arrays, **changed):
             "delta_rule",
             without(D, beta=D["beta"][..., :1]),
             {},
-            r"'beta' must have the shape \(2, 9, 2\) beside 'value'",
+            r"'beta' must have the shape \(2, 9, 2\) to match 'value'",
         ),
         ("delta_rule", without(D, key=G["value"][:, :, :, :3]), {}, r"'key'"),
         ("delta_rule", without(D, query=D["key"].repeat(2, 2)), {}, r"'key' must have as many heads as 'query'"),
-        ("delta_rule", D, {"state": STATE, "initial_state": STATE}, "'initial_state' and 'state' are two names of one"),
+        (
+            "delta_rule",
+            D,
+            {"state": STATE, "initial_state": STATE},
+            "'initial_state' and 'state' are two names for the same argument",
+        ),
         ("delta_rule", D, {"state": STATE[:1]}, "'initial_state' must be"),
-        ("delta_rule", D, {"cu_seqlens": CUTS}, "'cum_seqlens' cuts one packed row"),
+        ("delta_rule", D, {"cu_seqlens": CUTS}, "'cum_seqlens' splits one packed row"),
         ("delta_rule", D, {"softmax_scale": "x"}, "'softmax_scale' must be float or None"),
         ("delta_rule", D, {"use_qk_l2norm": "no"}, "'use_qk_l2norm' must be bool, got 'no'"),
         ("delta_rule", D, {"segment_ids": IDS[:, :3]}, "'segment_ids' must have the shape"),
-        ("gated_delta_rule", without(D, g=G["g"]), {}, "'g' .* those of kernel_delta_attention"),
+        ("gated_delta_rule", without(D, g=G["g"]), {}, "'g' .* for decays per channel use kernel_delta_attention"),
         ("gated_delta_rule", without(D, g=None), {}, "'g' .* without decays it is delta_rule"),
-        ("gated_delta_rule", D, {"decay": D["g"]}, "'g' and 'decay' are two names of one"),
-        ("kernel_delta_attention", D, {}, "'g' .* is gated_delta_rule"),
+        ("gated_delta_rule", D, {"decay": D["g"]}, "'g' and 'decay' are two names for the same argument"),
+        ("kernel_delta_attention", D, {}, "'g' .* use gated_delta_rule"),
         (
             "kernel_delta_attention",
             without(G, g=G["g"][..., :2]),
             {},
-            "'g' must have the shape .* is gated_delta_rule",
+            "'g' must have the shape .* use gated_delta_rule",
         ),
         ("rwkv7", without(R, w=R["w"][:, :, 0]), {}, r"'w' must be a float array \[B, T, N, H\]"),
         ("rwkv7", without(R, a=R["a"][:, :4]), {}, "'a'"),
@@ -262,7 +267,7 @@ def test_a_wrong_call_is_a_value_error(name, a, options, said):
         (5, POOL[:, :1], r"'state_pool' must have the shape \(7, 2, 4, 3\)"),
         (6, CUTS[:-1], r"'query_start_loc' must be integers \[requests \+ 1\] = \[5\]"),
         (6, np.array([0, 5, 4, 6, 9]), r"'query_start_loc' must rise from 0"),
-        (7, np.array([2, 2, -1, 2]), r"'state_indices' names slot 2 for several requests"),
+        (7, np.array([2, 2, -1, 2]), r"'state_indices' has slot 2 for several requests"),
         (7, SLOTS.astype(float), r"'state_indices' must be integers \[requests\]"),
         (8, np.ones(4), r"'has_initial_state' must be bool \[requests\]"),
     ],
@@ -274,13 +279,13 @@ def test_a_wrong_call_of_a_pool_is_a_value_error(at, value, said):
         kernels.ragged_gated_delta_rule(*given)
     with pytest.raises(ValueError, match="'max_query_len' must be an integer of at least 1, or None, got 0"):
         kernels.ragged_gated_delta_rule(*POOLED, POOL, CUTS, SLOTS, max_query_len=0)
-    with pytest.raises(ValueError, match="'max_query_len' = 5 is a promise, and a request has 6 tokens"):
+    with pytest.raises(ValueError, match="'max_query_len' = 5, but a request has 6 tokens"):
         kernels.ragged_gated_delta_rule(*POOLED, POOL, [0, 2, 2, 3, 9], SLOTS, max_query_len=5)
 
 
 def test_states_and_their_number_go_together():
     a = {n: x for n, x in D.items() if n != "g"}
-    with pytest.raises(ValueError, match=r"'num_states' = 3 must be G = 1"):
+    with pytest.raises(ValueError, match=r"'num_states' = 3 must equal the size G = 1"):
         op(**a, initial_state=jnp.zeros((2, 1, 2, 4, 3)), segment_ids=IDS, num_states=3)
     with pytest.raises(ValueError, match="'segment_ids' must say"):
         rwkv7_op(**R, num_states=2)

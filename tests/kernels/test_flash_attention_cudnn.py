@@ -157,8 +157,8 @@ def test_what_it_cannot_do_is_refused_by_name():
         ("float32", (x.astype(jnp.float32),) * 3, {}),
         ("multiple of 8", (x[..., :12],) * 3, {}),
         ("T = 8 is not S = 16", (other, x, x), {"causal": True}),
-        ("looks back only", (x, x, x), {"causal": True, "sliding_window": (None, 3)}),
-        ("looks back only", (x, x, x), {"sliding_window": 4}),
+        ("windows only backward", (x, x, x), {"causal": True, "sliding_window": (None, 3)}),
+        ("windows only backward", (x, x, x), {"sliding_window": 4}),
         ("segments", (x, x, x), {"q_segment_ids": jnp.zeros((1, 16), jnp.int32)}),
         ("logits_soft_cap", (x, x, x), {"logits_soft_cap": 30.0}),
     ):

@@ -25,7 +25,7 @@ from kernels.ops.flash_attention import (
     scaled_dot_product_attention,
 )
 from kernels.ops.flash_attention.contract import attention_op, op
-from kernels.ops.flash_attention.triton_gpu import SPECIALISED
+from kernels.ops.flash_attention.triton_gpu import WARP_SPECIALIZED
 from kernels.ops.multi_latent_attention.contract import op as latent_op
 from kernels.toolchains.simulate.compile_for import custom_call_target
 from recipes.schema import compose
@@ -62,9 +62,9 @@ def test_cudnn_refuses_by_name_and_says_who_can():
 @pytest.mark.parametrize("keys", [64, 128])  # of wide heads, and of narrow ones
 def test_specialised_warps_add_in_any_order_and_refuse(keys):
     """Nobody chooses them for such a call; a configuration that asks for them is told so."""
-    specialised = BwdParams(q_blocksize=64, kv_blocksize=keys, num_warps=SPECIALISED, num_stages=2)
+    specialised = BwdParams(q_blocksize=64, kv_blocksize=keys, num_warps=WARP_SPECIALIZED, num_stages=2)
     with pytest.raises(
-        Unsupported, match=r"cfg.bwd_params.num_warps = 12 is not for deterministic=True: .* adds the gradient"
+        Unsupported, match=r"cfg.bwd_params.num_warps = 12 does not support deterministic=True: .* adds the gradient"
     ):
         lowered(differentiated=True, deterministic=True, platform="triton", cfg=KernelConfig(bwd_params=specialised))
 
@@ -77,7 +77,7 @@ def test_no_configuration_for_such_a_call_has_them(width):
     for deterministic in (True, False):
         call = op.bind(x, x, x, MaskInfo(causal=True), deterministic=deterministic)
         configs = (backend.heuristic(call, "cuda"), *backend.candidates(call))
-        with_and_without.append(any(cfg.bwd_params.num_warps == SPECIALISED for cfg in configs))
+        with_and_without.append(any(cfg.bwd_params.num_warps == WARP_SPECIALIZED for cfg in configs))
     assert with_and_without == [False, True]
 
 

@@ -19,14 +19,14 @@ from kernels.engines.attention import triton_calls
 from kernels.framework.config import BwdParams, FwdParams, KernelConfig
 from kernels.framework.interpret import interpret
 from kernels.ops.flash_attention import op, triton_gpu
-from kernels.ops.flash_attention.triton_gpu import SPECIALISED, THREE_WARPGROUPS
+from kernels.ops.flash_attention.triton_gpu import THREE_WARPGROUPS, WARP_SPECIALIZED
 from kernels.toolchains.simulate.ahead_of_time import export_cuda
 from kernels.toolchains.simulate.simulated_hopper import Barrier
 
 LENGTH = 512
 PLAIN = ["forward_kernel", "query_gradient_kernel", "key_gradient_kernel"]
-HOPPERS = ["specialised_forward_kernel", "specialised_gradient_kernel"]
-WIDE = ["specialised_forward_kernel", "specialised_wide_gradient_kernel"]
+HOPPERS = ["warp_specialized_fwd_kernel", "warp_specialized_bwd_kernel"]
+WIDE = ["warp_specialized_fwd_kernel", "warp_specialized_wide_bwd_kernel"]
 EVERYTHING = {"logits_soft_cap": 30.0, "softmax_aux": jax.ShapeDtypeStruct((4, 1), "float32")}
 
 
@@ -78,10 +78,10 @@ def shape(*sizes):
     ids=str,
 )
 def test_who_is_chosen(given, forward, backward):
-    assert [w == SPECIALISED for w in warps(**call(**given))] == [forward, backward]
+    assert [w == WARP_SPECIALIZED for w in warps(**call(**given))] == [forward, backward]
 
 
-THREE = KernelConfig(FwdParams(THREE_WARPGROUPS, 128, SPECIALISED, 2))
+THREE = KernelConfig(FwdParams(THREE_WARPGROUPS, 128, WARP_SPECIALIZED, 2))
 
 
 LONG = {"width": 64, "length": triton_gpu.LONG}
@@ -112,7 +112,7 @@ def test_who_has_three_warpgroups(given, queries, tried):
     """Narrow heads, of long rows that are full or causal; tuning tries them of others too, and two of these."""
     bound, backend = op.bind(**{"mask": MaskInfo(causal=True), **call(**given)}), op.backends["triton_gpu"]
     assert backend.heuristic(bound, "cuda").fwd_params.q_blocksize == queries
-    found = {c.fwd_params.q_blocksize for c in backend.candidates(bound) if c.fwd_params.num_warps == SPECIALISED}
+    found = {c.fwd_params.q_blocksize for c in backend.candidates(bound) if c.fwd_params.num_warps == WARP_SPECIALIZED}
     assert (found == {128, THREE_WARPGROUPS}) == tried
 
 
@@ -137,12 +137,12 @@ def made(given, compute_capability, cfg=None):
 # Bytes that a kernel may spill at most, and with every option at once, where limits of masks and documents are held around the
 # loop as well. What is not here spills nothing.
 SPILLS = {
-    "specialised_forward_kernel": (44, 48),  # of heads past 128, whose sums are half of the registers of a thread
+    "warp_specialized_fwd_kernel": (44, 48),  # of heads past 128, whose sums are half of the registers of a thread
     # Two sums, logits and their gradients fill the registers of a thread.
-    "specialised_gradient_kernel": (136, 60),
+    "warp_specialized_bwd_kernel": (136, 60),
     # One sum of 64 x 256 does so, beside logits or their gradients. Other shares of the registers spill more, or have products
     # wait for one another.
-    "specialised_wide_gradient_kernel": (64, 216),
+    "warp_specialized_wide_bwd_kernel": (64, 216),
     # The plain gradient of the keys holds two sums beside its logits. Blocks without a spill were slower on an H200: 369
     # TFLOP/s as it is, 320 with half of the queries at once, 287 and 319 with 8 warps.
     "key_gradient_kernel": (496, 0),
@@ -150,7 +150,7 @@ SPILLS = {
 }
 
 
-def held(kernels, names, every_option=False, launch=(SPECIALISED, 168)):
+def held(kernels, names, every_option=False, launch=(WARP_SPECIALIZED, 168)):
     assert [k.name for k in kernels] == names
     for kernel in kernels:
         assert kernel.shared_memory_bytes <= 227 * 1024
@@ -200,7 +200,7 @@ def test_the_code_of_three_warpgroups(mask):
         return op(x, x, x, mask=mask.replace(**given), platform="triton", cfg=THREE)
 
     (kernel,) = export_cuda(run, x, given, compute_capability=90).kernels
-    held([kernel], ["specialised_forward_kernel"], launch=(16, 128))
+    held([kernel], ["warp_specialized_fwd_kernel"], launch=(16, 128))
     assert kernel.resources["spill_stores"] == 0
 
 
@@ -233,11 +233,11 @@ def test_the_code(given, names):
 @pytest.mark.parametrize(
     ("width", "value_width", "cap", "kernel", "queries", "keys", "columns", "side_by_side"),
     [
-        (128, 128, None, "specialised_gradient_kernel", 64, 128, 128, 2),
-        (64, 64, None, "specialised_gradient_kernel", 128, 128, 64, 2),
-        (64, 64, 30.0, "specialised_gradient_kernel", 64, 128, 64, 2),
-        (192, 128, None, "specialised_wide_gradient_kernel", 64, 64, 32, 1),
-        (256, 256, None, "specialised_wide_gradient_kernel", 64, 64, 32, 1),
+        (128, 128, None, "warp_specialized_bwd_kernel", 64, 128, 128, 2),
+        (64, 64, None, "warp_specialized_bwd_kernel", 128, 128, 64, 2),
+        (64, 64, 30.0, "warp_specialized_bwd_kernel", 64, 128, 64, 2),
+        (192, 128, None, "warp_specialized_wide_bwd_kernel", 64, 64, 32, 1),
+        (256, 256, None, "warp_specialized_wide_bwd_kernel", 64, 64, 32, 1),
     ],
 )
 def test_what_is_launched(launches, width, value_width, cap, kernel, queries, keys, columns, side_by_side):
@@ -300,11 +300,15 @@ def test_how_many_programs_take_tiles(launches, width, queries, stages, room, le
         jax.export.export(program, platforms=["cuda"], disabled_checks=checks)(x)
     ((name, (turn, *_), rest),) = launches
     programs = programs if isinstance(programs, int) else programs[queries]
-    assert (name, rest["grid"], rest["QUEUED"]) == ("specialised_forward_kernel", (programs,), room)
+    assert (name, rest["grid"], rest["QUEUED"]) == ("warp_specialized_fwd_kernel", (programs,), room)
     assert (turn.shape, turn.dtype, rest["input_output_aliases"]) == ((1,), "int32", {0: 2})
     # Of 64 k registers and what the warp that loads has, in whole warpgroups.
-    assert (rest["O"].BLOCK_Q, rest["ATTENDING"], rest["LOADING"]) == (queries, 240 if queries == 128 else 160, 24)
-    assert 128 * (queries // 64 * rest["ATTENDING"] + rest["LOADING"]) <= 65536
+    assert (rest["O"].BLOCK_Q, rest["CONSUMER_REGISTERS"], rest["PRODUCER_REGISTERS"]) == (
+        queries,
+        240 if queries == 128 else 160,
+        24,
+    )
+    assert 128 * (queries // 64 * rest["CONSUMER_REGISTERS"] + rest["PRODUCER_REGISTERS"]) <= 65536
 
 
 @pytest.mark.parametrize(
@@ -328,7 +332,7 @@ def test_tiles_of_the_forward(launches, width, value_width, columns, keys, room)
         jax.export.export(program, platforms=["cuda"], disabled_checks=checks)(arrays)
     ((name, (_, query, key, value, spans), rest),) = launches
     tall = value.block_shape[3]
-    assert (name, rest["QUEUED"], rest["O"].BLOCK_K) == ("specialised_forward_kernel", room, keys)
+    assert (name, rest["QUEUED"], rest["O"].BLOCK_K) == ("warp_specialized_fwd_kernel", room, keys)
     assert [list(x.block_shape) for x in (query, key, value)] == [
         [1, 64, 1, columns],
         [1, keys, 1, columns],
@@ -400,7 +404,7 @@ def test_other_gpus_have_the_plain_kernels():
     assert [k.name for k in made(call(**LONG), 80)] == PLAIN
 
 
-CONFIG = KernelConfig(FwdParams(128, 128, SPECIALISED, 2), BwdParams(64, 128, SPECIALISED, 2))
+CONFIG = KernelConfig(FwdParams(128, 128, WARP_SPECIALIZED, 2), BwdParams(64, 128, WARP_SPECIALIZED, 2))
 
 
 @pytest.mark.parametrize(
@@ -415,13 +419,21 @@ CONFIG = KernelConfig(FwdParams(128, 128, SPECIALISED, 2), BwdParams(64, 128, SP
             CONFIG,
             "blocks of 128 queries and 128 keys; of this call it has .*kv_blocksize=64, num_warps=12",
         ),
-        ({}, KernelConfig(FwdParams(64, 64, SPECIALISED, 2)), "blocks of 64 queries and 64 keys; of this call it has"),
+        (
+            {},
+            KernelConfig(FwdParams(64, 64, WARP_SPECIALIZED, 2)),
+            "blocks of 64 queries and 64 keys; of this call it has",
+        ),
         (
             {},
             THREE,
             "blocks of 192 queries and 128 keys; of this call",
         ),
-        ({"width": 36}, KernelConfig(FwdParams(64, 64, SPECIALISED, 2)), "of this call it has FwdParams.*num_warps=4"),
+        (
+            {"width": 36},
+            KernelConfig(FwdParams(64, 64, WARP_SPECIALIZED, 2)),
+            "of this call it has FwdParams.*num_warps=4",
+        ),
     ],
     ids=["bias", "slopes", "dropout", "float32", "256", "blocks", "three_of_128", "plain_blocks"],
 )
@@ -438,7 +450,7 @@ def test_a_configuration_that_no_kernel_has_is_told(given, cfg, message):
 def test_blocks_of_queries_of_the_backward(queries, cap, refused):
     """Heads of 64 have the larger ones, and the smaller too, as a configuration of before may say."""
     x = jnp.ones((1, 128, 1, 64), "bfloat16")
-    cfg = KernelConfig(bwd_params=BwdParams(queries, 128, SPECIALISED, 2))
+    cfg = KernelConfig(bwd_params=BwdParams(queries, 128, WARP_SPECIALIZED, 2))
     message = "bwd_params has 12 warps, .* blocks of 128 queries and 128 keys; of this call it has"
     expected = pytest.raises(ValueError, match=message) if refused else contextlib.nullcontext()
     with interpret(), expected:
@@ -450,7 +462,7 @@ def test_blocks_of_the_other_backward_are_told(width, keys):
     """Heads of up to 128 have 128 keys in a program, wider ones 64."""
     arrays = {name: jnp.zeros(x.shape, x.dtype) for name, x in call(width, length=64).items()}
     rows = jnp.zeros(arrays["query"].shape[:3])
-    cfg = KernelConfig(bwd_params=BwdParams(64, keys, SPECIALISED, 2))
+    cfg = KernelConfig(bwd_params=BwdParams(64, keys, WARP_SPECIALIZED, 2))
     message = f"bwd_params has 12 warps, .* {keys} keys; of this call it has BwdParams.*kv_blocksize={192 - keys}"
     with interpret(), pytest.raises(ValueError, match=message):
         saved = {"d_out": arrays["query"], "lse": rows, "delta": rows}
@@ -466,8 +478,8 @@ def test_what_the_sanitizer_runs(launches):
             function, arrays = sanitize["call"](name)
             jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*arrays)
     names = [name for name, _, _ in launches]
-    assert names[::2] == ["specialised_forward_kernel"] * 7
-    assert names[1::2] == ["specialised_gradient_kernel"] * 5 + ["specialised_wide_gradient_kernel"] * 2
+    assert names[::2] == ["warp_specialized_fwd_kernel"] * 7
+    assert names[1::2] == ["warp_specialized_bwd_kernel"] * 5 + ["warp_specialized_wide_bwd_kernel"] * 2
     environment = {**os.environ, "PATH": str(path.parent)}
     done = subprocess.run([sys.executable, path, "racecheck"], capture_output=True, text=True, env=environment)
     assert done.returncode == 1 and "compute-sanitizer is not on PATH" in done.stderr

@@ -61,7 +61,7 @@ def test_numbers(call, kind):
 def test_lengths_and_groups_of_heads(lengths, heads, kind):
     widths, cfg = KINDS[kind]
     if lengths[0] == 1:  # of few queries the plain kernels are chosen
-        cfg = triton_gpu.specialised_tiles(*widths, 2, 0.1, None)
+        cfg = triton_gpu.warp_specialized_tiles(*widths, 2, 0.1, None)
     hold(arrays(B, lengths, heads, widths, "float16"), MaskInfo(causal=True), {}, cfg=cfg)
 
 
@@ -69,7 +69,7 @@ def test_lengths_and_groups_of_heads(lengths, heads, kind):
 def test_three_stages(queries):
     """More room than is needed: who loads is farther ahead of those who attend."""
     cfg = KernelConfig(
-        FwdParams(queries, 128, triton_gpu.SPECIALISED, 3), BwdParams(64, 128, triton_gpu.SPECIALISED, 4)
+        FwdParams(queries, 128, triton_gpu.WARP_SPECIALIZED, 3), BwdParams(64, 128, triton_gpu.WARP_SPECIALIZED, 4)
     )
     mask, options = CALLS["packed"]
     hold(arrays(B, (T, T), (N, K), (64, 64), "bfloat16"), mask, options, cfg=cfg)

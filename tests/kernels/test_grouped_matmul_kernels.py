@@ -147,26 +147,29 @@ def kernels_of(monkeypatch, target=90, M=1024, E=4, D=128, F=192, *, dtype="bflo
 
 
 PLAIN = ["grouped_matmul", "grouped_matmul", "ragged_contraction"]
-SPECIALISED = ["specialised_matmul", "specialised_matmul", "specialised_contraction"]
+WARP_SPECIALIZED = ["warp_specialized_matmul", "warp_specialized_matmul", "warp_specialized_contraction"]
 
 
 @pytest.mark.parametrize(
     ("how", "wanted"),
     [
-        ({}, SPECIALISED),
-        ({"dtype": "float16", "transposed": True}, SPECIALISED),
-        ({"specialised": "wide"}, SPECIALISED),
+        ({}, WARP_SPECIALIZED),
+        ({"dtype": "float16", "transposed": True}, WARP_SPECIALIZED),
+        ({"specialised": "wide"}, WARP_SPECIALIZED),
         ({"specialised": "none"}, PLAIN),
         ({"target": 80}, PLAIN),
         ({"target": 100}, PLAIN),  # wgmma is Hopper's alone
         ({"dtype": "float32"}, PLAIN),
         ({"M": 400}, PLAIN),  # short groups
         ({"F": 100}, PLAIN),  # rows that begin anywhere
-        ({"F": 200}, [SPECIALISED[0], PLAIN[1], SPECIALISED[2]]),  # a contracted dim that is not of whole steps
-        ({"bias": True}, SPECIALISED),
-        ({"gated": True}, [SPECIALISED[0], *SPECIALISED]),
-        ({"gated": True, "bias": True, "transposed": True}, [SPECIALISED[0], *SPECIALISED]),
-        ({"gated": True, "D": 96}, [PLAIN[0], PLAIN[0], *SPECIALISED[1:]]),
+        (
+            {"F": 200},
+            [WARP_SPECIALIZED[0], PLAIN[1], WARP_SPECIALIZED[2]],
+        ),  # a contracted dim that is not of whole steps
+        ({"bias": True}, WARP_SPECIALIZED),
+        ({"gated": True}, [WARP_SPECIALIZED[0], *WARP_SPECIALIZED]),
+        ({"gated": True, "bias": True, "transposed": True}, [WARP_SPECIALIZED[0], *WARP_SPECIALIZED]),
+        ({"gated": True, "D": 96}, [PLAIN[0], PLAIN[0], *WARP_SPECIALIZED[1:]]),
         ({"gated": True, "target": 80}, [PLAIN[0], *PLAIN]),
     ],
     ids=str,
@@ -195,7 +198,7 @@ def test_specialised_warps_are_compiled(specialised, transposed, activation):
     Registers are those that the kernels share out. What spills is 13 values at most: tests/test_code.py says where."""
     kernels = compiled(specialised, transposed, activation)
     names = [kernel.name.removesuffix("_kernel") for kernel in kernels]
-    assert names == ([SPECIALISED[0]] if activation else []) + SPECIALISED
+    assert names == ([WARP_SPECIALIZED[0]] if activation else []) + WARP_SPECIALIZED
     for kernel in kernels:
         assert kernel.num_warps == 12 and "setmaxnreg" in kernel.ptx and "wgmma.mma_async" in kernel.ptx
         assert kernel.resources["registers"] == 168 and kernel.resources["spill_stores"] <= 52, kernel.resources

@@ -254,8 +254,8 @@ WRONG = {
     "'query' must be a float array [B, T, N, H], got float32 of shape (4, 4, 3)": ("gla_attention", (X[0], X, X), {}),
     "'value' must be a float array [B, T, K, Hv], got list": ("retention", (X, X, [1.0]), {}),
     "'key' of shape (2, 0, 4, 3) has no elements": ("gla_attention", (X, X[:, :0], X), {}),
-    "'key' must have the shape (2, 4, 4, 3) beside 'query'": ("gla_attention", (X, X[..., :2], X), {}),
-    "'v' must have the shape (2, 4, 4, 3) beside 'k'": ("rwkv6", (X, X, KV, X, X[0, 0]), {}),
+    "'key' must have the shape (2, 4, 4, 3) to match 'query'": ("gla_attention", (X, X[..., :2], X), {}),
+    "'v' must have the shape (2, 4, 4, 3) to match 'k'": ("rwkv6", (X, X, KV, X, X[0, 0]), {}),
     "'query' has N = 4 heads, which must be a multiple of the K = 3": ("retention", (X, X[:, :, :3], X[:, :, :3]), {}),
     "arguments 'g' and 'gate' are two names": ("gla_attention", (X, X, X, X), {"gate": X}),
     "arguments 'initial_state' and 'state' are two names": ("retention", (X, X, X), {"state": X, "initial_state": X}),
@@ -265,9 +265,9 @@ WRONG = {
     "'g_gamma' must be a float or a float array [N]": ("retention", (X, X, X, jnp.ones(3)), {}),
     "'u' must be a float array [N, H] = [4, 3], got float32 of shape (3,)": ("rwkv6", (X, X, X, X, X[0, 0, 0]), {}),
     "'w' must be a float array of log decays [B, T, N, H], got None": ("rwkv6", (X, X, X, None, X[0, 0]), {}),
-    "'decay' [N] says how fast heads forget": ("lightning_attention", (X, X, X), {}),
-    "'decay' [N] says how fast": ("lightning_attention", (X, X, X, 1, 2), {"decay": 0.5}),
-    "'decay' [N] says": ("lightning_attention", (X, X, X, 1), {}),
+    "'decay' [N], the rate at which heads forget": ("lightning_attention", (X, X, X), {}),
+    "'decay' [N], the": ("lightning_attention", (X, X, X, 1, 2), {"decay": 0.5}),
+    "'decay' [N]": ("lightning_attention", (X, X, X, 1), {}),
     "'layer_idx' must be in [0, num_layers = 2), got 2": ("lightning_attention", (X, X, X, 2, 2), {}),
     "'layer_idx' must be an integer, got nan": ("lightning_attention", (X, X, X, float("nan"), 2), {}),
     "'layer_idx' must be an integer, got 'x'": ("lightning_attention", (X, X, X, "x", 2), {}),
@@ -281,7 +281,7 @@ WRONG = {
         "gla_attention", (X, X, X), {"g_gamma": [[-1.0], [-1.0, -2.0]]},
     ),
     "'initial_state' must be a float array [B, ...] = [2, 4, 3, 3]": ("rwkv6", (X, X, X, X, X[0, 0]), {"state": X}),
-    "'cum_seqlens' cuts one packed row": ("recurrent_attention", (X, X, X), {"cu_seqlens": [0, 4]}),
+    "'cum_seqlens' splits one packed row": ("recurrent_attention", (X, X, X), {"cu_seqlens": [0, 4]}),
 }  # fmt: skip
 
 
@@ -297,7 +297,7 @@ def test_a_wrong_call_is_a_value_error(said):
 def test_a_chunk_is_a_power_of_two():
     with pytest.raises(ValueError, match="chunk must be a power of two or None, got 48"):
         kernels.ChunkConfig(48)
-    with pytest.raises(ValueError, match="N = 4 heads, which is no multiple of the key's K = 3"):
+    with pytest.raises(ValueError, match="N = 4 heads, not a multiple of the key's K = 3"):
         op(X, X[:, :, :3], X[:, :, :3])
 
 

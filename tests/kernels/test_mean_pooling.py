@@ -186,11 +186,11 @@ def test_on_a_mesh_of_explicit_axes():
             {},
         ),
         (r"'attention_mask' must have the shape \[B, T\] = \(4, 16\) .* got \(4, 15\)", (X, MASK[:, 1:]), {}),
-        (r"'cum_seqlens' cuts one packed row, and x has B = 4; reshape", (X,), {"cum_seqlens": CUTS}),
+        (r"'cum_seqlens' splits one packed row, but x has B = 4; reshape", (X,), {"cum_seqlens": CUTS}),
         (r"'cum_seqlens' must be integers .* got float32", (X[:1],), {"cum_seqlens": CUTS.astype(np.float32)}),
         (r"'cum_seqlens' must be integers .* shape \(1,\)", (X[:1],), {"cum_seqlens": [0]}),
-        (r"'cum_seqlens' must rise, .*not the lengths", (X[:1],), {"cum_seqlens": [9, 7]}),
-        (r"'cum_seqlens' must rise", (X[:1],), {"cu_seqlens": jnp.asarray([0, 5, 3], jnp.uint8)}),
+        (r"'cum_seqlens' must be nondecreasing, .*not the lengths", (X[:1],), {"cum_seqlens": [9, 7]}),
+        (r"'cum_seqlens' must be nondecreasing", (X[:1],), {"cu_seqlens": jnp.asarray([0, 5, 3], jnp.uint8)}),
     ],
 )
 def test_a_wrong_call_is_a_value_error(said, args, options):

@@ -212,7 +212,7 @@ ILLEGAL = [
     ("page_attention: argument 'query' must be an array .*got shape", of_rows(query=QUERY[0])),
     ("'key_cache' must be an array .num_blocks, block_size, kv_heads, head_dim.", of_rows(key_cache=normal(4, 2, 16))),
     (
-        r"'key_cache' of shape \(8, 2, 3, 16\) .* \[num_blocks, kv_heads, block_size, head_dim\]: give key_cache.swapaxes",
+        r"'key_cache' of shape \(8, 2, 3, 16\) .* \[num_blocks, kv_heads, block_size, head_dim\]: pass key_cache.swapaxes",
         of_rows(key_cache=HEADS_FIRST[0], value_cache=HEADS_FIRST[1]),
     ),
     (
@@ -224,39 +224,39 @@ ILLEGAL = [
     ("'value_cache' must have the num_blocks", of_rows(value_cache=normal(7, 4, 2, 16))),
     ("with block_size = 5", of_rows(block_size=5)),
     ("'context_lens' is missing", of_rows(context_lens=None)),
-    ("'context_lens' and 'kv_lens' say the same", of_rows(kv_lens=LENS)),
-    ("'softmax_scale' and 'scale' say the same", of_rows(softmax_scale=1.0, scale=1.0)),
-    ("'context_lens' has 2 lengths, and 'query' 3 rows", of_rows(context_lens=LENS[:2])),
+    ("'context_lens' and 'kv_lens' are names for the same argument", of_rows(kv_lens=LENS)),
+    ("'softmax_scale' and 'scale' are names for the same argument", of_rows(softmax_scale=1.0, scale=1.0)),
+    ("'context_lens' has 2 lengths, but 'query' has 3 rows", of_rows(context_lens=LENS[:2])),
     ("'context_lens' must hold integers, got float32", of_rows(context_lens=LENS.astype(np.float32))),
-    ("'block_tables' has 2 rows, and 'query' 3", of_rows(block_tables=TABLES[:2])),
+    ("'block_tables' has 2 rows, but 'query' has 3", of_rows(block_tables=TABLES[:2])),
     ("'sliding_window' must be at least 1", of_rows(sliding_window=0)),
     ("'sliding_window' must be W or", of_rows(sliding_window=(1, 2, 3))),
     ("'logits_soft_cap' must be positive", of_rows(logits_soft_cap=0.0)),
     ("'softmax_scale' is compiled into the program", of_rows(softmax_scale=jnp.float32(1))),
     ("'softmax_aux' must be .N. or .N, sinks. with N = 4", of_rows(softmax_aux=normal(3))),
     ("'alibi_slopes' must be .N. with N = 4", of_rows(alibi_slopes=normal(2))),
-    ("'k_scale' is missing: what is in an int8 cache", of_rows(**QUANTISED)),
+    ("'k_scale' is missing: an int8 cache needs a scale", of_rows(**QUANTISED)),
     ("'v_scale' is missing", of_rows(**QUANTISED, k_scale=1.0)),
-    ("'k_scale' is for an int8 or 8-bit float cache", of_rows(k_scale=1.0)),
+    ("'k_scale' applies to an int8 or 8-bit float cache", of_rows(k_scale=1.0)),
     ("'k_scale' must be one number, .*got .3,.", of_rows(**QUANTISED, k_scale=normal(3), v_scale=1.0)),
-    ("'query' is float16 and the cache float32; cast", of_rows(query=QUERY[:3].astype(np.float16))),
-    ("'query' is float32 and the cache uint8", of_rows(**{n: x.astype(np.uint8) for n, x in QUANTISED.items()})),
+    ("'query' is float16, but the cache is float32; cast", of_rows(query=QUERY[:3].astype(np.float16))),
+    ("'query' is float32, but the cache is uint8", of_rows(**{n: x.astype(np.uint8) for n, x in QUANTISED.items()})),
     ("'k_scale' must be a float, or floats, got 'a'", of_rows(**QUANTISED, k_scale="a", v_scale=1.0)),
     ("'softmax_scale' must be a finite number, got nan", of_rows(softmax_scale=float("nan"))),
     ("'logits_soft_cap' must be a finite number, got '5'", of_rows(logits_soft_cap="5")),
-    ("'context_lens' has 13 keys, and a row of 'block_tables' .3 pages of 4. has room for 12", of_rows(context_lens=LENS + 4)),
+    ("'context_lens' has 13 keys, but a row of 'block_tables' .3 pages of 4. has room for 12", of_rows(context_lens=LENS + 4)),
     ("'context_lens' must be at least 0, got -1", of_rows(context_lens=LENS - 2)),
-    ("'block_tables' has page -1 for request 0, which has keys in it", of_rows(block_tables=np.where(TABLES == 5, -1, TABLES))),
+    ("'block_tables' has page -1 for request 0, which has keys on it", of_rows(block_tables=np.where(TABLES == 5, -1, TABLES))),
     ("'block_tables' has page 8 for request 1, .* pages 0 to 7", of_rows(block_tables=np.where(TABLES == 1, 8, TABLES))),
     ("'query_start_loc' must rise from 0", unified(query_start_loc=np.int32([0, 5, 3, 7]))),
     ("'query_start_loc' must rise from 0", unified(query_start_loc=np.uint8([0, 5, 3, 7]))),
-    ("'query_start_loc' ends at row 9, and there are 7", unified(query_start_loc=np.int32([0, 5, 6, 9]))),
+    ("'query_start_loc' ends at row 9, but there are 7", unified(query_start_loc=np.int32([0, 5, 6, 9]))),
     ("'kv_lens' is missing", unified(kv_lens=None)),
     ("'context_lens' is missing", lambda: kernels.prefill_page_attention(QUERY, *PAGES, None, TABLES[0])),
     ("'num_seqs' must be between 0 and the 3 requests, got 5", lambda: v2(num_seqs=5)),
     ("'cu_seqlens_k' must be at least 0, got -4", lambda: kernels.ragged_page_attention_v3(
         QUERY, *PAGES, cu_seqlens_q=CUTS, cu_seqlens_k=np.int32([0, 9, 5, 6]), page_indices=TABLES)),
-    ("'kv_lens' has 13 keys, and a row of 'key_cache' has room for 12", lambda: kernels.decode_attention(
+    ("'kv_lens' has 13 keys, but a row of 'key_cache' has room for 12", lambda: kernels.decode_attention(
         QUERY[:3], *[x[:3] for x in DENSE], LENS + 4)),
     ("'sequence_start' must be between 0 and 'sequence_end'", lambda: kernels.ragged_decode_attention(
         QUERY[:3], *[x[:3] for x in DENSE], LENS + 1, LENS)),
@@ -270,16 +270,16 @@ ILLEGAL = [
     ("'slots' has slot 32, past the 8 pages", lambda: kernels.append_to_cache(*[x[:2] for x in NEW], *PAGES, [3, 32])),
     ("'slots' has slot 4294967299, past the 8 pages", lambda: kernels.append_to_cache(
         *[x[:2] for x in NEW], *PAGES, np.int64([2**32 + 3, 4]))),
-    ("'value' is float16 and the cache float32; cast it", lambda: kernels.append_to_cache(
+    ("'value' is float16, but the cache is float32; cast it", lambda: kernels.append_to_cache(
         NEW[0], NEW[1].astype(np.float16), *PAGES, np.arange(7))),
-    ("'key' is float16 and the cache float32; cast it", lambda: kernels.chunked_prefill_paged_decode(
+    ("'key' is float16, but the cache is float32; cast it", lambda: kernels.chunked_prefill_paged_decode(
         QUERY, NEW[0].astype(np.float16), NEW[1], *PAGES, **REQUESTS)),
-    ("'key' is float16 and the cache float32; cast it", lambda: kernels.append_to_cache(
+    ("'key' is float16, but the cache is float32; cast it", lambda: kernels.append_to_cache(
         *[x[:2].astype(np.float16) for x in NEW], *PAGES, [3, 4])),
     ("unified_attention: argument 'query' must be an array .M, N, H.", unified(query=QUERY[None])),
     ("'query' of shape .* is empty", unified(query=QUERY[:0])),
-    ("'query_start_loc' is for 2 requests .* and 'kv_lens' for 3", unified(query_start_loc=CUTS[:-1])),
-    ("'block_tables' is for 2 requests and 'kv_lens' for 3", unified(block_tables=TABLES[:2])),
+    ("'query_start_loc' has 2 requests .* but 'kv_lens' has 3", unified(query_start_loc=CUTS[:-1])),
+    ("'block_tables' has 2 requests, but 'kv_lens' has 3", unified(block_tables=TABLES[:2])),
     ("'causal' is compiled into", unified(causal=jnp.bool_(True))),
     ("'causal' must be bool, got 'no'", unified(causal="no")),
     (
@@ -291,7 +291,7 @@ ILLEGAL = [
         lambda: kernels.ragged_page_attention_v2(QUERY, PAGE["key_cache"], LENS, TABLES, CUTS, num_seqs=LENS),
     ),
     (
-        "'value' must be an array .* go together",
+        "'value' must be an array .* together",
         lambda: kernels.ragged_page_attention_v3(
             QUERY, *PAGES, normal(7, 2, 16), cu_seqlens_q=CUTS, kv_lens=LENS, page_indices=TABLES
         ),
@@ -309,7 +309,7 @@ ILLEGAL = [
         lambda: kernels.append_to_cache(normal(3, 2, 16), normal(3, 2, 16), *PAGES, [1, 2]),
     ),
     (
-        "decode_attention: argument 'key_cache' has 3 heads.*B, kv_heads, S, head_dim.: give key_cache.swapaxes",
+        "decode_attention: argument 'key_cache' has 3 heads.*B, kv_heads, S, head_dim.: pass key_cache.swapaxes",
         lambda: kernels.decode_attention(QUERY[:3], *[normal(3, 2, 3, 16)] * 2, LENS),
     ),
     ("'key' must be .B, S, kv_heads, head_dim. of 3 rows", lambda: kernels.ragged_decode_attention(*ROW)),

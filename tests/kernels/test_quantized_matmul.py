@@ -250,10 +250,10 @@ MX = [np.asarray(a) for a in quantize(W, "mxfp4")[:2]]
         ("'w' must be a float array .* got int32", (W.astype(np.int32),), {}),
         ("'w' must be a float array .* got list", ([[1.0]],), {}),
         ("'mode' = 'int4' is unknown; use one of affine, nf4", (W, "int4"), {}),
-        ("'bits' = 9 is not of mode 'affine'; use 1 or 2", (W,), {"bits": 9}),
-        ("'bits' = 8 is not of mode 'nf4'; use 4", (W, "nf4"), {"bits": 8}),
-        ("'group_size' = 64 is not of mode 'mxfp4'; use 32", (W, "mxfp4"), {"group_size": 64}),
-        ("'group_size' = 0 is not of mode 'affine'", (W,), {"group_size": 0}),
+        ("'bits' = 9 is not valid for mode 'affine'; use 1 or 2", (W,), {"bits": 9}),
+        ("'bits' = 8 is not valid for mode 'nf4'; use 4", (W, "nf4"), {"bits": 8}),
+        ("'group_size' = 64 is not valid for mode 'mxfp4'; use 32", (W, "mxfp4"), {"group_size": 64}),
+        ("'group_size' = 0 is not valid for mode 'affine'", (W,), {"group_size": 0}),
         ("'group_size' = 48 must divide D = 128", (W,), {"group_size": 48}),
         ("'group_size' = 10 must divide D = 40, and so must 32", (W[:40],), {"group_size": 10}),
     ],
@@ -266,12 +266,12 @@ def test_what_quantize_refuses(said, args, options):
 @pytest.mark.parametrize(
     ("said", "args", "options"),
     [
-        ("'w' must be an array as `quantize` makes it, got list", ([[1]], S, B), {}),
-        ("'w' must be an array as `quantize` makes it, got uint32", (Q[0], S, B), {}),
+        ("'w' must be an array returned by `quantize`, got list", ([[1]], S, B), {}),
+        ("'w' must be an array returned by `quantize`, got uint32", (Q[0], S, B), {}),
         ("'w' must be an array .* got NoneType", (None, S, B), {}),
         ("'bits' must be at least 1, got 0", (Q, S, B), {"bits": 0}),
         ("'bits' must be int or None, got '4'", (Q, S, B), {"bits": "4"}),
-        ("'group_size' = 1000000 is more than 'w' of shape", (Q, S, B), {"group_size": 10**6}),
+        ("'group_size' = 1000000 exceeds the number of codes in 'w' of shape", (Q, S, B), {"group_size": 10**6}),
         (r"'mode' must be str, got \['affine'\]", (Q, S, B), {"mode": ["affine"]}),
         (r"'scales' of shape .* does not fit 'w' of shape", (Q, S[:, :2], B[:, :2]), {}),
     ],
@@ -285,7 +285,7 @@ def test_what_dequantize_refuses(said, args, options):
 def test_affine_codes_of_unknown_width_are_not_guessed(options):
     """8 bits were read as 4, of twice as many rows."""
     packed = quantize(W, **options)
-    with pytest.raises(ValueError, match=r"dequantize: argument 'bits' is missing: .* give 'bits' or 'group_size'"):
+    with pytest.raises(ValueError, match=r"dequantize: argument 'bits' is missing: .* pass 'bits' or 'group_size'"):
         dequantize(*packed)
     bits, group_size = options.get("bits", 4), options.get("group_size", 64)
     want = numpy_weights(*packed, "affine", bits)
@@ -297,7 +297,7 @@ def test_affine_codes_of_unknown_width_are_not_guessed(options):
 def test_a_group_that_spans_more_than_its_scales_reach_is_refused(dtype, far, bits):
     w = jnp.repeat(jnp.array([[far], [-far]], dtype), 16, axis=0)
     with pytest.raises(
-        ValueError, match=f"quantize: argument 'w' has a group that spans more than its {bits} bits of {dtype}"
+        ValueError, match=f"quantize: argument 'w' has a group whose range exceeds what {bits} bits with {dtype}"
     ):
         quantize(w, bits=bits, group_size=32)
     np.testing.assert_allclose(dequantize(*quantize(w / 4, bits=bits, group_size=32), bits=bits), w / 4, rtol=1e-3)
@@ -318,17 +318,17 @@ def test_numbers_of_numpy_are_what_they_hold():
         ("argument 'x' must be a float array .* got int32", (X.astype(np.int32), Q, S, B), {}),
         ("argument 'x' must be a float array .* shape \\(0,\\)", (X[0, :0], Q, S, B), {}),
         ("argument 'mode' = 'fp4' is unknown", (X, Q, S, B), {"mode": "fp4"}),
-        ("argument 'w' must be packed uint32, got float32", (X, W, S, B), {}),
+        ("argument 'w' must be packed uint32 from `quantize`, got float32", (X, W, S, B), {}),
         ("argument 'w' of shape .* does not fit D = 128 with bits = 8", (X, Q, S, B), {"bits": 8}),
         ("argument 'w' of shape .* does not fit D = 120", (X[:, :120], Q, S, B), {}),
         ("argument 'scales' of shape .* does not fit D = 128 with group_size = 64", (X, Q, S, B), {"group_size": 64}),
-        ("argument 'bits' = 2 is not of mode 'nf4'", (X, Q[:8], S), {"mode": "nf4"}),
+        ("argument 'bits' = 2 is not valid for mode 'nf4'", (X, Q[:8], S), {"mode": "nf4"}),
         ("argument 'biases': mode 'affine' needs 'biases', or 'zeros'", (X, Q, S), {}),
         ("argument 'biases': mode 'nf4' has neither", (X, Q, S, B), {"mode": "nf4"}),
-        ("arguments 'biases' and 'zeros' say the same", (X, Q, S, B), {"zeros": B}),
+        ("arguments 'biases' and 'zeros' are equivalent", (X, Q, S, B), {"zeros": B}),
         ("argument 'biases' must have the shape of 'scales'", (X, Q, S, B[:1]), {}),
         ("argument 'scales' of mode 'affine' must be float, got uint8", (X, Q, MX[1], B), {}),
-        ("argument 'w' must be an array as `quantize` makes it", (X, Q[:, :0], S[:, :0], B[:, :0]), {}),
+        ("argument 'w' must be an array returned by `quantize`", (X, Q[:, :0], S[:, :0], B[:, :0]), {}),
         ("argument 'scales' of mode 'mxfp4' must be uint8, got float32", (X, Q, S), {"mode": "mxfp4"}),
     ],
 )

@@ -266,7 +266,7 @@ def test_dispatch_and_refusals():
             rotary_embedding(x[:0], positions, platform="triton")
         with pytest.raises(Unsupported, match="H = 16384 is more than 8192"):
             rotary_embedding(jnp.ones((1, 2, 1, 16384)), positions, platform="triton")
-        with pytest.raises(Unsupported, match="do not fit the 10 MiB of VMEM"):
+        with pytest.raises(Unsupported, match="do not fit in the 10 MiB of VMEM"):
             rotary_embedding(jnp.ones((1, 2, 1, 16384)), positions, platform="pallas")
     with pytest.raises(ValueError, match="'key' is bfloat16 but 'x' is float32"):
         rotary_embedding(x, positions, key=x.astype(jnp.bfloat16))
@@ -277,9 +277,9 @@ def test_dispatch_and_refusals():
     [
         (lambda: RopeScaling("dynamic", 2.0), "linear, ntk, yarn or llama3"),
         (lambda: RopeScaling("linear", 0.5), "factor must be at least 1"),
-        (lambda: RopeScaling("linear", 2.0, low=1.0), "belong to yarn and llama3"),
+        (lambda: RopeScaling("linear", 2.0, low=1.0), "apply to yarn and llama3"),
         (lambda: RopeScaling("llama3", 8.0, low=4.0, high=1.0), "below high"),
-        (lambda: RopeScaling("llama3", 8.0, truncate=False), "truncate=False belongs to yarn"),
+        (lambda: RopeScaling("llama3", 8.0, truncate=False), "truncate=False applies to yarn"),
         (lambda: RopeScaling("yarn", 8.0, 0), "original_length"),
         (lambda: RopeScaling("linear", "8"), "scaling factor must be float, got '8'"),
         (lambda: RopeScaling("yarn", 8.0, None), "scaling original_length must be int, got None"),

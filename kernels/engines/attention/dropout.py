@@ -1,4 +1,4 @@
-"""Counter-based attention dropout: the same mask on every backend, for every sharding and in both directions."""
+"""Counter-based attention dropout: the same mask on every backend, under every sharding, in forward and backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def mix(x: jax.Array) -> jax.Array:
-    """Returns a bijective scramble of uint32 (the finalizer of MurmurHash3, Appleby 2011)."""
+    """Returns a bijective hash of uint32 (the finalizer of MurmurHash3, Appleby 2011)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
@@ -33,9 +33,9 @@ def expand_dropout_seed(seed: Any, batch: int, num_heads: int) -> jax.Array:
 
 
 def dropout_scale(seed: jax.Array, q: jax.Array, k: jax.Array, probability: float) -> jax.Array:
-    """Returns float32 [B, N, t, s]: 0 where a weight is dropped, 1 / (1 - probability) where it is kept.
+    """Returns float32 [B, N, t, s]: 0 where a weight is dropped, 1 / (1 - probability) elsewhere.
 
-    A function of (seed[b, n], query position, key position) alone, so any block of it can be made anywhere.
+    It depends only on (seed[b, n], query position, key position), so any block can be computed anywhere.
 
     Args:
       seed: uint32 [B|1, N|1]. q: int [B|1, t] positions. k: int [B|1, s] positions.

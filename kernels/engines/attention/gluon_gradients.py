@@ -1,13 +1,15 @@
-"""The backward kernel of flash attention in Gluon, for Hopper: a warp that loads, and two warpgroups that have a block of keys.
+"""The backward kernel of flash attention in Gluon, for Hopper: one producer warp, and two consumer warpgroups that
+share a block of keys.
 
-One pass over the pairs, with five products a block: the gradients of keys and values stay in registers, that of the queries is
-added to memory in float32, in whatever order programs come: the plain kernels of `triton_gradients.py` are the deterministic
-ones. Of blocks of 64 queries, the logits of the next one are begun before the gradients of this one are done, so that the
-matrix units have work while weights are made; under a soft cap, which makes them long, its weights too. Blocks of 128 leave no
-registers for that, and less to hide.
+One pass over the pairs, with five products per pair of blocks. The gradients of keys and values stay in registers; that
+of the queries is added to memory in float32 with atomics, in arbitrary order, so this kernel is not deterministic
+(those of `triton_gradients.py` are). With blocks of 64 queries, the logits of the next block are started before the
+gradients of this one are done, so that the tensor cores stay busy while weights are computed; with a soft cap, where
+that takes longer, the next weights are computed early as well. Blocks of 128 leave no registers for that, and have less
+latency to hide.
 """
 
-# Gluon declares tensors where its compiler takes constants and integers too.
+# Triton's stubs declare tensors where its compiler accepts constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, not-iterable]
 
 from __future__ import annotations
@@ -40,17 +42,17 @@ from kernels.toolchains.gluon import SWIZZLED, after
 
 @gluon.jit
 def place(O: gl.constexpr, HEADS: gl.constexpr):
-    """Returns the row of the batch, the key head and the block of keys of a program. The first keys come first."""
+    """Returns the batch row, the key head and the block of keys of a program. The first keys come first."""
     BLOCKS: gl.constexpr = (O.S + O.BLOCK_K - 1) // O.BLOCK_K
     pid = gl.program_id(0)
-    some = pid // (BLOCKS * HEADS)
-    return some // (O.K // HEADS), some % (O.K // HEADS) * HEADS + pid % HEADS, pid // HEADS % BLOCKS
+    group = pid // (BLOCKS * HEADS)
+    return group // (O.K // HEADS), group % (O.K // HEADS) * HEADS + pid % HEADS, pid // HEADS % BLOCKS
 
 
 @gluon.jit
 def _make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, O: gl.constexpr):
-    """Returns (tiles of queries, of cotangents, rows of the two statistics, a barrier of each stage for "is full", and for "is
-    free")."""
+    """Allocates a ring: (tiles of queries, tiles of cotangents, rows of the two statistics, and per stage a barrier for
+    "is full" and one for "is free")."""
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, O.BLOCK_Q, O.BLOCK_H], SWIZZLED)
     d_tiles = gl.allocate_shared_memory(dtype, [STAGES, O.BLOCK_Q, O.BLOCK_V], SWIZZLED)
     rows = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, O.BLOCK_Q], ROW)
@@ -93,14 +95,14 @@ def _load(d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, k
 
 @gluon.jit
 def row_of(rows, index, shape: gl.constexpr, layout: gl.constexpr):
-    """Returns a row of statistics as every row of a tile: what its products are added to."""
+    """Returns a row of statistics broadcast to all rows of a tile: the initial accumulator of its products."""
     row = rows.index(index).reinterpret(shape=[shape[1]], layout=gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return gl.zeros(shape, gl.float32, layout) + row.load(gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
 def _seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, O: gl.constexpr):
-    """Returns weights [keys, queries] of a pair of blocks, zero where a pair does not attend."""
+    """Returns the weights [keys, queries] of a pair of blocks, zero where a pair does not attend."""
     PAIRS: gl.constexpr = p.type.layout
     at = m * O.BLOCK_Q + gl.arange(0, O.BLOCK_Q, gl.SliceLayout(0, PAIRS))
     kj = block * O.BLOCK_K + gl.arange(0, O.BLOCK_K, gl.SliceLayout(1, PAIRS))
@@ -114,7 +116,7 @@ def _seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_pt
 
 @gluon.jit
 def _logits(k_tile, ring, stage, zeros, O: gl.constexpr):
-    """Begins the products of keys and queries; without a soft cap less lse."""
+    """Starts the products of keys and queries; without a soft cap, minus lse."""
     q_tiles, d_tiles, rows, full, free = ring
     s = zeros if O.CAP is not None else row_of(rows, 2 * stage, zeros.shape, zeros.type.layout)
     return warpgroup_mma(k_tile, q_tiles.index(stage).permute((1, 0)), s, is_async=True)
@@ -123,8 +125,8 @@ def _logits(k_tile, ring, stage, zeros, O: gl.constexpr):
 @gluon.jit
 def weights_of(s, rows, index, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr,
                O: gl.constexpr):  # fmt: skip
-    """Returns (weights [keys, queries] of a pair of blocks from its logits, what the soft cap made of those over the cap).
-    Without a cap the logits are less lse; with one, row `index` has what is to be added."""
+    """Returns (weights [keys, queries] of a pair of blocks, capped logits divided by the cap). Without a cap, lse is
+    already subtracted from the logits; with one, row `index` holds what to add."""
     if O.CAP is None:
         p = gl.exp2(s * (O.SCALE * LOG2E))
     else:
@@ -138,7 +140,8 @@ def weights_of(s, rows, index, m, block, full_first, full_end, q_at_ptr, k_at_pt
 @gluon.jit
 def _weigh(s, rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr,
            dtype: gl.constexpr, VALUES: gl.constexpr, O: gl.constexpr):  # fmt: skip
-    """Returns (weights as the left side of their product with cotangents, weights times the slope of the soft cap)."""
+    """Returns (weights as the left operand of their product with cotangents, weights times the derivative of the soft
+    cap)."""
     p, capped = weights_of(
         s, rows, 2 * stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr,
         O)  # fmt: skip
@@ -152,8 +155,8 @@ def _weigh(s, rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q
 def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dk_ptr, dv_ptr, k_tile, v_tile,
                kv_full, ring, ds_tile, dq_tile, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     G: gl.constexpr = O.N // O.K
-    AHEAD: gl.constexpr = O.BLOCK_Q <= 64  # logits of the next block are begun in this one
-    EARLY: gl.constexpr = AHEAD and O.CAP is not None  # and its weights are made
+    AHEAD: gl.constexpr = O.BLOCK_Q <= 64  # start the logits of the next block in this iteration
+    EARLY: gl.constexpr = AHEAD and O.CAP is not None  # compute its weights too
     SHAPE: gl.constexpr = (O.BLOCK_K, O.BLOCK_Q)
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, O.BLOCK_Q, 16])
     OF_KEYS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, O.BLOCK_H, 16])
@@ -195,7 +198,7 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
                 mbarrier.wait(full.index(stage), phase)
                 s = _logits(k_tile, ring, stage, no_pair, O)
                 delta = row_of(rows, 2 * stage + 1, SHAPE, PAIRS)
-            # The gradients of weights less delta, under which the weights are made.
+            # The gradients of the weights minus delta; the weights are computed meanwhile.
             dp = warpgroup_mma(v_tile, d_tiles.index(stage).permute((1, 0)), delta, is_async=True)
             if AHEAD:
                 mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), pred=i > 0)
@@ -214,7 +217,7 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
                 dk = warpgroup_mma(ds_tile, q_tiles.index(stage), dk, is_async=True)
             next_stage, next_phase = after(stage, phase, STAGES)
             if AHEAD:
-                # After the last block these are of whatever lies there, and nobody reads them.
+                # In the last iteration these products read stale data, and their result is not used.
                 mbarrier.wait(full.index(next_stage), next_phase, pred=i + 1 < steps)
                 s = _logits(k_tile, ring, next_stage, no_pair, O)
             if EARLY:
@@ -253,8 +256,8 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
 @gluon.jit
 def store_keys(ptr, x, tile, b, block, head, HEADS: gl.constexpr, LENGTH: gl.constexpr, WIDTH: gl.constexpr,
                WIDE: gl.constexpr, FIRST: gl.constexpr):  # fmt: skip
-    """Writes a block of keys or values, or its columns from FIRST on, through the tile that held them, so that a thread writes
-    16 bytes in a row."""
+    """Stores a block of keys or values, or its columns from FIRST on, through the tile that held them, so that each
+    thread writes 16 contiguous bytes."""
     ROWS: gl.constexpr = tile.shape[0]
     tile.store(x.to(tile.dtype))
     rows = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
@@ -265,16 +268,16 @@ def store_keys(ptr, x, tile, b, block, head, HEADS: gl.constexpr, LENGTH: gl.con
 
 
 @gluon.jit
-def specialised_gradient_kernel(
-    dq_desc,  # [B, T, N, H] float32 in blocks [1, BLOCK_Q, 1, BLOCK_H], zeros before; times 1 / SCALE
+def warp_specialized_bwd_kernel(
+    dq_desc,  # [B, T, N, H] float32 in blocks [1, BLOCK_Q, 1, BLOCK_H], zero-initialised; times 1 / SCALE
     d_out_desc,  # [B, T, N, HV] in blocks [1, BLOCK_Q, 1, BLOCK_V]
     q_desc,  # [B, T, N, H] in blocks [1, BLOCK_Q, 1, BLOCK_H]
     k_desc,  # [B, S, K, H] in blocks [1, BLOCK_K, 1, BLOCK_H]
     v_desc,  # [B, S, K, HV] in blocks [1, BLOCK_K, 1, BLOCK_V]
-    lse_desc,  # [B * N, T and what fills its last block] in blocks [1, BLOCK_Q]: minus lse, as products have it or, with a
-    # soft cap, in units of log 2; -inf where there is no row, or nothing that it sees
-    delta_desc,  # likewise: minus delta
-    spans_ptr,  # this and what follows: as of `key_gradient_kernel`
+    lse_desc,  # [B * N, T padded to whole blocks] in blocks [1, BLOCK_Q]: -lse, in units of the products or, with a soft
+    # cap, of log 2; -inf for rows out of bounds or without keys
+    delta_desc,  # likewise: -delta
+    spans_ptr,  # this and the following as in `key_gradient_kernel`
     q_at_ptr,
     k_at_ptr,
     q_segment_ptr,
@@ -285,7 +288,7 @@ def specialised_gradient_kernel(
     O: gl.constexpr,  # `Options`, with a BLOCK_K of 128
     HEADS: gl.constexpr,  # key heads that run side by side
     STAGES: gl.constexpr,
-    LOADING: gl.constexpr,  # registers of a thread that loads
+    PRODUCER_REGISTERS: gl.constexpr,  # registers per producer thread
 ):
     dtype: gl.constexpr = q_desc.dtype
     k_tile = gl.allocate_shared_memory(dtype, [O.BLOCK_K, O.BLOCK_H], SWIZZLED)
@@ -303,5 +306,5 @@ def specialised_gradient_kernel(
                      HEADS, STAGES)),
         ],
         [1],
-        [LOADING],
+        [PRODUCER_REGISTERS],
     )  # fmt: skip

@@ -1,15 +1,15 @@
-"""The forward kernel of flash attention in Gluon, for Hopper: a warp that loads, and one to three warpgroups that attend.
+"""The forward kernel of flash attention in Gluon, for Hopper: one producer warp, and one to three consumer warpgroups.
 
-It makes what `forward_kernel` of `triton_kernels.py` makes, for 16-bit arrays and the masks that positions and segments tell,
-over the same spans or lists. A tile is 128 or 192 queries of a head, or 64 where there are lists; each warpgroup has 64 of
-them. While a warpgroup makes the weights of a block of keys, the matrix units multiply the weights of the block before with its
-values, and the logits of another warpgroup; three take turns to begin their products, and so do two in a window. The block with
-the last keys comes first, which is the diagonal of a causal mask. A program has a multiprocessor to itself, or half of one
-where one warpgroup attends, and takes tiles from a queue: while a tile of heads up to 128 is ended and written, the next one
-is loaded.
+It computes the same as `forward_kernel` of `triton_kernels.py`, for 16-bit arrays and masks of positions and segments,
+over the same block ranges or lists. A tile is 128 or 192 queries of a head, or 64 with lists; each warpgroup has 64 of
+them. While a warpgroup computes the weights of a block of keys, the tensor cores multiply the weights of the previous
+block with its values, and compute the logits of another warpgroup. Three warpgroups take turns to start their products,
+and so do two under a window. The block with the last keys, on the diagonal of a causal mask, comes first. The kernel is
+persistent: a program has a multiprocessor to itself, or half of one if it has one warpgroup, and takes tiles from a
+queue. For heads up to 128, the next tile is loaded while the current one is finished and stored.
 """
 
-# Gluon declares tensors where its compiler takes constants and integers too.
+# Triton's stubs declare tensors where its compiler accepts constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from kernels.engines.attention.gluon_parts import (
     visible,
 )
 from kernels.engines.attention.triton_parts import LN2, LOG2E
-from kernels.toolchains.gluon import SWIZZLED, after, hear, make_queue, take
+from kernels.toolchains.gluon import SWIZZLED, after, claim_tile, make_tile_queue, next_tile
 
-ROWS = gl.constexpr(64)  # of a warpgroup, the fewest that an instruction multiplies
+ROWS = gl.constexpr(64)  # rows of a warpgroup: the minimum of one instruction
 
 
 @gluon.constexpr_function
@@ -53,35 +53,36 @@ def _key_blocks(O):
 
 
 @gluon.constexpr_function
-def _attending(O):
-    """Returns how many warpgroups attend."""
+def _consumers(O):
+    """Returns the number of consumer warpgroups."""
     return O.BLOCK_Q // ROWS
 
 
 @gluon.constexpr_function
 def _in_turns(O):
-    """Returns whether warpgroups begin their products one after the other, so that they are not all at their weights at once.
+    """Returns whether warpgroups start their products in turn, so that they do not all compute weights at once.
 
-    Three do always. Two find that order by themselves in long rows, where waiting for one another costs more than it brings; in
-    a window, whose rows are short, heads of 128 gain by it.
+    Three always do. Two fall into that order on their own in long rows, where synchronising costs more than it gains;
+    under a window, where rows are short, heads of 128 gain from it.
     """
-    return _attending(O) > 2 or (_attending(O) == 2 and O.LOW is not None and O.BLOCK_H == 128)
+    return _consumers(O) > 2 or (_consumers(O) == 2 and O.LOW is not None and O.BLOCK_H == 128)
 
 
 @gluon.constexpr_function
-def _panels(O, width):
-    """Returns in how many tiles of so many columns a head of the queries, or of the keys, lies."""
+def _head_tiles(O, width):
+    """Returns the number of tiles of `width` columns that a head of queries or keys is stored in."""
     return (O.H + width - 1) // width
 
 
 @gluon.jit
 def _place(tile, order_ptr, O: gl.constexpr, HEADS: gl.constexpr):
-    """Returns the row of the batch, the head and the block of queries of a tile. The last blocks, which see the most keys as
-    a rule, come first, or those with the longest lists, of a few heads side by side, whose keys then stay in the cache."""
+    """Returns the batch row, the head and the block of queries of a tile. The last blocks, which usually see the most
+    keys, come first, or with lists those with the longest. A few heads run side by side, so that their keys stay in the
+    cache."""
     BLOCKS: gl.constexpr = _blocks(O)
-    some = tile // (BLOCKS * HEADS)
-    n = some % (O.N // HEADS) * HEADS + tile % HEADS
-    b = some // (O.N // HEADS)
+    group = tile // (BLOCKS * HEADS)
+    n = group % (O.N // HEADS) * HEADS + tile % HEADS
+    b = group // (O.N // HEADS)
     if order_ptr is None:
         block = BLOCKS - 1 - tile // HEADS % BLOCKS
     else:
@@ -92,7 +93,7 @@ def _place(tile, order_ptr, O: gl.constexpr, HEADS: gl.constexpr):
 @gluon.jit
 def _make_ring(STAGES: gl.constexpr, TILES: gl.constexpr, dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
                READERS: gl.constexpr):  # fmt: skip
-    """Returns (so many tiles of each stage, a barrier of each stage for "is full", and one for "is free", by all readers)."""
+    """Allocates a ring: (TILES tiles per stage, a "full" barrier per stage, a "free" barrier that all readers signal)."""
     tiles = gl.allocate_shared_memory(dtype, [STAGES * TILES, ROWS, WIDTH], SWIZZLED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -103,27 +104,27 @@ def _make_ring(STAGES: gl.constexpr, TILES: gl.constexpr, dtype: gl.constexpr, R
 
 
 @gluon.jit
-def _load_tile(desc, batch, row, head, ring, stage, phase, PANELS: gl.constexpr):
-    """Loads the rows of a head from `row` on into a stage, once it is free; rows past the last are zeros."""
+def _load_tile(desc, batch, row, head, ring, stage, phase, HEAD_TILES: gl.constexpr):
+    """Loads the rows of a head from `row` on into a stage, once it is free; rows out of bounds are zeros."""
     tiles, full, free = ring
     ROWS: gl.constexpr = desc.block_type.shape[1]
     WIDTH: gl.constexpr = desc.block_type.shape[3]
     mbarrier.wait(free.index(stage), phase ^ 1)
-    mbarrier.expect(full.index(stage), PANELS * desc.nbytes_per_cta)
-    for i in gl.static_range(PANELS):
-        block = tiles.index(PANELS * stage + i).reinterpret(shape=[1, ROWS, 1, WIDTH], layout=BLOCK)
+    mbarrier.expect(full.index(stage), HEAD_TILES * desc.nbytes_per_cta)
+    for i in gl.static_range(HEAD_TILES):
+        block = tiles.index(HEAD_TILES * stage + i).reinterpret(shape=[1, ROWS, 1, WIDTH], layout=BLOCK)
         tma.async_load(desc, [batch, row, head, i * WIDTH], full.index(stage), block)
 
 
 @gluon.jit
-def _load_keys(k_desc, v_desc, list_ptr, batch, head, end, begin, keys, values, stage, phase, PANELS: gl.constexpr):
-    """Loads the blocks of keys and values before `end`, or those at these places of a list, the last one first, until that at
-    `begin`, and returns the stage that comes next, and its phase."""
+def _load_keys(k_desc, v_desc, list_ptr, batch, head, end, begin, keys, values, stage, phase, HEAD_TILES: gl.constexpr):
+    """Loads the blocks of keys and values from `end` - 1 down to `begin`, or those entries of a list; returns the next
+    stage and its phase."""
     BLOCK_K: gl.constexpr = k_desc.block_type.shape[1]
     STAGES: gl.constexpr = values[0].shape[0]
     for i in range(end - begin):
         row = nth(list_ptr, end - 1 - i) * BLOCK_K
-        _load_tile(k_desc, batch, row, head, keys, stage, phase, PANELS)
+        _load_tile(k_desc, batch, row, head, keys, stage, phase, HEAD_TILES)
         _load_tile(v_desc, batch, row, head, values, stage, phase, 1)
         stage, phase = after(stage, phase, STAGES)
     return stage, phase
@@ -132,9 +133,9 @@ def _load_keys(k_desc, v_desc, list_ptr, batch, head, end, begin, keys, values, 
 @gluon.jit
 def _load(q_desc, k_desc, v_desc, lists, turn_ptr, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
           STAGES: gl.constexpr, QUEUED: gl.constexpr):  # fmt: skip
-    WARPGROUPS: gl.constexpr = _attending(O)
+    WARPGROUPS: gl.constexpr = _consumers(O)
     WIDTH: gl.constexpr = q_desc.block_type.shape[3]
-    PANELS: gl.constexpr = _panels(O, WIDTH)
+    HEAD_TILES: gl.constexpr = _head_tiles(O, WIDTH)
     q_tiles, q_full, q_free = queries
     spans_ptr, index_ptr, order_ptr = lists
     tile, turn, at, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
@@ -144,25 +145,28 @@ def _load(q_desc, k_desc, v_desc, lists, turn_ptr, queue, queries, keys, values,
         list_ptr = list_of(index_ptr, b, n, block, _blocks(O), _key_blocks(O), O)
         head = n // (O.N // O.K)
         mbarrier.wait(q_free.index(at), q_phase ^ 1)
-        mbarrier.expect(q_full.index(at), WARPGROUPS * PANELS * q_desc.nbytes_per_cta)
-        for i in gl.static_range(WARPGROUPS * PANELS):
-            part = q_tiles.index(WARPGROUPS * PANELS * at + i).reinterpret(shape=[1, ROWS, 1, WIDTH], layout=BLOCK)
-            where = [b, block * O.BLOCK_Q + i // PANELS * ROWS, n, i % PANELS * WIDTH]
+        mbarrier.expect(q_full.index(at), WARPGROUPS * HEAD_TILES * q_desc.nbytes_per_cta)
+        for i in gl.static_range(WARPGROUPS * HEAD_TILES):
+            part = q_tiles.index(WARPGROUPS * HEAD_TILES * at + i).reinterpret(shape=[1, ROWS, 1, WIDTH], layout=BLOCK)
+            where = [b, block * O.BLOCK_Q + i // HEAD_TILES * ROWS, n, i % HEAD_TILES * WIDTH]
             tma.async_load(q_desc, where, q_full.index(at), part)
         at, q_phase = after(at, q_phase, QUEUED)
-        # The next tile is taken as late as its loads allow. Who is done first is to have the longest one that is left; taken
-        # when this tile begins, it would be who began first, who has had the longest one already.
+        # Take the next tile as late as possible, so that the program that finishes first gets the longest remaining
+        # tile. Taken when this tile starts, it would go to the program that started first, which also has the longest
+        # current one.
         soon = gl.minimum(first + 2, last)
-        stage, phase = _load_keys(k_desc, v_desc, list_ptr, b, head, last, soon, keys, values, stage, phase, PANELS)
-        tile = take(queue, turn_ptr, turn)
+        stage, phase = _load_keys(k_desc, v_desc, list_ptr, b, head, last, soon, keys, values, stage, phase, HEAD_TILES)
+        tile = claim_tile(queue, turn_ptr, turn)
         turn += 1
-        stage, phase = _load_keys(k_desc, v_desc, list_ptr, b, head, soon, first, keys, values, stage, phase, PANELS)
+        stage, phase = _load_keys(
+            k_desc, v_desc, list_ptr, b, head, soon, first, keys, values, stage, phase, HEAD_TILES
+        )
 
 
 @gluon.jit
-def _weights(s, j, list_ptr, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O: gl.constexpr):
-    """Returns (weights of block j of keys, or of that at place j of a list, against the largest logit so far, that logit, the
-    sum of weights, what the sums before are to be scaled by). `largest` is in units of the products, or capped products."""
+def _weights(s, j, list_ptr, masked, row_max, row_sum, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O: gl.constexpr):
+    """Returns (weights of block j of keys, or of entry j of a list, relative to the row maximum so far; that maximum,
+    in units of the (capped) products; the row sum; the factor to rescale earlier sums)."""
     if O.CAP is None:
         UNIT: gl.constexpr = O.SCALE * LOG2E
     else:
@@ -175,11 +179,11 @@ def _weights(s, j, list_ptr, masked, largest, total, q_at, q_segment, k_at_ptr, 
         k_segment = segments_of(k_segment_ptr, kj, O.S)[None, :]
         seen = visible(kj[None, :], q_at[:, None], k_at, q_segment[:, None], k_segment, ends, O)
         s = gl.where(seen, s, float("-inf"))
-    new = gl.maximum(largest, gl.max(s, axis=1))
-    anchor = gl.where(new == float("-inf"), 0.0, new * UNIT)  # a row that has seen no key yet
+    new = gl.maximum(row_max, gl.max(s, axis=1))
+    anchor = gl.where(new == float("-inf"), 0.0, new * UNIT)  # a row that has not seen any key yet
     p = gl.exp2(s * UNIT - anchor[:, None])
-    rescale = gl.exp2(largest * UNIT - anchor)
-    return p, new, total * rescale + gl.sum(p, axis=1), rescale
+    rescale = gl.exp2(row_max * UNIT - anchor)
+    return p, new, row_sum * rescale + gl.sum(p, axis=1), rescale
 
 
 @gluon.jit
@@ -187,39 +191,39 @@ def _attend(arrays, queue, queries, keys, values, turns, O: gl.constexpr, HEADS:
             QUEUED: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     q_tiles, q_full, q_free = queries
     tile, turn, at, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
-    turns_phase = 1 if WHICH == 0 else 0  # of a barrier that nobody came to yet, the phase before is over
+    turns_phase = 1 if WHICH == 0 else 0  # the phase before the first counts as complete
     while tile < _blocks(O) * O.N * O.B:
         b, n, block = _place(tile, arrays[0][2], O, HEADS)
         mbarrier.wait(q_full.index(at), q_phase)
-        if _panels(O, q_tiles.shape[2]) == 1:
-            q = (q_tiles.index(_attending(O) * at + WHICH),)
+        if _head_tiles(O, q_tiles.shape[2]) == 1:
+            q = (q_tiles.index(_consumers(O) * at + WHICH),)
         else:
-            tile_of_q = 3 * (_attending(O) * at + WHICH)
+            tile_of_q = 3 * (_consumers(O) * at + WHICH)
             q = (q_tiles.index(tile_of_q), q_tiles.index(tile_of_q + 1), q_tiles.index(tile_of_q + 2))
         stage, phase, turns_phase = _attend_tile(
             b, n, block, arrays, q, keys, values, turns, stage, phase, turns_phase, O, STAGES, WHICH)  # fmt: skip
         fence_async_shared()
         mbarrier.arrive(q_free.index(at))
         at, q_phase = after(at, q_phase, QUEUED)
-        tile = hear(queue, turn)
+        tile = next_tile(queue, turn)
         turn += 1
 
 
 @gluon.jit
 def _logits(q, k_tiles, stage, zeros):
-    """Begins the products of the queries of a warpgroup and a block of keys, tile by tile of their columns."""
-    PANELS: gl.constexpr = len(q)
+    """Starts the products of a warpgroup's queries and a block of keys, one tile of columns at a time."""
+    HEAD_TILES: gl.constexpr = len(q)
     s = zeros
-    for i in gl.static_range(PANELS):
-        k = k_tiles.index(PANELS * stage + i).permute((1, 0))
+    for i in gl.static_range(HEAD_TILES):
+        k = k_tiles.index(HEAD_TILES * stage + i).permute((1, 0))
         s = warpgroup_mma(q[i], k, s, use_acc=i > 0, is_async=True)
     return s
 
 
 @gluon.jit
 def _store_out(out_ptr, out, tile, b, n, row, O: gl.constexpr, FIRST: gl.constexpr):
-    """Writes the output of a warpgroup, or its columns from FIRST on, through a tile that held its queries, so that a thread
-    writes 16 bytes in a row."""
+    """Stores the output of a warpgroup, or its columns from FIRST on, through a tile that held its queries, so that
+    each thread writes 16 contiguous bytes."""
     WIDTH: gl.constexpr = out.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     tile.store(out)
@@ -233,8 +237,8 @@ def _store_out(out_ptr, out, tile, b, n, row, O: gl.constexpr, FIRST: gl.constex
 @gluon.jit
 def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turns_phase, O: gl.constexpr,
                  STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
-    """Attends from the queries of a warpgroup, and returns the stage that comes next, its phase, and that of the next turn."""
-    WARPGROUPS: gl.constexpr = _attending(O)
+    """Computes attention for a warpgroup's queries; returns the next stage, its phase, and the next turn's phase."""
+    WARPGROUPS: gl.constexpr = _consumers(O)
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_K, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_V, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -265,20 +269,20 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
 
     zeros = gl.zeros([ROWS, O.BLOCK_K], gl.float32, LOGITS)
     acc = gl.zeros([ROWS, O.BLOCK_V], gl.float32, SUMS)
-    largest = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-    total = gl.zeros([ROWS], gl.float32, ROW)
-    if sink_ptr is not None:  # the first "key" of every row, whose value is zero
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    row_sum = gl.zeros([ROWS], gl.float32, ROW)
+    if sink_ptr is not None:  # acts as the first key of every row, with value zero
         sink = gl.load(sink_ptr + n) * (LOG2E / UNIT)
-        largest = gl.zeros([ROWS], gl.float32, ROW) + sink
-        total = gl.where(largest > float("-inf"), 1.0, 0.0)
+        row_max = gl.zeros([ROWS], gl.float32, ROW) + sink
+        row_sum = gl.where(row_max > float("-inf"), 1.0, 0.0)
     if last > first:
         mbarrier.wait(k_full.index(stage), phase)
         s = _logits(q, k_tiles, stage, zeros)
         s = warpgroup_mma_wait(0, (s,))
         mbarrier.arrive(k_free.index(stage))
         masked = (last - 1 >= full_end) | (last - 1 < full)
-        weights, largest, total, rescale = _weights(
-            s, last - 1, list_ptr, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O)  # fmt: skip
+        weights, row_max, row_sum, rescale = _weights(
+            s, last - 1, list_ptr, masked, row_max, row_sum, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O)  # fmt: skip
         p = gl.convert_layout(weights.to(dtype), LEFT)
         for i in range(1, last - first):
             j = last - 1 - i
@@ -295,8 +299,8 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
             s = warpgroup_mma_wait(1, (s,))
             mbarrier.arrive(k_free.index(k_stage))
             masked = (j >= full_end) | (j < full)
-            weights, largest, total, rescale = _weights(
-                s, j, list_ptr, masked, largest, total, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O)  # fmt: skip
+            weights, row_max, row_sum, rescale = _weights(
+                s, j, list_ptr, masked, row_max, row_sum, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O)  # fmt: skip
             acc = warpgroup_mma_wait(0, (acc,))
             mbarrier.arrive(v_free.index(stage))
             p = gl.convert_layout(weights.to(dtype), LEFT)
@@ -306,11 +310,11 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
         acc = warpgroup_mma(p, v_tiles.index(stage), acc)
         mbarrier.arrive(v_free.index(stage))
         stage, phase = after(stage, phase, STAGES)
-    some = total != 0  # of a NaN too, so that lse is one
-    total = gl.where(some, total, 1.0)
-    lse = gl.where(some, (largest * UNIT + gl.log2(total)) * LN2, float("-inf"))
+    nonempty = row_sum != 0  # true for NaN too, so that lse becomes NaN
+    row_sum = gl.where(nonempty, row_sum, 1.0)
+    lse = gl.where(nonempty, (row_max * UNIT + gl.log2(row_sum)) * LN2, float("-inf"))
     gl.store(lse_ptr + (b * O.T + at) * O.N + n, lse, mask=at < O.T)
-    out = (acc / gl.convert_layout(total, ROW_OF_SUMS)[:, None]).to(dtype)
+    out = (acc / gl.convert_layout(row_sum, ROW_OF_SUMS)[:, None]).to(dtype)
     if O.BLOCK_V <= q[0].shape[1]:
         _store_out(out_ptr, out, q[0].slice(0, O.BLOCK_V, 1), b, n, row, O, 0)
     else:
@@ -321,12 +325,12 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
 
 
 @gluon.jit
-def specialised_forward_kernel(
-    turn_ptr,  # [1], zero before: how many tiles were taken from the queue
-    q_desc,  # [B, T, N, H] in blocks [1, 64, 1, columns of a tile], of which one holds a head, or three do
+def warp_specialized_fwd_kernel(
+    turn_ptr,  # [1], zero-initialised: number of tiles taken from the queue
+    q_desc,  # [B, T, N, H] in blocks [1, 64, 1, columns of a tile]; one or three tiles hold a head
     k_desc,  # [B, S, K, H] in blocks [1, BLOCK_K, 1, columns of a tile]
     v_desc,  # [B, S, K, HV] in blocks [1, BLOCK_K, 1, BLOCK_V]
-    spans_ptr,  # this and what follows: as of `forward_kernel`
+    spans_ptr,  # this and the following as in `forward_kernel`
     index_ptr,
     order_ptr,
     q_at_ptr,
@@ -337,20 +341,20 @@ def specialised_forward_kernel(
     sink_ptr,
     out_ptr,
     lse_ptr,
-    O: gl.constexpr,  # `Options`, with a BLOCK_Q of 64 for each warpgroup that attends
-    HEADS: gl.constexpr,  # that run side by side
+    O: gl.constexpr,  # `Options`, with a BLOCK_Q of 64 per consumer warpgroup
+    HEADS: gl.constexpr,  # heads that run side by side
     STAGES: gl.constexpr,
-    QUEUED: gl.constexpr,  # tiles of queries that there is room for
-    ATTENDING: gl.constexpr,  # registers of a thread that attends
-    LOADING: gl.constexpr,  # and of one that loads
+    QUEUED: gl.constexpr,  # number of stages for tiles of queries
+    CONSUMER_REGISTERS: gl.constexpr,  # registers per consumer thread
+    PRODUCER_REGISTERS: gl.constexpr,  # registers per producer thread
 ):
-    WARPGROUPS: gl.constexpr = _attending(O)
+    WARPGROUPS: gl.constexpr = _consumers(O)
     WIDTH: gl.constexpr = q_desc.block_type.shape[3]
-    PANELS: gl.constexpr = _panels(O, WIDTH)
+    HEAD_TILES: gl.constexpr = _head_tiles(O, WIDTH)
     dtype: gl.constexpr = q_desc.dtype
-    queue = make_queue(WARPGROUPS)
-    queries = _make_ring(QUEUED, WARPGROUPS * PANELS, dtype, ROWS, WIDTH, WARPGROUPS)
-    keys = _make_ring(STAGES, PANELS, dtype, O.BLOCK_K, WIDTH, WARPGROUPS)
+    queue = make_tile_queue(WARPGROUPS)
+    queries = _make_ring(QUEUED, WARPGROUPS * HEAD_TILES, dtype, ROWS, WIDTH, WARPGROUPS)
+    keys = _make_ring(STAGES, HEAD_TILES, dtype, O.BLOCK_K, WIDTH, WARPGROUPS)
     values = _make_ring(STAGES, 1, dtype, O.BLOCK_K, O.BLOCK_V, WARPGROUPS)
     lists = spans_ptr, index_ptr, order_ptr
     masks = q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr
@@ -368,7 +372,7 @@ def specialised_forward_kernel(
                 (_load, (q_desc, k_desc, v_desc, lists, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [1],
-            [LOADING],
+            [PRODUCER_REGISTERS],
         )  # fmt: skip
     elif WARPGROUPS == 2:
         gl.warp_specialize(
@@ -378,7 +382,7 @@ def specialised_forward_kernel(
                 (_load, (q_desc, k_desc, v_desc, lists, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [4, 1],
-            [ATTENDING, LOADING],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -389,5 +393,5 @@ def specialised_forward_kernel(
                 (_load, (q_desc, k_desc, v_desc, lists, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [4, 4, 1],
-            [ATTENDING, ATTENDING, LOADING],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the Gluon kernels of flash attention have in common: how their tiles lie, and which pairs attend."""
+"""Parts shared by the Gluon kernels of flash attention: tile layouts, and which pairs attend."""
 
 # Gluon declares tensors where its compiler takes constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
@@ -10,13 +10,13 @@ from triton.experimental.gluon import language as gl
 
 from kernels.engines.attention import triton_parts
 
-# Of the block of an array [batch, tokens, heads, width] that a tile [tokens, width] in shared memory is.
+# Layouts of the block of an array [batch, tokens, heads, width] that is a tile [tokens, width] in shared memory.
 BLOCK = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
 TILE_OF_SUMS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 BLOCK_OF_SUMS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 4))
 ROW = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))
 
-# The same source as in Triton's kernels: what a pair means is said once.
+# The same source as in the Triton kernels, so that the meaning of a pair is defined once.
 visible = gluon.jit(triton_parts.visible.fn)
 ends_of = gluon.jit(triton_parts.ends_of.fn)
 _exact_tanh = gluon.jit(triton_parts.tanh.fn)
@@ -30,14 +30,14 @@ nth = gluon.jit(triton_parts.nth.fn)
 
 @gluon.jit
 def span_of(spans_ptr, b, block, O: gl.constexpr):
-    """Returns (first, first that attends wholly, end of those, end) of the blocks that a block meets."""
+    """Returns (first, first full, end of full, end): the range of blocks that a block is paired with."""
     span = spans_ptr + b * O.SPAN_BATCH + block * 4
     return gl.load(span), gl.load(span + 1), gl.load(span + 2), gl.load(span + 3)
 
 
 @gluon.jit
 def tanh(x, O: gl.constexpr):
-    """Returns tanh, by the one instruction that a GPU has for it unless it is to be exact: that is off by 2^-11 at most."""
+    """Returns tanh. Unless it must be exact, uses the GPU's single instruction, with an error of at most 2^-11."""
     if O.EXACT:
         y = _exact_tanh(x)
     else:

@@ -1,7 +1,7 @@
-"""The pass of attention's backward on Hopper that has a block of keys, for the gradients of keys and values: see
+"""The pass of attention's backward on Hopper that owns a block of keys, for the gradients of keys and values: see
 `gluon_passes.py`."""
 
-# Gluon declares tensors where its compiler takes constants and integers too.
+# Triton's stubs declare tensors where its compiler accepts constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, not-iterable]
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _load_queries(descs, lists, stays, ring, O: gl.constexpr, HEADS: gl.constexp
 
 @gluon.jit
 def _logits_of_queries(k_tile, ring, stage, zeros, O: gl.constexpr):
-    """Begins the products of keys and queries; without a soft cap less lse."""
+    """Starts the products of keys and queries; without a soft cap, minus lse."""
     q_tiles, d_tiles, rows, full, free = ring
     s = zeros if O.CAP is not None else row_of(rows, 2 * stage, zeros.shape, zeros.type.layout)
     return warpgroup_mma(k_tile, q_tiles.index(stage).permute((1, 0)), s, is_async=True)
@@ -68,8 +68,9 @@ def _differentiate_keys(lists, masks, outputs, stays, ring, O: gl.constexpr, HEA
     G: gl.constexpr = O.N // O.K
     BLOCKS: gl.constexpr = count_of(O.S, O.BLOCK_K)
     OTHERS: gl.constexpr = count_of(O.T, ROWS)
-    # A program that shares its multiprocessor has 232 registers a thread, not 240: its products wait for one another unless the
-    # weights leave theirs before there are gradients of logits. The other program fills the gap.
+    # A program that shares its multiprocessor has 232 registers per thread, not 240: ptxas then serialises its products
+    # unless the registers of the weights are free before the gradients of the logits exist. The other program fills the
+    # gap.
     ALONE: gl.constexpr = O.BLOCK_K == ROWS
     SHAPE: gl.constexpr = (ROWS, ROWS)
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -101,7 +102,7 @@ def _differentiate_keys(lists, masks, outputs, stays, ring, O: gl.constexpr, HEA
             list_ptr = list_of(index_ptr, b, n, block, BLOCKS, OTHERS, O)
             first, full_first, full_end, last = limits_of(spans_ptr, index_ptr, b, n, block, BLOCKS, O)
             for j in range(first, last):
-                # The gradients of weights less delta, under which the weights are made.
+                # The gradients of the weights minus delta; the weights are computed meanwhile.
                 dp = row_of(rows, 2 * stage + 1, SHAPE, PAIRS)
                 dp = warpgroup_mma(v_tile, d_tiles.index(stage).permute((1, 0)), dp, is_async=True)
                 if O.CAP is None:
@@ -125,7 +126,7 @@ def _differentiate_keys(lists, masks, outputs, stays, ring, O: gl.constexpr, HEA
                 dk = warpgroup_mma(ds, q_tiles.index(stage), dk, is_async=True)
                 next_stage, next_phase = after(stage, phase, STAGES)
                 steps -= 1
-                # After the last tile these are of whatever lies there, and nobody reads them.
+                # In the last iteration these products read stale data, and their result is not used.
                 mbarrier.wait(full.index(next_stage), next_phase, pred=steps > 0)
                 s = _logits_of_queries(k_tile, ring, next_stage, zeros, O)
                 if ALONE:
@@ -137,20 +138,20 @@ def _differentiate_keys(lists, masks, outputs, stays, ring, O: gl.constexpr, HEA
                 stage, phase = next_stage, next_phase
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_H, O.BLOCK_H // 8], [4, 1], [1, 0])
     TALL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_V, O.BLOCK_V // 8], [4, 1], [1, 0])
-    own = block * (O.BLOCK_K // ROWS) + WHICH
-    store_keys(dk_ptr, dk * O.SCALE, k_tile, b, own, head, O.K, O.S, O.H, WIDE, 0)
-    store_keys(dv_ptr, dv, v_tile, b, own, head, O.K, O.S, O.HV, TALL, 0)
+    key_block = block * (O.BLOCK_K // ROWS) + WHICH
+    store_keys(dk_ptr, dk * O.SCALE, k_tile, b, key_block, head, O.K, O.S, O.H, WIDE, 0)
+    store_keys(dv_ptr, dv, v_tile, b, key_block, head, O.K, O.S, O.HV, TALL, 0)
 
 
 @gluon.jit
-def specialised_key_gradient_kernel(
+def warp_specialized_dkdv_kernel(
     d_out_desc,  # [B, T, N, HV] in blocks [1, 64, 1, BLOCK_V]
     q_desc,  # [B, T, N, H] in blocks [1, 64, 1, BLOCK_H]
     k_desc,  # [B, S, K, H] in blocks [1, 64, 1, BLOCK_H]
     v_desc,  # [B, S, K, HV] in blocks [1, 64, 1, BLOCK_V]
-    lse_desc,  # as of `specialised_gradient_kernel`, in blocks [1, 64]
+    lse_desc,  # as in `warp_specialized_bwd_kernel`, in blocks [1, 64]
     delta_desc,
-    spans_ptr,  # this and what follows: as of `key_gradient_kernel`, of blocks of BLOCK_K keys and 64 queries
+    spans_ptr,  # this and the following as in `key_gradient_kernel`, with blocks of BLOCK_K keys and 64 queries
     index_ptr,
     order_ptr,
     q_at_ptr,
@@ -163,8 +164,8 @@ def specialised_key_gradient_kernel(
     O: gl.constexpr,  # `Options`, with a BLOCK_Q of 64 and a BLOCK_K of 64 or 128
     HEADS: gl.constexpr,  # key heads that run side by side
     STAGES: gl.constexpr,
-    DIFFERENTIATING: gl.constexpr,  # registers of a thread of the second warpgroup; those of the first are what is left
-    LOADING: gl.constexpr,  # and of one that loads
+    CONSUMER_REGISTERS: gl.constexpr,  # registers per thread of the second warpgroup; the first gets the rest
+    PRODUCER_REGISTERS: gl.constexpr,  # registers per producer thread
 ):
     WARPGROUPS: gl.constexpr = O.BLOCK_K // ROWS
     dtype: gl.constexpr = q_desc.dtype
@@ -181,7 +182,7 @@ def specialised_key_gradient_kernel(
                 (_load_queries, (descs, lists, stays, ring, O, HEADS, STAGES)),
             ],
             [1],
-            [LOADING],
+            [PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -191,5 +192,5 @@ def specialised_key_gradient_kernel(
                 (_load_queries, (descs, lists, stays, ring, O, HEADS, STAGES)),
             ],
             [4, 1],
-            [DIFFERENTIATING, LOADING],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip

@@ -1,6 +1,7 @@
-"""The pass of attention's backward on Hopper that has a block of queries, for their gradient: see `gluon_passes.py`."""
+"""The pass of attention's backward on Hopper that owns a block of queries, for their gradient: see
+`gluon_passes.py`."""
 
-# Gluon declares tensors where its compiler takes constants and integers too.
+# Triton's stubs declare tensors where its compiler accepts constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, not-iterable]
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _differentiate_queries(lists, masks, rows_ptr, dq_ptr, stays, ring, O: gl.co
             ds = gl.convert_layout((p * (dp + delta[:, None])).to(dtype), gl.DotOperandLayout(0, SUMS, 2))
             dq = warpgroup_mma(ds, k_tiles.index(stage), dq, is_async=True)
             next_stage, next_phase = after(stage, phase, STAGES)
-            # After the last tile these are of whatever lies there, and nobody reads them.
+            # In the last iteration these products read stale data, and their result is not used.
             mbarrier.wait(full.index(next_stage), next_phase, pred=j + 1 < last)
             s = warpgroup_mma(q_tile, k_tiles.index(next_stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(1, (dq,))
@@ -100,19 +101,19 @@ def _differentiate_queries(lists, masks, rows_ptr, dq_ptr, stays, ring, O: gl.co
             s = warpgroup_mma_wait(0, (s,))
             stage, phase = next_stage, next_phase
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_H, O.BLOCK_H // 8], [4, 1], [1, 0])
-    own = block * (O.BLOCK_Q // ROWS) + WHICH
-    store_keys(dq_ptr, dq * O.SCALE, q_tile, b, own, n, O.N, O.T, O.H, WIDE, 0)
+    query_block = block * (O.BLOCK_Q // ROWS) + WHICH
+    store_keys(dq_ptr, dq * O.SCALE, q_tile, b, query_block, n, O.N, O.T, O.H, WIDE, 0)
 
 
 @gluon.jit
-def specialised_query_gradient_kernel(
+def warp_specialized_dq_kernel(
     d_out_desc,  # as above
     q_desc,
     k_desc,
     v_desc,
-    lse_ptr,  # [B * N, T and what fills its last 128]: the array of `lse_desc` above
+    lse_ptr,  # [B * N, T padded to a multiple of 128]: the array of `lse_desc` above
     delta_ptr,
-    spans_ptr,  # this and what follows: as of `query_gradient_kernel`, of blocks of BLOCK_Q queries and 64 keys
+    spans_ptr,  # this and the following as in `query_gradient_kernel`, with blocks of BLOCK_Q queries and 64 keys
     index_ptr,
     order_ptr,
     q_at_ptr,
@@ -122,10 +123,10 @@ def specialised_query_gradient_kernel(
     ends_ptr,
     dq_ptr,
     O: gl.constexpr,  # `Options`, with a BLOCK_Q of 64 or 128 and a BLOCK_K of 64
-    HEADS: gl.constexpr,  # that run side by side
+    HEADS: gl.constexpr,  # heads that run side by side
     STAGES: gl.constexpr,
-    DIFFERENTIATING: gl.constexpr,  # as above
-    LOADING: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,  # as above
+    PRODUCER_REGISTERS: gl.constexpr,
 ):
     WARPGROUPS: gl.constexpr = O.BLOCK_Q // ROWS
     dtype: gl.constexpr = q_desc.dtype
@@ -142,7 +143,7 @@ def specialised_query_gradient_kernel(
                 (_load_keys, (descs, lists, stays, ring, O, HEADS, STAGES)),
             ],
             [1],
-            [LOADING],
+            [PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -152,5 +153,5 @@ def specialised_query_gradient_kernel(
                 (_load_keys, (descs, lists, stays, ring, O, HEADS, STAGES)),
             ],
             [4, 1],
-            [DIFFERENTIATING, LOADING],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip

@@ -1,17 +1,19 @@
-"""What the two passes of attention's backward in Gluon, for Hopper, have in common. The same call gives the same bits, because
-each gradient has one owner and nothing is added to memory.
+"""Parts shared by the two passes of attention's backward in Gluon, for Hopper. Results are deterministic, because each
+gradient has one owner and there are no atomic adds.
 
-One pass has a block of keys and goes over the queries that see it, for the gradients of keys and values; the other has a block
-of queries and goes over the keys that they see, for the gradient of the queries. That is seven products of a pair of tiles in
-place of five in one pass (`gluon_gradients.py`). What stays and what passes by are tiles of 64 rows; a program has one or two
-warpgroups with 64 rows that stay each, and a warp that loads what passes by for both. Weights and gradients of logits never
-leave the registers of the warpgroup that makes them: they are the left sides of the products that follow.
+One pass owns a block of keys and loops over the queries that see it, for the gradients of keys and values. The other
+owns a block of queries and loops over the keys that they see, for the gradient of the queries. That takes seven
+products per pair of tiles; a single pass takes five (`gluon_gradients.py`). Resident and streamed tiles both have 64
+rows. A program has one or two consumer warpgroups with 64 resident rows each, and a producer warp that loads the
+streamed tiles for both. Weights and gradients of logits never leave the registers of the warpgroup that computes them:
+they are the left operands of the following products.
 
-In every turn of a warpgroup the gradients of the weights are multiplied while the weights are made, and the logits of the next
-tile are begun before the gradients of this one are done; the other warpgroup fills what gaps are left.
+In each iteration a warpgroup computes the products for the gradients of the weights while it computes the weights, and
+starts the logits of the next tile before it finishes the gradients of this one. The other warpgroup fills the remaining
+gaps.
 """
 
-# Gluon declares tensors where its compiler takes constants and integers too.
+# Triton's stubs declare tensors where its compiler accepts constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, not-iterable]
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from kernels.engines.attention.gluon_parts import BLOCK, ROW, ends_of, positions_of, segments_of, tile_of, visible
 from kernels.toolchains.gluon import SWIZZLED
 
-ROWS = gl.constexpr(64)  # of a tile that stays and of one that passes by: the fewest that an instruction multiplies
-PADDED = gl.constexpr(128)  # rows of statistics are filled up to a multiple of these
+ROWS = gl.constexpr(64)  # rows of resident and streamed tiles: the minimum of one instruction
+PADDED = gl.constexpr(128)  # rows of statistics are padded to a multiple of this
 
 
 @gluon.constexpr_function
@@ -35,12 +37,12 @@ def count_of(length, block):
 @gluon.jit
 def place_of(order_ptr, LENGTH: gl.constexpr, BLOCK_ROWS: gl.constexpr, ALL: gl.constexpr, GROUP: gl.constexpr, O: gl.constexpr,
            HEADS: gl.constexpr):  # fmt: skip
-    """Returns the row of the batch, the head (of ALL) and the block of a program; those with the longest lists come first, or
-    the last ones, of a few heads side by side, so that what they read stays in the cache."""
+    """Returns the batch row, the head (of ALL) and the block of a program. Blocks with the longest lists come first, or
+    without lists the last ones. A few heads run side by side, so that what they read stays in the cache."""
     BLOCKS: gl.constexpr = count_of(LENGTH, BLOCK_ROWS)
     pid = gl.program_id(0)
-    some = pid // (BLOCKS * HEADS)
-    b, n, rank = some // (ALL // HEADS), some % (ALL // HEADS) * HEADS + pid % HEADS, pid // HEADS % BLOCKS
+    group = pid // (BLOCKS * HEADS)
+    b, n, rank = group // (ALL // HEADS), group % (ALL // HEADS) * HEADS + pid % HEADS, pid // HEADS % BLOCKS
     if order_ptr is None:
         block = BLOCKS - 1 - rank
     else:
@@ -50,8 +52,8 @@ def place_of(order_ptr, LENGTH: gl.constexpr, BLOCK_ROWS: gl.constexpr, ALL: gl.
 
 @gluon.jit
 def make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, WIDE: gl.constexpr, TALL: gl.constexpr, READERS: gl.constexpr):
-    """Returns (tiles of queries or keys, of cotangents or values, rows of the two statistics, a barrier of each stage for "is
-    full", and one for "is free")."""
+    """Allocates a ring: (tiles of queries or keys, tiles of cotangents or values, rows of the two statistics, and per
+    stage a barrier for "is full" and one for "is free")."""
     wide = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDE], SWIZZLED)
     tall = gl.allocate_shared_memory(dtype, [STAGES, ROWS, TALL], SWIZZLED)
     rows = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, ROWS], ROW)
@@ -80,7 +82,7 @@ def load_what_stays(wide_desc, tall_desc, b, row, head, stays, WARPGROUPS: gl.co
 
 @gluon.jit
 def make_stays(dtype: gl.constexpr, WARPGROUPS: gl.constexpr, WIDE: gl.constexpr, TALL: gl.constexpr):
-    """Returns (a tile of keys or queries for each warpgroup, one of values or cotangents, a barrier for "are full")."""
+    """Allocates (a tile of keys or queries per warpgroup, one of values or cotangents, a barrier for "are full")."""
     wide = gl.allocate_shared_memory(dtype, [WARPGROUPS, ROWS, WIDE], SWIZZLED)
     tall = gl.allocate_shared_memory(dtype, [WARPGROUPS, ROWS, TALL], SWIZZLED)
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -90,7 +92,7 @@ def make_stays(dtype: gl.constexpr, WARPGROUPS: gl.constexpr, WIDE: gl.constexpr
 
 @gluon.jit
 def seen_of(p, qi, kj, b, masks, BY_QUERY: gl.constexpr, O: gl.constexpr):
-    """Returns weights, zero where a pair does not attend, of queries qi and keys kj. BY_QUERY: queries are the
+    """Returns the weights of queries qi and keys kj, zero where a pair does not attend. BY_QUERY: queries are the
     rows."""
     q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr = masks
     if ends_ptr is not None:

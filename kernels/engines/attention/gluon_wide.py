@@ -1,19 +1,21 @@
-"""The backward kernel of flash attention in Gluon, for Hopper and heads of more than 128: each warpgroup has one gradient.
+"""The backward kernel of flash attention in Gluon, for Hopper and heads wider than 128: each warpgroup owns one
+gradient.
 
-It makes what `gluon_gradients.py` makes, in one pass over the pairs as there. The gradients of keys and values of this width
-are all the registers of a warpgroup each, so a program has 64 keys, and three warpgroups divide the products of two blocks:
+Like `gluon_gradients.py`, it makes one pass over the pairs. At this width the gradients of keys or of values fill all
+registers of a warpgroup, so a program has 64 keys, and three warpgroups share the products of a pair of blocks:
 
-- one makes the weights, and the gradient of the values;
-- one makes the gradients of the logits from the weights, and the gradient of the keys;
-- one multiplies those with the keys, and adds the products to the gradient of the queries in memory, some columns at a time.
+- one computes the weights, and the gradient of the values;
+- one computes the gradients of the logits from the weights, and the gradient of the keys;
+- one multiplies those with the keys, and adds the products to the gradient of the queries in memory, some columns at a
+  time.
 
-Weights, and then the gradients of the logits in their place, pass from one to the next through shared memory, in 16 bits: the
-weights, of 0 to 1, as float16 whatever the arrays are, times a power of two that keeps small ones exact, so that they are not
-rounded to the few bits of bfloat16 before the gradients are. No warp only loads: who is the last to read a tile loads the next
-one into its stage.
+Weights, and then in their place the gradients of the logits, are passed on through shared memory in 16 bits. Weights,
+from 0 to 1, are passed as float16 whatever the dtype of the arrays, times a power of two that keeps small ones exact.
+Otherwise bfloat16 would round them to few bits before the gradients are computed. There is no producer warp: the last
+warpgroup to read a tile loads the next one into its stage.
 """
 
-# Gluon declares tensors where its compiler takes constants and integers too.
+# Triton's stubs declare tensors where its compiler accepts constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, not-iterable]
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ from kernels.engines.attention.gluon_gradients import place, row_of, store_keys,
 from kernels.engines.attention.gluon_parts import BLOCK, BLOCK_OF_SUMS, ROW, TILE_OF_SUMS, span_of
 from kernels.toolchains.gluon import SWIZZLED, after
 
-# The largest weight, 1, as it passes between warpgroups: half of what float16 holds. The smallest that keeps all of its bits is
-# 2**-29, of a row of half a billion keys.
+# The scale of weights passed between warpgroups: the largest, 1, becomes half of float16's maximum. Weights down to
+# 2**-29, as in a row of half a billion keys, keep all their bits.
 ONE = gl.constexpr(2.0**15)
 
 
 @gluon.constexpr_function
 def _columns(O):
-    """Returns how many columns of queries and keys are multiplied first. Of heads up to 192 those are half of their tiles, and
-    64 more come after them; of others they are all."""
+    """Returns the number of columns of queries and keys that are multiplied first. For heads up to 192 these are half
+    of the columns of the tiles, followed by 64 more; for others, all."""
     return 128 if O.H <= 192 else 256
 
 
@@ -54,7 +56,8 @@ def _make_barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def _make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, BLOCK_Q: gl.constexpr, WIDTH: gl.constexpr):
-    """Returns (tiles of queries or cotangents, rows of their statistic, a barrier of each stage for "is full")."""
+    """Allocates a ring: (tiles of queries or cotangents, rows of their statistic, and per stage a barrier for "is
+    full")."""
     tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, WIDTH], SWIZZLED)
     rows = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q], ROW)
     return tiles, rows, _make_barriers(STAGES)
@@ -62,9 +65,9 @@ def _make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, BLOCK_Q: gl.constexpr,
 
 @gluon.jit
 def _load(desc, row_desc, b, m, n, ring, stage, pred, O: gl.constexpr):
-    """Loads a block of queries or cotangents with its statistic, into a stage that nobody reads any more.
+    """Loads a block of queries or cotangents with its statistic into a stage that is no longer read.
 
-    A warpgroup that has read it need not meet before: `expect` begins with a barrier of all its warps.
+    A warpgroup that has read the stage need not synchronise first: `expect` begins with a barrier of all its warps.
     """
     tiles, rows, full = ring
     WIDTH: gl.constexpr = desc.block_type.shape[3]
@@ -77,14 +80,14 @@ def _load(desc, row_desc, b, m, n, ring, stage, pred, O: gl.constexpr):
 
 @gluon.jit
 def _following(m, n, first, last):
-    """Returns the block of queries and the head that come after these."""
+    """Returns the next block of queries and its head."""
     ended = m + 1 == last
     return gl.where(ended, first, m + 1), gl.where(ended, n + 1, n)
 
 
 @gluon.jit
 def _load_first(desc, row_desc, b, m, n, first, last, steps, ring, O: gl.constexpr, STAGES: gl.constexpr):
-    """Fills the stages, and returns the block and the head that come after them."""
+    """Fills the stages, and returns the next block and its head."""
     for i in gl.static_range(STAGES):
         _load(desc, row_desc, b, m, n, ring, i, i < steps, O)
         m, n = _following(m, n, first, last)
@@ -93,7 +96,7 @@ def _load_first(desc, row_desc, b, m, n, first, last, steps, ring, O: gl.constex
 
 @gluon.jit
 def _logits(k_tile, q_tile, s, O: gl.constexpr):
-    """Begins the products of a block of keys and a block of queries, which are added to s."""
+    """Starts the products of a block of keys and a block of queries, accumulated on s."""
     COLUMNS: gl.constexpr = _columns(O)
     s = warpgroup_mma(k_tile.slice(0, COLUMNS, 1), q_tile.slice(0, COLUMNS, 1).permute((1, 0)), s, is_async=True)
     if COLUMNS < O.BLOCK_H:
@@ -105,7 +108,7 @@ def _logits(k_tile, q_tile, s, O: gl.constexpr):
 def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dv_ptr, k_tile,
            v_tile, kv_full, queries, cotangents, pairs, done, O: gl.constexpr, HEADS: gl.constexpr,
            STAGES: gl.constexpr):  # fmt: skip
-    """Makes the weights of a block, and the gradient of the values."""
+    """Computes the weights of a block, and the gradient of the values."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_Q, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_V, 16])
     SHAPE: gl.constexpr = (O.BLOCK_K, O.BLOCK_Q)
@@ -135,7 +138,7 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
         stage, phase = 0, 0
         m = first
         mbarrier.wait(q_full.index(0), 0)
-        # Without a soft cap, less lse.
+        # Without a soft cap, minus lse.
         s = zeros if O.CAP is not None else row_of(q_rows, 0, SHAPE, PAIRS)
         s = _logits(k_tile, q_tiles.index(0), s, O)
         s = warpgroup_mma_wait(0, (s,))
@@ -154,12 +157,12 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
             mbarrier.wait(d_full.index(stage), phase)
             dv = warpgroup_mma(weights, d_tiles.index(stage), dv, is_async=True)
             next_stage, next_phase = after(stage, phase, STAGES)
-            # After the last block these are of whatever lies there, and nobody reads them.
+            # In the last iteration these products read stale data, and their result is not used.
             mbarrier.wait(q_full.index(next_stage), next_phase, pred=i + 1 < steps)
             s = zeros if O.CAP is not None else row_of(q_rows, next_stage, SHAPE, PAIRS)
             s = _logits(k_tile, q_tiles.index(next_stage), s, O)
             dv = warpgroup_mma_wait(1, (dv,))
-            # The next warpgroup has multiplied these cotangents with the values.
+            # The next warpgroup has finished the products of these cotangents and the values.
             mbarrier.wait(differentiated.index(stage), phase)
             _load(d_out_desc, delta_desc, b, ahead, ahead_n, cotangents, stage, i + STAGES < steps, O)
             ahead, ahead_n = _following(ahead, ahead_n, first, last)
@@ -176,9 +179,9 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
 @gluon.jit
 def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, v_tile, kv_full, queries, cotangents, pairs,
                    done, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """Makes the gradients of the logits of a block, and the gradient of the keys."""
+    """Computes the gradients of the logits of a block, and the gradient of the keys."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_Q, 16])
-    # The columns past the first ones are a sum of their own.
+    # The columns after the first COLUMNS have an accumulator of their own.
     COLUMNS: gl.constexpr = _columns(O)
     TWO: gl.constexpr = COLUMNS < O.BLOCK_H
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -205,7 +208,7 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, 
     if steps > 0:
         stage, phase = 0, 0
         mbarrier.wait(d_full.index(0), 0)
-        # The gradients of weights less delta.
+        # The gradients of the weights minus delta.
         dp = row_of(d_rows, 0, SHAPE, PAIRS)
         dp = warpgroup_mma(v_tile, d_tiles.index(0).permute((1, 0)), dp, is_async=True)
         dp = warpgroup_mma_wait(0, (dp,))
@@ -231,7 +234,7 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, 
                 dk, rest = warpgroup_mma_wait(1, (dk, rest))
             else:
                 dk = warpgroup_mma_wait(1, (dk,))
-            # The warpgroup before had multiplied these queries with the keys when there were weights.
+            # The first warpgroup has finished the products of these queries and the keys, since their weights arrived.
             _load(q_desc, lse_desc, b, ahead, ahead_n, queries, stage, i + STAGES < steps, O)
             ahead, ahead_n = _following(ahead, ahead_n, first, last)
             dp = warpgroup_mma_wait(0, (dp,))
@@ -248,8 +251,8 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, 
 @gluon.jit
 def _add(dq_desc, spans_ptr, k_tile, kv_full, pairs, done, dq_tiles, O: gl.constexpr, HEADS: gl.constexpr,
          STAGES: gl.constexpr):  # fmt: skip
-    """Adds the gradient of the queries of a block to memory, two tiles of columns at a time. One is written while TMA adds the
-    other."""
+    """Adds the gradient of a block of queries to memory, two tiles of columns at a time: one is written while TMA adds
+    the other."""
     HALF: gl.constexpr = dq_desc.block_type.shape[3]
     COLUMNS: gl.constexpr = 2 * HALF
     PARTS: gl.constexpr = (O.H + COLUMNS - 1) // COLUMNS
@@ -283,9 +286,9 @@ def _add(dq_desc, spans_ptr, k_tile, kv_full, pairs, done, dq_tiles, O: gl.const
 
 
 @gluon.jit
-def specialised_wide_gradient_kernel(
-    dq_desc,  # [B, T, N, H] float32 in blocks [1, BLOCK_Q, 1, columns of a tile], zeros before; times 1 / SCALE
-    d_out_desc,  # this and what follows: as of `specialised_gradient_kernel`
+def warp_specialized_wide_bwd_kernel(
+    dq_desc,  # [B, T, N, H] float32 in blocks [1, BLOCK_Q, 1, columns of a tile], zero-initialised; times 1 / SCALE
+    d_out_desc,  # this and the following as in `warp_specialized_bwd_kernel`
     q_desc,
     k_desc,
     v_desc,
@@ -302,8 +305,8 @@ def specialised_wide_gradient_kernel(
     O: gl.constexpr,  # `Options`, with a BLOCK_K of 64
     HEADS: gl.constexpr,  # key heads that run side by side
     STAGES: gl.constexpr,
-    DIFFERENTIATING: gl.constexpr,  # registers of a thread that makes the gradient of the keys
-    ADDING: gl.constexpr,  # and of one that makes the gradient of the queries; who makes the weights has the rest
+    KEY_REGISTERS: gl.constexpr,  # registers per thread of the warpgroup for the gradient of the keys
+    QUERY_REGISTERS: gl.constexpr,  # likewise for the gradient of the queries; the first warpgroup gets the rest
 ):
     dtype: gl.constexpr = q_desc.dtype
     k_tile = gl.allocate_shared_memory(dtype, [O.BLOCK_K, O.BLOCK_H], SWIZZLED)
@@ -312,10 +315,11 @@ def specialised_wide_gradient_kernel(
     mbarrier.init(kv_full, count=1)
     queries = _make_ring(STAGES, dtype, O.BLOCK_Q, O.BLOCK_H)
     cotangents = _make_ring(STAGES, dtype, O.BLOCK_Q, O.BLOCK_V)
-    # Weights, and then the gradients of logits; a barrier of each stage for "are weights", "are gradients", and "is free".
+    # Weights, and then the gradients of logits; per stage a barrier each for "holds weights", "holds gradients" and "is
+    # free".
     tiles = gl.allocate_shared_memory(dtype, [STAGES, O.BLOCK_K, O.BLOCK_Q], SWIZZLED)
     pairs = tiles, _make_barriers(STAGES), _make_barriers(STAGES), _make_barriers(STAGES)
-    # Nobody multiplies with the keys any more, and with the values: their gradients leave through their tiles.
+    # Barriers for "keys no longer read" and "values no longer read": their gradients are stored through their tiles.
     done = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(done.index(0), count=2)
     mbarrier.init(done.index(1), count=1)
@@ -329,5 +333,5 @@ def specialised_wide_gradient_kernel(
             (_add, (dq_desc, spans_ptr, k_tile, kv_full, pairs, done, dq_tiles, O, HEADS, STAGES)),
         ],
         [4, 4],
-        [DIFFERENTIATING, ADDING],
+        [KEY_REGISTERS, QUERY_REGISTERS],
     )  # fmt: skip

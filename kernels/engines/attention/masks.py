@@ -1,8 +1,7 @@
-"""`MaskInfo`: which keys a query may see, described in O(S) memory.
+"""`MaskInfo`: which keys a query may attend to, described in O(S) memory.
 
-Everything that is given holds at once: nothing is dropped because something else was said too. A dense S x S mask exists
-only if the caller brought one. What the description means is in `ranges.py`: whoever computes reads the `key_range` of a mask,
-or the tiles that follow from it (`tiles.py`), and none of its rules.
+All given fields apply together. A dense S x S mask exists only if the caller passes one. `ranges.py` defines the fields;
+other code reads a mask's `key_range`, or the tiles derived from it (`tiles.py`), and never its rules.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from kernels.framework import segments
 from kernels.framework.options import is_array
 
 Window = tuple[int | None, int | None]
-# Positions are less, and so are distances: their sums are int32.
+# Positions and distances are below this, so their sums fit in int32.
 _FARTHEST = 2**30
 
 
 def window_of(sliding_window: Any) -> Window | None:
     """Returns (left, right): a query at position i sees keys at positions j with i - left <= j <= i + right.
 
-    An integer W means exactly the W keys i - W < j <= i. None on a side leaves it open.
+    An integer W means exactly the W keys i - W < j <= i. None leaves a side unbounded.
     """
     if sliding_window is None:
         return None
     if is_integer(sliding_window):
         if not 1 <= sliding_window <= _FARTHEST:
             raise ValueError(
-                f"argument 'sliding_window' must be at least 1 key and at most {_FARTHEST}, got {sliding_window}; None for all"
+                f"argument 'sliding_window' must be at least 1 key and at most {_FARTHEST}, got {sliding_window}"
             )
         return (int(sliding_window) - 1, 0)
     sides = tuple(sliding_window) if isinstance(sliding_window, (tuple, list)) else ()
@@ -49,7 +48,7 @@ def window_of(sliding_window: Any) -> Window | None:
 
 
 def is_integer(value: Any) -> bool:
-    """Returns whether it is a Python or NumPy integer, and no bool."""
+    """Returns whether the value is a Python or NumPy integer, and not a bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -64,7 +63,7 @@ def _both(a: Window | None, b: Window | None) -> Window | None:
     return left, right
 
 
-# Dims of the fields that are arrays. What has no dim of the queries and one of the keys goes where the keys go.
+# Dims of the array fields. Under sharding, a field without a query dim or a key dim goes where the keys go.
 MASK_DIMS = {
     "q_segment_ids": ("B", "T"),
     "kv_segment_ids": ("B", "S"),
@@ -74,7 +73,7 @@ MASK_DIMS = {
     "prefix_lengths": ("B",),
     "q_sink_ends": ("B", "T"),
 }
-# What an operation asks of a backend that is given a mask: feature -> the field that needs it. A rule is a feature of its own.
+# Features that a mask requires of a backend: feature -> the field that needs it. Each rule is a feature of its own.
 MASK_FEATURES = {name: name for rule in RULES for name in rule.fields if name not in MASK_DIMS} | {
     "prefix": "prefix_lengths",
     "segments": "q_segment_ids",
@@ -87,24 +86,26 @@ _INDICES = tuple(name for name in MASK_DIMS if name != "attention_mask")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MaskInfo:
-    """Which (query, key) pairs attend: the conjunction of every field that is given. A pytree; arrays are its data, those of
-    integers as int32 whatever they were given as, since a window reaches back below 0.
+    """Which (query, key) pairs attend: the conjunction of all given fields. A pytree of the arrays. Integer arrays are
+    converted to int32 (signed, because a window can reach below 0).
 
     Attributes:
       q_segment_ids, kv_segment_ids: int [B|1, T] and [B|1, S]. A pair attends iff its segments are equal and both >= 0;
         -1 is padding.
-      q_positions, kv_positions: int [B|1, T] and [B|1, S]; what causal, window, chunk and prefix compare. Left out,
-        key j is at j and query i at i + S - T: the last query sees the last key.
+      q_positions, kv_positions: int [B|1, T] and [B|1, S]; the positions that causal, window, chunk and prefix compare.
+        By default key j is at j and query i at i + S - T, so the last query is aligned with the last key.
       attention_mask: bool [B|1, N|1, T, S], dense, only if the caller has one.
-      prefix_lengths: int [B|1]; keys at positions below it escape `causal` (prefix-LM), and nothing else.
+      prefix_lengths: int [B|1]; keys at positions below it are exempt from `causal` (prefix-LM), and from nothing else.
       causal: key position <= query position.
       window: (left, right), see `window_of`.
-      sink_tokens: the first n tokens of a sequence escape the left side of `window`, and nothing else. They are those at
-        positions below n; where segments are given and positions are not, the first n of each segment, see `resolved`.
-      q_sink_ends: int [B|1, T]; the position behind the sink tokens of a query's sequence, where it is not `sink_tokens`.
-      chunk_size: keys in the same chunk of that many positions. Where segments are given and positions are not, chunks
+      sink_tokens: the first n tokens of a sequence are exempt from the left side of `window`, and from nothing else.
+        These are the positions below n; with segments and without positions, the first n of each segment, see
+        `resolved`.
+      q_sink_ends: int [B|1, T]; the position just past the sink tokens of a query's sequence, where it is not
+        `sink_tokens`.
+      chunk_size: only keys in the same chunk of that many positions attend. With segments and without positions, chunks
         are counted from the start of each segment, see `resolved`.
-      packed: positions are those of a packed axis, and chunks are counted from the start of each segment none the less.
+      packed: positions are along a packed axis, but chunks still count from the start of each segment.
     """
 
     q_segment_ids: jax.Array | None = None
@@ -126,21 +127,21 @@ class MaskInfo:
 
     @classmethod
     def from_segments(cls, q_segment_ids: Any, kv_segment_ids: Any = None, **options: Any) -> MaskInfo:
-        """Returns the mask of packed sequences: int [B, T] ids, -1 for padding; the keys' ids default to the queries'."""
+        """Returns the mask of packed sequences: int [B, T] ids, -1 for padding; the same for keys by default."""
         q = segments.integers(q_segment_ids, "q_segment_ids")
         kv = q if kv_segment_ids is None else segments.integers(kv_segment_ids, "kv_segment_ids")
         return cls(q_segment_ids=q, kv_segment_ids=kv, **options)
 
     @classmethod
     def from_attention_mask(cls, attention_mask: Any, **options: Any) -> MaskInfo:
-        """Returns the mask of a boolean (or 0/1) array: [B, S] marks tokens that are not padding, as queries and as
+        """Returns the mask for a boolean (or 0/1) array: [B, S] marks tokens that are not padding, as queries and as
         keys; [B, T, S] and [B, N, T, S] mark pairs, and stay dense."""
         mask = jnp.asarray(attention_mask)
         if jnp.issubdtype(mask.dtype, jnp.floating):
-            # 0 / -inf and 1 / 0 would both be plausible, and mean the opposite of each other.
+            # 0 / -inf and 1 / 0 are both common conventions, with opposite meanings.
             raise ValueError(
-                f"argument 'attention_mask' must be boolean or 0/1 integers, got {mask.dtype}; what is added to the logits "
-                "is 'bias'"
+                f"argument 'attention_mask' must be boolean or 0/1 integers, got {mask.dtype}; pass values "
+                "to add to the logits as 'bias'"
             )
         mask = mask if mask.dtype == jnp.bool_ else mask != 0
         if mask.ndim == 2:
@@ -155,10 +156,10 @@ class MaskInfo:
     def from_cu_seqlens(
         cls, cu_q: Any, total_q: int, cu_k: Any = None, total_k: int | None = None, **options: Any
     ) -> MaskInfo:
-        """Returns the mask of a packed axis cut at [0, n1, n1 + n2, ...]; tokens past the last cut are padding.
+        """Returns the mask for cumulative lengths [0, n1, n1 + n2, ...] of a packed axis; later tokens are padding.
 
-        With other cuts for the keys, the last query of a sequence is at that sequence's last key. Chunks, given here or by
-        what this is combined with, are counted from the start of each sequence.
+        If the keys have their own lengths, the last query of a sequence is aligned with its last key. Chunks, whether
+        given here or by a mask this is combined with, are counted from the start of each sequence.
         """
         q = segments.of_cuts(cu_q, total_q)
         segments.check_cuts("cum_seqlens_q", cu_q, total_q)
@@ -167,27 +168,26 @@ class MaskInfo:
         cu_q, cu_k = jnp.asarray(cu_q, jnp.int32), jnp.asarray(cu_k, jnp.int32)
         if cu_q.shape != cu_k.shape:
             raise ValueError(
-                f"arguments 'cum_seqlens_q' {cu_q.shape} and 'cum_seqlens_k' {cu_k.shape} must have one length: an entry per "
-                "sequence and one more"
+                f"arguments 'cum_seqlens_q' {cu_q.shape} and 'cum_seqlens_k' {cu_k.shape} must have the same length: "
+                "the number of sequences plus one"
             )
         total_k = total_q if total_k is None else total_k
         k = segments.of_cuts(cu_k, total_k)
         segments.check_cuts("cum_seqlens_k", cu_k, total_k)
-        # Positions count keys of the whole axis, so that dropout differs from sequence to sequence.
+        # Positions count keys along the whole axis, so that dropout differs between sequences.
         q_at = jnp.arange(total_q, dtype=jnp.int32)[None] + (cu_k - cu_q)[jnp.maximum(q, 0) + 1]
         k_at = jnp.arange(total_k, dtype=jnp.int32)[None]
         return cls(q_segment_ids=q, kv_segment_ids=k, q_positions=q_at, kv_positions=k_at, packed=True, **options)
 
     def combine(self, other: MaskInfo) -> MaskInfo:
-        """Returns the mask under which a pair attends iff both masks let it.
+        """Returns the mask under which a pair attends iff it does under both masks.
 
-        Positions belong to the tokens: given by either, they are what every rule of the result compares. Likewise
-        prefix_lengths of either soften the result's `causal`, whoever brought it: MaskInfo(prefix_lengths=p) combined
-        with causal=True is a prefix-LM, and sink_tokens of either its `window`. Chunks are counted from the starts of the
-        result's segments, but where a caller brought positions of his own, along these.
+        All rules of the result compare the positions, whichever mask has them. Likewise prefix_lengths of either mask
+        relax `causal` of the result (MaskInfo(prefix_lengths=p) combined with causal=True is a prefix-LM), and sink_tokens
+        its `window`. Chunks count from the starts of the result's segments, or along explicit positions.
 
         Raises:
-          ValueError: both bring positions, or chunk sizes of which neither divides the other.
+          ValueError: both have positions, or chunk sizes neither of which divides the other.
         """
         self._check_pairs()
         other._check_pairs()
@@ -216,9 +216,9 @@ class MaskInfo:
         return MaskInfo(**merged, window=_both(self.window, other.window))
 
     def permute(self, q_order: Any, kv_order: Any = None) -> MaskInfo:
-        """Returns the mask of the same tokens laid out in another order: new token n is old token order[n].
+        """Returns the mask of the same tokens in another order: new token n is old token order[n].
 
-        Positions are made explicit, so every rule keeps comparing what it compared. The keys' order defaults to the queries'.
+        Positions become explicit, so that the rules compare the same positions. `kv_order` defaults to `q_order`.
         """
         orders = {"q": jnp.asarray(q_order), "kv": jnp.asarray(q_order if kv_order is None else kv_order)}
         mask = self.resolved()
@@ -234,26 +234,26 @@ class MaskInfo:
                 return x
             return jnp.take(x, orders[name.split("_")[0]], axis=1)
 
-        found = map_data(mask, move)
-        assert found is not None
-        return found
+        permuted = map_data(mask, move)
+        assert permuted is not None
+        return permuted
 
     def replace(self, **changes: Any) -> MaskInfo:
         return dataclasses.replace(self, **changes)
 
     @property
     def data_fields(self) -> tuple[str, ...]:
-        """Names of the array fields that are given."""
+        """Names of the array fields that are set."""
         return tuple(name for name in MASK_DIMS if getattr(self, name) is not None)
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Names of the fields that are given: rules, and arrays."""
+        """Names of the fields that are set: rules and arrays."""
         rules = (f.name for f in dataclasses.fields(self) if f.name not in MASK_DIMS and f.name != "packed")
         return (*(name for name in rules if getattr(self, name) not in (None, False)), *self.data_fields)
 
     def check(self, batch: int, q_length: int, kv_length: int, num_heads: int) -> None:
-        """Raises ValueError, naming the field, where an array is none, or does not fit the queries and keys."""
+        """Raises ValueError, naming the field, if one is not an array or does not fit the queries and keys."""
         for name in self.data_fields:
             value, kind = getattr(self, name), np.bool_ if name == "attention_mask" else np.integer
             if not is_array(value) or not jnp.issubdtype(value.dtype, kind):
@@ -270,9 +270,9 @@ class MaskInfo:
         self._check_pairs()
         mask = self.attention_mask
         if mask is not None:
-            wanted = (batch, num_heads, q_length, kv_length)
-            if mask.ndim != 4 or any(m not in (1, w) for m, w in zip(mask.shape, wanted, strict=True)):
-                raise ValueError(f"mask field 'attention_mask' must broadcast to {wanted}, got {mask.shape}")
+            full_shape = (batch, num_heads, q_length, kv_length)
+            if mask.ndim != 4 or any(m not in (1, w) for m, w in zip(mask.shape, full_shape, strict=True)):
+                raise ValueError(f"mask field 'attention_mask' must broadcast to {full_shape}, got {mask.shape}")
         if self.prefix_lengths is not None and self.prefix_lengths.shape not in ((1,), (batch,)):
             raise ValueError(f"mask field 'prefix_lengths' must be [{batch} or 1], got {self.prefix_lengths.shape}")
 
@@ -283,20 +283,20 @@ class MaskInfo:
         _check_count("chunk_size", self.chunk_size, "chunks")
         _check_count("sink_tokens", self.sink_tokens, "sink tokens")
         if not isinstance(self.causal, (bool, np.bool_)):
-            raise ValueError(f"mask field 'causal' is compiled in and must be True or False, got {self.causal!r}")
+            raise ValueError(f"mask field 'causal' must be True or False, got {self.causal!r}")
         if self.window is not None and not (isinstance(self.window, tuple) and _is_window(self.window)):
             raise ValueError(
                 f"mask field 'window' must be (left, right), each >= 0 and less than {_FARTHEST}, or None, got "
-                f"{self.window!r}; the last W keys are (W - 1, 0)"
+                f"{self.window!r}; for the last W keys pass (W - 1, 0)"
             )
 
     @property
     def chunks_in_segments(self) -> bool:
-        """Whether chunks are counted from the start of each segment, where there are both."""
+        """Whether chunks are counted from the start of each segment, if the mask has both."""
         return self.packed or self.q_positions is None
 
     def positions(self, q_length: int, kv_length: int) -> tuple[Any, Any]:
-        """Returns (query positions, key positions), [B|1, T] and [B|1, S]; NumPy where they were not given."""
+        """Returns (query positions, key positions), [B|1, T] and [B|1, S]; NumPy arrays if implicit."""
         if self.q_positions is not None:
             return self.q_positions, self.kv_positions
         q = np.arange(q_length, dtype=np.int32) + np.int32(kv_length - q_length)
@@ -304,25 +304,25 @@ class MaskInfo:
 
     @property
     def rules_are_static(self) -> bool:
-        """Whether the positions that a query at a place may see are known without the values of any array."""
+        """Whether the visible positions of each query are known without reading any array."""
         return self.q_positions is None and not any(name in rule.fields for rule in RULES for name in self.data_fields)
 
     @property
     def counts_in_segments(self) -> bool:
-        """Whether a rule counts tokens from the start of each segment, so that it needs whole rows: see `resolved`."""
-        there = self.chunks_in_segments and self.q_segment_ids is not None
-        return there and any(rule.counts(self) for rule in RULES)
+        """Whether a rule counts tokens from the start of each segment, and so needs unsharded rows: see `resolved`."""
+        applies = self.chunks_in_segments and self.q_segment_ids is not None
+        return applies and any(rule.counts(self) for rule in RULES)
 
     def loosened(self, unknown: Collection[str]) -> MaskInfo:
-        """Returns the mask without those data fields and the rules that read them: under it a query sees all that it may see
-        whatever their values are. Segments and positions go in pairs."""
+        """Returns the mask without the given data fields and the rules that read them: an upper bound on what a query
+        sees, whatever their values are. Fields of segments and of positions are dropped in pairs."""
         unknown = set(unknown)
         for pair in (("q_segment_ids", "kv_segment_ids"), ("q_positions", "kv_positions")):
             unknown |= set(pair) if unknown & set(pair) else set()
         counted = "q_segment_ids" in unknown and self.chunks_in_segments
         dropped = set(unknown)
         for rule in RULES:
-            # Positions may be in any order, so what compares them rules nothing out.
+            # Unknown positions may be in any order, so rules that compare them exclude nothing.
             if "q_positions" in unknown or unknown & set(rule.fields):
                 dropped |= set(rule.fields)
             elif counted and rule.counts(self):
@@ -331,14 +331,13 @@ class MaskInfo:
         return self.replace(**{name: defaults[name] for name in dropped})
 
     def resolved(self, order: Any = None) -> MaskInfo:
-        """Returns the same mask with nothing left in it that depends on how the tokens lie in the arrays.
+        """Returns an equivalent mask that no longer depends on where tokens are placed in the arrays.
 
-        In packed sequences, without positions of the caller's own, some rules count from the start of each segment: chunks
-        become segments of their own here, and `q_sink_ends` are found. Backends call it; whoever shards a mask, or brings
-        positions to it, before.
+        Without explicit positions, some rules count from the start of each segment: chunks become segments, and
+        `q_sink_ends` is computed. Backends call this. Call it before sharding a mask or adding positions to it.
 
         Args:
-          order: int [L], the place in the sequence of each token, where queries and keys lie permuted.
+          order: int [L], each token's position in the sequence, if queries and keys are permuted.
         """
         mask = self
         for rule in RULES:
@@ -347,13 +346,13 @@ class MaskInfo:
         return mask
 
     def key_range(self, q_length: int, kv_length: int) -> KeyRange:
-        """Returns what the mask means for queries and keys of those lengths; its arrays are NumPy's where no field is data."""
+        """Returns the range of keys for the given lengths. Its arrays are NumPy arrays if the mask has no data."""
         mask = self.resolved()
         q, k = mask.positions(q_length, kv_length)
         return KeyRange(q, k, *interval_of(mask, q), mask.q_segment_ids, mask.kv_segment_ids, mask.attention_mask)
 
     def visible(self, q_length: int, kv_length: int) -> jax.Array:
-        """Returns the dense mask, bool [B|1, N|1, T, S]: the meaning of all fields, for oracles and small sizes."""
+        """Returns the dense mask, bool [B|1, N|1, T, S]: the definition of all fields, for oracles and small sizes."""
         keys = self.key_range(q_length, kv_length)
         seen = visible(keys)[:, None]
         return seen if keys.dense is None else seen & keys.dense
@@ -362,12 +361,12 @@ class MaskInfo:
 def _check_count(name: str, count: Any, what: str) -> None:
     if count is not None and (not is_integer(count) or not 1 <= count < _FARTHEST):
         raise ValueError(
-            f"argument {name!r} must be a positive integer less than {_FARTHEST}, got {count!r}; None for no {what}"
+            f"argument {name!r} must be a positive integer less than {_FARTHEST}, got {count!r}; use None for no {what}"
         )
 
 
 def features_of_masks() -> dict[str, Callable[[Any], bool]]:
-    """Returns `MASK_FEATURES` as an operation declares its features: by whether a call whose argument is 'mask' uses them."""
+    """Returns `MASK_FEATURES` as predicates for `Op(features=...)`, for calls whose mask is the argument 'mask'."""
 
     def uses(field: str) -> Callable[[Any], bool]:
         return lambda call: call.mask is not None and field in call.mask.used
@@ -376,22 +375,23 @@ def features_of_masks() -> dict[str, Callable[[Any], bool]]:
 
 
 def by_positions(call: Any) -> bool:
-    """Returns whether attention compares positions and takes them from where tokens lie: `Op(ordered=by_positions)`."""
+    """Returns whether attention compares implicit positions, those of tokens in the arrays:
+    `Op(ordered=by_positions)`."""
     mask = call.arguments.get("mask")
     compares = call.arguments.get("alibi_slopes") is not None or call.arguments.get("dropout_prob", 0) > 0
     if mask is None or mask.q_positions is None:
         return compares or (mask is not None and any(rule.given(mask) for rule in RULES))
-    # The caller's positions moved with the tokens; what is counted from the start of a segment did not.
+    # Explicit positions moved with the tokens; counts from the start of a segment did not.
     return mask.counts_in_segments
 
 
 def key_range(mask: MaskInfo | None, q_length: int, kv_length: int) -> KeyRange:
-    """Returns the key range of a mask, or of none."""
+    """Returns the key range of a mask; None is a mask without rules."""
     return (MaskInfo() if mask is None else mask).key_range(q_length, kv_length)
 
 
 def map_data(mask: MaskInfo | None, function: Callable[[str, Any], Any]) -> MaskInfo | None:
-    """Returns the mask with `function(field name, array)` in place of each array it has."""
+    """Returns the mask with `function(field name, array)` in place of each of its arrays."""
     if mask is None:
         return None
     return mask.replace(**{name: function(name, getattr(mask, name)) for name in mask.data_fields})

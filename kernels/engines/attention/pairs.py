@@ -1,4 +1,4 @@
-"""How many (query, key) pairs a mask lets through: what attention has to compute."""
+"""Counts the (query, key) pairs that a mask lets through: the work of attention."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 from kernels.engines.attention.masks import MaskInfo, map_data
 from kernels.engines.attention.ranges import Interval, ends_at, interval_of
 
-# Past every position, and past every distance between two of them.
+# Beyond every position, and beyond every distance between two of them.
 _FAR = np.int64(2**31)
 
 
 def visible_pairs(mask: MaskInfo | None, batch: int, num_heads: int, q_length: int, kv_length: int) -> int:
-    """Returns the visible (query, key) pairs of all rows and heads. O(S log S) without a dense mask.
+    """Returns the number of visible (query, key) pairs over all rows and heads. O(S log S) without a dense mask.
 
-    Whatever a query sees by position is an interval of positions, less a gap, within one segment: keys are sorted by segment
-    and position, and the ends are looked up. A dense mask is counted row by row. Fields that are tracers or mere shapes cannot
-    be read: they count as absent, so the number is then an upper bound.
+    What a query sees is an interval of positions, minus a gap, within one segment. Keys are sorted by segment and
+    position, and the ends of the interval are looked up. A dense mask is counted row by row. Fields that are tracers or
+    mere shapes cannot be read and are ignored, so the result is then an upper bound.
     """
     with jax.ensure_compile_time_eval():  # concrete fields stay readable under a trace
         mask = _readable(MaskInfo() if mask is None else mask).resolved()
@@ -43,15 +43,16 @@ def visible_pairs(mask: MaskInfo | None, batch: int, num_heads: int, q_length: i
 
 @functools.lru_cache(maxsize=64)
 def keys_of_causal(mask: MaskInfo, length: int) -> np.ndarray:
-    """Returns int64 [length], not to be written to: how many keys each query of one document sees under `causal` and the rules
-    of a mask without arrays. It does not depend on what comes behind the query."""
+    """Returns int64 [length] (read-only): the number of keys that each query of one document sees under `causal` and
+    the rules of a mask without arrays. An entry does not depend on
+    later tokens."""
     count = keys_at(mask, np.arange(length, dtype=np.int64))
     count.setflags(write=False)
     return count
 
 
 def keys_at(mask: MaskInfo, positions: np.ndarray) -> np.ndarray:
-    """Returns how many keys the queries at these positions see, int64, as `keys_of_causal`."""
+    """Returns int64: the number of keys that queries at these positions see, as in `keys_of_causal`."""
     q = np.asarray(positions, np.int64)[None]
     low, high, gap_low, gap_high = _positions(interval_of(mask.combine(MaskInfo(causal=True)), q), q)
     low = np.maximum(low, 0)
@@ -59,27 +60,28 @@ def keys_at(mask: MaskInfo, positions: np.ndarray) -> np.ndarray:
     return (np.maximum(high - low + 1, 0) - np.maximum(hidden, 0))[0]
 
 
-# Queries that are counted at most; of longer sequences, these are taken at even distances.
+# The maximum number of queries to count; in longer sequences, that many are sampled at equal distances.
 _COUNTED = 2**22
 
 
 @functools.lru_cache(maxsize=1024)
 def causal_pairs(mask: MaskInfo, length: int) -> float:
-    """Returns the pairs of one document of that length, as `keys_of_causal` counts them; past 4M tokens an estimate."""
+    """Returns the number of pairs of one document of that length, counted as in `keys_of_causal`; an estimate past 4M
+    tokens."""
     counted = min(length, _COUNTED)
     middles = ((2 * np.arange(counted, dtype=np.int64) + 1) * length) // (2 * counted)
     return float(keys_at(mask, middles).sum()) * length / counted
 
 
 def _readable(mask: MaskInfo) -> MaskInfo:
-    """Returns the mask without the fields whose values are not known."""
+    """Returns the mask without the fields whose values are unknown."""
     return mask.loosened(
         {name for name in mask.data_fields if isinstance(getattr(mask, name), (jax.core.Tracer, jax.ShapeDtypeStruct))}
     )
 
 
 def _positions(interval: Interval, q: np.ndarray) -> Interval:
-    """Returns the interval with int64 [#B, T] in place of every end; a gap that there is not is empty."""
+    """Returns the interval with every end as int64 [#B, T]; a missing gap becomes an empty one."""
     fill = Interval(-_FAR, _FAR, np.int64(0), np.int64(-1))
     ends = (fill if end is None else ends_at(end, q) for end, fill in zip(interval, fill, strict=True))
     return Interval(
@@ -88,7 +90,7 @@ def _positions(interval: Interval, q: np.ndarray) -> Interval:
 
 
 def _count(one: dict[str, Any]) -> int:
-    span = np.int64(2**33)  # wider than any two positions are apart, so that segments do not meet
+    span = np.int64(2**33)  # larger than any distance between positions, so that segments cannot overlap
 
     def place(ids: np.ndarray, at: np.ndarray) -> np.ndarray:
         return ids * span + at + span // 2

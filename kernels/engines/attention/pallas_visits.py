@@ -61,7 +61,7 @@ def visits_of(span: Any, inner: int, most: int, by_keys: bool) -> Visits:
     """Returns the visits of spans [R, n, 4] over `inner` blocks. Rows have `most` visits at most, if they are traced."""
     xp: Any = np if isinstance(span, np.ndarray) else jnp
     first, last = span[..., FIRST], span[..., LAST]
-    # A block that meets none is visited too: its output is to be written.
+    # A block with no active partner still gets one step: its output must be written.
     ends = xp.cumsum(xp.maximum(last - first, 1), axis=1)
     total = ends[:, -1:]
     length = int(total.max()) if xp is np else most

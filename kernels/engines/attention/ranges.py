@@ -1,8 +1,8 @@
-"""`KeyRange`: what any conjunction of mask rules comes to for a query, and the one table of what each rule means.
+"""`KeyRange`: the keys that a query sees under any conjunction of mask rules, and the one table that defines each rule.
 
-A rule is one function from the positions of queries to an `Interval` of the positions of keys that they see. Nothing else knows
-what a rule means: backends compare keys with a `KeyRange`, and the tiles that a kernel visits, the pairs that FLOPs count, the
-hops of a ring and the planner all follow from its bounds.
+A rule is a function from positions of queries to an `Interval` of positions of the keys they see. Nothing else knows
+what a rule means: backends compare keys with a `KeyRange`, and the tiles that a kernel visits, the pairs that FLOPs
+count, the steps of a ring and the planner are all derived from its bounds.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from kernels.framework import segments
 __all__ = ["EXAMPLES", "RULES", "Edge", "Interval", "KeyRange", "Rule", "ends_at", "interval_of", "visible"]
 
 
-# Past every position.
+# Beyond every position.
 _BEYOND = 2**30
 
 
 class Edge(NamedTuple):
-    """An end that is known when a program is made: so far from the query's own position, or a position of its own."""
+    """An end that is known at trace time: an offset from the query's own position, or (moves=False) an absolute
+    position."""
 
     offset: int
     moves: bool = True
 
 
 class Interval(NamedTuple):
-    """Positions of the keys that a query sees: low to high, both included, but for those from gap_low to gap_high.
+    """Positions of the keys that a query sees: low to high inclusive, except gap_low to gap_high inclusive.
 
-    Each end is an `Edge`, which kernels compile in; an integer array, one position a query; or None where it is open. Both ends
-    of the gap are given, or neither.
+    Each end is an `Edge`, which kernels compile in; an integer array with one position per query; or None if unbounded.
+    Either both ends of the gap are given, or neither.
     """
 
     low: Any = None
@@ -44,11 +45,11 @@ class Interval(NamedTuple):
 
 
 class KeyRange(NamedTuple):
-    """What a mask means: the interval of its rules, and what is no matter of positions. Arrays of queries or keys may be those
-    of a block of them.
+    """What a mask means: the interval of its rules, and the conditions that do not depend on positions. The arrays may
+    be slices for a block of queries or keys.
 
     Attributes:
-      q_positions, k_positions: int32 [#B, T] and [#B, S]; NumPy where the mask gives none.
+      q_positions, k_positions: int32 [#B, T] and [#B, S]; NumPy arrays if the mask has none.
       low, high, gap_low, gap_high: as in `Interval`; arrays are [#B, T].
       q_segments, k_segments: int32 [#B, T] and [#B, S], or None: a pair attends only if they are equal and not negative.
       dense: bool [#B, #N, #T, #S] or None.
@@ -65,12 +66,12 @@ class KeyRange(NamedTuple):
     dense: Any = None
 
     def of_queries(self) -> dict[str, Any]:
-        """Returns the arrays that have an entry for each query, by field."""
+        """Returns the arrays with one entry per query, by field."""
         names = ("q_positions", *Interval._fields, "q_segments")
         return {n: x for n in names if (x := getattr(self, n)) is not None and not isinstance(x, Edge)}
 
     def of_keys(self) -> dict[str, Any]:
-        """Returns the arrays that have an entry for each key, by field."""
+        """Returns the arrays with one entry per key, by field."""
         return {n: x for n in ("k_positions", "k_segments") if (x := getattr(self, n)) is not None}
 
     @property
@@ -82,11 +83,11 @@ class KeyRange(NamedTuple):
 class Rule(NamedTuple):
     """A rule of a mask.
 
-    fields: those of `MaskInfo` that it reads; without a value for the first one it rules nothing out.
+    fields: fields of `MaskInfo` that it reads; the rule is inactive unless the first one is set.
     interval: (mask, integer positions of queries of any shape [#B, ...]) -> `Interval`. Its low and high never decrease with
       the position.
-    counts: whether the rule of a mask counts tokens from the start of a segment, where there are segments and no positions.
-    resolved: (mask, order) -> the mask with arrays in place of what is counted, see `MaskInfo.resolved`.
+    counts: mask -> whether the rule counts tokens from the start of a segment, if there are segments and no positions.
+    resolved: (mask, order) -> the mask with arrays in place of such counts, see `MaskInfo.resolved`.
     """
 
     fields: tuple[str, ...]
@@ -95,12 +96,12 @@ class Rule(NamedTuple):
     resolved: Callable[[Any, Any], Any] = lambda mask, order: mask
 
     def given(self, mask: Any) -> bool:
-        """Returns whether a mask has the rule."""
+        """Returns whether the rule is active in a mask."""
         return getattr(mask, self.fields[0]) not in (None, False)
 
 
 def _of_rows(x: Any, q: Any) -> Any:
-    """Returns what there is one of for each row of the batch, [#B], to broadcast against the positions of queries."""
+    """Reshapes a value per batch row, [#B], to broadcast against the positions of queries."""
     return x.reshape(-1, *(1,) * (q.ndim - 1))
 
 
@@ -123,7 +124,7 @@ def _window(mask: Any, q: Any) -> Interval:
 
 
 def _sinks_of_segments(mask: Any, order: Any) -> Any:
-    """The sink tokens of a segment end at the position of the first of its keys that is not one of them."""
+    """Sets `q_sink_ends`: the sink tokens of a segment end at the position of its first key that is not one."""
     q, k = mask.q_segment_ids, mask.kv_segment_ids
     at = jnp.arange(k.shape[1], dtype=jnp.int32) if order is None else jnp.asarray(order)
     at = at[None] if mask.kv_positions is None else mask.kv_positions
@@ -132,9 +133,9 @@ def _sinks_of_segments(mask: Any, order: Any) -> Any:
     by = jnp.lexsort((at, k), axis=1)
     k, at = jnp.take_along_axis(k, by, 1), jnp.take_along_axis(at, by, 1)
     index = jax.vmap(segments.searchsorted)(k, q) + mask.sink_tokens
-    own = jnp.take_along_axis(k, jnp.minimum(index, k.shape[1] - 1), 1) == q
+    same_segment = jnp.take_along_axis(k, jnp.minimum(index, k.shape[1] - 1), 1) == q
     ends = jnp.take_along_axis(at, jnp.minimum(index, k.shape[1] - 1), 1)
-    return mask.replace(q_sink_ends=jnp.where(own & (index < k.shape[1]), ends, _BEYOND))
+    return mask.replace(q_sink_ends=jnp.where(same_segment & (index < k.shape[1]), ends, _BEYOND))
 
 
 def _counts_sinks(mask: Any) -> bool:
@@ -147,9 +148,10 @@ def _chunk(mask: Any, q: Any) -> Interval:
 
 
 def _chunks_of_segments(mask: Any, order: Any) -> Any:
-    """Chunks become segments of their own."""
+    """Turns chunks into segments."""
     q, k = mask.q_segment_ids, mask.kv_segment_ids
-    # Bottom-right within the segment: its last query is at its last key. A query before the first key has no chunk.
+    # Aligned bottom-right within a segment: its last query is at its last key. A query before the first key has no
+    # chunk.
     q_at = segments.rank(q, order) + segments.occurrences(q, k) - segments.occurrences(q, q)
     q, k = segments.joint(q, k, q_at // mask.chunk_size, segments.rank(k, order) // mask.chunk_size)
     return mask.replace(q_segment_ids=q, kv_segment_ids=k, chunk_size=None)
@@ -160,7 +162,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("window", "sink_tokens", "q_sink_ends"), _window, _counts_sinks, _sinks_of_segments),
     Rule(("chunk_size",), _chunk, lambda mask: mask.chunk_size is not None, _chunks_of_segments),
 )
-# Rules without arrays, by the name of a case: what every operation that takes a mask is tested with.
+# Example rules without arrays, by case name: every operation that takes a mask is tested with them.
 EXAMPLES: dict[str, dict[str, Any]] = {
     "window": {"causal": True, "window": (7, 0)},
     "sink_window": {"causal": True, "window": (7, 0), "sink_tokens": 3},
@@ -173,14 +175,14 @@ def _library(*arrays: Any) -> Any:
 
 
 def ends_at(end: Any, q: Any) -> Any:
-    """Returns an end that is not open as positions, one for each of the queries at positions q, or one for all of them."""
+    """Returns a bounded end as positions: one per query, given their positions q, or one for all of them."""
     if not isinstance(end, Edge):
         return end
     return q + end.offset if end.moves else end.offset
 
 
 def _joined(a: Any, b: Any, q: Any, name: str) -> Any:
-    """Returns the end at which both rules hold: the greater of two that are low, the smaller of two that are high."""
+    """Returns the tighter of two ends: the greater of two low ends, the smaller of two high ends."""
     if a is None or b is None:
         return b if a is None else a
     greater = name == "low"
@@ -192,7 +194,7 @@ def _joined(a: Any, b: Any, q: Any, name: str) -> Any:
 
 
 def _static(end: Any, q: Any) -> Any:
-    """Returns the end as an `Edge`, if its array says no more than one does."""
+    """Returns the end as an `Edge` if its array has a constant offset or is constant; else unchanged."""
     if not isinstance(end, np.ndarray) or not isinstance(q, np.ndarray):
         return end
     offset, fixed = (end - q).ravel(), end.ravel()
@@ -202,10 +204,10 @@ def _static(end: Any, q: Any) -> Any:
 
 
 def interval_of(mask: Any, q: Any) -> Interval:
-    """Returns what the rules of a `MaskInfo` that is resolved let queries at positions q see, together.
+    """Returns the interval that all rules of a resolved `MaskInfo` give together, for queries at positions q.
 
     Args:
-      q: integers [#B, ...]; NumPy's where they are not given, so that ends may be constants of the program.
+      q: integers [#B, ...]; a NumPy array if the mask has no positions, so that ends can be constants of the program.
     """
     whole = Interval()
     for rule in RULES:
@@ -213,14 +215,14 @@ def interval_of(mask: Any, q: Any) -> Interval:
             continue
         one = rule.interval(mask, q)
         if one.gap_low is not None:
-            assert whole.gap_low is None, "two rules leave a gap, and a range has one"
+            assert whole.gap_low is None, "two rules leave a gap, but a range can have only one"
             whole = whole._replace(gap_low=one.gap_low, gap_high=one.gap_high)
         whole = whole._replace(low=_joined(whole.low, one.low, q, "low"), high=_joined(whole.high, one.high, q, "high"))
     return Interval(*(_static(end, q) for end in whole))
 
 
 def visible(keys: KeyRange) -> jax.Array:
-    """Returns bool [#B, T, S]: which pairs attend, of the queries and keys whose positions are there; `dense` apart, which has
+    """Returns bool [#B, T, S]: which pairs of the given queries and keys attend. Ignores `dense`, which has a dim of
     heads."""
     q, j = keys.q_positions, keys.k_positions[:, None, :]
 

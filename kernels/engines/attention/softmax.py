@@ -1,4 +1,4 @@
-"""What attention hands to its backward, whichever pairs attend: a softmax is remade from one number a row."""
+"""The residuals of attention's softmax: any variant recomputes its weights from one number per row."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 
 def backward_inputs(residuals: dict, cotangents: dict) -> dict:
-    """Returns d_out, lse and delta = rowsum(d_out * out) - d_lse, float32 [B, T, N], of the residuals out and lse.
+    """Returns d_out, lse and delta = rowsum(d_out * out) - d_lse, float32 [B, T, N], from the residuals out and lse.
 
-    With ds = p * (dp - delta) the two cotangents need no separate terms; a ring computes delta once, from its global out. A
-    cotangent that is not there, of an output that nothing depends on, is zero.
+    With ds = p * (dp - delta), the two cotangents need no separate terms; a ring computes delta once, from its global
+    out. A missing cotangent, of an unused output, counts as zero.
     """
     out = residuals["out"]
     d_out = cotangents.get("d_out")
@@ -22,6 +22,6 @@ def backward_inputs(residuals: dict, cotangents: dict) -> dict:
 
 def sink_gradient(softmax_aux: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
     """Returns d softmax_aux [N, M]: a sink has weight exp(sink - lse) and value zero, so ds = -weight * delta."""
-    some = (lse != -jnp.inf)[..., None]  # no sink above -inf means no key either: weight 0
+    some = (lse != -jnp.inf)[..., None]  # lse = -inf means no keys and no finite sink: weight 0
     weight = jnp.exp(softmax_aux.astype(jnp.float32)[None, None] - jnp.where(some, lse[..., None], 0))
     return -jnp.sum(jnp.where(some, weight * delta[..., None], 0), axis=(0, 1))

@@ -1,9 +1,9 @@
-"""Which tiles of keys a tile of queries visits, row by row of the batch, from the bounds of a `KeyRange` over the tile: what a
-kernel goes over.
+"""Which tiles of keys a tile of queries visits, per batch row, from the bounds of a `KeyRange` over the tile: a
+kernel's schedule.
 
-Some of them need no look at the range, because every pair attends. The rest is compared entry by entry, so that bounds may be
-wide, never narrow: what is skipped is only what nobody sees, and what is taken as full is only what everybody sees. A kernel
-that has a tile of keys goes over the tiles of queries likewise.
+In full tiles every pair attends, so a kernel need not evaluate the mask; in the others it compares entry by entry.
+Bounds may therefore be loose, but only in one direction: a tile is skipped only if no pair attends, and full only if
+every pair does. A kernel that keeps a tile of keys visits tiles of queries in the same way.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ __all__ = [
     "spans",
 ]
 
-# The entries of a span.
+# The entries of a span: a range of tiles, with the full ones in the middle.
 FIRST, FULL_FIRST, FULL_LAST, LAST = range(4)
 _FAR = 2**30
 
 
 class _Queries(NamedTuple):
-    """The bounds of each tile of queries [#B, n], over those that are not padding."""
+    """Bounds of each tile of queries [#B, n], over tokens that are not padding."""
 
-    some: Any  # whether any query is not padding
-    whole: Any  # whether none is padding
-    ends: dict[str, tuple[Any, Any]]  # the least and greatest of each end that is not open
+    some: Any  # whether any query is valid (not padding)
+    whole: Any  # whether all queries are valid
+    ends: dict[str, tuple[Any, Any]]  # (min, max) of each bounded end
     segments: tuple[Any, Any] | None
 
 
 class _Keys(NamedTuple):
-    """The bounds of each tile of keys, likewise."""
+    """Bounds of each tile of keys, likewise."""
 
     some: Any
     whole: Any
@@ -51,7 +51,8 @@ class _Keys(NamedTuple):
 
 
 def _extremes(x: Any, valid: Any, tile: int, xp: Any) -> tuple[Any, Any]:
-    """Returns the least and the greatest of x [#B, length] in each tile, among what is valid; else such as meet nothing."""
+    """Returns (min, max) of the valid entries of x [#B, length] in each tile; if none is valid, values that match
+    nothing."""
     x, valid = xp.broadcast_arrays(x, valid)
     batch, length = x.shape
     tiles = -(-length // tile)
@@ -69,7 +70,7 @@ def _library(keys: KeyRange) -> Any:
 
 
 def _valid(segments: Any, length: int, tile: int, xp: Any) -> tuple[Any, Any, Any]:
-    """Returns which tokens are no padding [#B, length], whether any token of a tile is none, and whether all are."""
+    """Returns which tokens are valid (not padding) [#B, length], whether any in a tile is, and whether all are."""
     valid = xp.ones((1, length), bool) if segments is None else segments >= 0
     tiles = -(-length // tile)
     pad = ((0, 0), (0, tiles * tile - length))
@@ -87,7 +88,7 @@ def _of_queries(keys: KeyRange, tile: int, xp: Any) -> _Queries:
     ends = {}
     for name in ("low", "high", "gap_low", "gap_high"):
         end = getattr(keys, name)
-        if isinstance(end, Edge):  # an edge moves as positions do
+        if isinstance(end, Edge):  # monotonic in the position
             ends[name] = ends_at(end, position[0]), ends_at(end, position[1])
         elif end is not None:
             ends[name] = _extremes(end, valid, tile, xp)
@@ -101,7 +102,8 @@ def _of_keys(keys: KeyRange, tile: int, xp: Any) -> _Keys:
 
 
 def _met(keys: KeyRange, q_tile: int, kv_tile: int, xp: Any) -> tuple[Any, Any]:
-    """Returns bool [#B, query tiles, key tiles]: whether some pair may attend, and whether every pair does; `dense` apart."""
+    """Returns two bool [#B, query tiles, key tiles]: whether any pair may attend, and whether all do; ignores
+    `dense`."""
     q, k = _of_queries(keys, q_tile, xp), _of_keys(keys, kv_tile, xp)
     first, last = (x[:, None] for x in k.position)
 
@@ -119,7 +121,7 @@ def _met(keys: KeyRange, q_tile: int, kv_tile: int, xp: Any) -> tuple[Any, Any]:
     if "gap_low" in q.ends:
         (low, low_most), (high_least, high) = end("gap_low"), end("gap_high")
         some &= (first < low_most) | (last > high_least)
-        every &= (last < low) | (first > high) | (high < low)  # beside it, or it is empty
+        every &= (last < low) | (first > high) | (high < low)  # the tile is outside the gap, or the gap is empty
     if q.segments is not None and k.segments is not None:
         (a, b), (c, d) = (x[:, :, None] for x in q.segments), (x[:, None] for x in k.segments)
         some, every = some & (a <= d) & (c <= b), every & (a == d) & (c == b)
@@ -127,10 +129,11 @@ def _met(keys: KeyRange, q_tile: int, kv_tile: int, xp: Any) -> tuple[Any, Any]:
 
 
 def active_tiles(keys: KeyRange, q_tile: int, kv_tile: int) -> Any:
-    """Returns bool [query tiles, key tiles]: False only where no query of the tile sees any key of the tile, in no row.
+    """Returns bool [query tiles, key tiles]: False only where, in every row, no query of the tile sees any key of the
+    tile.
 
-    NumPy where the range has no arrays but NumPy's, so that the pattern is a constant of the program; otherwise traced, from
-    the bounds of each tile: O(S) work, no S x S array.
+    A NumPy array if the range has only NumPy arrays, so that the pattern is a constant of the program; otherwise
+    traced, from the bounds of each tile: O(S) work, no S x S array.
     """
     some, _ = _met(keys, q_tile, kv_tile, _library(keys))
     active = some.any(0)
@@ -145,9 +148,9 @@ def active_tiles(keys: KeyRange, q_tile: int, kv_tile: int) -> Any:
 
 
 def meetings(keys: KeyRange, q_tile: int, kv_tile: int) -> tuple[Any, Any]:
-    """Returns two bool arrays [#B, query tiles, key tiles]: whether some pair of the two tiles may attend, and whether every
-    pair does. A tile of keys that ends past the last key is never full, and where there is a dense mask, which is not looked
-    at, none is. NumPy where the range has no arrays but NumPy's, so that what follows is a constant of the program."""
+    """Returns two bool arrays [#B, query tiles, key tiles]: whether any pair of the two tiles may attend, and whether
+    all do. A tile that extends past the last key is never full. With a dense mask, which is not examined, none is.
+    NumPy arrays if the range has only NumPy arrays, so that what is derived from them is a constant of the program."""
     xp, kv_length = _library(keys), keys.k_positions.shape[1]
     some, every = _met(keys, q_tile, kv_tile, xp)
     if kv_length % kv_tile:
@@ -156,11 +159,11 @@ def meetings(keys: KeyRange, q_tile: int, kv_tile: int) -> tuple[Any, Any]:
 
 
 def spans(mask: MaskInfo | None, q_length: int, kv_length: int, q_tile: int, kv_tile: int) -> tuple[Any, Any]:
-    """Returns int32 ([#B, query tiles, 4], [#B, key tiles, 4]): of each tile of queries the span of key tiles, and of each tile
-    of keys that of query tiles, as (FIRST, FULL_FIRST, FULL_LAST, LAST).
+    """Returns int32 ([#B, query tiles, 4], [#B, key tiles, 4]): for each tile of queries the range of key tiles, and
+    for each tile of keys the range of query tiles, as (FIRST, FULL_FIRST, FULL_LAST, LAST).
 
-    FIRST <= FULL_FIRST <= FULL_LAST <= LAST; FIRST = LAST where nothing attends. NumPy where the mask has no arrays, so that
-    the spans are constants of the program.
+    FIRST <= FULL_FIRST <= FULL_LAST <= LAST; FIRST = LAST if nothing attends. NumPy arrays if the mask has no arrays,
+    so that the ranges are constants of the program.
     """
     keys = key_range(mask, q_length, kv_length)
     (some, every), xp = meetings(keys, q_tile, kv_tile), _library(keys)
@@ -168,7 +171,7 @@ def spans(mask: MaskInfo | None, q_length: int, kv_length: int, q_tile: int, kv_
 
 
 def _span(some: Any, every: Any, xp: Any) -> Any:
-    """Returns int32 [#B, n, 4] of bool [#B, n, m]: the hull of `some`, and the first run of `every`."""
+    """Returns int32 [#B, n, 4] for bool [#B, n, m]: the hull of `some`, and the first run of `every`."""
     n = some.shape[-1]
     at = np.arange(n, dtype=np.int32)
     first = xp.where(some, at, n).min(-1)
@@ -182,7 +185,7 @@ def _span(some: Any, every: Any, xp: Any) -> Any:
 
 
 def listed(some: Any) -> tuple[Any, Any]:
-    """Returns the lists of bool [..., tiles, n]: (int32 [..., tiles, n], the indices of what is set, in ascending order, before
-    those of the rest; int32 [..., tiles], how many are set)."""
+    """Returns (int32 [..., tiles, n], int32 [..., tiles]) for bool [..., tiles, n]: the indices of set entries in
+    ascending order, followed by the others; and the number of set entries."""
     xp: Any = np if isinstance(some, np.ndarray) else jnp
     return xp.argsort(~some, axis=-1, stable=True).astype(np.int32), some.sum(-1, dtype=np.int32)

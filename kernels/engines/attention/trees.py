@@ -1,4 +1,4 @@
-"""Trees of draft tokens, as speculative decoding verifies them: what each sees, and which a model agrees with.
+"""Trees of draft tokens for speculative decoding: what each token attends to, and which tokens the model accepts.
 
 Sources: Miao et al., SpecInfer, 2023; Cai et al., Medusa, 2024.
 """
@@ -16,7 +16,7 @@ from kernels.framework.requests import known
 
 
 def _integers(function: str, name: str, x: Any, form: str, fits: Callable[[tuple[int, ...]], bool]) -> jax.Array:
-    """Returns the array. Raises ValueError unless it holds integers, and its shape fits."""
+    """Returns the value as an array. Raises ValueError unless it holds integers and its shape fits."""
     try:
         array = jnp.asarray(x)
     except (TypeError, ValueError):
@@ -27,23 +27,23 @@ def _integers(function: str, name: str, x: Any, form: str, fits: Callable[[tuple
 
 
 def _parents(parents: Any, function: str) -> jax.Array:
-    """Returns the parents as int32 [B, T], each before its token."""
-    form = "integers [T] or [B, T], the place of each token's parent before it and -1 for a root"
+    """Returns the parents as int32 [B, T], each smaller than its token's own index."""
+    form = "integers [T] or [B, T], the index of each token's parent, smaller than its own, or -1 for a root"
     array = _integers(function, "parents", parents, form, lambda shape: len(shape) in (1, 2) and 0 not in shape)
     values, at = known(parents), np.arange(array.shape[-1])
     if values is not None and (values >= at).any():
         place = np.argwhere(values >= at)[0]
         raise ValueError(
-            f"{function}: argument 'parents' has {values[*place]} for the token at {place[-1]}, and a parent is before its "
-            "token; -1 for a root"
+            f"{function}: argument 'parents' has {values[*place]} for the token at {place[-1]}; a parent must precede "
+            "its token, or be -1 for a root"
         )
     array = (array[None] if array.ndim == 1 else array).astype(jnp.int32)
-    # Under a trace one that is not before its token is none: a circle would never reach a root.
+    # Under a trace, an invalid parent counts as a root: with a cycle, no root would ever be reached.
     return jnp.where(array < at, array, -1)
 
 
 def _ancestors(parents: jax.Array) -> jax.Array:
-    """Returns bool [B, T, T]: whether j is i, or above it in the tree. O(log T) products."""
+    """Returns bool [B, T, T]: whether j is i or an ancestor of i. O(log T) matrix products."""
     T = parents.shape[1]
     at = jnp.arange(T)
     above = parents[:, :, None] == at
@@ -55,18 +55,20 @@ def _ancestors(parents: jax.Array) -> jax.Array:
 
 
 def tree_attention_mask(parents: Any, prefix_length: int = 0, prefix_mask: Any = None) -> jax.Array:
-    """Returns bool [B, T, prefix_length + T], for `attention_mask` of `flash_attention`: a draft token sees the prefix, itself,
-    and its ancestors.
+    """Returns bool [B, T, prefix_length + T], for `attention_mask` of `flash_attention`: a draft token attends to the
+    prefix, to itself, and to its ancestors.
 
     Args:
-      parents: int [T] or [B, T]: the place of each token's parent, before the token's own; -1 for one that follows the prefix.
-      prefix_length: keys before the tree's own, which lie last.
+      parents: int [T] or [B, T]: the index of each token's parent, smaller than its own; -1 if it follows the prefix
+        directly.
+      prefix_length: number of keys before those of the tree, which come last.
       prefix_mask: bool [B, prefix_length], true where such a key is valid; default: all are.
 
-    Queries are the T draft tokens. A token's position, for its rotation, is prefix length + `tree_depths(parents)`.
+    The queries are the T draft tokens. A token's position, for rotary embeddings, is prefix length +
+    `tree_depths(parents)`.
 
     Raises:
-      ValueError: naming the argument.
+      ValueError: names the argument.
 
     >>> print(tree_attention_mask([-1, 0, 0, 1])[0].astype(int))
     [[1 0 0 0]
@@ -74,11 +76,11 @@ def tree_attention_mask(parents: Any, prefix_length: int = 0, prefix_mask: Any =
      [1 0 1 0]
      [1 1 0 1]]
     """
-    own = _ancestors(_parents(parents, "tree_attention_mask"))
+    ancestors = _ancestors(_parents(parents, "tree_attention_mask"))
     if not isinstance(prefix_length, int) or prefix_length < 0:
         raise ValueError(
-            f"tree_attention_mask: argument 'prefix_length' must be a number of keys, got {prefix_length!r}; where rows have "
-            "different ones, give the longest, and 'prefix_mask'"
+            f"tree_attention_mask: argument 'prefix_length' must be a number of keys, got {prefix_length!r}; if it "
+            "differs between rows, pass the longest, and 'prefix_mask'"
         )
     before = jnp.ones((1, prefix_length), bool) if prefix_mask is None else jnp.asarray(prefix_mask)
     if before.dtype != jnp.bool_ or before.ndim != 2 or before.shape[1] != prefix_length:
@@ -86,18 +88,18 @@ def tree_attention_mask(parents: Any, prefix_length: int = 0, prefix_mask: Any =
             f"tree_attention_mask: argument 'prefix_mask' must be bool [B, prefix_length = {prefix_length}], got "
             f"{before.dtype} of shape {before.shape}"
         )
-    if own.shape[0] > 1 and before.shape[0] > 1 and own.shape[0] != before.shape[0]:
+    if ancestors.shape[0] > 1 and before.shape[0] > 1 and ancestors.shape[0] != before.shape[0]:
         raise ValueError(
-            f"tree_attention_mask: argument 'prefix_mask' has {before.shape[0]} rows, and 'parents' {own.shape[0]}"
+            f"tree_attention_mask: argument 'prefix_mask' has {before.shape[0]} rows, but 'parents' has {ancestors.shape[0]}"
         )
-    rows = max(own.shape[0], before.shape[0])
-    T = own.shape[1]
-    parts = [jnp.broadcast_to(before[:, None], (rows, T, prefix_length)), jnp.broadcast_to(own, (rows, T, T))]
+    rows = max(ancestors.shape[0], before.shape[0])
+    T = ancestors.shape[1]
+    parts = [jnp.broadcast_to(before[:, None], (rows, T, prefix_length)), jnp.broadcast_to(ancestors, (rows, T, T))]
     return jnp.concatenate(parts, axis=-1)
 
 
 def tree_depths(parents: Any) -> jax.Array:
-    """Returns int32 of the shape [B, T]: how many ancestors each token has.
+    """Returns int32 [B, T]: the number of ancestors of each token.
 
     >>> print(tree_depths([-1, 0, 0, 1]))
     [[0 1 1 2]]
@@ -106,19 +108,19 @@ def tree_depths(parents: Any) -> jax.Array:
 
 
 def verify_tree(parents: Any, draft_tokens: Any, next_tokens: Any, first_token: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns (accepted bool [B, T], last int32 [B]): the draft tokens that greedy decoding would have made, the longest path
-    of such from a root, and the place of its last one, -1 where there is none.
+    """Returns (accepted bool [B, T], last int32 [B]): the longest path of draft tokens from a root that greedy decoding
+    would have produced, and the index of its last token, or -1 if no token is accepted.
 
-    A token fits if it is the model's next token after its parent; a path is accepted where all of it fits. Of two that are
-    equally long, as of siblings that propose the same token, the first is taken.
+    A token matches if it is the model's next token after its parent; a path is accepted if all its tokens match. Of
+    paths of equal length, as with siblings that propose the same token, the first is taken.
 
     Args:
       parents: int [T] or [B, T], as in `tree_attention_mask`.
-      draft_tokens: int [B, T]. next_tokens: int [B, T], the model's own choice after each of them.
-      first_token: int [B], the model's choice after the prefix, that a root must be.
+      draft_tokens: int [B, T]. next_tokens: int [B, T], the model's next token after each of them.
+      first_token: int [B], the model's next token after the prefix, which a root must match.
 
     Raises:
-      ValueError: naming the argument.
+      ValueError: names the argument.
 
     >>> import jax.numpy as jnp
     >>> accepted, last = verify_tree([-1, 0, 0, 1], jnp.array([[5, 7, 8, 9]]), jnp.array([[8, 9, 1, 2]]), jnp.array([5]))

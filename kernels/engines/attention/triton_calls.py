@@ -1,4 +1,4 @@
-"""How the Triton kernels of attention are launched on NVIDIA GPUs: with which arguments, and which tiles."""
+"""Launches the Triton kernels of attention on NVIDIA GPUs: their arguments and tile sizes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import triton
 
-from kernels.engines.attention.gluon_gradients import specialised_gradient_kernel
-from kernels.engines.attention.gluon_kernels import specialised_forward_kernel
+from kernels.engines.attention.gluon_gradients import warp_specialized_bwd_kernel
+from kernels.engines.attention.gluon_kernels import warp_specialized_fwd_kernel
 from kernels.engines.attention.gluon_parts import BLOCK
-from kernels.engines.attention.gluon_wide import specialised_wide_gradient_kernel
+from kernels.engines.attention.gluon_wide import warp_specialized_wide_bwd_kernel
 from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.ranges import Edge, Interval, KeyRange
 from kernels.engines.attention.tiles import spans
@@ -22,22 +22,23 @@ from kernels.framework.execute import Saved
 from kernels.toolchains.triton import tensor_descriptor, triton_launch
 
 WIDEST = 256
-# Warps of a program of Hopper's kernels, which specialise them: three warpgroups. A plain program has a power of two.
-SPECIALISED = 12
-# What a program of theirs may have of shared memory, less what is not tiles.
+# Warps of a program of the Hopper kernels: three specialised warpgroups. Plain programs have a power of two.
+WARP_SPECIALIZED = 12
+# Shared memory that such a program may use for tiles.
 SHARED_MEMORY = 220 * 1024
-# The most heads whose programs run side by side: keys that are read, or queries, then stay in the cache. In the backward of
-# wide heads the sums of several do not: one head at a time is a third faster on an H200 at 32k. That of narrow heads is as
-# fast with 8 there, and faster at 8k.
+# The maximum number of heads whose programs run side by side, so that the keys (or queries) they read stay in the
+# cache. In the backward of wide heads the accumulators of several do not fit: one head at a time is a third faster on
+# an H200 at 32k. For narrow heads, 8 are as fast there, and faster at 8k.
 SIDE_BY_SIDE = {
-    specialised_forward_kernel.fn.__name__: 8,
-    specialised_gradient_kernel.fn.__name__: 8,
-    specialised_wide_gradient_kernel.fn.__name__: 1,
+    warp_specialized_fwd_kernel.fn.__name__: 8,
+    warp_specialized_bwd_kernel.fn.__name__: 8,
+    warp_specialized_wide_bwd_kernel.fn.__name__: 1,
 }
 
 
 class Call(NamedTuple):
-    """A call as its kernels take it: arrays that are given, by the names of kernels' parameters, and what is compiled in."""
+    """A call in the form that kernels take: the given arrays by name of the kernels' parameters, and the compile-time
+    options."""
 
     arrays: dict[str, Any]
     options: dict[str, Any]
@@ -50,23 +51,23 @@ class Call(NamedTuple):
     def launch(
         self, kernel: Any, first: tuple, spans: jax.Array, blocks: tuple[int, int], params: FwdParams, **rest: Any
     ):
-        """Returns the outputs of a kernel whose parameters are `first`, the spans and the arrays that it names.
+        """Launches a kernel whose parameters are `first`, the spans and the arrays that it names; returns its outputs.
 
-        A block that stays in a program and one that passes are of `blocks` queries and keys.
+        `blocks` are the numbers of queries and of keys per block.
         """
         warps, stages = params.num_warps or 4, params.num_stages or 2
         return self.launch_with(kernel, first, spans, blocks, num_warps=warps, num_stages=stages, **rest)
 
-    def launch_specialised(
+    def launch_warp_specialized(
         self, kernel: Any, first: tuple, spans: jax.Array, blocks: tuple[int, int], heads: int, **rest: Any
     ):
-        """Likewise of a kernel of Hopper, whose programs are those of so many heads."""
+        """The same for a Hopper kernel, with programs for `heads` heads."""
         most = SIDE_BY_SIDE[kernel.fn.__name__]
         side = next(n for n in (8, 4, 2, 1) if n <= most and heads % n == 0)
         return self.launch_with(kernel, first, spans, blocks, HEADS=side, **rest)
 
     def with_lists(self, index: jax.Array, order: jax.Array) -> Call:
-        """Returns the call over lists of tiles, whose ends kernels take for spans."""
+        """Returns the call with lists of tiles; kernels then read the ends of the lists in place of spans."""
         batch, heads = index.shape[:2]
         lists = {"LIST_BATCH": 0 if batch == 1 else heads, "LIST_HEAD": 0 if heads == 1 else 1}
         return self._replace(
@@ -74,7 +75,7 @@ class Call(NamedTuple):
         )
 
     def launch_with(self, kernel: Any, first: tuple, spans: jax.Array, blocks: tuple[int, int], **rest: Any):
-        """Likewise, with the options of the launch itself among `rest`."""
+        """The same, with the launch options in `rest`."""
         q_block, k_block = blocks
         options = Options(**self.options, SPAN_BATCH=_stride(spans, 0), BLOCK_Q=q_block, BLOCK_K=k_block)
         names = [p.name for p in kernel.params if not p.is_constexpr]
@@ -83,14 +84,14 @@ class Call(NamedTuple):
 
 
 def _stride(x: Any, dim: int) -> int:
-    """Returns entries from one index of a dim to the next, 0 where there is only one, or no array."""
+    """Returns the stride of a dim in entries; 0 if its size is 1 or there is no array."""
     return 0 if x is None or x.shape[dim] == 1 else math.prod(x.shape[dim + 1 :])
 
 
 def prepare(
     query, key, value, mask, bias, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob, cfg
 ) -> Call:
-    """Returns the call of an operation with those arguments."""
+    """Converts the arguments of an operation to a `Call`."""
     (B, T, N, H), (S, K), HV = query.shape, key.shape[1:3], value.shape[3]
     mask = MaskInfo() if mask is None else mask.resolved()
     keys = mask.key_range(T, S)
@@ -107,7 +108,7 @@ def prepare(
     arrays = {name: None if x is None else jnp.asarray(x, jnp.int32) for name, x in arrays.items()}
     batch = {name.removesuffix("_ptr").upper() + "_BATCH": _stride(x, 0) for name, x in arrays.items()}
     arrays |= {"dense_ptr": dense, "bias_ptr": bias, "slope_ptr": alibi_slopes, "seed_ptr": seed}
-    arrays |= {"index_ptr": None, "order_ptr": None}  # lists of tiles, in place of spans
+    arrays |= {"index_ptr": None, "order_ptr": None}  # lists of tiles, used instead of spans
     strides = {
         f"{name}_{part}": _stride(x, dim)
         for name, x in (("DENSE", dense), ("BIAS", bias))
@@ -140,7 +141,7 @@ def prepare(
 
 
 def _ends(keys: KeyRange) -> tuple[Any, dict[str, tuple[int, int] | None]]:
-    """Returns the ends of a range that are arrays, int32 [B|1, ends, T] or None, and `Options` of all of them."""
+    """Returns the ends of a range that are arrays, as int32 [B|1, ends, T] or None, and `Options` for all ends."""
     coded: dict[str, tuple[int, int] | None] = {}
     arrays: list[Any] = []
     for name in Interval._fields:
@@ -156,15 +157,16 @@ def _ends(keys: KeyRange) -> tuple[Any, dict[str, tuple[int, int] | None]]:
 
 
 def _exact(query: Any, cfg: KernelConfig) -> bool:
-    """Returns whether a soft cap takes more than the instruction for tanh: where weights in 16 bits are more exact than what it
-    is off by, and where the plain kernels, which have no such instruction, make the other direction."""
-    return query.dtype == jnp.float16 or {cfg.fwd_params.num_warps, cfg.bwd_params.num_warps} != {SPECIALISED}
+    """Returns whether a soft cap needs more than the tanh instruction: if 16-bit weights are more accurate than its
+    error, or if the plain kernels, which lack the instruction, run the other direction."""
+    return query.dtype == jnp.float16 or {cfg.fwd_params.num_warps, cfg.bwd_params.num_warps} != {WARP_SPECIALIZED}
 
 
-def bytes_of(queued: int, params: FwdParams, wide: int, tall: int) -> int:
-    """Returns the bytes of the forward's tiles on Hopper: of so many blocks of queries, and of stages of keys and values."""
+def bytes_of(queued: int, params: FwdParams, width: int, v_width: int) -> int:
+    """Returns the bytes of the Hopper forward's tiles: `queued` blocks of queries, and the stages of keys and
+    values."""
     assert params.q_blocksize and params.kv_blocksize and params.num_stages
-    return 2 * (queued * params.q_blocksize * wide + params.num_stages * params.kv_blocksize * (wide + tall))
+    return 2 * (queued * params.q_blocksize * width + params.num_stages * params.kv_blocksize * (width + v_width))
 
 
 def block_of(x: jax.Array, rows: int, width: int, layout: Any = BLOCK) -> Any:
@@ -172,16 +174,16 @@ def block_of(x: jax.Array, rows: int, width: int, layout: Any = BLOCK) -> Any:
 
 
 def statistics_by_head(call: Call, saved: Saved, length: int) -> tuple[jax.Array, jax.Array]:
-    """Returns minus lse and minus delta [B * N, length] as Hopper's kernels add them: of a row without a key, and of one past
-    the last, such that its weights are zero, whatever its cotangents are."""
+    """Returns -lse and -delta [B * N, length] in the form that the Hopper kernels add. For rows without keys, and past
+    the last row, the values make all weights zero, whatever the cotangents are."""
     B, T, N = saved.lse.shape
 
     def by_head(x: jax.Array, fill: float) -> jax.Array:
         x = jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, length - T)), constant_values=fill)
         return x.reshape(B * N, length)
 
-    # Flat, so that they have no other layout, and behind a barrier: XLA would make delta where it is turned, and take seven
-    # times as long for the sum that it is.
+    # Flattened, so that they have no other layout, and behind a barrier. Otherwise XLA would fuse the sum that is delta
+    # with this transpose, and take seven times as long.
     flat = jax.lax.optimization_barrier((saved.lse.reshape(-1), saved.delta.reshape(-1)))
     lse, delta = (x.reshape(B, T, N) for x in flat)
     some = lse != -jnp.inf
@@ -198,8 +200,8 @@ def config_of(forward: tuple[int, int, int, int], backward: tuple[int, int, int,
 
 
 def plain_tiles(width: int, itemsize: int) -> KernelConfig:
-    """Returns the tiles of the plain kernels for heads that are padded to so many entries."""
-    if itemsize == 4:  # multiplied outside of the matrix units, in true float32
+    """Returns the tiles of the plain kernels for heads padded to `width` entries."""
+    if itemsize == 4:  # multiplied in true float32, without tensor cores
         forward = (32, 32, 8, 2) if width <= 64 else (32, 16, 4, 2)
         return config_of(forward, (32, 32, 8, 2) if width <= 128 else (16, 16, 4, 2))
     if width <= 128:
@@ -207,25 +209,26 @@ def plain_tiles(width: int, itemsize: int) -> KernelConfig:
     return config_of((128, 64, 8, 2), (64, 64, 8, 2))
 
 
-def specialised_tiles(H: int, HV: int, itemsize: int, scale: float, cap: float | None) -> KernelConfig:
-    """Returns the tiles of Hopper's kernels for heads of so many entries, or those of the plain ones where Hopper has none."""
-    wide, tall = padded_width(H), padded_width(HV)
-    plain = plain_tiles(max(wide, tall), itemsize)
-    # TMA reads heads that begin every 16 bytes.
-    if itemsize != 2 or H % 8 or HV % 8 or not 64 <= tall <= wide or scale <= 0:
+def warp_specialized_tiles(H: int, HV: int, itemsize: int, scale: float, cap: float | None) -> KernelConfig:
+    """Returns the tiles of the Hopper kernels for heads of these widths, or those of the plain ones if Hopper has no
+    kernel."""
+    width, v_width = padded_width(H), padded_width(HV)
+    plain = plain_tiles(max(width, v_width), itemsize)
+    # TMA needs heads to be aligned to 16 bytes.
+    if itemsize != 2 or H % 8 or HV % 8 or not 64 <= v_width <= width or scale <= 0:
         return plain
-    keys = 128 if wide <= 128 else 64
-    # Under a soft cap twice the queries are more than registers hold.
-    backward = (128, 2) if wide <= 64 and cap is None else (64, 3 if wide <= 128 else 2)
-    forward = 64 if panel_of(H, HV) == 256 else 128
-    return config_of((128, forward, SPECIALISED, 2), (backward[0], keys, SPECIALISED, backward[1]))
+    keys = 128 if width <= 128 else 64
+    # With a soft cap, twice the queries do not fit in registers.
+    backward = (128, 2) if width <= 64 and cap is None else (64, 3 if width <= 128 else 2)
+    forward = 64 if head_tile_width(H, HV) == 256 else 128
+    return config_of((128, forward, WARP_SPECIALIZED, 2), (backward[0], keys, WARP_SPECIALIZED, backward[1]))
 
 
-def panel_of(H: int, HV: int) -> int:
-    """Returns the columns of a tile of queries or keys in Hopper's forward.
+def head_tile_width(H: int, HV: int) -> int:
+    """Returns the columns of a tile of queries or keys in the Hopper forward.
 
-    Heads of 129 to 192 lie in three tiles, so that they are multiplied as the 192 that they are, and leave room for 128 keys;
-    the output, which leaves through the tiles of the queries, must fit in two of them.
+    Heads of 129 to 192 are stored in three tiles, so that they are multiplied as 192 and leave room for 128 keys. The
+    output, which is stored through the query tiles, must fit in two of them.
     """
     return 64 if 128 < H <= 192 and padded_width(HV) <= 128 else padded_width(H)
 

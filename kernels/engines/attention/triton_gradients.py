@@ -1,6 +1,6 @@
-"""The kernels of flash attention's backward in Triton: two passes, and one for a bias that is broadcast."""
+"""The backward kernels of flash attention in Triton: two passes, and one for a broadcast bias."""
 
-# Triton declares tensors where its compiler takes constants and integers too.
+# Triton's stubs declare tensors where its compiler accepts constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from kernels.engines.attention.triton_parts import (
+    dropout_factor,
     ends_of,
-    kept,
     limits_of,
     list_of,
     nth,
@@ -28,7 +28,8 @@ from kernels.engines.attention.triton_parts import (
 def _query_blocks(dq, d_slope, begin, end, list_ptr, q, d_out, lse, delta, k_ptr, v_ptr, qi, q_at, q_segment, k_at_ptr,
                   k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O: tl.constexpr,
                   MASKED: tl.constexpr):  # fmt: skip
-    """Returns the gradients of a block of queries, and of the slope, after the key blocks from `begin` to `end`."""
+    """Returns the gradients of a block of queries, and of the ALiBi slope, after the key blocks from `begin` to
+    `end`."""
     for i in range(begin, end):
         n = nth(list_ptr, i)
         kj = n * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
@@ -37,12 +38,12 @@ def _query_blocks(dq, d_slope, begin, end, list_ptr, q, d_out, lse, delta, k_ptr
         k_at = positions_of(k_at_ptr, kj, 0, O.S)[None, :]
         k_segment = segments_of(k_segment_ptr, kj, O.S)[None, :]
         qk = tl.dot(q, tl.trans(k), input_precision="ieee")
-        x, bend = scores(qk, qi, kj[None, :], q_at, k_at, q_segment, k_segment, ends, dense_ptr, bias_ptr, slope, O,
+        x, softcap_grad = scores(qk, qi, kj[None, :], q_at, k_at, q_segment, k_segment, ends, dense_ptr, bias_ptr, slope, O,
                        MASKED)  # fmt: skip
         p = tl.exp2(x - lse[:, None])
         dp = tl.dot(d_out, tl.trans(v), input_precision="ieee")
         if seed is not None:
-            dp *= kept(seed, q_at, k_at, O.THRESHOLD, O.FACTOR)
+            dp *= dropout_factor(seed, q_at, k_at, O.THRESHOLD, O.FACTOR)
         ds = p * (dp - delta[:, None])
         if slope is not None:
             d_slope -= tl.sum(ds * tl.abs(q_at - k_at).to(tl.float32), axis=1)
@@ -50,14 +51,14 @@ def _query_blocks(dq, d_slope, begin, end, list_ptr, q, d_out, lse, delta, k_ptr
             where = d_bias_ptr + qi.to(tl.int64) * O.BIAS_ROW + kj[None, :] * O.BIAS_COLUMN
             inside = (qi < O.T) & (kj < O.S)[None, :]
             tl.store(where, ds, mask=inside)
-        raw = ds * bend * O.SCALE
+        raw = ds * softcap_grad * O.SCALE
         dq = tl.dot(raw.to(k.dtype), k, dq, input_precision="ieee")
     return dq, d_slope
 
 
 @triton.jit
 def query_gradient_kernel(
-    d_bias_ptr,  # [B, N, T, S] float32, zeros before; or None: there is no bias, or it is broadcast
+    d_bias_ptr,  # [B, N, T, S] float32, zero-initialised; None without a bias, or if it is broadcast
     d_out_ptr,  # [B, T, N, HV]
     lse_ptr,  # [B, T, N]
     delta_ptr,
@@ -77,7 +78,7 @@ def query_gradient_kernel(
     slope_ptr,
     seed_ptr,
     dq_ptr,  # [B, T, N, H]
-    d_slope_ptr,  # [B, N, query blocks], a part of the sum each
+    d_slope_ptr,  # [B, N, query blocks], partial sums
     O: tl.constexpr,  # `Options`
 ):
     BLOCKS: tl.constexpr = (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
@@ -86,10 +87,10 @@ def query_gradient_kernel(
     head = n // (O.N // O.K)
     if order_ptr is not None:
         block = tile_of(order_ptr, b, n, tl.program_id(0) % BLOCKS, BLOCKS, 1, O)
-    wide = b.to(tl.int64)
+    b64 = b.to(tl.int64)
     at = block * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
-    k_ptr += wide * (O.S * O.K * O.H)
-    v_ptr += wide * (O.S * O.K * O.HV)
+    k_ptr += b64 * (O.S * O.K * O.H)
+    v_ptr += b64 * (O.S * O.K * O.HV)
     if q_at_ptr is not None:
         q_at_ptr += b * O.Q_AT_BATCH
         k_at_ptr += b * O.K_AT_BATCH
@@ -97,11 +98,11 @@ def query_gradient_kernel(
         q_segment_ptr += b * O.Q_SEGMENT_BATCH
         k_segment_ptr += b * O.K_SEGMENT_BATCH
     if dense_ptr is not None:
-        dense_ptr += wide * O.DENSE_BATCH + n.to(tl.int64) * O.DENSE_HEAD
+        dense_ptr += b64 * O.DENSE_BATCH + n.to(tl.int64) * O.DENSE_HEAD
     if bias_ptr is not None:
-        bias_ptr += wide * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
+        bias_ptr += b64 * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
     if d_bias_ptr is not None:
-        d_bias_ptr += wide * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
+        d_bias_ptr += b64 * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
     slope, seed = None, None
     if ends_ptr is not None:
         ends_ptr += b * O.ENDS_BATCH
@@ -112,9 +113,9 @@ def query_gradient_kernel(
     q_at = positions_of(q_at_ptr, at, O.S - O.T, O.T)[:, None]
     q_segment = segments_of(q_segment_ptr, at, O.T)[:, None]
     ends = ends_of(ends_ptr, at[:, None], O)
-    q = rows_of(q_ptr + wide * (O.T * O.N * O.H), at, O.N, n, O.H, O.T, O.BLOCK_H)
-    d_out = rows_of(d_out_ptr + wide * (O.T * O.N * O.HV), at, O.N, n, O.HV, O.T, O.BLOCK_V)
-    lse, delta = statistics(lse_ptr + wide * (O.T * O.N), delta_ptr + wide * (O.T * O.N), at, n, O)
+    q = rows_of(q_ptr + b64 * (O.T * O.N * O.H), at, O.N, n, O.H, O.T, O.BLOCK_H)
+    d_out = rows_of(d_out_ptr + b64 * (O.T * O.N * O.HV), at, O.N, n, O.HV, O.T, O.BLOCK_V)
+    lse, delta = statistics(lse_ptr + b64 * (O.T * O.N), delta_ptr + b64 * (O.T * O.N), at, n, O)
 
     dq = tl.zeros([O.BLOCK_Q, O.BLOCK_H], tl.float32)
     d_slope = tl.zeros([O.BLOCK_Q], tl.float32)
@@ -130,7 +131,7 @@ def query_gradient_kernel(
     dq, d_slope = _query_blocks(
         dq, d_slope, full_end, last, list_ptr, q, d_out, lse, delta, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
         k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, True)  # fmt: skip
-    store_rows(dq_ptr + wide * (O.T * O.N * O.H), dq, at, O.N, n, O.H, O.T, O.BLOCK_H)
+    store_rows(dq_ptr + b64 * (O.T * O.N * O.H), dq, at, O.N, n, O.H, O.T, O.BLOCK_H)
     if slope_ptr is not None:
         tl.store(d_slope_ptr + (b * O.N + n) * BLOCKS + block, tl.sum(d_slope, axis=0))
 
@@ -139,8 +140,9 @@ def query_gradient_kernel(
 def _key_blocks(dk, dv, begin, end, list_ptr, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, kj, k_at, k_segment, q_at_ptr,
                 q_segment_ptr, ends_ptr, dense_ptr, bias_ptr, slope, seed, n, O: tl.constexpr,
                 MASKED: tl.constexpr):  # fmt: skip
-    """Returns the gradients of a block of keys and values after the query blocks from `begin` to `end` of head n. Logits lie
-    with the keys as rows, so that the weights are the left side of both products as they are."""
+    """Returns the gradients of a block of keys and values after the query blocks from `begin` to `end` of head n. The
+    logits are transposed, with keys as rows, so that the weights are the left operand of both products without a
+    transpose."""
     for i in range(begin, end):
         m = nth(list_ptr, i)
         at = m * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
@@ -151,17 +153,17 @@ def _key_blocks(dk, dv, begin, end, list_ptr, k, v, d_out_ptr, lse_ptr, delta_pt
         q_segment = segments_of(q_segment_ptr, at, O.T)[None, :]
         ends = ends_of(ends_ptr, at[None, :], O)
         kq = tl.dot(k, tl.trans(q), input_precision="ieee")
-        x, bend = scores(kq, at[None, :], kj, q_at, k_at, q_segment, k_segment, ends, dense_ptr, bias_ptr, slope, O,
+        x, softcap_grad = scores(kq, at[None, :], kj, q_at, k_at, q_segment, k_segment, ends, dense_ptr, bias_ptr, slope, O,
                        MASKED)  # fmt: skip
         p = tl.exp2(x - lse[None, :])
         dp = tl.dot(v, tl.trans(d_out), input_precision="ieee")
-        dropped = p
+        p_dropped = p
         if seed is not None:
-            keep = kept(seed, q_at, k_at, O.THRESHOLD, O.FACTOR)
-            dropped = p * keep
-            dp *= keep
-        dv = tl.dot(dropped.to(d_out.dtype), d_out, dv, input_precision="ieee")
-        raw = p * (dp - delta[None, :]) * bend * O.SCALE
+            factor = dropout_factor(seed, q_at, k_at, O.THRESHOLD, O.FACTOR)
+            p_dropped = p * factor
+            dp *= factor
+        dv = tl.dot(p_dropped.to(d_out.dtype), d_out, dv, input_precision="ieee")
+        raw = p * (dp - delta[None, :]) * softcap_grad * O.SCALE
         dk = tl.dot(raw.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
@@ -175,8 +177,8 @@ def key_gradient_kernel(
     k_ptr,
     v_ptr,
     spans_ptr,  # [B|1, key blocks, 4]; with lists, as in the forward
-    index_ptr,  # [B|1, N|1, key blocks, query blocks]: lists of the blocks of queries that are visited, or None
-    order_ptr,  # [B|1, K|1, key blocks]: blocks of keys by the lengths of their lists
+    index_ptr,  # [B|1, N|1, key blocks, query blocks]: lists of the query blocks to visit, or None
+    order_ptr,  # [B|1, K|1, key blocks]: key blocks, those with the longest lists first
     q_at_ptr,
     k_at_ptr,
     q_segment_ptr,
@@ -196,12 +198,12 @@ def key_gradient_kernel(
     head, b = tl.program_id(0) // BLOCKS % O.K, tl.program_id(0) // (BLOCKS * O.K)
     if order_ptr is not None:
         block = tile_of(order_ptr, b, head, tl.program_id(0) % BLOCKS, BLOCKS, G, O)
-    wide = b.to(tl.int64)
+    b64 = b.to(tl.int64)
     at = block * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
-    d_out_ptr += wide * (O.T * O.N * O.HV)
-    lse_ptr += wide * (O.T * O.N)
-    delta_ptr += wide * (O.T * O.N)
-    q_ptr += wide * (O.T * O.N * O.H)
+    d_out_ptr += b64 * (O.T * O.N * O.HV)
+    lse_ptr += b64 * (O.T * O.N)
+    delta_ptr += b64 * (O.T * O.N)
+    q_ptr += b64 * (O.T * O.N * O.H)
     if q_at_ptr is not None:
         q_at_ptr += b * O.Q_AT_BATCH
         k_at_ptr += b * O.K_AT_BATCH
@@ -212,8 +214,8 @@ def key_gradient_kernel(
         ends_ptr += b * O.ENDS_BATCH
     k_at = positions_of(k_at_ptr, at, 0, O.S)[:, None]
     k_segment = segments_of(k_segment_ptr, at, O.S)[:, None]
-    k = rows_of(k_ptr + wide * (O.S * O.K * O.H), at, O.K, head, O.H, O.S, O.BLOCK_H)
-    v = rows_of(v_ptr + wide * (O.S * O.K * O.HV), at, O.K, head, O.HV, O.S, O.BLOCK_V)
+    k = rows_of(k_ptr + b64 * (O.S * O.K * O.H), at, O.K, head, O.H, O.S, O.BLOCK_H)
+    v = rows_of(v_ptr + b64 * (O.S * O.K * O.HV), at, O.K, head, O.HV, O.S, O.BLOCK_V)
 
     dk = tl.zeros([O.BLOCK_K, O.BLOCK_H], tl.float32)
     dv = tl.zeros([O.BLOCK_K, O.BLOCK_V], tl.float32)
@@ -227,9 +229,9 @@ def key_gradient_kernel(
             first, full, full_end, last = limits_of(spans_ptr, index_ptr, b, n, block, BLOCKS, O)
         dense, bias, slope, seed = dense_ptr, bias_ptr, None, None
         if dense_ptr is not None:
-            dense = dense_ptr + wide * O.DENSE_BATCH + n.to(tl.int64) * O.DENSE_HEAD
+            dense = dense_ptr + b64 * O.DENSE_BATCH + n.to(tl.int64) * O.DENSE_HEAD
         if bias_ptr is not None:
-            bias = bias_ptr + wide * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
+            bias = bias_ptr + b64 * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
         if slope_ptr is not None:
             slope = tl.load(slope_ptr + b * O.SLOPE_BATCH + n).to(tl.float32)
         if seed_ptr is not None:
@@ -243,8 +245,8 @@ def key_gradient_kernel(
         dk, dv = _key_blocks(
             dk, dv, full_end, last, list_ptr, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, at[:, None], k_at, k_segment,
             q_at_ptr, q_segment_ptr, ends_ptr, dense, bias, slope, seed, n, O, True)  # fmt: skip
-    store_rows(dk_ptr + wide * (O.S * O.K * O.H), dk, at, O.K, head, O.H, O.S, O.BLOCK_H)
-    store_rows(dv_ptr + wide * (O.S * O.K * O.HV), dv, at, O.K, head, O.HV, O.S, O.BLOCK_V)
+    store_rows(dk_ptr + b64 * (O.S * O.K * O.H), dk, at, O.K, head, O.H, O.S, O.BLOCK_H)
+    store_rows(dv_ptr + b64 * (O.S * O.K * O.HV), dv, at, O.K, head, O.HV, O.S, O.BLOCK_V)
 
 
 @triton.jit
@@ -268,8 +270,8 @@ def bias_gradient_kernel(
     d_bias_ptr,  # [B|1, N|1, T|1, S|1] float32
     O: tl.constexpr,  # `Options`
 ):
-    """The gradient of a bias that is broadcast. A program has a block of it and goes over all that it was broadcast to, so that
-    sums are of one order, whatever runs first; logits and the gradients of weights are computed once more for it."""
+    """The gradient of a broadcast bias. A program owns a block of it and loops over everything it was broadcast to, so
+    that the order of summation is fixed. Logits and gradients of weights are recomputed for it."""
     Q_BLOCKS: tl.constexpr = (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
     K_BLOCKS: tl.constexpr = (O.S + O.BLOCK_K - 1) // O.BLOCK_K
     rest = tl.program_id(0)
@@ -294,7 +296,7 @@ def bias_gradient_kernel(
         b_begin, b_end = rest, rest + 1
     acc = tl.zeros([O.BLOCK_Q, O.BLOCK_K], tl.float32)
     for b in range(b_begin, b_end):
-        wide = tl.cast(b, tl.int64)
+        b64 = tl.cast(b, tl.int64)
         q_at_row, k_at_row, q_segment_row, k_segment_row, ends_row = (
             q_at_ptr,
             k_at_ptr,
@@ -312,10 +314,10 @@ def bias_gradient_kernel(
             ends_row = ends_ptr + b * O.ENDS_BATCH
         for n in range(n_begin, n_end):
             head = n // (O.N // O.K)
-            dense, bias = dense_ptr, bias_ptr + wide * O.BIAS_BATCH + n * O.BIAS_HEAD
+            dense, bias = dense_ptr, bias_ptr + b64 * O.BIAS_BATCH + n * O.BIAS_HEAD
             slope, seed = None, None
             if dense_ptr is not None:
-                dense = dense_ptr + wide * O.DENSE_BATCH + n * O.DENSE_HEAD
+                dense = dense_ptr + b64 * O.DENSE_BATCH + n * O.DENSE_HEAD
             if slope_ptr is not None:
                 slope = tl.load(slope_ptr + b * O.SLOPE_BATCH + n).to(tl.float32)
             if seed_ptr is not None:
@@ -327,13 +329,13 @@ def bias_gradient_kernel(
                 q_at = positions_of(q_at_row, at, O.S - O.T, O.T)[:, None]
                 q_segment = segments_of(q_segment_row, at, O.T)[:, None]
                 ends = ends_of(ends_row, at[:, None], O)
-                q = rows_of(q_ptr + wide * (O.T * O.N * O.H), at, O.N, n, O.H, O.T, O.BLOCK_H)
-                d_out = rows_of(d_out_ptr + wide * (O.T * O.N * O.HV), at, O.N, n, O.HV, O.T, O.BLOCK_V)
-                lse, delta = statistics(lse_ptr + wide * (O.T * O.N), delta_ptr + wide * (O.T * O.N), at, n, O)
+                q = rows_of(q_ptr + b64 * (O.T * O.N * O.H), at, O.N, n, O.H, O.T, O.BLOCK_H)
+                d_out = rows_of(d_out_ptr + b64 * (O.T * O.N * O.HV), at, O.N, n, O.HV, O.T, O.BLOCK_V)
+                lse, delta = statistics(lse_ptr + b64 * (O.T * O.N), delta_ptr + b64 * (O.T * O.N), at, n, O)
                 for j in range(begin, end):
                     kj = j * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
-                    k = rows_of(k_ptr + wide * (O.S * O.K * O.H), kj, O.K, head, O.H, O.S, O.BLOCK_H)
-                    v = rows_of(v_ptr + wide * (O.S * O.K * O.HV), kj, O.K, head, O.HV, O.S, O.BLOCK_V)
+                    k = rows_of(k_ptr + b64 * (O.S * O.K * O.H), kj, O.K, head, O.H, O.S, O.BLOCK_H)
+                    v = rows_of(v_ptr + b64 * (O.S * O.K * O.HV), kj, O.K, head, O.HV, O.S, O.BLOCK_V)
                     k_at = positions_of(k_at_row, kj, 0, O.S)[None, :]
                     k_segment = segments_of(k_segment_row, kj, O.S)[None, :]
                     qk = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -341,7 +343,7 @@ def bias_gradient_kernel(
                                    O, True)  # fmt: skip
                     dp = tl.dot(d_out, tl.trans(v), input_precision="ieee")
                     if seed is not None:
-                        dp *= kept(seed, q_at, k_at, O.THRESHOLD, O.FACTOR)
+                        dp *= dropout_factor(seed, q_at, k_at, O.THRESHOLD, O.FACTOR)
                     acc += tl.exp2(x - lse[:, None]) * (dp - delta[:, None])
     where = d_bias_ptr + b_begin * O.BIAS_BATCH + n_begin * O.BIAS_HEAD
     rows = q_begin * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)

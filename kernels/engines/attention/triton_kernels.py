@@ -1,12 +1,12 @@
-"""The forward kernel of flash attention in Triton; those of the backward are in `triton_gradients.py`. Plain Triton: any GPU
-since Ampere, and the interpreter.
+"""The forward kernel of flash attention in Triton; the backward kernels are in `triton_gradients.py`. Plain Triton:
+runs on any GPU since Ampere, and in the interpreter.
 
-A program has a block of queries, or of keys, of one head and row of the batch, and goes over the blocks that meet it: where
-every pair attends without a look at the mask, elsewhere entry by entry (tiles.py). Logits are in units of log 2, so that every
+A program owns a block of queries, or of keys, of one head and batch row, and loops over the blocks paired with it: full
+blocks without evaluating the mask, others entry by entry (tiles.py). Logits are in units of log 2, so that each
 exponential is one instruction.
 """
 
-# Triton declares tensors where its compiler takes constants and integers too.
+# Triton's stubs declare tensors where its compiler accepts constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import triton.language as tl
 from kernels.engines.attention.triton_parts import (
     LN2,
     LOG2E,
+    dropout_factor,
     ends_of,
-    kept,
     limits_of,
     list_of,
     nth,
@@ -32,10 +32,11 @@ from kernels.engines.attention.triton_parts import (
 
 
 @triton.jit
-def _forward_blocks(acc, largest, total, begin, end, list_ptr, q, k_ptr, v_ptr, qi, q_at, q_segment, k_at_ptr,
+def _forward_blocks(acc, row_max, row_sum, begin, end, list_ptr, q, k_ptr, v_ptr, qi, q_at, q_segment, k_at_ptr,
                     k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, head, O: tl.constexpr,
                     MASKED: tl.constexpr):  # fmt: skip
-    """Returns the state of the rows after the key blocks from `begin` to `end`, or those at these places of a list."""
+    """Returns the state of the rows after the key blocks from `begin` to `end`, or those entries of a list of
+    blocks."""
     for i in range(begin, end):
         n = nth(list_ptr, i)
         kj = n * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
@@ -45,19 +46,19 @@ def _forward_blocks(acc, largest, total, begin, end, list_ptr, q, k_ptr, v_ptr, 
         qk = tl.dot(q, tl.trans(k), input_precision="ieee")
         x, _ = scores(qk, qi, kj[None, :], q_at, k_at, q_segment, k_segment, ends, dense_ptr, bias_ptr, slope, O,
                        MASKED)  # fmt: skip
-        new = tl.maximum(largest, tl.max(x, axis=1))
+        new = tl.maximum(row_max, tl.max(x, axis=1))
         anchor = new
         if MASKED:
-            anchor = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
+            anchor = tl.where(new == float("-inf"), 0.0, new)  # a row that has not seen any key yet
         p = tl.exp2(x - anchor[:, None])
-        rescale = tl.exp2(largest - anchor)
-        total = total * rescale + tl.sum(p, axis=1)
-        largest = new
+        rescale = tl.exp2(row_max - anchor)
+        row_sum = row_sum * rescale + tl.sum(p, axis=1)
+        row_max = new
         if seed is not None:
-            p *= kept(seed, q_at, k_at, O.THRESHOLD, O.FACTOR)
+            p *= dropout_factor(seed, q_at, k_at, O.THRESHOLD, O.FACTOR)
         v = rows_of(v_ptr, kj, O.K, head, O.HV, O.S, O.BLOCK_V)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-    return acc, largest, total
+    return acc, row_max, row_sum
 
 
 @triton.jit
@@ -65,10 +66,10 @@ def forward_kernel(
     q_ptr,  # [B, T, N, H]
     k_ptr,  # [B, S, K, H]
     v_ptr,  # [B, S, K, HV]
-    spans_ptr,  # [B|1, query blocks, 4]; with lists, of each tile (how many attend wholly, how many there are)
-    index_ptr,  # [B|1, N|1, query blocks, key blocks]: lists of the blocks of keys that are visited, or None
-    order_ptr,  # [B|1, N|1, query blocks]: blocks of queries by the length of their lists
-    q_at_ptr,  # [B|1, T], positions, or None; so all below
+    spans_ptr,  # [B|1, query blocks, 4]; with lists, per tile (number of full blocks, number of blocks)
+    index_ptr,  # [B|1, N|1, query blocks, key blocks]: lists of the key blocks to visit, or None
+    order_ptr,  # [B|1, N|1, query blocks]: query blocks, those with the longest lists first
+    q_at_ptr,  # [B|1, T], positions, or None, like all below
     k_at_ptr,
     q_segment_ptr,
     k_segment_ptr,
@@ -82,18 +83,18 @@ def forward_kernel(
     lse_ptr,  # [B, T, N]
     O: tl.constexpr,  # `Options`
 ):
-    # The last queries see the most keys, as a rule: the longest programs first.
+    # The last queries usually see the most keys: start the longest programs first.
     BLOCKS: tl.constexpr = (O.T + O.BLOCK_Q - 1) // O.BLOCK_Q
     block = BLOCKS - 1 - tl.program_id(0) % BLOCKS
     n, b = tl.program_id(0) // BLOCKS % O.N, tl.program_id(0) // (BLOCKS * O.N)
     head = n // (O.N // O.K)
     if order_ptr is not None:
         block = tile_of(order_ptr, b, n, tl.program_id(0) % BLOCKS, BLOCKS, 1, O)
-    wide = b.to(tl.int64)
+    b64 = b.to(tl.int64)
     at = block * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
-    q_ptr += wide * (O.T * O.N * O.H)
-    k_ptr += wide * (O.S * O.K * O.H)
-    v_ptr += wide * (O.S * O.K * O.HV)
+    q_ptr += b64 * (O.T * O.N * O.H)
+    k_ptr += b64 * (O.S * O.K * O.H)
+    v_ptr += b64 * (O.S * O.K * O.HV)
     if q_at_ptr is not None:
         q_at_ptr += b * O.Q_AT_BATCH
         k_at_ptr += b * O.K_AT_BATCH
@@ -101,9 +102,9 @@ def forward_kernel(
         q_segment_ptr += b * O.Q_SEGMENT_BATCH
         k_segment_ptr += b * O.K_SEGMENT_BATCH
     if dense_ptr is not None:
-        dense_ptr += wide * O.DENSE_BATCH + n.to(tl.int64) * O.DENSE_HEAD
+        dense_ptr += b64 * O.DENSE_BATCH + n.to(tl.int64) * O.DENSE_HEAD
     if bias_ptr is not None:
-        bias_ptr += wide * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
+        bias_ptr += b64 * O.BIAS_BATCH + n.to(tl.int64) * O.BIAS_HEAD
     slope, seed = None, None
     if ends_ptr is not None:
         ends_ptr += b * O.ENDS_BATCH
@@ -117,26 +118,26 @@ def forward_kernel(
     q = rows_of(q_ptr, at, O.N, n, O.H, O.T, O.BLOCK_H)
 
     acc = tl.zeros([O.BLOCK_Q, O.BLOCK_V], tl.float32)
-    largest = tl.full([O.BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([O.BLOCK_Q], tl.float32)
-    if sink_ptr is not None:  # the first "key" of every row, whose value is zero
+    row_max = tl.full([O.BLOCK_Q], float("-inf"), tl.float32)
+    row_sum = tl.zeros([O.BLOCK_Q], tl.float32)
+    if sink_ptr is not None:  # acts as the first key of every row, with value zero
         sink = tl.load(sink_ptr + n) * LOG2E
-        largest = tl.zeros([O.BLOCK_Q], tl.float32) + sink
-        total = tl.where(largest > float("-inf"), 1.0, 0.0)
+        row_max = tl.zeros([O.BLOCK_Q], tl.float32) + sink
+        row_sum = tl.where(row_max > float("-inf"), 1.0, 0.0)
     K_BLOCKS: tl.constexpr = (O.S + O.BLOCK_K - 1) // O.BLOCK_K
     list_ptr = list_of(index_ptr, b, n, block, BLOCKS, K_BLOCKS, O)
     first, full, full_end, last = limits_of(spans_ptr, index_ptr, b, n, block, BLOCKS, O)
-    acc, largest, total = _forward_blocks(
-        acc, largest, total, first, full, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
+    acc, row_max, row_sum = _forward_blocks(
+        acc, row_max, row_sum, first, full, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
         k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, head, O, True)  # fmt: skip
-    acc, largest, total = _forward_blocks(
-        acc, largest, total, full, full_end, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
+    acc, row_max, row_sum = _forward_blocks(
+        acc, row_max, row_sum, full, full_end, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
         k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, head, O, False)  # fmt: skip
-    acc, largest, total = _forward_blocks(
-        acc, largest, total, full_end, last, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
+    acc, row_max, row_sum = _forward_blocks(
+        acc, row_max, row_sum, full_end, last, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
         k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, head, O, True)  # fmt: skip
-    some = total != 0  # of a NaN too, so that lse is one
-    total = tl.where(some, total, 1.0)
-    lse = tl.where(some, (largest + tl.log2(total)) * LN2, float("-inf"))
-    tl.store(lse_ptr + (wide * O.T + at) * O.N + n, lse, mask=at < O.T)
-    store_rows(out_ptr + wide * (O.T * O.N * O.HV), acc / total[:, None], at, O.N, n, O.HV, O.T, O.BLOCK_V)
+    nonempty = row_sum != 0  # true for NaN too, so that lse becomes NaN
+    row_sum = tl.where(nonempty, row_sum, 1.0)
+    lse = tl.where(nonempty, (row_max + tl.log2(row_sum)) * LN2, float("-inf"))
+    tl.store(lse_ptr + (b64 * O.T + at) * O.N + n, lse, mask=at < O.T)
+    store_rows(out_ptr + b64 * (O.T * O.N * O.HV), acc / row_sum[:, None], at, O.N, n, O.HV, O.T, O.BLOCK_V)

@@ -1,6 +1,7 @@
-"""What the Triton kernels of flash attention are made of: what is compiled in, the logits of a block pair, reads and writes."""
+"""Parts of the Triton kernels of flash attention: compile-time options, the logits of a pair of blocks, loads and
+stores."""
 
-# Triton declares tensors where its compiler takes constants and integers too.
+# Triton's stubs declare tensors where its compiler accepts constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-# What an end of the keys that a query sees is given by.
+# How an end of the range of keys is represented.
 POSITION, OFFSET, ROW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is compiled into a kernel: sizes, strides in entries (0 where a dim is broadcast), and the meaning of the call.
+    """Compile-time options of a kernel: sizes, strides in entries (0 if a dim is broadcast), and the options of the
+    call.
 
-    Names are those of the contract; `THRESHOLD` and `FACTOR` are of the bits of dropout and of a weight that is kept. `EXACT`
-    asks Hopper's kernels for a tanh to the rounding of float32. The ends of a `KeyRange` are (POSITION, it), (OFFSET, from the
-    query's own position), (ROW, of the array of ends), or None where they are open.
-    `LIST_BATCH` and `LIST_HEAD` count lists of tiles.
+    Names are those of the contract. `THRESHOLD` and `FACTOR` are for dropout: the limit of the random bits, and the
+    scale of a weight that is not dropped. `EXACT` makes the Hopper kernels compute tanh to float32 rounding. The ends
+    of a `KeyRange` are (POSITION, absolute position), (OFFSET, from the query's own position), (ROW, index into the
+    array of ends), or None if unbounded. `LIST_BATCH` and `LIST_HEAD` are strides of the lists of tiles.
     """
 
     B: int
@@ -77,8 +79,8 @@ def _mix(x):
 
 
 @triton.jit
-def kept(seed, i, j, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr):
-    """Returns 0 or FACTOR for positions i and j, two that broadcast: the bits of `dropout.py`."""
+def dropout_factor(seed, i, j, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr):
+    """Returns 0 or FACTOR for positions i and j, which broadcast: the same bits as `dropout.py`."""
     row = _mix(seed ^ _mix(i.to(tl.uint32) * tl.full([1], 0x9E3779B1, tl.uint32)))
     bits = _mix(row ^ (j.to(tl.uint32) * tl.full([1], 0x85EBCA77, tl.uint32)))
     return tl.where(bits >= tl.full([1], THRESHOLD, tl.uint32), FACTOR, 0.0)
@@ -86,13 +88,13 @@ def kept(seed, i, j, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    # Of a large x the exponential is infinite, or 0, and the result 1, or -1.
+    # For large |x| the exponential is infinite or 0, so the result is 1 or -1.
     return 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2E)) + 1.0)
 
 
 @triton.jit
 def positions_of(ptr, at, SHIFT: tl.constexpr, LENGTH: tl.constexpr):
-    """Returns the positions of the tokens `at`: the array's, or where there is none, counted."""
+    """Returns the positions of the tokens `at`: from the array, or counted if there is none."""
     if ptr is None:
         positions = at + SHIFT
     else:
@@ -111,8 +113,8 @@ def segments_of(ptr, at, LENGTH: tl.constexpr):
 
 @triton.jit
 def tile_of(order_ptr, b, n, rank, TILES: tl.constexpr, GROUP: tl.constexpr, O: tl.constexpr):
-    """Returns the tile of this rank, the one with the longest list first. Tiles of keys are ordered once for a group of query
-    heads, tiles of queries for each head."""
+    """Returns the tile of this rank; tiles with the longest lists rank first. Key tiles are ranked once for a group of
+    query heads, query tiles for each head."""
     row = b * O.LIST_BATCH + n * (GROUP * O.LIST_HEAD)
     if O.LIST_HEAD != 0:
         row = row // GROUP
@@ -121,7 +123,7 @@ def tile_of(order_ptr, b, n, rank, TILES: tl.constexpr, GROUP: tl.constexpr, O: 
 
 @triton.jit
 def list_of(index_ptr, b, n, tile, TILES: tl.constexpr, OTHERS: tl.constexpr, O: tl.constexpr):
-    """Returns where the list of a tile begins, of which there are TILES for a head; None where there are no lists."""
+    """Returns a pointer to the list of a tile, one of TILES per head; None if there are no lists."""
     if index_ptr is None:
         begin = index_ptr
     else:
@@ -131,8 +133,8 @@ def list_of(index_ptr, b, n, tile, TILES: tl.constexpr, OTHERS: tl.constexpr, O:
 
 @triton.jit
 def limits_of(spans_ptr, index_ptr, b, n, tile, TILES: tl.constexpr, O: tl.constexpr):
-    """Returns (first, first that attends wholly, end of those, end): of the tiles that a tile meets or, where there are lists,
-    of the places in its list, whose first entries attend wholly."""
+    """Returns (first, first full, end of full, end): of the range of tiles paired with a tile or, with lists, of the
+    entries of its list, which starts with the full tiles."""
     if index_ptr is None:
         span = spans_ptr + b * O.SPAN_BATCH + tile * 4
         first, full, full_end, last = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
@@ -144,7 +146,7 @@ def limits_of(spans_ptr, index_ptr, b, n, tile, TILES: tl.constexpr, O: tl.const
 
 @triton.jit
 def nth(list_ptr, i):
-    """Returns entry i of a list of tiles; where there is none, tile i."""
+    """Returns entry i of a list of tiles, or i itself if there is no list."""
     if list_ptr is None:
         tile = i
     else:
@@ -154,13 +156,13 @@ def nth(list_ptr, i):
 
 @triton.jit
 def _pair(ptr, qi, kj, ROW: tl.constexpr, COLUMN: tl.constexpr, T: tl.constexpr, S: tl.constexpr, other: tl.constexpr):
-    """Returns the entries of a dense array for queries qi and keys kj, two that broadcast."""
+    """Returns the entries of a dense array for queries qi and keys kj, which broadcast."""
     return tl.load(ptr + qi.to(tl.int64) * ROW + kj * COLUMN, mask=(qi < T) & (kj < S), other=other)
 
 
 @triton.jit
 def ends_of(ptr, at, O: tl.constexpr):
-    """Returns pointers to the first end of the queries `at` in a row of the batch [ends, T]; past the last query, to its."""
+    """Returns pointers to the first end of the queries `at` in a batch row [ends, T]; clamped to the last query."""
     if ptr is None:
         ends = None
     else:
@@ -183,7 +185,8 @@ def _end(END: tl.constexpr, q_at, ends, O: tl.constexpr):
 
 @triton.jit
 def visible(kj, q_at, k_at, q_segment, k_segment, ends, O: tl.constexpr):
-    """Returns which pairs attend, of keys kj and of positions, segments and ends that broadcast; a dense mask apart."""
+    """Returns which pairs attend, for keys kj and for positions, segments and ends that broadcast; ignores a dense
+    mask."""
     seen = kj < O.S
     if O.HIGH is not None:
         seen = seen & (k_at <= _end(O.HIGH, q_at, ends, O))
@@ -199,17 +202,18 @@ def visible(kj, q_at, k_at, q_segment, k_segment, ends, O: tl.constexpr):
 @triton.jit
 def scores(qk, qi, kj, q_at, k_at, q_segment, k_segment, ends, dense_ptr, bias_ptr, slope, O: tl.constexpr,
             MASKED: tl.constexpr):  # fmt: skip
-    """Returns the logits of the products qk, in units of log 2, -inf where masked; and the slope of the soft cap, or 1.
+    """Returns the logits for the products qk, in units of log 2 and -inf where masked; and the derivative of the soft
+    cap, or 1.
 
-    Rows and columns are told by what qi, q_at, kj and k_at broadcast to, so that qk may lie either way.
+    Rows and columns follow from how qi, q_at, kj and k_at broadcast, so qk may be transposed.
     """
-    bend = 1.0
+    softcap_grad = 1.0
     if O.CAP is None:
         x = qk * (O.SCALE * LOG2E)
     else:
-        bent = tanh(qk * (O.SCALE / O.CAP))
-        x = bent * (O.CAP * LOG2E)
-        bend = 1.0 - bent * bent
+        capped = tanh(qk * (O.SCALE / O.CAP))
+        x = capped * (O.CAP * LOG2E)
+        softcap_grad = 1.0 - capped * capped
     if bias_ptr is not None:
         x += _pair(bias_ptr, qi, kj, O.BIAS_ROW, O.BIAS_COLUMN, O.T, O.S, 0.0).to(tl.float32) * LOG2E
     if slope is not None:
@@ -219,12 +223,13 @@ def scores(qk, qi, kj, q_at, k_at, q_segment, k_segment, ends, dense_ptr, bias_p
         if dense_ptr is not None:
             seen = seen & (_pair(dense_ptr, qi, kj, O.DENSE_ROW, O.DENSE_COLUMN, O.T, O.S, 0) != 0)
         x = tl.where(seen, x, float("-inf"))
-    return x, bend
+    return x, softcap_grad
 
 
 @triton.jit
 def rows_of(ptr, at, heads, head, WIDTH: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns [rows, BLOCK] of a row of the batch [LENGTH, heads, WIDTH] at the tokens `at` of a head; zeros past the ends."""
+    """Loads [rows, BLOCK] from a batch row [LENGTH, heads, WIDTH], for the tokens `at` of a head; zeros out of
+    bounds."""
     cols = tl.arange(0, BLOCK)
     where = ptr + (at.to(tl.int64) * heads + head)[:, None] * WIDTH + cols[None, :]
     mask = (at < LENGTH)[:, None]
@@ -243,9 +248,9 @@ def store_rows(ptr, x, at, heads, head, WIDTH: tl.constexpr, LENGTH: tl.constexp
 
 @triton.jit
 def statistics(lse_ptr, delta_ptr, at, n, O: tl.constexpr):
-    """Returns (lse in units of log 2, delta) of the rows `at`; of a row without a key, and past the last row, such that its
-    weights are zero, whatever its cotangents are."""
+    """Returns (lse in units of log 2, delta) of the rows `at`. For rows without keys, and past the last row, the values
+    make all weights zero, whatever the cotangents are."""
     lse = tl.load(lse_ptr + at * O.N + n, mask=at < O.T, other=float("-inf"))
     delta = tl.load(delta_ptr + at * O.N + n, mask=at < O.T, other=0.0)
-    some = lse > float("-inf")
-    return tl.where(some, lse * LOG2E, float("inf")), tl.where(some, delta, 0.0)
+    nonempty = lse > float("-inf")
+    return tl.where(nonempty, lse * LOG2E, float("inf")), tl.where(nonempty, delta, 0.0)

@@ -1,4 +1,4 @@
-"""The matmul of operations that leave theirs to XLA."""
+"""The matmul of operations that leave it to XLA."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import jax.numpy as jnp
 
 
 def dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the einsum of two arrays, accumulated in float32; of float32 it is in true float32, on every device."""
+    """Returns the einsum of two arrays, accumulated in float32; float32 inputs use true float32 on every device."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)

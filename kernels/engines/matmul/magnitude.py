@@ -1,4 +1,4 @@
-"""The largest magnitude of a block, from which the scale follows with which it is rounded to few bits."""
+"""The largest magnitude of a block, which determines its quantization scale."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 
 def largest_magnitude(x: jax.Array) -> jax.Array:
-    """Returns max |x| over the last dim, [..., 1]; NaN where one is NaN, so that rounding makes no number of it.
+    """Returns max |x| over the last dim, [..., 1]; NaN if any entry is NaN, so that quantization cannot hide it.
 
-    On CPUs XLA's maximum over the last of three dims or more leaves NaN out (openxla/xla#21461).
+    On CPUs XLA's maximum over the last of three or more dims ignores NaN (openxla/xla#21461).
     """
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     return jnp.where(jnp.any(jnp.isnan(x), axis=-1, keepdims=True), jnp.nan, largest)

@@ -1,9 +1,9 @@
-"""Recurrences in chunks: a row as chunks of equal length, and the scan over them in both directions.
+"""Chunked recurrences: splits a row into chunks of equal length, and scans over them forward and backward.
 
-A backend writes a `Step` of one chunk: what its tokens are by themselves, how the state passes it, and what its tokens read of
-the state that enters. What is here goes over the chunks with it, forward and backward. Only the passing goes chunk by chunk:
-the rest is computed for `together` chunks at one time, which keeps a large device busy and bounds the memory. The backward
-keeps one state for that many chunks and computes everything else again, so memory is linear in the length.
+A backend writes a `Step` for one chunk: what its tokens contribute on their own, how the state passes through, and what
+its tokens read from the incoming state. The code here runs it over all chunks. Only the state is passed sequentially;
+everything else is computed for `together` chunks at once, which keeps a large device busy and bounds memory. The
+backward stores one state per `together` chunks and recomputes everything else, so memory is linear in the length.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from kernels.engines.scan.recurrence import resets
 from kernels.framework.binding import Call
 from kernels.framework.config import Tunables
 
-# One float32 array of the tokens that are computed at one time takes about this many bytes on a device that works on many
-# chunks at once; a CPU works on one, whose arrays stay in its caches.
+# Target size in bytes of one float32 array of the tokens computed at once, on devices that process many chunks in
+# parallel. A CPU processes one chunk at a time, so that its arrays stay in the caches.
 BYTES_TOGETHER = 128 << 20
 
 
 @dataclass(frozen=True)
 class ChunkConfig(Tunables):
-    """Tunables of a recurrence in chunks; None leaves the choice to the configuration chain.
+    """Tunables of a chunked recurrence; None leaves the choice to the configuration chain.
 
     Attributes:
-      chunk: tokens of a chunk, a power of two. 1 is the recurrence itself.
-      together: chunks that are computed at one time, but for the passing of the state.
+      chunk: tokens per chunk, a power of two. 1 is the plain recurrence.
+      together: chunks computed at once, except for passing the state.
     """
 
     chunk: int | None = None
@@ -44,11 +44,11 @@ class ChunkConfig(Tunables):
 
 
 def tunables(most: int, elements: Callable[[Mapping[str, Any]], int]) -> dict[str, Any]:
-    """Returns the `heuristic` and the `candidates` of a backend in chunks.
+    """Returns the `heuristic` and `candidates` of a chunked backend.
 
     Args:
-      most: tokens of a chunk, of sequences that have as many.
-      elements: dims -> the elements of the largest array of one token of all rows.
+      most: maximum tokens per chunk.
+      elements: dims -> elements of the largest array for one token of all rows.
     """
 
     def config(call: Call, chunk: int, platform: str) -> ChunkConfig:
@@ -56,7 +56,8 @@ def tunables(most: int, elements: Callable[[Mapping[str, Any]], int]) -> dict[st
         return ChunkConfig(chunk, together)
 
     def longest(call: Call) -> int:
-        # Packed sequences with states begin chunks of their own: of their mean length, at most half of the slots are empty.
+        # Packed sequences with states start new chunks. With chunks of their mean length, at most half of the slots are
+        # empty.
         return 1 << max(0, -(-call.dims["T"] // call.num_states) - 1).bit_length()
 
     def heuristic(call: Call, platform: str) -> ChunkConfig:
@@ -70,11 +71,12 @@ def tunables(most: int, elements: Callable[[Mapping[str, Any]], int]) -> dict[st
 
 
 class Tokens(NamedTuple):
-    """Of the tokens of one chunk. Both None: all are valid, and of one sequence.
+    """Which tokens of one chunk are valid. Both None: all are, and belong to one sequence.
 
     Attributes:
-      valid: bool [B, C]. The state must pass the others untouched. All arrays are 0 there, and what comes out is dropped.
-      resets: bool [B, C]: whether the state begins anew before a token; None where it does only between chunks.
+      valid: bool [B, C]. Other tokens must leave the state unchanged. All arrays are 0 there, and the outputs are
+        dropped.
+      resets: bool [B, C]: whether the state is reset before a token; None if that happens only between chunks.
     """
 
     valid: jax.Array | None = None
@@ -85,11 +87,11 @@ class Step(NamedTuple):
     """One chunk of a recurrence, as three functions.
 
     Attributes:
-      prepare: (shared, x of [B, C, ...], `Tokens`) -> parts, a pytree of [B, ...]: what does not depend on the state.
+      prepare: (shared, x of [B, C, ...], `Tokens`) -> parts, a pytree of [B, ...]: everything independent of the state.
       advance: (parts, state [B, ...]) -> the state after the chunk.
       read: (shared, parts, state before the chunk) -> y of [B, C, ...].
 
-    Rows are independent of each other: several chunks of a row come to `prepare` and `read` as more rows.
+    Rows are independent: `prepare` and `read` receive several chunks of a row as additional rows.
     """
 
     prepare: Callable[[Any, Any, Tokens], Any]
@@ -98,11 +100,11 @@ class Step(NamedTuple):
 
 
 class Owners(NamedTuple):
-    """Of each chunk [n, B], where there are several states.
+    """Which state each chunk [n, B] belongs to, if there are several.
 
     Attributes:
-      of: whose state it has; `num_states`: nobody's.
-      begins, ends: whether it is the first and the last chunk of that sequence.
+      of: index of the state; `num_states` for none.
+      begins, ends: whether it is the first and the last chunk of its sequence.
     """
 
     of: jax.Array
@@ -111,16 +113,16 @@ class Owners(NamedTuple):
 
 
 class Chunks:
-    """Where the tokens of rows [B, T] lie in chunks [n, B, C].
+    """The layout of the tokens of rows [B, T] in chunks [n, B, C].
 
-    With one state a row is cut every C tokens, and padded at its end. With several each sequence begins a chunk: at most
-    (T + G (C - 1)) // C chunks hold them, however long each is, so that a state is only taken up and put down between chunks.
+    With one state a row is split every C tokens and padded at its end. With several, each sequence starts a new chunk,
+    so states are read and written only between chunks; (T + G (C - 1)) // C chunks suffice for any lengths.
 
     Attributes:
       size, number: C and n, a multiple of `together`.
-      together: how many chunks are computed at one time.
+      together: number of chunks computed at once.
       tokens: `Tokens` of all chunks, [n, B, C].
-      owners: with several states, `Owners`.
+      owners: `Owners`, if there are several states.
     """
 
     def __init__(
@@ -132,11 +134,11 @@ class Chunks:
         groups = -(-least // together)
         self.together = -(-least // groups)
         self.number = groups * self.together
-        self._source: jax.Array | None = None  # int [B, n * C]: which token lies in each slot
-        self._slot: jax.Array | None = None  # int [B, T]: which slot each token lies in, -1 for padding
+        self._source: jax.Array | None = None  # int [B, n * C]: the token in each slot
+        self._slot: jax.Array | None = None  # int [B, T]: the slot of each token, -1 for padding
         self.owners: Owners | None = None
         if num_states > 1:
-            assert segment_ids is not None, "several states are told apart by segment_ids"
+            assert segment_ids is not None, "several states require segment_ids"
             self._pack(segment_ids)
             return
         valid = new = None
@@ -163,7 +165,7 @@ class Chunks:
         source = jnp.take_along_axis(
             order, jnp.clip(of(edges[:, :-1])[..., None] + skip, 0, T - 1).reshape(ids.shape[0], -1), axis=1
         )
-        place = jnp.argsort(order, axis=1)  # of each token among the ordered ones
+        place = jnp.argsort(order, axis=1)  # rank of each token in the sorted order
         g = jnp.minimum(key, G - 1)
         slot = jnp.take_along_axis(begin, g, axis=1) * C + place - jnp.take_along_axis(edges, g, axis=1)
         self._source, self._slot = source, jnp.where(key < G, slot, -1)
@@ -172,7 +174,7 @@ class Chunks:
         self.owners = Owners(*(x.T for x in (states, used & (at == of(begin)), used & (at == of(end) - 1))))
 
     def _cut(self, x: jax.Array) -> jax.Array:
-        """Returns [n, B, C, ...] of x [B, T, ...]; what lies where there is no token is anything."""
+        """Returns x [B, T, ...] as [n, B, C, ...]; slots without a token hold arbitrary values."""
         if self._source is not None:
             x = jax.vmap(lambda row, source: row[source])(x, self._source)
         elif self.number * self.size != self.length:
@@ -180,12 +182,12 @@ class Chunks:
         return jnp.moveaxis(x.reshape(x.shape[0], self.number, self.size, *x.shape[2:]), 1, 0)
 
     def spread(self, x: jax.Array) -> jax.Array:
-        """Returns [n, B, C, ...] of x [B, T, ...], 0 where there is no valid token, whatever x holds there."""
+        """Returns x [B, T, ...] as [n, B, C, ...], with 0 in slots without a valid token, whatever x holds there."""
         rows, valid = self._cut(x), self.tokens.valid
         return rows if valid is None else jnp.where(valid.reshape(*valid.shape, *(1,) * (rows.ndim - 3)), rows, 0)
 
     def collect(self, y: jax.Array) -> jax.Array:
-        """Returns [B, T, ...] of y [n, B, C, ...]; 0 for tokens that are padding."""
+        """Returns y [n, B, C, ...] as [B, T, ...]; 0 for padding."""
         rows = jnp.moveaxis(y, 0, 1)
         rows = rows.reshape(rows.shape[0], -1, *y.shape[3:])
         if self._slot is not None:
@@ -203,27 +205,27 @@ def _where(condition: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _scan(body: Callable, carry: Any, xs: Any, length: int, reverse: bool = False) -> tuple[Any, Any]:
-    """Returns `lax.scan`, without its loop where there is one step: a token that is decoded is not worth one."""
+    """Returns `lax.scan`, without a loop if there is only one step, as in decoding."""
     if length > 1:
         return jax.lax.scan(body, carry, xs, reverse=reverse)
-    # jaxlib 0.10.2 to 0.11 fuse a matmul with a constant, as a state of zeros is here, and a sum beside it into one call of
-    # YNNPACK on CPUs, and the result is garbage (see jax issues 39103 and 39257 for others of its kind).
+    # On CPUs, jaxlib 0.10.2 to 0.11 fuse a matmul with a constant (here a state of zeros) and an adjacent sum into one
+    # YNNPACK call that returns garbage (see jax issues 39103 and 39257 for similar bugs).
     carry, y = body(jax.lax.optimization_barrier(carry), jax.tree.map(lambda x: x[0], xs))
     return carry, jax.tree.map(lambda x: x[None], y)
 
 
 def _group(step: Step, chunks: Chunks, shared: Any, state: jax.Array, begun: Any, x: Any, now: Any) -> tuple:
-    """Returns (state after them, with several states that after each [k, B, ...], outputs) of k chunks.
+    """Returns (state after k chunks, with several states that after each [k, B, ...], outputs).
 
     Args:
-      begun: with several states [k, B, ...], what the state is where a sequence begins.
+      begun: with several states [k, B, ...], the initial state where a sequence begins.
       now: (`Tokens`, `Owners` or None) of the chunks.
     """
     tokens, owners = now
     k, B = chunks.together, state.shape[0]
 
-    # As rows and not under vmap, whose dims would be more: jaxlib 0.10.2 to 0.11.2 crash on CPUs at sums of 6 and more dims
-    # (jax issues 39257 and 40412).
+    # Chunks become rows instead of a vmapped dim: jaxlib 0.10.2 to 0.11.2 crash on CPUs in sums over arrays of 6 or
+    # more dims (jax issues 39257 and 40412).
     def as_rows(x: Any) -> Any:
         return jax.tree.map(lambda y: y.reshape(k * B, *y.shape[2:]), x)
 
@@ -234,22 +236,22 @@ def _group(step: Step, chunks: Chunks, shared: Any, state: jax.Array, begun: Any
     parts = by_chunk(rows)
 
     def body(state: jax.Array, now: Any) -> tuple[jax.Array, Any]:
-        parts, begun, own = now
-        state = state if own is None else _where(own.begins, begun, state)
+        parts, begun, owner = now
+        state = state if owner is None else _where(owner.begins, begun, state)
         after = step.advance(parts, state)
-        return after, (state, None if own is None else after)
+        return after, (state, None if owner is None else after)
 
     state, (before, after) = _scan(body, state, (parts, begun, owners), chunks.together)
     return state, after, by_chunk(step.read(shared, rows, as_rows(before)))
 
 
 def _grouped(chunks: Chunks, x: Any) -> Any:
-    """Returns [n / k, k, ...] of each array [n, ...]."""
+    """Reshapes each array [n, ...] to [n / k, k, ...]."""
     return jax.tree.map(lambda y: y.reshape(-1, chunks.together, *y.shape[1:]), x)
 
 
 def _owned(chunks: Chunks, states: jax.Array, owners: Owners) -> jax.Array:
-    """Returns [k, B, ...]: of the states [B, G, ...] those of the owners of k chunks."""
+    """Returns [k, B, ...]: for k chunks, the states they belong to, from states [B, G, ...]."""
     return states[jnp.arange(states.shape[0]), jnp.minimum(owners.of, chunks.num_states - 1)]
 
 
@@ -261,9 +263,9 @@ def forward(step: Step, chunks: Chunks, initial: jax.Array, xs: Any, shared: Any
     """Returns (final_state [B, G, ...], outputs [B, T, ...]).
 
     Args:
-      initial: [B, G, ...], in the dtype that the state is kept in.
+      initial: [B, G, ...], in the dtype of the carried state.
       xs: pytree of [B, T, ...].
-      shared: pytree of what is the same for every token, as a decay of a head.
+      shared: pytree of arrays that are the same for every token, such as a decay per head.
     """
     rows, several = jnp.arange(initial.shape[0]), chunks.owners is not None
 
@@ -285,9 +287,10 @@ def forward(step: Step, chunks: Chunks, initial: jax.Array, xs: Any, shared: Any
 def backward(
     step: Step, chunks: Chunks, initial: jax.Array, xs: Any, d_final: jax.Array, d_ys: Any, shared: Any = None
 ) -> tuple[jax.Array, Any, Any]:
-    """Returns (d_initial, d_xs, d_shared), the gradients of what `forward` takes; d_shared is summed in float32.
+    """Returns (d_initial, d_xs, d_shared), the gradients of the inputs of `forward`; d_shared is summed in float32.
 
-    All arrays in `xs` and `shared` must be floats. The states that enter the chunks are computed again, without the outputs.
+    All arrays in `xs` and `shared` must be floats. The incoming states of the chunks are recomputed, without the
+    outputs.
     """
     groups, G = chunks.number // chunks.together, chunks.num_states
     rows, several = jnp.arange(initial.shape[0]), chunks.owners is not None
@@ -305,8 +308,8 @@ def backward(
     def body(carry: Any, now: Any) -> tuple[Any, Any]:
         d_state, d_shared, d_initial = carry
         x, at, state, d_y = now
-        given = (shared, state, _begun(chunks, initial, at[1]), x)
-        (_, after, y), pull = jax.vjp(lambda a, b, c, d: _group(step, chunks, a, b, c, d, at), *given)
+        operands = (shared, state, _begun(chunks, initial, at[1]), x)
+        (_, after, y), pull = jax.vjp(lambda a, b, c, d: _group(step, chunks, a, b, c, d, at), *operands)
         d_after = None
         if several:
             d_after = _where(at[1].ends, _owned(chunks, d_final, at[1]), jnp.zeros_like(after))
@@ -319,7 +322,7 @@ def backward(
 
     d_last = jnp.zeros_like(initial[:, 0]) if several else d_final[:, 0]
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shared)
-    # A sequence without tokens ends as it began, and so does its gradient.
+    # A sequence without tokens ends in its initial state, and so does its gradient.
     start = (d_last, sums, d_final if several else None)
     (d_state, d_shared, d_initial), d_xs = _scan(body, start, (xs, at, states, d_ys), groups, reverse=True)
     d_xs = jax.tree.map(lambda x: chunks.collect(x.reshape(-1, *x.shape[2:])), d_xs)

@@ -1,14 +1,15 @@
-"""Recurrences over a sequence: what the arguments of a public function mean, and where a state begins anew.
+"""Recurrences over a sequence: arguments shared by their public functions, and where a state is reset.
 
-Every recurrence has one form of contract. Beside its own arrays it takes
+All recurrences share one form of contract. Besides its own arrays, each takes
 
-- `segment_ids` Int[B, T]: a token continues the last valid one of its row iff their ids are equal; a negative id is padding:
-  its output is 0 and the state passes it untouched;
+- `segment_ids` Int[B, T]: a token continues the last valid one of its row iff their ids are equal. A negative id is
+  padding: its output is 0 and it leaves the state unchanged;
 - `initial_state` Float[B, G, ...] and the option `num_states` = G;
 
-and returns `(out, final_state [B, G, ...])`. With one state it enters at a row's first token and leaves after its last, and
-where the ids change it begins anew. With several (packed sequences) ids are in [0, G), the tokens of a segment lie together,
-and segment g begins from initial_state[:, g] and ends in final_state[:, g]; one without tokens ends as it began.
+and returns `(out, final_state [B, G, ...])`. With one state, it enters at a row's first token, leaves after its last,
+and is reset where the id changes. With several (packed sequences), ids are in [0, G) and the tokens of a segment are
+contiguous: segment g starts from initial_state[:, g] and ends in final_state[:, g]. A segment without tokens ends in
+its initial state.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from kernels.framework.public import Prepared
 
 
 class Where(TypedDict, total=False):
-    """Which tokens are a sequence: arguments of every public function of a recurrence.
+    """Arguments of every public function of a recurrence that define its sequences.
 
-    And, as every recurrence:
-      segment_ids: int [B, T]. Where the id changes the state begins anew. A token of a negative id is padding: its output is 0,
-        and the state passes it untouched.
-      cum_seqlens, cu_seqlens: two names of [0, n1, n1 + n2, ...], int [sequences + 1], which cuts one packed row (B = 1) there.
-        The state then has [sequences, ...] in the place of [B, ...].
-      initial_state: another name of the state before the first token.
+    Every recurrence also takes:
+      segment_ids: int [B, T]. The state is reset where the id changes. A token with a negative id is padding: its
+        output is 0, and it leaves the state unchanged.
+      cum_seqlens, cu_seqlens: two names for cumulative lengths [0, n1, n1 + n2, ...], int [sequences + 1], which split
+        one packed row (B = 1) into sequences. The state then has dims [sequences, ...] instead of [B, ...].
+      initial_state: another name for the state before the first token.
     """
 
     segment_ids: Any
@@ -48,28 +49,28 @@ class Where(TypedDict, total=False):
     initial_state: Any
 
 
-def either(op_name: str, **given: Any) -> Any:
-    """Returns the argument that is given, of several names for one; None where none is.
+def either(op_name: str, **aliases: Any) -> Any:
+    """Returns the value of an argument with several names; None if it is not given.
 
     Raises:
-      ValueError: two are given.
+      ValueError: it is given under two names.
     """
-    found = {name: value for name, value in given.items() if value is not None}
-    if len(found) > 1:
-        names = " and ".join(map(repr, found))
-        raise ValueError(f"{op_name}: arguments {names} are two names of one; give one of them")
-    return next(iter(found.values()), None)
+    passed = {name: value for name, value in aliases.items() if value is not None}
+    if len(passed) > 1:
+        names = " and ".join(map(repr, passed))
+        raise ValueError(f"{op_name}: arguments {names} are two names for the same argument; pass only one")
+    return next(iter(passed.values()), None)
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """What the arguments of a public function say of sequences and states, in the contract's form.
+    """A public function's sequences and states, in the contract's form.
 
     Attributes:
       segment_ids: int32 [B, T]; None: each row is one sequence.
-      initial_state: float32 [B, G, ...], or None for the operation's own.
+      initial_state: float32 [B, G, ...], or None for the operation's default.
       num_states: G of the contract.
-      packed: whether the caller's states are [sequences, ...], for B = 1, not [B, ...].
+      packed: whether the caller's states are [sequences, ...], with B = 1, instead of [B, ...].
     """
 
     segment_ids: jax.Array | None
@@ -79,23 +80,24 @@ class Sequences:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The contract's arguments, by name; those left out are not in the call, so every backend supports them."""
-        given = {"segment_ids": self.segment_ids, "initial_state": self.initial_state}
-        return {n: v for n, v in given.items() if v is not None} | (
+        """The contract's arguments, by name. Those not needed are left out of the call, so that every backend supports
+        it."""
+        named = {"segment_ids": self.segment_ids, "initial_state": self.initial_state}
+        return {n: v for n, v in named.items() if v is not None} | (
             {"num_states": self.num_states} if self.num_states > 1 else {}
         )
 
     @property
     def cuts(self) -> str:
-        """The argument that cuts a whole sequence, if one was given, for `Prepared`."""
+        """Name of the argument with cumulative lengths, if given, for `Prepared`."""
         return "cum_seqlens" if self.packed else ""
 
     def state(self, final_state: jax.Array) -> jax.Array:
-        """Returns the caller's state [B, ...], or [sequences, ...], of the contract's [B, G, ...]."""
+        """Converts the contract's state [B, G, ...] to the caller's [B, ...] or [sequences, ...]."""
         return final_state[0] if self.packed else final_state[:, 0]
 
     def state_dims(self, dims: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the dims of the caller's state, for `Prepared`, of those of the contract's after B and G."""
+        """Returns the dims of the caller's state, for `Prepared`, given the contract's dims after B and G."""
         return ("G" if self.packed else "B", *dims)
 
 
@@ -110,24 +112,25 @@ def sequences(
     initial_state: Any = None,
     return_state: bool = False,
 ) -> Sequences:
-    """Returns what the arguments of a public function say, in the contract's form.
+    """Converts the arguments of a public function to the contract's form.
 
     Args:
       shape: (B, T) of the operation's arrays.
-      state_shape: of one sequence's state.
-      segment_ids: int [B, T] (or [T] where B = 1); padding is negative.
-      cum_seqlens, cu_seqlens: int [sequences + 1], two names of [0, n1, n1 + n2, ...], which cuts the one row there.
-      initial_state: float [B, *state_shape], or with cuts [sequences, *state_shape].
+      state_shape: shape of one sequence's state.
+      segment_ids: int [B, T] (or [T] if B = 1); padding is negative.
+      cum_seqlens, cu_seqlens: int [sequences + 1], two names for cumulative lengths [0, n1, n1 + n2, ...] of the single
+        row.
+      initial_state: float [B, *state_shape], or with cumulative lengths [sequences, *state_shape].
       return_state: whether the caller wants the states.
 
     Raises:
-      ValueError: naming the argument.
+      ValueError: names the argument.
     """
     B, T = shape
     cuts = either(op_name, cum_seqlens=cum_seqlens, cu_seqlens=cu_seqlens)
     if cuts is not None and segment_ids is not None:
         raise ValueError(
-            f"{op_name}: arguments 'segment_ids' and 'cum_seqlens' both say where sequences begin; give one of them"
+            f"{op_name}: arguments 'segment_ids' and 'cum_seqlens' both define where sequences begin; pass only one"
         )
     ids, count = None, B
     if cuts is not None:
@@ -140,58 +143,59 @@ def sequences(
         initial_state = None if initial_state is None else initial_state[:, None]
         return Sequences(ids, initial_state, 1, packed=False)
     if initial_state is None and not return_state:
-        return Sequences(ids, None, 1, packed=True)  # every sequence begins anew: one state at a time is enough
+        return Sequences(ids, None, 1, packed=True)  # one state at a time is enough, as all sequences start alike
     return Sequences(ids, None if initial_state is None else initial_state[None], count, packed=True)
 
 
 def sizes(
     op_name: str, arrays: Mapping[str, tuple[Any, str]], remedies: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Returns the size of each dim of arrays, name -> (array, "B T N H").
+    """Returns the size of each dim of the arrays, given as name -> (array, "B T N H").
 
     Args:
-      remedies: name -> what the message about that array ends with.
+      remedies: name -> text to append to the error message about that array.
 
     Raises:
-      ValueError: naming the first that is no float array of its dims, has no elements, or disagrees with one before it.
+      ValueError: names the first array that is not a float array with its dims, is empty, or disagrees with an earlier
+        one.
     """
-    found: dict[str, Any] = {}
+    sizes_by_dim: dict[str, Any] = {}
     first: dict[str, str] = {}
     for name, (x, dims) in arrays.items():
-        said, remedy = f"{op_name}: argument {name!r}", (remedies or {}).get(name, "")
+        subject, remedy = f"{op_name}: argument {name!r}", (remedies or {}).get(name, "")
         if not is_array(x) or not is_float_array(x) or x.ndim != len(dims.split()):
-            raise ValueError(f"{said} must be a float array [{', '.join(dims.split())}], got {described(x)}{remedy}")
+            raise ValueError(f"{subject} must be a float array [{', '.join(dims.split())}], got {described(x)}{remedy}")
         if any(isinstance(n, int) and n == 0 for n in x.shape):
-            raise ValueError(f"{said} of shape {x.shape} has no elements; every dim must be at least 1")
-        own = dict(zip(dims.split(), x.shape, strict=True))
-        wanted = own | {d: n for d, n in found.items() if d in own}
-        for d in own:
-            if own[d] != wanted[d]:
+            raise ValueError(f"{subject} of shape {x.shape} has no elements; every dim must be at least 1")
+        dims_of_array = dict(zip(dims.split(), x.shape, strict=True))
+        expected = dims_of_array | {d: n for d, n in sizes_by_dim.items() if d in dims_of_array}
+        for d in dims_of_array:
+            if dims_of_array[d] != expected[d]:
                 raise ValueError(
-                    f"{said} must have the shape {tuple(wanted.values())} beside {first[d]!r} of shape "
+                    f"{subject} must have the shape {tuple(expected.values())} to match {first[d]!r} of shape "
                     f"{arrays[first[d]][0].shape}, got {x.shape}{remedy}"
                 )
             first.setdefault(d, name)
-        found |= own
-    return found
+        sizes_by_dim |= dims_of_array
+    return sizes_by_dim
 
 
 def array_of(value: Any) -> Any:
-    """Returns an array, in NumPy where it is none yet; None where it cannot be one."""
+    """Returns the value as an array, a NumPy one unless it is an array already; None if it cannot be converted."""
     try:
         return value if is_array(value) else np.asarray(value)
-    except ValueError:  # lists of several lengths
+    except ValueError:  # ragged lists
         return None
 
 
 def integers(value: Any) -> Any:
-    """Returns `array_of`; None where it does not hold integers."""
+    """Returns the value as an array of integers; None if it cannot be converted."""
     array = array_of(value)
     return None if array is None or not jnp.issubdtype(array.dtype, jnp.integer) else array
 
 
 def described(x: Any) -> str:
-    """Returns what a message says was given: dtype and shape, or the type."""
+    """Describes a value for an error message: dtype and shape, or the type."""
     return f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
 
 
@@ -209,14 +213,14 @@ def prepared(
     """Returns the call of a recurrence, which returns the output, or with `return_state` (out, state).
 
     Args:
-      op_name: of the public function.
-      arguments: of the contract, by name, beside those of sequences and states; None is left out.
+      op_name: name of the public function.
+      arguments: arguments of the contract, by name, other than those of sequences and states; None is left out.
       shape: (B, T, and the dims of one state).
-      where: the function's arguments of `Where`.
-      finish: what becomes of the output.
+      where: the function's arguments from `Where`.
+      finish: function applied to the output.
 
     Raises:
-      ValueError: naming the argument.
+      ValueError: names the argument.
     """
     where = dict(where)
     first = either(op_name, initial_state=where.pop("initial_state", None), state=state)
@@ -247,23 +251,23 @@ def _of_cuts(op_name: str, cuts: Any, B: Any, T: Any) -> tuple[jax.Array, int]:
     values = integers(cuts)
     if values is None or values.ndim != 1 or values.shape[0] < 2:
         raise ValueError(
-            f"{op_name}: argument 'cum_seqlens' must be integers [0, n1, n1 + n2, ...], one more than there are sequences, "
-            f"got {described(cuts if values is None else values)}"
+            f"{op_name}: argument 'cum_seqlens' must be integers [0, n1, n1 + n2, ...], with one more entry than "
+            f"sequences, got {described(cuts if values is None else values)}"
         )
     if B != 1:
         raise ValueError(
-            f"{op_name}: argument 'cum_seqlens' cuts one packed row, and there are B = {B}; reshape the arrays to [1, B * T, "
-            "...], or say by 'segment_ids' where sequences begin in each row"
+            f"{op_name}: argument 'cum_seqlens' splits one packed row, but B = {B}; reshape the arrays to [1, B * T, "
+            "...], or pass 'segment_ids'"
         )
     segments.check_cuts("cum_seqlens", values, T, f"{op_name}: ")
     return segments.of_cuts(jnp.asarray(values), T), values.shape[0] - 1
 
 
-def _state(op_name: str, state: Any, wanted: tuple, packed: bool) -> jax.Array:
-    if not is_array(state) or not is_float_array(state) or state.shape != wanted:
+def _state(op_name: str, state: Any, expected: tuple, packed: bool) -> jax.Array:
+    if not is_array(state) or not is_float_array(state) or state.shape != expected:
         raise ValueError(
             f"{op_name}: argument 'initial_state' must be a float array [{'sequences' if packed else 'B'}, ...] = "
-            f"{list(wanted)}, got {described(state)}"
+            f"{list(expected)}, got {described(state)}"
         )
     return jnp.asarray(state, jnp.float32)
 
@@ -272,10 +276,10 @@ def _state(op_name: str, state: Any, wanted: tuple, packed: bool) -> jax.Array:
 
 
 def last_valid_before(ids: jax.Array, before: jax.Array | None = None) -> jax.Array:
-    """Returns int32 [B, T]: the id of the last valid token before each one; -1 where there is none.
+    """Returns int32 [B, T]: the id of the last valid token before each one; -1 if there is none.
 
     Args:
-      before: int [B], the id that comes before the row.
+      before: int [B], the id that precedes the row.
     """
     at = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     latest = jax.lax.cummax(jnp.where(ids >= 0, at, -1), axis=1)
@@ -285,13 +289,13 @@ def last_valid_before(ids: jax.Array, before: jax.Array | None = None) -> jax.Ar
 
 
 def resets(ids: jax.Array) -> jax.Array:
-    """Returns bool [B, T]: whether a valid token begins a segment, other than the first of its row."""
+    """Returns bool [B, T]: whether a valid token begins a segment that is not the first of its row."""
     before = last_valid_before(ids)
     return (ids >= 0) & (before >= 0) & (before != ids)
 
 
 def last_run(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (bool [B, T]: the valid tokens after which the state begins anew no more, bool [B]: they are all of the row)."""
+    """Returns (bool [B, T]: valid tokens with no reset after them, bool [B]: whether the row has no reset at all)."""
     run = jnp.cumsum(resets(ids), axis=1)
     return (ids >= 0) & (run == run[:, -1:]), run[:, -1] == 0
 
@@ -307,18 +311,18 @@ def loop(
     initial_state: jax.Array | None = None,
     num_states: int = 1,
 ) -> tuple[Any, jax.Array]:
-    """Returns (outs [B, T, ...], final_state [B, G, ...]) of a step (state [B, ...], x [B, ...]) -> (state, out) over time:
-    the meaning of every contract. One token at a time, O(T) steps.
+    """Returns (outs [B, T, ...], final_state [B, G, ...]) of running a step (state [B, ...], x [B, ...]) -> (state,
+    out) over time: the definition of every contract. One token at a time, O(T) steps.
 
     Args:
       xs: pytree of [B, T, ...].
-      start: [B, ...], the state of a sequence that has begun from nothing.
+      start: [B, ...], the state in which a sequence starts by default.
     """
     B, T = jax.tree.leaves(xs)[0].shape[:2]
     ids = jnp.zeros((B, T), jnp.int32) if segment_ids is None else segment_ids
-    own = jnp.repeat(start[:, None], num_states, axis=1) if initial_state is None else initial_state
-    own = own.astype(start.dtype)
-    xs, own, start, ids = vary_alike((xs, own, start, ids))
+    initial = jnp.repeat(start[:, None], num_states, axis=1) if initial_state is None else initial_state
+    initial = initial.astype(start.dtype)
+    xs, initial, start, ids = vary_alike((xs, initial, start, ids))
     new = resets(ids) if num_states == 1 else jnp.zeros(ids.shape, bool)
 
     def at(condition: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -334,5 +338,5 @@ def loop(
         return states.at[jnp.arange(B), g].set(after), out
 
     over_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (xs, ids, new))
-    final, outs = jax.lax.scan(one, own, over_time)
+    final, outs = jax.lax.scan(one, initial, over_time)
     return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), outs), final

@@ -1,4 +1,4 @@
-"""Shapes and options of the variants of attention."""
+"""Shapes and options that test the attention variants."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _packed(rng, dims):
 
 
 def _some(rng, dims):
-    """Padding on the right: of one token in the first row, and the last row is nothing else."""
+    """Right padding: one token in the first row, all tokens in the last."""
     lengths = rng.integers(1, dims["S"], dims["B"])
     lengths[0], lengths[-1] = dims["S"] - 1, 0
     return jnp.asarray(np.arange(dims["S"]) < lengths[:, None])

@@ -1,7 +1,7 @@
-"""Differential attention and the mixture of heads, written in public operations.
+"""Differential attention and the mixture of heads, composed of public operations.
 
-The backend `composed` leaves the choice of each operation's backend to dispatch, for the platform that is lowered for. The
-backend `xla` is the same program with every operation on XLA: a caller who asks for XLA gets nothing else.
+With the backend `composed`, dispatch chooses the backend of each operation for the platform being lowered for. The
+backend `xla` is the same program with every operation on XLA, since a caller who requests XLA gets nothing else.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kernels.ops.attention_variants.contract import differential_op, mixture_op,
 from kernels.ops.flash_attention import flash_attention
 from kernels.ops.grouped_matmul import grouped_matmul
 
-# Not the CPU: there every operation inside would run on XLA, which is the backend `xla`.
+# Not the CPU, where every operation inside would run on XLA, as in the backend `xla`.
 ACCELERATORS: Any = {"platforms": {"cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}}
 
 
 def flash_of(platform: str | None) -> Callable:
-    """Returns flash attention on a toolchain, or where it is None on that which dispatch chooses."""
+    """Returns flash attention on a toolchain; None lets dispatch choose."""
 
     def flash(query, key, value, mask, softmax_scale, **options):
         options |= {"mask_info": mask, "softmax_scale": softmax_scale, "platform": platform}
@@ -31,17 +31,18 @@ def flash_of(platform: str | None) -> Callable:
 
 
 def differential(platform: str | None) -> tuple[Callable, Callable]:
-    """Returns (forward, backward) of differential attention, whose attentions run on a toolchain, None for dispatch's."""
+    """Returns (forward, backward) of differential attention, with its attentions on a toolchain; None lets dispatch
+    choose."""
     flash = flash_of(platform)
 
     def forward(query, key, query_2, key_2, value, lambda_, mask, softmax_scale):
         first, lse = flash(query, key, value, mask, softmax_scale, return_lse=True)
         second, lse_2 = flash(query_2, key_2, value, mask, softmax_scale, return_lse=True)
-        wide = first.astype(jnp.float32) - lambda_.astype(jnp.float32)[:, None] * second.astype(jnp.float32)
-        return wide.astype(query.dtype), second, lse, lse_2
+        upcast = first.astype(jnp.float32) - lambda_.astype(jnp.float32)[:, None] * second.astype(jnp.float32)
+        return upcast.astype(query.dtype), second, lse, lse_2
 
     def backward(saved, query, key, query_2, key_2, value, lambda_, mask, softmax_scale):
-        """Both attentions have the saved lse; the first one's output is out + lambda_ out_2."""
+        """Both attentions use the saved lse; the first one's output is out + lambda_ out_2."""
         weight = lambda_.astype(jnp.float32)[:, None]
         d, second = saved.d_out.astype(jnp.float32), saved.out_2.astype(jnp.float32)
         d_second = saved.d_out_2.astype(jnp.float32) - weight * d
@@ -67,11 +68,12 @@ def differential(platform: str | None) -> tuple[Callable, Callable]:
 
 
 def mixture(platform: str | None) -> tuple[Callable, Callable]:
-    """Returns (forward, backward) of the mixture of heads, whose operations run on a toolchain, None for dispatch's."""
+    """Returns (forward, backward) of the mixture of heads, with its operations on a toolchain; None lets dispatch
+    choose."""
     flash = flash_of(platform)
 
     def forward(x, key, value, router_logits, w_query, w_out, mask, top_k, softmax_scale):
-        """A token's slots, one for each expert, are ordered by expert for the two projections, and are heads between."""
+        """A token's slots, one per expert, are sorted by expert for the two projections, and are heads in between."""
         B, T, D = x.shape
         gates, chosen = routed(router_logits, top_k)
         expert = chosen.reshape(-1)
@@ -82,7 +84,7 @@ def mixture(platform: str | None) -> tuple[Callable, Callable]:
         def projected(rows, weights):
             return grouped_matmul(rows, weights, sizes, platform=platform)[back]
 
-        # A slot is read from its token: the rows of all slots exist once, in the order of the experts.
+        # Slots gather from their tokens: the rows of all slots exist once, sorted by expert.
         query = projected(x.reshape(-1, D)[order // top_k], w_query).reshape(B, T, top_k, -1)
         heads = flash(query, key[:, :, None], value[:, :, None], mask, softmax_scale)
         each = projected(heads.reshape(B * T * top_k, -1)[order], w_out).reshape(B, T, top_k, D)

@@ -1,4 +1,4 @@
-"""The meaning of the variants of attention, and the facts of each as an operation."""
+"""The contracts of the variants of attention, and their metadata as operations."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def differential_attention(
     *,
     softmax_scale: float | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N Hv"], Float[Array, "B T N"], Float[Array, "B T N"]]:
-    """Returns (out, out_2, lse, lse_2): out = softmax(query key^T) value - lambda_ out_2, and out_2 = softmax(query_2 key_2^T)
-    value.
+    """Returns (out, out_2, lse, lse_2): out = softmax(query key^T) value - lambda_ out_2, out_2 = softmax(query_2
+    key_2^T) value.
 
-    softmax_scale defaults to 1/sqrt(H). The public function `flash_attention` is the engine of every backend, twice.
+    softmax_scale defaults to 1/sqrt(H). Every backend calls the public function `flash_attention` twice.
     """
     first, lse = attention(query, key, value, mask, softmax_scale)
     second, lse_2 = attention(query_2, key_2, value, mask, softmax_scale)
@@ -49,10 +49,11 @@ def linformer_attention(
     *,
     softmax_scale: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """Returns attention over P projected keys and values: key_projection key and value_projection value, along the sequence.
+    """Returns attention over P projected keys and values: key_projection key and value_projection value, along the
+    sequence.
 
-    Keys and values where `key_mask` is false count as 0 in the projections. The public function `flash_attention` is the engine
-    of the XLA backend.
+    Keys and values where `key_mask` is false count as 0 in the projections. The XLA backend calls the public function
+    `flash_attention`.
     """
     if key_mask is not None:
         key, value = (jnp.where(key_mask[:, :, None, None], x, 0) for x in (key, value))
@@ -71,11 +72,11 @@ def performer_attention(
     causal: bool = False,
     softmax_scale: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """Returns sum_j w_ij v_j / sum_j w_ij with w_ij = phi(q_i) . phi(k_j), which is exp(softmax_scale * q_i . k_j) in the mean
-    over normal features.
+    """Returns sum_j w_ij v_j / sum_j w_ij with w_ij = phi(q_i) . phi(k_j), whose mean over normal features is
+    exp(softmax_scale * q_i . k_j).
 
-    phi(x)_p = exp(features_p . x' - |x'|^2 / 2) / sqrt(P) with x' = sqrt(softmax_scale) x; softmax_scale defaults to 1/sqrt(H).
-    With `causal`, T = S, and a query sees keys up to its own position. A query that sees no key has out = 0.
+    phi(x)_p = exp(features_p . x' - |x'|^2 / 2) / sqrt(P) with x' = sqrt(softmax_scale) x; softmax_scale defaults to
+    1/sqrt(H). With `causal`, T = S, and a query sees keys up to its own position. A query that sees no key has out = 0.
     """
     B, T, N, _ = query.shape
     S, K = key.shape[1:3]
@@ -91,18 +92,17 @@ def performer_attention(
 
 
 def log_features(x: jax.Array, features: jax.Array, softmax_scale: float | None) -> jax.Array:
-    """Returns the logarithms of phi(x) sqrt(P), [..., P], in at least float32; the factor is in no quotient."""
+    """Returns the logarithms of phi(x) sqrt(P), [..., P], in at least float32; the factor cancels in every quotient."""
     scale = 1 / math.sqrt(x.shape[-1]) if softmax_scale is None else softmax_scale
     scaled = x.astype(jnp.promote_types(x.dtype, jnp.float32)) * math.sqrt(scale)
     return dot("...h,ph->...p", scaled, features) - jnp.sum(scaled * scaled, axis=-1, keepdims=True) / 2
 
 
 def check_square(queries: int, keys: int, causal: bool) -> None:
-    """Raises ValueError for a causal call whose queries are not the tokens of its keys."""
+    """Raises ValueError for a causal call with different numbers of queries and keys."""
     if causal and queries != keys:
         raise ValueError(
-            f"performer_attention: argument 'causal' is of T = S, and there are {queries} queries and {keys} keys; give them "
-            "alike"
+            f"performer_attention: argument 'causal' requires T = S, but there are {queries} queries and {keys} keys"
         )
 
 
@@ -120,8 +120,9 @@ def mixture_of_attention_heads(
 ) -> Float[Array, "B T D"]:
     """Returns sum_e g_e attention(x w_query[e], key, value) w_out[e] over the top_k experts of each token.
 
-    p = softmax(router_logits), and g_e = p_e / sum of p over the chosen ones, where the sum has no gradient. Keys and values
-    are one head for all experts. The public functions `grouped_matmul` and `flash_attention` are the engine of every backend.
+    p = softmax(router_logits), and g_e = p_e / sum of p over the chosen experts, where the sum has no gradient. All
+    experts share one head of keys and values. Every backend calls the public functions `grouped_matmul` and
+    `flash_attention`.
     """
     check_mask_of_experts(mask)
     gates, chosen = routed(router_logits, top_k)
@@ -131,22 +132,24 @@ def mixture_of_attention_heads(
     query = dot("btd,edh->bteh", x, w_query).astype(x.dtype)
     heads = attention(query, key[:, :, None], value[:, :, None], mask, softmax_scale)[0].astype(x.dtype)
     each = dot("btev,evd->bted", heads, w_out)
-    # An expert that a token did not choose has no part in it, whatever is in its weights.
+    # Excludes experts that a token did not choose, even if their weights are NaN.
     return jnp.sum(jnp.where(seen[..., None], gates[..., None] * each, 0), axis=2).astype(x.dtype)
 
 
 def check_mask_of_experts(mask: Any) -> None:
-    """Raises ValueError for a dense mask with heads: those of a token are experts in the order of their gates."""
+    """Raises ValueError for a dense mask with heads: the heads of a token are its experts, in the order of their
+    gates."""
     dense = mask.attention_mask if isinstance(mask, MaskInfo) else None
     if dense is not None and dense.ndim == 4 and dense.shape[1] != 1:
         raise ValueError(
             f"mixture_of_attention_heads: mask field 'attention_mask' of shape {dense.shape} has a mask for each of "
-            f"{dense.shape[1]} heads, and the heads of a token are the experts that it chose; give one for all, [B, 1, T, S]"
+            f"{dense.shape[1]} heads, but the heads of a token are its chosen experts; pass one for all heads, [B, 1, "
+            "T, S]"
         )
 
 
 def routed(router_logits: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns (gates, experts), [B, T, top_k], of each token."""
+    """Returns (gates, experts) of each token, both [B, T, top_k]."""
     if not 1 <= top_k <= router_logits.shape[-1]:
         raise ValueError(
             f"mixture_of_attention_heads: argument 'top_k' must be from 1 to E = {router_logits.shape[-1]}, got {top_k}"
@@ -165,11 +168,12 @@ def quantized_attention(
     softmax_scale: float | None = None,
     block_size: int = 64,
 ) -> Float[Array, "B T N Hv"]:
-    """Returns attention whose logits are products of int8: queries, and keys less their mean over the sequence, are rounded to
-    multiples of max |x| / 127 in each block of `block_size` tokens of a head.
+    """Returns attention whose logits are int8 products: queries, and keys minus their mean over the sequence, are
+    rounded to multiples of max |x| / 127 in each block of `block_size` tokens of a head.
 
-    A vector that is taken from every key changes no weight. Weights and values are not quantised. The gradients are those of
-    attention on the arrays as they were given (straight through): of the XLA backend by the public function `flash_attention`.
+    Subtracting one vector from every key changes no weight. Weights and values are not quantised. The gradients are
+    those of attention on the original arrays (straight-through); the XLA backend calls the public function
+    `flash_attention` for them.
     """
     exact = attention(query, key, value, mask, softmax_scale)[0]
     q, k = dequantized(query, block_size), dequantized(centred(key), block_size)
@@ -178,9 +182,9 @@ def quantized_attention(
 
 
 def centred(key: jax.Array) -> jax.Array:
-    """Returns the keys less their mean over the sequence, in at least float32."""
-    wide = key.astype(jnp.promote_types(key.dtype, jnp.float32))
-    return wide - jnp.mean(wide, axis=1, keepdims=True)
+    """Returns the keys minus their mean over the sequence, in at least float32."""
+    upcast = key.astype(jnp.promote_types(key.dtype, jnp.float32))
+    return upcast - jnp.mean(upcast, axis=1, keepdims=True)
 
 
 _HEADS: Any = {"local_dims": {"B", "N", "K"}, "tied_dims": (("N", "K"),)}
@@ -196,7 +200,7 @@ differential_op = Op(
     residuals=("out", "out_2", "lse", "lse_2"),
     padding=Padding(("value",)),
     same_dtype=("query", "key", "query_2", "key_2", "value"),
-    order=("composed", "xla"),
+    priority=("composed", "xla"),
     cases=cases.DIFFERENTIAL,
     work=work.differential,
     ordered=by_positions,
@@ -209,7 +213,7 @@ linformer_op = Op(
     same_dtype=("query", "key", "value", "key_projection", "value_projection"),
     cases=cases.LINFORMER,
     work=work.linformer,
-    ordered=True,  # a projection has a column for each position
+    ordered=True,  # a projection has one column per position
     **_HEADS,
 )
 performer_op = Op(
@@ -227,17 +231,17 @@ mixture_op = Op(
     local_dims={"B"},
     weights=("w_query", "w_out"),
     same_dtype=("x", "key", "value", "w_query", "w_out"),
-    order=("composed", "xla"),
+    priority=("composed", "xla"),
     cases=cases.MIXTURE,
     work=work.mixture,
     ordered=by_positions,
 )
 quantized_op = Op(
     quantized_attention,
-    padding=Padding(("query", "key", "value")),  # a block has one scale
+    padding=Padding(("query", "key", "value")),  # a block shares one scale
     same_dtype=("query", "key", "value"),
     cases=cases.QUANTIZED,
     work=work.quantized,
-    ordered=True,  # tokens that follow each other share a scale
+    ordered=True,  # adjacent tokens share a scale
     **_HEADS,
 )

@@ -1,4 +1,4 @@
-"""Softmax attention written out, T x S and all: what the contracts of this folder are made of."""
+"""Dense softmax attention, with all T x S pairs: the contracts of this folder are built from it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kernels.engines.attention.masks import MaskInfo
 
 def dot(subscripts: str, *arrays: jax.Array) -> jax.Array:
     """Returns the einsum in at least float32."""
-    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays]
-    return jnp.einsum(subscripts, *wide, precision=jax.lax.Precision.HIGHEST)
+    upcast = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays]
+    return jnp.einsum(subscripts, *upcast, precision=jax.lax.Precision.HIGHEST)
 
 
 def check_heads(name: str, heads: int, key_heads: int) -> None:
@@ -38,7 +38,7 @@ def softmax(logits: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array
     largest = jax.lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0))
     weights = jnp.where(visible, jnp.exp(jnp.where(visible, logits, largest) - largest), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    some = total != 0  # of a NaN too, so that lse is one
+    some = total != 0  # true for NaN too, so that lse becomes NaN
     total = jnp.where(some, total, 1)
     return weights / total, jnp.where(some, largest + jnp.log(total), -jnp.inf)[..., 0]
 
@@ -53,5 +53,5 @@ def attention(
     logits = dot("btnh,bsnh->bnts", query, jnp.repeat(key, N // K, axis=2))
     logits = logits * (1 / math.sqrt(H) if softmax_scale is None else softmax_scale)
     weights, lse = softmax(logits, visible_of(mask, B, N, T, S))
-    weights = weights.astype(value.dtype)  # as every flash attention multiplies them
+    weights = weights.astype(value.dtype)  # as in every flash attention kernel
     return dot("bnts,bsnv->btnv", weights, jnp.repeat(value, N // K, axis=2)), lse.swapaxes(1, 2)

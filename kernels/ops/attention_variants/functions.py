@@ -1,4 +1,4 @@
-"""What users call: the variants of attention, their arguments checked and brought to the contracts' form."""
+"""Public functions: variants of attention, with arguments checked and converted to the contracts' form."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from kernels.ops.attention_variants.contract import (
 
 
 def _check(name: str, arrays: dict[str, tuple[Any, str]]) -> None:
-    """Raises ValueError unless each is a float array with its dims, none of them 0."""
+    """Raises ValueError unless each is a float array with the given dims, none of size 0."""
     for what, (x, dims) in arrays.items():
         if not is_array(x) or not is_float_array(x) or x.ndim != len(dims.split()):
             got = f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
             raise ValueError(f"{name}: argument {what!r} must be a float array [{', '.join(dims.split())}], got {got}")
         if any(isinstance(n, int) and n == 0 for n in x.shape):
-            raise ValueError(f"{name}: argument {what!r} of shape {x.shape} is empty; leave the call out")
+            raise ValueError(f"{name}: argument {what!r} of shape {x.shape} is empty; skip the call")
 
 
 def _mask(
     name: str, query: Any, keys: int, heads: int, causal: Any, sliding_window: Any, segment_ids: Any, mask_info: Any
 ) -> dict[str, MaskInfo]:
-    """Returns the mask that all of them make together, none where nothing is masked."""
+    """Returns the conjunction of all masks, or None if nothing is masked."""
     if is_array(causal):
         raise ValueError(f"{name}: argument 'causal' is compiled into the program and must be a Python value")
     if mask_info is not None and not isinstance(mask_info, MaskInfo):
@@ -48,8 +48,8 @@ def _mask(
     if segment_ids is not None:
         if queries != keys:
             raise ValueError(
-                f"{name}: argument 'segment_ids' is of queries and keys alike, and there are {queries} of one and {keys} of "
-                "the other; say by 'mask_info' which belong together"
+                f"{name}: argument 'segment_ids' applies to queries and keys alike, but there are {queries} queries "
+                f"and {keys} keys; pass 'mask_info'"
             )
         parts.append(MaskInfo.from_segments(segments.integers(segment_ids, "segment_ids")))
     for part in parts:
@@ -59,7 +59,7 @@ def _mask(
 
 
 def _given(name: str, *, softmax_scale: Any, **options: Any) -> dict[str, Any]:
-    """Returns the options that were given."""
+    """Returns the options that are not None."""
     return {n: x for n, x in {"softmax_scale": softmax_scale, **options}.items() if x is not None}
 
 
@@ -80,17 +80,17 @@ def differential_attention(
 ) -> Prepared:
     """Returns (softmax(query key^T) - lambda_ softmax(query_2 key_2^T)) value, [B, T, N, Hv]: differential attention.
 
-    The difference of two softmaxes cancels what both attend to. Gradients flow to every float, lambda_ too.
+    The difference of two softmaxes cancels what both attend to. Gradients flow to every float, including lambda_.
 
     Args:
       query, query_2: [B, T, N, H]. key, key_2: [B, S, K, H]. value: [B, S, K, Hv], with Hv = 2 H in the paper.
-      lambda_: a number or [N]: exp(lq1 . lk1) - exp(lq2 . lk2) + lambda_init in the paper, which is the caller's, as are the
-        norm of each head's output and its factor 1 - lambda_init.
+      lambda_: a number or [N]. The paper's exp(lq1 . lk1) - exp(lq2 . lk2) + lambda_init is up to the caller, as are
+        the norm of each head's output and the factor 1 - lambda_init.
       softmax_scale: default 1/sqrt(H).
       causal, sliding_window, mask_info: as in `flash_attention`. segment_ids: int [B, T], T = S; -1 is padding.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the backend asked for cannot.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     Source: Ye et al., Differential Transformer, 2024, equation 1.
 
@@ -139,18 +139,18 @@ def linformer_attention(
     key_mask: Any = None,
     softmax_scale: float | None = None,
 ) -> Prepared:
-    """Returns attention [B, T, N, Hv] over P projections of the keys and values along the sequence: O(S P) for all pairs.
+    """Returns attention [B, T, N, Hv] over P projections of the keys and values along the sequence: O(S P) pairs.
 
     Args:
       query: [B, T, N, H]. key: [B, S, K, H]. value: [B, S, K, Hv].
-      key_projection: E, [P, S], of all heads. value_projection: F, [P, S]; default: E.
-      key_mask: bool [B, S], true where a token is valid; what is in others is in no projection.
+      key_projection: E, [P, S], shared by all heads. value_projection: F, [P, S]; default: E.
+      key_mask: bool [B, S], true where a token is valid; others are excluded from the projections.
       softmax_scale: default 1/sqrt(H).
 
     There is no causal form: a projection mixes tokens of all positions.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the backend asked for cannot.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     Source: Wang et al., Linformer: Self-Attention with Linear Complexity, 2020, equation 7.
 
@@ -172,12 +172,13 @@ def linformer_attention(
 
 
 def orthogonal_features(key: jax.Array, num_features: int, width: int) -> jax.Array:
-    """Returns random features [num_features, width], float32: rows as long as normal ones, orthogonal in each block of `width`.
+    """Returns random features [num_features, width], float32: with the norms of normal vectors, orthogonal in each
+    block of `width` rows.
 
-    Source: Choromanski et al., 2021, section 2.4: orthogonal rows make the estimate of a weight vary less.
+    Source: Choromanski et al., 2021, section 2.4: orthogonal rows reduce the variance of the estimate.
 
     Args:
-      key: of `jax.random`.
+      key: a `jax.random` key.
     """
     blocks = -(-num_features // width)
     of_directions, of_lengths = jax.random.split(key)
@@ -197,20 +198,21 @@ def performer_attention(
     key_mask: Any = None,
     softmax_scale: float | None = None,
 ) -> Prepared:
-    """Returns attention [B, T, N, Hv] whose weights are estimated by positive random features, FAVOR+: linear in the length.
+    """Returns attention [B, T, N, Hv] whose weights are estimated by positive random features, FAVOR+: linear in the
+    length.
 
-    A weight is phi(q) . phi(k) with phi(x)_p = exp(features_p . x' - |x'|^2 / 2) / sqrt(P), x' = sqrt(softmax_scale) x; for
-    normal features its mean is exp(softmax_scale q . k). Gradients flow to every float, the features too.
+    A weight is phi(q) . phi(k) with phi(x)_p = exp(features_p . x' - |x'|^2 / 2) / sqrt(P), x' = sqrt(softmax_scale) x;
+    for normal features its mean is exp(softmax_scale q . k). Gradients flow to every float, including the features.
 
     Args:
       query: [B, T, N, H]. key: [B, S, K, H]. value: [B, S, K, Hv].
-      features: [P, H], see `orthogonal_features`; drawn anew now and then in training.
+      features: [P, H], see `orthogonal_features`; redrawn from time to time in training.
       causal: a query sees keys up to its own position; T = S.
       key_mask: bool [B, S], true where a token is valid.
       softmax_scale: default 1/sqrt(H).
 
     Raises:
-      ValueError: naming the argument. Unsupported: the backend asked for cannot.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     Source: Choromanski et al., Rethinking Attention with Performers, 2021, equations 4 to 7.
 
@@ -229,9 +231,7 @@ def performer_attention(
         raise ValueError(f"{name}: argument 'causal' is compiled into the program and must be a Python value")
     check_square(query.shape[1], key.shape[1], causal)
     if isinstance(softmax_scale, (int, float, np.number)) and softmax_scale < 0:
-        raise ValueError(
-            f"{name}: argument 'softmax_scale' must be at least 0, got {softmax_scale}: features are of x sqrt(softmax_scale)"
-        )
+        raise ValueError(f"{name}: argument 'softmax_scale' must be at least 0, got {softmax_scale}")
     mask = _key_mask(name, key_mask, *key.shape[:2])
     options = _given(name, softmax_scale=softmax_scale, causal=True if causal else None)
     return Prepared(performer_op.bind(query, key, value, features, **mask, **options))
@@ -253,24 +253,24 @@ def mixture_of_attention_heads(
     segment_ids: Any = None,
     mask_info: MaskInfo | None = None,
 ) -> Prepared:
-    """Returns the mixture of attention heads, [B, T, D]: each token chooses top_k of E experts, and an expert is a head with
-    its own query and output projection over keys and values that all share.
+    """Returns a mixture of attention heads, [B, T, D]: each token chooses top_k of E experts. An expert is a head with
+    its own query and output projections; all experts share keys and values.
 
-    out = sum_e g_e attention(x w_query[e], key, value) w_out[e], where g is softmax(router_logits) of the chosen experts
-    divided by its sum, which has no gradient. Only the chosen experts are computed.
+    out = sum_e g_e attention(x w_query[e], key, value) w_out[e], where g is softmax(router_logits) over the chosen
+    experts, renormalised by their sum, which has no gradient. Only the chosen experts are computed.
 
     Args:
       x: [B, T, D]. key: [B, S, H]. value: [B, S, Hv]. router_logits: [B, T, E].
       w_query: [E, D, H]. w_out: [E, Hv, D].
-      top_k: experts of a token, at most E.
+      top_k: experts per token, at most E.
       softmax_scale: default 1/sqrt(H).
       causal, sliding_window, mask_info: as in `flash_attention`. segment_ids: int [B, T], T = S; -1 is padding.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the backend asked for cannot.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
-    Source: Zhang et al., Mixture of Attention Heads: Selecting Attention Heads Per Token, 2022, equations 4 to 8. Its losses
-    that balance the experts are functions of router_logits alone, and the caller's.
+    Source: Zhang et al., Mixture of Attention Heads: Selecting Attention Heads Per Token, 2022, equations 4 to 8. Its
+    load-balancing losses are functions of router_logits alone, and up to the caller.
 
     >>> import jax.numpy as jnp
     >>> x, weights = jnp.ones((1, 4, 8)), jnp.ones((3, 8, 8)) / 8
@@ -304,20 +304,21 @@ def quantized_attention(
     segment_ids: Any = None,
     mask_info: MaskInfo | None = None,
 ) -> Prepared:
-    """Returns attention [B, T, N, Hv] whose logits are products of int8, with one scale for each block of tokens and head.
+    """Returns attention [B, T, N, Hv] whose logits are int8 products, with one scale per block of tokens and head.
 
-    The mean of the keys over the sequence is taken from them first, which changes no weight and leaves less to round. Weights
-    and values are not quantised. The backward is straight through: the gradients of attention on the arrays as they were given.
+    The mean of the keys over the sequence is subtracted first, which changes no weight and makes rounding more
+    accurate. Weights and values are not quantised. The backward is straight-through: it differentiates attention on the
+    original arrays.
 
     Args:
       query: [B, T, N, H]. key: [B, S, K, H]. value: [B, S, K, Hv].
-      block_size: tokens that share a scale; it changes the numbers.
+      block_size: tokens that share a scale; it affects the result.
       softmax_scale: default 1/sqrt(H).
-      causal, sliding_window, mask_info: as in `flash_attention`, but no dense mask. segment_ids: int [B, T], T = S; -1 is
-        padding. The mean of the keys, and the scales, are of all tokens, so padding must be finite.
+      causal, sliding_window, mask_info: as in `flash_attention`, except for dense masks. segment_ids: int [B, T], T =
+        S; -1 is padding. The mean of the keys and the scales include all tokens, so padding must be finite.
 
     Raises:
-      ValueError: naming the argument. Unsupported: a dense mask.
+      ValueError: names the argument. Unsupported: a dense mask.
 
     Source: Zhang et al., SageAttention, 2024, sections 4.2 and 4.3.
 

@@ -1,4 +1,4 @@
-"""What each variant must at least compute and move."""
+"""The minimum that each variant must compute and move."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The variants of attention in plain XLA, any device, with memory linear in the length.
 
-Where a variant is softmax attention on other arrays, the public function `flash_attention` computes it, on XLA too.
+Variants that are softmax attention on other arrays call the public function `flash_attention`, on XLA too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kernels.ops.attention_variants.contract import (
 from kernels.ops.attention_variants.quantize import quantized
 
 EVERYWHERE: Any = {"platforms": {"cpu", "cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}}
-CHUNK, BLOCK = 64, 256  # tokens: of a chunk of the performer, of a block of quantised attention
+CHUNK, BLOCK = 64, 256  # tokens per chunk (performer), and per block (quantised attention)
 
 
 _flash = flash_of("xla")
@@ -52,8 +52,8 @@ def linformer_forward(query, key, value, key_projection, value_projection, key_m
 
 
 def performer_forward(query, key, value, features, key_mask, causal, softmax_scale):
-    """The sums over keys of phi(k) v^T and phi(k) are kept divided by exp(c), c the largest logarithm so far of each feature,
-    so that neither they nor the weights overflow; c is in both sides of the quotient."""
+    """The sums over keys of phi(k) v^T and phi(k), stored divided by exp(c), with c the largest log feature so far, so
+    that neither they nor the weights overflow; c cancels in the quotient."""
     T, N, K = query.shape[1], query.shape[2], key.shape[2]
     check_square(T, key.shape[1], causal)
     q = log_features(query, features, softmax_scale)
@@ -77,7 +77,7 @@ def _nothing(k, v):
 
 
 def _with_keys(state, k, v):
-    """Returns (c, sum of phi(k), sum of phi(k) v^T) with the keys of k [B, s, K, P] among them."""
+    """Returns (c, sum of phi(k), sum of phi(k) v^T) after adding the keys of k [B, s, K, P]."""
     c, total, sums = state
     new = jax.lax.stop_gradient(jnp.maximum(c, jnp.max(k, axis=1)))
     anchor = jnp.where(new == -jnp.inf, 0, new)
@@ -86,19 +86,20 @@ def _with_keys(state, k, v):
 
 
 def _finite(c):
-    """Returns logarithms with 0 where there is nothing: -inf less -inf would be NaN."""
+    """Returns logarithms with 0 in place of -inf, since -inf - -inf is NaN."""
     return jnp.where(c == -jnp.inf, 0, c)
 
 
 def _scaled(q, c):
-    """Returns (exp(q + c) of each query divided by its largest, [B, t, K, G, P]; the logarithm of that, [B, t, K, G])."""
+    """Returns (exp(q + c) of each query divided by its largest, [B, t, K, G, P]; the logarithm of that, [B, t, K,
+    G])."""
     x = q + c[:, None, :, None]
     largest = jax.lax.stop_gradient(jnp.max(x, axis=-1))
     return jnp.exp(x - _finite(largest)[..., None]), largest
 
 
 def _read(q, state):
-    """Returns (sums of weights times values, sums of weights, the logarithm of what both are divided by) of each query."""
+    """Returns (weighted sums of values, sums of weights, the logarithm of their common divisor) of each query."""
     c, total, sums = state
     weights, largest = _scaled(q, c)
     return dot("btkgp,bkpv->btkgv", weights, sums), dot("btkgp,bkp->btkg", weights, total), largest
@@ -109,7 +110,7 @@ def _divided(sums, total):
 
 
 def _own(q, k, v):
-    """Returns what `_read` does, of each query's own token."""
+    """Returns the same as `_read`, for each query's own token."""
     x = q + k[:, :, :, None]
     largest = jax.lax.stop_gradient(jnp.max(x, axis=-1))
     total = jnp.sum(jnp.exp(x - _finite(largest)[..., None]), axis=-1)
@@ -117,10 +118,10 @@ def _own(q, k, v):
 
 
 def _across(q, k, v, m):
-    """Returns what `_read` does, of what the first half of each block of 2 m tokens gives to the second.
+    """Returns the same as `_read`, for the contribution of the first half of each block of 2 m tokens to the second.
 
-    A key is divided by the largest of its half, all of which these queries see, and by none of those after them: so however far
-    apart keys are, the largest of what a query sees is 1.
+    Keys are divided by the largest of their half, all of which these queries see, never by a later one. So however
+    different keys are, the largest weight that a query sees is 1.
     """
 
     def half(x, which):
@@ -138,7 +139,7 @@ def _across(q, k, v, m):
 
 
 def _joined(parts):
-    """Returns (sums, total) of parts as `_read` returns them, all divided by the largest."""
+    """Combines parts as returned by `_read` into (sums, total), all divided by the largest divisor."""
     top = _finite(functools.reduce(jnp.maximum, [largest for *_, largest in parts]))
     shares = [jnp.exp(largest - top) for *_, largest in parts]
     return (
@@ -148,7 +149,7 @@ def _joined(parts):
 
 
 def _chunks(q, k, v):
-    """Returns the causal form: a chunk reads what came before it from the state, and its own keys by halves of halves."""
+    """Returns the causal form: a chunk reads earlier tokens from the state, and its own keys by recursive halving."""
     size = min(CHUNK, 1 << (q.shape[1] - 1).bit_length())
 
     def split(x, fill=0.0):
@@ -157,7 +158,7 @@ def _chunks(q, k, v):
 
     halves = [1 << n for n in range(size.bit_length() - 1)]
 
-    @jax.checkpoint  # the backward keeps the state at each chunk's start, and nothing of a chunk's size squared
+    @jax.checkpoint  # the backward stores only the state at each chunk's start, and nothing quadratic in the chunk
     def chunk(state, x):
         q, k, v = x
         parts = [_read(q, state), _own(q, k, v), *(_across(q, k, v, m) for m in halves)]
@@ -221,7 +222,7 @@ def quantized_forward(query, key, value, mask, softmax_scale, block_size):
 
 
 def quantized_backward(saved, query, key, value, mask, softmax_scale, block_size):
-    """Straight through: that of attention on the arrays as they were given, whose forward is run for its lse."""
+    """Straight-through: the gradient of attention on the original arrays, whose forward is recomputed for its lse."""
     del block_size
     _, pull = jax.vjp(lambda q, k, v: _flash(q, k, v, mask, softmax_scale), query, key, value)
     return dict(zip(("query", "key", "value"), pull(saved.d_out), strict=True))
@@ -229,7 +230,7 @@ def quantized_backward(saved, query, key, value, mask, softmax_scale, block_size
 
 def _dense(call):
     if call.mask is not None and call.mask.attention_mask is not None:
-        return "its mask is dense; describe it by segments, positions, windows"
+        return "its mask is dense; use segments, positions or windows"
     return None
 
 

@@ -174,7 +174,7 @@ op = Op(
     # Query head n reads key head n // (N / K): split alike, a device has the key heads that its query heads read.
     local_dims={"B", "N", "K"},
     tied_dims=(("N", "K"),),
-    elsewhere={"T": "blocksparse_attention", "S": "blocksparse_attention"},
+    see_also={"T": "blocksparse_attention", "S": "blocksparse_attention"},
     ordered=True,  # tokens that follow each other are a block
     same_dtype=("query", "key", "value"),
     config=BlockSparseConfig,

@@ -13,15 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels.engines.attention.gluon_kernels import specialised_forward_kernel
+from kernels.engines.attention.gluon_kernels import warp_specialized_fwd_kernel
 from kernels.engines.attention.gluon_parts import ROW
-from kernels.engines.attention.gluon_pass_keys import specialised_key_gradient_kernel
-from kernels.engines.attention.gluon_pass_queries import specialised_query_gradient_kernel
+from kernels.engines.attention.gluon_pass_keys import warp_specialized_dkdv_kernel
+from kernels.engines.attention.gluon_pass_queries import warp_specialized_dq_kernel
 from kernels.engines.attention.gluon_passes import PADDED, ROWS
 from kernels.engines.attention.softmax import sink_gradient
 from kernels.engines.attention.triton_calls import (
     SHARED_MEMORY,
-    SPECIALISED,
+    WARP_SPECIALIZED,
     WIDEST,
     block_of,
     bytes_of,
@@ -29,8 +29,8 @@ from kernels.engines.attention.triton_calls import (
     plain_tiles,
     prepare,
     scale_of,
-    specialised_tiles,
     statistics_by_head,
+    warp_specialized_tiles,
 )
 from kernels.engines.attention.triton_gradients import key_gradient_kernel, query_gradient_kernel
 from kernels.engines.attention.triton_kernels import forward_kernel
@@ -83,18 +83,18 @@ def _check_tiles(block_size: tuple[int, int], cfg: BlockSparseConfig) -> None:
         sides = _tile(params)
         if uneven := [side for side in sides if side & (side - 1)]:
             raise ValueError(
-                f"blocksparse_attention: argument 'cfg': {name} has a tile of which a side = {uneven[0]} is no power of 2, as "
-                "the sides of tiles must be in Triton: give sides that are"
+                f"blocksparse_attention: argument 'cfg': {name}: the side of a tile = {uneven[0]} is not a power of 2"
             )
         if any(size % side for size, side in zip(block_size, sides, strict=True)):
             raise ValueError(
                 f"blocksparse_attention: argument 'cfg': {name} has tiles of {sides[0]} queries and {sides[1]} keys, which do "
                 f"not divide blocks of {block_size}: a tile lies in one block; give sides that divide them"
             )
-        if params.num_warps == SPECIALISED and not set(sides) <= {64, 128}:
+        if params.num_warps == WARP_SPECIALIZED and not set(sides) <= {64, 128}:
             raise ValueError(
-                f"blocksparse_attention: argument 'cfg': {name} has {SPECIALISED} warps, those of the kernels for Hopper, with "
-                f"tiles of {sides[0]} queries and {sides[1]} keys: they have 64 or 128 of each; use 4 or 8 warps for others"
+                f"blocksparse_attention: argument 'cfg': {name} has {WARP_SPECIALIZED} warps, which select "
+                f"the Hopper kernels, with tiles of {sides[0]} queries and {sides[1]} keys: they need 64 or 128 of each; use "
+                "4 or 8 warps for other tiles"
             )
 
 
@@ -104,14 +104,14 @@ def _tile(params: FwdParams) -> tuple[int, int]:
     return params.q_blocksize, params.kv_blocksize
 
 
-def _specialised(params: FwdParams) -> bool:
+def _is_warp_specialized(params: FwdParams) -> bool:
     """Returns whether Hopper's kernels run: they were chosen, and this is compiled for Hopper."""
-    return params.num_warps == SPECIALISED and compute_capability() == 90
+    return params.num_warps == WARP_SPECIALIZED and compute_capability() == 90
 
 
 def _plain(call: Any, params: FwdParams, itemsize: int) -> FwdParams:
     """Returns the tiles to launch the plain kernels with: where Hopper's are given, tiles that divide those."""
-    if params.num_warps != SPECIALISED:
+    if params.num_warps != WARP_SPECIALIZED:
         return params
     found = _plain_config(call.options["BLOCK_H"], itemsize, _tile(params))
     return found.bwd_params if isinstance(params, BwdParams) else found.fwd_params
@@ -137,7 +137,7 @@ def forward(query, key, value, block_mask, mask, softmax_aux, block_size, softma
         "work": _work(query, key, value, block_mask, (1, 1)),
     }
     out = jax.ShapeDtypeStruct((B, T, N, value.shape[3]), query.dtype), jax.ShapeDtypeStruct((B, T, N), jnp.float32)
-    if not _specialised(params):
+    if not _is_warp_specialized(params):
         params = _plain(blocks.call, params, query.dtype.itemsize)
         tile = _tile(params)
         call, ends = blocks.by_query(tile)
@@ -149,7 +149,7 @@ def forward(query, key, value, block_mask, mask, softmax_aux, block_size, softma
     one = tile[0] == ROWS.value  # one warpgroup attends, and two programs share a multiprocessor
     room = SHARED_MEMORY // (2 if one else 1)
     *results, _ = call.launch_with(
-        specialised_forward_kernel,
+        warp_specialized_fwd_kernel,
         (
             jnp.zeros(1, jnp.int32),
             block_of(query, ROWS.value, wide),
@@ -165,8 +165,8 @@ def forward(query, key, value, block_mask, mask, softmax_aux, block_size, softma
         HEADS=_side_by_side(N, N // K),
         STAGES=params.num_stages,
         QUEUED=2 if bytes_of(2, params, wide, tall) <= room else 1,
-        ATTENDING=240,
-        LOADING=24,
+        CONSUMER_REGISTERS=240,
+        PRODUCER_REGISTERS=24,
         **rest,
     )
     return tuple(results)
@@ -176,7 +176,7 @@ def backward(
     saved: Saved, query, key, value, block_mask, mask, softmax_aux, block_size, softmax_scale, logits_soft_cap, cfg
 ):
     blocks = _Blocks(query, key, value, block_mask, mask, block_size, softmax_scale, logits_soft_cap, cfg)
-    run = _specialised_gradients if _specialised(cfg.bwd_params) else _plain_gradients
+    run = _warp_specialized_gradients if _is_warp_specialized(cfg.bwd_params) else _plain_gradients
     gradients = run(blocks, saved, query, key, value, block_mask, cfg.bwd_params)
     if softmax_aux is not None:
         gradients["softmax_aux"] = sink_gradient(softmax_aux, saved.lse, saved.delta)
@@ -214,7 +214,7 @@ def _plain_gradients(blocks, saved, query, key, value, block_mask, params) -> di
     return {"query": d_query, "key": d_key, "value": d_value}
 
 
-def _specialised_gradients(blocks, saved, query, key, value, block_mask, params) -> dict[str, jax.Array]:
+def _warp_specialized_gradients(blocks, saved, query, key, value, block_mask, params) -> dict[str, jax.Array]:
     (B, T, N, _), (S, K), rows = query.shape, key.shape[1:3], ROWS.value
     q_tile, k_tile = _tile(params)
     wide, tall = blocks.call.options["BLOCK_H"], blocks.call.options["BLOCK_V"]
@@ -231,13 +231,13 @@ def _specialised_gradients(blocks, saved, query, key, value, block_mask, params)
         return {
             "STAGES": 2 if one else params.num_stages,
             "max_registers": SHARING if one else None,
-            "DIFFERENTIATING": 240,
-            "LOADING": 24,
+            "CONSUMER_REGISTERS": 240,
+            "PRODUCER_REGISTERS": 24,
         }
 
     call, ends = blocks.by_query((q_tile, rows))
     (d_query,) = call.launch_with(
-        specialised_query_gradient_kernel,
+        warp_specialized_dq_kernel,
         (*arrays, lse, delta),
         ends,
         (q_tile, rows),
@@ -249,7 +249,7 @@ def _specialised_gradients(blocks, saved, query, key, value, block_mask, params)
     )
     call, ends = blocks.by_key((rows, k_tile))
     d_key, d_value = call.launch_with(
-        specialised_key_gradient_kernel,
+        warp_specialized_dkdv_kernel,
         (*arrays, *(tensor_descriptor(x, x.shape, (1, rows), ROW.value) for x in (lse, delta))),
         ends,
         (rows, k_tile),
@@ -287,18 +287,18 @@ def _heuristic(call: Any, platform: str) -> BlockSparseConfig:
     H, HV, itemsize, mask = call.dims["H"], call.dims["Hv"], call.query.dtype.itemsize, call.mask
     width = padded_width(max(H, HV))
     scale = scale_of(call.softmax_scale, H)
-    found = specialised_tiles(H, HV, itemsize, scale, call.logits_soft_cap).fwd_params
+    found = warp_specialized_tiles(H, HV, itemsize, scale, call.logits_soft_cap).fwd_params
     looked_at = mask is not None and mask.attention_mask is not None
     if (
-        found.num_warps != SPECIALISED
+        found.num_warps != WARP_SPECIALIZED
         or width > WIDEST_SPECIALISED
         or looked_at
         or any(n % 64 for n in call.block_size)
     ):
         return _plain_config(width, itemsize, call.block_size)
     q_tile, k_tile = (_side(size, 128) for size in call.block_size)
-    forward = FwdParams(q_tile, 64 if q_tile == 64 else k_tile, SPECIALISED, 2)
-    return BlockSparseConfig(fwd_params=forward, bwd_params=BwdParams(q_tile, k_tile, SPECIALISED, 3))
+    forward = FwdParams(q_tile, 64 if q_tile == 64 else k_tile, WARP_SPECIALIZED, 2)
+    return BlockSparseConfig(fwd_params=forward, bwd_params=BwdParams(q_tile, k_tile, WARP_SPECIALIZED, 3))
 
 
 def _candidates(call: Any) -> list[BlockSparseConfig]:

@@ -120,7 +120,7 @@ def register(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> N
         return {name: x for name, x in gradients.items() if name != "weights" or weights is not None}
 
     op.register(forward, backward, name=name, **facts)
-    sums_op.register(forward_sums, backward_sums, keeping=keeping_sums, name=name, **facts)
+    sums_op.register(forward_sums, backward_sums, forward_with_residuals=keeping_sums, name=name, **facts)
 
 
 def _together(terms: Terms) -> jax.Array:

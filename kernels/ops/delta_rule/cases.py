@@ -1,4 +1,4 @@
-"""The cases of the delta rules."""
+"""Test cases of the delta rules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kernels.framework.backend import Case
 
 
 def _unit(heads: str):
-    """Returns a maker of vectors of norm 1, as models give keys: longer ones make the recurrence grow without bound."""
+    """Returns a generator of unit vectors, which models use as keys: longer keys make the recurrence diverge."""
 
     def make(rng, dims):
         x = rng.standard_normal((dims["B"], dims["T"], dims[heads], dims["H"]))
@@ -26,7 +26,7 @@ def _up_to(most: float):
 
 
 def _decays(channels: bool):
-    """Returns a maker of logarithms of decays between 0.9999 and e^-20, side by side."""
+    """Returns a generator of random log decays; the decays range from e^-20 to 0.9999."""
 
     def make(rng, dims):
         shape = (dims["B"], dims["T"], dims["N"], dims["H"] if channels else 1)
@@ -36,7 +36,7 @@ def _decays(channels: bool):
 
 
 def _documents(rng, dims):
-    """Segments of many lengths, 1 too, one that is met again, and padding first, between and last."""
+    """Segments of many lengths including 1, one that recurs, and padding at the start, in the middle and at the end."""
     ids = np.sort(rng.integers(0, 5, (dims["B"], dims["T"])), axis=1)
     ids[:, rng.random(dims["T"]) < 0.1] = -1
     ids[-1, :3], ids[-1, -3:] = -1, 0
@@ -44,11 +44,11 @@ def _documents(rng, dims):
 
 
 def _packed(num_states: int):
-    """Returns a maker of sequences one after the other, the last but one empty, and padding at the end."""
+    """Returns a generator of packed sequences, the next-to-last empty, with padding at the end."""
 
     def make(rng, dims):
-        there = [i for i in range(num_states) if i != num_states - 2]
-        ids = np.sort(rng.choice(there, (dims["B"], dims["T"])), axis=1)
+        nonempty = [i for i in range(num_states) if i != num_states - 2]
+        ids = np.sort(rng.choice(nonempty, (dims["B"], dims["T"])), axis=1)
         ids[:, -4:] = -1
         return jnp.asarray(ids, jnp.int32)
 
@@ -65,11 +65,11 @@ def _states(num_states: int):
 
 def _delta(name, *tags, g=None, make=(), options=(), beta=1.0, **dims):
     """A case of `delta_rule`; g is None, "head" or "channel"."""
-    made = {"query": _unit("K"), "key": _unit("K"), "beta": _up_to(beta), **dict(make)}
+    generators = {"query": _unit("K"), "key": _unit("K"), "beta": _up_to(beta), **dict(make)}
     if g:
-        made["g"] = _decays(g == "channel")
-    optional = tuple(n for n in made if n in ("g", "segment_ids", "initial_state"))
-    return Case(name, dims, dict(options), arrays=optional, make=made, tags=frozenset(tags))
+        generators["g"] = _decays(g == "channel")
+    optional = tuple(n for n in generators if n in ("g", "segment_ids", "initial_state"))
+    return Case(name, dims, dict(options), arrays=optional, make=generators, tags=frozenset(tags))
 
 
 DELTA = (
@@ -107,14 +107,14 @@ def _reads(rng, dims):
 
 
 def _writes(rng, dims):
-    # As in the model: a = -kk, b = kk * (a rate in (0, 1) of each channel), here of other vectors.
+    # The model sets a = -kk and b = kk * (a rate in (0, 1) per channel); these cases use independent vectors.
     return _unit("N")(rng, dims) * jnp.asarray(rng.random((dims["B"], dims["T"], dims["N"], dims["H"])), jnp.float32)
 
 
 def _rwkv7(name, *tags, make=(), options=(), **dims):
-    made = {"w": _decays(True), "a": _reads, "b": _writes, **dict(make)}
-    optional = tuple(n for n in made if n in ("segment_ids", "initial_state"))
-    return Case(name, dims, dict(options), arrays=optional, make=made, tags=frozenset(tags))
+    generators = {"w": _decays(True), "a": _reads, "b": _writes, **dict(make)}
+    optional = tuple(n for n in generators if n in ("segment_ids", "initial_state"))
+    return Case(name, dims, dict(options), arrays=optional, make=generators, tags=frozenset(tags))
 
 
 RWKV7 = (

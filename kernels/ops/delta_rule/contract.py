@@ -1,4 +1,5 @@
-"""The contracts of the delta rules: loops over time, one token a step, and the cases that backends are held to."""
+"""The contracts of the delta rules: loops over time, one token per step, and the cases that backends are tested
+with."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from kernels.framework.contract import Op
 from kernels.framework.work import Work, nbytes
 from kernels.ops.delta_rule import cases
 
-# Under the square root of the norm, as in the models that normalise queries and keys here.
+# Added under the square root of the norm, as in models that normalise queries and keys.
 NORM_EPS = 1e-6
 
 
-def wide(*arrays: Any) -> Any:
-    """Returns the dtype that is computed in: float32, or float64 where an array is that."""
+def compute_dtype(*arrays: Any) -> Any:
+    """Returns the dtype to compute in: float32, or float64 if any array has it."""
     return jnp.result_type(jnp.float32, *(x.dtype for x in arrays if x is not None))
 
 
@@ -35,7 +36,7 @@ def scale_of(softmax_scale: float | None, width: int) -> float:
 
 
 def check_states(op: str, initial_state: Any, segment_ids: Any, num_states: int) -> None:
-    """Raises ValueError where states, ids and their number do not go together."""
+    """Raises ValueError if the initial states, segment ids and number of states are inconsistent."""
     if num_states < 1:
         raise ValueError(f"{op}: argument 'num_states' must be at least 1, got {num_states}")
     if initial_state is not None and initial_state.shape[1] != num_states:
@@ -45,7 +46,7 @@ def check_states(op: str, initial_state: Any, segment_ids: Any, num_states: int)
         )
     if num_states > 1 and segment_ids is None:
         raise ValueError(
-            f"{op}: argument 'segment_ids' must say of which of the num_states = {num_states} sequences a token is, got None"
+            f"{op}: argument 'segment_ids' must assign tokens to the num_states = {num_states} sequences, got None"
         )
 
 
@@ -66,19 +67,19 @@ def delta_rule(
 
         S' = diag(exp g_t) S_{t-1},  S_t = S' + beta_t k_t (v_t - S'^T k_t)^T,  out_t = softmax_scale * S_t^T q_t.
 
-    Head n of the values has head n // (N / K) of queries and keys. States are float32.
+    Value head n uses head n // (N / K) of queries and keys. States are float32.
 
     Args:
-      g: logarithms of the decays, of each channel (last dim H) or one for all (1); None: no decay.
-      segment_ids: with num_states == 1 the state starts from zero where they change; the first segment goes on from the
-        initial state. A negative one is padding: its output is 0 and the state passes it. With num_states == G > 1 the state
-        of the tokens of segment i in [0, G) starts from initial_state[:, i] and ends in final_state[:, i].
+      g: log decays, one per channel (last dim H) or one for all (1); None: no decay.
+      segment_ids: with num_states == 1 the state is reset to zero where they change; the first segment continues from
+        the initial state. A negative id is padding: its output is 0 and it leaves the state unchanged. With num_states
+        == G > 1, segment i in [0, G) starts from initial_state[:, i] and ends in final_state[:, i].
       initial_state: None: zeros.
       softmax_scale: default 1 / sqrt(H).
-      use_qk_l2norm: whether queries and keys are divided by their norms first.
+      use_qk_l2norm: whether to normalise queries and keys first.
     """
     check_states("delta_rule", initial_state, segment_ids, num_states)
-    dtype, (H, N) = wide(query, value, beta, g, initial_state), (query.shape[-1], value.shape[2])
+    dtype, (H, N) = compute_dtype(query, value, beta, g, initial_state), (query.shape[-1], value.shape[2])
     q, k = (jnp.repeat(x.astype(dtype), N // key.shape[2], axis=2) for x in (query, key))
     if use_qk_l2norm:
         q, k = normalized(q), normalized(k)
@@ -113,14 +114,14 @@ def rwkv7(
 
         S_t = diag(exp w_t) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T,  out_t = softmax_scale * S_t^T r_t.
 
-    So `a` reads the state as it was before token t, and `b` writes what was read. States are float32.
+    So `a` reads the state before token t, and `b` writes back what was read. States are float32.
 
     Args:
-      w: logarithms of the decays.
-      segment_ids, initial_state, softmax_scale, num_states: as of `delta_rule`.
+      w: log decays.
+      segment_ids, initial_state, softmax_scale, num_states: as in `delta_rule`.
     """
     check_states("rwkv7", initial_state, segment_ids, num_states)
-    dtype, (_, _, N, H) = wide(r, w, k, v, a, b, initial_state), r.shape
+    dtype, (_, _, N, H) = compute_dtype(r, w, k, v, a, b, initial_state), r.shape
     xs = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
     xs = {name: x.astype(dtype) for name, x in xs.items()}
 
@@ -136,25 +137,25 @@ def rwkv7(
 
 
 def _bytes(call: Call, arrays: tuple[str, ...], states: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the bytes of (the arrays, both states in float32)."""
+    """Returns the bytes of (the arrays, both float32 states)."""
     return nbytes(*(call.arguments[name] for name in arrays)), 2 * 4 * math.prod(states)
 
 
 def work(call: Call) -> tuple[Work, Work]:
-    """Returns the work of both directions, of the recurrence as it stands: a state is read by k and q and written by k, and
-    decays. A chunked form has more arithmetic, on matrix units."""
+    """Returns the work of both directions for the plain recurrence: the state decays, is read by k and q, and written
+    by k. A chunked form does more arithmetic, on matrix units."""
     d = call.dims
     H, Hv = d["H"], d["Hv"]
     arrays = ("query", "key", "value", "beta", "g")
     moved, states = _bytes(call, arrays, (d["B"], call.num_states, d["N"], H, Hv))
     flops = d["B"] * d["T"] * d["N"] * H * Hv * (6 + (call.g is not None))
     out = nbytes(call.value)
-    # The backward runs the states again, and each product of the forward gives two.
+    # The backward recomputes the states, and each product of the forward yields two.
     return Work(flops, moved + out + states), Work(3 * flops, 2 * moved + out + 2 * states)
 
 
 def rwkv7_work(call: Call) -> tuple[Work, Work]:
-    """Returns the work of both directions, as `work`: the state is read by a and r, and written by b and k."""
+    """Returns the work of both directions, as in `work`: the state is read by a and r, and written by b and k."""
     d = call.dims
     moved, states = _bytes(call, ("r", "w", "k", "v", "a", "b"), (d["B"], call.num_states, d["N"], d["H"], d["Hv"]))
     flops = d["B"] * d["T"] * d["N"] * d["H"] * d["Hv"] * 9
@@ -167,7 +168,7 @@ op = Op(
     outputs=("out", "final_state"),
     local_dims={"B", "N", "K", "Hv"},
     tied_dims=(("N", "K"),),
-    elsewhere={"T": "gated_delta_rule"},
+    see_also={"T": "gated_delta_rule"},
     ordered=True,
     same_dtype=("query", "key", "value"),
     config=ChunkConfig,
@@ -179,7 +180,7 @@ rwkv7_op = Op(
     rwkv7,
     outputs=("out", "final_state"),
     local_dims={"B", "N", "Hv"},
-    elsewhere={"T": "rwkv7"},
+    see_also={"T": "rwkv7"},
     ordered=True,
     same_dtype=("r", "k", "v"),
     config=ChunkConfig,

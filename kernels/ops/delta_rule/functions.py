@@ -1,4 +1,4 @@
-"""What users call: the delta rules under the arguments of the field, brought to the contract's form."""
+"""Public functions: the delta rules with the field's usual arguments, converted to the contract's form."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ _SHAPE = ("B", "T", "N", "H", "Hv")  # rows, tokens, and the dims of a state
 def check_heads(op_name: str, query: int, key: int, value: int) -> None:
     if query != key or value % key:
         raise ValueError(
-            f"{op_name}: argument 'key' must have as many heads as 'query', and those of 'value' must be a multiple of them, "
-            f"got {query}, {key} and {value} heads of query, key and value; repeat the heads of the others (jnp.repeat(x, n, "
-            "axis=2))"
+            f"{op_name}: argument 'key' must have as many heads as 'query', and 'value' a multiple of that, got "
+            f"{query}, {key} and {value} heads of query, key and value; repeat heads with jnp.repeat(x, n, axis=2)"
         )
 
 
@@ -31,21 +30,21 @@ def _prepared(
     where: Where,
     **options: Any,
 ) -> Prepared:
-    """Returns the call of delta_rule; `decays` are (g, its dims, what a message about it ends with)."""
+    """Returns the call of delta_rule; `decays` is (g, its dims, text to append to an error message about it)."""
     query, key, value, beta = arrays
-    given = {
+    named = {
         "query": (query, "B T K H"),
         "key": (key, "B T _ H"),
         "value": (value, "B T N Hv"),
         "beta": (beta, "B T N"),
     }
     g, dims, remedy = decays or (None, "", "")
-    given |= {} if decays is None else {"g": (g, dims)}
-    found = sizes(name, given, {"g": "; without decays it is delta_rule" if g is None else remedy})
+    named |= {} if decays is None else {"g": (g, dims)}
+    dim_sizes = sizes(name, named, {"g": "; without decays it is delta_rule" if g is None else remedy})
     check_heads(name, query.shape[2], key.shape[2], value.shape[2])
     if g is not None:
         options |= {"g": g if g.ndim == 4 else g[..., None]}
-    shape = tuple(found[d] for d in _SHAPE)
+    shape = tuple(dim_sizes[d] for d in _SHAPE)
     arguments = {"query": query, "key": key, "value": value, "beta": beta, **options}
     return prepared(op, name, arguments, shape, where, state=state, return_state=return_state)
 
@@ -63,21 +62,22 @@ def delta_rule(
     use_qk_l2norm: bool = False,
     **where: Unpack[Where],
 ) -> Prepared:
-    """Returns the output [B, T, N, Hv] of the delta rule, in the dtype of the values; with `return_state` also the state
-    [B, N, H, Hv] after the last token, float32: S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T, out_t = softmax_scale *
-    S_t^T q_t.
+    """Returns the output [B, T, N, Hv] of the delta rule, in the dtype of the values; with `return_state` also the
+    state [B, N, H, Hv] after the last token, float32: S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T, out_t =
+    softmax_scale * S_t^T q_t.
 
     Args:
-      query, key: [B, T, K, H]. value: [B, T, N, Hv], N a multiple of K: head n of the values has head n // (N / K) of the keys.
-      beta: [B, T, N]: how much of the value that the state has for a key is replaced; in [0, 1], or up to 2 for transitions
-        with negative eigenvalues. With keys of norm above 1 the state may grow without bound, see `use_qk_l2norm`.
-      state: [B, N, H, Hv], float32: that before the first token; default: zeros.
-      return_state: whether the one after the last token is returned too.
+      query, key: [B, T, K, H]. value: [B, T, N, Hv], N a multiple of K: value head n uses key head n // (N / K).
+      beta: [B, T, N]: the fraction of the value stored for a key that is replaced; in [0, 1], or up to 2 for
+        transitions with negative eigenvalues. With keys of norm above 1 the state can grow without bound, see
+        `use_qk_l2norm`.
+      state: [B, N, H, Hv], float32: the state before the first token; default: zeros.
+      return_state: whether to return the state after the last token too.
       softmax_scale: default 1 / sqrt(H).
       use_qk_l2norm: whether to divide queries and keys by their norms, x / sqrt(|x|^2 + 1e-6), as Qwen3-Next does.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     >>> import jax.numpy as jnp
     >>> key = jnp.array([1.0, 0.0]).reshape(1, 1, 1, 2).repeat(2, axis=1)
@@ -110,11 +110,11 @@ def gated_delta_rule(
     (v_t - S'^T k_t)^T, out_t = softmax_scale * S_t^T q_t.
 
     Args:
-      g, decay: two names of the logarithms of the decays, [B, T, N], at most 0; -inf forgets all.
-      query, key, value, beta, state, return_state, softmax_scale, use_qk_l2norm: as of `delta_rule`.
+      g, decay: two names for the log decays, [B, T, N], at most 0; -inf erases the state.
+      query, key, value, beta, state, return_state, softmax_scale, use_qk_l2norm: as in `delta_rule`.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.ones((2, 5, 4, 8))
@@ -124,7 +124,7 @@ def gated_delta_rule(
     ((2, 5, 4, 8), (2, 4, 8, 8))
     """
     name, arrays = "gated_delta_rule", (query, key, value, beta)
-    decays = either(name, g=g, decay=decay), "B T N", "; decays of each channel are those of kernel_delta_attention"
+    decays = either(name, g=g, decay=decay), "B T N", "; for decays per channel use kernel_delta_attention"
     options = {"softmax_scale": softmax_scale, "use_qk_l2norm": use_qk_l2norm}
     return _prepared(name, arrays, decays, state, return_state, where, **options)
 
@@ -144,16 +144,16 @@ def kernel_delta_attention(
     use_qk_l2norm: bool = False,
     **where: Unpack[Where],
 ) -> Prepared:
-    """Returns the output [B, T, N, Hv] of Kimi Delta Attention, the delta rule with a decay of each channel, in the dtype of
+    """Returns the output [B, T, N, Hv] of Kimi Delta Attention, a delta rule with a decay per channel, in the dtype of
     the values; with `return_state` also the state [B, N, H, Hv] after the last token, float32: S' = diag(exp g_t) S_{t-1},
     S_t = S' + beta_t k_t (v_t - S'^T k_t)^T, out_t = softmax_scale * S_t^T q_t.
 
     Args:
-      g, decay: two names of the logarithms of the decays, [B, T, N, H], at most 0; -inf forgets a channel.
-      query, key, value, beta, state, return_state, softmax_scale, use_qk_l2norm: as of `delta_rule`.
+      g, decay: two names for the log decays, [B, T, N, H], at most 0; -inf erases a channel.
+      query, key, value, beta, state, return_state, softmax_scale, use_qk_l2norm: as in `delta_rule`.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.ones((2, 5, 4, 8))
@@ -161,7 +161,7 @@ def kernel_delta_attention(
     (2, 5, 4, 8)
     """
     name, arrays = "kernel_delta_attention", (query, key, value, beta)
-    decays = either(name, g=g, decay=decay), "B T N H", "; one decay for all channels of a head is gated_delta_rule"
+    decays = either(name, g=g, decay=decay), "B T N H", "; for one decay per head use gated_delta_rule"
     options = {"softmax_scale": softmax_scale, "use_qk_l2norm": use_qk_l2norm}
     return _prepared(name, arrays, decays, state, return_state, where, **options)
 
@@ -185,17 +185,18 @@ def rwkv7(
 
         S_t = diag(exp w_t) S_{t-1} + b_t (S_{t-1}^T a_t)^T + k_t v_t^T,  out_t = softmax_scale * S_t^T r_t.
 
-    `a` reads the state as it was before the token and its decay, and `b` writes what was read, as in flash-linear-attention;
-    the model's are a = -kk and b = kk * (its rates), kk the normalised keys. The state of the paper is this one transposed.
+    `a` reads the state before the token and its decay, and `b` writes back what was read, as in flash-linear-attention.
+    The model has a = -kk and b = kk * (its rates), where kk are normalised keys. The state of the paper is the
+    transpose of this.
 
     Args:
       r, w, k, a, b: [B, T, N, H]; v: [B, T, N, Hv].
-      w: logarithms of the decays, at most 0; the model's are -exp(-0.5) * sigmoid(...).
-      softmax_scale: default 1 / sqrt(H), as of every operation here; the model itself has 1.0.
-      state, return_state: as of `delta_rule`.
+      w: log decays, at most 0; the model's are -exp(-0.5) * sigmoid(...).
+      softmax_scale: default 1 / sqrt(H), as in every operation here; the model itself uses 1.0.
+      state, return_state: as in `delta_rule`.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.full((1, 3, 2, 4), 0.5)
@@ -203,7 +204,7 @@ def rwkv7(
     (1, 3, 2, 4)
     """
     arrays = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
-    found = sizes("rwkv7", {n: (x, "B T N Hv" if n == "v" else "B T N H") for n, x in arrays.items()})
-    shape = tuple(found[d] for d in _SHAPE)
+    dim_sizes = sizes("rwkv7", {n: (x, "B T N Hv" if n == "v" else "B T N H") for n, x in arrays.items()})
+    shape = tuple(dim_sizes[d] for d in _SHAPE)
     arguments = {**arrays, "softmax_scale": softmax_scale}
     return prepared(rwkv7_op, "rwkv7", arguments, shape, where, state=state, return_state=return_state)

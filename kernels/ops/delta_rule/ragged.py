@@ -1,4 +1,4 @@
-"""The gated delta rule as a server calls it: tokens of many requests one after the other, and their states in a pool."""
+"""The gated delta rule for serving: concatenated tokens of many requests, with their states in a pool."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from kernels.ops.delta_rule.functions import check_heads
 def _integers(name: str, x: Any, shape: str, size: int | None) -> jax.Array:
     x = jnp.asarray(x)
     if x.ndim != 1 or not jnp.issubdtype(x.dtype, jnp.integer) or x.shape[0] != (size or x.shape[0]):
-        wanted = shape if size is None else f"{shape} = [{size}]"
+        expected = shape if size is None else f"{shape} = [{size}]"
         raise ValueError(
-            f"ragged_gated_delta_rule: argument {name!r} must be integers {wanted}, got {x.dtype} of shape {x.shape}; "
-            "query_start_loc is [0, n1, n1 + n2, ...], one more than there are requests"
+            f"ragged_gated_delta_rule: argument {name!r} must be integers {expected}, got {x.dtype} of shape {x.shape}; "
+            "query_start_loc is [0, n1, n1 + n2, ...], with one more entry than requests"
         )
     return x.astype(jnp.int32)
 
 
 def _check_requests(cuts: Any, indices: Any, rows: Any, slots: Any, most: int | None) -> None:
-    """Raises ValueError for requests whose values are known, and are none: tokens of one that has more than it may would be
-    left out, and of two that share a slot one would be overwritten."""
+    """Raises ValueError for invalid requests with known values: tokens beyond `max_query_len` would be dropped, and of
+    two requests that share a slot one would be overwritten."""
     name = "ragged_gated_delta_rule"
     check_cuts(name, "query_start_loc", cuts, rows)
     cuts, indices = known(cuts), known(indices)
     if cuts is None or indices is None:
         return
-    tokens = np.where((indices >= 0) & (indices < slots), np.diff(cuts), 0)  # what is padding writes nothing
+    tokens = np.where((indices >= 0) & (indices < slots), np.diff(cuts), 0)  # padding writes nothing
     if most is not None and (tokens > most).any():
         raise ValueError(
-            f"{name}: argument 'max_query_len' = {most} is a promise, and a request has {tokens.max()} tokens in "
-            "'query_start_loc'; give the most that a request has, or None"
+            f"{name}: argument 'max_query_len' = {most}, but a request has {tokens.max()} tokens in 'query_start_loc'; "
+            "pass the maximum number of tokens of a request, or None"
         )
     used, times = np.unique(indices[tokens > 0], return_counts=True)
     if (times > 1).any():
         raise ValueError(
-            f"{name}: argument 'state_indices' names slot {used[times > 1][0]} for several requests that have tokens; a "
-            "slot keeps one state"
+            f"{name}: argument 'state_indices' has slot {used[times > 1][0]} for several requests with tokens; a slot "
+            "stores one state"
         )
 
 
@@ -65,27 +65,27 @@ def ragged_gated_delta_rule(
     softmax_scale: float | None = None,
     use_qk_l2norm: bool = False,
 ) -> Prepared:
-    """Returns (out [M, N, Hv], new pool) of the gated delta rule of many requests, each with a state of its own in a pool.
+    """Returns (out [M, N, Hv], new pool) of the gated delta rule for many requests, each with its own state in a pool.
 
-    Request r has the tokens query_start_loc[r] to query_start_loc[r + 1] - 1, goes on from state_pool[state_indices[r]], and
-    leaves its state there. Slots that no request with tokens names are the given ones, bit for bit. Tokens past the last
-    request have the output 0.
+    Request r has the tokens query_start_loc[r] to query_start_loc[r + 1] - 1, continues from
+    state_pool[state_indices[r]], and stores its final state there. All other slots are returned bit for bit. Tokens
+    past the last request have output 0.
 
     Args:
-      query, key: [M, K, H]. value: [M, N, Hv], N a multiple of K. beta, g: [M, N], g logarithms of decays.
+      query, key: [M, K, H]. value: [M, N, Hv], N a multiple of K. beta, g: [M, N], g are log decays.
       state_pool: [slots, N, H, Hv], of any float dtype; computed in float32.
       query_start_loc: int [requests + 1], [0, n1, n1 + n2, ...]; equal entries are a request without tokens.
-      state_indices: int [requests], slots. Two requests with tokens may not share one. A request with a negative slot, or one
-        past the pool, is padding: its outputs are 0, and it writes nothing.
-      has_initial_state: bool [requests]: where false the request begins from zeros, whatever is in its slot.
-      max_query_len: a promise that no request has more tokens. Requests are then computed side by side, as a batch of that many
-        tokens each: for decoding (1) and drafts. Outputs of tokens past it are 0, and they are not in the state. None: chunk by
-        chunk, one request after the other, which is for long prompts.
+      state_indices: int [requests], slots. Two requests with tokens may not share one. A request with a negative slot,
+        or one past the pool, is padding: its outputs are 0, and it writes nothing.
+      has_initial_state: bool [requests]: if false the request starts from zeros, whatever is in its slot.
+      max_query_len: upper bound on the tokens of a request. Requests are then computed in parallel, as a batch with
+        that many tokens each: for decoding (1) and drafts. Tokens beyond it have output 0 and do not affect the state.
+        None: chunk by chunk, one request after another, which suits long prompts.
       softmax_scale: default 1 / sqrt(H).
-      use_qk_l2norm: as of `delta_rule`; Qwen3-Next's layers want it.
+      use_qk_l2norm: as in `delta_rule`; Qwen3-Next's layers need it.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     >>> import jax.numpy as jnp
     >>> x, ones = jnp.ones((5, 2, 4)), jnp.ones((5, 2))
@@ -94,10 +94,10 @@ def ragged_gated_delta_rule(
     [2 6]
     """
     name = "ragged_gated_delta_rule"
-    given = {"query": (query, "M K H"), "key": (key, "M _ H"), "value": (value, "M N Hv"), "beta": (beta, "M N")}
-    found = sizes(name, {**given, "g": (g, "M N"), "state_pool": (state_pool, "slots N H Hv")})
+    named = {"query": (query, "M K H"), "key": (key, "M _ H"), "value": (value, "M N Hv"), "beta": (beta, "M N")}
+    dim_sizes = sizes(name, {**named, "g": (g, "M N"), "state_pool": (state_pool, "slots N H Hv")})
     check_heads(name, query.shape[1], key.shape[1], value.shape[1])
-    M, N, H, Hv, slots = (found[d] for d in ("M", "N", "H", "Hv", "slots"))
+    M, N, H, Hv, slots = (dim_sizes[d] for d in ("M", "N", "H", "Hv", "slots"))
     indices = _integers("state_indices", state_indices, "[requests]", None)
     requests = indices.shape[0]
     cuts = _integers("query_start_loc", query_start_loc, "[requests + 1]", requests + 1)
@@ -110,7 +110,7 @@ def ragged_gated_delta_rule(
             raise ValueError(f"{name}: argument 'has_initial_state' must be bool [requests] = [{requests}], got {got}")
         states = jnp.where(begun[:, None, None, None], states, 0)
     arrays = {"query": query, "key": key, "value": value, "beta": beta, "g": g[..., None]}
-    arrays = {n: jnp.asarray(x) for n, x in arrays.items()}  # NumPy's cannot be indexed by what is traced
+    arrays = {n: jnp.asarray(x) for n, x in arrays.items()}  # NumPy arrays cannot be indexed by tracers
     options = {"softmax_scale": softmax_scale, "use_qk_l2norm": use_qk_l2norm}
 
     def written(final: jax.Array) -> jax.Array:

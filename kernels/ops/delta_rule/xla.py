@@ -1,4 +1,5 @@
-"""The delta rules as plain XLA: chunks, each a few matmuls. `kernels/engines/scan/chunks.py` goes over them, and back."""
+"""The delta rules in plain XLA: chunks of a few matmuls, run forward and backward by
+`kernels/engines/scan/chunks.py`."""
 
 from __future__ import annotations
 
@@ -15,16 +16,17 @@ from kernels.framework.execute import Saved
 from kernels.ops.delta_rule import chunk
 from kernels.ops.delta_rule.contract import check_states, normalized, op, rwkv7_op, scale_of
 
-MOST_TOKENS = 64  # of a chunk
+MOST_TOKENS = 64  # per chunk
 
 
 def _precision(dtype: Any) -> Any:
-    """float32 is computed in float32; for narrower inputs the hardware's fast passes over float32 operands are enough."""
+    """Uses true float32 for float32 inputs; for lower precision the hardware's fast passes over float32 operands
+    suffice."""
     return jax.lax.Precision.HIGHEST if jnp.dtype(dtype).itemsize > 2 else jax.lax.Precision.DEFAULT
 
 
 def _per_head(x: jax.Array) -> jax.Array:
-    """Returns [B, C, N, ...] as float32 [B, N, C, ...]."""
+    """Returns x [B, C, N, ...] as float32 [B, N, C, ...]."""
     return jnp.swapaxes(x, 1, 2).astype(jnp.float32)
 
 
@@ -62,7 +64,7 @@ def _rwkv7_step(softmax_scale: float | None, dtype: Any) -> Step:
 
 
 def _delta(query, key, value, beta, g, softmax_scale, use_qk_l2norm):
-    """Returns (step, its arrays) of a call of delta_rule."""
+    """Returns (step, its arrays) for a call of delta_rule."""
     xs = {"query": query, "key": key, "value": value, "beta": beta} | ({} if g is None else {"g": g})
     return _delta_step(softmax_scale, use_qk_l2norm, value.dtype), xs
 

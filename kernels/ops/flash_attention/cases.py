@@ -1,4 +1,4 @@
-"""Shapes and options of flash attention: tests, benchmarks and tuning read them."""
+"""Shapes and options of flash attention, for tests, benchmarks and tuning."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _segments(**options):
 
 
 def _permuted(**options):
-    """Returns a mask whose tokens lie in another order: positions and segments are permuted together."""
+    """Returns a mask with shuffled tokens: positions and segments are permuted together."""
 
     def make(rng, dims):
         order = rng.permutation(dims["T"])
@@ -64,7 +64,7 @@ def _padding(rng, dims):
 
 
 def _cuts(**options):
-    """Returns a packed axis whose sequences have other lengths as queries than as keys, one of them none at all."""
+    """Returns a packed axis whose sequences differ in query and key length; one has length zero."""
 
     def make(rng, dims):
         T, S = dims["T"], dims["S"]
@@ -78,7 +78,7 @@ def _prefix(rng, dims):
 
 
 def _documents(rng, dims):
-    """Returns a packed axis of documents of 4,096 tokens on average, two of them at least."""
+    """Returns a packed axis of at least two documents, 4,096 tokens long on average."""
     cuts = np.sort(rng.choice(np.arange(1, dims["T"]), max(1, dims["T"] // 4096 - 1), replace=False))
     ids = np.searchsorted(cuts, np.arange(dims["T"]), side="right")[None]
     return MaskInfo.from_segments(jnp.asarray(ids, jnp.int32), causal=True)
@@ -89,7 +89,7 @@ def _seed(rng, dims):
 
 
 def _heads(width, B, T=8192):
-    """Returns the shape of 2,048 entries a token in heads of that width."""
+    """Returns a shape with heads of the given width and 2,048 entries per token."""
     return {"B": B, "T": T, "S": T, "N": 2048 // width, "K": 2048 // width, "H": width, "Hv": width}
 
 
@@ -100,14 +100,14 @@ def _bench(name, dims, *, causal=True, window=None, tags=frozenset({"bench"}), m
     return Case(name, dims, make=make or _mask(causal=causal, window=window), tags=tags, **rest)
 
 
-# Those that `attention`, which also returns its weights, is held to: every option and every kind of mask once.
+# Cases that also test `attention`, which returns its weights: every option and every kind of mask once.
 WITH_WEIGHTS = (
     *EXAMPLES, "causal", "cross", "prefix", "segments", "permuted", "dense_mask", "value_width", "scale", "soft_cap",
     "bias", "several_sinks", "alibi_per_row", "dropout",
 )  # fmt: skip
-# What differs from a case beside it in one number or one shape only: in the full grid.
+# Cases that differ from a neighbour in one number or one shape only run in the full grid.
 SLOW = frozenset({"slow"})
-# What the quick tests interpret kernels for: several blocks, every kind of mask, every option; the full grid has all of them.
+# Cases that the quick tests run in interpret mode: several blocks, every kind of mask, every option. The full grid runs all.
 KERNELS = frozenset({"kernels"})
 CASES = (
     Case("causal", SMALL, make=_mask(causal=True), tags=frozenset({"smoke"})),
@@ -153,7 +153,7 @@ CASES = (
         make={**_permuted(causal=True, window=(11, 0)), "dropout_seed": _seed},
         tags=KERNELS | {"smoke", "code"},
     ),
-    # What benchmarks race: widths of heads, lengths, and what is masked or added, 16k tokens and more.
+    # Benchmark cases: head widths, lengths, masks and biases, at 16k tokens or more.
     _bench("causal_2k", _heads(128, B=8, T=2048)),
     _bench("causal_8k", _heads(128, B=2)),
     _bench("full_8k", _heads(128, B=2), causal=False),

@@ -1,4 +1,4 @@
-"""The meaning of flash attention, over canonical arguments. The functions that users call are in `functions.py`."""
+"""The contract of flash attention, over canonical arguments. The public functions are in `functions.py`."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def flash_attention(
     """Returns (out, lse): out = sum_j p_j v_j with p = softmax of the logits over the visible keys, lse in float32.
 
     logits = cap(softmax_scale * q.k) + bias - slope * |i - j|, cap(x) = c tanh(x / c); softmax_scale defaults to
-    1/sqrt(H). Query head n reads key head n // (N / K). Sinks `softmax_aux` join the denominator once, uncapped, and have
-    no value. A query with no key (and no sink) gives out = 0 and lse = -inf. Dropout scales kept weights by 1/(1-p) and
-    leaves lse alone. Accumulation is in float32. What lies at positions of negative segment ids, NaN too, reaches nothing
-    else, and the outputs there have no gradient (`Op(padding=...)`).
+    1/sqrt(H). Query head n reads key head n // (N / K). Sinks `softmax_aux` join the denominator once, uncapped, and
+    have no value. A query with no key (and no sink) gives out = 0 and lse = -inf. Dropout scales the remaining weights
+    by 1/(1-p) and leaves lse unchanged. Accumulation is in float32. Values at negative segment ids, even NaN, affect
+    nothing else, and the outputs there have no gradient (`Op(padding=...)`).
 
-    `deterministic` asks for the same bits whenever the same program runs on the same inputs and device, in both directions. It
-    is no part of the meaning: here it changes nothing, and a backend that adds in any order does not name it.
+    `deterministic` requests bitwise reproducible results in both directions, for the same program, inputs and device.
+    It does not change the values: here it has no effect, and a backend that adds in arbitrary order does not accept it.
     """
     weights, lse = _weights(query, key, mask, bias, softmax_aux, alibi_slopes, softmax_scale, logits_soft_cap)
     return _output(weights, query, value, mask, dropout_seed, dropout_prob), lse
@@ -69,7 +69,7 @@ def attention(
     deterministic: bool = False,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T S"]]:
     """Returns (out, weights): the output of `flash_attention`, and the softmax over keys and sinks, before dropout, in
-    float32. `deterministic` is as there."""
+    float32. `deterministic` is as in `flash_attention`."""
     weights, _ = _weights(query, key, mask, bias, softmax_aux, alibi_slopes, softmax_scale, logits_soft_cap)
     return _output(weights, query, value, mask, dropout_seed, dropout_prob), weights
 
@@ -108,7 +108,7 @@ def _weights(query, key, mask, bias, softmax_aux, alibi_slopes, softmax_scale, l
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.sum(jnp.exp(sinks - largest), axis=-1, keepdims=True)
-    some = total != 0  # of a NaN too, so that lse is one
+    some = total != 0  # true for NaN too, so that lse becomes NaN
     total = jnp.where(some, total, 1)
     lse = jnp.where(some, largest + jnp.log(total), -jnp.inf)[..., 0].swapaxes(1, 2)
     return weights / total, lse
@@ -117,7 +117,7 @@ def _weights(query, key, mask, bias, softmax_aux, alibi_slopes, softmax_scale, l
 def _output(weights, query, value, mask, dropout_seed, dropout_prob):
     """Returns the weighted sum of the values, [B, T, N, Hv] in the dtype of query."""
     if dropout_prob > 0 and dropout_seed is None:
-        raise ValueError("argument 'dropout_seed' is needed with dropout_prob > 0: see expand_dropout_seed")
+        raise ValueError("argument 'dropout_seed' is required with dropout_prob > 0: see expand_dropout_seed")
     B, N, T, S = weights.shape
     K = value.shape[2]
     if dropout_prob > 0:
@@ -129,33 +129,34 @@ def _output(weights, query, value, mask, dropout_seed, dropout_prob):
 
 
 def _dot(subscripts: str, a: jax.Array, b: jax.Array, accumulate: jnp.dtype) -> jax.Array:
-    # float32 means float32 on every device; narrower types are exact in one pass anyway.
+    # float32 means true float32 on every device; narrower types are exact in one pass anyway.
     precision = jax.lax.Precision.HIGHEST if a.dtype == accumulate else None
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=accumulate)
 
 
 def backward_inputs(residuals: dict, cotangents: dict) -> dict:
-    """Returns what `softmax.backward_inputs` does; and out, where lse has no cotangent, so that delta is of it alone."""
+    """Returns `softmax.backward_inputs`, plus `out` if lse has no cotangent, so that delta depends on `out` alone."""
     saved = softmax.backward_inputs(residuals, cotangents)
     return saved if "d_lse" in cotangents else saved | {"out": residuals["out"]}
 
 
 def work(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the visible pairs: 2 matmuls forward (logits, values), 5 backward (logits again, and the
-    gradients of weights, values, keys and queries), and of every array read or written once."""
+    """Returns the work of the visible pairs: 2 matmuls forward (logits, values), 5 backward (logits recomputed, and the
+    gradients of weights, values, keys and queries), and of each array read or written once."""
     B, T, S, N, H, Hv = (call.dims[d] for d in ("B", "T", "S", "N", "H", "Hv"))
     pairs = visible_pairs(call.mask, B, N, T, S)
     queries = nbytes(call.query) // H
     out, lse, keys = queries * Hv, 4 * B * T * N, nbytes(call.key, call.value)
     extra = nbytes(call.bias, call.softmax_aux, call.alibi_slopes)
     forward = Work(2 * pairs * (H + Hv), queries * H + keys + extra + out + lse)
-    # Read: everything of the forward and the cotangent of out. Written: a gradient for each input.
+    # Reads the arrays of the forward and the cotangent of out; writes a gradient for each input.
     backward = Work(pairs * (6 * H + 4 * Hv), 2 * (queries * H + keys + extra) + 2 * out + lse)
     return forward, backward
 
 
 def work_with_weights(call: Call) -> tuple[Work, Work]:
-    """Returns the work of `attention`: that of flash attention, and of its weights, written and their cotangents read."""
+    """Returns the work of `attention`: that of flash attention, plus writing the weights and reading their
+    cotangents."""
     weights = Work(0, 4 * call.dims["B"] * call.dims["N"] * call.dims["T"] * call.dims["S"])
     forward, backward = work(call)
     return forward + weights, backward + weights
@@ -173,9 +174,9 @@ FEATURES = {
 }
 
 
-def classes(call: Call) -> str:
-    """Returns the class of a call, as in "bfloat16 causal heads<=128 keys<16384": what is masked and added to the logits, the
-    tile that a head takes, and how long the keys are. Grouped heads are of the same class as as many heads of keys."""
+def autotune_key(call: Call) -> str:
+    """Returns the measurement key of a call, such as "bfloat16 causal heads<=128 keys<16384": the masks and terms added
+    to the logits, the tile width of a head, and the number of keys. Grouped heads share the key of ungrouped ones."""
     used = [name for name, uses in FEATURES.items() if name != "gqa" and uses(call)]
     used += [n for n in ("bias", "softmax_aux", "alibi_slopes", "logits_soft_cap") if getattr(call, n) is not None]
     used += [n for n in ("dropout_prob", "deterministic") if getattr(call, n)]
@@ -185,11 +186,11 @@ def classes(call: Call) -> str:
 
 
 _RING = "ring_attention"
-# Query head n reads key head n // (N / K): split alike, a device has the key heads that its query heads read.
+# Query head n reads key head n // (N / K): with both split alike, a device has the key heads that its query heads read.
 _ON_A_MESH: Any = {
     "local_dims": {"B", "N", "K"},
     "tied_dims": (("N", "K"),),
-    "elsewhere": {"T": _RING, "S": _RING},
+    "see_also": {"T": _RING, "S": _RING},
     "ordered": by_positions,
     "same_dtype": ("query", "key", "value"),
 }
@@ -197,21 +198,21 @@ _ON_A_MESH: Any = {
 op = Op(
     flash_attention,
     outputs=("out", "lse"),
-    order=("cudnn_gpu", "triton_gpu", "pallas_tpu", "xla"),
+    priority=("cudnn_gpu", "triton_gpu", "pallas_tpu", "xla"),
     residuals=("out", "lse"),
     backward_inputs=backward_inputs,
     padding=Padding(
         ("value",)
-    ),  # masked logits are selected away, whatever they are; a weight of 0 times a value is not
+    ),  # masked logits are replaced by `where`, so NaN there is harmless; 0 times a NaN value is not
     features=FEATURES,
-    classes=classes,
+    autotune_key=autotune_key,
     config=FlashAttentionConfig,
     cases=CASES,
     work=work,
     **_ON_A_MESH,
 )
 
-# Dense by nature, so XLA's everywhere, and that is the contract's own program: most cases run in the full grid.
+# Dense by definition, so it runs on XLA everywhere, as the contract itself: most cases run only in the full grid.
 attention_op = Op(
     attention,
     outputs=("out", "weights"),

@@ -1,11 +1,11 @@
-"""Flash attention by cuDNN, for what it expresses: all of the keys, causal, or a causal window, in bfloat16.
+"""Flash attention by cuDNN, for what it supports: all keys, causal, or a causal window, in bfloat16.
 
-XLA calls cuDNN's fused attention where a program has a custom call of these names; the names, and the text that says what the
-call is, are XLA's own and no interface that it promises to keep. They are here and nowhere else.
+XLA calls cuDNN's fused attention for custom calls with certain names. The names, and the text that describes the call,
+are XLA internals, not a stable interface. They are used only here.
 
-cuDNN's backward takes out, and computes delta = rowsum(d_out * out) of it. Ours is given delta, which may be that of more keys,
-and holds the cotangent of lse. So it is handed another out: the multiple of d_out whose product with d_out is delta. Where
-delta is of this call's own out, it is handed that.
+cuDNN's backward takes out, and computes delta = rowsum(d_out * out) from it. Ours is given delta, which may cover more
+keys and includes the cotangent of lse. So it passes another out: the multiple of d_out whose product with d_out is
+delta. If delta belongs to this call's own out, it passes that.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from kernels.framework.interpret import interpreting
 from kernels.ops.flash_attention.contract import flash_attention, op
 from kernels.toolchains.simulate.compile_for import CUDNN
 
-# The releases whose XLA is known to read what is written here.
+# JAX releases whose XLA is known to accept these calls.
 KNOWN = ((0, 11), (0, 12))
 WIDEST = 256
 FORWARD, BACKWARD = CUDNN
-_ROWS_FIRST = (0, 2, 1, 3)  # an array [B, N, T, H] that lies as [B, T, N, H]
+_ROWS_FIRST = (0, 2, 1, 3)  # an array [B, N, T, H] stored as [B, T, N, H]
 _PLAIN = {3: (0, 1, 2), 4: (0, 1, 2, 3), 1: (0,)}
 
 
 def _backend_config(query, value, mask: MaskInfo, scale: float, backward: bool) -> str:
-    """Returns XLA's `GpuBackendConfig` of the call, in JSON. Dimension numbers are those of the products over [B, T, N, H]."""
+    """Returns XLA's `GpuBackendConfig` of the call, as JSON. Dimension numbers are those of the products over [B, T, N,
+    H]."""
     (B, T, N, _), S = query.shape, value.shape[1]
     left = None if mask.window is None else mask.window[0]
     forward_products = {"bmm1": (3, 3, (0, 2), (0, 2)), "bmm2": (3, 1, (0, 1), (0, 2))}
@@ -81,11 +82,12 @@ def _backend_config(query, value, mask: MaskInfo, scale: float, backward: bool) 
 
 
 def _call(target: str, config: str, results: list[tuple], *arrays: jax.Array) -> list[jax.Array]:
-    """Returns the results, each said as (shape, dtype, layout), of a custom call, without the workspace that comes last."""
+    """Returns the results of a custom call, given as (shape, dtype, layout), without the workspace, which comes
+    last."""
     if interpreting():
         return _interpreted(json.loads(config)["cudnn_fmha_backend_config"], *arrays)
     results = [*results, ((0,), jnp.uint8, (0,))]
-    found = jax.ffi.ffi_call(
+    outputs = jax.ffi.ffi_call(
         target,
         [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in results],
         input_layouts=[_PLAIN[x.ndim] for x in arrays],
@@ -93,12 +95,12 @@ def _call(target: str, config: str, results: list[tuple], *arrays: jax.Array) ->
         custom_call_api_version=2,
         legacy_backend_config=config,
     )(*arrays)
-    return list(found[:-1])
+    return list(outputs[:-1])
 
 
 def _interpreted(config: dict[str, Any], query, key, value, *rest) -> list[jax.Array]:
-    """Returns what cuDNN makes of the call that `config` describes, in plain JAX; of lse, d_out and out as
-    the rest, gradients."""
+    """Computes what cuDNN computes for the call that `config` describes, in plain JAX: attention, or with lse, d_out
+    and out as the remaining arguments its gradients."""
     causal, window = config["mask_type"] == "CAUSAL", config["sliding_window_length"]
     mask, scale = MaskInfo(causal=causal, window=(window - 1, 0) if window else None), config["fmha_scale"]
     if not rest:
@@ -134,22 +136,22 @@ def forward(query, key, value, mask, softmax_scale):
     return out.swapaxes(1, 2), lse.swapaxes(1, 2)
 
 
-# So small, d_out is taken for zero: its squares would vanish in float32.
+# Below this, d_out counts as zero: its squares would underflow in float32.
 SMALLEST = 2.0**-60
 
 
 def _out_of(d_out: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (d_out, out) such that rowsum(d_out * out) = delta. A row of d_out that is zero gets one entry too small to count
-    beside anything else, where its delta is not zero."""
+    """Returns (d_out, out) such that rowsum(d_out * out) = delta. If a row of d_out is zero but its delta is not, one
+    entry of d_out becomes a number too small to affect anything else."""
     first = (jnp.arange(d_out.shape[-1]) == 0).astype(jnp.float32)
-    wide = d_out.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
-    wide = jnp.where((largest < SMALLEST) & (delta[..., None] != 0), SMALLEST * first, wide)
+    upcast = d_out.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(upcast), axis=-1, keepdims=True)
+    upcast = jnp.where((largest < SMALLEST) & (delta[..., None] != 0), SMALLEST * first, upcast)
     largest = jnp.maximum(largest, SMALLEST)
-    unit = wide / largest
+    unit = upcast / largest
     squares = jnp.sum(unit * unit, axis=-1, keepdims=True)
     out = unit * (delta[..., None] / jnp.where(squares > 0, largest * squares, 1))
-    return wide.astype(d_out.dtype), out.astype(d_out.dtype)
+    return upcast.astype(d_out.dtype), out.astype(d_out.dtype)
 
 
 def backward(saved: Saved, query, key, value, mask, softmax_scale):
@@ -166,16 +168,16 @@ def backward(saved: Saved, query, key, value, mask, softmax_scale):
 def _rejects(call: Any) -> str | None:
     release = tuple(int(n) for n in jax.__version__.split(".")[:2])
     if not KNOWN[0] <= release < KNOWN[1]:
-        return f"how XLA is told to call cuDNN is known for jax 0.11, and this is {jax.__version__}"
+        return f"its calls to cuDNN are known for jax 0.11 only, and this is {jax.__version__}"
     dims, mask = call.dims, call.mask
     if dims["H"] % 8 or dims["H"] > WIDEST:
-        return f"H = {dims['H']} must be a multiple of 8, {WIDEST} at most"
+        return f"H = {dims['H']} must be a multiple of 8, and at most {WIDEST}"
     if mask is None:
         return None
     if mask.causal and dims["T"] != dims["S"]:
-        return f"its causal mask begins at the first key, and T = {dims['T']} is not S = {dims['S']}"
+        return f"its causal mask is top-left aligned, but T = {dims['T']} is not S = {dims['S']}"
     if mask.window is not None and not (mask.causal and mask.window[0] is not None):
-        return "its window looks back only, and only under a causal mask"
+        return "it supports windows only backward, with a causal mask"
     return None
 
 

@@ -1,4 +1,4 @@
-"""What users call: flash attention under the arguments of the field, brought to the contract's form."""
+"""Public functions: flash attention with the field's usual arguments, converted to the contract's form."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def flash_attention(
 ) -> Prepared:
     """Returns the attention output [B, T, N, Hv]; with `return_lse` also the log-sum-exp, float32 [B, T, N].
 
-    Every mask that is given applies. Gradients flow to query, key, value, bias, softmax_aux and alibi_slopes.
+    All given masks apply together. Gradients flow to query, key, value, bias, softmax_aux and alibi_slopes.
 
     Args:
       query: [B, T, N, H]. key: [B, S, K, H]. value: [B, S, K, Hv]. N must be a multiple of K (GQA).
@@ -54,24 +54,25 @@ def flash_attention(
       bias: added to the logits, broadcastable to [B, N, T, S].
       causal: a query sees keys up to its own position; bottom-right aligned when T != S.
       softmax_scale: default 1/sqrt(H).
-      dropout_prob, dropout_seed: attention dropout; the seed may be traced, and is 0 by default. The mask depends on the
-        seed, batch row, head and positions only.
-      sliding_window: W for exactly W keys i - W < j <= i, or (left, right), None for an open side.
-      chunk_size: keys in the same chunk of that many positions.
+      dropout_prob, dropout_seed: attention dropout. The seed may be traced; default 0. The mask depends only on the
+        seed, batch row, head and positions.
+      sliding_window: W for exactly W keys i - W < j <= i, or (left, right), None for an unbounded side.
+      chunk_size: a query sees only keys in its own chunk of that many positions.
       logits_soft_cap: c in c * tanh(logits / c).
-      cum_seqlens_q, cum_seqlens_k: [0, n1, n1 + n2, ...] over the packed axis; the batch is 1 then.
-      softmax_aux: sinks, [N] or [N, n]: logits that join the denominator and have no value.
+      cum_seqlens_q, cum_seqlens_k: [0, n1, n1 + n2, ...], cumulative lengths along a packed axis; the batch must be 1.
+      softmax_aux: attention sinks, [N] or [N, n]: logits that contribute to the denominator and have no value.
       alibi_slopes: [N] or [B, N]; slope * |i - j| is subtracted from the logits.
-      sink_tokens: the first n tokens of each sequence stay visible beside the window (attention sinks, Xiao et al., 2023).
+      sink_tokens: the first n tokens of each sequence stay visible in addition to the window (Xiao et al., 2023).
       mask_info: `MaskInfo`.
-      q_segment_ids, kv_segment_ids: int [B, T], [B, S]; equal and >= 0 attends; -1 is padding: whatever lies there, NaN too,
-        reaches no other output and no gradient.
-      q_positions, kv_positions: int [B, T], [B, S]; what causal, window and chunk compare, where not 0, 1, 2, ...
-      deterministic: the same bits whenever the same program runs on the same inputs and device, forward and backward, at the
-        cost of speed if need be: a backend that adds gradients in any order is passed over, and refuses if asked for by name.
+      q_segment_ids, kv_segment_ids: int [B, T], [B, S]; a pair attends if its ids are equal and >= 0. -1 is padding,
+        whose values (even NaN) affect no other output and no gradient.
+      q_positions, kv_positions: int [B, T], [B, S]; positions for causal, window and chunk, if not 0, 1, 2, ...
+      deterministic: bitwise reproducible results, forward and backward, for the same program, inputs and device,
+        possibly at the cost of speed. Backends that add gradients in arbitrary order are skipped, and raise if
+        requested by name.
 
     Raises:
-      ValueError: an argument is wrong; the message names it. Unsupported: the backend cannot.
+      ValueError: names the invalid argument. Unsupported: no backend can run the call.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.ones((1, 8, 2, 4))
@@ -83,9 +84,7 @@ def flash_attention(
             shape = getattr(x, "shape", type(x).__name__)
             raise ValueError(f"argument {name!r} must be [batch, length, heads, width], got {shape}")
         if 0 in x.shape:
-            raise ValueError(
-                f"argument {name!r} of shape {x.shape} is empty; leave the call out where there is nothing to do"
-            )
+            raise ValueError(f"argument {name!r} of shape {x.shape} is empty; skip the call")
     for name, x in (("softmax_aux", softmax_aux), ("alibi_slopes", alibi_slopes)):
         if x is not None and not is_array(x):
             raise ValueError(f"argument {name!r} must be an array, got {type(x).__name__}")
@@ -108,7 +107,7 @@ def flash_attention(
     if not 0 <= dropout_prob < 1:
         raise ValueError(f"argument 'dropout_prob' must be in [0, 1), got {dropout_prob}")
     if logits_soft_cap is not None and logits_soft_cap <= 0:
-        raise ValueError(f"argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; None for no cap")
+        raise ValueError(f"argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; use None for no cap")
     window = window_of(sliding_window)
     mask = MaskInfo(causal=bool(causal), window=window, sink_tokens=sink_tokens, chunk_size=chunk_size)
     parts = [] if mask_info is None else [mask_info]
@@ -132,7 +131,7 @@ def flash_attention(
     mask.check(B, T, S, N)
     if mask.sink_tokens is not None and mask.window is None:
         raise ValueError(
-            f"argument 'sink_tokens' = {mask.sink_tokens} keeps tokens visible beside a window, and there is none: give "
+            f"argument 'sink_tokens' = {mask.sink_tokens} keeps tokens visible in addition to a window: pass "
             "'sliding_window'"
         )
     arguments: dict[str, Any] = {"query": query, "key": key, "value": value}
@@ -144,7 +143,7 @@ def flash_attention(
         arguments["softmax_aux"] = softmax_aux[:, None] if softmax_aux.ndim == 1 else softmax_aux
         if arguments["softmax_aux"].ndim != 2 or arguments["softmax_aux"].shape[0] != N or 0 in softmax_aux.shape:
             raise ValueError(
-                f"argument 'softmax_aux' must be [N] or [N, sinks] with N = {N}, got {softmax_aux.shape}; None for no sinks"
+                f"argument 'softmax_aux' must be [N] or [N, sinks] with N = {N}, got {softmax_aux.shape}; use None for no sinks"
             )
     if alibi_slopes is not None:
         arguments["alibi_slopes"] = alibi_slopes[None] if alibi_slopes.ndim == 1 else alibi_slopes
@@ -166,8 +165,8 @@ def flash_attention(
 def _packed(query: jax.Array, key: jax.Array, cum_seqlens_q: Any, cum_seqlens_k: Any) -> MaskInfo:
     if query.shape[0] != 1:
         raise ValueError(
-            f"argument 'cum_seqlens_q' cuts one packed axis, so the batch must be 1, got {query.shape[0]}: reshape query, "
-            "key and value to [1, total, heads, width], or give segment ids per row"
+            f"argument 'cum_seqlens_q' splits one packed axis, so the batch must be 1, got {query.shape[0]}: reshape "
+            "query, key and value to [1, total, heads, width], or pass segment ids per row"
         )
     if cum_seqlens_q is None or (cum_seqlens_k is None and query.shape[1] != key.shape[1]):
         raise ValueError("arguments 'cum_seqlens_q' and 'cum_seqlens_k' must be given together")
@@ -176,7 +175,7 @@ def _packed(query: jax.Array, key: jax.Array, cum_seqlens_q: Any, cum_seqlens_k:
 
 def _of_attention_mask(attention_mask: Any, batch: int, q_length: int, kv_length: int) -> MaskInfo:
     mask = jnp.asarray(attention_mask)
-    pairs = "what marks pairs is [B, T, S], so add a dim to [T, S]: attention_mask[None]"
+    pairs = "for pairs pass [B, T, S]: add a dim to [T, S] with attention_mask[None]"
     if mask.ndim == 2 and not (mask.shape[1] == kv_length and mask.shape[0] in (1, batch)):
         raise ValueError(
             f"argument 'attention_mask' of shape {mask.shape} must be [B, S] = ({batch}, {kv_length}), true for tokens that "
@@ -184,11 +183,11 @@ def _of_attention_mask(attention_mask: Any, batch: int, q_length: int, kv_length
         )
     if mask.ndim == 2 and batch == q_length > 1:
         raise ValueError(
-            f"argument 'attention_mask' of shape {mask.shape} could be [B, S] or [T, S], since B = T = {batch}: give padding "
-            f"as q_segment_ids (-1 where it is), and {pairs}"
+            f"argument 'attention_mask' of shape {mask.shape} could be [B, S] or [T, S], since B = T = {batch}: pass "
+            f"padding as q_segment_ids (-1 for padding), and {pairs}"
         )
     if mask.ndim == 2 and q_length != kv_length:
-        # [B, S] marks the keys; the queries are others and are all real.
+        # [B, S] marks keys only: with T != S the queries are other tokens, all valid.
         return MaskInfo.from_attention_mask(mask[:, None, None, :])
     return MaskInfo.from_attention_mask(mask)
 
@@ -208,24 +207,22 @@ def flash_attention_backward(
 ) -> dict[str, jax.Array]:
     """Returns the gradients of one block of attention by name, given the log-sum-exp over all blocks.
 
-    The block backward that ring and blockwise schemes need: `lse` may cover more keys than `key` holds.
+    This is the block backward of ring and blockwise attention: `lse` may cover more keys than `key` contains.
 
     Args:
       d_out: cotangent of the output, [B, T, N, Hv].
-      lse: float32 [B, T, N] over every key that the rows see.
-      delta: float32 [B, T, N], rowsum(d_out * out) of the whole output, minus the cotangent of lse if it has one.
-      out: the whole output, in place of delta.
+      lse: float32 [B, T, N], over all keys that the rows see.
+      delta: float32 [B, T, N], rowsum(d_out * out) of the full output, minus the cotangent of lse if it has one.
+      out: the full output, instead of delta.
       options: as in `flash_attention`.
 
     Raises:
-      ValueError: neither or both of delta and out were given, or an argument does not fit.
+      ValueError: neither or both of delta and out are given, or an argument does not fit.
     """
     if (delta is None) == (out is None):
-        raise ValueError("give one of the arguments 'delta' and 'out'")
+        raise ValueError("pass exactly one of the arguments 'delta' and 'out'")
     if "return_lse" in options:
-        raise ValueError(
-            "argument 'return_lse' is of a forward; this is a backward, which returns gradients: leave it out"
-        )
+        raise ValueError("argument 'return_lse' applies to a forward, but this returns gradients; omit it")
     call = flash_attention.prepare(query, key, value, **options).call
     rows = query.shape[:3]
     whole = (*rows, value.shape[3])
@@ -258,7 +255,7 @@ def scaled_dot_product_attention(
     mask_info: MaskInfo | None = None,
     deterministic: bool = False,
 ) -> Prepared:
-    """Returns attention [B, T, N, Hv] under the name and arguments of the field: `flash_attention` with fewer of them.
+    """Returns attention [B, T, N, Hv]: `flash_attention` under PyTorch's name, with fewer arguments.
 
     >>> import jax.numpy as jnp
     >>> query, key, value = jnp.zeros((1, 2, 1, 4)), jnp.zeros((1, 2, 1, 4)), jnp.array([[[[1.0]], [[3.0]]]])
@@ -286,10 +283,10 @@ def attention(
     mask_info: MaskInfo | None = None,
     deterministic: bool = False,
 ) -> Prepared:
-    """Returns (out [B, T, N, Hv], weights float32 [B, N, T, S]), for those who want to look at the weights.
+    """Returns (out [B, T, N, Hv], weights float32 [B, N, T, S]), for inspecting the attention weights.
 
-    The weights are the softmax over keys and sinks, before dropout. They are dense by nature: O(T * S) memory. The output is
-    that of `flash_attention`; both have gradients.
+    The weights are the softmax over keys and sinks, before dropout. They take O(T * S) memory. The output is the same
+    as that of `flash_attention`; both outputs have gradients.
 
     >>> import jax.numpy as jnp
     >>> query, key, value = jnp.zeros((1, 2, 1, 4)), jnp.zeros((1, 2, 1, 4)), jnp.array([[[[1.0]], [[3.0]]]])

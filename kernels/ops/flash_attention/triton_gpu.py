@@ -1,4 +1,4 @@
-"""Flash attention for NVIDIA GPUs in Triton: how its kernels are launched, and with which blocks."""
+"""Launches the Triton and Gluon kernels of flash attention on NVIDIA GPUs, and chooses their block sizes."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import jax
 import jax.numpy as jnp
 import triton
 
-from kernels.engines.attention.gluon_gradients import specialised_gradient_kernel
-from kernels.engines.attention.gluon_kernels import specialised_forward_kernel
+from kernels.engines.attention.gluon_gradients import warp_specialized_bwd_kernel
+from kernels.engines.attention.gluon_kernels import warp_specialized_fwd_kernel
 from kernels.engines.attention.gluon_parts import BLOCK_OF_SUMS
 from kernels.engines.attention.gluon_parts import ROW as ROW_OF_STATISTICS
-from kernels.engines.attention.gluon_wide import specialised_wide_gradient_kernel
+from kernels.engines.attention.gluon_wide import warp_specialized_wide_bwd_kernel
 from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.softmax import sink_gradient
 from kernels.engines.attention.triton_calls import (
     SHARED_MEMORY,
-    SPECIALISED,
+    WARP_SPECIALIZED,
     WIDEST,
     Call,
     block_of,
     bytes_of,
     config_of,
+    head_tile_width,
     padded_width,
-    panel_of,
     plain_tiles,
     prepare,
     scale_of,
-    specialised_tiles,
     statistics_by_head,
+    warp_specialized_tiles,
 )
 from kernels.engines.attention.triton_gradients import (
     bias_gradient_kernel,
@@ -49,50 +49,50 @@ from kernels.ops.flash_attention.contract import op
 from kernels.ops.flash_attention.xla import FEATURES
 from kernels.toolchains.triton import compute_capability, tensor_descriptor
 
-# Queries of a block of three warpgroups, which the forward of heads up to 64 can have; others have two.
+# Queries of a block with three warpgroups, possible in the forward of heads up to 64; others have two.
 THREE_WARPGROUPS = 192
-# Tokens from which on they are faster: of fewer, blocks of so many queries have too many hidden pairs.
+# Length from which they are faster: in shorter rows, such large blocks have too many hidden pairs.
 LONG = 4096
-# What those kernels do not take, by the argument that asks for it.
+# Features that the warp-specialized kernels lack, by argument.
 _NOT_SPECIALISED = {
     "bias": "bias_ptr", "alibi_slopes": "slope_ptr", "dropout_prob": "seed_ptr", "attention_mask": "dense_ptr",
 }  # fmt: skip
 
 
-def _params(call: Call, given: Any, itemsize: int) -> Any:
-    """Returns the tiles to launch with: those of the plain kernels where Hopper's are given, and cannot be launched because
-    it is not compiled for Hopper.
+def _params(call: Call, params: Any, itemsize: int) -> Any:
+    """Returns the tiles to launch with: the plain kernels' tiles if warp-specialized ones are given but the call is not
+    compiled for Hopper.
 
     Raises:
-      ValueError: Hopper's are given, and have no kernel for the call.
+      ValueError: warp-specialized tiles are given that have no kernel for the call.
     """
-    if given.num_warps != SPECIALISED:
-        return given
+    if params.num_warps != WARP_SPECIALIZED:
+        return params
     H, HV = call.options["H"], call.options["HV"]
-    direction = "bwd_params" if isinstance(given, BwdParams) else "fwd_params"
-    made = getattr(specialised_tiles(H, HV, itemsize, call.options["SCALE"], call.options["CAP"]), direction)
+    direction = "bwd_params" if isinstance(params, BwdParams) else "fwd_params"
+    defaults = getattr(warp_specialized_tiles(H, HV, itemsize, call.options["SCALE"], call.options["CAP"]), direction)
     asks = [name for name, array in _NOT_SPECIALISED.items() if call.arrays[array] is not None]
-    # The backward has blocks of 64 queries wherever it has larger ones, the forward of narrow heads a third warpgroup.
-    queries = {made.q_blocksize}
-    if isinstance(given, BwdParams):
+    # The backward also allows blocks of 64 queries, and the forward of narrow heads a third warpgroup.
+    queries = {defaults.q_blocksize}
+    if isinstance(params, BwdParams):
         queries.add(64)
     elif padded_width(H) <= 64:
         queries.add(THREE_WARPGROUPS)
-    blocks = given.q_blocksize in queries and given.kv_blocksize == made.kv_blocksize
-    if asks or not blocks or made.num_warps != SPECIALISED:
+    blocks = params.q_blocksize in queries and params.kv_blocksize == defaults.kv_blocksize
+    if asks or not blocks or defaults.num_warps != WARP_SPECIALIZED:
         raise ValueError(
-            f"flash_attention: argument 'cfg': {direction} has {SPECIALISED} warps, those of the kernel for Hopper, with "
-            f"blocks of {given.q_blocksize} queries and {given.kv_blocksize} keys"
-            + (f"; it does not take {' or '.join(asks)}" if asks else f"; of this call it has {made}")
+            f"flash_attention: argument 'cfg': {direction} has {WARP_SPECIALIZED} warps, those of the kernel for Hopper, with "
+            f"blocks of {params.q_blocksize} queries and {params.kv_blocksize} keys"
+            + (f"; it does not take {' or '.join(asks)}" if asks else f"; of this call it has {defaults}")
             + ": use 4 or 8 warps"
         )
     if compute_capability() != 90:
         return getattr(plain_tiles(padded_width(max(H, HV)), itemsize), direction)
-    return given
+    return params
 
 
 def _work(query, key, value, mask, matmuls: tuple[int, int]) -> Work:
-    """Returns the work of so many products over the width of keys, and of values: of all pairs, or of half of them."""
+    """Returns the work of products over the widths of keys and of values: of all pairs, or of half of them."""
     (B, T, N, H), S, HV = query.shape, key.shape[1], value.shape[3]
     pairs = B * N * T * S // (2 if mask.key_range(T, S).high is not None else 1)
     return Work(2 * pairs * (matmuls[0] * H + matmuls[1] * HV), 2 * nbytes(query, key, value))
@@ -110,7 +110,7 @@ def forward(
     softmax_scale,
     logits_soft_cap,
     dropout_prob,
-    deterministic,  # as it always is: only a backward adds in any order
+    deterministic,  # always deterministic: only a backward uses atomic adds
     cfg,
 ):
     call = prepare(
@@ -124,14 +124,14 @@ def forward(
     }
     out = jax.ShapeDtypeStruct((B, T, N, value.shape[3]), query.dtype), jax.ShapeDtypeStruct((B, T, N), jnp.float32)
     spans, options, tiles = call.spans(*blocks)[0], call.options, triton.cdiv(T, blocks[0]) * N * B
-    if params.num_warps != SPECIALISED:
+    if params.num_warps != WARP_SPECIALIZED:
         plain = (query, key, value), spans, blocks, params
         return call.launch(forward_kernel, *plain, out_shape=out, grid=(tiles,), **rest)
-    panel, tall = panel_of(options["H"], options["HV"]), options["BLOCK_V"]
-    wide = triton.cdiv(options["H"], panel) * panel
-    arrays = block_of(query, 64, panel), block_of(key, blocks[1], panel), block_of(value, blocks[1], tall)
-    *results, _ = call.launch_specialised(
-        specialised_forward_kernel,
+    head_tile, tall = head_tile_width(options["H"], options["HV"]), options["BLOCK_V"]
+    wide = triton.cdiv(options["H"], head_tile) * head_tile
+    arrays = block_of(query, 64, head_tile), block_of(key, blocks[1], head_tile), block_of(value, blocks[1], tall)
+    *results, _ = call.launch_warp_specialized(
+        warp_specialized_fwd_kernel,
         (jnp.zeros(1, jnp.int32), *arrays),
         spans,
         blocks,
@@ -141,14 +141,14 @@ def forward(
         grid=(min(tiles, MULTIPROCESSORS),),
         STAGES=params.num_stages,
         QUEUED=2 if bytes_of(2, params, wide, tall) <= SHARED_MEMORY else 1,
-        ATTENDING=160 if blocks[0] == THREE_WARPGROUPS else 240,
-        LOADING=24,
+        CONSUMER_REGISTERS=160 if blocks[0] == THREE_WARPGROUPS else 240,
+        PRODUCER_REGISTERS=24,
         **rest,
     )
     return tuple(results)
 
 
-def _specialised_gradients(call: Call, saved: Saved, query, key, value, params: Any) -> dict[str, jax.Array]:
+def _warp_specialized_gradients(call: Call, saved: Saved, query, key, value, params: Any) -> dict[str, jax.Array]:
     (B, T), (S, K) = query.shape[:2], key.shape[1:3]
     q_block, k_block = blocks = params.q_blocksize, params.kv_blocksize
     wide, tall = call.options["BLOCK_H"], call.options["BLOCK_V"]
@@ -159,10 +159,10 @@ def _specialised_gradients(call: Call, saved: Saved, query, key, value, params: 
     )
     sums = jnp.zeros(query.shape, jnp.float32)
     if wide <= 128:
-        kernel, columns, how = specialised_gradient_kernel, wide, {"num_warps": 8, "LOADING": 24}
-    else:  # as many columns as TMA swizzles; registers with which products do not wait for one another, and little spills
-        kernel, columns = specialised_wide_gradient_kernel, 32
-        how = {"num_warps": 4, "DIFFERENTIATING": 216, "ADDING": 64}
+        kernel, columns, how = warp_specialized_bwd_kernel, wide, {"num_warps": 8, "PRODUCER_REGISTERS": 24}
+    else:  # as many columns as TMA swizzles; registers chosen so that products are not serialised and little spills
+        kernel, columns = warp_specialized_wide_bwd_kernel, 32
+        how = {"num_warps": 4, "KEY_REGISTERS": 216, "QUERY_REGISTERS": 64}
     arrays = (
         block_of(sums, q_block, columns, BLOCK_OF_SUMS),
         block_of(saved.d_out.astype(query.dtype), q_block, tall),
@@ -172,7 +172,7 @@ def _specialised_gradients(call: Call, saved: Saved, query, key, value, params: 
         lse,
         delta,
     )
-    d_key, d_value, d_query = call.launch_specialised(
+    d_key, d_value, d_query = call.launch_warp_specialized(
         kernel,
         arrays,
         call.spans(*blocks)[1],
@@ -212,19 +212,20 @@ def backward(
     call = prepare(
         query, key, value, mask, bias, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob, cfg
     )
-    if deterministic and cfg.bwd_params.num_warps == SPECIALISED:
+    if deterministic and cfg.bwd_params.num_warps == WARP_SPECIALIZED:
         raise Unsupported(
-            f"flash_attention on triton_gpu: cfg.bwd_params.num_warps = {SPECIALISED} is not for deterministic=True: that "
-            "kernel adds the gradient of the queries in any order; leave num_warps out, or give 4 or 8"
+            f"flash_attention on triton_gpu: cfg.bwd_params.num_warps = {WARP_SPECIALIZED} does not support "
+            "deterministic=True: that kernel adds the gradient of the queries in arbitrary order; omit num_warps, or "
+            "use 4 or 8"
         )
     (B, T, N, _), S, K = query.shape, *key.shape[1:3]
     params = _params(call, cfg.bwd_params, query.dtype.itemsize)
-    if params.num_warps == SPECIALISED:
-        gradients = _specialised_gradients(call, saved, query, key, value, params)
+    if params.num_warps == WARP_SPECIALIZED:
+        gradients = _warp_specialized_gradients(call, saved, query, key, value, params)
         if softmax_aux is not None:
             gradients["softmax_aux"] = sink_gradient(softmax_aux, saved.lse, saved.delta)
         return gradients
-    # What stays in a program is as large in both passes, and so is what passes by: queries in one, keys in the other.
+    # Resident blocks have the same size in both passes, and so have streamed ones: queries in one, keys in the other.
     moving, staying = params.q_blocksize, params.kv_blocksize
     first = saved.d_out.astype(query.dtype), saved.lse, saved.delta, query, key, value
     whole = bias is not None and bias.shape == (B, N, T, S)
@@ -289,16 +290,16 @@ def _heuristic(call: Any, platform: str) -> FlashAttentionConfig:
     dense = call.mask is not None and call.mask.attention_mask is not None
     if dense or call.bias is not None or call.alibi_slopes is not None or call.dropout_prob > 0 or call.dims["T"] <= 64:
         return plain
-    found = specialised_tiles(H, HV, itemsize, scale_of(call.softmax_scale, H), call.logits_soft_cap)
-    if found.fwd_params.num_warps == SPECIALISED and padded_width(H) <= 64 and _is_long_and_plain(call):
-        three = dataclasses.replace(found.fwd_params, q_blocksize=THREE_WARPGROUPS)
-        found = FlashAttentionConfig(three, found.bwd_params)
-    # The backward of one pass is not deterministic.
-    return FlashAttentionConfig(found.fwd_params, plain.bwd_params) if call.deterministic else found
+    config = warp_specialized_tiles(H, HV, itemsize, scale_of(call.softmax_scale, H), call.logits_soft_cap)
+    if config.fwd_params.num_warps == WARP_SPECIALIZED and padded_width(H) <= 64 and _is_long_and_plain(call):
+        three = dataclasses.replace(config.fwd_params, q_blocksize=THREE_WARPGROUPS)
+        config = FlashAttentionConfig(three, config.bwd_params)
+    # The one-pass backward is not deterministic.
+    return FlashAttentionConfig(config.fwd_params, plain.bwd_params) if call.deterministic else config
 
 
 def _is_long_and_plain(call: Any) -> bool:
-    """Returns whether three warpgroups are faster: of long rows, without what takes more registers than each then has."""
+    """Returns whether three warpgroups are faster: in long rows, without features that need more registers."""
     mask = MaskInfo() if call.mask is None else call.mask
     more = set(mask.used) - {"causal", "q_positions", "kv_positions"}
     bare = not more and call.softmax_aux is None and call.logits_soft_cap is None
@@ -308,22 +309,22 @@ def _is_long_and_plain(call: Any) -> bool:
 def _candidates(call: Any) -> list[FlashAttentionConfig]:
     H, itemsize = call.dims["H"], call.query.dtype.itemsize
     first = _heuristic(call, "cuda")
-    found = [first]
-    if first.fwd_params.num_warps == SPECIALISED and padded_width(H) <= 64:
+    configs = [first]
+    if first.fwd_params.num_warps == WARP_SPECIALIZED and padded_width(H) <= 64:
         both = (dataclasses.replace(first.fwd_params, q_blocksize=queries) for queries in (128, THREE_WARPGROUPS))
-        found += [FlashAttentionConfig(forward, first.bwd_params) for forward in both]
-    found.append(plain_tiles(padded_width(max(H, call.dims["Hv"])), itemsize))
+        configs += [FlashAttentionConfig(forward, first.bwd_params) for forward in both]
+    configs.append(plain_tiles(padded_width(max(H, call.dims["Hv"])), itemsize))
     if itemsize == 2:
         others = [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2)]
         backwards = [(64, 64, 4, 2), (64, 128, 8, 2), (32, 64, 4, 2), (64, 64, 8, 2)]
-        found += [config_of(*pair) for pair in zip(others, backwards, strict=True)]
-    return list(dict.fromkeys(found))
+        configs += [config_of(*pair) for pair in zip(others, backwards, strict=True)]
+    return list(dict.fromkeys(configs))
 
 
 def _rejects(call: Any) -> str | None:
     for name in ("H", "Hv"):
         if call.dims[name] > WIDEST:
-            return f"{name} = {call.dims[name]} is more than the {WIDEST} that a program holds"
+            return f"{name} = {call.dims[name]} exceeds the maximum of {WIDEST}"
     return None
 
 

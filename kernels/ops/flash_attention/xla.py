@@ -1,8 +1,8 @@
 """Blockwise flash attention in plain XLA, forward and backward: O(S) memory, masked blocks skipped, any device.
 
-A scan over query blocks; inside, a loop over that block's active key blocks only, whose trip count comes from
+A scan over query blocks, with an inner loop over each block's active key blocks only, whose trip count comes from
 `active_tiles`. The backward makes one pass over the same pairs: dQ belongs to the query block, dK and dV accumulate in
-float32 in the carry, so each pair costs five matmuls.
+float32 in the carry, so each pair takes five matmuls.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kernels.ops.flash_attention.contract import attention, attention_op, op
 
 
 def _heuristic(call: Call, platform: str) -> FlashAttentionConfig:
-    # On a CPU the logits of a block pair, over all rows and heads at once, should stay in cache; but a long sequence should
-    # not fall into so many pairs that the loop itself is the cost. On an accelerator each operation on a pair is a kernel
-    # of its own, so pairs are as large as 128 MiB of logits allow.
+    # On a CPU the logits of a pair of blocks, over all rows and heads, should stay in cache, but a long sequence should
+    # not have so many pairs that the loop overhead dominates. On an accelerator each operation on a pair is a kernel of
+    # its own, so blocks are as large as 128 MiB of logits allow.
     elements, largest = (2**17, 256) if platform == "cpu" else (2**25, 2048)
     side = math.isqrt(elements // (call.dims["B"] * call.dims["N"]))
     sizes = []
@@ -42,7 +42,7 @@ def _heuristic(call: Call, platform: str) -> FlashAttentionConfig:
 
 
 def _power_of_two(n: int) -> int:
-    """Returns the greatest power of two that is not above n, at least 1."""
+    """Returns the largest power of two that is at most n, and at least 1."""
     return 1 << (max(n, 1).bit_length() - 1)
 
 
@@ -56,7 +56,7 @@ def _candidates(call: Call) -> list[FlashAttentionConfig]:
 
 
 class _Blocks(NamedTuple):
-    """What each block pair needs, padded to whole blocks along T and S."""
+    """Inputs of each pair of blocks, padded to whole blocks along T and S."""
 
     block_q: int
     block_k: int
@@ -64,10 +64,10 @@ class _Blocks(NamedTuple):
         Any  # int32 [query blocks, key blocks], the active key blocks of each query block first; or [query blocks, 1],
     )
     # the first one, where they are a run
-    count: Any  # int32 [query blocks]: how many there are
+    count: Any  # int32 [query blocks]: the number of active ones
     rows: dict[str, jax.Array]  # per-query arrays, [query blocks, ..., block_q, ...]
     columns: dict[str, jax.Array]  # per-key arrays, padded
-    pairs: dict[str, jax.Array]  # bias and dense mask, padded where they are not broadcast
+    pairs: dict[str, jax.Array]  # bias and dense mask, padded unless broadcast
 
 
 def _pad(x: jax.Array, dim: int, size: int) -> jax.Array:
@@ -89,7 +89,7 @@ def _prepare(query, key, value, mask, bias, block_q, block_k) -> tuple[KeyRange,
     order, count = _compacted(active)
     rows, columns = ({n: jnp.asarray(x) for n, x in xs.items()} for xs in (keys.of_queries(), keys.of_keys()))
     whole_q, whole_k = active.shape[0] * block_q, active.shape[1] * block_k
-    # A padded index is past the end, which is how padding is told from data.
+    # A padded index is past the end, which distinguishes padding from data.
     rows["index"] = jnp.arange(whole_q, dtype=jnp.int32)[None]
     columns["index"] = jnp.arange(whole_k, dtype=jnp.int32)[None]
     rows = {n: _split(x, block_q) for n, x in rows.items()}
@@ -111,7 +111,7 @@ def _compacted(active: Any) -> tuple[jax.Array, jax.Array]:
         first, count = active.argmax(1), active.sum(1)
         at = np.arange(active.shape[1])
         if ((at >= first[:, None]) & (at < (first + count)[:, None]) == active).all():
-            # Causal, window, chunk: nothing of the size of the pattern goes into the program.
+            # Causal, window, chunk: the program contains nothing of the size of the pattern.
             return jnp.asarray(first[:, None], jnp.int32), jnp.asarray(count, jnp.int32)
     return listed(jnp.asarray(active))
 
@@ -141,18 +141,18 @@ def _heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
 
 class _Logits(NamedTuple):
     value: jax.Array  # float32 [B, K, G, block_q, block_k], -inf where masked
-    cap_slope: jax.Array | None  # derivative of the soft cap
+    softcap_grad: jax.Array | None  # derivative of the soft cap
     distance: jax.Array | None  # |i - j|, for the gradient of ALiBi slopes
 
 
 def _logits(q, row, column, i, j, keys, blocks, limits, alibi_slopes, scale, cap) -> _Logits:
-    """Returns the logits of one block pair. q is [B, block_q, K, G, H]; limits is (T, S)."""
+    """Returns the logits of one pair of blocks. q is [B, block_q, K, G, H]; limits is (T, S)."""
     num_kv_heads = q.shape[2]
     x = dot("btkgh,bskh->bkgts", q, column["key"]) * scale
-    slope = None
+    softcap_grad = None
     if cap is not None:
-        bent = jnp.tanh(x / cap)
-        x, slope = cap * bent, 1 - bent * bent
+        capped = jnp.tanh(x / cap)
+        x, softcap_grad = cap * capped, 1 - capped * capped
     if "bias" in blocks.pairs:
         block = jax.lax.dynamic_slice(blocks.pairs["bias"], *_pair_start(blocks.pairs["bias"], blocks, i, j))
         x = x + _heads(block.astype(jnp.float32), num_kv_heads)
@@ -160,14 +160,14 @@ def _logits(q, row, column, i, j, keys, blocks, limits, alibi_slopes, scale, cap
     if alibi_slopes is not None:
         distance = jnp.abs(row["q_positions"][:, :, None] - column["k_positions"][:, None]).astype(jnp.float32)
         x = x - _heads(alibi_slopes.astype(jnp.float32)[:, :, None, None], num_kv_heads) * distance[:, None, None]
-    here = {n: x for n, x in (row | column).items() if n in KeyRange._fields}
-    seen = visible(keys._replace(**here))
+    block_ranges = {n: x for n, x in (row | column).items() if n in KeyRange._fields}
+    seen = visible(keys._replace(**block_ranges))
     seen &= (row["index"] < limits[0])[:, :, None] & (column["index"] < limits[1])[:, None]
     seen = seen[:, None, None]
     if "attention_mask" in blocks.pairs:
         dense = blocks.pairs["attention_mask"]
         seen = seen & _heads(jax.lax.dynamic_slice(dense, *_pair_start(dense, blocks, i, j)), num_kv_heads)
-    return _Logits(jnp.where(seen, x, -jnp.inf), slope, distance)
+    return _Logits(jnp.where(seen, x, -jnp.inf), softcap_grad, distance)
 
 
 def _keep(dropout_seed, row, column, probability, num_kv_heads):
@@ -188,7 +188,7 @@ def forward(
     softmax_scale,
     logits_soft_cap,
     dropout_prob,
-    deterministic,  # as it always is: nothing is added in any order
+    deterministic,  # always deterministic: no atomic adds
     cfg,
 ):
     B, T, N, H = query.shape
@@ -200,7 +200,7 @@ def forward(
         m0, l0 = -jnp.inf, 0.0
         sink = jnp.full((1, K, G, 1), m0, jnp.float32)
     else:
-        # The sinks are the first "keys" of every row: weight exp(sink), value zero.
+        # Sinks act as the first keys of every row: weight exp(sink), value zero.
         sink = jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1).reshape(1, K, G, 1)
         l0 = 1.0
 
@@ -217,7 +217,7 @@ def forward(
             column = _column_block(blocks, j)
             s = _logits(q, row, column, i, j, keys, blocks, (T, S), alibi_slopes, scale, logits_soft_cap).value
             new = jnp.maximum(largest, jnp.max(s, axis=-1))
-            anchor = jnp.where(new == -jnp.inf, 0, new)  # a row that has seen no key yet
+            anchor = jnp.where(new == -jnp.inf, 0, new)  # a row that has not seen any key yet
             p = jnp.exp(s - anchor[..., None])
             rescale = jnp.exp(largest - anchor)
             total = total * rescale + jnp.sum(p, axis=-1)
@@ -227,7 +227,7 @@ def forward(
             return new, total, out * rescale[..., None] + pv
 
         largest, total, out = jax.lax.fori_loop(0, count, key_block, (largest, total, out))
-        some = total != 0  # of a NaN too, so that lse is one
+        some = total != 0  # true for NaN too, so that lse becomes NaN
         lse = jnp.where(some, largest + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
         out = out / jnp.where(some, total, 1)[..., None]
         out = jnp.moveaxis(out, 3, 1).reshape(B, blocks.block_q, N, Hv).astype(query.dtype)
@@ -253,7 +253,7 @@ def backward(
     softmax_scale,
     logits_soft_cap,
     dropout_prob,
-    deterministic,  # as it always is: nothing is added in any order
+    deterministic,  # always deterministic: no atomic adds
     cfg,
 ):
     B, T, N, H = query.shape
@@ -263,7 +263,7 @@ def backward(
     keys, blocks = _prepare(query, key, value, mask, bias, cfg.bwd_params.q_blocksize, cfg.bwd_params.kv_blocksize)
 
     def per_row(x):
-        """Returns [n, B, K, G, block_q] of x [B, T, N]."""
+        """Returns x [B, T, N] as [n, B, K, G, block_q]."""
         x = _split(x, blocks.block_q)
         return jnp.moveaxis(x.reshape(*x.shape[:3], K, G), 2, 4)
 
@@ -282,7 +282,7 @@ def backward(
         d_out = d_out.reshape(B, blocks.block_q, K, G, Hv)
         some = lse != -jnp.inf
         anchor = jnp.where(some, lse, 0)[..., None]
-        # A row with no key gives nothing, whatever the cotangents of its infinite lse may be.
+        # A row without keys contributes nothing, whatever the cotangents of its infinite lse are.
         delta = jnp.where(some, delta, 0)[..., None]
         some = some[..., None]
 
@@ -296,7 +296,7 @@ def backward(
             keep = _keep(dropout_seed, row, column, dropout_prob, K)
             dropped = p if keep is None else p * keep
             ds = p * ((dp if keep is None else dp * keep) - delta)
-            raw = ds if s.cap_slope is None else ds * s.cap_slope
+            raw = ds if s.softcap_grad is None else ds * s.softcap_grad
             raw = (raw * scale).astype(query.dtype)
             dk = dot("bkgts,btkgh->bskh", raw, q)
             dv = dot("bkgts,btkgv->bskv", dropped.astype(value.dtype), d_out)

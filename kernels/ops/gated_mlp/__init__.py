@@ -10,11 +10,11 @@ gated_mlp = public_as_declared(
     """Returns (activation(x gate) * (x up)) down in x's dtype, [*lead, D].
 
     Args:
-      x: [*lead, D]. gate, up: [D, F]. down: [F, D]. All of one dtype.
+      x: [*lead, D]. gate, up: [D, F]. down: [F, D]. All of the same dtype.
       activation: "silu" (SwiGLU), "gelu" (GeGLU), "gelu_tanh" or "relu" (ReGLU).
 
-    The backward keeps x and the weights alone, nothing of width F, and computes the two inner products again. What is of width
-    F is stored in x's dtype; the activation is computed in float32.
+    The backward stores only x and the weights, nothing of width F, and recomputes the two inner products. Intermediates
+    of width F are stored in x's dtype; the activation is computed in float32.
 
     Raises:
       ValueError: a shape or dtype does not fit, or the activation is unknown; naming the argument.
@@ -32,10 +32,10 @@ gated_activation = public_as_declared(
     """Returns activation(gate) * up, computed in float32, in their dtype, [*lead, F].
 
     Args:
-      gate, up: [*lead, F], of one dtype.
+      gate, up: [*lead, F], of the same dtype.
       activation: "silu", "gelu", "gelu_tanh" or "relu".
 
-    One pass over memory each way. The backward keeps gate and up alone and computes the activation again.
+    One pass over memory in each direction. The backward stores only gate and up, and recomputes the activation.
 
     Raises:
       ValueError: a shape or dtype does not fit, or the activation is unknown; naming the argument.

@@ -1,4 +1,4 @@
-"""The meaning of a gated MLP, and of the product of its activation and its gate."""
+"""The contracts of a gated MLP, and of the product of its activation and gate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ACTIVATIONS = {
 
 
 def activation_of(name: str) -> Callable[[jax.Array], jax.Array]:
-    """Returns the elementwise function of a name. Raises ValueError naming those there are."""
+    """Returns the elementwise function with that name. Raises ValueError listing the known names."""
     if name not in ACTIVATIONS:
         raise ValueError(f"gated_mlp: argument 'activation' = {name!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
@@ -35,9 +35,9 @@ class GatedMLPConfig(Tunables):
     """Tunables of the kernels of the activation; None leaves the choice to the configuration chain.
 
     Attributes:
-      block_size, num_warps: elements that a program of the forward handles, and its warps (Triton).
+      block_size, num_warps: elements per program of the forward, and its warps (Triton).
       backward_block_size, backward_num_warps: the same for the backward.
-      block_rows, block_cols: of a block (Pallas), in both directions.
+      block_rows, block_cols: shape of a block (Pallas), in both directions.
     """
 
     block_size: int | None = None
@@ -68,8 +68,8 @@ def gated_mlp(
     *,
     activation: str = "silu",
 ) -> Float[Array, "*lead D"]:
-    """Returns (activation(x gate) * (x up)) down, with matmuls accumulated and the activation computed in float32. What is of
-    width F has the dtype of x.
+    """Returns (activation(x gate) * (x up)) down, with the matmuls accumulated and the activation computed in float32.
+    Intermediates of width F have the dtype of x.
 
     Raises:
       ValueError: the activation is unknown.
@@ -81,14 +81,15 @@ def gated_mlp(
 
 
 def work(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the matmuls: 3 forward; 8 backward, two for each and gate and up again, which nothing holds."""
+    """Returns the work of the matmuls: 3 forward; 8 backward: two for each, and gate and up recomputed."""
     matmul = 2 * call.x.size * call.dims["F"]
     weights = nbytes(call.gate, call.up, call.down)
     return Work(3 * matmul, 2 * nbytes(call.x) + weights), Work(8 * matmul, 3 * nbytes(call.x) + 2 * weights)
 
 
 def work_of_activation(call: Call) -> tuple[Work, Work]:
-    """Returns the work of both directions: two arrays read and one written, and three read and two written."""
+    """Returns the work of both directions: the forward reads two arrays and writes one, the backward reads three and
+    writes two."""
     return Work(6 * call.gate.size, 3 * nbytes(call.gate)), Work(12 * call.gate.size, 5 * nbytes(call.gate))
 
 

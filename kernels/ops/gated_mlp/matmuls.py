@@ -1,4 +1,4 @@
-"""The matmuls of a gated MLP, which are XLA's on every device. What is of width F is stored in the dtype of x."""
+"""The matmuls of a gated MLP, which run on XLA on every device. Intermediates of width F have the dtype of x."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def output(h: jax.Array, down: jax.Array) -> jax.Array:
 def gradients_through(
     pull: Callable, d_out: jax.Array, x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns the gradients of all inputs; `pull` is (x gate, x up, gradient of their product) -> (product, gradient of x gate,
-    gradient of x up)."""
+    """Returns the gradients of all inputs; `pull` is (x gate, x up, gradient of their product) -> (product, gradient of
+    x gate, gradient of x up)."""
     d = d_out.astype(x.dtype)
     g, u = hidden(x, gate, up)
     h, dg, du = pull(g, u, dot("...d,fd->...f", d, down).astype(x.dtype))

@@ -1,7 +1,7 @@
-"""The product of activation and gate on TPUs, in blocks: each array read once and written once.
+"""The product of activation and gate on TPUs, in blocks: each array is read once and written once.
 
-The gated MLP itself is not here: XLA's compiler for TPUs joins the product to the matmuls around it, so that it is no pass over
-memory, and between kernels it would be one.
+The gated MLP itself is not here: XLA's compiler for TPUs fuses the product into the adjacent matmuls, so it needs no
+pass over memory; as a separate kernel it would.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from jax.experimental import pallas as pl
 from kernels.ops.gated_mlp.contract import GatedMLPConfig, activation_of, activation_op, work_of_activation
 from kernels.toolchains.pallas import pallas_launch
 
-# What a kernel's blocks and temporaries may take, and elements of a block. The least of the chips' default limits is 16 MiB.
+# Memory for a kernel's blocks and temporaries, and elements of a block. The smallest default limit of a chip is 16 MiB.
 MOST_COLS, ELEMENTS = 2048, 128 * 1024
 
 
 def _function(name):
-    # The compiler of kernels knows erf, and not erfc, of which jax.nn.gelu is made.
+    # Mosaic supports erf, but not erfc, which jax.nn.gelu uses.
     return (lambda x: 0.5 * x * (1 + jax.lax.erf(x * 0.7071067811865476))) if name == "gelu" else activation_of(name)
 
 

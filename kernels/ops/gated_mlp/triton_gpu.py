@@ -1,4 +1,4 @@
-"""A gated MLP on GPUs: the product of activation and gate in one pass each way, between matmuls that are XLA's (cuBLAS)."""
+"""A gated MLP on GPUs: the product of activation and gate in one pass per direction, between XLA's matmuls (cuBLAS)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _activation(x, NAME: tl.constexpr):
         act, slope = x * s, s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     else:
         tl.static_assert(NAME == "relu")
-        # A maximum would make 0 of NaN.
+        # A maximum would turn NaN into 0.
         act, slope = tl.where(x < 0.0, 0.0, x), tl.where(x > 0.0, 1.0, 0.0)
     return act, slope
 
@@ -55,7 +55,7 @@ def gated_activation_bwd_kernel(
     d_ptr,
     d_gate_ptr,
     d_up_ptr,
-    out_ptr,  # the product again, which the gradient of the matmul after it needs; None without
+    out_ptr,  # the recomputed product, for the gradient of the following matmul; or None
     SIZE: tl.constexpr,
     NAME: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -89,7 +89,7 @@ def _product(gate, up, activation, cfg):
 
 
 def _pull(gate, up, d, activation, cfg, with_product):
-    """Returns (gradient of gate, gradient of up), and the product after them if it is asked for."""
+    """Returns (gradient of gate, gradient of up), followed by the product if requested."""
     shape = jax.ShapeDtypeStruct(gate.shape, gate.dtype)
     unused: dict[str, Any] = {} if with_product else {"out_ptr": None}
     return triton_launch(
@@ -132,14 +132,14 @@ def backward(saved, x, gate, up, down, activation, cfg):
 
 
 def heuristic(call, platform):
-    # 16 elements of each array in a thread: two loads of 16 bytes of a 16-bit type.
+    # 16 elements of each array per thread: two loads of 16 bytes for a 16-bit type.
     return GatedMLPConfig(block_size=2048, num_warps=4, backward_block_size=2048, backward_num_warps=4)
 
 
 def candidates(call):
-    found = [heuristic(call, "cuda")]
-    found += [GatedMLPConfig(32 * w * each, w, 32 * w * each, w) for w in (4, 8) for each in (8, 16, 32)]
-    return list(dict.fromkeys(found))
+    configs = [heuristic(call, "cuda")]
+    configs += [GatedMLPConfig(32 * w * each, w, 32 * w * each, w) for w in (4, 8) for each in (8, 16, 32)]
+    return list(dict.fromkeys(configs))
 
 
 def rejects(call):

@@ -1,4 +1,4 @@
-"""A gated MLP in plain XLA, any device. Nothing of width F is saved for the backward: it is computed again from x."""
+"""A gated MLP in plain XLA, any device. Nothing of width F is saved for the backward, which recomputes it from x."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped matmul: the rows of each group times a matrix of the group's own, as experts need it."""
+"""Grouped matmul: the rows of each group times the group's own matrix, as in mixtures of experts."""
 
 from __future__ import annotations
 
@@ -29,25 +29,23 @@ def _shape(x: Any) -> str:
 
 def _check_arrays(lhs: Any, rhs: Any, transposed: bool, bias: Any) -> tuple[tuple[int, ...], bool]:
     """Returns (experts, D, *columns) of rhs, and whether it is quantised."""
-    wanted = "[E, F, D] or, with a gate, [E, 2, F, D]" if transposed else "[E, D, F] or, with a gate, [E, D, 2, F]"
+    expected = "[E, F, D] or, with a gate, [E, 2, F, D]" if transposed else "[E, D, F] or, with a gate, [E, D, 2, F]"
     if not is_array(rhs) or rhs.ndim not in (3, 4):
-        raise _refuse("rhs", f"must be an array {wanted}, got {_shape(rhs)}")
+        raise _refuse("rhs", f"must be an array {expected}, got {_shape(rhs)}")
     if not is_float_array(lhs) or lhs.ndim != 2:
-        several = (
-            "; rows of several sequences are lhs.reshape(-1, D), and a batch of products of one size is jnp.matmul"
-        )
+        several = "; flatten several sequences with lhs.reshape(-1, D); for a batch of equal products use jnp.matmul"
         raise _refuse("lhs", f"must be a float array [M, D], got {_shape(lhs)}" + (several if is_array(lhs) else ""))
     experts, *rest = rhs.shape
     columns, width = (rest[:-1], rest[-1]) if transposed else (rest[1:], rest[0])
     if len(columns) == 2 and columns[0] != 2:
-        raise _refuse("rhs", f"must be {wanted}, a gate and an up projection, got {_shape(rhs)}")
+        raise _refuse("rhs", f"must be {expected}, a gate and an up projection, got {_shape(rhs)}")
     if any(isinstance(n, int) and n == 0 for n in (experts, *columns)):
         raise _refuse("rhs", f"of shape {rhs.shape} has no elements; every dim of it but D must be at least 1")
     if width != lhs.shape[1]:
-        turned = (
+        hint = (
             "; 'transpose_rhs' must be " + str(not transposed) if rest[0 if transposed else -1] == lhs.shape[1] else ""
         )
-        raise _refuse("rhs", f"must be {wanted} with D = {lhs.shape[1]} of 'lhs', got {_shape(rhs)}{turned}")
+        raise _refuse("rhs", f"must be {expected} with D = {lhs.shape[1]} of 'lhs', got {_shape(rhs)}{hint}")
     quantised = str(rhs.dtype) in QUANTIZED
     if not quantised and rhs.dtype != lhs.dtype:
         kinds = f"that dtype, or with 'rhs_scale' one of {', '.join(QUANTIZED)}"
@@ -70,34 +68,35 @@ def _scale(scale: Any, shape: tuple[int, ...], transposed: bool) -> jax.Array:
         form = "[E, F, blocks]" if transposed else "[E, blocks, F]"
         raise _refuse(
             "rhs_scale",
-            f"must have the shape {(experts, *columns)}, one for each column, or be {form}, as 'rhs' with a number of "
-            f"blocks that divides D = {width} in place of it; got {scale.shape}",
+            f"must have the shape {(experts, *columns)}, one per column, or be {form}: the shape of 'rhs', with a "
+            f"number of blocks that divides D = {width} in place of D; got {scale.shape}",
         )
     return jnp.moveaxis(scale, -1, 1) if transposed else scale
 
 
 def _check_sizes(sizes: Any, experts: int, rows: Any, offset: Any) -> None:
     if not is_array(sizes) or sizes.ndim != 1 or not jnp.issubdtype(sizes.dtype, jnp.integer):
-        raise _refuse("group_sizes", f"must be integers [G], the rows of each group, got {_shape(sizes)}")
+        raise _refuse("group_sizes", f"must be integers [G], the number of rows of each group, got {_shape(sizes)}")
     count = sizes.shape[0]
     if count == experts or (offset is not None and count > experts):
         return
     what = f"has {count} groups, but 'rhs' has E = {experts} matrices"
     if count == rows:
-        raise _refuse("group_sizes", what + "; the group of each row is given by keyword, group_ids=")
+        raise _refuse("group_sizes", what + "; to give the group of each row, use group_ids=")
     raise _refuse(
-        "group_sizes", what + "; where these are of some of the groups, give 'group_offset', the first of them"
+        "group_sizes", what + "; if 'rhs' has the matrices of some groups only, pass 'group_offset', the first of them"
     )
 
 
 def _check_rows(sizes: Any, rows: Any) -> None:
-    """Raises ValueError for sizes whose values are known, and are no rows of lhs: cut to them, others would be multiplied."""
+    """Raises ValueError if sizes are known and negative, or exceed the rows of lhs: clipping would multiply the wrong
+    rows."""
     values = known(sizes)
     if values is not None and (values < 0).any():
-        raise _refuse("group_sizes", f"must be at least 0, got {values.min()}; a group without rows has 0")
+        raise _refuse("group_sizes", f"must be at least 0, got {values.min()}; use 0 for a group without rows")
     if values is not None and isinstance(rows, int) and values.sum(dtype=np.int64) > rows:
-        what = f"has {values.sum(dtype=np.int64)} rows in all, and 'lhs' {rows}"
-        raise _refuse("group_sizes", what + "; they are the rows of each group, not where groups begin or end")
+        what = f"has {values.sum(dtype=np.int64)} rows in total, but 'lhs' has {rows}"
+        raise _refuse("group_sizes", what + "; pass the number of rows of each group, not where groups begin or end")
 
 
 @public(op, quantized_op)
@@ -115,29 +114,29 @@ def grouped_matmul(
 ) -> Prepared:
     """Returns [M, F] in lhs's dtype: each row of lhs times the matrix of its group, accumulated in float32.
 
-    The rows of a group lie one after the other (`group_sizes`), or in any order (`group_ids`). A group may be empty. Rows of a
-    group that `rhs` has no matrix for, and those past the last group, are zero.
+    Rows of a group are contiguous (`group_sizes`), or in any order (`group_ids`). Groups may be empty. Rows of a group
+    without a matrix in `rhs`, and rows past the last group, are zero.
 
     Args:
       lhs: [M, D].
-      rhs: [E, D, F], a matrix for each group; or [E, D, 2, F], a gate and an up projection, of which the result is
-        activation(lhs gate) * (lhs up). A checkpoint's [E, D, 2F] is the latter by reshape where it has all of the gate first;
-        where they alternate, by `.reshape(E, D, F, 2).swapaxes(2, 3)`.
-      group_sizes: int [G], rows of each group. G = E, or more with `group_offset`.
-      group_offset: int, the group of rhs[0]: the matrices are those of groups group_offset, ..., group_offset + E - 1.
+      rhs: [E, D, F], a matrix per group; or [E, D, 2, F], a gate and an up projection, with the result
+        activation(lhs gate) * (lhs up). A checkpoint's [E, D, 2F] is reshaped to the latter if the gate comes first; if
+        they alternate, by `.reshape(E, D, F, 2).swapaxes(2, 3)`.
+      group_sizes: int [G], number of rows of each group. G = E, or more with `group_offset`.
+      group_offset: int, the group of rhs[0]: the matrices belong to groups group_offset, ..., group_offset + E - 1.
       transpose_rhs: rhs is [E, F, D], or [E, 2, F, D].
       rhs_bias: [E, F], or [E, 2, F], added to the products.
-      rhs_scale: float, of an rhs of int8, int4, float8_e4m3fn, float8_e5m2 or float4_e2m1fn, which it is multiplied by: [E, F],
-        or [E, 2, F], one for each column; or as rhs with a number of blocks in place of D, each of D / blocks entries. Neither
-        of the two has a gradient.
-      activation: "silu" (SwiGLU with a gate), "gelu", "gelu_tanh" or "relu"; None for none.
-      group_ids: int [M], the group of each row, instead of group_sizes. The rows are put in the order of their groups and the
-        result back. An id without a matrix, as -1, gives a row of zeros.
+      rhs_scale: float, scales of an rhs of int8, int4, float8_e4m3fn, float8_e5m2 or float4_e2m1fn: [E, F] or [E, 2,
+        F], one per column; or the shape of rhs with a number of blocks in place of D, each for D / blocks entries.
+        Neither of the two has a gradient.
+      activation: "silu" (SwiGLU with a gate), "gelu", "gelu_tanh" or "relu"; None for no activation.
+      group_ids: int [M], the group of each row, instead of group_sizes. Rows are sorted by group, and the result is
+        unsorted. An id without a matrix, such as -1, gives a row of zeros.
 
-    lhs, rhs and rhs_bias have gradients. The backward keeps the inputs alone: what an activation hides is computed again.
+    lhs, rhs and rhs_bias have gradients. The backward stores only the inputs, and recomputes what the activation needs.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     Sources: Gale et al., MegaBlocks, 2022; the functions of this kind in megablox and tokamax.
 
@@ -154,13 +153,13 @@ def grouped_matmul(
     if quantised != (rhs_scale is not None):
         raise _refuse(
             "rhs_scale",
-            f"is needed for an rhs of {rhs.dtype}"
+            f"is required for an rhs of {rhs.dtype}"
             if quantised
-            else f"is for a quantised rhs; multiply the {rhs.dtype} rhs by it",
+            else f"applies to a quantised rhs; multiply the {rhs.dtype} rhs by it",
         )
     if (group_sizes is None) == (group_ids is None):
-        given = "neither is" if group_sizes is None else "both are"
-        raise _refuse("group_sizes", f"or 'group_ids' says which rows are of which group, and {given} given; give one")
+        passed = "neither is" if group_sizes is None else "both are"
+        raise _refuse("group_sizes", f"or 'group_ids' assigns rows to groups, but {passed} given; pass exactly one")
     sizes, order = group_sizes, None
     if group_ids is not None:
         lhs, sizes, order = _sorted(lhs, group_ids, shape[0], group_offset)
@@ -169,7 +168,7 @@ def grouped_matmul(
     _check_sizes(sizes, shape[0], lhs.shape[0], group_offset)
     if order is None:
         _check_rows(group_sizes, lhs.shape[0])
-    sizes = sizes.astype(jnp.int32)  # their sums may be no numbers of a narrower one
+    sizes = sizes.astype(jnp.int32)  # their sums may not fit in a narrower dtype
     activated(activation, len(shape) == 4)
     arguments = {"rhs": None, "rhs_transposed": None, "rhs_transposed" if transpose_rhs else "rhs": rhs}
     arguments |= {"group_sizes": sizes, "group_offset": group_offset, "rhs_bias": rhs_bias, "activation": activation}
@@ -184,17 +183,18 @@ def grouped_matmul(
 
 
 def _sorted(lhs: jax.Array, group_ids: Any, experts: int, offset: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (rows in the order of their groups, sizes of the groups of the matrices, where each row was)."""
+    """Returns (rows sorted by group, sizes of the groups that have matrices, the original index of each row)."""
     ids = indices(group_ids, -1)
     if ids.shape != (lhs.shape[0],) or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise _refuse("group_ids", f"must be integers [M] = [{lhs.shape[0]}], the group of each row, got {_shape(ids)}")
-    own = ids - (0 if offset is None else offset)
-    own = jnp.where((own >= 0) & (own < experts), own, experts)
-    order = jnp.argsort(own, stable=True)
-    edges = searchsorted(own[order], jnp.arange(experts + 1, dtype=jnp.int32))
+    local_ids = ids - (0 if offset is None else offset)
+    local_ids = jnp.where((local_ids >= 0) & (local_ids < experts), local_ids, experts)
+    order = jnp.argsort(local_ids, stable=True)
+    edges = searchsorted(local_ids[order], jnp.arange(experts + 1, dtype=jnp.int32))
     return _taken(lhs, order), jnp.diff(edges).astype(jnp.int32), order
 
 
 def _taken(x: jax.Array, order: jax.Array) -> jax.Array:
-    """Returns rows of x in an order that has each of them once, so that the gradient is no sum."""
+    """Returns the rows of x permuted by `order`. Since it is a permutation, the gradient is a gather, not a
+    scatter-add."""
     return jnp.asarray(x).at[order].get(unique_indices=True, mode="promise_in_bounds")

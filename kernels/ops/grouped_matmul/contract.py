@@ -1,4 +1,4 @@
-"""The meaning of a grouped matmul: each group of rows times a matrix of its own."""
+"""The contract of a grouped matmul: each group of rows times its own matrix."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from kernels.framework.work import Work, nbytes
 
 @dataclass(frozen=True)
 class Tile(Tunables):
-    """The tile of a product that a program of a kernel makes at a time; None leaves a choice to the configuration chain.
+    """The tile of a product that a program computes at a time; None leaves the choice to the configuration chain.
 
     Attributes:
-      block_m, block_n, block_k: rows and columns of the result, and entries of the contracted dim in one step.
-      num_warps, num_stages, programs: of Triton: warps of a program, depth of its pipeline, and how many programs take turns.
-      band: of Triton: so many rows of tiles go over the columns together, and find what they read of a matrix in the L2 cache.
-      flatten: of Triton: the loops over tiles and over steps are one, so that a tile's first loads come before the last's end.
-      specialised: of Triton: "tall" or "wide", the tile of warps that load, warps that multiply and warps that write. They take
-        the place of this tile in products of 16-bit arrays on Hopper; "none": they do not.
+      block_m, block_n, block_k: rows and columns of the result, and entries of the contracted dim per step.
+      num_warps, num_stages, programs: Triton: warps of a program, depth of its pipeline, and number of persistent
+        programs.
+      band: Triton: number of rows of tiles that sweep the columns together, so that what they read of a matrix stays in
+        L2.
+      flatten: Triton: whether the loops over tiles and over steps are fused, so that a tile's loads overlap the
+        previous tile.
+      specialised: Triton: "tall" or "wide", the tile of a warp-specialized kernel with separate warps for loads,
+        products and stores, which replaces this tile in products of 16-bit arrays on Hopper; "none": no such kernel.
     """
 
     block_m: int | None = None
@@ -52,7 +55,7 @@ class Tile(Tunables):
 
 @dataclass(frozen=True)
 class GroupedMatmulConfig(Tunables):
-    """Tiles of the three products: rows by matrices, the gradient of the rows, and that of the matrices."""
+    """Tiles of the three products: the result, the gradient of the rows, and that of the matrices."""
 
     forward: Tile | None = None
     d_lhs: Tile | None = None
@@ -69,15 +72,15 @@ ACTIVATIONS = tuple(_ACTIVATIONS)
 
 
 def activated(activation: str | None, gated: bool) -> Callable[[jax.Array], jax.Array]:
-    """Returns the function of products [rows, F], or [rows, 2, F] where gated, that gives the rows of the result [rows, F].
+    """Returns the function that maps products [rows, F], or [rows, 2, F] if gated, to the rows of the result [rows, F].
 
     Raises:
-      ValueError: the activation is unknown, or there is none for a gate.
+      ValueError: the activation is unknown, or missing for a gate.
     """
     if activation is None and gated:
         raise ValueError(
-            "grouped_matmul: argument 'rhs' holds a gate and an up projection, which needs argument 'activation': use one of "
-            f"{', '.join(ACTIVATIONS)}"
+            "grouped_matmul: argument 'rhs' has a gate and an up projection, which requires argument 'activation': "
+            f"use one of {', '.join(ACTIVATIONS)}"
         )
     if activation is not None and activation not in _ACTIVATIONS:
         raise ValueError(
@@ -98,30 +101,30 @@ def grouped_matmul(
     *,
     activation: str | None = None,
 ) -> Float[Array, "M F"]:
-    """Returns out, in lhs's dtype: row m of lhs, which is of group g, times rhs[g - group_offset], accumulated in float32.
+    """Returns out, in lhs's dtype: row m of lhs, in group g, times rhs[g - group_offset], accumulated in float32.
 
-    The rows of a group lie one after the other, group 0 first, group_sizes[g] of them. A row of a group that rhs has no matrix
-    for, or past the last group, is zero, whatever is in it.
+    Rows of a group are contiguous, group 0 first, group_sizes[g] rows each. A row of a group without a matrix in rhs,
+    or past the last group, gives zero, even if it contains NaN.
 
     Args:
-      rhs, rhs_transposed: one of them. Of three dims, a matrix for each group; of four, [E, D, 2, F] or [E, 2, F, D], a gate
-        and an up projection: the result is activation(lhs gate) * (lhs up).
+      rhs, rhs_transposed: exactly one of them. With three dims, a matrix per group; with four, [E, D, 2, F] or [E, 2,
+        F, D], a gate and an up projection: the result is activation(lhs gate) * (lhs up).
       rhs_bias: added to the products, before the activation.
     """
     if (rhs is None) == (rhs_transposed is None):
-        raise ValueError("grouped_matmul: give one of the arguments 'rhs' and 'rhs_transposed'")
+        raise ValueError("grouped_matmul: pass exactly one of the arguments 'rhs' and 'rhs_transposed'")
     if rhs is None:
         assert rhs_transposed is not None
         rhs = jnp.moveaxis(rhs_transposed, -1, 1)
     ends, rows = jnp.cumsum(group_sizes), jnp.arange(lhs.shape[0])
     group = searchsorted(ends, rows, side="right")
-    own = group - (0 if group_offset is None else group_offset)
-    inside = (own >= 0) & (own < rhs.shape[0]) & (group < group_sizes.shape[0])
-    own = jnp.where(inside, own, 0)
-    wide = jnp.promote_types(lhs.dtype, jnp.float32)
-    product = jnp.einsum("md,md...f->m...f", lhs, rhs[own], preferred_element_type=wide)
+    local_group = group - (0 if group_offset is None else group_offset)
+    inside = (local_group >= 0) & (local_group < rhs.shape[0]) & (group < group_sizes.shape[0])
+    local_group = jnp.where(inside, local_group, 0)
+    compute_dtype = jnp.promote_types(lhs.dtype, jnp.float32)
+    product = jnp.einsum("md,md...f->m...f", lhs, rhs[local_group], preferred_element_type=compute_dtype)
     if rhs_bias is not None:
-        product = product + rhs_bias[own].astype(wide)
+        product = product + rhs_bias[local_group].astype(compute_dtype)
     out = activated(activation, rhs.ndim == 4)(product)
     return jnp.where(inside[:, None], out, 0).astype(lhs.dtype)
 
@@ -137,24 +140,26 @@ def grouped_matmul_quantized(
     *,
     activation: str | None = None,
 ) -> Float[Array, "M F"]:
-    """Returns `grouped_matmul` of the matrices rhs * rhs_scale, rounded to lhs's dtype; rhs is of integers or narrow floats.
+    """Returns `grouped_matmul` of the matrices rhs * rhs_scale, rounded to lhs's dtype; rhs has integers or narrow
+    floats.
 
-    Neither rhs nor rhs_scale has a gradient. A backend may apply the scales of columns after the sums, and round once less.
+    Neither rhs nor rhs_scale has a gradient. A backend may apply the scales of columns after the sums, and round once
+    less.
 
     Args:
-      rhs_scale: [E, blocks, F], or [E, blocks, 2, F]: each is of D / blocks entries of D, one after the other. Also where it is
-        `rhs_transposed` that is given.
+      rhs_scale: [E, blocks, F], or [E, blocks, 2, F]: each scale is for D / blocks consecutive entries of D. The layout
+        is the same with `rhs_transposed`.
     """
     if (rhs is None) == (rhs_transposed is None):
-        raise ValueError("grouped_matmul_quantized: give one of the arguments 'rhs' and 'rhs_transposed'")
+        raise ValueError("grouped_matmul_quantized: pass exactly one of the arguments 'rhs' and 'rhs_transposed'")
     if rhs is None:
         assert rhs_transposed is not None
         rhs = jnp.moveaxis(rhs_transposed, -1, 1)
-    wide = jnp.promote_types(lhs.dtype, jnp.float32)
-    scale = jnp.repeat(rhs_scale.astype(wide), rhs.shape[1] // rhs_scale.shape[1], axis=1)
+    compute_dtype = jnp.promote_types(lhs.dtype, jnp.float32)
+    scale = jnp.repeat(rhs_scale.astype(compute_dtype), rhs.shape[1] // rhs_scale.shape[1], axis=1)
     return grouped_matmul(
         lhs,
-        (rhs.astype(wide) * scale).astype(lhs.dtype),
+        (rhs.astype(compute_dtype) * scale).astype(lhs.dtype),
         None,
         group_sizes,
         group_offset,
@@ -164,20 +169,21 @@ def grouped_matmul_quantized(
 
 
 def work(call: Call) -> tuple[Work, Work]:
-    """Returns the work of M rows, all of them in groups: what an activation hides is computed again in the backward."""
+    """Returns the work of M rows, all of them in groups; the backward recomputes what the activation needs."""
     weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
     E, F = call.dims["E"], call.dims["F"]
     matmul = 2 * call.lhs.size * math.prod(weights.shape) // (E * call.dims["D"])
     out = nbytes(call.lhs) // call.dims["D"] * F
     quantised = "rhs_scale" in call.arguments
-    kept = nbytes(call.lhs, weights, call.rhs_bias, call.rhs_scale if quantised else None)
+    read_bytes = nbytes(call.lhs, weights, call.rhs_bias, call.rhs_scale if quantised else None)
     again = 1 if call.activation else 0
     written = nbytes(call.lhs, call.rhs_bias) + (0 if quantised else nbytes(weights))
-    return Work(matmul, kept + out), Work((1 + again + (not quantised)) * matmul, kept + out + written)
+    return Work(matmul, read_bytes + out), Work((1 + again + (not quantised)) * matmul, read_bytes + out + written)
 
 
-def classes(call: Call) -> str:
-    """Returns the class of a call: what is fused with the product, how the matrices lie, and how many rows a group has."""
+def autotune_key(call: Call) -> str:
+    """Returns the measurement key of a call: what is fused with the product, the layout of the matrices, and rows per
+    group."""
     weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
     used = ["plain" if weights.ndim == 3 else "gated", "" if call.rhs_transposed is None else "transposed"]
     used += [call.activation or "", "" if call.rhs_bias is None else "bias"]
@@ -194,23 +200,23 @@ def _offset(value: int) -> Callable:
 
 
 def _even(rng: np.random.Generator, dims: Any) -> jax.Array:
-    """Sizes as of a router that is not quite even."""
+    """Sizes as from a slightly uneven router."""
     shares = rng.dirichlet(np.full(dims["G"], 8.0))
     return jnp.asarray(rng.multinomial(dims["M"], shares), jnp.int32)
 
 
 def _zipf(rng: np.random.Generator, dims: Any) -> jax.Array:
-    """Sizes by Zipf's law, as of a router without balance, the large ones anywhere."""
+    """Sizes by Zipf's law, as from an unbalanced router, with large ones anywhere."""
     shares = rng.permutation(1 / np.arange(1, dims["G"] + 1))
     return jnp.asarray(rng.multinomial(dims["M"], shares / shares.sum()), jnp.int32)
 
 
 def _codes(*names: str | int) -> Callable:
-    """Returns a maker of int8 weights of those dims; a number is a size."""
+    """Returns a maker of int8 weights with those dims; a number is a size."""
 
     def make(rng: np.random.Generator, dims: Any) -> jax.Array:
         shape = [dims[n] if isinstance(n, str) else n for n in names]
-        return jnp.asarray(rng.integers(-127, 128, shape, np.int8))  # not int64 first: a layer has 2e8 of them
+        return jnp.asarray(rng.integers(-127, 128, shape, np.int8))  # drawn as int8 directly: a layer has 2e8 of them
 
     return make
 
@@ -221,8 +227,8 @@ def _none(rng: Any, dims: Any) -> None:
 
 def _case(name, sizes, *tags, arrays=(), make=None, shapes=None, activation=None, **dims) -> Case:
     options = {} if activation is None else {"activation": activation}
-    made = _sizes(*sizes) if isinstance(sizes, tuple) else sizes
-    make = {"rhs_transposed": _none, "group_sizes": made, **(make or {})}
+    sizes_of = _sizes(*sizes) if isinstance(sizes, tuple) else sizes
+    make = {"rhs_transposed": _none, "group_sizes": sizes_of, **(make or {})}
     return Case(name, dims, options, arrays, make, shapes or {}, frozenset(tags))
 
 
@@ -234,11 +240,11 @@ op = Op(
     grouped_matmul,
     local_dims={"F"},
     sum_dims={"E"},
-    elsewhere={"M": "grouped_matmul", "D": "grouped_matmul"},
+    see_also={"M": "grouped_matmul", "D": "grouped_matmul"},
     offset_of={"group_offset": "E"},
     weights=("rhs", "rhs_transposed", "rhs_bias"),
     same_dtype=("lhs", "rhs", "rhs_transposed", "rhs_bias"),
-    classes=classes,
+    autotune_key=autotune_key,
     config=GroupedMatmulConfig,
     cases=(
         _case("small", (5, 0, 2, 4), "smoke", "code", M=11, D=8, E=4, G=4, F=6),
@@ -271,7 +277,7 @@ quantized_op = Op(
     no_gradient=("rhs", "rhs_transposed", "rhs_scale"),
     local_dims={"F"},
     sum_dims={"E"},
-    elsewhere={"M": "grouped_matmul", "D": "grouped_matmul"},
+    see_also={"M": "grouped_matmul", "D": "grouped_matmul"},
     offset_of={"group_offset": "E"},
     weights=("rhs", "rhs_transposed", "rhs_scale", "rhs_bias"),
     same_dtype=("lhs", "rhs_bias"),
@@ -285,7 +291,7 @@ quantized_op = Op(
             "gated_transposed", (3, 9, 0, 7), arrays=("rhs_bias",), activation="relu",
             make={
                 "rhs": _none, "rhs_transposed": _codes("E", 2, "F", "D"), "group_offset": _offset(1),
-                # as quantisation makes them, or products of a gate and an up projection are too large for float16
+                # of realistic size, so that products of a gate and an up projection fit in float16
                 "rhs_scale": lambda rng, dims: jnp.asarray(rng.uniform(0.5, 2, (3, 1, 2, 7)) / 127, jnp.float32),
             },
             shapes={"rhs_bias": (3, 2, 7)}, M=23, D=5, E=3, G=4, F=7,

@@ -1,14 +1,15 @@
-"""Gluon kernels of grouped_matmul for Hopper: warps that load, warps that multiply, and warps that write.
+"""Warp-specialized Gluon kernels of grouped_matmul for Hopper: warps that load, warps that multiply, and warps that
+store.
 
-They make the products of `triton_kernels.py` but those of 8-bit weights, over the same map of tiles. A program has a
-multiprocessor to itself and takes tiles from a queue. One warp loads through TMA into a ring of stages, and is ahead of the
-others by as many as there are, across the ends of tiles. Two warpgroups multiply: either has half of a tile's rows and all of
-its columns, and hands its sums to a warp of its own that writes them. So the matrix units go on with the next tile while the
-last one is written, and while one warpgroup ends its tile the other one has them to itself. What is passed around is said in
-`gluon_parts.py`.
+They compute the same products as `triton_kernels.py`, except those of 8-bit weights, over the same map of tiles. A
+program has a multiprocessor to itself and takes tiles from a queue. One producer warp loads through TMA into a ring of
+stages, and runs ahead of the others by the depth of the ring, across tiles. Two consumer warpgroups multiply: each has
+half of a tile's rows and all of its columns, and hands its sums to its own storing warp. So the tensor cores continue
+with the next tile while the last one is stored, and while one warpgroup finishes its tile the other one has them to
+itself. `gluon_parts.py` describes what is passed between them.
 """
 
-# Gluon declares tensors where its compiler takes constants and integers too: shapes and offsets of descriptors, arguments.
+# Gluon's stubs declare tensors where its compiler accepts constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kernels.ops.grouped_matmul.gluon_parts import (
     sums,
     write,
 )
-from kernels.toolchains.gluon import SWIZZLED, after, hear, make_queue, take
+from kernels.toolchains.gluon import SWIZZLED, after, claim_tile, make_tile_queue, next_tile
 
 # -- rows by the matrix of their group ---------------------------------------------------------------------------------
 
@@ -36,7 +37,7 @@ from kernels.toolchains.gluon import SWIZZLED, after, hear, make_queue, take
 @gluon.jit
 def _product_tile(tile, tiles_m, tiles_ptr, BOUND: gl.constexpr, TILES_N: gl.constexpr, BAND: gl.constexpr,
                   BLOCK_N: gl.constexpr):  # fmt: skip
-    """Returns a tile's matrix, first row, end of its group and first column. Bands of row tiles go over the columns."""
+    """Returns a tile's matrix, first row, end of its group and first column. Bands of row tiles sweep the columns."""
     band = tile // (BAND * TILES_N)
     height = gl.minimum(tiles_m - band * BAND, BAND)
     inside = tile % (BAND * TILES_N)
@@ -48,8 +49,8 @@ def _product_tile(tile, tiles_m, tiles_ptr, BOUND: gl.constexpr, TILES_N: gl.con
 
 @gluon.jit
 def _columns(column, N: gl.constexpr, BLOCK_N: gl.constexpr, GATED: gl.constexpr):
-    """Returns how many columns of a tile are multiplied: half of them where that is enough. Of a gate and an up projection all:
-    they are one block of a stage, in whose middle the up projection begins."""
+    """Returns how many columns of a tile are multiplied: half of them if that suffices. With a gate and an up
+    projection all: they are one block of a stage, with the up projection in its second half."""
     HALF: gl.constexpr = has_half(N, BLOCK_N) and not GATED
     return gl.where(HALF and N - column <= BLOCK_N // 2, BLOCK_N // 2, BLOCK_N)
 
@@ -66,7 +67,7 @@ def _load_products(a_desc, b_desc, d_desc, tiles_ptr, bounds_ptr, turn_ptr, ring
     tile, turn, stage, phase = gl.program_id(0), 0, 0, 0
     while tile < tiles_m * TILES_N:
         expert, row, end, column = _product_tile(tile, tiles_m, tiles_ptr, BOUND, TILES_N, BAND, BLOCK_N)
-        tile = take(queue, turn_ptr, turn)
+        tile = claim_tile(queue, turn_ptr, turn)
         turn += 1
         for k in range(0, K, BLOCK_K):
             mbarrier.wait(free.index(stage), phase ^ 1)
@@ -119,9 +120,9 @@ def _multiply_products(bias_ptr, out_ptr, tiles_ptr, bounds_ptr, ring, queue, ha
                                           STAGES)  # fmt: skip
             handed, stage, phase = hand_over_activated(acc, ring, stage, phase, hands, handed, bias, column, N, GATED,
                                                        ACTIVATION, COTANGENT, STAGES, WHICH)  # fmt: skip
-        tile = hear(queue, turn)
+        tile = next_tile(queue, turn)
         turn += 1
-    # Rows of no group.
+    # Rows without a group.
     WRITTEN: gl.constexpr = SIDES * N if COTANGENT else N
     TILES_WRITTEN: gl.constexpr = (WRITTEN + BLOCK_N - 1) // BLOCK_N
     empty = gl.load(bounds_ptr + 2 * E + 1) - tiles_m
@@ -148,19 +149,19 @@ def _write_products(out_ptr, tiles_ptr, bounds_ptr, queue, hands, N: gl.constexp
         if row < end:
             columns = _columns(column, N, BLOCK_N, GATED)
             handed = write(hands, handed, out_ptr, row, end, column, columns, N, 2 if GATED and COTANGENT else 1, WHICH)
-        tile = hear(queue, turn)
+        tile = next_tile(queue, turn)
         turn += 1
 
 
 @gluon.jit
-def specialised_matmul_kernel(
+def warp_specialized_matmul_kernel(
     a_desc,  # [M, K] in blocks [ROWS, BLOCK_K]
     # [E * K, WIDTH] in blocks [BLOCK_K, BLOCK_N], or transposed [E * WIDTH, K] in blocks [BLOCK_N, BLOCK_K]; WIDTH is N, or 2 N
     # of a gate and an up projection
     b_desc,
     d_desc,  # [M, N] in blocks [ROWS, 64]: the cotangent of the result, or None
     bias_ptr,  # [E, WIDTH] or None
-    tiles_ptr,  # as of `grouped_matmul_kernel`, of 2 * ROWS rows
+    tiles_ptr,  # as in `grouped_matmul_kernel`, for 2 * ROWS rows
     bounds_ptr,
     turn_ptr,
     out_ptr,  # [M, N]; with a cotangent, that of the products, [M, WIDTH]
@@ -172,20 +173,20 @@ def specialised_matmul_kernel(
     TRANSPOSED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     BAND: gl.constexpr,
-    ROWS: gl.constexpr,  # of either warpgroup
-    BLOCK_N: gl.constexpr,  # of the result
+    ROWS: gl.constexpr,  # rows per warpgroup
+    BLOCK_N: gl.constexpr,  # columns of the result
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr,  # of either warpgroup
-    MULTIPLYING: gl.constexpr,  # registers of a thread that multiplies
-    OTHERS: gl.constexpr,  # and of one that does not
+    BUFFERS: gl.constexpr,  # per warpgroup
+    MULTIPLYING: gl.constexpr,  # registers per multiplying thread
+    OTHERS: gl.constexpr,  # registers per other thread
 ):
     COTANGENT: gl.constexpr = d_desc is not None
-    # A gate's block of a matrix and that of its up projection lie one behind the other, and are one block to the matrix units.
+    # A gate's block of a matrix and that of its up projection are adjacent, and one block to the tensor cores.
     COLUMNS: gl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     ring = make_ring(STAGES, a_desc.dtype, a_desc.block_type.shape, COLUMNS if TRANSPOSED else BLOCK_K,
                      BLOCK_K if TRANSPOSED else COLUMNS)  # fmt: skip
-    queue, hands = make_queue(4), make_hands(BUFFERS, a_desc.dtype, ROWS)
+    queue, hands = make_tile_queue(4), make_hands(BUFFERS, a_desc.dtype, ROWS)
     gl.warp_specialize(
         [
             (_multiply_products, (bias_ptr, out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K, N, E, BOUND, GATED,
@@ -210,7 +211,8 @@ def specialised_matmul_kernel(
 @gluon.jit
 def _contraction_tile(tile, bounds_ptr, E: gl.constexpr, TILES_P: gl.constexpr, TILES_Q: gl.constexpr, BAND: gl.constexpr,
                       ROWS: gl.constexpr, BLOCK_Q: gl.constexpr):  # fmt: skip
-    """Returns a tile's matrix, its first row and column there, and the rows of its group; the longest groups come first."""
+    """Returns a tile's matrix, its first row and column there, and the rows of its group; the longest groups come
+    first."""
     expert = gl.load(bounds_ptr + 2 * E + 2 + tile // (TILES_P * TILES_Q))
     inside = tile % (TILES_P * TILES_Q)
     band = inside // (BAND * TILES_Q)
@@ -228,7 +230,7 @@ def _load_contractions(a_desc, b_desc, bounds_ptr, turn_ptr, ring, queue, E: gl.
     tile, turn, stage, phase = gl.program_id(0), 0, 0, 0
     while tile < E * TILES_P * TILES_Q:
         expert, p, q, begin, end = _contraction_tile(tile, bounds_ptr, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q)
-        tile = take(queue, turn_ptr, turn)
+        tile = claim_tile(queue, turn_ptr, turn)
         turn += 1
         for row in range(begin, end, BLOCK_K):
             mbarrier.wait(free.index(stage), phase ^ 1)
@@ -242,7 +244,7 @@ def _load_contractions(a_desc, b_desc, bounds_ptr, turn_ptr, ring, queue, E: gl.
 
 @gluon.jit
 def _keep_rows(block, count):
-    """Makes the rows of a block in shared memory after the first ones zero, by as few registers as there are left."""
+    """Zeroes the rows of a block in shared memory after the first ones, using few registers."""
     ROWS: gl.constexpr = block.shape[0]
     WIDTH: gl.constexpr = block.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -255,8 +257,8 @@ def _keep_rows(block, count):
 
 @gluon.jit
 def _multiply_rows(acc, a, b, count):
-    """Adds the products of the first rows of a step, which are fewer than all: those that follow are of the next group, or of
-    none, and may hold anything. Both warpgroups do the same to b, which is right whoever is first."""
+    """Adds the products of the first rows of a partial step: the following rows belong to the next group, or to none,
+    and may hold anything. Both warpgroups zero b in the same way, so their order does not matter."""
     COLUMNS: gl.constexpr = acc.shape[1]
     SLICE: gl.constexpr = 32
     for i in gl.static_range(a.shape[0] // SLICE):
@@ -302,7 +304,7 @@ def _multiply_contractions(bounds_ptr, ring, queue, hands, P: gl.constexpr, Q: g
         else:
             acc, stage, phase = _contract(sums(ROWS, BLOCK_Q), ring, stage, phase, end - begin, BLOCK_K, STAGES, WHICH)
             handed = hand_over(acc, hands, handed, WHICH)
-        tile = hear(queue, turn)
+        tile = next_tile(queue, turn)
         turn += 1
 
 
@@ -319,12 +321,12 @@ def _write_contractions(out_ptr, bounds_ptr, queue, hands, P: gl.constexpr, Q: g
             out = out_ptr + expert.to(gl.int64) * (P * Q)
             columns = gl.where(HALF and Q - q <= BLOCK_Q // 2, BLOCK_Q // 2, BLOCK_Q)
             handed = write(hands, handed, out, p, P, q, columns, Q, 1, WHICH)
-        tile = hear(queue, turn)
+        tile = next_tile(queue, turn)
         turn += 1
 
 
 @gluon.jit
-def specialised_contraction_kernel(
+def warp_specialized_contraction_kernel(
     a_desc,  # [M, P] in blocks [BLOCK_K, ROWS]
     b_desc,  # [M, Q] in blocks [BLOCK_K, BLOCK_Q]
     bounds_ptr,
@@ -345,7 +347,7 @@ def specialised_contraction_kernel(
     TILES_P: gl.constexpr = (P + 2 * ROWS - 1) // (2 * ROWS)
     TILES_Q: gl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
     ring = make_ring(STAGES, a_desc.dtype, a_desc.block_type.shape, BLOCK_K, BLOCK_Q)
-    queue, hands = make_queue(4), make_hands(BUFFERS, a_desc.dtype, ROWS)
+    queue, hands = make_tile_queue(4), make_hands(BUFFERS, a_desc.dtype, ROWS)
     gl.warp_specialize(
         [
             (_multiply_contractions, (bounds_ptr, ring, queue, hands, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, BLOCK_K,

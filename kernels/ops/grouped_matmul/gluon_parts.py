@@ -1,11 +1,11 @@
-"""What the Gluon kernels of grouped_matmul have in common: a ring of stages, and sums that change hands.
+"""Parts shared by the Gluon kernels of grouped_matmul: a ring of stages, and the handover of sums.
 
-A `ring` is (stages of a, one for either warpgroup; stages of b; a barrier of each stage for "is full", and one for "is free").
-`hands` are (buffers for 64 columns of sums, of the first warpgroup and then of the second, and barriers for "is filled" and "is
-drained"). `WHICH` of the two warpgroups that multiply is 0 or 1.
+A `ring` is (stages of a, one for each consumer warpgroup; stages of b; and per stage a barrier for "is full" and one
+for "is free"). `hands` are (buffers for 64 columns of sums, those of the first warpgroup and then of the second, and
+barriers for "is filled" and "is drained"). `WHICH` of the two consumer warpgroups is 0 or 1.
 """
 
-# Gluon declares tensors where its compiler takes constants and integers too: shapes and offsets of descriptors, arguments.
+# Gluon's stubs declare tensors where its compiler accepts constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def make_hands(BUFFERS: gl.constexpr, dtype: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def _before(stage, STAGES: gl.constexpr):
-    """Returns the stage before this one. (Computed, since a name for it that a loop carries may not begin as another name of
-    `stage`: the compiler takes the two for one value, and does not carry it.)"""
+    """Returns the previous stage. (Computed, because a loop may not carry a second name that starts as an alias of
+    `stage`: the compiler would treat the two as one value, and not carry it.)"""
     return gl.where(stage == 0, STAGES - 1, stage - 1)
 
 
 @gluon.jit
 def skip(ring, stage, phase, steps, STAGES: gl.constexpr):
-    """Gives so many stages back, for a warpgroup that has no rows in a tile."""
+    """Frees stages for a warpgroup that has no rows in a tile."""
     a_tiles, b_tiles, full, free = ring
     for _ in range(steps):
         mbarrier.wait(full.index(stage), phase)
@@ -67,7 +67,7 @@ def sums(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def multiply(acc, ring, stage, phase, steps, WHICH: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr,
               STAGES: gl.constexpr):  # fmt: skip
-    """Adds so many steps to sums of a tile's first columns; a stage is given back when the step after it has been begun."""
+    """Adds steps to the sums of a tile's first columns; a stage is freed once the following step has started."""
     a_tiles, b_tiles, full, free = ring
     COLUMNS: gl.constexpr = acc.shape[1]
     for k in range(steps):
@@ -90,7 +90,7 @@ def multiply(acc, ring, stage, phase, steps, WHICH: gl.constexpr, A_TURNED: gl.c
 
 @gluon.jit
 def _parts(x, PARTS: gl.constexpr):
-    """Returns the columns of sums in so many parts. A thread has entries of each, so nothing moves."""
+    """Splits the columns of sums into parts. A thread has entries of each, so nothing moves."""
     if PARTS == 1:
         return (x,)
     else:
@@ -105,7 +105,7 @@ def _parts(x, PARTS: gl.constexpr):
 
 @gluon.jit
 def _slabs(x):
-    """Returns the rows of sums 64 at a time, of which a thread has entries too."""
+    """Splits the rows of sums into blocks of 64, of which a thread has entries too."""
     ROWS: gl.constexpr = x.shape[0]
     if ROWS == 64:
         return (x,)
@@ -131,7 +131,7 @@ def _hand_part(slabs, hands, handed, WHICH: gl.constexpr):
 
 @gluon.jit
 def hand_over(acc, hands, handed, WHICH: gl.constexpr):
-    """Hands sums to the warp that writes them; returns how many parts it has had."""
+    """Hands sums to the storing warp; returns the number of parts handed over so far."""
     PARTS: gl.constexpr = acc.shape[1] // 64
     parts = _parts(acc, PARTS)
     for i in gl.static_range(PARTS):
@@ -153,10 +153,11 @@ def _with_bias(part, bias_ptr, column, N: gl.constexpr):
 def hand_over_activated(acc, ring, stage, phase, hands, handed, bias_ptr, column, N: gl.constexpr, GATED: gl.constexpr,
                         ACTIVATION: gl.constexpr, COTANGENT: gl.constexpr, STAGES: gl.constexpr,
                         WHICH: gl.constexpr):  # fmt: skip
-    """Hands over the activation of sums and their bias; of sums of a gate and an up projection, times the up projection.
+    """Hands over the activation of sums and their bias; for a gate and an up projection, multiplied by the up
+    projection.
 
-    With a cotangent of that, of which the next stages hold 64 columns each in place of a, the cotangents of the sums, of
-    the gate and of the up projection in turn."""
+    Given the cotangent of the result, of which the following stages hold 64 columns each in place of a, hands over the
+    cotangents of the sums, of the gate and of the up projection in turn."""
     a_tiles, b_tiles, full, free = ring
     SIDES: gl.constexpr = 2 if GATED else 1
     PARTS: gl.constexpr = acc.shape[1] // 64 // SIDES
@@ -191,8 +192,8 @@ def hand_over_activated(acc, ring, stage, phase, hands, handed, bias_ptr, column
 
 @gluon.jit
 def write(hands, handed, out_ptr, row, end, column, columns, N: gl.constexpr, SIDES: gl.constexpr, WHICH: gl.constexpr):
-    """Writes the rows before `end` of a tile of so many columns, whose first row is `row`, to a matrix of N columns; or of
-    SIDES times N, to every N of which there is such a tile."""
+    """Stores the rows before `end` of a tile whose first row is `row` to a matrix of N columns; or of SIDES times N
+    columns, with one such tile for every N."""
     buffers, filled, drained = hands
     BUFFERS: gl.constexpr = buffers.shape[0] // 2
     ROWS: gl.constexpr = buffers.shape[1]
@@ -206,7 +207,7 @@ def write(hands, handed, out_ptr, row, end, column, columns, N: gl.constexpr, SI
             first, side = column + (turn - column) // 128 * 64, (turn - column) // 64 % 2
         at = WHICH * BUFFERS + handed % BUFFERS
         mbarrier.wait(filled.index(at), handed // BUFFERS & 1)
-        # 16 rows are what a warp has in its registers at a time.
+        # A warp holds 16 rows in registers at a time.
         buffer = buffers.index(at).reinterpret(shape=[ROWS // 16, 16, 64], layout=SWIZZLED)
         for i in range(ROWS // 16):
             top = row + 16 * i
@@ -220,5 +221,5 @@ def write(hands, handed, out_ptr, row, end, column, columns, N: gl.constexpr, SI
 
 @gluon.jit
 def has_half(N: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Returns whether the last columns of a matrix are half of a tile or less, which is then all that is multiplied."""
+    """Returns whether the last columns of a matrix take at most half of a tile, so that only half is multiplied."""
     return 0 < N % BLOCK_N and N % BLOCK_N <= BLOCK_N // 2

@@ -1,4 +1,4 @@
-"""Which rows are of which matrix, how the weights of a call are read, and how kernels are registered for both operations."""
+"""The rows of each matrix, the layouts of the weights, and the registration of kernels for both operations."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from kernels.ops.grouped_matmul.contract import op, quantized_op
 
-# Weights that a kernel widens after it has read them.
-WIDENED = ("int8", "float8_e4m3fn", "float8_e5m2")
+# Dtypes of weights that a kernel upcasts after loading.
+UPCAST = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def bounds(
@@ -25,7 +25,7 @@ def bounds(
 
 
 def matrices(rhs: Any, rhs_transposed: Any) -> tuple[jax.Array, bool, bool]:
-    """Returns (matrices [E, D, width], or [E, width, D]; whether transposed; whether of a gate and an up projection)."""
+    """Returns (matrices [E, D, width], or [E, width, D]; whether transposed; whether a gate and an up projection)."""
     if rhs is None:
         E, D = rhs_transposed.shape[0], rhs_transposed.shape[-1]
         return rhs_transposed.reshape(E, -1, D), True, rhs_transposed.ndim == 4
@@ -33,12 +33,13 @@ def matrices(rhs: Any, rhs_transposed: Any) -> tuple[jax.Array, bool, bool]:
 
 
 def scales(what: str, scale: jax.Array | None) -> tuple[str, jax.Array] | None:
-    """Returns what a product is told of scales: whether they are of a matrix's "columns" or, transposed, of its "rows"."""
+    """Returns (layout, scales) for a product, if there are scales: per "columns" of a matrix or, transposed, per
+    "rows"."""
     return None if scale is None else (what, scale)
 
 
 def rejects(call: Any) -> str | None:
-    """Returns why a kernel cannot do a call; None where it can."""
+    """Returns why a kernel cannot run a call, or None."""
     weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
     if weights is None:
         return "it needs one of rhs and rhs_transposed"
@@ -48,12 +49,12 @@ def rejects(call: Any) -> str | None:
 
 
 def rejects_quantized(call: Any) -> str | None:
-    """Returns the same for 8-bit weights, which the kernels widen after they are read."""
+    """Returns the same for 8-bit weights, which the kernels upcast after loading."""
     weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
-    if weights is not None and str(weights.dtype) not in WIDENED:
-        return f"it widens weights of {', '.join(WIDENED)}, and these are of {weights.dtype}"
+    if weights is not None and str(weights.dtype) not in UPCAST:
+        return f"it supports weights of {', '.join(UPCAST)}, but these are {weights.dtype}"
     if call.rhs_scale.shape[1] != 1:
-        return f"it takes one scale for each column, and these have {call.rhs_scale.shape[1]}"
+        return f"it takes one scale per column, but these have {call.rhs_scale.shape[1]}"
     return rejects(call)
 
 
@@ -65,15 +66,17 @@ def register(
     refuses: Callable[[Any], str | None] = lambda call: None,
     **facts: Any,
 ) -> None:
-    """Adds a backend of both operations, which has the name of the file of its functions.
+    """Adds a backend for both operations, named after the file that defines its functions.
 
     Args:
-      forward: (lhs, the weights as `matrices` gives them, group_sizes, group_offset, rhs_bias, activation, cfg, rhs_scale or
-        None) -> result.
-      backward: the same after `saved` -> (gradients of lhs and of the bias by name, the cotangent of the products, `where`).
-      contraction: (a [M, P], b [M, Q], E, dtype, tile, `where`) -> [E, P, Q], a transposed times b for the rows of each group.
-      refuses: what else than `rejects` says why a call cannot be done.
-      facts: of `Op.register`.
+      forward: (lhs, the weights as returned by `matrices`, group_sizes, group_offset, rhs_bias, activation, cfg,
+        rhs_scale or None) -> result.
+      backward: the same after `saved` -> (gradients of lhs and of the bias by name, the cotangent of the products,
+        `where`).
+      contraction: (a [M, P], b [M, Q], E, dtype, tile, `where`) -> [E, P, Q], a transposed times b over the rows of
+        each group.
+      refuses: call -> a reason to refuse it, in addition to `rejects`.
+      facts: arguments of `Op.register`.
     """
 
     def run(lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
@@ -81,13 +84,13 @@ def register(
 
     def run_backward(saved, lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
         weights = matrices(rhs, rhs_transposed)
-        found, d, where = backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, None)
+        gradients, d, where = backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, None)
         if rhs_transposed is None:
-            name, given, left, right = "rhs", rhs, lhs, d
+            name, weight, left, right = "rhs", rhs, lhs, d
         else:
-            name, given, left, right = "rhs_transposed", rhs_transposed, d, lhs
-        d_rhs = contraction(left, right, given.shape[0], given.dtype, cfg.d_rhs, where)
-        return found | {name: d_rhs.reshape(given.shape)}
+            name, weight, left, right = "rhs_transposed", rhs_transposed, d, lhs
+        d_rhs = contraction(left, right, weight.shape[0], weight.dtype, cfg.d_rhs, where)
+        return gradients | {name: d_rhs.reshape(weight.shape)}
 
     def quantized(lhs, rhs, rhs_transposed, group_sizes, rhs_scale, group_offset, rhs_bias, activation, cfg):
         weights = matrices(rhs, rhs_transposed)

@@ -1,8 +1,8 @@
-"""Grouped matmul on TPUs: blocks of rows are visited once for each group that has rows in them, in the order of the rows.
+"""Grouped matmul on TPUs: blocks of rows are visited once for each group that has rows in them, in the order of the
+rows.
 
-Which group and which block of rows a visit is for is prefetched as scalars, as in megablox, so that a block of rows or of a
-matrix is on its way before its turn. Visits are as many as blocks and groups, at most; what is left over fetches nothing and
-do nothing.
+The group and the block of rows of each visit are prefetched as scalars, as in megablox, so that blocks of rows and
+matrices are loaded ahead. There are at most as many visits as blocks plus groups; unused ones fetch and do nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LANES = 128
 
 
 class _Visits(NamedTuple):
-    """Of each visit: the matrix (-1: rows that are zero), the block of rows, the first row of its group and one past its last,
-    and in one entry, how many visits there are."""
+    """For each visit: the matrix (-1: zero rows), the block of rows, the first row of its group and one past its last;
+    and the number of visits."""
 
     expert: jax.Array
     block: jax.Array
@@ -36,7 +36,7 @@ class _Visits(NamedTuple):
 
 
 def _visits(group_sizes: Any, group_offset: Any, rows: int, experts: int, block_m: int, every_matrix: bool) -> _Visits:
-    """Returns the visits of every row, or, with `every_matrix`, of the rows of groups, and one of each empty group."""
+    """Returns the visits of every row or, with `every_matrix`, of the rows of groups, with one for each empty group."""
     begin, end = bounds(group_sizes, group_offset, experts, rows)
     expert = jnp.arange(experts, dtype=jnp.int32)
     if not every_matrix:
@@ -68,8 +68,8 @@ def _kept(x, axis: int, first, begin, end):
 def grouped_matmul_kernel(
     expert, block, begin, end, count, *refs, K, activation, gated, transposed, scales, bias, adjoint
 ):
-    """a [rows, k], a matrix or two [1, k, n], of each scales and a bias [1, 1, n], a cotangent [rows, n]; results; sums in
-    float32. Scales may also be those of the rows of one matrix, [1, 1, k]."""
+    """Operands: a [rows, k], one or two matrices [1, k, n], with scales and a bias [1, 1, n] each, a cotangent [rows,
+    n]; the results; float32 accumulators. Scales may also be those of the rows of one matrix, [1, 1, k]."""
     refs, parts = list(refs), 2 if gated else 1
     a_ref = refs.pop(0)
     b_refs = [refs.pop(0) for _ in range(parts)]
@@ -118,7 +118,7 @@ def grouped_matmul_kernel(
         rows = lax.broadcasted_iota(jnp.int32, results[0].shape, 0) + block[v] * block_m
         end_of_mine = jnp.where(expert[v] < 0, 0, end[v])
         mine = (rows >= begin[v]) & (rows < end_of_mine)
-        # What earlier visits wrote of this block stays, and before the first there is nothing to keep.
+        # Keep what earlier visits wrote to this block; the first visit has nothing to keep.
         fresh = (v == 0) | (block[v] != block[jnp.maximum(v, 1) - 1])
         kept = rows >= jnp.where(fresh, jnp.iinfo(jnp.int32).max, 0)
         for out_ref, y in zip(out_refs, results):
@@ -149,10 +149,11 @@ def ragged_contraction_kernel(expert, block, begin, end, count, a_ref, b_ref, ou
 
 
 def _halves(b: jax.Array, transposed: bool, block_n: int) -> tuple[list[jax.Array], list[int]]:
-    """Returns the gate and the up projection of [E, K, 2 N], or [E, 2 N, K], and the block of columns each begins with."""
+    """Returns the gate and the up projection of [E, K, 2 N], or [E, 2 N, K], and the block of columns at which each
+    starts."""
     axis = 1 if transposed else 2
     N = b.shape[axis] // 2
-    if N % block_n == 0 and block_n % LANES == 0:  # read where they are
+    if N % block_n == 0 and block_n % LANES == 0:  # read in place
         return [b, b], [0, N // block_n]
     return jnp.split(b, 2, axis=axis), [0, 0]
 
@@ -160,7 +161,7 @@ def _halves(b: jax.Array, transposed: bool, block_n: int) -> tuple[list[jax.Arra
 def _product(a, b, transposed, gated, tile: Any, visits: _Visits, bias=None, activation=None, d_out=None, scale=None):
     """Returns rows of a [M, K] times their matrices b [E, K, width], or [E, width, K]; see `grouped_matmul_kernel`.
 
-    `scale` is of 8-bit b: (for its "columns" or its "rows", the scales [E, 1, width] or [E, 1, K])."""
+    `scale` is for 8-bit b: (per "columns" or per "rows", the scales [E, 1, width] or [E, 1, K])."""
     (M, K), width = a.shape, b.shape[1] if transposed else b.shape[2]
     N = width // 2 if gated else width
     bm, bn, bk = min(tile.block_m, M), min(tile.block_n, N), min(tile.block_k, K)
@@ -289,7 +290,7 @@ def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activati
     of, rows = visits(cfg.d_lhs.block_m, False), scales("rows", scale)
     found = {"lhs": _product(d, b, not transposed, False, cfg.d_lhs, of, scale=rows)}
     of = visits(cfg.d_rhs.block_k, True)
-    if rhs_bias is not None:  # sums of rows are a product with ones: as many as fill a tile
+    if rhs_bias is not None:  # row sums as a product with enough ones to fill a tile
         sums = _contraction(jnp.ones((M, 8), d.dtype), d, experts, rhs_bias.dtype, cfg.d_rhs, of)
         found["rhs_bias"] = sums[:, 0].reshape(rhs_bias.shape)
     return found, d, of
@@ -299,7 +300,7 @@ def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activati
 
 
 def _even(size: int, most: int) -> int:
-    """Returns the largest multiple of a tile's lanes, `most` at most, that divides the size; else `most`."""
+    """Returns the largest multiple of a tile's lanes, at most `most`, that divides the size; else `most`."""
     return next((n for n in range(most, 0, -LANES) if size % n == 0), most)
 
 
@@ -329,7 +330,7 @@ def candidates(call):
 
 def refuses(call):
     if call.activation == "gelu":
-        return "activation = 'gelu' needs the error function, which Mosaic has not; 'gelu_tanh' it can do"
+        return "activation = 'gelu' needs the error function, which Mosaic lacks; use 'gelu_tanh'"
     return None
 
 

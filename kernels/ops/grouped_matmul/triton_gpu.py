@@ -1,7 +1,7 @@
-"""Grouped matmul for NVIDIA GPUs in Triton: how its kernels are launched, and with which tiles.
+"""Launches the Triton and Gluon kernels of grouped_matmul on NVIDIA GPUs, and chooses their tiles.
 
-The map of tiles is made on the device by a kernel of its own: nothing asks the host for a size. Where an activation hides the
-products they are computed again, and the same kernel turns the cotangent of the result into that of the products.
+The map of tiles is computed on the device by a separate kernel: no size is transferred to the host. With an activation
+the backward recomputes the products, and the same kernel converts the cotangent of the result to that of the products.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax import lax
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work, nbytes
 from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile
-from kernels.ops.grouped_matmul.gluon_kernels import specialised_contraction_kernel, specialised_matmul_kernel
+from kernels.ops.grouped_matmul.gluon_kernels import warp_specialized_contraction_kernel, warp_specialized_matmul_kernel
 from kernels.ops.grouped_matmul.groups import register, scales
 from kernels.ops.grouped_matmul.triton_kernels import (
     group_sum_kernel,
@@ -31,7 +31,8 @@ from kernels.toolchains.triton import compute_capability, tensor_descriptor, tri
 
 
 class _Map(NamedTuple):
-    """The tiles of `block_m` rows, `bound` at most, the bounds and the order of the groups, and a counter at zero."""
+    """The tiles of `block_m` rows, at most `bound` of them, the bounds and the order of the groups, and a counter at
+    zero."""
 
     tiles: jax.Array
     bounds: jax.Array
@@ -67,7 +68,7 @@ def _tile_map(group_sizes: jax.Array, group_offset: jax.Array | None, rows: int,
 
 
 class _Maps:
-    """The maps of one call, by the rows of their tiles, each made when it is first asked for."""
+    """The maps of one call, by rows per tile, each computed on first use."""
 
     def __init__(self, group_sizes: jax.Array, group_offset: jax.Array | None, rows: int, experts: int) -> None:
         self._of = group_sizes, group_offset, rows, experts
@@ -79,12 +80,12 @@ class _Maps:
         return self._made[block_m]
 
     def any(self) -> _Map:
-        """Returns one for what reads nothing but the bounds of groups."""
+        """Returns any map, for code that reads only the bounds of groups."""
         return next(iter(self._made.values()))
 
 
 def _whole(x: jax.Array, width: int) -> bool:
-    """Returns whether the engine that copies tiles (TMA) is to read x: rows of so many entries begin every 16 bytes.
+    """Returns whether TMA can read x: its rows are aligned to 16 bytes.
 
     Not float32, which is multiplied from registers."""
     return x.dtype.itemsize <= 2 and width * x.dtype.itemsize % 16 == 0
@@ -99,12 +100,12 @@ def _product(
 ) -> jax.Array:
     """Returns rows of a [M, K] times their matrices b [E, K, width], or [E, width, K]; see `grouped_matmul_kernel`.
 
-    `scale` is of 8-bit b: (for its "columns" or its "rows", the scales [E, width] or [E, K])."""
+    `scale` is for 8-bit b: (per "columns" or per "rows", the scales [E, width] or [E, K])."""
     (M, K), experts, width = a.shape, b.shape[0], b.shape[1] if transposed else b.shape[2]
     N = width // 2 if gated else width
-    if scale is None and _specialises(tile, a, b, (K, N)) and K % SPECIALISED[tile.specialised].block_k == 0:
-        return _specialised_product(
-            a, b, transposed, gated, SPECIALISED[tile.specialised], maps, bias, activation, d_out
+    if scale is None and _specialises(tile, a, b, (K, N)) and K % WARP_SPECIALIZED[tile.specialised].block_k == 0:
+        return _warp_specialized_product(
+            a, b, transposed, gated, WARP_SPECIALIZED[tile.specialised], maps, bias, activation, d_out
         )
     where = maps.of(tile.block_m)
     tma = K % tile.block_k == 0 and _whole(a, K) and _whole(b, N)
@@ -160,7 +161,7 @@ def _contraction(a, b, experts: int, dtype: Any, tile: Any, maps: _Maps) -> jax.
     """Returns [E, P, Q]: the rows of each group of a [M, P], transposed, times those of b [M, Q]."""
     (M, P), Q, where = a.shape, b.shape[1], maps.any()
     if dtype == a.dtype and _specialises(tile, a, b, (P, Q)):
-        return _specialised_contraction(a, b, experts, SPECIALISED[tile.specialised], where)
+        return _warp_specialized_contraction(a, b, experts, WARP_SPECIALIZED[tile.specialised], where)
     out = jax.ShapeDtypeStruct((experts, P, Q), dtype)
     tma, a_desc, b_desc = _whole(a, P) and _whole(b, Q), None, None
     if tma:
@@ -198,30 +199,30 @@ def _contraction(a, b, experts: int, dtype: Any, tile: Any, maps: _Maps) -> jax.
 
 
 def _specialises(tile: Any, a: jax.Array, b: jax.Array, widths: Sequence[int]) -> bool:
-    """Returns whether a product is made by warps that load, multiply and write: those of 16-bit arrays that TMA reads, where
-    there are instructions for it, which are Hopper's alone."""
+    """Returns whether a product runs on a warp-specialized kernel: for 16-bit arrays that TMA can read, on Hopper,
+    which alone has the instructions."""
     sixteen = a.dtype == b.dtype and a.dtype.itemsize == 2 and all(_whole(a, width) for width in widths)
-    return tile.specialised in SPECIALISED and sixteen and compute_capability() == 90
+    return tile.specialised in WARP_SPECIALIZED and sixteen and compute_capability() == 90
 
 
-class _Specialised(NamedTuple):
-    """A tile of warps that load, multiply and write, as it fits the shared memory of a multiprocessor."""
+class _WarpSpecialized(NamedTuple):
+    """A tile of the warp-specialized kernels that fits in the shared memory of a multiprocessor."""
 
-    rows: int  # of either warpgroup that multiplies
+    rows: int  # rows per consumer warpgroup
     columns: int
     stages: int
-    buffers: int  # of either, for 64 columns of its sums
+    buffers: int  # buffers per consumer warpgroup, for 64 columns of its sums
     band: int
     block_k: int = 64
 
 
-SPECIALISED = {"tall": _Specialised(128, 128, 4, 1, 8), "wide": _Specialised(64, 256, 4, 2, 16)}
-# Of a thread that multiplies, and of one that does not: three warpgroups share 64,512.
+WARP_SPECIALIZED = {"tall": _WarpSpecialized(128, 128, 4, 1, 8), "wide": _WarpSpecialized(64, 256, 4, 2, 16)}
+# Registers per multiplying thread, and per other thread: three warpgroups share 64,512.
 REGISTERS = {"MULTIPLYING": 216, "OTHERS": 72}
 
 
 def _launch(
-    kernel, shape: _Specialised, inputs: Sequence[Any], out: jax.ShapeDtypeStruct, tiles: int, work: Work, **named
+    kernel, shape: _WarpSpecialized, inputs: Sequence[Any], out: jax.ShapeDtypeStruct, tiles: int, work: Work, **named
 ):
     result, _ = triton_launch(
         kernel,
@@ -242,8 +243,8 @@ def _launch(
     return result
 
 
-def _specialised_product(
-    a, b, transposed: bool, gated: bool, shape: _Specialised, maps: _Maps, bias=None, activation=None, d_out=None
+def _warp_specialized_product(
+    a, b, transposed: bool, gated: bool, shape: _WarpSpecialized, maps: _Maps, bias=None, activation=None, d_out=None
 ) -> jax.Array:
     (M, K), experts, width = a.shape, b.shape[0], b.shape[1] if transposed else b.shape[2]
     N, columns = (width // 2, shape.columns // 2) if gated else (width, shape.columns)
@@ -258,10 +259,10 @@ def _specialised_product(
     tiles, work = where.bound * triton.cdiv(N, columns), _work(2 * M * K * width, a, b, d_out, out)
     sizes = {"K": K, "N": N, "E": experts, "BOUND": where.bound, "BLOCK_N": columns}
     how = {"GATED": gated, "TRANSPOSED": transposed, "ACTIVATION": activation}
-    return _launch(specialised_matmul_kernel, shape, inputs, out, tiles, work, **sizes, **how)
+    return _launch(warp_specialized_matmul_kernel, shape, inputs, out, tiles, work, **sizes, **how)
 
 
-def _specialised_contraction(a, b, experts: int, shape: _Specialised, where: _Map) -> jax.Array:
+def _warp_specialized_contraction(a, b, experts: int, shape: _WarpSpecialized, where: _Map) -> jax.Array:
     (M, P), Q = a.shape, b.shape[1]
     layout, out = SWIZZLED.value, jax.ShapeDtypeStruct((experts, P, Q), a.dtype)
     a_desc = tensor_descriptor(a, (M, P), (shape.block_k, shape.rows), layout)
@@ -269,7 +270,9 @@ def _specialised_contraction(a, b, experts: int, shape: _Specialised, where: _Ma
     inputs = a_desc, b_desc, where.bounds, where.turn
     tiles = experts * triton.cdiv(P, 2 * shape.rows) * triton.cdiv(Q, shape.columns)
     sizes = {"P": P, "Q": Q, "E": experts, "BLOCK_Q": shape.columns}
-    return _launch(specialised_contraction_kernel, shape, inputs, out, tiles, _work(2 * M * P * Q, a, b, out), **sizes)
+    return _launch(
+        warp_specialized_contraction_kernel, shape, inputs, out, tiles, _work(2 * M * P * Q, a, b, out), **sizes
+    )
 
 
 def _group_sums(x, experts: int, dtype: Any, where: _Map):
@@ -306,11 +309,11 @@ def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activati
     if activation is not None:
         columns = scales("columns", scale)
         d = _product(lhs, b, transposed, gated, cfg.forward, maps, rhs_bias, activation, d, scale=columns)
-    found = {"lhs": _product(d, b, not transposed, False, cfg.d_lhs, maps, scale=scales("rows", scale))}
+    gradients = {"lhs": _product(d, b, not transposed, False, cfg.d_lhs, maps, scale=scales("rows", scale))}
     if rhs_bias is not None:
         sums = _group_sums(d, b.shape[0], rhs_bias.dtype, maps.any())
-        found["rhs_bias"] = sums.reshape(rhs_bias.shape)
-    return found, d, maps
+        gradients["rhs_bias"] = sums.reshape(rhs_bias.shape)
+    return gradients, d, maps
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------
@@ -328,15 +331,16 @@ def _sizes(call) -> tuple[int, int, int, int, int]:
 
 
 class _Shape(NamedTuple):
-    """A tile that fits the registers and the shared memory of a multiprocessor in 16-bit types, and how it is made.
+    """A tile that fits in the registers and the shared memory of a multiprocessor with 16-bit types, and how it is
+    computed.
 
-    `speed` is what it does where nothing is left over, against the first, as an H200 has been seen to run them."""
+    `speed` is its relative speed without padding, as measured on an H200."""
 
     rows: int
     columns: int
     warps: int
     stages: int
-    programs: int  # a multiprocessor
+    programs: int  # per multiprocessor
     speed: float
     band: int = 8
 
@@ -355,10 +359,10 @@ CONTRACTIONS = (
     _Shape(64, 256, 4, 4, 1, 0.82),
     _Shape(64, 128, 4, 3, 2, 0.76),
 )
-# So many entries, or rows of a group, to go over make up for what a tile alone on its multiprocessor waits for at its ends.
+# From this depth, or rows per group, a tile alone on its multiprocessor is worth the latency at its ends.
 LONG_PRODUCT, LONG_CONTRACTION = 4096, 2048
 LARGE = _Shape(128, 256, 8, 3, 1, 1.06)
-# What the tuner tries beside them.
+# Other candidates for the tuner.
 OTHER_BANDS = PRODUCTS[0]._replace(band=8), PRODUCTS[1]._replace(band=16)
 DEEPER = _Shape(128, 256, 8, 4, 1, 1.0)
 
@@ -374,15 +378,15 @@ def _tile(
     ragged_rows: bool = True,
     widened: bool = False,
 ) -> Tile:
-    """Returns the tile for groups of so many rows: of the least work among the shapes, what is left over included."""
-    if itemsize == 4:  # multiplied outside of the matrix units, in true float32
-        deep = 16 if widened else 32  # what widens weights holds them in registers twice
+    """Returns the tile with the least work for groups with that many rows, counting padding."""
+    if itemsize == 4:  # multiplied in true float32, without tensor cores
+        deep = 16 if widened else 32  # upcasting holds weights in registers twice
         m, n, k = _power(int(rows), 64), _power(columns, 64 // halves), _power(depth, deep)
         return Tile(m, n, k, 4, 2, 2 * MULTIPROCESSORS, 8, False)
 
     def cost(shape):
         m, n = shape.rows, shape.columns
-        # A group ends somewhere in its last tile.
+        # On average a group ends in the middle of its last tile.
         height = rows + m / 2 if ragged_rows else triton.cdiv(int(rows), m) * m
         return height * triton.cdiv(columns, n // halves) * n / shape.speed
 
@@ -390,18 +394,19 @@ def _tile(
     m = min(shape.rows, _power(max(1, int(1.25 * rows)), shape.rows))
     n, deep = _power(columns, shape.columns // halves), _power(depth, 64)
     warps = shape.warps if m * n * halves >= 64 * 128 else 4
-    # Of two sums one loop makes one of them zero, where a tile begins, by other instructions than those that multiply. For
-    # that the assembler lets no product overlap another (C7515). Of two loops the inner one has none of it.
+    # With two accumulators, one loop zeroes one of them at the start of a tile by instructions other than the tensor
+    # cores', and the assembler then lets no products overlap (C7515). In the inner one of two loops this does not
+    # occur.
     flatten = ragged_rows and halves == 1
     return Tile(m, n, deep, warps, shape.stages, shape.programs * MULTIPROCESSORS, shape.band, flatten)
 
 
-# Groups of so many rows in the mean are worth a tile of 256.
+# From this mean number of rows per group, a tile of 256 is worthwhile.
 SPECIALISED_ROWS = 128
 
 
 def _config(call, shape: _Shape | None = None, specialised: str | None = None) -> GroupedMatmulConfig:
-    """Returns the configuration of a call; of the given shape of tiles, or of the given warps that load, multiply and write."""
+    """Returns the configuration of a call; with the given shape of tiles, or with the given warp-specialized tile."""
     M, E, D, width, F = _sizes(call)
     itemsize, rows, transposed = call.lhs.dtype.itemsize, M / max(1, E), call.rhs is None
     first, second = (width, D) if transposed else (D, width)
@@ -410,8 +415,8 @@ def _config(call, shape: _Shape | None = None, specialised: str | None = None) -
         specialised = "none"
     short = "none" if rows < SPECIALISED_ROWS else "tall"
 
-    def product(columns, depth, turned, halves=1):
-        large = () if turned or depth < LONG_PRODUCT else (LARGE,)
+    def product(columns, depth, transposed_rhs, halves=1):
+        large = () if transposed_rhs or depth < LONG_PRODUCT else (LARGE,)
         shapes = (shape,) if shape else PRODUCTS + large
         tile = _tile(rows, columns, depth, itemsize, shapes, halves=halves, widened=widened)
         return replace(tile, specialised=specialised or ("wide" if halves == 2 and short != "none" else short))
@@ -434,7 +439,7 @@ def candidates(call):
     if call.lhs.dtype.itemsize == 4:
         return [_config(call)]
     plain = [_config(call, shape) for shape in (*PRODUCTS, *OTHER_BANDS, DEEPER)]
-    return list(dict.fromkeys([_config(call), *(_config(call, specialised=s) for s in SPECIALISED), *plain]))
+    return list(dict.fromkeys([_config(call), *(_config(call, specialised=s) for s in WARP_SPECIALIZED), *plain]))
 
 
 register(

@@ -1,11 +1,12 @@
-"""Triton kernels of grouped_matmul: persistent programs over a map of tiles that is made on the device.
+"""Triton kernels of grouped_matmul: persistent programs over a map of tiles that is computed on the device.
 
-`grouped_matmul_kernel` is the product of rows with the matrix of their group: the forward, the gradient of the rows, and the
-gradient of what an activation is of. `ragged_contraction_kernel` is the gradient of the matrices, whose contracted dim is the
-rows of a group. Neither asks the host for a size, and none of them rounds a group up: a tile's rows are of one group alone.
+`grouped_matmul_kernel` is the product of rows with the matrix of their group: the forward, the gradient of the rows,
+and the gradient of the activation's input. `ragged_contraction_kernel` is the gradient of the matrices, whose
+contracted dim is the rows of a group. No size is transferred to the host, and no group is rounded up: the rows of a
+tile belong to one group.
 """
 
-# Triton declares tensors where its compiler takes constants and integers too: shapes and offsets of descriptors, arguments.
+# Triton's stubs declare tensors where its compiler accepts constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import triton.language as tl
 def tile_map_kernel(
     sizes_ptr,  # [G]
     offset_ptr,  # the group of the first matrix, or None
-    tiles_ptr,  # [3, BOUND]: of each row tile the matrix (-1: the rows are zero), its first row, the end of its group
-    bounds_ptr,  # [3 * E + 2]: the first row of each matrix, one past its last, tiles that have a matrix, and all tiles; then
-    # the matrices, those of the most rows first
-    turn_ptr,  # [1]: 0, how many tiles have been taken from a queue
+    tiles_ptr,  # [3, BOUND]: for each row tile the matrix (-1: the rows are zero), its first row, the end of its group
+    bounds_ptr,  # [3 * E + 2]: the first row of each matrix, one past its last, the number of tiles with a matrix, and
+    # of all tiles; then the matrices, those with the most rows first
+    turn_ptr,  # [1]: zero-initialised: number of tiles taken from the queue
     ROWS: tl.constexpr,
     G: tl.constexpr,
     E: tl.constexpr,
@@ -38,8 +39,8 @@ def tile_map_kernel(
     before = tl.sum(tl.load(sizes_ptr + g, mask=(g < G) & (g < first), other=0), axis=0)
     # Segments are the matrices, the rows after the last of them, and the rows before the first: zeros, with no products.
     e = tl.arange(0, BLOCK_E)
-    mine = (e < E) & (first + e >= 0) & (first + e < G)
-    size = tl.load(sizes_ptr + first + e, mask=mine, other=0)
+    valid = (e < E) & (first + e >= 0) & (first + e < G)
+    size = tl.load(sizes_ptr + first + e, mask=valid, other=0)
     end = tl.minimum(before + tl.cumsum(size, axis=0), ROWS)
     begin = tl.minimum(before + tl.cumsum(size, axis=0) - size, ROWS)
     last = tl.max(end, axis=0)
@@ -62,10 +63,12 @@ def tile_map_kernel(
     tl.store(tiles_ptr + t, expert, mask=t < BOUND)
     tl.store(tiles_ptr + BOUND + t, row, mask=t < BOUND)
     tl.store(tiles_ptr + 2 * BOUND + t, row_end, mask=t < BOUND)
-    # Of matrix t the place among all: how many come before it.
+    # The rank of matrix t: how many come before it.
     rows = tl.where(e < E, end - begin, -1)
-    own = tl.sum(tl.where(t[:, None] == e[None, :], rows[None, :], 0), axis=1)
-    before_it = (rows[None, :] > own[:, None]) | ((rows[None, :] == own[:, None]) & (e[None, :] < t[:, None]))
+    rows_of_group = tl.sum(tl.where(t[:, None] == e[None, :], rows[None, :], 0), axis=1)
+    before_it = (rows[None, :] > rows_of_group[:, None]) | (
+        (rows[None, :] == rows_of_group[:, None]) & (e[None, :] < t[:, None])
+    )
     tl.store(bounds_ptr + 2 * E + 2 + tl.sum(before_it.to(tl.int32), axis=1), t, mask=t < E)
 
 
@@ -78,7 +81,7 @@ def activated(z, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = sigmoid(2 u)
         return z * tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
     if ACTIVATION == "relu":
-        return tl.where(z < 0, 0.0, z)  # a maximum would make 0 of NaN
+        return tl.where(z < 0, 0.0, z)  # a maximum would turn NaN into 0
     return z
 
 
@@ -92,26 +95,28 @@ def slope(z, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu_tanh":
         s = tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
         return s + z * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * z * z)
-    return (z > 0).to(tl.float32)  # of "relu"
+    return (z > 0).to(tl.float32)  # "relu"
 
 
 @triton.jit
-def _widened(tile, CODE: tl.constexpr, dtype: tl.constexpr):
-    """Returns 8-bit weights in another type, exactly: int8, or the bits of a float8, which begin those of a float16."""
+def _upcast(tile, CODE: tl.constexpr, dtype: tl.constexpr):
+    """Converts 8-bit weights to another type, exactly: int8, or the bits of a float8, which are the leading bits of a
+    float16."""
     if CODE == "int8":
         return tile.to(tl.float32).to(dtype)
     bits = tile.to(tl.uint16)
     if CODE == "float8_e5m2":
         return (bits << 8).to(tl.float16, bitcast=True).to(dtype)
-    half = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True)  # exponents are 8 apart
-    wide = tl.where((bits & 127) == 127, float("nan"), half.to(tl.float32) * 256.0)
-    return wide.to(dtype)
+    half = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True)  # the exponent bias differs by 8
+    value = tl.where((bits & 127) == 127, float("nan"), half.to(tl.float32) * 256.0)
+    return value.to(dtype)
 
 
 @triton.jit
 def _matrix_tile(b_ptr, b_desc, expert, k, n, K: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, AT: tl.constexpr,
                  TRANSPOSED: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Returns [BLOCK_K, BLOCK_N] of a matrix [K, WIDTH], or [WIDTH, K] transposed, at column AT + n; garbage past its end."""
+    """Returns [BLOCK_K, BLOCK_N] of a matrix [K, WIDTH], or [WIDTH, K] transposed, at column AT + n; undefined past its
+    end."""
     if TMA:
         if TRANSPOSED:
             tile = tl.trans(b_desc.load([expert * WIDTH + AT + n, k]))
@@ -132,7 +137,8 @@ def _matrix_tile(b_ptr, b_desc, expert, k, n, K: tl.constexpr, N: tl.constexpr, 
 @triton.jit
 def _finish(acc, up, bias_ptr, scale_ptr, d_ptr, out_ptr, expert, rows, end, n, N: tl.constexpr, WIDTH: tl.constexpr,
             GATED: tl.constexpr, ACTIVATION: tl.constexpr, SCALES: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Writes the rows of a tile before `end`: of the result, or given its cotangent, of the cotangents of the products."""
+    """Stores the rows of a tile before `end`: of the result or, given its cotangent, of the cotangents of the
+    products."""
     cols = n + tl.arange(0, BLOCK_N)
     inner = cols < N
     at = rows.to(tl.int64)[:, None]
@@ -169,11 +175,11 @@ def _halves(x, M: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def grouped_matmul_kernel(
     a_ptr,  # [M, K]
-    b_ptr,  # [E, K, WIDTH], or transposed [E, WIDTH, K]; WIDTH is N, or 2 N of a gate and an up projection
-    scale_ptr,  # of 8-bit matrices: [E, WIDTH], or [E, K] where SCALES are of rows; or None
+    b_ptr,  # [E, K, WIDTH], or transposed [E, WIDTH, K]; WIDTH is N, or 2 N for a gate and an up projection
+    scale_ptr,  # for 8-bit matrices: [E, WIDTH], or [E, K] if SCALES are per row; or None
     bias_ptr,  # [E, WIDTH] or None
     d_ptr,  # [M, N]: the cotangent of the result, or None
-    a_desc,  # where TMA copies: descriptors of a, and of b as a matrix; None where the kernel is to make them
+    a_desc,  # for TMA: descriptors of a, and of b as a matrix; None if the kernel creates them
     b_desc,
     tiles_ptr,
     bounds_ptr,
@@ -231,14 +237,14 @@ def grouped_matmul_kernel(
                 a = (a.to(tl.float32) * scale[None, :]).to(a.dtype)
             b = _matrix_tile(b_ptr, b_desc, expert, k, n, K, N, WIDTH, 0, TRANSPOSED, TMA, BLOCK_N, BLOCK_K)
             if CODE is not None:
-                b = _widened(b, CODE, a.dtype)
+                b = _upcast(b, CODE, a.dtype)
             acc = tl.dot(a, b, acc, input_precision="ieee")
             if GATED:
                 b = _matrix_tile(b_ptr, b_desc, expert, k, n, K, N, WIDTH, N, TRANSPOSED, TMA, BLOCK_N, BLOCK_K)
                 if CODE is not None:
-                    b = _widened(b, CODE, a.dtype)
+                    b = _upcast(b, CODE, a.dtype)
                 up = tl.dot(a, b, up, input_precision="ieee")
-        # In two parts where all of a tile at once, beside its sums, is more than the registers hold.
+        # In two parts if a whole tile, with its accumulators, exceeds the registers.
         PART: tl.constexpr = BLOCK_N // PARTS
         if PARTS == 2:
             acc, acc_right = _halves(acc, BLOCK_M, BLOCK_N)
@@ -252,7 +258,7 @@ def grouped_matmul_kernel(
         else:
             _finish(acc, up, bias_ptr, scale_ptr, d_ptr, out_ptr, expert, rows, end, n,
                     N, WIDTH, GATED, ACTIVATION, SCALES, PART)  # fmt: skip
-    # Rows of no group.
+    # Rows without a group.
     empty = tl.load(bounds_ptr + 2 * E + 1) - tiles_m
     COLUMNS: tl.constexpr = (WRITTEN + BLOCK_N - 1) // BLOCK_N
     for tile in tl.range(tl.program_id(0), empty * COLUMNS, tl.num_programs(0), num_stages=1):
@@ -289,8 +295,8 @@ def ragged_contraction_kernel(
     if TMA and a_desc is None:
         a_desc = tl.make_tensor_descriptor(a_ptr, [M, P], [P, 1], [BLOCK_K, BLOCK_P])
         b_desc = tl.make_tensor_descriptor(b_ptr, [M, Q], [Q, 1], [BLOCK_K, BLOCK_Q])
-    # Tiles are as long as their groups: each program takes the next, the longest first, when it is done with one. Which program
-    # makes a tile changes nothing of it.
+    # Tiles are as long as their groups: each program takes the longest remaining one when it is done. Which program
+    # computes a tile does not affect the result.
     tile = tl.program_id(0)
     while tile < E * TILES_P * TILES_Q:
         expert = tl.load(bounds_ptr + 2 * E + 2 + tile // (TILES_P * TILES_Q))
@@ -307,13 +313,13 @@ def ragged_contraction_kernel(
             rest = begin + (end - begin) // BLOCK_K * BLOCK_K
             for row in range(begin, rest, BLOCK_K):
                 acc = tl.dot(tl.trans(a_desc.load([row, p])), b_desc.load([row, q]), acc, input_precision="ieee")
-        # What is left is of fewer rows than a step; all of it where the engine that copies tiles cannot be used.
+        # The remainder has fewer rows than a step; without TMA it is everything.
         for row in tl.range(rest, end, BLOCK_K, num_stages=STAGES):
             rows = row + tl.arange(0, BLOCK_K)
-            wide, inner = rows.to(tl.int64), rows < end
+            row64, inner = rows.to(tl.int64), rows < end
             a_mask, b_mask = inner[None, :] & (cols_p < P)[:, None], inner[:, None] & (cols_q < Q)[None, :]
-            a = tl.load(a_ptr + wide[None, :] * P + cols_p[:, None], mask=a_mask, other=0.0)
-            b = tl.load(b_ptr + wide[:, None] * Q + cols_q[None, :], mask=b_mask, other=0.0)
+            a = tl.load(a_ptr + row64[None, :] * P + cols_p[:, None], mask=a_mask, other=0.0)
+            b = tl.load(b_ptr + row64[:, None] * Q + cols_q[None, :], mask=b_mask, other=0.0)
             acc = tl.dot(a, b, acc, input_precision="ieee")
         out = out_ptr + expert.to(tl.int64) * (P * Q) + cols_p[:, None] * Q + cols_q[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(cols_p < P)[:, None] & (cols_q < Q)[None, :])

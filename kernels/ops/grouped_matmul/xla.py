@@ -1,7 +1,8 @@
-"""Grouped matmul in plain XLA, any device: a loop over the groups that have rows, and in each over tiles of its rows.
+"""Grouped matmul in plain XLA, any device: a loop over the groups that have rows, and within each over tiles of its
+rows.
 
-The work is that of the rows there are, rounded up to the smallest tile for each group. A row tile is a slice, because rows of a
-group lie together; the end of a group's last tile is of the next groups, which write it again after it.
+The work is that of the actual rows, rounded up to the smallest tile for each group. A row tile is a slice, because rows
+of a group are contiguous; the end of a group's last tile overlaps later groups, which overwrite it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from jax import lax
 from kernels.ops.grouped_matmul.contract import activated, op, quantized_op
 from kernels.ops.grouped_matmul.groups import bounds
 
-# Rows of a tile, largest first. Few sizes, so that a group costs few products, and a small last one, so that little is wasted.
+# Rows per tile, largest first. Few sizes keep the number of products per group small; a small last one wastes little.
 TILES = (128, 32, 8)
 
 
 class _Groups(NamedTuple):
-    """The rows [begin[e], end[e]) of each matrix, and `order`: the matrices that have rows, `count` of them, come first."""
+    """The rows [begin[e], end[e]) of each matrix, and `order`: the indices of matrices with rows first, `count` of
+    them."""
 
     begin: jax.Array
     end: jax.Array
@@ -35,12 +37,13 @@ def _groups(group_sizes: jax.Array, group_offset: jax.Array | None, experts: int
 
 
 def _each_group(groups: _Groups, body: Callable, carry: Any) -> Any:
-    """Returns the carry after body(e, carry) of each matrix that has rows, in the order of their rows."""
+    """Returns the carry after body(e, carry) for each matrix that has rows, in the order of their rows."""
     return lax.fori_loop(0, groups.count, lambda i, carry: body(groups.order[i], carry), carry)
 
 
 def _each_tile(rows: Any, begin: jax.Array, end: jax.Array, body: Callable, carry: Any) -> Any:
-    """Returns the carry after body(size, first row, carry) of each tile; only the last one of a group may pass its end."""
+    """Returns the carry after body(size, first row, carry) for each tile; only the last tile of a group may extend past
+    its end."""
     for size in _tiles(rows):
         count = (end - begin + (size - 1 if size == TILES[-1] else 0)) // size
         carry = lax.fori_loop(0, count, lambda i, c, b=begin, size=size: body(size, b + i * size, c), carry)
@@ -53,13 +56,13 @@ def _tiles(rows: Any) -> tuple[int, ...]:
 
 
 def _padded(x: jax.Array) -> jax.Array:
-    """Returns x with rows after its last, for a slice of any tile to be inside."""
+    """Returns x with padding rows at the end, so that the slice of any tile is within bounds."""
     more = TILES[-1] if isinstance(x.shape[0], int) else TILES[0]
     return jnp.pad(x, ((0, more), (0, 0)))
 
 
 def _rows(x: jax.Array, first: jax.Array, size: int, end: jax.Array | None = None) -> jax.Array:
-    """Returns rows of x; those from `end` on, which are of another group, are zero."""
+    """Returns rows of x, with zeros from `end` on, where rows belong to another group."""
     tile = lax.dynamic_slice_in_dim(x, first, size)
     return tile if end is None else jnp.where((first + jnp.arange(size) < end)[:, None], tile, 0)
 
@@ -70,7 +73,8 @@ def _dot(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
 
 
 class _Weights(NamedTuple):
-    """The matrices of a call as it has them: `at` is the dim of D in one of them, 0 or, transposed, 1; the other is `width`."""
+    """The matrices in the layout of the call: `at` is the index of D in a matrix, 0 or, transposed, 1; the other one is
+    `width`."""
 
     arrays: jax.Array
     scale: jax.Array | None
@@ -80,7 +84,7 @@ class _Weights(NamedTuple):
     dtype: Any
 
     def matrix(self, e: jax.Array) -> jax.Array:
-        """Returns matrix e [D, width] or [width, D], of gate and up side by side, in the dtype of lhs."""
+        """Returns matrix e [D, width] or [width, D], with gate and up concatenated, in the dtype of lhs."""
         w = self.arrays[e]
         if self.scale is not None:
             scale = jnp.repeat(self.scale[e], w.shape[0 if self.at == 0 else -1] // self.scale.shape[1], axis=0)
@@ -122,7 +126,8 @@ def _forward(lhs: jax.Array, w: _Weights, group_sizes: Any, group_offset: Any, a
 
 
 def _inside(groups: _Groups, x: jax.Array, rows: Any) -> jax.Array:
-    """Returns the first rows of x, with zeros where there is no group: the last tile has written past the end of its own."""
+    """Returns the first rows of x, with zeros for rows without a group, since the last tile wrote past the end of its
+    group."""
     at = jnp.arange(rows)
     return jnp.where(((at >= groups.begin[0]) & (at < groups.end[-1]))[:, None], x[:rows], 0)
 
@@ -148,7 +153,7 @@ def _backward(
         def tile(size: int, first: jax.Array, carry: Any) -> Any:
             d_lhs, d_matrix, d_row = carry
             x, d = _rows(padded, first, size, end), _rows(d_padded, first, size, end)
-            if activation is not None:  # nothing holds the products: they are computed again
+            if activation is not None:  # the products are not stored, so recompute them
                 _, pull = jax.vjp(finish, w.products(e, matrix, x))
                 d = pull(d.astype(jnp.float32))[0].reshape(size, w.width).astype(lhs.dtype)
             d_x = _dot(d, matrix, (1, 1 - w.at)).astype(lhs.dtype)
@@ -187,8 +192,8 @@ def forward(lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activ
 def backward(saved, lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation):
     w = _weights(lhs, rhs, rhs_transposed, rhs_bias)
     d_lhs, d_rhs, d_bias = _backward(saved.d_out, lhs, w, group_sizes, group_offset, activation, of_weights=True)
-    found = {"lhs": d_lhs, "rhs" if rhs_transposed is None else "rhs_transposed": d_rhs}
-    return found if rhs_bias is None else found | {"rhs_bias": d_bias}
+    gradients = {"lhs": d_lhs, "rhs" if rhs_transposed is None else "rhs_transposed": d_rhs}
+    return gradients if rhs_bias is None else gradients | {"rhs_bias": d_bias}
 
 
 def quantized_forward(lhs, rhs, rhs_transposed, group_sizes, rhs_scale, group_offset, rhs_bias, activation):

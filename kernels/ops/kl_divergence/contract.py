@@ -110,7 +110,7 @@ op = Op(
     residuals=OUTPUTS,
     no_gradient=("teacher_hidden", "teacher_lm_head"),
     local_dims={"lead"},
-    elsewhere=ELSEWHERE,
+    see_also=ELSEWHERE,
     weights=("lm_head", "teacher_lm_head"),
     same_dtype=("hidden", "lm_head"),
     config=KLDivergenceConfig,
@@ -129,7 +129,7 @@ logits_op = Op(
     residuals=OUTPUTS,
     no_gradient=("teacher_logits",),
     local_dims={"lead"},
-    elsewhere=ELSEWHERE,
+    see_also=ELSEWHERE,
     config=KLDivergenceConfig,
     cases=(
         _case("small", 12, V=20, tags=("smoke",)),

@@ -1,4 +1,5 @@
-"""The contract of linear_attention: the recurrence, a token at a time, and the cases that every backend is held to."""
+"""The contract of linear attention: the recurrence, one token at a time, and the cases that every backend is tested
+with."""
 
 from __future__ import annotations
 
@@ -30,48 +31,47 @@ def linear_attention(
     softmax_scale: float | None = None,
     num_states: int = 1,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B G N H Hv"]]:
-    """Returns (out, final_state) of S_t = D_t * S_{t-1} + k_t v_tᵀ and o_t = scale · S_tᵀ q_t, with S [H, Hv] for each head.
+    """Returns (out, final_state) of S_t = D_t * S_{t-1} + k_t v_tᵀ and o_t = scale · S_tᵀ q_t, with S [H, Hv] for each
+    head.
 
-    D_t = exp(a_t) exp(b_t)ᵀ has the log decays a_t = g_gamma + g_t + gk_t of the key's channels and b_t = gv_t of the value's;
-    those left out are 0. With `bonus` u (RWKV-6) the query reads the state before its own token, and that with weight u:
-    o_t = scale · (S_{t-1} + (u * k_t) v_tᵀ)ᵀ q_t.
-    Head n reads key head n // (N / K). All of it is computed in float32; out has the dtype of query, the state is float32.
-    What segment_ids, initial_state and num_states mean: see kernels/engines/scan/recurrence.py; a state begins from 0.
+    D_t = exp(a_t) exp(b_t)ᵀ has log decays a_t = g_gamma + g_t + gk_t of the key's channels and b_t = gv_t of the
+    value's; those not given are 0. With `bonus` u (RWKV-6) the query reads the state before its own token, and that
+    token with weight u: o_t = scale · (S_{t-1} + (u * k_t) v_tᵀ)ᵀ q_t.
+    Head n reads key head n // (N / K). Everything is computed in float32; out has the dtype of query, the state is
+    float32. For segment_ids, initial_state and num_states see kernels/engines/scan/recurrence.py; states start from 0.
 
     Args:
       softmax_scale: default 1 / sqrt(H).
 
     Raises:
-      ValueError: N is no multiple of K.
+      ValueError: N is not a multiple of K.
     """
     N, H, K = *query.shape[2:], key.shape[2]
     if N % K:
-        raise ValueError(
-            f"linear_attention: argument 'query' has N = {N} heads, which is no multiple of the key's K = {K}"
-        )
+        raise ValueError(f"linear_attention: argument 'query' has N = {N} heads, not a multiple of the key's K = {K}")
     scale = H**-0.5 if softmax_scale is None else softmax_scale
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-    q = query.astype(wide) * scale
-    k, v = (jnp.repeat(x.astype(wide), N // K, axis=2) for x in (key, value))
-    a, b = jnp.zeros_like(q), jnp.zeros((*q.shape[:3], v.shape[-1]), wide)
+    compute_dtype = jnp.promote_types(query.dtype, jnp.float32)
+    q = query.astype(compute_dtype) * scale
+    k, v = (jnp.repeat(x.astype(compute_dtype), N // K, axis=2) for x in (key, value))
+    a, b = jnp.zeros_like(q), jnp.zeros((*q.shape[:3], v.shape[-1]), compute_dtype)
     for part in (g_gamma if g_gamma is None else g_gamma[:, None], g if g is None else g[..., None], gk):
-        a = a if part is None else a + part.astype(wide)
-    b = b if gv is None else gv.astype(wide)
+        a = a if part is None else a + part.astype(compute_dtype)
+    b = b if gv is None else gv.astype(compute_dtype)
 
     def step(state: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, k, v, a, b = now
         after = jnp.exp(a)[..., None] * jnp.exp(b)[..., None, :] * state + k[..., None] * v[..., None, :]
-        seen = after if bonus is None else state + (bonus.astype(wide) * k)[..., None] * v[..., None, :]
+        seen = after if bonus is None else state + (bonus.astype(compute_dtype) * k)[..., None] * v[..., None, :]
         return after, jnp.einsum("bnh,bnhv->bnv", q, seen)
 
-    start = jnp.zeros((q.shape[0], N, H, v.shape[-1]), wide)
+    start = jnp.zeros((q.shape[0], N, H, v.shape[-1]), compute_dtype)
     out, final = recurrence.loop(step, (q, k, v, a, b), start, segment_ids, initial_state, num_states)
     return out.astype(query.dtype), final
 
 
 def work(call: Call) -> tuple[Work, Work]:
-    """Returns the work of both directions. A token and head costs two products of the size of a state forward, its update and
-    its reading; backward the state is computed again, and q, k, v and the state's gradient cost one each."""
+    """Returns the work of both directions. Per token and head, the forward does two products of the size of a state:
+    update and read. The backward recomputes the state, and q, k, v and the state's gradient take one each."""
     d = call.dims
     state = d["H"] * d["Hv"]
     product = 2 * d["B"] * d["T"] * d["N"] * state
@@ -83,7 +83,7 @@ def work(call: Call) -> tuple[Work, Work]:
 
 
 def _log_decay(*dims: str):
-    """Returns a maker of log decays: most of them mild, some near 0, some that forget nearly all."""
+    """Returns a maker of log decays: most are mild, some near 0, some erase nearly everything."""
 
     def make(rng, sizes):
         x = -np.exp(rng.standard_normal([sizes[d] for d in dims]) * 2 - 2)
@@ -93,7 +93,7 @@ def _log_decay(*dims: str):
 
 
 def _documents(rng, dims):
-    """Rows of documents one after the other, with padding between and after them."""
+    """Rows of consecutive documents, with padding between and after them."""
     ids = np.sort(rng.integers(0, 4, (dims["B"], dims["T"])), axis=1)
     ids[rng.random(ids.shape) < 0.1] = -1
     ids[:, -3:] = -1
@@ -101,7 +101,7 @@ def _documents(rng, dims):
 
 
 def _packed(rng, dims):
-    """Sequences that each begin from a state; one of them is empty, and the end is padding."""
+    """Sequences that each start from a state; one is empty, and the end is padding."""
     G, T = dims["G"], dims["T"]
     rows = []
     for _ in range(dims["B"]):
@@ -122,11 +122,11 @@ _MAKE = {
 
 
 def _case(name: str, arrays: str, *tags: str, ids=None, options=None, **dims: int) -> Case:
-    given = tuple(arrays.split())
-    make = {n: _MAKE[n] for n in given if n in _MAKE} | ({} if ids is None else {"segment_ids": ids})
+    names = tuple(arrays.split())
+    make = {n: _MAKE[n] for n in names if n in _MAKE} | ({} if ids is None else {"segment_ids": ids})
     dims = {"G": 1, **dims}
     options = dict(options or {}) | ({"num_states": dims["G"]} if dims["G"] > 1 else {})
-    return Case(name, dims, options, given, make, tags=frozenset(tags))
+    return Case(name, dims, options, names, make, tags=frozenset(tags))
 
 
 op = Op(
@@ -134,7 +134,7 @@ op = Op(
     outputs=("out", "final_state"),
     local_dims={"B", "N", "K"},
     tied_dims=(("N", "K"),),
-    elsewhere={"T": "gla_attention"},
+    see_also={"T": "gla_attention"},
     ordered=True,
     weights=("bonus",),
     config=ChunkConfig,

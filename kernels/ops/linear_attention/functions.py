@@ -1,4 +1,4 @@
-"""The public functions of linear attention: one recurrence, and the decays that each kind of it has."""
+"""Public functions of linear attention: one recurrence with different kinds of decay."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kernels.ops.linear_attention.contract import op
 
 
 def _heads(name: str, **arrays: jax.Array) -> tuple[Any, Any, Any]:
-    """Returns (N, K, H) of the three arrays, by the names that the function has for them; they are what they must be."""
+    """Returns (N, K, H) of the three arrays, after checking them under the function's names for them."""
     (q, query), (k, key), (v, value) = arrays.items()
-    found = recurrence.sizes(name, {q: (query, "B T N H"), k: (key, "B T K H"), v: (value, "B T K Hv")})
-    N, K, H = (found[d] for d in ("N", "K", "H"))
+    shape = recurrence.sizes(name, {q: (query, "B T N H"), k: (key, "B T K H"), v: (value, "B T K Hv")})
+    N, K, H = (shape[d] for d in ("N", "K", "H"))
     if N % K:
         raise ValueError(f"{name}: argument {q!r} has N = {N} heads, which must be a multiple of the K = {K} of {k!r}")
     return N, K, H
 
 
 def _decay(name: str, called: str, x: Any, query: jax.Array, heads: int, width: int | None) -> Any:
-    """Returns a decay that comes with each token as [B, T, N, ...]; that of a key head is that of its query heads.
+    """Returns a decay per token as [B, T, N, ...]; decays of key heads are repeated for their query heads.
 
     Args:
-      heads: of keys. width: of the last dim; None: there is none.
+      heads: number of key heads. width: size of the last dim, or None without one.
     """
     if x is None:
         return None
@@ -37,14 +37,14 @@ def _decay(name: str, called: str, x: Any, query: jax.Array, heads: int, width: 
     tail = () if width is None else (width,)
     if not is_array(x) or not is_float_array(x) or x.shape not in {(B, T, n, *tail) for n in (N, heads)}:
         raise ValueError(
-            f"{name}: argument {called!r} must be a float array of log decays {[B, T, N, *tail]}, one for each token and query "
+            f"{name}: argument {called!r} must be a float array of log decays {[B, T, N, *tail]}, one per token and query "
             f"head (or key head, {heads}), got {described(x)}"
         )
     return x if x.shape[2] == N else jnp.repeat(x, N // heads, axis=2)
 
 
 def _constant(name: str, called: str, x: Any, N: int) -> jax.Array | None:
-    """Returns a number for each head, [N]."""
+    """Returns one number per head, [N]."""
     if x is None:
         return None
     each = recurrence.array_of(x)
@@ -57,7 +57,7 @@ def _constant(name: str, called: str, x: Any, N: int) -> jax.Array | None:
 
 
 def _layer(name: str, layer_idx: Any, num_layers: Any) -> jax.Array:
-    """Returns how deep the layer lies, in [0, 1)."""
+    """Returns the relative depth of the layer, in [0, 1)."""
     if not isinstance(num_layers, (int, np.integer)) or num_layers < 1:
         raise ValueError(f"{name}: argument 'num_layers' must be a positive integer, got {num_layers!r}")
     layer = recurrence.integers(layer_idx)
@@ -71,7 +71,7 @@ def _layer(name: str, layer_idx: Any, num_layers: Any) -> jax.Array:
 def _prepared(
     name: str, arrays: tuple[Any, Any, Any], state: Any, return_state: bool, where: Where, **more: Any
 ) -> Prepared:
-    """Returns the call of checked arrays; `more` is what else the contract takes."""
+    """Returns the call for checked arrays; `more` holds the other arguments of the contract."""
     query, key, value = arrays
     arguments = {"query": query, "key": key, "value": value, **more}
     shape = (*query.shape, value.shape[-1])
@@ -94,20 +94,22 @@ def gla_attention(
 ) -> Prepared:
     """Returns gated linear attention [B, T, N, Hv], in the dtype of query; with `return_state` (out, state).
 
-    S_t = exp(g_t) * S_{t-1} + k_t v_tᵀ and o_t = scale · S_tᵀ q_t for each head, with S [H, Hv] in float32. Linear in T.
-    Source: Yang et al., *Gated Linear Attention Transformers with Hardware-Efficient Training*, 2023, arXiv:2312.06635.
+    S_t = exp(g_t) * S_{t-1} + k_t v_tᵀ and o_t = scale · S_tᵀ q_t for each head, with S [H, Hv] in float32. Linear in
+    T. Source: Yang et al., *Gated Linear Attention Transformers with Hardware-Efficient Training*, 2023,
+    arXiv:2312.06635.
 
     Args:
-      query: [B, T, N, H]. key: [B, T, K, H]. value: [B, T, K, Hv]. N is a multiple of K: head n reads key head n // (N / K).
-      g, gate: two names of the log decay, at most 0 where the state is to fade: [B, T, N, H] for each channel of the key, or
-        [B, T, N] for the whole of a head. With K heads: each for its query heads.
-      g_gamma: [N], a log decay of each head that is the same at all tokens. Both given are added; none: nothing fades.
+      query: [B, T, N, H]. key: [B, T, K, H]. value: [B, T, K, Hv]. N is a multiple of K: head n reads key head n // (N
+        / K).
+      g, gate: two names for the log decay, at most 0 for the state to fade: [B, T, N, H] per channel of the key, or [B,
+        T, N] per head. With K heads instead of N, each applies to its query heads.
+      g_gamma: [N], a log decay per head that is constant over time. It is added to g; without either, nothing decays.
       softmax_scale: default 1 / sqrt(H).
-      state: [B, N, H, Hv], float32: that before the first token; default: zeros.
-      return_state: whether the one after the last token is returned too.
+      state: [B, N, H, Hv], float32: the state before the first token; default: zeros.
+      return_state: whether to return the state after the last token too.
 
     Raises:
-      ValueError: naming the argument.
+      ValueError: names the argument.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.ones((1, 3, 1, 1))
@@ -140,20 +142,21 @@ def recurrent_attention(
     return_state: bool = True,
     **where: Unpack[Where],
 ) -> Prepared:
-    """Returns (out [B, T, N, Hv], state [B, N, H, Hv]), for streaming: what one call returns as the state the next one takes.
+    """Returns (out [B, T, N, Hv], state [B, N, H, Hv]), for streaming: pass the returned state to the next call.
 
-    As `gla_attention`, with a decay of the value's channels too:
+    Like `gla_attention`, with decays of the value's channels too:
     S_t = exp(g_gamma + g_t + gk_t) exp(gv_t)ᵀ * S_{t-1} + k_t v_tᵀ.
-    One token is one step of the recurrence; many are computed in chunks, with the same numbers.
+    A single token is one step of the recurrence; several are computed in chunks, with the same result.
 
     Args:
-      g: log decay of a head, [B, T, N], or of the channels of its key, [B, T, N, H]; then it is added to gk.
-      g_gamma: [N], the same at all tokens. gk: [B, T, N, H], of the key's channels. gv: [B, T, N, Hv], of the value's.
-      state, initial_state: the state before the first token, or None for 0. The rest: see `gla_attention`.
+      g: log decay per head, [B, T, N], or per channel of its key, [B, T, N, H], which is added to gk.
+      g_gamma: [N], constant over time. gk: [B, T, N, H], per channel of the key. gv: [B, T, N, Hv], of the value.
+      state, initial_state: two names for the state before the first token; None for 0. For the rest see
+        `gla_attention`.
       return_state: False for the output alone.
 
     Raises:
-      ValueError: naming the argument.
+      ValueError: names the argument.
 
     >>> import jax.numpy as jnp
     >>> x, state = jnp.ones((1, 1, 1, 1)), None
@@ -188,7 +191,7 @@ def lightning_attention(
     return_state: bool = False,
     **where: Unpack[Where],
 ) -> Prepared:
-    """Returns linear attention [B, T, N, Hv] with a constant decay of each head: S_t = exp(-decay) S_{t-1} + k_t v_tᵀ.
+    """Returns linear attention [B, T, N, Hv] with a constant decay per head: S_t = exp(-decay) S_{t-1} + k_t v_tᵀ.
 
     By `layer_idx` l and `num_layers` L, decay = 8 n / N · (1 - l / L) of head n = 0, 1, ...: later layers see farther.
     Source: Qin et al., *Lightning Attention-2*, 2024, arXiv:2401.04658, with the decays of *TransNormerLLM*, 2023,
@@ -200,7 +203,7 @@ def lightning_attention(
         `gla_attention`.
 
     Raises:
-      ValueError: naming the argument, as where neither a decay nor a layer is given.
+      ValueError: names the argument; also if neither a decay nor a layer is given.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.ones((1, 3, 1, 1))
@@ -211,8 +214,8 @@ def lightning_attention(
     N, K, H = _heads(name, query=query, key=key, value=value)
     if (layer_idx is None) != (num_layers is None) or (layer_idx is None) == (decay is None):
         raise ValueError(
-            f"{name}: argument 'decay' [N] says how fast heads forget, or 'layer_idx' and 'num_layers' together do; give "
-            "one or the other"
+            f"{name}: argument 'decay' [N], the rate at which heads forget, or 'layer_idx' and 'num_layers', which "
+            "determine it, must be given; pass one of the two"
         )
     gamma = _constant(name, "decay", decay, N)
     if gamma is None:
@@ -232,17 +235,17 @@ def retention(
     return_state: bool = False,
     **where: Unpack[Where],
 ) -> Prepared:
-    """Returns retention [B, T, N, Hv]: linear attention that forgets by a constant factor, exp(g_gamma), of each head.
+    """Returns retention [B, T, N, Hv]: linear attention with a constant decay factor per head, exp(g_gamma).
 
-    The positions of RetNet (xPos) are of the query and key, and are the caller's: see `rotary_embedding`.
+    RetNet's position encoding (xPos) of query and key is up to the caller: see `rotary_embedding`.
     Source: Sun et al., *Retentive Network*, 2023, arXiv:2307.08621, eq. 5 to 8.
 
     Args:
-      g_gamma: [N], log decay; default: log(1 - 2^(-5 - n)) of head n = 0, 1, ..., as in RetNet. The rest: see
+      g_gamma: [N], log decay; default: log(1 - 2^(-5 - n)) for head n = 0, 1, ..., as in RetNet. For the rest see
         `gla_attention`.
 
     Raises:
-      ValueError: naming the argument.
+      ValueError: names the argument.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.ones((1, 3, 1, 1))
@@ -271,19 +274,19 @@ def rwkv6(
     **where: Unpack[Where],
 ) -> Prepared:
     """Returns the time mixing of RWKV-6, [B, T, N, Hv]: o_t = scale · (S_{t-1} + (u * k_t) v_tᵀ)ᵀ r_t and then
-    S_t = exp(w_t) * S_{t-1} + k_t v_tᵀ. A token reads the state before it, and itself with weight u.
+    S_t = exp(w_t) * S_{t-1} + k_t v_tᵀ. A token reads the state before it, and its own key and value with weight u.
 
     Source: Peng et al., *Eagle and Finch*, 2024, arXiv:2404.05892, eq. 19.
 
     Args:
       r: receptance, [B, T, N, H]. k: [B, T, K, H]. v: [B, T, K, Hv].
       w: [B, T, N, H], the LOG of the decay: the state is multiplied by exp(w). RWKV's decay exp(-exp(x)) is w = -exp(x).
-      u: [N, H], the bonus of a token's own key.
-      softmax_scale: default 1 / sqrt(H), as in all of these functions; the models themselves have 1. The rest: see
+      u: [N, H], the weight ("bonus") of a token's own key.
+      softmax_scale: default 1 / sqrt(H), as in all functions here; the models themselves use 1. For the rest see
         `gla_attention`.
 
     Raises:
-      ValueError: naming the argument.
+      ValueError: names the argument.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.ones((1, 3, 1, 1))

@@ -1,12 +1,12 @@
-"""linear_attention as matmuls inside of chunks. No exponent is positive where no log decay is, nothing is divided by a decay.
+"""Linear attention in chunks of matmuls. No exponent is positive if no log decay is, and nothing is divided by a decay.
 
-The decay from token s to token t is exp of a sum of log decays, and never of a difference of two sums: a small decay next to a
-large one keeps its digits. Sums are matmuls with triangles of ones, in full float32.
+The decay from token s to token t is the exponential of a sum of log decays, never of a difference of two sums, so that
+a small decay next to a large one keeps its digits. Sums are matmuls with triangles of ones, in full float32.
 
-- One decay for all channels of a head: the sums of all pairs are a matrix [C, C], as the scores are.
-- A decay for each channel: a chunk is halved again and again. What the first half of a block gives to the second passes the
-  boundary between them, so the decay is exp(after_s) · exp(before_t), from s to the boundary and from there to t. Each is
-  at most 1, and all pairs across a boundary are one matmul.
+- One decay per head: the sums of all pairs are a matrix [C, C], like the scores.
+- One decay per channel: a chunk is halved recursively. What the first half of a block contributes to the second crosses
+  the boundary between them, so the decay is exp(after_s) · exp(before_t), from s to the boundary and from there to t.
+  Both are at most 1, and all pairs across a boundary are one matmul.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Decay:
     """Log decays [..., C, h] of consecutive tokens.
 
     Attributes:
-      passing: what the state passes with each token.
+      passing: decay of the state by each token.
       reading: the part of it that the token's own query sees; None: no part.
     """
 
@@ -46,7 +46,7 @@ class _Decay:
         return sums if self.reading is None else sums + self.reading
 
     def after(self):
-        """Returns the sums from behind each token to behind the last."""
+        """Returns the sums from just after each token to the end."""
         C = self.passing.shape[-2]
         return _sums("sj,...jh->...sh", jnp.triu(jnp.ones((C, C), jnp.float32), 1), self.passing)
 
@@ -54,7 +54,7 @@ class _Decay:
         return jnp.sum(self.passing, axis=-2)
 
     def between(self):
-        """Returns the sums [..., C, C] from behind token s to where the query of token t > s reads, for h = 1."""
+        """Returns the sums [..., C, C] from just after token s to where the query of token t > s reads, for h = 1."""
         C = self.passing.shape[-2]
         strict = jnp.tril(jnp.ones((C, C), jnp.float32), -1)
         up_to = strict * self.passing[..., None, :, 0]
@@ -70,7 +70,7 @@ class _Decay:
 
 
 def _half(x, m, which):
-    """Returns the first or second half of each block of 2 m tokens, [..., n, m, h] of x [..., C, h]."""
+    """Returns the first or second half of each block of 2 m tokens in x [..., C, h], as [..., n, m, h]."""
     return x.reshape(*x.shape[:-2], -1, 2, m, x.shape[-1])[..., which, :, :]
 
 
@@ -81,7 +81,7 @@ def _step_of(softmax_scale, precision):
         return jnp.einsum(subscripts, *operands, precision=precision, preferred_element_type=jnp.float32)
 
     def by_matrix(q, k, v, decay):
-        """Returns what the tokens before it in the chunk give to each, where a head has one decay."""
+        """Returns the contribution of earlier tokens of the chunk to each token, with one decay per head."""
         C = q.shape[-2]
         scores = mm("...qh,...kh->...qk", q, k)
         earlier = jnp.tril(jnp.ones((C, C), bool), -1)
@@ -89,14 +89,14 @@ def _step_of(softmax_scale, precision):
         return mm("...qk,...kv->...qv", jnp.where(earlier, scores, 0), v)
 
     def by_halves(q, k, v, decay_k, decay_v):
-        """Returns the same where channels have decays of their own."""
+        """Returns the same with decays per channel."""
         out, m = 0, 1
         while m < q.shape[-2]:
             before, after = (None, None) if decay_k is None else decay_k.halves(m)
             before_v, after_v = (None, None) if decay_v is None else decay_v.halves(m)
             scores = mm("...qh,...kh->...qk", _faded(_half(q, m, 1), before), _faded(_half(k, m, 0), after))
-            given = _faded(mm("...qk,...kv->...qv", scores, _faded(_half(v, m, 0), after_v)), before_v)
-            out = out + jnp.stack([jnp.zeros_like(given), given], axis=-3).reshape(*q.shape[:-1], v.shape[-1])
+            from_keys = _faded(mm("...qk,...kv->...qv", scores, _faded(_half(v, m, 0), after_v)), before_v)
+            out = out + jnp.stack([jnp.zeros_like(from_keys), from_keys], axis=-3).reshape(*q.shape[:-1], v.shape[-1])
             m *= 2
         return out
 
@@ -107,8 +107,8 @@ def _step_of(softmax_scale, precision):
         q = x["query"] * softmax_scale
         k, v = (jnp.repeat(x[n], N // x[n].shape[1], axis=1) for n in ("key", "value"))
         bonus = shared.get("bonus")
-        own = k if bonus is None else k * bonus.astype(jnp.float32)[:, None]
-        out = jnp.sum(q * own, axis=-1, keepdims=True) * v
+        bonus_key = k if bonus is None else k * bonus.astype(jnp.float32)[:, None]
+        out = jnp.sum(q * bonus_key, axis=-1, keepdims=True) * v
         decay_k, decay_v = _decays(shared, x, tokens, reads_after=bonus is None)
         if decay_v is None and (decay_k is None or decay_k.passing.shape[-1] == 1):
             out = out + by_matrix(q, k, v, decay_k)
@@ -135,12 +135,13 @@ def _step_of(softmax_scale, precision):
     return chunks.Step(prepare, advance, read)
 
 
-# exp of it, and of sums of it, is 0; a sum that it is no part of does not see it, as it would see an infinity times 0.
+# A finite stand-in for -inf: its exponential, and that of sums with it, underflows to 0. An infinity times 0, in the
+# sums by matmuls, would be NaN.
 _FORGETS = -1e30
 
 
 def _decays(shared, x, tokens, reads_after):
-    """Returns the `_Decay` of the key's channels, with h = H or 1, and of the value's; None where there is none.
+    """Returns the `_Decay` of the key's channels, with h = H or 1, and of the value's; None if there is none.
 
     Args:
       reads_after: whether a query sees its own token's decay.
@@ -149,7 +150,7 @@ def _decays(shared, x, tokens, reads_after):
     parts = [x["g"][..., None] if "g" in x else None, x.get("gk")]
     if "g_gamma" in shared:
         constant = jnp.broadcast_to(shared["g_gamma"].astype(jnp.float32)[:, None, None], shape)
-        if tokens.valid is not None:  # what comes with each token is 0 there already
+        if tokens.valid is not None:  # per-token decays are already 0 there
             constant = jnp.where(tokens.valid[:, None, :, None], constant, 0)
         parts.append(constant)
     present = [part for part in parts if part is not None]
@@ -158,7 +159,7 @@ def _decays(shared, x, tokens, reads_after):
         passing = sum(present, jnp.zeros(shape, jnp.float32))
         reading = passing if reads_after else None
         if tokens.resets is not None:
-            # The state begins anew before such a token, and its query sees that.
+            # The state is reset before such a token, and its query sees the reset state.
             new = jnp.where(tokens.resets, _FORGETS, 0.0)[:, None, :, None]
             reading = passing + new if reads_after else jnp.broadcast_to(new, passing.shape)
             passing = passing + new
@@ -175,13 +176,13 @@ _PER_TOKEN = ("query", "key", "value", "g", "gk", "gv")
 def _prepared(query, key, value, g, gk, gv, g_gamma, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg):
     """Returns the arguments of the scans over chunks."""
     B, T, N, H = query.shape
-    given = dict(zip(_PER_TOKEN, (query, key, value, g, gk, gv), strict=True))
-    xs = {n: x for n, x in given.items() if x is not None}
+    tokens = dict(zip(_PER_TOKEN, (query, key, value, g, gk, gv), strict=True))
+    xs = {n: x for n, x in tokens.items() if x is not None}
     shared = {n: x for n, x in (("g_gamma", g_gamma), ("bonus", bonus)) if x is not None}
     precision = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
     step = _step_of(H**-0.5 if softmax_scale is None else softmax_scale, precision)
     if num_states > 1 and segment_ids is None:
-        segment_ids = jnp.zeros((B, T), jnp.int32)  # all of the first state
+        segment_ids = jnp.zeros((B, T), jnp.int32)  # all tokens use the first state
     cut = chunks.Chunks(B, T, cfg, segment_ids, num_states)
     if initial_state is None:
         initial_state = jnp.zeros((B, num_states, N, H, value.shape[-1]), jnp.float32)

@@ -1,4 +1,4 @@
-"""Mean pooling: one vector for each sequence, the mean of its valid tokens."""
+"""Mean pooling: one vector per sequence, the mean of its valid tokens."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def _valid(attention_mask: Any, shape: tuple[int, ...]) -> jax.Array:
     """Returns the mask as bool [B, T]."""
     mask = jnp.asarray(attention_mask)
     if jnp.issubdtype(mask.dtype, jnp.inexact):
-        # 0 / -inf and 1 / 0 would both be plausible, and mean the opposite of each other.
+        # 0 / -inf and 1 / 0 are both common conventions, with opposite meanings.
         raise ValueError(
             f"mean_pooling: argument 'attention_mask' must be boolean or 0/1 integers, true where a token is valid, got "
-            f"{mask.dtype}; write attention_mask > 0, or attention_mask == 0 for one that is added to logits"
+            f"{mask.dtype}; write attention_mask > 0, or attention_mask == 0 for a mask that is added to logits"
         )
     if mask.shape != shape:
         raise ValueError(
@@ -36,21 +36,21 @@ def _cuts(cum_seqlens: Any, batch: Any) -> jax.Array:
     cuts = jnp.asarray(cum_seqlens)
     if cuts.ndim != 1 or cuts.shape[0] < 2 or not jnp.issubdtype(cuts.dtype, jnp.integer):
         raise ValueError(
-            "mean_pooling: argument 'cum_seqlens' must be integers [0, n1, n1 + n2, ...], one more than there are sequences, "
+            "mean_pooling: argument 'cum_seqlens' must be integers [0, n1, n1 + n2, ...], with one more entry than sequences, "
             f"got {cuts.dtype} of shape {cuts.shape}"
         )
     if batch != 1:
         raise ValueError(
-            f"mean_pooling: argument 'cum_seqlens' cuts one packed row, and x has B = {batch}; reshape x to [1, B * T, D], or "
-            "say by 'attention_mask' which tokens of each row are valid"
+            f"mean_pooling: argument 'cum_seqlens' splits one packed row, but x has B = {batch}; reshape x to [1, B * T, D], "
+            "or pass 'attention_mask'"
         )
     values = known(cum_seqlens)
     if values is not None and (values[1:] < values[:-1]).any():
         raise ValueError(
-            f"mean_pooling: argument 'cum_seqlens' must rise, [0, n1, n1 + n2, ...], got {values.tolist()[:8]}; they are the "
-            "sums of the lengths, not the lengths"
+            "mean_pooling: argument 'cum_seqlens' must be nondecreasing, [0, n1, n1 + n2, ...], got "
+            f"{values.tolist()[:8]}; pass cumulative sums of the lengths, not the lengths"
         )
-    return cuts.astype(jnp.int32)  # T may be no number of a narrower one
+    return cuts.astype(jnp.int32)  # T may not fit in a narrower dtype
 
 
 @public(op)
@@ -58,18 +58,18 @@ def mean_pooling(
     x: jax.Array, attention_mask: Any = None, *, cum_seqlens: Any = None, cu_seqlens: Any = None
 ) -> Prepared:
     """Returns the mean of the valid tokens of each sequence, accumulated in float32, in the dtype of x: [B, D], or with
-    `cum_seqlens` [sequences, D]. A sequence without a valid token has the mean 0.
+    `cum_seqlens` [sequences, D]. The mean of a sequence without valid tokens is 0.
 
     Args:
       x: [B, T, D].
-      attention_mask: bool, or integers 0 and 1, [B, T], true where a token is valid; None: all are. What is in a token that is
-        not, NaN too, is in no mean.
-      cum_seqlens: int [sequences + 1], [0, n1, n1 + n2, ...]: x is one row (B = 1) of packed sequences, cut there. Tokens past
-        the last cut belong to none. `cu_seqlens` is another name for it.
+      attention_mask: bool, or integers 0 and 1, [B, T], true where a token is valid; None: all are. Other tokens are
+        ignored, even if they contain NaN.
+      cum_seqlens: int [sequences + 1], cumulative lengths [0, n1, n1 + n2, ...]: x is one row (B = 1) of packed
+        sequences. Tokens past the last one are ignored. `cu_seqlens` is another name for it.
       cfg: `MeanPoolingConfig`.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.array([[[1.0, 2.0], [3.0, 6.0], [9.0, 9.0]]])
@@ -81,7 +81,7 @@ def mean_pooling(
     """
     if cu_seqlens is not None:
         if cum_seqlens is not None:
-            raise ValueError("mean_pooling: argument 'cu_seqlens' is 'cum_seqlens' by another name; give one of them")
+            raise ValueError("mean_pooling: argument 'cu_seqlens' is 'cum_seqlens' by another name; pass only one")
         cum_seqlens = cu_seqlens
     if not is_array(x) or not is_float_array(x) or x.ndim != 3:
         got = f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
@@ -92,7 +92,7 @@ def mean_pooling(
     B, T, _ = x.shape
     valid = None if attention_mask is None else _valid(attention_mask, (B, T))
     cuts = None if cum_seqlens is None else _cuts(cum_seqlens, B)
-    # How many tokens a mean is over is counted here, on the whole of a sequence, however x is split.
+    # The number of tokens of a mean is counted here, over whole sequences, however x is split.
     if cuts is None:
         valid = jnp.ones((B, T), bool) if valid is None else valid
         ids, count = jnp.where(valid, 0, -1), jnp.sum(valid, axis=1)[:, None]

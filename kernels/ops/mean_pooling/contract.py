@@ -1,4 +1,5 @@
-"""The contract of mean_pooling: the sums of segments of a sequence, and the cases that every backend is held to."""
+"""The contract of mean pooling: sums over the segments of a sequence, and the cases that every backend is tested
+with."""
 
 from __future__ import annotations
 
@@ -45,34 +46,36 @@ def mean_pooling(
 ) -> Float[Array, "B G D"]:
     """Returns total, float32: in each row, the sum of the tokens of each segment 0, 1, ..., num_segments - 1.
 
-    A token of any other id, as -1, is in no sum, whatever is in it, NaN too. A segment without tokens has the sum 0. How many
-    tokens there are does not depend on x, so the mean's division is the caller's: a sum over a split sequence is a sum of sums.
+    Tokens with any other id, such as -1, are ignored, even if they contain NaN. The sum of a segment without tokens is
+    0. The number of tokens does not depend on x, so the caller divides by it: partial sums of a split sequence can be
+    added.
 
     Raises:
-      ValueError: there is no segment.
+      ValueError: num_segments is less than 1.
     """
     if num_segments < 1:
         raise ValueError(f"mean_pooling: argument 'num_segments' must be at least 1, got {num_segments}")
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    upcast = x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
     def of_row(tokens: jax.Array, ids: jax.Array) -> jax.Array:
         inside = (ids >= 0) & (ids < num_segments)
-        # Whoever is in no segment is added to one that is cut off: a sum would not forget a NaN.
-        sums = jnp.zeros((num_segments + 1, tokens.shape[1]), wide.dtype)
+        # Tokens without a segment go to an extra one that is dropped: multiplying NaN by 0 would not remove it.
+        sums = jnp.zeros((num_segments + 1, tokens.shape[1]), upcast.dtype)
         return sums.at[jnp.where(inside, ids, num_segments)].add(tokens)[:num_segments]
 
-    return jax.vmap(of_row)(wide, segment_ids)
+    return jax.vmap(of_row)(upcast, segment_ids)
 
 
 def work(call: Call) -> tuple[Work, Work]:
-    """Returns the work of both directions: x is read and added up once, and its gradient is written once."""
+    """Returns the work of both directions: x is read and summed once, and its gradient is written once."""
     B, D = call.dims["B"], call.dims["D"]
-    rest = nbytes(call.segment_ids) + 4 * B * call.num_segments * D  # the sums, and their cotangents, are float32
+    rest = nbytes(call.segment_ids) + 4 * B * call.num_segments * D  # the sums and their cotangents are float32
     return Work(call.x.size, nbytes(call.x) + rest), Work(0, nbytes(call.x) + rest)
 
 
 def _padded(rng, dims):
-    """As of an attention mask: one segment a row, padded right and, in the last row, left; the first row is whole."""
+    """Ids as from an attention mask: one segment per row, padded right and, in the last row, left; the first row is
+    full."""
     B, T = dims["B"], dims["T"]
     lengths = rng.integers(1, T, B)
     lengths[0] = T
@@ -83,15 +86,15 @@ def _padded(rng, dims):
 
 
 def _packed(num_segments: int):
-    """Returns a maker of ids of sequences one after the other; every fifth is empty, and the end is padding."""
+    """Returns a maker of ids of consecutive sequences; every fifth is empty, and the end is padding."""
 
     def make(rng, dims):
         B, T = dims["B"], dims["T"]
         ids = np.full((B, T), -1)
-        there = [g for g in range(num_segments) if g % 5 != 3]
+        nonempty = [g for g in range(num_segments) if g % 5 != 3]
         for row in ids:
-            cuts = np.sort(rng.integers(0, T + 1, len(there)))
-            for g, begin, end in zip(there, [0, *cuts[:-1]], cuts, strict=True):
+            cuts = np.sort(rng.integers(0, T + 1, len(nonempty)))
+            for g, begin, end in zip(nonempty, [0, *cuts[:-1]], cuts, strict=True):
                 row[begin:end] = g
         return jnp.asarray(ids, jnp.int32)
 
@@ -99,7 +102,7 @@ def _packed(num_segments: int):
 
 
 def _scattered(num_segments: int):
-    """Returns a maker of ids in any order, among them some of no segment."""
+    """Returns a maker of ids in arbitrary order, some of them without a segment."""
 
     def make(rng, dims):
         return jnp.asarray(rng.integers(-1, num_segments + 1, (dims["B"], dims["T"])), jnp.int32)
@@ -116,8 +119,8 @@ def _case(name: str, make, *tags: str, segments: int = 1, **dims: int) -> Case:
     return Case(name, dims, options, make={"segment_ids": make}, tags=frozenset(tags))
 
 
-def classes(call: Call) -> str:
-    """Returns the class of a call: one segment a row or several, and how long the rows are."""
+def autotune_key(call: Call) -> str:
+    """Returns the measurement key of a call: one segment per row or several, and the length of the rows."""
     segments = "one segment" if call.num_segments == 1 else "segments"
     return f"{call.dtype} {segments} tokens{bucket(call.dims['T'], 4096, 32768)}"
 
@@ -127,7 +130,7 @@ op = Op(
     outputs=("total",),
     local_dims={"B", "D"},
     sum_dims={"T"},
-    classes=classes,
+    autotune_key=autotune_key,
     config=MeanPoolingConfig,
     cases=(
         _case("small", _padded, "smoke", B=2, T=12, D=32),

@@ -11,20 +11,20 @@ from jax.experimental import pallas as pl
 from kernels.ops.mean_pooling.contract import MeanPoolingConfig, op, work
 from kernels.toolchains.pallas import pallas_launch
 
-# What a kernel's blocks and temporaries may take. The least of the chips' default limits is 16 MiB.
+# Memory for a kernel's blocks and temporaries. The smallest default limit of a chip is 16 MiB.
 VMEM_BUDGET = 10 * 2**20
-# Tokens lie along the lanes of the ids' blocks, and features along those of x.
+# Tokens are along the lanes in blocks of ids, and features in blocks of x.
 LANES = 128
 MOST_T, MOST_D = 512, 1024
 
 
 def _column(ids):
-    """Returns ids [1, t], which lie along the lanes, as [t, 1]."""
+    """Returns ids [1, t], along the lanes, as a column [t, 1]."""
     return jnp.broadcast_to(ids, (LANES, ids.shape[1])).T[:, :1]
 
 
 def _dot(a, b, contracting):
-    # A product with 0 or 1 is exact in float32, if the MXU is to make enough passes.
+    # A product with 0 or 1 is exact in float32 if the MXU makes enough passes.
     precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
     dims = ((contracting[:1], contracting[1:]), ((), ()))
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
@@ -37,7 +37,7 @@ def mean_pooling_fwd_kernel(ids_ref, x_ref, total_ref, *, num_segments):
 
     ids, x = ids_ref[0], x_ref[0]
     column = _column(ids)
-    # Of a token that is in no segment, or past the end of the array, there may be anything, NaN too.
+    # Tokens without a segment, or past the end of the array, may hold anything, including NaN.
     wide = jnp.where((column >= 0) & (column < num_segments), x.astype(jnp.float32), 0.0)
     if num_segments == 1:
         total_ref[0] += jnp.sum(wide, axis=0, keepdims=True)
@@ -52,7 +52,7 @@ def mean_pooling_bwd_kernel(ids_ref, d_total_ref, dx_ref, *, num_segments):
         dx = jnp.where(column == 0, d_total, 0.0)
     else:
         member = jax.lax.broadcasted_iota(jnp.int32, (column.shape[0], num_segments), 1) == column
-        # One of the products is not 0, so rounding before the sum is rounding after it.
+        # Only one term of each sum is nonzero, so rounding before the sum equals rounding after it.
         dx = _dot(member.astype(dx_ref.dtype), d_total.astype(dx_ref.dtype), (1, 0))
     dx_ref[0] = dx.astype(dx_ref.dtype)
 
@@ -62,16 +62,16 @@ def _lanes(n: int) -> int:
 
 
 def _vmem(num_segments: int, block_t: int, block_d: int, itemsize: int) -> int:
-    """Returns the bytes that a program of either direction may take."""
+    """Returns the bytes that a program of either direction may need."""
     segments = _lanes(num_segments)
     tile, sums, member = block_t * block_d, segments * block_d, segments * block_t
-    # Blocks of x and of the sums twice (one moves while the other is worked on); copies in the middle; the one-hot matrix
+    # Blocks of x and of the sums twice (double buffering); float32 copies; the one-hot matrix
     # as it is compared, and as it is multiplied; ids, and their column.
     return tile * (2 * itemsize + 8) + sums * (2 * 4 + 4) + member * 8 + block_t * (2 * 8 * 4 + 2 * LANES * 4)
 
 
 def _tile(call) -> tuple[int, int]:
-    """Returns the largest (block_t, block_d) that fits; (0, 0) for none."""
+    """Returns the largest (block_t, block_d) that fits, or (0, 0)."""
     T, D, itemsize = call.dims["T"], call.dims["D"], call.x.dtype.itemsize
     for block_t in (MOST_T, 256, 128):
         for block_d in (MOST_D, 512, 256, 128):
@@ -102,14 +102,14 @@ def rejects(call):
         return "x has no elements"
     if not _tile(call)[0]:
         return (
-            f"num_segments = {call.num_segments} is too large: the sums of so many, {LANES} features of each, and their "
-            f"one-hot matrix do not fit the {VMEM_BUDGET >> 20} MiB of VMEM of a program"
+            f"num_segments = {call.num_segments} is too large: their sums, of {LANES} features each, and their "
+            f"one-hot matrix do not fit in the {VMEM_BUDGET >> 20} MiB of VMEM of a program"
         )
     return None
 
 
 def _padded(segment_ids, block_t: int):
-    """Returns the ids as int32 [B, 1, T], with as many -1 at the end as fill the last block."""
+    """Returns the ids as int32 [B, 1, T], padded with -1 to whole blocks."""
     T = segment_ids.shape[1]
     return jnp.pad(segment_ids.astype(jnp.int32), ((0, 0), (0, -T % block_t)), constant_values=-1)[:, None]
 

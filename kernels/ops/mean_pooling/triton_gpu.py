@@ -11,9 +11,9 @@ from kernels.framework.target import MULTIPROCESSORS
 from kernels.ops.mean_pooling.contract import MeanPoolingConfig, op, work
 from kernels.toolchains.triton import triton_launch
 
-# How many programs each multiprocessor is to have at least, so that loads of some hide the waiting of others.
+# Minimum number of programs per multiprocessor, so that some load while others wait.
 PROGRAMS_EACH = 8
-# The least tiles of tokens that a part of a segment is worth a program for.
+# Minimum number of tiles of tokens for which a part of a segment gets its own program.
 LEAST_TILES = 4
 
 
@@ -27,7 +27,7 @@ def mean_pooling_fwd_kernel(
     T: tl.constexpr,
     D: tl.constexpr,
     G: tl.constexpr,
-    SEGMENTS: tl.constexpr,  # of all rows: B * G
+    SEGMENTS: tl.constexpr,  # over all rows: B * G
     SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -44,9 +44,9 @@ def mean_pooling_fwd_kernel(
     total = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     for start in range(begin, end, BLOCK_T):
         at = start + tl.arange(0, BLOCK_T)
-        # Not every token between the first and the last of a segment need be of it.
-        mine = tl.load(ids_ptr + first + at, mask=at < end, other=-1) == g
-        mask = mine[:, None] & (cols < D)[None, :]
+        # Tokens between the first and the last of a segment may belong to others.
+        in_segment = tl.load(ids_ptr + first + at, mask=at < end, other=-1) == g
+        mask = in_segment[:, None] & (cols < D)[None, :]
         total += tl.load(x_ptr + (first + at)[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     out = total_ptr + (part.to(tl.int64) * SEGMENTS + segment) * D + cols
     tl.store(out, tl.sum(total, axis=0), mask=cols < D)
@@ -71,8 +71,8 @@ def mean_pooling_bwd_kernel(
     ids = tl.load(ids_ptr + tokens, mask=at < T, other=-1)
     inside = (ids >= 0) & (ids < G)
     if G == 1:
-        own = tl.load(d_total_ptr + row * D + cols, mask=cols < D, other=0.0)[None, :]
-        dx = tl.where(inside[:, None], own, 0.0)
+        d_row = tl.load(d_total_ptr + row * D + cols, mask=cols < D, other=0.0)[None, :]
+        dx = tl.where(inside[:, None], d_row, 0.0)
     else:
         rows = row.to(tl.int64) * G + ids
         mask = inside[:, None] & (cols < D)[None, :]
@@ -82,7 +82,8 @@ def mean_pooling_bwd_kernel(
 
 
 def _bounds(ids, num_segments):
-    """Returns for each segment the position of its first token and one past its last, int32 [B, G]; 0 and 0 for none."""
+    """Returns for each segment the position of its first token and one past its last, int32 [B, G]; 0 and 0 if it is
+    empty."""
     B, T = ids.shape
     inside = (ids >= 0) & (ids < num_segments)
     at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), ids.shape)
@@ -94,7 +95,7 @@ def _bounds(ids, num_segments):
         edge = jnp.ones((B, 1), bool)
         heads, tails = jnp.concatenate([edge, change], axis=1), jnp.concatenate([change, edge], axis=1)
         rows = jnp.arange(B)[:, None]
-        # Only the ends of runs are written: all tokens of a long sequence in one place would wait for each other.
+        # Only the ends of runs are scattered: writes of all tokens of a long sequence to one place would serialise.
         first, last = (jnp.where(inside & ends, ids, num_segments) for ends in (heads, tails))
         begin = jnp.full((B, num_segments), T, jnp.int32).at[rows, first].min(at, mode="drop")
         end = jnp.zeros((B, num_segments), jnp.int32).at[rows, last].max(at + 1, mode="drop")
@@ -106,13 +107,14 @@ def _power(least: int, n: int, most: int) -> int:
 
 
 def _splits(call, block_t: int, block_d: int) -> int:
-    """Returns how many programs share a segment: as many as fill the GPU, if a segment of mean length has tiles for them."""
+    """Returns how many programs share a segment: enough to fill the GPU, if a segment of mean length has tiles for
+    them."""
     B, T, D = (call.dims[d] for d in "BTD")
     segments = max(1, call.num_segments)
     programs = B * segments * triton.cdiv(D, block_d)
-    wanted = triton.cdiv(PROGRAMS_EACH * MULTIPROCESSORS, programs)
+    target = triton.cdiv(PROGRAMS_EACH * MULTIPROCESSORS, programs)
     worth = T // (segments * block_t * LEAST_TILES)
-    return max(1, min(wanted, worth))
+    return max(1, min(target, worth))
 
 
 def heuristic(call, platform):
@@ -126,7 +128,7 @@ def heuristic(call, platform):
 
 def candidates(call):
     T, D = call.dims["T"], call.dims["D"]
-    found = [heuristic(call, "cuda")]
+    configs = [heuristic(call, "cuda")]
     for most in (128, 256, 512, 1024):
         block_d = _power(16, D, most)
         for elements in (2048, 4096, 8192, 16384):
@@ -136,10 +138,10 @@ def candidates(call):
                     continue
                 best = _splits(call, block_t, block_d)
                 for splits in (best, 2 * best):
-                    found.append(
+                    configs.append(
                         MeanPoolingConfig(block_t, block_d, num_warps, splits, block_t, block_d, num_warps),
                     )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(configs))
 
 
 def rejects(call):
@@ -168,7 +170,7 @@ def forward(x, segment_ids, num_segments, cfg):
         BLOCK_T=cfg.block_t,
         BLOCK_D=cfg.block_d,
     )
-    # Summed in a fixed order, not by atomics: the same call gives the same bits.
+    # Summed in a fixed order, not by atomics, for bitwise reproducible results.
     return total[0] if cfg.splits == 1 else jnp.sum(total, axis=0)
 
 

@@ -1,4 +1,4 @@
-"""Shapes and options of multi-head latent attention: tests, benchmarks and tuning read them."""
+"""Shapes and options of multi-head latent attention, for tests, benchmarks and tuning."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _lens(*lens: int):
     return {"kv_lens": lambda rng, dims: jnp.asarray(lens, jnp.int32)}
 
 
-# Of a benchmark, whatever it is scaled to: each request has all of its row, or as many pages as the others, and they are full.
+# Benchmark inputs at any scale: each request fills its row, or all requests have the same number of full pages.
 def _full(rng, dims):
     return jnp.full(dims["B"], dims["S"], jnp.int32)
 
@@ -60,8 +60,8 @@ def _full_pages(rng, dims):
 
 def _own_pages(rng, dims):
     each = max(1, dims["pages"] // dims["requests"])
-    own = jnp.arange(dims["requests"] * each, dtype=jnp.int32) % dims["pages"]
-    return own.reshape(dims["requests"], each)
+    pages = jnp.arange(dims["requests"] * each, dtype=jnp.int32) % dims["pages"]
+    return pages.reshape(dims["requests"], each)
 
 
 def _one_token_each(rng, dims):
@@ -69,7 +69,7 @@ def _one_token_each(rng, dims):
 
 
 def _entries(*slots: str):
-    """Returns the shape of a cache: its slots, and in each a latent and a rotary key."""
+    """Returns the shape of a cache: its slots, each holding a latent and a rotary key."""
     return {"kv_cache": lambda dims: (*(dims[d] for d in slots), dims["R"] + dims["Hr"])}
 
 
@@ -92,18 +92,18 @@ DECODE_CASES = (
 
 
 def _paged(name, lens, counts, options, *tags, pages, C, N, R, Hr, rest=0):
-    """Returns a case whose requests have those lengths and new tokens, on pages in any order; the rest of tables is junk."""
+    """Returns a case with the given lengths and new tokens per request; pages are shuffled and unused table entries junk."""
     lens, counts = np.asarray(lens, np.int32), np.asarray(counts, np.int32)
-    wide = max(1, -(-int(lens.max()) // C)) + 1
+    num_columns = max(1, -(-int(lens.max()) // C)) + 1
 
     def tables(rng, dims):
         order = rng.permutation(pages)
-        found = np.full((len(lens), wide), -7, np.int32)
+        table = np.full((len(lens), num_columns), -7, np.int32)
         used = 0
-        for row, n in zip(found, -(-lens // C), strict=True):
+        for row, n in zip(table, -(-lens // C), strict=True):
             row[:n] = order[used : used + n]
             used += n
-        return jnp.asarray(found)
+        return jnp.asarray(table)
 
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     dims = {"M": int(starts[-1]) + rest, "N": N, "R": R, "Hr": Hr, "pages": pages, "C": C, "requests": len(lens)}

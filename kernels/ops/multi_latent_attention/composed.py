@@ -1,10 +1,10 @@
-"""Latent attention in training and prefill: `flash_attention` does the pairs, with O(S) memory; here are the up-projections.
+"""Latent attention for training and prefill: the up-projections, around `flash_attention`, with O(S) memory.
 
-Training and prefill make keys and values of each head, since a pair then costs H + Hr + Hv multiplications instead of
-2 R + Hr. The backward makes them again from the latent: of width N (H + Hv) nothing is kept.
+Training and prefill compute keys and values of each head, since a pair then takes H + Hr + Hv multiplications instead
+of 2 R + Hr. The backward recomputes them from the latent: nothing of width N (H + Hv) is stored.
 
-The backend `composed` leaves attention's backend to dispatch, for the platform that is lowered for. The backend `xla` is the
-same program with attention on XLA: a caller who asks for XLA gets nothing else.
+With the backend `composed`, dispatch chooses attention's backend for the platform being lowered for. The backend `xla`
+is the same program with attention on XLA, since a caller who requests XLA gets nothing else.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kernels.ops.flash_attention import flash_attention
 from kernels.ops.multi_latent_attention.contract import op, scale_of
 from kernels.ops.multi_latent_attention.heads import joined_heads
 
-# Not the CPU: there attention would run on XLA, which is the backend `xla`.
+# Not the CPU, where attention would run on XLA, as in the backend `xla`.
 ACCELERATORS: Any = {"platforms": {"cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}}
 
 
 def _attention(heads, mask, softmax_aux, scale, cap):
-    """Returns the call of flash attention, bound."""
+    """Returns the bound call of flash attention."""
     options = {"mask_info": mask, "softmax_aux": softmax_aux, "softmax_scale": scale, "logits_soft_cap": cap}
     return flash_attention.prepare(*heads, **options, return_lse=True).call
 
 
 def mla(platform: str | None) -> tuple[Callable, Callable]:
-    """Returns (forward, backward) of `flash_mla`, whose attention runs on a toolchain, None for dispatch's."""
+    """Returns (forward, backward) of `flash_mla`, with attention on a toolchain; None lets dispatch choose."""
 
     def forward(
         query,
@@ -44,7 +44,7 @@ def mla(platform: str | None) -> tuple[Callable, Callable]:
         softmax_scale,
         logits_soft_cap,
         deterministic,
-    ):  # deterministic it always is
+    ):  # always deterministic
         scale = scale_of(softmax_scale, query, query_rope)
         heads = joined_heads(query, key_value, w_kc, w_vc, query_rope, key_rope)
         return flash_attention.op.run(_attention(heads, mask, softmax_aux, scale, logits_soft_cap), platform=platform)

@@ -1,4 +1,5 @@
-"""The meaning of multi-head latent attention (MLA), over canonical arguments: `functions.py` has what users call."""
+"""The contract of multi-head latent attention (MLA), over canonical arguments. The public functions are in
+`functions.py`."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ def flash_mla(
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns (out, lse): attention over the keys key_value w_kc and the values key_value w_vc, lse in float32.
 
-    logits = cap(softmax_scale * (query . key + query_rope . key_rope)), where key_rope is one for all heads; softmax_scale
-    defaults to 1/sqrt(H + Hr). Masks, sinks, the cap, `deterministic`, and a query without a key are as in `flash_attention`,
-    whose public function is the engine of the XLA backend.
+    logits = cap(softmax_scale * (query . key + query_rope . key_rope)), where all heads share key_rope; softmax_scale
+    defaults to 1/sqrt(H + Hr). Masks, sinks, the cap, `deterministic`, and queries without a key are as in
+    `flash_attention`, which the XLA backend calls.
     """
     check_rope(query_rope, key_rope)
     N, K = query.shape[2], w_kc.shape[1]
@@ -68,13 +69,13 @@ def mla_decode(
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B T N R"], Float[Array, "B T N"]]:
-    """Returns (out, lse) of absorbed queries over a cache of latents: out in the space of the latents, lse in float32.
+    """Returns (out, lse) of absorbed queries over a cache of latents: out in the latent space, lse in float32.
 
-    An entry of the cache is a latent of width R and then the rotary key of width Hr; the first kv_lens[b] entries of row b
-    count. Query t of a row is the token at position kv_lens[b] - T + t, and sees the entries up to its own position, or the
-    last `sliding_window` of them. logits = cap(softmax_scale * (query . latent + query_rope . rotary key)), and out is the
-    weighted sum of latents; a query that sees nothing has out = 0 and lse = -inf. What lies in other entries, NaN too, is in no
-    output.
+    An entry of the cache is a latent of width R followed by the rotary key of width Hr; the first kv_lens[b] entries of
+    row b are valid. Query t of a row is the token at position kv_lens[b] - T + t. It sees the entries up to its own
+    position, or the last `sliding_window` of them. logits = cap(softmax_scale * (query . latent + query_rope . rotary
+    key)), and out is the weighted sum of latents; a query that sees nothing has out = 0 and lse = -inf. Other entries,
+    even if they contain NaN, do not affect the output.
     """
     B, T, _, R = query.shape
     S, width = kv_cache.shape[1:]
@@ -99,12 +100,12 @@ def multi_latent_ragged_page_attention(
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
 ) -> Float[Array, "M N R"]:
-    """Returns `mla_decode` of requests with different numbers of tokens over caches that lie in pages: out in the space of the
-    latents. Forward only.
+    """Returns `mla_decode` for requests with different numbers of tokens over paged caches: out in the latent space.
+    Forward only.
 
-    Rows query_start_loc[r] to query_start_loc[r + 1] of query are the newest tokens of request r; rows past the last request
-    have out = 0. Request r has kv_lens[r] entries: entry j is kv_cache[block_tables[r, j // C], j % C], a latent and then its
-    rotary key. Tables and pages past the last entry may hold anything.
+    Rows query_start_loc[r] to query_start_loc[r + 1] of query are the newest tokens of request r; rows past the last
+    request have out = 0. Request r has kv_lens[r] entries: entry j is kv_cache[block_tables[r, j // C], j % C], a
+    latent followed by its rotary key. Tables and pages past the last entry may hold anything.
     """
     check_cache("multi_latent_ragged_page_attention", kv_cache.shape[2], query.shape[2], query_rope.shape[2])
     M, _, R = query.shape
@@ -114,7 +115,7 @@ def multi_latent_ragged_page_attention(
     request = jnp.clip(request, 0, kv_lens.shape[0] - 1)
     length = kv_lens[request]
     position = length - query_start_loc[request + 1] + row
-    pages = kv_cache[jnp.clip(block_tables, 0, kv_cache.shape[0] - 1)]  # [requests, pages of one, C, width]
+    pages = kv_cache[jnp.clip(block_tables, 0, kv_cache.shape[0] - 1)]  # [requests, pages per request, C, width]
     entries = pages.reshape(pages.shape[0], -1, pages.shape[-1])[request]  # [M, S, width]
     at = jnp.arange(entries.shape[1])[None]
     seen = real[:, None] & (at < length[:, None]) & (at <= position[:, None])
@@ -128,14 +129,14 @@ def multi_latent_ragged_page_attention(
 
 
 def check_rope(query_rope: Any, key_rope: Any) -> None:
-    """Raises ValueError where one of the two is given without the other."""
+    """Raises ValueError if only one of the two is given."""
     if (query_rope is None) != (key_rope is None):
-        given, lacks = ("query_rope", "key_rope") if key_rope is None else ("key_rope", "query_rope")
-        raise ValueError(f"flash_mla: argument {given!r} was given without {lacks!r}; give both, or neither")
+        passed, lacks = ("query_rope", "key_rope") if key_rope is None else ("key_rope", "query_rope")
+        raise ValueError(f"flash_mla: argument {passed!r} is given without {lacks!r}; pass both or neither")
 
 
 def check_cache(name: str, width: int, rank: int, rope: int) -> None:
-    """Raises ValueError where the entries of a cache are not a latent and a rotary key."""
+    """Raises ValueError if the entries of a cache are not a latent and a rotary key."""
     if width != rank + rope:
         raise ValueError(
             f"{name}: argument 'kv_cache' has entries of width {width}, but a latent and a rotary key have R + Hr = {rank} + "
@@ -144,13 +145,13 @@ def check_cache(name: str, width: int, rank: int, rope: int) -> None:
 
 
 def scale_of(softmax_scale: float | None, query: jax.Array, query_rope: jax.Array | None) -> float:
-    """Returns the scale of the logits: what was given, or 1/sqrt of the width of a joined head."""
+    """Returns the scale of the logits; by default 1/sqrt of the width of the full head."""
     width = query.shape[-1] + (0 if query_rope is None else query_rope.shape[-1])
     return 1 / math.sqrt(width) if softmax_scale is None else softmax_scale
 
 
 def decode_mask(kv_lens: jax.Array, queries: int, entries: int, sliding_window: int | None) -> MaskInfo:
-    """Returns which entries of a cache each of the last queries sees."""
+    """Returns the mask of the cache entries that each of the last queries sees."""
     at = jnp.arange(entries, dtype=jnp.int32)[None]
     lengths = kv_lens.astype(jnp.int32)[:, None]
     return MaskInfo(
@@ -175,12 +176,12 @@ def _softmax(logits: jax.Array, visible: jax.Array, sinks: jax.Array | None) -> 
     if extra is not None:
         largest = jnp.maximum(largest, jnp.max(extra, axis=-1, keepdims=True))
     largest = jax.lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0))
-    # What is masked is replaced before the exponential, so that neither it nor its gradient overflows.
+    # Masked logits are replaced before the exponential, so that neither it nor its gradient overflows.
     weights = jnp.where(visible, jnp.exp(jnp.where(visible, logits, largest) - largest), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if extra is not None:
         total = total + jnp.sum(jnp.exp(extra - largest), axis=-1, keepdims=True)
-    some = total != 0  # of a NaN too, so that lse is one
+    some = total != 0  # true for NaN too, so that lse becomes NaN
     total = jnp.where(some, total, 1)
     return weights / total, jnp.where(some, largest + jnp.log(total), -jnp.inf)[..., 0]
 
@@ -192,8 +193,8 @@ def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def work(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the visible pairs (2 matmuls forward, 5 backward) and of the up-projections: once forward; backward
-    once more, since nothing holds keys and values, and two products for each to differentiate them."""
+    """Returns the work of the visible pairs (2 matmuls forward, 5 backward) and of the up-projections: once forward; in
+    the backward once more, because keys and values are recomputed, and two products for each gradient."""
     B, T, S, N, K, H, Hv, R = (call.dims[d] for d in ("B", "T", "S", "N", "K", "H", "Hv", "R"))
     width = H + call.dims.get("Hr", 0)
     pairs = visible_pairs(call.mask, B, N, T, S)
@@ -205,7 +206,7 @@ def work(call: Call) -> tuple[Work, Work]:
 
 
 def decode_work(call: Call) -> tuple[Work, Work]:
-    """Returns the work over the whole cache, an upper bound where kv_lens are shorter: every entry is read once."""
+    """Returns the work over the whole cache, an upper bound if kv_lens are shorter: every entry is read once."""
     B, T, S, N, R, Hr = (call.dims[d] for d in ("B", "T", "S", "N", "R", "Hr"))
     pairs = B * T * N * S
     inputs = nbytes(call.query, call.query_rope, call.kv_cache)
@@ -215,7 +216,8 @@ def decode_work(call: Call) -> tuple[Work, Work]:
 
 
 def paged_work(call: Call) -> tuple[Work, Work]:
-    """Returns the work where every table is full, an upper bound: kv_lens are data. Each token sees all of its request."""
+    """Returns the work with full tables, an upper bound, because kv_lens are data. Each token sees all of its
+    request."""
     tables = call.dims["requests"] * call.block_tables.shape[1] * call.dims["C"]
     width = call.kv_cache.shape[2]
     per_request = -(-call.dims["M"] // call.dims["requests"])
@@ -236,11 +238,11 @@ op = Op(
     padding=Padding(("key_value",)),
     local_dims={"B", "N", "K"},
     tied_dims=(("N", "K"),),
-    elsewhere={"T": "flash_mla", "S": "flash_mla"},
+    see_also={"T": "flash_mla", "S": "flash_mla"},
     ordered=by_positions,
     weights=("w_kc", "w_vc"),
     same_dtype=("query", "key_value", "w_kc", "w_vc", "query_rope", "key_rope"),
-    order=("composed", "xla"),
+    priority=("composed", "xla"),
     cases=CASES,
     work=work,
 )
@@ -250,8 +252,8 @@ decode_op = Op(
     residuals=("out", "lse"),
     backward_inputs=backward_inputs,
     local_dims={"B", "N"},
-    elsewhere={"S": "mla_decode"},
-    ordered=True,  # the entries of a cache are counted from its first
+    see_also={"S": "mla_decode"},
+    ordered=True,  # entries of a cache are counted from its first token
     same_dtype=("query", "query_rope", "kv_cache"),
     cases=DECODE_CASES,
     work=decode_work,

@@ -1,7 +1,7 @@
 """Decoding over a cache of latents in plain XLA, forward and backward.
 
-The heads of a row's tokens are the rows of one matmul with a block of its entries, so an entry is read once for all of them. A
-loop goes over blocks, as many as the longest row has and the window leaves: what it costs follows kv_lens, and no pair is kept.
+The heads of a row's tokens are the rows of one matmul with a block of its entries, so an entry is read once for all of
+them. The number of blocks follows the longest row and the window, so the cost follows kv_lens. No pairs are stored.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kernels.engines.attention.masks import MaskInfo, window_of
 from kernels.engines.attention.ranges import KeyRange, ends_at, interval_of, visible
 from kernels.engines.matmul.dot import dot
 
-ENTRIES = 256  # of each row, that a step meets
+ENTRIES = 256  # entries of each row per step
 
 
 class _Rows:
-    """What both directions need: queries [B, T N, R + Hr], and which blocks there are."""
+    """Shared by both directions: queries [B, T N, R + Hr], and the range of blocks."""
 
     def __init__(self, query, query_rope, kv_cache, kv_lens, softmax_scale, sliding_window, logits_soft_cap):
         B, T, N, R = query.shape
@@ -28,7 +28,7 @@ class _Rows:
         self.cache, self.R, self.block = kv_cache, R, min(ENTRIES, S)
         self.scale, self.cap = softmax_scale, logits_soft_cap
         self.length = jnp.minimum(kv_lens.astype(jnp.int32), S)
-        # A cache that is a part of a longer one has fewer entries than there are.
+        # A cache that is a part of a longer one has fewer entries than kv_lens.
         self.position = jnp.repeat(kv_lens.astype(jnp.int32)[:, None] - T + jnp.arange(T, dtype=jnp.int32), N, axis=1)
         self.last = -(-jnp.max(self.length, initial=0) // self.block)
         self.first = jnp.int32(0)
@@ -38,17 +38,17 @@ class _Rows:
             self.first = jnp.minimum(seen_first // self.block, self.last)
 
     def pairs(self, j: Any) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Returns (first entry, entries [B, block, R + Hr], logits [B, T N, block], which of them count)."""
+        """Returns (first entry, entries [B, block, R + Hr], logits [B, T N, block], which of them are visible)."""
         start = jnp.minimum(j * self.block, self.cache.shape[1] - self.block)
         at = start + jnp.arange(self.block, dtype=jnp.int32)
-        there = (at >= j * self.block) & (at < self.length[:, None])
-        # What no token has written, NaN too, must not reach a sum with weight 0.
+        valid = (at >= j * self.block) & (at < self.length[:, None])
+        # Unwritten entries, which may be NaN, must not be multiplied by weight 0.
         entries = jax.lax.dynamic_slice_in_dim(self.cache, start, self.block, axis=1)
-        entries = jnp.where(there[..., None], entries, 0)
+        entries = jnp.where(valid[..., None], entries, 0)
         logits = dot("bqw,bkw->bqk", self.query, entries) * self.scale
         if self.cap is not None:
             logits = self.cap * jnp.tanh(logits / self.cap)
-        seen = there[:, None] & visible(KeyRange(self.position, at[None], *self.sees))
+        seen = valid[:, None] & visible(KeyRange(self.position, at[None], *self.sees))
         return start, entries, logits, seen
 
 
@@ -62,7 +62,7 @@ def forward(query, query_rope, kv_cache, kv_lens, softmax_scale, sliding_window,
         _, entries, logits, seen = rows.pairs(j)
         logits = jnp.where(seen, logits, -jnp.inf)
         new = jnp.maximum(largest, jnp.max(logits, axis=-1))
-        anchor = jnp.where(new == -jnp.inf, 0, new)  # a token that has seen nothing yet
+        anchor = jnp.where(new == -jnp.inf, 0, new)  # a token that has not seen anything yet
         p, rescale = jnp.exp(logits - anchor[..., None]), jnp.exp(largest - anchor)
         values = dot("bqk,bkr->bqr", p.astype(kv_cache.dtype), entries[..., :R])
         return new, total * rescale + jnp.sum(p, axis=-1), sums * rescale[..., None] + values
@@ -70,7 +70,7 @@ def forward(query, query_rope, kv_cache, kv_lens, softmax_scale, sliding_window,
     start = jnp.full((B, T * N), -jnp.inf, jnp.float32)
     start = start, jnp.zeros_like(start), jnp.zeros((B, T * N, R), jnp.float32)
     largest, total, sums = jax.lax.fori_loop(rows.first, rows.last, block, start)
-    some = total != 0  # of a NaN too, so that lse is one
+    some = total != 0  # true for NaN too, so that lse becomes NaN
     total = jnp.where(some, total, 1)
     out = (sums / total[..., None]).astype(query.dtype)
     lse = jnp.where(some, largest + jnp.log(total), -jnp.inf)
@@ -78,7 +78,8 @@ def forward(query, query_rope, kv_cache, kv_lens, softmax_scale, sliding_window,
 
 
 def backward(saved, query, query_rope, kv_cache, kv_lens, softmax_scale, sliding_window, logits_soft_cap):
-    """Returns the gradients. Weights are exp(logits - lse), made again block by block; delta = rowsum(d_out * out) - d_lse."""
+    """Returns the gradients. Weights are exp(logits - lse), recomputed block by block; delta = rowsum(d_out * out) -
+    d_lse."""
     B, T, N, R = query.shape
     rows = _Rows(query, query_rope, kv_cache, kv_lens, softmax_scale, sliding_window, logits_soft_cap)
     lse, delta = (x.reshape(B, T * N, 1) for x in (saved.lse, saved.delta))
@@ -94,11 +95,11 @@ def backward(saved, query, query_rope, kv_cache, kv_lens, softmax_scale, sliding
             d = d * (1 - (logits / logits_soft_cap) ** 2)
         d = (d * softmax_scale).astype(kv_cache.dtype)
         d_query = d_query + dot("bqk,bkw->bqw", d, entries)
-        own = dot("bqk,bqw->bkw", d, rows.query)
-        own = own.at[..., :R].add(dot("bqk,bqr->bkr", p.astype(kv_cache.dtype), d_out))
-        # The last block may begin within the one before: what it has of that is 0.
+        d_keys = dot("bqk,bqw->bkw", d, rows.query)
+        d_keys = d_keys.at[..., :R].add(dot("bqk,bqr->bkr", p.astype(kv_cache.dtype), d_out))
+        # The last block may overlap the previous one: its gradient there is 0.
         old = jax.lax.dynamic_slice_in_dim(d_cache, start, rows.block, axis=1)
-        return d_query, jax.lax.dynamic_update_slice_in_dim(d_cache, old + own, start, axis=1)
+        return d_query, jax.lax.dynamic_update_slice_in_dim(d_cache, old + d_keys, start, axis=1)
 
     start = jnp.zeros(rows.query.shape, jnp.float32), jnp.zeros(kv_cache.shape, jnp.float32)
     d_query, d_cache = jax.lax.fori_loop(rows.first, rows.last, block, start)

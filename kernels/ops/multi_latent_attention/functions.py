@@ -1,4 +1,4 @@
-"""What users call: latent attention under the arguments of the field, brought to the contract's form."""
+"""Public functions: latent attention with the field's usual arguments, converted to the contract's form."""
 
 from __future__ import annotations
 
@@ -19,36 +19,38 @@ from kernels.ops.multi_latent_attention.heads import absorbed, values_of
 
 
 def _check_array(name: str, what: str, x: Any, dims: str) -> None:
-    """Raises ValueError unless x is a float array with those dims, none of them 0."""
+    """Raises ValueError unless x is a float array with these dims, none of size 0."""
     if not is_array(x) or not is_float_array(x) or x.ndim != len(dims.split()):
         got = f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
         raise ValueError(f"{name}: argument {what!r} must be a float array [{', '.join(dims.split())}], got {got}")
     if any(isinstance(n, int) and n == 0 for n in x.shape):
-        raise ValueError(f"{name}: argument {what!r} of shape {x.shape} is empty; leave the call out")
+        raise ValueError(f"{name}: argument {what!r} of shape {x.shape} is empty; skip the call")
 
 
 def _integers(name: str, what: str, x: Any) -> jax.Array:
-    """Returns the array, its integers as int32: narrow and unsigned ones overflow in what is computed of them. Raises
-    ValueError where there is none, or nothing in it."""
+    """Returns an array of integers as int32, because narrow and unsigned ones could overflow later. Raises ValueError
+    if it is missing or empty."""
     if x is None:
         raise ValueError(f"{name}: argument {what!r} is missing")
     x = x if is_array(x) else jnp.asarray(x)
     if any(isinstance(n, int) and n == 0 for n in x.shape):
-        raise ValueError(f"{name}: argument {what!r} of shape {x.shape} is empty; leave the call out")
+        raise ValueError(f"{name}: argument {what!r} of shape {x.shape} is empty; skip the call")
     return segments.indices(x)
 
 
 def _options(name: str, softmax_scale: Any, logits_soft_cap: Any) -> dict[str, float]:
-    """Returns the options that were given, checked."""
+    """Returns the options that are set, checked."""
     for what, x in (("softmax_scale", softmax_scale), ("logits_soft_cap", logits_soft_cap)):
         if is_array(x):
             raise ValueError(f"{name}: argument {what!r} is compiled into the program and must be a Python number")
         if x is not None and not (isinstance(x, numbers.Real) and math.isfinite(x)):
             raise ValueError(f"{name}: argument {what!r} must be a finite number, got {x!r}")
     if logits_soft_cap is not None and logits_soft_cap <= 0:
-        raise ValueError(f"{name}: argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; None for no cap")
-    given = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap}
-    return {n: float(x) for n, x in given.items() if x is not None}
+        raise ValueError(
+            f"{name}: argument 'logits_soft_cap' must be positive, got {logits_soft_cap}; use None for no cap"
+        )
+    options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap}
+    return {n: float(x) for n, x in options.items() if x is not None}
 
 
 @public(op)
@@ -72,25 +74,25 @@ def flash_mla(
     return_lse: bool = False,
     deterministic: bool = False,
 ) -> Prepared:
-    """Returns multi-head latent attention [B, T, N, Hv] for training and prefill; with `return_lse` also the log-sum-exp,
-    float32 [B, T, N].
+    """Returns multi-head latent attention [B, T, N, Hv] for training and prefill; with `return_lse` also the
+    log-sum-exp, float32 [B, T, N].
 
     key = key_value w_kc and value = key_value w_vc, for each head; logits = softmax_scale * (query . key + query_rope .
-    key_rope). Memory is O(S): keys and values of all heads are made, and made again in the backward; no pair is kept. All
-    floats have gradients, the up-projections too.
+    key_rope). Memory is O(S): keys and values of all heads are computed, and recomputed in the backward; no pairs are
+    stored. All floats have gradients, including the up-projections.
 
     Args:
-      query: [B, T, N, H], the part of a head without a position. key_value: the latent c, [B, S, R].
-      w_kc: [R, K, H]. w_vc: [R, K, Hv]. Up-projections; N must be a multiple of K, in DeepSeek's models they are equal.
-      query_rope: [B, T, N, Hr]. key_rope: [B, S, Hr], one for all heads. Rotated by the caller; both or neither.
+      query: [B, T, N, H], the non-positional part of a head. key_value: the latent c, [B, S, R].
+      w_kc: [R, K, H]. w_vc: [R, K, Hv]. Up-projections; N must be a multiple of K. In DeepSeek's models they are equal.
+      query_rope: [B, T, N, Hr]. key_rope: [B, S, Hr], shared by all heads. Rotated by the caller; both or neither.
       softmax_scale: default 1/sqrt(H + Hr).
-      causal, sliding_window, logits_soft_cap, softmax_aux, mask_info, deterministic: as in `flash_attention`. Every mask given
-        applies.
-      cum_seqlens (or cu_seqlens): [0, n1, n1 + n2, ...] over a packed axis, B = 1 and T = S.
-      segment_ids: int [B, T], T = S: equal and >= 0 attends, -1 is padding.
+      causal, sliding_window, logits_soft_cap, softmax_aux, mask_info, deterministic: as in `flash_attention`. All given
+        masks apply.
+      cum_seqlens (or cu_seqlens): [0, n1, n1 + n2, ...], cumulative lengths along a packed axis, B = 1 and T = S.
+      segment_ids: int [B, T], T = S: pairs with equal ids >= 0 attend, -1 is padding.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the backend asked for cannot.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     Source: DeepSeek-V2, 2024, equations 9 to 19.
 
@@ -137,22 +139,24 @@ def flash_mla(
 def _masks(
     mask_info: Any, segment_ids: Any, cum_seqlens: Any, cu_seqlens: Any, batch: int, queries: int, keys: int
 ) -> list[MaskInfo]:
-    """Returns what is said of which tokens belong together."""
+    """Returns the mask from all arguments about sequences."""
     if mask_info is not None and not isinstance(mask_info, MaskInfo):
         raise ValueError(f"flash_mla: argument 'mask_info' must be a MaskInfo, got {type(mask_info).__name__}")
     if cum_seqlens is not None and cu_seqlens is not None:
-        raise ValueError("flash_mla: arguments 'cum_seqlens' and 'cu_seqlens' are two names of one; give one of them")
+        raise ValueError(
+            "flash_mla: arguments 'cum_seqlens' and 'cu_seqlens' are two names for the same argument; pass only one"
+        )
     cuts = cum_seqlens if cu_seqlens is None else cu_seqlens
-    given = "cum_seqlens" if cu_seqlens is None else "cu_seqlens"
-    for name, x in ((given, cuts), ("segment_ids", segment_ids)):
+    passed = "cum_seqlens" if cu_seqlens is None else "cu_seqlens"
+    for name, x in ((passed, cuts), ("segment_ids", segment_ids)):
         if x is not None and queries != keys:
             raise ValueError(
-                f"flash_mla: argument {name!r} is of queries and keys alike, and there are {queries} of one and {keys} of the "
-                "other; say by 'mask_info' which belong together"
+                f"flash_mla: argument {name!r} applies to queries and keys alike, but there are {queries} queries and "
+                f"{keys} keys; pass 'mask_info'"
             )
     if cuts is not None and batch != 1:
         raise ValueError(
-            f"flash_mla: argument {given!r} cuts one packed axis, so the batch must be 1, got {batch}; use 'segment_ids'"
+            f"flash_mla: argument {passed!r} splits one packed axis, so the batch must be 1, got {batch}; use 'segment_ids'"
         )
     parts = [] if mask_info is None else [mask_info]
     if segment_ids is not None:
@@ -163,7 +167,7 @@ def _masks(
 def in_latent_space(
     name: str, query: Any, query_rope: Any, w_kc: Any, w_vc: Any, rows: str, softmax_scale: Any
 ) -> tuple[jax.Array, float]:
-    """Returns (absorbed queries, scale of the logits): the caller's, or what w_kc makes of them.
+    """Returns (absorbed queries, scale of the logits): absorbed with w_kc, or unchanged without it.
 
     Args:
       rows: the dims before the heads.
@@ -172,14 +176,14 @@ def in_latent_space(
     _check_array(name, "query_rope", query_rope, f"{rows} N Hr")
     if (w_kc is None) != (w_vc is None):
         raise ValueError(
-            f"{name}: arguments 'w_kc' and 'w_vc' must be given together, or neither: then 'query' is absorbed already, and "
-            "the result is in the space of the latents"
+            f"{name}: arguments 'w_kc' and 'w_vc' must be given together; without both, 'query' must be absorbed "
+            "already, and the result is in the latent space"
         )
     if w_kc is None:
         if softmax_scale is None:
             raise ValueError(
-                f"{name}: argument 'softmax_scale' is needed where 'query' is absorbed: its width R says nothing of the "
-                "heads; give 1/sqrt(H + Hr)"
+                f"{name}: argument 'softmax_scale' is required for an absorbed 'query', whose width R does not "
+                "determine it; pass 1/sqrt(H + Hr)"
             )
         return query, softmax_scale
     N, H = query.shape[-2:]
@@ -199,7 +203,7 @@ def check_window(name: str, sliding_window: Any) -> None:
     if sliding_window is not None and (not is_integer(sliding_window) or sliding_window < 1):
         raise ValueError(
             f"{name}: argument 'sliding_window' must be a number of entries of at least 1, got {sliding_window!r}; a cache "
-            "holds nothing after a query, so there is no right side"
+            "holds nothing after a query, so a right side has no meaning"
         )
 
 
@@ -220,19 +224,23 @@ def mla_decode(
     """Returns latent attention of the last tokens over a cache of latents, [B, T, N, Hv]; with `return_lse` also the
     log-sum-exp, float32 [B, T, N].
 
-    The work follows the longest of the rows, and the window. No key and no value of a head is made: w_kc is absorbed by the
-    queries, and w_vc follows the weighted sum of latents, so an entry of the cache is read once for all heads.
+    The work follows the longest of the rows, and the window. Keys and values of heads are never computed: w_kc is
+    absorbed into the queries, and w_vc is applied to the weighted sum of latents, so an entry of the cache is read once
+    for all heads.
 
     Args:
-      query: [B, T, N, H]: the T newest tokens of each row, one in plain decoding. query_rope: [B, T, N, Hr], rotated.
-      kv_cache: [B, S, R + Hr]: entry j is the latent of token j and then its rotated key; those of `query` are in it already.
-      kv_lens: int [B]: how many entries of each row count, the T newest with them. What is behind, NaN too, is in no output.
-      w_kc: [R, N, H]. w_vc: [R, N, Hv]. Without both, `query` is absorbed already, [B, T, N, R], and so is the result.
-      softmax_scale: default 1/sqrt(H + Hr); needed where the queries are absorbed.
-      sliding_window: W for the last W entries, a query's own counted.
+      query: [B, T, N, H]: the T newest tokens of each row; T = 1 in plain decoding. query_rope: [B, T, N, Hr], rotated.
+      kv_cache: [B, S, R + Hr]: entry j is the latent of token j followed by its rotated key; it already has those of
+        `query`.
+      kv_lens: int [B]: number of valid entries in each row, including the T newest. Later entries, even NaN, have no
+        effect.
+      w_kc: [R, N, H]. w_vc: [R, N, Hv]. Without both, `query` must be absorbed already, [B, T, N, R], and so is the
+        result.
+      softmax_scale: default 1/sqrt(H + Hr); required for absorbed queries.
+      sliding_window: W for the last W entries, including a query's own.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the backend asked for cannot.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     Source: DeepSeek-V2, 2024, section 2.1.2.
 
@@ -275,25 +283,27 @@ def multi_latent_ragged_page_attention(
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
 ) -> Prepared:
-    """Returns latent attention of the newest tokens of many requests over a cache in pages, [M, N, Hv]. Forward only.
+    """Returns latent attention of the newest tokens of many requests over a paged cache, [M, N, Hv]. Forward only.
 
-    Prefill, decoding and mixtures of both: a request may have any number of new tokens, none too. What it costs follows
-    `kv_lens`, not the width of the tables.
+    Supports prefill, decoding and mixtures of both: a request may have any number of new tokens, including none. The
+    cost follows `kv_lens`, not the width of the tables.
 
     Args:
-      query: [M, N, H], the new tokens of all requests one after the other. query_rope: [M, N, Hr], rotated. Rows past the last
-        request give 0.
-      kv_cache: [num_blocks, block_size, R + Hr], the latent of a token and then its rotated key; those of `query` are in it.
-      kv_lens: int [requests], entries of each request, its new tokens counted.
-      block_tables: int [requests, blocks of one]: entry j of request r is kv_cache[block_tables[r, j // block_size], j %
-        block_size].
+      query: [M, N, H], the new tokens of all requests, concatenated. query_rope: [M, N, Hr], rotated. Rows past the
+        last request give 0.
+      kv_cache: [num_blocks, block_size, R + Hr], the latent of a token followed by its rotated key; it has those of
+        `query`.
+      kv_lens: int [requests], number of entries of each request, including its new tokens.
+      block_tables: int [requests, blocks per request]: entry j of request r is kv_cache[block_tables[r, j //
+        block_size], j % block_size].
       query_start_loc: int [requests + 1], [0, n1, n1 + n2, ...].
-      w_kc: [R, N, H]. w_vc: [R, N, Hv]. Without both, `query` is absorbed already, [M, N, R], and so is the result.
-      softmax_scale: default 1/sqrt(H + Hr); needed where the queries are absorbed.
-      sliding_window: W for the last W entries, a query's own counted.
+      w_kc: [R, N, H]. w_vc: [R, N, Hv]. Without both, `query` must be absorbed already, [M, N, R], and so is the
+        result.
+      softmax_scale: default 1/sqrt(H + Hr); required for absorbed queries.
+      sliding_window: W for the last W entries, including a query's own.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the backend asked for cannot, or a gradient is asked for.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call, or a gradient is requested.
 
     Sources: DeepSeek-V2, 2024, section 2.1.2; Kwon et al., PagedAttention, 2023.
 

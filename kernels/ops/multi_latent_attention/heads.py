@@ -1,4 +1,5 @@
-"""The two forms of a latent head: keys and values that are made of the latent, and queries that absorb the up-projection."""
+"""The two forms of a latent head: explicit keys and values computed from the latent, and queries that absorb the
+up-projection."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ def joined_heads(
     query_rope: jax.Array | None,
     key_rope: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (query, key, value) of plain attention: each head is its part without a position, and then its rotary part."""
+    """Returns (query, key, value) of plain attention: each head is its non-positional part followed by its rotary
+    part."""
     key = dot("bsr,rkh->bskh", key_value, w_kc).astype(key_value.dtype)
     value = dot("bsr,rkv->bskv", key_value, w_vc).astype(key_value.dtype)
     if query_rope is not None and key_rope is not None:
@@ -26,7 +28,7 @@ def joined_heads(
 
 
 def absorbed(query: jax.Array, w_kc: jax.Array) -> jax.Array:
-    """Returns queries in the space of the latents, [..., N, R]: q . (c w_kc) = (q w_kc^T) . c."""
+    """Returns queries in the latent space, [..., N, R]: q . (c w_kc) = (q w_kc^T) . c."""
     return dot("...nh,rnh->...nr", query, w_kc).astype(query.dtype)
 
 

@@ -26,8 +26,8 @@ def paged_forward(
     sliding_window,
     logits_soft_cap,
 ):
-    """A tile is a few new tokens of one request. Tiles of like length go together, and a group of them loops over the blocks
-    of entries that its longest needs: what it costs follows kv_lens, and what it holds does not depend on them."""
+    """A tile is a few new tokens of one request. Tiles of similar length are grouped, and a group loops over as many
+    blocks of entries as its longest tile needs: the cost follows kv_lens, and the memory does not depend on them."""
     M, N, R = query.shape
     pages, C, width = kv_cache.shape
     requests, table_width = block_tables.shape
@@ -52,7 +52,7 @@ def paged_forward(
             slots = jnp.minimum(j[:, None] * pages_of_block + page, table_width - 1)
             ids = jnp.clip(jnp.take_along_axis(tables, slots, axis=1), 0, pages - 1)
             at = j[:, None] * block_k + jnp.arange(block_k)
-            # What no token has written, NaN too, must not reach a sum with weight 0.
+            # Unwritten entries, which may be NaN, must not be multiplied by weight 0.
             entries = jnp.where((at < length)[..., None], kv_cache[ids].reshape(-1, block_k, width), 0)
             logits = dot("pqw,pkw->pqk", rows, entries).reshape(-1, block_q, N, block_k) * softmax_scale
             if logits_soft_cap is not None:
@@ -62,7 +62,7 @@ def paged_forward(
                 seen &= at[:, None] > position[..., None] - sliding_window
             logits = jnp.where(seen[:, :, None], logits, -jnp.inf)
             new = jnp.maximum(largest, jnp.max(logits, axis=-1))
-            anchor = jnp.where(new == -jnp.inf, 0, new)  # a token that has seen nothing yet
+            anchor = jnp.where(new == -jnp.inf, 0, new)  # a token that has not seen anything yet
             p, rescale = jnp.exp(logits - anchor[..., None]), jnp.exp(largest - anchor)
             flat = p.reshape(-1, block_q * N, block_k).astype(kv_cache.dtype)
             values = dot("pqk,pkr->pqr", flat, entries[..., :R]).reshape(-1, block_q, N, R)
@@ -77,20 +77,20 @@ def paged_forward(
     return jax.lax.scan(group, jnp.zeros_like(query), tiles)[0]
 
 
-# Entries of a cache that a step of a group reads for each of its tiles, and tiles of a group.
+# Entries of a cache that a step of a group reads for each of its tiles, and tiles per group.
 ENTRIES, TILES = 128, 8
 
 
 def _tiles(kv_lens, query_start_loc, M, block_q, block_k, room, sliding_window):
-    """Returns what each tile is, in groups [groups, TILES], the tiles with the most blocks first.
+    """Returns the tiles in groups [groups, TILES], those with the most blocks first.
 
     Args:
-      room: entries that a table has pages for; a length may say more.
+      room: number of entries that fit in the pages of a table; lengths beyond it are clipped.
     """
     counts = jnp.diff(query_start_loc)
     needed = -(-counts // block_q)
     ends = jnp.cumsum(needed)
-    size = M // block_q + kv_lens.shape[0]  # there are no more: every request has at most one that is not full
+    size = M // block_q + kv_lens.shape[0]  # an upper bound: every request has at most one partial tile
     tile = jnp.arange(-(-size // TILES) * TILES)
     request = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), kv_lens.shape[0] - 1)
     before = (tile - (ends - needed)[request]) * block_q
@@ -102,10 +102,10 @@ def _tiles(kv_lens, query_start_loc, M, block_q, block_k, room, sliding_window):
     length = jnp.minimum(kv_lens[request], room)
     last = jnp.minimum(position + tokens, length)
     blocks = jnp.where(tokens > 0, jnp.maximum(-(-last // block_k) - first, 0), 0)
-    found = {"request": request, "token": query_start_loc[request] + before, "tokens": tokens, "position": position}
+    tiles = {"request": request, "token": query_start_loc[request] + before, "tokens": tokens, "position": position}
     order = jnp.argsort(-blocks, stable=True)
-    found |= {"length": length, "first": first, "blocks": blocks}
-    return {n: x[order].reshape(-1, TILES) for n, x in found.items()}
+    tiles |= {"length": length, "first": first, "blocks": blocks}
+    return {n: x[order].reshape(-1, TILES) for n, x in tiles.items()}
 
 
 op.register(*mla("xla"), name="xla", symbolic={"B"}, **EVERYWHERE)

@@ -1,4 +1,4 @@
-"""Shapes and options of native sparse attention: tests, benchmarks and tuning read them."""
+"""Shapes and options of native sparse attention, for tests, benchmarks and tuning."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ GATES = ("g_cmp", "g_slc", "g_swa")
 
 
 def _indices(count: int):
-    """Returns a maker of random blocks, some named twice, some none."""
+    """Returns a generator of random block selections, some with duplicates, some with empty slots."""
 
     def make(rng, dims):
-        own = (np.arange(dims["T"]) + dims["S"] - dims["T"])[None, :, None, None] // 4
-        found = rng.integers(-1, own + 1, (dims["B"], dims["T"], dims["K"], count))
-        return jnp.asarray(found, jnp.int32)
+        own_block = (np.arange(dims["T"]) + dims["S"] - dims["T"])[None, :, None, None] // 4
+        indices = rng.integers(-1, own_block + 1, (dims["B"], dims["T"], dims["K"], count))
+        return jnp.asarray(indices, jnp.int32)
 
     return make
 
@@ -27,7 +27,7 @@ def _counts(rng, dims):
 
 
 def documents(rng, dims):
-    """Returns the starts of documents of random lengths; between two of them, and at the end, there is padding."""
+    """Returns the starts of documents of random lengths, with padding between two of them and at the end."""
     starts = np.full((dims["B"], dims["S"]), -1)
     for row in starts:
         cuts = np.sort(rng.choice(np.arange(1, dims["S"]), 4, replace=False))
@@ -44,7 +44,7 @@ def _case(name, dims, *tags, gates=GATES, make=(), **options) -> Case:
 
 _LONG = {"B": 1, "T": 16384, "S": 16384, "N": 16, "K": 1, "H": 128, "Hv": 128}
 CASES = (
-    # One branch, and the choice: of everything that is tried with the first case, transformations above all, most is compiling.
+    # One branch, and the selection: tests of the first case (mostly transformations) spend their time compiling.
     _case("best_blocks", SMALL, "smoke", gates=("g_slc",), window=0, num_blocks=3),
     _case("three_branches", SMALL, "slow"),
     _case("given", {**SMALL, "Hv": 8}, "slow", make={"block_indices": _indices(5)}.items()),

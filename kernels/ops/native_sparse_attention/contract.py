@@ -1,4 +1,4 @@
-"""The meaning of native sparse attention, over canonical arguments: dense, every pair looked at."""
+"""The contract of native sparse attention, over canonical arguments. Dense: it evaluates every pair."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NativeSparseConfig(Tunables):
     """Tunables; None leaves the choice to the configuration chain.
 
     Attributes:
-      chunk: queries that are handled at once.
+      chunk: queries processed at once.
     """
 
     chunk: int | None = None
@@ -48,32 +48,31 @@ def native_sparse_attention(
 ) -> Float[Array, "B T N Hv"]:
     """Returns g_cmp * compressed + g_slc * selected + g_swa * sliding, three attentions of the same queries.
 
-    A query sees what is not after it in its own document. Blocks of `block_size` tokens are counted from the start of a
-    document.
-    - compressed: the softmax over the mean key of each block that has ended by the query, of the mean values. Left out without
-      g_cmp.
-    - selected: the softmax over the tokens of the blocks that `block_indices` names for the query and key head: the first
-      `block_counts` of them; -1 names none, and a block named twice counts once. Left out of the arguments, they are chosen:
-      the query's own block, its document's first, the one before its own, and then those with the largest weight in the
-      compressed softmax, averaged over the query heads of the key head, up to `num_blocks` (or `block_counts`). No gradient
-      goes through the choice. Without g_slc its gate is 1.
-    - sliding: the softmax over the last `window` tokens. Left out with window = 0; without g_swa its gate is 1.
+    All are causal within a document. Blocks of `block_size` tokens are counted from the start of a document.
+    - compressed: softmax attention over the mean key and value of each block that has ended by the query. Omitted
+      without g_cmp.
+    - selected: softmax attention over the tokens of the blocks in `block_indices`, per query and key head: the first
+      `block_counts` of them. -1 is no block, and a repeated block counts once. By default blocks are chosen: the
+      query's own, the document's first, the one before the query's own, and then those with the largest weight in the
+      compressed softmax, averaged over the query heads of the key head, up to `num_blocks` (or `block_counts`). The
+      choice has no gradient. Without g_slc its gate is 1.
+    - sliding: softmax attention over the last `window` tokens. Omitted with window = 0; without g_swa its gate is 1.
 
-    `starts` is the place of the first token of each token's document, whose tokens lie together; -1 is padding, which sees
-    nothing. Query t is at place q_start + t of the keys; default S - T, so that the last query is at the last key. A softmax
-    over nothing gives 0. Accumulation is in float32.
+    `starts` is the index of the first token of each token's document, whose tokens are contiguous; -1 is padding, which
+    sees nothing. Query t is at index q_start + t of the keys; default S - T, so that the last query is at the last key.
+    A softmax over nothing gives 0. Accumulation is in float32.
     """
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    compute_dtype = jnp.promote_types(query.dtype, jnp.float32)
     (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
     check_sizes(N, K, T, S, block_size, num_blocks, window)
-    q = query.astype(wide).reshape(B, T, K, N // K, H)
-    keys, values = key.astype(wide), value.astype(wide)
+    q = query.astype(compute_dtype).reshape(B, T, K, N // K, H)
+    keys, values = key.astype(compute_dtype), value.astype(compute_dtype)
     scale = 1 / math.sqrt(H) if softmax_scale is None else softmax_scale
     starts = jnp.zeros((B, S), jnp.int32) if starts is None else starts
     i = (S - T if q_start is None else q_start) + jnp.arange(T)
     j = jnp.arange(S)
     of_query = jnp.take(starts, i, axis=1)[:, :, None]  # [B, T, 1]
-    # [B, T, S]: whether a query sees a token, and of which block of its document the token is.
+    # [B, T, S]: whether a query sees a token, and the token's block in its document.
     seen = (starts[:, None] == of_query) & (of_query >= 0) & (j <= i[:, None])
     block = (j - of_query) // block_size
 
@@ -88,9 +87,9 @@ def native_sparse_attention(
         weights = weights / jnp.where(total > 0, total, 1)
         return _dot("btkgs,bskv->btkgv", weights, v).reshape(B, T, N, -1), weights
 
-    # A block stands where its last token is; elsewhere its row of the mean is never looked at.
+    # A block is stored at its last token; the mean at other tokens is never used.
     last = (starts >= 0) & ((j - starts) % block_size == block_size - 1)
-    mean = ((j <= j[:, None]) & (j > j[:, None] - block_size)).astype(wide) / block_size
+    mean = ((j <= j[:, None]) & (j > j[:, None] - block_size)).astype(compute_dtype) / block_size
     mean_keys, mean_values = (_dot("st,btkh->bskh", mean, x) for x in (keys, values))
     compressed, weights = attend(mean_keys, mean_values, (seen & last[:, None])[:, :, None])
     if block_indices is None:
@@ -100,39 +99,41 @@ def native_sparse_attention(
         block_indices = jnp.where(within, block_indices, -1)
     named = jnp.any(block_indices[..., None] == block[:, :, None, None], axis=3)  # [B, T, K, S]
     selected, _ = attend(keys, values, seen[:, :, None] & named)
-    out = selected if g_slc is None else g_slc.astype(wide)[..., None] * selected
+    out = selected if g_slc is None else g_slc.astype(compute_dtype)[..., None] * selected
     if g_cmp is not None:
-        out = out + g_cmp.astype(wide)[..., None] * compressed
+        out = out + g_cmp.astype(compute_dtype)[..., None] * compressed
     if window > 0:
         sliding, _ = attend(keys, values, (seen & (j > i[:, None] - window))[:, :, None])
-        out = out + (sliding if g_swa is None else g_swa.astype(wide)[..., None] * sliding)
+        out = out + (sliding if g_swa is None else g_swa.astype(compute_dtype)[..., None] * sliding)
     return out.astype(query.dtype)
 
 
 def _chosen(weights, block, i, of_query, block_size, num_blocks):
-    """Returns int [B, T, K, num_blocks or fewer], the chosen blocks, the best first; -1 where there are no more.
+    """Returns int [B, T, K, num_blocks or fewer], the chosen blocks, best first; -1 for none.
 
-    weights is [B, T, K, G, S], that of a block where its last token is.
+    weights is [B, T, K, G, S]; a block's weight is stored at its last token.
     """
     count = -(-block.shape[-1] // block_size)
     c = jnp.arange(count)
     of_block = (block[..., None] == c).astype(weights.dtype)  # [B, T, S, blocks]
     importance = _dot("btks,btsc->btkc", jnp.mean(weights, axis=3), of_block)
-    own = ((i[:, None] - of_query) // block_size)[:, :, None]  # [B, T, 1, 1]
-    score = ranked(importance, c, jnp.where(of_query[..., None] >= 0, own, -1))
-    best, found = jax.lax.top_k(score, min(num_blocks, count))
-    return jnp.where(best >= 0, found, -1)
+    own_block = ((i[:, None] - of_query) // block_size)[:, :, None]  # [B, T, 1, 1]
+    score = ranked(importance, c, jnp.where(of_query[..., None] >= 0, own_block, -1))
+    best, indices = jax.lax.top_k(score, min(num_blocks, count))
+    return jnp.where(best >= 0, indices, -1)
 
 
-def ranked(importance: jax.Array, block: jax.Array, own: jax.Array) -> jax.Array:
-    """Returns the score by which blocks are chosen: the weight, at most 1, above it what is always taken, and -1 for what is
-    past the query's own block."""
-    forced = jnp.where(block == own, 4.0, jnp.where(block == 0, 3.0, jnp.where(block == own - 1, 2.0, importance)))
-    return jnp.where((block >= 0) & (block <= own), forced, -1.0)
+def ranked(importance: jax.Array, block: jax.Array, own_block: jax.Array) -> jax.Array:
+    """Returns the score for choosing blocks: the weight, at most 1; more for blocks that are always chosen; -1 for
+    blocks after the query's own."""
+    forced = jnp.where(
+        block == own_block, 4.0, jnp.where(block == 0, 3.0, jnp.where(block == own_block - 1, 2.0, importance))
+    )
+    return jnp.where((block >= 0) & (block <= own_block), forced, -1.0)
 
 
 def check_sizes(N: int, K: int, T: int, S: int, block_size: int, num_blocks: int, window: int) -> None:
-    """Raises ValueError, naming the argument, for sizes that do not fit."""
+    """Raises ValueError, naming the argument, for inconsistent sizes."""
     what = "native_sparse_attention: argument"
     if N % K:
         raise ValueError(
@@ -140,12 +141,12 @@ def check_sizes(N: int, K: int, T: int, S: int, block_size: int, num_blocks: int
         )
     if T > S:
         raise ValueError(
-            f"{what} 'query' has {T} tokens and 'key' has {S}: the queries are the last of the keys' tokens, so there cannot "
-            "be more of them"
+            f"{what} 'query' has {T} tokens and 'key' has {S}: the queries are the last tokens of the keys, so there "
+            "cannot be more of them"
         )
-    for name, given, least in (("block_size", block_size, 1), ("num_blocks", num_blocks, 1), ("window", window, 0)):
-        if given < least:
-            raise ValueError(f"{what} {name!r} must be at least {least}, got {given}")
+    for name, value, least in (("block_size", block_size, 1), ("num_blocks", num_blocks, 1), ("window", window, 0)):
+        if value < least:
+            raise ValueError(f"{what} {name!r} must be at least {least}, got {value}")
 
 
 def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -153,8 +154,8 @@ def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def work(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the pairs that the branches look at, one document in each row: 2 matmuls forward, 5 backward, and the
-    compressed logits, which are needed to choose, whether or not that branch is asked for."""
+    """Returns the work of the pairs that the branches evaluate, with one document per row: 2 matmuls forward, 5
+    backward, and the compressed logits, which the choice of blocks needs even without that branch."""
     B, T, S, N, H, Hv = (call.dims[d] for d in ("B", "T", "S", "N", "H", "Hv"))
     size = call.block_size
     chosen = call.block_indices is None
@@ -185,13 +186,14 @@ def _padding(query: Any, starts: jax.Array | None, q_start: jax.Array | None, **
 
 op = Op(
     native_sparse_attention,
-    # A weight of 0 times a value; and a block's mean key is of all of its tokens.
+    # 0 times NaN is NaN, and a block's mean key includes all of its tokens.
     padding=Padding(("key", "value", "g_cmp", "g_slc", "g_swa"), _padding),
-    # Query head n reads key head n // (N / K): split alike, a device has the key heads that its query heads read.
+    # Query head n reads key head n // (N / K): with both split alike, a device has the key heads that its query heads
+    # read.
     local_dims={"B", "N", "K"},
     tied_dims=(("N", "K"),),
-    elsewhere={"T": _HERE, "S": _HERE},
-    ordered=True,  # tokens that follow each other are a block
+    see_also={"T": _HERE, "S": _HERE},
+    ordered=True,  # adjacent tokens form a block
     same_dtype=("query", "key", "value"),
     config=NativeSparseConfig,
     cases=CASES,

@@ -1,4 +1,4 @@
-"""What users call: native sparse attention under the arguments of the field, brought to the contract's form."""
+"""Public functions: native sparse attention with the field's usual arguments, converted to the contract's form."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kernels.ops.native_sparse_attention.contract import check_sizes, op
 _WHAT = "native_sparse_attention: argument"
 
 
-def _one_of(**given: Any) -> tuple[str, Any]:
-    """Returns the one of two names of an argument that was given, and its value."""
-    named = [(n, x) for n, x in given.items() if x is not None]
+def _one_of(**aliases: Any) -> tuple[str, Any]:
+    """Returns the name and value of an argument that has two names, under the one that was used."""
+    named = [(n, x) for n, x in aliases.items() if x is not None]
     if len(named) > 1:
+        names = " and ".join(repr(n) for n, _ in named)
         raise ValueError(
-            f"native_sparse_attention: arguments {' and '.join(repr(n) for n, _ in named)} are two names of one; give one of "
-            "them"
+            f"native_sparse_attention: arguments {names} are two names for the same argument; pass only one"
         )
-    return named[0] if named else (next(iter(given)), None)
+    return named[0] if named else (next(iter(aliases)), None)
 
 
 def _is_int(value: Any) -> bool:
@@ -38,18 +38,19 @@ def _integer(name: str, value: Any, least: int) -> int:
 
 
 def _integers(name: str, value: Any, shapes: tuple[tuple[int, ...], ...], meaning: str) -> jax.Array:
-    """Returns int32 [B, T, K, ...]; what was given for each block of queries is repeated for its tokens."""
+    """Returns int32 [B, T, K, ...]; values per block of queries are repeated for its tokens."""
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape[:3] not in shapes:
-        wanted = " or ".join(str(list(s)) for s in dict.fromkeys(shapes))
+        expected = " or ".join(str(list(s)) for s in dict.fromkeys(shapes))
         raise ValueError(
-            f"{_WHAT} {name!r} must be integers of dims {wanted}{meaning}, got {array.dtype} of shape {array.shape}"
+            f"{_WHAT} {name!r} must be integers of dims {expected}{meaning}, got {array.dtype} of shape {array.shape}"
         )
     return array.astype(jnp.int32)
 
 
 def _starts(ids: jax.Array) -> jax.Array:
-    """Returns the place of the first token of each token's document, -1 for padding: a document is a run of one id."""
+    """Returns the index of the first token of each token's document, -1 for padding. A document is a run of equal
+    ids."""
     at = jnp.arange(ids.shape[1], dtype=jnp.int32)
     new = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return jnp.where(ids >= 0, jax.lax.cummax(jnp.where(new, at, 0), axis=1), -1)
@@ -77,31 +78,32 @@ def native_sparse_attention(
 ) -> Prepared:
     """Returns native sparse attention [B, T, N, Hv]: g_cmp * compressed + g_slc * selected + g_swa * sliding, causal.
 
-    Three attentions of the same queries, each a softmax of its own: over the mean keys and values of the blocks that have
-    ended; over the tokens of a few selected blocks; over the last tokens. Gradients flow to query, key, value and the gates;
-    none goes through the choice of blocks.
+    Three attentions of the same queries, each with its own softmax: over the mean keys and values of past blocks, over
+    the tokens of a few selected blocks, and over the last tokens. Gradients flow to query, key, value and the gates,
+    but not through the choice of blocks.
 
     Args:
-      query: [B, T, N, H]. key: [B, S, K, H]. value: [B, S, K, Hv]. N must be a multiple of K (GQA). With T < S the queries are
-        the last of the S tokens.
-      g_cmp, g_slc, g_swa: [B, T, N], what each branch is multiplied by. Without g_cmp there is no compressed branch; without
-        g_slc, or g_swa, that gate is 1.
-      block_indices: int [B, T, K, n], the blocks that each query (of the heads of each key head) selects, or [B, T /
-        block_size, K, n], rounded up, the same for the queries of a block. -1 is none; one named twice counts once. A block
-        is counted from the start of its document. Default: chosen by the weights of the compressed attention, averaged over
-        the query heads of a key head; the query's own block, the first, and the one before its own are always among them.
-      block_counts: how many blocks are selected at most, an integer, 16 by default where they are chosen; or int [B, T, K]. Of
-        block_indices the first so many are used, by default all.
-      block_size: tokens of a block. Part of the meaning.
-      sliding_window: tokens that the sliding branch sees, the query's own included; None: there is no such branch.
+      query: [B, T, N, H]. key: [B, S, K, H]. value: [B, S, K, Hv]. N must be a multiple of K (GQA). With T < S the
+        queries are the last of the S tokens.
+      g_cmp, g_slc, g_swa: [B, T, N], gates of the branches. Without g_cmp there is no compressed branch; without g_slc
+        or g_swa that gate is 1.
+      block_indices: int [B, T, K, n], the blocks that each query selects, per key head; or [B, T / block_size, K, n],
+        rounded up, for all queries of a block. -1 is no block, and a repeated block counts once. Blocks are counted
+        from the start of the document. By default blocks are chosen by the weights of the compressed attention,
+        averaged over the query heads of a key head; the query's own block, the first, and the one before its own are
+        always included.
+      block_counts: maximum number of selected blocks: an integer (default 16 if blocks are chosen), or int [B, T, K].
+        With block_indices, that many of the first are used, by default all.
+      block_size: tokens per block. It affects the result.
+      sliding_window: tokens of the sliding branch, including the query's own; None: no sliding branch.
       softmax_scale: default 1/sqrt(H).
-      cu_seqlens: [0, n1, n1 + n2, ...] over the packed axis; the batch is 1 then.
-      window_size, scale, cum_seqlens: other names of sliding_window, softmax_scale and cu_seqlens.
-      segment_ids: int [B, T]; a document is a run of one id; -1 is padding, which sees nothing and gives 0.
+      cu_seqlens: [0, n1, n1 + n2, ...], cumulative lengths along a packed axis; the batch must be 1.
+      window_size, scale, cum_seqlens: other names for sliding_window, softmax_scale and cu_seqlens.
+      segment_ids: int [B, T]; a document is a run of equal ids; -1 is padding, which sees nothing and gives 0.
       cfg: `NativeSparseConfig`.
 
     Raises:
-      ValueError: an argument is wrong; the message names it. Unsupported: the backend cannot.
+      ValueError: names the invalid argument. Unsupported: no backend can run the call.
 
     >>> import jax.numpy as jnp
     >>> x, gate = jnp.ones((1, 12, 2, 4)), jnp.full((1, 12, 2), 0.5)
@@ -112,15 +114,15 @@ def native_sparse_attention(
         if not is_array(x) or not is_float_array(x) or x.ndim != 4 or 0 in x.shape:
             got = f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
             raise ValueError(
-                f"{_WHAT} {name!r} must be floats [batch, length, heads, width], none of them 0, got {got}"
+                f"{_WHAT} {name!r} must be floats [batch, length, heads, width] without empty dims, got {got}"
             )
     (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
     size = _integer("block_size", block_size, 1)
-    name, given = _one_of(sliding_window=sliding_window, window_size=window_size)
-    # 0 is how the field says that there is none. A window longer than the keys sees all of them; what is read follows it.
-    window = 0 if given is None else min(_integer(name, given, 0), S)
+    name, width = _one_of(sliding_window=sliding_window, window_size=window_size)
+    # By convention 0 means no window. A window longer than the keys is clipped to them, since it determines what is read.
+    window = 0 if width is None else min(_integer(name, width, 0), S)
     if g_swa is not None and window == 0:
-        raise ValueError(f"{_WHAT} 'g_swa' is the gate of the sliding branch, and there is none: give 'sliding_window'")
+        raise ValueError(f"{_WHAT} 'g_swa' is the gate of the sliding branch, which requires 'sliding_window'")
     check_sizes(N, K, T, S, size, 1, window)
     arguments: dict[str, Any] = {"block_size": size, "window": window}
     for name, gate in (("g_cmp", g_cmp), ("g_slc", g_slc), ("g_swa", g_swa)):
@@ -142,51 +144,51 @@ def native_sparse_attention(
 
 
 def _selection(block_indices: Any, block_counts: Any, B: int, T: int, K: int, size: int) -> dict[str, Any]:
-    """Returns the contract's arguments that say which blocks are selected."""
-    found: dict[str, Any] = {}
+    """Returns the contract's arguments that select blocks."""
+    arguments: dict[str, Any] = {}
     if block_indices is not None:
         blocks = -(-T // size)
-        meaning = " and how many blocks each selects: of each query, or of each block of queries"
+        meaning = ", then the number of blocks selected, per query or per block of queries"
         indices = _integers("block_indices", block_indices, ((B, T, K), (B, blocks, K)), meaning)
         if indices.ndim != 4 or indices.shape[3] == 0:
             raise ValueError(
                 f"{_WHAT} 'block_indices' must be [B, T, K, n] with at least one block, got shape {indices.shape}"
             )
-        found["block_indices"] = indices if indices.shape[1] == T else jnp.repeat(indices, size, axis=1)[:, :T]
+        arguments["block_indices"] = indices if indices.shape[1] == T else jnp.repeat(indices, size, axis=1)[:, :T]
     if block_counts is None or _is_int(block_counts):
         count = 16 if block_counts is None else _integer("block_counts", block_counts, 1)
         if block_indices is None:
             return {"num_blocks": count}
-        return found if block_counts is None else {"block_indices": found["block_indices"][..., :count]}
+        return arguments if block_counts is None else {"block_indices": arguments["block_indices"][..., :count]}
     counts = _integers("block_counts", block_counts, ((B, T, K),), ", or one integer")
     if counts.ndim != 3:
         raise ValueError(f"{_WHAT} 'block_counts' must be [B, T, K] or one integer, got shape {counts.shape}")
     if block_indices is None:
         if isinstance(block_counts, jax.core.Tracer):
             raise ValueError(
-                f"{_WHAT} 'block_counts' is traced, and how many blocks are chosen at most is compiled into the program: give "
-                "one integer, or 'block_indices' too"
+                f"{_WHAT} 'block_counts' is traced, but the maximum number of blocks is compiled into the program: "
+                "pass one integer, or also 'block_indices'"
             )
-        found["num_blocks"] = max(1, int(np.max(np.asarray(block_counts))))
-    return found | {"block_counts": counts}
+        arguments["num_blocks"] = max(1, int(np.max(np.asarray(block_counts))))
+    return arguments | {"block_counts": counts}
 
 
 def _documents(name: str, cuts: Any, segment_ids: Any, B: int, T: int, S: int) -> jax.Array | None:
     if cuts is not None and segment_ids is not None:
         raise ValueError(
-            f"native_sparse_attention: arguments {name!r} and 'segment_ids' both say where documents are; give one of them"
+            f"native_sparse_attention: arguments {name!r} and 'segment_ids' both define the documents; pass only one"
         )
     if cuts is None and segment_ids is None:
         return None
     if T != S:
         raise ValueError(
-            f"{_WHAT} {name if cuts is not None else 'segment_ids'!r} needs queries for all tokens, and there are {T} of {S}"
+            f"{_WHAT} {name if cuts is not None else 'segment_ids'!r} requires queries for all tokens, not {T} of {S}"
         )
     if cuts is not None:
         array = jnp.asarray(cuts)
         if B != 1 or array.ndim != 1 or array.shape[0] < 2 or not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(
-                f"{_WHAT} {name!r} must be integers [0, n1, n1 + n2, ...] that cut one packed row, got {array.dtype} of shape "
+                f"{_WHAT} {name!r} must be integers [0, n1, n1 + n2, ...] for one packed row, got {array.dtype} of shape "
                 f"{array.shape} for {B} rows"
             )
         segments.check_cuts(name, cuts, T, "native_sparse_attention: ")

@@ -1,9 +1,9 @@
-"""Native sparse attention in plain XLA: what a chunk of queries reads is gathered, and memory is linear in the length.
+"""Native sparse attention in plain XLA: gathers what a chunk of queries reads, with memory linear in the length.
 
-A scan over chunks of queries. Of each, the means of all blocks are looked at (T x S / block_size pairs, which the method itself
-asks for), the tokens of the selected blocks are gathered for each query and key head, and the window is one slice. The backward
-goes over the same chunks: it gathers again, differentiates the attention of the chunk with respect to what was gathered, and
-adds that where it came from, in float32.
+A scan over chunks of queries. For each, the means of all blocks are evaluated (T x S / block_size pairs, which the
+method requires), the tokens of the selected blocks are gathered for each query and key head, and the window is one
+slice. The backward loops over the same chunks: it gathers again, differentiates the attention of the chunk with respect
+to the gathered arrays, and adds the result at their original positions, in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kernels.ops.native_sparse_attention.contract import NativeSparseConfig, che
 
 
 def _heuristic(call: Call, platform: str) -> NativeSparseConfig:
-    # What is gathered for a chunk, and its weights, should stay in a CPU's cache; an accelerator's steps are few and wide.
+    # On a CPU the gathered arrays of a chunk and its weights should stay in cache; accelerators need few, large steps.
     elements = 2**19 if platform == "cpu" else 2**26
     rows, N, K, S = (n if isinstance(n, int) else 1 for n in (call.dims[d] for d in ("B", "N", "K", "S")))
     named = call.num_blocks if call.block_indices is None else call.block_indices.shape[-1]
@@ -42,23 +42,21 @@ class _Static(NamedTuple):
     window: int
     scale: float
     chunk: int
-    length: int  # of the keys
+    length: int  # number of keys
 
 
 class _Keys(NamedTuple):
-    """What is read, padded so that every slice of it lies inside."""
+    """The arrays that are read, padded so that every slice is within bounds."""
 
     tokens: tuple[jax.Array, jax.Array]  # keys and values [B, K, front + S + back, H]
     means: tuple[jax.Array, jax.Array]  # of blocks, float32 [B, K, slots, H]
     starts: jax.Array  # of documents, [B, front + S + back]; -2 where there is no token
-    ends: (
-        jax.Array
-    )  # place of the last token of the block in each slot, [B, slots]; after everything where there is none
+    ends: jax.Array  # index of the last token of the block in each slot, [B, slots]; past the end for empty slots
     of_slot: jax.Array  # start of the document of the block in each slot, [B, slots]
 
 
 class _Read(NamedTuple):
-    """What a chunk of queries looks at: arrays that are differentiated, and which of their entries each query sees."""
+    """The inputs of a chunk of queries: arrays that are differentiated, and which of their entries each query sees."""
 
     selected: tuple[jax.Array, jax.Array]  # [B, K, chunk, blocks, block_size, H]
     sliding: tuple[jax.Array, jax.Array]  # [B, K, chunk + window - 1, H]
@@ -68,8 +66,9 @@ class _Read(NamedTuple):
 
 
 def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    # float32 means float32. Narrower operands are exact in one pass; they are widened, because XLA's CPU runtime refuses some
-    # products of bfloat16 that are summed in float32 ("BF16 x BF16 = F32"), by how it happened to fuse what is before them.
+    # float32 means true float32. Lower-precision operands are exact in one pass; they are upcast because XLA's CPU
+    # runtime rejects some products of bfloat16 with float32 sums ("BF16 x BF16 = F32"), depending on what it fused into
+    # them.
     precision = jax.lax.Precision.HIGHEST if a.dtype == b.dtype == jnp.float32 else None
     return jnp.einsum(subscripts, a.astype(jnp.float32), b.astype(jnp.float32), precision=precision)
 
@@ -79,10 +78,10 @@ def _front(static: _Static) -> int:
 
 
 def _block_rows(starts: jax.Array, static: _Static) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (rows [B, slots, block_size], ends [B, slots], document starts [B, slots]) of whole blocks.
+    """Returns (rows [B, slots, block_size], ends [B, slots], document starts [B, slots]) of complete blocks.
 
-    The last tokens of two whole blocks are at least block_size apart, so the slot place // block_size of its last token is a
-    block's own, whatever the documents are: there are as many slots as if there were one document.
+    The last tokens of two complete blocks are at least block_size apart, so the slot index // block_size of the last
+    token is unique to a block, whatever the documents are: as many slots suffice as for one document.
     """
     size, B, S = static.block_size, *starts.shape
     slots = -(-S // size)
@@ -97,7 +96,7 @@ def _block_rows(starts: jax.Array, static: _Static) -> tuple[jax.Array, jax.Arra
 
 
 def _means(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns the float32 means [B, K, slots, H] of those rows of x [B, S, K, H]."""
+    """Returns the float32 means [B, K, slots, H] of the given rows of x [B, S, K, H]."""
     taken = jax.vmap(lambda x, rows: x[rows])(x, rows)
     return jnp.mean(taken.astype(jnp.float32), axis=2).swapaxes(1, 2)
 
@@ -112,7 +111,7 @@ def _keys(key, value, starts, static: _Static) -> tuple[_Keys, jax.Array]:
 
 
 def _weights(logits: jax.Array, visible: jax.Array) -> jax.Array:
-    """Returns the softmax over the last dim, 0 where nothing is visible."""
+    """Returns the softmax over the last dim, or 0 if nothing is visible."""
     x = jnp.where(visible, logits, -jnp.inf)
     largest = jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
     e = jnp.exp(x - jnp.where(jnp.isfinite(largest), largest, 0))
@@ -121,12 +120,13 @@ def _weights(logits: jax.Array, visible: jax.Array) -> jax.Array:
 
 
 def _compressed_weights(q: jax.Array, means: jax.Array, visible: jax.Array, scale: float) -> jax.Array:
-    """Returns float32 [B, K, G, chunk, slots] of q [B, chunk, K, G, H]. In float32, for they choose."""
+    """Returns logits float32 [B, K, G, chunk, slots] for q [B, chunk, K, G, H]. In float32, because they rank
+    blocks."""
     return _weights(_dot("bckgh,bksh->bkgcs", q.astype(jnp.float32), means) * scale, visible)
 
 
 def _attention(floats: dict[str, Any], read: _Read, static: _Static) -> jax.Array:
-    """Returns the output of a chunk, float32 [B, chunk, K, G, Hv], a function of everything in `floats`."""
+    """Returns the output of a chunk, float32 [B, chunk, K, G, Hv], as a function of everything in `floats`."""
     q = floats["query"]
     B, C, K, G, _ = q.shape
 
@@ -153,39 +153,42 @@ def _attention(floats: dict[str, Any], read: _Read, static: _Static) -> jax.Arra
 
 
 def _blocks_of(x: dict[str, Any], keys: _Keys, sees_means: jax.Array, static: _Static) -> jax.Array:
-    """Returns the selected blocks of a chunk, int32 [B, K, chunk, blocks], each once, -1 for none."""
+    """Returns the selected blocks of a chunk, int32 [B, K, chunk, blocks], without duplicates, -1 for none."""
     size = static.block_size
     if "block_indices" in x:
-        found = x["block_indices"].transpose(0, 2, 1, 3)
+        indices = x["block_indices"].transpose(0, 2, 1, 3)
     else:
         p = _compressed_weights(x["query"], keys.means[0], sees_means, static.scale)
-        # One slot more: the query's own block may end where no whole block does.
+        # One extra slot: the query's own block may end past all complete blocks.
         importance = jnp.pad(jnp.mean(p, axis=2), ((0, 0), (0, 0), (0, 0), (0, 1)))
         start = x["start"][:, None, :, None]
-        # Block c of a document ends in slot c + first, and lies there alone.
+        # Block c of a document is stored alone in slot c + first.
         block = jnp.arange(importance.shape[-1], dtype=jnp.int32) - (start + size - 1) // size
-        own = jnp.where(start >= 0, (x["at"][:, None] - start) // size, -1)
-        best, slot = jax.lax.top_k(ranked(importance, block, own), min(static.num_blocks, importance.shape[-1] - 1))
-        found = jnp.where(best >= 0, slot - (start + size - 1) // size, -1)
+        own_block = jnp.where(start >= 0, (x["at"][:, None] - start) // size, -1)
+        best, slot = jax.lax.top_k(
+            ranked(importance, block, own_block), min(static.num_blocks, importance.shape[-1] - 1)
+        )
+        indices = jnp.where(best >= 0, slot - (start + size - 1) // size, -1)
     if "block_counts" in x:
         counts = x["block_counts"].swapaxes(1, 2)[..., None]
-        found = jnp.where(jnp.arange(found.shape[-1]) < counts, found, -1)
-    if "block_indices" in x:  # the caller's own may name a block twice
-        found = jnp.sort(found, axis=-1)
-        again = found[..., 1:] == found[..., :-1]
-        found = jnp.where(jnp.pad(again, ((0, 0), (0, 0), (0, 0), (1, 0))), -1, found)
-    return found.astype(jnp.int32)
+        indices = jnp.where(jnp.arange(indices.shape[-1]) < counts, indices, -1)
+    if "block_indices" in x:  # those from the caller may contain duplicates
+        indices = jnp.sort(indices, axis=-1)
+        again = indices[..., 1:] == indices[..., :-1]
+        indices = jnp.where(jnp.pad(again, ((0, 0), (0, 0), (0, 0), (1, 0))), -1, indices)
+    return indices.astype(jnp.int32)
 
 
 def _read(x: dict[str, Any], keys: _Keys, static: _Static) -> tuple[_Read, jax.Array, jax.Array]:
-    """Returns (what a chunk reads, the rows of the first tokens of its blocks [B, K, chunk x blocks], that of its window)."""
+    """Returns (inputs of a chunk, the rows of the first tokens of its blocks [B, K, chunk x blocks], that of its
+    window)."""
     size, front = static.block_size, _front(static)
     at, start = x["at"], x["start"]  # [chunk], [B, chunk]
     sees_means = (keys.of_slot[:, None] == start[..., None]) & (keys.ends[:, None] <= at[:, None])
     sees_means = (sees_means & (start >= 0)[..., None])[:, None, None]
     blocks = _blocks_of(x, keys, sees_means, static)
     begin = start[:, None, :, None]
-    # Blocks are compared, not their tokens: the first token of a block far past the end would overflow.
+    # Compares blocks, not tokens: the first token of a block far past the end would overflow.
     named = (blocks >= 0) & (begin >= 0) & (blocks <= (at[:, None] - begin) // size)
     first = begin + jnp.where(named, blocks, 0) * size
     place = first[..., None] + jnp.arange(size)
@@ -197,7 +200,7 @@ def _read(x: dict[str, Any], keys: _Keys, static: _Static) -> tuple[_Read, jax.A
         one = jax.vmap(lambda x, row: jax.lax.dynamic_slice_in_dim(x, row, size, 0), (None, 0))
         return jax.vmap(jax.vmap(one))(tokens, rows).reshape(*blocks.shape, size, tokens.shape[-1])
 
-    from_row = at[0]  # of the padded arrays: the window of the first query starts there
+    from_row = at[0]  # in the padded arrays, where the window of the first query starts
     width = static.chunk + front
     slid = [jax.lax.dynamic_slice_in_dim(t, from_row, width, 2) for t in keys.tokens]
     j = from_row - front + jnp.arange(width)
@@ -209,24 +212,24 @@ def _read(x: dict[str, Any], keys: _Keys, static: _Static) -> tuple[_Read, jax.A
 
 
 def _chunks(static: _Static, starts, q_start, **arrays) -> dict[str, jax.Array]:
-    """Returns the arrays of each chunk of queries, [chunks, B, chunk, ...]; what is past the end sees nothing."""
+    """Returns the arrays of each chunk of queries, [chunks, B, chunk, ...]; queries past the end see nothing."""
     T = arrays["query"].shape[1]
     count = -(-T // static.chunk)
     first = jnp.asarray(static.length - T if q_start is None else q_start, jnp.int32)
     at = first + jnp.arange(count * static.chunk, dtype=jnp.int32)
-    there = jnp.arange(count * static.chunk) < T
-    start = jnp.where(there, jnp.take(starts, jnp.clip(at, 0, static.length - 1), axis=1), -1)
+    valid = jnp.arange(count * static.chunk) < T
+    start = jnp.where(valid, jnp.take(starts, jnp.clip(at, 0, static.length - 1), axis=1), -1)
 
     def split(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, [(0, count * static.chunk - x.shape[1] if d == 1 else 0) for d in range(x.ndim)])
         return jnp.moveaxis(x.reshape(x.shape[0], count, static.chunk, *x.shape[2:]), 1, 0)
 
-    found = {name: split(x) for name, x in arrays.items() if x is not None}
-    return found | {"at": at.reshape(count, static.chunk), "start": split(start)}
+    chunks = {name: split(x) for name, x in arrays.items() if x is not None}
+    return chunks | {"at": at.reshape(count, static.chunk), "start": split(start)}
 
 
 def _joined(x: jax.Array, length: int) -> jax.Array:
-    """Returns [B, length, ...] of chunks [chunks, B, chunk, ...]."""
+    """Returns chunks [chunks, B, chunk, ...] as [B, length, ...]."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
@@ -246,10 +249,10 @@ def _prepared(query, key, value, starts, q_start, block_size, num_blocks, window
 
 
 def _floats(x: dict[str, jax.Array], keys: _Keys, read: _Read, static: _Static) -> dict[str, Any]:
-    """Returns what the output of a chunk has a gradient with respect to."""
-    found: dict[str, Any] = {n: x[n] for n in ("query", *GATES) if n in x} | {"selected": read.selected}
-    found |= {"means": keys.means} if "g_cmp" in x else {}
-    return found | ({"sliding": read.sliding} if static.window > 0 else {})
+    """Returns the arrays that the output of a chunk is differentiated with respect to."""
+    arrays: dict[str, Any] = {n: x[n] for n in ("query", *GATES) if n in x} | {"selected": read.selected}
+    arrays |= {"means": keys.means} if "g_cmp" in x else {}
+    return arrays | ({"sliding": read.sliding} if static.window > 0 else {})
 
 
 def forward(
@@ -311,14 +314,14 @@ def backward(
     front = _front(static)
     for name, like, total, of_means in zip(("key", "value"), (key, value), sums["tokens"], sums["means"], strict=True):
         total = total[:, :, front : front + S].swapaxes(1, 2)
-        if g_cmp is not None:  # each token is in one whole block at most
+        if g_cmp is not None:  # each token is in at most one complete block
             total = total + _scattered(of_means, rows, keys.ends < S, S) / block_size
         gradients[name] = total.astype(like.dtype)
     return gradients
 
 
 def _scattered(of_means: jax.Array, rows: jax.Array, some: jax.Array, length: int) -> jax.Array:
-    """Returns [B, length, K, H]: the gradient of its block's mean at each token."""
+    """Returns [B, length, K, H]: for each token the gradient of its block's mean."""
     rows = jnp.where(some[..., None], rows, length).reshape(rows.shape[0], -1)
     parts = jnp.repeat(of_means.swapaxes(1, 2), rows.shape[1] // of_means.shape[2], axis=1)
     zeros = jnp.zeros((parts.shape[0], length, *parts.shape[2:]), jnp.float32)
@@ -326,7 +329,8 @@ def _scattered(of_means: jax.Array, rows: jax.Array, some: jax.Array, length: in
 
 
 def _add_blocks(total: jax.Array, first: jax.Array, part: jax.Array) -> jax.Array:
-    """Returns total [B, K, rows, H] with part [B, K, chunk, blocks, block_size, H] added from the rows `first`."""
+    """Returns total [B, K, rows, H] with part [B, K, chunk, blocks, block_size, H] added at the rows starting at
+    `first`."""
     dims = jax.lax.ScatterDimensionNumbers((1, 2), (), (0,))
 
     def one(total: jax.Array, first: jax.Array, part: jax.Array) -> jax.Array:

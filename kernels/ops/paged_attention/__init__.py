@@ -1,4 +1,4 @@
-"""Paged attention: attention over keys and values that lie in pages, for serving. Forward only."""
+"""Paged attention: attention over keys and values stored in pages, for serving. Forward only."""
 
 from kernels.ops.paged_attention.contract import (
     PagedAttentionConfig,

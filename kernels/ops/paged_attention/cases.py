@@ -1,4 +1,4 @@
-"""Shapes and options of paged attention: tests, benchmarks and tuning read them."""
+"""Shapes and options of paged attention, for tests, benchmarks and tuning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from kernels.framework.backend import Case
 
-# The options together, and quantised caches, are held to a loop by tests of their own: here they are slow.
+# Combined options and quantised caches have their own tests against a loop, so here they run as slow cases.
 SLOW = frozenset({"slow"})
 SMOKE = frozenset({"smoke"})
 
@@ -19,7 +19,7 @@ def _integers(values: Any) -> Any:
 
 
 def _tables(max_pages: int):
-    """Returns a maker of block tables: random pages, shared by requests now and then, as common prefixes are."""
+    """Returns a generator of block tables: random pages, sometimes shared between requests as common prefixes are."""
 
     def make(rng, dims):
         requests = dims.get("requests") or dims["B"]
@@ -30,7 +30,7 @@ def _tables(max_pages: int):
 
 
 def _distinct_tables(max_pages: int):
-    """Returns a maker of block tables in which no page is twice, as where requests write."""
+    """Returns a generator of block tables without duplicate pages, as writing requires."""
 
     def make(rng, dims):
         order = rng.permutation(dims["pages"])[: dims["requests"] * max_pages]
@@ -47,7 +47,7 @@ def _lens(*lens: int):
     return lambda rng, dims: _integers(lens)
 
 
-# Of a benchmark, whatever it is scaled to: as many pages for each request, all of them full.
+# Benchmark inputs at any scale: the same number of full pages for each request.
 def _requests(dims) -> int:
     return dims.get("requests") or dims["B"]
 
@@ -67,7 +67,7 @@ def _decodes_and_a_prompt(rng, dims):
 
 
 def _slots(dims) -> tuple[int, ...]:
-    """Returns the dims of a cache but the last."""
+    """Returns all dims of a cache except the last."""
     return tuple(dims[d] for d in (("pages", "C", "K") if "pages" in dims else ("B", "S", "K")))
 
 
@@ -76,12 +76,12 @@ def _of_width(*names: str):
     return lambda dims: (*_slots(dims), sum(dims[name] for name in names))
 
 
-# Pages of floats: keys and values apart.
+# Float pages: keys and values in separate arrays.
 APART: dict[str, Any] = {"arrays": ("value_cache",), "shapes": {"key_cache": _of_width("H")}}
 
 
 def _int8(width: str):
-    """Returns a maker of pages that hold every number that there is."""
+    """Returns a generator of random pages over the full int8 range."""
     return lambda rng, dims: jnp.asarray(rng.integers(-128, 128, _of_width(width)(dims)), jnp.int8)
 
 
@@ -96,8 +96,8 @@ def _scale_of_slots(rng, dims):
     return jnp.asarray(0.01 * (0.5 + rng.random(_slots(dims))), jnp.float32)
 
 
-# A prompt, a request with queries and no keys before, a decode, one with nothing, and a prompt that goes on; the last rows
-# are of no request.
+# A prompt, a request with queries but no earlier keys, a decode, an empty request, and a continued prompt; the last rows
+# belong to no request.
 SMALL = {"M": 24, "N": 4, "K": 2, "H": 16, "Hv": 16, "pages": 12, "C": 4, "requests": 5}
 RAGGED_MAKE = {
     "query_start_loc": _cuts(9, 4, 1, 0, 7),

@@ -1,6 +1,6 @@
-"""The contracts of paged attention: attention of queries over keys that lie in pages, and the pages' update.
+"""The contracts of paged attention: attention of queries over keys stored in pages, and the update of the pages.
 
-All of them are one computation, `flash_attention`'s over the keys that a block table names; they differ in how requests lie.
+All compute `flash_attention` over the keys that a block table refers to; they differ in the layout of requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kernels.ops.paged_attention import cases
 from kernels.ops.paged_attention.cache import dequantised, slots_of_new, written
 
 Window = tuple[int | None, int | None]
-# One meaning for every attention-like operation: what training computes is what serving computes.
+# One definition for every attention-like operation: serving computes what training computes.
 ATTENTION = flash_attention.op.function
 
 
@@ -31,9 +31,9 @@ class PagedAttentionConfig(Tunables):
     """Tunables of the engine; None leaves the choice to the configuration chain.
 
     Attributes:
-      block_q: queries of one request that a tile has.
-      block_k: keys that a tile meets in one step.
-      parallel: how many pairs of a tile and a block of keys a step computes at once, be they of one request (split-KV) or of
+      block_q: queries of one request per tile.
+      block_k: keys that a tile processes per step.
+      parallel: pairs of a tile and a block of keys that one step computes at once, from one request (split-KV) or
         several.
     """
 
@@ -59,14 +59,15 @@ def paged_attention(
     causal: bool = True,
     window: Window | None = None,
 ) -> Float[Array, "M N Hv"]:
-    """Returns attention of the rows query_start_loc[r] ... query_start_loc[r + 1] - 1, the last tokens of request r, over its
-    kv_lens[r] keys. Rows of no request are 0.
+    """Returns attention of the rows query_start_loc[r] ... query_start_loc[r + 1] - 1, the last tokens of request r,
+    over its kv_lens[r] keys. Rows without a request are 0.
 
-    Position p of request r lies in entry p % C of page block_tables[r, p // C]. Past the last page of a table there are no
-    keys. What lies in slots that are no key of a request, NaN too, is in no output of it. Without `value_cache` a slot of
-    `key_cache` has the key in its first H numbers and the value in the others. An int8 or 8-bit float cache means its numbers
-    times `k_scale`, `v_scale`, rounded to the dtype of `query`. The rest is as in `flash_attention`: positions are
-    bottom-right aligned, so the last row of a request is at position kv_lens[r] - 1.
+    Position p of request r is entry p % C of page block_tables[r, p // C]. There are no keys past the last page of a
+    table. Slots that are not keys of a request, even if they contain NaN, affect none of its outputs. Without
+    `value_cache`, a slot of `key_cache` has the key in its first H numbers and the value in the others. The values of
+    an int8 or 8-bit float cache are its numbers times `k_scale`, `v_scale`, rounded to the dtype of `query`. The rest
+    is as in `flash_attention`: positions are bottom-right aligned, so the last row of a request is at position
+    kv_lens[r] - 1.
     """
     M, _, H = query.shape
     pages, C = key_cache.shape[:2]
@@ -81,11 +82,11 @@ def paged_attention(
             whole = dequantised(cache, scale, query.dtype)[jnp.clip(table, 0, pages - 1)]
             return jnp.where((j < kv_len)[:, None, None], whole.reshape(-1, *whole.shape[2:]), 0)[None]
 
-        own = (place >= begin) & (place < end)
+        in_request = (place >= begin) & (place < end)
         mask = MaskInfo(
             causal=causal,
             window=window,
-            q_segment_ids=jnp.where(own, 0, -1)[None],
+            q_segment_ids=jnp.where(in_request, 0, -1)[None],
             kv_segment_ids=jnp.where(j < kv_len, 0, -1)[None],
             q_positions=(kv_len - (end - begin) + place - begin)[None],
             kv_positions=j[None],
@@ -93,7 +94,7 @@ def paged_attention(
         key, value = gathered(key_cache, k_scale), gathered(value_cache, v_scale)
         options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap}
         out, _ = ATTENTION(query[None], key, value, mask, None, softmax_aux, slopes, **options)
-        return jnp.where(own[:, None, None], out[0], 0)
+        return jnp.where(in_request[:, None, None], out[0], 0)
 
     every = jax.vmap(of_request)(query_start_loc[:-1], query_start_loc[1:], kv_lens, block_tables)
     return jnp.sum(every, axis=0)
@@ -115,7 +116,7 @@ def page_attention(
     causal: bool = True,
     window: Window | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """Returns `paged_attention` of B requests with T queries each, so that they can be split over devices."""
+    """Returns `paged_attention` for B requests with T queries each, which can be split over devices."""
     B, T = query.shape[:2]
     options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal, "window": window}
     more = (value_cache, k_scale, v_scale, softmax_aux, alibi_slopes)
@@ -140,22 +141,22 @@ def decode_attention(
     causal: bool = True,
     window: Window | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """Returns attention of T queries, the last tokens of each row, over the keys kv_starts[b] ... kv_lens[b] - 1 of a cache
-    that has S slots for every row; `kv_starts` is 0 by default, and the query at kv_lens[b] - 1 the last."""
+    """Returns attention of T queries, the last tokens of each row, over the keys kv_starts[b] ... kv_lens[b] - 1 of a
+    cache with S slots per row; `kv_starts` is 0 by default, and the last query is at position kv_lens[b] - 1."""
     B, T = query.shape[:2]
     S = key_cache.shape[1]
     j = jnp.arange(S)
     starts = jnp.zeros_like(kv_lens) if kv_starts is None else kv_starts
-    there = (j >= starts[:, None]) & (j < kv_lens[:, None])
+    valid = (j >= starts[:, None]) & (j < kv_lens[:, None])
     key, value = (
-        jnp.where(there[..., None, None], dequantised(cache, scale, query.dtype), 0)
+        jnp.where(valid[..., None, None], dequantised(cache, scale, query.dtype), 0)
         for cache, scale in ((key_cache, k_scale), (value_cache, v_scale))
     )
     mask = MaskInfo(
         causal=causal,
         window=window,
         q_segment_ids=jnp.zeros((B, T), jnp.int32),
-        kv_segment_ids=jnp.where(there, 0, -1),
+        kv_segment_ids=jnp.where(valid, 0, -1),
         q_positions=kv_lens[:, None] - T + jnp.arange(T),
         kv_positions=jnp.broadcast_to(j, (B, S)),
     )
@@ -173,9 +174,9 @@ def append_to_cache(
     k_scale: Float[Array, "#pages #C #K"] | None = None,
     v_scale: Float[Array, "#pages #C #K"] | None = None,
 ) -> tuple[Shaped[Array, "pages C K H"], Shaped[Array, "pages C K Hv"]]:
-    """Returns the caches with row m of `key` and `value` in slot slots[m] (entry s % C of page s // C), every other slot as it
-    was, bit for bit; a slot that is negative or past the end is not written. Into an int8 or 8-bit float cache go the rows
-    divided by the scale, rounded and saturated."""
+    """Returns the caches with row m of `key` and `value` in slot slots[m] (entry s % C of page s // C), and all other
+    slots unchanged, bit for bit. A slot that is negative or past the end is not written. For an int8 or 8-bit float
+    cache, rows are divided by the scale, rounded and saturated."""
     return written(key_cache, key, slots, k_scale), written(value_cache, value, slots, v_scale)
 
 
@@ -198,8 +199,8 @@ def append_and_attend(
     causal: bool = True,
     window: Window | None = None,
 ) -> tuple[Float[Array, "M N Hv"], Shaped[Array, "pages C K H"], Shaped[Array, "pages C K Hv"]]:
-    """Returns (out, new key cache, new value cache): `append_to_cache` of every row at its request's last positions, then
-    `paged_attention` over what is there now, new keys included, as the cache has them."""
+    """Returns (out, new key cache, new value cache): `append_to_cache` of every row at its request's last positions,
+    then `paged_attention` over the new caches, including the new keys as stored there."""
     slots = slots_of_new(query_start_loc, kv_lens, block_tables, key_cache.shape[1], key.shape[0])
     caches = append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale)
     options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal, "window": window}
@@ -209,11 +210,11 @@ def append_and_attend(
 
 
 def _work(call: Call) -> tuple[Work, Work]:
-    """Returns the work of attention over full tables: lengths are data, and what is known of them is their bound."""
+    """Returns the work of attention over full tables, an upper bound, because lengths are data."""
     *_, N, H = call.query.shape
     dense = "block_tables" not in call.arguments
     keys = call.dims["S"] if dense else call.block_tables.shape[1] * call.dims["C"]
-    # A token's slot: its numbers, and scales of their own.
+    # A token's slot: its numbers, and its scales.
     values = call.value_cache
     width = call.key_cache.shape[-1] + (0 if values is None else values.shape[-1])
     slot = call.dims["K"] * width * call.key_cache.dtype.itemsize
@@ -226,7 +227,7 @@ def _work(call: Call) -> tuple[Work, Work]:
 
 
 def _work_of_append(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the rows alone: the slots that are not written cost nothing where the caches are donated."""
+    """Returns the work of the new rows alone: with donated caches, the other slots cost nothing."""
     rows = sum(x.size * (x.dtype.itemsize + cache.dtype.itemsize) for x, cache in _pairs(call))
     return Work(0, rows + nbytes(call.slots)), Work(0, 0)
 
@@ -237,7 +238,7 @@ def _pairs(call: Call) -> tuple[tuple[Any, Any], ...]:
 
 _HEADS: dict[str, Any] = {"tied_dims": (("N", "K"),), "config": PagedAttentionConfig}
 op = Op(paged_attention, local_dims={"N", "K"}, cases=cases.RAGGED, work=_work, **_HEADS)
-# The queries of a request are its last tokens, and the entries of a cache are counted from its first.
+# Queries are the last tokens of a request, and entries of a cache are counted from its first token.
 page_op = Op(page_attention, local_dims={"B", "N", "K"}, ordered=True, cases=cases.PAGES, work=_work, **_HEADS)
 decode_op = Op(decode_attention, local_dims={"B", "N", "K"}, ordered=True, cases=cases.DENSE, work=_work, **_HEADS)
 append_op = Op(

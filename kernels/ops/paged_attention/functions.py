@@ -1,6 +1,7 @@
-"""What users call with as many queries in every request: decode steps and chunks of prompts, over pages and dense caches.
+"""Public functions with the same number of queries in every request: decode steps and chunks of prompts, over pages and
+dense caches.
 
-Pages are [num_blocks, block_size, kv_heads, head_dim], in every function; no other layout is guessed.
+Pages are [num_blocks, block_size, kv_heads, head_dim] in every function; other layouts are never guessed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from kernels.framework.public import Prepared
 from kernels.framework.requests import check_lengths, check_tables
-from kernels.ops.paged_attention import arguments as given
+from kernels.ops.paged_attention import arguments as check
 from kernels.ops.paged_attention.arguments import Named
 from kernels.ops.paged_attention.contract import decode_op, page_op
 from kernels.ops.paged_attention.options import attending, options
@@ -22,7 +23,7 @@ _DENSE = "[B, S, kv_heads, head_dim]"
 
 
 def _of_rows(query: jax.Array, op: Any, *arguments: Any, **more: Any) -> Prepared:
-    """Returns the call of B requests with T queries each; a query without T gives an output without it."""
+    """Returns the call of B requests with T queries each; if `query` has no dim T, neither has the output."""
     if query.ndim == 4:
         return Prepared(op.bind(query, *arguments, **more))
     call = op.bind(query[:, None], *arguments, **more)
@@ -39,34 +40,34 @@ def _over_pages(
     how: Any,
     block_size: Any = None,
 ) -> Prepared:
-    given.array(f, "query", query, 3, 4, form=_ROWS)
-    given.check_pages(f, query, key_cache, value_cache, block_size)
+    check.array(f, "query", query, 3, 4, form=_ROWS)
+    check.check_pages(f, query, key_cache, value_cache, block_size)
     B = query.shape[0]
-    tables = given.integers(f, "block_tables", block_tables, 2, form="[B, pages of the longest]")
+    tables = check.integers(f, "block_tables", block_tables, 2, form="[B, pages of the longest]")
     if tables.shape[0] != B:
-        raise given.wrong(f, "block_tables", f"has {tables.shape[0]} rows, and 'query' {B}")
-    lengths = given.lengths(f, *lens, B)
+        raise check.wrong(f, "block_tables", f"has {tables.shape[0]} rows, but 'query' has {B}")
+    lengths = check.lengths(f, *lens, B)
     check_tables(f, lens, ("block_tables", block_tables), *key_cache.shape[:2])
     return _of_rows(query, page_op, key_cache, lengths, tables, value_cache, **options(f, query, key_cache, **how))
 
 
 def _over_rows(f: str, query: Any, key: Named, value: Named, lens: Named, starts: Named | None, how: Any) -> Prepared:
-    given.array(f, "query", query, 3, 4, form=_ROWS)
+    check.array(f, "query", query, 3, 4, form=_ROWS)
     B, N, H = query.shape[0], *query.shape[-2:]
     cache = key.value
     for name, x in (key, value):
-        given.array(f, name, x, 4, form=_DENSE)
+        check.array(f, name, x, 4, form=_DENSE)
         if x.shape[0] != B or x.shape[:3] != cache.shape[:3] or x.dtype != cache.dtype:
-            said = f"must be {_DENSE} of {B} rows, keys and values alike, got {x.shape} of {x.dtype}"
-            raise given.wrong(f, name, said)
+            message = f"must be {_DENSE} of {B} rows, keys and values alike, got {x.shape} of {x.dtype}"
+            raise check.wrong(f, name, message)
     if cache.shape[3] != H:
-        raise given.wrong(f, key.name, f"of shape {cache.shape} must have the head_dim {H} of 'query'")
+        raise check.wrong(f, key.name, f"of shape {cache.shape} must have the head_dim {H} of 'query'")
     K = cache.shape[2]
     if N % K:
-        hint = f"; it looks like [B, kv_heads, S, head_dim]: give {key.name}.swapaxes(1, 2)"
+        hint = f"; it looks like [B, kv_heads, S, head_dim]: pass {key.name}.swapaxes(1, 2)"
         hint = hint if N % cache.shape[1] == 0 else ""
-        raise given.wrong(f, key.name, f"has {K} heads, no divisor of the {N} of 'query'{hint}")
-    lengths = [None if x is None else given.lengths(f, *x, B) for x in (lens, starts)]
+        raise check.wrong(f, key.name, f"has {K} heads, which must divide the {N} of 'query'{hint}")
+    lengths = [None if x is None else check.lengths(f, *x, B) for x in (lens, starts)]
     check_lengths(f, *lens, cache.shape[1], f"a row of {key.name!r}", starts)
     return _of_rows(query, decode_op, cache, value.value, *lengths, **options(f, query, cache, **how))
 
@@ -90,14 +91,14 @@ def page_attention(
     It is causal: a query sees the keys up to its own. There is no gradient.
 
     Args:
-      query: [B, N, H], one token of each request, or [B, T, N, H], its T last ones (speculative decoding).
-      key_cache, value_cache: [num_blocks, block_size, K, H], in the dtype of query, or int8 or an 8-bit float. What lies in
-        slots that are no key of a request, NaN too, is in no output of it. Requests may share pages.
-      context_lens, or kv_lens: int [B], how many keys a request has, those of its queries included; 0 gives the output 0.
-      block_tables: int [B, pages of the longest]: position p lies in entry p % block_size of page
-        block_tables[b, p // block_size]. Entries past the last page that is used may be anything.
-      scale: another name of softmax_scale.
-      block_size: checked, where given, against the cache's.
+      query: [B, N, H], one token per request, or [B, T, N, H], its last T tokens (speculative decoding).
+      key_cache, value_cache: [num_blocks, block_size, K, H], in the dtype of query, or int8 or an 8-bit float. Slots
+        that are not keys of a request do not affect its output, even if they contain NaN. Requests may share pages.
+      context_lens, or kv_lens: int [B], number of keys of a request, including those of its queries; 0 gives output 0.
+      block_tables: int [B, pages of the longest]: position p is entry p % block_size of page
+        block_tables[b, p // block_size]. Entries past the last page in use may be anything.
+      scale: another name for softmax_scale.
+      block_size: if given, must match the cache's.
 
     >>> import jax.numpy as jnp
     >>> pages = jnp.ones((8, 4, 2, 16))
@@ -106,9 +107,9 @@ def page_attention(
     (2, 4, 16)
     """
     f = "page_attention"
-    lens = given.either(f, context_lens=context_lens, kv_lens=kv_lens)
-    how["softmax_scale"] = given.either(f, softmax_scale=softmax_scale, scale=scale, needed=False).value
-    tables = given.either(f, block_tables=block_tables).value
+    lens = check.either(f, context_lens=context_lens, kv_lens=kv_lens)
+    how["softmax_scale"] = check.either(f, softmax_scale=softmax_scale, scale=scale, needed=False).value
+    tables = check.either(f, block_tables=block_tables).value
     return _over_pages(f, query, key_cache, value_cache, lens, tables, how, block_size)
 
 
@@ -121,13 +122,15 @@ def prefill_page_attention(
     block_tables: Any,
     **how: Any,
 ) -> Prepared:
-    """Returns the causal attention of a chunk of a prompt over the pages that hold the prompt up to its end.
+    """Returns the causal attention of a chunk of a prompt over the pages that hold the prompt up to the end of the
+    chunk.
 
     Args:
-      query: [T, N, H], a chunk of one request, or [B, T, N, H], chunks as long of several.
+      query: [T, N, H], a chunk of one request, or [B, T, N, H], chunks of several requests of the same length.
       key_cache, value_cache: as in `page_attention`.
-      context_lens: int, or [1], or [B]: how many keys a request has, those of the chunk included, which are in the pages.
-      block_tables: int [pages] of the one request, or [B, pages].
+      context_lens: int, or [1], or [B]: number of keys of a request, including those of the chunk, which are already in
+        the pages.
+      block_tables: int [pages] for one request, or [B, pages].
 
     >>> import jax.numpy as jnp
     >>> pages = jnp.ones((8, 4, 2, 16))
@@ -135,9 +138,9 @@ def prefill_page_attention(
     (5, 4, 16)
     """
     f = "prefill_page_attention"
-    given.array(f, "query", query, 3, 4, form="[T, N, H] or [B, T, N, H]")
-    lens = given.integers(f, "context_lens", context_lens, 0, 1, form="of one number, or [B]")
-    tables = given.integers(f, "block_tables", block_tables, 1, 2, form="[pages], or [B, pages]")
+    check.array(f, "query", query, 3, 4, form="[T, N, H] or [B, T, N, H]")
+    lens = check.integers(f, "context_lens", context_lens, 0, 1, form="of one number, or [B]")
+    tables = check.integers(f, "block_tables", block_tables, 1, 2, form="[pages], or [B, pages]")
     rows = query[None] if query.ndim == 3 else query
     lens = Named("context_lens", jnp.atleast_1d(lens))
     tables = jnp.atleast_2d(tables)
@@ -156,9 +159,10 @@ def decode_attention(
     The work follows the lengths, not the size of the cache.
 
     Args:
-      query: [B, N, H], one token of each row, or [B, T, N, H], its T last ones.
-      key_cache, value_cache: [B, S, K, H]; what lies past a row's length, NaN too, is in no output.
-      kv_lens: int [B], how many keys a row has, those of its queries included; 0 gives the output 0.
+      query: [B, N, H], one token per row, or [B, T, N, H], its last T tokens.
+      key_cache, value_cache: [B, S, K, H]; entries past a row's length do not affect the output, even if they contain
+        NaN.
+      kv_lens: int [B], number of keys of a row, including those of its queries; 0 gives output 0.
 
     >>> import jax.numpy as jnp
     >>> cache = jnp.ones((2, 32, 2, 16))
@@ -184,7 +188,7 @@ def ragged_decode_attention(
     Args:
       query: [B, N, H] or [B, T, N, H]; the last query is at position sequence_end[b] - 1.
       key, value: [B, S, K, H].
-      sequence_start, sequence_end: int [B]. Where they are equal the output is 0.
+      sequence_start, sequence_end: int [B]. If they are equal, the output is 0.
 
     >>> import jax.numpy as jnp
     >>> cache = jnp.ones((2, 32, 2, 16))

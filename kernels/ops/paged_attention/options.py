@@ -1,4 +1,4 @@
-"""What every function here that attends takes: the options of attention and the scales of its cache, said once."""
+"""Options shared by all functions here that attend: those of attention, and the scales of the cache."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from kernels.ops.paged_attention.arguments import array, wrong
 from kernels.ops.paged_attention.cache import is_quantised
 
 _DOC = """
-    And, by name, as every function here that attends; all of it means what it means in `flash_attention`:
+        Keyword arguments of every function here that attends, with the same meaning as in `flash_attention`:
       softmax_scale: default 1/sqrt(H).
-      sliding_window: W for exactly W keys i - W < j <= i, or (left, right), None for an open side.
+      sliding_window: W for exactly W keys i - W < j <= i, or (left, right), None for an unbounded side.
       logits_soft_cap: c in c * tanh(logits / c).
-      softmax_aux: sinks, [N] or [N, n]: logits that join the denominator and have no value.
+      softmax_aux: attention sinks, [N] or [N, n]: logits that contribute to the denominator and have no value.
       alibi_slopes: [N]; slope * |i - j| is subtracted from the logits.
-      k_scale, v_scale: what a quantised cache is multiplied by: a number, one for each head [K], or one for each slot and head,
-        in the shape of the cache without its last dim. Needed for int8; 1 by default for 8-bit floats.
+        k_scale, v_scale: scales of a quantised cache: a number, one per head [K], or one per slot and head, in the
+        shape of the cache
+          without its last dim. Required for int8; 1 by default for 8-bit floats.
       cfg: `PagedAttentionConfig`.
 
     Raises:
-      ValueError: an argument is wrong; the message names it. Unsupported: the platform cannot, or a gradient was asked for.
+      ValueError: names the invalid argument. Unsupported: no backend can run the call, or a gradient is requested.
 """
 
 
@@ -40,10 +41,10 @@ def scales(function: str, query: Any, cache: Any, k_scale: Any, v_scale: Any, ro
     """Returns the scales of a cache [pages, C, K, H] by name, each [#pages, #C, #K].
 
     Args:
-      rows: the name of `query`.
+      rows: the argument name of the queries, for messages.
     """
     dims = tuple(cache.shape[:3])
-    found: dict[str, Any] = {}
+    scale_options: dict[str, Any] = {}
     for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
         if x is None:
             continue
@@ -58,30 +59,32 @@ def scales(function: str, query: Any, cache: Any, k_scale: Any, v_scale: Any, ro
             raise wrong(
                 function,
                 name,
-                f"must be one number, one for each head {dims[2:]}, or one for each slot and head {dims}, got {x.shape}",
+                f"must be one number, one per head {dims[2:]}, or one per slot and head {dims}, got {x.shape}",
             )
-        found[name] = x.reshape(shapes[x.shape])
-    if np.dtype(cache.dtype) == np.int8 and len(found) < 2:
-        missing = next(n for n in ("k_scale", "v_scale") if n not in found)
-        raise wrong(function, missing, "is missing: what is in an int8 cache means itself times a scale")
+        scale_options[name] = x.reshape(shapes[x.shape])
+    if np.dtype(cache.dtype) == np.int8 and len(scale_options) < 2:
+        missing = next(n for n in ("k_scale", "v_scale") if n not in scale_options)
+        raise wrong(function, missing, "is missing: an int8 cache needs a scale")
     if not is_quantised(cache):
-        if found:
-            name = next(iter(found))
+        if scale_options:
+            name = next(iter(scale_options))
             raise wrong(
-                function, name, f"is for an int8 or 8-bit float cache, and this one is {cache.dtype}; leave it out"
+                function, name, f"applies to an int8 or 8-bit float cache, but this one is {cache.dtype}; omit it"
             )
         if cache.dtype != query.dtype:
             raise wrong(
                 function,
                 rows,
-                f"is {query.dtype} and the cache {cache.dtype}; cast it, {rows}.astype(key_cache.dtype), or give a cache "
-                "of int8 or 8-bit floats",
+                f"is {query.dtype}, but the cache is {cache.dtype}; cast it, {rows}.astype(key_cache.dtype), or "
+                "pass a cache of int8 or 8-bit floats",
             )
     elif np.dtype(cache.dtype) != np.int8 and not jnp.issubdtype(cache.dtype, jnp.floating):
         raise wrong(
-            function, rows, f"is {query.dtype} and the cache {cache.dtype}; a cache is int8, 8-bit floats, or alike"
+            function,
+            rows,
+            f"is {query.dtype}, but the cache is {cache.dtype}; it must be int8, 8-bit floats, or the same",
         )
-    return found
+    return scale_options
 
 
 def options(
@@ -98,9 +101,9 @@ def options(
     v_scale: Any = None,
     causal: bool = True,
 ) -> dict[str, Any]:
-    """Returns the options and scales that are used, by the contracts' names."""
+    """Returns the options and scales that are set, by the contracts' names."""
     N = query.shape[-2]
-    found = scales(function, query, cache, k_scale, v_scale)
+    op_options = scales(function, query, cache, k_scale, v_scale)
     plain: dict[str, Any] = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal}
     for name, x in plain.items():
         if isinstance(x, jax.Array):
@@ -108,29 +111,29 @@ def options(
         if name != "causal" and x is not None and not (isinstance(x, numbers.Real) and math.isfinite(x)):
             raise wrong(function, name, f"must be a finite number, got {x!r}")
     if logits_soft_cap is not None and not logits_soft_cap > 0:
-        raise wrong(function, "logits_soft_cap", f"must be positive, got {logits_soft_cap}; None for no cap")
+        raise wrong(function, "logits_soft_cap", f"must be positive, got {logits_soft_cap}; use None for no cap")
     for name in ("softmax_scale", "logits_soft_cap"):
         if plain[name] is not None:
-            found[name] = float(plain[name])
+            op_options[name] = float(plain[name])
     try:
         window = window_of(sliding_window)
     except ValueError as error:
         raise ValueError(f"{function}: {error}") from None
     if window is not None:
-        found["window"] = window
+        op_options["window"] = window
     if not causal:
-        found["causal"] = False
+        op_options["causal"] = False
     if softmax_aux is not None:
         x = array(function, "softmax_aux", softmax_aux, 1, 2, form=f"[{N}] or [{N}, sinks]")
         if x.shape[0] != N:
             raise wrong(function, "softmax_aux", f"must be [N] or [N, sinks] with N = {N}, got {x.shape}")
-        found["softmax_aux"] = x[:, None] if x.ndim == 1 else x
+        op_options["softmax_aux"] = x[:, None] if x.ndim == 1 else x
     if alibi_slopes is not None:
         x = array(function, "alibi_slopes", alibi_slopes, 1, form=f"[{N}]")
         if x.shape[0] != N:
             raise wrong(function, "alibi_slopes", f"must be [N] with N = {N}, got {x.shape}")
-        found["alibi_slopes"] = x
-    return found
+        op_options["alibi_slopes"] = x
+    return op_options
 
 
 _SHARED = [
@@ -141,13 +144,13 @@ _SHARED = [
 
 
 def attending(*ops: Op) -> Callable[[Callable[..., Prepared]], PublicFunction]:
-    """Returns `public(*ops)` for a function whose `**how` are the options of attention: they join its signature, and their
-    documentation its own."""
+    """Returns `public(*ops)` for a function whose `**how` are the options of attention. Their names are added to its
+    signature, and their documentation to its docstring."""
 
     def declare(prepare: Callable[..., Prepared]) -> PublicFunction:
         declared = inspect.signature(prepare)
-        own = {n: p for n, p in declared.parameters.items() if p.kind is not p.VAR_KEYWORD}
-        parameters = [*own.values(), *(p for p in _SHARED if p.name not in own)]
+        own_parameters = {n: p for n, p in declared.parameters.items() if p.kind is not p.VAR_KEYWORD}
+        parameters = [*own_parameters.values(), *(p for p in _SHARED if p.name not in own_parameters)]
         known = {p.name for p in parameters}
 
         @functools.wraps(prepare)

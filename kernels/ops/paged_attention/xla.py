@@ -1,10 +1,10 @@
-"""Paged attention as plain XLA: a list of (tile of queries, block of keys) pairs, as long as the lengths ask for.
+"""Paged attention in plain XLA: a list of (tile of queries, block of keys) pairs whose length follows the lengths.
 
-Queries of one request make tiles of `block_q`. Each tile meets the blocks of keys that one of its queries sees, and no others:
-these pairs, one after the other, are the list. A loop takes `parallel` of them in a step, gathers their slots from the pages,
-and merges what each adds to the running maximum, denominator and output of its tile. Its number of steps is data. Pairs of a
-step may be of one request, which is split-KV with the combine inside the step, or of many, which is a batch; so neither a long
-request nor many short ones leave the device idle, and a table's size costs nothing.
+Queries of one request form tiles of `block_q`. Each tile is paired with the blocks of keys that one of its queries
+sees, and no others; the list contains these pairs. Each step of a loop takes `parallel` of them, gathers their slots
+from the pages, and merges their results into the running maximum, denominator and output of their tiles. The number of
+steps is data. The pairs of a step may belong to one request (split-KV, with the combine inside the step) or to many (a
+batch); so neither a long request nor many short ones leave the device idle, and the size of a table costs nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _known(size: Any) -> int:
 
 
 def _shape(call: Call) -> tuple[int, int, int]:
-    """Returns (queries of a request on average, all queries, keys that a request may have)."""
+    """Returns (queries per request on average, number of queries, maximum number of keys of a request)."""
     rows, requests = _known(call.query.shape[0]), _known(call.kv_lens.shape[0])
     if "T" in call.dims:
         rows *= _known(call.query.shape[1])
@@ -54,8 +54,8 @@ def _heuristic(call: Call, platform: str) -> PagedAttentionConfig:
     each, rows, keys = _shape(call)
     block_q, block_k = min(tile, power_of_two(each)), min(block, power_of_two(keys))
     fits = max(1, logits // (block_q * block_k * call.dims["N"]))
-    there = (rows // block_q + _known(call.kv_lens.shape[0])) * -(-keys // block_k)
-    return PagedAttentionConfig(block_q, block_k, max(1, min(pairs, fits, there)))
+    num_pairs = (rows // block_q + _known(call.kv_lens.shape[0])) * -(-keys // block_k)
+    return PagedAttentionConfig(block_q, block_k, max(1, min(pairs, fits, num_pairs)))
 
 
 def _candidates(call: Call) -> list[PagedAttentionConfig]:
@@ -66,10 +66,10 @@ def _candidates(call: Call) -> list[PagedAttentionConfig]:
 
 
 class _Requests(NamedTuple):
-    """Where the queries and keys of each request lie, int32 [requests], and its pages."""
+    """The ranges of the queries and keys of each request, int32 [requests], and its pages."""
 
     begin: jax.Array  # its first row of the queries
-    count: jax.Array  # how many rows it has
+    count: jax.Array  # its number of rows
     kv_start: jax.Array  # its keys are kv_start ... kv_end - 1,
     kv_end: jax.Array
     kv_len: jax.Array  # and the last query is at kv_len - 1
@@ -80,9 +80,9 @@ class _Tiles(NamedTuple):
     """int32 [tiles]. Those that exist come first."""
 
     request: jax.Array
-    first: jax.Array  # place of its first query among those of the request
+    first: jax.Array  # index of its first query within the request
     block: jax.Array  # its first block of keys
-    begin: jax.Array  # its pairs are begin ... end - 1 of the list: at least one, for a tile that exists
+    begin: jax.Array  # its pairs are begin ... end - 1 of the list: at least one for a valid tile
     end: jax.Array
 
 
@@ -102,7 +102,7 @@ def _tiles(requests: _Requests, num_tiles: Any, o: _Options) -> _Tiles:
     r = jnp.sum(last[None] <= at[:, None], axis=1, dtype=jnp.int32)
     r = jnp.minimum(r, requests.count.shape[0] - 1)
     first = (at - last[r] + each[r]) * o.block_q
-    # The keys that the first query sees begin the range, those that the last one sees end it.
+    # The range starts with the keys of the first query and ends with those of the last.
     offset = requests.kv_len[r] - requests.count[r]
     low, high = offset + first, offset + jnp.minimum(first + o.block_q, requests.count[r]) - 1
     begin, end = requests.kv_start[r], requests.kv_end[r]
@@ -118,20 +118,20 @@ def _tiles(requests: _Requests, num_tiles: Any, o: _Options) -> _Tiles:
 
 
 def _flat(x: jax.Array | None) -> jax.Array | None:
-    """Returns slots [pages * C, ...] of pages [pages, C, ...]; a scale that all slots share stays [1, ...]."""
+    """Returns pages [pages, C, ...] as slots [pages * C, ...]; a scale shared by all slots stays [1, ...]."""
     return None if x is None else x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def _taken(slots, there, caches, scales, width, dtype) -> list[jax.Array]:
-    """Returns keys and values [pairs, block_k, K, H and Hv], 0 where a slot is no key: what lies there may be NaN."""
+def _taken(slots, valid, caches, scales, width, dtype) -> list[jax.Array]:
+    """Returns keys and values [pairs, block_k, K, H and Hv], with 0 in slots that are not keys, which may hold NaN."""
 
     def rows(x: jax.Array) -> jax.Array:
         return x.at[slots].get(mode="promise_in_bounds")
 
     def meant(x: jax.Array, scale: Any) -> jax.Array:
-        if scale is not None and scale.shape[0] > 1:  # else that of one slot is that of all
+        if scale is not None and scale.shape[0] > 1:  # otherwise all slots share one
             scale = rows(scale)
-        return jnp.where(there[..., None, None], dequantised(x, scale, dtype), 0)
+        return jnp.where(valid[..., None, None], dequantised(x, scale, dtype), 0)
 
     keys = rows(caches[0])
     values = keys[..., width:] if caches[1] is None else rows(caches[1])
@@ -139,7 +139,7 @@ def _taken(slots, there, caches, scales, width, dtype) -> list[jax.Array]:
 
 
 def _spread(scale: jax.Array | None, cache: jax.Array) -> jax.Array | None:
-    """Returns the scale of every slot [pages, C, K|1], or of all alike [1, 1, K|1]."""
+    """Returns the scale of every slot [pages, C, K|1], or one shared by all [1, 1, K|1]."""
     if scale is None or scale.shape[:2] == (1, 1):
         return scale
     return jnp.broadcast_to(scale, (*cache.shape[:2], scale.shape[2]))
@@ -155,27 +155,27 @@ def _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slope
     flat = [_flat(x) for x in caches]
     t = _tiles(requests, num_tiles, o)
     total = t.end[-1]
-    # So that a step may look at `parallel` tiles from any on.
+    # Padded so that a step can slice `parallel` tiles from any index.
     ends = jnp.pad(t.end, (0, W), constant_values=_LAST)
     slopes = None if alibi_slopes is None else alibi_slopes.astype(jnp.float32).reshape(K, G, 1, 1)
     place = jnp.arange(o.block_q, dtype=jnp.int32)
 
     def pairs_of_step(step, tile):
-        """Returns (tile of each pair counted from `tile`, whether there is such a pair, its largest logits, denominators and
-        outputs)."""
+        """Returns (tile of each pair relative to `tile`, whether the pair is valid, its largest logits, denominators
+        and outputs)."""
         item = step * W + jnp.arange(W, dtype=jnp.int32)
         real = item < total
         local = jnp.sum(jax.lax.dynamic_slice_in_dim(ends, tile, W)[None] <= item[:, None], axis=1)
         local = jnp.minimum(local, W - 1)
-        mine = jax.tree.map(lambda x: x[jnp.minimum(tile + local, x.shape[0] - 1)], t)
-        begin, count, kv_start, kv_end, kv_len = (x[mine.request] for x in requests[:-1])
-        j = (mine.block + item - mine.begin)[:, None] * o.block_k + jnp.arange(o.block_k, dtype=jnp.int32)
+        tiles = jax.tree.map(lambda x: x[jnp.minimum(tile + local, x.shape[0] - 1)], t)
+        begin, count, kv_start, kv_end, kv_len = (x[tiles.request] for x in requests[:-1])
+        j = (tiles.block + item - tiles.begin)[:, None] * o.block_k + jnp.arange(o.block_k, dtype=jnp.int32)
         page = jnp.clip(j // C, 0, requests.tables.shape[1] - 1)
-        number = requests.tables[mine.request[:, None], page]
+        number = requests.tables[tiles.request[:, None], page]
         slots = jnp.clip(number, 0, pages - 1) * C + j % C
-        there = (j >= kv_start[:, None]) & (j < kv_end[:, None]) & real[:, None]
-        key, value = _taken(slots, there, flat, scales, H, query.dtype)
-        row = mine.first[:, None] + place
+        valid = (j >= kv_start[:, None]) & (j < kv_end[:, None]) & real[:, None]
+        key, value = _taken(slots, valid, flat, scales, H, query.dtype)
+        row = tiles.first[:, None] + place
         q = query[jnp.clip(begin[:, None] + row, 0, M - 1)].reshape(W, o.block_q, K, G, H)
         i = (kv_len - count)[:, None] + row
         x = dot("wqkgh,wskh->wkgqs", q, key) * o.scale
@@ -183,7 +183,7 @@ def _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slope
             x = o.cap * jnp.tanh(x / o.cap)
         if slopes is not None:
             x = x - slopes * jnp.abs(i[:, :, None] - j[:, None]).astype(jnp.float32)[:, None, None]
-        seen = visible(KeyRange(i, j, *interval_of(o.mask, i))) & there[:, None] & (row < count[:, None])[:, :, None]
+        seen = visible(KeyRange(i, j, *interval_of(o.mask, i))) & valid[:, None] & (row < count[:, None])[:, :, None]
         x = jnp.where(seen[:, None, None], x, -jnp.inf)
         m = jnp.max(x, axis=-1)
         p = jnp.exp(x - _finite(m)[..., None])
@@ -194,11 +194,11 @@ def _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slope
         tile, *sums = carry
         local, real, m, weight, out = pairs_of_step(index, tile)
         old = [jax.lax.dynamic_slice_in_dim(x, tile, W) for x in sums]
-        own = (local[None] == jnp.arange(W)[:, None]) & real[None]  # [tile, pair]
+        in_tile = (local[None] == jnp.arange(W)[:, None]) & real[None]  # [tile, pair]
 
         def gathered(x, reduce, nothing):
-            # By a choice and not a matmul: 0 times a NaN would carry it from one request to another.
-            return reduce(jnp.where(own.reshape(W, W, *[1] * (x.ndim - 1)), x[None], nothing), axis=1)
+            # By selection, not a matmul: 0 times NaN would spread it from one request to another.
+            return reduce(jnp.where(in_tile.reshape(W, W, *[1] * (x.ndim - 1)), x[None], nothing), axis=1)
 
         largest = jnp.maximum(old[0], gathered(m, jnp.max, -jnp.inf))
         before, after = jnp.exp(old[0] - _finite(largest)), jnp.exp(m - _finite(largest)[local])
@@ -226,12 +226,12 @@ def _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slope
 
 
 def _finite(m: jax.Array) -> jax.Array:
-    """Returns the largest logits, 0 where there was none: -inf less -inf would be NaN."""
+    """Returns the largest logits, with 0 in place of -inf, since -inf - -inf is NaN."""
     return jnp.where(m == -jnp.inf, 0, m)
 
 
 def _rows(out: jax.Array, t: _Tiles, requests: _Requests, num_rows: Any) -> jax.Array:
-    """Returns [M, N, Hv] of tiles [tiles, K, G, block_q, Hv]; a row of no request is 0."""
+    """Returns tiles [tiles, K, G, block_q, Hv] as [M, N, Hv]; rows without a request are 0."""
     tiles, K, G, block_q, Hv = out.shape
     place = t.first[:, None] + jnp.arange(block_q, dtype=jnp.int32)
     real = (t.begin < t.end)[:, None] & (place < requests.count[t.request][:, None])
@@ -259,7 +259,7 @@ def paged_attention(
     count = jnp.clip(cuts[1:], begin, M) - begin
     kv_end = jnp.minimum(lens, tables.shape[1] * key_cache.shape[1])
     requests = _Requests(begin, count, jnp.zeros_like(lens), kv_end, lens, tables)
-    num_tiles = M // o.block_q + lens.shape[0]  # a request's last tile may not be full
+    num_tiles = M // o.block_q + lens.shape[0]  # a request's last tile may be partial
     caches, scales = (key_cache, value_cache), (k_scale, v_scale)
     return _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slopes, o).astype(query.dtype)
 

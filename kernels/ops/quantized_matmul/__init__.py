@@ -1,4 +1,4 @@
-"""Products with quantised weights, and quantising them."""
+"""Quantising weights, and products with quantised weights."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ __all__ = ["dequantize", "op", "quantize", "quantized_matmul"]
 
 
 _HOW = ("mode", "bits", "group_size")
-# Called outside of any program, each step would be one of its own.
+# Jitted, because in an eager call each step would be a program of its own.
 _quantized = functools.partial(jax.jit, static_argnames=_HOW)(quantized)
 _dequantized = functools.partial(jax.jit, static_argnames=_HOW)(dequantized)
 
 
 def _of_mode(function: str, mode: Any, bits: Any = None) -> Format:
-    """Returns the format of a mode, after checking that it has such bits, where they are given."""
+    """Returns the format of a mode, after checking `bits` if given."""
     if mode not in FORMATS:
         raise ValueError(f"{function}: argument 'mode' = {mode!r} is unknown; use one of {', '.join(FORMATS)}")
     form = FORMATS[mode]
     if bits is not None and (bits not in form.bits or isinstance(bits, bool)):
         some = " or ".join(map(str, form.bits))
-        raise ValueError(f"{function}: argument 'bits' = {bits!r} is not of mode {mode!r}; use {some}")
+        raise ValueError(f"{function}: argument 'bits' = {bits!r} is not valid for mode {mode!r}; use {some}")
     return form
 
 
 def _format(function: str, mode: Any, bits: Any, group_size: Any, D: int) -> Format:
-    """Returns the format of a mode, after checking that it has such bits and groups."""
+    """Returns the format of a mode, after checking its bits and group size."""
 
     def refuse(argument: str, what: str) -> ValueError:
         return ValueError(f"{function}: argument {argument!r} {what}")
@@ -45,8 +45,8 @@ def _format(function: str, mode: Any, bits: Any, group_size: Any, D: int) -> For
     form = _of_mode(function, mode, bits)
     if not isinstance(group_size, int) or group_size < 1 or (form.group_sizes and group_size not in form.group_sizes):
         some = " or ".join(map(str, form.group_sizes)) or "a positive integer"
-        raise refuse("group_size", f"= {group_size!r} is not of mode {mode!r}; use {some}")
-    if D % group_size or D % RUN:  # a run of codes is packed whole
+        raise refuse("group_size", f"= {group_size!r} is not valid for mode {mode!r}; use {some}")
+    if D % group_size or D % RUN:  # runs of codes are packed as a whole
         raise refuse("group_size", f"= {group_size} must divide D = {D}, and so must {RUN}")
     return form
 
@@ -55,25 +55,27 @@ def _format(function: str, mode: Any, bits: Any, group_size: Any, D: int) -> For
 def quantize(
     w: jax.Array, mode: str = "affine", *, bits: int | None = None, group_size: int | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns (words, scales, biases), what `quantized_matmul` takes; biases are None unless the mode is affine.
+    """Returns (words, scales, biases), the arguments of `quantized_matmul`; biases are None unless the mode is affine.
 
-    Groups are of `group_size` entries of D, which share a scale. Codes are packed along D: 32 of them, one after the other, are
-    `bits` uint32 words, code i in the bits i * bits and on, counted from the lowest bit of the first word.
+    Groups of `group_size` consecutive entries of D share a scale. Codes are packed along D: 32 consecutive codes form
+    `bits` uint32 words, with code i in bits i * bits and following, counted from the lowest bit of the first word.
 
     Args:
-      w: float [..., D, F]; D is what is summed over, and a multiple of 32 and of group_size. Of "affine" the largest less the
-        least of a group must be finite in float32; what is not is NaN where values are unknown, under a trace or on a GPU.
-      mode: "affine": scale * code + bias, code of 1 to 8 bits, from the least and the largest of a group. "nf4": scale times a
-        quantile of the normal distribution, scale the largest magnitude. "mxfp4", "mxfp8": 2 ** (scale - 127) times an e2m1 or
-        e4m3 number, rounded to nearest even; groups of 32, scales uint8 (e8m0).
+      w: float [..., D, F]; D is the contracted dim, a multiple of 32 and of group_size. For "affine", the range of each
+        group must be finite in float32; otherwise the result is NaN where values are unknown (under a trace or on a
+        GPU).
+      mode: "affine": scale * code + bias, with codes of 1 to 8 bits, from the minimum and maximum of a group. "nf4":
+        scale times a quantile of the normal distribution, with the largest magnitude as scale. "mxfp4", "mxfp8": 2 **
+        (scale - 127) times an e2m1 or e4m3 number, rounded to nearest even; groups of 32, scales uint8 (e8m0).
       bits: default 4; 8 for mxfp8.
       group_size: default 64; 32 for mxfp4 and mxfp8.
 
     Returns:
-      words: uint32 [..., D * bits / 32, F]. scales: [..., D / group_size, F], of w's dtype or uint8. biases: as scales.
+      words: uint32 [..., D * bits / 32, F]. scales: [..., D / group_size, F], in w's dtype or uint8. biases: like
+        scales.
 
     Raises:
-      ValueError: naming the argument.
+      ValueError: names the argument.
 
     Sources: Dettmers et al., QLoRA, 2023 (nf4); OCP Microscaling Formats (MX) Specification 1.0, 2023; Frantar et al., GPTQ,
     2022 (packing of rows of D).
@@ -94,8 +96,8 @@ def quantize(
     steps = known(scales) if mode == "affine" else None
     if steps is not None and not np.isfinite(steps.astype(np.float32) * (2**bits - 1)).all() and jnp.isfinite(w).all():
         raise ValueError(
-            f"quantize: argument 'w' has a group that spans more than its {bits} bits of {w.dtype} scales reach; divide w by a "
-            "number first, and multiply the product by it"
+            f"quantize: argument 'w' has a group whose range exceeds what {bits} bits with {w.dtype} scales can "
+            "represent; divide w by a constant, and multiply the product by it"
         )
     return words, scales, biases
 
@@ -105,24 +107,24 @@ def _integer(value: Any) -> Any:
 
 
 def _check_packed(function: str, w: Any, scales: Any) -> None:
-    """Raises ValueError for what is not packed as `quantize` does it."""
+    """Raises ValueError for arrays that are not packed as by `quantize`."""
     for name, x in (("w", w), ("scales", scales)):
         if not is_array(x) or x.ndim < 2 or 0 in x.shape[-2:]:
             got = f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
-            raise ValueError(f"{function}: argument {name!r} must be an array as `quantize` makes it, got {got}")
+            raise ValueError(f"{function}: argument {name!r} must be an array returned by `quantize`, got {got}")
     if w.dtype != jnp.uint32:
-        raise ValueError(f"{function}: argument 'w' must be packed uint32, got {w.dtype}; `quantize` makes it")
+        raise ValueError(f"{function}: argument 'w' must be packed uint32 from `quantize`, got {w.dtype}")
     if scales.shape[:-2] != w.shape[:-2] or scales.shape[-1] != w.shape[-1]:
         raise ValueError(f"{function}: argument 'scales' of shape {scales.shape} does not fit 'w' of shape {w.shape}")
 
 
 def _measured(function: str, D: int, w: Any, scales: Any, bits: Any, group_size: Any) -> tuple[int, int]:
-    """Returns (bits, group_size), which follow from the shapes; what was given must agree."""
-    found = {"bits": (32 * w.shape[-2], D, bits, "w"), "group_size": (D, scales.shape[-2], group_size, "scales")}
+    """Returns (bits, group_size), inferred from the shapes; explicit values must agree."""
+    checks = {"bits": (32 * w.shape[-2], D, bits, "w"), "group_size": (D, scales.shape[-2], group_size, "scales")}
     result = []
-    for name, (a, b, given, argument) in found.items():
-        if a % b or (given is not None and given != a // b):
-            of = "" if given is None else f" with {name} = {given}"
+    for name, (a, b, passed, argument) in checks.items():
+        if a % b or (passed is not None and passed != a // b):
+            of = "" if passed is None else f" with {name} = {passed}"
             x = w if argument == "w" else scales
             raise ValueError(f"{function}: argument {argument!r} of shape {x.shape} does not fit D = {D}{of}")
         result.append(a // b)
@@ -130,21 +132,21 @@ def _measured(function: str, D: int, w: Any, scales: Any, bits: Any, group_size:
 
 
 def _biases(function: str, scales: Any, biases: Any, zeros: Any, mode: str) -> Any:
-    """Returns the biases, from zeros where those are given, checked against the mode."""
+    """Returns the biases, computed from zeros if these are given, after checking them against the mode."""
     if biases is not None and zeros is not None:
-        raise ValueError(f"{function}: arguments 'biases' and 'zeros' say the same (bias = -scale * zero); give one")
+        raise ValueError(f"{function}: arguments 'biases' and 'zeros' are equivalent (bias = -scale * zero); pass one")
     if (mode == "affine") != (biases is not None or zeros is not None):
         what = "needs 'biases', or 'zeros'" if mode == "affine" else "has neither 'biases' nor 'zeros'"
         raise ValueError(f"{function}: argument 'biases': mode {mode!r} {what}")
-    name, given = ("zeros", zeros) if biases is None else ("biases", biases)
-    if given is not None and (not is_array(given) or given.shape != scales.shape):
+    name, offsets = ("zeros", zeros) if biases is None else ("biases", biases)
+    if offsets is not None and (not is_array(offsets) or offsets.shape != scales.shape):
         raise ValueError(f"{function}: argument {name!r} must have the shape of 'scales', {scales.shape}")
-    wanted = "uint8" if FORMATS[mode].exponents else "float"
-    if (scales.dtype == jnp.uint8) != FORMATS[mode].exponents or (wanted == "float" and not is_float_array(scales)):
-        raise ValueError(f"{function}: argument 'scales' of mode {mode!r} must be {wanted}, got {scales.dtype}")
+    expected = "uint8" if FORMATS[mode].exponents else "float"
+    if (scales.dtype == jnp.uint8) != FORMATS[mode].exponents or (expected == "float" and not is_float_array(scales)):
+        raise ValueError(f"{function}: argument 'scales' of mode {mode!r} must be {expected}, got {scales.dtype}")
     if zeros is None:
         return biases
-    # In float32, in which a code is multiplied too: rounded to narrow scales, the code that stands for zero would not be zero.
+    # In float32, like the products with codes: rounded to the dtype of scales, the code for zero would not give 0.
     return -scales.astype(jnp.float32) * zeros.astype(jnp.float32)
 
 
@@ -159,13 +161,13 @@ def dequantize(
     group_size: int | None = None,
     zeros: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the float32 weights [..., D, F] that quantised ones stand for; arguments as of `quantized_matmul`.
+    """Returns the float32 weights [..., D, F] that the quantised ones represent; arguments as in `quantized_matmul`.
 
-    Here no x says what D is. Mode "affine" needs `bits` or `group_size`, as given to `quantize`; the other follows from the
-    shapes. The other modes have codes of one width, so neither is needed.
+    Without x, D is not known. Mode "affine" therefore needs `bits` or `group_size`, as passed to `quantize`; the other
+    follows from the shapes. The other modes have codes of one width, so neither is needed.
 
     Raises:
-      ValueError: naming the argument, also where neither is given and the mode has several widths.
+      ValueError: names the argument; also if neither is given and the mode has several widths.
 
     >>> import jax.numpy as jnp
     >>> w = jnp.arange(32.0)[:, None]
@@ -179,14 +181,14 @@ def dequantize(
         bits = form.default_bits
     if bits is None and group_size is None:
         raise ValueError(
-            f"dequantize: argument 'bits' is missing: nothing in words of mode {mode!r} says how many bits a code has; give "
-            "'bits' or 'group_size', as `quantize` was given them"
+            f"dequantize: argument 'bits' is missing: the packed words of mode {mode!r} do not tell the width of a "
+            "code; pass 'bits' or 'group_size', as passed to `quantize`"
         )
     if bits is None:
         bits = 32 * w.shape[-2] // (group_size * scales.shape[-2])
         if not bits:
             raise ValueError(
-                f"dequantize: argument 'group_size' = {group_size} is more than 'w' of shape {w.shape} has codes for"
+                f"dequantize: argument 'group_size' = {group_size} exceeds the number of codes in 'w' of shape {w.shape}"
             )
     D = w.shape[-2] * 32 // bits
     bits, group_size = _measured("dequantize", D, w, scales, bits, group_size)
@@ -207,20 +209,20 @@ def quantized_matmul(
     bits: int | None = None,
     group_size: int | None = None,
 ) -> Prepared:
-    """Returns x times the weights that w stands for, [*lead, F] in x's dtype, accumulated in float32.
+    """Returns x times the weights that w represents, [*lead, F] in x's dtype, accumulated in float32.
 
     Args:
       x: [*lead, D].
-      w, scales, biases: as `quantize` returns them: uint32 [D * bits / 32, F], and [D / group_size, F].
-      zeros: instead of biases, the code that stands for zero: bias = -scale * zero.
+      w, scales, biases: as returned by `quantize`: uint32 [D * bits / 32, F], and [D / group_size, F].
+      zeros: instead of biases, the code that represents zero: bias = -scale * zero.
       mode: "affine", "nf4", "mxfp4" or "mxfp8", see `quantize`.
-      bits, group_size: follow from the D of x and the shapes; given, they must agree with them. Give one of mode "affine" where
-        x may have another D than the weights: half of it fits codes of twice the bits.
+      bits, group_size: inferred from x's D and the shapes; if given, they must agree. In mode "affine", pass one if x
+        could have another D than the weights: half of it fits codes of twice the bits.
 
     x has a gradient; the weights have none.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     >>> import jax.numpy as jnp
     >>> from kernels import quantize

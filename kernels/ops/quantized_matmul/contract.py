@@ -1,4 +1,4 @@
-"""The meaning of a product with quantised weights."""
+"""The contract of a product with quantised weights."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def quantized_matmul(
     bits: int = 4,
     group_size: int = 64,
 ) -> Float[Array, "*lead F"]:
-    """Returns x times the weights that w [D * bits / 32, F] stands for, rounded to x's dtype; accumulated in float32.
+    """Returns x times the weights that w [D * bits / 32, F] represents, rounded to x's dtype; accumulated in float32.
 
     Args:
-      w, scales, biases: as `quantize` makes them: scales and biases [D / group_size, F].
+      w, scales, biases: as returned by `quantize`: scales and biases [D / group_size, F].
     """
     if mode not in FORMATS:
         raise ValueError(f"quantized_matmul: argument 'mode' = {mode!r} is unknown; use one of {', '.join(FORMATS)}")
     weights = dequantized(w, scales, biases, mode=mode, bits=bits, group_size=group_size).astype(x.dtype)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.dot(x, weights, preferred_element_type=wide).astype(x.dtype)
+    compute_dtype = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.dot(x, weights, preferred_element_type=compute_dtype).astype(x.dtype)
 
 
 def work(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the matmul, the same in both directions; the weights are read as they are packed."""
+    """Returns the work of the matmul, the same in both directions; the weights are read in packed form."""
     matmul = 2 * call.x.size * call.dims["F"]
     out = nbytes(call.x) // call.dims["D"] * call.dims["F"]
     moved = nbytes(call.x, call.w, call.scales, call.biases) + out

@@ -1,4 +1,4 @@
-"""Quantised weights: their formats, how they are packed, and what they stand for."""
+"""Formats of quantised weights: how they are packed, and the values they represent."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ NF4 = (
 )  # fmt: skip
 # e2m1, by code: the sign is the highest bit (OCP Microscaling Formats, 2023, section 5.3.3).
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-RUN = 32  # values that are packed together, into as many words as they have bits
+RUN = 32  # values packed together, into as many words as a value has bits
 
 
 @dataclass(frozen=True)
 class Format:
-    """What a mode allows; `exponents`: scales are e8m0 codes, uint8, 2 ** (code - 127)."""
+    """The parameters that a mode allows; `exponents`: scales are e8m0 codes, uint8, 2 ** (code - 127)."""
 
     bits: tuple[int, ...]
-    group_sizes: tuple[int, ...]  # none: any
+    group_sizes: tuple[int, ...]  # empty: any
     default_bits: int
     default_group: int
     exponents: bool = False
@@ -39,15 +39,15 @@ FORMATS = {
 
 
 def _places(bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the word of each value of a run that its lowest bit is in, and the place of that bit."""
+    """Returns, for each value of a run, the word that holds its lowest bit, and the position of that bit."""
     return np.divmod(np.arange(RUN) * bits, 32)
 
 
 def pack(codes: jax.Array, bits: int) -> jax.Array:
-    """Returns codes [..., D, F] as uint32 [..., D * bits / 32, F].
+    """Packs codes [..., D, F] as uint32 [..., D * bits / 32, F].
 
-    32 codes that follow each other along D are `bits` words: code i of them is the bits i * bits and on, counted from the
-    lowest bit of the first word, so a code may begin in one word and end in the next.
+    32 consecutive codes along D form `bits` words: code i is bits i * bits and following, counted from the lowest bit
+    of the first word, so a code can span two words.
     """
     *lead, D, F = codes.shape
     runs = codes.astype(jnp.uint32).reshape(*lead, D // RUN, RUN, F)
@@ -61,7 +61,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def unpack(words: jax.Array, bits: int) -> jax.Array:
-    """Returns the codes [..., D, F], uint32, of what `pack` returned."""
+    """Returns the codes [..., D, F], uint32: the inverse of `pack`."""
     *lead, count, F = words.shape
     runs = words.astype(jnp.uint32).reshape(*lead, count // bits, bits, F)
     word, place = _places(bits)
@@ -74,7 +74,7 @@ def unpack(words: jax.Array, bits: int) -> jax.Array:
 
 
 def exponents(codes: jax.Array) -> jax.Array:
-    """Returns the float32 that e8m0 codes stand for: 2 ** (code - 127), NaN for 255."""
+    """Returns the float32 values of e8m0 codes: 2 ** (code - 127), NaN for 255."""
     powers = jnp.ldexp(jnp.float32(1), codes.astype(jnp.int32) - 127)
     return jnp.where(codes == 255, jnp.nan, powers)
 
@@ -82,7 +82,7 @@ def exponents(codes: jax.Array) -> jax.Array:
 def dequantized(
     words: jax.Array, scales: jax.Array, biases: jax.Array | None, *, mode: str, bits: int, group_size: int
 ) -> jax.Array:
-    """Returns the float32 weights [..., D, F] of packed ones."""
+    """Returns the float32 weights [..., D, F] from packed ones."""
     codes = unpack(words, bits)
     if mode == "affine":
         values = codes.astype(jnp.float32)
@@ -90,13 +90,14 @@ def dequantized(
         values = jax.lax.bitcast_convert_type(codes.astype(jnp.uint8), jnp.float8_e4m3fn).astype(jnp.float32)
     else:
         values = jnp.asarray(NF4 if mode == "nf4" else FP4, jnp.float32)[codes]
-    wide = exponents(scales) if FORMATS[mode].exponents else scales.astype(jnp.float32)
-    weights = values * jnp.repeat(wide, group_size, axis=-2)
+    scale = exponents(scales) if FORMATS[mode].exponents else scales.astype(jnp.float32)
+    weights = values * jnp.repeat(scale, group_size, axis=-2)
     return weights if biases is None else weights + jnp.repeat(biases.astype(jnp.float32), group_size, axis=-2)
 
 
 def _above(values: jax.Array, table: tuple[float, ...], ties_up: tuple[bool, ...]) -> jax.Array:
-    """Returns the place in a rising table of what is nearest to each value; of two as near, by `ties_up` the higher."""
+    """Returns the index of the nearest entry of an ascending table for each value; ties go up where `ties_up` is
+    set."""
     places = jnp.zeros(values.shape, jnp.uint32)
     for low, high, up in zip(table, table[1:], ties_up, strict=False):
         middle = jnp.float32((low + high) / 2)
@@ -105,13 +106,13 @@ def _above(values: jax.Array, table: tuple[float, ...], ties_up: tuple[bool, ...
 
 
 def quantized(w: jax.Array, *, mode: str, bits: int, group_size: int) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns (words, scales, biases) of weights [..., D, F]; biases only where the mode has them."""
+    """Returns (words, scales, biases) for weights [..., D, F]; biases only if the mode has them."""
     *lead, D, F = w.shape
     groups = w.astype(jnp.float32).reshape(*lead, D // group_size, group_size, F)
     biases = None
     if mode == "affine":
         low, high = groups.min(-2, keepdims=True), groups.max(-2, keepdims=True)
-        # Rounded as they are kept, before the codes are chosen for them.
+        # Rounded to the stored dtype before the codes are chosen.
         scales = ((high - low) / (2**bits - 1)).astype(w.dtype)
         biases = low.astype(w.dtype)
         scale, bias = scales.astype(jnp.float32), biases.astype(jnp.float32)
@@ -122,11 +123,11 @@ def quantized(w: jax.Array, *, mode: str, bits: int, group_size: int) -> tuple[j
         scale = scales.astype(jnp.float32)
         codes = _above(groups / jnp.where(scale > 0, scale, 1), NF4, (False,) * 15)
     else:
-        # The power of two below the largest, less that of the largest element of the format.
+        # The power of two below the largest magnitude, divided by that of the format's largest element.
         largest = jnp.max(jnp.abs(groups), -2, keepdims=True)
         power = jnp.frexp(largest)[1] - 1 - (2 if mode == "mxfp4" else 8)
         scales = jnp.where(largest > 0, jnp.clip(power + 127, 1, 254), 127)
-        # What has no number is none: e2m1 would make a number of it, and so would the cut to the largest element.
+        # Keeps NaN and infinity as NaN: e2m1 has none, and clipping to the largest element would hide them.
         scales = jnp.where(jnp.isfinite(largest), scales, 255).astype(jnp.uint8)
         values = groups / exponents(scales)
         if mode == "mxfp4":

@@ -1,4 +1,4 @@
-"""A product with quantised weights in plain XLA, any device: a tile of D at a time, so that no more is ever unpacked."""
+"""A product with quantised weights in plain XLA, any device: one tile of D at a time, which bounds what is unpacked."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kernels.engines.matmul.dot import dot
 from kernels.ops.quantized_matmul.contract import op
 from kernels.ops.quantized_matmul.formats import RUN, dequantized
 
-TILE = 1 << 20  # weights that are unpacked at once, at most, where a group has no more
+TILE = 1 << 20  # maximum number of weights unpacked at once, unless a group has more
 
 
 def tile_of(D: int, F: int, group_size: int) -> int:
-    """Returns how many entries of D a tile has: whole groups and whole words, and a divisor of D."""
+    """Returns the entries of D per tile: whole groups and whole words, and a divisor of D."""
     unit = math.lcm(group_size, RUN)
     most = max(1, min(D, TILE // F) // unit)
     return unit * next(n for n in range(most, 0, -1) if D // unit % n == 0)
 
 
 def _over_tiles(body, start, D, w, scales, biases, dtype, **how):
-    """Returns the carry after body(first entry of D, weights of the tile, carry) of each tile."""
+    """Returns the carry after running body(first entry of D, weights of the tile, carry) on each tile."""
     tile = tile_of(D, w.shape[-1], how["group_size"])
     tiles = D // tile
 

@@ -1,4 +1,4 @@
-"""Shapes that every backend of the recurrent cells is held to."""
+"""Shapes that test every backend of the recurrent cells."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 
 
 def documents(rng: Any, sizes: Mapping[str, int]) -> Any:
-    """Returns ids of documents that follow each other, the same id now and then again, with padding inside and at the end."""
+    """Returns segment ids of consecutive documents, some ids reused, with padding inside and at the end."""
     B, T = sizes["B"], sizes["T"]
     ids = np.cumsum(rng.random((B, T)) < 3 / T, axis=1) % 4
     ids[rng.random((B, T)) < 0.15] = -1
@@ -23,7 +23,7 @@ def documents(rng: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def packed(rng: Any, sizes: Mapping[str, int]) -> Any:
-    """Returns ids of three sequences in each row: the second is empty, and the end is padding."""
+    """Returns ids of three sequences per row: the second is empty, and the row ends in padding."""
     B, T = sizes["B"], sizes["T"]
     ids = np.full((B, T), -1)
     for row in ids:
@@ -33,7 +33,7 @@ def packed(rng: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def _weights(cell_type: str, bidirectional: bool = False, biases: bool = True) -> Callable:
-    """Returns a maker of weights, as large as torch makes them."""
+    """Returns a generator of weights at torch's default scale."""
 
     def make(rng: Any, sizes: Mapping[str, int]) -> Any:
         F, D = sizes["F"], sizes["D"]
@@ -57,13 +57,13 @@ def _cell(
     biases: bool = True,
     **options: Any,
 ) -> Case:
-    """Returns a case; `rows` of its initial state, 0 for none."""
-    given = {**({} if cell_type == "lstm" else {"cell_type": cell_type}), **options}
+    """Returns a case; `rows` is the number of rows of its initial state, 0 for no state."""
+    arguments = {**({} if cell_type == "lstm" else {"cell_type": cell_type}), **options}
     make = {"weights": _weights(cell_type, options.get("bidirectional", False), biases)}
     make |= {} if ids is None else {"segment_ids": ids}
     shape = (dims["B"], dims.get("G", 1), rows, dims["F"])
     arrays, shapes = (("initial_state",), {"initial_state": shape}) if rows else ((), {})
-    return Case(name, dims, given, arrays, make, shapes, frozenset(tags))
+    return Case(name, dims, arguments, arrays, make, shapes, frozenset(tags))
 
 
 _SMALL = {"B": 2, "T": 5, "D": 6, "F": 4}
@@ -82,7 +82,7 @@ RECURRENT = (
 
 
 def _sums(rng: Any, sizes: Mapping[str, int]) -> Any:
-    """Returns states (a, b, p) whose sums of weights b are positive."""
+    """Returns states (a, b, p) in which b, the sum of weights, is positive."""
     shape = (sizes["B"], sizes["G"], sizes["F"])
     state = [rng.standard_normal(shape), rng.uniform(0.5, 2, shape), rng.standard_normal(shape)]
     return np.stack(state, axis=2).astype(np.float32)

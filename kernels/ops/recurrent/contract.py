@@ -1,4 +1,4 @@
-"""What recurrent cells and the time mix of RWKV-4 mean: loops over time."""
+"""The contracts of recurrent cells and of RWKV-4's time mix: loops over time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _ACTIVATIONS = {"tanh": jnp.tanh, "relu": jax.nn.relu, "sigmoid": jax.nn.sigmoid
 ACTIVATIONS = tuple(_ACTIVATIONS)
 # cell type -> (gates, arrays of its state): an LSTM has a hidden and a cell state.
 CELLS = {"lstm": (4, 2), "gru": (3, 1), "rnn": (1, 1)}
-# Exponent of a sum that is empty: far below any other, and finite, so that differences of two are numbers.
+# Exponent of an empty sum: far below any other, but finite, so that differences of two are not NaN.
 EMPTY = -1e38
-# Added to an exponent, it makes a weight 0; a chunk of them together is far from the least float.
+# Added to an exponent, it makes a weight 0; the sum over a chunk is still far from overflowing.
 FORGET = -1e30
 
 
@@ -55,10 +55,10 @@ def cell_of(cell_type: str, activation: str) -> Callable[[jax.Array, jax.Array, 
 def check_weights(
     weights: Any, width: Any, cell_type: str = "lstm", activation: str = "tanh", bidirectional: bool = False
 ) -> int:
-    """Returns F, after checking the weights for inputs of that width.
+    """Checks the weights for inputs of that width, and returns F.
 
     Raises:
-      ValueError: naming the argument, and the entry of 'weights'.
+      ValueError: names the argument, and the entry of 'weights'.
     """
     if not isinstance(cell_type, str) or cell_type not in CELLS:
         raise ValueError(f"recurrent: argument 'cell_type' = {cell_type!r} is unknown; use one of {', '.join(CELLS)}")
@@ -73,14 +73,14 @@ def check_weights(
     if not isinstance(weights, Mapping):
         raise ValueError(f"{what} must be a dict of arrays, {', '.join(known)}, got {type(weights).__name__}")
     if set(weights) - set(known) or set(needed) - set(weights):
-        hint = "; names of torch end in _l0, which is left off here" if any("_l0" in n for n in weights) else ""
+        hint = "; remove torch's suffix _l0" if any("_l0" in n for n in weights) else ""
         raise ValueError(
-            f"{what} must have {', '.join(needed)}, and may have biases, {', '.join(known)}; got {sorted(weights)}{hint}"
+            f"{what} must have {', '.join(needed)}, and may have {', '.join(known)}; got {sorted(weights)}{hint}"
         )
     for name, value in weights.items():
         if not is_array(value) or not is_float_array(value):
             raise ValueError(
-                f"{what} must hold float arrays, and {name!r} is {getattr(value, 'dtype', type(value).__name__)}"
+                f"{what} must hold float arrays, but {name!r} is {getattr(value, 'dtype', type(value).__name__)}"
             )
     hidden = weights["weight_hh"]
     F = hidden.shape[1] if hidden.ndim == 2 else 0
@@ -96,7 +96,7 @@ def check_weights(
 
 
 def of_direction(weights: Mapping[str, Any], end: str) -> dict[str, Any]:
-    """Returns the weights of one direction, by their names without its ending ("" or "_reverse")."""
+    """Returns the weights of one direction, with the suffix ("" or "_reverse") removed from their names."""
     names = [n for n in weights if n.endswith("_reverse") == bool(end)]
     return {n.removesuffix("_reverse"): weights[n] for n in names}
 
@@ -112,21 +112,22 @@ def recurrent(
     bidirectional: bool = False,
     num_states: int = 1,
 ) -> tuple[Float[Array, "B T _"], Float[Array, "B G _ F"]]:
-    """Returns (out [B, T, F], or [B, T, 2 F] of both directions; final state), computed in float32, see `cell_of`.
+    """Returns (out [B, T, F], or [B, T, 2 F] if bidirectional; final state), computed in float32, see `cell_of`.
 
-    The gates are weight_ih x + bias_ih of the input and weight_hh h + bias_hh of the hidden state. The state is h, or h and c
-    of an LSTM, and after those of the forward direction those of the reverse one: that starts at the end of a row and of each
-    segment, and what it needs has names that end in _reverse. States and segments: see `kernels.engines.scan.recurrence`.
+    The gates are weight_ih x + bias_ih of the input and weight_hh h + bias_hh of the hidden state. The state is h, or h
+    and c for an LSTM. The states of the reverse direction follow those of the forward one; it starts at the end of each
+    row and segment, and its weights have the suffix _reverse. For states and segments see
+    `kernels.engines.scan.recurrence`.
 
     Raises:
-      ValueError: weights that are not there or do not fit, an unknown cell or activation.
+      ValueError: missing or ill-shaped weights, an unknown cell or activation.
     """
     F = check_weights(weights, inputs.shape[2], cell_type, activation, bidirectional)
-    wide = jnp.promote_types(inputs.dtype, jnp.float32)
+    compute_dtype = jnp.promote_types(inputs.dtype, jnp.float32)
     cell, n = cell_of(cell_type, activation), CELLS[cell_type][1]
     outs, finals = [], []
     for i, end in enumerate(("", "_reverse") if bidirectional else ("",)):
-        w = jax.tree.map(lambda x: x.astype(wide), of_direction(weights, end))
+        w = jax.tree.map(lambda x: x.astype(compute_dtype), of_direction(weights, end))
 
         def step(state: jax.Array, x: jax.Array, w: Any = w) -> tuple[jax.Array, jax.Array]:
             of_input = x @ w["weight_ih"].T + w.get("bias_ih", 0)
@@ -135,9 +136,9 @@ def recurrent(
 
         way = -1 if end else 1
         ids = None if segment_ids is None else segment_ids[:, ::way]
-        own = None if initial_state is None else initial_state[:, :, i * n : (i + 1) * n]
-        start = jnp.zeros((inputs.shape[0], n, F), wide)
-        out, final = loop(step, inputs[:, ::way].astype(wide), start, ids, own, num_states)
+        layer_state = None if initial_state is None else initial_state[:, :, i * n : (i + 1) * n]
+        start = jnp.zeros((inputs.shape[0], n, F), compute_dtype)
+        out, final = loop(step, inputs[:, ::way].astype(compute_dtype), start, ids, layer_state, num_states)
         outs.append(out[:, ::way])
         finals.append(final)
     return jnp.concatenate(outs, axis=-1).astype(inputs.dtype), jnp.concatenate(finals, axis=2)
@@ -156,25 +157,27 @@ def rwkv4(
     """Returns (out, final state) of RWKV-4's time mix in each channel, in float32. With the decay d = -exp(w):
     out_t = (sum_{s<t} e^{(t-1-s) d + k_s} v_s + e^{u + k_t} v_t) / (the same without v).
 
-    The state is (a, b, p): the sums up to a token are e^p a and e^p b, where p is the largest exponent in them (-1e38 of empty
-    sums), so nothing overflows. States and segments are those of `kernels.engines.scan.recurrence`.
+    The state is (a, b, p): the running sums are e^p a and e^p b, where p is the largest exponent in them (-1e38 for
+    empty sums), so nothing overflows. For states and segments see `kernels.engines.scan.recurrence`.
     Source: Peng et al., RWKV, 2023, arXiv:2305.13048, appendix.
     """
-    wide = jnp.promote_types(k.dtype, jnp.float32)
-    decay, bonus = -jnp.exp(w.astype(wide)), u.astype(wide)
+    compute_dtype = jnp.promote_types(k.dtype, jnp.float32)
+    decay, bonus = -jnp.exp(w.astype(compute_dtype)), u.astype(compute_dtype)
 
     def step(state: jax.Array, at: Any) -> tuple[jax.Array, jax.Array]:
         (a, b, p), (k, v) = (state[:, 0], state[:, 1], state[:, 2]), at
         q = jnp.maximum(p, bonus + k)
-        before, own = jnp.exp(p - q), jnp.exp(bonus + k - q)
-        out = (before * a + own * v) / (before * b + own)
+        before, weight = jnp.exp(p - q), jnp.exp(bonus + k - q)
+        out = (before * a + weight * v) / (before * b + weight)
         q = jnp.maximum(p + decay, k)
-        before, own = jnp.exp(p + decay - q), jnp.exp(k - q)
-        return jnp.stack([before * a + own * v, before * b + own, q], axis=1), out
+        before, weight = jnp.exp(p + decay - q), jnp.exp(k - q)
+        return jnp.stack([before * a + weight * v, before * b + weight, q], axis=1), out
 
-    zeros = jnp.zeros((k.shape[0], k.shape[2]), wide)
+    zeros = jnp.zeros((k.shape[0], k.shape[2]), compute_dtype)
     start = jnp.stack([zeros, zeros, zeros + EMPTY], axis=1)
-    out, final = loop(step, (k.astype(wide), v.astype(wide)), start, segment_ids, initial_state, num_states)
+    out, final = loop(
+        step, (k.astype(compute_dtype), v.astype(compute_dtype)), start, segment_ids, initial_state, num_states
+    )
     return out.astype(k.dtype), final
 
 
@@ -182,12 +185,12 @@ def rwkv4(
 
 
 def _states(call: Call, size: int) -> int:
-    """Returns the bytes of the states in and out, float32."""
+    """Returns the bytes of the initial and final states, float32."""
     return call.dims["B"] * call.num_states * size * 4 * (1 if call.initial_state is None else 2)
 
 
 def work_recurrent(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the matmuls: 2 a direction; the backward has 4, and the 2 again, whose results nothing holds."""
+    """Returns the work of the matmuls: 2 per direction forward; the backward has 4, and recomputes the 2."""
     gates, n = CELLS[call.cell_type]
     F, ways = call.weights["weight_hh"].shape[1], 2 if call.bidirectional else 1
     tokens = call.dims["B"] * call.dims["T"]
@@ -200,8 +203,8 @@ def work_recurrent(call: Call) -> tuple[Work, Work]:
 
 
 def work_rwkv4(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the loop: some 20 flops an element, exponentials among them; the backward does it again, beside
-    adjoints of twice that."""
+    """Returns the work of the loop: about 20 flops per element, exponentials included; the backward recomputes it, and
+    its adjoints take twice as much."""
     elements, ids, state = call.k.size, nbytes(call.segment_ids), _states(call, 3 * call.dims["F"])
     arrays = nbytes(call.w, call.u, call.k, call.v)
     forward = Work(20 * elements, arrays + nbytes(call.k) + ids + state)
@@ -212,7 +215,7 @@ op = Op(
     recurrent,
     outputs=("out", "final_state"),
     local_dims={"B"},
-    elsewhere={"T": "recurrent"},
+    see_also={"T": "recurrent"},
     ordered=True,
     cases=cases.RECURRENT,
     work=work_recurrent,
@@ -221,7 +224,7 @@ rwkv4_op = Op(
     rwkv4,
     outputs=("out", "final_state"),
     local_dims={"B", "F"},
-    elsewhere={"T": "rwkv4"},
+    see_also={"T": "rwkv4"},
     ordered=True,
     weights=("w", "u"),
     config=ChunkConfig,

@@ -1,4 +1,4 @@
-"""What users call: recurrent cells over padded or packed sequences, and RWKV-4's time mix."""
+"""Public functions: recurrent cells over padded or packed sequences, and RWKV-4's time mix."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ def _of_lengths(lengths: Any, segment_ids: Any, B: Any, T: Any) -> Any:
     if lengths is None:
         return segment_ids
     if segment_ids is not None:
-        raise ValueError(
-            "recurrent: arguments 'lengths' and 'segment_ids' both say which tokens there are; give one of them"
-        )
+        raise ValueError("recurrent: arguments 'lengths' and 'segment_ids' both define the valid tokens; pass only one")
     each = integers(lengths)
     if each is None or each.shape != (B,):
         got = described(lengths if each is None else each)
@@ -29,18 +27,18 @@ def _of_lengths(lengths: Any, segment_ids: Any, B: Any, T: Any) -> Any:
 
 
 def _stacked(hidden: Any, cell_type: str, bidirectional: bool, count: Any, F: int) -> Any:
-    """Returns hidden as [count, rows, F], the rows h, or h and c, of each direction."""
+    """Returns hidden as [count, rows, F]: the rows are h, or h and c, of each direction."""
     if hidden is None:
         return None
     n = CELLS[cell_type][1]
     parts = list(hidden) if isinstance(hidden, (tuple, list)) else [hidden]
-    wanted = (2, count, F) if bidirectional else (count, F)
-    if not 1 <= len(parts) <= n or any(not is_array(x) or not is_float_array(x) or x.shape != wanted for x in parts):
+    expected = (2, count, F) if bidirectional else (count, F)
+    if not 1 <= len(parts) <= n or any(not is_array(x) or not is_float_array(x) or x.shape != expected for x in parts):
         got = ", ".join(str(getattr(x, "shape", type(x).__name__)) for x in parts)
         form = "(h, c), or h alone for c = 0," if n == 2 else "h"
         raise ValueError(
             f"recurrent: argument 'hidden' of {cell_type} must be {form} of float arrays "
-            f"{'[2, B, F]' if bidirectional else '[B, F]'} = {list(wanted)} (B sequences, where they are packed), got {got}"
+            f"{'[2, B, F]' if bidirectional else '[B, F]'} = {list(expected)} (B sequences, where they are packed), got {got}"
         )
     parts += [jnp.zeros_like(parts[0])] * (n - len(parts))
     ways = [[x[i] for x in parts] for i in range(2)] if bidirectional else [parts]
@@ -69,19 +67,19 @@ def recurrent(
 
     Args:
       inputs: [B, T, D].
-      hidden: the state before the first token, h [B, F], or for an LSTM (h, c), or h alone for c = 0; bidirectional: [2, B, F],
-        forward and reverse; packed: of each sequence in place of B. Default: zeros.
-      weights: dict of weight_ih [gates * F, D], weight_hh [gates * F, F] and, if there are any, bias_ih and bias_hh
-        [gates * F]; bidirectional: those of the reverse direction have names ending in _reverse. Layout, order of the gates and
-        names are torch's, whose own end in _l0 before that.
+      hidden: the state before the first token: h [B, F], or for an LSTM (h, c), where h alone means c = 0.
+        Bidirectional: [2, B, F], forward and reverse. Packed: sequences in place of B. Default: zeros.
+      weights: dict of weight_ih [gates * F, D], weight_hh [gates * F, F] and optionally bias_ih and bias_hh [gates *
+        F]. If bidirectional, names for the reverse direction end in _reverse. Layout, gate order and names are those of
+        torch, without its suffix _l0.
       cell_type: "lstm", "gru" or "rnn".
-      bidirectional: also from the end to the beginning, of each row or segment, with a state of its own.
+      bidirectional: whether to run in reverse too, over each row or segment, with a separate state.
       activation: "tanh", "relu" or "sigmoid".
-      lengths: int [B], how many tokens of each row there are: the rest is padding. In place of segment_ids.
+      lengths: int [B], number of valid tokens in each row; the rest is padding. Alternative to segment_ids.
       return_state: whether to return (out, the state after the last token), in the form of `hidden`, float32.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     >>> import jax.numpy as jnp
     >>> weights = {"weight_ih": jnp.eye(2), "weight_hh": jnp.eye(2)}
@@ -112,8 +110,8 @@ def recurrent(
         parts = [jnp.moveaxis(x, 1, 0) if bidirectional else x[:, 0] for x in parts]
         return out, tuple(parts) if n == 2 else parts[0]
 
-    lies = ("_", *of.state_dims(("F",))) if bidirectional else of.state_dims(("F",))
-    return Prepared(call, finish=finish, dims=(("B", "T", "_"), *(lies,) * n), cuts=cut)
+    dims = ("_", *of.state_dims(("F",))) if bidirectional else of.state_dims(("F",))
+    return Prepared(call, finish=finish, dims=(("B", "T", "_"), *(dims,) * n), cuts=cut)
 
 
 @public(rwkv4_op, module="RWKV4")
@@ -131,15 +129,15 @@ def rwkv4(
     out_t = (sum_{s<t} e^{(t-1-s) d + k_s} v_s + e^{u + k_t} v_t) / (sum_{s<t} e^{(t-1-s) d + k_s} + e^{u + k_t}).
 
     Args:
-      w: [D], of the decay ("time_decay").
-      u: [D], the bonus of a token for itself ("time_first").
+      w: [D], the decay parameter ("time_decay").
+      u: [D], the bonus of the current token ("time_first").
       k, v: [B, T, D].
-      state: [B, 3, D], float32: a, b and p before the first token, where e^p a and e^p b are the two sums so far; default:
+      state: [B, 3, D], float32: a, b and p before the first token, for running sums e^p a and e^p b; default:
         (0, 0, -1e38).
       return_state: whether to return (out, state after the last token).
 
     Raises:
-      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     Source: Peng et al., RWKV, 2023, arXiv:2305.13048.
 

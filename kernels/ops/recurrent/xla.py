@@ -1,7 +1,7 @@
-"""Recurrent cells and RWKV-4's time mix as plain XLA.
+"""Recurrent cells and RWKV-4's time mix in plain XLA.
 
-Cells: all that is a matmul over tokens is one matmul before or after the loop; inside it there is one with `weight_hh`, forward
-as backward. RWKV-4: chunks, in which the sums of all tokens come by doubling.
+Cells: matmuls over tokens are hoisted out of the loop; inside it only the one with `weight_hh` remains, forward and
+backward. RWKV-4: chunks, in which a Hillis-Steele scan computes the sums of all tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK = 64
 
 
 def _dot(subscripts, a, b):
-    """Returns a product of arrays of one dtype, the second's, accumulated in float32."""
+    """Returns a product of arrays of the same dtype, in the second's, accumulated in float32."""
     precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
     return jnp.einsum(subscripts, a.astype(b.dtype), b, precision=precision, preferred_element_type=jnp.float32)
 
@@ -33,12 +33,12 @@ def _dot(subscripts, a, b):
 
 
 class _Tokens(NamedTuple):
-    """Of the tokens, [T, B]; all None where each row is one segment.
+    """Per token, [T, B]; all None if each row is one segment.
 
     Attributes:
-      valid: whether it is no padding.
-      begins: whether the state begins anew before it.
-      owner: with several states, whose it is; `num_states` of nobody.
+      valid: whether it is not padding.
+      begins: whether the state is reset before it.
+      owner: with several states, the index of its state; `num_states` for none.
       ends: with several states, whether it is the last of its segment.
     """
 
@@ -84,13 +84,13 @@ def _run(inputs, w, tokens, initial, cell, keep):
 
     several = G > 1
     first = (jnp.zeros_like(initial[:, 0]) if several else initial[:, 0], initial if several else None)
-    (state, finals), kept = jax.lax.scan(step, first, (of_inputs, tokens))
-    return (finals if several else state[:, None]), kept
+    (state, finals), states = jax.lax.scan(step, first, (of_inputs, tokens))
+    return (finals if several else state[:, None]), states
 
 
 def _run_back(inputs, w, tokens, initial, cell, one_gate, d_out, d_final):
-    """Returns (d_inputs, d_weights, d_initial). The loop gives the gradients of the gates; those of the weights are one matmul
-    each after it, as the gates that it needs are one before it."""
+    """Returns (d_inputs, d_weights, d_initial). The loop computes the gradients of the gates; those of the weights are
+    one matmul each after it."""
     _, before = _run(inputs, w, tokens, initial, cell, keep=True)
     of_inputs = _dot("btd,gd->tbg", inputs, w["weight_ih"]) + w.get("bias_ih", 0)
     of_hidden = _dot("tbf,gf->tbg", before[:, :, 0], w["weight_hh"]) + w.get("bias_hh", 0)
@@ -110,10 +110,10 @@ def _run_back(inputs, w, tokens, initial, cell, one_gate, d_out, d_final):
             d_old = _where(now.valid, d_old, d_state)
         if several:
             d_initial = d_initial.at[rows, jnp.where(now.begins, now.owner, G)].set(d_old, mode="drop")
-        # A sum has the same gradient in both of its terms.
+        # Both terms of a sum have the same gradient.
         return (_where(now.begins, 0.0, d_old), d_initial), (d_x,) if one_gate else (d_x, d_gates)
 
-    # A sequence without tokens ends as it began, and so does its gradient.
+    # A sequence without tokens ends in its initial state, and so does its gradient.
     last = (jnp.zeros_like(d_final[:, 0]), d_final) if several else (d_final[:, 0], None)
     at = (of_inputs, of_hidden, before, jnp.moveaxis(d_out, 0, 1), tokens)
     (d_state, d_initial), gates = jax.lax.scan(step, last, at, reverse=True)
@@ -129,18 +129,18 @@ def _run_back(inputs, w, tokens, initial, cell, one_gate, d_out, d_final):
 
 
 def _directions(inputs, weights, segment_ids, initial_state, cell_type, activation, bidirectional, num_states):
-    """Yields (ending of the names, step in time, rows of the state, arguments of `_run`) of each direction."""
+    """Yields (suffix of the names, step in time, rows of the state, arguments of `_run`) for each direction."""
     F = check_weights(weights, inputs.shape[2], cell_type, activation, bidirectional)
     n, cell = CELLS[cell_type][1], cell_of(cell_type, activation)
     for i, end in enumerate(("", "_reverse") if bidirectional else ("",)):
         way, rows = -1 if end else 1, slice(i * n, (i + 1) * n)
         ids = None if segment_ids is None else segment_ids[:, ::way]
         zeros = jnp.zeros((inputs.shape[0], num_states, n, F), jnp.float32)
-        own = zeros if initial_state is None else initial_state[:, :, rows]
+        layer_state = zeros if initial_state is None else initial_state[:, :, rows]
         tokens = _tokens(ids, num_states)
         x = inputs[:, ::way]
         x = x if ids is None else jnp.where((ids >= 0)[..., None], x, 0)
-        yield end, way, (x, of_direction(weights, end), tokens, own.astype(jnp.float32), cell)
+        yield end, way, (x, of_direction(weights, end), tokens, layer_state.astype(jnp.float32), cell)
 
 
 def forward(inputs, weights, segment_ids, initial_state, cell_type, activation, bidirectional, num_states):
@@ -167,8 +167,8 @@ def backward(saved, inputs, weights, segment_ids, initial_state, cell_type, acti
         d_initial.append(d_state)
     if segment_ids is not None:
         d_inputs = jnp.where((segment_ids >= 0)[..., None], d_inputs, 0)
-    given = {"inputs": d_inputs, "weights": d_weights}
-    return given | ({} if initial_state is None else {"initial_state": jnp.concatenate(d_initial, axis=2)})
+    gradients = {"inputs": d_inputs, "weights": d_weights}
+    return gradients | ({} if initial_state is None else {"initial_state": jnp.concatenate(d_initial, axis=2)})
 
 
 op.register(forward, backward, name="xla", **EVERYWHERE)
@@ -178,7 +178,7 @@ op.register(forward, backward, name="xla", **EVERYWHERE)
 
 
 def _joined(before, decay, after):
-    """Returns the sums (a, b, p) of `before`, decayed, and `after` together."""
+    """Combines the sums (a, b, p) of `before`, decayed, with those of `after`."""
     (a, b, p), (c, d, q) = before, after
     p = p + decay
     top = jnp.maximum(p, q)
@@ -187,8 +187,8 @@ def _joined(before, decay, after):
 
 
 def _prepare(shared, xs, tokens):
-    """Returns the parts of a chunk: after step i of the doubling a token has the sums over 2^i tokens, its own the last (Hillis
-    and Steele, 1986), and at the end those of all from the chunk's first."""
+    """Returns the parts of a chunk by a Hillis-Steele scan (1986): after step i a token has the sums over the last 2^i
+    tokens, including its own; at the end, over all from the start of the chunk."""
     w = shared[0].astype(jnp.float32)
     k, v = (y.astype(jnp.float32) for y in xs)
     decay = jnp.broadcast_to(-jnp.exp(w), k.shape)
@@ -213,25 +213,25 @@ def _prepare(shared, xs, tokens):
     return {"sums": sums, "decay": decay, "resets": resets, "k": xs[0], "v": xs[1]}
 
 
-def _entering(state):
+def _incoming(state):
     return tuple(state[:, i][:, None] for i in range(3))
 
 
 def _advance(parts, state):
-    last = _joined(_entering(state), parts["decay"][:, -1:], tuple(x[:, -1:] for x in parts["sums"]))
+    last = _joined(_incoming(state), parts["decay"][:, -1:], tuple(x[:, -1:] for x in parts["sums"]))
     return jnp.concatenate(last, axis=1)
 
 
 def _read(shared, parts, state):
-    entering, u = _entering(state), shared[1].astype(jnp.float32)
+    incoming, u = _incoming(state), shared[1].astype(jnp.float32)
     k, v = (parts[name].astype(jnp.float32) for name in "kv")
-    sums = _joined(entering, parts["decay"], parts["sums"])
-    a, b, p = (jnp.concatenate([first, x[:, :-1]], axis=1) for first, x in zip(entering, sums))
+    sums = _joined(incoming, parts["decay"], parts["sums"])
+    a, b, p = (jnp.concatenate([first, x[:, :-1]], axis=1) for first, x in zip(incoming, sums))
     if parts["resets"] is not None:
         p = jnp.where(parts["resets"], EMPTY, p)
     top = jnp.maximum(p, u + k)
-    before, own = jnp.exp(p - top), jnp.exp(u + k - top)
-    out = (before * a + own * v) / (before * b + own)
+    before, weight = jnp.exp(p - top), jnp.exp(u + k - top)
+    out = (before * a + weight * v) / (before * b + weight)
     return out.astype(parts["k"].dtype)
 
 
@@ -240,11 +240,11 @@ _STEP = chunks.Step(_prepare, _advance, _read)
 
 def _start(k, segment_ids, initial_state, num_states, cfg):
     rows, length, width = k.shape
-    lies = chunks.Chunks(rows, length, cfg, segment_ids, num_states)
+    layout = chunks.Chunks(rows, length, cfg, segment_ids, num_states)
     if initial_state is None:
         empty = jnp.asarray([0, 0, EMPTY], jnp.float32)[:, None]
         initial_state = jnp.broadcast_to(empty, (rows, num_states, 3, width))
-    return lies, initial_state.astype(jnp.float32)
+    return layout, initial_state.astype(jnp.float32)
 
 
 def rwkv4_forward(w, u, k, v, segment_ids, initial_state, num_states, cfg):
@@ -253,12 +253,12 @@ def rwkv4_forward(w, u, k, v, segment_ids, initial_state, num_states, cfg):
 
 
 def rwkv4_backward(saved, w, u, k, v, segment_ids, initial_state, num_states, cfg):
-    lies, initial = _start(k, segment_ids, initial_state, num_states, cfg)
+    layout, initial = _start(k, segment_ids, initial_state, num_states, cfg)
     d_initial, (dk, dv), (dw, du) = chunks.backward(
-        _STEP, lies, initial, (k, v), saved.d_final_state, saved.d_out, (w, u)
+        _STEP, layout, initial, (k, v), saved.d_final_state, saved.d_out, (w, u)
     )
-    given = {"w": dw, "u": du, "k": dk, "v": dv}
-    return given | ({} if initial_state is None else {"initial_state": d_initial})
+    gradients = {"w": dw, "u": du, "k": dk, "v": dv}
+    return gradients | ({} if initial_state is None else {"initial_state": d_initial})
 
 
 rwkv4_op.register(

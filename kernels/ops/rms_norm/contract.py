@@ -78,7 +78,7 @@ def rms_norm_linear(
     return projected(rms_norm(x, weight, eps=eps, zero_centered=zero_centered)[0], projection)
 
 
-def classes(call: Call) -> str:
+def autotune_key(call: Call) -> str:
     """Returns the class of a call: the width that a tile has, and whether there are rows for a whole device."""
     rows = call.x.size // call.dims["D"]
     return f"{call.dtype} width<={power_of_two(call.dims['D'])} rows{bucket(rows, 512, 8192)}"
@@ -89,7 +89,7 @@ op = Op(
     outputs=("out", "rstd"),
     residuals=("rstd",),
     local_dims={"lead"},
-    classes=classes,
+    autotune_key=autotune_key,
     config=NormConfig,
     cases=(
         Case("small", {"lead": (2, 5), "D": 64}, arrays=("weight",), tags=frozenset({"smoke"})),

@@ -1,4 +1,4 @@
-"""The meaning of rotary position embedding, of one array or of queries and keys at once, and of its scalings."""
+"""The contracts of rotary position embedding, of one array or of queries and keys at once, and its scalings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kernels.framework.contract import Op
 from kernels.framework.options import declared, fits
 from kernels.framework.work import Work, nbytes
 
-_BANDS = {"yarn": (1.0, 32.0), "llama3": (1.0, 4.0)}  # rotations between which a frequency is a mixture
+_BANDS = {"yarn": (1.0, 32.0), "llama3": (1.0, 4.0)}  # numbers of rotations between which frequencies are interpolated
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class RotaryConfig(Tunables):
     """Tunables of the kernels; None leaves the choice to the configuration chain.
 
     Attributes:
-      block_tokens: tokens that a program turns; they share the sines of a token among its heads.
-      block_heads: heads of x, or of the queries, that a program turns (Triton).
-      num_warps: of a program (Triton).
+      block_tokens: tokens per program; the heads of a token share its sines.
+      block_heads: heads of x, or of the queries, per program (Triton).
+      num_warps: warps of a program (Triton).
     """
 
     block_tokens: int | None = None
@@ -36,29 +36,30 @@ class RotaryConfig(Tunables):
     num_warps: int | None = None
 
 
-def _check_types(what: str, given: Any) -> None:
-    """Raises ValueError for a field that is not of its declared type, or is NaN."""
-    for name, kind in typing.get_type_hints(type(given)).items():
-        if not fits(value := getattr(given, name), kind):
+def _check_types(what: str, source: Any) -> None:
+    """Raises ValueError for a field that does not have its declared type, or is NaN."""
+    for name, kind in typing.get_type_hints(type(source)).items():
+        if not fits(value := getattr(source, name), kind):
             raise ValueError(f"{what} {name} must be {declared(kind)}, got {value!r}")
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the frequencies of RoPE are changed for longer contexts than those of pre-training.
+    """A change of RoPE's frequencies for contexts longer than in pre-training.
 
     Attributes:
-      kind: "linear" (positions divided by factor), "ntk" (base raised, so that the lowest frequency is divided by it),
-        "yarn" (Peng et al. 2023) or "llama3" (Llama 3.1).
-      factor: how many times longer the context is.
+      kind: "linear" (positions divided by factor), "ntk" (base raised, so that the lowest frequency is divided by
+        factor), "yarn" (Peng et al. 2023) or "llama3" (Llama 3.1).
+      factor: ratio of the new context length to the original one.
       original_length: tokens of the pre-training context (yarn, llama3).
       low, high: yarn: beta_slow and beta_fast, in rotations over the original context; llama3: low and high frequency
         factors. None: 1 and 32 for yarn, 1 and 4 for llama3.
-      attention_factor: yarn: what cos and sin are multiplied by; None for 0.1 ln(factor) + 1.
-      truncate: yarn: the ends of the ramp are whole pairs, as in its authors' code; False in GPT-OSS.
+      attention_factor: yarn: factor of cos and sin; None for 0.1 ln(factor) + 1.
+      truncate: yarn: whether the ends of the ramp are rounded to whole pairs, as in its authors' code; False in
+        GPT-OSS.
 
     Raises:
-      ValueError: naming the field and what it may be.
+      ValueError: names the field and its valid values.
     """
 
     kind: str
@@ -80,11 +81,11 @@ class RopeScaling:
                 f"scaling original_length must be the tokens of the pre-training context, got {self.original_length}"
             )
         if self.kind in ("linear", "ntk") and not self.low is self.high is self.attention_factor is None:
-            raise ValueError(f"scaling low, high and attention_factor belong to yarn and llama3, not to {self.kind}")
+            raise ValueError(f"scaling low, high and attention_factor apply to yarn and llama3, not to {self.kind}")
         if self.kind == "llama3" and self.attention_factor is not None:
-            raise ValueError("scaling attention_factor belongs to yarn, not to llama3")
+            raise ValueError("scaling attention_factor applies to yarn, not to llama3")
         if self.kind != "yarn" and not self.truncate:
-            raise ValueError(f"scaling truncate=False belongs to yarn, not to {self.kind}")
+            raise ValueError(f"scaling truncate=False applies to yarn, not to {self.kind}")
         if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
             raise ValueError(f"scaling attention_factor must be positive, got {self.attention_factor}")
         if self.kind in _BANDS and not 0 < self.band[0] < self.band[1] < math.inf:
@@ -99,21 +100,22 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class XPos:
-    """The factors by which XPos lets the product of a query and a key fall with their distance (Sun et al. 2022, eq. 10).
+    """XPos factors, by which the product of a query and a key decays with their distance (Sun et al. 2022, eq. 10).
 
     Pair i of a query at position p is multiplied by zeta_i^((p - center) / scale_base), with
-    zeta_i = (2i / rotary_dim + gamma) / (1 + gamma), and that of a key is divided by it, so that their product has
-    zeta_i^(distance / scale_base). Both take the same values, except `inverse`.
+    zeta_i = (2i / rotary_dim + gamma) / (1 + gamma). That of a key is divided by it, so that their product has the
+    factor zeta_i^(distance / scale_base). Queries and keys use the same values, except for `inverse`.
 
     Attributes:
       inverse: False for queries, which are multiplied; True for keys, which are divided.
-      scale_base: positions over which pair i falls by zeta_i once.
-      gamma: of zeta; 0.4 in the paper.
-      center: the position whose factor is 1. The product does not depend on it. A factor leaves the range of float32 about
-        70 scale_base from it (for float16 results 8), so it wants to be in the middle, or scale_base larger.
+      scale_base: number of positions over which pair i decays by zeta_i.
+      gamma: parameter of zeta; 0.4 in the paper.
+      center: the position with factor 1. The product does not depend on it. A factor leaves the range of float32 about
+        70 scale_base away from it (8 for float16 results), so choose the middle of the sequence, or a larger
+        scale_base.
 
     Raises:
-      ValueError: naming the field and what it may be.
+      ValueError: names the field and its valid values.
     """
 
     inverse: bool = False
@@ -129,21 +131,21 @@ class XPos:
             raise ValueError(f"xpos gamma must be positive, got {self.gamma}; at 0 the first pair would vanish")
 
     def reversed(self) -> XPos:
-        """Returns the factors that give at -p what these give at p."""
+        """Returns the factors with positions negated."""
         return replace(self, inverse=not self.inverse, center=-self.center)
 
     def other(self) -> XPos:
-        """Returns the factors of keys beside these of queries, or of queries beside these of keys."""
+        """Returns the factors of keys that match these of queries, or vice versa."""
         return replace(self, inverse=not self.inverse)
 
     def exponent(self, width: int) -> np.ndarray:
-        """Returns, for each of width/2 pairs, the logarithm of the factor for each position, float64."""
+        """Returns, for each of width/2 pairs, the logarithm of the factor per position, float64."""
         zeta = (np.arange(0, width, 2, dtype=np.float64) / width + self.gamma) / (1 + self.gamma)
         return np.log(zeta) / self.scale_base * (-1 if self.inverse else 1)
 
 
 def frequencies(width: int, base: float, scaling: RopeScaling | None) -> tuple[np.ndarray, float]:
-    """Returns (angle per position of each of width/2 pairs, float64; the factor of cos and sin)."""
+    """Returns (angle per position for each of width/2 pairs, float64; the factor of cos and sin)."""
     exponent = np.arange(0, width, 2, dtype=np.float64) / width
     plain = base**-exponent
     if scaling is None:
@@ -154,8 +156,8 @@ def frequencies(width: int, base: float, scaling: RopeScaling | None) -> tuple[n
     if scaling.kind == "ntk":
         if width == 2:
             raise ValueError(
-                "rotary_embedding: argument 'scaling' of kind 'ntk' changes the base, on which the frequency of the only pair "
-                "of 'rotary_dim' = 2 does not depend; use linear"
+                "rotary_embedding: argument 'scaling' of kind 'ntk' changes the base, but with 'rotary_dim' = 2 the "
+                "only frequency does not depend on it; use linear"
             )
         return (base * s ** (width / (width - 2))) ** -exponent, 1.0
     if scaling.kind == "llama3":
@@ -165,12 +167,9 @@ def frequencies(width: int, base: float, scaling: RopeScaling | None) -> tuple[n
         return plain / s * (1 - smooth) + plain * smooth, 1.0
 
     if base <= 1:
-        raise ValueError(
-            f"rotary_embedding: argument 'base' must be above 1 for 'scaling' of kind 'yarn', got {base}: pairs are ranked by "
-            "how often they turn"
-        )
+        raise ValueError(f"rotary_embedding: argument 'base' must be above 1 for 'scaling' of kind 'yarn', got {base}")
 
-    # YaRN: pairs that turn often over the original context stay, those that do not turn once are interpolated.
+    # YaRN: keeps pairs with many rotations over the original context, and interpolates those with less than one.
     def pair_of(rotations: float) -> float:
         return width * math.log(L / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
@@ -195,14 +194,15 @@ def rotary_embedding(
     rotary_dim: int | None = None,
     xpos: XPos | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Returns x with each pair of its first `rotary_dim` entries turned by position * frequency, and scaled as `xpos` says.
+    """Returns x with each pair of its first `rotary_dim` entries rotated by position * frequency, and scaled by `xpos`.
 
-    A pair is (i, i + rotary_dim/2), or (2i, 2i + 1) if `interleaved`. Angles are float32: bfloat16 rounds 257 to 256.
+    A pair is (i, i + rotary_dim/2), or (2i, 2i + 1) if `interleaved`. Angles are float32, because bfloat16 rounds 257
+    to 256.
 
     Raises:
-      ValueError: `rotary_dim` is odd, or more than there is.
+      ValueError: `rotary_dim` is odd, or larger than a head.
     """
-    width = turned_width(x.shape[-1], rotary_dim)
+    width = rotated_width(x.shape[-1], rotary_dim)
     angle_per_position, factor = frequencies(width, base, scaling)
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
     angle = positions.astype(accumulate)[:, :, None, None] * jnp.asarray(angle_per_position, accumulate)
@@ -211,14 +211,14 @@ def rotary_embedding(
         distance = (positions.astype(accumulate) - xpos.center)[:, :, None, None]
         scale = jnp.exp(distance * jnp.asarray(xpos.exponent(width), accumulate))
         cos, sin = cos * scale, sin * scale
-    turned, rest = x[..., :width].astype(accumulate), x[..., width:]
+    rotated, rest = x[..., :width].astype(accumulate), x[..., width:]
     if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(turned.shape)
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(rotated.shape)
     else:
-        a, b = jnp.split(turned, 2, axis=-1)
-        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+        a, b = jnp.split(rotated, 2, axis=-1)
+        rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1)
 
 
 def rotary_embedding_pair(
@@ -232,24 +232,25 @@ def rotary_embedding_pair(
     rotary_dim: int | None = None,
     xpos: XPos | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-    """Returns (x, key), queries and keys, each turned as `rotary_embedding` turns it. `xpos` is that of the
-    queries; keys take its `other`.
+    """Returns (x, key), queries and keys, both rotated as by `rotary_embedding`. `xpos` applies to the queries; keys
+    use its `other`.
 
     Raises:
-      ValueError: `rotary_dim` is odd, or more than there is.
+      ValueError: `rotary_dim` is odd, or larger than a head.
     """
     same = {"base": base, "scaling": scaling, "interleaved": interleaved, "rotary_dim": rotary_dim}
     of_key = None if xpos is None else xpos.other()
     return rotary_embedding(x, positions, **same, xpos=xpos), rotary_embedding(key, positions, **same, xpos=of_key)
 
 
-def turned_width(H: int, rotary_dim: int | None) -> int:
-    """Returns how many entries of a head turn. Raises ValueError where that is odd, or more than there are."""
+def rotated_width(H: int, rotary_dim: int | None) -> int:
+    """Returns the number of entries of a head that are rotated. Raises ValueError if it is odd or larger than a
+    head."""
     width = H if rotary_dim is None else rotary_dim
     if width % 2 or not 2 <= width <= H:
         raise ValueError(
-            f"rotary_embedding: argument 'rotary_dim' = {width} must be even and at most H = {H}; "
-            "entries turn in pairs, so give the even number of them that should turn"
+            f"rotary_embedding: argument 'rotary_dim' = {width} must be even and at most H = {H}, because entries are "
+            "rotated in pairs"
         )
     return width
 
@@ -268,8 +269,8 @@ def _case(name: str, options: dict | None = None, *tags: str, **dims: int) -> Ca
 
 
 def work(call: Call) -> tuple[Work, Work]:
-    """Returns the work of both directions, which are the same turn: 6 operations a pair, each array read once and written
-    once. Sines are not counted, they are shared by all heads."""
+    """Returns the work of both directions, which are the same rotation: 6 operations per pair, each array read and
+    written once. Sines are not counted, because all heads share them."""
     arrays = [call.arguments[name] for name in ("x", "key") if name in call.arguments]
     width = call.dims["H"] if call.rotary_dim is None else call.rotary_dim
     flops = sum(3 * x.size // call.dims["H"] * width for x in arrays)

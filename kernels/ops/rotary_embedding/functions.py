@@ -1,4 +1,4 @@
-"""What users call: rotary_embedding, of one array or of queries and keys in one pass."""
+"""Public functions: rotary_embedding, of one array or of queries and keys in one pass."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ def rotary_embedding(
     rotary_dim: int | None = None,
     xpos: XPos | None = None,
 ) -> Prepared:
-    """Returns x with its pairs turned by position * frequency; the angles are computed in float32. With `key` (x turned, key
-    turned), in one pass.
+    """Returns x with its pairs rotated by position * frequency; angles are computed in float32. With `key`, returns
+    both, rotated in one pass.
 
     Args:
       x: queries or keys, [B, T, N, H].
       positions: int [B, T] or [1, T].
-      key: [B, T, K, H], of the dtype of x, which are the queries then: both are turned by the same angles, in one launch.
-      base: theta; frequencies are base^(-2i/H), or over `rotary_dim` if given.
-      scaling: `RopeScaling` for contexts longer than those of pre-training.
+      key: [B, T, K, H], in the dtype of x, which then holds the queries: both are rotated by the same angles, in one
+        launch.
+      base: theta; frequencies are base^(-2i/H), or with `rotary_dim` in place of H if given.
+      scaling: `RopeScaling` for contexts longer than in pre-training.
       interleaved: pairs are (2i, 2i + 1), as in GPT-J, instead of (i, i + H/2), as in Llama.
-      rotary_dim: only the first so many entries turn.
-      xpos: `XPos` lets the product of a query and a key fall with their distance: `XPos()` for queries, and for keys
-        `XPos(inverse=True)`, with the same `scale_base`, `gamma` and `center`; `key` takes the other of what x takes. The
-        entries that do not turn stay as they are.
+      rotary_dim: number of leading entries to rotate; default: all.
+      xpos: `XPos` makes the product of a query and a key decay with their distance: `XPos()` for queries, and
+        `XPos(inverse=True)` for keys, with the same `scale_base`, `gamma` and `center`; with `key`, keys use the
+        opposite of what x uses. Entries that are not rotated stay unchanged.
 
     Raises:
       ValueError: `rotary_dim` (or H) is odd, or a shape does not fit; naming the argument.
@@ -46,7 +47,7 @@ def rotary_embedding(
     True
     >>> from ejdist import XPos
     >>> query, key = rotary_embedding(x, jnp.array([[700]]), key=x, xpos=XPos())
-    >>> round(float((query * key).sum()), 3)  # at distance 0 nothing has fallen
+    >>> round(float((query * key).sum()), 3)  # no decay at distance 0
     4.0
     """
     options = {"base": base, "scaling": scaling, "interleaved": interleaved, "rotary_dim": rotary_dim, "xpos": xpos}

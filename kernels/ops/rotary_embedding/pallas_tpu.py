@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from kernels.ops.rotary_embedding.contract import RotaryConfig, frequencies, op, pair_op, turned_width, work
+from kernels.ops.rotary_embedding.contract import RotaryConfig, frequencies, op, pair_op, rotated_width, work
 from kernels.toolchains.pallas import pallas_launch
 
-# What a kernel's blocks and temporaries may take. The least of the chips' default limits is 16 MiB.
+# Memory for a kernel's blocks and temporaries. The smallest default limit of a chip is 16 MiB.
 VMEM_BUDGET = 10 * 2**20
 MOST_TOKENS = 256
 
@@ -32,15 +32,15 @@ def rotary_embedding_kernel(positions_ref, columns_ref, swap_ref, *refs, center,
             c, s = c * scale, s * scale
         for n in range(x_ref.shape[1]):
             x = x_ref[0, n]
-            # The other entry of each pair, by a product with a permutation: exact, and of any width and style.
+            # Swaps the entries of each pair by a product with a permutation: exact, for any width and layout.
             highest = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
             other = jnp.dot(x, swap_ref[...], precision=highest, preferred_element_type=jnp.float32)
             out_ref[0, n] = (x.astype(jnp.float32) * c + other * s).astype(out_ref.dtype)
 
 
 def _columns(H, width, base, scaling, interleaved, xpos):
-    """Returns, of each entry of a head, [4, H] float32: the frequency, the factor of cos, that of sin with its sign, and the
-    exponent of XPos; and the permutation of the entries of each pair, [H, H]."""
+    """Returns, for each entry of a head, [4, H] float32: the frequency, the factor of cos, that of sin with its sign,
+    and the exponent of XPos; and the permutation that swaps the entries of each pair, [H, H]."""
     angles, factor = frequencies(width, base, scaling)
     pair, entry = np.arange(width // 2), np.arange(H)
     one, two = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + width // 2)
@@ -55,12 +55,12 @@ def _columns(H, width, base, scaling, interleaved, xpos):
 
 
 def _turned(arrays, positions, options, back, cfg, cost):
-    """Returns the arrays [B, T, heads, H], turned."""
+    """Returns the arrays [B, T, heads, H], rotated."""
     base, scaling, interleaved, rotary_dim, xpos = options
     B, T, _, H = arrays[0].shape
-    columns, swap = _columns(H, turned_width(H, rotary_dim), base, scaling, interleaved, xpos)
+    columns, swap = _columns(H, rotated_width(H, rotary_dim), base, scaling, interleaved, xpos)
     tokens = min(T, cfg.block_tokens)
-    # Heads before tokens, as attention has them: a block of one head is whole tiles of tokens and entries.
+    # [heads, tokens], as in attention: a block of one head is whole tiles of tokens and entries.
     moved = [x.swapaxes(1, 2) for x in arrays]
     specs = [pl.BlockSpec((1, x.shape[1], tokens, H), lambda b, t: (b, 0, t, 0)) for x in moved]
     shared = positions.shape[0] < B
@@ -98,7 +98,7 @@ def _heads(call):
 def _tokens(call) -> int:
     lanes = -(-call.dims["H"] // 128) * 128
     itemsize = jnp.dtype(call.dtype).itemsize
-    # Each array in and out, each twice (one block moves while the other is worked on); float32 tables of one head.
+    # Each array in and out, double-buffered; float32 tables of one head.
     of_a_token = lanes * (4 * itemsize * _heads(call) + 4 * 8) + 2 * 4 * 128
     return min(MOST_TOKENS, (VMEM_BUDGET - 3 * lanes * lanes * itemsize) // of_a_token // 16 * 16)
 
@@ -117,7 +117,7 @@ def rejects(call):
         return "an array has no elements"
     if _tokens(call) < 16:
         heads = f"{_heads(call)} heads of H = {call.dims['H']}"
-        return f"16 tokens of {heads} do not fit the {VMEM_BUDGET >> 20} MiB of VMEM of a block"
+        return f"16 tokens of {heads} do not fit in the {VMEM_BUDGET >> 20} MiB of VMEM of a block"
     return None
 
 

@@ -1,4 +1,5 @@
-"""Rotary embedding on GPUs: a program turns heads of queries and keys of its tokens, each read once and written once."""
+"""Rotary embedding on GPUs: a program rotates heads of queries and keys of its tokens, each read once and written
+once."""
 
 from __future__ import annotations
 
@@ -9,24 +10,24 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from kernels.ops.rotary_embedding.contract import RotaryConfig, frequencies, op, pair_op, turned_width, work
+from kernels.ops.rotary_embedding.contract import RotaryConfig, frequencies, op, pair_op, rotated_width, work
 from kernels.toolchains.triton import triton_launch
 
-# What a program turns at once, in elements. Threads that have the same pairs of other heads compute the same sines, so few
-# warps with many heads each do the least of that.
+# Elements per program. Threads with the same pairs of different heads compute the same sines, so few warps with many
+# heads each minimise that.
 ELEMENTS, ELEMENTS_OF_A_WARP = 4096, 2048
-# The widest head: a token of one head is in the registers of one program.
+# The widest head: one head of a token must fit in the registers of a program.
 WIDEST = 8192
 
 
 @triton.jit
 def _cos_sin(angle):
-    """Returns (cos, sin) of float32 angles of any size: the multiples of a quarter turn are taken off in float64, and the rest
-    goes into the polynomials of Cephes. The hardware's own sine is made for angles up to pi."""
+    """Returns (cos, sin) of float32 angles of any size: reduces them by multiples of a quarter turn in float64, and
+    evaluates the polynomials of Cephes. The hardware's sine is accurate only up to pi."""
     turns = tl.floor(angle * 0.6366197723675814 + 0.5)
-    wide, quarter = angle.to(tl.float64), turns.to(tl.float64)
-    # pi / 2 as two numbers that are exact in float32.
-    rest = (wide - quarter * 1.57079637050628662109375 + quarter * 4.371138828673793e-08).to(tl.float32)
+    angle64, quarter = angle.to(tl.float64), turns.to(tl.float64)
+    # pi / 2 as the sum of two numbers that are exact in float32.
+    rest = (angle64 - quarter * 1.57079637050628662109375 + quarter * 4.371138828673793e-08).to(tl.float32)
     z = rest * rest
     sin = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * rest + rest
     cos = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0
@@ -48,8 +49,8 @@ def _load(
     BLOCK_W: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Returns the two entries of each pair, [tokens, heads, BLOCK_W], and the entries that do not turn. `at` is where
-    each head begins, [tokens, heads, 1]."""
+    """Returns the two entries of each pair, [tokens, heads, BLOCK_W], and the entries that are not rotated. `at` is the
+    offset of each head, [tokens, heads, 1]."""
     pair = tl.arange(0, BLOCK_W)[None, None, :]
     if INTERLEAVED:
         entry = tl.arange(0, 2 * BLOCK_W)[None, None, :]
@@ -59,7 +60,7 @@ def _load(
         inside = mask & (pair < WIDTH // 2)
         a = tl.load(x_ptr + at + pair, mask=inside, other=0.0)
         b = tl.load(x_ptr + at + WIDTH // 2 + pair, mask=inside, other=0.0)
-    rest = a  # where all entries turn, nothing reads it
+    rest = a  # unused if all entries are rotated
     if WIDTH < H:
         entry = WIDTH + tl.arange(0, BLOCK_R)[None, None, :]
         rest = tl.load(x_ptr + at + entry, mask=mask & (entry < H), other=0.0)
@@ -100,7 +101,7 @@ def _store(
 @triton.jit
 def rotary_embedding_kernel(
     query_ptr,
-    key_ptr,  # None: one array alone
+    key_ptr,  # None for a single array
     positions_ptr,
     frequencies_ptr,  # [WIDTH / 2]
     exponents_ptr,  # [WIDTH / 2], of XPos; None without
@@ -126,7 +127,7 @@ def rotary_embedding_kernel(
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = (tokens < M)[:, None, None]
     first = tokens.to(tl.int64)[:, None, None] * H
-    # All that is read is asked for before anything is written.
+    # All loads are issued before any store.
     heads = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :, None]
     query_at, query_mask = first * N + heads * H, inside & (heads < N)
     query = _load(query_ptr, query_at, query_mask, H, WIDTH, INTERLEAVED, BLOCK_W, BLOCK_R)
@@ -174,14 +175,14 @@ def rotary_embedding_kernel(
 
 
 def _turned(query, key, positions, options, back, cfg, cost):
-    """Returns (query turned, key turned or None)."""
+    """Returns (query rotated, key rotated or None)."""
     base, scaling, interleaved, rotary_dim, xpos = options
     B, T, N, H = query.shape
-    width = turned_width(H, rotary_dim)
+    width = rotated_width(H, rotary_dim)
     angles, factor = frequencies(width, base, scaling)
     K = 1 if key is None else key.shape[2]
     chunks = triton.cdiv(N, cfg.block_heads)
-    given = [query] if key is None else [query, key]
+    arrays = [query] if key is None else [query, key]
     unused: dict[str, Any] = {"key_out_ptr": None} if key is None else {}
     out = triton_launch(
         rotary_embedding_kernel,
@@ -190,7 +191,7 @@ def _turned(query, key, positions, options, back, cfg, cost):
         positions,
         jnp.asarray(angles, jnp.float32),
         None if xpos is None else jnp.asarray(xpos.exponent(width), jnp.float32),
-        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given),
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays),
         grid=(triton.cdiv(B * T, cfg.block_tokens), chunks),
         num_warps=cfg.num_warps,
         work=cost,
@@ -216,7 +217,7 @@ def _turned(query, key, positions, options, back, cfg, cost):
 
 
 def _block_heads(N: int, H: int) -> int:
-    """Returns the largest power of two of heads that divides N and is no more than a tile; else one that covers N."""
+    """Returns the largest power of two of heads that divides N and is at most a tile; else one that covers N."""
     most = max(1, ELEMENTS // triton.next_power_of_2(H))
     whole = min(most, N & -N)
     return whole if N // whole <= 8 else min(most, triton.next_power_of_2(N))
@@ -244,11 +245,11 @@ def heuristic(call, platform):
 def candidates(call):
     N, _, H = _shape(call)
     best = _block_heads(N, H)
-    found = [heuristic(call, "cuda")]
+    configs = [heuristic(call, "cuda")]
     for heads in dict.fromkeys((best, max(1, best // 2), max(1, best // 4))):
         for elements in (ELEMENTS // 2, ELEMENTS, 2 * ELEMENTS):
-            found += [_config(call, heads, elements, more) for more in (1, 2)]
-    return list(dict.fromkeys(found))
+            configs += [_config(call, heads, elements, more) for more in (1, 2)]
+    return list(dict.fromkeys(configs))
 
 
 def rejects(call):
@@ -256,7 +257,7 @@ def rejects(call):
     if call.x.size == 0 or (call.arguments.get("key") is not None and call.key.size == 0):
         return "an array has no elements"
     if H > WIDEST:
-        return f"H = {H} is more than {WIDEST}, and a head must fit the registers of one program"
+        return f"H = {H} is more than {WIDEST}: a head must fit in the registers of a program"
     return None
 
 

@@ -8,9 +8,9 @@ from kernels.ops.rotary_embedding.contract import op, pair_op, rotary_embedding,
 
 
 def _back(positions, base, scaling, interleaved, rotary_dim, xpos):
-    """Returns the arguments of the transpose: the rotation back; the factors of YaRN and XPos are plain factors in both.
+    """Returns the arguments of the transpose: the inverse rotation; the factors of YaRN and XPos are the same in both.
 
-    The positions are floats before they are turned round, as they are for the angles: unsigned ones have no negatives.
+    The positions are converted to floats before they are negated, because unsigned integers have no negatives.
     """
     options = {"base": base, "scaling": scaling, "interleaved": interleaved, "rotary_dim": rotary_dim}
     return {"positions": -positions.astype(jnp.float32), **options, "xpos": None if xpos is None else xpos.reversed()}

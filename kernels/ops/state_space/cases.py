@@ -1,4 +1,4 @@
-"""Shapes that every backend of the state spaces is held to."""
+"""Shapes that test every backend of the state spaces."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from kernels.framework.backend import Case
 
 
 def _decay(*dims: str, least: float = 0.05, most: float = 1.5) -> Callable:
-    """Returns a maker of A: negative, so that with the steps below decays lie between 0.2 and 0.999."""
+    """Returns a generator of negative A, so that the steps below give decays between 0.2 and 0.999."""
     return lambda rng, sizes: -rng.uniform(least, most, [sizes[d] for d in dims]).astype(np.float32)
 
 
 def _steps(*dims: str) -> Callable:
-    """Returns a maker of dt, as it comes out of a softplus."""
+    """Returns a generator of dt, as a softplus outputs it."""
     return lambda rng, sizes: np.exp(rng.uniform(np.log(0.01), 0.0, [sizes[d] for d in dims])).astype(np.float32)
 
 
 def documents(rng: Any, sizes: Mapping[str, int]) -> Any:
-    """Returns ids of documents that follow each other, the same id now and then again, with padding inside and at the end."""
+    """Returns segment ids of consecutive documents, some ids reused, with padding inside and at the end."""
     B, T = sizes["B"], sizes["T"]
     ids = np.cumsum(rng.random((B, T)) < 3 / T, axis=1) % 4
     ids[rng.random((B, T)) < 0.15] = -1
@@ -31,15 +31,15 @@ def documents(rng: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def packed(count: int) -> Callable:
-    """Returns a maker of ids of `count` sequences in one row: the second is empty, and the end is padding."""
+    """Returns a generator of ids of `count` sequences in one row: the second is empty, and the row ends in padding."""
 
     def make(rng: Any, sizes: Mapping[str, int]) -> Any:
         B, T = sizes["B"], sizes["T"]
-        there = [g for g in range(count) if g != 1]
+        nonempty = [g for g in range(count) if g != 1]
         ids = np.full((B, T), -1)
         for row in ids:
-            cuts = np.sort(rng.integers(0, T, len(there)))
-            for g, begin, end in zip(there, [0, *cuts[:-1]], cuts, strict=True):
+            cuts = np.sort(rng.integers(0, T, len(nonempty)))
+            for g, begin, end in zip(nonempty, [0, *cuts[:-1]], cuts, strict=True):
                 row[begin:end] = g
         return jnp.asarray(ids, jnp.int32)
 
@@ -47,7 +47,7 @@ def packed(count: int) -> Callable:
 
 
 def _cases(make: Mapping[str, Callable], small: Any, odd: Any, long: Any, optional: tuple[str, ...], bench: Any) -> Any:
-    """Returns the cases that each of them has: one token, lengths that no chunk divides, documents, packed sequences."""
+    """Returns the cases common to all: one token, lengths that no chunk divides, documents, packed sequences."""
 
     def case(name: str, dims: Any, *tags: str, arrays: Any = (), states: int = 1, **more: Any) -> Case:
         options = {} if states == 1 else {"num_states": states}

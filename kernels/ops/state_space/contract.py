@@ -1,4 +1,4 @@
-"""What state spaces and the convolution before them mean: loops over time, and the facts that meshes are told."""
+"""The contracts of state spaces and of their convolution: loops over time, and metadata for sharding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kernels.ops.state_space import cases
 ACTIVATIONS = (None, "silu")
 
 
-def _wide(dtype: jnp.dtype) -> jnp.dtype:
+def compute_dtype_of(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -33,23 +33,26 @@ def state_space_v2(
     num_states: int = 1,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B G N H Hv"]]:
     """Returns (out, final state) of Mamba-2's recurrence in each head, all of it in float32:
-    h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t^T, out_t = C_t^T h_t + D x_t. Heads n of N share group n // (N / K) of B and C.
+    h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t^T, out_t = C_t^T h_t + D x_t. Head n uses group n // (N / K) of B and C.
 
-    States and segments are those of `kernels.engines.scan.recurrence`. Source: Dao and Gu, 2024, arXiv:2405.21060.
+    For states and segments see `kernels.engines.scan.recurrence`. Source: Dao and Gu, 2024, arXiv:2405.21060.
     """
-    wide = _wide(x.dtype)
+    compute_dtype = compute_dtype_of(x.dtype)
     groups = B.shape[2]
     heads = x.shape[2] // groups
 
     def step(h, at):
         x, dt, B, C = at
         B, C = (jnp.repeat(y, heads, axis=1) for y in (B, C))
-        h = jnp.exp(dt * A.astype(wide))[..., None, None] * h + (dt[..., None] * B)[..., None] * x[..., None, :]
+        h = (
+            jnp.exp(dt * A.astype(compute_dtype))[..., None, None] * h
+            + (dt[..., None] * B)[..., None] * x[..., None, :]
+        )
         out = jnp.einsum("bnh,bnhv->bnv", C, h)
-        return h, out if D is None else out + D.astype(wide)[:, None] * x
+        return h, out if D is None else out + D.astype(compute_dtype)[:, None] * x
 
-    start = jnp.zeros((x.shape[0], x.shape[2], B.shape[3], x.shape[3]), wide)
-    xs = tuple(y.astype(wide) for y in (x, dt, B, C))
+    start = jnp.zeros((x.shape[0], x.shape[2], B.shape[3], x.shape[3]), compute_dtype)
+    xs = tuple(y.astype(compute_dtype) for y in (x, dt, B, C))
     out, final = loop(step, xs, start, segment_ids, initial_state, num_states)
     return out.astype(x.dtype), final
 
@@ -67,19 +70,19 @@ def state_space_v1(
     num_states: int = 1,
 ) -> tuple[Float[Array, "B T F"], Float[Array, "B G F H"]]:
     """Returns (out, final state) of Mamba's selective scan in each channel, all of it in float32:
-    h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t, out_t = C_t^T h_t + D x_t, where A is diagonal, of H numbers a channel.
+    h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t, out_t = C_t^T h_t + D x_t, A diagonal, with H entries per channel.
 
-    States and segments are those of `kernels.engines.scan.recurrence`. Source: Gu and Dao, 2023, arXiv:2312.00752.
+    For states and segments see `kernels.engines.scan.recurrence`. Source: Gu and Dao, 2023, arXiv:2312.00752.
     """
-    wide = _wide(x.dtype)
+    compute_dtype = compute_dtype_of(x.dtype)
 
     def step(h, at):
         x, dt, B, C = at
-        h = jnp.exp(dt[..., None] * A.astype(wide)) * h + (dt * x)[..., None] * B[:, None]
+        h = jnp.exp(dt[..., None] * A.astype(compute_dtype)) * h + (dt * x)[..., None] * B[:, None]
         out = jnp.einsum("bfh,bh->bf", h, C)
-        return h, out if D is None else out + D.astype(wide) * x
+        return h, out if D is None else out + D.astype(compute_dtype) * x
 
-    start, xs = jnp.zeros((x.shape[0], *A.shape), wide), tuple(y.astype(wide) for y in (x, dt, B, C))
+    start, xs = jnp.zeros((x.shape[0], *A.shape), compute_dtype), tuple(y.astype(compute_dtype) for y in (x, dt, B, C))
     out, final = loop(step, xs, start, segment_ids, initial_state, num_states)
     return out.astype(x.dtype), final
 
@@ -97,39 +100,37 @@ def causal_conv1d(
     """Returns (out, final state) of a convolution of each channel with its own taps:
     out_t = activation(bias + sum_j weight[:, j] x_{t - W + 1 + j}), in float32.
 
-    The state is the W - 1 inputs before a token, the oldest first: zeros at the start of a segment. States and segments are
-    those of `kernels.engines.scan.recurrence`, so a window holds the last W tokens of its segment that are no padding.
+    The state is the W - 1 inputs before a token, oldest first: zeros at the start of a segment. A window holds the last
+    W valid tokens of its segment. For states and segments see `kernels.engines.scan.recurrence`.
 
     Raises:
       ValueError: the activation is unknown.
     """
     check_activation(activation)
-    wide = _wide(x.dtype)
+    compute_dtype = compute_dtype_of(x.dtype)
 
     def step(before, x):
         window = jnp.concatenate([before, x[..., None]], axis=-1)
-        out = jnp.sum(window * weight.astype(wide), axis=-1)
-        out = out if bias is None else out + bias.astype(wide)
+        out = jnp.sum(window * weight.astype(compute_dtype), axis=-1)
+        out = out if bias is None else out + bias.astype(compute_dtype)
         return window[..., 1:], jax.nn.silu(out) if activation else out
 
-    start = jnp.zeros((x.shape[0], x.shape[2], weight.shape[1] - 1), wide)
-    out, final = loop(step, x.astype(wide), start, segment_ids, initial_state, num_states)
+    start = jnp.zeros((x.shape[0], x.shape[2], weight.shape[1] - 1), compute_dtype)
+    out, final = loop(step, x.astype(compute_dtype), start, segment_ids, initial_state, num_states)
     return out.astype(x.dtype), final
 
 
 def check_activation(activation: str | None) -> None:
-    """Raises ValueError for an activation that there is not."""
+    """Raises ValueError for an unknown activation."""
     if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"causal_conv1d: argument 'activation' = {activation!r} is unknown; use 'silu', or None for none"
-        )
+        raise ValueError(f"causal_conv1d: argument 'activation' = {activation!r} is unknown; use 'silu' or None")
 
 
 # -- how much there is to do -------------------------------------------------------------------------------------------
 
 
 def _state_bytes(call: Call, *dims: int) -> int:
-    """Returns the bytes of the states in and out, float32."""
+    """Returns the bytes of the initial and final states, float32."""
     size = call.dims["B"] * call.num_states * 4
     for n in dims:
         size *= n
@@ -137,8 +138,8 @@ def _state_bytes(call: Call, *dims: int) -> int:
 
 
 def _of_state_space(call: Call, elements: int, state: int) -> tuple[Work, Work]:
-    """Returns the work of a state space: a token multiplies, adds and reads its state, 6 flops an element, and the backward
-    does that again beside two such adjoints. Its arrays are read once, and in the backward their gradients written."""
+    """Returns the work of a state space: per token, 6 flops per element of the state; the backward recomputes that and
+    has two such adjoints. The arrays are read once, and in the backward their gradients are written."""
     arrays = nbytes(call.x, call.dt, call.A, call.B, call.C, call.D)
     out = nbytes(call.x)
     ids = nbytes(call.segment_ids)
@@ -160,8 +161,8 @@ def work_v1(call: Call) -> tuple[Work, Work]:
 
 
 def work_conv(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the convolution: a multiply-add a tap; the backward has two convolutions of that size, and where
-    there is an activation the first one again."""
+    """Returns the work of the convolution: a multiply-add per tap. The backward has two convolutions of that size, and
+    with an activation recomputes the first one."""
     taps = 2 * call.x.size * call.dims["W"]
     weights, state = nbytes(call.weight, call.bias), _state_bytes(call, call.dims["F"], call.dims["W"] - 1)
     forward = Work(taps, 2 * nbytes(call.x) + weights + state + nbytes(call.segment_ids))
@@ -174,7 +175,7 @@ v2_op = Op(
     outputs=("out", "final_state"),
     local_dims={"B", "N", "K"},
     tied_dims=(("N", "K"),),
-    elsewhere={"T": "state_space_v2"},
+    see_also={"T": "state_space_v2"},
     ordered=True,
     weights=("A", "D"),
     config=ChunkConfig,
@@ -185,7 +186,7 @@ v1_op = Op(
     state_space_v1,
     outputs=("out", "final_state"),
     local_dims={"B", "F"},
-    elsewhere={"T": "state_space_v1"},
+    see_also={"T": "state_space_v1"},
     ordered=True,
     weights=("A", "D"),
     config=ChunkConfig,
@@ -196,7 +197,7 @@ conv_op = Op(
     causal_conv1d,
     outputs=("out", "final_state"),
     local_dims={"B", "F"},
-    elsewhere={"T": "causal_conv1d"},
+    see_also={"T": "causal_conv1d"},
     ordered=True,
     weights=("weight", "bias"),
     cases=cases.CONV,

@@ -1,4 +1,4 @@
-"""What users call: state spaces and the convolution before them, with states in and out."""
+"""Public functions: state spaces and the convolution before them, with states in and out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _unchanged(out: jax.Array) -> jax.Array:
 
 
 def _gated(name: str, x: jax.Array, z: Any) -> Callable[[jax.Array], jax.Array]:
-    """Returns what is done to the output of an `x` with the gate `z`, which it checks."""
+    """Checks the gate `z` of an `x`, and returns the function that applies it to the output."""
     if z is None:
         return _unchanged
     if not is_array(z) or not is_float_array(z) or z.shape != x.shape:
@@ -30,34 +30,34 @@ def _gated(name: str, x: jax.Array, z: Any) -> Callable[[jax.Array], jax.Array]:
 def _gated_and_normed(
     name: str, x: jax.Array, z: Any, norm_weight: Any, norm_eps: float, norm_groups: int
 ) -> Callable[[jax.Array], jax.Array]:
-    """Returns what is done to the output of Mamba-2; checks its arguments."""
+    """Checks Mamba-2's gate and norm, and returns the function that applies them to the output."""
     gated = _gated(name, x, z)
     if norm_weight is None:
         if norm_groups != 1:
-            raise ValueError(f"{name}: argument 'norm_groups' is of the norm, and there is no 'norm_weight'; give it")
+            raise ValueError(f"{name}: argument 'norm_groups' requires 'norm_weight'")
         return gated
     heads, width = x.shape[2:]
     if not isinstance(norm_eps, (int, float)) and not is_float_array(norm_eps):
         raise ValueError(f"{name}: argument 'norm_eps' must be a number, got {described(norm_eps)}")
     if not is_array(norm_weight) or not is_float_array(norm_weight) or norm_weight.size != heads * width:
         raise ValueError(
-            f"{name}: argument 'norm_weight' must have a factor for each channel, [N * P] = [{heads * width}], got "
+            f"{name}: argument 'norm_weight' must have one factor per channel, [N * P] = [{heads * width}], got "
             f"{described(norm_weight)}"
         )
     if norm_groups < 1 or heads % norm_groups:
         raise ValueError(f"{name}: argument 'norm_groups' = {norm_groups} must divide the {heads} heads of 'x'")
 
     def gate(out: jax.Array) -> jax.Array:
-        wide = out.astype(jnp.float32)
-        wide = wide if z is None else wide * jax.nn.silu(z.astype(jnp.float32))
-        square = jnp.mean(wide * wide, axis=-1)
+        x32 = out.astype(jnp.float32)
+        x32 = x32 if z is None else x32 * jax.nn.silu(z.astype(jnp.float32))
+        square = jnp.mean(x32 * x32, axis=-1)
         if norm_groups == 1:
             mean = jnp.mean(square, axis=-1, keepdims=True)
         else:
             each = jnp.mean(square.reshape(*square.shape[:2], norm_groups, -1), axis=-1)
             mean = jnp.repeat(each, heads // norm_groups, axis=-1)
-        wide = wide * jax.lax.rsqrt(mean + norm_eps)[..., None]
-        return (wide * norm_weight.reshape(heads, width).astype(jnp.float32)).astype(x.dtype)
+        x32 = x32 * jax.lax.rsqrt(mean + norm_eps)[..., None]
+        return (x32 * norm_weight.reshape(heads, width).astype(jnp.float32)).astype(x.dtype)
 
     return gate
 
@@ -84,18 +84,19 @@ def state_space_v2(
 
     Args:
       x: [B, T, N, P].
-      dt: [B, T, N], the step, after its bias and softplus.
+      dt: [B, T, N], the step size, after its bias and softplus.
       A: [N], negative.
       B, C: [B, T, G, S]; G divides N, and head n reads group n // (N / G).
-      D: [N], how much of x is added; None for none.
+      D: [N], the weight of the skip connection from x; None for no skip connection.
       z: [B, T, N, P], a gate: the output is multiplied by silu(z).
-      norm_weight: [N * P], of an RMSNorm over all channels after the gate; None for no norm. norm_eps is added to the mean
-        square, and with `norm_groups` the mean is over each such part of the heads (mamba_ssm: as many as G).
-      state: [B, N, S, P], float32: that before the first token; default: zeros.
+      norm_weight: [N * P], weight of an RMSNorm over all channels after the gate; None for no norm. norm_eps is added
+        to the mean square. With `norm_groups` the heads are split into that many groups, each with its own mean (in
+        mamba_ssm, G).
+      state: [B, N, S, P], float32: the state before the first token; default: zeros.
       return_state: whether to return (out, state after the last token).
 
     Raises:
-      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     Source: Dao and Gu, Transformers are SSMs, 2024, arXiv:2405.21060.
 
@@ -108,8 +109,7 @@ def state_space_v2(
     sizes(v2_op.name, {"x": (x, "B T N P"), "B": (B, "B T G S")})
     if x.shape[2] % B.shape[2]:
         raise ValueError(
-            f"state_space_v2: argument 'B' has {B.shape[2]} groups, which do not divide the {x.shape[2]} heads of 'x'; every "
-            "group serves as many heads as any other"
+            f"state_space_v2: argument 'B' has {B.shape[2]} groups, which do not divide the {x.shape[2]} heads of 'x'"
         )
     arguments = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
     shape = (*x.shape[:3], B.shape[3], x.shape[3])
@@ -131,21 +131,21 @@ def state_space_v1(
     return_state: bool = False,
     **where: Unpack[Where],
 ) -> Prepared:
-    """Returns Mamba's selective scan, [B, T, D] in the dtype of x: in each channel, with a state of S numbers,
+    """Returns Mamba's selective scan, [B, T, D] in the dtype of x: in each channel, with a state of size S,
     h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t, out_t = C_t^T h_t + D x_t.
 
     Args:
       x: [B, T, D].
-      dt: [B, T, D], the step, after its bias and softplus.
+      dt: [B, T, D], the step size, after its bias and softplus.
       A: [D, S], negative.
       B, C: [B, T, S].
-      D: [D], how much of x is added; None for none.
+      D: [D], the weight of the skip connection from x; None for no skip connection.
       z: [B, T, D], a gate: the output is multiplied by silu(z).
-      state: [B, D, S], float32: that before the first token; default: zeros.
+      state: [B, D, S], float32: the state before the first token; default: zeros.
       return_state: whether to return (out, state after the last token).
 
     Raises:
-      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     Source: Gu and Dao, Mamba, 2023, arXiv:2312.00752.
 
@@ -177,15 +177,16 @@ def causal_conv1d(
 
     Args:
       x: [B, T, D].
-      weight: [D, W]; the last tap is that of the token itself.
-      bias: [D]; None for none.
-      activation: "silu", or None for none.
-      state: [B, D, W - 1], float32: the inputs before the first token, the oldest first; default: zeros. A window holds tokens
-        of one segment, and no padding.
-      return_state: whether to return (out, the last W - 1 inputs): the state for the tokens that follow.
+      weight: [D, W]; the last tap is for the token itself.
+      bias: [D], or None.
+      activation: "silu" or None.
+      state: [B, D, W - 1], float32: the inputs before the first token, oldest first; default: zeros. A window holds
+      tokens of
+        one segment, and no padding.
+      return_state: whether to return (out, the last W - 1 inputs), the state for the following tokens.
 
     Raises:
-      ValueError: naming the argument. Unsupported: the platform asked for cannot do it.
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.array([[[1.0], [2.0], [3.0]]])

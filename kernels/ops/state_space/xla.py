@@ -1,6 +1,7 @@
-"""State spaces as plain XLA: chunks of tokens, matmuls or a few doublings inside them, one state from each to the next.
+"""State spaces in plain XLA: chunks of tokens with matmuls or a Hillis-Steele scan inside, and one state passed between
+them.
 
-What `kernels.engines.scan.chunks` goes over the chunks with, in both directions, is the functions of one chunk here.
+This module defines one chunk; `kernels.engines.scan.chunks` runs it over all chunks, in both directions.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ EVERYWHERE: dict[str, Any] = {
     "symbolic": {"B"},
     "name": "xla",
 }
-# Tokens of a chunk. Mamba-2: matmuls of that size against one state a chunk in memory. Mamba: a chunk of states is in memory.
+# Tokens per chunk. Mamba-2 trades larger matmuls against one stored state per chunk; Mamba holds a chunk of states.
 CHUNK_V2, CHUNK_V1 = 64, 32
 
 
@@ -34,58 +35,63 @@ def _einsum(subscripts, *arrays):
 
 
 def _decays(log_decay, tokens):
-    """Returns the factors of a chunk, float32, all of them exponentials of sums of `log_decay` [B, C, K, R]: between each two
-    tokens [B, K, R, t, s], from the entering state to each token [B, C, K, R], and from each token to the leaving state.
+    """Returns the factors of a chunk, float32, all exponentials of sums of `log_decay` [B, C, K, R]: between each two
+    tokens [B, K, R, t, s], from the incoming state to each token [B, C, K, R], and from each token to the final state.
 
-    A sum between two tokens is added up as such. A difference of two running sums would lose what a weak decay says behind a
+    Each sum between two tokens is computed separately. A difference of two running sums would lose a weak decay after a
     strong one.
     """
     C = log_decay.shape[1]
     at = jnp.arange(C)
     until = (at[:, None] >= at[None]).astype(jnp.float32)
     a = jnp.moveaxis(log_decay, 1, -1)  # [B, K, R, C]
-    after = jnp.where(at[:, None] > at[None], a[..., None], 0)  # [.., u, s]: what u adds to the way from s
+    after = jnp.where(at[:, None] > at[None], a[..., None], 0)  # [.., u, s]: what u adds to the sum from s
     between = jnp.einsum("tu,bkrus->bkrts", until, after, precision=jax.lax.Precision.HIGHEST)
-    entering = jnp.moveaxis(jnp.cumsum(a, axis=-1), -1, 1)
+    incoming = jnp.moveaxis(jnp.cumsum(a, axis=-1), -1, 1)
     leaving = jnp.moveaxis(between[..., -1, :], -1, 1)
     sees = until.astype(bool)[None]
     if tokens.resets is None:
-        return jnp.exp(jnp.where(sees[:, None, None], between, -jnp.inf)), jnp.exp(entering), jnp.exp(leaving)
+        return jnp.exp(jnp.where(sees[:, None, None], between, -jnp.inf)), jnp.exp(incoming), jnp.exp(leaving)
     run = jnp.cumsum(tokens.resets, axis=1)
     sees = sees & (run[:, :, None] == run[:, None])
     first, last = ((run == r)[..., None, None] for r in (0, run[:, -1:]))
     return (
         jnp.exp(jnp.where(sees[:, None, None], between, -jnp.inf)),
-        jnp.exp(jnp.where(first, entering, -jnp.inf)),
+        jnp.exp(jnp.where(first, incoming, -jnp.inf)),
         jnp.exp(jnp.where(last, leaving, -jnp.inf)),
     )
 
 
 def _prepare_v2(shared, xs, tokens):
-    """Returns the parts of a chunk: what each token sees of the others is masked attention."""
+    """Returns the parts of a chunk: masked attention among its tokens."""
     A, D = shared
     x, dt, B, C = xs
     (rows, length, heads, width), groups = x.shape, B.shape[2]
     each = (rows, length, groups, heads // groups)
     dt = dt.astype(jnp.float32)
-    pair, entering, leaving = _decays((dt * A.astype(jnp.float32)).reshape(each), tokens)
-    wide = (dt[..., None] * x).reshape(*each, width)
+    pair, incoming, leaving = _decays((dt * A.astype(jnp.float32)).reshape(each), tokens)
+    dt_x = (dt[..., None] * x).reshape(*each, width)
     scores = _einsum("btkh,bskh->bkts", C, B)[:, :, None] * pair
-    out = _einsum("bkrts,bskrp->btkrp", scores.astype(x.dtype), wide.astype(x.dtype))
-    out = out if D is None else out + (D.astype(jnp.float32)[:, None] * x).reshape(wide.shape)
-    given = _einsum("bskh,bskrp->bkrhp", B, (wide * leaving[..., None]).astype(x.dtype))
-    return {"out": out, "C": C, "entering": entering, "given": given.reshape(rows, heads, *given.shape[3:])}
+    out = _einsum("bkrts,bskrp->btkrp", scores.astype(x.dtype), dt_x.astype(x.dtype))
+    out = out if D is None else out + (D.astype(jnp.float32)[:, None] * x).reshape(dt_x.shape)
+    contribution = _einsum("bskh,bskrp->bkrhp", B, (dt_x * leaving[..., None]).astype(x.dtype))
+    return {
+        "out": out,
+        "C": C,
+        "incoming": incoming,
+        "given": contribution.reshape(rows, heads, *contribution.shape[3:]),
+    }
 
 
 def _advance_v2(parts, state):
-    passing = parts["entering"][:, -1].reshape(*state.shape[:2], 1, 1)
+    passing = parts["incoming"][:, -1].reshape(*state.shape[:2], 1, 1)
     return passing * state + parts["given"]
 
 
 def _read_v2(_, parts, state):
-    C, entering = parts["C"], parts["entering"]
-    own = state.reshape(state.shape[0], *entering.shape[2:], *state.shape[2:]).astype(C.dtype)
-    out = parts["out"] + _einsum("btkh,bkrhp->btkrp", C, own) * entering[..., None]
+    C, incoming = parts["C"], parts["incoming"]
+    chunk_state = state.reshape(state.shape[0], *incoming.shape[2:], *state.shape[2:]).astype(C.dtype)
+    out = parts["out"] + _einsum("btkh,bkrhp->btkrp", C, chunk_state) * incoming[..., None]
     return out.reshape(*out.shape[:2], -1, out.shape[-1]).astype(C.dtype)
 
 
@@ -93,8 +99,8 @@ def _read_v2(_, parts, state):
 
 
 def _prepare_v1(shared, xs, tokens):
-    """Returns the parts of a chunk. What all its tokens have added to the state is there at one time, by doubling: after step i
-    it is the sum of what the 2^i tokens up to each have added (Hillis and Steele, 1986)."""
+    """Returns the parts of a chunk. All its states exist at once, by a Hillis-Steele scan (1986): after step i each is
+    the sum of what the last 2^i tokens added."""
     A = shared[0]
     x, dt, B = (y.astype(jnp.float32) for y in xs[:3])
     decay = jnp.exp(dt[..., None] * A.astype(jnp.float32))  # [B, C, F, H]
@@ -107,7 +113,7 @@ def _prepare_v1(shared, xs, tokens):
         states += decay * jnp.pad(states[:, :-by], shift)
         decay *= jnp.pad(decay[:, :-by], shift, constant_values=1)
         by *= 2
-    # Without the barrier a CPU computes the doublings again for each of what reads them: three times as long with the gradient.
+    # Without the barrier a CPU recomputes the scan for each consumer: three times as long with the gradient.
     decay, states = jax.lax.optimization_barrier((decay, states))
     return {"decay": decay, "states": states, "x": xs[0], "C": xs[3]}
 
@@ -124,27 +130,27 @@ def _read_v1(shared, parts, state):
 
 
 def _both_ways(step, state_shape):
-    """Returns (forward, backward) of a state space, of the `Step` of one chunk."""
+    """Returns (forward, backward) of a state space, given the `Step` of one chunk."""
 
     def start(x, dt, A, B, segment_ids, initial_state, num_states, cfg):
-        lies = chunks.Chunks(x.shape[0], x.shape[1], cfg, segment_ids, num_states)
+        layout = chunks.Chunks(x.shape[0], x.shape[1], cfg, segment_ids, num_states)
         if initial_state is None:
             initial_state = jnp.zeros((x.shape[0], num_states, *state_shape(x, A, B)), jnp.float32)
-        return lies, initial_state.astype(jnp.float32)
+        return layout, initial_state.astype(jnp.float32)
 
     def forward(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
-        lies, initial = start(x, dt, A, B, segment_ids, initial_state, num_states, cfg)
-        final, out = chunks.forward(step, lies, initial, (x, dt, B, C), (A, D))
+        layout, initial = start(x, dt, A, B, segment_ids, initial_state, num_states, cfg)
+        final, out = chunks.forward(step, layout, initial, (x, dt, B, C), (A, D))
         return out, final
 
     def backward(saved, x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
-        lies, initial = start(x, dt, A, B, segment_ids, initial_state, num_states, cfg)
+        layout, initial = start(x, dt, A, B, segment_ids, initial_state, num_states, cfg)
         d_initial, (dx, ddt, dB, dC), (dA, dD) = chunks.backward(
-            step, lies, initial, (x, dt, B, C), saved.d_final_state, saved.d_out, (A, D)
+            step, layout, initial, (x, dt, B, C), saved.d_final_state, saved.d_out, (A, D)
         )
-        given = {"x": dx, "dt": ddt, "A": dA, "B": dB, "C": dC}
-        given |= {} if D is None else {"D": dD}
-        return given | ({} if initial_state is None else {"initial_state": d_initial})
+        gradients = {"x": dx, "dt": ddt, "A": dA, "B": dB, "C": dC}
+        gradients |= {} if D is None else {"D": dD}
+        return gradients | ({} if initial_state is None else {"initial_state": d_initial})
 
     return forward, backward
 
@@ -165,7 +171,7 @@ v1_op.register(
 
 
 def _rows(x, index):
-    """Returns x[b, index[b, t]] for positions that are not repeated."""
+    """Returns x[b, index[b, t]] for distinct indices."""
     return jax.vmap(lambda row, at: row.at[at].get(unique_indices=True, mode="promise_in_bounds"))(x, index)
 
 
@@ -175,8 +181,8 @@ PADDING = (
 
 
 def _arrange(segment_ids, num_states):
-    """Returns (order, key, begin, count): the positions of the tokens [B, T] with those of each segment together and padding at
-    the end; which segment they are of then; where those that continue a state begin, and how many they are, [B, G]."""
+    """Returns (order, key, begin, count): positions of the tokens [B, T] sorted by segment, with padding at the end;
+    the segment of each; and, [B, G], where the tokens that continue a state begin and how many they are."""
     valid = segment_ids >= 0
     if num_states == 1:
         key = jnp.where(valid, jnp.cumsum(resets(segment_ids), axis=1), PADDING)
@@ -189,7 +195,8 @@ def _arrange(segment_ids, num_states):
 
 
 def _conv(x, weight, bias, segment_ids, initial_state, activation, num_states):
-    """Each tap is a shift of the tokens. For that padding is moved to the end: nothing lies between two of a segment then."""
+    """Each tap is a shift of the tokens. Padding is moved to the end first, so that nothing separates two tokens of a
+    segment."""
     check_activation(activation)
     (rows, length, width), taps = x.shape, weight.shape[1]
     weight = weight.astype(jnp.float32)
@@ -220,38 +227,38 @@ def _conv(x, weight, bias, segment_ids, initial_state, activation, num_states):
 
 
 def _of_state(state, weight, begin, count, length):
-    """Returns [B, T, F]: what the first W - 1 tokens after a state [B, G, W - 1, F] see of it."""
-    rows, states, kept, width = state.shape
-    padded = jnp.pad(state, ((0, 0), (0, 0), (0, kept), (0, 0)))
+    """Returns [B, T, F]: the contribution of a state [B, G, W - 1, F] to the first W - 1 tokens after it."""
+    rows, states, num_taps, width = state.shape
+    padded = jnp.pad(state, ((0, 0), (0, 0), (0, num_taps), (0, 0)))
     seen = jnp.zeros_like(state)
-    for j in range(kept):  # token i sees state[i:], so its tap j is state[i + j]
-        seen += padded[:, :, j : j + kept] * weight[:, j]
-    at = jnp.arange(kept)
+    for j in range(num_taps):  # token i sees state[i:], so its tap j is state[i + j]
+        seen += padded[:, :, j : j + num_taps] * weight[:, j]
+    at = jnp.arange(num_taps)
     where = jnp.where(at < count[..., None], begin[..., None] + at, length)
-    where = jnp.broadcast_to(where, (rows, states, kept)).reshape(rows, -1)
+    where = jnp.broadcast_to(where, (rows, states, num_taps)).reshape(rows, -1)
     seen = seen.reshape(rows, -1, width)
     zeros = jnp.zeros((length, width), jnp.float32)
     return jax.vmap(lambda at, s: zeros.at[at].add(s, mode="drop"))(where, seen)
 
 
 def _last_inputs(x, state, key, begin, count, num_states):
-    """Returns [B, G, W - 1, F]: the last inputs of each sequence, and before them, where they are fewer, those of its state."""
+    """Returns [B, G, W - 1, F]: the last inputs of each sequence, preceded by those of its state if they are fewer."""
     rows, length = x.shape[:2]
-    kept = state.shape[2]
+    num_taps = state.shape[2]
     continues = jnp.ones((1, 1, 1, 1), bool)
-    if key is not None and num_states == 1:  # of the last segment, which need not be the first
+    if key is not None and num_states == 1:  # the state is that of the last segment
         end = jnp.sum(key < PADDING, axis=1, keepdims=True)
         last = jnp.take_along_axis(key, jnp.maximum(end - 1, 0), axis=1)
         last = jnp.where(end > 0, last, 0)
         begin = jax.vmap(jnp.searchsorted)(key, last)
         count, continues = end - begin, (last == 0)[..., None, None]
-    back = jnp.arange(kept) - kept
-    own = jnp.broadcast_to((count[..., None] + back >= 0), (rows, num_states, kept))
-    at = jnp.broadcast_to((begin + count)[..., None] + back, own.shape).clip(0, length - 1)
-    old = jnp.broadcast_to(count[..., None] + jnp.arange(kept), own.shape).clip(0, kept - 1)
+    back = jnp.arange(num_taps) - num_taps
+    in_sequence = jnp.broadcast_to((count[..., None] + back >= 0), (rows, num_states, num_taps))
+    at = jnp.broadcast_to((begin + count)[..., None] + back, in_sequence.shape).clip(0, length - 1)
+    old = jnp.broadcast_to(count[..., None] + jnp.arange(num_taps), in_sequence.shape).clip(0, num_taps - 1)
     tokens = jax.vmap(lambda row, at: row[at])(x, at).astype(jnp.float32)
     before = jnp.where(continues, jnp.take_along_axis(state, old[..., None], axis=2), 0)
-    return jnp.where(own[..., None], tokens, before)
+    return jnp.where(in_sequence[..., None], tokens, before)
 
 
 conv_op.register(_conv, backward_of(conv_op, _conv), **EVERYWHERE)

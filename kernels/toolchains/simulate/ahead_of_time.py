@@ -1,12 +1,12 @@
-"""Checks of accelerator code on a machine that has none, for any operation.
+"""Checks accelerator code of any operation on a machine without accelerators.
 
     export_cuda(*call_of(op, case), compute_capability=90)    compiles its Triton kernels to PTX
     compile_tpu(*call_of(op, case), topology="v5p:2x2x1")     compiles it with the real TPU compiler
     with interpret(): op(..., platform="triton")              runs its kernels on the CPU
-    with interpret(90): op(..., platform="triton")            runs those for Hopper, where the call has some
+    with interpret(90): op(..., platform="triton")            runs those for Hopper, if the call has any
 
-Each takes any function and arguments (arrays, or only their shapes and dtypes), so a whole train step may be checked too.
-Importing this imports no toolchain; a function whose toolchain is not installed says what to install.
+Each takes any function and arguments (arrays, or only their shapes and dtypes), so a whole train step can be checked
+too. Importing this imports no toolchain; a function whose toolchain is not installed says what to install.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def call_of(
     cfg: Any = None,
     backward: bool = True,
 ) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]:
-    """Returns (function, its argument): the operation on a case, with its gradients, as something to compile.
+    """Returns (function, its argument): the operation on a case, with its gradients, ready to compile.
 
-    The function takes the arrays of the case by name, gives all outputs and, with `backward`, the gradient of every
-    float array for cotangents of one. The argument holds shapes and dtypes only.
+    The function takes the arrays of the case by name, and returns all outputs and, with `backward`, the gradient of
+    every float array for cotangents of ones. The argument holds shapes and dtypes only.
     """
     arguments = op.case_inputs(case, dtype=dtype, shapes_only=True)
     traced = {k: v for k, v in arguments.items() if is_traced_argument(v)}
@@ -106,7 +106,7 @@ def _shape(x: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """A Triton kernel as it was compiled into a module."""
+    """A compiled Triton kernel in a module."""
 
     name: str
     num_warps: int
@@ -115,8 +115,8 @@ class CudaKernel:
 
     @functools.cached_property
     def resources(self) -> dict[str, int]:
-        """Registers a thread, bytes of spill_stores and spill_loads, and `serialized`: 1 where products of a warpgroup (wgmma)
-        wait for one another that were to overlap. All from the assembler that Triton brings."""
+        """Registers per thread, bytes of spill_stores and spill_loads, and `serialized`: 1 if wgmma products that
+        should overlap are serialised. As reported by the assembler that Triton ships."""
         from triton.backends.nvidia.compiler import get_ptxas
 
         target = re.search(r"^\.target (sm_(\d+)\w*)", self.ptx, re.M)
@@ -127,26 +127,26 @@ class CudaKernel:
             command = [get_ptxas(int(target[2])).path, "-v", f"--gpu-name={target[1]}", str(source), "-o", "/dev/null"]
             run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode:
-            raise RuntimeError(f"{self.name}: ptxas refuses the code: {run.stderr.strip()}")
+            raise RuntimeError(f"{self.name}: ptxas rejects the code: {run.stderr.strip()}")
         numbers = {}
         for key, pattern in (
             ("registers", r"Used (\d+) registers"),
             ("spill_stores", r"(\d+) bytes spill stores"),
             ("spill_loads", r"(\d+) bytes spill loads"),
         ):
-            found = re.search(pattern, run.stderr)
-            assert found, run.stderr
-            numbers[key] = int(found[1])
+            match = re.search(pattern, run.stderr)
+            assert match, run.stderr
+            numbers[key] = int(match[1])
         return numbers | {"serialized": int("wgmma.mma_async instructions are serialized" in run.stderr)}
 
 
 @dataclass(frozen=True)
 class CudaReport:
-    """What an export for CUDA holds.
+    """The result of an export for CUDA.
 
     Attributes:
       exported: the `jax.export.Exported`; its `mlir_module()` is the program.
-      kernels: its Triton kernels in the order of the program. Empty where XLA does everything.
+      kernels: its Triton kernels in program order. Empty if XLA does everything.
     """
 
     exported: Any
@@ -154,7 +154,7 @@ class CudaReport:
 
 
 def export_cuda(fn: Callable, *args: Any, compute_capability: int = 90) -> CudaReport:
-    """Returns the function exported for CUDA with its Triton kernels compiled to PTX. No GPU is needed.
+    """Returns the function exported for CUDA, with its Triton kernels compiled to PTX. Needs no GPU.
 
     Raises:
       RuntimeError: the CUDA plugin, Triton or jax-triton is not installed.
@@ -166,23 +166,23 @@ def export_cuda(fn: Callable, *args: Any, compute_capability: int = 90) -> CudaR
 
 
 def _triton_kernels(exported: Any) -> Iterator[CudaKernel]:
-    """Yields the kernels of a module. They are in the attribute `opaque` of each call: zlib over a protobuf
-    (jaxlib/gpu/triton.proto), of which a kernel is field 1 of the call: name 1, warps 2, shared memory 3, PTX 4."""
+    """Yields the kernels of a module. Each call stores its kernel in the attribute `opaque`: a compressed (zlib)
+    protobuf (jaxlib/gpu/triton.proto). Field 1 of the call is the kernel: 1 name, 2 warps, 3 shared memory, 4 PTX."""
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
 
-    found: list[bytes] = []
+    modules: list[bytes] = []
     target = custom_call_target()
 
     def visit(operation: Any) -> Any:
         attributes = operation.attributes
         if operation.name == "stablehlo.custom_call" and target in str(attributes["call_target_name"]):
-            found.append(ir.StringAttr(ir.DictAttr(attributes["mhlo.backend_config"])["opaque"]).value_bytes)
+            modules.append(ir.StringAttr(ir.DictAttr(attributes["mhlo.backend_config"])["opaque"]).value_bytes)
         return ir.WalkResult.ADVANCE
 
     with mlir.make_ir_context():
         ir.Module.parse(exported.mlir_module()).operation.walk(visit)
-    for opaque in found:
+    for opaque in modules:
         call = _message(zlib.decompress(opaque))
         kernel = _message(_first_message_with(call, b".version"))
         yield CudaKernel(
@@ -194,7 +194,7 @@ def _triton_kernels(exported: Any) -> Iterator[CudaKernel]:
 
 
 def _message(data: bytes) -> dict[int, Any]:
-    """Returns field number -> last value of a protobuf message: an integer, or bytes."""
+    """Returns field number -> last value of a protobuf message: an integer or bytes."""
     fields: dict[int, Any] = {}
     at = 0
 
@@ -239,8 +239,9 @@ def _first_message_with(fields: dict[int, Any], text: bytes) -> bytes:
 
 _topology_lock = threading.Lock()
 
-# What libtpu asks its environment when it is loaded. Away from a TPU it would ask a metadata server and wait, complain
-# on stderr, write logs in /tmp, and take a lock of the machine's TPU, so that a second process (a parallel test) fails.
+# Environment variables that libtpu reads when it is loaded. Away from a TPU it would otherwise query a metadata server
+# and wait, print warnings, write logs to /tmp, and lock the machine's TPU, so that a second process (a parallel test)
+# fails.
 _LIBTPU_SETTINGS = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -265,18 +266,18 @@ def _libtpu_settings() -> Iterator[None]:
 
 @functools.cache
 def tpu_topology(name: str, slices: int = 1) -> Any:
-    """Returns the topology ("v5e:2x4", "v5p:4x4x4") whose `devices` a mesh may be made of, to compile for.
+    """Returns a topology ("v5e:2x4", "v5p:4x4x4") to compile for; build a mesh of its `devices`.
 
     Args:
-      slices: so many of these, linked by the data-centre network; a device says which it is in by its `slice_index`.
+      slices: number of such slices, connected by the data-centre network; `slice_index` of a device tells its slice.
 
     Raises:
-      RuntimeError: libtpu is not installed. ValueError: there is no such topology.
+      RuntimeError: libtpu is not installed. ValueError: the topology does not exist.
     """
     from jax.experimental import topologies
 
     several: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
-    if name.startswith("v4:"):  # whose chips JAX shows as one device each
+    if name.startswith("v4:"):  # JAX exposes each of its chips as one device
         several["chip_config_name"] = "megacore"
     with _topology_lock, _libtpu_settings():
         try:
@@ -285,7 +286,7 @@ def tpu_topology(name: str, slices: int = 1) -> Any:
             if "libtpu" in str(error).lower() and not _has_libtpu():
                 raise RuntimeError("compiling for TPU needs libtpu: pip install 'ejdist[test]'") from None
             raise ValueError(
-                f"argument 'topology' = {name!r} cannot be had ({str(error).splitlines()[0]}); "
+                f"argument 'topology' = {name!r} is not available ({str(error).splitlines()[0]}); "
                 f"use for example {', '.join(TPU_TOPOLOGIES)}"
             ) from error
 
@@ -297,21 +298,21 @@ def _has_libtpu() -> bool:
 
 
 def compile_tpu(fn: Callable, *args: Any, topology: str = "v5e:2x4", **jit_options: Any) -> Any:
-    """Returns the function compiled by the TPU compiler for a topology, `jax.stages.Compiled`. No TPU is needed.
+    """Returns the function compiled by the TPU compiler for a topology, as `jax.stages.Compiled`. Needs no TPU.
 
     Args:
       args: arrays, or `jax.ShapeDtypeStruct`s. Those with a sharding over the topology's devices
-        (`tpu_topology(topology).devices`) keep it; if none has one, all are on its first device.
+        (`tpu_topology(topology).devices`) keep it; if none has one, all are placed on its first device.
       jit_options: passed to `jax.jit` (`out_shardings`, `donate_argnums`).
     """
     devices = tpu_topology(topology).devices
     leaves, tree = jax.tree.flatten(args)
-    given = [x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None for x in leaves]
-    alone = None if any(given) else jax.sharding.SingleDeviceSharding(devices[0])
-    shapes = jax.tree.unflatten(tree, [_shape(x, s or alone) for x, s in zip(leaves, given, strict=True)])
+    shardings = [x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None for x in leaves]
+    alone = None if any(shardings) else jax.sharding.SingleDeviceSharding(devices[0])
+    shapes = jax.tree.unflatten(tree, [_shape(x, s or alone) for x, s in zip(leaves, shardings, strict=True)])
     return jax.jit(lambda *a: fn(*a), **jit_options).trace(*shapes).lower().compile()
 
 
 def mosaic_calls(compiled: Any) -> int:
-    """Returns how many Pallas kernels a program compiled for a TPU calls."""
+    """Returns the number of calls to Pallas kernels in a program compiled for a TPU."""
     return len(re.findall(r'custom_call_target="tpu_custom_call"', compiled.as_text()))

@@ -1,4 +1,4 @@
-"""Compiling Triton kernels for a GPU that this machine does not have."""
+"""Compiles Triton kernels for a GPU that this machine does not have."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import jax.export
 
 from kernels.framework.target import compiling_for
 
-# The custom calls of cuDNN's attention, as XLA names them.
+# The custom calls of cuDNN's attention, by XLA's names.
 CUDNN = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
 
 
 @contextlib.contextmanager
 def compile_for(compute_capability: int) -> Iterator[list[jax.export.DisabledSafetyCheck]]:
-    """A context for exporting CUDA programs with Triton kernels: they are compiled for this GPU, whatever the machine has.
+    """A context for exporting CUDA programs with Triton kernels: they are compiled for the given GPU, whatever this
+    machine has.
 
-    It gives the `disabled_checks` of `jax.export.export`, which lets no custom call pass that JAX does not know to be stable:
-    what is exported runs where the same jax-triton is installed, on GPUs of that compute capability.
+    Yields the `disabled_checks` for `jax.export.export`, which rejects custom calls that JAX does not know to be
+    stable. The exported program runs where the same jax-triton is installed, on GPUs of that compute capability.
 
     Args:
-      compute_capability: 80 of an A100, 90 of an H100 or H200.
+      compute_capability: 80 for an A100, 90 for an H100 or H200.
 
     Raises:
       RuntimeError: the toolchain is not installed; the message says what to install.
-      ValueError: this is no compute capability.
+      ValueError: the compute capability is invalid.
 
     >>> import jax, jax.numpy as jnp, kernels
     >>> x, weight = jnp.ones((8, 256)), jnp.ones(256)
@@ -39,7 +40,7 @@ def compile_for(compute_capability: int) -> Iterator[list[jax.export.DisabledSaf
     if isinstance(compute_capability, bool) or not isinstance(compute_capability, int) or compute_capability < 50:
         raise ValueError(
             f"compile_for: argument 'compute_capability' = {compute_capability!r} must be an integer, ten times the major "
-            "number plus the minor one: 80 of an A100, 90 of an H100 or H200"
+            "number plus the minor one: 80 for an A100, 90 for an H100 or H200"
         )
     target = custom_call_target()
     from kernels.toolchains.simulate.triton_interpreter import language_lock

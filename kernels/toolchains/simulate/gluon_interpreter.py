@@ -1,8 +1,9 @@
-"""Runs Gluon kernels for Hopper on the CPU: Python over NumPy, every program of the grid in turn.
+"""Runs Gluon kernels for Hopper on the CPU: Python over NumPy, the programs of the grid one after another.
 
-A kernel's functions run as they are written, with this module's words in place of Gluon's, on what `simulated_hopper.py` makes
-of a multiprocessor. Layouts of registers mean nothing here: that entries lie where instructions want them is for the compiler
-to say. Words are those that the kernels of this project use; another one says that it is missing.
+A kernel's functions run as written, with this module's versions of Gluon's functions, on the multiprocessor simulated
+by `simulated_hopper.py`. Register layouts are ignored: whether operands have the layout that an instruction needs is
+left to the compiler. Only the functions that the kernels of this project use are defined; others raise an error that
+says so.
 """
 
 from __future__ import annotations
@@ -40,29 +41,30 @@ __all__ = ["run_grid"]
 
 
 def run_grid(kernel: Any, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
-    """Runs every program of a kernel; arrays and the arrays of descriptors among its arguments are changed in place."""
-    given = {}
+    """Runs every program of a kernel; arrays, and the arrays of descriptors, among its arguments are changed in
+    place."""
+    bindings = {}
     for name, value in arguments.items():
         if isinstance(value, triton_lib.TensorDescriptor):
             value = Descriptor(value)
         elif isinstance(value, np.ndarray):
             value = Pointer(name, value)
-        given[name] = value
+        bindings[name] = value
     count = math.prod(grid)
     for index in range(count):
-        Program(index, count).run([(functools.partial(_interpretable(kernel.fn), **given), ())])
+        Program(index, count).run([(functools.partial(_interpretable(kernel.fn), **bindings), ())])
 
 
 # -- the language ------------------------------------------------------------------------------------------------------
 
 
 class _Words(types.SimpleNamespace):
-    """What a module of Gluon is here."""
+    """Stands in for a module of Gluon."""
 
     def __getattr__(self, name: str) -> Any:
         if name.endswith("Layout"):
             return lambda *args, **kwargs: None
-        raise NotImplementedError(f"{name} of Gluon has no meaning in {__name__} yet: give it one there")
+        raise NotImplementedError(f"Gluon's {name} is not implemented; add it to {__name__}")
 
 
 def _where(condition: Any, x: Any, y: Any) -> Any:
@@ -92,7 +94,7 @@ def _atomic_add(pointer: Pointer, value: Any, sem: str | None = None) -> Any:
 
 
 def _tanh_approx(x: Any) -> Any:
-    """Returns tanh, rounded to 11 bits, as inexact as the instruction is at most."""
+    """Returns tanh rounded to 11 bits: the largest error of the instruction."""
     bits = np.tanh(x).view(np.int32)
     return ((bits + 0x800) & ~0xFFF).view(np.float32).view(Tensor)
 
@@ -110,7 +112,7 @@ def _fence() -> None:
 def _wait(barrier: Shared, phase: Any, pred: Any = True) -> None:
     found = barrier.barrier()
     if found.count is None:
-        raise RuntimeError("a barrier is waited for that nobody has made")
+        raise RuntimeError("wait on a barrier that was never initialised")
     here.program.wait(lambda: not pred or found.phase != phase)
 
 
@@ -148,7 +150,7 @@ def _async_atomic_add(desc: Descriptor, at: Sequence[Any], tile: Shared) -> None
 
 def _warpgroup_mma(a: Any, b: Shared, acc: Any, use_acc: Any = True, is_async: bool = False) -> Any:
     if a.dtype != b.dtype or list(acc.shape) != [a.shape[0], b.shape[1]]:
-        raise TypeError(f"{a.dtype}{list(a.shape)} times {b.dtype}{b.shape} is added to {list(acc.shape)}")
+        raise TypeError(f"{a.dtype}{list(a.shape)} times {b.dtype}{b.shape} does not fit {list(acc.shape)}")
     result = np.full(acc.shape, np.nan, np.float32).view(Tensor)
     left, right = (
         x.begin_reading("the matrix units are") if isinstance(x, Shared) else functools.partial(np.asarray, x)
@@ -172,7 +174,7 @@ def _warpgroup_mma_wait(left: int, results: Sequence[Any]) -> Any:
 
 def _inline_asm(asm: str, constraints: str, operands: Sequence[Any], **rest: Any) -> Any:
     if asm not in _INSTRUCTIONS:
-        raise NotImplementedError(f"{asm!r} has no meaning in {__name__} yet: give it one there")
+        raise NotImplementedError(f"{asm!r} is not implemented; add it to {__name__}")
     return _INSTRUCTIONS[asm](*operands)
 
 
@@ -236,7 +238,7 @@ def _meaning(value: Any) -> Any:
     if isinstance(value, triton_jit.JITFunction | triton_jit.ConstexprFunction):
 
         @functools.wraps(value.fn)
-        def call(*args: Any, **kwargs: Any) -> Any:  # made when it is called: a function may call itself
+        def call(*args: Any, **kwargs: Any) -> Any:  # converted lazily: a function may be recursive
             return _interpretable(value.fn)(*args, **kwargs)
 
         return call
@@ -245,7 +247,7 @@ def _meaning(value: Any) -> Any:
 
 @functools.cache
 def _interpretable(function: types.FunctionType) -> Any:
-    """Returns the function with this module's words in place of Gluon's."""
+    """Returns the function with this module's versions of Gluon's functions."""
     names = itertools.chain(function.__globals__.items(), inspect.getclosurevars(function).nonlocals.items())
     scope = {name: _meaning(value) for name, value in names} | {KERNEL: True}
     return types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)

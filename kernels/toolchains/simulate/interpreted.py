@@ -1,7 +1,7 @@
-"""Runs the programs of a kernel on the CPU, by the interpreter of its language, inside a `jax.pure_callback`.
+"""Runs the programs of a kernel on the CPU in the interpreter of its language, inside a `jax.pure_callback`.
 
-Buffers lie between guards, and outputs start as NaN, so what a kernel forgets to write, or writes or reads where it must not,
-shows.
+Buffers have guards on both sides and outputs start as NaN, so that missing writes and accesses out of bounds are
+detected.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ __all__ = ["run_interpreted"]
 
 
 class _Buffer:
-    """An array between two guards. All of it is NaN (the largest integer but one) until something is written.
+    """An array between two guards, filled with NaN (or the second largest integer) until something is written.
 
-    The guards of what a kernel may write have other bits, -NaN, so that copying one guard to another shows too. They are
-    as wide as the array, or a large tile: a wrong mask is to be a failed test, not a crashed process.
+    The guards of writable buffers have other bits, -NaN, so that copying one guard to another is detected too. They are
+    as wide as the array, and at least as a large tile, so that a wrong mask fails a test instead of crashing the
+    process.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, value: Any = None, writable: bool = True):
@@ -53,7 +54,7 @@ def run_interpreted(
     aliases: dict[int, int],
     run_grid: Callable[[Any, dict[str, Any], tuple[int, ...]], None],
 ) -> Any:
-    """Returns the outputs of a kernel run by an interpreter, `run_grid`; other arguments as of `triton_launch`.
+    """Returns the outputs of a kernel run in the interpreter `run_grid`; other arguments are those of `triton_launch`.
 
     Raises (when it runs):
       RuntimeError: the kernel wrote outside its buffers, or to an input that is not aliased to an output.
@@ -63,14 +64,14 @@ def run_interpreted(
     operands = [p.name for p in kernel.params if not p.is_constexpr]
     inputs = [name for name in operands if bound.get(name) is not None]
     descriptors = {name: bound[name] for name in inputs if isinstance(bound[name], triton_lib.TensorDescriptor)}
-    given = {name: descriptors[name].base if name in descriptors else bound[name] for name in inputs}
-    arrays = {name: x for name, x in given.items() if hasattr(x, "shape")}
+    input_values = {name: descriptors[name].base if name in descriptors else bound[name] for name in inputs}
+    arrays = {name: x for name, x in input_values.items() if hasattr(x, "shape")}
     aliased = {output: inputs[i] for i, output in aliases.items()}
     fresh = [i for i in range(len(outputs)) if i not in aliased]
     missing = [name for name in operands if name not in bound]
     if len(missing) != len(fresh):
         raise ValueError(
-            f"{kernel.fn.__name__}: argument 'out_shape' has {len(fresh)} outputs that are not aliased, but the kernel "
+            f"{kernel.fn.__name__}: argument 'out_shape' has {len(fresh)} unaliased outputs, but the kernel "
             f"has {len(missing)} parameters left for them: {', '.join(missing)}"
         )
 

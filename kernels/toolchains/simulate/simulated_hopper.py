@@ -1,15 +1,19 @@
-"""A program on a multiprocessor of Hopper, as Python over NumPy: its partitions, shared memory, barriers, copies and products.
+"""A program on a Hopper multiprocessor, in Python over NumPy: its partitions, shared memory, barriers, copies and
+products.
 
-What Hopper may do at any time happens here as late as it can, as a rule, so that what does not wait for it has wrong numbers:
+What Hopper may do at any time usually happens here as late as possible, so that code that does not wait for it gets
+wrong numbers:
 
-- the partitions of a program take turns, in an order drawn anew wherever one waits or arrives at a barrier;
-- a copy by TMA makes its tile NaN when it is begun, and fills it when nobody can go on otherwise, or for some time at once;
-- a product is NaN until it is waited for and the others cannot go on; a sum that TMA adds to memory is added then.
+- the partitions of a program take turns, in an order drawn again whenever one waits or arrives at a barrier;
+- a TMA copy fills its tile with NaN when it starts, and with the data when no partition can continue otherwise; for
+  random periods, at once;
+- a product is NaN until it is waited for and no other partition can continue; a TMA atomic add takes effect at the same
+  time.
 
-And what Hopper does not forgive is an error: partitions that wait for one another for ever, a tile that changes while a product
-or a sum may still read it, one that the matrix units or TMA read before a fence after it was written, more arrivals than a
-barrier counts, copies of another shape than their tile, reads and writes past the end of an array, and an end before all of a
-program's copies and products are done.
+What Hopper does not tolerate is an error: a deadlock of partitions, a tile that changes while a product or an add may
+still read it, one that the tensor cores or TMA read before a fence after it was written, more arrivals than a barrier
+counts, copies of another shape than their tile, accesses past the end of an array, and an end before all of a program's
+copies and products are done.
 """
 
 from __future__ import annotations
@@ -26,9 +30,9 @@ import numpy as np
 from jax_triton import triton_lib
 from triton.experimental.gluon import language as gl
 
-here = threading.local()  # the program and the partition of this thread
-KERNEL = "__interpreted__"  # a name that the globals of a kernel's functions have
-TURN = 1 / 16  # how often copies that were late come at once from there on, or the other way around
+here = threading.local()  # the current thread's program and partition
+KERNEL = "__interpreted__"  # marks the globals of a kernel's functions
+TURN = 1 / 16  # probability of switching between late and immediate copies
 BARRIERS = object()  # the layout of barriers
 
 
@@ -40,7 +44,7 @@ class _Stopped(Exception):
 
 
 class Tensor(np.ndarray):
-    """Entries in registers, or one number: an array that is never changed, divides integers as C does, and casts by `to`."""
+    """Entries in registers, or a scalar: an immutable array that divides integers as C does, and casts with `to`."""
 
     def __floordiv__(self, other: Any) -> Any:
         return np.floor_divide(self - np.fmod(self, other), other)
@@ -70,16 +74,16 @@ class Tensor(np.ndarray):
 
 
 def tensor(value: Any, dtype: Any = None) -> Any:
-    """Returns a tensor; of an integer or a float of Python one of 32 bits."""
+    """Returns a tensor; Python integers and floats become 32-bit."""
     if dtype is None and not isinstance(value, np.ndarray | np.generic):
         dtype = {bool: np.bool_, int: np.int32, float: np.float32}[type(value)]
     return np.asarray(value, dtype).view(Tensor)
 
 
 class Pointer:
-    """The address of an entry of an array, or of many entries."""
+    """The address of one entry of an array, or of several."""
 
-    __array_ufunc__ = None  # so that what is added to a tensor is a pointer
+    __array_ufunc__ = None  # so that tensor + pointer is a pointer
 
     def __init__(self, name: str, array: np.ndarray, at: Any = 0):
         self._name, self._array, self._at = name, array, at
@@ -91,12 +95,12 @@ class Pointer:
     __radd__ = __add__
 
     def entries(self, mask: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns (the flat array, where the entries lie in it, which of them are meant)."""
+        """Returns (the flat array, indices of the entries in it, which entries are active)."""
         shape = np.broadcast_shapes(np.shape(self._at), np.shape(mask))
         at, meant = np.broadcast_to(self._at, shape), np.broadcast_to(mask, shape)
         outside = meant & ((at < 0) | (at >= self._array.size))
         if outside.any():
-            raise IndexError(f"{self._name}: entry {at[outside][0]} is outside of its {self._array.size}")
+            raise IndexError(f"{self._name}: entry {at[outside][0]} is out of bounds, size {self._array.size}")
         return self._array.reshape(-1), np.where(meant, at, 0), meant
 
 
@@ -105,9 +109,9 @@ def poison(dtype: np.dtype) -> Any:
 
 
 def _offsets(shape: Sequence[int], layout: Any) -> np.ndarray:
-    """Returns where the entries of a tile lie in its memory. What TMA swizzles lies in panels of 128 bytes of columns, one
-    behind the other; dims before those of the layout are tiles one behind the other. (The order inside of 128 bytes is left
-    out: it is the same for all who read a panel.)"""
+    """Returns the offset of each entry of a tile in its memory. Swizzled TMA tiles are stored as consecutive panels of
+    128 bytes of columns; dims before those of the layout are consecutive tiles. (The order within 128 bytes is not
+    modelled: it is the same for all readers of a panel.)"""
     if not isinstance(layout, gl.NVMMASharedLayout) or not layout.swizzle_byte_width:
         return np.arange(math.prod(shape)).reshape(shape)
     outer, inner = math.prod(shape[: len(shape) - layout.rank]), shape[len(shape) - layout.rank :]
@@ -118,12 +122,13 @@ def _offsets(shape: Sequence[int], layout: Any) -> np.ndarray:
 
 
 class Shared:
-    """A tile in shared memory, or barriers; what is made of it (an index, a slice) is the same memory.
+    """A tile in shared memory, or barriers; views of it (an index, a slice) share its memory.
 
     Args:
       memory: the entries of an allocation.
-      unfenced: True where one was written by instructions, and no fence has told the matrix units and TMA of it yet.
-      at: which of them are the tile's.
+      unfenced: True for entries written by instructions, with no fence since then to make them visible to tensor cores
+        and TMA.
+      at: which of the entries belong to the tile.
     """
 
     def __init__(self, memory: np.ndarray, unfenced: np.ndarray, at: np.ndarray):
@@ -160,7 +165,7 @@ class Shared:
         if shape is not None:
             first = int(at.min())
             if math.prod(shape) != at.size or int(at.max()) - first != at.size - 1:
-                raise TypeError(f"a tile {self.dtype}{self.shape} is taken for {list(shape)}")
+                raise TypeError(f"a tile {self.dtype}{self.shape} is reinterpreted as {list(shape)}")
             at = first + _offsets(shape, layout)
         return Shared(memory, self._unfenced, at)
 
@@ -169,25 +174,26 @@ class Shared:
 
     def store(self, value: Any) -> None:
         if list(value.shape) != self.shape or value.dtype != self.dtype:
-            raise TypeError(f"{value.dtype}{list(value.shape)} is stored to a tile {self.dtype}{self.shape}")
+            raise TypeError(f"{value.dtype}{list(value.shape)} does not fit a tile {self.dtype}{self.shape}")
         self._memory[self._at] = value
         self._unfenced[self._at] = True
         here.partition.written.append((self._unfenced, self._at))
 
     def begin_reading(self, who: str) -> Callable[[], np.ndarray]:
-        """Returns what the matrix units or TMA read of the tile, as a function to be called when they must have."""
+        """Returns a function, to be called as late as possible, that returns what the tensor cores or TMA read from the
+        tile."""
         self._check_fence(f"{who} to read")
         before = self._memory[self._at]
 
         def read() -> np.ndarray:
             if self._memory[self._at].tobytes() != before.tobytes():
-                raise RuntimeError(f"a tile {self.dtype}{self.shape} is changed while {who} reading it")
+                raise RuntimeError(f"a tile {self.dtype}{self.shape} changed while {who} reading it")
             return before
 
         return read
 
     def begin_writing(self) -> Callable[[np.ndarray], None]:
-        """Makes the tile NaN, and returns what fills it when TMA does."""
+        """Fills the tile with NaN, and returns the function that writes TMA's data to it."""
 
         def write(value: Any) -> None:
             self._check_fence("TMA is to write")
@@ -207,7 +213,7 @@ class Shared:
 
 
 class Barrier:
-    """Completes a phase when all that it counts have arrived, and all bytes that they expect."""
+    """Completes a phase when all expected arrivals and bytes have arrived."""
 
     def __init__(self) -> None:
         self.count: int | None = None
@@ -218,7 +224,7 @@ class Barrier:
 
     def arrive(self, count: int = 1) -> None:
         if self.count is None or count > self.missing:
-            raise RuntimeError(f"{count} more arrive at a barrier of {self.count} than it counts")
+            raise RuntimeError(f"{count} too many arrivals at a barrier of {self.count}")
         self.missing -= count
         self.pass_on()
 
@@ -228,18 +234,18 @@ class Barrier:
 
 
 class Descriptor:
-    """An array in blocks, as TMA copies them: zeros where a block reaches past its ends."""
+    """An array in blocks, as TMA copies them: zeros where a block extends past its ends."""
 
-    def __init__(self, given: triton_lib.TensorDescriptor):
-        self._array = np.asarray(given.base).reshape(given.shape, copy=False)
-        self.block_type = types.SimpleNamespace(shape=list(given.block_shape))
-        self.dtype, self.layout = self._array.dtype, given.layout
-        self.nbytes_per_cta = math.prod(given.block_shape) * self.dtype.itemsize
+    def __init__(self, descriptor: triton_lib.TensorDescriptor):
+        self._array = np.asarray(descriptor.base).reshape(descriptor.shape, copy=False)
+        self.block_type = types.SimpleNamespace(shape=list(descriptor.block_shape))
+        self.dtype, self.layout = self._array.dtype, descriptor.layout
+        self.nbytes_per_cta = math.prod(descriptor.block_shape) * self.dtype.itemsize
 
     def _places(self, at: Sequence[Any]) -> tuple[Any, Any]:
-        """Returns where (in the array, in the block) the entries of a block lie that there are."""
+        """Returns the slices (of the array, of the block) that are within bounds."""
         if int(at[-1]) * self.dtype.itemsize % 16:
-            raise RuntimeError(f"TMA copies from a multiple of 16 bytes on, not from entry {at[-1]} of a row")
+            raise RuntimeError(f"TMA needs an address aligned to 16 bytes, not entry {at[-1]} of a row")
         array, block = [], []
         for first, size, length in zip(map(int, at), self.block_type.shape, self._array.shape, strict=True):
             low, high = min(max(first, 0), length), min(max(first + size, 0), length)
@@ -249,14 +255,14 @@ class Descriptor:
 
     def read(self, at: Sequence[Any]) -> np.ndarray:
         array, block = self._places(at)
-        found = np.zeros(self.block_type.shape, self.dtype)
-        found[block] = self._array[array]
-        return found
+        tile = np.zeros(self.block_type.shape, self.dtype)
+        tile[block] = self._array[array]
+        return tile
 
     def check(self, tile: Shared) -> None:
         if tile.shape != self.block_type.shape or tile.dtype != self.dtype:
             raise TypeError(
-                f"TMA copies blocks {self.dtype}{self.block_type.shape}, and the tile is {tile.dtype}{tile.shape}"
+                f"TMA copies blocks {self.dtype}{self.block_type.shape}, but the tile is {tile.dtype}{tile.shape}"
             )
 
     def add(self, at: Sequence[Any], x: np.ndarray) -> None:
@@ -274,9 +280,9 @@ class _Partition:
         self.name, self.go, self.ended = name, threading.Semaphore(0), False
         self.waits: Callable[[], bool] = lambda: True
         self.where, self.late = "its beginning", False
-        self.products: list[Callable[[], None]] = []  # begun, and not waited for
+        self.products: list[Callable[[], None]] = []  # started, not yet waited for
         self.sums: list[Callable[[], None]] = []  # likewise
-        self.written: list[tuple[np.ndarray, np.ndarray]] = []  # what it wrote since its last fence: see `Shared`
+        self.written: list[tuple[np.ndarray, np.ndarray]] = []  # written since its last fence: see `Shared`
 
     def finish(self, begun: list[Callable[[], None]], left: Any) -> None:
         if len(begun) > left:
@@ -286,21 +292,21 @@ class _Partition:
 
     def check_end(self) -> None:
         if self.products or self.sums:
-            raise RuntimeError(f"{self.name} ended before its products, or sums that TMA adds, were waited for")
+            raise RuntimeError(f"{self.name} ended before waiting for its products or TMA adds")
 
 
 class Program:
-    """One program of the grid: one of its partitions runs at a time."""
+    """One program of the grid. One of its partitions runs at a time."""
 
     def __init__(self, index: int, count: int):
         self.index, self.count = index, count
-        self.copies: list[Callable[[], None]] = []  # begun, and not done
+        self.copies: list[Callable[[], None]] = []  # started, not yet done
         self._draw, self._early = random.Random(index), False
         self._partitions: list[_Partition] = []
         self._failure: BaseException | None = None
 
     def run(self, functions: Sequence[tuple[Callable, Sequence[Any]]]) -> None:
-        """Runs functions beside one another, until all have ended."""
+        """Runs functions concurrently until all have ended."""
         outer, self._partitions = self._partitions, []
         threads = []
         for i, (function, arguments) in enumerate(functions):
@@ -316,7 +322,7 @@ class Program:
         if self._failure is not None:
             raise self._failure
         if self.copies:
-            raise RuntimeError(f"program {self.index} ended before {len(self.copies)} copies were waited for")
+            raise RuntimeError(f"program {self.index} ended before waiting for {len(self.copies)} copies")
 
     def _run(self, partition: _Partition, function: Callable, arguments: Sequence[Any]) -> None:
         here.program, here.partition = self, partition
@@ -334,14 +340,14 @@ class Program:
         try:
             if any(not p.ended for p in self._partitions):
                 self._next().go.release()
-        except BaseException as error:  # the others wait for ever, or what a copy does is not forgiven
+        except BaseException as error:  # a deadlock, or an error in a copy
             self._failure = self._failure or error
         if self._failure is not None:
             for p in self._partitions:
                 p.go.release()
 
     def let_others(self) -> None:
-        """Lets the other partitions go on as far as they can."""
+        """Lets the other partitions run as far as they can."""
         self.wait(lambda: True, late=True)
 
     def perhaps_let_others(self) -> None:
@@ -349,7 +355,8 @@ class Program:
             self.let_others()
 
     def wait(self, condition: Callable[[], bool], late: bool = False) -> None:
-        """Lets the partitions go on in any order until the condition holds, and this one is drawn; late, when no other can."""
+        """Lets partitions run in any order until the condition holds and this one is drawn; if `late`, until no other
+        can run."""
         partition = here.partition
         partition.waits, partition.late, partition.where = condition, late, _line_of_kernel()
         following = self._next()
@@ -371,7 +378,7 @@ class Program:
                 return self._draw.choice(soon)
             if not ready and not self.copies:
                 waiting = "; ".join(f"{p.name} at {p.where}" for p in running)
-                raise RuntimeError(f"program {self.index} waits for ever: {waiting}")
+                raise RuntimeError(f"program {self.index} deadlocks: {waiting}")
             if self._draw.randrange(len(ready) + len(self.copies)) < len(ready):
                 return self._draw.choice(ready)
             self._copy()

@@ -1,8 +1,9 @@
-"""Runs Triton kernels on the CPU: Python over NumPy, every program of the grid in turn.
+"""Runs Triton kernels on the CPU: Python over NumPy, the programs of the grid one after another.
 
-It drives the interpreter that Triton brings, with two differences. No torch: a buffer is an address and a type. And bfloat16 is
-arithmetic on bfloat16, rounded to nearest; Triton's own keeps it as uint16, truncates, and multiplies the bits as integers. The
-language is patched only while a kernel runs, so that compiling goes on in the same process.
+It drives Triton's own interpreter, with two differences. It needs no torch: a buffer is an address and a type. And
+bfloat16 is computed as bfloat16 with rounding to nearest; Triton's interpreter stores it as uint16, truncates, and
+multiplies the bits as integers. The language is patched only while a kernel runs, so the same process can still
+compile.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ _POINTER_TYPES = {
 }
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
-# The interpreter changes Triton's own modules, so one thread interprets or compiles at a time.
+# The interpreter patches Triton's own modules, so only one thread may interpret or compile at a time.
 language_lock = threading.RLock()
 
 
 class _Pointer:
-    """What the interpreter takes for a tensor: an address and an element type."""
+    """Stands in for a tensor in the interpreter: an address and an element type."""
 
     def __init__(self, array: np.ndarray):
         self._array, self.dtype = array, _POINTER_TYPES[str(array.dtype)]
@@ -58,9 +59,10 @@ class _Pointer:
 
 @functools.cache
 def _interpretable(function: types.FunctionType) -> Any:
-    """Returns the function in the form that the interpreter runs, with globals of its own.
+    """Returns the function in the form that the interpreter runs, with its own copy of the globals.
 
-    The interpreter's rewriter adds names to the globals of what it rewrites; the kernel's module keeps its own.
+    The interpreter's rewriter adds names to the globals of what it rewrites; those of the kernel's module stay
+    unchanged.
     """
     scope = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
     copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
@@ -70,7 +72,8 @@ def _interpretable(function: types.FunctionType) -> Any:
 
 @contextlib.contextmanager
 def _interpreted_language() -> Iterator[None]:
-    """Inside, `triton.language` works on NumPy, and `@triton.jit` functions may be called. All of it is undone after."""
+    """Inside, `triton.language` works on NumPy, and `@triton.jit` functions can be called. Everything is undone
+    afterwards."""
 
     def call_jit(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _interpretable(self.fn)(*args, **kwargs)
@@ -87,8 +90,8 @@ def _interpreted_language() -> Iterator[None]:
 
     def convert(self: Any, value: Any, dtype: Any, rounding: Any) -> Any:
         kinds = {value.dtype.scalar, dtype.scalar}
-        narrow = any(kind.primitive_bitwidth == 8 for kind in kinds)
-        if tl.bfloat16 not in kinds or narrow or rounding == ir.ROUNDING_MODE.RTZ:
+        has_8_bit = any(kind.primitive_bitwidth == 8 for kind in kinds)
+        if tl.bfloat16 not in kinds or has_8_bit or rounding == ir.ROUNDING_MODE.RTZ:
             return plain_convert(self, value, dtype, rounding)
         return cast(self, value, dtype)
 
@@ -120,7 +123,7 @@ def _interpreted_language() -> Iterator[None]:
         try:
             for owner, name, replacement in replacements:
                 patches.set_attr(owner, name, replacement)
-            # A GPU says nothing of the NaN and infinities that masked-off lanes make.
+            # GPUs do not report the NaN and infinities that masked-off lanes produce.
             with np.errstate(all="ignore"):
                 yield
         finally:
@@ -128,7 +131,7 @@ def _interpreted_language() -> Iterator[None]:
 
 
 def run_grid(kernel: Any, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
-    """Runs every program of a kernel; arrays among its arguments are changed in place."""
+    """Runs every program of a kernel; array arguments are changed in place."""
     arguments = {name: _Pointer(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
     function, builder = _interpretable(kernel.fn), interpreter.interpreter_builder
     constexprs = {p.name for p in kernel.params if p.is_constexpr}

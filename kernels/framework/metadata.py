@@ -1,4 +1,4 @@
-"""What is stated of an operation beside its contract must fit it: checked once, when it is made."""
+"""Checks that the metadata of an operation fits its contract. Runs once, when the `Op` is constructed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from kernels.framework.dims import check_vocabulary
 from kernels.framework.ordered import whole_dims
 
 
-def check_facts(op: Operation) -> None:
-    """Raises TypeError where what is said of an operation does not fit its contract."""
+def check_metadata(op: Operation) -> None:
+    """Raises TypeError if metadata passed to `Op` does not fit the contract."""
     dims = {d.name for p in op.parameters.values() for d in p.dims} | {
         d.name for output in op.output_dims for d in output
     }
     check_vocabulary(op.name, dims)
-    said = {"local_dims": op.local_dims, "sum_dims": op.sum_dims, "elsewhere": set(op.elsewhere)}
-    said |= {"tied_dims": {d for pair in op.tied_dims for d in pair}, "offset_of": set(op.offset_of.values())}
+    dims_by_fact = {"local_dims": op.local_dims, "sum_dims": op.sum_dims, "see_also": set(op.see_also)}
+    dims_by_fact |= {"tied_dims": {d for pair in op.tied_dims for d in pair}, "offset_of": set(op.offset_of.values())}
     parts = {"residuals": (set(op.residuals), set(op.outputs))}
-    parts |= {name: (set(found), dims) for name, found in said.items()}
+    parts |= {name: (set(found), dims) for name, found in dims_by_fact.items()}
     names = {"no_gradient": op.no_gradient, "weights": op.weights, "same_dtype": op.same_dtype}
     names |= {"offset_of": tuple(op.offset_of), "padding": op.padding.forward if op.padding else ()}
     parts |= {f"{name} (arguments)": (set(found), set(op.parameters)) for name, found in names.items()}
@@ -31,27 +31,29 @@ def check_facts(op: Operation) -> None:
     whole = ", ".join(whole_dims(op))
     if whole and op.ordered is None:
         raise TypeError(
-            f"{op.name}: state `ordered`, whether tokens depend on the order in which they lie along {whole}: True for a "
-            "recurrence or a causal mask, False where each token is by itself, or a function of the call"
+            f"{op.name}: state `ordered`: whether the order of tokens along {whole} matters. True for a recurrence or "
+            "a causal mask, False if tokens are independent, or a function of the call"
         )
     if not whole and op.ordered is not None:
         raise TypeError(
-            f"{op.name}: `ordered` is of dims T and S that are neither local nor summed over; there are none"
+            f"{op.name}: `ordered` has no meaning without a dim T or S that is neither local nor summed over"
         )
     served = {second for _, second in op.tied_dims}
     for output, dims_of in zip(op.outputs, op.output_dims, strict=True):
         has = {d.name for d in dims_of}
-        # Heads of keys are split as those of queries are, so an output that has them lacks nothing.
+        # Heads of keys are split like those of queries, so an output with either kind lacks nothing.
         lost = op.local_dims - served - has - {first for first, second in op.tied_dims if second in has}
         if lost:
             raise TypeError(
-                f"{op.name}: output {output!r} lacks the local dims {', '.join(sorted(lost))}: where they are split, "
-                "each device would have it"
+                f"{op.name}: output {output!r} lacks the local dims {', '.join(sorted(lost))}: if they were split, "
+                "every device would hold its own copy"
             )
-    if op.kept is not None and [*inspect.signature(op.kept).parameters] != [*op.parameters]:
-        raise TypeError(f"{op.name}: {op.kept.__name__}, given as `kept`, must have the parameters of the contract")
+    if op.extra_residuals is not None and [*inspect.signature(op.extra_residuals).parameters] != [*op.parameters]:
+        raise TypeError(
+            f"{op.name}: {op.extra_residuals.__name__}, given as `extra_residuals`, must have the parameters of the contract"
+        )
     taken = sorted(set(op.parameters) & set(vars(Call)))
-    if taken:  # arguments are attributes of a call
+    if taken:  # arguments become attributes of a Call
         raise TypeError(f"{op.name}: a parameter cannot be called {', '.join(taken)}")
     if op.local_dims & op.sum_dims:
         raise TypeError(f"{op.name}: {sorted(op.local_dims & op.sum_dims)} cannot be local and summed over")
