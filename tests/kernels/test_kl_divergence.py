@@ -280,9 +280,9 @@ MARKS = np.zeros(4, np.int32)
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: fused_kl_divergence(H, W, H2), "give either 'hidden', 'lm_head', 'teacher_hidden'"),
-        (lambda: fused_kl_divergence(H, W, teacher_logits=H), "give either .* are its hidden @ lm_head"),
-        (lambda: fused_kl_divergence(H, W, H2, W2, logits=H), "give either"),
+        (lambda: fused_kl_divergence(H, W, H2), "pass either 'hidden', 'lm_head', 'teacher_hidden'"),
+        (lambda: fused_kl_divergence(H, W, teacher_logits=H), "pass either .* are its hidden @ lm_head"),
+        (lambda: fused_kl_divergence(H, W, H2, W2, logits=H), "pass either"),
         (lambda: fused_kl_divergence(logits=[[1.0]], teacher_logits=H), "'logits' must be an array, got list"),
         (lambda: fused_kl_divergence(H, W, H2, W2[:, 1:]), "'teacher_lm_head' of shape .* V = 5"),
         (lambda: fused_kl_divergence(H, W, H2[1:], W2), "'teacher_hidden' of shape"),

@@ -1,6 +1,6 @@
-"""The norm of whole rows that rms_norm and layer_norm are: their meaning, their arithmetic, their work and their tunables.
+"""The norm of whole rows behind rms_norm and layer_norm: its definition, arithmetic, work and tunables.
 
-layer_norm centers a row and may add a bias; rms_norm does neither. With a residual, what is normalised is x + residual.
+layer_norm centers a row and may add a bias; rms_norm does neither. With a residual, x + residual is normalised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NormConfig(Tunables):
       block_rows, num_warps: rows that a program of the forward handles at once, and its warps (Triton).
       backward_block_rows, backward_num_warps: the same for the backward.
       backward_programs: programs of the Triton backward, each with one partial sum of the gradient of each weight.
-      backward_num_stages: tiles of rows that such a program has on their way at one time, in shared memory; 1: none ahead.
+      backward_num_stages: tiles of rows that such a program has in flight in shared memory; 1: no prefetch.
     """
 
     block_rows: int | None = None
@@ -37,7 +37,7 @@ class NormConfig(Tunables):
 
 
 class Norm(NamedTuple):
-    """Which norm it is: static, compiled into every kernel."""
+    """The kind of norm: static, compiled into every kernel."""
 
     eps: float
     centered: bool  # whether the mean is subtracted first, and is an output
@@ -45,7 +45,7 @@ class Norm(NamedTuple):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """What each row has one number of."""
+        """Names of the per-row statistics."""
         return ("mean", "rstd") if self.centered else ("rstd",)
 
 
@@ -64,7 +64,7 @@ def outputs(
     Args:
       x, residual: [*lead, D].
       weight, bias: [D].
-      compute: the dtype to compute in; by default that of x and residual, and float32 at least.
+      compute: the dtype to compute in; by default the promoted dtype of x and residual, at least float32.
     """
     if compute is None:
         inputs = x.dtype if residual is None else jnp.promote_types(x.dtype, residual.dtype)
@@ -78,7 +78,7 @@ def outputs(
 
 
 def normalise(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, norm: Norm) -> list[jax.Array]:
-    """Returns [out, mean if the norm centers, rstd] of rows [..., D] in the dtype to compute in; statistics are [..., 1]."""
+    """Returns [out, mean if the norm centers, rstd] of rows [..., D] in the compute dtype; statistics are [..., 1]."""
     means = []
     if norm.centered:
         means = [jnp.mean(x, axis=-1, keepdims=True)]
@@ -132,7 +132,7 @@ def pull(
 
 
 def projected(normalised: jax.Array, projection: jax.Array) -> jax.Array:
-    """Returns what a norm with its projection means, [*lead, F]: the normalised rows, rounded already, times the projection."""
+    """Returns the normalised rows, already rounded, times the projection, [*lead, F]."""
     accumulate = jnp.promote_types(normalised.dtype, jnp.float32)
     return jnp.dot(normalised, projection, preferred_element_type=accumulate).astype(normalised.dtype)
 
@@ -140,8 +140,8 @@ def projected(normalised: jax.Array, projection: jax.Array) -> jax.Array:
 def cost(x: Any, residual: Any, weight: Any, bias: Any, centered: bool) -> tuple[Work, Work]:
     """Returns the work of both directions: each reads and writes its arrays once.
 
-    Forward: x read and out written, and with a residual that read and the stream written. Backward: what was normalised and
-    the cotangents read, and the gradient of x and residual written, once where they have one dtype.
+    Forward: reads x and writes out; with a residual, also reads it and writes the stream. Backward: reads the normalised
+    input and the cotangents, and writes the gradient of x and residual, once if they share a dtype.
     """
     size, rows = x.size, x.size // x.shape[-1]
     narrow, features = nbytes(x), nbytes(weight, bias)
@@ -159,7 +159,7 @@ def cost(x: Any, residual: Any, weight: Any, bias: Any, centered: bool) -> tuple
 
 
 def centers(call: Call) -> bool:
-    """Returns whether a call is of a norm that centers: those have a bias, if they are given one."""
+    """Returns whether the norm of a call centers."""
     return "bias" in call.arguments
 
 

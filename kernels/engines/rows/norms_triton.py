@@ -1,6 +1,6 @@
-"""Norms of whole rows on GPUs, of x or of x + residual: a program holds whole rows, so each array is read or written once.
+"""Norms of whole rows on GPUs, of x or of x + residual: each program holds whole rows, so each array is read or written once.
 
-rms_norm is layer_norm without the mean: where a kernel has no pointer to means there is none, and no array for it.
+rms_norm is layer_norm without the mean: a kernel without a pointer to means computes none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.engines.rows.norms import Norm, NormConfig, centers, cost
 from kernels.framework.binding import Call
 from kernels.toolchains.triton import triton_launch
 
-# Bytes of shared memory for tiles that are read ahead: beside it a block of an A100 has room for what its sums exchange.
+# Bytes of shared memory for prefetched tiles; the rest of an A100's is for exchanging sums.
 READ_AHEAD = 128 * 1024
 WIDEST_AHEAD = 8192
 
@@ -33,7 +33,7 @@ def _load(ptr, offsets, mask, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _factor(weight_ptr, cols, mask, ZERO_CENTERED: tl.constexpr):
-    """Returns what a row is multiplied by, float32 [1, columns]; 1 without a weight."""
+    """Returns the scale of a row, float32 [1, columns]; 1 without a weight."""
     factor = tl.full([1, 1], 1.0, tl.float32)
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
@@ -45,7 +45,7 @@ def _factor(weight_ptr, cols, mask, ZERO_CENTERED: tl.constexpr):
 
 @triton.jit
 def _factors(weight_ptr, cols, D, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr, ZERO_CENTERED: tl.constexpr):
-    """Returns what the chunks of a row are multiplied by."""
+    """Returns the scales of the chunks of a row."""
     factors = ()
     for i in tl.static_range(CHUNKS):
         factors = factors + (_factor(weight_ptr, i * BLOCK_D + cols, cols < D, ZERO_CENTERED),)
@@ -54,7 +54,7 @@ def _factors(weight_ptr, cols, D, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr, Z
 
 @triton.jit
 def _summand(x, TALL_SUMS: tl.constexpr):
-    """Returns what a sum over rows takes of a tile: all of it, or its rows added up."""
+    """Returns the summand of a tile in a sum over rows: the whole tile, or its rows added up."""
     part = x
     if not TALL_SUMS:
         part = tl.sum(x, axis=0, keep_dims=True)
@@ -69,7 +69,7 @@ def norm_fwd_kernel(
     bias_ptr,
     out_ptr,
     stream_ptr,  # x + residual, in the dtype of residual
-    mean_ptr,  # None: the mean is not taken off
+    mean_ptr,  # None: the mean is not subtracted
     rstd_ptr,
     M: tl.constexpr,
     D: tl.constexpr,
@@ -88,7 +88,7 @@ def norm_fwd_kernel(
         residual = _load(residual_ptr, offsets, mask, CHUNKS, BLOCK_D)
         stream = ()
         for i in tl.static_range(CHUNKS):
-            # Rounded first: what is normalised is what goes on.
+            # Round first: the norm is of the stream that is returned.
             total = (x[i].to(tl.float32) + residual[i].to(tl.float32)).to(stream_ptr.dtype.element_ty)
             tl.store(stream_ptr + offsets + i * BLOCK_D, total, mask=mask)
             stream = stream + (total,)
@@ -104,7 +104,7 @@ def norm_fwd_kernel(
     for i in tl.static_range(CHUNKS):
         apart = x[i].to(tl.float32)
         if mean_ptr is not None:
-            # Of a chunk that reaches past D, what is masked is 0, and that is not its distance from the mean.
+            # Masked entries of a chunk past D are 0, which is not their distance from the mean.
             apart = tl.where(mask, apart - mean[:, None], 0.0)
         squares += apart * apart
     rstd = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=1) / D + EPS)
@@ -141,7 +141,7 @@ def norm_bwd_kernel(
     BLOCK_D: tl.constexpr,
     CHUNKS: tl.constexpr,
     TALL_SUMS: tl.constexpr,  # sums keep a row for each of BLOCK_M, and are added up at the end
-    STAGES: tl.constexpr,  # tiles of rows that are on their way at one time, in shared memory; 1: into registers, as needed
+    STAGES: tl.constexpr,  # tiles of rows in flight in shared memory; 1: loaded into registers as needed
 ):
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_D)
@@ -169,7 +169,7 @@ def norm_bwd_kernel(
             d_mean = tl.load(d_mean_ptr + rows, mask=rows < M, other=0.0)
         weight = factors
         if STAGES == 1:
-            # Read again for each tile: it stays in the cache, and x and g are in the registers that it would take.
+            # Reloaded for each tile: it stays in the cache, and its registers are needed for x and g.
             weight = _factors(weight_ptr, cols, D, CHUNKS, BLOCK_D, ZERO_CENTERED)
         total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         products = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -218,8 +218,8 @@ def norm_bwd_kernel(
 
 
 def _rows_lie_in_threads(block_d: int, num_warps: int, itemsize: int) -> bool:
-    """Returns whether a thread has its columns of all rows of a tile, so that adding up rows moves nothing: what all threads
-    load at once, 16 bytes each, is a row or less."""
+    """Returns whether each thread holds its columns of all rows of a tile, so that summing rows moves no data: one load of
+    16 bytes per thread covers at most one row."""
     return block_d >= num_warps * 32 * (16 // itemsize)
 
 

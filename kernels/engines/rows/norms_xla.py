@@ -23,14 +23,14 @@ def backward(
     """Returns the gradients by name."""
     if residual is None:
         return _gradients(saved, x, weight, bias, norm)
-    # From the stream alone: x and residual are not read again, and need not be kept.
+    # Needs only the stream, so x and residual are not saved.
     gradients = _gradients(saved, saved.stream, weight, bias, norm)
     d = gradients["x"] + saved.d_stream.astype(jnp.float32)
     return {**gradients, "x": d, "residual": d}
 
 
 def _gradients(saved: Any, x: Any, weight: Any, bias: Any, norm: Norm) -> dict[str, jax.Array]:
-    """Returns the gradients of what was normalised, and of weight and bias where they are given, in float32."""
+    """Returns the gradients of the normalised input, and of weight and bias if given, in float32."""
     statistics = {name: saved[name][..., None] for s in norm.statistics for name in (s, f"d_{s}")}
     x, normalised = norms.normal(x.astype(jnp.float32), statistics)
     d_out, lead = saved["d_out"].astype(jnp.float32), tuple(range(x.ndim - 1))
@@ -48,8 +48,8 @@ def forward_linear(x: Any, weight: Any, bias: Any, projection: Any, norm: Norm) 
 
 
 def backward_linear(saved: Any, x: Any, weight: Any, bias: Any, projection: Any, norm: Norm) -> dict[str, jax.Array]:
-    """Returns the gradients by name. The norm is computed again: a pass over x, where keeping it would be an array of the size
-    of x."""
+    """Returns the gradients by name. The norm is recomputed with a pass over x, instead of saving an array
+    of the size of x."""
     normalised, *statistics = forward(x, None, weight, bias, norm)
     of_norm = dict(zip(norm.statistics, statistics, strict=True))
     of_norm |= {f"d_{name}": jnp.zeros_like(y) for name, y in of_norm.items()}

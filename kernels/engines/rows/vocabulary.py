@@ -1,7 +1,7 @@
-"""Projections to a vocabulary, a block of tokens at a time: their logits never exist as a whole.
+"""Projections to a vocabulary, a block of tokens at a time: the full logits are never materialised.
 
-The matmuls are XLA's on every device. An operation brings what is made of the logits of a block: its outputs, and their
-gradient.
+XLA runs the matmuls on every device. An operation provides two functions of the logits of a block: its outputs, and
+their gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kernels.framework.config import Tunables
 from kernels.framework.work import Work, nbytes
 
 # Every block reads lm_head and, in a backward, reads and writes its float32 gradient, so below about a thousand rows the
-# matmuls wait for memory whatever the vocabulary.
+# matmuls are bound by memory for any vocabulary.
 _LEAST_ROWS = 1024
 
 
@@ -29,7 +29,7 @@ class VocabularyConfig(Tunables):
     """Tunables; None leaves the choice to the configuration chain.
 
     Attributes:
-      block_rows: rows (tokens) whose logits, of every model, exist at one time.
+      block_rows: rows (tokens) whose logits, of every model, exist at once.
       block_vocab, num_warps: entries of the vocabulary that a program handles at once, and its warps (Triton).
     """
 
@@ -39,7 +39,7 @@ class VocabularyConfig(Tunables):
 
 
 def no_features(x: jax.Array) -> bool:
-    """Returns whether rows of features, of logits, or of a projection to them are empty. Of tokens there may be none."""
+    """Returns whether rows of features, of logits, or of a projection to them are empty. Zero tokens are allowed."""
     return any(isinstance(n, int) and n == 0 for n in x.shape[-1:])
 
 
@@ -47,17 +47,17 @@ def no_features(x: jax.Array) -> bool:
 
 
 def block_rows(call: Call, elements: int) -> int:
-    """Returns the tokens whose logits exist at one time, for about that many logits."""
+    """Returns the number of tokens per block, for about `elements` logits."""
     return rows_of_block(math.prod(call.dims["lead"]), call.dims["V"], elements)
 
 
 def rows_of_block(tokens: int, vocabulary: int, elements: int) -> int:
-    """Returns the same from the numbers."""
+    """Returns the same from the sizes."""
     return max(1, min(tokens, max(_LEAST_ROWS, elements // vocabulary // 128 * 128)))
 
 
 def candidates(call: Call, most: int) -> list[int]:
-    """Returns the tokens of a block to choose from when tuning; all of them, and powers of two up to `most`."""
+    """Returns the candidate block sizes for tuning: all tokens, and powers of two up to `most`."""
     tokens = math.prod(call.dims["lead"])
     return [*(r for r in (2**n for n in range(8, most.bit_length())) if r < tokens), max(1, tokens)]
 
@@ -70,19 +70,19 @@ def _in_blocks(x: jax.Array, rows: int, fill: int = 0) -> jax.Array:
 
 
 Models = Sequence[tuple[jax.Array, jax.Array]]  # (hidden [*lead, D], lm_head [D, V]) of each
-Row = Mapping[str, jax.Array]  # what else there is of a token, by name
+Row = Mapping[str, jax.Array]  # other arrays per token, by name
 
 
 def outputs_by_block(
     models: Models, row: Row, rows: int, outputs: Callable[[list, Row], Any], fill: Mapping[str, int] | None = None
 ) -> Any:
-    """Returns what `outputs` makes of all tokens, [*lead] each.
+    """Returns `outputs` of all tokens, [*lead] each.
 
     Args:
       row: [*lead] each.
       rows: tokens of a block.
       outputs: (the logits of each model, [rows, V] in float32, and `row`, [rows] each) -> a pytree of [rows].
-      fill: what padding has in `row`; 0.
+      fill: the values of padding in `row`, by default 0.
     """
 
     def block(_: None, x: Any) -> Any:
@@ -96,10 +96,11 @@ def outputs_by_block(
 def gradients_by_block(
     models: Models, row: Row, rows: int, pull: Callable[[list, Row], Any], fill: Mapping[str, int] | None = None
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Returns the gradients of the first model: of hidden in its dtype, of lm_head in float32; and what `pull` makes beside.
+    """Returns the gradients of the first model: of hidden in its dtype, of lm_head in float32; and the extra
+    outputs of `pull`.
 
     Args:
-      pull: takes what `outputs` of `outputs_by_block` does -> (gradient of the first model's logits, a pytree of [rows]).
+      pull: (arguments of `outputs` in `outputs_by_block`) -> (gradient of the first model's logits, a pytree of [rows]).
     """
     lm_head = models[0][1]
 
@@ -137,7 +138,7 @@ def flat(logits: jax.Array) -> jax.Array:
 
 
 def bent(logits: jax.Array, cap: float | None, temperature: float = 1.0) -> tuple[jax.Array, Any]:
-    """Returns (what is under the softmax in float32, cap tanh(logits / cap) / temperature, and its derivative)."""
+    """Returns (the inputs of the softmax in float32, cap tanh(logits / cap) / temperature, and their derivative)."""
     logits = logits.astype(jnp.float32)
     if cap is None:
         return logits / temperature, 1 / temperature
@@ -146,12 +147,12 @@ def bent(logits: jax.Array, cap: float | None, temperature: float = 1.0) -> tupl
 
 
 def shares(x: jax.Array, lse: jax.Array) -> jax.Array:
-    """Returns the softmax of rows, 0 in a row of nothing: -inf, and lse with it."""
+    """Returns the softmax of rows; 0 in a row that is all -inf, whose lse is -inf too."""
     return jnp.exp(x - jnp.where(lse == -jnp.inf, 0.0, lse))
 
 
 def work_of_pass(logits: Sequence[Any], rows: Sequence[Any], made: Sequence[Any]) -> Work:
-    """Returns the work of a pass over logits, [rows, V] each, that reads them and `rows` and writes what is `made`."""
+    """Returns the work of a pass over logits, [rows, V] each, that reads them and `rows` and writes `made`."""
     return Work(4 * sum(x.size for x in logits), nbytes(*logits, *rows, *made))
 
 
@@ -165,8 +166,8 @@ EVERYWHERE: Any = {
 
 
 def facts(config: type, elements: int, most: int) -> Any:
-    """Returns what XLA's form of hidden states registers: blocks of about that many logits, and when tuned of at most so many
-    tokens."""
+    """Returns the registration of the XLA backend on hidden states: blocks of about `elements` logits, and in tuning at most
+    `most` tokens."""
     return {
         **EVERYWHERE,
         "heuristic": lambda call, platform: config(block_rows=block_rows(call, elements)),

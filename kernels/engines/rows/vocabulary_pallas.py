@@ -14,16 +14,16 @@ from kernels.engines.rows.vocabulary import work_of_pass
 from kernels.framework.binding import Call
 from kernels.toolchains.pallas import pallas_launch
 
-# Entries of a tile: a megabyte of float32, which with the next one on its way and what is made of it is within 16 MiB of VMEM.
+# Entries of a tile: a megabyte of float32, which with its prefetched successor and intermediates fits 16 MiB of VMEM.
 ELEMENTS = 256 * 1024
 LANES = 128
 
 
 def facts(config: type) -> Any:
-    """Returns what the form of logits that exist already registers."""
+    """Returns the registration of the backend on existing logits."""
 
     def candidates(call: Call) -> list[Any]:
-        # Columns of a tile, what is taken untuned first; whole tiles of 128 lanes.
+        # Columns of a tile, the untuned default first; whole tiles of 128 lanes.
         whole = -(-call.dims["V"] // LANES) * LANES
         return [config(block_vocab=n) for n in dict.fromkeys(min(most, whole) for most in (2048, 1024, 4096))]
 
@@ -51,12 +51,12 @@ def passed(
     Args:
       logits: [M, V] each, of which a tile has `cols` columns, the last one what is left of V.
       rows: [M] each; a tile has [rows, 1] of them.
-      made: how many float32 [M] are made, tile after tile of a row; or the dtype of the one [M, V] that is.
-      kept: how many float32 [rows, 1] besides are kept from one tile of a row to the next.
+      made: the number of float32 [M] outputs, accumulated over the tiles of a row; or the dtype of a single [M, V] output.
+      kept: the number of extra float32 [rows, 1] accumulators carried from one tile of a row to the next.
     """
     M, V = logits[0].shape
     cols = min(V, cols)
-    # A narrow tile takes whole lanes as well, and so do the numbers of its rows.
+    # A narrow tile occupies whole lanes too, as do its per-row numbers.
     lanes = -(-cols // LANES) * LANES
     height = min(M, max(16, ELEMENTS // len(logits) // lanes // 16 * 16))
     tile, row = pl.BlockSpec((height, cols), lambda i, j: (i, j)), pl.BlockSpec((height, 1), lambda i, j: (i, 0))
@@ -83,13 +83,13 @@ def passed(
 
 
 def column(shape: tuple[int, ...]) -> jax.Array:
-    """Returns the entry of the vocabulary that each place of this tile has."""
+    """Returns the vocabulary entry of each element of this tile."""
     return pl.program_id(1) * shape[1] + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
 def tile_by_tile(tile: tuple[int, ...], V: int, add: Callable[[Callable], None]) -> None:
-    """Calls `add(within)` for a tile; `within(x, other)` has `other` past the vocabulary, where there is anything. Only the
-    last tile has such places, and only it pays for looking."""
+    """Calls `add(within)` for a tile; `within(x, other)` replaces entries past the vocabulary by `other`. Only the last
+    tile has such entries, and only it pays for the check."""
     cols = tile[1]
     if V % cols == 0:
         add(lambda x, other: x)
@@ -100,11 +100,11 @@ def tile_by_tile(tile: tuple[int, ...], V: int, add: Callable[[Callable], None])
 
 
 def finite(x: jax.Array) -> jax.Array:
-    """Returns 0 where x is infinite or NaN: what is subtracted in an exponential, which then is 0, infinite or NaN itself."""
+    """Returns x, or 0 where x is infinite or NaN: an offset for an exponential, which is then 0, infinite or NaN itself."""
     return jnp.where(jnp.abs(x) < jnp.inf, x, 0.0)
 
 
 def joined(x: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (the largest entry of each row with those of a tile, exponentials of the tile, by what sums so far shrink)."""
+    """Returns (the running maximum of each row, exponentials of the tile, the factor that rescales earlier sums)."""
     new = jnp.maximum(largest, jnp.max(x, axis=1, keepdims=True))
     return new, jnp.exp(x - finite(new)), jnp.exp(largest - finite(new))

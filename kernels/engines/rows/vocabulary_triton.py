@@ -60,15 +60,15 @@ def exp_of(x, base):
 
 @triton.jit
 def joined(x, largest):
-    """Returns the largest entries of lanes that have a tile [lanes, LANE] more, in units of log 2, and what their sums so far
-    are rescaled by."""
+    """Returns the running maxima of the lanes after one more tile [lanes, LANE], in units of log 2, and the factors that
+    rescale earlier sums."""
     new = tl.maximum(largest, tl.max(x, axis=1) * LOG2_E)
     return new, tl.exp2(largest - finite(new))
 
 
 @triton.jit
 def log2_of_lanes(largest, total):
-    """Returns the base-2 logarithm of what the lanes have together; times `LN_2` it is a log-sum-exp."""
+    """Returns the base-2 log-sum-exp over all lanes; times `LN_2` it is natural."""
     top = tl.max(largest, axis=0)
     return top + tl.log2(tl.sum(total * tl.exp2(largest - finite(top)), axis=0))
 
@@ -81,8 +81,8 @@ def passed(
     Args:
       logits: [M, V] each.
       rows: [M] each.
-      made: how many float32 [M] are made, by a program for each row; or the dtype of the one [M, V] that is, by a program for
-        each tile.
+      made: the number of float32 [M] outputs, with a program per row; or the dtype of a single [M, V] output, with a
+        program per tile.
     """
     M, V = logits[0].shape
     by_row = isinstance(made, int)
@@ -102,11 +102,11 @@ def passed(
 
 
 def facts(config: type, elements: int, most_rows: int, per_warp: int) -> Any:
-    """Returns what the kernels register.
+    """Returns the registration of the kernels.
 
     Args:
-      elements, most_rows: as `vocabulary.facts` has them.
-      per_warp: entries of a tile that a warp has.
+      elements, most_rows: as in `vocabulary.facts`.
+      per_warp: entries of a tile per warp.
     """
 
     def config_of(call: Call, rows: int | None, most: int) -> Any:

@@ -1,6 +1,6 @@
-"""Cross entropy on every toolchain: what a backend makes of logits, by the parameters that the contracts name.
+"""Cross entropy on every toolchain: adapts functions of logits to the parameters of the contracts.
 
-A backend brings two functions of logits [rows, V], where `row` has [rows] each:
+A backend provides two functions of logits [rows, V]; the arrays in `row` are [rows]:
   outputs: (logits, targets, soft cap, cfg) -> (lse, target_logit, mean_logit), [rows] each.
   pull: (logits, row, dtype, soft cap, cfg) -> their gradient, in that dtype; `row` has `PER_TOKEN`.
 """
@@ -23,16 +23,16 @@ PER_TOKEN = ("targets", "lse", "d_lse", "d_target_logit", "d_mean_logit")
 
 
 def gradient(logits: jax.Array, columns: jax.Array, row: Mapping[str, Any], V: int, cap: float | None) -> jax.Array:
-    """Returns the gradient of a tile of logits, float32; `columns`: the entry of the vocabulary that each has; `row`: [rows, 1]
-    of `PER_TOKEN`."""
+    """Returns the gradient of a tile of logits, float32. `columns` are their vocabulary entries; `row` has `PER_TOKEN` as
+    [rows, 1]."""
     x, slope = bent(logits, cap)
     d = shares(x, row["lse"]) * row["d_lse"] + row["d_mean_logit"] / V
-    # One entry a row; a comparison fuses into the expression, where a scatter would be a pass of its own.
+    # One entry per row. A comparison fuses into the expression; a scatter would be a separate pass.
     return (d + jnp.where(columns == row["targets"], row["d_target_logit"], 0.0)) * slope
 
 
 def register_logits(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> None:
-    """Registers a backend of the operation on logits that exist already."""
+    """Registers a backend of the operation on existing logits."""
 
     def forward(logits, targets, logits_soft_cap, cfg):
         outputs = outputs_of(flat(logits), targets.reshape(-1), logits_soft_cap, cfg)
@@ -50,7 +50,7 @@ def _per_token(saved: Mapping[str, jax.Array], targets: jax.Array) -> dict[str, 
 
 
 def register(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> None:
-    """Registers a backend of both operations on hidden states: terms of each token, and their sums."""
+    """Registers a backend of both operations on hidden states: terms per token, and their sums."""
 
     def forward(hidden, lm_head, targets, logits_soft_cap, cfg):
         def outputs(logits: list, row: Any) -> Any:
@@ -88,7 +88,7 @@ def register(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> N
             per_token = dict(zip(PER_TOKEN, (row["targets"], outputs[0], *pull_losses(row["weights"])), strict=True))
             return pull(logits[0], per_token, hidden.dtype, logits_soft_cap, cfg), terms
 
-        # A row of padding is ignored, whatever else is.
+        # Padded rows are ignored for any `ignore_index`.
         row, padding = {"targets": targets, "weights": each}, {"targets": ALSO_IGNORED}
         d_hidden, d_head, terms = gradients_by_block([(hidden, lm_head)], row, cfg.block_rows, pulled, padding)
         return terms, d_hidden, d_head
@@ -108,7 +108,7 @@ def register(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> N
         if d_loss is None and d_z_loss is None:
             gradients = {"hidden": saved.hidden_gradient, "lm_head": saved.lm_head_gradient, "weights": saved.losses}
             gradients = {name: d_total * x.astype(jnp.float32) for name, x in gradients.items()}
-        else:  # what the forward kept is of both terms together
+        else:  # the residuals are the gradients of the sum of both terms
             of_loss, of_z = _added(d_total, d_loss), _added(d_total, d_z_loss)
 
             def of_token(terms: Terms) -> jax.Array:
@@ -128,5 +128,5 @@ def _together(terms: Terms) -> jax.Array:
 
 
 def _added(*cotangents: jax.Array | None) -> Any:
-    """Returns the sum of those that there are; 0 where there is none."""
+    """Returns the sum of the cotangents that are not None, or 0."""
     return sum((x for x in cotangents if x is not None), start=jnp.float32(0))

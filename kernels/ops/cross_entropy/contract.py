@@ -1,4 +1,4 @@
-"""The meaning of the fused projection and log-softmax that cross entropy is made of."""
+"""Contracts of the fused projection and log-softmax that cross entropy is computed from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kernels.framework.work import Work, nbytes
 
 
 class CrossEntropyConfig(VocabularyConfig):
-    """Tunables of cross entropy, those of `VocabularyConfig`."""
+    """Tunables of cross entropy; see `VocabularyConfig`."""
 
 
 def cross_entropy(
@@ -30,9 +30,9 @@ def cross_entropy(
 ) -> tuple[Float[Array, "*lead"], Float[Array, "*lead"], Float[Array, "*lead"]]:
     """Returns, in float32 per token: log-sum-exp of the logits, the target's logit, and the mean of the logits.
 
-    logits = cap(hidden lm_head). A target outside [0, V) has logit 0: padding, or a token of another vocabulary shard.
-    Everything that a loss needs is a plain function of the three, and so is the same thing over a vocabulary that is
-    split over devices: log-sum-exps are joined, target logits summed, means averaged.
+    logits = cap(hidden lm_head). A target outside [0, V) has logit 0: it is padding, or a token of another vocabulary shard.
+    Every loss is a plain function of these three. Over a vocabulary that is split over devices, log-sum-exps are
+    combined, target logits summed and means averaged.
     """
     logits = jnp.dot(hidden, lm_head, preferred_element_type=jnp.promote_types(hidden.dtype, jnp.float32))
     return cross_entropy_of_logits(logits, targets, logits_soft_cap=logits_soft_cap)
@@ -44,7 +44,7 @@ def cross_entropy_of_logits(
     *,
     logits_soft_cap: float | None = None,
 ) -> tuple[Float[Array, "*lead"], Float[Array, "*lead"], Float[Array, "*lead"]]:
-    """Returns what `cross_entropy` does, from logits that exist already."""
+    """Returns the outputs of `cross_entropy`, from existing logits."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if logits_soft_cap is not None:
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
@@ -55,15 +55,15 @@ def cross_entropy_of_logits(
 
 
 class TokenLosses(NamedTuple):
-    """Per-token terms, float32, zero where the target is ignored. Each has its gradient."""
+    """Per-token terms, float32, zero where the target is ignored. Each is differentiable."""
 
-    loss: jax.Array  # what `fused_cross_entropy` adds up: cross entropy, and z_loss with it
-    z_loss: jax.Array  # the part of loss that the argument z_loss adds; zero without it
+    loss: jax.Array  # the summand of `fused_cross_entropy`: cross entropy plus z_loss
+    z_loss: jax.Array  # the part of loss added by the argument z_loss; zero without it
     counted: jax.Array  # 1 where the token counts, 0 where it is ignored
 
 
 class Terms(NamedTuple):
-    """Per-token terms as the sums need them, each by itself."""
+    """Per-token terms for the sums, kept separate."""
 
     cross_entropy: jax.Array
     z_loss: jax.Array
@@ -81,18 +81,18 @@ def terms_of_tokens(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Terms:
-    """Returns the terms of cross entropy from the outputs of the operation, for a vocabulary of that many tokens.
+    """Returns the terms of cross entropy from the outputs of the operation, given the size of the vocabulary.
 
-    cross_entropy = lse - (1 - s) target_logit - s mean_logit with smoothing s; z_loss = z lse^2. An ignored token is selected
-    away, not multiplied by zero: an infinite lse of padding would otherwise make the loss NaN, and squared its gradient.
+    cross_entropy = lse - (1 - s) target_logit - s mean_logit with smoothing s; z_loss = z lse^2. An ignored token is
+    masked by selection, not multiplied by zero: otherwise an infinite lse of padding would make the loss or its gradient NaN.
     """
     counted = is_counted(targets, ignore_index)
     lse = jnp.where(counted, lse, 0.0)
     loss = lse - (1 - label_smoothing) * target_logit
     if label_smoothing:  # the mean is -inf where a token of the vocabulary is masked out
         loss = loss - label_smoothing * mean_logit
-    # A target that is no token and is not ignored is the caller's mistake. Under a trace it cannot raise, so it shows, in
-    # the loss and in the gradients.
+    # A target outside the vocabulary that is not ignored is the caller's mistake. Traced code cannot raise, so it becomes
+    # NaN in the loss and the gradients.
     stray = counted & ((targets < 0) | (targets >= vocabulary))
     loss = loss * jnp.where(stray, jnp.nan, 1.0)
     return Terms(jnp.where(counted, loss, 0.0), z_loss * lse * lse, counted.astype(jnp.float32))
@@ -101,7 +101,7 @@ def terms_of_tokens(
 def token_losses(
     lse: jax.Array, target_logit: jax.Array, mean_logit: jax.Array, targets: jax.Array, **options: Any
 ) -> TokenLosses:
-    """Returns what `fused_token_losses` does, from the outputs of the operation. Arguments are those of `terms_of_tokens`."""
+    """Returns the result of `fused_token_losses` from the outputs of the operation. Arguments as in `terms_of_tokens`."""
     terms = terms_of_tokens(lse, target_logit, mean_logit, targets, **options)
     return TokenLosses(terms.cross_entropy + terms.z_loss, terms.z_loss, terms.counted)
 
@@ -113,17 +113,17 @@ def summed(terms: Terms, weights: jax.Array | None) -> tuple[jax.Array, jax.Arra
 
 
 def cotangents_of_sums(residuals: dict, cotangents: dict) -> dict:
-    """Returns what the backward of `cross_entropy_sums` receives. Cotangents that are absent stay absent: only where `loss` or
-    `z_loss` has one by itself are the gradients of the total not enough."""
+    """Returns the inputs of the backward of `cross_entropy_sums`. Absent cotangents stay absent: the gradients of the total
+    suffice unless `loss` or `z_loss` has a cotangent of its own."""
     return residuals | cotangents
 
 
 def check_options(owner: str, label_smoothing: float, z_loss: float, logits_soft_cap: float | None) -> None:
-    """Raises ValueError where a loss of these options is none, naming the argument."""
+    """Raises ValueError for options that define no loss, naming the argument."""
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"{owner}: argument 'label_smoothing' must be in [0, 1), got {label_smoothing}")
     if not (z_loss >= 0 and math.isfinite(z_loss)):
-        raise ValueError(f"{owner}: argument 'z_loss' must not be negative, got {z_loss}; 0 for none")
+        raise ValueError(f"{owner}: argument 'z_loss' must not be negative, got {z_loss}; use 0 for none")
     check_cap(owner, "logits_soft_cap", logits_soft_cap)
 
 
@@ -138,11 +138,10 @@ def cross_entropy_sums(
     z_loss: float = 0.0,
     logits_soft_cap: float | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """Returns, in float32, sums over the tokens that count, each times its weight: cross entropy and z-loss together, and each
-    by itself.
+    """Returns weighted sums over the counted tokens in float32: cross entropy plus z-loss, and each alone.
 
-    All three have gradients. With one cotangent for all tokens, that of the total, a differentiated forward can make the
-    gradients while it has the logits, and no logits are computed twice. Gradients of one part by itself need them again.
+    All three are differentiable. The tokens of the total share one cotangent, so a differentiated forward computes the
+    gradients while it has the logits, and no logits are computed twice. Gradients of one part alone recompute them.
     """
     check_options("cross_entropy_sums", label_smoothing, z_loss, logits_soft_cap)
     outputs = cross_entropy(hidden, lm_head, targets, logits_soft_cap=logits_soft_cap)
@@ -161,8 +160,8 @@ def kept_of_sums(
     z_loss: float = 0.0,
     logits_soft_cap: float | None = None,
 ) -> dict[str, jax.Array]:
-    """Returns the gradients of the sum for a cotangent of one: of hidden in its dtype, of lm_head in float32, which it is
-    accumulated in, and of weights, the loss of each token."""
+    """Returns the gradients of the sum for a cotangent of one: of hidden in its dtype, of lm_head in
+    float32, in which it is accumulated, and of weights, which is the loss of each token."""
     ones = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
 
     def total(hidden: jax.Array, lm_head: jax.Array, weights: jax.Array) -> jax.Array:
@@ -189,8 +188,8 @@ def _case(name: str, *lead: int, options: dict | None = None, tags: tuple[str, .
 
 
 def work(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the matmuls: the logits forward; the logits again and two gradients backward. No bytes of the
-    logits, which need not be whole anywhere."""
+    """Returns the work of the matmuls: the logits forward; the logits again and two gradients backward. The
+    logits count no bytes, since they need not be materialised."""
     matmul = 2 * call.hidden.size * call.dims["V"]
     inputs, rows = (
         nbytes(call.hidden, call.lm_head),
@@ -208,13 +207,13 @@ def work_of_logits(call: Call) -> tuple[Work, Work]:
 
 
 def work_of_sums(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the matmuls: the logits forward, two gradients backward, wherever they are made."""
+    """Returns the work of the matmuls: the logits forward, two gradients backward, wherever they are computed."""
     forward, backward = work(call)
     return forward, Work(backward.flops - forward.flops, backward.bytes)
 
 
 OUTPUTS = ("lse", "target_logit", "mean_logit")
-# With the vocabulary split, a device has a part of each sum over it: `ejdist` joins them.
+# If the vocabulary is split, each device has a partial sum over it; `ejdist` combines them.
 ELSEWHERE = {"V": "fused_cross_entropy"}
 
 op = Op(

@@ -1,4 +1,4 @@
-"""What users call: cross entropy for each token, and reduced."""
+"""Public functions: cross entropy per token, and reduced."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from kernels.ops.cross_entropy.contract import (
 
 
 class LossSums(NamedTuple):
-    """Sums over the counted tokens, each times its weight; float32 scalars. Each has its gradient."""
+    """Weighted sums over the counted tokens, float32 scalars. Each is differentiable."""
 
     total: jax.Array  # loss + z_loss: what a training step differentiates
-    loss: jax.Array  # cross entropy by itself, without z_loss
-    z_loss: jax.Array  # what the argument z_loss adds; zero without it
-    counted: jax.Array  # the weights of the tokens, or their number
+    loss: jax.Array  # cross entropy alone, without z_loss
+    z_loss: jax.Array  # the term added by the argument z_loss; zero without it
+    counted: jax.Array  # sum of the token weights, or the number of tokens
 
 
 def _check_arrays(hidden: Any, lm_head: Any, targets: Any, logits: Any) -> None:
     if targets is None:
         raise ValueError("fused_cross_entropy: argument 'targets' is missing")
     if (logits is None) == (hidden is None) or (hidden is None) != (lm_head is None):
-        raise ValueError("fused_cross_entropy: give either 'hidden' and 'lm_head', or 'logits'")
+        raise ValueError("fused_cross_entropy: pass either 'hidden' and 'lm_head', or 'logits'")
     for name, x in (("hidden", hidden), ("lm_head", lm_head), ("logits", logits), ("targets", targets)):
         if x is not None and not is_array(x) and not (name == "targets" and isinstance(x, (list, tuple, int))):
             raise ValueError(f"fused_cross_entropy: argument {name!r} must be an array, got {type(x).__name__}")
@@ -54,7 +54,7 @@ def _check_shape(name: str, x: jax.Array, lead: tuple[int, ...]) -> None:
 
 
 def _as_weights(weights: Any) -> jax.Array:
-    """Returns weights as floats: counts and flags have no gradient."""
+    """Returns the weights as floats; integer and boolean weights have no gradient."""
     weights = jnp.asarray(weights)
     return weights if jnp.issubdtype(weights.dtype, jnp.floating) else weights.astype(jnp.float32)
 
@@ -71,27 +71,27 @@ def fused_token_losses(
     z_loss: float = 0.0,
     logits_soft_cap: float | None = None,
 ) -> Prepared:
-    """Returns the terms of `fused_cross_entropy` for each token, `TokenLosses` of [*lead], for a caller who sums and counts
-    on its own.
+    """Returns the terms of `fused_cross_entropy` per token, `TokenLosses` of [*lead], for callers that reduce themselves.
 
-    `loss` is what `reduction="none"` gives, z_loss included; `z_loss` is that part of it; `counted` is 1 where a token counts.
-    Cross entropy by itself is the loss of a call without z_loss, or `loss - z_loss`.
+    `loss` equals the result of `reduction="none"`, including z_loss; `z_loss` is that part of it; `counted` is 1 where a
+    token counts. Cross entropy alone is `loss - z_loss`, or the loss of a call without z_loss.
 
-    Their cotangents are known only after it, so a backward computes the logits again; `fused_loss_sums` does not.
+    The backward recomputes the logits, because the cotangents of the tokens are known only after the forward;
+    `fused_loss_sums` does not.
 
     >>> import jax.numpy as jnp
     >>> terms = fused_token_losses(jnp.zeros((2, 4)), jnp.zeros((4, 8)), jnp.array([1, -1]))
-    >>> print(terms.loss.round(4), terms.counted)  # log 8, and a token that is ignored
+    >>> print(terms.loss.round(4), terms.counted)  # log 8, and an ignored token
     [2.0794 0.    ] [1. 0.]
     """
     _check_arrays(hidden, lm_head, targets, logits)
     check_options("fused_cross_entropy", label_smoothing, z_loss, logits_soft_cap)
-    targets = indices(targets)  # what is no int32 is no token; in 8 or 16 bits an ignored index may be another
+    targets = indices(targets)  # converted to int32: in 8 or 16 bits an ignored index could wrap to a token
     given: Any = {"hidden": hidden, "lm_head": lm_head} if logits is None else {"logits": logits}
     _check_shape("targets", targets, next(iter(given.values())).shape[:-1])
     cap = {} if logits_soft_cap is None else {"logits_soft_cap": float(logits_soft_cap)}
     own = op if logits is None else logits_op
-    # The operation knows no ignored index: whatever is no token has logit 0 there.
+    # The operation has no ignored index: there, the logit of an invalid target is 0.
     call = own.bind(**given, targets=targets, **cap)
 
     def finish(lse: jax.Array, target_logit: jax.Array, mean_logit: jax.Array) -> TokenLosses:
@@ -121,21 +121,20 @@ def fused_loss_sums(
     z_loss: float = 0.0,
     logits_soft_cap: float | None = None,
 ) -> Prepared:
-    """Returns the terms of `fused_cross_entropy` summed over the tokens, `LossSums`. A training step wants this: with gradient
-    accumulation the mean is over the tokens of all its parts.
+    """Returns the terms of `fused_cross_entropy` summed over the tokens, `LossSums`. Use this in a training step: under
+    gradient accumulation the mean is over the tokens of all microbatches.
 
-    `total` is what `reduction="sum"` gives: `loss`, the cross entropy, and `z_loss` together. Differentiate `total`: one of its
-    two parts by itself has the right gradient too, but with a z_loss its backward computes the logits again.
+    `total` equals the result of `reduction="sum"`: `loss`, the cross entropy, plus `z_loss`. Differentiate `total`: the
+    gradient of either part alone is also correct, but with a z_loss its backward recomputes the logits.
 
-    All tokens of `total` have one cotangent, so a differentiated call makes its gradients block by block while it has the
-    logits, and the backward only scales them: three products where `fused_token_losses` has four. From forward to backward it
-    keeps the gradient of hidden, in its dtype, and that of lm_head in float32. Where a mesh splits the vocabulary, the softmax
-    of a block is known only after all devices' parts of it: there logits are computed again in the backward, as by
-    `fused_token_losses`.
+    All tokens of `total` share one cotangent, so a differentiated call computes the gradients block by block while it
+    has the logits, and the backward only scales them: three matmuls, where `fused_token_losses` has four. The residuals
+    are the gradient of hidden, in its dtype, and of lm_head, in float32. If a mesh splits the vocabulary, the softmax of
+    a block needs the parts of all devices first, so the backward recomputes the logits as in `fused_token_losses`.
 
     >>> import jax.numpy as jnp
     >>> sums = fused_loss_sums(jnp.zeros((2, 4)), jnp.zeros((4, 8)), jnp.array([1, -1]))
-    >>> print(sums.total.round(4), sums.counted)  # log 8, and a token that is ignored
+    >>> print(sums.total.round(4), sums.counted)  # log 8, and an ignored token
     2.0794 1.0
     """
     _check_arrays(hidden, lm_head, targets, None)
@@ -156,7 +155,7 @@ def fused_loss_sums(
 
 
 def _counted(targets: jax.Array, ignore_index: int, weights: jax.Array | None) -> jax.Array:
-    """Returns what each token counts."""
+    """Returns the weight of each token in the mean."""
     counted = is_counted(targets, ignore_index).astype(jnp.float32)
     return counted if weights is None else counted * weights
 
@@ -178,16 +177,16 @@ def fused_cross_entropy(
     """Returns the cross entropy of targets under softmax(cap(hidden lm_head)), plus z_loss * lse^2, in float32.
 
     Args:
-      hidden: [*lead, D]; lm_head: [D, V]. Their product exists only a block of tokens at a time.
-      targets: int [*lead]; `ignore_index` and -100 are never counted. Any other target outside [0, V) makes the loss and its
-        gradients NaN.
+      hidden: [*lead, D]; lm_head: [D, V]. Their product is never materialised, only one block of tokens at a time.
+      targets: int [*lead]; `ignore_index` and -100 are not counted. Any other target outside [0, V) makes the loss and
+        its gradients NaN.
       logits: [*lead, V], instead of hidden and lm_head.
-      label_smoothing: this much of the target is spread evenly over the vocabulary.
+      label_smoothing: the fraction of the target distribution that is spread evenly over the vocabulary.
       z_loss: weight of lse^2, which keeps the softmax normaliser near 1 (Chowdhery et al., PaLM, 2022).
-      weights: float [*lead], of each token; the mean is over their sum.
-      reduction: "mean" over counted tokens (0 if there are none), "sum", or "none" for [*lead]. Of hidden and lm_head the first
-        two are made of `fused_loss_sums`, whose gradients need no second product of logits.
-      cfg: `CrossEntropyConfig(block_rows=...)`, tokens whose logits exist at one time.
+      weights: float [*lead], one per token; the mean divides by their sum.
+      reduction: "mean" over counted tokens (0 if there are none), "sum", or "none" for [*lead]. With hidden and lm_head,
+        the first two use `fused_loss_sums`, whose gradients do not recompute the logits.
+      cfg: `CrossEntropyConfig(block_rows=...)`, the number of tokens whose logits exist at once.
 
     Raises:
       ValueError: naming the argument.

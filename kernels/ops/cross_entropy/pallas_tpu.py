@@ -1,6 +1,6 @@
 """Cross entropy of logits on TPUs: one pass over them for all outputs, and one for their gradient.
 
-Of hidden states it is XLA's there: beside the matmuls around a block its compiler counts nothing that a kernel would save.
+From hidden states, TPUs use XLA: next to the matmuls of a block, its compiler counts nothing that a kernel would save.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from kernels.ops.cross_entropy.contract import CrossEntropyConfig
 
 @triton.jit
 def _more(ptr, cols, largest, total, plain, V: tl.constexpr, CAP: tl.constexpr, MASKED):
-    """Returns what the lanes have with one tile more: largest entry, sum of exponentials, sum."""
+    """Returns the running values of the lanes after one more tile: maximum, sum of exponentials, sum."""
     if MASKED:
         x = tl.load(ptr + cols, mask=cols < V, other=float("-inf")).to(tl.float32)
     else:
@@ -51,11 +51,11 @@ def cross_entropy_fwd_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_V // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
-    # Each lane has a largest entry and a sum of its own, so that nothing is exchanged until the end.
+    # Each lane keeps its own maximum and sum, so lanes exchange nothing until the end.
     largest = tl.full([BLOCK_V // LANE], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_V // LANE], tl.float32)
     plain = tl.zeros([BLOCK_V // LANE], tl.float32)
-    # Only the last tile is masked: the exponentials are as many as the arithmetic units make while the logits are read.
+    # Only the last tile is masked: the exponentials alone keep the arithmetic units busy while the logits are read.
     WHOLE: tl.constexpr = V // BLOCK_V * BLOCK_V
     for start in range(0, WHOLE, BLOCK_V):
         largest, total, plain = _more(logits_ptr + row * V, start + cols, largest, total, plain, V, CAP, False)

@@ -1,6 +1,6 @@
-"""The KL divergence on every toolchain: what a backend makes of both models' logits, by the parameters that the contracts name.
+"""The KL divergence on every toolchain: adapts functions of both models' logits to the parameters of the contracts.
 
-A backend brings two functions of logits [rows, V], where `row` has [rows] each:
+A backend provides two functions of logits [rows, V]; the arrays in `row` are [rows]:
   outputs: (student, teacher, how, cfg) -> (student_lse, teacher_lse, gap), [rows] each.
   pull: (student, teacher, row, dtype, how, cfg) -> the gradient of the student's, in that dtype; `row` has `PER_TOKEN`.
 """
@@ -36,9 +36,9 @@ def gradient(student: jax.Array, teacher: jax.Array, row: Mapping[str, Any], how
     other, _ = bent(teacher, how.teacher_cap, how.temperature)
     own, d_gap = shares(x, row["student_lse"]), row["d_gap"]
     d = row["d_student_lse"] * own
-    if how.reverse:  # p is the student: through the probabilities, and through the logits that they weigh
+    if how.reverse:  # p is the student: the gradient flows through the probabilities and through the logits
         more = jnp.where(own > 0, own * (1 + (x - other) - row["gap"]), 0.0)
-        # The gap of a token that is not counted may be infinite, and its cotangent is 0.
+        # The gap of an ignored token may be infinite; its cotangent is 0.
         d = d + jnp.where(d_gap == 0, 0.0, d_gap * more)
     else:
         d = d - d_gap * shares(other, row["teacher_lse"])
@@ -46,7 +46,7 @@ def gradient(student: jax.Array, teacher: jax.Array, row: Mapping[str, Any], how
 
 
 def register_logits(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> None:
-    """Registers a backend of the operation on logits that exist already."""
+    """Registers a backend of the operation on existing logits."""
 
     def forward(logits, teacher_logits, reverse, temperature, logits_soft_cap, teacher_logits_soft_cap, cfg):
         how = How(reverse, temperature, logits_soft_cap, teacher_logits_soft_cap)

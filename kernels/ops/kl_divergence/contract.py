@@ -1,4 +1,4 @@
-"""The meaning of the fused projections and softmaxes that a KL divergence of two models is made of."""
+"""Contracts of the fused projections and softmaxes that the KL divergence of two models is computed from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kernels.framework.work import Work, nbytes
 
 
 class KLDivergenceConfig(VocabularyConfig):
-    """Tunables of the KL divergence, those of `VocabularyConfig`."""
+    """Tunables of the KL divergence; see `VocabularyConfig`."""
 
 
 def kl_divergence(
@@ -31,11 +31,11 @@ def kl_divergence(
     """Returns, in float32 per token: log-sum-exp of the student's logits, of the teacher's, and the gap.
 
     Logits are z = cap(hidden lm_head) / temperature of each model. The gap is the mean of z_p - z_q under p, with p the teacher
-    and q the student, or with `reverse` p the student and q the teacher. KL(p || q) = gap - lse_p + lse_q. An entry that p
-    gives no probability counts nothing, as 0 log 0 does.
+    and q the student, or with `reverse` p the student and q the teacher. KL(p || q) = gap - lse_p + lse_q. An entry with p = 0
+    contributes nothing, as 0 log 0.
 
-    A KL divergence is a plain function of the three, and so is that over a vocabulary that is split over devices:
-    log-sum-exps are joined, and gaps averaged by each part's share of p.
+    A KL divergence is a plain function of the three. Over a vocabulary that is split over devices, log-sum-exps are
+    combined, and gaps are averaged with each part's share of p as weight.
     """
     accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
     return kl_divergence_of_logits(
@@ -57,7 +57,7 @@ def kl_divergence_of_logits(
     logits_soft_cap: float | None = None,
     teacher_logits_soft_cap: float | None = None,
 ) -> tuple[Float[Array, "*lead"], Float[Array, "*lead"], Float[Array, "*lead"]]:
-    """Returns what `kl_divergence` does, from logits that exist already."""
+    """Returns the outputs of `kl_divergence`, from existing logits."""
 
     def bent(z: jax.Array, cap: float | None) -> jax.Array:
         z = z.astype(jnp.promote_types(z.dtype, jnp.float32))
@@ -65,7 +65,7 @@ def kl_divergence_of_logits(
 
     student, teacher = bent(logits, logits_soft_cap), bent(teacher_logits, teacher_logits_soft_cap)
     p, q = (student, teacher) if reverse else (teacher, student)
-    # Of a part of the vocabulary that p masks out nothing is left, and nothing of it is counted.
+    # Entries that p masks out contribute nothing.
     there = p > -jnp.inf
     share = jnp.exp(jnp.where(there, p, -jnp.inf) - _finite(jax.nn.logsumexp(p, axis=-1, keepdims=True)))
     gap = jnp.sum(jnp.where(share > 0, share * (jnp.where(there, p, 0) - q), 0), axis=-1)
@@ -77,8 +77,8 @@ def _finite(lse: jax.Array) -> jax.Array:
 
 
 def work(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the matmuls: the logits of both models forward; both again and two gradients backward. No bytes of
-    the logits, which need not be whole anywhere."""
+    """Returns the work of the matmuls: the logits of both models forward; both again and two gradients backward. The
+    logits count no bytes, since they need not be materialised."""
     V = call.dims["V"]
     own, teachers = 2 * call.hidden.size * V, 2 * call.teacher_hidden.size * V
     student, teacher = nbytes(call.hidden, call.lm_head), nbytes(call.teacher_hidden, call.teacher_lm_head)
@@ -95,7 +95,7 @@ def work_of_logits(call: Call) -> tuple[Work, Work]:
 
 
 OUTPUTS = ("student_lse", "teacher_lse", "gap")
-# With the vocabulary split, a device has a part of each sum over it: `ejdist` joins them.
+# If the vocabulary is split, each device has a partial sum over it; `ejdist` combines them.
 ELSEWHERE = {"V": "fused_kl_divergence"}
 _ALL = {"reverse": True, "temperature": 2.0, "logits_soft_cap": 3.0, "teacher_logits_soft_cap": 4.0}
 

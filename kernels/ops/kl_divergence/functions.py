@@ -1,4 +1,4 @@
-"""What users call: the KL divergence of teacher and student, for each token or reduced."""
+"""Public function: the KL divergence of teacher and student, per token or reduced."""
 
 from __future__ import annotations
 
@@ -38,21 +38,22 @@ def fused_kl_divergence(
 ) -> Prepared:
     """Returns the KL divergence of teacher and student, each softmax(cap(hidden lm_head) / temperature), in float32.
 
-    The student's arrays have gradients. The teacher's have none: they are data, as behind a `stop_gradient`.
+    The student's arrays have gradients; the teacher's are data, as under `stop_gradient`.
 
     Args:
       hidden: [*lead, D]; lm_head: [D, V], of the student.
-      teacher_hidden: [*lead, Dt]; teacher_lm_head: [Dt, V], of a teacher of any width and dtype. The two logits exist only a
-        block of tokens at a time.
-      logits, teacher_logits: [*lead, V], instead of hidden states and heads, both.
-      direction: "forward", KL(teacher || student), by which the student covers all that the teacher does; or "reverse",
-        KL(student || teacher), by which it keeps to what the teacher does most.
-      temperature: divides the logits of both. The gradient falls with its square; times temperature² it does not (Hinton).
-      targets: int [*lead], where given only to say which tokens count: those of `ignore_index` and -100 do not.
-      weights: float [*lead], of each token; the mean is over their sum.
-      logits_soft_cap, teacher_logits_soft_cap: cap tanh(logits / cap) of each model; None for none.
+      teacher_hidden: [*lead, Dt]; teacher_lm_head: [Dt, V], of a teacher of any width and dtype. Logits are
+        never materialised, only one block of tokens at a time.
+      logits, teacher_logits: [*lead, V], both, instead of hidden states and heads.
+      direction: "forward", KL(teacher || student), which is mode-covering; or "reverse", KL(student || teacher), which is
+        mode-seeking.
+      temperature: divides the logits of both. Gradients scale with 1 / temperature²; multiply by temperature² to
+        undo that (Hinton).
+      targets: int [*lead], used only to select tokens: those with `ignore_index` or -100 do not count.
+      weights: float [*lead], one per token; the mean divides by their sum.
+      logits_soft_cap, teacher_logits_soft_cap: cap tanh(logits / cap) for each model; None for no cap.
       reduction: "mean" over counted tokens (0 if there are none), "sum", or "none" for [*lead].
-      cfg: `KLDivergenceConfig(block_rows=...)`, tokens whose logits exist at one time.
+      cfg: `KLDivergenceConfig(block_rows=...)`, the number of tokens whose logits exist at once.
 
     Raises:
       ValueError: naming the argument.
@@ -72,7 +73,9 @@ def fused_kl_divergence(
         )
     check_reduction(NAME, reduction)
     if not 0 < temperature < float("inf"):
-        raise ValueError(f"{NAME}: argument 'temperature' must be positive and finite, got {temperature}; 1 for none")
+        raise ValueError(
+            f"{NAME}: argument 'temperature' must be positive and finite, got {temperature}; use 1 for none"
+        )
     check_cap(NAME, "logits_soft_cap", logits_soft_cap)
     check_cap(NAME, "teacher_logits_soft_cap", teacher_logits_soft_cap)
     call, own = _bound(
@@ -85,7 +88,7 @@ def fused_kl_divergence(
     )
     lead = call.arguments["hidden" if own is op else "logits"].shape[:-1]
     given = {"targets": targets, "weights": weights}
-    # In 8 or 16 bits a mark may be another token, and so may what is past an int32.
+    # Converted to int32: in 8 or 16 bits an ignored index could wrap to a token.
     given = {n: None if x is None else indices(x) if n == "targets" else jnp.asarray(x) for n, x in given.items()}
     for name, x in given.items():
         if x is not None and x.shape != lead:
@@ -94,13 +97,13 @@ def fused_kl_divergence(
     if marks is not None:
         if not jnp.issubdtype(marks.dtype, jnp.integer):
             raise ValueError(
-                f"{NAME}: argument 'targets' must be integers, got {marks.dtype}; it says which tokens count"
+                f"{NAME}: argument 'targets' must be integers, got {marks.dtype}; it selects the tokens that count"
             )
         counts = is_counted(marks, ignore_index).astype(jnp.float32)
 
     def finish(student_lse: jax.Array, teacher_lse: jax.Array, gap: jax.Array) -> jax.Array:
         lse_p, lse_q = (student_lse, teacher_lse) if direction == "reverse" else (teacher_lse, student_lse)
-        # Selected away, not multiplied by zero: a token that does not count may be infinitely far.
+        # Masked by selection, not multiplied by zero: the divergence of an ignored token may be infinite.
         losses = jnp.where(counts > 0, gap - lse_p + lse_q, 0.0)
         return reduced(losses, counts, given["weights"], reduction)
 
@@ -108,12 +111,12 @@ def fused_kl_divergence(
 
 
 def _bound(fused: dict[str, Any], plain: dict[str, Any], **options: Any) -> tuple[Any, Any]:
-    """Returns (the call, its operation) of the arrays that are given."""
+    """Returns (the bound call, its operation) for the arrays that were passed."""
     whole = [all(x is not None for x in arrays.values()) for arrays in (fused, plain)]
     given = [any(x is not None for x in arrays.values()) for arrays in (fused, plain)]
     if whole != given or sum(whole) != 1:
         raise ValueError(
-            f"{NAME}: give either 'hidden', 'lm_head', 'teacher_hidden' and 'teacher_lm_head', or 'logits' and "
+            f"{NAME}: pass either 'hidden', 'lm_head', 'teacher_hidden' and 'teacher_lm_head', or 'logits' and "
             "'teacher_logits'; logits of one model are its hidden @ lm_head"
         )
     arrays, own = (fused, op) if whole[0] else (plain, logits_op)

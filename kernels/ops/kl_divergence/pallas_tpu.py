@@ -1,6 +1,6 @@
-"""KL divergence of logits on TPUs: one pass over both models' for all outputs, and one for the gradient.
+"""KL divergence of logits on TPUs: one pass over both models' logits for all outputs, and one for the gradient.
 
-Of hidden states it is XLA's there, as cross entropy is.
+From hidden states, TPUs use XLA, as for cross entropy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def kl_divergence_fwd_kernel(
         p, q = (within(bent(ref[...], cap, how.temperature)[0], -jnp.inf) for ref, cap in models)
         new_p, share, shrunk_p = joined(p, largest_p[...])
         new_q, each_q, shrunk_q = joined(q, largest_q[...])
-        # An entry that p gives nothing counts nothing, and a sum that is 0 stays 0 however far q is.
+        # An entry with p = 0 contributes nothing, however small q is.
         apart = jnp.sum(jnp.where(share > 0, share * (p - q), 0.0), axis=1, keepdims=True)
         gap[...] = jnp.where(shrunk_p > 0, gap[...] * shrunk_p, 0.0) + apart
         total_p[...] = total_p[...] * shrunk_p + jnp.sum(share, axis=1, keepdims=True)

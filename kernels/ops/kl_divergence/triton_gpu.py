@@ -22,7 +22,7 @@ from kernels.ops.kl_divergence.contract import KLDivergenceConfig
 
 @triton.jit
 def _logits(ptr, cols, V: tl.constexpr, CAP: tl.constexpr, TEMPERATURE: tl.constexpr, MASKED):
-    """Returns a tile of what is under the softmax; -inf past the vocabulary."""
+    """Returns a tile of the inputs of the softmax; -inf past the vocabulary."""
     if MASKED:
         raw = tl.load(ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
     else:
@@ -35,11 +35,11 @@ def _logits(ptr, cols, V: tl.constexpr, CAP: tl.constexpr, TEMPERATURE: tl.const
 
 @triton.jit
 def _more(p, q, largest_p, largest_q, total_p, total_q, gap):
-    """Returns what the lanes have with one tile more: largest entries, sums of exponentials, p's sum of its distance to q."""
+    """Returns the running values of the lanes after one more tile: maxima, sums of exponentials, p's weighted gap to q."""
     new_p, rescaled_p = joined(p, largest_p)
     new_q, rescaled_q = joined(q, largest_q)
     share = exp_of(p, finite(new_p)[:, None])
-    # An entry that p gives nothing counts nothing, and a sum that is 0 stays 0 however far q is.
+    # An entry with p = 0 contributes nothing, however small q is.
     apart = tl.where(share > 0, share * (p - q), 0.0)
     gap = tl.where(rescaled_p > 0, gap * rescaled_p, 0.0) + tl.sum(apart, axis=1)
     total_p = total_p * rescaled_p + tl.sum(share, axis=1)
@@ -69,7 +69,7 @@ def kl_divergence_fwd_kernel(
     P_CAP: tl.constexpr = CAP if REVERSE else TEACHER_CAP
     Q_CAP: tl.constexpr = TEACHER_CAP if REVERSE else CAP
     cols = tl.arange(0, BLOCK_V // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
-    # Each lane has largest entries and sums of its own, so that nothing is exchanged until the end.
+    # Each lane keeps its own maxima and sums, so lanes exchange nothing until the end.
     largest_p = tl.full([BLOCK_V // LANE], float("-inf"), tl.float32)
     largest_q = tl.full([BLOCK_V // LANE], float("-inf"), tl.float32)
     total_p = tl.zeros([BLOCK_V // LANE], tl.float32)
@@ -124,7 +124,7 @@ def kl_divergence_bwd_kernel(
     d = tl.load(d_student_lse_ptr + row) * own
     if REVERSE:
         more = tl.where(own > 0, own * (1.0 + (student - teacher) - gap), 0.0)
-        # The gap of a token that is not counted may be infinite, and its cotangent is 0.
+        # The gap of an ignored token may be infinite; its cotangent is 0.
         d += tl.where(d_gap == 0.0, 0.0, d_gap * more)
     else:
         d -= d_gap * exp(teacher - finite(tl.load(teacher_lse_ptr + row)))

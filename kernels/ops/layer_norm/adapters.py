@@ -1,4 +1,4 @@
-"""layer_norm on every toolchain: the engine's norm of rows, by the parameters that the contracts name."""
+"""layer_norm on every toolchain: adapts the engine's norm of rows to the parameters of the contracts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contracts of layer_norm, alone and fused with what stands before and after it, and the cases they are held to."""
+"""Contracts of layer_norm, alone and fused with the residual add before it or the projection after it, and their cases."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def layer_norm(
 ) -> tuple[Float[Array, "*lead D"], Float[Array, "*lead"], Float[Array, "*lead"]]:
     """Returns ((x - mean) * rstd * weight + bias, mean, rstd) with rstd = 1 / sqrt(variance of x over D + eps).
 
-    All of it is computed in float32, weight and bias included, and rounded once to the dtype of x; mean and rstd are float32.
-    The variance is the mean of (x - mean)², not mean(x²) - mean², which cancels where the mean is large.
+    Everything is computed in float32, weight and bias included, and rounded once to the dtype of x; mean and rstd are float32.
+    The variance is the mean of (x - mean)², not mean(x²) - mean², which cancels if the mean is large.
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450, eq. 3.
     """
     return outputs(x, None, weight, bias, norm_of(eps))
@@ -37,10 +37,10 @@ def fused_add_layer_norm(
     *,
     eps: float = 1e-5,
 ) -> tuple[Float[Array, "*lead D"], Float[Array, "*lead D"], Float[Array, "*lead"], Float[Array, "*lead"]]:
-    """Returns (out, stream, mean, rstd): stream = x + residual, and the others are those of `layer_norm` of it.
+    """Returns (out, stream, mean, rstd): stream = x + residual, and the others are `layer_norm` of it.
 
-    The sum is added in float32 and rounded once to the dtype of residual, and what is normalised is the rounded stream, so
-    out is to the bit a function of the stream that goes on; out has the dtype of x.
+    The sum is computed in float32 and rounded once to the dtype of residual. The norm is of the rounded stream, so out
+    is exactly a function of the returned stream. out has the dtype of x.
     """
     return outputs(x, residual, weight, bias, norm_of(eps))
 

@@ -1,4 +1,4 @@
-"""What users call: layer_norm, and the norm with its projection."""
+"""Public functions: layer_norm, and layer_norm fused with a projection."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Prepared:
     """Returns (x - mean) / sqrt(variance + eps) * weight + bias, over D, computed in float32, in the dtype of x, [*lead, D];
-    with `residual` (that of x + residual, x + residual).
+    with `residual`, (layer_norm of x + residual, x + residual).
 
     Args:
       x: [*lead, D].
-      weight, bias: [D], one factor and one summand for each feature, of any float dtype; None for none.
-      residual: [*lead, D], the residual stream that x is added to. The new stream is returned second, in the dtype of
-        `residual`; it is rounded before it is normalised. One pass reads and writes what two would.
-      eps: added to the variance, which is the mean of the squares, not that over D - 1.
+      weight, bias: [D], a scale and an offset per feature, in any float dtype, or None.
+      residual: [*lead, D], the residual stream that x is added to. The new stream is the second output, in the dtype of
+        `residual`, and is rounded before the norm. Fused, this takes one pass instead of two.
+      eps: added to the variance, which divides by D, not D - 1.
 
     Raises:
-      ValueError: shapes disagree, naming the argument. Unsupported: the platform asked for cannot do it.
+      ValueError: shapes disagree, naming the argument. Unsupported: the requested platform does not support the call.
 
     >>> import jax.numpy as jnp
     >>> print(layer_norm(jnp.array([1.0, 2.0, 3.0])).round(3))
@@ -44,16 +44,16 @@ def layer_norm(
 
 layer_norm_linear = public_as_declared(
     linear_op,
-    """Returns layer_norm(x) times projection, in the dtype of x, [*lead, F]: a norm and the projection after it, as of
-    queries, keys and values in one.
+    """Returns layer_norm(x) times projection, in the dtype of x, [*lead, F]: a norm and the
+    projection after it, such as a fused QKV projection.
 
-    For the backward x alone is kept; the normalised x, which the gradient of the projection needs, is computed again.
+    Only x is saved for the backward, which recomputes the normalised x for the gradient of the projection.
 
     Args:
       x: [*lead, D].
-      weight, bias: [D], of the norm, of any float dtype; None for none.
-      projection: [D, F], of the dtype of x.
-      eps: as of `layer_norm`.
+      weight, bias: [D], of the norm, in any float dtype, or None.
+      projection: [D, F], in the dtype of x.
+      eps: as in `layer_norm`.
 
     Raises:
       ValueError: shapes or dtypes disagree, naming the argument.

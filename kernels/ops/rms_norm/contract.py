@@ -1,4 +1,4 @@
-"""The contracts of rms_norm, alone and fused with what stands before and after it, and the cases they are held to."""
+"""Contracts of rms_norm, alone and fused with the residual add before it or the projection after it, and their cases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def norm_of(eps: float, zero_centered: bool) -> Norm:
 def _check(weight: object, zero_centered: bool) -> None:
     if zero_centered and weight is None:
         raise ValueError(
-            "rms_norm: argument 'zero_centered' changes 'weight', which is None; give it or leave it False"
+            "rms_norm: argument 'zero_centered' applies to 'weight', which is None; pass 'weight' or omit it"
         )
 
 
@@ -31,8 +31,8 @@ def rms_norm(
 ) -> tuple[Float[Array, "*lead D"], Float[Array, "*lead"]]:
     """Returns (x * rstd * weight, rstd) with rstd = 1 / sqrt(mean(x², over D) + eps).
 
-    All of it is computed in float32, the weight included, and rounded once to the dtype of x; rstd is float32. The
-    dtype of weight may differ from that of x. With `zero_centered` the factor is 1 + weight (Gemma).
+    Everything is computed in float32, the weight included, and rounded once to the dtype of x; rstd is float32. The
+    dtype of weight may differ from that of x. With `zero_centered` the scale is 1 + weight (Gemma).
     Source: Zhang and Sennrich 2019, arXiv:1910.07467, eq. 4.
 
     Raises:
@@ -50,10 +50,10 @@ def fused_add_rms_norm(
     eps: float = 1e-6,
     zero_centered: bool = False,
 ) -> tuple[Float[Array, "*lead D"], Float[Array, "*lead D"], Float[Array, "*lead"]]:
-    """Returns (out, stream, rstd): stream = x + residual, and out and rstd are those of `rms_norm` of it.
+    """Returns (out, stream, rstd): stream = x + residual, and out and rstd are `rms_norm` of it.
 
-    The sum is added in float32 and rounded once to the dtype of residual, and what is normalised is the rounded stream, so
-    out is to the bit a function of the stream that goes on; out has the dtype of x.
+    The sum is computed in float32 and rounded once to the dtype of residual. The norm is of the rounded stream, so out
+    is exactly a function of the returned stream. out has the dtype of x.
 
     Raises:
       ValueError: `zero_centered` without `weight`.
@@ -79,7 +79,7 @@ def rms_norm_linear(
 
 
 def autotune_key(call: Call) -> str:
-    """Returns the class of a call: the width that a tile has, and whether there are rows for a whole device."""
+    """Returns the autotune key: the width of a tile, and a bucket of the number of rows."""
     rows = call.x.size // call.dims["D"]
     return f"{call.dtype} width<={power_of_two(call.dims['D'])} rows{bucket(rows, 512, 8192)}"
 

@@ -1,4 +1,4 @@
-"""What users call: rms_norm, and the norm with its projection."""
+"""Public functions: rms_norm, and rms_norm fused with a projection."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ def rms_norm(
     eps: float = 1e-6,
     zero_centered: bool = False,
 ) -> Prepared:
-    """Returns x / sqrt(mean(x², over D) + eps) * weight, computed in float32, in the dtype of x, [*lead, D]; with `residual`
-    (that of x + residual, x + residual).
+    """Returns x / sqrt(mean(x², over D) + eps) * weight, computed in float32, in the dtype of x, [*lead, D]; with `residual`,
+    (rms_norm of x + residual, x + residual).
 
     Args:
       x: [*lead, D].
-      weight: [D], one factor for each feature, of any float dtype; None for none.
-      residual: [*lead, D], the residual stream that x is added to. The new stream is returned second, in the dtype of
-        `residual`; it is rounded before it is normalised. One pass reads and writes what two would.
+      weight: [D], a scale per feature, in any float dtype, or None.
+      residual: [*lead, D], the residual stream that x is added to. The new stream is the second output, in the dtype of
+        `residual`, and is rounded before the norm. Fused, this takes one pass instead of two.
       eps: added to the mean square.
-      zero_centered: the factor is 1 + weight, as in Gemma.
+      zero_centered: the scale is 1 + weight, as in Gemma.
 
     Raises:
-      ValueError: shapes disagree, or `zero_centered` without `weight`. Unsupported: the platform asked for cannot do it.
+      ValueError: shapes disagree, or `zero_centered` without `weight`. Unsupported: the requested platform does not support
+        the call.
 
     >>> import jax.numpy as jnp
     >>> print(rms_norm(jnp.array([3.0, 4.0])).round(3))
@@ -46,16 +47,16 @@ def rms_norm(
 
 rms_norm_linear = public_as_declared(
     linear_op,
-    """Returns rms_norm(x) times projection, in the dtype of x, [*lead, F]: a norm and the projection after it, as of queries,
-    keys and values in one.
+    """Returns rms_norm(x) times projection, in the dtype of x, [*lead, F]: a norm and the
+    projection after it, such as a fused QKV projection.
 
-    For the backward x alone is kept; the normalised x, which the gradient of the projection needs, is computed again.
+    Only x is saved for the backward, which recomputes the normalised x for the gradient of the projection.
 
     Args:
       x: [*lead, D].
-      weight: [D], the norm's factors, of any float dtype; None for none.
-      projection: [D, F], of the dtype of x.
-      eps, zero_centered: as of `rms_norm`.
+      weight: [D], of the norm, in any float dtype, or None.
+      projection: [D, F], in the dtype of x.
+      eps, zero_centered: as in `rms_norm`.
 
     Raises:
       ValueError: shapes or dtypes disagree, or `zero_centered` without `weight`; naming the argument.
