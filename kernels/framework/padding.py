@@ -69,9 +69,7 @@ def of_backward(op: Any, saved: dict[str, Any], arguments: dict[str, Any]) -> tu
     """Returns (what is saved, the arguments) with zeros in the padding of all inputs, cotangents and what is made of these."""
     if op.padding is None:
         return saved, arguments
-    ids = _ids_of(op, arguments)
-    dims = {f"d_{name}": dims for name, dims in zip(op.outputs, op.output_dims, strict=True)}
-    dims["delta"] = op.output_dims[0]  # a number a row of the output
+    ids, dims = _ids_of(op, arguments), {n: d for n, d in op.saved_dims.items() if n not in op.outputs}
     some = {n: zeroed(x, _of(dims[n], ids)) for n, x in saved.items() if n in dims and x is not None}
     return saved | some, of_forward(op, arguments, op.parameters)
 
