@@ -1,7 +1,7 @@
 """Where logical dims live on the mesh: the specs of arrays follow from the tables here.
 
 Two tables: how activations are split, and how parameters are stored. Fully sharded data parallelism is the difference
-between them: a parameter's D is stored over fsdp, and over sp, whose ranks all need it; it is gathered where it is used.
+between them: a parameter's D is stored over fsdp, and over cp and sp, whose ranks all need it; it is gathered where it is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ejdist.mesh import BATCH_AXES, EP, FSDP, SP, TP, mesh_here
+from ejdist.mesh import BATCH_AXES, EP, FSDP, SEQUENCE_AXES, TP, mesh_here
 from ejdist.order import Order, order_of
 from kernels.framework.dims import VOCABULARY
 
@@ -25,10 +25,10 @@ Specs = PartitionSpec | tuple  # of several arrays
 
 # Dims: see kernels/framework/dims.py. What is not in a table is not split.
 ACTIVATIONS: Axes = {
-    "B": BATCH_AXES, "T": (SP,), "S": (SP,), "N": (TP,), "K": (TP,), "F": (TP,), "V": (TP,), "E": (EP,),
+    "B": BATCH_AXES, "T": SEQUENCE_AXES, "S": SEQUENCE_AXES, "N": (TP,), "K": (TP,), "F": (TP,), "V": (TP,), "E": (EP,),
 }  # fmt: skip
 PARAMETERS: Axes = {
-    "D": (FSDP, SP), "R": (FSDP, SP), "N": (TP,), "K": (TP,), "F": (TP,), "V": (TP,), "E": (EP,),
+    "D": (FSDP, *SEQUENCE_AXES), "R": (FSDP, *SEQUENCE_AXES), "N": (TP,), "K": (TP,), "F": (TP,), "V": (TP,), "E": (EP,),
 }  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """The device mesh. The only file that names mesh axes.
 
-dp: replicas. fsdp: parameters are sharded, gathered where they are used. ep: experts. sp: the sequence, and parameters as over
-fsdp. tp: heads, features and the vocabulary. The batch is split over dp, fsdp and ep together.
+dp: replicas. fsdp: parameters are sharded, gathered where they are used. ep: experts. cp and sp: the sequence, and parameters
+as over fsdp. tp: heads, features and the vocabulary. The batch is split over dp, fsdp and ep together, a sequence over cp and
+sp: sp joins neighbours, cp groups of them, for a scheme that treats the two differently.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE
 
 from ejdist.sections import operational
 
-DP, FSDP, EP, SP, TP = AXES = ("dp", "fsdp", "ep", "sp", "tp")
+DP, FSDP, EP, CP, SP, TP = AXES = ("dp", "fsdp", "ep", "cp", "sp", "tp")
 BATCH_AXES = (DP, FSDP, EP)
+SEQUENCE_AXES = (CP, SP)
 
 
 @dataclass
@@ -29,6 +31,7 @@ class MeshSection:
     dp: int = operational(1)
     fsdp: int = operational(1)
     ep: int = operational(1)
+    cp: int = operational(1)
     sp: int = operational(1)
     tp: int = operational(1)
     # Over several TPU slices dp goes over the network between them; fsdp may too, where it is asked for.
@@ -46,7 +49,7 @@ class MeshSection:
     @staticmethod
     def sequence_shards(mesh: jax.sharding.Mesh) -> int:
         """Returns over how many devices a sequence is split."""
-        return mesh.shape[SP]
+        return math.prod(mesh.shape[axis] for axis in SEQUENCE_AXES)
 
 
 def _check_axes(shape: dict[str, int]) -> None:
@@ -85,15 +88,16 @@ def make_mesh(
     dp: int = 1,
     fsdp: int = 1,
     ep: int = 1,
+    cp: int = 1,
     sp: int = 1,
     tp: int = 1,
     devices: Sequence[Any] | None = None,
     fsdp_across_slices: bool = False,
 ) -> jax.sharding.Mesh:
-    """Returns a mesh with the five axes, over the first of `devices` (default: all) that it needs.
+    """Returns a mesh with the six axes, over the first of `devices` (default: all) that it needs.
 
-    Neighbours along tp, then sp, are neighbours among the devices: those axes communicate most. Over several TPU slices dp goes
-    over them, and every other axis stays inside of one.
+    Neighbours along tp, then sp, then cp, are neighbours among the devices: those axes communicate most. Over several TPU
+    slices dp goes over them, and every other axis stays inside of one.
 
     Args:
       fsdp_across_slices: fsdp may go over slices too, where dp is smaller than their number.
@@ -102,7 +106,7 @@ def make_mesh(
       ValueError: the sizes do not fit the devices, or an axis that is to stay inside of a slice does not.
     """
     devices = list(jax.devices()) if devices is None else list(devices)
-    shape = mesh_shape({DP: dp, FSDP: fsdp, EP: ep, SP: sp, TP: tp}, len(devices))
+    shape = mesh_shape({DP: dp, FSDP: fsdp, EP: ep, CP: cp, SP: sp, TP: tp}, len(devices))
     sizes, count = tuple(shape.values()), math.prod(shape.values())
     slices = slices_of(devices)
     if count > len(slices[0]) and len(slices) > 1:

@@ -95,6 +95,12 @@ class Order:
             )
         return JOINS_PARTS[self.name]
 
+    def of_groups(self, size: int) -> Order | None:
+        """Returns the order of groups of `size` neighbouring ranks, each of which has its tokens in `Order(name, size)`; None
+        where that has no name: groups of striped ranks have runs of tokens."""
+        groups = self.shards // size
+        return None if self.name == "striped" and groups > 1 else Order(self.name, groups)
+
     def indices(self, length: int) -> np.ndarray:
         """Returns int32 [length]: place p of the permuted sequence holds token indices[p].
 

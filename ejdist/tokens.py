@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ejdist.layout import Axes, current_layout
-from ejdist.mesh import axis_is_bound, current_mesh
+from ejdist.mesh import SP, axis_is_bound, current_mesh, mesh_here
 from ejdist.order import Order, order_of
 from kernels.framework.binding import Call
 from kernels.framework.contract import Op
@@ -166,6 +166,14 @@ def mapped_axes(name: str, axis_name: Any) -> tuple[str, ...]:
             f"not inside one over {unmapped[0]!r}: leave it out; set_layout or 'in_specs' say where global arrays lie"
         )
     return names
+
+
+def axes_of_layout(mesh: Any) -> tuple[str, ...]:
+    """Returns the axes that the layout in force has a sequence on, those of several devices where there are any."""
+    names = current_layout().activations.get("T") or (SP,)
+    mesh = current_mesh() if mesh is None else mesh_here(mesh)
+    sizes = {**({} if mesh is None else mesh.shape), **jax.sharding.get_abstract_mesh().shape}
+    return tuple(n for n in names if sizes.get(n, 1) > 1) or names[-1:]
 
 
 def bound_axes(dims: tuple[str, ...] = SEQUENCE) -> tuple[str, ...]:

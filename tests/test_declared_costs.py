@@ -36,7 +36,7 @@ from ejdist.planning.search import Predictor, search
 from ejdist.planning.targets import target_of
 from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
 from ejdist.sequence.schedule import imbalance
-from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Scheme
+from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Scheme, Ulysses
 from kernels.engines.attention.masks import MaskInfo, window_of
 from recipes.schema import compose
 
@@ -56,6 +56,13 @@ def share_of(remat="none", scheme=None, tokens=256, ranks=4, **options):
     return Share(tokens, order=Order("zigzag", ranks), **{"dispatch": AllToAll(), **own, **options})
 
 
+def attending(c, tokens, hops, itemsize, forwards=1, over=(("sp", 4),)):
+    """Returns the attention of so many tokens of a rank, by all heads of a model."""
+    query, key = (tokens * heads * c.head_dim * itemsize for heads in (c.num_heads, c.num_kv_heads))
+    heads = 4 * tokens * c.num_heads, c.num_heads, c.num_kv_heads
+    return AttentionShape(over, hops, query, key, key, query, *heads, itemsize, forwards)
+
+
 # -- the planner asks everything that is registered -----------------------------------------------------------------------
 
 
@@ -71,8 +78,7 @@ def test_the_planner_costs_every_scheme_order_and_policy(name):
             assert made.time.total > 0 and made.memory.total > 0 and math.isfinite(made.rate)
         c, b = sections.model, 2 if sections.model.compute_dtype == "bfloat16" else 4
         tokens, hops = 8 * 1024 // 8, needed_hops(Order(lie, 4), 1024, CAUSAL)
-        query, key = (tokens * heads * c.head_dim * b for heads in (c.num_heads, c.num_kv_heads))
-        shape = AttentionShape("sp", 4, hops, query, key, key, query, b, 1 + (not REMAT[remat].asked))
+        shape = attending(c, tokens, hops, b, 1 + (not REMAT[remat].asked))
         layers = sum(scheme.cost(shape).bytes.values()) * c.num_layers
         gradients = made.time.sent["sp"] - layers
         assert layers > 0 and gradients >= 0  # parameters are stored over the sequence's axis too
@@ -127,15 +133,33 @@ def test_zeros_of_a_ring_are_there_in_every_layer_of_a_gpu():
 
 def test_what_is_searched_is_what_is_registered():
     sections = compose(DENSE.split())
-    found = [*ways(sections, (1, 2, 1, 4, 1), ())]
+    found = [*ways(sections, (1, 2, 1, 1, 4, 1), ())]
     assert {scheme for scheme, _, _ in found} == set(SCHEMES)
+    sections.mesh.fsdp, sections.mesh.sp = 1, 8  # no part of four heads for each of eight ranks, but over two by four
+    assert {scheme for scheme, _, _ in ways(sections, (1, 1, 1, 1, 8, 1), ())} == set(SCHEMES) - {"ulysses"}
+    assert {scheme for scheme, _, _ in ways(sections, (1, 1, 1, 2, 4, 1), ())} == set(SCHEMES)
+    assert {scheme for scheme, _, _ in ways(sections, (1, 1, 1, 1, 4, 2), ())} == set(SCHEMES) - {"ulysses"}
     assert [*dict.fromkeys(lie for _, lie, _ in found)] == orders_searched(1024, 4) == ["zigzag", "contiguous"]
     assert orders_searched(1028, 4) == ["contiguous"]  # no multiple of eight
     assert set(policies_searched()) == {name for name, remat in REMAT.items() if not remat.host}
     mixed = compose(MIXED.split())
     assert (
-        {way for _, _, way in ways(mixed, (2, 1, 4, 1, 1), ())} == set(fitting((2, 4))) == set(DISPATCHES) - {"local"}
+        {way for _, _, way in ways(mixed, (2, 1, 4, 1, 1, 1), ())}
+        == set(fitting((2, 4)))
+        == set(DISPATCHES) - {"local"}
     )
+
+
+def test_a_plan_counts_what_a_scheme_sends_along_each_axis_of_the_sequence():
+    words = [*DENSE.split(), "mesh.sp=2", "mesh.cp=2"]
+    ring, ulysses = (predicted(compose([*words, f"sequence.scheme={n}"])).time.sent for n in ("ring", "ulysses"))
+    c = compose(words).model
+    b, tokens = 2 if c.compute_dtype == "bfloat16" else 4, 8 * 1024 // 8
+    shape = attending(c, tokens, 3, b, over=(("cp", 2), ("sp", 2)))
+    for sent, scheme in ((ring, Ring()), (ulysses, Ulysses())):
+        for axis in ("cp", "sp"):
+            sent[axis] -= c.num_layers * scheme.cost(shape).along().get(axis, 0)
+    assert ring == ulysses and min(ring.values()) >= 0  # what is left is of parameters
 
 
 def test_an_order_is_as_uneven_as_its_busiest_rank():
@@ -201,7 +225,18 @@ def collectives(jaxpr, sizes, keep=lambda x: True):
 )
 def test_a_scheme_sends_what_it_declares(name, lie, window):
     """Keys, values and their gradients, in the program of a gradient of `ring_attention` on four ranks."""
-    mesh = make_mesh(sp=4, devices=jax.devices()[:4])
+    check_sent(name, lie, window, {"sp": 4})
+
+
+@pytest.mark.parametrize("lie", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("sizes", [{"cp": 2, "sp": 2}, {"cp": 4, "sp": 2}, {"cp": 2, "sp": 4}], ids=str)
+def test_a_scheme_of_two_axes_sends_what_it_declares_along_each(lie, sizes):
+    check_sent("ulysses", lie, None, sizes)
+
+
+def check_sent(name, lie, window, sizes):
+    ranks = math.prod(sizes.values())
+    mesh = make_mesh(**sizes, devices=jax.devices()[:ranks])
     shapes = [jax.ShapeDtypeStruct((1, 64, heads, 16), jnp.bfloat16) for heads in (4, 2, 2)]
 
     def loss(q, k, v):
@@ -211,9 +246,10 @@ def test_a_scheme_sends_what_it_declares(name, lie, window):
 
     program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*shapes)
     made = collectives(program.jaxpr, dict(mesh.shape))
-    query, key, value = (math.prod(x.shape) * 2 // 4 for x in shapes)
-    hops = needed_hops(Order(lie, 4), 64, MaskInfo(causal=True, window=window_of(window)))
-    wanted = SCHEMES[name]().cost(AttentionShape("sp", 4, hops, query, key, value, query, 2))
+    query, key, value = (math.prod(x.shape) * 2 // ranks for x in shapes)
+    hops = needed_hops(Order(lie, ranks), 64, MaskInfo(causal=True, window=window_of(window)))
+    shape = AttentionShape(tuple(sizes.items()), hops, query, key, value, query, 4 * 4 * 64 // ranks, 4, 2, 2)
+    wanted = SCHEMES[name]().cost(shape)
     assert made.bytes == wanted.bytes and made.calls == wanted.calls
 
 
@@ -250,8 +286,8 @@ def test_a_dispatch_sends_what_it_declares(name):
 # -- what is new is costed as itself, or refused ---------------------------------------------------------------------------
 
 
-class Ulysses(Scheme):
-    """A third scheme: an all-to-all gives every rank some heads of the whole sequence, and another brings the result back."""
+class Exchanged(Scheme):
+    """A scheme of somebody's own: every array is exchanged as often as it is read."""
 
     hides = False
 
@@ -270,30 +306,29 @@ class Ulysses(Scheme):
         return SchemeBytes(2 * (shape.query + shape.key + shape.value + shape.out))
 
 
-def test_a_third_scheme_is_costed_as_itself(monkeypatch):
-    monkeypatch.setitem(SCHEMES, "ulysses", Ulysses)
+def test_a_new_scheme_is_costed_as_itself(monkeypatch):
+    monkeypatch.setitem(SCHEMES, "exchanged", Exchanged)
     words = [*DENSE.split(), "model.ffn_dim=64"]  # so that attention is at the height of memory
-    ring, ulysses = (compose([*words, f"sequence.scheme={n}"]) for n in ("ring", "ulysses"))
+    ring, exchanged = (compose([*words, f"sequence.scheme={n}"]) for n in ("ring", "exchanged"))
     c = ring.model
     arrays = 1024 * c.head_dim * 2 * (2 * c.num_heads + 2 * c.num_kv_heads)
     arrays *= 1 if c.compute_dtype == "bfloat16" else 2
     for remat, passes in (("attention", 3), ("full", 4)):
-        ring.model.remat = ulysses.model.remat = remat
-        made, other = predicted(ulysses), predicted(ring)
+        ring.model.remat = exchanged.model.remat = remat
+        made, other = predicted(exchanged), predicted(ring)
         own = other.time.sent["sp"] - c.num_layers * _ring_bytes(c, 1 + (remat == "full"))
         assert made.time.sent["sp"] == own + c.num_layers * passes * arrays * 3 // 4
         assert made.time.total != other.time.total and made.memory.total != other.memory.total
     found = search(compose(DENSE.split()), TPU, {"mesh.sp", "mesh.fsdp", "data.global_batch"}, None)
-    assert found.best is not None and "ulysses" in {way for way, _, _ in ways(ring, found.best.candidate.mesh, ())}
+    assert found.best is not None and "exchanged" in {way for way, _, _ in ways(ring, found.best.candidate.mesh, ())}
 
 
 def _ring_bytes(c, forwards):
     b = 2 if c.compute_dtype == "bfloat16" else 4
-    query, key = (1024 * heads * c.head_dim * b for heads in (c.num_heads, c.num_kv_heads))
-    return sum(Ring().cost(AttentionShape("sp", 4, 3, query, key, key, query, b, forwards)).bytes.values())
+    return sum(Ring().cost(attending(c, 1024, 3, b, forwards)).bytes.values())
 
 
-class Unpriced(Ulysses):
+class Unpriced(Exchanged):
     """It sends something else than what it inherits the cost of."""
 
     def forward(self, local):
@@ -315,7 +350,7 @@ def test_a_scheme_without_costs_is_refused_by_name(monkeypatch, scheme, member):
 
 @pytest.mark.parametrize("member", ["cost", "memory", "hides"])
 def test_a_scheme_declares_all_of_its_costs(monkeypatch, member):
-    members = {n: v for n, v in vars(Ulysses).items() if not n.startswith("__") and n != member}
+    members = {n: v for n, v in vars(Exchanged).items() if not n.startswith("__") and n != member}
     monkeypatch.setitem(SCHEMES, "new", type("Partly", (Scheme,), members))
     with pytest.raises(Undeclared, match=rf"Partly .* add '{member}'"):
         search(compose(DENSE.split()), TPU, {"mesh.sp", "mesh.fsdp", "data.global_batch"}, None)
@@ -467,11 +502,23 @@ def test_a_collective_that_nobody_knows_is_refused():
 
 
 def test_schemes_by_hand():
-    """Four ranks, 100 bytes of queries, keys of 40 and values of 60, in bfloat16."""
-    shape = AttentionShape("sp", 4, 3, query=100, key=40, value=60, out=150, itemsize=2)
+    """Four ranks, 100 bytes of queries, keys of 40 and values of 60, in bfloat16, of eight heads and two of keys."""
+    sizes = {"query": 100, "key": 40, "value": 60, "out": 150, "lse": 16, "heads": 8, "kv_heads": 2}
+    shape = AttentionShape((("sp", 4),), 3, **sizes, itemsize=2)
     assert Ring().cost(shape).bytes == {("sp", PERMUTE): 3 * 100 + 3 * 100 + 4 * 200}
     assert AllGather().cost(shape).bytes == {("sp", ALL_GATHER): 2 * 3 * 100, ("sp", REDUCE_SCATTER): 3 * 200}
     again = dataclasses.replace(shape, forwards=2)
     assert Ring().cost(again).bytes[("sp", PERMUTE)] - Ring().cost(shape).bytes[("sp", PERMUTE)] == 300
     assert Ring().memory(shape) == SchemeBytes(2 * 100 + 2 * 100 + 2 * 100, 2 * 2 * 150)
     assert AllGather().memory(shape) == SchemeBytes(4 * 100 + 2 * 100 + 2 * 100, 2 * 2 * 150)
+    # Each head of keys is sent twice, so that four ranks have one. Forward, and twice as much in the backward.
+    assert Ulysses().cost(shape).bytes == {("sp", ALL_TO_ALL): 3 / 4 * 3 * (100 + 2 * 100 + 150 + 16)}
+    assert Ulysses().memory(shape) == SchemeBytes(100 + 2 * 100 + 2 * (150 + 16))
+    # Over two by two ranks each has one of the two heads of keys, and sends it along the outer axis with twice the tokens.
+    both = dataclasses.replace(shape, over=(("cp", 2), ("sp", 2)))
+    inner = dataclasses.replace(shape, over=(("cp", 2),), hops=1, heads=4, kv_heads=1)
+    sent = Ulysses().cost(both).bytes
+    assert sent.pop(("sp", ALL_TO_ALL)) == 1 / 2 * 3 * (100 + 100 + 150 + 16)
+    assert sent == Ring().cost(inner).bytes == {("cp", PERMUTE): 1 * 2 * 100 + 2 * 200}
+    assert Ulysses().memory(both).work == Ring().memory(inner).work + 100 + 100 + 2 * (150 + 16)
+    assert Ulysses(AllGather()).cost(both).bytes[("cp", ALL_GATHER)] == 2 * 100

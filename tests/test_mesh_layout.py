@@ -23,18 +23,19 @@ def shape(**sizes):
 
 
 def test_axes_are_in_the_order_of_the_design():
-    assert AXES == ("dp", "fsdp", "ep", "sp", "tp")
+    assert AXES == ("dp", "fsdp", "ep", "cp", "sp", "tp")
     assert make_mesh().axis_names == AXES
 
 
 @pytest.mark.parametrize(
     ("sizes", "wanted"),
     [
-        ({}, (1, 1, 1, 1, 1)),
-        ({"sp": 4}, (1, 1, 1, 4, 1)),
-        ({"fsdp": 2, "sp": 2, "tp": 2}, (1, 2, 1, 2, 2)),
-        ({"dp": -1, "tp": 2}, (4, 1, 1, 1, 2)),
-        ({"sp": -1}, (1, 1, 1, 8, 1)),
+        ({}, (1, 1, 1, 1, 1, 1)),
+        ({"sp": 4}, (1, 1, 1, 1, 4, 1)),
+        ({"fsdp": 2, "sp": 2, "tp": 2}, (1, 2, 1, 1, 2, 2)),
+        ({"cp": 2, "sp": 2, "tp": 2}, (1, 1, 1, 2, 2, 2)),
+        ({"dp": -1, "tp": 2}, (4, 1, 1, 1, 1, 2)),
+        ({"sp": -1}, (1, 1, 1, 1, 8, 1)),
     ],
 )
 def test_sizes(sizes, wanted):

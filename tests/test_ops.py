@@ -2,9 +2,10 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
-from grid import check, differentiable, on_this_machine, value_and_gradients
+from grid import as_tuple, check, differentiable, on_this_machine, value_and_gradients
 
 import kernels
 from kernels import Unsupported
@@ -51,6 +52,37 @@ def test_numbers_or_a_refusal(op, backend, case, dtype):
             op(**call.arguments, platform=backend.name)
         else:  # a forward that it can run, without the backward
             value_and_gradients(lambda **a: op(**a, platform=backend.name), call.arguments, no_gradient=op.no_gradient)
+
+
+def has_dims(shape, dims, sizes):
+    """Returns whether a shape is that of the dims; a dim that no argument has takes its size from the first output with it."""
+    wanted = []
+    for d in dims:
+        if d.variadic:
+            wanted.extend(sizes[d.name])
+            continue
+        size = shape[len(wanted)] if len(wanted) < len(shape) else 0
+        known = (
+            d.size if d.size is not None else sizes.setdefault(d.name, size - d.offset) + d.offset if d.name else size
+        )
+        wanted.append(1 if d.broadcast and size == 1 else known)
+    return tuple(wanted) == tuple(shape)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_outputs_have_the_dims_that_the_contract_declares(op):
+    """What a backward is given too: by these dims arrays are placed on a mesh, and moved between ranks."""
+    for case in small(op):
+        call = op.bind(**op.case_inputs(case))
+        outputs = as_tuple(jax.eval_shape(lambda traced: op.function(**call.static(), **traced), call.traced()))  # noqa: B023
+        by_name, sizes = dict(zip(op.outputs, outputs, strict=True)), dict(call.dims)
+        saved = {}
+        if op.backward_inputs is not None:
+            cotangents = {f"d_{n}": x for n, x in by_name.items()}
+            saved = jax.eval_shape(op.backward_inputs, {n: by_name[n] for n in op.residuals}, cotangents)
+        assert saved.keys() <= op.saved_dims.keys(), f"{op.name}: {sorted(saved.keys() - op.saved_dims.keys())}"
+        for name, x in (by_name | saved).items():
+            assert has_dims(x.shape, op.saved_dims[name], sizes), f"{op.name}, {case.name}: {name} is {x.shape}"
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)

@@ -90,6 +90,7 @@ CALLS = {  # name -> (function of arrays [B, T, ...], them, under what it runs)
     ),
     "ring": (ring("ring"), QKV | SINKS, contextlib.nullcontext),
     "all_gather": (ring("all_gather"), QKV | SINKS, contextlib.nullcontext),
+    "ulysses": (ring("ulysses"), QKV | SINKS, contextlib.nullcontext),
     "blocksparse": (blocksparse, QKV, contextlib.nullcontext),
     "latent": (latent, {"query": rows(N, H), "key_value": rows(8)}, contextlib.nullcontext),
     "differential": (differential, PAIRS | {"value": rows(K, 2 * H)}, contextlib.nullcontext),

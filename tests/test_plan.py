@@ -200,6 +200,12 @@ def test_what_was_measured_takes_the_place_of_the_data_sheet(bandwidth, capsys):
     assert again == pytest.approx(2 * took)
 
 
+def test_a_file_from_before_there_was_an_axis_is_read(bandwidth, capsys):
+    file = bandwidth({"fsdp": 8, "sp": 8}, change=lambda found: found["mesh"].pop("cp"))
+    made = planned(capsys, *H200S, f"bandwidth={file}")
+    assert {a: link["measured"] for a, link in made["links"].items()} == {"fsdp": True, "sp": True}
+
+
 def test_what_was_not_measured_is_said_to_be_assumed(bandwidth, capsys):
     assert main([*H200S, f"bandwidth={bandwidth({'sp': 8})}"]) == 0
     said = capsys.readouterr().out

@@ -128,11 +128,11 @@ def test_flops_are_those_of_training():
 
 
 def test_a_link_is_slower_between_hosts():
-    sizes = dict(zip(AXES, (1, 8, 1, 8, 1), strict=True))
+    sizes = dict(zip(AXES, (1, 8, 1, 1, 8, 1), strict=True))
     inside, outside = (Links(GPU.chip, 8).rate(axis, sizes) for axis in ("sp", AXES[1]))
     assert inside == GPU.chip.link and outside == GPU.chip.network
     # Of groups of three on hosts of eight some lie over two of them.
-    odd = dict(zip(AXES, (1, 8, 1, 3, 1), strict=True))
+    odd = dict(zip(AXES, (1, 8, 1, 1, 3, 1), strict=True))
     assert Links(GPU.chip, 8).rate("sp", odd) == GPU.chip.network < Links(GPU.chip, 8).rate("sp", odd | {"fsdp": 2})
     assert Links(TPU.chip, 4).rate("sp", sizes) == Links(TPU.chip, 4).rate(AXES[1], sizes) == TPU.chip.link
     assert Links(TPU.chip, 4, slices=2).rate("network", sizes) == TPU.chip.between_slices == 6.25e9
@@ -242,7 +242,7 @@ def test_every_mesh_of_so_many_devices_once():
     found = list(meshes(8, {}, has_experts=True))
     assert len(found) == len(set(found)) == math.comb(3 + 4, 4) and all(math.prod(m) == 8 for m in found)
     assert all(m[2] == 1 for m in meshes(8, {}, has_experts=False))
-    assert set(meshes(8, {"sp": 4}, has_experts=False)) == {(2, 1, 1, 4, 1), (1, 2, 1, 4, 1), (1, 1, 1, 4, 2)}
+    assert set(meshes(8, {"sp": 4}, has_experts=False)) == {(2, 1, 1, 1, 4, 1), (1, 2, 1, 1, 4, 1), (1, 1, 1, 1, 4, 2)}
 
 
 def test_given_keys_are_never_changed():
@@ -251,6 +251,15 @@ def test_given_keys_are_never_changed():
     assert found and {(c.sizes["sp"], c.remat, c.global_batch) for c in found} == {(8, "full", 8)}
     assert {c.accumulation for c in found} > {1} and len({c.mesh for c in found}) > 3
     assert all(c.global_batch // c.accumulation % math.prod(c.mesh[:3]) == 0 for c in found)
+
+
+def test_the_outer_axis_of_the_sequence_is_what_is_given():
+    sections = compose([*RECIPE.split(), "mesh.cp=2"])
+    assert {c.sizes["cp"] for c in candidates(sections, 16, {"mesh.cp", BATCH})} == {2}
+    assert {c.sizes["cp"] for c in candidates(sections, 16, {BATCH})} == {1}
+    sections.mesh.cp = -1
+    with pytest.raises(ValueError, match=r"mesh.cp = -1: a plan searches the devices along sp alone"):
+        next(candidates(sections, 16, {"mesh.cp", BATCH}))
 
 
 def test_the_sequence_and_the_experts_are_searched_where_they_are_open():

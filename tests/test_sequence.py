@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 import kernels
 from ejdist import Order, make_mesh, ring_attention
 from ejdist.mapped import map_shards
-from ejdist.sequence import SCHEMES, Ring, Scheme, exchange, merge
+from ejdist.sequence import SCHEMES, AllGather, Ring, Scheme, Ulysses, exchange, merge
+from ejdist.sequence.reshard import Reshard
 from ejdist.sequence.schedule import hops, needed
 from kernels import MaskInfo, Unsupported, flash_attention
 from kernels.framework.dispatch import vary_alike, varying_axes
@@ -113,18 +114,25 @@ def assert_close(got, want, what):
 MESHES = {"sp4": {"sp": 4}, "sp2": {"sp": 2}, "sp2_tp2_fsdp2": {"sp": 2, "tp": 2, "fsdp": 2}, "sp8": {"sp": 8}}
 
 
-# What the two schemes can differ in: positions and segments of all keys at once.
+# What a scheme can differ in from a ring: positions and segments of all keys at once.
 GATHERED = ("causal", "full", "packed_chunk", "sinks_packed_window", "dropout", "prefix")
+# And where ranks have whole sequences, arguments of each head.
+EXCHANGED = (*GATHERED, "packed_sink_window", "sinks", "alibi")
 
 
 def grid():
     for name in MASKS:
         for mesh in MESHES:
             for order in ("contiguous", "zigzag", "striped"):
-                for scheme in ("ring", "all_gather"):
+                for scheme in SCHEMES:
+                    sizes = MESHES[mesh]
+                    if SCHEMES[scheme]().rejects(N // sizes.get("tp", 1), (("sp", sizes["sp"]),)):
+                        continue  # eight ranks for four heads: refused, see below
                     # In CI: every mask on sp4 in both main orders, and the other meshes with one mask that has it all.
                     quick = mesh == "sp4" and order != "striped" and scheme == "ring"
-                    quick |= mesh == "sp4" and order == "zigzag" and name in GATHERED
+                    quick |= (
+                        mesh == "sp4" and order == "zigzag" and name in (EXCHANGED if scheme == "ulysses" else GATHERED)
+                    )
                     quick |= mesh != "sp4" and order == "zigzag" and name == "sinks_packed_window"
                     quick |= mesh == "sp4" and name == "packed" and order == "striped"
                     quick |= mesh == "sp2" and name == "causal" and order == "contiguous"
@@ -185,7 +193,10 @@ WANTED = jax.jit(functools.partial(flash_attention, causal=True))
 TWO_AXES = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("a", "b"))
 
 
-@pytest.mark.parametrize(("axis", "scheme"), [(("a", "b"), "ring"), (("a", "b"), "all_gather"), (("b", "a"), "ring")])
+@pytest.mark.parametrize(
+    ("axis", "scheme"),
+    [(("a", "b"), "ring"), (("a", "b"), "all_gather"), (("b", "a"), "ring"), (("a", "b"), "ulysses")],
+)
 def test_a_sequence_over_two_axes(axis, scheme):
     """The last tuple names the axes in another order than the mesh lists them."""
     order = Order("zigzag", 8)
@@ -194,7 +205,61 @@ def test_a_sequence_over_two_axes(axis, scheme):
     assert_close(got, on_one_device("sinks_packed_window"), f"{axis} {scheme}")
 
 
-@pytest.mark.parametrize("scheme", ["ring", "all_gather"])
+def products():
+    for order in ("contiguous", "zigzag", "striped"):
+        for outer, axis in (
+            (Ring(), ("a", "b")),
+            (Ring(), ("b", "a")),
+            (AllGather(), ("a", "b")),
+            (AllGather(), ("b", "a")),
+        ):
+            for name in MASKS:
+                quick = name in ("packed_chunk", "dropout", "prefix") and axis == ("b", "a") and order != "contiguous"
+                quick |= name in ("causal", "alibi") and outer == Ring() and order != "zigzag"
+                quick |= name == "packed_sink_window" and outer == AllGather() and axis == ("a", "b")
+                yield pytest.param(name, order, outer, axis, marks=() if quick else (pytest.mark.slow,))
+
+
+@pytest.mark.parametrize(("name", "order", "outer", "axis"), list(products()))
+def test_heads_over_one_axis_and_keys_over_another(name, order, outer, axis):
+    """Of four heads and two of keys, over the last axis of four or of two ranks, with another scheme over the first."""
+    made = Order(order, 8)
+    ring = functools.partial(ring_attention, mesh=TWO_AXES, axis_name=axis, order=made, scheme=Ulysses(outer))
+    assert_close(outputs_and_gradients(ring, made, MASKS[name]), on_one_device(name), f"{name} {order} {outer} {axis}")
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "sp"), [(4, 4, 4), (4, 1, 4), (8, 2, 8), (12, 3, 2), (12, 6, 4)])
+def test_heads_of_keys_are_repeated_where_they_do_not_divide(heads, kv_heads, sp):
+    """Every rank has the heads that its queries read, once each where that is possible, and gradients are sums of all."""
+    arrays = normal(B, T, heads, H), normal(B, T, kv_heads, H), normal(B, T, kv_heads, H)
+
+    def gradients(function):
+        return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(function(*a, causal=True))), (0, 1, 2)))(*arrays)
+
+    ulysses = functools.partial(ring_attention, scheme="ulysses", mesh=make_mesh(sp=sp))
+    assert_close(gradients(ulysses), gradients(flash_attention), f"{heads} {kv_heads} {sp}")
+
+
+def test_a_sequence_over_both_axes_of_the_projects_own_mesh():
+    """The layout has the sequence on cp and sp, with no axis named; the axis of the fewest devices is the inner one."""
+    order = Order("zigzag", 8)
+    ring = functools.partial(ring_attention, mesh=make_mesh(cp=4, sp=2), order=order, scheme="ulysses")
+    assert_close(
+        outputs_and_gradients(ring, order, MASKS["sinks_packed_window"]),
+        on_one_device("sinks_packed_window"),
+        "cp4 sp2",
+    )
+
+
+def test_what_a_contract_does_not_name_is_not_moved():
+    from kernels.ops.blocksparse_attention import op
+
+    way = Reshard(op, "sp", Order("contiguous", 2), ("N", "K"), ("T", "S"), {})
+    with pytest.raises(Unsupported, match="'block_mask' of blocksparse_attention has the dims #B #N _ _"):
+        way.there("block_mask", jnp.ones((1, 1, 2, 4), bool))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_over_two_axes_inside_the_callers_own_shard_map(scheme):
     axis, order, options = ("a", "b"), Order("zigzag", 8), {"causal": True, "chunk_size": 6}
     names = ("q_segment_ids", "kv_segment_ids")
@@ -264,7 +329,7 @@ def test_a_constant_is_typed_like_the_arrays_that_it_meets(checked):
     np.testing.assert_array_equal(gradient, [4 * jnp.sum(x), 0, 0])
 
 
-@pytest.mark.parametrize("scheme", ["ring", "all_gather"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_inside_a_shard_map_that_checks_varying_axes(scheme):
     mesh, order, spec = make_mesh(sp=4), Order("zigzag", 4), P(None, "sp")
 
@@ -287,7 +352,7 @@ def test_inside_a_shard_map_that_checks_varying_axes(scheme):
     assert_close(jax.jit(lambda: outputs(ring))(), jax.jit(lambda: outputs(plain))(), scheme)
 
 
-@pytest.mark.parametrize("scheme", ["ring", "all_gather"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_second_derivative_is_refused_by_name(scheme):
     ring = functools.partial(ring_attention, causal=True, mesh=make_mesh(sp=2), scheme=scheme, softmax_aux=SINKS)
 
@@ -408,6 +473,10 @@ ROW, CUTS = (QUERY[:1], KEY[:1], VALUE[:1]), jnp.asarray([0, 10, 33, T])
         (lambda: Order("zigzag", 4).permute(np.arange(8)), ["'axis' = 1", "(8,)"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, scheme="tree"), ["'scheme'", "tree", "all_gather"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, scheme=Ring), ["'scheme'", "Ring()"]),
+        (
+            lambda: ring_attention(QUERY, KEY, VALUE, scheme="ulysses", mesh=make_mesh(sp=8)),
+            ["ring_attention: ", "N = 4", "8 ranks of 'sp'", "divisor of 4", "mesh.cp", "'ring'"],
+        ),
         (lambda: ring_attention(QUERY, KEY, VALUE, logits_soft_cap=0.0), ["ring_attention: ", "'logits_soft_cap'"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, mask_info=MaskInfo(causal=1)), ["ring_attention: ", "'causal'"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, order="spiral"), ["ring_attention", "'order'", "spiral", "zigzag"]),
@@ -483,7 +552,7 @@ def test_a_wrong_call_names_the_argument(call, words):
     assert all(w in str(error.value) for w in words), str(error.value)
 
 
-@pytest.mark.parametrize("scheme", ["ring", "all_gather"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_keys_of_other_ranks_do_not_hide_what_is_no_number(scheme):
     spoiled = KEY.at[0, 40].set(jnp.nan)
     where = {"mesh": make_mesh(sp=2), "scheme": scheme}
@@ -533,11 +602,11 @@ def test_a_window_talks_to_as_many_neighbours_as_it_reaches(window, expected):
 
 
 def transfers(jaxpr):
-    """Returns how many times a program runs ppermute or all_gather."""
+    """Returns how many times a program runs ppermute, all_gather or all_to_all."""
     count = 0
     for equation in jaxpr.eqns:
         times = equation.params["length"] if equation.primitive.name == "scan" else 1
-        count += equation.primitive.name in ("ppermute", "all_gather")
+        count += equation.primitive.name in ("ppermute", "all_gather", "all_to_all")
         count += times * sum(transfers(j) for j in jaxprs_in_params(equation.params))
     return count
 
@@ -567,6 +636,9 @@ def test_a_hop_nobody_needs_is_not_sent():
     for scheme in ("ring", "all_gather"):
         assert sends({"causal": True, "chunk_size": 16}, scheme=scheme) == 0, "each chunk is one rank's shard"
     assert sends({"causal": True}, scheme="all_gather") == 2
+    # Each array and lse there or back, whatever is seen; then those again, the output, what its gradient is made of, gradients.
+    assert sends({"causal": True, "sliding_window": 9}, order="zigzag", scheme="ulysses") == 5
+    assert sends({"causal": True}, scheme="ulysses", gradient=True) == 5 + 3 + 4 + 3
 
 
 KERNELS = re.compile(r"fmhaSoftmax(Backward)?\b|triton_kernel_call")
@@ -635,6 +707,14 @@ def test_a_profile_names_hops_and_exchanges(scheme, transfer):
     assert sent and all("/exchange/" in line for line in sent)
     products = [line for line in text.splitlines() if " dot(" in line]
     assert products and all("/hop/" in line for line in products)
+
+
+def test_a_profile_names_what_is_exchanged_for_heads():
+    """The compiler merges products of this size, and names none of them."""
+    ring = functools.partial(ring_attention, causal=True, mesh=make_mesh(sp=2), scheme="ulysses")
+    text = jax.jit(jax.grad(lambda q: jnp.sum(ring(q, KEY, VALUE)))).lower(QUERY).compile().as_text()
+    sent = [line for line in text.splitlines() if " all-to-all(" in line]
+    assert sent and all("/exchange/" in line for line in sent)
 
 
 def test_memory_of_a_device_halves_when_sp_doubles():

@@ -38,6 +38,7 @@ LAYOUTS = {
     "sp4_zigzag_ring": ["mesh.sp=4"],
     "sp4_contiguous_all_gather": ["mesh.sp=4", "sequence.order=contiguous", "sequence.scheme=all_gather"],
     "fsdp2_sp2": ["mesh.fsdp=2", "mesh.sp=2"],
+    "cp2_sp2_zigzag_ulysses": ["mesh.cp=2", "mesh.sp=2", "sequence.scheme=ulysses"],
     "tp2_fsdp2_kept_products": ["mesh.tp=2", "mesh.fsdp=2", "mesh.sp=1", "model.remat=dots"],
     "dp2_accumulation": ["mesh.dp=2", "mesh.sp=1", "data.global_batch=4", "accumulation=2"],
 }
@@ -46,6 +47,9 @@ MORE_LAYOUTS = {
     "sp2_zigzag_all_gather": ["mesh.sp=2", "sequence.scheme=all_gather"],
     "sp2_contiguous_ring": ["mesh.sp=2", "sequence.order=contiguous"],
     "sp1": ["mesh.sp=1"],
+    "sp4_zigzag_ulysses": ["mesh.sp=4", "sequence.scheme=ulysses"],
+    "cp2_sp2_striped_ulysses": ["mesh.cp=2", "mesh.sp=2", "sequence.order=striped", "sequence.scheme=ulysses"],
+    "cp2_sp2_zigzag_ring": ["mesh.cp=2", "mesh.sp=2"],
     "sp2_zigzag_ring": ["mesh.sp=2"],
     "sp4_contiguous_ring": ["mesh.sp=4", "sequence.order=contiguous"],
     "sp4_zigzag_all_gather": ["mesh.sp=4", "sequence.scheme=all_gather"],
@@ -212,6 +216,10 @@ def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(every, corpus, 
         (["accumulation=3"], ["data.global_batch = 2", "accumulation = 3"]),
         (["sequence.order=spiral"], ["sequence.order", "spiral", "zigzag"]),
         (["sequence.scheme=tree"], ["scheme", "tree", "all_gather"]),
+        (
+            ["sequence.scheme=ulysses", "mesh.sp=8"],
+            ["'ulysses'", "model.num_heads = 4", "sp=8", "divisor of 4", "mesh.cp"],
+        ),
         (["model.num_kv_heads=3"], ["model.num_heads = 4", "model.num_kv_heads = 3"]),
         (["model.vocab_size=100"], ["model.vocab_size = 100", "257"]),
         (["model.remat=some"], ["model.remat", "some"]),
@@ -452,8 +460,8 @@ def test_every_variant_composes(group):
 
 
 def test_a_recipe_has_the_documented_keys():
-    wanted = """run.dir run.steps run.seed mesh.dp mesh.fsdp mesh.ep mesh.sp mesh.tp sequence.scheme sequence.order data.source
-    data.sequence_length data.global_batch checkpoint.every checkpoint.keep model.compute_dtype""".split()
+    wanted = """run.dir run.steps run.seed mesh.dp mesh.fsdp mesh.ep mesh.cp mesh.sp mesh.tp sequence.scheme sequence.order
+    data.source data.sequence_length data.global_batch checkpoint.every checkpoint.keep model.compute_dtype""".split()
     assert set(wanted) <= set(keys_of())
     with pytest.raises(RecipeError, match=r"did you mean 'mesh.sp'"):
         compose(["mash.sp=2"])

@@ -141,9 +141,8 @@ class Attention(Part):
 
     @staticmethod
     def _shape(c: DecoderShape, share: Share) -> AttentionShape:
-        head = share.tokens * c.head_dim * share.itemsize
-        query, key = head * c.num_heads // share.features, head * c.num_kv_heads // share.features
-        return share.attention(query, key, key, query)
+        head = c.head_dim * share.itemsize
+        return share.attention(head, head, head, c.num_heads, c.num_kv_heads)
 
 
 @dataclass(frozen=True)
@@ -227,6 +226,6 @@ class LatentAttention(Part):
     @staticmethod
     def _shape(c: DecoderShape, share: Share) -> AttentionShape:
         """Keys and values of all heads are communicated, not the narrow vector that they are projected from."""
-        m, heads = c.latent, share.tokens * share.itemsize * (c.num_heads // share.features)
-        query, value = heads * (m.nope_dim + m.rope_dim), heads * m.value_dim
-        return share.attention(query, query, value, value)
+        m, b = c.latent, share.itemsize
+        query = b * (m.nope_dim + m.rope_dim)
+        return share.attention(query, query, b * m.value_dim, c.num_heads, c.num_heads)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ejdist.costs import ALL_REDUCE, Traffic, declared
 from ejdist.experts.cost import Costed, ExchangeShape
-from ejdist.mesh import SP, TP
+from ejdist.mesh import CP, SP, TP
 from ejdist.models.remat import Remat
 from ejdist.order import Order
 from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
@@ -26,6 +26,7 @@ class Share:
       length: tokens of the whole sequence.
       remat: what the backward finds kept.
       scheme: how keys and values travel. order: how tokens lie on the ranks of the sequence, and how many these are.
+      outer: how many groups of the sequence's ranks there are along cp; each has its ranks along sp.
       dispatch: how tokens get to their experts.
       features: devices that heads and features are split over.
       experts: (axis, devices along it) that experts are split over, the outermost first; none for one device.
@@ -39,6 +40,7 @@ class Share:
     scheme: Scheme
     order: Order
     dispatch: Costed
+    outer: int = 1
     features: int = 1
     experts: tuple[tuple[str, int], ...] = ()
     buffer: float = 1.25
@@ -66,9 +68,19 @@ class Share:
         shape = replace(shape, hops=hops, forwards=1 + (not self.remat.asked))
         return declared(self.scheme, "cost", _ATTENDING, "the ejdist.costs.Traffic of an AttentionShape")(shape)
 
-    def attention(self, query: int, key: int, value: int, out: int) -> AttentionShape:
-        """Returns the attention of a layer as a scheme costs it, from the bytes of its arrays on this device."""
-        return AttentionShape(SP, self.sequence, self.sequence - 1, query, key, value, out, self.itemsize)
+    def attention(self, query: int, key: int, value: int, heads: int, kv_heads: int) -> AttentionShape:
+        """Returns the attention of a layer as a scheme costs it.
+
+        Args:
+          query, key, value: bytes of a head of one token. heads, kv_heads: of the whole layer.
+        """
+        heads, kv_heads = heads // self.features, max(1, kv_heads // self.features)
+        queries, keys = heads * self.tokens, kv_heads * self.tokens
+        over = tuple((a, n) for a, n in ((CP, self.outer), (SP, self.sequence // self.outer)) if n > 1)
+        return AttentionShape(
+            over or ((SP, 1),), self.sequence - 1, query * queries, key * keys, value * keys, value * queries, 4 * queries,
+            heads, kv_heads, self.itemsize,
+        )  # fmt: skip
 
     def exchange(self, top_k: int, width: int, hidden: int) -> ExchangeShape:
         """Returns the exchange of a layer as a dispatch costs it: choices of a token, numbers of its features, and numbers of a

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ejdist.experts.schemes import fitting
-from ejdist.mesh import AXES, BATCH_AXES, SP
+from ejdist.mesh import AXES, BATCH_AXES, SEQUENCE_AXES, TP
 from ejdist.models.model import CAUSAL
 from ejdist.models.remat import REMAT as POLICIES
 from ejdist.order import NAMES as ORDERS
@@ -101,12 +101,14 @@ def orders_searched(length: int, ranks: int) -> list[str]:
 def ways(s: Any, mesh: tuple[int, ...], given: Collection[str]) -> Iterator[tuple[str | None, str | None, str | None]]:
     """Yields (scheme, order, dispatch) of what a mesh leaves to choose; None as the recipe has it."""
     sizes = dict(zip(AXES, mesh, strict=True))
-    split = sizes[SP] > 1
-    orders = orders_searched(s.data.sequence_length, sizes[SP])
+    axes = tuple((a, sizes[a]) for a in SEQUENCE_AXES if sizes[a] > 1)
+    split, heads = bool(axes), s.model.num_heads // sizes[TP]
+    orders = orders_searched(s.data.sequence_length, math.prod(n for _, n in axes))
+    schemes = [name for name, scheme in SCHEMES.items() if split and scheme().rejects(heads, axes) is None]
     over = tuple(sizes.get(a, 1) for a in s.experts.axes)
     mixed = has_experts(s.model) and math.prod(over) > 1
     yield from itertools.product(
-        SCHEMES if split and SCHEME not in given else (None,),
+        schemes if split and SCHEME not in given else (None,),
         orders if split and ORDER not in given else (None,),
         fitting(over) if mixed and DISPATCH not in given else (None,),
     )

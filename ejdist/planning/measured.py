@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ejdist.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
-from ejdist.mesh import AXES
+from ejdist.mesh import AXES, CP
 from ejdist.paths import check_folder
 from ejdist.planning.chips import Chip, chip_of_kind
 
@@ -109,6 +109,7 @@ def _damaged(path: Path, why: str) -> str:
 def _checked(path: Path, found: Any) -> tuple[str, Measured]:
     """Returns (the kind of the devices, what was measured). Raises `_Damaged`."""
     kind, mesh, axes = (_of(found, "", name, of) for name, of in (("device_kind", str), ("mesh", dict), ("axes", dict)))
+    mesh = {CP: 1, **mesh}  # a file from before there was this axis
     if set(mesh) != set(AXES) or not all(_whole(n) for n in mesh.values()):
         raise _Damaged(f"mesh is {mesh!r}, and must have the devices along {', '.join(AXES)}")
     made = {}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ejdist.experts.schemes import SCHEMES as DISPATCHES
-from ejdist.mesh import AXES, EP, between_slices, mesh_shape
+from ejdist.mesh import AXES, CP, EP, between_slices, mesh_shape
 from ejdist.models.share import hides
 from ejdist.planning.activations import has_experts
 from ejdist.planning.candidates import (
@@ -136,7 +136,7 @@ class Predictor:
 
 
 def meshes(count: int, given: dict[str, int], has_experts: bool) -> Iterator[tuple[int, ...]]:
-    """Yields the sizes of the axes of every mesh of so many devices; given ones stay.
+    """Yields the sizes of the axes of every mesh of so many devices; given ones stay, and cp is 1 where it is not given.
 
     Raises:
       ValueError: the given sizes do not divide the devices.
@@ -145,7 +145,7 @@ def meshes(count: int, given: dict[str, int], has_experts: bool) -> Iterator[tup
     if count % fixed:
         written = " x ".join(f"mesh.{a}={n}" for a, n in given.items())
         raise ValueError(f"{written}: {count} devices are not divisible by {fixed}; change one of the sizes")
-    free = [a for a in AXES if a not in given and (a != EP or has_experts)]
+    free = [a for a in AXES if a not in given and a != CP and (a != EP or has_experts)]
     if not free and fixed != count:
         raise ValueError(
             f"the mesh {given} has {fixed} devices, and there are {count}; leave the size of one axis open"
@@ -167,6 +167,10 @@ def candidates(sections: Any, count: int, given: Collection[str]) -> Iterator[Ca
     """Yields what may be chosen on so many devices; keys that are given stay as the recipe has them."""
     s = sections
     written = {a: getattr(s.mesh, a) for a in AXES if f"mesh.{a}" in given}
+    if written.get(CP) == -1:
+        raise ValueError(
+            "mesh.cp = -1: a plan searches the devices along sp alone; give those along cp, or leave them at 1"
+        )
     if list(written.values()).count(-1) > 1:
         mesh_shape(written, count)  # which refuses it
     sizes = {a: n for a, n in written.items() if n != -1}

@@ -9,7 +9,7 @@ from typing import Any
 from ejdist.experts.choice import choose
 from ejdist.experts.schemes import LOCAL, fitting
 from ejdist.experts.schemes import scheme_of as dispatch_named
-from ejdist.mesh import SP, TP
+from ejdist.mesh import CP, TP, MeshSection
 from ejdist.models.remat import REMAT
 from ejdist.models.share import Share
 from ejdist.order import Order
@@ -37,7 +37,8 @@ def share_of(sections: Any, mesh: Any, links: Links | None = None) -> Share:
         length=s.data.sequence_length,
         remat=REMAT[s.model.remat],
         scheme=scheme_of(s.sequence.scheme),
-        order=Order(s.sequence.order, mesh.shape[SP]),
+        order=Order(s.sequence.order, MeshSection.sequence_shards(mesh)),
+        outer=mesh.shape[CP],
         dispatch=dispatch_named(dispatch_of(s, mesh, links)),
         features=mesh.shape[TP],
         experts=tuple(piece for piece in pieces if piece[1] > 1),
@@ -47,7 +48,7 @@ def share_of(sections: Any, mesh: Any, links: Links | None = None) -> Share:
 
 def _tokens(s: Any, mesh: Any) -> int:
     rows = s.data.global_batch // s.accumulation // rows_over(mesh.shape)
-    return rows * s.data.sequence_length // mesh.shape[SP]
+    return rows * s.data.sequence_length // MeshSection.sequence_shards(mesh)
 
 
 def _itemsize(s: Any) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ejdist.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Traffic
-from ejdist.mesh import BATCH_AXES, SP
+from ejdist.mesh import BATCH_AXES, SEQUENCE_AXES
 from ejdist.models.part import Costs
 from ejdist.models.share import Share
 from ejdist.planning.activations import bytes_of, counted_parts
@@ -123,7 +123,7 @@ def _weights(sent: Traffic, s: Any, p: Stored, share: Share, sizes: Mapping[str,
         held //= size
         sent.add(axis, ALL_GATHER, gathers * b * held * (size - 1), gathers * calls)
         sent.add(axis, REDUCE_SCATTER, b * held * (size - 1), calls)
-    stays = [a for a in (*BATCH_AXES, SP) if a not in p.over and a not in _experts_of(s, p)]
+    stays = [a for a in (*BATCH_AXES, *SEQUENCE_AXES) if a not in p.over and a not in _experts_of(s, p)]
     for axis in stays:
         part = p.local
         for name, size in links.pieces(axis, sizes):  # between slices goes what is summed inside of each

@@ -3,6 +3,6 @@
 from ejdist.order import Order
 from ejdist.sequence.attention import ring_attention
 from ejdist.sequence.local import merge
-from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Scheme
+from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Scheme, Ulysses
 
-__all__ = ["AllGather", "Order", "Ring", "SCHEMES", "Scheme", "merge", "ring_attention"]
+__all__ = ["AllGather", "Order", "Ring", "SCHEMES", "Scheme", "Ulysses", "merge", "ring_attention"]

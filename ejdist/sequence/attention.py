@@ -29,7 +29,7 @@ from ejdist.sequence.local import Local, Static, merge
 from ejdist.sequence.schedule import hops as hops_of
 from ejdist.sequence.schemes import Scheme, scheme_of
 from ejdist.sharded import run_on_rank, with_mesh
-from ejdist.tokens import resolve_order
+from ejdist.tokens import axes_of_layout, resolve_order
 from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.config import KernelConfig
@@ -295,9 +295,10 @@ def ring_attention(
     Args:
       query, key, value: [B, T, N, H], [B, T, K, H], [B, T, K, Hv], of one length T, in `order`.
       axis_name: the mesh axis that the sequence is split over, or a tuple of axes, the major one first. Default: those that the
-        layout in force has T on, `sp` where nothing was said.
-      scheme: "ring" (keys and values travel, O(T / ranks) memory), "all_gather" (each rank gathers all keys and values), or
-        a `Scheme`.
+        layout in force has T on, and more than one device along; `sp` where nothing was said.
+      scheme: "ring" (keys and values travel, O(T / ranks) memory), "all_gather" (each rank gathers all keys and values),
+        "ulysses" (over the last of the axes tokens are exchanged for heads, and a ring goes over those before it), or a
+        `Scheme`.
       order: how the tokens lie on the ranks: "contiguous", "zigzag", "striped", or an `Order`; default: that of the layout in
         force (`set_layout(order=...)`), contiguous where it says none. For any but contiguous the caller has permuted query,
         key, value and segment ids, once, by `Order(name, ranks).permute`, and the result is in that order too; nothing moves.
@@ -314,10 +315,11 @@ def ring_attention(
       Unsupported: bias and dense masks, which are T x T; second derivatives.
 
     Sources: Liu et al., Ring Attention with Blockwise Transformers, 2023; Brandon et al., Striped Attention, 2023; zigzag
-    order and the backward with a global lse as in ring-flash-attention (Zhu, 2024).
+    order and the backward with a global lse as in ring-flash-attention (Zhu, 2024); Jacobs et al., DeepSpeed Ulysses, 2023;
+    Fang and Zhao, USP: A Unified Sequence Parallelism Approach for Long Context Generative AI, 2024.
     """
     check_mesh(mesh)
-    axis, bound = _bound_axis(axis_name or current_layout().activations.get("T") or (SP,), mesh)
+    axis, bound = _bound_axis(axis_name or axes_of_layout(mesh), mesh)
     if bound and jax.lax.axis_size(axis) > 1:
         _check_cuts(options, f"are those of one rank of {axis!r}")
     check_names("ring_attention", options, flash_attention.__signature__.parameters)

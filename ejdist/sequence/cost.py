@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 from ejdist.order import Order
 from ejdist.sequence.schedule import hops
 from kernels.engines.attention.masks import MaskInfo
+
+Axes = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -15,22 +18,35 @@ class AttentionShape:
     """The attention of one layer on one rank, in one microbatch. Bytes are of the heads of this device, in the compute dtype.
 
     Attributes:
-      axis: the mesh axis that the sequence is split over. ranks: devices along it.
+      over: (axis, devices along it) of the mesh axes that the sequence is split over, the outermost first.
       hops: how many of the other ranks hold keys that some rank needs, by the order and the mask; 0 for none.
-      query, key, value, out: bytes of the arrays of this rank.
+      query, key, value, out: bytes of the arrays of this rank. lse: of a float32 number for each query and head.
+      heads, kv_heads: heads of queries, and of keys and values, on this device.
       itemsize: bytes of a number in the compute dtype.
       forwards: how often the forward runs in a step: 2 where the backward computes attention again.
     """
 
-    axis: str
-    ranks: int
+    over: Axes
     hops: int
     query: int
     key: int
     value: int
     out: int
+    lse: int
+    heads: int
+    kv_heads: int
     itemsize: int
     forwards: int = 1
+
+    @property
+    def axis(self) -> str:
+        """The axis that what goes around all ranks is counted along: the outermost, whose links are the slowest."""
+        return next((axis for axis, n in self.over if n > 1), self.over[-1][0])
+
+    @property
+    def ranks(self) -> int:
+        """Devices that the sequence is split over."""
+        return math.prod(n for _, n in self.over)
 
     @property
     def float32(self) -> int:

@@ -40,13 +40,19 @@ def shift(tree: Any, axis: Axis, by: int) -> Any:
         return jax.tree.map(lambda x: jax.lax.ppermute(x, listed, pairs), tree)
 
 
-def gather(tree: Any, axis: Axis) -> Any:
-    """Returns every rank's arrays, joined along dim 1 in the order of the ranks."""
+def gather(tree: Any, axis: Axis, dim: int = 1) -> Any:
+    """Returns every rank's arrays, joined along a dim in the order of the ranks."""
     with jax.named_scope("exchange"):
-        return jax.tree.map(lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True), tree)
+        return jax.tree.map(lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True), tree)
 
 
 def scatter_sum(tree: Any, axis: Axis) -> Any:
     """Returns this rank's part, along dim 1, of the sum over all ranks: the transpose of `gather`."""
     with jax.named_scope("exchange"):
         return jax.tree.map(lambda x: jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True), tree)
+
+
+def all_to_all(tree: Any, axis: Axis, split: int, join: int) -> Any:
+    """Returns this rank's part of dim `split` of every rank's arrays, joined along dim `join` in the order of the ranks."""
+    with jax.named_scope("exchange"):
+        return jax.tree.map(lambda x: jax.lax.all_to_all(x, axis, split, join, tiled=True), tree)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from ejdist.costs import ALL_GATHER, PERMUTE, REDUCE_SCATTER, Traffic
+from ejdist.costs import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Traffic
 from ejdist.sequence import exchange
-from ejdist.sequence.cost import AttentionShape, SchemeBytes
+from ejdist.sequence.cost import AttentionShape, Axes, SchemeBytes
 from ejdist.sequence.local import Local, merge
 from kernels.framework.binding import is_float_array
 
@@ -39,6 +40,11 @@ class Scheme:
         `saved` has d_out, and the lse and delta of the whole softmax, so a part of the keys gives its part of the gradient.
         """
         raise NotImplementedError
+
+    def rejects(self, heads: int, over: Axes) -> str | None:
+        """Returns why it cannot have that many heads of queries on a device over a sequence that is split over those axes, or
+        None."""
+        return None
 
     def cost(self, shape: AttentionShape) -> Traffic:
         """Returns what a rank sends for one layer in one microbatch, forward and backward, by axis and collective."""
@@ -205,8 +211,78 @@ class AllGather(Scheme):
         return _held(shape, sets=shape.ranks)
 
 
+# The dims that Ulysses splits, and those that it makes whole.
+_HEADS, _TOKENS = ("N", "K"), ("T", "S")
+
+
+@dataclass(frozen=True)
+class Ulysses(Scheme):
+    """Tokens are exchanged for heads over the last axis of the sequence: a rank attends whole sequences with its part of the
+    heads, balanced whatever the mask and the documents. Over the axes before it, which may be slower, goes another scheme.
+
+    Heads of keys that are fewer than the ranks are repeated.
+    """
+
+    outer: Scheme = Ring()
+
+    hides = False
+
+    def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
+        here, way = local.reshard(_HEADS, _TOKENS)
+        out, lse = here.attend(here.keys, None) if here.ranks == 1 else self.outer.forward(here)
+        out, lse = way.back("out", out.astype(local.query.dtype)), way.back("lse", lse)
+        return out.astype(jnp.float32), lse
+
+    def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        here, way = local.reshard(_HEADS, _TOKENS)
+        saved = {n: way.there(n, x) for n, x in saved.items()}
+        grads = here.pull(saved, here.keys, None) if here.ranks == 1 else self.outer.backward(here, saved)
+        like = {"key": local.key, "value": local.value, **local.own}
+        return {n: way.back(n, grads[n].astype(x.dtype)) for n, x in like.items() if is_float_array(x)}
+
+    def rejects(self, heads: int, over: Axes) -> str | None:
+        (axis, ranks), outer = over[-1], over[:-1]
+        if heads % ranks:
+            return (
+                f"{heads} heads on a device cannot be divided over {axis}={ranks}; make mesh.{axis} a divisor of {heads}, with "
+                "the rest of the sequence over mesh.cp, or use another scheme"
+            )
+        return self.outer.rejects(heads // ranks, outer) if outer else None
+
+    def cost(self, shape: AttentionShape) -> Traffic:
+        sent, (axis, ranks), here = Traffic(), shape.over[-1], self._here(shape)
+        keys, part = here.key + here.value, (ranks - 1) / ranks
+        # The backward has queries, keys and values again, out and its cotangent, lse and delta, and sends three gradients.
+        forward, backward = shape.query + keys + shape.out + shape.lse, 2 * (shape.query + keys + shape.out + shape.lse)
+        if ranks > 1:
+            sent.add(axis, ALL_TO_ALL, part * (shape.forwards * forward + backward), 5 * shape.forwards + 10)
+        if here.ranks > 1:
+            sent.add_all(self.outer.cost(here))
+        return sent
+
+    def memory(self, shape: AttentionShape) -> SchemeBytes:
+        here = self._here(shape)
+        held = self.outer.memory(here) if here.ranks > 1 else SchemeBytes(0)
+        # What was exchanged of queries, keys, values, out and its cotangent, lse and delta.
+        exchanged = here.query + here.key + here.value + 2 * (here.out + here.lse)
+        return replace(held, work=held.work + exchanged)
+
+    @staticmethod
+    def _here(shape: AttentionShape) -> AttentionShape:
+        """Returns the attention after the exchange: over the other axes, of more tokens and fewer heads."""
+        ranks, outer = shape.over[-1][1], shape.over[:-1]
+        copies = math.lcm(shape.kv_heads, ranks) // shape.kv_heads
+        hops = min(
+            shape.hops, math.prod(n for _, n in outer) - 1
+        )  # at most: a group of ranks is no farther than its ranks
+        return replace(
+            shape, over=outer, hops=hops, key=copies * shape.key, value=copies * shape.value,
+            heads=shape.heads // ranks, kv_heads=copies * shape.kv_heads // ranks,
+        )  # fmt: skip
+
+
 # The first is where a plan begins.
-SCHEMES: dict[str, type[Scheme]] = {"ring": Ring, "all_gather": AllGather}
+SCHEMES: dict[str, type[Scheme]] = {"ring": Ring, "all_gather": AllGather, "ulysses": Ulysses}
 
 
 def scheme_of(scheme: str | Scheme) -> Scheme:

@@ -14,7 +14,7 @@ import kernels
 from ejdist.cluster.hosts import check_limit
 from ejdist.experts.schemes import SCHEMES
 from ejdist.layout import ACTIVATIONS, PARAMETERS, Axes, replicated, set_layout, sharding
-from ejdist.mesh import BATCH_AXES, EP, SP, MeshSection
+from ejdist.mesh import BATCH_AXES, EP, SEQUENCE_AXES, TP, MeshSection
 from ejdist.models.model import Model, StepContext
 from ejdist.models.ops import Ops
 from ejdist.models.parameters import initialise, map_declared, num_parameters
@@ -67,8 +67,9 @@ class RunSection:
 class SequenceSection:
     """The `sequence` section of a recipe."""
 
-    scheme: str = operational("ring")  # context-parallel strategy, how keys and values move over sp: ring, all_gather
-    order: str = operational("zigzag")  # order of tokens over sp: contiguous, zigzag, striped
+    # Context-parallel strategy: ring, all_gather, ulysses (heads over sp, a ring over cp).
+    scheme: str = operational("ring")
+    order: str = operational("zigzag")  # order of tokens over cp and sp: contiguous, zigzag, striped
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy; `Order` validates the order."""
@@ -96,9 +97,9 @@ class ExpertsSection:
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy."""
-        unknown = [a for a in self.axes if a not in (*BATCH_AXES, SP)]
+        unknown = [a for a in self.axes if a not in (*BATCH_AXES, *SEQUENCE_AXES)]
         if unknown or not self.axes or len(set(self.axes)) < len(self.axes):
-            known = ", ".join((*BATCH_AXES, SP))
+            known = ", ".join((*BATCH_AXES, *SEQUENCE_AXES))
             raise ValueError(f"experts.axes = {list(self.axes)} must be different axes that shard the tokens: {known}")
         if self.dispatch != "auto" and self.dispatch not in SCHEMES:
             raise ValueError(f"experts.dispatch = {self.dispatch!r} is unknown; use auto, {', '.join(SCHEMES)}")
@@ -199,6 +200,10 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
+        over = tuple((a, mesh.shape[a]) for a in SEQUENCE_AXES if mesh.shape[a] > 1)
+        scheme = SEQUENCE_SCHEMES[s.sequence.scheme]()
+        if dim == "N" and over and (reason := scheme.rejects(size // mesh.shape[TP], over)):
+            raise ValueError(f"sequence.scheme = {s.sequence.scheme!r} and model.{key} = {size}: {reason}")
     return order
 
 

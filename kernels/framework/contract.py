@@ -22,7 +22,7 @@ import numpy as np
 from kernels.framework import execute, measured, select, tuning
 from kernels.framework.backend import Backend, Case, Choice, Plan, case_inputs, make_backend, missing, not_installed
 from kernels.framework.binding import ARRAYS, Call, bind, is_a, is_array, is_float_array, resolve_dims
-from kernels.framework.declaration import output_dims, parameters_of
+from kernels.framework.declaration import output_dims, parameters_of, saved_dims
 from kernels.framework.execute import Saved
 from kernels.framework.interpret import interpreting
 from kernels.framework.metadata import check_metadata
@@ -102,7 +102,11 @@ class Op:
     ):
         self.name, self.outputs, self.residuals = function.__name__, outputs, residuals
         self.parameters, self.output_dims = parameters_of(function), output_dims(function, len(outputs))
-        self.extra_residuals, self.padding = extra_residuals, padding
+        self.extra_residuals, self.padding, self.saved_dims = (
+            extra_residuals,
+            padding,
+            saved_dims(outputs, self.output_dims),
+        )
         self.function = of_contract(self, function)
         self.features, self.no_gradient = dict(features or {}), tuple(no_gradient)
         self.local_dims, self.sum_dims, self.tied_dims = frozenset(local_dims), frozenset(sum_dims), tied_dims

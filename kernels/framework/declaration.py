@@ -103,3 +103,10 @@ def output_dims(function: Callable, count: int) -> tuple[tuple[Dim, ...], ...]:
     if len(read) != count or None in read:
         raise TypeError(f"{function.__name__}: its return annotation must give the dims of {count} outputs, got {hint}")
     return tuple(found[1] for found in read if found is not None)
+
+
+def saved_dims(names: tuple[str, ...], dims: tuple[tuple[Dim, ...], ...]) -> dict[str, tuple[Dim, ...]]:
+    """Returns the dims of what a backward is given, by name: of the outputs, of their cotangents, d_NAME, and of delta, a
+    number a row of the first output."""
+    outputs = dict(zip(names, dims, strict=True))
+    return outputs | {f"d_{name}": of for name, of in outputs.items()} | {"delta": dims[0][:-1]}

@@ -70,9 +70,7 @@ def of_backward(op: Any, saved: dict[str, Any], arguments: dict[str, Any]) -> tu
     """Returns (saved, arguments) with padding zeroed in all inputs, in cotangents and in what is derived from them."""
     if op.padding is None:
         return saved, arguments
-    ids = _ids_of(op, arguments)
-    dims = {f"d_{name}": dims for name, dims in zip(op.outputs, op.output_dims, strict=True)}
-    dims["delta"] = op.output_dims[0]  # one number per row of the output
+    ids, dims = _ids_of(op, arguments), {n: d for n, d in op.saved_dims.items() if n not in op.outputs}
     some = {n: zeroed(x, _of(dims[n], ids)) for n, x in saved.items() if n in dims and x is not None}
     return saved | some, of_forward(op, arguments, op.parameters)
 

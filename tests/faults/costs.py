@@ -85,8 +85,8 @@ FAULTS = (
     Fault(
         "one scheme is searched",
         "ways",
-        "SCHEMES if $split and SCHEME not in $given else (None,)",
-        "[*SCHEMES][:1] if $split and SCHEME not in $given else (None,)",
+        "$schemes if $split and SCHEME not in $given else (None,)",
+        "$schemes[:1] if $split and SCHEME not in $given else (None,)",
         f"{TESTS} -k what_is_searched",
     ),
     Fault(
@@ -94,7 +94,7 @@ FAULTS = (
         "Share.scheme_traffic",
         "1 + (not self.remat.asked)",
         "1",
-        f"{TESTS} -k third_scheme",
+        f"{TESTS} -k new_scheme",
     ),
     Fault(
         "what waits in the host's memory takes the device's",

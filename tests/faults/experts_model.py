@@ -169,8 +169,9 @@ FAULTS = (
     Fault(
         "the matrices of latents whole on every device",
         "PARAMETERS",
-        "{'D': (FSDP, SP), 'R': (FSDP, SP), 'N': (TP,), 'K': (TP,), 'F': (TP,), 'V': (TP,), 'E': (EP,)}",
-        "{'D': (FSDP, SP), 'N': (TP,), 'K': (TP,), 'F': (TP,), 'V': (TP,), 'E': (EP,)}",
+        "{'D': (FSDP, *SEQUENCE_AXES), 'R': (FSDP, *SEQUENCE_AXES), 'N': (TP,), 'K': (TP,), 'F': (TP,), 'V': (TP,), "
+        "'E': (EP,)}",
+        "{'D': (FSDP, *SEQUENCE_AXES), 'N': (TP,), 'K': (TP,), 'F': (TP,), 'V': (TP,), 'E': (EP,)}",
         "tests/test_moe_model.py -k split_by_fsdp",
     ),
     Fault(

@@ -10,8 +10,9 @@ FAULTS = (
     Fault(
         "every rank of a sequence has the whole state",
         "PARAMETERS",
-        "{'D': (FSDP, SP), 'R': (FSDP, SP), 'N': (TP,), 'K': (TP,), 'F': (TP,), 'V': (TP,), 'E': (EP,)}",
-        "{'D': (FSDP,), 'R': (FSDP, SP), 'N': (TP,), 'K': (TP,), 'F': (TP,), 'V': (TP,), 'E': (EP,)}",
+        "{'D': (FSDP, *SEQUENCE_AXES), 'R': (FSDP, *SEQUENCE_AXES), 'N': (TP,), 'K': (TP,), 'F': (TP,), 'V': (TP,), "
+        "'E': (EP,)}",
+        "{'D': (FSDP,), 'R': (FSDP, *SEQUENCE_AXES), 'N': (TP,), 'K': (TP,), 'F': (TP,), 'V': (TP,), 'E': (EP,)}",
         f"{TRAIN} -k split_over_the_sequence",
     ),
     Fault(
