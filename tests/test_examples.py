@@ -10,8 +10,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from small_run import TINY, losses
 
 from ejdist import make_mesh
+from ejdist.evaluation.weights import open_weights
 from ejdist.models.decoder import DecoderConfig, declare, loss
 from ejdist.models.parameters import initialise
 from ejdist.operations import bind_ops
@@ -31,6 +33,18 @@ def test_the_example_trainer_learns():
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", run.stdout)]
     assert len(losses) == 20 and losses[-1] < 0.6 * losses[0], run.stdout
     assert "'fsdp': 2" in run.stdout and "'sp': 2" in run.stdout and "P(None, ('fsdp', 'sp'))" in run.stdout, run.stdout
+
+
+def test_a_layer_of_ones_own_trains_and_is_named_where_it_is_not_known(tmp_path):
+    words = [*TINY, "mesh.sp=1", "sequence.order=contiguous", "run.steps=2", f"run.dir={tmp_path / 'run'}"]
+    words += ["model.num_layers=1", "model.layer_pattern=[short_conv+mlp]", "model.qk_norm=false"]
+    command = [sys.executable, str(ROOT / "examples" / "own_layer.py"), "launch.train", *words]
+    run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert run.returncode == 0, run.stderr
+    assert len(losses(tmp_path / "run")) == 2 and "short_conv" in (tmp_path / "run" / "recipe.json").read_text()
+    # A command that reads the run, in a process where nobody has registered it.
+    with pytest.raises(ValueError, match=r"'short_conv\+mlp' is not MIXER.*examples/own_layer.py"):
+        open_weights(str(tmp_path / "run")).check(DecoderConfig(layer_pattern=("short_conv+mlp",), num_layers=1))
 
 
 @pytest.fixture(scope="module")

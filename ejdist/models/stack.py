@@ -54,12 +54,14 @@ def check_kinds(c: DecoderShape) -> None:
             raise ValueError(
                 f"model.{key} = {list(getattr(c, key))}: {kind!r} is not MIXER+FEED_FORWARD. Mixers: "
                 f"{', '.join(short.get(name, name) for name in mixers)}; feed-forwards: {', '.join(feed_forwards)}; none in "
-                f"the place of one of them for a layer without it. {', '.join(ALIASES)} stand for {', '.join(ALIASES.values())}"
+                f"the place of one of them for a layer without it. {', '.join(ALIASES)} stand for "
+                f"{', '.join(ALIASES.values())}. A part of your own is known once it is in PARTS: see examples/own_layer.py"
             )
 
 
 def layers_of(c: DecoderShape) -> list[list[Part]]:
-    """Returns the parts of each layer."""
+    """Returns the parts of each layer. Raises ValueError, naming the key, for a kind that there is not."""
+    check_kinds(c)
     return _of_kinds(c.kinds())
 
 
