@@ -1,4 +1,4 @@
-"""A layer kind of one's own: a mixer that is a gated causal convolution, joined with any feed-forward of the project.
+r"""A layer kind of one's own: a mixer that is a gated causal convolution, joined with any feed-forward of the project.
 
 python examples/own_layer.py launch.train recipe=long_context sequence.order=contiguous \
     "model.layer_pattern=[short_conv+mlp,full+mlp]" run.dir=outputs/own_layer
@@ -54,5 +54,7 @@ class ShortConv(Part):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     PARTS["short_conv"] = ShortConv()
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
