@@ -49,7 +49,7 @@ class MeshSection:
     @staticmethod
     def sequence_shards(mesh: jax.sharding.Mesh) -> int:
         """Returns over how many devices a sequence is split."""
-        return math.prod(mesh.shape[axis] for axis in SEQUENCE_AXES)
+        return math.prod(mesh.shape.get(axis, 1) for axis in SEQUENCE_AXES)
 
 
 def _check_axes(shape: dict[str, int]) -> None:

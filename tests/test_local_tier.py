@@ -178,7 +178,7 @@ def test_a_run_goes_on_from_the_newer_of_both_and_without_the_disk_from_the_one_
     capsys.readouterr()
     assert command(tmp_path, corpus) == DONE
     said = capsys.readouterr().out
-    assert f"resuming from step 8 of {tmp_path}/run, as this host has it in" in said
+    assert f"resuming from step 8 of {tmp_path}/run, from the local checkpoint in" in said
     assert losses(tmp_path / "run") == losses(tmp_path / "calm")
     # A copy of the run is another run: what is on the disk is not its own.
     assert command(tmp_path, corpus, run="copy") == DONE
@@ -265,7 +265,7 @@ def test_a_checkpoint_is_due_when_the_last_one_is_too_old_and_hosts_meet_at_few_
     now, said = [0.0], []
 
     class Said(Hosts):
-        def log(self, name, value=None):
+        def broadcast(self, name, value=None):
             said.append(value)
             return value
 
@@ -287,7 +287,7 @@ def test_a_checkpoint_is_due_when_the_last_one_is_too_old_and_hosts_meet_at_few_
 
 def test_what_another_host_says_decides():
     class Other(Hosts):
-        def log(self, name, value=None):
+        def broadcast(self, name, value=None):
             return [True, 5]
 
     clock = Clock(1000.0, Other(60))
