@@ -254,7 +254,7 @@ def test_only_what_is_read_is_verified_and_damage_names_shard_and_remedy(tmp_pat
              "python -m launch.tokenize", "made.jsonl", "copy it again"]  # fmt: skip
     assert all(w in str(error.value) for w in words) and "\n" not in str(error.value), str(error.value)
     data = build(section_of(source), seed=0)
-    with pytest.raises(OSError, match=r"tokens.bin has other bytes"):
+    with pytest.raises(OSError, match=r"tokens.bin does not hold the bytes"):
         list(data.iterator(0, 60))  # a thread reads it, and the run hears of it
     for content_now, words in (
         (content[:-1], f"has {len(content) - 1} bytes, not {len(content)}"),
@@ -316,9 +316,9 @@ def test_what_is_wrong_with_a_dataset_is_told_at_the_start(tmp_path):
         with pytest.raises(ValueError) as error:
             build(DataSection(source=str(folder), tokenizer=tokenizer, text_key=text_key), seed=0)
         assert all(w in str(error.value) for w in words), str(error.value)
-    with pytest.raises(ValueError, match=r"data.tokenizer = 'dataset' is that of a dataset, and .*jsonl' is none"):
+    with pytest.raises(ValueError, match=r"data.tokenizer = 'dataset' is the tokenizer of a dataset, but .*jsonl' is not a dataset"):
         build(section_of(f"{tmp_path}/made.jsonl"), seed=0)
-    with pytest.raises(ValueError, match=r"'dataset' is that of a dataset, and data\.source is not set: make one"):
+    with pytest.raises(ValueError, match=r"'dataset' is the tokenizer of a dataset, but data\.source is not set: make one"):
         build(DataSection(source=None, tokenizer="dataset"), seed=0)
     with pytest.raises(
         ValueError, match=r"data.source lists '.*made', which is a dataset; join datasets with data.mixture"
@@ -334,7 +334,7 @@ def test_what_is_wrong_with_a_dataset_is_told_at_the_start(tmp_path):
     manifest = source / "dataset.json"
     content = manifest.read_bytes()
     manifest.write_bytes(content.replace(b'"tokens": ', b'"tokens": 1', 1))
-    with pytest.raises(ValueError, match=r"is damaged: dataset.json has other bytes .*launch.tokenize"):
+    with pytest.raises(ValueError, match=r"is damaged: dataset.json does not hold the bytes .*launch.tokenize"):
         build(section_of(source), seed=0)
     manifest.unlink()
     with pytest.raises(ValueError, match=r"is not finished; python -m launch.tokenize to="):

@@ -156,7 +156,7 @@ def test_local_called_wrongly(arguments, message, capsys):
         (["seed=-1"], "seed must be a number from 0 on"),
         (["run.stop_after=3"], "run.stop_after cannot be given to a rehearsal"),
         (["++run.stop_after=3"], "run.stop_after cannot be given to a rehearsal"),
-        (["+cluster.num_processes=3"], "cluster.num_processes=3 cannot be set here: a rehearsal says itself"),
+        (["+cluster.num_processes=3"], "cluster.num_processes=3 cannot be set here: a rehearsal sets how"),
         (["times=2", "series=3"], "times = 2 is of drills, and series = 3 makes one run"),
         (["run.steps=10", "checkpoint.every=5"], r"at least 2 * checkpoint.every + 2 steps"),
         (["modle.num_layers=2"], "did you mean 'model.num_layers'"),

@@ -423,16 +423,16 @@ def test_dims_are_of_the_vocabulary(monkeypatch):
     for part, words in (
         (
             Misspelt("Dd F"),
-            r"parameter layers.misspelt_gate has the dims 'L Dd F', and 'Dd' is not in the vocabulary.*B, T",
+            r"parameter layers.misspelt_gate has the dims 'L Dd F', but 'Dd' is not in the vocabulary.*B, T",
         ),
-        (Misspelt(buffer="norm"), r"buffer misspelt.count has the dims 'L norm', and 'norm' is not in the vocabulary"),
+        (Misspelt(buffer="norm"), r"buffer misspelt.count has the dims 'L norm', but 'norm' is not in the vocabulary"),
     ):
         monkeypatch.setitem(parts.PARTS, "misspelt", part)
         with pytest.raises(ValueError, match=words):
             config.build()
     monkeypatch.setitem(parts.PARTS, "misspelt", Misspelt())
     model = config.build()
-    with pytest.raises(ValueError, match=r"gather: an array of shape \(16, 24\) has the dims 'D Ff', and 'Ff' is not"):
+    with pytest.raises(ValueError, match=r"gather: an array of shape \(16, 24\) has the dims 'D Ff', but 'Ff' is not"):
         context = StepContext(buffers=initialise(model.buffers, jax.random.key(0)))
         jax.eval_shape(lambda p: model.loss(p, batch_of(TINY), ops=OPS, context=context), shapes(model.declared))
     with pytest.raises(ValueError, match=r"dims 'D' must name each dim of the shape \(4, 4\)"):

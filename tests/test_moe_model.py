@@ -325,7 +325,7 @@ def given_to_moe(c):
         ("deepseek", {"topk_groups": 1}, {}, "top_k = 3 is more than the 2 experts of model.experts.topk_groups = 1"),
         ("deepseek", {"forced_balance": True}, {}, "set bias_rate to 0"),
         ("deepseek", {"activation": "clamped_swiglu"}, {}, "not support shared experts; set model.experts.shared_dim to 0"),
-        ("deepseek", {}, {"attention_sinks": True}, "model.attention_sinks is of plain attention"),
+        ("deepseek", {}, {"attention_sinks": True}, "model.attention_sinks applies to plain attention"),
         ("deepseek", {}, {"latent": LatentShape()}, "model.latent.kv_rank must be positive"),
         ("deepseek", {}, {"latent": dataclasses.replace(LATENT, rope_dim=3)}, "model.latent.rope_dim = 3 even"),
         ("deepseek", {}, {"num_layers": 1}, "the 1 layers of model.first_layers"),

@@ -177,7 +177,7 @@ def test_a_mesh_of_another_map_is_refused():
 def test_experts_on_an_axis_of_the_outer_map_alone_are_refused():
     _, _, (x, router, gate, down), _ = CALLS["moe"]
     with pytest.raises(
-        ValueError, match=r"moe: argument 'axis' = 'data' is mapped over, and the axes 'stage', 'seq' are left"
+        ValueError, match=r"moe: argument 'axis' = 'data' is mapped, but the axes 'stage', 'seq' are left"
     ):
         inside(lambda x: ejdist.moe(x, router, gate[:2], gate[:2], down[:2], top_k=1, axis="data")[0], x, over="data")
 

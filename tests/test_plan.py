@@ -265,9 +265,9 @@ def test_a_file_that_is_no_json_or_is_not_there(tmp_path, capsys):
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "deep.json").write_text("[" * 100000)
     for name, words in (
-        ("deep.json", "is damaged: it is no JSON"),
-        ("half.json", "is damaged: it is no JSON"),
-        ("bytes.json", "no JSON"),
+        ("deep.json", "is damaged: it is not JSON"),
+        ("half.json", "is damaged: it is not JSON"),
+        ("bytes.json", "not JSON"),
         ("no.json", "cannot be read: No such file"),
     ):
         assert main(["devices=8", "device=h200", *SMALL, f"bandwidth={tmp_path / name}"]) == 2

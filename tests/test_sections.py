@@ -183,7 +183,7 @@ def test_a_section_of_ones_own_needs_no_validate():
 def test_a_dim_of_a_parameter_that_no_layout_knows_is_refused():
     """It would be stored whole on every device."""
     with pytest.raises(
-        ValueError, match=r"parameter layers\.gate has the dims 'Dd F', and 'Dd' is not in the vocabulary"
+        ValueError, match=r"parameter layers\.gate has the dims 'Dd F', but 'Dd' is not in the vocabulary"
     ):
         Model({"layers": {"gate": Param((4, 8), "Dd F")}}, embed=None, layers=None, head=None, num_layers=1, flops=())
     with pytest.raises(ValueError, match=r"must name each dim of the shape \(4, 8\)"):

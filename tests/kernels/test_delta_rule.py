@@ -287,7 +287,7 @@ def test_states_and_their_number_go_together():
     a = {n: x for n, x in D.items() if n != "g"}
     with pytest.raises(ValueError, match=r"'num_states' = 3 must equal the size G = 1"):
         op(**a, initial_state=jnp.zeros((2, 1, 2, 4, 3)), segment_ids=IDS, num_states=3)
-    with pytest.raises(ValueError, match="'segment_ids' must say"):
+    with pytest.raises(ValueError, match="'segment_ids' must assign"):
         rwkv7_op(**R, num_states=2)
     with pytest.raises(ValueError, match="chunk must be a power of two or None, got 12"):
         kernels.ChunkConfig(12)

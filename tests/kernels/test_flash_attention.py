@@ -521,7 +521,7 @@ def test_a_wrong_argument_is_named(change, words):
 def test_the_operation_itself_checks_its_mask_and_seed():
     with pytest.raises(ValueError, match="'kv_segment_ids' must be"):
         op(Q, KV, KV, MaskInfo.from_segments(jnp.zeros((2, 8), int), jnp.zeros((2, 9), int)))
-    with pytest.raises(ValueError, match="'dropout_seed' is needed"):
+    with pytest.raises(ValueError, match="'dropout_seed' is required"):
         op(Q, KV, KV, dropout_prob=0.5)
     with pytest.raises(ValueError, match="multiple of the key heads"):
         op(Q, jnp.ones((2, 8, 3, 16)), jnp.ones((2, 8, 3, 16)))

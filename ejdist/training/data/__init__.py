@@ -218,7 +218,7 @@ def _open(source: Any, tokenizer: str, text_key: str, cache: Path) -> Corpus | D
             f"data.source lists {joined[0]!r}, which is a dataset; join datasets with data.mixture, by weight"
         )
     if tokenizer == OWN:
-        given = "data.source is not set" if source is None else f"data.source = {source!r} is none"
+        given = "data.source is not set" if source is None else f"data.source = {source!r} is not a dataset"
         raise ValueError(
             f"data.tokenizer = {OWN!r} is the tokenizer of a dataset, but {given}: make one with python -m launch.tokenize and "
             "give its folder, or name a tokenizer"
