@@ -282,7 +282,7 @@ def test_only_what_is_read_is_verified_and_damage_names_shard_and_remedy(tmp_pat
         meta.write_bytes(kept)
     offsets = shard.folder / "offsets.bin"
     offsets.write_bytes(offsets.read_bytes()[::-1])
-    with pytest.raises(OSError, match=r"offsets.bin has other bytes"):
+    with pytest.raises(OSError, match=r"offsets.bin does not hold the bytes"):
         again().first_from(5)
 
 
