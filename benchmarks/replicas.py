@@ -19,7 +19,7 @@ from benchmarks.options import read
 from ejdist.cluster import Hosts
 from ejdist.layout import replicated
 from ejdist.mesh import make_mesh
-from ejdist.training.replicas import Replicas, _Check, _said, different
+from ejdist.training.replicas import Replicas, _Check, _hashes_of, different
 
 OPTIONS = {"parameters": 10_000_000, "arrays": 12, "rounds": 5, "out": ""}
 
@@ -40,7 +40,7 @@ def measure(parameters: int, arrays: int, rounds: int) -> dict[str, float | int 
         began = time.perf_counter()
         hashes = jax.block_until_ready(replicas._hash(named))
         done = time.perf_counter()
-        said = {0: ["here", _said(_Check(1, hashes))]}
+        said = {0: ["here", _hashes_of(_Check(1, hashes))]}
         if different(said, replicas.groups, 1, "at the start"):
             raise SystemExit("replicas that are the same were told apart")
         hashing.append(done - began)

@@ -280,7 +280,7 @@ def test_what_the_doctor_writes_can_be_read(monkeypatch, tmp_path):
     found = json.loads(json.dumps(measure(make_mesh(dp=2, sp=4), [4096, 8192])))
     (tmp_path / "b.json").write_text(json.dumps(found | {"device_kind": "NVIDIA H200"}))
     made = read(tmp_path / "b.json", chip_of("h200"), 8)
-    assert made.mesh == {"dp": 2, "fsdp": 1, "ep": 1, "sp": 4, "tp": 1} and set(made.axes) == {"dp", "sp"}
+    assert made.mesh == {"dp": 2, "fsdp": 1, "ep": 1, "cp": 1, "sp": 4, "tp": 1} and set(made.axes) == {"dp", "sp"}
     assert len(made.axes["sp"].points["permute"]) == 2 and made.axes["dp"].size == 2
 
 

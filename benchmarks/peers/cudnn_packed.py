@@ -27,7 +27,7 @@ def express(op_name: str, arguments: dict[str, Any]) -> Any:
     if arguments["query"].dtype not in ("bfloat16", "float16") or arguments["value"].shape[-1] != H:
         return "it has 16-bit floats and values as wide as queries only"
     if plain.window is not None and not (plain.causal and plain.window[1] in (0, None)):
-        return "its window looks back only, and only under a causal mask"
+        return "it supports windows only backward, with a causal mask"
     ids = np.broadcast_to(np.asarray(mask.q_segment_ids), (B, arguments["query"].shape[1]))
     if not np.array_equal(mask.q_segment_ids, mask.kv_segment_ids) or (ids < 0).any() or (np.diff(ids) < 0).any():
         return "its documents lie one after another, the same of queries and keys, with no padding"

@@ -120,7 +120,7 @@ def test_on_a_mesh():
 def test_what_is_refused():
     with pytest.raises(ValueError, match="'residual' of shape"):
         rms_norm(X, residual=RESIDUAL[:2])
-    with pytest.raises(ValueError, match="'zero_centered' changes 'weight'"):
+    with pytest.raises(ValueError, match="'zero_centered' applies to 'weight'"):
         rms_norm(X, residual=RESIDUAL, zero_centered=True)
     with interpret(), pytest.raises(Unsupported, match="D = 32769 is more than 32768"):
         rms_norm(jnp.ones((1, 32769)), residual=jnp.ones((1, 32769)), platform="triton")
