@@ -42,11 +42,11 @@ class ShortConv(Part):
             "short_conv_out": Param((D, D), "F D", std=residual_std(c)),
         }
 
-    def apply(self, x: jax.Array, params: dict[str, jax.Array], at: LayerContext) -> tuple[jax.Array, Metrics]:
-        ops = at.ops
-        h = ops.rms_norm(x, self.norms(params, at)["short_conv_norm"], eps=at.config.norm_eps)
+    def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
+        ops = ctx.ops
+        h = ops.rms_norm(x, self.norms(params, ctx)["short_conv_norm"], eps=ctx.config.norm_eps)
         inputs, gate = (ops.project(h, params[f"short_conv_{name}"], "btd,df->btf") for name in ("in", "gate"))
-        seen = ops.causal_conv1d(inputs, params["short_conv_taps"], segment_ids=at.batch["segment_ids"])
+        seen = ops.causal_conv1d(inputs, params["short_conv_taps"], segment_ids=ctx.batch["segment_ids"])
         return x + ops.project(seen * jax.nn.silu(gate), params["short_conv_out"], "btf,fd->btd"), {}
 
     def flops(self, c: DecoderShape) -> Flops:

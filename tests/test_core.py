@@ -263,8 +263,8 @@ def run_python(code):
 
 def test_a_backend_file_may_be_imported_by_hand():
     run_python(
-        "import kernels.ops.rms_norm.xla as module\n"
-        "from kernels.ops.rms_norm import op\n"
+        "import kernels.ops.mean_pooling.xla as module\n"
+        "from kernels.ops.mean_pooling import op\n"
         "assert op.backends['xla'].backward is module.backward"
     )
 

@@ -316,9 +316,11 @@ def test_what_is_wrong_with_a_dataset_is_told_at_the_start(tmp_path):
         with pytest.raises(ValueError) as error:
             build(DataSection(source=str(folder), tokenizer=tokenizer, text_key=text_key), seed=0)
         assert all(w in str(error.value) for w in words), str(error.value)
-    with pytest.raises(ValueError, match=r"data.tokenizer = 'dataset' is the tokenizer of a dataset, but .*jsonl' is not a dataset"):
+    with pytest.raises(ValueError, match=r"'dataset' is the tokenizer of a dataset, but .*jsonl' is not a dataset"):
         build(section_of(f"{tmp_path}/made.jsonl"), seed=0)
-    with pytest.raises(ValueError, match=r"'dataset' is the tokenizer of a dataset, but data\.source is not set: make one"):
+    with pytest.raises(
+        ValueError, match=r"'dataset' is the tokenizer of a dataset, but data\.source is not set: make one"
+    ):
         build(DataSection(source=None, tokenizer="dataset"), seed=0)
     with pytest.raises(
         ValueError, match=r"data.source lists '.*made', which is a dataset; join datasets with data.mixture"
