@@ -121,8 +121,11 @@ def test_the_plan_ahead_may_change_and_what_was_made_may_not(tmp_path):
     ahead = f"curriculum=[{FIRST}, {{until: 5}}, {{sequence_length: 128}}]"
     check_history(kept, stages_of(compose([*PLAN, ahead])), 5, tmp_path)
     for changed, words in (
-        (FIRST.replace("until: 3", "until: 4"), ["step 4 with data.sequence_length = 64", "would be 32", "after 5"]),
-        (FIRST.replace("100.0", "101.0"), ["step 3 with model.rope_base = 100.0", "would be 101.0"]),
+        (
+            FIRST.replace("until: 3", "until: 4"),
+            ["step 4 with data.sequence_length = 64", "this curriculum has 32", "after 5"],
+        ),
+        (FIRST.replace("100.0", "101.0"), ["step 3 with model.rope_base = 100.0", "this curriculum has 101.0"]),
         (FIRST.replace("global_batch: 4", "global_batch: 8"), ["data.global_batch = 4"]),
     ):
         with pytest.raises(ValueError) as caught:

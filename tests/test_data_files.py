@@ -111,10 +111,10 @@ BAD_FILES = [
     ("tail.jsonl.gz", GZ + b"tail", ["damaged gzip", "leave it out"]),
     ("plain.jsonl.gz", GOOD, ["damaged gzip", "leave it out"]),
     ("empty.jsonl.gz", b"", ["damaged gzip (it is empty)"]),
-    ("half.jsonl", GOOD + b'\n{"text": "a\\ud800"}', ["line 3", "'text'", "\\ud800 at character 1", "mend"]),
-    ("digits.jsonl", GOOD + b'{"text": "a", "n": ' + b"9" * 5000 + b"}", ["line 2", "4300 digits", "mend"]),
-    ("deep.jsonl", GOOD + b"[" * 100_000, ["line 2", "recursion", "mend"]),
-    ("list.jsonl", GOOD + b'["text"]', ["line 2", "list, not an object", "mend"]),
+    ("half.jsonl", GOOD + b'\n{"text": "a\\ud800"}', ["line 3", "'text'", "\\ud800 at character 1", "fix"]),
+    ("digits.jsonl", GOOD + b'{"text": "a", "n": ' + b"9" * 5000 + b"}", ["line 2", "4300 digits", "fix"]),
+    ("deep.jsonl", GOOD + b"[" * 100_000, ["line 2", "recursion", "fix"]),
+    ("list.jsonl", GOOD + b'["text"]', ["line 2", "list, not an object", "fix"]),
     ("null.jsonl", GOOD + b'{"text": null}', ["line 2", "'text' is NoneType", "data.text_key"]),
     ("latin.jsonl", GOOD * 3 + b'{"text": "\xe4"}', ["line 4", "not UTF-8", "byte 10 of the line"]),
     ("latin.txt", b"abc \xe4", ["not UTF-8", "byte 4", "convert", "leave it out"]),
@@ -151,7 +151,7 @@ def test_any_damage_gives_the_same_documents_or_names_the_file(tmp_path, kind):
         try:
             assert list(documents(path)) == texts
         except ValueError as error:
-            assert str(path) in str(error) and any(w in str(error) for w in ("leave it out", "mend"))
+            assert str(path) in str(error) and any(w in str(error) for w in ("leave it out", "fix"))
             named += 1
     assert named > 100
 
@@ -263,7 +263,7 @@ def test_files_that_would_be_missing_are_named(tmp_path, monkeypatch):
             files_of([str(tmp_path / "b.txt"), str(tmp_path / pattern)])
     monkeypatch.undo()
     (tmp_path / "c.txt").symlink_to(tmp_path / "gone.txt")
-    with pytest.raises(ValueError, match=r"c.txt is a link to nothing"):
+    with pytest.raises(ValueError, match=r"c.txt is a broken link; fix"):
         files_of(str(tmp_path / "*.txt"))
     with pytest.raises(ValueError, match=r"data.source is not set: .* for example data.source='corpus"):
         files_of(None)
@@ -326,7 +326,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
 
     monkeypatch.setattr(NewFile, "write", full)
     for tokenizer in ("bytes", "bpe:300"):
-        with pytest.raises(OSError, match=r"No space left on device; nothing was left; set data.cache_dir"):
+        with pytest.raises(OSError, match=r"No space left on device; nothing was left behind; set data.cache_dir"):
             build_corpus(str(tmp_path / "a.jsonl"), tokenizer, "text", tmp_path / "cache")
         assert not list((tmp_path / "cache").iterdir())
         with pytest.raises(OSError, match=r"the corpus cache .*file/.*data.cache_dir"):

@@ -159,7 +159,7 @@ def test_the_doctor_is_started_once():
         (["sequence.scheme=tree"], "sequence.scheme = 'tree' is unknown; use one of ring, all_gather"),
         (
             ["platform=cud"],
-            "platform = 'cud' is unknown; use null or one of triton, pallas, cudnn, cuda, xla, triton_gpu",
+            "platform = 'cud' is unknown; use null or one of triton, pallas, cudnn, cuda, xla, composed, triton_gpu",
         ),
         (["experts.chunks=0"], "experts.chunks must be at least 1, got 0"),
         (["data.packing=loose"], "data.packing = 'loose' is unknown; use cut or whole"),

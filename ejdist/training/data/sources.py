@@ -55,7 +55,7 @@ def _matches(pattern: str) -> list[Path]:
     everything = glob.glob(expanded, recursive=True)
     for path in everything:
         if not os.path.exists(path):
-            raise ValueError(f"data.source = {pattern!r}: {path} is a broken link;  fix or remove it")
+            raise ValueError(f"data.source = {pattern!r}: {path} is a broken link; fix or remove it")
     matches = [Path(p) for p in everything if os.path.isfile(p)]
     if not matches:
         folder = any(os.path.isdir(p) for p in everything)
