@@ -161,7 +161,7 @@ def test_a_step_says_what_it_cannot_skip():
     with pytest.raises(ValueError, match="skip has 'late'; there are nonfinite and spike"):
         step_of("late")
     step, state, _ = step_of("spike")
-    with pytest.raises(ValueError, match=r"takes limits, float32\[2\], beside"):
+    with pytest.raises(ValueError, match=r"takes limits, float32\[2\], after"):
         step(state, {"tokens": jnp.ones(4)})
 
 

@@ -137,7 +137,7 @@ def test_the_mfu_is_a_share_of_a_data_sheet_or_left_out(sheet, corpus, tmp_path,
     s, said = json.loads((tmp_path / "summary.json").read_text()), capsys.readouterr().out
     if sheet is None:
         assert s["mfu_causal"] is s["mfu_full"] is s["peak_tflops_per_device"] is None and "MFU" not in said
-        assert f"TFLOP/s a device; written to {tmp_path}" in said
+        assert f"TFLOP/s per device; written to {tmp_path}" in said
         assert s["peak_source"] == "none: no data sheet is known for 'cpu'"
     else:
         rate = 1e12 * s["tflops_per_device"]
@@ -242,8 +242,11 @@ def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(every, corpus, 
         (["optimizer.warmup_steps=-1"], ["optimizer.warmup_steps", "-1"]),
         (["optimizer.eps=-1"], ["optimizer.eps", "-1"]),
         (["model.init_std=nan"], ["model.init_std", "nan"]),
-        (["model.init_std=1e39"], ["model.init_std", "float32 holds, got 1e+39"]),
-        (["model.logits_soft_cap=1e-50"], ["model.logits_soft_cap", "float32 holds", "or null for none, got 1e-50"]),
+        (["model.init_std=1e39"], ["model.init_std", "representable in float32, got 1e+39"]),
+        (
+            ["model.logits_soft_cap=1e-50"],
+            ["model.logits_soft_cap", "representable in float32", "or null for none, got 1e-50"],
+        ),
         (["model.sliding_window=8"], ["model.sliding_window = 8", "layer_pattern"]),
         (["checkpoint.minutes=inf"], ["checkpoint.minutes", "inf"]),
         (["checkpoint.keep_hours=inf"], ["checkpoint.keep_hours", "inf"]),
@@ -253,7 +256,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(every, corpus, 
         (["cluster=manual", "cluster.timeout=9999999999"], ["cluster.timeout = 9999999999", "1,000,000"]),
         (["data.source=null", "data.mixture=[{source: 2024, weight: 1}]"], ["data.source = 2024", "glob"]),
         (["run.extend=3"], ["run.extend=3", "true or false"]),
-        (["model.layer_pattern=full"], ["model.layer_pattern", "no list", "[a,b]"]),
+        (["model.layer_pattern=full"], ["model.layer_pattern", "not a list", "[a,b]"]),
     ],
 )
 def test_bad_input(overrides, words, corpus, tmp_path, capsys):

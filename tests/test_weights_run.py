@@ -144,7 +144,7 @@ def test_parameters_of_a_checkpoint_that_changed_are_not_taken(trained, monkeypa
     there = Run(trained / "run", 2)
     assert there.step == 2
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    with pytest.raises(CheckpointError, match=r"params\.nothing is not there and float32\[3\] here"):
+    with pytest.raises(CheckpointError, match=r"params\.nothing is missing there and float32\[3\] here"):
         there.load({"params.nothing": jax.ShapeDtypeStruct((3,), np.float32, sharding=here)})
     norm = jax.ShapeDtypeStruct((32,), np.float32, sharding=here)
     assert there.load({"params.final_norm": norm})["params.final_norm"].shape == (32,)

@@ -51,7 +51,7 @@ class Run:
         self.recipe, self.data = beside["recipe"], beside["data"]
         if (made := self.data.get("step", self.step)) != self.step:
             raise WeightsError(
-                f"checkpoint {self._checkpoints.directory / str(self.step)} is of step {made}, by what it holds: remove it, or "
+                f"checkpoint {self._checkpoints.directory / str(self.step)} holds the state of step {made}: remove it, or "
                 "give another step"
             )
         self.model = section_of(self.recipe, self.folder)
