@@ -200,9 +200,9 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
-        over = tuple((a, mesh.shape[a]) for a in SEQUENCE_AXES if mesh.shape[a] > 1)
+        over = tuple((a, n) for a in SEQUENCE_AXES if (n := mesh.shape.get(a, 1)) > 1)
         scheme = SEQUENCE_SCHEMES[s.sequence.scheme]()
-        if dim == "N" and over and (reason := scheme.rejects(size // mesh.shape[TP], over)):
+        if dim == "N" and over and (reason := scheme.rejects(size // mesh.shape.get(TP, 1), over)):
             raise ValueError(f"sequence.scheme = {s.sequence.scheme!r} and model.{key} = {size}: {reason}")
     return order
 
