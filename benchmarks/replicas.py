@@ -40,8 +40,8 @@ def measure(parameters: int, arrays: int, rounds: int) -> dict[str, float | int 
         began = time.perf_counter()
         hashes = jax.block_until_ready(replicas._hash(named))
         done = time.perf_counter()
-        said = {0: ["here", _hashes_of(_Check(1, hashes))]}
-        if different(said, replicas.groups, 1, "at the start"):
+        reports = {0: ["here", _hashes_of(_Check(1, hashes))]}
+        if different(reports, replicas.groups, 1, "at the start"):
             raise SystemExit("replicas that are the same were told apart")
         hashing.append(done - began)
         beside.append(time.perf_counter() - done)
@@ -54,7 +54,7 @@ def measure(parameters: int, arrays: int, rounds: int) -> dict[str, float | int 
         "hashing_ms": round(1e3 * best, 3),
         "gb_a_second_of_a_device": round(size / best / 1e9, 2),
         "beside_ms": round(1e3 * min(beside[1:]), 3),
-        "said_bytes_of_a_device": max(len(text) for text in said[0][1].values()),
+        "said_bytes_of_a_device": max(len(text) for text in reports[0][1].values()),
     }
 
 

@@ -143,7 +143,7 @@ class Hosts:
             raise
 
     def failed(self) -> Failed | None:
-        """Returns the failure that another host reported inside `together`, None if there is none."""
+        """Returns the failure that another host reported inside `together`, or None."""
         reports = (
             {i: report for i, report in sorted(_read(_FAILED).items()) if i != self.index} if self.count > 1 else {}
         )

@@ -136,7 +136,7 @@ class Predictor:
 
 
 def meshes(count: int, given: dict[str, int], has_experts: bool) -> Iterator[tuple[int, ...]]:
-    """Yields the sizes of the axes of every mesh of so many devices; given ones stay, and cp is 1 where it is not given.
+    """Yields the axis sizes of every mesh of `count` devices. Sizes given by the user are kept; cp defaults to 1.
 
     Raises:
       ValueError: the given sizes do not divide the devices.

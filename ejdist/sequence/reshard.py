@@ -25,7 +25,7 @@ class Reshard:
     only a split dim is cut. Gathered tokens are put in the order that they have in the sequence.
 
     Attributes:
-      axis: the mesh axis. order: how the gathered tokens lie on its ranks.
+      axis: the mesh axis. order: the order in which its ranks hold the tokens.
       copies: how often each entry of a split dim is repeated first, so that every rank has the entries that its own part reads:
         heads of keys that are fewer than the ranks.
     """

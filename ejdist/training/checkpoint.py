@@ -112,7 +112,7 @@ class Checkpoints:
         return self._made
 
     def latest(self) -> int | None:
-        """Returns the step of the last complete checkpoint, None if there is none. Ignores interrupted saves.
+        """Returns the step of the last complete checkpoint, or None. Ignores interrupted saves.
 
         Raises:
           CheckpointError: the folder holds files that this project did not write, or cannot be listed.
