@@ -19,6 +19,7 @@ from ejdist.training.data.hub import PREFIX
 from ejdist.training.data.mixture import MixedRows, Mixture, check_sections, counts_of
 from ejdist.training.data.packing import Packing, Rows
 from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole
+from ejdist.training.data.tokenizer import Tokenizer
 from ejdist.training.data.tokenizing import hub_dataset
 
 __all__ = ["Corpus", "Data", "DataSection", "build"]
@@ -173,8 +174,11 @@ def default_cache_dir() -> str:
     return os.environ.get("EJDIST_CACHE_DIR") or os.path.join(os.path.expanduser("~"), ".cache", "ejdist")
 
 
-def build(section: DataSection, *, seed: int) -> Data:
+def build(section: DataSection, *, seed: int, tokenizer: Tokenizer | None = None) -> Data:
     """Returns the data of a recipe's section.
+
+    Args:
+      tokenizer: for files, instead of the section's; default: the section's.
 
     Raises:
       ValueError: the files, the tokenizer or a size are wrong; names the key.
@@ -182,7 +186,7 @@ def build(section: DataSection, *, seed: int) -> Data:
     check_folder("data.cache_dir", section.cache_dir)
     cache = Path(section.cache_dir or default_cache_dir()).expanduser()
     if section.mixture is None:
-        corpus = _open(section.source, section.tokenizer, section.text_key, cache)
+        corpus = _open(section.source, section.tokenizer, section.text_key, cache, tokenizer)
     else:
         parts = check_sections(section.mixture, section.source)
         counts = counts_of([part["weight"] for part in parts])
@@ -198,8 +202,11 @@ def build(section: DataSection, *, seed: int) -> Data:
     return Data(corpus, seed=seed, prefetch=section.prefetch, packing=section.packing, cache_dir=cache, **sizes)
 
 
-def _open(source: Any, tokenizer: str, text_key: str, cache: Path) -> Corpus | Dataset:
-    """Returns what one source is: a dataset, or files that are tokenized now or were before."""
+def _open(
+    source: Any, tokenizer: str, text_key: str, cache: Path, instead: Tokenizer | None = None
+) -> Corpus | Dataset:
+    """Returns what one source is: a dataset, or files that are tokenized now or were before. `instead`: for files, replaces the
+    tokenizer of that name."""
     if isinstance(source, str) and source.startswith(PREFIX):
         return hub_dataset(source, tokenizer, text_key, cache)
     for one in source if isinstance(source, (list, tuple)) else [source]:
@@ -217,10 +224,10 @@ def _open(source: Any, tokenizer: str, text_key: str, cache: Path) -> Corpus | D
         raise ValueError(
             f"data.source lists {joined[0]!r}, which is a dataset; join datasets with data.mixture, by weight"
         )
-    if tokenizer == OWN:
+    if tokenizer == OWN and instead is None:
         given = "data.source is not set" if source is None else f"data.source = {source!r} is not a dataset"
         raise ValueError(
             f"data.tokenizer = {OWN!r} is the tokenizer of a dataset, but {given}: make one with python -m launch.tokenize and "
             "give its folder, or name a tokenizer"
         )
-    return build_corpus(source, tokenizer, text_key, cache)
+    return build_corpus(source, instead or tokenizer, text_key, cache)

@@ -123,7 +123,9 @@ def make_tokenizer(name: str, files: Files, cache_dir: Path) -> Tokenizer:
     raise _not_kept(folder)
 
 
-def build_corpus(source: str | Sequence[str], tokenizer: str, text_key: str, cache_dir: str | os.PathLike) -> Corpus:
+def build_corpus(
+    source: str | Sequence[str], tokenizer: str | Tokenizer, text_key: str, cache_dir: str | os.PathLike
+) -> Corpus:
     """Returns the corpus, from the cache or made now.
 
     One from the cache is read once, to verify it (see `open_folder` for the cost), and made again if it is damaged.
@@ -133,7 +135,7 @@ def build_corpus(source: str | Sequence[str], tokenizer: str, text_key: str, cac
     """
     cache_dir = Path(cache_dir).expanduser()
     files = Files.of(source, text_key)
-    made = make_tokenizer(tokenizer, files, cache_dir)
+    made = make_tokenizer(tokenizer, files, cache_dir) if isinstance(tokenizer, str) else tokenizer
     folder = cache_dir / f"corpus-{files.key(made.fingerprint)}"
     for _ in range(_ATTEMPTS):
         facts = open_folder(folder)
