@@ -144,7 +144,7 @@ def _has_summary(directory: Path, step: int) -> bool:
 
 def _finish(run: Run) -> dict[str, Any]:
     s, program, directory = run.sections, run.program, run.directory
-    rows = read_rows(directory / "metrics.jsonl")
+    rows, evaluations = read_rows(directory / "metrics.jsonl"), read_evaluations(directory)
     devices = list(program.mesh.devices.flat)
     kind = devices[0].device_kind
     peak = peak_flops(kind)
@@ -159,7 +159,7 @@ def _finish(run: Run) -> dict[str, Any]:
         "parameters": program.num_parameters,
         "jax": jax.__version__,
         "goodput": account(read(directory / NAME)).as_json(),
-        "evaluation": evaluations[-1] if (evaluations := read_evaluations(directory)) else None,
+        "evaluation": {name: evaluations[-1][name] for name in ("step", "loss", "tokens")} if evaluations else None,
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     summary = summarise(rows, devices=len(devices), peak=peak, since=run.stage.start, **facts)

@@ -31,11 +31,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [row for row in found if isinstance(row, dict) and _is_row(row)]
 
 
+_EVALUATED = {"loss", "tokens", "seconds", "document", "row"}
+
+
 def read_evaluations(directory: Path) -> list[dict[str, Any]]:
     """Returns the rows of a run's evaluation.jsonl, without invalid lines."""
     path = directory / EVALUATIONS
     found = (json_of(line) for line in path.read_text(errors="replace").splitlines()) if path.exists() else ()
-    return [row for row in found if isinstance(row, dict) and is_number(row.get("step"), int) and "loss" in row]
+    return [
+        row for row in found if isinstance(row, dict) and is_number(row.get("step"), int) and _EVALUATED <= set(row)
+    ]
 
 
 def describe_evaluation(row: dict[str, Any]) -> str:
@@ -244,6 +249,10 @@ class MetricsWriter:
             raise self._failure
         self._queue.put((step, row))
 
+    def pause(self) -> None:
+        """Queues the end of something that is no part of the next step's time."""
+        self._queue.put(())
+
     def evaluated(self, step: int) -> bool:
         """Returns whether the state after a step has been evaluated by an earlier start."""
         return any(row["step"] == step for row in self._evaluations)
@@ -252,12 +261,19 @@ class MetricsWriter:
         while (item := self._queue.get()) is not None:
             if self._failure is None:
                 try:
-                    self._write(*item) if len(item) == 3 else self._write_evaluation(*item)
+                    self._take(item)
                 except OSError as error:
                     self._failure = write_error(self.directory, error)
                 except BaseException as error:
                     self._failure = error
             self._queue.task_done()
+
+    def _take(self, item: tuple) -> None:
+        if len(item) == 3:
+            return self._write(*item)
+        if item:
+            self._write_evaluation(*item)
+        self._finished_at = time.perf_counter()
 
     def _write(self, step: int, metrics: dict[str, jax.Array], host: dict[str, float | str]) -> None:
         values = {name: x.tolist() for name, x in jax.device_get(metrics).items()}
@@ -296,7 +312,6 @@ class MetricsWriter:
             values |= {f"evaluation/{place}/from_{r['from']}": r["loss"] for r in row[place]}
         self._add(step, {name: value for name, value in values.items() if value is not None})
         self._progress.note(describe_evaluation(row))
-        self._finished_at = time.perf_counter()  # it is no part of the next step's time
 
     def _write_evaluations(self) -> None:
         write_atomic(self.directory / EVALUATIONS, "".join(json.dumps(row) + "\n" for row in self._evaluations))

@@ -38,15 +38,17 @@ class StepProfiler:
             return contextlib.nullcontext()
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
-    def end_step(self, step: int, metrics: Any) -> None:
-        """Stops the trace after the last step, once the devices have finished it."""
-        if self._running and step == self._last:
+    def end_step(self, step: int, metrics: Any) -> bool:
+        """Stops the trace after the last step, once the devices have finished it; returns whether it did."""
+        stops = self._running and step == self._last
+        if stops:
             jax.block_until_ready(metrics)
             self.stop()
             self._log(
                 f"trace of steps {self._first} to {self._last} in {self._folder}: open it with xprof or TensorBoard, or "
                 "perfetto_trace.json.gz in it at ui.perfetto.dev"
             )
+        return stops
 
     def stop(self) -> None:
         """Stops the trace if it runs."""

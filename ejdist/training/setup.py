@@ -25,6 +25,7 @@ from ejdist.training.checkpoint_policy import Saves, Tier
 from ejdist.training.curriculum import Stage, check_history, history, stage_of, stages_of
 from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
+from ejdist.training.data.tokenizer import Tokenizer
 from ejdist.training.held_out import data_of_evaluation
 from ejdist.training.program import Program, RunSection, TrainSections, make_program
 from ejdist.training.pytree_io import name_of
@@ -256,9 +257,10 @@ def _folder_of(run: RunSection) -> Path:
     return directory
 
 
-def data_of(s: TrainSections) -> Data:
-    """Returns the data of a recipe. Raises ValueError if the model's vocabulary is smaller than the tokenizer's."""
-    data = build_data(s.data, seed=s.run.seed)
+def data_of(s: TrainSections, tokenizer: Tokenizer | None = None) -> Data:
+    """Returns the data of a recipe, of files with `tokenizer` if it is given. Raises ValueError if the model's vocabulary is
+    smaller than the tokenizer's."""
+    data = build_data(s.data, seed=s.run.seed, tokenizer=tokenizer)
     if data.vocab_size > s.model.vocab_size:
         raise ValueError(
             f"model.vocab_size = {s.model.vocab_size} is smaller than the {data.vocab_size} tokens of data.tokenizer = "

@@ -272,7 +272,8 @@ def run_steps(
                 host |= {"devices": program.mesh.size, "mesh": mesh}
                 host |= {"peak_memory_gib": peaks} if (peaks := peak_memory()) else {}
                 writer.put(step, metrics, host | run.labels())
-            profiler.end_step(step, metrics)
+            if profiler.end_step(step, metrics) and writer is not None:
+                writer.pause()
             stopped_here = stop.after(step)
             where = saves.due(step, last=step == end or stopped_here)
             watch.add(step, metrics, wait=where is not None)
