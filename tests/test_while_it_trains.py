@@ -61,7 +61,7 @@ def test_an_interrupted_run_evaluates_what_is_missing(evaluated, corpus, tmp_pat
     assert [row["step"] for row in first] == [0, 2, 4]
     shutil.copytree(parts, tmp_path / "copy")
     run(tmp_path / "copy", corpus, *evaluated.keys)
-    assert read_evaluations(tmp_path / "copy")[:3] == first, "what is evaluated is not evaluated again"
+    assert read_evaluations(tmp_path / "copy")[:-1] == first, "what is evaluated is not evaluated again"
     # As a kill between the checkpoint and the evaluation leaves it, and with a row of a step that is made again.
     lines = (parts / "evaluation.jsonl").read_text().splitlines()
     later = json.dumps(json.loads(lines[2]) | {"step": 5, "loss": 99.0})

@@ -13,8 +13,9 @@ GIB = 2**30
 
 
 class StepProfiler:
-    """Traces the steps `first` to `last` into `run.dir/profile`, which xprof and TensorBoard open. The first process also
-    writes `perfetto_trace.json.gz` for ui.perfetto.dev.
+    """Traces the steps `first` to `last` into `run.dir/profile`, for xprof and TensorBoard; of several processes each has its own
+    folder there. The first process also writes `perfetto_trace.json.gz` for ui.perfetto.dev. A trace that fails is given up with
+    a message.
 
     Args:
       steps: (first, last), or empty for no trace.
@@ -25,6 +26,8 @@ class StepProfiler:
     def __init__(self, steps: Sequence[int], directory: Path, start: int, log: Callable[[str], Any]) -> None:
         self._first, self._last = steps or (0, 0)
         self._folder, self._log, self._running = directory / "profile", log, False
+        if jax.process_count() > 1:  # JAX names a folder by the second, and expects one host in it
+            self._folder /= f"host{jax.process_index()}"
         if start >= self._last:
             self._first = self._last = 0
         self._first = max(self._first, start + 1) if self._last else 0
@@ -32,8 +35,11 @@ class StepProfiler:
     def step(self, step: int) -> contextlib.AbstractContextManager:
         """Returns a context for dispatching a step; starts the trace before the first step."""
         if step == self._first:
-            jax.profiler.start_trace(self._folder, create_perfetto_trace=jax.process_index() == 0)
-            self._running = True
+            try:
+                jax.profiler.start_trace(self._folder, create_perfetto_trace=jax.process_index() == 0)
+                self._running = True
+            except (OSError, ValueError, RuntimeError) as error:
+                self._log(f"run.profile: no trace is made: {error}")
         if not self._running:
             return contextlib.nullcontext()
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
@@ -43,18 +49,24 @@ class StepProfiler:
         stops = self._running and step == self._last
         if stops:
             jax.block_until_ready(metrics)
-            self.stop()
-            self._log(
-                f"trace of steps {self._first} to {self._last} in {self._folder}: open it with xprof or TensorBoard, or "
-                "perfetto_trace.json.gz in it at ui.perfetto.dev"
-            )
+            if self.stop():
+                self._log(
+                    f"trace of steps {self._first} to {self._last} in {self._folder}: open it with xprof or TensorBoard, or "
+                    "perfetto_trace.json.gz in it at ui.perfetto.dev"
+                )
         return stops
 
-    def stop(self) -> None:
-        """Stops the trace if it runs."""
-        if self._running:
-            self._running = False
+    def stop(self) -> bool:
+        """Stops the trace if it runs, and returns whether it is written."""
+        if not self._running:
+            return False
+        self._running = False
+        try:
             jax.profiler.stop_trace()
+        except (OSError, ValueError, RuntimeError) as error:
+            self._log(f"run.profile: the trace is not complete: {error}")
+            return False
+        return True
 
 
 def peak_memory(devices: Sequence[Any] | None = None) -> list[float]:
