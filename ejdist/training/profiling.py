@@ -13,9 +13,9 @@ GIB = 2**30
 
 
 class StepProfiler:
-    """Traces the steps `first` to `last` into `run.dir/profile`, for xprof and TensorBoard; of several processes each has its own
-    folder there. The first process also writes `perfetto_trace.json.gz` for ui.perfetto.dev. A trace that fails is given up with
-    a message.
+    """Traces the steps `first` to `last` into `run.dir/profile`, for xprof and TensorBoard; of several processes each has a
+    folder of its own there. The first process also writes `perfetto_trace.json.gz` for ui.perfetto.dev. A trace that fails is
+    given up with a message.
 
     Args:
       steps: (first, last), or empty for no trace.
