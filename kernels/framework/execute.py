@@ -50,8 +50,24 @@ def _missing(plan: Plan) -> dict[str, str]:
     return {c.platform: c.missing for c in plan.choices if c.missing}
 
 
+def _contract_of(op: Operation, static: Mapping[str, Any], with_residuals: bool) -> Callable:
+    """Returns the contract of a call, arrays -> (outputs, name -> extra residual), whose results have the shapes of any
+    backend's. A call has one function: JAX keeps what it traced by the function, and a derivative asks several times."""
+
+    def contract(arrays: dict[str, Any]) -> Any:
+        extra = op.extra_residuals(**static, **arrays) if with_residuals and op.extra_residuals is not None else {}
+        return op.function(**static, **arrays), extra
+
+    return contract
+
+
 def _run_forward(
-    op: Operation, plan: Plan, static: Mapping[str, Any], traced: dict[str, Any], with_residuals: bool = False
+    op: Operation,
+    plan: Plan,
+    static: Mapping[str, Any],
+    contract: Callable,
+    traced: dict[str, Any],
+    with_residuals: bool = False,
 ) -> Any:
     """Returns (outputs, name -> extra residual); there are none unless `with_residuals`."""
 
@@ -69,14 +85,12 @@ def _run_forward(
 
         return branch
 
-    def contract_outputs(arrays: dict[str, Any]) -> Any:
-        extra = op.extra_residuals(**static, **arrays) if with_residuals and op.extra_residuals is not None else {}
-        return op.function(**static, **arrays), extra
-
-    result = jax.eval_shape(contract_outputs, traced)
+    result = jax.eval_shape(contract, traced)
 
     def batched(size: int, is_batched: Any, operands: Any) -> Any:
-        return None if with_residuals else _batched_forward(op, plan, static, result, size, is_batched[0], operands[0])
+        if with_residuals:
+            return None
+        return _batched_forward(op, plan, static, contract, result, size, is_batched[0], operands[0])
 
     return apply(op.name, _branches(plan, make), result, traced, batched=batched, missing=_missing(plan))
 
@@ -117,7 +131,14 @@ def _checked(op: Operation, backend: Backend, gradients: Mapping[str, Any], floa
 
 
 def _batched_forward(
-    op: Operation, plan: Plan, static: Mapping[str, Any], result: Any, size: int, is_batched: dict, traced: dict
+    op: Operation,
+    plan: Plan,
+    static: Mapping[str, Any],
+    contract: Callable,
+    result: Any,
+    size: int,
+    is_batched: dict,
+    traced: dict,
 ) -> Any:
     """Returns the outputs for operands with an extra leading dim, as one call: the dim is folded into B or `*lead`.
     Returns None if a batched operand (such as a weight) or an output (such as a sum over the batch) has neither."""
@@ -140,7 +161,7 @@ def _batched_forward(
         rows[name] = jnp.broadcast_to(x, (size, largest, *x.shape[2:])).reshape(size * largest, *x.shape[2:])
     folded = {**traced, **leads, **rows}
     again = op.plan(op.bind(**static, **folded), plan.toolchain, plan.cfg, differentiated=False)
-    results = _run_forward(op, again, static, folded)
+    results = _run_forward(op, again, static, contract, folded)
     return jax.tree.map(lambda x, like: x.reshape(size, *like.shape), results, result)
 
 
@@ -153,12 +174,13 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
       refusal: why `gradient` is None.
     """
     static = call.static()
+    contracts = {with_residuals: _contract_of(op, static, with_residuals) for with_residuals in (False, True)}
 
     def forward_of(plan: Plan, with_residuals: bool = False) -> Callable:
         """Returns a plan's forward, (inputs, others) -> (outputs, extra residuals), differentiable to any order."""
 
         def call(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
-            return _run_forward(op, plan, static, merged(inputs, others), with_residuals)
+            return _run_forward(op, plan, static, contracts[with_residuals], merged(inputs, others), with_residuals)
 
         def run_fwd(inputs: dict[str, Any], others: dict[str, Any]) -> Any:
             inputs, others = _primals((inputs, others))
