@@ -102,7 +102,8 @@ def case_inputs(
             arguments[p.name] = (
                 jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
                 if shapes_only
-                else jnp.asarray(rng.standard_normal(shape), dtype)
+                # Converted by NumPy: JAX would compile a program for each shape.
+                else jax.device_put(rng.standard_normal(shape).astype(jnp.dtype(dtype)))
             )
         elif p.kind is not None and (p.required or p.name in case.arrays):
             raise TypeError(f"{op.name}, case {case.name}: add {p.name!r} to `make`")
