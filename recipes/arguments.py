@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import hashlib
 import itertools
 import re
@@ -165,6 +166,7 @@ def _name(words: Sequence[str]) -> str:
     return plain if plain == whole else f"{plain}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
 
 
+@functools.lru_cache(maxsize=512)  # each is asked for several times in one composition, and Hydra's parser is slow
 def _parsed(override: str) -> Any:
     """Returns Hydra's reading of an override, None if it has none."""
     from hydra.core.override_parser.overrides_parser import OverridesParser

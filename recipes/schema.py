@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,14 +71,19 @@ def _kinds(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, declared[f.name]
 
 
+@functools.cache
+def _kinds_of_recipe() -> tuple[tuple[str, Any], ...]:
+    return tuple(_kinds(Recipe()))
+
+
 def keys_of() -> list[str]:
     """Returns every key that a recipe has, with dots."""
-    return [key for key, _ in _kinds(Recipe())]
+    return [key for key, _ in _kinds_of_recipe()]
 
 
 def texts_of() -> list[str]:
     """Returns the keys that take a text; a source may be a list too."""
-    return [key for key, kind in _kinds(Recipe()) if kind in (str, str | None, Any)]
+    return [key for key, kind in _kinds_of_recipe() if kind in (str, str | None, Any)]
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
@@ -183,18 +189,25 @@ def text_of(a: Arguments) -> str:
     return f"# @package {a.package}\n" + OmegaConf.to_yaml(composed[a.package], resolve=a.resolve)
 
 
+@functools.lru_cache(maxsize=1)
+def _store(schema: type) -> None:
+    """Tells Hydra the schema of recipes; it walks all dataclasses, a fifth of the time of a composition."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="schema", node=schema)
+
+
 def _composed(a: Arguments) -> tuple[Any, Recipe]:
     """Returns Hydra's composed config, and the recipe built from it."""
     import hydra
-    from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
     if a.config_dir is not None:
         _check_folder(a.config_dir)
     check_overrides(a.overrides, a.config_dir)
-    switches = [key for key, kind in _kinds(Recipe()) if kind is bool]
+    switches = [key for key, kind in _kinds_of_recipe() if kind is bool]
     overrides = check_values(a.overrides, texts_of(), switches)
-    ConfigStore.instance().store(name="schema", node=Recipe)
+    _store(Recipe)
     beside = [] if a.config_dir is None else [f"hydra.searchpath=[{quoted(f'file://{a.config_dir}')}]"]
     try:
         with hydra.initialize_config_module("recipes", version_base="1.3"):
