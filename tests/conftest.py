@@ -39,7 +39,8 @@ if "EJDIST_TESTS_ON_GPU" not in os.environ:
     elif "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         cache = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="ejdist-tests-")
         atexit.register(shutil.rmtree, cache, ignore_errors=True)
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.02")
+    # A program that is compiled sooner than this is not written: to compress and to read it takes as long.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     # Threads of NumPy's products wait by spinning, on cores that the other worker could use.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # The metadata server of a cloud TPU is asked for at start and, away from one, waited for.
@@ -54,7 +55,7 @@ pytest_plugins = ["budget", "isolation", "memory"]
 def pytest_collection_finish() -> None:
     """Modules and tests stay to the end, and traces have no cycles: garbage is looked for less often, and not in those."""
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)
+    gc.set_threshold(60_000, 10, 10)
 
 
 @pytest.fixture(scope="session")
