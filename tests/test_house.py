@@ -21,7 +21,8 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 OPERATIONS = sorted(p.parent.name for p in (ROOT / "kernels" / "ops").glob("*/contract.py"))
 
 
-def imports(path: Path) -> set[str]:
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -30,7 +31,7 @@ def imports(path: Path) -> set[str]:
             above = relative(path).split("/")[: -node.level] if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])
             found |= {f"{module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def relative(path: Path) -> str:

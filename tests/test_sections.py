@@ -1,6 +1,7 @@
 """What every section of a recipe shares: each key is classified by its own section, and each section is checked by walking."""
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
@@ -45,9 +46,15 @@ def other(value):
     return "other" if value is None else f"{value}x"
 
 
+@functools.cache
+def tiny():
+    """Returns the small recipe, which nobody may change."""
+    return compose(TINY)
+
+
 @pytest.mark.parametrize("key", list(keys_of(Recipe())), ids=lambda key: key.name)
 def test_a_run_goes_on_with_another_value_unless_the_key_decides(key, tmp_path):
-    recipe = compose(TINY)
+    recipe = tiny()
     changed = with_value(recipe, key.name, other(flat(recipe)[key.name]))
     if key.name == "run.steps":
         return  # tests/test_resume.py: it has a rule of its own
@@ -60,7 +67,7 @@ def test_a_run_goes_on_with_another_value_unless_the_key_decides(key, tmp_path):
 
 def test_what_launch_readme_lets_a_run_change_may_change(tmp_path):
     """Mesh, guards, where files are, how often is saved: whatever the classification of a single key says."""
-    recipe = compose(TINY)
+    recipe = tiny()
     overrides = [
         *("mesh.sp=1", "mesh.fsdp=2", "sequence.scheme=all_gather", "sequence.order=contiguous"),
         *("experts.dispatch=all_gather", "experts.load_every=0", "guards.spike=rewind", "guards.most_rewinds=5"),
@@ -75,7 +82,7 @@ def test_what_launch_readme_lets_a_run_change_may_change(tmp_path):
 def test_what_decided_when_it_was_listed_decides_still():
     deciding = {key.name for key in keys_of(Recipe()) if key.decides}
     assert DECIDED <= deciding and len(deciding) >= 68
-    assert set(fingerprint(compose(TINY))) == deciding | RECORDED
+    assert set(fingerprint(tiny())) == deciding | RECORDED
 
 
 @dataclass
@@ -96,7 +103,7 @@ class Larger(Recipe):
 
 
 def larger(**changes):
-    return Larger(**vars(compose(TINY)), rounding=Rounding(**changes))
+    return Larger(**vars(tiny()), rounding=Rounding(**changes))
 
 
 def test_a_key_of_a_new_section_decides_by_itself(tmp_path):
@@ -108,16 +115,16 @@ def test_a_key_of_a_new_section_decides_by_itself(tmp_path):
 
 
 def test_a_checkpoint_from_before_a_key_had_its_default(tmp_path):
-    before = fingerprint(compose(TINY))
+    before = fingerprint(tiny())
     check_same_run(before, larger(), 3, tmp_path)
     with pytest.raises(
         ValueError, match=r"rounding.format: was none \(the default: that run has no such key\), is e4m3"
     ):
         check_same_run(before, larger(format="e4m3"), 3, tmp_path)
     with pytest.raises(ValueError, match=r"rounding\.format: was none, and there is no such key now"):
-        check_same_run(fingerprint(larger()), compose(TINY), 3, tmp_path)
+        check_same_run(fingerprint(larger()), tiny(), 3, tmp_path)
     # What was recorded when it decided, and does not any more, is of no account.
-    check_same_run(before | {"model.remat": "full"}, compose(TINY), 3, tmp_path)
+    check_same_run(before | {"model.remat": "full"}, tiny(), 3, tmp_path)
 
 
 def test_a_new_section_is_checked_by_itself():
