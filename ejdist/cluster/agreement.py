@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import os
@@ -38,6 +39,12 @@ def code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+@functools.cache
+def _code_of_process() -> str:
+    """Returns the digest of the code that this process has imported, whatever becomes of the files."""
+    return code_digest()
+
+
 def environment() -> dict[str, Any]:
     """Returns name -> value of everything that a program depends on: packages, this project's code, devices, flags."""
     return software() | devices()
@@ -56,7 +63,7 @@ def software() -> dict[str, Any]:
             facts[f"package {name}"] = metadata.version(name)
         except metadata.PackageNotFoundError:
             facts[f"package {name}"] = None
-    facts["code (digest of the project's sources)"] = code_digest()
+    facts["code (digest of the project's sources)"] = _code_of_process()
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(_NO_PROGRAM)]
     facts["XLA_FLAGS"] = " ".join(sorted(flags))
     facts["LIBTPU_INIT_ARGS"] = os.environ.get("LIBTPU_INIT_ARGS", "")
