@@ -10,6 +10,8 @@ TINY = [
     *("model.ffn_dim=48", "data.sequence_length=64", "data.global_batch=2", "optimizer.warmup_steps=2", "run.steps=10"),
     *("checkpoint.every=0", "mesh.sp=2"),
 ]
+# One small program for one device, whatever run.steps is: for tests of what a run does beside its steps.
+PLAIN = [*TINY, "mesh.sp=1", "model.num_layers=1", "optimizer.schedule=constant"]
 
 
 def losses(directory):

@@ -14,10 +14,12 @@ from launch.errors import DONE, WRONG
 from launch.train import main
 from recipes.schema import compose
 
+ONE = [*TINY, "mesh.sp=1", "model.num_layers=1"]
+
 
 def run(directory, corpus, *overrides):
     said = []
-    outcome = train(compose([*TINY, *corpus, "mesh.sp=1", f"run.dir={directory}", *overrides]), log=said.append)
+    outcome = train(compose([*ONE, *corpus, f"run.dir={directory}", *overrides]), log=said.append)
     return outcome, "\n".join(said)
 
 
@@ -48,7 +50,7 @@ def test_a_cosine_goes_on_past_its_end_only_when_told_to(corpus, tmp_path, capsy
     _, said = run(parts, corpus, "run.steps=4")
     assert "raise run.steps with run.extend=true, or choose" in said
     before = (parts / "metrics.jsonl").read_text()
-    arguments = [*TINY, *corpus, "mesh.sp=1", f"run.dir={parts}", "run.steps=6"]
+    arguments = [*ONE, *corpus, f"run.dir={parts}", "run.steps=6"]
     assert main(arguments) == WRONG
     message = capsys.readouterr().err
     words = [

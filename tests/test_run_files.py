@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from small_run import TINY, losses
+from small_run import PLAIN, TINY, losses
 
 from ejdist.training import integrity, loop, run_lock
 from ejdist.training.checkpoint import CheckpointError
@@ -32,12 +32,12 @@ from recipes.schema import compose
 def test_a_run_dir_that_cannot_be_is_named_before_anything_is_compiled(corpus, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("mine")
     for directory in (tmp_path / "file", tmp_path / "file" / "run"):
-        assert main([*TINY, *corpus, f"run.dir={directory}"]) == WRONG
+        assert main([*PLAIN, *corpus, f"run.dir={directory}"]) == WRONG
         said = capsys.readouterr()
         assert "run.dir" in said.err and f"{tmp_path}/file is a file" in said.err and "parameters" not in said.out
     assert (tmp_path / "file").read_text() == "mine"
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert main([*TINY, *corpus, 'run.dir="~/run"', "run.steps=1"]) == DONE
+    assert main([*PLAIN, *corpus, 'run.dir="~/run"', "run.steps=1"]) == DONE
     assert (tmp_path / "run" / "summary.json").exists()
 
 
@@ -128,7 +128,7 @@ def test_ctrl_c_before_the_first_step_is_no_traceback(corpus, tmp_path, capsys, 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(setup, "make_program", interrupted)
-    assert main([*TINY, *corpus, f"run.dir={tmp_path}/run"]) == PREEMPTED
+    assert main([*PLAIN, *corpus, f"run.dir={tmp_path}/run"]) == PREEMPTED
     assert "stopped at once by SIGINT" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
@@ -165,7 +165,7 @@ def test_a_signal_before_the_step_to_stop_after_is_no_end(more, code, corpus, tm
         return bool(self.signals)
 
     monkeypatch.setattr(Stop, "after", told)
-    assert main([*TINY, *corpus, f"run.dir={tmp_path}", *more]) == code
+    assert main([*PLAIN, *corpus, f"run.dir={tmp_path}", *more]) == code
     assert ("stopped by SIGTERM after step 2" in capsys.readouterr().out) == (code == PREEMPTED)
 
 
@@ -174,7 +174,7 @@ def test_a_cluster_that_is_not_there_is_named(corpus, tmp_path, capsys, monkeypa
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr("jax.distributed.initialize", nothing_found)
-    assert main([*TINY, *corpus, f"run.dir={tmp_path}/run", "cluster=auto"]) == WRONG
+    assert main([*PLAIN, *corpus, f"run.dir={tmp_path}/run", "cluster=auto"]) == WRONG
     message = capsys.readouterr().err
     assert "cluster=auto finds no" in message and "cluster=manual" in message
 
@@ -192,30 +192,30 @@ def test_metrics_that_cannot_be_written_end_the_run_and_do_not_block_it(full, co
 
     with monkeypatch.context() as patch:
         patch.setattr(full, fails)
-        assert main([*TINY, *corpus, f"run.dir={tmp_path}", "run.steps=60"]) == WRONG
+        assert main([*PLAIN, *corpus, f"run.dir={tmp_path}", "run.steps=60"]) == WRONG
     message = capsys.readouterr().err
     assert f"run.dir = '{tmp_path}' cannot be written: No space left" in message and "free space" in message
-    assert main([*TINY, *corpus, f"run.dir={tmp_path}", "run.steps=60"]) == DONE
+    assert main([*PLAIN, *corpus, f"run.dir={tmp_path}", "run.steps=60"]) == DONE
     assert len(losses(tmp_path)) == 60
 
 
 @pytest.mark.parametrize("name", ["summary.json", "loss.png"])
 def test_a_summary_that_could_not_be_written_is_made_by_the_next_start(name, corpus, tmp_path, capsys):
     (tmp_path / name).mkdir()
-    assert main([*TINY, *corpus, f"run.dir={tmp_path}", "run.steps=3"]) == WRONG
+    assert main([*PLAIN, *corpus, f"run.dir={tmp_path}", "run.steps=3"]) == WRONG
     assert "run.dir" in capsys.readouterr().err and not list(tmp_path.glob("*tmp*")), "nothing half-written"
     (tmp_path / name).rmdir()
-    assert main([*TINY, *corpus, f"run.dir={tmp_path}", "run.steps=3"]) == DONE
+    assert main([*PLAIN, *corpus, f"run.dir={tmp_path}", "run.steps=3"]) == DONE
     assert (tmp_path / name).is_file() and json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
     before = (tmp_path / "summary.json").stat().st_mtime_ns
-    assert main([*TINY, *corpus, f"run.dir={tmp_path}", "run.steps=3"]) == DONE
+    assert main([*PLAIN, *corpus, f"run.dir={tmp_path}", "run.steps=3"]) == DONE
     assert (tmp_path / "summary.json").stat().st_mtime_ns == before, "made once"
 
 
 def test_a_run_without_a_loss_has_a_summary_that_says_so(corpus, tmp_path, capsys):
     """All updates may be left out; NaN is no JSON, and what cannot be written as a number was a traceback."""
     wrong = ["model.init_std=1e3", "model.attention_scale=8e37", "guards.nonfinite=skip", "run.steps=3"]
-    assert main([*TINY, *corpus, f"run.dir={tmp_path}", *wrong]) == DONE
+    assert main([*PLAIN, *corpus, f"run.dir={tmp_path}", *wrong]) == DONE
     assert "loss none -> none in 3 steps" in capsys.readouterr().out
 
     def refused(word):
@@ -226,7 +226,7 @@ def test_a_run_without_a_loss_has_a_summary_that_says_so(corpus, tmp_path, capsy
 
 
 def test_the_loss_of_a_later_step_is_not_that_of_the_first(corpus, tmp_path):
-    given = [*TINY, *corpus, f"run.dir={tmp_path}", "run.steps=3"]
+    given = [*PLAIN, *corpus, f"run.dir={tmp_path}", "run.steps=3"]
     assert main([*given, "run.stop_after=2"]) == DONE
     (tmp_path / "metrics.jsonl").unlink()
     assert main(given) == DONE
@@ -288,7 +288,7 @@ def test_a_full_disk_is_told_with_the_file_that_was_written(tmp_path, monkeypatc
 
 def test_checkpoints_that_are_a_file(corpus, tmp_path, capsys):
     (tmp_path / "checkpoints").write_text("mine")
-    assert main([*TINY, *corpus, f"run.dir={tmp_path}"]) == BAD_CHECKPOINT
+    assert main([*PLAIN, *corpus, f"run.dir={tmp_path}"]) == BAD_CHECKPOINT
     assert "is not a folder" in capsys.readouterr().err and (tmp_path / "checkpoints").read_text() == "mine"
 
 
@@ -312,7 +312,7 @@ def taken(folder):
 
 
 def test_a_folder_in_which_another_process_trains_is_left_alone(corpus, tmp_path, monkeypatch, capsys):
-    given = [*TINY, *corpus, f"run.dir={tmp_path}", "checkpoint.every=1"]
+    given = [*PLAIN, *corpus, f"run.dir={tmp_path}", "checkpoint.every=1"]
     assert main([*given, "run.stop_after=2"]) == DONE
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
     take = [sys.executable, "-c", _TAKES, str(tmp_path)]
@@ -327,7 +327,7 @@ def test_a_folder_in_which_another_process_trains_is_left_alone(corpus, tmp_path
 @pytest.mark.parametrize("there", [True, False])
 def test_two_runs_do_not_share_a_folder_of_checkpoints(there, corpus, tmp_path, monkeypatch, capsys):
     where, first = tmp_path / "checkpoints", tmp_path / "first"
-    given = [*TINY, *corpus, f"checkpoint.dir={where}", "checkpoint.every=1", "run.steps=1"]
+    given = [*PLAIN, *corpus, f"checkpoint.dir={where}", "checkpoint.every=1", "run.steps=1"]
     if there:
         assert main([*given, f"run.dir={first}"]) == DONE
     else:
@@ -340,7 +340,7 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(there, corpus, tmp_path, 
 
 
 def test_the_own_checkpoints_of_a_run_that_goes_on_are_no_other_runs(corpus, tmp_path, monkeypatch, capsys):
-    first, given = tmp_path / "first", [*TINY, *corpus, "checkpoint.every=1", "run.steps=1"]
+    first, given = tmp_path / "first", [*PLAIN, *corpus, "checkpoint.every=1", "run.steps=1"]
     assert main([*given, f"run.dir={first}"]) == DONE
     monkeypatch.setattr(run_lock, "_PATIENCE", 0.1)
     other = [*given, f"run.dir={tmp_path / 'second'}", f"checkpoint.dir={first}/checkpoints"]
@@ -355,7 +355,7 @@ def test_a_run_does_not_begin_anew_where_its_checkpoints_are_elsewhere(corpus, t
     last.mkdir(parents=True)
     write_atomic(run / "recipe.json", '{"checkpoint.dir": null}')
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.0}\n')
-    given = [*TINY, *corpus, f"run.dir={run}", f"checkpoint.dir={tmp_path / 'other'}", "run.stop_after=1"]
+    given = [*PLAIN, *corpus, f"run.dir={run}", f"checkpoint.dir={tmp_path / 'other'}", "run.stop_after=1"]
     assert main(given) == WRONG
     said = capsys.readouterr().err
     assert f"has one of step 2 in {last.parent}, where checkpoint.dir was None: restore checkpoint.dir" in said
@@ -366,7 +366,7 @@ def test_a_run_does_not_begin_anew_where_its_checkpoints_are_elsewhere(corpus, t
 
 
 def test_a_folder_of_checkpoints_is_no_run_dir(corpus, tmp_path, capsys):
-    assert main([*TINY, *corpus, f"run.dir={tmp_path}", f"checkpoint.dir={tmp_path}/."]) == WRONG
+    assert main([*PLAIN, *corpus, f"run.dir={tmp_path}", f"checkpoint.dir={tmp_path}/."]) == WRONG
     assert "is run.dir, but a checkpoint folder must hold nothing else" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -380,12 +380,12 @@ def test_a_folder_of_checkpoints_that_two_processes_make_is_of_the_first(corpus,
 
     compile_stage = loop.compile_stage
     monkeypatch.setattr(loop, "compile_stage", other_trains)
-    assert main([*TINY, *corpus, f"run.dir={tmp_path / 'run'}", f"checkpoint.dir={where}", "run.steps=1"]) == WRONG
+    assert main([*PLAIN, *corpus, f"run.dir={tmp_path / 'run'}", f"checkpoint.dir={where}", "run.steps=1"]) == WRONG
     assert f"checkpoint.dir = '{where}': another process has trained in it since" in capsys.readouterr().err
 
 
 def test_what_a_process_saves_while_another_waits_for_it_is_gone_on_from(corpus, tmp_path, monkeypatch, capsys):
-    given = [*TINY, *corpus, f"run.dir={tmp_path / 'run'}", "checkpoint.every=1"]
+    given = [*PLAIN, *corpus, f"run.dir={tmp_path / 'run'}", "checkpoint.every=1"]
     assert main([*given, "run.stop_after=2"]) == DONE
     last = tmp_path / "run" / "checkpoints" / "2"
     last.rename(tmp_path / "2")  # is not written yet
@@ -405,7 +405,7 @@ def test_what_a_process_saves_while_another_waits_for_it_is_gone_on_from(corpus,
 
 
 def test_a_folder_that_two_processes_make_is_of_the_first(corpus, tmp_path, monkeypatch, capsys):
-    folder, given = tmp_path / "run", [*TINY, *corpus, f"run.dir={tmp_path / 'run'}"]
+    folder, given = tmp_path / "run", [*PLAIN, *corpus, f"run.dir={tmp_path / 'run'}"]
 
     def other_trains(*args, **options):
         folder.mkdir()
