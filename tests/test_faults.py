@@ -45,6 +45,9 @@ def test_what_is_unnoticed_stale_or_broken_is_said(tmp_path, monkeypatch, capsys
     )
     monkeypatch.setattr(mutations, "ROOT", Path(tmp_path))
     monkeypatch.setattr(mutations, "collected", lambda: {"area": faults})
+    # Plugins of other packages take longer to import than these tests to run; -n is an option of one of them.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p xdist")
     assert mutations.main(["-n", "2"]) == 1
     said = capsys.readouterr().out
     assert "1 of 5 faults" in said
