@@ -90,7 +90,18 @@ def mapped(name, options, axes, out, **how):
     return jax.shard_map(body, in_specs=(specs, dict.fromkeys(data, TOKENS)), out_specs=out, **how)
 
 
-@pytest.mark.parametrize("name", CALLS)
+# The same operation as another call here with other arguments, or with one of them fixed: in the slow tier.
+OF_ANOTHER = {
+    "delta_rule",
+    "kernel_delta_attention",
+    "lightning_attention",
+    "recurrent_attention",
+    "retention",
+    "scaled_dot_product_attention",
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in OF_ANOTHER else ()) for n in CALLS])
 def test_an_axis_gives_the_numbers_and_gradients_of_one_device(name):
     arrays, specs, options = CALLS[name]
     arrays, rest = arrays[: len(specs)], arrays[len(specs) :]
