@@ -262,13 +262,15 @@ def test_octaves_add_up_to_the_models_own_loss_and_answers_are_those_of_all_logi
     params, _ = weights.load(evaluator._program)
     data, ops = build_data(recipe.data, seed=recipe.run.seed), bind_ops(None)
     model = recipe.model.build()
-    sums = [model.loss(params, data.batch(i), ops=ops)[1] for i in range(2)]
+    numbers_of = jax.jit(lambda params, batch: model.loss(params, batch, ops=ops)[1])
+    sums = [numbers_of(params, data.batch(i)) for i in range(2)]
     total, tokens = (sum(float(s[name].value) for s in sums) for name in ("loss", "tokens"))
     for place in ("document", "row"):
         assert sum(row["tokens"] for row in found[place]) == found["tokens"] == tokens
         assert sum(row["sum"] for row in found[place]) == pytest.approx(total, rel=1e-5)
     batch = data.batch(0)
-    hidden = np.asarray(hidden_states(params, batch, recipe.model, ops), np.float64)
+    hidden = jax.jit(lambda params, batch: hidden_states(params, batch, recipe.model, ops))(params, batch)
+    hidden = np.asarray(hidden, np.float64)
     logits = hidden @ np.asarray(output_projection(params, recipe.model), np.float64)
     marks, rng = np.full((2, 64), -1, np.int32), np.random.default_rng(0)
     places, given = np.array([[5, 40, 63], [0, 1, 31]]), rng.integers(0, 256, (2, 3)).astype(np.int32)

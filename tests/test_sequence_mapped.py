@@ -132,8 +132,10 @@ def test_an_axis_gives_the_numbers_and_gradients_of_one_device(name):
         with pytest.raises(ValueError, match=f"{name}: dim [TS] lies on the axis 'seq'.*give axis_name='seq'"):
             mapped(name, options, None, out)(arrays, data)
         # Said to be whole on each rank, which is then what is computed.
-        sees = jax.shard_map(
-            lambda: mapped_whole(name, arrays, rest, options), in_specs=(), out_specs=P(), check_vma=False
+        sees = jax.jit(
+            jax.shard_map(
+                lambda: mapped_whole(name, arrays, rest, options), in_specs=(), out_specs=P(), check_vma=False
+            )
         )
         np.testing.assert_allclose(sees(), want, rtol=2e-5, atol=2e-5 * max(1, float(jnp.abs(want).max())))
 
@@ -143,10 +145,10 @@ def mapped_whole(name, arrays, rest, options):
     return found[0] if isinstance(found, tuple) else found
 
 
-def inside(function, *arrays, specs=TOKENS, out=TOKENS, layout=None, **how):
-    """Returns the result of a function inside a `shard_map` over both axes."""
+def inside(function, *arrays, specs=TOKENS, out=TOKENS, layout=None, jit=jax.jit, **how):
+    """Returns the result of a function inside a `shard_map` over both axes, jitted: else every primitive is a program."""
     with set_layout(**(layout or {"B": "data", "T": "seq"})), jax.set_mesh(mesh()):
-        return jax.shard_map(function, in_specs=specs, out_specs=out, **how)(*arrays)
+        return jit(jax.shard_map(function, in_specs=specs, out_specs=out, **how))(*arrays)
 
 
 def test_a_cache_whose_entries_are_split():
@@ -172,7 +174,7 @@ def test_a_loss_of_sequences_counts_over_all_of_one(documents, vma):
         more |= {"segment_ids": ids[0]} if ids else {}
         return ejdist.moe(x, router, gate, gate, down, **how, **more)[1].balance_loss
 
-    want, wanted = jax.value_and_grad(loss)(X, *ids)
+    want, wanted = jax.jit(jax.value_and_grad(loss))(X, *ids)
 
     def whole(x, *ids):
         def parts(*arrays):
@@ -274,7 +276,7 @@ def test_an_order_inside():
 
 def test_a_ring_runs_over_the_axis_of_the_layout():
     want = kernels.flash_attention(Q, K, V, causal=True)
-    got = inside(lambda *a: ejdist.ring_attention(*a, causal=True), Q, K, V)
+    got = inside(lambda *a: ejdist.ring_attention(*a, causal=True), Q, K, V, jit=lambda f: f)
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
