@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import os
 import queue
 import shlex
@@ -111,6 +112,7 @@ def chosen(words: list[str]) -> list[Fault]:
     """Returns the faults that any of the words names; all, where there are none."""
     project = Project(ROOT)
 
+    @functools.cache  # every word asks for it
     def file(fault: Fault) -> str:
         return "" if stale(fault, project) else place(fault, project)
 
