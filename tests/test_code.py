@@ -14,8 +14,16 @@ from kernels.toolchains.simulate import ahead_of_time as checks
 
 OPS = kernels.operations()
 MOST_CASES = 3
-# What the TPU compiler takes ten seconds for: "together" has every option of these kernels and is quick.
-SLOW_FOR_TPUS = {("flash_attention", "causal_32k_gqa"), ("flash_attention", "wide_causal_8k")}
+# What the compilers take ten seconds for. Quick are "together", which has every option of the kernels of flash attention, and
+# on CUDA its widest head, the other product of a layer of experts, and the other block masks.
+SLOW = {
+    "pallas": {("flash_attention", "causal_32k_gqa"), ("flash_attention", "wide_causal_8k")},
+    "triton": {
+        ("flash_attention", "causal_32k_gqa"),
+        ("grouped_matmul", "qwen3_gate_up"),
+        ("blocksparse_attention", "tenth_of_32k"),
+    },
+}
 TARGETS = {"triton": (90, 80), "pallas": checks.TPU_TOPOLOGIES}  # the first of each is in the quick tests
 # Bytes that a kernel may spill, and why it is left so. What is not here spills nothing.
 SPILLS = {
@@ -61,7 +69,7 @@ def _rows(toolchain):
                 for dtype in sorted(backend.dtypes):
                     for case in cases_of(op):
                         quick = dtype == "bfloat16" and target == TARGETS[toolchain][0]
-                        quick &= toolchain != "pallas" or (op.name, case.name) not in SLOW_FOR_TPUS
+                        quick &= (op.name, case.name) not in SLOW[toolchain]
                         marks = () if quick else (pytest.mark.slow,)
                         name = f"{op.name}-{backend.name}-{case.name}-{dtype}-{target}"
                         yield pytest.param(op, backend, case, dtype, target, marks=marks, id=name)

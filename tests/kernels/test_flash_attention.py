@@ -136,7 +136,10 @@ def test_the_block_size_is_not_in_the_numbers(name):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), run(blocks(q, k)), wanted)
 
 
-@pytest.mark.parametrize(("name", "platform"), [("cross_causal", "xla"), ("together", "xla"), ("together", "pallas")])
+@pytest.mark.parametrize(
+    ("name", "platform"),
+    [("cross_causal", "xla"), ("together", "xla"), pytest.param("together", "pallas", marks=pytest.mark.slow)],
+)
 def test_keys_in_two_parts_with_the_global_lse_give_the_gradients_of_the_whole(name, platform):
     """What a ring does: each part's backward gets the lse and delta of the whole, never its own."""
     given = op.case_inputs(next(c for c in CASES if c.name == name))
