@@ -175,7 +175,15 @@ def test_what_the_command_writes(trained, tmp_path, capsys, monkeypatch):
     assert "data.tokenizer=bytes" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("scaling", "context"), [("ntk", 64), ("linear", 64), ("yarn", 384), ("llama3", 384)])
+@pytest.mark.parametrize(
+    ("scaling", "context"),
+    [
+        pytest.param("ntk", 64, marks=pytest.mark.slow),  # of each kind one is quick
+        ("linear", 64),
+        ("yarn", 384),
+        pytest.param("llama3", 384, marks=pytest.mark.slow),
+    ],
+)
 def test_the_context_that_is_written_is_one_that_the_run_names(scaling, context, corpus, tmp_path):
     """Linear and ntk read no model.rope_original_length, so that its default says nothing of theirs."""
     keys = [f"model.rope_scaling={scaling}", "model.rope_factor=4.0", "run.steps=1"]
