@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from small_run import TINY, losses
+from small_run import PLAIN, losses
 
 from launch import slurm
 from launch.errors import DONE, PREEMPTED, WRONG
@@ -40,7 +40,7 @@ def cluster(tmp_path):
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
     environment = os.environ | {
         "PATH": f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "XLA_FLAGS": " ".join([*flags, "--xla_force_host_platform_device_count=2"]), "STUB_TASKS": "2",
+        "XLA_FLAGS": " ".join([*flags, "--xla_force_host_platform_device_count=1"]), "STUB_TASKS": "2",
         "STUB_CALLS": str(tmp_path / "calls"), "SLURM_JOB_ID": str(os.getpid()),
     }  # fmt: skip
 
@@ -58,7 +58,7 @@ def batch(*arguments):
 def test_a_job_that_is_stopped_is_queued_again_and_goes_on(cluster, corpus, tmp_path):
     """Two tasks that find each other by what Slurm says; a signal to the job, as before its time is up; and once more."""
     run, calls = tmp_path / "run", tmp_path / "calls"
-    own = [*TINY, *corpus, "mesh.dp=2", f"run.dir={run}"]
+    own = [*PLAIN, *corpus, "mesh.dp=2", f"run.dir={run}"]
     text = batch("nodes=2", "tasks_per_node=1", "time=60", *own, "run.steps=400")
     job = cluster(text)
     rows = run / "metrics.jsonl"
