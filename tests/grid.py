@@ -53,8 +53,18 @@ def value_and_gradients(function, arguments, d_outputs=None, no_gradient=()):
 
     The gradient of an argument that is a pytree has its structure, with None for the leaves that are not floats.
     """
+    traced, static = apart(arguments)
+    return differentiated(function, static, no_gradient)(traced, d_outputs)
+
+
+def apart(arguments):
+    """Returns (the traced arguments, the static ones)."""
     traced = {n: v for n, v in arguments.items() if is_traced_argument(v)}
-    static = {n: v for n, v in arguments.items() if n not in traced}
+    return traced, {n: v for n, v in arguments.items() if n not in traced}
+
+
+def differentiated(function, static, no_gradient):
+    """Returns the jitted function (traced arguments, cotangents or None) of `value_and_gradients`."""
 
     # What has no gradient is data too: as a constant of the program it would be folded, at length, by the compiler.
     @jax.jit
@@ -65,7 +75,7 @@ def value_and_gradients(function, arguments, d_outputs=None, no_gradient=()):
         given = [np.zeros(y.shape, jax.dtypes.float0) if c is None else c.astype(y.dtype) for c, y in zip(d, outputs)]
         return outputs, pull(tuple(given))[0], d
 
-    return run(traced, d_outputs)
+    return run
 
 
 def error(actual, wanted):
@@ -96,19 +106,25 @@ def named(op, outputs, gradients):
     return dict(zip(op.outputs, outputs)) | {f"d{jax.tree_util.keystr(path)}": g for path, g in paths}
 
 
+@functools.lru_cache(maxsize=2)
+def contract_of(op, case_name, seed):
+    """Returns the contract on a case, differentiated and jitted; in float32 one program, whatever the dtype of the inputs."""
+    arguments = op.case_inputs(next(c for c in op.cases if c.name == case_name), seed=seed)
+    # What no backend differentiates need not be differentiated here.
+    return differentiated(op.function, apart(arguments)[1], op.no_gradient if differentiable(op) else tuple(arguments))
+
+
 @functools.lru_cache(maxsize=32)
 def truth_of(op, case_name, dtype, seed):
     """Returns the `Truth` of a case. It is the same for every backend, so the rows of a grid that are about one case and dtype
     stand side by side and it is computed once."""
     case = next(c for c in op.cases if c.name == case_name)
-    arguments = op.case_inputs(case, dtype=dtype, seed=seed)
-    # What no backend differentiates need not be differentiated here.
-    constant = op.no_gradient if differentiable(op) else tuple(arguments)
+    arguments, contract = op.case_inputs(case, dtype=dtype, seed=seed), contract_of(op, case_name, seed)
     with jax.default_matmul_precision("highest"):
-        *exact, d = value_and_gradients(op.function, widened(arguments), no_gradient=constant)
+        *exact, d = contract(apart(widened(arguments))[0], None)
         rounded = exact
         if dtype != "float32":
-            *rounded, _ = value_and_gradients(op.function, arguments, d, constant)
+            *rounded, _ = contract(apart(arguments)[0], d)
     return Truth(arguments, named(op, *exact), named(op, *rounded), d)
 
 
