@@ -28,6 +28,12 @@ BUILT_ON_ANOTHER = {
     "mixture_of_attention_heads": "flash_attention",
     "quantized_attention": "flash_attention",
     "attention": "flash_attention",
+    "native_sparse_attention": "blocksparse_attention",
+    "performer_attention": "linear_attention",
+    "append_and_attend": "paged_attention",
+    "page_attention": "paged_attention",
+    "decode_attention": "paged_attention",
+    "flash_mla": "flash_attention",
     "rwkv7": "delta_rule",
     "rwkv4": "linear_attention",
     "state_space_v1": "state_space_v2",
@@ -38,6 +44,11 @@ BUILT_ON_ANOTHER = {
 # Transformations are the framework's, which knows no toolchain: it passes arguments on to kernels as to XLA. These two have
 # residuals, several outputs and arguments that may be left out; kernels of other operations are transformed in the slow tier.
 WITH_KERNELS = {"rms_norm", "fused_add_rms_norm"}
+
+
+# The framework alone decides what a second derivative is, and `scan` and `jax.checkpoint` are applied together with `vmap` to
+# every operation. Alone, and twice, they are applied to these: one output and several, residuals, integers, positions.
+OF_EACH_KIND = "rms_norm fused_add_rms_norm flash_attention grouped_matmul cross_entropy rotary_embedding".split()
 
 
 def marks_of(op, backend="xla"):
@@ -54,7 +65,11 @@ ROWS = [
 ]
 each = pytest.mark.parametrize(("op", "backend"), ROWS)
 DIFFERENTIABLE = {name: op for name, op in OPS.items() if differentiable(op)}
-each_differentiable = pytest.mark.parametrize(("op", "backend"), [r for r in ROWS if differentiable(r.values[0])])
+DIFFERENTIABLE_ROWS = [row for row in ROWS if differentiable(row.values[0])]
+each_differentiable = pytest.mark.parametrize(("op", "backend"), DIFFERENTIABLE_ROWS)
+SLOW = [pytest.param(*r.values, id=r.id, marks=pytest.mark.slow) for r in DIFFERENTIABLE_ROWS]
+KINDS = [r if r.values[0].name in OF_EACH_KIND else slow for r, slow in zip(DIFFERENTIABLE_ROWS, SLOW)]
+each_kind = pytest.mark.parametrize(("op", "backend"), KINDS)
 # A device has a row of the batch; `lead` is the batch where there is one dim of it.
 FIRST = ("B", "lead")
 
@@ -114,34 +129,49 @@ def close(got, want, allowed=2e-5):
 def test_vmap_of_all_arrays_and_of_one(op, backend):
     floats, others, rest = parts(op)
     again = parts(op, seed=1)[0]
-    stacked = jax.tree.map(lambda a, b: jnp.stack([a, b]), floats, again)
-    run = functools.partial(call, op, backend.name, others=others, rest=rest)
+    stacked = jax.tree.map(lambda a, b: np.stack([a, b]), floats, again)
+    run, one = functools.partial(call, op, backend.name, others=others, rest=rest), next(iter(floats))
+
+    @jax.jit
+    def both(stacked):
+        return jax.vmap(run)(stacked), jax.vmap(lambda x: run({**floats, one: x}), out_axes=-1)(stacked[one])
+
     with on_this_machine(backend):
-        got = jax.jit(jax.vmap(lambda f: run(f)))(stacked)
-        one = next(iter(floats))
-        mixed = jax.jit(jax.vmap(lambda x: run({**floats, one: x}), out_axes=-1))(stacked[one])
+        got, mixed = jax.device_get(both(stacked))  # indexed by NumPy, without a program for each shape
         for i, f in enumerate((floats, again)):
             close([y[i] for y in got], run(f), 1e-6)
             close([y[..., i] for y in mixed], run({**floats, one: f[one]}), 1e-6)
 
 
+def scanned(loss):
+    """Returns -2 times a loss, summed by a loop."""
+    weights = jnp.array([1.0, -3.0])
+    return lambda floats: jax.lax.scan(lambda total, x: (total + x * loss(floats), None), 0.0, weights)[0]
+
+
+def remat_of(backend):
+    """Returns `jax.checkpoint`; for Pallas nothing, as remat does not take the ordered host calls of its interpreter."""
+    return (lambda f: f) if backend.name == "pallas_tpu" else jax.checkpoint
+
+
 @each_differentiable
-def test_gradients_under_vmap_and_of_vmap(op, backend):
+def test_gradients_under_vmap_and_of_vmap_with_scan_and_remat(op, backend):
     floats, others, rest = parts(op)
     again = parts(op, seed=1)[0]
-    stacked = jax.tree.map(lambda a, b: jnp.stack([a, b]), floats, again)
-    loss = scalar(op, backend.name, others, rest)
+    stacked = jax.tree.map(lambda a, b: np.stack([a, b]), floats, again)
+    loss, remat = scalar(op, backend.name, others, rest), remat_of(backend)
 
     @jax.jit  # one program: what the two have in common is compiled once
     def both(stacked):
-        return jax.vmap(jax.grad(loss))(stacked), jax.grad(lambda f: jnp.sum(jax.vmap(loss)(f)))(stacked)
+        total = jax.grad(lambda f: jnp.sum(jax.vmap(scanned(loss))(f)))
+        return jax.vmap(jax.grad(remat(loss)))(stacked), total(stacked)
 
     with on_this_machine(backend):
-        each, total = both(stacked)
+        each, total = jax.device_get(both(stacked))
         for i, f in enumerate((floats, again)):
             want = plain(op, backend.name)(f)[1]
             close(jax.tree.map(lambda g, i=i: g[i], each), want)
-            close(jax.tree.map(lambda g, i=i: g[i], total), want)
+            close(jax.tree.map(lambda g, i=i: g[i] / -2, total), want)
 
 
 def test_a_gradient_through_what_is_forward_only_is_refused_by_name():
@@ -151,28 +181,20 @@ def test_a_gradient_through_what_is_forward_only_is_refused_by_name():
             jax.grad(scalar(op, None, others, rest))(floats)
 
 
-@each_differentiable
+@each_kind
 def test_scan_and_remat_around_it(op, backend):
     floats, others, rest = parts(op)
     loss = scalar(op, backend.name, others, rest)
-
-    def scanned(wrap):
-        def total(floats):
-            return jax.lax.scan(lambda s, x: (s + x * wrap(loss)(floats), None), 0.0, jnp.array([1.0, -3.0]))[0]
-
-        return total
-
     with on_this_machine(backend):
         want = jax.tree.map(lambda g: -2 * g, plain(op, backend.name)(floats)[1])
-        close(jax.jit(jax.grad(scanned(lambda f: f)))(floats), want)
-        if backend.name != "pallas_tpu":  # its interpreter makes ordered calls of the host, which remat does not take
-            close(jax.jit(jax.grad(scanned(jax.checkpoint)))(floats), want)
+        for wrap in (lambda f: f, remat_of(backend)):
+            close(jax.jit(jax.grad(scanned(wrap(loss))))(floats), want)
 
 
-@each_differentiable
+@each_kind
 def test_second_derivatives_are_those_of_the_contract(op, backend):
     floats, others, rest = parts(op)
-    way = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), floats)
+    way = jax.tree.map(lambda x: np.cos(np.arange(x.size, dtype=x.dtype)).reshape(x.shape), floats)
 
     def product(loss):  # with a Hessian, in reverse mode twice
 
