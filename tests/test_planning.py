@@ -15,7 +15,7 @@ from ejdist.order import Order
 from ejdist.planning.activations import counted_parts
 from ejdist.planning.candidates import BATCH, SEARCHED, Candidate, candidate_of
 from ejdist.planning.candidates import REMAT as REMAT_KEY
-from ejdist.planning.chips import CHIPS, chip_of
+from ejdist.planning.chips import CHIPS
 from ejdist.planning.compiled import Compiled
 from ejdist.planning.links import Links
 from ejdist.planning.measured import MeasuredAxis
@@ -447,7 +447,7 @@ def test_sizes_that_fit_no_plan(words, given, said):
 
 def test_every_device_has_its_facts():
     assert all(chip.memory > 2**33 and chip.flops > 1e14 and chip.source for chip in CHIPS.values())
-    assert chip_of("v5p").flops == 459e12 and chip_of("h200").flops == 989e12
+    assert CHIPS["v5p"].flops == 459e12 and CHIPS["h200"].flops == 989e12
 
 
 @pytest.mark.parametrize(
