@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 # Finished or told to stop (0), the compiler fails (1), the user's recipe or files (2), a checkpoint (3), a diverged loss (4), a
 # device whose bits differ from its replicas' (6), a lost host (69: start all again), a signal (75: try again). A rehearsal
@@ -72,6 +75,30 @@ def tell(error: Exception) -> int:
     else:
         print(f"error: {error}", file=sys.stderr)
     return code
+
+
+def leaver() -> Callable[[int], NoReturn]:
+    """Returns a function that exits this process with a code. Call it first: what is registered for the exit later still runs.
+
+    If Triton's compiler was used, the process ends before the interpreter is taken apart: the bindings of triton 3.9 lose
+    references to parts of a Gluon kernel, and nanobind would print dozens of lines about them, which no option turns off.
+    """
+    codes: list[int] = []
+
+    def last() -> None:
+        if codes and "triton._C.libtriton" in sys.modules:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+                    stream.flush()
+            os._exit(codes[0])
+
+    atexit.register(last)  # functions run in the reverse order
+
+    def leave(code: int) -> NoReturn:
+        codes.append(code)
+        sys.exit(code)
+
+    return leave
 
 
 def run_command(

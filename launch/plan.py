@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from launch.errors import DONE, NOT_COMPILED, run_command
+from launch.errors import DONE, NOT_COMPILED, leaver, run_command
 from launch.options import check_spelling
 from launch.planned import is_curriculum, summary, text_of
 from recipes.arguments import key_of
@@ -210,9 +210,11 @@ class Compiler:
         from ejdist.planning.compiled import compiled_step, does_not_fit
         from ejdist.planning.search import DoesNotFit
         from ejdist.planning.targets import NoCompiler
+        from ejdist.progress import waiting
 
         try:
-            return compiled_step(sections, self.target)
+            with waiting(f"compiling for {self.target.name}", _print_progress):
+                return compiled_step(sections, self.target)
         except jax.errors.JaxRuntimeError as error:
             if not does_not_fit(error) and self.target.chip.platform == "gpu":
                 return self._absent(str(error).splitlines()[0][:300])
@@ -253,4 +255,5 @@ def _main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave = leaver()
+    leave(main())

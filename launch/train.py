@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from launch.cluster import join
-from launch.errors import DONE, HOST_LOST, PREEMPTED, AtOnce, exit_code_of, run_command
+from launch.errors import DONE, HOST_LOST, PREEMPTED, AtOnce, exit_code_of, leaver, run_command
 
 USAGE = """usage: python -m launch.train [GROUP=VARIANT ...] [KEY=VALUE ...]
 
@@ -182,6 +182,7 @@ def command(before: Callable[[], object] = lambda: None, body: Callable[[], int]
     """Runs `main`, or another command that trains, as the main program of this process, after `before`, and exits."""
     import signal
 
+    leave = leaver()
     if {"-m", "--multirun"} & set(sys.argv[1:]):  # each run is a process of its own, which does what follows
         sys.exit(body())
     sys.unraisablehook = unraisable
@@ -197,7 +198,7 @@ def command(before: Callable[[], object] = lambda: None, body: Callable[[], int]
     code = body()
     if code not in (DONE, PREEMPTED) or isinstance(code, AtOnce):
         _end_now(code)
-    sys.exit(code)
+    leave(code)
 
 
 # Seconds for the other hosts to learn why this one fails, before its coordinator goes away.

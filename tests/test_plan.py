@@ -95,7 +95,9 @@ def test_a_plan_is_searched_and_given_keys_stay(compiler, capsys):
     mixture = "data.mixture=[{source: the web, weight: 1.0}]"
     assert main(["topology=v5p:4x4x4", *LARGE, "mesh.sp=8", "model.remat=full", mixture]) == 0
     out = capsys.readouterr()
-    assert "compiling mesh.dp=" in out.err and len(compiler.asked) == 1
+    assert (
+        "plan 1 of at most 3: mesh.dp=" in out.err and "compiling for v5p:4x4x4" in out.err and len(compiler.asked) == 1
+    )
     asked = compiler.asked[0]
     assert (asked.mesh.sp, asked.model.remat, asked.data.global_batch) == (8, "full", 8)
     again = compose(shlex.split(out.out.splitlines()[-1].split("python -m launch.train ")[1]))

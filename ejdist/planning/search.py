@@ -266,7 +266,7 @@ def search(
         return Found(order[0] if order else None, None, order[1:4], (), count, least)
     while order and len(refused) < finalists:
         best, *order = order
-        log(f"compiling {overrides_text(best.candidate, given)}")
+        log(f"plan {len(refused) + 1} of at most {finalists}: {overrides_text(best.candidate, given)}")
         try:
             made = compile_step(best.candidate.applied(sections))
         except DoesNotFit as error:
