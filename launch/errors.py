@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -101,12 +102,26 @@ def leaver() -> Callable[[int], NoReturn]:
     return leave
 
 
+def _help(arguments: list[str], usage: str, recipe: bool) -> str:
+    """Returns the text of --help, or, where keys follow it, what these mean."""
+    at = next((i for i, word in enumerate(arguments) if word in ("-h", "--help")), len(arguments))
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments[at + 1 :]))
+    if not words:
+        return usage
+    from recipes.arguments import read
+    from recipes.descriptions import text
+
+    rest = arguments[:at] + arguments[at + 1 + len(words) :]
+    return text(usage, words, read(rest, every=True).words() if recipe else [], recipe=recipe)
+
+
 def run_command(
     argv: Sequence[str] | None,
     body: Callable[[list[str]], int],
     usage: Callable[[list[str]], str],
     *,
     needs_arguments: bool = True,
+    recipe: bool = True,
     stopped: tuple[str, int] = ("stopped by SIGINT", INTERRUPTED),
 ) -> int:
     """Runs a command and returns its exit code: the frame of every `main`.
@@ -116,6 +131,7 @@ def run_command(
       body: takes the arguments and returns the exit code. Its errors are printed in one line if a user can fix them.
       usage: returns the text of --help, given the arguments.
       needs_arguments: without arguments, print the usage and return WRONG.
+      recipe: the command takes keys of a recipe, about which `--help KEY` tells too.
       stopped: the message and exit code after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -126,7 +142,7 @@ def run_command(
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until here
         if asked or (needs_arguments and not arguments):
-            print(usage(arguments), flush=True)
+            print(_help(arguments, usage(arguments), recipe), flush=True)
             return DONE if asked else WRONG
         code = body(arguments)
         sys.stdout.flush()

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ejdist.dtypes import dtype_name
 from launch.errors import DONE, run_command
 from launch.train import unraisable
 
@@ -44,7 +45,7 @@ def _keys(arguments: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"cannot read {argument!r}: write KEY=VALUE, with one of {', '.join((*_EXPORT, 'from'))}")
         if name in found:
             raise ValueError(f"{name} is given twice; give it once")
-        found[name] = value
+        found[name] = dtype_name(value) if name == "dtype" else value
     if "from" in found:
         if len(found) > 1:
             raise ValueError("from=DIR prints the model of a folder, and takes no other key")
@@ -146,7 +147,7 @@ def export(keys: dict[str, str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return run_command(argv, _main, lambda _: USAGE, needs_arguments=False)
+    return run_command(argv, _main, lambda _: USAGE, needs_arguments=False, recipe=False)
 
 
 def _main(arguments: list[str]) -> int:

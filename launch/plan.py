@@ -1,4 +1,4 @@
-"""`python -m launch.plan topology=v5p:8x8x8 | devices=64 device=h200 [GROUP=VARIANT ...] [KEY=VALUE ...]`: how to train a
+"""`python -m launch.plan device=v5p-128 | devices=64 device=h200 [GROUP=VARIANT ...] [KEY=VALUE ...]`: how to train a
 recipe on devices that need not be there.
 
 Searches mesh, remat, accumulation, batch, and how keys and tokens travel, by predicted memory and time; keys that are given
@@ -6,8 +6,11 @@ stay. The best plan is compiled with the real compiler of the devices, and print
 class, bytes along each axis, step time and MFU. A recipe whose mesh sizes are given and use all devices is compiled as it is;
 so is any with search=false. The stages of a curriculum are planned one by one.
 
-topology=GENERATION:SHAPE   a TPU slice; slices=N of them, joined by the data-centre network
-devices=N device=NAME       GPUs: h100, h200, b200; devices_per_host=8
+device=NAME                 a TPU slice by its name, v5p-128, v6e-256; or GPUs: a100, a100-40gb, h100, h200, b200, gb200
+devices=N                   how many devices, where the name does not say it
+topology=GENERATION:SHAPE   a TPU slice by its shape: v5p:4x4x4
+slices=N                    so many TPU slices, joined by the data-centre network
+devices_per_host=8          GPUs that NVLink joins; 72 of gb200
 bandwidth=FILE              of launch.doctor: how fast the devices communicate, in place of data sheets
 search=auto                 true searches what is left open beside a given mesh too; false nothing
 finalists=3                 plans that may be compiled until one fits; 0 predicts only

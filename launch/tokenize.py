@@ -201,7 +201,7 @@ def run(options: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     said = "stopped by a signal; the same command resumes with what is missing"
-    return run_command(argv, _main, lambda _: USAGE, needs_arguments=False, stopped=(said, PREEMPTED))
+    return run_command(argv, _main, lambda _: USAGE, needs_arguments=False, recipe=False, stopped=(said, PREEMPTED))
 
 
 def _main(arguments: list[str]) -> int:

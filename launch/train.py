@@ -18,7 +18,7 @@ USAGE = """usage: python -m launch.train [GROUP=VARIANT ...] [KEY=VALUE ...]
   python -m launch.train recipe=long_context model=8b data.sequence_length=131072 mesh=fsdp_sequence
   python -m launch.train -m recipe=long_context optimizer.learning_rate=1e-3,3e-3 run.seed=range(0,3)
 
-If run.dir holds a run, it resumes from its last checkpoint.
+If run.dir holds a run, it resumes from its last checkpoint. --help KEY tells what a key or a group means: --help data.source.
 
 flags:
   --config-dir DIR, -cd     your own variants: DIR/recipe/mine.yaml is recipe=mine, DIR/model/big.yaml is model=big
