@@ -12,6 +12,7 @@ from pathlib import Path
 from ejdist.dtypes import dtype_name
 from launch.errors import DONE, run_command
 from launch.train import unraisable
+from recipes.words import meaning, of_flag
 
 USAGE = """usage: python -m launch.export run.dir=DIR to=DIR [KEY=VALUE ...]
        python -m launch.export from=DIR
@@ -41,6 +42,10 @@ def _keys(arguments: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
+        if name not in (known := (*_EXPORT, "from")):
+            meant = of_flag(name, value or None, known) if name.startswith("-") else meaning(name, known)
+            if meant:
+                raise ValueError(f"unknown {'flag' if name.startswith('-') else 'key'} {name!r}; {meant}")
         if name not in (*_EXPORT, "from") or not equals or not value:
             raise ValueError(f"cannot read {argument!r}: write KEY=VALUE, with one of {', '.join((*_EXPORT, 'from'))}")
         if name in found:

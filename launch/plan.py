@@ -59,7 +59,7 @@ def parse(argv: Sequence[str]) -> Args:
     for word in argv:
         name, equals, value = word.partition("=")
         if name not in OWN or not equals:
-            if equals:  # a word without is a flag, or its folder
+            if equals or (word.startswith("--") and word != "--json"):  # else a folder of --config-dir
                 check_spelling(name, OWN)
             recipe += [] if word == "--json" else [word]
         elif name in own:
@@ -163,6 +163,7 @@ def plan_of(
       given: keys of the search that stay as the recipe has them.
     """
     from ejdist.planning.candidates import SEARCHED
+    from ejdist.planning.ranking import why_later
     from ejdist.planning.search import Predictor, as_given, nearest, overrides_text, search
 
     wide, notes = searches(args, sections, given, target.count), len(compiler.notes)
@@ -176,8 +177,10 @@ def plan_of(
         best, made, refused = found.best, found.compiled, found.refused
         report |= {"looked_at": found.looked_at, "given": sorted(given)}
         report["refused"] = [{"overrides": overrides_text(p.candidate, given), "why": why} for p, why in refused]
-        report["others"] = [summary(p, given) for p in found.others]
         shown = best or (refused[0][0] if refused else found.smallest)
+        report["others"] = [
+            summary(p, given) | {"why_later": "" if shown is None else why_later(shown, p)} for p in found.others
+        ]
     else:
         shown = predictor.checked(as_given(sections, target))
         made, refused = compiler.tried(shown.candidate.applied(sections)) if args.finalists else (None, "")

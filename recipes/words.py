@@ -109,12 +109,13 @@ _MEANT = {
     "run.steps": (
         "max_steps train_steps train_iters num_steps total_steps iters max_iters num_iterations training_steps n_steps"
     ),
+    "checkpoint.dir": "ckpt_dir checkpoint_dir checkpoint_folder checkpoint_path save_folder checkpoint_directory",
     "run.dir": (
-        "output_dir out_dir output save_dir save run_dir base_output_directory output_path dump_folder log_dir "
-        "logging_dir workdir exp_dir run_name experiment_name project_dir default_root_dir results_dir"
+        "checkpoint checkpoint_dir ckpt_dir checkpoint_path model_dir output_dir out_dir output save_dir save run_dir "
+        "base_output_directory output_path dump_folder log_dir logging_dir workdir exp_dir run_name experiment_name "
+        "project_dir default_root_dir results_dir"
     ),
     "run.seed": "random_seed rng_seed data_seed init_weights_seed",
-    "checkpoint.dir": "ckpt_dir checkpoint_folder checkpoint_path save_folder checkpoint_directory",
     "checkpoint.every": (
         "save_steps save_interval checkpoint_interval checkpoint_period checkpoint_every save_every save_freq "
         "ckpt_interval"
@@ -183,7 +184,7 @@ _TOLD = (
         "there is nothing to switch on: the same command resumes from the last checkpoint in run.dir, and another "
         "run.dir starts anew",
         "resume resume_from resume_from_checkpoint auto_resume load_optim restart overwrite_output_dir restore "
-        "enable_checkpointing checkpoint",
+        "enable_checkpointing",
     ),
     (
         "a run always writes metrics.jsonl and TensorBoard events in run.dir; there are no other trackers",

@@ -1,6 +1,7 @@
 """What commands print beside their results: how long a compiler takes, and nothing of the libraries below."""
 
 import io
+import re
 import subprocess
 import sys
 import time
@@ -40,7 +41,8 @@ def test_what_takes_long_is_told_now_and_then(monkeypatch):
         until = time.monotonic() + 20
         while len(lines) < 3 and time.monotonic() < until:
             time.sleep(0.01)
-    assert lines[1] == lines[2] == "compiling: 0 s so far" and lines[-1] == "compiling: 0 s"
+    assert all(re.fullmatch(r"compiling: \d+ s so far", line) for line in lines[1:-1]) and len(lines) > 3
+    assert re.fullmatch(r"compiling: \d+ s", lines[-1])
 
 
 def test_what_is_quick_is_told_once():

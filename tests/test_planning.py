@@ -20,6 +20,7 @@ from ejdist.planning.compiled import Compiled
 from ejdist.planning.links import Links
 from ejdist.planning.measured import MeasuredAxis
 from ejdist.planning.memory import held, memory
+from ejdist.planning.ranking import ranked
 from ejdist.planning.search import (
     MARGIN,
     DoesNotFit,
@@ -28,7 +29,6 @@ from ejdist.planning.search import (
     candidates,
     meshes,
     nearest,
-    ranked,
     search,
 )
 from ejdist.planning.share import share_of
