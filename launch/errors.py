@@ -61,6 +61,11 @@ def exit_code_of(error: Exception) -> int | None:
 
 def tell(error: Exception) -> int:
     """Prints one line about an error to stderr, and returns its exit code. Raises the error if it is a bug."""
+    if (
+        isinstance(error, ImportError) and error.name == "kernels"
+    ):  # not ours, without which the rest cannot be imported
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG
     from ejdist.cluster.hosts import lost
 
     error = lost(error) or error

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ejdist.dtypes import dtype_name
 from launch.errors import DONE, run_command
 from launch.train import unraisable
 from recipes.words import meaning, of_flag
@@ -39,6 +38,8 @@ _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.jso
 
 def _keys(arguments: Sequence[str]) -> dict[str, str]:
     """Parses the command line. Raises ValueError for unknown or conflicting keys."""
+    from ejdist.dtypes import dtype_name
+
     found: dict[str, str] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")

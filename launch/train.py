@@ -143,6 +143,7 @@ def _main(arguments: list[str]) -> int:
         print(text_of(given), end="")
         return DONE
     from ejdist.training.loop import train
+    from launch.after import next_commands
     from recipes.schema import compose
 
     recipe = compose(arguments)
@@ -161,6 +162,7 @@ def _main(arguments: list[str]) -> int:
             f"{s['tokens_per_second']:,.0f} tokens/s, {s['tflops_per_device']:.4f} TFLOP/s per device{mfu}; "
             f"written to {recipe.run.dir}"
         )
+        print("\n".join(next_commands(given.words(), recipe, outcome.step)))
     return PREEMPTED if stopped_early else DONE
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from ejdist.dtypes import dtype_name
-
 # Ours -> theirs. Where several of ours have a word, a command's own option comes first, then the one that stands first here.
 _MEANT = {
     # Options of commands.
@@ -353,6 +351,8 @@ def of_flag(word: str, value: str | None, known: Collection[str]) -> str | None:
     name = word.lstrip("-").partition("=")[0]
     ours = next((k for k in (name, name.replace("-", "_"), *MEANT.get(last_part(word), ())) if k in known), None)
     if ours is not None:
+        from ejdist.dtypes import dtype_name  # with which JAX is imported
+
         value = dtype_name(name) if ours.endswith("_dtype") and value is None else value
         return f"keys are written KEY=VALUE: {ours}={'...' if value is None else value}"
     return TOLD.get(last_part(word))

@@ -71,9 +71,9 @@ FAULTS = (
     ),
     Fault(
         "a file of a larger host is refused where fewer devices are asked for",
-        "target_of",
-        "Target($chip, $devices, '', $per_host)",
-        "Target($chip, $devices, '', min($per_host, $devices))",
+        "_gpus_of",
+        "Target($chip, $count, '', $host)",
+        "Target($chip, $count, '', min($host, $count))",
         f"{COMMAND} -k said_to_be_assumed",
     ),
     Fault(
