@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from launch.cluster import join
-from launch.errors import DONE, HOST_LOST, PREEMPTED, AtOnce, exit_code_of, leaver, run_command
+from launch.errors import DONE, HOST_LOST, PREEMPTED, AtOnce, exit_code_of, leaver, run_command, tell
 
 USAGE = """usage: python -m launch.train [GROUP=VARIANT ...] [KEY=VALUE ...]
 
@@ -191,8 +191,11 @@ def command(before: Callable[[], object] = lambda: None, body: Callable[[], int]
     # First, so that threads started from here on leave SIGTERM to the one that listens. SIGINT is blocked until the command
     # can handle it: until then it would print a traceback of some import.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    from ejdist.cluster.ending import Codes, listen
-    from ejdist.cluster.hosts import end_with
+    try:
+        from ejdist.cluster.ending import Codes, listen
+        from ejdist.cluster.hosts import end_with
+    except ImportError as error:
+        sys.exit(tell(error))
 
     listen(Codes(PREEMPTED, HOST_LOST))
     end_with(exit_code_of)

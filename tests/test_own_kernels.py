@@ -44,8 +44,3 @@ def test_one_that_comes_later_is_told(other):
     made = ran((ROOT, other), "-c", "import ejdist")
     assert made.returncode == 0 and "the package kernels 0.9.0 is installed too" in made.stderr
     assert made.stderr.count("UserWarning") == 1
-
-
-def test_nothing_is_told_without_another():
-    made = ran((ROOT,), "-c", "import ejdist")
-    assert made.returncode == 0 and not made.stderr
