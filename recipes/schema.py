@@ -116,7 +116,7 @@ def check_overrides(overrides: Sequence[str], config_dir: Path | None = None) ->
             if value not in known:
                 meant = variant(name, value, known)
                 near = (
-                    _nearest(value, known, 0.5 if meant is None else 0.8) if "did you mean" not in (meant or "") else ""
+                    _nearest(value, known, 0.5 if meant is None else 0.7) if "did you mean" not in (meant or "") else ""
                 )
                 raise RecipeError(
                     f"{name}={value} is unknown; use one of {', '.join(known)}{near}{f'; {meant}' if meant else ''}"

@@ -160,10 +160,7 @@ _MEANT = {
     "experts.capacity": "capacity_factor moe_capacity_factor moe_expert_capacity_factor expert_capacity",
     "experts.dispatch": "moe_token_dispatcher_type dispatcher all_to_all expert_dispatch",
     "z_loss": "z_loss_multiplier zloss z_loss_weight",
-    "platform": (
-        "attn_implementation attention_impl attn_impl attention attention_type backend flash_attention use_flash_attn "
-        "kernel attn_backend"
-    ),
+    "platform": "backend kernel kernel_backend",
     "deterministic_attention": "deterministic deterministic_mode full_determinism",
     "guards.nonfinite": "check_for_nan_in_loss skip_nan skip_step_on_nan check_nan detect_anomaly",
     "guards.spike": "skip_spikes loss_spike loss_spike_threshold",
@@ -178,6 +175,11 @@ _MEANT = {
 
 # What has no key, and what to do.
 _TOLD = (
+    (
+        "the fastest kernel that takes the call is chosen; platform=xla asks for the plain one",
+        "attn_implementation attention_impl attn_impl attention attention_type flash_attention use_flash_attn "
+        "use_flash_attention attn_backend flash_attn flash",
+    ),
     (
         "there is nothing to switch on: the same command resumes from the last checkpoint in run.dir, and another "
         "run.dir starts anew",
@@ -323,6 +325,18 @@ def variant(group: str, given: str, known: Collection[str]) -> str | None:
     return _ELSE.get(group)
 
 
+# Keys whose values have names here that other trainers use for something else.
+_NAMES_OF_ITS_OWN = (
+    "model.remat",
+    "optimizer.schedule",
+    "optimizer",
+    "mesh",
+    "cluster",
+    "sequence.scheme",
+    "experts.dispatch",
+)
+
+
 def last_part(word: str) -> str:
     """Returns a word as the tables have it: without dashes before it, sections, and signs between its parts."""
     return re.sub(r"[-\s]+", "_", word.lstrip("-+~").partition("=")[0].strip().lower()).rpartition(".")[2]
@@ -353,6 +367,9 @@ def of_flag(word: str, value: str | None, known: Collection[str]) -> str | None:
     if ours is not None:
         from ejdist.dtypes import dtype_name  # with which JAX is imported
 
-        value = dtype_name(name) if ours.endswith("_dtype") and value is None else value
-        return f"keys are written KEY=VALUE: {ours}={'...' if value is None else value}"
+        if ours in _NAMES_OF_ITS_OWN:
+            return f"keys are written KEY=VALUE: {ours}=...; --help {ours} says what it takes"
+        value = dtype_name(name if value is None else value) if ours.endswith("dtype") else value
+        note = f". {NOTES[ours]}" if ours in NOTES and ours not in (name, name.replace("-", "_")) else ""
+        return f"keys are written KEY=VALUE: {ours}={'...' if value is None else value}{note}"
     return TOLD.get(last_part(word))

@@ -31,7 +31,8 @@ COMMANDS = {
     path.stem: importlib.import_module(f"launch.{path.stem}")
     for path in sorted((ROOT / "launch").glob("*.py"))
     if "def main(" in path.read_text()
-    and path.stem != "disturbed"  # which a rehearsal starts in the place of launch.train
+    and path.stem
+    not in ("disturbed", "__main__")  # which a rehearsal starts in the place of launch.train; the list of all
 }
 OF_A_RECIPE = {"slurm": [], "plan": ["topology=v5p:2x2x1"], "rehearse": [], "local": ["processes=2"]}
 GLOBAL = "# @package _global_\n"
