@@ -84,7 +84,7 @@ def read(arguments: Sequence[str], *, every: bool = False) -> Arguments:
                 if equals
                 else next((w for w in rest[i + 1 : i + 2] if "=" not in w and not w.startswith("-")), None)
             )
-            if meant := of_flag(word, after, known_keys()):
+            if meant := of_flag(word, after):
                 raise RecipeError(f"unknown flag {word!r}: {meant}")
             near = difflib.get_close_matches(word.partition("=")[0], [*_FLAGS, "--help"], n=1, cutoff=0.5)
             raise RecipeError(f"unknown flag {word!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
@@ -98,13 +98,6 @@ def read(arguments: Sequence[str], *, every: bool = False) -> Arguments:
         raise RecipeError("--cfg job prints one recipe, but --multirun makes several: give one of them")
     folder = None if found.config_dir is None else _folder(found.config_dir)
     return Arguments(tuple(rest), folder, bool(found.cfg), found.package, found.resolve, found.multirun)
-
-
-def known_keys() -> list[str]:
-    """Returns every key and group of a recipe."""
-    from recipes.schema import GROUPS, keys_of  # which imports this
-
-    return [*keys_of(), *GROUPS]
 
 
 def _folder(given: str) -> Path:

@@ -291,7 +291,6 @@ _VARIANTS = {
     },
     "mesh": {
         "sequence": "cp sp ring ulysses context sequence_parallel",
-        "fsdp": "zero zero2 zero3 fsdp2 hsdp dp ddp data",
         "fsdp_sequence": "fsdp_cp fsdp_sp hybrid",
         "experts": "ep moe expert",
         "single": "none one cpu",
@@ -325,6 +324,8 @@ def variant(group: str, given: str, known: Collection[str]) -> str | None:
     return _ELSE.get(group)
 
 
+# Of ours, the keys and groups of a recipe: those from the first of them on.
+_RECIPE = [*_MEANT][[*_MEANT].index("optimizer.learning_rate") :]
 # Keys whose values have names here that other trainers use for something else.
 _NAMES_OF_ITS_OWN = (
     "model.remat",
@@ -355,14 +356,19 @@ def meaning(word: str, known: Collection[str]) -> str | None:
     return TOLD.get(name)
 
 
-def of_flag(word: str, value: str | None, known: Collection[str]) -> str | None:
+def of_flag(word: str, value: str | None, known: Collection[str] | None = None) -> str | None:
     """Returns what to write in place of another trainer's flag, `--lr 3e-4`; None for one that is not known.
 
     Args:
       value: what follows the flag, None if it has none.
-      known: as in `meaning`.
+      known: as in `meaning`; None for the keys of a recipe.
     """
     name = word.lstrip("-").partition("=")[0]
+    if known is None:
+        known = [
+            *_RECIPE,
+            *([name] if re.fullmatch(r"[a-z]+(\.[a-z_0-9]+)+", name) and last_part(name) not in MEANT else []),
+        ]
     ours = next((k for k in (name, name.replace("-", "_"), *MEANT.get(last_part(word), ())) if k in known), None)
     if ours is not None:
         from ejdist.dtypes import dtype_name  # with which JAX is imported

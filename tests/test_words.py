@@ -57,7 +57,6 @@ def own_options():
         ("data=c4", "data.source=hf:NAME"),
         ("cluster=slurm", "did you mean cluster=auto?"),
         ("optimizer=adam", "did you mean optimizer=adamw?"),
-        ("mesh=zero3", "did you mean mesh=fsdp?"),
     ],
 )
 def test_a_foreign_word_leads_to_ours(typed, said):

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from ejdist.models.share import hides
 from ejdist.planning.candidates import Candidate
+from ejdist.planning.memory import Memory
+from ejdist.planning.step_time import StepTime
 from ejdist.sequence.schemes import scheme_of
-
-if TYPE_CHECKING:
-    from ejdist.planning.search import Predicted
 
 ALIKE = 0.02  # a plan that is faster by less is no reason for a larger batch
 OTHERS = 3  # plans that are told beside the best
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A candidate, and what is expected of it on a device."""
+
+    candidate: Candidate
+    memory: Memory
+    time: StepTime
+    tokens: int  # of a step
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, of all devices."""
+        return self.tokens / self.time.total
 
 
 def ranked(found: Sequence[Predicted]) -> list[Predicted]:

@@ -31,9 +31,9 @@ from ejdist.planning.compiled import Compiled
 from ejdist.planning.links import Links
 from ejdist.planning.measured import Measured
 from ejdist.planning.memory import Held, Memory, held, memory
-from ejdist.planning.ranking import different, ranked
+from ejdist.planning.ranking import Predicted, different, ranked
 from ejdist.planning.share import dispatch_of
-from ejdist.planning.step_time import StepTime, step_time
+from ejdist.planning.step_time import step_time
 from ejdist.planning.targets import Target
 from ejdist.sections import validate
 
@@ -43,21 +43,6 @@ VARIED = 50  # plans that are looked at with each of these
 ROWS, MICROBATCHES, MOST_TOKENS = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), 2**24
 # A prediction may be so much too small.
 MARGIN = 0.10
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """A candidate, and what is expected of it on a device."""
-
-    candidate: Candidate
-    memory: Memory
-    time: StepTime
-    tokens: int  # of a step
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second, of all devices."""
-        return self.tokens / self.time.total
 
 
 @dataclass(frozen=True)
