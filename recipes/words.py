@@ -31,6 +31,7 @@ _MEANT = {
     "gpus_per_node": "gpus num_gpus gpus_per_host nproc_per_node",
     "hosts": "nodes num_nodes nnodes machines",
     "bandwidth": "report_file",
+    "dtype": "torch_dtype precision save_dtype export_dtype",
     # Keys of a recipe.
     "optimizer.learning_rate": "lr max_lr peak_lr base_lr init_lr lr_peak peak_learning_rate",
     "optimizer.warmup_steps": (
@@ -82,7 +83,7 @@ _MEANT = {
     "sequence.order": "load_balance context_parallel_load_balance zigzag",
     "data.sequence_length": (
         "seq_len seqlen seq_length sequence_len max_seq_len max_seq_length max_length max_target_length block_size "
-        "context_length context_len ctx_len context max_position_embeddings n_ctx model_max_length max_tokens"
+        "context_length context_len ctx_len max_position_embeddings n_ctx model_max_length max_tokens"
     ),
     "data.global_batch": (
         "batch_size bs batch global_batch_size train_batch_size local_batch_size micro_batch_size mbs gbs "
@@ -113,6 +114,15 @@ _MEANT = {
         "base_output_directory output_path dump_folder log_dir logging_dir workdir exp_dir run_name experiment_name "
         "project_dir default_root_dir results_dir"
     ),
+    "run.trackers": (
+        "wandb use_wandb report_to wandb_project wandb_entity tracker log_with enable_wandb enable_tensorboard tensorboard "
+        "tensorboard_dir mlflow comet logger"
+    ),
+    "run.profile": "profiler enable_profiling profile_freq profile_step_start use_pytorch_profiler",
+    "evaluation.every": (
+        "do_eval eval_interval eval_every eval_strategy evaluation_strategy val_check_interval eval_freq validation eval"
+    ),
+    "evaluation.data": "eval_dataset validation_file eval_data val_data",
     "run.seed": "random_seed rng_seed data_seed init_weights_seed",
     "checkpoint.every": (
         "save_steps save_interval checkpoint_interval checkpoint_period checkpoint_every save_every save_freq "
@@ -187,11 +197,6 @@ _TOLD = (
         "enable_checkpointing",
     ),
     (
-        "a run always writes metrics.jsonl and TensorBoard events in run.dir; there are no other trackers",
-        "wandb use_wandb report_to wandb_project wandb_entity tracker trackers log_with enable_wandb "
-        "enable_tensorboard tensorboard tensorboard_dir mlflow comet logger",
-    ),
-    (
         "a run ends at run.steps=N; its first lines say how many steps are one pass over the data",
         "epochs num_epochs num_train_epochs max_epochs n_epochs epoch",
     ),
@@ -202,17 +207,8 @@ _TOLD = (
         "pipeline_parallelism",
     ),
     (
-        "jax.profiler.trace around ejdist.training.loop.train writes a trace; no key does",
-        "profile profiler enable_profiling profile_freq profile_step_start use_pytorch_profiler",
-    ),
-    (
         "every step has a row in metrics.jsonl; the terminal shows a line every ten seconds",
         "logging_steps log_freq log_interval log_every log_period disp_freq print_freq",
-    ),
-    (
-        "evaluate with python -m launch.evaluate run.dir=DIR, also while the run trains",
-        "eval evaluation do_eval eval_interval eval_every eval_strategy evaluation_strategy validation "
-        "val_check_interval eval_freq eval_dataset validation_file",
     ),
     (
         "all parameters are trained, and computed in model.compute_dtype=bfloat16 or float32",
@@ -273,6 +269,7 @@ TOLD = {word: what for what, words in _TOLD for word in words.split()}
 NOTES = {
     "data.global_batch": "It counts the rows of a step over all devices",
     "mesh.sp": "It splits each sequence over devices; mesh.cp is for groups of them",
+    "run.trackers": "run.trackers=[wandb] sends the metrics there; metrics.jsonl and TensorBoard events are always written",
     "mesh.dp": "It counts replicas; mesh.fsdp shards parameters too",
     "model.compute_dtype": "It is bfloat16 or float32; parameters stay float32",
     "optimizer.warmup_steps": "It counts steps",
