@@ -399,13 +399,13 @@ def test_experts_over_two_axes_send_what_changes_its_place_along_each():
     ("given", "words"),
     [
         (("v5p:4x4x4", 64, "h200", None), "not both"),
-        ((None, None, None, None), "topology=GENERATION:SHAPE"),
+        ((None, None, None, None), "topology=v5p:4x4x4"),
         ((None, 64, None, None), "device=h200"),
         (("v9:2x2", None, None, None), "v9:2x2"),
-        (("v5p", None, None, None), "GENERATION:SHAPE"),
+        (("v5p", None, None, None), "topology = 'v5p' has no size"),
         (("v5p:4x0x4", None, None, None), "GENERATION:SHAPE"),
         ((None, 64, "h999", None), "h100"),
-        ((None, 64, "v5p", None), "topology=v5p:SHAPE"),
+        ((None, 65, "v5p", None), "there is no v5p slice of 65 chips"),
         ((None, 12, "h200", None), "devices_per_host = 8"),
     ],
 )

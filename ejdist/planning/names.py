@@ -76,6 +76,10 @@ def read(key: str, given: str) -> Named:
     generation, _, shape = name.partition(":")
     if CHIPS.get(NAMES.get(generation, "")) and re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
         return _of_shape(key, given, CHIPS[NAMES[generation]], shape)
+    if shape and generation in NAMES:
+        raise ValueError(
+            f"{key} = {given!r} must be GENERATION:SHAPE, for example v5p:4x4x4, or the name of a slice, v5p-128"
+        )
     gpus, tpus = (", ".join(n for n, chip in CHIPS.items() if chip.platform == kind) for kind in ("gpu", "tpu"))
     near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.75)
     raise ValueError(
