@@ -5,6 +5,11 @@ Each operation is a function (`flash_attention`) and a module class (`FlashAtten
 
 from typing import TYPE_CHECKING, Any
 
+from ejdist.own_kernels import check_kernels
+
+check_kernels()  # before the first import of it
+
+# ruff: noqa: E402
 from ejdist.compression import compressed_checkpoint
 from ejdist.layout import set_layout
 from ejdist.mesh import make_mesh

@@ -28,12 +28,14 @@ SEQUENCE_AXES = (CP, SP)
 class MeshSection:
     """The `mesh` section of a recipe: devices along each axis; one may be -1, for what is left of the devices."""
 
-    dp: int = operational(1)
-    fsdp: int = operational(1)
-    ep: int = operational(1)
-    cp: int = operational(1)
-    sp: int = operational(1)
-    tp: int = operational(1)
+    dp: int = operational(1)  # devices along dp: replicas of the model, which share the batch; -1 for all that are left
+    fsdp: int = operational(1)  # devices that parameters are sharded over, and the batch; -1 for all that are left
+    ep: int = operational(1)  # devices that experts are sharded over, and the batch; -1 for all that are left
+    cp: int = operational(
+        1
+    )  # groups of sp that a sequence is split over, for schemes that treat the two differently; mostly 1
+    sp: int = operational(1)  # devices that a sequence is split over, and parameters; -1 for all that are left
+    tp: int = operational(1)  # devices that heads, features and the vocabulary are split over; -1 for all that are left
     # Over several TPU slices dp goes over the network between them; fsdp may too, where it is asked for.
     fsdp_across_slices: bool = operational(False)
 

@@ -25,7 +25,7 @@ def operational(default: Any = MISSING, *, recorded: bool = False) -> Any:
 
 def compared(default: Any = MISSING, *, default_factory: Any = MISSING, recorded: bool = False) -> Any:
     """Returns the field of a key that affects the losses, but is compared elsewhere when a run resumes: by the data cursor, the
-    curriculum's history, or a rule of its own. A comment on the field says which.
+    curriculum's history, or a rule of its own. The docstring of its section says which.
 
     Args:
       recorded: checkpoints store it, for that rule.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import itertools
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 # Finished or told to stop (0), the compiler fails (1), the user's recipe or files (2), a checkpoint (3), a diverged loss (4), a
 # device whose bits differ from its replicas' (6), a lost host (69: start all again), a signal (75: try again). A rehearsal
@@ -57,6 +61,11 @@ def exit_code_of(error: Exception) -> int | None:
 
 def tell(error: Exception) -> int:
     """Prints one line about an error to stderr, and returns its exit code. Raises the error if it is a bug."""
+    if (
+        isinstance(error, ImportError) and error.name == "kernels"
+    ):  # not ours, without which the rest cannot be imported
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG
     from ejdist.cluster.hosts import lost
 
     error = lost(error) or error
@@ -74,12 +83,50 @@ def tell(error: Exception) -> int:
     return code
 
 
+def leaver() -> Callable[[int], NoReturn]:
+    """Returns a function that exits this process with a code. Call it first: what is registered for the exit later still runs.
+
+    If Triton's compiler was used, the process ends before the interpreter is taken apart: the bindings of triton 3.9 lose
+    references to parts of a Gluon kernel, and nanobind would print dozens of lines about them, which no option turns off.
+    """
+    codes: list[int] = []
+
+    def last() -> None:
+        if codes and "triton._C.libtriton" in sys.modules:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+                    stream.flush()
+            os._exit(codes[0])
+
+    atexit.register(last)  # functions run in the reverse order
+
+    def leave(code: int) -> NoReturn:
+        codes.append(code)
+        sys.exit(code)
+
+    return leave
+
+
+def _help(arguments: list[str], usage: str, recipe: bool) -> str:
+    """Returns the text of --help, or, where keys follow it, what these mean."""
+    at = next((i for i, word in enumerate(arguments) if word in ("-h", "--help")), len(arguments))
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments[at + 1 :]))
+    if not words:
+        return usage
+    from recipes.arguments import read
+    from recipes.descriptions import text
+
+    rest = arguments[:at] + arguments[at + 1 + len(words) :]
+    return text(usage, words, read(rest, every=True).words() if recipe else [], recipe=recipe)
+
+
 def run_command(
     argv: Sequence[str] | None,
     body: Callable[[list[str]], int],
     usage: Callable[[list[str]], str],
     *,
     needs_arguments: bool = True,
+    recipe: bool = True,
     stopped: tuple[str, int] = ("stopped by SIGINT", INTERRUPTED),
 ) -> int:
     """Runs a command and returns its exit code: the frame of every `main`.
@@ -89,6 +136,7 @@ def run_command(
       body: takes the arguments and returns the exit code. Its errors are printed in one line if a user can fix them.
       usage: returns the text of --help, given the arguments.
       needs_arguments: without arguments, print the usage and return WRONG.
+      recipe: the command takes keys of a recipe, about which `--help KEY` tells too.
       stopped: the message and exit code after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -99,7 +147,7 @@ def run_command(
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked until here
         if asked or (needs_arguments and not arguments):
-            print(usage(arguments), flush=True)
+            print(_help(arguments, usage(arguments), recipe), flush=True)
             return DONE if asked else WRONG
         code = body(arguments)
         sys.stdout.flush()

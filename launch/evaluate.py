@@ -113,8 +113,8 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
                 raise ValueError(
                     f"{argument}: an evaluation has no stages; leave it out, and give lengths=, mesh= and data="
                 )
-            if equals:  # a word without is a flag, or its folder
-                check_spelling(name, list(_DEFAULTS))
+            if equals or name.startswith("--"):  # else a folder of --config-dir
+                check_spelling(name, [*_DEFAULTS, "run.dir", "model.init_from"])
             recipe.append(argument)
             continue
         if not equals or not value:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launch.errors import DONE, run_command
 from launch.train import unraisable
+from recipes.words import meaning, of_flag
 
 USAGE = """usage: python -m launch.export run.dir=DIR to=DIR [KEY=VALUE ...]
        python -m launch.export from=DIR
@@ -37,14 +38,20 @@ _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.jso
 
 def _keys(arguments: Sequence[str]) -> dict[str, str]:
     """Parses the command line. Raises ValueError for unknown or conflicting keys."""
+    from ejdist.dtypes import dtype_name
+
     found: dict[str, str] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
+        if name not in (known := (*_EXPORT, "from")):
+            meant = of_flag(name, value or None, known) if name.startswith("-") else meaning(name, known)
+            if meant:
+                raise ValueError(f"unknown {'flag' if name.startswith('-') else 'key'} {name!r}; {meant}")
         if name not in (*_EXPORT, "from") or not equals or not value:
             raise ValueError(f"cannot read {argument!r}: write KEY=VALUE, with one of {', '.join((*_EXPORT, 'from'))}")
         if name in found:
             raise ValueError(f"{name} is given twice; give it once")
-        found[name] = value
+        found[name] = dtype_name(value) if name == "dtype" else value
     if "from" in found:
         if len(found) > 1:
             raise ValueError("from=DIR prints the model of a folder, and takes no other key")
@@ -146,7 +153,7 @@ def export(keys: dict[str, str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return run_command(argv, _main, lambda _: USAGE, needs_arguments=False)
+    return run_command(argv, _main, lambda _: USAGE, needs_arguments=False, recipe=False)
 
 
 def _main(arguments: list[str]) -> int:

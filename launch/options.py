@@ -90,10 +90,20 @@ def read[T](kind: type[T], argv: Sequence[str]) -> tuple[T, list[str]]:
 
 
 def check_spelling(name: str, known: Sequence[str]) -> None:
-    """Raises ValueError for a name that is nearly one of a command's own options, and is no key of a recipe."""
+    """Raises ValueError for a name that is nearly one of a command's own options, or another trainer's word for one, and is no
+    key of a recipe."""
     from recipes.schema import GROUPS, keys_of
+    from recipes.words import meaning, of_flag
 
     keys = [*GROUPS, *keys_of()]
+    if name.startswith("-"):
+        if meant := of_flag(name, None, known):
+            if "KEY=VALUE" in meant:
+                raise ValueError(f"unknown flag {name!r}: {meant}")
+        return
+    meant = meaning(name, known)
+    if name not in keys and meant and "did you mean" in meant:
+        raise ValueError(f"unknown key {name!r}; {meant}")
     near = difflib.get_close_matches(name, [*known, *keys], n=1, cutoff=0.75)
     if name not in keys and near and near[0] in known:
         raise ValueError(f"unknown key {name!r}; did you mean {near[0]!r}?")

@@ -1,4 +1,4 @@
-"""`python -m launch.plan topology=v5p:8x8x8 | devices=64 device=h200 [GROUP=VARIANT ...] [KEY=VALUE ...]`: how to train a
+"""`python -m launch.plan device=v5p-128 | devices=64 device=h200 [GROUP=VARIANT ...] [KEY=VALUE ...]`: how to train a
 recipe on devices that need not be there.
 
 Searches mesh, remat, accumulation, batch, and how keys and tokens travel, by predicted memory and time; keys that are given
@@ -6,8 +6,11 @@ stay. The best plan is compiled with the real compiler of the devices, and print
 class, bytes along each axis, step time and MFU. A recipe whose mesh sizes are given and use all devices is compiled as it is;
 so is any with search=false. The stages of a curriculum are planned one by one.
 
-topology=GENERATION:SHAPE   a TPU slice; slices=N of them, joined by the data-centre network
-devices=N device=NAME       GPUs: h100, h200, b200; devices_per_host=8
+device=NAME                 a TPU slice by its name, v5p-128, v6e-256; or GPUs: a100, a100-40gb, h100, h200, b200, gb200
+devices=N                   how many devices, where the name does not say it
+topology=GENERATION:SHAPE   a TPU slice by its shape: v5p:4x4x4
+slices=N                    so many TPU slices, joined by the data-centre network
+devices_per_host=8          GPUs that NVLink joins; 72 of gb200
 bandwidth=FILE              of launch.doctor: how fast the devices communicate, in place of data sheets
 search=auto                 true searches what is left open beside a given mesh too; false nothing
 finalists=3                 plans that may be compiled until one fits; 0 predicts only
@@ -25,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from launch.errors import DONE, NOT_COMPILED, run_command
+from launch.errors import DONE, NOT_COMPILED, leaver, run_command
 from launch.options import check_spelling
 from launch.planned import is_curriculum, summary, text_of
 from recipes.arguments import key_of
@@ -56,7 +59,7 @@ def parse(argv: Sequence[str]) -> Args:
     for word in argv:
         name, equals, value = word.partition("=")
         if name not in OWN or not equals:
-            if equals:  # a word without is a flag, or its folder
+            if equals or (word.startswith("--") and word != "--json"):  # else a folder of --config-dir
                 check_spelling(name, OWN)
             recipe += [] if word == "--json" else [word]
         elif name in own:
@@ -160,6 +163,7 @@ def plan_of(
       given: keys of the search that stay as the recipe has them.
     """
     from ejdist.planning.candidates import SEARCHED
+    from ejdist.planning.ranking import why_later
     from ejdist.planning.search import Predictor, as_given, nearest, overrides_text, search
 
     wide, notes = searches(args, sections, given, target.count), len(compiler.notes)
@@ -173,8 +177,10 @@ def plan_of(
         best, made, refused = found.best, found.compiled, found.refused
         report |= {"looked_at": found.looked_at, "given": sorted(given)}
         report["refused"] = [{"overrides": overrides_text(p.candidate, given), "why": why} for p, why in refused]
-        report["others"] = [summary(p, given) for p in found.others]
         shown = best or (refused[0][0] if refused else found.smallest)
+        report["others"] = [
+            summary(p, given) | {"why_later": "" if shown is None else why_later(shown, p)} for p in found.others
+        ]
     else:
         shown = predictor.checked(as_given(sections, target))
         made, refused = compiler.tried(shown.candidate.applied(sections)) if args.finalists else (None, "")
@@ -210,9 +216,11 @@ class Compiler:
         from ejdist.planning.compiled import compiled_step, does_not_fit
         from ejdist.planning.search import DoesNotFit
         from ejdist.planning.targets import NoCompiler
+        from ejdist.progress import waiting
 
         try:
-            return compiled_step(sections, self.target)
+            with waiting(f"compiling for {self.target.name}", _print_progress):
+                return compiled_step(sections, self.target)
         except jax.errors.JaxRuntimeError as error:
             if not does_not_fit(error) and self.target.chip.platform == "gpu":
                 return self._absent(str(error).splitlines()[0][:300])
@@ -253,4 +261,5 @@ def _main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave = leaver()
+    leave(main())

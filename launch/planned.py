@@ -113,7 +113,9 @@ def _lines(r: dict[str, Any], what: str) -> list[str]:
     lines += r["notes"]
     for other in r.get("others", ()):
         p = other["predicted"]
-        lines.append(f"next: {other['overrides']}: {p['bytes'] / GIB:.1f} GiB, {p['tokens_per_second']:,.0f} tokens/s")
+        changed = [f"{key}={value}" for key, value in other["chosen"].items() if shown["chosen"].get(key) != value]
+        speed = f"{p['bytes'] / GIB:.1f} GiB, {p['tokens_per_second']:,.0f} tokens/s"
+        lines.append(f"next: {' '.join(changed)}: {speed}; {other['why_later']}")
     if r.get("nearest") == []:
         lines.append("no plan with one change fits either: change several keys, or use a smaller model")
     for near in r.get("nearest", ()):

@@ -32,11 +32,19 @@ USAGE = f"""usage: python -m launch.rehearse [hosts=2] [devices_per_host=2] [fau
   python -m launch.rehearse recipe=long_context hosts=2 devices_per_host=2 fault=kill
   python -m launch.rehearse recipe=moe hosts=4 devices_per_host=2 fault=all run.steps=40 checkpoint.every=10
 
+All other keys are the recipe's. Writes to run.dir (default outputs/rehearsal) a folder for the run without a fault and one for
+each drill, with the log of every host, and the verdicts as rehearsal.json.
+
+keys:
+  hosts=2              processes of this machine, each of which plays a host
+  devices_per_host=2   virtual CPU devices of each
+  fault=kill           one of those below, several with commas, or all
+  times=1              how often each fault is made, at other steps and on other hosts
+  seed=0               of the chance in that
+  series=0             disturbs one run so often, by those of {", ".join(IN_SERIES)} that fault= names, and starts
+                       it again each time
+
 faults: {", ".join(DRILLS)}
-times=N makes each of them so often, at other steps and on other hosts; seed=N is of the chance in that. series=N disturbs one
-run so often, by those of {", ".join(IN_SERIES)} that fault= names, and starts it again each time. All other keys are the
-recipe's. Writes to run.dir (default outputs/rehearsal) a folder for the run without a fault and one for each drill, with the
-log of every host, and the verdicts as rehearsal.json.
 """
 _OWN = {"hosts": 2, "devices_per_host": 2, "fault": "kill", "seed": 0, "times": 1, "series": 0}
 _DEFAULTS = {

@@ -71,7 +71,7 @@ def folders_of(given: str) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return run_command(argv, _main, lambda _: USAGE)
+    return run_command(argv, _main, lambda _: USAGE, recipe=False)
 
 
 def _main(arguments: list[str]) -> int:

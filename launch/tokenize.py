@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.errors import DONE, PREEMPTED, run_command
+from recipes.words import meaning, of_flag
 
 USAGE = """usage: python -m launch.tokenize source=GLOB to=DIR [KEY=VALUE ...]
 
@@ -53,8 +54,13 @@ def _options(arguments: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
+        if argument.startswith("-"):
+            meant = of_flag(argument, value or None, _DEFAULTS)
+            raise ValueError(f"unknown flag {argument!r}: {meant or 'keys are written KEY=VALUE, to=corpus.tokens'}")
         if not equals or not value:
             raise ValueError(f"cannot read {argument!r}: write KEY=VALUE, for example to=corpus.tokens")
+        if key not in _DEFAULTS and (meant := meaning(key, _DEFAULTS)):
+            raise ValueError(f"unknown key {key!r}; {meant}")
         if key not in _DEFAULTS:
             near = difflib.get_close_matches(key, _DEFAULTS, n=1, cutoff=0.5)
             raise ValueError(
@@ -201,7 +207,7 @@ def run(options: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     said = "stopped by a signal; the same command resumes with what is missing"
-    return run_command(argv, _main, lambda _: USAGE, needs_arguments=False, stopped=(said, PREEMPTED))
+    return run_command(argv, _main, lambda _: USAGE, needs_arguments=False, recipe=False, stopped=(said, PREEMPTED))
 
 
 def _main(arguments: list[str]) -> int:

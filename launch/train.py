@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from launch.cluster import join
-from launch.errors import DONE, HOST_LOST, PREEMPTED, AtOnce, exit_code_of, run_command
+from launch.errors import DONE, HOST_LOST, PREEMPTED, AtOnce, exit_code_of, leaver, run_command, tell
 
 USAGE = """usage: python -m launch.train [GROUP=VARIANT ...] [KEY=VALUE ...]
 
@@ -18,7 +18,7 @@ USAGE = """usage: python -m launch.train [GROUP=VARIANT ...] [KEY=VALUE ...]
   python -m launch.train recipe=long_context model=8b data.sequence_length=131072 mesh=fsdp_sequence
   python -m launch.train -m recipe=long_context optimizer.learning_rate=1e-3,3e-3 run.seed=range(0,3)
 
-If run.dir holds a run, it resumes from its last checkpoint.
+If run.dir holds a run, it resumes from its last checkpoint. --help KEY tells what a key or a group means: --help data.source.
 
 flags:
   --config-dir DIR, -cd     your own variants: DIR/recipe/mine.yaml is recipe=mine, DIR/model/big.yaml is model=big
@@ -143,6 +143,7 @@ def _main(arguments: list[str]) -> int:
         print(text_of(given), end="")
         return DONE
     from ejdist.training.loop import train
+    from launch.after import next_commands
     from recipes.schema import compose
 
     recipe = compose(arguments)
@@ -161,6 +162,7 @@ def _main(arguments: list[str]) -> int:
             f"{s['tokens_per_second']:,.0f} tokens/s, {s['tflops_per_device']:.4f} TFLOP/s per device{mfu}; "
             f"written to {recipe.run.dir}"
         )
+        print("\n".join(next_commands(given.words(), recipe, outcome.step)))
     return PREEMPTED if stopped_early else DONE
 
 
@@ -182,14 +184,18 @@ def command(before: Callable[[], object] = lambda: None, body: Callable[[], int]
     """Runs `main`, or another command that trains, as the main program of this process, after `before`, and exits."""
     import signal
 
+    leave = leaver()
     if {"-m", "--multirun"} & set(sys.argv[1:]):  # each run is a process of its own, which does what follows
         sys.exit(body())
     sys.unraisablehook = unraisable
     # First, so that threads started from here on leave SIGTERM to the one that listens. SIGINT is blocked until the command
     # can handle it: until then it would print a traceback of some import.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    from ejdist.cluster.ending import Codes, listen
-    from ejdist.cluster.hosts import end_with
+    try:
+        from ejdist.cluster.ending import Codes, listen
+        from ejdist.cluster.hosts import end_with
+    except ImportError as error:
+        sys.exit(tell(error))
 
     listen(Codes(PREEMPTED, HOST_LOST))
     end_with(exit_code_of)
@@ -197,7 +203,7 @@ def command(before: Callable[[], object] = lambda: None, body: Callable[[], int]
     code = body()
     if code not in (DONE, PREEMPTED) or isinstance(code, AtOnce):
         _end_now(code)
-    sys.exit(code)
+    leave(code)
 
 
 # Seconds for the other hosts to learn why this one fails, before its coordinator goes away.

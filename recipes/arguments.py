@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from recipes.words import of_flag
+
 
 class RecipeError(ValueError):
     """A recipe cannot be composed; the message names the key and the nearest valid one."""
@@ -75,8 +77,16 @@ def read(arguments: Sequence[str], *, every: bool = False) -> Arguments:
       RecipeError: a flag is unknown, has no place here, or names something that is not an existing folder.
     """
     found, rest = _parser().parse_known_args(list(arguments))
-    for word in rest:
+    for i, word in enumerate(rest):
         if word.startswith("-"):
+            _, equals, value = word.partition("=")
+            after = (
+                value
+                if equals
+                else next((w for w in rest[i + 1 : i + 2] if "=" not in w and not w.startswith("-")), None)
+            )
+            if meant := of_flag(word, after):
+                raise RecipeError(f"unknown flag {word!r}: {meant}")
             near = difflib.get_close_matches(word.partition("=")[0], [*_FLAGS, "--help"], n=1, cutoff=0.5)
             raise RecipeError(f"unknown flag {word!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     more = {"--cfg": found.cfg, "--package": found.package, "--resolve": found.resolve, "--multirun": found.multirun}

@@ -21,6 +21,7 @@ from ejdist.models.decoder import DecoderConfig
 from ejdist.training.curriculum import is_of, named, unused
 from ejdist.training.program import TrainSections
 from recipes.arguments import Arguments, RecipeError, check_values, key_of, quoted, read, value_of
+from recipes.words import TOLD, meaning, variant
 
 __all__ = [
     "GROUPS",
@@ -86,8 +87,8 @@ def texts_of() -> list[str]:
     return [key for key, kind in _kinds_of_recipe() if kind in (str, str | None, Any)]
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+def _nearest(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
+    found = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     tail = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
     best = tail or found
     return f"; did you mean {best[0]!r}?" if best else ""
@@ -112,17 +113,29 @@ def check_overrides(overrides: Sequence[str], config_dir: Path | None = None) ->
     for override in overrides:
         name, equals, value = override.partition("=")
         if not equals:
+            if re.search(r"\.(ya?ml|toml|json|py)$", override):
+                raise RecipeError(f"cannot read {override!r}: {TOLD['config']}")
             raise RecipeError(f"cannot read {override!r}: write KEY=VALUE, for example run.steps=500")
         name = name.lstrip("+~")
         if name in GROUPS:
             known = variants_of(name, config_dir)
             if value not in known:
-                raise RecipeError(f"{name}={value} is unknown; use one of {', '.join(known)}{_nearest(value, known)}")
+                meant = variant(name, value, known)
+                near = (
+                    _nearest(value, known, 0.5 if meant is None else 0.7) if "did you mean" not in (meant or "") else ""
+                )
+                raise RecipeError(
+                    f"{name}={value} is unknown; use one of {', '.join(known)}{near}{f'; {meant}' if meant else ''}"
+                )
         elif name not in keys:
             inside = [k for k in keys if k.startswith(f"{name}.")]
             if inside:
                 raise RecipeError(f"{name!r} is a section; set one of its keys: {', '.join(inside)}")
-            raise RecipeError(f"unknown key {name!r}{_nearest(name, [*keys, *GROUPS])}")
+            meant = meaning(name, [*keys, *GROUPS])
+            raise RecipeError(
+                f"unknown key {name!r}"
+                + (f"; {meant}" if meant else _nearest(name, [*keys, *GROUPS]) or "; --help lists the keys")
+            )
 
 
 def compose(arguments: Sequence[str]) -> Recipe:

@@ -18,6 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from small_run import TINY, losses
 
+from launch import __main__ as listing
 from launch import local, rehearse, slurm, sweep, train
 from launch.errors import DONE, INTERRUPTED, NOT_COMPILED, PIPE_CLOSED, PREEMPTED, WRONG, NotCompiled, run_command
 from launch.processes import Job
@@ -30,7 +31,8 @@ COMMANDS = {
     path.stem: importlib.import_module(f"launch.{path.stem}")
     for path in sorted((ROOT / "launch").glob("*.py"))
     if "def main(" in path.read_text()
-    and path.stem != "disturbed"  # which a rehearsal starts in the place of launch.train
+    and path.stem
+    not in ("disturbed", "__main__")  # which a rehearsal starts in the place of launch.train; the list of all
 }
 OF_A_RECIPE = {"slurm": [], "plan": ["topology=v5p:2x2x1"], "rehearse": [], "local": ["processes=2"]}
 GLOBAL = "# @package _global_\n"
@@ -409,6 +411,17 @@ def test_every_command_has_help(name, capsys):
         said = capsys.readouterr()
         assert f"launch.{name}" in said.out and not said.err
     assert "run_command(" in (ROOT / "launch" / f"{name}.py").read_text()
+
+
+def test_the_commands_are_listed_with_a_sentence_each(capsys):
+    assert listing.main([]) == DONE
+    said = capsys.readouterr().out
+    assert list(listing.COMMANDS) == [*dict.fromkeys(listing.COMMANDS)] and set(listing.COMMANDS) == set(COMMANDS)
+    assert all(f"launch.{name}" in said and len(what.split()) > 3 for name, what in listing.COMMANDS.items())
+    table = (ROOT / "launch" / "README.md").read_text()
+    assert all(f"| `launch.{name}` |" in table for name in COMMANDS)
+    assert listing.main(["tpu-vm"]) == WRONG and "write python -m launch.tpu_vm" in capsys.readouterr().err
+    assert listing.main(["serve"]) == WRONG and "python -m launch lists the commands" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["rehearse", "local", "slurm", "report"])

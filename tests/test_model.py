@@ -368,7 +368,7 @@ def test_the_size_of_qwen3_8b():
         ({"rope_scaling": "yarn", "rope_low": 9.0, "rope_high": 2.0}, "below high.*low is model.rope_low"),
         ({"rope_scaling": "yarn", "rope_attention_factor": 0.0}, "attention_factor is model.rope_attention_factor"),
         ({"remat": "some"}, "use one of none, dots, attention, offload, full"),
-        ({"compute_dtype": "float16"}, "use float32 or bfloat16"),
+        ({"compute_dtype": "float16"}, "use bfloat16 or float32"),
         ({"activation": "swish"}, "use one of silu"),
         ({"logits_soft_cap": 0.0}, "model.logits_soft_cap must be positive"),
         ({"rope_base": -1.0}, "model.rope_base"),

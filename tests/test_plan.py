@@ -10,7 +10,7 @@ import pytest
 
 from ejdist.cluster.bandwidth import measure
 from ejdist.mesh import AXES, make_mesh
-from ejdist.planning.chips import chip_of
+from ejdist.planning.chips import CHIPS
 from ejdist.planning.compiled import Compiled, collectives_of
 from ejdist.planning.measured import COLLECTIVES, read
 from ejdist.planning.targets import NoCompiler
@@ -95,7 +95,9 @@ def test_a_plan_is_searched_and_given_keys_stay(compiler, capsys):
     mixture = "data.mixture=[{source: the web, weight: 1.0}]"
     assert main(["topology=v5p:4x4x4", *LARGE, "mesh.sp=8", "model.remat=full", mixture]) == 0
     out = capsys.readouterr()
-    assert "compiling mesh.dp=" in out.err and len(compiler.asked) == 1
+    assert (
+        "plan 1 of at most 3: mesh.dp=" in out.err and "compiling for v5p:4x4x4" in out.err and len(compiler.asked) == 1
+    )
     asked = compiler.asked[0]
     assert (asked.mesh.sp, asked.model.remat, asked.data.global_batch) == (8, "full", 8)
     again = compose(shlex.split(out.out.splitlines()[-1].split("python -m launch.train ")[1]))
@@ -255,7 +257,7 @@ def _first(found):
 def test_files_of_bandwidths_that_are_refused(made, words, bandwidth):
     file = bandwidth(**({"sizes": {"sp": 8}} | made))
     with pytest.raises(ValueError) as error:
-        read(file, chip_of("h200"), 8)
+        read(file, CHIPS["h200"], 8)
     said = str(error.value)
     assert words in said and str(file) in said and "\n" not in said
 
@@ -279,7 +281,7 @@ def test_what_the_doctor_writes_can_be_read(monkeypatch, tmp_path):
     monkeypatch.setattr("ejdist.cluster.bandwidth._seconds", lambda run, given, calls, rounds: given.nbytes / 1e9)
     found = json.loads(json.dumps(measure(make_mesh(dp=2, sp=4), [4096, 8192])))
     (tmp_path / "b.json").write_text(json.dumps(found | {"device_kind": "NVIDIA H200"}))
-    made = read(tmp_path / "b.json", chip_of("h200"), 8)
+    made = read(tmp_path / "b.json", CHIPS["h200"], 8)
     assert made.mesh == {"dp": 2, "fsdp": 1, "ep": 1, "cp": 1, "sp": 4, "tp": 1} and set(made.axes) == {"dp", "sp"}
     assert len(made.axes["sp"].points["permute"]) == 2 and made.axes["dp"].size == 2
 
@@ -416,8 +418,8 @@ def test_what_it_says_of_eight_chips(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "topology=GENERATION:SHAPE"),
-        (["topology=v5p"], "topology"),
+        ([], "which devices is the plan for? Give device=v5p-128"),
+        (["topology=v5p"], "topology = 'v5p' has no size: name the slice, for example device=v5p-128"),
         (["topology=v9:2x2"], "v9:2x2"),
         (["topology=v5p:2x2x1", "mesh.sp=8"], "8"),
         (["topology=v5p:2x2x1", "mesh.sp=2", "search=false", "finalists=0"], "2 devices, and v5p:2x2x1 has 4"),
@@ -446,7 +448,7 @@ def test_what_it_says_of_eight_chips(capsys):
         (["topology=v5p:2x2x1", "slices=2", "mesh.fsdp=8"], "only mesh.dp crosses the network"),
         (["devices=8", "device=h200", "slices=2"], "slices= is for TPUs"),
         (["devices=0", "device=h200"], "devices must be a number from 1 on"),
-        (["devices=8", "device=foo"], "device = 'foo' is unknown; use one of h100, h200, b200"),
+        (["devices=8", "device=foo"], "device = 'foo' is unknown; use one of a100, a100-40gb, h100"),
         (["devices=8", "device=h200", "data.sequence_length=0"], "data.sequence_length must be at least 2, got 0"),
         (["devices=8", "device=h200", "mesh.sp=0"], "mesh.sp must be a positive number"),
         (["devices=8", "device=h200", "optimizer.schedule=foo"], "optimizer.schedule = 'foo' is unknown"),

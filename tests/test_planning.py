@@ -15,11 +15,12 @@ from ejdist.order import Order
 from ejdist.planning.activations import counted_parts
 from ejdist.planning.candidates import BATCH, SEARCHED, Candidate, candidate_of
 from ejdist.planning.candidates import REMAT as REMAT_KEY
-from ejdist.planning.chips import CHIPS, chip_of
+from ejdist.planning.chips import CHIPS
 from ejdist.planning.compiled import Compiled
 from ejdist.planning.links import Links
 from ejdist.planning.measured import MeasuredAxis
 from ejdist.planning.memory import held, memory
+from ejdist.planning.ranking import ranked
 from ejdist.planning.search import (
     MARGIN,
     DoesNotFit,
@@ -28,7 +29,6 @@ from ejdist.planning.search import (
     candidates,
     meshes,
     nearest,
-    ranked,
     search,
 )
 from ejdist.planning.share import share_of
@@ -399,13 +399,13 @@ def test_experts_over_two_axes_send_what_changes_its_place_along_each():
     ("given", "words"),
     [
         (("v5p:4x4x4", 64, "h200", None), "not both"),
-        ((None, None, None, None), "topology=GENERATION:SHAPE"),
+        ((None, None, None, None), "topology=v5p:4x4x4"),
         ((None, 64, None, None), "device=h200"),
         (("v9:2x2", None, None, None), "v9:2x2"),
-        (("v5p", None, None, None), "GENERATION:SHAPE"),
+        (("v5p", None, None, None), "topology = 'v5p' has no size"),
         (("v5p:4x0x4", None, None, None), "GENERATION:SHAPE"),
         ((None, 64, "h999", None), "h100"),
-        ((None, 64, "v5p", None), "topology=v5p:SHAPE"),
+        ((None, 65, "v5p", None), "there is no v5p slice of 65 chips"),
         ((None, 12, "h200", None), "devices_per_host = 8"),
     ],
 )
@@ -447,7 +447,7 @@ def test_sizes_that_fit_no_plan(words, given, said):
 
 def test_every_device_has_its_facts():
     assert all(chip.memory > 2**33 and chip.flops > 1e14 and chip.source for chip in CHIPS.values())
-    assert chip_of("v5p").flops == 459e12 and chip_of("h200").flops == 989e12
+    assert CHIPS["v5p"].flops == 459e12 and CHIPS["h200"].flops == 989e12
 
 
 @pytest.mark.parametrize(

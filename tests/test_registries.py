@@ -28,6 +28,9 @@ REGISTRIES = {
 KEYS, RULES = "which part a key of the model section is of", "which part a rule of a checkpoint is of"
 ELSEWHERE = {
     ("ejdist/planning/step_time.py", "attention"): "a term of the step's time",
+    ("launch/__main__.py", "local"): "a command",
+    ("recipes/words.py", "local"): "a variant of a group",
+    ("recipes/words.py", "experts"): "a variant of a group",
     ("ejdist/sequence/attention.py", "contiguous"): "the order of tokens that were not permuted",
     ("ejdist/sequence/attention.py", "local"): "an argument of a sharded function",
     ("ejdist/tokens.py", "contiguous"): "the order of tokens that were not permuted",

@@ -15,10 +15,11 @@ class ClusterSection:
     """How processes find each other. "local" is one process; "auto" lets JAX detect the values below that are not given from
     the cluster (Cloud TPU, Slurm, Kubernetes, Open MPI); "manual" uses only the given values."""
 
+    # How the processes of a run find each other: local (one process), auto (the cluster says), manual (the keys below).
     kind: str = operational("local")
-    coordinator: str | None = operational(None)  # host:port of process 0
-    num_processes: int | None = operational(None)
-    process_id: int | None = operational(None)
+    coordinator: str | None = operational(None)  # HOST:PORT of process 0
+    num_processes: int | None = operational(None)  # processes of the run
+    process_id: int | None = operational(None)  # which of them this is, from 0
     local_device_ids: list[int] | None = operational(None)  # the GPUs that a process uses; null: all
     timeout: int = operational(300)  # seconds for all processes to connect
     heartbeat: int = operational(100)  # seconds of silence after which a process counts as lost and all exit

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ejdist.dtypes import dtype_name
 from ejdist.experts.layer import ACTIVATIONS as EXPERT_ACTIVATIONS
 from ejdist.experts.layer import CLAMPED
 from ejdist.experts.router import BALANCE, SCORES
@@ -52,27 +53,27 @@ def _parts_of_kinds(kinds: Sequence[str]) -> list[tuple[str, ...]]:
 class ExpertsShape:
     """A mixture of experts in place of a layer's MLP; see `ejdist.moe` and `ejdist.route`."""
 
-    num: int = 0  # 0: no experts
-    top_k: int = 2
+    num: int = 0  # experts of a layer; 0: none
+    top_k: int = 2  # experts that a token goes to
     ffn_dim: int = 0  # width of one expert
-    activation: str | None = None  # null: the model's; clamped_swiglu for GPT-OSS
+    activation: str | None = None  # activation of an expert; null: the model's; clamped_swiglu for GPT-OSS
     bias: bool = False  # biases of the experts' products (GPT-OSS)
     shared_dim: int = 0  # width of the shared expert; of several, the sum of their widths
     shared_gate: bool = False  # weight the shared expert's output by a sigmoid of the token (Qwen2-MoE)
-    score: str = "softmax"
-    normalize: bool = True
+    score: str = "softmax"  # how the router's logits become weights: softmax, sigmoid, sqrtsoftplus
+    normalize: bool = True  # the weights of a token's experts sum to one
     scaling_factor: float = 1.0  # multiplies the routing weights
-    num_groups: int = 1
-    topk_groups: int | None = None
+    num_groups: int = 1  # groups of experts, of which a token's experts come from some (DeepSeek)
+    topk_groups: int | None = None  # how many of the groups
     group_top: int = 2  # a group's score is the sum of this many of its best scores; 1 in DeepSeek-V2
     router_bias: bool = False  # a parameter, added to the logits (GPT-OSS)
     bias_rate: float = 0.0  # update rate of the bias that balances without a loss (DeepSeek-V3); 0: no bias
     # Scope of the balance loss: batch (a microbatch, over all devices), sequence, or global (the global batch, with the counts
     # of the previous step).
     balance: str = "batch"
-    # Weights of the two losses. They are means over a microbatch's tokens; microbatches count in proportion to their tokens.
+    # Weight of the balance loss, a mean over a microbatch's tokens; microbatches count in proportion to their tokens.
     balance_loss: float = 0.0
-    z_loss: float = 0.0  # of the squared log-sum-exp of the router's logits
+    z_loss: float = 0.0  # weight of the squared log-sum-exp of the router's logits, a mean over tokens too
     jitter: float = 0.0  # multiplicative noise on the router's input
     forced_balance: bool = False  # assign experts in turn: only for benchmarks
 
@@ -145,8 +146,8 @@ class ExpertsShape:
 class LatentShape:
     """Multi-head latent attention (DeepSeek-V2): keys and values of all heads from one narrow vector per token."""
 
-    kv_rank: int = 0  # width of that vector; 0: no such layers
-    query_rank: int = 0  # the same for queries; 0: they are projected from the residual stream
+    kv_rank: int = 0  # width of the vector that keys and values come from; 0: no such layers
+    query_rank: int = 0  # width of the vector that queries come from; 0: they are projected from the residual stream
     nope_dim: int = 128  # width of a query's and key's head without RoPE
     rope_dim: int = 64  # width of a query's head with RoPE, and of the one such key that all heads share
     value_dim: int = 128  # width of a value's head
@@ -169,44 +170,49 @@ class LatentShape:
 class DecoderShape:
     """Shape and options of a decoder, which its layers read. Not frozen: recipes compose it."""
 
-    vocab_size: int = 512
-    num_layers: int = 4
-    model_dim: int = 128
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    ffn_dim: int = 384
-    activation: str = "silu"
-    rope_base: float = 10000.0
-    rope_scaling: str | None = None  # linear, ntk, yarn, llama3
-    rope_factor: float = 1.0
+    vocab_size: int = 512  # rows of the embedding; at least the tokenizer's
+    num_layers: int = 4  # layers, those of first_layers too
+    model_dim: int = 128  # width of the residual stream
+    num_heads: int = 4  # query heads of a layer
+    num_kv_heads: int = 2  # heads of keys and values, which groups of query heads share
+    head_dim: int = 32  # width of a head
+    ffn_dim: int = 384  # width of the MLP
+    activation: str = "silu"  # activation of the gated MLP: silu, gelu, gelu_tanh, relu
+    rope_base: float = 10000.0  # base of RoPE's frequencies, which Llama calls rope_theta
+    rope_scaling: str | None = None  # how RoPE is stretched: linear, ntk, yarn, llama3
+    rope_factor: float = 1.0  # by how much it is stretched: the new context over the old one
     rope_original_length: int = 8192  # tokens of the context before scaling
-    # In rotations over that context: frequencies below the first are divided by the factor, those above the second are kept.
-    rope_low: float | None = None  # yarn's beta_slow, llama3's low_freq_factor; null for 1
-    rope_high: float | None = None  # yarn's beta_fast, llama3's high_freq_factor; null for 32 (yarn) or 4 (llama3)
-    rope_attention_factor: float | None = None  # yarn: of cos and sin; null for 0.1 ln(factor) + 1
-    rope_truncate: bool = True  # yarn: its ramp is between whole pairs; false in GPT-OSS
+    # Frequencies with fewer rotations over that context are divided by the factor: yarn's beta_slow, llama3's low_freq_factor.
+    rope_low: float | None = None  # null for 1
+    # Frequencies with more rotations over that context are kept: yarn's beta_fast, llama3's high_freq_factor.
+    rope_high: float | None = None  # null for 32 (yarn) or 4 (llama3)
+    rope_attention_factor: float | None = None  # what yarn multiplies cos and sin by; null for 0.1 ln(factor) + 1
+    rope_truncate: bool = True  # whether yarn's ramp is between whole pairs; false in GPT-OSS
     qk_norm: bool = False  # RMSNorm of each query and key head (Qwen3)
     attention_bias: bool = False  # biases of the q, k and v projections (Qwen2)
-    attention_output_bias: bool = False  # and of the output projection (GPT-OSS)
+    attention_output_bias: bool = False  # a bias of the output projection (GPT-OSS)
     attention_sinks: bool = False  # a learned logit per head that takes probability without a value (GPT-OSS)
     attention_scale: float | None = None  # scale of the logits; null for 1/sqrt(width of a query's head)
-    tie_embeddings: bool = True
-    # Kinds of the layers before the pattern, and of the pattern that the others repeat: MIXER+FEED_FORWARD, or an old name.
+    tie_embeddings: bool = True  # the output projection is the embedding
+    # Kinds of the first layers, before the pattern, as in layer_pattern.
     first_layers: tuple[str, ...] = spelled((), _parts_of_kinds)
+    # Kinds of layers that repeat, each MIXER+FEED_FORWARD, for example [window+mlp,full+experts]; full alone is full+mlp.
     layer_pattern: tuple[str, ...] = spelled(("full",), _parts_of_kinds)
     sliding_window: int | None = None  # number of keys that a windowed layer sees
-    attention_soft_cap: float | None = None
-    logits_soft_cap: float | None = None
-    norm_eps: float = 1e-6
-    init_std: float = 0.02
-    compute_dtype: str = "float32"  # dtype of activations and matmuls; parameters stay float32
-    remat: str = operational("attention")  # what the backward does not recompute: see `REMAT` in ejdist/models/remat.py
+    attention_soft_cap: float | None = (
+        None  # attention's logits pass tanh, scaled to this bound (Gemma 2); null for none
+    )
+    logits_soft_cap: float | None = None  # the same for the logits of the vocabulary
+    norm_eps: float = 1e-6  # added to the mean square in every RMSNorm
+    init_std: float = 0.02  # standard deviation of the weights at the start
+    compute_dtype: str = "float32"  # dtype of activations and matmuls, bfloat16 or float32; parameters stay float32
+    remat: str = operational("attention")  # what the backward keeps or recomputes: none, dots, attention, offload, full
     experts: ExpertsShape = field(default_factory=ExpertsShape)
     latent: LatentShape = field(default_factory=LatentShape)
 
     def __post_init__(self) -> None:
         self.first_layers, self.layer_pattern = tuple(self.first_layers), tuple(self.layer_pattern)
+        self.compute_dtype = dtype_name(self.compute_dtype)
 
     def kinds(self) -> list[str]:
         """Returns the kind of each layer."""
@@ -243,8 +249,11 @@ class DecoderShape:
         if self.remat not in REMAT:
             raise ValueError(f"model.remat = {self.remat!r} is unknown; use one of {', '.join(REMAT)}")
         if self.compute_dtype not in ("float32", "bfloat16"):
-            # float16 would need loss scaling: gradients here are of sums over tokens, which exceed its range.
-            raise ValueError(f"model.compute_dtype = {self.compute_dtype!r}: use float32 or bfloat16")
+            # Gradients here are of sums over tokens, which exceed the range of float16.
+            scaled = (
+                "; float16 would need loss scaling, which there is none of" if self.compute_dtype == "float16" else ""
+            )
+            raise ValueError(f"model.compute_dtype = {self.compute_dtype!r}: use bfloat16 or float32{scaled}")
         self.scaling()
 
     def _validate_layers(self) -> None:

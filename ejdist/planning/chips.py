@@ -56,12 +56,18 @@ def _tpu(
     return Chip(name, kind, "tpu", *each, None, source, between / devices, dims, devices)
 
 
-def _gpu(name: str, kind: str, memory: float, bandwidth: float, link: float, network: float, source: str) -> Chip:
-    return Chip(name, kind, "gpu", int(memory * GIB), bandwidth, link, 8, network, source)
+def _gpu(
+    name: str, kind: str, memory: float, bandwidth: float, link: float, network: float, source: str, host: int = 8
+) -> Chip:
+    return Chip(name, kind, "gpu", int(memory * GIB), bandwidth, link, host, network, source)
 
 
 # A TPU's axis is a ring of links in both directions: twice the rate of one link in one direction.
-# A GPU's memory is 94% of what its driver shows, which JAX takes with XLA_PYTHON_CLIENT_MEM_FRACTION=0.94.
+# A GPU's memory is 94% of what its driver shows, which JAX takes with XLA_PYTHON_CLIENT_MEM_FRACTION=0.94. What it shows, and
+# the bandwidth of the memory of an A100 and GB200: https://github.com/openxla/xla, xla/backends/gpu/target_config/specs.
+# NVLink, both ways: 600 GB/s of an A100, 900 of an H100 and H200, 1800 of a B200 and GB200, by NVIDIA's data sheets
+# (https://www.nvidia.com/en-us/data-center/a100, /h200, /hgx, /gb200-nvl72). What an H200 was measured to send is scaled by
+# them. The network: https://docs.nvidia.com/dgx/dgxa100-user-guide (200 Gbit/s for each GPU), and 400 for the others.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -70,9 +76,13 @@ CHIPS = {
         _tpu("v5p", "TPU v5", 95, 2765e9, 200e9, 6.25e9, "4800 Gbit/s a chip over 6 links; between slices 50 Gbit/s", 3),
         _tpu("v6e", "TPU v6 lite", 32, 1638e9, 224e9, 12.5e9, "3584 Gbit/s a chip over 4 links; between slices 100 Gbit/s", 2),
         _tpu("tpu7x", "TPU7x", 192, 7380e9, 400e9, 12.5e9, "9600 Gbit/s a chip over 6 links; between slices 100 Gbit/s", 3, 2),
+        _gpu("a100", "NVIDIA A100-SXM4-80GB", 74.5, 2039e9, 189e9, 25e9, "two thirds of an H200; 200 Gbit/s per GPU"),
+        _gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 37, 1555e9, 189e9, 25e9, "two thirds of an H200; 200 Gbit/s per GPU"),
         _gpu("h100", "NVIDIA H100", 74.5, 3350e9, 283e9, 50e9, "assumed equal to an H200; 400 Gbit/s per GPU"),
         _gpu("h200", "NVIDIA H200", 131, 4800e9, links_of("NVIDIA H200").all_gather, 50e9, "measured elsewhere; 400 Gbit/s"),
         _gpu("b200", "NVIDIA B200", 167, 8000e9, 566e9, 50e9, "twice that of an H200; 400 Gbit/s per GPU"),
+        # NVLink joins the 72 GPUs of a rack: they are one host in a plan.
+        _gpu("gb200", "NVIDIA GB200", 173, 7928e9, 566e9, 50e9, "twice that of an H200; 400 Gbit/s per GPU", 72),
     )
 }  # fmt: skip
 
@@ -81,11 +91,3 @@ def chip_of_kind(kind: str) -> Chip | None:
     """Returns the device of a `jax.Device.device_kind`, None where it is not known (a CPU)."""
     found = [chip for chip in CHIPS.values() if kind.startswith(chip.kind)]
     return max(found, key=lambda chip: len(chip.kind), default=None)
-
-
-def chip_of(name: str) -> Chip:
-    """Returns the device of that name. Raises ValueError for one that is not known."""
-    if name not in CHIPS:
-        known = ", ".join(n for n, chip in CHIPS.items() if chip.platform == "gpu")
-        raise ValueError(f"device = {name!r} is unknown; use one of {known}, or topology=v5p:4x4x4 for TPUs")
-    return CHIPS[name]

@@ -15,7 +15,6 @@ from typing import Any
 
 from ejdist.experts.schemes import SCHEMES as DISPATCHES
 from ejdist.mesh import AXES, CP, EP, between_slices, mesh_shape
-from ejdist.models.share import hides
 from ejdist.planning.activations import has_experts
 from ejdist.planning.candidates import (
     ACCUMULATION,
@@ -32,42 +31,27 @@ from ejdist.planning.compiled import Compiled
 from ejdist.planning.links import Links
 from ejdist.planning.measured import Measured
 from ejdist.planning.memory import Held, Memory, held, memory
+from ejdist.planning.ranking import Predicted, different, ranked
 from ejdist.planning.share import dispatch_of
-from ejdist.planning.step_time import StepTime, step_time
+from ejdist.planning.step_time import step_time
 from ejdist.planning.targets import Target
 from ejdist.sections import validate
-from ejdist.sequence.schemes import scheme_of
 
 VARIED = 50  # plans that are looked at with each of these
 # Where the batch is not given: rows of a device and microbatch, microbatches, and tokens of a step, which are those of Llama 3
 # 405B's largest batch; a step has one row at least.
 ROWS, MICROBATCHES, MOST_TOKENS = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), 2**24
-# A prediction may be so much too small, and a faster plan by less than this is no reason for a larger batch.
-MARGIN, ALIKE = 0.10, 0.02
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """A candidate, and what is expected of it on a device."""
-
-    candidate: Candidate
-    memory: Memory
-    time: StepTime
-    tokens: int  # of a step
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second, of all devices."""
-        return self.tokens / self.time.total
+# A prediction may be so much too small.
+MARGIN = 0.10
 
 
 @dataclass(frozen=True)
 class Found:
     """What a search found.
 
-    best: None where nothing fits. compiled: of the best; None where no compiler could be asked. others: the next best,
-    predicted. refused: what did not compile or fit, and why. looked_at: legal candidates. smallest: what needs least, where
-    nothing is expected to fit.
+    best: None where nothing fits. compiled: of the best; None where no compiler could be asked. others: the next best with
+    another mesh or remat policy, predicted. refused: what did not compile or fit, and why. looked_at: legal candidates.
+    smallest: what needs least, where nothing is expected to fit.
     """
 
     best: Predicted | None
@@ -199,23 +183,6 @@ def _batches(s: Any, over: int, given: Collection[str]) -> Iterator[tuple[int, i
 # -- the search -------------------------------------------------------------------------------------------------------
 
 
-def ranked(found: Sequence[Predicted]) -> list[Predicted]:
-    """Returns the predictions, best first: by tokens a second; among those within 2% of the fastest that is left, the smallest
-    batch, then the least memory, then a scheme whose transfers hide under work."""
-    left, order = sorted(found, key=lambda p: -p.rate), []
-    while left:
-        fastest = left[0].rate
-        alike = [p for p in left if p.rate >= fastest * (1 - ALIKE)]
-        order += sorted(alike, key=lambda p: (p.candidate.global_batch, p.memory.total, _waits(p.candidate)))
-        left = left[len(alike) :]
-    return order
-
-
-def _waits(candidate: Candidate) -> bool:
-    """Returns whether attention waits for the transfers of the scheme that was chosen."""
-    return candidate.scheme is not None and not hides(scheme_of(candidate.scheme))
-
-
 def search(
     sections: Any,
     target: Target,
@@ -263,10 +230,10 @@ def search(
             fitting += [made] if isinstance(made, Predicted) else []
     order, refused = ranked(fitting), []
     if compile_step is None:
-        return Found(order[0] if order else None, None, order[1:4], (), count, least)
+        return Found(order[0] if order else None, None, different(order[0], order) if order else (), (), count, least)
     while order and len(refused) < finalists:
         best, *order = order
-        log(f"compiling {overrides_text(best.candidate, given)}")
+        log(f"plan {len(refused) + 1} of at most {finalists}: {overrides_text(best.candidate, given)}")
         try:
             made = compile_step(best.candidate.applied(sections))
         except DoesNotFit as error:
@@ -277,11 +244,11 @@ def search(
                 order = [p for p in order if _kind(p) != _kind(best)]
             continue
         if made is None or made.peak <= target.chip.memory:
-            return Found(best, made, order[:3], refused, count, least)
+            return Found(best, made, different(best, order), refused, count, least)
         refused.append((best, f"compiled, it takes {made.peak / 2**30:.1f} GiB"))
         wrong = made.peak / best.memory.total
         order = [p for p in order if p.memory.total * wrong <= target.chip.memory]
-    return Found(None, None, order[:3], refused, count, least)
+    return Found(None, None, different(order[0], order) if order else (), refused, count, least)
 
 
 def _kind(p: Predicted) -> tuple[str, bool]:

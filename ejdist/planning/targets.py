@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import math
 import os
 import re
 import shutil
@@ -18,7 +17,8 @@ from typing import Any
 
 import jax
 
-from ejdist.planning.chips import CHIPS, Chip, chip_of
+from ejdist.planning.chips import CHIPS, Chip
+from ejdist.planning.names import Named, read, shaped
 from kernels.toolchains.simulate.ahead_of_time import tpu_topology
 from kernels.toolchains.simulate.compile_for import compile_for
 
@@ -94,47 +94,76 @@ class Target:
 def target_of(
     topology: str | None, devices: int | None, device: str | None, per_host: int | None, slices: int | None = None
 ) -> Target:
-    """Returns what a command line asks for: `topology`, `slices` times, or `devices` of a `device`.
+    """Returns what a command line asks for: `slices` times a `topology`, or `devices` of a `device`, whose name may be that of
+    a slice or have the number in it.
 
     Raises:
       ValueError: both or neither, a kind that is not known, or numbers that do not fit.
     """
     if topology and (devices or device or per_host):
         raise ValueError("give either topology=GENERATION:SHAPE, for TPUs, or devices=N device=NAME for GPUs, not both")
-    if topology:
-        name, _, shape = topology.partition(":")
-        if name not in CHIPS or CHIPS[name].platform != "tpu":
-            known = ", ".join(n for n, chip in CHIPS.items() if chip.platform == "tpu")
+    if not topology and not device:
+        what = "device=v5p-128, device=h200 devices=64, or topology=v5p:4x4x4"
+        raise ValueError(f"which devices is the plan for? Give {what}")
+    key, given = ("topology", topology) if topology else ("device", str(device))
+    named = read(key, given)
+    if named.chip.platform == "gpu" and topology:
+        raise ValueError(f"topology = {given!r} is a GPU: give device={named.chip.name} devices=64")
+    if named.chip.platform == "gpu":
+        return _gpus_of(given, named, devices, per_host, slices)
+    return _slices_of(key, given, named, devices, per_host, slices or 1)
+
+
+def _slices_of(key: str, given: str, named: Named, devices: int | None, per_host: int | None, slices: int) -> Target:
+    chip = named.chip
+    if per_host:
+        raise ValueError(f"devices_per_host = {per_host} is for GPUs, and {key}={given} is a TPU; leave it out")
+    if named.count is None and devices is None:
+        raise ValueError(
+            f"{key} = {given!r} has no size: name the slice, for example device={_EXAMPLES[chip.name]}, give devices=64 beside "
+            f"it, or topology={chip.name}:{'4x4' if chip.dims == 2 else '4x4x4'}"
+        )
+    if named.count is None:
+        chips, rest = divmod(int(devices or 0), chip.per_chip)
+        if rest:
             raise ValueError(
-                f"topology = {topology!r}: there is no TPU {name!r}; use one of {known}, for example v5p:4x4x4"
+                f"devices = {devices}: a {chip.name} chip has {chip.per_chip} devices; give a multiple of that"
             )
-        if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
-            raise ValueError(f"topology = {topology!r} must be GENERATION:SHAPE, for example topology=v5p:4x4x4")
-        chip, sizes = chip_of(name), [int(n) for n in shape.split("x")]
-        if len(sizes) != chip.dims:
-            example = {2: "4x4", 3: "4x4x4"}[chip.dims]
-            raise ValueError(
-                f"topology = {topology!r}: a slice of {name} has {chip.dims} dims, for example {name}:{example}"
-            )
-        count = chip.per_chip * math.prod(sizes)
-        if count * (slices or 1) > MOST_DEVICES:
-            raise ValueError(
-                f"topology = {topology!r}: that is {count * (slices or 1):,} devices; at most {MOST_DEVICES:,}"
-            )
-        return Target(chip, (slices or 1) * count, shape, min(chip.host, count), slices or 1)
-    if not devices or not device:
-        raise ValueError("give topology=GENERATION:SHAPE, for example topology=v5p:4x4x4, or devices=64 device=h200")
+        named = shaped("devices", str(devices), chip, chips)
+    elif devices not in (None, named.count):
+        raise ValueError(
+            f"devices = {devices}, but {key}={given} is {named.count} devices as JAX shows them, {chip.name}:{named.shape}; "
+            "give one of the two"
+        )
+    count = int(named.count or 0)
+    if count * slices > MOST_DEVICES:
+        raise ValueError(f"{key} = {given!r}: that is {count * slices:,} devices; at most {MOST_DEVICES:,}")
+    return Target(chip, slices * count, named.shape, min(chip.host, count), slices)
+
+
+# A slice of each generation, by the name that the cloud gives it.
+_EXAMPLES = {"v4": "v4-128", "v5e": "v5e-256", "v5p": "v5p-128", "v6e": "v6e-256", "tpu7x": "tpu7x-128"}
+
+
+def _gpus_of(given: str, named: Named, devices: int | None, per_host: int | None, slices: int | None) -> Target:
+    chip = named.chip
     if slices:
         raise ValueError("slices= is for TPUs, but this plan is for GPUs; leave it out")
-    chip = chip_of(device)
-    if chip.platform != "gpu":
-        raise ValueError(f"device = {device!r} is a TPU: give topology={device}:SHAPE, for example topology=v5p:4x4x4")
-    if devices > MOST_DEVICES:
-        raise ValueError(f"devices = {devices:,} is too large; at most {MOST_DEVICES:,}")
-    per_host = per_host or chip.host
-    if devices > per_host and devices % per_host:
-        raise ValueError(f"devices = {devices} must be a multiple of devices_per_host = {per_host}")
-    return Target(chip, devices, "", per_host)
+    if devices and named.count and devices != named.count:
+        raise ValueError(f"devices = {devices}, but device={given} is {named.count} of them; give one of the two")
+    count = devices or named.count
+    if count is None:
+        raise ValueError(f"device={given}: how many? Give devices=64 beside it")
+    if count > MOST_DEVICES:
+        raise ValueError(f"devices = {count:,} is too large; at most {MOST_DEVICES:,}")
+    host = per_host or chip.host
+    if count > host and count % host:
+        fits = max(n for n in range(1, host + 1) if count % n == 0)
+        raise ValueError(
+            f"devices = {count} must be a multiple of devices_per_host = {host}; to use only {fits} of each, give "
+            f"devices_per_host={fits}"
+        )
+    return Target(chip, count, "", host)
 
 
 # -- GPUs -------------------------------------------------------------------------------------------------------------
@@ -142,30 +171,38 @@ def target_of(
 
 @dataclass(frozen=True)
 class Gpu:
-    """What XLA's compiler asks of a GPU: compute capability, multiprocessors, bytes of cache, GHz."""
+    """What XLA's compiler asks of a GPU: compute capability, multiprocessors, bytes of cache, GHz, KiB of shared memory of a
+    multiprocessor and of a block, and float32 units of a multiprocessor. By https://github.com/openxla/xla,
+    xla/backends/gpu/target_config/specs."""
 
     capability: int
     cores: int
     cache: int
     clock: float
+    shared: int = 228
+    shared_of_block: int = 227
+    units: int = 128
 
 
 GPUS = {
+    "a100": Gpu(80, 108, 40 << 20, 1.41, 164, 163, 64),
+    "a100-40gb": Gpu(80, 108, 40 << 20, 1.41, 164, 163, 64),
     "h100": Gpu(90, 132, 50 << 20, 1.98),
     "h200": Gpu(90, 132, 50 << 20, 1.98),
     "b200": Gpu(100, 148, 126 << 20, 1.965),
+    "gb200": Gpu(100, 152, 135528448, 2.062),
 }
 
 
 def _described(name: str) -> str:
     """Returns a GPU in the text form of XLA's `GpuTargetConfigProto`."""
-    gpu, chip = GPUS[name], chip_of(name)
+    gpu, chip = GPUS[name], CHIPS[name]
     facts = {
         "threads_per_block_limit": 1024, "threads_per_warp": 32, "shared_memory_per_block": 48 << 10,
-        "shared_memory_per_core": 228 << 10, "threads_per_core_limit": 2048, "core_count": gpu.cores, "fpus_per_core": 128,
-        "block_dim_limit_x": 2**31 - 1, "block_dim_limit_y": 65535, "block_dim_limit_z": 65535,
+        "shared_memory_per_core": gpu.shared << 10, "threads_per_core_limit": 2048, "core_count": gpu.cores,
+        "fpus_per_core": gpu.units, "block_dim_limit_x": 2**31 - 1, "block_dim_limit_y": 65535, "block_dim_limit_z": 65535,
         "memory_bandwidth": int(chip.bandwidth), "l2_cache_size": gpu.cache, "clock_rate_ghz": gpu.clock,
-        "device_memory_size": chip.memory, "shared_memory_per_block_optin": 227 << 10,
+        "device_memory_size": chip.memory, "shared_memory_per_block_optin": gpu.shared_of_block << 10,
         "registers_per_core_limit": 65536, "registers_per_block_limit": 65536,
     }  # fmt: skip
     lines = "\n".join(f"  {name}: {value}" for name, value in facts.items())
@@ -184,7 +221,7 @@ def _gpus(name: str, count: int, per_host: int) -> Any:
     _prefer_own_tools()
     try:
         return topologies.get_topology_desc(
-            chip_of(name).kind, "cuda", target_config=_described(name), topology=f"1x{hosts}x{count // hosts}"
+            CHIPS[name].kind, "cuda", target_config=_described(name), topology=f"1x{hosts}x{count // hosts}"
         )
     except (NotImplementedError, jax.errors.JaxRuntimeError) as error:  # there is no plugin; it refuses
         raise NoCompiler(f"JAX's CUDA plugin is not available ({str(error).splitlines()[0][:200]})") from None

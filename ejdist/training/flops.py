@@ -23,6 +23,7 @@ PEAKS = {
     "NVIDIA H100": 989e12,
     "NVIDIA H200": 989e12,
     "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2500e12,
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5e": 197e12,

@@ -37,11 +37,12 @@ SKIPPED_FILE = "passed_batches.json"
 class GuardsSection:
     """The `guards` section of a recipe: what to do about bad numbers, devices and hosts."""
 
-    nonfinite: str = operational(
-        "stop"
-    )  # on a loss or gradient norm that is not finite: stop, skip (the update), rewind
-    spike: str = operational("off")  # on one far above those of the last steps: off, stop, skip, rewind
-    spike_factor: float = operational(6.0)  # how far: standard deviations above their mean
+    # What to do on a loss or gradient norm that is not finite: stop, skip (the update), rewind.
+    nonfinite: str = operational("stop")
+    spike: str = operational("off")  # what to do on one far above those of the last steps: off, stop, skip, rewind
+    spike_factor: float = operational(
+        6.0
+    )  # how far above is a spike: standard deviations above the mean of the last steps
     spike_window: int = operational(128)  # how many of the last steps enter the mean; at least half are needed
     most_skips: int = operational(10)  # consecutive skipped updates after which the run stops
     most_rewinds: int = operational(3)  # rewinds to the same checkpoint after which the run stops

@@ -76,7 +76,7 @@ def train(
         source = open_source(init_from, s.model) if init_from is not None and not opened.checkpoints_found else None
         weights = {} if source is None or hosts.count == 1 else {"model.init_from (digest)": source.digest()}
         # Compile before writing anything, so that a recipe that cannot run leaves no trace.
-        compiled = compile_stage(opened, "the first step", weights | {"checkpoint": opened.last}, ledger)
+        compiled = compile_stage(opened, "the first step", weights | {"checkpoint": opened.last}, ledger, log)
         check_shared(hosts, opened.directory)
         if opened.checkpoints_found and init_from is not None:
             log(f"model.init_from = {init_from!r} is not read: the run resumes from its own checkpoint")

@@ -16,16 +16,16 @@ SCHEDULES = ("warmup_cosine", "wsd", "constant")
 class OptimizerSection:
     """The `optimizer` section of a recipe."""
 
-    learning_rate: float = 3e-4  # the peak
-    schedule: str = "warmup_cosine"  # warmup_cosine, wsd (warmup, stable, decay), constant (after warmup)
-    warmup_steps: int = 100  # at most all but one of the run's steps
-    decay_fraction: float = 0.1  # wsd: fraction of all steps, at the end, that decay
+    learning_rate: float = 3e-4  # the largest rate, after the warmup
+    schedule: str = "warmup_cosine"  # of the rate: warmup_cosine, wsd (warmup, stable, decay), constant (after warmup)
+    warmup_steps: int = 100  # steps in which the rate rises; at most all but one of the run's
+    decay_fraction: float = 0.1  # fraction of all steps, at the end, in which wsd decays
     final_ratio: float = 0.1  # the rate of the last step over the peak
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1  # not on norms and biases
-    clip_norm: float = 1.0  # of the global gradient; 0 for none
+    b1: float = 0.9  # decay of Adam's first moment
+    b2: float = 0.95  # decay of Adam's second moment
+    eps: float = 1e-8  # added to the root of the second moment
+    weight_decay: float = 0.1  # pulls weights to zero, times the rate; not norms and biases
+    clip_norm: float = 1.0  # largest norm of the whole gradient, which is scaled down to it; 0 for none
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy."""

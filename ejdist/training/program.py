@@ -35,14 +35,14 @@ from kernels.framework.registry import Platform
 
 @dataclass
 class RunSection:
-    """The `run` section of a recipe."""
+    """The `run` section of a recipe. When a run resumes, `check_same_run` compares `steps`, and the data cursor `seed`."""
 
     dir: str = operational("outputs/run")  # everything that the run writes; an existing run resumes
-    steps: int = compared(200, recorded=True)  # of the whole run; the schedule ends there. Compared by `check_same_run`
+    steps: int = compared(200, recorded=True)  # steps of the whole run, where its schedule ends
     # Continue past the end of the schedule: rates follow the new run.steps from here on.
     extend: bool = operational(False)
     stop_after: int | None = operational(None)  # stop at this step, with a checkpoint; the schedule does not change
-    seed: int = compared(0)  # of parameters and data; compared by the data cursor
+    seed: int = compared(0)  # of initial parameters and of the order of the data
     cpu_devices: int = operational(4)  # virtual devices where there is no accelerator and a mesh size is -1
     # Seconds that a host waits for the others at the start, and for a save to end.
     host_timeout: float = operational(900)
@@ -79,7 +79,7 @@ class RunSection:
 class SequenceSection:
     """The `sequence` section of a recipe."""
 
-    # Context-parallel strategy: ring, all_gather, ulysses (heads over sp, a ring over cp).
+    # How a split sequence attends: ring, all_gather, ulysses (heads over sp, a ring over cp).
     scheme: str = operational("ring")
     order: str = operational("zigzag")  # order of tokens over cp and sp: contiguous, zigzag, striped
 
@@ -95,9 +95,8 @@ class ExpertsSection:
 
     # Mesh axes that experts are sharded over: ep, or axes that also shard the sequence or parameters.
     axes: tuple[str, ...] = operational((EP,))
-    dispatch: str = operational(
-        "auto"
-    )  # all_gather, all_to_all, ragged_all_to_all, two_level; auto logs its choice and why
+    # How tokens get to their experts: all_gather, all_to_all, ragged_all_to_all, two_level; auto logs its choice and why.
+    dispatch: str = operational("auto")
     buffer: float = operational(1.25)  # rows that a pass can hold, as a multiple of the balanced load
     chunks: int = operational(1)  # parts of a pass; one is sent while another is multiplied
     capacity: float | None = None  # most tokens per expert, as a multiple of the balanced load; null: none is dropped
@@ -152,7 +151,7 @@ class EvaluationSection:
 
 @dataclass
 class TrainSections:
-    """All sections of a training run; `recipes.schema.Recipe` extends this."""
+    """All sections of a training run; `recipes.schema.Recipe` extends this. `check_history` compares `curriculum`."""
 
     run: RunSection = field(default_factory=RunSection)
     model: Any = None  # a section with `vocab_size` and `build()`, which returns a `Model`
@@ -164,11 +163,11 @@ class TrainSections:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     guards: GuardsSection = field(default_factory=GuardsSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
-    # Stages with their own lengths, batches, meshes and positions: a list of {until, sequence_length, ...}, see `StageSection`.
-    curriculum: list[StageSection] = compared(default_factory=list)  # compared by `check_history`
-    accumulation: int = 1  # microbatches of a step
+    # Stages of the run with lengths, batches, meshes and positions of their own, {until: 100, sequence_length: 512, ...}.
+    curriculum: list[StageSection] = compared(default_factory=list)
+    accumulation: int = 1  # microbatches of a step, whose gradients are summed before the update
     z_loss: float = 1e-4  # weight of the squared log-sum-exp of the logits
-    platform: str | None = operational(None)  # backend of every operation; null: the fastest
+    platform: str | None = operational(None)  # backend of every operation, for example xla; null: the fastest
     # Bitwise reproducible steps, even where a faster backend sums in arbitrary order.
     deterministic_attention: bool = operational(False)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from ejdist.cluster.agreement import program_digest
+from ejdist.progress import waiting
 from ejdist.sections import flat
 from ejdist.training.checkpoint_policy import Tier
 from ejdist.training.flops import step_flops
@@ -33,10 +36,17 @@ class Compiled:
     held_out: HeldOut | None
 
 
-def compile_stage(run: Run, moment: str, more: dict[str, Any], ledger: Ledger) -> Compiled:
+def compile_stage(run: Run, moment: str, more: dict[str, Any], ledger: Ledger, log: Any) -> Compiled:
     """Returns the compiled step of the run's stage. Raises HostsDiffer unless all hosts have the same program, data and
     `more`."""
     ledger.phase("compile")
+    of = f" of stage {run.stage.number}" if len(run.stages) > 1 else ""
+    what = f"compiling the step{of}: {run.program.model.num_layers} layers, {run.program.num_parameters:,} parameters"
+    with waiting(what, log, sys.stdout) if run.hosts.index == 0 else contextlib.nullcontext():
+        return _compiled(run, moment, more, ledger)
+
+
+def _compiled(run: Run, moment: str, more: dict[str, Any], ledger: Ledger) -> Compiled:
     program = run.program
     lowered = program.lower()
     facts = more | {name: run.data.cursor(0)[name] for name in ("tokenizer", "corpus")}
@@ -138,7 +148,7 @@ class Steps:
         run = current.run
         if run.stage.number == before.stage:
             return before
-        compiled = compile_stage(run, f"step {current.step + 1}", {"checkpoint": current.step}, self.ledger)
+        compiled = compile_stage(run, f"step {current.step + 1}", {"checkpoint": current.step}, self.ledger, self.log)
         log_stage(run, self.log)
         return compiled
 

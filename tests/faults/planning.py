@@ -71,9 +71,9 @@ FAULTS = (
     ),
     Fault(
         "a file of a larger host is refused where fewer devices are asked for",
-        "target_of",
-        "Target($chip, $devices, '', $per_host)",
-        "Target($chip, $devices, '', min($per_host, $devices))",
+        "_gpus_of",
+        "Target($chip, $count, '', $host)",
+        "Target($chip, $count, '', min($host, $count))",
         f"{COMMAND} -k said_to_be_assumed",
     ),
     Fault(
@@ -111,7 +111,7 @@ FAULTS = (
         "True",
         f"{TESTS} -k first_that_compiles",
     ),
-    Fault("the slowest plan is first", "search:ranked", "-$p.rate", "$p.rate", f"{TESTS} -k fastest_is_first"),
+    Fault("the slowest plan is first", "ranking:ranked", "-$p.rate", "$p.rate", f"{TESTS} -k fastest_is_first"),
     Fault(
         "what cannot fit is compiled",
         "search",
@@ -312,5 +312,19 @@ FAULTS = (
         "$scheme().rejects($heads, $axes) is None",
         "True",
         "tests/test_declared_costs.py -k searched",
+    ),
+    Fault(
+        "the plans beside the best are the same plan",
+        "ranking:different",
+        "$kind not in $seen",
+        "True",
+        "tests/test_plan_others.py",
+    ),
+    Fault(
+        "a v5p slice's name counts chips",
+        "names:_CORES",
+        "{'v4': 2, 'v5p': 2, 'tpu7x': 2}",
+        "{'v4': 2, 'v5p': 1, 'tpu7x': 2}",
+        "tests/test_device_names.py -k name_that_its_users",
     ),
 )

@@ -33,15 +33,19 @@ class DataSection:
     # The folder of a dataset that launch.tokenize made; or "stdlib", a glob of files (text, jsonl, jsonl.gz, parquet) or a list
     # of globs, which are tokenized at the start; or hf:NAME[:SPLIT].
     source: Any = compared("stdlib")
-    mixture: Any = compared(None)  # instead of source: a list of {source, weight}, and text_key where it differs
+    mixture: Any = compared(
+        None
+    )  # several sources instead of one: a list of {source, weight}, and text_key where it differs
     text_key: str = compared("text")  # the key or column of jsonl and parquet rows
-    # bytes, bpe:SIZE (trained on the corpus), the path of a tokenizer.json, or dataset: its own.
+    # How text becomes tokens: bytes, bpe:SIZE (trained on the corpus), the path of a tokenizer.json, or dataset: its own.
     tokenizer: str = compared("bytes")
-    packing: str = compared("cut")  # cut: documents are cut where a row ends; whole: none is that fits into a row
+    packing: str = compared("cut")  # documents at the end of a row: cut, or whole if they fit into a row
     sequence_length: int = compared(2048)  # tokens of a row
     global_batch: int = compared(4)  # rows of a step, over all devices
     prefetch: int = operational(4)  # batches read ahead
-    cache_dir: str | None = operational(None)  # tokenized corpora; default: $EJDIST_CACHE_DIR or ~/.cache/ejdist
+    cache_dir: str | None = operational(
+        None
+    )  # folder for tokenized corpora; default: $EJDIST_CACHE_DIR or ~/.cache/ejdist
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy; what is wrong with the files is told where they are opened."""

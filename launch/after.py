@@ -1,0 +1,53 @@
+"""What may come after a run: the commands, as they are typed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from recipes.arguments import key_of
+
+# What an evaluation has of its run by itself, or does not take.
+_OF_THE_RUN = ("run", "model", "optimizer", "checkpoint", "guards", "curriculum", "accumulation", "cluster")
+
+
+def next_commands(arguments: Sequence[str], recipe: Any, step: int) -> list[str]:
+    """Returns a line for each command that makes sense once a run has made that many steps, with what it does.
+
+    Args:
+      arguments: the run's own.
+    """
+    where = f"run.dir={recipe.run.dir}"
+    evaluated = [word for word in arguments if key_of(word).partition(".")[0] not in _OF_THE_RUN]
+    tokenizer = [word for word in arguments if key_of(word) == "data.tokenizer" and not _made(word)]
+    stop = ("run.stop_after",)
+    if step < recipe.run.steps:
+        more = _command("train", [word for word in arguments if key_of(word) not in stop])
+        return _table(
+            [(more, f"the other {recipe.run.steps - step} steps"), (_command("report", [where]), "a page about it")]
+        )
+    rest = [word for word in arguments if key_of(word) not in (*stop, "run.steps", "run.extend")]
+    longer = _command("train", [*rest, f"run.steps={2 * recipe.run.steps}", "run.extend=true"])
+    return _table(
+        [
+            (_command("evaluate", [where, *evaluated]), "loss by position, and recall"),
+            (_command("export", [where, f"to={str(recipe.run.dir).rstrip('/')}_hf", *tokenizer]), "for transformers"),
+            (_command("report", [where]), "a page about the run"),
+            (longer, "as many steps again"),
+        ]
+    )
+
+
+def _made(word: str) -> bool:
+    """Returns whether a tokenizer has no file of its own."""
+    value = word.partition("=")[2]
+    return value in ("bytes", "dataset") or value.startswith("bpe:")
+
+
+def _command(name: str, words: Sequence[str]) -> str:
+    return shlex.join(["python", "-m", f"launch.{name}", *words])
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
+    return ["next:", *(f"  {command}  # {what}" for command, what in rows)]

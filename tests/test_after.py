@@ -1,0 +1,62 @@
+"""What a run that has ended says may come next: each command is run as it is printed."""
+
+import importlib
+import shlex
+
+import pytest
+from small_run import TINY
+
+from launch.after import next_commands
+from launch.errors import DONE
+from launch.train import main
+from recipes.schema import compose
+
+
+def commands(lines):
+    """Returns (command, its arguments) of each line of commands."""
+    assert lines[0] == "next:"
+    words = [shlex.split(line, comments=True) for line in lines[1:]]
+    assert all(w[:2] == ["python", "-m"] for w in words)
+    return [(w[2].removeprefix("launch."), w[3:]) for w in words]
+
+
+@pytest.mark.slow  # an evaluation of every task is half a minute
+def test_what_a_run_prints_at_its_end_can_be_run(corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    given = [*TINY, *corpus, "run.dir=outputs/a run", "run.steps=2", "data.sequence_length=128"]
+    assert main([*given, "run.stop_after=1"]) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    (name, rest), report = commands(lines[lines.index("next:") :])
+    assert (name, report[0]) == ("train", "report")
+    assert main(rest) == DONE
+    lines = capsys.readouterr().out.splitlines()
+    found = commands(lines[lines.index("next:") :])
+    assert [name for name, _ in found] == ["evaluate", "export", "report", "train"]
+    for name, rest in found:
+        assert importlib.import_module(f"launch.{name}").main(rest) == DONE, (name, rest, capsys.readouterr())
+    assert (tmp_path / "outputs" / "a run_hf" / "config.json").exists()
+    assert "resuming from step 2" in capsys.readouterr().out
+
+
+def test_what_comes_next_keeps_what_the_run_was_given():
+    given = [
+        "recipe=long_context",
+        "model=8b",
+        "data=files",
+        "data.source=[a b.txt,c.txt]",
+        "data.tokenizer=t.json",
+        "run.steps=7",
+    ]
+    given += ["run.dir=o", "optimizer.learning_rate=1e-4", "mesh.sp=2"]
+    lines = next_commands(given, compose(given), 7)
+    evaluate, export, report, longer = commands(lines)
+    kept = ["recipe=long_context", "data=files", "data.source=[a b.txt,c.txt]", "data.tokenizer=t.json", "mesh.sp=2"]
+    assert evaluate == ("evaluate", ["run.dir=o", *kept])
+    assert export == ("export", ["run.dir=o", "to=o_hf", "data.tokenizer=t.json"]) and report == (
+        "report",
+        ["run.dir=o"],
+    )
+    assert compose(longer[1]).run.steps == 14 and compose(longer[1]).model == compose(given).model
+    stopped = [*given, "run.stop_after=3"]
+    (_, more), _ = commands(next_commands(stopped, compose(stopped), 3))
+    assert more == given
