@@ -127,6 +127,11 @@ def open_run(
     stage = stage_of(stages, (last or 0) + 1)
     program, s = programs[stage.number - 1], stage.sections
     data = data_of(s)
+    for line in data.describe():
+        log(line)
+    if data.has_conversations:  # they must fit into the rows of every stage
+        for other in stages:
+            data.resized(other.sections.data.sequence_length, other.sections.data.global_batch)
     found = saves.find(program.state, log)
     if not found and hosts.index == 0:
         _check_moved(directory, s.checkpoint)
