@@ -172,8 +172,7 @@ def _settings(
         made, content = _make_tokenizer(source, units, tokenizer, text_key, sample_bytes)
         name = tokenizer if made.fingerprint == ByteTokenizer.fingerprint or tokenizer.startswith("bpe:") else "file"
         wanted = Settings(name, made.fingerprint, made.vocab_size, text_key, shard_bytes)
-        kept = asdict(wanted)
-        del kept["chats"]
+        kept = {name: value for name, value in asdict(wanted).items() if name != "chats"}
         if chats is not None:
             kept |= {"format": CHATS_FORMAT, "chats": chats.as_json()}
         with _writing(folder):

@@ -144,6 +144,7 @@ class Encoder:
         report(size)
 
     def _wrong(self, told: str, skipped: Skipped) -> None:
+        told = told.removesuffix("; remove or fix the line")  # of a line that is no row
         if self._chats.on_error == "stop":
             raise ValueError(f"{told}; fix or remove it, or pass over such rows with data.on_error=skip")
         skipped.count += 1

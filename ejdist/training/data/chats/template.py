@@ -62,7 +62,8 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
         environment.filters["tojson"] = _tojson
-        environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+        names: dict[str, Any] = environment.globals  # its type names Jinja's own values
+        names |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
         try:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
