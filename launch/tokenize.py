@@ -100,7 +100,7 @@ def _number(options: dict[str, Any], key: str, default: int | None = None) -> in
 
 def _asked(options: dict[str, Any]) -> Any:
     """Returns what the options say of conversations. Raises ValueError: one is wrong."""
-    from ejdist.training.data.chats.source import Asked
+    from ejdist.training.data.conversation_keys import Asked
 
     given = {f.name: options[f.name] for f in dataclasses.fields(Asked)}
     if (text := given["chat_template_kwargs"]) is not None:

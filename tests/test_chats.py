@@ -14,8 +14,8 @@ from chats import golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejdist.training.data.chats.encoding import Chats, Encoder, Skipped, mask_of
-from ejdist.training.data.chats.folder import templates_of, tokens_of
+from ejdist.training.chats.encoding import Chats, Encoder, Skipped, mask_of
+from ejdist.training.chats.folder import templates_of, tokens_of
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer
 
 HERE = Path(golden.__file__).parent

@@ -8,7 +8,7 @@ import pytest
 from chats import golden
 
 from ejdist.training.data import DataSection, build
-from ejdist.training.data.chats.source import Asked
+from ejdist.training.data.conversation_keys import Asked
 from ejdist.training.data.tokenizing import make_dataset
 
 GOOD = {"messages": golden.said("question", "answer")}
@@ -183,7 +183,7 @@ def test_a_conversation_that_is_too_long_stops_the_run_or_is_skipped_or_truncate
     with pytest.raises(ValueError, match=r"line 2: the conversation has 3\d\d tokens, more than data.sequence_length"):
         data_of(tmp_path, file)
     skipped = data_of(tmp_path, file, too_long="skip")
-    assert "2 conversations are longer than data.sequence_length = 256 and are skipped" in skipped.describe()[-1]
+    assert "longer than data.sequence_length = 256: 2, the longest of 3" in skipped.describe()[-1]
     assert skipped.packing.rows_per_epoch == 1
     truncated = data_of(tmp_path, file, too_long="truncate")
     assert "are truncated, and 1 of them, where nothing trained is left, skipped" in truncated.describe()[-1]

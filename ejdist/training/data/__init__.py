@@ -13,14 +13,14 @@ import numpy as np
 
 from ejdist.paths import check_folder
 from ejdist.sections import compared, operational
-from ejdist.training.data.chats.source import Asked, one_of
+from ejdist.training.data.conversation_keys import Asked, one_of
 from ejdist.training.data.corpus import Corpus, build_corpus
 from ejdist.training.data.dataset import OWN, Dataset, is_dataset, open_dataset
 from ejdist.training.data.hub import PREFIX
+from ejdist.training.data.hub_dataset import hub_dataset
 from ejdist.training.data.mixture import MixedRows, Mixture, check_sections, counts_of
 from ejdist.training.data.packing import Packing, Rows
 from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole
-from ejdist.training.data.tokenizing import hub_dataset
 
 __all__ = ["Corpus", "Data", "DataSection", "build"]
 
@@ -192,11 +192,14 @@ class Data:
         }
         cursor = {"order": Packing.order, **cursor}  # the only one that there was
         now = self.cursor(cursor.get("step", 0)) | then
-        changed = [f"{key}: was {cursor.get(n)}, is {now[n]}" for n, key in keys.items() if cursor.get(n) != now.get(n)]
+        changed = {
+            n: f"{key}: was {cursor.get(n)}, is {now.get(n)}" for n, key in keys.items() if cursor.get(n) != now.get(n)
+        }
+        if "conversations" in changed:  # the same files have become other tokens
+            changed.pop("corpus", None)
         if changed:
-            raise ValueError(
-                f"this run cannot resume with other data: {'; '.join(changed)}; restore it, or start in another run.dir"
-            )
+            told = "; ".join(changed.values())
+            raise ValueError(f"this run cannot resume with other data: {told}; restore it, or start in another run.dir")
 
 
 def _rows_of(corpus: Any, length: int, seed: int, packing: str, too_long: str, cache_dir: Path) -> Rows:

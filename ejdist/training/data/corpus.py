@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from ejdist.training.chats.encoding import Chats
 from ejdist.training.data.cache import new_folder, open_folder
-from ejdist.training.data.chats.encoding import Chats
-from ejdist.training.data.chats.writing import Range, described, none_left, row_name, rows_of, write_conversations
+from ejdist.training.data.conversations import Range, described, none_left, row_name, rows_of, write_conversations
 from ejdist.training.data.sources import STDLIB, NotText, documents, files_of, unreadable
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, bpe_size, train_bpe
 

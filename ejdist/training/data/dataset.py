@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from ejdist.training.chats.encoding import Chats
 from ejdist.training.data.cache import Damaged, checksum_of, sealed
-from ejdist.training.data.chats.encoding import Chats
-from ejdist.training.data.chats.source import Asked
-from ejdist.training.data.chats.writing import described, row_name
+from ejdist.training.data.conversation_keys import Asked
+from ejdist.training.data.conversations import described, row_name
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 FORMAT = 1

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from ejdist.training.chats.encoding import Chats
 from ejdist.training.data.cache import new_folder, open_folder
-from ejdist.training.data.chats.encoding import Chats
 from ejdist.training.data.corpus import Corpus
 from ejdist.training.data.packing import check_sizes, filled_row
 from ejdist.training.data.shuffle import Shuffle
@@ -261,8 +261,8 @@ class Whole(_Shards):
         if self.too_long == "truncate":
             done = f"are truncated, and {long.dropped:,} of them, where nothing trained is left, skipped"
         return [
-            f"{long.count:,} conversations are longer than data.sequence_length = {self.length:,} and {done} (data.too_long); "
-            f"the longest has {long.longest:,} tokens"
+            f"conversations longer than data.sequence_length = {self.length:,}: {long.count:,}, the longest of "
+            f"{long.longest:,} tokens; they {done} (data.too_long={self.too_long})"
         ]
 
     def _counted(self, fingerprint: str, cache_dir: Path) -> np.ndarray:
@@ -285,7 +285,7 @@ class Whole(_Shards):
             first = self.shards[long.shard].place(long.document)
             raise ValueError(
                 f"{first}: the conversation has {long.first:,} tokens, more than data.sequence_length = {self.length:,} "
-                f"({long.count:,} are longer than that, the longest has {long.longest:,}); make it larger, or set "
+                f"(longer than that: {long.count:,}, the longest of {long.longest:,}); make it larger, or set "
                 "data.too_long=skip or truncate"
             )
 

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ejdist.training.chats import EXAMPLES
+
 STDLIB = "stdlib"
 EXAMPLE_CHATS = "example_chats"
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__", "lib2to3", "turtledemo"}
@@ -42,7 +44,7 @@ def files_of(source: str | Sequence[str] | None) -> list[Path]:
         root = Path(sysconfig.get_paths()["stdlib"])
         return sorted(p for p in root.rglob("*.py") if not _SKIPPED & set(p.relative_to(root).parts))
     if source == EXAMPLE_CHATS:
-        return [Path(__file__).parent / "chats" / "examples.jsonl"]
+        return [EXAMPLES]
     patterns = [source] if isinstance(source, str) else source
     if not isinstance(patterns, Sequence) or not patterns or not all(isinstance(p, str) for p in patterns):
         raise ValueError(f"data.source = {source!r}: give {STDLIB!r}, a glob of files, or a list of globs")

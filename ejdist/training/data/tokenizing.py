@@ -8,7 +8,6 @@ folder share; the first run writes it, and a run with others is refused. `datase
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -21,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from ejdist.training.chats.encoding import Chats
 from ejdist.training.data.cache import Damaged, checksum_of, new_folder, sealed
-from ejdist.training.data.chats.encoding import Chats
-from ejdist.training.data.chats.source import Asked
-from ejdist.training.data.chats.writing import Range, joined, none_left, rows_of, write_conversations
+from ejdist.training.data.conversation_keys import Asked
+from ejdist.training.data.conversations import Range, joined, none_left, rows_of, write_conversations
 from ejdist.training.data.dataset import (
     BLOCK,
     CHATS_FORMAT,
@@ -32,9 +31,7 @@ from ejdist.training.data.dataset import (
     MANIFEST,
     SETTINGS,
     TOKENIZER,
-    Dataset,
     fingerprint_of,
-    open_dataset,
     tokenizer_of,
 )
 from ejdist.training.data.hub import PREFIX, hub_parts
@@ -390,24 +387,3 @@ def make_dataset(
     for unit in plan.todo:
         make_shard(folder, unit, plan.settings, used, source, lambda characters: None)
     return write_manifest(plan)
-
-
-def hub_dataset(
-    source: str,
-    tokenizer: str,
-    text_key: str,
-    cache_dir: Path,
-    *,
-    asked: Asked = Asked(),  # noqa: B008 - it is frozen
-) -> Dataset:
-    """Returns the dataset of "hf:NAME[:SPLIT]", streamed into the cache once, by this process alone.
-
-    Raises:
-      ValueError: the library `datasets` is missing, or the set cannot be read.
-    """
-    of_chats = [] if asked.format == "text" else [asdict(asked)]
-    key = hashlib.sha256(json.dumps([source, tokenizer, text_key, *of_chats]).encode()).hexdigest()[:16]
-    folder = cache_dir / f"hub-{key}"
-    if not (folder / MANIFEST).exists():
-        make_dataset(folder, source, tokenizer=tokenizer, text_key=text_key, asked=asked)
-    return open_dataset(folder, tokenizer)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ejdist.training.data.chats.template import ChatTemplate, Spans
+from ejdist.training.chats.template import ChatTemplate, Spans
 
 _OWN = "give data.chat_template=FILE, a template that marks the assistant's text by {% generation %}"
 

@@ -10,14 +10,13 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ejdist.training.data.chats.rows import chat_of, ids_of
-from ejdist.training.data.chats.template import ChatTemplate, Spans, reads_date
-from ejdist.training.data.chats.turns import Chat, rendered
-from ejdist.training.data.tokenizer import Tokenizer
+from ejdist.training.chats.rows import chat_of, ids_of
+from ejdist.training.chats.template import ChatTemplate, Spans, reads_date
+from ejdist.training.chats.turns import Chat, rendered
 
 _BATCH = 1 << 20  # characters that go to the tokenizer together
 
@@ -80,6 +79,15 @@ class Chats:
         marks = "{% generation %}" if ChatTemplate(self.templates["default"], {}, None).marks else "prefixes"
         date = f", dated {self.today} (data.chat_date)" if self.today is not None else ""
         return f"{how}, chat template {self.template_digest} (turns by {marks}){date}, loss on {self.loss_on}"
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer here."""
+
+    vocab_size: int
+    eos_id: int
+
+    def encode_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]: ...
 
 
 class Encoded(NamedTuple):

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from ejdist.training.chats.encoding import Chats, Encoder, Skipped
+from ejdist.training.chats.rows import columns
 from ejdist.training.data.cache import NewFolder
-from ejdist.training.data.chats.encoding import Chats, Encoder, Skipped
-from ejdist.training.data.chats.rows import columns
 from ejdist.training.data.hub import PREFIX, hub_rows, row_of_hub
 from ejdist.training.data.sources import row_of, rows
 from ejdist.training.data.tokenizer import Tokenizer

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ejdist.training.data.chats.template import Spans
-from ejdist.training.data.chats.turns import Chat
+from ejdist.training.chats.template import Spans
+from ejdist.training.chats.turns import Chat
 
 KINDS = ("messages", "completion", "ids")
 MASKS = ("loss_mask", "assistant_masks", "assistant_mask", "completion_mask", "mask")

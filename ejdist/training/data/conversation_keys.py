@@ -9,9 +9,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ejdist.training.data.chats.encoding import Chats, date_of
-from ejdist.training.data.chats.folder import templates_of, tokens_of
-from ejdist.training.data.chats.rows import KINDS, columns, kinds_in
+from ejdist.training.chats.encoding import Chats, date_of
+from ejdist.training.chats.folder import templates_of, tokens_of
+from ejdist.training.chats.rows import KINDS, columns, kinds_in
 from ejdist.training.data.hub import PREFIX, hub_rows
 from ejdist.training.data.sources import files_of, is_text, rows
 
