@@ -199,6 +199,8 @@ def run(options: dict[str, Any]) -> None:
         raise ValueError(f"to = {options['to']!r}: {there} is a file; name a folder")
     chosen = {"tokenizer": options["tokenizer"], "text_key": options["text_key"], "asked": _asked(options)}
     plan = make_plan(folder, options["source"], **chosen, **sizes)
+    if plan.settings.chats is None:
+        chosen["asked"].check_used()
     todo, share = {unit.name for unit in plan.todo}, plan.units[part::parts]
     mine = [unit for unit in share if unit.name in todo]
     before = len(share) - len(mine)

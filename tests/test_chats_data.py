@@ -162,7 +162,7 @@ def test_a_mixture_may_have_text_and_conversations(tmp_path, chats):
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": "plain text " * 9}) + "\n" for _ in range(9)))
     mixture = [{"source": str(chats), "weight": 3}, {"source": str(text), "weight": 1, "format": "text"}]
-    data = data_from(tmp_path, None, mixture=mixture)
+    data = data_from(tmp_path, None, mixture=mixture, loss_on="assistant")
     places = [data.packing.place(i) for i in range(40)]
     assert {part for part, _ in places} == {0, 1}
     for i, (part, number) in enumerate(places):

@@ -224,7 +224,7 @@ def test_a_conversation_that_is_too_long_stops_the_run_or_is_skipped_or_truncate
 )
 def test_a_wrong_key_is_named(keys, told, tmp_path):
     with pytest.raises(ValueError, match=told):
-        data_of(tmp_path, written(tmp_path / "chats.jsonl", GOOD), **keys)
+        data_of(tmp_path, written(tmp_path / "chats.jsonl", GOOD | {"id": "a text"}), **keys)
 
 
 def test_what_rows_are_is_said_and_never_guessed_of_several(tmp_path):
@@ -239,7 +239,8 @@ def test_what_rows_are_is_said_and_never_guessed_of_several(tmp_path):
         assert phrase in data_of(tmp_path, file, **auto).describe()[0]
     file = written(tmp_path / "own.jsonl", {"talk": GOOD["messages"]})
     assert "conversations (key 'talk')" in data_of(tmp_path, file, text_key="talk", **auto).describe()[0]
-    assert data_of(tmp_path, written(tmp_path / "text.jsonl", {"text": "[ ] a list"}), **auto).describe() == []
+    text = written(tmp_path / "text.jsonl", {"text": "[ ] a list"})
+    assert data_of(tmp_path, text, chat_template=None, **auto).describe() == []
     both = written(tmp_path / "both.jsonl", GOOD | GOODS["ids"])
     with pytest.raises(ValueError, match=r"line 1 has what messages and ids need; say which with data.format=messages"):
         data_of(tmp_path, both, **auto)

@@ -8,8 +8,8 @@ FAULTS = (
     Fault(
         "the mask is shifted by one",
         "filled_row",
-        "$mask[1:]",
-        "$mask[:-1]",
+        "~$mask[1:]",
+        "~$mask[:-1]",
         f"{DATA} -k every_conversation",
     ),
     Fault(

@@ -250,6 +250,8 @@ def build(section: DataSection, *, seed: int) -> Data:
                     "sources with the same tokenizer.json, and name that in data.tokenizer"
                 )
         corpus = Mixture(tuple(opened), counts)
+    if all(one.chats is None for one in (corpus.parts if isinstance(corpus, Mixture) else (corpus,))):
+        section.conversations().check_used()
     sizes = {"sequence_length": section.sequence_length, "global_batch": section.global_batch}
     how = {"packing": section.packing, "too_long": section.too_long, "cache_dir": cache}
     return Data(corpus, seed=seed, prefetch=section.prefetch, **how, **sizes)

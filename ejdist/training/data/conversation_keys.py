@@ -57,10 +57,6 @@ class Asked:
         key = "messages" if text_key == "text" else text_key
         kind = _kind_of(source, key, text_key) if self.format == "auto" else self.format
         if kind == "text":
-            if self.loss_on not in (None, "all"):
-                raise ValueError(
-                    f"data.loss_on = {self.loss_on}: the rows of {source!r} are text, all of which is trained"
-                )
             return None
         loss_on = self.loss_on or ("spans" if kind == "ids" else "assistant")
         if kind == "ids" and loss_on not in ("spans", "all"):
@@ -87,24 +83,31 @@ class Asked:
 
     def check_made(self, chats: Chats | None, folder: Path) -> None:
         """Raises ValueError, naming the key, if this says otherwise than a dataset was made. Keys that are left out do not."""
-        kind = "text" if chats is None else chats.format
-        made = {"format": kind, "loss_on": None, "chat_date": None, "chat_template_kwargs": None}
+        made: dict[str, Any] = {"format": "text" if chats is None else chats.format}
         if chats is not None:
             made |= {"loss_on": chats.loss_on, "chat_date": chats.today, "chat_template_kwargs": chats.arguments}
         for key, value in made.items():
             given = getattr(self, key)
             left_out = given in ("text", "auto") if key == "format" else given is None
-            if not left_out and given != value and not (kind == "text" and (key, given) == ("loss_on", "all")):
+            if not left_out and given != value:
                 raise ValueError(
                     f"data.{key} = {given!r}, and {folder} was made with {value!r}; leave the key out, or tokenize the "
                     "files into another folder"
                 )
-        if self.chat_template is not None:
-            given = templates_of(self.chat_template, str(folder))
-            if chats is None or given != chats.templates:
+        if self.chat_template is not None and chats is not None:
+            if templates_of(self.chat_template, str(folder)) != chats.templates:
                 raise ValueError(
                     f"data.chat_template = {self.chat_template!r} is not what {folder} was made with; leave the key out, or "
                     "tokenize the files into another folder"
+                )
+
+    def check_used(self) -> None:
+        """Raises ValueError, naming the key, if this says something of conversations. Call it where there are none."""
+        for key in ("loss_on", "chat_template", "chat_template_kwargs", "chat_date"):
+            value = getattr(self, key)
+            if value is not None and (key, value) != ("loss_on", "all"):
+                raise ValueError(
+                    f"data.{key} = {value!r} is of conversations, and all rows are text; leave it out, or set data.format=auto"
                 )
 
 
