@@ -105,7 +105,7 @@ def test_a_dataset_and_a_table_have_the_same_conversations(tmp_path, chats):
         made = data_from(tmp_path, tmp_path / name, tokenizer="dataset", format="text", chat_template=None)
         assert epoch(made) == wanted()
         assert (len(made.corpus.shards) > 1) == (name == "many")
-    assert "26 conversations (key 'messages')" in made.describe()[0] and "loss on assistant" in made.describe()[0]
+    assert "26 conversations (key 'messages')" in made.notes()[0] and "loss on assistant" in made.notes()[0]
     long = wanted([LONG])[0]
     with pytest.raises(
         ValueError, match=r"chats.jsonl, line \d+ of those that begin past byte \d+: the conversation has"
@@ -147,7 +147,7 @@ def test_text_is_tokenized_and_resumed_as_before_there_were_conversations(tmp_pa
     assert data.corpus.fingerprint == "f3ad385140629acd454526a7"
     cursor = data.cursor(0)
     assert list(cursor) == ["step", "seed", "corpus", "tokenizer", "sequence_length", "global_batch", "order"]
-    assert cursor["order"] == "whole" and data.describe() == []
+    assert cursor["order"] == "whole" and data.notes() == []
     made = make_dataset(tmp_path / "made", str(path), tokenizer="bytes")
     assert made["fingerprint"] == "351cacca8c270d8174b8b36a" and made["format"] == 1
     assert sorted(p.name for p in next((tmp_path / "made").glob("shard-*")).iterdir()) == [
@@ -171,7 +171,7 @@ def test_a_mixture_may_have_text_and_conversations(tmp_path, chats):
         inside = row["segment_ids"] >= 0
         last = np.append(np.diff(row["segment_ids"]) != 0, True)
         assert (part == 0) == bool((row["targets"][inside & ~last] == -1).any()), "of text every token is trained"
-    assert [line[:16] for line in data.describe()] == ["data.mixture[0]:"]
+    assert [line[:16] for line in data.notes()] == ["data.mixture[0]:"]
     data.check_cursor(json.loads(json.dumps(data.cursor(1))))
     mixture[0]["loss_on"] = "last"
     with pytest.raises(ValueError, match=r"data.loss_on"):
@@ -188,7 +188,7 @@ def test_the_date_of_a_template_is_that_of_the_first_start(tmp_path, chats, monk
         return data_from(tmp_path, chats, chat_template=template, sequence_length=512)
 
     first, second = start("2026-01-31"), start("2026-02-01")
-    assert "dated 2026-01-31 (data.chat_date)" in second.describe()[0]
+    assert "dated 2026-01-31 (data.chat_date)" in second.notes()[0]
     second.check_cursor(first.cursor(1))
     assert "31 Jan 2026" in bytes(first.batch(0)["tokens"][0].tolist()).decode(errors="replace")
     shutil.rmtree(tmp_path / "cache")

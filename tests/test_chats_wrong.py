@@ -158,7 +158,7 @@ def test_a_wrong_row_is_named_by_file_and_line(row, more, told, tmp_path):
     else:
         data = data_of(tmp_path, file, on_error="skip", **more)
         assert data.corpus.num_documents == 2
-        (line,) = [line for line in data.describe() if "skipped" in line]
+        (line,) = [line for line in data.notes() if "skipped" in line]
         assert "1 of 3 rows are wrong and skipped (data.on_error=skip); the first: " in line and told in line
 
 
@@ -183,10 +183,10 @@ def test_a_conversation_that_is_too_long_stops_the_run_or_is_skipped_or_truncate
     with pytest.raises(ValueError, match=r"line 2: the conversation has 3\d\d tokens, more than data.sequence_length"):
         data_of(tmp_path, file)
     skipped = data_of(tmp_path, file, too_long="skip")
-    assert "longer than data.sequence_length = 256: 2, the longest of 3" in skipped.describe()[-1]
+    assert "longer than data.sequence_length = 256: 2, the longest of 3" in skipped.notes()[-1]
     assert skipped.packing.rows_per_epoch == 1
     truncated = data_of(tmp_path, file, too_long="truncate")
-    assert "are truncated, and 1 of them, where nothing trained is left, skipped" in truncated.describe()[-1]
+    assert "are truncated, and 1 of them, where nothing trained is left, skipped" in truncated.notes()[-1]
     rows = [truncated.packing.row(i) for i in range(truncated.packing.rows_per_epoch)]
     (full,) = [row for row in rows if (row["segment_ids"] == 0).all()]
     assert full["targets"][-1] == -1 and full["targets"][-2] == ord("a"), "nothing past the end of the row is trained"
@@ -230,17 +230,19 @@ def test_a_wrong_key_is_named(keys, told, tmp_path):
 def test_what_rows_are_is_said_and_never_guessed_of_several(tmp_path):
     file = written(tmp_path / "chats.jsonl", "{", GOOD)
     auto = {"format": "auto", "on_error": "skip"}
-    assert "1 conversations (key 'messages')" in data_of(tmp_path, file, **auto).describe()[0]
+    assert "1 conversations (key 'messages')" in data_of(tmp_path, file, **auto).notes()[0]
     for kind, phrase in (
         ("completion", "1 prompts and completions"),
         ("ids", "1 token ids with what of them is trained"),
     ):
         file = written(tmp_path / f"{kind}.jsonl", GOODS[kind])
-        assert phrase in data_of(tmp_path, file, **auto).describe()[0]
+        assert phrase in data_of(tmp_path, file, **auto).notes()[0]
     file = written(tmp_path / "own.jsonl", {"talk": GOOD["messages"]})
-    assert "conversations (key 'talk')" in data_of(tmp_path, file, text_key="talk", **auto).describe()[0]
+    assert "conversations (key 'talk')" in data_of(tmp_path, file, text_key="talk", **auto).notes()[0]
     text = written(tmp_path / "text.jsonl", {"text": "[ ] a list"})
-    assert data_of(tmp_path, text, chat_template=None, **auto).describe() == []
+    assert data_of(tmp_path, text, chat_template=None, **auto).notes() == [
+        "data.source: text, all of which is trained (data.format=auto)"
+    ]
     both = written(tmp_path / "both.jsonl", GOOD | GOODS["ids"])
     with pytest.raises(ValueError, match=r"line 1 has what messages and ids need; say which with data.format=messages"):
         data_of(tmp_path, both, **auto)
@@ -248,7 +250,7 @@ def test_what_rows_are_is_said_and_never_guessed_of_several(tmp_path):
         data_of(tmp_path, written(tmp_path / "none.jsonl", {"nope": 1}), **auto)
     with pytest.raises(ValueError, match=r"has no row to tell data.format by: .*line 1: not JSON"):
         data_of(tmp_path, written(tmp_path / "broken.jsonl", "{"), **auto)
-    with pytest.raises(ValueError, match=r"no key 'text' .*; conversations are read with data.format=auto"):
+    with pytest.raises(ValueError, match=r"no key 'text' .*; recipe=sft, or data.format=auto, reads conversations"):
         data_of(tmp_path, written(tmp_path / "chats.jsonl", GOOD), format="text")
     with pytest.raises(ValueError, match=r"plain.txt has no rows: conversations are read from .jsonl"):
         data_of(tmp_path, written(tmp_path / "plain.txt", "text"))

@@ -127,7 +127,7 @@ def open_run(
     stage = stage_of(stages, (last or 0) + 1)
     program, s = programs[stage.number - 1], stage.sections
     data = data_of(s)
-    for line in data.describe():
+    for line in data.notes():
         log(line)
     if data.has_conversations:  # they must fit into the rows of every stage
         for other in stages:

@@ -43,8 +43,8 @@ FAULTS = (
     Fault(
         "the tokenizer adds BOS to what the template has written",
         "FileTokenizer.encode_places",
-        "add_special_tokens=False",
-        "add_special_tokens=True",
+        "self._tokenizer.encode_batch(list($texts), add_special_tokens=False)",
+        "self._tokenizer.encode_batch(list($texts), add_special_tokens=True)",
         f"{MASKS} -k transformers",
     ),
     Fault(
@@ -92,8 +92,8 @@ FAULTS = (
     Fault(
         "the keys that a table has for other rows are of every row",
         "_without_nulls",
-        "if $one is not None",
-        "",
+        "{$name: _without_nulls($one) for $name, $one in $value.items() if $one is not None}",
+        "{$name: _without_nulls($one) for $name, $one in $value.items()}",
         f"{DATA} -k table",
     ),
     Fault(
@@ -120,14 +120,14 @@ FAULTS = (
     Fault(
         "a source of a mixture has the format of the others",
         "DataSection.conversations",
-        "if $name in $own",
-        "if False",
+        "{$name: $value for $name, $value in ($part or {}).items() if $name in $own}",
+        "{}",
         f"{DATA} -k mixture",
     ),
     Fault(
         "what a conversation has past the end of its row is kept",
         "Whole._taken",
-        "self.length if self.too_long == 'truncate' else 0",
+        "np.where($long, self.length if self.too_long == 'truncate' else 0, $lengths)",
         "$lengths",
         f"{WRONG} -k too_long",
     ),

@@ -91,6 +91,7 @@ class Data:
         packing: str = "cut",
         too_long: str = "stop",
         cache_dir: str | os.PathLike | None = None,
+        guessed: bool = False,
     ) -> None:
         _check_how(packing, prefetch, too_long)
         if global_batch < 1:
@@ -99,6 +100,7 @@ class Data:
         cache = Path(cache_dir or default_cache_dir())
         self._how: dict[str, Any] = {"packing": packing, "too_long": too_long, "cache_dir": cache}
         self.packing = _rows_of(corpus, sequence_length, seed, **self._how)
+        self._how["guessed"] = self._guessed = guessed
 
     def resized(self, sequence_length: int, global_batch: int) -> Data:
         """Returns the data of the same corpus, seed and packing in batches of another size: itself, where it has that."""
@@ -123,12 +125,15 @@ class Data:
     def _corpora(self) -> tuple[Corpus | Dataset, ...]:
         return self.corpus.parts if isinstance(self.corpus, Mixture) else (self.corpus,)
 
-    def describe(self) -> list[str]:
-        """Returns lines that say what rows of conversations were taken for, and which were not taken; none of text alone."""
+    def notes(self) -> list[str]:
+        """Returns lines that say what rows of conversations were taken for, and which were not taken. Of text there is one
+        where data.format=auto (`guessed`)."""
         parts = self.packing.parts if isinstance(self.packing, MixedRows) else [self.packing]
         found = []
         for i, (corpus, rows) in enumerate(zip(self._corpora, parts, strict=True)):
             lines = corpus.describe() + (rows.describe() if isinstance(rows, Whole) else [])
+            if self._guessed and corpus.chats is None:
+                lines.append("text, all of which is trained (data.format=auto)")
             where = f"data.mixture[{i}]" if len(parts) > 1 else "data.source"
             found += [f"{where}: {line}" for line in lines]
         return found
@@ -253,7 +258,12 @@ def build(section: DataSection, *, seed: int) -> Data:
     if all(one.chats is None for one in (corpus.parts if isinstance(corpus, Mixture) else (corpus,))):
         section.conversations().check_used()
     sizes = {"sequence_length": section.sequence_length, "global_batch": section.global_batch}
-    how = {"packing": section.packing, "too_long": section.too_long, "cache_dir": cache}
+    how = {
+        "packing": section.packing,
+        "too_long": section.too_long,
+        "cache_dir": cache,
+        "guessed": section.format == "auto",
+    }
     return Data(corpus, seed=seed, prefetch=section.prefetch, **how, **sizes)
 
 

@@ -246,9 +246,10 @@ class Whole(_Shards):
         self._ends = self._counted(fingerprint, cache_dir)
         self.rows_per_epoch = int(self._ends[-1])
         if not self.rows_per_epoch:
+            nothing = ", and nothing that is trained fits into it" if too_long == "truncate" else ""
+            remedy = "" if nothing else ", or set data.too_long=truncate"
             raise ValueError(
-                f"all conversations are longer than data.sequence_length = {length:,}: make that larger, or set "
-                "data.too_long=truncate"
+                f"all conversations are longer than data.sequence_length = {length:,}{nothing}: make that larger{remedy}"
             )
         self._packed = functools.lru_cache(maxsize=16)(self._pack)
 

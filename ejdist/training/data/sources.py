@@ -304,7 +304,7 @@ def text_of(row: object, text_key: str, where: str) -> str:
         raise ValueError(f"{where}: {type(row).__name__}, not an object with the key {text_key!r}; fix or remove it")
     if text_key not in row:
         chats = (
-            "; conversations are read with data.format=auto"
+            "; recipe=sft, or data.format=auto, reads conversations"
             if {"messages", "completion", "input_ids"} & set(row)
             else ""
         )
