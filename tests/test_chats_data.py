@@ -14,6 +14,7 @@ from chats import golden
 from small_run import TINY, losses
 
 from ejdist.models.parameters import initialise
+from ejdist.sections import validate
 from ejdist.training.data import DataSection, build, conversation_keys
 from ejdist.training.data.conversation_keys import Asked
 from ejdist.training.data.tokenizing import make_dataset
@@ -252,3 +253,13 @@ def test_a_run_trains_the_mean_of_what_is_trained_and_resumes_bit_for_bit(tmp_pa
     np.testing.assert_allclose(whole[0], total / counted, rtol=2e-5)
     row = read_rows(tmp_path / "whole" / "metrics.jsonl")[0]
     assert row["tokens"] == counted and 2 * counted < (batch["segment_ids"] >= 0).sum()
+
+
+@pytest.mark.parametrize("name", ["sft", "long_context_sft"])
+def test_the_recipes_have_conversations_of_their_own(name, tmp_path):
+    r = compose([f"recipe={name}", f"data.cache_dir={tmp_path}"])
+    validate(r)
+    data = data_of(r)
+    (said,) = data.notes()
+    assert said.startswith("data.source: 30 conversations (key 'messages')") and "turns by {% generation %}" in said
+    assert (data.batch(0)["targets"] >= 0).any()
