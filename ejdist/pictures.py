@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,12 @@ _COLUMNS = 5  # moments of the run that are shown whole
 _COLOURS = ("#1f4e79", "#c55a11", "#548235", "#7f6000", "#7030a0", "#404040")
 
 
-def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Writes a picture of the loss over the steps, with a running mean."""
+def draw_loss(rows: list[dict[str, Any]], path: Path, title: str, evaluations: Sequence[dict[str, Any]] = ()) -> None:
+    """Writes a picture of the loss over the steps, with a running mean, and of the held-out loss where the run evaluated it.
+
+    Args:
+      rows: of metrics.jsonl. evaluations: of evaluation.jsonl.
+    """
     from matplotlib.figure import Figure
 
     shown = [row for row in rows if row.get("loss") is not None]
@@ -27,6 +31,8 @@ def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     axes.plot(steps, losses, color="#9bb7d4", linewidth=1, label="loss of a step")
     if width > 1:
         axes.plot(steps, mean, color="#1f4e79", linewidth=2, label=f"mean of the last {width}")
+    if held_out := [(row["step"], row["loss"]) for row in evaluations if row["loss"] is not None]:
+        axes.plot(*zip(*held_out, strict=True), color="#c0504d", marker="o", markersize=4, label="held-out data")
     axes.set(xlabel="step", ylabel="cross entropy, nats per token", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

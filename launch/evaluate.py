@@ -22,11 +22,12 @@ NO_STAGES = "curriculum=[]"  # of the recipe: one mesh for all lengths
 USAGE = """usage: python -m launch.evaluate run.dir=DIR [KEY=VALUE ...]
        python -m launch.evaluate model.init_from=DIR [KEY=VALUE ...]
 
-  python -m launch.evaluate run.dir=outputs/long_context recipe=long_context data=files data.source='held_out/*.txt'
+  python -m launch.evaluate run.dir=outputs/long_context data.source='held_out/*.txt'
   python -m launch.evaluate run.dir=outputs/run lengths=2048,8192,32768 examples=32 to=outputs/run/evaluation.json
 
-The model is that of the run's checkpoint, or of the folder's config.json. All other keys are those of launch.train: mesh, order
-of the sequence, ring and kernels are what they are in training. A model.rope_ key given here is tried out on the weights.
+The model is that of the run's checkpoint, or of the folder's config.json. Data, tokenizer, mesh and order of the sequence are
+those of the run (its evaluation.data where it has one), unless keys say otherwise; all keys are those of launch.train. A
+model.rope_ key given here is tried out on the weights.
 
 keys:
   step=N               of the checkpoint; default: the last
@@ -147,6 +148,62 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
     return own, folder, [*recipe, NO_STAGES]
 
 
+def with_settings_of_run(where: str, step: int | None, given: Sequence[str], log: Callable[[str], Any]) -> list[str]:
+    """Returns the keys of a command line, before them what the run in a folder recorded of its data and mesh. A section whose
+    variant the command line names (mesh=fsdp) is taken from there alone.
+
+    Args:
+      log: takes a line about what is taken.
+    """
+    from ejdist.training.recorded import last_step, recorded, settings_at
+    from ejdist.weights.match import written
+
+    recipe = recorded(where)
+    settings = settings_at(recipe, last_step(where) if step is None else step)
+    named = {key_of(argument) for argument in given}
+    if (held_out := recipe.get("evaluation.data")) is not None:
+        settings |= {"data.source": held_out, "data.mixture": None}
+    if "data.source" in named:
+        settings["data.mixture"] = None
+    kept = {key: value for key, value in settings.items() if key not in named and key.partition(".")[0] not in named}
+    if kept:
+        mesh = {k.partition(".")[2]: v for k, v in kept.items() if k.startswith("mesh.") and v not in (1, False)}
+        source = kept.get("data.source")
+        data = [f"data.source={source}" if source is not None else "its mixture"] if "data.source" in kept else []
+        log(
+            f"from the run: {', '.join([*data, f'mesh {mesh or "of one"}', f'data.tokenizer={kept.get("data.tokenizer")}'])}"
+        )
+    return [*(f"{key}={_override(value, written)}" for key, value in kept.items()), *given]
+
+
+def _override(value: Any, written: Callable[[Any], str]) -> str:
+    """Returns a value of recipe.json as an override has it."""
+    from recipes.arguments import quoted
+
+    if isinstance(value, str):
+        return quoted(value)
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_override(one, written)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(_override(one, written) for one in value) + "]"
+    return written(value)
+
+
+def _trained_tokenizer(where: str, recipe: Any) -> Any:
+    """Returns the tokenizer that the run trained on its own corpus; None if it trained none, or the recipe names another.
+    Trained again on other data, it would be another one."""
+    from ejdist.training.data import DataSection, build
+    from ejdist.training.recorded import recorded
+
+    own = {key.removeprefix("data."): value for key, value in recorded(where).items() if key.startswith("data.")}
+    name = str(own.get("tokenizer"))
+    if not name.startswith("bpe:") or name != recipe.data.tokenizer or own.get("source") == recipe.data.source:
+        return None
+    known = {f.name for f in dataclasses.fields(DataSection)}
+    section = DataSection(**{key: value for key, value in own.items() if key in known})
+    return build(dataclasses.replace(section, cache_dir=recipe.data.cache_dir), seed=0).corpus.tokenizer
+
+
 def _recipe_of(weights: Any, given: Sequence[str]) -> Any:
     """Returns the recipe that weights are evaluated under: their model, and what the command line says.
 
@@ -226,7 +283,7 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
             n: dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, sequence_length=n)) for n in lengths
         }
         programs = {n: make_program(s, mesh) for n, s in sections.items()}
-        data = data_of(sections[max(lengths)])
+        data = data_of(sections[max(lengths)], _trained_tokenizer(where, recipe))
         held_out = _held_out(weights, data)
         hosts.compare("the data", {name: data.cursor(0)[name] for name in ("tokenizer", "corpus")})
         text = _text(data)
@@ -306,6 +363,8 @@ def _main(arguments: list[str]) -> int:
     from recipes.schema import compose
 
     args, where, given = parse(arguments)
+    taken: list[str] = []
+    given = with_settings_of_run(where, args.step, given, taken.append)
     start_jax(compose(given))
     import jax
 
@@ -313,6 +372,8 @@ def _main(arguments: list[str]) -> int:
     from ejdist.training.metrics import write_atomic
 
     first = jax.process_index() == 0
+    for line in taken if first else ():
+        print(line, flush=True)
     found = evaluate(args, where, given, (lambda line: print(line, flush=True)) if first else lambda line: None)
     if args.to is not None and first:
         write_atomic(args.to, json.dumps(found, indent=1, allow_nan=False) + "\n")

@@ -100,6 +100,13 @@ def test_every_conversation_is_whole_in_one_row_and_only_the_assistant_is_traine
 def test_a_dataset_and_a_table_have_the_same_conversations(tmp_path, chats):
     pq.write_table(pa.Table.from_pylist([{**row, "tools": None} for row in ROWS]), tmp_path / "chats.parquet")
     assert epoch(data_from(tmp_path, tmp_path / "chats.parquet")) == wanted()
+    # A table has tool_calls in every message, without a value in most; this template asks whether they are there.
+    some = [golden.CONVERSATIONS["tools"], golden.CONVERSATIONS["one turn"]]
+    pq.write_table(pa.Table.from_pylist(some), tmp_path / "tools.parquet")
+    (tmp_path / "tools.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    keys = {"chat_template": str(golden.HERE / "channels.jinja"), "sequence_length": 1024}
+    table, lines = (epoch(data_from(tmp_path, tmp_path / f"tools.{kind}", **keys)) for kind in ("parquet", "jsonl"))
+    assert table == lines
     asked = Asked(format="messages", chat_template="chatml")
     for name, shard_bytes in (("one", 1 << 28), ("many", 700)):  # a line is of the shard that has its first byte
         make_dataset(tmp_path / name, str(chats), tokenizer="bytes", asked=asked, shard_bytes=shard_bytes)

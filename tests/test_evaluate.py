@@ -14,7 +14,6 @@ from small_run import TINY
 
 from ejdist.cluster.hosts import Hosts
 from ejdist.evaluation import Cell, Evaluator, Octaves, Prompts, batches_once, loss_by_octave, measure_recall
-from ejdist.evaluation.positions import octave_of
 from ejdist.evaluation.weights import Weights, open_weights
 from ejdist.mesh import make_mesh
 from ejdist.models.decoder import hidden_states, output_projection
@@ -22,6 +21,7 @@ from ejdist.models.model import Model
 from ejdist.models.parameters import Param
 from ejdist.operations import bind_ops
 from ejdist.training.data import build as build_data
+from ejdist.training.positions import octave_of
 from ejdist.training.setup import open_run
 from launch.errors import DONE, WRONG
 from launch.evaluate import _held_out, _lengths, _recipe_of, evaluate, main, parse

@@ -1,9 +1,11 @@
 """Every operation on every backend, for every case and dtype: the numbers of the contract, or a refusal by name."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from grid import as_tuple, check, differentiable, on_this_machine, value_and_gradients
 
@@ -67,6 +69,35 @@ def has_dims(shape, dims, sizes):
         )
         wanted.append(1 if d.broadcast and size == 1 else known)
     return tuple(wanted) == tuple(shape)
+
+
+LONG = 2**20  # tokens; an array of all pairs of them would be larger than the memory of any host
+
+
+def _long_cases(op):
+    """Returns cases of an operation over tokens, each made `LONG` tokens long: two without data, and every static mask."""
+    found = [case for case in small(op) if {"T", "S"} & set(case.dims)]
+    without_data = [case for case in found if not case.make][:2]
+    masks = [case for case in found if set(case.make) == {"mask"}]
+    static = [c for c in masks if not jax.tree.leaves(c.make["mask"](np.random.default_rng(0), c.dims))]
+    return [
+        replace(case, dims={**case.dims, **{d: LONG for d in ("T", "S") if d in case.dims}})
+        for case in without_data + static
+    ]
+
+
+@pytest.mark.parametrize("op", [op for op in OPS.values() if _long_cases(op)], ids=lambda op: op.name)
+def test_a_program_of_many_tokens_is_traced_without_an_array_of_all_pairs(op):
+    """Backends work by blocks, but the shapes of outputs come from the contract, whose arrays must stay symbolic."""
+    for case in _long_cases(op):
+        static = {name: make(np.random.default_rng(0), case.dims) for name, make in case.make.items()} | dict(
+            case.options
+        )
+        arrays = {
+            p.name: jax.ShapeDtypeStruct(case.shape(p), jnp.float32) for p in op.parameters.values() if case.draws(p)
+        }
+        outputs = jax.tree.leaves(jax.eval_shape(lambda a: op(**a, **static), arrays))  # noqa: B023
+        assert outputs, case.name
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)

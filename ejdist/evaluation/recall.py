@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ejdist.evaluation.forward import Evaluator
+from ejdist.training.forward import Evaluator
 
 TASKS = ("needle", "recall")
 _ATTEMPTS = 100  # at a key that stands nowhere else

@@ -10,6 +10,7 @@ at most one torn line, at the end; the next start begins a new line. A row gives
     {"at": ..., "phase": "productive", "step": 57, "data_wait": 0.3} a heartbeat, with the seconds since the last row that the
                                                                      loop waited for data
     {"at": ..., "phase": "checkpoint", "step": 60, "data_wait": 0.1} the loop waits for a save
+    {"at": ..., "phase": "evaluation", "step": 60, "data_wait": 0.0} held-out data is evaluated
     {"at": ..., "phase": "rewind", "step": 75, "to": 60}             a guard discards the steps after `to`
     {"at": ..., "phase": "end", "step": 100}                         the process is done
 
@@ -47,6 +48,7 @@ class Goodput:
       compile: the step's program.
       data_wait: the loop waits for a batch.
       checkpoint: the loop waits for a save, and at the end for the last one.
+      evaluation: held-out data is evaluated between steps.
       restart: from the start of each process to its first step, without compiling.
       lost: steps rerun after a start from an earlier checkpoint, with their waits for data.
       rewound: steps that a guard discarded, with their waits for data, and the rewind itself.
@@ -58,6 +60,7 @@ class Goodput:
     compile: float = 0.0
     data_wait: float = 0.0
     checkpoint: float = 0.0
+    evaluation: float = 0.0
     restart: float = 0.0
     lost: float = 0.0
     rewound: float = 0.0

@@ -21,7 +21,7 @@ from ejdist.pictures import draw_loss
 from ejdist.training.flops import peak_flops
 from ejdist.training.goodput import NAME, Ledger, account, read
 from ejdist.training.guards import SKIPPED_FILE
-from ejdist.training.metrics import read_rows, summarise, write_atomic, write_error
+from ejdist.training.metrics import read_evaluations, read_rows, summarise, write_atomic, write_error
 from ejdist.training.program import TrainSections
 from ejdist.training.resume import how_to_continue
 from ejdist.training.run_lock import release_locks_at_exit
@@ -51,8 +51,8 @@ def train(
 ) -> Outcome:
     """Trains a run from where `run.dir` left it, and returns how it ended.
 
-    Writes to run.dir: metrics.jsonl, goodput.jsonl, tensorboard/, checkpoints/, and at the end summary.json, loss.png and the
-    model's own pictures.
+    Writes to run.dir: metrics.jsonl, goodput.jsonl, evaluation.jsonl (with `evaluation.every`), tensorboard/, checkpoints/, and
+    at the end summary.json, loss.png and the model's own pictures.
 
     Args:
       devices: default: all.
@@ -144,7 +144,7 @@ def _has_summary(directory: Path, step: int) -> bool:
 
 def _finish(run: Run) -> dict[str, Any]:
     s, program, directory = run.sections, run.program, run.directory
-    rows = read_rows(directory / "metrics.jsonl")
+    rows, evaluations = read_rows(directory / "metrics.jsonl"), read_evaluations(directory)
     devices = list(program.mesh.devices.flat)
     kind = devices[0].device_kind
     peak = peak_flops(kind)
@@ -159,13 +159,14 @@ def _finish(run: Run) -> dict[str, Any]:
         "parameters": program.num_parameters,
         "jax": jax.__version__,
         "goodput": account(read(directory / NAME)).as_json(),
+        "evaluation": {name: evaluations[-1][name] for name in ("step", "loss", "tokens")} if evaluations else None,
         "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     summary = summarise(rows, devices=len(devices), peak=peak, since=run.stage.start, **facts)
     try:
         write_atomic(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
         title = f"{program.num_parameters:,} parameters, {s.data.sequence_length:,} tokens"
-        draw_loss(rows, directory / "loss.png", title)
+        draw_loss(rows, directory / "loss.png", title, evaluations)
         for name, draw in program.model.pictures.items():
             draw(rows, directory / name)
     except OSError as error:

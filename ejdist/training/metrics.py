@@ -13,17 +13,44 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import jax
 import numpy as np
 
+from ejdist.training.trackers import open_trackers
+
+EVALUATIONS = "evaluation.jsonl"
+
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a metrics.jsonl, without invalid lines: the last may be truncated, and others damaged."""
     found = (json_of(line) for line in path.read_text(errors="replace").splitlines()) if path.exists() else ()
     return [row for row in found if isinstance(row, dict) and _is_row(row)]
+
+
+_EVALUATED = {"loss", "tokens", "seconds", "document", "row"}
+
+
+def read_evaluations(directory: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a run's evaluation.jsonl, without invalid lines."""
+    path = directory / EVALUATIONS
+    found = (json_of(line) for line in path.read_text(errors="replace").splitlines()) if path.exists() else ()
+    return [
+        row for row in found if isinstance(row, dict) and is_number(row.get("step"), int) and _EVALUATED <= set(row)
+    ]
+
+
+def describe_evaluation(row: dict[str, Any]) -> str:
+    """Returns the line of the log about a row of evaluation.jsonl."""
+    at = f"evaluation at step {row['step']}"
+    if row["loss"] is None:
+        return f"{at}: the first batches of evaluation.data have no token that is followed by another"
+    octaves = [r for r in row["row"] if r["tokens"]]
+    ends = " and ".join(f"{r['loss']:.3f} from token {r['from']:,}" for r in (octaves[0], octaves[-1]))
+    return f"{at}: loss {row['loss']:.4f} over {row['tokens']:,} held-out tokens, {ends} on, {row['seconds']:.1f} s"
 
 
 def json_of(line: str) -> Any:
@@ -96,6 +123,13 @@ class Progress:
             self._last = time.monotonic()
             print(line, flush=True)
 
+    def note(self, line: str) -> None:
+        """Prints a line that stays."""
+        if self._live is not None:
+            self._live.console.print(line, highlight=False)
+        else:
+            print(line, flush=True)
+
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
@@ -166,6 +200,7 @@ class MetricsWriter:
       recipe: key -> value, for recipe.json, which records the latest start.
       tables_every: steps between rows that include two-dimensional metrics, such as tokens per layer and expert; 0: never.
         TensorBoard gets each row of a table as a histogram.
+      trackers: names of `ejdist.training.trackers`.
     """
 
     def __init__(
@@ -175,12 +210,17 @@ class MetricsWriter:
         total: int,
         tables_every: int = 1,
         recipe: dict[str, Any] | None = None,
+        trackers: Sequence[str] = (),
     ) -> None:
         self.directory, self.path = directory, directory / "metrics.jsonl"
         try:
             directory.mkdir(parents=True, exist_ok=True)
             rows = [row for row in read_rows(self.path) if row["step"] <= start]
             write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+            before = read_evaluations(directory)
+            self._evaluations = [row for row in before if row["step"] <= start]
+            if len(self._evaluations) < len(before):
+                self._write_evaluations()
             if recipe is not None:
                 write_atomic(directory / "recipe.json", json.dumps(recipe, indent=1) + "\n")
             self._file = self.path.open("a", buffering=1)
@@ -188,6 +228,7 @@ class MetricsWriter:
             self._events = Events(directory / "tensorboard", start + 1)
         except OSError as error:
             raise write_error(directory, error) from error
+        self._trackers = open_trackers(trackers, directory, recipe or {})
         self._progress, self._total, self._tables_every = Progress(total), total, tables_every
         # Bounded, so that the host runs only a few steps ahead of the devices.
         self._queue: queue.Queue = queue.Queue(maxsize=8)
@@ -202,16 +243,37 @@ class MetricsWriter:
             raise self._failure
         self._queue.put((step, metrics, host))
 
+    def put_evaluation(self, step: int, row: dict[str, Any]) -> None:
+        """Queues the evaluation of the state after a step. Raises the thread's error, if any."""
+        if self._failure is not None:
+            raise self._failure
+        self._queue.put((step, row))
+
+    def pause(self) -> None:
+        """Queues the end of something that is no part of the next step's time."""
+        self._queue.put(())
+
+    def evaluated(self, step: int) -> bool:
+        """Returns whether the state after a step has been evaluated by an earlier start."""
+        return any(row["step"] == step for row in self._evaluations)
+
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             if self._failure is None:
                 try:
-                    self._write(*item)
+                    self._take(item)
                 except OSError as error:
                     self._failure = write_error(self.directory, error)
                 except BaseException as error:
                     self._failure = error
             self._queue.task_done()
+
+    def _take(self, item: tuple) -> None:
+        if len(item) == 3:
+            return self._write(*item)
+        if item:
+            self._write_evaluation(*item)
+        self._finished_at = time.perf_counter()
 
     def _write(self, step: int, metrics: dict[str, jax.Array], host: dict[str, float | str]) -> None:
         values = {name: x.tolist() for name, x in jax.device_get(metrics).items()}
@@ -225,14 +287,45 @@ class MetricsWriter:
         self._file.write(json.dumps({name: _for_json(value) for name, value in row.items()}) + "\n")
         words = {name for name, value in row.items() if isinstance(value, str)}
         plain = {name: value for name, value in row.items() if name not in {"step", *tables, *words}}
-        self._events.add(step, dict(pair for name, value in plain.items() for pair in _scalars(name, value)), tables)
+        self._add(step, dict(pair for name, value in plain.items() for pair in _scalars(name, value)), tables)
         self._progress.show(row)
+
+    def _add(self, step: int, values: dict[str, float], tables: Any = None) -> None:
+        """Adds numbers to TensorBoard and to the trackers, and leaves out a tracker that fails."""
+        self._events.add(step, values, tables)
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.add(step, values, tables)
+            except Exception as error:
+                del self._trackers[name]
+                self._progress.note(
+                    f"run.trackers: {name} failed and gets no more rows from step {step} on ({error}); the run goes on, and "
+                    f"{self.path.name} has every row"
+                )
+
+    def _write_evaluation(self, step: int, row: dict[str, Any]) -> None:
+        row = {"step": step, **row}
+        self._evaluations.append(row)
+        self._write_evaluations()
+        values = {"evaluation/loss": row["loss"], "evaluation/seconds": row["seconds"]}
+        for place in ("document", "row"):
+            values |= {f"evaluation/{place}/from_{r['from']}": r["loss"] for r in row[place]}
+        self._add(step, {name: value for name, value in values.items() if value is not None})
+        self._progress.note(describe_evaluation(row))
+
+    def _write_evaluations(self) -> None:
+        write_atomic(self.directory / EVALUATIONS, "".join(json.dumps(row) + "\n" for row in self._evaluations))
 
     def close(self) -> None:
         """Waits until every row is written. Raises the thread's error, if any."""
         self._queue.put(None)
         self._thread.join()
         self._progress.close()
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.close()
+            except Exception as error:
+                print(f"run.trackers: {name} did not end properly: {error}", flush=True)
         for file in (self._events, self._file):
             try:
                 file.close()

@@ -29,6 +29,7 @@ from ejdist.training.data import DataSection
 from ejdist.training.guards import GuardsSection
 from ejdist.training.optimizer import OptimizerSection, make_optimizer
 from ejdist.training.step import TrainState, init_state, make_train_step
+from ejdist.training.trackers import check_names
 from kernels.framework.registry import Platform
 
 
@@ -45,6 +46,12 @@ class RunSection:
     cpu_devices: int = operational(4)  # virtual devices where there is no accelerator and a mesh size is -1
     # Seconds that a host waits for the others at the start, and for a save to end.
     host_timeout: float = operational(900)
+    # Where the numbers of steps go beside metrics.jsonl and TensorBoard: wandb.
+    trackers: tuple[str, ...] = operational(())
+    profile: tuple[int, ...] = operational(())  # [FIRST,LAST]: a trace of these steps, in run.dir/profile
+
+    def __post_init__(self) -> None:
+        self.trackers, self.profile = tuple(self.trackers), tuple(self.profile)
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy; does not touch the disk."""
@@ -57,6 +64,11 @@ class RunSection:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"run.seed must be in [0, 2**32), got {self.seed}")
         check_limit(self.host_timeout)
+        check_names(self.trackers)
+        if self.profile and not (len(self.profile) == 2 and 1 <= self.profile[0] <= self.profile[1] <= self.steps):
+            raise ValueError(
+                f"run.profile = {list(self.profile)} must be [FIRST,LAST], two steps from 1 to run.steps = {self.steps}"
+            )
         if not self.dir.strip():
             raise ValueError("run.dir is empty: name a folder for what the run writes, for example outputs/first")
         remedy = "give a folder for metrics and pictures, and the URL as checkpoint.dir for the checkpoints"
@@ -117,6 +129,28 @@ class ExpertsSection:
 
 
 @dataclass
+class EvaluationSection:
+    """The `evaluation` section of a recipe: the loss of held-out data while the run trains."""
+
+    # Steps between evaluations; the initial state and the last step are evaluated too. 0: never.
+    every: int = operational(0)
+    data: Any = operational(None)  # what data.source takes, read with the tokenizer and packing of the run's data
+    batches: int = operational(8)  # of data.global_batch rows, the same at every evaluation; shorter data is used once
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy."""
+        if self.every < 0:
+            raise ValueError(f"evaluation.every must be a number of steps, or 0 for never, got {self.every}")
+        if self.batches < 1:
+            raise ValueError(f"evaluation.batches must be at least 1, got {self.batches}")
+        if self.every and self.data is None:
+            raise ValueError(
+                f"evaluation.every = {self.every} needs held-out data: give evaluation.data, for example "
+                "evaluation.data='held_out/*.txt'"
+            )
+
+
+@dataclass
 class TrainSections:
     """All sections of a training run; `recipes.schema.Recipe` extends this."""
 
@@ -129,6 +163,7 @@ class TrainSections:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     guards: GuardsSection = field(default_factory=GuardsSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     # Stages with their own lengths, batches, meshes and positions: a list of {until, sequence_length, ...}, see `StageSection`.
     curriculum: list[StageSection] = compared(default_factory=list)  # compared by `check_history`
     accumulation: int = 1  # microbatches of a step

@@ -25,12 +25,15 @@ from ejdist.training.checkpoint_policy import Saves, Tier
 from ejdist.training.curriculum import Stage, check_history, history, stage_of, stages_of
 from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
+from ejdist.training.data.tokenizer import Tokenizer
+from ejdist.training.held_out import data_of_evaluation
 from ejdist.training.program import Program, RunSection, TrainSections, make_program
 from ejdist.training.pytree_io import name_of
 from ejdist.training.resume import check_same_run, fingerprint
 from ejdist.training.run_lock import Lock
 from ejdist.training.start import Source, nested
 from ejdist.training.step import TrainState
+from ejdist.training.trackers import check_installed
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Run:
 
     Attributes:
       sections, program, data: of the current stage; a run without a curriculum has one stage.
+      held_out: the data of `evaluation.data`; None if the run evaluates nothing.
       last: step of the newest checkpoint in `checkpoint.dir`; None if there is none.
       checkpoints_found: (step, tier) of all checkpoints, local ones included, newest first.
       stages: all stages. devices: the devices for their meshes.
@@ -52,6 +56,7 @@ class Run:
     program: Program
     saves: Saves
     data: Data
+    held_out: Data | None
     last: int | None
     checkpoints_found: list[tuple[int, Tier]]
     stage: Stage
@@ -101,6 +106,8 @@ def open_run(
     s = sections
     validate(s)
     directory = _folder_of(s.run)
+    if hosts.index == 0:
+        check_installed(s.run.trackers)
     recipe = {key: value for key, value in flat(s).items() if not key.startswith("cluster.")}
     hosts.compare("the start", recipe | environment())
     folders = [("run.dir", directory)]
@@ -132,10 +139,13 @@ def open_run(
     if data.has_conversations:  # they must fit into the rows of every stage
         for other in stages:
             data.resized(other.sections.data.sequence_length, other.sections.data.global_batch)
+    held_out = data_of_evaluation(s, data)
+    for line in [] if held_out is None else held_out.notes():
+        log(f"evaluation: {line}")
     found = saves.find(program.state, log)
     if not found and hosts.index == 0:
         _check_moved(directory, s.checkpoint)
-    return Run(s, hosts, directory, program, saves, data, last, found, stage, stages, devices, locks)
+    return Run(s, hosts, directory, program, saves, data, held_out, last, found, stage, stages, devices, locks)
 
 
 def _check_moved(directory: Path, section: CheckpointSection) -> None:
@@ -254,9 +264,10 @@ def _folder_of(run: RunSection) -> Path:
     return directory
 
 
-def data_of(s: TrainSections) -> Data:
-    """Returns the data of a recipe. Raises ValueError if the model's vocabulary is smaller than the tokenizer's."""
-    data = build_data(s.data, seed=s.run.seed)
+def data_of(s: TrainSections, tokenizer: Tokenizer | None = None) -> Data:
+    """Returns the data of a recipe, of files with `tokenizer` if it is given. Raises ValueError if the model's vocabulary is
+    smaller than the tokenizer's."""
+    data = build_data(s.data, seed=s.run.seed, tokenizer=tokenizer)
     if data.vocab_size > s.model.vocab_size:
         raise ValueError(
             f"model.vocab_size = {s.model.vocab_size} is smaller than the {data.vocab_size} tokens of data.tokenizer = "

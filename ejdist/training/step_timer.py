@@ -12,10 +12,11 @@ from typing import Any
 
 from ejdist.cluster.hosts import Hosts, post, posted
 from ejdist.training.goodput import Ledger
+from ejdist.training.profiling import peak_memory
 
 # What the loop does. CALLS and WAITS may wait for the devices, and so for all other hosts; SAVES has its own time limit.
 DATA, HOST, CALLS = "waiting for data", "preparing a step", "dispatching a step"
-WAITS, SAVES = "waiting for its devices", "saving"
+WAITS, SAVES, EVALUATES = "waiting for its devices", "saving", "evaluating"
 _LATE = 8  # steps to wait before reading the other hosts' reports
 _SLOW = 1.5  # a slow host needs this many times the median host's own time,
 _NOTICED = 0.1  # and exceeds it by this fraction of the step time
@@ -27,7 +28,8 @@ class StepTimer:
     Attributes:
       step: the last dispatched step.
       doing: one of the constants above.
-      ended: when the last step or save ended, by `time.monotonic`; before the first step, when the loop began.
+      ended: when the last step, save or batch of an evaluation ended, by `time.monotonic`; before the first step, when the
+        loop began.
       made: steps since the loop began.
     """
 
@@ -76,6 +78,19 @@ class StepTimer:
         self._ledger.phase("productive", step=step)
         self.ended = time.monotonic()
 
+    @contextlib.contextmanager
+    def evaluating(self, step: int) -> Iterator[None]:
+        """Records that the loop evaluates the state after this step. It calls `alive` before each batch."""
+        self._ledger.phase("evaluation", step=step, data_wait=self._taken())
+        with self.during(EVALUATES):
+            yield
+        self._ledger.phase("productive", step=step)
+        self.alive()
+
+    def alive(self) -> None:
+        """Tells the watchdog that the loop goes on, though no step ends."""
+        self.ended = time.monotonic()
+
     def end_step(self, step: int) -> None:
         """Records the end of a step, and reports and compares the hosts' times if due."""
         self.step, self.ended, self.made = step, time.monotonic(), self.made + 1
@@ -98,6 +113,7 @@ class StepTimer:
         spent["waits"] = self._seconds[CALLS] + self._seconds[WAITS]
         spent["step_time"] = now - began
         self._own = {name: round(seconds / steps, 5) for name, seconds in spent.items()}
+        self._own |= {"peak_memory_gib": max(peaks)} if (peaks := peak_memory()) else {}
         self._seconds.clear()
         if self._hosts.count > 1 and self._hosts.index > 0:
             post("own time", self._own)
@@ -122,7 +138,8 @@ def stragglers(reports: dict[int, dict[str, float]]) -> dict[int, str]:
     for its batch. A slow device does not show in it, because it makes all hosts wait alike.
 
     Args:
-      reports: host -> seconds per step: host, data_wait, waits (for its devices, and so for others), and step_time.
+      reports: host -> seconds per step: host, data_wait, waits (for its devices, and so for others), and step_time; and
+        peak_memory_gib of its devices where they say.
     """
     if len(reports) < 2:
         return {}

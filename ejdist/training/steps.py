@@ -11,7 +11,9 @@ from ejdist.training.checkpoint_policy import Tier
 from ejdist.training.flops import step_flops
 from ejdist.training.goodput import Ledger
 from ejdist.training.guards import Finite, Rewind, SkippedBatches, Watch, stopped
+from ejdist.training.held_out import HeldOut, compile_evaluation
 from ejdist.training.metrics import MetricsWriter, write_error
+from ejdist.training.profiling import StepProfiler, peak_memory
 from ejdist.training.program import local_rows, place_batch, place_limits
 from ejdist.training.replicas import Replicas
 from ejdist.training.setup import Run, resume, start_from
@@ -22,12 +24,13 @@ from ejdist.training.stop import Diverged, Stop
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compiled programs of a stage: its step, the hash of its replicas, and the check of its parameters."""
+    """The compiled programs of a stage: its step, the hash of its replicas, the check of its parameters, and its evaluation."""
 
     stage: int
     step: Any
     replicas: Replicas
     finite: Finite
+    held_out: HeldOut | None
 
 
 def compile_stage(run: Run, moment: str, more: dict[str, Any], ledger: Ledger) -> Compiled:
@@ -37,11 +40,15 @@ def compile_stage(run: Run, moment: str, more: dict[str, Any], ledger: Ledger) -
     program = run.program
     lowered = program.lower()
     facts = more | {name: run.data.cursor(0)[name] for name in ("tokenizer", "corpus")}
+    if run.held_out is not None:
+        facts["evaluation corpus"] = run.held_out.corpus.fingerprint
     facts |= {"stage": run.stage.number, "program (digest)": program_digest(lowered)}
     run.hosts.compare(moment, facts)
     step = lowered.compile()
     replicas = Replicas(run.hosts, program.state, run.sections.guards.replicas_every)
-    compiled = Compiled(run.stage.number, step, replicas, Finite(program.state.params, program.mesh))
+    finite = Finite(program.state.params, program.mesh)
+    held_out = compile_evaluation(run.sections, program, run.held_out)
+    compiled = Compiled(run.stage.number, step, replicas, finite, held_out)
     ledger.phase("restart")
     return compiled
 
@@ -143,12 +150,21 @@ class Steps:
         if run.hosts.index == 0:
             tables = s.experts.load_every
             recipe = flat(self.recipe)
-            writer = MetricsWriter(run.directory, start, s.run.steps, tables_every=tables, recipe=recipe)
+            writer = MetricsWriter(
+                run.directory, start, s.run.steps, tables_every=tables, recipe=recipe, trackers=s.run.trackers
+            )
         state, current.state = current.state, None
         guards = Guards(watch, current.skipped, compiled.replicas, self.timer)
+        profiler = StepProfiler(s.run.profile, run.directory, start, self.log)
         try:
-            return run_steps(run, compiled.step, state, writer, start, until, self.stop, guards)
+            evaluation = None
+            if compiled.held_out is not None:
+                done = None if writer is None else writer.evaluated(start)
+                done = run.hosts.broadcast("whether its first state is evaluated", done)
+                evaluation = Evaluation(compiled.held_out, writer, self.timer, start if done else None)
+            return run_steps(run, compiled.step, state, writer, start, until, self.stop, guards, evaluation, profiler)
         finally:
+            profiler.stop()
             if writer is not None:
                 writer.close()
 
@@ -198,8 +214,37 @@ class Guards:
     timer: StepTimer
 
 
+@dataclass
+class Evaluation:
+    """The evaluations between steps. `done`: the step whose state has been evaluated, None if there is none."""
+
+    held_out: HeldOut
+    writer: Any
+    timer: StepTimer
+    done: int | None
+
+    def after(self, step: int, state: Any) -> None:
+        """Evaluates the state after a step if it is due. Call it on all hosts."""
+        if step == self.done or not self.held_out.due(step):
+            return
+        with self.timer.evaluating(step):
+            row = self.held_out.measure(state, self.timer.alive)
+        self.done = step
+        if self.writer is not None:
+            self.writer.put_evaluation(step, row)
+
+
 def run_steps(
-    run: Run, train_step: Any, state: Any, writer: Any, start: int, end: int, stop: Stop, guards: Guards
+    run: Run,
+    train_step: Any,
+    state: Any,
+    writer: Any,
+    start: int,
+    end: int,
+    stop: Stop,
+    guards: Guards,
+    evaluation: Evaluation | None,
+    profiler: StepProfiler,
 ) -> int:
     """Runs the steps `start` + 1 to `end`, and returns the last one. Only a save waits for the step that was just
     dispatched."""
@@ -210,20 +255,25 @@ def run_steps(
     batches = data.iterator(start, end, rows, lambda done: skipped.number(done + 1))
     step = start
     timer.start(start)
+    if evaluation is not None:
+        evaluation.after(start, state)
     for step in range(start + 1, end + 1):
         with timer.during(DATA):
             batch = next(batches)
         with timer.during(HOST):
             flops = step_flops(program.model.flops, batch["segment_ids"])
             placed = place_batch(batch, program, rows.start), *place_limits(watch.limits(step), program)
-        with timer.during(CALLS):
+        with timer.during(CALLS), profiler.step(step):
             state, metrics = train_step(state, *placed)
         with timer.during(WAITS):
             if writer is not None:
                 share = data.global_batch / (rows.stop - rows.start)
                 host = {"flops_causal": flops.causal * share, "flops_full": flops.full * share}
                 host |= {"devices": program.mesh.size, "mesh": mesh}
+                host |= {"peak_memory_gib": peaks} if (peaks := peak_memory()) else {}
                 writer.put(step, metrics, host | run.labels())
+            if profiler.end_step(step, metrics) and writer is not None:
+                writer.pause()
             stopped_here = stop.after(step)
             where = saves.due(step, last=step == end or stopped_here)
             watch.add(step, metrics, wait=where is not None)
@@ -237,6 +287,8 @@ def run_steps(
         timer.end_step(step)
         if stopped_here:
             break
+        if evaluation is not None:
+            evaluation.after(step, state)
     with timer.saving(step):
         saves.wait()
     return step

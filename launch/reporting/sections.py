@@ -21,6 +21,7 @@ _WORDS = {
     "compile": "compiling the step",
     "data_wait": "waiting for a batch",
     "checkpoint": "waiting for a save",
+    "evaluation": "evaluating held-out data",
     "restart": "from the start of a process to its first step",
     "lost": "steps that were made again after a start",
     "rewound": "steps that a guard has given up",

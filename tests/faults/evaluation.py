@@ -3,7 +3,8 @@
 from faults import Fault
 
 CURRICULUM, OPENING, STEPS = (f"ejdist/training/{name}.py" for name in ("curriculum", "opening", "steps"))
-FORWARD, RECALL, POSITIONS = (f"ejdist/evaluation/{name}.py" for name in ("forward", "recall", "positions"))
+RECALL = "ejdist/evaluation/recall.py"
+FORWARD, POSITIONS = (f"ejdist/training/{name}.py" for name in ("forward", "positions"))
 STAGES, EVALUATE = "tests/test_curriculum.py", "tests/test_evaluate.py"
 
 FAULTS = (

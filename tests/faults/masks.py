@@ -56,6 +56,13 @@ FAULTS = (
         f"{TESTS} -k gap",
     ),
     Fault(
+        "the pairs of a static mask are an array of NumPy",
+        "ranges:visible",
+        "jnp.asarray($keys.k_positions)",
+        "$keys.k_positions",
+        "tests/test_ops.py -k many_tokens",
+    ),
+    Fault(
         "a tile in a gap is full",
         "_met",
         "($last < $low) | ($first > $high) | ($high < $low)",

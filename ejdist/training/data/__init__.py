@@ -21,6 +21,7 @@ from ejdist.training.data.hub_dataset import hub_dataset
 from ejdist.training.data.mixture import MixedRows, Mixture, check_sections, counts_of
 from ejdist.training.data.packing import Packing, Rows
 from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole
+from ejdist.training.data.tokenizer import Tokenizer
 
 __all__ = ["Corpus", "Data", "DataSection", "build"]
 
@@ -227,8 +228,11 @@ def default_cache_dir() -> str:
     return os.environ.get("EJDIST_CACHE_DIR") or os.path.join(os.path.expanduser("~"), ".cache", "ejdist")
 
 
-def build(section: DataSection, *, seed: int) -> Data:
+def build(section: DataSection, *, seed: int, tokenizer: Tokenizer | None = None) -> Data:
     """Returns the data of a recipe's section.
+
+    Args:
+      tokenizer: for files, instead of the section's; default: the section's.
 
     Raises:
       ValueError: the files, the tokenizer or a size are wrong; names the key.
@@ -236,7 +240,7 @@ def build(section: DataSection, *, seed: int) -> Data:
     check_folder("data.cache_dir", section.cache_dir)
     cache = Path(section.cache_dir or default_cache_dir()).expanduser()
     if section.mixture is None:
-        corpus = _open(section.source, section.tokenizer, section.text_key, cache, section.conversations())
+        corpus = _open(section.source, section.tokenizer, section.text_key, cache, section.conversations(), tokenizer)
     else:
         parts = check_sections(section.mixture, section.source)
         counts = counts_of([part["weight"] for part in parts])
@@ -245,7 +249,7 @@ def build(section: DataSection, *, seed: int) -> Data:
             text_key, asked = part.get("text_key", section.text_key), section.conversations(part)
             try:
                 asked.check()
-                opened.append(_open(part["source"], section.tokenizer, text_key, cache, asked))
+                opened.append(_open(part["source"], section.tokenizer, text_key, cache, asked, tokenizer))
             except ValueError as error:
                 raise ValueError(f"data.mixture[{i}]: {error}") from error
         for part, other in zip(parts[1:], opened[1:], strict=True):
@@ -267,8 +271,11 @@ def build(section: DataSection, *, seed: int) -> Data:
     return Data(corpus, seed=seed, prefetch=section.prefetch, **how, **sizes)
 
 
-def _open(source: Any, tokenizer: str, text_key: str, cache: Path, asked: Asked) -> Corpus | Dataset:
-    """Returns what one source is: a dataset, or files that are tokenized now or were before."""
+def _open(
+    source: Any, tokenizer: str, text_key: str, cache: Path, asked: Asked, instead: Tokenizer | None = None
+) -> Corpus | Dataset:
+    """Returns what one source is: a dataset, or files that are tokenized now or were before. `instead`: for files, replaces the
+    tokenizer of that name."""
     if isinstance(source, str) and source.startswith(PREFIX):
         return hub_dataset(source, tokenizer, text_key, cache, asked=asked)
     for one in source if isinstance(source, (list, tuple)) else [source]:
@@ -286,10 +293,11 @@ def _open(source: Any, tokenizer: str, text_key: str, cache: Path, asked: Asked)
         raise ValueError(
             f"data.source lists {joined[0]!r}, which is a dataset; join datasets with data.mixture, by weight"
         )
-    if tokenizer == OWN:
+    if tokenizer == OWN and instead is None:
         given = "data.source is not set" if source is None else f"data.source = {source!r} is not a dataset"
         raise ValueError(
             f"data.tokenizer = {OWN!r} is the tokenizer of a dataset, but {given}: make one with python -m launch.tokenize and "
             "give its folder, or name a tokenizer"
         )
-    return build_corpus(source, tokenizer, text_key, cache, chats=asked.chats(source, tokenizer, text_key))
+    chats = asked.chats(source, tokenizer, text_key)
+    return build_corpus(source, instead or tokenizer, text_key, cache, chats=chats)

@@ -149,7 +149,7 @@ def make_tokenizer(name: str, files: Files, cache_dir: Path) -> Tokenizer:
 
 def build_corpus(
     source: str | Sequence[str],
-    tokenizer: str,
+    tokenizer: str | Tokenizer,
     text_key: str,
     cache_dir: str | os.PathLike,
     *,
@@ -164,7 +164,7 @@ def build_corpus(
     """
     cache_dir = Path(cache_dir).expanduser()
     files = Files.of(source, text_key)
-    made = make_tokenizer(tokenizer, files, cache_dir)
+    made = make_tokenizer(tokenizer, files, cache_dir) if isinstance(tokenizer, str) else tokenizer
     of_chats = [] if chats is None else [chats.key_of_cache]
     folder = cache_dir / f"corpus-{files.key(made.fingerprint, *of_chats)}"
     for _ in range(_ATTEMPTS):

@@ -224,7 +224,8 @@ def interval_of(mask: Any, q: Any) -> Interval:
 def visible(keys: KeyRange) -> jax.Array:
     """Returns bool [#B, T, S]: which pairs of the given queries and keys attend. Ignores `dense`, which has a dim of
     heads."""
-    q, j = keys.q_positions, keys.k_positions[:, None, :]
+    # Not NumPy's comparisons: even while a program is traced, they would allocate an array of all pairs.
+    q, j = keys.q_positions, jnp.asarray(keys.k_positions)[:, None, :]
 
     def at(end: Any) -> Any:
         end = ends_at(end, q)
@@ -238,6 +239,6 @@ def visible(keys: KeyRange) -> jax.Array:
     if keys.gap_low is not None:
         seen &= (j < at(keys.gap_low)) | (j > at(keys.gap_high))
     if keys.q_segments is not None:
-        a, b = keys.q_segments[:, :, None], keys.k_segments[:, None, :]
+        a, b = jnp.asarray(keys.q_segments)[:, :, None], keys.k_segments[:, None, :]
         seen &= (a == b) & (a >= 0)
     return seen

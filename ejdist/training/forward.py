@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,14 @@ import numpy as np
 from ejdist.layout import replicated
 from ejdist.models.model import StepContext
 from ejdist.training.program import Program, TrainSections, bind, local_rows, make_program, place_batch
+
+
+def without_noise(sections: TrainSections) -> TrainSections:
+    """Returns a recipe whose model computes what it does in use: without the router's jitter, which is for training."""
+    experts: Any = getattr(sections.model, "experts", None)
+    if not getattr(experts, "jitter", 0.0):
+        return sections
+    return replace(sections, model=replace(sections.model, experts=replace(experts, jitter=0.0)))
 
 
 class Evaluator:
@@ -26,12 +36,12 @@ class Evaluator:
         self,
         sections: TrainSections,
         mesh: jax.sharding.Mesh,
-        params: Any,
-        buffers: Any,
+        params: Any = None,
+        buffers: Any = None,
         program: Program | None = None,
     ) -> None:
         """Args:
-          params, buffers: of the model, where the program of the recipe has them.
+          params, buffers: of the model, with the shardings of the recipe's program. None: `use` gives them later.
           program: `make_program(sections, mesh)`, where it is there already.
 
         Raises:
@@ -60,7 +70,17 @@ class Evaluator:
             found = jnp.take_along_axis(jax.nn.log_softmax(logits), given[..., None], axis=-1)[..., 0]
             return jnp.argmax(logits, axis=-1).astype(jnp.int32), found
 
-        self._losses, self._answers = losses, answers
+        self._losses: Callable[..., jax.Array] = losses
+        self._lower_losses, self._answers = losses.lower, answers
+
+    def use(self, params: Any, buffers: Any) -> None:
+        """Replaces the parameters and buffers; None releases them."""
+        self._state = (params, buffers)
+
+    def compile_losses(self) -> None:
+        """Compiles the losses of tokens ahead of time, so that the first batch does not."""
+        state = self._program.state
+        self._losses = self._lower_losses(state.params, state.buffers, self._program.batch).compile()
 
     @property
     def rows(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ejdist.evaluation.forward import Evaluator
+from ejdist.training.forward import Evaluator
 
 PLACES = ("document", "row")
 
