@@ -290,6 +290,8 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
         shapes = {"key_tokens": args.key_tokens, "value_tokens": args.value_tokens, "seed": recipe.run.seed}
         prompts = [Prompts(task, n, text, **shapes) for task in args.tasks if task != "loss" for n in lengths]
         log(f"{weights.what}, on {_data_name(recipe)} ({data.num_tokens:,} tokens): {held_out}")
+        for line in data.notes():
+            log(line)
         params, buffers = weights.load(programs[lengths[0]])
         found: dict[str, Any] = {
             "weights": weights.what,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import json
 import os
 import re
 import signal
@@ -27,6 +29,11 @@ keys:
   to=DIR            the folder of the dataset
   tokenizer=bytes   bytes, the path of a tokenizer.json, or bpe:SIZE, which is trained on a sample
   text_key=text     the key or column of jsonl and parquet rows
+  format=text       what rows are: text, messages, completion, ids, or auto: what the first has
+  loss_on=          of conversations, what is trained: assistant, last, all, spans; default: assistant, or what rows of ids say
+  chat_template=    a file, or chatml; default: that of the tokenizer's folder. chat_template_kwargs='{"name": value}': more
+                    variables of it. chat_date=2026-01-31: where it writes the date; default: that of the first start
+  on_error=stop     stop at a row of conversations that is wrong, or skip it
   processes=        default: one for each core
   threads=          of the tokenizer, in each process; default: cores over processes
   shard_mb=256      MiB of the sources in a shard; larger files of text and jsonl are split
@@ -36,7 +43,8 @@ keys:
 """
 _DEFAULTS = {
     "source": None, "to": None, "tokenizer": "bytes", "text_key": "text", "processes": None, "threads": None, "shard_mb": "256",
-    "sample_mb": "64", "part": "0/1",
+    "sample_mb": "64", "part": "0/1", "format": "text", "loss_on": None, "chat_template": None, "chat_template_kwargs": None,
+    "chat_date": None, "on_error": "stop",
 }  # fmt: skip
 # What says which of how many processes this is: the number, and how many there are.
 _CLUSTERS = (
@@ -82,7 +90,7 @@ def _options(arguments: Sequence[str]) -> dict[str, Any]:
         check_folder("source", source)
     if len(found["source"]) == 1:
         (found["source"],) = found["source"]
-    elif any(s == "stdlib" or s.startswith("hf:") for s in found["source"]):
+    elif any(s in ("stdlib", "example_chats") or s.startswith("hf:") for s in found["source"]):
         raise ValueError("stdlib and hf:NAME are sources of a folder of their own; data.mixture joins folders")
     return _DEFAULTS | found
 
@@ -94,6 +102,23 @@ def _number(options: dict[str, Any], key: str, default: int | None = None) -> in
     if not re.fullmatch(r"[0-9]+", value) or int(value) < 1:
         raise ValueError(f"{key} must be a whole number of at least 1, got {value}")
     return int(value)
+
+
+def _asked(options: dict[str, Any]) -> Any:
+    """Returns what the options say of conversations. Raises ValueError: one is wrong."""
+    from ejdist.training.data.conversation_keys import Asked
+
+    given = {f.name: options[f.name] for f in dataclasses.fields(Asked)}
+    if (text := given["chat_template_kwargs"]) is not None:
+        try:
+            given["chat_template_kwargs"] = json.loads(text)
+        except ValueError:
+            raise ValueError(
+                f"chat_template_kwargs = {text!r} is not JSON; write '{{\"enable_thinking\": false}}'"
+            ) from None
+    asked = Asked(**given)
+    asked.check()
+    return asked
 
 
 def _part(value: str) -> tuple[int, int]:
@@ -165,6 +190,7 @@ def run(options: dict[str, Any]) -> None:
     Raises:
       ValueError: an option or a source is wrong. OSError: something cannot be written, or a process was killed.
     """
+    from ejdist.training.data.dataset import open_dataset
     from ejdist.training.data.tokenizing import make_plan, missing, write_manifest
     from ejdist.training.data.workers import make_shards
 
@@ -177,8 +203,10 @@ def run(options: dict[str, Any]) -> None:
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not there.is_dir():
         raise ValueError(f"to = {options['to']!r}: {there} is a file; name a folder")
-    chosen = {"tokenizer": options["tokenizer"], "text_key": options["text_key"]}
+    chosen = {"tokenizer": options["tokenizer"], "text_key": options["text_key"], "asked": _asked(options)}
     plan = make_plan(folder, options["source"], **chosen, **sizes)
+    if plan.settings.chats is None:
+        chosen["asked"].check_used()
     todo, share = {unit.name for unit in plan.todo}, plan.units[part::parts]
     mine = [unit for unit in share if unit.name in todo]
     before = len(share) - len(mine)
@@ -196,6 +224,8 @@ def run(options: dict[str, Any]) -> None:
         print(f"part {part} of {parts} is done; {left} shards of other parts are missing", flush=True)
         return
     dataset = write_manifest(plan)
+    for line in open_dataset(folder, "dataset").describe():
+        print(line, flush=True)
     print(
         f"{folder}: {dataset['tokens']:,} tokens of {dataset['documents']:,} documents in {len(dataset['shards'])} shards, "
         f"tokenizer {dataset['tokenizer']['name']} with a vocabulary of {dataset['tokenizer']['vocab_size']:,}, fingerprint "
@@ -219,7 +249,7 @@ def _main(arguments: list[str]) -> int:
         run(_options(arguments))
     except ValueError as error:
         # Of what data=files reads too errors name the keys of a recipe, which here are those of the command.
-        raise ValueError(re.sub(r"\bdata\.(source|text_key|tokenizer)\b", r"\1", str(error))) from error
+        raise ValueError(re.sub(rf"\bdata\.({'|'.join(_DEFAULTS)})\b", r"\1", str(error))) from error
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)

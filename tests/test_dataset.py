@@ -127,7 +127,7 @@ def test_best_fit_wastes_little_and_depends_on_lengths_alone():
 class Endless:
     """A shard that nobody could hold: documents of 1000 tokens, each token the number of its place; it counts what is read."""
 
-    num_documents, num_tokens = 10**9, 10**12
+    num_documents, num_tokens, chats = 10**9, 10**12, None
 
     def __init__(self):
         self.read = 0
@@ -354,7 +354,7 @@ def test_another_order_of_rows_is_noticed_on_resume(tmp_path):
         Data(corpus, sequence_length=8, global_batch=1, seed=0, packing=how, cache_dir=tmp_path)
         for how in ("cut", "whole")
     )
-    with pytest.raises(ValueError, match=r"data.packing \(how rows follow from the documents\): was cut, is whole"):
+    with pytest.raises(ValueError, match=r"data.too_long \(how rows follow from the documents\): was cut, is whole"):
         whole.check_cursor(cut.cursor(1))
 
 

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejdist.training.data import DataSection, build, tokenizing, units
+from ejdist.training.data import DataSection, build, text_writing, tokenizing, units
 from ejdist.training.data.corpus import build_corpus
 from ejdist.training.data.dataset import open_dataset
 from ejdist.training.data.tokenizing import make_dataset, make_plan, make_shard, missing, write_manifest
@@ -154,7 +154,7 @@ def test_a_dataset_has_the_documents_and_tokens_of_a_corpus(tmp_path, tokenizer,
     assert np.array_equal(tokens, corpus.tokens) and tokens.dtype == corpus.tokens.dtype
     assert made["tokens"] == dataset.num_tokens == corpus.num_tokens
     # A long document goes to the tokenizer in parts, and is one document.
-    monkeypatch.setattr(tokenizing, "SEGMENT", 16)
+    monkeypatch.setattr(text_writing, "SEGMENT", 16)
     make_dataset(tmp_path / "segments", source, tokenizer=name, shard_bytes=500)
     assert decoded(tmp_path / "segments") == texts
 

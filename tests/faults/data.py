@@ -34,21 +34,21 @@ FAULTS = (
     ),
     Fault(
         "what does not fill a batch is lost",
-        "tokenizing:_batches",
+        "text_writing:_batches",
         "if $batch:\n    $$body",
         "if False:\n    $$body",
         MADE,
     ),
     Fault(
         "a part of a document ends it",
-        "make_shard",
+        "write_texts",
         "if $last:\n    $$body",
         "if True:\n    $$body",
         f"{MADE} -k corpus",
     ),
     Fault(
         "a document ends before its end",
-        "make_shard",
+        "write_texts",
         "$ends.append($tokens)",
         "$ends.append($tokens - 1)",
         f"{MADE} -k corpus",
@@ -157,7 +157,7 @@ FAULTS = (
     Fault(
         "targets cross documents of a shard",
         "_Shards._segment",
-        "0 if $begin + $count == $document_end else 1",
+        "0 if $end == $document_end else 1",
         "1",
         f"{READ} -k once",
     ),
@@ -214,11 +214,8 @@ FAULTS = (
     Fault(
         "rows of another order after a stop",
         "Data.check_cursor",
-        "{'seed': 'run.seed', 'corpus': 'data.source or data.mixture (its files have changed)', 'tokenizer': "
-        "'data.tokenizer', 'sequence_length': 'data.sequence_length', 'global_batch': 'data.global_batch', "
-        "'order': 'data.packing (how rows follow from the documents)'}",
-        "{'seed': 'run.seed', 'corpus': 'data.source or data.mixture (its files have changed)', 'tokenizer': "
-        "'data.tokenizer', 'sequence_length': 'data.sequence_length', 'global_batch': 'data.global_batch'}",
+        "$cursor.get($n) != $now.get($n)",
+        "$n != 'order' and $cursor.get($n) != $now.get($n)",
         f"{READ} -k order_of_rows",
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,15 @@ import numpy as np
 
 from ejdist.paths import check_folder
 from ejdist.sections import compared, operational
+from ejdist.training.data.conversation_keys import Asked, one_of
 from ejdist.training.data.corpus import Corpus, build_corpus
 from ejdist.training.data.dataset import OWN, Dataset, is_dataset, open_dataset
 from ejdist.training.data.hub import PREFIX
+from ejdist.training.data.hub_dataset import hub_dataset
 from ejdist.training.data.mixture import MixedRows, Mixture, check_sections, counts_of
 from ejdist.training.data.packing import Packing, Rows
 from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole
 from ejdist.training.data.tokenizer import Tokenizer
-from ejdist.training.data.tokenizing import hub_dataset
 
 __all__ = ["Corpus", "Data", "DataSection", "build"]
 
@@ -30,12 +31,21 @@ class DataSection:
     """The `data` section of a recipe. What a run is compared by when it goes on is the data cursor of its checkpoint: the
     content of the corpus and the tokenizer, which may have moved."""
 
-    # The folder of a dataset that launch.tokenize made; or "stdlib", a glob of files (text, jsonl, jsonl.gz, parquet) or a list
-    # of globs, which are tokenized at the start; or hf:NAME[:SPLIT].
+    # The folder of a dataset that launch.tokenize made; or "stdlib", "example_chats", a glob of files (text, jsonl, jsonl.gz,
+    # parquet) or a list of globs, which are tokenized at the start; or hf:NAME[:SPLIT].
     source: Any = compared("stdlib")
-    mixture: Any = compared(
-        None
-    )  # several sources instead of one: a list of {source, weight}, and text_key where it differs
+    # Instead of source: a list of {source, weight}, and text_key, format, loss_on and chat_template where they differ.
+    mixture: Any = compared(None)
+    # What rows are: text; messages, completion or ids, see the README; auto: what the first row has, which the run says.
+    format: str = compared("text")
+    # Of conversations. What is trained: assistant, last, all, or spans; null: assistant, and what rows of ids say.
+    loss_on: str | None = compared(None)
+    chat_template: str | None = compared(None)  # a file, or chatml; null: that of the tokenizer's folder
+    chat_template_kwargs: Any = compared(None)  # more variables of the template: {enable_thinking: false}
+    # The date of templates that write one, as 2026-01-31; null: that of the first start.
+    chat_date: str | None = compared(None)
+    on_error: str = compared("stop")  # a row that is wrong: stop or skip
+    too_long: str = compared("stop")  # a conversation that is longer than a row: stop, skip or truncate
     text_key: str = compared("text")  # the key or column of jsonl and parquet rows
     # How text becomes tokens: bytes, bpe:SIZE (trained on the corpus), the path of a tokenizer.json, or dataset: its own.
     tokenizer: str = compared("bytes")
@@ -49,17 +59,24 @@ class DataSection:
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy; what is wrong with the files is told where they are opened."""
-        _check_how(self.packing, self.prefetch)
+        _check_how(self.packing, self.prefetch, self.too_long)
+        self.conversations().check()
         for key, least in (("sequence_length", 2), ("global_batch", 1)):
             if getattr(self, key) < least:
                 raise ValueError(f"data.{key} must be at least {least}, got {getattr(self, key)}")
 
+    def conversations(self, part: dict[str, Any] | None = None) -> Asked:
+        """Returns what this says of conversations, or what a source of a mixture says instead."""
+        own = {f.name: getattr(self, f.name) for f in fields(Asked)}
+        return Asked(**own | {name: value for name, value in (part or {}).items() if name in own})
 
-def _check_how(packing: str, prefetch: int) -> None:
+
+def _check_how(packing: str, prefetch: int, too_long: str) -> None:
     if packing not in ("cut", "whole"):
         raise ValueError(f"data.packing = {packing!r} is unknown; use cut or whole")
     if prefetch < 1:
         raise ValueError(f"data.prefetch must be at least 1 batch, got {prefetch}")
+    one_of("too_long", too_long, ("stop", "skip", "truncate"))
 
 
 class Data:
@@ -74,14 +91,18 @@ class Data:
         seed: int,
         prefetch: int = 4,
         packing: str = "cut",
+        too_long: str = "stop",
         cache_dir: str | os.PathLike | None = None,
+        guessed: bool = False,
     ) -> None:
-        _check_how(packing, prefetch)
+        _check_how(packing, prefetch, too_long)
         if global_batch < 1:
             raise ValueError(f"data.global_batch must be positive, got {global_batch}")
         self.corpus, self.global_batch, self.seed, self.prefetch = corpus, global_batch, seed, prefetch
-        self._how: dict[str, Any] = {"packing": packing, "cache_dir": Path(cache_dir or default_cache_dir())}
-        self.packing = _rows_of(corpus, packing, sequence_length, seed, self._how["cache_dir"])
+        cache = Path(cache_dir or default_cache_dir())
+        self._how: dict[str, Any] = {"packing": packing, "too_long": too_long, "cache_dir": cache}
+        self.packing = _rows_of(corpus, sequence_length, seed, **self._how)
+        self._how["guessed"] = self._guessed = guessed
 
     def resized(self, sequence_length: int, global_batch: int) -> Data:
         """Returns the data of the same corpus, seed and packing in batches of another size: itself, where it has that."""
@@ -97,6 +118,27 @@ class Data:
     @property
     def num_tokens(self) -> int:
         return self.corpus.num_tokens
+
+    @property
+    def has_conversations(self) -> bool:
+        return any(corpus.chats is not None for corpus in self._corpora)
+
+    @property
+    def _corpora(self) -> tuple[Corpus | Dataset, ...]:
+        return self.corpus.parts if isinstance(self.corpus, Mixture) else (self.corpus,)
+
+    def notes(self) -> list[str]:
+        """Returns lines that say what rows of conversations were taken for, and which were not taken. Of text there is one
+        where data.format=auto (`guessed`)."""
+        parts = self.packing.parts if isinstance(self.packing, MixedRows) else [self.packing]
+        found = []
+        for i, (corpus, rows) in enumerate(zip(self._corpora, parts, strict=True)):
+            lines = corpus.describe() + (rows.describe() if isinstance(rows, Whole) else [])
+            if self._guessed and corpus.chats is None:
+                lines.append("text, all of which is trained (data.format=auto)")
+            where = f"data.mixture[{i}]" if len(parts) > 1 else "data.source"
+            found += [f"{where}: {line}" for line in lines]
+        return found
 
     @property
     def steps_per_epoch(self) -> float:
@@ -135,7 +177,10 @@ class Data:
             "sequence_length": self.packing.length,
             "global_batch": self.global_batch,
             "order": self.packing.order,
-        }
+        } | ({"conversations": self._conversations()} if self.has_conversations else {})
+
+    def _conversations(self) -> list[dict[str, Any] | None]:
+        return [None if corpus.chats is None else corpus.chats.description for corpus in self._corpora]
 
     def check_cursor(self, cursor: dict[str, Any], **then: int) -> None:
         """Raises ValueError, naming the key, if the batches of a resumed run would not be those of the run so far.
@@ -149,28 +194,34 @@ class Data:
             "tokenizer": "data.tokenizer",
             "sequence_length": "data.sequence_length",
             "global_batch": "data.global_batch",
-            "order": "data.packing (how rows follow from the documents)",
+            "order": "data.packing or data.too_long (how rows follow from the documents)",
+            "conversations": "data.format, data.loss_on, data.chat_template or data.chat_date",
         }
         cursor = {"order": Packing.order, **cursor}  # the only one that there was
         now = self.cursor(cursor.get("step", 0)) | then
-        changed = [f"{key}: was {cursor.get(n)}, is {now[n]}" for n, key in keys.items() if cursor.get(n) != now[n]]
+        changed = {
+            n: f"{key}: was {cursor.get(n)}, is {now.get(n)}" for n, key in keys.items() if cursor.get(n) != now.get(n)
+        }
+        if "conversations" in changed:  # the same files have become other tokens
+            changed.pop("corpus", None)
         if changed:
-            raise ValueError(
-                f"this run cannot resume with other data: {'; '.join(changed)}; restore it, or start in another run.dir"
-            )
+            told = "; ".join(changed.values())
+            raise ValueError(f"this run cannot resume with other data: {told}; restore it, or start in another run.dir")
 
 
-def _rows_of(corpus: Any, packing: str, length: int, seed: int, cache_dir: Path) -> Rows:
-    """Returns the rows of a corpus. Raises ValueError: a size is wrong."""
+def _rows_of(corpus: Any, length: int, seed: int, packing: str, too_long: str, cache_dir: Path) -> Rows:
+    """Returns the rows of a corpus. Raises ValueError: a size is wrong, or conversations do not fit."""
     if isinstance(corpus, Mixture):
-        rows = [_rows_of(part, packing, length, seed, cache_dir) for part in corpus.parts]
+        rows = [_rows_of(part, length, seed, packing, too_long, cache_dir) for part in corpus.parts]
         return MixedRows(rows, corpus.counts, seed)
+    if packing == "cut" and corpus.chats is not None:
+        raise ValueError("data.packing = cut would divide conversations between rows; set data.packing=whole")
     if isinstance(corpus, Corpus) and packing == "cut":
         return Packing(corpus, length, seed)
     shards = [CorpusShard(corpus)] if isinstance(corpus, Corpus) else corpus.shards
     if packing == "cut":
         return Cut(shards, length, seed)
-    return Whole(shards, length, seed, corpus.fingerprint, cache_dir)
+    return Whole(shards, length, seed, corpus.fingerprint, cache_dir, too_long)
 
 
 def default_cache_dir() -> str:
@@ -190,11 +241,18 @@ def build(section: DataSection, *, seed: int, tokenizer: Tokenizer | None = None
     check_folder("data.cache_dir", section.cache_dir)
     cache = Path(section.cache_dir or default_cache_dir()).expanduser()
     if section.mixture is None:
-        corpus = _open(section.source, section.tokenizer, section.text_key, cache, tokenizer)
+        corpus = _open(section.source, section.tokenizer, section.text_key, cache, section.conversations(), tokenizer)
     else:
         parts = check_sections(section.mixture, section.source)
         counts = counts_of([part["weight"] for part in parts])
-        opened = [_open(p["source"], section.tokenizer, p.get("text_key", section.text_key), cache) for p in parts]
+        opened = []
+        for i, part in enumerate(parts):
+            text_key, asked = part.get("text_key", section.text_key), section.conversations(part)
+            try:
+                asked.check()
+                opened.append(_open(part["source"], section.tokenizer, text_key, cache, asked, tokenizer))
+            except ValueError as error:
+                raise ValueError(f"data.mixture[{i}]: {error}") from error
         for part, other in zip(parts[1:], opened[1:], strict=True):
             if other.tokenizer.fingerprint != opened[0].tokenizer.fingerprint:
                 raise ValueError(
@@ -202,23 +260,31 @@ def build(section: DataSection, *, seed: int, tokenizer: Tokenizer | None = None
                     "sources with the same tokenizer.json, and name that in data.tokenizer"
                 )
         corpus = Mixture(tuple(opened), counts)
+    if all(one.chats is None for one in (corpus.parts if isinstance(corpus, Mixture) else (corpus,))):
+        section.conversations().check_used()
     sizes = {"sequence_length": section.sequence_length, "global_batch": section.global_batch}
-    return Data(corpus, seed=seed, prefetch=section.prefetch, packing=section.packing, cache_dir=cache, **sizes)
+    how = {
+        "packing": section.packing,
+        "too_long": section.too_long,
+        "cache_dir": cache,
+        "guessed": section.format == "auto",
+    }
+    return Data(corpus, seed=seed, prefetch=section.prefetch, **how, **sizes)
 
 
 def _open(
-    source: Any, tokenizer: str, text_key: str, cache: Path, instead: Tokenizer | None = None
+    source: Any, tokenizer: str, text_key: str, cache: Path, asked: Asked, instead: Tokenizer | None = None
 ) -> Corpus | Dataset:
     """Returns what one source is: a dataset, or files that are tokenized now or were before. `instead`: for files, replaces the
     tokenizer of that name."""
     if isinstance(source, str) and source.startswith(PREFIX):
-        return hub_dataset(source, tokenizer, text_key, cache)
+        return hub_dataset(source, tokenizer, text_key, cache, asked=asked)
     for one in source if isinstance(source, (list, tuple)) else [source]:
         check_folder("data.source", one if isinstance(one, str) else None)
     check_folder("data.tokenizer", tokenizer)
     folder = Path(source).expanduser() if isinstance(source, str) else None
     if folder is not None and is_dataset(folder):
-        return open_dataset(folder, tokenizer, text_key)
+        return open_dataset(folder, tokenizer, text_key, asked=asked)
     joined = (
         [p for p in source if isinstance(p, str) and is_dataset(Path(p).expanduser())]
         if isinstance(source, list)
@@ -234,4 +300,5 @@ def _open(
             f"data.tokenizer = {OWN!r} is the tokenizer of a dataset, but {given}: make one with python -m launch.tokenize and "
             "give its folder, or name a tokenizer"
         )
-    return build_corpus(source, instead or tokenizer, text_key, cache)
+    chats = asked.chats(source, tokenizer, text_key)
+    return build_corpus(source, instead or tokenizer, text_key, cache, chats=chats)

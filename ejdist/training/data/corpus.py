@@ -11,12 +11,15 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from ejdist.training.chats.encoding import Chats
 from ejdist.training.data.cache import new_folder, open_folder
+from ejdist.training.data.conversations import Range, described, none_left, row_name, rows_of, write_conversations
 from ejdist.training.data.sources import STDLIB, NotText, documents, files_of, unreadable
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, bpe_size, train_bpe
 
@@ -31,13 +34,19 @@ class Corpus:
     Attributes:
       tokens: uint16 or uint32 [tokens], memory-mapped.
       offsets: int64 [documents + 1]; document d is tokens[offsets[d] : offsets[d + 1]].
-      fingerprint: identifies the tokens themselves, wherever they were made.
+      fingerprint: identifies the tokens themselves, wherever they were made; of conversations also which are trained.
+      chats: how conversations became these tokens; None for text. Then mask is uint8 [tokens], 1 for those that are trained,
+        places int64 [documents, 2]: the file and the row of each, and facts what is known of all.
     """
 
     tokens: np.ndarray
     offsets: np.ndarray
     fingerprint: str
     tokenizer: Tokenizer
+    chats: Chats | None = None
+    mask: np.ndarray | None = None
+    places: np.ndarray | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_documents(self) -> int:
@@ -46,6 +55,17 @@ class Corpus:
     @property
     def num_tokens(self) -> int:
         return int(self.offsets[-1])
+
+    def place(self, document: int) -> str:
+        """Returns what an error calls a conversation."""
+        assert self.places is not None
+        source, number = self.places[document].tolist()
+        found: Range = (self.facts["files"][source], 0, None)
+        return row_name(found, number)
+
+    def describe(self) -> list[str]:
+        """Returns lines that say what the rows were taken for; none of text."""
+        return [] if self.chats is None else described(self.chats, self.facts)
 
 
 @dataclass(frozen=True)
@@ -80,6 +100,10 @@ class Files:
                 # The standard library has a few files in other encodings, made to test them; a user's corpus should not.
                 if self.source != STDLIB:
                     raise
+        self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Raises ValueError if a file has changed since the files were listed."""
         for path, before, now in zip(self.paths, self.states, _states(self.paths), strict=True):
             if before != now:
                 raise ValueError(
@@ -124,7 +148,12 @@ def make_tokenizer(name: str, files: Files, cache_dir: Path) -> Tokenizer:
 
 
 def build_corpus(
-    source: str | Sequence[str], tokenizer: str | Tokenizer, text_key: str, cache_dir: str | os.PathLike
+    source: str | Sequence[str],
+    tokenizer: str | Tokenizer,
+    text_key: str,
+    cache_dir: str | os.PathLike,
+    *,
+    chats: Chats | None = None,
 ) -> Corpus:
     """Returns the corpus, from the cache or made now.
 
@@ -136,25 +165,55 @@ def build_corpus(
     cache_dir = Path(cache_dir).expanduser()
     files = Files.of(source, text_key)
     made = make_tokenizer(tokenizer, files, cache_dir) if isinstance(tokenizer, str) else tokenizer
-    folder = cache_dir / f"corpus-{files.key(made.fingerprint)}"
+    of_chats = [] if chats is None else [chats.key_of_cache]
+    folder = cache_dir / f"corpus-{files.key(made.fingerprint, *of_chats)}"
     for _ in range(_ATTEMPTS):
         facts = open_folder(folder)
         if facts is not None:
             try:
                 tokens = np.memmap(folder / "tokens.bin", np.dtype(facts["dtype"]), mode="r")
-                return Corpus(tokens, np.fromfile(folder / "offsets.bin", np.int64), facts["fingerprint"], made)
+                read = tokens, np.fromfile(folder / "offsets.bin", np.int64), facts["fingerprint"], made
+                return Corpus(*read) if chats is None else Corpus(*read, **_of_chats(folder, facts))
             except FileNotFoundError:
                 continue
-        _write(folder, files, made)
+        if chats is None:
+            _write(folder, files, made)
+        else:
+            _write_chats(folder, files, made, chats)
     raise _not_kept(folder)
+
+
+def _of_chats(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a corpus of conversations has beside tokens."""
+    return {
+        "chats": Chats(**facts["chats"]),
+        "mask": np.memmap(folder / "mask.bin", np.uint8, mode="r"),
+        "places": np.fromfile(folder / "places.bin", np.int64).reshape(-1, 2),
+        "facts": facts,
+    }
 
 
 def _not_kept(folder: Path) -> OSError:
     return OSError(f"the corpus cache {folder} is damaged whenever it is written; set data.cache_dir to another disk")
 
 
+def _dtype(tokenizer: Tokenizer) -> np.dtype:
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+
+
+def _write_chats(folder: Path, files: Files, tokenizer: Tokenizer, chats: Chats) -> None:
+    dtype, paths = _dtype(tokenizer), [str(path) for path in files.paths]
+    with new_folder(folder) as new:
+        rows = rows_of([(path, 0, None) for path in paths], chats.key)
+        facts = write_conversations(new, rows, chats, tokenizer, dtype)
+        files.check_unchanged()
+        if not facts["documents"]:
+            raise ValueError(f"data.source = {files.source!r}: {none_left(facts['skipped'])}")
+        new.facts = {"dtype": dtype.name, **facts, "chats": chats.as_json(), "files": paths}
+
+
 def _write(folder: Path, files: Files, tokenizer: Tokenizer) -> None:
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    dtype = _dtype(tokenizer)
     digest, lengths = hashlib.sha256(), []
     with new_folder(folder) as new:
         with new.file("tokens.bin") as out:

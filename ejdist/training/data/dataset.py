@@ -15,16 +15,20 @@ import json
 import os
 import zlib
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ejdist.training.chats.encoding import Chats
 from ejdist.training.data.cache import Damaged, checksum_of, sealed
+from ejdist.training.data.conversation_keys import Asked
+from ejdist.training.data.conversations import described, row_name
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 FORMAT = 1
+CHATS_FORMAT = 2  # of a dataset of conversations, whose mask a reader of format 1 would not read
 MANIFEST, SETTINGS, TOKENIZER = "dataset.json", "settings.json", "tokenizer.json"
 BLOCK = 1 << 16  # bytes under one checksum: what one row reads for the first time
 _OPEN_FILES = 256  # kept open at most, of a dataset: a process may often have no more than 1024
@@ -77,16 +81,30 @@ class Shard:
 
     Attributes:
       num_documents, num_tokens: what the manifest says it has.
+      chats: how conversations became its tokens; None for text.
     """
 
-    def __init__(self, folder: Path, facts: dict[str, Any], dtype: np.dtype, open_file: Any) -> None:
-        self.folder, self._facts, self._dtype, self._open = folder, facts, dtype, open_file
+    def __init__(
+        self, folder: Path, facts: dict[str, Any], dtype: np.dtype, open_file: Any, chats: Chats | None = None
+    ) -> None:
+        self.folder, self._facts, self._dtype, self._open, self.chats = folder, facts, dtype, open_file, chats
         self.num_documents, self.num_tokens = int(facts["documents"]), int(facts["tokens"])
         self.fingerprint = facts["fingerprint"]
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
         """Returns tokens [begin, end) of the shard."""
         return self._read("tokens.bin", self._dtype, begin, end)
+
+    def mask(self, begin: int, end: int) -> np.ndarray:
+        """Returns which of the tokens [begin, end) are trained, bool; of text no shard has that."""
+        return self._read("mask.bin", np.dtype(np.uint8), begin, end).astype(bool)
+
+    def place(self, document: int) -> str:
+        """Returns what an error calls a conversation: the file and the row that it was made from."""
+        source, number = self._read("places.bin", np.dtype(np.int64), 2 * document, 2 * document + 2).tolist()
+        span = sealed(self.folder / "meta.json")["facts"]["sources"][source]
+        whole = not span["path"].startswith("hf:") and span["begin"] == 0 and span["end"] == span["size"]
+        return row_name((span["path"], span["begin"], None if whole else span["end"]), number)
 
     def offsets(self, begin: int, end: int) -> np.ndarray:
         """Returns where the documents [begin, end) begin, int64; document `num_documents` begins at the end."""
@@ -157,6 +175,12 @@ class Dataset:
     shards: tuple[Shard, ...]
     fingerprint: str
     tokenizer: Tokenizer
+    chats: Chats | None = None
+    facts: dict[str, Any] = field(default_factory=dict)  # about conversations
+
+    def describe(self) -> list[str]:
+        """Returns lines that say what the rows were taken for; none of text."""
+        return [] if self.chats is None else described(self.chats, self.facts)
 
     @property
     def num_documents(self) -> int:
@@ -178,12 +202,13 @@ def fingerprint_of(tokenizer: str, dtype: str, shards: list[dict[str, Any]]) -> 
     return hashlib.sha256(content.encode()).hexdigest()[:24]
 
 
-def open_dataset(folder: Path, tokenizer: str, text_key: str = "text") -> Dataset:
+def open_dataset(folder: Path, tokenizer: str, text_key: str = "text", *, asked: Asked | None = None) -> Dataset:
     """Returns the dataset of a folder. Reads its manifest and the names in the folder.
 
     Args:
       tokenizer: data.tokenizer; "dataset" for the one that it was made with.
       text_key: data.text_key; a dataset has been made with one, so only that or the default can be meant.
+      asked: what data says of conversations: as with text_key.
 
     Raises:
       ValueError: it is not complete, was made with another tokenizer, or a shard is missing. OSError: it cannot be read.
@@ -197,10 +222,13 @@ def open_dataset(folder: Path, tokenizer: str, text_key: str = "text") -> Datase
         raise ValueError(f"data.source = {str(folder)!r} is not finished; {remedy} resumes it") from None
     except OSError as error:
         raise OSError(error.errno, f"cannot read {folder / MANIFEST}: {error.strerror or error}") from error
-    if made["format"] != FORMAT:
+    if made["format"] != (CHATS_FORMAT if "chats" in made else FORMAT):
         raise ValueError(
             f"data.source = {str(folder)!r} has format {made['format']}, but this version reads {FORMAT}; tokenize it again"
         )
+    chats = Chats(**made["chats"]) if "chats" in made else None
+    if asked is not None:
+        asked.check_made(chats, folder)
     if text_key not in ("text", made["text_key"]):
         raise ValueError(
             f"data.text_key = {text_key!r}, and {folder} was made with {made['text_key']!r}; leave the key out, or tokenize "
@@ -216,14 +244,14 @@ def open_dataset(folder: Path, tokenizer: str, text_key: str = "text") -> Datase
         )
     open_file = functools.lru_cache(maxsize=_OPEN_FILES)(_Handle)
     dtype = np.dtype(made["dtype"])
-    shards = tuple(Shard(folder / s["name"], s, dtype, open_file) for s in made["shards"])
+    shards = tuple(Shard(folder / s["name"], s, dtype, open_file, chats) for s in made["shards"])
     there = {
         entry.name for entry in os.scandir(folder)
     }  # one listing: a question for each shard takes long on a network
     for shard in shards:
         if shard.folder.name not in there:
             raise ValueError(str(shard.unreadable("it is missing").strerror))
-    return Dataset(folder, shards, made["fingerprint"], used)
+    return Dataset(folder, shards, made["fingerprint"], used, chats, made.get("conversations", {}))
 
 
 def _other(name: str, folder: Path) -> Tokenizer:

@@ -48,6 +48,16 @@ def hub_documents(source: str, part: int, parts: int, text_key: str) -> Iterator
     Raises:
       ValueError: the set cannot be read, or a row has no text; names the row.
     """
+    for where, row in hub_rows(source, part, parts):
+        yield text_of(row, text_key, where)
+
+
+def hub_rows(source: str, part: int, parts: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (what an error calls it, the row) of one part of a set, in order.
+
+    Raises:
+      ValueError: the set cannot be read.
+    """
     stream = _stream(source)
     rows = iter(stream if parts == 1 else stream.shard(num_shards=parts, index=part))
     number = 0
@@ -61,5 +71,10 @@ def hub_documents(source: str, part: int, parts: int, text_key: str) -> Iterator
                 f"data.source = {source!r}: reading stops after row {number} of part {part} ({type(error).__name__}: {error}); "
                 "start again: what is done stays"
             ) from error
-        yield text_of(dict(row), text_key, f"data.source = {source!r}, part {part}, row {number} (from 0)")
+        yield row_of_hub(source, part, number), dict(row)
         number += 1
+
+
+def row_of_hub(source: str, part: int, number: int) -> str:
+    """Returns what an error calls a row of a set."""
+    return f"data.source = {source!r}, part {part}, row {number} (from 0)"

@@ -23,6 +23,7 @@ from ejdist.training.data.shuffle import Shuffle
 from ejdist.training.data.tokenizer import Tokenizer
 
 BLOCK = 1 << 16
+_OPTIONAL = ("text_key", "format", "loss_on", "chat_template")
 _MOST = 1e300  # of a weight, so that the sum of all is a number
 
 
@@ -99,11 +100,13 @@ def check_sections(mixture: Any, source: Any) -> list[dict[str, Any]]:
     for i, part in enumerate(mixture):
         missing, unknown = (
             {"source", "weight"} - set(part),
-            sorted(map(str, set(part) - {"source", "weight", "text_key"})),
+            sorted(map(str, set(part) - {"source", "weight", *_OPTIONAL})),
         )
         if missing or unknown:
             wrong = f"has no {sorted(missing)[0]}" if missing else f"has an unknown key {unknown[0]!r}"
-            raise ValueError(f"data.mixture[{i}] {wrong}; a source has source, weight, and text_key where it differs")
+            raise ValueError(
+                f"data.mixture[{i}] {wrong}; a source has source, weight, and {', '.join(_OPTIONAL)} where it differs"
+            )
     return mixture
 
 

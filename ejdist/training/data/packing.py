@@ -30,21 +30,27 @@ class Rows(Protocol):
     def row(self, index: int) -> dict[str, np.ndarray]: ...
 
 
-def filled_row(length: int, segments: Iterable[tuple[np.ndarray, int]]) -> dict[str, np.ndarray]:
+def filled_row(
+    length: int, segments: Iterable[tuple[np.ndarray, int] | tuple[np.ndarray, int, np.ndarray]]
+) -> dict[str, np.ndarray]:
     """Returns int32 [length] arrays: tokens, targets, positions, segment_ids.
 
-    targets is the next token of the same document, -1 after its last one; positions count from 0 in each segment;
-    segment_ids are 0, 1, 2, ... along the row and -1 for padding.
+    targets is the next token of the same document, -1 after its last one and where the next one is not trained; positions
+    count from 0 in each segment; segment_ids are 0, 1, 2, ... along the row and -1 for padding.
 
     Args:
-      segments: (tokens, how many of them are of this row): those, and the next one where the document goes on.
+      segments: (tokens, how many of them are of this row): those, and the next one where the document goes on. Of
+        conversations also which of the tokens are trained, bool.
     """
     row = {n: np.zeros(length, np.int32) for n in ("tokens", "positions")}
     row |= {n: np.full(length, -1, np.int32) for n in ("targets", "segment_ids")}
     at = 0
-    for segment, (tokens, count) in enumerate(segments):
+    for segment, (tokens, count, *trained) in enumerate(segments):
         row["tokens"][at : at + count] = tokens[:count]
-        row["targets"][at : at + len(tokens) - 1] = tokens[1:]
+        targets = row["targets"][at : at + len(tokens) - 1]
+        targets[:] = tokens[1:]
+        for mask in trained:
+            targets[~mask[1:]] = -1
         row["positions"][at : at + count] = np.arange(count)
         row["segment_ids"][at : at + count] = segment
         at += count

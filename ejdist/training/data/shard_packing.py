@@ -7,9 +7,10 @@ length, seed, number) alone.
 
 - `Cut`: documents one after another, cut where a row ends. The stream of a shard has windows in the order in which they lie,
   so a place in it is a place on disk but for the order within a window, and the number of rows follows from the manifest.
-- `Whole`: no document is cut unless it is longer than a row. Best fit, longest first, within a window: a document goes where
-  it leaves the least room (Ding et al., Fewer Truncations Improve Language Modeling, 2024). How many rows a window has is
-  known once it is packed: a pass over the lengths, made once and kept in the cache.
+- `Whole`: no document is cut unless it is longer than a row; a conversation never is, and `too_long` says what becomes of
+  one that does not fit: the run stops, it is skipped, or only its beginning is taken. Best fit, longest first, within a
+  window: a document goes where it leaves the least room (Ding et al., Fewer Truncations Improve Language Modeling, 2024).
+  How many rows a window has is known once it is packed: a pass over the lengths, made once and kept in the cache.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import itertools
 import json
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from ejdist.training.chats.encoding import Chats
 from ejdist.training.data.cache import new_folder, open_folder
 from ejdist.training.data.corpus import Corpus
 from ejdist.training.data.packing import check_sizes, filled_row
@@ -38,10 +41,15 @@ class Tokens(Protocol):
 
     num_documents: int
     num_tokens: int
+    chats: Chats | None  # of conversations, which have a mask and places
 
     def tokens(self, begin: int, end: int) -> np.ndarray: ...
 
+    def mask(self, begin: int, end: int) -> np.ndarray: ...
+
     def offsets(self, begin: int, end: int) -> np.ndarray: ...
+
+    def place(self, document: int) -> str: ...
 
     def first_from(self, token: int) -> int: ...
 
@@ -51,10 +59,17 @@ class CorpusShard:
 
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
-        self.num_documents, self.num_tokens = corpus.num_documents, corpus.num_tokens
+        self.num_documents, self.num_tokens, self.chats = corpus.num_documents, corpus.num_tokens, corpus.chats
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
         return self._corpus.tokens[begin:end]
+
+    def mask(self, begin: int, end: int) -> np.ndarray:
+        assert self._corpus.mask is not None
+        return self._corpus.mask[begin:end].astype(bool)
+
+    def place(self, document: int) -> str:
+        return self._corpus.place(document)
 
     def offsets(self, begin: int, end: int) -> np.ndarray:
         return self._corpus.offsets[begin:end]
@@ -93,10 +108,13 @@ class _Shards:
         rng = np.random.default_rng([self.seed, epoch, shard, window.number])
         return rng.permutation(len(window.offsets) - 1)
 
-    def _segment(self, shard: int, document_end: int, begin: int, count: int) -> tuple[np.ndarray, int]:
-        """Returns a segment of a row: so many tokens from `begin`, of a document that ends there or later."""
-        more = 0 if begin + count == document_end else 1  # the next token is the target of the last
-        return self.shards[shard].tokens(begin, begin + count + more), count
+    def _segment(self, shard: int, document_end: int, begin: int, count: int) -> Any:
+        """Returns a segment of a row, see `filled_row`: so many tokens from `begin`, of a document that ends there or later."""
+        s, end = self.shards[shard], begin + count
+        if s.chats is not None:  # one that is too long ends here: nobody trains the rest
+            return s.tokens(begin, end), count, s.mask(begin, end)
+        more = 0 if end == document_end else 1  # the next token is the target of the last
+        return s.tokens(begin, end + more), count
 
 
 class Cut(_Shards):
@@ -179,40 +197,126 @@ def best_fit(lengths: np.ndarray, order: np.ndarray, length: int) -> list[list[P
     return [[piece for _, piece in sorted(row)] for row in rows]
 
 
+@dataclass
+class TooLong:
+    """Conversations that are longer than a row.
+
+    Attributes:
+      count, dropped: how many there are, and how many of them are not packed at all.
+      longest: tokens of it. shard, document, first: which is the first, and its tokens.
+    """
+
+    count: int = 0
+    dropped: int = 0
+    longest: int = 0
+    shard: int = 0
+    document: int = 0
+    first: int = 0
+
+    def add(self, shard: int, lengths: np.ndarray, taken: np.ndarray, length: int) -> None:
+        long = np.flatnonzero(lengths > length)
+        if len(long) and not self.count:
+            self.shard, self.document, self.first = shard, int(long[0]), int(lengths[long[0]])
+        self.count += len(long)
+        self.dropped += int((taken[long] == 0).sum())
+        self.longest = max(self.longest, int(lengths[long].max(initial=0)))
+
+
 class Whole(_Shards):
-    """Rows that hold documents whole; what no document fills is padding."""
+    """Rows that hold documents whole; what no document fills is padding.
 
-    order = "whole"
+    Attributes:
+      too_long: what becomes of a conversation that is longer than a row: stop, skip or truncate.
+    """
 
-    def __init__(self, shards: Sequence[Tokens], length: int, seed: int, fingerprint: str, cache_dir: Path) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Tokens],
+        length: int,
+        seed: int,
+        fingerprint: str,
+        cache_dir: Path,
+        too_long: str = "stop",
+    ) -> None:
         super().__init__(shards, length, seed)
+        self.too_long = too_long
+        chats = any(s.chats is not None for s in shards)
+        self.order = f"whole conversations, too long: {too_long}" if chats else "whole"
         self._first_window = np.cumsum([0, *self.windows])
         self._ends = self._counted(fingerprint, cache_dir)
         self.rows_per_epoch = int(self._ends[-1])
+        if not self.rows_per_epoch:
+            nothing = ", and nothing that is trained fits into it" if too_long == "truncate" else ""
+            remedy = "" if nothing else ", or set data.too_long=truncate"
+            raise ValueError(
+                f"all conversations are longer than data.sequence_length = {length:,}{nothing}: make that larger{remedy}"
+            )
         self._packed = functools.lru_cache(maxsize=16)(self._pack)
+
+    def describe(self) -> list[str]:
+        """Returns a line about conversations that are longer than a row, if there are any."""
+        if not self._long.count:
+            return []
+        long = self._long
+        done = "are skipped"
+        if self.too_long == "truncate":
+            done = f"are truncated, and {long.dropped:,} of them, where nothing trained is left, skipped"
+        return [
+            f"conversations longer than data.sequence_length = {self.length:,}: {long.count:,}, the longest of "
+            f"{long.longest:,} tokens; they {done} (data.too_long={self.too_long})"
+        ]
 
     def _counted(self, fingerprint: str, cache_dir: Path) -> np.ndarray:
         """Returns how many rows there are up to the end of each window of all shards, from the cache or counted now."""
         key = json.dumps([self.order, fingerprint, self.length, _ROWS, _DOCUMENTS])
         folder = cache_dir / f"rows-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-        if open_folder(folder) is None:
-            counts = [count for shard in range(len(self.shards)) for count in self._counts(shard)]
+        facts = open_folder(folder)
+        if facts is None:
+            long = TooLong()
+            counts = [count for shard in range(len(self.shards)) for count in self._counts(shard, long)]
+            self._check_long(long)
             with new_folder(folder) as new, new.file("rows.bin") as out:
                 out.write(np.cumsum(counts, dtype=np.int64).tobytes())
+                new.facts = facts = {"too_long": asdict(long)} if long.count else {}
+        self._long = TooLong(**facts.get("too_long", {}))
         return np.fromfile(folder / "rows.bin", np.int64)
 
-    def _counts(self, shard: int) -> list[int]:
+    def _check_long(self, long: TooLong) -> None:
+        if long.count and self.too_long == "stop":
+            first = self.shards[long.shard].place(long.document)
+            raise ValueError(
+                f"{first}: the conversation has {long.first:,} tokens, more than data.sequence_length = {self.length:,} "
+                f"(longer than that: {long.count:,}, the longest of {long.longest:,}); make it larger, or set "
+                "data.too_long=skip or truncate"
+            )
+
+    def _counts(self, shard: int, long: TooLong) -> list[int]:
         """Returns how many rows each window of a shard has."""
         s, windows = self.shards[shard], self.windows[shard]
         offsets = s.offsets(0, s.num_documents + 1)
         begins = [-(-i * s.num_tokens // windows) for i in range(windows + 1)]
         first = np.searchsorted(offsets[:-1], begins)
-        lengths = (np.diff(offsets[a : b + 1]) for a, b in itertools.pairwise(first))
+        taken = self._taken(shard, offsets)
+        if s.chats is not None:
+            long.add(shard, np.diff(offsets), taken, self.length)
+        lengths = (taken[a:b] for a, b in itertools.pairwise(first))
         return [len(best_fit(found, np.arange(len(found)), self.length)) for found in lengths]
+
+    def _taken(self, shard: int, offsets: np.ndarray) -> np.ndarray:
+        """Returns how many tokens of each document are packed."""
+        lengths, s = np.diff(offsets), self.shards[shard]
+        if s.chats is None or not (long := lengths > self.length).any():
+            return lengths
+        lengths = np.where(long, self.length if self.too_long == "truncate" else 0, lengths)
+        for document in np.flatnonzero(long & (lengths > 0)):
+            begin = int(offsets[document])
+            if not s.mask(begin + 1, begin + self.length).any():
+                lengths[document] = 0
+        return lengths
 
     def _pack(self, epoch: int, shard: int, number: int) -> tuple[Window, list[list[Piece]]]:
         window = self._window(shard, number)
-        return window, best_fit(np.diff(window.offsets), self._order(epoch, shard, window), self.length)
+        return window, best_fit(self._taken(shard, window.offsets), self._order(epoch, shard, window), self.length)
 
     def row(self, index: int) -> dict[str, np.ndarray]:
         """Returns the row of that number; see `filled_row`."""

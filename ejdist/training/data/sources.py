@@ -1,4 +1,5 @@
-"""Where documents come from: files of text, jsonl, jsonl.gz or parquet, and the sources of the standard library."""
+"""Where documents come from: files of text, jsonl, jsonl.gz or parquet, and the sources of the standard library.
+Conversations come from the same files, and from a few that are always there."""
 
 from __future__ import annotations
 
@@ -12,8 +13,12 @@ import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from ejdist.training.chats import EXAMPLES
 
 STDLIB = "stdlib"
+EXAMPLE_CHATS = "example_chats"
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__", "lib2to3", "turtledemo"}
 
 
@@ -22,7 +27,7 @@ class NotText(ValueError):
 
 
 def files_of(source: str | Sequence[str] | None) -> list[Path]:
-    """Returns the files of a source: "stdlib", or one or more globs ("corpus/**/*.jsonl.gz").
+    """Returns the files of a source: "stdlib", "example_chats", or one or more globs ("corpus/**/*.jsonl.gz").
 
     They are sorted by path, whatever the order of the globs and of the file system. A file that is found more than once, by
     several globs or through links, is taken once. As in a shell, a glob passes over hidden files.
@@ -38,6 +43,8 @@ def files_of(source: str | Sequence[str] | None) -> list[Path]:
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
         return sorted(p for p in root.rglob("*.py") if not _SKIPPED & set(p.relative_to(root).parts))
+    if source == EXAMPLE_CHATS:
+        return [EXAMPLES]
     patterns = [source] if isinstance(source, str) else source
     if not isinstance(patterns, Sequence) or not patterns or not all(isinstance(p, str) for p in patterns):
         raise ValueError(f"data.source = {source!r}: give {STDLIB!r}, a glob of files, or a list of globs")
@@ -185,29 +192,84 @@ def _lines_between(path: Path, begin: int, end: int) -> Iterator[tuple[int, byte
 
 def _jsonl(path: Path, text_key: str, lines: Iterator[tuple[int, bytes]], after: int = 0) -> Iterator[str]:
     for number, line in lines:
-        if not line.strip():
-            continue
-        where = f"data.source: {path}, line {number}" + (f" of those that begin past byte {after - 1}" if after else "")
-        try:
-            row = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the line); convert the file to UTF-8"
-            ) from None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON ({error.msg}); remove or fix the line") from None
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-            reason = str(error).partition(";")[0]
-            raise ValueError(f"{where}: unreadable JSON ({reason}); remove or fix the line") from None
-        yield text_of(row, text_key, where)
+        if line.strip():
+            where = row_of(path, number, after)
+            yield text_of(parsed(line, where), text_key, where)
+
+
+def row_of(path: Path, number: int, after: int = 0) -> str:
+    """Returns what an error calls a row: of the file, or of a range of its lines that begins at the byte `after`."""
+    if path.name.lower().endswith(".parquet"):
+        return f"data.source: {path}, row {number} (from 0)"
+    return f"data.source: {path}, line {number}" + (f" of those that begin past byte {after - 1}" if after else "")
+
+
+def parsed(line: bytes, where: str) -> object:
+    """Returns the row of a line of jsonl. Raises ValueError: it is none; `where` names the line in the message."""
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the line); convert the file to UTF-8"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg}); remove or fix the line") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        reason = str(error).partition(";")[0]
+        raise ValueError(f"{where}: unreadable JSON ({reason}); remove or fix the line") from None
+
+
+def rows(
+    path: Path, columns: Sequence[str], begin: int = 0, end: int | None = None
+) -> Iterator[tuple[int, str, object]]:
+    """Yields (number, what an error calls it, the row, or the ValueError of reading it) of a file with rows.
+
+    Args:
+      columns: those of a table that are read, where it has them.
+      begin, end: the bytes that lines begin in, of a jsonl file that is read in ranges.
+
+    Raises:
+      ValueError: the file cannot be read, is damaged, or has no rows.
+    """
+    if is_text(path):
+        raise ValueError(
+            f"data.source: {path} has no rows: conversations are read from .jsonl, .jsonl.gz, .ndjson, .ndjson.gz and "
+            ".parquet; leave it out, or set data.format=text"
+        )
+    if path.name.lower().endswith(".parquet"):
+        for number, row in enumerate(_table(path, columns)):
+            yield number, row_of(path, number), {name: _without_nulls(value) for name, value in row.items()}
+        return
+    whole = begin == 0 and end is None
+    lines = _lines(path, compressed=not is_jsonl(path)) if whole else _lines_between(path, begin, end or 0)
+    for number, line in lines:
+        if line.strip():
+            where, row = row_of(path, number, begin), None
+            try:
+                row = parsed(line, where)
+            except ValueError as error:
+                row = error
+            yield number, where, row
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns a value of a table without the keys that have none in this row: a table has all keys in every row."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _parquet(path: Path, text_key: str) -> Iterator[str]:
-    for row, value in enumerate(_column(path, text_key)):
-        yield text_of({text_key: value}, text_key, f"data.source: {path}, row {row} (from 0)")
+    for number, row in enumerate(_table(path, [text_key], needed=True)):
+        yield text_of(row, text_key, row_of(path, number))
 
 
-def _column(path: Path, name: str) -> Iterator[object]:
+def _table(path: Path, columns: Sequence[str], *, needed: bool = False) -> Iterator[dict[str, object]]:
+    """Yields the rows of a parquet file, with those of the columns that it has.
+
+    Args:
+      needed: whether the first column must be there.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -215,10 +277,11 @@ def _column(path: Path, name: str) -> Iterator[object]:
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as table:
             names = table.schema_arrow.names
-            if name in names:
-                for batch in table.iter_batches(columns=[name], batch_size=1024):
-                    for value in batch.column(0).to_pylist():
-                        yield value
+            read = [name for name in columns if name in names]
+            if read and (columns[0] in read or not needed):
+                for batch in table.iter_batches(columns=read, batch_size=1024):
+                    for values in zip(*(batch.column(name).to_pylist() for name in read), strict=True):
+                        yield dict(zip(read, values, strict=True))
                         row += 1
                 return
     except (pa.ArrowException, ValueError, OSError) as error:
@@ -228,7 +291,7 @@ def _column(path: Path, name: str) -> Iterator[object]:
             f"data.source: {path} is not a readable parquet file, after {row} rows: {error}; fetch or write it again, or "
             "leave it out"
         ) from None
-    raise ValueError(f"data.source: {path} has no column {name!r}; set data.text_key to one of {_listed(names)}")
+    raise ValueError(f"data.source: {path} has no column {columns[0]!r}; set data.text_key to one of {_listed(names)}")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -240,7 +303,14 @@ def text_of(row: object, text_key: str, where: str) -> str:
     if not isinstance(row, dict):
         raise ValueError(f"{where}: {type(row).__name__}, not an object with the key {text_key!r}; fix or remove it")
     if text_key not in row:
-        raise ValueError(f"{where}: no key {text_key!r} (there is {_listed(list(row)) or 'none'}); set data.text_key")
+        chats = (
+            "; recipe=sft, or data.format=auto, reads conversations"
+            if {"messages", "completion", "input_ids"} & set(row)
+            else ""
+        )
+        raise ValueError(
+            f"{where}: no key {text_key!r} (there is {_listed(list(row)) or 'none'}); set data.text_key{chats}"
+        )
     text = row[text_key]
     if not isinstance(text, str):
         raise ValueError(

@@ -22,6 +22,8 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
 
+    def encode_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]: ...
+
     def decode(self, ids: Iterable[int]) -> str: ...
 
 
@@ -39,6 +41,14 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns uint8 ids of each text."""
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
+
+    def encode_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns (ids, int64 [tokens, 2]: the characters [begin, end) of each token) of each text."""
+        found = []
+        for ids in self.encode_batch(texts):
+            begins = np.cumsum((ids & 0xC0) != 0x80) - 1  # a byte 10xxxxxx goes on with a character
+            found.append((ids, np.stack([begins, begins + 1], axis=1)))
+        return found
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text; ids past 255 are left out, broken UTF-8 is replaced."""
@@ -101,6 +111,11 @@ class FileTokenizer:
         """Returns the ids of each text, as `encode` does, made by all threads of the library."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)  # without places in the text
         return [np.asarray(e.ids, np.int32) for e in encoded]
+
+    def encode_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns (ids, int64 [tokens, 2]: the characters [begin, end) of each token) of each text."""
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [(np.asarray(e.ids, np.int32), np.asarray(e.offsets, np.int64).reshape(-1, 2)) for e in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids])

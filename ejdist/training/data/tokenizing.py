@@ -8,42 +8,47 @@ folder share; the first run writes it, and a run with others is refused. `datase
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
 import re
 import uuid
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ejdist.training.chats.encoding import Chats
 from ejdist.training.data.cache import Damaged, checksum_of, new_folder, sealed
+from ejdist.training.data.conversation_keys import Asked
+from ejdist.training.data.conversations import Range, joined, none_left, rows_of, write_conversations
 from ejdist.training.data.dataset import (
     BLOCK,
+    CHATS_FORMAT,
     FORMAT,
     MANIFEST,
     SETTINGS,
     TOKENIZER,
-    Dataset,
     fingerprint_of,
-    open_dataset,
     tokenizer_of,
 )
 from ejdist.training.data.hub import PREFIX, hub_parts
 from ejdist.training.data.sources import STDLIB, NotText, files_of
+from ejdist.training.data.text_writing import Report, write_texts
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, bpe_size, train_bpe
 from ejdist.training.data.units import Span, Unit, digest_of, span_of, texts_of, units_of
 
-SEGMENT = 1 << 18  # characters of a document that are tokenized at once
-_BATCH = 1 << 20  # characters that go to the tokenizer together, in documents or parts of them
 _REMEDY = "name a writable folder with enough space in to="
 
-Report = Callable[[int], None]  # called with the number of characters tokenized
+# What the settings of conversations are called on the command line.
+_KEYS = {
+    "key": "text_key",
+    "templates": "chat_template",
+    "tokens": "chat_template",
+    "arguments": "chat_template_kwargs",
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,11 @@ class Settings:
     text_key: str
     shard_bytes: int
     format: int = FORMAT
+    chats: dict[str, Any] | None = None  # `Chats`, of conversations
+
+    @property
+    def conversations(self) -> Chats | None:
+        return None if self.chats is None else Chats(**self.chats)
 
     @property
     def dtype(self) -> np.dtype:
@@ -78,7 +88,16 @@ class Plan:
     todo: tuple[Unit, ...]
 
 
-def make_plan(folder: Path, source: Any, *, tokenizer: str, text_key: str, shard_bytes: int, sample_bytes: int) -> Plan:
+def make_plan(
+    folder: Path,
+    source: Any,
+    *,
+    tokenizer: str,
+    text_key: str,
+    shard_bytes: int,
+    sample_bytes: int,
+    asked: Asked = Asked(),  # noqa: B008 - it is frozen
+) -> Plan:
     """Returns the work. Writes the settings of the folder, and trains a tokenizer `bpe:SIZE`, if it is the first.
 
     Raises:
@@ -93,7 +112,8 @@ def make_plan(folder: Path, source: Any, *, tokenizer: str, text_key: str, shard
         files = [span_of(path) for path in files_of(source)]
         _check_unchanged(folder, files, made)
         units = units_of(files, shard_bytes, list(made.values()))
-    settings = _settings(folder, source, units, tokenizer, text_key, shard_bytes, sample_bytes)
+    chats = asked.chats(source, tokenizer, text_key)
+    settings = _settings(folder, source, units, tokenizer, text_key, shard_bytes, sample_bytes, chats)
     todo = tuple(unit for unit in units if unit.name not in made)
     return Plan(folder, settings, source, tuple(units), todo)
 
@@ -130,7 +150,14 @@ def _check_unchanged(folder: Path, files: list[Span], made: dict[str, Unit]) -> 
 
 
 def _settings(
-    folder: Path, source: Any, units: list[Unit], tokenizer: str, text_key: str, shard_bytes: int, sample_bytes: int
+    folder: Path,
+    source: Any,
+    units: list[Unit],
+    tokenizer: str,
+    text_key: str,
+    shard_bytes: int,
+    sample_bytes: int,
+    chats: Chats | None,
 ) -> Settings:
     """Returns the settings of a folder, written now if there are none.
 
@@ -142,7 +169,9 @@ def _settings(
         made, content = _make_tokenizer(source, units, tokenizer, text_key, sample_bytes)
         name = tokenizer if made.fingerprint == ByteTokenizer.fingerprint or tokenizer.startswith("bpe:") else "file"
         wanted = Settings(name, made.fingerprint, made.vocab_size, text_key, shard_bytes)
-        kept = asdict(wanted)
+        kept = {name: value for name, value in asdict(wanted).items() if name != "chats"}
+        if chats is not None:
+            kept |= {"format": CHATS_FORMAT, "chats": chats.as_json()}
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if content is not None:
@@ -157,6 +186,10 @@ def _settings(
             wanted = replace(wanted, fingerprint=other.fingerprint, vocab_size=other.vocab_size)
     said = {"fingerprint": "tokenizer", "text_key": "text_key", "shard_bytes": "shard_mb"}
     wrong = [key for name, key in said.items() if getattr(there, name) != getattr(wanted, name)]
+    was, now = (None if c is None else c.key_of_cache for c in (there.conversations, chats))
+    if was != now:
+        names = [name for name in (was or now or {}) if was is None or now is None or was[name] != now[name]]
+        wrong += ["format"] if was is None or now is None else [_KEYS.get(name, name) for name in names]
     if wrong:
         begun = any(folder.glob("shard-*"))
         anew = "" if begun else f", or remove {SETTINGS} and {TOKENIZER} there: no shard is made yet"
@@ -233,33 +266,6 @@ def _texts(unit: Unit, text_key: str, source: Any) -> Iterator[str]:
                 raise
 
 
-def _segments(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
-    """Yields (text, whether it ends a document), no longer than `SEGMENT`: a tokenizer takes many times the memory of a text.
-
-    A longer document is divided after a line, so that no word is; else after a space.
-    """
-    for text in texts:
-        begin = 0
-        while len(text) - begin > SEGMENT:
-            near = text[begin + SEGMENT // 2 : begin + SEGMENT]
-            cut = max(near.rfind("\n"), -1) + 1 or near.rfind(" ") + 1 or len(near)
-            yield text[begin : begin + SEGMENT // 2 + cut], False
-            begin += SEGMENT // 2 + cut
-        yield text[begin:], True
-
-
-def _batches(segments: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    batch, size = [], 0
-    for segment in segments:
-        batch.append(segment)
-        size += len(segment[0])
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
 def make_shard(folder: Path, unit: Unit, settings: Settings, tokenizer: Tokenizer, source: Any, report: Report) -> None:
     """Makes the shard of a unit, unless another process has in the meantime.
 
@@ -270,28 +276,13 @@ def make_shard(folder: Path, unit: Unit, settings: Settings, tokenizer: Tokenize
     if shard.exists():
         return
     spans = tuple(s if s.path.startswith(PREFIX) else replace(s, digest=digest_of(s)) for s in unit.spans)
-    dtype, digest, documents, tokens = settings.dtype, hashlib.sha256(), 0, 0
     with new_folder(shard, what="the shard", remedy=_REMEDY, block=BLOCK) as new:
-        with new.file("tokens.bin") as out, new.file("offsets.bin") as offsets:
-            offsets.write(np.zeros(1, np.int64).tobytes())
-            for batch in _batches(_segments(_texts(unit, settings.text_key, source))):
-                ids, ends = [], array("q")
-                for made, (_, last) in zip(tokenizer.encode_batch([t for t, _ in batch]), batch, strict=True):
-                    ids.append(made.astype(dtype))
-                    tokens += len(made)
-                    if last:
-                        ids.append(np.asarray([tokenizer.eos_id], dtype))
-                        tokens += 1
-                        ends.append(tokens)
-                content = np.concatenate(ids).tobytes()
-                documents += len(ends)
-                out.write(content)
-                offsets.write(ends.tobytes())
-                digest.update(content)
-                report(sum(len(t) for t, _ in batch))
-        for checksums in (new.files[name]["checksums"] for name in ("tokens.bin", "offsets.bin")):
-            digest.update(json.dumps(checksums).encode())
-        facts = {"documents": documents, "tokens": tokens, "fingerprint": digest.hexdigest()[:24]}
+        if settings.chats is None:
+            facts = write_texts(new, _texts(unit, settings.text_key, source), settings.dtype, tokenizer, report)
+        else:
+            chats = Chats(**settings.chats)
+            rows = rows_of([_range(span) for span in unit.spans], chats.key)
+            facts = write_conversations(new, rows, chats, tokenizer, settings.dtype, report)
         new.facts = {**facts, "tokenizer": settings.fingerprint, "sources": Unit(spans).facts()}
         for span in unit.spans:
             now = None if span.path.startswith(PREFIX) else span_of(Path(span.path))
@@ -299,6 +290,10 @@ def make_shard(folder: Path, unit: Unit, settings: Settings, tokenizer: Tokenize
                 raise ValueError(
                     f"data.source: {span.path} changed while it was read; start again once nothing writes to it"
                 )
+
+
+def _range(span: Span) -> Range:
+    return span.path, span.begin, None if span.whole else span.end
 
 
 def missing(plan: Plan) -> int:
@@ -321,15 +316,20 @@ def write_manifest(plan: Plan) -> dict[str, Any]:
         shards.append({"name": name, "checksum": checksum_of(content), **facts})
     _check_complete(folder, shards)
     shards.sort(key=lambda s: [(Path(p["path"]), p["begin"]) for p in s["sources"]])
+    whole = joined(shards) if settings.chats is not None else {}
     # Of the files, enough to tell where a shard comes from: all of them stand in its own meta.json.
     shards = [{**s, "sources": s["sources"][:2], "num_sources": len(s["sources"])} for s in shards if s["documents"]]
     if not shards:
-        raise ValueError(f"source = {plan.source!r}: the files hold no text")
+        none = none_left(whole["skipped"]) if whole else "the files hold no text"
+        raise ValueError(f"source = {plan.source!r}: {none}")
     if sum(s["tokens"] - s["documents"] for s in shards) == 0:
         raise ValueError(f"source = {plan.source!r}: the tokenizer has no tokens for any of its text")
     own = {"name": settings.tokenizer, "fingerprint": settings.fingerprint, "vocab_size": settings.vocab_size}
+    chats = {}
+    if settings.chats is not None:
+        chats = {"chats": settings.chats, "conversations": whole}
     content = {
-        "format": FORMAT,
+        "format": settings.format,
         "fingerprint": fingerprint_of(settings.fingerprint, settings.dtype.name, shards),
         "tokenizer": own,
         "dtype": settings.dtype.name,
@@ -337,6 +337,7 @@ def write_manifest(plan: Plan) -> dict[str, Any]:
         "documents": sum(s["documents"] for s in shards),
         "tokens": sum(s["tokens"] for s in shards),
         "shards": shards,
+        **chats,
     }
     new = folder / f"{MANIFEST}.{uuid.uuid4().hex[:12]}.tmp"
     try:
@@ -373,6 +374,7 @@ def make_dataset(
     text_key: str = "text",
     shard_bytes: int = 1 << 28,
     sample_bytes: int = 1 << 26,
+    asked: Asked = Asked(),  # noqa: B008 - it is frozen
 ) -> dict[str, Any]:
     """Returns the content of `dataset.json`, of a dataset made or completed by this process alone.
 
@@ -380,21 +382,8 @@ def make_dataset(
       ValueError: as `make_plan`, `make_shard` and `write_manifest`. OSError: it cannot be written.
     """
     sizes = {"shard_bytes": shard_bytes, "sample_bytes": sample_bytes}
-    plan = make_plan(folder, source, tokenizer=tokenizer, text_key=text_key, **sizes)
+    plan = make_plan(folder, source, tokenizer=tokenizer, text_key=text_key, asked=asked, **sizes)
     used = tokenizer_of(folder, {"name": plan.settings.tokenizer, "fingerprint": plan.settings.fingerprint})
     for unit in plan.todo:
         make_shard(folder, unit, plan.settings, used, source, lambda characters: None)
     return write_manifest(plan)
-
-
-def hub_dataset(source: str, tokenizer: str, text_key: str, cache_dir: Path) -> Dataset:
-    """Returns the dataset of "hf:NAME[:SPLIT]", streamed into the cache once, by this process alone.
-
-    Raises:
-      ValueError: the library `datasets` is missing, or the set cannot be read.
-    """
-    key = hashlib.sha256(json.dumps([source, tokenizer, text_key]).encode()).hexdigest()[:16]
-    folder = cache_dir / f"hub-{key}"
-    if not (folder / MANIFEST).exists():
-        make_dataset(folder, source, tokenizer=tokenizer, text_key=text_key)
-    return open_dataset(folder, tokenizer)

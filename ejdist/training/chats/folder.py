@@ -1,0 +1,116 @@
+"""The chat template and the special tokens that lie beside a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+CHATML = "chatml"  # the name of a template that is always there
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def templates_of(chat_template: str | None, tokenizer: str) -> dict[str, str]:
+    """Returns name -> template; "default" is for conversations, "tool_use", where there is one, for those with tools.
+
+    Args:
+      chat_template: data.chat_template: a file, "chatml", or one of the names that the folder of the tokenizer has; None for
+        what that has.
+      tokenizer: data.tokenizer.
+
+    Raises:
+      ValueError: there is none, or it cannot be read; names the remedy.
+    """
+    folder = _folder(tokenizer)
+    if chat_template == CHATML:
+        return {"default": (Path(__file__).parent / "chatml.jinja").read_text("utf-8")}
+    own = {} if folder is None else _own(folder)
+    if chat_template is not None:
+        if chat_template in own:
+            return {"default": own[chat_template]}
+        path = Path(chat_template).expanduser()
+        if not path.is_file():
+            names = f", {', '.join(sorted(own))} (of {folder})" if own else ""
+            raise ValueError(
+                f"data.chat_template = {chat_template!r}: no such file; give a Jinja template, {CHATML}{names}"
+            )
+        return {"default": _read(path)}
+    if not own:
+        where = f"{folder} has neither chat_template.jinja nor one in tokenizer_config.json"
+        raise ValueError(
+            f"conversations need a chat template, but {where if folder else f'data.tokenizer = {tokenizer!r} has none'}: "
+            f"give data.chat_template=FILE, or {CHATML}"
+        )
+    if "default" not in own:
+        raise ValueError(
+            f"{folder} has the chat templates {', '.join(sorted(own))}, and none is the default: name one in "
+            "data.chat_template"
+        )
+    return {name: own[name] for name in ("default", "tool_use") if name in own}
+
+
+def tokens_of(tokenizer: str) -> dict[str, Any]:
+    """Returns the special tokens of a tokenizer's folder that templates read: bos_token, eos_token, ..."""
+    folder = _folder(tokenizer)
+    config = (
+        {}
+        if folder is None
+        else {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
+    )
+    found: dict[str, Any] = {}
+    for name in _TOKENS:
+        value = config.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            found[name] = value
+    more = config.get("additional_special_tokens")
+    if isinstance(more, list):
+        found["additional_special_tokens"] = [t.get("content") if isinstance(t, dict) else t for t in more]
+    return found
+
+
+def _folder(tokenizer: str) -> Path | None:
+    """Returns the folder of a tokenizer that is a file or a folder."""
+    path = Path(tokenizer).expanduser()
+    return path if path.is_dir() else path.parent if path.is_file() else None
+
+
+def _own(folder: Path) -> dict[str, str]:
+    """Returns the templates of a folder, by name; a file of its own comes before what a configuration says."""
+    said = _json(folder / "tokenizer_config.json").get("chat_template")
+    said = said if said is not None else _json(folder / "chat_template.json").get("chat_template")
+    found: dict[str, str] = {}
+    if isinstance(said, str):
+        found["default"] = said
+    elif isinstance(said, list):
+        entries = [one for one in said if isinstance(one, dict)]
+        found = {str(one.get("name")): one["template"] for one in entries if isinstance(one.get("template"), str)}
+    elif isinstance(said, dict):
+        found = {str(name): text for name, text in said.items() if isinstance(text, str)}
+    if (alone := folder / "chat_template.jinja").is_file():
+        found["default"] = _read(alone)
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[path.stem] = _read(path)
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ValueError(
+            f"data.chat_template: cannot read {path}: {reason}; give a template that can be read"
+        ) from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_read(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path} is not JSON ({error.msg}, line {error.lineno}); fix it, or give data.chat_template=FILE"
+        ) from None
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,33 @@
+"""The dataset of a set on a hub, made where it is first needed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from ejdist.training.data.conversation_keys import Asked
+from ejdist.training.data.dataset import MANIFEST, Dataset, open_dataset
+from ejdist.training.data.tokenizing import make_dataset
+
+
+def hub_dataset(
+    source: str,
+    tokenizer: str,
+    text_key: str,
+    cache_dir: Path,
+    *,
+    asked: Asked = Asked(),  # noqa: B008 - it is frozen
+) -> Dataset:
+    """Returns the dataset of "hf:NAME[:SPLIT]", streamed into the cache once, by this process alone.
+
+    Raises:
+      ValueError: the library `datasets` is missing, or the set cannot be read.
+    """
+    of_chats = [] if asked.format == "text" else [asdict(asked)]
+    key = hashlib.sha256(json.dumps([source, tokenizer, text_key, *of_chats]).encode()).hexdigest()[:16]
+    folder = cache_dir / f"hub-{key}"
+    if not (folder / MANIFEST).exists():
+        make_dataset(folder, source, tokenizer=tokenizer, text_key=text_key, asked=asked)
+    return open_dataset(folder, tokenizer)
