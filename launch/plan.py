@@ -2,7 +2,7 @@
 recipe on devices that need not be there.
 
 Searches mesh, remat, accumulation, batch, and how keys and tokens travel, by predicted memory and time; keys that are given
-stay. The best plan is compiled with the real compiler of the devices, and printed as overrides, with bytes on a device by
+stay. Where nothing fits, moments go to the host (optimizer.offload), or are kept in bfloat16. The best plan is compiled with the real compiler of the devices, and printed as overrides, with bytes on a device by
 class, bytes along each axis, step time and MFU. A recipe whose mesh sizes are given and use all devices is compiled as it is;
 so is any with search=false. The stages of a curriculum are planned one by one.
 
@@ -186,8 +186,16 @@ def plan_of(
     sources = {axis: predictor.links.source(axis, shown.candidate.sizes) for axis in shown.time.sent}
     report["links"] = {axis: {"measured": s.measured, "speed": s.words} for axis, s in sources.items()}
     report["overrides"] = overrides_text(shown.candidate, given) if wide else ""
+    chip = target.chip
     report |= {"compiled": made is not None, **(asdict(made) if made else {})}
+    report["host_compiled"] = report.pop("host", 0)
+    report["host"] = {
+        "bytes": target.host_bytes(shown.memory.host), "memory": chip.host_memory, "rate": chip.to_host,
+        "source": chip.host_source,
+    }  # fmt: skip
     report["notes"] = [*compiler.notes[notes:], *(made.notes if made else ())]
+    if wide and found.unsaved is not None:
+        report["notes"].insert(0, saved(shown, found.unsaved))
     if best is None:
         keys, start_from = (given, sections) if wide else (set(SEARCHED), shown.candidate.applied(sections))
         report["nearest"] = [
@@ -195,6 +203,21 @@ def plan_of(
             for what, p, new in nearest(start_from, target, keys, measured)
         ]
     return report
+
+
+def saved(best: Any, without: Any) -> str:
+    """Returns why a plan has keys that save memory."""
+    from ejdist.models.remat import REMAT
+    from ejdist.planning.candidates import MOMENTS, SUMS
+
+    keys = [f"{key}={value}" for key, value in best.candidate.savings]
+    keys += ["model.remat=offload"] if REMAT[best.candidate.remat].host else []
+    changed = [key for key, _ in best.candidate.savings if key in (MOMENTS, SUMS)]
+    losses = f"; {' and '.join(changed)} may change the losses a little" if changed else ""
+    return (
+        f"nothing fits without {' '.join(keys)}: the plan that needs least takes {without.memory.total / 2**30:.2f} GiB of a "
+        f"device, predicted{losses}"
+    )
 
 
 class Compiler:

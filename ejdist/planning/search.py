@@ -23,9 +23,11 @@ from ejdist.planning.candidates import (
     DISPATCH,
     REMAT,
     Candidate,
+    Savings,
     candidate_of,
     policies_searched,
     rows_over,
+    savings_searched,
     ways,
 )  # fmt: skip
 from ejdist.planning.compiled import Compiled
@@ -67,7 +69,7 @@ class Found:
 
     best: None where nothing fits. compiled: of the best; None where no compiler could be asked. others: the next best,
     predicted. refused: what did not compile or fit, and why. looked_at: legal candidates. smallest: what needs least, where
-    nothing is expected to fit.
+    nothing is expected to fit. unsaved: what needs least without the savings of the best, which does not fit.
     """
 
     best: Predicted | None
@@ -76,6 +78,8 @@ class Found:
     refused: Sequence[tuple[Predicted, str]] = ()
     looked_at: int = 0
     smallest: Predicted | None = None
+    unsaved: Predicted | None = None
+    too_large: bool = True  # whether what was refused was refused for its memory
 
 
 class Predictor:
@@ -126,7 +130,7 @@ class Predictor:
         if s.experts.dispatch == "auto" and has_experts(s.model):
             s = replace(s, experts=replace(s.experts, dispatch=dispatch_of(s, mesh, self.links)))
         needed = memory(s, of, mesh, self.target.chip.platform)
-        if needed.total > room:
+        if needed.total > room or (room < math.inf and self.target.host_bytes(needed.host) > self.target.room_of_host):
             return needed
         time = step_time(s, of, mesh, self.links)
         return Predicted(candidate, needed, time, s.data.global_batch * s.data.sequence_length)
@@ -163,7 +167,9 @@ def _factors(n: int, parts: int) -> list[tuple[int, ...]]:
     return [(d, *rest) for d in range(1, n + 1) if n % d == 0 for rest in _factors(n // d, parts - 1)]
 
 
-def candidates(sections: Any, count: int, given: Collection[str]) -> Iterator[Candidate]:
+def candidates(
+    sections: Any, count: int, given: Collection[str], savings: Savings = ()
+) -> Iterator[Candidate]:
     """Yields what may be chosen on so many devices; keys that are given stay as the recipe has them."""
     s = sections
     written = {a: getattr(s.mesh, a) for a in AXES if f"mesh.{a}" in given}
@@ -174,12 +180,13 @@ def candidates(sections: Any, count: int, given: Collection[str]) -> Iterator[Ca
     if list(written.values()).count(-1) > 1:
         mesh_shape(written, count)  # which refuses it
     sizes = {a: n for a, n in written.items() if n != -1}
-    policies = (s.model.remat,) if REMAT in given else policies_searched()
+    policies = (s.model.remat,) if REMAT in given else policies_searched(savings)
+    kept = tuple((key, value) for key, value in savings if key != REMAT)
     for mesh in meshes(count, sizes, has_experts(s.model)):
         over = rows_over(dict(zip(AXES, mesh, strict=True)))
         first = next(ways(s, mesh, given))
         for rows, parts in _batches(s, over, given):
-            yield from (Candidate(mesh, policy, parts, rows, *first) for policy in policies)
+            yield from (Candidate(mesh, policy, parts, rows, *first, kept) for policy in policies)
 
 
 def _batches(s: Any, over: int, given: Collection[str]) -> Iterator[tuple[int, int]]:
@@ -225,8 +232,10 @@ def search(
     finalists: int = 3,
     measured: Measured | None = None,
     log: Callable[[str], None] = lambda line: None,
+    save: bool = True,
 ) -> Found:
-    """Returns the best plan of a recipe.
+    """Returns the best plan of a recipe. Where none fits, moments on the host, moments in bfloat16 and sums of gradients in
+    bfloat16 are tried, in the order of `SAVINGS`.
 
     Args:
       given: keys of `SEARCHED` that stay as the recipe has them.
@@ -235,15 +244,40 @@ def search(
       finalists: how many may be compiled until one fits.
       measured: how fast the devices communicate; None by the data sheet.
       log: called with a line before each compilation.
+      save: whether to try these.
 
     Raises:
       ValueError: the given sizes fit no plan.
     """
     validate(sections)
-    predictor, fitting, count = Predictor(sections, target, measured), [], 0
+    predictor, first, looked_at, refused = Predictor(sections, target, measured), None, 0, []
+    ways_to_save = savings_searched(sections, given) if save else [()]
+    found = Found(None, None)
+    for savings in ways_to_save:
+        found = _search(predictor, given, compile_step, finalists, log, savings)
+        first = first or found
+        looked_at, refused = looked_at + found.looked_at, [*refused, *found.refused]
+        if found.best is not None or not found.too_large:
+            break
+    unsaved = None
+    if first not in (None, found) and found.best is not None:
+        unsaved = first.smallest or first.refused[-1][0]
+    return replace(found, looked_at=looked_at, refused=refused, unsaved=unsaved)
+
+
+def _search(
+    predictor: Predictor,
+    given: Collection[str],
+    compile_step: Callable[[Any], Compiled | None] | None,
+    finalists: int,
+    log: Callable[[str], None],
+    savings: Savings,
+) -> Found:
+    """Returns the best plan with these savings."""
+    sections, target, fitting, count = predictor.sections, predictor.target, [], 0
     smallest: tuple[int, Candidate] | None = None
     room = target.chip.memory / (1 + MARGIN)
-    for candidate in candidates(sections, target.count, given):
+    for candidate in candidates(sections, target.count, given, savings):
         made = predictor(candidate, room)
         if made is None:
             continue
@@ -261,7 +295,7 @@ def search(
             made = predictor(replace(of, scheme=scheme, order=order, dispatch=dispatch), room)
             count += 1
             fitting += [made] if isinstance(made, Predicted) else []
-    order, refused = ranked(fitting), []
+    order, refused, too_large = ranked(fitting), [], True
     if compile_step is None:
         return Found(order[0] if order else None, None, order[1:4], (), count, least)
     while order and len(refused) < finalists:
@@ -271,6 +305,7 @@ def search(
             made = compile_step(best.candidate.applied(sections))
         except DoesNotFit as error:
             refused.append((best, str(error)))
+            too_large &= error.memory
             if error.memory:
                 order = [p for p in order if p.memory.total < (1 - MARGIN) * best.memory.total]
             else:  # its fault, which plans of the same kind will meet again
@@ -281,7 +316,7 @@ def search(
         refused.append((best, f"compiled, it takes {made.peak / 2**30:.1f} GiB"))
         wrong = made.peak / best.memory.total
         order = [p for p in order if p.memory.total * wrong <= target.chip.memory]
-    return Found(None, None, order[:3], refused, count, least)
+    return Found(None, None, order[:3], refused, count, least, too_large=too_large)
 
 
 def _kind(p: Predicted) -> tuple[str, bool]:
@@ -334,7 +369,7 @@ def nearest(
 
     def attempt(what: str, s: Any, on: Target, keys: Collection[str], extra: dict[str, str]) -> bool:
         try:
-            best = search(s, on, keys, None, measured=measured).best
+            best = search(s, on, keys, None, measured=measured, save=False).best
         except ValueError:
             return False
         if best is not None:

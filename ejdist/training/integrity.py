@@ -45,11 +45,11 @@ def _digest(x: jax.Array) -> jax.Array:
         return _sum_of_hashes(jax.device_put(x, jax.memory.Space.Device))
 
     # A stack of layers, of which the device need not hold more than one at a time.
-    def add(row: jax.Array, total: jax.Array) -> jax.Array:
-        one = jax.device_put(jax.lax.dynamic_index_in_dim(x, row, 0, keepdims=False), jax.memory.Space.Device)
-        return total + _sum_of_hashes(one, row)
+    def of_row(row: jax.Array) -> jax.Array:
+        one = jax.lax.dynamic_index_in_dim(x, row, 0, keepdims=False)
+        return _sum_of_hashes(jax.device_put(one, jax.memory.Space.Device), row)
 
-    return jax.lax.fori_loop(0, x.shape[0], add, jnp.uint32(0))
+    return jnp.sum(jax.lax.map(of_row, jnp.arange(x.shape[0])), dtype=jnp.uint32)
 
 
 def _sum_of_hashes(bits: jax.Array, row: jax.Array | None = None) -> jax.Array:
