@@ -1,5 +1,5 @@
-"""`python -m benchmarks.moments [steps=300] [out=benchmarks/results/moments/nano.json] [commit=]`: what it does to the losses to
-keep moments in bfloat16, to sum gradients in bfloat16, and to keep moments on the host.
+"""`python -m benchmarks.moments [steps=300] [out=benchmarks/results/moments/nano.json] [commit=]`: what it does to the losses
+to keep moments in bfloat16, to sum gradients in bfloat16, and to keep moments on the host.
 
 Trains nano on the text of Python's standard library, once for each way, from the same seed and on the same batches; and once
 from another seed, as the measure of what a difference is worth. Runs anywhere, in a few minutes on two cores.
@@ -23,7 +23,10 @@ from ejdist.training.metrics import read_rows
 from recipes.schema import compose
 
 OPTIONS = {"steps": 300, "out": "benchmarks/results/moments/nano.json", "commit": ""}
-RECIPE = "recipe=long_context data=stdlib mesh=single data.sequence_length=256 data.global_batch=8 accumulation=4 checkpoint.every=0"
+RECIPE = (
+    "recipe=long_context data=stdlib mesh=single data.sequence_length=256 data.global_batch=8 accumulation=4 "
+    "checkpoint.every=0"
+)
 REFERENCE, LAST = "float32", 20
 WAYS = {
     REFERENCE: "",

@@ -2,9 +2,10 @@
 recipe on devices that need not be there.
 
 Searches mesh, remat, accumulation, batch, and how keys and tokens travel, by predicted memory and time; keys that are given
-stay. Where nothing fits, moments go to the host (optimizer.offload), or are kept in bfloat16. The best plan is compiled with the real compiler of the devices, and printed as overrides, with bytes on a device by
-class, bytes along each axis, step time and MFU. A recipe whose mesh sizes are given and use all devices is compiled as it is;
-so is any with search=false. The stages of a curriculum are planned one by one.
+stay. Where nothing fits, moments and activations go to the host, and then moments to bfloat16. The best plan is compiled with
+the real compiler of the devices, and printed as overrides, with bytes on a device by class, bytes along each axis, step time
+and MFU. A recipe whose mesh sizes are given and use all devices is compiled as it is; so is any with search=false. The stages
+of a curriculum are planned one by one.
 
 topology=GENERATION:SHAPE   a TPU slice; slices=N of them, joined by the data-centre network
 devices=N device=NAME       GPUs: h100, h200, b200; devices_per_host=8

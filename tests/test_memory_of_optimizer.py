@@ -151,7 +151,14 @@ def test_the_moments_of_matrices_stay_on_the_host(kept):
 
 @pytest.mark.slow  # four runs, 60 s
 def test_a_run_goes_on_bit_for_bit_wherever_its_moments_are(corpus, tmp_path):
-    words = [*TINY, *corpus, "mesh.fsdp=2", "optimizer.moments=bfloat16", "checkpoint.every=4", "guards.replicas_every=1"]
+    words = [
+        *TINY,
+        *corpus,
+        "mesh.fsdp=2",
+        "optimizer.moments=bfloat16",
+        "checkpoint.every=4",
+        "guards.replicas_every=1",
+    ]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train([*words, f"run.dir={whole}"]) == 0
     assert train([*words, f"run.dir={parts}", "run.stop_after=4", "optimizer.offload=host"]) == 0
@@ -165,7 +172,8 @@ def test_a_run_goes_on_bit_for_bit_wherever_its_moments_are(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("moments", "bf16"), ("offload", "device"), ("offload", "pinned_host"), ("accumulate", "float16")]
+    ("key", "value"),
+    [("moments", "bf16"), ("offload", "device"), ("offload", "pinned_host"), ("accumulate", "float16")],
 )
 def test_a_wrong_value_is_named(key, value):
     with pytest.raises(ValueError, match=rf"optimizer.{key} = '{value}' is unknown; use \w+ or \w+"):

@@ -43,7 +43,8 @@ SAVINGS: tuple[Savings, ...] = (
 @dataclass(frozen=True)
 class Candidate:
     """A point of the search. mesh: devices along each axis of `AXES`. scheme, order: of the sequence. dispatch: of tokens to
-    experts. None: as the recipe has it, where the mesh leaves nothing to choose. savings: of `SAVINGS`, keys of the optimizer."""
+    experts. None: as the recipe has it, where the mesh leaves nothing to choose. savings: keys of the optimizer, of `SAVINGS`.
+    """
 
     mesh: tuple[int, ...]
     remat: str
@@ -107,10 +108,12 @@ def policies_searched(savings: Savings = ()) -> tuple[str, ...]:
 
 
 def savings_searched(s: Any, given: Collection[str]) -> list[Savings]:
-    """Returns the savings that are searched, in this order: those that change what the recipe has, and nothing that is given."""
+    """Returns the savings that are searched, in this order: what the recipe has not yet, and nothing that is given."""
     found: list[Savings] = []
     for savings in SAVINGS:
-        new = tuple((key, value) for key, value in savings if key not in given and (key == REMAT or _of(s, key) != value))
+        new = tuple(
+            (key, value) for key, value in savings if key not in given and (key == REMAT or _of(s, key) != value)
+        )
         if new not in found:
             found.append(new)
     return found

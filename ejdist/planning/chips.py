@@ -71,7 +71,9 @@ def _with_host(chip: Chip) -> Chip:
 
 # Of the link to the host, each way, and of its memory in GiB. PCIe 5.0 with 16 lanes; what is assumed says so.
 _PCIE_5 = (64e9, 1800, "PCIe 5.0 with 16 lanes; 2 TB of memory as a DGX H100 has")
-_ASSUMED = "16 GB/s each way as a TPU v4 (How to Scale Your Model, part 2), assumed; memory of the GKE machine with 4 chips"
+_ASSUMED = (
+    "16 GB/s each way as a TPU v4 (How to Scale Your Model, part 2), assumed; memory of the GKE machine with 4 chips"
+)
 _HOSTS = {
     "v4": (16e9, 379, "16 GB/s each way (How to Scale Your Model, part 2); memory of the GKE machine with 4 chips"),
     "v5e": (16e9, 178, _ASSUMED),

@@ -20,8 +20,8 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragg
 
 @dataclass(frozen=True)
 class Compiled:
-    """Bytes on each device, and the collectives in the program. arguments: parameters, optimizer state and batch. host: bytes of
-    a device in the memory of its host."""
+    """Bytes on each device, and the collectives in the program. arguments: parameters, optimizer state and batch. host: bytes
+    of a device in the memory of its host."""
 
     mesh: dict[str, int]
     parameters: int

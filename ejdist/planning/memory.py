@@ -1,9 +1,9 @@
 """Bytes on a device at the height of a training step, by class, from shapes and shardings alone: nothing is compiled.
 
-State and batch are exact. What comes and goes is counted at several moments, of which the largest is the height: the loss, whose
-logits are there a block at a time; the backward of a layer; the gradient of the embedding; and, with moments on the host, the
-update. Each holds what is kept for the backward, copies of the weights in the compute dtype, and gradients that wait for the
-update.
+State and batch are exact. What comes and goes is counted at several moments, of which the largest is the height: the loss,
+whose logits are there a block at a time; the backward of a layer; the gradient of the embedding; and, with moments on the host,
+the update. Each holds what is kept for the backward, copies of the weights in the compute dtype, and gradients that wait for
+the update.
 """
 
 from __future__ import annotations

@@ -167,9 +167,7 @@ def _factors(n: int, parts: int) -> list[tuple[int, ...]]:
     return [(d, *rest) for d in range(1, n + 1) if n % d == 0 for rest in _factors(n // d, parts - 1)]
 
 
-def candidates(
-    sections: Any, count: int, given: Collection[str], savings: Savings = ()
-) -> Iterator[Candidate]:
+def candidates(sections: Any, count: int, given: Collection[str], savings: Savings = ()) -> Iterator[Candidate]:
     """Yields what may be chosen on so many devices; keys that are given stay as the recipe has them."""
     s = sections
     written = {a: getattr(s.mesh, a) for a in AXES if f"mesh.{a}" in given}

@@ -2,8 +2,8 @@
 
 The moments of a stack of layers stay in the host's memory as one array. A loop over its rows copies a layer's moments to the
 device, updates that layer's parameters in place, and copies the moments back into the same array, so that about two layers of
-moments are on a device at once: the copies run beside the update before and after. Norms and biases are small, and their moments
-stay on the device.
+moments are on a device at once: the copies run beside the update before and after. Norms and biases are small, and their
+moments stay on the device.
 """
 
 from __future__ import annotations
@@ -61,7 +61,11 @@ class Offload:
         moved = map_declared(lambda _, p: is_offloaded(p), self.declared)
 
         def of(node: Any) -> Any:
-            return jax.tree.map(lambda at, move: on_host(at) if move else at, node, moved) if self._is_params(node) else node
+            return (
+                jax.tree.map(lambda at, move: on_host(at) if move else at, node, moved)
+                if self._is_params(node)
+                else node
+            )
 
         return jax.tree.map(of, opt_state, is_leaf=self._is_params)
 
@@ -70,7 +74,10 @@ class Offload:
 
         def init(params: Any) -> Any:
             empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(optimizer.init, params))
-            start: Update = lambda _, state, params, row=None: (params, optimizer.init(params))
+
+            def start(_: Any, state: Any, params: Any, row: Any = None) -> tuple[Any, Any]:
+                return params, optimizer.init(params)
+
             return self.stream(start, params, self._to_host(empty), params)[1]
 
         return optax.GradientTransformationExtraArgs(init, optax.with_extra_args_support(optimizer).update)
@@ -178,7 +185,9 @@ def _by_rows(
 
     def one(row: jax.Array, carry: Any) -> Any:
         m, p = carry
-        new_m, new_p, _ = apply(which, row_of(row, g), _to(jax.memory.Space.Device, row_of(row, m)), row_of(row, p), row)
+        new_m, new_p, _ = apply(
+            which, row_of(row, g), _to(jax.memory.Space.Device, row_of(row, m)), row_of(row, p), row
+        )
         return write(row, m, _to(jax.memory.Space.Host, new_m)), write(row, p, new_p)
 
     return *jax.lax.fori_loop(0, layers, one, (m, p)), []

@@ -9,7 +9,7 @@ FAULTS = (
     Fault(
         "one moment of the optimizer is counted",
         "memory:memory",
-        "8 * sum(($p.local for $p in $parameters))",
+        "$both * sum(($p.local for $p in $parameters))",
         "4 * sum(($p.local for $p in $parameters))",
         f"{TESTS} -k state_and_batch",
     ),
