@@ -24,7 +24,7 @@ from recipes.schema import compose
 
 OPTIONS = {"steps": 300, "out": "benchmarks/results/moments/nano.json", "commit": ""}
 RECIPE = (
-    "recipe=long_context data=stdlib mesh=single data.sequence_length=256 data.global_batch=8 accumulation=4 "
+    "recipe=long_context data=stdlib mesh=single data.sequence_length=128 data.global_batch=4 accumulation=4 "
     "checkpoint.every=0"
 )
 REFERENCE, LAST = "float32", 20

@@ -363,8 +363,8 @@ def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def _gradient_dtypes(sections: TrainSections, declared: Any) -> Any:
-    """Returns the dtype of each gradient that loses nothing: a matrix of a layer is cast to the compute dtype before use, and so
-    its gradient is of that dtype. A loop over layers would otherwise hold all gradients in float32."""
+    """Returns the narrowest dtype of each gradient that loses nothing. A matrix of a layer is cast to the compute dtype before
+    use, and so its gradient is of that dtype; a loop over layers would otherwise hold all gradients in float32."""
     dtype = getattr(sections.model, "compute_dtype", "float32")
     return map_declared(lambda _, p: dtype if p.cast and is_stack(p) else "float32", declared)
 

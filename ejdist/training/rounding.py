@@ -1,9 +1,9 @@
 """Stochastic rounding to bfloat16, with random bits that depend on the step, the array and the global index alone: every mesh,
 and a run that resumes, draws the same.
 
-bfloat16 keeps 8 bits of a number. Rounded to the nearest, a moving average loses every change below 1/256 of it: with b2 =
-0.999 a second moment could never fall. Rounded up with the probability of what is cut off, it is right on average (Gupta et al. 2015,
-"Deep Learning with Limited Numerical Precision", section 3.1).
+bfloat16 keeps 8 bits of a number. Rounded to the nearest, a moving average loses every change below 1/256 of it: with
+b2 = 0.999 a second moment could never fall. Rounded up with the probability of what is cut off, it is right on average (Gupta
+et al. 2015, "Deep Learning with Limited Numerical Precision", section 3.1).
 """
 
 from __future__ import annotations

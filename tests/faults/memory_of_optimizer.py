@@ -45,8 +45,8 @@ FAULTS = (
     Fault(
         "a layer is updated with the moments of the one before",
         "_by_rows.one",
-        "row_of($row, $m)",
-        "row_of(jnp.maximum($row - 1, 0), $m)",
+        "_to(jax.memory.Space.Device, row_of($row, $m))",
+        "_to(jax.memory.Space.Device, row_of(jnp.maximum($row - 1, 0), $m))",
         f"{TESTS} -k same_bits",
     ),
     Fault(
