@@ -54,7 +54,8 @@ def test_savings_come_in_order_and_never_against_what_is_given():
     sections, asked = compose(MILLION.split()), []
 
     def too_large(s):
-        asked.append((s.optimizer.offload, s.model.remat == "offload", s.optimizer.moments))
+        o = s.optimizer
+        asked.append((o.offload, s.model.remat == "offload", o.accumulate, o.moments))
         raise DoesNotFit("too large", memory=True)
 
     def faulty(s):
@@ -62,8 +63,8 @@ def test_savings_come_in_order_and_never_against_what_is_given():
         raise DoesNotFit("a fault", memory=False)
 
     assert search(sections, target_of(None, 16, "h100", None), {BATCH}, too_large, finalists=1).best is None
-    assert asked[0][0] == "none" and asked[1] == ("host", False, "float32")
-    assert [a[2] for a in asked] == sorted((a[2] for a in asked), reverse=True), "bfloat16 is last"
+    assert asked[0][0] == "none" and asked[1] == ("host", False, "float32", "float32")
+    assert [a[3] for a in asked] == sorted((a[3] for a in asked), reverse=True), "moments in bfloat16 are last"
     assert {a[0] for a in asked} == {"none", "host"} and len(set(asked)) == len(asked)
     asked.clear()
     search(sections, target_of(None, 16, "h100", None), {BATCH}, faulty, finalists=1)

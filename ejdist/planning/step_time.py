@@ -83,13 +83,13 @@ def step_time(sections: Any, of: Held, mesh: Any, links: Links, *, pairs: float 
     matmuls, computed = matmuls + head, computed + head * (4 if share.features > 1 else 3)
     each = bytes_of(c, share)
     work = sum(n * each[part].work for part, n in counted_parts(c).items())
-    passed = s.accumulation * (PASSES * work + LOGIT_BYTES * share.tokens * c.vocab_size // share.features)
+    passes = PASSES * work + LOGIT_BYTES * share.tokens * c.vocab_size // share.features
     state = (STATE_BYTES - 2 * (8 - moment_bytes(s))) * sum(p.local for p in of.parameters)
     sent = traffic(s, of.parameters, share, mesh, links)
     busy = {
         "matmuls": computed * tokens / devices / (MATMUL * chip.flops),
         "attention": attention / devices / (ATTENTION * chip.flops),
-        "passes over memory": (passed + state) / (BANDWIDTH * chip.bandwidth),
+        "passes over memory": (s.accumulation * passes + state) / (BANDWIDTH * chip.bandwidth),
     }
     away = {name: 2 * n / (TO_HOST * chip.to_host) for name, n in on_host(s, of, share).items()}  # there and back
     if MOMENTS in away:
