@@ -96,6 +96,7 @@ def test_what_each_way_saves_and_costs():
     assert sums - small == plain.memory.classes["parameters"] // 2
 
 
+@pytest.mark.slow  # compiles four steps, 40 s
 @pytest.mark.parametrize("where", ["v5p:2x2x1", "h200"])
 def test_the_compiler_puts_the_moments_on_the_host(where):
     """And streams them: of a stack of 16 layers no more than a few are on the device at once."""

@@ -58,16 +58,7 @@ class Offload:
 
     def shardings(self, opt_state: Any) -> Any:
         """Returns the shardings of the optimizer's state, given those it has on the device."""
-        moved = map_declared(lambda _, p: is_offloaded(p), self.declared)
-
-        def of(node: Any) -> Any:
-            return (
-                jax.tree.map(lambda at, move: on_host(at) if move else at, node, moved)
-                if self._is_params(node)
-                else node
-            )
-
-        return jax.tree.map(of, opt_state, is_leaf=self._is_params)
+        return self._moved(on_host, opt_state)
 
     def transformation(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
         """Returns the optimizer with an `init` that never has more than a layer of moments on the device."""
@@ -78,7 +69,7 @@ class Offload:
             def start(_: Any, state: Any, params: Any, row: Any = None) -> tuple[Any, Any]:
                 return params, optimizer.init(params)
 
-            return self.stream(start, params, self._to_host(empty), params)[1]
+            return self.stream(start, params, self._moved(_to_host, empty), params)[1]
 
         return optax.GradientTransformationExtraArgs(init, optax.with_extra_args_support(optimizer).update)
 
@@ -150,26 +141,29 @@ class Offload:
                 whole.append(i)
         return small, whole, stacks
 
-    def _to_host(self, opt_state: Any) -> Any:
-        """Puts the moments that are on the host there, inside of a jitted function."""
-        moved = map_declared(lambda _, p: is_offloaded(p), self.declared)
+    def _moved(self, move: Callable[[Any], Any], opt_state: Any) -> Any:
+        """Returns the optimizer's state after `move` of the leaves that are on the host."""
+        which = map_declared(lambda _, p: is_offloaded(p), self.declared)
 
         def of(node: Any) -> Any:
-            if not self._is_params(node):
-                return node
-            return jax.tree.map(lambda x, move: jax.device_put(x, jax.memory.Space.Host) if move else x, node, moved)
+            return jax.tree.map(lambda x, on: move(x) if on else x, node, which) if self._is_params(node) else node
 
         return jax.tree.map(of, opt_state, is_leaf=self._is_params)
 
 
-def _to(space: Any, tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.device_put(x, space), tree)
+def _to_host(tree: Any) -> Any:
+    """Puts arrays into the host's memory, inside of a jitted function."""
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), tree)
+
+
+def _to_device(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
 
 
 def _whole(apply: Callable, which: list[int], g: list, m: list[list], p: list) -> tuple[list[list], list, list]:
     """Updates leaves whose moments come to the device at once."""
-    new_m, new_p, rest = apply(which, g, _to(jax.memory.Space.Device, m), p)
-    return _to(jax.memory.Space.Host, new_m), new_p, rest
+    new_m, new_p, rest = apply(which, g, _to_device(m), p)
+    return _to_host(new_m), new_p, rest
 
 
 def _by_rows(
@@ -185,9 +179,7 @@ def _by_rows(
 
     def one(row: jax.Array, carry: Any) -> Any:
         m, p = carry
-        new_m, new_p, _ = apply(
-            which, row_of(row, g), _to(jax.memory.Space.Device, row_of(row, m)), row_of(row, p), row
-        )
-        return write(row, m, _to(jax.memory.Space.Host, new_m)), write(row, p, new_p)
+        new_m, new_p, _ = apply(which, row_of(row, g), _to_device(row_of(row, m)), row_of(row, p), row)
+        return write(row, m, _to_host(new_m)), write(row, p, new_p)
 
     return *jax.lax.fori_loop(0, layers, one, (m, p)), []

@@ -45,15 +45,15 @@ FAULTS = (
     Fault(
         "a layer is updated with the moments of the one before",
         "_by_rows.one",
-        "_to(jax.memory.Space.Device, row_of($row, $m))",
-        "_to(jax.memory.Space.Device, row_of(jnp.maximum($row - 1, 0), $m))",
+        "_to_device(row_of($row, $m))",
+        "_to_device(row_of(jnp.maximum($row - 1, 0), $m))",
         f"{TESTS} -k same_bits",
     ),
     Fault(
         "moments are written back to the wrong layer",
         "_by_rows.one",
-        "write($row, $m, _to(jax.memory.Space.Host, $new_m))",
-        "write(jnp.int32(0), $m, _to(jax.memory.Space.Host, $new_m))",
+        "write($row, $m, _to_host($new_m))",
+        "write(jnp.int32(0), $m, _to_host($new_m))",
         f"{TESTS} -k same_bits",
     ),
     Fault(
@@ -73,8 +73,8 @@ FAULTS = (
     Fault(
         "the moments stay on the device",
         "Offload.shardings",
-        "on_host($at) if $move else $at",
-        "$at",
+        "self._moved(on_host, $opt_state)",
+        "$opt_state",
         f"{TESTS} -k stay_on_the_host",
     ),
     Fault(
