@@ -166,12 +166,13 @@ def plan_of(
     wide, notes = searches(args, sections, given, target.count), len(compiler.notes)
     predictor = Predictor(sections, target, measured)
     report: dict[str, Any] = {"searched": wide}
+    unsaved = None
     if wide:
         found = search(
             sections, target, given, compiler if args.finalists else None,
             finalists=args.finalists, measured=measured, log=_print_progress,
         )  # fmt: skip
-        best, made, refused = found.best, found.compiled, found.refused
+        best, made, refused, unsaved = found.best, found.compiled, found.refused, found.unsaved
         report |= {"looked_at": found.looked_at, "given": sorted(given)}
         report["refused"] = [{"overrides": overrides_text(p.candidate, given), "why": why} for p, why in refused]
         report["others"] = [summary(p, given) for p in found.others]
@@ -195,8 +196,8 @@ def plan_of(
         "source": chip.host_source,
     }  # fmt: skip
     report["notes"] = [*compiler.notes[notes:], *(made.notes if made else ())]
-    if wide and found.unsaved is not None:
-        report["notes"].insert(0, saved(shown, found.unsaved))
+    if unsaved is not None:
+        report["notes"].insert(0, saved(shown, unsaved))
     if best is None:
         keys, start_from = (given, sections) if wide else (set(SEARCHED), shown.candidate.applied(sections))
         report["nearest"] = [

@@ -248,19 +248,15 @@ def search(
       ValueError: the given sizes fit no plan.
     """
     validate(sections)
-    predictor, first, looked_at, refused = Predictor(sections, target, measured), None, 0, []
-    ways_to_save = savings_searched(sections, given) if save else [()]
-    found = Found(None, None)
-    for savings in ways_to_save:
-        found = _search(predictor, given, compile_step, finalists, log, savings)
-        first = first or found
-        looked_at, refused = looked_at + found.looked_at, [*refused, *found.refused]
-        if found.best is not None or not found.too_large:
+    predictor, tried = Predictor(sections, target, measured), []
+    for savings in savings_searched(sections, given) if save else [()]:
+        tried.append(_search(predictor, given, compile_step, finalists, log, savings))
+        if tried[-1].best is not None or not tried[-1].too_large:
             break
-    unsaved = None
-    if first not in (None, found) and found.best is not None:
-        unsaved = first.smallest or first.refused[-1][0]
-    return replace(found, looked_at=looked_at, refused=refused, unsaved=unsaved)
+    first, found = tried[0], tried[-1]
+    unsaved = first.smallest or first.refused[-1][0] if len(tried) > 1 and found.best is not None else None
+    refused = [one for some in tried for one in some.refused]
+    return replace(found, looked_at=sum(some.looked_at for some in tried), refused=refused, unsaved=unsaved)
 
 
 def _search(

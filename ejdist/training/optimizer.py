@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -141,21 +142,22 @@ def _in_bfloat16(adam: optax.GradientTransformation) -> optax.GradientTransforma
     """Returns Adam with moments that are stored in bfloat16. The update itself is in float32, and uses the moments of this step
     before they are rounded."""
 
-    def stored(moments: Any, which: str, count: Any, row: Any) -> Any:
-        def one(path: Any, x: jax.Array) -> jax.Array:
+    def stored(state: Any, count: Any, row: Any) -> Any:
+        def one(which: str, path: Any, x: jax.Array) -> jax.Array:
             seed = seed_of(f"{which}.{jax.tree_util.keystr(path, simple=True, separator='.')}", count)
             return rounded(x, random_bits(seed, x.shape, row))
 
-        return jax.tree_util.tree_map_with_path(one, moments)
+        mu, nu = (jax.tree_util.tree_map_with_path(partial(one, name), getattr(state, name)) for name in ("mu", "nu"))
+        return state._replace(mu=mu, nu=nu)
+
+    def cast(state: Any, dtype: Any) -> Any:
+        return state._replace(mu=optax.tree.cast(state.mu, dtype), nu=optax.tree.cast(state.nu, dtype))
 
     def init(params: Any) -> Any:
-        state = adam.init(params)
-        return state._replace(mu=optax.tree.cast(state.mu, jnp.bfloat16), nu=optax.tree.cast(state.nu, jnp.bfloat16))
+        return cast(adam.init(params), jnp.bfloat16)
 
     def update(updates: Any, state: Any, params: Any = None, *, row: Any = None, **_: Any) -> tuple[Any, Any]:
-        wide = state._replace(mu=optax.tree.cast(state.mu, jnp.float32), nu=optax.tree.cast(state.nu, jnp.float32))
-        updates, new = adam.update(updates, wide, params)
-        narrow = {name: stored(getattr(new, name), name, state.count, row) for name in ("mu", "nu")}
-        return updates, new._replace(**narrow)
+        updates, new = adam.update(updates, cast(state, jnp.float32), params)
+        return updates, stored(new, state.count, row)
 
     return optax.GradientTransformationExtraArgs(init, update)
