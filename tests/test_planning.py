@@ -317,7 +317,7 @@ def test_the_first_that_compiles_and_fits_is_taken():
 def test_a_compiler_that_refuses_is_not_asked_the_same_again():
     sections = compose(RECIPE.split())
     compiler, asked = fake(lambda s: DoesNotFit("too large by 3 G", memory=True))
-    found = search(sections, TPU, {BATCH}, compiler, finalists=2)
+    found = search(sections, TPU, {BATCH}, compiler, finalists=2, save=False)
     sizes = [p.memory.total for p, _ in found.refused]
     assert found.best is None and len(asked) == 2 and sizes[1] < (1 - MARGIN) * sizes[0]
     compiler, asked = fake(lambda s: DoesNotFit("a fault", memory=False))
