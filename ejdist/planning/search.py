@@ -18,17 +18,8 @@ from ejdist.mesh import AXES, CP, EP, between_slices, mesh_shape
 from ejdist.models.share import hides
 from ejdist.planning.activations import has_experts
 from ejdist.planning.candidates import (
-    ACCUMULATION,
-    BATCH,
-    DISPATCH,
-    REMAT,
-    Candidate,
-    Savings,
-    candidate_of,
-    policies_searched,
-    rows_over,
-    savings_searched,
-    ways,
+    ACCUMULATION, BATCH, DISPATCH, REMAT, Candidate, Savings, candidate_of, policies_searched,
+    rows_over, savings_searched, ways,
 )  # fmt: skip
 from ejdist.planning.compiled import Compiled
 from ejdist.planning.links import Links
