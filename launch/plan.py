@@ -232,8 +232,7 @@ class Compiler:
         """Returns the compiler's report, None without a compiler. Raises `DoesNotFit`."""
         import jax
 
-        from ejdist.planning.compiled import compiled_step, does_not_fit
-        from ejdist.planning.search import DoesNotFit
+        from ejdist.planning.compiled import DoesNotFit, compiled_step, does_not_fit
         from ejdist.planning.targets import NoCompiler
 
         try:
@@ -247,7 +246,7 @@ class Compiler:
 
     def tried(self, sections: Any) -> tuple[Any, str]:
         """Returns (what the compiler says, "") or (None, why it refuses)."""
-        from ejdist.planning.search import DoesNotFit
+        from ejdist.planning.compiled import DoesNotFit
 
         try:
             return self(sections), ""

@@ -8,7 +8,8 @@ import pytest
 from ejdist.mesh import mesh_shape
 from ejdist.planning.candidates import BATCH, OFFLOAD, SEARCHED, candidate_of
 from ejdist.planning.candidates import REMAT as REMAT_KEY
-from ejdist.planning.search import DoesNotFit, Predictor, search
+from ejdist.planning.compiled import DoesNotFit
+from ejdist.planning.search import Predictor, search
 from ejdist.planning.step_time import TO_HOST
 from ejdist.planning.targets import target_of
 from launch.plan import main

@@ -16,13 +16,12 @@ from ejdist.planning.activations import counted_parts
 from ejdist.planning.candidates import BATCH, SEARCHED, Candidate, candidate_of
 from ejdist.planning.candidates import REMAT as REMAT_KEY
 from ejdist.planning.chips import CHIPS, chip_of
-from ejdist.planning.compiled import Compiled
+from ejdist.planning.compiled import Compiled, DoesNotFit
 from ejdist.planning.links import Links
 from ejdist.planning.measured import MeasuredAxis
 from ejdist.planning.memory import held, memory
 from ejdist.planning.search import (
     MARGIN,
-    DoesNotFit,
     Predictor,
     as_given,
     candidates,

@@ -34,6 +34,14 @@ class Compiled:
     host: int = 0
 
 
+class DoesNotFit(Exception):
+    """A compiler refuses a program. memory: because a device's does not hold it, and the message says by how much."""
+
+    def __init__(self, message: str, *, memory: bool) -> None:
+        super().__init__(message)
+        self.memory = memory
+
+
 def compiled_step(sections: Any, target: Target) -> Compiled:
     """Returns what the recipe's step needs on a target.
 

@@ -18,10 +18,19 @@ from ejdist.mesh import AXES, CP, EP, between_slices, mesh_shape
 from ejdist.models.share import hides
 from ejdist.planning.activations import has_experts
 from ejdist.planning.candidates import (
-    ACCUMULATION, BATCH, DISPATCH, REMAT, Candidate, Savings, candidate_of, policies_searched,
-    rows_over, savings_searched, ways,
+    ACCUMULATION,
+    BATCH,
+    DISPATCH,
+    REMAT,
+    Candidate,
+    Savings,
+    candidate_of,
+    policies_searched,
+    rows_over,
+    savings_searched,
+    ways,
 )  # fmt: skip
-from ejdist.planning.compiled import Compiled
+from ejdist.planning.compiled import Compiled, DoesNotFit
 from ejdist.planning.links import Links
 from ejdist.planning.measured import Measured
 from ejdist.planning.memory import Held, Memory, held, memory
@@ -306,14 +315,6 @@ def _search(
 
 def _kind(p: Predicted) -> tuple[str, bool]:
     return p.candidate.remat, p.candidate.accumulation > 1
-
-
-class DoesNotFit(Exception):
-    """A compiler refuses a program. memory: because a device's does not hold it, and the message says by how much."""
-
-    def __init__(self, message: str, *, memory: bool) -> None:
-        super().__init__(message)
-        self.memory = memory
 
 
 def _explain(sections: Any, target: Target, given: Collection[str], predictor: Predictor) -> None:

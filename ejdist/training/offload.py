@@ -60,6 +60,11 @@ class Offload:
         """Returns the shardings of the optimizer's state, given those it has on the device."""
         return self._moved(on_host, opt_state)
 
+    def gradient_dtypes(self, compute_dtype: str) -> Any:
+        """Returns the narrowest dtype of each gradient that loses nothing. A matrix of a layer is cast to the compute dtype
+        before use, and so its gradient is of that dtype; a loop over layers would otherwise hold all gradients in float32."""
+        return map_declared(lambda _, p: compute_dtype if p.cast and is_stack(p) else "float32", self.declared)
+
     def transformation(self, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
         """Returns the optimizer with an `init` that never has more than a layer of moments on the device."""
 

@@ -27,7 +27,7 @@ from ejdist.training.checkpoint import CheckpointSection
 from ejdist.training.curriculum import StageSection, stages_of
 from ejdist.training.data import DataSection
 from ejdist.training.guards import GuardsSection
-from ejdist.training.offload import Offload, at_once, is_stack
+from ejdist.training.offload import Offload, at_once
 from ejdist.training.optimizer import OptimizerSection, make_optimizer
 from ejdist.training.step import TrainState, init_state, make_train_step
 from ejdist.training.trackers import check_names
@@ -307,7 +307,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
         limits = jax.ShapeDtypeStruct((2,), np.float32, sharding=replicated(mesh))
     beside = () if limits is None else (limits.sharding,)
 
-    narrow = _gradient_dtypes(s, model.declared) if offload is not None else None
+    narrow = None if offload is None else offload.gradient_dtypes(getattr(s.model, "compute_dtype", "float32"))
 
     def place(grads: Any) -> Any:
         grads = jax.lax.with_sharding_constraint(grads, placed)
@@ -360,13 +360,6 @@ def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:
         return jax.tree.structure(x) == structure
 
     return jax.tree.map(lambda x: placed if is_params(x) else whole, shapes, is_leaf=is_params)
-
-
-def _gradient_dtypes(sections: TrainSections, declared: Any) -> Any:
-    """Returns the narrowest dtype of each gradient that loses nothing. A matrix of a layer is cast to the compute dtype before
-    use, and so its gradient is of that dtype; a loop over layers would otherwise hold all gradients in float32."""
-    dtype = getattr(sections.model, "compute_dtype", "float32")
-    return map_declared(lambda _, p: dtype if p.cast and is_stack(p) else "float32", declared)
 
 
 def place_batch(batch: dict[str, np.ndarray], program: Program, first_row: int) -> dict[str, jax.Array]:
