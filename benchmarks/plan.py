@@ -47,6 +47,20 @@ CASES: dict[str, tuple[str | tuple[int, str], str]] = {
         (1, "h200"),
         "recipe=long_context model=1b mesh=single data.sequence_length=8192 data.global_batch=2 model.remat=dots",
     ),
+    "1b_8k_sums_h200": (
+        (1, "h200"),
+        "recipe=long_context model=1b mesh=single data.sequence_length=8192 data.global_batch=2 accumulation=2 "
+        "optimizer.accumulate=bfloat16",
+    ),
+    "1b_8k_offload_h200": (
+        (1, "h200"),
+        "recipe=long_context model=1b mesh=single data.sequence_length=8192 data.global_batch=2 optimizer.offload=host",
+    ),
+    "8b_1m_offload_h100": (
+        (8, "h100"),
+        "model=qwen3_8b data.sequence_length=1048576 data.global_batch=1 mesh.sp=8 model.remat=offload "
+        "sequence.scheme=ulysses optimizer.offload=host",
+    ),
     "8b_128k_h200": ((64, "h200"), f"{_8B} data.sequence_length=131072 data.global_batch=16 mesh.fsdp=16 mesh.sp=4"),
     "30b_4k_h200": (
         (64, "h200"),
@@ -59,6 +73,13 @@ CASES: dict[str, tuple[str | tuple[int, str], str]] = {
     "8b_8k": ("v5p:4x4x4", f"{_8B} {_SHORT} mesh.fsdp=64 mesh.sp=1"),
     "8b_8k_full": ("v5p:4x4x4", f"{_8B} {_SHORT} mesh.fsdp=64 mesh.sp=1 model.remat=full"),
     "8b_8k_dots": ("v5p:4x4x4", f"{_8B} {_SHORT} mesh.fsdp=64 mesh.sp=1 model.remat=dots"),
+    "8b_8k_offload": ("v5p:4x4x4", f"{_8B} {_SHORT} mesh.fsdp=64 mesh.sp=1 optimizer.offload=host"),
+    "8b_8k_moments": ("v5p:4x4x4", f"{_8B} {_SHORT} mesh.fsdp=64 mesh.sp=1 optimizer.moments=bfloat16"),
+    "8b_8k_sums": (
+        "v5p:4x4x4",
+        f"{_8B} data.sequence_length=8192 data.global_batch=128 accumulation=2 mesh.fsdp=64 mesh.sp=1 "
+        "optimizer.accumulate=bfloat16",
+    ),
     "8b_8k_tp": ("v5p:4x4x4", f"{_8B} {_SHORT} mesh.fsdp=16 mesh.tp=4 mesh.sp=1"),
     "8b_128k": ("v5p:4x4x4", f"{_8B} data.sequence_length=131072 data.global_batch=8 mesh.fsdp=8 mesh.sp=8"),
     "8b_1m": ("v5p:8x8x8", f"{_8B} data.sequence_length=1048576 data.global_batch=8 mesh.fsdp=8 mesh.sp=64"),
@@ -88,10 +109,16 @@ def compiled_row(name: str) -> dict[str, Any]:
         "mesh": {a: n for a, n in made.mesh.items() if n > 1},
         "remat": candidate.remat,
         "parameters": made.parameters,
-        "compiled": {"bytes": made.peak, "arguments": made.arguments, "temporaries": made.temporaries},
+        "compiled": {
+            "bytes": made.peak,
+            "arguments": made.arguments,
+            "temporaries": made.temporaries,
+            "host": made.host,
+        },
         "predicted": {
             "bytes": expected.memory.total,
             "arguments": expected.memory.arguments,
+            "host": expected.memory.host,
             "of": expected.memory.classes,
         },
         "error": expected.memory.total / made.peak - 1,

@@ -2,9 +2,10 @@
 recipe on devices that need not be there.
 
 Searches mesh, remat, accumulation, batch, and how keys and tokens travel, by predicted memory and time; keys that are given
-stay. The best plan is compiled with the real compiler of the devices, and printed as overrides, with bytes on a device by
-class, bytes along each axis, step time and MFU. A recipe whose mesh sizes are given and use all devices is compiled as it is;
-so is any with search=false. The stages of a curriculum are planned one by one.
+stay. Where nothing fits, moments and activations go to the host, and then moments to bfloat16. The best plan is compiled with
+the real compiler of the devices, and printed as overrides, with bytes on a device by class, bytes along each axis, step time
+and MFU. A recipe whose mesh sizes are given and use all devices is compiled as it is; so is any with search=false. The stages
+of a curriculum are planned one by one.
 
 device=NAME                 a TPU slice by its name, v5p-128, v6e-256; or GPUs: a100, a100-40gb, h100, h200, b200, gb200
 devices=N                   how many devices, where the name does not say it
@@ -169,12 +170,13 @@ def plan_of(
     wide, notes = searches(args, sections, given, target.count), len(compiler.notes)
     predictor = Predictor(sections, target, measured)
     report: dict[str, Any] = {"searched": wide}
+    unsaved = None
     if wide:
         found = search(
             sections, target, given, compiler if args.finalists else None,
             finalists=args.finalists, measured=measured, log=_print_progress,
         )  # fmt: skip
-        best, made, refused = found.best, found.compiled, found.refused
+        best, made, refused, unsaved = found.best, found.compiled, found.refused, found.unsaved
         report |= {"looked_at": found.looked_at, "given": sorted(given)}
         report["refused"] = [{"overrides": overrides_text(p.candidate, given), "why": why} for p, why in refused]
         shown = best or (refused[0][0] if refused else found.smallest)
@@ -192,8 +194,16 @@ def plan_of(
     sources = {axis: predictor.links.source(axis, shown.candidate.sizes) for axis in shown.time.sent}
     report["links"] = {axis: {"measured": s.measured, "speed": s.words} for axis, s in sources.items()}
     report["overrides"] = overrides_text(shown.candidate, given) if wide else ""
+    chip = target.chip
     report |= {"compiled": made is not None, **(asdict(made) if made else {})}
+    report["host_compiled"] = report.pop("host", 0)
+    report["host"] = {
+        "bytes": target.host_bytes(shown.memory.host), "memory": chip.host_memory, "rate": chip.to_host,
+        "source": chip.host_source,
+    }  # fmt: skip
     report["notes"] = [*compiler.notes[notes:], *(made.notes if made else ())]
+    if unsaved is not None:
+        report["notes"].insert(0, saved(shown, unsaved))
     if best is None:
         keys, start_from = (given, sections) if wide else (set(SEARCHED), shown.candidate.applied(sections))
         report["nearest"] = [
@@ -201,6 +211,21 @@ def plan_of(
             for what, p, new in nearest(start_from, target, keys, measured)
         ]
     return report
+
+
+def saved(best: Any, without: Any) -> str:
+    """Returns why a plan has keys that save memory."""
+    from ejdist.models.remat import REMAT
+    from ejdist.planning.candidates import MOMENTS, SUMS
+
+    keys = [f"{key}={value}" for key, value in best.candidate.savings]
+    keys += ["model.remat=offload"] if REMAT[best.candidate.remat].host else []
+    changed = [key for key, _ in best.candidate.savings if key in (MOMENTS, SUMS)]
+    losses = f"; {' and '.join(changed)} may change the losses a little" if changed else ""
+    return (
+        f"nothing fits without {' '.join(keys)}: the plan that needs least takes {without.memory.total / 2**30:.2f} GiB of a "
+        f"device, predicted{losses}"
+    )
 
 
 class Compiler:
@@ -213,8 +238,7 @@ class Compiler:
         """Returns the compiler's report, None without a compiler. Raises `DoesNotFit`."""
         import jax
 
-        from ejdist.planning.compiled import compiled_step, does_not_fit
-        from ejdist.planning.search import DoesNotFit
+        from ejdist.planning.compiled import DoesNotFit, compiled_step, does_not_fit
         from ejdist.planning.targets import NoCompiler
         from ejdist.progress import waiting
 
@@ -230,7 +254,7 @@ class Compiler:
 
     def tried(self, sections: Any) -> tuple[Any, str]:
         """Returns (what the compiler says, "") or (None, why it refuses)."""
-        from ejdist.planning.search import DoesNotFit
+        from ejdist.planning.compiled import DoesNotFit
 
         try:
             return self(sections), ""

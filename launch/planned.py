@@ -30,6 +30,7 @@ def summary(p: Any, given: set[str]) -> dict[str, Any]:
         "predicted": {
             "bytes": p.memory.total,
             "bytes_of": p.memory.classes,
+            "bytes_on_host": p.memory.on_host,
             "height": p.memory.moment,
             "step_seconds": p.time.total,
             "seconds_of": p.time.seconds,
@@ -63,6 +64,20 @@ def _pasted(command: str) -> list[str]:
     return ["the plan:", f"  python -m launch.train {command}"]
 
 
+def _on_host(r: dict[str, Any]) -> list[str]:
+    """Returns the lines about what is in the memory of the host."""
+    said, host = r["plan"]["predicted"], r["host"]
+    of = sum(said["bytes_on_host"].values())
+    compiled = f", compiled: {r['host_compiled'] / GIB:.2f} GiB" if r["compiled"] else ""
+    moving = [f"{s:.3g} s for {name}" for name, s in said["seconds_of"].items() if "the host" in name]
+    return [
+        f"memory of the host, predicted: {of / GIB:.2f} GiB of each device{compiled}; {host['bytes'] / GIB:,.4g} GiB of "
+        f"{host['memory'] / GIB:,.4g} GiB of a host:",
+        *(f"    {n / GIB:9.3f} GiB  {name}" for name, n in said["bytes_on_host"].items()),
+        f"  transfers in a step: {', '.join(moving)}, at {host['rate'] / 1e9:.3g} GB/s each way; {host['source']}",
+    ]
+
+
 def _lines(r: dict[str, Any], what: str) -> list[str]:
     shown = r["plan"]
     said = shown["predicted"]
@@ -94,6 +109,8 @@ def _lines(r: dict[str, Any], what: str) -> list[str]:
             f"peaking in {said['height']}:"
         )
     lines += [f"    {n / GIB:9.3f} GiB  {name}" for name, n in said["bytes_of"].items() if n]
+    if said["bytes_on_host"]:
+        lines += _on_host(r)
     lines.append(
         f"step time, predicted: {said['step_seconds']:.3g} s, {said['tokens_per_second']:,.0f} tokens/s, MFU {said['mfu']:.1%}"
     )

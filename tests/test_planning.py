@@ -16,14 +16,13 @@ from ejdist.planning.activations import counted_parts
 from ejdist.planning.candidates import BATCH, SEARCHED, Candidate, candidate_of
 from ejdist.planning.candidates import REMAT as REMAT_KEY
 from ejdist.planning.chips import CHIPS
-from ejdist.planning.compiled import Compiled
+from ejdist.planning.compiled import Compiled, DoesNotFit
 from ejdist.planning.links import Links
 from ejdist.planning.measured import MeasuredAxis
 from ejdist.planning.memory import held, memory
 from ejdist.planning.ranking import ranked
 from ejdist.planning.search import (
     MARGIN,
-    DoesNotFit,
     Predictor,
     as_given,
     candidates,
@@ -60,6 +59,9 @@ EIGHT = "recipe=long_context model=8b data.sequence_length=8192 data.global_batc
         "recipe=long_context mesh.fsdp=2 mesh.sp=2 mesh.tp=2 data.global_batch=4",
         "recipe=long_context mesh.fsdp=2 mesh.sp=2 data.global_batch=8 accumulation=2",
         "recipe=moe mesh.ep=4 mesh.fsdp=2",
+        "recipe=moe mesh.ep=4 mesh.fsdp=2 optimizer.offload=host",
+        "recipe=long_context mesh.fsdp=2 mesh.sp=2 mesh.tp=2 optimizer.moments=bfloat16",
+        "recipe=long_context mesh.fsdp=2 mesh.sp=2 mesh.tp=2 optimizer.offload=host optimizer.moments=bfloat16",
         "recipe=moe mesh.dp=2 mesh.ep=2 mesh.sp=2 model.experts.bias_rate=0.001 model.experts.balance=global",
     ],
 )
@@ -71,12 +73,14 @@ def test_state_and_batch_are_exact(words):
         sections, held(sections, program.model, program.mesh.abstract_mesh), program.mesh.abstract_mesh, "tpu"
     )
 
-    def local(tree):
-        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    def local(tree, kind="device"):
+        mine = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind == kind]
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in mine)
 
     assert found.classes["parameters"] == local(program.state.params)
     moments = [x for x in jax.tree.leaves(program.state.opt_state) if x.ndim]
     assert found.classes["optimizer moments"] == local(moments)
+    assert found.host == local(moments, "pinned_host")
     assert found.classes["buffers"] == local(program.state.buffers)
     assert found.classes["batch"] == local(program.batch)
 
@@ -312,7 +316,7 @@ def test_the_first_that_compiles_and_fits_is_taken():
 def test_a_compiler_that_refuses_is_not_asked_the_same_again():
     sections = compose(RECIPE.split())
     compiler, asked = fake(lambda s: DoesNotFit("too large by 3 G", memory=True))
-    found = search(sections, TPU, {BATCH}, compiler, finalists=2)
+    found = search(sections, TPU, {BATCH}, compiler, finalists=2, save=False)
     sizes = [p.memory.total for p, _ in found.refused]
     assert found.best is None and len(asked) == 2 and sizes[1] < (1 - MARGIN) * sizes[0]
     compiler, asked = fake(lambda s: DoesNotFit("a fault", memory=False))

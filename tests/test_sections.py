@@ -23,7 +23,9 @@ from recipes.schema import Recipe, compose
 from recipes.schema import keys_of as names_of
 
 # What stopped a run from going on when keys that decide were listed, and what has been recorded beside them.
-DECIDED = {key for key in names_of() if key.startswith(("model.", "optimizer."))} - {"model.remat", "model.init_from"}
+DECIDED = {key for key in names_of() if key.startswith(("model.", "optimizer."))} - {
+    "model.remat", "model.init_from", "optimizer.offload"
+}  # fmt: skip
 DECIDED |= {"accumulation", "z_loss", "experts.capacity"}
 RECORDED = {"run.steps", "model.init_from"}
 

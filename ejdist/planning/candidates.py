@@ -23,13 +23,28 @@ from ejdist.sequence.schemes import SCHEMES
 # The keys that are searched.
 REMAT, ACCUMULATION, BATCH = "model.remat", "accumulation", "data.global_batch"
 SCHEME, ORDER, DISPATCH = "sequence.scheme", "sequence.order", "experts.dispatch"
-SEARCHED = (*(f"mesh.{axis}" for axis in AXES), REMAT, ACCUMULATION, BATCH, SCHEME, ORDER, DISPATCH)
+MOMENTS, OFFLOAD, SUMS = "optimizer.moments", "optimizer.offload", "optimizer.accumulate"
+SEARCHED = (
+    *(f"mesh.{axis}" for axis in AXES), REMAT, ACCUMULATION, BATCH, SCHEME, ORDER, DISPATCH, MOMENTS, OFFLOAD, SUMS
+)  # fmt: skip
+# What saves memory, each looked at where nothing fits with the ones before: first what changes no loss.
+Savings = tuple[tuple[str, str], ...]
+_ON_HOST, _SUMS, _MOMENTS = (OFFLOAD, "host"), (SUMS, "bfloat16"), (MOMENTS, "bfloat16")
+SAVINGS: tuple[Savings, ...] = (
+    (),
+    (_ON_HOST,),
+    (_ON_HOST, (REMAT, "offload")),
+    (_ON_HOST, _SUMS),
+    (_MOMENTS, _SUMS),
+    (_ON_HOST, (REMAT, "offload"), _MOMENTS, _SUMS),
+)
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A point of the search. mesh: devices along each axis of `AXES`. scheme, order: of the sequence. dispatch: of tokens to
-    experts. None: as the recipe has it, where the mesh leaves nothing to choose."""
+    experts. None: as the recipe has it, where the mesh leaves nothing to choose. savings: keys of the optimizer, of `SAVINGS`.
+    """
 
     mesh: tuple[int, ...]
     remat: str
@@ -38,6 +53,7 @@ class Candidate:
     scheme: str | None = None
     order: str | None = None
     dispatch: str | None = None
+    savings: Savings = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -63,6 +79,7 @@ class Candidate:
             sequence=replace(s.sequence, scheme=self.scheme or s.sequence.scheme, order=self.order or s.sequence.order),
             experts=replace(s.experts, dispatch=self.dispatch or s.experts.dispatch),
             accumulation=self.accumulation,
+            optimizer=replace(s.optimizer, **{key.partition(".")[2]: value for key, value in self.savings}),
         )
 
     def overrides(self) -> dict[str, str]:
@@ -70,7 +87,7 @@ class Candidate:
         found = {f"mesh.{axis}": str(size) for axis, size in self.sizes.items()}
         found |= {REMAT: self.remat, ACCUMULATION: str(self.accumulation), BATCH: str(self.global_batch)}
         chosen = {SCHEME: self.scheme, ORDER: self.order, DISPATCH: self.dispatch}
-        return found | {key: value for key, value in chosen.items() if value is not None}
+        return found | {key: value for key, value in chosen.items() if value is not None} | dict(self.savings)
 
 
 def candidate_of(sections: Any, sizes: Mapping[str, int]) -> Candidate:
@@ -84,9 +101,26 @@ def rows_over(sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[a] for a in BATCH_AXES)
 
 
-def policies_searched() -> tuple[str, ...]:
-    """Returns the remat policies that are searched: of the host's memory neither size nor speed is known."""
-    return tuple(name for name, remat in POLICIES.items() if not remat.host)
+def policies_searched(savings: Savings = ()) -> tuple[str, ...]:
+    """Returns the remat policies that are searched: those that keep activations on the host only as a saving."""
+    asked = dict(savings).get(REMAT)
+    return tuple(name for name, remat in POLICIES.items() if not remat.host) if asked is None else (asked,)
+
+
+def savings_searched(s: Any, given: Collection[str]) -> list[Savings]:
+    """Returns the savings that are searched, in this order: what the recipe has not yet, and nothing that is given."""
+    found: list[Savings] = []
+    for savings in SAVINGS:
+        new = tuple(
+            (key, value) for key, value in savings if key not in given and (key == REMAT or _of(s, key) != value)
+        )
+        if new not in found:
+            found.append(new)
+    return found
+
+
+def _of(s: Any, key: str) -> str:
+    return getattr(s.optimizer, key.partition(".")[2])
 
 
 def orders_searched(length: int, ranks: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ejdist.experts.choice import links_of
 from ejdist.training.flops import PEAKS
@@ -18,7 +18,8 @@ class Chip:
     sends along one mesh axis in a collective, within the slice or the host. network: the same between hosts; None where the
     links reach all devices. between_slices: the same between TPU slices, over the data-centre network; None for GPUs.
     host: devices of a host. source: where link, network and between_slices are from. dims: of a TPU slice's shape, which counts
-    chips; per_chip: devices of one, as JAX shows them.
+    chips; per_chip: devices of one, as JAX shows them. to_host: bytes/s between a device and its host's memory, each way.
+    host_memory: bytes of that memory, of all devices of the host; host_source: where both are from.
     """
 
     name: str
@@ -33,6 +34,9 @@ class Chip:
     between_slices: float | None = None
     dims: int = 0
     per_chip: int = 1
+    to_host: float = 0.0
+    host_memory: int = 0
+    host_source: str = ""
 
     @property
     def flops(self) -> float:
@@ -62,6 +66,36 @@ def _gpu(
     return Chip(name, kind, "gpu", int(memory * GIB), bandwidth, link, host, network, source)
 
 
+def _with_host(chip: Chip) -> Chip:
+    rate, memory, source = _HOSTS[chip.name]
+    return replace(chip, to_host=rate / chip.per_chip, host_memory=memory * GIB, host_source=source)
+
+
+# Of the link to the host, each way, and of its memory in GiB. PCIe 5.0 with 16 lanes; what is assumed says so.
+_PCIE_5 = (64e9, 1800, "PCIe 5.0 with 16 lanes; 2 TB of memory as a DGX H100 has")
+_ASSUMED = (
+    "16 GB/s each way as a TPU v4 (How to Scale Your Model, part 2), assumed; memory of the GKE machine with 4 chips"
+)
+_PCIE_4 = "PCIe 4.0 with 16 lanes; memory of a DGX A100"
+_HOSTS = {
+    "v4": (16e9, 379, "16 GB/s each way (How to Scale Your Model, part 2); memory of the GKE machine with 4 chips"),
+    "v5e": (16e9, 178, _ASSUMED),
+    "v5p": (16e9, 417, _ASSUMED),
+    "v6e": (16e9, 670, _ASSUMED),
+    "tpu7x": (16e9, 894, _ASSUMED),
+    "a100": (32e9, 1800, _PCIE_4),
+    "a100-40gb": (32e9, 900, _PCIE_4),
+    "h100": _PCIE_5,
+    "h200": _PCIE_5,
+    "b200": (64e9, 1800, "PCIe 5.0 with 16 lanes and 2 TB of memory, assumed equal to a DGX H100"),
+    # 36 Grace CPUs in a rack of 72 GPUs.
+    "gb200": (
+        225e9,
+        36 * 447,
+        "NVLink-C2C, 900 GB/s both ways for the two GPUs of a Grace CPU with 480 GB (GB200 NVL72)",
+    ),
+}
+
 # A TPU's axis is a ring of links in both directions: twice the rate of one link in one direction.
 # A GPU's memory is 94% of what its driver shows, which JAX takes with XLA_PYTHON_CLIENT_MEM_FRACTION=0.94. What it shows, and
 # the bandwidth of the memory of an A100 and GB200: https://github.com/openxla/xla, xla/backends/gpu/target_config/specs.
@@ -69,7 +103,7 @@ def _gpu(
 # (https://www.nvidia.com/en-us/data-center/a100, /h200, /hgx, /gb200-nvl72). What an H200 was measured to send is scaled by
 # them. The network: https://docs.nvidia.com/dgx/dgxa100-user-guide (200 Gbit/s for each GPU), and 400 for the others.
 CHIPS = {
-    chip.name: chip
+    chip.name: _with_host(chip)
     for chip in (
         _tpu("v4", "TPU v4", 32, 1228e9, 100e9, 6.25e9, "2400 Gbit/s a chip over 6 links; between slices as v5p, assumed", 3),
         _tpu("v5e", "TPU v5 lite", 16, 819e9, 100e9, 3.125e9, "1600 Gbit/s a chip over 4 links; between slices 25 Gbit/s", 2),

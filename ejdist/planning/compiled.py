@@ -20,7 +20,8 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragg
 
 @dataclass(frozen=True)
 class Compiled:
-    """Bytes on each device, and the collectives in the program. arguments: parameters, optimizer state and batch."""
+    """Bytes on each device, and the collectives in the program. arguments: parameters, optimizer state and batch. host: bytes
+    of a device in the memory of its host."""
 
     mesh: dict[str, int]
     parameters: int
@@ -30,6 +31,15 @@ class Compiled:
     collectives: dict[str, int]
     compile_seconds: float
     notes: Sequence[str] = field(default=())  # what was chosen, and why
+    host: int = 0
+
+
+class DoesNotFit(Exception):
+    """A compiler refuses a program. memory: because a device's does not hold it, and the message says by how much."""
+
+    def __init__(self, message: str, *, memory: bool) -> None:
+        super().__init__(message)
+        self.memory = memory
 
 
 def compiled_step(sections: Any, target: Target) -> Compiled:
@@ -54,9 +64,11 @@ def compiled_step(sections: Any, target: Target) -> Compiled:
     shared = memory.alias_size_in_bytes  # the state is donated: its outputs lie where its inputs were
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     peak = arguments + temporaries + memory.output_size_in_bytes - shared
+    host = memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
+    host += memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes
     calls = collectives_of(compiled.as_text())
     notes = list(dict.fromkeys(program.notes))
-    return Compiled(dict(mesh.shape), program.num_parameters, arguments, temporaries, peak, calls, seconds, notes)
+    return Compiled(dict(mesh.shape), program.num_parameters, arguments, temporaries, peak, calls, seconds, notes, host)
 
 
 def does_not_fit(error: jax.errors.JaxRuntimeError) -> bool:

@@ -1,14 +1,15 @@
 """Bytes on a device at the height of a training step, by class, from shapes and shardings alone: nothing is compiled.
 
-State and batch are exact. What comes and goes is counted at three moments, of which the largest is the height: the loss, whose
-logits are there a block at a time; the backward of a layer; and the gradient of the embedding. Each holds what is kept for
-the backward, copies of the weights in the compute dtype, and gradients that wait for the update.
+State and batch are exact. What comes and goes is counted at several moments, of which the largest is the height: the loss,
+whose logits are there a block at a time; the backward of a layer; the gradient of the embedding; and, with moments on the host,
+the update. Each holds what is kept for the backward, copies of the weights in the compute dtype, and gradients that wait for
+the update.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,12 +19,15 @@ from ejdist.mesh import TP
 from ejdist.models.model import Model
 from ejdist.models.parameters import Param
 from ejdist.models.remat import PartBytes
+from ejdist.models.share import Share
 from ejdist.planning.activations import bytes_of, counted_parts
 from ejdist.planning.share import share_of
+from ejdist.training.offload import is_offloaded, is_stack
 from ejdist.training.program import check_sizes, param_shardings
 from kernels.engines.rows.vocabulary import rows_of_block
 from kernels.ops.cross_entropy import BLOCK_ELEMENTS
 
+MOMENTS, ACTIVATIONS = "optimizer moments", "activations kept"  # in the memory of a host
 # A heap has gaps: what it takes over what is alive at its height. 0 to 12% in programs for TPUs, none in those for GPUs.
 GAPS = {"tpu": 1.04, "gpu": 1.0}
 
@@ -31,15 +35,20 @@ GAPS = {"tpu": 1.04, "gpu": 1.0}
 @dataclass(frozen=True)
 class Memory:
     """Bytes of a device at the height of a step. classes: of what. moment: when the height is. arguments: state and batch,
-    which are there all the time."""
+    which are there all the time. on_host: bytes in the memory of the host, of what."""
 
     classes: dict[str, int]
     moment: str
     arguments: int
+    on_host: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
         return sum(self.classes.values())
+
+    @property
+    def host(self) -> int:
+        return sum(self.on_host.values())
 
     @property
     def temporaries(self) -> int:
@@ -107,9 +116,11 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
     head = c.model_dim * vocabulary  # numbers of the output projection where it is used
     split = any(p.over for p in parameters if p.path == ("embedding" if c.tie_embeddings else "lm_head"))
 
+    both, host = moment_bytes(s), on_host(s, of, share)
+
     always = {
         "parameters": 4 * sum(p.local for p in parameters),
-        "optimizer moments": 8 * sum(p.local for p in parameters),
+        "optimizer moments": both * sum(p.local for p in parameters) - host.get(MOMENTS, 0),
         "buffers": 4 * sum(p.local for p in of.buffers),
         "batch": 4 * 4 * share.tokens * s.accumulation,
     }
@@ -121,7 +132,8 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
     stacks = [p for p in parameters if p.path.startswith("layers.") and p.param.cast]
     copies = b * sum(p.local for p in stacks) if b < 4 else 0
     gradients = b * sum(p.local for p in stacks)
-    sums = 4 * sum(p.local for p in parameters) if s.accumulation > 1 else 0
+    summed = 2 if s.optimizer.accumulate == "bfloat16" else 4
+    sums = summed * sum(p.local for p in parameters) if s.accumulation > 1 else 0
     # The weights of the part that needs most, whole, and their gradients before they are scattered.
     whole = max(_gathered(c, stacks, b).values())
     gathered_head = b * head if split or b < 4 else 0
@@ -151,11 +163,37 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
             "activations at work": 2 * x,
         },
     }
+    if MOMENTS in host:
+        away = [p for p in parameters if is_offloaded(p.param)]
+        # A layer's moments come while the last ones go; those of a matrix of the whole model are there at once.
+        streamed = 2 * sum(p.local // p.param.shape[0] for p in away if is_stack(p.param))
+        streamed += 2 * max((p.local for p in away if not is_stack(p.param)), default=0)
+        moments["the update"] = {
+            "gradients": sums or gradients + sum(4 * p.local for p in parameters if p not in stacks),
+            "moments of two layers": both * streamed,
+        }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     classes = moments[moment]
     if (gaps := GAPS[platform] - 1) > 0:
         classes["gaps of the heap"] = int(gaps * sum(classes.values()))
-    return Memory({**always, **{name: n for name, n in classes.items() if n}}, moment, arguments)
+    return Memory({**always, **{name: n for name, n in classes.items() if n}}, moment, arguments, host)
+
+
+def moment_bytes(sections: Any) -> int:
+    """Returns the bytes of both moments of a parameter."""
+    return 2 * (2 if sections.optimizer.moments == "bfloat16" else 4)
+
+
+def on_host(sections: Any, of: Held, share: Share) -> dict[str, int]:
+    """Returns the bytes that a device keeps in the memory of its host: moments, and what layers save for the backward of a
+    microbatch."""
+    s, c, found = sections, sections.model, {}
+    if s.optimizer.offload == "host":
+        found[MOMENTS] = moment_bytes(s) * sum(p.local for p in of.parameters if is_offloaded(p.param))
+    if share.remat.host:
+        saved = sum(n * bytes_of(c, share)[part].offloaded for part, n in counted_parts(c).items())
+        found[ACTIVATIONS] = saved + c.num_layers * share.tokens * c.model_dim * share.itemsize
+    return found
 
 
 def _at_work(parts: list[PartBytes], platform: str) -> int:

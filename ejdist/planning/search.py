@@ -22,12 +22,14 @@ from ejdist.planning.candidates import (
     DISPATCH,
     REMAT,
     Candidate,
+    Savings,
     candidate_of,
     policies_searched,
     rows_over,
+    savings_searched,
     ways,
 )  # fmt: skip
-from ejdist.planning.compiled import Compiled
+from ejdist.planning.compiled import Compiled, DoesNotFit
 from ejdist.planning.links import Links
 from ejdist.planning.measured import Measured
 from ejdist.planning.memory import Held, Memory, held, memory
@@ -51,7 +53,8 @@ class Found:
 
     best: None where nothing fits. compiled: of the best; None where no compiler could be asked. others: the next best with
     another mesh or remat policy, predicted. refused: what did not compile or fit, and why. looked_at: legal candidates.
-    smallest: what needs least, where nothing is expected to fit.
+    smallest: what needs least, where nothing is expected to fit. unsaved: what needs least without the savings of the best,
+    which does not fit.
     """
 
     best: Predicted | None
@@ -60,6 +63,8 @@ class Found:
     refused: Sequence[tuple[Predicted, str]] = ()
     looked_at: int = 0
     smallest: Predicted | None = None
+    unsaved: Predicted | None = None
+    too_large: bool = True  # whether what was refused was refused for its memory
 
 
 class Predictor:
@@ -110,7 +115,7 @@ class Predictor:
         if s.experts.dispatch == "auto" and has_experts(s.model):
             s = replace(s, experts=replace(s.experts, dispatch=dispatch_of(s, mesh, self.links)))
         needed = memory(s, of, mesh, self.target.chip.platform)
-        if needed.total > room:
+        if needed.total > room or (room < math.inf and self.target.host_bytes(needed.host) > self.target.room_of_host):
             return needed
         time = step_time(s, of, mesh, self.links)
         return Predicted(candidate, needed, time, s.data.global_batch * s.data.sequence_length)
@@ -147,7 +152,7 @@ def _factors(n: int, parts: int) -> list[tuple[int, ...]]:
     return [(d, *rest) for d in range(1, n + 1) if n % d == 0 for rest in _factors(n // d, parts - 1)]
 
 
-def candidates(sections: Any, count: int, given: Collection[str]) -> Iterator[Candidate]:
+def candidates(sections: Any, count: int, given: Collection[str], savings: Savings = ()) -> Iterator[Candidate]:
     """Yields what may be chosen on so many devices; keys that are given stay as the recipe has them."""
     s = sections
     written = {a: getattr(s.mesh, a) for a in AXES if f"mesh.{a}" in given}
@@ -158,12 +163,13 @@ def candidates(sections: Any, count: int, given: Collection[str]) -> Iterator[Ca
     if list(written.values()).count(-1) > 1:
         mesh_shape(written, count)  # which refuses it
     sizes = {a: n for a, n in written.items() if n != -1}
-    policies = (s.model.remat,) if REMAT in given else policies_searched()
+    policies = (s.model.remat,) if REMAT in given else policies_searched(savings)
+    kept = tuple((key, value) for key, value in savings if key != REMAT)
     for mesh in meshes(count, sizes, has_experts(s.model)):
         over = rows_over(dict(zip(AXES, mesh, strict=True)))
         first = next(ways(s, mesh, given))
         for rows, parts in _batches(s, over, given):
-            yield from (Candidate(mesh, policy, parts, rows, *first) for policy in policies)
+            yield from (Candidate(mesh, policy, parts, rows, *first, kept) for policy in policies)
 
 
 def _batches(s: Any, over: int, given: Collection[str]) -> Iterator[tuple[int, int]]:
@@ -192,8 +198,10 @@ def search(
     finalists: int = 3,
     measured: Measured | None = None,
     log: Callable[[str], None] = lambda line: None,
+    save: bool = True,
 ) -> Found:
-    """Returns the best plan of a recipe.
+    """Returns the best plan of a recipe. Where none fits, moments on the host, moments in bfloat16 and sums of gradients in
+    bfloat16 are tried, in the order of `SAVINGS`.
 
     Args:
       given: keys of `SEARCHED` that stay as the recipe has them.
@@ -202,15 +210,36 @@ def search(
       finalists: how many may be compiled until one fits.
       measured: how fast the devices communicate; None by the data sheet.
       log: called with a line before each compilation.
+      save: whether to try these.
 
     Raises:
       ValueError: the given sizes fit no plan.
     """
     validate(sections)
-    predictor, fitting, count = Predictor(sections, target, measured), [], 0
+    predictor, tried = Predictor(sections, target, measured), []
+    for savings in savings_searched(sections, given) if save else [()]:
+        tried.append(_search(predictor, given, compile_step, finalists, log, savings))
+        if tried[-1].best is not None or not tried[-1].too_large:
+            break
+    first, found = tried[0], tried[-1]
+    unsaved = first.smallest or first.refused[-1][0] if len(tried) > 1 and found.best is not None else None
+    refused = [one for some in tried for one in some.refused]
+    return replace(found, looked_at=sum(some.looked_at for some in tried), refused=refused, unsaved=unsaved)
+
+
+def _search(
+    predictor: Predictor,
+    given: Collection[str],
+    compile_step: Callable[[Any], Compiled | None] | None,
+    finalists: int,
+    log: Callable[[str], None],
+    savings: Savings,
+) -> Found:
+    """Returns the best plan with these savings."""
+    sections, target, fitting, count = predictor.sections, predictor.target, [], 0
     smallest: tuple[int, Candidate] | None = None
     room = target.chip.memory / (1 + MARGIN)
-    for candidate in candidates(sections, target.count, given):
+    for candidate in candidates(sections, target.count, given, savings):
         made = predictor(candidate, room)
         if made is None:
             continue
@@ -228,7 +257,7 @@ def search(
             made = predictor(replace(of, scheme=scheme, order=order, dispatch=dispatch), room)
             count += 1
             fitting += [made] if isinstance(made, Predicted) else []
-    order, refused = ranked(fitting), []
+    order, refused, too_large = ranked(fitting), [], True
     if compile_step is None:
         return Found(order[0] if order else None, None, different(order[0], order) if order else (), (), count, least)
     while order and len(refused) < finalists:
@@ -238,6 +267,7 @@ def search(
             made = compile_step(best.candidate.applied(sections))
         except DoesNotFit as error:
             refused.append((best, str(error)))
+            too_large &= error.memory
             if error.memory:
                 order = [p for p in order if p.memory.total < (1 - MARGIN) * best.memory.total]
             else:  # its fault, which plans of the same kind will meet again
@@ -248,19 +278,12 @@ def search(
         refused.append((best, f"compiled, it takes {made.peak / 2**30:.1f} GiB"))
         wrong = made.peak / best.memory.total
         order = [p for p in order if p.memory.total * wrong <= target.chip.memory]
-    return Found(None, None, different(order[0], order) if order else (), refused, count, least)
+    others = different(order[0], order) if order else ()
+    return Found(None, None, others, refused, count, least, too_large=too_large)
 
 
 def _kind(p: Predicted) -> tuple[str, bool]:
     return p.candidate.remat, p.candidate.accumulation > 1
-
-
-class DoesNotFit(Exception):
-    """A compiler refuses a program. memory: because a device's does not hold it, and the message says by how much."""
-
-    def __init__(self, message: str, *, memory: bool) -> None:
-        super().__init__(message)
-        self.memory = memory
 
 
 def _explain(sections: Any, target: Target, given: Collection[str], predictor: Predictor) -> None:
@@ -301,7 +324,7 @@ def nearest(
 
     def attempt(what: str, s: Any, on: Target, keys: Collection[str], extra: dict[str, str]) -> bool:
         try:
-            best = search(s, on, keys, None, measured=measured).best
+            best = search(s, on, keys, None, measured=measured, save=False).best
         except ValueError:
             return False
         if best is not None:

@@ -17,7 +17,7 @@ from ejdist.models.part import Costs
 from ejdist.models.share import Share
 from ejdist.planning.activations import bytes_of, counted_parts
 from ejdist.planning.links import NETWORK, Links
-from ejdist.planning.memory import Held, Stored
+from ejdist.planning.memory import ACTIVATIONS, MOMENTS, Held, Stored, moment_bytes, on_host
 from ejdist.planning.share import share_of
 from ejdist.sequence.schedule import imbalance
 from kernels.engines.attention.masks import MaskInfo
@@ -28,7 +28,11 @@ MATMUL, GROUPED, ATTENTION, BANDWIDTH = 0.78, 0.5, 0.38, 0.85
 EXPOSED = 0.5  # of the time of collectives
 # Passes over what a part holds at the height of its backward, in a layer's forward and backward.
 PASSES = 4
-STATE_BYTES = 36  # a parameter: read and written with its moments, its gradient, its copy in the compute dtype
+# A parameter: read and written with its moments in float32, its gradient, its copy in the compute dtype; less for each byte by
+# which the moments are smaller.
+STATE_BYTES = 36
+# Of the rate of the link to the host, what copies of large arrays reach; an assumption.
+TO_HOST = 0.8
 LOGIT_BYTES = 18  # a logit: float32 written and read twice, its gradient written and read twice
 
 
@@ -79,15 +83,21 @@ def step_time(sections: Any, of: Held, mesh: Any, links: Links, *, pairs: float 
     matmuls, computed = matmuls + head, computed + head * (4 if share.features > 1 else 3)
     each = bytes_of(c, share)
     work = sum(n * each[part].work for part, n in counted_parts(c).items())
-    passed = s.accumulation * (PASSES * work + LOGIT_BYTES * share.tokens * c.vocab_size // share.features)
-    state = STATE_BYTES * sum(p.local for p in of.parameters)
+    passes = PASSES * work + LOGIT_BYTES * share.tokens * c.vocab_size // share.features
+    state = (STATE_BYTES - 2 * (8 - moment_bytes(s))) * sum(p.local for p in of.parameters)
     sent = traffic(s, of.parameters, share, mesh, links)
     busy = {
         "matmuls": computed * tokens / devices / (MATMUL * chip.flops),
         "attention": attention / devices / (ATTENTION * chip.flops),
-        "passes over memory": (passed + state) / (BANDWIDTH * chip.bandwidth),
+        "passes over memory": (s.accumulation * passes + state) / (BANDWIDTH * chip.bandwidth),
     }
+    away = {name: 2 * n / (TO_HOST * chip.to_host) for name, n in on_host(s, of, share).items()}  # there and back
+    if MOMENTS in away:
+        busy["moments from and to the host"] = away[MOMENTS]  # after the backward, with no work to hide under
     moving = links.seconds(sent, mesh.shape)
+    if ACTIVATIONS in away:
+        hidden = s.accumulation * away[ACTIVATIONS]  # under the work of other layers, like collectives
+        busy["activations from and to the host, exposed"] = max(EXPOSED * hidden, hidden - sum(busy.values()))
     exposed = max(EXPOSED * moving, moving - sum(busy.values()))
     flops = 3 * (matmuls * tokens + visible)
     return StepTime(busy | {"collectives, exposed": exposed}, sent.along(), flops, devices, chip.flops)

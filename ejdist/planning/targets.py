@@ -50,6 +50,15 @@ class Target:
         """Chips along the longest side of a slice; None for GPUs."""
         return max(map(int, self.shape.split("x"))) if self.shape else None
 
+    def host_bytes(self, of_a_device: int) -> int:
+        """Returns the bytes in the memory of a host, of all its devices."""
+        return of_a_device * min(self.per_host, self.count)
+
+    @property
+    def room_of_host(self) -> int:
+        """Bytes of a host's memory that a plan may fill: three quarters, as data, checkpoints and the system need some."""
+        return self.chip.host_memory * 3 // 4
+
     def check(self) -> None:
         """Raises ValueError where the TPU compiler, if there is one to ask, knows no such slice."""
         if self.shape:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ejdist.training.pytree_io import bits_of, kind_of, name_of
+from ejdist.training.rounding import mixed
 
 RUN_FILE = "run/metadata"
 _METADATA, _SHARDING, _ARRAYS = "state/_METADATA", "state/_sharding", "state/array_metadatas"
@@ -34,21 +35,34 @@ def digest(tree: Any) -> Any:
     and costs one pass over the array. The hash is the finalizer of MurmurHash3 (Appleby), which is a bijection.
     """
 
-    def one(x: jax.Array) -> jax.Array:
-        bits = jnp.atleast_1d(x)
-        if jnp.iscomplexobj(bits):
-            bits = jnp.stack((bits.real, bits.imag), axis=-1)
-        if bits.dtype != jnp.bool:
-            bits = jax.lax.bitcast_convert_type(bits, jnp.dtype(f"uint{8 * min(bits.dtype.itemsize, 4)}"))
-        place = jnp.zeros(bits.shape, jnp.uint32)
-        for d in range(bits.ndim):
-            place = place * jnp.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, d)
-        hashed = bits.astype(jnp.uint32) + place * jnp.uint32(0x9E3779B1)
-        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-            hashed = (hashed ^ (hashed >> shift)) * jnp.uint32(factor)
-        return jnp.sum(hashed ^ (hashed >> 16), dtype=jnp.uint32)
+    return jax.tree.map(_digest, tree)
 
-    return jax.tree.map(one, tree)
+
+def _digest(x: jax.Array) -> jax.Array:
+    if jax.typeof(x).memory_space != jax.memory.Space.Host:
+        return _sum_of_hashes(jnp.atleast_1d(x))
+    if x.ndim < 3:
+        return _sum_of_hashes(jax.device_put(x, jax.memory.Space.Device))
+
+    # A stack of layers, of which the device need not hold more than one at a time.
+    def of_row(row: jax.Array) -> jax.Array:
+        one = jax.lax.dynamic_index_in_dim(x, row, 0, keepdims=False)
+        return _sum_of_hashes(jax.device_put(one, jax.memory.Space.Device), row)
+
+    return jnp.sum(jax.lax.map(of_row, jnp.arange(x.shape[0])), dtype=jnp.uint32)
+
+
+def _sum_of_hashes(bits: jax.Array, row: jax.Array | None = None) -> jax.Array:
+    """Returns the digest of an array, or of this row's part of it."""
+    start = jnp.uint32(0) if row is None else row.astype(jnp.uint32)
+    if jnp.iscomplexobj(bits):
+        bits = jnp.stack((bits.real, bits.imag), axis=-1)
+    if bits.dtype != jnp.bool:
+        bits = jax.lax.bitcast_convert_type(bits, jnp.dtype(f"uint{8 * min(bits.dtype.itemsize, 4)}"))
+    place = jnp.broadcast_to(start, bits.shape)
+    for d in range(bits.ndim):
+        place = place * jnp.uint32(0x9E3779B1) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, d)
+    return jnp.sum(mixed(bits.astype(jnp.uint32) + place * jnp.uint32(0x9E3779B1)), dtype=jnp.uint32)
 
 
 def leaves_of(tree: Any) -> list[tuple[str, Any]]:

@@ -1,15 +1,22 @@
-"""The optimizer: AdamW with a schedule, through optax."""
+"""The optimizer: AdamW with a schedule, through optax, and where and how its moments are kept."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ejdist.sections import operational
+from ejdist.training.rounding import random_bits, rounded, seed_of
+
 SCHEDULES = ("warmup_cosine", "wsd", "constant")
+DTYPES, PLACES = ("float32", "bfloat16"), ("none", "host")
 
 
 @dataclass
@@ -26,11 +33,18 @@ class OptimizerSection:
     eps: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.1  # pulls weights to zero, times the rate; not norms and biases
     clip_norm: float = 1.0  # largest norm of the whole gradient, which is scaled down to it; 0 for none
+    moments: str = "float32"  # dtype of both moments; bfloat16 is rounded stochastically
+    # host: the moments of matrices stay in the host's memory, and the update streams them layer by layer.
+    offload: str = operational("none")
+    accumulate: str = "float32"  # dtype of the sum of gradients over microbatches; bfloat16 is rounded stochastically
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy."""
         if self.schedule not in SCHEDULES:
             raise ValueError(f"optimizer.schedule = {self.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
+        for name, known in (("moments", DTYPES), ("offload", PLACES), ("accumulate", DTYPES)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"optimizer.{name} = {value!r} is unknown; use {' or '.join(known)}")
         if not 0 <= self.decay_fraction <= 1:
             raise ValueError(f"optimizer.decay_fraction must be in [0, 1], got {self.decay_fraction}")
         if not 0 <= self.final_ratio <= 1:
@@ -86,6 +100,9 @@ def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
 def make_optimizer(section: OptimizerSection, steps: int, decayed: Any) -> tuple[optax.GradientTransformation, Any]:
     """Returns (AdamW with clipping, its schedule).
 
+    Its update takes two more arguments, by name: `norm`, of the whole gradient, where it is called for a part of it; and `row`,
+    where that part is one row of each stack.
+
     Args:
       steps: of the whole run; the schedule ends there.
       decayed: tree of bool, which parameters decay.
@@ -95,8 +112,52 @@ def make_optimizer(section: OptimizerSection, steps: int, decayed: Any) -> tuple
     """
     schedule = make_schedule(section, steps)
     s = section
-    adamw = optax.adamw(
-        schedule, b1=s.b1, b2=s.b2, eps=s.eps, weight_decay=s.weight_decay, mask=decayed, mu_dtype="float32"
+    adam = optax.scale_by_adam(b1=s.b1, b2=s.b2, eps=s.eps, mu_dtype="float32")
+    adamw = optax.chain(
+        _in_bfloat16(adam) if s.moments == "bfloat16" else adam,
+        optax.add_decayed_weights(s.weight_decay, lambda tree: _of_same_leaves(decayed, tree)),
+        optax.scale_by_learning_rate(schedule),
     )
-    clip = optax.clip_by_global_norm(s.clip_norm) if s.clip_norm > 0 else optax.identity()
+    clip = _clipping(s.clip_norm) if s.clip_norm > 0 else optax.identity()
     return optax.chain(clip, adamw), schedule
+
+
+def _of_same_leaves(decayed: Any, tree: Any) -> Any:
+    """Returns the mask of a tree in which some leaves may be None."""
+    return jax.tree.map(lambda decays, x: None if x is None else decays, decayed, tree)
+
+
+def _clipping(largest: float) -> optax.GradientTransformationExtraArgs:
+    """Returns `optax.clip_by_global_norm`, for which the norm may be known already."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, norm: Any = None, **_: Any) -> tuple[Any, Any]:
+        norm = optax.tree.norm(updates) if norm is None else norm
+        within = jnp.squeeze(norm < largest)
+        return jax.tree.map(lambda g: jnp.where(within, g, g / norm.astype(g.dtype) * largest), updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def _in_bfloat16(adam: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Returns Adam with moments that are stored in bfloat16. The update itself is in float32, and uses the moments of this step
+    before they are rounded."""
+
+    def stored(state: Any, count: Any, row: Any) -> Any:
+        def one(which: str, path: Any, x: jax.Array) -> jax.Array:
+            seed = seed_of(f"{which}.{jax.tree_util.keystr(path, simple=True, separator='.')}", count)
+            return rounded(x, random_bits(seed, x.shape, row))
+
+        mu, nu = (jax.tree_util.tree_map_with_path(partial(one, name), getattr(state, name)) for name in ("mu", "nu"))
+        return state._replace(mu=mu, nu=nu)
+
+    def cast(state: Any, dtype: Any) -> Any:
+        return state._replace(mu=optax.tree.cast(state.mu, dtype), nu=optax.tree.cast(state.nu, dtype))
+
+    def init(params: Any) -> Any:
+        return cast(adam.init(params), jnp.bfloat16)
+
+    def update(updates: Any, state: Any, params: Any = None, *, row: Any = None, **_: Any) -> tuple[Any, Any]:
+        updates, new = adam.update(updates, cast(state, jnp.float32), params)
+        return updates, stored(new, state.count, row)
+
+    return optax.GradientTransformationExtraArgs(init, update)

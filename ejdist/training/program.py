@@ -27,6 +27,7 @@ from ejdist.training.checkpoint import CheckpointSection
 from ejdist.training.curriculum import StageSection, stages_of
 from ejdist.training.data import DataSection
 from ejdist.training.guards import GuardsSection
+from ejdist.training.offload import Offload, at_once
 from ejdist.training.optimizer import OptimizerSection, make_optimizer
 from ejdist.training.step import TrainState, init_state, make_train_step
 from ejdist.training.trackers import check_names
@@ -272,6 +273,9 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     ops = bind(s, mesh, order, notes.append)
     decayed = map_declared(lambda _, p: p.decay, model.declared)
     optimizer, schedule = make_optimizer(s.optimizer, s.run.steps, decayed)
+    offload = Offload(model.declared) if s.optimizer.offload == "host" else None
+    if offload is not None:
+        optimizer = offload.transformation(optimizer)
 
     def loss(params: Any, batch: dict[str, jax.Array], *, context: StepContext) -> Any:
         with set_layout(order=order):  # for operations that a part calls directly, not through `ops`
@@ -291,6 +295,8 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     shardings = _state_shardings(shapes, placed, mesh)._replace(
         buffers=param_shardings(s, model.buffers, mesh, "buffer")
     )
+    if offload is not None:
+        shardings = shardings._replace(opt_state=offload.shardings(shardings.opt_state))
     state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
     at = sharding(mesh, ("B", "T"), ACTIVATIONS, shape=(rows, length), what="the batch (data.global_batch)")
     fields = ("tokens", "targets", "positions", "segment_ids")
@@ -300,19 +306,24 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
         limits = jax.ShapeDtypeStruct((2,), np.float32, sharding=replicated(mesh))
     beside = () if limits is None else (limits.sharding,)
 
+    narrow = None if offload is None else offload.gradient_dtypes(getattr(s.model, "compute_dtype", "float32"))
+
     def place(grads: Any) -> Any:
-        return jax.lax.with_sharding_constraint(grads, placed)
+        grads = jax.lax.with_sharding_constraint(grads, placed)
+        return grads if narrow is None else jax.tree.map(lambda g, dtype: g.astype(dtype), grads, narrow)
 
     step = jax.jit(
         make_train_step(
             loss,
             optimizer,
             accumulation=s.accumulation,
+            accumulate=s.optimizer.accumulate,
             place=place,
             update=model.update,
             report=model.report,
             schedule=schedule,
             skip=s.guards.skip,
+            stream=at_once if offload is None else offload.stream,
         ),
         donate_argnums=0,
         in_shardings=(shardings, {name: x.sharding for name, x in batch.items()}, *beside),

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from ejdist.models.model import Metrics, StepContext
+from ejdist.training.offload import at_once
+from ejdist.training.rounding import random_bits, rounded, seed_of
 
 
 class TrainState(NamedTuple):
@@ -42,18 +44,21 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     *,
     accumulation: int = 1,
+    accumulate: str = "float32",
     place: Callable[[Any], Any] = lambda gradients: gradients,
     update: Callable[[Any, dict[str, jax.Array]], Any] = lambda buffers, seen: buffers,
     report: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda numbers: {},
     schedule: Callable[[jax.Array], jax.Array] | None = None,
     skip: Collection[str] = (),
+    stream: Callable[..., tuple[Any, Any]] = at_once,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
     """Returns the function (state, batch, limits=None) -> (state, metrics).
 
     Args:
       loss: (params, batch, context=StepContext) -> (sum over tokens, metrics, with "tokens" among them).
-      accumulation: microbatches whose gradients are summed, in float32, before the one update. The result is the mean over
-        all tokens of the batch, whatever the number.
+      accumulation: microbatches whose gradients are summed before the one update. The result is the mean over all tokens of
+        the batch, whatever the number.
+      accumulate: dtype of that sum, float32 or bfloat16, to which each sum is rounded stochastically.
       place: applied to the gradients of each microbatch. On a mesh, shards them like the parameters: without it the compiler
         may keep a replicated sum on every device.
       update: (buffers, the "update" metrics of the whole batch) -> buffers; once per step.
@@ -63,10 +68,12 @@ def make_train_step(
       skip: when not to apply the update: "nonfinite", if the loss or the gradient norm is not finite; "spike", if one of them
         exceeds `limits`, float32[2]: the largest loss and gradient norm of a good step. Parameters, moments, buffers and the
         optimizer's update count then stay unchanged; the step count and the schedule advance. Adds "skipped" to the metrics.
+      stream: applies the update part by part, see `ejdist.training.offload.Offload.stream`.
     """
     if unknown := sorted(set(skip) - {"nonfinite", "spike"}):
         raise ValueError(f"skip has {unknown[0]!r}; there are nonfinite and spike")
     differentiate = jax.value_and_grad(loss, has_aux=True)
+    apply = optax.with_extra_args_support(optimizer).update
 
     def gradient(state: TrainState, batch: dict, microbatch: Any) -> tuple[Metrics, Any]:
         context = StepContext(state.step, microbatch, state.buffers)
@@ -86,29 +93,37 @@ def make_train_step(
                 # until then. For some programs its TPU compiler also fails.
                 grads = jax.lax.optimization_barrier(grads)
                 joined = {name: m.plus(more[name]) for name, m in metrics.items()}
-                return (joined, jax.tree.map(jnp.add, grad_sum, grads)), None
+                return (joined, _plus(grad_sum, grads, state.step, part[1])), None
 
             parts = microbatches(batch, accumulation), jnp.arange(accumulation, dtype=jnp.int32)
             shapes = jax.eval_shape(lambda p: gradient(state, *p), jax.tree.map(lambda x: x[0], parts))
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[1])
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, accumulate), shapes[1])
             (sums, grads), _ = jax.lax.scan(add, ({name: m.start() for name, m in shapes[0].items()}, zeros), parts)
         count = jnp.maximum(sums["tokens"].value, 1)
         with jax.named_scope("optimizer"):
-            grads = jax.tree.map(lambda g: g / count, grads)
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-        buffers = update(state.buffers, {name: m.value for name, m in sums.items() if m.how == "update"})
+            norm = optax.tree.norm(_mean(grads, count))
         metrics = {name: m.reported(count) for name, m in sums.items() if m.how != "update"}
         metrics |= report(metrics)
-        metrics["grad_norm"] = optax.tree.norm(grads)
+        metrics["grad_norm"] = norm
         if schedule is not None:
             metrics["learning_rate"] = jnp.asarray(schedule(state.step), jnp.float32)
-        new = TrainState(state.step + 1, params, opt_state, buffers)
+        wrong = None
         if skip:
-            wrong = _is_wrong(metrics["loss"], metrics["grad_norm"], limits, skip)
+            wrong = _is_wrong(metrics["loss"], norm, limits, skip)
             metrics["skipped"] = wrong.astype(jnp.int32)
-            new = _unless(wrong, new, state)
-        return new, metrics
+
+        def updated(grads: Any, opt_state: Any, params: Any, row: Any = None) -> tuple[Any, Any]:
+            """Returns (parameters, optimizer state) after the update of some parameters, or of a row of each."""
+            updates, new = apply(_mean(grads, count), opt_state, params, norm=norm, row=row)
+            made = optax.apply_updates(params, updates), new
+            return made if wrong is None else _unless(wrong, made, (params, opt_state))
+
+        with jax.named_scope("optimizer"):
+            params, opt_state = stream(updated, grads, state.opt_state, state.params)
+        buffers = update(state.buffers, {name: m.value for name, m in sums.items() if m.how == "update"})
+        if wrong is not None:
+            buffers = _unless(wrong, buffers, state.buffers)
+        return TrainState(state.step + 1, params, opt_state, buffers), metrics
 
     return train_step
 
@@ -124,8 +139,8 @@ def _is_wrong(loss: jax.Array, norm: jax.Array, limits: jax.Array | None, skip: 
     return wrong
 
 
-def _unless(wrong: jax.Array, new: TrainState, old: TrainState) -> TrainState:
-    """Returns the old state if the new one is wrong, except for the counter of the learning rate schedule, which advances."""
+def _unless(wrong: jax.Array, new: Any, old: Any) -> Any:
+    """Returns the old tree if the new one is wrong, except for the counter of the learning rate schedule, which advances."""
 
     def counts_steps(x: Any) -> bool:
         return isinstance(x, optax.ScaleByScheduleState)
@@ -133,4 +148,22 @@ def _unless(wrong: jax.Array, new: TrainState, old: TrainState) -> TrainState:
     def one(new: Any, old: Any) -> Any:
         return new if counts_steps(new) else jnp.where(wrong, old, new)
 
-    return jax.tree.map(one, new, old, is_leaf=counts_steps)._replace(step=new.step)
+    return jax.tree.map(one, new, old, is_leaf=counts_steps)
+
+
+def _mean(grads: Any, count: jax.Array) -> Any:
+    return jax.tree.map(lambda g: g.astype(jnp.float32) / count, grads)
+
+
+def _plus(total: Any, grads: Any, step: jax.Array, microbatch: jax.Array) -> Any:
+    """Returns the sum of two gradients in the dtype of the first. bfloat16 is rounded stochastically: rounded to the nearest,
+    what a microbatch adds would be lost once the sum is 256 times as large."""
+
+    def one(path: Any, total: jax.Array, g: jax.Array) -> jax.Array:
+        if total.dtype != jnp.bfloat16:
+            return total + g
+        name = f"gradient.{jax.tree_util.keystr(path, simple=True, separator='.')}"
+        both = total.astype(jnp.float32) + g.astype(jnp.float32)
+        return rounded(both, random_bits(seed_of(name, step, microbatch), both.shape))
+
+    return jax.tree_util.tree_map_with_path(one, total, grads)

@@ -9,8 +9,8 @@ FAULTS = (
     Fault(
         "one moment of the optimizer is counted",
         "memory:memory",
-        "8 * sum(($p.local for $p in $parameters))",
-        "4 * sum(($p.local for $p in $parameters))",
+        "$both * sum(($p.local for $p in $parameters)) - $host.get(MOMENTS, 0)",
+        "$both // 2 * sum(($p.local for $p in $parameters)) - $host.get(MOMENTS, 0)",
         f"{TESTS} -k state_and_batch",
     ),
     Fault(
@@ -93,8 +93,8 @@ FAULTS = (
     Fault(
         "a given remat policy is searched",
         "search:candidates",
-        "($s.model.remat,) if REMAT in $given else policies_searched()",
-        "policies_searched()",
+        "($s.model.remat,) if REMAT in $given else policies_searched($savings)",
+        "policies_searched($savings)",
         f"{TESTS} -k never_changed",
     ),
     Fault(
@@ -106,7 +106,7 @@ FAULTS = (
     ),
     Fault(
         "a plan that does not fit once compiled is taken",
-        "search",
+        "search:_search",
         "$made is None or $made.peak <= $target.chip.memory",
         "True",
         f"{TESTS} -k first_that_compiles",
@@ -114,7 +114,7 @@ FAULTS = (
     Fault("the slowest plan is first", "ranking:ranked", "-$p.rate", "$p.rate", f"{TESTS} -k fastest_is_first"),
     Fault(
         "what cannot fit is compiled",
-        "search",
+        "search:_search",
         "$target.chip.memory / (1 + MARGIN)",
         "$target.chip.memory * 100",
         f"{TESTS} -k nothing_is_expected_to_fit",
@@ -302,8 +302,8 @@ FAULTS = (
     Fault(
         "the memory of one microbatch is passed over",
         "step_time",
-        "$s.accumulation",
-        "1",
+        "$s.accumulation * $passes + $state",
+        "$passes + $state",
         f"{TESTS} -k microbatches_gather",
     ),
     Fault(

@@ -88,7 +88,7 @@ FAULTS = (
     ),
     Fault(
         "a digest without places",
-        "digest.one",
+        "_sum_of_hashes",
         "$bits.astype(jnp.uint32) + $place * jnp.uint32(2654435761)",
         "$bits.astype(jnp.uint32)",
         f"{TRAIN} -k digest",
