@@ -31,8 +31,9 @@ keys:
   text_key=text     the key or column of jsonl and parquet rows
   format=text       what rows are: text, messages, completion, ids, or auto: what the first has
   loss_on=          of conversations, what is trained: assistant, last, all, spans; default: assistant, or what rows of ids say
-  chat_template=    a file, or chatml; default: that of the tokenizer's folder. chat_template_kwargs='{"name": value}': more
-                    variables of it. chat_date=2026-01-31: where it writes the date; default: that of the first start
+  chat_template=    a file, or chatml; default: that of the tokenizer's folder
+  chat_template_kwargs=   more variables of the template, as '{"name": value}'
+  chat_date=        the date of templates that write one, as 2026-01-31; default: that of the first start
   on_error=stop     stop at a row of conversations that is wrong, or skip it
   processes=        default: one for each core
   threads=          of the tokenizer, in each process; default: cores over processes

@@ -19,7 +19,7 @@ _MEANT = {
     "processes": "workers num_workers num_proc n_workers cpus jobs",
     "devices": "num_devices gpus num_gpus n_gpus ngpus chips num_chips world_size nproc cards",
     "device": "gpu hardware accelerator accelerator_type gpu_type chip tpu_type tpu compile_topology machine",
-    "topology": "slice slice_shape tpu_topology",
+    "topology": "slice_shape tpu_topology",
     "slices": "num_slices compile_topology_num_slices",
     "devices_per_host": "gpus_per_node gpus_per_host nproc_per_node",
     "lengths": "context_lengths seq_lens max_length eval_lengths",

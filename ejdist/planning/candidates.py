@@ -30,13 +30,14 @@ SEARCHED = (
 # What saves memory, each looked at where nothing fits with the ones before: first what changes no loss.
 Savings = tuple[tuple[str, str], ...]
 _ON_HOST, _SUMS, _MOMENTS = (OFFLOAD, "host"), (SUMS, "bfloat16"), (MOMENTS, "bfloat16")
+_REMAT_ON_HOST = REMAT, next(name for name, remat in POLICIES.items() if remat.host)
 SAVINGS: tuple[Savings, ...] = (
     (),
     (_ON_HOST,),
-    (_ON_HOST, (REMAT, "offload")),
+    (_ON_HOST, _REMAT_ON_HOST),
     (_ON_HOST, _SUMS),
     (_MOMENTS, _SUMS),
-    (_ON_HOST, (REMAT, "offload"), _MOMENTS, _SUMS),
+    (_ON_HOST, _REMAT_ON_HOST, _MOMENTS, _SUMS),
 )
 
 
