@@ -77,7 +77,7 @@ def table(found: dict[str, Any]) -> str:
         seconds = (f"{start[name]:.1f}" for name in ("down_s", "compile_s", "state_s"))
         cells = (str(start["made"]), str(start["from"]), *seconds, speed, f"{start['first_step_s']:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
-    spent = found["goodput"]
+    spent = dict.fromkeys(CLASSES, 0.0) | found["goodput"]  # a result may be older than a class
     shares = ", ".join(f"{name.replace('_', ' ')} {spent[name]:.1f}" for name in CLASSES if spent[name] >= 0.05)
     return "\n".join([*lines, "", f"Goodput {spent['fraction']:.1%} of {spent['wall']:.1f} s: {shares}."])
 
