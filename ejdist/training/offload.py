@@ -167,6 +167,8 @@ def _to_device(tree: Any) -> Any:
 
 def _whole(apply: Callable, which: list[int], g: list, m: list[list], p: list) -> tuple[list[list], list, list]:
     """Updates leaves whose moments come to the device at once."""
+    # The copies may begin with the update: a scheduler would start them as early as it can, at the height of the backward.
+    g, m = jax.lax.optimization_barrier((g, m))
     new_m, new_p, rest = apply(which, g, _to_device(m), p)
     return _to_host(new_m), new_p, rest
 

@@ -36,7 +36,7 @@ FAULTS = (
         f"{TESTS} -k depend_on_the_name",
     ),
     Fault(
-        "an infinite moment becomes a number",
+        "a moment that is NaN becomes a number",
         "rounding:rounded",
         "jnp.where(jnp.isfinite($x), $cut, $x.astype(jnp.bfloat16))",
         "$cut",
