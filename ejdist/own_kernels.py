@@ -19,10 +19,10 @@ def check_kernels() -> None:
     spec = importlib.util.find_spec("kernels")
     where = Path(spec.origin).resolve().parent if spec is not None and spec.origin is not None else None
     if where != _OURS:
-        found = "finds none" if where is None else f"finds that of another package first, in {where}"
+        instead = "finds none" if where is None else f"finds another package of that name first, in {where}"
         raise ImportError(
-            f"ejdist needs its own package 'kernels', in {_OURS}, and Python {found}: put {_OURS.parent} first in PYTHONPATH, "
-            "or remove the other (pip uninstall kernels)",
+            f"ejdist needs its own package 'kernels', in {_OURS}, and Python {instead}: put {_OURS.parent} first in "
+            "PYTHONPATH, or remove the other (pip uninstall kernels)",
             name="kernels",
         )
     try:

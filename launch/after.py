@@ -8,9 +8,6 @@ from typing import Any
 
 from recipes.arguments import key_of
 
-# What an evaluation has of its run by itself, or does not take.
-_OF_THE_RUN = ("run", "model", "optimizer", "checkpoint", "guards", "curriculum", "accumulation", "cluster")
-
 
 def next_commands(arguments: Sequence[str], recipe: Any, step: int) -> list[str]:
     """Returns a line for each command that makes sense once a run has made that many steps, with what it does.
@@ -19,7 +16,6 @@ def next_commands(arguments: Sequence[str], recipe: Any, step: int) -> list[str]
       arguments: the run's own.
     """
     where = f"run.dir={recipe.run.dir}"
-    evaluated = [word for word in arguments if key_of(word).partition(".")[0] not in _OF_THE_RUN]
     tokenizer = [word for word in arguments if key_of(word) == "data.tokenizer" and not _made(word)]
     stop = ("run.stop_after",)
     if step < recipe.run.steps:
@@ -31,7 +27,7 @@ def next_commands(arguments: Sequence[str], recipe: Any, step: int) -> list[str]
     longer = _command("train", [*rest, f"run.steps={2 * recipe.run.steps}", "run.extend=true"])
     return _table(
         [
-            (_command("evaluate", [where, *evaluated]), "loss by position, and recall"),
+            (_command("evaluate", [where]), "loss by position, and recall"),
             (_command("export", [where, f"to={str(recipe.run.dir).rstrip('/')}_hf", *tokenizer]), "for transformers"),
             (_command("report", [where]), "a page about the run"),
             (longer, "as many steps again"),

@@ -149,8 +149,8 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
 
 
 def with_settings_of_run(where: str, step: int | None, given: Sequence[str], log: Callable[[str], Any]) -> list[str]:
-    """Returns the keys of a command line, before them what the run in a folder recorded of its data and mesh. A section whose
-    variant the command line names (mesh=fsdp) is taken from there alone.
+    """Returns the keys of a command line, before them what the run in a folder recorded of its data and mesh. Where the command
+    line names a variant (mesh=fsdp), nothing of that section comes from the run, and where it names a recipe, nothing at all.
 
     Args:
       log: takes a line about what is taken.
@@ -158,9 +158,9 @@ def with_settings_of_run(where: str, step: int | None, given: Sequence[str], log
     from ejdist.training.recorded import last_step, recorded, settings_at
     from ejdist.weights.match import written
 
-    recipe = recorded(where)
-    settings = settings_at(recipe, last_step(where) if step is None else step)
     named = {key_of(argument) for argument in given}
+    recipe = {} if "recipe" in named else recorded(where)
+    settings = settings_at(recipe, last_step(where) if step is None else step)
     if (held_out := recipe.get("evaluation.data")) is not None:
         settings |= {"data.source": held_out, "data.mixture": None}
     if "data.source" in named:

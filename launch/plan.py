@@ -219,7 +219,7 @@ def saved(best: Any, without: Any) -> str:
     from ejdist.planning.candidates import MOMENTS, SUMS
 
     keys = [f"{key}={value}" for key, value in best.candidate.savings]
-    keys += ["model.remat=offload"] if REMAT[best.candidate.remat].host else []
+    keys += [f"model.remat={best.candidate.remat}"] if REMAT[best.candidate.remat].host else []
     changed = [key for key, _ in best.candidate.savings if key in (MOMENTS, SUMS)]
     losses = f"; {' and '.join(changed)} may change the losses a little" if changed else ""
     return (

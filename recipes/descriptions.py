@@ -19,6 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ejdist.weights.match import written
 from recipes.arguments import RecipeError, key_of
 from recipes.schema import GROUPS, Recipe, compose, keys_of, variants_of
 from recipes.words import MEANT, last_part, meaning
@@ -136,13 +137,6 @@ def describe(key: str, arguments: Sequence[str] = ()) -> str:
     default = declared.default if declared.default is not dataclasses.MISSING else declared.default_factory()  # pyrefly: ignore[not-callable]
     lines.append(f"default: {written(default)}" + _given(name, default, arguments))
     return "\n  ".join(lines)
-
-
-def written(value: Any) -> str:
-    """Returns a value as it is written on a command line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"[{','.join(map(written, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
 def _given(name: str, default: Any, arguments: Sequence[str]) -> str:

@@ -50,8 +50,7 @@ def test_what_comes_next_keeps_what_the_run_was_given():
     given += ["run.dir=o", "optimizer.learning_rate=1e-4", "mesh.sp=2"]
     lines = next_commands(given, compose(given), 7)
     evaluate, export, report, longer = commands(lines)
-    kept = ["recipe=long_context", "data=files", "data.source=[a b.txt,c.txt]", "data.tokenizer=t.json", "mesh.sp=2"]
-    assert evaluate == ("evaluate", ["run.dir=o", *kept])
+    assert evaluate == ("evaluate", ["run.dir=o"]), "it has data and mesh from the run's folder"
     assert export == ("export", ["run.dir=o", "to=o_hf", "data.tokenizer=t.json"]) and report == (
         "report",
         ["run.dir=o"],

@@ -44,7 +44,10 @@ def test_what_bfloat16_can_say_is_kept():
 
 def test_bits_depend_on_the_name_the_step_and_the_index_and_not_on_the_mesh():
     shape = (6, 8, 16)
-    make = lambda seed: random_bits(seed, shape)  # noqa: E731
+
+    def make(seed):
+        return random_bits(seed, shape)
+
     bits = np.asarray(make(seed_of("a", 1)))
     assert len(np.unique(bits)) > 0.99 * bits.size
     for other in (seed_of("a", 2), seed_of("b", 1), seed_of("a", 1, 0)):

@@ -92,10 +92,12 @@ def test_what_is_named_replaces_what_the_run_had(evaluated):
     recipe = compose(words)
     assert (recipe.mesh.sp, recipe.data.source, recipe.data.sequence_length) == (1, "a.txt", 32)
     assert recipe.data.global_batch == 2 and recipe.sequence.order == "zigzag"
+    named = ["recipe=short_context", "data.source=a.txt"]
+    assert launch.evaluate.with_settings_of_run(str(evaluated.folder), None, named, taken.append) == named
 
 
 def test_the_settings_of_a_run_are_those_of_the_stage_of_the_step():
-    recipe = {"data.sequence_length": 64, "data.cache_dir": "/x", "mesh.sp": 1, "mesh.dp": 2, "run.steps": 9}
+    recipe = {"data.sequence_length": 64, "mesh.sp": 1, "mesh.dp": 2, "run.steps": 9}
     recipe |= {"curriculum[0].until": 4, "curriculum[0].sequence_length": 128}
     recipe |= {"curriculum[1].until": None, "curriculum[1].sequence_length": 256, "curriculum[1].mesh.sp": 4}
     assert settings_at(recipe, 4) == {"data.sequence_length": 128, "mesh.sp": 1, "mesh.dp": 2}

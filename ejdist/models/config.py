@@ -250,9 +250,7 @@ class DecoderShape:
             raise ValueError(f"model.remat = {self.remat!r} is unknown; use one of {', '.join(REMAT)}")
         if self.compute_dtype not in ("float32", "bfloat16"):
             # Gradients here are of sums over tokens, which exceed the range of float16.
-            scaled = (
-                "; float16 would need loss scaling, which there is none of" if self.compute_dtype == "float16" else ""
-            )
+            scaled = "; float16 needs loss scaling, which is not supported" if self.compute_dtype == "float16" else ""
             raise ValueError(f"model.compute_dtype = {self.compute_dtype!r}: use bfloat16 or float32{scaled}")
         self.scaling()
 

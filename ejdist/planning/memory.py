@@ -187,13 +187,14 @@ def moment_bytes(sections: Any) -> int:
 def on_host(sections: Any, of: Held, share: Share) -> dict[str, int]:
     """Returns the bytes that a device keeps in the memory of its host: moments, and what layers save for the backward of a
     microbatch."""
-    s, c, found = sections, sections.model, {}
+    s, c = sections, sections.model
+    held: dict[str, int] = {}
     if s.optimizer.offload == "host":
-        found[MOMENTS] = moment_bytes(s) * sum(p.local for p in of.parameters if is_offloaded(p.param))
+        held[MOMENTS] = moment_bytes(s) * sum(p.local for p in of.parameters if is_offloaded(p.param))
     if share.remat.host:
         saved = sum(n * bytes_of(c, share)[part].offloaded for part, n in counted_parts(c).items())
-        found[ACTIVATIONS] = saved + c.num_layers * share.tokens * c.model_dim * share.itemsize
-    return found
+        held[ACTIVATIONS] = saved + c.num_layers * share.tokens * c.model_dim * share.itemsize
+    return held
 
 
 def _at_work(parts: list[PartBytes], platform: str) -> int:

@@ -65,9 +65,9 @@ def read(key: str, given: str) -> Named:
         r"(?P<name>.+)x(?P<size>\d{1,7})",
         r"(?P<size>\d{1,7})x(?P<name>.+)",
     ):
-        found = re.fullmatch(pattern, name)
-        if found and found["name"] in NAMES:
-            chip, size, by = CHIPS[NAMES[found["name"]]], int(found["size"]), found.groupdict().get("by")
+        match = re.fullmatch(pattern, name)
+        if match and match["name"] in NAMES:
+            chip, size, by = CHIPS[NAMES[match["name"]]], int(match["size"]), match.groupdict().get("by")
             return (
                 _slice(key, given, chip, size)
                 if chip.platform == "tpu" and by == "-"
@@ -101,7 +101,7 @@ def _of_shape(key: str, given: str, chip: Chip, shape: str) -> Named:
 
 
 def shaped(key: str, given: str, chip: Chip, chips: int) -> Named:
-    """Returns the slice of so many chips. Raises ValueError where the cloud has none, naming those next to it."""
+    """Returns the slice with `chips` chips. Raises ValueError if the cloud offers none of that size; names the nearest."""
     table = {2: _FLAT, 3: _SOLID}[chip.dims]
     shape = table.get(chips)
     if shape is None and chip.dims == 3 and chips % _CUBE == 0 and 0 < chips <= _MOST_CHIPS[chip.name]:

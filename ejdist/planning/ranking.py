@@ -1,4 +1,4 @@
-"""Which of the predicted plans is best, which others are told beside it, and why each comes later."""
+"""Ranks the predicted plans, and says why the runners-up come after the best."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ejdist.planning.step_time import StepTime
 from ejdist.sequence.schemes import scheme_of
 
 ALIKE = 0.02  # a plan that is faster by less is no reason for a larger batch
-OTHERS = 3  # plans that are told beside the best
+OTHERS = 3  # runners-up that are printed
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ def _waits(candidate: Candidate) -> bool:
 
 
 def different(best: Predicted, order: Sequence[Predicted]) -> list[Predicted]:
-    """Returns the next best plans, of which each has another mesh or remat policy than those before it."""
-    seen, found = {(best.candidate.mesh, best.candidate.remat)}, []
+    """Returns the runners-up: the next best plans, each with a mesh or remat policy that no plan before it has."""
+    seen, others = {(best.candidate.mesh, best.candidate.remat)}, []
     for plan in order:
         kind = plan.candidate.mesh, plan.candidate.remat
         if kind not in seen:
             seen.add(kind)
-            found.append(plan)
-    return found[:OTHERS]
+            others.append(plan)
+    return others[:OTHERS]
 
 
 def why_later(best: Predicted, other: Predicted) -> str:

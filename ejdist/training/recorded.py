@@ -13,7 +13,6 @@ FILE = "recipe.json"
 # What an evaluation takes from its run: where and how the model runs, and its tokens.
 _SECTIONS = ("data", "mesh", "sequence", "experts")
 _STAGE = {"sequence_length": "data", "global_batch": "data"}
-_HERE = ("data.cache_dir", "data.prefetch")  # of a machine
 
 
 def recorded(folder: str | Path) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def last_step(folder: str | Path) -> int | None:
 def settings_at(recipe: Mapping[str, Any], step: int | None) -> dict[str, Any]:
     """Returns key -> value of the sections data, mesh, sequence and experts, as they were at a step of the run: those of the
     stage of its curriculum that ran it."""
-    found = {key: value for key, value in recipe.items() if key.partition(".")[0] in _SECTIONS and key not in _HERE}
+    found = {key: value for key, value in recipe.items() if key.partition(".")[0] in _SECTIONS}
     stage = _stage_at(recipe, step)
     for name, section in _STAGE.items():
         if (value := recipe.get(f"{stage}.{name}")) is not None:

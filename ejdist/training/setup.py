@@ -134,14 +134,15 @@ def open_run(
     stage = stage_of(stages, (last or 0) + 1)
     program, s = programs[stage.number - 1], stage.sections
     data = data_of(s)
-    for line in data.notes():
-        log(line)
-    if data.has_conversations:  # they must fit into the rows of every stage
-        for other in stages:
-            data.resized(other.sections.data.sequence_length, other.sections.data.global_batch)
     held_out = data_of_evaluation(s, data)
-    for line in [] if held_out is None else held_out.notes():
-        log(f"evaluation: {line}")
+    for key, one in (("data.source", data), ("evaluation.data", held_out)):
+        if one is None:
+            continue
+        for line in one.notes(key):
+            log(line)
+        if one.has_conversations:  # they must fit into the rows of every stage
+            for other in stages:
+                one.resized(other.sections.data.sequence_length, other.sections.data.global_batch)
     found = saves.find(program.state, log)
     if not found and hosts.index == 0:
         _check_moved(directory, s.checkpoint)

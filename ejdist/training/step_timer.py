@@ -69,20 +69,18 @@ class StepTimer:
                 self._waited += spent
             self.doing = before
 
-    @contextlib.contextmanager
-    def saving(self, step: int) -> Iterator[None]:
+    def saving(self, step: int) -> contextlib.AbstractContextManager:
         """Records that the loop waits for a save of this step."""
-        self._ledger.phase("checkpoint", step=step, data_wait=self._taken())
-        with self.during(SAVES):
-            yield
-        self._ledger.phase("productive", step=step)
-        self.ended = time.monotonic()
+        return self._between_steps("checkpoint", SAVES, step)
+
+    def evaluating(self, step: int) -> contextlib.AbstractContextManager:
+        """Records that the loop evaluates the state after this step. It calls `alive` before each batch."""
+        return self._between_steps("evaluation", EVALUATES, step)
 
     @contextlib.contextmanager
-    def evaluating(self, step: int) -> Iterator[None]:
-        """Records that the loop evaluates the state after this step. It calls `alive` before each batch."""
-        self._ledger.phase("evaluation", step=step, data_wait=self._taken())
-        with self.during(EVALUATES):
+    def _between_steps(self, phase: str, doing: str, step: int) -> Iterator[None]:
+        self._ledger.phase(phase, step=step, data_wait=self._taken())
+        with self.during(doing):
             yield
         self._ledger.phase("productive", step=step)
         self.alive()

@@ -85,7 +85,7 @@ def written(value: Any) -> str:
     """Returns a value as an override has it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return f"[{','.join(value)}]" if isinstance(value, tuple | list) else str(value)
+    return f"[{','.join(map(written, value))}]" if isinstance(value, tuple | list) else str(value)
 
 
 def overrides(wanted: DecoderShape, base: DecoderShape) -> list[str]:

@@ -45,8 +45,8 @@ class Chats:
 
     @property
     def key_of_cache(self) -> dict[str, Any]:
-        """Returns what two runs must have in common to read the same tokens: the day of a run that was given none counts not,
-        so what was made on one day is read on the next."""
+        """Returns what two runs must have in common to read the same tokens. Today's date is left out, so that tokens made on
+        one day are read on the next."""
         return {name: value for name, value in asdict(self).items() if name != "today"}
 
     def as_json(self) -> dict[str, Any]:

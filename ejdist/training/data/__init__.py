@@ -127,16 +127,16 @@ class Data:
     def _corpora(self) -> tuple[Corpus | Dataset, ...]:
         return self.corpus.parts if isinstance(self.corpus, Mixture) else (self.corpus,)
 
-    def notes(self) -> list[str]:
+    def notes(self, key: str = "data.source") -> list[str]:
         """Returns lines that say what rows of conversations were taken for, and which were not taken. Of text there is one
-        where data.format=auto (`guessed`)."""
+        where data.format=auto (`guessed`). `key`: that names the source."""
         parts = self.packing.parts if isinstance(self.packing, MixedRows) else [self.packing]
         found = []
         for i, (corpus, rows) in enumerate(zip(self._corpora, parts, strict=True)):
             lines = corpus.describe() + (rows.describe() if isinstance(rows, Whole) else [])
             if self._guessed and corpus.chats is None:
                 lines.append("text, all of which is trained (data.format=auto)")
-            where = f"data.mixture[{i}]" if len(parts) > 1 else "data.source"
+            where = f"data.mixture[{i}]" if len(parts) > 1 else key
             found += [f"{where}: {line}" for line in lines]
         return found
 

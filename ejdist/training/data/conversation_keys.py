@@ -111,6 +111,9 @@ class Asked:
                 )
 
 
+TEXT = Asked()  # of rows of text
+
+
 def one_of(key: str, value: Any, known: tuple[str, ...]) -> None:
     """Raises ValueError, naming the key of `data`, for a value that it does not have."""
     if value not in known:

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from ejdist.training.data.conversation_keys import Asked
+from ejdist.training.data.conversation_keys import TEXT, Asked
 from ejdist.training.data.dataset import MANIFEST, Dataset, open_dataset
 from ejdist.training.data.tokenizing import make_dataset
 
@@ -18,7 +18,7 @@ def hub_dataset(
     text_key: str,
     cache_dir: Path,
     *,
-    asked: Asked = Asked(),  # noqa: B008 - it is frozen
+    asked: Asked = TEXT,
 ) -> Dataset:
     """Returns the dataset of "hf:NAME[:SPLIT]", streamed into the cache once, by this process alone.
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from ejdist.training.chats.encoding import Chats
 from ejdist.training.data.cache import Damaged, checksum_of, new_folder, sealed
-from ejdist.training.data.conversation_keys import Asked
+from ejdist.training.data.conversation_keys import TEXT, Asked
 from ejdist.training.data.conversations import Range, joined, none_left, rows_of, write_conversations
 from ejdist.training.data.dataset import (
     BLOCK,
@@ -96,7 +96,7 @@ def make_plan(
     text_key: str,
     shard_bytes: int,
     sample_bytes: int,
-    asked: Asked = Asked(),  # noqa: B008 - it is frozen
+    asked: Asked = TEXT,
 ) -> Plan:
     """Returns the work. Writes the settings of the folder, and trains a tokenizer `bpe:SIZE`, if it is the first.
 
@@ -374,7 +374,7 @@ def make_dataset(
     text_key: str = "text",
     shard_bytes: int = 1 << 28,
     sample_bytes: int = 1 << 26,
-    asked: Asked = Asked(),  # noqa: B008 - it is frozen
+    asked: Asked = TEXT,
 ) -> dict[str, Any]:
     """Returns the content of `dataset.json`, of a dataset made or completed by this process alone.
 
