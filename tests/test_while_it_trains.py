@@ -4,6 +4,7 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from small_run import TINY, losses
@@ -12,7 +13,7 @@ import launch.evaluate
 from ejdist.training import trackers
 from ejdist.training.loop import train
 from ejdist.training.metrics import MetricsWriter, read_evaluations, read_rows
-from ejdist.training.profiling import GIB, peak_memory
+from ejdist.training.profiling import GIB, StepProfiler, peak_memory
 from ejdist.training.recorded import settings_at
 from launch.errors import WRONG
 from launch.train import main
@@ -109,6 +110,29 @@ def test_a_trace_of_the_steps_asked_for(evaluated):
     traces = list((evaluated.folder / "profile").glob("plugins/profile/*/*"))
     assert {path.name for path in traces} >= {"perfetto_trace.json.gz"} and any(p.suffix == ".pb" for p in traces)
     assert "trace of steps 2 to 3" in evaluated.said
+
+
+@pytest.mark.parametrize(
+    ("start", "until", "words"),
+    [
+        (0, 5, ["trace of steps 2 to 4 in"]),
+        (2, 5, ["trace of steps 3 to 4 in"]),  # a run that resumes
+        (0, 3, ["trace of steps 2 to 3 in"]),  # a stage or a run that ends
+        (4, 9, []),
+    ],
+)
+def test_a_trace_is_of_the_steps_that_ran(start, until, words, monkeypatch, tmp_path):
+    calls, said = [], []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, **_: calls.append(("start", folder)))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append(("stop", None)))
+    profiler = StepProfiler((2, 4), tmp_path, start, said.append)
+    for step in range(start + 1, until + 1):
+        with profiler.step(step):
+            pass
+        assert profiler.end_step(step, ()) == (step == 4 and start < 4)
+    profiler.stop()
+    assert len(said) == len(words) and all(word in line for word, line in zip(words, said, strict=True))
+    assert [name for name, _ in calls] == ["start", "stop"] * len(words)
 
 
 def test_memory_of_devices_that_say():

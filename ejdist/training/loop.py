@@ -100,6 +100,8 @@ def train(
         f"{data.global_batch} x {data.sequence_length:,} tokens per step, {s.sequence.scheme} in {program.order.name} order"
     )
     log_stage(run, log)
+    if s.run.profile and start >= s.run.profile[1]:
+        log(f"run.profile = {list(s.run.profile)}: these steps are done, so nothing is traced")
     if s.guards.replicas_every and not compiled.replicas.every:
         log(f"guards.replicas_every = {s.guards.replicas_every} compares nothing: no array is replicated")
     if start >= end:

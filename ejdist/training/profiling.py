@@ -24,16 +24,16 @@ class StepProfiler:
     """
 
     def __init__(self, steps: Sequence[int], directory: Path, start: int, log: Callable[[str], Any]) -> None:
-        self._first, self._last = steps or (0, 0)
+        first, self._last = steps or (0, 0)
+        self._first = max(first, start + 1) if start < self._last else 0
         self._folder, self._log, self._running = directory / "profile", log, False
+        self._step = start  # the last one that is dispatched
         if jax.process_count() > 1:  # JAX names a folder by the second, and expects one host in it
             self._folder /= f"host{jax.process_index()}"
-        if start >= self._last:
-            self._first = self._last = 0
-        self._first = max(self._first, start + 1) if self._last else 0
 
     def step(self, step: int) -> contextlib.AbstractContextManager:
         """Returns a context for dispatching a step; starts the trace before the first step."""
+        self._step = step
         if step == self._first:
             try:
                 jax.profiler.start_trace(self._folder, create_perfetto_trace=jax.process_index() == 0)
@@ -49,24 +49,23 @@ class StepProfiler:
         stops = self._running and step == self._last
         if stops:
             jax.block_until_ready(metrics)
-            if self.stop():
-                self._log(
-                    f"trace of steps {self._first} to {self._last} in {self._folder}: open it with xprof or TensorBoard, or "
-                    "perfetto_trace.json.gz in it at ui.perfetto.dev"
-                )
+            self.stop()
         return stops
 
-    def stop(self) -> bool:
-        """Stops the trace if it runs, and returns whether it is written."""
+    def stop(self) -> None:
+        """Stops the trace if it runs: at its last step, or at the end of a stage or of the run before that."""
         if not self._running:
-            return False
+            return
         self._running = False
         try:
             jax.profiler.stop_trace()
         except (OSError, ValueError, RuntimeError) as error:
             self._log(f"run.profile: the trace is not complete: {error}")
-            return False
-        return True
+            return
+        self._log(
+            f"trace of steps {self._first} to {self._step} in {self._folder}: open it with xprof or TensorBoard, or "
+            "perfetto_trace.json.gz in it at ui.perfetto.dev"
+        )
 
 
 def peak_memory(devices: Sequence[Any] | None = None) -> list[float]:
