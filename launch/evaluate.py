@@ -162,9 +162,9 @@ def with_settings_of_run(where: str, step: int | None, given: Sequence[str], log
     recipe = {} if "recipe" in named else recorded(where)
     settings = settings_at(recipe, last_step(where) if step is None else step)
     if (held_out := recipe.get("evaluation.data")) is not None:
-        settings |= {"data.source": held_out, "data.mixture": None}
-    if "data.source" in named:
-        settings["data.mixture"] = None
+        settings["data.source"] = held_out
+    if held_out is not None or "data.source" in named:
+        settings.pop("data.mixture", None)
     kept = {key: value for key, value in settings.items() if key not in named and key.partition(".")[0] not in named}
     if kept:
         mesh = {k.partition(".")[2]: v for k, v in kept.items() if k.startswith("mesh.") and v not in (1, False)}
