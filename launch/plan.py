@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -277,6 +278,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     import jax
 
+    # XLA's warning that rematerialization cannot reduce the memory of a program counts what is on the host, and so contradicts
+    # the memory that is printed. The compilers of devices, which are loaded below, read the level; JAX has set it to 1.
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
     jax.config.update("jax_platforms", "cpu")  # the devices are described, not opened
     args = parse(arguments)
     report = plan(args)
