@@ -190,6 +190,7 @@ def test_the_first_tokens_stay_visible_beside_a_window():
     sinks = MaskInfo(sink_tokens=2)
     np.testing.assert_array_equal(MaskInfo(causal=True, window=(3, 0), sink_tokens=2).visible(12, 12)[0, 0], wanted)
     np.testing.assert_array_equal(sinks.combine(MaskInfo(causal=True, window=(3, 0))).visible(12, 12)[0, 0], wanted)
+    np.testing.assert_array_equal(MaskInfo(causal=True, window=(3, 0)).combine(sinks).visible(12, 12)[0, 0], wanted)
     assert sinks.combine(MaskInfo(sink_tokens=5)).sink_tokens == 2
     # Of packed sequences those of each, wherever it lies; where positions are given, those at positions below 2.
     ids = jnp.asarray([[0] * 2 + [1] * 10])

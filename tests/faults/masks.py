@@ -217,7 +217,7 @@ FAULTS = (
         "flash_attention/xla:_logits",
         "$n in KeyRange._fields",
         "$n in KeyRange._fields and $n != 'gap_low'",
-        "tests/test_sequence.py -k 'numbers_of_one_device and packed_sink'",
+        "tests/kernels/test_flash_attention.py -k block_size_is_not",
     ),
     Fault(
         "what a rank counted over all is not cut to its own",

@@ -121,7 +121,7 @@ def test_agrees_with_jax_nn(causal, extra):
 # -- the blocks ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["together", "cum_seqlens_window_chunk"])
+@pytest.mark.parametrize("name", ["together", "cum_seqlens_window_chunk", "segments_sink_window"])
 def test_the_block_size_is_not_in_the_numbers(name):
     given = op.case_inputs(next(c for c in CASES if c.name == name))
     floats = {n: v for n, v in given.items() if is_float_array(v)}

@@ -124,6 +124,7 @@ CASES = (
     Case("prefix", SMALL, make={"mask": _prefix}, tags=KERNELS),
     Case("segments", SMALL, make=_segments(causal=True), tags=KERNELS | {"smoke"}),
     Case("segments_window", SMALL, make=_segments(causal=True, window=(4, 0)), tags=SLOW),
+    Case("segments_sink_window", SMALL, make=_segments(causal=True, window=(4, 0), sink_tokens=2), tags=SLOW),
     Case("segments_full", SMALL, make=_segments(), tags=SLOW),
     Case("segments_chunk", SMALL, make=_segments(causal=True, chunk_size=5)),
     Case("padding", SMALL, make={"mask": _padding}),
