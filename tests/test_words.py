@@ -144,6 +144,6 @@ def test_dtypes_are_stored_by_one_name():
     assert dtype_name("jnp.bfloat16") == "bfloat16" and dtype_name("int8") == "int8"
     written = [flat(compose([f"model.compute_dtype={one}"])) for one in ("bf16", "bfloat16")]
     assert written[0] == written[1] and written[0]["model.compute_dtype"] == "bfloat16"
-    with pytest.raises(ValueError, match="use bfloat16 or float32; float16 would need loss scaling"):
+    with pytest.raises(ValueError, match="use bfloat16 or float32; float16 needs loss scaling, which is not supported"):
         compose(["model.compute_dtype=fp16"]).model.validate()
     assert export._keys(["run.dir=a", "to=b", "dtype=bf16"])["dtype"] == "bfloat16"
