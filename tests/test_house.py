@@ -227,7 +227,7 @@ ONLY = {
         "ejdist/experts/dispatch.py",
         "ejdist/layout.py",
         "ejdist/mapped.py",
-        "ejdist/experts/local.py",
+        "kernels/engines/matmul/permutation.py",
         "ejdist/sequence/attention.py",
         "kernels/framework/execute.py",
     },

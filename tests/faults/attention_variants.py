@@ -34,8 +34,8 @@ FAULTS = (
     Fault(
         "slots are not put back",
         "mixture.forward.projected",
-        "grouped_matmul($rows, $weights, $sizes, platform=$platform)[$back]",
-        "grouped_matmul($rows, $weights, $sizes, platform=$platform)",
+        "permuted(grouped_matmul($$args, platform=$p), $back, $order)",
+        "grouped_matmul($$args, platform=$p)",
         "tests/test_ops.py -k mixture_of_attention_heads-small-float32",
     ),
     Fault(

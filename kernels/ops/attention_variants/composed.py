@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from kernels.engines.matmul.permutation import permuted, spread
 from kernels.framework.execute import backward_of
 from kernels.ops.attention_variants.contract import differential_op, mixture_op, routed
 from kernels.ops.flash_attention import flash_attention
@@ -82,12 +83,12 @@ def mixture(platform: str | None) -> tuple[Callable, Callable]:
         sizes = jnp.sum(expert[:, None] == jnp.arange(w_query.shape[0]), axis=0, dtype=jnp.int32)
 
         def projected(rows, weights):
-            return grouped_matmul(rows, weights, sizes, platform=platform)[back]
+            return permuted(grouped_matmul(rows, weights, sizes, platform=platform), back, order)
 
         # Slots gather from their tokens: the rows of all slots exist once, sorted by expert.
-        query = projected(x.reshape(-1, D)[order // top_k], w_query).reshape(B, T, top_k, -1)
+        query = projected(spread(x.reshape(-1, D), order, back, top_k), w_query).reshape(B, T, top_k, -1)
         heads = flash(query, key[:, :, None], value[:, :, None], mask, softmax_scale)
-        each = projected(heads.reshape(B * T * top_k, -1)[order], w_out).reshape(B, T, top_k, D)
+        each = projected(permuted(heads.reshape(B * T * top_k, -1), order, back), w_out).reshape(B, T, top_k, D)
         return jnp.sum(gates[..., None] * each, axis=2).astype(x.dtype)
 
     return forward, backward_of(mixture_op, forward)

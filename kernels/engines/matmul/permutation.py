@@ -1,0 +1,35 @@
+"""Rows sorted by group and put back: permutations whose gradients are gathers, where JAX's own would scatter and add, as if
+rows could repeat."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.custom_vjp
+def permuted(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Returns the rows of x in another order. The gradient is a gather by the inverse: nothing is scattered."""
+    return jnp.asarray(x).at[order].get(unique_indices=True, mode="promise_in_bounds")
+
+
+permuted.defvjp(
+    lambda x, order, inverse: (permuted(x, order, inverse), (order, inverse)),
+    lambda kept, d: (permuted(d, *reversed(kept)), None, None),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def spread(x: jax.Array, order: jax.Array, inverse: jax.Array, top_k: int) -> jax.Array:
+    """Returns top_k copies of each row of x, in an order of all copies; the gradient is a gather and a sum over top_k."""
+    return jnp.asarray(x).at[order // top_k].get(mode="promise_in_bounds")
+
+
+def _spread_bwd(top_k: int, kept: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, None, None]:
+    d = permuted(d, *reversed(kept))
+    return d.reshape(d.shape[0] // top_k, top_k, d.shape[1]).sum(1), None, None
+
+
+spread.defvjp(lambda x, order, inverse, top_k: (spread(x, order, inverse, top_k), (order, inverse)), _spread_bwd)
