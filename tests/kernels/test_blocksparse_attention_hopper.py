@@ -65,7 +65,6 @@ KINDS = {
 }
 QUICK = {
     ("full", "shared"), ("causal", "narrow blocks"), ("packed", "tall blocks"), ("together", "wide blocks"),
-    ("prefix", "narrow blocks"),
 }  # fmt: skip
 
 

@@ -115,7 +115,7 @@ CASES = (
     ),
     _case("tiles_nothing", SMALL, "slow", blocks=TILES, density=0.0),
     _case("odd_widths", _ODD, "code", "slow", blocks=(128, 64), rows=True, mask=_segments(causal=True)),
-    _case("tenth_of_32k", _LONGEST, "bench", "code", density=0.1, blocks=(128, 128)),
+    _case("tenth_of_32k", _LONGEST, "bench", density=0.1, blocks=(128, 128)),
     _case("tenth_of_32k_per_head", _LONGEST, "bench", density=0.1, blocks=(128, 128), heads=True),
     _case("tenth_of_32k_narrow", _LONGEST, "bench", density=0.1, blocks=(64, 64), heads=True),
     _case("tenth_of_16k", _LONG, "bench", density=0.1, blocks=(128, 128)),
