@@ -224,18 +224,18 @@ def check_mesh_of(what: str, x: Any, mesh: Any) -> None:
     strange = sorted(set(axes_in(jax.typeof(x).sharding.spec)) - set(mesh.axis_names if mesh is not None else ()))
     if strange and mesh is None and jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
-            f"{what} lies on the explicit axes {', '.join(strange)}, which the shard_map around this call is not over; map "
-            "over them too"
+            f"{what} is sharded over the explicit axes {', '.join(strange)}, which the shard_map around this call does not "
+            "map; map over them too"
         )
     if strange and mesh is None:
         raise ValueError(
-            f"{what} lies on the explicit axes {', '.join(strange)} of a mesh that is not in force: give 'mesh', or call under "
+            f"{what} is sharded over the explicit axes {', '.join(strange)} of a mesh not in force: give 'mesh', or call under "
             "`with jax.set_mesh(mesh):`"
         )
     if strange:
         raise ValueError(
-            f"{what} lies on the explicit axes {', '.join(strange)} of another mesh than {dict(mesh.shape)}; leave 'mesh' "
-            "out, or move the array with jax.device_put"
+            f"{what} is sharded over the explicit axes {', '.join(strange)} of a mesh other than {dict(mesh.shape)}; leave "
+            "'mesh' out, or move the array with jax.device_put"
         )
 
 
@@ -312,7 +312,7 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def constrain(x: jax.Array, dims: str, mesh: jax.sharding.Mesh | None, table: Axes | None = None) -> jax.Array:
-    """Returns x, told to the compiler to lie as its dims ("B T D") say; x itself without a mesh."""
+    """Returns x with the sharding constraint of its dims ("B T D"); x itself without a mesh."""
     mesh = mesh_here(mesh)
     if mesh is None or mesh.size == 1:
         return x

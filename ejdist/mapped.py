@@ -28,7 +28,8 @@ def map_shards(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> 
         around = jax.sharding.get_abstract_mesh()
         inside = bool(around.manual_axes)
         if is_explicit(mesh):
-            # On a mesh of explicit axes (`jax.make_mesh`) where an array lies is its type, and `shard_map` moves nothing.
+            # On a mesh of explicit axes (`jax.make_mesh`) the sharding of an array is part of its type, and `shard_map` moves
+            # nothing.
             whole = around if inside else mesh
             where = jax.tree.map(lambda s: NamedSharding(whole, explicit(s, mesh)), in_specs)
             arguments = jax.sharding.reshard(arguments, where)
@@ -47,8 +48,8 @@ def map_shards(function: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> 
 def _nested(function: Callable, names: tuple[str, ...], in_specs: Any, out_specs: Any) -> Callable:
     """Returns the function mapped over axes that the `shard_map` around it leaves to the compiler, with its derivative.
 
-    JAX's own derivative of one map inside another says of what it keeps that it lies on the axes of both, which no program may
-    say of results of the inner one (jax 0.11). Here what is kept lies on the axes of the inner one alone.
+    JAX's own derivative of a nested map declares residuals as sharded over the axes of both maps, which is illegal for results
+    of the inner one (jax 0.11). Here residuals are sharded over the inner axes alone.
     """
     over = functools.partial(jax.shard_map, axis_names={*names})
 

@@ -125,7 +125,7 @@ def make_mesh(
 
 
 def abstract_mesh(section: MeshSection, num_devices: int, num_slices: int = 1) -> jax.sharding.AbstractMesh:
-    """Returns the mesh that `make_mesh` makes on so many devices of so many TPU slices, which need not be here.
+    """Returns the mesh that `make_mesh` makes on that many devices of that many TPU slices, which need not exist here.
 
     Raises:
       ValueError: as `make_mesh`.

@@ -76,7 +76,7 @@ class Order:
         """Returns (queries, keys) of the `own` tokens of two ranks: the parts of which causal attention joins every query of
         one rank with every key of another that is `earlier` in the order, or later; None where it joins none.
 
-        Of a rank's own tokens causal attention joins what lies in order, for every order is ascending on a rank. Striped
+        Of a rank's own tokens causal attention joins what is in order, for every order is ascending on a rank. Striped
         tokens of two ranks are joined one by one, and have no such parts.
         """
         assert self.name != "striped", self

@@ -70,7 +70,7 @@ def order_of_call(
     if kind == "contiguous" or (shards == 1 and not unknown):
         return Order("contiguous", math.prod(sizes.get(a, 1) for a in split))
     if follows and split and not prepared.cuts:
-        return resolve_order(name, ranks, f"dim T lies on {', '.join(split)}", order)
+        return resolve_order(name, ranks, f"dim T is split over {', '.join(split)}", order)
     if prepared.cuts or depends_on_order(op, prepared.call):
         raise _no_form(name, prepared.cuts, kind, None if unknown else shards)
     return None
@@ -207,8 +207,8 @@ def _instead(op: Op, dims: tuple[str, ...], axes: tuple[str, ...]) -> str:
 def _unsaid(name: str, op: Op, dims: tuple[str, ...], axes: tuple[str, ...], communicates: bool) -> str:
     over = ", ".join(map(repr, axes))
     lies = (
-        f"{name}: dim {dims[0]} lies on the axis {over} of the layout in force, and this call is inside a shard_map over it, "
-        "so the arrays have a part of each sequence, and this operation needs all of it"
+        f"{name}: dim {dims[0]} is split over the axis {over} of the layout in force, and this call is inside a shard_map "
+        "over it, so the arrays have a part of each sequence, and this operation needs all of it"
     )
     if not communicates:
         return lies + _instead(op, dims, axes)

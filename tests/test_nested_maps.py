@@ -145,7 +145,7 @@ def test_operations_of_a_model_in_a_stage():
 
 @pytest.mark.parametrize("name", ["rms_norm", "ring_attention"])
 def test_explicit_axes_inside_an_outer_map(name):
-    """Where an array lies on the inner axes is its type."""
+    """The sharding over the inner axes is part of an array's type."""
     function, _, arrays, specs = CALLS[name]
     want = on_one_device(name)
     chips = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Explicit,) * 3)

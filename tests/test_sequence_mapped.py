@@ -129,7 +129,7 @@ def test_an_axis_gives_the_numbers_and_gradients_of_one_device(name):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * max(1, float(jnp.abs(want).max())))
         for g, w in zip(gradients, wanted, strict=True):
             np.testing.assert_allclose(g, w, rtol=1e-4, atol=2e-5 * max(1, float(jnp.abs(w).max())))
-        with pytest.raises(ValueError, match=f"{name}: dim [TS] lies on the axis 'seq'.*give axis_name='seq'"):
+        with pytest.raises(ValueError, match=f"{name}: dim [TS] is split over the axis 'seq'.*give axis_name='seq'"):
             mapped(name, options, None, out)(arrays, data)
         # Said to be whole on each rank, which is then what is computed.
         sees = jax.jit(
@@ -159,7 +159,7 @@ def test_a_cache_whose_entries_are_split():
     specs = (ROWS, ROWS, TOKENS, ROWS)
     got = inside(lambda *a: decode(*a, axis_name="seq"), query, rope, cache, lens, specs=specs, out=ROWS)
     np.testing.assert_allclose(got, want, atol=1e-5)
-    with pytest.raises(ValueError, match=r"mla_decode: dim S lies on the axis 'seq'.*give axis_name='seq'"):
+    with pytest.raises(ValueError, match=r"mla_decode: dim S is split over the axis 'seq'.*give axis_name='seq'"):
         inside(decode, query, rope, cache, lens, specs=specs, out=ROWS)
 
 

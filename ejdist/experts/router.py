@@ -248,7 +248,7 @@ def route(
     over = _sequence_axes(balance, axis_name, x.shape[1])
     wide = jnp.promote_types(jnp.promote_types(x.dtype, router.dtype), jnp.float32)
     counted = jnp.ones(x.shape[:2], bool) if segment_ids is None else segment_ids >= 0
-    # Before anything else sees it: whatever lies in padding, a NaN too, has no part in a sum or a gradient.
+    # Before anything else sees it: values in padding, NaN included, contribute to no sum and no gradient.
     x = jnp.where(counted[..., None], x, 0).astype(wide)
     if jitter:
         x = x * jax.random.uniform(key, x.shape, wide, 1 - jitter, 1 + jitter)

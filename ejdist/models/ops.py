@@ -16,7 +16,7 @@ class Ops:
 
     Args:
       functions: name -> function.
-      constrain: (x, "B T D") -> x, told where its dims lie.
+      constrain: (x, "B T D") -> x, with the layout of its dims as a sharding constraint.
       gather: (parameter, "D F") -> it, from where it is stored to where it is used; its gradient goes the other way.
     """
 

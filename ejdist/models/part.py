@@ -59,7 +59,7 @@ class Part:
         return {}
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
-        """Returns (x [B, T, D] with this part added, metrics). `params` lie as they are stored; matrices are in the compute
+        """Returns (x [B, T, D] with this part added, metrics). `params` are laid out as stored; matrices are in the compute
         dtype."""
         raise NotImplementedError
 

@@ -89,7 +89,7 @@ class Share:
         return ExchangeShape(self.experts, self.tokens, top_k, width, hidden, self.itemsize, self.buffer, again)
 
     def sums_over_features(self, model_dim: int, sums: int) -> Traffic:
-        """Returns the traffic of so many sums of [tokens, model_dim] over the devices that features are split over."""
+        """Returns the traffic of that many sums of [tokens, model_dim] over the devices that features are split over."""
         sent, n = Traffic(), self.features
         if n > 1:
             x = self.tokens * model_dim * self.itemsize

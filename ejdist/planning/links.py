@@ -70,7 +70,7 @@ class Links:
             return self.chip.link
         assert self.chip.network is not None
         inner = _inner(axis, sizes)
-        # A group that is smaller than a host, and yet lies over two, may have one device in one of them.
+        # A group that is smaller than a host but spans two may have one device in one of them.
         ways = self.per_host // inner if inner * sizes[axis] > self.per_host else 1
         return min(self.chip.link, self.chip.network * max(1, ways))
 
@@ -91,7 +91,7 @@ class Links:
         """Returns how many times as long an exchange takes as one of the same bytes at the known rate."""
         slower = 1.0
         if collective in (ALL_TO_ALL, RAGGED_ALL_TO_ALL) and self.chip.network is None and axis != NETWORK:
-            # On a ring most rows pass several links. A longer axis lies along several sides of the slice, each a ring.
+            # On a ring most rows pass several links. A longer axis spans several sides of the slice, each a ring.
             ring, known_ring = (min(n, self.side or n) for n in (sizes[axis], there.size if there else 4))
             slower = max(ring, 4) / max(known_ring, 4)
         if collective in COLLECTIVES:

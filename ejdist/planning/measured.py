@@ -28,7 +28,7 @@ class MeasuredAxis:
     points: Mapping[str, tuple[tuple[float, float], ...]]
 
     def seconds(self, collective: str, sent: float) -> float:
-        """Returns the time of one collective in which a device sends so many bytes; one that is not in `COLLECTIVES` has that
+        """Returns the time of one collective in which a device sends that many bytes; one that is not in `COLLECTIVES` has that
         of an all-to-all."""
         points = self.points.get(collective) or self.points[ALL_TO_ALL]
         at = bisect.bisect_left(points, (sent, 0.0))

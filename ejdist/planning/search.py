@@ -146,14 +146,14 @@ def meshes(count: int, given: dict[str, int], has_experts: bool) -> Iterator[tup
 
 @functools.cache
 def _factors(n: int, parts: int) -> list[tuple[int, ...]]:
-    """Returns the ways to write n as an ordered product of so many numbers."""
+    """Returns the ways to write n as an ordered product of that many numbers."""
     if parts == 0:
         return [()] if n == 1 else []
     return [(d, *rest) for d in range(1, n + 1) if n % d == 0 for rest in _factors(n // d, parts - 1)]
 
 
 def candidates(sections: Any, count: int, given: Collection[str], savings: Savings = ()) -> Iterator[Candidate]:
-    """Yields what may be chosen on so many devices; keys that are given stay as the recipe has them."""
+    """Yields the choices for that many devices; keys on the command line stay as they are."""
     s = sections
     written = {a: getattr(s.mesh, a) for a in AXES if f"mesh.{a}" in given}
     if written.get(CP) == -1:
@@ -173,7 +173,7 @@ def candidates(sections: Any, count: int, given: Collection[str], savings: Savin
 
 
 def _batches(s: Any, over: int, given: Collection[str]) -> Iterator[tuple[int, int]]:
-    """Yields (global batch, microbatches) that split evenly over so many devices."""
+    """Yields (global batch, microbatches) that split evenly over that many devices."""
     some = (s.accumulation,) if ACCUMULATION in given else MICROBATCHES
     if BATCH in given:
         rows = s.data.global_batch

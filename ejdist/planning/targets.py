@@ -69,7 +69,7 @@ class Target:
         """Returns the devices, to compile for.
 
         Raises:
-          ValueError: there is no such slice. NoCompiler: none is installed, or it knows the slice and not so many of it.
+          ValueError: there is no such slice. NoCompiler: none is installed, or it knows the slice but not this many of it.
         """
         if self.shape:
             found = self._tpus()

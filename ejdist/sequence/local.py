@@ -92,7 +92,7 @@ class Local:
 
     def _mask_of(self, keys: dict[str, jax.Array], holders: Any) -> MaskInfo:
         changes: dict[str, Any] = {n: keys[n] for n in _TRAVELLING if n in keys}
-        if "kv_positions" not in changes and self.ranks > 1:  # a whole sequence lies in its own order
+        if "kv_positions" not in changes and self.ranks > 1:  # a whole sequence is in its natural order
             # The order alone tells where a rank's tokens are, so their positions do not travel.
             length, order = self.query.shape[1] * self.ranks, self.static.order
             changes["q_positions"] = order.positions(exchange.rank(self.axis), length)[None]
@@ -191,7 +191,7 @@ class Local:
 
     def in_order(self, keys: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], Any]:
         """Returns the keys of all ranks as `attend` and `pull` take them, of those keys in the order of the ranks: in the order
-        of the sequence, in which a query sees a run of them, and kernels skip what lies before and behind it."""
+        of the sequence, in which a query sees a run of them, and kernels skip what is before and after it."""
         if "block_mask" in self.own:  # whose columns are in the order of the ranks
             return keys, jnp.arange(self.ranks)
         return {n: self.static.order.inverse(x) for n, x in keys.items()}, None

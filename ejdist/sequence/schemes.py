@@ -134,7 +134,7 @@ class Ring(Scheme):
 
 
 def _held(shape: AttentionShape, sets: int) -> SchemeBytes:
-    """Returns the bytes of so many sets of keys and values, and of the sums over ranks of all gradients, in float32."""
+    """Returns the bytes of that many sets of keys and values, and of the sums over ranks of all gradients, in float32."""
     keys, wide = shape.key + shape.value, shape.float32
     # Two kernels, forward and backward, have sums of the size of their output.
     return SchemeBytes((sets + wide) * keys + wide * shape.query, gpu_zeros=2 * wide * shape.out)

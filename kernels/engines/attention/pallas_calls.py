@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 LANES = 128
-# A padded key lies beyond every position that there is.
+# A padded key is beyond every position.
 BEYOND = 2**30
 # Of scalar memory, for the list of pairs.
 SMEM_BYTES = 640 * 2**10

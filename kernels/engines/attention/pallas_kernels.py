@@ -1,5 +1,5 @@
 """The Pallas kernels of attention. Tiles are [keys, queries]: what there is one of for each query (maximum, sum, lse, delta,
-positions) lies along lanes, where it takes no more room than it is long, and is broadcast over sublanes for nothing."""
+positions) is stored along lanes, which wastes no memory and makes its broadcast over sublanes free."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _dot(a: Any, b: Any, over_a: int, over_b: int) -> Any:
 
 
 def _column(x: Any) -> Any:
-    """Returns [n, 1] of [1, n]: what lies along lanes is turned by eight sublanes at a time."""
+    """Returns [n, 1] of [1, n]: transposes lanes to sublanes, eight at a time."""
     return jnp.broadcast_to(x, (8, x.shape[1])).T[:, :1]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kernels.framework.measured import power_of_two
 from kernels.framework.target import MULTIPROCESSORS
 
-# A row lies in the registers of one program: 32 elements of each array a thread, at 32 warps.
+# A row is held in the registers of one program: 32 elements of each array a thread, at 32 warps.
 WIDEST = 32768
 # From this width on, a backward does best with one large program a multiprocessor (measured, benchmarks/results).
 WIDE = 4096

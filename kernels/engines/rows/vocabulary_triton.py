@@ -17,7 +17,7 @@ from kernels.engines.rows import vocabulary
 from kernels.framework.binding import Call, is_array
 from kernels.toolchains.triton import triton_launch
 
-# A thread takes the largest of so many neighbours before it rescales its sums: 16 bytes of float32.
+# A thread takes the largest of this many neighbours before it rescales its sums: 16 bytes of float32.
 LANE = 4
 LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 

@@ -148,7 +148,7 @@ def _check_tile(block_size: tuple[int, int], tile: tuple[int, int]) -> None:
 def _bits_shape(
     shape: tuple[int, ...], block_size: tuple[int, int], lengths: tuple[int, int], tile: tuple[int, int]
 ) -> Blocks | None:
-    """Returns how the blocks lie of which tiles hold several; None where each tile lies in one block."""
+    """Returns how tiles that hold several blocks are laid out; None if each tile is within one block."""
     inside = tiles.held(block_size[0], tile[0]), tiles.held(block_size[1], tile[1])
     if inside == (1, 1):
         return None

@@ -25,7 +25,7 @@ def _integer(name: str, value: Any, least: int, what: str = "") -> int:
 
 
 def _distance(q_blocks: int, kv_blocks: int | None) -> np.ndarray:
-    """Returns how many blocks each key block lies before each query block."""
+    """Returns how many blocks each key block is before each query block."""
     kv_blocks = q_blocks if kv_blocks is None else kv_blocks
     for name, n in (("q_blocks", q_blocks), ("kv_blocks", kv_blocks)):
         _integer(name, n, 1, " block")

@@ -88,7 +88,7 @@ def _check_tiles(block_size: tuple[int, int], cfg: BlockSparseConfig) -> None:
         if any(size % side for size, side in zip(block_size, sides, strict=True)):
             raise ValueError(
                 f"blocksparse_attention: argument 'cfg': {name} has tiles of {sides[0]} queries and {sides[1]} keys, which do "
-                f"not divide blocks of {block_size}: a tile lies in one block; give sides that divide them"
+                f"not divide blocks of {block_size}: a tile must be within one block; give sides that divide them"
             )
         if params.num_warps == WARP_SPECIALIZED and not set(sides) <= {64, 128}:
             raise ValueError(
@@ -118,7 +118,7 @@ def _plain(call: Any, params: FwdParams, itemsize: int) -> FwdParams:
 
 
 def _work(query, key, value, block_mask, matmuls: tuple[int, int]) -> Work:
-    """Returns the work of so many products over the width of keys, and of values, if a tenth of the blocks are set: how many
+    """Returns the work of `matmuls` products over the width of keys, and of values, if a tenth of the blocks are set: how many
     are is not known before the program runs."""
     (B, T, N, H), S, HV = query.shape, key.shape[1], value.shape[3]
     return Work(2 * (B * N * T * S // 10) * (matmuls[0] * H + matmuls[1] * HV), 2 * nbytes(query, key, value))
@@ -271,7 +271,7 @@ def _side(size: int, most: int) -> int:
 
 
 def _plain_config(width: int, itemsize: int, block_size: tuple[int, int]) -> BlockSparseConfig:
-    """Returns the tiles of the plain kernels for heads that are padded to so many entries."""
+    """Returns the tiles of the plain kernels for heads padded to `width` entries."""
     found = plain_tiles(width, itemsize)
 
     def params(kind: type, of: FwdParams) -> Any:

@@ -29,7 +29,7 @@ from kernels.ops.flash_attention.contract import attention, attention_op, op
 
 def _heuristic(call: Call, platform: str) -> FlashAttentionConfig:
     # On a CPU the logits of a pair of blocks, over all rows and heads, should stay in cache, but a long sequence should
-    # not have so many pairs that the loop overhead dominates. On an accelerator each operation on a pair is a kernel of
+    # not have that many pairs that the loop overhead dominates. On an accelerator each operation on a pair is a kernel of
     # its own, so blocks are as large as 128 MiB of logits allow.
     elements, largest = (2**17, 256) if platform == "cpu" else (2**25, 2048)
     side = math.isqrt(elements // (call.dims["B"] * call.dims["N"]))
