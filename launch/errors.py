@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.util
 import itertools
 import os
 import signal
@@ -59,8 +60,19 @@ def exit_code_of(error: Exception) -> int | None:
     return next((code for kind, code in codes.items() if isinstance(error, kind)), None)
 
 
+def _not_installed(error: Exception) -> str | None:
+    """Returns what to install if the error is that a package of others is missing, else None."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if not name or name in ("kernels", "ejdist", "recipes", "launch") or importlib.util.find_spec(name) is not None:
+        return None
+    return f"the package {name} is not installed; the commands need pip install 'ejdist[train]'"
+
+
 def tell(error: Exception) -> int:
     """Prints one line about an error to stderr, and returns its exit code. Raises the error if it is a bug."""
+    if (missing := _not_installed(error)) is not None:
+        print(f"error: {missing}", file=sys.stderr)
+        return WRONG
     if (
         isinstance(error, ImportError) and error.name == "kernels"
     ):  # not ours, without which the rest cannot be imported
