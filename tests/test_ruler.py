@@ -66,7 +66,7 @@ SQUAD = {
 HOTPOT = [
     {
         "question": f"Who {i}?",
-        "answer": f"Mr {i}",
+        "answer": f"Mr {i}" if i != 1 else "Mr 1" * 20,
         "context": [[f"T{j}", [f"Fact {j}.", " More."]] for j in range(i, i + 4)],
     }
     for i in range(40)
@@ -163,7 +163,7 @@ def test_needles_have_different_keys_and_values_and_the_question_asks_for_them(n
         sample = Generator(TASKS[name], 8192, BYTES, sources).make(i)
         standing = needles_of(sample.text)
         values = {value: key for _, key, value in standing}
-        assert len(values) == len(standing) and (needles is None or len(standing) == needles)
+        assert needles is None or len(values) == len(standing) == needles
         assert keys is None or len({key for _, key, _ in standing}) == keys
         assert needles is not None or len(standing) == len({key for _, key, _ in standing}) > 40
         question = sample.text.rpartition("\n")[2]
@@ -184,7 +184,8 @@ def test_keys_that_are_drawn_from_few_never_repeat(monkeypatch, sources):
         sample = Generator(TASKS["niah_multikey_2"], 2400, BYTES, sources).make(i)
         standing = needles_of(sample.text)
         assert len(standing) > 25
-        assert len({key for _, key, _ in standing}) == len({value for _, _, value in standing}) == len(standing)
+        assert len({key for _, key, _ in standing}) == len(standing)
+        assert [value for _, _, value in standing].count(*sample.references) == 1
 
 
 def test_variables_get_the_value_from_each_other_in_order(sources):
@@ -565,7 +566,9 @@ def test_what_cannot_be_run_is_refused_before_anything_is_compiled(trained, corp
         assert refusal in (said := capsys.readouterr().err) and said.count("\n") == 1, said
 
 
-def test_the_documented_commands_are_read():
+def test_the_documented_commands_are_read(tmp_path, monkeypatch):
+    (tmp_path / "outputs" / "long_context").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     text = (Path(measure_ruler.__code__.co_filename).parent / "README.md").read_text()
     block = re.search(r"```bash\n(.*?)```", text, re.DOTALL)[1].replace("\\\n", " ")
     commands = [parse(shlex.split(line)) for line in block.split("python -m launch.evaluate")[1:]]

@@ -35,10 +35,8 @@ class Needles:
 
     def __call__(self, rng: Rng, depth: float, number: int, length: int, sources: Sources) -> Case:
         """Returns what a prompt hides and asks for. The first needle stands at `depth`, the others anywhere."""
-        taken_keys: set[str] = set()
-        taken_values: set[str] = set()
-        keys = different(lambda: KINDS[self.keys](rng), self.num_keys, taken_keys)
-        drawn = different(lambda: KINDS[self.values](rng), self.num_keys * self.num_values, taken_values)
+        keys = different(lambda: KINDS[self.keys](rng), self.num_keys)
+        drawn = different(lambda: KINDS[self.values](rng), self.num_keys * self.num_values)
         values = np.reshape(np.asarray(drawn, object), (self.num_keys, self.num_values))
         needles = [self._needle(k, v) for k, of_key in zip(keys, values, strict=True) for v in of_key]
         places = [depth, *rng.random(len(needles) - 1).tolist()]
@@ -56,7 +54,7 @@ class Needles:
             hidden = sorted(zip(places, needles, strict=True))
             if self.haystack == "essay":
                 return sources.essays.hide(hidden, size, start)
-            return "\n".join(_among(self._lines(size, seed, taken_keys, taken_values), hidden))
+            return "\n".join(_among(self._lines(size, seed, set(keys)), hidden))
 
         def text(size: int) -> str:
             is_hidden = f"A special magic {kind} is" if one else f"Several special magic {kind} are"
@@ -73,14 +71,14 @@ class Needles:
     def _needle(self, key: str, value: str) -> str:
         return f"Remember that a special magic {self.values[:-1]} for {key} is {value}."
 
-    def _lines(self, size: int, seed: int, keys: set[str], values: set[str]) -> list[str]:
-        """Returns the lines of a haystack. Distractors never have a key or a value of the prompt."""
+    def _lines(self, size: int, seed: int, keys: set[str]) -> list[str]:
+        """Returns the lines of a haystack. Distractors never have a key of the prompt, nor each other's."""
         if self.haystack == "noise":
             return [NOISE] * size
         rng = np.random.default_rng(seed)
-        others = different(lambda: KINDS[self.keys](rng), size, set(keys))
-        theirs = different(lambda: KINDS[self.values](rng), size, set(values))
-        return [self._needle(key, value) for key, value in zip(others, theirs, strict=True)]
+        return [
+            self._needle(key, KINDS[self.values](rng)) for key in different(lambda: KINDS[self.keys](rng), size, keys)
+        ]
 
 
 def _among(lines: list[str], hidden: list[tuple[float, str]]) -> list[str]:
