@@ -7,6 +7,7 @@ import shlex
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from ejdist.evaluation.ruler import (
     string_match,
     summary,
 )
+from ejdist.evaluation.ruler.samples import ends_of
 from ejdist.mesh import make_mesh
 from ejdist.models.model import Model
 from ejdist.models.parameters import Param
@@ -351,7 +353,7 @@ class Asked:
 
 
 class Hashing:
-    """Stands for an `Evaluator`: the token after a prefix follows from its last ids, and 7 ends a text. It sees only what the
+    """Stands for an `Evaluator`: the token after a prefix follows from its last ids; 7 and 8 end a text. It sees only what the
     batch has, and counts the passes."""
 
     rows, length = 3, 96
@@ -379,7 +381,7 @@ def greedy(model, asked, enough=lambda ids: False):
     ids = []
     while len(ids) < asked.tokens:
         following = model.after([*asked.prompt.tolist(), *ids])
-        if following == 7:
+        if following in (7, 8):
             break
         ids.append(following)
         if enough(ids):
@@ -400,7 +402,7 @@ def test_what_is_decoded_by_guesses_is_what_is_decoded_by_tokens(last):
         asked.append(Asked(prompt, np.asarray(answer[:tokens], np.int32), tokens))
     enough = lambda one, ids: sum(ids) > 60  # noqa: E731
     for stop in (None, enough):
-        found = {id(one): answer for one, answer in decode(model, asked, 7, stop)}
+        found = {id(one): answer for one, answer in decode(model, asked, (7, 8), stop)}
         assert len(found) == 20
         for one in asked:
             answer = found[id(one)]
@@ -410,7 +412,7 @@ def test_what_is_decoded_by_guesses_is_what_is_decoded_by_tokens(last):
             assert answer.right == hits.sum()
             assert answer.log_probability == pytest.approx(-0.5 * hits.sum() - 2 * (~hits).sum())
             assert answer.passes <= len(answer.ids) + 1 + -(-len(one.answer) // WINDOW)
-    scored = list(decode(model, asked, 7, generate=False))
+    scored = list(decode(model, asked, (7, 8), generate=False))
     assert all(a.ids == () and a.right == found[id(o)].right for o, a in scored)
 
 
@@ -418,16 +420,20 @@ def test_a_right_answer_and_a_text_that_repeats_take_few_passes():
     model = Hashing()
     model.after = lambda ids: (ids[-1] + 1) % 7
     prompt = np.arange(3, dtype=np.int32)
-    ((_, right),) = decode(model, [Asked(prompt, np.asarray([3, 4, 5]), 60)], 7, lambda one, ids: len(ids) == 3)
+    ((_, right),) = decode(model, [Asked(prompt, np.asarray([3, 4, 5]), 60)], (7, 8), lambda one, ids: len(ids) == 3)
     assert right.ids == (3, 4, 5) and right.passes == model.passes == 1
-    ((_, wrong),) = decode(model, [Asked(prompt, np.asarray([0]), 60)], 7)
+    ((_, wrong),) = decode(model, [Asked(prompt, np.asarray([0]), 60)], (7, 8))
     assert wrong.ids == tuple((3 + i) % 7 for i in range(60)) and wrong.passes < 13 and wrong.right == 0
+
+
+def test_a_text_ends_where_the_tokenizer_says():
+    assert ends_of(BYTES) == (256,) and ends_of(SimpleNamespace(eos_id=1, stop_ids=(1, 4))) == (1, 4)
 
 
 def test_what_does_not_fit_is_refused():
     for one in (Asked(np.zeros(90, int), np.zeros(3, int), 7), Asked(np.zeros(9, int), np.zeros(3, int), 2)):
         with pytest.raises(ValueError, match="does not fit into 96"):
-            list(decode(Hashing(), [one], 7))
+            list(decode(Hashing(), [one], (7, 8)))
 
 
 # -- a model that is known ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ Prompt Lookup Decoding, 2023.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -110,7 +110,7 @@ class _Row[T: Asked]:
 def decode[T: Asked](
     evaluator: Evaluator,
     asked: Iterable[T],
-    eos_id: int,
+    ends: Collection[int],
     enough: Callable[[T, list[int]], bool] | None = None,
     generate: bool = True,
 ) -> Iterator[tuple[T, Answer]]:
@@ -118,7 +118,7 @@ def decode[T: Asked](
 
     Args:
       asked: of which prompt and tokens together fit into the evaluator's length.
-      eos_id: the token that ends a text.
+      ends: tokens that end a text.
       enough: whether what is generated so far needs no more; generation ends there too. Default: at the end alone.
       generate: False only scores the right answers.
     """
@@ -139,17 +139,17 @@ def decode[T: Asked](
             row = rows.popleft()
             before = len(row.known)
             row.take(best[i], scores[i])
-            if row.scoring or (generate and not _ended(row, before, eos_id, enough)):
+            if row.scoring or (generate and not _ended(row, before, ends, enough)):
                 rows.append(row)
                 continue
             right = int((np.asarray(row.scored) == row.asked.answer).sum())
             yield row.asked, Answer(tuple(row.known) if generate else (), right, row.log_probability, row.passes)
 
 
-def _ended(row: _Row[Any], before: int, eos_id: int, enough: Callable[[Any, list[int]], bool] | None) -> bool:
+def _ended(row: _Row[Any], before: int, ends: Collection[int], enough: Callable[[Any, list[int]], bool] | None) -> bool:
     """Returns whether the text has ended, and cuts what lies past its end. `before`: how many tokens were known earlier."""
     for count in range(before, len(row.known)):
-        if row.known[count] == eos_id:
+        if row.known[count] in ends:
             del row.known[count:]
             return True
         if enough is not None and enough(row.asked, row.known[: count + 1]):

@@ -28,7 +28,7 @@ FAULTS = (
     ),
     Fault(
         "a prompt has no room for its answer",
-        "Generator._amount",
+        "Generator._fitted",
         "$room = self.length - $tokens",
         "$room = self.length",
         f"{TESTS} -k fills",
@@ -142,7 +142,7 @@ FAULTS = (
     Fault(
         "a text goes on past its end",
         "decoding:_ended",
-        "$row.known[$count] == $eos_id",
+        "$row.known[$count] in $ends",
         "False",
         f"{TESTS} -k by_tokens",
     ),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from ejdist.evaluation.decoding import decode
-from ejdist.evaluation.ruler.samples import Generator, Sample
+from ejdist.evaluation.ruler.samples import Generator, Sample, ends_of
 from ejdist.evaluation.ruler.scoring import Scored, string_match
 from ejdist.training.forward import Evaluator
 
@@ -39,8 +38,8 @@ def measure_ruler(
         return scored(sample, ids)[1] == 1  # more text takes nothing away
 
     prompts = itertools.chain.from_iterable((g.make(i) for i in range(count)) for g in generators)
-    eos: Any = generators[0].tokenizer.eos_id
-    for sample, answer in decode(evaluator, prompts, eos, enough, generate):
+    ends = ends_of(generators[0].tokenizer) if generators else ()
+    for sample, answer in decode(evaluator, prompts, ends, enough, generate):
         text, score = scored(sample, answer.ids) if generate else (None, None)
         mine = answers[sample.task]
         mine.append(Scored(sample, answer, text, score))

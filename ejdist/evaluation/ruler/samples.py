@@ -105,6 +105,11 @@ class Sample:
     depth: float | None
 
 
+def ends_of(tokenizer: Any) -> tuple[int, ...]:
+    """Returns the ids that end what is generated: those that the tokenizer names, or that of the end of a document."""
+    return tuple(getattr(tokenizer, "stop_ids", (tokenizer.eos_id,)))
+
+
 def begin(tokenizer: Encoder) -> np.ndarray:
     """Returns the ids that a prompt begins with: the tokenizer's beginning of a text, where it has one."""
     bos = getattr(tokenizer, "bos_id", None)
@@ -136,9 +141,8 @@ class Generator:
             case = self._case(number, attempt)
             answer = self._answer(case)
             tokens = max(self.task.tokens, len(answer))
-            text = case.text(self._amount(case, tokens, self._typical if number else case.least + 1))
+            _, text, ids = self._fitted(case, tokens, self._typical)
             if all(text.count(one) == 1 for one in case.once):
-                ids = self._ids(text)
                 assert len(ids) + tokens <= self.length, (len(ids), tokens, self)
                 return Sample(self.task.name, number, text, ids, answer, case.references, tokens, case.depth)
         raise ValueError(
@@ -148,15 +152,22 @@ class Generator:
 
     @functools.cached_property
     def _typical(self) -> int:
-        """The haystack of the first prompt, where the search for those of the others begins."""
+        """An amount of haystack that has room in all prompts or nearly, where the search for each one's begins."""
         case = self._case(0, 0)
-        return self._amount(case, max(self.task.tokens, len(self._answer(case))), case.least + 1)
+        size = self._fitted(case, max(self.task.tokens, len(self._answer(case))), case.least + 1)[0]
+        return size - size // 1000
 
-    def _amount(self, case: Case, tokens: int, start: int) -> int:
-        """Returns how much haystack there is room for before so many tokens of an answer. Raises ValueError: there is none."""
+    def _fitted(self, case: Case, tokens: int, start: int) -> tuple[int, str, np.ndarray]:
+        """Returns (amount, text, ids) of the prompt with as much haystack as has room beside so many tokens of an answer.
+
+        Raises:
+          ValueError: there is no room for the least.
+        """
         room = self.length - tokens
         low = first = case.least
-        base = len(self._ids(case.text(low)))
+        text = case.text(low)
+        best = low, text, self._ids(text)
+        base = len(best[2])
         if base > room:
             raise ValueError(
                 f"lengths: {self.length} tokens are too few for {self.task.name}, which needs {base + tokens} for its "
@@ -167,13 +178,18 @@ class Generator:
             now = int(min(max(now, low + 1), high - 1))
             if now <= low:
                 break
-            used = len(self._ids(case.text(now)))
-            low, high = (now, high) if used <= room else (low, now)
+            text = case.text(now)
+            ids = self._ids(text)
+            used = len(ids)
+            if used <= room:
+                low, best = now, (now, text, ids)
+            else:
+                high = now
             one = max((used - base) / (now - first), 1e-3)  # tokens of one more
             if 0 <= room - used < max(one, room / _SLACK):
                 break
             now += math.floor((room - used) / one)
-        return low
+        return best
 
     def _answer(self, case: Case) -> np.ndarray:
         """Returns the ids that follow the prompt in a right answer: the start of a text may have tokens of its own."""
