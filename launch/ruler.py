@@ -129,11 +129,11 @@ def prepare(args: RulerArgs, count: int, lengths: Sequence[int], tokenizer: Any,
     return Ruler(args, count, sources.essays.name, sources.digest(), generators, not_run)
 
 
-def check_context(lengths: Sequence[int], weights: Any, where: str, model: Any, given: Sequence[str]) -> None:
+def check_context(lengths: Sequence[int], weights: Any, where: str, model: Any, words: Sequence[str]) -> None:
     """Raises ValueError where a length is more than the model is for: the tokens of a row of its run, or
     max_position_embeddings of its config.json, or those that its scaling of the positions reaches. A model.rope_ key on the
     command line tries other positions out, and nothing is refused."""
-    if any(key_of(word).startswith("model.rope_") for word in given):
+    if any(key_of(word).startswith("model.rope_") for word in words):
         return
     scaled = int(model.rope_factor * model.rope_original_length) if model.rope_scaling in ("yarn", "llama3") else 0
     trained = weights.data.get("sequence_length")
@@ -156,17 +156,17 @@ def _sentence(row: Mapping[str, Any], seconds: float) -> str:
     )
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(results: Mapping[str, Any]) -> str:
     """Returns the table of tasks and lengths: RULER's scores or, where nothing was generated, tokens that teacher forcing finds
     right; with the mean over the tasks that ran, and what did not run."""
-    rows = found["rows"]
+    rows = results["rows"]
     lengths, tasks = (list(dict.fromkeys(row[key] for row in rows)) for key in ("length", "task"))
     values = {
-        (r["task"], r["length"]): r["score"] if found["generate"] else 100 * r["teacher_forced"]["tokens_correct"]
+        (r["task"], r["length"]): r["score"] if results["generate"] else 100 * r["teacher_forced"]["tokens_correct"]
         for r in rows
     }
     means = [sum(values[t, n] for t in tasks) / len(tasks) for n in lengths]
-    what = "string match" if found["generate"] else "tokens right, teacher-forced"
+    what = "string match" if results["generate"] else "tokens right, teacher-forced"
     lines = [("RULER", *(f"{n:,}" for n in lengths))]
     lines += [(t, *(f"{values[t, n]:.1f}" for n in lengths)) for t in tasks]
     lines += [(f"mean of {len(tasks)}", *(f"{m:.1f}" for m in means))]
@@ -175,8 +175,8 @@ def table(found: Mapping[str, Any]) -> str:
         "".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
         for line in lines
     ]
-    left_out = [f"not run: {'; '.join(found['not_run'].values())}"] if found["not_run"] else []
-    return "\n".join([*shown, f"{what}, 0 to 100; essays: {found['essays']}", *left_out])
+    left_out = [f"not run: {'; '.join(results['not_run'].values())}"] if results["not_run"] else []
+    return "\n".join([*shown, f"{what}, 0 to 100; essays: {results['essays']}", *left_out])
 
 
 def place_of_rows(where: str, log: Callable[[str], Any]) -> Path | None:
@@ -193,9 +193,9 @@ def place_of_rows(where: str, log: Callable[[str], Any]) -> Path | None:
     return folder / ROWS
 
 
-def add_rows(path: Path, found: Mapping[str, Any], step: int | None) -> None:
+def add_rows(path: Path, results: Mapping[str, Any], step: int | None) -> None:
     """Adds a row to the run's file for each task and length, with what tells this evaluation from others."""
-    facts = {"step": step, "seed": found["seed"], "essays": found["ruler"]["essays"], "mesh": found["mesh"]}
-    rows = [json.dumps(facts | row, allow_nan=False) + "\n" for row in found["ruler"]["rows"]]
+    facts = {"step": step, "seed": results["seed"], "essays": results["ruler"]["essays"], "mesh": results["mesh"]}
+    rows = [json.dumps(facts | row, allow_nan=False) + "\n" for row in results["ruler"]["rows"]]
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(rows))

@@ -261,7 +261,7 @@ def test_a_length_without_room_is_refused_in_a_sentence_that_names_one_with(name
 
 
 def test_a_haystack_is_what_the_user_names(tmp_path, sources):
-    text = "First things come first. " + "word " * 95 + 'He said "stop!" And again?'
+    text = "First things come first. " + "word " * 95 + 'He printed "stop!" And again?'
     (tmp_path / "essay.txt").write_text(text)
     essays = Essays.read(str(tmp_path / "essay.txt"))
     assert essays.ends.tolist() == [4, 44, 84, 102, 104] and essays.name.endswith("essay.txt")
@@ -402,10 +402,10 @@ def test_what_is_decoded_by_guesses_is_what_is_decoded_by_tokens(last):
         asked.append(Asked(prompt, np.asarray(answer[:tokens], np.int32), tokens))
     enough = lambda one, ids: sum(ids) > 60  # noqa: E731
     for stop in (None, enough):
-        found = {id(one): answer for one, answer in decode(model, asked, (7, 8), stop)}
-        assert len(found) == 20
+        decoded = {id(one): answer for one, answer in decode(model, asked, (7, 8), stop)}
+        assert len(decoded) == 20
         for one in asked:
-            answer = found[id(one)]
+            answer = decoded[id(one)]
             assert answer.ids == greedy(model, one, lambda ids, s=stop, o=one: s is not None and s(o, ids))
             forced = [model.after([*one.prompt.tolist(), *one.answer[:i].tolist()]) for i in range(len(one.answer))]
             hits = np.asarray(forced) == one.answer
@@ -413,7 +413,7 @@ def test_what_is_decoded_by_guesses_is_what_is_decoded_by_tokens(last):
             assert answer.log_probability == pytest.approx(-0.5 * hits.sum() - 2 * (~hits).sum())
             assert answer.passes <= len(answer.ids) + 1 + -(-len(one.answer) // WINDOW)
     scored = list(decode(model, asked, (7, 8), generate=False))
-    assert all(a.ids == () and a.right == found[id(o)].right for o, a in scored)
+    assert all(a.ids == () and a.right == decoded[id(o)].right for o, a in scored)
 
 
 def test_a_right_answer_and_a_text_that_repeats_take_few_passes():
@@ -528,8 +528,8 @@ def trained(corpus, tmp_path_factory):
         run = open_run(compose(keys), Hosts(60))
         run.checkpoints.save(2, run.program.init(), run.checkpoint_metadata(2))
         run.checkpoints.close()
-        found = evaluate(*parse([f"run.dir={folder}", *corpus, *KEYS, "mesh.sp=4"]), lambda line: None)
-        (folder / "four.json").write_text(json.dumps(found))
+        decoded = evaluate(*parse([f"run.dir={folder}", *corpus, *KEYS, "mesh.sp=4"]), lambda line: None)
+        (folder / "four.json").write_text(json.dumps(decoded))
 
     return once(tmp_path_factory, "ruler", make)
 
@@ -553,9 +553,9 @@ def test_four_devices_answer_what_one_does(trained, corpus, tmp_path, capsys):
     add_rows(trained / "ruler.jsonl", four, 3)
     steps = [json.loads(line)["step"] for line in (trained / "ruler.jsonl").read_text().splitlines()]
     assert steps == [2, 3], "rows are added"
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert all(
-        words in said
+        words in printed
         for words in ("niah_single_1 at 640 tokens: ", "mean of 1", "essays: generated sentences", "added to ")
     )
     assert to.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
@@ -569,7 +569,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is_compiled(trained, corp
         (["tasks=vt", "lengths=640"], "640 tokens are too few for vt"),
     ):
         assert main([f"run.dir={trained}", *corpus, *words]) == WRONG
-        assert refusal in (said := capsys.readouterr().err) and said.count("\n") == 1, said
+        assert refusal in (printed := capsys.readouterr().err) and printed.count("\n") == 1, printed
 
 
 def test_the_documented_commands_are_read(tmp_path, monkeypatch):
@@ -633,8 +633,8 @@ def test_the_table_and_where_its_rows_are_kept(tmp_path):
         "not run: qa_1 needs squad=FILE.json",
     ]
     assert "50.0" in table(results | {"generate": False}).splitlines()[1]
-    said = []
-    assert place_of_rows(str(tmp_path), said.append) == tmp_path / "ruler.jsonl" and not said
+    printed = []
+    assert place_of_rows(str(tmp_path), printed.append) == tmp_path / "ruler.jsonl" and not printed
     (tmp_path / "config.json").touch()
-    assert place_of_rows(str(tmp_path), said.append) is None and not said
-    assert place_of_rows("gs://a/b", said.append) is None and "no ruler.jsonl in it" in said[0]
+    assert place_of_rows(str(tmp_path), printed.append) is None and not printed
+    assert place_of_rows("gs://a/b", printed.append) is None and "no ruler.jsonl in it" in printed[0]

@@ -99,7 +99,7 @@ class _Row[T: Asked]:
         # What is shorter than a guess goes on from its start: a text that repeats itself.
         self.guess = np.resize(ids[before[-1] + 2 :], WINDOW - 1).tolist() if len(before) else []
 
-    def given(self) -> np.ndarray:
+    def right_ids(self) -> np.ndarray:
         """Returns the WINDOW ids whose log-probabilities the next pass is to return."""
         ids = np.zeros(WINDOW, np.int32)
         right = self.asked.answer[self.at : self.at + WINDOW] if self.scoring else ids
@@ -164,7 +164,7 @@ def _passed(evaluator: Evaluator, rows: list[_Row[Any]]) -> tuple[np.ndarray, np
     batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions")}
     batch |= {name: np.full(shape, -1, np.int32) for name in ("targets", "segment_ids")}
     marks = np.full(shape, -1, np.int32)
-    given = np.zeros((evaluator.rows, WINDOW), np.int32)
+    right = np.zeros((evaluator.rows, WINDOW), np.int32)
     # Rows past the last prompt repeat it, and are not looked at.
     for i, row in enumerate([*rows, *[rows[-1]] * (evaluator.rows - len(rows))]):
         ids = [*row.asked.prompt.tolist(), *row.follows()][: evaluator.length]
@@ -175,5 +175,5 @@ def _passed(evaluator: Evaluator, rows: list[_Row[Any]]) -> tuple[np.ndarray, np
         first = len(row.asked.prompt) - 1 + row.at
         last = min(first + WINDOW, len(ids))
         marks[i, first:last] = np.arange(last - first)
-        given[i] = row.given()
-    return evaluator.answers(batch, marks, given)
+        right[i] = row.right_ids()
+    return evaluator.answers(batch, marks, right)
