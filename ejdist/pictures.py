@@ -94,17 +94,20 @@ def draw_load(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def draw_evaluation(found: Mapping[str, Any], path: Path, title: str) -> None:
-    """Writes the picture of what `launch.evaluate` writes as JSON: "loss", by length, and "recall", a list of cells."""
+    """Writes the picture of what `launch.evaluate` writes as JSON: "loss", by length, "recall", a list of cells, and
+    "ruler", with a row for each task and length."""
     from matplotlib.figure import Figure
 
     tasks = list(dict.fromkeys(cell["task"] for cell in found.get("recall", ())))
-    panels = (["loss"] if found.get("loss") else []) + tasks
+    panels = (["loss"] if found.get("loss") else []) + tasks + (["ruler"] if found.get("ruler") else [])
     figure = Figure(figsize=(5.5 * max(1, len(panels)), 4.5), layout="constrained")
     figure.suptitle(title)
     for i, name in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), i + 1)
         if name == "loss":
             _draw_loss_by_position(axes, found["loss"])
+        elif name == "ruler":
+            _draw_ruler(axes, figure, found["ruler"])
         else:
             _draw_cells(axes, figure, [cell for cell in found["recall"] if cell["task"] == name], name)
     save_picture(figure, path)
@@ -137,6 +140,22 @@ def _draw_cells(axes: Any, figure: Any, cells: list[dict[str, Any]], name: str) 
     title = {"needle": "a needle in text", "recall": "one of many pairs"}[name]
     axes.set(xlabel="tokens of the prompt", ylabel="depth (1: just before the question)", title=title)
     figure.colorbar(shown, ax=axes, label="right answers")
+
+
+def _draw_ruler(axes: Any, figure: Any, ruler: Mapping[str, Any]) -> None:
+    rows = ruler["rows"]
+    lengths, tasks = (list(dict.fromkeys(row[key] for row in rows)) for key in ("length", "task"))
+    square = np.full((len(tasks), len(lengths)), np.nan)
+    for row in rows:
+        y, x = tasks.index(row["task"]), lengths.index(row["length"])
+        square[y, x] = row["score"] if ruler["generate"] else 100 * row["teacher_forced"]["tokens_correct"]
+        axes.text(x, y, f"{square[y, x]:.0f}", ha="center", va="center", fontsize="small")
+    shown = axes.imshow(square, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto", alpha=0.8)
+    axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
+    axes.set_yticks(range(len(tasks)), tasks)
+    axes.set(xlabel="tokens of prompt and answer", title="RULER")
+    label = "string match, %" if ruler["generate"] else "tokens right, teacher-forced, %"
+    figure.colorbar(shown, ax=axes, label=label)
 
 
 def save_picture(figure: Any, path: Path) -> None:

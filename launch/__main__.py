@@ -9,7 +9,7 @@ COMMANDS = {
     "train": "trains a recipe, or resumes a run",
     "plan": "finds mesh, remat, accumulation, batch and schemes that fit devices which need not be there",
     "tokenize": "turns files into a dataset, once, for every run",
-    "evaluate": "measures a trained model at each length: loss by position, recall from the context",
+    "evaluate": "measures a trained model at each length: loss by position, recall from the context, RULER",
     "report": "writes a page about a run: loss, speed, where the time went, experts, recipe",
     "export": "writes the parameters of a run in the format of transformers",
     "doctor": "checks that a cluster is fit for a run; trains nothing",

@@ -1,4 +1,4 @@
-"""`python -m launch.evaluate run.dir=outputs/run [KEY=VALUE ...]`: loss by position and recall of a trained model."""
+"""`python -m launch.evaluate run.dir=outputs/run [KEY=VALUE ...]`: loss by position, recall, and RULER of a trained model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from launch import ruler
 from launch.errors import DONE, run_command
+from launch.evaluated import tell_cells, tell_loss
 from launch.options import check_spelling, file_of
 from launch.train import command, start_jax
 from recipes.arguments import key_of
 
 NO_STAGES = "curriculum=[]"  # of the recipe: one mesh for all lengths
 
-USAGE = """usage: python -m launch.evaluate run.dir=DIR [KEY=VALUE ...]
+USAGE = f"""usage: python -m launch.evaluate run.dir=DIR [KEY=VALUE ...]
        python -m launch.evaluate model.init_from=DIR [KEY=VALUE ...]
 
   python -m launch.evaluate run.dir=outputs/long_context data.source='held_out/*.txt'
@@ -41,8 +43,9 @@ keys:
                        where the pair that is asked for stands: 0 at the start, 1 just before the question
   key_tokens=4, value_tokens=4
                        token ids of a key and of a value
-  to=FILE.json         what was found; a picture lies beside it, FILE.png
+{ruler.USAGE}  to=FILE.json         what was found; a picture lies beside it, FILE.png
 """
+_TASKS = ("loss", "needle", "recall")
 _DEFAULTS = {
     "step": None,
     "tasks": "loss,needle,recall",
@@ -53,6 +56,7 @@ _DEFAULTS = {
     "key_tokens": "4",
     "value_tokens": "4",
     "to": None,
+    **ruler.DEFAULTS,
 }
 
 
@@ -69,6 +73,7 @@ class Args:
     key_tokens: int
     value_tokens: int
     to: Path | None
+    ruler: ruler.RulerArgs | None
 
 
 def _numbers(name: str, text: str, kind: Callable[[str], Any], least: float) -> list[Any]:
@@ -128,15 +133,14 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
     check_place(key, folder)
     v: dict[str, Any] = _DEFAULTS | given
     tasks = v["tasks"].strip("[]").split(",")
-    if set(tasks) - {"loss", "needle", "recall"} or len(set(tasks)) < len(tasks):
-        raise ValueError(f"tasks = {v['tasks']!r} must be some of loss,needle,recall")
+    of_ruler = ruler.parse_ruler(tasks, _TASKS, v)
     depths = _numbers("depths", v["depths"], float, 0)
     if max(depths) > 1:
         raise ValueError(f"depths = {v['depths']!r} must be from 0, the start of the prompt, to 1, its end")
     to = file_of("to", v["to"], ".json") if v["to"] else None
     own = Args(
         _number("step", v["step"]) if v["step"] else None,
-        tasks,
+        [task for task in tasks if task in _TASKS],
         _numbers("lengths", v["lengths"], int, 2) if v["lengths"] else None,
         _number("batches", v["batches"]),
         _number("examples", v["examples"]),
@@ -144,6 +148,7 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
         _number("key_tokens", v["key_tokens"]),
         _number("value_tokens", v["value_tokens"]),
         to,
+        of_ruler,
     )
     return own, folder, [*recipe, NO_STAGES]
 
@@ -285,7 +290,12 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
         programs = {n: make_program(s, mesh) for n, s in sections.items()}
         data = data_of(sections[max(lengths)], _trained_tokenizer(where, recipe))
         held_out = _held_out(weights, data)
-        hosts.compare("the data", {name: data.cursor(0)[name] for name in ("tokenizer", "corpus")})
+        prepared = None
+        if args.ruler is not None:
+            ruler.check_context(lengths, weights, where, recipe.model, given)
+            prepared = ruler.prepare(args.ruler, args.examples, lengths, data.corpus.tokenizer, recipe.run.seed)
+        files = {} if prepared is None else {"essays, squad and hotpotqa": prepared.digest}
+        hosts.compare("the data", {name: data.cursor(0)[name] for name in ("tokenizer", "corpus")} | files)
         text = _text(data)
         shapes = {"key_tokens": args.key_tokens, "value_tokens": args.value_tokens, "seed": recipe.run.seed}
         prompts = [Prompts(task, n, text, **shapes) for task in args.tasks if task != "loss" for n in lengths]
@@ -298,6 +308,7 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
             "mesh": dict(mesh.shape),
             "sequence": vars(recipe.sequence),
             "data": {"source": _data_name(recipe), "tokens": data.num_tokens, "held_out": held_out},
+            "seed": recipe.run.seed,
             "loss": {},
             "recall": [],
         }
@@ -311,7 +322,7 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
                     "tokens": int(octaves["row"].counts.sum()),
                     **{place: of.rows() for place, of in octaves.items()},
                 }
-                _tell_loss(log, n, found["loss"][str(n)], time.perf_counter() - began)
+                tell_loss(log, n, found["loss"][str(n)], time.perf_counter() - began)
                 if (rows := sized.rows_before_again) < args.batches * sized.global_batch:
                     log(
                         f"  that is all of the data, {rows:,} rows, each counted once: batches={args.batches} asked for more"
@@ -319,7 +330,12 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
             for asking in (p for p in prompts if p.length == n):
                 cells = measure_recall(evaluator, asking, args.depths, args.examples)
                 found["recall"] += [cell.row() for cell in cells]
-                _tell_cells(log, cells)
+                tell_cells(log, cells)
+            if prepared is not None:
+                prepared.measure(evaluator, log)
+        if prepared is not None:
+            found["ruler"] = prepared.results()
+            log(ruler.table(found["ruler"]))
         return found
 
 
@@ -331,26 +347,6 @@ def _text(data: Any) -> Any:
     """Returns the tokens of the first batch, without padding: what haystacks, keys and values are made of."""
     batch = data.batch(0)
     return batch["tokens"][batch["segment_ids"] >= 0]
-
-
-def _tell_loss(log: Callable[[str], Any], length: int, found: dict[str, Any], seconds: float) -> None:
-    if found["loss"] is None:
-        return log(f"loss at {length:,} tokens: the batches have no token that is followed by another")
-    log(f"loss at {length:,} tokens: {found['loss']:.4f} nats over {found['tokens']:,} tokens, {seconds:.1f} s")
-    for place in ("document", "row"):
-        parts = [f"{r['from']}: {r['loss']:.3f}" for r in found[place] if r["tokens"]]
-        log(f"  by position in the {place}, octaves from {', '.join(parts)}")
-
-
-def _tell_cells(log: Callable[[str], Any], cells: Sequence[Any]) -> None:
-    first = cells[0]
-    for cell in cells:
-        low, high = cell.interval
-        log(
-            f"{first.task} at {first.length:,} tokens, depth {cell.depth:g}: {cell.correct} of {cell.count} right "
-            f"({cell.accuracy:.0%}, 95% in {low:.0%} to {high:.0%}), {cell.tokens_correct:.0%} of tokens, "
-            f"log-probability {cell.log_probability:.2f}"
-        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -370,11 +366,17 @@ def _main(arguments: list[str]) -> int:
 
     from ejdist.pictures import draw_evaluation
     from ejdist.training.metrics import write_atomic
+    from ejdist.training.recorded import last_step
 
     first = jax.process_index() == 0
-    for line in taken if first else ():
-        print(line, flush=True)
-    found = evaluate(args, where, given, (lambda line: print(line, flush=True)) if first else lambda line: None)
+    log = (lambda line: print(line, flush=True)) if first else lambda line: None
+    for line in taken:
+        log(line)
+    rows = ruler.place_of_rows(where, log) if args.ruler is not None and first else None
+    found = evaluate(args, where, given, log)
+    if rows is not None:
+        ruler.add_rows(rows, found, last_step(where) if args.step is None else args.step)
+        print(f"added to {rows}")
     if args.to is not None and first:
         write_atomic(args.to, json.dumps(found, indent=1, allow_nan=False) + "\n")
         draw_evaluation(found, args.to.with_suffix(".png"), found["weights"])

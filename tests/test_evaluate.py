@@ -335,7 +335,7 @@ def test_what_the_model_was_trained_on_is_said(corpus):
         (["run.dir=a", "model.init_from=b"], "one of the two"),
         (["run.dir=a", "model=8b"], "the model comes from the weights"),
         (["run.dir=a", "curriculum=[{until: 3}]"], "an evaluation has no stages"),
-        (["run.dir=a", "tasks=loss,hay"], "must be some of loss,needle,recall"),
+        (["run.dir=a", "tasks=loss,hay"], "'hay' is unknown; use some of loss, needle, recall, ruler, niah_single_1"),
         (["run.dir=a", "lengths=1,2"], "lengths = '1,2' must be different numbers from 2 on"),
         (["run.dir=a", "lengths=many"], "lengths = 'many'"),
         (["run.dir=a", "lengths=1_6"], "lengths = '1_6'"),

@@ -139,6 +139,13 @@ class Prompts:
         return found
 
 
+def wilson(p: float, n: int) -> tuple[float, float]:
+    """Returns the 95% confidence interval of a probability, p of n trials having succeeded (Wilson, 1927)."""
+    z = 1.959964
+    middle, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(0.0, (middle - spread) / (1 + z * z / n)), min(1.0, (middle + spread) / (1 + z * z / n))
+
+
 @dataclass(frozen=True)
 class Cell:
     """The answers of a task at a length and a depth.
@@ -163,10 +170,8 @@ class Cell:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95% confidence interval of the accuracy (Wilson, 1927)."""
-        z, n, p = 1.959964, self.count, self.accuracy
-        middle, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        return max(0.0, (middle - spread) / (1 + z * z / n)), min(1.0, (middle + spread) / (1 + z * z / n))
+        """The 95% confidence interval of the accuracy."""
+        return wilson(self.accuracy, self.count)
 
     def row(self) -> dict[str, Any]:
         """Returns it as JSON has it."""

@@ -1,0 +1,28 @@
+"""The lines that `python -m launch.evaluate` prints about losses and recall."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def tell_loss(log: Callable[[str], Any], length: int, found: dict[str, Any], seconds: float) -> None:
+    """Logs the loss at a length, and that of each octave."""
+    if found["loss"] is None:
+        return log(f"loss at {length:,} tokens: the batches have no token that is followed by another")
+    log(f"loss at {length:,} tokens: {found['loss']:.4f} nats over {found['tokens']:,} tokens, {seconds:.1f} s")
+    for place in ("document", "row"):
+        parts = [f"{r['from']}: {r['loss']:.3f}" for r in found[place] if r["tokens"]]
+        log(f"  by position in the {place}, octaves from {', '.join(parts)}")
+
+
+def tell_cells(log: Callable[[str], Any], cells: Sequence[Any]) -> None:
+    """Logs the recall of a task at a length, a line for each depth."""
+    first = cells[0]
+    for cell in cells:
+        low, high = cell.interval
+        log(
+            f"{first.task} at {first.length:,} tokens, depth {cell.depth:g}: {cell.correct} of {cell.count} right "
+            f"({cell.accuracy:.0%}, 95% in {low:.0%} to {high:.0%}), {cell.tokens_correct:.0%} of tokens, "
+            f"log-probability {cell.log_probability:.2f}"
+        )
