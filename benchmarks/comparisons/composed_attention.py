@@ -118,13 +118,13 @@ def latent(rounds: int) -> dict:
     result = _race(
         {
             "flash_mla": _programs(lambda **arrays: op(**static, **arrays)[0], floats, data),
-            "attention": attention,
+            "flash_attention": attention,
             "up-projections": _programs(up, {name: floats[name] for name in ("key_value", "w_kc", "w_vc")}, {}),
         },
         rounds,
     )
     for times in result.values():
-        times["attention and up-projections"] = short(times["attention"] + times["up-projections"])
+        times["attention and up-projections"] = short(times["flash_attention"] + times["up-projections"])
     return result
 
 
