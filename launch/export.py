@@ -97,9 +97,9 @@ def print_recipe(folder: str) -> None:
 def export(keys: dict[str, str]) -> None:
     """Writes a run's parameters. Raises ValueError, CheckpointError or OSError for errors that a user can fix."""
     import jax
-    import numpy as np
 
     from ejdist.paths import check_folder
+    from ejdist.training.checkpoint_rows import layer_by_layer
     from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer
     from ejdist.training.runs import Run
     from ejdist.weights.tensors import declared_leaves
@@ -133,16 +133,18 @@ def export(keys: dict[str, str]) -> None:
     # Of linear and ntk nothing says from which context they scale.
     scaled = int(c.rope_factor * c.rope_original_length) if c.rope_scaling in ("yarn", "llama3") else 0
     more["max_position_embeddings"] = length or max(scaled, run.data["sequence_length"])
-    # The parameters are read one after the other onto this machine, whatever mesh they were trained on.
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     leaves = declared_leaves(c)
-
-    def leaf(name: str) -> np.ndarray:
-        like = jax.ShapeDtypeStruct(leaves[name].shape, leaves[name].dtype, sharding=here)
-        return np.asarray(run.load({name: like})[name])
-
     try:
-        name = save(to, c, leaf, dtype=keys.get("dtype", "float32"), more=more, beside=beside)
+        arrays = run.open({name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in leaves.items()})
+
+        def check() -> None:
+            for array in arrays.values():
+                array.check()
+
+        name = save(
+            to, c, arrays.__getitem__, dtype=keys.get("dtype", "float32"), more=more, beside=beside,
+            by_layer=layer_by_layer(arrays), check=check,
+        )  # fmt: skip
     finally:
         run.close()
     count = sum(p.size for p in leaves.values())
