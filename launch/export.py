@@ -33,7 +33,6 @@ keys:
   from=DIR                     a folder with a config.json
 """
 _EXPORT = ("run.dir", "to", "step", "dtype", "data.tokenizer", "max_position_embeddings")
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 def _keys(arguments: Sequence[str]) -> dict[str, str]:
@@ -99,8 +98,8 @@ def export(keys: dict[str, str]) -> None:
     import jax
 
     from ejdist.paths import check_folder
+    from ejdist.training.beside import beside_of
     from ejdist.training.checkpoint_rows import layer_by_layer
-    from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer
     from ejdist.training.runs import Run
     from ejdist.weights.tensors import declared_leaves
     from ejdist.weights.writer import check_target, save
@@ -115,24 +114,8 @@ def export(keys: dict[str, str]) -> None:
         raise ValueError(
             f"to = {keys['to']!r} is in {run.kept_in}, which holds checkpoints and nothing else: name a folder next to it"
         )
-    c, more, beside, told = run.model, {}, {}, ""
-    if "data.tokenizer" in keys:
-        path = Path(keys["data.tokenizer"]).expanduser()
-        tokenizer = FileTokenizer(path)
-        if tokenizer.fingerprint != run.data["tokenizer"]:
-            raise ValueError(
-                f"data.tokenizer = {str(path)!r} is not the file that the run was trained with; give that one, or leave it out"
-            )
-        more["eos_token_id"] = tokenizer.eos_id
-        beside = {"tokenizer.json": path} | {n: path.with_name(n) for n in _BESIDE if path.with_name(n).exists()}
-    elif run.data["tokenizer"] == ByteTokenizer.fingerprint:
-        more["eos_token_id"] = ByteTokenizer.eos_id
-        told = "no tokenizer is written: data.tokenizer=bytes, ids 0 to 255 and 256 for the end, has no tokenizer file"
-    else:
-        told = "no tokenizer is written: give data.tokenizer=FILE, the tokenizer.json that the run was trained with"
-    # Of linear and ntk nothing says from which context they scale.
-    scaled = int(c.rope_factor * c.rope_original_length) if c.rope_scaling in ("yarn", "llama3") else 0
-    more["max_position_embeddings"] = length or max(scaled, run.data["sequence_length"])
+    c, dtype = run.model, keys.get("dtype", "float32")
+    beside = beside_of(run, keys.get("data.tokenizer"), length)
     leaves = declared_leaves(c)
     try:
         arrays = run.open({name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in leaves.items()})
@@ -142,15 +125,15 @@ def export(keys: dict[str, str]) -> None:
                 array.check()
 
         name = save(
-            to, c, arrays.__getitem__, dtype=keys.get("dtype", "float32"), more=more, beside=beside,
-            by_layer=layer_by_layer(arrays), check=check,
+            to, c, arrays.__getitem__, dtype=dtype, more=beside.config, beside=beside.files,
+            architecture=beside.architecture, by_layer=layer_by_layer(arrays), check=check,
         )  # fmt: skip
     finally:
         run.close()
     count = sum(p.size for p in leaves.values())
-    print(f"{name}, step {run.step}: {count:,} parameters as {keys.get('dtype', 'float32')} in {to}")
-    if told:
-        print(told)
+    print(f"{name}, step {run.step}: {count:,} parameters as {dtype} in {to}")
+    for line in beside.notes:
+        print(line)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,15 +27,21 @@ def model(layers):
     )
 
 
-def write(folder, c):
+def write(folder, c, recipe=None, **more):
     """Writes a run with a checkpoint of step 1, without its optimizer. Returns its parameters: numbers that repeat every
-    65,521, so that they compress, and no two layers are the same."""
+    65,521, so that they compress, and no two layers are the same.
+
+    Args:
+      recipe, more: keys of its recipe, and what else its checkpoint has of it.
+    """
     numbers = np.random.default_rng(0).standard_normal(65_521, np.float32)
     leaves = {name: np.resize(numbers, p.shape) for name, p in declared_leaves(c).items()}
-    recipe = {f"model.{key}": list(value) if isinstance(value, tuple) else value for key, value in flat(c).items()}
+    recipe = (recipe or {}) | {
+        f"model.{key}": list(value) if isinstance(value, tuple) else value for key, value in flat(c).items()
+    }
     saves = Checkpoints(folder, CheckpointSection())
-    data = {"step": 1, "tokenizer": "bytes-1", "sequence_length": 64}
-    saves.save(1, jax.tree.map(jax.numpy.asarray, nested(leaves)), {"recipe": recipe, "data": data})
+    beside = {"recipe": recipe, "data": {"step": 1, "tokenizer": "bytes-1", "sequence_length": 64}}
+    saves.save(1, jax.tree.map(jax.numpy.asarray, nested(leaves)), {**beside, **more})
     saves.close()
     return leaves
 

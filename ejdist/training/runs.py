@@ -51,6 +51,8 @@ class Run:
         self.step = last if step is None else step
         beside = self._checkpoints.run_of(self.step)
         self.recipe, self.data = beside["recipe"], beside["data"]
+        stages = [values.get("data.sequence_length", 0) for _, values in beside.get("stages") or []]
+        self.longest = max(self.data["sequence_length"], *stages, 0)  # tokens of a row, in any stage so far
         if (made := self.data.get("step", self.step)) != self.step:
             raise WeightsError(
                 f"checkpoint {self._checkpoints.directory / str(self.step)} holds the state of step {made}: remove it, or "
