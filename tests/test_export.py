@@ -126,6 +126,7 @@ def test_a_layer_that_is_gone_is_not_zeros(small, tmp_path, capsys):
     assert main([f"run.dir={run}", f"to={tmp_path}/to"]) == BAD_CHECKPOINT
     message = capsys.readouterr().err
     assert "cannot be read" in message and "params.layers.gate" in message and message.count("\n") == 1, message
+    assert "is not what was saved" not in message, "it was read"
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 

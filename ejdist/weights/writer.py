@@ -166,6 +166,8 @@ def _made(tensor: Tensor, held: Mapping[Any, np.ndarray], dtype: np.dtype) -> np
     whole = np.empty(tensor.shape, dtype)
     for piece in tensor.pieces:
         row = _row(piece)
-        at = piece.at if isinstance(row, EllipsisType) else piece.at[1:]
-        view(whole, tensor, piece)[...] = held[piece.leaf, row][tuple(slice(None) if i is None else i for i in at)]
+        at = tuple(
+            slice(None) if i is None else i for i in (piece.at if isinstance(row, EllipsisType) else piece.at[1:])
+        )
+        view(whole, tensor, piece)[...] = held[piece.leaf, row][at]
     return whole

@@ -52,7 +52,7 @@ FAULTS = (
         "StoredArray.__getitem__",
         "self._sum = digests_of({self.name: $found})[self.name]",
         "self._sum = self._digest",
-        f"{TESTS} -k 'read_by_layers and no_stack'",
+        f"{TESTS} -k read_by_layers",
     ),
     Fault(
         "a layer that is gone is zeros",

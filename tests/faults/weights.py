@@ -208,8 +208,8 @@ FAULTS = (
     Fault(
         "bfloat16 is cut off and not rounded",
         "_made",
-        "$held[$piece.leaf, $row][$$at]",
-        "($held[$piece.leaf, $row][$$at].view(np.uint32) & np.uint32(4278190080)).view(np.float32)",
+        "$held[$piece.leaf, $row][$at]",
+        "($held[$piece.leaf, $row][$at].view(np.uint32) & np.uint32(4278190080)).view(np.float32)",
         f"{TESTS} -k rounded_goes",
     ),
     Fault(
