@@ -1,4 +1,4 @@
-"""`python -m launch.export run.dir=outputs/run to=DIR`: writes a run's parameters as transformers reads them."""
+"""`python -m launch.export run.dir=outputs/run to=DIR`: writes a run as a folder that transformers and others load."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ USAGE = """usage: python -m launch.export run.dir=DIR to=DIR [KEY=VALUE ...]
   python -m launch.export run.dir=outputs/run to=outputs/run_hf dtype=bfloat16
   python -m launch.export from=models/Qwen3-8B
 
-The first writes safetensors and config.json from a run's last checkpoint. The second prints the overrides with which a recipe
-has the model of a folder's config.json, to train on from it with model.init_from=DIR.
+The first writes a folder that transformers and others load: safetensors, config.json, generation_config.json, and the files of
+the tokenizer and its chat template, as the folder of model.init_from had them. The second prints the overrides with which a
+recipe has the model of a folder's config.json, to train on from it with model.init_from=DIR.
 
 keys:
   run.dir=DIR                  the run, or its checkpoint.dir, which may be gs://BUCKET/FOLDER
   to=DIR                       the folder to make
   step=N                       of the checkpoint; default: the last
   dtype=float32                or bfloat16
-  data.tokenizer=FILE          the tokenizer.json that the run was trained with: it is copied, with what stands beside it
-  max_position_embeddings=N    for config.json; default: the run's data.sequence_length, or the longer context of
-                               model.rope_scaling yarn or llama3
+  data.tokenizer=FILE          the tokenizer.json that the run was trained with, if it is no longer where the run had it
+  max_position_embeddings=N    for config.json; default: the longest of the source's, of the rows that the run trained, and of
+                               what model.rope_scaling yarn or llama3 reaches
   from=DIR                     a folder with a config.json
 """
 _EXPORT = ("run.dir", "to", "step", "dtype", "data.tokenizer", "max_position_embeddings")

@@ -2,10 +2,7 @@
 
 import contextlib
 import errno
-import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import export_memory
@@ -18,6 +15,7 @@ import tensorstore as ts
 from safetensors.numpy import load_file
 
 from ejdist.training import checkpoint, checkpoint_rows, integrity
+from ejdist.training.checkpoint import CheckpointError, Checkpoints, CheckpointSection
 from ejdist.training.checkpoint_rows import StoredArray, is_stack, layer_by_layer
 from ejdist.training.runs import Run
 from ejdist.weights import writer
@@ -26,8 +24,6 @@ from ejdist.weights.tensors import declared_leaves
 from ejdist.weights.writer import save
 from launch.errors import BAD_CHECKPOINT, DONE
 from launch.export import main
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def opened(folder):
@@ -55,15 +51,9 @@ def test_the_memory_of_an_export_is_that_of_a_layer(tmp_path):
     """A stack is 100 MiB here, of 1 MiB a layer, and there are three of them."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the peak of resident memory is read from Linux's /proc")
-    export_memory.write(tmp_path / "warm", export_memory.model(2))
-    leaves = export_memory.write(tmp_path / "run", export_memory.model(100))
-    command = [sys.executable, str(ROOT / "tests" / "export_memory.py")]
-    command += [str(tmp_path / name) for name in ("warm", "to_warm", "run", "to")]
     environment = {"PATH": "/usr/bin:/bin"} | isolation.watched()
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    row = json.loads(done.stdout.splitlines()[-1])
-    assert row["beyond_MiB"] < 48, row
+    row, leaves = export_memory.measured(tmp_path, 100, env=environment)
+    assert row["largest_stack_MiB"] == 100 and row["beyond_MiB"] < 48, row
     found = state_in(tmp_path / "to")
     for i, layer in enumerate(layers_of(leaves, "gate")):
         np.testing.assert_array_equal(found[f"model.layers.{i}.mlp.gate_proj.weight"], layer)
@@ -128,6 +118,24 @@ def test_a_layer_that_is_gone_is_not_zeros(small, tmp_path, capsys):
     assert "cannot be read" in message and "params.layers.gate" in message and message.count("\n") == 1, message
     assert "is not what was saved" not in message, "it was read"
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("dims", [(None, "data"), (None, None, "data"), ()], ids=["rows", "columns", "replicated"])
+def test_a_stack_is_stored_by_layers_on_every_mesh(dims, tmp_path):
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    x = np.resize(np.random.default_rng(0).standard_normal(65_521, np.float32), (3, 1024, 2048))
+    sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*dims)))
+    saves = Checkpoints(tmp_path / "run", CheckpointSection())
+    saves.save(1, {"params": {"layers": {"x": sharded}}}, {})
+    saves.wait()
+    array = saves.open_part(1, {"params.layers.x": jax.ShapeDtypeStruct(x.shape, x.dtype)})["params.layers.x"]
+    assert array.rows == 1 and all(np.array_equal(array[i], x[i]) for i in (2, 0, 1))
+    array.check()
+    with pytest.raises(
+        CheckpointError, match=r"params\.layers\.x is float32\[3, 1024, 2048\] there and float32\[3, 1024\] here"
+    ):
+        saves.open_part(1, {"params.layers.x": jax.ShapeDtypeStruct((3, 1024), x.dtype)})
+    saves.close()
 
 
 def test_a_checkpoint_with_all_layers_in_a_chunk_is_written_parameter_by_parameter(tmp_path, monkeypatch, capsys):
@@ -197,5 +205,5 @@ def test_a_disk_without_room_is_refused_before_anything_is_read(tmp_path, monkey
     monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2000, 1000, 1000))
     with pytest.raises(WeightsError) as caught:
         save(tmp_path / "to", export_memory.model(2), lambda name: pytest.fail("read"))
-    assert "takes 7,345,152 bytes" in str(caught.value) and "with 1,000 bytes free; free some" in str(caught.value)
+    assert "takes 7,345,152 bytes" in str(caught.value) and "its disk has 1,000 left: free some" in str(caught.value)
     assert not list(tmp_path.iterdir())

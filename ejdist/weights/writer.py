@@ -102,7 +102,7 @@ def save(
         files.close()
         shutil.rmtree(new, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in _FULL:
-            raise _full(to, files.total_size, "while it was written") from error
+            raise _full(to, files.total_size, "is full") from error
         if isinstance(error, OSError):
             error.filename = error.filename or str(new)
         raise
@@ -120,13 +120,13 @@ def _check_space(to: Path, size: int) -> None:
     """Raises WeightsError if the disk has less room than the tensors take."""
     disk = shutil.disk_usage(to.parent)
     if disk.total and disk.free < size:
-        raise _full(to, size, f"with {disk.free:,} bytes free")
+        raise _full(to, size, f"has {disk.free:,} left")
 
 
-def _full(to: Path, size: int, when: str) -> WeightsError:
+def _full(to: Path, size: int, what: str) -> WeightsError:
     return WeightsError(
-        f"to = {str(to)!r} takes {size:,} bytes, and its disk is full {when}; free some, or name a folder on another disk: "
-        "nothing is left there"
+        f"to = {str(to)!r} takes {size:,} bytes, and its disk {what}: free some, or name a folder on another disk; nothing "
+        "has been written"
     )
 
 
