@@ -12,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from ejdist.training import checkpoint, checkpoint_rows, integrity
@@ -36,10 +37,6 @@ def state_in(folder):
     return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
-def layers_of(leaves, name):
-    return [leaves[f"params.layers.{name}"][i].T for i in range(len(leaves[f"params.layers.{name}"]))]
-
-
 @pytest.fixture
 def small(tmp_path):
     """A run of three layers whose matrices are stored by layers, and its parameters."""
@@ -54,17 +51,17 @@ def test_the_memory_of_an_export_is_that_of_a_layer(tmp_path):
     environment = {"PATH": "/usr/bin:/bin"} | isolation.watched()
     row, leaves = export_memory.measured(tmp_path, 100, env=environment)
     assert row["largest_stack_MiB"] == 100 and row["beyond_MiB"] < 48, row
-    found = state_in(tmp_path / "to")
-    for i, layer in enumerate(layers_of(leaves, "gate")):
-        np.testing.assert_array_equal(found[f"model.layers.{i}.mlp.gate_proj.weight"], layer)
+    with safe_open(tmp_path / "to" / "model.safetensors", "numpy") as file:
+        for i, layer in enumerate(leaves["params.layers.gate"]):
+            assert np.array_equal(file.get_tensor(f"model.layers.{i}.mlp.gate_proj.weight"), layer.T)
     shutil.rmtree(tmp_path)
 
 
 # -- what a checkpoint has, and nothing else ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(5,), (4, 3), (3, 2, 5)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "complex64", "bool"])
+@pytest.mark.parametrize("shape", [(5,), (3, 2, 5)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "complex64"])
 def test_the_digest_of_rows_is_that_of_the_array(shape, dtype):
     x = np.random.default_rng(0).standard_normal((2, *shape)) * 100
     x = (x[0] + 1j * x[1] if dtype == "complex64" else x[0]).astype(jax.numpy.dtype(dtype))

@@ -151,7 +151,7 @@ def test_a_tokenizer_that_has_changed_is_not_written_nor_its_ids(tokenizer, tmp_
         assert any(words in line for line in lines), lines
     assert len(lines) == 3
     (tmp_path / "kept.json").write_text(tokenizer)
-    config, _ = exported(run, tmp_path / "given", capsys, f"data.tokenizer={tmp_path}/kept.json")
+    config, _ = exported(run, tmp_path / "kept", capsys, f"data.tokenizer={tmp_path}/kept.json")
     assert config["eos_token_id"] == END, "of the tokenizer, and not of the source's"
     assert main([f"run.dir={run}", f"to={tmp_path}/no", f"data.tokenizer={source}"]) == WRONG
     assert "is not the file that the run was trained with" in capsys.readouterr().err
@@ -227,8 +227,8 @@ def test_ids_that_a_tokenizer_names():
     ],
 )  # fmt: skip
 def test_the_context_is_never_shortened_in_silence(asked, trained, scaled, source, context, words):
-    found, line = context_of(asked, trained, scaled, source, "there")
-    assert found == context and (line is None if words is None else words in line), line
+    result, line = context_of(asked, trained, scaled, source, "there")
+    assert result == context and (line is None if words is None else words in line), line
 
 
 def test_a_longer_context_of_an_earlier_stage_counts(tokenizer, tmp_path, capsys):

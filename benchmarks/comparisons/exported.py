@@ -85,7 +85,7 @@ def check(source: Path, wide: Path, narrow: Path, logits: Path) -> None:
     never = model.generate(**prompt, **settings, eos_token_id=VOCABULARY - 1)[0].tolist()
     generation, config = tf.GenerationConfig.from_pretrained(wide), tf.AutoConfig.from_pretrained(wide)
     theirs = tf.GenerationConfig.from_pretrained(source)
-    said = [{"role": "user", "content": PROMPT}]
+    messages = [{"role": "user", "content": PROMPT}]
     small = tf.AutoModelForCausalLM.from_pretrained(narrow, dtype="auto")
     kept_wide = {k for k, v in small.state_dict().items() if v.dtype != torch.bfloat16}
     text = " ".join(SENTENCES) + END
@@ -97,7 +97,7 @@ def check(source: Path, wide: Path, narrow: Path, logits: Path) -> None:
             "the prompt": prompt["input_ids"][0].tolist() == before(PROMPT)["input_ids"],
             "tokens": tokenizer(text)["input_ids"] == before(text)["input_ids"],
             "text": tokenizer.decode(tokenizer(text)["input_ids"]) == text,
-            "the template": tokenizer.apply_chat_template(said, tokenize=False) == f"user: {PROMPT}{TURN}",
+            "the template": tokenizer.apply_chat_template(messages, tokenize=False) == f"user: {PROMPT}{TURN}",
             "special tokens": (tokenizer.eos_token, tokenizer.pad_token) == (before.eos_token, before.pad_token),
             "generation": generation.to_dict() == theirs.to_dict() and len(generation.eos_token_id) == 2,
             "ids": (config.eos_token_id, config.pad_token_id) == (before.eos_token_id, before.pad_token_id),
@@ -199,8 +199,8 @@ def compared(name: str, python: str) -> dict[str, Any]:
         for dtype in ("float32", "bfloat16"):
             assert export([f"run.dir={run}", f"to={folder}/{dtype}", f"dtype={dtype}"]) == 0
         write_logits(run, folder / "logits.npz")
-        found = theirs("check", folder / "source", folder / "float32", folder / "bfloat16", folder / "logits.npz")
-        return {"model": name} | json.loads(found.splitlines()[-1])
+        printed = theirs("check", folder / "source", folder / "float32", folder / "bfloat16", folder / "logits.npz")
+        return {"model": name} | json.loads(printed.splitlines()[-1])
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ from ejdist.weights.match import differences, written
 
 @dataclass
 class Beside:
-    """What `ejdist.weights.writer.save` is given beside the parameters, and a line for each thing that the user should know."""
+    """What `ejdist.weights.writer.save` takes beside the parameters, and a line for each thing that the user should know."""
 
     config: dict[str, Any] = field(default_factory=dict)
     files: dict[str, Path | str] = field(default_factory=dict)
@@ -73,44 +73,44 @@ def beside_of(run: Run, tokenizer: str | None = None, context: int | None = None
     Raises:
       ValueError: the tokenizer is another, or a file beside it cannot be read.
     """
-    made, settings = Beside(), recorded(str(run.folder)) | run.recipe
-    source = _source_of(run, made.notes)
-    path = _tokenizer_of(run, settings, tokenizer, source, made.notes)
+    beside, settings = Beside(), recorded(str(run.folder)) | run.recipe
+    source = _source_of(run, beside.notes)
+    path = _tokenizer_of(run, settings, tokenizer, source, beside.notes)
     known = ByteTokenizer() if path is None and _is_bytes(run) else None if path is None else FileTokenizer(path)
-    same = source is not None and _same_tokens(run, source, known, made.notes)
+    same = source is not None and _same_tokens(run, source, known, beside.notes)
 
-    _add_ids(made, run, source if same else None, path, known)
-    _add_context(made, run, source, context)
+    _add_ids(beside, run, source if same else None, path, known)
+    _add_context(beside, run, source, context)
     if path is not None and isinstance(known, FileTokenizer):
-        _add_tokenizer(made, path, known, source)
-    _add_template(made, run, settings, path)
-    return made
+        _add_tokenizer(beside, path, known, source)
+    _add_template(beside, run, settings, path)
+    return beside
 
 
-def _add_ids(made: Beside, run: Run, source: _Source | None, path: Path | None, known: Any) -> None:
+def _add_ids(beside: Beside, run: Run, source: _Source | None, path: Path | None, known: Any) -> None:
     """Adds the ids of special tokens, and how text is generated: those of the source, if it has the run's tokens."""
     generation = {} if source is None else source.generation
     ids = {} if source is None else ids_of(source.config, generation)
     if "eos_token_id" not in ids and known is not None:
         config = {} if path is None else read_if_there(path.with_name(TOKENIZER_CONFIG))
         ids = ids_of_tokenizer({} if path is None else vocabulary_of(path), config, known.eos_id) | ids
-    made.config |= ids
+    beside.config |= ids
     if "eos_token_id" not in ids:
-        made.notes.append(f"neither eos_token_id nor {GENERATION} is written: nothing says which token ends a text")
+        beside.notes.append(f"neither eos_token_id nor {GENERATION} is written: nothing says which token ends a text")
         return
     ends = generation.get("eos_token_id") or ids["eos_token_id"]
     if source is not None and known is not None and not _templates(run) and known.eos_id not in as_list(ends):
-        made.notes.append(
+        beside.notes.append(
             f"eos_token_id of {GENERATION} is {ends} of {source.folder}, and {known.eos_id}, which ends the run's documents"
         )
         generation = generation | {"eos_token_id": [*as_list(ends), known.eos_id]}
     if "eos_token_id" not in generation:
         generation = ids | generation
     unchanged = source is not None and generation == source.generation
-    made.files[GENERATION] = source.folder / GENERATION if source is not None and unchanged else text_of(generation)
+    beside.files[GENERATION] = source.folder / GENERATION if source is not None and unchanged else text_of(generation)
 
 
-def _add_context(made: Beside, run: Run, source: _Source | None, asked: int | None) -> None:
+def _add_context(beside: Beside, run: Run, source: _Source | None, asked: int | None) -> None:
     """Adds the context, which is never shorter than that of the source unless the user asks for it."""
     c = run.model
     # Of linear and ntk nothing says from which context they scale.
@@ -120,20 +120,20 @@ def _add_context(made: Beside, run: Run, source: _Source | None, asked: int | No
     else:
         theirs = source_context(source.config, source.folder / "config.json")
         context, line = context_of(asked, run.longest, scaled, theirs, source.folder)
-        made.architecture = next((n for n in source.config.get("architectures") or [] if n in FAMILIES), None)
-    made.config["max_position_embeddings"] = context
-    made.notes += [line] if line else []
+        beside.architecture = next((n for n in source.config.get("architectures") or [] if n in FAMILIES), None)
+    beside.config["max_position_embeddings"] = context
+    beside.notes += [line] if line else []
 
 
-def _add_tokenizer(made: Beside, path: Path, known: FileTokenizer, source: _Source | None) -> None:
+def _add_tokenizer(beside: Beside, path: Path, known: FileTokenizer, source: _Source | None) -> None:
     """Adds the files of the tokenizer. Those beside it in the source do, where it was trained with from a place of its own."""
     files = tokenizer_files(path)
     if len(files) == 1 and source is not None and _digest(source.folder / TOKENIZER) == known.fingerprint:
         files = tokenizer_files(source.folder / TOKENIZER)
     end = next((token for token, i in vocabulary_of(path).items() if i == known.eos_id), None)
-    text, line = tokenizer_config(files.get(TOKENIZER_CONFIG), made.config["max_position_embeddings"], end)
-    made.files |= files | ({} if text is None else {TOKENIZER_CONFIG: text})
-    made.notes += [line] if line else []
+    text, line = tokenizer_config(files.get(TOKENIZER_CONFIG), beside.config["max_position_embeddings"], end)
+    beside.files |= files | ({} if text is None else {TOKENIZER_CONFIG: text})
+    beside.notes += [line] if line else []
 
 
 # -- the folder that the weights came from --------------------------------------------------------------------------------
@@ -155,9 +155,11 @@ def _source_of(run: Run, notes: list[str]) -> _Source | None:
         return None
     # A curriculum may change how positions turn.
     rope = {f.name: getattr(run.model, f.name) for f in fields(DecoderConfig) if f.name.startswith("rope_")}
-    if found := differences(run.model, replace(theirs, **rope)):
-        value = written(flat(theirs).get(found[0])) if found[0] != "layers" else ", ".join(theirs.kinds())
-        notes.append(f"{folder} has changed since the run started from it: its model has {found[0]} = {value}: {left}")
+    if changed := differences(run.model, replace(theirs, **rope)):
+        value = written(flat(theirs).get(changed[0])) if changed[0] != "layers" else ", ".join(theirs.kinds())
+        notes.append(
+            f"{folder} has changed since the run started from it: its model has {changed[0]} = {value}: {left}"
+        )
         return None
     return _Source(folder, config, generation)
 
@@ -214,15 +216,15 @@ def _digest(path: Path) -> str | None:
 
 
 def _tokenizer_of(
-    run: Run, settings: Mapping[str, Any], given: str | None, source: _Source | None, notes: list[str]
+    run: Run, settings: Mapping[str, Any], asked: str | None, source: _Source | None, notes: list[str]
 ) -> Path | None:
-    """Returns the tokenizer.json that a run was trained with. Raises ValueError if `given` is not that."""
-    if given is not None:
-        path = Path(given).expanduser()
+    """Returns the tokenizer.json that a run was trained with. Raises ValueError if `asked` is not that."""
+    if asked is not None:
+        path = Path(asked).expanduser()
         path = path / TOKENIZER if path.is_dir() else path
         if FileTokenizer(path).fingerprint != run.data["tokenizer"]:
             raise ValueError(
-                f"data.tokenizer = {given!r} is not the file that the run was trained with; give that one, or leave it out"
+                f"data.tokenizer = {asked!r} is not the file that the run was trained with; give that one, or leave it out"
             )
         return path
     if _is_bytes(run):
@@ -266,7 +268,7 @@ def _templates(run: Run) -> set[str]:
     return {one["template"] for one in run.data.get("conversations") or [] if one and "template" in one}
 
 
-def _add_template(made: Beside, run: Run, settings: Mapping[str, Any], path: Path | None) -> None:
+def _add_template(beside: Beside, run: Run, settings: Mapping[str, Any], path: Path | None) -> None:
     """Adds the template that a run was trained with, where the files of the tokenizer have another or none."""
     digests, asked = _templates(run), settings.get("data.chat_template")
     if not digests:
@@ -279,18 +281,18 @@ def _add_template(made: Beside, run: Run, settings: Mapping[str, Any], path: Pat
         return
     try:
         tokenizer = str(settings.get("data.tokenizer", "bytes") if path is None else path)
-        found = _of_dataset(settings) or _chats(asked, tokenizer, settings)
+        known = _of_dataset(settings) or _chats(asked, tokenizer, settings)
         why = "it has changed since the run, or is a source's own"
     except (ValueError, OSError) as error:
-        found, why = {}, str(error)
-    template = next((templates["default"] for digest, templates in found.items() if digest in digests), None)
+        known, why = {}, str(error)
+    template = next((templates["default"] for digest, templates in known.items() if digest in digests), None)
     if template is None:
-        made.notes.append(
+        beside.notes.append(
             f"the chat template that the run was trained with is not written: {why}; copy it to {TEMPLATE}"
         )
         return
-    made.files[TEMPLATE] = template
-    made.notes.append(f"{TEMPLATE} is the one that the run was trained with{f', {asked}' if asked else ''}")
+    beside.files[TEMPLATE] = template
+    beside.notes.append(f"{TEMPLATE} is the one that the run was trained with{f', {asked}' if asked else ''}")
 
 
 def _chats(asked: str | None, tokenizer: str, settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
@@ -302,7 +304,7 @@ def _chats(asked: str | None, tokenizer: str, settings: Mapping[str, Any]) -> di
 
 
 def _of_dataset(settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Returns digest -> templates of a dataset that launch.tokenize made of conversations; {} if the data are no dataset."""
+    """Returns digest -> templates of a dataset of conversations from launch.tokenize; {} if the data are no dataset."""
     data = settings.get("data.source")
     if not isinstance(data, str) or is_url(data) or not (Path(data).expanduser() / "dataset.json").exists():
         return {}

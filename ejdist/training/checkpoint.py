@@ -298,12 +298,12 @@ class Checkpoints:
 
     def _digests_of_part(self, step: int, like: dict[str, Any]) -> dict[str, int]:
         """Returns the digests of the arrays that `like` names. Raises CheckpointError if it lacks one."""
-        _, digests, found = self._described(step)
+        _, digests, kinds = self._described(step)
         for name, kind in ((name, kind_of(leaf)) for name, leaf in leaves_of(like)):
-            if found.get(name) != kind:
+            if kinds.get(name) != kind:
                 raise CheckpointError(
                     f"checkpoint {self.directory / str(step)} has another model: {name} is "
-                    f"{found.get(name, 'missing')} there and {kind} here; use the keys of its model"
+                    f"{kinds.get(name, 'missing')} there and {kind} here; use the keys of its model"
                 )
         return {name: digests.get(name, -1) for name, _ in leaves_of(like)}
 

@@ -62,10 +62,10 @@ class StoredArray:
         """Raises CheckpointError if it cannot be read, or if all rows have been read and are not what was saved."""
         with self._reading():
             if isinstance(at, EllipsisType):
-                found = self._store.read().result()
-                self._sum = digests_of({self.name: found})[self.name]
+                whole = self._store.read().result()
+                self._sum = digests_of({self.name: whole})[self.name]
                 self.check()
-                return found
+                return whole
             first = at - at % self.rows
             if self._kept is None or self._kept[0] != first:
                 self._kept = None  # before the next are read
@@ -97,7 +97,7 @@ def open_arrays(
 
     Args:
       folder: the item of a checkpoint that has them.
-      reading: a context in which each read is made.
+      reading: a context of each read.
     """
     import tensorstore as ts
 

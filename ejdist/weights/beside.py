@@ -23,15 +23,15 @@ _TEMPLATES = "additional_chat_templates"
 def tokenizer_files(tokenizer: Path) -> dict[str, Path]:
     """Returns name -> file of a tokenizer.json, whatever it is called, and of what stands beside it."""
     folder = tokenizer.parent
-    found = {name: folder / name for name in _FILES if (folder / name).is_file()} | {TOKENIZER: tokenizer}
+    files = {name: folder / name for name in _FILES if (folder / name).is_file()} | {TOKENIZER: tokenizer}
     more = sorted((folder / _TEMPLATES).glob("*.jinja"))
-    return found | {f"{_TEMPLATES}/{path.name}": path for path in more}
+    return files | {f"{_TEMPLATES}/{path.name}": path for path in more}
 
 
 def ids_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the ids of special tokens of a model, as its config.json has them, or else its generation_config.json."""
-    found = {name: config.get(name) if config.get(name) is not None else generation.get(name) for name in IDS}
-    return {name: value for name, value in found.items() if value is not None}
+    ids = {name: config.get(name) if config.get(name) is not None else generation.get(name) for name in IDS}
+    return {name: value for name, value in ids.items() if value is not None}
 
 
 def ids_of_tokenizer(vocabulary: Mapping[str, int], config: Mapping[str, Any], end: int) -> dict[str, Any]:
@@ -43,18 +43,18 @@ def ids_of_tokenizer(vocabulary: Mapping[str, int], config: Mapping[str, Any], e
       end: the id that ends a document in training. The text ends with it, and with the tokenizer's own end, where that differs.
     """
     named = {name: _token(config.get(name.removesuffix("_id"))) for name in IDS}
-    found: dict[str, Any] = {name: vocabulary[token] for name, token in named.items() if token in vocabulary}
-    ends = list(dict.fromkeys([end, *as_list(found.get("eos_token_id"))]))
-    return found | {"eos_token_id": ends if len(ends) > 1 else end}
+    ids: dict[str, Any] = {name: vocabulary[token] for name, token in named.items() if token in vocabulary}
+    ends = list(dict.fromkeys([end, *as_list(ids.get("eos_token_id"))]))
+    return ids | {"eos_token_id": ends if len(ends) > 1 else end}
 
 
 def vocabulary_of(tokenizer: Path) -> dict[str, int]:
     """Returns token -> id of a tokenizer.json. Raises WeightsError if it cannot be read."""
     content = read_json(tokenizer)
     model = content.get("model")
-    found = model.get("vocab") if isinstance(model, dict) else None
+    tokens = model.get("vocab") if isinstance(model, dict) else None
     added = [t for t in content.get("added_tokens") or [] if isinstance(t, dict)]
-    known: dict[str, int] = dict(found) if isinstance(found, dict) else {}
+    known: dict[str, int] = dict(tokens) if isinstance(tokens, dict) else {}
     return known | {str(t.get("content")): int(t.get("id", -1)) for t in added}
 
 
@@ -72,17 +72,17 @@ def read_if_there(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def tokenizer_config(found: Path | None, context: int, eos: str | None) -> tuple[str | None, str | None]:
+def tokenizer_config(file: Path | None, context: int, eos: str | None) -> tuple[str | None, str | None]:
     """Returns (the text to write as tokenizer_config.json, a line that says why); (None, None) if the file is good as it is.
 
     Without one, transformers would take the tokenizer for one of the model's family, whatever tokenizer.json says.
     """
-    if found is None:
+    if file is None:
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"} | (
             {} if eos is None else {"eos_token": eos}
         )
         return text_of(config | {"model_max_length": context}), None
-    config = read_json(found)
+    config = read_json(file)
     most = config.get("model_max_length")
     if not isinstance(most, int) or most >= context:
         return None, None

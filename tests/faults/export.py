@@ -50,7 +50,7 @@ FAULTS = (
     Fault(
         "what is no stack is not compared with the digest",
         "StoredArray.__getitem__",
-        "self._sum = digests_of({self.name: $found})[self.name]",
+        "self._sum = digests_of({self.name: $whole})[self.name]",
         "self._sum = self._digest",
         f"{TESTS} -k read_by_layers",
     ),
@@ -111,17 +111,17 @@ FAULTS = (
         BESIDE,
     ),
     Fault(
-        "a template that the run was given is left behind",
+        "a template that the run was trained with is left behind",
         "_add_template",
-        "$made.files[TEMPLATE] = $template",
+        "$beside.files[TEMPLATE] = $template",
         "pass",
         BESIDE,
     ),
     Fault(
-        "what lies beside a tokenizer is left behind",
+        "what stands beside a tokenizer is left behind",
         "tokenizer_files",
-        "$found | {f'{_TEMPLATES}/{$path.name}': $path for $path in $more}",
-        "{TOKENIZER: $found[TOKENIZER]}",
+        "$files | {f'{_TEMPLATES}/{$path.name}': $path for $path in $more}",
+        "{TOKENIZER: $files[TOKENIZER]}",
         BESIDE,
     ),
     Fault(
@@ -134,8 +134,8 @@ FAULTS = (
     Fault(
         "a source that has changed is taken",
         "_source_of",
-        "if $found := differences($$args):\n    $$body",
-        "if ($found := differences($$args)) and False:\n    $$body",
+        "if $changed := differences($$args):\n    $$body",
+        "if ($changed := differences($$args)) and False:\n    $$body",
         BESIDE,
     ),
     Fault(
