@@ -207,6 +207,8 @@ def test_ids_that_a_tokenizer_names():
         "eos_token_id": 6,
     }
     assert ids_of_tokenizer(vocabulary, {"eos_token": "<not there>"}, 2) == {"eos_token_id": 2}
+    assert ids_of_tokenizer(vocabulary, {"eos_token": "</s>"}, None) == {"eos_token_id": 6}
+    assert ids_of_tokenizer(vocabulary, {}, None) == {}
 
 
 # -- the context ----------------------------------------------------------------------------------------------------------

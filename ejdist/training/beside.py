@@ -99,7 +99,12 @@ def _add_ids(beside: Beside, run: Run, source: _Source | None, path: Path | None
         beside.notes.append(f"neither eos_token_id nor {GENERATION} is written: nothing says which token ends a text")
         return
     ends = generation.get("eos_token_id") or ids["eos_token_id"]
-    if source is not None and known is not None and not _templates(run) and known.eos_id not in as_list(ends):
+    if (
+        source is not None
+        and known is not None
+        and not _templates(run)
+        and not set(as_list(known.eos_id)) <= set(as_list(ends))
+    ):
         beside.notes.append(
             f"eos_token_id of {GENERATION} is {ends} of {source.folder}, and {known.eos_id}, which ends the run's documents"
         )
@@ -191,7 +196,7 @@ def _same_tokens(run: Run, source: _Source, known: Any, notes: list[str]) -> boo
         same = _digest(own) == run.data["tokenizer"]
     else:
         ends = [i for one in (source.config, source.generation) for i in as_list(one.get("eos_token_id"))]
-        same = known is None or known.eos_id in ends
+        same = known is None or set(as_list(known.eos_id)) <= set(ends)
     if not same:
         notes.append(
             f"the ids of special tokens and {GENERATION} of {source.folder} are not written: the run was trained with another "

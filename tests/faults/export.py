@@ -127,7 +127,7 @@ FAULTS = (
     Fault(
         "the end of the run's documents ends no generated text",
         "_add_ids",
-        "$known.eos_id not in as_list($ends)",
+        "not set(as_list($known.eos_id)) <= set(as_list($ends))",
         "False",
         BESIDE,
     ),
