@@ -40,7 +40,7 @@ def ids_of_tokenizer(vocabulary: Mapping[str, int], config: Mapping[str, Any], e
     Args:
       vocabulary: token -> id.
       config: its tokenizer_config.json.
-      end: the id that ends a document in training, None for none. The text ends with it, and with the tokenizer's own end, where that differs.
+      end: the id that ends a document in training, None for none. A text ends with it, and with the tokenizer's own end.
     """
     named = {name: _token(config.get(name.removesuffix("_id"))) for name in IDS}
     ids: dict[str, Any] = {name: vocabulary[token] for name, token in named.items() if token in vocabulary}
