@@ -11,7 +11,7 @@ COMMANDS = {
     "tokenize": "turns files into a dataset, once, for every run",
     "evaluate": "measures a trained model at each length: loss by position, recall from the context, RULER",
     "report": "writes a page about a run: loss, speed, where the time went, experts, recipe",
-    "export": "writes the parameters of a run in the format of transformers",
+    "export": "writes a run as a folder that transformers and others load",
     "doctor": "checks that a cluster is fit for a run; trains nothing",
     "local": "trains with several processes on this machine",
     "slurm": "trains as a Slurm job that is requeued until the run is done",

@@ -16,7 +16,6 @@ def next_commands(arguments: Sequence[str], recipe: Any, step: int) -> list[str]
       arguments: the run's own.
     """
     where = f"run.dir={recipe.run.dir}"
-    tokenizer = [word for word in arguments if key_of(word) == "data.tokenizer" and not _made(word)]
     stop = ("run.stop_after",)
     if step < recipe.run.steps:
         more = _command("train", [word for word in arguments if key_of(word) not in stop])
@@ -28,17 +27,11 @@ def next_commands(arguments: Sequence[str], recipe: Any, step: int) -> list[str]
     return _table(
         [
             (_command("evaluate", [where]), "loss by position, and recall"),
-            (_command("export", [where, f"to={str(recipe.run.dir).rstrip('/')}_hf", *tokenizer]), "for transformers"),
+            (_command("export", [where, f"to={str(recipe.run.dir).rstrip('/')}_hf"]), "for transformers"),
             (_command("report", [where]), "a page about the run"),
             (longer, "as many steps again"),
         ]
     )
-
-
-def _made(word: str) -> bool:
-    """Returns whether a tokenizer has no file of its own."""
-    value = word.partition("=")[2]
-    return value in ("bytes", "dataset") or value.startswith("bpe:")
 
 
 def _command(name: str, words: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""`python -m launch.export run.dir=outputs/run to=DIR`: writes a run's parameters as transformers reads them."""
+"""`python -m launch.export run.dir=outputs/run to=DIR`: writes a run as a folder that transformers and others load."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ USAGE = """usage: python -m launch.export run.dir=DIR to=DIR [KEY=VALUE ...]
   python -m launch.export run.dir=outputs/run to=outputs/run_hf dtype=bfloat16
   python -m launch.export from=models/Qwen3-8B
 
-The first writes safetensors and config.json from a run's last checkpoint. The second prints the overrides with which a recipe
-has the model of a folder's config.json, to train on from it with model.init_from=DIR.
+The first writes a folder that transformers and others load: safetensors, config.json, generation_config.json, and the files of
+the tokenizer and its chat template, as the folder of model.init_from had them. The second prints the overrides with which a
+recipe has the model of a folder's config.json, to train on from it with model.init_from=DIR.
 
 keys:
   run.dir=DIR                  the run, or its checkpoint.dir, which may be gs://BUCKET/FOLDER
   to=DIR                       the folder to make
   step=N                       of the checkpoint; default: the last
   dtype=float32                or bfloat16
-  data.tokenizer=FILE          the tokenizer.json that the run was trained with: it is copied, with what stands beside it
-  max_position_embeddings=N    for config.json; default: the run's data.sequence_length, or the longer context of
-                               model.rope_scaling yarn or llama3
+  data.tokenizer=FILE          the tokenizer.json that the run was trained with, if it is no longer where the run had it
+  max_position_embeddings=N    for config.json; default: the longest of the source's, of the rows that the run trained, and of
+                               what model.rope_scaling yarn or llama3 reaches
   from=DIR                     a folder with a config.json
 """
 _EXPORT = ("run.dir", "to", "step", "dtype", "data.tokenizer", "max_position_embeddings")
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 def _keys(arguments: Sequence[str]) -> dict[str, str]:
@@ -97,10 +97,10 @@ def print_recipe(folder: str) -> None:
 def export(keys: dict[str, str]) -> None:
     """Writes a run's parameters. Raises ValueError, CheckpointError or OSError for errors that a user can fix."""
     import jax
-    import numpy as np
 
     from ejdist.paths import check_folder
-    from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer
+    from ejdist.training.beside import beside_of
+    from ejdist.training.checkpoint_rows import layer_by_layer
     from ejdist.training.runs import Run
     from ejdist.weights.tensors import declared_leaves
     from ejdist.weights.writer import check_target, save
@@ -115,40 +115,26 @@ def export(keys: dict[str, str]) -> None:
         raise ValueError(
             f"to = {keys['to']!r} is in {run.kept_in}, which holds checkpoints and nothing else: name a folder next to it"
         )
-    c, more, beside, told = run.model, {}, {}, ""
-    if "data.tokenizer" in keys:
-        path = Path(keys["data.tokenizer"]).expanduser()
-        tokenizer = FileTokenizer(path)
-        if tokenizer.fingerprint != run.data["tokenizer"]:
-            raise ValueError(
-                f"data.tokenizer = {str(path)!r} is not the file that the run was trained with; give that one, or leave it out"
-            )
-        more["eos_token_id"] = tokenizer.eos_id
-        beside = {"tokenizer.json": path} | {n: path.with_name(n) for n in _BESIDE if path.with_name(n).exists()}
-    elif run.data["tokenizer"] == ByteTokenizer.fingerprint:
-        more["eos_token_id"] = ByteTokenizer.eos_id
-        told = "no tokenizer is written: data.tokenizer=bytes, ids 0 to 255 and 256 for the end, has no tokenizer file"
-    else:
-        told = "no tokenizer is written: give data.tokenizer=FILE, the tokenizer.json that the run was trained with"
-    # Of linear and ntk nothing says from which context they scale.
-    scaled = int(c.rope_factor * c.rope_original_length) if c.rope_scaling in ("yarn", "llama3") else 0
-    more["max_position_embeddings"] = length or max(scaled, run.data["sequence_length"])
-    # The parameters are read one after the other onto this machine, whatever mesh they were trained on.
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    c, dtype = run.model, keys.get("dtype", "float32")
+    beside = beside_of(run, keys.get("data.tokenizer"), length)
     leaves = declared_leaves(c)
-
-    def leaf(name: str) -> np.ndarray:
-        like = jax.ShapeDtypeStruct(leaves[name].shape, leaves[name].dtype, sharding=here)
-        return np.asarray(run.load({name: like})[name])
-
     try:
-        name = save(to, c, leaf, dtype=keys.get("dtype", "float32"), more=more, beside=beside)
+        arrays = run.open({name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in leaves.items()})
+
+        def check() -> None:
+            for array in arrays.values():
+                array.check()
+
+        name = save(
+            to, c, arrays.__getitem__, dtype=dtype, more=beside.config, beside=beside.files,
+            architecture=beside.architecture, by_layer=layer_by_layer(arrays), check=check,
+        )  # fmt: skip
     finally:
         run.close()
     count = sum(p.size for p in leaves.values())
-    print(f"{name}, step {run.step}: {count:,} parameters as {keys.get('dtype', 'float32')} in {to}")
-    if told:
-        print(told)
+    print(f"{name}, step {run.step}: {count:,} parameters as {dtype} in {to}")
+    for line in beside.notes:
+        print(line)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

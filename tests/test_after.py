@@ -51,10 +51,7 @@ def test_what_comes_next_keeps_what_the_run_was_given():
     lines = next_commands(given, compose(given), 7)
     evaluate, export, report, longer = commands(lines)
     assert evaluate == ("evaluate", ["run.dir=o"]), "it has data and mesh from the run's folder"
-    assert export == ("export", ["run.dir=o", "to=o_hf", "data.tokenizer=t.json"]) and report == (
-        "report",
-        ["run.dir=o"],
-    )
+    assert export == ("export", ["run.dir=o", "to=o_hf"]) and report == ("report", ["run.dir=o"])
     assert compose(longer[1]).run.steps == 14 and compose(longer[1]).model == compose(given).model
     stopped = [*given, "run.stop_after=3"]
     (_, more), _ = commands(next_commands(stopped, compose(stopped), 3))

@@ -12,7 +12,6 @@ import threading
 import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from small_run import PLAIN, TINY, losses
 
@@ -281,8 +280,8 @@ def test_a_full_disk_is_told_with_the_file_that_was_written(tmp_path, monkeypatc
     monkeypatch.setattr("pathlib.Path.write_text", full)
     with pytest.raises(OSError, match=f"No space left.*{tmp_path}/page.html"):
         write_atomic(tmp_path / "page.html", "")
-    with pytest.raises(OSError, match=f"No space left.*{tmp_path}/out"):
-        save(tmp_path / "out", compose([]).model, dict[str, np.ndarray]().get)
+    with pytest.raises(ValueError, match=f"to = '{tmp_path}/out' takes .* its disk is full: free some"):
+        save(tmp_path / "out", compose([]).model, full)
     assert not list(tmp_path.iterdir())
 
 

@@ -31,6 +31,7 @@ from ejdist.training.checkpoint_format import (
     split,
     whole,
 )
+from ejdist.training.checkpoint_rows import StoredArray, open_arrays, save_args
 from ejdist.training.integrity import check_digests, check_kinds, item_of, leaves_of, reason_of
 from ejdist.training.pytree_io import kind_of, like_arrays, to_arrays
 
@@ -170,7 +171,7 @@ class Checkpoints:
         with self._writing(step):
             if manager.latest_step() != step:
                 run = described(arrays, keys, run)
-                args = {_STATE: ocp.args.StandardSave(arrays), _RUN: ocp.args.JsonSave(run)}
+                args = {_STATE: ocp.args.StandardSave(arrays, save_args(arrays)), _RUN: ocp.args.JsonSave(run)}
                 manager.save(step, args=ocp.args.Composite(**args))
 
     def wait(self) -> None:
@@ -276,19 +277,35 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         with self._reading(step):
-            _, digests, found = self._described(step)
-            for name, kind in ((name, kind_of(leaf)) for name, leaf in leaves_of(like)):
-                if found.get(name) != kind:
-                    raise CheckpointError(
-                        f"checkpoint {self.directory / str(step)} has another model: {name} is "
-                        f"{found.get(name, 'missing')} there and {kind} here; use the keys of its model"
-                    )
+            digests = self._digests_of_part(step, like)
             args = ocp.args.PyTreeRestore(
                 item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
             )
             arrays = self._read(step, _STATE, ocp.PyTreeCheckpointHandler(), args)
-            check_digests(arrays, {name: digests.get(name, -1) for name, _ in leaves_of(like)})
+            check_digests(arrays, digests)
             return arrays
+
+    def open_part(self, step: int, like: dict[str, Any]) -> dict[str, StoredArray]:
+        """Returns name -> array, each to be read whole or by rows; otherwise as `restore_part`, on one process.
+
+        Args:
+          like: name -> `jax.ShapeDtypeStruct`.
+        """
+        with self._reading(step):
+            digests = self._digests_of_part(step, like)
+            reading = functools.partial(self._reading, step)
+            return open_arrays(self.directory / str(step) / _STATE, digests, list(like), reading)
+
+    def _digests_of_part(self, step: int, like: dict[str, Any]) -> dict[str, int]:
+        """Returns the digests of the arrays that `like` names. Raises CheckpointError if it lacks one."""
+        _, digests, kinds = self._described(step)
+        for name, kind in ((name, kind_of(leaf)) for name, leaf in leaves_of(like)):
+            if kinds.get(name) != kind:
+                raise CheckpointError(
+                    f"checkpoint {self.directory / str(step)} has another model: {name} is "
+                    f"{kinds.get(name, 'missing')} there and {kind} here; use the keys of its model"
+                )
+        return {name: digests.get(name, -1) for name, _ in leaves_of(like)}
 
     def _run(self, step: int) -> tuple[dict[str, Any], dict[str, int], dict[str, str], dict[str, str]]:
         import orbax.checkpoint as ocp

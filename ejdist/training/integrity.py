@@ -52,6 +52,12 @@ def _digest(x: jax.Array) -> jax.Array:
     return jnp.sum(jax.lax.map(of_row, jnp.arange(x.shape[0])), dtype=jnp.uint32)
 
 
+@jax.jit
+def digest_of_row(x: jax.Array, row: jax.Array) -> jax.Array:
+    """Returns what a row of the first dim adds to the digest of its array, which is their sum, modulo 2^32."""
+    return _sum_of_hashes(x, row)
+
+
 def _sum_of_hashes(bits: jax.Array, row: jax.Array | None = None) -> jax.Array:
     """Returns the digest of an array, or of this row's part of it."""
     start = jnp.uint32(0) if row is None else row.astype(jnp.uint32)

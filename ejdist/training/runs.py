@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ejdist.models.decoder import DecoderConfig
 from ejdist.paths import is_step, is_url, place
 from ejdist.sections import flat
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
+from ejdist.training.checkpoint_rows import StoredArray
 from ejdist.weights.files import WeightsError
 
 
@@ -49,6 +51,8 @@ class Run:
         self.step = last if step is None else step
         beside = self._checkpoints.run_of(self.step)
         self.recipe, self.data = beside["recipe"], beside["data"]
+        stages = [values.get("data.sequence_length", 0) for _, values in beside.get("stages") or []]
+        self.longest = max(self.data["sequence_length"], *stages, 0)  # tokens of a row, in any stage so far
         if (made := self.data.get("step", self.step)) != self.step:
             raise WeightsError(
                 f"checkpoint {self._checkpoints.directory / str(self.step)} holds the state of step {made}: remove it, or "
@@ -65,6 +69,10 @@ class Run:
         """Returns leaf -> array, of those that are named. Raises CheckpointError."""
         arrays = unnested(self._checkpoints.restore_part(self.step, nested(like)))
         return {name: arrays[name] for name in like}
+
+    def open(self, like: Mapping[str, Any]) -> dict[str, StoredArray]:
+        """Returns leaf -> array, of those that are named, to be read whole or by layers. Raises CheckpointError."""
+        return self._checkpoints.open_part(self.step, dict(like))
 
     def load_and_close(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """Returns what `load` does, of a run that nothing more is asked of."""

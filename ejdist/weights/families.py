@@ -333,14 +333,14 @@ def read_config(folder: Path) -> tuple[Family, DecoderConfig]:
     return found, found.section(keys)
 
 
-def family_of(c: DecoderShape) -> tuple[str, Family]:
-    """Returns (name of the architecture, family) for a model: the first whose config.json says all of it.
+def family_of(c: DecoderShape, first: str | None = None) -> tuple[str, Family]:
+    """Returns (name of the architecture, family) for a model: `first`, or else the first whose config.json says all of it.
 
     Raises:
       WeightsError: there is none; names the first key that the nearest family cannot say.
     """
     tried: list[tuple[int, str, str]] = []
-    for name, family in FAMILIES.items():
+    for name, family in sorted(FAMILIES.items(), key=lambda item: item[0] != first):
         path = Path(f"the config.json of {name}")
         try:
             left = differences(c, family.section(Keys(path, family.config(c))))

@@ -1,8 +1,8 @@
 """The safetensors format, read and written a tensor at a time: 8 bytes of length, a JSON header, then the numbers.
 
-A file is read through the memory map of one tensor, of which only the pages of a slice are ever loaded. One is written in any
-order: where each tensor lies is known before the first of them is. The library of the format checks both in the tests; its own
-writer takes all tensors of a file at once.
+A file is read through the memory map of one tensor, of which only the pages of a slice are ever loaded. One is written from its
+beginning to its end: where each tensor lies is known before the first of them is. The library of the format checks both in the
+tests; its own writer takes all tensors of a file at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,57 +145,73 @@ def digest_of(tensors: Mapping[str, Stored]) -> str:
 
 
 class Files:
-    """The files of a folder while they are written: their sizes and headers first, then each tensor at its place."""
+    """The files of a folder while they are written: each a header and then its tensors, one after the other, so that what was
+    interrupted is short of what its header says. The index comes after the last of them."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], most: int) -> None:
         """Args:
-        tensors: name -> (dtype, shape), in the order in which they are to lie.
+        tensors: name -> (dtype, shape), in the order in which they will be written.
         most: bytes of tensors in a file; a larger tensor has one of its own.
         """
-        self._open, self._places, self._kinds = {}, {}, dict(tensors)
-        groups: list[dict[str, int]] = [{}]
-        sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in tensors.items()}
-        for name, size in sizes.items():
-            if groups[-1] and sum(groups[-1].values()) + size > most:
-                groups.append({})
-            groups[-1][name] = size
-        self.names = {}
+        self._folder, self._kinds, self._left = folder, dict(tensors), list(tensors)[::-1]
+        self._file: BinaryIO | None = None
+        self._sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in tensors.items()}
+        self.total_size = sum(self._sizes.values())
+        groups: list[list[str]] = [[]]
+        filled = 0
+        for name, size in self._sizes.items():
+            if groups[-1] and filled + size > most:
+                groups.append([])
+                filled = 0
+            groups[-1].append(name)
+            filled += size
+        self.names: dict[str, str] = {}
+        self._groups: dict[str, list[str]] = {}
         for i, group in enumerate(groups):
             file = SINGLE if len(groups) == 1 else f"model-{i + 1:05}-of-{len(groups):05}.safetensors"
             self.names |= dict.fromkeys(group, file)
-            self._begin(folder / file, group, tensors)
-        if len(groups) > 1:
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": self.names}
-            (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+            self._groups[file] = group
 
-    def _begin(
-        self, path: Path, sizes: dict[str, int], tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
-    ) -> None:
+    def _begin(self, file: str) -> BinaryIO:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
         at = 0
-        for name, size in sizes.items():
-            dtype, shape = tensors[name]
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
-            at += size
+        for name in self._groups[file]:
+            dtype, shape = self._kinds[name]
+            stop = at + self._sizes[name]
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, stop]}
+            at = stop
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        file: BinaryIO = path.open("wb")
-        self._open[path.name] = file
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + at)
-        self._places |= {name: 8 + len(text) + header[name]["data_offsets"][0] for name in sizes}
+        opened: BinaryIO = (self._folder / file).open("wb")
+        opened.write(len(text).to_bytes(8, "little") + text)
+        return opened
 
     def write(self, name: str, tensor: np.ndarray) -> None:
-        """Writes a tensor. Raises ValueError unless it is of the dtype and shape that were said."""
+        """Writes the next tensor. Raises ValueError unless it is that, of the dtype and shape that were declared."""
+        if not self._left or name != self._left[-1]:
+            raise ValueError(
+                f"tensor {name} is not the next to write, {self._left[-1] if self._left else 'the last was'}"
+            )
         if (tensor.dtype, tensor.shape) != self._kinds[name]:
             raise ValueError(f"tensor {name} should be {self._kinds[name]}, and is {(tensor.dtype, tensor.shape)}")
-        file = self._open[self.names[name]]
-        file.seek(self._places[name])
-        file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+        group = self._groups[self.names[name]]
+        if name == group[0]:
+            self._file = self._begin(self.names[name])
+        assert self._file is not None
+        self._file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+        self._left.pop()
+        if name == group[-1]:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self.close()
+        if not self._left and len(self._groups) > 1:
+            index = {"metadata": {"total_size": self.total_size}, "weight_map": self.names}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
     def close(self) -> None:
-        for file in self._open.values():
-            file.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def names_in(names: Iterable[str], most: int = 3) -> str:

@@ -40,7 +40,7 @@ class DataSection:
     format: str = compared("text")
     # Of conversations. What is trained: assistant, last, all, or spans; null: assistant, and what rows of ids say.
     loss_on: str | None = compared(None)
-    chat_template: str | None = compared(None)  # a file, or chatml; null: that of the tokenizer's folder
+    chat_template: str | None = compared(None, recorded=True)  # a file, or chatml; null: that of the tokenizer's folder
     chat_template_kwargs: Any = compared(None)  # more variables of the template: {enable_thinking: false}
     # The date of templates that write one, as 2026-01-31; null: that of the first start.
     chat_date: str | None = compared(None)
@@ -48,7 +48,7 @@ class DataSection:
     too_long: str = compared("stop")  # a conversation that is longer than a row: stop, skip or truncate
     text_key: str = compared("text")  # the key or column of jsonl and parquet rows
     # How text becomes tokens: bytes, bpe:SIZE (trained on the corpus), the path of a tokenizer.json, or dataset: its own.
-    tokenizer: str = compared("bytes")
+    tokenizer: str = compared("bytes", recorded=True)
     packing: str = compared("cut")  # documents at the end of a row: cut, or whole if they fit into a row
     sequence_length: int = compared(2048)  # tokens of a row
     global_batch: int = compared(4)  # rows of a step, over all devices

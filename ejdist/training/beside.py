@@ -1,0 +1,317 @@
+"""What an export of a run writes beside its parameters: from the folder that the run's weights came from, and its tokenizer's.
+
+Nothing is taken that has changed since: a tokenizer is known by its fingerprint in the checkpoint, a config.json by the model
+that it describes, a chat template by its digest. What is gone or has changed is named in a line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ejdist.models.decoder import DecoderConfig
+from ejdist.paths import is_url
+from ejdist.sections import flat
+from ejdist.training.chats.encoding import Chats
+from ejdist.training.chats.folder import templates_of, tokens_of
+from ejdist.training.checkpoint_format import CheckpointError
+from ejdist.training.data import default_cache_dir
+from ejdist.training.data.dataset import OWN, open_dataset
+from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer
+from ejdist.training.recorded import recorded
+from ejdist.training.runs import Run
+from ejdist.weights.beside import (
+    GENERATION,
+    TEMPLATE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    as_list,
+    context_of,
+    ids_of,
+    ids_of_tokenizer,
+    read_if_there,
+    source_context,
+    text_of,
+    tokenizer_config,
+    tokenizer_files,
+    vocabulary_of,
+)
+from ejdist.weights.families import FAMILIES, read_config
+from ejdist.weights.files import read_json
+from ejdist.weights.match import differences, written
+
+
+@dataclass
+class Beside:
+    """What `ejdist.weights.writer.save` takes beside the parameters, and a line for each thing that the user should know."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, Path | str] = field(default_factory=dict)
+    architecture: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The folder of Hugging Face that a run's weights came from, as it is now."""
+
+    folder: Path
+    config: dict[str, Any]
+    generation: dict[str, Any]
+
+
+def beside_of(run: Run, tokenizer: str | None = None, context: int | None = None) -> Beside:
+    """Returns what belongs beside a run's parameters.
+
+    Args:
+      tokenizer: the tokenizer.json that the run was trained with; default: looked for where the run had it.
+      context: max_position_embeddings; default: the longest that the source, the run's rows and its RoPE have.
+
+    Raises:
+      ValueError: the tokenizer is another, or a file beside it cannot be read.
+    """
+    beside, settings = Beside(), recorded(str(run.folder)) | run.recipe
+    source = _source_of(run, beside.notes)
+    path = _tokenizer_of(run, settings, tokenizer, source, beside.notes)
+    known = ByteTokenizer() if path is None and _is_bytes(run) else None if path is None else FileTokenizer(path)
+    same = source is not None and _same_tokens(run, source, known, beside.notes)
+
+    _add_ids(beside, run, source if same else None, path, known)
+    _add_context(beside, run, source, context)
+    if path is not None and isinstance(known, FileTokenizer):
+        _add_tokenizer(beside, path, known, source)
+    _add_template(beside, run, settings, path)
+    return beside
+
+
+def _add_ids(beside: Beside, run: Run, source: _Source | None, path: Path | None, known: Any) -> None:
+    """Adds the ids of special tokens, and how text is generated: those of the source, if it has the run's tokens."""
+    generation = {} if source is None else source.generation
+    ids = {} if source is None else ids_of(source.config, generation)
+    if "eos_token_id" not in ids and known is not None:
+        config = {} if path is None else read_if_there(path.with_name(TOKENIZER_CONFIG))
+        ids = ids_of_tokenizer({} if path is None else vocabulary_of(path), config, known.eos_id) | ids
+    beside.config |= ids
+    if "eos_token_id" not in ids:
+        beside.notes.append(f"neither eos_token_id nor {GENERATION} is written: nothing says which token ends a text")
+        return
+    ends = generation.get("eos_token_id") or ids["eos_token_id"]
+    if (
+        source is not None
+        and known is not None
+        and not _templates(run)
+        and not set(as_list(known.eos_id)) <= set(as_list(ends))
+    ):
+        beside.notes.append(
+            f"eos_token_id of {GENERATION} is {ends} of {source.folder}, and {known.eos_id}, which ends the run's documents"
+        )
+        generation = generation | {"eos_token_id": [*as_list(ends), known.eos_id]}
+    if "eos_token_id" not in generation:
+        generation = ids | generation
+    unchanged = source is not None and generation == source.generation
+    beside.files[GENERATION] = source.folder / GENERATION if source is not None and unchanged else text_of(generation)
+
+
+def _add_context(beside: Beside, run: Run, source: _Source | None, asked: int | None) -> None:
+    """Adds the context, which is never shorter than that of the source unless the user asks for it."""
+    c = run.model
+    # Of linear and ntk nothing says from which context they scale.
+    scaled = int(c.rope_factor * c.rope_original_length) if c.rope_scaling in ("yarn", "llama3") else 0
+    if source is None:
+        context, line = context_of(asked, run.longest, scaled, None, None)
+    else:
+        theirs = source_context(source.config, source.folder / "config.json")
+        context, line = context_of(asked, run.longest, scaled, theirs, source.folder)
+        beside.architecture = next((n for n in source.config.get("architectures") or [] if n in FAMILIES), None)
+    beside.config["max_position_embeddings"] = context
+    beside.notes += [line] if line else []
+
+
+def _add_tokenizer(beside: Beside, path: Path, known: FileTokenizer, source: _Source | None) -> None:
+    """Adds the files of the tokenizer. Those beside it in the source do, where it was trained with from a place of its own."""
+    files = tokenizer_files(path)
+    if len(files) == 1 and source is not None and _digest(source.folder / TOKENIZER) == known.fingerprint:
+        files = tokenizer_files(source.folder / TOKENIZER)
+    end = next((token for token, i in vocabulary_of(path).items() if i == known.eos_id), None)
+    text, line = tokenizer_config(files.get(TOKENIZER_CONFIG), beside.config["max_position_embeddings"], end)
+    beside.files |= files | ({} if text is None else {TOKENIZER_CONFIG: text})
+    beside.notes += [line] if line else []
+
+
+# -- the folder that the weights came from --------------------------------------------------------------------------------
+
+
+def _source_of(run: Run, notes: list[str]) -> _Source | None:
+    """Returns the folder that a run, or the run that it started from, was started with; None where there is none, or it is no
+    longer that."""
+    folder, reason = _origin(run)
+    left = f"what its config.json and {GENERATION} say of tokens, generation and context is not written"
+    if folder is None:
+        notes += [f"{reason}: {left}"] if reason else []
+        return None
+    try:
+        _, theirs = read_config(folder)
+        config, generation = read_json(folder / "config.json"), read_if_there(folder / GENERATION)
+    except ValueError as error:
+        notes.append(f"{error}: {left}")
+        return None
+    # A curriculum may change how positions turn.
+    rope = {f.name: getattr(run.model, f.name) for f in fields(DecoderConfig) if f.name.startswith("rope_")}
+    if changed := differences(run.model, replace(theirs, **rope)):
+        value = written(flat(theirs).get(changed[0])) if changed[0] != "layers" else ", ".join(theirs.kinds())
+        notes.append(
+            f"{folder} has changed since the run started from it: its model has {changed[0]} = {value}: {left}"
+        )
+        return None
+    return _Source(folder, config, generation)
+
+
+def _origin(run: Run) -> tuple[Path | None, str]:
+    """Returns (the folder with a config.json at the beginning of a run, why there is none where there should be)."""
+    where, seen = run.recipe.get("model.init_from"), {str(run.folder)}
+    while where is not None and str(where) not in seen:
+        seen.add(str(where))
+        folder = Path(where).expanduser()
+        if not is_url(where) and (folder / "config.json").exists():
+            return folder, ""
+        try:
+            before = Run(where, key="model.init_from")
+            where = before.recipe.get("model.init_from")
+            before.close()
+        except (CheckpointError, ValueError, OSError):
+            gone = "is gone" if is_url(where) or not folder.exists() else "is no model any more"
+            return None, f"{where}, which the run started from, {gone}"
+    return None, ""
+
+
+def _same_tokens(run: Run, source: _Source, known: Any, notes: list[str]) -> bool:
+    """Returns whether the ids of the source are of the tokenizer that the run was trained with."""
+    own = source.folder / TOKENIZER
+    if _is_bytes(run):
+        same = False
+    elif own.exists():
+        same = _digest(own) == run.data["tokenizer"]
+    else:
+        ends = [i for one in (source.config, source.generation) for i in as_list(one.get("eos_token_id"))]
+        same = known is None or set(as_list(known.eos_id)) <= set(ends)
+    if not same:
+        notes.append(
+            f"the ids of special tokens and {GENERATION} of {source.folder} are not written: the run was trained with another "
+            "tokenizer than is there"
+        )
+    return same
+
+
+# -- the tokenizer --------------------------------------------------------------------------------------------------------
+
+
+def _is_bytes(run: Run) -> bool:
+    return run.data["tokenizer"] == ByteTokenizer.fingerprint
+
+
+def _digest(path: Path) -> str | None:
+    """Returns what `FileTokenizer.fingerprint` is of a file; None if it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return None
+
+
+def _tokenizer_of(
+    run: Run, settings: Mapping[str, Any], asked: str | None, source: _Source | None, notes: list[str]
+) -> Path | None:
+    """Returns the tokenizer.json that a run was trained with. Raises ValueError if `asked` is not that."""
+    if asked is not None:
+        path = Path(asked).expanduser()
+        path = path / TOKENIZER if path.is_dir() else path
+        if FileTokenizer(path).fingerprint != run.data["tokenizer"]:
+            raise ValueError(
+                f"data.tokenizer = {asked!r} is not the file that the run was trained with; give that one, or leave it out"
+            )
+        return path
+    if _is_bytes(run):
+        notes.append(
+            "no tokenizer is written: data.tokenizer=bytes, ids 0 to 255 and 256 for the end, has no tokenizer file"
+        )
+        return None
+    places = list(_places(settings, source))
+    for path in places:
+        if _digest(path) == run.data["tokenizer"]:
+            return path
+    why = "the checkpoint does not say where it was"
+    if places:
+        why = f"{places[0]} {'has changed since the run' if places[0].exists() else 'is gone'}"
+    notes.append(
+        f"no tokenizer is written: {why}; give data.tokenizer=FILE, the tokenizer.json that the run was trained with"
+    )
+    return None
+
+
+def _places(settings: Mapping[str, Any], source: _Source | None) -> Iterator[Path]:
+    """Yields where the tokenizer of a run may be."""
+    name, data = str(settings.get("data.tokenizer", "bytes")), settings.get("data.source")
+    if name.startswith("bpe:"):
+        cache = Path(settings.get("data.cache_dir") or default_cache_dir()).expanduser()
+        yield from sorted(cache.glob(f"tokenizer-*/{TOKENIZER}"))
+    elif name not in ("bytes", OWN):
+        path = Path(name).expanduser()
+        yield path / TOKENIZER if path.is_dir() else path
+    if isinstance(data, str) and not is_url(data):
+        yield from [Path(data).expanduser() / TOKENIZER] if name == OWN or name.startswith("bpe:") else []
+    if source is not None:
+        yield source.folder / TOKENIZER
+
+
+# -- the template of conversations ----------------------------------------------------------------------------------------
+
+
+def _templates(run: Run) -> set[str]:
+    """Returns the digests of the templates that a run was trained with."""
+    return {one["template"] for one in run.data.get("conversations") or [] if one and "template" in one}
+
+
+def _add_template(beside: Beside, run: Run, settings: Mapping[str, Any], path: Path | None) -> None:
+    """Adds the template that a run was trained with, where the files of the tokenizer have another or none."""
+    digests, asked = _templates(run), settings.get("data.chat_template")
+    if not digests:
+        return
+    try:
+        own = {} if path is None else _chats(None, str(path), settings)
+    except ValueError:
+        own = {}
+    if digests & own.keys():
+        return
+    try:
+        tokenizer = str(settings.get("data.tokenizer", "bytes") if path is None else path)
+        known = _of_dataset(settings) or _chats(asked, tokenizer, settings)
+        why = "it has changed since the run, or is a source's own"
+    except (ValueError, OSError) as error:
+        known, why = {}, str(error)
+    template = next((templates["default"] for digest, templates in known.items() if digest in digests), None)
+    if template is None:
+        beside.notes.append(
+            f"the chat template that the run was trained with is not written: {why}; copy it to {TEMPLATE}"
+        )
+        return
+    beside.files[TEMPLATE] = template
+    beside.notes.append(f"{TEMPLATE} is the one that the run was trained with{f', {asked}' if asked else ''}")
+
+
+def _chats(asked: str | None, tokenizer: str, settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Returns digest -> templates, of a name or file, or of the folder of a tokenizer. Raises ValueError if there is none."""
+    templates = templates_of(asked, tokenizer)
+    arguments = dict(settings.get("data.chat_template_kwargs") or {})
+    chats = Chats("messages", "", "", "", templates=templates, tokens=tokens_of(tokenizer), arguments=arguments)
+    return {chats.template_digest: templates}
+
+
+def _of_dataset(settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Returns digest -> templates of a dataset of conversations from launch.tokenize; {} if the data are no dataset."""
+    data = settings.get("data.source")
+    if not isinstance(data, str) or is_url(data) or not (Path(data).expanduser() / "dataset.json").exists():
+        return {}
+    chats = open_dataset(Path(data).expanduser(), OWN).chats
+    return {} if chats is None else {chats.template_digest: chats.templates}
