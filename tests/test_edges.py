@@ -306,8 +306,8 @@ def test_explicit_axes_of_one_device_and_of_the_wrong_function():
             lambda: ejdist.flash_attention(*[jax.reshard(a, P(None, "x")) for a in QKV]),
         )
 
-    said(["'x'", "another mesh", "'dp': 2"], lambda: ejdist.rms_norm(x, WEIGHT, mesh=make_mesh(dp=2)))
-    # The type of an array says where it lies where no mesh is in force, too.
+    said(["'x'", "a mesh other than", "'dp': 2"], lambda: ejdist.rms_norm(x, WEIGHT, mesh=make_mesh(dp=2)))
+    # The type of an array includes its sharding, also where no mesh is in force.
     said(["rms_norm", "explicit", "`ejdist`"], lambda: kernels.rms_norm(x, WEIGHT))
     experts = normal(D, 2), normal(2, D, F), normal(2, D, F), normal(2, F, D)
     for name, arrays in {"rms_norm": (WEIGHT,), "all_gather_matmul": MLP[:1], "moe": experts}.items():
