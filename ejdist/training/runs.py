@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejdist.models.config import ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig
 from ejdist.models.lora import LoRASection
+from ejdist.models.parameters import Param
 from ejdist.paths import is_step, is_url, place
 from ejdist.sections import flat
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
@@ -80,6 +83,12 @@ class Run:
             wide = jax.ShapeDtypeStruct(rest[name].shape, jnp.float32, sharding=rest[name].sharding)
             found[name] = self._read({name: wide})[name].astype(jnp.bfloat16)
         return {name: found[name] for name in like}
+
+    def stored(self, params: Mapping[str, Param]) -> dict[str, np.ndarray]:
+        """Returns arrays as the checkpoint has them, by their names there, on this machine. Raises CheckpointError."""
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        like = {name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=here) for name, p in params.items()}
+        return {name: np.asarray(x) for name, x in self._read(like).items()}
 
     def _read(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """Returns arrays of the checkpoint, by the names they have there."""
