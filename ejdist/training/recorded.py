@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ejdist.paths import is_step, is_url
+from ejdist.training.curriculum import SECTION_OF
 
 FILE = "recipe.json"
 # What an evaluation takes from its run: where and how the model runs, and its tokens.
 _SECTIONS = ("data", "mesh", "sequence", "experts")
-_STAGE = {"sequence_length": "data", "global_batch": "data"}
 
 
 def recorded(folder: str | Path) -> dict[str, Any]:
@@ -35,12 +35,14 @@ def last_step(folder: str | Path) -> int | None:
 
 def settings_at(recipe: Mapping[str, Any], step: int | None) -> dict[str, Any]:
     """Returns key -> value of the sections data, mesh, sequence and experts, as they were at a step of the run: those of the
-    stage of its curriculum that ran it."""
+    stage of its curriculum that ran it, and from before what changed later."""
     found = {key: value for key, value in recipe.items() if key.partition(".")[0] in _SECTIONS}
     stage = _stage_at(recipe, step)
-    for name, section in _STAGE.items():
+    for name in (name for name, section in SECTION_OF.items() if section in _SECTIONS):
         if (value := recipe.get(f"{stage}.{name}")) is not None:
-            found[f"{section}.{name}"] = value
+            found[f"{SECTION_OF[name]}.{name}"] = value
+            if name in ("source", "mixture"):  # one replaces the other
+                found["data.mixture" if name == "source" else "data.source"] = None
     mesh = {key.removeprefix(f"{stage}."): value for key, value in recipe.items() if key.startswith(f"{stage}.mesh.")}
     return found | mesh
 

@@ -50,6 +50,7 @@ def _compiled(run: Run, moment: str, more: dict[str, Any], ledger: Ledger) -> Co
     program = run.program
     lowered = program.lower()
     facts = more | {name: run.data.cursor(0)[name] for name in ("tokenizer", "corpus")}
+    facts |= {"corpora of all stages": run.corpora} if len(run.stages) > 1 else {}
     if run.held_out is not None:
         facts["evaluation corpus"] = run.held_out.corpus.fingerprint
     facts |= {"stage": run.stage.number, "program (digest)": program_digest(lowered)}
@@ -293,7 +294,7 @@ def run_steps(
         if where is not None:
             with timer.saving(step):
                 saved = watch.to_json() | {"passed": skipped.until(step)}
-                where.save(step, state, run.checkpoint_metadata(step) | {"guards": saved})
+                where.save(step, state, run.checkpoint_metadata(step, skipped.number(step) + 1) | {"guards": saved})
         timer.end_step(step)
         if stopped_here:
             break
