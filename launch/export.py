@@ -30,9 +30,10 @@ keys:
   data.tokenizer=FILE          the tokenizer.json that the run was trained with: it is copied, with what stands beside it
   max_position_embeddings=N    for config.json; default: the run's data.sequence_length, or the longer context of
                                model.rope_scaling yarn or llama3
+  plugins=[MODULE]             modules that register layers; those that the run names are imported without it
   from=DIR                     a folder with a config.json
 """
-_EXPORT = ("run.dir", "to", "step", "dtype", "data.tokenizer", "max_position_embeddings")
+_EXPORT = ("run.dir", "to", "step", "dtype", "data.tokenizer", "max_position_embeddings", "plugins")
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
@@ -157,7 +158,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
+    from recipes.plugins import load_named
+
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    load_named(arguments)
     keys = _keys(arguments)
     if "from" in keys:
         print_recipe(keys["from"])

@@ -21,6 +21,7 @@ from ejdist.pictures import draw_loss
 from ejdist.training.flops import peak_flops
 from ejdist.training.goodput import NAME, Ledger, account, read
 from ejdist.training.guards import SKIPPED_FILE
+from ejdist.training.losses import digests
 from ejdist.training.metrics import read_evaluations, read_rows, summarise, write_atomic, write_error
 from ejdist.training.program import TrainSections
 from ejdist.training.resume import how_to_continue
@@ -75,6 +76,8 @@ def train(
         init_from = getattr(s.model, "init_from", None)
         source = open_source(init_from, s.model) if init_from is not None and not opened.checkpoints_found else None
         weights = {} if source is None or hosts.count == 1 else {"model.init_from (digest)": source.digest()}
+        if hosts.count > 1 and not opened.checkpoints_found:
+            weights |= digests(opened.program.trained)
         # Compile before writing anything, so that a recipe that cannot run leaves no trace.
         compiled = compile_stage(opened, "the first step", weights | {"checkpoint": opened.last}, ledger, log)
         check_shared(hosts, opened.directory)

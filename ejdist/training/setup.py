@@ -18,6 +18,7 @@ from ejdist.cluster.agreement import environment
 from ejdist.cluster.hosts import Hosts
 from ejdist.mesh import make_mesh
 from ejdist.paths import ELSEWHERE, is_step, is_url
+from ejdist.registered import check_recorded, digests, load
 from ejdist.sections import flat, validate
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
 from ejdist.training.checkpoint_format import CheckpointError, DamagedCheckpoint
@@ -29,6 +30,7 @@ from ejdist.training.data.tokenizer import Tokenizer
 from ejdist.training.held_out import data_of_evaluation
 from ejdist.training.program import Program, RunSection, TrainSections, make_program
 from ejdist.training.pytree_io import name_of
+from ejdist.training.recorded import recorded
 from ejdist.training.resume import check_same_run, fingerprint
 from ejdist.training.run_lock import Lock
 from ejdist.training.start import Source, nested
@@ -104,12 +106,14 @@ def open_run(
         files of another project. HostsDiffer: the hosts were started with different inputs. HostLost: a host is missing.
     """
     s = sections
+    check_recorded(recorded(s.run.dir).get("plugins") or (), s.plugins, s.run.dir)
+    load(s.plugins)
     validate(s)
     directory = _folder_of(s.run)
     if hosts.index == 0:
         check_installed(s.run.trackers)
     recipe = {key: value for key, value in flat(s).items() if not key.startswith("cluster.")}
-    hosts.compare("the start", recipe | environment())
+    hosts.compare("the start", recipe | digests() | environment())
     folders = [("run.dir", directory)]
     if s.checkpoint.dir is not None and not is_url(s.checkpoint.dir):
         kept = Path(s.checkpoint.dir).expanduser()
