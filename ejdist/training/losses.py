@@ -6,7 +6,8 @@ gradient, and is in every checkpoint, so that a resumed run compares with the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -195,6 +196,26 @@ def check_loss(name: str) -> None:
         raise ValueError(
             f"loss = {name!r} is unknown; use one of {known}, or give plugins=[MODULE] with the module that registers it"
         )
+
+
+@contextlib.contextmanager
+def named_loss(loss: Callable[..., LossTerms] | Loss) -> Iterator[str]:
+    """Yields the name by which a recipe knows a loss here, within the body: that of its function.
+
+    Raises:
+      ValueError: it is no function.
+    """
+    given = loss if isinstance(loss, Loss) else Loss(loss)
+    function = given.function
+    if not callable(function) or not hasattr(function, "__qualname__"):
+        raise ValueError(f"train: argument 'loss' is {loss!r}; give a function, whose name the run records")
+    name = f"{function.__module__}.{function.__qualname__}"
+    entry = registered.Entry(registered.LOSS, name, given, None, function.__module__)
+    registered.add(entry)
+    try:
+        yield name
+    finally:
+        registered.forget([entry])
 
 
 def _summed(entry: registered.Entry, found: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Metrics]:

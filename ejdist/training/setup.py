@@ -26,6 +26,7 @@ from ejdist.training.checkpoint_policy import Saves, Tier
 from ejdist.training.curriculum import Stage, check_history, history, stage_of, stages_of
 from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
+from ejdist.training.data.own_batches import OwnBatches
 from ejdist.training.data.tokenizer import Tokenizer
 from ejdist.training.held_out import data_of_evaluation
 from ejdist.training.program import Program, RunSection, TrainSections, make_program
@@ -93,13 +94,18 @@ class Run:
 
 
 def open_run(
-    sections: TrainSections, hosts: Hosts, devices: list[Any] | None = None, log: Any = lambda line: None
+    sections: TrainSections,
+    hosts: Hosts,
+    devices: list[Any] | None = None,
+    log: Any = lambda line: None,
+    batches: Any = None,
 ) -> Run:
     """Sets up the run of a recipe. Call it inside `hosts.together()`, on all hosts.
 
     Args:
       devices: default: all.
       log: takes a line for the user.
+      batches: in the place of the recipe's data, see `ejdist.training.train`.
 
     Raises:
       ValueError: the recipe or its files are wrong, or another process trains in run.dir. CheckpointError: run.dir holds
@@ -137,7 +143,7 @@ def open_run(
     last = saves.durable.latest()
     stage = stage_of(stages, (last or 0) + 1)
     program, s = programs[stage.number - 1], stage.sections
-    data = data_of(s)
+    data = data_of(s) if batches is None else _own_batches(s, batches)
     held_out = data_of_evaluation(s, data)
     for key, one in (("data.source", data), ("evaluation.data", held_out)):
         if one is None:
@@ -151,6 +157,17 @@ def open_run(
     if not found and hosts.index == 0:
         _check_moved(directory, s.checkpoint)
     return Run(s, hosts, directory, program, saves, data, held_out, last, found, stage, stages, devices, locks)
+
+
+def _own_batches(s: TrainSections, batches: Any) -> Data:
+    """Returns the caller's batches as data. Raises ValueError: they are wrong, or the recipe measures what needs a tokenizer."""
+    if s.evaluation.every:
+        raise ValueError(
+            f"evaluation.every = {s.evaluation.every} reads held-out data with the tokenizer of the recipe's data, which batches "
+            "replace; set it to 0"
+        )
+    sizes = {"sequence_length": s.data.sequence_length, "global_batch": s.data.global_batch}
+    return OwnBatches(batches, vocab_size=s.model.vocab_size, seed=s.run.seed, **sizes)
 
 
 def _check_moved(directory: Path, section: CheckpointSection) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from ejdist.registered import SOURCE, Entry, entry_of
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
-_FIELDS = ("tokens", "targets", "positions", "segment_ids")
+FIELDS = ("tokens", "targets", "positions", "segment_ids")
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ class OwnRows:
 def check_arrays(arrays: Any, shape: tuple[int, ...], vocab_size: int, what: str) -> None:
     """Raises ValueError, naming the array, unless these are those of a batch or a row: int32 of that shape, ids in the
     vocabulary, and targets that may be -1."""
-    missing = [name for name in _FIELDS if name not in arrays]
+    missing = [name for name in FIELDS if name not in arrays]
     if missing:
-        raise ValueError(f"{what} has no {missing[0]}; it needs {', '.join(_FIELDS)}")
-    for name in _FIELDS:
+        raise ValueError(f"{what} has no {missing[0]}; it needs {', '.join(FIELDS)}")
+    for name in FIELDS:
         x = np.asarray(arrays[name])
         if x.shape != shape or x.dtype.kind not in "iu":
             raise ValueError(f"{what}: {name} is {x.dtype} {list(x.shape)}, not int32 {list(shape)}")
