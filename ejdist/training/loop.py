@@ -28,7 +28,7 @@ from ejdist.training.run_lock import release_locks_at_exit
 from ejdist.training.setup import Run, open_run
 from ejdist.training.start import open_source
 from ejdist.training.step_timer import SAVES, StepTimer
-from ejdist.training.steps import Steps, compile_stage, log_stage, start_state
+from ejdist.training.steps import Steps, check_stages, compile_stage, log_stage, start_state
 from ejdist.training.stop import stop_on_signals
 
 
@@ -75,6 +75,7 @@ def train(
         init_from = getattr(s.model, "init_from", None)
         source = open_source(init_from, s.model) if init_from is not None and not opened.checkpoints_found else None
         weights = {} if source is None or hosts.count == 1 else {"model.init_from (digest)": source.digest()}
+        check_stages(opened)
         # Compile before writing anything, so that a recipe that cannot run leaves no trace.
         compiled = compile_stage(opened, "the first step", weights | {"checkpoint": opened.last}, ledger, log)
         check_shared(hosts, opened.directory)
