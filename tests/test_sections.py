@@ -29,7 +29,18 @@ DECIDED = {key for key in names_of() if key.startswith(("model.", "optimizer."))
 DECIDED |= {"accumulation", "z_loss", "experts.capacity"}
 RECORDED = {"run.steps", "model.init_from"} | {
     f"data.{name}"
-    for name in ("source", "mixture", "weights_by", "format", "loss_on", "packing", "too_long", "text_key")
+    for name in (
+        "source",
+        "mixture",
+        "weights_by",
+        "format",
+        "loss_on",
+        "packing",
+        "too_long",
+        "text_key",
+        "tokenizer",
+        "chat_template",
+    )
 }
 
 
