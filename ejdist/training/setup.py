@@ -18,6 +18,7 @@ from ejdist.cluster.agreement import environment
 from ejdist.cluster.hosts import Hosts
 from ejdist.mesh import make_mesh
 from ejdist.paths import ELSEWHERE, is_step, is_url
+from ejdist.registered import check_recorded, digests, load
 from ejdist.sections import flat, validate
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
 from ejdist.training.checkpoint_format import CheckpointError, DamagedCheckpoint
@@ -25,10 +26,12 @@ from ejdist.training.checkpoint_policy import Saves, Tier
 from ejdist.training.curriculum import Stage, check_history, history, stage_of, stages_of
 from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
+from ejdist.training.data.own_batches import OwnBatches
 from ejdist.training.data.tokenizer import Tokenizer
 from ejdist.training.held_out import data_of_evaluation
 from ejdist.training.program import Program, RunSection, TrainSections, make_program
 from ejdist.training.pytree_io import name_of
+from ejdist.training.recorded import recorded
 from ejdist.training.resume import check_same_run, fingerprint
 from ejdist.training.run_lock import Lock
 from ejdist.training.start import Source, nested
@@ -91,25 +94,32 @@ class Run:
 
 
 def open_run(
-    sections: TrainSections, hosts: Hosts, devices: list[Any] | None = None, log: Any = lambda line: None
+    sections: TrainSections,
+    hosts: Hosts,
+    devices: list[Any] | None = None,
+    log: Any = lambda line: None,
+    batches: Any = None,
 ) -> Run:
     """Sets up the run of a recipe. Call it inside `hosts.together()`, on all hosts.
 
     Args:
       devices: default: all.
       log: takes a line for the user.
+      batches: in the place of the recipe's data, see `ejdist.training.train`.
 
     Raises:
       ValueError: the recipe or its files are wrong, or another process trains in run.dir. CheckpointError: run.dir holds
         files of another project. HostsDiffer: the hosts were started with different inputs. HostLost: a host is missing.
     """
     s = sections
+    check_recorded(recorded(s.run.dir).get("plugins") or (), s.plugins, s.run.dir)
+    load(s.plugins)
     validate(s)
     directory = _folder_of(s.run)
     if hosts.index == 0:
         check_installed(s.run.trackers)
     recipe = {key: value for key, value in flat(s).items() if not key.startswith("cluster.")}
-    hosts.compare("the start", recipe | environment())
+    hosts.compare("the start", recipe | digests() | environment())
     folders = [("run.dir", directory)]
     if s.checkpoint.dir is not None and not is_url(s.checkpoint.dir):
         kept = Path(s.checkpoint.dir).expanduser()
@@ -133,7 +143,7 @@ def open_run(
     last = saves.durable.latest()
     stage = stage_of(stages, (last or 0) + 1)
     program, s = programs[stage.number - 1], stage.sections
-    data = data_of(s)
+    data = data_of(s) if batches is None else _own_batches(s, batches)
     held_out = data_of_evaluation(s, data)
     for key, one in (("data.source", data), ("evaluation.data", held_out)):
         if one is None:
@@ -147,6 +157,17 @@ def open_run(
     if not found and hosts.index == 0:
         _check_moved(directory, s.checkpoint)
     return Run(s, hosts, directory, program, saves, data, held_out, last, found, stage, stages, devices, locks)
+
+
+def _own_batches(s: TrainSections, batches: Any) -> Data:
+    """Returns the caller's batches as data. Raises ValueError: they are wrong, or the recipe measures what needs a tokenizer."""
+    if s.evaluation.every:
+        raise ValueError(
+            f"evaluation.every = {s.evaluation.every} reads held-out data with the tokenizer of the recipe's data, which batches "
+            "replace; set it to 0"
+        )
+    sizes = {"sequence_length": s.data.sequence_length, "global_batch": s.data.global_batch}
+    return OwnBatches(batches, vocab_size=s.model.vocab_size, seed=s.run.seed, **sizes)
 
 
 def _check_moved(directory: Path, section: CheckpointSection) -> None:

@@ -16,9 +16,10 @@ from ejdist.sections import compared, operational
 from ejdist.training.data.conversation_keys import Asked, one_of
 from ejdist.training.data.corpus import Corpus, build_corpus
 from ejdist.training.data.dataset import OWN, Dataset, is_dataset, open_dataset
-from ejdist.training.data.hub import PREFIX
+from ejdist.training.data.hub import is_stream
 from ejdist.training.data.hub_dataset import hub_dataset
 from ejdist.training.data.mixture import MixedRows, Mixture, check_sections, counts_of
+from ejdist.training.data.own_source import OwnRows, own_source
 from ejdist.training.data.packing import Packing, Rows
 from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole
 from ejdist.training.data.tokenizer import Tokenizer
@@ -32,7 +33,8 @@ class DataSection:
     content of the corpus and the tokenizer, which may have moved."""
 
     # The folder of a dataset that launch.tokenize made; or "stdlib", "example_chats", a glob of files (text, jsonl, jsonl.gz,
-    # parquet) or a list of globs, which are tokenized at the start; or hf:NAME[:SPLIT].
+    # parquet) or a list of globs, which are tokenized at the start; hf:NAME[:SPLIT]; or
+    # NAME:REST of a source that a plugin registers.
     source: Any = compared("stdlib")
     # Instead of source: a list of {source, weight}, and text_key, format, loss_on and chat_template where they differ.
     mixture: Any = compared(None)
@@ -214,6 +216,8 @@ def _rows_of(corpus: Any, length: int, seed: int, packing: str, too_long: str, c
     if isinstance(corpus, Mixture):
         rows = [_rows_of(part, length, seed, packing, too_long, cache_dir) for part in corpus.parts]
         return MixedRows(rows, corpus.counts, seed)
+    if isinstance(corpus, OwnRows):
+        return corpus.rows(length, seed)
     if packing == "cut" and corpus.chats is not None:
         raise ValueError("data.packing = cut would divide conversations between rows; set data.packing=whole")
     if isinstance(corpus, Corpus) and packing == "cut":
@@ -277,7 +281,9 @@ def _open(
 ) -> Corpus | Dataset:
     """Returns what one source is: a dataset, or files that are tokenized now or were before. `instead`: for files, replaces the
     tokenizer of that name."""
-    if isinstance(source, str) and source.startswith(PREFIX):
+    if (own := own_source(source)) is not None and own[0].value.rows is not None:
+        return OwnRows(source, *own, tokenizer)  # pyrefly: ignore[bad-return]
+    if is_stream(source):
         return hub_dataset(source, tokenizer, text_key, cache, asked=asked)
     for one in source if isinstance(source, (list, tuple)) else [source]:
         check_folder("data.source", one if isinstance(one, str) else None)
