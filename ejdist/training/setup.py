@@ -112,6 +112,7 @@ def open_run(
         files of another project. HostsDiffer: the hosts were started with different inputs. HostLost: a host is missing.
     """
     s = sections
+    s.run.validate()
     check_recorded(recorded(s.run.dir).get("plugins") or (), s.plugins, s.run.dir)
     load(s.plugins)
     validate(s)
@@ -160,11 +161,11 @@ def open_run(
 
 
 def _own_batches(s: TrainSections, batches: Any) -> Data:
-    """Returns the caller's batches as data. Raises ValueError: they are wrong, or the recipe measures what needs a tokenizer."""
+    """Returns the caller's batches as data. Raises ValueError: they are wrong, or do not go with the recipe."""
     if s.evaluation.every:
         raise ValueError(
-            f"evaluation.every = {s.evaluation.every} reads held-out data with the tokenizer of the recipe's data, which batches "
-            "replace; set it to 0"
+            f"evaluation.every = {s.evaluation.every} reads held-out data with the tokenizer of the recipe's data, which "
+            "batches replace; set it to 0"
         )
     sizes = {"sequence_length": s.data.sequence_length, "global_batch": s.data.global_batch}
     return OwnBatches(batches, vocab_size=s.model.vocab_size, seed=s.run.seed, **sizes)

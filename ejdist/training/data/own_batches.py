@@ -68,7 +68,7 @@ class OwnBatches(Data):
         return [f"{key} is not read: train() was given batches"]
 
     def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-        """Returns the batch of a step, counted from 0, or only those of its rows. Raises ValueError: it is wrong, or missing."""
+        """Returns the batch of a step, counted from 0, or only those of its rows. Raises ValueError: it is wrong."""
         return next(self.iterator(step, step + 1, rows))
 
     def iterator(
@@ -108,6 +108,6 @@ class OwnBatches(Data):
         if cursor.get("corpus") != self.corpus.fingerprint:
             before = "others" if cursor.get("order") == self.packing.order else "those of a recipe's data"
             raise ValueError(
-                f"train: argument 'batches': the first batch is not that of the run so far, which had {before}; restore them, or "
-                "start in another run.dir"
+                f"train: argument 'batches': the first batch is not that of the run so far, which had {before}; restore them, "
+                "or start in another run.dir"
             )
