@@ -27,7 +27,7 @@ DECIDED = {key for key in names_of() if key.startswith(("model.", "optimizer."))
     "model.remat", "model.init_from", "optimizer.offload"
 }  # fmt: skip
 DECIDED |= {"accumulation", "z_loss", "experts.capacity"}
-RECORDED = {"run.steps", "model.init_from", "plugins"}
+RECORDED = {"run.steps", "model.init_from", "plugins", "data.tokenizer", "data.chat_template"}
 
 
 def with_value(section, name, value):
