@@ -195,6 +195,7 @@ def check_run(arguments: Sequence[str], how: str, devices: int | None = None, sl
       ValueError: a key is wrong, the cluster's keys are given, or a size does not fit the devices.
     """
     from ejdist.mesh import abstract_mesh
+    from ejdist.models.lora import build
     from ejdist.sections import validate
     from ejdist.training.curriculum import stages_of
     from ejdist.training.program import check_sizes
@@ -205,7 +206,7 @@ def check_run(arguments: Sequence[str], how: str, devices: int | None = None, sl
     validate(recipe)
     for stage in stages_of(recipe):
         s = stage.sections
-        model = s.model.build()
+        model = build(s.model, s.lora)
         if devices is not None:
             check_sizes(s, model, abstract_mesh(s.mesh, devices, slices))
     return recipe

@@ -15,6 +15,7 @@ from typing import Any
 
 from ejdist.experts.schemes import SCHEMES as DISPATCHES
 from ejdist.mesh import AXES, CP, EP, between_slices, mesh_shape
+from ejdist.models.lora import build
 from ejdist.planning.activations import has_experts
 from ejdist.planning.candidates import (
     ACCUMULATION,
@@ -71,7 +72,7 @@ class Predictor:
     """Predicts the steps of one recipe on one target. What a mesh holds is computed once, whatever the batch and remat."""
 
     def __init__(self, sections: Any, target: Target, measured: Measured | None = None) -> None:
-        self.sections, self.target, self.model = sections, target, sections.model.build()
+        self.sections, self.target, self.model = sections, target, build(sections.model, sections.lora)
         self.links = Links(target.chip, target.per_host, target.slices, measured, target.side)
         self._held: dict[tuple[int, ...], Held | None] = {}
 

@@ -19,6 +19,7 @@ from ejdist.cluster.watchdog import ending_hangs
 from ejdist.paths import ELSEWHERE
 from ejdist.pictures import draw_loss
 from ejdist.training.flops import peak_flops
+from ejdist.training.frozen_base import check_base
 from ejdist.training.goodput import NAME, Ledger, account, read
 from ejdist.training.guards import SKIPPED_FILE
 from ejdist.training.metrics import read_evaluations, read_rows, summarise, write_atomic, write_error
@@ -73,6 +74,8 @@ def train(
     with hosts.together():
         opened = open_run(s, hosts, devices, log)
         init_from = getattr(s.model, "init_from", None)
+        if not opened.checkpoints_found:
+            check_base(s.lora, init_from)
         source = open_source(init_from, s.model) if init_from is not None and not opened.checkpoints_found else None
         weights = {} if source is None or hosts.count == 1 else {"model.init_from (digest)": source.digest()}
         # Compile before writing anything, so that a recipe that cannot run leaves no trace.

@@ -15,6 +15,7 @@ from ejdist.cluster.hosts import check_limit
 from ejdist.experts.schemes import SCHEMES
 from ejdist.layout import ACTIVATIONS, PARAMETERS, Axes, replicated, set_layout, sharding
 from ejdist.mesh import BATCH_AXES, EP, SEQUENCE_AXES, TP, MeshSection
+from ejdist.models.lora import LoRASection, build
 from ejdist.models.model import Model, StepContext
 from ejdist.models.ops import Ops
 from ejdist.models.parameters import initialise, map_declared, num_parameters
@@ -156,6 +157,7 @@ class TrainSections:
 
     run: RunSection = field(default_factory=RunSection)
     model: Any = None  # a section with `vocab_size` and `build()`, which returns a `Model`
+    lora: LoRASection = field(default_factory=LoRASection)
     mesh: MeshSection = field(default_factory=MeshSection)
     sequence: SequenceSection = field(default_factory=SequenceSection)
     experts: ExpertsSection = field(default_factory=ExpertsSection)
@@ -202,9 +204,9 @@ class Program:
     order: Order
     step: Any  # jitted (state, batch) -> (state, metrics); (state, batch, limits) where it skips spikes
     init: Any  # jitted () -> state
-    init_from: (
-        Any  # jitted ({"params": tree, "buffers": part -> some of its own}) -> state with these, which are donated
-    )
+    # jitted ({"params": tree, "buffers": part -> some of its own}) -> state with these, which are donated; with {} as its
+    # "params", those of `init`
+    init_from: Any
     state: Any  # tree of jax.ShapeDtypeStruct with shardings
     batch: dict[str, jax.ShapeDtypeStruct]
     limits: (
@@ -261,7 +263,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
       ValueError: a section is wrong, or a size does not fit the mesh; names the parameter or key, and the remedy.
     """
     validate(sections)
-    s, model = sections, sections.model.build()
+    s, model = sections, build(sections.model, sections.lora)
     order = check_sizes(s, model, mesh)
     length, rows = s.data.sequence_length, s.data.global_batch
     notes: list[str] = []
@@ -288,7 +290,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
 
     def take_state(given: dict[str, Any]) -> TrainState:
         own = {part: new | given["buffers"].get(part, {}) for part, new in initialise(model.buffers, key).items()}
-        return init_state(given["params"], optimizer, own)
+        return init_state(given["params"] or initialise(model.declared, key), optimizer, own)
 
     placed = param_shardings(s, model.declared, mesh)
     shapes = jax.eval_shape(make_state)
@@ -331,9 +333,12 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
     )
     init = jax.jit(make_state, out_shardings=shardings)
     init_from = jax.jit(take_state, donate_argnums=0, out_shardings=shardings)
-    return Program(
-        model, mesh, order, step, init, init_from, state, batch, limits, num_parameters(model.declared), notes
-    )
+    count = num_parameters(model.declared)
+    if model.base is not None:
+        trained, count = count, count + num_parameters(model.base.declared)
+        names = ", ".join(model.declared["layers"])
+        notes.append(f"lora.rank = {s.lora.rank} trains {trained:,} of {count:,} parameters, the adapters of {names}")
+    return Program(model, mesh, order, step, init, init_from, state, batch, limits, count, notes)
 
 
 def bind(sections: TrainSections, mesh: jax.sharding.Mesh, order: Order, on_choice: Any) -> Ops:
