@@ -162,6 +162,8 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
         why |= dict.fromkeys(
             ("model.head_dim", "model.num_kv_heads"), "all layers have latent attention: see model.latent"
         )
+    if not recipe.lora.rank:
+        why["lora."] = "lora.rank = 0 trains all parameters"
     if recipe.optimizer.schedule != "wsd":
         why["optimizer.decay_fraction"] = (
             f"optimizer.schedule = {recipe.optimizer.schedule} has no decay phase; wsd has"
