@@ -290,7 +290,8 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
 
     def take_state(given: dict[str, Any]) -> TrainState:
         own = {part: new | given["buffers"].get(part, {}) for part, new in initialise(model.buffers, key).items()}
-        return init_state(given["params"] or initialise(model.declared, key), optimizer, own)
+        drawn = initialise(model.declared, key)  # of adapters, which no source has
+        return init_state(given["params"] or drawn, optimizer, own)
 
     placed = param_shardings(s, model.declared, mesh)
     shapes = jax.eval_shape(make_state)
