@@ -48,13 +48,11 @@ def write(folder, c, recipe=None, **more):
 
 
 def measured(folder, layers, width=256, **options):
-    """Writes runs of 2 and of `layers` layers and exports them in a process of its own, the second to folder/to.
+    """Writes runs of 2 and of `layers` layers and exports them in a process of its own, the second to folder/to. Returns the row
+    that is printed.
 
     Args:
       options: of the process.
-
-    Returns:
-      (the row that is printed, the parameters of the second).
     """
     write(folder / "warm", model(2, width))
     leaves = write(folder / "run", model(layers, width))
@@ -70,7 +68,7 @@ def measured(folder, layers, width=256, **options):
         "largest_stack_MiB": largest / 2**20,
         "largest_of_a_layer_MiB": largest / 2**20 / layers,
     }
-    return row | json.loads(done.stdout.splitlines()[-1]), leaves
+    return row | json.loads(done.stdout.splitlines()[-1])
 
 
 def export_all(*arguments):
@@ -89,6 +87,6 @@ def export_all(*arguments):
 
 if __name__ == "__main__":
     if sys.argv[2].isdigit():
-        print(json.dumps(measured(Path(sys.argv[1]), *map(int, sys.argv[2:]))[0]))
+        print(json.dumps(measured(Path(sys.argv[1]), *map(int, sys.argv[2:]))))
     else:
         export_all(*sys.argv[1:])
