@@ -48,8 +48,8 @@ def write(folder, c, recipe=None, **more):
 
 
 def measured(folder, layers, width=256, **options):
-    """Writes runs of 2 and of `layers` layers and exports them in a process of its own, the second to folder/to. Returns the row
-    that is printed.
+    """Writes runs of 2 and of `layers` layers and exports them in a process of its own, the second to folder/to. Returns the
+    printed row.
 
     Args:
       options: of the process.
