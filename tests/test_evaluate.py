@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from known_model import model_of
 from shared import once
 from small_run import TINY
 
@@ -17,8 +18,6 @@ from ejdist.evaluation import Cell, Evaluator, Octaves, Prompts, batches_once, l
 from ejdist.evaluation.weights import Weights, open_weights
 from ejdist.mesh import make_mesh
 from ejdist.models.decoder import hidden_states, output_projection
-from ejdist.models.model import Model
-from ejdist.models.parameters import Param
 from ejdist.operations import bind_ops
 from ejdist.training.data import build as build_data
 from ejdist.training.positions import octave_of
@@ -150,14 +149,7 @@ class Copier:
     window: int = 10**6
 
     def build(self):
-        return Model(
-            {"w": Param((4, 4), "_ _")},
-            *(None, None, None),
-            num_layers=0,
-            flops=(),
-            token_losses=lambda *a, **k: None,
-            logits_at=self.at,
-        )
+        return model_of(self.at)
 
     def at(self, params, batch, marks, ops, *, count, context):
         length = batch["tokens"].shape[1]

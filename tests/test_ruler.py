@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from known_model import model_of
 from shared import once
 from small_run import TINY
 
@@ -35,8 +36,6 @@ from ejdist.evaluation.ruler import (
 )
 from ejdist.evaluation.ruler.samples import ends_of
 from ejdist.mesh import make_mesh
-from ejdist.models.model import Model
-from ejdist.models.parameters import Param
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
 from ejdist.training.setup import open_run
 from launch.errors import DONE, WRONG
@@ -400,7 +399,10 @@ def test_what_is_decoded_by_guesses_is_what_is_decoded_by_tokens(last):
         right = [*greedy(model, Asked(prompt, prompt, tokens)), 1][:tokens]
         answer = right if i % 3 == 0 else [*right[: len(right) // 2], 2] if i % 3 == 1 else rng.integers(0, 9, tokens)
         asked.append(Asked(prompt, np.asarray(answer[:tokens], np.int32), tokens))
-    enough = lambda one, ids: sum(ids) > 60  # noqa: E731
+
+    def enough(one, ids):
+        return sum(ids) > 60
+
     for stop in (None, enough):
         decoded = {id(one): answer for one, answer in decode(model, asked, (7, 8), stop)}
         assert len(decoded) == 20
@@ -449,14 +451,7 @@ class Reader:
     window: int = 10**6
 
     def build(self):
-        return Model(
-            {"w": Param((4, 4), "_ _")},
-            *(None, None, None),
-            num_layers=0,
-            flops=(),
-            token_losses=lambda *a, **k: None,
-            logits_at=self.at,
-        )
+        return model_of(self.at)
 
     def at(self, params, batch, marks, ops, *, count, context):
         length, key = batch["tokens"].shape[1], 9

@@ -46,7 +46,7 @@ def _programs(function: Callable, floats: dict, data: dict) -> dict[str, Callabl
     programs = JaxPrograms(function)
     inputs = programs.load(floats, data)
     saved = programs.save(inputs)
-    outputs = saved[0][0]
+    outputs, _ = saved
     sent = tuple(jax.random.normal(jax.random.key(1), x.shape).astype(x.dtype) for x in outputs)
     return {
         "forward": lambda n: programs.forward(inputs),

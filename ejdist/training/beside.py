@@ -145,8 +145,8 @@ def _add_tokenizer(beside: Beside, path: Path, known: FileTokenizer, source: _So
 
 
 def _source_of(run: Run, notes: list[str]) -> _Source | None:
-    """Returns the folder that a run, or the run that it started from, was started with; None where there is none, or it is no
-    longer that."""
+    """Returns the published folder that a run, or the run that it continues, started from; None without one, or if it has
+    changed since."""
     folder, reason = _origin(run)
     left = f"what its config.json and {GENERATION} say of tokens, generation and context is not written"
     if folder is None:
@@ -170,7 +170,7 @@ def _source_of(run: Run, notes: list[str]) -> _Source | None:
 
 
 def _origin(run: Run) -> tuple[Path | None, str]:
-    """Returns (the folder with a config.json at the beginning of a run, why there is none where there should be)."""
+    """Returns (the folder with a config.json that a run started from, the reason if it is missing)."""
     where, seen = run.recipe.get("model.init_from"), {str(run.folder)}
     while where is not None and str(where) not in seen:
         seen.add(str(where))

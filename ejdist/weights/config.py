@@ -165,7 +165,7 @@ def read_rope(keys: Keys, base: float) -> dict[str, Any]:
 
 
 def magnitude(factor: float, mscale: float = 1.0) -> float:
-    """Returns YaRN's factor for a context so many times longer."""
+    """Returns YaRN's factor for a context that many times longer."""
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 

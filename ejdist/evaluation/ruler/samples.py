@@ -158,7 +158,7 @@ class Generator:
         return size - size // 1000
 
     def _fitted(self, case: Case, tokens: int, start: int) -> tuple[int, str, np.ndarray]:
-        """Returns (amount, text, ids) of the prompt with as much haystack as has room beside so many tokens of an answer.
+        """Returns (amount, text, ids) of the longest prompt that leaves room for that many tokens of an answer.
 
         Raises:
           ValueError: there is no room for the least.

@@ -52,7 +52,7 @@ def key_word(rng: Rng) -> str:
 
 
 def digits(rng: Rng, count: int = 7) -> str:
-    """Returns a number with exactly so many digits."""
+    """Returns a number with exactly that many digits."""
     return str(rng.integers(10 ** (count - 1), 10**count))
 
 
@@ -126,7 +126,7 @@ class Essays:
         return cls.of(" ".join(sentences), "generated sentences")
 
     def hide(self, needles: list[tuple[float, str]], size: int, start: int) -> str:
-        """Returns so many words of the text, with each needle after the sentence that ends nearest to its depth.
+        """Returns that many words of the text, with each needle after the sentence that ends nearest to its depth.
 
         Args:
           needles: (depth from 0 to 1, sentence) of each.
