@@ -33,7 +33,7 @@ from typing import Any
 from launch.errors import DONE, NOT_COMPILED, leaver, run_command
 from launch.options import check_spelling
 from launch.planned import is_curriculum, summary, text_of
-from recipes.arguments import key_of
+from recipes.arguments import expanded, key_of
 
 OWN = ("topology", "slices", "devices", "device", "devices_per_host", "bandwidth", "search", "finalists")
 
@@ -88,7 +88,7 @@ def parse(argv: Sequence[str]) -> Args:
     finalists = number("finalists", 0)
     return Args(
         own.get("topology"), number("devices", 1), own.get("device"), number("devices_per_host", 1),
-        own.get("search", "auto"), 3 if finalists is None else finalists, recipe, "--json" in argv,
+        own.get("search", "auto"), 3 if finalists is None else finalists, expanded(recipe), "--json" in argv,
         number("slices", 1), own.get("bandwidth"),
     )  # fmt: skip
 

@@ -27,7 +27,9 @@ Run it again to resume, or with more files to add them: finished shards are kept
 keys:
   source=GLOB       files (text, jsonl, jsonl.gz, parquet), stdlib, or hf:NAME[:SPLIT]; give it several times for several globs
   to=DIR            the folder of the dataset
-  tokenizer=bytes   bytes, the path of a tokenizer.json, or bpe:SIZE, which is trained on a sample
+  tokenizer=bytes   bytes, a tokenizer.json or a folder with one, or bpe:SIZE, which is trained on a sample
+  bos=auto          the token before every document: a token, or null; auto: what the tokenizer's folder says
+  eos=auto          the token behind every document of text, in the same way
   text_key=text     the key or column of jsonl and parquet rows
   format=text       what rows are: text, messages, completion, ids, or auto: what the first has
   loss_on=          of conversations, what is trained: assistant, last, all, spans; default: assistant, or what rows of ids say
@@ -43,8 +45,9 @@ keys:
                     asks Slurm, Open MPI or an indexed job of Kubernetes
 """
 _DEFAULTS = {
-    "source": None, "to": None, "tokenizer": "bytes", "text_key": "text", "processes": None, "threads": None, "shard_mb": "256",
-    "sample_mb": "64", "part": "0/1", "format": "text", "loss_on": None, "chat_template": None, "chat_template_kwargs": None,
+    "source": None, "to": None, "tokenizer": "bytes", "bos": "auto", "eos": "auto", "text_key": "text", "processes": None,
+    "threads": None, "shard_mb": "256", "sample_mb": "64",
+    "part": "0/1", "format": "text", "loss_on": None, "chat_template": None, "chat_template_kwargs": None,
     "chat_date": None, "on_error": "stop",
 }  # fmt: skip
 # What says which of how many processes this is: the number, and how many there are.
@@ -191,6 +194,7 @@ def run(options: dict[str, Any]) -> None:
     Raises:
       ValueError: an option or a source is wrong. OSError: something cannot be written, or a process was killed.
     """
+    from ejdist.training.chats.special_tokens import SpecialTokens
     from ejdist.training.data.dataset import open_dataset
     from ejdist.training.data.tokenizing import make_plan, missing, write_manifest
     from ejdist.training.data.workers import make_shards
@@ -204,7 +208,9 @@ def run(options: dict[str, Any]) -> None:
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not there.is_dir():
         raise ValueError(f"to = {options['to']!r}: {there} is a file; name a folder")
+    ends = SpecialTokens(*(None if options[key] == "null" else options[key] for key in ("bos", "eos")))
     chosen = {"tokenizer": options["tokenizer"], "text_key": options["text_key"], "asked": _asked(options)}
+    chosen["special_tokens"] = ends
     plan = make_plan(folder, options["source"], **chosen, **sizes)
     if plan.settings.chats is None:
         chosen["asked"].check_used()

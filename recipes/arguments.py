@@ -98,7 +98,27 @@ def read(arguments: Sequence[str], *, every: bool = False) -> Arguments:
     if found.cfg and found.multirun:
         raise RecipeError("--cfg job prints one recipe, but --multirun makes several: give one of them")
     folder = None if found.config_dir is None else _folder(found.config_dir)
-    return Arguments(tuple(rest), folder, bool(found.cfg), found.package, found.resolve, found.multirun)
+    return Arguments(tuple(expanded(rest)), folder, bool(found.cfg), found.package, found.resolve, found.multirun)
+
+
+def expanded(words: Sequence[str]) -> list[str]:
+    """Returns a command line with model=hf model.init_from=DIR in the place of model=hf:DIR.
+
+    Raises:
+      RecipeError: there is no DIR, or two of them.
+    """
+    found: list[str] = []
+    for word in words:
+        name, _, value = word.partition("=")
+        if name == "model" and value.startswith("hf:"):
+            if not value.removeprefix("hf:"):
+                raise RecipeError(f"{word} names no folder: write model=hf:DIR, with the config.json in DIR")
+            if other := next((w for w in words if w is not word and key_of(w) == "model.init_from"), None):
+                raise RecipeError(f"{word} and {other} both name the weights; give one of them")
+            found += ["model=hf", assigned("model.init_from", value.removeprefix("hf:"))]
+        else:
+            found.append(word)
+    return found
 
 
 def _folder(given: str) -> Path:
@@ -232,6 +252,13 @@ def check_values(overrides: Sequence[str], texts: Collection[str] = (), switches
             override = f"{name}={quoted(written.strip())}"
         found.append(override)
     return found
+
+
+def assigned(key: str, text: str) -> str:
+    """Returns KEY=VALUE for a text, in quotes where Hydra's grammar would read it otherwise."""
+    plain = f"{key}={text}"
+    parsed = _parsed(plain)
+    return plain if parsed is not None and parsed.value() == text else f"{key}={quoted(text)}"
 
 
 def quoted(text: str) -> str:

@@ -20,7 +20,10 @@ from ejdist.cluster.section import ClusterSection
 from ejdist.models.decoder import DecoderConfig
 from ejdist.training.curriculum import is_of, named, unused
 from ejdist.training.program import TrainSections
+from ejdist.weights.files import WeightsError
 from recipes.arguments import Arguments, RecipeError, check_values, key_of, quoted, read, value_of
+from recipes.published import check as check_published
+from recipes.published import fill, follows, leaves
 from recipes.words import TOLD, meaning, variant
 
 __all__ = [
@@ -228,9 +231,12 @@ def _composed(a: Arguments) -> tuple[Any, Recipe]:
         OmegaConf.set_struct(composed, True)
         _check_integers(OmegaConf.to_container(composed))
         _check_order(a, composed)
+        published = fill(composed)
         recipe: Any = OmegaConf.to_object(composed)
+        if published is not None:
+            check_published(published, recipe.model)
         _check_stages(a, recipe)
-    except RecipeError:
+    except (RecipeError, WeightsError):
         raise
     except Exception as error:  # Hydra and OmegaConf have many; all of them mean that the recipe cannot be composed
         raise RecipeError(_explain(error)) from error
@@ -256,11 +262,12 @@ def _check_order(a: Arguments, composed: Any) -> None:
     from omegaconf import OmegaConf
 
     given = {key_of(override): override.partition("=")[2] for override in a.overrides}
-    taken = dict(_leaves(OmegaConf.to_container(composed)))
+    taken = dict(leaves(OmegaConf.to_container(composed)))
     for group in (g for g in GROUPS if g in given and g != "recipe"):
         alone = _alone(group, given[group], a.config_dir)
-        meant = dict(_leaves(OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(Recipe), alone))))
-        for key in (key for key, _ in _leaves(OmegaConf.to_container(alone)) if key not in given):
+        meant = dict(leaves(OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(Recipe), alone))))
+        # A key that follows the published folder is one that a recipe may set.
+        for key in (k for k, value in leaves(OmegaConf.to_container(alone)) if k not in given and not follows(value)):
             wanted, found = meant[key], taken.get(key)
             if wanted != found:
                 who = f"recipe={given['recipe']}" if "recipe" in given else "the recipe"
@@ -308,15 +315,6 @@ def _alone(group: str, variant: str, config_dir: Path | None) -> Any:
         where = hydra.initialize_config_dir(str(config_dir), version_base="1.3")
     with where:
         return hydra.compose(f"{group}/{variant}", overrides=["hydra.searchpath=['pkg://recipes']"])
-
-
-def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the keys of a nested dict, with dots, and their values."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _explain(error: BaseException) -> str:

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 from ejdist.training.chats.encoding import Chats, Encoder, Skipped, mask_of
 from ejdist.training.chats.folder import templates_of, tokens_of
+from ejdist.training.chats.special_tokens import SpecialTokens
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer
 
 HERE = Path(golden.__file__).parent
-TOKENIZER = FileTokenizer(HERE / "tokenizer.json")
+# Without BOS, which the template alone writes in what transformers makes of a conversation.
+TOKENIZER = FileTokenizer(HERE / "tokenizer.json", SpecialTokens(bos=None))
 WANTED = json.loads((HERE / "golden.json").read_text("utf-8"))
 EVERY = [(template, name) for template, of in WANTED.items() for name in of]
 SPECIAL = {"bos_token": "<|begin_of_text|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
@@ -108,12 +110,23 @@ def test_the_end_of_a_turn_that_several_tokens_make_is_trained_whole():
     assert mask == "1" * 8 + "0"
 
 
-def test_bos_is_what_the_template_writes_and_never_twice():
-    (ids, _) = one(chats_of(source_of("headers")), golden.CONVERSATIONS["one turn"])
-    assert ids.count(TOKENIZER._tokenizer.token_to_id("<|begin_of_text|>")) == 1
-    assert "<|begin_of_text|>" not in chats_of(source_of("plain")).templates["default"]
-    (ids, _) = one(chats_of(source_of("plain")), golden.CONVERSATIONS["one turn"])
-    assert TOKENIZER._tokenizer.token_to_id("<|begin_of_text|>") not in ids
+@pytest.mark.parametrize("template", ["headers", "plain", None])
+def test_bos_is_at_the_start_of_a_conversation_once(template):
+    """Whether the template writes it, as `headers` does, or not; and before a prompt, which may have it too."""
+    bos = FileTokenizer(HERE / "tokenizer.json")
+    assert bos.token_of(bos.bos_id) == "<|begin_of_text|>"
+    chats = chats_of(None if template is None else source_of(template), kind="messages" if template else "completion")
+    rows = [golden.CONVERSATIONS["one turn"]] if template else [
+        {"prompt": f"{start}a b", "completion": " c"} for start in ("", "<|begin_of_text|>")
+    ]  # fmt: skip
+    for row in rows:
+        (ids, mask), (without, unmarked) = one(chats, row, bos), one(chats, row)
+        assert ids[0] == bos.bos_id and ids.count(bos.bos_id) == 1
+        assert (
+            ids[1:] == [i for i in without if i != bos.bos_id]
+            and mask.endswith(unmarked.lstrip("0"))
+            and mask[0] == "0"
+        )
 
 
 def test_a_prompt_and_a_completion_are_texts_or_messages():

@@ -154,7 +154,11 @@ def test_text_is_tokenized_and_resumed_as_before_there_were_conversations(tmp_pa
     data = data_from(tmp_path, path, format="text", chat_template=None)
     assert data.corpus.fingerprint == "f3ad385140629acd454526a7"
     cursor = data.cursor(0)
-    assert list(cursor) == ["step", "seed", "corpus", "tokenizer", "sequence_length", "global_batch", "order"]
+    keys = ["step", "seed", "corpus", "tokenizer", "bos", "eos", "sequence_length", "global_batch", "order"]
+    assert list(cursor) == keys
+    data.check_cursor(
+        {key: value for key, value in cursor.items() if key not in ("bos", "eos")}
+    )  # of a run before them
     assert cursor["order"] == "whole" and data.notes() == []
     made = make_dataset(tmp_path / "made", str(path), tokenizer="bytes")
     assert made["fingerprint"] == "351cacca8c270d8174b8b36a" and made["format"] == 1

@@ -22,8 +22,8 @@ from launch import __main__ as listing
 from launch import local, rehearse, slurm, sweep, train
 from launch.errors import DONE, INTERRUPTED, NOT_COMPILED, PIPE_CLOSED, PREEMPTED, WRONG, NotCompiled, run_command
 from launch.processes import Job
-from recipes import schema
 from recipes.arguments import jobs_of, quoted, read, unreadable
+from recipes.published import follows, leaves
 from recipes.schema import GROUPS, RecipeError, compose, text_of, texts_of, unread, variants_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -200,8 +200,8 @@ def test_no_recipe_of_the_project_takes_back_what_a_variant_says():
     def keys(path):
         said = OmegaConf.to_container(OmegaConf.load(path))
         said.pop("defaults", None)
-        inside = said if path.parent.name == "recipe" else {path.parent.name: said}
-        return {key for key, _ in schema._leaves(inside)}
+        inside = said if "@package _global_" in path.read_text() else {path.parent.name: said}
+        return {key for key, value in leaves(inside) if not follows(value)}
 
     said = {path: keys(path) for group in GROUPS for path in (ROOT / "recipes" / group).glob("*.yaml")}
     of_recipes = set().union(*(found for path, found in said.items() if path.parent.name == "recipe"))

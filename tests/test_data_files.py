@@ -311,7 +311,7 @@ def test_a_tokenizer_file_is_checked(tmp_path):
     save_tokenizer(path, {"a": 0, "</s>": 2}, dropout=0.5)
     with pytest.raises(ValueError, match=r"data.tokenizer = .*t.json.*dropout = 0.5.*null"):
         FileTokenizer(path)
-    with pytest.raises(ValueError, match=r"data.tokenizer = .*cannot be read: Is a directory"):
+    with pytest.raises(ValueError, match=r"data.tokenizer = .* is a folder without tokenizer.json; give one that has"):
         FileTokenizer(tmp_path)
 
 

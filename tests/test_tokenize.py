@@ -22,9 +22,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejdist.training.data import DataSection, build, text_writing, tokenizing, units
+from ejdist.training.data import DataSection, build, text_writing, units
 from ejdist.training.data.corpus import build_corpus
 from ejdist.training.data.dataset import open_dataset
+from ejdist.training.data.tokenizer import ByteTokenizer
 from ejdist.training.data.tokenizing import make_dataset, make_plan, make_shard, missing, write_manifest
 from ejdist.training.data.units import Span, cut_before, span_of, texts_of, units_of
 from launch.tokenize import main
@@ -195,7 +196,7 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_bytes(tmp_path, monkey
     write_corpus(tmp_path / "in")
     keys = {"tokenizer": "bytes", "text_key": "text", "shard_bytes": 300, "sample_bytes": 1}
     make_dataset(tmp_path / "whole", str(tmp_path / "in/*"), **keys)
-    encode, calls = tokenizing.ByteTokenizer.encode_batch, []
+    encode, calls = ByteTokenizer.encode_batch, []
 
     def failing(self, texts):
         calls.append(texts)
@@ -203,7 +204,7 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_bytes(tmp_path, monkey
             raise OSError(28, "No space left on device")
         return encode(self, texts)
 
-    monkeypatch.setattr(tokenizing.ByteTokenizer, "encode_batch", failing)
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", failing)
     failures = 0
     for _ in range(20):
         try:
@@ -230,7 +231,7 @@ def test_parts_of_several_hosts_are_one_dataset(tmp_path, capsys):
     for part, plan in enumerate(plans):
         assert missing(plan) > 0
         for unit in plan.units[part::3]:
-            make_shard(plan.folder, unit, plan.settings, tokenizing.ByteTokenizer(), source, lambda n: None)
+            make_shard(plan.folder, unit, plan.settings, ByteTokenizer(), source, lambda n: None)
     assert missing(plans[0]) == 0
     write_manifest(plans[0])
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole")
@@ -329,7 +330,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path):
     plan = make_plan(tmp_path / "out", str(file), **keys)
     jsonl(file, ["text", "more"])
     with pytest.raises(ValueError, match=r"a.jsonl changed while it was read"):
-        make_shard(plan.folder, plan.todo[0], plan.settings, tokenizing.ByteTokenizer(), str(file), lambda n: None)
+        make_shard(plan.folder, plan.todo[0], plan.settings, ByteTokenizer(), str(file), lambda n: None)
 
 
 def command(source, to, *more):

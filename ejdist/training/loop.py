@@ -21,6 +21,7 @@ from ejdist.pictures import draw_loss
 from ejdist.training.flops import peak_flops
 from ejdist.training.goodput import NAME, Ledger, account, read
 from ejdist.training.guards import SKIPPED_FILE
+from ejdist.training.kept import keep, published_in
 from ejdist.training.metrics import read_evaluations, read_rows, summarise, write_atomic, write_error
 from ejdist.training.program import TrainSections
 from ejdist.training.resume import how_to_continue
@@ -73,7 +74,9 @@ def train(
     with hosts.together():
         opened = open_run(s, hosts, devices, log)
         init_from = getattr(s.model, "init_from", None)
-        source = open_source(init_from, s.model) if init_from is not None and not opened.checkpoints_found else None
+        source = None
+        if init_from is not None and not opened.checkpoints_found:
+            source = open_source(init_from, s.model, [stage.sections.model for stage in opened.stages])
         weights = {} if source is None or hosts.count == 1 else {"model.init_from (digest)": source.digest()}
         # Compile before writing anything, so that a recipe that cannot run leaves no trace.
         compiled = compile_stage(opened, "the first step", weights | {"checkpoint": opened.last}, ledger, log)
@@ -81,6 +84,11 @@ def train(
         if opened.checkpoints_found and init_from is not None:
             log(f"model.init_from = {init_from!r} is not read: the run resumes from its own checkpoint")
         current = start_state(opened, opened.checkpoints_found, source, log)
+        if main and current.step == 0 and (folder := published_in(init_from)) is not None:
+            try:
+                keep(folder, opened.directory)
+            except OSError as error:
+                raise write_error(opened.directory, error) from error
         if current.step == 0 and main and (rows := len(read_rows(opened.directory / "metrics.jsonl"))):
             where = opened.checkpoints.directory
             log(f"no checkpoint in {where}: starting at step 1 and discarding the {rows} rows of metrics.jsonl")

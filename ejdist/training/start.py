@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from ejdist.sections import validate
 from ejdist.training.runs import Run, has_steps, nested
 from ejdist.weights.families import read_config
 from ejdist.weights.files import WeightsError, digest_of, read_folder
-from ejdist.weights.match import differences, told_difference
+from ejdist.weights.match import told_difference
+from ejdist.weights.published import not_of_positions, read_published, told_positions
 from ejdist.weights.reader import check, load, tensors_in
 from ejdist.weights.tensors import declared_leaves
 
@@ -25,8 +26,9 @@ __all__ = ["Source", "nested", "open_source"]
 class Source:
     """Weights that fit a model; nothing of them has been read.
 
-    leaves: names of what there is. load: leaf -> `jax.ShapeDtypeStruct` with a sharding, to leaf -> array. notes: what is left
-    out, and why. digest: tells these weights from others, for hosts that each have a copy.
+    leaves: names of what there is. load: leaf -> `jax.ShapeDtypeStruct` with a sharding, to leaf -> array. notes: what the run
+    does otherwise than the weights' own config.json or run, and what of them is left out, and why. digest: tells these weights
+    from others, for hosts that each have a copy.
     """
 
     what: str
@@ -36,43 +38,59 @@ class Source:
     digest: Callable[[], str]
 
 
-def open_source(where: str, c: DecoderConfig) -> Source:
+def open_source(where: str, c: DecoderConfig, stages: Sequence[DecoderConfig] = ()) -> Source:
     """Returns the weights of a folder, for the model of a recipe. Everything but the numbers is checked.
+
+    Args:
+      stages: the model in each stage of the run, where rotary embedding may be another; default: the recipe's.
 
     Raises:
       WeightsError: there are none, or they are not of this model; names the first key or tensor that differs, and what to do.
       CheckpointError: it is a run whose checkpoint cannot be read.
     """
     validate(c)
+    stages = stages or [c]
     leaves = frozenset(declared_leaves(c))
     if is_url(where):
-        return _of_run(Run(where, key="model.init_from"), c, leaves)
+        return _of_run(Run(where, key="model.init_from"), c, stages, leaves)
     check_home("model.init_from", where)
     folder = Path(where).expanduser()
     if (folder / "config.json").exists():
-        family, theirs = read_config(folder)
-        _check_model(
-            c, theirs, f"{folder / 'config.json'}", f"python -m launch.export from={where} prints all keys of its model"
-        )
+        published, family = read_published(folder), read_config(folder)[0]
+        hint = f"model=hf takes all keys of its model, and python -m launch.export from={where} prints them"
+        _check_model(c, published.model, f"{published.path}", hint)
+        told = _told(stages, published.model, "the folder says", published.dtype)
         stored = read_folder(folder)
         tensors = tensors_in(family, c, stored)
-        notes = check(tensors, stored, c, folder)
+        notes = told + check(tensors, stored, c, folder)
         return Source(str(folder), leaves, notes, lambda like: load(stored, tensors, like), lambda: digest_of(stored))
     if (folder / "checkpoints").is_dir() or has_steps(folder):
-        return _of_run(Run(folder), c, leaves)
+        return _of_run(Run(folder), c, stages, leaves)
     what = "has neither config.json nor checkpoints" if folder.is_dir() else "is no folder"
     raise WeightsError(
         f"model.init_from = {where!r} {what}; give a folder with config.json and safetensors, or the run.dir of another run"
     )
 
 
-def _of_run(run: Run, c: DecoderConfig, leaves: frozenset[str]) -> Source:
+def _of_run(run: Run, c: DecoderConfig, stages: Sequence[DecoderConfig], leaves: frozenset[str]) -> Source:
     _check_model(c, run.model, f"the run in {run.folder}", "its parameters are of that model")
-    return Source(f"step {run.step} of the run in {run.folder}", leaves, [], run.load_and_close, run.digest)
+    notes = _told(stages, run.model, "that run has", run.model.compute_dtype)
+    return Source(f"step {run.step} of the run in {run.folder}", leaves, notes, run.load_and_close, run.digest)
 
 
 def _check_model(ours: DecoderConfig, theirs: DecoderConfig, where: str, hint: str) -> None:
-    found = differences(ours, theirs)
+    found = not_of_positions(ours, theirs)
     if found:
         more = f" ({len(found) - 1} more keys differ)" if len(found) > 1 else ""
         raise WeightsError(f"{told_difference(ours, theirs, where, found[0])}{more}; {hint}")
+
+
+def _told(stages: Sequence[DecoderConfig], theirs: DecoderConfig, who: str, dtype: str | None) -> list[str]:
+    """Returns a line that says what of a run is not as in the files or the run that its weights are from; none where all is."""
+    phrases = [told_positions(stage, theirs, who) for stage in stages]
+    computed = stages[0].compute_dtype
+    if dtype is not None and dtype != computed:
+        phrases = [[*one, f"compute_dtype {computed} ({who} {dtype})"] for one in phrases]
+    if all(one == phrases[0] for one in phrases):
+        return [", ".join(phrases[0])] if phrases[0] else []
+    return ["; ".join(f"stage {i}: {', '.join(one)}" for i, one in enumerate(phrases, 1) if one)]

@@ -83,7 +83,7 @@ FAULTS = (
     ),
     Fault(
         "shards of two tokenizers in a folder",
-        "tokenizing:_settings",
+        "data/settings:settings_of",
         "if $wrong:\n    $$body",
         "if False:\n    $$body",
         f"{MADE} -k one_way",

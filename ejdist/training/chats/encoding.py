@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ejdist.training.chats.rows import chat_of, ids_of
+from ejdist.training.chats.special_tokens import begun, ended
 from ejdist.training.chats.template import ChatTemplate, Spans, reads_date
 from ejdist.training.chats.turns import Chat, rendered
 
@@ -85,7 +86,8 @@ class Tokenizer(Protocol):
     """What is asked of a tokenizer here."""
 
     vocab_size: int
-    eos_id: int
+    bos_id: int | None
+    eos_id: int | None
 
     def encode_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]: ...
 
@@ -179,13 +181,14 @@ class Encoder:
         encoded = iter(self._tokenizer.encode_places(texts) if texts else ())
         for where, place, (content, trained, ends) in batch:
             if isinstance(content, str):
-                ids, places = next(encoded)
-                mask = mask_of(places, trained)
+                made, places = next(encoded)
+                ids = begun(self._tokenizer, made)  # a template may have written BOS itself
+                mask = np.append(np.zeros(len(ids) - len(made), bool), mask_of(places, trained))
             else:
                 ids, mask = np.asarray(content, np.int64), np.asarray(trained, bool)
             if ends and (not len(ids) or ids[-1] != self._tokenizer.eos_id):
-                ids = np.append(ids, self._tokenizer.eos_id)
-                mask = np.append(mask, self._chats.loss_on != "spans")
+                ids = ended(self._tokenizer, ids)
+                mask = np.append(mask, np.full(len(ids) - len(mask), self._chats.loss_on != "spans"))
             if mask[1:].any():
                 yield Encoded(ids, mask, place)
             else:  # the first token follows nothing that it could be told from

@@ -21,7 +21,7 @@ def templates_of(chat_template: str | None, tokenizer: str) -> dict[str, str]:
     Raises:
       ValueError: there is none, or it cannot be read; names the remedy.
     """
-    folder = _folder(tokenizer)
+    folder = folder_of(tokenizer)
     if chat_template == CHATML:
         return {"default": (Path(__file__).parent / "chatml.jinja").read_text("utf-8")}
     own = {} if folder is None else _own(folder)
@@ -51,11 +51,11 @@ def templates_of(chat_template: str | None, tokenizer: str) -> dict[str, str]:
 
 def tokens_of(tokenizer: str) -> dict[str, Any]:
     """Returns the special tokens of a tokenizer's folder that templates read: bos_token, eos_token, ..."""
-    folder = _folder(tokenizer)
+    folder = folder_of(tokenizer)
     config = (
         {}
         if folder is None
-        else {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
+        else {**said_in(folder / "special_tokens_map.json"), **said_in(folder / "tokenizer_config.json")}
     )
     found: dict[str, Any] = {}
     for name in _TOKENS:
@@ -69,7 +69,7 @@ def tokens_of(tokenizer: str) -> dict[str, Any]:
     return found
 
 
-def _folder(tokenizer: str) -> Path | None:
+def folder_of(tokenizer: str) -> Path | None:
     """Returns the folder of a tokenizer that is a file or a folder."""
     path = Path(tokenizer).expanduser()
     return path if path.is_dir() else path.parent if path.is_file() else None
@@ -77,8 +77,8 @@ def _folder(tokenizer: str) -> Path | None:
 
 def _own(folder: Path) -> dict[str, str]:
     """Returns the templates of a folder, by name; a file of its own comes before what a configuration says."""
-    said = _json(folder / "tokenizer_config.json").get("chat_template")
-    said = said if said is not None else _json(folder / "chat_template.json").get("chat_template")
+    said = said_in(folder / "tokenizer_config.json").get("chat_template")
+    said = said if said is not None else said_in(folder / "chat_template.json").get("chat_template")
     found: dict[str, str] = {}
     if isinstance(said, str):
         found["default"] = said
@@ -104,13 +104,12 @@ def _read(path: Path) -> str:
         ) from None
 
 
-def _json(path: Path) -> dict[str, Any]:
+def said_in(path: Path) -> dict[str, Any]:
+    """Returns the object that a JSON file beside a tokenizer holds; empty without one. Raises ValueError: it is not JSON."""
     if not path.is_file():
         return {}
     try:
         found = json.loads(_read(path))
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path} is not JSON ({error.msg}, line {error.lineno}); fix it, or give data.chat_template=FILE"
-        ) from None
+        raise ValueError(f"{path} is not JSON ({error.msg}, line {error.lineno}); fix it, or copy it again") from None
     return found if isinstance(found, dict) else {}

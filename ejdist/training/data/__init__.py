@@ -13,6 +13,7 @@ import numpy as np
 
 from ejdist.paths import check_folder
 from ejdist.sections import compared, operational
+from ejdist.training.chats.special_tokens import SpecialTokens, ends_of
 from ejdist.training.data.conversation_keys import Asked, one_of
 from ejdist.training.data.corpus import Corpus, build_corpus
 from ejdist.training.data.dataset import OWN, Dataset, is_dataset, open_dataset
@@ -47,8 +48,12 @@ class DataSection:
     on_error: str = compared("stop")  # a row that is wrong: stop or skip
     too_long: str = compared("stop")  # a conversation that is longer than a row: stop, skip or truncate
     text_key: str = compared("text")  # the key or column of jsonl and parquet rows
-    # How text becomes tokens: bytes, bpe:SIZE (trained on the corpus), the path of a tokenizer.json, or dataset: its own.
+    # How text becomes tokens: bytes, bpe:SIZE (trained on the corpus), a tokenizer.json or a folder that has one, or dataset:
+    # the dataset's own.
     tokenizer: str = compared("bytes", recorded=True)
+    # The token before a document: auto, as the tokenizer's folder says; null for none.
+    bos: str | None = compared("auto")
+    eos: str | None = compared("auto")  # the token behind a document of text: auto, as its folder says; null for none
     packing: str = compared("cut")  # documents at the end of a row: cut, or whole if they fit into a row
     sequence_length: int = compared(2048)  # tokens of a row
     global_batch: int = compared(4)  # rows of a step, over all devices
@@ -64,6 +69,10 @@ class DataSection:
         for key, least in (("sequence_length", 2), ("global_batch", 1)):
             if getattr(self, key) < least:
                 raise ValueError(f"data.{key} must be at least {least}, got {getattr(self, key)}")
+
+    def special_tokens(self) -> SpecialTokens:
+        """Returns what is asked for at both ends of a document."""
+        return SpecialTokens(self.bos, self.eos)
 
     def conversations(self, part: dict[str, Any] | None = None) -> Asked:
         """Returns what this says of conversations, or what a source of a mixture says instead."""
@@ -174,6 +183,7 @@ class Data:
             "seed": self.seed,
             "corpus": self.corpus.fingerprint,
             "tokenizer": self.corpus.tokenizer.fingerprint,
+            **ends_of(self.corpus.tokenizer),
             "sequence_length": self.packing.length,
             "global_batch": self.global_batch,
             "order": self.packing.order,
@@ -192,17 +202,20 @@ class Data:
             "seed": "run.seed",
             "corpus": "data.source or data.mixture (its files have changed)",
             "tokenizer": "data.tokenizer",
+            "bos": "data.bos",
+            "eos": "data.eos",
             "sequence_length": "data.sequence_length",
             "global_batch": "data.global_batch",
             "order": "data.packing or data.too_long (how rows follow from the documents)",
             "conversations": "data.format, data.loss_on, data.chat_template or data.chat_date",
         }
-        cursor = {"order": Packing.order, **cursor}  # the only one that there was
         now = self.cursor(cursor.get("step", 0)) | then
+        # What there was before it was recorded: one order, and no BOS; another EOS shows in the corpus.
+        cursor = {"order": Packing.order, "bos": None, "eos": now["eos"], **cursor}
         changed = {
             n: f"{key}: was {cursor.get(n)}, is {now.get(n)}" for n, key in keys.items() if cursor.get(n) != now.get(n)
         }
-        if "conversations" in changed:  # the same files have become other tokens
+        if {"tokenizer", "bos", "eos", "conversations"} & set(changed):  # the same files have become other tokens
             changed.pop("corpus", None)
         if changed:
             told = "; ".join(changed.values())
@@ -241,7 +254,7 @@ def build(section: DataSection, *, seed: int, tokenizer: Tokenizer | None = None
     check_folder("data.cache_dir", section.cache_dir)
     cache = Path(section.cache_dir or default_cache_dir()).expanduser()
     if section.mixture is None:
-        corpus = _open(section.source, section.tokenizer, section.text_key, cache, section.conversations(), tokenizer)
+        corpus = _open(section, section.source, section.text_key, cache, section.conversations(), tokenizer)
     else:
         parts = check_sections(section.mixture, section.source)
         counts = counts_of([part["weight"] for part in parts])
@@ -250,14 +263,20 @@ def build(section: DataSection, *, seed: int, tokenizer: Tokenizer | None = None
             text_key, asked = part.get("text_key", section.text_key), section.conversations(part)
             try:
                 asked.check()
-                opened.append(_open(part["source"], section.tokenizer, text_key, cache, asked, tokenizer))
+                opened.append(_open(section, part["source"], text_key, cache, asked, tokenizer))
             except ValueError as error:
                 raise ValueError(f"data.mixture[{i}]: {error}") from error
+        ends = ends_of(opened[0].tokenizer)
         for part, other in zip(parts[1:], opened[1:], strict=True):
             if other.tokenizer.fingerprint != opened[0].tokenizer.fingerprint:
                 raise ValueError(
                     f"data.mixture: {part['source']!r} has another tokenizer than {parts[0]['source']!r}; tokenize all "
                     "sources with the same tokenizer.json, and name that in data.tokenizer"
+                )
+            if other_ends := [key for key, token in ends_of(other.tokenizer).items() if token != ends[key]]:
+                raise ValueError(
+                    f"data.mixture: {part['source']!r} was made with another {' and '.join(other_ends)} than "
+                    f"{parts[0]['source']!r}; tokenize all sources with the same"
                 )
         corpus = Mixture(tuple(opened), counts)
     if all(one.chats is None for one in (corpus.parts if isinstance(corpus, Mixture) else (corpus,))):
@@ -273,18 +292,19 @@ def build(section: DataSection, *, seed: int, tokenizer: Tokenizer | None = None
 
 
 def _open(
-    source: Any, tokenizer: str, text_key: str, cache: Path, asked: Asked, instead: Tokenizer | None = None
+    section: DataSection, source: Any, text_key: str, cache: Path, asked: Asked, instead: Tokenizer | None = None
 ) -> Corpus | Dataset:
     """Returns what one source is: a dataset, or files that are tokenized now or were before. `instead`: for files, replaces the
     tokenizer of that name."""
+    tokenizer, special_tokens = section.tokenizer, section.special_tokens()
     if isinstance(source, str) and source.startswith(PREFIX):
-        return hub_dataset(source, tokenizer, text_key, cache, asked=asked)
+        return hub_dataset(source, tokenizer, text_key, cache, asked=asked, special_tokens=special_tokens)
     for one in source if isinstance(source, (list, tuple)) else [source]:
         check_folder("data.source", one if isinstance(one, str) else None)
     check_folder("data.tokenizer", tokenizer)
     folder = Path(source).expanduser() if isinstance(source, str) else None
     if folder is not None and is_dataset(folder):
-        return open_dataset(folder, tokenizer, text_key, asked=asked)
+        return open_dataset(folder, tokenizer, text_key, asked=asked, special_tokens=special_tokens)
     joined = (
         [p for p in source if isinstance(p, str) and is_dataset(Path(p).expanduser())]
         if isinstance(source, list)
@@ -301,4 +321,4 @@ def _open(
             "give its folder, or name a tokenizer"
         )
     chats = asked.chats(source, tokenizer, text_key)
-    return build_corpus(source, instead or tokenizer, text_key, cache, chats=chats)
+    return build_corpus(source, instead or tokenizer, text_key, cache, chats=chats, asked=special_tokens)

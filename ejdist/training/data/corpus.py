@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ejdist.training.chats.encoding import Chats
+from ejdist.training.chats.special_tokens import BY_FILES, SpecialTokens, begun, ended
 from ejdist.training.data.cache import new_folder, open_folder
 from ejdist.training.data.conversations import Range, described, none_left, row_name, rows_of, write_conversations
 from ejdist.training.data.sources import STDLIB, NotText, documents, files_of, unreadable
@@ -29,7 +30,7 @@ _ATTEMPTS = 4  # another process may remove what this one has made, having found
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens of all documents, one after another, each ending in the tokenizer's eos.
+    """Tokens of all documents, one after another, each between the tokenizer's BOS and EOS, where it has them.
 
     Attributes:
       tokens: uint16 or uint32 [tokens], memory-mapped.
@@ -122,22 +123,22 @@ def _states(paths: Sequence[Path]) -> tuple[tuple, ...]:
     return tuple(states)
 
 
-def make_tokenizer(name: str, files: Files, cache_dir: Path) -> Tokenizer:
-    """Returns the tokenizer "bytes", "bpe:SIZE" (trained on the files, and kept), or that of a `tokenizer.json`.
+def make_tokenizer(name: str, files: Files, cache_dir: Path, asked: SpecialTokens = BY_FILES) -> Tokenizer:
+    """Returns the tokenizer "bytes", "bpe:SIZE" (trained on the files, and kept), or that of a `tokenizer.json` or a folder.
 
     Raises:
       ValueError: the name, the file or a document is wrong. OSError: the cache cannot be written or read.
     """
     if name == "bytes":
-        return ByteTokenizer()
+        return ByteTokenizer(asked)
     if not name.startswith("bpe:"):
-        return FileTokenizer(os.path.expanduser(name))
+        return FileTokenizer(os.path.expanduser(name), asked)
     size = bpe_size(name)
     folder = cache_dir / f"tokenizer-{files.key(name)}"
     for _ in range(_ATTEMPTS):
         if open_folder(folder) is not None:
             try:
-                return FileTokenizer(folder / "tokenizer.json")
+                return FileTokenizer(folder / "tokenizer.json", asked)
             except ValueError:
                 if (folder / "tokenizer.json").exists():
                     raise
@@ -154,6 +155,7 @@ def build_corpus(
     cache_dir: str | os.PathLike,
     *,
     chats: Chats | None = None,
+    asked: SpecialTokens = BY_FILES,
 ) -> Corpus:
     """Returns the corpus, from the cache or made now.
 
@@ -164,9 +166,9 @@ def build_corpus(
     """
     cache_dir = Path(cache_dir).expanduser()
     files = Files.of(source, text_key)
-    made = make_tokenizer(tokenizer, files, cache_dir) if isinstance(tokenizer, str) else tokenizer
+    made = make_tokenizer(tokenizer, files, cache_dir, asked) if isinstance(tokenizer, str) else tokenizer
     of_chats = [] if chats is None else [chats.key_of_cache]
-    folder = cache_dir / f"corpus-{files.key(made.fingerprint, *of_chats)}"
+    folder = cache_dir / f"corpus-{files.key(made.fingerprint, made.bos_id, made.eos_id, *of_chats)}"
     for _ in range(_ATTEMPTS):
         facts = open_folder(folder)
         if facts is not None:
@@ -214,17 +216,21 @@ def _write_chats(folder: Path, files: Files, tokenizer: Tokenizer, chats: Chats)
 
 def _write(folder: Path, files: Files, tokenizer: Tokenizer) -> None:
     dtype = _dtype(tokenizer)
-    digest, lengths = hashlib.sha256(), []
+    digest, lengths, longest = hashlib.sha256(), [], 0
     with new_folder(folder) as new:
         with new.file("tokens.bin") as out:
             for text in files.texts():
-                ids = np.append(tokenizer.encode(text), tokenizer.eos_id).astype(dtype).tobytes()
+                own = tokenizer.encode(text)
+                longest = max(longest, len(own))
+                ids = ended(tokenizer, begun(tokenizer, own)).astype(dtype).tobytes()
+                if not ids:  # of a text without tokens, where nothing begins and ends it
+                    continue
                 out.write(ids)
                 digest.update(ids)
                 lengths.append(len(ids) // dtype.itemsize)
-        if not lengths:
+        if not lengths and not any(files.texts()):
             raise ValueError(f"data.source = {files.source!r}: the files hold no text")
-        if max(lengths) < 2:
+        if not longest:
             raise ValueError(f"data.source = {files.source!r}: data.tokenizer has no tokens for any of its text")
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         digest.update(offsets.tobytes())

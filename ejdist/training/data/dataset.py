@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ejdist.training.chats.encoding import Chats
+from ejdist.training.chats.special_tokens import AUTO, BY_FILES, SpecialTokens, ends_of
 from ejdist.training.data.cache import Damaged, checksum_of, sealed
 from ejdist.training.data.conversation_keys import Asked
 from ejdist.training.data.conversations import described, row_name
@@ -202,16 +203,25 @@ def fingerprint_of(tokenizer: str, dtype: str, shards: list[dict[str, Any]]) -> 
     return hashlib.sha256(content.encode()).hexdigest()[:24]
 
 
-def open_dataset(folder: Path, tokenizer: str, text_key: str = "text", *, asked: Asked | None = None) -> Dataset:
+def open_dataset(
+    folder: Path,
+    tokenizer: str,
+    text_key: str = "text",
+    *,
+    asked: Asked | None = None,
+    special_tokens: SpecialTokens = BY_FILES,
+) -> Dataset:
     """Returns the dataset of a folder. Reads its manifest and the names in the folder.
 
     Args:
       tokenizer: data.tokenizer; "dataset" for the one that it was made with.
       text_key: data.text_key; a dataset has been made with one, so only that or the default can be meant.
       asked: what data says of conversations: as with text_key.
+      special_tokens: data.bos and data.eos.
 
     Raises:
-      ValueError: it is not complete, was made with another tokenizer, or a shard is missing. OSError: it cannot be read.
+      ValueError: it is not complete, was made with another tokenizer, BOS or EOS, or a shard is missing. OSError: it cannot be
+        read.
     """
     try:
         made = sealed(folder / MANIFEST)
@@ -236,11 +246,24 @@ def open_dataset(folder: Path, tokenizer: str, text_key: str = "text", *, asked:
         )
     own = made["tokenizer"]
     trained = tokenizer == own["name"] and tokenizer.startswith("bpe:")
-    used = tokenizer_of(folder, own) if trained or tokenizer == OWN else _other(tokenizer, folder)
+    its_own = trained or tokenizer == OWN
+    used = tokenizer_of(folder, own) if its_own else _other(tokenizer, folder, special_tokens)
     if used.fingerprint != own["fingerprint"]:
         raise ValueError(
             f"data.tokenizer = {tokenizer!r} is not the one that {folder} was made with ({own['name']}, fingerprint "
             f"{own['fingerprint']}); set data.tokenizer={OWN} to use that, or tokenize the files into another folder"
+        )
+    ends = ends_of(used, own) if "eos" in own else ends_of(used if its_own else tokenizer_of(folder, own))
+    wanted = special_tokens.over(ends) if its_own else ends_of(used)
+    for key in (key for key, token in ends.items() if token != wanted[key]):
+        who = (
+            f"data.{key} = {wanted[key]}"
+            if its_own
+            else f"{wanted[key] or 'none'} is that of data.tokenizer = {tokenizer!r}"
+        )
+        raise ValueError(
+            f"data.{key}: {folder} was made with {ends[key] or 'none'}, and {who}; give data.{key}={ends[key] or 'null'}, or "
+            "tokenize the files into another folder"
         )
     open_file = functools.lru_cache(maxsize=_OPEN_FILES)(_Handle)
     dtype = np.dtype(made["dtype"])
@@ -254,21 +277,30 @@ def open_dataset(folder: Path, tokenizer: str, text_key: str = "text", *, asked:
     return Dataset(folder, shards, made["fingerprint"], used, chats, made.get("conversations", {}))
 
 
-def _other(name: str, folder: Path) -> Tokenizer:
+def _other(name: str, folder: Path, asked: SpecialTokens) -> Tokenizer:
     if name == "bytes":
-        return ByteTokenizer()
+        return ByteTokenizer(asked)
     if name.startswith("bpe:"):
         raise ValueError(
             f"data.tokenizer = {name!r} is trained on files, and {folder} is tokenized already; set data.tokenizer={OWN}"
         )
-    return FileTokenizer(os.path.expanduser(name))
+    return FileTokenizer(os.path.expanduser(name), asked)
 
 
 def tokenizer_of(folder: Path, own: dict[str, Any]) -> Tokenizer:
-    """Returns the tokenizer that a dataset was made with. Raises ValueError: its file is not there, or is another."""
-    made = ByteTokenizer() if own["name"] == "bytes" else FileTokenizer(folder / TOKENIZER)
+    """Returns the tokenizer that a dataset was made with, with its BOS and EOS.
+
+    Args:
+      own: what dataset.json has of it.
+
+    Raises:
+      ValueError: its file is not there, or is another.
+    """
+    recorded = "eos" in own  # before, shards had no BOS, and the EOS of the vocabulary alone
+    asked = SpecialTokens(bos=None, eos=None if recorded else AUTO)
+    made = ByteTokenizer() if own["name"] == "bytes" else FileTokenizer(folder / TOKENIZER, asked)
     if made.fingerprint != own["fingerprint"]:
         raise ValueError(
             f"data.source: {folder / TOKENIZER} is not the tokenizer that {folder} was made with; restore it"
         )
-    return made
+    return made.with_ids(own["bos"], own["eos"]) if recorded else made

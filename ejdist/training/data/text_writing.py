@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ejdist.training.chats.special_tokens import begun, ended
 from ejdist.training.data.cache import NewFolder
 from ejdist.training.data.tokenizer import Tokenizer
 
@@ -22,32 +23,35 @@ Report = Callable[[int], None]  # called with the number of characters tokenized
 def write_texts(
     new: NewFolder, texts: Iterator[str], dtype: np.dtype, tokenizer: Tokenizer, report: Report
 ) -> dict[str, Any]:
-    """Returns the facts about the documents that it writes: documents, tokens and fingerprint."""
-    digest, documents, tokens = hashlib.sha256(), 0, 0
+    """Returns the facts about the documents that it writes: documents, tokens, those of the text itself, and fingerprint."""
+    digest, documents, tokens, own, before = hashlib.sha256(), 0, 0, 0, 0
     with new.file("tokens.bin") as out, new.file("offsets.bin") as offsets:
         offsets.write(np.zeros(1, np.int64).tobytes())
         for batch in _batches(_segments(texts)):
             ids, ends = [], array("q")
-            for made, (_, last) in zip(tokenizer.encode_batch([t for t, _ in batch]), batch, strict=True):
+            for made, (_, first, last) in zip(tokenizer.encode_batch([t for t, *_ in batch]), batch, strict=True):
+                own += len(made)
+                made = begun(tokenizer, made) if first else made
+                made = ended(tokenizer, made) if last else made
                 ids.append(made.astype(dtype))
                 tokens += len(made)
-                if last:
-                    ids.append(np.asarray([tokenizer.eos_id], dtype))
-                    tokens += 1
+                if last and tokens > before:  # not of a text without tokens, where nothing begins and ends it
                     ends.append(tokens)
+                    before = tokens
             content = np.concatenate(ids).tobytes()
             documents += len(ends)
             out.write(content)
             offsets.write(ends.tobytes())
             digest.update(content)
-            report(sum(len(t) for t, _ in batch))
+            report(sum(len(t) for t, *_ in batch))
     for checksums in (new.files[name]["checksums"] for name in ("tokens.bin", "offsets.bin")):
         digest.update(json.dumps(checksums).encode())
-    return {"documents": documents, "tokens": tokens, "fingerprint": digest.hexdigest()[:24]}
+    return {"documents": documents, "tokens": tokens, "of_text": own, "fingerprint": digest.hexdigest()[:24]}
 
 
-def _segments(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
-    """Yields (text, whether it ends a document), no longer than `SEGMENT`: a tokenizer takes many times the memory of a text.
+def _segments(texts: Iterator[str]) -> Iterator[tuple[str, bool, bool]]:
+    """Yields (text, whether it begins a document, whether it ends one), no longer than `SEGMENT`: a tokenizer takes many times
+    the memory of a text.
 
     A longer document is divided after a line, so that no word is; else after a space.
     """
@@ -56,12 +60,12 @@ def _segments(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
         while len(text) - begin > SEGMENT:
             near = text[begin + SEGMENT // 2 : begin + SEGMENT]
             cut = max(near.rfind("\n"), -1) + 1 or near.rfind(" ") + 1 or len(near)
-            yield text[begin : begin + SEGMENT // 2 + cut], False
+            yield text[begin : begin + SEGMENT // 2 + cut], not begin, False
             begin += SEGMENT // 2 + cut
-        yield text[begin:], True
+        yield text[begin:], not begin, True
 
 
-def _batches(segments: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+def _batches(segments: Iterator[tuple[str, bool, bool]]) -> Iterator[list[tuple[str, bool, bool]]]:
     batch, size = [], 0
     for segment in segments:
         batch.append(segment)

@@ -1,7 +1,8 @@
-"""Tokenizers: bytes, a `tokenizer.json`, or a byte-level BPE trained on the corpus."""
+"""Tokenizers: bytes, a `tokenizer.json` or a folder with one, or a byte-level BPE trained on the corpus."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,12 +11,17 @@ from typing import Protocol
 
 import numpy as np
 
+from ejdist.training.chats.special_tokens import AUTO, BY_FILES, SpecialTokens, ids_of
+
 
 class Tokenizer(Protocol):
-    """What the pipeline needs of a tokenizer. `eos_id` ends every document; `fingerprint` identifies the vocabulary."""
+    """What the pipeline needs of a tokenizer. `bos_id` begins a document and `eos_id` ends it, None where nothing does;
+    `stop_ids` end generation; `fingerprint` identifies the vocabulary."""
 
     vocab_size: int
-    eos_id: int
+    bos_id: int | None
+    eos_id: int | None
+    stop_ids: tuple[int, ...]
     fingerprint: str
 
     def encode(self, text: str) -> np.ndarray: ...
@@ -26,13 +32,32 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
+    def token_of(self, id: int | None) -> str | None: ...
+
+    def with_ids(self, bos: int | None, eos: int | None) -> Tokenizer: ...
+
 
 class ByteTokenizer:
-    """Bytes of UTF-8, ids 0 to 255, and 256 for the end of a document."""
+    """Bytes of UTF-8, ids 0 to 255, and 256 for the end of a document.
+
+    Raises:
+      ValueError: another end is asked for than that or none, or a beginning.
+    """
 
     vocab_size = 257
-    eos_id = 256
+    bos_id: int | None = None
+    eos_id: int | None = 256
+    stop_ids: tuple[int, ...] = (256,)
     fingerprint = "bytes-1"
+
+    def __init__(self, asked: SpecialTokens = BY_FILES) -> None:
+        for key, token in (("bos", asked.bos), ("eos", asked.eos)):
+            if token not in (AUTO, None):
+                raise ValueError(
+                    f"data.{key} = {token!r}: data.tokenizer = 'bytes' has no token of a name; give auto, or null"
+                )
+        if asked.eos is None:
+            self.eos_id, self.stop_ids = None, ()
 
     def encode(self, text: str) -> np.ndarray:
         """Returns int32 ids, without the end of document."""
@@ -54,34 +79,42 @@ class ByteTokenizer:
         """Returns the text; ids past 255 are left out, broken UTF-8 is replaced."""
         return bytes(int(i) for i in ids if 0 <= int(i) < 256).decode("utf-8", errors="replace")
 
+    def token_of(self, id: int | None) -> str | None:
+        """Returns what names an id, None for none."""
+        return None if id is None else str(id)
+
+    def with_ids(self, bos: int | None, eos: int | None) -> ByteTokenizer:
+        """Returns the tokenizer with that end of a document, or none."""
+        return ByteTokenizer(SpecialTokens(eos=None if eos is None else AUTO))
+
 
 class FileTokenizer:
-    """A `tokenizer.json` of the tokenizers library. Truncation and padding that the file asks for are left out.
+    """A `tokenizer.json` of the tokenizers library, or that of a folder. Truncation and padding that the file asks for are left
+    out. What begins and ends a document follows from the files beside it, see `ejdist.training.chats.special_tokens`.
 
     Raises:
-      ValueError: the file cannot be read, has no token that ends a document, or makes random tokens.
+      ValueError: the file cannot be read, has no token that ends a document or not those asked for, or makes random tokens.
     """
 
-    _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
-
-    def __init__(self, path: str | os.PathLike) -> None:
+    def __init__(self, path: str | os.PathLike, asked: SpecialTokens = BY_FILES) -> None:
         argument = f"data.tokenizer = {str(path)!r}"
+        path = tokenizer_file(path)
         try:
-            content = Path(path).read_bytes()
+            content = path.read_bytes()
         except FileNotFoundError:
             raise ValueError(f"{argument}: no such file; give 'bytes', 'bpe:4096' or a path") from None
         except OSError as error:
             raise ValueError(f"{argument} cannot be read: {error.strerror}; give a tokenizer.json that can") from error
-        self._load(content, argument)
+        self._load(content, argument, asked, path.parent)
 
     @classmethod
-    def of(cls, content: bytes, argument: str) -> FileTokenizer:
+    def of(cls, content: bytes, argument: str, asked: SpecialTokens = BY_FILES) -> FileTokenizer:
         """Returns the tokenizer of the content of a file; errors call it by the argument."""
         made = cls.__new__(cls)
-        made._load(content, argument)
+        made._load(content, argument, asked, None)
         return made
 
-    def _load(self, content: bytes, argument: str) -> None:
+    def _load(self, content: bytes, argument: str, asked: SpecialTokens, beside: Path | None) -> None:
         from tokenizers import Tokenizer as Library
 
         try:
@@ -96,13 +129,22 @@ class FileTokenizer:
         # Files are often saved as they were used to make batches; here both would drop or add tokens of a document.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        ends = [self._tokenizer.token_to_id(t) for t in self._ENDS]
-        self.eos_id = next((i for i in ends if i is not None), -1)
-        if self.eos_id < 0:
-            raise ValueError(f"{argument} has none of {', '.join(self._ENDS)} to end a document")
+        ids = ids_of(asked, self._tokenizer, beside, argument)
+        self.bos_id, self.eos_id, self.stop_ids = ids.bos, ids.eos, ids.stops
         # Not the number of tokens: ids may have gaps, and the model needs a row for the largest.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
+
+    def token_of(self, id: int | None) -> str | None:
+        """Returns the token of an id, None for none."""
+        return None if id is None else self._tokenizer.id_to_token(id)
+
+    def with_ids(self, bos: int | None, eos: int | None) -> FileTokenizer:
+        """Returns the tokenizer with these tokens at both ends of a document."""
+        made = copy.copy(self)
+        made.bos_id, made.eos_id = bos, eos
+        made.stop_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *self.stop_ids]))
+        return made
 
     def encode(self, text: str) -> np.ndarray:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
@@ -119,6 +161,26 @@ class FileTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids])
+
+
+def tokenizer_file(path: str | os.PathLike) -> Path:
+    """Returns the file of a tokenizer: of a folder, the tokenizer.json in it.
+
+    Raises:
+      ValueError: the folder has none; names what it has instead, and the remedy.
+    """
+    found = Path(path).expanduser()
+    if not found.is_dir() or (found / "tokenizer.json").is_file():
+        return found / "tokenizer.json" if found.is_dir() else found
+    other = next((name for name in ("tokenizer.model", "vocab.json", "spiece.model") if (found / name).exists()), None)
+    how = (
+        f"{other} there is of another format: save the tokenizer again with transformers"
+        if other
+        else "give one that has"
+    )
+    raise ValueError(
+        f"data.tokenizer = {str(path)!r} is a folder without tokenizer.json; {how}, or data.tokenizer=FILE"
+    )
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> str:

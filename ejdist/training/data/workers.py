@@ -157,7 +157,7 @@ def _work(folder: Path, settings: Any, source: Any, pipe: Connection) -> None:
     signal.signal(signal.SIGTERM, _end)
     # JAX's, of arrays, of which there are none here: what a signal raises while garbage is collected is dropped.
     gc.callbacks.clear()
-    tokenizer: Tokenizer = tokenizer_of(folder, {"name": settings.tokenizer, "fingerprint": settings.fingerprint})
+    tokenizer: Tokenizer = tokenizer_of(folder, settings.own)
     while True:
         try:
             unit = pipe.recv()

@@ -1,0 +1,63 @@
+"""What a run keeps of the published folder that it starts from: all but its weights, in run.dir/published.
+
+A run whose folder has gone resumes with these files, and one whose folder has changed names the file.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ejdist.paths import is_url
+from ejdist.weights.published import CONFIG
+
+KEPT = "published"
+_FILES = (
+    CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_TEMPLATES = "additional_chat_templates/*.jinja"
+
+
+def published_in(init_from: str | None) -> Path | None:
+    """Returns the folder of model.init_from, where it is a published one; None for a run, or where nothing is there."""
+    if init_from is None or is_url(init_from):
+        return None
+    folder = Path(init_from).expanduser()
+    return folder if (folder / CONFIG).is_file() else None
+
+
+def keep(folder: Path, run_dir: Path) -> None:
+    """Copies a folder's files, without its weights, to where the run keeps them. What it kept of another start goes.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    kept, new = run_dir / KEPT, run_dir / f"{KEPT}.partial"
+    if folder.resolve() == kept.resolve():
+        return
+    shutil.rmtree(new, ignore_errors=True)
+    for name in _names(folder):
+        (new / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, new / name)
+    shutil.rmtree(kept, ignore_errors=True)
+    new.rename(kept)
+
+
+def changed(folder: Path, run_dir: Path) -> list[str]:
+    """Returns the names of the files of a folder that are no longer what the run keeps of it; none where it keeps nothing."""
+    kept = run_dir / KEPT
+    if not kept.is_dir():
+        return []
+    names = dict.fromkeys((*_names(kept), *_names(folder)))
+    return [name for name in names if _content(folder / name) != _content(kept / name)]
+
+
+def _names(folder: Path) -> Iterator[str]:
+    yield from (name for name in _FILES if (folder / name).is_file())
+    yield from sorted(str(path.relative_to(folder)) for path in folder.glob(_TEMPLATES))
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None

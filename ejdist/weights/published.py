@@ -1,0 +1,99 @@
+"""What a published folder says of a run on its weights: the model section, and the dtype to compute in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ejdist.dtypes import dtype_name
+from ejdist.models.config import ROPE_SCALING, DecoderShape
+from ejdist.models.decoder import DecoderConfig
+from ejdist.sections import flat
+from ejdist.weights.families import read_config
+from ejdist.weights.files import WeightsError, read_json
+from ejdist.weights.match import differences, same, written
+
+CONFIG = "config.json"
+COMPUTED = ("float32", "bfloat16")  # what a model here computes in
+_WITH_LENGTH = ("yarn", "llama3")  # the scalings that depend on the context before them
+
+
+@dataclass(frozen=True)
+class Published:
+    """The config.json of a folder, read.
+
+    Attributes:
+      path: of the file.
+      model: its section, with the default compute dtype.
+      dtype: of its weights, by NumPy's name; None where the file has none.
+      context: tokens that the model was trained with, max_position_embeddings; None where the file has none.
+    """
+
+    path: Path
+    model: DecoderConfig
+    dtype: str | None
+    context: int | None
+
+    def computed_in(self) -> str:
+        """Returns the compute dtype of a run on the folder. Raises WeightsError: a model here cannot compute in it."""
+        if self.dtype is None:
+            return "float32"  # as transformers reads a file without the key
+        if self.dtype not in COMPUTED:
+            raise WeightsError(
+                f"{self.path} has dtype = {self.dtype}, and a model here computes in bfloat16 or float32: give "
+                "model.compute_dtype=bfloat16, or float32"
+            )
+        return self.dtype
+
+    def values(self, scaling: str | None) -> dict[str, Any]:
+        """Returns key -> value of the model section, without compute_dtype.
+
+        Args:
+          scaling: `rope_scaling` of the run. With another one than the folder's, the parameters of the folder's scaling mean
+            nothing, and are those of a model without; the context before scaling is the folder's.
+        """
+        found = {key: value for key, value in flat(self.model).items() if key != "compute_dtype"}
+        if scaling == self.model.rope_scaling:
+            return found
+        found |= {key: getattr(DecoderShape, key) for key in ROPE_SCALING} | {"rope_scaling": scaling}
+        if scaling in _WITH_LENGTH:
+            own = self.model.rope_original_length if self.model.rope_scaling in _WITH_LENGTH else self.context
+            found["rope_original_length"] = own or DecoderShape.rope_original_length
+        return found
+
+
+def read_published(folder: Path) -> Published:
+    """Returns what a folder says. Raises WeightsError: its config.json cannot be read, or is of a model unknown here."""
+    section, content = read_config(folder)[1], read_json(folder / CONFIG)
+    given = next((content[key] for key in ("dtype", "torch_dtype") if content.get(key) is not None), None)
+    context = content.get("max_position_embeddings")
+    return Published(
+        folder / CONFIG,
+        section,
+        None if given is None else dtype_name(str(given)),
+        context if type(context) is int and context > 0 else None,
+    )
+
+
+def not_of_positions(ours: DecoderShape, theirs: DecoderShape) -> list[str]:
+    """Returns the keys in which two models differ that weights do not survive: all but those of rotary embedding, which hold no
+    parameter, and which a run with a longer context changes."""
+    return [key for key in differences(ours, theirs) if not key.startswith("rope_")]
+
+
+def told_positions(ours: DecoderShape, theirs: DecoderShape, who: str) -> list[str]:
+    """Returns a phrase for each key of rotary embedding in which a model differs from that of its weights.
+
+    Args:
+      who: what says the other value, as in "the folder says".
+    """
+    if not any(key.startswith("rope_") for key in differences(ours, theirs)):
+        return []
+    mine, given = flat(ours), flat(theirs)
+    keys = [key for key in mine if key.startswith("rope_") and not same(mine[key], given[key])]
+    return [f"{key} {_short(mine[key])} ({who} {_short(given[key])})" for key in keys]
+
+
+def _short(value: Any) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else written(value)

@@ -1,0 +1,98 @@
+"""model=hf: the keys that follow from the published folder in model.init_from.
+
+A variant writes `${hf:KEY}` for such a key, or `${hf:KEY,OTHER}` where it has a value of its own without model=hf. They are
+filled in once all of a recipe is composed, so that whatever comes later wins, as over any variant.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ejdist.paths import check_home, is_url
+from ejdist.sections import validate
+from ejdist.training.kept import KEPT
+from ejdist.weights.match import told_difference
+from ejdist.weights.published import CONFIG, Published, not_of_positions, read_published
+from recipes.arguments import RecipeError
+
+_FOLLOWS = re.compile(r"\$\{hf:([\w.]+)(?:,(\w+))?\}")
+
+
+def follows(value: Any) -> bool:
+    """Returns whether a variant leaves a key to the folder."""
+    return isinstance(value, str) and _FOLLOWS.fullmatch(value) is not None
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the keys of a nested dict, with dots, and their values."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def fill(composed: Any) -> Published | None:
+    """Fills in what follows from the folder; returns what it says, None without model=hf.
+
+    Raises:
+      RecipeError: model.init_from names no published folder. WeightsError: its config.json is not of a model here.
+    """
+    from omegaconf import OmegaConf
+
+    given = dict(leaves(OmegaConf.to_container(composed)))
+    open_keys = {key: _FOLLOWS.fullmatch(value) for key, value in given.items() if follows(value)}
+    folder = None
+    if any(key.startswith("model.") for key in open_keys):
+        folder = _folder(composed.model.init_from, composed.run.dir)
+    published = None if folder is None else read_published(folder)
+    values: dict[str, Any] = {}
+    if published is not None:
+        own = follows(given["model.rope_scaling"])
+        values = published.values(published.model.rope_scaling if own else composed.model.rope_scaling)
+        values["tokenizer"] = str(folder)
+    for key, found in open_keys.items():
+        assert found is not None
+        if published is None:
+            value = found[2]
+        elif found[1] == "compute_dtype":
+            value = published.computed_in()
+        else:
+            value = values[found[1]]
+        OmegaConf.update(composed, key, list(value) if isinstance(value, tuple) else value)
+    return published
+
+
+def check(published: Published, model: Any) -> None:
+    """Raises RecipeError, naming the key, where the command line or a recipe makes another model of a folder's."""
+    validate(model)
+    if found := not_of_positions(model, published.model):
+        more = f" ({len(found) - 1} more keys differ)" if len(found) > 1 else ""
+        raise RecipeError(
+            f"{told_difference(model, published.model, str(published.path), found[0])}{more}, or leave it out: model=hf takes "
+            "the model from there, and its weights are of no other"
+        )
+
+
+def _folder(where: Any, run_dir: str) -> Path:
+    """Returns the published folder; what the run has kept of it where it is gone."""
+    if where is None:
+        raise RecipeError("model=hf takes the model from a folder: give model.init_from=DIR, or model=hf:DIR")
+    if is_url(where):
+        raise RecipeError(
+            f"model.init_from = {where!r}: model=hf reads a folder of this machine; copy config.json and more there"
+        )
+    check_home("model.init_from", where)
+    folder = Path(where).expanduser()
+    if (folder / CONFIG).is_file():
+        return folder
+    if not is_url(run_dir) and (kept := Path(run_dir).expanduser() / KEPT / CONFIG).is_file():
+        return kept.parent
+    what = f"has no {CONFIG}" if folder.is_dir() else "is no folder"
+    raise RecipeError(
+        f"model.init_from = {where!r} {what}: model=hf takes the model from the {CONFIG} of a folder with published weights; "
+        "of another run give the keys of its model"
+    )
