@@ -69,29 +69,34 @@ def _number(keys: dict[str, str], name: str) -> int | None:
 
 
 def print_recipe(folder: str) -> None:
-    """Prints the overrides that make the default recipe's model that of a config.json.
+    """Prints the overrides that make the default recipe's model that of a config.json, in the dtype of its weights and with its
+    tokenizer: a terminal shows them as they are pasted, and $(...) takes them as they are.
 
     Raises:
       ValueError: it cannot be read, or is of a model that is not one here.
     """
     from ejdist.paths import check_folder
-    from ejdist.weights.families import read_config
     from ejdist.weights.match import overrides
-    from recipes.arguments import RecipeError, check_values, quoted
+    from ejdist.weights.published import read_published
+    from recipes.arguments import assigned
     from recipes.schema import compose
 
     check_folder("from", folder)
-    family, section = read_config(Path(folder).expanduser())
-    print(f"# {family.model_type}; over model=nano, the model of a recipe that names no other")
-    start = f"model.init_from={folder}"
-    try:
-        plain = check_values([start]) == [start]
-    except RecipeError:
-        plain = False
-    if not plain:
-        start = f"model.init_from={quoted(folder)}"
-    for line in [*overrides(section, compose(["model=nano"]).model), start]:
-        print(shlex.quote(line))
+    where = Path(folder).expanduser()
+    published = read_published(where)
+    print(
+        f"# {published.family.model_type}; over model=nano, the model of a recipe that names no other", file=sys.stderr
+    )
+    lines = overrides(published.model, compose(["model=nano"]).model)
+    lines += [f"model.compute_dtype={published.computed_in()}", assigned("model.init_from", folder)]
+    lines += [assigned("data.tokenizer", folder)] if (where / "tokenizer.json").is_file() else []
+    for line in lines:
+        print(shlex.quote(line) if sys.stdout.isatty() else _word(line))
+
+
+def _word(text: str) -> str:
+    """Returns a word as a shell takes it from $(...), where quotes would be part of it."""
+    return text if re.fullmatch(r"[\w.,:=/@%+~\[\]-]+", text) else shlex.quote(text)
 
 
 def export(keys: dict[str, str]) -> None:

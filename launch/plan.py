@@ -152,7 +152,8 @@ def plan(args: Args) -> dict[str, Any]:
         report |= {"stages": found, "fits": all(r["fits"] for r in found)}
         plans = [r["plan"] if r["searched"] else None for r in found]
         report["overrides"], over = curriculum.overrides_text(sections, plans) if any(plans) else ("", [])
-        report["kept"] = [w for w in args.recipe if not (is_curriculum(w) or is_of(key_of(w), over))]
+        planned = [w for w in args.recipe if is_curriculum(w) or is_of(key_of(w), over)] if any(plans) else []
+        report["kept"] = [w for w in args.recipe if w not in planned]
     return report | {"seconds": time.perf_counter() - start}
 
 

@@ -46,22 +46,24 @@ def text_of(r: dict[str, Any]) -> str:
     command = " ".join([*map(shlex.quote, r["recipe"]), r["overrides"]])
     if "stages" not in r:
         lines = _lines(r | {"topology": r["topology"]}, "the recipe")
-        return "\n".join([*lines, *(_pasted(command) if r["searched"] and r["fits"] else ())])
+        return "\n".join([*lines, *(_pasted(command, r["searched"]) if r["fits"] else ())])
     lines = []
     for one in r["stages"]:
         name = f"stage {one['stage']}, steps {one['steps'][0]} to {one['steps'][1]}"
         lines += [name, *_lines(one | {n: r[n] for n in ("topology", "memory_of_a_device")}, "the stage"), ""]
-    if r["overrides"] and r["fits"]:
-        lines += _pasted(" ".join([*map(shlex.quote, r["kept"]), r["overrides"]]))
-    elif not r["fits"]:
+    if r["fits"]:
+        searched = any(one["searched"] for one in r["stages"])
+        lines += _pasted(" ".join([*map(shlex.quote, r["kept"]), r["overrides"]]), searched)
+    else:
         lines.append(
             "the curriculum does not fit: " + ", ".join(f"stage {s['stage']}" for s in r["stages"] if not s["fits"])
         )
     return "\n".join(lines).rstrip("\n")
 
 
-def _pasted(command: str) -> list[str]:
-    return ["the plan:", f"  python -m launch.train {command}"]
+def _pasted(command: str, searched: bool) -> list[str]:
+    """Returns the lines with the command that trains, which come last."""
+    return ["the plan:" if searched else "it trains with:", f"  python -m launch.train {command}".rstrip()]
 
 
 def _on_host(r: dict[str, Any]) -> list[str]:

@@ -156,7 +156,7 @@ def jobs_of(overrides: Sequence[str], texts: Collection[str] = ()) -> list[Job]:
 
     columns: list[list[tuple[str, bool]]] = []
     swept: dict[str, str] = {}
-    for override in map(_in_one_line, overrides):
+    for override in map(_readable, overrides):
         parsed = _parsed(override)
         if parsed is None:
             raise RecipeError(unreadable(override))
@@ -210,13 +210,17 @@ def _parsed(override: str) -> Any:
 
 def value_of(override: str) -> Any:
     """Returns the value of an override as Hydra reads it, None if it cannot."""
-    parsed = _parsed(_in_one_line(override))
+    parsed = _parsed(_readable(override))
     return None if parsed is None else parsed.value()
 
 
-def _in_one_line(override: str) -> str:
-    """Returns an override without line ends, which Hydra's grammar has no place for: a list of stages may stand on several."""
-    return override if _parsed(override) is not None else " ".join(override.splitlines())
+def _readable(override: str) -> str:
+    """Returns an override as Hydra's grammar reads it: without line ends, as a list of stages may stand on several lines, and
+    with a token such as <|im_end|> in quotes. The grammar has no place for either."""
+    if _parsed(override) is not None:
+        return override
+    name, _, value = override.partition("=")
+    return f"{name}={quoted(value)}" if re.fullmatch(r"<[^\s<>]+>", value) else " ".join(override.splitlines())
 
 
 def unreadable(override: str) -> str:
@@ -240,7 +244,7 @@ def check_values(overrides: Sequence[str], texts: Collection[str] = (), switches
       RecipeError: Hydra's grammar cannot read a value, or reads it as several to sweep over; or a switch is given a number.
     """
     found = []
-    for override in map(_in_one_line, overrides):
+    for override in map(_readable, overrides):
         parsed = _parsed(override)
         if parsed is None or parsed.is_sweep_override():
             raise RecipeError(unreadable(override))

@@ -72,8 +72,8 @@ def check(published: Published, model: Any) -> None:
     if found := not_of_positions(model, published.model):
         more = f" ({len(found) - 1} more keys differ)" if len(found) > 1 else ""
         raise RecipeError(
-            f"{told_difference(model, published.model, str(published.path), found[0])}{more}, or leave it out: model=hf takes "
-            "the model from there, and its weights are of no other"
+            f"{told_difference(model, published.model, str(published.path), found[0])}{more}, or leave it out, as "
+            "model=hf takes the model from there"
         )
 
 

@@ -100,6 +100,8 @@ _MEANT = {
     "data.tokenizer": (
         "tokenizer tokenizer_path tokenizer_name tokenizer_model tokenizer_name_or_path hf_assets_path processing_class"
     ),
+    "data.bos": "add_bos_token add_bos bos_token prepend_bos add_special_tokens bos",
+    "data.eos": "add_eos_token add_eos eos_token append_eod append_eos eod eos",
     "data.text_key": "text_column text_field dataset_text_field text_column_name train_data_columns",
     "data.mixture": "data_mix mix blend data_blend dataset_weights",
     "data.packing": "packing sample_packing pack packed",
@@ -271,7 +273,11 @@ NOTES = {
     "mesh.sp": "It splits each sequence over devices; mesh.cp is for groups of them",
     "run.trackers": "run.trackers=[wandb] sends the metrics there; metrics.jsonl and TensorBoard events are always written",
     "mesh.dp": "It counts replicas; mesh.fsdp shards parameters too",
-    "model.compute_dtype": "It is bfloat16 or float32; parameters stay float32",
+    "model.init_from": "With model=hf the model is that of the folder's config.json",
+    "model.compute_dtype": "It is bfloat16 or float32; parameters stay float32. model=hf takes that of the folder",
+    "data.tokenizer": "It takes a tokenizer.json, or a folder with one",
+    "data.bos": "auto follows the tokenizer's folder, null is none",
+    "data.eos": "auto follows the tokenizer's folder, null is none",
     "optimizer.warmup_steps": "It counts steps",
     "optimizer.final_ratio": "It is the last rate over the largest",
     "cluster": "cluster=auto finds the other processes",
@@ -292,7 +298,11 @@ _VARIANTS = {
         "experts": "ep moe expert",
         "single": "none one cpu",
     },
-    "model": {"nano": "debugmodel debug tiny small test toy", "moe_nano": "moe tiny_moe moe_debug"},
+    "model": {
+        "hf": "huggingface hugging_face transformers pretrained published auto from_pretrained",
+        "nano": "debugmodel debug tiny small test toy",
+        "moe_nano": "moe tiny_moe moe_debug",
+    },
     "optimizer": {
         "adamw": "adam cosine warmup_cosine adamw_torch fused_adam",
         "wsd": "warmup_stable_decay trapezoidal",
@@ -301,7 +311,7 @@ _VARIANTS = {
 }
 _ELSE = {
     "data": "files are data=files data.source='corpus/**/*.jsonl', and a dataset of Hugging Face is data.source=hf:NAME",
-    "model": "python -m launch.export from=FOLDER prints the keys of a downloaded model, for model.init_from=FOLDER",
+    "model": "a downloaded model is model=hf model.init_from=FOLDER",
     "recipe": "a recipe of your own is --config-dir DIR recipe=NAME, for DIR/recipe/NAME.yaml",
 }
 

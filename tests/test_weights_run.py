@@ -198,9 +198,9 @@ def test_the_context_that_is_written_is_one_that_the_run_names(scaling, context,
 def test_the_model_of_a_folder_as_overrides(trained, tmp_path, capsys):
     made(tmp_path / "their models, 2", "deepseek")
     assert main([f"from={tmp_path}/their models, 2"]) == DONE
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("# deepseek_v3")
-    recipe = compose(shlex.split(" ".join(lines[1:])))  # as a shell gives them
+    said = capsys.readouterr()
+    assert said.err.startswith("# deepseek_v3")
+    recipe = compose(shlex.split(said.out))  # as a shell gives them
     assert recipe.model.init_from == f"{tmp_path}/their models, 2"
     assert open_source(recipe.model.init_from, recipe.model).notes == []
 

@@ -45,13 +45,22 @@ def keep(folder: Path, run_dir: Path) -> None:
     new.rename(kept)
 
 
-def changed(folder: Path, run_dir: Path) -> list[str]:
-    """Returns the names of the files of a folder that are no longer what the run keeps of it; none where it keeps nothing."""
-    kept = run_dir / KEPT
-    if not kept.is_dir():
+def told_of_folder(init_from: str | None, run_dir: Path) -> list[str]:
+    """Returns a line where the folder of model.init_from has gone since the run began, or has other files than the run keeps;
+    none where all is as it was, or the run keeps nothing."""
+    kept, folder = run_dir / KEPT, published_in(init_from)
+    if init_from is None or is_url(init_from) or not kept.is_dir():
         return []
+    if folder is None:
+        return [f"model.init_from = {init_from!r} has gone: its config.json and tokenizer are those in {kept}"]
     names = dict.fromkeys((*_names(kept), *_names(folder)))
-    return [name for name in names if _content(folder / name) != _content(kept / name)]
+    changed = [name for name in names if _content(folder / name) != _content(kept / name)]
+    if not changed:
+        return []
+    return [
+        f"{', '.join(changed)} in {folder} changed since the run in {run_dir} began; what it began with is in {kept}, and "
+        f"model.init_from={kept} resumes with that"
+    ]
 
 
 def _names(folder: Path) -> Iterator[str]:

@@ -11,7 +11,6 @@ from ejdist.paths import is_step, is_url
 from ejdist.training.kept import KEPT
 
 FILE = "recipe.json"
-MADE = ("bytes", "dataset")  # tokenizers that are no file of the user's, beside bpe:SIZE
 # What an evaluation takes from its run: where and how the model runs, and its tokens.
 _SECTIONS = ("data", "mesh", "sequence", "experts")
 _STAGE = {"sequence_length": "data", "global_batch": "data"}
@@ -28,15 +27,15 @@ def recorded(folder: str | Path) -> dict[str, Any]:
     return _with_kept(found, Path(folder).expanduser() / KEPT) if isinstance(found, dict) else {}
 
 
+def is_made(tokenizer: str) -> bool:
+    """Returns whether data.tokenizer is no file or folder of the user's."""
+    return tokenizer in ("bytes", "dataset") or tokenizer.startswith("bpe:")
+
+
 def _with_kept(recipe: dict[str, Any], kept: Path) -> dict[str, Any]:
     """Returns a recipe with what the run keeps of its tokenizer, where that has gone."""
     name = recipe.get("data.tokenizer")
-    gone = (
-        isinstance(name, str)
-        and name not in MADE
-        and not name.startswith("bpe:")
-        and not Path(name).expanduser().exists()
-    )
+    gone = isinstance(name, str) and not is_made(name) and not Path(name).expanduser().exists()
     return recipe | {"data.tokenizer": str(kept)} if gone and (kept / "tokenizer.json").is_file() else recipe
 
 

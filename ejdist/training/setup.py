@@ -27,7 +27,7 @@ from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
 from ejdist.training.data.tokenizer import Tokenizer
 from ejdist.training.held_out import data_of_evaluation
-from ejdist.training.kept import KEPT, changed, published_in
+from ejdist.training.kept import told_of_folder
 from ejdist.training.program import Program, RunSection, TrainSections, make_program
 from ejdist.training.pytree_io import name_of
 from ejdist.training.resume import check_same_run, fingerprint
@@ -109,13 +109,8 @@ def open_run(
     directory = _folder_of(s.run)
     if (computed := getattr(s.model, "compute_dtype", None)) is not None:
         log(f"compute in {computed}, parameters in float32")
-    if (folder := published_in(getattr(s.model, "init_from", None))) is not None and (
-        names := changed(folder, directory)
-    ):
-        log(
-            f"{' and '.join(names)} in {folder} changed since this run began; what it began with is in {directory / KEPT}, and "
-            f"model.init_from={directory / KEPT} resumes with that"
-        )
+    for line in told_of_folder(getattr(s.model, "init_from", None), directory):
+        log(line)
     if hosts.index == 0:
         check_installed(s.run.trackers)
     recipe = {key: value for key, value in flat(s).items() if not key.startswith("cluster.")}
@@ -145,6 +140,8 @@ def open_run(
     program, s = programs[stage.number - 1], stage.sections
     data = data_of(s)
     held_out = data_of_evaluation(s, data)
+    if (line := data.ends()) is not None:
+        log(line)
     for key, one in (("data.source", data), ("evaluation.data", held_out)):
         if one is None:
             continue

@@ -12,7 +12,6 @@ from ejdist.models.decoder import DecoderConfig
 from ejdist.paths import check_home, is_url
 from ejdist.sections import validate
 from ejdist.training.runs import Run, has_steps, nested
-from ejdist.weights.families import read_config
 from ejdist.weights.files import WeightsError, digest_of, read_folder
 from ejdist.weights.match import told_difference
 from ejdist.weights.published import not_of_positions, read_published, told_positions
@@ -56,12 +55,12 @@ def open_source(where: str, c: DecoderConfig, stages: Sequence[DecoderConfig] = 
     check_home("model.init_from", where)
     folder = Path(where).expanduser()
     if (folder / "config.json").exists():
-        published, family = read_published(folder), read_config(folder)[0]
+        published = read_published(folder)
         hint = f"model=hf takes all keys of its model, and python -m launch.export from={where} prints them"
         _check_model(c, published.model, f"{published.path}", hint)
         told = _told(stages, published.model, "the folder says", published.dtype)
         stored = read_folder(folder)
-        tensors = tensors_in(family, c, stored)
+        tensors = tensors_in(published.family, c, stored)
         notes = told + check(tensors, stored, c, folder)
         return Source(str(folder), leaves, notes, lambda like: load(stored, tensors, like), lambda: digest_of(stored))
     if (folder / "checkpoints").is_dir() or has_steps(folder):

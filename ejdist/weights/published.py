@@ -10,7 +10,7 @@ from ejdist.dtypes import dtype_name
 from ejdist.models.config import ROPE_SCALING, DecoderShape
 from ejdist.models.decoder import DecoderConfig
 from ejdist.sections import flat
-from ejdist.weights.families import read_config
+from ejdist.weights.families import Family, read_config
 from ejdist.weights.files import WeightsError, read_json
 from ejdist.weights.match import differences, same, written
 
@@ -24,13 +24,14 @@ class Published:
     """The config.json of a folder, read.
 
     Attributes:
-      path: of the file.
+      path: of the file. family: of its architecture.
       model: its section, with the default compute dtype.
       dtype: of its weights, by NumPy's name; None where the file has none.
       context: tokens that the model was trained with, max_position_embeddings; None where the file has none.
     """
 
     path: Path
+    family: Family
     model: DecoderConfig
     dtype: str | None
     context: int | None
@@ -65,11 +66,12 @@ class Published:
 
 def read_published(folder: Path) -> Published:
     """Returns what a folder says. Raises WeightsError: its config.json cannot be read, or is of a model unknown here."""
-    section, content = read_config(folder)[1], read_json(folder / CONFIG)
+    (family, section), content = read_config(folder), read_json(folder / CONFIG)
     given = next((content[key] for key in ("dtype", "torch_dtype") if content.get(key) is not None), None)
     context = content.get("max_position_embeddings")
     return Published(
         folder / CONFIG,
+        family,
         section,
         None if given is None else dtype_name(str(given)),
         context if type(context) is int and context > 0 else None,
@@ -91,8 +93,19 @@ def told_positions(ours: DecoderShape, theirs: DecoderShape, who: str) -> list[s
     if not any(key.startswith("rope_") for key in differences(ours, theirs)):
         return []
     mine, given = flat(ours), flat(theirs)
-    keys = [key for key in mine if key.startswith("rope_") and not same(mine[key], given[key])]
-    return [f"{key} {_short(mine[key])} ({who} {_short(given[key])})" for key in keys]
+    # Of two kinds of scaling the parameters are no values of the same thing.
+    own = ROPE_SCALING if ours.rope_scaling != theirs.rope_scaling else ()
+    keys = [key for key in mine if key.startswith("rope_") and key not in own and not same(mine[key], given[key])]
+    if ours.rope_scaling is not None:
+        unread = () if ours.rope_scaling in _WITH_LENGTH else ("rope_original_length",)
+        always = ("rope_factor", "rope_original_length")
+        own = [k for k in own if k not in unread and (k in always or mine[k] != getattr(DecoderShape, k))]
+    else:
+        own = []
+    return [
+        *(f"{key} {_short(mine[key])} ({who} {_short(given[key])})" for key in keys),
+        *(f"{key} {_short(mine[key])}" for key in own),
+    ]
 
 
 def _short(value: Any) -> str:

@@ -22,7 +22,7 @@ from ejdist.training.data.hub_dataset import hub_dataset
 from ejdist.training.data.mixture import MixedRows, Mixture, check_sections, counts_of
 from ejdist.training.data.packing import Packing, Rows
 from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole
-from ejdist.training.data.tokenizer import Tokenizer
+from ejdist.training.data.tokenizer import ByteTokenizer, Tokenizer
 
 __all__ = ["Corpus", "Data", "DataSection", "build"]
 
@@ -148,6 +148,13 @@ class Data:
             where = f"data.mixture[{i}]" if len(parts) > 1 else key
             found += [f"{where}: {line}" for line in lines]
         return found
+
+    def ends(self) -> str | None:
+        """Returns a line that says which tokens begin and end a document; None for bytes, whose end has no name."""
+        bos, eos = ends_of(self.corpus.tokenizer).values()
+        if self.corpus.tokenizer.fingerprint == ByteTokenizer.fingerprint:
+            return None
+        return f"documents begin with {bos or 'no token'} (data.bos), and texts end with {eos or 'none'} (data.eos)"
 
     @property
     def steps_per_epoch(self) -> float:
