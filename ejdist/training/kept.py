@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from ejdist.paths import is_url
+from ejdist.paths import check_home, is_url
 from ejdist.weights.published import CONFIG
 
 KEPT = "published"
@@ -21,9 +21,11 @@ _TEMPLATES = "additional_chat_templates/*.jinja"
 
 
 def published_in(init_from: str | None) -> Path | None:
-    """Returns the folder of model.init_from, where it is a published one; None for a run, or where nothing is there."""
+    """Returns the folder of model.init_from, where it is a published one; None for a run, or where nothing is there. Raises
+    ValueError: it is in the home of nobody."""
     if init_from is None or is_url(init_from):
         return None
+    check_home("model.init_from", init_from)
     folder = Path(init_from).expanduser()
     return folder if (folder / CONFIG).is_file() else None
 
