@@ -1,15 +1,18 @@
 """BOS and EOS: what the files of a tokenizer say, where they are written, and that no run and no dataset mixes two of them."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 from published_folder import FILES, write_folder
 from small_run import PLAIN
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from ejdist.training.chats.encoding import Chats, Encoder, Skipped
 from ejdist.training.chats.special_tokens import SpecialTokens, begun, ended, ends_of
 from ejdist.training.data import DataSection, build, text_writing
+from ejdist.training.data.cache import checksum_of
 from ejdist.training.data.dataset import open_dataset
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer
 from ejdist.training.data.tokenizing import make_dataset, make_plan, make_shard, write_manifest
@@ -141,8 +144,6 @@ def test_a_document_has_each_once_and_shards_have_what_a_corpus_has(folder, tmp_
 
 
 def test_a_text_without_tokens_is_no_document_where_nothing_begins_and_ends_it(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     made = Tokenizer(models.BPE(vocab={"a": 0, "</s>": 1}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "t.json"))
@@ -240,14 +241,10 @@ def test_a_dataset_from_before_they_were_recorded_is_read_as_it_was_made(tmp_pat
     source, made = texts(tmp_path, "ab" * 20), tmp_path / "made"
     plan = make_plan(made, source, tokenizer=str(folder), text_key="text", shard_bytes=1 << 20, sample_bytes=1,
                      special_tokens=SpecialTokens(None, "<|end_of_text|>"))  # fmt: skip
-    from ejdist.training.data.cache import checksum_of
-
     old = {
         k: v for k, v in json.loads((made / "settings.json").read_text())["content"].items() if k != "special_tokens"
     }
     (made / "settings.json").write_text(json.dumps({"content": old, "checksum": checksum_of(old)}))
-    import dataclasses
-
     settings = dataclasses.replace(plan.settings, special_tokens=None)
     own = FileTokenizer(folder, SpecialTokens(None, "<|end_of_text|>"))
     for unit in plan.todo:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ejdist.training.chats.special_tokens import ends_of
 from ejdist.training.data import Data
 from ejdist.training.data import build as build_data
 from ejdist.training.forward import Evaluator, without_noise
@@ -33,6 +34,11 @@ def data_of_evaluation(sections: TrainSections, trained: Data) -> Data | None:
         raise ValueError(
             f"evaluation.data = {s.evaluation.data!r} is tokenized with another tokenizer than the run's data; tokenize it "
             "with the same one"
+        )
+    if ends_of(data.corpus.tokenizer) != ends_of(trained.corpus.tokenizer):
+        raise ValueError(
+            f"evaluation.data = {s.evaluation.data!r} was made with another BOS or EOS than the run's data; tokenize it with "
+            "the same data.bos and data.eos"
         )
     if data.corpus.fingerprint == trained.corpus.fingerprint:
         raise ValueError(
