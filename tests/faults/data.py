@@ -42,8 +42,8 @@ FAULTS = (
     Fault(
         "a part of a document ends it",
         "write_texts",
-        "if $last:\n    $$body",
-        "if True:\n    $$body",
+        "ended($tokenizer, $made) if $last else $made",
+        "ended($tokenizer, $made)",
         f"{MADE} -k corpus",
     ),
     Fault(

@@ -17,9 +17,9 @@ def numbers(name: str, file: str, old: str, new: str) -> Fault:
 FAULTS = (
     Fault(
         "a folder's name is no value of a recipe",
-        "print_recipe",
-        "quoted($folder)",
-        "$folder",
+        "arguments:assigned",
+        "quoted($text)",
+        "$text",
         "tests/test_weights_run.py -k as_overrides",
     ),
     numbers(

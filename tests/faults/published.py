@@ -1,0 +1,142 @@
+"""Faults of a run from a published folder, and of the tokens that begin and end its documents."""
+
+from faults import Fault
+
+TESTS, TOKENS = "tests/test_published.py", "tests/test_special_tokens.py"
+
+FAULTS = (
+    Fault("BOS is written twice", "begun", "$ids[0] == $tokenizer.bos_id", "False", f"{TOKENS} -k 'once'"),
+    Fault(
+        "BOS begins every part of a document",
+        "write_texts",
+        "begun($tokenizer, $made) if $first else $made",
+        "begun($tokenizer, $made)",
+        f"{TOKENS} -k shards_have",
+    ),
+    Fault(
+        "EOS is that of any vocabulary, and not the folder's",
+        "chats/special_tokens:_eos",
+        "if ($token := $named.get('eos_token')) is not None:\n    $$body",
+        "",
+        f"{TOKENS} -k published_folder",
+    ),
+    Fault(
+        "of several ids that end generation one is kept",
+        "chats/special_tokens:ids_of",
+        "tuple(dict.fromkeys([*$ends, *$by_id['eos']]))",
+        "tuple($ends)",
+        f"{TOKENS} -k published_folder",
+    ),
+    Fault(
+        "add_bos_token is not read",
+        "chats/special_tokens:_bos",
+        "None if $beside is None else said_in($beside / 'tokenizer_config.json').get('add_bos_token')",
+        "None",
+        f"{TOKENS} -k 'published_folder or is_written'",
+    ),
+    Fault(
+        "a post-processor's EOS is taken for BOS",
+        "chats/special_tokens:_bos",
+        "$first == $plain or $vocabulary.id_to_token($first[0]) in $ends",
+        "$first == $plain",
+        f"{TOKENS} -k is_written",
+    ),
+    Fault(
+        "the data's fingerprint is without BOS",
+        "Data.cursor",
+        "ends_of(self.corpus.tokenizer)",
+        "{'eos': ends_of(self.corpus.tokenizer)['eos']}",
+        f"{TOKENS} -k resumes",
+    ),
+    Fault(
+        "tokens with and without BOS have one cache",
+        "build_corpus",
+        "$files.key($made.fingerprint, $made.bos_id, $made.eos_id, $$rest)",
+        "$files.key($made.fingerprint, $$rest)",
+        f"{TOKENS} -k 'shards_have or resumes'",
+    ),
+    Fault(
+        "shards with another BOS are read",
+        "open_dataset",
+        "$token != $wanted[$key]",
+        "False",
+        f"{TOKENS} -k shards_of_other",
+    ),
+    Fault(
+        "a folder of shards goes on with another BOS",
+        "data/settings:settings_of",
+        "[$key for $key, $token in $ends.items() if $token != $asked_for[$key]]",
+        "[]",
+        f"{TOKENS} -k shards_of_other",
+    ),
+    Fault(
+        "a prompt's mask is shifted by BOS",
+        "Encoder._encoded",
+        "np.append(np.zeros(len($ids) - len($made), bool), mask_of($places, $trained))",
+        "np.append(mask_of($places, $trained), np.zeros(len($ids) - len($made), bool))",
+        f"{TOKENS} -k a_conversation",
+    ),
+    Fault(
+        "the dtype of the folder is ignored",
+        "recipes/published:fill",
+        "$published.computed_in()",
+        "'float32'",
+        f"{TESTS} -k 'dtype or section'",
+    ),
+    Fault(
+        "another rope_base is dropped in silence",
+        "told_positions",
+        "if not any($$of):\n    return []",
+        "return []",
+        f"{TESTS} -k 'positions_may'",
+    ),
+    Fault(
+        "positions of later stages are not told",
+        "start:open_source",
+        "_told($stages, $published.model, 'the folder says', $published.dtype)",
+        "_told($stages[:1], $published.model, 'the folder says', $published.dtype)",
+        f"{TESTS} -k 'positions_may'",
+    ),
+    Fault(
+        "a key that changes the function of the weights is taken",
+        "not_of_positions",
+        "not $key.startswith('rope_')",
+        "$key in ('num_layers', 'layers', 'head_dim', 'vocab_size')",
+        f"{TESTS} -k named_wrongly",
+    ),
+    Fault(
+        "another scaling keeps the folder's parameters",
+        "Published.values",
+        "{$key: getattr(DecoderShape, $key) for $key in ROPE_SCALING} | {'rope_scaling': $scaling}",
+        "{'rope_scaling': $scaling}",
+        f"{TESTS} -k another_scaling",
+    ),
+    Fault(
+        "a folder that changed is not named",
+        "told_of_folder",
+        "_content($folder / $name) != _content($kept / $name)",
+        "False",
+        f"{TESTS} -k that_changed_is_named",
+    ),
+    Fault(
+        "a folder that has gone ends the run",
+        "recipes/published:_folder",
+        "not is_url($run_dir)",
+        "False",
+        f"{TESTS} -k that_goes",
+    ),
+    Fault(
+        "what is taken from export from= has quotes",
+        "_word",
+        "re.fullmatch($$of)",
+        "None",
+        f"{TESTS} -k taken_by_a_shell",
+    ),
+    Fault(
+        "a plan as it is ends without its command",
+        "launch/planned:text_of",
+        "_pasted($command, $r['searched']) if $r['fits'] else ()",
+        "_pasted($command, True) if $r['fits'] and $r['searched'] else ()",
+        f"{TESTS} -k ends_in_a_line",
+    ),
+)
