@@ -1,6 +1,7 @@
 """What all commands share: flags, recipes of the user's own, sweeps, and how they begin and end."""
 
 import importlib
+import json
 import os
 import re
 import runpy
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import published_loop
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -233,9 +235,13 @@ def test_what_is_said_of_a_value_that_cannot_be_read_may_be_typed(text):
 
 
 @pytest.mark.parametrize("file", ["README.md", "launch/README.md"])
-def test_recipes_of_the_documentation_compose(file):
-    """Whatever stands on several lines of a shell: data and devices need not be there."""
+def test_recipes_of_the_documentation_compose(file, tmp_path, monkeypatch):
+    """Whatever stands on several lines of a shell: data and devices need not be there. Published folders must."""
     shown = []
+    monkeypatch.chdir(tmp_path)
+    for folder in ("DIR", "models/Qwen3-8B"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text(json.dumps(published_loop.MODELS["qwen3"]))
     for block in re.findall(r"```bash\n(.*?)```", (ROOT / file).read_text(), re.DOTALL):
         for command in block.replace("\\\n", " ").split("python -m launch.")[1:]:
             name, *words = shlex.split(command, comments=True)

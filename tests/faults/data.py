@@ -42,8 +42,8 @@ FAULTS = (
     Fault(
         "a part of a document ends it",
         "write_texts",
-        "ended($tokenizer, $made) if $last else $made",
-        "ended($tokenizer, $made)",
+        "$last and $tokens > $before",
+        "$tokens > $before",
         f"{MADE} -k corpus",
     ),
     Fault(

@@ -14,6 +14,13 @@ FAULTS = (
         f"{TOKENS} -k shards_have",
     ),
     Fault(
+        "EOS ends every part of a document",
+        "write_texts",
+        "ended($tokenizer, $made) if $last else $made",
+        "ended($tokenizer, $made)",
+        f"{TOKENS} -k shards_have",
+    ),
+    Fault(
         "EOS is that of any vocabulary, and not the folder's",
         "chats/special_tokens:_eos",
         "if ($token := $named.get('eos_token')) is not None:\n    $$body",
