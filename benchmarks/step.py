@@ -35,7 +35,8 @@ from benchmarks.timing import Kernel, has_kernel_times, traced, union
 from ejdist.mesh import make_mesh
 from ejdist.training.data import build as build_data
 from ejdist.training.flops import peak_flops, step_flops
-from ejdist.training.program import Program, local_rows, make_program, place_batch, place_limits
+from ejdist.training.placing import local_rows, place_batch, place_limits
+from ejdist.training.program import Program, make_program
 from launch.train import start_jax
 from recipes.schema import compose
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
-_DECIDES, _RECORDED, _CANONICAL = "decides", "recorded", "canonical"
+_DECIDES, _RECORDED, _CANONICAL, _COMPARED = "decides", "recorded", "canonical", "compared"
 
 
 def operational(default: Any = MISSING, *, recorded: bool = False) -> Any:
@@ -30,7 +30,7 @@ def compared(default: Any = MISSING, *, default_factory: Any = MISSING, recorded
     Args:
       recorded: checkpoints store it, for that rule.
     """
-    metadata = {_DECIDES: False, _RECORDED: recorded}
+    metadata = {_DECIDES: False, _RECORDED: recorded, _COMPARED: True}
     if default_factory is not MISSING:
         return field(default_factory=default_factory, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -53,6 +53,11 @@ class Key:
     def decides(self) -> bool:
         """Whether a run must resume with the same value."""
         return self.declared.metadata.get(_DECIDES, True)
+
+    @property
+    def affects_losses(self) -> bool:
+        """Whether it is compared when a run resumes, here or by a rule of its own."""
+        return self.decides or self.declared.metadata.get(_COMPARED, False)
 
     @property
     def recorded(self) -> bool:

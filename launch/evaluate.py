@@ -160,12 +160,12 @@ def with_settings_of_run(where: str, step: int | None, given: Sequence[str], log
     Args:
       log: takes a line about what is taken.
     """
-    from ejdist.training.recorded import last_step, recorded, settings_at
+    from ejdist.training.recorded import last_step, recorded, recorded_changes, settings_at
     from ejdist.weights.match import written
 
     named = {key_of(argument) for argument in given}
     recipe = {} if "recipe" in named else recorded(where)
-    settings = settings_at(recipe, last_step(where) if step is None else step)
+    settings = settings_at(recipe, last_step(where) if step is None else step, recorded_changes(where))
     if (held_out := recipe.get("evaluation.data")) is not None:
         settings["data.source"] = held_out
     if held_out is not None or "data.source" in named:
@@ -198,9 +198,10 @@ def _trained_tokenizer(where: str, recipe: Any) -> Any:
     """Returns the tokenizer that the run trained on its own corpus; None if it trained none, or the recipe names another.
     Trained again on other data, it would be another one."""
     from ejdist.training.data import DataSection, build
-    from ejdist.training.recorded import recorded
+    from ejdist.training.recorded import recorded, settings_at
 
-    own = {key.removeprefix("data."): value for key, value in recorded(where).items() if key.startswith("data.")}
+    first = settings_at(recorded(where), 1)  # it is trained on the data of the first stage
+    own = {key.removeprefix("data."): value for key, value in first.items() if key.startswith("data.")}
     name = str(own.get("tokenizer"))
     if not name.startswith("bpe:") or name != recipe.data.tokenizer or own.get("source") == recipe.data.source:
         return None

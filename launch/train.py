@@ -97,17 +97,17 @@ def start_jax(recipe) -> None:
 def _hints(arguments: Sequence[str], recipe) -> list[str]:
     import jax
 
+    from launch.compiled import use_cache
     from recipes.schema import unread
 
-    if jax.process_index() > 0:
-        return []
+    kept = use_cache(recipe.run.compile_cache)
     cache = jax.config.jax_compilation_cache_dir
     off = cache is not None and not jax.config.jax_enable_compilation_cache and jax.process_count() > 1
     without = (
         f"the compilation cache {cache} is off for this run (jax_compilation_cache_dir): with several CPU processes, programs "
         "loaded from it may hang"
     )
-    return [hint for hint in (without if off else "", _how_to_scale(), *unread(arguments, recipe)) if hint]
+    return [hint for hint in (without if off else kept, _how_to_scale(), *unread(arguments, recipe)) if hint]
 
 
 def _how_to_scale() -> str:
@@ -142,14 +142,18 @@ def _main(arguments: list[str]) -> int:
 
         print(text_of(given), end="")
         return DONE
+    import jax
+
     from ejdist.training.loop import train
     from launch.after import next_commands
     from recipes.schema import compose
 
     recipe = compose(arguments)
     start_jax(recipe)
-    for hint in _hints(arguments, recipe):
-        print(hint, flush=True)
+    hints = _hints(arguments, recipe)  # on every process: it sets the cache of compiled programs
+    if jax.process_index() == 0:
+        for hint in hints:
+            print(hint, flush=True)
     outcome = train(recipe, log=lambda line: print(line, flush=True), began=began)
     # A signal may come before run.stop_after too; then the run is not done.
     stopped_early = outcome.step < min(recipe.run.steps, recipe.run.stop_after or recipe.run.steps)

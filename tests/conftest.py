@@ -69,3 +69,13 @@ def corpus(tmp_path_factory):
 
     folder = once(tmp_path_factory, "corpus", make)
     return [f"data.source={folder}/rows.jsonl", f"data.cache_dir={folder}/cache"]
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory):
+    """The path of a second corpus."""
+
+    def make(folder):
+        (folder / "other.txt").write_text("".join(f"{n} bottles of beer on the wall\n" for n in range(200)))
+
+    return f"{once(tmp_path_factory, 'other_corpus', make)}/other.txt"

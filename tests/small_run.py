@@ -12,7 +12,19 @@ TINY = [
 ]
 # One small program for one device, whatever run.steps is: for tests of what a run does beside its steps.
 PLAIN = [*TINY, "mesh.sp=1", "model.num_layers=1", "optimizer.schedule=constant"]
+# Short rows, so that stages and changes fit into a few steps.
+SMALL = [*PLAIN, "run.steps=6", "data.sequence_length=32", "checkpoint.keep=9", "optimizer.warmup_steps=1"]
 
 
 def losses(directory):
     return [row["loss"] for row in read_rows(Path(directory) / "metrics.jsonl")]
+
+
+def run(directory, *overrides):
+    """Trains SMALL in a folder, and returns (how it ended, what it has logged)."""
+    from ejdist.training.loop import train
+    from recipes.schema import compose
+
+    said = []
+    outcome = train(compose([*SMALL, f"run.dir={directory}", *overrides]), log=said.append)
+    return outcome, "\n".join(said)

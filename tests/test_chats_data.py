@@ -154,6 +154,7 @@ def test_text_is_tokenized_and_resumed_as_before_there_were_conversations(tmp_pa
     data = data_from(tmp_path, path, format="text", chat_template=None)
     assert data.corpus.fingerprint == "f3ad385140629acd454526a7"
     cursor = data.cursor(0)
+    cursor = {name: value for name, value in cursor.items() if name not in ("begin", "used")}
     keys = ["step", "seed", "corpus", "tokenizer", "bos", "eos", "sequence_length", "global_batch", "order"]
     assert list(cursor) == keys
     data.check_cursor(

@@ -395,7 +395,7 @@ def test_a_mixture_is_a_recipe_s_and_resumes(tmp_path):
     build(section, seed=2).check_cursor(json.loads(json.dumps(data.cursor(3))))
     for changed in (text.replace("weight:3", "weight:2"), text.replace(str(two), str(one))):
         other = build(compose(["data=dataset", changed, *keys]).data, seed=2)
-        with pytest.raises(ValueError, match=r"data.source or data.mixture"):
+        with pytest.raises(ValueError, match=r"data.source, data.mixture or data.weights_by"):
             other.check_cursor(data.cursor(3))
 
 
@@ -445,7 +445,7 @@ def test_sources_of_a_mixture_have_one_tokenizer(tmp_path):
         ("packing", "54956e6b6c09301a"),
         ("cut", "a2e4680d7ffc6913"),
         ("whole", "02e568a09fa047c6"),
-        ("mixture", "2a47ed1c57b7b6ed"),
+        ("mixture", "fb727c61836f903c"),
     ],
 )
 def test_rows_are_those_that_runs_so_far_have_seen(tmp_path, how, pinned):

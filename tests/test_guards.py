@@ -24,7 +24,8 @@ from ejdist.training.guards import LAG, SKIPPED_FILE, Finite, GuardsSection, Rew
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
 from ejdist.training.optimizer import OptimizerSection, make_optimizer
-from ejdist.training.program import make_program, place_limits
+from ejdist.training.placing import place_limits
+from ejdist.training.program import make_program
 from ejdist.training.replicas import Replicas, ReplicasDiffer, different
 from ejdist.training.step import init_state, make_train_step
 from ejdist.training.stop import Diverged

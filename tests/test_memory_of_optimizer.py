@@ -16,7 +16,8 @@ from ejdist.models.model import Metric
 from ejdist.sections import validate
 from ejdist.training.integrity import digests_of
 from ejdist.training.optimizer import OptimizerSection, make_optimizer
-from ejdist.training.program import make_program, place_batch
+from ejdist.training.placing import place_batch
+from ejdist.training.program import make_program
 from ejdist.training.rounding import random_bits, rounded, seed_of
 from ejdist.training.step import init_state, make_train_step
 from launch.train import main as train

@@ -397,8 +397,8 @@ def test_a_name_that_is_not_written_as_that_of_a_step_is_a_strangers(name, corpu
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        ("model.ffn_dim=64", BAD_CHECKPOINT, ["another model", "down"]),
-        ("model.qk_norm=false", BAD_CHECKPOINT, ["another model", "one side only"]),
+        ("model.ffn_dim=64", WRONG, ["model.ffn_dim: was 48, is 64"]),
+        ("model.qk_norm=false", WRONG, ["model.qk_norm: was True, is False"]),
         ("optimizer.learning_rate=0.5", WRONG, ["optimizer.learning_rate: was 0.003, is 0.5"]),
         ("data.sequence_length=128", WRONG, ["data.sequence_length: was 64, is 128"]),
         ("run.seed=1", WRONG, ["run.seed: was 0, is 1"]),

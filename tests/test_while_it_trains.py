@@ -192,7 +192,7 @@ def test_trackers_get_every_row_and_one_that_fails_stops_nothing(monkeypatch, tm
     [
         (["evaluation.every=5"], "needs held-out data: give evaluation.data"),
         (["evaluation.every=5", "evaluation.data=/nowhere/*.txt"], "evaluation.data: data.source = '/nowhere/*.txt'"),
-        (["evaluation.every=5", "evaluation.data={train}"], "is the corpus that the run trains on"),
+        (["evaluation.every=5", "evaluation.data={train}"], "is a corpus that the run trains on"),
         (["run.trackers=[mlflow]"], "run.trackers: 'mlflow' is unknown; use wandb"),
         (["run.trackers=[tensorboard]"], "tensorboard is always written"),
         (["run.trackers=[wandb,wandb]"], "names one twice"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,7 +46,7 @@ def overrides_text(sections: Any, plans: Sequence[Mapping[str, Any] | None]) -> 
       plans: of each stage its mesh (axis -> devices), and what was `chosen` (key -> value); None where nothing was searched.
     """
     found = [_words(sections, *pair) for pair in zip(sections.curriculum, plans, strict=True)]
-    return f"curriculum='[{', '.join(map(_braces, found))}]'", unused(found)
+    return f"curriculum={shlex.quote(f'[{", ".join(map(_braces, found))}]')}", unused(found)
 
 
 def _words(sections: Any, section: StageSection, plan: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -57,9 +59,21 @@ def _words(sections: Any, section: StageSection, plan: Mapping[str, Any] | None)
     if mesh is not None:  # it is the whole of the stage's mesh
         sizes = {a: n for a, n in (mesh.sizes if plan is None else plan["mesh"]).items() if n != 1}
         across = {"fsdp_across_slices": True} if mesh.fsdp_across_slices else {}
-        words["mesh"] = _braces(sizes | across or {AXES[0]: 1})
+        words["mesh"] = sizes | across or {AXES[0]: 1}
     return words
 
 
 def _braces(words: Mapping[str, Any]) -> str:
-    return "{" + ", ".join(f"{key}: {str(v).lower() if isinstance(v, bool) else v}" for key, v in words.items()) + "}"
+    return "{" + ", ".join(f"{key}: {_written(value)}" for key, value in words.items()) + "}"
+
+
+def _written(value: Any) -> str:
+    """Returns a value as an override has it: text that is more than a word in quotes."""
+    if isinstance(value, Mapping):
+        return _braces(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_written, value))}]"
+    if isinstance(value, str) and not re.fullmatch(r"(?!(?i:true|false|null|nan|inf)$)[A-Za-z_]\w*", value):
+        escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
+        return f'"{escaped}"'
+    return str(value).lower() if isinstance(value, bool) else str(value)

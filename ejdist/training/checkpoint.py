@@ -255,6 +255,11 @@ class Checkpoints:
         if self._made is not None:
             self._made.reload()
 
+    def described(self, step: int) -> tuple[dict[str, Any], dict[str, str]]:
+        """Returns (the `run` passed to `save`, the kinds of its arrays and keys). Raises whatever is wrong with it."""
+        run, _, kinds = self._described(step)
+        return run, kinds
+
     def run_of(self, step: int) -> dict[str, Any]:
         """Returns the `run` passed to `save`. Raises CheckpointError if it cannot be read."""
         with self._reading(step):

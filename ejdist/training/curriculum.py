@@ -1,8 +1,9 @@
-"""A length curriculum: stages of a run, each with its own sequence length, batch, mesh and positions, one after the other.
+"""A curriculum: stages of a run, each with its own data, learning rate, sequence length, batch, mesh and positions, one after
+the other.
 
 A stage is the recipe with the keys that the stage sets, compiled as its own program. It ends with a checkpoint, which the next
-stage restores on its own mesh. Parameters, optimizer state and schedule continue unchanged. The batch of a step is a pure
-function of (seed, step) and the stage of the step.
+stage restores on its own mesh. Parameters and optimizer state continue unchanged; so does the schedule, unless the stage has
+its own. The batch of a step is a pure function of the seed, the step and the stages up to it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ejdist.mesh import MeshSection
-from ejdist.paths import ELSEWHERE
 from ejdist.sections import compared
+from ejdist.training.optimizer import Rate
 
 
 @dataclass
@@ -25,6 +26,21 @@ class StageSection:
     sequence_length: int | None = compared(None)
     global_batch: int | None = compared(None)
     accumulation: int | None = compared(None)
+    # Its data, where they are not the recipe's; keys that it leaves out, such as data.tokenizer, are the recipe's.
+    source: Any = compared(None)
+    mixture: Any = compared(None)
+    weights_by: str | None = compared(None)
+    format: str | None = compared(None)
+    loss_on: str | None = compared(None)
+    packing: str | None = compared(None)
+    too_long: str | None = compared(None)
+    text_key: str | None = compared(None)
+    # Its own learning rate: with any of these, a schedule over the steps of the stage.
+    learning_rate: float | None = compared(None)
+    schedule: str | None = compared(None)
+    warmup_steps: int | None = compared(None)
+    decay_fraction: float | None = compared(None)
+    final_ratio: float | None = compared(None)
     mesh: MeshSection | None = compared(None)  # the complete mesh: axes that are not listed have size 1
     remat: str | None = compared(None)
     rope_base: float | None = compared(None)
@@ -37,9 +53,14 @@ class StageSection:
     rope_truncate: bool | None = compared(None)
 
 
-_ROPE = tuple(f.name for f in fields(StageSection) if f.name.startswith("rope_"))
-_MODEL = (*_ROPE, "remat")
-_DATA = ("sequence_length", "global_batch")
+ROPE = tuple(f.name for f in fields(StageSection) if f.name.startswith("rope_"))
+_MODEL = (*ROPE, "remat")
+_SIZES = ("sequence_length", "global_batch")
+_CORPUS = ("source", "mixture", "weights_by", "format", "loss_on", "packing", "too_long", "text_key")
+_DATA = (*_SIZES, *_CORPUS)
+_RATE = ("learning_rate", "schedule", "warmup_steps", "decay_fraction", "final_ratio")
+# The section of the recipe that has a key of a stage.
+SECTION_OF = dict.fromkeys(_DATA, "data") | dict.fromkeys(_MODEL, "model") | dict.fromkeys(_RATE, "optimizer")
 
 
 def unused(stages: Sequence[Collection[str]]) -> list[str]:
@@ -49,7 +70,9 @@ def unused(stages: Sequence[Collection[str]]) -> list[str]:
       stages: the keys of `StageSection` that each stage sets.
     """
     common = set.intersection(*map(set, stages)) if stages else set()
-    keys = {name: f"data.{name}" for name in _DATA} | {name: f"model.{name}" for name in _MODEL}
+    if stages and all({"source", "mixture"} & set(names) for names in stages):
+        common |= {"source", "mixture"}
+    keys = {name: f"{section}.{name}" for name, section in SECTION_OF.items()}
     return sorted(keys.get(name, name) for name in common - {"until"})
 
 
@@ -71,6 +94,7 @@ class Stage:
       number, count: its number, from 1, and the number of stages.
       start, until: it runs the steps start + 1, ..., until.
       sections: its recipe, without a curriculum.
+      own: the keys that it sets.
     """
 
     number: int
@@ -78,6 +102,24 @@ class Stage:
     start: int
     until: int
     sections: Any
+    own: frozenset[str] = frozenset()
+
+    @property
+    def where(self) -> str:
+        """What begins a message about it: nothing where the run has one stage."""
+        return "" if self.count == 1 else f"curriculum[{self.number - 1}]: "
+
+    @property
+    def has_data(self) -> bool:
+        """Whether it has data of its own, and not the recipe's."""
+        return bool(self.own & set(_CORPUS))
+
+    @property
+    def rate(self) -> Rate:
+        """The learning rate of its steps."""
+        if self.own & set(_RATE):
+            return Rate(self.sections.optimizer, self.until - self.start, self.start)
+        return Rate(self.sections.optimizer, self.sections.run.steps)
 
     def describe(self) -> str:
         """Returns a line for the log."""
@@ -87,7 +129,10 @@ class Stage:
         rope = [f"rope_base {model.rope_base:g}"] if hasattr(model, "rope_base") else []
         rope += [f"{scaling} by {model.rope_factor:g}"] if scaling else []
         sizes = f"{data.global_batch} x {data.sequence_length:,} tokens"
-        what = ", ".join([sizes, f"mesh {mesh or 'of one'}", *rope])
+        source = [f"of {source_of(data)}"] if self.has_data else []
+        rate = self.rate.section
+        own = [f"{rate.schedule} up to a rate of {rate.learning_rate:g}"] if self.own & set(_RATE) else []
+        what = ", ".join([" ".join([sizes, *source]), f"mesh {mesh or 'of one'}", *rope, *own])
         return f"stage {self.number} of {self.count}, steps {self.start + 1} to {self.until}: {what}"
 
 
@@ -118,14 +163,24 @@ def stages_of(sections: Any) -> list[Stage]:
                 if not last
                 else f"{where} would start after step {start}, and run.steps = {until}: give more steps, or leave the stage out"
             )
-        found.append(Stage(i + 1, len(given), start, until, _applied(sections, stage, where)))
+        found.append(Stage(i + 1, len(given), start, until, _applied(sections, stage, where), frozenset(named(stage))))
         start = until
     return found
 
 
+def source_of(data: Any) -> str:
+    """Returns what a data section reads, for a message."""
+    if data.mixture is None:
+        return str(data.source)
+    parts = [part if isinstance(part, dict) else {} for part in data.mixture] if isinstance(data.mixture, list) else []
+    return f"a mixture of {', '.join(str(part.get('source')) for part in parts)}"
+
+
 def _applied(sections: Any, stage: StageSection, where: str) -> Any:
     """Returns the recipe of a stage. Raises ValueError, naming the stage's key."""
-    for name in (*_DATA, "accumulation"):
+    if stage.source is not None and stage.mixture is not None:
+        raise ValueError(f"{where} has both source and mixture; name the sources in mixture alone")
+    for name in (*_SIZES, "accumulation"):
         value = getattr(stage, name)
         if value is not None and value < (2 if name == "sequence_length" else 1):
             raise ValueError(f"{where}.{name} = {value} is too small")
@@ -134,8 +189,13 @@ def _applied(sections: Any, stage: StageSection, where: str) -> Any:
     if strange:
         raise ValueError(f"{where}.{strange[0]} is a key of the decoder, which this recipe's model does not have")
     data = {name: getattr(stage, name) for name in _DATA if getattr(stage, name) is not None}
+    # One replaces the other.
+    data |= {"mixture": None} if stage.source is not None else {}
+    data |= {"source": None} if stage.mixture is not None else {}
+    rate = {name: getattr(stage, name) for name in _RATE if getattr(stage, name) is not None}
     return replace(
         sections,
+        optimizer=replace(sections.optimizer, **rate),
         model=replace(sections.model, **model),
         data=replace(sections.data, **data),
         mesh=stage.mesh or sections.mesh,
@@ -149,40 +209,44 @@ def stage_of(stages: Sequence[Stage], step: int) -> Stage:
     return next((stage for stage in stages if step <= stage.until), stages[-1])
 
 
-def history(stages: Sequence[Stage], made: int) -> list[tuple[int, dict[str, Any]]]:
-    """Returns the settings of the first `made` steps: [(last step, the keys that affect losses and may differ between stages)].
+def history(
+    stages: Sequence[Stage], made: int, since: int = 0, corpora: Sequence[str] = ()
+) -> list[tuple[int, dict[str, Any]]]:
+    """Returns the settings of the steps `since` + 1 to `made`: [(last step, the keys that affect losses and may differ between
+    stages)].
 
     Neighbours with equal settings are merged, so two plans can resume from the same checkpoint if their histories are equal,
     whatever they plan next.
+
+    Args:
+      corpora: the fingerprint of each stage's data, where they differ.
     """
     found: list[tuple[int, dict[str, Any]]] = []
-    for stage in stages:
-        if stage.start >= made:
-            break
-        s = stage.sections
-        values = {f"data.{name}": getattr(s.data, name) for name in _DATA} | {"accumulation": s.accumulation}
-        values |= {f"model.{name}": getattr(s.model, name) for name in _ROPE if hasattr(s.model, name)}
+    for i, stage in enumerate(stages):
+        if stage.start >= made or stage.until <= since:
+            continue
+        s, rate = stage.sections, stage.rate
+        values = {f"data.{name}": getattr(s.data, name) for name in _SIZES} | {"accumulation": s.accumulation}
+        values |= {f"model.{name}": getattr(s.model, name) for name in ROPE if hasattr(s.model, name)}
+        values |= {f"optimizer.{name}": getattr(s.optimizer, name) for name in _RATE}
+        values |= {SPAN: [rate.start, rate.steps]} | ({CORPUS: corpora[i]} if corpora else {})
         if found and found[-1][1] == values:
             found.pop()
         found.append((min(stage.until, made), values))
     return found
 
 
-def check_history(kept: dict[str, Any], stages: Sequence[Stage], made: int, where: Any) -> None:
-    """Raises ValueError, naming the step and the key, unless the steps of a run so far match this plan.
+# What a history has beside keys of the recipe: the steps that its schedule spans [steps before it, steps], and what was read.
+SPAN, CORPUS = "schedule spans", "corpus"
+
+
+def rate_in(values: dict[str, Any], like: Any, otherwise: Sequence[int]) -> Rate:
+    """Returns the learning rate that an entry of a history has.
 
     Args:
-      kept: the metadata of its checkpoint: "recipe", "data", and "stages" if it had a curriculum.
+      like: the section `optimizer` of a recipe, for what the entry does not have: it is of before that was kept.
+      otherwise: what the schedule then spans.
     """
-    now = history(stages, made)
-    one = kept["recipe"] | {f"data.{name}": kept["data"][name] for name in _DATA}
-    before = [(int(until), values) for until, values in kept.get("stages") or [(made, one)]]
-    for step in sorted({until for until, _ in (*before, *now)}):
-        was, would = (next(values for until, values in plan if step <= until) for plan in (before, now))
-        changed = [key for key in would if key in was and was[key] != would[key]]
-        if changed:
-            key = changed[0]
-            raise ValueError(
-                f"the run in {where} ran step {step} with {key} = {was[key]}, but this curriculum has "
-                f"{would[key]}; restore curriculum and {key}, or {ELSEWHERE}. You may change steps after {made}"
-            )
+    own = {name: values[f"optimizer.{name}"] for name in _RATE if f"optimizer.{name}" in values}
+    start, steps = values.get(SPAN, otherwise)
+    return Rate(replace(like, **own), steps, start)

@@ -13,7 +13,8 @@ import numpy as np
 
 from ejdist.layout import replicated
 from ejdist.models.model import StepContext
-from ejdist.training.program import Program, TrainSections, bind, local_rows, make_program, place_batch
+from ejdist.training.placing import local_rows, place_batch
+from ejdist.training.program import Program, TrainSections, bind, make_program
 
 
 def without_noise(sections: TrainSections) -> TrainSections:

@@ -4,7 +4,7 @@
 at most one torn line, at the end; the next start begins a new line. A row gives the phase that begins at its time:
 
     {"at": 1763812345.678, "phase": "restart", "start": true}        a process began
-    {"at": ..., "phase": "compile"}
+    {"at": ..., "phase": "compile", "stage": 2, "data": "code"}      of several stages: which, and the data that it reads
     {"at": ..., "phase": "restart", "resumed": 40}                   the step that it resumes from; 0 for a new run
     {"at": ..., "phase": "productive", "step": 40}                   steps run from here on
     {"at": ..., "phase": "productive", "step": 57, "data_wait": 0.3} a heartbeat, with the seconds since the last row that the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +15,12 @@ from ejdist.training.positions import batches_once, loss_by_octave
 from ejdist.training.program import Program, TrainSections
 
 
-def data_of_evaluation(sections: TrainSections, trained: Data) -> Data | None:
+def data_of_evaluation(sections: TrainSections, trained: Data, others: Sequence[Data] = ()) -> Data | None:
     """Returns the data of `evaluation.data`, with the tokenizer and packing of the data that the run trains on; None if the
     run evaluates nothing.
+
+    Args:
+      others: the data of other stages.
 
     Raises:
       ValueError: the files are wrong, have other tokens, or are what the run trains on; names the key.
@@ -40,16 +43,16 @@ def data_of_evaluation(sections: TrainSections, trained: Data) -> Data | None:
             f"evaluation.data = {s.evaluation.data!r} was made with another BOS or EOS than the run's data; tokenize it with "
             "the same data.bos and data.eos"
         )
-    if data.corpus.fingerprint == trained.corpus.fingerprint:
+    if any(data.corpus.fingerprint in (one.corpus.fingerprint, *one.sources) for one in (trained, *others)):
         raise ValueError(
-            f"evaluation.data = {s.evaluation.data!r} is the corpus that the run trains on; name files that are held out"
+            f"evaluation.data = {s.evaluation.data!r} is a corpus that the run trains on; name files that are held out"
         )
     return data
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The evaluation of a stage of a run, compiled.
+    """The evaluation of a stage of a run.
 
     Attributes:
       every: steps between evaluations.
@@ -95,8 +98,8 @@ class HeldOut:
         }
 
 
-def compile_evaluation(sections: TrainSections, program: Program, data: Data | None) -> HeldOut | None:
-    """Returns the evaluation of a stage, compiled for its program; None if the run evaluates nothing.
+def evaluation_of(sections: TrainSections, program: Program, data: Data | None) -> HeldOut | None:
+    """Returns the evaluation of a stage, yet to be compiled; None if the run evaluates nothing.
 
     Raises:
       ValueError: the model has no losses of single tokens.
@@ -106,6 +109,5 @@ def compile_evaluation(sections: TrainSections, program: Program, data: Data | N
     s = sections
     quiet = without_noise(s)
     evaluator = Evaluator(quiet, program.mesh, program=program if quiet is s else None)
-    evaluator.compile_losses()
     sized = data.resized(s.data.sequence_length, s.data.global_batch)
     return HeldOut(sized, evaluator, s.evaluation.every, s.run.steps, s.evaluation.batches)

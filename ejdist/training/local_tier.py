@@ -104,6 +104,11 @@ class LocalCheckpoints:
         if self._thread is not None:
             self._thread.join()
 
+    def described(self, step: int) -> tuple[dict[str, Any], dict[str, str]]:
+        """Returns (the `run` passed to `save`, the kinds of its arrays and keys). Raises whatever is wrong with it."""
+        run, _, kinds, keys = split(self._index(step)["run"])
+        return run, kinds | keys
+
     def restore(self, step: int, like: Any, first: Any) -> tuple[Any, dict[str, Any]]:
         """Returns (state, the `run` passed to `save`), as `Checkpoints.restore` does.
 

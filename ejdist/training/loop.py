@@ -29,7 +29,7 @@ from ejdist.training.run_lock import release_locks_at_exit
 from ejdist.training.setup import Run, open_run
 from ejdist.training.start import open_source
 from ejdist.training.step_timer import SAVES, StepTimer
-from ejdist.training.steps import Steps, compile_stage, log_stage, start_state
+from ejdist.training.steps import Steps, check_stages, compile_stage, log_stage, start_state
 from ejdist.training.stop import stop_on_signals
 
 
@@ -78,6 +78,7 @@ def train(
         if init_from is not None and not opened.checkpoints_found:
             source = open_source(init_from, s.model, [stage.sections.model for stage in opened.stages])
         weights = {} if source is None or hosts.count == 1 else {"model.init_from (digest)": source.digest()}
+        check_stages(opened)
         # Compile before writing anything, so that a recipe that cannot run leaves no trace.
         compiled = compile_stage(opened, "the first step", weights | {"checkpoint": opened.last}, ledger, log)
         check_shared(hosts, opened.directory)

@@ -190,6 +190,9 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], list)
 
 
+CHANGES = "changes.json"  # in run.dir, of a run whose recipe has changed: [{"after": step, "keys": {key: [was, is]}}]
+
+
 class MetricsWriter:
     """Takes (step, device metrics, host numbers) and writes them from its own thread.
 
@@ -198,6 +201,7 @@ class MetricsWriter:
       start: the step that the run resumes from; later rows are removed.
       total: steps of the run.
       recipe: key -> value, for recipe.json, which records the latest start.
+      changes: of the recipe, for changes.json: see `ejdist.training.resume.Past`.
       tables_every: steps between rows that include two-dimensional metrics, such as tokens per layer and expert; 0: never.
         TensorBoard gets each row of a table as a histogram.
       trackers: names of `ejdist.training.trackers`.
@@ -211,6 +215,7 @@ class MetricsWriter:
         tables_every: int = 1,
         recipe: dict[str, Any] | None = None,
         trackers: Sequence[str] = (),
+        changes: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.directory, self.path = directory, directory / "metrics.jsonl"
         try:
@@ -223,6 +228,10 @@ class MetricsWriter:
                 self._write_evaluations()
             if recipe is not None:
                 write_atomic(directory / "recipe.json", json.dumps(recipe, indent=1) + "\n")
+            if changes:
+                write_atomic(directory / CHANGES, json.dumps(list(changes), indent=1) + "\n")
+            else:
+                (directory / CHANGES).unlink(missing_ok=True)
             self._file = self.path.open("a", buffering=1)
             # At step 0 too: an earlier start may have written steps without reaching its first checkpoint.
             self._events = Events(directory / "tensorboard", start + 1)

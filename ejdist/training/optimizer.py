@@ -97,7 +97,27 @@ def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, rest], [warmup]) if warmup else rest
 
 
-def make_optimizer(section: OptimizerSection, steps: int, decayed: Any) -> tuple[optax.GradientTransformation, Any]:
+@dataclass(frozen=True)
+class Rate:
+    """The learning rate of a run, or of a stage that has its own: the schedule of a section over the steps `start` + 1, ...,
+    `start` + `steps` of the run."""
+
+    section: OptimizerSection
+    steps: int
+    start: int = 0
+
+    def __call__(self, step: Any) -> Any:
+        """Returns the rate of the step after `step`."""
+        return make_schedule(self.section, self.steps)(step - self.start)
+
+    def of(self, steps: np.ndarray) -> np.ndarray:
+        """Returns the rates of the steps after each of `steps`, float32."""
+        return np.broadcast_to(np.asarray(self(steps)), steps.shape)
+
+
+def make_optimizer(
+    section: OptimizerSection, steps: int, decayed: Any, rate: Rate | None = None
+) -> tuple[optax.GradientTransformation, Any]:
     """Returns (AdamW with clipping, its schedule).
 
     Its update takes two more arguments, by name: `norm`, of the whole gradient, where it is called for a part of it; and `row`,
@@ -106,11 +126,13 @@ def make_optimizer(section: OptimizerSection, steps: int, decayed: Any) -> tuple
     Args:
       steps: of the whole run; the schedule ends there.
       decayed: tree of bool, which parameters decay.
+      rate: of a stage with its own; default: the section's over all steps.
 
     Raises:
       ValueError: names the key.
     """
-    schedule = make_schedule(section, steps)
+    section.validate()
+    schedule = make_schedule(section, steps) if rate is None else rate
     s = section
     adam = optax.scale_by_adam(b1=s.b1, b2=s.b2, eps=s.eps, mu_dtype="float32")
     adamw = optax.chain(
@@ -120,6 +142,30 @@ def make_optimizer(section: OptimizerSection, steps: int, decayed: Any) -> tuple
     )
     clip = _clipping(s.clip_norm) if s.clip_norm > 0 else optax.identity()
     return optax.chain(clip, adamw), schedule
+
+
+def moments_like(opt_state: Any, dtype: str) -> Any:
+    """Returns an optimizer's state of `jax.ShapeDtypeStruct` whose moments have another dtype (`optimizer.moments`)."""
+
+    def one(path: Any, leaf: Any) -> Any:
+        names = {getattr(part, "name", None) for part in path}
+        return leaf.update(dtype=jnp.dtype(dtype)) if names & {"mu", "nu"} else leaf
+
+    return jax.tree_util.tree_map_with_path(one, opt_state)
+
+
+def cast_moments(opt_state: Any, like: Any) -> Any:
+    """Returns an optimizer's state with the dtypes of `like`, an array at a time: those of float32 are exact, those of bfloat16
+    rounded to the nearest, once."""
+
+    def one(x: jax.Array, like: Any) -> jax.Array:
+        if x.dtype == like.dtype:
+            return x
+        on_device = like.sharding.with_memory_kind("device") if like.sharding.memory_kind == "pinned_host" else None
+        at = on_device or like.sharding
+        return jax.device_put(jnp.asarray(jax.device_put(x, at), like.dtype), like.sharding)
+
+    return jax.tree.map(one, opt_state, like)
 
 
 def _of_same_leaves(decayed: Any, tree: Any) -> Any:

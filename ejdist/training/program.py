@@ -20,15 +20,16 @@ from ejdist.models.ops import Ops
 from ejdist.models.parameters import initialise, map_declared, num_parameters
 from ejdist.operations import bind_ops
 from ejdist.order import Order
-from ejdist.paths import check_folder
+from ejdist.paths import check_folder, check_place
 from ejdist.sections import compared, operational, validate
 from ejdist.sequence.schemes import SCHEMES as SEQUENCE_SCHEMES
+from ejdist.training.changeable import check_allowed
 from ejdist.training.checkpoint import CheckpointSection
 from ejdist.training.curriculum import StageSection, stages_of
 from ejdist.training.data import DataSection
 from ejdist.training.guards import GuardsSection
 from ejdist.training.offload import Offload, at_once
-from ejdist.training.optimizer import OptimizerSection, make_optimizer
+from ejdist.training.optimizer import OptimizerSection, Rate, make_optimizer
 from ejdist.training.step import TrainState, init_state, make_train_step
 from ejdist.training.trackers import check_names
 from kernels.framework.registry import Platform
@@ -42,6 +43,8 @@ class RunSection:
     steps: int = compared(200, recorded=True)  # steps of the whole run, where its schedule ends
     # Continue past the end of the schedule: rates follow the new run.steps from here on.
     extend: bool = operational(False)
+    # Keys that affect the losses and may have other values than before when the run resumes; they hold from there on.
+    allow_change: tuple[str, ...] = operational(())
     stop_after: int | None = operational(None)  # stop at this step, with a checkpoint; the schedule does not change
     seed: int = compared(0)  # of initial parameters and of the order of the data
     cpu_devices: int = operational(4)  # virtual devices where there is no accelerator and a mesh size is -1
@@ -49,10 +52,13 @@ class RunSection:
     host_timeout: float = operational(900)
     # Where the numbers of steps go beside metrics.jsonl and TensorBoard: wandb.
     trackers: tuple[str, ...] = operational(())
+    # Folder for compiled programs, which a later start reads; auto: in the cache folder on accelerators; null: none.
+    compile_cache: str | None = operational("auto")
     profile: tuple[int, ...] = operational(())  # [FIRST,LAST]: a trace of these steps, in run.dir/profile
 
     def __post_init__(self) -> None:
         self.trackers, self.profile = tuple(self.trackers), tuple(self.profile)
+        self.allow_change = tuple(self.allow_change)
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy; does not touch the disk."""
@@ -66,6 +72,8 @@ class RunSection:
             raise ValueError(f"run.seed must be in [0, 2**32), got {self.seed}")
         check_limit(self.host_timeout)
         check_names(self.trackers)
+        if self.compile_cache is not None and self.compile_cache != "auto":
+            check_place("run.compile_cache", self.compile_cache)
         if self.profile and not (len(self.profile) == 2 and 1 <= self.profile[0] <= self.profile[1] <= self.steps):
             raise ValueError(
                 f"run.profile = {list(self.profile)} must be [FIRST,LAST], two steps from 1 to run.steps = {self.steps}"
@@ -164,7 +172,7 @@ class TrainSections:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     guards: GuardsSection = field(default_factory=GuardsSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
-    # Stages of the run with lengths, batches, meshes and positions of their own, {until: 100, sequence_length: 512, ...}.
+    # Stages of the run with data, rates, lengths, batches and meshes of their own, {until: 100, sequence_length: 512, ...}.
     curriculum: list[StageSection] = compared(default_factory=list)
     accumulation: int = 1  # microbatches of a step, whose gradients are summed before the update
     z_loss: float = 1e-4  # weight of the squared log-sum-exp of the logits
@@ -174,6 +182,7 @@ class TrainSections:
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy: for top-level keys, and for constraints between sections."""
+        check_allowed(self)
         if self.accumulation < 1:
             raise ValueError(f"accumulation must be at least 1, got {self.accumulation}")
         # Each stage of a curriculum has its own.
@@ -202,14 +211,10 @@ class Program:
     order: Order
     step: Any  # jitted (state, batch) -> (state, metrics); (state, batch, limits) where it skips spikes
     init: Any  # jitted () -> state
-    init_from: (
-        Any  # jitted ({"params": tree, "buffers": part -> some of its own}) -> state with these, which are donated
-    )
+    init_from: Any  # jitted ({"params": tree, "buffers": part -> some}) -> state with these, which are donated
     state: Any  # tree of jax.ShapeDtypeStruct with shardings
     batch: dict[str, jax.ShapeDtypeStruct]
-    limits: (
-        jax.ShapeDtypeStruct | None
-    )  # for a step that skips spikes: the largest loss and gradient norm of a good step
+    limits: jax.ShapeDtypeStruct | None  # where spikes are skipped: the largest loss and gradient norm of a good step
     num_parameters: int
     notes: list[str]  # the choices made, and why; complete once the step is lowered
 
@@ -254,8 +259,11 @@ def param_shardings(sections: TrainSections, declared: Any, mesh: Any, kind: str
     )
 
 
-def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
+def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | None = None) -> Program:
     """Builds the training step of a recipe on a mesh. Runs and allocates nothing, so it can be compiled ahead of time.
+
+    Args:
+      rate: of a stage with a learning rate of its own; default: the recipe's over all steps.
 
     Raises:
       ValueError: a section is wrong, or a size does not fit the mesh; names the parameter or key, and the remedy.
@@ -272,7 +280,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh) -> Program:
         )
     ops = bind(s, mesh, order, notes.append)
     decayed = map_declared(lambda _, p: p.decay, model.declared)
-    optimizer, schedule = make_optimizer(s.optimizer, s.run.steps, decayed)
+    optimizer, schedule = make_optimizer(s.optimizer, s.run.steps, decayed, rate)
     offload = Offload(model.declared) if s.optimizer.offload == "host" else None
     if offload is not None:
         optimizer = offload.transformation(optimizer)
@@ -359,36 +367,3 @@ def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:
         return jax.tree.structure(x) == structure
 
     return jax.tree.map(lambda x: placed if is_params(x) else whole, shapes, is_leaf=is_params)
-
-
-def place_batch(batch: dict[str, np.ndarray], program: Program, first_row: int) -> dict[str, jax.Array]:
-    """Puts a batch on the devices, permuted to the order; `batch` has this host's rows, which start at `first_row`."""
-
-    def put(name: str) -> jax.Array:
-        like = program.batch[name]
-        rows = program.order.permute(batch[name], axis=1)
-
-        def shard(index: Any) -> np.ndarray:
-            b, t = index
-            start, stop, _ = b.indices(like.shape[0])
-            return rows[start - first_row : stop - first_row, t]
-
-        return jax.make_array_from_callback(like.shape, like.sharding, shard)
-
-    return {name: put(name) for name in program.batch}
-
-
-def place_limits(limits: np.ndarray, program: Program) -> tuple[jax.Array, ...]:
-    """Returns the step's extra arguments: the limits, replicated, or nothing if it does not skip spikes."""
-    like = program.limits
-    if like is None:
-        return ()
-    return (jax.make_array_from_callback(like.shape, like.sharding, lambda index: limits[index]),)
-
-
-def local_rows(program: Program) -> slice:
-    """Returns the rows of the global batch that this host's devices hold."""
-    like = program.batch["tokens"]
-    index = like.sharding.addressable_devices_indices_map(like.shape).values()
-    spans = [at[0].indices(like.shape[0])[:2] for at in index if at]
-    return slice(min(s for s, _ in spans), max(e for _, e in spans))

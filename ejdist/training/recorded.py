@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ejdist.paths import is_step, is_url
+from ejdist.training.curriculum import SECTION_OF
 from ejdist.training.kept import KEPT
+from ejdist.training.metrics import CHANGES
 
 FILE = "recipe.json"
 # What an evaluation takes from its run: where and how the model runs, and its tokens.
 _SECTIONS = ("data", "mesh", "sequence", "experts")
-_STAGE = {"sequence_length": "data", "global_batch": "data"}
 
 
 def recorded(folder: str | Path) -> dict[str, Any]:
@@ -46,16 +47,43 @@ def last_step(folder: str | Path) -> int | None:
     return max(steps, default=None)
 
 
-def settings_at(recipe: Mapping[str, Any], step: int | None) -> dict[str, Any]:
+def recorded_changes(folder: str | Path) -> list[dict[str, Any]]:
+    """Returns the changes of a run's recipe, as `ejdist.training.resume.Past` has them; empty if there were none."""
+    try:
+        found = [] if is_url(str(folder)) else json.loads((Path(folder).expanduser() / CHANGES).read_text())
+        return [one for one in found if isinstance(one["after"], int) and isinstance(one["keys"], dict)]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+
+
+def told_changes(changes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a line for each change of a run: from which step on which key has another value."""
+    return [
+        f"from step {change['after'] + 1:,} on {key} is {is_now}; it was {was}"
+        for change in changes
+        for key, (was, is_now) in change["keys"].items()
+    ]
+
+
+def settings_at(
+    recipe: Mapping[str, Any], step: int | None, changes: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     """Returns key -> value of the sections data, mesh, sequence and experts, as they were at a step of the run: those of the
-    stage of its curriculum that ran it."""
+    stage of its curriculum that ran it, and from before what changed later."""
     found = {key: value for key, value in recipe.items() if key.partition(".")[0] in _SECTIONS}
     stage = _stage_at(recipe, step)
-    for name, section in _STAGE.items():
+    for name in (name for name, section in SECTION_OF.items() if section in _SECTIONS):
         if (value := recipe.get(f"{stage}.{name}")) is not None:
-            found[f"{section}.{name}"] = value
+            found[f"{SECTION_OF[name]}.{name}"] = value
+            if name in ("source", "mixture"):  # one replaces the other
+                found["data.mixture" if name == "source" else "data.source"] = None
     mesh = {key.removeprefix(f"{stage}."): value for key, value in recipe.items() if key.startswith(f"{stage}.mesh.")}
-    return found | mesh
+    found |= mesh
+    for change in reversed(changes):
+        if step is not None and step <= change["after"]:
+            # Files that changed in place have one name before and after.
+            found |= {key: was for key, (was, now) in change["keys"].items() if key in found and found[key] == now}
+    return found
 
 
 def _stage_at(recipe: Mapping[str, Any], step: int | None) -> str:

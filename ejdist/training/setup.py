@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,20 @@ from ejdist.mesh import make_mesh
 from ejdist.paths import ELSEWHERE, is_step, is_url
 from ejdist.sections import flat, validate
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
-from ejdist.training.checkpoint_format import CheckpointError, DamagedCheckpoint
+from ejdist.training.checkpoint_format import CheckpointError, DamagedCheckpoint, check_same_model
 from ejdist.training.checkpoint_policy import Saves, Tier
-from ejdist.training.curriculum import Stage, check_history, history, stage_of, stages_of
-from ejdist.training.data import Data
+from ejdist.training.curriculum import Stage, history, stage_of, stages_of
+from ejdist.training.data import Data, DataSection
 from ejdist.training.data import build as build_data
 from ejdist.training.data.tokenizer import Tokenizer
+from ejdist.training.guards import SkippedBatches
 from ejdist.training.held_out import data_of_evaluation
 from ejdist.training.kept import told_of_folder
-from ejdist.training.program import Program, RunSection, TrainSections, make_program
+from ejdist.training.optimizer import cast_moments, moments_like
+from ejdist.training.program import Program, TrainSections, make_program
 from ejdist.training.pytree_io import name_of
-from ejdist.training.resume import check_same_run, fingerprint
+from ejdist.training.recorded import told_changes
+from ejdist.training.resume import Past, check_data, check_history, check_same_run, fingerprint
 from ejdist.training.run_lock import Lock
 from ejdist.training.start import Source, nested
 from ejdist.training.step import TrainState
@@ -46,7 +49,8 @@ class Run:
       held_out: the data of `evaluation.data`; None if the run evaluates nothing.
       last: step of the newest checkpoint in `checkpoint.dir`; None if there is none.
       checkpoints_found: (step, tier) of all checkpoints, local ones included, newest first.
-      stages: all stages. devices: the devices for their meshes.
+      stages: all stages. programs, datas: of each; its data may have the sizes of another stage.
+      past: what the run has been up to its last change.
       locks: on `directory`, and on the folder of its checkpoints, held as long as the run lives; a folder that does not exist
         yet is locked when training begins.
     """
@@ -62,8 +66,10 @@ class Run:
     checkpoints_found: list[tuple[int, Tier]]
     stage: Stage
     stages: Sequence[Stage]
-    devices: list[Any] | None
+    programs: Sequence[Program]
+    datas: Sequence[Data]
     locks: Sequence[Lock]
+    past: Past = field(default_factory=Past)
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -74,10 +80,41 @@ class Run:
         stage = stage_of(self.stages, step + 1)
         if stage.number == self.stage.number:
             return self
-        s = stage.sections
-        program = stage_program(stage, self.devices)
-        data = self.data.resized(s.data.sequence_length, s.data.global_batch)
-        return replace(self, sections=s, program=program, data=data, stage=stage)
+        program = self.programs[stage.number - 1]
+        return replace(self, sections=stage.sections, program=program, data=self.data_of(stage), stage=stage)
+
+    def data_of(self, stage: Stage) -> Data:
+        """Returns the data of a stage, as at the start of a run."""
+        return self.datas[stage.number - 1].resized(**_sizes(stage.sections.data))
+
+    @property
+    def corpora(self) -> list[str]:
+        """The fingerprint of each stage's data."""
+        return [data.corpus.fingerprint for data in self.datas]
+
+    def check(self, kept: dict[str, Any], step: int) -> Past:
+        """Returns what the run has been, if it may resume from a checkpoint with this metadata.
+
+        Raises:
+          ValueError: a key that affects the losses has changed, and may not.
+        """
+        stage = stage_of(self.stages, step)  # the stage that ran the step, which may end there
+        allowed, past = stage.sections.run.allow_change, Past.of(kept)
+        changes = {}
+        if len(self.stages) > 1 or "stages" in kept:
+            how = {"allowed": allowed, "corpora": self.corpora}
+            changes |= check_history(kept, self.stages, step, self.directory, **how)
+        how = {"allowed": allowed, "kept": kept, "stages": self.stages}
+        changes |= check_same_run(kept["recipe"], stage.sections, step, self.directory, **how)
+        changes |= check_data(kept, self.data_of(stage), stage.sections, step, allowed)
+        return past.with_change(kept, step, changes) if changes else past
+
+    def state_like(self, kept: dict[str, Any] | None) -> TrainState:
+        """Returns the state of the program, with the moments of a checkpoint with this metadata; default: its own."""
+        state = self.program.state
+        own = self.sections.optimizer.moments
+        was = own if kept is None else kept["recipe"].get("optimizer.moments", own)
+        return state if was == own else state._replace(opt_state=moments_like(state.opt_state, was))
 
     def labels(self) -> dict[str, float]:
         """Returns the columns that metrics.jsonl has about the stage, if there are several stages."""
@@ -85,10 +122,15 @@ class Run:
             return {}
         return {"stage": self.stage.number, "sequence_length": self.sections.data.sequence_length}
 
-    def checkpoint_metadata(self, step: int) -> dict[str, Any]:
-        """Returns the JSON that a checkpoint stores with the state."""
-        metadata = {"recipe": fingerprint(self.sections), "data": self.data.cursor(step)}
-        return metadata | ({"stages": history(self.stages, step)} if len(self.stages) > 1 else {})
+    def checkpoint_metadata(self, step: int, number: int | None = None) -> dict[str, Any]:
+        """Returns the JSON that a checkpoint stores with the state. `number`: of the next batch, see `Data.cursor`."""
+        past, metadata = (
+            self.past,
+            dict[str, Any](recipe=fingerprint(self.sections), data=self.data.cursor(step, number)),
+        )
+        if len(self.stages) > 1 or past.changes:
+            metadata["stages"] = [*past.settings, *history(self.stages, step, past.since, self.corpora)]
+        return metadata | ({"changes": list(past.changes)} if past.changes else {})
 
 
 def open_run(
@@ -106,7 +148,10 @@ def open_run(
     """
     s = sections
     validate(s)
-    directory = _folder_of(s.run)
+    directory = _writable("run.dir", s.run.dir)
+    for key, folder in (("checkpoint.dir", s.checkpoint.dir), ("checkpoint.local", s.checkpoint.local)):
+        if folder is not None and not is_url(folder):
+            _writable(key, folder)
     if (computed := getattr(s.model, "compute_dtype", None)) is not None:
         log(f"compute in {computed}, parameters in float32")
     for line in told_of_folder(getattr(s.model, "init_from", None), directory):
@@ -138,22 +183,44 @@ def open_run(
     last = saves.durable.latest()
     stage = stage_of(stages, (last or 0) + 1)
     program, s = programs[stage.number - 1], stage.sections
-    data = data_of(s)
-    held_out = data_of_evaluation(s, data)
+    datas = data_of_stages(stages)
+    data = datas[stage.number - 1].resized(**_sizes(s.data))
+    held_out = data_of_evaluation(s, data, datas)
     if (line := data.ends()) is not None:
         log(line)
-    for key, one in (("data.source", data), ("evaluation.data", held_out)):
-        if one is None:
-            continue
+    of_stages = {f"{one.where}data.source": d for one, d in reversed(list(zip(stages, datas, strict=True)))}
+    shared = {id(d.corpus): (key, d) for key, d in of_stages.items()}
+    for key, one in [*reversed(shared.values()), *([("evaluation.data", held_out)] if held_out is not None else [])]:
         for line in one.notes(key):
             log(line)
-        if one.has_conversations:  # they must fit into the rows of every stage
-            for other in stages:
-                one.resized(other.sections.data.sequence_length, other.sections.data.global_batch)
+    if held_out is not None and held_out.has_conversations:  # they must fit into the rows of every stage
+        for other in stages:
+            held_out.resized(**_sizes(other.sections.data))
     found = saves.find(program.state, log)
     if not found and hosts.index == 0:
         _check_moved(directory, s.checkpoint)
-    return Run(s, hosts, directory, program, saves, data, held_out, last, found, stage, stages, devices, locks)
+    run = Run(s, hosts, directory, program, saves, data, held_out, last, found, stage, stages, programs, datas, locks)
+    check_newest(run)
+    return run
+
+
+def check_newest(run: Run) -> None:
+    """Checks the newest checkpoint that can be read, so that a recipe that may not resume it is refused before it is compiled.
+
+    Raises:
+      ValueError, CheckpointError: as `resume`.
+    """
+    for step, where in run.checkpoints_found:
+        try:
+            kept, kinds = where.described(step)
+        except Exception:  # damaged; `resume` finds that again, and says which and why
+            continue
+        run.check(kept, step)
+        if run.hosts.index == 0:
+            SkippedBatches.read(run.directory, kept.get("guards", {}).get("passed", ()), step)
+        here = run.in_stage_after(step)
+        check_same_model(f"checkpoint {where.directory / str(step)}", here.state_like(kept), kinds)
+        return
 
 
 def _check_moved(directory: Path, section: CheckpointSection) -> None:
@@ -179,11 +246,11 @@ def stage_program(stage: Stage, devices: list[Any] | None = None) -> Program:
     try:
         mesh = make_mesh(**vars(stage.sections.mesh), devices=devices)
         check_hosts(mesh)
-        return make_program(stage.sections, mesh)
+        return make_program(stage.sections, mesh, stage.rate)
     except ValueError as error:
         if stage.count == 1:
             raise
-        raise ValueError(f"curriculum[{stage.number - 1}]: {error}") from error
+        raise ValueError(f"{stage.where}{error}") from error
 
 
 def check_hosts(mesh: jax.sharding.Mesh) -> None:
@@ -213,7 +280,9 @@ def resume(run: Run, found: list[tuple[int, Tier]], log: Any) -> tuple[Run, int,
     for step, where in found:
         try:
             run = run.in_stage_after(step)
-            state, kept = where.restore(step, run.program.state, run.hosts.first_error)
+            kept = where.described(step)[0] if "optimizer.moments" in run.sections.run.allow_change else None
+            like = run.state_like(kept)
+            state, kept = where.restore(step, like, run.hosts.first_error)
             saved_step = kept["data"].get("step", step)
             if saved_step != step:  # a renamed copy: its state and its batches would be of different steps
                 raise DamagedCheckpoint(
@@ -226,11 +295,13 @@ def resume(run: Run, found: list[tuple[int, Tier]], log: Any) -> tuple[Run, int,
         none = "it is the only one" if len(damaged) == 1 else f"nor can the {len(damaged) - 1} before it"
         first = damaged[0][2]
         raise CheckpointError(f"{first}; {none}: repair the storage, or {ELSEWHERE}") from first
-    s = stage_of(run.stages, step).sections  # the stage that ran the step, which may end there
-    if len(run.stages) > 1 or "stages" in kept:
-        check_history(kept, run.stages, step, run.directory)
-    check_same_run(kept["recipe"], s, step, run.directory)
-    run.data.check_cursor(kept["data"], sequence_length=s.data.sequence_length, global_batch=s.data.global_batch)
+    s = stage_of(run.stages, step).sections
+    past = run.check(kept, step)
+    state = state._replace(opt_state=cast_moments(state.opt_state, run.program.state.opt_state))
+    passed = kept.get("guards", {}).get("passed", ())
+    data = run.data_of(run.stage).after(kept["data"], SkippedBatches(passed).number(step) + 1)
+    new = past.changes[len(Past.of(kept).changes) :]
+    run = replace(run, data=data, past=past)
     for lost, place, error in damaged:
         log(f"{error}: resuming from the one before it; {saves.set_aside(lost, place)}")
     local = f", from the local checkpoint in {where.directory}" if where is saves.local else ""
@@ -238,6 +309,8 @@ def resume(run: Run, found: list[tuple[int, Tier]], log: Any) -> tuple[Run, int,
     before = kept["recipe"]["run.steps"]
     if before != s.run.steps:
         log(f"run.steps changed from {before} to {s.run.steps}: optimizer.schedule now ends there")
+    for line in told_changes(new):
+        log(line)
     return run, step, state, kept
 
 
@@ -259,17 +332,55 @@ def start_from(program: Program, source: Source, log: Any) -> TrainState:
     return program.init_from({"params": tree["params"], "buffers": tree.get("buffers", {})})
 
 
-def _folder_of(run: RunSection) -> Path:
-    """Returns the run's directory. Raises ValueError, naming the key, if it is not writable."""
-    directory = Path(run.dir).expanduser()
+def _writable(key: str, folder: str) -> Path:
+    """Returns the folder that a key names, which need not exist. Raises ValueError, naming the key, if it is not writable."""
+    directory = Path(folder).expanduser()
     there = next(p for p in (directory, *directory.absolute().parents) if p.exists())
     if not there.is_dir():
-        raise ValueError(f"run.dir = {run.dir!r}: {there} is a file; name another folder, or remove it")
+        raise ValueError(f"{key} = {folder!r}: {there} is a file; name another folder, or remove it")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(
-            f"run.dir = {run.dir!r}: {there} cannot be written; choose another folder, or fix its permissions"
+            f"{key} = {folder!r}: {there} cannot be written; choose another folder, or fix its permissions"
         )
     return directory
+
+
+def _sizes(section: DataSection) -> dict[str, int]:
+    return {"sequence_length": section.sequence_length, "global_batch": section.global_batch}
+
+
+def data_of_stages(stages: Sequence[Stage]) -> list[Data]:
+    """Returns the data of each stage, all with the tokenizer of the first; stages of one source share it.
+
+    Raises:
+      ValueError: as `data_of`; or a stage has another tokenizer, no data, or too little for a row. Names the stage.
+    """
+    found: list[Data] = []
+    sections: list[Any] = []
+    for stage in stages:
+        section = stage.sections.data
+        alike = [i for i, other in enumerate(sections) if replace(section, **_sizes(other)) == other]
+        try:
+            if alike:
+                data = found[alike[0]]
+                if data.has_conversations:  # they must fit into the rows of every stage
+                    data = data.resized(**_sizes(section))
+            else:
+                data = data_of(stage.sections, found[0].corpus.tokenizer if found else None)
+                if found and data.corpus.tokenizer.fingerprint != found[0].corpus.tokenizer.fingerprint:
+                    raise ValueError(
+                        "data.source has another tokenizer than the stages before; tokenize it with the same one"
+                    )
+                if stage.has_data and (least := min(data.tokens_of_sources)) < section.sequence_length:
+                    raise ValueError(
+                        f"data.source has {least:,} tokens, fewer than a row of data.sequence_length = "
+                        f"{section.sequence_length:,}; give more text, or shorter rows"
+                    )
+        except ValueError as error:
+            raise ValueError(f"{stage.where}{error}") from error
+        found.append(data)
+        sections.append(section)
+    return found
 
 
 def data_of(s: TrainSections, tokenizer: Tokenizer | None = None) -> Data:

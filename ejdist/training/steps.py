@@ -11,13 +11,14 @@ from ejdist.cluster.agreement import program_digest
 from ejdist.progress import waiting
 from ejdist.sections import flat
 from ejdist.training.checkpoint_policy import Tier
+from ejdist.training.curriculum import source_of
 from ejdist.training.flops import step_flops
 from ejdist.training.goodput import Ledger
 from ejdist.training.guards import Finite, Rewind, SkippedBatches, Watch, stopped
-from ejdist.training.held_out import HeldOut, compile_evaluation
+from ejdist.training.held_out import HeldOut, evaluation_of
 from ejdist.training.metrics import MetricsWriter, write_error
+from ejdist.training.placing import local_rows, place_batch, place_limits
 from ejdist.training.profiling import StepProfiler, peak_memory
-from ejdist.training.program import local_rows, place_batch, place_limits
 from ejdist.training.replicas import Replicas
 from ejdist.training.setup import Run, resume, start_from
 from ejdist.training.start import Source
@@ -36,10 +37,25 @@ class Compiled:
     held_out: HeldOut | None
 
 
+def check_stages(run: Run) -> None:
+    """Checks that the programs of later stages can be lowered: what only that finds would end the run when they begin.
+
+    Raises:
+      ValueError: one cannot be; names the stage.
+    """
+    for stage, program in list(zip(run.stages, run.programs, strict=True))[run.stage.number :]:
+        try:
+            evaluation_of(stage.sections, program, run.held_out)
+            program.lower()
+        except ValueError as error:
+            raise ValueError(f"{stage.where}{error}") from error
+
+
 def compile_stage(run: Run, moment: str, more: dict[str, Any], ledger: Ledger, log: Any) -> Compiled:
     """Returns the compiled step of the run's stage. Raises HostsDiffer unless all hosts have the same program, data and
     `more`."""
-    ledger.phase("compile")
+    several = {"stage": run.stage.number, "data": source_of(run.sections.data)} if len(run.stages) > 1 else {}
+    ledger.phase("compile", **several)
     of = f" of stage {run.stage.number}" if len(run.stages) > 1 else ""
     what = f"compiling the step{of}: {run.program.model.num_layers} layers, {run.program.num_parameters:,} parameters"
     with waiting(what, log, sys.stdout) if run.hosts.index == 0 else contextlib.nullcontext():
@@ -48,8 +64,10 @@ def compile_stage(run: Run, moment: str, more: dict[str, Any], ledger: Ledger, l
 
 def _compiled(run: Run, moment: str, more: dict[str, Any], ledger: Ledger) -> Compiled:
     program = run.program
+    held_out = evaluation_of(run.sections, program, run.held_out)
     lowered = program.lower()
     facts = more | {name: run.data.cursor(0)[name] for name in ("tokenizer", "corpus")}
+    facts |= {"corpora of all stages": run.corpora} if len(run.stages) > 1 else {}
     if run.held_out is not None:
         facts["evaluation corpus"] = run.held_out.corpus.fingerprint
     facts |= {"stage": run.stage.number, "program (digest)": program_digest(lowered)}
@@ -57,7 +75,8 @@ def _compiled(run: Run, moment: str, more: dict[str, Any], ledger: Ledger) -> Co
     step = lowered.compile()
     replicas = Replicas(run.hosts, program.state, run.sections.guards.replicas_every)
     finite = Finite(program.state.params, program.mesh)
-    held_out = compile_evaluation(run.sections, program, run.held_out)
+    if held_out is not None:
+        held_out.evaluator.compile_losses()
     compiled = Compiled(run.stage.number, step, replicas, finite, held_out)
     ledger.phase("restart")
     return compiled
@@ -160,9 +179,8 @@ class Steps:
         if run.hosts.index == 0:
             tables = s.experts.load_every
             recipe = flat(self.recipe)
-            writer = MetricsWriter(
-                run.directory, start, s.run.steps, tables_every=tables, recipe=recipe, trackers=s.run.trackers
-            )
+            kept = {"tables_every": tables, "recipe": recipe, "changes": run.past.changes}
+            writer = MetricsWriter(run.directory, start, s.run.steps, trackers=s.run.trackers, **kept)
         state, current.state = current.state, None
         guards = Guards(watch, current.skipped, compiled.replicas, self.timer)
         profiler = StepProfiler(s.run.profile, run.directory, start, self.log)
@@ -293,7 +311,7 @@ def run_steps(
         if where is not None:
             with timer.saving(step):
                 saved = watch.to_json() | {"passed": skipped.until(step)}
-                where.save(step, state, run.checkpoint_metadata(step) | {"guards": saved})
+                where.save(step, state, run.checkpoint_metadata(step, skipped.number(step) + 1) | {"guards": saved})
         timer.end_step(step)
         if stopped_here:
             break

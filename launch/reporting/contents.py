@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ejdist.training.recorded import told_changes
 from launch.reporting.folder import DOCUMENTS, RunFolder
 from launch.reporting.html import Markup, table, tag
 
@@ -44,8 +45,14 @@ def recipe(runs: Sequence[RunFolder], defaults: dict[str, Any]) -> Any:
         tag("p", dot(n, runs), f"From {run.recipe_from}." if run.recipe_from else "No recipe was found.", class_="soft")
         for n, run in enumerate(runs)
     ]
+    changes = [
+        tag("p", dot(n, runs), "Changed on resume: ", "; ".join(told), ".")
+        for n, run in enumerate(runs)
+        if (told := told_changes(run.changes))
+    ]
     return (
         sources,
+        changes,
         tag("p", tag("mark", "Marked"), f": {marked}."),
         tag("div", parts, class_="columns" if len(runs) == 1 else None),
     )

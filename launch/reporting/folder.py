@@ -13,6 +13,7 @@ from typing import Any
 
 from ejdist.paths import is_step
 from ejdist.training import goodput
+from ejdist.training.recorded import recorded_changes
 
 DOCUMENTS = ("plan.json", "doctor.json", "bandwidth.json", "rehearsal.json", "evaluation.json")
 PICTURES = ("loss.png", "experts.png", "evaluation.png")
@@ -30,6 +31,7 @@ class RunFolder:
       goodput: rows of the ledger.
       documents: file -> content of those of DOCUMENTS that are there.
       pictures: file -> its bytes.
+      changes: of the recipe while it ran, as `ejdist.training.resume.Past` has them.
       missing: sentences about what is not there, or cannot be read.
       written: seconds since 1970 at which metrics.jsonl was last written; None if it is not there.
     """
@@ -45,6 +47,7 @@ class RunFolder:
     goodput: list[dict[str, Any]] = field(default_factory=list)
     documents: dict[str, Any] = field(default_factory=dict)
     pictures: dict[str, bytes] = field(default_factory=dict)
+    changes: list[dict[str, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     written: float | None = None
 
@@ -92,6 +95,7 @@ def open_folder(path: Path, name: str) -> RunFolder:
         )
     _read_checkpoints(run)
     _read_recipe(run)
+    run.changes = recorded_changes(path)
     if run.rows and not run.kept_in and not (path / "checkpoints").is_dir():
         run.missing.append("checkpoints is not there: nothing was saved in this folder")
     _read_goodput(run)

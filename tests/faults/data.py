@@ -206,14 +206,14 @@ FAULTS = (
     ),
     Fault(
         "a mixture is the same for every seed",
-        "MixedRows.__init__",
-        "Shuffle(BLOCK, $seed, 'mixture', $block)",
+        "MixedRows._make_block",
+        "Shuffle(BLOCK, self.seed, 'mixture', $block)",
         "Shuffle(BLOCK, 'mixture', $block)",
         f"{READ} -k shares",
     ),
     Fault(
         "rows of another order after a stop",
-        "Data.check_cursor",
+        "Data.changes",
         "$cursor.get($n) != $now.get($n)",
         "$n != 'order' and $cursor.get($n) != $now.get($n)",
         f"{READ} -k order_of_rows",

@@ -109,9 +109,9 @@ FAULTS = (
     Fault(
         "the last stage keeps the positions of the one before",
         "stages_of",
-        "$found.append(Stage($i + 1, len($given), $start, $until, _applied($sections, $stage, $where)))",
+        "$found.append(Stage($i + 1, len($given), $start, $until, _applied($sections, $stage, $where), $$own))",
         "$found.append(Stage($i + 1, len($given), $start, $until, _applied($found[-1].sections if $found "
-        "else $sections, $stage, $where)))",
+        "else $sections, $stage, $where), $$own))",
         f"{STAGES} -k its_positions",
     ),
     Fault(
@@ -123,20 +123,21 @@ FAULTS = (
     ),
     Fault(
         "the second stage reads the rows of the first",
-        "Run.in_stage_after",
-        "self.data.resized($s.data.sequence_length, $s.data.global_batch)",
-        "self.data",
+        "Run.data_of",
+        "self.datas[$stage.number - 1].resized(**_sizes($stage.sections.data))",
+        "self.datas[0].resized(**_sizes(self.stages[0].sections.data))",
         f"{STAGES} -k one_schedule",
     ),
     Fault(
         "each stage has a schedule of its own",
         "curriculum:_applied",
-        "replace($sections, model=replace($sections.model, **$model), data=replace($sections.data, **$data), "
-        "mesh=$stage.mesh or $sections.mesh, accumulation=$stage.accumulation or $sections.accumulation, "
-        "curriculum=[])",
-        "replace($sections, model=replace($sections.model, **$model), data=replace($sections.data, **$data), "
-        "mesh=$stage.mesh or $sections.mesh, accumulation=$stage.accumulation or $sections.accumulation, "
-        "curriculum=[], run=replace($sections.run, steps=$stage.until or $sections.run.steps))",
+        "replace($sections, optimizer=replace($sections.optimizer, **$rate), model=replace($sections.model, **$model), "
+        "data=replace($sections.data, **$data), mesh=$stage.mesh or $sections.mesh, "
+        "accumulation=$stage.accumulation or $sections.accumulation, curriculum=[])",
+        "replace($sections, optimizer=replace($sections.optimizer, **$rate), model=replace($sections.model, **$model), "
+        "data=replace($sections.data, **$data), mesh=$stage.mesh or $sections.mesh, "
+        "accumulation=$stage.accumulation or $sections.accumulation, curriculum=[], "
+        "run=replace($sections.run, steps=$stage.until or $sections.run.steps))",
         f"{STAGES} -k one_schedule",
     ),
     Fault(

@@ -43,7 +43,7 @@ FAULTS = (
     Fault(
         "an evaluation uses the mesh of the first stage",
         "settings_at",
-        "$found | $mesh",
+        "$found |= $mesh",
         "$found",
         f"{TESTS} -k stage_of_the_step",
     ),

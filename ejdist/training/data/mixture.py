@@ -1,9 +1,12 @@
 """A mixture: rows of several sources by weight, exact and computable for any row.
 
 Rows come in blocks of `BLOCK`. Of each block a source has a fixed number, its weight to one part in `BLOCK`, at places that
-are shuffled with the seed and the block. So the source of a row, and how many rows of it came before, follow from the row's
-number alone; the shares are exact at the end of a block, and those of a random order before. Each source has epochs of its
-own.
+are shuffled with the seed and the block; it has its rows there in turn. So the source of a row and its number follow from the
+row's number alone; the shares are exact at the end of a block, and those of a random order before. Each source has epochs of
+its own.
+
+Weights are shares of rows, or of tokens (`data.weights_by`). A source whose rows hold half as many tokens, because the rest is
+padding, then has twice as many rows: its mean over an epoch is known, so shares of tokens are exact over whole epochs.
 """
 
 from __future__ import annotations
@@ -29,15 +32,27 @@ _MOST = 1e300  # of a weight, so that the sum of all is a number
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources and how many rows of each block they have.
+    """Sources and their shares.
 
     Attributes:
       parts: each a corpus or a dataset.
-      counts: rows of each part in a block.
+      counts: rows of each part in a block, where all rows hold equally many tokens.
+      weights: of each part, if they are shares of tokens; None if they are shares of rows.
     """
 
     parts: tuple[Any, ...]
     counts: tuple[int, ...]
+    weights: tuple[float, ...] | None = None
+
+    def counts_for(self, rows: Sequence[Rows]) -> tuple[int, ...]:
+        """Returns how many rows of a block each part has, of these rows of the parts.
+
+        Raises:
+          ValueError: a part would have less than one row of a block.
+        """
+        if self.weights is None:
+            return self.counts
+        return counts_of([w / r.tokens_per_row for w, r in zip(self.weights, rows, strict=True)], self.weights)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -53,12 +68,16 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str:
-        content = json.dumps([[p.fingerprint for p in self.parts], self.counts])
+        by = [] if self.weights is None else ["tokens"]
+        content = json.dumps([[p.fingerprint for p in self.parts], self.counts, *by])
         return hashlib.sha256(content.encode()).hexdigest()[:24]
 
 
-def counts_of(weights: Sequence[Any]) -> tuple[int, ...]:
+def counts_of(weights: Sequence[Any], named: Sequence[Any] | None = None) -> tuple[int, ...]:
     """Returns how many rows of a block each weight has; the largest remainders are rounded up.
+
+    Args:
+      named: the weights as the recipe has them, for messages; default: these.
 
     Raises:
       ValueError: a weight is no positive number, or too small a share to have a row.
@@ -78,8 +97,8 @@ def counts_of(weights: Sequence[Any]) -> tuple[int, ...]:
     if 0 in counts:
         i = counts.index(0)
         raise ValueError(
-            f"data.mixture[{i}].weight = {weights[i]} is less than one row in {BLOCK:,} of the mixture; raise it, or leave "
-            "the source out"
+            f"data.mixture[{i}].weight = {(named or weights)[i]} is less than one row in {BLOCK:,} of the mixture; raise "
+            "it, or leave the source out"
         )
     return tuple(counts)
 
@@ -111,23 +130,46 @@ def check_sections(mixture: Any, source: Any) -> list[dict[str, Any]]:
 
 
 class MixedRows:
-    """Rows of a mixture."""
+    """Rows of a mixture. `first`: the row of each part that its rows begin with; default: 0."""
 
-    def __init__(self, parts: Sequence[Rows], counts: Sequence[int], seed: int) -> None:
+    def __init__(
+        self, parts: Sequence[Rows], counts: Sequence[int], seed: int, first: Sequence[int] | None = None
+    ) -> None:
         self.parts, self.counts = parts, counts
+        self.first = [0] * len(parts) if first is None else list(first)
         self.length = parts[0].length
         self.rows_per_epoch = sum(p.rows_per_epoch for p in parts)
-        self.order = f"mixture of {', '.join(p.order for p in parts)}"
-        self._ends = np.cumsum(counts)
-        self._block = functools.lru_cache(maxsize=4)(lambda block: Shuffle(BLOCK, seed, "mixture", block))
+        self.order = f"mixture in turn of {', '.join(p.order for p in parts)}"
+        self.seed = seed
+        self._block = functools.lru_cache(maxsize=4)(self._make_block)
+
+    def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (the part of each row of a block, how many rows of that part are before it in the block)."""
+        slots = Shuffle(BLOCK, self.seed, "mixture", block).first(BLOCK)
+        parts = np.searchsorted(np.cumsum(self.counts), slots, side="right")
+        before = np.empty(BLOCK, np.int64)
+        for part, count in enumerate(self.counts):
+            before[parts == part] = np.arange(count)
+        return parts, before
 
     def place(self, index: int) -> tuple[int, int]:
         """Returns (source, the number of its row) for a row of the mixture."""
         block, at = divmod(index, BLOCK)
-        slot = self._block(block)[at]
-        part = int(np.searchsorted(self._ends, slot, side="right"))
-        within = slot - int(self._ends[part]) + self.counts[part]
-        return part, block * self.counts[part] + within
+        parts, before = self._block(block)
+        part = int(parts[at])
+        return part, self.first[part] + block * self.counts[part] + int(before[at])
+
+    def rows_of_parts(self, count: int) -> list[int]:
+        """Returns how many of the first `count` rows are of each part."""
+        blocks, rest = divmod(count, BLOCK)
+        partial = np.bincount(self._block(blocks)[0][:rest], minlength=len(self.parts))
+        return [blocks * whole + int(more) for whole, more in zip(self.counts, partial, strict=True)]
+
+    @property
+    def tokens_per_row(self) -> float:
+        """Mean tokens of a row, without padding."""
+        total = sum(count * part.tokens_per_row for count, part in zip(self.counts, self.parts, strict=True))
+        return total / sum(self.counts)
 
     def row(self, index: int) -> dict[str, np.ndarray]:
         """Returns the row of that number; see `filled_row`."""

@@ -21,11 +21,15 @@ class Rows(Protocol):
 
     Attributes:
       order: names how rows follow from the documents; a run that goes on with another would see other batches.
+      tokens_per_row: mean over an epoch, without padding.
     """
 
     length: int
     rows_per_epoch: int
     order: str
+
+    @property
+    def tokens_per_row(self) -> float: ...
 
     def row(self, index: int) -> dict[str, np.ndarray]: ...
 
@@ -74,6 +78,7 @@ class Packing:
         check_sizes(length, seed)
         self.corpus, self.length, self.seed = corpus, length, seed
         self.rows_per_epoch = -(-corpus.num_tokens // length)
+        self.tokens_per_row = corpus.num_tokens / self.rows_per_epoch
         self._epoch = functools.lru_cache(maxsize=2)(self._make_epoch)
 
     def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

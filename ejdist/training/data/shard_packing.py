@@ -127,6 +127,7 @@ class Cut(_Shards):
         super().__init__(shards, length, seed)
         self._ends = np.cumsum([-(-s.num_tokens // length) for s in shards])
         self.rows_per_epoch = int(self._ends[-1])
+        self.tokens_per_row = sum(s.num_tokens for s in shards) / self.rows_per_epoch
         self._stream = functools.lru_cache(maxsize=16)(self._make_stream)
 
     def _make_stream(self, epoch: int, shard: int, number: int) -> tuple[np.ndarray, np.ndarray, Window]:
@@ -252,6 +253,14 @@ class Whole(_Shards):
                 f"all conversations are longer than data.sequence_length = {length:,}{nothing}: make that larger{remedy}"
             )
         self._packed = functools.lru_cache(maxsize=16)(self._pack)
+
+    @functools.cached_property
+    def tokens_per_row(self) -> float:
+        """Mean tokens of a row, without padding. Of conversations that are too long this reads all lengths again."""
+        if not self._long.count:
+            return sum(s.num_tokens for s in self.shards) / self.rows_per_epoch
+        taken = (self._taken(i, s.offsets(0, s.num_documents + 1)).sum() for i, s in enumerate(self.shards))
+        return int(sum(taken)) / self.rows_per_epoch
 
     def describe(self) -> list[str]:
         """Returns a line about conversations that are longer than a row, if there are any."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
+
 _ROUNDS = 8
 _M64 = (1 << 64) - 1
 
@@ -39,3 +41,18 @@ class Shuffle:
             x = left << half | right
             if x < self.n:
                 return x
+
+    def first(self, count: int) -> np.ndarray:
+        """Returns what comes at the places 0 to `count` - 1, int64."""
+        half, mask = np.uint64(self._half), np.uint64((1 << self._half) - 1)
+        x = np.arange(count, dtype=np.uint64)
+        outside = np.ones(count, bool)
+        while outside.any():
+            left, right = x[outside] >> half, x[outside] & mask
+            for key in self._keys:
+                z = (right ^ np.uint64(key)) * np.uint64(0xBF58476D1CE4E5B9)
+                z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+                left, right = right, left ^ ((z >> np.uint64(20)) & mask)
+            x[outside] = left << half | right
+            outside = x >= np.uint64(self.n)
+        return x.astype(np.int64)
