@@ -39,6 +39,8 @@ def use_cache(where: str | None) -> str:
             jax.config.update("jax_enable_compilation_cache", False)
             return f"no program is kept: {folder} {reason}; run.compile_cache=FOLDER names another, null none"
     jax.config.update("jax_compilation_cache_dir", folder)
+    # XLA's own cache beside it is written by every host while it compiles, where a failure could be the program's.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     return f"compiled programs are kept in {folder} (run.compile_cache)"
 
 

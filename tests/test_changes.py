@@ -212,11 +212,15 @@ def test_what_only_the_program_of_a_later_stage_finds_is_told_at_the_start(corpu
 @pytest.fixture
 def cache(monkeypatch):
     """JAX's settings as if nobody had set any, on an accelerator."""
-    names = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_enable_compilation_cache",
+        "jax_persistent_cache_enable_xla_caches",
+    )
     before = {name: getattr(jax.config, name) for name in names}
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    yield lambda: [getattr(jax.config, name) for name in names]
+    yield lambda: [getattr(jax.config, name) for name in names[:2]]
     for name, value in before.items():
         jax.config.update(name, value)
 
@@ -227,6 +231,7 @@ def test_programs_are_kept_on_accelerators(cache, tmp_path, monkeypatch):
     assert cache() == [str(tmp_path / "own" / "compiled"), True] and line == (
         f"compiled programs are kept in {tmp_path / 'own' / 'compiled'} (run.compile_cache)"
     )
+    assert jax.config.jax_persistent_cache_enable_xla_caches == "none"
     assert use_cache(str(tmp_path / "named")) and cache() == [str(tmp_path / "named"), True]
     assert "JAX_COMPILATION_CACHE_DIR" in use_cache("auto") and cache() == [str(tmp_path / "named"), True]
     assert use_cache(None) == "" and cache()[1] is False
