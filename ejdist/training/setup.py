@@ -19,6 +19,7 @@ from ejdist.cluster.hosts import Hosts
 from ejdist.mesh import make_mesh
 from ejdist.paths import ELSEWHERE, is_step, is_url
 from ejdist.sections import flat, validate
+from ejdist.training.chats.special_tokens import ends_of
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
 from ejdist.training.checkpoint_format import CheckpointError, DamagedCheckpoint, check_same_model
 from ejdist.training.checkpoint_policy import Saves, Tier
@@ -370,6 +371,11 @@ def data_of_stages(stages: Sequence[Stage]) -> list[Data]:
                 if found and data.corpus.tokenizer.fingerprint != found[0].corpus.tokenizer.fingerprint:
                     raise ValueError(
                         "data.source has another tokenizer than the stages before; tokenize it with the same one"
+                    )
+                if found and ends_of(data.corpus.tokenizer) != ends_of(found[0].corpus.tokenizer):
+                    raise ValueError(
+                        "data.source was made with another BOS or EOS than the stages before; tokenize it with the same "
+                        "data.bos and data.eos"
                     )
                 if stage.has_data and (least := min(data.tokens_of_sources)) < section.sequence_length:
                     raise ValueError(
