@@ -1,17 +1,12 @@
-r"""A layer kind of one's own: a mixer that is a gated causal convolution, joined with any feed-forward of the project.
+"""A layer kind of one's own: a mixer that is a gated causal convolution, with a section of sizes, joined with any feed-forward.
 
-python examples/own_layer.py launch.train recipe=long_context sequence.order=contiguous \
-    "model.layer_pattern=[short_conv+mlp,full+mlp]" run.dir=outputs/own_layer
-
-Every command that reads a model starts this way, `launch.evaluate` too. What starts processes of its own (`-m`, the launchers)
-starts the project's modules in them, which do not know the layer: for those its line belongs in `ejdist/models/parts.py`.
-Hosts compare the project's code, not this file; of this they compare the program that comes of it.
+python -m launch.train plugins=[examples.own_layer] recipe=long_context sequence.order=contiguous \
+    "model.layer_pattern=[short_conv+mlp,full+mlp]" model.short_conv.taps=3 run.dir=outputs/own_layer
+python -m launch.train plugins=[examples.own_layer] --help model.short_conv.taps
 """
 
 from __future__ import annotations
 
-import runpy
-import sys
 from dataclasses import dataclass
 
 import jax
@@ -20,9 +15,20 @@ from ejdist.models.config import DecoderShape
 from ejdist.models.model import Flops, Metrics
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part, residual_std
-from ejdist.models.parts import PARTS
+from ejdist.plugins import register_layer, sizes_of
 
-TAPS = 4
+
+@dataclass(unsafe_hash=True)
+class ShortConvSection:
+    """The section `model.short_conv` of a recipe."""
+
+    taps: int = 4  # tokens that the convolution sees, this one and those before it
+    expand: int = 1  # width of the convolution, as a multiple of the model's
+
+    def validate(self) -> None:
+        for name in ("taps", "expand"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.short_conv.{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -33,13 +39,14 @@ class ShortConv(Part):
     name = "short_conv"
 
     def declare(self, c: DecoderShape) -> dict[str, Param]:
-        D = c.model_dim
+        sizes = sizes_of(c, ShortConvSection)
+        D, F = c.model_dim, sizes.expand * c.model_dim
         return {
             "short_conv_norm": Param((D,), "_", "ones", decay=False, cast=False),
-            "short_conv_in": Param((D, D), "D F", std=c.init_std),
-            "short_conv_gate": Param((D, D), "D F", std=c.init_std),
-            "short_conv_taps": Param((D, TAPS), "F _", std=TAPS**-0.5, cast=False),
-            "short_conv_out": Param((D, D), "F D", std=residual_std(c)),
+            "short_conv_in": Param((D, F), "D F", std=c.init_std),
+            "short_conv_gate": Param((D, F), "D F", std=c.init_std),
+            "short_conv_taps": Param((F, sizes.taps), "F _", std=sizes.taps**-0.5, cast=False),
+            "short_conv_out": Param((F, D), "F D", std=residual_std(c)),
         }
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
@@ -50,11 +57,8 @@ class ShortConv(Part):
         return x + ops.project(seen * jax.nn.silu(gate), params["short_conv_out"], "btf,fd->btd"), {}
 
     def flops(self, c: DecoderShape) -> Flops:
-        return Flops(2 * 3 * c.model_dim**2 + 2 * TAPS * c.model_dim)
+        sizes = sizes_of(c, ShortConvSection)
+        return Flops(2 * sizes.expand * c.model_dim * (3 * c.model_dim + sizes.taps))
 
 
-if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
-    PARTS["short_conv"] = ShortConv()
-    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+register_layer("short_conv", ShortConv(), ShortConvSection)

@@ -170,6 +170,8 @@ def with_settings_of_run(where: str, step: int | None, given: Sequence[str], log
         settings["data.source"] = held_out
     if held_out is not None or "data.source" in named:
         settings.pop("data.mixture", None)
+    if "plugins" not in named and (plugins := recorded(where).get("plugins")):
+        settings["plugins"] = plugins
     kept = {key: value for key, value in settings.items() if key not in named and key.partition(".")[0] not in named}
     if kept:
         mesh = {k.partition(".")[2]: v for k, v in kept.items() if k.startswith("mesh.") and v not in (1, False)}
@@ -268,9 +270,11 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
     from ejdist.evaluation import Evaluator, Prompts, batches_once, loss_by_octave, measure_recall
     from ejdist.evaluation.weights import open_weights
     from ejdist.mesh import make_mesh
+    from ejdist.registered import digests
     from ejdist.sections import flat, validate
     from ejdist.training.program import make_program
-    from ejdist.training.setup import check_hosts, data_of
+    from ejdist.training.setup import check_hosts
+    from ejdist.training.stage_data import data_of
     from recipes.schema import compose
 
     hosts = Hosts(compose(given).run.host_timeout)
@@ -282,7 +286,7 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
         own = {k: str(v) for k, v in vars(args).items()} | {"weights": weights.what}
         facts = {k: v for k, v in flat(recipe).items() if not k.startswith("cluster.")}
         digest = {} if hosts.count == 1 else {"weights (digest)": weights.digest()}
-        hosts.compare("the start", facts | own | digest | environment())
+        hosts.compare("the start", facts | own | digest | digests() | environment())
         mesh = make_mesh(**vars(recipe.mesh))
         check_hosts(mesh)
         sections = {

@@ -31,9 +31,10 @@ keys:
   data.tokenizer=FILE          the tokenizer.json that the run was trained with, if it is no longer where the run had it
   max_position_embeddings=N    for config.json; default: the longest of the source's, of the rows that the run trained, and of
                                what model.rope_scaling yarn or llama3 reaches
+  plugins=[MODULE]             modules that register layers; those that the run names are imported without it
   from=DIR                     a folder with a config.json
 """
-_EXPORT = ("run.dir", "to", "step", "dtype", "data.tokenizer", "max_position_embeddings")
+_EXPORT = ("run.dir", "to", "step", "dtype", "data.tokenizer", "max_position_embeddings", "plugins")
 
 
 def _keys(arguments: Sequence[str]) -> dict[str, str]:
@@ -148,7 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
+    from recipes.plugins import load_named
+
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    load_named(arguments)
     keys = _keys(arguments)
     if "from" in keys:
         print_recipe(keys["from"])

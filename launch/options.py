@@ -197,6 +197,7 @@ def check_run(arguments: Sequence[str], how: str, devices: int | None = None, sl
     from ejdist.mesh import abstract_mesh
     from ejdist.sections import validate
     from ejdist.training.curriculum import stages_of
+    from ejdist.training.losses import trained_model
     from ejdist.training.program import check_sizes
     from recipes.schema import compose
 
@@ -205,7 +206,7 @@ def check_run(arguments: Sequence[str], how: str, devices: int | None = None, sl
     validate(recipe)
     for stage in stages_of(recipe):
         s = stage.sections
-        model = s.model.build()
+        model = trained_model(s)
         if devices is not None:
             check_sizes(s, model, abstract_mesh(s.mesh, devices, slices))
     return recipe

@@ -17,6 +17,7 @@ from typing import Any
 
 from launch.errors import ABORTED, DONE, HOST_LOST, PREEMPTED
 from recipes.arguments import Arguments, Job, RecipeError, jobs_of, quoted
+from recipes.plugins import load_plugins
 from recipes.schema import compose, texts_of
 
 _ENDS_ALL = (PREEMPTED, HOST_LOST, ABORTED)
@@ -28,6 +29,7 @@ def sweep(a: Arguments) -> int:
     Raises:
       RecipeError: of one run; then none is started.
     """
+    load_plugins(a)
     runs = [(job, *_command(job, a)) for job in jobs_of(a.overrides, texts_of())]
     codes: list[int] = []
     with _passed_on() as now:

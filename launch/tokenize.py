@@ -30,6 +30,7 @@ keys:
   tokenizer=bytes   bytes, a tokenizer.json or a folder with one, or bpe:SIZE, which is trained on a sample
   bos=auto          the token before every document: a token, or null; auto: what the tokenizer's folder says
   eos=auto          the token behind every document of text, in the same way
+  plugins=[MODULE]  modules that register a source, source=NAME:REST
   text_key=text     the key or column of jsonl and parquet rows
   format=text       what rows are: text, messages, completion, ids, or auto: what the first has
   loss_on=          of conversations, what is trained: assistant, last, all, spans; default: assistant, or what rows of ids say
@@ -48,7 +49,7 @@ _DEFAULTS = {
     "source": None, "to": None, "tokenizer": "bytes", "bos": "auto", "eos": "auto", "text_key": "text", "processes": None,
     "threads": None, "shard_mb": "256", "sample_mb": "64",
     "part": "0/1", "format": "text", "loss_on": None, "chat_template": None, "chat_template_kwargs": None,
-    "chat_date": None, "on_error": "stop",
+    "chat_date": None, "on_error": "stop", "plugins": None,
 }  # fmt: skip
 # What says which of how many processes this is: the number, and how many there are.
 _CLUSTERS = (
@@ -62,8 +63,11 @@ _SAID_EVERY = 10.0  # seconds, where there is no terminal
 def _options(arguments: Sequence[str]) -> dict[str, Any]:
     """Returns the keys and their values. Raises ValueError: one is unknown or missing, or given twice."""
     from ejdist.paths import check_folder
+    from ejdist.training.data.hub import is_stream
+    from recipes.plugins import load_named
 
     found: dict[str, Any] = {}
+    load_named(arguments)
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if argument.startswith("-"):
@@ -94,8 +98,10 @@ def _options(arguments: Sequence[str]) -> dict[str, Any]:
         check_folder("source", source)
     if len(found["source"]) == 1:
         (found["source"],) = found["source"]
-    elif any(s in ("stdlib", "example_chats") or s.startswith("hf:") for s in found["source"]):
-        raise ValueError("stdlib and hf:NAME are sources of a folder of their own; data.mixture joins folders")
+    elif any(s in ("stdlib", "example_chats") or is_stream(s) for s in found["source"]):
+        raise ValueError(
+            "stdlib, hf:NAME and those of plugins are sources of a folder of their own; data.mixture joins folders"
+        )
     return _DEFAULTS | found
 
 

@@ -30,10 +30,12 @@ flags:
 
 def _usage(arguments: Sequence[str]) -> str:
     from recipes.arguments import read
+    from recipes.plugins import load_plugins
     from recipes.schema import GROUPS, keys_of, variants_of
 
-    given = read([a for a in arguments if a not in ("-h", "--help")], every=True).config_dir
-    groups = "\n".join(f"  {g}={{{','.join(variants_of(g, given))}}}" for g in GROUPS)
+    given = read([a for a in arguments if a not in ("-h", "--help")], every=True)
+    load_plugins(given)
+    groups = "\n".join(f"  {g}={{{','.join(variants_of(g, given.config_dir))}}}" for g in GROUPS)
     return f"{USAGE}\ngroups:\n{groups}\n\nkeys:\n  " + "\n  ".join(keys_of())
 
 
@@ -146,9 +148,14 @@ def _main(arguments: list[str]) -> int:
 
     from ejdist.training.loop import train
     from launch.after import next_commands
-    from recipes.schema import compose
+    from recipes.plugins import check_words
+    from recipes.schema import RecipeError, compose
 
-    recipe = compose(arguments)
+    try:
+        recipe = compose(arguments)
+    except RecipeError as error:  # a key of a plugin that the run has and this command line does not name
+        check_words(given.overrides, error)
+        raise
     start_jax(recipe)
     hints = _hints(arguments, recipe)  # on every process: it sets the cache of compiled programs
     if jax.process_index() == 0:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from ejdist.weights.match import written
-from recipes.arguments import RecipeError, key_of
-from recipes.schema import GROUPS, Recipe, compose, keys_of, variants_of
+from recipes.arguments import RecipeError, key_of, read
+from recipes.plugins import load_plugins
+from recipes.schema import GROUPS, compose, keys_of, recipe_type, variants_of
 from recipes.words import MEANT, last_part, meaning
 
 _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", Any: "a text or a list"}
@@ -63,7 +64,7 @@ def _sentence(text: str) -> str:
 
 def _field(key: str) -> tuple[type, dataclasses.Field[Any], Any]:
     """Returns (the section that declares a key, its field, the type that it declares)."""
-    section: Any = Recipe()
+    section: Any = recipe_type()()
     *inside, name = key.split(".")
     for part in inside:
         section = getattr(section, part)
@@ -96,6 +97,8 @@ def text(usage: str, words: Sequence[str], arguments: Sequence[str], *, recipe: 
     Raises:
       RecipeError: there is no such option, key or group; names the nearest.
     """
+    if recipe:
+        load_plugins(read(arguments, every=True))
     found = []
     for word in words:
         name = key_of(word)

@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from ejdist.cluster.section import ClusterSection
-from ejdist.models.decoder import DecoderConfig
+from ejdist.models.decoder import DecoderConfig, decoder_type
+from ejdist.registered import LOSS, OPTIMIZER, PluginError, entry_of, grown, sections_of
 from ejdist.training.curriculum import is_of, named, unused
+from ejdist.training.optimizer import OptimizerSection
 from ejdist.training.program import TrainSections
 from ejdist.weights.files import WeightsError
 from recipes.arguments import Arguments, RecipeError, check_values, key_of, quoted, read, value_of
+from recipes.plugins import check_loaded, load_plugins
 from recipes.published import check as check_published
 from recipes.published import fill, follows, leaves
 from recipes.words import TOLD, meaning, variant
@@ -45,6 +48,13 @@ class Recipe(TrainSections):
 
     model: DecoderConfig = field(default_factory=DecoderConfig)
     cluster: ClusterSection = field(default_factory=ClusterSection)
+
+
+def recipe_type() -> type[Recipe]:
+    """Returns the type of a recipe: `Recipe`, with the sections that plugins have registered."""
+    types = {"model": decoder_type(), "optimizer": grown(OptimizerSection, sections_of(OPTIMIZER))}
+    own = {name: kind for name, kind in types.items() if kind not in (DecoderConfig, OptimizerSection)}
+    return grown(Recipe, own | sections_of(LOSS))
 
 
 GROUPS = ("recipe", "model", "mesh", "data", "optimizer", "cluster")
@@ -75,9 +85,13 @@ def _kinds(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, declared[f.name]
 
 
-@functools.cache
 def _kinds_of_recipe() -> tuple[tuple[str, Any], ...]:
-    return tuple(_kinds(Recipe()))
+    return _kinds_of(recipe_type())
+
+
+@functools.lru_cache(maxsize=8)
+def _kinds_of(schema: type[Recipe]) -> tuple[tuple[str, Any], ...]:
+    return tuple(_kinds(schema()))
 
 
 def keys_of() -> list[str]:
@@ -165,6 +179,14 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
         why |= dict.fromkeys(
             ("model.head_dim", "model.num_kv_heads"), "all layers have latent attention: see model.latent"
         )
+    if entry_of(OPTIMIZER, recipe.optimizer.name) is not None:
+        adam = f"optimizer.name = {recipe.optimizer.name} is not AdamW"
+        why |= dict.fromkeys(("optimizer.b1", "optimizer.b2", "optimizer.eps"), adam)
+    if entry_of(LOSS, recipe.loss) is not None:
+        why["z_loss"] = f"loss = {recipe.loss} is not the cross entropy"
+    for kind, chosen, where in ((OPTIMIZER, recipe.optimizer.name, "optimizer."), (LOSS, recipe.loss, "")):
+        others = [name for name in sections_of(kind) if name != chosen]
+        why |= {f"{where}{name}.": f"{where}name = {chosen}" if where else f"loss = {chosen}" for name in others}
     if recipe.optimizer.schedule != "wsd":
         why["optimizer.decay_fraction"] = (
             f"optimizer.schedule = {recipe.optimizer.schedule} has no decay phase; wsd has"
@@ -199,7 +221,7 @@ def text_of(a: Arguments) -> str:
     if a.package in (None, "_global_"):
         del composed["cluster"]
         return _HEAD + OmegaConf.to_yaml(composed, resolve=a.resolve)
-    sections = [f.name for f in dataclasses.fields(Recipe) if OmegaConf.is_dict(composed[f.name])]
+    sections = [f.name for f in dataclasses.fields(recipe_type()) if OmegaConf.is_dict(composed[f.name])]
     if a.package not in sections:
         raise RecipeError(f"--package {a.package} is not a section; use one of {', '.join(sections)}")
     return f"# @package {a.package}\n" + OmegaConf.to_yaml(composed[a.package], resolve=a.resolve)
@@ -220,10 +242,11 @@ def _composed(a: Arguments) -> tuple[Any, Recipe]:
 
     if a.config_dir is not None:
         _check_folder(a.config_dir)
+    plugins = load_plugins(a)
     check_overrides(a.overrides, a.config_dir)
     switches = [key for key, kind in _kinds_of_recipe() if kind is bool]
     overrides = check_values(a.overrides, texts_of(), switches)
-    _store(Recipe)
+    _store(recipe_type())
     beside = [] if a.config_dir is None else [f"hydra.searchpath=[{quoted(f'file://{a.config_dir}')}]"]
     try:
         with hydra.initialize_config_module("recipes", version_base="1.3"):
@@ -236,7 +259,8 @@ def _composed(a: Arguments) -> tuple[Any, Recipe]:
         if published is not None:
             check_published(published, recipe.model)
         _check_stages(a, recipe)
-    except (RecipeError, WeightsError):
+        check_loaded(recipe.plugins, plugins)
+    except (RecipeError, PluginError, WeightsError):
         raise
     except Exception as error:  # Hydra and OmegaConf have many; all of them mean that the recipe cannot be composed
         raise RecipeError(_explain(error)) from error
@@ -265,7 +289,7 @@ def _check_order(a: Arguments, composed: Any) -> None:
     taken = dict(leaves(OmegaConf.to_container(composed)))
     for group in (g for g in GROUPS if g in given and g != "recipe"):
         alone = _alone(group, given[group], a.config_dir)
-        meant = dict(leaves(OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(Recipe), alone))))
+        meant = dict(leaves(OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(recipe_type()), alone))))
         # A key that follows the published folder is one that a recipe may set.
         for key in (k for k, value in leaves(OmegaConf.to_container(alone)) if k not in given and not follows(value)):
             wanted, found = meant[key], taken.get(key)

@@ -20,7 +20,7 @@ from ejdist.training.data.conversation_keys import Asked
 from ejdist.training.data.tokenizing import make_dataset
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
-from ejdist.training.setup import data_of
+from ejdist.training.stage_data import data_of
 from launch.errors import DONE, WRONG
 from launch.tokenize import main as tokenize
 from recipes.schema import compose

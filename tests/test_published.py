@@ -18,7 +18,7 @@ from ejdist.training.kept import KEPT, keep, told_of_folder
 from ejdist.training.loop import train
 from ejdist.training.recorded import recorded
 from ejdist.training.resume import check_same_run, fingerprint
-from ejdist.training.setup import data_of
+from ejdist.training.stage_data import data_of
 from ejdist.training.start import open_source
 from ejdist.weights.families import read_config
 from launch.errors import DONE, WRONG

@@ -58,6 +58,7 @@ ELSEWHERE = {
     ("ejdist/weights/names.py", "mlp"): RULES,
     ("ejdist/training/runs.py", "experts"): "a section of the recipe that a run keeps",
     ("ejdist/cluster/section.py", "local"): "a value of cluster.kind",
+    ("ejdist/training/optimizer.py", "offload"): "a key of the optimizer",
     ("launch/train.py", "local"): "a value of cluster.kind",
     ("benchmarks/experts.py", "experts"): "an option of the benchmark",
     ("benchmarks/step.py", "attention"): "a scope of a profile",

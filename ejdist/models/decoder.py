@@ -31,9 +31,15 @@ from ejdist.models.stack import (
     update_buffers,
 )
 from ejdist.pictures import draw_load
+from ejdist.registered import LAYER, grown, sections_of
 from ejdist.sections import operational, validate
 
 __all__ = ["REMAT", "DecoderConfig", "declare", "hidden_states", "logits_at", "loss", "token_losses"]
+
+
+def decoder_type() -> Any:
+    """Returns the type of the `model` section: `DecoderConfig`, with a section for each layer kind of a plugin that has one."""
+    return grown(DecoderConfig, sections_of(LAYER))
 
 
 @dataclass(unsafe_hash=True)
@@ -47,6 +53,11 @@ class DecoderConfig(DecoderShape):
         """Raises ValueError naming the key and the remedy."""
         check_kinds(self)
         super().validate()
+        for name, kind in sections_of(LAYER).items():
+            if name not in self.part_names() and hasattr(self, name) and getattr(self, name) != kind():
+                raise ValueError(
+                    f"model.{name} is given, but no layer has {name}: put one into model.layer_pattern, or leave it out"
+                )
 
     def build(self) -> Model:
         """Returns the model. Raises ValueError, naming the key, for a wrong configuration."""
@@ -66,6 +77,8 @@ def model_of(c: DecoderShape) -> Model:
         num_layers=c.num_layers,
         token_losses=partial(token_losses, c=c),
         logits_at=partial(logits_at, c=c),
+        hidden=partial(hidden_and_metrics, c=c),
+        projection=lambda params: (output_projection(params, c), c.logits_soft_cap),
         flops=flops(c),
         buffers=declare_buffers(c),
         update=partial(update_buffers, c),
@@ -145,9 +158,16 @@ def hidden_states(
 
     batch has int32 [B, T]: tokens, positions (from 0 in each document), segment_ids (-1: padding).
     """
+    return hidden_and_metrics(params, batch, c, ops, context=context)[0]
+
+
+def hidden_and_metrics(
+    params: dict, batch: dict[str, jax.Array], c: DecoderShape, ops: Ops, *, context: StepContext | None = None
+) -> tuple[jax.Array, Metrics]:
+    """Returns (`hidden_states`, the metrics of the layers)."""
     ctx = BatchContext.of(batch, ops, context, declare_buffers(c))
-    x, _ = layers(params["layers"], embed(params, ctx, c), ctx, range(c.num_layers), c)
-    return final_hidden(params, x, ctx, c)
+    x, metrics = layers(params["layers"], embed(params, ctx, c), ctx, range(c.num_layers), c)
+    return final_hidden(params, x, ctx, c), metrics
 
 
 def output_projection(params: dict, c: DecoderShape) -> jax.Array:

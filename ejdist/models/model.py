@@ -136,9 +136,11 @@ class Model:
 
     token_losses: (params, batch, ops, *, context) -> the cross entropy of each token, float32 [B, T], 0 if not counted.
     logits_at: (params, batch, marks, ops, *, count, context) -> float32 [B, count, V], the logits of the tokens that marks
-    [B, T] numbers 0 to count - 1. update: (buffers, the "update" metrics of a step) -> buffers. report: (the numbers of a step)
-    -> derived metrics. flops: of each part of each layer, and of the head. split: key of the section -> (dim, size) that must
-    divide over a mesh. pictures: file in the run's folder -> function (rows of metrics.jsonl, path) that draws it.
+    [B, T] numbers 0 to count - 1. hidden: (params, batch, ops, *, context) -> (what the output projection takes, [B, T, D]; the
+    metrics of the layers). projection: (params) -> (the output projection [D, V]; the soft cap of its logits, or None). update:
+    (buffers, the "update" metrics of a step) -> buffers. report: (the numbers of a step) -> derived metrics. flops: of each
+    part of each layer, and of the head. split: key of the section -> (dim, size) that must divide over a mesh. pictures: file
+    in the run's folder -> function (rows of metrics.jsonl, path) that draws it.
     """
 
     declared: Any
@@ -149,6 +151,8 @@ class Model:
     flops: tuple[Flops, ...]
     token_losses: Callable[..., jax.Array] | None = None
     logits_at: Callable[..., jax.Array] | None = None
+    hidden: Callable[..., tuple[jax.Array, Metrics]] | None = None
+    projection: Callable[[Any], tuple[jax.Array, float | None]] | None = None
     buffers: Any = field(default_factory=dict)
     update: Callable[[Any, dict[str, jax.Array]], Any] = lambda buffers, seen: buffers
     report: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda numbers: {}

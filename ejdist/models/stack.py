@@ -55,7 +55,8 @@ def check_kinds(c: DecoderShape) -> None:
                 f"model.{key} = {list(getattr(c, key))}: {kind!r} is not MIXER+FEED_FORWARD. Mixers: "
                 f"{', '.join(short.get(name, name) for name in mixers)}; feed-forwards: {', '.join(feed_forwards)}; none in "
                 f"the place of one of them for a layer without it. {', '.join(ALIASES)} stand for "
-                f"{', '.join(ALIASES.values())}. A part of your own is known once it is in PARTS: see examples/own_layer.py"
+                f"{', '.join(ALIASES.values())}. A part of your own is known with plugins=[MODULE]: see "
+                "examples/own_layer.py"
             )
 
 

@@ -19,6 +19,7 @@ from ejdist.order import Order
 from ejdist.planning.activations import has_experts
 from ejdist.sequence.schedule import imbalance
 from ejdist.sequence.schemes import SCHEMES
+from ejdist.training.optimizer import fixed
 
 # The keys that are searched.
 REMAT, ACCUMULATION, BATCH = "model.remat", "accumulation", "data.global_batch"
@@ -110,6 +111,7 @@ def policies_searched(savings: Savings = ()) -> tuple[str, ...]:
 
 def savings_searched(s: Any, given: Collection[str]) -> list[Savings]:
     """Returns the savings that are searched, in this order: what the recipe has not yet, and nothing that is given."""
+    given = {*given, *(f"optimizer.{key}" for key in fixed(s.optimizer))}
     found: list[Savings] = []
     for savings in SAVINGS:
         new = tuple(

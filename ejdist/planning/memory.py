@@ -23,6 +23,7 @@ from ejdist.models.share import Share
 from ejdist.planning.activations import bytes_of, counted_parts
 from ejdist.planning.share import share_of
 from ejdist.training.offload import is_offloaded, is_stack
+from ejdist.training.optimizer import state_bytes
 from ejdist.training.program import check_sizes, param_shardings
 from kernels.engines.rows.vocabulary import rows_of_block
 from kernels.ops.cross_entropy import BLOCK_ELEMENTS
@@ -180,8 +181,8 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
 
 
 def moment_bytes(sections: Any) -> int:
-    """Returns the bytes of both moments of a parameter."""
-    return 2 * (2 if sections.optimizer.moments == "bfloat16" else 4)
+    """Returns the bytes of both moments of a parameter, or of what the optimizer of a plugin keeps of one."""
+    return state_bytes(sections.optimizer)
 
 
 def on_host(sections: Any, of: Held, share: Share) -> dict[str, int]:

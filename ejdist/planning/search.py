@@ -38,6 +38,7 @@ from ejdist.planning.share import dispatch_of
 from ejdist.planning.step_time import step_time
 from ejdist.planning.targets import Target
 from ejdist.sections import validate
+from ejdist.training.losses import trained_model
 
 VARIED = 50  # plans that are looked at with each of these
 # Where the batch is not given: rows of a device and microbatch, microbatches, and tokens of a step, which are those of Llama 3
@@ -71,7 +72,7 @@ class Predictor:
     """Predicts the steps of one recipe on one target. What a mesh holds is computed once, whatever the batch and remat."""
 
     def __init__(self, sections: Any, target: Target, measured: Measured | None = None) -> None:
-        self.sections, self.target, self.model = sections, target, sections.model.build()
+        self.sections, self.target, self.model = sections, target, trained_model(sections)
         self.links = Links(target.chip, target.per_host, target.slices, measured, target.side)
         self._held: dict[tuple[int, ...], Held | None] = {}
 

@@ -1,1 +1,17 @@
-"""Training: step, loop, optimizer, checkpoints, data, metrics."""
+"""Training: step, loop, optimizer, checkpoints, data, metrics. `train` is the whole of it for a trainer of one's own."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ejdist.training.loop import Outcome, train
+
+__all__ = ["Outcome", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the loop where it is asked for: the sections of recipes, which are in this package too, need none of it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ejdist.training import loop
+
+    return getattr(loop, name)

@@ -6,7 +6,8 @@ import contextlib
 import json
 import signal
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ejdist.training.flops import peak_flops
 from ejdist.training.goodput import NAME, Ledger, account, read
 from ejdist.training.guards import SKIPPED_FILE
 from ejdist.training.kept import keep, published_in
+from ejdist.training.losses import Loss, LossTerms, digests, named_loss
 from ejdist.training.metrics import read_evaluations, read_rows, summarise, write_atomic, write_error
 from ejdist.training.program import TrainSections
 from ejdist.training.resume import how_to_continue
@@ -35,27 +37,42 @@ from ejdist.training.stop import stop_on_signals
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
+    """How a run ended.
+
+    step: the last one. finished: whether that is `run.steps`; if not, the same call resumes. summary: the content of
+    summary.json, on the first process.
+    """
 
     step: int
-    finished: bool  # False: it stopped early and can resume
+    finished: bool
     summary: dict[str, Any] | None
 
 
-@release_locks_at_exit()
 def train(
     sections: TrainSections,
     *,
+    loss: Callable[..., LossTerms] | Loss | None = None,
+    batches: Callable[[int], Mapping[str, Any]] | Iterable[Mapping[str, Any]] | None = None,
     devices: list[Any] | None = None,
     log: Any = print,
     began: float | None = None,
 ) -> Outcome:
     """Trains a run from where `run.dir` left it, and returns how it ended.
 
+    The same call resumes: from the newest checkpoint that can be read, with the same losses as if it had not stopped. It refuses
+    another recipe, loss or batches. On several hosts, call it on all of them, after `jax.distributed.initialize`.
+
     Writes to run.dir: metrics.jsonl, goodput.jsonl, evaluation.jsonl (with `evaluation.every`), tensorboard/, checkpoints/, and
     at the end summary.json, loss.png and the model's own pictures.
 
     Args:
+      sections: of a recipe: `recipes.schema.compose([KEY=VALUE, ...])`, with which plugins are imported too; or made by hand,
+        `TrainSections(model=DecoderConfig(...), ...)`.
+      loss: instead of the recipe's: a function as `ejdist.plugins.register_loss` takes it, without a section; with references,
+        a `Loss`. Recorded by its qualified name.
+      batches: instead of the recipe's data: step, from 0 -> the batch of all hosts, the same each time; or an iterable of
+        batches that begins anew each time. A batch has integer arrays [data.global_batch, data.sequence_length]: tokens,
+        targets (-1: not counted), and, if they are not one document a row, positions and segment_ids (-1: padding).
       devices: default: all.
       log: takes a line for the user; called by the first process only.
       began: start time of the process, in seconds since 1970, for the goodput ledger; default: now.
@@ -66,18 +83,29 @@ def train(
         replicas'. HostsDiffer: the hosts were started with different inputs; nothing was written. HostLost: a host does not
         answer.
     """
+    if loss is None:
+        return _train(sections, batches, devices, log, began)
+    with named_loss(loss) as name:
+        return _train(replace(sections, loss=name), batches, devices, log, began)
+
+
+@release_locks_at_exit()
+def _train(sections: TrainSections, batches: Any, devices: list[Any] | None, log: Any, began: float | None) -> Outcome:
+    """Trains, as `train` says."""
     s = sections
     main = jax.process_index() == 0
     log = log if main else (lambda line: None)
     ledger = Ledger(main, began)
     hosts = Hosts(s.run.host_timeout)
     with hosts.together():
-        opened = open_run(s, hosts, devices, log)
+        opened = open_run(s, hosts, devices, log, batches)
         init_from = getattr(s.model, "init_from", None)
         source = None
         if init_from is not None and not opened.checkpoints_found:
             source = open_source(init_from, s.model, [stage.sections.model for stage in opened.stages])
         weights = {} if source is None or hosts.count == 1 else {"model.init_from (digest)": source.digest()}
+        if hosts.count > 1 and not opened.checkpoints_found:
+            weights |= digests(opened.program.trained)
         check_stages(opened)
         # Compile before writing anything, so that a recipe that cannot run leaves no trace.
         compiled = compile_stage(opened, "the first step", weights | {"checkpoint": opened.last}, ledger, log)

@@ -1,8 +1,9 @@
-"""The optimizer: AdamW with a schedule, through optax, and where and how its moments are kept."""
+"""The optimizer: AdamW, or one of a plugin, with a schedule, through optax, and where and how its moments are kept."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ejdist.registered import OPTIMIZER, Entry, entry_of, names_of, sizes_of
 from ejdist.sections import operational
 from ejdist.training.rounding import random_bits, rounded, seed_of
 
+ADAMW = "adamw"
 SCHEDULES = ("warmup_cosine", "wsd", "constant")
 DTYPES, PLACES = ("float32", "bfloat16"), ("none", "host")
 
@@ -23,6 +26,7 @@ DTYPES, PLACES = ("float32", "bfloat16"), ("none", "host")
 class OptimizerSection:
     """The `optimizer` section of a recipe."""
 
+    name: str = ADAMW  # adamw, or the name of an optimizer that a plugin registers
     learning_rate: float = 3e-4  # the largest rate, after the warmup
     schedule: str = "warmup_cosine"  # of the rate: warmup_cosine, wsd (warmup, stable, decay), constant (after warmup)
     warmup_steps: int = 100  # steps in which the rate rises; at most all but one of the run's
@@ -40,6 +44,13 @@ class OptimizerSection:
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy."""
+        for name, value in fixed(self).items():
+            if getattr(self, name) != value:
+                remedy = "; its module may register it with elementwise=True" if name == "offload" else ""
+                raise ValueError(
+                    f"optimizer.{name} = {getattr(self, name)!r} does not go with optimizer.name = {self.name!r}, which keeps "
+                    f"its own state; set it to {value}{remedy}"
+                )
         if self.schedule not in SCHEDULES:
             raise ValueError(f"optimizer.schedule = {self.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
         for name, known in (("moments", DTYPES), ("offload", PLACES), ("accumulate", DTYPES)):
@@ -59,6 +70,57 @@ class OptimizerSection:
             held = _in_float32(value)
             if not low <= held < high or (value and not held):
                 raise ValueError(f"optimizer.{name} must be in [{low}, {high}), got {_shown(value)}")
+
+
+def _own(section: OptimizerSection) -> Entry | None:
+    """Returns the optimizer of a plugin that a recipe names, None for AdamW. Raises ValueError: there is no such optimizer."""
+    entry = entry_of(OPTIMIZER, section.name)
+    if entry is None and section.name != ADAMW:
+        raise ValueError(
+            f"optimizer.name = {section.name!r} is unknown; use one of {', '.join([ADAMW, *names_of(OPTIMIZER)])}, or give "
+            "plugins=[MODULE] with the module that registers it"
+        )
+    return entry
+
+
+def fixed(section: OptimizerSection) -> dict[str, str]:
+    """Returns the keys that the optimizer of a recipe cannot have otherwise, and what they are; none for AdamW."""
+    own = _own(section)
+    if own is None:
+        return {}
+    return {"moments": "float32"} | ({} if own.value.elementwise else {"offload": "none"})
+
+
+@dataclass(frozen=True)
+class OwnOptimizer:
+    """An optimizer as a plugin registers it, see `ejdist.plugins.register_optimizer`."""
+
+    make: Callable[..., optax.GradientTransformation]
+    elementwise: bool
+
+
+def _scaling(s: OptimizerSection) -> optax.GradientTransformation:
+    """Returns what makes a direction of a gradient, before decay and rate."""
+    own = _own(s)
+    if own is not None:
+        sizes = sizes_of(s, own)
+        made = own.value.make() if sizes is None else own.value.make(sizes)
+        if not (hasattr(made, "init") and hasattr(made, "update")):
+            raise ValueError(
+                f"the optimizer {own.name!r} of {own.module} must return an optax.GradientTransformation, got {made!r}"
+            )
+        return made
+    adam = optax.scale_by_adam(b1=s.b1, b2=s.b2, eps=s.eps, mu_dtype="float32")
+    return _in_bfloat16(adam) if s.moments == "bfloat16" else adam
+
+
+def state_bytes(s: OptimizerSection) -> int:
+    """Returns the bytes that the optimizer keeps of a number of a large matrix."""
+    if _own(s) is None:
+        return 2 * (2 if s.moments == "bfloat16" else 4)
+    like = {"matrix": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
+    state = jax.eval_shape(_scaling(s).init, like)
+    return round(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / 512**2)
 
 
 def _in_float32(value: float) -> float:
@@ -118,7 +180,7 @@ class Rate:
 def make_optimizer(
     section: OptimizerSection, steps: int, decayed: Any, rate: Rate | None = None
 ) -> tuple[optax.GradientTransformation, Any]:
-    """Returns (AdamW with clipping, its schedule).
+    """Returns (AdamW, or the optimizer of a plugin, with clipping, decay and rate; the schedule).
 
     Its update takes two more arguments, by name: `norm`, of the whole gradient, where it is called for a part of it; and `row`,
     where that part is one row of each stack.
@@ -134,14 +196,13 @@ def make_optimizer(
     section.validate()
     schedule = make_schedule(section, steps) if rate is None else rate
     s = section
-    adam = optax.scale_by_adam(b1=s.b1, b2=s.b2, eps=s.eps, mu_dtype="float32")
-    adamw = optax.chain(
-        _in_bfloat16(adam) if s.moments == "bfloat16" else adam,
+    scaled = optax.chain(
+        _scaling(s),
         optax.add_decayed_weights(s.weight_decay, lambda tree: _of_same_leaves(decayed, tree)),
         optax.scale_by_learning_rate(schedule),
     )
     clip = _clipping(s.clip_norm) if s.clip_norm > 0 else optax.identity()
-    return optax.chain(clip, adamw), schedule
+    return optax.chain(clip, scaled), schedule
 
 
 def moments_like(opt_state: Any, dtype: str) -> Any:

@@ -1,4 +1,4 @@
-"""Puts what a host reads on its devices, as the program of a step takes it."""
+"""Batches on the devices of a program: each host puts its own rows there."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from ejdist.training.checkpoint import CheckpointSection
 from ejdist.training.curriculum import StageSection, stages_of
 from ejdist.training.data import DataSection
 from ejdist.training.guards import GuardsSection
+from ejdist.training.losses import CROSS_ENTROPY, Trained, check_loss
 from ejdist.training.offload import Offload, at_once
 from ejdist.training.optimizer import OptimizerSection, Rate, make_optimizer
 from ejdist.training.step import TrainState, init_state, make_train_step
@@ -175,14 +176,22 @@ class TrainSections:
     # Stages of the run with data, rates, lengths, batches and meshes of their own, {until: 100, sequence_length: 512, ...}.
     curriculum: list[StageSection] = compared(default_factory=list)
     accumulation: int = 1  # microbatches of a step, whose gradients are summed before the update
+    # What is trained: cross_entropy of the next token, or the name of a loss that a plugin registers.
+    loss: str = CROSS_ENTROPY
+    # Modules of the current folder, or installed, that register layers, sources, optimizers and losses: [my.module].
+    plugins: tuple[str, ...] = operational((), recorded=True)
     z_loss: float = 1e-4  # weight of the squared log-sum-exp of the logits
     platform: str | None = operational(None)  # backend of every operation, for example xla; null: the fastest
     # Bitwise reproducible steps, even where a faster backend sums in arbitrary order.
     deterministic_attention: bool = operational(False)
 
+    def __post_init__(self) -> None:
+        self.plugins = tuple(self.plugins)
+
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy: for top-level keys, and for constraints between sections."""
         check_allowed(self)
+        check_loss(self.loss)
         if self.accumulation < 1:
             raise ValueError(f"accumulation must be at least 1, got {self.accumulation}")
         # Each stage of a curriculum has its own.
@@ -206,7 +215,8 @@ class TrainSections:
 class Program:
     """A training step on a mesh, and the shardings of its arguments."""
 
-    model: Model
+    trained: Trained  # the model with its loss
+    model: Model  # with what the loss keeps among its buffers
     mesh: jax.sharding.Mesh
     order: Order
     step: Any  # jitted (state, batch) -> (state, metrics); (state, batch, limits) where it skips spikes
@@ -269,7 +279,8 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
       ValueError: a section is wrong, or a size does not fit the mesh; names the parameter or key, and the remedy.
     """
     validate(sections)
-    s, model = sections, sections.model.build()
+    s, trained = sections, Trained(sections, sections.model.build())
+    model = trained.with_references()
     order = check_sizes(s, model, mesh)
     length, rows = s.data.sequence_length, s.data.global_batch
     notes: list[str] = []
@@ -287,16 +298,17 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
 
     def loss(params: Any, batch: dict[str, jax.Array], *, context: StepContext) -> Any:
         with set_layout(order=order):  # for operations that a part calls directly, not through `ops`
-            return model.loss(params, batch, ops, z_loss=s.z_loss, context=context)
+            return trained.loss(params, batch, ops, context)
 
     key = jax.random.key(s.run.seed)
 
     def make_state() -> TrainState:
-        return init_state(initialise(model.declared, key), optimizer, initialise(model.buffers, key))
+        params = initialise(model.declared, key)
+        return init_state(params, optimizer, trained.start(params, initialise(model.buffers, key)))
 
     def take_state(given: dict[str, Any]) -> TrainState:
         own = {part: new | given["buffers"].get(part, {}) for part, new in initialise(model.buffers, key).items()}
-        return init_state(given["params"], optimizer, own)
+        return init_state(given["params"], optimizer, trained.start(given["params"], own))
 
     placed = param_shardings(s, model.declared, mesh)
     shapes = jax.eval_shape(make_state)
@@ -340,7 +352,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
     init = jax.jit(make_state, out_shardings=shardings)
     init_from = jax.jit(take_state, donate_argnums=0, out_shardings=shardings)
     return Program(
-        model, mesh, order, step, init, init_from, state, batch, limits, num_parameters(model.declared), notes
+        trained, model, mesh, order, step, init, init_from, state, batch, limits, num_parameters(model.declared), notes
     )
 
 
@@ -366,4 +378,8 @@ def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:
     def is_params(x: Any) -> bool:
         return jax.tree.structure(x) == structure
 
-    return jax.tree.map(lambda x: placed if is_params(x) else whole, shapes, is_leaf=is_params)
+    def like_params(x: Any) -> Any:
+        # An optimizer of a plugin may keep less of a parameter, such as the means of its rows.
+        return jax.tree.map(lambda m, p, at: at if m.shape == p.shape else whole, x, shapes.params, placed)
+
+    return jax.tree.map(lambda x: like_params(x) if is_params(x) else whole, shapes, is_leaf=is_params)

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 
 from ejdist.models.config import ExpertsShape, LatentShape
-from ejdist.models.decoder import DecoderConfig
+from ejdist.models.decoder import DecoderConfig, decoder_type
 from ejdist.paths import is_step, is_url, place
+from ejdist.registered import LAYER, PluginError, load, sections_of
 from ejdist.sections import flat
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
 from ejdist.training.checkpoint_rows import StoredArray
@@ -98,12 +99,17 @@ def has_steps(folder: Path) -> bool:
 def section_of(recipe: dict[str, Any], where: Any) -> DecoderConfig:
     """Returns the model section of a run, from what its checkpoint keeps. A key that it has not had the default's meaning."""
     given = {k.removeprefix("model."): v for k, v in recipe.items() if k.startswith("model.")}
-    strange = sorted(set(given) - set(flat(DecoderConfig())))
+    try:
+        load(recipe.get("plugins") or ())
+    except PluginError as error:
+        raise WeightsError(f"{where} was trained with a plugin: {error}") from error
+    strange = sorted(set(given) - set(flat(decoder_type()())))
     if strange:
         raise WeightsError(f"{where} has another model: it has model.{strange[0]}, which the decoder does not have")
     tree = nested(given)
     experts, latent = ExpertsShape(**tree.pop("experts", {})), LatentShape(**tree.pop("latent", {}))
-    return DecoderConfig(**tree, experts=experts, latent=latent)
+    own = {name: kind(**tree.pop(name, {})) for name, kind in sections_of(LAYER).items()}
+    return decoder_type()(**tree, **own, experts=experts, latent=latent)
 
 
 def nested(flat_tree: dict[str, Any]) -> dict[str, Any]:

@@ -18,24 +18,23 @@ from ejdist.cluster.agreement import environment
 from ejdist.cluster.hosts import Hosts
 from ejdist.mesh import make_mesh
 from ejdist.paths import ELSEWHERE, is_step, is_url
+from ejdist.registered import check_recorded, digests, load
 from ejdist.sections import flat, validate
-from ejdist.training.chats.special_tokens import ends_of
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
 from ejdist.training.checkpoint_format import CheckpointError, DamagedCheckpoint, check_same_model
 from ejdist.training.checkpoint_policy import Saves, Tier
 from ejdist.training.curriculum import Stage, history, stage_of, stages_of
-from ejdist.training.data import Data, DataSection
-from ejdist.training.data import build as build_data
-from ejdist.training.data.tokenizer import Tokenizer
+from ejdist.training.data import Data
 from ejdist.training.guards import SkippedBatches
 from ejdist.training.held_out import data_of_evaluation
 from ejdist.training.kept import told_of_folder
 from ejdist.training.optimizer import cast_moments, moments_like
 from ejdist.training.program import Program, TrainSections, make_program
 from ejdist.training.pytree_io import name_of
-from ejdist.training.recorded import told_changes
+from ejdist.training.recorded import recorded, told_changes
 from ejdist.training.resume import Past, check_data, check_history, check_same_run, fingerprint
 from ejdist.training.run_lock import Lock
+from ejdist.training.stage_data import data_of_stages, own_batches, sizes_of
 from ejdist.training.start import Source, nested
 from ejdist.training.step import TrainState
 from ejdist.training.trackers import check_installed
@@ -86,7 +85,7 @@ class Run:
 
     def data_of(self, stage: Stage) -> Data:
         """Returns the data of a stage, as at the start of a run."""
-        return self.datas[stage.number - 1].resized(**_sizes(stage.sections.data))
+        return self.datas[stage.number - 1].resized(**sizes_of(stage.sections.data))
 
     @property
     def corpora(self) -> list[str]:
@@ -135,19 +134,26 @@ class Run:
 
 
 def open_run(
-    sections: TrainSections, hosts: Hosts, devices: list[Any] | None = None, log: Any = lambda line: None
+    sections: TrainSections,
+    hosts: Hosts,
+    devices: list[Any] | None = None,
+    log: Any = lambda line: None,
+    batches: Any = None,
 ) -> Run:
     """Sets up the run of a recipe. Call it inside `hosts.together()`, on all hosts.
 
     Args:
       devices: default: all.
       log: takes a line for the user.
+      batches: in the place of the recipe's data, see `ejdist.training.train`.
 
     Raises:
       ValueError: the recipe or its files are wrong, or another process trains in run.dir. CheckpointError: run.dir holds
         files of another project. HostsDiffer: the hosts were started with different inputs. HostLost: a host is missing.
     """
     s = sections
+    check_recorded(recorded(s.run.dir).get("plugins") or (), s.plugins, s.run.dir)
+    load(s.plugins)
     validate(s)
     directory = _writable("run.dir", s.run.dir)
     for key, folder in (("checkpoint.dir", s.checkpoint.dir), ("checkpoint.local", s.checkpoint.local)):
@@ -160,7 +166,7 @@ def open_run(
     if hosts.index == 0:
         check_installed(s.run.trackers)
     recipe = {key: value for key, value in flat(s).items() if not key.startswith("cluster.")}
-    hosts.compare("the start", recipe | environment())
+    hosts.compare("the start", recipe | digests() | environment())
     folders = [("run.dir", directory)]
     if s.checkpoint.dir is not None and not is_url(s.checkpoint.dir):
         kept = Path(s.checkpoint.dir).expanduser()
@@ -184,8 +190,8 @@ def open_run(
     last = saves.durable.latest()
     stage = stage_of(stages, (last or 0) + 1)
     program, s = programs[stage.number - 1], stage.sections
-    datas = data_of_stages(stages)
-    data = datas[stage.number - 1].resized(**_sizes(s.data))
+    datas = data_of_stages(stages) if batches is None else own_batches(stages, batches)
+    data = datas[stage.number - 1].resized(**sizes_of(s.data))
     held_out = data_of_evaluation(s, data, datas)
     if (line := data.ends()) is not None:
         log(line)
@@ -196,7 +202,7 @@ def open_run(
             log(line)
     if held_out is not None and held_out.has_conversations:  # they must fit into the rows of every stage
         for other in stages:
-            held_out.resized(**_sizes(other.sections.data))
+            held_out.resized(**sizes_of(other.sections.data))
     found = saves.find(program.state, log)
     if not found and hosts.index == 0:
         _check_moved(directory, s.checkpoint)
@@ -344,58 +350,3 @@ def _writable(key: str, folder: str) -> Path:
             f"{key} = {folder!r}: {there} cannot be written; choose another folder, or fix its permissions"
         )
     return directory
-
-
-def _sizes(section: DataSection) -> dict[str, int]:
-    return {"sequence_length": section.sequence_length, "global_batch": section.global_batch}
-
-
-def data_of_stages(stages: Sequence[Stage]) -> list[Data]:
-    """Returns the data of each stage, all with the tokenizer of the first; stages of one source share it.
-
-    Raises:
-      ValueError: as `data_of`; or a stage has another tokenizer, no data, or too little for a row. Names the stage.
-    """
-    found: list[Data] = []
-    sections: list[Any] = []
-    for stage in stages:
-        section = stage.sections.data
-        alike = [i for i, other in enumerate(sections) if replace(section, **_sizes(other)) == other]
-        try:
-            if alike:
-                data = found[alike[0]]
-                if data.has_conversations:  # they must fit into the rows of every stage
-                    data = data.resized(**_sizes(section))
-            else:
-                data = data_of(stage.sections, found[0].corpus.tokenizer if found else None)
-                if found and data.corpus.tokenizer.fingerprint != found[0].corpus.tokenizer.fingerprint:
-                    raise ValueError(
-                        "data.source has another tokenizer than the stages before; tokenize it with the same one"
-                    )
-                if found and ends_of(data.corpus.tokenizer) != ends_of(found[0].corpus.tokenizer):
-                    raise ValueError(
-                        "data.source was made with another BOS or EOS than the stages before; tokenize it with the same "
-                        "data.bos and data.eos"
-                    )
-                if stage.has_data and (least := min(data.tokens_of_sources)) < section.sequence_length:
-                    raise ValueError(
-                        f"data.source has {least:,} tokens, fewer than a row of data.sequence_length = "
-                        f"{section.sequence_length:,}; give more text, or shorter rows"
-                    )
-        except ValueError as error:
-            raise ValueError(f"{stage.where}{error}") from error
-        found.append(data)
-        sections.append(section)
-    return found
-
-
-def data_of(s: TrainSections, tokenizer: Tokenizer | None = None) -> Data:
-    """Returns the data of a recipe, of files with `tokenizer` if it is given. Raises ValueError if the model's vocabulary is
-    smaller than the tokenizer's."""
-    data = build_data(s.data, seed=s.run.seed, tokenizer=tokenizer)
-    if data.vocab_size > s.model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size = {s.model.vocab_size} is smaller than the {data.vocab_size} tokens of data.tokenizer = "
-            f"{s.data.tokenizer!r}; make it at least that"
-        )
-    return data

@@ -55,7 +55,8 @@ def make_train_step(
     """Returns the function (state, batch, limits=None) -> (state, metrics).
 
     Args:
-      loss: (params, batch, context=StepContext) -> (sum over tokens, metrics, with "tokens" among them).
+      loss: (params, batch, context=StepContext) -> (sum over tokens, metrics, with "tokens" among them); with "terms", the sum
+        is over these.
       accumulation: microbatches whose gradients are summed before the one update. The result is the mean over all tokens of
         the batch, whatever the number.
       accumulate: dtype of that sum, float32 or bfloat16, to which each sum is rounded stochastically.
@@ -99,7 +100,8 @@ def make_train_step(
             shapes = jax.eval_shape(lambda p: gradient(state, *p), jax.tree.map(lambda x: x[0], parts))
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, accumulate), shapes[1])
             (sums, grads), _ = jax.lax.scan(add, ({name: m.start() for name, m in shapes[0].items()}, zeros), parts)
-        count = jnp.maximum(sums["tokens"].value, 1)
+        # A loss of its own may be a mean over something else.
+        count = jnp.maximum(sums.get("terms", sums["tokens"]).value, 1)
         with jax.named_scope("optimizer"):
             norm = optax.tree.norm(_mean(grads, count))
         metrics = {name: m.reported(count) for name, m in sums.items() if m.how != "update"}

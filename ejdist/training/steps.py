@@ -16,6 +16,7 @@ from ejdist.training.flops import step_flops
 from ejdist.training.goodput import Ledger
 from ejdist.training.guards import Finite, Rewind, SkippedBatches, Watch, stopped
 from ejdist.training.held_out import HeldOut, evaluation_of
+from ejdist.training.losses import read_references
 from ejdist.training.metrics import MetricsWriter, write_error
 from ejdist.training.placing import local_rows, place_batch, place_limits
 from ejdist.training.profiling import StepProfiler, peak_memory
@@ -110,6 +111,7 @@ def start_state(run: Run, found: list[tuple[int, Tier]], source: Source | None, 
     else:
         step, guards = 0, {}
         state = run.program.init() if source is None else start_from(run.program, source, log)
+        state = read_references(run.program.trained, state, run.program.state, log)
     hosts = run.hosts
     for lock in run.locks:
         try:

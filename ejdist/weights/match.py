@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ejdist.models.config import DecoderShape
+from ejdist.registered import LAYER, sections_of
 from ejdist.sections import flat
 
 # How a model is started and trained, and not what it computes.
@@ -45,7 +46,8 @@ def deciding(c: DecoderShape) -> dict[str, Any]:
         unused |= {"head_dim", "num_kv_heads"}
     if "experts" in parts:
         found["experts.activation"] = c.experts.activation or c.activation
-    for part, prefix in (("experts", "experts."), ("latent_attention", "latent.")):
+    own = [(name, f"{name}.") for name in sections_of(LAYER)]
+    for part, prefix in (("experts", "experts."), ("latent_attention", "latent."), *own):
         if part not in parts:
             unused |= {k for k in found if k.startswith(prefix)}
     if c.rope_scaling is None:

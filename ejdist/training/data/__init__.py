@@ -17,9 +17,10 @@ from ejdist.training.chats.special_tokens import SpecialTokens, ends_of
 from ejdist.training.data.conversation_keys import Asked, one_of
 from ejdist.training.data.corpus import Corpus, build_corpus
 from ejdist.training.data.dataset import OWN, Dataset, is_dataset, open_dataset
-from ejdist.training.data.hub import PREFIX
+from ejdist.training.data.hub import is_stream
 from ejdist.training.data.hub_dataset import hub_dataset
 from ejdist.training.data.mixture import MixedRows, Mixture, check_sections, counts_of
+from ejdist.training.data.own_source import OwnRows, own_source
 from ejdist.training.data.packing import Packing, Rows
 from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole
 from ejdist.training.data.tokenizer import ByteTokenizer, Tokenizer
@@ -33,7 +34,8 @@ class DataSection:
     content of the corpus and the tokenizer, which may have moved."""
 
     # The folder of a dataset that launch.tokenize made; or "stdlib", "example_chats", a glob of files (text, jsonl, jsonl.gz,
-    # parquet) or a list of globs, which are tokenized at the start; or hf:NAME[:SPLIT].
+    # parquet) or a list of globs, which are tokenized at the start; hf:NAME[:SPLIT]; or NAME:REST of a source that a plugin
+    # registers.
     source: Any = compared("stdlib", recorded=True)
     # Instead of source: a list of {source, weight}, and text_key, format, loss_on and chat_template where they differ.
     mixture: Any = compared(None, recorded=True)
@@ -302,6 +304,8 @@ def _rows_of(
     if isinstance(corpus, Mixture):
         rows = [_rows_of(part, length, seed, packing, too_long, cache_dir) for part in corpus.parts]
         return MixedRows(rows, corpus.counts_for(rows), seed, first)
+    if isinstance(corpus, OwnRows):
+        return corpus.rows(length, seed)
     if packing == "cut" and corpus.chats is not None:
         raise ValueError("data.packing = cut would divide conversations between rows; set data.packing=whole")
     if isinstance(corpus, Corpus) and packing == "cut":
@@ -373,7 +377,9 @@ def _open(
     """Returns what one source is: a dataset, or files that are tokenized now or were before. `instead`: for files, replaces the
     tokenizer of that name."""
     tokenizer, special_tokens = section.tokenizer, section.special_tokens()
-    if isinstance(source, str) and source.startswith(PREFIX):
+    if (own := own_source(source)) is not None and own[0].value.rows is not None:
+        return OwnRows(source, *own, tokenizer, special_tokens)  # pyrefly: ignore[bad-return]
+    if is_stream(source):
         return hub_dataset(source, tokenizer, text_key, cache, asked=asked, special_tokens=special_tokens)
     for one in source if isinstance(source, (list, tuple)) else [source]:
         check_folder("data.source", one if isinstance(one, str) else None)

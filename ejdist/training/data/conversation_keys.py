@@ -12,7 +12,7 @@ from typing import Any
 from ejdist.training.chats.encoding import Chats, date_of
 from ejdist.training.chats.folder import templates_of, tokens_of
 from ejdist.training.chats.rows import KINDS, columns, kinds_in
-from ejdist.training.data.hub import PREFIX, hub_rows
+from ejdist.training.data.hub import hub_rows, is_stream
 from ejdist.training.data.sources import files_of, is_text, rows
 
 FORMATS = ("text", "auto", *KINDS)
@@ -141,7 +141,7 @@ def _kind_of(source: Any, key: str, text_key: str) -> str:
 
 def _first_row(source: Any, key: str, text_key: str) -> tuple[Mapping[str, Any] | None, str]:
     found: Iterator[tuple[str, Any]]
-    if isinstance(source, str) and source.startswith(PREFIX):
+    if is_stream(source):
         found = hub_rows(source, 0, 1)
     else:
         files = [path for path in files_of(source) if not is_text(path)]

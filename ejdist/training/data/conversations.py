@@ -18,7 +18,7 @@ import numpy as np
 from ejdist.training.chats.encoding import Chats, Encoder, Skipped
 from ejdist.training.chats.rows import columns
 from ejdist.training.data.cache import NewFolder
-from ejdist.training.data.hub import PREFIX, hub_rows, row_of_hub
+from ejdist.training.data.hub import hub_rows, is_stream, row_of_hub
 from ejdist.training.data.sources import row_of, rows
 from ejdist.training.data.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ Range = tuple[
 def rows_of(ranges: Sequence[Range], key: str) -> Iterator[tuple[str, tuple[int, int], Any]]:
     """Yields (what an error calls it, its place, the row or the error of reading it) of all rows."""
     for source, (path, begin, end) in enumerate(ranges):
-        if path.startswith(PREFIX):
+        if is_stream(path):
             for number, (where, row) in enumerate(hub_rows(path, begin, end or 1)):
                 yield where, (source, number), row
         else:
@@ -41,7 +41,7 @@ def rows_of(ranges: Sequence[Range], key: str) -> Iterator[tuple[str, tuple[int,
 def row_name(found: Range, number: int) -> str:
     """Returns what an error calls a row of a range."""
     path, begin, _ = found
-    return row_of_hub(path, begin, number) if path.startswith(PREFIX) else row_of(Path(path), number, begin)
+    return row_of_hub(path, begin, number) if is_stream(path) else row_of(Path(path), number, begin)
 
 
 def write_conversations(

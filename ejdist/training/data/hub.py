@@ -1,4 +1,5 @@
-"""Documents of a data set on a hub, streamed by the library `datasets` where that is installed: `hf:NAME[:SPLIT]`."""
+"""Documents that are streamed: of a data set on a hub, `hf:NAME[:SPLIT]`, by the library `datasets` where that is installed; or
+of a source that a plugin registers, `NAME:REST`."""
 
 from __future__ import annotations
 
@@ -6,9 +7,16 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
+from ejdist.training.data.own_source import own_rows_of, own_source
 from ejdist.training.data.sources import text_of
 
 PREFIX = "hf:"
+
+
+def is_stream(source: Any) -> bool:
+    """Returns whether a source is streamed, and is not files."""
+    own = own_source(source)
+    return own[0].value.read is not None if own is not None else isinstance(source, str) and source.startswith(PREFIX)
 
 
 def _stream(source: str) -> Any:
@@ -38,6 +46,8 @@ def _stream(source: str) -> Any:
 
 def hub_parts(source: str) -> int:
     """Returns into how many parts a set is divided, which can be read apart from each other."""
+    if own_source(source) is not None:
+        return 1
     stream = _stream(source)
     return int(getattr(stream, "num_shards", None) or getattr(stream, "n_shards", None) or 1)
 
@@ -58,6 +68,9 @@ def hub_rows(source: str, part: int, parts: int) -> Iterator[tuple[str, dict[str
     Raises:
       ValueError: the set cannot be read.
     """
+    if own_source(source) is not None:
+        yield from ((row_of_hub(source, part, n), row) for n, row in enumerate(own_rows_of(source)))
+        return
     stream = _stream(source)
     rows = iter(stream if parts == 1 else stream.shard(num_shards=parts, index=part))
     number = 0

@@ -27,7 +27,7 @@ from ejdist.training.data.dataset import (
     fingerprint_of,
     tokenizer_of,
 )
-from ejdist.training.data.hub import PREFIX, hub_parts
+from ejdist.training.data.hub import hub_parts, is_stream
 from ejdist.training.data.settings import REMEDY, Settings, settings_of, texts_of_unit, writing
 from ejdist.training.data.sources import files_of
 from ejdist.training.data.text_writing import Report, write_texts
@@ -69,7 +69,7 @@ def make_plan(
         other settings. OSError: it cannot be written.
     """
     made = _units_made(folder)
-    if isinstance(source, str) and source.startswith(PREFIX):
+    if is_stream(source):
         parts = hub_parts(source)
         units = [Unit((Span(source, i, parts, 0, 0),)) for i in range(parts)]
     else:
@@ -122,7 +122,7 @@ def make_shard(folder: Path, unit: Unit, settings: Settings, tokenizer: Tokenize
     shard = folder / unit.name
     if shard.exists():
         return
-    spans = tuple(s if s.path.startswith(PREFIX) else replace(s, digest=digest_of(s)) for s in unit.spans)
+    spans = tuple(s if s.streamed else replace(s, digest=digest_of(s)) for s in unit.spans)
     with new_folder(shard, what="the shard", remedy=REMEDY, block=BLOCK) as new:
         if settings.chats is None:
             facts = write_texts(new, texts_of_unit(unit, settings.text_key, source), settings.dtype, tokenizer, report)
@@ -133,7 +133,7 @@ def make_shard(folder: Path, unit: Unit, settings: Settings, tokenizer: Tokenize
         own = {"tokenizer": settings.fingerprint} | (settings.special_tokens or {})
         new.facts = {**facts, **own, "sources": Unit(spans).facts()}
         for span in unit.spans:
-            now = None if span.path.startswith(PREFIX) else span_of(Path(span.path))
+            now = None if span.streamed else span_of(Path(span.path))
             if now and (now.size, now.mtime_ns) != (span.size, span.mtime_ns):
                 raise ValueError(
                     f"data.source: {span.path} changed while it was read; start again once nothing writes to it"
@@ -204,7 +204,7 @@ def _check_complete(folder: Path, shards: list[dict[str, Any]]) -> None:
     spans = sorted((s for shard in shards for s in shard["sources"]), key=lambda s: (s["path"], s["begin"], s["end"]))
     for path, found in itertools.groupby(spans, key=lambda s: s["path"]):
         found = list(found)
-        if path.startswith(PREFIX):
+        if Span(**found[0]).streamed:
             whole = [s["begin"] for s in found] == list(range(found[0]["end"]))
         else:
             ends = [0, *(s["end"] for s in found)]

@@ -43,6 +43,11 @@ class Span:
         return self.begin == 0 and self.end == self.size
 
     @property
+    def streamed(self) -> bool:
+        """Whether it is a part of a stream, whose bytes nobody knows."""
+        return self.size == 0 and self.end > 0
+
+    @property
     def place(self) -> tuple[str, int, int]:
         return self.path, self.begin, self.end
 
@@ -124,7 +129,7 @@ def texts_of(span: Span, text_key: str) -> Iterator[str]:
       ValueError: the file or a row is wrong; names it.
     """
     path = Path(span.path)
-    if span.path.startswith("hf:"):
+    if span.streamed:
         found = hub_documents(span.path, span.begin, span.end, text_key)
     elif is_text(path) and span.size > TEXT_PART:
         found = _parts(path, span)

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ejdist.registered import load, loaded
 from ejdist.training.data.dataset import tokenizer_of
 from ejdist.training.data.tokenizer import Tokenizer
 from ejdist.training.data.tokenizing import Plan, make_shard
@@ -84,7 +85,7 @@ def make_shards(
         with _threads(threads):
             for _ in range(min(processes, len(units))):
                 ours, theirs = context.Pipe()
-                worker = context.Process(target=_work, args=(plan.folder, plan.settings, plan.source, theirs))
+                worker = context.Process(target=_work, args=(plan.folder, plan.settings, plan.source, theirs, loaded()))
                 worker.start()
                 theirs.close()
                 workers[ours] = worker
@@ -151,12 +152,13 @@ def _received(pipe: Connection, worker: Any, unit: Unit) -> tuple[str, Any]:
         ) from None
 
 
-def _work(folder: Path, settings: Any, source: Any, pipe: Connection) -> None:
+def _work(folder: Path, settings: Any, source: Any, pipe: Connection, plugins: Sequence[str]) -> None:
     """A worker process: builds the shards requested through the pipe, until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent hears it too, and ends this process
     signal.signal(signal.SIGTERM, _end)
     # JAX's, of arrays, of which there are none here: what a signal raises while garbage is collected is dropped.
     gc.callbacks.clear()
+    load(plugins)  # which read the source, and which this process has not imported
     tokenizer: Tokenizer = tokenizer_of(folder, settings.own)
     while True:
         try:
