@@ -30,6 +30,7 @@ from ejdist.training.program import TrainSections
 
 __all__ = [
     "BoundModel",
+    "Loss",
     "LossTerms",
     "PluginError",
     "Reference",

@@ -27,7 +27,7 @@ DECIDED = {key for key in names_of() if key.startswith(("model.", "optimizer."))
     "model.remat", "model.init_from", "optimizer.offload"
 }  # fmt: skip
 DECIDED |= {"accumulation", "z_loss", "experts.capacity"}
-RECORDED = {"run.steps", "model.init_from"} | {
+RECORDED = {"run.steps", "model.init_from", "plugins"} | {
     f"data.{name}"
     for name in (
         "source", "mixture", "weights_by", "format", "loss_on", "packing", "too_long", "text_key", "tokenizer", "bos", "eos",

@@ -59,20 +59,20 @@ def train(
 ) -> Outcome:
     """Trains a run from where `run.dir` left it, and returns how it ended.
 
-    The same call resumes: from the newest checkpoint that can be read, with the same losses as if it had not stopped. It refuses
-    another recipe, loss or batches. On several hosts, call it on all of them, after `jax.distributed.initialize`.
+    The same call resumes, from the newest checkpoint that can be read and with the same losses as if it had not stopped; it
+    refuses another recipe, loss or batches. On several hosts, call it on all of them, after `jax.distributed.initialize`.
 
     Writes to run.dir: metrics.jsonl, goodput.jsonl, evaluation.jsonl (with `evaluation.every`), tensorboard/, checkpoints/, and
     at the end summary.json, loss.png and the model's own pictures.
 
     Args:
-      sections: of a recipe: `recipes.schema.compose([KEY=VALUE, ...])`, with which plugins are imported too; or made by hand,
+      sections: a recipe, `recipes.schema.compose([KEY=VALUE, ...])`, which imports its plugins too; or made by hand,
         `TrainSections(model=DecoderConfig(...), ...)`.
       loss: instead of the recipe's: a function as `ejdist.plugins.register_loss` takes it, without a section; with references,
-        a `Loss`. Recorded by its qualified name.
+        a `Loss`. The run records its qualified name.
       batches: instead of the recipe's data: step, from 0 -> the batch of all hosts, the same each time; or an iterable of
         batches that begins anew each time. A batch has integer arrays [data.global_batch, data.sequence_length]: tokens,
-        targets (-1: not counted), and, if they are not one document a row, positions and segment_ids (-1: padding).
+        targets (-1: not counted), and, unless a row is one document, positions and segment_ids (-1: padding).
       devices: default: all.
       log: takes a line for the user; called by the first process only.
       began: start time of the process, in seconds since 1970, for the goodput ledger; default: now.

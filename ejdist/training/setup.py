@@ -152,6 +152,7 @@ def open_run(
         files of another project. HostsDiffer: the hosts were started with different inputs. HostLost: a host is missing.
     """
     s = sections
+    s.run.validate()
     check_recorded(recorded(s.run.dir).get("plugins") or (), s.plugins, s.run.dir)
     load(s.plugins)
     validate(s)

@@ -70,7 +70,7 @@ class OwnBatches(Data):
         return [f"{key} is not read: train() was given batches"]
 
     def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
-        """Returns the batch of a step, counted from 0, or only those of its rows. Raises ValueError: wrong or missing."""
+        """Returns the batch of a step, counted from 0, or only those of its rows. Raises ValueError: it is wrong."""
         return next(self.iterator(step, step + 1, rows))
 
     def iterator(
