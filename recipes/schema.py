@@ -177,7 +177,7 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
         why["model.ffn_dim"] = "all layers have experts, whose width is model.experts.ffn_dim"
     if not parts & {"attention", "window_attention"}:
         why |= dict.fromkeys(
-            ("model.head_dim", "model.num_kv_heads"), "all layers have latent attention: see model.latent"
+            ("model.head_dim", "model.num_kv_heads"), "no layer has plain attention: latent attention is model.latent"
         )
     if entry_of(OPTIMIZER, recipe.optimizer.name) is not None:
         adam = f"optimizer.name = {recipe.optimizer.name} is not AdamW"

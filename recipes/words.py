@@ -251,7 +251,11 @@ _TOLD = (
     ),
     (
         "there are no loops of reinforcement learning",
-        "reward ppo grpo rlhf dpo rl",
+        "reward ppo grpo rlhf rl",
+    ),
+    (
+        "a plugin registers it, as examples/dpo_loss.py and examples/distillation.py do: plugins=[MODULE] loss=NAME",
+        "dpo loss_fn loss_type criterion distillation kd teacher",
     ),
 )
 

@@ -18,6 +18,7 @@ import published_loop
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from plugged import plugins_of_a_test
 from small_run import TINY, losses
 
 from launch import __main__ as listing
@@ -246,7 +247,8 @@ def test_recipes_of_the_documentation_compose(file, tmp_path, monkeypatch):
         for command in block.replace("\\\n", " ").split("python -m launch.")[1:]:
             name, *words = shlex.split(command, comments=True)
             if name == "train" and not {"-m", "--cfg", "--config-dir"} & set(words):
-                shown.append(compose(words))
+                with plugins_of_a_test():
+                    shown.append(compose(words))
     assert shown and any(recipe.curriculum for recipe in shown) == (file == "launch/README.md")
 
 

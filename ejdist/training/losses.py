@@ -150,7 +150,8 @@ class Trained:
 
         def update(buffers: Any, seen: dict[str, jax.Array]) -> Any:
             kept = {name: buffers[name] for name in more}
-            return self.model.update({name: buffers[name] for name in own}, seen) | kept
+            new = self.model.update({name: buffers[name] for name in own}, seen)
+            return new | kept
 
         return replace(self.model, buffers=own | more, update=update)
 

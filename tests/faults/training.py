@@ -103,8 +103,8 @@ FAULTS = (
     Fault(
         "accumulation forgets a microbatch's tokens",
         "make_train_step.train_step",
-        "$found['tokens'].value",
-        "$found['tokens'].value / accumulation",
+        "$found.get('terms', $found['tokens']).value",
+        "$found.get('terms', $found['tokens']).value / accumulation",
         "tests/test_step.py",
     ),
     Fault(
