@@ -20,6 +20,7 @@ import jax
 from benchmarks.measure import provenance
 from benchmarks.options import read
 from ejdist.mesh import mesh_shape
+from ejdist.models.lora import build
 from ejdist.planning.candidates import candidate_of
 from ejdist.planning.chips import chip_of_kind
 from ejdist.planning.compiled import compiled_step
@@ -160,7 +161,7 @@ def predicted_ms(sections: Any, kind: str, devices: int, flops: float) -> float 
     if chip is None:
         return None
     candidate = candidate_of(sections, mesh_shape(sections.mesh.sizes, devices))
-    sections, mesh, model = candidate.applied(sections), candidate.abstract_mesh(), sections.model.build()
+    sections, mesh, model = candidate.applied(sections), candidate.abstract_mesh(), build(sections.model, sections.lora)
     tokens = sections.data.global_batch * sections.data.sequence_length
     pairs = (flops / 3 - matmul_flops_per_token(model.flops) * tokens) / sum(p.pair for p in model.flops)
     return 1e3 * step_time(sections, held(sections, model, mesh), mesh, Links(chip, chip.host), pairs=pairs).total

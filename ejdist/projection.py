@@ -1,7 +1,7 @@
 """A projection of activations by a stored parameter: where it is gathered, multiplied, and its result placed.
 
 Every product of a layer with a matrix of its own goes through here, so that a way of doing it (a matmul that overlaps with its
-gather, 8-bit or quantised weights, an adapter) is one place to write.
+gather, a frozen matrix in 8 bits, an adapter) is one place to write.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejdist.frozen import Frozen, adapter_dims
 from ejdist.layout import constrain, gather
 from kernels.framework.dims import VOCABULARY
 
 
 def project(
-    x: jax.Array, weight: jax.Array, subscripts: str, *, bias: jax.Array | None = None, mesh: Any = None
+    x: jax.Array, weight: jax.Array | Frozen, subscripts: str, *, bias: jax.Array | None = None, mesh: Any = None
 ) -> jax.Array:
     """Returns the product of x with a parameter, plus the bias, as the layout places activations of its dims.
 
     Args:
       x: activations.
-      weight: a parameter, as the layout stores parameters; it is gathered here, and its gradient is scattered back.
+      weight: a parameter, as the layout stores parameters; it is gathered here, and its gradient is scattered back. A `Frozen`
+        one has no gradient and is gathered as it is stored, int8 as int8; its adapter is gathered and trained like a parameter.
       subscripts: of `jnp.einsum`, "btd,dnh->btnh"; each letter is the dim of that name in capitals, and says where the three
         arrays lie.
       bias: a parameter of the dims of the result that the weight has, in their order; stored like the weight.
@@ -48,8 +50,12 @@ def project(
                 f"project: argument 'weight' of shape {weight.shape} has {dim} = {size}, but 'x' of shape {x.shape} has "
                 f"{sizes[dim]} ({subscripts})"
             )
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    product = jnp.einsum(subscripts, x, gather(weight, " ".join(dims_weight), mesh), precision=precision)
+    if isinstance(weight, Frozen):
+        product = _frozen(x, weight, subscripts, mesh)
+        if weight.a is not None:
+            product = product + _adapter(x, weight, subscripts, mesh)
+    else:
+        product = _einsum(subscripts, x, gather(weight, " ".join(dims_weight), mesh))
     product = constrain(product, " ".join(dims_out), mesh)
     if bias is None:
         return product
@@ -60,6 +66,55 @@ def project(
             f"{tuple(sizes[dim] for dim in dims_bias)}"
         )
     return product + gather(bias, " ".join(dims_bias), mesh)
+
+
+def _einsum(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(subscripts, x, weight, precision=precision)
+
+
+def _frozen(x: jax.Array, weight: Frozen, subscripts: str, mesh: Any) -> jax.Array:
+    """Returns the product with a frozen matrix, which is cast to x's dtype after it is gathered, or before if that is narrower.
+    The scale of a channel multiplies its results: numbers of int8 are exact in any dtype of x, their multiples are not."""
+    dims_x, dims_weight, dims_out = parsed(subscripts)
+    values = jax.lax.stop_gradient(weight.values)
+    if values.dtype.itemsize > x.dtype.itemsize:
+        values = values.astype(x.dtype)
+    product = _einsum(subscripts, x, constrain(values, " ".join(dims_weight), mesh).astype(x.dtype))
+    if weight.scale is None:
+        return product
+    own = [dim if dim not in dims_x else "_" for dim in dims_weight]
+    scale = constrain(jax.lax.stop_gradient(weight.scale), " ".join(own), mesh)
+    scale = jnp.squeeze(scale, tuple(i for i, dim in enumerate(own) if dim == "_"))
+    kept = [dim for dim in dims_weight if dim not in dims_x]
+    order = [dim for dim in dims_out if dim in kept]
+    scale = jnp.transpose(scale, [kept.index(dim) for dim in order])
+    scale = scale.reshape([weight.shape[dims_weight.index(dim)] if dim in kept else 1 for dim in dims_out])
+    return (product * scale).astype(x.dtype)
+
+
+def _adapter(x: jax.Array, weight: Frozen, subscripts: str, mesh: Any) -> jax.Array:
+    """Returns strength (x a) b. The rank is split over no axis, so that of x a, where a summed dim is split, the devices add up
+    rank numbers a token."""
+    dims_x, dims_weight, dims_out = parsed(subscripts)
+    summed, others = ([d for d in dims_weight if (d in dims_x) == inside] for inside in (True, False))
+    kept = [d for d in dims_x if d not in summed]
+    used = {letter.upper() for letter in subscripts}
+    rank, one, *_ = (letter for letter in "ZYXWVU" if letter not in used)
+
+    def letters(*dims: str) -> str:
+        return "".join(dims).lower()
+
+    dims_a, dims_b = adapter_dims(dims_weight, summed)
+    a = gather(weight.a.astype(x.dtype), " ".join(dims_a), mesh)
+    b = gather(weight.b.astype(x.dtype), " ".join(dims_b), mesh)
+    narrow = _einsum(f"{letters(*dims_x)},{letters(*summed, rank)}->{letters(*kept, rank)}", x, a)
+    narrow = constrain(narrow, " ".join([*kept, "_"]), mesh) * weight.strength
+    # With a batch dim, if only of size 1, it is no product that remat=dots keeps: a second array as wide as the layer's own.
+    wide = _einsum(
+        f"{letters(one, *kept, rank)},{letters(one, rank, *others)}->{letters(one, *dims_out)}", narrow[None], b[None]
+    )
+    return wide[0]
 
 
 def parsed(subscripts: str) -> tuple[list[str], list[str], list[str]]:

@@ -66,10 +66,10 @@ class Attention(Part):
         D, N, K, H, std = c.model_dim, c.num_heads, c.num_kv_heads, c.head_dim, c.init_std
         declared = {
             "attention_norm": Param((D,), "_", "ones", decay=False, cast=False),
-            "query": Param((D, N, H), "D N H", std=std),
-            "key": Param((D, K, H), "D K H", std=std),
-            "value": Param((D, K, H), "D K H", std=std),
-            "output": Param((N, H, D), "N H D", std=residual_std(c)),
+            "query": Param((D, N, H), "D N H", std=std, inputs="D", adapts=True),
+            "key": Param((D, K, H), "D K H", std=std, inputs="D", adapts=True),
+            "value": Param((D, K, H), "D K H", std=std, inputs="D", adapts=True),
+            "output": Param((N, H, D), "N H D", std=residual_std(c), inputs="N H", adapts=True),
         }
         if c.qk_norm:
             declared["query_norm"] = Param((H,), "_", "ones", decay=False, cast=False)
@@ -160,18 +160,18 @@ class LatentAttention(Part):
 
     def declare(self, c: DecoderShape) -> dict[str, Param]:
         m, D, N, std = c.latent, c.model_dim, c.num_heads, c.init_std
-        H = m.nope_dim + m.rope_dim
+        H, q = m.nope_dim + m.rope_dim, "R" if m.query_rank else "D"
         declared = {"latent_attention_norm": Param((D,), "_", "ones", decay=False, cast=False)}
         if m.query_rank:
-            declared["query_down"] = Param((D, m.query_rank), "D R", std=std)
+            declared["query_down"] = Param((D, m.query_rank), "D R", std=std, inputs="D", adapts=True)
             declared["query_latent_norm"] = Param((m.query_rank,), "_", "ones", decay=False, cast=False)
         return declared | {
-            "latent_query": Param((m.query_rank or D, N, H), "R N H" if m.query_rank else "D N H", std=std),
-            "latent_down": Param((D, m.kv_rank + m.rope_dim), "D R", std=std),
+            "latent_query": Param((m.query_rank or D, N, H), f"{q} N H", std=std, inputs=q, adapts=True),
+            "latent_down": Param((D, m.kv_rank + m.rope_dim), "D R", std=std, inputs="D", adapts=True),
             "latent_norm": Param((m.kv_rank,), "_", "ones", decay=False, cast=False),
-            "key_up": Param((m.kv_rank, N, m.nope_dim), "R N H", std=std),
-            "value_up": Param((m.kv_rank, N, m.value_dim), "R N H", std=std),
-            "latent_output": Param((N, m.value_dim, D), "N H D", std=residual_std(c)),
+            "key_up": Param((m.kv_rank, N, m.nope_dim), "R N H", std=std, inputs="R", adapts=True),
+            "value_up": Param((m.kv_rank, N, m.value_dim), "R N H", std=std, inputs="R", adapts=True),
+            "latent_output": Param((N, m.value_dim, D), "N H D", std=residual_std(c), inputs="N H", adapts=True),
         }
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:

@@ -78,7 +78,7 @@ def model_of(c: DecoderShape) -> Model:
         token_losses=partial(token_losses, c=c),
         logits_at=partial(logits_at, c=c),
         hidden=partial(hidden_and_metrics, c=c),
-        projection=lambda params: (output_projection(params, c), c.logits_soft_cap),
+        projection=lambda params, *, context=None: (output_projection(params, c), c.logits_soft_cap),
         flops=flops(c),
         buffers=declare_buffers(c),
         update=partial(update_buffers, c),

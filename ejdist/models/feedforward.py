@@ -12,6 +12,7 @@ from ejdist.costs import Traffic
 from ejdist.experts.cost import ExchangeShape, cost_of, memory_of
 from ejdist.experts.losses import update_bias
 from ejdist.experts.metrics import Stats, dead_experts, max_violation
+from ejdist.frozen import Frozen
 from ejdist.models.config import DecoderShape
 from ejdist.models.model import Flops, Metric, Metrics
 from ejdist.models.parameters import Param
@@ -31,18 +32,20 @@ class MLP(Part):
         D, F, std = c.model_dim, c.ffn_dim, c.init_std
         return {
             "mlp_norm": Param((D,), "_", "ones", decay=False, cast=False),
-            "gate": Param((D, F), "D F", std=std),
-            "up": Param((D, F), "D F", std=std),
-            "down": Param((F, D), "F D", std=residual_std(c)),
+            "gate": Param((D, F), "D F", std=std, inputs="D", adapts=True),
+            "up": Param((D, F), "D F", std=std, inputs="D", adapts=True),
+            "down": Param((F, D), "F D", std=residual_std(c), inputs="F", adapts=True),
         }
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         c, ops = ctx.config, ctx.ops
         h = ops.rms_norm(x, self.norms(params, ctx)["mlp_norm"], eps=c.norm_eps)
         matrices = {name: params[name] for name in ("gate", "up", "down")}
-        if not REMAT[c.remat].products:  # the operation gathers its own weights, and saves nothing of width F
+        plain = not any(isinstance(matrix, Frozen) for matrix in matrices.values())
+        if plain and not REMAT[c.remat].products:  # the operation gathers its own weights, and saves nothing of width F
             return x + ops.gated_mlp(h, **matrices, activation=c.activation), {}
-        # gated_mlp's backward would recompute two of the three products, which these policies save instead.
+        # gated_mlp's backward would recompute two of the three products, which these policies save instead; and it knows no
+        # adapter.
         gate, up = (ops.project(h, params[name], "btd,df->btf") for name in ("gate", "up"))
         product = ops.gated_activation(gate, up, activation=c.activation)
         return x + ops.project(product, params["down"], "btf,fd->btd"), {}
@@ -82,8 +85,8 @@ class Experts(Part):
             "experts_norm": Param((D,), "_", "ones", decay=False, cast=False),
             # The choice of experts must not depend on the compute dtype.
             "router": Param((D, E), "D _", std=std, cast=False),
-            "experts_gate_up": Param((E, D, 2, F), "E D _ F", std=std),
-            "experts_down": Param((E, F, D), "E F D", std=residual_std(c)),
+            "experts_gate_up": Param((E, D, 2, F), "E D _ F", std=std, inputs="D"),
+            "experts_down": Param((E, F, D), "E F D", std=residual_std(c), inputs="F"),
         }
         if m.router_bias:
             declared["router_bias"] = Param((E,), "_", "zeros", decay=False, cast=False)
@@ -91,9 +94,9 @@ class Experts(Part):
             declared["experts_gate_up_bias"] = Param((E, 2, F), "E _ F", "zeros", decay=False)
             declared["experts_down_bias"] = Param((E, D), "E D", "zeros", decay=False)
         if S:
-            declared["shared_gate"] = Param((D, S), "D F", std=std)
-            declared["shared_up"] = Param((D, S), "D F", std=std)
-            declared["shared_down"] = Param((S, D), "F D", std=residual_std(c))
+            declared["shared_gate"] = Param((D, S), "D F", std=std, inputs="D")
+            declared["shared_up"] = Param((D, S), "D F", std=std, inputs="D")
+            declared["shared_down"] = Param((S, D), "F D", std=residual_std(c), inputs="F")
         if m.shared_gate:
             declared["shared_expert_gate"] = Param((D, 1), "D _", std=std)
         return declared

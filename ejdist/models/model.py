@@ -113,13 +113,15 @@ class Flops:
     """Forward FLOPs, counting a multiply-add as 2, of a layer's part or of the output projection.
 
     token: per position, in matmuls with parameters. pair: per (query, key) pair of causal attention.
-    grouped: whether the matmuls are grouped by expert. mask: the mask rules within a document, without arrays.
+    grouped: whether the matmuls are grouped by expert. mask: the mask rules within a document, without arrays. frozen: of
+    `token`, those with parameters that are not trained: their backward has one matmul, not two.
     """
 
     token: int
     pair: int = 0
     grouped: bool = False
     mask: MaskInfo = CAUSAL
+    frozen: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,10 +139,11 @@ class Model:
     token_losses: (params, batch, ops, *, context) -> the cross entropy of each token, float32 [B, T], 0 if not counted.
     logits_at: (params, batch, marks, ops, *, count, context) -> float32 [B, count, V], the logits of the tokens that marks
     [B, T] numbers 0 to count - 1. hidden: (params, batch, ops, *, context) -> (what the output projection takes, [B, T, D]; the
-    metrics of the layers). projection: (params) -> (the output projection [D, V]; the soft cap of its logits, or None). update:
-    (buffers, the "update" metrics of a step) -> buffers. report: (the numbers of a step) -> derived metrics. flops: of each
-    part of each layer, and of the head. split: key of the section -> (dim, size) that must divide over a mesh. pictures: file
-    in the run's folder -> function (rows of metrics.jsonl, path) that draws it.
+    metrics of the layers). projection: (params, *, context) -> (the output projection [D, V]; the soft cap of its logits, or
+    None). update: (buffers, the "update" metrics of a step) -> buffers. report: (the numbers of a step) -> derived metrics.
+    flops: of each part of each layer, and of the head. split: key of the section -> (dim, size) that must divide over a mesh.
+    base: how the frozen parameters among the buffers are stored (`ejdist.models.lora.Base`); None where all parameters are
+    trained. pictures: file in the run's folder -> function (rows of metrics.jsonl, path) that draws it.
     """
 
     declared: Any
@@ -152,12 +155,13 @@ class Model:
     token_losses: Callable[..., jax.Array] | None = None
     logits_at: Callable[..., jax.Array] | None = None
     hidden: Callable[..., tuple[jax.Array, Metrics]] | None = None
-    projection: Callable[[Any], tuple[jax.Array, float | None]] | None = None
+    projection: Callable[..., tuple[jax.Array, float | None]] | None = None
     buffers: Any = field(default_factory=dict)
     update: Callable[[Any, dict[str, jax.Array]], Any] = lambda buffers, seen: buffers
     report: Callable[[dict[str, jax.Array]], dict[str, jax.Array]] = lambda numbers: {}
     split: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     pictures: Mapping[str, Callable[[list[dict[str, Any]], Path], None]] = field(default_factory=dict)
+    base: Any = None
 
     def __post_init__(self) -> None:
         check_declared("parameter", self.declared)

@@ -20,7 +20,8 @@ class Param:
     standard deviation of "normal".
 
     `decay`: whether weight decay applies, which it does not for norms and biases. `cast`: whether the model casts it to the
-    compute dtype before use.
+    compute dtype before use. `inputs`: the dims that a product with this matrix sums over, "N H"; "" for what is no matrix of a
+    layer. `adapts`: whether `ops.project` alone multiplies with it, so that it may have an adapter.
     """
 
     shape: tuple[int, ...]
@@ -30,10 +31,18 @@ class Param:
     decay: bool = True
     dtype: str = "float32"
     cast: bool = True
+    inputs: str = ""
+    adapts: bool = False
 
     def __post_init__(self) -> None:
         if len(self.dims.split()) != len(self.shape):
             raise ValueError(f"Param: dims {self.dims!r} must name each dim of the shape {self.shape}; '_' for no name")
+        absent = [dim for dim in self.inputs.split() if dim not in self.dims.split()]
+        if absent or (self.adapts and not self.inputs):
+            raise ValueError(
+                f"Param: inputs {self.inputs!r} must name dims of {self.dims!r}, those that a product sums over"
+                + (", where the parameter adapts" if self.adapts else "")
+            )
 
     def stacked(self, layers: int) -> Param:
         """Returns the parameter stacked over layers, a row per layer."""
@@ -42,6 +51,10 @@ class Param:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * jnp.dtype(self.dtype).itemsize
 
 
 def map_declared(function: Callable[[str, Param], Any], declared: Any) -> Any:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from ejdist.frozen import Frozen
 from ejdist.models.config import ALIASES, MIXERS, NONE, DecoderShape, parts_of_kind
 from ejdist.models.model import Metrics
 from ejdist.models.parameters import Param
@@ -122,6 +123,20 @@ def rematerialised(layer: Callable, remat: Remat, parts: list[Part], *, in_scan:
     return jax.checkpoint(layer, policy=keep, prevent_cse=not in_scan)
 
 
+def _cast(weight: Any, dtype: Any) -> Any:
+    """Returns a stack of matrices in the compute dtype. Of a frozen one a row is cast, where a layer uses it."""
+    return weight.adapter_in(dtype) if isinstance(weight, Frozen) else weight.astype(dtype)
+
+
+def _used(part: Part, weights: dict[str, Any], c: DecoderShape, dtype: Any) -> dict[str, Any]:
+    """Returns the parameters of one layer as its part takes them: of those that are frozen, what `project` alone multiplies
+    with stays as it is stored, and the others become arrays."""
+    if not any(isinstance(w, Frozen) for w in weights.values()):
+        return weights
+    projected = {name for name, p in part.declare(c).items() if p.adapts}
+    return {k: w.whole(dtype) if isinstance(w, Frozen) and k not in projected else w for k, w in weights.items()}
+
+
 def _layer(
     x, weights, buffers, layer, parts: list[Part], context: Callable[..., LayerContext]
 ) -> tuple[jax.Array, Metrics]:
@@ -130,7 +145,8 @@ def _layer(
     metrics: Metrics = {}
     for part in parts:
         with jax.named_scope(part.name):
-            x, given = part.apply(x, weights[part.name], context(layer=layer, buffers=buffers[part.name]))
+            ctx = context(layer=layer, buffers=buffers[part.name])
+            x, given = part.apply(x, _used(part, weights[part.name], ctx.config, x.dtype), ctx)
         for name, m in given.items():
             # Without a gradient, so that the backward saves nothing for them.
             m = m if m.how == "loss" else replace(m, value=jax.lax.stop_gradient(m.value))
@@ -216,7 +232,7 @@ def run_layers(
     stacks = {}
     for name in _counts(layers[which.start : which.stop]):
         part = parts_of(c)[name]
-        weights = {k: params[k].astype(x.dtype) if p.cast else params[k] for k, p in part.declare(c).items()}
+        weights = {k: _cast(params[k], x.dtype) if p.cast else params[k] for k, p in part.declare(c).items()}
         stacks[name] = (weights, buffers.get(name, {}))
 
     def rows(name: str, start: int, stop: int, step: int) -> Any:

@@ -344,9 +344,11 @@ class Checkpoints:
         return {name: kind_of(leaf) for name, leaf in leaves_of(stored)}
 
     def close(self) -> None:
+        """Ends what writes and reads; what is asked afterwards begins again."""
         if self._made is not None:
+            made, self._made = self._made, None
             with self._writing(None):
-                self._made.close()
+                made.close()
 
 
 @functools.cache

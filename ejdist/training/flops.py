@@ -2,7 +2,8 @@
 
 Two conventions, both named because they differ by 2x at long context. causal: attention counts exactly the (query, key)
 pairs that the mask lets through. full: attention counts T x T pairs in every layer, whatever the mask. Both count a
-multiply-add as 2, the backward as twice the forward, no recomputation, and neither norms nor the embedding lookup.
+multiply-add as 2, the backward as twice the forward, no recomputation, and neither norms nor the embedding lookup. A matmul
+with a frozen parameter has one product in its backward, and is counted with it.
 """
 
 from __future__ import annotations
@@ -84,5 +85,5 @@ def step_flops(parts: Iterable[Flops], segment_ids: np.ndarray) -> StepFlops:
     pairs = {mask: visible_pairs(segment_ids, mask) for mask in {p.mask for p in parts if p.pair}}
     exact = sum(p.pair * pairs[p.mask] for p in parts if p.pair)
     square = sum(p.pair for p in parts) * rows * length * length
-    matmuls = matmul_flops_per_token(parts) * rows * length
-    return StepFlops(causal=3.0 * (matmuls + exact), full=3.0 * (matmuls + square))
+    matmuls = (3.0 * matmul_flops_per_token(parts) - sum(p.frozen for p in parts)) * rows * length
+    return StepFlops(causal=matmuls + 3.0 * exact, full=matmuls + 3.0 * square)

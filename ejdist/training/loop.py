@@ -20,6 +20,7 @@ from ejdist.cluster.watchdog import ending_hangs
 from ejdist.paths import ELSEWHERE
 from ejdist.pictures import draw_loss
 from ejdist.training.flops import peak_flops
+from ejdist.training.frozen_base import check_base
 from ejdist.training.goodput import NAME, Ledger, account, read
 from ejdist.training.guards import SKIPPED_FILE
 from ejdist.training.kept import keep, published_in
@@ -101,8 +102,10 @@ def _train(sections: TrainSections, batches: Any, devices: list[Any] | None, log
         opened = open_run(s, hosts, devices, log, batches)
         init_from = getattr(s.model, "init_from", None)
         source = None
-        if init_from is not None and not opened.checkpoints_found:
-            source = open_source(init_from, s.model, [stage.sections.model for stage in opened.stages])
+        if not opened.checkpoints_found:
+            check_base(s.lora, init_from)
+            if init_from is not None:
+                source = open_source(init_from, s.model, [stage.sections.model for stage in opened.stages])
         weights = {} if source is None or hosts.count == 1 else {"model.init_from (digest)": source.digest()}
         if hosts.count > 1 and not opened.checkpoints_found:
             weights |= digests(opened.program.trained)

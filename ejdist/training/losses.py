@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ejdist import registered
+from ejdist.models.lora import BASE, build
 from ejdist.models.model import Metric, Metrics, Model, StepContext
 from ejdist.models.ops import Ops
 from ejdist.models.parameters import map_declared
@@ -56,7 +57,7 @@ class BoundModel:
     def projection(self) -> tuple[jax.Array, float | None]:
         """Returns (the output projection, [D, V] in the compute dtype; the soft cap of its logits, None for none)."""
         assert self.model.projection is not None
-        return self.model.projection(self.params)
+        return self.model.projection(self.params, context=self.context)
 
     def token_losses(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Metrics]:
         """Returns (the cross entropy of each token in nats, float32 [B, T], 0 where its target is -1; what the layers
@@ -104,7 +105,9 @@ class Placed:
     @property
     def declared(self) -> Any:
         """Its parameters and buffers as buffers of the state. Nothing is drawn for them: they are copied or read."""
-        of = {"params": self.model.declared} | ({"buffers": self.model.buffers} if self.model.buffers else {})
+        of = {"params": self.model.declared} | (
+            {"buffers": buffers} if (buffers := _unshared(self.model.buffers)) else {}
+        )
         return map_declared(lambda _, p: replace(p, init="zeros"), of)
 
     def source(self) -> Source | None:
@@ -157,7 +160,7 @@ class Trained:
 
     def start(self, params: Any, buffers: Any) -> Any:
         """Returns the buffers of the state before the first step: references that are copies are of these parameters."""
-        own = {name: buffers[name] for name in self.model.buffers}
+        own = _unshared({name: buffers[name] for name in self.model.buffers})
         copies = {
             one.name: {"params": params} | ({"buffers": own} if own else {})
             for one in self.references
@@ -176,7 +179,8 @@ class Trained:
 
         def bound(one: Placed) -> BoundModel:
             state = jax.lax.stop_gradient(buffers[one.name])
-            own = context._replace(buffers=state.get("buffers", {}))
+            shared = {BASE: buffers[BASE]} if BASE in one.model.buffers else {}
+            own = context._replace(buffers=state.get("buffers", {}) | shared)
             return BoundModel(one.model, state["params"], ops, own)
 
         own = context._replace(buffers={name: buffers[name] for name in self.model.buffers})
@@ -185,9 +189,14 @@ class Trained:
         return _summed(self.entry, found, batch)
 
 
+def _unshared(buffers: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the buffers that a copy of a model has of its own: a frozen base is the same in both."""
+    return {name: x for name, x in buffers.items() if name != BASE}
+
+
 def trained_model(sections: Any) -> Model:
     """Returns the model of a recipe, with what its loss keeps beside it among the buffers. Raises as `Trained`."""
-    return Trained(sections, sections.model.build()).with_references()
+    return Trained(sections, build(sections.model, sections.lora)).with_references()
 
 
 def check_loss(name: str) -> None:

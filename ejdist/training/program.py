@@ -15,6 +15,7 @@ from ejdist.cluster.hosts import check_limit
 from ejdist.experts.schemes import SCHEMES
 from ejdist.layout import ACTIVATIONS, PARAMETERS, Axes, replicated, set_layout, sharding
 from ejdist.mesh import BATCH_AXES, EP, SEQUENCE_AXES, TP, MeshSection
+from ejdist.models.lora import LoRASection, build
 from ejdist.models.model import Model, StepContext
 from ejdist.models.ops import Ops
 from ejdist.models.parameters import initialise, map_declared, num_parameters
@@ -165,6 +166,7 @@ class TrainSections:
 
     run: RunSection = field(default_factory=RunSection)
     model: Any = None  # a section with `vocab_size` and `build()`, which returns a `Model`
+    lora: LoRASection = field(default_factory=LoRASection)
     mesh: MeshSection = field(default_factory=MeshSection)
     sequence: SequenceSection = field(default_factory=SequenceSection)
     experts: ExpertsSection = field(default_factory=ExpertsSection)
@@ -221,7 +223,9 @@ class Program:
     order: Order
     step: Any  # jitted (state, batch) -> (state, metrics); (state, batch, limits) where it skips spikes
     init: Any  # jitted () -> state
-    init_from: Any  # jitted ({"params": tree, "buffers": part -> some}) -> state with these, which are donated
+    # jitted ({"params": tree, "buffers": part -> some of its own}) -> state with these, which are donated; with {} as its
+    # "params", those of `init`
+    init_from: Any
     state: Any  # tree of jax.ShapeDtypeStruct with shardings
     batch: dict[str, jax.ShapeDtypeStruct]
     limits: jax.ShapeDtypeStruct | None  # where spikes are skipped: the largest loss and gradient norm of a good step
@@ -279,7 +283,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
       ValueError: a section is wrong, or a size does not fit the mesh; names the parameter or key, and the remedy.
     """
     validate(sections)
-    s, trained = sections, Trained(sections, sections.model.build())
+    s, trained = sections, Trained(sections, build(sections.model, sections.lora))
     model = trained.with_references()
     order = check_sizes(s, model, mesh)
     length, rows = s.data.sequence_length, s.data.global_batch
@@ -308,7 +312,8 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
 
     def take_state(given: dict[str, Any]) -> TrainState:
         own = {part: new | given["buffers"].get(part, {}) for part, new in initialise(model.buffers, key).items()}
-        return init_state(given["params"], optimizer, trained.start(given["params"], own))
+        params = given["params"] or initialise(model.declared, key)
+        return init_state(params, optimizer, trained.start(params, own))
 
     placed = param_shardings(s, model.declared, mesh)
     shapes = jax.eval_shape(make_state)
@@ -351,9 +356,12 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
     )
     init = jax.jit(make_state, out_shardings=shardings)
     init_from = jax.jit(take_state, donate_argnums=0, out_shardings=shardings)
-    return Program(
-        trained, model, mesh, order, step, init, init_from, state, batch, limits, num_parameters(model.declared), notes
-    )
+    count = num_parameters(model.declared)
+    if model.base is not None:
+        adapters, count = count, count + num_parameters(model.base.declared)
+        names = ", ".join(model.declared["layers"])
+        notes.append(f"lora.rank = {s.lora.rank} trains {adapters:,} of {count:,} parameters, the adapters of {names}")
+    return Program(trained, model, mesh, order, step, init, init_from, state, batch, limits, count, notes)
 
 
 def bind(sections: TrainSections, mesh: jax.sharding.Mesh, order: Order, on_choice: Any) -> Ops:

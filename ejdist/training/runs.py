@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ejdist.models.config import ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig, decoder_type
+from ejdist.models.lora import LoRASection
 from ejdist.paths import is_step, is_url, place
 from ejdist.registered import LAYER, PluginError, load, sections_of
 from ejdist.sections import flat
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
 from ejdist.training.checkpoint_rows import StoredArray
 from ejdist.weights.files import WeightsError
+from ejdist.weights.lora import Merged
 
 
 class Run:
@@ -59,7 +62,8 @@ class Run:
                 f"checkpoint {self._checkpoints.directory / str(self.step)} holds the state of step {made}: remove it, or "
                 "give another step"
             )
-        self.model = section_of(self.recipe, self.folder)
+        self.model, self.lora = section_of(self.recipe, self.folder), lora_of(self.recipe)
+        self.merged = Merged(self.model, self.lora) if self.lora.rank else None
 
     @property
     def kept_in(self) -> str:
@@ -67,9 +71,24 @@ class Run:
         return str(self._checkpoints.directory)
 
     def load(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Returns leaf -> array, of those that are named. Raises CheckpointError."""
-        arrays = unnested(self._checkpoints.restore_part(self.step, nested(like)))
-        return {name: arrays[name] for name in like}
+        """Returns leaf -> array, of those that are named; of a run with adapters, with what they add. Parameters may be of
+        another dtype than the run has them in. Raises CheckpointError."""
+        found = {}
+        if self.merged is not None:
+            for name, one in like.items():
+                if own := self.merged.placed(name, one):
+                    found[name] = self.merged.made(name, self._read(own), one)
+        rest = {name: one for name, one in like.items() if name not in found}
+        narrow = {name for name, one in rest.items() if one.dtype == jnp.bfloat16}
+        found |= self._read({name: one for name, one in rest.items() if name not in narrow})
+        for name in narrow:  # one by one: each is there in float32 first
+            wide = jax.ShapeDtypeStruct(rest[name].shape, jnp.float32, sharding=rest[name].sharding)
+            found[name] = self._read({name: wide})[name].astype(jnp.bfloat16)
+        return {name: found[name] for name in like}
+
+    def _read(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """Returns arrays of the checkpoint, by the names they have there."""
+        return unnested(self._checkpoints.restore_part(self.step, nested(like))) if like else {}
 
     def open(self, like: Mapping[str, Any]) -> dict[str, StoredArray]:
         """Returns leaf -> array, of those that are named, to be read whole or by layers. Raises CheckpointError."""
@@ -110,6 +129,11 @@ def section_of(recipe: dict[str, Any], where: Any) -> DecoderConfig:
     experts, latent = ExpertsShape(**tree.pop("experts", {})), LatentShape(**tree.pop("latent", {}))
     own = {name: kind(**tree.pop(name, {})) for name, kind in sections_of(LAYER).items()}
     return decoder_type()(**tree, **own, experts=experts, latent=latent)
+
+
+def lora_of(recipe: dict[str, Any]) -> LoRASection:
+    """Returns the lora section of a run, from what its checkpoint keeps."""
+    return LoRASection(**{k.removeprefix("lora."): v for k, v in recipe.items() if k.startswith("lora.")})
 
 
 def nested(flat_tree: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,8 @@ import jax
 from ejdist.cluster.agreement import environment
 from ejdist.cluster.hosts import Hosts
 from ejdist.mesh import make_mesh
+from ejdist.models.lora import BASE
+from ejdist.models.parameters import num_parameters
 from ejdist.paths import ELSEWHERE, is_step, is_url
 from ejdist.registered import check_recorded, digests, load
 from ejdist.sections import flat, validate
@@ -25,6 +27,7 @@ from ejdist.training.checkpoint_format import CheckpointError, DamagedCheckpoint
 from ejdist.training.checkpoint_policy import Saves, Tier
 from ejdist.training.curriculum import Stage, history, stage_of, stages_of
 from ejdist.training.data import Data
+from ejdist.training.frozen_base import load_base
 from ejdist.training.guards import SkippedBatches
 from ejdist.training.held_out import data_of_evaluation
 from ejdist.training.kept import told_of_folder
@@ -299,6 +302,10 @@ def resume(run: Run, found: list[tuple[int, Tier]], log: Any) -> tuple[Run, int,
             break
         except DamagedCheckpoint as error:
             damaged.append((step, where, error))
+        except CheckpointError:  # of another model: the recipe that it was saved with says which key it is
+            if where is saves.durable:
+                check_same_run(saves.durable.run_of(step)["recipe"], run.sections, step, run.directory)
+            raise
     else:
         none = "it is the only one" if len(damaged) == 1 else f"nor can the {len(damaged) - 1} before it"
         first = damaged[0][2]
@@ -332,12 +339,15 @@ def start_from(program: Program, source: Source, log: Any) -> TrainState:
     }
     began = time.perf_counter()
     arrays = source.load({name: like for name, like in wanted.items() if name in source.leaves})
+    base, count = {}, sum(x.size for x in arrays.values())
+    if program.model.base is not None:
+        base = {BASE: load_base(program, source)}
+        count += num_parameters(program.model.base.declared)
     for line in source.notes:
         log(line)
-    count = sum(x.size for x in arrays.values())
     log(f"{count:,} parameters read from {source.what} in {time.perf_counter() - began:.1f} s")
     tree = nested(arrays)
-    return program.init_from({"params": tree["params"], "buffers": tree.get("buffers", {})})
+    return program.init_from({"params": tree.get("params", {}), "buffers": tree.get("buffers", {}) | base})
 
 
 def _writable(key: str, folder: str) -> Path:
