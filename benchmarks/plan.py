@@ -57,6 +57,14 @@ CASES: dict[str, tuple[str | tuple[int, str], str]] = {
         (1, "h200"),
         "recipe=long_context model=1b mesh=single data.sequence_length=8192 data.global_batch=2 optimizer.offload=host",
     ),
+    "8b_8k_lora_h200": (
+        (1, "h200"),
+        "recipe=long_context model=8b mesh=single data.sequence_length=8192 data.global_batch=2 lora.rank=16",
+    ),
+    "8b_8k_lora_int8_h200": (
+        (1, "h200"),
+        "recipe=long_context model=8b mesh=single data.sequence_length=8192 data.global_batch=2 lora.rank=16 lora.base=int8",
+    ),
     "8b_1m_offload_h100": (
         (8, "h100"),
         "model=qwen3_8b data.sequence_length=1048576 data.global_batch=1 mesh.sp=8 model.remat=offload "
@@ -81,6 +89,7 @@ CASES: dict[str, tuple[str | tuple[int, str], str]] = {
         f"{_8B} data.sequence_length=8192 data.global_batch=128 accumulation=2 mesh.fsdp=64 mesh.sp=1 "
         "optimizer.accumulate=bfloat16",
     ),
+    "8b_8k_lora": ("v5p:4x4x4", f"{_8B} {_SHORT} mesh.fsdp=64 mesh.sp=1 lora.rank=16"),
     "8b_8k_tp": ("v5p:4x4x4", f"{_8B} {_SHORT} mesh.fsdp=16 mesh.tp=4 mesh.sp=1"),
     "8b_128k": ("v5p:4x4x4", f"{_8B} data.sequence_length=131072 data.global_batch=8 mesh.fsdp=8 mesh.sp=8"),
     "8b_1m": ("v5p:8x8x8", f"{_8B} data.sequence_length=1048576 data.global_batch=8 mesh.fsdp=8 mesh.sp=64"),

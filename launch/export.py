@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from launch.errors import DONE, run_command
 from launch.train import unraisable
@@ -28,13 +29,16 @@ keys:
   to=DIR                       the folder to make
   step=N                       of the checkpoint; default: the last
   dtype=float32                or bfloat16
+  adapter=peft                 of a run with lora.rank: its adapters alone, as PEFT reads them; default: the model with these
+                               merged into its matrices
   data.tokenizer=FILE          the tokenizer.json that the run was trained with, if it is no longer where the run had it
   max_position_embeddings=N    for config.json; default: the longest of the source's, of the rows that the run trained, and of
                                what model.rope_scaling yarn or llama3 reaches
   plugins=[MODULE]             modules that register layers; those that the run names are imported without it
   from=DIR                     a folder with a config.json
 """
-_EXPORT = ("run.dir", "to", "step", "dtype", "data.tokenizer", "max_position_embeddings", "plugins")
+_EXPORT = ("run.dir", "to", "step", "dtype", "adapter", "data.tokenizer", "max_position_embeddings", "plugins")
+_ADAPTER = ("run.dir", "to", "step", "dtype", "adapter", "plugins")  # the keys beside adapter=
 
 
 def _keys(arguments: Sequence[str]) -> dict[str, str]:
@@ -56,7 +60,12 @@ def _keys(arguments: Sequence[str]) -> dict[str, str]:
     if "from" in found:
         if len(found) > 1:
             raise ValueError("from=DIR prints the model of a folder, and takes no other key")
-    elif not {"run.dir", "to"} <= set(found):
+    elif "adapter" in found:
+        if found["adapter"] != "peft":
+            raise ValueError(f"adapter = {found['adapter']!r} is unknown; use peft, or leave it out")
+        if beside := [name for name in found if name not in _ADAPTER]:
+            raise ValueError(f"adapter=peft writes adapters alone, and does not read {beside[0]}: leave it out")
+    if "from" not in found and not {"run.dir", "to"} <= set(found):
         raise ValueError("give run.dir=DIR and to=DIR, or from=DIR; --help has examples")
     return found
 
@@ -117,6 +126,9 @@ def export(keys: dict[str, str]) -> None:
     to = Path(keys["to"]).expanduser().absolute()
     check_target(to)
     run = Run(keys["run.dir"], step)
+    if "adapter" in keys:
+        export_adapter(run, to, keys.get("dtype", "float32"))
+        return
     if Path(run.kept_in).resolve() in (to.resolve(), *to.resolve().parents):
         raise ValueError(
             f"to = {keys['to']!r} is in {run.kept_in}, which holds checkpoints and nothing else: name a folder next to it"
@@ -132,7 +144,7 @@ def export(keys: dict[str, str]) -> None:
                 array.check()
 
         name = save(
-            to, c, arrays.__getitem__, dtype=dtype, more=beside.config, beside=beside.files,
+            to, c, lambda leaf: run.rows(leaf, arrays), dtype=dtype, more=beside.config, beside=beside.files,
             architecture=beside.architecture, by_layer=layer_by_layer(arrays), check=check,
         )  # fmt: skip
     finally:
@@ -141,6 +153,36 @@ def export(keys: dict[str, str]) -> None:
     print(f"{name}, step {run.step}: {count:,} parameters as {dtype} in {to}")
     for line in beside.notes:
         print(line)
+
+
+def export_adapter(run: Any, to: Path, dtype: str) -> None:
+    """Writes the adapters of a run. Raises as `export`."""
+    from ejdist.models.lora import declare_adapter
+    from ejdist.models.stack import declare_layers
+    from ejdist.weights.peft import save_adapter
+
+    if run.merged is None:
+        raise ValueError(f"adapter=peft: the run in {run.folder} has no adapters (lora.rank = 0); leave adapter out")
+    layers = declare_layers(run.model)
+    shapes = {
+        f"params.layers.{name}.{part}": p
+        for name in run.merged.targets
+        for part, p in declare_adapter(layers[name], run.lora.rank).items()
+    }
+    base = run.recipe.get("model.init_from")
+    published = base is not None and (Path(base).expanduser() / "config.json").exists()
+    try:
+        arrays = run.stored(shapes)
+        count = save_adapter(to, run.model, run.lora, arrays.__getitem__, dtype=dtype, base=base if published else None)
+    finally:
+        run.close()
+    print(f"step {run.step}: {count:,} numbers of adapters as {dtype} in {to}")
+    if not published:
+        print(
+            f"base_model_name_or_path is null: model.init_from = {base!r} is no folder with a config.json here; write its name"
+        )
+    if run.lora.base == "int8":
+        print("they were trained beside a base in int8, and PEFT adds them to the one that it loads")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

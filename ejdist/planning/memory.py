@@ -9,13 +9,15 @@ the update.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ejdist.layout import axes_in
 from ejdist.mesh import TP
+from ejdist.models.lora import BASE
 from ejdist.models.model import Model
 from ejdist.models.parameters import Param
 from ejdist.models.remat import PartBytes
@@ -28,6 +30,7 @@ from ejdist.training.program import check_sizes, param_shardings
 from kernels.engines.rows.vocabulary import rows_of_block
 from kernels.ops.cross_entropy import BLOCK_ELEMENTS
 
+_BASE = f"{BASE}."
 MOMENTS, ACTIVATIONS = "optimizer moments", "activations kept"  # in the memory of a host
 # A heap has gaps: what it takes over what is alive at its height. 0 to 12% in programs for TPUs, none in those for GPUs.
 GAPS = {"tpu": 1.04, "gpu": 1.0}
@@ -68,6 +71,11 @@ class Stored:
     used: int
     over: tuple[str, ...]
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number as it is stored."""
+        return jnp.dtype(self.param.dtype).itemsize
+
 
 def stored(sections: Any, declared: Any, mesh: Any, kind: str = "parameter") -> list[Stored]:
     """Returns every parameter as a mesh holds it. Raises ValueError where a dim does not divide."""
@@ -86,10 +94,17 @@ def stored(sections: Any, declared: Any, mesh: Any, kind: str = "parameter") -> 
 
 @dataclass(frozen=True)
 class Held:
-    """What a mesh holds of a recipe's model, whatever the batch and remat: parameters, and buffers."""
+    """What a mesh holds of a recipe's model, whatever the batch and remat: the parameters that are trained, buffers, and apart
+    from these the frozen parameters, by their names in the model; of one in int8 also its `.values` and `.scale`."""
 
     parameters: list[Stored]
     buffers: list[Stored]
+    frozen: list[Stored] = field(default_factory=list)
+
+    @property
+    def model(self) -> list[Stored]:
+        """The parameters that are the model's own, and no adapters."""
+        return self.frozen or self.parameters
 
 
 def held(sections: Any, model: Model, mesh: Any) -> Held:
@@ -99,7 +114,10 @@ def held(sections: Any, model: Model, mesh: Any) -> Held:
       ValueError: a size of the recipe or the model does not fit the mesh.
     """
     check_sizes(sections, model, mesh)
-    return Held(stored(sections, model.declared, mesh), stored(sections, model.buffers, mesh, "buffer"))
+    trained, buffers = stored(sections, model.declared, mesh), stored(sections, model.buffers, mesh, "buffer")
+    frozen = [b for b in buffers if model.base is not None and b.path.startswith(_BASE)]
+    of_model = [replace(b, path=b.path.removeprefix(_BASE)) for b in frozen]
+    return Held(trained, [b for b in buffers if b not in frozen], of_model)
 
 
 def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
@@ -115,14 +133,16 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
     b, x = share.itemsize, share.tokens * c.model_dim * share.itemsize
     vocabulary = c.vocab_size // share.features
     head = c.model_dim * vocabulary  # numbers of the output projection where it is used
-    split = any(p.over for p in parameters if p.path == ("embedding" if c.tie_embeddings else "lm_head"))
+    table = next(p for p in of.model if p.path == ("embedding" if c.tie_embeddings else "lm_head"))
+    split, trains = bool(table.over), not of.frozen
 
     both, host = moment_bytes(s), on_host(s, of, share)
 
     always = {
         "parameters": 4 * sum(p.local for p in parameters),
         "optimizer moments": both * sum(p.local for p in parameters) - host.get(MOMENTS, 0),
-        "buffers": 4 * sum(p.local for p in of.buffers),
+        **({"frozen parameters": sum(p.itemsize * p.local for p in of.frozen)} if of.frozen else {}),
+        "buffers": sum(p.itemsize * p.local for p in of.buffers),
         "batch": 4 * 4 * share.tokens * s.accumulation,
     }
     arguments = sum(always.values())
@@ -136,31 +156,34 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
     summed = 2 if s.optimizer.accumulate == "bfloat16" else 4
     sums = summed * sum(p.local for p in parameters) if s.accumulation > 1 else 0
     # The weights of the part that needs most, whole, and their gradients before they are scattered.
-    whole = max(_gathered(c, stacks, b).values())
-    gathered_head = b * head if split or b < 4 else 0
+    whole = 2 * max(_gathered(c, stacks, b).values())
+    if of.frozen:  # which have no gradients, but a copy where they are stored in another dtype
+        whole = max(_gathered(c, [p for p in of.frozen if p.path.startswith("layers.")], None, b).values())
+    gathered_head = b * head if split or b != table.itemsize else 0
+    of_head = 4 * head if trains else 0  # the gradient of the output projection
     rows = rows_of_block(share.tokens, vocabulary, BLOCK_ELEMENTS)
     # XLA for GPUs makes the zeros that a gradient of a gathered table is added to in one go with those of the head.
-    early = 4 * head if platform == "gpu" and split and not c.tie_embeddings else 0
+    early = of_head if platform == "gpu" and split and not c.tie_embeddings else 0
 
     moments = {
         "the loss": {
             "activations kept": kept,
             "weights in the compute dtype": copies,
             "gathered weights": gathered_head,
-            "gradients": 4 * head + sums + early,
+            "gradients": of_head + sums + early,
             "logits": (4 + b) * rows * vocabulary,
             "activations at work": 3 * x,
         },
         "the backward of a layer": {
             "activations kept": kept,
             "weights in the compute dtype": copies,
-            "gathered weights": 2 * whole,
-            "gradients": 4 * head + gradients + sums + early,
+            "gathered weights": whole,
+            "gradients": of_head + gradients + sums + early,
             "activations at work": work,
         },
         "the gradient of the embedding": {
             "gathered weights": 0,
-            "gradients": 4 * head + gradients + sums + 4 * (head if split else 0),
+            "gradients": of_head + gradients + sums + (of_head if split else 0),
             "activations at work": 2 * x,
         },
     }
@@ -205,11 +228,19 @@ def _at_work(parts: list[PartBytes], platform: str) -> int:
     return max(p.work + p.gpu_work for p in parts) + max(p.gpu_zeros for p in parts)
 
 
-def _gathered(c: Any, stacks: list[Stored], itemsize: int) -> dict[str, int]:
-    """Returns part -> bytes of its weights in one layer where they are used, of those that are gathered."""
+def _gathered(c: Any, stacks: list[Stored], itemsize: int | None, cast: int = 0) -> dict[str, int]:
+    """Returns part -> bytes of its weights in one layer where they are used, of those that are gathered.
+
+    Args:
+      itemsize: bytes of a number there; None: as it is stored, and where that is not `cast`, those of a copy too.
+    """
     found = {"": 0}
     for part in counted_parts(c):
         names = part.declare(c)
-        mine = [p for p in stacks if p.path.removeprefix("layers.") in names and p.over]
-        found[part.name] = itemsize * sum(p.used // p.param.shape[0] for p in mine)
+        mine = [p for p in stacks if p.path.split(".")[1] in names]
+        for p in mine:
+            numbers = p.used // p.param.shape[0]
+            as_stored = p.itemsize if itemsize is None else itemsize
+            copy = cast if itemsize is None and p.param.inputs and p.itemsize != cast else 0
+            found[part.name] = found.get(part.name, 0) + numbers * ((as_stored if p.over else 0) + copy)
     return found

@@ -67,6 +67,7 @@ def step_time(sections: Any, of: Held, mesh: Any, links: Links, *, pairs: float 
     s, c, chip = sections, sections.model, links.chip
     share, length, rows = share_of(s, mesh, links), s.data.sequence_length, s.data.global_batch
     devices, tokens = math.prod(mesh.shape.values()), rows * length
+    backward = 1 if of.frozen else 2  # products of a backward with a matrix: its gradient, and its input's
     matmuls = computed = attention = visible = (
         0.0  # FLOPs a token; a token, as if at the rate of plain products; all; all
     )
@@ -74,18 +75,22 @@ def step_time(sections: Any, of: Held, mesh: Any, links: Links, *, pairs: float 
         flops = part.flops(c)
         token, seen = layers * flops.token, layers * flops.pair * _pairs(rows, length, flops.mask, pairs)
         matmuls += token
-        times = 3 + Costs(part).recomputed(share.remat)
+        times = backward + 1 + Costs(part).recomputed(share.remat)
         computed += token * times * (MATMUL / GROUPED if flops.grouped else 1)
         visible += seen
         # A backward has five products to the forward's two; that runs again where its output is not kept.
         attention += seen * imbalance(share.order, length, flops.mask) * (3.5 + (not share.remat.asked))
     head = 2 * c.vocab_size * c.model_dim
-    matmuls, computed = matmuls + head, computed + head * (4 if share.features > 1 else 3)
+    matmuls, computed = matmuls + head, computed + head * (backward + (2 if share.features > 1 else 1))
+    frozen, adapters = 0, 0
+    if of.frozen:
+        frozen, adapters = matmuls, 2 * sum(p.whole for p in of.parameters)
+        computed += adapters * (3 + (not share.remat.products))
     each = bytes_of(c, share)
     work = sum(n * each[part].work for part, n in counted_parts(c).items())
     passes = PASSES * work + LOGIT_BYTES * share.tokens * c.vocab_size // share.features
     state = (STATE_BYTES - 2 * (8 - moment_bytes(s))) * sum(p.local for p in of.parameters)
-    sent = traffic(s, of.parameters, share, mesh, links)
+    sent = traffic(s, of, share, mesh, links)
     busy = {
         "matmuls": computed * tokens / devices / (MATMUL * chip.flops),
         "attention": attention / devices / (ATTENTION * chip.flops),
@@ -99,7 +104,7 @@ def step_time(sections: Any, of: Held, mesh: Any, links: Links, *, pairs: float 
         hidden = s.accumulation * away[ACTIVATIONS]  # under the work of other layers, like collectives
         busy["activations from and to the host, exposed"] = max(EXPOSED * hidden, hidden - sum(busy.values()))
     exposed = max(EXPOSED * moving, moving - sum(busy.values()))
-    flops = 3 * (matmuls * tokens + visible)
+    flops = (3 * (matmuls + adapters) - frozen) * tokens + 3 * visible
     return StepTime(busy | {"collectives, exposed": exposed}, sent.along(), flops, devices, chip.flops)
 
 
@@ -108,20 +113,25 @@ def _pairs(rows: int, length: int, mask: MaskInfo, given: float | None) -> float
     return own if given is None else min(own, given)
 
 
-def traffic(sections: Any, parameters: list[Stored], share: Share, mesh: Any, links: Links) -> Traffic:
+def traffic(sections: Any, of: Held, share: Share, mesh: Any, links: Links) -> Traffic:
     """Returns what a device sends in a step."""
     micro, sent = Traffic(), Traffic()
-    for p in parameters:
+    for p in of.parameters:
         _weights(micro, sections, p, share, mesh.shape, links)
+    for p in of.frozen:
+        _weights(micro, sections, p, share, mesh.shape, links, trained=False)
     for part, layers in counted_parts(sections.model).items():
         micro.add_all(Costs(part).traffic(sections.model, share), layers)
     sent.add_all(micro, sections.accumulation)
     return sent
 
 
-def _weights(sent: Traffic, s: Any, p: Stored, share: Share, sizes: Mapping[str, int], links: Links) -> None:
-    """Adds the gathers of a parameter, forward and backward, and the sum of its gradient."""
+def _weights(
+    sent: Traffic, s: Any, p: Stored, share: Share, sizes: Mapping[str, int], links: Links, trained: bool = True
+) -> None:
+    """Adds the gathers of a parameter, forward and backward, and the sum of its gradient, if it is trained."""
     b = share.itemsize if p.param.cast and p.path != "embedding" else 4
+    b = b if trained else min(b, p.itemsize)
     layers = p.path.startswith("layers.")
     calls = p.param.shape[0] if layers else 1  # a layer is gathered by itself
     # A layer's weights are gathered again in its backward; its gradient goes back once.
@@ -132,7 +142,10 @@ def _weights(sent: Traffic, s: Any, p: Stored, share: Share, sizes: Mapping[str,
     for axis, size in sorted(pieces, key=lambda piece: piece[0] == NETWORK):
         held //= size
         sent.add(axis, ALL_GATHER, gathers * b * held * (size - 1), gathers * calls)
-        sent.add(axis, REDUCE_SCATTER, b * held * (size - 1), calls)
+        if trained:
+            sent.add(axis, REDUCE_SCATTER, b * held * (size - 1), calls)
+    if not trained:
+        return
     stays = [a for a in (*BATCH_AXES, *SEQUENCE_AXES) if a not in p.over and a not in _experts_of(s, p)]
     for axis in stays:
         part = p.local

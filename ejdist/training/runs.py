@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejdist.models.config import ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig, decoder_type
 from ejdist.models.lora import LoRASection
+from ejdist.models.parameters import Param
 from ejdist.paths import is_step, is_url, place
 from ejdist.registered import LAYER, PluginError, load, sections_of
 from ejdist.sections import flat
@@ -86,13 +88,28 @@ class Run:
             found[name] = self._read({name: wide})[name].astype(jnp.bfloat16)
         return {name: found[name] for name in like}
 
+    def stored(self, params: Mapping[str, Param]) -> dict[str, np.ndarray]:
+        """Returns arrays as the checkpoint has them, by their names there, on this machine. Raises CheckpointError."""
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        like = {name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=here) for name, p in params.items()}
+        return {name: np.asarray(x) for name, x in self._read(like).items()}
+
     def _read(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """Returns arrays of the checkpoint, by the names they have there."""
         return unnested(self._checkpoints.restore_part(self.step, nested(like))) if like else {}
 
     def open(self, like: Mapping[str, Any]) -> dict[str, StoredArray]:
-        """Returns leaf -> array, of those that are named, to be read whole or by layers. Raises CheckpointError."""
-        return self._checkpoints.open_part(self.step, dict(like))
+        """Returns name -> array, to be read whole or by layers, of all that makes the leaves that are named. Raises
+        CheckpointError."""
+        own = {name: self.merged.likes(name) if self.merged is not None else {} for name in like}
+        return self._checkpoints.open_part(self.step, {n: x for name in like for n, x in (own[name] or {name: like[name]}).items()})
+
+    def rows(self, leaf: str, arrays: Mapping[str, StoredArray]) -> Any:
+        """Returns the numbers of a leaf, from what `open` returns: its rows as they are, or made as they are read."""
+        own = self.merged.likes(leaf) if self.merged is not None else {}
+        if self.merged is None or not own:
+            return arrays[leaf]
+        return self.merged.rows(leaf, {name: arrays[name] for name in own})
 
     def load_and_close(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """Returns what `load` does, of a run that nothing more is asked of."""

@@ -1,0 +1,151 @@
+"""Adapters into files that PEFT reads, by the names of the published model: adapter_config.json, adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ejdist.models.decoder import DecoderConfig, declare
+from ejdist.models.lora import LoRASection, summed_axes, targets_of
+from ejdist.models.parameters import Param
+from ejdist.weights.families import family_of
+from ejdist.weights.files import DTYPES, WeightsError
+from ejdist.weights.tensors import Piece, Tensor, expand
+from ejdist.weights.writer import WRITTEN, check_target
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_STACK, _WEIGHT = "params.layers.", ".weight"
+
+
+def save_adapter(
+    to: Path,
+    c: DecoderConfig,
+    section: LoRASection,
+    leaf: Callable[[str], Any],
+    *,
+    dtype: str = "float32",
+    base: str | None = None,
+) -> int:
+    """Writes a folder, which appears when it is complete. Returns how many numbers the adapters have.
+
+    Args:
+      leaf: name -> the numbers of a stack, "params.layers.query.a", of which row i is that of layer i of its kind.
+      dtype: of the tensors. base: for `base_model_name_or_path`, the folder or name of the model that they belong to.
+
+    Raises:
+      WeightsError: the model is of no family, its router's bias moved, or the folder or dtype is wrong; nothing has been
+        written.
+    """
+    if dtype not in WRITTEN:
+        raise WeightsError(f"dtype = {dtype!r} is unknown; use one of {', '.join(WRITTEN)}")
+    if c.experts.bias_rate:
+        raise WeightsError(
+            "adapter = 'peft' has no place for the bias of the router, which moves by model.experts.bias_rate: leave "
+            "adapter out, to write the model with its adapters merged"
+        )
+    check_target(to)
+    layers = declare(c)["layers"]
+    targets = targets_of(layers, section)
+    tensors = expand(family_of(c)[1].rules[0], c)
+    stacks = {name: [np.asarray(leaf(f"{_STACK}{name}.{part}")) for part in "ab"] for name in targets}
+    arrays: dict[str, np.ndarray] = {}
+    modules: dict[str, int] = {}  # name -> rank
+    for tensor in tensors:
+        own = [p for p in tensor.pieces if p.leaf.removeprefix(_STACK) in stacks and p.leaf.startswith(_STACK)]
+        if not own:
+            continue
+        module = tensor.name.removesuffix(_WEIGHT)
+        a, b = _pair(tensor, own, layers, stacks)
+        modules[module] = len(a)
+        for name, x in (("lora_A", a), ("lora_B", b)):
+            arrays[f"base_model.model.{module}.{name}{_WEIGHT}"] = x.astype(DTYPES[WRITTEN[dtype]])
+    new = to.with_name(f"{to.name}.partial")
+    new.mkdir()
+    try:
+        config = _config(section, modules, [t.name for t in tensors], base)
+        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        _write(new / TENSORS, arrays)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    if to.is_dir():
+        to.rmdir()
+    new.rename(to)
+    return sum(x.size for x in arrays.values())
+
+
+def _pair(
+    tensor: Tensor,
+    pieces: Sequence[Piece],
+    layers: Mapping[str, Param],
+    stacks: Mapping[str, Sequence[np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (A [rank, in], B [out, rank]) of a tensor [out, in] of a published model. Where several of ours lie in it one
+    after the other, each has a part of the rank, and in B its own rows."""
+    out, inner = tensor.split
+    narrow, wide = [], []
+    for piece in pieces:
+        name, row = piece.leaf.removeprefix(_STACK), piece.at[0]
+        a, b = (x[row].astype(np.float32) for x in stacks[name])
+        summed = [i - 1 for i in summed_axes(layers[name])]
+        taken = [piece.order[i] for i in summed]
+        made = [at for i, at in enumerate(piece.order) if i not in summed]
+        if sorted(taken) != list(range(len(out), len(out) + len(inner))):
+            raise WeightsError(
+                f"{tensor.name} is no matrix [out, in] of {name}, which PEFT could adapt; leave adapter out"
+            )
+        a = np.moveaxis(a, -1, 0).transpose([0, *(1 + i for i in np.argsort(taken))])
+        rows = np.zeros((len(b), *out), np.float32)
+        where = [slice(None)] * (1 + len(out))
+        if piece.part is not None:
+            where[1 + piece.part[0]] = slice(*piece.part[1:])
+        rows[tuple(where)] = b.transpose([0, *(1 + i for i in np.argsort(made))])
+        narrow.append(a.reshape(len(a), math.prod(inner)))
+        wide.append(rows.reshape(len(b), math.prod(out)).T)
+    return np.concatenate(narrow, 0), np.concatenate(wide, 1)
+
+
+def _config(section: LoRASection, modules: Mapping[str, int], names: Sequence[str], base: str | None) -> dict[str, Any]:
+    """Returns what adapter_config.json holds. A module is named by its last part where all that end in it are adapted, and else
+    by its whole name: PEFT would put an adapter on each."""
+    last = {module: module.rpartition(".")[2] for module in modules}
+    others = {n.removesuffix(_WEIGHT).rpartition(".")[2] for n in names if n.removesuffix(_WEIGHT) not in modules}
+    named = list(dict.fromkeys(module if last[module] in others else last[module] for module in modules))
+    ranks = {last[module]: rank for module, rank in modules.items() if rank != section.rank}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": section.rank,
+        "lora_alpha": section.alpha,
+        "rank_pattern": ranks,
+        "alpha_pattern": {name: section.strength * rank for name, rank in ranks.items()},
+        "target_modules": named,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }
+
+
+def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes a safetensors file. All of its tensors are in memory, as adapters can be."""
+    kinds, header, at = {dtype: name for name, dtype in DTYPES.items()}, {}, 0
+    for name, x in arrays.items():
+        header[name] = {"dtype": kinds[x.dtype], "shape": list(x.shape), "data_offsets": [at, at + x.nbytes]}
+        at += x.nbytes
+    text = json.dumps({"__metadata__": {"format": "pt"}} | header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for x in arrays.values():
+            file.write(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
