@@ -187,6 +187,8 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
     for kind, chosen, where in ((OPTIMIZER, recipe.optimizer.name, "optimizer."), (LOSS, recipe.loss, "")):
         others = [name for name in sections_of(kind) if name != chosen]
         why |= {f"{where}{name}.": f"{where}name = {chosen}" if where else f"loss = {chosen}" for name in others}
+    if not recipe.lora.rank:
+        why["lora."] = "lora.rank = 0 trains all parameters"
     if recipe.optimizer.schedule != "wsd":
         why["optimizer.decay_fraction"] = (
             f"optimizer.schedule = {recipe.optimizer.schedule} has no decay phase; wsd has"

@@ -136,6 +136,9 @@ _MEANT = {
         "model_name_or_path model_path hf_model from_pretrained base_model init_ckpt restore_from weights load_path "
         "pretrained_checkpoint"
     ),
+    "lora.rank": "lora lora_rank lora_r lora_dim",
+    "lora.alpha": "lora_alpha",
+    "lora.targets": "target_modules lora_target lora_target_modules lora_modules",
     "model": "model_name flavor model_flavor arch architecture model_type config_name model_size model_config",
     "model.compute_dtype": (
         "dtype bf16 fp16 precision mixed_precision mixed_precision_param amp torch_dtype bfloat16 param_dtype "
@@ -213,9 +216,12 @@ _TOLD = (
         "logging_steps log_freq log_interval log_every log_period disp_freq print_freq",
     ),
     (
-        "all parameters are trained, and computed in model.compute_dtype=bfloat16 or float32",
-        "lora lora_rank lora_r lora_alpha use_peft peft qlora load_in_4bit load_in_8bit quantization fp8 "
-        "enable_fp8 float8",
+        "lora.rank=16 trains adapters, lora.base=int8 of a model in 8 bits; parameters that are trained are float32",
+        "use_peft peft qlora load_in_4bit load_in_8bit quantization",
+    ),
+    (
+        "products are computed in model.compute_dtype=bfloat16 or float32",
+        "fp8 enable_fp8 float8",
     ),
     (
         "every step is compiled",

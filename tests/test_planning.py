@@ -63,6 +63,8 @@ EIGHT = "recipe=long_context model=8b data.sequence_length=8192 data.global_batc
         "recipe=long_context mesh.fsdp=2 mesh.sp=2 mesh.tp=2 optimizer.moments=bfloat16",
         "recipe=long_context mesh.fsdp=2 mesh.sp=2 mesh.tp=2 optimizer.offload=host optimizer.moments=bfloat16",
         "recipe=moe mesh.dp=2 mesh.ep=2 mesh.sp=2 model.experts.bias_rate=0.001 model.experts.balance=global",
+        "recipe=moe mesh.ep=2 mesh.fsdp=2 model.experts.bias_rate=0.001 lora.rank=4 lora.base=int8 optimizer.offload=host",
+        "recipe=long_context mesh.fsdp=2 mesh.tp=2 mesh.sp=2 lora.rank=4 model.compute_dtype=bfloat16",
     ],
 )
 def test_state_and_batch_are_exact(words):
@@ -81,7 +83,8 @@ def test_state_and_batch_are_exact(words):
     moments = [x for x in jax.tree.leaves(program.state.opt_state) if x.ndim]
     assert found.classes["optimizer moments"] == local(moments)
     assert found.host == local(moments, "pinned_host")
-    assert found.classes["buffers"] == local(program.state.buffers)
+    assert found.classes["buffers"] + found.classes.get("frozen parameters", 0) == local(program.state.buffers)
+    assert ("frozen parameters" in found.classes) == ("lora.rank" in words)
     assert found.classes["batch"] == local(program.batch)
 
 

@@ -26,7 +26,7 @@ from recipes.schema import keys_of as names_of
 DECIDED = {key for key in names_of() if key.startswith(("model.", "optimizer."))} - {
     "model.remat", "model.init_from", "optimizer.offload"
 }  # fmt: skip
-DECIDED |= {"accumulation", "z_loss", "experts.capacity"}
+DECIDED |= {"accumulation", "z_loss", "experts.capacity", "lora.rank", "lora.alpha", "lora.targets", "lora.base"}
 RECORDED = {"run.steps", "model.init_from", "plugins"} | {
     f"data.{name}"
     for name in (

@@ -24,6 +24,8 @@ from ejdist.models.model import BatchContext, Flops, Metrics, Model, StepContext
 from ejdist.models.parameters import Param, map_declared
 
 BASE = "base"  # name of the frozen parameters among the buffers
+# Of a part's buffers, the one that published models have too: it is of the base, and does not move.
+_BIAS = "bias"
 _DTYPES = ("bfloat16", "float32", "int8")
 
 
@@ -222,7 +224,10 @@ def adapted(model: Model, section: LoRASection, compute_dtype: str = "float32") 
         return function(whole(params, context.buffers), *args, context=context, **more)
 
     def update(buffers: Mapping[str, Any], seen: dict[str, jax.Array]) -> dict[str, Any]:
-        return {BASE: buffers[BASE]} | model.update({k: v for k, v in buffers.items() if k != BASE}, seen)
+        own = {part: old for part, old in buffers.items() if part != BASE}
+        moved = model.update(own, seen)
+        kept = {part: {k: x for k, x in old.items() if k == _BIAS} for part, old in own.items()}
+        return {BASE: buffers[BASE]} | {part: {**moved[part], **kept[part]} for part in own}
 
     frozen = tuple(replace(f, frozen=f.token) for f in model.flops)
     return replace(

@@ -39,16 +39,10 @@ def save_adapter(
       dtype: of the tensors. base: for `base_model_name_or_path`, the folder or name of the model that they belong to.
 
     Raises:
-      WeightsError: the model is of no family, its router's bias moved, or the folder or dtype is wrong; nothing has been
-        written.
+      WeightsError: the model is of no family, or the folder or dtype is wrong; nothing has been written.
     """
     if dtype not in WRITTEN:
         raise WeightsError(f"dtype = {dtype!r} is unknown; use one of {', '.join(WRITTEN)}")
-    if c.experts.bias_rate:
-        raise WeightsError(
-            "adapter = 'peft' has no place for the bias of the router, which moves by model.experts.bias_rate: leave "
-            "adapter out, to write the model with its adapters merged"
-        )
     check_target(to)
     layers = declare(c)["layers"]
     targets = targets_of(layers, section)
