@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from ejdist.training.resume import check_same_run, fingerprint
 from ejdist.training.setup import start_from
 from ejdist.training.start import open_source
 from ejdist.weights.families import family_of
+from ejdist.weights.files import WeightsError
 from ejdist.weights.lora import Merged
 from ejdist.weights.peft import CONFIG, TENSORS, save_adapter
 from ejdist.weights.tensors import declared_leaves, expand
@@ -220,7 +222,7 @@ def test_what_is_in_int8_is_used_as_its_rounded_numbers():
     found = jax.jit(functools.partial(total, model))(start, base | buffers, batch)
     wanted, exact = (full(p, buffers, batch)[0] for p in (rounded, params))
     assert float(found) == pytest.approx(float(wanted), rel=2e-6)
-    assert abs(float(exact - wanted)) > 1e-4 * float(exact), "the rounding is seen"
+    assert abs(float(exact - wanted)) > 2e-5 * float(exact), "the rounding is seen"
     with pytest.raises(ValueError, match="has no form as one array"):
         Frozen(jnp.ones((2, 2)), None, jnp.ones((2, 1)), jnp.ones((1, 2))).whole("float32")
 
@@ -323,7 +325,7 @@ def checkpoint_of(c, section, leaves):
         ("qwen3", (), None, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
         ("llama_tied", ("query", "down"), "int8", ["q_proj", "down_proj"]),
         ("deepseek_no_rank", ("latent_query", "key_up", "value_up"), None, ["q_proj", "kv_b_proj"]),
-        ("qwen3_moe", ("gate",), None, ["model.layers.1.mlp.gate_proj"]),
+        ("qwen3_moe", ("key",), None, ["k_proj"]),
     ],
 )
 def test_a_merged_model_is_the_base_and_its_adapter_as_peft_adds_them(name, targets, base, modules, tmp_path):
@@ -365,6 +367,17 @@ def test_a_merged_model_is_the_base_and_its_adapter_as_peft_adds_them(name, targ
     one = next(iter(merged.targets))
     rows = merged.rows(f"params.layers.{one}", {n: arrays[n] for n in merged.likes(f"params.layers.{one}")})
     np.testing.assert_array_equal(rows[0], rows[...][0])
+
+
+def test_an_adapter_that_peft_cannot_name_is_not_written(tmp_path):
+    made(tmp_path / "theirs", "qwen3_moe")
+    c, leaves = loaded(tmp_path / "theirs")
+    arrays, _ = checkpoint_of(c, LoRASection(rank=2), leaves)
+    with pytest.raises(
+        WeightsError, match=r"cannot name model.layers.1.mlp.gate_proj without model.layers.0.mlp.experts.0"
+    ):
+        save_adapter(tmp_path / "to", c, LoRASection(rank=2), arrays.__getitem__)
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith("to")]
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------------
@@ -457,12 +470,9 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_its_model_is_read_as_any(ba
         "guards.nonfinite=skip",
         "mesh.fsdp=2",
     ]
-    words += [
-        "guards.replicas_every=1",
-        "evaluation.every=3",
-        *(w.replace("data.source", "evaluation.data") for w in corpus[:1]),
-    ]
-    words += [f"model.init_from={base_run}/run", "run.stop_after=null"]
+    (tmp_path / "held_out.txt").write_text(Path(re.__file__).read_text()[:4000])
+    words += ["guards.replicas_every=1", "evaluation.every=3", f"evaluation.data={tmp_path}/held_out.txt"]
+    words += ["evaluation.batches=2", f"model.init_from={base_run}/run"]
     said = ran(tmp_path / "whole", corpus, *words)
     assert "lora.rank = 4 trains 3,712 of 29,504 parameters, the adapters of query, key" in said
     assert losses(tmp_path / "whole")[0] < losses(base_run / "run")[0] - 0.1, "it starts from the base"
@@ -477,22 +487,24 @@ def test_a_run_with_adapters_resumes_bit_for_bit_and_its_model_is_read_as_any(ba
     finally:
         shutil.move(base_run / "gone", base_run / "run")
     np.testing.assert_allclose(losses(copy), losses(tmp_path / "whole"), rtol=1e-5)
-    held_out = [json.loads(line) for line in (tmp_path / "whole" / "evaluation.jsonl").read_text().splitlines()]
-    assert held_out[-1]["loss"] < held_out[0]["loss"]
+
+    def held_out(name):
+        return [json.loads(line)["loss"] for line in (tmp_path / name / "evaluation.jsonl").read_text().splitlines()]
+
+    last = held_out("whole")[-1]
+    assert last < held_out("whole")[0] - 5e-3
 
     # The merged model: as files, as the start of another run with or without adapters, and evaluated.
     assert export([f"run.dir={tmp_path}/whole", f"to={tmp_path}/merged"]) == DONE
     assert export([f"run.dir={tmp_path}/whole", f"to={tmp_path}/adapter", "adapter=peft"]) == DONE
     assert "base_model_name_or_path is null" in capsys.readouterr().out
     assert json.loads((tmp_path / "adapter" / CONFIG).read_text())["r"] == 4
-    steps = ["run.steps=1", "lora.rank=0"]
+    steps = ["run.steps=1", "lora.rank=0", *(w for w in words if w.startswith("evaluation."))]
     for name, source in (("of_run", tmp_path / "whole"), ("of_files", tmp_path / "merged")):
         ran(tmp_path / name, corpus, *steps, f"model.init_from={source}")
-    first = losses(tmp_path / "of_run")[0]
-    assert first == pytest.approx(losses(tmp_path / "of_files")[0], rel=1e-6)
-    ran(tmp_path / "again", corpus, "run.steps=1", "lora.rank=2", f"model.init_from={tmp_path}/whole")
-    assert losses(tmp_path / "again")[0] == pytest.approx(first, rel=1e-5 if base == "null" else 1e-3)
-    assert first < losses(tmp_path / "whole")[0] - 0.02, "what was trained is in it"
+        assert held_out(name)[0] == pytest.approx(last, rel=1e-5), "it has what was trained"
+    ran(tmp_path / "again", corpus, *steps, "lora.rank=2", f"model.init_from={tmp_path}/whole")
+    assert held_out("again")[0] == pytest.approx(last, rel=1e-5)
     assert evaluate([f"run.dir={tmp_path}/whole", *corpus, "batches=1", "lengths=64"]) == DONE
 
 

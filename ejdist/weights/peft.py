@@ -39,7 +39,8 @@ def save_adapter(
       dtype: of the tensors. base: for `base_model_name_or_path`, the folder or name of the model that they belong to.
 
     Raises:
-      WeightsError: the model is of no family, or the folder or dtype is wrong; nothing has been written.
+      WeightsError: the model is of no family, PEFT cannot name its adapters, or the folder or dtype is wrong; nothing has been
+        written.
     """
     if dtype not in WRITTEN:
         raise WeightsError(f"dtype = {dtype!r} is unknown; use one of {', '.join(WRITTEN)}")
@@ -59,10 +60,11 @@ def save_adapter(
         modules[module] = len(a)
         for name, x in (("lora_A", a), ("lora_B", b)):
             arrays[f"base_model.model.{module}.{name}{_WEIGHT}"] = x.astype(DTYPES[WRITTEN[dtype]])
+    names = _names(modules, tensors)
     new = to.with_name(f"{to.name}.partial")
     new.mkdir()
     try:
-        config = _config(section, modules, [t.name for t in tensors], base)
+        config = _config(section, names, base)
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         _write(new / TENSORS, arrays)
     except BaseException:
@@ -105,13 +107,28 @@ def _pair(
     return np.concatenate(narrow, 0), np.concatenate(wide, 1)
 
 
-def _config(section: LoRASection, modules: Mapping[str, int], names: Sequence[str], base: str | None) -> dict[str, Any]:
-    """Returns what adapter_config.json holds. A module is named by its last part where all that end in it are adapted, and else
-    by its whole name: PEFT would put an adapter on each."""
-    last = {module: module.rpartition(".")[2] for module in modules}
-    others = {n.removesuffix(_WEIGHT).rpartition(".")[2] for n in names if n.removesuffix(_WEIGHT) not in modules}
-    named = list(dict.fromkeys(module if last[module] in others else last[module] for module in modules))
-    ranks = {last[module]: rank for module, rank in modules.items() if rank != section.rank}
+def _names(modules: Mapping[str, int], tensors: Sequence[Tensor]) -> dict[str, int]:
+    """Returns the last parts of the modules' names, by which PEFT finds them, and their ranks.
+
+    Raises:
+      WeightsError: another module has the same last part, such as an expert's gate_proj beside that of an MLP: PEFT would adapt
+        it too, under another name where transformers has all experts in one array.
+    """
+    last = {module.rpartition(".")[2]: rank for module, rank in modules.items()}
+    for tensor in tensors:
+        module = tensor.name.removesuffix(_WEIGHT)
+        if module not in modules and (name := module.rpartition(".")[2]) in last:
+            ours = next(m for m in modules if m.endswith(f".{name}"))
+            raise WeightsError(
+                f"adapter = 'peft' cannot name {ours} without {module}, which has no adapter: leave adapter out, to write the "
+                "model with its adapters merged"
+            )
+    return last
+
+
+def _config(section: LoRASection, names: Mapping[str, int], base: str | None) -> dict[str, Any]:
+    """Returns what adapter_config.json holds."""
+    ranks = {name: rank for name, rank in names.items() if rank != section.rank}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -120,7 +137,7 @@ def _config(section: LoRASection, modules: Mapping[str, int], names: Sequence[st
         "lora_alpha": section.alpha,
         "rank_pattern": ranks,
         "alpha_pattern": {name: section.strength * rank for name, rank in ranks.items()},
-        "target_modules": named,
+        "target_modules": list(names),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
