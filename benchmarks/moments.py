@@ -1,6 +1,6 @@
-"""`python -m benchmarks.moments [of=moments|lora] [steps=300] [out=FILE] [commit=]`: what it does to the losses to keep moments in
-bfloat16, to sum gradients in bfloat16, and to keep moments on the host; or to train adapters.
+"""`python -m benchmarks.moments [of=moments|lora] [steps=300] [out=FILE] [commit=]`: losses of other ways to train.
 
+To keep moments in bfloat16, to sum gradients in bfloat16, and to keep moments on the host; or to train adapters.
 Trains nano on the text of Python's standard library, once for each way, from the same seed and on the same batches; and once
 from another seed, as the measure of what a difference is worth. `of=lora` trains it so once, and then each way from there on
 another text: the READMEs of this project. Runs anywhere, in a few minutes on two cores.
