@@ -102,6 +102,12 @@ def test_a_product_is_that_with_the_merged_matrix_and_so_are_the_gradients(subsc
             np.testing.assert_allclose(np.asarray(got).reshape(want.shape), want, rtol=1e-4, atol=2e-4)
 
 
+def test_a_frozen_matrix_has_no_gradient_whoever_asks():
+    x, values = normal(2, 3, 4), normal(4, 5)
+    found = jax.grad(lambda w: jnp.sum(project(x, Frozen(w), "btd,df->btf")))(values)
+    assert found.shape == values.shape and not np.any(found)
+
+
 def test_int8_is_gathered_as_int8():
     mesh = make_mesh(fsdp=2, sp=1, tp=1, devices=jax.devices()[:2])
     stored = sharding(mesh, ("D", "F"), current_layout().parameters, shape=(16, 8))

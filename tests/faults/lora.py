@@ -11,9 +11,15 @@ FAULTS = (
     Fault(
         "alpha is not divided by the rank", "LoRASection.strength", "self.alpha / self.rank", "self.alpha", GRADIENTS
     ),
-    Fault("a product has no strength", "_adapter", "$x * $weight.strength", "$x", PRODUCT),
+    Fault("a product has no strength", "_adapter", "constrain($$a) * $w.strength", "constrain($$a)", PRODUCT),
     Fault("b is drawn", "declare_adapter", "'zeros'", "'normal'", START),
-    Fault("a begins at zero, and nothing would ever move", "declare_adapter", "std=$std", "'zeros'", START),
+    Fault(
+        "a begins at zero, and nothing would ever move",
+        "declare_adapter",
+        "Param(($layers, *$taken, $rank), ' '.join(['L', *$d]), std=$std)",
+        "Param(($layers, *$taken, $rank), ' '.join(['L', *$d]), 'zeros')",
+        START,
+    ),
     Fault(
         "an adapter is added to another layer's matrix",
         "merged",
@@ -31,10 +37,14 @@ FAULTS = (
         MERGED,
     ),
     Fault(
-        "the base is trained", "_frozen", "jax.lax.stop_gradient($w.values)", "$w.values * $x.dtype.type(2)", PRODUCT
+        "the base is trained", "_frozen", "jax.lax.stop_gradient($w.values)", "$w.values", f"{TESTS} -k whoever_asks"
     ),
     Fault(
-        "the base of a run stays as it was drawn", "take_state", "$new | $given['buffers'].get($part, {})", "$new", READ
+        "the base of a run stays as it was drawn",
+        "make_program.take_state",
+        "$new | $given['buffers'].get($part, {})",
+        "$new",
+        READ,
     ),
     Fault(
         "a router's bias moves beside a frozen base",
@@ -45,13 +55,17 @@ FAULTS = (
     ),
     Fault("int8 has no scale", "_frozen", "$weight.scale is None", "True", PRODUCT),
     Fault(
-        "a scale of int8 is that of the whole matrix", "quantised", "axis=$axes", "axis=None", f"{TESTS} -k own_scale"
+        "a scale of int8 is that of the whole matrix",
+        "quantised",
+        "jnp.max(jnp.abs($x), axis=$axes, keepdims=True)",
+        "jnp.max(jnp.abs($x), axis=None, keepdims=True)",
+        f"{TESTS} -k own_scale",
     ),
     Fault(
         "int8 is gathered as floats",
         "_frozen",
-        "constrain($values, $dims, $mesh).astype($x.dtype)",
-        "constrain($values.astype($x.dtype), $dims, $mesh)",
+        "constrain($values, ' '.join($d), $mesh).astype($x.dtype)",
+        "constrain($values.astype($x.dtype), ' '.join($d), $mesh)",
         f"{TESTS} -k gathered_as_int8",
     ),
     Fault("experts have adapters that nothing uses", "targets_of", "$p.adapts", "$p.inputs", GRADIENTS),
