@@ -42,11 +42,8 @@ WAYS = {
 
 # A text of another kind than the one that the base is trained on.
 TUNED = "data=files data.source={root}/**/README.md data.cache_dir={folder}/cache model.init_from={folder}/base"
-RATES = (
-    "1e-3",
-    "3e-3",
-    "1e-2",
-)  # of which full training and rank 16 each get the best; the other ranks get that of rank 16
+# Of these, full training and rank 16 each get the best; the others get that of their kind.
+RATES = ("3e-3", "1e-2", "3e-2", "1e-1")
 LORA = {
     REFERENCE: "",
     "another seed": "run.seed=1",

@@ -306,7 +306,7 @@ def sharding(
     return NamedSharding(mesh, spec(dims, on_mesh(table, mesh), shape=shape, mesh=mesh, what=what))
 
 
-def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
+def replicated(mesh: Any) -> NamedSharding:
     """Returns the sharding of what every device has whole."""
     return NamedSharding(mesh, PartitionSpec())
 

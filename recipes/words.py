@@ -136,7 +136,7 @@ _MEANT = {
         "model_name_or_path model_path hf_model from_pretrained base_model init_ckpt restore_from weights load_path "
         "pretrained_checkpoint"
     ),
-    "lora.rank": "lora lora_rank lora_r lora_dim",
+    "lora.rank": "rank lora lora_rank lora_r lora_dim",
     "lora.alpha": "lora_alpha",
     "lora.targets": "target_modules lora_target lora_target_modules lora_modules",
     "model": "model_name flavor model_flavor arch architecture model_type config_name model_size model_config",

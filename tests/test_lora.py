@@ -116,7 +116,11 @@ def test_int8_is_gathered_as_int8():
         (2, 4, 16), jnp.float32, sharding=sharding(mesh, ("B", "T", "D"), current_layout().activations)
     )
     product = jax.jit(lambda x, values, scale: project(x, Frozen(values, scale), "btd,df->btf", mesh=mesh))
-    gathers = re.findall(r"= (\w+)\[[\d,]*\]\S* all-gather", product.lower(x, *at).compile().as_text())
+    lowered = product.lower(x, *at)
+    assert re.findall(r"sharding_constraint.*: tensor<16x8x(\w+)>", lowered.as_text()) == ["i8"], (
+        "not by the compiler's grace"
+    )
+    gathers = re.findall(r"= (\w+)\[[\d,]*\]\S* all-gather", lowered.compile().as_text())
     assert gathers == ["s8"]
 
 

@@ -146,6 +146,7 @@ WRONG = [
     ("sequence.scheme=rings", "sequence.scheme"),
     ("experts.chunks=0", "experts.chunks"),
     ("guards.spike=maybe", "guards.spike"),
+    ("lora.rank=-1", "lora.rank must be positive, or 0"),
     ("data.prefetch=0", "data.prefetch"),
     ("data.global_batch=0", "data.global_batch must be at least 1"),
     ("checkpoint.keep=0", "checkpoint.keep"),

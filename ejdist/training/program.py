@@ -312,7 +312,8 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
 
     def take_state(given: dict[str, Any]) -> TrainState:
         own = {part: new | given["buffers"].get(part, {}) for part, new in initialise(model.buffers, key).items()}
-        params = given["params"] or initialise(model.declared, key)
+        drawn = initialise(model.declared, key)  # of adapters, which no source has
+        params = given["params"] or drawn
         return init_state(params, optimizer, trained.start(params, own))
 
     placed = param_shardings(s, model.declared, mesh)

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
+from ejdist.layout import replicated
 from ejdist.models.decoder import DecoderConfig, declare
 from ejdist.models.lora import BASE, LoRASection, base_of, declare_adapter, merged, targets_of
 from ejdist.models.parameters import Param
@@ -42,7 +43,7 @@ class Merged:
     def placed(self, leaf: str, like: jax.ShapeDtypeStruct) -> Likes:
         """Returns `likes` with shardings: an array of the leaf's shape lies as the leaf is to, others are whole everywhere."""
         at = like.sharding
-        rest = NamedSharding(at.mesh, PartitionSpec()) if isinstance(at, NamedSharding) else at
+        rest = replicated(at.mesh) if isinstance(at, NamedSharding) else at
         return {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at if x.shape == like.shape else rest)
             for name, x in self.likes(leaf).items()

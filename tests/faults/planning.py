@@ -223,7 +223,7 @@ FAULTS = (
     Fault(
         "zeros that XLA makes early are not counted",
         "memory:memory",
-        "4 * $head if $platform == 'gpu' and $split and (not $c.tie_embeddings) else 0",
+        "$of_head if $platform == 'gpu' and $split and (not $c.tie_embeddings) else 0",
         "0 if $platform == 'gpu' and $split and (not $c.tie_embeddings) else 0",
         f"{TESTS} -k zeros_of_a_gathered_table",
     ),

@@ -315,10 +315,12 @@ FAULTS = (
         "make_program.take_state",
         "$own = {$part: $new | $given['buffers'].get($part, {}) for $part, $new in "
         "initialise($model.buffers, $key).items()}\n"
-        "return init_state($given['params'], $$after)",
+        "$drawn = initialise($model.declared, $key)\n"
+        "return init_state($given['params'] or $drawn, $$after)",
         "$own = {$part: $new | $given['buffers'].get($part, {}) for $part, $new in "
         "initialise($model.buffers, $key).items()}\n"
-        "return init_state(initialise($model.declared, $key), $$after)",
+        "$drawn = initialise($model.declared, $key)\n"
+        "return init_state($drawn, $$after)",
         f"{RUNS} -k first_state",
     ),
     Fault(
