@@ -102,7 +102,9 @@ class Run:
         """Returns name -> array, to be read whole or by layers, of all that makes the leaves that are named. Raises
         CheckpointError."""
         own = {name: self.merged.likes(name) if self.merged is not None else {} for name in like}
-        return self._checkpoints.open_part(self.step, {n: x for name in like for n, x in (own[name] or {name: like[name]}).items()})
+        return self._checkpoints.open_part(
+            self.step, {n: x for name in like for n, x in (own[name] or {name: like[name]}).items()}
+        )
 
     def rows(self, leaf: str, arrays: Mapping[str, StoredArray]) -> Any:
         """Returns the numbers of a leaf, from what `open` returns: its rows as they are, or made as they are read."""
