@@ -81,7 +81,7 @@ class Run:
                 if own := self.merged.placed(name, one):
                     found[name] = self.merged.made(name, self._read(own), one)
         rest = {name: one for name, one in like.items() if name not in found}
-        narrow = {name for name, one in rest.items() if one.dtype == jnp.bfloat16}
+        narrow = [name for name, one in rest.items() if one.dtype == jnp.bfloat16]
         found |= self._read({name: one for name, one in rest.items() if name not in narrow})
         for name in narrow:  # one by one: each is there in float32 first
             wide = jax.ShapeDtypeStruct(rest[name].shape, jnp.float32, sharding=rest[name].sharding)
