@@ -123,7 +123,7 @@ def test_a_key_that_is_given_beside_its_variant_is_taken_however_it_is_written(m
         (["--package", "run"], "--package selects what --cfg job prints, but --cfg job is missing"),
         (["--resolve"], "--resolve selects what --cfg job prints"),
         (["--cfg", "job", "-m"], "--cfg job prints one recipe, but --multirun makes several"),
-        (["--cfg", "job", "--package", "optimiser"], "--package optimiser is not a section; use one of run, model, mesh"),
+        (["--cfg", "job", "--package", "optimiser"], "--package optimiser is not a section; use one of run, model, lora, mesh"),
         (["run.seed=1,2"], "for a run with each of several values give --multirun (-m)"),
         (["-m", "run.seed=1"], "--multirun: no key has several values"),
         (["-m", "run.dir=a,b"], "run.dir is one folder, in which each run of a sweep gets its own"),

@@ -37,6 +37,7 @@ from ejdist.training.pytree_io import name_of
 from ejdist.training.recorded import recorded, told_changes
 from ejdist.training.resume import Past, check_data, check_history, check_same_run, fingerprint
 from ejdist.training.run_lock import Lock
+from ejdist.training.runs import lora_of
 from ejdist.training.stage_data import data_of_stages, own_batches, sizes_of
 from ejdist.training.start import Source, nested
 from ejdist.training.step import TrainState
@@ -302,9 +303,11 @@ def resume(run: Run, found: list[tuple[int, Tier]], log: Any) -> tuple[Run, int,
             break
         except DamagedCheckpoint as error:
             damaged.append((step, where, error))
-        except CheckpointError:  # of another model: the recipe that it was saved with says which key it is
-            if where is saves.durable:
-                check_same_run(saves.durable.run_of(step)["recipe"], run.sections, step, run.directory)
+        except CheckpointError:
+            # All leaves of a run with adapters have other names than those of one without: the key says more.
+            before = saves.durable.run_of(step)["recipe"] if where is saves.durable else None
+            if before is not None and lora_of(before) != run.sections.lora:
+                check_same_run(before, run.sections, step, run.directory)
             raise
     else:
         none = "it is the only one" if len(damaged) == 1 else f"nor can the {len(damaged) - 1} before it"
