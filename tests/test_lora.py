@@ -265,7 +265,11 @@ def test_the_backward_of_a_frozen_matmul_is_counted_once():
 
 
 @pytest.mark.parametrize(
-    ("base", "mesh"), [("bfloat16", ["mesh.fsdp=2", "mesh.sp=2"]), ("int8", ["mesh.fsdp=2", "mesh.sp=1"])]
+    ("base", "mesh"),
+    [
+        ("bfloat16", ["mesh.fsdp=2", "mesh.sp=2"]),
+        pytest.param("int8", ["mesh.fsdp=2", "mesh.sp=1"], marks=pytest.mark.slow),
+    ],
 )
 def test_a_base_is_read_in_the_dtype_that_it_is_kept_in_on_a_mesh(base, mesh, tmp_path):
     made(tmp_path, "deepseek")
