@@ -19,7 +19,8 @@ from ejdist.training.metrics import read_rows
 from ejdist.training.optimizer import cast_moments
 from ejdist.training.program import Program
 from ejdist.training.recorded import recorded, recorded_changes, settings_at, told_changes
-from ejdist.training.setup import open_run, resume
+from ejdist.training.restore import resume
+from ejdist.training.setup import open_run
 from launch.compiled import use_cache
 from launch.evaluate import with_settings_of_run
 from launch.reporting import contents

@@ -30,8 +30,8 @@ from ejdist.training.flops import step_flops
 from ejdist.training.frozen_base import check_base
 from ejdist.training.loop import train
 from ejdist.training.program import make_program
+from ejdist.training.restore import start_from
 from ejdist.training.resume import check_same_run, fingerprint
-from ejdist.training.setup import start_from
 from ejdist.training.start import open_source
 from ejdist.weights.families import family_of
 from ejdist.weights.files import WeightsError

@@ -18,9 +18,9 @@ from ejdist.training.checkpoint import CheckpointError
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
 from ejdist.training.loop import train
 from ejdist.training.program import make_program
+from ejdist.training.restore import start_from
 from ejdist.training.resume import check_same_run, fingerprint
 from ejdist.training.runs import Run
-from ejdist.training.setup import start_from
 from ejdist.training.start import open_source
 from ejdist.weights.families import read_config
 from ejdist.weights.files import WeightsError

@@ -108,7 +108,7 @@ class Held:
 
 
 def held(sections: Any, model: Model, mesh: Any) -> Held:
-    """Returns what a mesh, which may be abstract, holds of `model`, which is `sections.model.build()`.
+    """Returns what a mesh, which may be abstract, holds of `model`, which is `trained_model(sections)`.
 
     Raises:
       ValueError: a size of the recipe or the model does not fit the mesh.

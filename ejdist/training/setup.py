@@ -1,12 +1,9 @@
-"""Sets up a run for every command that needs one: checks the recipe, on all hosts, and opens its program, data and checkpoints.
-Also restores the state that it starts or resumes from.
-"""
+"""Sets up a run for every command that needs one: checks the recipe on all hosts; opens its program, data and checkpoints."""
 
 from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,29 +14,23 @@ import jax
 from ejdist.cluster.agreement import environment
 from ejdist.cluster.hosts import Hosts
 from ejdist.mesh import make_mesh
-from ejdist.models.lora import BASE
-from ejdist.models.parameters import num_parameters
 from ejdist.paths import ELSEWHERE, is_step, is_url
 from ejdist.registered import check_recorded, digests, load
 from ejdist.sections import flat, validate
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
-from ejdist.training.checkpoint_format import CheckpointError, DamagedCheckpoint, check_same_model
+from ejdist.training.checkpoint_format import check_same_model
 from ejdist.training.checkpoint_policy import Saves, Tier
 from ejdist.training.curriculum import Stage, history, stage_of, stages_of
 from ejdist.training.data import Data
-from ejdist.training.frozen_base import load_base
 from ejdist.training.guards import SkippedBatches
 from ejdist.training.held_out import data_of_evaluation
 from ejdist.training.kept import told_of_folder
-from ejdist.training.optimizer import cast_moments, moments_like
+from ejdist.training.optimizer import moments_like
 from ejdist.training.program import Program, TrainSections, make_program
-from ejdist.training.pytree_io import name_of
-from ejdist.training.recorded import recorded, told_changes
+from ejdist.training.recorded import recorded
 from ejdist.training.resume import Past, check_data, check_history, check_same_run, fingerprint
 from ejdist.training.run_lock import Lock
-from ejdist.training.runs import lora_of
 from ejdist.training.stage_data import data_of_stages, own_batches, sizes_of
-from ejdist.training.start import Source, nested
 from ejdist.training.step import TrainState
 from ejdist.training.trackers import check_installed
 
@@ -275,82 +266,6 @@ def check_hosts(mesh: jax.sharding.Mesh) -> None:
             f"the mesh {used or 'of one'} uses {mesh.size} of {jax.device_count()} devices, and none of host {idle[0]}: "
             "make an axis larger, or -1 to use all devices"
         )
-
-
-def resume(run: Run, found: list[tuple[int, Tier]], log: Any) -> tuple[Run, int, TrainState, dict[str, Any]]:
-    """Returns (the run in its current stage, step, state, metadata) from the newest intact checkpoint. Damaged ones are set
-    aside once an earlier one has been read.
-
-    Args:
-      found: the result of `Saves.find`; not empty.
-
-    Raises:
-      ValueError: it belongs to a run with another recipe. CheckpointError: none can be read, or it has another model.
-    """
-    saves = run.saves
-    damaged: list[tuple[int, Tier, DamagedCheckpoint]] = []
-    for step, where in found:
-        try:
-            run = run.in_stage_after(step)
-            kept = where.described(step)[0] if "optimizer.moments" in run.sections.run.allow_change else None
-            like = run.state_like(kept)
-            state, kept = where.restore(step, like, run.hosts.first_error)
-            saved_step = kept["data"].get("step", step)
-            if saved_step != step:  # a renamed copy: its state and its batches would be of different steps
-                raise DamagedCheckpoint(
-                    f"checkpoint {where.directory / str(step)} holds the state of step {saved_step}"
-                )
-            break
-        except DamagedCheckpoint as error:
-            damaged.append((step, where, error))
-        except CheckpointError:
-            # All leaves of a run with adapters have other names than those of one without: the key says more.
-            before = saves.durable.run_of(step)["recipe"] if where is saves.durable else None
-            if before is not None and lora_of(before) != run.sections.lora:
-                check_same_run(before, run.sections, step, run.directory)
-            raise
-    else:
-        none = "it is the only one" if len(damaged) == 1 else f"nor can the {len(damaged) - 1} before it"
-        first = damaged[0][2]
-        raise CheckpointError(f"{first}; {none}: repair the storage, or {ELSEWHERE}") from first
-    s = stage_of(run.stages, step).sections
-    past = run.check(kept, step)
-    state = state._replace(opt_state=cast_moments(state.opt_state, run.program.state.opt_state))
-    passed = kept.get("guards", {}).get("passed", ())
-    data = run.data_of(run.stage).after(kept["data"], SkippedBatches(passed).number(step) + 1)
-    new = past.changes[len(Past.of(kept).changes) :]
-    run = replace(run, data=data, past=past)
-    for lost, place, error in damaged:
-        log(f"{error}: resuming from the one before it; {saves.set_aside(lost, place)}")
-    local = f", from the local checkpoint in {where.directory}" if where is saves.local else ""
-    log(f"resuming from step {step} of {run.directory}{local}")
-    before = kept["recipe"]["run.steps"]
-    if before != s.run.steps:
-        log(f"run.steps changed from {before} to {s.run.steps}: optimizer.schedule now ends there")
-    for line in told_changes(new):
-        log(line)
-    return run, step, state, kept
-
-
-def start_from(program: Program, source: Source, log: Any) -> TrainState:
-    """Returns the initial state with the parameters of a source."""
-    wanted = {
-        f"params.{name_of(path)}": like for path, like in jax.tree_util.tree_leaves_with_path(program.state.params)
-    }
-    wanted |= {
-        f"buffers.{name_of(path)}": like for path, like in jax.tree_util.tree_leaves_with_path(program.state.buffers)
-    }
-    began = time.perf_counter()
-    arrays = source.load({name: like for name, like in wanted.items() if name in source.leaves})
-    base, count = {}, sum(x.size for x in arrays.values())
-    if program.model.base is not None:
-        base = {BASE: load_base(program, source)}
-        count += num_parameters(program.model.base.declared)
-    for line in source.notes:
-        log(line)
-    log(f"{count:,} parameters read from {source.what} in {time.perf_counter() - began:.1f} s")
-    tree = nested(arrays)
-    return program.init_from({"params": tree.get("params", {}), "buffers": tree.get("buffers", {}) | base})
 
 
 def _writable(key: str, folder: str) -> Path:

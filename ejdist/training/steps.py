@@ -21,7 +21,8 @@ from ejdist.training.metrics import MetricsWriter, write_error
 from ejdist.training.placing import local_rows, place_batch, place_limits
 from ejdist.training.profiling import StepProfiler, peak_memory
 from ejdist.training.replicas import Replicas
-from ejdist.training.setup import Run, resume, start_from
+from ejdist.training.restore import resume, start_from
+from ejdist.training.setup import Run
 from ejdist.training.start import Source
 from ejdist.training.step_timer import CALLS, DATA, HOST, SAVES, WAITS, StepTimer
 from ejdist.training.stop import Diverged, Stop
