@@ -13,6 +13,7 @@ from small_run import TINY
 
 from ejdist import registered
 from ejdist.models.decoder import DecoderConfig, token_losses
+from ejdist.models.lora import build as model_of
 from ejdist.models.model import Metric, StepContext
 from ejdist.models.parameters import initialise
 from ejdist.operations import bind_ops
@@ -49,6 +50,19 @@ def own(name="double", function=None, **more):
     return registered.entry_of("loss", name)
 
 
+def each_alone():
+    """Returns the conversations of the pairs, chosen and rejected in turn, each in a row of its own."""
+    ids = [[*(pair["prompt"] + pair[name]).encode(), 256] for pair in PAIRS for name in ("chosen", "rejected")]
+    alone = {name: np.zeros((6, 40), np.int32) for name in ("tokens", "targets", "positions", "segment_ids")}
+    for i, (row, prompt) in enumerate(zip(ids, [p["prompt"] for p in PAIRS for _ in range(2)], strict=True)):
+        alone["tokens"][i, : len(row)] = row
+        alone["targets"][i] = -1
+        alone["targets"][i, len(prompt) - 1 : len(row) - 1] = row[len(prompt) :]
+        alone["positions"][i] = np.arange(40)
+        alone["segment_ids"][i] = np.where(np.arange(40) < len(row), 0, -1)
+    return alone
+
+
 # -- preferences -------------------------------------------------------------------------------------------------------
 
 
@@ -72,15 +86,7 @@ def test_dpo_is_the_formula_and_only_the_policy_has_a_gradient():
         return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(params, buffers)
 
     (found, metrics), (of_policy, of_reference) = both(params, buffers)
-    # Each conversation alone in a row, and the formula in NumPy.
-    ids = [[*(pair["prompt"] + pair[name]).encode(), 256] for pair in PAIRS for name in ("chosen", "rejected")]
-    alone = {name: np.zeros((6, 40), np.int32) for name in ("tokens", "targets", "positions", "segment_ids")}
-    for i, (row, prompt) in enumerate(zip(ids, [p["prompt"] for p in PAIRS for _ in range(2)], strict=True)):
-        alone["tokens"][i, : len(row)] = row
-        alone["targets"][i] = -1
-        alone["targets"][i, len(prompt) - 1 : len(row) - 1] = row[len(prompt) :]
-        alone["positions"][i] = np.arange(40)
-        alone["segment_ids"][i] = np.where(np.arange(40) < len(row), 0, -1)
+    alone = each_alone()
     sums = jax.jit(lambda p: token_losses(p, alone, recipe.model, OPS).sum(axis=1))
     ours, theirs = (-np.asarray(sums(p), np.float64).reshape(3, 2) for p in (params, start))
     margins = 0.3 * ((ours - theirs)[:, 0] - (ours - theirs)[:, 1])
@@ -92,6 +98,35 @@ def test_dpo_is_the_formula_and_only_the_policy_has_a_gradient():
     assert metrics["tokens"].value == (batch["targets"] >= 0).sum()
     assert all(not np.any(g) for g in jax.tree.leaves(of_reference))
     assert all(np.any(g) for g in jax.tree.leaves(of_policy))
+
+
+def test_the_reference_of_adapters_shares_their_base():
+    recipe = compose([*DPO, "lora.rank=2", "lora.base=float32"])
+    adapted = model_of(recipe.model, recipe.lora)
+    trained = Trained(recipe, adapted)
+    model, batch = trained.with_references(), build(recipe.data, seed=0).batch(0)
+    start = initialise(model.declared, jax.random.key(0))
+    buffers = trained.start(start, initialise(model.buffers, jax.random.key(1)))
+    assert set(buffers) == {"base", "reference"} and set(buffers["reference"]) == {"params"}
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape).astype(np.float32), start)
+
+    @jax.jit
+    def both(params):
+        def total(params):
+            return trained.loss(params, batch, OPS, StepContext(buffers=buffers))[0]
+
+        return jax.value_and_grad(total)(params)
+
+    (first, gradient), (later, _) = both(start), both(params)
+    np.testing.assert_allclose(first, 3 * np.log(2), rtol=1e-6)  # the policy is the reference
+    assert all(np.any(adapter["b"]) for adapter in gradient["layers"].values())
+    context, alone = StepContext(buffers={"base": buffers["base"]}), each_alone()
+    sums = jax.jit(lambda p: adapted.token_losses(p, alone, ops=OPS, context=context).sum(axis=1))
+    ours, theirs = (-np.asarray(sums(p), np.float64).reshape(3, 2) for p in (params, start))
+    margins = 0.3 * ((ours - theirs)[:, 0] - (ours - theirs)[:, 1])
+    np.testing.assert_allclose(later, np.log1p(np.exp(-margins)).sum(), rtol=1e-4)
+    assert abs(margins).min() > 1e-3
 
 
 def test_no_step_changes_a_reference():

@@ -152,4 +152,18 @@ FAULTS = (
         "",
         f"{LOSSES} -k function_and_of_an_iterable",
     ),
+    Fault(
+        "a reference of adapters has a base of its own",
+        "losses:_unshared",
+        "$name != BASE",
+        "True",
+        f"{LOSSES} -k shares_their_base",
+    ),
+    Fault(
+        "the projection of adapters is that of no base",
+        "adapted",
+        "partial(measured, $model.projection)",
+        "$model.projection",
+        f"{LOSSES} -k shares_their_base",
+    ),
 )

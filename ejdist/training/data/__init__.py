@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ejdist.paths import check_folder
 from ejdist.sections import compared, operational
@@ -20,11 +15,9 @@ from ejdist.training.data.corpus import Corpus, build_corpus
 from ejdist.training.data.dataset import OWN, Dataset, is_dataset, open_dataset
 from ejdist.training.data.hub import is_stream
 from ejdist.training.data.hub_dataset import hub_dataset
-from ejdist.training.data.mixture import MixedRows, Mixture, check_sections, counts_of
+from ejdist.training.data.mixture import Mixture, check_sections, counts_of
 from ejdist.training.data.own_source import OwnRows, own_source
-from ejdist.training.data.packing import Packing, Rows
-from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole
-from ejdist.training.data.tokenizer import ByteTokenizer, Tokenizer
+from ejdist.training.data.tokenizer import Tokenizer
 
 __all__ = ["CURSOR", "Begin", "Corpus", "Data", "DataSection", "build", "default_cache_dir", "described_key"]
 
