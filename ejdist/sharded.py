@@ -72,7 +72,6 @@ def run_on_rank(
 ) -> Any:
     """Returns the result of a prepared call on a rank's part of a sequence, inside a `shard_map` that has these axes. Over axes
     that it leaves to the compiler the call is mapped here, by the layout."""
-    op.check_asked(platform, cfg)
     lie = order_of_call(name, op, prepared, {"T": axes}, Ranks(), given=order, follows=follows)
     if local is None:
         prepared = replace(prepared, sums=jax.lax.psum(prepared.sums, axes))

@@ -6,6 +6,7 @@ and nothing is compiled: a call is refused before it runs, whether its arrays ar
 
 import doctest
 import inspect
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -229,6 +230,14 @@ def test_a_wrong_call_of_an_operation_is_refused_by_name(op):
         found.append(judged(owners, wrong, refusal(op, wrong.apply(a), traced=bool(i % 2))))
     bad = sorted({f for f in found if f})
     assert not bad, "\n".join(bad)
+
+
+def test_a_number_that_is_none_is_no_option():
+    """Drawn calls need not have it."""
+    assert not options.fits(math.nan, float) and not options.fits(np.float32(math.nan), float | None)
+    assert options.fits(math.inf, float)
+    with pytest.raises(ValueError, match="rms_norm: argument 'eps' .*nan"):
+        kernels.rms_norm(np.ones((2, 8), np.float32), eps=math.nan)
 
 
 # -- public functions --------------------------------------------------------------------------------------------------

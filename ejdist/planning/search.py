@@ -161,8 +161,6 @@ def candidates(sections: Any, count: int, given: Collection[str], savings: Savin
         raise ValueError(
             "mesh.cp = -1: a plan searches the devices along sp alone; give those along cp, or leave them at 1"
         )
-    if list(written.values()).count(-1) > 1:
-        mesh_shape(written, count)  # which refuses it
     sizes = {a: n for a, n in written.items() if n != -1}
     policies = (s.model.remat,) if REMAT in given else policies_searched(savings)
     kept = tuple((key, value) for key, value in savings if key != REMAT)

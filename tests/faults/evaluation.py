@@ -124,8 +124,8 @@ FAULTS = (
     Fault(
         "the second stage reads the rows of the first",
         "Run.data_of",
-        "self.datas[$stage.number - 1].resized(**_sizes($stage.sections.data))",
-        "self.datas[0].resized(**_sizes(self.stages[0].sections.data))",
+        "self.datas[$stage.number - 1].resized(**sizes_of($stage.sections.data))",
+        "self.datas[0].resized(**sizes_of(self.stages[0].sections.data))",
         f"{STAGES} -k one_schedule",
     ),
     Fault(

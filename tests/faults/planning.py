@@ -56,13 +56,6 @@ FAULTS = (
         f"{TESTS} -k experts_over_two_axes",
     ),
     Fault(
-        "two axes take all that is left of the devices",
-        "search:candidates",
-        "list($written.values()).count(-1) > 1",
-        "False",
-        f"{TESTS} -k sizes_that_fit_no_plan",
-    ),
-    Fault(
         "devices that a recipe leaves idle are planned for",
         "as_given",
         "$made.devices < $target.count",

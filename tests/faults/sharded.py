@@ -35,13 +35,6 @@ FAULTS = (
         f"{EDGES} -k explicit",
     ),
     Fault(
-        "sharded: a configuration of another type goes through on a mesh",
-        "run_on_rank",
-        "$op.check_asked($platform, $cfg)",
-        "",
-        f"{EDGES} -k wrong_call",
-    ),
-    Fault(
         "a token of no device's vocabulary is a row of zeros",
         "_mapped.body",
         "jnp.where($known, 0, jnp.nan)[..., None]",

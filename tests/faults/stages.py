@@ -8,7 +8,7 @@ FAULTS = (
     Fault(
         "a stage reads the data of the first",
         "data_of_stages",
-        "replace($section, **_sizes($other)) == $other",
+        "replace($section, **sizes_of($other)) == $other",
         "True",
         f"{STAGES} -k its_rows",
     ),
@@ -70,7 +70,7 @@ FAULTS = (
     ),
     Fault(
         "moments begin anew on resume",
-        "setup:resume",
+        "restore:resume",
         "cast_moments($state.opt_state, $run.program.state.opt_state)",
         "$run.program.init().opt_state",
         f"{STAGES} -k its_rows",

@@ -316,11 +316,11 @@ FAULTS = (
         "$own = {$part: $new | $given['buffers'].get($part, {}) for $part, $new in "
         "initialise($model.buffers, $key).items()}\n"
         "$drawn = initialise($model.declared, $key)\n"
-        "return init_state($given['params'] or $drawn, $$after)",
+        "$params = $given['params'] or $drawn",
         "$own = {$part: $new | $given['buffers'].get($part, {}) for $part, $new in "
         "initialise($model.buffers, $key).items()}\n"
         "$drawn = initialise($model.declared, $key)\n"
-        "return init_state($drawn, $$after)",
+        "$params = $drawn",
         f"{RUNS} -k first_state",
     ),
     Fault(

@@ -33,6 +33,7 @@ MASKS = {
     "chunks": MaskInfo(causal=True, chunk_size=12),
     "prefix": MaskInfo(causal=True, prefix_lengths=jnp.asarray([0, 21])),
     "segments": MaskInfo.from_segments(packed([9, 14, 10], T), packed([20, 4, 25], S), causal=True),
+    "padded keys": MaskInfo.from_segments(packed([9, 14, 17], T), packed([20, 4, 25], S)),
     "zigzag": MaskInfo(causal=True, q_positions=ORDER, kv_positions=jnp.arange(S)[None]),
     "any order": MaskInfo(
         causal=True,
