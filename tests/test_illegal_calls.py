@@ -236,7 +236,7 @@ def test_a_number_that_is_none_is_no_option():
     """Drawn calls need not have it."""
     assert not options.fits(math.nan, float) and not options.fits(np.float32(math.nan), float | None)
     assert options.fits(math.inf, float)
-    with pytest.raises(ValueError, match="rms_norm: argument 'eps' .*nan"):
+    with pytest.raises(ValueError, match=r"rms_norm: argument 'eps' .*nan"):
         kernels.rms_norm(np.ones((2, 8), np.float32), eps=math.nan)
 
 
