@@ -11,6 +11,7 @@ import pytest
 from ejdist.training.chats.encoding import Chats
 from ejdist.training.chats.folder import templates_of, tokens_of
 from ejdist.training.data.tokenizer import FileTokenizer, train_bpe
+from ejdist.training.kept import KEPT, keep
 from ejdist.weights.beside import context_of, ids_of_tokenizer
 from ejdist.weights.families import read_config
 from launch.errors import DONE, WRONG
@@ -47,9 +48,11 @@ def source_in(folder, tokenizer, name="qwen3", **keys):
 
 
 def run_from(folder, source, tokenizer=None, data=None, **more):
-    """A run that started from a folder and was trained with its tokenizer."""
+    """A run that started from a folder and was trained with its tokenizer, before BOS and EOS were recorded unless `data` has
+    them."""
     tokenizer = source / "tokenizer.json" if tokenizer is None else tokenizer
-    kept = {"step": 1, "tokenizer": FileTokenizer(tokenizer).fingerprint, "sequence_length": 64} | (data or {})
+    fingerprint = FileTokenizer.of(tokenizer.read_bytes(), "the run's").fingerprint
+    kept = {"step": 1, "tokenizer": fingerprint, "sequence_length": 64} | (data or {})
     recipe = {"model.init_from": str(source), "data.tokenizer": str(tokenizer)} | more.pop("recipe", {})
     c = more.pop("model", None) or read_config(source)[1]
     section = {"model.init_from": str(source)} | recipe
@@ -202,13 +205,128 @@ def test_without_a_generation_config_the_ids_make_one(tokenizer, tmp_path, capsy
 
 def test_ids_that_a_tokenizer_names():
     vocabulary = {"<s>": 5, "</s>": 6}
-    assert ids_of_tokenizer(vocabulary, {"bos_token": "<s>", "eos_token": "</s>"}, 6) == {
+    assert ids_of_tokenizer(vocabulary, {"bos_token": "<s>", "eos_token": "</s>"}, [6]) == {
         "bos_token_id": 5,
         "eos_token_id": 6,
     }
-    assert ids_of_tokenizer(vocabulary, {"eos_token": "<not there>"}, 2) == {"eos_token_id": 2}
-    assert ids_of_tokenizer(vocabulary, {"eos_token": "</s>"}, None) == {"eos_token_id": 6}
-    assert ids_of_tokenizer(vocabulary, {}, None) == {}
+    assert ids_of_tokenizer(vocabulary, {"eos_token": "<not there>"}, [2]) == {"eos_token_id": 2}
+    assert ids_of_tokenizer(vocabulary, {"eos_token": "</s>"}, []) == {"eos_token_id": 6}
+    assert ids_of_tokenizer(vocabulary, {}, []) == {}
+
+
+# -- the tokens that the run's documents begin and end with --------------------------------------------------------------
+
+
+def token(tokenizer, i):
+    return FileTokenizer.of(tokenizer.encode(), "the run's").token_of(i)
+
+
+def test_the_end_that_a_run_asked_for_is_the_one_it_recorded(tokenizer, tmp_path, capsys):
+    """data.eos, which no file names, ends what is generated too."""
+    source = source_in(tmp_path / "source", tokenizer)
+    run = run_from(tmp_path / "run", source, data={"bos": None, "eos": token(tokenizer, 5)})
+    config, lines = exported(run, tmp_path / "to", capsys)
+    assert len(lines) == 1 and f"is 7, 0 of {source}, and 5, which ends the run's documents" in lines[0], lines
+    assert json.loads((tmp_path / "to" / "generation_config.json").read_text())["eos_token_id"] == [7, 0, 5]
+    assert config["eos_token_id"] == 7
+    alone = tmp_path / "alone.json"
+    alone.write_text(tokenizer)
+    run = run_from(tmp_path / "own", source, alone, data={"bos": None, "eos": token(tokenizer, 5)})
+    shutil.rmtree(source)
+    config, _ = exported(run, tmp_path / "of_own", capsys)
+    assert config["eos_token_id"] == 5
+    said = json.loads((tmp_path / "of_own" / "tokenizer_config.json").read_text())
+    assert said["eos_token"] == token(tokenizer, 5)
+
+
+def test_a_run_whose_documents_have_no_end(tokenizer, tmp_path, capsys):
+    """data.eos=null: what ends a text is what the source says, or nothing."""
+    source, null = source_in(tmp_path / "source", tokenizer), {"bos": None, "eos": None}
+    config, lines = exported(run_from(tmp_path / "run", source, data=null), tmp_path / "to", capsys)
+    assert not lines and config["eos_token_id"] == 7
+    assert json.loads((tmp_path / "to" / "generation_config.json").read_text()) == GENERATION
+    alone = tmp_path / "alone.json"
+    alone.write_text(tokenizer)
+    (source / "tokenizer.json").unlink()  # so nothing says of which tokenizer its ids are
+    _, lines = exported(run_from(tmp_path / "other", source, alone, data=null), tmp_path / "of_other", capsys)
+    assert "are not written: it has no tokenizer, and the end of the run's documents is not among" in lines[0], lines
+    assert "neither eos_token_id nor generation_config.json is written" in lines[1]
+    assert "eos_token" not in json.loads((tmp_path / "of_other" / "tokenizer_config.json").read_text())
+    bytes_ = {"tokenizer": "bytes-1", "bos": None, "eos": None}
+    run = run_from(tmp_path / "bytes", source, alone, data=bytes_, recipe={"data.tokenizer": "bytes"})
+    config, _ = exported(run, tmp_path / "of_bytes", capsys)
+    assert "eos_token_id" not in config and not (tmp_path / "of_bytes" / "generation_config.json").exists()
+
+
+def test_all_that_end_a_text_are_written_where_no_generation_config_says(tokenizer, tmp_path, capsys):
+    source = source_in(tmp_path / "source", tokenizer, eos_token_id=[7, 0], bos_token_id=None)
+    (source / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
+    run = run_from(tmp_path / "run", source, data={"bos": None, "eos": token(tokenizer, 0)})
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": token(tokenizer, 0)}))
+    _, lines = exported(run, tmp_path / "to", capsys)
+    written = json.loads((tmp_path / "to" / "generation_config.json").read_text())
+    assert not lines and written == {"temperature": 0.6, "eos_token_id": [7, 0], "pad_token_id": 3}
+    # Of a tokenizer's folder, to which the weights' says nothing.
+    other = source_in(tmp_path / "other", train_bpe(iter(["other words"]), 301))
+    run = run_from(tmp_path / "two", other, source / "tokenizer.json", data={"bos": None, "eos": token(tokenizer, 5)})
+    config, _ = exported(run, tmp_path / "of_two", capsys)
+    assert config["eos_token_id"] == [5, 7, 0]
+
+
+def test_another_beginning_than_by_the_tokenizers_files_is_told(tokenizer, tmp_path, capsys):
+    source = source_in(tmp_path / "source", tokenizer)
+    own = {"add_bos_token": True, "bos_token": token(tokenizer, 5), "eos_token": token(tokenizer, 0)}
+    (source / "tokenizer_config.json").write_text(json.dumps(own))
+    none = f"begins with {own['bos_token']} by the tokenizer's files, and the run's documents with no token (data.bos)"
+    for bos, told in ((5, None), (None, none), (6, f"with {token(tokenizer, 6)} (data.bos)")):
+        ends = {"bos": None if bos is None else token(tokenizer, bos), "eos": own["eos_token"]}
+        _, lines = exported(run_from(tmp_path / f"{bos}", source, data=ends), tmp_path / f"to_{bos}", capsys)
+        assert len(lines) == (told is not None) and (told is None or told in lines[0]), lines
+    (source / "tokenizer_config.json").write_text(json.dumps(own | {"bos_token": "<nowhere>"}))
+    _, lines = exported(run_from(tmp_path / "no", source, data=ends), tmp_path / "to_no", capsys)
+    assert "a text begins with a token that it does not have by the tokenizer's files" in lines[0]
+
+
+# -- what the run keeps of a folder --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [True, False], ids=["gone", "changed"])
+def test_a_folder_that_is_gone_or_has_changed_is_what_the_run_kept_of_it(after, tokenizer, tmp_path, capsys):
+    source = source_in(tmp_path / "source", tokenizer)
+    before = {name: (source / name).read_bytes() for name in BESIDE}
+    run = run_from(tmp_path / "run", source, data={"bos": None, "eos": token(tokenizer, 0)})
+    keep(source, run)
+    if after:
+        shutil.rmtree(source)
+        told = f"{source}, which the run started from, is gone: what was there is taken from {run / KEPT}"
+    else:
+        for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+            (source / name).write_text("{}")
+        told = (
+            f"config.json, generation_config.json, tokenizer_config.json in {source} changed since the run began: what was "
+            f"there is taken from {run / KEPT}"
+        )
+    for i, named in enumerate((run, run / "checkpoints")):
+        config, lines = exported(named, tmp_path / f"to{i}", capsys)
+        assert lines == [told]
+        assert {name: config[name] for name in IDS} == IDS and config["max_position_embeddings"] == 128
+        assert {name: (tmp_path / f"to{i}" / name).read_bytes() for name in BESIDE} == before
+    second = run_from(tmp_path / "second", run / KEPT, data={"bos": None, "eos": token(tokenizer, 0)},
+                      recipe={"model.init_from": str(run)})  # fmt: skip
+    config, lines = exported(second, tmp_path / "of_second", capsys)
+    assert lines == [told] and config["eos_token_id"] == 7, "through another run"
+
+
+def test_a_tokenizer_that_only_the_run_has_is_written(tokenizer, tmp_path, capsys):
+    """Where the folder's model is another now, which says nothing more."""
+    source = source_in(tmp_path / "source", tokenizer)
+    run = run_from(tmp_path / "run", source)
+    keep(source, run)
+    changed_model(run / KEPT)
+    shutil.rmtree(source)
+    config, lines = exported(run, tmp_path / "to", capsys)
+    assert any("norm_eps = 0.1" in line for line in lines) and config["eos_token_id"] == END
+    assert (tmp_path / "to" / "tokenizer.json").read_text() == tokenizer
 
 
 # -- the context ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """What an export of a run writes beside its parameters: from the folder that the run's weights came from, and its tokenizer's.
 
-Nothing is taken that has changed since: a tokenizer is known by its fingerprint in the checkpoint, a config.json by the model
-that it describes, a chat template by its digest. What is gone or has changed is named in a line.
+Nothing is taken that has changed since: of a published folder that is gone or has other files the run has kept its own, a
+tokenizer is known by its fingerprint in the checkpoint, a config.json by the model that it describes, a chat template by its
+digest. What is gone or has changed is named in a line.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from ejdist.paths import is_url
 from ejdist.sections import flat
 from ejdist.training.chats.encoding import Chats
 from ejdist.training.chats.folder import templates_of, tokens_of
+from ejdist.training.chats.special_tokens import SpecialTokens
 from ejdist.training.checkpoint_format import CheckpointError
 from ejdist.training.data import default_cache_dir
 from ejdist.training.data.dataset import OWN, open_dataset
-from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer
+from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_file
+from ejdist.training.kept import KEPT, files_kept, published_in
 from ejdist.training.recorded import recorded
 from ejdist.training.runs import Run
 from ejdist.weights.beside import (
@@ -56,9 +59,13 @@ class Beside:
 
 @dataclass(frozen=True)
 class _Source:
-    """The folder of Hugging Face that a run's weights came from, as it is now."""
+    """The folder of Hugging Face that a run's weights came from, as it was then.
+
+    folder: where its files are: what the run keeps of it, if it is gone or has changed. was: the folder that the run was given.
+    """
 
     folder: Path
+    was: Path
     config: dict[str, Any]
     generation: dict[str, Any]
 
@@ -76,10 +83,11 @@ def beside_of(run: Run, tokenizer: str | None = None, context: int | None = None
     beside, settings = Beside(), recorded(str(run.folder)) | run.recipe
     source = _source_of(run, beside.notes)
     path = _tokenizer_of(run, settings, tokenizer, source, beside.notes)
-    known = ByteTokenizer() if path is None and _is_bytes(run) else None if path is None else FileTokenizer(path)
+    known = _as_trained(run, path)
     same = source is not None and _same_tokens(run, source, known, beside.notes)
 
     _add_ids(beside, run, source if same else None, path, known)
+    beside.notes += _told_bos(path, known)
     _add_context(beside, run, source, context)
     if path is not None and isinstance(known, FileTokenizer):
         _add_tokenizer(beside, path, known, source)
@@ -93,26 +101,44 @@ def _add_ids(beside: Beside, run: Run, source: _Source | None, path: Path | None
     ids = {} if source is None else ids_of(source.config, generation)
     if "eos_token_id" not in ids and known is not None:
         config = {} if path is None else read_if_there(path.with_name(TOKENIZER_CONFIG))
-        ids = ids_of_tokenizer({} if path is None else vocabulary_of(path), config, known.eos_id) | ids
+        ids = ids_of_tokenizer({} if path is None else vocabulary_of(path), config, known.stop_ids) | ids
     beside.config |= ids
     if "eos_token_id" not in ids:
         beside.notes.append(f"neither eos_token_id nor {GENERATION} is written: nothing says which token ends a text")
         return
-    ends = generation.get("eos_token_id") or ids["eos_token_id"]
-    if (
-        source is not None
-        and known is not None
-        and not _templates(run)
-        and not set(as_list(known.eos_id)) <= set(as_list(ends))
-    ):
+    named = as_list(generation.get("eos_token_id"))
+    ends = named or as_list(ids["eos_token_id"])
+    own = [] if known is None else as_list(known.eos_id)
+    if source is not None and not _templates(run) and not set(own) <= set(ends):
         beside.notes.append(
-            f"eos_token_id of {GENERATION} is {ends} of {source.folder}, and {known.eos_id}, which ends the run's documents"
+            f"eos_token_id of {GENERATION} is {', '.join(map(str, ends))} of {source.was}, and {own[0]}, "
+            "which ends the run's documents"
         )
-        generation = generation | {"eos_token_id": [*as_list(ends), known.eos_id]}
-    if "eos_token_id" not in generation:
+        ends = [*ends, *own]
+    if not named:
+        ends = list(dict.fromkeys([*ends, *([] if known is None else known.stop_ids)]))
         generation = ids | generation
+    if ends != named:
+        generation = generation | {"eos_token_id": ends if len(ends) > 1 else ends[0]}
     unchanged = source is not None and generation == source.generation
     beside.files[GENERATION] = source.folder / GENERATION if source is not None and unchanged else text_of(generation)
+
+
+def _told_bos(path: Path | None, known: Any) -> list[str]:
+    """Returns a line where the tokenizer's files begin a text otherwise than the run's documents begin: who generates with
+    them begins as they say."""
+    if path is None or known is None:
+        return []
+    ours = known.token_of(known.bos_id)
+    try:
+        by_files = FileTokenizer(path, SpecialTokens(eos=known.token_of(known.eos_id)))
+        others = by_files.token_of(by_files.bos_id)
+    except ValueError:
+        others = "a token that it does not have"
+    if others == ours:
+        return []
+    ours, others = (token or "no token" for token in (ours, others))
+    return [f"a text begins with {others} by the tokenizer's files, and the run's documents with {ours} (data.bos)"]
 
 
 def _add_context(beside: Beside, run: Run, source: _Source | None, asked: int | None) -> None:
@@ -124,7 +150,7 @@ def _add_context(beside: Beside, run: Run, source: _Source | None, asked: int | 
         context, line = context_of(asked, run.longest, scaled, None, None)
     else:
         theirs = source_context(source.config, source.folder / "config.json")
-        context, line = context_of(asked, run.longest, scaled, theirs, source.folder)
+        context, line = context_of(asked, run.longest, scaled, theirs, source.was)
         beside.architecture = next((n for n in source.config.get("architectures") or [] if n in FAMILIES), None)
     beside.config["max_position_embeddings"] = context
     beside.notes += [line] if line else []
@@ -135,8 +161,8 @@ def _add_tokenizer(beside: Beside, path: Path, known: FileTokenizer, source: _So
     files = tokenizer_files(path)
     if len(files) == 1 and source is not None and _digest(source.folder / TOKENIZER) == known.fingerprint:
         files = tokenizer_files(source.folder / TOKENIZER)
-    end = next((token for token, i in vocabulary_of(path).items() if i == known.eos_id), None)
-    text, line = tokenizer_config(files.get(TOKENIZER_CONFIG), beside.config["max_position_embeddings"], end)
+    end, context = known.token_of(known.eos_id), beside.config["max_position_embeddings"]
+    text, line = tokenizer_config(files.get(TOKENIZER_CONFIG), context, end)
     beside.files |= files | ({} if text is None else {TOKENIZER_CONFIG: text})
     beside.notes += [line] if line else []
 
@@ -147,9 +173,9 @@ def _add_tokenizer(beside: Beside, path: Path, known: FileTokenizer, source: _So
 def _source_of(run: Run, notes: list[str]) -> _Source | None:
     """Returns the published folder that a run, or the run that it continues, started from; None without one, or if it has
     changed since."""
-    folder, reason = _origin(run)
+    folder, was, reason = _origin(run, notes)
     left = f"what its config.json and {GENERATION} say of tokens, generation and context is not written"
-    if folder is None:
+    if folder is None or was is None:
         notes += [f"{reason}: {left}"] if reason else []
         return None
     try:
@@ -166,42 +192,57 @@ def _source_of(run: Run, notes: list[str]) -> _Source | None:
             f"{folder} has changed since the run started from it: its model has {changed[0]} = {value}: {left}"
         )
         return None
-    return _Source(folder, config, generation)
+    return _Source(folder, was, config, generation)
 
 
-def _origin(run: Run) -> tuple[Path | None, str]:
-    """Returns (the folder with a config.json that a run started from, the reason if it is missing)."""
-    where, seen = run.recipe.get("model.init_from"), {str(run.folder)}
+def _origin(run: Run, notes: list[str]) -> tuple[Path | None, Path | None, str]:
+    """Returns (the folder with the config.json that a run started from, or what is kept of it; the folder that it was; the
+    reason if both are missing)."""
+    where, seen, of = run.recipe.get("model.init_from"), {str(run.folder)}, _run_dir(run)
     while where is not None and str(where) not in seen:
         seen.add(str(where))
         folder = Path(where).expanduser()
-        if not is_url(where) and (folder / "config.json").exists():
-            return folder, ""
+        kept, changed = files_kept(where, of)
+        if kept is not None:
+            what = f"{', '.join(changed)} in {folder} changed since the run began" if changed else _told_gone(where)
+            notes.append(f"{what}: what was there is taken from {kept}")
+            return kept, folder, ""
+        if published_in(where) is not None:
+            return folder, folder, ""
         try:
             before = Run(where, key="model.init_from")
-            where = before.recipe.get("model.init_from")
+            where, of = before.recipe.get("model.init_from"), _run_dir(before)
             before.close()
         except (CheckpointError, ValueError, OSError):
-            gone = "is gone" if is_url(where) or not folder.exists() else "is no model any more"
-            return None, f"{where}, which the run started from, {gone}"
-    return None, ""
+            return None, None, _told_gone(where)
+    return None, None, ""
+
+
+def _told_gone(where: str) -> str:
+    gone = "is gone" if is_url(where) or not Path(where).expanduser().exists() else "is no model any more"
+    return f"{where}, which the run started from, {gone}"
+
+
+def _run_dir(run: Run) -> Path:
+    """Returns the folder of a run, which may have been named by the checkpoints in it."""
+    folder = Path(str(run.folder))
+    return folder.parent if folder.name == "checkpoints" and not (folder / "checkpoints").is_dir() else folder
 
 
 def _same_tokens(run: Run, source: _Source, known: Any, notes: list[str]) -> bool:
     """Returns whether the ids of the source are of the tokenizer that the run was trained with."""
     own = source.folder / TOKENIZER
+    why = "the run was trained with another tokenizer than is there"
     if _is_bytes(run):
         same = False
     elif own.exists():
         same = _digest(own) == run.data["tokenizer"]
     else:
         ends = [i for one in (source.config, source.generation) for i in as_list(one.get("eos_token_id"))]
-        same = known is None or set(as_list(known.eos_id)) <= set(ends)
+        same = known is None or known.eos_id in ends
+        why = "it has no tokenizer, and the end of the run's documents is not among its eos_token_id"
     if not same:
-        notes.append(
-            f"the ids of special tokens and {GENERATION} of {source.folder} are not written: the run was trained with another "
-            "tokenizer than is there"
-        )
+        notes.append(f"the ids of special tokens and {GENERATION} of {source.was} are not written: {why}")
     return same
 
 
@@ -220,14 +261,29 @@ def _digest(path: Path) -> str | None:
         return None
 
 
+def _as_trained(run: Run, path: Path | None) -> ByteTokenizer | FileTokenizer | None:
+    """Returns the tokenizer of a file, or bytes, with the BOS and EOS that the run's documents have; None where neither is
+    there."""
+    recorded_ends = "eos" in run.data
+    if _is_bytes(run):
+        return ByteTokenizer(SpecialTokens(eos=None) if recorded_ends and run.data["eos"] is None else SpecialTokens())
+    if path is None:
+        return None
+    if recorded_ends:
+        return FileTokenizer(path, SpecialTokens(run.data["bos"], run.data["eos"]))
+    # Before they were recorded a document had no BOS, and its EOS was that of the vocabulary, whatever files said.
+    return FileTokenizer.of(path.read_bytes(), f"data.tokenizer = {str(path)!r}", SpecialTokens(bos=None))
+
+
 def _tokenizer_of(
     run: Run, settings: Mapping[str, Any], asked: str | None, source: _Source | None, notes: list[str]
 ) -> Path | None:
     """Returns the tokenizer.json that a run was trained with. Raises ValueError if `asked` is not that."""
     if asked is not None:
-        path = Path(asked).expanduser()
-        path = path / TOKENIZER if path.is_dir() else path
-        if FileTokenizer(path).fingerprint != run.data["tokenizer"]:
+        path = tokenizer_file(asked)
+        if (found := _digest(path)) != run.data["tokenizer"]:
+            if found is None:
+                raise ValueError(f"data.tokenizer = {asked!r} cannot be read; give the tokenizer.json of the run")
             raise ValueError(
                 f"data.tokenizer = {asked!r} is not the file that the run was trained with; give that one, or leave it out"
             )
@@ -237,7 +293,7 @@ def _tokenizer_of(
             "no tokenizer is written: data.tokenizer=bytes, ids 0 to 255 and 256 for the end, has no tokenizer file"
         )
         return None
-    places = list(_places(settings, source))
+    places = list(_places(settings, source, _run_dir(run)))
     for path in places:
         if _digest(path) == run.data["tokenizer"]:
             return path
@@ -250,7 +306,7 @@ def _tokenizer_of(
     return None
 
 
-def _places(settings: Mapping[str, Any], source: _Source | None) -> Iterator[Path]:
+def _places(settings: Mapping[str, Any], source: _Source | None, run_dir: Path) -> Iterator[Path]:
     """Yields where the tokenizer of a run may be."""
     name, data = str(settings.get("data.tokenizer", "bytes")), settings.get("data.source")
     if name.startswith("bpe:"):
@@ -258,11 +314,16 @@ def _places(settings: Mapping[str, Any], source: _Source | None) -> Iterator[Pat
         yield from sorted(cache.glob(f"tokenizer-*/{TOKENIZER}"))
     elif name not in ("bytes", OWN):
         path = Path(name).expanduser()
-        yield path / TOKENIZER if path.is_dir() else path
+        path = path / TOKENIZER if path.is_dir() or path == getattr(source, "was", None) else path
+        if source is not None and source.folder != source.was == path.parent:
+            yield source.folder / TOKENIZER  # beside which the files are those of then
+        yield path
     if isinstance(data, str) and not is_url(data):
         yield from [Path(data).expanduser() / TOKENIZER] if name == OWN or name.startswith("bpe:") else []
     if source is not None:
         yield source.folder / TOKENIZER
+    if (kept := run_dir / KEPT / TOKENIZER).exists():
+        yield kept
 
 
 # -- the template of conversations ----------------------------------------------------------------------------------------

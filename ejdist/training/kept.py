@@ -30,16 +30,20 @@ def published_in(init_from: str | None) -> Path | None:
     return folder if (folder / CONFIG).is_file() else None
 
 
-def keep(folder: Path, run_dir: Path) -> None:
-    """Copies a folder's files, without its weights, to where the run keeps them. What it kept of another start goes.
+def keep(folder: Path | None, run_dir: Path) -> None:
+    """Copies a folder's files, without its weights, to where the run keeps them. What it kept of another start goes, also of
+    one that this run has no folder after.
 
     Raises:
       OSError: it cannot be written.
     """
     kept, new = run_dir / KEPT, run_dir / f"{KEPT}.partial"
-    if folder.resolve() == kept.resolve():
+    if folder is not None and folder.resolve() == kept.resolve():
         return
     shutil.rmtree(new, ignore_errors=True)
+    if folder is None:
+        shutil.rmtree(kept, ignore_errors=True)
+        return
     for name in _names(folder):
         (new / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / name, new / name)
@@ -50,19 +54,27 @@ def keep(folder: Path, run_dir: Path) -> None:
 def told_of_folder(init_from: str | None, run_dir: Path) -> list[str]:
     """Returns a line where the folder of model.init_from has gone since the run began, or has other files than the run keeps;
     none where all is as it was, or the run keeps nothing."""
+    kept, changed = files_kept(init_from, run_dir)
+    if kept is None:
+        return []
+    if not changed:
+        return [f"model.init_from = {init_from!r} has gone: its config.json and tokenizer are those in {kept}"]
+    what = f"{', '.join(changed)} in {published_in(init_from)} changed since the run in {run_dir} began"
+    return [f"{what}; what it began with is in {kept}, and model.init_from={kept} resumes with that"]
+
+
+def files_kept(init_from: str | None, run_dir: Path) -> tuple[Path | None, list[str]]:
+    """Returns (what the run keeps of the folder of model.init_from, the names of the files that have changed there since): the
+    folder's own files where they are no more what they were. None where all is as it was, or the run keeps nothing; no names
+    where the folder has gone."""
     kept, folder = run_dir / KEPT, published_in(init_from)
     if init_from is None or is_url(init_from) or not kept.is_dir():
-        return []
+        return None, []
     if folder is None:
-        return [f"model.init_from = {init_from!r} has gone: its config.json and tokenizer are those in {kept}"]
+        return kept, []
     names = dict.fromkeys((*_names(kept), *_names(folder)))
     changed = [name for name in names if _content(folder / name) != _content(kept / name)]
-    if not changed:
-        return []
-    return [
-        f"{', '.join(changed)} in {folder} changed since the run in {run_dir} began; what it began with is in {kept}, and "
-        f"model.init_from={kept} resumes with that"
-    ]
+    return (kept if changed else None), changed
 
 
 def _names(folder: Path) -> Iterator[str]:

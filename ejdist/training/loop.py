@@ -116,9 +116,9 @@ def _train(sections: TrainSections, batches: Any, devices: list[Any] | None, log
         if opened.checkpoints_found and init_from is not None:
             log(f"model.init_from = {init_from!r} is not read: the run resumes from its own checkpoint")
         current = start_state(opened, opened.checkpoints_found, source, log)
-        if main and current.step == 0 and (folder := published_in(init_from)) is not None:
+        if main and current.step == 0 and not opened.checkpoints_found:
             try:
-                keep(folder, opened.directory)
+                keep(published_in(init_from), opened.directory)
             except OSError as error:
                 raise write_error(opened.directory, error) from error
         if current.step == 0 and main and (rows := len(read_rows(opened.directory / "metrics.jsonl"))):

@@ -4,7 +4,7 @@ the tokenizer's files. It is as in the folder that the model comes from, where t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,17 @@ def ids_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str
     return {name: value for name, value in ids.items() if value is not None}
 
 
-def ids_of_tokenizer(vocabulary: Mapping[str, int], config: Mapping[str, Any], end: int | None) -> dict[str, Any]:
+def ids_of_tokenizer(vocabulary: Mapping[str, int], config: Mapping[str, Any], ends: Sequence[int]) -> dict[str, Any]:
     """Returns the ids of special tokens that the files of a tokenizer name.
 
     Args:
       vocabulary: token -> id.
       config: its tokenizer_config.json.
-      end: the id that ends a document in training, None for none. A text ends with it, and with the tokenizer's own end.
+      ends: the ids that end what is generated, that of a document in training first. So does the tokenizer's own end.
     """
     named = {name: _token(config.get(name.removesuffix("_id"))) for name in IDS}
     ids: dict[str, Any] = {name: vocabulary[token] for name, token in named.items() if token in vocabulary}
-    ends = list(dict.fromkeys([*as_list(end), *as_list(ids.get("eos_token_id"))]))
+    ends = list(dict.fromkeys([*ends, *as_list(ids.get("eos_token_id"))]))
     return ids | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})
 
 
