@@ -39,7 +39,7 @@ def exit_code_of(error: Exception) -> int | None:
     """Returns the exit code for an error that a user can fix, None for a bug."""
     # Imported late: a command sets up its environment before JAX is imported.
     from ejdist.cluster.hosts import HostLost
-    from ejdist.training.checkpoint import CheckpointError
+    from ejdist.training.checkpoint_format import CheckpointError
     from ejdist.training.replicas import ReplicasDiffer
     from ejdist.training.stop import Diverged
     from kernels import Unsupported

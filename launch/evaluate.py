@@ -15,21 +15,23 @@ from typing import Any
 from launch import ruler
 from launch.errors import DONE, run_command
 from launch.evaluated import tell_cells, tell_loss
+from launch.evaluation_recipe import FOLDER, recipe_of, told_held_out, trained_tokenizer, with_settings_of_run
 from launch.options import check_spelling, file_of
 from launch.train import command, start_jax
-from recipes.arguments import key_of
+from recipes.arguments import assigned, expanded, key_of
 
 NO_STAGES = "curriculum=[]"  # of the recipe: one mesh for all lengths
 
 USAGE = f"""usage: python -m launch.evaluate run.dir=DIR [KEY=VALUE ...]
-       python -m launch.evaluate model.init_from=DIR [KEY=VALUE ...]
+       python -m launch.evaluate model=hf model.init_from=DIR [KEY=VALUE ...]
 
   python -m launch.evaluate run.dir=outputs/long_context data.source='held_out/*.txt'
   python -m launch.evaluate run.dir=outputs/run lengths=2048,8192,32768 examples=32 to=outputs/run/evaluation.json
+  python -m launch.evaluate model=hf:models/Qwen3-8B data=files data.source='held_out/*.txt' lengths=2048,8192
 
 The model is that of the run's checkpoint, or of the folder's config.json. Data, tokenizer, mesh and order of the sequence are
-those of the run (its evaluation.data where it has one), unless keys say otherwise; all keys are those of launch.train. A
-model.rope_ key given here is tried out on the weights.
+those of the run (its evaluation.data where it has one), unless keys say otherwise; all keys are those of launch.train. Of a
+published folder model=hf takes dtype, tokenizer, BOS and EOS too. A model.rope_ key given here is tried out on the weights.
 
 keys:
   step=N               of the checkpoint; default: the last
@@ -108,11 +110,11 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
     given: dict[str, str] = {}
     where: dict[str, str] = {}
     recipe = []
-    for argument in arguments:
+    for argument in expanded(arguments):
         name, equals, value = argument.partition("=")
         of = given if name in _DEFAULTS else where if name in ("run.dir", "model.init_from") else None
         if of is None:
-            if name == "model":
+            if name == "model" and argument != FOLDER:
                 raise ValueError(f"{argument}: the model comes from the weights; leave it out")
             if key_of(argument) == "curriculum" and argument != NO_STAGES:
                 raise ValueError(
@@ -131,6 +133,10 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
         raise ValueError("give run.dir=DIR, or model.init_from=DIR: one of the two; --help has examples")
     ((key, folder),) = where.items()
     check_place(key, folder)
+    if FOLDER in recipe:
+        if key == "run.dir":
+            raise ValueError(f"{FOLDER}: the model and the tokenizer come from the run; leave it out")
+        recipe.append(assigned(key, folder))
     v: dict[str, Any] = _DEFAULTS | given
     tasks = v["tasks"].strip("[]").split(",")
     of_ruler = ruler.parse_ruler(tasks, _TASKS, v)
@@ -153,89 +159,6 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
     return own, folder, [*recipe, NO_STAGES]
 
 
-def with_settings_of_run(where: str, step: int | None, given: Sequence[str], log: Callable[[str], Any]) -> list[str]:
-    """Returns the keys of a command line, before them what the run in a folder recorded of its data and mesh. Where the command
-    line names a variant (mesh=fsdp), nothing of that section comes from the run, and where it names a recipe, nothing at all.
-
-    Args:
-      log: takes a line about what is taken.
-    """
-    from ejdist.training.recorded import last_step, recorded, recorded_changes, settings_at
-    from ejdist.weights.match import written
-
-    named = {key_of(argument) for argument in given}
-    recipe = {} if "recipe" in named else recorded(where)
-    settings = settings_at(recipe, last_step(where) if step is None else step, recorded_changes(where))
-    if (held_out := recipe.get("evaluation.data")) is not None:
-        settings["data.source"] = held_out
-    if held_out is not None or "data.source" in named:
-        settings.pop("data.mixture", None)
-    if "plugins" not in named and (plugins := recorded(where).get("plugins")):
-        settings["plugins"] = plugins
-    kept = {key: value for key, value in settings.items() if key not in named and key.partition(".")[0] not in named}
-    if kept:
-        mesh = {k.partition(".")[2]: v for k, v in kept.items() if k.startswith("mesh.") and v not in (1, False)}
-        source = kept.get("data.source")
-        data = [f"data.source={source}" if source is not None else "its mixture"] if "data.source" in kept else []
-        log(
-            f"from the run: {', '.join([*data, f'mesh {mesh or "of one"}', f'data.tokenizer={kept.get("data.tokenizer")}'])}"
-        )
-    return [*(f"{key}={_override(value, written)}" for key, value in kept.items()), *given]
-
-
-def _override(value: Any, written: Callable[[Any], str]) -> str:
-    """Returns a value of recipe.json as an override has it."""
-    from recipes.arguments import quoted
-
-    if isinstance(value, str):
-        return quoted(value)
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_override(one, written)}" for key, one in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(_override(one, written) for one in value) + "]"
-    return written(value)
-
-
-def _trained_tokenizer(where: str, recipe: Any) -> Any:
-    """Returns the tokenizer that the run trained on its own corpus; None if it trained none, or the recipe names another.
-    Trained again on other data, it would be another one."""
-    from ejdist.training.data import DataSection, build
-    from ejdist.training.recorded import recorded, settings_at
-
-    first = settings_at(recorded(where), 1)  # it is trained on the data of the first stage
-    own = {key.removeprefix("data."): value for key, value in first.items() if key.startswith("data.")}
-    name = str(own.get("tokenizer"))
-    if not name.startswith("bpe:") or name != recipe.data.tokenizer or own.get("source") == recipe.data.source:
-        return None
-    known = {f.name for f in dataclasses.fields(DataSection)}
-    section = DataSection(**{key: value for key, value in own.items() if key in known})
-    return build(dataclasses.replace(section, cache_dir=recipe.data.cache_dir), seed=0).corpus.tokenizer
-
-
-def _recipe_of(weights: Any, given: Sequence[str]) -> Any:
-    """Returns the recipe that weights are evaluated under: their model, and what the command line says.
-
-    Raises:
-      ValueError: a key is wrong, or changes the shape of a parameter.
-    """
-    from ejdist.sections import flat
-    from ejdist.weights.match import written
-    from recipes.schema import compose
-
-    model = [f"model.{k}={written(v)}" for k, v in flat(weights.model).items() if k != "init_from"]
-    capacity = weights.recipe.get("experts.capacity")
-    kept = [] if capacity is None else [f"experts.capacity={capacity}"]
-    recipe = compose([*model, *kept, *given])
-    recipe.model.experts.jitter = 0.0  # noise of training
-    weights.check(recipe.model)
-    if recipe.experts.capacity != capacity:
-        raise ValueError(
-            f"experts.capacity = {recipe.experts.capacity} in this recipe, and {weights.what} has {capacity}: give "
-            f"experts.capacity={written(capacity)}, or leave it out: another one drops other tokens"
-        )
-    return recipe
-
-
 def _lengths(args: Args, weights: Any, recipe: Any, given: Sequence[str]) -> list[int]:
     """Returns the tokens of a row: those asked for, else what the command line trains with, else what the run did."""
     if args.lengths:
@@ -243,20 +166,6 @@ def _lengths(args: Args, weights: Any, recipe: Any, given: Sequence[str]) -> lis
     named = any(key_of(word) == "data.sequence_length" for word in given)
     own = recipe.data.sequence_length
     return [own if named else weights.data.get("sequence_length", own)]
-
-
-def _held_out(weights: Any, data: Any) -> str:
-    """Returns what is known of whether the model was trained on the data. Raises ValueError: they are of another tokenizer."""
-    trained = weights.data
-    if not trained:
-        return "whether the model was trained on this data is not known"
-    if trained["tokenizer"] != data.corpus.tokenizer.fingerprint:
-        raise ValueError(
-            "data.tokenizer is not the one that the run was trained with: the losses would be meaningless; give that file"
-        )
-    if trained["corpus"] == data.corpus.fingerprint:
-        return "NOT held out: this is the corpus that the run was trained on; name other data with data.source"
-    return "not the run's corpus; whether some documents are in both is not checked"
 
 
 def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], Any] = print) -> dict[str, Any]:
@@ -280,7 +189,7 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
     hosts = Hosts(compose(given).run.host_timeout)
     with hosts.together():
         weights = open_weights(where, args.step)
-        recipe = _recipe_of(weights, given)
+        recipe = recipe_of(weights, given)
         validate(recipe)
         lengths = _lengths(args, weights, recipe, given)
         own = {k: str(v) for k, v in vars(args).items()} | {"weights": weights.what}
@@ -293,8 +202,8 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
             n: dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, sequence_length=n)) for n in lengths
         }
         programs = {n: make_program(s, mesh) for n, s in sections.items()}
-        data = data_of(sections[max(lengths)], _trained_tokenizer(where, recipe))
-        held_out = _held_out(weights, data)
+        data = data_of(sections[max(lengths)], trained_tokenizer(where, recipe))
+        held_out = told_held_out(weights, data)
         prepared = None
         if args.ruler is not None:
             ruler.check_context(lengths, weights, where, recipe.model, given)
@@ -305,7 +214,7 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
         shapes = {"key_tokens": args.key_tokens, "value_tokens": args.value_tokens, "seed": recipe.run.seed}
         prompts = [Prompts(task, n, text, **shapes) for task in args.tasks if task != "loss" for n in lengths]
         log(f"{weights.what}, on {_data_name(recipe)} ({data.num_tokens:,} tokens): {held_out}")
-        for line in data.notes():
+        for line in (*weights.notes(recipe.model), *filter(None, [data.ends()]), *data.notes()):
             log(line)
         params, buffers = weights.load(programs[lengths[0]])
         found: dict[str, Any] = {

@@ -22,7 +22,7 @@ from ejdist.training.recorded import recorded, recorded_changes, settings_at, to
 from ejdist.training.restore import resume
 from ejdist.training.setup import open_run
 from launch.compiled import use_cache
-from launch.evaluate import with_settings_of_run
+from launch.evaluation_recipe import with_settings_of_run
 from launch.reporting import contents
 from launch.reporting.folder import open_folder
 from recipes.schema import Recipe, compose

@@ -23,7 +23,8 @@ from ejdist.training.data import build as build_data
 from ejdist.training.positions import octave_of
 from ejdist.training.setup import open_run
 from launch.errors import DONE, WRONG
-from launch.evaluate import _held_out, _lengths, _recipe_of, evaluate, main, parse
+from launch.evaluate import _lengths, evaluate, main, parse
+from launch.evaluation_recipe import recipe_of, told_held_out
 from launch.processes import Job
 from recipes.schema import compose
 
@@ -276,24 +277,24 @@ def test_octaves_add_up_to_the_models_own_loss_and_answers_are_those_of_all_logi
 
 def test_the_model_is_the_runs_and_only_what_keeps_its_parameters_may_change(trained, corpus):
     weights = open_weights(str(trained))
-    recipe = _recipe_of(weights, [*corpus, "recipe=moe", "model.rope_scaling=yarn", "model.rope_factor=4.0"])
+    recipe = recipe_of(weights, [*corpus, "recipe=moe", "model.rope_scaling=yarn", "model.rope_factor=4.0"])
     assert dataclasses.replace(recipe.model, rope_scaling=None, rope_factor=1.0) == weights.model
     assert recipe.model.rope_scaling == "yarn"
     noisy = dataclasses.replace(weights, model=compose(["model=moe_nano", "model.experts.jitter=0.1"]).model)
-    assert _recipe_of(noisy, []).model.experts.jitter == 0
+    assert recipe_of(noisy, []).model.experts.jitter == 0
     limited = dataclasses.replace(weights, recipe={"experts.capacity": 1.5})
-    assert _recipe_of(limited, []).experts.capacity == 1.5
+    assert recipe_of(limited, []).experts.capacity == 1.5
     for these, other in ((limited, "null"), (weights, "1.5")):
         with pytest.raises(ValueError, match=r"experts.capacity = .* drops other tokens"):
-            _recipe_of(these, [f"experts.capacity={other}"])
+            recipe_of(these, [f"experts.capacity={other}"])
     with pytest.raises(ValueError, match=r"model.num_layers.*has other parameters"):
-        _recipe_of(weights, ["model.num_layers=3"])
+        recipe_of(weights, ["model.num_layers=3"])
     for key, value in (("norm_eps", 0.5), ("logits_soft_cap", 3.0), ("activation", "gelu")):
         with pytest.raises(
             ValueError, match=rf"model.{key} = {value} in this recipe, .* only model.rope_ keys can be tried"
         ):
-            _recipe_of(weights, [f"model.{key}={value}"])
-    assert _recipe_of(weights, ["model.remat=full", "model.compute_dtype=bfloat16"]).model.remat == "full"
+            recipe_of(weights, [f"model.{key}={value}"])
+    assert recipe_of(weights, ["model.remat=full", "model.compute_dtype=bfloat16"]).model.remat == "full"
 
 
 def test_rows_are_as_long_as_is_asked_for_or_as_in_training():
@@ -311,13 +312,23 @@ def test_what_the_model_was_trained_on_is_said(corpus):
     data = build_data(compose([*TINY, *corpus]).data, seed=0)
     known = {"corpus": data.corpus.fingerprint, "tokenizer": data.corpus.tokenizer.fingerprint}
     weights = Weights("these", compose([]).model, dict, str, known)
-    assert _held_out(weights, data).startswith("NOT held out")
-    assert _held_out(dataclasses.replace(weights, data=known | {"corpus": "other"}), data).startswith(
+    assert told_held_out(weights, data).startswith("NOT held out")
+    assert told_held_out(dataclasses.replace(weights, data=known | {"corpus": "other"}), data).startswith(
         "not the run's corpus"
     )
-    assert "is not known" in _held_out(dataclasses.replace(weights, data={}), data)
+    assert "is not known" in told_held_out(dataclasses.replace(weights, data={}), data)
     with pytest.raises(ValueError, match=r"data.tokenizer is not the one"):
-        _held_out(dataclasses.replace(weights, data=known | {"tokenizer": "other"}), data)
+        told_held_out(dataclasses.replace(weights, data=known | {"tokenizer": "other"}), data)
+    for eos, words in ((None, "have 256, and those of the run none.*data.eos=null"), ("256", None)):
+        kept = dataclasses.replace(weights, data=known | {"bos": None, "eos": eos})
+        if words is None:
+            assert told_held_out(kept, data).startswith("NOT held out")
+        else:
+            with pytest.raises(ValueError, match=words):
+                told_held_out(kept, data)
+    endless = build_data(compose([*TINY, *corpus, "data.eos=null"]).data, seed=0)
+    with pytest.raises(ValueError, match=r"data.eos: documents here have none, .* give data.eos=auto"):
+        told_held_out(kept, endless)
 
 
 @pytest.mark.parametrize(

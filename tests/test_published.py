@@ -11,6 +11,7 @@ from published_folder import FILES, LETTERS, write_folder
 from small_run import losses
 
 import recipes
+from ejdist.evaluation.weights import open_weights
 from ejdist.models.decoder import DecoderConfig
 from ejdist.sections import flat
 from ejdist.training.curriculum import stages_of
@@ -22,6 +23,7 @@ from ejdist.training.stage_data import data_of
 from ejdist.training.start import open_source
 from ejdist.weights.families import read_config
 from launch.errors import DONE, WRONG
+from launch.evaluate import main as evaluate
 from launch.export import main as export
 from launch.plan import main as plan
 from launch.plan import parse
@@ -232,6 +234,50 @@ def test_every_stage_may_have_positions_of_its_own(tmp_path):
         RecipeError, match=r"model.rope_base=7 is not used: every stage of the curriculum has its own rope_base"
     ):
         compose([*of(folder), stages, "model.rope_base=7"])
+
+
+# -- evaluations ----------------------------------------------------------------------------------------------------------
+
+
+def evaluated(capsys, *words):
+    """Returns (exit code, what was printed, or the error)."""
+    code = evaluate(["tasks=loss", "lengths=32", "batches=2", "mesh=single", *words])
+    told = capsys.readouterr()
+    return code, told.out if code == DONE else told.err
+
+
+def test_an_evaluation_of_a_folder_takes_what_training_does(texts, tmp_path, capsys):
+    folder = write_folder(tmp_path / "f", "llama")
+    keys = [key for key in texts if key.startswith("data")]
+    code, told = evaluated(capsys, f"model=hf:{folder}", *keys, f"to={tmp_path}/a.json")
+    assert code == DONE and "compute_dtype" not in told, told
+    assert "documents begin with <|begin_of_text|> (data.bos), and texts end with <|end_of_text|> (data.eos)" in told
+    long = [f"model.init_from={folder}", f"data.tokenizer={folder}", "model.compute_dtype=bfloat16"]
+    assert evaluated(capsys, *long, *keys, f"to={tmp_path}/b.json")[0] == DONE
+    first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in "ab")
+    assert first["loss"] == second["loss"] and first["loss"]["32"]["tokens"] > 100
+    weights = open_weights(str(folder))
+    assert weights.notes(DecoderConfig()) == ["compute_dtype float32 (the folder says bfloat16)"]
+
+
+def test_an_evaluation_of_a_folder_without_its_tokenizer_says_what_to_write(texts, tmp_path, capsys):
+    folder = write_folder(tmp_path / "f", "llama")
+    for words in ([], ["data.sequence_length=32"]):
+        code, told = evaluated(capsys, f"model.init_from={folder}", *words)
+        assert code == WRONG and told == (
+            f"error: data.tokenizer = 'bytes' is not the tokenizer of {folder}: give model=hf, which takes dtype, tokenizer, "
+            f"BOS and EOS from there, or data.tokenizer={folder}\n"
+        )
+    for words, told in (
+        (["model=hf", "run.dir=a"], "model=hf: the model and the tokenizer come from the run; leave it out"),
+        (["model=hf"], "give run.dir=DIR, or model.init_from=DIR"),
+        (["model=hf:"], "names no folder"),
+        (["model=8b", f"model.init_from={folder}"], "model=8b: the model comes from the weights"),
+        (["model=hf", f"model.init_from={tmp_path}/no"], "is no folder"),
+        ([*of(folder), "model.num_layers=1"], "model.num_layers = 1 in this recipe"),
+    ):
+        code, error = evaluated(capsys, *words)
+        assert code == WRONG and told in error, error
 
 
 # -- runs -----------------------------------------------------------------------------------------------------------------

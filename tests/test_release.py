@@ -1,11 +1,13 @@
 """A release: what an installation brings, the files of containers, and the version."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,58 @@ assert jnp.allclose(ring_attention(x, x, x, causal=True, mesh=mesh), flash_atten
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+def packages_of_an_installation():
+    """Returns the packages that `pip install ejdist` brings, without an extra."""
+    found, left = {PROJECT["name"]}, names(PROJECT["dependencies"])
+    while left:
+        name = re.sub(r"[-_.]+", "-", left.pop()).lower()
+        if name not in found:
+            found.add(name)
+            left += names(r for r in metadata.requires(name) or [] if "extra ==" not in r and "_version <" not in r)
+    return found
+
+
+COMMANDS = {
+    "train recipe=nano": "the package optax is not installed; the commands need pip install 'ejdist[train]'",
+    "export run.dir=run to=there": "the package optax is not installed; the commands need pip install 'ejdist[train]'",
+    "export from=there": "the package optax is not installed; the commands need pip install 'ejdist[train]'",
+    "export to=there": "give run.dir=DIR and to=DIR, or from=DIR; --help has examples",
+    "tokenize to=there": "source is missing, for example source='corpus/**/*.jsonl'",
+    "tokenize source=none.txt to=there": "source = 'none.txt'",
+    "tokenize source=a.txt to=there tokenizer=bpe:300": "the package tokenizers is not installed; the commands need",
+    "evaluate run.dir=run": "the package optax is not installed; the commands need pip install 'ejdist[train]'",
+}
+
+
+def test_without_the_extra_a_command_ends_in_a_sentence(tmp_path):
+    """In a process that imports nothing but what an installation without it brings."""
+    (tmp_path / "a.txt").write_text("a text")
+    own = packages_of_an_installation()
+    others = [
+        module
+        for module, brought in metadata.packages_distributions().items()
+        if not own & {re.sub(r"[-_.]+", "-", name).lower() for name in (*brought, module)}
+    ]
+    assert {"orbax", "etils", "tokenizers"} <= {*others} and not {"jax", "numpy", "jaxtyping", "ejdist"} & {*others}
+    code = f"""
+import contextlib, importlib, io, json, sys
+sys.modules.update(dict.fromkeys({others}))  # an import of one fails
+ended = {{}}
+for line in {[*COMMANDS]}:
+    name, *words = line.split()
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        ended[line] = importlib.import_module(f"launch.{{name}}").main(words), told.getvalue()
+print(json.dumps(ended))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    for line, (exit_code, told) in json.loads(ran.stdout.splitlines()[-1]).items():
+        assert exit_code == WRONG and told.startswith(f"error: {COMMANDS[line]}") and told.count("\n") == 1, (
+            line,
+            told,
+        )
 
 
 def test_a_command_without_its_packages_says_what_to_install(capsys, monkeypatch):

@@ -30,12 +30,13 @@ from ejdist.evaluation.ruler import (
     Task,
     check_names,
     chosen,
+    measure,
     measure_ruler,
     string_match,
     summary,
 )
-from ejdist.evaluation.ruler.samples import ends_of
 from ejdist.mesh import make_mesh
+from ejdist.training.chats.special_tokens import SpecialTokens, begun
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
 from ejdist.training.setup import open_run
 from launch.errors import DONE, WRONG
@@ -428,8 +429,23 @@ def test_a_right_answer_and_a_text_that_repeats_take_few_passes():
     assert wrong.ids == tuple((3 + i) % 7 for i in range(60)) and wrong.passes < 13 and wrong.right == 0
 
 
-def test_a_text_ends_where_the_tokenizer_says():
-    assert ends_of(BYTES) == (256,) and ends_of(SimpleNamespace(eos_id=1, stop_ids=(1, 4))) == (1, 4)
+def test_a_text_ends_where_the_tokenizer_says(sources, tokenizers, monkeypatch):
+    """At each of its stop_ids; where it has none, as of data.eos=null, nowhere."""
+    asked = []
+    monkeypatch.setattr(measure, "decode", lambda evaluator, prompts, ends, *_: asked.append(ends) or ())
+    for tokenizer in (BYTES, tokenizers["bpe"].with_ids(None, 3), ByteTokenizer(SpecialTokens(eos=None))):
+        generator = Generator(TASKS["vt"], 1024, tokenizer, sources)
+        list(measure_ruler(SimpleNamespace(length=1024), [generator], 1))
+    assert asked == [(256,), (3, *tokenizers["bpe"].stop_ids), ()]
+
+
+def test_a_prompt_begins_with_bos_as_a_document_does(sources, tokenizers):
+    """Once, also where the text has it already."""
+    generator = Generator(TASKS["vt"], 1024, tokenizers["bpe"], sources)
+    for text in ("a", tokenizers["bpe"].token_of(399) + "a"):
+        ids = generator._ids(text)
+        assert ids.dtype == np.int32 and ids.tolist().count(399) == 1 == (ids[0] == 399)
+        assert (ids == begun(tokenizers["bpe"], tokenizers["bpe"].encode(text))).all()
 
 
 def test_what_does_not_fit_is_refused():

@@ -24,7 +24,7 @@ from ejdist.training.optimizer import OptimizerSection, make_schedule
 from ejdist.training.recorded import recorded, settings_at
 from ejdist.training.runs import Run
 from ejdist.training.setup import open_run
-from launch.evaluate import with_settings_of_run
+from launch.evaluation_recipe import with_settings_of_run
 from recipes.schema import compose
 
 

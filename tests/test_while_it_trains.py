@@ -16,6 +16,7 @@ from ejdist.training.metrics import MetricsWriter, read_evaluations, read_rows
 from ejdist.training.profiling import GIB, StepProfiler, peak_memory
 from ejdist.training.recorded import settings_at
 from launch.errors import WRONG
+from launch.evaluation_recipe import with_settings_of_run
 from launch.train import main
 from recipes.schema import compose
 
@@ -87,14 +88,14 @@ def test_an_evaluation_takes_the_data_and_the_mesh_of_its_run(evaluated, held, c
 
 def test_what_is_named_replaces_what_the_run_had(evaluated):
     taken = []
-    words = launch.evaluate.with_settings_of_run(
+    words = with_settings_of_run(
         str(evaluated.folder), None, ["mesh=single", "data.source=a.txt", "data.sequence_length=32"], taken.append
     )
     recipe = compose(words)
     assert (recipe.mesh.sp, recipe.data.source, recipe.data.sequence_length) == (1, "a.txt", 32)
     assert recipe.data.global_batch == 2 and recipe.sequence.order == "zigzag"
     named = ["recipe=short_context", "data.source=a.txt"]
-    assert launch.evaluate.with_settings_of_run(str(evaluated.folder), None, named, taken.append) == named
+    assert with_settings_of_run(str(evaluated.folder), None, named, taken.append) == named
 
 
 def test_the_settings_of_a_run_are_those_of_the_stage_of_the_step():

@@ -16,8 +16,8 @@ from ejdist.training.program import Program
 from ejdist.training.pytree_io import name_of
 from ejdist.training.runs import Run, has_steps, nested
 from ejdist.training.start import open_source
-from ejdist.weights.families import read_config
 from ejdist.weights.match import differences, told_difference
+from ejdist.weights.published import read_published
 from ejdist.weights.tensors import declared_leaves
 
 
@@ -31,6 +31,8 @@ class Weights:
       data: what their run's data were, as a checkpoint keeps it; empty where that is not known.
       digest: tells these from others, for hosts that each have a copy.
       recipe: what else decided that run's losses.
+      dtype: of the files of a published folder, by NumPy's name; None where they do not say.
+      tokenizer: the folder of weights that has a tokenizer.json; None of a run.
     """
 
     what: str
@@ -39,6 +41,14 @@ class Weights:
     digest: Callable[[], str]
     data: dict[str, Any] = field(default_factory=dict)
     recipe: dict[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
+    tokenizer: str | None = None
+
+    def notes(self, model: DecoderConfig) -> list[str]:
+        """Returns a line where a model computes in another dtype than that of a published folder."""
+        if self.dtype in (None, model.compute_dtype):
+            return []
+        return [f"compute_dtype {model.compute_dtype} (the folder says {self.dtype})"]
 
     def check(self, model: DecoderConfig) -> None:
         """Raises ValueError, naming a key, where a model that they are to be used in has other parameters, or is another
@@ -85,9 +95,10 @@ def open_weights(where: str, step: int | None = None) -> Weights:
             raise ValueError(
                 f"step = {step} is of a run's checkpoints, and {where!r} is a folder of weights: leave it out"
             )
-        section = read_config(folder)[1]
-        source = open_source(where, section)
-        return Weights(str(folder), section, source.load, source.digest)
+        published = read_published(folder)
+        source = open_source(where, published.model)
+        own = where if (folder / "tokenizer.json").is_file() else None
+        return Weights(str(folder), published.model, source.load, source.digest, dtype=published.dtype, tokenizer=own)
     if not (folder / "checkpoints").is_dir() and not has_steps(folder):
         what = "has neither checkpoints nor config.json" if folder.is_dir() else "is no folder"
         raise ValueError(

@@ -87,14 +87,14 @@ FAULTS = (
     ),
     Fault(
         "the noise of training's router is in the evaluation",
-        "_recipe_of",
+        "recipe_of",
         "$recipe.model.experts.jitter = 0.0",
         "$recipe.model.experts.jitter += 0.0",
         f"{EVALUATE} -k only_what_keeps",
     ),
     Fault(
         "the run's own corpus counts as held out",
-        "_held_out",
+        "told_held_out",
         "$trained['corpus'] == $data.corpus.fingerprint",
         "$trained['corpus'] != $data.corpus.fingerprint",
         f"{EVALUATE} -k trained_on",

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from ejdist.evaluation.decoding import decode
-from ejdist.evaluation.ruler.samples import Generator, Sample, ends_of
+from ejdist.evaluation.ruler.samples import Generator, Sample
 from ejdist.evaluation.ruler.scoring import Scored, string_match
 from ejdist.training.forward import Evaluator
 
@@ -38,7 +38,7 @@ def measure_ruler(
         return scored(sample, ids)[1] == 1  # more text takes nothing away
 
     prompts = itertools.chain.from_iterable((g.make(i) for i in range(count)) for g in generators)
-    ends = ends_of(generators[0].tokenizer) if generators else ()
+    ends = generators[0].tokenizer.stop_ids if generators else ()
     for sample, answer in decode(evaluator, prompts, ends, enough, generate):
         text, score = scored(sample, answer.ids) if generate else (None, None)
         mine = answers[sample.task]

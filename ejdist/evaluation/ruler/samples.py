@@ -7,25 +7,18 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 
 from ejdist.evaluation.ruler.questions import Questions
 from ejdist.evaluation.ruler.words import Essays, Rng
+from ejdist.training.chats.special_tokens import begun
+from ejdist.training.data.tokenizer import Tokenizer
 
 _ATTEMPTS = 20  # at answers that stand nowhere else in the prompt
 _GOLDEN = (5**0.5 - 1) / 2
 _ROUNDS = 40  # at most, of the search for an amount, which takes about four
 _SLACK = 256  # a prompt is long enough where less than this part of its room is free
-
-
-class Encoder(Protocol):
-    """What is needed of a tokenizer; `bos_id` too, where it has one."""
-
-    fingerprint: str
-
-    def encode(self, text: str) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -105,28 +98,18 @@ class Sample:
     depth: float | None
 
 
-def ends_of(tokenizer: Any) -> tuple[int, ...]:
-    """Returns the ids that end what is generated: those that the tokenizer names, or that of the end of a document."""
-    return tuple(getattr(tokenizer, "stop_ids", (tokenizer.eos_id,)))
-
-
-def begin(tokenizer: Encoder) -> np.ndarray:
-    """Returns the ids that a prompt begins with: the tokenizer's beginning of a text, where it has one."""
-    bos = getattr(tokenizer, "bos_id", None)
-    return np.asarray([] if bos is None else [bos], np.int32)
-
-
 @dataclass(frozen=True)
 class Generator:
     """The prompts of a task at a length: a pure function of (task, length, seed, number, tokenizer, sources).
 
     Attributes:
       length: tokens of a prompt with what is generated after it, at most, as in RULER.
+      tokenizer: a prompt begins with its BOS, as a document of training does.
     """
 
     task: Task
     length: int
-    tokenizer: Any
+    tokenizer: Tokenizer
     sources: Sources
     seed: int = 0
 
@@ -207,4 +190,4 @@ class Generator:
         return self.task.draw(rng, self.depth(number), number, self.length, self.sources)
 
     def _ids(self, text: str) -> np.ndarray:
-        return np.concatenate([begin(self.tokenizer), self.tokenizer.encode(text)]).astype(np.int32)
+        return begun(self.tokenizer, self.tokenizer.encode(text)).astype(np.int32)
