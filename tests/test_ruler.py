@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import published_loop
 import pytest
 from known_model import model_of
 from shared import once
@@ -585,6 +586,8 @@ def test_what_cannot_be_run_is_refused_before_anything_is_compiled(trained, corp
 
 def test_the_documented_commands_are_read(tmp_path, monkeypatch):
     (tmp_path / "outputs" / "long_context").mkdir(parents=True)
+    (tmp_path / "weights" / "llama").mkdir(parents=True)
+    (tmp_path / "weights" / "llama" / "config.json").write_text(json.dumps(published_loop.MODELS["llama"]))
     monkeypatch.chdir(tmp_path)
     text = (Path(measure_ruler.__code__.co_filename).parent / "README.md").read_text()
     block = re.search(r"```bash\n(.*?)```", text, re.DOTALL)[1].replace("\\\n", " ")

@@ -211,7 +211,8 @@ def _origin(run: Run, notes: list[str]) -> tuple[Path | None, Path | None, str]:
             return folder, folder, ""
         try:
             before = Run(where, key="model.init_from")
-            where, of = before.recipe.get("model.init_from"), _run_dir(before)
+            where = before.recipe.get("model.init_from")
+            of = _run_dir(before)
             before.close()
         except (CheckpointError, ValueError, OSError):
             return None, None, _told_gone(where)

@@ -213,4 +213,11 @@ FAULTS = (
         "[]",
         "tests/test_words.py -k sentence",
     ),
+    Fault(
+        "what a command ends with asks for packages that the extra brings",
+        "launch/errors.py",
+        "from ejdist.training.checkpoint_format import CheckpointError",
+        "from ejdist.training.checkpoint import CheckpointError",
+        "tests/test_release.py -k without_the_extra",
+    ),
 )

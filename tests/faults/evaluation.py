@@ -170,4 +170,11 @@ FAULTS = (
         "$found[$key] = None if $value == $default or $key == 'rope_high' else float($value)",
         "tests/test_weights.py -k its_files",
     ),
+    Fault(
+        "an evaluation has another EOS than the run",
+        "told_held_out",
+        "'eos' in $trained and $now[$key] != $trained[$key]",
+        "False",
+        f"{EVALUATE} -k trained_on",
+    ),
 )

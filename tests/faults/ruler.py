@@ -42,10 +42,17 @@ FAULTS = (
     ),
     Fault(
         "a tokenizer's beginning of a text is left out",
-        "samples:begin",
-        "getattr($tokenizer, 'bos_id', None)",
-        "None",
-        f"{TESTS} -k fills",
+        "Generator._ids",
+        "begun(self.tokenizer, self.tokenizer.encode($text))",
+        "self.tokenizer.encode($text)",
+        f"{TESTS} -k 'fills or as_a_document_does'",
+    ),
+    Fault(
+        "a text of the model ends at EOS alone",
+        "measure_ruler",
+        "$generators[0].tokenizer.stop_ids",
+        "($generators[0].tokenizer.eos_id,)",
+        f"{TESTS} -k where_the_tokenizer_says",
     ),
     Fault(
         "a distractor may have the key of the needle",
