@@ -98,8 +98,7 @@ def recipe_of(weights: Any, given: Sequence[str]) -> Any:
 
 def _check_tokenizer(weights: Any, recipe: Any, given: Sequence[str]) -> None:
     """Raises ValueError where nothing names a tokenizer, and the folder of the weights has its own: the default is another."""
-    own = weights.tokenizer
-    named = {key_of(word) for word in given} & {"data.tokenizer", "data", "recipe"}
+    own, named = weights.tokenizer, "data.tokenizer" in map(key_of, given)
     if own is None or named or recipe.data.tokenizer != "bytes":
         return
     raise ValueError(

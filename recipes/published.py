@@ -53,7 +53,7 @@ def fill(composed: Any) -> Published | None:
     if published is not None:
         own = follows(given["model.rope_scaling"])
         values = published.values(published.model.rope_scaling if own else composed.model.rope_scaling)
-        values["tokenizer"] = str(folder)
+        values |= {"tokenizer": str(folder), "chat_template": None}  # that of the tokenizer's folder
     for key, found in open_keys.items():
         assert found is not None
         if published is None:

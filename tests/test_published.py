@@ -83,6 +83,15 @@ def test_a_folder_in_a_recipe_of_ones_own(tmp_path):
     assert compose(["data=dataset"]).data.tokenizer == "dataset"
 
 
+@pytest.mark.parametrize("recipe", ["sft", "long_context_sft"])
+def test_conversations_have_the_template_of_the_folder(recipe, tmp_path):
+    """And not the one that is built in for those that are always there."""
+    folder = of(write_folder(tmp_path / "f", "qwen3"))
+    assert compose([f"recipe={recipe}"]).data.chat_template == "chatml"
+    assert compose([f"recipe={recipe}", *folder]).data.chat_template is None
+    assert compose([f"recipe={recipe}", *folder, "data.chat_template=chatml"]).data.chat_template == "chatml"
+
+
 def test_every_key_of_the_section_follows_the_folder(tmp_path):
     open_keys = OmegaConf.to_container(OmegaConf.load(f"{recipes.__path__[0]}/model/hf.yaml"))
     named = dict(leaves(open_keys["model"]))
@@ -262,7 +271,7 @@ def test_an_evaluation_of_a_folder_takes_what_training_does(texts, tmp_path, cap
 
 def test_an_evaluation_of_a_folder_without_its_tokenizer_says_what_to_write(texts, tmp_path, capsys):
     folder = write_folder(tmp_path / "f", "llama")
-    for words in ([], ["data.sequence_length=32"]):
+    for words in ([], ["data=files", "data.source=none.txt"], ["recipe=sft"]):
         code, told = evaluated(capsys, f"model.init_from={folder}", *words)
         assert code == WRONG and told == (
             f"error: data.tokenizer = 'bytes' is not the tokenizer of {folder}: give model=hf, which takes dtype, tokenizer, "

@@ -70,8 +70,10 @@ def resume(run: Run, found: list[tuple[int, Tier]], log: Any) -> tuple[Run, int,
     before = kept["recipe"]["run.steps"]
     if before != s.run.steps:
         log(f"run.steps changed from {before} to {s.run.steps}: optimizer.schedule now ends there")
-    for line in told_changes(new):
-        log(line)
+    for change in new:
+        others = {key: values for key, values in change["keys"].items() if key != "run.steps"}  # logged above
+        for line in told_changes([change | {"keys": others}]):
+            log(line)
     return run, step, state, kept
 
 

@@ -181,4 +181,11 @@ FAULTS = (
         "True",
         f"{TESTS} -k takes_what_training_does",
     ),
+    Fault(
+        "conversations have the built-in template, whatever the folder has",
+        "recipes/published:fill",
+        "{'tokenizer': str($folder), 'chat_template': None}",
+        "{'tokenizer': str($folder), 'chat_template': 'chatml'}",
+        f"{TESTS} -k template_of_the_folder",
+    ),
 )
