@@ -266,6 +266,13 @@ def test_all_that_end_a_text_are_written_where_no_generation_config_says(tokeniz
     _, lines = exported(run, tmp_path / "to", capsys)
     written = json.loads((tmp_path / "to" / "generation_config.json").read_text())
     assert not lines and written == {"temperature": 0.6, "eos_token_id": [7, 0], "pad_token_id": 3}
+    own = tmp_path / "folder"  # of the tokenizer, which says more than that of the weights
+    own.mkdir()
+    (own / "tokenizer.json").write_text(tokenizer)
+    (own / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 9]}))
+    run = run_from(tmp_path / "more", source, own / "tokenizer.json", data={"bos": None, "eos": None})
+    exported(run, tmp_path / "of_more", capsys)
+    assert json.loads((tmp_path / "of_more" / "generation_config.json").read_text())["eos_token_id"] == [7, 0, 9]
     # Of a tokenizer's folder, to which the weights' says nothing.
     other = source_in(tmp_path / "other", train_bpe(iter(["other words"]), 301))
     run = run_from(tmp_path / "two", other, source / "tokenizer.json", data={"bos": None, "eos": token(tokenizer, 5)})

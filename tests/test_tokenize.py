@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -22,7 +23,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejdist.training.data import DataSection, build, text_writing, units
+from ejdist.training.data import DataSection, build, text_writing, units, workers
 from ejdist.training.data.corpus import build_corpus
 from ejdist.training.data.dataset import open_dataset
 from ejdist.training.data.tokenizer import ByteTokenizer
@@ -403,6 +404,27 @@ def test_a_process_that_is_killed_is_named(tmp_path):
             os.kill(pid, signal.SIGKILL)
     _, said = run.communicate()
     assert run.returncode == 2 and "was killed by SIGKILL" in said and "a.jsonl" in said, said
+
+
+def test_a_package_that_is_not_installed_is_named_by_the_command(monkeypatch):
+    """By its name, as the process that needed it says it."""
+    asked, answers = ["unit"], []
+
+    def receive():
+        if not asked:
+            raise EOFError
+        return asked.pop()
+
+    def fail(*_):
+        raise ModuleNotFoundError("No module named 'nowhere'", name="nowhere.parquet")
+
+    monkeypatch.setattr(workers, "make_shard", fail)
+    monkeypatch.setattr(workers.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(workers.gc, "callbacks", [])
+    settings = SimpleNamespace(own={"name": "bytes", "fingerprint": "bytes-1"})
+    workers._work(Path(), settings, None, SimpleNamespace(recv=receive, send_bytes=answers.append))
+    ((kind, error),) = map(pickle.loads, answers)
+    assert kind == "failed" and type(error) is ModuleNotFoundError and error.name == "nowhere.parquet"
 
 
 @pytest.mark.parametrize(

@@ -220,4 +220,11 @@ FAULTS = (
         "from ejdist.training.checkpoint import CheckpointError",
         "tests/test_release.py -k without_the_extra",
     ),
+    Fault(
+        "a package that a process lacks is a bug of the command",
+        "data/workers:_work",
+        "(ValueError, OSError, ModuleNotFoundError)",
+        "(ValueError, OSError)",
+        "tests/test_tokenize.py -k not_installed",
+    ),
 )

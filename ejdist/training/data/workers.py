@@ -68,7 +68,7 @@ def make_shards(
     Whatever ends it, its processes have ended too, and what they had not finished is removed.
 
     Raises:
-      ValueError, OSError: what a process raised, or one was killed.
+      ValueError, OSError, ModuleNotFoundError: what a process raised, or one was killed.
     """
     units = sorted(units, key=lambda unit: -unit.size)
     progress, waiting = Progress(units), list(range(len(units)))[::-1]
@@ -170,7 +170,7 @@ def _work(folder: Path, settings: Any, source: Any, pipe: Connection, plugins: S
             answer = ("done", None)
         except BrokenPipeError:  # the parent is gone
             return
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ModuleNotFoundError) as error:
             answer = ("failed", _plain(error))
         except Exception:
             answer = ("failed", RuntimeError(traceback.format_exc()))
@@ -180,8 +180,10 @@ def _work(folder: Path, settings: Any, source: Any, pipe: Connection, plugins: S
             return
 
 
-def _plain(error: ValueError | OSError) -> Exception:
+def _plain(error: ValueError | OSError | ModuleNotFoundError) -> Exception:
     """Returns an error that travels through a pipe: of its class, where that can be made from its words."""
+    if isinstance(error, ModuleNotFoundError):  # a package that is not installed, which the command names
+        return ModuleNotFoundError(str(error), name=error.name)
     if isinstance(error, OSError):
         return OSError(error.errno, error.strerror or str(error))
     return ValueError(str(error))
