@@ -289,6 +289,12 @@ def test_another_beginning_than_by_the_tokenizers_files_is_told(tokenizer, tmp_p
         ends = {"bos": None if bos is None else token(tokenizer, bos), "eos": own["eos_token"]}
         _, lines = exported(run_from(tmp_path / f"{bos}", source, data=ends), tmp_path / f"to_{bos}", capsys)
         assert len(lines) == (told is not None) and (told is None or told in lines[0]), lines
+    # A dataset has no files beside its tokenizer, and those of the source are written.
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "tokenizer.json").write_text(tokenizer)
+    recipe = {"data.tokenizer": "dataset", "data.source": str(tmp_path / "dataset")}
+    run = run_from(tmp_path / "of_dataset", source, data=ends | {"bos": own["bos_token"]}, recipe=recipe)
+    assert not exported(run, tmp_path / "to_of_dataset", capsys)[1]
     (source / "tokenizer_config.json").write_text(json.dumps(own | {"bos_token": "<nowhere>"}))
     _, lines = exported(run_from(tmp_path / "no", source, data=ends), tmp_path / "to_no", capsys)
     assert "a text begins with a token that it does not have by the tokenizer's files" in lines[0]

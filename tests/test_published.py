@@ -358,11 +358,11 @@ def test_a_folder_that_changed_is_named_when_its_run_resumes(texts, tmp_path):
             with pytest.raises(ValueError, match=re.escape(told)):
                 resumed()
         (folder / file).write_text(before)
-    keep(None, run_dir)  # started again, from no folder
-    assert told_of_folder(str(tmp_path / "run"), run_dir) == [] and not (run_dir / KEPT).exists()
     assert compose([*texts, *of(run_dir / KEPT)]).model == dataclasses.replace(
         began.model, init_from=f"{run_dir / KEPT}"
     )
+    keep(None, run_dir)  # started again, from no folder
+    assert told_of_folder(str(tmp_path / "run"), run_dir) == [] and not (run_dir / KEPT).exists()
 
 
 @pytest.mark.slow

@@ -87,7 +87,6 @@ def beside_of(run: Run, tokenizer: str | None = None, context: int | None = None
     same = source is not None and _same_tokens(run, source, known, beside.notes)
 
     _add_ids(beside, run, source if same else None, path, known)
-    beside.notes += _told_bos(path, known)
     _add_context(beside, run, source, context)
     if path is not None and isinstance(known, FileTokenizer):
         _add_tokenizer(beside, path, known, source)
@@ -124,23 +123,6 @@ def _add_ids(beside: Beside, run: Run, source: _Source | None, path: Path | None
     beside.files[GENERATION] = source.folder / GENERATION if source is not None and unchanged else text_of(generation)
 
 
-def _told_bos(path: Path | None, known: Any) -> list[str]:
-    """Returns a line where the tokenizer's files begin a text otherwise than the run's documents begin: who generates with
-    them begins as they say."""
-    if path is None or known is None:
-        return []
-    ours = known.token_of(known.bos_id)
-    try:
-        by_files = FileTokenizer(path, SpecialTokens(eos=known.token_of(known.eos_id)))
-        others = by_files.token_of(by_files.bos_id)
-    except ValueError:
-        others = "a token that it does not have"
-    if others == ours:
-        return []
-    ours, others = (token or "no token" for token in (ours, others))
-    return [f"a text begins with {others} by the tokenizer's files, and the run's documents with {ours} (data.bos)"]
-
-
 def _add_context(beside: Beside, run: Run, source: _Source | None, asked: int | None) -> None:
     """Adds the context, which is never shorter than that of the source unless the user asks for it."""
     c = run.model
@@ -164,7 +146,22 @@ def _add_tokenizer(beside: Beside, path: Path, known: FileTokenizer, source: _So
     end, context = known.token_of(known.eos_id), beside.config["max_position_embeddings"]
     text, line = tokenizer_config(files.get(TOKENIZER_CONFIG), context, end)
     beside.files |= files | ({} if text is None else {TOKENIZER_CONFIG: text})
-    beside.notes += [line] if line else []
+    beside.notes += [*([line] if line else []), *_told_bos(files[TOKENIZER], known)]
+
+
+def _told_bos(written_file: Path, known: FileTokenizer) -> list[str]:
+    """Returns a line where the tokenizer that is written, with the files beside it, begins a text otherwise than the run's
+    documents begin: who generates with it begins as they say."""
+    ours = known.token_of(known.bos_id)
+    try:
+        by_files = FileTokenizer(written_file, SpecialTokens(eos=known.token_of(known.eos_id)))
+        others = by_files.token_of(by_files.bos_id)
+    except ValueError:
+        others = "a token that it does not have"
+    if others == ours:
+        return []
+    ours, others = (token or "no token" for token in (ours, others))
+    return [f"a text begins with {others} by the tokenizer's files, and the run's documents with {ours} (data.bos)"]
 
 
 # -- the folder that the weights came from --------------------------------------------------------------------------------
@@ -284,7 +281,10 @@ def _tokenizer_of(
         path = tokenizer_file(asked)
         if (found := _digest(path)) != run.data["tokenizer"]:
             if found is None:
-                raise ValueError(f"data.tokenizer = {asked!r} cannot be read; give the tokenizer.json of the run")
+                why = "cannot be read" if path.exists() else "there is no such file"
+                raise ValueError(
+                    f"data.tokenizer = {asked!r}: {why}; give the tokenizer.json that the run was trained with"
+                )
             raise ValueError(
                 f"data.tokenizer = {asked!r} is not the file that the run was trained with; give that one, or leave it out"
             )

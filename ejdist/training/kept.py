@@ -31,8 +31,8 @@ def published_in(init_from: str | None) -> Path | None:
 
 
 def keep(folder: Path | None, run_dir: Path) -> None:
-    """Copies a folder's files, without its weights, to where the run keeps them. What it kept of another start goes, also of
-    one that this run has no folder after.
+    """Copies a folder's files, without its weights, to where the run keeps them. What it kept of another start goes, which is
+    all that None, for a run from no folder, does.
 
     Raises:
       OSError: it cannot be written.

@@ -13,7 +13,6 @@ from ejdist.models.parameters import num_parameters
 from ejdist.paths import ELSEWHERE
 from ejdist.training.checkpoint_format import CheckpointError, DamagedCheckpoint
 from ejdist.training.checkpoint_policy import Tier
-from ejdist.training.curriculum import stage_of
 from ejdist.training.frozen_base import load_base
 from ejdist.training.guards import SkippedBatches
 from ejdist.training.optimizer import cast_moments
@@ -56,7 +55,6 @@ def resume(run: Run, found: list[tuple[int, Tier]], log: Any) -> tuple[Run, int,
         none = "it is the only one" if len(damaged) == 1 else f"nor can the {len(damaged) - 1} before it"
         first = damaged[0][2]
         raise CheckpointError(f"{first}; {none}: repair the storage, or {ELSEWHERE}") from first
-    s = stage_of(run.stages, step).sections
     past = run.check(kept, step)
     state = state._replace(opt_state=cast_moments(state.opt_state, run.program.state.opt_state))
     passed = kept.get("guards", {}).get("passed", ())
@@ -67,9 +65,9 @@ def resume(run: Run, found: list[tuple[int, Tier]], log: Any) -> tuple[Run, int,
         log(f"{error}: resuming from the one before it; {saves.set_aside(lost, place)}")
     local = f", from the local checkpoint in {where.directory}" if where is saves.local else ""
     log(f"resuming from step {step} of {run.directory}{local}")
-    before = kept["recipe"]["run.steps"]
-    if before != s.run.steps:
-        log(f"run.steps changed from {before} to {s.run.steps}: optimizer.schedule now ends there")
+    before, steps = kept["recipe"]["run.steps"], run.sections.run.steps
+    if before != steps:
+        log(f"run.steps changed from {before} to {steps}: optimizer.schedule now ends there")
     for change in new:
         others = {key: values for key, values in change["keys"].items() if key != "run.steps"}  # logged above
         for line in told_changes([change | {"keys": others}]):

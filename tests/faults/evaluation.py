@@ -142,9 +142,9 @@ FAULTS = (
     ),
     Fault(
         "a checkpoint at a stage's end is held against the next stage",
-        "resume",
-        "stage_of($$args, $step)",
-        "stage_of($$args, $step + 1)",
+        "Run.check",
+        "stage_of(self.stages, $step)",
+        "stage_of(self.stages, $step + 1)",
         f"{STAGES} -k just_ended",
     ),
     Fault(
