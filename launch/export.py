@@ -191,11 +191,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    from recipes.plugins import load_named
-
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    load_named(arguments)
     keys = _keys(arguments)
+    if "plugins" in keys:
+        from recipes.plugins import load_named
+
+        load_named(arguments)
     if "from" in keys:
         print_recipe(keys["from"])
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ejdist.registered import PluginError, check_recorded, load
-from ejdist.training.recorded import recorded
 from recipes.arguments import Arguments, key_of, value_of
 
 KEY = "plugins"
@@ -58,6 +57,8 @@ def _of_recipe(a: Arguments) -> list[str]:
 def check_words(words: Sequence[str], error: Exception) -> None:
     """Raises PluginError, from the error of composing, if the run in the `run.dir` of a command line has plugins that it does
     not name."""
+    from ejdist.training.recorded import recorded  # it needs packages that launch.tokenize can do without
+
     folder = next((value_of(word) for word in words if key_of(word) == "run.dir"), None)
     if isinstance(folder, str):
         try:

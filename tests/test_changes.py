@@ -126,6 +126,8 @@ def test_moments_are_cast_where_that_is_allowed(corpus, changed, other):
         ("run.steps", "set run.extend=true for that"),
         ("data.tokenizer", "its ids would be other text for the model"),
         ("model.num_layers", "of the model only its rope keys can change"),
+        ("lora.rank", "a run keeps the adapters that it started with"),
+        ("optimizer.name", "the moments of one optimizer are nothing to another"),
         ("checkpoint.every", "it does not affect the losses, and may change without"),
         ("curriculum", "steps that are yet to come may change without"),
     ],

@@ -422,7 +422,7 @@ def test_a_package_that_is_not_installed_is_named_by_the_command(monkeypatch):
     monkeypatch.setattr(workers.signal, "signal", lambda *_: None)
     monkeypatch.setattr(workers.gc, "callbacks", [])
     settings = SimpleNamespace(own={"name": "bytes", "fingerprint": "bytes-1"})
-    workers._work(Path(), settings, None, SimpleNamespace(recv=receive, send_bytes=answers.append))
+    workers._work(Path(), settings, None, SimpleNamespace(recv=receive, send_bytes=answers.append), ())
     ((kind, error),) = map(pickle.loads, answers)
     assert kind == "failed" and type(error) is ModuleNotFoundError and error.name == "nowhere.parquet"
 

@@ -118,7 +118,7 @@ def _sequence_axes(balance: str, axis_name: Any, length: int) -> tuple[str, ...]
         if balance != "sequence":
             raise _refuse("axis_name", f"is of balance='sequence', and it is {balance!r}; leave it out")
         return mapped_axes("route", axis_name)
-    bound = bound_axes(("T",)) if balance == "sequence" and length > 1 else ()
+    bound = bound_axes(("T",)) if balance == "sequence" and length != 1 else ()
     if bound:
         raise _refuse(
             "balance",

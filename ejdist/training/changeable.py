@@ -9,10 +9,18 @@ from ejdist.sections import keys_of
 from ejdist.training.curriculum import ROPE
 
 
+# What decides which arrays the state has, or what its numbers are about.
+_FIXED = {
+    "data.tokenizer": "its ids would be other text for the model",
+    "optimizer.name": "the moments of one optimizer are nothing to another",
+    "loss": "what a loss keeps beside the model is part of the state",
+}
+
+
 def is_changeable(key: str) -> bool:
     """Returns whether `run.allow_change` can name a key that affects the losses."""
-    ours = not key.startswith(("model.", "run.", "curriculum")) or key.removeprefix("model.") in ROPE
-    return (ours and key != "data.tokenizer") or key == "run.seed"
+    ours = not key.startswith(("model.", "lora.", "run.", "curriculum")) or key.removeprefix("model.") in ROPE
+    return (ours and key not in _FIXED) or key == "run.seed"
 
 
 def check_allowed(sections: Any) -> None:
@@ -23,10 +31,11 @@ def check_allowed(sections: Any) -> None:
             continue
         reasons = {
             "run.steps": "set run.extend=true for that",
-            "data.tokenizer": "its ids would be other text for the model",
             "curriculum": "steps that are yet to come may change without, and those that were made are named by their key",
-        }
+        } | _FIXED
         reason = reasons.get(key)
+        if reason is None and key.startswith("lora."):
+            reason = "a run keeps the adapters that it started with"
         if reason is None and key.startswith("model."):
             reason = "of the model only its rope keys can change"
         if reason is None and not any(key == k.name for k in keys_of(sections)):
