@@ -8,7 +8,6 @@ from typing import Any
 from ejdist.sections import keys_of
 from ejdist.training.curriculum import ROPE
 
-
 # What decides which arrays the state has, or what its numbers are about.
 _FIXED = {
     "data.tokenizer": "its ids would be other text for the model",
