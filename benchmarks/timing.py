@@ -6,7 +6,7 @@ import glob
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,13 +29,14 @@ def wall_seconds(run: Callable[[int], Any], block: Callable[[Any], Any], calls: 
 
 class Kernel(NamedTuple):
     """A kernel that the profiler saw: its device, its name, when it ran, in ns, and of which instruction of XLA's program it
-    was, where that is known."""
+    was, of which program, where that is known."""
 
     device: str
     name: str
     start: float
     end: float
     hlo_op: str
+    module: str = ""
 
 
 def kernel_seconds(run: Callable[[int], Any], block: Callable[[Any], Any], calls: int) -> float:
@@ -52,6 +53,52 @@ def kernel_seconds(run: Callable[[int], Any], block: Callable[[Any], Any], calls
         block(result)
 
     return union([(kernel.start, kernel.end) for kernel in traced(several)]) * 1e-9 / calls
+
+
+def kernel_seconds_of_each(calls: Sequence[Callable[[], Any]]) -> list[float]:
+    """Returns the seconds in which some kernel of each call ran, on the first device that is seen, from one trace.
+
+    Raises:
+      RuntimeError: the profiler shows no kernel, or not those by which the calls are told apart.
+    """
+    x = jnp.ones((8,), jnp.float32)
+    jax.block_until_ready(_between_calls(x))
+
+    def everything() -> None:
+        for call in calls:
+            jax.block_until_ready(_between_calls(x))
+            jax.block_until_ready(call())
+
+    return seconds_between(traced(everything), len(calls))
+
+
+@jax.jit
+def _between_calls(x: jax.Array) -> jax.Array:
+    """A program whose kernel no other has, to tell calls apart in a trace."""
+    return jnp.arctan2(x, x + 1)
+
+
+def seconds_between(kernels: Sequence[Kernel], count: int) -> list[float]:
+    """Returns the seconds of the kernels after each kernel of `_between_calls`, up to the next.
+
+    Raises:
+      RuntimeError: there are not `count` such groups.
+    """
+    first = min(kernel.device for kernel in kernels)
+    groups: list[list[tuple[float, float]]] = []
+    marked = False
+    for kernel in sorted((k for k in kernels if k.device == first), key=lambda k: k.start):
+        is_mark = _between_calls.__name__ in kernel.module or "atan2" in kernel.name
+        if is_mark and not marked:
+            groups.append([])
+        elif not is_mark and groups:
+            groups[-1].append((kernel.start, kernel.end))
+        marked = is_mark
+    if len(groups) != count or not all(groups):
+        raise RuntimeError(
+            f"the profiler shows {len(groups)} calls, {sum(map(bool, groups))} with kernels, and not {count}"
+        )
+    return [union(group) * 1e-9 for group in groups]
 
 
 def traced(run: Callable[[], Any]) -> list[Kernel]:
@@ -78,7 +125,8 @@ def traced(run: Callable[[], Any]) -> list[Kernel]:
 def _kernel(device: str, event: Any) -> Kernel:
     said = {name: value for name, value in event.stats if name is not None}
     start = event.start_ns
-    return Kernel(device, event.name, start, start + event.duration_ns, str(said.get("hlo_op", "")))
+    names = (str(said.get(name, "")) for name in ("hlo_op", "hlo_module"))
+    return Kernel(device, event.name, start, start + event.duration_ns, *names)
 
 
 def union(spans: list[tuple[float, float]]) -> float:

@@ -64,13 +64,14 @@ def _differentiated_once(function: Callable) -> Callable:
     return once
 
 
-def _local(static: Static, arrays: Arrays, mask: MaskInfo) -> Local:
+def local_of(static: Static, arrays: Arrays, mask: MaskInfo) -> Local:
+    """Returns what a scheme is handed of a call that `shard_call` has prepared."""
     own = {n: x for n, x in arrays.items() if n not in ("key", "value", "softmax_aux")}
     return Local(static, own, arrays["key"], arrays["value"], mask)
 
 
 def _forward(static: Static, arrays: Arrays, mask: MaskInfo) -> tuple[jax.Array, jax.Array]:
-    out, lse = static.scheme.forward(_local(static, arrays, mask))
+    out, lse = static.scheme.forward(local_of(static, arrays, mask))
     sinks = arrays.get("softmax_aux")
     if sinks is not None:
         # A sink is a key that every row sees and that has no value; it joins once, after all keys.
@@ -81,7 +82,7 @@ def _forward(static: Static, arrays: Arrays, mask: MaskInfo) -> tuple[jax.Array,
 
 @_differentiated_once
 def _backward(static: Static, saved: Arrays, arrays: Arrays, mask: MaskInfo) -> Arrays:
-    total, sinks = static.scheme.backward(_local(static, arrays, mask), saved), arrays.get("softmax_aux")
+    total, sinks = static.scheme.backward(local_of(static, arrays, mask), saved), arrays.get("softmax_aux")
     if sinks is not None:
         # A sink has weight exp(sink - lse) and no value: ds = -weight * delta. With no key and sinks of -inf it has none.
         some, lse = (saved["lse"] != -jnp.inf)[..., None], saved["lse"][..., None]
@@ -132,7 +133,7 @@ def _resolved(mask: MaskInfo, order: Order, axis: Axis) -> MaskInfo:
     return whole.replace(**{n: jax.lax.dynamic_slice_in_dim(getattr(whole, n), start, own, 1) for n in names})
 
 
-def on_shard(
+def shard_call(
     arguments: dict[str, Any],
     mask: MaskInfo | None,
     *,
@@ -144,8 +145,8 @@ def on_shard(
     op: Op = flash,
     only: Collection[int] | None = None,
     lse: bool = True,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (out, lse) of this rank's queries; runs inside a shard_map over the axis.
+) -> tuple[Static, Arrays, MaskInfo]:
+    """Returns a call on a rank, ready to run: what is static, its arrays, and its mask; inside a shard_map over the axis.
 
     Args:
       op: the attention of a rank's queries over some keys.
@@ -155,7 +156,7 @@ def on_shard(
     op.check_asked(platform, cfg)
     arrays = {n: x for n, x in arguments.items() if is_array(x)}
     options = {n: x for n, x in arguments.items() if n not in arrays}
-    n = jax.lax.axis_size(axis)
+    n = exchange.size(axis)
     mask = _resolved(MaskInfo() if mask is None else mask, order, axis)
     # Positions of the caller's own, and what rules read of arrays, are known at run time only: every hop is made.
     known = mask.rules_are_static
@@ -163,8 +164,13 @@ def on_shard(
     hops = tuple(h for h in hops if only is None or h in only) or (0,)
     static = Static(axis, scheme, order, hops, tuple(sorted(options.items())), platform, cfg, op, lse)
     # An input that is alike on some ranks has cotangents that are not; the rank itself says whether that is checked here.
-    arrays, mask = vary_alike((arrays, mask), exchange.rank(axis))
-    return _ring(static, reverse_only(_name(op), arrays), mask)
+    return static, *vary_alike((arrays, mask), exchange.rank(axis))
+
+
+def on_shard(arguments: dict[str, Any], mask: MaskInfo | None, **how: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns (out, lse) of this rank's queries; runs inside a shard_map over the axis, and takes what `shard_call` takes."""
+    static, arrays, mask = shard_call(arguments, mask, **how)
+    return _ring(static, reverse_only(_name(static.op), arrays), mask)
 
 
 def _bound_axis(axis_name: Axis, mesh: Any) -> tuple[Axis, bool]:

@@ -19,19 +19,24 @@ def rank(axis: Axis) -> jax.Array:
     return jax.lax.axis_index(axis)
 
 
+def size(axis: Axis) -> int:
+    """Returns how many ranks there are along the axis."""
+    return jax.lax.axis_size(axis)
+
+
 def _in_mesh_order(axis: Axis) -> tuple[Axis, list[int]]:
     """Returns the axes as the mesh lists them, and the number there of each of our ranks: ppermute takes no other order."""
-    n = jax.lax.axis_size(axis)
+    n = size(axis)
     if isinstance(axis, str):
         return axis, list(range(n))
     listed = tuple(a for a in jax.sharding.get_abstract_mesh().axis_names if a in axis)
-    there = np.arange(n).reshape([jax.lax.axis_size(a) for a in listed])
+    there = np.arange(n).reshape([size(a) for a in listed])
     return listed, there.transpose([listed.index(a) for a in axis]).ravel().tolist()
 
 
 def shift(tree: Any, axis: Axis, by: int) -> Any:
     """Returns what the rank `by` places before this one holds."""
-    n = jax.lax.axis_size(axis)
+    n = size(axis)
     if by % n == 0:
         return tree
     listed, there = _in_mesh_order(axis)

@@ -211,7 +211,7 @@ class Local:
         """
         static, op = self.static, self.static.op
         axes = (static.axis,) if isinstance(static.axis, str) else static.axis
-        outer, inner, ranks = axes[:-1], axes[-1], jax.lax.axis_size(axes[-1])
+        outer, inner, ranks = axes[:-1], axes[-1], exchange.size(axes[-1])
         arguments = {n: x for n, x in {**self.own, "key": self.key, "value": self.value}.items() if x is not None}
         name = static.order.name
         way = Reshard(op, inner, Order(name, ranks), split, gather, copies_of(op, arguments, split, inner, ranks))
@@ -226,7 +226,7 @@ class Local:
         made = hops(order, moved["query"].shape[1] * order.shards, mask, known=mask.rules_are_static)
         static = replace(static, axis=outer[0] if len(outer) == 1 else outer, order=order, hops=made)
         key, value = moved.pop("key"), moved.pop("value")
-        return Local(static, moved, key, value, mask), way
+        return replace(self, static=static, own=moved, key=key, value=value, mask=mask), way
 
     def holder(self, hop: Any) -> Any:
         """Returns the rank whose keys are here at a hop of the ring."""

@@ -90,11 +90,20 @@ def _nothing(local: Local) -> tuple[jax.Array, jax.Array]:
     return local.full((B, T, N, local.value.shape[3])), local.full((B, T, N), -jnp.inf)
 
 
-def _attended(local: Local, hop: Any, keys: dict[str, jax.Array], sofar: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns (out, lse) of the keys so far and of those that are here at a hop."""
+def attended(local: Local, hop: Any, keys: dict[str, jax.Array], sofar: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns (out, lse), float32, of the keys so far and of those that are here at a hop: a hop's work, forward."""
     out, lse = sofar
     new_out, new_lse = local.attend_at(hop, keys)
     return merge(out, lse, new_out, new_lse)
+
+
+def pulled(
+    local: Local, saved: dict[str, jax.Array], hop: Any, keys: dict[str, jax.Array], own: Any, sums: Any
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Returns (the gradients of what is the rank's own, those of the keys that are here at a hop), float32, with the hop's part
+    added: a hop's work, backward."""
+    grads = local.pull_at(hop, saved, keys)
+    return {n: x + grads[n] for n, x in own.items()}, {n: x + grads[n] for n, x in sums.items()}
 
 
 @dataclass(frozen=True)
@@ -105,14 +114,13 @@ class Ring(Scheme):
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any) -> tuple[Any, Any]:
-            return _attended(local, hop, keys, sofar), travel
+            return attended(local, hop, keys, sofar), travel
 
         return _over_hops(local, attend, _nothing(local), ())[0]
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
         def pull(hop: Any, keys: dict[str, jax.Array], own: Any, sums: Any) -> tuple[Any, Any]:
-            grads = local.pull_at(hop, saved, keys)
-            return {n: x + grads[n] for n, x in own.items()}, {n: x + grads[n] for n, x in sums.items()}
+            return pulled(local, saved, hop, keys, own, sums)
 
         own = {n: local.full(x.shape) for n, x in local.own.items() if is_float_array(x)}
         # The sums stay beside the keys that they belong to.
@@ -166,7 +174,7 @@ class AllGather(Scheme):
         if len(local.hops) == 1:  # nobody needs the keys of another, and a ring of one hop sends nothing
             return Ring().forward(local)
         if local.plain:
-            return _over_gathered(local, functools.partial(_attended, local), _nothing(local))
+            return _over_gathered(local, functools.partial(attended, local), _nothing(local))
         out, lse = local.attend(*local.in_order(exchange.gather(local.keys, local.axis)))
         return out.astype(jnp.float32), lse
 

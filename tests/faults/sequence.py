@@ -60,7 +60,7 @@ FAULTS = (
     ),
     Fault(
         "deterministic: a rank's attention is not asked for it",
-        "on_shard",
+        "shard_call",
         "{$n: $x for $n, $x in $arguments.items() if $n not in $arrays}",
         "{$n: $x for $n, $x in $arguments.items() if $n not in $arrays and $n != 'deterministic'}",
         f"{DETERMINISTIC} -k hands_it_on",

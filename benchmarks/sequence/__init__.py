@@ -1,0 +1,146 @@
+"""`python -m benchmarks.sequence [documents=4096] [tokens=8192,32768] [heads=32] [kv_heads=8] [width=128] [window=0] [sinks=0]
+[dtype=bfloat16] [schemes=ring,...] [orders=zigzag,...] [backends=auto] [directions=forward,backward] [rank= ranks=] [check=512]
+[seed=0] [rounds=5] [plan=] [budget=0] [out=FILE] [commit=]`: causal attention whose sequence is split over ranks, as a training
+step calls it.
+
+documents: the mean length of documents (lognormal), `one` document, or a file of lengths, one a line; a row is cut from them by
+the data pipeline, and segment ids go with it. `none`: no segment ids, which no training step does. window: keys that a query
+sees, 0 for all. sinks=1: learned sinks. Tokens and `check` are of a device. Schemes and orders: by default all that there are.
+
+Over several devices, beside every way stand three times:
+one device: its kernel on so much of the same row that it has as many visible pairs as a device has of the split one, by the
+backend that dispatch chooses and by the one that was asked for; its time over that of a way is the efficiency.
+work: the same program in which nothing travels but segment ids, once: keys that would arrive are the device's own.
+exchange: the same transfers with the attention left out. What the whole takes longer than the work is exposed.
+
+rank=NUMBER ranks=N: all hops of that rank of N on one device, in the ring's own loop, beside one call of the same work; each hop
+alone; `worst` is the rank with the most pairs, and `all` lists the pairs of all ranks in every order and times nothing.
+
+plan: a set of cases, see plans.py; options that it changes are not taken from the command line. budget: seconds after which no
+other case is begun.
+
+Numbers first: a way whose result and gradients are not those of one device in float32, on `check` tokens, is not timed.
+A process for each device: start as many with coordinator=HOST:PORT processes=COUNT process=NUMBER.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import jax
+
+import ejdist
+from benchmarks.measure import provenance
+from benchmarks.options import read
+from benchmarks.sequence import devices, rank
+from benchmarks.sequence.calls import PRODUCTS, Attention
+from benchmarks.sequence.plans import PLANS
+from benchmarks.sequence.rows import Rows, table
+from ejdist.order import NAMES, Order
+from ejdist.sequence import SCHEMES
+
+__all__ = ["main", "table"]
+
+OPTIONS = {
+    "documents": "4096", "tokens": "8192,32768", "heads": 32, "kv_heads": 8, "width": 128, "window": 0, "sinks": 0,
+    "dtype": "bfloat16", "schemes": ",".join(SCHEMES), "orders": ",".join(NAMES), "backends": "auto",
+    "directions": "forward,backward", "rank": "", "ranks": 0, "check": 512, "seed": 0, "rounds": 5, "plan": "", "budget": 0,
+    "out": "", "coordinator": "", "processes": 1, "process": 0, "commit": "",
+}  # fmt: skip
+CHOICES = {"schemes": SCHEMES, "orders": NAMES, "directions": PRODUCTS}
+
+
+def check(o: dict[str, Any]) -> None:
+    """Raises ValueError naming the option that is wrong, and the remedy."""
+    for name, known in CHOICES.items():
+        wrong = [word for word in o[name].split(",") if word not in known]
+        if wrong:
+            raise ValueError(f"{name} = {o[name]!r}: {wrong[0]!r} is unknown; use {', '.join(known)}, joined by commas")
+    if any(not word.isdigit() or int(word) < 1 for word in o["tokens"].split(",")):
+        raise ValueError(f"tokens = {o['tokens']!r} must be tokens of a device, such as 8192,32768")
+    for name, least in (
+        ("heads", 1),
+        ("kv_heads", 1),
+        ("width", 1),
+        ("window", 0),
+        ("check", 1),
+        ("rounds", 1),
+        ("seed", 0),
+    ):
+        if o[name] < least:
+            raise ValueError(f"{name} = {o[name]} must be at least {least}")
+    if o["heads"] % o["kv_heads"]:
+        raise ValueError(f"heads = {o['heads']} must be a multiple of kv_heads = {o['kv_heads']}")
+    if o["sinks"] not in (0, 1):
+        raise ValueError(f"sinks = {o['sinks']} must be 1, learned sinks, or 0, none")
+    if bool(o["rank"]) != bool(o["ranks"]):
+        raise ValueError("rank and ranks belong together: rank=3 ranks=8, rank=worst ranks=8 or rank=all ranks=8")
+    if o["rank"] and o["ranks"] < 2:
+        raise ValueError(f"ranks = {o['ranks']} must be at least 2, the ranks of the ring that rank is one of")
+    if o["rank"] and o["schemes"] not in ("ring", OPTIONS["schemes"]):
+        raise ValueError(f"schemes = {o['schemes']!r}: hops are a ring's; leave schemes out, or leave rank out")
+    for tokens in o["tokens"].split(","):
+        for name in o["orders"].split(",") if o["ranks"] else ():
+            Order(name, o["ranks"]).check(int(tokens) * o["ranks"])
+
+
+def cases(o: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the options of each case.
+
+    Raises:
+      ValueError: there is no plan of that name.
+    """
+    if not o["plan"]:
+        return [o]
+    if o["plan"] not in PLANS:
+        raise ValueError(f"plan = {o['plan']!r} is unknown; use {', '.join(PLANS)}")
+    return [{**o, "orders": "zigzag", **changes} for changes in PLANS[o["plan"]]]
+
+
+def main(argv: list[str]) -> None:
+    o = read(OPTIONS, argv)
+    todo = cases(o)
+    for case in todo:
+        check(case)
+    if o["coordinator"]:
+        jax.distributed.initialize(o["coordinator"], o["processes"], o["process"])
+    first = jax.process_index() == 0
+    rows, start = Rows(lambda text: print(text, flush=True) if first else None), time.perf_counter()
+    alone = all(case["rank"] for case in todo)
+    mesh = None if alone else ejdist.make_mesh(sp=-1)
+    kind = jax.devices()[0].device_kind
+    facts = {
+        "device": kind,
+        "ranks": 1 if mesh is None else mesh.size,
+        "processes": jax.process_count(),
+        "options": o,
+        **provenance(o["commit"]),
+    }
+    for number, case in enumerate(todo):
+        if o["budget"] and time.perf_counter() - start > o["budget"]:
+            left = len(todo) - number
+            rows.say(f"{left} of {len(todo)} cases are not measured: {o['budget']} s are over, see budget")
+            facts["left_out"] = todo[number:]
+            break
+        call = Attention(
+            case["heads"], case["kv_heads"], case["width"], case["dtype"], case["window"], bool(case["sinks"]),
+            packed=case["documents"] != "none",
+        )  # fmt: skip
+        for tokens in map(int, case["tokens"].split(",")):
+            if case["rank"]:
+                rank.measure(case, call, tokens, rows)
+            else:
+                devices.measure(mesh, case, call, tokens, rows)
+            keep(o["out"] if first else "", facts, rows)
+    keep(o["out"] if first else "", facts, rows)
+    where = "one device" if mesh is None else f"{mesh.size} x {kind}, {jax.process_count()} processes"
+    rows.say(f"\n{where}, {time.perf_counter() - start:.0f} s\n\n{table(rows.rows)}")
+
+
+def keep(path: str, facts: dict[str, Any], rows: Rows) -> None:
+    """Writes what was measured so far, so that it is not lost with what comes after."""
+    if path:
+        with open(path, "w") as file:
+            json.dump({**facts, "rows": rows.rows}, file, indent=1)

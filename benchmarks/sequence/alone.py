@@ -1,0 +1,169 @@
+"""A scheme with its work or its transfers left out, and one rank of a ring on one device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from ejdist.sequence import Scheme, exchange, schemes
+from ejdist.sequence.local import Local
+from kernels.framework.binding import is_float_array
+
+HOLDER = "holder"  # beside keys: the rank that they come from
+Arrays = dict[str, jax.Array]
+
+
+@contextlib.contextmanager
+def one_rank(rank: Any, ranks: int, whole: Arrays) -> Iterator[None]:
+    """A context in which code of a rank is traced for rank `rank` of `ranks`, and no axis of a mesh is asked.
+
+    Args:
+      rank: int32, may be traced.
+      whole: what is gathered of all ranks, by name, [B, T, ...] in the order of the ranks.
+    """
+
+    def gather(tree: Any, axis: Any, dim: int = 1) -> Any:
+        return {name: whole[name] for name in tree}
+
+    with mock.patch.multiple(exchange, rank=lambda axis: rank, size=lambda axis: ranks, gather=gather):
+        yield
+
+
+def of_rank(x: jax.Array, rank: Any, ranks: int) -> jax.Array:
+    """Returns a rank's part of an array [B, T, ...] in the order of the ranks."""
+    own = x.shape[1] // ranks
+    return jax.lax.dynamic_slice_in_dim(x, rank * own, own, 1)
+
+
+class _WithHolder(Local):
+    """A rank's part of a call whose keys know where they come from."""
+
+    @property
+    def keys(self) -> Arrays:
+        if self.ranks == 1:
+            return super().keys
+        return {**super().keys, HOLDER: jnp.asarray(exchange.rank(self.axis), jnp.int32)}
+
+
+def _as(kind: type[Local], local: Local) -> Any:
+    return kind(**{f.name: getattr(local, f.name) for f in fields(Local)})
+
+
+@dataclass(frozen=True)
+class Work(Scheme):
+    """A scheme in whose place nothing travels: keys and values that would arrive are this rank's own. Segment ids, by which
+    kernels skip, are those that would arrive, gathered once.
+
+    arrive: "key" and "value", where they are to be those that would arrive too, so that results can be compared.
+    """
+
+    scheme: Scheme
+    arrive: tuple[str, ...] = ()
+
+    def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
+        with self._staying(local) as here:
+            return self.scheme.forward(here)
+
+    def backward(self, local: Local, saved: Arrays) -> Arrays:
+        with self._staying(local) as here:
+            return self.scheme.backward(here, saved)
+
+    @contextlib.contextmanager
+    def _staying(self, local: Local) -> Iterator[Local]:
+        n, real = local.ranks, exchange.gather
+        known = {name: x for name, x in local.keys.items() if name in self.arrive or not is_float_array(x)}
+        table = real(known, local.axis) if known and n > 1 else {}
+
+        def shift(tree: Any, axis: Any, by: int) -> Any:
+            if isinstance(tree, dict) and HOLDER in tree:
+                holder = (tree[HOLDER] - by) % n
+                tree = tree | {name: of_rank(x, holder, n) for name, x in table.items()} | {HOLDER: holder}
+            # The compiler is not to see that a loop has the same keys every time.
+            return jax.lax.optimization_barrier(tree) if jax.tree.leaves(tree) else tree
+
+        def gather(tree: Any, axis: Any, dim: int = 1) -> Any:
+            times = exchange.size(axis)
+            if isinstance(tree, dict):
+                own = {
+                    name: jnp.concatenate([x] * times, dim) for name, x in tree.items() if name not in (*table, HOLDER)
+                }
+                return own | {name: table[name] for name in tree if name in table}
+            return jnp.concatenate([tree] * times, dim) if is_float_array(tree) else real(tree, axis, dim)
+
+        def scatter_sum(tree: Any, axis: Any) -> Any:
+            return jax.tree.map(lambda x: of_rank(x, exchange.rank(axis), exchange.size(axis)), tree)
+
+        def all_to_all(tree: Any, axis: Any, split: int, join: int) -> Any:
+            times = exchange.size(axis)
+
+            def move(x: jax.Array) -> jax.Array:
+                part = jax.lax.slice_in_dim(x, 0, x.shape[split] // times, axis=split)
+                return jnp.concatenate([part] * times, join)
+
+            return jax.tree.map(move, tree)
+
+        staying = {"shift": shift, "gather": gather, "scatter_sum": scatter_sum, "all_to_all": all_to_all}
+        with mock.patch.multiple(exchange, **staying):
+            yield _as(_WithHolder, local)
+
+
+def _touch(keys: Arrays) -> jax.Array:
+    """Returns a number that depends on every array, so that none of them need not arrive."""
+    return sum((x[(0,) * x.ndim].astype(jnp.float32) for x in keys.values()), jnp.float32(0))
+
+
+def _touched(x: jax.Array, keys: Arrays) -> jax.Array:
+    return x.at[(0,) * x.ndim].add(_touch(keys).astype(x.dtype))
+
+
+class _WithoutWork(Local):
+    """A rank's part of a call that computes next to nothing of the keys that arrive."""
+
+    def attend(self, keys: Arrays, holders: Any) -> tuple[jax.Array, jax.Array]:
+        shape = (*self.query.shape[:3], self.value.shape[3])
+        out = _touched(self.full(shape).astype(self.query.dtype), keys)
+        return out, _touched(self.full(shape[:3]), {**keys, "query": self.query})
+
+    def attend_at(self, hop: Any, keys: Arrays) -> tuple[jax.Array, jax.Array]:
+        return self.attend(keys, None)
+
+    def pull(self, saved: Arrays, keys: Arrays, holders: Any) -> Arrays:
+        wide = {**self.own, "key": keys["key"], "value": keys["value"]}
+        every = {**keys, **saved, "query": self.query}
+        return {n: _touched(self.full(x.shape).astype(x.dtype), every) for n, x in wide.items() if is_float_array(x)}
+
+    def pull_at(self, hop: Any, saved: Arrays, keys: Arrays) -> Arrays:
+        return self.pull(saved, keys, None)
+
+
+def _attended(local: Local, hop: Any, keys: Arrays, sofar: Any) -> tuple[jax.Array, jax.Array]:
+    return sofar[0], _touched(sofar[1], keys)
+
+
+def _pulled(local: Local, saved: Arrays, hop: Any, keys: Arrays, own: Any, sums: Any) -> tuple[Arrays, Arrays]:
+    return own, {n: _touched(x, keys) for n, x in sums.items()}
+
+
+@dataclass(frozen=True)
+class Transfers(Scheme):
+    """A scheme that sends what it sends and attends to nothing."""
+
+    scheme: Scheme
+
+    def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
+        with _without_work():
+            return self.scheme.forward(_as(_WithoutWork, local))
+
+    def backward(self, local: Local, saved: Arrays) -> Arrays:
+        with _without_work():
+            return self.scheme.backward(_as(_WithoutWork, local), saved)
+
+
+def _without_work() -> Any:
+    return mock.patch.multiple(schemes, attended=_attended, pulled=_pulled)

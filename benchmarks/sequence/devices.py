@@ -1,0 +1,218 @@
+"""Attention over a sequence that is split over all devices, beside its work alone, its transfers alone, and one device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+import ejdist
+import kernels
+from benchmarks.sequence import calls
+from benchmarks.sequence.alone import Transfers, Work
+from benchmarks.sequence.calls import IDS, Arrays, Attention, Programs
+from benchmarks.sequence.pairs import of_ranks
+from benchmarks.sequence.rows import Rows, median
+from ejdist.layout import ACTIVATIONS, spec
+from ejdist.mapped import map_shards
+from ejdist.mesh import SP
+from ejdist.sequence import Scheme
+from ejdist.sequence.attention import local_of, shard_call
+from ejdist.sequence.schemes import scheme_of
+from kernels.ops.flash_attention import op as flash
+
+
+@functools.cache
+def whole(call: Attention) -> Programs:
+    """Returns the programs of one device."""
+    return Programs(lambda floats, data: kernels.flash_attention(**floats, **data, **call.options))
+
+
+@functools.cache
+def split(call: Attention, mesh: Any, scheme: Scheme, order: str) -> Programs:
+    """Returns the programs over all devices, of arrays that lie in that order."""
+    how = {"mesh": mesh, "scheme": scheme, "order": order}
+    return Programs(lambda floats, data: ejdist.ring_attention(**floats, **data, **call.options, **how))
+
+
+def travelling(call: Attention, mesh: Any, scheme: Scheme, order: str, direction: str) -> Callable:
+    """Returns the jitted (floats with d_out, data) -> next to nothing, that sends what the scheme sends in a direction and
+    attends to nothing."""
+    named = ejdist.Order(order, mesh.size)
+
+    def body(arrays: Arrays, data: Arrays) -> Any:
+        inputs = {n: arrays[n] for n in ("query", "key", "value")}
+        mask = call.rules.replace(**data)
+        how = {"axis": SP, "scheme": Transfers(scheme), "order": named, "platform": call.platform, "cfg": None}
+        static, made, mask = shard_call(inputs, mask, **how, lse=False)
+        local, found = local_of(static, made, mask), {}
+        if direction != "backward":
+            out, lse = static.scheme.forward(local)
+            found |= {"out": out[:, :1], "lse": lse[:, :1]}
+        if direction != "forward":
+            out = arrays["d_out"]  # any array of its shape
+            residuals = {"out": out, "lse": out[..., 0].astype(np.float32)}
+            assert flash.backward_inputs is not None
+            grads = static.scheme.backward(local, flash.backward_inputs(residuals, {"d_out": out}))
+            found |= {n: x[:, :1] for n, x in grads.items() if n in ("key", "value")}
+        return found
+
+    names = ("query", "key", "value", "d_out")
+    floats = {n: spec([*calls.DIMS[n]], ACTIVATIONS) for n in names}
+    ids = dict.fromkeys(IDS if call.packed else (), spec(["B", "T"], ACTIVATIONS))
+    run = map_shards(body, mesh, (floats, ids), spec(["B", "T", "N"], ACTIVATIONS))
+    return jax.jit(lambda arrays, data: run({n: arrays[n] for n in names}, data))
+
+
+def checked(call: Attention, mesh: Any, scheme: Scheme, order: str, direction: str, ids: np.ndarray) -> float:
+    """Returns the largest error of a way against one device in float32, on a row of these segment ids."""
+    lies, length = ejdist.Order(order, mesh.size), len(ids)
+    arrays = jax.tree.map(functools.partial(_permuted, lies), calls.draw(call, length, mesh))
+    data = calls.data_of(call, lies.permute(ids, 0), mesh)
+    found = split(call, mesh, scheme, order).results(direction, arrays, data)
+    wanted = {n: x for n, x in wanted_of(call, ids.tobytes()).items() if n in found}
+    worst = calls.worst_error(found, {n: lies.permute(x) if x.ndim == 4 else x for n, x in wanted.items()})
+    if jax.process_count() > 1:  # whether a way is timed must be the same for all
+        from jax.experimental.multihost_utils import process_allgather
+
+        worst = float(np.max(process_allgather(np.float32(worst))))
+    return worst
+
+
+@functools.lru_cache(maxsize=4)
+def wanted_of(call: Attention, ids: bytes) -> dict[str, np.ndarray]:
+    """Returns what one device computes in float32 of a row with these segment ids: "out", and gradients by argument."""
+    row = np.frombuffer(ids, np.int32)
+    drawn = {n: np.asarray(x, np.float32) for n, x in calls.draw(call, len(row)).items()}
+    keys = {n: drawn.pop(n) for n in ("key", "value")}
+    return {n: np.asarray(x) for n, x in calls.reference(call)(drawn, keys, calls.data_of(call, row)).items()}
+
+
+def _permuted(order: ejdist.Order, x: jax.Array) -> jax.Array:
+    return jax.jit(order.permute, out_shardings=x.sharding)(x) if x.ndim == 4 else x
+
+
+def measure(mesh: Any, o: dict[str, Any], call: Attention, tokens: int, rows: Rows) -> None:
+    """Adds and times everything for so many tokens a device."""
+    ranks, length = mesh.size, tokens * mesh.size
+    ids = calls.segment_ids(o["documents"], length, o["seed"])
+    seen = call.keys_seen(ids)
+    total = int(seen.sum())
+    alone = calls.same_work(seen, total / ranks)
+    share = total / ranks / int(call.keys_seen(ids[:alone]).sum())  # of the work of a device over that of one call
+    few = calls.thinned(ids, min(o["check"], tokens) * ranks)
+    arrays, one = calls.draw(call, length, mesh), calls.draw(call, alone)
+    small, here = call.checked(min(o["check"], tokens)), words(o, call, tokens)
+    backends = o["backends"].split(",")
+    same = {
+        "tokens": tokens,
+        "documents": o["documents"],
+        "window": call.window,
+        "sinks": call.sinks,
+        "width": call.width,
+    }
+
+    def one_device(direction: str, backend: str) -> str:
+        label, about = f"{here}, {direction}, one device, {backend}", {"kind": "one device", **same}
+        about |= {"direction": direction, "backend": backend, "length": alone, "share": share}
+
+        def prepare() -> tuple[Callable, tuple, dict[str, Any]]:
+            run, arguments = whole(of(call, backend)).timed(direction, one, calls.data_of(call, ids[:alone]))
+            return run, arguments, about
+
+        rows.add(label, "whole", prepare)
+        return label
+
+    for direction in o["directions"].split(","):
+        for backend in dict.fromkeys(["auto", *backends]):
+            one_device(direction, backend)
+        for scheme in o["schemes"].split(","):
+            made = scheme_of(scheme)
+            reason = made.rejects(call.heads, ((SP, ranks),))
+            about = {**same, "direction": direction, "scheme": scheme}
+            if reason is not None:
+                rows.rows[f"{here}, {direction}, {scheme}"] = {"kind": "split", **about, "refused": reason}
+                continue
+            for order in o["orders"].split(","):
+                ways(
+                    mesh, o, call, small, Split(rows, f"{here}, {direction}, {scheme}", about, order, ids, few, arrays)
+                )
+    rows.time(o["rounds"], seed=tokens)
+    for label, row in rows.rows.items():
+        if row.get("kind") in ("one device", "split") and label.startswith(f"{here}, ") and "whole_ms" in row:
+            part = row.get("share", 1.0)
+            row["tflops"] = call.flops(row["direction"], total / ranks / part) / row["whole_ms"][1] / 1e9
+    for label, row in rows.rows.items():
+        if row.get("kind") == "split" and label.startswith(f"{here}, ") and "tflops" in row:
+            compare(rows.rows, f"{here}, {row['direction']}", row)
+            row["imbalance"] = float((p := of_ranks(seen, ejdist.Order(row["order"], ranks))).max() / p.mean())
+
+
+class Split:
+    """What is measured of one scheme in one order."""
+
+    def __init__(
+        self, rows: Rows, here: str, about: dict, order: str, ids: np.ndarray, few: np.ndarray, arrays: Arrays
+    ):
+        self.rows, self.here, self.about, self.order = rows, here, about, order
+        self.ids, self.few, self.arrays = ids, few, arrays
+
+
+def ways(mesh: Any, o: dict[str, Any], call: Attention, small: Attention, of_order: Split) -> None:
+    """Adds the transfers of a scheme in an order, and by each backend the whole and its work."""
+    rows, order, direction = of_order.rows, of_order.order, of_order.about["direction"]
+    scheme, lies = scheme_of(of_order.about["scheme"]), ejdist.Order(order, mesh.size)
+    data = calls.data_of(call, lies.permute(of_order.ids, 0), mesh)
+
+    def transfers() -> tuple[Callable, tuple, dict[str, Any]]:
+        run = travelling(call, mesh, scheme, order, direction)
+        return run, (of_order.arrays, data), {"kind": "exchange", **of_order.about, "order": order}
+
+    rows.add(f"{of_order.here}, {order}, exchange", "whole", transfers)
+    for backend in o["backends"].split(","):
+
+        def prepare(way: Scheme, backend: str = backend) -> tuple[Callable, tuple, dict[str, Any]]:
+            about: dict[str, Any] = {}
+            if not isinstance(way, Work):
+                error = checked(of(small, backend), mesh, way, order, direction, of_order.few)
+                if not error <= calls.limit_of(call.dtype):
+                    raise ValueError(f"wrong by {error:.2g}")
+                about = {"kind": "split", **of_order.about, "order": order, "backend": backend, "error": error}
+            run, arguments = split(of(call, backend), mesh, way, order).timed(direction, of_order.arrays, data)
+            return run, arguments, about
+
+        label = f"{of_order.here}, {order}, {backend}"
+        if rows.add(label, "whole", functools.partial(prepare, scheme)):
+            rows.add(label, "work", functools.partial(prepare, Work(scheme)))
+
+
+def compare(rows: dict[str, dict[str, Any]], here: str, row: dict[str, Any]) -> None:
+    """Adds to a way how it compares with one device, and how much of its transfers does not hide."""
+    for name, backend in (("efficiency", "auto"), ("of_its_backend", row["backend"])):
+        base = rows[f"{here}, one device, {backend}"]
+        if "tflops" in base:
+            row[name] = row["tflops"] / base["tflops"]
+    work, exchange = median(row, "work_ms"), rows.get(f"{here}, {row['scheme']}, {row['order']}, exchange", {})
+    if work is not None:
+        row["exposed_ms"] = row["whole_ms"][1] - work
+        if alone := median(exchange, "whole_ms"):
+            row["exposed_share"] = row["exposed_ms"] / alone
+
+
+def of(call: Attention, backend: str) -> Attention:
+    return replace(call, platform=None if backend == "auto" else backend)
+
+
+def words(o: dict[str, Any], call: Attention, tokens: int) -> str:
+    """Returns what a row is of, in words."""
+    documents = {"one": "one document", "none": "no segment ids"}.get(o["documents"])
+    if documents is None:
+        name = o["documents"].rsplit("/", 1)[-1]
+        documents = f"documents of {name}" if name.isdigit() else f"documents of {name.partition('.')[0]}"
+    parts = [f"{tokens} tokens", documents, f"{call.heads}/{call.kv_heads} x {call.width}"]
+    parts += [f"window {call.window}"] if call.window else []
+    return ", ".join(parts + (["sinks"] if call.sinks else []))

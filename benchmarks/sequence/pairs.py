@@ -1,0 +1,44 @@
+"""How many pairs each rank of a split sequence computes, and at which hop: exact, from the mask and the documents."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks.sequence.calls import Attention, segment_ids
+from ejdist.order import NAMES, Order
+from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.pairs import visible_pairs
+
+
+def of_ranks(seen: np.ndarray, order: Order) -> np.ndarray:
+    """Returns int64 [ranks]: the pairs of each rank, from the keys that each token sees."""
+    return seen[order.indices(len(seen))].reshape(order.shards, -1).sum(1)
+
+
+def of_hop(call: Attention, ids: np.ndarray, order: Order, rank: int, hop: int) -> int:
+    """Returns the pairs of a rank's queries with the keys that are there at a hop, of one head."""
+    own, kept = (order.positions(r % order.shards, len(ids)) for r in (rank, rank - hop))
+    segments = MaskInfo(q_segment_ids=ids[own][None], kv_segment_ids=ids[kept][None])
+    at = MaskInfo(q_positions=own[None], kv_positions=kept[None])
+    return visible_pairs(call.rules.combine(segments).combine(at), 1, 1, len(own), len(kept))
+
+
+def busiest(seen: np.ndarray, order: Order) -> tuple[int, float]:
+    """Returns (the rank with the most pairs, its pairs over the mean of all)."""
+    pairs = of_ranks(seen, order)
+    return int(pairs.argmax()), float(pairs.max() / pairs.mean())
+
+
+def imbalances(
+    call: Attention, documents: str, length: int, ranks: int, seed: int, rows: int
+) -> dict[str, list[float]]:
+    """Returns order -> the pairs of the busiest rank over the mean, in each of several rows of such documents; of every order
+    that divides the length."""
+    found: dict[str, list[float]] = {}
+    for number in range(1 if documents in ("one", "none") else rows):
+        seen = call.keys_seen(segment_ids(documents, length, seed + number))
+        for name in NAMES:
+            order = Order(name, ranks)
+            if length % order.multiple == 0:
+                found.setdefault(name, []).append(busiest(seen, order)[1])
+    return found

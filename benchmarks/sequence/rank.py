@@ -1,0 +1,302 @@
+"""One rank of a ring on one device: every hop's attention and merge as the ring makes them, and nothing that travels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.sequence import calls
+from benchmarks.sequence.alone import Work, of_rank, one_rank
+from benchmarks.sequence.calls import Arrays, Attention, Programs
+from benchmarks.sequence.devices import of, whole, words
+from benchmarks.sequence.pairs import busiest, imbalances, of_hop, of_ranks
+from benchmarks.sequence.rows import Rows, median
+from benchmarks.timing import has_kernel_times, kernel_seconds_of_each, wall_seconds
+from ejdist.mesh import SP
+from ejdist.order import Order
+from ejdist.sequence import Ring, schemes
+from ejdist.sequence.attention import OnShard, local_of, shard_call
+from ejdist.sequence.local import Local
+from ejdist.sequence.schedule import hops as hops_of
+from kernels.engines.attention.masks import MaskInfo
+from kernels.ops.flash_attention import op as flash
+
+ROWS = 8  # of which the imbalance of an order is the mean
+HOPS = ("forward", "backward")
+ARRIVE = ("key", "value")
+
+
+def _mask(call: Attention, data: Any, ranks: int) -> MaskInfo:
+    if not call.packed:
+        return call.rules
+    own = of_rank(data["whole"]["kv_segment_ids"], data["rank"], ranks)
+    return call.rules.replace(q_segment_ids=own, kv_segment_ids=own)
+
+
+@functools.cache
+def programs(call: Attention, order: Order, arrive: tuple[str, ...] = ()) -> Programs:
+    """Returns the programs of a rank's whole work: all hops in the ring's own loop, and what is around them.
+
+    They take (the rank's floats, {"rank": int32, "whole": what is known of all ranks, in their order}). Gradients of keys and
+    values are those of all hops one upon another, since nothing goes home.
+    """
+
+    def attention(floats: Arrays, data: Any) -> jax.Array:
+        run = OnShard(SP, Work(Ring(), arrive), False)
+        mask = _mask(call, data, order.shards)
+        return run(order=order, mask=mask, platform=call.platform, cfg=None, **floats)[0]
+
+    return Programs(attention, lambda data: one_rank(data["rank"], order.shards, data["whole"]))
+
+
+@functools.cache
+def hop_programs(call: Attention, order: Order) -> dict[str, Callable]:
+    """Returns direction -> the jitted program of one hop: (number, data, floats, state, own=False) -> the state with the hop's
+    part added.
+
+    state: forward (out, lse), float32; backward (gradients of what is own, of the keys that are there), float32. own: whether
+    the keys are the rank's own, which a ring knows when it is compiled. Keys and values are those of `data["whole"]` of the
+    rank that holds them, or any.
+    """
+
+    def local(data: Any, floats: Arrays) -> Local:
+        how = {"axis": SP, "scheme": Ring(), "order": order, "platform": call.platform, "cfg": None, "lse": False}
+        inputs = {n: floats[n] for n in ("query", "key", "value")}
+        return local_of(*shard_call(inputs, _mask(call, data, order.shards), **how))
+
+    def keys_at(here: Local, hop: Any, data: Any) -> Arrays:
+        arrived = {n: of_rank(x, here.holder(hop), order.shards) for n, x in data["whole"].items()}
+        return here.keys | arrived
+
+    @functools.partial(jax.jit, static_argnames="own")
+    def forward(hop: Any, data: Any, floats: Arrays, state: Any, own: bool = False) -> Any:
+        with one_rank(data["rank"], order.shards, data["whole"]):
+            here, hop = local(data, floats), 0 if own else hop
+            return schemes.attended(here, hop, keys_at(here, hop, data), state)
+
+    @functools.partial(jax.jit, static_argnames="own")
+    def backward(hop: Any, data: Any, floats: Arrays, state: Any, own: bool = False) -> Any:
+        with one_rank(data["rank"], order.shards, data["whole"]):
+            here, hop = local(data, floats), 0 if own else hop
+            return schemes.pulled(here, data["saved"], hop, keys_at(here, hop, data), *state)
+
+    return {"forward": forward, "backward": backward}
+
+
+def hops_made(call: Attention, order: Order, length: int) -> tuple[int, ...]:
+    """Returns the hops of the ring for that mask; documents are known at run time only, and rule out none."""
+    return hops_of(order, length, call.rules)
+
+
+def begun(direction: str, floats: Arrays) -> Any:
+    """Returns the state before the first hop."""
+    q, v = floats["query"].shape, floats["value"].shape
+    if direction == "forward":
+        return jax.device_put((np.zeros((*q[:3], v[3]), np.float32), np.full(q[:3], -np.inf, np.float32)))
+    return jax.device_put(
+        ({"query": np.zeros(q, np.float32)}, {n: np.zeros(floats[n].shape, np.float32) for n in ARRIVE})
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def saved_of(call: Attention, out: jax.Array, lse: jax.Array, d_out: jax.Array) -> Arrays:
+    """Returns what a hop's backward is given of the whole softmax."""
+    assert flash.backward_inputs is not None
+    return flash.backward_inputs({"out": out.astype(call.dtype), "lse": lse}, {"d_out": d_out})
+
+
+def checked(call: Attention, order: Order, rank: int, ids: np.ndarray) -> float:
+    """Returns the largest error of a rank's programs against the same queries over all keys on one device, in float32: of the
+    whole, of its hops one after another, and of the gradient of the keys at every hop."""
+    n, length = order.shards, len(ids)
+    drawn, own = {name: np.asarray(x) for name, x in calls.draw(call, length).items()}, order.positions(rank, length)
+    mine = {name: x if name == "softmax_aux" else x[:, own] for name, x in drawn.items()}
+    at = {"q_positions": own[None], "kv_positions": np.arange(length, dtype=np.int32)[None]}
+    at |= {"q_segment_ids": ids[own][None], "kv_segment_ids": ids[None]} if call.packed else {}
+    queries = {name: np.asarray(x, np.float32) for name, x in mine.items() if name not in ARRIVE}
+    keys = {name: np.asarray(drawn[name], np.float32) for name in ARRIVE}
+
+    data = _data(call, order, rank, ids)
+    data["whole"] |= {name: order.permute(drawn[name]) for name in ARRIVE}
+    wanted = calls.reference(call)(queries, keys, at)
+    found = programs(call, order, ARRIVE).results("backward", mine, data)
+    worst = calls.worst_error(found, {name: x for name, x in wanted.items() if name not in ARRIVE})
+
+    bare = replace(call, sinks=False)  # sinks join after the last hop
+    if call.sinks:
+        wanted = calls.reference(bare)({name: x for name, x in queries.items() if name != "softmax_aux"}, keys, at)
+    run, state, made = hop_programs(bare, order), begun("forward", mine), hops_made(call, order, length)
+    for hop in made:
+        state = run["forward"](np.int32(hop), data, mine, state, own=_own(call, hop))
+    data["saved"] = saved_of(bare, *state, mine["d_out"])
+    grads, nothing = begun("backward", mine)
+    home = {name: np.zeros((n, *x.shape), np.float32) for name, x in nothing.items()}
+    for hop in made:
+        grads, sums = run["backward"](np.int32(hop), data, mine, (grads, nothing), own=_own(call, hop))
+        for name, x in sums.items():
+            home[name][(rank - hop) % n] += np.asarray(x)
+    got = {"out": np.asarray(state[0]), "query": np.asarray(grads["query"])}
+    got |= {name: order.inverse(np.concatenate(list(x), axis=1)) for name, x in home.items()}
+    return max(worst, calls.worst_error(got, wanted))
+
+
+def _own(call: Attention, hop: int) -> bool:
+    """Whether a hop is told at trace time that it is of the rank's own keys: where segments decide that makes no difference."""
+    return hop == 0 and not call.packed
+
+
+def _data(call: Attention, order: Order, rank: int, ids: np.ndarray) -> dict[str, Any]:
+    whole = {"kv_segment_ids": calls.placed(order.permute(ids, 0))} if call.packed else {}
+    return {"rank": np.int32(rank), "whole": whole}
+
+
+def number_of(o: dict[str, Any], seen: np.ndarray, order: Order) -> int:
+    """Returns the rank that is asked for.
+
+    Raises:
+      ValueError: rank= is no rank of the ring; names the remedy.
+    """
+    n = order.shards
+    if o["rank"] == "worst":
+        return busiest(seen, order)[0]
+    if not o["rank"].isdigit() or int(o["rank"]) >= n:
+        raise ValueError(f"rank = {o['rank']!r} is no rank of {n}; use a number from 0 to {n - 1}, 'worst' or 'all'")
+    return int(o["rank"])
+
+
+def balance(o: dict[str, Any], call: Attention, tokens: int, rows: Rows) -> None:
+    """Adds a row for every order: the pairs of each rank over the mean."""
+    n, here = o["ranks"], words(o, call, tokens)
+    seen = call.keys_seen(calls.segment_ids(o["documents"], tokens * n, o["seed"]))
+    for name, of_rows in imbalances(call, o["documents"], tokens * n, n, o["seed"], ROWS).items():
+        pairs = of_ranks(seen, Order(name, n))
+        rows.rows[f"{here} x {n}, {name}"] = {
+            "kind": "balance", "ranks": n, "order": name, "tokens": tokens, "imbalance": float(pairs.max() / pairs.mean()),
+            "mean_of_rows": float(np.mean(of_rows)), "of_rows": of_rows, "pairs_of_ranks": pairs.tolist(),
+            "each": (pairs / pairs.mean()).tolist(),
+        }  # fmt: skip
+
+
+def measure(o: dict[str, Any], call: Attention, tokens: int, rows: Rows) -> None:
+    """Adds the balance of every order, and times the ranks that are asked for, unless that is all of them, beside one call of
+    the same work."""
+    balance(o, call, tokens, rows)
+    if o["rank"] == "all":
+        return
+    for name in o["orders"].split(","):
+        order = Order(name, o["ranks"])
+        order.check(tokens * o["ranks"])
+        for backend in o["backends"].split(","):
+            _measure(o, of(call, backend), tokens, order, backend, rows)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a ring, and what it is timed with. ids: of the whole row. check: tokens of a rank that are compared."""
+
+    call: Attention
+    order: Order
+    number: int
+    ids: np.ndarray
+    check: int
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids) // self.order.shards
+
+    @functools.cached_property
+    def pairs(self) -> int:
+        return int(of_ranks(self.call.keys_seen(self.ids), self.order)[self.number])
+
+    @functools.cached_property
+    def data(self) -> dict[str, Any]:
+        return _data(self.call, self.order, self.number, self.ids)
+
+    @functools.cached_property
+    def arrays(self) -> Arrays:
+        return calls.draw(self.call, self.tokens)
+
+    @functools.cached_property
+    def same(self) -> tuple[Arrays, np.ndarray]:
+        """(floats, segment ids) of the call that does as much: the start of the row."""
+        length = calls.same_work(self.call.keys_seen(self.ids), self.pairs)
+        return calls.draw(self.call, length), self.ids[:length]
+
+    @functools.cached_property
+    def share(self) -> float:
+        """The pairs of this rank over those of the call that does as much."""
+        return self.pairs / int(self.call.keys_seen(self.same[1]).sum())
+
+    @functools.cached_property
+    def error(self) -> float:
+        few = calls.thinned(self.ids, self.check * self.order.shards)
+        return checked(self.call.checked(self.check), self.order, self.number, few)
+
+    def whole(self, direction: str) -> tuple[Callable, tuple, dict[str, Any]]:
+        if not self.error <= calls.limit_of(self.call.dtype):
+            raise ValueError(f"wrong by {self.error:.2g}")
+        seen = self.call.keys_seen(self.ids)
+        about = {
+            "kind": "rank", "tokens": self.tokens, "ranks": self.order.shards, "rank": self.number, "order": self.order.name,
+            "window": self.call.window, "sinks": self.call.sinks, "width": self.call.width, "direction": direction,
+            "pairs": self.pairs, "imbalance": busiest(seen, self.order)[1], "length": len(self.same[1]), "share": self.share,
+            "error": self.error,
+        }  # fmt: skip
+        return *programs(self.call, self.order).timed(direction, self.arrays, self.data), about
+
+    def alone(self, direction: str) -> tuple[Callable, tuple, dict[str, Any]]:
+        floats, ids = self.same
+        return *whole(self.call).timed(direction, floats, calls.data_of(self.call, ids)), {}
+
+    def hops(self, direction: str) -> list[dict[str, Any]]:
+        """Returns number, pairs and ms of each hop: of its kernels where there is a profiler of them, by the clock on a CPU."""
+        made = hops_made(self.call, self.order, len(self.ids))
+        bare, state, data = replace(self.call, sinks=False), begun(direction, self.arrays), self.data
+        if direction == "backward":
+            out, lse = begun("forward", self.arrays)
+            data = data | {"saved": saved_of(bare, out, jnp.zeros_like(lse), self.arrays["d_out"])}
+        run = hop_programs(bare, self.order)[direction]
+
+        def once(hop: int) -> Any:
+            return run(np.int32(hop), data, self.arrays, state, own=_own(self.call, hop))
+
+        for hop in made[:2]:  # the programs that there are
+            jax.block_until_ready(once(hop))
+        if has_kernel_times():
+            seconds = kernel_seconds_of_each([functools.partial(once, hop) for hop in made])
+        else:
+            seconds = [wall_seconds(lambda _, hop=hop: once(hop), jax.block_until_ready, 1) for hop in made]
+        pairs = [of_hop(self.call, self.ids, self.order, self.number, hop) for hop in made]
+        return [{"hop": hop, "pairs": p, "ms": 1e3 * s} for hop, p, s in zip(made, pairs, seconds, strict=True)]
+
+
+def _measure(o: dict[str, Any], call: Attention, tokens: int, order: Order, backend: str, rows: Rows) -> None:
+    ids = calls.segment_ids(o["documents"], tokens * order.shards, o["seed"])
+    number = number_of(o, call.keys_seen(ids), order)
+    rank = Rank(call, order, number, ids, min(o["check"], tokens))
+    here = f"{words(o, call, tokens)} x {order.shards}, {order.name}, {backend}, rank {number}"
+    labels = {direction: f"{here}, {direction}" for direction in o["directions"].split(",")}
+    for direction, label in labels.items():
+        if not rows.add(label, "whole", functools.partial(rank.whole, direction)):
+            continue
+        rows.rows[label] |= {"documents": o["documents"], "backend": backend}
+        if rows.add(label, "alone", functools.partial(rank.alone, direction)) and direction in HOPS:
+            row = rows.rows[label]
+            row["hops"] = rank.hops(direction)
+            row["each"] = [hop["ms"] for hop in row["hops"]]
+            row["hops_ms"] = sum(row["each"])
+    rows.time(o["rounds"], seed=tokens)
+    for label in labels.values():
+        row = rows.rows[label]
+        alone, made = median(row, "alone_ms"), median(row, "whole_ms")
+        if alone is not None and made is not None:
+            row["efficiency"] = alone * row["share"] / made
+            row["tflops"] = call.flops(row["direction"], row["pairs"]) / made / 1e9
+            if "hops_ms" in row:
+                row["efficiency_of_hops"] = alone * row["share"] / row["hops_ms"]
