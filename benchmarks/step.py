@@ -7,7 +7,8 @@ device.
 
 class: matmuls, attention forward and backward, our Triton kernels by name, the optimizer, copies (with transposes and casts),
 XLA's other kernels, collectives. Shares are of the time between the first kernel that was traced and the end of the last.
-gaps: the part of it in which no kernel runs. exposed: that in which only collectives do.
+gaps: the part of it in which no kernel runs. exposed: that in which only collectives do, in all and by the named scope of the
+collective; where several run at once, the one with the larger sum has it.
 documents: 0 trains on the recipe's data; else on random tokens, in documents of so many.
 
 Kernels inside a CUDA graph are known by their names alone; XLA_FLAGS=--xla_gpu_enable_command_buffer= keeps XLA from making
@@ -155,6 +156,51 @@ def class_of(kernel: Kernel, at: Instruction | None, ours: dict[str, str]) -> st
     return "XLA, other" if at else "unknown"
 
 
+# What JAX writes around and between the scopes of a program, and is no name that anybody gave.
+_WRAPPED = re.compile(
+    r"^(jit|pjit|jvp|transpose|vmap|checkpoint|rematted_computation|remat|custom_\w+|shmap_body)\((.*)\)$"
+)
+_NO_SCOPE = re.compile(
+    r"^(jit|pjit|while|body|cond|body_jaxpr|branch_\d+_fun|closed_call|shard_map|checkpoint|rematted_computation|core_call|"
+    r"custom_(jvp|vjp)_call\w*)?$"
+)
+
+
+def scope_of(at: Instruction | None) -> str:
+    """Returns the named scopes that an instruction was traced in, and whether for a gradient: "attention/exchange, backward".
+
+    `unknown` is what XLA says nothing of.
+    """
+    if at is None or not at.op_name:
+        return "unknown"
+    *parts, primitive = at.op_name.split("/")
+    names, backward = [], False
+    for part in parts:
+        while wrapped := _WRAPPED.match(part):
+            backward |= wrapped[1] == "transpose"
+            part = "" if wrapped[1] in ("jit", "pjit") else wrapped[2]
+        if not _NO_SCOPE.match(part):
+            names.append(part)
+    return "/".join(names or [primitive]) + (", backward" if backward else "")
+
+
+def exposed_by_scope(working: dict[str, list[Any]], sent: dict[str, dict[str, list[Any]]]) -> dict[str, float]:
+    """Returns scope -> the time in which one of its collectives ran and nothing in `working`, summed over devices; longest
+    collectives first. The sum is the time in which any did: what several cover is the first one's.
+
+    Args:
+      working: device -> spans. sent: scope -> device -> spans.
+    """
+    covered = {device: list(spans) for device, spans in working.items()}
+    found = {}
+    for scope in sorted(sent, key=lambda name: -sum(map(union, sent[name].values()))):
+        before = sum(map(union, covered.values()))
+        for device, spans in sent[scope].items():
+            covered[device] += spans
+        found[scope] = sum(map(union, covered.values())) - before
+    return found
+
+
 def summary(kernels: list[Kernel], text: str, steps: int, top: int) -> dict[str, Any]:
     """Returns where the time of a step goes; of several devices their mean."""
     names, ours = Names(text), triton_kernels()
@@ -164,12 +210,15 @@ def summary(kernels: list[Kernel], text: str, steps: int, top: int) -> dict[str,
     each: dict[tuple[str, str], list[Any]] = {}
     spans: dict[str, list[Any]] = {d: [] for d in devices}
     working: dict[str, list[Any]] = {d: [] for d in devices}
+    sent: dict[str, dict[str, list[Any]]] = defaultdict(lambda: {d: [] for d in devices})
     for k in kernels:
         at = names.of(k)
         kind = class_of(k, at, ours)
         classes[kind] += (k.end - k.start) * parts
         spans[k.device].append((k.start, k.end))
-        if kind != "collectives":
+        if kind == "collectives":
+            sent[scope_of(at)][k.device].append((k.start, k.end))
+        else:
             working[k.device].append((k.start, k.end))
         label = at.name if at and kind in ("XLA, other", "copies", "optimizer") else k.name
         row = each.setdefault((kind, label), [0.0, 0, at])
@@ -177,6 +226,7 @@ def summary(kernels: list[Kernel], text: str, steps: int, top: int) -> dict[str,
         row[1] += 1
     window = sum(max(e for _, e in s) - min(b for b, _ in s) for s in spans.values()) * parts
     busy = sum(map(union, spans.values())) * parts
+    scopes = {name: ms * parts for name, ms in exposed_by_scope(working, sent).items()}
     exposed = busy - sum(map(union, working.values())) * parts
     largest = sorted(each.items(), key=lambda item: -item[1][0])
 
@@ -197,6 +247,10 @@ def summary(kernels: list[Kernel], text: str, steps: int, top: int) -> dict[str,
         },
         "gaps": {"ms": window - busy, "share": 1 - busy / window},
         "exposed_collectives": {"ms": exposed, "share": exposed / window},
+        "exposed_by_scope": {
+            name: {"ms": ms, "share": ms / window, "of_ms": sum(map(union, sent[name].values())) * parts}
+            for name, ms in scopes.items()
+        },
         "kernels_of_a_step": sum(found[1] for found in each.values()) / steps / len(devices),
         "largest_of_xla": rows(lambda kind: kind in ("XLA, other", "copies", "optimizer", "unknown"), top),
         "largest": rows(lambda kind: True, 2 * top),
@@ -303,6 +357,10 @@ def text_of(found: dict[str, Any]) -> str:
     lines += ["", f"| of {found['window_ms']:.1f} ms traced | ms | share |", "|---|---|---|"]
     shown = {**found["classes"], "gaps": found["gaps"], "of collectives: exposed": found["exposed_collectives"]}
     lines += [f"| {name} | {x['ms']:.2f} | {x['share']:.1%} |" for name, x in shown.items()]
+    if found.get("exposed_by_scope"):
+        lines += ["", "| collectives of | ms | exposed, ms | of the step |", "|---|---|---|---|"]
+        of_scopes = found["exposed_by_scope"].items()
+        lines += [f"| {name} | {x['of_ms']:.2f} | {x['ms']:.2f} | {x['share']:.1%} |" for name, x in of_scopes]
     lines += ["", "| XLA's largest | class | ms | calls | where |", "|---|---|---|---|---|"]
     for r in found["largest_of_xla"]:
         where = " ".join(x for x in (r.get("op_name", "")[-90:], r.get("source", "")) if x)

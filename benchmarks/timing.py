@@ -111,14 +111,20 @@ def traced(run: Callable[[], Any]) -> list[Kernel]:
         with jax.profiler.trace(folder):
             run()
         (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-        found = []
-        for plane in jax.profiler.ProfileData.from_file(path).planes:
-            line_name = next((line for prefix, line in _KERNELS.items() if plane.name.startswith(prefix)), None)
-            for line in plane.lines if line_name else ():
-                if line.name.startswith(line_name):
-                    found += [_kernel(plane.name, event) for event in line.events]
+        found = kernels_in(path)
     if not found:
         raise RuntimeError("the profiler saw no kernel on an accelerator")
+    return found
+
+
+def kernels_in(path: str) -> list[Kernel]:
+    """Returns the kernels in a trace file of the profiler (`*.xplane.pb`)."""
+    found = []
+    for plane in jax.profiler.ProfileData.from_file(path).planes:
+        line_name = next((line for prefix, line in _KERNELS.items() if plane.name.startswith(prefix)), None)
+        for line in plane.lines if line_name else ():
+            if line.name.startswith(line_name):
+                found += [_kernel(plane.name, event) for event in line.events]
     return found
 
 

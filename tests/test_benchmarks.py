@@ -15,10 +15,9 @@ import pytest
 from small_run import TINY
 
 import kernels
-from benchmarks import measure, options, peers, race, ranking, report, resumed, sequence, step, timing
+from benchmarks import measure, options, peers, race, ranking, report, resumed, step, timing
 from benchmarks.__main__ import main
 from benchmarks.cases import abstract, contract_fits, scaled, split, within
-from ejdist import make_mesh
 from kernels.engines.attention.masks import MaskInfo
 
 OPERATIONS = kernels.operations()
@@ -374,38 +373,6 @@ def test_a_step_is_measured_and_nothing_is_written(tmp_path, monkeypatch):
     found |= {"largest": [{"kernel": "mine", "class": "unknown", "ms": 3.0}], "exposed_collectives": {"ms": 0.5}}
     (tmp_path / "out.json").write_text(json.dumps(found))
     assert "| matmuls 60.0%, mine 30.0%, gaps 10.0%, collectives, exposed 5.0% |" in report.steps(tmp_path)
-
-
-def test_attention_over_a_split_sequence_is_checked_then_timed(tmp_path, monkeypatch, capsys):
-    small = [
-        "tokens=32",
-        "heads=2",
-        "kv_heads=1",
-        "width=16",
-        "dtype=float32",
-        "check=16",
-        "rounds=1",
-        "directions=both",
-    ]
-    small += ["orders=zigzag", f"out={tmp_path}/out.json"]
-    mesh = make_mesh(sp=2)
-    monkeypatch.setattr(sequence.ejdist, "make_mesh", lambda sp: mesh)
-    sequence.main([*small, "backends=auto,cudnn"])
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    ring, refused = (rows[f"32 tokens, both, ring, zigzag, {backend}"] for backend in ("auto", "cudnn"))
-    assert ring["error"] < 1e-5 and ring["efficiency"] > 0 and {"whole_ms", "work_ms"} <= ring.keys()
-    assert (
-        "dtype float32" in refused["refused"]
-        and "| 32 tokens, both, all_gather, zigzag, auto | " in capsys.readouterr().out
-    )
-
-    assert "| 32 tokens, both, ring, zigzag, auto | " in report.sequences(tmp_path)
-
-    monkeypatch.setattr(sequence, "split", lambda *a: lambda q, k, v: 1.01 * q)
-    sequence.main([*small, "schemes=ring"])
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    wrong = rows["32 tokens, both, ring, zigzag, auto"]
-    assert "wrong by" in wrong["refused"] and "whole_ms" not in wrong
 
 
 # -- what dispatch is told -------------------------------------------------------------------------------------------------

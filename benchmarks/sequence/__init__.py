@@ -13,8 +13,8 @@ backend that dispatch chooses and by the one that was asked for; its time over t
 work: the same program in which nothing travels but segment ids, once: keys that would arrive are the device's own.
 exchange: the same transfers with the attention left out. What the whole takes longer than the work is exposed.
 
-rank=NUMBER ranks=N: all hops of that rank of N on one device, in the ring's own loop, beside one call of the same work; each hop
-alone; `worst` is the rank with the most pairs, and `all` lists the pairs of all ranks in every order and times nothing.
+rank=NUMBER ranks=N: all hops of that rank of N on one device, in the ring's own loop, beside one call of the same work; and
+each hop alone. `worst` is the rank with the most pairs; `all` lists the pairs of all ranks in every order and times nothing.
 
 plan: a set of cases, see plans.py; options that it changes are not taken from the command line. budget: seconds after which no
 other case is begun.

@@ -113,30 +113,38 @@ class Work(Scheme):
             yield _as(_WithHolder, local)
 
 
-def _touch(keys: Arrays) -> jax.Array:
-    """Returns a number that depends on every array, so that none of them need not arrive."""
-    return sum((x[(0,) * x.ndim].astype(jnp.float32) for x in keys.values()), jnp.float32(0))
+def _touched(x: jax.Array, arrived: Arrays, weight: int = 1) -> jax.Array:
+    """Returns the array with a number added that depends on everything that arrived, so that none of it need not arrive.
 
-
-def _touched(x: jax.Array, keys: Arrays) -> jax.Array:
-    return x.at[(0,) * x.ndim].add(_touch(keys).astype(x.dtype))
+    weight: different ones keep equal arrays from being sent as one.
+    """
+    numbers = (a[(0,) * a.ndim].astype(jnp.float32) for a in arrived.values())
+    return x.at[(0,) * x.ndim].add((weight * sum(numbers, jnp.float32(0))).astype(x.dtype))
 
 
 class _WithoutWork(Local):
     """A rank's part of a call that computes next to nothing of the keys that arrive."""
 
+    def _everything(self, keys: Arrays) -> Arrays:
+        ids = self.mask.q_segment_ids
+        return {**keys, "query": self.query} | ({} if ids is None else {"q_segment_ids": ids})
+
     def attend(self, keys: Arrays, holders: Any) -> tuple[jax.Array, jax.Array]:
-        shape = (*self.query.shape[:3], self.value.shape[3])
-        out = _touched(self.full(shape).astype(self.query.dtype), keys)
-        return out, _touched(self.full(shape[:3]), {**keys, "query": self.query})
+        shape, arrived = (*self.query.shape[:3], self.value.shape[3]), self._everything(keys)
+        out = _touched(self.full(shape).astype(self.query.dtype), arrived)
+        return out, _touched(self.full(shape[:3]), arrived)
 
     def attend_at(self, hop: Any, keys: Arrays) -> tuple[jax.Array, jax.Array]:
         return self.attend(keys, None)
 
     def pull(self, saved: Arrays, keys: Arrays, holders: Any) -> Arrays:
         wide = {**self.own, "key": keys["key"], "value": keys["value"]}
-        every = {**keys, **saved, "query": self.query}
-        return {n: _touched(self.full(x.shape).astype(x.dtype), every) for n, x in wide.items() if is_float_array(x)}
+        arrived = self._everything(keys) | saved
+        return {
+            n: _touched(self.full(x.shape).astype(x.dtype), arrived, weight)
+            for weight, (n, x) in enumerate(wide.items(), 1)
+            if is_float_array(x)
+        }
 
     def pull_at(self, hop: Any, saved: Arrays, keys: Arrays) -> Arrays:
         return self.pull(saved, keys, None)
@@ -147,7 +155,7 @@ def _attended(local: Local, hop: Any, keys: Arrays, sofar: Any) -> tuple[jax.Arr
 
 
 def _pulled(local: Local, saved: Arrays, hop: Any, keys: Arrays, own: Any, sums: Any) -> tuple[Arrays, Arrays]:
-    return own, {n: _touched(x, keys) for n, x in sums.items()}
+    return own, {n: _touched(x, keys, weight) for weight, (n, x) in enumerate(sums.items(), 1)}
 
 
 @dataclass(frozen=True)

@@ -171,22 +171,23 @@ def data_of(call: Attention, ids: np.ndarray, mesh: Any = None) -> Arrays:
 
 
 class Programs:
-    """The jitted programs of an attention(floats, data): each direction is one of its own, as in training.
+    """The jitted programs of an attention(floats, data, lse) -> out, with `lse` (out, lse). Each direction is a program, as in
+    training, and the forward has the lse that a backward needs.
 
     Args:
       around: data -> a context in which the programs are traced.
     """
 
     def __init__(
-        self, attention: Callable[[Arrays, Any], jax.Array], around: Callable[[Any], Any] | None = None
+        self, attention: Callable[[Arrays, Any, bool], Any], around: Callable[[Any], Any] | None = None
     ) -> None:
-        def forward(floats: Arrays, data: Any) -> jax.Array:
+        def forward(floats: Arrays, data: Any) -> tuple[jax.Array, jax.Array]:
             with _context(around, data):
-                return attention(floats, data)
+                return attention(floats, data, True)
 
         def save(floats: Arrays, data: Any) -> Any:
             with _context(around, data):
-                return jax.vjp(lambda f: attention(f, data), floats)
+                return jax.vjp(lambda f: attention(f, data, False), floats)
 
         def backward(pull: Any, d_out: jax.Array, data: Any) -> Arrays:
             with _context(around, data):
@@ -194,7 +195,7 @@ class Programs:
 
         def both(floats: Arrays, d_out: jax.Array, data: Any) -> tuple[jax.Array, Arrays]:
             with _context(around, data):
-                out, pull = jax.vjp(lambda f: attention(f, data), floats)
+                out, pull = jax.vjp(lambda f: attention(f, data, False), floats)
                 return out, pull(d_out)[0]
 
         self.forward, self.save, self.backward, self.both = map(jax.jit, (forward, save, backward, both))
@@ -212,7 +213,7 @@ class Programs:
         """Returns what the programs of a direction compute, by name: "out", and the gradients by argument."""
         floats, d_out = _apart(arrays)
         if direction == "forward":
-            return {"out": self.forward(floats, data)}
+            return {"out": self.forward(floats, data)[0]}
         if direction == "both":
             out, grads = self.both(floats, d_out, data)
         else:

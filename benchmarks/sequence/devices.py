@@ -29,16 +29,19 @@ from kernels.ops.flash_attention import op as flash
 @functools.cache
 def whole(call: Attention) -> Programs:
     """Returns the programs of one device."""
-    return Programs(lambda floats, data: kernels.flash_attention(**floats, **data, **call.options))
+    return Programs(lambda floats, data, lse: kernels.flash_attention(**floats, **data, **call.options, return_lse=lse))
 
 
 @functools.cache
 def split(call: Attention, mesh: Any, scheme: Scheme, order: str) -> Programs:
     """Returns the programs over all devices, of arrays that lie in that order."""
     how = {"mesh": mesh, "scheme": scheme, "order": order}
-    return Programs(lambda floats, data: ejdist.ring_attention(**floats, **data, **call.options, **how))
+    return Programs(
+        lambda floats, data, lse: ejdist.ring_attention(**floats, **data, **call.options, **how, return_lse=lse)
+    )
 
 
+@functools.cache
 def travelling(call: Attention, mesh: Any, scheme: Scheme, order: str, direction: str) -> Callable:
     """Returns the jitted (floats with d_out, data) -> next to nothing, that sends what the scheme sends in a direction and
     attends to nothing."""
@@ -54,10 +57,12 @@ def travelling(call: Attention, mesh: Any, scheme: Scheme, order: str, direction
             out, lse = static.scheme.forward(local)
             found |= {"out": out[:, :1], "lse": lse[:, :1]}
         if direction != "forward":
-            out = arrays["d_out"]  # any array of its shape
+            out = jax.lax.optimization_barrier(
+                arrays["d_out"]
+            )  # any array of its shape that is not sent as the same one
             residuals = {"out": out, "lse": out[..., 0].astype(np.float32)}
             assert flash.backward_inputs is not None
-            grads = static.scheme.backward(local, flash.backward_inputs(residuals, {"d_out": out}))
+            grads = static.scheme.backward(local, flash.backward_inputs(residuals, {"d_out": arrays["d_out"]}))
             found |= {n: x[:, :1] for n, x in grads.items() if n in ("key", "value")}
         return found
 

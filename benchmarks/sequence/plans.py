@@ -11,29 +11,32 @@ LONG_TAIL = "benchmarks/documents/long_tail.txt"
 NARROW = {"heads": 64, "width": 64, "sinks": 1, "window": 128}
 DOCUMENTS = ("one", "4096", LONG_TAIL)
 
-_RANK: dict[str, Any] = {"rank": "worst", "rounds": 3}
-_SHORT = [{**_RANK, "ranks": n, "tokens": "8192", "documents": d} for n in (8, 32) for d in DOCUMENTS]
-_LONG = [{**_RANK, "ranks": 8, "tokens": "32768", "documents": d} for d in DOCUMENTS]
 
+def _of_rank(ranks: int, tokens: int, documents: str, **more: Any) -> dict[str, Any]:
+    return {"rank": "worst", "ranks": ranks, "tokens": f"{tokens}", "documents": documents, "rounds": 3, **more}
+
+
+def _split(tokens: int, documents: str, schemes: str, **more: Any) -> dict[str, Any]:
+    return {"tokens": f"{tokens}", "documents": documents, "schemes": schemes, "orders": "zigzag", "rounds": 3, **more}
+
+
+# The most wanted first: a command may have time for some.
 PLANS: dict[str, list[dict[str, Any]]] = {
     "one_gpu": [
-        *_SHORT,
-        *_LONG,
-        *({**_RANK, **NARROW, "ranks": n, "tokens": "8192", "documents": "4096"} for n in (8, 32)),
-        {**_RANK, **NARROW, "ranks": 8, "tokens": "32768", "documents": "4096"},
-        {**_RANK, "heads": 64, "width": 64, "ranks": 8, "tokens": "8192", "documents": "4096"},
-        {**_RANK, "ranks": 32, "tokens": "32768", "documents": "4096"},
-        {**_RANK, "ranks": 32, "tokens": "32768", "documents": LONG_TAIL},
-        {**_RANK, "ranks": 32, "tokens": "32768", "documents": "one", "rounds": 1},
+        *(_of_rank(8, tokens, documents) for tokens in (8192, 32768) for documents in DOCUMENTS),
+        *(_of_rank(8, tokens, "4096", **NARROW) for tokens in (8192, 32768)),
+        *(_of_rank(32, 8192, documents) for documents in DOCUMENTS),
+        _of_rank(8, 8192, "4096", **{**NARROW, "window": 0, "sinks": 0}),
+        _of_rank(32, 32768, "4096"),
+        _of_rank(32, 32768, LONG_TAIL),
+        _of_rank(32, 8192, "4096", **NARROW),
+        _of_rank(32, 32768, "one", rounds=1),
     ],
     "several_gpus": [
-        *(
-            {"tokens": tokens, "documents": documents, "orders": "zigzag", "schemes": ",".join(SCHEMES), "rounds": 3}
-            for tokens in ("8192", "32768")
-            for documents in ("4096", "one")
-        ),
-        {"tokens": "8192", "documents": LONG_TAIL, "orders": "zigzag,contiguous", "schemes": "ring", "rounds": 3},
-        {**NARROW, "tokens": "32768", "documents": "4096", "orders": "zigzag", "schemes": "ring", "rounds": 3},
-        {"tokens": "8192", "documents": "none", "orders": "zigzag", "schemes": "ring", "rounds": 3},
+        *(_split(tokens, documents, "ring") for tokens in (8192, 32768) for documents in DOCUMENTS),
+        *(_split(tokens, "4096", ",".join(SCHEMES)) for tokens in (32768, 8192)),
+        _split(32768, "4096", "ring", **NARROW),
+        _split(8192, "none", "ring"),
+        _split(8192, LONG_TAIL, "ring", orders="contiguous"),
     ],
 }

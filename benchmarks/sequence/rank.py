@@ -47,10 +47,11 @@ def programs(call: Attention, order: Order, arrive: tuple[str, ...] = ()) -> Pro
     values are those of all hops one upon another, since nothing goes home.
     """
 
-    def attention(floats: Arrays, data: Any) -> jax.Array:
-        run = OnShard(SP, Work(Ring(), arrive), False)
+    def attention(floats: Arrays, data: Any, lse: bool) -> Any:
+        run = OnShard(SP, Work(Ring(), arrive), lse)
         mask = _mask(call, data, order.shards)
-        return run(order=order, mask=mask, platform=call.platform, cfg=None, **floats)[0]
+        found = run(order=order, mask=mask, platform=call.platform, cfg=None, **floats)
+        return found if lse else found[0]
 
     return Programs(attention, lambda data: one_rank(data["rank"], order.shards, data["whole"]))
 
@@ -123,7 +124,7 @@ def checked(call: Attention, order: Order, rank: int, ids: np.ndarray) -> float:
     keys = {name: np.asarray(drawn[name], np.float32) for name in ARRIVE}
 
     data = _data(call, order, rank, ids)
-    data["whole"] |= {name: order.permute(drawn[name]) for name in ARRIVE}
+    data = jax.device_put(data | {"whole": data["whole"] | {name: order.permute(drawn[name]) for name in ARRIVE}})
     wanted = calls.reference(call)(queries, keys, at)
     found = programs(call, order, ARRIVE).results("backward", mine, data)
     worst = calls.worst_error(found, {name: x for name, x in wanted.items() if name not in ARRIVE})
@@ -254,8 +255,8 @@ class Rank:
         floats, ids = self.same
         return *whole(self.call).timed(direction, floats, calls.data_of(self.call, ids)), {}
 
-    def hops(self, direction: str) -> list[dict[str, Any]]:
-        """Returns number, pairs and ms of each hop: of its kernels where there is a profiler of them, by the clock on a CPU."""
+    def hops(self, direction: str) -> tuple[list[dict[str, Any]], str]:
+        """Returns (number, pairs and ms of each hop, what ms is of): kernels where the profiler shows them, else the clock."""
         made = hops_made(self.call, self.order, len(self.ids))
         bare, state, data = replace(self.call, sinks=False), begun(direction, self.arrays), self.data
         if direction == "backward":
@@ -268,12 +269,17 @@ class Rank:
 
         for hop in made[:2]:  # the programs that there are
             jax.block_until_ready(once(hop))
+        seconds, of_what = None, "the clock"
         if has_kernel_times():
-            seconds = kernel_seconds_of_each([functools.partial(once, hop) for hop in made])
-        else:
+            try:
+                seconds, of_what = kernel_seconds_of_each([functools.partial(once, hop) for hop in made]), "kernels"
+            except RuntimeError as error:  # of the profiler; the rest is timed by the clock all the same
+                of_what = f"the clock: {error}"
+        if seconds is None:
             seconds = [wall_seconds(lambda _, hop=hop: once(hop), jax.block_until_ready, 1) for hop in made]
         pairs = [of_hop(self.call, self.ids, self.order, self.number, hop) for hop in made]
-        return [{"hop": hop, "pairs": p, "ms": 1e3 * s} for hop, p, s in zip(made, pairs, seconds, strict=True)]
+        found = zip(made, pairs, seconds, strict=True)
+        return [{"hop": hop, "pairs": p, "ms": 1e3 * s} for hop, p, s in found], of_what
 
 
 def _measure(o: dict[str, Any], call: Attention, tokens: int, order: Order, backend: str, rows: Rows) -> None:
@@ -288,7 +294,7 @@ def _measure(o: dict[str, Any], call: Attention, tokens: int, order: Order, back
         rows.rows[label] |= {"documents": o["documents"], "backend": backend}
         if rows.add(label, "alone", functools.partial(rank.alone, direction)) and direction in HOPS:
             row = rows.rows[label]
-            row["hops"] = rank.hops(direction)
+            row["hops"], row["hops_by"] = rank.hops(direction)
             row["each"] = [hop["ms"] for hop in row["hops"]]
             row["hops_ms"] = sum(row["each"])
     rows.time(o["rounds"], seed=tokens)

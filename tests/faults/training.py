@@ -57,13 +57,6 @@ FAULTS = (
         "$busy = sum((b - a for s in $spans.values() for a, b in s)) * $parts",
         "tests/test_benchmarks.py -k told_apart",
     ),
-    Fault(
-        "a way of splitting a sequence is timed though its numbers are wrong",
-        "measure.prepare",
-        "not $error <= $limit",
-        "False",
-        "tests/test_benchmarks.py -k split_sequence",
-    ),
     Fault("targets cross documents", "Packing.row", "0 if $whole else 1", "1", "tests/test_data.py"),
     Fault(
         "data from the start after a stop",

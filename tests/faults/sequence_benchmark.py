@@ -1,0 +1,149 @@
+"""Faults of the benchmark of attention over a split sequence (benchmarks/sequence), and of times by scope."""
+
+from faults import Fault
+
+TESTS = "tests/test_sequence_benchmark.py"
+RANK = f"{TESTS} -k rank_of_a_ring"
+SPLIT = f"{TESTS} -k split_sequence"
+ALONE = f"{TESTS} -k transfers_alone"
+PAIRS = f"{TESTS} -k 'pairs or does_as_much or balance'"
+
+FAULTS = (
+    Fault(
+        "a way of splitting a sequence is timed though its numbers are wrong",
+        "sequence/devices:ways.prepare",
+        "not $error <= calls.limit_of(call.dtype)",
+        "False",
+        SPLIT,
+    ),
+    Fault(
+        "a rank is timed though its numbers are wrong",
+        "Rank.whole",
+        "not self.error <= calls.limit_of(self.call.dtype)",
+        "False",
+        RANK,
+    ),
+    Fault(
+        "a hop has the keys of another rank",
+        "Work._staying.shift",
+        "$tree[HOLDER] - $by",
+        "$tree[HOLDER] + $by",
+        RANK,
+    ),
+    Fault(
+        "segment ids stay where they are",
+        "Work._staying",
+        "$name in self.arrive or not is_float_array($x)",
+        "$name in self.arrive",
+        RANK,
+    ),
+    Fault(
+        "a rank's hops are those of the rank before",
+        "rank:hop_programs.keys_at",
+        "$here.holder($hop)",
+        "$here.holder($hop + 1)",
+        RANK,
+    ),
+    Fault(
+        "the gradient of keys is left out of a hop",
+        "rank:hop_programs.backward",
+        "schemes.pulled($$args, *$state)",
+        "$state",
+        RANK,
+    ),
+    Fault(
+        "the whole of a rank is not compared",
+        "rank:checked",
+        "max($worst, $$rest)",
+        "$worst * 0",
+        RANK,
+    ),
+    Fault(
+        "the call beside a rank does more work than is counted",
+        "Rank.share",
+        "self.pairs / int(self.call.keys_seen(self.same[1]).sum())",
+        "1.0",
+        RANK,
+    ),
+    Fault(
+        "pairs of a window are those of the whole document",
+        "Attention.keys_seen",
+        "self.rules",
+        "MaskInfo(causal=True)",
+        PAIRS,
+    ),
+    Fault(
+        "pairs of a document are counted from the start of the row",
+        "Attention.keys_seen",
+        "positions($ids)",
+        "np.arange(len($ids))",
+        PAIRS,
+    ),
+    Fault(
+        "a hop's pairs ignore documents",
+        "pairs:of_hop",
+        "call.rules.combine($segments).combine($at)",
+        "call.rules.combine($at)",
+        PAIRS,
+    ),
+    Fault("a hop is counted with the keys of the rank after", "pairs:of_hop", "$rank - $hop", "$rank + $hop", PAIRS),
+    Fault("a rank is the busiest by its least pairs", "pairs:busiest", "$pairs.argmax()", "$pairs.argmin()", PAIRS),
+    Fault("the call beside it does less", "calls:same_work", "-(-$enough // 256)", "($enough // 256)", PAIRS),
+    Fault("rows have padding at their end", "calls:segment_ids", "np.minimum($$args)", "np.concatenate($$args)", TESTS),
+    Fault(
+        "equal transfers are sent as one",
+        "_WithoutWork.pull",
+        "_touched($$args, $weight)",
+        "_touched($$args)",
+        f"{ALONE} or {SPLIT}",
+    ),
+    Fault(
+        "transfers whose result nobody reads are left out",
+        "alone:_attended",
+        "($sofar[0], _touched($sofar[1], $keys))",
+        "($sofar[0], $sofar[1])",
+        ALONE,
+    ),
+    Fault(
+        "keys travel in what should be work alone",
+        "Work._staying",
+        "{'shift': $shift, 'gather': $gather, 'scatter_sum': $s, 'all_to_all': $a}",
+        "{'shift': $shift, 'gather': $gather, 'scatter_sum': $s}",
+        ALONE,
+    ),
+    Fault(
+        "a case is begun after the budget",
+        "sequence:main",
+        "$o['budget'] and time.perf_counter() - $start > $o['budget']",
+        "False",
+        f"{TESTS} -k budget",
+    ),
+    Fault(
+        "calls in a trace run into one another",
+        "seconds_between",
+        "$is_mark and (not $marked)",
+        "$is_mark",
+        f"{TESTS} -k told_apart",
+    ),
+    Fault(
+        "time that two collectives cover counts twice",
+        "exposed_by_scope",
+        "$covered[$device] += $spans",
+        "pass",
+        f"{TESTS} -k exposed",
+    ),
+    Fault(
+        "collectives of a gradient count as those of the forward",
+        "step:scope_of",
+        "$backward |= $wrapped[1] == 'transpose'",
+        "pass",
+        f"{TESTS} -k exposed",
+    ),
+    Fault(
+        "a collective beside a kernel is exposed",
+        "exposed_by_scope",
+        "{$d: list($s) for $d, $s in $working.items()}",
+        "{$d: [] for $d, $s in $working.items()}",
+        f"{TESTS} -k exposed",
+    ),
+)
