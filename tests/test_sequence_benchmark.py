@@ -1,6 +1,7 @@
 """The benchmark of attention over a split sequence: whose pairs are whose, and that nothing wrong is timed. No test looks at a
 time."""
 
+import dataclasses
 import json
 import re
 
@@ -17,6 +18,7 @@ from ejdist import Order, make_mesh
 from ejdist.order import NAMES
 from ejdist.sequence import SCHEMES
 from ejdist.sequence.schemes import scheme_of
+from kernels.toolchains.simulate.ahead_of_time import export_cuda
 
 SMALL = ["heads=4", "kv_heads=2", "width=8", "dtype=float32", "check=32", "rounds=1", "tokens=32", "orders=zigzag"]
 
@@ -128,6 +130,30 @@ def test_all_ranks_are_listed_and_none_is_timed(tmp_path):
     assert "| zigzag |" in report.sequences(tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [Attention(32, 8, 128, "bfloat16"), Attention(64, 8, 64, "bfloat16", 128, True)])
+def test_a_rank_compiles_for_hopper(call):
+    """What the plan of one GPU runs, with its kernels for Hopper."""
+    order, tokens = Order("zigzag", 8), 8192
+    floats = {
+        n: jax.ShapeDtypeStruct(s, "float32" if s == (call.heads,) else call.dtype)
+        for n, s in call.shapes(tokens).items()
+    }
+    d_out, number = floats.pop("d_out"), jax.ShapeDtypeStruct((), "int32")
+    data = {"rank": number, "whole": {"kv_segment_ids": jax.ShapeDtypeStruct((1, 8 * tokens), "int32")}}
+    bare = dataclasses.replace(call, sinks=False)
+    whole, hop = rank.programs(call, order), rank.hop_programs(bare, order)
+    state, pulled = (jax.eval_shape(lambda d=d: rank.begun(d, floats)) for d in ("forward", "backward"))
+    saved = {"saved": jax.eval_shape(lambda s, d: rank.saved_of(bare, *s, d), state, d_out)}
+    for function, arguments, count in (
+        (whole.forward, (floats, data), 1),
+        (whole.both, (floats, d_out, data), 2),
+        (lambda *a: hop["forward"](*a), (number, data, floats, state), 1),
+        (lambda *a: hop["backward"](*a), (number, data | saved, floats, pulled), 1),
+    ):
+        assert len({kernel.name for kernel in export_cuda(function, *arguments).kernels}) == count
+
+
 # -- over devices ------------------------------------------------------------------------------------------------------
 
 
@@ -173,17 +199,15 @@ def test_transfers_alone_are_those_of_the_whole(scheme):
     """After the compiler has taken out what nobody reads and joined what is equal; and work alone sends nothing but ids."""
     mesh, call = make_mesh(sp=4), Attention(4, 2, 8, "float32")
     arrays = calls.draw(call, 64, mesh)
-    data, floats = (
-        calls.data_of(call, calls.segment_ids("20", 64), mesh),
-        {n: arrays[n] for n in ("query", "key", "value")},
-    )
+    data = calls.data_of(call, calls.segment_ids("20", 64), mesh)
+    floats = {n: arrays[n] for n in ("query", "key", "value")}
     whole = devices.split(call, mesh, scheme_of(scheme), "zigzag")
     forward = sent(jax.make_jaxpr(whole.forward)(floats, data).jaxpr)
     both = sent(jax.make_jaxpr(whole.both)(floats, arrays["d_out"], data).jaxpr)
     alone = {}
     for direction in ("forward", "backward"):
         run = devices.travelling(call, mesh, scheme_of(scheme), "zigzag", direction)
-        text = run.lower(arrays, data).compile().as_text()
+        text = run.lower(devices.to_send(arrays), data).compile().as_text()
         alone[direction] = sorted(re.findall(rf" ({'|'.join({*KINDS.values()})})(?:-start)?\(", text))
     assert alone["forward"] == forward and sorted(forward + alone["backward"]) == both
     work = devices.split(call, mesh, devices.Work(scheme_of(scheme)), "zigzag")

@@ -3,9 +3,10 @@
 [seed=0] [rounds=5] [plan=] [budget=0] [out=FILE] [commit=]`: causal attention whose sequence is split over ranks, as a training
 step calls it.
 
-documents: the mean length of documents (lognormal), `one` document, or a file of lengths, one a line; a row is cut from them by
-the data pipeline, and segment ids go with it. `none`: no segment ids, which no training step does. window: keys that a query
-sees, 0 for all. sinks=1: learned sinks. Tokens and `check` are of a device. Schemes and orders: by default all that there are.
+documents: the mean length of documents (lognormal), `one` document, `long_tail` (a file in documents/), or a file of lengths,
+one a line; a row is cut from them by the data pipeline, and segment ids go with it. `none`: no segment ids, which no training
+step does. window: keys that a query sees, 0 for all. sinks=1: learned sinks. Tokens and `check` are of a device. Schemes and
+orders: by default all that there are.
 
 Over several devices, beside every way stand three times:
 one device: its kernel on so much of the same row that it has as many visible pairs as a device has of the split one, by the

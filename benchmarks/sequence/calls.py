@@ -27,6 +27,7 @@ PRODUCTS = {"forward": 2 * 2, "backward": 2 * 5, "both": 2 * 2 + 2 * 5}
 DIMS = {"query": "BTNH", "key": "BSKH", "value": "BSKH", "d_out": "BTNH"}
 IDS = ("q_segment_ids", "kv_segment_ids")
 SPREAD = 1.0  # standard deviation of the logarithm of documents' lengths
+RECORDED = Path(__file__).resolve().parent.parent / "documents"
 ROWS = 4  # of which a corpus of drawn lengths has enough tokens
 Arrays = dict[str, jax.Array]
 
@@ -83,7 +84,7 @@ def segment_ids(documents: str, length: int, seed: int = 0) -> np.ndarray:
     """Returns int32 [length], without padding: a row that the data pipeline cuts from documents.
 
     Args:
-      documents: a mean length (lognormal), "one" document, "none", which is one without ids, or a file of lengths, one a line.
+      documents: a mean length (lognormal), "one" document, "none", which is one without ids, or lengths, see `lengths_in`.
 
     Raises:
       ValueError: none of these, or a file without lengths; names the remedy.
@@ -108,14 +109,17 @@ def segment_ids(documents: str, length: int, seed: int = 0) -> np.ndarray:
 
 
 def lengths_in(path: str) -> np.ndarray:
-    """Returns the lengths of documents in a file, one a line; lines that begin with # are none.
+    """Returns the lengths of documents in a file, one a line; lines that begin with # are none. A name is that of a file in
+    benchmarks/documents.
 
     Raises:
       ValueError: it cannot be read, or a line is no length; names the remedy.
     """
-    remedy = "use a mean length, 'one', 'none', or a file with one length a line"
+    known = sorted(file.stem for file in RECORDED.glob("*.txt"))
+    remedy = f"use a mean length, 'one', 'none', {', '.join(known)}, or a file with one length a line"
+    file = RECORDED / f"{path}.txt" if path in known else Path(path)
     try:
-        lines = [line.strip() for line in Path(path).read_text().splitlines()]
+        lines = [line.strip() for line in file.read_text().splitlines()]
     except OSError as error:
         raise ValueError(f"documents = {path!r} cannot be read ({error.strerror}); {remedy}") from None
     lines = [line for line in lines if line and not line.startswith("#")]

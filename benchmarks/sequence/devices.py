@@ -43,8 +43,8 @@ def split(call: Attention, mesh: Any, scheme: Scheme, order: str) -> Programs:
 
 @functools.cache
 def travelling(call: Attention, mesh: Any, scheme: Scheme, order: str, direction: str) -> Callable:
-    """Returns the jitted (floats with d_out, data) -> next to nothing, that sends what the scheme sends in a direction and
-    attends to nothing."""
+    """Returns the jitted (`to_send` of the arrays, data) -> next to nothing, that sends what the scheme sends in a direction
+    and attends to nothing."""
     named = ejdist.Order(order, mesh.size)
 
     def body(arrays: Arrays, data: Arrays) -> Any:
@@ -66,11 +66,14 @@ def travelling(call: Attention, mesh: Any, scheme: Scheme, order: str, direction
             found |= {n: x[:, :1] for n, x in grads.items() if n in ("key", "value")}
         return found
 
-    names = ("query", "key", "value", "d_out")
-    floats = {n: spec([*calls.DIMS[n]], ACTIVATIONS) for n in names}
+    floats = {n: spec([*dims], ACTIVATIONS) for n, dims in calls.DIMS.items()}
     ids = dict.fromkeys(IDS if call.packed else (), spec(["B", "T"], ACTIVATIONS))
-    run = map_shards(body, mesh, (floats, ids), spec(["B", "T", "N"], ACTIVATIONS))
-    return jax.jit(lambda arrays, data: run({n: arrays[n] for n in names}, data))
+    return jax.jit(map_shards(body, mesh, (floats | {"out": floats["d_out"]}, ids), spec(["B", "T", "N"], ACTIVATIONS)))
+
+
+def to_send(arrays: Arrays) -> Arrays:
+    """Returns what `travelling` takes of the arrays of a call: out is an argument of its own, so that it is sent beside d_out."""
+    return {n: arrays[n] for n in calls.DIMS} | {"out": arrays["d_out"]}
 
 
 def checked(call: Attention, mesh: Any, scheme: Scheme, order: str, direction: str, ids: np.ndarray) -> float:
@@ -175,7 +178,7 @@ def ways(mesh: Any, o: dict[str, Any], call: Attention, small: Attention, of_ord
 
     def transfers() -> tuple[Callable, tuple, dict[str, Any]]:
         run = travelling(call, mesh, scheme, order, direction)
-        return run, (of_order.arrays, data), {"kind": "exchange", **of_order.about, "order": order}
+        return run, (to_send(of_order.arrays), data), {"kind": "exchange", **of_order.about, "order": order}
 
     rows.add(f"{of_order.here}, {order}, exchange", "whole", transfers)
     for backend in o["backends"].split(","):

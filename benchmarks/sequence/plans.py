@@ -6,7 +6,7 @@ from typing import Any
 
 from ejdist.sequence import SCHEMES
 
-LONG_TAIL = "benchmarks/documents/long_tail.txt"
+LONG_TAIL = "long_tail"
 # Heads of GPT-OSS: narrow, a short window in every other layer, learned sinks in all.
 NARROW = {"heads": 64, "width": 64, "sinks": 1, "window": 128}
 DOCUMENTS = ("one", "4096", LONG_TAIL)

@@ -50,6 +50,8 @@ def programs(call: Attention, order: Order, arrive: tuple[str, ...] = ()) -> Pro
     def attention(floats: Arrays, data: Any, lse: bool) -> Any:
         run = OnShard(SP, Work(Ring(), arrive), lse)
         mask = _mask(call, data, order.shards)
+        if call.sinks:  # the contract has them as [N, n]
+            floats = floats | {"softmax_aux": floats["softmax_aux"][:, None]}
         found = run(order=order, mask=mask, platform=call.platform, cfg=None, **floats)
         return found if lse else found[0]
 
