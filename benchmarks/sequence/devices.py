@@ -72,7 +72,7 @@ def travelling(call: Attention, mesh: Any, scheme: Scheme, order: str, direction
 
 
 def to_send(arrays: Arrays) -> Arrays:
-    """Returns what `travelling` takes of the arrays of a call: out is an argument of its own, so that it is sent beside d_out."""
+    """Returns what `travelling` takes of the arrays of a call: out is an argument of its own, so that it is sent too."""
     return {n: arrays[n] for n in calls.DIMS} | {"out": arrays["d_out"]}
 
 
