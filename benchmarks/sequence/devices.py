@@ -63,7 +63,7 @@ def travelling(call: Attention, mesh: Any, scheme: Scheme, order: str, direction
             residuals = {"out": out, "lse": out[..., 0].astype(np.float32)}
             assert flash.backward_inputs is not None
             grads = static.scheme.backward(local, flash.backward_inputs(residuals, {"d_out": arrays["d_out"]}))
-            found |= {n: x[:, :1] for n, x in grads.items() if n in ("key", "value")}
+            found |= {n: x[:, :1] for n, x in grads.items()}
         return found
 
     floats = {n: spec([*dims], ACTIVATIONS) for n, dims in calls.DIMS.items()}
