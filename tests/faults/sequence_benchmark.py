@@ -95,7 +95,7 @@ FAULTS = (
         "_WithoutWork.pull",
         "_touched($$args, $weight)",
         "_touched($$args)",
-        f"{ALONE} or {SPLIT}",
+        ALONE,
     ),
     Fault(
         "transfers whose result nobody reads are left out",
