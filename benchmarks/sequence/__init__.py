@@ -36,11 +36,11 @@ import ejdist
 from benchmarks.measure import provenance
 from benchmarks.options import read
 from benchmarks.sequence import devices, rank
-from benchmarks.sequence.calls import PRODUCTS, Attention
+from benchmarks.sequence.calls import NO_IDS, PRODUCTS, Attention
 from benchmarks.sequence.plans import PLANS
 from benchmarks.sequence.rows import Rows, table
 from ejdist.order import NAMES, Order
-from ejdist.sequence import SCHEMES
+from ejdist.sequence import SCHEMES, Ring
 
 __all__ = ["main", "table"]
 
@@ -80,7 +80,7 @@ def check(o: dict[str, Any]) -> None:
         raise ValueError("rank and ranks belong together: rank=3 ranks=8, rank=worst ranks=8 or rank=all ranks=8")
     if o["rank"] and o["ranks"] < 2:
         raise ValueError(f"ranks = {o['ranks']} must be at least 2, the ranks of the ring that rank is one of")
-    if o["rank"] and o["schemes"] not in ("ring", OPTIONS["schemes"]):
+    if o["rank"] and o["schemes"] != OPTIONS["schemes"] and {SCHEMES[s] for s in o["schemes"].split(",")} != {Ring}:
         raise ValueError(f"schemes = {o['schemes']!r}: hops are a ring's; leave schemes out, or leave rank out")
     for tokens in o["tokens"].split(","):
         for name in o["orders"].split(",") if o["ranks"] else ():
@@ -127,7 +127,7 @@ def main(argv: list[str]) -> None:
             break
         call = Attention(
             case["heads"], case["kv_heads"], case["width"], case["dtype"], case["window"], bool(case["sinks"]),
-            packed=case["documents"] != "none",
+            packed=case["documents"] != NO_IDS,
         )  # fmt: skip
         for tokens in map(int, case["tokens"].split(",")):
             if case["rank"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -108,8 +109,8 @@ class Work(Scheme):
 
             return jax.tree.map(move, tree)
 
-        staying = {"shift": shift, "gather": gather, "scatter_sum": scatter_sum, "all_to_all": all_to_all}
-        with mock.patch.multiple(exchange, **staying):
+        kept = functools.partial(mock.patch.multiple, exchange, shift=shift, gather=gather)
+        with kept(scatter_sum=scatter_sum, all_to_all=all_to_all):
             yield _as(_WithHolder, local)
 
 

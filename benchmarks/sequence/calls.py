@@ -27,6 +27,7 @@ PRODUCTS = {"forward": 2 * 2, "backward": 2 * 5, "both": 2 * 2 + 2 * 5}
 DIMS = {"query": "BTNH", "key": "BSKH", "value": "BSKH", "d_out": "BTNH"}
 IDS = ("q_segment_ids", "kv_segment_ids")
 SPREAD = 1.0  # standard deviation of the logarithm of documents' lengths
+ONE, NO_IDS = "one", "none"  # documents that are no lengths
 RECORDED = Path(__file__).resolve().parent.parent / "documents"
 ROWS = 4  # of which a corpus of drawn lengths has enough tokens
 Arrays = dict[str, jax.Array]
@@ -89,7 +90,7 @@ def segment_ids(documents: str, length: int, seed: int = 0) -> np.ndarray:
     Raises:
       ValueError: none of these, or a file without lengths; names the remedy.
     """
-    if documents in ("one", "none"):
+    if documents in (ONE, NO_IDS):
         return np.zeros(length, np.int32)
     rng, need = np.random.default_rng([seed, 1]), ROWS * length
     sizes: list[int] = []

@@ -217,7 +217,7 @@ def of(call: Attention, backend: str) -> Attention:
 
 def words(o: dict[str, Any], call: Attention, tokens: int) -> str:
     """Returns what a row is of, in words."""
-    documents = {"one": "one document", "none": "no segment ids"}.get(o["documents"])
+    documents = {calls.ONE: "one document", calls.NO_IDS: "no segment ids"}.get(o["documents"])
     if documents is None:
         name = o["documents"].rsplit("/", 1)[-1]
         documents = f"documents of {name}" if name.isdigit() else f"documents of {name.partition('.')[0]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.sequence.calls import Attention, segment_ids
+from benchmarks.sequence.calls import NO_IDS, ONE, Attention, segment_ids
 from ejdist.order import NAMES, Order
 from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.pairs import visible_pairs
@@ -35,7 +35,7 @@ def imbalances(
     """Returns order -> the pairs of the busiest rank over the mean, in each of several rows of such documents; of every order
     that divides the length."""
     found: dict[str, list[float]] = {}
-    for number in range(1 if documents in ("one", "none") else rows):
+    for number in range(1 if documents in (ONE, NO_IDS) else rows):
         seen = call.keys_seen(segment_ids(documents, length, seed + number))
         for name in NAMES:
             order = Order(name, ranks)

@@ -107,8 +107,8 @@ FAULTS = (
     Fault(
         "keys travel in what should be work alone",
         "Work._staying",
-        "{'shift': $shift, 'gather': $gather, 'scatter_sum': $s, 'all_to_all': $a}",
-        "{'shift': $shift, 'gather': $gather, 'scatter_sum': $s}",
+        "$kept(scatter_sum=$s, all_to_all=$a)",
+        "$kept(scatter_sum=$s)",
         ALONE,
     ),
     Fault(
