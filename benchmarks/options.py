@@ -32,3 +32,8 @@ def split(defaults: Mapping[str, Any], argv: Sequence[str]) -> tuple[dict[str, A
         except ValueError:
             raise SystemExit(f"{word!r}: {name} must be of type {kind.__name__}") from None
     return found, rest
+
+
+def recorded(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options that results keep: not where they were written."""
+    return {name: value for name, value in options.items() if name != "out"}

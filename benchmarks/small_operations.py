@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import kernels
 from benchmarks.cases import as_tuple
 from benchmarks.measure import provenance
-from benchmarks.options import read
+from benchmarks.options import read, recorded
 from kernels.framework.binding import floats_apart, is_float_array, merged
 from kernels.ops.cross_entropy import CrossEntropyConfig
 
@@ -271,7 +271,7 @@ def main(argv):
         raise SystemExit(f"divide must be positive, got {o['divide']}")
     quick, candidates = bool(o["quick"]), bool(o["candidates"])
     rounds = 5 if quick else ROUNDS
-    facts = {"device": jax.devices()[0].device_kind, "dtype": "bfloat16", "options": o, **provenance(o["commit"])}
+    facts = {"device": jax.devices()[0].device_kind, "dtype": "bfloat16", "options": recorded(o), **provenance(o["commit"])}
 
     def take(found):
         for row in found:

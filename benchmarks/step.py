@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from benchmarks.measure import provenance
-from benchmarks.options import split
+from benchmarks.options import recorded, split
 from benchmarks.plan import predicted_ms
 from benchmarks.timing import Kernel, has_kernel_times, traced, union
 from ejdist.mesh import make_mesh
@@ -372,7 +372,7 @@ def main(argv: list[str]) -> None:
     o, words = split(OPTIONS, argv)
     sections = compose(words)
     start_jax(sections)
-    found = {"recipe": words, "options": o, **provenance(o["commit"]), **measure(sections, o)}
+    found = {"recipe": words, "options": recorded(o), **provenance(o["commit"]), **measure(sections, o)}
     if jax.process_index() == 0:
         print(text_of(found), flush=True)
         if o["out"]:

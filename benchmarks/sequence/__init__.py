@@ -34,7 +34,7 @@ import jax
 
 import ejdist
 from benchmarks.measure import provenance
-from benchmarks.options import read
+from benchmarks.options import read, recorded
 from benchmarks.sequence import devices, rank
 from benchmarks.sequence.calls import NO_IDS, PRODUCTS, Attention
 from benchmarks.sequence.plans import PLANS
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> None:
         "device": kind,
         "ranks": 1 if mesh is None else mesh.size,
         "processes": jax.process_count(),
-        "options": o,
+        "options": recorded(o),
         **provenance(o["commit"]),
     }
     for number, case in enumerate(todo):
