@@ -5,6 +5,7 @@ What is composed later wins: train.yaml, then the variants of groups, then the r
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -237,6 +238,34 @@ def _store(schema: type) -> None:
     ConfigStore.instance().store(name="schema", node=schema)
 
 
+@functools.lru_cache(maxsize=64)
+def _variants_composed(schema: type, words: tuple[str, ...]) -> Any:
+    """Returns what Hydra composes of the schema that is stored and the project's variants, before any key is given. It reads a dozen files and copies what it
+    has after each: most of the time of a composition."""
+    import hydra
+
+    with hydra.initialize_config_module("recipes", version_base="1.3"):
+        return hydra.compose("train", overrides=list(words))
+
+
+def _with_values(overrides: Sequence[str]) -> Any:
+    """Returns the composed config as Hydra makes it: variants, then the value of each key, in order. None where Hydra itself
+    has to be asked: for an override that is not KEY=VALUE, or a value that does not fit, which its words explain."""
+    from omegaconf import OmegaConf
+
+    if any(override.startswith(("+", "~")) for override in overrides):
+        return None
+    try:
+        variants = tuple(override for override in overrides if key_of(override) in GROUPS)
+        composed = copy.deepcopy(_variants_composed(recipe_type(), variants))
+        for override in overrides:
+            if key_of(override) not in GROUPS:
+                OmegaConf.update(composed, key_of(override), value_of(override), merge=True)
+    except Exception:  # whatever it is, the whole composition has it too
+        return None
+    return composed
+
+
 def _composed(a: Arguments) -> tuple[Any, Recipe]:
     """Returns Hydra's composed config, and the recipe built from it."""
     import hydra
@@ -249,10 +278,12 @@ def _composed(a: Arguments) -> tuple[Any, Recipe]:
     switches = [key for key, kind in _kinds_of_recipe() if kind is bool]
     overrides = check_values(a.overrides, texts_of(), switches)
     _store(recipe_type())
-    beside = [] if a.config_dir is None else [f"hydra.searchpath=[{quoted(f'file://{a.config_dir}')}]"]
     try:
-        with hydra.initialize_config_module("recipes", version_base="1.3"):
-            composed = hydra.compose("train", overrides=[*overrides, *beside])
+        composed = _with_values(overrides) if a.config_dir is None else None
+        if composed is None:
+            beside = [] if a.config_dir is None else [f"hydra.searchpath=[{quoted(f'file://{a.config_dir}')}]"]
+            with hydra.initialize_config_module("recipes", version_base="1.3"):
+                composed = hydra.compose("train", overrides=[*overrides, *beside])
         OmegaConf.set_struct(composed, True)
         _check_integers(OmegaConf.to_container(composed))
         _check_order(a, composed)
@@ -290,17 +321,30 @@ def _check_order(a: Arguments, composed: Any) -> None:
     given = {key_of(override): override.partition("=")[2] for override in a.overrides}
     taken = dict(leaves(OmegaConf.to_container(composed)))
     for group in (g for g in GROUPS if g in given and g != "recipe"):
-        alone = _alone(group, given[group], a.config_dir)
-        meant = dict(leaves(OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(recipe_type()), alone))))
-        # A key that follows the published folder is one that a recipe may set.
-        for key in (k for k, value in leaves(OmegaConf.to_container(alone)) if k not in given and not follows(value)):
-            wanted, found = meant[key], taken.get(key)
+        # A folder of the user's may change between two calls.
+        read_anew = a.config_dir is not None
+        meant = (_meant.__wrapped__ if read_anew else _meant)(recipe_type(), group, given[group], a.config_dir)
+        for key, wanted in meant:
+            if key in given:
+                continue
+            found = taken.get(key)
             if wanted != found:
                 who = f"recipe={given['recipe']}" if "recipe" in given else "the recipe"
                 raise RecipeError(
                     f"{group}={given[group]} has {key}={wanted}, and {who}, which comes after it, {key}={found}; give {key} on "
                     "the command line, or remove it from the recipe"
                 )
+
+
+@functools.lru_cache(maxsize=64)
+def _meant(schema: type, group: str, variant: str, config_dir: Path | None) -> tuple[tuple[str, Any], ...]:
+    """Returns the keys that a variant gives itself, with their values as a recipe has them, but for those that follow the
+    published folder, which a recipe may set."""
+    from omegaconf import OmegaConf
+
+    alone = _alone(group, variant, config_dir)
+    values = dict(leaves(OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(schema), alone))))
+    return tuple((key, values[key]) for key, value in leaves(OmegaConf.to_container(alone)) if not follows(value))
 
 
 def _check_stages(a: Arguments, recipe: Recipe) -> None:
