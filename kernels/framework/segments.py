@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -64,6 +65,8 @@ def integers(value: Any, name: str) -> jax.Array:
     return jnp.asarray(narrowed(array, name))
 
 
+# Jitted, as what follows is: for a call outside of any jit a loop would be compiled anew every time, and the rest op by op.
+@functools.partial(jax.jit, static_argnames="side")
 def searchsorted(ordered: jax.Array, values: jax.Array, side: str = "left") -> jax.Array:
     """Returns `jnp.searchsorted` as int32. That of JAX 0.11 fails an internal assertion inside a `shard_map` over some
     axes of a mesh, so code that is traced there, such as contracts, calls this one."""
@@ -107,6 +110,7 @@ def check_cuts(name: str, cuts: Any, total: Any, owner: str = "") -> None:
         )
 
 
+@jax.jit
 def joint(a_q: Any, a_k: Any, b_q: Any, b_k: Any) -> tuple[jax.Array, jax.Array]:
     """Returns ids (q, kv) under which a pair attends iff it does under both (a_q, a_k) and (b_q, b_k).
 
@@ -124,6 +128,7 @@ def joint(a_q: Any, a_k: Any, b_q: Any, b_k: Any) -> tuple[jax.Array, jax.Array]
     return ids[:, : a_q.shape[1]], ids[:, a_q.shape[1] :]
 
 
+@jax.jit
 def rank(ids: jax.Array, order: Any = None) -> jax.Array:
     """Returns int32 [B, L]: the number of earlier tokens in the row with the same id.
 
@@ -140,6 +145,7 @@ def rank(ids: jax.Array, order: Any = None) -> jax.Array:
     return jnp.take_along_axis(ranks, jnp.argsort(by_id, axis=1), 1)
 
 
+@jax.jit
 def occurrences(ids: jax.Array, among: jax.Array) -> jax.Array:
     """Returns int32 [B, L]: how often each id of `ids` occurs in the same row of `among`."""
     batch = max(ids.shape[0], among.shape[0])
