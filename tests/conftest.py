@@ -50,12 +50,29 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["budget", "isolation", "memory"]
+gc.disable()  # until modules and tests are there, which stay to the end
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay to the end, and traces have no cycles: garbage is looked for less often, and not in those."""
+    """Traces have no cycles: garbage is looked for less often, and not in what is there by now."""
     gc.freeze()
-    gc.set_threshold(60_000, 10, 10)
+    gc.enable()
+    gc.set_threshold(150_000, 10, 10)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _only_programs_of_runs_are_kept(request):
+    """A run that goes on, in this process or in another, compiles what it did before. Elsewhere each is compiled once, and to
+    compress and write it, a twentieth of the time of compiling, is of no use."""
+    jax = sys.modules.get("jax")
+    if jax is None or "EJDIST_TESTS_ON_GPU" in os.environ or {"TINY", "PLAIN"} & vars(request.module).keys():
+        yield
+        return
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    yield
+    jax.config.update(name, before)
 
 
 @pytest.fixture(scope="session")
