@@ -45,8 +45,20 @@ def some_mask(seed, positions=True):
     return MaskInfo(**fields), t, s
 
 
+# One program for each kind of mask: op by op, every rule would be a hundred small ones.
+_visible = jax.jit(MaskInfo.visible, static_argnums=(1, 2))
+
+
 def dense(mask, t, s):
-    return np.broadcast_to(np.asarray(mask.visible(t, s)), (2, 3, t, s))
+    return np.broadcast_to(np.asarray(_visible(mask, t, s)), (2, 3, t, s))
+
+
+BLOCKS = ((4, 4), (8, 3), (1, 1), (64, 64))
+
+
+def _active(mask, t, s):
+    keys = mask.key_range(t, s)
+    return [active_tiles(keys, *block) for block in BLOCKS]
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -61,8 +73,8 @@ def test_an_inactive_block_hides_every_pair(seed):
     """Never a block skipped that has a visible pair; with tokens in their order, never one kept that has none."""
     mask, t, s = some_mask(seed)
     seen = dense(mask, t, s).any((0, 1))
-    for q_block, kv_block in ((4, 4), (8, 3), (1, 1), (64, 64)):
-        active = np.asarray(active_tiles(mask.key_range(t, s), q_block, kv_block))
+    found = jax.jit(_active, static_argnums=(1, 2))(mask, t, s) if mask.data_fields else _active(mask, t, s)
+    for (q_block, kv_block), active in zip(BLOCKS, map(np.asarray, found), strict=True):
         for a in range(active.shape[0]):
             for b in range(active.shape[1]):
                 pairs = seen[a * q_block : (a + 1) * q_block, b * kv_block : (b + 1) * kv_block]
@@ -263,7 +275,7 @@ def test_chunks_of_cut_sequences_are_counted_inside_each_whoever_asks_for_them()
         ).call.mask,
     }
     for how, mask in ways.items():
-        np.testing.assert_array_equal(mask.visible(10, 11)[0, 0], wanted, err_msg=how)
+        np.testing.assert_array_equal(_visible(mask, 10, 11)[0, 0], wanted, err_msg=how)
         assert visible_pairs(mask, 1, 1, 10, 11) == wanted.sum(), how
     own = MaskInfo(q_positions=jnp.arange(4)[None] + 1, kv_positions=jnp.arange(4)[None] + 1)
     own = own.combine(MaskInfo.from_segments([[0, 1, 1, 1]])).combine(MaskInfo(chunk_size=2))  # a caller's own decide

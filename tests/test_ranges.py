@@ -52,8 +52,19 @@ def shuffled(mask):
 FORMS = {"in order": lambda mask: mask, "packed": packed, "shuffled": shuffled}
 
 
+TILES = ((8, 8), (12, 8), (16, 64))
+# One program for each kind of mask: op by op, every rule would be a hundred small ones.
+_visible = jax.jit(lambda mask: mask.visible(T, S))
+
+
+def _tiles(mask):
+    """Returns what holds of each size of tiles: (tiles that are active, (visited, full), (spans by query, by key))."""
+    keys = mask.key_range(T, S)
+    return [(active_tiles(keys, *tile), meetings(keys, *tile), spans(mask, T, S, *tile)) for tile in TILES]
+
+
 def dense(mask):
-    return np.broadcast_to(np.asarray(mask.visible(T, S)), (2, 1, T, S))[:, 0]
+    return np.broadcast_to(np.asarray(_visible(mask)), (2, 1, T, S))[:, 0]
 
 
 def tiled(seen, q_tile, kv_tile, fill):
@@ -101,17 +112,18 @@ def test_causal_and_a_window_are_compiled_in():
 def test_tiles_and_pairs_are_those_of_the_dense_mask(name, form):
     """What is not visited nobody sees, what is full everybody does; in order, exactly those."""
     mask = FORMS[form](MASKS[name])
-    seen, keys = dense(mask), mask.key_range(T, S)
+    seen = dense(mask)
     assert visible_pairs(mask, 2, 1, T, S) == seen.sum()
-    for q_tile, kv_tile in ((8, 8), (12, 8), (16, 64)):
+    found = jax.jit(_tiles)(mask) if mask.data_fields else _tiles(mask)
+    for (q_tile, kv_tile), (active, met, spanned_both_ways) in zip(TILES, found, strict=True):
         some = tiled(seen, q_tile, kv_tile, False).any(-1)
         every = tiled(seen, q_tile, kv_tile, True).all(-1)
-        assert (np.asarray(active_tiles(keys, q_tile, kv_tile)) | ~some.any(0)).all()
-        visited, full = (np.broadcast_to(x, some.shape) for x in meetings(keys, q_tile, kv_tile))
+        assert (np.asarray(active) | ~some.any(0)).all()
+        visited, full = (np.broadcast_to(x, some.shape) for x in met)
         assert (visited | ~some).all() and (every | ~full).all() and (visited | ~full).all()
         if form == "in order":  # but for a last tile of keys that is cut
             assert (visited == some).all() and (full == every)[..., : S // kv_tile].all()
-        by_query, by_key = (np.broadcast_to(x, (2, *x.shape[1:])) for x in spans(mask, T, S, q_tile, kv_tile))
+        by_query, by_key = (np.broadcast_to(x, (2, *x.shape[1:])) for x in spanned_both_ways)
         for spanned, there, whole in (
             (by_query, visited, full),
             (by_key, visited.swapaxes(1, 2), full.swapaxes(1, 2)),

@@ -1,6 +1,7 @@
 """Cross entropy against optax and NumPy float64; blocks, vocabulary shards, and memory."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -85,20 +86,20 @@ def test_against_float64(options, block_rows, weighted):
             **how,
         )
 
-    x, w = jnp.asarray(hidden, jnp.float32), jnp.asarray(head, jnp.float32)
-    value, gradients = jax.value_and_grad(loss, (0, 1))(x, w, cfg=CrossEntropyConfig(block_rows))
-    np.testing.assert_allclose(value, wanted[0], rtol=1e-5)
-    for got, want in zip(gradients, wanted[1:], strict=True):
-        np.testing.assert_allclose(got, want, atol=2e-6, rtol=1e-4)
     # The same loss from logits that exist.
 
     def through(x, w):
         return loss(None, None, logits=jnp.dot(x, w, precision="highest"))
 
-    again, gradients = jax.value_and_grad(through, (0, 1))(x, w)
-    np.testing.assert_allclose(again, wanted[0], rtol=1e-5)
-    for got, want in zip(gradients, wanted[1:], strict=True):
-        np.testing.assert_allclose(got, want, atol=2e-6, rtol=1e-4)
+    @jax.jit
+    def both(x, w):
+        blocked = functools.partial(loss, cfg=CrossEntropyConfig(block_rows))
+        return [jax.value_and_grad(f, (0, 1))(x, w) for f in (blocked, through)]
+
+    for value, gradients in both(hidden.astype(np.float32), head.astype(np.float32)):
+        np.testing.assert_allclose(value, wanted[0], rtol=1e-5)
+        for got, want in zip(gradients, wanted[1:], strict=True):
+            np.testing.assert_allclose(got, want, atol=2e-6, rtol=1e-4)
 
 
 def test_against_optax():
@@ -395,7 +396,7 @@ def test_every_field_of_the_sums_has_its_gradient(where, z_loss):
             jax.jit(lambda f=f: f(lambda h, w, e: function(h, w, targets, weights=e, z_loss=z_loss, **how)))()
             for f in (pulled, alone)
         ]
-    want = [f(lambda h, w, e: dense_sums(h, w, targets, e, z_loss)) for f in (pulled, alone)]
+    want = [jax.jit(lambda f=f: f(lambda h, w, e: dense_sums(h, w, targets, e, z_loss)))() for f in (pulled, alone)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), got, want)
     assert np.any(got[1][1][0])
 
