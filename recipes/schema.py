@@ -5,7 +5,6 @@ What is composed later wins: train.yaml, then the variants of groups, then the r
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import functools
@@ -24,10 +23,11 @@ from ejdist.training.curriculum import is_of, named, unused
 from ejdist.training.optimizer import OptimizerSection
 from ejdist.training.program import TrainSections
 from ejdist.weights.files import WeightsError
-from recipes.arguments import Arguments, RecipeError, check_values, key_of, quoted, read, value_of
+from recipes.arguments import Arguments, RecipeError, check_values, key_of, read, value_of
+from recipes.composition import composed, meant
 from recipes.plugins import check_loaded, load_plugins
 from recipes.published import check as check_published
-from recipes.published import fill, follows, leaves
+from recipes.published import fill, leaves
 from recipes.words import TOLD, meaning, variant
 
 __all__ = [
@@ -230,45 +230,8 @@ def text_of(a: Arguments) -> str:
     return f"# @package {a.package}\n" + OmegaConf.to_yaml(composed[a.package], resolve=a.resolve)
 
 
-@functools.lru_cache(maxsize=1)
-def _store(schema: type) -> None:
-    """Tells Hydra the schema of recipes; it walks all dataclasses, a fifth of the time of a composition."""
-    from hydra.core.config_store import ConfigStore
-
-    ConfigStore.instance().store(name="schema", node=schema)
-
-
-@functools.lru_cache(maxsize=64)
-def _variants_composed(schema: type, words: tuple[str, ...]) -> Any:
-    """Returns what Hydra composes of the schema that is stored and the project's variants, before any key is given. It reads a dozen files and copies what it
-    has after each: most of the time of a composition."""
-    import hydra
-
-    with hydra.initialize_config_module("recipes", version_base="1.3"):
-        return hydra.compose("train", overrides=list(words))
-
-
-def _with_values(overrides: Sequence[str]) -> Any:
-    """Returns the composed config as Hydra makes it: variants, then the value of each key, in order. None where Hydra itself
-    has to be asked: for an override that is not KEY=VALUE, or a value that does not fit, which its words explain."""
-    from omegaconf import OmegaConf
-
-    if any(override.startswith(("+", "~")) for override in overrides):
-        return None
-    try:
-        variants = tuple(override for override in overrides if key_of(override) in GROUPS)
-        composed = copy.deepcopy(_variants_composed(recipe_type(), variants))
-        for override in overrides:
-            if key_of(override) not in GROUPS:
-                OmegaConf.update(composed, key_of(override), value_of(override), merge=True)
-    except Exception:  # whatever it is, the whole composition has it too
-        return None
-    return composed
-
-
 def _composed(a: Arguments) -> tuple[Any, Recipe]:
     """Returns Hydra's composed config, and the recipe built from it."""
-    import hydra
     from omegaconf import OmegaConf
 
     if a.config_dir is not None:
@@ -277,18 +240,13 @@ def _composed(a: Arguments) -> tuple[Any, Recipe]:
     check_overrides(a.overrides, a.config_dir)
     switches = [key for key, kind in _kinds_of_recipe() if kind is bool]
     overrides = check_values(a.overrides, texts_of(), switches)
-    _store(recipe_type())
     try:
-        composed = _with_values(overrides) if a.config_dir is None else None
-        if composed is None:
-            beside = [] if a.config_dir is None else [f"hydra.searchpath=[{quoted(f'file://{a.config_dir}')}]"]
-            with hydra.initialize_config_module("recipes", version_base="1.3"):
-                composed = hydra.compose("train", overrides=[*overrides, *beside])
-        OmegaConf.set_struct(composed, True)
-        _check_integers(OmegaConf.to_container(composed))
-        _check_order(a, composed)
-        published = fill(composed)
-        recipe: Any = OmegaConf.to_object(composed)
+        config = composed(recipe_type(), GROUPS, overrides, a.config_dir)
+        OmegaConf.set_struct(config, True)
+        _check_integers(OmegaConf.to_container(config))
+        _check_order(a, config)
+        published = fill(config)
+        recipe: Any = OmegaConf.to_object(config)
         if published is not None:
             check_published(published, recipe.model)
         _check_stages(a, recipe)
@@ -297,8 +255,8 @@ def _composed(a: Arguments) -> tuple[Any, Recipe]:
         raise
     except Exception as error:  # Hydra and OmegaConf have many; all of them mean that the recipe cannot be composed
         raise RecipeError(_explain(error)) from error
-    OmegaConf.set_struct(composed, False)
-    return composed, recipe
+    OmegaConf.set_struct(config, False)
+    return config, recipe
 
 
 def _check_integers(found: Any, key: str = "") -> None:
@@ -321,10 +279,8 @@ def _check_order(a: Arguments, composed: Any) -> None:
     given = {key_of(override): override.partition("=")[2] for override in a.overrides}
     taken = dict(leaves(OmegaConf.to_container(composed)))
     for group in (g for g in GROUPS if g in given and g != "recipe"):
-        # A folder of the user's may change between two calls.
-        read_anew = a.config_dir is not None
-        meant = (_meant.__wrapped__ if read_anew else _meant)(recipe_type(), group, given[group], a.config_dir)
-        for key, wanted in meant:
+        folder = None if given[group] in variants_of(group) else a.config_dir
+        for key, wanted in meant(recipe_type(), group, given[group], folder):
             if key in given:
                 continue
             found = taken.get(key)
@@ -334,17 +290,6 @@ def _check_order(a: Arguments, composed: Any) -> None:
                     f"{group}={given[group]} has {key}={wanted}, and {who}, which comes after it, {key}={found}; give {key} on "
                     "the command line, or remove it from the recipe"
                 )
-
-
-@functools.lru_cache(maxsize=64)
-def _meant(schema: type, group: str, variant: str, config_dir: Path | None) -> tuple[tuple[str, Any], ...]:
-    """Returns the keys that a variant gives itself, with their values as a recipe has them, but for those that follow the
-    published folder, which a recipe may set."""
-    from omegaconf import OmegaConf
-
-    alone = _alone(group, variant, config_dir)
-    values = dict(leaves(OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(schema), alone))))
-    return tuple((key, values[key]) for key, value in leaves(OmegaConf.to_container(alone)) if not follows(value))
 
 
 def _check_stages(a: Arguments, recipe: Recipe) -> None:
@@ -373,18 +318,6 @@ def _check_nulls(override: str) -> None:
                 f"curriculum[{i}].{name} = null: a stage that does not name a key has the recipe's; leave it out, and where "
                 f"only some stages are to have {name}, give it in these and not in the recipe"
             )
-
-
-def _alone(group: str, variant: str, config_dir: Path | None) -> Any:
-    """Returns what a variant says itself, and what it is made from."""
-    import hydra
-
-    if variant in variants_of(group):
-        where = hydra.initialize_config_module("recipes", version_base="1.3")
-    else:
-        where = hydra.initialize_config_dir(str(config_dir), version_base="1.3")
-    with where:
-        return hydra.compose(f"{group}/{variant}", overrides=["hydra.searchpath=['pkg://recipes']"])
 
 
 def _explain(error: BaseException) -> str:
