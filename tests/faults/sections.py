@@ -174,4 +174,25 @@ FAULTS = (
         "f'_ {self.dims}'",
         f"{MODEL} -k layout",
     ),
+    Fault(
+        "a recipe changes what is kept of its variants",
+        "_with_values",
+        "copy.deepcopy(_of_variants($schema, tuple(($word for $word in $overrides if key_of($word) in $groups))))",
+        "_of_variants($schema, tuple(($word for $word in $overrides if key_of($word) in $groups)))",
+        "tests/test_composition.py",
+    ),
+    Fault(
+        "an addition to a recipe is taken for a value",
+        "_with_values",
+        "any(($override.startswith(('+', '~')) for $override in $overrides))",
+        "False",
+        "tests/test_composition.py",
+    ),
+    Fault(
+        "a value replaces what a recipe has beside it",
+        "_with_values",
+        "$updates.update($config, key_of($override), value_of($override), merge=True)",
+        "$updates.update($config, key_of($override), value_of($override), merge=False)",
+        "tests/test_composition.py",
+    ),
 )
