@@ -221,7 +221,7 @@ def _main(arguments: list[str]) -> int:
         if why := why_unreachable(cluster.coordinator, cluster.timeout):
             print(f"FAILED  process {cluster.process_id} on {why}", file=sys.stderr)
             return HOST_LOST
-    start_jax(recipe)
+    start_jax(recipe, "launch.doctor")
     return _examine(recipe, own)
 
 

@@ -9,6 +9,7 @@ import itertools
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -23,8 +24,8 @@ INTERRUPTED = 130
 PIPE_CLOSED = 141
 # When JAX aborts because the coordinator is gone: the code that a shell gives SIGABRT.
 ABORTED = 134
-# After these the same command resumes, so a cluster restarts it.
-AGAIN = (PREEMPTED, HOST_LOST, ABORTED)
+# A bug: the code that Python itself ends with after a traceback.
+BUG = 1
 
 
 class AtOnce(int):
@@ -68,8 +69,30 @@ def _not_installed(error: Exception) -> str | None:
     return f"the package {name} is not installed; the commands need pip install 'ejdist[train]'"
 
 
+_told: tuple[Exception, int] | None = None  # the error that was printed last, and its exit code
+
+
+def state(error: Exception) -> int:
+    """Prints an error, with its traceback if it is a bug, and states it as the reason of this process' end. Returns the exit
+    code."""
+    global _told
+    if _told is not None and _told[0] is error:
+        return _told[1]
+    try:
+        code = tell(error)
+    except Exception:
+        from ejdist.cluster.verdict import give
+
+        traceback.print_exception(error)
+        code, last = BUG, traceback.format_exception_only(error)[-1]
+        give(code, f"a bug, whose traceback is in the log: {last}")
+    _told = error, code
+    return code
+
+
 def tell(error: Exception) -> int:
-    """Prints one line about an error to stderr, and returns its exit code. Raises the error if it is a bug."""
+    """Prints one line about an error to stderr, unless `state` has, and returns its exit code. Raises the error if it is a
+    bug."""
     if (missing := _not_installed(error)) is not None:
         print(f"error: {missing}", file=sys.stderr)
         return WRONG
@@ -78,20 +101,27 @@ def tell(error: Exception) -> int:
     ):  # not ours, without which the rest cannot be imported
         print(f"error: {error}", file=sys.stderr)
         return WRONG
-    from ejdist.cluster.hosts import lost
+    from ejdist.cluster.lost import failed_device, lost
+    from ejdist.cluster.verdict import give
 
-    error = lost(error) or error
+    if _told is not None and _told[0] is error:
+        if exit_code_of(error) is None and _told[1] == BUG:
+            raise error
+        return _told[1]
+    error = lost(error) or failed_device(error) or error
     code = exit_code_of(error)
     if code is None:
         raise error
     if isinstance(error, OSError):
-        where = f" {error.filename}:" if error.filename else ""
-        print(f"error:{where} {error.strerror or error}", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename else ""
+        text = f"{where}{error.strerror or error}"
     elif isinstance(error, MemoryError):
         what = f" ({error})" if str(error) else ""
-        print(f"error: this host is out of memory{what}: use a smaller batch, or shorter rows", file=sys.stderr)
+        text = f"this host is out of memory{what}: use a smaller batch, or shorter rows"
     else:
-        print(f"error: {error}", file=sys.stderr)
+        text = str(error)
+    print(f"error: {text}", file=sys.stderr)
+    give(code, text)
     return code
 
 

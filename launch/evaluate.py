@@ -275,7 +275,7 @@ def _main(arguments: list[str]) -> int:
     args, where, given = parse(arguments)
     taken: list[str] = []
     given = with_settings_of_run(where, args.step, given, taken.append)
-    start_jax(compose(given))
+    start_jax(compose(given), "launch.evaluate")
     import jax
 
     from ejdist.pictures import draw_evaluation

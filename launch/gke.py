@@ -1,8 +1,8 @@
 """`python -m launch.gke image=IMAGE topology=v5p:4x4x4 [slices=2] [KEY=VALUE ...]`, or with nodes=4 gpus_per_node=8: a JobSet
 that trains on Kubernetes.
 
-Prints the YAML, or applies it with submit=true. A run that was stopped and has saved, or that lost a node, is started again on
-all nodes and goes on. One that is refused, or whose loss is no number, ends the JobSet.
+Prints the YAML, or applies it with submit=true. A run that was stopped and has saved, or that lost a process or a node, is
+started again on all nodes and goes on. One that would only end in the same way ends the JobSet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
-from launch.errors import AGAIN, run_command
+from ejdist.cluster.presence import START
+from ejdist.cluster.verdict import FILE, NO_USE
+from launch.errors import run_command
 from launch.options import VARIABLES, check_run, command_option, help_of, option, read, show_or_submit
 
 # Of each TPU generation: the label of its nodes, and dims of a topology.
@@ -168,7 +170,7 @@ def jobset(o: Options, arguments: Sequence[str]) -> dict[str, Any]:
                 {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 {
                     "action": "FailJob",
-                    "onExitCodes": {"containerName": _CONTAINER, "operator": "NotIn", "values": sorted(AGAIN)},
+                    "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": sorted(NO_USE)},
                 },
             ]
         },
@@ -208,7 +210,10 @@ def _pod(o: Options, arguments: Sequence[str]) -> dict[str, Any]:
         # No shell: a signal reaches Python itself, and the exit code is its own.
         "command": [*map(_literal, shlex.split(o.python)), "-m", f"launch.{o.command}"],
         "args": [*map(_literal, arguments), *_cluster(o)],
-        "env": [{"name": name, "value": _literal(value)} for name, value in o.env.items()],
+        "env": [
+            *({"name": name} | value for name, value in _own_env().items() if name not in o.env),
+            *({"name": name, "value": _literal(value)} for name, value in o.env.items()),
+        ],
         "resources": {"limits": {resource: o.per_node}},
         "volumeMounts": mounts,
     }
@@ -226,6 +231,20 @@ def _pod(o: Options, arguments: Sequence[str]) -> dict[str, Any]:
         # Between slices traffic goes over the network of the machine, without that of Kubernetes in between.
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     return pod | ({"volumes": volumes} if volumes else {})
+
+
+def _own_env() -> dict[str, Any]:
+    """Returns variable -> its value: what a process says of itself, the start that it is of, and where its end is stated."""
+
+    def field(path: str) -> dict[str, Any]:
+        return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+    return {
+        "POD_NAME": field("metadata.name"),
+        "NODE_NAME": field("spec.nodeName"),
+        START: field("metadata.labels['jobset.sigs.k8s.io/restart-attempt']"),
+        FILE: {"value": "/dev/termination-log"},  # which kubectl describe shows
+    }
 
 
 def _literal(word: str) -> str:

@@ -1,7 +1,8 @@
 """`python -m launch.local processes=4 [devices=2] [KEY=VALUE ...]`: one run as several processes of this machine.
 
 For a machine with several GPUs and a process for each, and to see on any machine what a run on several hosts does. A signal
-goes to all of them. Ends with the first exit code that is not 0, after the others have ended too.
+goes to all of them. Ends with the first exit code that is not 0, after the others have ended too; with restarts= it starts a
+run again that was stopped or lost a process.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
+from typing import Any
 
-from launch.errors import DONE, run_command
+from ejdist.cluster.verdict import again, of_start
+from ejdist.cluster.verdict import read as read_verdict
+from launch.errors import run_command
 from launch.options import command_option, help_of, option, read, refuse_cluster
 from launch.processes import Job
 
@@ -31,6 +35,9 @@ class Options:
     processes: int = option(MISSING, "number of processes of the run")
     devices: int | None = option(None, "virtual CPU devices of each process")
     gpus: str = option("", "the GPU of each process, such as 0,1,2,3")
+    restarts: int = option(
+        0, "how often a run that lost a process, or that one was told to stop, is started again", least=0
+    )
     command: str = command_option()
 
     @property
@@ -56,10 +63,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     own, rest = parse(arguments)
+    for left in range(own.restarts, -1, -1):
+        code, stopped = _start(own, rest)
+        if stopped or not left or not again(code):
+            break
+        print(
+            f"the run ended with exit code {code}, and is started again, {left} of {own.restarts} times left",
+            flush=True,
+        )
+    return code
+
+
+def _start(own: Options, rest: Sequence[str]) -> tuple[int, bool]:
+    """Returns the exit code of a start, and whether this process was told to stop."""
     logs = Path(tempfile.mkdtemp(prefix="ejdist-local-"))
     job = Job(own.processes, logs, own.devices, (sys.executable, "-m", f"launch.{own.command}"))
     gpus = {i: {"CUDA_VISIBLE_DEVICES": gpu} for i, gpu in enumerate(own.visible)}
-    told, before, unread = threading.Event(), {}, threading.Event()
+    told, before, unread, stopped = threading.Event(), {}, threading.Event(), threading.Event()
+
+    def stop(number: int, frame: Any) -> None:
+        stopped.set()
+        job.signal(number)
 
     def tell() -> None:
         try:
@@ -71,10 +95,11 @@ def _main(arguments: list[str]) -> int:
     try:
         job.start(rest, environment=gpus)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            before[number] = signal.signal(number, lambda number, frame: job.signal(number))
+            before[number] = signal.signal(number, stop)
         reader = threading.Thread(target=tell, daemon=True)
         reader.start()
         codes = job.wait(float("inf"), _PATIENCE)
+        left = read_verdict(job.verdict)
         told.set()
         reader.join()
     finally:
@@ -84,7 +109,9 @@ def _main(arguments: list[str]) -> int:
         shutil.rmtree(logs, ignore_errors=True)
     if unread.is_set():
         raise BrokenPipeError
-    return next((128 - c if c < 0 else c for c in codes if c), DONE)
+    if left is not None:
+        print(f"the run ended with exit code {left.code}, by {left.reason}", file=sys.stderr, flush=True)
+    return of_start(codes, left), stopped.is_set()
 
 
 def _tell(job: Job, ended: threading.Event) -> None:

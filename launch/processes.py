@@ -9,9 +9,13 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from ejdist.cluster.presence import START
+from ejdist.cluster.verdict import FILE
 
 
 def free_port() -> int:
@@ -57,11 +61,13 @@ class Job:
             address = f"cluster.coordinator=localhost:{free_port()}"
             cluster = ["cluster=manual", address, f"cluster.num_processes={self.count}"]
         self.logs.mkdir(parents=True, exist_ok=True)
+        self.verdict.unlink(missing_ok=True)
+        of_all = self._variables() | {START: uuid.uuid4().hex, FILE: str(self.verdict)}
         self.processes = []
         for i in range(self.count):
             line = [*(commands or {}).get(i, self.command), *arguments, *cluster]
             line += [f"cluster.process_id={i}"] if cluster else []
-            variables = self._variables() | dict((environment or {}).get(i, {}))
+            variables = of_all | dict((environment or {}).get(i, {}))
             with self.log(i).open("ab") as log:
                 # In a group of its own a Ctrl-C comes to it only from here: of two it would take the second for impatience.
                 made = subprocess.Popen(
@@ -80,6 +86,11 @@ class Job:
 
     def log(self, host: int) -> Path:
         return self.logs / f"host-{host}.log"
+
+    @property
+    def verdict(self) -> Path:
+        """Where the processes leave why the run ended, see `ejdist.cluster.verdict`."""
+        return self.logs / "verdict"
 
     def wait(self, seconds: float, after_first: float | None = None) -> list[int | None]:
         """Returns the exit codes; None of a process that had not ended after so many seconds, which is then killed.

@@ -1,7 +1,7 @@
 """`python -m launch.slurm nodes=4 gpus_per_node=8 time=1-00:00:00 [KEY=VALUE ...]`: a batch script that trains on Slurm.
 
 Prints the script, or hands it to sbatch with submit=true. The run ends by itself before the time is up, saves, and is queued
-again, as it is when it is preempted or loses a node; it then goes on. One that is refused, or whose loss is no number, is not.
+again, as it is when it is preempted or loses a process; it then goes on. One that would only end in the same way is not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.errors import AGAIN, run_command
+from ejdist.cluster.presence import START
+from ejdist.cluster.verdict import FILE, NO_USE
+from launch.errors import run_command
 from launch.options import check_run, command_option, help_of, option, read, show_or_submit
 
 # What sbatch reads in a line of a script as it is: to it, too, quotes and "#" mean something.
@@ -109,6 +111,9 @@ def script(o: Options, arguments: Sequence[str]) -> str:
             f"# Made by python -m launch.slurm for {o.nodes} nodes of {o.tasks} processes. Queue it with sbatch.",
             *lines,
             "set -u",
+            f'export {START}="$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"  # of which all processes of this start are',
+            f'export {FILE}="$PWD/.ejdist-$SLURM_JOB_ID"  # where a process leaves why the run ends',
+            f'rm -f "${FILE}"',
             "# A batch shell that is told to stop waits for the run, which is told too, saves, and ends.",
             "trap : TERM",
             f"{command} &",
@@ -124,10 +129,18 @@ def script(o: Options, arguments: Sequence[str]) -> str:
 
 
 def _queued_again(o: Options) -> list[str]:
-    again = "|".join(map(str, AGAIN))
+    no_use = "|".join(map(str, sorted(NO_USE)))
     return [
+        "# srun returns the highest code of all tasks, and who loses another one ends with a higher one than who has a reason.",
+        f'if [ $code -ne 0 ] && [ -s "${FILE}" ]; then',
+        f'  read -r code why <"${FILE}"',
+        '  echo "the run ended with exit code $code, by $why"',
+        "fi",
+        f'rm -f "${FILE}"',
         "case $code in",
-        f"  {again})  # stopped by a signal and saved, or a node was lost: the same command resumes",
+        "  0) ;;",
+        f'  {no_use}) echo "not queued again: a new start would end in the same way" ;;',
+        "  *)  # stopped by a signal and saved, or a process or node was lost: the same command resumes",
         f'    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {o.restarts} ]; then scontrol requeue "$SLURM_JOB_ID"; fi ;;',
         "esac",
     ]

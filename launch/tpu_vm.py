@@ -1,8 +1,9 @@
 """`python -m launch.tpu_vm tpu=NAME zone=ZONE [KEY=VALUE ...]`, or with hosts=a,b,c: one run on all machines of a slice.
 
 Starts the command on each by ssh, prints what each says with its number, and ends with the first exit code that is not 0, after
-the others have ended too. The first SIGINT or SIGTERM is passed on as SIGTERM, at which the run ends its step and saves; a
-further one ends it at once. A run whose connection ends is told to stop too: nothing is left behind on a machine.
+the others have ended too; with restarts= it starts a run again that was stopped or lost a machine. The first SIGINT or SIGTERM
+is passed on as SIGTERM, at which the run ends its step and saves; a further one ends it at once. A run whose connection ends is
+told to stop too: nothing is left behind on a machine.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.errors import DONE, HOST_LOST, WRONG, run_command
+from ejdist.cluster.presence import START
+from ejdist.cluster.verdict import again, of_start
+from launch.errors import HOST_LOST, WRONG, run_command
 from launch.options import VARIABLES, check_run, command_option, help_of, option, read
 
+_PAUSE = 10  # seconds before a run is started again
 _PATIENCE = 150  # seconds that the others have to end once one has failed
 _NO_CONNECTION = 255  # the exit code of ssh where it was the connection that failed
 _ALIVE = [
@@ -61,6 +66,7 @@ class Options:
     sync: bool = option(False, "copy this project's code into dir first, by rsync")
     ssh: str = option("ssh", "how ssh is started", program=True)
     python: str = option("python3", "the Python command on a machine", program=True)
+    restarts: int = option(0, "how often a run that was stopped or lost a machine is started again", least=0)
     env: dict[str, str] = field(default_factory=dict, metadata=VARIABLES)
     command: str = command_option()
 
@@ -100,15 +106,15 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
     return o, rest
 
 
-def remote(o: Options, arguments: Sequence[str], index: int) -> str:
-    """Returns the command line for a machine's shell."""
+def remote(o: Options, arguments: Sequence[str], index: int, start: str) -> str:
+    """Returns the command line for a machine's shell. `start`: an id that all machines have."""
     facts = ["cluster=auto"]
     if o.cluster == "manual":
         first = o.machines[0].rpartition("@")[2]
         facts = ["cluster=manual", f"cluster.coordinator={o.coordinator or f'{first}:8476'}"]
         facts += [f"cluster.num_processes={len(o.machines)}", f"cluster.process_id={index}"]
-    variables = [f"{name}={value}" for name, value in o.env.items()]
-    command = [*(["env", *variables] if variables else []), *shlex.split(o.python), "-m", f"launch.{o.command}"]
+    variables = [f"{name}={value}" for name, value in ({START: start} | o.env).items()]
+    command = ["env", *variables, *shlex.split(o.python), "-m", f"launch.{o.command}"]
     lines = [_REMOTE.format(command=shlex.join([*command, *arguments, *facts]))]
     if o.dir:
         lines.insert(0, f"cd {_quoted_path(o.dir)} || exit {WRONG}")
@@ -144,15 +150,18 @@ def _workers(o: Options, name: str) -> int:
 
 
 def connections_of(o: Options, arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Returns (the name of the machine, the command line) of each connection. Raises ValueError."""
+    """Returns (the name of the machine, the command line) of each connection of a new start. Raises ValueError."""
+    start = uuid.uuid4().hex
     if o.machines:
-        start = [*shlex.split(o.ssh), "-o", "BatchMode=yes", *_ALIVE]
-        return [(host, [*start, host, remote(o, arguments, i)]) for i, host in enumerate(o.machines)]
+        ssh = [*shlex.split(o.ssh), "-o", "BatchMode=yes", *_ALIVE]
+        return [(host, [*ssh, host, remote(o, arguments, i, start)]) for i, host in enumerate(o.machines)]
     workers = [(name, i) for name in o.slices for i in range(_workers(o, name))]
     return [
         (
             f"worker {worker} of {name}",
-            _of_gcloud(o, "ssh", name, f"--worker={worker}", f"--command={remote(o, arguments, i)}", "--", *_ALIVE),
+            _of_gcloud(
+                o, "ssh", name, f"--worker={worker}", f"--command={remote(o, arguments, i, start)}", "--", *_ALIVE
+            ),
         )
         for i, (name, worker) in enumerate(workers)
     ]
@@ -180,6 +189,7 @@ class Connections:
     def __init__(self, commands: Sequence[tuple[str, Sequence[str]]]) -> None:
         """Starts the commands: a list of (machine name, command line)."""
         self._names, self._told, self._unread = [name for name, _ in commands], 0, False
+        self.told_by_signal = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._failed: list[tuple[int, int]] = []  # (machine, exit code), in the order of time
         for _, line in commands:
@@ -202,8 +212,9 @@ class Connections:
                 # The rest is read all the same: a machine whose lines nobody takes would wait for ever.
                 self._unread = True
 
-    def stop(self, *_: Any) -> None:
+    def stop(self, *of_signal: Any) -> None:
         """Tells all commands to stop: the first time to save, and then at once."""
+        self.told_by_signal = self.told_by_signal or bool(of_signal)
         self._told += 1
         self._send("TERM" if self._told == 1 else "KILL")
 
@@ -216,8 +227,8 @@ class Connections:
                     continue
 
     def wait(self) -> int:
-        """Returns the first exit code that is not 0, after all have ended. Raises BrokenPipeError, after they have been told to
-        stop, where nobody reads what they print."""
+        """Returns the exit code of the start, after all have ended. Raises BrokenPipeError, after they have been told to stop,
+        where nobody reads what they print."""
         ended: set[int] = set()
         end = float("inf")
         while len(ended) < len(self._processes):
@@ -237,10 +248,7 @@ class Connections:
             reader.join(10)
         if self._unread:
             raise BrokenPipeError
-        if not self._failed:
-            return DONE
-        code = self._failed[0][1]
-        return HOST_LOST if code == _NO_CONNECTION else code if code > 0 else 128 - code
+        return of_start([HOST_LOST if code == _NO_CONNECTION else code for _, code in self._failed])
 
     def _note(self, index: int, code: int) -> None:
         self._failed.append((index, code))
@@ -277,12 +285,23 @@ def _main(arguments: list[str]) -> int:
     try:
         if options.sync:
             copy_code(options)
-        connections = Connections(connections_of(options, rest))
+        for left in range(options.restarts, -1, -1):
+            code, stopped = _start(options, rest)
+            if stopped or not left or not again(code):
+                break
+            print(f"the run ended with exit code {code}, and is started again, {left} of {options.restarts} times left")
+            time.sleep(_PAUSE)
     except FileNotFoundError as error:
         raise ValueError(f"there is no {error.filename} here; install it, or start this where there is") from error
+    return code
+
+
+def _start(options: Options, rest: Sequence[str]) -> tuple[int, bool]:
+    """Returns the exit code of a start, and whether this process was told to stop."""
+    connections = Connections(connections_of(options, rest))
     before = {number: signal.signal(number, connections.stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return connections.wait()
+        return connections.wait(), connections.told_by_signal
     finally:
         connections.close()
         for number, handler in before.items():

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from launch.cluster import join
-from launch.errors import DONE, HOST_LOST, PREEMPTED, AtOnce, exit_code_of, leaver, run_command, tell
+from launch.errors import DONE, HOST_LOST, PREEMPTED, AtOnce, exit_code_of, leaver, run_command, state, tell
 
 USAGE = """usage: python -m launch.train [GROUP=VARIANT ...] [KEY=VALUE ...]
 
@@ -73,8 +73,8 @@ _LEAST_THREADS = 16
 ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
 
 
-def start_jax(recipe) -> None:
-    """Joins the cluster and configures JAX's CPU devices, before the devices are created."""
+def start_jax(recipe, command: str = "launch.train") -> None:
+    """Joins the cluster, for a command, and configures JAX's CPU devices, before the devices are created."""
     import glob
 
     import jax
@@ -93,7 +93,7 @@ def start_jax(recipe) -> None:
         # In one process any order is fine, but a device that waits in a collective blocks a thread of XLA's pool, which has
         # as many as cores or devices: with more pending collectives than threads, all may wait for a device without one.
         os.environ.setdefault("PJRT_NPROC", str(max(_LEAST_THREADS, 4 * devices, os.cpu_count() or 1)))
-    join(recipe.cluster)
+    join(recipe.cluster, command, recipe.run.dir)
 
 
 def _hints(arguments: Sequence[str], recipe) -> list[str]:
@@ -205,13 +205,18 @@ def command(before: Callable[[], object] = lambda: None, body: Callable[[], int]
     try:
         from ejdist.cluster.ending import Codes, listen
         from ejdist.cluster.hosts import end_with
+        from ejdist.cluster.verdict import give
     except ImportError as error:
         sys.exit(tell(error))
 
     listen(Codes(PREEMPTED, HOST_LOST))
-    end_with(exit_code_of)
-    before()
-    code = body()
+    end_with(exit_code_of, state)
+    try:
+        before()
+        code = body()
+    except Exception as error:  # a bug: with its traceback, and without waiting for the other hosts
+        code = state(error)
+    give(code, "" if code in (DONE, PREEMPTED) else f"it ended with exit code {code}")
     if code not in (DONE, PREEMPTED) or isinstance(code, AtOnce):
         _end_now(code)
     leave(code)

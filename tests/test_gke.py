@@ -12,8 +12,9 @@ import jsonschema
 import pytest
 import yaml
 
+from ejdist.cluster.verdict import again as starts_again
 from launch import gke
-from launch.errors import ABORTED, BAD_CHECKPOINT, DIVERGED, HOST_LOST, PREEMPTED, WRONG
+from launch.errors import BAD_CHECKPOINT, DIVERGED, HOST_LOST, PREEMPTED, REPLICAS, WRONG
 from launch.options import check_run
 from launch.options import read as read_options
 from recipes.schema import compose
@@ -97,8 +98,8 @@ def test_the_schema_refuses_what_kubernetes_does_not_know():
 
 @pytest.mark.parametrize(
     ("code", "again"),
-    [(PREEMPTED, True), (HOST_LOST, True), (ABORTED, True), (WRONG, False), (BAD_CHECKPOINT, False),
-     (DIVERGED, False), (1, False), (137, False)],
+    [(PREEMPTED, True), (HOST_LOST, True), (134, True), (137, True), (139, True), (135, True), (WRONG, False),
+     (BAD_CHECKPOINT, False), (DIVERGED, False), (REPLICAS, False), (1, False), (130, False)],
 )  # fmt: skip
 def test_which_ends_start_the_run_again(code, again):
     """A pod's exit code fails its job, with the reason that ends the JobSet or another one, after which it is made again."""
@@ -108,11 +109,11 @@ def test_which_ends_start_the_run_again(code, again):
     disrupted, by_code = job["podFailurePolicy"]["rules"]
     assert disrupted == {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     codes = by_code["onExitCodes"]
-    assert codes["operator"] == "NotIn" and codes["containerName"] == pod_of(read)["containers"][0]["name"]
-    reason = "PodFailurePolicy" if code not in codes["values"] else "BackoffLimitExceeded"
+    assert codes["operator"] == "In" and codes["containerName"] == pod_of(read)["containers"][0]["name"]
+    reason = "PodFailurePolicy" if code in codes["values"] else "BackoffLimitExceeded"
     (rule,) = read["spec"]["failurePolicy"]["rules"]
     ends = rule["action"] == "FailJobSet" and reason in rule["onJobFailureReasons"]
-    assert ends is not again and by_code["action"] == "FailJob"
+    assert ends is not again and by_code["action"] == "FailJob" and starts_again(code) is again
     assert read["spec"]["failurePolicy"]["maxRestarts"] == 100
 
 
@@ -126,7 +127,14 @@ def test_a_pod_of_a_tpu_slice():
     }  # fmt: skip
     (container,) = pod["containers"]
     assert container["resources"] == {"limits": {"google.com/tpu": 4}}
-    assert expanded(container["env"][0]["value"], {"HOME": "/wrong"}) == "--a=1 --b=$HOME"
+    variables = {one["name"]: one for one in container["env"]}
+    assert expanded(variables["LIBTPU_INIT_ARGS"]["value"], {"HOME": "/wrong"}) == "--a=1 --b=$HOME"
+    paths = {name: one["valueFrom"]["fieldRef"]["fieldPath"] for name, one in variables.items() if "valueFrom" in one}
+    assert paths == {
+        "POD_NAME": "metadata.name", "NODE_NAME": "spec.nodeName",
+        "EJDIST_START": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']",
+    }  # fmt: skip
+    assert variables["EJDIST_VERDICT"]["value"] == "/dev/termination-log"
     assert pod["terminationGracePeriodSeconds"] == 300 and pod["shareProcessNamespace"] is True
     assert pod["volumes"] == [{"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}}]
     assert container["volumeMounts"] == [{"name": "runs", "mountPath": "/mnt/runs"}]

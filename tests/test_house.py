@@ -237,6 +237,7 @@ ONLY = {
         "kernels/framework/dispatch.py",  # whether values are checked for NaN, for an error that names the operation
         "kernels/toolchains/simulate/ahead_of_time.py",  # MLIR's Python API, to read the kernels out of an exported program
         "ejdist/cluster/hosts.py",  # the store of JAX's coordinator, which has no public name
+        "launch/cluster.py",  # what JAX detects of the cluster around a process, to be asked before it joins
         "ejdist/mesh.py",  # the mesh of `with mesh:`, for which there is no public question
     },
 }

@@ -168,11 +168,7 @@ def test_a_signal_before_the_step_to_stop_after_is_no_end(more, code, corpus, tm
     assert ("stopped by SIGTERM after step 2" in capsys.readouterr().out) == (code == PREEMPTED)
 
 
-def test_a_cluster_that_is_not_there_is_named(corpus, tmp_path, capsys, monkeypatch):
-    def nothing_found(*args, **limits):
-        raise ValueError("coordinator_address should be defined.")
-
-    monkeypatch.setattr("jax.distributed.initialize", nothing_found)
+def test_a_cluster_that_is_not_there_is_named(corpus, tmp_path, capsys):
     assert main([*PLAIN, *corpus, f"run.dir={tmp_path}/run", "cluster=auto"]) == WRONG
     message = capsys.readouterr().err
     assert "cluster=auto finds no" in message and "cluster=manual" in message

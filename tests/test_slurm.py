@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from small_run import PLAIN, losses
 
+from ejdist.cluster.verdict import again as starts_again
 from launch import slurm
 from launch.errors import DONE, PREEMPTED, WRONG
 
@@ -84,16 +85,42 @@ def test_a_job_that_is_stopped_is_queued_again_and_goes_on(cluster, corpus, tmp_
         (75, "", True),
         (69, "", True),
         (134, "3", True),
+        *(
+            (code, "", True) for code in (135, 137, 139, 253)
+        ),  # SIGBUS, SIGKILL, SIGSEGV, and Slurm's own for lack of memory
         (75, "100", False),
-        (2, "", False),
-        (4, "", False),
-        (0, "", False),
+        *((code, "", False) for code in (0, 1, 2, 3, 4, 6, 130)),
     ],
 )
 def test_which_ends_are_queued_again(cluster, tmp_path, code, restarts, again):
     text = batch("recipe=long_context").replace("srun --wait=300 python -m launch.train", f"sh -c 'exit {code}'")
     assert cluster(text, SLURM_RESTART_COUNT=restarts or "0").wait(20) == code
     assert (tmp_path / "calls").exists() is again
+    assert ("a new start would end in the same way" in (tmp_path / "log").read_text()) is (
+        code != 0 and starts_again(code) is False
+    )
+
+
+@pytest.mark.parametrize(
+    ("codes", "left", "again"),
+    [
+        ((134, 2), "2 host 1 (n1, pid 5): the disk is full", False),
+        ((1, 134), "1 host 0 (n0, pid 4): a bug", False),
+        ((134, 137), "69 host 0 (n0, pid 4): host 1 is gone", True),
+        ((134, 139), None, True),
+    ],
+)
+def test_the_reason_decides_and_not_the_highest_code_of_all_tasks(cluster, tmp_path, codes, left, again):
+    leaves = f'echo "{left}" > "$EJDIST_VERDICT"; ' if left else ""
+    text = batch("recipe=long_context").replace(
+        "srun --wait=300 python -m launch.train",
+        f"bash -c '[ -n \"$EJDIST_START\" ] || exit 0; {leaves}exit {max(codes)}'",
+    )
+    code = cluster(text).wait(20)
+    assert code == (int(left.split()[0]) if left else max(codes)) and (tmp_path / "calls").exists() is again
+    if left:
+        assert f"the run ended with exit code {code}, by {left.split(' ', 1)[1]}" in (tmp_path / "log").read_text()
+    assert not list(Path.cwd().glob(".ejdist*"))
 
 
 def test_what_the_script_asks_for():

@@ -113,7 +113,7 @@ def test_a_folder_may_be_of_the_home_of_the_machine(tmp_path, monkeypatch, given
     (home / given[2:]).mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
     options = tpu_vm.parse(["hosts=a", f"dir={given}", "python=pwd", "recipe=long_context"])[0]
-    line = tpu_vm.remote(options, [], 0).replace("pwd -m launch.train cluster=auto", "pwd")
+    line = tpu_vm.remote(options, [], 0, "x").replace("pwd -m launch.train cluster=auto", "pwd")
     with subprocess.Popen(["sh", "-c", line], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as ran:
         assert Path(ran.stdout.read().strip()) == home / given[2:]
 

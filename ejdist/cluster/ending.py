@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ejdist.cluster.hosts import Failed, notify_failure
+from ejdist.cluster.verdict import give
 
 _EVERY = 2.0  # seconds between two looks at the other hosts
 _GRACE = 15.0  # seconds for this host to find the cause itself after another host reported a failure
@@ -33,6 +34,7 @@ class Codes:
 
 _codes: Codes | None = None
 _stepping = threading.Event()
+_stepped = threading.Event()  # a step was compiled, and the loop has begun
 _finding_out = threading.Event()
 _limit = 0.0  # seconds that a step may take after SIGTERM
 
@@ -87,6 +89,7 @@ def stepping(failed: Callable[[], Failed | None] | None, limit: float) -> Iterat
     if _codes is not None and failed is not None:
         threading.Thread(target=_watch, args=(_codes, failed, ended), name="other hosts", daemon=True).start()
     _stepping.set()
+    _stepped.set()
     try:
         yield
     finally:
@@ -106,6 +109,11 @@ def _watch(codes: Codes, failed: Callable[[], Failed | None], ended: threading.E
                     leave(f"error: {failure.text}", failure.code)
                 leave(f"error: {failure.text}; the same command resumes from the last checkpoint", codes.lost)
             return
+
+
+def has_stepped() -> bool:
+    """Returns whether the loop over steps has begun in this process."""
+    return _stepped.is_set()
 
 
 @contextlib.contextmanager
@@ -137,8 +145,36 @@ def within(seconds: float, otherwise: Callable[[], str]) -> Iterator[None]:
         done.set()
 
 
+def bounded(wait: Callable[[], object], seconds: float) -> bool:
+    """Calls a function that may wait for hosts that are gone, in a thread that is left behind after so many seconds; of none it
+    is not called. Returns whether it ended, if only with an error."""
+    if seconds <= 0:
+        return False
+    thread = threading.Thread(target=_ignoring, args=(wait,), name="a last wait", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def _ignoring(wait: Callable[[], object]) -> None:
+    with contextlib.suppress(Exception):  # what ended the run is what is reported
+        wait()
+
+
 def leave(message: str, code: int) -> None:
-    """Exits the process now, without waiting for threads or other hosts. Writes nothing but the message."""
+    """Exits the process now, without waiting for threads or other hosts. Writes nothing but the message, and the verdict."""
     print(message, file=sys.stderr, flush=True)
+    give(code, message)
+    for last in _last:
+        with contextlib.suppress(Exception):
+            last()
     sys.stdout.flush()
     os._exit(code)
+
+
+_last: list[Callable[[], object]] = []
+
+
+def at_leaving(last: Callable[[], object]) -> None:
+    """Calls a function, which must not wait for others, when `leave` ends this process."""
+    _last.append(last)

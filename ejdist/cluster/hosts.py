@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,19 +16,21 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ejdist.cluster.presence import presence
+from ejdist.cluster.verdict import NO_USE
+
 _SLICE = 1.0  # seconds per request; Python handles signals between requests
 _FOR_RESULT = 30.0  # seconds that the others wait beyond host 0's limit, to learn from it who is missing
 _FAILED = "ejdist/failed/"
 _POSTS = "ejdist/posts/"
 _NOTHING = "nothing"  # shown for a fact that a host lacks
-# Words in the errors of Gloo, NCCL and JAX's coordinator when the peer has exited.
-_OF_ANOTHER = ("gloo", "nccl", "connection", "peer", "socket", "coordination service", "barrier")
-_STATUS = re.compile(r"(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EXCEEDED): ")
 _numbers = itertools.count()  # numbers the rounds of this process: all hosts make them in the same order
 
 
 class HostsDiffer(ValueError):
     """The hosts of a run were started with different things; the message names the host, the key and both values."""
+
+    on_all_hosts = True
 
 
 class HostLost(RuntimeError):
@@ -136,20 +137,25 @@ class Hosts:
         except HostLost as error:
             if not error.known:
                 notify_failure(str(error))
+            _tell(error)
             raise
         except Exception as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             notify_failure(reason, wrong=isinstance(error, ValueError), code=_code_of(error))
+            _tell(error)  # before anything else is waited for
             raise
 
     def failed(self) -> Failed | None:
-        """Returns the failure that another host reported inside `together`, or None."""
-        reports = (
-            {i: report for i, report in sorted(_read(_FAILED).items()) if i != self.index} if self.count > 1 else {}
-        )
+        """Returns the failure that another host reported inside `together`, or that it is gone; None if neither."""
+        if self.count == 1:
+            return None
+        gone = presence().gone()
+        reports = {}
+        with contextlib.suppress(*([Exception] if gone else [])):  # the coordinator may be what is gone
+            reports = {i: report for i, report in sorted(_read(_FAILED).items()) if i != self.index}
         for i, (host, wrong, code, reason) in reports.items():
             return Failed(f"host {i} ({host}) failed, which ends all hosts: {reason}", wrong, code)
-        return None
+        return Failed(gone.text, False, gone.code if gone.code in NO_USE else None) if gone else None
 
     def _check_failed(self) -> None:
         if failure := self.failed():
@@ -253,17 +259,19 @@ def _no_code(error: Exception) -> int | None:
 
 
 _code_of: Callable[[Exception], int | None] = _no_code
+_tell: Callable[[Exception], object] = _no_code
 
 
-def end_with(code_of: Callable[[Exception], int | None]) -> None:
+def end_with(code_of: Callable[[Exception], int | None], tell: Callable[[Exception], object] = _no_code) -> None:
     """From now on a failing host reports its exit code to the others, so that all exit with the same code and a launcher can
     see whether a restart would help. For commands.
 
     Args:
       code_of: error -> exit code, None for a bug.
+      tell: prints an error, once, and states it as the reason of this process' end.
     """
-    global _code_of
-    _code_of = code_of
+    global _code_of, _tell
+    _code_of, _tell = code_of, tell
 
 
 def notify_failure(reason: str, *, wrong: bool = False, code: int | None = None) -> None:
@@ -278,43 +286,6 @@ def notify_failure(reason: str, *, wrong: bool = False, code: int | None = None)
     if index is not None:
         with contextlib.suppress(Exception):  # the coordinator may be what has failed
             _put(f"{_FAILED}{index}", [socket.gethostname(), wrong, code, reason])
-
-
-def lost(error: BaseException) -> HostLost | None:
-    """Returns the HostLost that an error amounts to, None if it has another cause.
-
-    Args:
-      error: raised by JAX, or by a library as a consequence; a HostLost is returned as it is.
-    """
-    if isinstance(error, HostLost):
-        return error
-    text = next((str(e) for e in _causes(error) if _of_runtime(e)), None)
-    # Only now `jax.process_count()`, which may initialise the devices.
-    if text is None or jax.process_count() == 1:
-        return None
-    if not any(word in text.lower() for word in _OF_ANOTHER):
-        return None
-    with contextlib.suppress(Exception):  # the coordinator may be what is gone
-        if failure := Hosts(1.0).failed():
-            return HostLost(failure.text, failure.code)
-    return HostLost(
-        f"another host is gone, or its network is down ({(text.splitlines() or [''])[0][:300]}); check its log. The same "
-        "command, started on all hosts, resumes from the last checkpoint",
-        known=False,
-    )
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
-def _of_runtime(error: BaseException) -> bool:
-    # Reading an array whose computation failed raises a ValueError with the runtime's message.
-    return isinstance(error, jax.errors.JaxRuntimeError) or (
-        isinstance(error, ValueError) and _STATUS.match(str(error)) is not None
-    )
 
 
 def differences(values: dict[int, Any]) -> list[str]:

@@ -17,7 +17,10 @@ class ClusterSection:
 
     # How the processes of a run find each other: local (one process), auto (the cluster says), manual (the keys below).
     kind: str = operational("local")
-    coordinator: str | None = operational(None)  # HOST:PORT of process 0
+    coordinator: str | None = operational(None)  # HOST:PORT at which process 0 hears who the others are
+    service_port: int | None = operational(
+        None
+    )  # where JAX's own coordinator listens on that machine; null: a free port
     num_processes: int | None = operational(None)  # processes of the run
     process_id: int | None = operational(None)  # which of them this is, from 0
     local_device_ids: list[int] | None = operational(None)  # the GPUs that a process uses; null: all
@@ -33,9 +36,16 @@ class ClusterSection:
             )
         if self.coordinator is not None:
             check_address("cluster.coordinator", self.coordinator)
+        if self.service_port is not None and not 0 < self.service_port < 2**16:
+            raise ValueError(f"cluster.service_port = {self.service_port} must be from 1 to {2**16 - 1}, or null")
+        if self.service_port is not None and (self.coordinator or "").rpartition(":")[2] == str(self.service_port):
+            raise ValueError(
+                f"cluster.service_port = {self.service_port} is the port of cluster.coordinator, where process 0 hears the "
+                "others: give another one"
+            )
         if self.kind not in KINDS:
             raise ValueError(f"cluster.kind = {self.kind!r} is unknown; use local, auto or manual")
-        several = ("coordinator", "num_processes", "process_id", "local_device_ids")
+        several = ("coordinator", "service_port", "num_processes", "process_id", "local_device_ids")
         multihost = [name for name in several if getattr(self, name) is not None]
         if self.kind == "local" and multihost:
             raise ValueError(

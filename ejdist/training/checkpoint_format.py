@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ejdist.cluster.hosts import lost
+from ejdist.cluster.lost import lost
 from ejdist.paths import ELSEWHERE
 from ejdist.training.integrity import RUN_FILE, Changed, check_run, checksum, digests_of, kinds_of, leaves_of, reason_of
 from ejdist.training.pytree_io import from_arrays, is_key, kind_of, like_arrays

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import time
@@ -14,8 +13,10 @@ from typing import Any
 import jax
 
 from ejdist.cluster.agreement import check_shared
-from ejdist.cluster.ending import stepping
-from ejdist.cluster.hosts import Hosts, lost
+from ejdist.cluster.ending import bounded, stepping
+from ejdist.cluster.hosts import Hosts
+from ejdist.cluster.lost import patience
+from ejdist.cluster.presence import write_hosts
 from ejdist.cluster.watchdog import ending_hangs
 from ejdist.paths import ELSEWHERE
 from ejdist.pictures import draw_loss
@@ -121,6 +122,8 @@ def _train(sections: TrainSections, batches: Any, devices: list[Any] | None, log
                 keep(published_in(init_from), opened.directory)
             except OSError as error:
                 raise write_error(opened.directory, error) from error
+        if main:
+            write_hosts(opened.directory)
         if current.step == 0 and main and (rows := len(read_rows(opened.directory / "metrics.jsonl"))):
             where = opened.checkpoints.directory
             log(f"no checkpoint in {where}: starting at step 1 and discarding the {rows} rows of metrics.jsonl")
@@ -160,9 +163,7 @@ def _train(sections: TrainSections, batches: Any, devices: list[Any] | None, log
                 steps = Steps(s, source, stop, timer, ledger, log)
                 run, last = steps.run(current, compiled, end)
     except BaseException as error:
-        if lost(error) is None:  # otherwise an unfinished save would wait for the lost host
-            with contextlib.suppress(Exception):  # report the error that ended the run instead
-                run.saves.close()
+        bounded(run.saves.close, patience(error, hosts))  # an unfinished save waits for all hosts
         raise
     finally:
         timer.close()

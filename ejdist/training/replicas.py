@@ -27,6 +27,8 @@ from ejdist.training.pytree_io import name_of
 class ReplicasDiffer(RuntimeError):
     """A device's bits differ from its replicas'; the message names the array, the device and its host."""
 
+    on_all_hosts = True  # all raise it, at the same step
+
 
 @dataclass
 class _Check:

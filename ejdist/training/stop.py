@@ -56,3 +56,5 @@ def stop_on_signals() -> Iterator[Stop]:
 
 class Diverged(RuntimeError):
     """The loss is not finite, or spiked; the message gives the step and the remedy."""
+
+    on_all_hosts = True  # all raise it, at the same step

@@ -1,0 +1,322 @@
+"""The door of a start: at the coordinator's address process 0 hears who each process is, before any of them joins JAX.
+
+JAX's own coordinator takes whoever connects to it, and ends every process when two come with one number. So it has another
+port, which is given only to the processes of this start, once all of them are there. Whoever else comes to the address is
+turned away with a sentence and the run goes on: a second start of the command, the doctor, any program.
+
+Messages are lines of JSON, one object each; an empty line every few seconds says that a side is alive:
+
+    process -> door   {"hello": {...}}                  who it is, see `Who`
+    door -> process   {"missing": "..."}                who has not come yet
+                      {"refused": "...", "again": B}    not of this start; B: it may come again, as this start is ending
+                      {"port": N}                       all are there: join JAX at this port
+                      {"silent": "..."}, {"gone": "..."}
+    both              {"bye": [code, reason]}           I am about to end; with a reason, as I have failed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ejdist.cluster.presence import Gone, Presence, Who
+
+EVERY = 5.0  # seconds between signs of life
+SILENT = 30.0  # seconds without one after which a host is named
+HELLO = 10.0  # seconds in which whoever connects must say who it is
+_LONGEST = 65536  # bytes of a line
+_NAMED = 8  # processes in a sentence
+
+
+class Closed(Exception):
+    """The other side has closed the connection, or the network has."""
+
+
+class Lines:
+    """A connection as lines of JSON. Not for several threads at once, but for `send`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket, self._read, self._lock = connection, b"", threading.Lock()
+        self.heard = time.monotonic()  # when something came last
+
+    def send(self, message: dict[str, Any] | None) -> None:
+        """Sends a message, or a sign of life. A side that takes nothing more misses it."""
+        line = b"\n" if message is None else json.dumps(message).encode() + b"\n"
+        with self._lock, contextlib.suppress(OSError):
+            self.socket.sendall(line)
+
+    def receive(self) -> Iterator[dict[str, Any] | None]:
+        """Yields what has come: messages, and None for signs of life.
+
+        Raises:
+          Closed: nothing more will come. ValueError: it does not speak so.
+        """
+        try:
+            more = self.socket.recv(_LONGEST)
+        except (BlockingIOError, TimeoutError):
+            return
+        except OSError as error:
+            raise Closed from error
+        if not more:
+            raise Closed
+        self.heard = time.monotonic()
+        *lines, self._read = (self._read + more).split(b"\n")
+        for line in lines:
+            message = json.loads(line) if line.strip() else None
+            if message is not None and not isinstance(message, dict):
+                raise ValueError(f"{line[:40]!r} is no message")
+            yield message
+        if len(self._read) > _LONGEST or not b"{".startswith(self._read[:1]):
+            raise ValueError(f"{self._read[:40]!r}... has no end")
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def listening(name: str, port: int) -> socket.socket:
+    """Returns a socket that listens on a port of this machine. Raises OSError.
+
+    Args:
+      name: the address of the interface; empty: all of them.
+    """
+    if name:
+        family, _, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address, family=family, backlog=4096)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=4096, dualstack_ipv6=both)
+
+
+class _Guest:
+    """A connection to the door."""
+
+    def __init__(self, connection: socket.socket, address: Any) -> None:
+        self.lines, self.address, self.came = Lines(connection), str(address[0]), time.monotonic()
+        self.who: Who | None = None
+        self.bye: list[Any] | None = None
+        self.silent = False
+
+
+class Door:
+    """Process 0's side. It stays open for the whole run, so that others are turned away."""
+
+    def __init__(self, me: Who, server: socket.socket, presence: Presence, log: Callable[[str], object]) -> None:
+        """`log` takes a line for the user, from the door's own thread."""
+        self._me, self._server, self._presence, self._log = me, server, presence, log
+        self._guests: dict[socket.socket, _Guest] = {}
+        self._members: dict[int, _Guest] = {}
+        self._began, self._port, self._ending = time.time(), 0, False
+        self._turned: dict[str, float] = {}  # a sentence about a stranger -> when it was logged
+        self._all, self._ended, self._lock = threading.Event(), threading.Event(), threading.RLock()
+        self._look()
+        self._thread = threading.Thread(target=self._run, name="door", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> list[Who]:
+        """Returns all processes, by index, once all are there.
+
+        Raises:
+          TimeoutError: they are not within so many seconds; the message names those that never came, and the others learn it.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            arrived = self._all.wait(max(0.0, end - time.monotonic()))
+            with self._lock:  # one may have left again
+                if self._all.is_set():
+                    break
+                if not arrived:
+                    self._ending = True
+                    why = f"{self._missing()}, within {seconds:g} s (cluster.timeout)"
+                    for guest in self._members.values():
+                        guest.lines.send({"refused": why, "again": False, "lost": True})
+                    raise TimeoutError(why)
+        return [self._me, *(guest.who for _, guest in sorted(self._members.items()) if guest.who is not None)]
+
+    def admit(self, port: int) -> None:
+        """Lets the processes join JAX, at a port of this machine."""
+        with self._lock:
+            self._port = port
+            for guest in self._members.values():
+                guest.lines.send({"port": port})
+
+    def bye(self, code: int, reason: str) -> None:
+        """Tells the others that this process is about to end; with a reason, because it has failed."""
+        with self._lock:
+            self._ending = True
+            for guest in self._members.values():
+                guest.lines.send({"bye": [code, reason]})
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join(5)
+        for guest in self._guests.values():
+            guest.lines.close()
+        self._server.close()
+
+    def _look(self) -> None:
+        if len(self._members) == self._me.count - 1:
+            self._all.set()
+
+    def _missing(self) -> str:
+        absent = [i for i in range(1, self._me.count) if i not in self._members]
+        shown = ", ".join(map(str, absent[:_NAMED])) + (
+            f" and {len(absent) - _NAMED} more" if len(absent) > _NAMED else ""
+        )
+        there = [self._me, *(self._members[i].who for i in sorted(self._members))]
+        here = ", ".join(map(str, there[:_NAMED])) + (f" and {len(there) - _NAMED} more" if len(there) > _NAMED else "")
+        return (
+            f"process{'es' * (len(absent) > 1)} {shown} of {self._me.count} never came, while {here} "
+            f"{'are' if len(there) > 1 else 'is'} there"
+        )
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as ready:
+            self._server.setblocking(False)
+            ready.register(self._server, selectors.EVENT_READ)
+            told = 0.0
+            while not self._ended.is_set():
+                events = ready.select(min(1.0, EVERY / 2))
+                with self._lock:
+                    for key, _ in events:
+                        if key.fileobj is self._server:
+                            self._accept(ready)
+                        else:
+                            self._hear(ready, self._guests[key.fileobj])  # type: ignore[index]
+                    now = time.monotonic()
+                    if now - told >= EVERY:
+                        told = now
+                        self._sign()
+                    for guest in [*self._guests.values()]:
+                        self._watch(ready, guest, now)
+
+    def _accept(self, ready: selectors.BaseSelector) -> None:
+        try:
+            connection, address = self._server.accept()
+            self._guests[connection] = _Guest(connection, address)
+            ready.register(connection, selectors.EVENT_READ)
+        except OSError:  # it is gone again, or this process may open no more files for now
+            time.sleep(0.05)
+
+    def _hear(self, ready: selectors.BaseSelector, guest: _Guest) -> None:
+        try:
+            for message in guest.lines.receive():
+                if message is None:
+                    continue
+                if guest.who is None:
+                    self._greet(ready, guest, Who(**message["hello"]))
+                elif "bye" in message:
+                    guest.bye = message["bye"]
+                if guest.lines.socket not in self._guests:
+                    return
+        except Closed:
+            self._part(ready, guest)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            self._turn_away(ready, guest, f"a program at {guest.address}, which is no process of ejdist")
+
+    def _greet(self, ready: selectors.BaseSelector, guest: _Guest, who: Who) -> None:
+        guest.who = who
+        if (refused := self._refusal(who)) is not None:
+            guest.lines.send({"refused": refused, "again": self._ending})
+            self._turn_away(ready, guest, f"{who.command} as {who}")
+            return
+        if (before := self._members.pop(who.index, None)) is not None:
+            self._drop(ready, before)
+        self._members[who.index] = guest
+        self._look()
+
+    def _refusal(self, who: Who) -> str | None:
+        """Returns why a process is not of this start, None if it is."""
+        me, since = self._me, time.strftime("%H:%M:%S", time.localtime(self._began))
+        mine = f"{me.command} with run.dir = {me.run}, started at {since}, has this address by {me}"
+        if self._ending:
+            return f"{mine}, and is ending"
+        same = (
+            who.command == me.command and who.run == me.run and (not who.start or not me.start or who.start == me.start)
+        )
+        if not same or who.index == 0:
+            return f"{mine}, and this is another start: let that one end, or give this one another port"
+        if who.count != me.count:
+            return f"{mine}, and has {me.count} processes (cluster.num_processes), not {who.count}"
+        if not 0 < who.index < me.count:
+            return f"{mine}, and has no process {who.index}"
+        there = self._members.get(who.index)
+        if self._port or (there is not None and time.monotonic() - there.lines.heard < 2 * EVERY):
+            theirs = "all its processes are there" if self._port else f"its process {who.index} is there"
+            named = f": {there.who}" if there is not None else ""
+            return f"{mine}, and {theirs}{named}; let it end, or give this start another port"
+        return None
+
+    def _turn_away(self, ready: selectors.BaseSelector, guest: _Guest, whom: str) -> None:
+        now, line = time.monotonic(), f"{whom} (at {guest.address})" if guest.who else whom
+        if now - self._turned.get(line, -60.0) >= 60.0:
+            if len(self._turned) > 1000:
+                self._turned.clear()
+            self._turned[line] = now
+            self._log(f"turned away at port {self._server.getsockname()[1]}: {line}; this run goes on")
+        self._drop(ready, guest)
+
+    def _part(self, ready: selectors.BaseSelector, guest: _Guest) -> None:
+        """A connection is closed: of somebody who never said who it is, of a process that ends, or of one that is gone."""
+        self._drop(ready, guest)
+        who = guest.who
+        if who is None or self._members.get(who.index) is not guest:
+            return
+        if not self._port:
+            del self._members[who.index]
+            if not self._ending:
+                self._all.clear()
+                self._log(f"{who} ended before all were there")
+            return
+        code, reason = guest.bye or [None, f"{who} is gone: its process has ended without a word; check its log"]
+        if not reason:
+            return
+        text = reason if guest.bye is None else f"{who} failed, which ends all hosts: {reason}"
+        self._presence.lose(Gone(text, code))
+        if not self._ending:
+            self._ending = True
+            self._log(text)
+            for other in self._members.values():
+                other.lines.send({"gone": text, "code": code})
+
+    def _sign(self) -> None:
+        missing = None if self._port else {"missing": self._missing()}
+        for guest in self._members.values():
+            guest.lines.send(missing)
+
+    def _watch(self, ready: selectors.BaseSelector, guest: _Guest, now: float) -> None:
+        quiet = now - guest.lines.heard
+        if guest.who is None:
+            if quiet > HELLO:
+                self._turn_away(ready, guest, f"a program at {guest.address}, which never said who it is")
+        elif quiet > SILENT and not guest.silent:
+            guest.silent = True
+            self._tell_all(f"{guest.who} {silence(quiet)}")
+        elif quiet < SILENT and guest.silent:
+            guest.silent = False
+            self._tell_all(f"{guest.who} is heard of again")
+
+    def _tell_all(self, text: str) -> None:
+        self._log(text)
+        for guest in self._members.values():
+            guest.lines.send({"silent": text})
+
+    def _drop(self, ready: selectors.BaseSelector, guest: _Guest) -> None:
+        if self._guests.pop(guest.lines.socket, None) is not None:
+            ready.unregister(guest.lines.socket)
+            guest.lines.close()
+
+
+def silence(seconds: float) -> str:
+    """Returns what is said of a host that has been silent."""
+    return (
+        f"has shown no sign of life for {seconds:.0f} s: it is stopped, overloaded, or its network is down. If that lasts, JAX "
+        "ends the run (cluster.heartbeat)"
+    )
