@@ -1,15 +1,13 @@
 """What a run does when its folder, its disk or its cluster is not what it needs: it says so, and the next start mends it."""
 
 import contextlib
-import fcntl
 import json
-import os
 import pkgutil
 import signal
 import subprocess
-import sys
 import threading
 import time
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -287,20 +285,13 @@ def test_checkpoints_that_are_a_file(corpus, tmp_path, capsys):
     assert "is not a folder" in capsys.readouterr().err and (tmp_path / "checkpoints").read_text() == "mine"
 
 
-_TAKES = """
-import fcntl, os, sys, time
-fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX | (fcntl.LOCK_NB if sys.argv[2] == "0" else 0))
-print("taken", flush=True)
-time.sleep(float(sys.argv[2]))
-"""
-
-
 @contextlib.contextmanager
 def taken(folder):
     """While another process has it."""
-    with subprocess.Popen([sys.executable, "-c", _TAKES, str(folder), "600"], stdout=subprocess.PIPE) as other:
+    with subprocess.Popen(["sleep", "600"]) as other:
+        owner = replace(run_lock._me(), id="other", pid=other.pid, born=run_lock._born(other.pid))
+        (folder / ".owner").write_text(json.dumps(asdict(owner)))
         try:
-            other.stdout.readline()
             yield
         finally:
             other.kill()
@@ -310,13 +301,16 @@ def test_a_folder_in_which_another_process_trains_is_left_alone(corpus, tmp_path
     given = [*PLAIN, *corpus, f"run.dir={tmp_path}", "checkpoint.every=1"]
     assert main([*given, "run.stop_after=2"]) == DONE
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
-    take = [sys.executable, "-c", _TAKES, str(tmp_path)]
-    assert subprocess.run([*take, "0"], check=False).returncode == 0, "a run that has ended holds no lock"
+    assert not (tmp_path / ".owner").exists(), "a run that has ended holds no lock"
     monkeypatch.setattr(run_lock, "_PATIENCE", 0.1)
     with taken(tmp_path):
         assert main([*given, "run.stop_after=3"]) == WRONG
-        assert "another process trains in it" in capsys.readouterr().err
+        assert "another process trains in it (pid " in capsys.readouterr().err
+        (tmp_path / ".owner").rename(tmp_path.parent / "owner")
         assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
+        (tmp_path.parent / "owner").rename(tmp_path / ".owner")
+    assert main([*given, "run.stop_after=3"]) == DONE, "that process is gone"
+    assert "belonged to pid" in capsys.readouterr().out and not (tmp_path / ".owner").exists()
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -384,12 +378,12 @@ def test_what_a_process_saves_while_another_waits_for_it_is_gone_on_from(corpus,
     assert main([*given, "run.stop_after=2"]) == DONE
     last = tmp_path / "run" / "checkpoints" / "2"
     last.rename(tmp_path / "2")  # is not written yet
-    held = os.open(tmp_path / "run", os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)
+    other = contextlib.ExitStack()
+    other.enter_context(taken(tmp_path / "run"))
 
     def ends(seconds):
         (tmp_path / "2").rename(last)
-        os.close(held)
+        other.close()
 
     monkeypatch.setattr(run_lock, "time", SimpleNamespace(monotonic=time.monotonic, sleep=ends))
     capsys.readouterr()

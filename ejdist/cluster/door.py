@@ -238,9 +238,7 @@ class Door:
         mine = f"{me.command} with run.dir = {me.run}, started at {since}, has this address by {me}"
         if self._ending:
             return f"{mine}, and is ending"
-        same = (
-            who.command == me.command and who.run == me.run and (not who.start or not me.start or who.start == me.start)
-        )
+        same = (who.command, who.run, who.start) == (me.command, me.run, me.start)
         if not same or who.index == 0:
             return f"{mine}, and this is another start: let that one end, or give this one another port"
         if who.count != me.count:

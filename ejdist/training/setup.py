@@ -111,6 +111,11 @@ class Run:
         was = own if kept is None else kept["recipe"].get("optimizer.moments", own)
         return state if was == own else state._replace(opt_state=moments_like(state.opt_state, was))
 
+    def check_owned(self) -> None:
+        """Raises ValueError, on host 0, if another process has taken over a folder of the run. Call it before writing."""
+        for lock in self.locks:
+            lock.check()
+
     def labels(self) -> dict[str, float]:
         """Returns the columns that metrics.jsonl has about the stage, if there are several stages."""
         if len(self.stages) == 1:

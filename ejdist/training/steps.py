@@ -182,6 +182,7 @@ class Steps:
         if run.hosts.index == 0:
             tables = s.experts.load_every
             recipe = flat(self.recipe)
+            run.check_owned()
             kept = {"tables_every": tables, "recipe": recipe, "changes": run.past.changes}
             writer = MetricsWriter(run.directory, start, s.run.steps, trackers=s.run.trackers, **kept)
         state, current.state = current.state, None
@@ -312,6 +313,7 @@ def run_steps(
             if where is not None:
                 watch.before_save(step, state.params)
         if where is not None:
+            run.check_owned()
             with timer.saving(step):
                 saved = watch.to_json() | {"passed": skipped.until(step)}
                 where.save(step, state, run.checkpoint_metadata(step, skipped.number(step) + 1) | {"guards": saved})
