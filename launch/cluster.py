@@ -127,13 +127,13 @@ def _server(coordinator: str, behind: str | None, me: Any, seconds: float) -> so
             if time.monotonic() - began < (seconds if ending else 0 if why else _CLOSING):
                 time.sleep(0.5)
                 continue
-            remedy = why or (
+            remedy = (
                 "stop the process that uses it, from an earlier start or with the same cluster.process_id, or give all another "
                 "port"
             )
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise ValueError(
-                f"cluster.coordinator = {coordinator!r}: process 0 cannot listen on port {port} ({reason}); {remedy}"
+                f"cluster.coordinator = {coordinator!r}: process 0 cannot listen on port {port} ({reason}); {why or remedy}"
             ) from error
 
 

@@ -50,6 +50,12 @@ def _disturb(spec: dict[str, Any]) -> None:
 def _at_step(spec: dict[str, Any], step: int, state: Any) -> Any:
     if spec["do"] == "signal" and step == spec["step"]:
         os.kill(os.getpid(), spec["number"])
+    elif spec["do"] == "bug" and step == spec["step"]:
+        raise AssertionError(f"a bug of the drill at step {step}")
+    elif spec["do"] == "device" and step == spec["step"]:
+        from jax.errors import JaxRuntimeError
+
+        raise JaxRuntimeError("INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered (a drill)")
     elif spec["do"] == "hang" and step == spec["step"]:
         while True:
             time.sleep(3600)

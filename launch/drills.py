@@ -6,75 +6,13 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from launch.cluster_drills import CLUSTER_DRILLS
 from launch.errors import BAD_CHECKPOINT, DIVERGED, DONE, HOST_LOST, PREEMPTED, REPLICAS, WRONG
-
-
-@dataclass(frozen=True)
-class Scene:
-    """What a drill may use: how the rehearsal runs, and a source of chance."""
-
-    hosts: int
-    steps: int
-    every: int  # steps between checkpoints
-    folder: Path  # of this drill
-    calm: Path  # run.dir of the run that nothing happened to
-    arguments: Sequence[str]  # of the run
-    chance: random.Random
-
-    def host(self) -> int:
-        return self.chance.randrange(self.hosts)
-
-    def other(self) -> int:
-        """Returns a host other than host 0, if there is one: the one that is started with different inputs."""
-        return self.chance.randrange(1, self.hosts) if self.hosts > 1 else 0
-
-    def step(self) -> int:
-        """Returns a step after the first checkpoint and before the last step."""
-        return self.chance.randrange(self.every + 1, self.steps)
-
-    def save(self) -> int:
-        """Returns the step of a checkpoint that is not the last one."""
-        return self.every * self.chance.randrange(1, max(2, self.steps // self.every))
-
-
-@dataclass(frozen=True)
-class Disturbance:
-    """A fault to inject into a run, and its expected outcome.
-
-    Attributes:
-      told: in a sentence.
-      arguments: for all hosts.
-      inside: host -> what it does to itself, for `python -m launch.disturbed`.
-      of_host, environment: host -> arguments, and variables, that only it is started with.
-      stop_after: where the run is to stop by itself, so that `after` may do something to what it has left.
-      after: is given run.dir.
-      codes: exit codes that its processes may end with; -9 is of SIGKILL, -6 of JAX when the coordinator is gone.
-      says: what one of the logs must say.
-      goes_on: the same command without the fault is to go on, and to end as the run that nothing happened to.
-      says_after: what one of the logs must say then.
-      writes: whether run.dir may be there after it.
-    """
-
-    told: str
-    codes: Sequence[int]
-    arguments: Sequence[str] = ()
-    inside: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    of_host: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    environment: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    stop_after: int | None = None
-    after: Callable[[Path], None] | None = None
-    says: Sequence[str] = ()
-    goes_on: bool = True
-    says_after: Sequence[str] = ()
-    writes: bool = True
-
-
-GONE = (HOST_LOST, -6, -9)
+from launch.scenes import GONE, Disturbance, Scene
 
 
 def _sigterm(s: Scene) -> Disturbance:
@@ -107,7 +45,11 @@ def _nan(s: Scene) -> Disturbance:
     step = s.step()
     doing = {host: {"do": "nan", "step": step} for host in range(s.hosts)}
     return Disturbance(
-        f"a NaN in the parameters at step {step}", (DIVERGED,), inside=doing, says=("nothing was saved since",)
+        f"a NaN in the parameters at step {step}",
+        (DIVERGED,),
+        inside=doing,
+        says=("nothing was saved since",),
+        again=False,
     )
 
 
@@ -143,6 +85,7 @@ def _replica(s: Scene) -> Disturbance:
         arguments=["guards.replicas_every=2"],
         inside={host: {"do": "flip_replica", "step": step}},
         says=("bits on device ", f"of host {host} (", "nothing was saved since"),
+        again=False,
     )
 
 
@@ -194,7 +137,11 @@ def _disk_full(s: Scene) -> Disturbance:
     codes = (BAD_CHECKPOINT, WRONG, *GONE)
     doing = {host: {"do": "no_room", "step": step} for host in range(s.hosts)}
     return Disturbance(
-        f"no room for files from the save of step {step} on", codes, inside=doing, says=("could not be written",)
+        f"no room for files from the save of step {step} on",
+        codes,
+        inside=doing,
+        says_all=("could not be written",),
+        again=False,
     )
 
 
@@ -288,7 +235,7 @@ def _no_coordinator(s: Scene) -> Disturbance:
 
 
 def _refused(told: str, says: Sequence[str], **rest: Any) -> Disturbance:
-    return Disturbance(told, (WRONG,), says=says, goes_on=False, writes=False, **rest)
+    return Disturbance(told, (WRONG,), says=says, goes_on=False, writes=False, again=False, **rest)
 
 
 DRILLS: dict[str, Callable[[Scene], Disturbance]] = {
@@ -309,6 +256,7 @@ DRILLS: dict[str, Callable[[Scene], Disturbance]] = {
     "other_data": _other_data,
     "other_recipe": _other_recipe,
     "other_weights": _other_weights,
+    **CLUSTER_DRILLS,
 }
 # Where one host must differ from another one.
 NEED_TWO = (
@@ -320,4 +268,7 @@ NEED_TWO = (
     "other_data",
     "other_recipe",
     "other_weights",
+    "silent",
+    "disk_full_on_one",
+    "port_taken",
 )

@@ -33,6 +33,7 @@ class Job:
       logs: where each writes what it says: `host-I.log`.
       devices: virtual CPU devices of each; None leaves it to the command and to the accelerators there are.
       command: what is run, before the recipe.
+      lines, variables: what each was started with, and the environment of all.
     """
 
     count: int
@@ -40,6 +41,8 @@ class Job:
     devices: int | None = None
     command: Sequence[str] = (sys.executable, "-m", "launch.train")
     processes: list[subprocess.Popen] = field(default_factory=list)
+    lines: list[list[str]] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
 
     def start(
         self,
@@ -63,16 +66,15 @@ class Job:
         self.logs.mkdir(parents=True, exist_ok=True)
         self.verdict.unlink(missing_ok=True)
         of_all = self._variables() | {START: uuid.uuid4().hex, FILE: str(self.verdict)}
-        self.processes = []
+        self.processes, self.lines, self.variables = [], [], of_all
         for i in range(self.count):
             line = [*(commands or {}).get(i, self.command), *arguments, *cluster]
             line += [f"cluster.process_id={i}"] if cluster else []
             variables = of_all | dict((environment or {}).get(i, {}))
             with self.log(i).open("ab") as log:
                 # In a group of its own a Ctrl-C comes to it only from here: of two it would take the second for impatience.
-                made = subprocess.Popen(
-                    [*line, *(of_host or {}).get(i, ())], stdout=log, stderr=log, env=variables, process_group=0
-                )
+                self.lines.append([*line, *(of_host or {}).get(i, ())])
+                made = subprocess.Popen(self.lines[i], stdout=log, stderr=log, env=variables, process_group=0)
             self.processes.append(made)
         return self
 

@@ -15,16 +15,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ejdist.cluster.verdict import Verdict, again, of_start
+from ejdist.cluster.verdict import read as read_verdict
 from ejdist.training import goodput
 from ejdist.training.metrics import read_rows
-from launch.drills import DRILLS, NEED_TWO, Disturbance, Scene
+from launch.drills import DRILLS, NEED_TWO
 from launch.errors import DONE, FAILED_DRILL, INTERRUPTED, WRONG, run_command
 from launch.options import check_spelling, refuse_cluster
 from launch.processes import Job
+from launch.scenes import Disturbance, Scene
 from launch.series import IN_SERIES, Round, rehearse_series
 
 USAGE = f"""usage: python -m launch.rehearse [hosts=2] [devices_per_host=2] [fault=NAME[,NAME]|all] [KEY=VALUE ...]
@@ -153,12 +157,14 @@ def run(
     extra: Sequence[str] = (),
     sigterm: tuple[float, int] | None = None,
     since: str = "",
+    wrong: list[str] | None = None,
 ) -> tuple[list[int | None], str, float]:
     """Returns the exit codes of one start of the run in a folder, what its hosts said, and its seconds.
 
     Args:
       sigterm: seconds after which SIGTERM is sent, and the host.
       since: what host 0 says from when they count; nothing: from the start.
+      wrong: takes what `d.beside` finds wrong, and which hosts do not say what all should.
     """
     from recipes.arguments import quoted
 
@@ -176,11 +182,40 @@ def run(
         job.start(arguments, of_host=of_host, environment=environment, commands=commands)
         if sigterm is not None:
             threading.Thread(target=_signal, args=(job, *sigterm, since, began[0]), daemon=True).start()
-        codes = job.wait(_MOST_SECONDS, _AFTER_FIRST)
+        with _beside(d, job, arguments, wrong):
+            codes = job.wait(_MOST_SECONDS, _AFTER_FIRST)
     finally:
         job.kill()
-    said = "\n".join(job.log(i).read_bytes()[began[i] :].decode(errors="replace") for i in range(o.hosts))
-    return codes, said, time.monotonic() - start
+    logs_of = [job.log(i).read_bytes()[began[i] :].decode(errors="replace") for i in range(o.hosts)]
+    if d is not None and wrong is not None:
+        wrong += [
+            f"host {i} did not say {word!r}"
+            for word in d.says_all
+            for i, text in enumerate(logs_of)
+            if word not in text and codes[i] not in (None, -signal.SIGKILL)
+        ]
+    return codes, "\n".join(logs_of), time.monotonic() - start
+
+
+@contextlib.contextmanager
+def _beside(d: Disturbance | None, job: Job, arguments: Sequence[str], wrong: list[str] | None) -> Iterator[None]:
+    """Lets others come while the processes run."""
+    if d is None or d.beside is None or wrong is None:
+        yield
+        return
+    with ThreadPoolExecutor(1) as pool:
+        others = pool.submit(d.beside, job, arguments)
+        yield
+    wrong += others.result()
+
+
+def _decided(d: Disturbance, codes: Sequence[int | None], left: Verdict | None) -> list[str]:
+    """Returns what is wrong with what a launcher would do."""
+    code = of_start(codes, left)
+    if not code or again(code) is d.again:
+        return []
+    what = "would start the run again" if again(code) else "would not start the run again"
+    return [f"a launcher {what} after {code}, of {list(codes)} and the verdict {left}"]
 
 
 def _signal(job: Job, seconds: float, host: int, since: str, began: int) -> None:
@@ -214,8 +249,11 @@ def drill(o: Options, name: str, number: int, calm: Ended, log: Any) -> bool:
     scene = Scene(o.hosts, o.steps, o.every, folder, o.folder / "calm" / "run", o.arguments, chance)
     d = DRILLS[name](scene)
     extra = [] if d.stop_after is None else [f"run.stop_after={d.stop_after}"]
-    codes, said, seconds = run(o, folder, d, extra)
-    faults = [f"exit codes {codes}, which are not of {sorted(set(d.codes))}"] if not set(codes) <= set(d.codes) else []
+    wrong: list[str] = []
+    codes, said, seconds = run(o, folder, d, extra, wrong=wrong)
+    allowed = sorted(set(d.codes), key=str)
+    faults = [f"exit codes {codes}, which are not of {allowed}"] if not set(codes) <= set(d.codes) else []
+    faults += wrong + _decided(d, codes, read_verdict(folder / "logs" / "verdict"))
     faults += [f"no host said {word!r}" for word in d.says if word not in said]
     if not d.writes and (folder / "run" / "checkpoints").exists():
         faults.append("it wrote checkpoints anyway")

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.drills import GONE, Disturbance
 from launch.errors import DONE, HOST_LOST, PREEMPTED
+from launch.scenes import GONE, Disturbance
 
 # Faults after which the same command resumes, so that they can be repeated.
 IN_SERIES = ("kill", "kill_in_save", "sigterm")
@@ -110,7 +110,7 @@ def faults_of(r: Round, codes: list[int | None], said: str, before: Left, after:
     """
     found = []
     if not set(codes) <= set(r.disturbance.codes):
-        found.append(f"exit codes {codes}, which are not of {sorted(set(r.disturbance.codes))}")
+        found.append(f"exit codes {codes}, which are not of {sorted(set(r.disturbance.codes), key=str)}")
     if after.saved < before.saved:
         found.append(f"checkpoint {before.saved} is gone")
     if r.fault == "sigterm":

@@ -14,10 +14,11 @@ from small_run import TINY, losses
 
 from ejdist.training.metrics import read_rows
 from launch import local, rehearse
-from launch.drills import DRILLS, NEED_TWO, Scene
+from launch.drills import DRILLS, NEED_TWO
 from launch.errors import DONE, INTERRUPTED, PREEMPTED, WRONG
 from launch.export import main as export
 from launch.processes import Job
+from launch.scenes import Scene
 from launch.train import main as train
 from recipes.schema import compose
 
@@ -250,7 +251,7 @@ def test_sigterm_before_the_first_step_ends_at_once(corpus, tmp_path):
     ],
 )
 def test_a_rehearsal_tells_a_run_apart(tmp_path, monkeypatch, loss, digest, codes, ok, word):
-    def run(o, folder, d, extra=()):
+    def run(o, folder, d, extra=(), wrong=None):
         """A run of two steps, that the fault ends after the first."""
         kept = folder / "run" / "checkpoints" / "2" / "run"
         kept.mkdir(parents=True, exist_ok=True)

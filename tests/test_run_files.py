@@ -313,6 +313,24 @@ def test_a_folder_in_which_another_process_trains_is_left_alone(corpus, tmp_path
     assert "belonged to pid" in capsys.readouterr().out and not (tmp_path / ".owner").exists()
 
 
+def test_a_run_whose_folder_is_taken_over_before_a_save_saves_nothing(corpus, tmp_path, monkeypatch, capsys):
+    """As when its machine was cut off for minutes, and another one goes on with the run."""
+    taken_over = contextlib.ExitStack()
+    after = Stop.after
+
+    def other_takes_it(self, step):
+        if step == 2:
+            (tmp_path / ".owner").unlink()
+            taken_over.enter_context(taken(tmp_path))
+        return after(self, step)
+
+    monkeypatch.setattr(Stop, "after", other_takes_it)
+    with taken_over:
+        assert main([*PLAIN, *corpus, f"run.dir={tmp_path}", "checkpoint.every=2", "run.steps=3"]) == WRONG
+    assert "belongs to this run no more: pid" in capsys.readouterr().err
+    assert not (tmp_path / "checkpoints").exists() and (tmp_path / ".owner").exists()
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_two_runs_do_not_share_a_folder_of_checkpoints(there, corpus, tmp_path, monkeypatch, capsys):
     where, first = tmp_path / "checkpoints", tmp_path / "first"

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from launch.drills import GONE
 from launch.errors import DONE, HOST_LOST, PREEMPTED
+from launch.scenes import GONE
 from launch.series import IN_SERIES, Left, faults_of, left_by, rehearse_series, round_of
 
 HOSTS, STEPS, EVERY = 2, 40, 4

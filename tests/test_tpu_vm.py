@@ -144,11 +144,14 @@ def test_a_tpu_vm_by_gcloud(machines, program, capfd):
     assert "gcloud describes it as 'null', which is not a TPU VM" in capfd.readouterr().err
 
 
-def test_it_ends_with_the_first_bad_code_after_the_others(machines, program, capfd):
-    """One diverges, and the other ends later, with another code."""
+@pytest.mark.parametrize(
+    ("first", "last", "code"), [(DIVERGED, 69, DIVERGED), (PREEMPTED, 69, PREEMPTED), (69, DIVERGED, DIVERGED)]
+)
+def test_it_ends_with_the_first_bad_code_after_the_others(machines, program, capfd, first, last, code):
+    """Unless a later one says that to start again is of no use, as of a loss that diverged."""
     given = ["hosts=a,b", "cluster=manual", "recipe=long_context"]
-    code = f'if [[ "$*" == *process_id=0 ]]; then sleep 1; echo last; exit 69; fi; exit {DIVERGED}'
-    assert tpu_vm.main([*given, program(code)]) == DIVERGED
+    text = f'if [[ "$*" == *process_id=0 ]]; then sleep 0.5; echo last; exit {last}; fi; exit {first}'
+    assert tpu_vm.main([*given, program(text)]) == code
     assert "[0] last" in capfd.readouterr().out
 
 

@@ -1,5 +1,6 @@
 """Why a run ends, and what its launcher makes of that."""
 
+import json
 import os
 import stat
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from ejdist.cluster import HostLost, ending, verdict
 from ejdist.cluster import hosts as hosts_module
 from ejdist.cluster.lost import failed_device, lost, patience
-from ejdist.cluster.presence import presence
+from ejdist.cluster.presence import Who, presence, write_hosts
 from ejdist.cluster.verdict import NO_USE, Verdict, again, give, of_start, read, write
 from ejdist.training.stop import Diverged
 from launch import errors, local, tpu_vm
@@ -174,6 +175,18 @@ def test_a_save_that_waits_for_others_has_an_end(monkeypatch):
     assert ending.bounded(waits, 0.05) is False and calls == [1]
     assert ending.bounded(waits, 0) is False and calls == [1]
     assert ending.bounded(lambda: 1 / 0, 5) is True
+
+
+def test_which_machine_a_host_is_is_kept(tmp_path, monkeypatch):
+    hosts = [Who(i, 2, "launch.train", "/runs/a", "", f"n{i}", 5 + i, f"rack{i}", f"pod{i}") for i in range(2)]
+    monkeypatch.setattr(presence(), "hosts", hosts)
+    write_hosts(tmp_path)
+    kept = json.loads((tmp_path / "hosts.json").read_text())["hosts"]
+    assert kept[1] == {"index": 1, "hostname": "n1", "pid": 6, "node": "rack1", "pod": "pod1"} and len(kept) == 2
+    monkeypatch.setattr(presence(), "hosts", [])
+    write_hosts(tmp_path)
+    (alone,) = json.loads((tmp_path / "hosts.json").read_text())["hosts"]
+    assert alone["index"] == 0 and alone["pid"] == os.getpid()
 
 
 STARTED = """#!/bin/sh

@@ -103,7 +103,8 @@ def write_hosts(directory: Path) -> None:
     Raises:
       OSError: the file cannot be written.
     """
-    hosts = _presence.hosts or [whoami(0, 1, "", str(directory))]
+    alone = [whoami(0, 1, "", str(directory))]
+    hosts = _presence.hosts or alone
     kept = ("index", "hostname", "pid", "node", "pod")
     rows: list[dict[str, Any]] = [{k: v for k, v in asdict(who).items() if k in kept} for who in hosts]
     stated = {"started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "hosts": rows}

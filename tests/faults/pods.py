@@ -103,8 +103,8 @@ FAULTS = (
     Fault(
         "a run that was refused is started again",
         "jobset",
-        "{'containerName': _CONTAINER, 'operator': 'NotIn', 'values': sorted(AGAIN)}",
-        "{'containerName': _CONTAINER, 'operator': 'In', 'values': sorted(AGAIN)}",
+        "{'containerName': _CONTAINER, 'operator': 'In', 'values': sorted(NO_USE)}",
+        "{'containerName': _CONTAINER, 'operator': 'NotIn', 'values': sorted(NO_USE)}",
         f"{OF_GKE} -k start_the_run_again",
     ),
     Fault(
@@ -142,8 +142,8 @@ FAULTS = (
     Fault(
         "the last bad exit code is told",
         "Connections.wait",
-        "self._failed[0]",
-        "self._failed[-1]",
+        "[HOST_LOST if $code == _NO_CONNECTION else $code for $_, $code in self._failed]",
+        "[HOST_LOST if $code == _NO_CONNECTION else $code for $_, $code in self._failed[::-1]]",
         f"{OF_TPU_VM} -k first_bad_code",
     ),
     Fault(
@@ -165,9 +165,9 @@ FAULTS = (
     ),
     Fault(
         "cluster=manual asks the cluster around it",
-        "join",
-        "jax.distributed.initialize(*$facts, cluster_detection_method='deactivate', **$limits)",
-        "jax.distributed.initialize(*$facts, **$limits)",
+        "launch/cluster:_place",
+        "cluster.kind == 'manual'",
+        "cluster.kind == 'none'",
         f"{OF_CLUSTER} -k asks_nobody",
     ),
     Fault(
@@ -214,9 +214,9 @@ FAULTS = (
     ),
     Fault(
         "a process that a signal has ended is no failure",
-        "local:_main",
-        "next((128 - $c if $c < 0 else $c for $c in $codes if $c), $$after)",
-        "next((128 - $c if $c < 0 else $c for $c in $codes if $c and $c > 0), $$after)",
+        "of_start",
+        "[137 if $c is None else 128 - $c if $c < 0 else $c for $c in $codes]",
+        "[137 if $c is None else 0 if $c < 0 else $c for $c in $codes]",
         "tests/test_many_processes.py -k as_the_process",
     ),
     Fault(

@@ -14,9 +14,9 @@ FAULTS = (
     ),
     Fault(
         "two runs are made in one folder",
-        "Lock._wait",
-        "if time.monotonic() >= $end:\n    raise",
-        "return None",
+        "Lock._acquire",
+        "not _linked($candidate, self._file)",
+        "False",
         "tests/test_run_files.py -k another_process",
     ),
     Fault(
