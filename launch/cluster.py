@@ -41,7 +41,9 @@ def join(cluster: Any, command: str = "launch.train", run: str = "") -> None:
     import jax
 
     from ejdist.cluster.ending import within
+    from ejdist.cluster.line import TurnedAway
     from ejdist.cluster.presence import presence, whoami
+    from ejdist.cluster.verdict import FILE
 
     cluster.validate()
     if cluster.kind == "local":
@@ -49,7 +51,11 @@ def join(cluster: Any, command: str = "launch.train", run: str = "") -> None:
     with within(cluster.timeout, lambda: f"error: {_alone(cluster)}"):
         place = _place(cluster)
     me = presence().me = whoami(place.index, place.count, command, run)
-    port = _open_door(cluster, place, me) if place.index == 0 else _knock(cluster, place, me)
+    try:
+        port = _open_door(cluster, place, me) if place.index == 0 else _knock(cluster, place, me)
+    except TurnedAway:
+        os.environ.pop(FILE, None)  # it may be that of the start which this process is not of
+        raise
     host = place.coordinator.rpartition(":")[0]
     with within(cluster.timeout, lambda: f"error: {_alone(cluster)}"):
         jax.distributed.initialize(
@@ -113,7 +119,7 @@ def _open_door(cluster: Any, place: _Place, me: Any) -> int:
 def _server(coordinator: str, behind: str | None, me: Any, seconds: float) -> socket.socket:
     """Returns the socket of the door. One start waits for another that is ending; raises ValueError if the port stays taken."""
     from ejdist.cluster.door import listening
-    from ejdist.cluster.line import occupant
+    from ejdist.cluster.line import TurnedAway, occupant
 
     name, _, port = (behind or coordinator).rpartition(":")
     interface = name.strip("[]") if behind and name.strip("[]") not in ("::", "0.0.0.0") else ""
@@ -132,7 +138,7 @@ def _server(coordinator: str, behind: str | None, me: Any, seconds: float) -> so
                 "port"
             )
             reason = os.strerror(error.errno) if error.errno else str(error)
-            raise ValueError(
+            raise (TurnedAway if why else ValueError)(
                 f"cluster.coordinator = {coordinator!r}: process 0 cannot listen on port {port} ({reason}); {why or remedy}"
             ) from error
 

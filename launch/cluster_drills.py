@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ejdist.cluster.presence import START
+from ejdist.cluster.verdict import FILE
 from launch.errors import BAD_CHECKPOINT, BUG, DONE, HOST_LOST, WRONG
 from launch.processes import Job, free_port
 from launch.scenes import GONE, Disturbance, Scene
@@ -59,7 +60,8 @@ def _come(job: Job, command: str, logs: Path, chance: random.Random) -> list[str
     """Starts others beside the processes of a run; returns what is wrong with how they end."""
     logs.mkdir(parents=True)
     address = next((w.partition("=")[2] for w in job.lines[0] if w.startswith("cluster.coordinator=")), "")
-    variables = {k: v for k, v in job.variables.items() if k != START}  # by hand, and not by the launcher of the run
+    # By hand, and not by the launcher of the run.
+    variables = {k: v for k, v in job.variables.items() if k not in (START, FILE)}
     made = []
     for i, line in enumerate(job.lines):
         if command:

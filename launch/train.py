@@ -216,8 +216,9 @@ def command(before: Callable[[], object] = lambda: None, body: Callable[[], int]
         code = body()
     except Exception as error:  # a bug: with its traceback, and without waiting for the other hosts
         code = state(error)
-    give(code, "" if code in (DONE, PREEMPTED) else f"it ended with exit code {code}")
-    if code not in (DONE, PREEMPTED) or isinstance(code, AtOnce):
+    well = code in (DONE, PREEMPTED) and not isinstance(code, AtOnce)
+    give(code, "" if well else f"it ended with exit code {code}")
+    if not well:
         _end_now(code)
     leave(code)
 

@@ -1,5 +1,6 @@
 """launch.slurm: its script is run by a stub of srun that sets what Slurm sets, and one of scontrol that keeps its call."""
 
+import json
 import os
 import signal
 import stat
@@ -16,16 +17,20 @@ from launch import slurm
 from launch.errors import DONE, PREEMPTED, WRONG
 
 SRUN = """#!{python}
-import os, signal, subprocess, sys
+import json, os, signal, subprocess, sys
 line = [a for a in sys.argv[1:]]
 while line[0].startswith("-"):
     line.pop(0)
 count, made = int(os.environ["STUB_TASKS"]), []
 for i in range(count):
     task = dict(SLURM_STEP_NODELIST="localhost", SLURM_NTASKS=str(count), SLURM_PROCID=str(i), SLURM_LOCALID=str(i))
-    made.append(subprocess.Popen(line, env=os.environ | task))
+    here = line
+    if spec := json.loads(os.environ.get("STUB_SPECS", "{{}}")).get(str(i)):
+        here = [w for word in line for w in (["launch.disturbed", json.dumps(spec)] if word == "launch.train" else [word])]
+    made.append(subprocess.Popen(here, env=os.environ | task))
 signal.signal(signal.SIGTERM, lambda *_: [p.send_signal(signal.SIGTERM) for p in made])
-sys.exit(max(p.wait() for p in made))
+# As srun says: the highest exit code of all tasks, or 128 and the signal.
+sys.exit(max(128 - code if code < 0 else code for code in [p.wait() for p in made]))
 """
 SCONTROL = '#!/bin/sh\necho "$@" >> "$STUB_CALLS"\n'
 
@@ -121,6 +126,41 @@ def test_the_reason_decides_and_not_the_highest_code_of_all_tasks(cluster, tmp_p
     if left:
         assert f"the run ended with exit code {code}, by {left.split(' ', 1)[1]}" in (tmp_path / "log").read_text()
     assert not list(Path.cwd().glob(".ejdist*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "spec", "code", "again", "word"),
+    [
+        (1, {"do": "signal", "number": 9}, 69, True, "host 1 ("),
+        (0, {"do": "signal", "number": 9}, 69, True, "host 0 ("),
+        (1, {"do": "signal", "number": 11}, 69, True, "host 1 ("),
+        (0, {"do": "signal", "number": 7}, 69, True, "host 0 ("),
+        (0, {"do": "bug"}, 1, False, "a bug of the drill"),
+        (1, {"do": "bug"}, 1, False, "a bug of the drill"),
+        (1, {"do": "device"}, 69, True, "ECC_UNCORRECTABLE"),
+        (0, {"do": "no_room"}, 3, False, "could not be written"),
+    ],
+    ids=lambda value: str(value.get("number", value["do"])) if isinstance(value, dict) else None,
+)
+def test_a_fault_of_one_task_is_queued_again_where_that_helps(cluster, corpus, tmp_path, task, spec, code, again, word):
+    """Two real processes under a srun that returns the highest code, with a fault in one of them."""
+    own = [
+        *PLAIN,
+        *corpus,
+        "mesh.dp=2",
+        f"run.dir={tmp_path / 'run'}",
+        "run.steps=40",
+        "checkpoint.every=4",
+        "run.host_timeout=120",
+    ]
+    job = cluster(batch("nodes=2", "tasks_per_node=1", *own), STUB_SPECS=json.dumps({task: spec | {"step": 8}}))
+    ended = job.wait(400)
+    said = (tmp_path / "log").read_text()
+    assert ended == code and (tmp_path / "calls").exists() is again, said[-3000:]
+    assert f"the run ended with exit code {code}, by " in said and word in said.rpartition("the run ended with")[2], (
+        said[-3000:]
+    )
 
 
 def test_what_the_script_asks_for():

@@ -30,6 +30,9 @@ from ejdist.cluster.presence import Gone, Presence, Who
 EVERY = 5.0  # seconds between signs of life
 SILENT = 30.0  # seconds without one after which a host is named
 HELLO = 10.0  # seconds in which whoever connects must say who it is
+_BYE = (
+    2.0  # seconds that a process which ends waits for its own door, whose thread may be blocked by what reads its log
+)
 _LONGEST = 65536  # bytes of a line
 _NAMED = 8  # processes in a sentence
 
@@ -149,10 +152,14 @@ class Door:
 
     def bye(self, code: int, reason: str) -> None:
         """Tells the others that this process is about to end; with a reason, because it has failed."""
-        with self._lock:
+        if not self._lock.acquire(timeout=_BYE):
+            return
+        try:
             self._ending = True
             for guest in self._members.values():
                 guest.lines.send({"bye": [code, reason]})
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         self._ended.set()
