@@ -112,8 +112,7 @@ def script(o: Options, arguments: Sequence[str]) -> str:
             *lines,
             "set -u",
             f'export {START}="$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"  # of which all processes of this start are',
-            f'export {FILE}="$PWD/.ejdist-$SLURM_JOB_ID"  # where a process leaves why the run ends',
-            f'rm -f "${FILE}"',
+            *(_verdict() if o.command == "train" else ()),
             "# A batch shell that is told to stop waits for the run, which is told too, saves, and ends.",
             "trap : TERM",
             f"{command} &",
@@ -126,6 +125,13 @@ def script(o: Options, arguments: Sequence[str]) -> str:
             "",
         ]
     )
+
+
+def _verdict() -> list[str]:
+    return [
+        f'export {FILE}="$PWD/.ejdist-$SLURM_JOB_ID"  # where a process leaves why the run ends',
+        f'rm -f "${FILE}"',
+    ]
 
 
 def _queued_again(o: Options) -> list[str]:
