@@ -1,5 +1,7 @@
 """Who may join a start: real sockets, and processes that are threads. Real processes are in tests/test_starts.py."""
 
+import os
+import resource
 import socket
 import threading
 import time
@@ -262,6 +264,27 @@ def test_a_start_waits_for_one_that_is_ending(start):
         after.admit(8888)
         assert later.result().port == 8888
         after.close()
+
+
+def test_a_process_may_have_many_open_files(start):
+    """`select` takes no file past the 1,024th."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip("this session may not open 1,200 files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200) if soft != resource.RLIM_INFINITY else soft, hard))
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
+    try:
+        s = start(2)
+        s.complete()
+        s.door.bye(3, "no room")
+        s.door.close()
+        while not s.left:
+            time.sleep(0.01)
+        assert s.left[0].code == 3
+    finally:
+        for file in others:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_what_listens_may_be_no_door():

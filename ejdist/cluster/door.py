@@ -56,6 +56,12 @@ class Lines:
         with self._lock, contextlib.suppress(OSError):
             self.socket.sendall(line)
 
+    def wait(self, seconds: float) -> None:
+        """Returns once something has come, or after so many seconds."""
+        with selectors.DefaultSelector() as ready:  # not `select`, which takes no file past the 1,024th
+            ready.register(self.socket, selectors.EVENT_READ)
+            ready.select(seconds)
+
     def receive(self) -> Iterator[dict[str, Any] | None]:
         """Yields what has come: messages, and None for signs of life.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import select
 import socket
 import sys
 import threading
@@ -61,7 +60,7 @@ class Line:
         told, silent = time.monotonic(), False
         while not self._ended.is_set():
             try:
-                select.select([self._lines.socket], [], [], min(1.0, EVERY / 2))
+                self._lines.wait(min(1.0, EVERY / 2))
                 for message in self._lines.receive():
                     if message is None:
                         continue
@@ -137,7 +136,7 @@ def occupant(port: int, who: Who) -> tuple[str, bool]:
     end = time.monotonic() + _TAKEN
     try:
         while (left := end - time.monotonic()) > 0:
-            select.select([lines.socket], [], [], left)
+            lines.wait(left)
             for message in lines.receive():
                 if message is not None and "refused" in message:
                     return message["refused"], message["again"]
@@ -161,7 +160,7 @@ def _let_in(lines: Lines, address: str, end: float, why: str) -> int:
             raise NobodyCame(missing)
         if now - lines.heard > _ANSWER:
             raise _Later(f"what listens at {address} does not answer as process 0 of a run does")
-        select.select([lines.socket], [], [], min(1.0, EVERY / 2))
+        lines.wait(min(1.0, EVERY / 2))
         try:
             for message in lines.receive():
                 if message is None:
