@@ -44,6 +44,34 @@ def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_not_damaged_storage
     checkpoints.close()
 
 
+def test_a_host_whose_part_of_a_save_has_failed_does_not_wait_for_the_others(tmp_path, monkeypatch):
+    """They wait for that part, at another barrier: its failure was heard of when the time of the save was over."""
+    import orbax.checkpoint as ocp
+
+    waits = []
+
+    def barrier(*, key, timeout_ms):
+        waits.append(key)
+        if failed:
+            raise TimeoutError(f"{key} timed out: the others never came")
+
+    failed = []
+
+    def full(self):
+        failed.append(True)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ocp.multihost, "get_barrier_sync_fn", lambda **_: barrier)
+    monkeypatch.setattr(ocp.CheckpointManager, "_wait_for_checkpointers", full)
+    checkpoints = Checkpoints(tmp_path, CheckpointSection())
+    checkpoints.save(1, {"a": jnp.ones(3)}, BESIDE)
+    with pytest.raises(
+        CheckpointError, match=r"could not be written .*No space left on device\); free space on that disk"
+    ):
+        checkpoints.wait()
+    assert waits, "Orbax asks for none: the test shows nothing"
+
+
 def test_a_second_checkpoint_of_a_step_that_is_damaged_is_set_aside_too(tmp_path):
     """A run went on before it, made the step again, and the disk damaged it again. Each is kept, and none is a checkpoint."""
     checkpoints = Checkpoints(tmp_path, CheckpointSection())

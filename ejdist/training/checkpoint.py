@@ -23,6 +23,7 @@ from ejdist.training.checkpoint_format import (
     CheckpointError,
     DamagedCheckpoint,
     Writing,
+    barrier_of_saves,
     check_same_model,
     described,
     keys_of,
@@ -107,7 +108,7 @@ class Checkpoints:
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=_preservation(self.section),
                 enable_async_checkpointing=True,
-                async_options=ocp.AsyncOptions(timeout_secs=self._timeout),
+                async_options=ocp.AsyncOptions(timeout_secs=self._timeout, barrier_sync_fn=barrier_of_saves()),
             )
             self._made = _manager_class()(self.directory, options=options, item_handlers=handlers)
         return self._made

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +17,7 @@ from ejdist.training.pytree_io import from_arrays, is_key, kind_of, like_arrays
 
 # Keys added to the run's metadata: the digest, dtype and shape of each array, and the kind of each PRNG key.
 _DIGEST, _KINDS, _KEYS = "digest", "kinds", "keys"
+_FINISHES = "save_finalize"  # Orbax's thread that ends a save
 
 
 class CheckpointError(RuntimeError):
@@ -28,6 +32,25 @@ def raise_if_lost(error: BaseException) -> None:
     """Raises HostLost if that is what an error amounts to: it then says nothing about the disk."""
     if (gone := lost(error)) is not None:
         raise gone
+
+
+def barrier_of_saves() -> Callable[..., None]:
+    """Returns what Orbax waits with for the other hosts: a host whose own part of a save has failed does not wait.
+
+    The thread that finishes a save waits for all hosts even while it passes on a failure. The others never come, as they wait
+    for this host's part: nobody would hear of a full disk before the save's time limit, and then only of a host that is lost.
+    """
+    import orbax.checkpoint as ocp
+
+    wait = ocp.multihost.get_barrier_sync_fn()
+
+    def barrier(*, key: str, timeout_ms: int) -> None:
+        # Only there: other threads may be called by whoever handles an error of something else.
+        if threading.current_thread().name == _FINISHES and (error := sys.exception()) is not None:
+            raise error
+        wait(key=key, timeout_ms=timeout_ms)
+
+    return barrier
 
 
 def described(arrays: Any, keys: dict[str, str], run: dict[str, Any]) -> dict[str, Any]:
