@@ -69,60 +69,66 @@ def _not_installed(error: Exception) -> str | None:
     return f"the package {name} is not installed; the commands need pip install 'ejdist[train]'"
 
 
-_told: tuple[Exception, int] | None = None  # the error that was printed last, and its exit code
+def _read(error: Exception) -> tuple[int | None, str]:
+    """Returns the exit code of an error, and the sentence about it; (None, "") for a bug."""
+    if (missing := _not_installed(error)) is not None:
+        return WRONG, missing
+    if (
+        isinstance(error, ImportError) and error.name == "kernels"
+    ):  # not ours, without which the rest cannot be imported
+        return WRONG, str(error)
+    from ejdist.cluster.lost import failed_device, lost
+
+    error = lost(error) or failed_device(error) or error
+    code = exit_code_of(error)
+    if code is None:
+        return None, ""
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return code, f"{where}{error.strerror or error}"
+    if isinstance(error, MemoryError):
+        what = f" ({error})" if str(error) else ""
+        return code, f"this host is out of memory{what}: use a smaller batch, or shorter rows"
+    return code, str(error)
+
+
+_told: tuple[Exception, int] | None = None  # the error that `state` has printed, and its exit code
 
 
 def state(error: Exception) -> int:
     """Prints an error, with its traceback if it is a bug, and states it as the reason of this process' end. Returns the exit
     code."""
     global _told
-    if _told is not None and _told[0] is error:
-        return _told[1]
-    try:
-        code = tell(error)
-    except Exception:
-        from ejdist.cluster.verdict import give
-
-        traceback.print_exception(error)
-        code, last = BUG, traceback.format_exception_only(error)[-1]
-        give(code, f"a bug, whose traceback is in the log: {last}")
-    _told = error, code
-    return code
+    if _told is None or _told[0] is not error:
+        code, text = _read(error)
+        if code is None:
+            traceback.print_exception(error)
+            code, text = BUG, f"a bug, whose traceback is in the log: {traceback.format_exception_only(error)[-1]}"
+        else:
+            print(f"error: {text}", file=sys.stderr)
+        _told = error, code
+        _give(code, text)
+    return _told[1]
 
 
 def tell(error: Exception) -> int:
     """Prints one line about an error to stderr, unless `state` has, and returns its exit code. Raises the error if it is a
     bug."""
-    if (missing := _not_installed(error)) is not None:
-        print(f"error: {missing}", file=sys.stderr)
-        return WRONG
-    if (
-        isinstance(error, ImportError) and error.name == "kernels"
-    ):  # not ours, without which the rest cannot be imported
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG
-    from ejdist.cluster.lost import failed_device, lost
-    from ejdist.cluster.verdict import give
-
-    if _told is not None and _told[0] is error:
-        if exit_code_of(error) is None and _told[1] == BUG:
-            raise error
-        return _told[1]
-    error = lost(error) or failed_device(error) or error
-    code = exit_code_of(error)
-    if code is None:
+    stated = _told is not None and _told[0] is error
+    code, text = (_told[1], "") if stated and _told is not None else _read(error)
+    if code is None or (stated and code == BUG):
         raise error
-    if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
-        text = f"{where}{error.strerror or error}"
-    elif isinstance(error, MemoryError):
-        what = f" ({error})" if str(error) else ""
-        text = f"this host is out of memory{what}: use a smaller batch, or shorter rows"
-    else:
-        text = str(error)
-    print(f"error: {text}", file=sys.stderr)
-    give(code, text)
+    if not stated:
+        print(f"error: {text}", file=sys.stderr)
+        _give(code, text)
     return code
+
+
+def _give(code: int, text: str) -> None:
+    with contextlib.suppress(ImportError):  # what the commands need is not installed, which is what is told
+        from ejdist.cluster.verdict import give
+
+        give(code, text)
 
 
 def leaver() -> Callable[[int], NoReturn]:

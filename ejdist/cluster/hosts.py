@@ -140,8 +140,10 @@ class Hosts:
             _tell(error)
             raise
         except Exception as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            notify_failure(reason, wrong=isinstance(error, ValueError), code=_code_of(error))
+            code, reason = _code_of(error), (str(error).splitlines() or [""])[0]
+            if code is None or not reason:
+                reason = f"{type(error).__name__}: {reason}".removesuffix(": ")
+            notify_failure(reason, wrong=isinstance(error, ValueError), code=code)
             _tell(error)  # before anything else is waited for
             raise
 

@@ -159,7 +159,9 @@ def _let_in(lines: Lines, address: str, end: float, why: str) -> int:
         if now > end:
             raise NobodyCame(missing)
         if now - lines.heard > _ANSWER:
-            raise _Later(f"what listens at {address} does not answer as process 0 of a run does")
+            raise _Later(
+                f"what listens at {address} does not answer as process 0 of a run does, and may be another program"
+            )
         lines.wait(min(1.0, EVERY / 2))
         try:
             for message in lines.receive():

@@ -85,8 +85,8 @@ FAULTS = (
     Fault(
         "a host that fails keeps it to itself",
         "Hosts.together",
-        "notify_failure($reason, wrong=isinstance($error, ValueError), code=_code_of($error))",
-        "dict(reason=$reason, wrong=isinstance($error, ValueError), code=_code_of($error))",
+        "notify_failure($reason, wrong=isinstance($error, ValueError), code=$code)",
+        "dict(reason=$reason, wrong=isinstance($error, ValueError), code=$code)",
         f"{TESTS} -k ends_the_waits",
     ),
     Fault(

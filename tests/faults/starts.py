@@ -184,8 +184,8 @@ FAULTS = (
     Fault(
         "an error is printed after everything has been waited for",
         "Hosts.together",
-        "notify_failure($reason, wrong=isinstance($error, ValueError), code=_code_of($error))\n_tell($error)",
-        "notify_failure($reason, wrong=isinstance($error, ValueError), code=_code_of($error))",
+        "notify_failure($reason, wrong=isinstance($error, ValueError), code=$code)\n_tell($error)",
+        "notify_failure($reason, wrong=isinstance($error, ValueError), code=$code)",
         f"{VERDICT} -k printed_once",
     ),
     Fault(
