@@ -154,7 +154,7 @@ def test_any_program_is_turned_away(start, bytes_):
 def test_those_that_never_came_are_named_by_all(start):
     s = start(5)
     with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(s.knock, i) for i in (1, 3)]
+        waiting = [pool.submit(s.knock, i, 30.0) for i in (1, 3)]
         while len(s.door._members) < 2:
             time.sleep(0.01)
         with pytest.raises(TimeoutError) as missing:
@@ -163,7 +163,7 @@ def test_those_that_never_came_are_named_by_all(start):
         assert str(missing.value).startswith(wanted)
         for one in waiting:
             with pytest.raises(NobodyCame, match="processes 2, 4 of 5 never came"):
-                one.result()
+                one.result(5)
 
 
 def test_a_process_that_waits_longer_than_the_others_knows_who_is_missing(start):

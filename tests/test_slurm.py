@@ -94,7 +94,7 @@ def test_a_job_that_is_stopped_is_queued_again_and_goes_on(cluster, corpus, tmp_
             (code, "", True) for code in (135, 137, 139, 253)
         ),  # SIGBUS, SIGKILL, SIGSEGV, and Slurm's own for lack of memory
         (75, "100", False),
-        *((code, "", False) for code in (0, 1, 2, 3, 4, 6, 130)),
+        *((code, "", False) for code in (0, 1, 2, 3, 4, 6, 127, 130)),
     ],
 )
 def test_which_ends_are_queued_again(cluster, tmp_path, code, restarts, again):

@@ -19,8 +19,9 @@ from ejdist.cluster.presence import presence
 
 FILE = "EJDIST_VERDICT"
 # After these a new start would end as this one did, until somebody has mended what the message names: a bug (1, Python's own),
-# the user's recipe, files or disk (2), a checkpoint (3), a diverged loss (4), a device with wrong bits (6), Ctrl-C (130).
-NO_USE = frozenset({1, 2, 3, 4, 6, 130})
+# the user's recipe, files or disk (2), a checkpoint (3), a diverged loss (4), a device with wrong bits (6), Ctrl-C (130), and a
+# shell's for a program that is not there or is none (126, 127).
+NO_USE = frozenset({1, 2, 3, 4, 6, 126, 127, 130})
 _LONGEST = 2000  # characters of a reason
 
 

@@ -67,7 +67,7 @@ FAULTS = (
         "Door._look",
         "len(self._members) == self._me.count - 1",
         "len(self._members) >= 1",
-        f"{DOOR} -k let_in_when_all or never_came",
+        f"{DOOR} -k 'let_in_when_all or never_came'",
     ),
     Fault(
         "the others do not learn who never came",
