@@ -251,7 +251,7 @@ def drill(o: Options, name: str, number: int, calm: Ended, log: Any) -> bool:
     extra = [] if d.stop_after is None else [f"run.stop_after={d.stop_after}"]
     wrong: list[str] = []
     codes, said, seconds = run(o, folder, d, extra, wrong=wrong)
-    allowed = sorted(set(d.codes), key=str)
+    allowed = sorted(set(d.codes), key=lambda c: (c is None, c or 0))
     faults = [f"exit codes {codes}, which are not of {allowed}"] if not set(codes) <= set(d.codes) else []
     faults += wrong + _decided(d, codes, read_verdict(folder / "logs" / "verdict"))
     faults += [f"no host said {word!r}" for word in d.says if word not in said]

@@ -110,7 +110,9 @@ def faults_of(r: Round, codes: list[int | None], said: str, before: Left, after:
     """
     found = []
     if not set(codes) <= set(r.disturbance.codes):
-        found.append(f"exit codes {codes}, which are not of {sorted(set(r.disturbance.codes), key=str)}")
+        found.append(
+            f"exit codes {codes}, which are not of {sorted(set(r.disturbance.codes), key=lambda c: (c is None, c or 0))}"
+        )
     if after.saved < before.saved:
         found.append(f"checkpoint {before.saved} is gone")
     if r.fault == "sigterm":

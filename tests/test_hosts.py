@@ -13,6 +13,7 @@ import pytest
 
 import ejdist.cluster.hosts as hosts_module
 from ejdist.cluster import HostLost, Hosts, HostsDiffer, agreement, ending
+from ejdist.cluster.presence import Gone, Presence
 from ejdist.training.checkpoint_format import CheckpointError
 from launch.errors import BAD_CHECKPOINT, HOST_LOST, WRONG, exit_code_of
 
@@ -155,6 +156,20 @@ def test_all_hosts_end_with_the_code_of_the_one_that_failed(together, monkeypatc
 
     found = together(3, act, limit=30)
     assert [exit_code_of(found[i]) for i in (0, 2)] == [code, code]
+
+
+def test_a_host_that_is_known_to_be_gone_is_not_waited_for_long(monkeypatch):
+    left, there = [], Presence()
+    there.lose(Gone("host 1 (b) is gone", None))
+    monkeypatch.setattr(ending, "presence", lambda: there)
+    for name, seconds in {"_EVERY": 0.01, "_GONE": 0.01, "_GRACE": 60.0}.items():
+        monkeypatch.setattr(ending, name, seconds)
+    monkeypatch.setattr(ending, "leave", lambda message, code: left.append((message, code)) or sys.exit())
+    with pytest.raises(SystemExit):
+        ending._watch(
+            ending.Codes(75, 69), lambda: hosts_module.Failed("host 1 (b) is gone", False, None), threading.Event()
+        )
+    assert left[0][1] == 69 and left[0][0].startswith("error: host 1 (b) is gone; the same command resumes")
 
 
 @pytest.mark.parametrize(("code", "ends", "words"), [(3, 3, "no room"), (None, 69, "the same command resumes")])

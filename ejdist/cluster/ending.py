@@ -18,10 +18,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ejdist.cluster.hosts import Failed, notify_failure
+from ejdist.cluster.presence import presence
 from ejdist.cluster.verdict import give
 
 _EVERY = 2.0  # seconds between two looks at the other hosts
 _GRACE = 15.0  # seconds for this host to find the cause itself after another host reported a failure
+_GONE = (
+    5.0  # seconds for it to end by itself after another host has ended without a word, where there is nothing to find
+)
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,9 @@ def _watch(codes: Codes, failed: Callable[[], Failed | None], ended: threading.E
         except Exception:  # the coordinator is gone: JAX ends this process and reports it
             return
         if failure is not None:
-            if not ended.wait(_GRACE) and not _finding_out.is_set():
+            gone = presence().gone()
+            grace = _GONE if gone is not None and gone.text == failure.text else _GRACE
+            if not ended.wait(grace) and not _finding_out.is_set():
                 if failure.code is not None:
                     leave(f"error: {failure.text}", failure.code)
                 leave(f"error: {failure.text}; the same command resumes from the last checkpoint", codes.lost)
