@@ -162,13 +162,15 @@ def test_a_host_that_is_known_to_be_gone_is_not_waited_for_long(monkeypatch):
     left, there = [], Presence()
     there.lose(Gone("host 1 (b) is gone", None))
     monkeypatch.setattr(ending, "presence", lambda: there)
-    for name, seconds in {"_EVERY": 0.01, "_GONE": 0.01, "_GRACE": 60.0}.items():
+    for name, seconds in {"_EVERY": 0.01, "_GONE": 0.01, "_GRACE": 3.0}.items():
         monkeypatch.setattr(ending, name, seconds)
     monkeypatch.setattr(ending, "leave", lambda message, code: left.append((message, code)) or sys.exit())
+    start = time.monotonic()
     with pytest.raises(SystemExit):
         ending._watch(
             ending.Codes(75, 69), lambda: hosts_module.Failed("host 1 (b) is gone", False, None), threading.Event()
         )
+    assert time.monotonic() - start < 2
     assert left[0][1] == 69 and left[0][0].startswith("error: host 1 (b) is gone; the same command resumes")
 
 

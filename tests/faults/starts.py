@@ -3,6 +3,7 @@
 from faults import Fault
 
 DOOR, CLUSTER, VERDICT = "tests/test_door.py", "tests/test_cluster.py", "tests/test_verdict.py"
+HOSTS = "tests/test_hosts.py"
 LOCK, SLURM, GKE = "tests/test_run_lock.py", "tests/test_slurm.py", "tests/test_gke.py"
 
 FAULTS = (
@@ -201,6 +202,13 @@ FAULTS = (
         "threading.current_thread().name == _FINISHES and ($error := sys.exception()) is not None",
         "($error := None) is not None",
         "tests/test_checkpoint.py -k part_of_a_save",
+    ),
+    Fault(
+        "a host that has ended is waited for as one that may explain itself",
+        "ending:_watch",
+        "$gone is not None and $gone.text == $failure.text",
+        "False",
+        f"{HOSTS} -k known_to_be_gone",
     ),
     Fault(
         "an error of a device is a bug",
