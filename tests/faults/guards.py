@@ -8,8 +8,8 @@ FAULTS = (
     Fault(
         "a host that finds out who holds up the others is ended by their telling it so",
         "ending:_watch",
-        "not $ended.wait(_GRACE) and (not _finding_out.is_set())",
-        "not $ended.wait(_GRACE)",
+        "not $ended.wait($grace) and (not _finding_out.is_set())",
+        "not $ended.wait($grace)",
         "tests/test_hosts.py -k ends_with_its_code",
     ),
     Fault(
