@@ -271,7 +271,12 @@ def main(argv):
         raise SystemExit(f"divide must be positive, got {o['divide']}")
     quick, candidates = bool(o["quick"]), bool(o["candidates"])
     rounds = 5 if quick else ROUNDS
-    facts = {"device": jax.devices()[0].device_kind, "dtype": "bfloat16", "options": recorded(o), **provenance(o["commit"])}
+    facts = {
+        "device": jax.devices()[0].device_kind,
+        "dtype": "bfloat16",
+        "options": recorded(o),
+        **provenance(o["commit"]),
+    }
 
     def take(found):
         for row in found:
