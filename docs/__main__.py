@@ -14,14 +14,18 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from docs.pages import ROOT, all_pages, files_linked_to
+from docs.pages import FRONT, ROOT, all_pages, files_linked_to
 
 # MyST reads Markdown by CommonMark's rules, as GitHub does, so that a README looks the same in both.
 CONFIGURATION = {
     "project": "ejdist",
+    "root_doc": FRONT.removesuffix(".md"),
     "extensions": ["myst_parser"],
     "html_theme": "alabaster",
-    "html_theme_options": {"page_width": "1200px", "sidebar_width": "260px", "fixed_sidebar": True},
+    "html_theme_options": {"page_width": "900px", "sidebar_width": "260px", "fixed_sidebar": True},
+    "html_sidebars": {"**": ["about.html", "searchbox.html", "navigation.html"]},
+    "html_static_path": [str(ROOT / "docs" / "static")],
+    "html_css_files": ["site.css"],
     "html_show_sourcelink": False,
     "html_show_copyright": False,
     "myst_heading_anchors": 4,  # so that a link to a heading is checked
@@ -53,6 +57,11 @@ def build(out: Path, pages: Mapping[str, str] | None = None) -> list[str]:
             )  # of Python: what Sphinx's next version will drop is for its extensions to mend
             app = Sphinx(source, None, out, Path(folder) / "doctrees", "html", CONFIGURATION, status=None, warning=said)
             app.build(force_all=True)
+    # Where a browser and a server begin.
+    front = FRONT.replace(".md", ".html")
+    (out / "index.html").write_text(
+        f'<!doctype html><meta http-equiv="refresh" content="0; url={front}"><a href="{front}">ejdist</a>'
+    )
     return [line.replace(f"{source}/", "") for line in said.getvalue().splitlines() if line.strip()]
 
 

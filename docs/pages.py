@@ -25,7 +25,16 @@ from kernels.framework.dims import VOCABULARY, Dim
 from kernels.framework.public import PublicFunction
 
 ROOT = Path(__file__).resolve().parent.parent
-API = "api.md"
+FRONT, OPERATIONS, API = "README.md", "operations.md", "api.md"
+# The parts of the navigation, and how the paths of their pages begin: the first that fits counts, and the last fits all.
+PARTS = {
+    "Tutorials": ("docs/tutorials/",),
+    "Terms and calls": ("docs/",),
+    "Operations": (OPERATIONS, "kernels/ops/"),
+    "Framework": (API, "kernels/"),
+    "Training": ("launch/", "ejdist/"),
+    "Project": ("",),
+}
 _HIDDEN = {"outputs", "build", "dist", "tests"}
 
 
@@ -49,7 +58,8 @@ def all_pages() -> dict[str, str]:
             home = _readme_of(function, rest)
             head = "" if "## Functions" in rest[home] else "\n\n## Functions"
             rest[home] += f"{head}\n\n{documented(name, function, 3)}\n"
-    return {"index.md": index(pages, rest), **pages, **rest, API: api_page()}
+    made = {**pages, **rest, OPERATIONS: operations_page(rest), API: api_page()}
+    return made | {FRONT: made[FRONT] + navigation(made)}
 
 
 def _readme_of(thing: object, among: Iterable[str]) -> str:
@@ -195,8 +205,12 @@ def _is_operation(thing: object) -> bool:
     return isinstance(thing, PublicFunction) or thing in modules
 
 
-def index(operations: Mapping[str, str], rest: Mapping[str, str]) -> str:
-    """Returns the first page: all functions in one table, and the contents."""
+def operations_page(rest: Mapping[str, str]) -> str:
+    """Returns the page of all functions in one table.
+
+    Args:
+      rest: the pages that are not of operations with contracts.
+    """
     home = {op.name: path.relative_to(ROOT).as_posix() for path, ops in readmes().items() for op in ops}
     rows = []
     for name, function in sorted(FUNCTIONS.items()):
@@ -204,15 +218,22 @@ def index(operations: Mapping[str, str], rest: Mapping[str, str]) -> str:
         page = home[plain.op.name] if plain else _readme_of(function, rest)
         rows.append((f"[`{name}`]({page}#{_anchor(name)})", escaped(first_sentence((plain or function).__doc__))))
     package = sys.modules["ejdist"]
-    parts = ["# ejdist", markdown(package.__doc__), "## Operations", table(("function", "returns"), rows)]
-    guides = [name for name in rest if name != "README.md"]
-    for caption, names in (
-        ("Start", ["README.md"]),
-        ("Operations", sorted(operations)),
-        ("Framework", [API, *guides]),
-    ):
-        parts.append("\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *names, "```"]))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(["# All operations", markdown(package.__doc__), table(("function", "returns"), rows)]) + "\n"
+
+
+def navigation(pages: Iterable[str]) -> str:
+    """Returns the contents of the site, for the end of its front page: every other page once, in the parts of `PARTS`."""
+    parts: dict[str, list[str]] = {part: [] for part in PARTS}
+    for name in pages:
+        if name != FRONT:
+            parts[next(part for part, begins in PARTS.items() if name.startswith(begins))].append(name)
+    # A page of all before the pages of each.
+    first = (OPERATIONS, API, "docs/tutorials/README.md", "launch/README.md")
+    trees = []
+    for part, names in parts.items():
+        names.sort(key=lambda name: (name not in first, name))
+        trees.append("\n".join(["```{toctree}", ":hidden:", f":caption: {part}", "", *names, "```"]))
+    return "\n\n" + "\n\n".join(trees) + "\n"
 
 
 def _anchor(name: str) -> str:

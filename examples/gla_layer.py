@@ -1,8 +1,8 @@
 """Gated linear attention as a layer kind of one's own, for hybrids with full attention: its work and its state do not grow with
 the sequence, and over ranks of the sequence it sends states, not keys and values.
 
-With S [H, H] the state of a head, g <= 0 its log decay, and r a gate of the output (Yang et al. 2023, arXiv:2312.06635, section 4.4,
-here with one decay for each head):
+With S [H, H] the state of a head, g <= 0 its log decay, and r a gate of the output (Yang et al. 2023, arXiv:2312.06635,
+section 4.4, here with one decay for each head):
 
     S_t = exp(g_t) S_{t-1} + k_t v_tᵀ      o_t = S_tᵀ q_t / sqrt(H)      out = (rms_norm(o) * silu(r)) W
 

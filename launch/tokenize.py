@@ -224,7 +224,7 @@ def run(options: dict[str, Any]) -> None:
     mine = [unit for unit in share if unit.name in todo]
     before = len(share) - len(mine)
     print(
-        f"{len(share)} shards from {sum(u.size for u in share) / 1e6:,.0f} MB"
+        f"{len(share)} shard{'s' * (len(share) != 1)} from {sum(u.size for u in share) / 1e6:,.0f} MB"
         + (f" (part {part} of {parts})" if parts > 1 else "")
         + (f", {before} of them done already" if before else ""),
         flush=True,

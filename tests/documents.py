@@ -1,6 +1,6 @@
 """The commands of the project's documents: read from fenced blocks, checked without running them, and run.
 
-    python tests/documents.py [PAGE ...]    # runs tutorials from top to bottom, each in an empty folder, and shows what they print
+    python tests/documents.py [PAGE ...]    # runs tutorials from top to bottom, each in an empty folder
 
 | block | what it is |
 |---|---|
@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import ast
 import glob
 import importlib
 import importlib.util
@@ -121,11 +122,13 @@ class Page:
 
     complete: bool
     checked: list[str] = field(default_factory=list)
+    quoted: set[str] = field(default_factory=set)  # texts in the scripts so far: what they write is among them
 
     def check(self, text: str) -> None:
         """Raises AssertionError, or what a command raises for what is wrong with its arguments, with the line."""
         for block in blocks_of(text):
             if block.file:
+                self._script(block.text)
                 Path(block.file).write_text(block.text)
             if block.language not in SHELLS:
                 continue
@@ -145,20 +148,24 @@ class Page:
             name, words = rest[1].removeprefix("launch."), rest[2:]
             assert name in CHECKS, f"launch.{name} is not a command"
             said = CHECKS[name](words, self, complete) or ""
-            self.checked.append(name)
+            program = name
         elif program == "python" and rest[:1] == ["-m"]:
             assert importlib.util.find_spec(rest[1]), f"there is no module {rest[1]}"
         elif program == "python" and rest[:1] in (["-"], ["-c"]):
-            compile(command.stdin if rest[0] == "-" else rest[1], "a document", "exec")
+            self._script(command.stdin if rest[0] == "-" else rest[1])
         elif program == "python":
             self.needs(rest[0])
         else:
             assert program in OTHERS, f"nothing checks a command {program!r}: see tests/documents.py"
-            for option in rest if program == "mkdir" else []:
-                Path(option).mkdir(exist_ok=True) if not option.startswith("-") else None
+            self.folders(*(option for option in rest if program == "mkdir" and not option.startswith("-")))
         if command.to:
-            Path(command.to).parent.mkdir(parents=True, exist_ok=True)
+            self.folders(os.path.dirname(command.to))
             Path(command.to).write_text(command.stdin or said)
+        self.checked.append(program)
+
+    def _script(self, text: str) -> None:
+        tree = ast.parse(text)
+        self.quoted |= {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
 
     def needs(self, *names: Any) -> None:
         """Raises AssertionError for a file that neither a command before nor the project has."""
@@ -166,12 +173,20 @@ class Page:
             if not isinstance(name, str) or name in BUILT_IN or name.startswith("bpe:"):
                 continue
             path = re.sub(r"^\w+:(?!//)", "", name)  # of a source of a plugin
-            assert glob.glob(path) or (ROOT / path).exists(), f"nothing before has made {path}"
+            written = {path, Path(path).parts[0]} & self.quoted
+            assert written or glob.glob(path) or (ROOT / path).exists(), f"nothing before has made {path}"
+
+    def folders(self, *names: str) -> None:
+        """Makes folders, but none outside the current one, such as on the disk of a cluster."""
+        for name in names:
+            if not os.path.isabs(name):
+                Path(name).mkdir(parents=True, exist_ok=True)
 
     def makes(self, folder: str) -> None:
         """Puts a folder there, as of a model."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / "config.json").write_text(json.dumps(published_loop.MODELS["qwen3"]))
+        self.folders(folder)
+        if Path(folder).is_dir():
+            (Path(folder) / "config.json").write_text(json.dumps(published_loop.MODELS["qwen3"]))
 
     def folders_of_models(self, words: Sequence[str]) -> None:
         """Puts the published folders there that a page leaves to its reader."""
@@ -214,7 +229,7 @@ def _train(words: list[str], page: Page, complete: bool) -> str | None:
     else:
         runs = [words]
     for run in runs:
-        Path(_composed(run, page, complete).run.dir).mkdir(parents=True, exist_ok=True)
+        page.folders(_composed(run, page, complete).run.dir)
 
 
 def _plan(words: list[str], page: Page, complete: bool) -> None:
@@ -226,6 +241,7 @@ def _plan(words: list[str], page: Page, complete: bool) -> None:
 def _evaluate(words: list[str], page: Page, complete: bool) -> None:
     from launch.evaluate import parse
 
+    page.folders(*(os.path.dirname(word.removeprefix("to=")) for word in words if word.startswith("to=")))
     _, where, recipe = parse(words)
     if complete:
         page.needs(where)
@@ -257,7 +273,7 @@ def _tokenize(words: list[str], page: Page, complete: bool) -> None:
     if complete:
         source = options["source"]
         page.needs(*(source if isinstance(source, list) else [source]), options["tokenizer"])
-    Path(options["to"]).mkdir(parents=True, exist_ok=True) if not options["to"].startswith("/") else None
+    page.folders(options["to"])
 
 
 def _launcher(name: str) -> Callable[[list[str], Page, bool], None]:
@@ -278,7 +294,7 @@ def _rehearse(words: list[str], page: Page, complete: bool) -> None:
     parse(words)
 
 
-# What each command makes of its arguments: (words, page, whether all files must be there) -> what it prints, if another reads it.
+# How a command's arguments are checked: (words, page, whether all files must be there) -> what it prints, if that is read.
 CHECKS: dict[str, Callable[[list[str], Page, bool], str | None]] = {
     "train": _train, "plan": _plan, "evaluate": _evaluate, "export": _export, "report": _report, "tokenize": _tokenize,
     "rehearse": _rehearse,

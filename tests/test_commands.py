@@ -1,7 +1,6 @@
 """What all commands share: flags, recipes of the user's own, sweeps, and how they begin and end."""
 
 import importlib
-import json
 import os
 import re
 import runpy
@@ -14,11 +13,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import published_loop
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from plugged import plugins_of_a_test
 from small_run import TINY, losses
 
 from launch import __main__ as listing
@@ -233,23 +230,6 @@ def test_what_is_said_of_a_value_that_cannot_be_read_may_be_typed(text):
     advice = re.search(r"inside those of the shell: (.*); for a run", said, re.DOTALL)[1]
     (word,) = shlex.split(advice)
     assert compose([word]).run.dir == text
-
-
-@pytest.mark.parametrize("file", ["README.md", "launch/README.md"])
-def test_recipes_of_the_documentation_compose(file, tmp_path, monkeypatch):
-    """Whatever stands on several lines of a shell: data and devices need not be there. Published folders must."""
-    shown = []
-    monkeypatch.chdir(tmp_path)
-    for folder in ("DIR", "models/Qwen3-8B"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "config.json").write_text(json.dumps(published_loop.MODELS["qwen3"]))
-    for block in re.findall(r"```bash\n(.*?)```", (ROOT / file).read_text(), re.DOTALL):
-        for command in block.replace("\\\n", " ").split("python -m launch.")[1:]:
-            name, *words = shlex.split(command, comments=True)
-            if name == "train" and not {"-m", "--cfg", "--config-dir"} & set(words):
-                with plugins_of_a_test():
-                    shown.append(compose(words))
-    assert shown and any(recipe.curriculum for recipe in shown) == (file == "launch/README.md")
 
 
 @pytest.mark.parametrize("text", ["2024_11_23", "1e3", "007", "true", "-1"])

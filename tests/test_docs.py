@@ -35,6 +35,19 @@ def test_it_builds_and_no_link_leads_nowhere(build, pages, tmp_path):
     }
     text = (tmp_path / "kernels" / "ops" / "mean_pooling" / "README.html").read_text()
     assert 'id="mean_pooling"' in text and "B, T, D" in text and "triton_gpu" in text
+    assert "docs/tutorials/long_context.html" in text and "site.css" in text, "the navigation, on every page"
+    assert "README.html" in (tmp_path / "index.html").read_text() and (tmp_path / "_static" / "site.css").exists()
+
+
+def test_the_navigation_leads_from_the_readme_to_every_page_once(pages):
+    trees = re.findall(r"```\{toctree\}\n:hidden:\n:caption: (.*?)\n\n(.*?)\n```", pages["README.md"], re.DOTALL)
+    listed = {caption: names.split("\n") for caption, names in trees}
+    assert sorted(sum(listed.values(), [])) == sorted(set(pages) - {"README.md"})
+    assert listed["Tutorials"][0] == "docs/tutorials/README.md" and len(listed["Tutorials"]) == 6
+    assert listed["Operations"][0] == "operations.md" and "kernels/ops/mean_pooling/README.md" in listed["Operations"]
+    assert {"docs/CALL.md", "docs/GLOSSARY.md"} == set(listed["Terms and calls"]) and "CHANGELOG.md" in listed[
+        "Project"
+    ]
 
 
 def test_pages_are_of_the_project_and_of_no_run(tmp_path, monkeypatch):
@@ -54,7 +67,7 @@ def test_pages_are_of_the_project_and_of_no_run(tmp_path, monkeypatch):
 def test_a_link_that_leads_nowhere_fails_the_build(build, tmp_path):
     contents = "```{toctree}\nb.md\n```\n"
     warnings = build(
-        tmp_path, {"index.md": f"# a\n\n[one](nowhere.md), [two](b.md#no-such)\n\n{contents}", "b.md": "# b\n"}
+        tmp_path, {"README.md": f"# a\n\n[one](nowhere.md), [two](b.md#no-such)\n\n{contents}", "b.md": "# b\n"}
     )
     assert len(warnings) == 2 and "nowhere.md" in warnings[0] and "no-such" in warnings[1]
 
@@ -74,7 +87,7 @@ def test_words_that_mean_nothing_build_and_print_nothing(monkeypatch, tmp_path, 
 def test_every_public_name_is_on_a_page(pages):
     for name in ejdist.operations.FUNCTIONS:
         assert sum(f"\n### {escaped(name)}\n" in text for text in pages.values()) == 1, name
-        assert f"[`{name}`](" in pages["index.md"]
+        assert f"[`{name}`](" in pages["operations.md"]
     for op in kernels.operations().values():
         assert sum(f"\n### Operation {escaped(op.name)}\n" in text for text in pages.values()) == 1, op.name
     for name in {*kernels.__all__, *ejdist.__all__, *ejdist.ops.__all__, *ejdist.types.__all__}:

@@ -19,7 +19,7 @@ def test_every_command_of_a_document_composes(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = Page(complete=ROOT / name in TUTORIALS)
     page.check((ROOT / name).read_text())
-    assert page.checked, "no command of the project is in it"
+    assert page.checked, "no command is in it"
 
 
 def test_the_documents_that_a_new_user_reads_have_commands():
@@ -53,6 +53,7 @@ def shell(*lines):
         (shell("python -m launch.train -m recipe=moe run.seed=1,2 optimizer.lr=1"), "unknown key 'optimizer.lr'"),
         (shell("python -m launch.train recipe=moe data.global_batch=-1"), "data.global_batch"),
         (shell("ls && python -m launch.plan topology=v5p:2x2x1 devises=4 recipe=moe"), "did you mean 'devices'"),
+        (shell("python -m launch.plan topology=v5p:2x2x1 recipe=moe model=9b"), "model=9b is unknown"),
         (shell("python -m launch.evaluate run.dir=nowhere"), "nothing before has made nowhere"),
         (shell("python -m launch.export run.dir=. too=x"), "cannot read 'too=x'"),
         (shell("python -m launch.report run.dir=nowhere"), "nothing before has made nowhere"),
@@ -74,6 +75,14 @@ def test_what_is_wrong_with_a_command_is_seen(text, said, tmp_path, monkeypatch)
         Page(complete=True).check(text)
 
 
+def test_commands_for_another_machine_compose_and_need_no_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    there = "```sh\npython -m launch.train model=hf model.init_from=models/M data=files data.source=/mnt/a.txt{}\n```\n"
+    Page(complete=True).check(there.format(" run.dir=/mnt/b"))
+    with pytest.raises(ValueError, match="unknown key 'run.dri'"):
+        Page(complete=True).check(there.format(" run.dri=/mnt/b"))
+
+
 def test_what_a_command_makes_later_ones_may_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = Page(complete=True)
@@ -83,7 +92,10 @@ def test_what_a_command_makes_later_ones_may_name(tmp_path, monkeypatch):
         + shell("python -m launch.train recipe=moe data=files data.source='*.txt' \\", "  run.dir=runs/a  # a comment")
         + shell("python -m launch.export run.dir=runs/a to=b", "X=1 python -m launch.train model=hf:b data.tokenizer=b")
     )
-    assert page.checked == ["train", "export", "train"] and (tmp_path / "a.txt").read_text() == "some 'text\n"
+    assert (
+        page.checked == ["python", "cat", "train", "export", "train"]
+        and (tmp_path / "a.txt").read_text() == "some 'text\n"
+    )
     assert [c.words for c in commands_of("a 'b\nc' && d | e > f; g")][:2] == [["a", "b\nc"], ["d"]]
 
 
@@ -99,7 +111,10 @@ def test_a_page_that_runs_is_held_against_what_it_shows(tmp_path, monkeypatch):
         run_page(page, tmp_path / name)
 
     file = "```python\n# own.py\nprint('total', 3)\n```\n"
-    run("a", file + shell("python own.py > said", "cat said", "ls examples") + "```text\ntotal 4\ncustom_trainer.py\n```\n")
+    run(
+        "a",
+        file + shell("python own.py > said", "cat said", "ls examples") + "```text\ntotal 4\ncustom_trainer.py\n```\n",
+    )
     with pytest.raises(AssertionError, match=r"made.md, line \d+: this is not printed: sum 3"):
         run("b", file + shell("python own.py") + "```text\nsum 3\n```\n")
     with pytest.raises(AssertionError, match="exit code 1"):

@@ -390,7 +390,7 @@ def test_the_scaling_of_rope_is_that_of_the_run(tokenizer, tmp_path, capsys):
 # -- the tokenizer --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["folder", "dataset", "bpe", "recipe.json"])
+@pytest.mark.parametrize("place", ["folder", "dataset", "mixture", "bpe", "recipe.json"])
 def test_the_tokenizer_is_where_the_run_had_it(place, tokenizer, tmp_path, capsys):
     there = tmp_path / ("cache/tokenizer-0" if place == "bpe" else "there")
     there.mkdir(parents=True)
@@ -398,6 +398,7 @@ def test_the_tokenizer_is_where_the_run_had_it(place, tokenizer, tmp_path, capsy
     recipe = {
         "folder": {"data.tokenizer": str(there)},
         "dataset": {"data.tokenizer": "dataset"},
+        "mixture": {"data.tokenizer": "dataset", "data.mixture": [{"source": str(there), "weight": 1.0}]},
         "bpe": {"data.tokenizer": "bpe:300"},
         "recipe.json": {},
     }[place]
@@ -405,6 +406,7 @@ def test_the_tokenizer_is_where_the_run_had_it(place, tokenizer, tmp_path, capsy
     data = {"step": 1, "sequence_length": 64, "tokenizer": FileTokenizer(there / "tokenizer.json").fingerprint}
     export_memory.write(tmp_path / "run", c, recipe, data=data)
     latest = {"data.cache_dir": str(tmp_path / "cache"), "data.source": str(there), "data.tokenizer": str(there)}
+    latest |= {"data.source": None} if place == "mixture" else {}
     (tmp_path / "run" / "recipe.json").write_text(json.dumps(latest))
     config, lines = exported(tmp_path / "run", tmp_path / "to", capsys)
     assert not lines and config["eos_token_id"] == END

@@ -243,7 +243,7 @@ def test_parts_of_the_command(tmp_path, capsys):
         jsonl(tmp_path / f"{name}.jsonl", [name * 700_000])
     arguments = [f"source={tmp_path}/*.jsonl", f"to={tmp_path}/out", "shard_mb=1", "processes=1"]
     assert main([*arguments, "part=1/2"]) == 0
-    assert "1 shards from 1 MB (part 1 of 2)" in (said := capsys.readouterr().out), said
+    assert "1 shard from 1 MB (part 1 of 2)" in (said := capsys.readouterr().out), said
     assert (
         "part 1 of 2 is done; 2 shards of other parts are missing" in said
         and len(list(tmp_path.glob("out/shard-*"))) == 1

@@ -309,7 +309,8 @@ def _tokenizer_of(
 
 def _places(settings: Mapping[str, Any], source: _Source | None, run_dir: Path) -> Iterator[Path]:
     """Yields where the tokenizer of a run may be."""
-    name, data = str(settings.get("data.tokenizer", "bytes")), settings.get("data.source")
+    name = str(settings.get("data.tokenizer", "bytes"))
+    data = [settings.get("data.source"), *(part.get("source") for part in settings.get("data.mixture") or [])]
     if name.startswith("bpe:"):
         cache = Path(settings.get("data.cache_dir") or default_cache_dir()).expanduser()
         yield from sorted(cache.glob(f"tokenizer-*/{TOKENIZER}"))
@@ -319,8 +320,8 @@ def _places(settings: Mapping[str, Any], source: _Source | None, run_dir: Path) 
         if source is not None and source.folder != source.was == path.parent:
             yield source.folder / TOKENIZER  # beside which the files are those of then
         yield path
-    if isinstance(data, str) and not is_url(data):
-        yield from [Path(data).expanduser() / TOKENIZER] if name == OWN or name.startswith("bpe:") else []
+    if name == OWN or name.startswith("bpe:"):
+        yield from (Path(d).expanduser() / TOKENIZER for d in data if isinstance(d, str) and not is_url(d))
     if source is not None:
         yield source.folder / TOKENIZER
     if (kept := run_dir / KEPT / TOKENIZER).exists():

@@ -22,10 +22,10 @@ from kernels.framework.executor import Module, module_class
 from kernels.framework.options import checked
 
 _CALL_DOC = """
-        Every operation also takes:
-          platform: None for the fastest backend on the device this is compiled for; "xla", "triton", "pallas", or the
-            name of a backend, to use that one with no fallback.
-          cfg: tunables for this call; fields left None are chosen automatically.
+    Every operation also takes:
+      platform: None for the fastest backend on the device this is compiled for; "xla", "triton", "pallas", or the
+        name of a backend, to use that one with no fallback.
+      cfg: tunables for this call; fields left None are chosen automatically.
 """
 
 
