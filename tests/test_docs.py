@@ -42,7 +42,7 @@ def test_it_builds_and_no_link_leads_nowhere(build, pages, tmp_path):
 def test_the_navigation_leads_from_the_readme_to_every_page_once(pages):
     trees = re.findall(r"```\{toctree\}\n:hidden:\n:caption: (.*?)\n\n(.*?)\n```", pages["README.md"], re.DOTALL)
     listed = {caption: names.split("\n") for caption, names in trees}
-    assert sorted(sum(listed.values(), [])) == sorted(set(pages) - {"README.md"})
+    assert sorted(name for names in listed.values() for name in names) == sorted(set(pages) - {"README.md"})
     assert listed["Tutorials"][0] == "docs/tutorials/README.md" and len(listed["Tutorials"]) == 6
     assert listed["Operations"][0] == "operations.md" and "kernels/ops/mean_pooling/README.md" in listed["Operations"]
     assert {"docs/CALL.md", "docs/GLOSSARY.md"} == set(listed["Terms and calls"]) and "CHANGELOG.md" in listed[

@@ -79,7 +79,7 @@ def test_commands_for_another_machine_compose_and_need_no_file(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     there = "```sh\npython -m launch.train model=hf model.init_from=models/M data=files data.source=/mnt/a.txt{}\n```\n"
     Page(complete=True).check(there.format(" run.dir=/mnt/b"))
-    with pytest.raises(ValueError, match="unknown key 'run.dri'"):
+    with pytest.raises(ValueError, match=r"unknown key 'run\.dri'"):
         Page(complete=True).check(there.format(" run.dri=/mnt/b"))
 
 
