@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from plugged import plugins_of_a_test
 from shared import once
 from small_run import TINY, losses
 
@@ -22,6 +23,7 @@ from ejdist.operations import bind_ops
 from ejdist.training.metrics import read_rows
 from ejdist.training.runs import Run
 from ejdist.weights.tensors import declared_leaves
+from launch.plan import parse, plan
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -90,6 +92,43 @@ def test_a_layer_of_ones_own_resumes_is_evaluated_and_is_swept(tmp_path):
         "model.short_conv.expand=1",
         "model.short_conv.expand=2",
     }
+
+
+def test_linear_attention_is_planned_and_sends_no_more_for_a_longer_sequence():
+    def sent(kind, length):
+        words = [
+            f"model.layer_pattern=[{kind}+mlp]",
+            f"data.sequence_length={length}",
+            "data.global_batch=1",
+            "mesh.sp=8",
+        ]
+        words += ["plugins=[examples.gla_layer]", "recipe=long_context", "model=8b", "sequence.order=contiguous"]
+        with plugins_of_a_test():
+            planned = plan(parse(["device=h100", "devices=8", "search=false", "finalists=0", *words]))["plan"][
+                "predicted"
+            ]
+        assert planned["bytes"] > 0 and planned["step_seconds"] > 0
+        return planned["bytes_sent_along"]["sp"]
+
+    assert sent("gla", 65536) == sent("gla", 131072) and sent("full", 65536) < sent("full", 131072)
+
+
+@pytest.mark.slow
+def test_a_hybrid_with_linear_attention_is_the_same_on_ranks_of_the_sequence(tmp_path):
+    words = [
+        "plugins=[examples.gla_layer]",
+        *TINY,
+        "sequence.order=contiguous",
+        "model.layer_pattern=[gla+mlp,full+mlp]",
+    ]
+    words += ["run.steps=4", "optimizer.learning_rate=1e-2", "model.gla.slowness=4"]
+    for ranks in (1, 2):
+        launched("train", *words, f"mesh.sp={ranks}", f"run.dir={tmp_path / str(ranks)}")
+    one, two = losses(tmp_path / "1"), losses(tmp_path / "2")
+    assert one == pytest.approx(two, abs=1e-4) and one[-1] < one[0]
+    said = launched("train", *words, f"run.dir={tmp_path / 'zigzag'}", "sequence.order=zigzag", code=2)
+    assert "gla_attention: its result depends on the order" in said
+    assert "model.gla.slowness must be positive, got 0" in launched("train", *words, "model.gla.slowness=0", code=2)
 
 
 @pytest.mark.slow

@@ -166,4 +166,11 @@ FAULTS = (
         "$model.projection",
         f"{LOSSES} -k shares_their_base",
     ),
+    Fault(
+        "linear attention is planned with what grows with the sequence",
+        "GatedLinearAttention.traffic",
+        "max(1, share.tokens * share.sequence // share.length)",
+        "share.tokens",
+        "tests/test_examples.py -k linear_attention_is_planned",
+    ),
 )
