@@ -145,6 +145,10 @@ def _part(value: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def _shards(count: int) -> str:
+    return f"{count} shard{'s' * (count != 1)}"
+
+
 def _line(progress: Any) -> str:
     left = _time((progress.total - progress.done) / progress.rate) if progress.done else "some time"
     return (
@@ -240,7 +244,7 @@ def run(options: dict[str, Any]) -> None:
     for line in open_dataset(folder, "dataset").describe():
         print(line, flush=True)
     print(
-        f"{folder}: {dataset['tokens']:,} tokens of {dataset['documents']:,} documents in {len(dataset['shards'])} shards, "
+        f"{folder}: {dataset['tokens']:,} tokens of {dataset['documents']:,} documents in {_shards(len(dataset['shards']))}, "
         f"tokenizer {dataset['tokenizer']['name']} with a vocabulary of {dataset['tokenizer']['vocab_size']:,}, fingerprint "
         f"{dataset['fingerprint']}",
         flush=True,

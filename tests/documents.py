@@ -306,8 +306,8 @@ CHECKS: dict[str, Callable[[list[str], Page, bool], str | None]] = {
 
 
 def like(line: str) -> str:
-    """Returns a line with every number replaced, so that two which differ in nothing else are equal."""
-    return " ".join(re.sub(r"\d[\d,.:]*(e[+-]?\d+)?", "#", line).split())
+    """Returns a line with every number and digest replaced, so that two which differ in nothing else are equal."""
+    return " ".join(re.sub(r"\b[0-9a-f]{12,}\b|\d[\d,.:]*(e[+-]?\d+)?", "#", line).split())
 
 
 def missing_line(shown: str, printed: str) -> str | None:
