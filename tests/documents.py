@@ -6,7 +6,7 @@
 |---|---|
 | `bash` | commands. Those of a tutorial run on this machine, in order, in one folder |
 | `sh` | commands for another machine, or for once before: checked like the others, and not run |
-| `text` | after `bash`: lines that it prints, in their order, some left out. A number stands for any number |
+| `text` | after `bash`: lines that it prints, in order, some left out. A number stands for any; `...` ends a line cut short |
 | `python` | run by tests/test_readmes.py; if its first line is `# NAME.py`, a file that later commands use |
 """
 
@@ -314,7 +314,8 @@ def missing_line(shown: str, printed: str) -> str | None:
     """Returns the first line of a `text` block that a command did not print after the lines before it."""
     lines = iter(map(like, printed.splitlines()))
     for line in filter(str.strip, shown.splitlines()):
-        if line.strip() != "..." and not any(like(line) == other for other in lines):
+        begins = like(line).removesuffix("...")
+        if begins and not any(other.startswith(begins) if begins != like(line) else other == begins for other in lines):
             return line
     return None
 

@@ -100,9 +100,10 @@ def test_what_a_command_makes_later_ones_may_name(tmp_path, monkeypatch):
 
 
 def test_a_page_that_runs_is_held_against_what_it_shows(tmp_path, monkeypatch):
-    shown = "loss 5.2 -> 4.1 in 30 steps\n...\nwritten to a\n"
+    shown = "loss 5.2 -> 4.1 in 30 ...\n...\nwritten to a\n"
     assert missing_line(shown, "x\nloss 6 ->  3.25 in 1,000 steps\ny\nwritten to a\n") is None
     assert missing_line(shown, "written to a\nloss 6 -> 3 in 9 steps\n") == "written to a"
+    assert missing_line(shown, "loss 6 -> 3\nwritten to a\n") == "loss 5.2 -> 4.1 in 30 ..."
     page = ROOT / "docs" / "tutorials" / "made.md"
 
     def run(name, text):

@@ -25,8 +25,9 @@ from ejdist.training.trackers import open_trackers
 EVALUATIONS = "evaluation.jsonl"
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """Returns the rows of a metrics.jsonl, without invalid lines: the last may be truncated, and others damaged."""
+    path = Path(path)
     found = (json_of(line) for line in path.read_text(errors="replace").splitlines()) if path.exists() else ()
     return [row for row in found if isinstance(row, dict) and _is_row(row)]
 
