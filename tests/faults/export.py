@@ -249,6 +249,8 @@ FAULTS = (
         "($kept := $run_dir / KEPT / TOKENIZER).exists()",
         "False",
         f"{BESIDE} -k only_the_run_has",
+    ),
+    Fault(
         "the tokenizer of a mixture of datasets is not looked for",
         "training/beside:_places",
         "$settings.get('data.mixture') or []",
