@@ -24,14 +24,27 @@ def next_commands(arguments: Sequence[str], recipe: Any, step: int) -> list[str]
         )
     rest = [word for word in arguments if key_of(word) not in (*stop, "run.steps", "run.extend")]
     longer = _command("train", [*rest, f"run.steps={2 * recipe.run.steps}", "run.extend=true"])
+    export = (_command("export", [where, f"to={str(recipe.run.dir).rstrip('/')}_hf"]), "for transformers")
     return _table(
         [
             (_command("evaluate", [where]), "loss by position, and recall"),
-            (_command("export", [where, f"to={str(recipe.run.dir).rstrip('/')}_hf"]), "for transformers"),
+            *([export] if _is_published(recipe.model) else []),
             (_command("report", [where]), "a page about the run"),
             (longer, "as many steps again"),
         ]
     )
+
+
+def _is_published(model: Any) -> bool:
+    """Returns whether a published family can say the model, so that an export is not refused."""
+    from ejdist.weights.families import family_of
+    from ejdist.weights.files import WeightsError
+
+    try:
+        family_of(model)
+    except WeightsError:
+        return False
+    return True
 
 
 def _command(name: str, words: Sequence[str]) -> str:

@@ -38,6 +38,11 @@ def test_what_a_run_prints_at_its_end_can_be_run(corpus, tmp_path, monkeypatch, 
     assert "resuming from step 2" in capsys.readouterr().out
 
 
+def test_an_export_that_would_be_refused_does_not_come_next():
+    given = ["recipe=moe", "run.steps=7", "model.logits_soft_cap=30"]
+    assert [name for name, _ in commands(next_commands(given, compose(given), 7))] == ["evaluate", "report", "train"]
+
+
 def test_what_comes_next_keeps_what_the_run_was_given():
     given = [
         "recipe=long_context",

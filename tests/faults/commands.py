@@ -227,4 +227,11 @@ FAULTS = (
         "(ValueError, OSError)",
         "tests/test_tokenize.py -k not_installed",
     ),
+    Fault(
+        "an export that would be refused comes next",
+        "after:next_commands",
+        "[$export] if _is_published($recipe.model) else []",
+        "[$export]",
+        "tests/test_after.py -k refused",
+    ),
 )
