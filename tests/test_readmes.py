@@ -1,23 +1,25 @@
 """The code in the project's documents runs, and the tables in them are what the code says."""
 
-import re
-from pathlib import Path
-
 import pytest
+from documents import ROOT, blocks_of
 
 from docs.pages import documents
 from kernels.__main__ import BEGIN, END, readmes, table
 
-ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / name for name in documents() if "```python" in (ROOT / name).read_text()]
+
+def python_of(path):
+    """Returns the blocks of Python of a document, but for files that its commands use (tests/test_documents.py)."""
+    return [b.text for b in blocks_of(path.read_text()) if b.language == "python" and not b.file]
+
+
+DOCUMENTS = [ROOT / name for name in documents() if python_of(ROOT / name)]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_python_blocks_run(path):
-    blocks = re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.S)
     # A module with a name of its own, so that contracts defined in a document belong to no folder.
     space = {"__name__": "document"}
-    exec(compile("\n".join(blocks), str(path), "exec"), space)
+    exec(compile("\n".join(python_of(path)), str(path), "exec"), space)
 
 
 @pytest.mark.parametrize("path", readmes(), ids=lambda p: p.parent.name)
