@@ -8,6 +8,7 @@
 | `sh` | commands for another machine, or for once before: checked like the others, and not run |
 | `text` | after `bash`: lines that it prints, in order, some left out. A number stands for any; `...` ends a line cut short |
 | `python` | run by tests/test_readmes.py; if its first line is `# NAME.py`, a file that later commands use |
+| others | such as `py`, code of another environment: only shown |
 """
 
 from __future__ import annotations
