@@ -189,13 +189,13 @@ def make_backend(
     for function, first in ((forward, 0), (backward, 1)):
         if function is None:
             continue
-        taken = list(inspect.signature(function).parameters.values())
-        if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in taken):
+        parameters = list(inspect.signature(function).parameters.values())
+        if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
             raise TypeError(
                 f"{op.name} on {stem}: {function.__name__} must name the parameters that it supports; "
                 "*args and **kwargs are not allowed"
             )
-        names = [p.name for p in taken]
+        names = [p.name for p in parameters]
         strange = [n for n in names[first:] if n not in op.parameters and n != "cfg"]
         lost = [n for n in required if n not in names] if function is forward else []
         if strange or lost or (first and names[:1] != ["saved"]):

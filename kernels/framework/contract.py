@@ -293,14 +293,14 @@ class Op:
         return choices
 
     def _no_such_backend(self, toolchain: str) -> None:
-        known = dict.fromkeys([*self.backends, *(b.toolchain for b in self.backends.values())])
+        names = dict.fromkeys([*self.backends, *(b.toolchain for b in self.backends.values())])
         stems = {stem for stem in self._unavailable if toolchain in (stem, stem.split("_")[0])}
         if stems:
             raise Unsupported(f"{self.name} on {toolchain}: " + "; ".join(self._unavailable[s] for s in sorted(stems)))
         if toolchain in Platform or toolchain in self.priority:
             raise Unsupported(f"{self.name} has no {toolchain} backend; it has {', '.join(self.backends)}")
         raise ValueError(
-            f"{self.name}: argument 'platform' = {toolchain!r} is unknown; use None or one of {', '.join(known)}"
+            f"{self.name}: argument 'platform' = {toolchain!r} is unknown; use None or one of {', '.join(names)}"
         )
 
     def plan(self, call: Call, toolchain: str | None, cfg: Any, *, differentiated: bool) -> Plan:

@@ -102,7 +102,7 @@ def output_dims(function: Callable, count: int) -> tuple[tuple[Dim, ...], ...]:
     read = [_array_annotation(h) for h in hints]
     if len(read) != count or None in read:
         raise TypeError(f"{function.__name__}: its return annotation must give the dims of {count} outputs, got {hint}")
-    return tuple(found[1] for found in read if found is not None)
+    return tuple(annotation[1] for annotation in read if annotation is not None)
 
 
 def saved_dims(names: tuple[str, ...], dims: tuple[tuple[Dim, ...], ...]) -> dict[str, tuple[Dim, ...]]:

@@ -206,18 +206,18 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
         if gradient is None:
             raise Unsupported(refusal)
 
-        def known(name: str, value: Any) -> Any:
+        def tagged(name: str, value: Any) -> Any:
             # Named, so that a remat policy can save what the backward needs instead of running the forward again.
             return checkpoint_name(value, f"{op.name}.{name}")
 
         has_extra = op.extra_residuals is not None
         outputs, extra = forward_of(gradient if has_extra else primal, has_extra)(inputs, others)
         outputs = tuple(
-            known(name, value) if name in op.residuals else value
+            tagged(name, value) if name in op.residuals else value
             for name, value in zip(op.outputs, _as_tuple(op, outputs), strict=True)
         )
         residuals = {n: v for n, v in zip(op.outputs, outputs, strict=True) if n in op.residuals}
-        extra = {name: known(name, value) for name, value in extra.items()}
+        extra = {name: tagged(name, value) for name, value in extra.items()}
         return outputs if len(op.outputs) > 1 else outputs[0], residuals, extra
 
     @jax.custom_vjp

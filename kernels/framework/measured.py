@@ -110,11 +110,11 @@ def ranked(
     """
     measurement = of_call(op, call, platform) if len(backends) > 1 else None
     times = {} if measurement is None else measurement.times(differentiated, op.extra_residuals is not None)
-    known = {b.name: times[b.name] for b in backends if b.name in times}
-    if measurement is None or len(known) < 2:
+    measured = {b.name: times[b.name] for b in backends if b.name in times}
+    if measurement is None or len(measured) < 2:
         return backends, ""
-    fastest = iter(sorted((b for b in backends if b.name in known), key=lambda b: known[b.name]))
-    return [next(fastest) if b.name in known else b for b in backends], measurement.summary(known)
+    fastest = iter(sorted((b for b in backends if b.name in measured), key=lambda b: measured[b.name]))
+    return [next(fastest) if b.name in measured else b for b in backends], measurement.summary(measured)
 
 
 def configuration(op: Operation, call: Call, platform: str, backend: Backend) -> Any:

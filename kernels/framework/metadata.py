@@ -19,14 +19,14 @@ def check_metadata(op: Operation) -> None:
     dims_by_fact = {"local_dims": op.local_dims, "sum_dims": op.sum_dims, "see_also": set(op.see_also)}
     dims_by_fact |= {"tied_dims": {d for pair in op.tied_dims for d in pair}, "offset_of": set(op.offset_of.values())}
     parts = {"residuals": (set(op.residuals), set(op.outputs))}
-    parts |= {name: (set(found), dims) for name, found in dims_by_fact.items()}
+    parts |= {name: (set(used), dims) for name, used in dims_by_fact.items()}
     names = {"no_gradient": op.no_gradient, "weights": op.weights, "same_dtype": op.same_dtype}
     names |= {"offset_of": tuple(op.offset_of), "padding": op.padding.forward if op.padding else ()}
-    parts |= {f"{name} (arguments)": (set(found), set(op.parameters)) for name, found in names.items()}
-    for what, (found, known) in parts.items():
-        if found - known:
+    parts |= {f"{name} (arguments)": (set(used), set(op.parameters)) for name, used in names.items()}
+    for what, (used, allowed) in parts.items():
+        if used - allowed:
             raise TypeError(
-                f"{op.name}: {what} names {', '.join(sorted(found - known))}; there are {', '.join(sorted(known))}"
+                f"{op.name}: {what} names {', '.join(sorted(used - allowed))}; there are {', '.join(sorted(allowed))}"
             )
     whole = ", ".join(whole_dims(op))
     if whole and op.ordered is None:
@@ -52,8 +52,8 @@ def check_metadata(op: Operation) -> None:
         raise TypeError(
             f"{op.name}: {op.extra_residuals.__name__}, given as `extra_residuals`, must have the parameters of the contract"
         )
-    taken = sorted(set(op.parameters) & set(vars(Call)))
-    if taken:  # arguments become attributes of a Call
-        raise TypeError(f"{op.name}: a parameter cannot be called {', '.join(taken)}")
+    reserved = sorted(set(op.parameters) & set(vars(Call)))
+    if reserved:  # arguments become attributes of a Call
+        raise TypeError(f"{op.name}: a parameter cannot be called {', '.join(reserved)}")
     if op.local_dims & op.sum_dims:
         raise TypeError(f"{op.name}: {sorted(op.local_dims & op.sum_dims)} cannot be local and summed over")

@@ -213,9 +213,9 @@ def _past_int32(value: Any) -> int | None:
     return value if isinstance(value, int) and not -(2**31) <= value < 2**31 else None
 
 
-def check_names(owner: str, names: Mapping[str, Any], known: Iterable[str]) -> None:
+def check_names(owner: str, names: Mapping[str, Any], accepted: Iterable[str]) -> None:
     """Raises TypeError for unknown keyword arguments, with Python's own message, for a function that forwards them."""
-    if strange := names.keys() - set(known):
+    if strange := names.keys() - set(accepted):
         raise TypeError(f"{owner}() got an unexpected keyword argument {min(strange)!r}")
 
 

@@ -43,8 +43,8 @@ def check_lengths(
         )
     if isinstance(room, int) and (lens > room).any():
         raise ValueError(f"{function}: argument {name!r} has {lens.max()} keys, but {of} has room for {room}")
-    at = None if starts is None else known(starts[1])
-    if at is not None and starts is not None and ((at < 0) | (at > lens)).any():
+    start_values = None if starts is None else known(starts[1])
+    if start_values is not None and starts is not None and ((start_values < 0) | (start_values > lens)).any():
         raise ValueError(
             f"{function}: argument {starts[0]!r} must be between 0 and {name!r}, the number of keys in the row"
         )

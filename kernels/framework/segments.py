@@ -139,9 +139,9 @@ def rank(ids: jax.Array, order: Any = None) -> jax.Array:
         return jnp.take(rank(jnp.take(ids, jnp.argsort(jnp.asarray(order)), axis=1)), jnp.asarray(order), axis=1)
     by_id = jnp.argsort(ids, axis=1, stable=True)
     ordered = jnp.take_along_axis(ids, by_id, 1)
-    at = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     first = jnp.pad(ordered[:, 1:] != ordered[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    ranks = at - jax.lax.cummax(jnp.where(first, at, 0), axis=1)
+    ranks = index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
     return jnp.take_along_axis(ranks, jnp.argsort(by_id, axis=1), 1)
 
 

@@ -433,7 +433,7 @@ FAULTS = (
         "Pallas: all rows drop the same weights",
         "pallas_kernels:_tile",
         "$refs['seeds'][$head]",
-        "$refs['seeds'][at.n]",
+        "$refs['seeds'][step.n]",
         on_pallas("together"),
     ),
     Fault(

@@ -172,7 +172,7 @@ FAULTS = (
     Fault(
         "interpreting Gluon: a fence is not asked for",
         "Shared._check_fence",
-        "self._unfenced[self._at].any()",
+        "self._unfenced[self._entries].any()",
         "False",
         INTERPRETER,
     ),

@@ -51,8 +51,8 @@ FAULTS = (
     Fault(
         "a gap is one key shorter in a pair",
         "ranges:visible",
-        "$j > at($keys.gap_high)",
-        "$j >= at($keys.gap_high)",
+        "$j > positions($keys.gap_high)",
+        "$j >= positions($keys.gap_high)",
         f"{TESTS} -k gap",
     ),
     Fault(

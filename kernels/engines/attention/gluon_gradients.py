@@ -104,13 +104,13 @@ def row_of(rows, index, shape: gl.constexpr, layout: gl.constexpr):
 def _seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, O: gl.constexpr):
     """Returns the weights [keys, queries] of a pair of blocks, zero where a pair does not attend."""
     PAIRS: gl.constexpr = p.type.layout
-    at = m * O.BLOCK_Q + gl.arange(0, O.BLOCK_Q, gl.SliceLayout(0, PAIRS))
+    qi = m * O.BLOCK_Q + gl.arange(0, O.BLOCK_Q, gl.SliceLayout(0, PAIRS))
     kj = block * O.BLOCK_K + gl.arange(0, O.BLOCK_K, gl.SliceLayout(1, PAIRS))
-    q_at = positions_of(q_at_ptr, at, O.S - O.T, O.T)[None, :]
-    q_segment = segments_of(q_segment_ptr, at, O.T)[None, :]
+    q_at = positions_of(q_at_ptr, qi, O.S - O.T, O.T)[None, :]
+    q_segment = segments_of(q_segment_ptr, qi, O.T)[None, :]
     k_at = positions_of(k_at_ptr, kj, 0, O.S)[:, None]
     k_segment = segments_of(k_segment_ptr, kj, O.S)[:, None]
-    ends = ends_of(ends_ptr, at[None, :], O)
+    ends = ends_of(ends_ptr, qi[None, :], O)
     return gl.where(visible(kj[:, None], q_at, k_at, q_segment, k_segment, ends, O), p, 0.0)
 
 

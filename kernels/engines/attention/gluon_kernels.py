@@ -138,19 +138,21 @@ def _load(q_desc, k_desc, v_desc, lists, turn_ptr, queue, queries, keys, values,
     HEAD_TILES: gl.constexpr = _head_tiles(O, WIDTH)
     q_tiles, q_full, q_free = queries
     spans_ptr, index_ptr, order_ptr = lists
-    tile, turn, at, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
+    tile, turn, q_stage, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
     while tile < _blocks(O) * O.N * O.B:
         b, n, block = _place(tile, order_ptr, O, HEADS)
         first, full, full_end, last = limits_of(spans_ptr, index_ptr, b, n, block, _blocks(O), O)
         list_ptr = list_of(index_ptr, b, n, block, _blocks(O), _key_blocks(O), O)
         head = n // (O.N // O.K)
-        mbarrier.wait(q_free.index(at), q_phase ^ 1)
-        mbarrier.expect(q_full.index(at), WARPGROUPS * HEAD_TILES * q_desc.nbytes_per_cta)
+        mbarrier.wait(q_free.index(q_stage), q_phase ^ 1)
+        mbarrier.expect(q_full.index(q_stage), WARPGROUPS * HEAD_TILES * q_desc.nbytes_per_cta)
         for i in gl.static_range(WARPGROUPS * HEAD_TILES):
-            part = q_tiles.index(WARPGROUPS * HEAD_TILES * at + i).reinterpret(shape=[1, ROWS, 1, WIDTH], layout=BLOCK)
+            part = q_tiles.index(WARPGROUPS * HEAD_TILES * q_stage + i).reinterpret(
+                shape=[1, ROWS, 1, WIDTH], layout=BLOCK
+            )
             where = [b, block * O.BLOCK_Q + i // HEAD_TILES * ROWS, n, i % HEAD_TILES * WIDTH]
-            tma.async_load(q_desc, where, q_full.index(at), part)
-        at, q_phase = after(at, q_phase, QUEUED)
+            tma.async_load(q_desc, where, q_full.index(q_stage), part)
+        q_stage, q_phase = after(q_stage, q_phase, QUEUED)
         # Take the next tile as late as possible, so that the program that finishes first gets the longest remaining
         # tile. Taken when this tile starts, it would go to the program that started first, which also has the longest
         # current one.
@@ -190,21 +192,21 @@ def _weights(s, j, list_ptr, masked, row_max, row_sum, q_at, q_segment, k_at_ptr
 def _attend(arrays, queue, queries, keys, values, turns, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
             QUEUED: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     q_tiles, q_full, q_free = queries
-    tile, turn, at, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
+    tile, turn, q_stage, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
     turns_phase = 1 if WHICH == 0 else 0  # the phase before the first counts as complete
     while tile < _blocks(O) * O.N * O.B:
         b, n, block = _place(tile, arrays[0][2], O, HEADS)
-        mbarrier.wait(q_full.index(at), q_phase)
+        mbarrier.wait(q_full.index(q_stage), q_phase)
         if _head_tiles(O, q_tiles.shape[2]) == 1:
-            q = (q_tiles.index(_consumers(O) * at + WHICH),)
+            q = (q_tiles.index(_consumers(O) * q_stage + WHICH),)
         else:
-            tile_of_q = 3 * (_consumers(O) * at + WHICH)
+            tile_of_q = 3 * (_consumers(O) * q_stage + WHICH)
             q = (q_tiles.index(tile_of_q), q_tiles.index(tile_of_q + 1), q_tiles.index(tile_of_q + 2))
         stage, phase, turns_phase = _attend_tile(
             b, n, block, arrays, q, keys, values, turns, stage, phase, turns_phase, O, STAGES, WHICH)  # fmt: skip
         fence_async_shared()
-        mbarrier.arrive(q_free.index(at))
-        at, q_phase = after(at, q_phase, QUEUED)
+        mbarrier.arrive(q_free.index(q_stage))
+        q_stage, q_phase = after(q_stage, q_phase, QUEUED)
         tile = next_tile(queue, turn)
         turn += 1
 
@@ -254,7 +256,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     first, full, full_end, last = limits_of(spans_ptr, index_ptr, b, n, block, _blocks(O), O)
     list_ptr = list_of(index_ptr, b, n, block, _blocks(O), _key_blocks(O), O)
     row = block * O.BLOCK_Q + WHICH * ROWS
-    at = row + gl.arange(0, ROWS, ROW)
+    qi = row + gl.arange(0, ROWS, ROW)
     if ends_ptr is not None:
         ends_ptr += b * O.ENDS_BATCH
     if q_at_ptr is not None:
@@ -263,9 +265,9 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     if q_segment_ptr is not None:
         q_segment_ptr += b * O.Q_SEGMENT_BATCH
         k_segment_ptr += b * O.K_SEGMENT_BATCH
-    q_at = positions_of(q_at_ptr, at, O.S - O.T, O.T)
-    q_segment = segments_of(q_segment_ptr, at, O.T)
-    ends = ends_of(ends_ptr, at[:, None], O)
+    q_at = positions_of(q_at_ptr, qi, O.S - O.T, O.T)
+    q_segment = segments_of(q_segment_ptr, qi, O.T)
+    ends = ends_of(ends_ptr, qi[:, None], O)
 
     zeros = gl.zeros([ROWS, O.BLOCK_K], gl.float32, LOGITS)
     acc = gl.zeros([ROWS, O.BLOCK_V], gl.float32, SUMS)
@@ -313,7 +315,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     nonempty = row_sum != 0  # true for NaN too, so that lse becomes NaN
     row_sum = gl.where(nonempty, row_sum, 1.0)
     lse = gl.where(nonempty, (row_max * UNIT + gl.log2(row_sum)) * LN2, float("-inf"))
-    gl.store(lse_ptr + (b * O.T + at) * O.N + n, lse, mask=at < O.T)
+    gl.store(lse_ptr + (b * O.T + qi) * O.N + n, lse, mask=qi < O.T)
     out = (acc / gl.convert_layout(row_sum, ROW_OF_SUMS)[:, None]).to(dtype)
     if O.BLOCK_V <= q[0].shape[1]:
         _store_out(out_ptr, out, q[0].slice(0, O.BLOCK_V, 1), b, n, row, O, 0)

@@ -92,8 +92,8 @@ def _positions(interval: Interval, q: np.ndarray) -> Interval:
 def _count(one: dict[str, Any]) -> int:
     span = np.int64(2**33)  # larger than any distance between positions, so that segments cannot overlap
 
-    def place(ids: np.ndarray, at: np.ndarray) -> np.ndarray:
-        return ids * span + at + span // 2
+    def place(ids: np.ndarray, position: np.ndarray) -> np.ndarray:
+        return ids * span + position + span // 2
 
     keys = np.sort(place(one["k_ids"], one["k"])[one["k_ids"] >= 0])
     real = one["q_ids"] >= 0

@@ -115,7 +115,7 @@ class Input:
     name: str
     array: Any
     block: tuple[int | None, ...]
-    at: Callable[[Any, Any, Any, Any], tuple]  # of row, query head, block of queries, block of keys
+    index_map: Callable[[Any, Any, Any, Any], tuple]  # of row, query head, block of queries, block of keys
 
 
 class Output(NamedTuple):
@@ -125,7 +125,7 @@ class Output(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     block: tuple[int | None, ...]
-    at: Callable[[Any, Any, Any, Any], tuple]
+    index_map: Callable[[Any, Any, Any, Any], tuple]
 
 
 class Call(NamedTuple):

@@ -31,15 +31,15 @@ def _column(x: Any) -> Any:
     return jnp.broadcast_to(x, (8, x.shape[1])).T[:, :1]
 
 
-def _positions(plan: Plan, refs: dict[str, Any], at: Step) -> tuple[Any, Any]:
+def _positions(plan: Plan, refs: dict[str, Any], step: Step) -> tuple[Any, Any]:
     """Returns the positions of the queries [1, block_q] and of the keys [block_k, 1]."""
     if plan.placed:
         return refs["q_positions"][...], _column(refs["k_positions"][...])
-    i = lax.broadcasted_iota(jnp.int32, (1, plan.block_q), 1) + (at.i * plan.block_q + plan.S - plan.T)
-    return i, lax.broadcasted_iota(jnp.int32, (plan.block_k, 1), 0) + at.j * plan.block_k
+    i = lax.broadcasted_iota(jnp.int32, (1, plan.block_q), 1) + (step.i * plan.block_q + plan.S - plan.T)
+    return i, lax.broadcasted_iota(jnp.int32, (plan.block_k, 1), 0) + step.j * plan.block_k
 
 
-def _visible(plan: Plan, refs: dict[str, Any], at: Step, i: Any, j: Any) -> Any:
+def _visible(plan: Plan, refs: dict[str, Any], step: Step, i: Any, j: Any) -> Any:
     """Returns which pairs of a tile attend."""
     seen = []
     low, high, gap_low, gap_high = (refs[end][...] if isinstance(end, str) else end for end in plan.ends)
@@ -55,13 +55,13 @@ def _visible(plan: Plan, refs: dict[str, Any], at: Step, i: Any, j: Any) -> Any:
     if plan.dense:
         seen.append(jnp.broadcast_to(refs["dense"][...].astype(jnp.int32), (plan.block_k, plan.block_q)) != 0)
     if plan.blocks is not None:
-        seen.append(_set(plan, plan.blocks, refs["blocks"], at))
+        seen.append(_set(plan, plan.blocks, refs["blocks"], step))
     return functools.reduce(jnp.logical_and, seen)
 
 
-def _block_of(tokens: Any, at: Any, tile: int, size: int, inside: int) -> tuple[Any, Any]:
+def _block_of(tokens: Any, index: Any, tile: int, size: int, inside: int) -> tuple[Any, Any]:
     """Returns the first block that a tile has tokens of, and of each token how many blocks after it its own is."""
-    start = at * tile
+    start = index * tile
     if inside == 1 or tile % size == 0:
         ends = [m * size for m in range(1, inside)]
     else:
@@ -70,14 +70,14 @@ def _block_of(tokens: Any, at: Any, tile: int, size: int, inside: int) -> tuple[
     return lax.div(start, size), after
 
 
-def _set(plan: Plan, blocks: Blocks, bits: Any, at: Step) -> Any:
+def _set(plan: Plan, blocks: Blocks, bits: Any, step: Step) -> Any:
     """Returns which pairs of a tile are in blocks that are set."""
     queries = lax.broadcasted_iota(jnp.int32, (1, plan.block_q), 1)
     keys = lax.broadcasted_iota(jnp.int32, (plan.block_k, 1), 0)
-    row, q_after = _block_of(queries, at.i, plan.block_q, blocks.size[0], blocks.inside[0])
-    column, k_after = _block_of(keys, at.j, plan.block_k, blocks.size[1], blocks.inside[1])
-    of = at.b if blocks.rows > 1 else 0
-    of = of * blocks.heads + at.n if blocks.heads > 1 else of
+    row, q_after = _block_of(queries, step.i, plan.block_q, blocks.size[0], blocks.inside[0])
+    column, k_after = _block_of(keys, step.j, plan.block_k, blocks.size[1], blocks.inside[1])
+    of = step.b if blocks.rows > 1 else 0
+    of = of * blocks.heads + step.n if blocks.heads > 1 else of
     word, shift = (of * blocks.height + row) * blocks.words + (column >> 5), column & 31
 
     # Whether the bits of a tile may go on in the next integer.
@@ -85,17 +85,17 @@ def _set(plan: Plan, blocks: Blocks, bits: Any, at: Step) -> Any:
 
     def of_row(m: int) -> Any:
         """Returns int32 [block_k, block_q], of which the lowest bit is that of a key's block in a block row of the tile."""
-        found = lax.shift_right_logical(bits[word + m * blocks.words], shift)
+        row_bits = lax.shift_right_logical(bits[word + m * blocks.words], shift)
         if split:  # shifted twice, since a shift by 32 is none
-            found |= (bits[word + m * blocks.words + 1] << (31 - shift)) << 1
-        found = lax.shift_right_logical(jnp.broadcast_to(found, k_after.shape), k_after)
-        return jnp.broadcast_to(found, (plan.block_k, plan.block_q))
+            row_bits |= (bits[word + m * blocks.words + 1] << (31 - shift)) << 1
+        row_bits = lax.shift_right_logical(jnp.broadcast_to(row_bits, k_after.shape), k_after)
+        return jnp.broadcast_to(row_bits, (plan.block_k, plan.block_q))
 
     q_after = jnp.broadcast_to(q_after, (plan.block_k, plan.block_q))
-    found = of_row(0)
+    block_bits = of_row(0)
     for m in range(1, blocks.inside[0]):
-        found = jnp.where(q_after >= m, of_row(m), found)
-    return (found & 1) != 0
+        block_bits = jnp.where(q_after >= m, of_row(m), block_bits)
+    return (block_bits & 1) != 0
 
 
 class _Tile(NamedTuple):
@@ -107,7 +107,7 @@ class _Tile(NamedTuple):
     keep: Any  # dropout: 0 or 1 / (1 - p)
 
 
-def _tile(plan: Plan, refs: dict[str, Any], at: Step, masked: bool) -> _Tile:
+def _tile(plan: Plan, refs: dict[str, Any], step: Step, masked: bool) -> _Tile:
     x = _dot(refs["key"][...], refs["query"][...], plan.width, plan.width) * plan.scale
     bend = distance = keep = None
     if plan.cap is not None:
@@ -117,15 +117,15 @@ def _tile(plan: Plan, refs: dict[str, Any], at: Step, masked: bool) -> _Tile:
         x = x + refs["bias"][...].astype(jnp.float32)
     if not (masked or plan.alibi or plan.dropout):
         return _Tile(x, bend, distance, keep)
-    i, j = _positions(plan, refs, at)
-    head = at.b * plan.N + at.n
+    i, j = _positions(plan, refs, step)
+    head = step.b * plan.N + step.n
     if plan.alibi:
         distance = jnp.abs(i - j).astype(jnp.float32)
         x = x - refs["slopes"][head] * distance
     if plan.dropout:
         keep = _keep(refs["seeds"][head], i, j, plan.dropout)
     if masked:
-        x = jnp.where(_visible(plan, refs, at, i, j), x, -jnp.inf)
+        x = jnp.where(_visible(plan, refs, step, i, j), x, -jnp.inf)
     return _Tile(x, bend, distance, keep)
 
 
@@ -137,31 +137,31 @@ def _keep(seed: Any, i: Any, j: Any, probability: float) -> Any:
     return jnp.where(keep, jnp.float32(1 / (1 - probability)), jnp.float32(0))
 
 
-def _each_tile(plan: Plan, at: Step, do: Callable[[bool], None]) -> None:
+def _each_tile(plan: Plan, step: Step, do: Callable[[bool], None]) -> None:
     """Calls `do(masked)` for a pair that exists: where all of it attends, without looking at the mask."""
     if not plan.masked:
-        pl.when(at.has(ACTIVE))(lambda: do(False))
+        pl.when(step.has(ACTIVE))(lambda: do(False))
         return
-    pl.when(at.has(FULL))(lambda: do(False))
-    pl.when(at.has(ACTIVE) & ~at.has(FULL))(lambda: do(True))
+    pl.when(step.has(FULL))(lambda: do(False))
+    pl.when(step.has(ACTIVE) & ~step.has(FULL))(lambda: do(True))
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def fwd_kernel(plan: Plan, refs: dict[str, Any], at: Step) -> None:
+def fwd_kernel(plan: Plan, refs: dict[str, Any], step: Step) -> None:
     """Writes out and lse of a block of queries; its maximum, its sum and its output turned round are kept between steps."""
     largest, total, turned = refs["largest"], refs["total"], refs["turned"]
 
-    @pl.when(at.has(BEGINS))
+    @pl.when(step.has(BEGINS))
     def _():
-        sink = refs["sinks"][at.n] if plan.sinks else -jnp.inf
+        sink = refs["sinks"][step.n] if plan.sinks else -jnp.inf
         largest[...] = jnp.full_like(largest, sink)
         total[...] = jnp.full_like(total, 1.0 if plan.sinks else 0.0)
         turned[...] = jnp.zeros_like(turned)
 
     def tile(masked: bool) -> None:
-        x, _, _, keep = _tile(plan, refs, at, masked)
+        x, _, _, keep = _tile(plan, refs, step, masked)
         new = jnp.maximum(largest[...], jnp.max(x, axis=0, keepdims=True))
         anchor = jnp.where(new == -jnp.inf, 0.0, new)  # a query that has seen no key yet
         p = jnp.exp(x - anchor)
@@ -172,9 +172,9 @@ def fwd_kernel(plan: Plan, refs: dict[str, Any], at: Step) -> None:
         value = refs["value"][...]
         turned[...] = turned[...] * rescale + _dot(value, p.astype(value.dtype), 1 - plan.value_width, 0)
 
-    _each_tile(plan, at, tile)
+    _each_tile(plan, step, tile)
 
-    @pl.when(at.has(ENDS))
+    @pl.when(step.has(ENDS))
     def _():
         some = total[...] != 0  # of a NaN too, so that lse is one
         divisor = jnp.where(some, total[...], 1.0)
@@ -183,9 +183,9 @@ def fwd_kernel(plan: Plan, refs: dict[str, Any], at: Step) -> None:
         refs["lse"][...] = jnp.where(some, largest[...] + jnp.log(divisor), -jnp.inf)
 
 
-def _gradients(plan: Plan, refs: dict[str, Any], at: Step, masked: bool) -> tuple[Any, Any, Any, Any]:
+def _gradients(plan: Plan, refs: dict[str, Any], step: Step, masked: bool) -> tuple[Any, Any, Any, Any]:
     """Returns (p after dropout, ds, that of q.k before the scale, |i - j|) of a tile, from lse and delta of all keys."""
-    x, bend, distance, keep = _tile(plan, refs, at, masked)
+    x, bend, distance, keep = _tile(plan, refs, step, masked)
     p = jnp.exp(x - refs["lse"][...])
     dp = _dot(refs["value"][...], refs["d_out"][...], plan.value_width, plan.value_width)
     dp = dp if keep is None else dp * keep
@@ -193,26 +193,26 @@ def _gradients(plan: Plan, refs: dict[str, Any], at: Step, masked: bool) -> tupl
     return p if keep is None else p * keep, ds, ds if bend is None else ds * bend, distance
 
 
-def bwd_dq_kernel(plan: Plan, refs: dict[str, Any], at: Step) -> None:
+def bwd_dq_kernel(plan: Plan, refs: dict[str, Any], step: Step) -> None:
     """Writes the gradient of a block of queries and, with slopes, what each query adds to theirs."""
     turned, slopes = refs["turned"], refs.get("slope_sum")
 
-    @pl.when(at.has(BEGINS))
+    @pl.when(step.has(BEGINS))
     def _():
         turned[...] = jnp.zeros_like(turned)
         if slopes is not None:
             slopes[...] = jnp.zeros_like(slopes)
 
     def tile(masked: bool) -> None:
-        _, ds, raw, distance = _gradients(plan, refs, at, masked)
+        _, ds, raw, distance = _gradients(plan, refs, step, masked)
         key = refs["key"][...]
         turned[...] += _dot(key, raw.astype(key.dtype), 1 - plan.width, 0)
         if slopes is not None:
             slopes[...] -= jnp.sum(ds * distance, axis=0, keepdims=True)
 
-    _each_tile(plan, at, tile)
+    _each_tile(plan, step, tile)
 
-    @pl.when(at.has(ENDS))
+    @pl.when(step.has(ENDS))
     def _():
         d_query = turned[...] * plan.scale
         refs["d_query"][...] = (d_query.T if plan.width == 1 else d_query).astype(refs["d_query"].dtype)
@@ -220,38 +220,38 @@ def bwd_dq_kernel(plan: Plan, refs: dict[str, Any], at: Step) -> None:
             refs["d_slopes"][...] = slopes[...]
 
 
-def bwd_dkv_kernel(plan: Plan, refs: dict[str, Any], at: Step) -> None:
+def bwd_dkv_kernel(plan: Plan, refs: dict[str, Any], step: Step) -> None:
     """The last dim of the grid is over the query heads of a group, whose gradients add up in the same block."""
     d_key, d_value, group = refs["key_sum"], refs["value_sum"], pl.program_id(3)
 
-    @pl.when(at.has(BEGINS) & (group == 0))
+    @pl.when(step.has(BEGINS) & (group == 0))
     def _():
         d_key[...] = jnp.zeros_like(d_key)
         d_value[...] = jnp.zeros_like(d_value)
 
     def tile(masked: bool) -> None:
-        p, _, raw, _ = _gradients(plan, refs, at, masked)
+        p, _, raw, _ = _gradients(plan, refs, step, masked)
         query, d_out = refs["query"][...], refs["d_out"][...]
         d_value[...] += _dot(p.astype(d_out.dtype), d_out, 1, 1 - plan.value_width)
         d_key[...] += _dot(raw.astype(query.dtype), query, 1, 1 - plan.width)
 
-    _each_tile(plan, at, tile)
+    _each_tile(plan, step, tile)
 
-    @pl.when(at.has(ENDS) & (group == pl.num_programs(3) - 1))
+    @pl.when(step.has(ENDS) & (group == pl.num_programs(3) - 1))
     def _():
         dk, dv = d_key[...] * plan.scale, d_value[...]
         refs["d_key"][...] = (dk if plan.width == 1 else dk.T).astype(refs["d_key"].dtype)
         refs["d_value"][...] = (dv if plan.value_width == 1 else dv.T).astype(refs["d_value"].dtype)
 
 
-def bwd_dbias_kernel(plan: Plan, refs: dict[str, Any], at: Step) -> None:
+def bwd_dbias_kernel(plan: Plan, refs: dict[str, Any], step: Step) -> None:
     """The last dim of the grid is over the rows and heads that share a bias; a bias of one key or one query is summed over
     the steps, too."""
     total, last = refs["bias_sum"], pl.program_id(3) == pl.num_programs(3) - 1
-    begins, ends = at.has(BEGINS), at.has(ENDS)
+    begins, ends = step.has(BEGINS), step.has(ENDS)
     if total.shape == (1, 1):
-        step = pl.program_id(2)
-        begins, ends = step == 0, step == pl.num_programs(2) - 1
+        visit = pl.program_id(2)
+        begins, ends = visit == 0, visit == pl.num_programs(2) - 1
     elif total.shape == (plan.block_k, plan.block_q):
         begins = ends = True
 
@@ -260,12 +260,12 @@ def bwd_dbias_kernel(plan: Plan, refs: dict[str, Any], at: Step) -> None:
         total[...] = jnp.zeros_like(total)
 
     def tile(masked: bool) -> None:
-        _, ds, _, _ = _gradients(plan, refs, at, masked)
+        _, ds, _, _ = _gradients(plan, refs, step, masked)
         for dim in range(2):
             ds = jnp.sum(ds, axis=dim, keepdims=True) if total.shape[dim] == 1 else ds
         total[...] += ds
 
-    _each_tile(plan, at, tile)
+    _each_tile(plan, step, tile)
 
     @pl.when(ends & last)
     def _():

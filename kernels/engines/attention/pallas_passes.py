@@ -87,11 +87,11 @@ def _launch(
         return decoded(visits, packed, b, n, ids[2], ids[1])
 
     def spec(x: Any) -> pl.BlockSpec:
-        def at(*args: Any) -> tuple:
-            found = step(args[len(grid) + 1], *args[: len(grid) + 1])
-            return x.at(found.b, found.n, found.i, found.j)
+        def index_map(*args: Any) -> tuple:
+            current = step(args[len(grid) + 1], *args[: len(grid) + 1])
+            return x.index_map(current.b, current.n, current.i, current.j)
 
-        return pl.BlockSpec(x.block, at)
+        return pl.BlockSpec(x.block, index_map)
 
     names = [*scalars, *(x.name for x in inputs), *("start" for _ in start), *(x.name for x in outputs), *scratch]
 
@@ -165,8 +165,8 @@ def gradients(call: Call, extra: tuple[Input, ...], by_queries: Visits, by_keys:
     """Returns the gradients of query, key and value; with slopes also `slopes`, [B, N]. `extra` is of `of_saved`."""
     plan, B, G = call.plan, call.B, call.G
     bq, bk = plan.block_q, plan.block_k
-    given = {x.name: x.array for x in call.inputs}
-    query, key, value = (given[name] for name in ("query", "key", "value"))
+    arrays = {x.name: x.array for x in call.inputs}
+    query, key, value = (arrays[name] for name in ("query", "key", "value"))
     outputs = [Output("d_query", query.shape, query.dtype, *of_queries(plan.H, bq))]
     scratch = {"turned": (plan.H, bq)}
     if plan.alibi:
@@ -199,9 +199,9 @@ def gradients(call: Call, extra: tuple[Input, ...], by_queries: Visits, by_keys:
         extra,
         matmuls=4,
     )
-    found = {
+    grads = {
         "query": tokens_first(dq, plan.H, plan.T),
         "key": tokens_first(dk, plan.H, plan.S),
         "value": tokens_first(dv, plan.Hv, plan.S),
     }
-    return found | ({"slopes": of_rows[0].sum((2, 3))} if plan.alibi else {})
+    return grads | ({"slopes": of_rows[0].sum((2, 3))} if plan.alibi else {})

@@ -66,21 +66,21 @@ def visits_of(span: Any, inner: int, most: int, by_keys: bool) -> Visits:
     total = ends[:, -1:]
     length = int(total.max()) if xp is np else most
     step = np.arange(length, dtype=np.int32)
-    at = xp.minimum(step, total - 1)
+    visit = xp.minimum(step, total - 1)
     if xp is np:
-        outer = np.stack([np.searchsorted(e, a, side="right") for e, a in zip(ends, at)])
+        outer = np.stack([np.searchsorted(e, a, side="right") for e, a in zip(ends, visit)])
     else:
-        outer = jax.vmap(functools.partial(jnp.searchsorted, side="right"))(ends, at)
+        outer = jax.vmap(functools.partial(jnp.searchsorted, side="right"))(ends, visit)
 
     def of(x: Any) -> Any:
         return xp.take_along_axis(x, outer, axis=1)
 
     begin = of(ends) - xp.maximum(of(last) - of(first), 1)
-    other = of(first) + at - begin
-    there = step < total
-    active = there & (other < of(last))
+    other = of(first) + visit - begin
+    real = step < total
+    active = real & (other < of(last))
     full = active & (other >= of(span[..., FULL_FIRST])) & (other < of(span[..., FULL_LAST]))
-    flags = ACTIVE * active + FULL * full + BEGINS * (there & (at == begin)) + ENDS * (there & (at == of(ends) - 1))
+    flags = ACTIVE * active + FULL * full + BEGINS * (real & (visit == begin)) + ENDS * (real & (visit == of(ends) - 1))
     blocks = (outer << _BLOCK_BITS) + xp.minimum(other, inner - 1)
     packed = ((blocks << _FLAG_BITS) + flags).astype(np.int32)
     return Visits(packed.reshape(-1), span.shape[0], length, length if xp is np else total.max(), by_keys)

@@ -126,15 +126,15 @@ def _window(mask: Any, q: Any) -> Interval:
 def _sinks_of_segments(mask: Any, order: Any) -> Any:
     """Sets `q_sink_ends`: the sink tokens of a segment end at the position of its first key that is not one."""
     q, k = mask.q_segment_ids, mask.kv_segment_ids
-    at = jnp.arange(k.shape[1], dtype=jnp.int32) if order is None else jnp.asarray(order)
-    at = at[None] if mask.kv_positions is None else mask.kv_positions
-    rows = max(x.shape[0] for x in (q, k, at))
-    q, k, at = (jnp.broadcast_to(x, (rows, x.shape[1])) for x in (q, k, at))
-    by = jnp.lexsort((at, k), axis=1)
-    k, at = jnp.take_along_axis(k, by, 1), jnp.take_along_axis(at, by, 1)
+    positions = jnp.arange(k.shape[1], dtype=jnp.int32) if order is None else jnp.asarray(order)
+    positions = positions[None] if mask.kv_positions is None else mask.kv_positions
+    rows = max(x.shape[0] for x in (q, k, positions))
+    q, k, positions = (jnp.broadcast_to(x, (rows, x.shape[1])) for x in (q, k, positions))
+    by = jnp.lexsort((positions, k), axis=1)
+    k, positions = jnp.take_along_axis(k, by, 1), jnp.take_along_axis(positions, by, 1)
     index = jax.vmap(segments.searchsorted)(k, q) + mask.sink_tokens
     same_segment = jnp.take_along_axis(k, jnp.minimum(index, k.shape[1] - 1), 1) == q
-    ends = jnp.take_along_axis(at, jnp.minimum(index, k.shape[1] - 1), 1)
+    ends = jnp.take_along_axis(positions, jnp.minimum(index, k.shape[1] - 1), 1)
     return mask.replace(q_sink_ends=jnp.where(same_segment & (index < k.shape[1]), ends, _BEYOND))
 
 
@@ -227,17 +227,17 @@ def visible(keys: KeyRange) -> jax.Array:
     # Not NumPy's comparisons: even while a program is traced, they would allocate an array of all pairs.
     q, j = keys.q_positions, jnp.asarray(keys.k_positions)[:, None, :]
 
-    def at(end: Any) -> Any:
+    def positions(end: Any) -> Any:
         end = ends_at(end, q)
         return end if isinstance(end, int) else end[:, :, None]
 
     seen = jnp.ones((1, q.shape[1], j.shape[2]), bool)
     if keys.high is not None:
-        seen &= j <= at(keys.high)
+        seen &= j <= positions(keys.high)
     if keys.low is not None:
-        seen &= j >= at(keys.low)
+        seen &= j >= positions(keys.low)
     if keys.gap_low is not None:
-        seen &= (j < at(keys.gap_low)) | (j > at(keys.gap_high))
+        seen &= (j < positions(keys.gap_low)) | (j > positions(keys.gap_high))
     if keys.q_segments is not None:
         a, b = jnp.asarray(keys.q_segments)[:, :, None], keys.k_segments[:, None, :]
         seen &= (a == b) & (a >= 0)

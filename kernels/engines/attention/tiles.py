@@ -173,12 +173,12 @@ def spans(mask: MaskInfo | None, q_length: int, kv_length: int, q_tile: int, kv_
 def _span(some: Any, every: Any, xp: Any) -> Any:
     """Returns int32 [#B, n, 4] for bool [#B, n, m]: the hull of `some`, and the first run of `every`."""
     n = some.shape[-1]
-    at = np.arange(n, dtype=np.int32)
-    first = xp.where(some, at, n).min(-1)
-    last = xp.where(some, at + 1, 0).max(-1)
+    index = np.arange(n, dtype=np.int32)
+    first = xp.where(some, index, n).min(-1)
+    last = xp.where(some, index + 1, 0).max(-1)
     first = xp.minimum(first, last)
-    full = xp.where(every, at, n).min(-1)
-    end = xp.where(~every & (at > full[..., None]), at, n).min(-1)
+    full = xp.where(every, index, n).min(-1)
+    end = xp.where(~every & (index > full[..., None]), index, n).min(-1)
     none = full == n
     full, end = xp.where(none, first, full), xp.where(none, first, end)
     return xp.stack([first, full, end, last], axis=-1).astype(np.int32)

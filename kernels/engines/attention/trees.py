@@ -30,23 +30,23 @@ def _parents(parents: Any, function: str) -> jax.Array:
     """Returns the parents as int32 [B, T], each smaller than its token's own index."""
     form = "integers [T] or [B, T], the index of each token's parent, smaller than its own, or -1 for a root"
     array = _integers(function, "parents", parents, form, lambda shape: len(shape) in (1, 2) and 0 not in shape)
-    values, at = known(parents), np.arange(array.shape[-1])
-    if values is not None and (values >= at).any():
-        place = np.argwhere(values >= at)[0]
+    values, index = known(parents), np.arange(array.shape[-1])
+    if values is not None and (values >= index).any():
+        place = np.argwhere(values >= index)[0]
         raise ValueError(
             f"{function}: argument 'parents' has {values[*place]} for the token at {place[-1]}; a parent must precede "
             "its token, or be -1 for a root"
         )
     array = (array[None] if array.ndim == 1 else array).astype(jnp.int32)
     # Under a trace, an invalid parent counts as a root: with a cycle, no root would ever be reached.
-    return jnp.where(array < at, array, -1)
+    return jnp.where(array < index, array, -1)
 
 
 def _ancestors(parents: jax.Array) -> jax.Array:
     """Returns bool [B, T, T]: whether j is i or an ancestor of i. O(log T) matrix products."""
     T = parents.shape[1]
-    at = jnp.arange(T)
-    above = parents[:, :, None] == at
+    index = jnp.arange(T)
+    above = parents[:, :, None] == index
     reach = above | jnp.eye(T, dtype=bool)
     for _ in range(max(T - 1, 1).bit_length()):
         twice = jnp.einsum("bij,bjk->bik", reach.astype(jnp.int32), reach.astype(jnp.int32))

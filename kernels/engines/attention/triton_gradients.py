@@ -88,7 +88,7 @@ def query_gradient_kernel(
     if order_ptr is not None:
         block = tile_of(order_ptr, b, n, tl.program_id(0) % BLOCKS, BLOCKS, 1, O)
     b64 = b.to(tl.int64)
-    at = block * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
+    qi = block * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
     k_ptr += b64 * (O.S * O.K * O.H)
     v_ptr += b64 * (O.S * O.K * O.HV)
     if q_at_ptr is not None:
@@ -110,12 +110,12 @@ def query_gradient_kernel(
         slope = tl.load(slope_ptr + b * O.SLOPE_BATCH + n).to(tl.float32)
     if seed_ptr is not None:
         seed = tl.load(seed_ptr + b * O.SEED_BATCH + n * O.SEED_HEAD)
-    q_at = positions_of(q_at_ptr, at, O.S - O.T, O.T)[:, None]
-    q_segment = segments_of(q_segment_ptr, at, O.T)[:, None]
-    ends = ends_of(ends_ptr, at[:, None], O)
-    q = rows_of(q_ptr + b64 * (O.T * O.N * O.H), at, O.N, n, O.H, O.T, O.BLOCK_H)
-    d_out = rows_of(d_out_ptr + b64 * (O.T * O.N * O.HV), at, O.N, n, O.HV, O.T, O.BLOCK_V)
-    lse, delta = statistics(lse_ptr + b64 * (O.T * O.N), delta_ptr + b64 * (O.T * O.N), at, n, O)
+    q_at = positions_of(q_at_ptr, qi, O.S - O.T, O.T)[:, None]
+    q_segment = segments_of(q_segment_ptr, qi, O.T)[:, None]
+    ends = ends_of(ends_ptr, qi[:, None], O)
+    q = rows_of(q_ptr + b64 * (O.T * O.N * O.H), qi, O.N, n, O.H, O.T, O.BLOCK_H)
+    d_out = rows_of(d_out_ptr + b64 * (O.T * O.N * O.HV), qi, O.N, n, O.HV, O.T, O.BLOCK_V)
+    lse, delta = statistics(lse_ptr + b64 * (O.T * O.N), delta_ptr + b64 * (O.T * O.N), qi, n, O)
 
     dq = tl.zeros([O.BLOCK_Q, O.BLOCK_H], tl.float32)
     d_slope = tl.zeros([O.BLOCK_Q], tl.float32)
@@ -123,15 +123,15 @@ def query_gradient_kernel(
     list_ptr = list_of(index_ptr, b, n, block, BLOCKS, K_BLOCKS, O)
     first, full, full_end, last = limits_of(spans_ptr, index_ptr, b, n, block, BLOCKS, O)
     dq, d_slope = _query_blocks(
-        dq, d_slope, first, full, list_ptr, q, d_out, lse, delta, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
+        dq, d_slope, first, full, list_ptr, q, d_out, lse, delta, k_ptr, v_ptr, qi[:, None], q_at, q_segment, k_at_ptr,
         k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, True)  # fmt: skip
     dq, d_slope = _query_blocks(
-        dq, d_slope, full, full_end, list_ptr, q, d_out, lse, delta, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
+        dq, d_slope, full, full_end, list_ptr, q, d_out, lse, delta, k_ptr, v_ptr, qi[:, None], q_at, q_segment, k_at_ptr,
         k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, False)  # fmt: skip
     dq, d_slope = _query_blocks(
-        dq, d_slope, full_end, last, list_ptr, q, d_out, lse, delta, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
+        dq, d_slope, full_end, last, list_ptr, q, d_out, lse, delta, k_ptr, v_ptr, qi[:, None], q_at, q_segment, k_at_ptr,
         k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, d_bias_ptr, head, O, True)  # fmt: skip
-    store_rows(dq_ptr + b64 * (O.T * O.N * O.H), dq, at, O.N, n, O.H, O.T, O.BLOCK_H)
+    store_rows(dq_ptr + b64 * (O.T * O.N * O.H), dq, qi, O.N, n, O.H, O.T, O.BLOCK_H)
     if slope_ptr is not None:
         tl.store(d_slope_ptr + (b * O.N + n) * BLOCKS + block, tl.sum(d_slope, axis=0))
 
@@ -145,15 +145,15 @@ def _key_blocks(dk, dv, begin, end, list_ptr, k, v, d_out_ptr, lse_ptr, delta_pt
     transpose."""
     for i in range(begin, end):
         m = nth(list_ptr, i)
-        at = m * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
-        q = rows_of(q_ptr, at, O.N, n, O.H, O.T, O.BLOCK_H)
-        d_out = rows_of(d_out_ptr, at, O.N, n, O.HV, O.T, O.BLOCK_V)
-        lse, delta = statistics(lse_ptr, delta_ptr, at, n, O)
-        q_at = positions_of(q_at_ptr, at, O.S - O.T, O.T)[None, :]
-        q_segment = segments_of(q_segment_ptr, at, O.T)[None, :]
-        ends = ends_of(ends_ptr, at[None, :], O)
+        qi = m * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
+        q = rows_of(q_ptr, qi, O.N, n, O.H, O.T, O.BLOCK_H)
+        d_out = rows_of(d_out_ptr, qi, O.N, n, O.HV, O.T, O.BLOCK_V)
+        lse, delta = statistics(lse_ptr, delta_ptr, qi, n, O)
+        q_at = positions_of(q_at_ptr, qi, O.S - O.T, O.T)[None, :]
+        q_segment = segments_of(q_segment_ptr, qi, O.T)[None, :]
+        ends = ends_of(ends_ptr, qi[None, :], O)
         kq = tl.dot(k, tl.trans(q), input_precision="ieee")
-        x, softcap_grad = scores(kq, at[None, :], kj, q_at, k_at, q_segment, k_segment, ends, dense_ptr, bias_ptr, slope, O,
+        x, softcap_grad = scores(kq, qi[None, :], kj, q_at, k_at, q_segment, k_segment, ends, dense_ptr, bias_ptr, slope, O,
                        MASKED)  # fmt: skip
         p = tl.exp2(x - lse[None, :])
         dp = tl.dot(v, tl.trans(d_out), input_precision="ieee")
@@ -199,7 +199,7 @@ def key_gradient_kernel(
     if order_ptr is not None:
         block = tile_of(order_ptr, b, head, tl.program_id(0) % BLOCKS, BLOCKS, G, O)
     b64 = b.to(tl.int64)
-    at = block * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
+    kj = block * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
     d_out_ptr += b64 * (O.T * O.N * O.HV)
     lse_ptr += b64 * (O.T * O.N)
     delta_ptr += b64 * (O.T * O.N)
@@ -212,10 +212,10 @@ def key_gradient_kernel(
         k_segment_ptr += b * O.K_SEGMENT_BATCH
     if ends_ptr is not None:
         ends_ptr += b * O.ENDS_BATCH
-    k_at = positions_of(k_at_ptr, at, 0, O.S)[:, None]
-    k_segment = segments_of(k_segment_ptr, at, O.S)[:, None]
-    k = rows_of(k_ptr + b64 * (O.S * O.K * O.H), at, O.K, head, O.H, O.S, O.BLOCK_H)
-    v = rows_of(v_ptr + b64 * (O.S * O.K * O.HV), at, O.K, head, O.HV, O.S, O.BLOCK_V)
+    k_at = positions_of(k_at_ptr, kj, 0, O.S)[:, None]
+    k_segment = segments_of(k_segment_ptr, kj, O.S)[:, None]
+    k = rows_of(k_ptr + b64 * (O.S * O.K * O.H), kj, O.K, head, O.H, O.S, O.BLOCK_H)
+    v = rows_of(v_ptr + b64 * (O.S * O.K * O.HV), kj, O.K, head, O.HV, O.S, O.BLOCK_V)
 
     dk = tl.zeros([O.BLOCK_K, O.BLOCK_H], tl.float32)
     dv = tl.zeros([O.BLOCK_K, O.BLOCK_V], tl.float32)
@@ -237,16 +237,16 @@ def key_gradient_kernel(
         if seed_ptr is not None:
             seed = tl.load(seed_ptr + b * O.SEED_BATCH + n * O.SEED_HEAD)
         dk, dv = _key_blocks(
-            dk, dv, first, full, list_ptr, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, at[:, None], k_at, k_segment,
+            dk, dv, first, full, list_ptr, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, kj[:, None], k_at, k_segment,
             q_at_ptr, q_segment_ptr, ends_ptr, dense, bias, slope, seed, n, O, True)  # fmt: skip
         dk, dv = _key_blocks(
-            dk, dv, full, full_end, list_ptr, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, at[:, None], k_at, k_segment,
+            dk, dv, full, full_end, list_ptr, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, kj[:, None], k_at, k_segment,
             q_at_ptr, q_segment_ptr, ends_ptr, dense, bias, slope, seed, n, O, False)  # fmt: skip
         dk, dv = _key_blocks(
-            dk, dv, full_end, last, list_ptr, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, at[:, None], k_at, k_segment,
+            dk, dv, full_end, last, list_ptr, k, v, d_out_ptr, lse_ptr, delta_ptr, q_ptr, kj[:, None], k_at, k_segment,
             q_at_ptr, q_segment_ptr, ends_ptr, dense, bias, slope, seed, n, O, True)  # fmt: skip
-    store_rows(dk_ptr + b64 * (O.S * O.K * O.H), dk, at, O.K, head, O.H, O.S, O.BLOCK_H)
-    store_rows(dv_ptr + b64 * (O.S * O.K * O.HV), dv, at, O.K, head, O.HV, O.S, O.BLOCK_V)
+    store_rows(dk_ptr + b64 * (O.S * O.K * O.H), dk, kj, O.K, head, O.H, O.S, O.BLOCK_H)
+    store_rows(dv_ptr + b64 * (O.S * O.K * O.HV), dv, kj, O.K, head, O.HV, O.S, O.BLOCK_V)
 
 
 @triton.jit
@@ -325,13 +325,13 @@ def bias_gradient_kernel(
             for i in range(q_begin, q_end):
                 span = spans_ptr + b * O.SPAN_BATCH + i * 4
                 begin, end = tl.maximum(tl.load(span), k_begin), tl.minimum(tl.load(span + 3), k_end)
-                at = i * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
-                q_at = positions_of(q_at_row, at, O.S - O.T, O.T)[:, None]
-                q_segment = segments_of(q_segment_row, at, O.T)[:, None]
-                ends = ends_of(ends_row, at[:, None], O)
-                q = rows_of(q_ptr + b64 * (O.T * O.N * O.H), at, O.N, n, O.H, O.T, O.BLOCK_H)
-                d_out = rows_of(d_out_ptr + b64 * (O.T * O.N * O.HV), at, O.N, n, O.HV, O.T, O.BLOCK_V)
-                lse, delta = statistics(lse_ptr + b64 * (O.T * O.N), delta_ptr + b64 * (O.T * O.N), at, n, O)
+                qi = i * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
+                q_at = positions_of(q_at_row, qi, O.S - O.T, O.T)[:, None]
+                q_segment = segments_of(q_segment_row, qi, O.T)[:, None]
+                ends = ends_of(ends_row, qi[:, None], O)
+                q = rows_of(q_ptr + b64 * (O.T * O.N * O.H), qi, O.N, n, O.H, O.T, O.BLOCK_H)
+                d_out = rows_of(d_out_ptr + b64 * (O.T * O.N * O.HV), qi, O.N, n, O.HV, O.T, O.BLOCK_V)
+                lse, delta = statistics(lse_ptr + b64 * (O.T * O.N), delta_ptr + b64 * (O.T * O.N), qi, n, O)
                 for j in range(begin, end):
                     kj = j * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
                     k = rows_of(k_ptr + b64 * (O.S * O.K * O.H), kj, O.K, head, O.H, O.S, O.BLOCK_H)
@@ -339,7 +339,7 @@ def bias_gradient_kernel(
                     k_at = positions_of(k_at_row, kj, 0, O.S)[None, :]
                     k_segment = segments_of(k_segment_row, kj, O.S)[None, :]
                     qk = tl.dot(q, tl.trans(k), input_precision="ieee")
-                    x, _ = scores(qk, at[:, None], kj[None, :], q_at, k_at, q_segment, k_segment, ends, dense, bias, slope,
+                    x, _ = scores(qk, qi[:, None], kj[None, :], q_at, k_at, q_segment, k_segment, ends, dense, bias, slope,
                                    O, True)  # fmt: skip
                     dp = tl.dot(d_out, tl.trans(v), input_precision="ieee")
                     if seed is not None:

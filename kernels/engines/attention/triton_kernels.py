@@ -91,7 +91,7 @@ def forward_kernel(
     if order_ptr is not None:
         block = tile_of(order_ptr, b, n, tl.program_id(0) % BLOCKS, BLOCKS, 1, O)
     b64 = b.to(tl.int64)
-    at = block * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
+    qi = block * O.BLOCK_Q + tl.arange(0, O.BLOCK_Q)
     q_ptr += b64 * (O.T * O.N * O.H)
     k_ptr += b64 * (O.S * O.K * O.H)
     v_ptr += b64 * (O.S * O.K * O.HV)
@@ -112,10 +112,10 @@ def forward_kernel(
         slope = tl.load(slope_ptr + b * O.SLOPE_BATCH + n).to(tl.float32)
     if seed_ptr is not None:
         seed = tl.load(seed_ptr + b * O.SEED_BATCH + n * O.SEED_HEAD)
-    q_at = positions_of(q_at_ptr, at, O.S - O.T, O.T)[:, None]
-    q_segment = segments_of(q_segment_ptr, at, O.T)[:, None]
-    ends = ends_of(ends_ptr, at[:, None], O)
-    q = rows_of(q_ptr, at, O.N, n, O.H, O.T, O.BLOCK_H)
+    q_at = positions_of(q_at_ptr, qi, O.S - O.T, O.T)[:, None]
+    q_segment = segments_of(q_segment_ptr, qi, O.T)[:, None]
+    ends = ends_of(ends_ptr, qi[:, None], O)
+    q = rows_of(q_ptr, qi, O.N, n, O.H, O.T, O.BLOCK_H)
 
     acc = tl.zeros([O.BLOCK_Q, O.BLOCK_V], tl.float32)
     row_max = tl.full([O.BLOCK_Q], float("-inf"), tl.float32)
@@ -128,16 +128,16 @@ def forward_kernel(
     list_ptr = list_of(index_ptr, b, n, block, BLOCKS, K_BLOCKS, O)
     first, full, full_end, last = limits_of(spans_ptr, index_ptr, b, n, block, BLOCKS, O)
     acc, row_max, row_sum = _forward_blocks(
-        acc, row_max, row_sum, first, full, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
+        acc, row_max, row_sum, first, full, list_ptr, q, k_ptr, v_ptr, qi[:, None], q_at, q_segment, k_at_ptr,
         k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, head, O, True)  # fmt: skip
     acc, row_max, row_sum = _forward_blocks(
-        acc, row_max, row_sum, full, full_end, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
+        acc, row_max, row_sum, full, full_end, list_ptr, q, k_ptr, v_ptr, qi[:, None], q_at, q_segment, k_at_ptr,
         k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, head, O, False)  # fmt: skip
     acc, row_max, row_sum = _forward_blocks(
-        acc, row_max, row_sum, full_end, last, list_ptr, q, k_ptr, v_ptr, at[:, None], q_at, q_segment, k_at_ptr,
+        acc, row_max, row_sum, full_end, last, list_ptr, q, k_ptr, v_ptr, qi[:, None], q_at, q_segment, k_at_ptr,
         k_segment_ptr, ends, dense_ptr, bias_ptr, slope, seed, head, O, True)  # fmt: skip
     nonempty = row_sum != 0  # true for NaN too, so that lse becomes NaN
     row_sum = tl.where(nonempty, row_sum, 1.0)
     lse = tl.where(nonempty, (row_max + tl.log2(row_sum)) * LN2, float("-inf"))
-    tl.store(lse_ptr + (b64 * O.T + at) * O.N + n, lse, mask=at < O.T)
-    store_rows(out_ptr + b64 * (O.T * O.N * O.HV), acc / row_sum[:, None], at, O.N, n, O.HV, O.T, O.BLOCK_V)
+    tl.store(lse_ptr + (b64 * O.T + qi) * O.N + n, lse, mask=qi < O.T)
+    store_rows(out_ptr + b64 * (O.T * O.N * O.HV), acc / row_sum[:, None], qi, O.N, n, O.HV, O.T, O.BLOCK_V)

@@ -93,21 +93,21 @@ def tanh(x):
 
 
 @triton.jit
-def positions_of(ptr, at, SHIFT: tl.constexpr, LENGTH: tl.constexpr):
+def positions_of(ptr, tokens, SHIFT: tl.constexpr, LENGTH: tl.constexpr):
     """Returns the positions of the tokens `at`: from the array, or counted if there is none."""
     if ptr is None:
-        positions = at + SHIFT
+        positions = tokens + SHIFT
     else:
-        positions = tl.load(ptr + at, mask=at < LENGTH, other=0)
+        positions = tl.load(ptr + tokens, mask=tokens < LENGTH, other=0)
     return positions
 
 
 @triton.jit
-def segments_of(ptr, at, LENGTH: tl.constexpr):
+def segments_of(ptr, tokens, LENGTH: tl.constexpr):
     if ptr is None:
-        segments = at
+        segments = tokens
     else:
-        segments = tl.load(ptr + at, mask=at < LENGTH, other=-1)
+        segments = tl.load(ptr + tokens, mask=tokens < LENGTH, other=-1)
     return segments
 
 
@@ -161,12 +161,12 @@ def _pair(ptr, qi, kj, ROW: tl.constexpr, COLUMN: tl.constexpr, T: tl.constexpr,
 
 
 @triton.jit
-def ends_of(ptr, at, O: tl.constexpr):
+def ends_of(ptr, qi, O: tl.constexpr):
     """Returns pointers to the first end of the queries `at` in a batch row [ends, T]; clamped to the last query."""
     if ptr is None:
         ends = None
     else:
-        ends = ptr + tl.minimum(at, O.T - 1)
+        ends = ptr + tl.minimum(qi, O.T - 1)
     return ends
 
 
@@ -227,30 +227,30 @@ def scores(qk, qi, kj, q_at, k_at, q_segment, k_segment, ends, dense_ptr, bias_p
 
 
 @triton.jit
-def rows_of(ptr, at, heads, head, WIDTH: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
+def rows_of(ptr, tokens, heads, head, WIDTH: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
     """Loads [rows, BLOCK] from a batch row [LENGTH, heads, WIDTH], for the tokens `at` of a head; zeros out of
     bounds."""
     cols = tl.arange(0, BLOCK)
-    where = ptr + (at.to(tl.int64) * heads + head)[:, None] * WIDTH + cols[None, :]
-    mask = (at < LENGTH)[:, None]
+    where = ptr + (tokens.to(tl.int64) * heads + head)[:, None] * WIDTH + cols[None, :]
+    mask = (tokens < LENGTH)[:, None]
     if BLOCK != WIDTH:
         mask = mask & (cols < WIDTH)[None, :]
     return tl.load(where, mask=mask, other=0.0)
 
 
 @triton.jit
-def store_rows(ptr, x, at, heads, head, WIDTH: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
+def store_rows(ptr, x, tokens, heads, head, WIDTH: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
     cols = tl.arange(0, BLOCK)
-    where = ptr + (at.to(tl.int64) * heads + head)[:, None] * WIDTH + cols[None, :]
-    mask = (at < LENGTH)[:, None] & (cols < WIDTH)[None, :]
+    where = ptr + (tokens.to(tl.int64) * heads + head)[:, None] * WIDTH + cols[None, :]
+    mask = (tokens < LENGTH)[:, None] & (cols < WIDTH)[None, :]
     tl.store(where, x.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def statistics(lse_ptr, delta_ptr, at, n, O: tl.constexpr):
+def statistics(lse_ptr, delta_ptr, qi, n, O: tl.constexpr):
     """Returns (lse in units of log 2, delta) of the rows `at`. For rows without keys, and past the last row, the values
     make all weights zero, whatever the cotangents are."""
-    lse = tl.load(lse_ptr + at * O.N + n, mask=at < O.T, other=float("-inf"))
-    delta = tl.load(delta_ptr + at * O.N + n, mask=at < O.T, other=0.0)
+    lse = tl.load(lse_ptr + qi * O.N + n, mask=qi < O.T, other=float("-inf"))
+    delta = tl.load(delta_ptr + qi * O.N + n, mask=qi < O.T, other=0.0)
     nonempty = lse > float("-inf")
     return tl.where(nonempty, lse * LOG2E, float("inf")), tl.where(nonempty, delta, 0.0)

@@ -17,7 +17,7 @@ def permuted(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
 
 permuted.defvjp(
     lambda x, order, inverse: (permuted(x, order, inverse), (order, inverse)),
-    lambda kept, d: (permuted(d, *reversed(kept)), None, None),
+    lambda residuals, d: (permuted(d, *reversed(residuals)), None, None),
 )
 
 
@@ -27,8 +27,8 @@ def spread(x: jax.Array, order: jax.Array, inverse: jax.Array, top_k: int) -> ja
     return jnp.asarray(x).at[order // top_k].get(mode="promise_in_bounds")
 
 
-def _spread_bwd(top_k: int, kept: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, None, None]:
-    d = permuted(d, *reversed(kept))
+def _spread_bwd(top_k: int, residuals: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, None, None]:
+    d = permuted(d, *reversed(residuals))
     return d.reshape(d.shape[0] // top_k, top_k, d.shape[1]).sum(1), None, None
 
 

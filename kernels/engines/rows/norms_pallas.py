@@ -52,15 +52,15 @@ def forward(x: Any, residual: Any, weight: Any, bias: Any, norm: Norm, cfg: Any)
     """Returns (out, stream if there is a residual, the statistics of each row)."""
     D = x.shape[-1]
     M = x.size // D
-    made = {"out": jax.ShapeDtypeStruct((M, D), x.dtype)}
+    out_rows = {"out": jax.ShapeDtypeStruct((M, D), x.dtype)}
     rows = {"x": x.reshape(M, D)}
     if residual is not None:
-        made["stream"] = jax.ShapeDtypeStruct((M, D), residual.dtype)
+        out_rows["stream"] = jax.ShapeDtypeStruct((M, D), residual.dtype)
         rows["residual"] = residual.reshape(M, D)
-    made |= dict.fromkeys(norm.statistics, jax.ShapeDtypeStruct((M, 1), jnp.float32))
+    out_rows |= dict.fromkeys(norm.statistics, jax.ShapeDtypeStruct((M, 1), jnp.float32))
     work, features = cost(x, residual, weight, bias, norm.centered)[0], {"weight": weight, "bias": bias}
-    found = launch_on_rows(norm_fwd_kernel, cfg.block_rows, rows, features, made, work=work, norm=norm)
-    return tuple(y.reshape(x.shape[:-1] if n in norm.statistics else x.shape) for n, y in found.items())
+    outputs = launch_on_rows(norm_fwd_kernel, cfg.block_rows, rows, features, out_rows, work=work, norm=norm)
+    return tuple(y.reshape(x.shape[:-1] if n in norm.statistics else x.shape) for n, y in outputs.items())
 
 
 def backward(saved: Any, x: Any, residual: Any, weight: Any, bias: Any, norm: Norm, cfg: Any) -> dict[str, jax.Array]:
@@ -68,29 +68,29 @@ def backward(saved: Any, x: Any, residual: Any, weight: Any, bias: Any, norm: No
     D = x.shape[-1]
     M = x.size // D
     normalised = x if residual is None else saved.stream
-    made = {"dx": jax.ShapeDtypeStruct((M, D), normalised.dtype)}
+    out_rows = {"dx": jax.ShapeDtypeStruct((M, D), normalised.dtype)}
     if normalised.dtype != x.dtype:
-        made["narrow"] = jax.ShapeDtypeStruct((M, D), x.dtype)
+        out_rows["narrow"] = jax.ShapeDtypeStruct((M, D), x.dtype)
     rows = {"x": normalised.reshape(M, D), "d_out": saved.d_out.reshape(M, D)}
     if residual is not None:
         rows["d_stream"] = saved.d_stream.reshape(M, D)
     rows |= {name: saved[name].reshape(M, 1) for s in norm.statistics for name in (s, f"d_{s}")}
-    summed = [name for name, given in (("weight", weight), ("bias", bias)) if given is not None]
+    summed = [name for name, array in (("weight", weight), ("bias", bias)) if array is not None]
     work = cost(x, residual, weight, bias, norm.centered)[1]
-    found = launch_on_rows(
+    outputs = launch_on_rows(
         norm_bwd_kernel,
         cfg.backward_block_rows,
         rows,
         {"weight": weight},  # a bias has a gradient and no part in those of the others
-        made,
+        out_rows,
         summed,
         work=work,
         num_rows=M,
         norm=norm,
     )
-    dx = found["dx"].reshape(x.shape)
-    gradients = {"x": found["narrow"].reshape(x.shape) if "narrow" in found else dx}
-    gradients |= {name: found[name] for name in summed}
+    dx = outputs["dx"].reshape(x.shape)
+    gradients = {"x": outputs["narrow"].reshape(x.shape) if "narrow" in outputs else dx}
+    gradients |= {name: outputs[name] for name in summed}
     return gradients if residual is None else {**gradients, "residual": dx}
 
 

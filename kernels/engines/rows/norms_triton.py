@@ -210,11 +210,11 @@ def norm_bwd_kernel(
         if dbias_ptr is not None:
             dbias = bias_sums
     for i in tl.static_range(CHUNKS):
-        at = program * D + i * BLOCK_D + cols
+        index = program * D + i * BLOCK_D + cols
         if dweight_ptr is not None:
-            tl.store(dweight_ptr + at, tl.sum(dweight[i], axis=0), mask=cols < D)
+            tl.store(dweight_ptr + index, tl.sum(dweight[i], axis=0), mask=cols < D)
         if dbias_ptr is not None:
-            tl.store(dbias_ptr + at, tl.sum(dbias[i], axis=0), mask=cols < D)
+            tl.store(dbias_ptr + index, tl.sum(dbias[i], axis=0), mask=cols < D)
 
 
 def _rows_lie_in_threads(block_d: int, num_warps: int, itemsize: int) -> bool:
@@ -233,7 +233,7 @@ def forward(x: Any, residual: Any, weight: Any, bias: Any, norm: Norm, cfg: Any)
         out_shape["stream_ptr"] = jax.ShapeDtypeStruct((M, D), residual.dtype)
     out_shape |= {f"{name}_ptr": jax.ShapeDtypeStruct((M,), jnp.float32) for name in norm.statistics}
     unused: dict[str, Any] = {n: None for n in ("stream_ptr", "mean_ptr") if n not in out_shape}
-    made = triton_launch(
+    outputs = triton_launch(
         norm_fwd_kernel,
         x.reshape(M, D),
         None if residual is None else residual.reshape(M, D),
@@ -252,7 +252,7 @@ def forward(x: Any, residual: Any, weight: Any, bias: Any, norm: Norm, cfg: Any)
         CHUNKS=chunks,
         **unused,
     )
-    return tuple(y.reshape(x.shape if y.ndim == 2 else x.shape[:-1]) for y in made)
+    return tuple(y.reshape(x.shape if y.ndim == 2 else x.shape[:-1]) for y in outputs)
 
 
 def backward(saved: Any, x: Any, residual: Any, weight: Any, bias: Any, norm: Norm, cfg: Any) -> dict[str, jax.Array]:
@@ -265,7 +265,7 @@ def backward(saved: Any, x: Any, residual: Any, weight: Any, bias: Any, norm: No
     out_shape = {"dx_ptr": jax.ShapeDtypeStruct((M, D), normalised.dtype)}
     if normalised.dtype != x.dtype:
         out_shape["narrow_dx_ptr"] = jax.ShapeDtypeStruct((M, D), x.dtype)
-    summed = [name for name, given in (("weight", weight), ("bias", bias)) if given is not None]
+    summed = [name for name, array in (("weight", weight), ("bias", bias)) if array is not None]
     out_shape |= {f"d{n}_ptr": jax.ShapeDtypeStruct((programs, D), jnp.float32) for n in summed}
     unused: dict[str, Any] = {n: None for n in ("narrow_dx_ptr", "dweight_ptr", "dbias_ptr") if n not in out_shape}
 
@@ -297,11 +297,11 @@ def backward(saved: Any, x: Any, residual: Any, weight: Any, bias: Any, norm: No
         STAGES=cfg.backward_num_stages,
         **unused,
     )
-    found = dict(zip(out_shape, result, strict=True))
-    dx = found["dx_ptr"].reshape(x.shape)
-    gradients = {"x": found.get("narrow_dx_ptr", dx).reshape(x.shape)}
+    outputs = dict(zip(out_shape, result, strict=True))
+    dx = outputs["dx_ptr"].reshape(x.shape)
+    gradients = {"x": outputs.get("narrow_dx_ptr", dx).reshape(x.shape)}
     # Summed in a fixed order, not by atomics: the same call gives the same bits.
-    gradients |= {n: jnp.sum(found[f"d{n}_ptr"], axis=0) for n in summed}
+    gradients |= {n: jnp.sum(outputs[f"d{n}_ptr"], axis=0) for n in summed}
     return gradients if residual is None else {**gradients, "residual": dx}
 
 
@@ -330,14 +330,14 @@ def heuristic(call: Call, platform: str) -> NormConfig:
     """Returns the tiles of a call."""
     crowded = "residual" in call.arguments or centers(call)  # another array, or another sum
     itemsize = max(jnp.dtype(x.dtype).itemsize for x in (call.x, call.arguments.get("residual", call.x)))
-    found = cut.shapes(call.dims["D"], itemsize, crowded=crowded)
-    return NormConfig(*found, _read_ahead(call, found[2]))
+    shape = cut.shapes(call.dims["D"], itemsize, crowded=crowded)
+    return NormConfig(*shape, _read_ahead(call, shape[2]))
 
 
 def candidates(call: Call) -> list[NormConfig]:
     """Returns what to choose from when tuning: every shape, and with tiles read ahead."""
-    found = cut.candidates(call.dims["D"])
-    return [NormConfig(*shape, n + 1) for shape in found for n in range(_read_ahead(call, shape[2]))]
+    shapes = cut.candidates(call.dims["D"])
+    return [NormConfig(*shape, n + 1) for shape in shapes for n in range(_read_ahead(call, shape[2]))]
 
 
 FACTS: Any = {

@@ -65,14 +65,14 @@ def shapes(D: int, itemsize: int, *, crowded: bool = False) -> tuple[int, int, i
 def candidates(D: int) -> list[tuple[int, int, int, int, int]]:
     """Returns what `shapes` may be, for tuning."""
     chunks, block_d = tiles(D)
-    found = []
+    choices = []
     for elements in (1024, 2048, 4096, 8192, 16384):
         height = rows(D, elements)
         for num_warps in (2, 4, 8, 16, 32):
             if 8 <= height * chunks * block_d // (32 * num_warps) <= 64:
                 for each in (1, 2, 4, 8):
-                    found.append((height, num_warps, height, num_warps, MULTIPROCESSORS * each))
-    return list(dict.fromkeys(found))
+                    choices.append((height, num_warps, height, num_warps, MULTIPROCESSORS * each))
+    return list(dict.fromkeys(choices))
 
 
 def block_rows(D: int, itemsizes: tuple[int, ...]) -> int:

@@ -89,8 +89,8 @@ def outputs_by_block(
         hidden, row = x
         return None, outputs(_logits(models, hidden), row)
 
-    _, found = jax.lax.scan(block, None, _blocks(models, row, rows, fill))
-    return _out_of_blocks(found, models[0][0].shape[:-1])
+    _, blocks = jax.lax.scan(block, None, _blocks(models, row, rows, fill))
+    return _out_of_blocks(blocks, models[0][0].shape[:-1])
 
 
 def gradients_by_block(
@@ -110,8 +110,8 @@ def gradients_by_block(
         d_hidden = dot("tv,dv->td", d, lm_head).astype(hidden[0].dtype)
         return d_head + dot("td,tv->dv", hidden[0], d), (d_hidden, beside)
 
-    d_head, found = jax.lax.scan(block, jnp.zeros(lm_head.shape, jnp.float32), _blocks(models, row, rows, fill))
-    d_hidden, beside = _out_of_blocks(found, models[0][0].shape[:-1])
+    d_head, blocks = jax.lax.scan(block, jnp.zeros(lm_head.shape, jnp.float32), _blocks(models, row, rows, fill))
+    d_hidden, beside = _out_of_blocks(blocks, models[0][0].shape[:-1])
     return d_hidden, d_head, beside
 
 
@@ -124,9 +124,9 @@ def _blocks(models: Models, row: Row, rows: int, fill: Mapping[str, int] | None)
     return hidden, {name: _in_blocks(x.reshape(-1), rows, (fill or {}).get(name, 0)) for name, x in row.items()}
 
 
-def _out_of_blocks(found: Any, lead: tuple[int, ...]) -> Any:
+def _out_of_blocks(blocks: Any, lead: tuple[int, ...]) -> Any:
     """Returns [*lead, ...] of blocks [n, rows, ...], without the padding."""
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: math.prod(lead)].reshape(*lead, *x.shape[2:]), found)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: math.prod(lead)].reshape(*lead, *x.shape[2:]), blocks)
 
 
 # -- logits -----------------------------------------------------------------------------------------------------------
@@ -151,9 +151,9 @@ def shares(x: jax.Array, lse: jax.Array) -> jax.Array:
     return jnp.exp(x - jnp.where(lse == -jnp.inf, 0.0, lse))
 
 
-def work_of_pass(logits: Sequence[Any], rows: Sequence[Any], made: Sequence[Any]) -> Work:
+def work_of_pass(logits: Sequence[Any], rows: Sequence[Any], outputs: Sequence[Any]) -> Work:
     """Returns the work of a pass over logits, [rows, V] each, that reads them and `rows` and writes `made`."""
-    return Work(4 * sum(x.size for x in logits), nbytes(*logits, *rows, *made))
+    return Work(4 * sum(x.size for x in logits), nbytes(*logits, *rows, *outputs))
 
 
 # -- XLA --------------------------------------------------------------------------------------------------------------

@@ -42,8 +42,8 @@ def passed(
     rows: Sequence[jax.Array],
     cols: int,
     *,
-    made: int | jnp.dtype,
-    kept: int = 0,
+    outputs: int | jnp.dtype,
+    accumulators: int = 0,
     **options: Any,
 ) -> list[jax.Array]:
     """Returns the outputs of `kernel(*logits, *rows, *outputs, *kept, V=, **options)` over tiles of all the logits.
@@ -60,13 +60,13 @@ def passed(
     lanes = -(-cols // LANES) * LANES
     height = min(M, max(16, ELEMENTS // len(logits) // lanes // 16 * 16))
     tile, row = pl.BlockSpec((height, cols), lambda i, j: (i, j)), pl.BlockSpec((height, 1), lambda i, j: (i, 0))
-    by_row = isinstance(made, int)
-    out = [jax.ShapeDtypeStruct((M, 1), jnp.float32)] * made if by_row else [jax.ShapeDtypeStruct((M, V), made)]
+    by_row = isinstance(outputs, int)
+    out = [jax.ShapeDtypeStruct((M, 1), jnp.float32)] * outputs if by_row else [jax.ShapeDtypeStruct((M, V), outputs)]
 
     def run(*refs: Any) -> None:
         kernel(*refs, V=V, **options)
 
-    found = pallas_launch(
+    results = pallas_launch(
         run,
         *logits,
         *(x[:, None] for x in rows),
@@ -74,12 +74,12 @@ def passed(
         grid=(pl.cdiv(M, height), pl.cdiv(V, cols)),
         in_specs=[*(tile for _ in logits), *(row for _ in rows)],
         out_specs=tuple(row if by_row else tile for _ in out),
-        scratch_shapes=[pltpu.VMEM((height, 1), jnp.float32)] * kept,
+        scratch_shapes=[pltpu.VMEM((height, 1), jnp.float32)] * accumulators,
         dimension_semantics=("parallel", "arbitrary" if by_row else "parallel"),
         work=work_of_pass(logits, rows, out),
         name=kernel.__name__,
     )
-    return [x[:, 0] if by_row else x for x in found]
+    return [x[:, 0] if by_row else x for x in results]
 
 
 def column(shape: tuple[int, ...]) -> jax.Array:

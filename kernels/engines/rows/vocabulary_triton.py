@@ -74,7 +74,7 @@ def log2_of_lanes(largest, total):
 
 
 def passed(
-    kernel: Any, logits: Sequence[jax.Array], rows: Sequence[jax.Array], cfg: Any, *, made: Any, **options: Any
+    kernel: Any, logits: Sequence[jax.Array], rows: Sequence[jax.Array], cfg: Any, *, outputs: Any, **options: Any
 ) -> Any:
     """Returns the outputs of `kernel`, a tuple.
 
@@ -85,8 +85,8 @@ def passed(
         program per tile.
     """
     M, V = logits[0].shape
-    by_row = isinstance(made, int)
-    out = (jax.ShapeDtypeStruct((M,), jnp.float32),) * made if by_row else (jax.ShapeDtypeStruct((M, V), made),)
+    by_row = isinstance(outputs, int)
+    out = (jax.ShapeDtypeStruct((M,), jnp.float32),) * outputs if by_row else (jax.ShapeDtypeStruct((M, V), outputs),)
     return triton_launch(
         kernel,
         *logits,

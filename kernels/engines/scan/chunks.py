@@ -157,10 +157,10 @@ class Chunks:
         chunks = -(-count // C)
         end = jnp.cumsum(chunks, axis=1)
         begin = end - chunks
-        at = jnp.arange(self.number)
-        states = jax.vmap(lambda row: jnp.searchsorted(row, at, side="right"))(end)  # [B, n], G past the last
+        index = jnp.arange(self.number)
+        states = jax.vmap(lambda row: jnp.searchsorted(row, index, side="right"))(end)  # [B, n], G past the last
         of = functools.partial(jnp.take_along_axis, indices=jnp.minimum(states, G - 1), axis=1)
-        skip = (at - of(begin))[..., None] * C + jnp.arange(C)  # [B, n, C]
+        skip = (index - of(begin))[..., None] * C + jnp.arange(C)  # [B, n, C]
         valid = (skip < of(count)[..., None]) & (states < G)[..., None]
         source = jnp.take_along_axis(
             order, jnp.clip(of(edges[:, :-1])[..., None] + skip, 0, T - 1).reshape(ids.shape[0], -1), axis=1
@@ -171,7 +171,7 @@ class Chunks:
         self._source, self._slot = source, jnp.where(key < G, slot, -1)
         self.tokens = Tokens(jnp.moveaxis(valid, 1, 0), None)
         used = states < G
-        self.owners = Owners(*(x.T for x in (states, used & (at == of(begin)), used & (at == of(end) - 1))))
+        self.owners = Owners(*(x.T for x in (states, used & (index == of(begin)), used & (index == of(end) - 1))))
 
     def _cut(self, x: jax.Array) -> jax.Array:
         """Returns x [B, T, ...] as [n, B, C, ...]; slots without a token hold arbitrary values."""
@@ -271,10 +271,10 @@ def forward(step: Step, chunks: Chunks, initial: jax.Array, xs: Any, shared: Any
 
     def body(carry: Any, now: Any) -> tuple[Any, Any]:
         state, finals = carry
-        x, at = now
-        state, after, ys = _group(step, chunks, shared, state, _begun(chunks, initial, at[1]), x, at)
+        x, slots = now
+        state, after, ys = _group(step, chunks, shared, state, _begun(chunks, initial, slots[1]), x, slots)
         if several:
-            finals = finals.at[rows, jnp.where(at[1].ends, at[1].of, chunks.num_states)].set(after, mode="drop")
+            finals = finals.at[rows, jnp.where(slots[1].ends, slots[1].of, chunks.num_states)].set(after, mode="drop")
         return (state, finals), ys
 
     first = (jnp.zeros_like(initial[:, 0]), initial) if several else (initial[:, 0], None)
@@ -294,36 +294,36 @@ def backward(
     """
     groups, G = chunks.number // chunks.together, chunks.num_states
     rows, several = jnp.arange(initial.shape[0]), chunks.owners is not None
-    at = (chunks.tokens, chunks.owners)
-    xs, d_ys, at = _grouped(chunks, (*jax.tree.map(chunks.spread, (xs, d_ys)), at))
+    slots = (chunks.tokens, chunks.owners)
+    xs, d_ys, slots = _grouped(chunks, (*jax.tree.map(chunks.spread, (xs, d_ys)), slots))
     d_final = d_final.astype(initial.dtype)
 
     def enter(state: jax.Array, now: Any) -> tuple[jax.Array, jax.Array]:
-        x, at = now
-        return _group(step, chunks, shared, state, _begun(chunks, initial, at[1]), x, at)[0], state
+        x, slots = now
+        return _group(step, chunks, shared, state, _begun(chunks, initial, slots[1]), x, slots)[0], state
 
     first = jnp.zeros_like(initial[:, 0]) if several else initial[:, 0]
-    _, states = _scan(enter, first, (xs, at), groups)
+    _, states = _scan(enter, first, (xs, slots), groups)
 
     def body(carry: Any, now: Any) -> tuple[Any, Any]:
         d_state, d_shared, d_initial = carry
-        x, at, state, d_y = now
-        operands = (shared, state, _begun(chunks, initial, at[1]), x)
-        (_, after, y), pull = jax.vjp(lambda a, b, c, d: _group(step, chunks, a, b, c, d, at), *operands)
+        x, slots, state, d_y = now
+        operands = (shared, state, _begun(chunks, initial, slots[1]), x)
+        (_, after, y), pull = jax.vjp(lambda a, b, c, d: _group(step, chunks, a, b, c, d, slots), *operands)
         d_after = None
         if several:
-            d_after = _where(at[1].ends, _owned(chunks, d_final, at[1]), jnp.zeros_like(after))
+            d_after = _where(slots[1].ends, _owned(chunks, d_final, slots[1]), jnp.zeros_like(after))
         d_y = jax.tree.map(lambda d, y: d.astype(y.dtype), d_y, y)
         d_own, d_state, d_begun, d_x = pull((d_state, d_after, d_y))
         d_shared = jax.tree.map(lambda a, b: a + b.astype(a.dtype), d_shared, d_own)
         if several:
-            d_initial = d_initial.at[rows, jnp.where(at[1].begins, at[1].of, G)].set(d_begun, mode="drop")
+            d_initial = d_initial.at[rows, jnp.where(slots[1].begins, slots[1].of, G)].set(d_begun, mode="drop")
         return (d_state, d_shared, d_initial), d_x
 
     d_last = jnp.zeros_like(initial[:, 0]) if several else d_final[:, 0]
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shared)
     # A sequence without tokens ends in its initial state, and so does its gradient.
     start = (d_last, sums, d_final if several else None)
-    (d_state, d_shared, d_initial), d_xs = _scan(body, start, (xs, at, states, d_ys), groups, reverse=True)
+    (d_state, d_shared, d_initial), d_xs = _scan(body, start, (xs, slots, states, d_ys), groups, reverse=True)
     d_xs = jax.tree.map(lambda x: chunks.collect(x.reshape(-1, *x.shape[2:])), d_xs)
     return (d_initial if several else d_state[:, None]), d_xs, d_shared

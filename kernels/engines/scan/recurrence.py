@@ -224,15 +224,15 @@ def prepared(
     """
     where = dict(where)
     first = either(op_name, initial_state=where.pop("initial_state", None), state=state)
-    at = sequences(op_name, shape[:2], shape[2:], **where, initial_state=first, return_state=return_state)
-    call = op.bind(**{n: x for n, x in arguments.items() if x is not None}, **at.arguments)
+    seqs = sequences(op_name, shape[:2], shape[2:], **where, initial_state=first, return_state=return_state)
+    call = op.bind(**{n: x for n, x in arguments.items() if x is not None}, **seqs.arguments)
     dims, state_dims = (named(d, len(d)) for d in op.output_dims)
 
     def results(out: jax.Array, final_state: jax.Array) -> Any:
-        return (finish(out), at.state(final_state)) if return_state else finish(out)
+        return (finish(out), seqs.state(final_state)) if return_state else finish(out)
 
-    lies = (dims, at.state_dims(state_dims[2:])) if return_state else dims
-    return Prepared(call, finish=results, dims=lies, cuts=at.cuts)
+    result_dims = (dims, seqs.state_dims(state_dims[2:])) if return_state else dims
+    return Prepared(call, finish=results, dims=result_dims, cuts=seqs.cuts)
 
 
 def _ids(op_name: str, segment_ids: Any, B: Any, T: Any) -> jax.Array:
@@ -281,8 +281,8 @@ def last_valid_before(ids: jax.Array, before: jax.Array | None = None) -> jax.Ar
     Args:
       before: int [B], the id that precedes the row.
     """
-    at = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-    latest = jax.lax.cummax(jnp.where(ids >= 0, at, -1), axis=1)
+    index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    latest = jax.lax.cummax(jnp.where(ids >= 0, index, -1), axis=1)
     latest = jnp.pad(latest, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     first = jnp.int32(-1) if before is None else before[:, None].astype(jnp.int32)
     return jnp.where(latest < 0, first, jnp.take_along_axis(ids, jnp.maximum(latest, 0), axis=1))
@@ -325,16 +325,16 @@ def loop(
     xs, initial, start, ids = vary_alike((xs, initial, start, ids))
     new = resets(ids) if num_states == 1 else jnp.zeros(ids.shape, bool)
 
-    def at(condition: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    def per_row(condition: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.where(condition.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
 
     def one(states: jax.Array, x: Any) -> tuple[jax.Array, Any]:
         x, ids, new = x
         g = jnp.zeros_like(ids) if num_states == 1 else jnp.clip(ids, 0, num_states - 1)
-        state = at(new, start, states[jnp.arange(B), g])
+        state = per_row(new, start, states[jnp.arange(B), g])
         after, out = step(state, x)
-        after = at(ids >= 0, after, state)
-        out = jax.tree.map(lambda y: at(ids >= 0, y, jnp.zeros_like(y)), out)
+        after = per_row(ids >= 0, after, state)
+        out = jax.tree.map(lambda y: per_row(ids >= 0, y, jnp.zeros_like(y)), out)
         return states.at[jnp.arange(B), g].set(after), out
 
     over_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (xs, ids, new))

@@ -209,8 +209,8 @@ def quantized_forward(query, key, value, mask, softmax_scale, block_size):
             return new, total * rescale + jnp.sum(p, axis=-1), out * rescale[..., None] + values
 
         def key_block(carry, x):
-            column, wanted = x
-            return jax.lax.cond(wanted, pair, lambda carry, _: carry, carry, column), None
+            column, is_active = x
+            return jax.lax.cond(is_active, pair, lambda carry, _: carry, carry, column), None
 
         start = jnp.full((B, K, N // K, block_q), -jnp.inf, jnp.float32)
         start = start, jnp.zeros_like(start), jnp.zeros((*start.shape, Hv), jnp.float32)

@@ -20,9 +20,9 @@ def _blocks(density: float, block_size=BLOCKS, rows: bool = False, heads: bool =
     def make(rng, dims):
         shape = [-(-dims[d] // size) for d, size in zip("TS", block_size, strict=True)]
         lead = (dims["B"] if rows else 1, dims["N"] if heads else 1)
-        found = rng.random((*lead, *shape)) < density
-        found[:, :, 1] = False
-        return found
+        blocks = rng.random((*lead, *shape)) < density
+        blocks[:, :, 1] = False
+        return blocks
 
     return make
 
@@ -43,8 +43,10 @@ def _segments(**options):
 
 def _permuted(rng, dims):
     order = rng.permutation(dims["T"])
-    ids, at = _packed(rng, dims)[:, order], jnp.asarray(order, jnp.int32)[None]
-    return MaskInfo(q_segment_ids=ids, kv_segment_ids=ids, q_positions=at, kv_positions=at, window=(20, 0))
+    ids, positions = _packed(rng, dims)[:, order], jnp.asarray(order, jnp.int32)[None]
+    return MaskInfo(
+        q_segment_ids=ids, kv_segment_ids=ids, q_positions=positions, kv_positions=positions, window=(20, 0)
+    )
 
 
 def _prefix(rng, dims):

@@ -21,25 +21,25 @@ def _blocks(block_mask: Any, sparsity_mask: Any) -> Any:
             "blocksparse_attention: argument 'block_mask' says which blocks are computed, and 'sparsity_mask' is another name "
             f"for it: give one of them, got {'neither' if block_mask is None else 'both'}"
         )
-    name, given = ("block_mask", block_mask) if sparsity_mask is None else ("sparsity_mask", sparsity_mask)
+    name, pattern = ("block_mask", block_mask) if sparsity_mask is None else ("sparsity_mask", sparsity_mask)
     try:
-        given = given if is_array(given) else np.asarray(given)
+        pattern = pattern if is_array(pattern) else np.asarray(pattern)
     except ValueError:
         raise ValueError(
-            f"blocksparse_attention: argument {name!r} has rows of different lengths, got {given!r}"
+            f"blocksparse_attention: argument {name!r} has rows of different lengths, got {pattern!r}"
         ) from None
-    if not (jax.dtypes.issubdtype(given.dtype, np.bool_) or jax.dtypes.issubdtype(given.dtype, np.integer)):
+    if not (jax.dtypes.issubdtype(pattern.dtype, np.bool_) or jax.dtypes.issubdtype(pattern.dtype, np.integer)):
         raise ValueError(
             f"blocksparse_attention: argument {name!r} must be boolean or 0/1 integers, true where a block is computed, got "
-            f"{given.dtype}"
+            f"{pattern.dtype}"
         )
-    if given.ndim not in (2, 4):
+    if pattern.ndim not in (2, 4):
         raise ValueError(
             f"blocksparse_attention: argument {name!r} must be [query blocks, key blocks], or that with [B or 1, N or 1] "
-            f"before, got shape {given.shape}; one for each head is {name}[None], one for each row {name}[:, None]"
+            f"before, got shape {pattern.shape}; one for each head is {name}[None], one for each row {name}[:, None]"
         )
-    given = given if given.ndim == 4 else given[None, None]
-    return given if given.dtype == bool else given != 0
+    pattern = pattern if pattern.ndim == 4 else pattern[None, None]
+    return pattern if pattern.dtype == bool else pattern != 0
 
 
 @public(op, module="BlockSparseAttention")

@@ -183,10 +183,10 @@ def backward(
     options = block_size, softmax_scale, logits_soft_cap, cfg.bwd_params
     lists = _Lists(query, key, value, block_mask, mask, softmax_aux, *options)
     extra = of_saved(lists.call, saved, query.dtype)
-    found = gradients(lists.call, extra, lists.by_queries(), lists.by_keys())
+    grads = gradients(lists.call, extra, lists.by_queries(), lists.by_keys())
     if softmax_aux is not None:
-        found["softmax_aux"] = sink_gradient(softmax_aux, saved.lse, saved.delta)
-    return found
+        grads["softmax_aux"] = sink_gradient(softmax_aux, saved.lse, saved.delta)
+    return grads
 
 
 # -- configurations -----------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def _heuristic(call: Any, platform: str) -> BlockSparseConfig:
     # to compute blocks that are not set.
     lengths = call.dims["T"], call.dims["S"]
     sides = {
-        name: [_side(*given) for given in zip(call.block_size, lengths, longest, strict=True)]
+        name: [_side(*limits) for limits in zip(call.block_size, lengths, longest, strict=True)]
         for name, longest in LONGEST.items()
     }
     return BlockSparseConfig(fwd_params=FwdParams(*sides["fwd_params"]), bwd_params=BwdParams(*sides["bwd_params"]))

@@ -61,7 +61,7 @@ def _of_tiles(blocks: jax.Array, dim: int, size: int, tile: int, length: int, ev
     start = tile * np.arange(count)
     last = (np.minimum(start + tile, length) - 1) // size
     inside = np.minimum(start[:, None] // size + np.arange(held(size, tile)), last[:, None])
-    parts = [jnp.take(blocks, at, axis=dim) for at in inside.T]
+    parts = [jnp.take(blocks, index, axis=dim) for index in inside.T]
     return functools.reduce(jnp.logical_and if every else jnp.logical_or, parts)
 
 

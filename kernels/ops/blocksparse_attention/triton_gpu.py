@@ -67,13 +67,13 @@ class _Blocks:
 
     def by_query(self, tile: tuple[int, int]) -> tuple[Any, jax.Array]:
         """Returns (the call over the lists of the tiles of queries, their ends)."""
-        found = triton_lists.lists(self._kinds(tile))
-        return self.call.with_lists(found.index, found.order), found.ends
+        tile_map = triton_lists.lists(self._kinds(tile))
+        return self.call.with_lists(tile_map.index, tile_map.order), tile_map.ends
 
     def by_key(self, tile: tuple[int, int]) -> tuple[Any, jax.Array]:
         """Likewise of the tiles of keys."""
-        found = triton_lists.lists(self._kinds(tile).swapaxes(2, 3), self._group)
-        return self.call.with_lists(found.index, found.order), found.ends
+        tile_map = triton_lists.lists(self._kinds(tile).swapaxes(2, 3), self._group)
+        return self.call.with_lists(tile_map.index, tile_map.order), tile_map.ends
 
 
 def _check_tiles(block_size: tuple[int, int], cfg: BlockSparseConfig) -> None:
@@ -113,8 +113,8 @@ def _plain(call: Any, params: FwdParams, itemsize: int) -> FwdParams:
     """Returns the tiles to launch the plain kernels with: where Hopper's are given, tiles that divide those."""
     if params.num_warps != WARP_SPECIALIZED:
         return params
-    found = _plain_config(call.options["BLOCK_H"], itemsize, _tile(params))
-    return found.bwd_params if isinstance(params, BwdParams) else found.fwd_params
+    config = _plain_config(call.options["BLOCK_H"], itemsize, _tile(params))
+    return config.bwd_params if isinstance(params, BwdParams) else config.fwd_params
 
 
 def _work(query, key, value, block_mask, matmuls: tuple[int, int]) -> Work:
@@ -272,14 +272,14 @@ def _side(size: int, most: int) -> int:
 
 def _plain_config(width: int, itemsize: int, block_size: tuple[int, int]) -> BlockSparseConfig:
     """Returns the tiles of the plain kernels for heads padded to `width` entries."""
-    found = plain_tiles(width, itemsize)
+    default = plain_tiles(width, itemsize)
 
     def params(kind: type, of: FwdParams) -> Any:
         sides = (_side(size, most) for size, most in zip(block_size, _tile(of), strict=True))
         return kind(*sides, 4 if min(block_size) < 64 else of.num_warps, of.num_stages)
 
     return BlockSparseConfig(
-        fwd_params=params(FwdParams, found.fwd_params), bwd_params=params(BwdParams, found.bwd_params)
+        fwd_params=params(FwdParams, default.fwd_params), bwd_params=params(BwdParams, default.bwd_params)
     )
 
 
@@ -287,10 +287,10 @@ def _heuristic(call: Any, platform: str) -> BlockSparseConfig:
     H, HV, itemsize, mask = call.dims["H"], call.dims["Hv"], call.query.dtype.itemsize, call.mask
     width = padded_width(max(H, HV))
     scale = scale_of(call.softmax_scale, H)
-    found = warp_specialized_tiles(H, HV, itemsize, scale, call.logits_soft_cap).fwd_params
+    specialised = warp_specialized_tiles(H, HV, itemsize, scale, call.logits_soft_cap).fwd_params
     looked_at = mask is not None and mask.attention_mask is not None
     if (
-        found.num_warps != WARP_SPECIALIZED
+        specialised.num_warps != WARP_SPECIALIZED
         or width > WIDEST_SPECIALISED
         or looked_at
         or any(n % 64 for n in call.block_size)

@@ -32,19 +32,19 @@ def tile_list_kernel(
     row = tl.program_id(0).to(tl.int64)
     full = 0
     for begin in range(0, OTHERS, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        kind = tl.load(kinds_ptr + row * OTHERS + at, mask=at < OTHERS, other=_HIDDEN)
+        tile = begin + tl.arange(0, BLOCK)
+        kind = tl.load(kinds_ptr + row * OTHERS + tile, mask=tile < OTHERS, other=_HIDDEN)
         full += tl.sum((kind == _FULL).to(tl.int32), axis=0)
     next_full, next_masked = 0, full
     for begin in range(0, OTHERS, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        kind = tl.load(kinds_ptr + row * OTHERS + at, mask=at < OTHERS, other=_HIDDEN)
+        tile = begin + tl.arange(0, BLOCK)
+        kind = tl.load(kinds_ptr + row * OTHERS + tile, mask=tile < OTHERS, other=_HIDDEN)
         is_full, is_masked = (kind == _FULL).to(tl.int32), (kind == _MASKED).to(tl.int32)
         place = (
             tl.where(kind == _FULL, next_full + tl.cumsum(is_full, axis=0), next_masked + tl.cumsum(is_masked, axis=0))
             - 1
         )
-        tl.store(index_ptr + row * OTHERS + place, at, mask=kind != _HIDDEN)
+        tl.store(index_ptr + row * OTHERS + place, tile, mask=kind != _HIDDEN)
         next_full += tl.sum(is_full, axis=0)
         next_masked += tl.sum(is_masked, axis=0)
     tl.store(ends_ptr + row * 2, full)
@@ -62,11 +62,11 @@ def longest_first_kernel(
     """A tile's rank is how many have longer lists, or one as long and come before it: no two have the same."""
     PARTS: tl.constexpr = (TILES + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // PARTS).to(tl.int64)
-    at = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
+    tile = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
     ends_ptr += row * (GROUP * TILES * 2) + 1
     length = tl.zeros([BLOCK], tl.int32)
     for g in range(GROUP):
-        length += tl.load(ends_ptr + (g * TILES + at) * 2, mask=at < TILES, other=0)
+        length += tl.load(ends_ptr + (g * TILES + tile) * 2, mask=tile < TILES, other=0)
     rank = tl.zeros([BLOCK], tl.int32)
     for begin in range(0, TILES, BLOCK):
         other = begin + tl.arange(0, BLOCK)
@@ -74,9 +74,9 @@ def longest_first_kernel(
         for g in range(GROUP):
             others += tl.load(ends_ptr + (g * TILES + other) * 2, mask=other < TILES, other=0)
         longer = others[None, :] > length[:, None]
-        earlier = (others[None, :] == length[:, None]) & (other[None, :] < at[:, None])
+        earlier = (others[None, :] == length[:, None]) & (other[None, :] < tile[:, None])
         rank += tl.sum(((longer | earlier) & (other < TILES)[None, :]).to(tl.int32), axis=1)
-    tl.store(order_ptr + row * TILES + rank, at, mask=at < TILES)
+    tl.store(order_ptr + row * TILES + rank, tile, mask=tile < TILES)
 
 
 def lists(kinds: jax.Array, group: int = 1) -> TileMap:

@@ -146,11 +146,13 @@ def _seen(plan: _Plan, lane: jax.Array, j: jax.Array) -> jax.Array:
     seen = seen[:, None, None]
     dense = plan.keys.dense
     if dense is not None:
-        at = (row if rows > 1 else 0, head if heads > 1 else 0, i * block_q, j * block_k)
+        offsets = (row if rows > 1 else 0, head if heads > 1 else 0, i * block_q, j * block_k)
         whole = (1 if rows > 1 else dense.shape[0], 1 if heads > 1 else dense.shape[1], block_q, block_k)
-        start = [jnp.int32(0) if n == 1 else jnp.int32(a) for n, a in zip(dense.shape, at, strict=True)]
-        own = jax.lax.dynamic_slice(dense, start, [min(n, w) for n, w in zip(dense.shape, whole, strict=True)])
-        seen = seen & own.reshape(own.shape[0], *((1, 1) if own.shape[1] == 1 else (k, g)), *own.shape[2:])
+        start = [jnp.int32(0) if n == 1 else jnp.int32(a) for n, a in zip(dense.shape, offsets, strict=True)]
+        dense_block = jax.lax.dynamic_slice(dense, start, [min(n, w) for n, w in zip(dense.shape, whole, strict=True)])
+        seen = seen & dense_block.reshape(
+            dense_block.shape[0], *((1, 1) if dense_block.shape[1] == 1 else (k, g)), *dense_block.shape[2:]
+        )
     return seen
 
 

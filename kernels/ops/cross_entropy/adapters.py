@@ -96,8 +96,8 @@ def register(name: str, outputs_of: Callable, pull: Callable, **facts: Any) -> N
     def keeping_sums(hidden, lm_head, targets, weights, ignore_index, label_smoothing, z_loss, logits_soft_cap, cfg):
         how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
         terms, d_hidden, d_head = walked(hidden, lm_head, targets, weights, how, logits_soft_cap, cfg, _together)
-        kept = {"hidden_gradient": d_hidden, "lm_head_gradient": d_head, "losses": _together(terms)}
-        return summed(terms, weights), kept
+        residuals = {"hidden_gradient": d_hidden, "lm_head_gradient": d_head, "losses": _together(terms)}
+        return summed(terms, weights), residuals
 
     def backward_sums(
         saved, hidden, lm_head, targets, weights, ignore_index, label_smoothing, z_loss, logits_soft_cap, cfg

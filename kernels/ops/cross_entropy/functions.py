@@ -87,12 +87,12 @@ def fused_token_losses(
     _check_arrays(hidden, lm_head, targets, logits)
     check_options("fused_cross_entropy", label_smoothing, z_loss, logits_soft_cap)
     targets = indices(targets)  # converted to int32: in 8 or 16 bits an ignored index could wrap to a token
-    given: Any = {"hidden": hidden, "lm_head": lm_head} if logits is None else {"logits": logits}
-    _check_shape("targets", targets, next(iter(given.values())).shape[:-1])
+    arrays: Any = {"hidden": hidden, "lm_head": lm_head} if logits is None else {"logits": logits}
+    _check_shape("targets", targets, next(iter(arrays.values())).shape[:-1])
     cap = {} if logits_soft_cap is None else {"logits_soft_cap": float(logits_soft_cap)}
-    own = op if logits is None else logits_op
+    operation = op if logits is None else logits_op
     # The operation has no ignored index: there, the logit of an invalid target is 0.
-    call = own.bind(**given, targets=targets, **cap)
+    call = operation.bind(**arrays, targets=targets, **cap)
 
     def finish(lse: jax.Array, target_logit: jax.Array, mean_logit: jax.Array) -> TokenLosses:
         return token_losses(
@@ -106,7 +106,7 @@ def fused_token_losses(
             z_loss=z_loss,
         )
 
-    return Prepared(call, finish=finish, dims=leading(targets.ndim), op=own)
+    return Prepared(call, finish=finish, dims=leading(targets.ndim), op=operation)
 
 
 @public(sums_op)

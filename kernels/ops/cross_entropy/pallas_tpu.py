@@ -48,12 +48,12 @@ def cross_entropy_bwd_kernel(logits, *refs, V, cap):
 
 def _outputs(logits, targets, cap, cfg):
     rows = [indices(targets)]
-    return passed(cross_entropy_fwd_kernel, [logits], rows, cfg.block_vocab, made=3, kept=2, cap=cap)
+    return passed(cross_entropy_fwd_kernel, [logits], rows, cfg.block_vocab, outputs=3, accumulators=2, cap=cap)
 
 
 def _pull(logits, row, dtype, cap, cfg):
     rows = [indices(row[name]) if name == "targets" else row[name] for name in PER_TOKEN]
-    return passed(cross_entropy_bwd_kernel, [logits], rows, cfg.block_vocab, made=dtype, cap=cap)[0]
+    return passed(cross_entropy_bwd_kernel, [logits], rows, cfg.block_vocab, outputs=dtype, cap=cap)[0]
 
 
 register_logits("pallas_tpu", _outputs, _pull, **facts(CrossEntropyConfig))

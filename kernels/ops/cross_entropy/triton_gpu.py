@@ -64,8 +64,8 @@ def cross_entropy_fwd_kernel(
     tl.store(lse_ptr + row, log2_of_lanes(largest, total) * LN_2)
     tl.store(mean_logit_ptr + row, tl.sum(plain, axis=0) / V)
     target = tl.load(targets_ptr + row)
-    there = (target >= 0) & (target < V)
-    at_target = tl.load(logits_ptr + row * V + target, mask=there, other=0.0).to(tl.float32)
+    valid = (target >= 0) & (target < V)
+    at_target = tl.load(logits_ptr + row * V + target, mask=valid, other=0.0).to(tl.float32)
     at_target, _ = bent(at_target, CAP)
     tl.store(target_logit_ptr + row, at_target)
 
@@ -94,12 +94,12 @@ def cross_entropy_bwd_kernel(
 
 
 def _outputs(logits, targets, cap, cfg):
-    return passed(cross_entropy_fwd_kernel, [logits], [targets], cfg, made=3, CAP=cap or 0.0)
+    return passed(cross_entropy_fwd_kernel, [logits], [targets], cfg, outputs=3, CAP=cap or 0.0)
 
 
 def _pull(logits, row, dtype, cap, cfg):
     rows = [row[name] for name in PER_TOKEN]
-    return passed(cross_entropy_bwd_kernel, [logits], rows, cfg, made=dtype, CAP=cap or 0.0)[0]
+    return passed(cross_entropy_bwd_kernel, [logits], rows, cfg, outputs=dtype, CAP=cap or 0.0)[0]
 
 
 # 8 float32 of a thread: of 16 bits that is one load.

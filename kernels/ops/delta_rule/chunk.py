@@ -103,17 +103,17 @@ class Decay:
 class Parts(NamedTuple):
     """A chunk as linear maps of its incoming state S [B, N, H, Hv].
 
-    What its tokens read of all earlier ones is u = read S + own [B, N, C, Hv]. The final state is
+    What its tokens read of all earlier ones is u = read S + local [B, N, C, Hv]. The final state is
     passing * S + write^T u + added, and the outputs are query S + out.
 
     Attributes:
-      read, write, query: [B, N, C, H]; own, out: [B, N, C, Hv].
+      read, write, query: [B, N, C, H]; local, out: [B, N, C, Hv].
       passing: [B, N, H or 1, 1], not a matrix, so that a pure decay is not rounded by a product.
       added: [B, N, H, Hv] or None.
     """
 
     read: jax.Array
-    own: jax.Array
+    local: jax.Array
     write: jax.Array
     passing: jax.Array
     added: jax.Array | None
@@ -196,7 +196,7 @@ def prepare(
 
 def advance(parts: Parts, state: jax.Array, *, precision: Any) -> jax.Array:
     """Returns the state after a chunk."""
-    u = parts.own + jnp.einsum("bnth,bnhv->bntv", parts.read, state, precision=precision)
+    u = parts.local + jnp.einsum("bnth,bnhv->bntv", parts.read, state, precision=precision)
     state = parts.passing * state + jnp.einsum("bnth,bntv->bnhv", parts.write, u, precision=precision)
     return state if parts.added is None else state + parts.added
 

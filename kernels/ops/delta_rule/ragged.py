@@ -114,8 +114,8 @@ def ragged_gated_delta_rule(
     options = {"softmax_scale": softmax_scale, "use_qk_l2norm": use_qk_l2norm}
 
     def written(final: jax.Array) -> jax.Array:
-        at = jnp.where(used & (jnp.diff(cuts) > 0), indices, slots)
-        return jnp.asarray(state_pool).at[at].set(final.astype(state_pool.dtype), mode="drop")
+        destinations = jnp.where(used & (jnp.diff(cuts) > 0), indices, slots)
+        return jnp.asarray(state_pool).at[destinations].set(final.astype(state_pool.dtype), mode="drop")
 
     if max_query_len is None:
         _check_requests(query_start_loc, state_indices, M, slots, None)
@@ -136,15 +136,15 @@ def ragged_gated_delta_rule(
             f"{name}: argument 'max_query_len' must be an integer of at least 1, or None, got {max_query_len!r}"
         )
     _check_requests(query_start_loc, state_indices, M, slots, max_query_len)
-    at = cuts[:-1, None] + jnp.arange(max_query_len)
-    there = (at < cuts[1:, None]) & used[:, None]
-    arrays = {n: x[at.clip(0, M - 1)] for n, x in arrays.items()}
-    ids = jnp.where(there, 0, -1)
+    tokens = cuts[:-1, None] + jnp.arange(max_query_len)
+    valid = (tokens < cuts[1:, None]) & used[:, None]
+    arrays = {n: x[tokens.clip(0, M - 1)] for n, x in arrays.items()}
+    ids = jnp.where(valid, 0, -1)
     call = op.bind(**arrays, segment_ids=ids, initial_state=states[:, None], **options)
 
     def finish(out: jax.Array, final: jax.Array) -> tuple[jax.Array, jax.Array]:
         flat = jnp.zeros((M, N, Hv), out.dtype)
-        return flat.at[jnp.where(there, at, M)].set(out, mode="drop"), written(final[:, 0])
+        return flat.at[jnp.where(valid, tokens, M)].set(out, mode="drop"), written(final[:, 0])
 
     dims = (("M", "N", "Hv"), ("slots", "N", "H", "Hv"))
     return Prepared(call, finish=finish, dims=dims, cuts="query_start_loc")

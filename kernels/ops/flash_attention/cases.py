@@ -41,8 +41,8 @@ def _permuted(**options):
     def make(rng, dims):
         order = rng.permutation(dims["T"])
         ids = _packed(rng, dims["B"], dims["T"])[:, order]
-        at = jnp.asarray(order, jnp.int32)[None]
-        return MaskInfo(q_segment_ids=ids, kv_segment_ids=ids, q_positions=at, kv_positions=at, **options)
+        positions = jnp.asarray(order, jnp.int32)[None]
+        return MaskInfo(q_segment_ids=ids, kv_segment_ids=ids, q_positions=positions, kv_positions=positions, **options)
 
     return {"mask": make}
 

@@ -109,21 +109,21 @@ def backward(
     options = (bias, softmax_aux, alibi_slopes, dropout_seed, softmax_scale, logits_soft_cap, dropout_prob)
     call = _call(query, key, value, mask, options, cfg.bwd_params)
     pairs, extra = _Spans(call), of_saved(call, saved, query.dtype)
-    found = gradients(call, extra, pairs.visits(False), pairs.visits(True))
+    grads = gradients(call, extra, pairs.visits(False), pairs.visits(True))
     if bias is not None:
-        found["bias"] = _bias_gradient(call, pairs, extra, bias)
+        grads["bias"] = _bias_gradient(call, pairs, extra, bias)
     if alibi_slopes is not None:
-        slopes = found.pop("slopes")
-        found["alibi_slopes"] = slopes if alibi_slopes.shape[0] == call.B else slopes.sum(0, keepdims=True)
+        slopes = grads.pop("slopes")
+        grads["alibi_slopes"] = slopes if alibi_slopes.shape[0] == call.B else slopes.sum(0, keepdims=True)
     if softmax_aux is not None:
-        found["softmax_aux"] = sink_gradient(softmax_aux, saved.lse, saved.delta)
-    return found
+        grads["softmax_aux"] = sink_gradient(softmax_aux, saved.lse, saved.delta)
+    return grads
 
 
 def _bias_gradient(call: Call, pairs: _Spans, extra: tuple[Input, ...], bias: jax.Array) -> jax.Array:
     """Returns ds summed over what the bias is broadcast over: T, S, rows and heads are summed in the kernel."""
-    given = next(x for x in call.inputs if x.name == "bias")
-    rows, heads, k, q = given.array.shape
+    bias_input = next(x for x in call.inputs if x.name == "bias")
+    rows, heads, k, q = bias_input.array.shape
     shared_rows, shared_heads = call.B // rows, call.plan.N // heads
     (d_bias,) = launch(
         bwd_dbias_kernel,
@@ -131,10 +131,10 @@ def _bias_gradient(call: Call, pairs: _Spans, extra: tuple[Input, ...], bias: ja
         pairs.united(q == 1 and k > 1),
         (rows, heads, shared_rows * shared_heads),
         lambda b, n, r: (b + lax.div(r, shared_heads), n + lax.rem(r, shared_heads)),
-        [Output("d_bias", given.array.shape, jnp.float32, given.block, given.at)],
-        {"bias_sum": (given.block[2] or 1, given.block[3] or 1)},
+        [Output("d_bias", bias_input.array.shape, jnp.float32, bias_input.block, bias_input.index_map)],
+        {"bias_sum": (bias_input.block[2] or 1, bias_input.block[3] or 1)},
         extra,
-        start=(jnp.zeros(given.array.shape, jnp.float32),),
+        start=(jnp.zeros(bias_input.array.shape, jnp.float32),),
     )
     return d_bias[:, :, : bias.shape[3], : bias.shape[2]].swapaxes(2, 3)
 
@@ -163,8 +163,8 @@ def heuristic(call: BoundCall, platform: str) -> FlashAttentionConfig:
 
 def candidates(call: BoundCall) -> list[FlashAttentionConfig]:
     sizes = [(256, 512), (512, 512), (512, 1024), (1024, 512), (1024, 1024), (512, 2048)]
-    found = [_config(size, other) for size, other in zip(sizes, [(256, 512), *sizes[1:5], (1024, 512)], strict=True)]
-    return list(dict.fromkeys([heuristic(call, "tpu"), *found]))
+    configs = [_config(size, other) for size, other in zip(sizes, [(256, 512), *sizes[1:5], (1024, 512)], strict=True)]
+    return list(dict.fromkeys([heuristic(call, "tpu"), *configs]))
 
 
 def rejects(call: BoundCall) -> str | None:

@@ -109,8 +109,8 @@ def _compacted(active: Any) -> tuple[jax.Array, jax.Array]:
     """Returns (order, count) of `_Blocks` for the pattern bool [query blocks, key blocks]."""
     if isinstance(active, np.ndarray):
         first, count = active.argmax(1), active.sum(1)
-        at = np.arange(active.shape[1])
-        if ((at >= first[:, None]) & (at < (first + count)[:, None]) == active).all():
+        index = np.arange(active.shape[1])
+        if ((index >= first[:, None]) & (index < (first + count)[:, None]) == active).all():
             # Causal, window, chunk: the program contains nothing of the size of the pattern.
             return jnp.asarray(first[:, None], jnp.int32), jnp.asarray(count, jnp.int32)
     return listed(jnp.asarray(active))

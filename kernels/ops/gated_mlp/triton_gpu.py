@@ -40,12 +40,12 @@ def _activation(x, NAME: tl.constexpr):
 
 @triton.jit
 def gated_activation_fwd_kernel(gate_ptr, up_ptr, out_ptr, SIZE: tl.constexpr, NAME: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < SIZE
-    gate = tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < SIZE
+    gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     act, _ = _activation(gate, NAME)
-    tl.store(out_ptr + at, (act * up).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + offsets, (act * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -60,16 +60,16 @@ def gated_activation_bwd_kernel(
     NAME: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < SIZE
-    gate = tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    d = tl.load(d_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < SIZE
+    gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    d = tl.load(d_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     act, slope = _activation(gate, NAME)
-    tl.store(d_gate_ptr + at, (d * up * slope).to(d_gate_ptr.dtype.element_ty), mask=mask)
-    tl.store(d_up_ptr + at, (d * act).to(d_up_ptr.dtype.element_ty), mask=mask)
+    tl.store(d_gate_ptr + offsets, (d * up * slope).to(d_gate_ptr.dtype.element_ty), mask=mask)
+    tl.store(d_up_ptr + offsets, (d * act).to(d_up_ptr.dtype.element_ty), mask=mask)
     if out_ptr is not None:
-        tl.store(out_ptr + at, (act * up).to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + offsets, (act * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _product(gate, up, activation, cfg):

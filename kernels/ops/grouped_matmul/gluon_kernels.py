@@ -249,8 +249,8 @@ def _keep_rows(block, count):
     WIDTH: gl.constexpr = block.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     inner = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) < count
-    for at in gl.static_range(0, WIDTH, 64):
-        part = block.slice(at, 64, 1)
+    for column in gl.static_range(0, WIDTH, 64):
+        part = block.slice(column, 64, 1)
         x = part.load(layout)
         part.store(gl.where(inner[:, None], x, gl.zeros_like(x)))
 

@@ -120,12 +120,12 @@ def _slabs(x):
 def _hand_part(slabs, hands, handed, WHICH: gl.constexpr):
     buffers, filled, drained = hands
     BUFFERS: gl.constexpr = buffers.shape[0] // 2
-    at = WHICH * BUFFERS + handed % BUFFERS
-    mbarrier.wait(drained.index(at), (handed // BUFFERS & 1) ^ 1)
+    slot = WHICH * BUFFERS + handed % BUFFERS
+    mbarrier.wait(drained.index(slot), (handed // BUFFERS & 1) ^ 1)
     ROWS: gl.constexpr = slabs[0].shape[0]
     for i in gl.static_range(len(slabs)):
-        buffers.index(at).slice(ROWS * i, ROWS, 0).store(slabs[i].to(buffers.dtype))
-    mbarrier.arrive(filled.index(at))
+        buffers.index(slot).slice(ROWS * i, ROWS, 0).store(slabs[i].to(buffers.dtype))
+    mbarrier.arrive(filled.index(slot))
     return handed + 1
 
 
@@ -205,16 +205,16 @@ def write(hands, handed, out_ptr, row, end, column, columns, N: gl.constexpr, SI
         first, side = turn, 0
         if SIDES == 2:
             first, side = column + (turn - column) // 128 * 64, (turn - column) // 64 % 2
-        at = WHICH * BUFFERS + handed % BUFFERS
-        mbarrier.wait(filled.index(at), handed // BUFFERS & 1)
+        slot = WHICH * BUFFERS + handed % BUFFERS
+        mbarrier.wait(filled.index(slot), handed // BUFFERS & 1)
         # A warp holds 16 rows in registers at a time.
-        buffer = buffers.index(at).reinterpret(shape=[ROWS // 16, 16, 64], layout=SWIZZLED)
+        buffer = buffers.index(slot).reinterpret(shape=[ROWS // 16, 16, 64], layout=SWIZZLED)
         for i in range(ROWS // 16):
             top = row + 16 * i
             mask = (rows < end - top)[:, None] & (inside < N - first)[None, :]
             out = out_ptr + (top.to(gl.int64) * (SIDES * N) + (first + side * N)) + entries
             gl.store(out, buffer.index(i).load(layout), mask=mask)
-        mbarrier.arrive(drained.index(at))
+        mbarrier.arrive(drained.index(slot))
         handed += 1
     return handed
 

@@ -61,8 +61,8 @@ def _dot(a, b, contracting):
 
 def _kept(x, axis: int, first, begin, end):
     """Returns x with zeros where its index along an axis, counted from `first`, is not in [begin, end)."""
-    at = lax.broadcasted_iota(jnp.int32, x.shape, axis) + first
-    return jnp.where((at >= begin) & (at < end), x.astype(jnp.float32), 0.0).astype(x.dtype)
+    index = lax.broadcasted_iota(jnp.int32, x.shape, axis) + first
+    return jnp.where((index >= begin) & (index < end), x.astype(jnp.float32), 0.0).astype(x.dtype)
 
 
 def grouped_matmul_kernel(
@@ -120,17 +120,17 @@ def grouped_matmul_kernel(
         mine = (rows >= begin[v]) & (rows < end_of_mine)
         # Keep what earlier visits wrote to this block; the first visit has nothing to keep.
         fresh = (v == 0) | (block[v] != block[jnp.maximum(v, 1) - 1])
-        kept = rows >= jnp.where(fresh, jnp.iinfo(jnp.int32).max, 0)
+        keep = rows >= jnp.where(fresh, jnp.iinfo(jnp.int32).max, 0)
         for out_ref, y in zip(out_refs, results):
-            before = jnp.where(kept, out_ref[...].astype(jnp.float32), 0.0)
+            before = jnp.where(keep, out_ref[...].astype(jnp.float32), 0.0)
             out_ref[...] = jnp.where(mine, y, before).astype(out_ref.dtype)
 
 
 def ragged_contraction_kernel(expert, block, begin, end, count, a_ref, b_ref, out_ref, total):
     v = pl.program_id(2)
-    own, active = expert[v], v < count[0]
+    matrix, active = expert[v], v < count[0]
 
-    @pl.when(active & ((v == 0) | (own != expert[jnp.maximum(v, 1) - 1])))
+    @pl.when(active & ((v == 0) | (matrix != expert[jnp.maximum(v, 1) - 1])))
     def _():
         total[...] = jnp.zeros_like(total)
 
@@ -140,7 +140,7 @@ def ragged_contraction_kernel(expert, block, begin, end, count, a_ref, b_ref, ou
         a, b = (_kept(ref[...], 0, first, begin[v], end[v]) for ref in (a_ref, b_ref))
         total[...] += _dot(a, b, (0, 0))
 
-    @pl.when(active & ((v == count[0] - 1) | (own != expert[jnp.minimum(v, pl.num_programs(2) - 2) + 1])))
+    @pl.when(active & ((v == count[0] - 1) | (matrix != expert[jnp.minimum(v, pl.num_programs(2) - 2) + 1])))
     def _():
         out_ref[0] = total[...].astype(out_ref.dtype)
 
@@ -175,9 +175,9 @@ def _product(a, b, transposed, gated, tile: Any, visits: _Visits, bias=None, act
         return block[v], step(v, k, expert, count)
 
     def b_at(n, v, k, expert, block, begin, end, count, start):
-        at = step(v, k, expert, count)
-        own = jnp.maximum(expert[v], 0)
-        return (own, start + n, at) if transposed else (own, at, start + n)
+        k_block = step(v, k, expert, count)
+        matrix = jnp.maximum(expert[v], 0)
+        return (matrix, start + n, k_block) if transposed else (matrix, k_block, start + n)
 
     def column_at(n, v, k, expert, block, begin, end, count):
         return jnp.maximum(expert[v], 0), 0, n
@@ -193,9 +193,9 @@ def _product(a, b, transposed, gated, tile: Any, visits: _Visits, bias=None, act
     in_specs += [pl.BlockSpec(b_block, functools.partial(b_at, start=start)) for start in starts]
     of, factors = None, []
     if scale is not None:
-        of, given = scale
-        given = given.reshape(len(b), 1, -1)
-        factors = [given] if of == "rows" else jnp.split(given, parts, axis=2)
+        of, values = scale
+        values = values.reshape(len(b), 1, -1)
+        factors = [values] if of == "rows" else jnp.split(values, parts, axis=2)
         in_specs += [pl.BlockSpec((1, 1, bk), row_at) if of == "rows" else pl.BlockSpec((1, 1, bn), column_at)] * len(
             factors
         )
@@ -288,12 +288,12 @@ def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activati
         of, columns = visits(cfg.forward.block_m, False), scales("columns", scale)
         d = _product(lhs, b, transposed, gated, cfg.forward, of, rhs_bias, activation, d, scale=columns)
     of, rows = visits(cfg.d_lhs.block_m, False), scales("rows", scale)
-    found = {"lhs": _product(d, b, not transposed, False, cfg.d_lhs, of, scale=rows)}
+    grads = {"lhs": _product(d, b, not transposed, False, cfg.d_lhs, of, scale=rows)}
     of = visits(cfg.d_rhs.block_k, True)
     if rhs_bias is not None:  # row sums as a product with enough ones to fill a tile
         sums = _contraction(jnp.ones((M, 8), d.dtype), d, experts, rhs_bias.dtype, cfg.d_rhs, of)
-        found["rhs_bias"] = sums[:, 0].reshape(rhs_bias.shape)
-    return found, d, of
+        grads["rhs_bias"] = sums[:, 0].reshape(rhs_bias.shape)
+    return grads, d, of
 
 
 # -- configurations ---------------------------------------------------------------------------------------------------
@@ -324,8 +324,8 @@ def heuristic(call, platform):
 def candidates(call):
     scale = 2 if call.lhs.dtype.itemsize == 2 else 1
     sizes = [(256, 256, 512), (128, 256, 512), (256, 512, 512), (512, 256, 512), (256, 256, 1024)]
-    found = [_config(call, rows, columns * scale, depth) for rows, columns, depth in sizes]
-    return list(dict.fromkeys([heuristic(call, "tpu"), *found]))
+    configs = [_config(call, rows, columns * scale, depth) for rows, columns, depth in sizes]
+    return list(dict.fromkeys([heuristic(call, "tpu"), *configs]))
 
 
 def refuses(call):

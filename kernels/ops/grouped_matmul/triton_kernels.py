@@ -123,14 +123,14 @@ def _matrix_tile(b_ptr, b_desc, expert, k, n, K: tl.constexpr, N: tl.constexpr, 
         else:
             tile = b_desc.load([expert * K + k, AT + n])
     else:
-        at = k + tl.arange(0, BLOCK_K)
+        k_index = k + tl.arange(0, BLOCK_K)
         cols = n + tl.arange(0, BLOCK_N)
-        mask = (at < K)[:, None] & (cols < N)[None, :]
+        mask = (k_index < K)[:, None] & (cols < N)[None, :]
         matrix = b_ptr + expert.to(tl.int64) * (K * WIDTH)
         if TRANSPOSED:
-            tile = tl.load(matrix + (AT + cols)[None, :] * K + at[:, None], mask=mask, other=0)
+            tile = tl.load(matrix + (AT + cols)[None, :] * K + k_index[:, None], mask=mask, other=0)
         else:
-            tile = tl.load(matrix + at[:, None] * WIDTH + (AT + cols)[None, :], mask=mask, other=0)
+            tile = tl.load(matrix + k_index[:, None] * WIDTH + (AT + cols)[None, :], mask=mask, other=0)
     return tile
 
 
@@ -141,7 +141,7 @@ def _finish(acc, up, bias_ptr, scale_ptr, d_ptr, out_ptr, expert, rows, end, n, 
     products."""
     cols = n + tl.arange(0, BLOCK_N)
     inner = cols < N
-    at = rows.to(tl.int64)[:, None]
+    rows64 = rows.to(tl.int64)[:, None]
     mask = (rows < end)[:, None] & inner[None, :]
     if SCALES == "columns":
         scale = scale_ptr + expert * WIDTH + cols
@@ -157,10 +157,10 @@ def _finish(acc, up, bias_ptr, scale_ptr, d_ptr, out_ptr, expert, rows, end, n, 
         y = activated(acc, ACTIVATION)
         if GATED:
             y *= up
-        tl.store(out_ptr + at * N + cols[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + rows64 * N + cols[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        d = tl.load(d_ptr + at * N + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        out = out_ptr + at * WIDTH + cols[None, :]
+        d = tl.load(d_ptr + rows64 * N + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        out = out_ptr + rows64 * WIDTH + cols[None, :]
         if GATED:
             tl.store(out + N, (d * activated(acc, ACTIVATION)).to(out_ptr.dtype.element_ty), mask=mask)
             d *= up
@@ -226,14 +226,14 @@ def grouped_matmul_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N] if GATED else [1, 1], tl.float32)
         for k in range(0, K, BLOCK_K):
-            at = k + tl.arange(0, BLOCK_K)
+            k_index = k + tl.arange(0, BLOCK_K)
             if TMA:
                 a = a_desc.load([row, k])
             else:
-                mask = (rows < end)[:, None] & (at < K)[None, :]
-                a = tl.load(a_ptr + rows.to(tl.int64)[:, None] * K + at[None, :], mask=mask, other=0.0)
+                mask = (rows < end)[:, None] & (k_index < K)[None, :]
+                a = tl.load(a_ptr + rows.to(tl.int64)[:, None] * K + k_index[None, :], mask=mask, other=0.0)
             if SCALES == "rows":
-                scale = tl.load(scale_ptr + expert * K + at, mask=at < K, other=0.0).to(tl.float32)
+                scale = tl.load(scale_ptr + expert * K + k_index, mask=k_index < K, other=0.0).to(tl.float32)
                 a = (a.to(tl.float32) * scale[None, :]).to(a.dtype)
             b = _matrix_tile(b_ptr, b_desc, expert, k, n, K, N, WIDTH, 0, TRANSPOSED, TMA, BLOCK_N, BLOCK_K)
             if CODE is not None:

@@ -73,13 +73,13 @@ def _dot(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
 
 
 class _Weights(NamedTuple):
-    """The matrices in the layout of the call: `at` is the index of D in a matrix, 0 or, transposed, 1; the other one is
+    """The matrices in the layout of the call: `d_dim` is the dim of D in a matrix, 0 or, transposed, 1; the other one is
     `width`."""
 
     arrays: jax.Array
     scale: jax.Array | None
     bias: jax.Array | None
-    at: int
+    d_dim: int
     width: int
     dtype: Any
 
@@ -87,23 +87,23 @@ class _Weights(NamedTuple):
         """Returns matrix e [D, width] or [width, D], with gate and up concatenated, in the dtype of lhs."""
         w = self.arrays[e]
         if self.scale is not None:
-            scale = jnp.repeat(self.scale[e], w.shape[0 if self.at == 0 else -1] // self.scale.shape[1], axis=0)
-            scale = jnp.moveaxis(scale, 0, -1) if self.at else scale
+            scale = jnp.repeat(self.scale[e], w.shape[0 if self.d_dim == 0 else -1] // self.scale.shape[1], axis=0)
+            scale = jnp.moveaxis(scale, 0, -1) if self.d_dim else scale
             w = (w.astype(jnp.float32) * scale.astype(jnp.float32)).astype(self.dtype)
-        return w.reshape((-1, self.width) if self.at == 0 else (self.width, -1))
+        return w.reshape((-1, self.width) if self.d_dim == 0 else (self.width, -1))
 
     def products(self, e: jax.Array, matrix: jax.Array, tile: jax.Array) -> jax.Array:
         """Returns the products of rows, in float32, [rows, F] or, gated, [rows, 2, F]."""
-        y = _dot(tile, matrix, (1, self.at))
+        y = _dot(tile, matrix, (1, self.d_dim))
         y = y if self.bias is None else y + self.bias[e].reshape(1, -1).astype(jnp.float32)
         return y.reshape(y.shape[0], 2, -1) if self.arrays.ndim == 4 else y
 
 
 def _weights(lhs: jax.Array, rhs: Any, rhs_transposed: Any, rhs_bias: Any, rhs_scale: Any = None) -> _Weights:
-    arrays, at = (rhs, 0) if rhs_transposed is None else (rhs_transposed, 1)
+    arrays, d_dim = (rhs, 0) if rhs_transposed is None else (rhs_transposed, 1)
     _, *rest = arrays.shape
-    width = rest[-1 - at] * (rest[1 - at] if len(rest) == 3 else 1)
-    return _Weights(arrays, rhs_scale, rhs_bias, at, width, lhs.dtype)
+    width = rest[-1 - d_dim] * (rest[1 - d_dim] if len(rest) == 3 else 1)
+    return _Weights(arrays, rhs_scale, rhs_bias, d_dim, width, lhs.dtype)
 
 
 def _forward(lhs: jax.Array, w: _Weights, group_sizes: Any, group_offset: Any, activation: str | None) -> jax.Array:
@@ -128,8 +128,8 @@ def _forward(lhs: jax.Array, w: _Weights, group_sizes: Any, group_offset: Any, a
 def _inside(groups: _Groups, x: jax.Array, rows: Any) -> jax.Array:
     """Returns the first rows of x, with zeros for rows without a group, since the last tile wrote past the end of its
     group."""
-    at = jnp.arange(rows)
-    return jnp.where(((at >= groups.begin[0]) & (at < groups.end[-1]))[:, None], x[:rows], 0)
+    row = jnp.arange(rows)
+    return jnp.where(((row >= groups.begin[0]) & (row < groups.end[-1]))[:, None], x[:rows], 0)
 
 
 def _backward(
@@ -156,10 +156,10 @@ def _backward(
             if activation is not None:  # the products are not stored, so recompute them
                 _, pull = jax.vjp(finish, w.products(e, matrix, x))
                 d = pull(d.astype(jnp.float32))[0].reshape(size, w.width).astype(lhs.dtype)
-            d_x = _dot(d, matrix, (1, 1 - w.at)).astype(lhs.dtype)
+            d_x = _dot(d, matrix, (1, 1 - w.d_dim)).astype(lhs.dtype)
             d_lhs = lax.dynamic_update_slice_in_dim(d_lhs, d_x, first, 0)
             if d_matrix is not None:
-                d_matrix = d_matrix + (_dot(x, d, (0, 0)) if w.at == 0 else _dot(d, x, (0, 0)))
+                d_matrix = d_matrix + (_dot(x, d, (0, 0)) if w.d_dim == 0 else _dot(d, x, (0, 0)))
             if d_row is not None:
                 d_row = d_row + jnp.sum(d.astype(jnp.float32), axis=0)
             return d_lhs, d_matrix, d_row

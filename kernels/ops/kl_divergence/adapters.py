@@ -34,10 +34,10 @@ def gradient(student: jax.Array, teacher: jax.Array, row: Mapping[str, Any], how
     """Returns the gradient of a tile of the student's logits, float32; `row`: [rows, 1] of `PER_TOKEN`."""
     x, slope = bent(student, how.cap, how.temperature)
     other, _ = bent(teacher, how.teacher_cap, how.temperature)
-    own, d_gap = shares(x, row["student_lse"]), row["d_gap"]
-    d = row["d_student_lse"] * own
+    share, d_gap = shares(x, row["student_lse"]), row["d_gap"]
+    d = row["d_student_lse"] * share
     if how.reverse:  # p is the student: the gradient flows through the probabilities and through the logits
-        more = jnp.where(own > 0, own * (1 + (x - other) - row["gap"]), 0.0)
+        more = jnp.where(share > 0, share * (1 + (x - other) - row["gap"]), 0.0)
         # The gap of an ignored token may be infinite; its cotangent is 0.
         d = d + jnp.where(d_gap == 0, 0.0, d_gap * more)
     else:

@@ -66,9 +66,9 @@ def kl_divergence_of_logits(
     student, teacher = bent(logits, logits_soft_cap), bent(teacher_logits, teacher_logits_soft_cap)
     p, q = (student, teacher) if reverse else (teacher, student)
     # Entries that p masks out contribute nothing.
-    there = p > -jnp.inf
-    share = jnp.exp(jnp.where(there, p, -jnp.inf) - _finite(jax.nn.logsumexp(p, axis=-1, keepdims=True)))
-    gap = jnp.sum(jnp.where(share > 0, share * (jnp.where(there, p, 0) - q), 0), axis=-1)
+    allowed = p > -jnp.inf
+    share = jnp.exp(jnp.where(allowed, p, -jnp.inf) - _finite(jax.nn.logsumexp(p, axis=-1, keepdims=True)))
+    gap = jnp.sum(jnp.where(share > 0, share * (jnp.where(allowed, p, 0) - q), 0), axis=-1)
     return jax.nn.logsumexp(student, axis=-1), jax.nn.logsumexp(teacher, axis=-1), gap
 
 
@@ -80,11 +80,11 @@ def work(call: Call) -> tuple[Work, Work]:
     """Returns the work of the matmuls: the logits of both models forward; both again and two gradients backward. The
     logits count no bytes, since they need not be materialised."""
     V = call.dims["V"]
-    own, teachers = 2 * call.hidden.size * V, 2 * call.teacher_hidden.size * V
+    student_flops, teacher_flops = 2 * call.hidden.size * V, 2 * call.teacher_hidden.size * V
     student, teacher = nbytes(call.hidden, call.lm_head), nbytes(call.teacher_hidden, call.teacher_lm_head)
     rows = 4 * call.hidden.size // call.dims["D"]  # each output, and its cotangent, is float32
-    forward = Work(own + teachers, student + teacher + 3 * rows)
-    return forward, Work(3 * own + teachers, 2 * student + teacher + 6 * rows)
+    forward = Work(student_flops + teacher_flops, student + teacher + 3 * rows)
+    return forward, Work(3 * student_flops + teacher_flops, 2 * student + teacher + 6 * rows)
 
 
 def work_of_logits(call: Call) -> tuple[Work, Work]:

@@ -78,7 +78,7 @@ def fused_kl_divergence(
         )
     check_cap(NAME, "logits_soft_cap", logits_soft_cap)
     check_cap(NAME, "teacher_logits_soft_cap", teacher_logits_soft_cap)
-    call, own = _bound(
+    call, operation = _bound(
         {"hidden": hidden, "lm_head": lm_head, "teacher_hidden": teacher_hidden, "teacher_lm_head": teacher_lm_head},
         {"logits": logits, "teacher_logits": teacher_logits},
         reverse=direction == "reverse",
@@ -86,14 +86,16 @@ def fused_kl_divergence(
         **{} if logits_soft_cap is None else {"logits_soft_cap": float(logits_soft_cap)},
         **{} if teacher_logits_soft_cap is None else {"teacher_logits_soft_cap": float(teacher_logits_soft_cap)},
     )
-    lead = call.arguments["hidden" if own is op else "logits"].shape[:-1]
-    given = {"targets": targets, "weights": weights}
+    lead = call.arguments["hidden" if operation is op else "logits"].shape[:-1]
+    per_token = {"targets": targets, "weights": weights}
     # Converted to int32: in 8 or 16 bits an ignored index could wrap to a token.
-    given = {n: None if x is None else indices(x) if n == "targets" else jnp.asarray(x) for n, x in given.items()}
-    for name, x in given.items():
+    per_token = {
+        n: None if x is None else indices(x) if n == "targets" else jnp.asarray(x) for n, x in per_token.items()
+    }
+    for name, x in per_token.items():
         if x is not None and x.shape != lead:
             raise ValueError(f"{NAME}: argument {name!r} must have shape {lead}, got {x.shape}")
-    marks, counts = given["targets"], jnp.ones(lead, jnp.float32)
+    marks, counts = per_token["targets"], jnp.ones(lead, jnp.float32)
     if marks is not None:
         if not jnp.issubdtype(marks.dtype, jnp.integer):
             raise ValueError(
@@ -105,24 +107,24 @@ def fused_kl_divergence(
         lse_p, lse_q = (student_lse, teacher_lse) if direction == "reverse" else (teacher_lse, student_lse)
         # Masked by selection, not multiplied by zero: the divergence of an ignored token may be infinite.
         losses = jnp.where(counts > 0, gap - lse_p + lse_q, 0.0)
-        return reduced(losses, counts, given["weights"], reduction)
+        return reduced(losses, counts, per_token["weights"], reduction)
 
-    return Prepared(call, finish=finish, dims=leading(len(lead)) if reduction == "none" else (), op=own)
+    return Prepared(call, finish=finish, dims=leading(len(lead)) if reduction == "none" else (), op=operation)
 
 
 def _bound(fused: dict[str, Any], plain: dict[str, Any], **options: Any) -> tuple[Any, Any]:
     """Returns (the bound call, its operation) for the arrays that were passed."""
     whole = [all(x is not None for x in arrays.values()) for arrays in (fused, plain)]
-    given = [any(x is not None for x in arrays.values()) for arrays in (fused, plain)]
-    if whole != given or sum(whole) != 1:
+    some = [any(x is not None for x in arrays.values()) for arrays in (fused, plain)]
+    if whole != some or sum(whole) != 1:
         raise ValueError(
             f"{NAME}: pass either 'hidden', 'lm_head', 'teacher_hidden' and 'teacher_lm_head', or 'logits' and "
             "'teacher_logits'; logits of one model are its hidden @ lm_head"
         )
-    arrays, own = (fused, op) if whole[0] else (plain, logits_op)
+    arrays, operation = (fused, op) if whole[0] else (plain, logits_op)
     for name, x in arrays.items():
         if not is_array(x):
             raise ValueError(f"{NAME}: argument {name!r} must be an array, got {type(x).__name__}")
         if no_features(x):
             raise ValueError(f"{NAME}: argument {name!r} of shape {x.shape} has no features, or no vocabulary")
-    return own.bind(**arrays, **options), own
+    return operation.bind(**arrays, **options), operation

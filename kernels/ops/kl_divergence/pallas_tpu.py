@@ -23,8 +23,8 @@ def kl_divergence_fwd_kernel(
 
     @pl.when(pl.program_id(1) == 0)
     def _():
-        for kept, value in ((largest_p, -jnp.inf), (largest_q, -jnp.inf), (total_p, 0), (total_q, 0), (gap, 0)):
-            kept[...] = jnp.full(kept.shape, value, jnp.float32)
+        for ref, value in ((largest_p, -jnp.inf), (largest_q, -jnp.inf), (total_p, 0), (total_q, 0), (gap, 0)):
+            ref[...] = jnp.full(ref.shape, value, jnp.float32)
 
     def add(within):
         p, q = (within(bent(ref[...], cap, how.temperature)[0], -jnp.inf) for ref, cap in models)
@@ -53,12 +53,12 @@ def kl_divergence_bwd_kernel(student, teacher, *refs, V, how):
 
 
 def _outputs(student, teacher, how, cfg):
-    return passed(kl_divergence_fwd_kernel, [student, teacher], [], cfg.block_vocab, made=3, kept=4, how=how)
+    return passed(kl_divergence_fwd_kernel, [student, teacher], [], cfg.block_vocab, outputs=3, accumulators=4, how=how)
 
 
 def _pull(student, teacher, row, dtype, how, cfg):
     rows = [row[name] for name in PER_TOKEN]
-    return passed(kl_divergence_bwd_kernel, [student, teacher], rows, cfg.block_vocab, made=dtype, how=how)[0]
+    return passed(kl_divergence_bwd_kernel, [student, teacher], rows, cfg.block_vocab, outputs=dtype, how=how)[0]
 
 
 register_logits("pallas_tpu", _outputs, _pull, **facts(KLDivergenceConfig))

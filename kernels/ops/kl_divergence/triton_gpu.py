@@ -114,21 +114,21 @@ def kl_divergence_bwd_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    at = row * V + cols
-    raw = tl.load(student_ptr + at, mask=cols < V, other=0.0).to(tl.float32)
+    offsets = row * V + cols
+    raw = tl.load(student_ptr + offsets, mask=cols < V, other=0.0).to(tl.float32)
     student, slope = bent(raw, CAP, TEMPERATURE)
-    raw = tl.load(teacher_ptr + at, mask=cols < V, other=0.0).to(tl.float32)
+    raw = tl.load(teacher_ptr + offsets, mask=cols < V, other=0.0).to(tl.float32)
     teacher, _ = bent(raw, TEACHER_CAP, TEMPERATURE)
     d_gap, gap = tl.load(d_gap_ptr + row), tl.load(gap_ptr + row)
-    own = exp(student - finite(tl.load(student_lse_ptr + row)))
-    d = tl.load(d_student_lse_ptr + row) * own
+    share = exp(student - finite(tl.load(student_lse_ptr + row)))
+    d = tl.load(d_student_lse_ptr + row) * share
     if REVERSE:
-        more = tl.where(own > 0, own * (1.0 + (student - teacher) - gap), 0.0)
+        more = tl.where(share > 0, share * (1.0 + (student - teacher) - gap), 0.0)
         # The gap of an ignored token may be infinite; its cotangent is 0.
         d += tl.where(d_gap == 0.0, 0.0, d_gap * more)
     else:
         d -= d_gap * exp(teacher - finite(tl.load(teacher_lse_ptr + row)))
-    tl.store(d_logits_ptr + at, (d * slope).to(d_logits_ptr.dtype.element_ty), mask=cols < V)
+    tl.store(d_logits_ptr + offsets, (d * slope).to(d_logits_ptr.dtype.element_ty), mask=cols < V)
 
 
 def _options(how):
@@ -141,12 +141,12 @@ def _options(how):
 
 
 def _outputs(student, teacher, how, cfg):
-    return passed(kl_divergence_fwd_kernel, [student, teacher], [], cfg, made=3, **_options(how))
+    return passed(kl_divergence_fwd_kernel, [student, teacher], [], cfg, outputs=3, **_options(how))
 
 
 def _pull(student, teacher, row, dtype, how, cfg):
     rows = [row[name] for name in PER_TOKEN]
-    return passed(kl_divergence_bwd_kernel, [student, teacher], rows, cfg, made=dtype, **_options(how))[0]
+    return passed(kl_divergence_bwd_kernel, [student, teacher], rows, cfg, outputs=dtype, **_options(how))[0]
 
 
 # 16 float32 of each model in a thread: of 16 bits that are two loads of each.

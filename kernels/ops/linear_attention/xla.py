@@ -198,8 +198,8 @@ def forward(query, key, value, g, gk, gv, g_gamma, bonus, segment_ids, initial_s
 def backward(
     saved, query, key, value, g, gk, gv, g_gamma, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg
 ):
-    given = {n: x for n, x in locals().items() if n != "saved"}
-    step, cut, initial, xs, shared = _prepared(**given)
+    arguments = {n: x for n, x in locals().items() if n != "saved"}
+    step, cut, initial, xs, shared = _prepared(**arguments)
     d_final = saved.d_final_state.astype(jnp.float32)
     d_initial, d_xs, d_shared = chunks.backward(step, cut, initial, xs, d_final, saved.d_out, shared)
     return d_xs | d_shared | ({} if initial_state is None else {"initial_state": d_initial})

@@ -79,8 +79,8 @@ def _padded(rng, dims):
     B, T = dims["B"], dims["T"]
     lengths = rng.integers(1, T, B)
     lengths[0] = T
-    at = np.arange(T)[None]
-    mask = at < lengths[:, None]
+    index = np.arange(T)[None]
+    mask = index < lengths[:, None]
     mask[-1] = mask[-1][::-1]
     return jnp.asarray(np.where(mask, 0, -1), jnp.int32)
 

@@ -88,13 +88,13 @@ def heuristic(call, platform):
 
 def candidates(call):
     T, D, itemsize = call.dims["T"], call.dims["D"], call.x.dtype.itemsize
-    found = [heuristic(call, "tpu")]
+    configs = [heuristic(call, "tpu")]
     for block_t in (128, 256, 512, 1024):
         for block_d in (128, 256, 512, 1024, 2048):
             t, d = min(block_t, _lanes(T)), min(block_d, _lanes(D))
             if _vmem(call.num_segments, t, d, itemsize) <= VMEM_BUDGET:
-                found.append(MeanPoolingConfig(t, d, backward_block_t=t, backward_block_d=d))
-    return list(dict.fromkeys(found))
+                configs.append(MeanPoolingConfig(t, d, backward_block_t=t, backward_block_d=d))
+    return list(dict.fromkeys(configs))
 
 
 def rejects(call):

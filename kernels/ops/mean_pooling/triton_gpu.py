@@ -43,11 +43,11 @@ def mean_pooling_fwd_kernel(
     first = row.to(tl.int64) * T
     total = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     for start in range(begin, end, BLOCK_T):
-        at = start + tl.arange(0, BLOCK_T)
+        position = start + tl.arange(0, BLOCK_T)
         # Tokens between the first and the last of a segment may belong to others.
-        in_segment = tl.load(ids_ptr + first + at, mask=at < end, other=-1) == g
+        in_segment = tl.load(ids_ptr + first + position, mask=position < end, other=-1) == g
         mask = in_segment[:, None] & (cols < D)[None, :]
-        total += tl.load(x_ptr + (first + at)[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(x_ptr + (first + position)[:, None] * D + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     out = total_ptr + (part.to(tl.int64) * SEGMENTS + segment) * D + cols
     tl.store(out, tl.sum(total, axis=0), mask=cols < D)
 
@@ -65,10 +65,10 @@ def mean_pooling_bwd_kernel(
 ):
     TILES: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
     row = tl.program_id(0) // TILES
-    at = tl.program_id(0) % TILES * BLOCK_T + tl.arange(0, BLOCK_T)
+    position = tl.program_id(0) % TILES * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    tokens = row.to(tl.int64) * T + at
-    ids = tl.load(ids_ptr + tokens, mask=at < T, other=-1)
+    tokens = row.to(tl.int64) * T + position
+    ids = tl.load(ids_ptr + tokens, mask=position < T, other=-1)
     inside = (ids >= 0) & (ids < G)
     if G == 1:
         d_row = tl.load(d_total_ptr + row * D + cols, mask=cols < D, other=0.0)[None, :]
@@ -77,7 +77,7 @@ def mean_pooling_bwd_kernel(
         rows = row.to(tl.int64) * G + ids
         mask = inside[:, None] & (cols < D)[None, :]
         dx = tl.load(d_total_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0)
-    mask = (at < T)[:, None] & (cols < D)[None, :]
+    mask = (position < T)[:, None] & (cols < D)[None, :]
     tl.store(dx_ptr + tokens[:, None] * D + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
@@ -86,10 +86,10 @@ def _bounds(ids, num_segments):
     empty."""
     B, T = ids.shape
     inside = (ids >= 0) & (ids < num_segments)
-    at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), ids.shape)
+    position = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), ids.shape)
     if num_segments == 1:
-        begin = jnp.min(jnp.where(inside, at, T), axis=1, keepdims=True)
-        end = jnp.max(jnp.where(inside, at + 1, 0), axis=1, keepdims=True)
+        begin = jnp.min(jnp.where(inside, position, T), axis=1, keepdims=True)
+        end = jnp.max(jnp.where(inside, position + 1, 0), axis=1, keepdims=True)
     else:
         change = ids[:, 1:] != ids[:, :-1]
         edge = jnp.ones((B, 1), bool)
@@ -97,8 +97,8 @@ def _bounds(ids, num_segments):
         rows = jnp.arange(B)[:, None]
         # Only the ends of runs are scattered: writes of all tokens of a long sequence to one place would serialise.
         first, last = (jnp.where(inside & ends, ids, num_segments) for ends in (heads, tails))
-        begin = jnp.full((B, num_segments), T, jnp.int32).at[rows, first].min(at, mode="drop")
-        end = jnp.zeros((B, num_segments), jnp.int32).at[rows, last].max(at + 1, mode="drop")
+        begin = jnp.full((B, num_segments), T, jnp.int32).at[rows, first].min(position, mode="drop")
+        end = jnp.zeros((B, num_segments), jnp.int32).at[rows, last].max(position + 1, mode="drop")
     return jnp.minimum(begin, end), end
 
 

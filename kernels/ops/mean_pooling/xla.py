@@ -31,9 +31,9 @@ def _tree(x, ids, num_segments):
     while True:
         blocks = -(-count // BLOCK)
         ends = jnp.cumsum(blocks)
-        at = jnp.arange(x.shape[0] // BLOCK + num_segments)  # an upper bound on the number of blocks
-        segment = jnp.minimum(jnp.searchsorted(ends, at, side="right"), num_segments - 1)
-        skip = (at - (ends - blocks)[segment])[:, None] * BLOCK + jnp.arange(BLOCK)
+        block = jnp.arange(x.shape[0] // BLOCK + num_segments)  # an upper bound on the number of blocks
+        segment = jnp.minimum(jnp.searchsorted(ends, block, side="right"), num_segments - 1)
+        skip = (block - (ends - blocks)[segment])[:, None] * BLOCK + jnp.arange(BLOCK)
         rows = (first[segment][:, None] + skip).clip(0, x.shape[0] - 1)
         rows = rows if order is None else order[rows]
         x = jnp.sum(jnp.where((skip < count[segment][:, None])[..., None], x[rows].astype(jnp.float32), 0), axis=1)

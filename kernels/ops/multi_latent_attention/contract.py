@@ -117,10 +117,10 @@ def multi_latent_ragged_page_attention(
     position = length - query_start_loc[request + 1] + row
     pages = kv_cache[jnp.clip(block_tables, 0, kv_cache.shape[0] - 1)]  # [requests, pages per request, C, width]
     entries = pages.reshape(pages.shape[0], -1, pages.shape[-1])[request]  # [M, S, width]
-    at = jnp.arange(entries.shape[1])[None]
-    seen = real[:, None] & (at < length[:, None]) & (at <= position[:, None])
+    entry = jnp.arange(entries.shape[1])[None]
+    seen = real[:, None] & (entry < length[:, None]) & (entry <= position[:, None])
     if sliding_window is not None:
-        seen &= at > position[:, None] - sliding_window
+        seen &= entry > position[:, None] - sliding_window
     entries = jnp.where(seen[..., None], entries, 0)
     logits = _dot("mnr,msr->mns", query, entries[..., :R]) + _dot("mnh,msh->mns", query_rope, entries[..., R:])
     logits = _capped(logits * softmax_scale, logits_soft_cap)
@@ -152,13 +152,13 @@ def scale_of(softmax_scale: float | None, query: jax.Array, query_rope: jax.Arra
 
 def decode_mask(kv_lens: jax.Array, queries: int, entries: int, sliding_window: int | None) -> MaskInfo:
     """Returns the mask of the cache entries that each of the last queries sees."""
-    at = jnp.arange(entries, dtype=jnp.int32)[None]
+    positions = jnp.arange(entries, dtype=jnp.int32)[None]
     lengths = kv_lens.astype(jnp.int32)[:, None]
     return MaskInfo(
         q_segment_ids=jnp.zeros((1, queries), jnp.int32),
-        kv_segment_ids=jnp.where(at < lengths, 0, -1),
+        kv_segment_ids=jnp.where(positions < lengths, 0, -1),
         q_positions=lengths - queries + jnp.arange(queries, dtype=jnp.int32)[None],
-        kv_positions=at,
+        kv_positions=positions,
         causal=True,
         window=None if sliding_window is None else (sliding_window - 1, 0),
     )

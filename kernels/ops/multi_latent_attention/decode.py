@@ -40,15 +40,15 @@ class _Rows:
     def pairs(self, j: Any) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Returns (first entry, entries [B, block, R + Hr], logits [B, T N, block], which of them are visible)."""
         start = jnp.minimum(j * self.block, self.cache.shape[1] - self.block)
-        at = start + jnp.arange(self.block, dtype=jnp.int32)
-        valid = (at >= j * self.block) & (at < self.length[:, None])
+        index = start + jnp.arange(self.block, dtype=jnp.int32)
+        valid = (index >= j * self.block) & (index < self.length[:, None])
         # Unwritten entries, which may be NaN, must not be multiplied by weight 0.
         entries = jax.lax.dynamic_slice_in_dim(self.cache, start, self.block, axis=1)
         entries = jnp.where(valid[..., None], entries, 0)
         logits = dot("bqw,bkw->bqk", self.query, entries) * self.scale
         if self.cap is not None:
             logits = self.cap * jnp.tanh(logits / self.cap)
-        seen = valid[:, None] & visible(KeyRange(self.position, at[None], *self.sees))
+        seen = valid[:, None] & visible(KeyRange(self.position, index[None], *self.sees))
         return start, entries, logits, seen
 
 

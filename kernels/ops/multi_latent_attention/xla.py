@@ -51,15 +51,15 @@ def paged_forward(
             j = tile["first"] + n
             slots = jnp.minimum(j[:, None] * pages_of_block + page, table_width - 1)
             ids = jnp.clip(jnp.take_along_axis(tables, slots, axis=1), 0, pages - 1)
-            at = j[:, None] * block_k + jnp.arange(block_k)
+            entry = j[:, None] * block_k + jnp.arange(block_k)
             # Unwritten entries, which may be NaN, must not be multiplied by weight 0.
-            entries = jnp.where((at < length)[..., None], kv_cache[ids].reshape(-1, block_k, width), 0)
+            entries = jnp.where((entry < length)[..., None], kv_cache[ids].reshape(-1, block_k, width), 0)
             logits = dot("pqw,pkw->pqk", rows, entries).reshape(-1, block_q, N, block_k) * softmax_scale
             if logits_soft_cap is not None:
                 logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
-            seen = (at < length)[:, None] & (at[:, None] <= position[..., None]) & real[..., None]
+            seen = (entry < length)[:, None] & (entry[:, None] <= position[..., None]) & real[..., None]
             if sliding_window is not None:
-                seen &= at[:, None] > position[..., None] - sliding_window
+                seen &= entry[:, None] > position[..., None] - sliding_window
             logits = jnp.where(seen[:, :, None], logits, -jnp.inf)
             new = jnp.maximum(largest, jnp.max(logits, axis=-1))
             anchor = jnp.where(new == -jnp.inf, 0, new)  # a token that has not seen anything yet

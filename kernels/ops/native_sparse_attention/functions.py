@@ -51,9 +51,9 @@ def _integers(name: str, value: Any, shapes: tuple[tuple[int, ...], ...], meanin
 def _starts(ids: jax.Array) -> jax.Array:
     """Returns the index of the first token of each token's document, -1 for padding. A document is a run of equal
     ids."""
-    at = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    index = jnp.arange(ids.shape[1], dtype=jnp.int32)
     new = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return jnp.where(ids >= 0, jax.lax.cummax(jnp.where(new, at, 0), axis=1), -1)
+    return jnp.where(ids >= 0, jax.lax.cummax(jnp.where(new, index, 0), axis=1), -1)
 
 
 @public(op)

@@ -85,9 +85,9 @@ def _block_rows(starts: jax.Array, static: _Static) -> tuple[jax.Array, jax.Arra
     """
     size, B, S = static.block_size, *starts.shape
     slots = -(-S // size)
-    at = jnp.arange(slots * size, dtype=jnp.int32)
+    index = jnp.arange(slots * size, dtype=jnp.int32)
     padded = jnp.pad(starts, ((0, 0), (0, slots * size - S)), constant_values=-1)
-    last = ((padded >= 0) & ((at - padded) % size == size - 1)).reshape(B, slots, size)
+    last = ((padded >= 0) & ((index - padded) % size == size - 1)).reshape(B, slots, size)
     end = jnp.argmax(last, axis=2).astype(jnp.int32) + size * jnp.arange(slots, dtype=jnp.int32)
     some = last.any(2)
     rows = jnp.clip(end[..., None] + jnp.arange(1 - size, 1, dtype=jnp.int32), 0, S - 1)
@@ -97,8 +97,8 @@ def _block_rows(starts: jax.Array, static: _Static) -> tuple[jax.Array, jax.Arra
 
 def _means(x: jax.Array, rows: jax.Array) -> jax.Array:
     """Returns the float32 means [B, K, slots, H] of the given rows of x [B, S, K, H]."""
-    taken = jax.vmap(lambda x, rows: x[rows])(x, rows)
-    return jnp.mean(taken.astype(jnp.float32), axis=2).swapaxes(1, 2)
+    gathered = jax.vmap(lambda x, rows: x[rows])(x, rows)
+    return jnp.mean(gathered.astype(jnp.float32), axis=2).swapaxes(1, 2)
 
 
 def _keys(key, value, starts, static: _Static) -> tuple[_Keys, jax.Array]:
@@ -164,7 +164,7 @@ def _blocks_of(x: dict[str, Any], keys: _Keys, sees_means: jax.Array, static: _S
         start = x["start"][:, None, :, None]
         # Block c of a document is stored alone in slot c + first.
         block = jnp.arange(importance.shape[-1], dtype=jnp.int32) - (start + size - 1) // size
-        own_block = jnp.where(start >= 0, (x["at"][:, None] - start) // size, -1)
+        own_block = jnp.where(start >= 0, (x["position"][:, None] - start) // size, -1)
         best, slot = jax.lax.top_k(
             ranked(importance, block, own_block), min(static.num_blocks, importance.shape[-1] - 1)
         )
@@ -183,16 +183,16 @@ def _read(x: dict[str, Any], keys: _Keys, static: _Static) -> tuple[_Read, jax.A
     """Returns (inputs of a chunk, the rows of the first tokens of its blocks [B, K, chunk x blocks], that of its
     window)."""
     size, front = static.block_size, _front(static)
-    at, start = x["at"], x["start"]  # [chunk], [B, chunk]
-    sees_means = (keys.of_slot[:, None] == start[..., None]) & (keys.ends[:, None] <= at[:, None])
+    position, start = x["position"], x["start"]  # [chunk], [B, chunk]
+    sees_means = (keys.of_slot[:, None] == start[..., None]) & (keys.ends[:, None] <= position[:, None])
     sees_means = (sees_means & (start >= 0)[..., None])[:, None, None]
     blocks = _blocks_of(x, keys, sees_means, static)
     begin = start[:, None, :, None]
     # Compares blocks, not tokens: the first token of a block far past the end would overflow.
-    named = (blocks >= 0) & (begin >= 0) & (blocks <= (at[:, None] - begin) // size)
+    named = (blocks >= 0) & (begin >= 0) & (blocks <= (position[:, None] - begin) // size)
     first = begin + jnp.where(named, blocks, 0) * size
     place = first[..., None] + jnp.arange(size)
-    sees_selected = (named[..., None] & (place <= at[:, None, None]))[:, :, None]
+    sees_selected = (named[..., None] & (place <= position[:, None, None]))[:, :, None]
     rows = front + jnp.where(named, first, 0)
     rows = rows.reshape(*rows.shape[:2], -1)
 
@@ -200,12 +200,12 @@ def _read(x: dict[str, Any], keys: _Keys, static: _Static) -> tuple[_Read, jax.A
         one = jax.vmap(lambda x, row: jax.lax.dynamic_slice_in_dim(x, row, size, 0), (None, 0))
         return jax.vmap(jax.vmap(one))(tokens, rows).reshape(*blocks.shape, size, tokens.shape[-1])
 
-    from_row = at[0]  # in the padded arrays, where the window of the first query starts
+    from_row = position[0]  # in the padded arrays, where the window of the first query starts
     width = static.chunk + front
     slid = [jax.lax.dynamic_slice_in_dim(t, from_row, width, 2) for t in keys.tokens]
     j = from_row - front + jnp.arange(width)
     inside = jax.lax.dynamic_slice_in_dim(keys.starts, from_row, width, 1)[:, None] == start[..., None]
-    near = (j <= at[:, None]) & (j > at[:, None] - static.window)
+    near = (j <= position[:, None]) & (j > position[:, None] - static.window)
     sees_sliding = (inside & near & (start >= 0)[..., None])[:, None, None]
     tokens = [gathered(t) for t in keys.tokens]
     return _Read((tokens[0], tokens[1]), (slid[0], slid[1]), sees_means, sees_selected, sees_sliding), rows, from_row
@@ -216,16 +216,16 @@ def _chunks(static: _Static, starts, q_start, **arrays) -> dict[str, jax.Array]:
     T = arrays["query"].shape[1]
     count = -(-T // static.chunk)
     first = jnp.asarray(static.length - T if q_start is None else q_start, jnp.int32)
-    at = first + jnp.arange(count * static.chunk, dtype=jnp.int32)
+    position = first + jnp.arange(count * static.chunk, dtype=jnp.int32)
     valid = jnp.arange(count * static.chunk) < T
-    start = jnp.where(valid, jnp.take(starts, jnp.clip(at, 0, static.length - 1), axis=1), -1)
+    start = jnp.where(valid, jnp.take(starts, jnp.clip(position, 0, static.length - 1), axis=1), -1)
 
     def split(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, [(0, count * static.chunk - x.shape[1] if d == 1 else 0) for d in range(x.ndim)])
         return jnp.moveaxis(x.reshape(x.shape[0], count, static.chunk, *x.shape[2:]), 1, 0)
 
     chunks = {name: split(x) for name, x in arrays.items() if x is not None}
-    return chunks | {"at": at.reshape(count, static.chunk), "start": split(start)}
+    return chunks | {"position": position.reshape(count, static.chunk), "start": split(start)}
 
 
 def _joined(x: jax.Array, length: int) -> jax.Array:
@@ -259,7 +259,7 @@ def forward(
     query, key, value, g_cmp, g_slc, g_swa, block_indices, block_counts, starts, q_start, block_size, num_blocks, window,
     softmax_scale, cfg,
 ):  # fmt: skip
-    given = {
+    arrays = {
         "g_cmp": g_cmp,
         "g_slc": g_slc,
         "g_swa": g_swa,
@@ -267,7 +267,7 @@ def forward(
         "block_counts": block_counts,
     }
     static, keys, _, chunks = _prepared(
-        query, key, value, starts, q_start, block_size, num_blocks, window, softmax_scale, cfg, **given
+        query, key, value, starts, q_start, block_size, num_blocks, window, softmax_scale, cfg, **arrays
     )
 
     def step(_, x):
@@ -283,16 +283,16 @@ def backward(
     window, softmax_scale, cfg,
 ):  # fmt: skip
     (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
-    given = {
+    arrays = {
         "g_cmp": g_cmp,
         "g_slc": g_slc,
         "g_swa": g_swa,
         "block_indices": block_indices,
         "block_counts": block_counts,
     }
-    given["d_out"] = saved.d_out.reshape(B, T, K, N // K, -1)
+    arrays["d_out"] = saved.d_out.reshape(B, T, K, N // K, -1)
     static, keys, rows, chunks = _prepared(
-        query, key, value, starts, q_start, block_size, num_blocks, window, softmax_scale, cfg, **given
+        query, key, value, starts, q_start, block_size, num_blocks, window, softmax_scale, cfg, **arrays
     )
 
     def step(sums, x):
@@ -308,8 +308,8 @@ def backward(
     zeros = {
         n: [jnp.zeros(x.shape, jnp.float32) for x in xs] for n, xs in (("tokens", keys.tokens), ("means", keys.means))
     }
-    sums, own = jax.lax.scan(step, zeros, chunks)
-    gradients = {n: _joined(x, T) for n, x in own.items()}
+    sums, by_chunk = jax.lax.scan(step, zeros, chunks)
+    gradients = {n: _joined(x, T) for n, x in by_chunk.items()}
     gradients["query"] = gradients["query"].reshape(query.shape)
     front = _front(static)
     for name, like, total, of_means in zip(("key", "value"), (key, value), sums["tokens"], sums["means"], strict=True):

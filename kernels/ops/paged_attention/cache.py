@@ -53,9 +53,9 @@ def requests_of_rows(query_start_loc: jax.Array, num_rows: Any) -> tuple[jax.Arr
     # Counts the requests that begin at or before each row, without comparing each row with each request.
     begun = jnp.zeros((num_rows,), jnp.int32).at[jnp.maximum(cuts[:-1], 0)].add(1, mode="drop")
     request = jnp.cumsum(begun, dtype=jnp.int32) - 1
-    at = jnp.maximum(request, 0)
-    inside = (request >= 0) & (row < cuts[at + 1])
-    return jnp.where(inside, request, -1), row - cuts[at]
+    r = jnp.maximum(request, 0)
+    inside = (request >= 0) & (row < cuts[r + 1])
+    return jnp.where(inside, request, -1), row - cuts[r]
 
 
 def slots_of_new(
@@ -73,8 +73,8 @@ def slots_of_new(
     page, last = position // block_size, block_tables.shape[1] - 1
     number = block_tables.astype(jnp.int32)[r, jnp.clip(page, 0, last)]
     # The slot of an invalid page could overflow int32 and wrap to that of a valid one.
-    known = (number >= 0) & (number < 2**31 // block_size)
-    valid = (request >= 0) & (position >= 0) & (page <= last) & known
+    page_exists = (number >= 0) & (number < 2**31 // block_size)
+    valid = (request >= 0) & (position >= 0) & (page <= last) & page_exists
     return jnp.where(valid, number * block_size + position % block_size, -1)
 
 

@@ -151,11 +151,11 @@ def attending(*ops: Op) -> Callable[[Callable[..., Prepared]], PublicFunction]:
         declared = inspect.signature(prepare)
         own_parameters = {n: p for n, p in declared.parameters.items() if p.kind is not p.VAR_KEYWORD}
         parameters = [*own_parameters.values(), *(p for p in _SHARED if p.name not in own_parameters)]
-        known = {p.name for p in parameters}
+        accepted = {p.name for p in parameters}
 
         @functools.wraps(prepare)
         def prepared(*args: Any, **arguments: Any) -> Prepared:
-            for name in arguments.keys() - known:
+            for name in arguments.keys() - accepted:
                 raise TypeError(f"{prepare.__name__}() got an unexpected keyword argument {name!r}")
             return prepare(*args, **arguments)
 

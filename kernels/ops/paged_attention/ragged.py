@@ -277,10 +277,10 @@ def append_to_cache(
             f, "slots", f"must have one slot for each of the {key.shape[0]} rows of 'key', got {slots.shape}"
         )
     _check_once(f, name, values)
-    taken = () if values is None else values[values >= 0]
-    if len(taken) and np.max(taken) >= key_cache.shape[0] * key_cache.shape[1]:
+    destinations = () if values is None else values[values >= 0]
+    if len(destinations) and np.max(destinations) >= key_cache.shape[0] * key_cache.shape[1]:
         raise check.wrong(
-            f, "slots", f"has slot {np.max(taken)}, past the {key_cache.shape[0]} pages; -1 writes nothing"
+            f, "slots", f"has slot {np.max(destinations)}, past the {key_cache.shape[0]} pages; -1 writes nothing"
         )
     scale_options = scales(f, key, key_cache, k_scale, v_scale, rows="key")
     return Prepared(

@@ -98,10 +98,10 @@ class _Options(NamedTuple):
 def _tiles(requests: _Requests, num_tiles: Any, o: _Options) -> _Tiles:
     each = -(-requests.count // o.block_q)
     last = jnp.cumsum(each, dtype=jnp.int32)
-    at = jnp.arange(num_tiles, dtype=jnp.int32)
-    r = jnp.sum(last[None] <= at[:, None], axis=1, dtype=jnp.int32)
+    tile = jnp.arange(num_tiles, dtype=jnp.int32)
+    r = jnp.sum(last[None] <= tile[:, None], axis=1, dtype=jnp.int32)
     r = jnp.minimum(r, requests.count.shape[0] - 1)
-    first = (at - last[r] + each[r]) * o.block_q
+    first = (tile - last[r] + each[r]) * o.block_q
     # The range starts with the keys of the first query and ends with those of the last.
     offset = requests.kv_len[r] - requests.count[r]
     low, high = offset + first, offset + jnp.minimum(first + o.block_q, requests.count[r]) - 1
@@ -112,7 +112,7 @@ def _tiles(requests: _Requests, num_tiles: Any, o: _Options) -> _Tiles:
     if last_sees.high is not None:
         end = jnp.minimum(end, ends_at(last_sees.high, high) + 1)
     block = jnp.maximum(begin, 0) // o.block_k
-    pairs = jnp.where(at < last[-1], jnp.maximum(-(-end // o.block_k) - block, 1), 0)
+    pairs = jnp.where(tile < last[-1], jnp.maximum(-(-end // o.block_k) - block, 1), 0)
     ends = jnp.cumsum(pairs, dtype=jnp.int32)
     return _Tiles(r, first, block, ends - pairs, ends)
 

@@ -68,14 +68,14 @@ def check_weights(
         )
     ends = ("", "_reverse") if bidirectional else ("",)
     needed = [f"weight_{which}{end}" for end in ends for which in ("ih", "hh")]
-    known = [*needed, *(f"bias_{which}{end}" for end in ends for which in ("ih", "hh"))]
+    allowed = [*needed, *(f"bias_{which}{end}" for end in ends for which in ("ih", "hh"))]
     what = "recurrent: argument 'weights'"
     if not isinstance(weights, Mapping):
-        raise ValueError(f"{what} must be a dict of arrays, {', '.join(known)}, got {type(weights).__name__}")
-    if set(weights) - set(known) or set(needed) - set(weights):
+        raise ValueError(f"{what} must be a dict of arrays, {', '.join(allowed)}, got {type(weights).__name__}")
+    if set(weights) - set(allowed) or set(needed) - set(weights):
         hint = "; remove torch's suffix _l0" if any("_l0" in n for n in weights) else ""
         raise ValueError(
-            f"{what} must have {', '.join(needed)}, and may have {', '.join(known)}; got {sorted(weights)}{hint}"
+            f"{what} must have {', '.join(needed)}, and may have {', '.join(allowed)}; got {sorted(weights)}{hint}"
         )
     for name, value in weights.items():
         if not is_array(value) or not is_float_array(value):
@@ -164,8 +164,8 @@ def rwkv4(
     compute_dtype = jnp.promote_types(k.dtype, jnp.float32)
     decay, bonus = -jnp.exp(w.astype(compute_dtype)), u.astype(compute_dtype)
 
-    def step(state: jax.Array, at: Any) -> tuple[jax.Array, jax.Array]:
-        (a, b, p), (k, v) = (state[:, 0], state[:, 1], state[:, 2]), at
+    def step(state: jax.Array, x: Any) -> tuple[jax.Array, jax.Array]:
+        (a, b, p), (k, v) = (state[:, 0], state[:, 1], state[:, 2]), x
         q = jnp.maximum(p, bonus + k)
         before, weight = jnp.exp(p - q), jnp.exp(bonus + k - q)
         out = (before * a + weight * v) / (before * b + weight)

@@ -96,8 +96,8 @@ def recurrent(
     n, ways = CELLS[cell_type][1], 2 if bidirectional else 1
     hidden = either(op.name, hidden=hidden, initial_state=where.get("initial_state"))
     state = _stacked(hidden, cell_type, bidirectional, count, F)
-    at = {"segment_ids": ids, "cum_seqlens": cuts, "initial_state": state}
-    of = sequences(op.name, (B, T), (ways * n, F), **at, return_state=return_state)
+    sequence_arguments = {"segment_ids": ids, "cum_seqlens": cuts, "initial_state": state}
+    of = sequences(op.name, (B, T), (ways * n, F), **sequence_arguments, return_state=return_state)
     options = {"cell_type": cell_type, "activation": activation, "bidirectional": bidirectional}
     cut = of.cuts if lengths is None else "lengths"
     call = op.bind(inputs=inputs, weights=dict(weights), **of.arguments, **options)

@@ -70,9 +70,9 @@ def _run(inputs, w, tokens, initial, cell, keep):
     of_inputs = _dot("btd,gd->tbg", inputs, w["weight_ih"]) + w.get("bias_ih", 0)
     bias, G, rows = w.get("bias_hh", 0), initial.shape[1], jnp.arange(initial.shape[0])
 
-    def step(carry, at):
+    def step(carry, token):
         state, finals = carry
-        x, now = at
+        x, now = token
         fresh = 0.0 if G == 1 else initial[rows, jnp.clip(now.owner, 0, G - 1)]
         before = _where(now.begins, fresh, state)
         after = cell(x, _dot("bf,gf->bg", before[:, 0], w["weight_hh"]) + bias, before)
@@ -96,9 +96,9 @@ def _run_back(inputs, w, tokens, initial, cell, one_gate, d_out, d_final):
     of_hidden = _dot("tbf,gf->tbg", before[:, :, 0], w["weight_hh"]) + w.get("bias_hh", 0)
     G, rows, several = initial.shape[1], jnp.arange(initial.shape[0]), initial.shape[1] > 1
 
-    def step(carry, at):
+    def step(carry, token):
         d_state, d_initial = carry
-        x, h, old, d_h, now = at
+        x, h, old, d_h, now = token
         if several:
             d_state = _where(now.ends, d_final[rows, jnp.clip(now.owner, 0, G - 1)], d_state)
         d_after = d_state.at[:, 0].add(d_h)
@@ -115,8 +115,8 @@ def _run_back(inputs, w, tokens, initial, cell, one_gate, d_out, d_final):
 
     # A sequence without tokens ends in its initial state, and so does its gradient.
     last = (jnp.zeros_like(d_final[:, 0]), d_final) if several else (d_final[:, 0], None)
-    at = (of_inputs, of_hidden, before, jnp.moveaxis(d_out, 0, 1), tokens)
-    (d_state, d_initial), gates = jax.lax.scan(step, last, at, reverse=True)
+    xs = (of_inputs, of_hidden, before, jnp.moveaxis(d_out, 0, 1), tokens)
+    (d_state, d_initial), gates = jax.lax.scan(step, last, xs, reverse=True)
     d_x, d_gates = gates[0], gates[-1]
     d = {
         "weight_ih": _dot("tbg,btd->gd", d_x, inputs),

@@ -21,8 +21,8 @@ MOST_TOKENS = 256
 def rotary_embedding_kernel(positions_ref, columns_ref, swap_ref, *refs, center, has_xpos, back):
     position = positions_ref[0].astype(jnp.float32)  # [tokens, 1]
     angle = position * columns_ref[0:1, :]
-    kept, sign = columns_ref[1:2, :], columns_ref[2:3, :]
-    cos, sin = jnp.cos(angle) * kept, jnp.sin(angle) * (-sign if back else sign)
+    cos_factor, sign = columns_ref[1:2, :], columns_ref[2:3, :]
+    cos, sin = jnp.cos(angle) * cos_factor, jnp.sin(angle) * (-sign if back else sign)
     power = (position - center) * columns_ref[3:4, :] if has_xpos else None
     half = len(refs) // 2
     for i, (x_ref, out_ref) in enumerate(zip(refs[:half], refs[half:], strict=True)):
@@ -48,9 +48,9 @@ def _columns(H, width, base, scaling, interleaved, xpos):
     other[one], other[two] = two, one
     columns[1] = np.where(entry < width, factor, 1.0)
     columns[2, one], columns[2, two] = -factor, factor
-    for at in (one, two):
-        columns[0, at] = angles
-        columns[3, at] = 0.0 if xpos is None else xpos.exponent(width)
+    for entries in (one, two):
+        columns[0, entries] = angles
+        columns[3, entries] = 0.0 if xpos is None else xpos.exponent(width)
     return columns.astype(np.float32), np.eye(H)[:, other]
 
 

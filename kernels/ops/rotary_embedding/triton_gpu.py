@@ -41,7 +41,7 @@ def _cos_sin(angle):
 @triton.jit
 def _load(
     x_ptr,
-    at,
+    offsets,
     mask,
     H: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -54,23 +54,23 @@ def _load(
     pair = tl.arange(0, BLOCK_W)[None, None, :]
     if INTERLEAVED:
         entry = tl.arange(0, 2 * BLOCK_W)[None, None, :]
-        x = tl.load(x_ptr + at + entry, mask=mask & (entry < WIDTH), other=0.0)
+        x = tl.load(x_ptr + offsets + entry, mask=mask & (entry < WIDTH), other=0.0)
         a, b = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], BLOCK_W, 2)))
     else:
         inside = mask & (pair < WIDTH // 2)
-        a = tl.load(x_ptr + at + pair, mask=inside, other=0.0)
-        b = tl.load(x_ptr + at + WIDTH // 2 + pair, mask=inside, other=0.0)
+        a = tl.load(x_ptr + offsets + pair, mask=inside, other=0.0)
+        b = tl.load(x_ptr + offsets + WIDTH // 2 + pair, mask=inside, other=0.0)
     rest = a  # unused if all entries are rotated
     if WIDTH < H:
         entry = WIDTH + tl.arange(0, BLOCK_R)[None, None, :]
-        rest = tl.load(x_ptr + at + entry, mask=mask & (entry < H), other=0.0)
+        rest = tl.load(x_ptr + offsets + entry, mask=mask & (entry < H), other=0.0)
     return a, b, rest
 
 
 @triton.jit
 def _store(
     out_ptr,
-    at,
+    offsets,
     mask,
     x,
     cos,
@@ -87,15 +87,15 @@ def _store(
     if INTERLEAVED:
         entry = tl.arange(0, 2 * BLOCK_W)[None, None, :]
         both = tl.reshape(tl.join(one, two), (one.shape[0], one.shape[1], 2 * BLOCK_W))
-        tl.store(out_ptr + at + entry, both, mask=mask & (entry < WIDTH))
+        tl.store(out_ptr + offsets + entry, both, mask=mask & (entry < WIDTH))
     else:
         pair = tl.arange(0, BLOCK_W)[None, None, :]
         inside = mask & (pair < WIDTH // 2)
-        tl.store(out_ptr + at + pair, one, mask=inside)
-        tl.store(out_ptr + at + WIDTH // 2 + pair, two, mask=inside)
+        tl.store(out_ptr + offsets + pair, one, mask=inside)
+        tl.store(out_ptr + offsets + WIDTH // 2 + pair, two, mask=inside)
     if WIDTH < H:
         entry = WIDTH + tl.arange(0, BLOCK_R)[None, None, :]
-        tl.store(out_ptr + at + entry, x[2], mask=mask & (entry < H))
+        tl.store(out_ptr + offsets + entry, x[2], mask=mask & (entry < H))
 
 
 @triton.jit

@@ -41,8 +41,8 @@ def state_space_v2(
     groups = B.shape[2]
     heads = x.shape[2] // groups
 
-    def step(h, at):
-        x, dt, B, C = at
+    def step(h, token):
+        x, dt, B, C = token
         B, C = (jnp.repeat(y, heads, axis=1) for y in (B, C))
         h = (
             jnp.exp(dt * A.astype(compute_dtype))[..., None, None] * h
@@ -76,8 +76,8 @@ def state_space_v1(
     """
     compute_dtype = compute_dtype_of(x.dtype)
 
-    def step(h, at):
-        x, dt, B, C = at
+    def step(h, token):
+        x, dt, B, C = token
         h = jnp.exp(dt[..., None] * A.astype(compute_dtype)) * h + (dt * x)[..., None] * B[:, None]
         out = jnp.einsum("bfh,bh->bf", h, C)
         return h, out if D is None else out + D.astype(compute_dtype) * x

@@ -42,10 +42,10 @@ def _decays(log_decay, tokens):
     strong one.
     """
     C = log_decay.shape[1]
-    at = jnp.arange(C)
-    until = (at[:, None] >= at[None]).astype(jnp.float32)
+    index = jnp.arange(C)
+    until = (index[:, None] >= index[None]).astype(jnp.float32)
     a = jnp.moveaxis(log_decay, 1, -1)  # [B, K, R, C]
-    after = jnp.where(at[:, None] > at[None], a[..., None], 0)  # [.., u, s]: what u adds to the sum from s
+    after = jnp.where(index[:, None] > index[None], a[..., None], 0)  # [.., u, s]: what u adds to the sum from s
     between = jnp.einsum("tu,bkrus->bkrts", until, after, precision=jax.lax.Precision.HIGHEST)
     incoming = jnp.moveaxis(jnp.cumsum(a, axis=-1), -1, 1)
     leaving = jnp.moveaxis(between[..., -1, :], -1, 1)
@@ -172,7 +172,9 @@ v1_op.register(
 
 def _rows(x, index):
     """Returns x[b, index[b, t]] for distinct indices."""
-    return jax.vmap(lambda row, at: row.at[at].get(unique_indices=True, mode="promise_in_bounds"))(x, index)
+    return jax.vmap(lambda row, positions: row.at[positions].get(unique_indices=True, mode="promise_in_bounds"))(
+        x, index
+    )
 
 
 PADDING = (
@@ -233,12 +235,12 @@ def _of_state(state, weight, begin, count, length):
     seen = jnp.zeros_like(state)
     for j in range(num_taps):  # token i sees state[i:], so its tap j is state[i + j]
         seen += padded[:, :, j : j + num_taps] * weight[:, j]
-    at = jnp.arange(num_taps)
-    where = jnp.where(at < count[..., None], begin[..., None] + at, length)
+    index = jnp.arange(num_taps)
+    where = jnp.where(index < count[..., None], begin[..., None] + index, length)
     where = jnp.broadcast_to(where, (rows, states, num_taps)).reshape(rows, -1)
     seen = seen.reshape(rows, -1, width)
     zeros = jnp.zeros((length, width), jnp.float32)
-    return jax.vmap(lambda at, s: zeros.at[at].add(s, mode="drop"))(where, seen)
+    return jax.vmap(lambda index, s: zeros.at[index].add(s, mode="drop"))(where, seen)
 
 
 def _last_inputs(x, state, key, begin, count, num_states):
@@ -254,9 +256,9 @@ def _last_inputs(x, state, key, begin, count, num_states):
         count, continues = end - begin, (last == 0)[..., None, None]
     back = jnp.arange(num_taps) - num_taps
     in_sequence = jnp.broadcast_to((count[..., None] + back >= 0), (rows, num_states, num_taps))
-    at = jnp.broadcast_to((begin + count)[..., None] + back, in_sequence.shape).clip(0, length - 1)
+    position = jnp.broadcast_to((begin + count)[..., None] + back, in_sequence.shape).clip(0, length - 1)
     old = jnp.broadcast_to(count[..., None] + jnp.arange(num_taps), in_sequence.shape).clip(0, num_taps - 1)
-    tokens = jax.vmap(lambda row, at: row[at])(x, at).astype(jnp.float32)
+    tokens = jax.vmap(lambda row, position: row[position])(x, position).astype(jnp.float32)
     before = jnp.where(continues, jnp.take_along_axis(state, old[..., None], axis=2), 0)
     return jnp.where(in_sequence[..., None], tokens, before)
 

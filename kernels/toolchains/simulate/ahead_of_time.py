@@ -196,28 +196,28 @@ def _triton_kernels(exported: Any) -> Iterator[CudaKernel]:
 def _message(data: bytes) -> dict[int, Any]:
     """Returns field number -> last value of a protobuf message: an integer or bytes."""
     fields: dict[int, Any] = {}
-    at = 0
+    offset = 0
 
     def varint() -> int:
-        nonlocal at
+        nonlocal offset
         value = shift = 0
         while True:
-            byte = data[at]
-            at += 1
+            byte = data[offset]
+            offset += 1
             value |= (byte & 127) << shift
             shift += 7
             if byte < 128:
                 return value
 
-    while at < len(data):
+    while offset < len(data):
         key = varint()
         number, kind = key >> 3, key & 7
         if kind == 0:
             fields[number] = varint()
         else:
             size = {1: 8, 5: 4}.get(kind) or varint()
-            fields[number] = data[at : at + size]
-            at += size
+            fields[number] = data[offset : offset + size]
+            offset += size
     return fields
 
 

@@ -76,20 +76,20 @@ def _where(condition: Any, x: Any, y: Any) -> Any:
 
 
 def _load(pointer: Pointer, mask: Any = True, other: Any = None) -> Any:
-    array, at, meant = pointer.entries(mask)
+    array, index, meant = pointer.entries(mask)
     other = poison(array.dtype) if other is None else other
-    return tensor(np.where(meant, array[at], np.asarray(other).astype(array.dtype)))
+    return tensor(np.where(meant, array[index], np.asarray(other).astype(array.dtype)))
 
 
 def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
-    array, at, meant = pointer.entries(mask)
-    array[at[meant]] = np.broadcast_to(np.asarray(value), at.shape)[meant].astype(array.dtype)
+    array, index, meant = pointer.entries(mask)
+    array[index[meant]] = np.broadcast_to(np.asarray(value), index.shape)[meant].astype(array.dtype)
 
 
 def _atomic_add(pointer: Pointer, value: Any, sem: str | None = None) -> Any:
-    array, at, _ = pointer.entries(True)
-    before = tensor(array[at])
-    np.add.at(array, at, value)
+    array, index, _ = pointer.entries(True)
+    before = tensor(array[index])
+    np.add.at(array, index, value)
     return before
 
 
@@ -104,16 +104,16 @@ _erf = np.vectorize(math.erf, otypes=[np.float32])
 
 
 def _fence() -> None:
-    for unfenced, at in here.partition.written:
-        unfenced[at] = False
+    for unfenced, entries in here.partition.written:
+        unfenced[entries] = False
     here.partition.written.clear()
 
 
 def _wait(barrier: Shared, phase: Any, pred: Any = True) -> None:
-    found = barrier.barrier()
-    if found.count is None:
+    state = barrier.barrier()
+    if state.count is None:
         raise RuntimeError("wait on a barrier that was never initialised")
-    here.program.wait(lambda: not pred or found.phase != phase)
+    here.program.wait(lambda: not pred or state.phase != phase)
 
 
 def _expect(barrier: Shared, size: int, pred: Any = True) -> None:
@@ -128,24 +128,24 @@ def _arrive(barrier: Shared, count: int = 1, pred: Any = True) -> None:
         here.program.perhaps_let_others()
 
 
-def _async_load(desc: Descriptor, at: Sequence[Any], barrier: Shared, tile: Shared, pred: Any = True) -> None:
+def _async_load(desc: Descriptor, start: Sequence[Any], barrier: Shared, tile: Shared, pred: Any = True) -> None:
     if not pred:
         return
     desc.check(tile)
-    at, arrived, write = [int(i) for i in at], barrier.barrier(), tile.begin_writing()
+    start, arrived, write = [int(i) for i in start], barrier.barrier(), tile.begin_writing()
 
     def done() -> None:
-        write(desc.read(at))
+        write(desc.read(start))
         arrived.bytes -= desc.nbytes_per_cta
         arrived.pass_on()
 
     here.program.copies.append(done)
 
 
-def _async_atomic_add(desc: Descriptor, at: Sequence[Any], tile: Shared) -> None:
+def _async_atomic_add(desc: Descriptor, start: Sequence[Any], tile: Shared) -> None:
     desc.check(tile)
-    at, read = [int(i) for i in at], tile.begin_reading("TMA is")
-    here.partition.sums.append(lambda: desc.add(at, read()))
+    start, read = [int(i) for i in start], tile.begin_reading("TMA is")
+    here.partition.sums.append(lambda: desc.add(start, read()))
 
 
 def _warpgroup_mma(a: Any, b: Shared, acc: Any, use_acc: Any = True, is_async: bool = False) -> Any:

@@ -85,23 +85,23 @@ class Pointer:
 
     __array_ufunc__ = None  # so that tensor + pointer is a pointer
 
-    def __init__(self, name: str, array: np.ndarray, at: Any = 0):
-        self._name, self._array, self._at = name, array, at
+    def __init__(self, name: str, array: np.ndarray, index: Any = 0):
+        self._name, self._array, self._index = name, array, index
         self.dtype = types.SimpleNamespace(element_ty=array.dtype)
 
     def __add__(self, entries: Any) -> Any:
-        return Pointer(self._name, self._array, np.asarray(entries, np.int64) + self._at)
+        return Pointer(self._name, self._array, np.asarray(entries, np.int64) + self._index)
 
     __radd__ = __add__
 
     def entries(self, mask: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns (the flat array, indices of the entries in it, which entries are active)."""
-        shape = np.broadcast_shapes(np.shape(self._at), np.shape(mask))
-        at, meant = np.broadcast_to(self._at, shape), np.broadcast_to(mask, shape)
-        outside = meant & ((at < 0) | (at >= self._array.size))
+        shape = np.broadcast_shapes(np.shape(self._index), np.shape(mask))
+        index, meant = np.broadcast_to(self._index, shape), np.broadcast_to(mask, shape)
+        outside = meant & ((index < 0) | (index >= self._array.size))
         if outside.any():
-            raise IndexError(f"{self._name}: entry {at[outside][0]} is out of bounds, size {self._array.size}")
-        return self._array.reshape(-1), np.where(meant, at, 0), meant
+            raise IndexError(f"{self._name}: entry {index[outside][0]} is out of bounds, size {self._array.size}")
+        return self._array.reshape(-1), np.where(meant, index, 0), meant
 
 
 def poison(dtype: np.dtype) -> Any:
@@ -128,12 +128,12 @@ class Shared:
       memory: the entries of an allocation.
       unfenced: True for entries written by instructions, with no fence since then to make them visible to tensor cores
         and TMA.
-      at: which of the entries belong to the tile.
+      entries: which of them belong to the tile.
     """
 
-    def __init__(self, memory: np.ndarray, unfenced: np.ndarray, at: np.ndarray):
-        self._memory, self._unfenced, self._at = memory, unfenced, at
-        self.shape, self.dtype = list(at.shape), memory.dtype
+    def __init__(self, memory: np.ndarray, unfenced: np.ndarray, entries: np.ndarray):
+        self._memory, self._unfenced, self._entries = memory, unfenced, entries
+        self.shape, self.dtype = list(entries.shape), memory.dtype
 
     @classmethod
     def allocate(cls, dtype: Any, shape: Sequence[int], layout: Any = None) -> Shared:
@@ -144,49 +144,49 @@ class Shared:
             memory = np.full(size, poison(np.dtype(dtype)), dtype)
         return cls(memory, np.zeros(size, bool), _offsets(shape, layout))
 
-    def _some(self, at: np.ndarray) -> Shared:
-        return Shared(self._memory, self._unfenced, at)
+    def _some(self, entries: np.ndarray) -> Shared:
+        return Shared(self._memory, self._unfenced, entries)
 
     def index(self, i: Any) -> Shared:
         if not 0 <= i < self.shape[0]:
             raise IndexError(f"tile {i} of {self.shape[0]}")
-        return self._some(self._at[int(i)])
+        return self._some(self._entries[int(i)])
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         if not 0 <= start <= start + length <= self.shape[dim]:
             raise IndexError(f"entries {start} to {start + length} of {self.shape[dim]}")
-        return self._some(self._at[(slice(None),) * dim + (slice(start, start + length),)])
+        return self._some(self._entries[(slice(None),) * dim + (slice(start, start + length),)])
 
     def permute(self, dims: Sequence[int]) -> Shared:
-        return self._some(self._at.transpose(dims))
+        return self._some(self._entries.transpose(dims))
 
     def reinterpret(self, dtype: Any = None, shape: Sequence[int] | None = None, layout: Any = None) -> Shared:
-        memory, at = self._memory if dtype is None else self._memory.view(dtype), self._at
+        memory, entries = self._memory if dtype is None else self._memory.view(dtype), self._entries
         if shape is not None:
-            first = int(at.min())
-            if math.prod(shape) != at.size or int(at.max()) - first != at.size - 1:
+            first = int(entries.min())
+            if math.prod(shape) != entries.size or int(entries.max()) - first != entries.size - 1:
                 raise TypeError(f"a tile {self.dtype}{self.shape} is reinterpreted as {list(shape)}")
-            at = first + _offsets(shape, layout)
-        return Shared(memory, self._unfenced, at)
+            entries = first + _offsets(shape, layout)
+        return Shared(memory, self._unfenced, entries)
 
     def load(self, layout: Any = None) -> Any:
-        return self._memory[self._at].view(Tensor)
+        return self._memory[self._entries].view(Tensor)
 
     def store(self, value: Any) -> None:
         if list(value.shape) != self.shape or value.dtype != self.dtype:
             raise TypeError(f"{value.dtype}{list(value.shape)} does not fit a tile {self.dtype}{self.shape}")
-        self._memory[self._at] = value
-        self._unfenced[self._at] = True
-        here.partition.written.append((self._unfenced, self._at))
+        self._memory[self._entries] = value
+        self._unfenced[self._entries] = True
+        here.partition.written.append((self._unfenced, self._entries))
 
     def begin_reading(self, who: str) -> Callable[[], np.ndarray]:
         """Returns a function, to be called as late as possible, that returns what the tensor cores or TMA read from the
         tile."""
         self._check_fence(f"{who} to read")
-        before = self._memory[self._at]
+        before = self._memory[self._entries]
 
         def read() -> np.ndarray:
-            if self._memory[self._at].tobytes() != before.tobytes():
+            if self._memory[self._entries].tobytes() != before.tobytes():
                 raise RuntimeError(f"a tile {self.dtype}{self.shape} changed while {who} reading it")
             return before
 
@@ -197,19 +197,19 @@ class Shared:
 
         def write(value: Any) -> None:
             self._check_fence("TMA is to write")
-            self._memory[self._at] = value
+            self._memory[self._entries] = value
 
         write(poison(self.dtype))
         return write
 
     def _check_fence(self, what: str) -> None:
-        if self._unfenced[self._at].any():
+        if self._unfenced[self._entries].any():
             raise RuntimeError(f"{what} a tile before fence_async_shared() after it was written")
 
     def barrier(self) -> Barrier:
-        if self.dtype != object or self._at.size != 1:
+        if self.dtype != object or self._entries.size != 1:
             raise TypeError(f"{self.dtype}{self.shape} is not one barrier")
-        return self._memory[int(self._at.item())]
+        return self._memory[int(self._entries.item())]
 
 
 class Barrier:
@@ -242,19 +242,19 @@ class Descriptor:
         self.dtype, self.layout = self._array.dtype, descriptor.layout
         self.nbytes_per_cta = math.prod(descriptor.block_shape) * self.dtype.itemsize
 
-    def _places(self, at: Sequence[Any]) -> tuple[Any, Any]:
+    def _places(self, start: Sequence[Any]) -> tuple[Any, Any]:
         """Returns the slices (of the array, of the block) that are within bounds."""
-        if int(at[-1]) * self.dtype.itemsize % 16:
-            raise RuntimeError(f"TMA needs an address aligned to 16 bytes, not entry {at[-1]} of a row")
+        if int(start[-1]) * self.dtype.itemsize % 16:
+            raise RuntimeError(f"TMA needs an address aligned to 16 bytes, not entry {start[-1]} of a row")
         array, block = [], []
-        for first, size, length in zip(map(int, at), self.block_type.shape, self._array.shape, strict=True):
+        for first, size, length in zip(map(int, start), self.block_type.shape, self._array.shape, strict=True):
             low, high = min(max(first, 0), length), min(max(first + size, 0), length)
             array.append(slice(low, high))
             block.append(slice(low - first, high - first) if low < high else slice(0, 0))
         return tuple(array), tuple(block)
 
-    def read(self, at: Sequence[Any]) -> np.ndarray:
-        array, block = self._places(at)
+    def read(self, start: Sequence[Any]) -> np.ndarray:
+        array, block = self._places(start)
         tile = np.zeros(self.block_type.shape, self.dtype)
         tile[block] = self._array[array]
         return tile
@@ -265,8 +265,8 @@ class Descriptor:
                 f"TMA copies blocks {self.dtype}{self.block_type.shape}, but the tile is {tile.dtype}{tile.shape}"
             )
 
-    def add(self, at: Sequence[Any], x: np.ndarray) -> None:
-        array, block = self._places(at)
+    def add(self, start: Sequence[Any], x: np.ndarray) -> None:
+        array, block = self._places(start)
         self._array[array] += x[block]
 
 
