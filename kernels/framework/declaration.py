@@ -106,7 +106,7 @@ def output_dims(function: Callable, count: int) -> tuple[tuple[Dim, ...], ...]:
 
 
 def saved_dims(names: tuple[str, ...], dims: tuple[tuple[Dim, ...], ...]) -> dict[str, tuple[Dim, ...]]:
-    """Returns the dims of what a backward is given, by name: of the outputs, of their cotangents, d_NAME, and of delta, a
-    number a row of the first output."""
+    """Returns the dims of what a backward receives in `saved`, by name: outputs, their cotangents d_NAME, and delta, one
+    number per row of the first output."""
     outputs = dict(zip(names, dims, strict=True))
     return outputs | {f"d_{name}": of for name, of in outputs.items()} | {"delta": dims[0][:-1]}

@@ -21,7 +21,7 @@ VOCABULARY = {
     "Dt": "width of a second model: the teacher in distillation",
     "F": "inner width of a layer: feed-forward, or the channels of a recurrence",
     "V": "entries of the vocabulary",
-    "E": "experts: groups with weights of their own",
+    "E": "experts: groups with separate weights",
     "G": "groups or sequences: counted, never split",
     "C": "entries of a chunk or page",
     "M": "rows: tokens of all sequences, concatenated",

@@ -254,7 +254,7 @@ def _no_derivative(primals: Any, tangents: Any, *, branches: Branches, **params:
     raise Unsupported(
         f"{branches.name}: this derivative is not supported. `jax.grad` and `jax.vjp` of the operation work, to any "
         "order; forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) does not, and neither does differentiating a "
-        "backward that was given residuals by the caller"
+        "backward whose residuals come from the caller"
     )
 
 

@@ -51,8 +51,8 @@ def _missing(plan: Plan) -> dict[str, str]:
 
 
 def _contract_of(op: Operation, static: Mapping[str, Any], with_residuals: bool) -> Callable:
-    """Returns the contract of a call, arrays -> (outputs, name -> extra residual), whose results have the shapes of any
-    backend's. A call has one function: JAX keeps what it traced by the function, and a derivative asks several times."""
+    """Returns the contract of a call, arrays -> (outputs, name -> extra residual). Every backend returns these shapes. A call
+    uses one function object, because JAX caches traces by function and a derivative needs several."""
 
     def contract(arrays: dict[str, Any]) -> Any:
         extra = op.extra_residuals(**static, **arrays) if with_residuals and op.extra_residuals is not None else {}

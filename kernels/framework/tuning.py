@@ -14,8 +14,8 @@ import numpy as np
 from kernels.framework.binding import floats_apart, merged
 from kernels.framework.select import Request
 
-# A candidate may round differently from the heuristic's configuration, but must not be wrong. Some tile shapes are
-# known to be miscompiled, so each candidate's numbers are compared before it can win.
+# A candidate may round differently from the heuristic's configuration, but must not be wrong. Compilers have miscompiled
+# some tile shapes, so each candidate's numbers are compared before it can win.
 _ALLOWED_RELATIVE_ERROR = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 
 

@@ -158,8 +158,8 @@ FAULTS = (
     Fault(
         "grouped matmul in Pallas: rows of other groups in the gradient of a matrix",
         "ragged_contraction_kernel._",
-        "_kept($$before, $begin[$v], $$after)",
-        "_kept($$before, 0, $$after)",
+        "_masked($$before, $begin[$v], $$after)",
+        "_masked($$before, 0, $$after)",
         f"{KERNELS} -k 'several and pallas'",
     ),
     Fault(

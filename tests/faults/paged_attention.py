@@ -21,7 +21,7 @@ FAULTS = (
     ),
     Fault(
         "unwritten slots reach the output",
-        "_taken.meant",
+        "_gathered.meant",
         "jnp.where($there[..., None, None], dequantised($x, $scale, $dtype), 0)",
         "dequantised($x, $scale, $dtype)",
         f"{PAGED_TESTS} -k no_output",

@@ -312,10 +312,10 @@ RIGHT = {"block_mask": np.ones((4, 6), bool), "block_size": (4, 3)}
 @pytest.mark.parametrize(
     ("said", "options"),
     [
-        (r"'block_mask' says which .* got neither", {"block_mask": None}),
-        (r"'block_mask' says which .* got both", {"sparsity_mask": np.ones((4, 6), bool)}),
+        (r"'block_mask' selects .* got neither", {"block_mask": None}),
+        (r"'block_mask' selects .* got both", {"sparsity_mask": np.ones((4, 6), bool)}),
         (r"'block_mask' must be boolean or 0/1 integers.* got float32", {"block_mask": np.ones((4, 6), np.float32)}),
-        (r"'block_mask' must be .*\(4, 4, 6\); one for each head", {"block_mask": np.ones((N, 4, 6), bool)}),
+        (r"'block_mask' must be .*\(4, 4, 6\); a mask per head", {"block_mask": np.ones((N, 4, 6), bool)}),
         (r"'block_mask' of shape \(1, 1, 4, 5\) must be \[2 or 1, 4 or 1, 4, 6\]", {"block_mask": np.ones((4, 5), bool)}),
         (r"'block_mask' of shape \(1, 3, 4, 6\) must be", {"block_mask": np.ones((1, 3, 4, 6), bool)}),
         (r"'block_size' must be a positive integer, or .* got 0", {"block_size": 0}),
@@ -342,7 +342,7 @@ def test_other_wrong_calls():
         blocksparse_attention(QUERY[:, :, :3], KEY, VALUE, **RIGHT)
     with pytest.raises(ValueError, match=r"'block_size' must be \(queries, keys\) of a block, both positive"):
         op(QUERY, KEY, VALUE, np.ones((1, 1, 4, 6), bool), block_size=(0, 3))
-    with pytest.raises(Unsupported, match="may hold more than 32 blocks of 3"):
+    with pytest.raises(Unsupported, match="overlaps more than 32 blocks of 3"):
         blocksparse_attention(QUERY, KEY, VALUE, **RIGHT, platform="pallas")
 
 

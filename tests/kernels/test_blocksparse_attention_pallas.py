@@ -247,9 +247,9 @@ def test_a_tile_is_as_large_as_a_block(block_size, length, forward, backward):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"block_size": (2, 64)}, "a tile of 128 may hold more than 32 blocks of 2"),
-        ({"block_size": (64, 64), "length": 2**16, "heads": 16}, "do not fit into the 640 KiB of scalar memory"),
-        ({"block_size": (128, 128), "length": 2**21}, "more than 16,384 and 8,192"),
+        ({"block_size": (2, 64)}, "a tile of 128 overlaps more than 32 blocks of 2"),
+        ({"block_size": (64, 64), "length": 2**16, "heads": 16}, "do not fit in the 640 KiB of scalar memory"),
+        ({"block_size": (128, 128), "length": 2**21}, "exceed 16,384 and 8,192"),
     ],
     ids=str,
 )
@@ -261,8 +261,8 @@ def test_refusals(given, why):
 @pytest.mark.parametrize(
     ("block_size", "cfg", "why"),
     [
-        ((64, 64), tile(64, 128), "must have multiples of 128"),
-        ((8, 8), tile(512, 128), "a side of 512 of a tile may hold 64"),
+        ((64, 64), tile(64, 128), "must be multiples of 128"),
+        ((8, 8), tile(512, 128), "a tile side of 512 overlaps 64"),
     ],
     ids=["lanes", "bits"],
 )

@@ -86,7 +86,9 @@ def test_tiles_divide_blocks(given, tile, warps):
 
 
 @pytest.mark.parametrize(
-    ("given", "why"), [({"block_size": (8, 16)}, "multiples of 16"), ({"width": 320}, "more than the 256")], ids=str
+    ("given", "why"),
+    [({"block_size": (8, 16)}, "multiples of 16"), ({"width": 320}, "exceeds the maximum of 256")],
+    ids=str,
 )
 def test_refusals(given, why):
     with pytest.raises(Unsupported, match=why):

@@ -225,7 +225,7 @@ def test_dispatch_and_refusals():
     with pytest.raises(Unsupported, match="layer_norm_linear has no triton backend; it has xla"):
         layer_norm_linear(X, None, None, jnp.ones((8, 2)), platform="triton")
     with interpret():
-        with pytest.raises(Unsupported, match="D = 32769 is more than 32768"):
+        with pytest.raises(Unsupported, match="D = 32769 exceeds 32768"):
             layer_norm(jnp.ones((1, 32769)), platform="triton")
         with pytest.raises(Unsupported, match="D = 500000 is too wide"):
             layer_norm(jnp.ones((1, 500000)), platform="pallas")

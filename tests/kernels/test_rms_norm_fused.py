@@ -122,7 +122,7 @@ def test_what_is_refused():
         rms_norm(X, residual=RESIDUAL[:2])
     with pytest.raises(ValueError, match="'zero_centered' applies to 'weight'"):
         rms_norm(X, residual=RESIDUAL, zero_centered=True)
-    with interpret(), pytest.raises(Unsupported, match="D = 32769 is more than 32768"):
+    with interpret(), pytest.raises(Unsupported, match="D = 32769 exceeds 32768"):
         rms_norm(jnp.ones((1, 32769)), residual=jnp.ones((1, 32769)), platform="triton")
     with pytest.raises(Unsupported, match="rms_norm_linear has no triton backend"):
         rms_norm_linear(X, WEIGHT, PROJECTION, platform="triton")

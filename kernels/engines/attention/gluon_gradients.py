@@ -1,8 +1,8 @@
 """The backward kernel of flash attention in Gluon, for Hopper: one producer warp, and two consumer warpgroups that
 share a block of keys.
 
-One pass over the pairs, with five products per pair of blocks. The gradients of keys and values stay in registers; that
-of the queries is added to memory in float32 with atomics, in arbitrary order, so this kernel is not deterministic
+One pass over the pairs, with five products per pair of blocks. The gradients of keys and values stay in registers; the
+gradient of the queries is added to memory in float32 with atomics, in arbitrary order, so this kernel is not deterministic
 (those of `triton_gradients.py` are). With blocks of 64 queries, the logits of the next block are started before the
 gradients of this one are done, so that the tensor cores stay busy while weights are computed; with a soft cap, where
 that takes longer, the next weights are computed early as well. Blocks of 128 leave no registers for that, and have less

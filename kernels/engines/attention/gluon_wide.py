@@ -181,7 +181,7 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, 
                    done, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Computes the gradients of the logits of a block, and the gradient of the keys."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_Q, 16])
-    # The columns after the first COLUMNS have an accumulator of their own.
+    # The columns after the first COLUMNS have a separate accumulator.
     COLUMNS: gl.constexpr = _columns(O)
     TWO: gl.constexpr = COLUMNS < O.BLOCK_H
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])

@@ -73,7 +73,7 @@ MASK_DIMS = {
     "prefix_lengths": ("B",),
     "q_sink_ends": ("B", "T"),
 }
-# Features that a mask requires of a backend: feature -> the field that needs it. Each rule is a feature of its own.
+# Features that a mask requires of a backend: feature -> the field that needs it. Each rule is a separate feature.
 MASK_FEATURES = {name: name for rule in RULES for name in rule.fields if name not in MASK_DIMS} | {
     "prefix": "prefix_lengths",
     "segments": "q_segment_ids",
@@ -248,7 +248,7 @@ class MaskInfo:
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Names of the fields that are set: rules and arrays."""
+        """Names of all fields that are set, rules and arrays."""
         rules = (f.name for f in dataclasses.fields(self) if f.name not in MASK_DIMS and f.name != "packed")
         return (*(name for name in rules if getattr(self, name) not in (None, False)), *self.data_fields)
 
@@ -380,7 +380,7 @@ def by_positions(call: Any) -> bool:
     mask = call.arguments.get("mask")
     compares = call.arguments.get("alibi_slopes") is not None or call.arguments.get("dropout_prob", 0) > 0
     if mask is None or mask.q_positions is None:
-        return compares or (mask is not None and any(rule.given(mask) for rule in RULES))
+        return compares or (mask is not None and any(rule.is_active(mask) for rule in RULES))
     # Explicit positions moved with the tokens; counts from the start of a segment did not.
     return mask.counts_in_segments
 

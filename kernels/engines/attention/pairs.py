@@ -44,8 +44,7 @@ def visible_pairs(mask: MaskInfo | None, batch: int, num_heads: int, q_length: i
 @functools.lru_cache(maxsize=64)
 def keys_of_causal(mask: MaskInfo, length: int) -> np.ndarray:
     """Returns int64 [length] (read-only): the number of keys that each query of one document sees under `causal` and
-    the rules of a mask without arrays. An entry does not depend on
-    later tokens."""
+    the rules of a mask without arrays. An entry does not depend on later tokens."""
     count = keys_at(mask, np.arange(length, dtype=np.int64))
     count.setflags(write=False)
     return count

@@ -1,7 +1,7 @@
-"""A call of attention as its Pallas kernels take it: what is compiled in, the scalars that are prefetched, and the arrays with
-the place of the block that a step reads.
+"""Prepares an attention call for the Pallas kernels: what is compiled in, the prefetched scalars, and the arrays with their
+index maps.
 
-Heads whose width fills no lanes have their tokens along lanes, [H, T], and others have [T, H].
+A head is stored as [T, H] if its width fills whole lanes; otherwise as [H, T], with tokens along lanes.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ __all__ = [
 ]
 
 LANES = 128
-# A padded key is beyond every position.
+# The position of padded keys, beyond every other.
 BEYOND = 2**30
-# Of scalar memory, for the list of pairs.
+# The scalar memory that lists of pairs may take.
 SMEM_BYTES = 640 * 2**10
 
 
 class Blocks(NamedTuple):
-    """The blocks of a mask, where a tile may hold several of them; whether one is set is a bit of the scalars `blocks`.
+    """The layout of a block mask, for tiles that hold several blocks. The scalars `blocks` store one bit per block.
 
     Attributes:
-      size: queries and keys of a block.
-      inside: the most blocks that a tile has tokens of, along queries and along keys.
-      heads: those that have blocks of their own, or 1. rows: the same of rows of the batch.
-      height: block rows of a list. words: integers of a block row.
+      size: queries and keys per block.
+      inside: the maximum number of blocks that a tile overlaps, along queries and along keys.
+      rows, heads: batch rows and query heads with their own block mask; 1 if all share one.
+      height: block rows per mask. words: integers per block row.
     """
 
     size: tuple[int, int]
@@ -65,9 +65,9 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compiled into a kernel."""
+    """The compile-time constants of a kernel."""
 
-    op: str  # the operation, for the names of kernels
+    op: str  # name of the operation, part of the kernels' names
     block_q: int
     block_k: int
     T: int
@@ -78,8 +78,8 @@ class Plan:
     scale: float
     cap: float | None
     dropout: float
-    ends: tuple[Edge | str | None, ...]  # of `Interval`: compiled in, the name of an input, or open
-    placed: bool  # positions are data
+    ends: tuple[Edge | str | None, ...]  # those of `Interval`: a constant, the name of an input, or None if unbounded
+    placed: bool  # whether positions are data
     segments: bool
     dense: bool
     bias: bool
@@ -89,17 +89,17 @@ class Plan:
 
     @property
     def width(self) -> int:
-        """Which dim of a block of queries or keys is the width of a head. The other one is over tokens."""
+        """The dim of a query or key block that holds the head width. The other dim holds the tokens."""
         return _width(self.H)
 
     @property
     def value_width(self) -> int:
-        """Which dim of a block of values, or of the output, is the width of a head."""
+        """The dim of a value or output block that holds the head width."""
         return _width(self.Hv)
 
     @property
     def upper(self) -> bool:
-        """Whether there is a greatest position that a query sees. Padded keys lie beyond all of them."""
+        """Whether visible positions have an upper bound. Padded keys need one, to stay beyond it."""
         return self.ends[1] is not None or self.S % self.block_k > 0
 
     @property
@@ -110,16 +110,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Input:
-    """An array in HBM, and where in it the block of a pair is."""
+    """An array in HBM, and the index map that returns a pair's block of it."""
 
     name: str
     array: Any
     block: tuple[int | None, ...]
-    index_map: Callable[[Any, Any, Any, Any], tuple]  # of row, query head, block of queries, block of keys
+    index_map: Callable[[Any, Any, Any, Any], tuple]  # takes batch row, query head, query block, key block
 
 
 class Output(NamedTuple):
-    """An array that a kernel writes, and where in it the block of a pair is."""
+    """An array that a kernel writes, and the index map that returns a pair's block of it."""
 
     name: str
     shape: tuple[int, ...]
@@ -129,7 +129,7 @@ class Output(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call as the kernels take it."""
+    """A call in the form that the kernels take."""
 
     plan: Plan
     scalars: dict[str, jax.Array]  # 1-D, prefetched
@@ -147,41 +147,41 @@ def _pad(x: jax.Array, dim: int, block: int, value: int = 0) -> jax.Array:
 
 
 def _width(H: int) -> int:
-    """Returns which dim of a head is its width H: of [T, H], or of [H, T] where rows of H would not fill the lanes.
+    """Returns the dim that holds the width H of a head: 1 in [T, H], or 0 in [H, T], used if H does not fill whole lanes.
 
-    They would be padded: heads of 64 would take twice their memory. XLA lays such arrays [H, T] too, and need not copy them.
+    As [T, H], heads of 64 would be padded to twice their memory. XLA stores such arrays as [H, T] too, so it makes no copy.
     """
     return 1 if H % LANES == 0 else 0
 
 
 def heads_first(x: jax.Array, block: int) -> jax.Array:
-    """Returns [B, N, T, H] or [B, N, H, T] of x [B, T, N, H], T padded to whole blocks."""
+    """Returns x [B, T, N, H] as [B, N, T, H] or [B, N, H, T], with T padded to whole blocks."""
     if _width(x.shape[3]) == 1:
         return _pad(x.swapaxes(1, 2), 2, block)
     return _pad(x.transpose(0, 2, 3, 1), 3, block)
 
 
 def tokens_first(x: jax.Array, H: int, T: int) -> jax.Array:
-    """Returns [B, T, N, H] of what `heads_first` gives."""
+    """Returns the output of `heads_first` as [B, T, N, H] again."""
     return x[:, :, :T].swapaxes(1, 2) if _width(H) == 1 else x[..., :T].transpose(0, 3, 1, 2)
 
 
 def of_queries(H: int, block: int) -> tuple[tuple, Callable]:
-    """Returns the block of queries of `heads_first`, and where it is."""
+    """Returns the query block of an array from `heads_first`, and its index map."""
     if _width(H) == 1:
         return (None, None, block, H), lambda b, n, i, j: (b, n, i, 0)
     return (None, None, H, block), lambda b, n, i, j: (b, n, 0, i)
 
 
 def of_keys(H: int, block: int, G: int) -> tuple[tuple, Callable]:
-    """Returns the block of keys of `heads_first`, and where it is for a query head."""
+    """Returns the key block of an array from `heads_first`, and its index map, which takes a query head."""
     if _width(H) == 1:
         return (None, None, block, H), lambda b, n, i, j: (b, lax.div(n, G), j, 0)
     return (None, None, H, block), lambda b, n, i, j: (b, lax.div(n, G), 0, j)
 
 
 def per_query(x: jax.Array, block: int, value: Any = 0) -> jax.Array:
-    """Returns [B, N, 1, T] of x [B, T, N]."""
+    """Returns x [B, T, N] as [B, N, 1, T], with T padded to whole blocks."""
     return _pad(x.swapaxes(1, 2)[:, :, None], 3, block, value)
 
 
@@ -201,10 +201,10 @@ def prepare(
     dropout_prob: float = 0.0,
     blocks: tuple[Blocks, jax.Array] | None = None,
 ) -> Call:
-    """Returns the call of the operation `op` with those arguments, over tiles of (queries, keys).
+    """Converts the arguments of the operation `op` to a `Call`, with tiles of (queries, keys).
 
     Args:
-      blocks: the blocks that tiles hold several of, and int32 [rows * heads * height * words] with their bits.
+      blocks: the layout of a block mask if tiles hold several blocks, and its bits, int32 [rows * heads * height * words].
     """
     (B, T, N, H), (S, K, Hv) = query.shape, (key.shape[1], key.shape[2], value.shape[3])
     bq, bk = tile
@@ -239,7 +239,7 @@ def prepare(
     if alibi_slopes is not None:
         scalars["slopes"] = jnp.broadcast_to(alibi_slopes.astype(jnp.float32), (B, N)).reshape(-1)
     if softmax_aux is not None:
-        # Sinks are met before the first key: weight exp(sink), no value.
+        # Sinks come before the first key: weight exp(sink), value zero.
         scalars["sinks"] = jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1)
     if dropout_prob > 0 and dropout_seed is not None:
         scalars["seeds"] = lax.bitcast_convert_type(jnp.broadcast_to(dropout_seed, (B, N)), jnp.int32).reshape(-1)
@@ -263,13 +263,13 @@ def prepare(
         if isinstance(name, str):
             vector(name, ends[name], bq, True)
     if plan.segments:
-        # A query that is padding equals no key, not even one that is.
+        # Padding among queries must not equal padding among keys.
         vectors("segments", jnp.where(keys.q_segments < 0, -2, keys.q_segments), keys.k_segments, -1)
     for name, x in (("bias", bias), ("dense", mask.attention_mask)):
         if x is None:
             continue
         x = x.swapaxes(2, 3)
-        if name == "dense":  # bytes where there is one for each pair
+        if name == "dense":  # bytes, unless it is broadcast over queries or keys
             x = x.astype(jnp.int8 if 1 not in x.shape[2:] else jnp.int32)
         x = x if x.shape[2] == 1 else _pad(x, 2, bk)
         x = x if x.shape[3] == 1 else _pad(x, 3, bq)
@@ -278,7 +278,7 @@ def prepare(
 
 
 def most_visits(mask: MaskInfo, T: int, S: int, block_q: int, block_k: int) -> tuple[int, int]:
-    """Returns the most visits that a row can have, by queries and by keys: what the rules that are no data allow."""
+    """Returns the maximum number of visits per row, by queries and by keys, from the rules that read no arrays."""
     rules = mask.loosened(mask.data_fields)
     by_queries, by_keys = (
         int(np.maximum(x[..., LAST] - x[..., FIRST], 1).sum()) for x in spans(rules, T, S, block_q, block_k)
@@ -287,7 +287,7 @@ def most_visits(mask: MaskInfo, T: int, S: int, block_q: int, block_k: int) -> t
 
 
 def _of_pairs(name: str, x: jax.Array, block_q: int, block_k: int) -> Input:
-    """Returns an input [#B, #N, #S, #T]."""
+    """Returns the input for a bias or dense mask [#B, #N, #S, #T]."""
     rows, heads, k, q = (size > 1 for size in x.shape)
     block = (None, None, block_k if k else 1, block_q if q else 1)
     return Input(name, x, block, lambda b, n, i, j: (b * rows, n * heads, j * k, i * q))

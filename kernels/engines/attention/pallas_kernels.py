@@ -1,5 +1,5 @@
-"""The Pallas kernels of attention. Tiles are [keys, queries]: what there is one of for each query (maximum, sum, lse, delta,
-positions) is stored along lanes, which wastes no memory and makes its broadcast over sublanes free."""
+"""The Pallas kernels of attention. Tiles are [keys, queries]: per-query values (maximum, sum, lse, delta, positions) are stored
+along lanes, which wastes no memory and makes their broadcast over sublanes free."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["bwd_dbias_kernel", "bwd_dkv_kernel", "bwd_dq_kernel", "fwd_kernel"]
 
 
 def _dot(a: Any, b: Any, over_a: int, over_b: int) -> Any:
-    # float32 means float32: no bfloat16 passes behind the caller's back.
+    # float32 means true float32, without bfloat16 passes.
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dims = (((over_a,), (over_b,)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _column(x: Any) -> Any:
-    """Returns [n, 1] of [1, n]: transposes lanes to sublanes, eight at a time."""
+    """Returns x [1, n] as [n, 1]: transposes lanes to sublanes, eight at a time."""
     return jnp.broadcast_to(x, (8, x.shape[1])).T[:, :1]
 
 
@@ -60,7 +60,7 @@ def _visible(plan: Plan, refs: dict[str, Any], step: Step, i: Any, j: Any) -> An
 
 
 def _block_of(tokens: Any, index: Any, tile: int, size: int, inside: int) -> tuple[Any, Any]:
-    """Returns the first block that a tile has tokens of, and of each token how many blocks after it its own is."""
+    """Returns the first block that a tile overlaps, and for each token how many blocks after that its own block is."""
     start = index * tile
     if inside == 1 or tile % size == 0:
         ends = [m * size for m in range(1, inside)]
@@ -71,7 +71,7 @@ def _block_of(tokens: Any, index: Any, tile: int, size: int, inside: int) -> tup
 
 
 def _set(plan: Plan, blocks: Blocks, bits: Any, step: Step) -> Any:
-    """Returns which pairs of a tile are in blocks that are set."""
+    """Returns which pairs of a tile are in set blocks."""
     queries = lax.broadcasted_iota(jnp.int32, (1, plan.block_q), 1)
     keys = lax.broadcasted_iota(jnp.int32, (plan.block_k, 1), 0)
     row, q_after = _block_of(queries, step.i, plan.block_q, blocks.size[0], blocks.inside[0])
@@ -80,13 +80,13 @@ def _set(plan: Plan, blocks: Blocks, bits: Any, step: Step) -> Any:
     of = of * blocks.heads + step.n if blocks.heads > 1 else of
     word, shift = (of * blocks.height + row) * blocks.words + (column >> 5), column & 31
 
-    # Whether the bits of a tile may go on in the next integer.
+    # Whether the bits of a tile may continue in the next integer.
     split = plan.block_k % blocks.size[1] > 0 or 32 % blocks.inside[1] > 0
 
     def of_row(m: int) -> Any:
-        """Returns int32 [block_k, block_q], of which the lowest bit is that of a key's block in a block row of the tile."""
+        """Returns int32 [block_k, block_q]: the lowest bit tells whether the key's block is set in block row m of the tile."""
         row_bits = lax.shift_right_logical(bits[word + m * blocks.words], shift)
-        if split:  # shifted twice, since a shift by 32 is none
+        if split:  # shifted twice, because a shift by 32 would do nothing
             row_bits |= (bits[word + m * blocks.words + 1] << (31 - shift)) << 1
         row_bits = lax.shift_right_logical(jnp.broadcast_to(row_bits, k_after.shape), k_after)
         return jnp.broadcast_to(row_bits, (plan.block_k, plan.block_q))
@@ -99,7 +99,7 @@ def _set(plan: Plan, blocks: Blocks, bits: Any, step: Step) -> Any:
 
 
 class _Tile(NamedTuple):
-    """A tile of logits, and what its gradients need."""
+    """A tile of logits, and the factors that its gradients need."""
 
     x: Any  # float32 [block_k, block_q], -inf where masked
     bend: Any  # derivative of the soft cap
@@ -138,7 +138,7 @@ def _keep(seed: Any, i: Any, j: Any, probability: float) -> Any:
 
 
 def _each_tile(plan: Plan, step: Step, do: Callable[[bool], None]) -> None:
-    """Calls `do(masked)` for a pair that exists: where all of it attends, without looking at the mask."""
+    """Calls `do(masked)` if any pair of the tile attends; `masked` is False if all do, so the mask is not evaluated."""
     if not plan.masked:
         pl.when(step.has(ACTIVE))(lambda: do(False))
         return
@@ -150,7 +150,7 @@ def _each_tile(plan: Plan, step: Step, do: Callable[[bool], None]) -> None:
 
 
 def fwd_kernel(plan: Plan, refs: dict[str, Any], step: Step) -> None:
-    """Writes out and lse of a block of queries; its maximum, its sum and its output turned round are kept between steps."""
+    """Writes out and lse of a query block. Its running maximum, sum and transposed output are carried between steps."""
     largest, total, turned = refs["largest"], refs["total"], refs["turned"]
 
     @pl.when(step.has(BEGINS))
@@ -163,7 +163,7 @@ def fwd_kernel(plan: Plan, refs: dict[str, Any], step: Step) -> None:
     def tile(masked: bool) -> None:
         x, _, _, keep = _tile(plan, refs, step, masked)
         new = jnp.maximum(largest[...], jnp.max(x, axis=0, keepdims=True))
-        anchor = jnp.where(new == -jnp.inf, 0.0, new)  # a query that has seen no key yet
+        anchor = jnp.where(new == -jnp.inf, 0.0, new)  # a query that has not seen any key yet
         p = jnp.exp(x - anchor)
         rescale = jnp.exp(largest[...] - anchor)
         largest[...] = new
@@ -176,7 +176,7 @@ def fwd_kernel(plan: Plan, refs: dict[str, Any], step: Step) -> None:
 
     @pl.when(step.has(ENDS))
     def _():
-        some = total[...] != 0  # of a NaN too, so that lse is one
+        some = total[...] != 0  # true for NaN too, so that lse becomes NaN
         divisor = jnp.where(some, total[...], 1.0)
         out = turned[...] / divisor
         refs["out"][...] = (out.T if plan.value_width == 1 else out).astype(refs["out"].dtype)
@@ -184,7 +184,7 @@ def fwd_kernel(plan: Plan, refs: dict[str, Any], step: Step) -> None:
 
 
 def _gradients(plan: Plan, refs: dict[str, Any], step: Step, masked: bool) -> tuple[Any, Any, Any, Any]:
-    """Returns (p after dropout, ds, that of q.k before the scale, |i - j|) of a tile, from lse and delta of all keys."""
+    """Returns (p after dropout, ds, gradient of q.k before the scale, |i - j|) of a tile, given lse and delta of all keys."""
     x, bend, distance, keep = _tile(plan, refs, step, masked)
     p = jnp.exp(x - refs["lse"][...])
     dp = _dot(refs["value"][...], refs["d_out"][...], plan.value_width, plan.value_width)
@@ -194,7 +194,7 @@ def _gradients(plan: Plan, refs: dict[str, Any], step: Step, masked: bool) -> tu
 
 
 def bwd_dq_kernel(plan: Plan, refs: dict[str, Any], step: Step) -> None:
-    """Writes the gradient of a block of queries and, with slopes, what each query adds to theirs."""
+    """Writes the gradient of a query block and, with ALiBi, each query's contribution to the gradient of the slopes."""
     turned, slopes = refs["turned"], refs.get("slope_sum")
 
     @pl.when(step.has(BEGINS))
@@ -221,7 +221,8 @@ def bwd_dq_kernel(plan: Plan, refs: dict[str, Any], step: Step) -> None:
 
 
 def bwd_dkv_kernel(plan: Plan, refs: dict[str, Any], step: Step) -> None:
-    """The last dim of the grid is over the query heads of a group, whose gradients add up in the same block."""
+    """Writes the gradients of a key block. The last grid dim iterates over the query heads of a group, whose gradients
+    accumulate in the same block."""
     d_key, d_value, group = refs["key_sum"], refs["value_sum"], pl.program_id(3)
 
     @pl.when(step.has(BEGINS) & (group == 0))
@@ -245,8 +246,8 @@ def bwd_dkv_kernel(plan: Plan, refs: dict[str, Any], step: Step) -> None:
 
 
 def bwd_dbias_kernel(plan: Plan, refs: dict[str, Any], step: Step) -> None:
-    """The last dim of the grid is over the rows and heads that share a bias; a bias of one key or one query is summed over
-    the steps, too."""
+    """Writes the gradient of a bias. The last grid dim iterates over the rows and heads that share it. A bias broadcast over
+    queries or keys is also summed over steps."""
     total, last = refs["bias_sum"], pl.program_id(3) == pl.num_programs(3) - 1
     begins, ends = step.has(BEGINS), step.has(ENDS)
     if total.shape == (1, 1):

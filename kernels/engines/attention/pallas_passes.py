@@ -1,7 +1,7 @@
-"""The passes of attention on TPUs: a grid over the pairs of tiles that exist. One pass by queries for the output; in the
-backward one by queries for dQ and one by keys for dK and dV, so that nothing is added in memory.
+"""The passes of attention on TPUs, each with a grid over the active pairs of tiles. The forward has one pass by queries. The
+backward has one by queries, for dQ, and one by keys, for dK and dV, so nothing is accumulated in memory.
 
-Which pair a step is for is prefetched as one scalar, so that its blocks are on their way before its turn.
+The pair of a step is prefetched as one scalar, so its blocks are loading before the step begins.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ def launch(
     matmuls: int = 2,
     start: Sequence[jax.Array] = (),
 ) -> Sequence[jax.Array]:
-    """Returns the outputs of a kernel over (rows, heads, visits) and one more dim, if the grid has it.
+    """Runs a kernel over a grid (rows, heads, visits), optionally with one more dim, and returns its outputs.
 
     Args:
-      where: of the indices of the grid without the visit, the row of the batch and the query head.
-      start: what is in each output before it is written; nothing that is known if it is not given.
+      where: grid indices except the visit -> (batch row, query head).
+      start: initial contents of the outputs; undefined if omitted.
     """
     how = kernel, call, grid, where, outputs, scratch, extra, matmuls
     if visits.parts == 1:
         return _launch(visits, start, *how)
-    # Lists that do not fit into scalar memory at once: each part of them writes its own blocks of the same outputs.
+    # The lists do not fit in scalar memory at once, so each launch takes a part of them and writes its own blocks.
     packed = visits.packed.reshape(visits.parts, -1)
 
     def part(n: Any, written: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -144,15 +144,15 @@ def attend(call: Call, by_queries: Visits, dtype: Any) -> tuple[jax.Array, jax.A
 
 
 def _of_query(bq: int) -> tuple[tuple, Callable]:
-    """Returns the block of what there is one of for each query, and where it is."""
+    """Returns the block of a per-query array, and its index map."""
     return (None, None, 1, bq), lambda b, n, i, j: (b, n, 0, i)
 
 
 def of_saved(call: Call, saved: Saved, dtype: Any) -> tuple[Input, ...]:
-    """Returns the inputs that a backward has beside those of its forward. `dtype` is that of the queries."""
+    """Returns the inputs of a backward besides those of the forward. `dtype` is that of the queries."""
     plan = call.plan
     bq = plan.block_q
-    # A query with no key gives nothing, whatever the cotangents of its infinite lse may be: its weights are exp(-inf).
+    # A query without keys contributes nothing, whatever the cotangents of its infinite lse are: its weights are exp(-inf).
     some = saved.lse != -jnp.inf
     return (
         Input("d_out", heads_first(saved.d_out.astype(dtype), bq), *of_queries(plan.Hv, bq)),
@@ -162,7 +162,7 @@ def of_saved(call: Call, saved: Saved, dtype: Any) -> tuple[Input, ...]:
 
 
 def gradients(call: Call, extra: tuple[Input, ...], by_queries: Visits, by_keys: Visits) -> dict[str, jax.Array]:
-    """Returns the gradients of query, key and value; with slopes also `slopes`, [B, N]. `extra` is of `of_saved`."""
+    """Returns the gradients of query, key and value; with ALiBi also `slopes`, [B, N]. `extra` comes from `of_saved`."""
     plan, B, G = call.plan, call.B, call.G
     bq, bk = plan.block_q, plan.block_k
     arrays = {x.name: x.array for x in call.inputs}
@@ -183,7 +183,7 @@ def gradients(call: Call, extra: tuple[Input, ...], by_queries: Visits, by_keys:
         extra,
         matmuls=3,
     )
-    # Where a list goes over the query heads of a group itself, the last dim of the grid is one step.
+    # If the lists already iterate over the query heads of a group, the last grid dim has one step.
     group = 1 if by_keys.per_head else G
     dk, dv = launch(
         bwd_dkv_kernel,

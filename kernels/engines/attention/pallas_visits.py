@@ -1,6 +1,5 @@
-"""The pairs of tiles that Pallas' grid of attention goes over: a list for each row of the batch, made of the spans of its mask,
-or for each row and head, made of the pairs of tiles to visit. Each pair is one integer, which kernels and index maps take
-apart again."""
+"""Lists of the pairs of tiles that the Pallas grid of attention visits: one per batch row, from the spans of its mask, or one
+per row and head, from the active pairs. Each pair is packed in one integer, which kernels and index maps decode."""
 
 from __future__ import annotations
 
@@ -29,36 +28,36 @@ __all__ = [
     "visits_of",
 ]
 
-# A visit is one integer: block that stays, block that changes, flags.
+# A visit is one integer: resident block, streamed block, flags.
 ACTIVE, FULL, BEGINS, ENDS = 1, 2, 4, 8
 _FLAG_BITS, _BLOCK_BITS = 4, 13
-_NONE = np.iinfo(np.int32).max  # no visit: it comes after all others
-# How many blocks that stay, and that change, such an integer can tell apart.
+_NONE = np.iinfo(np.int32).max  # no visit: sorts after all others
+# The maximum numbers of resident and of streamed blocks that fit in such an integer.
 MOST_OUTER, MOST_INNER = 1 << (31 - _FLAG_BITS - _BLOCK_BITS), 1 << _BLOCK_BITS
 
 
 class Visits(NamedTuple):
-    """The pairs of blocks of each row, in the order in which the grid goes over them.
+    """The visited pairs of blocks of each row, in grid order.
 
-    What a row has less than the longest is filled with its last visit, which then fetches and does nothing.
+    Rows shorter than the longest are padded with their last visit, without flags: such steps fetch and do nothing.
     """
 
     packed: Any  # int32 [rows * heads * length]
     rows: int  # 1, or the batch
-    length: int  # entries of a row
-    steps: Any  # how many of them the longest row has; may be traced
-    by_keys: bool  # whether it is the block of keys that stays
-    heads: int = 1  # those with lists of their own; by keys they are the key heads
-    # By keys, where query heads have lists of their own: blocks of queries of a head. The block that changes is then
-    # counted over all query heads of the key head. Otherwise 0.
+    length: int  # entries per row
+    steps: Any  # entries in use in the longest row; may be traced
+    by_keys: bool  # whether key blocks are resident
+    heads: int = 1  # heads with separate lists: query heads, or key heads if `by_keys`
+    # If `by_keys` and query heads have separate lists: query blocks per head. Streamed blocks are then numbered over all
+    # query heads of the key head. Otherwise 0.
     per_head: int = 0
-    # Launches that share the blocks that stay; `packed` then begins with the lists of the first one, and `steps` has one
-    # entry for each.
+    # Number of launches that share the resident blocks. With several, `packed` stores the lists of one launch after another,
+    # and `steps` has an entry for each.
     parts: int = 1
 
 
 def visits_of(span: Any, inner: int, most: int, by_keys: bool) -> Visits:
-    """Returns the visits of spans [R, n, 4] over `inner` blocks. Rows have `most` visits at most, if they are traced."""
+    """Returns the visits for spans [R, n, 4] over `inner` streamed blocks. `most` bounds the visits per row of traced spans."""
     xp: Any = np if isinstance(span, np.ndarray) else jnp
     first, last = span[..., FIRST], span[..., LAST]
     # A block with no active partner still gets one step: its output must be written.
@@ -89,20 +88,22 @@ def visits_of(span: Any, inner: int, most: int, by_keys: bool) -> Visits:
 def listed_visits(
     some: jax.Array, every: jax.Array, most: int, by_keys: bool, per_head: int = 0, parts: int = 1
 ) -> Visits:
-    """Returns the visits of the pairs of blocks that are set in `some`, bool [rows, heads, n, inner]; of those in `every`, all
-    pairs attend. Rows and heads that share a list have it once.
+    """Returns the visits for the pairs of blocks set in `some`, bool [rows, heads, n, inner]. In those also set in `every`, all
+    pairs attend. Rows and heads that share a list store it once.
 
-    The integer of a pair grows with the place of the pair, so a list is what one sort of these integers leaves in front.
+    The integers of pairs ascend in grid order, so one sort moves the visits of a list to its front, in that order.
 
     Args:
-      most: the most visits that a list can have.
-      parts: how many launches share the n blocks that stay.
+      most: maximum number of visits per list.
+      parts: number of launches that share the n resident blocks.
     """
     rows, heads, n, inner = some.shape
     if n > MOST_OUTER or inner > MOST_INNER:
-        raise ValueError(f"{n} blocks that meet {inner} others are more than {MOST_OUTER} and {MOST_INNER}")
+        raise ValueError(
+            f"{n} resident and {inner} streamed blocks exceed the maximum of {MOST_OUTER} and {MOST_INNER}"
+        )
     outer, other = (np.arange(size, dtype=np.int32) for size in (n, inner))
-    # A block that meets none is visited too: its output is to be written.
+    # A block without active partners is visited once: its output must be written.
     visited = some | (~some.any(-1, keepdims=True) & (other == 0))
     first = jnp.where(visited, other, inner).min(-1, keepdims=True)
     last = jnp.where(visited, other, -1).max(-1, keepdims=True)
@@ -123,7 +124,7 @@ def listed_visits(
 
 
 def united(span: Any) -> Any:
-    """Returns the span [1, n, 4] of all rows together: from the first block of any to the last, full where all are."""
+    """Returns the union [1, n, 4] of the rows' spans: from the first block of any row to the last; full where all rows are."""
     xp: Any = np if isinstance(span, np.ndarray) else jnp
     some = span[..., FIRST] < span[..., LAST]
     first = xp.where(some, span[..., FIRST], 2**30).min(0)
@@ -133,7 +134,7 @@ def united(span: Any) -> Any:
 
 
 class Step(NamedTuple):
-    """Where in a call a step of the grid is."""
+    """The position of a grid step: batch row, query head, query block, key block, and flags."""
 
     b: Any
     n: Any
@@ -146,11 +147,11 @@ class Step(NamedTuple):
 
 
 def decoded(visits: Visits, packed: Any, b: Any, n: Any, step: Any, head: Any = 0) -> Step:
-    """Returns where a head of a row is at a step of its list.
+    """Returns the position of a step in a list.
 
     Args:
-      n: the query head; of a list that goes over several query heads, the first of them.
-      head: the head that the list is of, where heads have lists of their own.
+      n: the query head; for a list over several query heads, the first of them.
+      head: the head whose list to read, if heads have separate lists.
     """
     row = b if visits.rows > 1 else 0
     row = row * visits.heads + head if visits.heads > 1 else row

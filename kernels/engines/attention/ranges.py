@@ -95,7 +95,7 @@ class Rule(NamedTuple):
     counts: Callable[[Any], bool] = lambda mask: False
     resolved: Callable[[Any, Any], Any] = lambda mask, order: mask
 
-    def given(self, mask: Any) -> bool:
+    def is_active(self, mask: Any) -> bool:
         """Returns whether the rule is active in a mask."""
         return getattr(mask, self.fields[0]) not in (None, False)
 
@@ -204,14 +204,14 @@ def _static(end: Any, q: Any) -> Any:
 
 
 def interval_of(mask: Any, q: Any) -> Interval:
-    """Returns the interval that all rules of a resolved `MaskInfo` give together, for queries at positions q.
+    """Returns the intersection of the intervals of all rules of a resolved `MaskInfo`, for queries at positions q.
 
     Args:
       q: integers [#B, ...]; a NumPy array if the mask has no positions, so that ends can be constants of the program.
     """
     whole = Interval()
     for rule in RULES:
-        if not rule.given(mask):
+        if not rule.is_active(mask):
             continue
         one = rule.interval(mask, q)
         if one.gap_low is not None:

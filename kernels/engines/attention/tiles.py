@@ -42,7 +42,7 @@ class _Queries(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Bounds of each tile of keys, likewise."""
+    """Bounds of each tile of keys [#B, n], over tokens that are not padding."""
 
     some: Any
     whole: Any

@@ -94,7 +94,7 @@ def tanh(x):
 
 @triton.jit
 def positions_of(ptr, tokens, SHIFT: tl.constexpr, LENGTH: tl.constexpr):
-    """Returns the positions of the tokens `at`: from the array, or counted if there is none."""
+    """Returns the positions of tokens: from the array, or counted if there is none."""
     if ptr is None:
         positions = tokens + SHIFT
     else:
@@ -162,7 +162,7 @@ def _pair(ptr, qi, kj, ROW: tl.constexpr, COLUMN: tl.constexpr, T: tl.constexpr,
 
 @triton.jit
 def ends_of(ptr, qi, O: tl.constexpr):
-    """Returns pointers to the first end of the queries `at` in a batch row [ends, T]; clamped to the last query."""
+    """Returns pointers to the first end of queries qi in a batch row [ends, T]; clamped to the last query."""
     if ptr is None:
         ends = None
     else:
@@ -228,8 +228,7 @@ def scores(qk, qi, kj, q_at, k_at, q_segment, k_segment, ends, dense_ptr, bias_p
 
 @triton.jit
 def rows_of(ptr, tokens, heads, head, WIDTH: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Loads [rows, BLOCK] from a batch row [LENGTH, heads, WIDTH], for the tokens `at` of a head; zeros out of
-    bounds."""
+    """Loads [tokens, BLOCK] from a batch row [LENGTH, heads, WIDTH], for some tokens of a head; zeros out of bounds."""
     cols = tl.arange(0, BLOCK)
     where = ptr + (tokens.to(tl.int64) * heads + head)[:, None] * WIDTH + cols[None, :]
     mask = (tokens < LENGTH)[:, None]
@@ -248,8 +247,8 @@ def store_rows(ptr, x, tokens, heads, head, WIDTH: tl.constexpr, LENGTH: tl.cons
 
 @triton.jit
 def statistics(lse_ptr, delta_ptr, qi, n, O: tl.constexpr):
-    """Returns (lse in units of log 2, delta) of the rows `at`. For rows without keys, and past the last row, the values
-    make all weights zero, whatever the cotangents are."""
+    """Returns (lse in units of log 2, delta) of queries qi. For queries without keys, and past the last one, the values make
+    all weights zero, whatever the cotangents are."""
     lse = tl.load(lse_ptr + qi * O.N + n, mask=qi < O.T, other=float("-inf"))
     delta = tl.load(delta_ptr + qi * O.N + n, mask=qi < O.T, other=0.0)
     nonempty = lse > float("-inf")

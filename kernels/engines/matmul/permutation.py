@@ -1,5 +1,5 @@
-"""Rows sorted by group and put back: permutations whose gradients are gathers, where JAX's own would scatter and add, as if
-rows could repeat."""
+"""Permutations of rows, to sort them by group and back. Their gradients are gathers; JAX's own would be scatter-adds, because
+it does not know that indices are distinct."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 @jax.custom_vjp
 def permuted(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Returns the rows of x in another order. The gradient is a gather by the inverse: nothing is scattered."""
+    """Returns the rows of x permuted by `order`. The gradient is a gather by `inverse`, not a scatter-add."""
     return jnp.asarray(x).at[order].get(unique_indices=True, mode="promise_in_bounds")
 
 
@@ -23,7 +23,7 @@ permuted.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def spread(x: jax.Array, order: jax.Array, inverse: jax.Array, top_k: int) -> jax.Array:
-    """Returns top_k copies of each row of x, in an order of all copies; the gradient is a gather and a sum over top_k."""
+    """Returns top_k copies of each row of x, permuted by `order`. The gradient is a gather and a sum over top_k."""
     return jnp.asarray(x).at[order // top_k].get(mode="promise_in_bounds")
 
 

@@ -98,7 +98,7 @@ def _factor(weight: jax.Array, norm: Norm, compute: Any) -> jax.Array:
 
 
 def normal(x: jax.Array, statistics: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns (x, less its mean if the norm centers; the same times rstd) of what was normalised, float32 [..., D]."""
+    """Returns (x, minus its mean if the norm centers; that times rstd) for the normalised input x, float32 [..., D]."""
     x = x - statistics["mean"] if "mean" in statistics else x
     return x, x * statistics["rstd"]
 
@@ -111,7 +111,7 @@ def pull(
     weight: jax.Array | None,
     norm: Norm,
 ) -> jax.Array:
-    """Returns the gradient of what was normalised, float32 [..., D].
+    """Returns the gradient of the normalised input, float32 [..., D].
 
     The gradient of the weight is the sum over rows of `d_out * normalised`, that of the bias the sum of d_out.
 
@@ -122,7 +122,7 @@ def pull(
     """
     rstd, D = statistics["rstd"], x.shape[-1]
     g = d_out if weight is None else d_out * _factor(weight, norm, jnp.float32)
-    # rstd is an output of its own, and d rstd / dx = -rstd² normalised / D. Its two sums here differ in rounding alone.
+    # rstd is also an output, with d rstd / dx = -rstd² normalised / D. The two sums here differ only in rounding.
     if not norm.centered:
         through_rstd = (jnp.sum(g * x, axis=-1, keepdims=True) + statistics["d_rstd"]) * rstd * rstd / D
         return g * rstd - normalised * through_rstd
@@ -132,13 +132,13 @@ def pull(
 
 
 def projected(normalised: jax.Array, projection: jax.Array) -> jax.Array:
-    """Returns the normalised rows, already rounded, times the projection, [*lead, F]."""
+    """Returns the normalised rows, which are already rounded, times the projection, [*lead, F]."""
     accumulate = jnp.promote_types(normalised.dtype, jnp.float32)
     return jnp.dot(normalised, projection, preferred_element_type=accumulate).astype(normalised.dtype)
 
 
 def cost(x: Any, residual: Any, weight: Any, bias: Any, centered: bool) -> tuple[Work, Work]:
-    """Returns the work of both directions: each reads and writes its arrays once.
+    """Returns the work of both directions, each of which reads or writes every array once.
 
     Forward: reads x and writes out; with a residual, also reads it and writes the stream. Backward: reads the normalised
     input and the cotangents, and writes the gradient of x and residual, once if they share a dtype.
@@ -170,7 +170,7 @@ def work(call: Call) -> tuple[Work, Work]:
 
 
 def work_of_linear(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the matmuls, one forward and two backward; the norm, which is computed again, is not counted."""
+    """Returns the work of the matmuls, one forward and two backward. The recomputed norm is not counted."""
     matmul, out = 2 * call.x.size * call.dims["F"], nbytes(call.x) // call.dims["D"] * call.dims["F"]
     weights = nbytes(call.weight, call.arguments.get("bias"), call.projection)
     return Work(matmul, nbytes(call.x) + out + weights), Work(2 * matmul, 2 * nbytes(call.x) + out + 2 * weights)

@@ -1,4 +1,4 @@
-"""Norms of whole rows on TPUs: blocks of rows with all of D in VMEM, each array read or written once."""
+"""Norms of whole rows on TPUs: a block of rows is in VMEM with all of D, and each array is read or written once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def norm_fwd_kernel(refs: Any, out_refs: Any, *, norm: Norm) -> None:
     if "residual" in refs:
         stream = (x + refs["residual"][...].astype(jnp.float32)).astype(out_refs["stream"].dtype)
         out_refs["stream"][...] = stream
-        x = stream.astype(jnp.float32)  # rounded: what is normalised is what goes on
+        x = stream.astype(jnp.float32)  # already rounded, because the norm is of the stream that is returned
     weight, bias = (refs[name][...] if name in refs else None for name in ("weight", "bias"))
     out, *statistics = norms.normalise(x, weight, bias, norm)
     for name, y in zip(norm.statistics, statistics, strict=True):
@@ -30,11 +30,11 @@ def norm_fwd_kernel(refs: Any, out_refs: Any, *, norm: Norm) -> None:
 
 
 def norm_bwd_kernel(refs: Any, out_refs: Any, *, num_rows: int, norm: Norm) -> None:
-    """Writes the gradients of a block of rows, and its part of those of weight and bias."""
+    """Writes the gradients of a block of rows, and its partial sums of those of weight and bias."""
     statistics = {name: refs[name][...] for s in norm.statistics for name in (s, f"d_{s}")}
     x, normalised = norms.normal(refs["x"][...].astype(jnp.float32), statistics)
     d_out = refs["d_out"][...].astype(jnp.float32)
-    # The last block may reach past the array, where there is anything at all, NaN too.
+    # The last block may extend past the array, where memory may hold anything, including NaN.
     row = pl.program_id(0) * x.shape[0] + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
     for name, each in (("weight", d_out * normalised), ("bias", d_out)):
         if name in out_refs:
@@ -81,7 +81,7 @@ def backward(saved: Any, x: Any, residual: Any, weight: Any, bias: Any, norm: No
         norm_bwd_kernel,
         cfg.backward_block_rows,
         rows,
-        {"weight": weight},  # a bias has a gradient and no part in those of the others
+        {"weight": weight},  # not the bias, which no gradient depends on
         out_rows,
         summed,
         work=work,
@@ -95,7 +95,7 @@ def backward(saved: Any, x: Any, residual: Any, weight: Any, bias: Any, norm: No
 
 
 def _itemsizes(call: Call, backward: bool = False) -> tuple[int, ...]:
-    """Returns the item sizes of the arrays [M, D] that a direction has in VMEM."""
+    """Returns the item sizes of the arrays [M, D] that one direction holds in VMEM."""
     x, residual = call.x.dtype.itemsize, call.arguments.get("residual")
     if residual is None:
         return (x,) * (3 if backward else 2)
@@ -104,19 +104,19 @@ def _itemsizes(call: Call, backward: bool = False) -> tuple[int, ...]:
 
 
 def _heights(call: Call) -> tuple[int, int]:
-    """Returns the rows of a block of the forward, and of the backward."""
+    """Returns the rows per block of the forward and of the backward."""
     D = call.dims["D"]
     return cut.block_rows(D, _itemsizes(call)), cut.block_rows(D, _itemsizes(call, True))
 
 
 def heuristic(call: Call, platform: str) -> NormConfig:
-    """Returns the blocks of a call."""
+    """Returns the default block sizes of a call."""
     forward, backward = _heights(call)
     return NormConfig(block_rows=forward, backward_block_rows=backward)
 
 
 def candidates(call: Call) -> list[NormConfig]:
-    """Returns the blocks to choose from when tuning."""
+    """Returns the block sizes to tune over."""
     pairs = zip(*map(cut.parts, _heights(call)))
     return list(dict.fromkeys(NormConfig(block_rows=a, backward_block_rows=b) for a, b in pairs))
 
@@ -128,7 +128,7 @@ def rejects(call: Call) -> str | None:
     D = call.dims["D"]
     if min(_heights(call)) < cut.ROW_TILE:
         room = f"the {cut.VMEM_BUDGET >> 20} MiB of VMEM of a block"
-        return f"D = {D} is too wide: {cut.ROW_TILE} rows of it do not fit {room}"
+        return f"D = {D} is too wide: {cut.ROW_TILE} rows do not fit {room}"
     return None
 
 

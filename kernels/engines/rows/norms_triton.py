@@ -1,6 +1,6 @@
-"""Norms of whole rows on GPUs, of x or of x + residual: each program holds whole rows, so each array is read or written once.
+"""Norms of whole rows on GPUs, of x or of x + residual. Each program holds whole rows, so each array is read or written once.
 
-rms_norm is layer_norm without the mean: a kernel without a pointer to means computes none.
+rms_norm is layer_norm without the mean: a kernel whose pointer to means is None does not compute them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kernels.engines.rows.norms import Norm, NormConfig, centers, cost
 from kernels.framework.binding import Call
 from kernels.toolchains.triton import triton_launch
 
-# Bytes of shared memory for prefetched tiles; the rest of an A100's is for exchanging sums.
+# Bytes of shared memory for prefetched tiles. On an A100 the rest is for exchanging sums.
 READ_AHEAD = 128 * 1024
 WIDEST_AHEAD = 8192
 
 
 @triton.jit
 def _load(ptr, offsets, mask, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Returns CHUNKS tiles of BLOCK_D columns each. They keep their dtype, which halves the registers of 16-bit types."""
+    """Returns CHUNKS tiles of BLOCK_D columns in their own dtype: 16-bit types then take half the registers."""
     tiles = ()
     for i in tl.static_range(CHUNKS):
         tiles = tiles + (tl.load(ptr + offsets + i * BLOCK_D, mask=mask, other=0.0),)
@@ -54,7 +54,7 @@ def _factors(weight_ptr, cols, D, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr, Z
 
 @triton.jit
 def _summand(x, TALL_SUMS: tl.constexpr):
-    """Returns the summand of a tile in a sum over rows: the whole tile, or its rows added up."""
+    """Returns what a tile adds to a sum over rows: the tile itself, or the sum of its rows."""
     part = x
     if not TALL_SUMS:
         part = tl.sum(x, axis=0, keep_dims=True)
@@ -64,7 +64,7 @@ def _summand(x, TALL_SUMS: tl.constexpr):
 @triton.jit
 def norm_fwd_kernel(
     x_ptr,
-    residual_ptr,  # None: x alone
+    residual_ptr,  # None to normalise x alone
     weight_ptr,
     bias_ptr,
     out_ptr,
@@ -88,7 +88,7 @@ def norm_fwd_kernel(
         residual = _load(residual_ptr, offsets, mask, CHUNKS, BLOCK_D)
         stream = ()
         for i in tl.static_range(CHUNKS):
-            # Round first: the norm is of the stream that is returned.
+            # Rounded first, because the norm is of the stream that is returned.
             total = (x[i].to(tl.float32) + residual[i].to(tl.float32)).to(stream_ptr.dtype.element_ty)
             tl.store(stream_ptr + offsets + i * BLOCK_D, total, mask=mask)
             stream = stream + (total,)
@@ -104,7 +104,7 @@ def norm_fwd_kernel(
     for i in tl.static_range(CHUNKS):
         apart = x[i].to(tl.float32)
         if mean_ptr is not None:
-            # Masked entries of a chunk past D are 0, which is not their distance from the mean.
+            # Entries past D were loaded as 0, and subtracting the mean would make them nonzero.
             apart = tl.where(mask, apart - mean[:, None], 0.0)
         squares += apart * apart
     rstd = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=1) / D + EPS)
@@ -129,8 +129,8 @@ def norm_bwd_kernel(
     d_stream_ptr,  # None without a residual
     d_mean_ptr,
     d_rstd_ptr,
-    dx_ptr,  # in the dtype of what was normalised
-    narrow_dx_ptr,  # the same in that of x, where the stream has another; else None
+    dx_ptr,  # in the dtype of the normalised input
+    narrow_dx_ptr,  # the same in the dtype of x, if the stream has another one; else None
     dweight_ptr,  # [programs, D] float32: a partial sum for each program
     dbias_ptr,  # the same
     M: tl.constexpr,
@@ -140,8 +140,8 @@ def norm_bwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNKS: tl.constexpr,
-    TALL_SUMS: tl.constexpr,  # sums keep a row for each of BLOCK_M, and are added up at the end
-    STAGES: tl.constexpr,  # tiles of rows in flight in shared memory; 1: loaded into registers as needed
+    TALL_SUMS: tl.constexpr,  # whether sums keep BLOCK_M rows, which are added up at the end
+    STAGES: tl.constexpr,  # tiles of rows in flight in shared memory; 1: no prefetch, tiles are loaded into registers
 ):
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK_D)
@@ -169,7 +169,7 @@ def norm_bwd_kernel(
             d_mean = tl.load(d_mean_ptr + rows, mask=rows < M, other=0.0)
         weight = factors
         if STAGES == 1:
-            # Reloaded for each tile: it stays in the cache, and its registers are needed for x and g.
+            # Reloaded for each tile: it stays in the cache, and x and g need the registers.
             weight = _factors(weight_ptr, cols, D, CHUNKS, BLOCK_D, ZERO_CENTERED)
         total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         products = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -218,8 +218,8 @@ def norm_bwd_kernel(
 
 
 def _rows_lie_in_threads(block_d: int, num_warps: int, itemsize: int) -> bool:
-    """Returns whether each thread holds its columns of all rows of a tile, so that summing rows moves no data: one load of
-    16 bytes per thread covers at most one row."""
+    """Returns whether each thread holds its columns of all rows of a tile, so that summing rows moves no data. This is so if
+    loads of 16 bytes by all threads cover at most one row."""
     return block_d >= num_warps * 32 * (16 // itemsize)
 
 
@@ -300,7 +300,7 @@ def backward(saved: Any, x: Any, residual: Any, weight: Any, bias: Any, norm: No
     outputs = dict(zip(out_shape, result, strict=True))
     dx = outputs["dx_ptr"].reshape(x.shape)
     gradients = {"x": outputs.get("narrow_dx_ptr", dx).reshape(x.shape)}
-    # Summed in a fixed order, not by atomics: the same call gives the same bits.
+    # Summed in a fixed order, not by atomics, for bitwise reproducible results.
     gradients |= {n: jnp.sum(outputs[f"d{n}_ptr"], axis=0) for n in summed}
     return gradients if residual is None else {**gradients, "residual": dx}
 
@@ -310,13 +310,13 @@ def rejects(call: Call) -> str | None:
     if call.x.size == 0:
         return "x has no elements"
     if call.dims["D"] > cut.WIDEST:
-        return f"D = {call.dims['D']} is more than {cut.WIDEST}, and a row must fit the registers of one program"
+        return f"D = {call.dims['D']} exceeds {cut.WIDEST}: a row must fit the registers of one program"
     return None
 
 
 def _read_ahead(call: Call, rows: int) -> int:
-    """Returns the most stages of a backward: what is read of the next tile or two fits shared memory. 1 for narrow rows, of
-    which there are many programs, and for those so wide that they fill the registers and are as many bytes on their way."""
+    """Returns the maximum number of stages of a backward, so that the next tile or two fit in shared memory. 1 for narrow
+    rows, which run in many programs, and for rows so wide that they fill the registers."""
     D = call.dims["D"]
     chunks, block_d = cut.tiles(D)
     if chunks > 1 or D < cut.WIDE or block_d > WIDEST_AHEAD:
@@ -327,15 +327,15 @@ def _read_ahead(call: Call, rows: int) -> int:
 
 
 def heuristic(call: Call, platform: str) -> NormConfig:
-    """Returns the tiles of a call."""
-    crowded = "residual" in call.arguments or centers(call)  # another array, or another sum
+    """Returns the default tiles of a call."""
+    crowded = "residual" in call.arguments or centers(call)  # one more array, or one more sum
     itemsize = max(jnp.dtype(x.dtype).itemsize for x in (call.x, call.arguments.get("residual", call.x)))
     shape = cut.shapes(call.dims["D"], itemsize, crowded=crowded)
     return NormConfig(*shape, _read_ahead(call, shape[2]))
 
 
 def candidates(call: Call) -> list[NormConfig]:
-    """Returns what to choose from when tuning: every shape, and with tiles read ahead."""
+    """Returns the configurations to tune over: every shape, with each possible number of stages."""
     shapes = cut.candidates(call.dims["D"])
     return [NormConfig(*shape, n + 1) for shape in shapes for n in range(_read_ahead(call, shape[2]))]
 

@@ -1,24 +1,24 @@
-"""How kernels that hold whole rows [M, D] cut them: for Triton in the registers of programs, for Pallas in blocks of VMEM."""
+"""Tile shapes for kernels that hold whole rows of [M, D]: in registers for Triton, in VMEM for Pallas."""
 
 from __future__ import annotations
 
 from kernels.framework.measured import power_of_two
 from kernels.framework.target import MULTIPROCESSORS
 
-# A row is held in the registers of one program: 32 elements of each array a thread, at 32 warps.
+# A row must fit the registers of one program: with 32 warps, 32 elements of each array per thread.
 WIDEST = 32768
-# From this width on, a backward does best with one large program a multiprocessor (measured, benchmarks/results).
+# From this width on, a backward is fastest with one large program per multiprocessor (measured, benchmarks/results).
 WIDE = 4096
 
-# What blocks and temporaries of a kernel on a TPU may take. The least of the chips' default limits is 16 MiB.
+# VMEM for a kernel's blocks and temporaries. The smallest default limit of a chip is 16 MiB.
 VMEM_BUDGET = 12 * 2**20
-# Rows of one register tile for the narrowest dtype (16 bit); a block of rows is a multiple of it.
+# Rows per register tile of the narrowest dtype (16 bits). Blocks have a multiple of this.
 ROW_TILE = 16
 MOST_ROWS = 512
 
 
 def tiles(D: int) -> tuple[int, int]:
-    """Returns (chunks, block_d): a row as tiles whose width is a power of two, with no column to spare if D allows it."""
+    """Returns (chunks, block_d): the tiles of a row, as wide as a power of two. They cover D exactly if at most 8 can."""
     block_d = D & -D
     if block_d >= 16 and D // block_d <= 8:
         return D // block_d, block_d
@@ -26,25 +26,25 @@ def tiles(D: int) -> tuple[int, int]:
 
 
 def rows(D: int, elements: int) -> int:
-    """Returns how many rows are a tile of that many elements, a power of two."""
+    """Returns the number of rows in a tile of about `elements` elements, a power of two."""
     chunks, block_d = tiles(D)
     return 1 << (max(1, min(32, elements // (chunks * block_d))).bit_length() - 1)
 
 
 def warps(elements: int, each: int) -> int:
-    """Returns the warps of a program whose threads have `each` of its elements."""
+    """Returns the number of warps of a program with `each` elements per thread."""
     return min(32, max(1, power_of_two(elements // (32 * each))))
 
 
 def shapes(D: int, itemsize: int, *, crowded: bool = False) -> tuple[int, int, int, int, int]:
-    """Returns (rows and warps of a program of the forward, the same of the backward, programs of the backward).
+    """Returns (rows and warps per program of the forward, those of the backward, number of programs of the backward).
 
     Args:
-      crowded: the backward has more in its registers than two arrays and one sum: another array, or another sum. Of rows
-        narrower than WIDE, whose sums have a row for each of the tile's.
+      crowded: whether the backward holds more in registers than two arrays and one sum. Matters for rows narrower than WIDE,
+        whose sums have as many rows as the tile.
     """
     chunks, block_d = tiles(D)
-    # 8 elements of a chunk in a thread are a load of 16 bytes of a 16-bit type.
+    # 8 elements of a chunk per thread are one load of 16 bytes for a 16-bit type.
     forward_rows = rows(D, 4096)
     forward_warps = warps(forward_rows * block_d, 16 if chunks == 1 else 8)
     if chunks > 1:
@@ -52,18 +52,17 @@ def shapes(D: int, itemsize: int, *, crowded: bool = False) -> tuple[int, int, i
         backward_warps = warps(backward_rows * block_d, 4)
     elif D >= WIDE:
         backward_rows = rows(D, 16384 // itemsize)
-        backward_warps = 16 if D <= 16384 else 32  # a row must fit the registers, and a thread has at most 255
+        backward_warps = 16 if D <= 16384 else 32  # a row must fit the registers, at most 255 per thread
     else:
         backward_rows = rows(D, max(2048, 2 * D))
         backward_warps = warps(backward_rows * block_d, 16 if crowded else 32)
-    # 16 warps on each multiprocessor, in one program or in several that take turns. Each keeps one partial sum of the gradient
-    # of a weight.
+    # 16 warps per multiprocessor, in one or several programs. Each program has one partial sum of each weight's gradient.
     programs = MULTIPROCESSORS * max(1, 16 // backward_warps)
     return forward_rows, forward_warps, backward_rows, backward_warps, programs
 
 
 def candidates(D: int) -> list[tuple[int, int, int, int, int]]:
-    """Returns what `shapes` may be, for tuning."""
+    """Returns the shapes to tune over, in the form of `shapes`."""
     chunks, block_d = tiles(D)
     choices = []
     for elements in (1024, 2048, 4096, 8192, 16384):
@@ -76,13 +75,13 @@ def candidates(D: int) -> list[tuple[int, int, int, int, int]]:
 
 
 def block_rows(D: int, itemsizes: tuple[int, ...]) -> int:
-    """Returns the rows of a block of VMEM for arrays [M, D] of those item sizes; less than ROW_TILE: they do not fit."""
+    """Returns the rows per block in VMEM for arrays [M, D] of those item sizes; less than ROW_TILE if they do not fit."""
     lanes = -(-D // 128) * 128
-    # Each array twice (one block moves while the other is worked on), and float32 copies in the middle.
+    # Each array twice (double buffering), and float32 copies.
     of_a_row = lanes * sum(2 * size + 4 for size in itemsizes)
     return min(MOST_ROWS, VMEM_BUDGET // of_a_row // ROW_TILE * ROW_TILE)
 
 
 def parts(height: int) -> list[int]:
-    """Returns the whole of a block's rows, a half and a quarter of it, in whole tiles."""
+    """Returns all, a half and a quarter of a block's rows, rounded to whole tiles."""
     return [max(ROW_TILE, height // n // ROW_TILE * ROW_TILE) for n in (1, 2, 4)]

@@ -63,7 +63,7 @@ def candidates(call: Call, most: int) -> list[int]:
 
 
 def _in_blocks(x: jax.Array, rows: int, fill: int = 0) -> jax.Array:
-    """Returns [n, rows, ...] of x [T, ...], padded."""
+    """Returns x [T, ...] as blocks [n, rows, ...], padded."""
     n = -(-x.shape[0] // rows)
     x = jnp.pad(x, [(0, n * rows - x.shape[0])] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
     return x.reshape(n, rows, *x.shape[1:])
@@ -125,7 +125,7 @@ def _blocks(models: Models, row: Row, rows: int, fill: Mapping[str, int] | None)
 
 
 def _out_of_blocks(blocks: Any, lead: tuple[int, ...]) -> Any:
-    """Returns [*lead, ...] of blocks [n, rows, ...], without the padding."""
+    """Returns blocks [n, rows, ...] as [*lead, ...], without the padding."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: math.prod(lead)].reshape(*lead, *x.shape[2:]), blocks)
 
 
@@ -133,7 +133,7 @@ def _out_of_blocks(blocks: Any, lead: tuple[int, ...]) -> Any:
 
 
 def flat(logits: jax.Array) -> jax.Array:
-    """Returns logits [rows, V] of [*lead, V]."""
+    """Returns logits [*lead, V] as [rows, V]."""
     return logits.reshape(-1, logits.shape[-1])
 
 
@@ -147,12 +147,12 @@ def bent(logits: jax.Array, cap: float | None, temperature: float = 1.0) -> tupl
 
 
 def shares(x: jax.Array, lse: jax.Array) -> jax.Array:
-    """Returns the softmax of rows; 0 in a row that is all -inf, whose lse is -inf too."""
+    """Returns the softmax of rows, given their lse; 0 in a row that is all -inf, whose lse is -inf."""
     return jnp.exp(x - jnp.where(lse == -jnp.inf, 0.0, lse))
 
 
 def work_of_pass(logits: Sequence[Any], rows: Sequence[Any], outputs: Sequence[Any]) -> Work:
-    """Returns the work of a pass over logits, [rows, V] each, that reads them and `rows` and writes `made`."""
+    """Returns the work of a pass over logits, [rows, V] each, that reads them and `rows` and writes `outputs`."""
     return Work(4 * sum(x.size for x in logits), nbytes(*logits, *rows, *outputs))
 
 

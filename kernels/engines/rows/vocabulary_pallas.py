@@ -46,17 +46,17 @@ def passed(
     accumulators: int = 0,
     **options: Any,
 ) -> list[jax.Array]:
-    """Returns the outputs of `kernel(*logits, *rows, *outputs, *kept, V=, **options)` over tiles of all the logits.
+    """Returns the outputs of `kernel(*logits, *rows, *outputs, *accumulators, V=, **options)` over tiles of all the logits.
 
     Args:
-      logits: [M, V] each, of which a tile has `cols` columns, the last one what is left of V.
-      rows: [M] each; a tile has [rows, 1] of them.
-      made: the number of float32 [M] outputs, accumulated over the tiles of a row; or the dtype of a single [M, V] output.
-      kept: the number of extra float32 [rows, 1] accumulators carried from one tile of a row to the next.
+      logits: [M, V] each, in tiles of `cols` columns; the last tile has the remaining ones.
+      rows: [M] each, passed to the kernel as [rows, 1].
+      outputs: the number of float32 [M] outputs, accumulated over the tiles of a row; or the dtype of a single [M, V] output.
+      accumulators: the number of extra float32 [rows, 1] accumulators carried from one tile of a row to the next.
     """
     M, V = logits[0].shape
     cols = min(V, cols)
-    # A narrow tile occupies whole lanes too, as do its per-row numbers.
+    # Narrow tiles occupy whole lanes too, and so do per-row numbers.
     lanes = -(-cols // LANES) * LANES
     height = min(M, max(16, ELEMENTS // len(logits) // lanes // 16 * 16))
     tile, row = pl.BlockSpec((height, cols), lambda i, j: (i, j)), pl.BlockSpec((height, 1), lambda i, j: (i, 0))
@@ -100,7 +100,7 @@ def tile_by_tile(tile: tuple[int, ...], V: int, add: Callable[[Callable], None])
 
 
 def finite(x: jax.Array) -> jax.Array:
-    """Returns x, or 0 where x is infinite or NaN: an offset for an exponential, which is then 0, infinite or NaN itself."""
+    """Returns x with 0 in place of infinity and NaN, to subtract in an exponential: infinity minus itself would be NaN."""
     return jnp.where(jnp.abs(x) < jnp.inf, x, 0.0)
 
 

@@ -1,6 +1,6 @@
-"""Passes over logits [M, V] on GPUs: a program has a row, too long for its registers, or a tile of it.
+"""Passes over logits [M, V] on GPUs. A program processes a row, tile by tile, or a single tile.
 
-For the softmax of a row each lane has a largest entry and a sum of its own.
+For the softmax of a row, each lane keeps its own maximum and sum.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from kernels.engines.rows import vocabulary
 from kernels.framework.binding import Call, is_array
 from kernels.toolchains.triton import triton_launch
 
-# A thread takes the largest of this many neighbours before it rescales its sums: 16 bytes of float32.
+# A thread takes the maximum of this many neighbours before it rescales its sums: 16 bytes of float32.
 LANE = 4
 LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def tanh(x):
-    """Returns the hyperbolic tangent, by an exponential that may overflow and no quotient that can."""
+    """Returns the hyperbolic tangent. Its exponential may overflow, but the result is still correct."""
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
 
 
 @triton.jit
 def bent(x, CAP: tl.constexpr, TEMPERATURE=1.0):
-    """Returns (what is under the softmax of logits, its derivative); CAP is 0 for none."""
+    """Returns (the inputs of the softmax for these logits, their derivative); CAP is 0 for no cap."""
     slope = 1.0 / TEMPERATURE
     if CAP > 0:
         bounded = tanh(x / CAP)
@@ -42,13 +42,13 @@ def bent(x, CAP: tl.constexpr, TEMPERATURE=1.0):
 
 @triton.jit
 def finite(x):
-    """Returns x, 0 where it is the logarithm of nothing."""
+    """Returns x with 0 in place of -inf, the log-sum-exp of no entries."""
     return tl.where(x == float("-inf"), 0.0, x)
 
 
 @triton.jit
 def exp(x):
-    """Returns e^x; what would be denormal is 0. Triton's own takes three instructions more, to keep what is denormal."""
+    """Returns e^x, with 0 in place of denormal numbers. Triton's own keeps them, with three more instructions."""
     return tl.exp2(x * LOG2_E)
 
 
@@ -81,7 +81,7 @@ def passed(
     Args:
       logits: [M, V] each.
       rows: [M] each.
-      made: the number of float32 [M] outputs, with a program per row; or the dtype of a single [M, V] output, with a
+      outputs: the number of float32 [M] outputs, with a program per row; or the dtype of a single [M, V] output, with a
         program per tile.
     """
     M, V = logits[0].shape

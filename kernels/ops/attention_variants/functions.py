@@ -58,7 +58,7 @@ def _mask(
     return {"mask": mask} if parts or mask.used else {}
 
 
-def _given(name: str, *, softmax_scale: Any, **options: Any) -> dict[str, Any]:
+def _options(name: str, *, softmax_scale: Any, **options: Any) -> dict[str, Any]:
     """Returns the options that are not None."""
     return {n: x for n, x in {"softmax_scale": softmax_scale, **options}.items() if x is not None}
 
@@ -113,7 +113,7 @@ def differential_attention(
         )
     mask = _mask(name, query, key.shape[1], N, causal, sliding_window, segment_ids, mask_info)
     arrays = (query, key, query_2, key_2, value, jnp.broadcast_to(weight, (N,)))
-    return Prepared(differential_op.bind(*arrays, **mask, **_given(name, softmax_scale=softmax_scale)))
+    return Prepared(differential_op.bind(*arrays, **mask, **_options(name, softmax_scale=softmax_scale)))
 
 
 def _key_mask(name: str, key_mask: Any, batch: int, keys: int) -> dict[str, jax.Array]:
@@ -167,7 +167,7 @@ def linformer_attention(
     check_heads(name, query.shape[2], key.shape[2])
     mask = _key_mask(name, key_mask, *key.shape[:2])
     return Prepared(
-        linformer_op.bind(query, key, value, *projections, **mask, **_given(name, softmax_scale=softmax_scale))
+        linformer_op.bind(query, key, value, *projections, **mask, **_options(name, softmax_scale=softmax_scale))
     )
 
 
@@ -233,7 +233,7 @@ def performer_attention(
     if isinstance(softmax_scale, (int, float, np.number)) and softmax_scale < 0:
         raise ValueError(f"{name}: argument 'softmax_scale' must be at least 0, got {softmax_scale}")
     mask = _key_mask(name, key_mask, *key.shape[:2])
-    options = _given(name, softmax_scale=softmax_scale, causal=True if causal else None)
+    options = _options(name, softmax_scale=softmax_scale, causal=True if causal else None)
     return Prepared(performer_op.bind(query, key, value, features, **mask, **options))
 
 
@@ -287,7 +287,7 @@ def mixture_of_attention_heads(
         )
     check_mask_of_experts(mask_info)
     mask = _mask(name, x, key.shape[1], 1, causal, sliding_window, segment_ids, mask_info)
-    options = _given(name, softmax_scale=softmax_scale)
+    options = _options(name, softmax_scale=softmax_scale)
     return Prepared(mixture_op.bind(x, key, value, router_logits, w_query, w_out, **mask, **options, top_k=top_k))
 
 
@@ -333,5 +333,5 @@ def quantized_attention(
     if not isinstance(block_size, int) or block_size < 1:
         raise ValueError(f"{name}: argument 'block_size' must be a positive number of tokens, got {block_size!r}")
     mask = _mask(name, query, key.shape[1], query.shape[2], causal, sliding_window, segment_ids, mask_info)
-    options = _given(name, softmax_scale=softmax_scale, block_size=None if block_size == 64 else block_size)
+    options = _options(name, softmax_scale=softmax_scale, block_size=None if block_size == 64 else block_size)
     return Prepared(quantized_op.bind(query, key, value, **mask, **options))

@@ -109,7 +109,7 @@ def _divided(sums, total):
     return jnp.where((total != 0)[..., None], sums / jnp.where(total != 0, total, 1)[..., None], 0)
 
 
-def _own(q, k, v):
+def _diagonal(q, k, v):
     """Returns the same as `_read`, for each query's own token."""
     x = q + k[:, :, :, None]
     largest = jax.lax.stop_gradient(jnp.max(x, axis=-1))
@@ -161,7 +161,7 @@ def _chunks(q, k, v):
     @jax.checkpoint  # the backward stores only the state at each chunk's start, and nothing quadratic in the chunk
     def chunk(state, x):
         q, k, v = x
-        parts = [_read(q, state), _own(q, k, v), *(_across(q, k, v, m) for m in halves)]
+        parts = [_read(q, state), _diagonal(q, k, v), *(_across(q, k, v, m) for m in halves)]
         return _with_keys(state, k, v), _divided(*_joined(parts))
 
     _, out = jax.lax.scan(chunk, _nothing(k, v), (split(q), split(k, -jnp.inf), split(v)))

@@ -1,4 +1,4 @@
-"""Block-sparse attention: attention over the pairs of blocks that a mask names, at the cost of those."""
+"""Block-sparse attention: attention over the pairs of blocks that a mask sets. The cost is that of the set pairs."""
 
 from kernels.ops.blocksparse_attention.contract import BlockSparseConfig, op
 from kernels.ops.blocksparse_attention.functions import blocksparse_attention

@@ -1,4 +1,4 @@
-"""Shapes and options of block-sparse attention: tests, benchmarks and tuning read them."""
+"""Shapes and options of block-sparse attention, for tests, benchmarks and tuning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCKS = (8, 8)
 
 
 def _blocks(density: float, block_size=BLOCKS, rows: bool = False, heads: bool = False):
-    """Returns a maker of random blocks; the second row of blocks has none. NumPy, so that how many are set can be counted."""
+    """Returns a generator of random block masks whose second block row is empty. NumPy, so that set blocks can be counted."""
 
     def make(rng, dims):
         shape = [-(-dims[d] // size) for d, size in zip("TS", block_size, strict=True)]
@@ -28,7 +28,7 @@ def _blocks(density: float, block_size=BLOCKS, rows: bool = False, heads: bool =
 
 
 def _packed(rng, dims):
-    """Documents of random lengths; the end of the second row is padding."""
+    """Returns ids of documents of random lengths; the end of the second row is padding."""
     rows = []
     for row in range(dims["B"]):
         cuts = np.sort(rng.choice(np.arange(1, dims["T"]), 3, replace=False))
@@ -72,7 +72,7 @@ def _rules(**rules):
     return lambda rng, dims: MaskInfo(**rules)
 
 
-# Blocks that kernels take: tiles have 16 rows at least, and those of Hopper's 64.
+# Blocks that kernels support: tiles have at least 16 rows, or 64 on Hopper.
 TILES = (16, 16)
 _ODD = {"B": 2, "T": 150, "S": 150, "N": 4, "K": 2, "H": 80, "Hv": 72}
 _LONGEST = {"B": 1, "T": 32768, "S": 32768, "N": 16, "K": 4, "H": 128, "Hv": 128}

@@ -1,4 +1,4 @@
-"""The meaning of block-sparse attention, over canonical arguments."""
+"""The contract of block-sparse attention, over canonical arguments."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from kernels.ops.blocksparse_attention.cases import CASES
 
 @dataclass(frozen=True)
 class BlockSparseConfig(Tunables):
-    """Tunables; None leaves the choice to the configuration chain. None changes what is computed.
+    """Tunables, which do not affect the result; None leaves the choice to the configuration chain.
 
     Attributes:
-      block: on XLA, the longest side of what is computed at once; longer blocks of the mask are cut into equal parts.
-      lanes: on XLA, query blocks that are handled side by side.
-      fwd_params, bwd_params: in kernels, the tiles of queries and keys, which divide the blocks; warps and stages of a program.
+      block: XLA: the longest side of a block that is computed at once; longer blocks of the mask are cut into equal parts.
+      lanes: XLA: query blocks that are processed side by side.
+      fwd_params, bwd_params: kernels: tiles of queries and keys, and the warps and stages of a program.
     """
 
     block: int | None = None
@@ -51,11 +51,11 @@ def blocksparse_attention(
     logits_soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """Returns (out, lse) of attention in which query i sees key j iff block_mask[b, n, i // block_size[0], j // block_size[1]]
-    is set and `mask` lets it.
+    is set and `mask` lets the pair through.
 
-    Logits, sinks and rows without a key are those of flash attention: logits = cap(softmax_scale * q.k), query head n reads
-    key head n // (N / K), a row with no key (and no sink) gives out = 0 and lse = -inf. The last block of either side may be
-    cut short. Accumulation is in float32.
+    Logits, sinks and rows without keys are as in flash attention: logits = cap(softmax_scale * q.k), query head n reads key
+    head n // (N / K), and a row with no key (and no sink) has out = 0 and lse = -inf. The last block along either dim may be
+    partial. Accumulation is in float32.
     """
     accumulate = jnp.promote_types(query.dtype, jnp.float32)
     (B, T, N, H), (S, K) = query.shape, key.shape[1:3]
@@ -79,7 +79,7 @@ def blocksparse_attention(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.sum(jnp.exp(sinks - largest), axis=-1, keepdims=True)
-    some = total != 0  # of a NaN too, so that lse is one
+    some = total != 0  # true for NaN too, so that lse becomes NaN
     total = jnp.where(some, total, 1)
     lse = jnp.where(some, largest + jnp.log(total), -jnp.inf)[..., 0].swapaxes(1, 2)
     weights = (weights / total).astype(value.dtype).reshape(B, K, N // K, T, S)
@@ -87,7 +87,7 @@ def blocksparse_attention(
 
 
 def sides_of(block_size: Any, of: str = "blocksparse_attention") -> tuple[int, int]:
-    """Returns (queries, keys) of a block, given as such or as one integer for both.
+    """Returns (queries, keys) per block, from such a tuple or from one integer for both.
 
     Raises:
       ValueError: it is neither; the message begins with `of`.
@@ -105,7 +105,7 @@ def _is_size(value: Any) -> bool:
 
 
 def check_blocks(block_mask: Any, block_size: tuple[int, int], B: Any, T: int, S: int, N: int, K: int) -> None:
-    """Raises ValueError, naming the argument, where blocks and heads do not fit the queries and keys."""
+    """Raises ValueError, naming the argument, if blocks or heads do not fit the queries and keys."""
     if N % K:
         raise ValueError(
             f"blocksparse_attention: argument 'query' has N = {N} heads and 'key' has K = {K}: the query heads must be a "
@@ -120,21 +120,21 @@ def check_blocks(block_mask: Any, block_size: tuple[int, int], B: Any, T: int, S
     if block_mask.shape[0] not in (1, B) or block_mask.shape[1] not in (1, N) or tuple(block_mask.shape[2:]) != blocks:
         raise ValueError(
             f"blocksparse_attention: argument 'block_mask' of shape {tuple(block_mask.shape)} must be [{B} or 1, {N} or 1, "
-            f"{blocks[0]}, {blocks[1]}]: an entry for each block of {block_size[0]} of the {T} queries and each block of "
-            f"{block_size[1]} of the {S} keys; give another 'block_size', or a mask of that many blocks"
+            f"{blocks[0]}, {blocks[1]}]: one entry per block of {block_size[0]} of the {T} queries and block of "
+            f"{block_size[1]} of the {S} keys; pass another 'block_size', or a mask of that shape"
         )
 
 
 def dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns the einsum accumulated in float32 at least; float32 means float32 on every device."""
+    """Returns the einsum, accumulated in at least float32; float32 inputs use true float32 on every device."""
     accumulate = jnp.promote_types(a.dtype, jnp.float32)
     precision = jax.lax.Precision.HIGHEST if a.dtype == accumulate else None
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=accumulate)
 
 
 def work(call: Call) -> tuple[Work, Work]:
-    """Returns the work of the pairs in set blocks, no more than `mask` lets through: 2 matmuls forward, 5 backward, and every
-    array read or written once. The blocks of a mask whose values are not known count as set."""
+    """Returns the work of the pairs in set blocks that `mask` lets through: 2 matmuls forward, 5 backward, and every array
+    read or written once. If the values of the block mask are unknown, all blocks count as set."""
     B, T, S, N, H, Hv = (call.dims[d] for d in ("B", "T", "S", "N", "H", "Hv"))
     pairs = visible_pairs(call.mask, B, N, T, S)
     if not isinstance(call.block_mask, (jax.core.Tracer, jax.ShapeDtypeStruct)):
@@ -171,11 +171,11 @@ op = Op(
     backward_inputs=backward_inputs,
     padding=Padding(("value",)),
     features=FEATURES,
-    # Query head n reads key head n // (N / K): split alike, a device has the key heads that its query heads read.
+    # Query head n reads key head n // (N / K): with both split alike, a device has the key heads that its query heads read.
     local_dims={"B", "N", "K"},
     tied_dims=(("N", "K"),),
     see_also={"T": "blocksparse_attention", "S": "blocksparse_attention"},
-    ordered=True,  # tokens that follow each other are a block
+    ordered=True,  # adjacent tokens form a block
     same_dtype=("query", "key", "value"),
     config=BlockSparseConfig,
     cases=CASES,

@@ -1,4 +1,4 @@
-"""What users call: block-sparse attention under the arguments of the field, brought to the contract's form."""
+"""Public function: block-sparse attention with the field's usual arguments, converted to the contract's form."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def _blocks(block_mask: Any, sparsity_mask: Any) -> Any:
     """Returns the pattern as bool [B|1, N|1, query blocks, key blocks]."""
     if (block_mask is None) == (sparsity_mask is None):
         raise ValueError(
-            "blocksparse_attention: argument 'block_mask' says which blocks are computed, and 'sparsity_mask' is another name "
-            f"for it: give one of them, got {'neither' if block_mask is None else 'both'}"
+            "blocksparse_attention: argument 'block_mask' selects the blocks, and 'sparsity_mask' is another name for it: pass "
+            f"one of them, got {'neither' if block_mask is None else 'both'}"
         )
     name, pattern = ("block_mask", block_mask) if sparsity_mask is None else ("sparsity_mask", sparsity_mask)
     try:
@@ -35,8 +35,8 @@ def _blocks(block_mask: Any, sparsity_mask: Any) -> Any:
         )
     if pattern.ndim not in (2, 4):
         raise ValueError(
-            f"blocksparse_attention: argument {name!r} must be [query blocks, key blocks], or that with [B or 1, N or 1] "
-            f"before, got shape {pattern.shape}; one for each head is {name}[None], one for each row {name}[:, None]"
+            f"blocksparse_attention: argument {name!r} must be [query blocks, key blocks] or [B or 1, N or 1, query blocks, "
+            f"key blocks], got shape {pattern.shape}; a mask per head is {name}[None], a mask per row {name}[:, None]"
         )
     pattern = pattern if pattern.ndim == 4 else pattern[None, None]
     return pattern if pattern.dtype == bool else pattern != 0
@@ -67,25 +67,24 @@ def blocksparse_attention(
     kv_positions: jax.Array | None = None,
     return_lse: bool = False,
 ) -> Prepared:
-    """Returns attention [B, T, N, Hv] over the pairs of blocks that are set; with `return_lse` also the log-sum-exp, float32
-    [B, T, N].
+    """Returns attention [B, T, N, Hv] over the set pairs of blocks; with `return_lse` also the log-sum-exp, float32 [B, T, N].
 
-    Only set pairs are computed, forward and backward, and of those only what the ordinary masks let through: every mask that
-    is given applies inside a pair. A query without any key gives 0. Gradients flow to query, key, value and softmax_aux.
+    Only set pairs are computed, forward and backward. All other masks apply within them, and pairs of blocks that those hide
+    entirely are skipped too. A query without keys gives 0. Gradients flow to query, key, value and softmax_aux.
 
     Args:
       query: [B, T, N, H]. key: [B, S, K, H]. value: [B, S, K, Hv]. N must be a multiple of K (GQA).
       block_mask: bool, or integers 0 and 1, [T / block_size, S / block_size] rounded up, or [B or 1, N or 1, ...]: whether the
-        queries of a block see the keys of a block. It may be traced. Patterns: see `local_blocks` and others of this folder.
-      block_size: tokens of a block, or (queries, keys) of one. Part of the meaning; how much is computed at once is in `cfg`.
-      sparsity_mask: another name of block_mask.
+        queries of a block see the keys of a block. May be traced. For patterns see `local_blocks` and the others in its file.
+      block_size: tokens per block, or (queries, keys). It affects the result; `cfg` sets how much is computed at once.
+      sparsity_mask: another name for block_mask.
       causal, sliding_window, chunk_size, softmax_scale, logits_soft_cap, softmax_aux, attention_mask, mask_info,
         cum_seqlens_q, cum_seqlens_k, q_segment_ids, kv_segment_ids, q_positions, kv_positions: as in `flash_attention`.
-        Blocks are of places in the arrays, whatever the positions say.
+        Blocks are counted along the arrays, whatever the positions are.
       cfg: `BlockSparseConfig`.
 
     Raises:
-      ValueError: an argument is wrong; the message names it. Unsupported: the backend cannot.
+      ValueError: names the invalid argument. Unsupported: the requested backend cannot run the call.
 
     >>> import jax.numpy as jnp
     >>> from kernels.ops.blocksparse_attention import local_blocks
@@ -94,7 +93,7 @@ def blocksparse_attention(
     (1, 8, 2, 4)
     """
     size, blocks = sides_of(block_size), _blocks(block_mask, sparsity_mask)
-    # Every other argument means what it means to flash attention.
+    # Every other argument means the same as in flash attention.
     prepared = flash_attention.prepare(
         query,
         key,

@@ -1,8 +1,8 @@
 """Block-sparse attention on TPUs: the kernels of flash attention over lists of tiles, forward and backward.
 
-A tile has a multiple of 128 queries and keys. Where blocks are smaller, or fit no such tile, it holds parts of several blocks:
-it is visited if any of them is set, and kernels look at a bit of each. The backward has two passes, each with lists of its
-own, and adds nothing to memory: the same call gives the same bits.
+Tiles have multiples of 128 queries and keys. If no such tile divides a block, tiles overlap several blocks: a tile is visited
+if any of its blocks is set, and the kernels read one bit per block. The backward has two passes with separate lists and
+accumulates nothing in memory, so results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from kernels.framework.execute import Saved
 from kernels.ops.blocksparse_attention import tiles
 from kernels.ops.blocksparse_attention.contract import FEATURES, BlockSparseConfig, check_blocks, op
 
-# The longest sides of tiles, forward and backward, as flash attention has them.
+# The longest sides of tiles, forward and backward, as in flash attention.
 LONGEST = {"fwd_params": (512, 1024), "bwd_params": (512, 512)}
-# The most blocks that a tile may hold along a side: the bits of an integer.
+# The maximum number of blocks that a tile may overlap along a side: the bits of an integer.
 MOST_INSIDE = 32
 
 
 class _Sizes:
-    """What the lists of a call take.
+    """The sizes of a call's lists.
 
     Attributes:
-      tiles: of queries and of keys.
-      lists: of rows and heads.
-      group: the query heads whose queries are in one list by keys.
-      bits: integers with the bits of blocks.
+      tiles: numbers of query tiles and of key tiles.
+      lists: number of lists by queries, over rows and heads.
+      group: query heads whose queries share one list by keys.
+      bits: number of integers that store the bits of blocks.
     """
 
     def __init__(self, shape: tuple[int, ...], dims: Mapping[str, int], mask: MaskInfo, block_size: Any, tile: Any):
@@ -55,19 +55,19 @@ class _Sizes:
         return most_visits(self._mask, *self._lengths, *self._tile)
 
     def most(self, by_keys: bool) -> int:
-        """Returns the most visits that a list may have."""
+        """Returns the maximum number of visits per list."""
         return (self.group if by_keys else 1) * self._most[by_keys]
 
     def inner(self, by_keys: bool) -> int:
-        """Returns how many tiles one that stays may meet."""
+        """Returns the number of streamed tiles, for each resident tile."""
         return self.group * self.tiles[0] if by_keys else self.tiles[1]
 
     def room(self, by_keys: bool) -> int:
-        """Returns the entries that each list may have in scalar memory."""
+        """Returns the number of entries that each list may have in scalar memory."""
         return max(0, SMEM_BYTES // 4 - self.bits) // (self.lists // self.group if by_keys else self.lists)
 
     def parts(self, by_keys: bool) -> int:
-        """Returns how many launches have the lists in scalar memory one after the other; 0 if no number is enough."""
+        """Returns the number of launches over which the lists fit in scalar memory; 0 if no number suffices."""
         if self.most(by_keys) <= self.room(by_keys):
             return 1
         each = self.room(by_keys) // self.inner(by_keys)
@@ -75,7 +75,7 @@ class _Sizes:
 
 
 class _Lists:
-    """A call of the kernels, and the lists of the tiles that it visits."""
+    """A call in the kernels' form, with the lists of tiles that it visits."""
 
     def __init__(
         self, query, key, value, block_mask, mask, softmax_aux, block_size, softmax_scale, logits_soft_cap, params
@@ -125,34 +125,34 @@ class _Lists:
 
 
 def _tile(params: FwdParams) -> tuple[int, int]:
-    """Returns the queries and keys of a tile."""
+    """Returns (queries, keys) per tile."""
     assert params.q_blocksize and params.kv_blocksize
     return params.q_blocksize, params.kv_blocksize
 
 
 def _check_tile(block_size: tuple[int, int], tile: tuple[int, int]) -> None:
-    """Raises ValueError where a configuration has tiles that the kernels cannot have."""
+    """Raises ValueError if the kernels cannot run the tiles of a configuration."""
     for size, side in zip(block_size, tile, strict=True):
         if side % LANES:
             raise ValueError(
-                f"blocksparse_attention: argument 'cfg': tiles of {tile[0]} queries and {tile[1]} keys must have multiples of "
-                f"{LANES} on a TPU"
+                f"blocksparse_attention: argument 'cfg': on a TPU the sides of a tile must be multiples of {LANES}, got "
+                f"{tile[0]} queries and {tile[1]} keys"
             )
         if tiles.held(size, side) > MOST_INSIDE:
             raise ValueError(
-                f"blocksparse_attention: argument 'cfg': a side of {side} of a tile may hold {tiles.held(size, side)} blocks "
-                f"of {size}, and at most {MOST_INSIDE} are possible; give a shorter one"
+                f"blocksparse_attention: argument 'cfg': a tile side of {side} overlaps {tiles.held(size, side)} blocks of "
+                f"{size}, but at most {MOST_INSIDE} are possible; use a shorter side"
             )
 
 
 def _bits_shape(
     shape: tuple[int, ...], block_size: tuple[int, int], lengths: tuple[int, int], tile: tuple[int, int]
 ) -> Blocks | None:
-    """Returns how tiles that hold several blocks are laid out; None if each tile is within one block."""
+    """Returns the layout of a block mask for tiles that overlap several blocks; None if each tile is within one block."""
     inside = tiles.held(block_size[0], tile[0]), tiles.held(block_size[1], tile[1])
     if inside == (1, 1):
         return None
-    # As far as the last tiles look, which may end past the last block.
+    # The last tiles may end past the last block, so their bits need room there.
     last = [(-(-n // side) - 1) * side // size for n, side, size in zip(lengths, tile, block_size, strict=True)]
     return Blocks(block_size, inside, shape[0], shape[1], last[0] + inside[0], last[1] // 32 + 2)
 
@@ -160,7 +160,7 @@ def _bits_shape(
 def _bits(
     block_mask: jax.Array, block_size: tuple[int, int], lengths: tuple[int, int], tile: tuple[int, int]
 ) -> tuple[Blocks, jax.Array] | None:
-    """Returns the blocks as kernels look them up, a bit each: 32 of a row in an integer, the first one in its lowest bit."""
+    """Returns the layout and the bits of a block mask: 32 blocks of a row per integer, the first one in its lowest bit."""
     blocks = _bits_shape(block_mask.shape, block_size, lengths, tile)
     if blocks is None:
         return None
@@ -193,14 +193,14 @@ def backward(
 
 
 def _side(size: int, length: int, longest: int) -> int:
-    """Returns the longest side of a tile that divides a side of a block, or the shortest of all."""
+    """Returns the longest side of a tile that divides the side of a block, or the shortest possible side if none does."""
     most = min(size, longest, -(-length // LANES) * LANES)
     return next((n for n in range(most // LANES * LANES, LANES, -LANES) if size % n == 0), LANES)
 
 
 def _heuristic(call: Any, platform: str) -> BlockSparseConfig:
-    # What a step costs beside its products is paid once a tile, so a tile is as large as a block. A larger one would have
-    # to compute blocks that are not set.
+    # Each tile has a fixed cost besides its products, so tiles are as large as a block. Larger tiles would compute blocks
+    # that are not set.
     lengths = call.dims["T"], call.dims["S"]
     sides = {
         name: [_side(*limits) for limits in zip(call.block_size, lengths, longest, strict=True)]
@@ -210,7 +210,7 @@ def _heuristic(call: Any, platform: str) -> BlockSparseConfig:
 
 
 def _candidates(call: Any) -> list[BlockSparseConfig]:
-    """Returns tiles of a block, and larger ones, which are fewer and hold blocks that are not set."""
+    """Returns tiles within one block, and larger ones: fewer, but they compute some blocks that are not set."""
     first = _heuristic(call, "tpu")
     larger = [
         BlockSparseConfig(fwd_params=FwdParams(side, side), bwd_params=BwdParams(side, side))
@@ -227,17 +227,17 @@ def _rejects(call: Any) -> str | None:
     for params in (cfg.fwd_params, cfg.bwd_params):
         tile = _tile(params)
         if small := [n for n, side in zip(call.block_size, tile, strict=True) if tiles.held(n, side) > MOST_INSIDE]:
-            return f"a tile of {LANES} may hold more than {MOST_INSIDE} blocks of {small[0]} along a side"
+            return f"a tile of {LANES} overlaps more than {MOST_INSIDE} blocks of {small[0]} along a side"
         sizes = _Sizes(call.block_mask.shape, call.dims, mask, call.block_size, tile)
         for by_keys in (False, True):
             stays, changes = sizes.tiles[by_keys], sizes.inner(by_keys)
             if stays > MOST_OUTER or changes > MOST_INNER:
-                return f"{stays:,} tiles that meet {changes:,} others are more than {MOST_OUTER:,} and {MOST_INNER:,}"
+                return f"{stays:,} resident and {changes:,} streamed tiles exceed {MOST_OUTER:,} and {MOST_INNER:,}"
             if not sizes.parts(by_keys):
                 return (
-                    f"{sizes.lists} lists of {changes:,} tiles, and the bits of its blocks, which take "
-                    f"{sizes.bits >> 8:,} KiB, do not fit into the {SMEM_BYTES >> 10} KiB of scalar memory; give larger "
-                    "blocks, or split the sequence or the heads over devices"
+                    f"{sizes.lists} lists of {changes:,} tiles, with {sizes.bits >> 8:,} KiB for the bits of blocks, do not "
+                    f"fit in the {SMEM_BYTES >> 10} KiB of scalar memory; use larger blocks, or split the sequence or the "
+                    "heads over devices"
                 )
     return None
 

@@ -1,7 +1,7 @@
 """Patterns of blocks: which key blocks each query block sees, as NumPy bool [query blocks, key blocks].
 
-They are arrays, so `|` joins them and `&` cuts them down. Where there are more key blocks than query blocks, the last of either
-lie together, as queries and keys do. None of them is causal: that is an argument of the call.
+They are arrays, so `|` and `&` combine them. With more key blocks than query blocks, the last query block is aligned with the
+last key block, as queries are with keys. None is causal: pass `causal` in the call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _integer(name: str, value: Any, least: int, what: str = "") -> int:
 
 
 def _distance(q_blocks: int, kv_blocks: int | None) -> np.ndarray:
-    """Returns how many blocks each key block is before each query block."""
+    """Returns, for each query block and key block, how many blocks the key block is before the query block."""
     kv_blocks = q_blocks if kv_blocks is None else kv_blocks
     for name, n in (("q_blocks", q_blocks), ("kv_blocks", kv_blocks)):
         _integer(name, n, 1, " block")
@@ -59,7 +59,7 @@ def strided_blocks(q_blocks: int, kv_blocks: int | None = None, *, stride: int) 
 
 
 def global_blocks(q_blocks: int, kv_blocks: int | None = None, *, blocks: int | Sequence[int] = 1) -> np.ndarray:
-    """Returns the pattern in which the first `blocks` key blocks, or those named, are seen by all, and see all as queries.
+    """Returns the pattern in which all see the first `blocks` blocks, or the listed ones, and those see all.
 
     >>> global_blocks(3, blocks=[1]).astype(int)
     array([[0, 1, 0],
@@ -80,7 +80,7 @@ def global_blocks(q_blocks: int, kv_blocks: int | None = None, *, blocks: int | 
 
 
 def random_blocks(q_blocks: int, kv_blocks: int | None = None, *, count: int, seed: int = 0) -> np.ndarray:
-    """Returns the pattern in which each query block sees `count` key blocks, drawn without replacement, the same for a seed."""
+    """Returns the pattern in which each query block sees `count` random key blocks, drawn without replacement from a seed."""
     shape = _distance(q_blocks, kv_blocks).shape
     if _integer("count", count, 0) > shape[1]:
         raise ValueError(f"argument 'count' = {count} must be between 0 and the {shape[1]} key blocks")
@@ -104,10 +104,10 @@ def bigbird_blocks(
 
 
 def blocks_of_mask(mask: MaskInfo, q_length: int, kv_length: int | None = None, *, block_size: Size = 64) -> Any:
-    """Returns the blocks in which `mask` may let a pair through, in some row or head: bool [query blocks, key blocks].
+    """Returns the blocks in which `mask` may let a pair through, in any row or head: bool [query blocks, key blocks].
 
-    The mask itself still decides inside a block, so it goes into the call as `mask_info` too. NumPy where positions and
-    segments are not given, else of JAX, and traced where they are.
+    Pass the mask in the call too, as `mask_info`: it still applies within blocks. A NumPy array if the mask has no positions
+    and segments; otherwise a JAX array, traced if they are.
 
     >>> blocks_of_mask(MaskInfo(causal=True, window=(2, 0)), 8, block_size=4).astype(int)
     array([[1, 0],

@@ -1,14 +1,13 @@
-"""Which tiles of keys a kernel's tile of queries visits, and the other way around, as lists: from blocks and a mask.
+"""Lists of the key tiles that each query tile visits, and vice versa, computed from a block mask and an ordinary mask.
 
-A tile is what a kernel has at once. On GPUs it divides a block, so that all of its pairs are in one block; on TPUs it may have
-tokens of several. Of a pair of tiles it is known, from the blocks and from the bounds of the mask, whether it is hidden,
-whether every pair of it attends (full), or whether masks have to be looked at (masked). A list has the tiles that are not
-hidden, the full ones first, so that a kernel needs two numbers to know what to look at; what does not look at the mask stays
-in one run.
+A tile is what a kernel processes at once. On GPUs it divides a block; on TPUs it may overlap several blocks. The blocks and the
+bounds of the mask tell for each pair of tiles whether it is hidden, full (every pair of tokens attends) or masked (the kernel
+must evaluate the mask). A list contains the tiles that are not hidden, full ones first, so two numbers per list suffice, and
+the loop over full tiles never evaluates the mask.
 
-Everything is O(pairs of tiles) and made where the arrays are, because a block mask may be traced: on a GPU by two small Triton
-kernels (`triton_lists.py`), elsewhere by sums and a scatter. Nothing is sorted but tiles by the length of their list, which is
-the order in which they are handed out: the longest first, so that none is begun last.
+All of it is O(pairs of tiles) and computed on the device, because a block mask may be traced: on GPUs by two small Triton
+kernels (`triton_lists.py`), elsewhere by sums and a scatter. Tiles are sorted only by the length of their lists: those with the
+longest lists start first, so that none of them runs alone at the end.
 """
 
 from __future__ import annotations
@@ -24,19 +23,20 @@ import numpy as np
 from kernels.engines.attention.masks import MaskInfo, key_range
 from kernels.engines.attention.tiles import meetings
 
-# What a pair of tiles is.
+# The kinds of pairs of tiles.
 HIDDEN, MASKED, FULL = range(3)
 
 
 class TileMap(NamedTuple):
-    """Lists of tiles, a list for each tile of one side of a head; lists that rows or heads share are there once.
+    """Lists of tiles: for each tile along one dim, the tiles along the other dim that it visits. Lists that rows or heads share
+    are stored once.
 
     Attributes:
-      index: int32 [#B, #N, tiles, tiles of the other side]: the visited ones, the full ones first. What is past a list's
-        length has no meaning.
-      ends: int32 [#B, #N, tiles, 2]: how many of a list are full, and how many there are.
-      order: int32 [#B, #N | #K, tiles]: the tiles, those with the longest lists first. Where a program has a tile for all
-        query heads of a key head, it is the order of the sums of their lists, and has an entry for each key head.
+      index: int32 [#B, #N, tiles, tiles of the other dim]: the visited tiles, full ones first. Entries past the end of a list
+        are undefined.
+      ends: int32 [#B, #N, tiles, 2]: the number of full tiles in a list, and of all tiles.
+      order: int32 [#B, #N | #K, tiles]: the tiles, those with the longest lists first. If a program processes a tile for all
+        query heads of a key head, they are ordered by the sums over these heads, per key head.
     """
 
     index: jax.Array
@@ -45,7 +45,7 @@ class TileMap(NamedTuple):
 
 
 def held(size: int, tile: int) -> int:
-    """Returns the most blocks of that size that a side of a tile has tokens of.
+    """Returns the maximum number of blocks of a size that one side of a tile overlaps.
 
     >>> held(256, 128), held(64, 128), held(96, 128)
     (1, 2, 3)
@@ -54,7 +54,7 @@ def held(size: int, tile: int) -> int:
 
 
 def _of_tiles(blocks: jax.Array, dim: int, size: int, tile: int, length: int, every: bool) -> jax.Array:
-    """Returns of each tile along a dim of blocks whether any block that it has tokens of is set, or `every` one."""
+    """Returns, for each tile along a dim of blocks, whether any (with `every`, whether each) block that it overlaps is set."""
     count = -(-length // tile)
     if size % tile == 0:
         return jax.lax.slice_in_dim(jnp.repeat(blocks, size // tile, dim), 0, count, axis=dim)
@@ -72,12 +72,12 @@ def kinds(
     block_size: tuple[int, int],
     tile: tuple[int, int],
 ) -> jax.Array:
-    """Returns int8 [#B, #N, query tiles, key tiles]: HIDDEN, MASKED or FULL, of tiles of (queries, keys).
+    """Returns int8 [#B, #N, query tiles, key tiles]: HIDDEN, MASKED or FULL, for tiles of (queries, keys).
 
     Args:
       block_mask: bool [#B, #N, query blocks, key blocks].
-      lengths: of the queries and of the keys.
-      block_size: of a block. A tile may lie in one, or have tokens of several.
+      lengths: numbers of queries and of keys.
+      block_size: (queries, keys) per block. A tile may be within a block, or overlap several.
     """
     visited = whole = jnp.asarray(block_mask)
     for side in (0, 1):
@@ -89,10 +89,10 @@ def kinds(
 
 
 def tile_map(kinds: jax.Array, group: int = 1) -> TileMap:
-    """Returns the lists of the tiles of the first side of `kinds`; those of the other side are of `kinds.swapaxes(2, 3)`.
+    """Returns the lists of the tiles along dim 2 of `kinds`; for the other tiles pass `kinds.swapaxes(2, 3)`.
 
     Args:
-      group: heads that are ordered as one, where each has a list.
+      group: number of heads that are ordered together, if each has its own lists.
     """
     others = kinds.shape[-1]
     full, masked = kinds == FULL, kinds == MASKED

@@ -1,8 +1,7 @@
 """Block-sparse attention for NVIDIA GPUs: the kernels of flash attention over lists of tiles, forward and backward.
 
-A tile divides a block, so a kernel knows nothing of blocks: it goes over the tiles in a list (`tiles.py`) where that of flash
-attention goes over a span. The backward has two passes, each with lists of its own, and adds nothing to memory: the same call
-gives the same bits.
+A tile divides a block, so the kernels know nothing of blocks: they loop over a list of tiles (`tiles.py`) instead of a span.
+The backward has two passes with separate lists and accumulates nothing in memory, so results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ from kernels.ops.blocksparse_attention import tiles, triton_lists
 from kernels.ops.blocksparse_attention.contract import FEATURES, BlockSparseConfig, check_blocks, op
 from kernels.toolchains.triton import compute_capability, tensor_descriptor
 
-# The shortest side of a block: the fewest rows that Triton multiplies.
+# The shortest side of a block: the minimum number of rows of a Triton product.
 SHORTEST = 16
-# The widest heads of Hopper's kernels over lists: the two sums of the gradients of wider keys and values do not fit the
-# registers of a warpgroup.
+# The widest heads of the Hopper kernels over lists: for wider ones the gradients of keys and values do not fit the registers
+# of a warpgroup.
 WIDEST_SPECIALISED = 128
-# Registers of a thread when a program starts that shares its multiprocessor with another: half of those of 256 threads.
+# Registers per thread at the start of a program that shares its multiprocessor with another one.
 SHARING = 128
 
 
 class _Blocks:
-    """A call of the kernels, and the lists of its blocks."""
+    """A call in the kernels' form, with the lists of its tiles."""
 
     def __init__(self, query, key, value, block_mask, mask, block_size, softmax_scale, logits_soft_cap, cfg):
         (B, T, N, _), (S, K) = query.shape, key.shape[1:3]
@@ -66,18 +65,18 @@ class _Blocks:
         return tiles.kinds(self._block_mask, self.call.mask, lengths, self._block_size, tile)
 
     def by_query(self, tile: tuple[int, int]) -> tuple[Any, jax.Array]:
-        """Returns (the call over the lists of the tiles of queries, their ends)."""
+        """Returns (the call with the lists of query tiles, the ends of the lists)."""
         tile_map = triton_lists.lists(self._kinds(tile))
         return self.call.with_lists(tile_map.index, tile_map.order), tile_map.ends
 
     def by_key(self, tile: tuple[int, int]) -> tuple[Any, jax.Array]:
-        """Likewise of the tiles of keys."""
+        """Returns the same for key tiles."""
         tile_map = triton_lists.lists(self._kinds(tile).swapaxes(2, 3), self._group)
         return self.call.with_lists(tile_map.index, tile_map.order), tile_map.ends
 
 
 def _check_tiles(block_size: tuple[int, int], cfg: BlockSparseConfig) -> None:
-    """Raises ValueError where the tiles of a configuration do not divide the blocks, or Hopper's kernels have no such."""
+    """Raises ValueError if the tiles of a configuration do not divide the blocks, or the Hopper kernels do not support them."""
     for name in ("fwd_params", "bwd_params"):
         params = getattr(cfg, name)
         sides = _tile(params)
@@ -88,7 +87,7 @@ def _check_tiles(block_size: tuple[int, int], cfg: BlockSparseConfig) -> None:
         if any(size % side for size, side in zip(block_size, sides, strict=True)):
             raise ValueError(
                 f"blocksparse_attention: argument 'cfg': {name} has tiles of {sides[0]} queries and {sides[1]} keys, which do "
-                f"not divide blocks of {block_size}: a tile must be within one block; give sides that divide them"
+                f"not divide blocks of {block_size}: a tile must be within one block; use sides that divide those of a block"
             )
         if params.num_warps == WARP_SPECIALIZED and not set(sides) <= {64, 128}:
             raise ValueError(
@@ -99,18 +98,18 @@ def _check_tiles(block_size: tuple[int, int], cfg: BlockSparseConfig) -> None:
 
 
 def _tile(params: FwdParams) -> tuple[int, int]:
-    """Returns the queries and keys of a tile."""
+    """Returns (queries, keys) per tile."""
     assert params.q_blocksize and params.kv_blocksize
     return params.q_blocksize, params.kv_blocksize
 
 
 def _is_warp_specialized(params: FwdParams) -> bool:
-    """Returns whether Hopper's kernels run: they were chosen, and this is compiled for Hopper."""
+    """Returns whether the Hopper kernels run: the configuration selects them, and the program is compiled for Hopper."""
     return params.num_warps == WARP_SPECIALIZED and compute_capability() == 90
 
 
 def _plain(call: Any, params: FwdParams, itemsize: int) -> FwdParams:
-    """Returns the tiles to launch the plain kernels with: where Hopper's are given, tiles that divide those."""
+    """Returns the tiles for the plain kernels; if `params` is for the Hopper kernels, tiles that divide its tiles."""
     if params.num_warps != WARP_SPECIALIZED:
         return params
     config = _plain_config(call.options["BLOCK_H"], itemsize, _tile(params))
@@ -118,14 +117,14 @@ def _plain(call: Any, params: FwdParams, itemsize: int) -> FwdParams:
 
 
 def _work(query, key, value, block_mask, matmuls: tuple[int, int]) -> Work:
-    """Returns the work of `matmuls` products over the width of keys, and of values, if a tenth of the blocks are set: how many
-    are is not known before the program runs."""
+    """Returns the work of `matmuls` products over the widths of keys and of values, assuming that a tenth of the blocks are
+    set: the actual number is known only at run time."""
     (B, T, N, H), S, HV = query.shape, key.shape[1], value.shape[3]
     return Work(2 * (B * N * T * S // 10) * (matmuls[0] * H + matmuls[1] * HV), 2 * nbytes(query, key, value))
 
 
 def _side_by_side(heads: int, most: int) -> int:
-    """Returns how many heads' programs run side by side: those that read the same keys, which then stay in the cache."""
+    """Returns the number of heads whose programs run side by side, so that the keys that they share stay in the cache."""
     return next(n for n in (8, 4, 2, 1) if n <= most and heads % n == 0)
 
 
@@ -189,7 +188,7 @@ def _plain_gradients(blocks, saved, query, key, value, block_mask, params) -> di
     tile = _tile(params)
     first = saved.d_out.astype(query.dtype), saved.lse, saved.delta, query, key, value
     call, ends = blocks.by_query(tile)
-    parts = jax.ShapeDtypeStruct((B, N, 1), jnp.float32)  # of a gradient of slopes, which this operation has not
+    parts = jax.ShapeDtypeStruct((B, N, 1), jnp.float32)  # for the gradient of slopes, unused in this operation
     d_query, _ = call.launch(
         query_gradient_kernel,
         (None, *first),
@@ -266,7 +265,7 @@ def _warp_specialized_gradients(blocks, saved, query, key, value, block_mask, pa
 
 
 def _side(size: int, most: int) -> int:
-    """Returns the longest side of a tile that divides a side of a block: a power of two."""
+    """Returns the longest side of a tile that divides the side of a block, a power of two."""
     return min(size & -size, most)
 
 
@@ -310,9 +309,9 @@ def _candidates(call: Any) -> list[BlockSparseConfig]:
 def _rejects(call: Any) -> str | None:
     for name in ("H", "Hv"):
         if call.dims[name] > WIDEST:
-            return f"{name} = {call.dims[name]} is more than the {WIDEST} that a program holds"
+            return f"{name} = {call.dims[name]} exceeds the maximum of {WIDEST}"
     if any(size % SHORTEST for size in call.block_size):
-        return f"block_size = {call.block_size} must be multiples of {SHORTEST}, the fewest rows that a tile has"
+        return f"block_size = {call.block_size} must be multiples of {SHORTEST}, the minimum number of rows of a tile"
     return None
 
 

@@ -1,5 +1,5 @@
-"""The two Triton kernels that make lists of tiles: one puts the visited tiles of a tile in a row, one ranks tiles by how many
-those are. They make what `tiles.tile_map` makes, in a few microseconds."""
+"""Two Triton kernels that compute lists of tiles, like `tiles.tile_map`, in a few microseconds: one lists the visited tiles of
+each tile, the other ranks tiles by the length of their lists."""
 
 # Triton declares tensors where its compiler takes constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
@@ -17,7 +17,7 @@ from kernels.ops.blocksparse_attention.tiles import FULL, HIDDEN, MASKED, TileMa
 from kernels.toolchains.triton import triton_launch
 
 _HIDDEN, _MASKED, _FULL = (tl.constexpr(kind) for kind in (HIDDEN, MASKED, FULL))
-AT_ONCE = 1024  # entries of a list that a program has at a time
+AT_ONCE = 1024  # entries of a list that a program processes at a time
 RANKED = 64  # tiles that a program ranks
 
 
@@ -56,10 +56,10 @@ def longest_first_kernel(
     ends_ptr,  # [lists, TILES, 2]
     order_ptr,  # [lists / GROUP, TILES]
     TILES: tl.constexpr,
-    GROUP: tl.constexpr,  # lists of a tile that are counted together
+    GROUP: tl.constexpr,  # lists of a tile whose lengths are added
     BLOCK: tl.constexpr,
 ):
-    """A tile's rank is how many have longer lists, or one as long and come before it: no two have the same."""
+    """A tile's rank is the number of tiles with longer lists, or with equally long lists and a lower index, so ranks differ."""
     PARTS: tl.constexpr = (TILES + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     tile = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
@@ -80,7 +80,7 @@ def longest_first_kernel(
 
 
 def lists(kinds: jax.Array, group: int = 1) -> TileMap:
-    """Returns `tile_map` of the same arguments, made by the two kernels."""
+    """Returns the same as `tile_map`, computed by the two kernels."""
     batch, heads, tiles, others = kinds.shape
     group = 1 if heads == 1 else group
     block = min(AT_ONCE, triton.next_power_of_2(others))

@@ -1,8 +1,8 @@
 """Block-sparse attention in plain XLA: only set blocks are computed, forward and backward, O(S) memory, any device.
 
-A lane is a block of queries of one list of blocks: of all rows and heads where they share the mask, else of one row or head.
-Its set key blocks are brought to the front, and a loop goes over those alone, so the trip counts, which may be known only at
-run time, are the cost. Lanes that take as long run side by side: they are sorted by how many blocks they have.
+A lane is a query block with its list of key blocks: for all rows and heads if they share the mask, else for one row or head.
+Its set key blocks are sorted to the front, and a loop visits only these, so the cost follows the trip counts, which may be
+known only at run time. Lanes are sorted by their number of blocks, so that lanes of similar length run side by side.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kernels.ops.blocksparse_attention.contract import FEATURES, BlockSparseConf
 
 
 def _heuristic(call: Call, platform: str) -> BlockSparseConfig:
-    # The logits of what runs side by side should stay in a CPU's cache; on an accelerator each step is a kernel of its own, so
-    # it is as wide as 64 MiB of them allow.
+    # On a CPU the logits of the lanes that run side by side should stay in cache. On an accelerator each step is a separate
+    # kernel, so as many lanes run as 64 MiB of logits allow.
     longest, elements = (256, 2**17) if platform == "cpu" else (512, 2**24)
     rows, heads = (
         n if m == 1 else 1 for n, m in zip((call.dims["B"], call.dims["N"]), call.block_mask.shape, strict=False)
@@ -38,22 +38,20 @@ def _candidates(call: Call) -> list[BlockSparseConfig]:
 
 
 def _divisor(n: int, limit: int) -> int:
-    """Returns the greatest divisor of n that is not above the limit."""
+    """Returns the largest divisor of n that is at most `limit`."""
     return next((d for d in range(min(n, limit), 0, -1) if n % d == 0), 1)
 
 
 class _Plan(NamedTuple):
-    """What every lane needs. A table has an entry for each block, so that a lane reads one by its number."""
+    """What all lanes share. Tables have one entry per block, which lanes read by index."""
 
-    shape: tuple[
-        Any, int, int, int
-    ]  # lists of blocks by row and by head (each 1 where shared), query blocks, key blocks
-    size: tuple[int, int]  # of a block
-    inner: tuple[Any, int, int, int]  # of a lane: rows, key heads, query heads of each; key heads of the tables of keys
-    length: int  # of the keys
-    lanes: jax.Array  # int32 [steps, lanes side by side]; -1 is none
-    order: jax.Array  # int32 [lanes, key blocks], the set ones first
-    count: jax.Array  # int32 [lanes]: how many are set
+    shape: tuple[Any, int, int, int]  # rows and heads with separate block masks (1 if shared), query blocks, key blocks
+    size: tuple[int, int]  # (queries, keys) per block
+    inner: tuple[Any, int, int, int]  # per lane: rows, key heads, query heads per key head; key heads of the key tables
+    length: int  # number of keys
+    lanes: jax.Array  # int32 [steps, lanes side by side]; -1: no lane
+    order: jax.Array  # int32 [lanes, key blocks], set blocks first
+    count: jax.Array  # int32 [lanes]: number of set blocks
     keys: KeyRange  # padded to whole blocks
 
 
@@ -90,7 +88,7 @@ def _padded(x: jax.Array, dim: int, size: int) -> jax.Array:
 
 
 def _query_table(x: jax.Array, plan: _Plan) -> jax.Array:
-    """Returns [lanes, rows, block, key heads, query heads of each, ...] of x [B, T, N, ...]."""
+    """Returns x [B, T, N, ...] as [lanes, rows, block, key heads, query heads per key head, ...]."""
     (rows, heads, blocks, _), (block, _), (b, k, g, _) = plan.shape, plan.size, plan.inner
     x = _padded(x, 1, blocks * block).reshape(rows, b, blocks, block, heads, k, g, *x.shape[3:])
     x = x.transpose(0, 4, 2, 1, 3, 5, 6, *range(7, x.ndim))
@@ -98,7 +96,7 @@ def _query_table(x: jax.Array, plan: _Plan) -> jax.Array:
 
 
 def _of_lanes(x: jax.Array, plan: _Plan, length: int) -> jax.Array:
-    """Returns [B, T, N, ...] of what the lanes gave, [steps, lanes side by side, rows, block, key heads, query heads, ...]."""
+    """Returns the lanes' results, [steps, lanes side by side, rows, block, key heads, query heads, ...], as [B, T, N, ...]."""
     (rows, heads, blocks, _), (block, _), (b, k, g, _) = plan.shape, plan.size, plan.inner
     x = x.reshape(-1, *x.shape[2:])
     x = x[jnp.argsort(jnp.where(plan.lanes < 0, x.shape[0], plan.lanes).ravel(), stable=True)[: rows * heads * blocks]]
@@ -108,21 +106,21 @@ def _of_lanes(x: jax.Array, plan: _Plan, length: int) -> jax.Array:
 
 
 def _key_table(x: jax.Array, plan: _Plan) -> jax.Array:
-    """Returns [entries, rows, block, key heads, H] of x [B, S, K, H]."""
+    """Returns x [B, S, K, H] as a table of keys, [entries, rows, block, key heads, H]."""
     (rows, _, _, blocks), (_, block), (b, k, _, tables) = plan.shape, plan.size, plan.inner
     x = _padded(x, 1, blocks * block).reshape(rows, b, blocks, block, tables, k, x.shape[-1])
     return x.transpose(0, 4, 2, 1, 3, 5, 6).reshape(-1, b, block, k, x.shape[-1])
 
 
 def _of_keys(x: jax.Array, plan: _Plan) -> jax.Array:
-    """Returns [B, S, K, H] of a table of keys."""
+    """Returns a table of keys as [B, S, K, H]."""
     (rows, _, _, blocks), (_, block), (b, k, _, tables) = plan.shape, plan.size, plan.inner
     x = x.reshape(rows, tables, blocks, b, block, k, x.shape[-1]).transpose(0, 3, 2, 4, 1, 5, 6)
     return x.reshape(rows * b, blocks * block, tables * k, x.shape[-1])[:, : plan.length]
 
 
 def _entry(plan: _Plan, lane: jax.Array, j: jax.Array) -> jax.Array:
-    """Returns the entry of key block j in the tables of keys, for a lane."""
+    """Returns the index of a lane's key block j in the tables of keys."""
     _, heads, q_blocks, k_blocks = plan.shape
     tables = plan.inner[3]
     of = lane // q_blocks
@@ -130,12 +128,12 @@ def _entry(plan: _Plan, lane: jax.Array, j: jax.Array) -> jax.Array:
 
 
 def _seen(plan: _Plan, lane: jax.Array, j: jax.Array) -> jax.Array:
-    """Returns bool [rows | 1, key heads | 1, query heads | 1, block of queries, block of keys]: what the mask lets through."""
+    """Returns the pairs that the mask lets through, bool [rows | 1, key heads | 1, query heads | 1, query block, key block]."""
     (rows, heads, q_blocks, _), (block_q, block_k), (_, k, g, _) = plan.shape, plan.size, plan.inner
     i, row, head = lane % q_blocks, lane // (q_blocks * heads), lane // q_blocks % heads
 
     def mine(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
-        """Returns [rows | 1, size]: of the lane's own rows."""
+        """Returns the slice [rows | 1, size] for the lane's own rows."""
         x = jax.lax.dynamic_slice_in_dim(x, start, size, 1)
         return x if rows == 1 or x.shape[0] == 1 else jax.lax.dynamic_slice_in_dim(x, row, 1, 0)
 
@@ -157,8 +155,8 @@ def _seen(plan: _Plan, lane: jax.Array, j: jax.Array) -> jax.Array:
 
 
 def _logits(plan: _Plan, lane, j, live, q, keys, scale, cap) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (logits float32 [rows, key heads, query heads, block of queries, block of keys], -inf where masked; the
-    derivative of the soft cap)."""
+    """Returns (logits float32 [rows, key heads, query heads, query block, key block], -inf where masked; the derivative of the
+    soft cap)."""
     x, slope = dot("btkgh,bskh->bkgts", q, keys) * scale, None
     if cap is not None:
         bent = jnp.tanh(x / cap)
@@ -180,7 +178,7 @@ def forward(query, key, value, block_mask, mask, softmax_aux, block_size, softma
         entry = _entry(plan, lane, j)
         s, _ = _logits(plan, lane, j, live, q, keys[entry], scale, logits_soft_cap)
         new = jnp.maximum(largest, jnp.max(s, axis=-1))
-        anchor = jnp.where(new == -jnp.inf, 0, new)  # a row that has seen no key yet
+        anchor = jnp.where(new == -jnp.inf, 0, new)  # a row that has not seen any key yet
         p, rescale = jnp.exp(s - anchor[..., None]), jnp.exp(largest - anchor)
         pv = dot("bkgts,bskv->bkgtv", p.astype(value.dtype), values[entry])
         return new, total * rescale + jnp.sum(p, axis=-1), out * rescale[..., None] + pv
@@ -199,7 +197,7 @@ def forward(query, key, value, block_mask, mask, softmax_aux, block_size, softma
             return jax.vmap(attend)(lane, q, order[:, n], n < count, *carry)
 
         largest, total, out = jax.lax.fori_loop(0, jnp.max(count), nth, (largest, total, out))
-        some = total != 0  # of a NaN too, so that lse is one
+        some = total != 0  # true for NaN too, so that lse becomes NaN
         lse = jnp.where(some, largest + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
         out = (out / jnp.where(some, total, 1)[..., None]).astype(query.dtype)
         return None, (jnp.moveaxis(out, 4, 2), jnp.moveaxis(lse, 4, 2))
@@ -216,7 +214,7 @@ def backward(
     plan = _plan(query, key, block_mask, mask, block_size, cfg)
     queries, keys, values = _query_table(query, plan), _key_table(key, plan), _key_table(value, plan)
     d_outs = _query_table(saved.d_out.astype(query.dtype), plan)
-    # A row with no key gives nothing, whatever the cotangents of its infinite lse may be.
+    # A row without keys contributes nothing, whatever the cotangents of its infinite lse are.
     some = saved.lse != -jnp.inf
     lses = _query_table(jnp.where(some, saved.lse, jnp.inf), plan)
     deltas = _query_table(jnp.where(some, saved.delta, 0), plan)
@@ -241,7 +239,7 @@ def backward(
             dq, sums = carry
             entries, more, *parts = jax.vmap(pull)(lane, q, d_out, lse, delta, order[:, n], n < count)
 
-            # One lane after the other: several may have the same keys, and a scatter would add in any order.
+            # One lane after another: lanes may share keys, and a scatter would add in arbitrary order.
             def add(r, sums):
                 return tuple(x.at[entries[r]].add(part[r]) for x, part in zip(sums, parts, strict=True))
 
@@ -263,7 +261,7 @@ def backward(
 
 def _rejects(call: Call) -> str | None:
     if call.block_mask.shape[0] != 1 and not isinstance(call.dims["B"], int):
-        return "it needs the size of B, which is a symbol here, where each row has a block mask of its own"
+        return "it needs the size of B, which is symbolic here, because each row has its own block mask"
     return None
 
 

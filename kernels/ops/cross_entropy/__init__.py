@@ -1,4 +1,4 @@
-"""Cross entropy from hidden states and the output projection, or from logits, with no whole logits in memory."""
+"""Cross entropy from hidden states and the output projection, without the full logits in memory; or from logits."""
 
 from kernels.ops.cross_entropy.adapters import BLOCK_ELEMENTS
 from kernels.ops.cross_entropy.contract import (

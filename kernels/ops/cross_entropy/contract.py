@@ -114,7 +114,7 @@ def summed(terms: Terms, weights: jax.Array | None) -> tuple[jax.Array, jax.Arra
 
 def cotangents_of_sums(residuals: dict, cotangents: dict) -> dict:
     """Returns the inputs of the backward of `cross_entropy_sums`. Absent cotangents stay absent: the gradients of the total
-    suffice unless `loss` or `z_loss` has a cotangent of its own."""
+    suffice unless `loss` or `z_loss` has its own cotangent."""
     return residuals | cotangents
 
 
@@ -149,7 +149,7 @@ def cross_entropy_sums(
     return summed(terms_of_tokens(*outputs, targets=targets, vocabulary=lm_head.shape[1], **how), weights)
 
 
-def kept_of_sums(
+def residuals_of_sums(
     hidden: jax.Array,
     lm_head: jax.Array,
     targets: jax.Array,
@@ -160,8 +160,8 @@ def kept_of_sums(
     z_loss: float = 0.0,
     logits_soft_cap: float | None = None,
 ) -> dict[str, jax.Array]:
-    """Returns the gradients of the sum for a cotangent of one: of hidden in its dtype, of lm_head in
-    float32, in which it is accumulated, and of weights, which is the loss of each token."""
+    """Returns the gradients of the sum for a cotangent of one: of hidden in its dtype, of lm_head in float32, in which it is
+    accumulated, and of weights, which is the loss of each token."""
     ones = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
 
     def total(hidden: jax.Array, lm_head: jax.Array, weights: jax.Array) -> jax.Array:
@@ -200,7 +200,7 @@ def work(call: Call) -> tuple[Work, Work]:
 
 
 def work_of_logits(call: Call) -> tuple[Work, Work]:
-    """Returns the work of passes over the logits: one forward, a reading and a writing one backward."""
+    """Returns the work of passes over the logits: one that reads them forward; one that reads and one that writes backward."""
     size, rows = call.logits.size, 4 * call.targets.size
     logits, targets = nbytes(call.logits), nbytes(call.targets)
     return Work(4 * size, logits + targets + 3 * rows), Work(4 * size, 2 * logits + targets + 4 * rows)
@@ -254,7 +254,7 @@ EVERY_OPTION = {"ignore_index": 7, "label_smoothing": 0.1, "z_loss": 1e-2, "logi
 sums_op = Op(
     cross_entropy_sums,
     outputs=("total", "loss", "z_loss"),
-    extra_residuals=kept_of_sums,
+    extra_residuals=residuals_of_sums,
     backward_inputs=cotangents_of_sums,
     sum_dims={"lead"},
     see_also=ELSEWHERE,

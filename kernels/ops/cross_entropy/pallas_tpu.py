@@ -1,6 +1,6 @@
 """Cross entropy of logits on TPUs: one pass over them for all outputs, and one for their gradient.
 
-From hidden states, TPUs use XLA: next to the matmuls of a block, its compiler counts nothing that a kernel would save.
+From hidden states, TPUs use XLA: by its compiler's estimates, a kernel between the matmuls of a block would save nothing.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _pull(logits, row, dtype, cap, cfg):
     return passed(cross_entropy_bwd_kernel, [logits], rows, cfg, outputs=dtype, CAP=cap or 0.0)[0]
 
 
-# 8 float32 of a thread: of 16 bits that is one load.
+# 8 float32 per thread; for a 16-bit type that is one load.
 FACTS = facts(CrossEntropyConfig, BLOCK_ELEMENTS, MOST_ROWS, per_warp=256)
 register("triton_gpu", _outputs, _pull, **FACTS)
 register_logits("triton_gpu", _outputs, _pull, **FACTS)

@@ -1,4 +1,4 @@
-"""The delta rules: recurrences that replace what their state holds for a key. Gated, RWKV-7, and over a pool of states."""
+"""The delta rules: recurrences that replace the value stored for a key. Plain, gated, RWKV-7, and over a pool of states."""
 
 from kernels.ops.delta_rule.contract import op, rwkv7_op
 from kernels.ops.delta_rule.functions import delta_rule, gated_delta_rule, kernel_delta_attention, rwkv7

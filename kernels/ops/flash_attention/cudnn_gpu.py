@@ -119,7 +119,7 @@ def _interpreted(config: dict[str, Any], query, key, value, *rest) -> list[jax.A
     return [x.astype(query.dtype) for x in (d_query, *summed)]
 
 
-def _told(query, value, mask, softmax_scale, backward: bool) -> str:
+def _config_of(query, value, mask, softmax_scale, backward: bool) -> str:
     scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else float(softmax_scale)
     return _backend_config(query, value, MaskInfo() if mask is None else mask, scale, backward)
 
@@ -131,7 +131,7 @@ def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
 def forward(query, key, value, mask, softmax_scale):
     (B, T, N, _), Hv = query.shape, value.shape[-1]
     results = [((B, N, T, Hv), query.dtype, _ROWS_FIRST), ((B, N, T), jnp.float32, _PLAIN[3])]
-    config = _told(query, value, mask, softmax_scale, False)
+    config = _config_of(query, value, mask, softmax_scale, False)
     out, lse = _call(FORWARD, config, results, query, key, value)
     return out.swapaxes(1, 2), lse.swapaxes(1, 2)
 
@@ -159,7 +159,7 @@ def backward(saved: Saved, query, key, value, mask, softmax_scale):
     if out is None:
         d_out, out = _out_of(d_out, saved.delta)
     results = [(_turned(x.shape), x.dtype, _ROWS_FIRST) for x in (query, key, value)]
-    config = _told(query, value, mask, softmax_scale, True)
+    config = _config_of(query, value, mask, softmax_scale, True)
     lse = saved.lse.swapaxes(1, 2)
     gradients = _call(BACKWARD, config, results, query, key, value, lse, d_out, out)
     return {name: d.swapaxes(1, 2) for name, d in zip(("query", "key", "value"), gradients, strict=True)}

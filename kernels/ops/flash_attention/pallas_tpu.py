@@ -1,5 +1,5 @@
-"""Flash attention on TPUs: the kernels of the engine over the pairs of tiles of a mask, row by row of the batch, and a pass of
-its own for the gradient of a bias."""
+"""Flash attention on TPUs: the engine's kernels over lists of tile pairs per batch row, and a separate pass for the gradient of
+a bias."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kernels.ops.flash_attention.xla import FEATURES
 
 
 def _tile(params: FwdParams, T: int, S: int) -> tuple[int, int]:
-    """Returns the sizes of the blocks that share each length evenly, none of them larger than asked for."""
+    """Returns the block sizes: they divide each length evenly, and are at most the requested ones, in multiples of LANES."""
     sizes = []
     for length, block in ((T, params.q_blocksize), (S, params.kv_blocksize)):
         if block is None or block % LANES:
@@ -34,7 +34,7 @@ def _tile(params: FwdParams, T: int, S: int) -> tuple[int, int]:
 
 
 class _Spans:
-    """The visits of a call: what its mask says of the tiles of each row."""
+    """The visits of a call, from the spans of its mask."""
 
     def __init__(self, call: Call):
         plan = call.plan
@@ -47,7 +47,7 @@ class _Spans:
         return visits_of(self._spans[by_keys], self._tiles[by_keys], self._most[by_keys], by_keys)
 
     def united(self, by_keys: bool) -> Visits:
-        """Likewise of the pairs of any row."""
+        """Returns the visits of the pairs that are active in any row."""
         return visits_of(united(self._spans[by_keys]), self._tiles[by_keys], self._most[by_keys], by_keys)
 
 
@@ -121,7 +121,7 @@ def backward(
 
 
 def _bias_gradient(call: Call, pairs: _Spans, extra: tuple[Input, ...], bias: jax.Array) -> jax.Array:
-    """Returns ds summed over what the bias is broadcast over: T, S, rows and heads are summed in the kernel."""
+    """Returns ds, summed in the kernel over the dims that the bias is broadcast over: T, S, rows and heads."""
     bias_input = next(x for x in call.inputs if x.name == "bias")
     rows, heads, k, q = bias_input.array.shape
     shared_rows, shared_heads = call.B // rows, call.plan.N // heads
@@ -150,9 +150,9 @@ def _config(forward: tuple[int, int], backward: tuple[int, int]) -> FlashAttenti
 
 
 def heuristic(call: BoundCall, platform: str) -> FlashAttentionConfig:
-    # Large blocks take fewer cycles a pair in the compiler's schedules for every generation (README), and keep the list of
-    # pairs of a long sequence in scalar memory. What they hold beyond a mask's edge is little of a long triangle, and much
-    # of a window or of documents. In float32 every option at once, with heads of 256, would come near the limit of VMEM.
+    # Large blocks take fewer cycles per pair in the compiler's schedules for every generation (README), and keep the list of a
+    # long sequence in scalar memory. The hidden pairs that they compute at a mask's edge are few for a long causal mask, but
+    # many for a window or documents. In float32, heads of 256 with all options would come near the limit of VMEM.
     mask = MaskInfo() if call.mask is None else call.mask
     wide = not set(mask.used) - {"causal"}
     pairs = call.dims["T"] * call.dims["S"]
@@ -176,8 +176,8 @@ def rejects(call: BoundCall) -> str | None:
         most = max(most_visits(mask, dims["T"], dims["S"], bq, bk))
         if 4 * most * rows > SMEM_BYTES:
             return (
-                f"the {most:,} pairs of blocks of {rows} rows take {4 * most * rows / 2**10:,.0f} KiB of scalar memory, and "
-                f"there are {SMEM_BYTES >> 10}; split the sequence over devices (ring_attention), or the batch"
+                f"the {most:,} pairs of blocks of {rows} rows take {4 * most * rows / 2**10:,.0f} KiB of scalar memory, of "
+                f"which there are {SMEM_BYTES >> 10}; split the sequence over devices (ring_attention), or the batch"
             )
     return None
 

@@ -29,8 +29,8 @@ from kernels.ops.flash_attention.contract import attention, attention_op, op
 
 def _heuristic(call: Call, platform: str) -> FlashAttentionConfig:
     # On a CPU the logits of a pair of blocks, over all rows and heads, should stay in cache, but a long sequence should
-    # not have that many pairs that the loop overhead dominates. On an accelerator each operation on a pair is a kernel of
-    # its own, so blocks are as large as 128 MiB of logits allow.
+    # not have so many pairs that the loop overhead dominates. On an accelerator each operation on a pair is a separate
+    # kernel, so blocks are as large as 128 MiB of logits allow.
     elements, largest = (2**17, 256) if platform == "cpu" else (2**25, 2048)
     side = math.isqrt(elements // (call.dims["B"] * call.dims["N"]))
     sizes = []
@@ -60,10 +60,9 @@ class _Blocks(NamedTuple):
 
     block_q: int
     block_k: int
-    order: (
-        Any  # int32 [query blocks, key blocks], the active key blocks of each query block first; or [query blocks, 1],
-    )
-    # the first one, where they are a run
+    # int32 [query blocks, key blocks], the active key blocks of each query block first; or [query blocks, 1], the first active
+    # one, if the active ones are contiguous.
+    order: Any
     count: Any  # int32 [query blocks]: the number of active ones
     rows: dict[str, jax.Array]  # per-query arrays, [query blocks, ..., block_q, ...]
     columns: dict[str, jax.Array]  # per-key arrays, padded

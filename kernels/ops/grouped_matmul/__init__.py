@@ -179,7 +179,7 @@ def grouped_matmul(
     if order is None:
         return Prepared(call, op=chosen)
     back = jnp.argsort(order)
-    return Prepared(call, finish=lambda out: _taken(out, back), dims=("M", "F"), op=chosen)
+    return Prepared(call, finish=lambda out: _permuted(out, back), dims=("M", "F"), op=chosen)
 
 
 def _sorted(lhs: jax.Array, group_ids: Any, experts: int, offset: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -191,10 +191,10 @@ def _sorted(lhs: jax.Array, group_ids: Any, experts: int, offset: Any) -> tuple[
     local_ids = jnp.where((local_ids >= 0) & (local_ids < experts), local_ids, experts)
     order = jnp.argsort(local_ids, stable=True)
     edges = searchsorted(local_ids[order], jnp.arange(experts + 1, dtype=jnp.int32))
-    return _taken(lhs, order), jnp.diff(edges).astype(jnp.int32), order
+    return _permuted(lhs, order), jnp.diff(edges).astype(jnp.int32), order
 
 
-def _taken(x: jax.Array, order: jax.Array) -> jax.Array:
+def _permuted(x: jax.Array, order: jax.Array) -> jax.Array:
     """Returns the rows of x permuted by `order`. Since it is a permutation, the gradient is a gather, not a
     scatter-add."""
     return jnp.asarray(x).at[order].get(unique_indices=True, mode="promise_in_bounds")

@@ -105,7 +105,7 @@ def _parts(x, PARTS: gl.constexpr):
 
 @gluon.jit
 def _slabs(x):
-    """Splits the rows of sums into blocks of 64, of which a thread has entries too."""
+    """Splits the rows of sums into blocks of 64. A thread has entries of each."""
     ROWS: gl.constexpr = x.shape[0]
     if ROWS == 64:
         return (x,)
@@ -156,8 +156,8 @@ def hand_over_activated(acc, ring, stage, phase, hands, handed, bias_ptr, column
     """Hands over the activation of sums and their bias; for a gate and an up projection, multiplied by the up
     projection.
 
-    Given the cotangent of the result, of which the following stages hold 64 columns each in place of a, hands over the
-    cotangents of the sums, of the gate and of the up projection in turn."""
+    Given the cotangent of the result, 64 columns in each of the following stages instead of a, hands over the cotangents of
+    the sums: those of the gate and of the up projection in turn."""
     a_tiles, b_tiles, full, free = ring
     SIDES: gl.constexpr = 2 if GATED else 1
     PARTS: gl.constexpr = acc.shape[1] // 64 // SIDES

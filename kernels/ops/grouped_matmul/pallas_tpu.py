@@ -59,7 +59,7 @@ def _dot(a, b, contracting):
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _kept(x, axis: int, first, begin, end):
+def _masked(x, axis: int, first, begin, end):
     """Returns x with zeros where its index along an axis, counted from `first`, is not in [begin, end)."""
     index = lax.broadcasted_iota(jnp.int32, x.shape, axis) + first
     return jnp.where((index >= begin) & (index < end), x.astype(jnp.float32), 0.0).astype(x.dtype)
@@ -91,11 +91,11 @@ def grouped_matmul_kernel(
         a = a_ref[...]
         if scales == "rows":
             a = (a.astype(jnp.float32) * scale_refs[0][0].astype(jnp.float32)).astype(a.dtype)
-        a = a if K % block_k == 0 else _kept(a, 1, step * block_k, 0, K)
+        a = a if K % block_k == 0 else _masked(a, 1, step * block_k, 0, K)
         for b_ref, total in zip(b_refs, sums):
             b = b_ref[0]
             b = b if b.dtype == a.dtype else b.astype(jnp.float32).astype(a.dtype)
-            b = b if K % block_k == 0 else _kept(b, 1 if transposed else 0, step * block_k, 0, K)
+            b = b if K % block_k == 0 else _masked(b, 1 if transposed else 0, step * block_k, 0, K)
             total[...] += _dot(a, b, (1, 1 if transposed else 0))
 
     @pl.when(active & (step == last))
@@ -137,7 +137,7 @@ def ragged_contraction_kernel(expert, block, begin, end, count, a_ref, b_ref, ou
     @pl.when(active & (begin[v] < end[v]))
     def _():
         first = block[v] * a_ref.shape[0]
-        a, b = (_kept(ref[...], 0, first, begin[v], end[v]) for ref in (a_ref, b_ref))
+        a, b = (_masked(ref[...], 0, first, begin[v], end[v]) for ref in (a_ref, b_ref))
         total[...] += _dot(a, b, (0, 0))
 
     @pl.when(active & ((v == count[0] - 1) | (matrix != expert[jnp.minimum(v, pl.num_programs(2) - 2) + 1])))

@@ -149,7 +149,7 @@ def _pull(student, teacher, row, dtype, how, cfg):
     return passed(kl_divergence_bwd_kernel, [student, teacher], rows, cfg, outputs=dtype, **_options(how))[0]
 
 
-# 16 float32 of each model in a thread: of 16 bits that are two loads of each.
+# 16 float32 of each model per thread; for a 16-bit type those are two loads each.
 FACTS = facts(KLDivergenceConfig, BLOCK_ELEMENTS, MOST_ROWS, per_warp=512)
 register("triton_gpu", _outputs, _pull, **FACTS)
 register_logits("triton_gpu", _outputs, _pull, **FACTS)

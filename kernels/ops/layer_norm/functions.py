@@ -44,8 +44,8 @@ def layer_norm(
 
 layer_norm_linear = public_as_declared(
     linear_op,
-    """Returns layer_norm(x) times projection, in the dtype of x, [*lead, F]: a norm and the
-    projection after it, such as a fused QKV projection.
+    """Returns layer_norm(x) times projection, in the dtype of x, [*lead, F]: a norm and the projection after it, such as a
+    fused QKV projection.
 
     Only x is saved for the backward, which recomputes the normalised x for the gradient of the projection.
 

@@ -199,7 +199,7 @@ def lightning_attention(
 
     Args:
       layer_idx: of the layer, from 0; may be traced. num_layers: of the model.
-      decay: [N] (or one number), in the place of both: the state is multiplied by exp(-decay) at each token. The rest: see
+      decay: [N] (or one number), instead of both: the state is multiplied by exp(-decay) at each token. For the rest see
         `gla_attention`.
 
     Raises:
@@ -214,8 +214,8 @@ def lightning_attention(
     N, K, H = _heads(name, query=query, key=key, value=value)
     if (layer_idx is None) != (num_layers is None) or (layer_idx is None) == (decay is None):
         raise ValueError(
-            f"{name}: argument 'decay' [N], the rate at which heads forget, or 'layer_idx' and 'num_layers', which "
-            "determine it, must be given; pass one of the two"
+            f"{name}: argument 'decay' [N], the rate at which heads forget, is missing; pass it, or 'layer_idx' and "
+            "'num_layers', which determine it"
         )
     gamma = _constant(name, "decay", decay, N)
     if gamma is None:

@@ -141,7 +141,7 @@ _FORGETS = -1e30
 
 
 def _decays(shared, x, tokens, reads_after):
-    """Returns the `_Decay` of the key's channels, with h = H or 1, and of the value's; None if there is none.
+    """Returns the `_Decay` of the key's channels, with h = H or 1, and of the value's; None for channels without decay.
 
     Args:
       reads_after: whether a query sees its own token's decay.

@@ -65,8 +65,8 @@ def _vmem(num_segments: int, block_t: int, block_d: int, itemsize: int) -> int:
     """Returns the bytes that a program of either direction may need."""
     segments = _lanes(num_segments)
     tile, sums, member = block_t * block_d, segments * block_d, segments * block_t
-    # Blocks of x and of the sums twice (double buffering); float32 copies; the one-hot matrix
-    # as it is compared, and as it is multiplied; ids, and their column.
+    # Blocks of x and of the sums twice (double buffering); float32 copies; the one-hot matrix as bool and as float; ids, and
+    # their column.
     return tile * (2 * itemsize + 8) + sums * (2 * 4 + 4) + member * 8 + block_t * (2 * 8 * 4 + 2 * LANES * 4)
 
 

@@ -21,15 +21,14 @@ from kernels.ops.paged_attention.arguments import array, wrong
 from kernels.ops.paged_attention.cache import is_quantised
 
 _DOC = """
-        Keyword arguments of every function here that attends, with the same meaning as in `flash_attention`:
+    Keyword arguments of every attention function here, with the same meaning as in `flash_attention`:
       softmax_scale: default 1/sqrt(H).
       sliding_window: W for exactly W keys i - W < j <= i, or (left, right), None for an unbounded side.
       logits_soft_cap: c in c * tanh(logits / c).
       softmax_aux: attention sinks, [N] or [N, n]: logits that contribute to the denominator and have no value.
       alibi_slopes: [N]; slope * |i - j| is subtracted from the logits.
-        k_scale, v_scale: scales of a quantised cache: a number, one per head [K], or one per slot and head, in the
-        shape of the cache
-          without its last dim. Required for int8; 1 by default for 8-bit floats.
+      k_scale, v_scale: scales of a quantised cache: a number, one per head [K], or one per slot and head, in the shape of
+        the cache without its last dim. Required for int8; 1 by default for 8-bit floats.
       cfg: `PagedAttentionConfig`.
 
     Raises:
@@ -144,8 +143,8 @@ _SHARED = [
 
 
 def attending(*ops: Op) -> Callable[[Callable[..., Prepared]], PublicFunction]:
-    """Returns `public(*ops)` for a function whose `**how` are the options of attention. Their names are added to its
-    signature, and their documentation to its docstring."""
+    """Returns `public(*ops)` for a function that takes the options of attention as `**how`: adds their names to its signature
+    and their documentation to its docstring."""
 
     def declare(prepare: Callable[..., Prepared]) -> PublicFunction:
         declared = inspect.signature(prepare)

@@ -125,7 +125,7 @@ def ragged_page_attention_v3(
 
 
 def _named(query_start_loc: Any, kv_lens: Any, block_tables: Any) -> list[check.Named]:
-    """Returns the requests as arguments of `given.of_requests`, under the names that most functions use."""
+    """Returns the requests as arguments of `arguments.of_requests`, under the names that most functions use."""
     arguments = {"query_start_loc": query_start_loc, "kv_lens": kv_lens, "block_tables": block_tables}
     return [check.Named(*x) for x in arguments.items()]
 

@@ -34,27 +34,27 @@ from kernels.ops.paged_attention.contract import (
 _LAST = jnp.iinfo(jnp.int32).max
 
 
-def _known(size: Any) -> int:
+def _concrete(size: Any) -> int:
     return size if isinstance(size, int) else NOMINAL_SIZE
 
 
 def _shape(call: Call) -> tuple[int, int, int]:
     """Returns (queries per request on average, number of queries, maximum number of keys of a request)."""
-    rows, requests = _known(call.query.shape[0]), _known(call.kv_lens.shape[0])
+    rows, requests = _concrete(call.query.shape[0]), _concrete(call.kv_lens.shape[0])
     if "T" in call.dims:
-        rows *= _known(call.query.shape[1])
+        rows *= _concrete(call.query.shape[1])
     keys = call.dims["S"] if "S" in call.dims else call.block_tables.shape[1] * call.dims["C"]
-    return -(-rows // requests), rows, _known(keys)
+    return -(-rows // requests), rows, _concrete(keys)
 
 
 def _heuristic(call: Call, platform: str) -> PagedAttentionConfig:
-    # On a CPU a step's logits should stay in cache. On an accelerator each operation of a step is a kernel of its own, so a
+    # On a CPU a step's logits should stay in cache. On an accelerator each operation of a step is a separate kernel, so a
     # step is as large as 32 MiB of logits allow.
     logits, tile, block, pairs = (2**17, 32, 128, 8) if platform == "cpu" else (2**23, 128, 512, 64)
     each, rows, keys = _shape(call)
     block_q, block_k = min(tile, power_of_two(each)), min(block, power_of_two(keys))
     fits = max(1, logits // (block_q * block_k * call.dims["N"]))
-    num_pairs = (rows // block_q + _known(call.kv_lens.shape[0])) * -(-keys // block_k)
+    num_pairs = (rows // block_q + _concrete(call.kv_lens.shape[0])) * -(-keys // block_k)
     return PagedAttentionConfig(block_q, block_k, max(1, min(pairs, fits, num_pairs)))
 
 
@@ -122,7 +122,7 @@ def _flat(x: jax.Array | None) -> jax.Array | None:
     return None if x is None else x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def _taken(slots, valid, caches, scales, width, dtype) -> list[jax.Array]:
+def _gathered(slots, valid, caches, scales, width, dtype) -> list[jax.Array]:
     """Returns keys and values [pairs, block_k, K, H and Hv], with 0 in slots that are not keys, which may hold NaN."""
 
     def rows(x: jax.Array) -> jax.Array:
@@ -174,7 +174,7 @@ def _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slope
         number = requests.tables[tiles.request[:, None], page]
         slots = jnp.clip(number, 0, pages - 1) * C + j % C
         valid = (j >= kv_start[:, None]) & (j < kv_end[:, None]) & real[:, None]
-        key, value = _taken(slots, valid, flat, scales, H, query.dtype)
+        key, value = _gathered(slots, valid, flat, scales, H, query.dtype)
         row = tiles.first[:, None] + place
         q = query[jnp.clip(begin[:, None] + row, 0, M - 1)].reshape(W, o.block_q, K, G, H)
         i = (kv_len - count)[:, None] + row

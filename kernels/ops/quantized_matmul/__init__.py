@@ -20,7 +20,7 @@ __all__ = ["dequantize", "op", "quantize", "quantized_matmul"]
 
 
 _HOW = ("mode", "bits", "group_size")
-# Jitted, because in an eager call each step would be a program of its own.
+# Jitted, because in an eager call each step would be a separate program.
 _quantized = functools.partial(jax.jit, static_argnames=_HOW)(quantized)
 _dequantized = functools.partial(jax.jit, static_argnames=_HOW)(dequantized)
 

@@ -38,7 +38,7 @@ def _stacked(hidden: Any, cell_type: str, bidirectional: bool, count: Any, F: in
         form = "(h, c), or h alone for c = 0," if n == 2 else "h"
         raise ValueError(
             f"recurrent: argument 'hidden' of {cell_type} must be {form} of float arrays "
-            f"{'[2, B, F]' if bidirectional else '[B, F]'} = {list(expected)} (B sequences, where they are packed), got {got}"
+            f"{'[2, B, F]' if bidirectional else '[B, F]'} = {list(expected)} (packed: sequences for B), got {got}"
         )
     parts += [jnp.zeros_like(parts[0])] * (n - len(parts))
     ways = [[x[i] for x in parts] for i in range(2)] if bidirectional else [parts]
@@ -68,7 +68,7 @@ def recurrent(
     Args:
       inputs: [B, T, D].
       hidden: the state before the first token: h [B, F], or for an LSTM (h, c), where h alone means c = 0.
-        Bidirectional: [2, B, F], forward and reverse. Packed: sequences in place of B. Default: zeros.
+        Bidirectional: [2, B, F], forward and reverse. Packed: sequences instead of B. Default: zeros.
       weights: dict of weight_ih [gates * F, D], weight_hh [gates * F, F] and optionally bias_ih and bias_hh [gates *
         F]. If bidirectional, names for the reverse direction end in _reverse. Layout, gate order and names are those of
         torch, without its suffix _l0.

@@ -47,8 +47,8 @@ def rms_norm(
 
 rms_norm_linear = public_as_declared(
     linear_op,
-    """Returns rms_norm(x) times projection, in the dtype of x, [*lead, F]: a norm and the
-    projection after it, such as a fused QKV projection.
+    """Returns rms_norm(x) times projection, in the dtype of x, [*lead, F]: a norm and the projection after it, such as a
+    fused QKV projection.
 
     Only x is saved for the backward, which recomputes the normalised x for the gradient of the projection.
 

@@ -49,8 +49,8 @@ def _load(
     BLOCK_W: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Returns the two entries of each pair, [tokens, heads, BLOCK_W], and the entries that are not rotated. `at` is the
-    offset of each head, [tokens, heads, 1]."""
+    """Returns the two entries of each pair, [tokens, heads, BLOCK_W], and the entries that are not rotated. `offsets` are
+    those of the heads, [tokens, heads, 1]."""
     pair = tl.arange(0, BLOCK_W)[None, None, :]
     if INTERLEAVED:
         entry = tl.arange(0, 2 * BLOCK_W)[None, None, :]

@@ -181,8 +181,7 @@ def causal_conv1d(
       bias: [D], or None.
       activation: "silu" or None.
       state: [B, D, W - 1], float32: the inputs before the first token, oldest first; default: zeros. A window holds
-      tokens of
-        one segment, and no padding.
+        tokens of one segment, and no padding.
       return_state: whether to return (out, the last W - 1 inputs), the state for the following tokens.
 
     Raises:
