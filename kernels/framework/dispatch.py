@@ -161,7 +161,7 @@ def _shapes(avals: Any, shapes: Any) -> Any:
 
 def _lower(platform: str, ctx: Any, *args: Any, branches: Branches, **params: Any) -> Any:
     if platform in branches.missing and device_kind(platform) is not None:
-        _say_once(branches.name, branches.missing[platform])
+        _warn_once(branches.name, branches.missing[platform])
     try:
         return _lowered(branches.by_platform[platform], ctx, args, branches, params["tree"])
     except Exception as error:
@@ -206,7 +206,7 @@ def _shown(stack: tuple[tuple[str, int, str], ...]) -> str:
 _silent = threading.Lock()  # acquired once and never released: the warning is given once
 
 
-def _say_once(name: str, reason: str) -> None:
+def _warn_once(name: str, reason: str) -> None:
     """Warns, once per process, that operations run on XLA because a toolchain is missing."""
     if _silent.acquire(blocking=False):
         warnings.warn(

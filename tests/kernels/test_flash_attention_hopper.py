@@ -413,16 +413,16 @@ CONFIG = KernelConfig(FwdParams(128, 128, WARP_SPECIALIZED, 2), BwdParams(64, 12
         ({"bias": shape(1, 1, 64, 64)}, CONFIG, "fwd_params has 12 warps, .* it does not take bias: use 4 or 8 warps"),
         ({"alibi_slopes": shape(1, 4)}, CONFIG, "it does not take alibi_slopes"),
         ({"dropout_prob": 0.1, "dropout_seed": shape(1, 1)}, CONFIG, "it does not take dropout_prob"),
-        ({"dtype": "float32"}, CONFIG, "of this call it has FwdParams"),
+        ({"dtype": "float32"}, CONFIG, "for this call it has FwdParams"),
         (
             {"width": 256},
             CONFIG,
-            "blocks of 128 queries and 128 keys; of this call it has .*kv_blocksize=64, num_warps=12",
+            "blocks of 128 queries and 128 keys; for this call it has .*kv_blocksize=64, num_warps=12",
         ),
         (
             {},
             KernelConfig(FwdParams(64, 64, WARP_SPECIALIZED, 2)),
-            "blocks of 64 queries and 64 keys; of this call it has",
+            "blocks of 64 queries and 64 keys; for this call it has",
         ),
         (
             {},
@@ -432,7 +432,7 @@ CONFIG = KernelConfig(FwdParams(128, 128, WARP_SPECIALIZED, 2), BwdParams(64, 12
         (
             {"width": 36},
             KernelConfig(FwdParams(64, 64, WARP_SPECIALIZED, 2)),
-            "of this call it has FwdParams.*num_warps=4",
+            "for this call it has FwdParams.*num_warps=4",
         ),
     ],
     ids=["bias", "slopes", "dropout", "float32", "256", "blocks", "three_of_128", "plain_blocks"],
@@ -451,7 +451,7 @@ def test_blocks_of_queries_of_the_backward(queries, cap, refused):
     """Heads of 64 have the larger ones, and the smaller too, as a configuration of before may say."""
     x = jnp.ones((1, 128, 1, 64), "bfloat16")
     cfg = KernelConfig(bwd_params=BwdParams(queries, 128, WARP_SPECIALIZED, 2))
-    message = "bwd_params has 12 warps, .* blocks of 128 queries and 128 keys; of this call it has"
+    message = "bwd_params has 12 warps, .* blocks of 128 queries and 128 keys; for this call it has"
     expected = pytest.raises(ValueError, match=message) if refused else contextlib.nullcontext()
     with interpret(), expected:
         jax.grad(lambda x: op(x, x, x, logits_soft_cap=cap, platform="triton", cfg=cfg)[0].sum().astype("float32"))(x)
@@ -463,7 +463,7 @@ def test_blocks_of_the_other_backward_are_told(width, keys):
     arrays = {name: jnp.zeros(x.shape, x.dtype) for name, x in call(width, length=64).items()}
     rows = jnp.zeros(arrays["query"].shape[:3])
     cfg = KernelConfig(bwd_params=BwdParams(64, keys, WARP_SPECIALIZED, 2))
-    message = f"bwd_params has 12 warps, .* {keys} keys; of this call it has BwdParams.*kv_blocksize={192 - keys}"
+    message = f"bwd_params has 12 warps, .* {keys} keys; for this call it has BwdParams.*kv_blocksize={192 - keys}"
     with interpret(), pytest.raises(ValueError, match=message):
         saved = {"d_out": arrays["query"], "lse": rows, "delta": rows}
         op.backward(saved, **arrays, platform="triton", cfg=cfg)

@@ -217,7 +217,7 @@ def norm_bwd_kernel(
             tl.store(dbias_ptr + index, tl.sum(dbias[i], axis=0), mask=cols < D)
 
 
-def _rows_lie_in_threads(block_d: int, num_warps: int, itemsize: int) -> bool:
+def _threads_hold_all_rows(block_d: int, num_warps: int, itemsize: int) -> bool:
     """Returns whether each thread holds its columns of all rows of a tile, so that summing rows moves no data. This is so if
     loads of 16 bytes by all threads cover at most one row."""
     return block_d >= num_warps * 32 * (16 // itemsize)
@@ -293,7 +293,7 @@ def backward(saved: Any, x: Any, residual: Any, weight: Any, bias: Any, norm: No
         BLOCK_M=cfg.backward_block_rows,
         BLOCK_D=block_d,
         CHUNKS=chunks,
-        TALL_SUMS=not _rows_lie_in_threads(block_d, cfg.backward_num_warps, x.dtype.itemsize),
+        TALL_SUMS=not _threads_hold_all_rows(block_d, cfg.backward_num_warps, x.dtype.itemsize),
         STAGES=cfg.backward_num_stages,
         **unused,
     )

@@ -81,9 +81,9 @@ def _params(call: Call, params: Any, itemsize: int) -> Any:
     blocks = params.q_blocksize in queries and params.kv_blocksize == defaults.kv_blocksize
     if asks or not blocks or defaults.num_warps != WARP_SPECIALIZED:
         raise ValueError(
-            f"flash_attention: argument 'cfg': {direction} has {WARP_SPECIALIZED} warps, those of the kernel for Hopper, with "
+            f"flash_attention: argument 'cfg': {direction} has {WARP_SPECIALIZED} warps, which select the Hopper kernel, with "
             f"blocks of {params.q_blocksize} queries and {params.kv_blocksize} keys"
-            + (f"; it does not take {' or '.join(asks)}" if asks else f"; of this call it has {defaults}")
+            + (f"; it does not take {' or '.join(asks)}" if asks else f"; for this call it has {defaults}")
             + ": use 4 or 8 warps"
         )
     if compute_capability() != 90:
