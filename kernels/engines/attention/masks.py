@@ -1,6 +1,6 @@
 """`MaskInfo`: which keys a query may attend to, described in O(S) memory.
 
-All given fields apply together. A dense S x S mask exists only if the caller passes one. `ranges.py` defines the fields;
+All fields that are set apply together. A dense S x S mask exists only if the caller passes one. `ranges.py` defines the fields;
 other code reads a mask's `key_range`, or the tiles derived from it (`tiles.py`), and never its rules.
 """
 
@@ -86,7 +86,7 @@ _INDICES = tuple(name for name in MASK_DIMS if name != "attention_mask")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MaskInfo:
-    """Which (query, key) pairs attend: the conjunction of all given fields. A pytree of the arrays. Integer arrays are
+    """Which (query, key) pairs attend: the conjunction of all fields that are set. A pytree of the arrays. Integer arrays are
     converted to int32 (signed, because a window can reach below 0).
 
     Attributes:
@@ -158,8 +158,8 @@ class MaskInfo:
     ) -> MaskInfo:
         """Returns the mask for cumulative lengths [0, n1, n1 + n2, ...] of a packed axis; later tokens are padding.
 
-        If the keys have their own lengths, the last query of a sequence is aligned with its last key. Chunks, whether
-        given here or by a mask this is combined with, are counted from the start of each sequence.
+        If the keys have their own lengths, the last query of a sequence is aligned with its last key. Chunks, whether set
+        here or by a mask that this is combined with, are counted from the start of each sequence.
         """
         q = segments.of_cuts(cu_q, total_q)
         segments.check_cuts("cum_seqlens_q", cu_q, total_q)
@@ -314,8 +314,8 @@ class MaskInfo:
         return applies and any(rule.counts(self) for rule in RULES)
 
     def loosened(self, unknown: Collection[str]) -> MaskInfo:
-        """Returns the mask without the given data fields and the rules that read them: an upper bound on what a query
-        sees, whatever their values are. Fields of segments and of positions are dropped in pairs."""
+        """Returns the mask without these data fields and the rules that read them: an upper bound on the keys that a query
+        sees, whatever the values are. Fields of segments and of positions are dropped in pairs."""
         unknown = set(unknown)
         for pair in (("q_segment_ids", "kv_segment_ids"), ("q_positions", "kv_positions")):
             unknown |= set(pair) if unknown & set(pair) else set()

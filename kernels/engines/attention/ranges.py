@@ -35,7 +35,7 @@ class Interval(NamedTuple):
     """Positions of the keys that a query sees: low to high inclusive, except gap_low to gap_high inclusive.
 
     Each end is an `Edge`, which kernels compile in; an integer array with one position per query; or None if unbounded.
-    Either both ends of the gap are given, or neither.
+    Either both ends of the gap are set, or neither.
     """
 
     low: Any = None
@@ -222,8 +222,7 @@ def interval_of(mask: Any, q: Any) -> Interval:
 
 
 def visible(keys: KeyRange) -> jax.Array:
-    """Returns bool [#B, T, S]: which pairs of the given queries and keys attend. Ignores `dense`, which has a dim of
-    heads."""
+    """Returns bool [#B, T, S]: which pairs of queries and keys attend. Ignores `dense`, which has a dim of heads."""
     # Not NumPy's comparisons: even while a program is traced, they would allocate an array of all pairs.
     q, j = keys.q_positions, jnp.asarray(keys.k_positions)[:, None, :]
 

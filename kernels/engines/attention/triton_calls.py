@@ -37,7 +37,7 @@ SIDE_BY_SIDE = {
 
 
 class Call(NamedTuple):
-    """A call in the form that kernels take: the given arrays by name of the kernels' parameters, and the compile-time
+    """A call in the form that kernels take: the arrays by the names of the kernels' parameters, and the compile-time
     options."""
 
     arrays: dict[str, Any]
