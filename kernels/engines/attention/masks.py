@@ -101,8 +101,7 @@ class MaskInfo:
       sink_tokens: the first n tokens of a sequence are exempt from the left side of `window`, and from nothing else.
         These are the positions below n; with segments and without positions, the first n of each segment, see
         `resolved`.
-      q_sink_ends: int [B|1, T]; the position just past the sink tokens of a query's sequence, where it is not
-        `sink_tokens`.
+      q_sink_ends: int [B|1, T]; the position just past the sink tokens of a query's sequence, if it is not `sink_tokens`.
       chunk_size: only keys in the same chunk of that many positions attend. With segments and without positions, chunks
         are counted from the start of each segment, see `resolved`.
       packed: positions are along a packed axis, but chunks still count from the start of each segment.

@@ -75,7 +75,7 @@ def _pad(x: jax.Array, dim: int, size: int) -> jax.Array:
 
 
 def _split(x: jax.Array, block: int) -> jax.Array:
-    """Returns [n, B, block, ...] of x [B, T, ...], padded with zeros."""
+    """Returns x [B, T, ...] as blocks [n, B, block, ...], padded with zeros."""
     n = -(-x.shape[1] // block)
     x = _pad(x, 1, n * block)
     return jnp.moveaxis(x.reshape(x.shape[0], n, block, *x.shape[2:]), 1, 0)
@@ -133,7 +133,7 @@ def _pair_start(x: jax.Array, blocks: _Blocks, i: jax.Array, j: jax.Array) -> tu
 
 
 def _heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Returns [B|1, K|1, G|1, ...] of x [B|1, N|1, ...]."""
+    """Returns x [B|1, N|1, ...] as [B|1, K|1, G|1, ...]."""
     groups = (1, 1) if x.shape[1] == 1 else (num_kv_heads, x.shape[1] // num_kv_heads)
     return x.reshape(x.shape[0], *groups, *x.shape[2:])
 
