@@ -427,7 +427,7 @@ CONFIG = KernelConfig(FwdParams(128, 128, WARP_SPECIALIZED, 2), BwdParams(64, 12
         (
             {},
             THREE,
-            "blocks of 192 queries and 128 keys; of this call",
+            "blocks of 192 queries and 128 keys; for this call",
         ),
         (
             {"width": 36},
