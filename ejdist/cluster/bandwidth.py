@@ -92,15 +92,15 @@ def measure(
 def _measure_axis(
     mesh: jax.sharding.Mesh, axis: str, messages: Sequence[int], calls: int, rounds: int
 ) -> list[dict[str, Any]]:
-    lies = spec(("N",), {"N": tuple(mesh.axis_names)})
+    partition = spec(("N",), {"N": tuple(mesh.axis_names)})
     size, rows = mesh.shape[axis], []
     for name, (collective, sent, parts) in _collectives(axis, size).items():
-        run = jax.jit(map_shards(collective, mesh, lies, lies))
+        run = jax.jit(map_shards(collective, mesh, partition, partition))
         for message in messages:
             elements = max(message // 4 // size, 1) * size  # of float32, a multiple of the axis size
             array = jax.jit(
                 lambda n=elements // parts * mesh.size: jnp.ones(n, jnp.float32),
-                out_shardings=jax.sharding.NamedSharding(mesh, lies),
+                out_shardings=jax.sharding.NamedSharding(mesh, partition),
             )()
             seconds = _seconds(run, array, calls, rounds)
             moved = 4 * elements * sent

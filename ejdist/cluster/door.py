@@ -183,18 +183,20 @@ class Door:
         shown = ", ".join(map(str, absent[:_NAMED])) + (
             f" and {len(absent) - _NAMED} more" if len(absent) > _NAMED else ""
         )
-        there = [self._me, *(self._members[i].who for i in sorted(self._members))]
-        here = ", ".join(map(str, there[:_NAMED])) + (f" and {len(there) - _NAMED} more" if len(there) > _NAMED else "")
+        present = [self._me, *(self._members[i].who for i in sorted(self._members))]
+        here = ", ".join(map(str, present[:_NAMED])) + (
+            f" and {len(present) - _NAMED} more" if len(present) > _NAMED else ""
+        )
         return (
             f"process{'es' * (len(absent) > 1)} {shown} of {self._me.count} never came, while {here} "
-            f"{'are' if len(there) > 1 else 'is'} there"
+            f"{'are' if len(present) > 1 else 'is'} there"
         )
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as ready:
             self._server.setblocking(False)
             ready.register(self._server, selectors.EVENT_READ)
-            told = 0.0
+            signed = 0.0
             while not self._ended.is_set():
                 events = ready.select(min(1.0, EVERY / 2))
                 with self._lock:
@@ -204,8 +206,8 @@ class Door:
                         else:
                             self._hear(ready, self._guests[key.fileobj])  # type: ignore[index]
                     now = time.monotonic()
-                    if now - told >= EVERY:
-                        told = now
+                    if now - signed >= EVERY:
+                        signed = now
                         self._sign()
                     for guest in [*self._guests.values()]:
                         self._watch(ready, guest, now)
@@ -258,10 +260,10 @@ class Door:
             return f"{mine}, and has {me.count} processes (cluster.num_processes), not {who.count}"
         if not 0 < who.index < me.count:
             return f"{mine}, and has no process {who.index}"
-        there = self._members.get(who.index)
-        if self._port or (there is not None and time.monotonic() - there.lines.heard < 2 * EVERY):
+        member = self._members.get(who.index)
+        if self._port or (member is not None and time.monotonic() - member.lines.heard < 2 * EVERY):
             theirs = "all its processes are there" if self._port else f"its process {who.index} is there"
-            named = f": {there.who}" if there is not None else ""
+            named = f": {member.who}" if member is not None else ""
             return f"{mine}, and {theirs}{named}; let it end, or give this start another port"
         return None
 

@@ -108,8 +108,8 @@ class SharedFolder:
         """Returns the free bytes of the folder's disk; infinity for an object store."""
         if not isinstance(self._folder, Path):
             return math.inf
-        there = next(p for p in (self._folder, *self._folder.absolute().parents) if p.exists())
-        return shutil.disk_usage(there).free
+        existing = next(p for p in (self._folder, *self._folder.absolute().parents) if p.exists())
+        return shutil.disk_usage(existing).free
 
     def close(self) -> None:
         """Removes this host's file, and the folders created for it that are empty."""
@@ -142,34 +142,34 @@ def folder_failures(key: str, folder: Any) -> Callable[[Reports], list[str]]:
 
 def clock_failures(reports: Reports) -> list[str]:
     """Checks `{"ahead": seconds that its clock is ahead of host 0's}`."""
-    found = []
+    failures = []
     for i, (name, facts) in sorted(reports.items()):
         if abs(facts["ahead"]) > CLOCKS:
             way = "ahead of" if facts["ahead"] > 0 else "behind"
-            found.append(
+            failures.append(
                 f"the clock of host {i} ({name}) is {abs(facts['ahead']):.1f} s {way} that of host 0 "
                 f"({reports[0][0]}): sync both with a time server (timedatectl set-ntp true)"
             )
-    return found
+    return failures
 
 
 def device_failures(reports: Reports) -> list[str]:
     """Checks `{"platform", "kind", "count": of local devices, "accelerators": device files of accelerators}`."""
-    found = []
+    failures = []
     for i, (name, facts) in sorted(reports.items()):
         if facts["platform"] == "cpu" and facts["accelerators"]:
-            found.append(
+            failures.append(
                 f"host {i} ({name}) has {facts['accelerators'][0]}, but JAX finds only its CPU: install the "
                 "accelerator's packages there (pip install 'ejdist[cuda]' or 'ejdist[tpu]'), and unset JAX_PLATFORMS"
             )
     first, theirs = reports[0]
     for i, (name, facts) in sorted(reports.items()):
         if (facts["kind"], facts["count"]) != (theirs["kind"], theirs["count"]):
-            found.append(
+            failures.append(
                 f"host {i} ({name}) has {facts['count']} x {facts['kind']}, and host 0 ({first}) has {theirs['count']} "
                 f"x {theirs['kind']}: give every host the same devices, or leave out the one that lost some"
             )
-    return found
+    return failures
 
 
 def disk_failures(free: float, checkpoint: int, keep: int, there: int) -> list[str]:

@@ -90,8 +90,8 @@ class Hosts:
           HostsDiffer: the facts differ; the message gives the host, the name and both values of the first difference.
           HostLost: a host does not arrive within `limit` seconds.
         """
-        if found := self.reduce(moment, facts, differences):
-            raise HostsDiffer(found[0])
+        if messages := self.reduce(moment, facts, differences):
+            raise HostsDiffer(messages[0])
 
     def first_error(self, moment: str, message: str | None) -> str | None:
         """Returns, on all hosts, the message of the first host that passes one, with its name if there are several.
@@ -296,17 +296,17 @@ def differences(values: dict[int, Any]) -> list[str]:
     Args:
       values: host -> [its name, facts].
     """
-    (first, theirs), found = values[0], []
+    (first, theirs), messages = values[0], []
     for i in sorted(values):
         host, mine = values[i]
         for name in {**theirs, **mine}:
-            there, here = theirs.get(name, _NOTHING), mine.get(name, _NOTHING)
-            if json.dumps(there) != json.dumps(here):  # as text, NaN equals itself
-                found.append(
-                    f"host {i} ({host}) has {name} = {here}, and host 0 ({first}) has {there}: start all hosts with "
+            expected, value = theirs.get(name, _NOTHING), mine.get(name, _NOTHING)
+            if json.dumps(expected) != json.dumps(value):  # as text, NaN equals itself
+                messages.append(
+                    f"host {i} ({host}) has {name} = {value}, and host 0 ({first}) has {expected}: start all hosts with "
                     "the same"
                 )
-    return found
+    return messages
 
 
 def _first_message(values: dict[int, Any]) -> str | None:

@@ -57,7 +57,7 @@ class Line:
 
     def _run(self, presence: Presence, log: Callable[[str], object], leave: Callable[[Gone], object]) -> None:
         bye: list = []
-        told, silent = time.monotonic(), False
+        sent, silent = time.monotonic(), False
         while not self._ended.is_set():
             try:
                 self._lines.wait(min(1.0, EVERY / 2))
@@ -83,8 +83,8 @@ class Line:
                 leave(gone)
                 return
             now = time.monotonic()
-            if now - told >= EVERY:
-                told = now
+            if now - sent >= EVERY:
+                sent = now
                 self._lines.send(None)
             quiet = now - self._lines.heard
             if (quiet > SILENT) is not silent:
@@ -153,7 +153,7 @@ class _Later(Exception):
 
 def _let_in(lines: Lines, address: str, end: float, why: str) -> int:
     """Returns the port of JAX's coordinator. Raises _Later, TurnedAway or NobodyCame."""
-    missing, told = why, time.monotonic()
+    missing, sent = why, time.monotonic()
     while True:
         now = time.monotonic()
         if now > end:
@@ -183,8 +183,8 @@ def _let_in(lines: Lines, address: str, end: float, why: str) -> int:
                 f"cluster.coordinator = {address}: another program listens there, not process 0 of a run: give a free port of "
                 "that machine"
             ) from error
-        if now - told >= EVERY:
-            told = now
+        if now - sent >= EVERY:
+            sent = now
             lines.send(None)
 
 

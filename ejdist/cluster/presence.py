@@ -105,9 +105,9 @@ def write_hosts(directory: Path) -> None:
     """
     alone = [whoami(0, 1, "", str(directory))]
     hosts = _presence.hosts or alone
-    kept = ("index", "hostname", "pid", "node", "pod")
-    rows: list[dict[str, Any]] = [{k: v for k, v in asdict(who).items() if k in kept} for who in hosts]
+    keys = ("index", "hostname", "pid", "node", "pod")
+    rows: list[dict[str, Any]] = [{k: v for k, v in asdict(who).items() if k in keys} for who in hosts]
     stated = {"started_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "hosts": rows}
-    made = directory / f".{HOSTS_FILE}-{os.getpid()}"
-    made.write_text(json.dumps(stated, indent=1) + "\n")
-    made.replace(directory / HOSTS_FILE)
+    temporary = directory / f".{HOSTS_FILE}-{os.getpid()}"
+    temporary.write_text(json.dumps(stated, indent=1) + "\n")
+    temporary.replace(directory / HOSTS_FILE)

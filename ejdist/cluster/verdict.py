@@ -45,8 +45,8 @@ def of_start(codes: Sequence[int | None], left: Verdict | None = None) -> int:
       codes: of its processes, in the order of their ends if that is known; a signal as -N; None was killed by the launcher.
       left: what they left in the launcher's file.
     """
-    found = [137 if c is None else 128 - c if c < 0 else c for c in codes]
-    failed = [c for c in found if c]
+    exit_codes = [137 if c is None else 128 - c if c < 0 else c for c in codes]
+    failed = [c for c in exit_codes if c]
     if failed and left is not None and left.code:
         return left.code
     return next((c for c in failed if c in NO_USE), next(iter(failed), 0))
@@ -98,16 +98,16 @@ def write(file: Path, verdict: Verdict) -> None:
     if (file.exists() and not file.is_file()) or str(file).startswith("/dev/"):
         file.write_text(text)  # as Kubernetes has it: a file that it reads, and that cannot be replaced
         return
-    made = file.with_name(f"{file.name}.{uuid.uuid4().hex}")
-    made.write_text(text)
+    temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex}")
+    temporary.write_text(text)
     try:
         if before is None:
             with contextlib.suppress(FileExistsError):
-                return os.link(made, file)
+                return os.link(temporary, file)
             return write(file, verdict)  # another one came first
-        os.replace(made, file)
+        os.replace(temporary, file)
     finally:
-        made.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def read(file: Path) -> Verdict | None:
