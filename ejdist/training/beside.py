@@ -83,39 +83,39 @@ def beside_of(run: Run, tokenizer: str | None = None, context: int | None = None
     beside, settings = Beside(), recorded(str(run.folder)) | run.recipe
     source = _source_of(run, beside.notes)
     path = _tokenizer_of(run, settings, tokenizer, source, beside.notes)
-    known = _as_trained(run, path)
-    same = source is not None and _same_tokens(run, source, known, beside.notes)
+    trained_tokenizer = _as_trained(run, path)
+    same = source is not None and _same_tokens(run, source, trained_tokenizer, beside.notes)
 
-    _add_ids(beside, run, source if same else None, path, known)
+    _add_ids(beside, run, source if same else None, path, trained_tokenizer)
     _add_context(beside, run, source, context)
-    if path is not None and isinstance(known, FileTokenizer):
-        _add_tokenizer(beside, path, known, source)
+    if path is not None and isinstance(trained_tokenizer, FileTokenizer):
+        _add_tokenizer(beside, path, trained_tokenizer, source)
     _add_template(beside, run, settings, path)
     return beside
 
 
-def _add_ids(beside: Beside, run: Run, source: _Source | None, path: Path | None, known: Any) -> None:
+def _add_ids(beside: Beside, run: Run, source: _Source | None, path: Path | None, tokenizer: Any) -> None:
     """Adds the ids of special tokens, and how text is generated: those of the source, if it has the run's tokens."""
     generation = {} if source is None else source.generation
     ids = {} if source is None else ids_of(source.config, generation)
-    if "eos_token_id" not in ids and known is not None:
+    if "eos_token_id" not in ids and tokenizer is not None:
         config = {} if path is None else read_if_there(path.with_name(TOKENIZER_CONFIG))
-        ids = ids_of_tokenizer({} if path is None else vocabulary_of(path), config, known.stop_ids) | ids
+        ids = ids_of_tokenizer({} if path is None else vocabulary_of(path), config, tokenizer.stop_ids) | ids
     beside.config |= ids
     if "eos_token_id" not in ids:
         beside.notes.append(f"neither eos_token_id nor {GENERATION} is written: nothing says which token ends a text")
         return
     named = as_list(generation.get("eos_token_id"))
     ends = named or as_list(ids["eos_token_id"])
-    own = [] if known is None else as_list(known.eos_id)
-    if source is not None and not _templates(run) and not set(own) <= set(ends):
+    document_ends = [] if tokenizer is None else as_list(tokenizer.eos_id)
+    if source is not None and not _templates(run) and not set(document_ends) <= set(ends):
         beside.notes.append(
-            f"eos_token_id of {GENERATION} is {', '.join(map(str, ends))} of {source.was}, and {own[0]}, "
+            f"eos_token_id of {GENERATION} is {', '.join(map(str, ends))} of {source.was}, and {document_ends[0]}, "
             "which ends the run's documents"
         )
-        ends = [*ends, *own]
+        ends = [*ends, *document_ends]
     if not named:
-        ends = list(dict.fromkeys([*ends, *([] if known is None else known.stop_ids)]))
+        ends = list(dict.fromkeys([*ends, *([] if tokenizer is None else tokenizer.stop_ids)]))
         generation = ids | generation
     if ends != named:
         generation = generation | {"eos_token_id": ends if len(ends) > 1 else ends[0]}
@@ -138,23 +138,23 @@ def _add_context(beside: Beside, run: Run, source: _Source | None, asked: int | 
     beside.notes += [line] if line else []
 
 
-def _add_tokenizer(beside: Beside, path: Path, known: FileTokenizer, source: _Source | None) -> None:
+def _add_tokenizer(beside: Beside, path: Path, tokenizer: FileTokenizer, source: _Source | None) -> None:
     """Adds the files of the tokenizer. Those beside it in the source do, where it was trained with from a place of its own."""
     files = tokenizer_files(path)
-    if len(files) == 1 and source is not None and _digest(source.folder / TOKENIZER) == known.fingerprint:
+    if len(files) == 1 and source is not None and _digest(source.folder / TOKENIZER) == tokenizer.fingerprint:
         files = tokenizer_files(source.folder / TOKENIZER)
-    end, context = known.token_of(known.eos_id), beside.config["max_position_embeddings"]
+    end, context = tokenizer.token_of(tokenizer.eos_id), beside.config["max_position_embeddings"]
     text, line = tokenizer_config(files.get(TOKENIZER_CONFIG), context, end)
     beside.files |= files | ({} if text is None else {TOKENIZER_CONFIG: text})
-    beside.notes += [*([line] if line else []), *_told_bos(files[TOKENIZER], known)]
+    beside.notes += [*([line] if line else []), *_told_bos(files[TOKENIZER], tokenizer)]
 
 
-def _told_bos(written_file: Path, known: FileTokenizer) -> list[str]:
+def _told_bos(written_file: Path, tokenizer: FileTokenizer) -> list[str]:
     """Returns a line where the tokenizer that is written, with the files beside it, begins a text otherwise than the run's
     documents begin: who generates with it begins as they say."""
-    ours = known.token_of(known.bos_id)
+    ours = tokenizer.token_of(tokenizer.bos_id)
     try:
-        by_files = FileTokenizer(written_file, SpecialTokens(eos=known.token_of(known.eos_id)))
+        by_files = FileTokenizer(written_file, SpecialTokens(eos=tokenizer.token_of(tokenizer.eos_id)))
         others = by_files.token_of(by_files.bos_id)
     except ValueError:
         others = "a token that it does not have"
@@ -227,17 +227,17 @@ def _run_dir(run: Run) -> Path:
     return folder.parent if folder.name == "checkpoints" and not (folder / "checkpoints").is_dir() else folder
 
 
-def _same_tokens(run: Run, source: _Source, known: Any, notes: list[str]) -> bool:
+def _same_tokens(run: Run, source: _Source, tokenizer: Any, notes: list[str]) -> bool:
     """Returns whether the ids of the source are of the tokenizer that the run was trained with."""
-    own = source.folder / TOKENIZER
+    path = source.folder / TOKENIZER
     why = "the run was trained with another tokenizer than is there"
     if _is_bytes(run):
         same = False
-    elif own.exists():
-        same = _digest(own) == run.data["tokenizer"]
+    elif path.exists():
+        same = _digest(path) == run.data["tokenizer"]
     else:
         ends = [i for one in (source.config, source.generation) for i in as_list(one.get("eos_token_id"))]
-        same = known is None or known.eos_id in ends
+        same = tokenizer is None or tokenizer.eos_id in ends
         why = "it has no tokenizer, and the end of the run's documents is not among its eos_token_id"
     if not same:
         notes.append(f"the ids of special tokens and {GENERATION} of {source.was} are not written: {why}")
@@ -279,8 +279,8 @@ def _tokenizer_of(
     """Returns the tokenizer.json that a run was trained with. Raises ValueError if `asked` is not that."""
     if asked is not None:
         path = tokenizer_file(asked)
-        if (found := _digest(path)) != run.data["tokenizer"]:
-            if found is None:
+        if (digest := _digest(path)) != run.data["tokenizer"]:
+            if digest is None:
                 why = "cannot be read" if path.exists() else "there is no such file"
                 raise ValueError(
                     f"data.tokenizer = {asked!r}: {why}; give the tokenizer.json that the run was trained with"
@@ -342,18 +342,18 @@ def _add_template(beside: Beside, run: Run, settings: Mapping[str, Any], path: P
     if not digests:
         return
     try:
-        own = {} if path is None else _chats(None, str(path), settings)
+        tokenizer_templates = {} if path is None else _chats(None, str(path), settings)
     except ValueError:
-        own = {}
-    if digests & own.keys():
+        tokenizer_templates = {}
+    if digests & tokenizer_templates.keys():
         return
     try:
         tokenizer = str(settings.get("data.tokenizer", "bytes") if path is None else path)
-        known = _of_dataset(settings) or _chats(asked, tokenizer, settings)
+        candidates = _of_dataset(settings) or _chats(asked, tokenizer, settings)
         why = "it has changed since the run, or is a source's own"
     except (ValueError, OSError) as error:
-        known, why = {}, str(error)
-    template = next((templates["default"] for digest, templates in known.items() if digest in digests), None)
+        candidates, why = {}, str(error)
+    template = next((templates["default"] for digest, templates in candidates.items() if digest in digests), None)
     if template is None:
         beside.notes.append(
             f"the chat template that the run was trained with is not written: {why}; copy it to {TEMPLATE}"

@@ -24,9 +24,9 @@ def is_changeable(key: str) -> bool:
 
 def check_allowed(sections: Any) -> None:
     """Raises ValueError for a key of `run.allow_change` that cannot change, with the reason."""
-    known = {key.name for key in keys_of(sections) if key.affects_losses}
+    loss_keys = {key.name for key in keys_of(sections) if key.affects_losses}
     for key in sections.run.allow_change:
-        if key in known and is_changeable(key):
+        if key in loss_keys and is_changeable(key):
             continue
         reasons = {
             "run.steps": "set run.extend=true for that",
@@ -38,7 +38,7 @@ def check_allowed(sections: Any) -> None:
         if reason is None and key.startswith("model."):
             reason = "of the model only its rope keys can change"
         if reason is None and not any(key == k.name for k in keys_of(sections)):
-            near = difflib.get_close_matches(key, known, n=1)
+            near = difflib.get_close_matches(key, loss_keys, n=1)
             reason = f"there is no such key{f'; did you mean {near[0]!r}?' if near else ''}"
         reason = reason or "it does not affect the losses, and may change without"
         raise ValueError(f"run.allow_change names {key!r}: {reason}")

@@ -347,9 +347,9 @@ class Checkpoints:
     def close(self) -> None:
         """Ends what writes and reads; what is asked afterwards begins again."""
         if self._made is not None:
-            made, self._made = self._made, None
+            manager, self._made = self._made, None
             with self._writing(None):
-                made.close()
+                manager.close()
 
 
 @functools.cache

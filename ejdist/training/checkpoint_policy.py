@@ -69,17 +69,17 @@ class Saves:
           like: tree of `jax.ShapeDtypeStruct` with shardings; local checkpoints must have been saved with the same.
           say: takes a line for the user.
         """
-        found: list[tuple[int, Tier]] = [(step, self.durable) for step in self.durable.steps()]
+        checkpoints: list[tuple[int, Tier]] = [(step, self.durable) for step in self.durable.steps()]
         if self.local is not None:
             steps, without = self.local.common(like)
-            found += [(step, self.local) for step in steps]
+            checkpoints += [(step, self.local) for step in steps]
             if not steps:
                 named = ", ".join(map(str, without[:8])) + (" and more" if len(without) > 8 else "")
                 why = (
                     f"host {named} has none that fits this mesh" if without else "there is no step that all hosts have"
                 )
                 log(f"checkpoint.local = {self.section.local!r} is not used to resume: {why}")
-        return sorted(found, key=lambda one: (one[0], one[1] is self.local), reverse=True)
+        return sorted(checkpoints, key=lambda one: (one[0], one[1] is self.local), reverse=True)
 
     def begin(self, start: int, log: Callable[[str], Any]) -> None:
         """Prepares to save in a run that resumes from a step. Removes leftovers of interrupted saves.

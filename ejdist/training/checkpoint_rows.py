@@ -58,23 +58,23 @@ class StoredArray:
         self._summed: set[int] = set()
         self._kept: tuple[int, np.ndarray] | None = None
 
-    def __getitem__(self, at: int | EllipsisType) -> np.ndarray:
+    def __getitem__(self, index: int | EllipsisType) -> np.ndarray:
         """Raises CheckpointError if it cannot be read, or if all rows have been read and are not what was saved."""
         with self._reading():
-            if isinstance(at, EllipsisType):
+            if isinstance(index, EllipsisType):
                 whole = self._store.read().result()
                 self._sum = digests_of({self.name: whole})[self.name]
                 self.check()
                 return whole
-            first = at - at % self.rows
+            first = index - index % self.rows
             if self._kept is None or self._kept[0] != first:
                 self._kept = None  # before the next are read
                 self._kept = first, self._store[first : first + self.rows].read().result()
                 self._add(*self._kept)
             block = self._kept[1]
-            if at == first + len(block) - 1:
+            if index == first + len(block) - 1:
                 self._kept = None
-            return block[at - first]
+            return block[index - first]
 
     def _add(self, first: int, block: np.ndarray) -> None:
         for row, x in enumerate(block, first):

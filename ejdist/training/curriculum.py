@@ -131,8 +131,8 @@ class Stage:
         sizes = f"{data.global_batch} x {data.sequence_length:,} tokens"
         source = [f"of {source_of(data)}"] if self.has_data else []
         rate = self.rate.section
-        own = [f"{rate.schedule} up to a rate of {rate.learning_rate:g}"] if self.own & set(_RATE) else []
-        what = ", ".join([" ".join([sizes, *source]), f"mesh {mesh or 'of one'}", *rope, *own])
+        schedule = [f"{rate.schedule} up to a rate of {rate.learning_rate:g}"] if self.own & set(_RATE) else []
+        what = ", ".join([" ".join([sizes, *source]), f"mesh {mesh or 'of one'}", *rope, *schedule])
         return f"stage {self.number} of {self.count}, steps {self.start + 1} to {self.until}: {what}"
 
 
@@ -142,12 +142,12 @@ def stages_of(sections: Any) -> list[Stage]:
     Raises:
       ValueError: a stage's keys or steps are wrong; names the key and the remedy.
     """
-    given: Sequence[StageSection] = sections.curriculum
-    if not given:
+    entries: Sequence[StageSection] = sections.curriculum
+    if not entries:
         return [Stage(1, 1, 0, sections.run.steps, sections)]
-    found, start = [], 0
-    for i, stage in enumerate(given):
-        where, last = f"curriculum[{i}]", i == len(given) - 1
+    stages, start = [], 0
+    for i, stage in enumerate(entries):
+        where, last = f"curriculum[{i}]", i == len(entries) - 1
         until = sections.run.steps if last else stage.until
         if last and stage.until is not None:
             raise ValueError(
@@ -163,9 +163,11 @@ def stages_of(sections: Any) -> list[Stage]:
                 if not last
                 else f"{where} would start after step {start}, and run.steps = {until}: give more steps, or leave the stage out"
             )
-        found.append(Stage(i + 1, len(given), start, until, _applied(sections, stage, where), frozenset(named(stage))))
+        stages.append(
+            Stage(i + 1, len(entries), start, until, _applied(sections, stage, where), frozenset(named(stage)))
+        )
         start = until
-    return found
+    return stages
 
 
 def source_of(data: Any) -> str:
@@ -221,7 +223,7 @@ def history(
     Args:
       corpora: the fingerprint of each stage's data, where they differ.
     """
-    found: list[tuple[int, dict[str, Any]]] = []
+    entries: list[tuple[int, dict[str, Any]]] = []
     for i, stage in enumerate(stages):
         if stage.start >= made or stage.until <= since:
             continue
@@ -230,10 +232,10 @@ def history(
         values |= {f"model.{name}": getattr(s.model, name) for name in ROPE if hasattr(s.model, name)}
         values |= {f"optimizer.{name}": getattr(s.optimizer, name) for name in _RATE}
         values |= {SPAN: [rate.start, rate.steps]} | ({CORPUS: corpora[i]} if corpora else {})
-        if found and found[-1][1] == values:
-            found.pop()
-        found.append((min(stage.until, made), values))
-    return found
+        if entries and entries[-1][1] == values:
+            entries.pop()
+        entries.append((min(stage.until, made), values))
+    return entries
 
 
 # What a history has beside keys of the recipe: the steps that its schedule spans [steps before it, steps], and what was read.
@@ -247,6 +249,6 @@ def rate_in(values: dict[str, Any], like: Any, otherwise: Sequence[int]) -> Rate
       like: the section `optimizer` of a recipe, for what the entry does not have: it is of before that was kept.
       otherwise: what the schedule then spans.
     """
-    own = {name: values[f"optimizer.{name}"] for name in _RATE if f"optimizer.{name}" in values}
+    overrides = {name: values[f"optimizer.{name}"] for name in _RATE if f"optimizer.{name}" in values}
     start, steps = values.get(SPAN, otherwise)
-    return Rate(replace(like, **own), steps, start)
+    return Rate(replace(like, **overrides), steps, start)

@@ -38,8 +38,8 @@ PEAKS = {
 
 def peak_flops(device_kind: str) -> float | None:
     """Returns the bf16 peak of one device in FLOP/s, None if it is unknown (a CPU)."""
-    found = [name for name in PEAKS if device_kind.startswith(name)]
-    return PEAKS[max(found, key=len)] if found else None
+    matches = [name for name in PEAKS if device_kind.startswith(name)]
+    return PEAKS[max(matches, key=len)] if matches else None
 
 
 def visible_pairs(segment_ids: np.ndarray, mask: MaskInfo = CAUSAL) -> int:

@@ -64,12 +64,12 @@ class Evaluator:
 
         @partial(jax.jit, static_argnames="count", out_shardings=whole)
         def answers(
-            params: Any, buffers: Any, batch: dict[str, jax.Array], marks: jax.Array, given: jax.Array, count: int
+            params: Any, buffers: Any, batch: dict[str, jax.Array], marks: jax.Array, tokens: jax.Array, count: int
         ) -> tuple[jax.Array, jax.Array]:
             context = StepContext(buffers=buffers)
             logits = logits_at(params, batch, marks, ops=ops, count=count, context=context)
-            found = jnp.take_along_axis(jax.nn.log_softmax(logits), given[..., None], axis=-1)[..., 0]
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32), found
+            log_probabilities = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1)[..., 0]
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32), log_probabilities
 
         self._losses: Callable[..., jax.Array] = losses
         self._lower_losses, self._answers = losses.lower, answers
@@ -95,8 +95,8 @@ class Evaluator:
 
     def token_losses(self, batch: dict[str, np.ndarray]) -> np.ndarray:
         """Returns the cross entropy of each token, float32 [rows, length], in nats; 0 where its target is -1."""
-        found = np.asarray(self._losses(*self._state, self._placed(batch)))
-        return np.asarray(self._program.order.inverse(found, axis=1))
+        losses = np.asarray(self._losses(*self._state, self._placed(batch)))
+        return np.asarray(self._program.order.inverse(losses, axis=1))
 
     def answers(
         self, batch: dict[str, np.ndarray], marks: np.ndarray, given: np.ndarray
@@ -110,8 +110,8 @@ class Evaluator:
         # The marks travel with the tokens they are at, whatever the order.
         placed = self._placed(batch)
         where = self._placed(batch | {"targets": marks})["targets"]
-        best, found = self._answers(*self._state, placed, where, given, count=given.shape[1])
-        return np.asarray(best), np.asarray(found)
+        best, log_probabilities = self._answers(*self._state, placed, where, given, count=given.shape[1])
+        return np.asarray(best), np.asarray(log_probabilities)
 
     def _placed(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         rows = local_rows(self._program)

@@ -25,10 +25,10 @@ def load_base(program: Program, source: Any) -> dict[str, Any]:
     """Returns the frozen parameters of a source (`ejdist.training.start.Source`) as the program stores them. They are read one
     by one, so that of those in int8 one alone is there in float32."""
     base, places = program.model.base, program.state.buffers[BASE]
-    found: dict[str, Any] = {}
+    params: dict[str, Any] = {}
     for path, p in jax.tree_util.tree_leaves_with_path(base.declared, is_leaf=lambda x: isinstance(x, Param)):
         *groups, last = keys = [key.key for key in path]
-        place, here, name = places, found, ".".join(keys)
+        place, here, name = places, params, ".".join(keys)
         for key in keys:
             place = place[key]
         for key in groups:
@@ -41,4 +41,4 @@ def load_base(program: Program, source: Any) -> dict[str, Any]:
             shardings = jax.tree.map(lambda like: like.sharding, place)
             read = jax.jit(partial(base.frozen, name), out_shardings=shardings, donate_argnums=0)(read)
         here[last] = read
-    return found
+    return params

@@ -96,34 +96,34 @@ _OF_STEPS = ("productive", "data_wait")
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a ledger, without invalid lines: a process may have been killed during a write."""
-    found = (json_of(line) for line in path.read_text(errors="replace").splitlines()) if path.exists() else ()
-    return [row for row in found if isinstance(row, dict) and _is_row(row)]
+    rows = (json_of(line) for line in path.read_text(errors="replace").splitlines()) if path.exists() else ()
+    return [row for row in rows if isinstance(row, dict) and _is_row(row)]
 
 
 def _is_row(row: dict[str, Any]) -> bool:
     steps = all(is_number(row[name], int) for name in ("step", "resumed", "to") if name in row)
     phase = row.get("phase", "end")
-    known = isinstance(phase, str) and phase in (*CLASSES, *_OF_PHASE) and (phase != "rewind" or "to" in row)
-    return is_number(row.get("at")) and is_number(row.get("data_wait", 0)) and steps and known
+    valid_phase = isinstance(phase, str) and phase in (*CLASSES, *_OF_PHASE) and (phase != "rewind" or "to" in row)
+    return is_number(row.get("at")) and is_number(row.get("data_wait", 0)) and steps and valid_phase
 
 
 def account(rows: list[dict[str, Any]]) -> Goodput:
     """Returns where the time between the first and the last row went. If the clock went backwards between two processes, the
     time between them counts as zero."""
     spans: list[tuple[str, float, int, int]] = []  # class, seconds, and of steps the last one before it and in it
-    starts = rewinds = made = 0
+    starts = rewinds = reached = 0
     before: dict[str, Any] | None = None
     for row in rows:
         if "phase" not in row:
             continue
         if before is not None:
             seconds = max(0.0, row["at"] - before["at"])
-            step = row.get("step", made)
+            step = row.get("step", reached)
             if row.get("start"):
-                spans.append(("down", seconds, made, made))
+                spans.append(("down", seconds, reached, reached))
             elif before["phase"] == "productive":
                 waited = min(row.get("data_wait", 0.0), seconds)
-                spans += [("data_wait", waited, made, step), ("productive", seconds - waited, made, step)]
+                spans += [("data_wait", waited, reached, step), ("productive", seconds - waited, reached, step)]
             else:
                 spans.append((_OF_PHASE.get(before["phase"], before["phase"]), seconds, step, step))
         if "resumed" in row:
@@ -131,7 +131,7 @@ def account(rows: list[dict[str, Any]]) -> Goodput:
         elif row["phase"] == "rewind":
             spans, rewinds = _given_up(spans, row["to"], "rewound"), rewinds + 1
         starts += bool(row.get("start"))
-        made = row.get("resumed", row.get("to", row.get("step", made)))
+        reached = row.get("resumed", row.get("to", row.get("step", reached)))
         before = row
     sums = {name: sum(seconds for kind, seconds, *_ in spans if kind == name) for name in CLASSES}
     return Goodput(**sums, starts=starts, rewinds=rewinds)
@@ -140,16 +140,16 @@ def account(rows: list[dict[str, Any]]) -> Goodput:
 def _given_up(spans: list[tuple[str, float, int, int]], step: int, kind: str) -> list[tuple[str, float, int, int]]:
     """Returns the spans with the time of steps after `step` moved to another class; spans that straddle it are split in
     proportion."""
-    found = []
+    reclassified = []
     for was, seconds, first, last in spans:
         if was not in _OF_STEPS or last <= step:
-            found.append((was, seconds, first, last))
+            reclassified.append((was, seconds, first, last))
         elif first >= step:
-            found.append((kind, seconds, first, last))
+            reclassified.append((kind, seconds, first, last))
         else:
             kept = seconds * (step - first) / (last - first)
-            found += [(was, kept, first, step), (kind, seconds - kept, step, last)]
-    return found
+            reclassified += [(was, kept, first, step), (kind, seconds - kept, step, last)]
+    return reclassified
 
 
 class Ledger:

@@ -78,8 +78,8 @@ def leaves_of(tree: Any) -> list[tuple[str, Any]]:
 
 def digests_of(arrays: Any) -> dict[str, int]:
     """Returns the digest of each array, by name."""
-    found = jax.device_get(digest(jax.tree.map(bits_of, arrays)))
-    return {name: int(value) for name, value in leaves_of(found)}
+    digests = jax.device_get(digest(jax.tree.map(bits_of, arrays)))
+    return {name: int(value) for name, value in leaves_of(digests)}
 
 
 def kinds_of(arrays: Any) -> dict[str, str]:
@@ -145,12 +145,12 @@ def item_of(checkpoint: Any, error: BaseException) -> str:
     arrays = sorted(f"{_ARRAYS}/{p.name}" for p in _listed(checkpoint / _ARRAYS))
     for name in (*_JSON, *arrays):
         try:
-            found = json.loads((checkpoint / name).read_text())
+            content = json.loads((checkpoint / name).read_text())
             # A missing key is an error too.
             if name == _SHARDING:  # JSON in JSON
-                _ = [json.loads(text)["sharding_type"] for text in found.values()]
+                _ = [json.loads(text)["sharding_type"] for text in content.values()]
             elif name in arrays:
-                arrays_of = [one["array_metadata"] for one in found["array_metadatas"]]
+                arrays_of = [one["array_metadata"] for one in content["array_metadatas"]]
                 _ = [tuple(one[key]) for one in arrays_of for key in ("param_name", "write_shape", "chunk_shape")]
         except FileNotFoundError:
             return f"{name} is missing: "

@@ -60,16 +60,16 @@ class LocalCheckpoints:
           like: tree of `jax.ShapeDtypeStruct` with shardings.
         """
         wanted = {name: set(_spans(leaf)) for name, leaf in leaves_of(nonempty_fields(like_arrays(like)))}
-        there = self.directory.iterdir() if self.directory.is_dir() else ()
-        found = []
-        for step in sorted((int(p.name) for p in there if p.name.isdigit()), reverse=True):
+        paths = self.directory.iterdir() if self.directory.is_dir() else ()
+        complete = []
+        for step in sorted((int(p.name) for p in paths if p.name.isdigit()), reverse=True):
             try:
                 pieces = self._index(step)["pieces"]
             except Exception:  # damaged: as if it were not there
                 continue
             if all(spans <= set(pieces.get(name, ())) for name, spans in wanted.items()):
-                found.append(step)
-        return found
+                complete.append(step)
+        return complete
 
     def common(self, like: Any) -> tuple[list[int], list[int]]:
         """Returns (the steps that all hosts have, newest first; the hosts that have none)."""
@@ -178,10 +178,10 @@ class LocalCheckpoints:
             def piece(index: Any) -> np.ndarray:
                 span = _span(index, leaf.shape)
                 if span not in read:
-                    at, size, crc, shape = pieces[name][span]
-                    if len(data) < at + size or zlib.crc32(data[at : at + size]) != crc:
+                    offset, size, crc, shape = pieces[name][span]
+                    if len(data) < offset + size or zlib.crc32(data[offset : offset + size]) != crc:
                         raise Changed(f"{name}[{span}] in {_PIECES} is not what was saved")
-                    read[span] = np.frombuffer(data[at : at + size], leaf.dtype).reshape(shape)
+                    read[span] = np.frombuffer(data[offset : offset + size], leaf.dtype).reshape(shape)
                 return read[span]
 
             if isinstance(leaf, np.ndarray):

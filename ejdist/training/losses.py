@@ -149,20 +149,20 @@ class Trained:
         if not self.references:
             return self.model
         more = {one.name: one.declared for one in self.references}
-        own = self.model.buffers
+        model_buffers = self.model.buffers
 
         def update(buffers: Any, seen: dict[str, jax.Array]) -> Any:
             kept = {name: buffers[name] for name in more}
-            new = self.model.update({name: buffers[name] for name in own}, seen)
+            new = self.model.update({name: buffers[name] for name in model_buffers}, seen)
             return new | kept
 
-        return replace(self.model, buffers=own | more, update=update)
+        return replace(self.model, buffers=model_buffers | more, update=update)
 
     def start(self, params: Any, buffers: Any) -> Any:
         """Returns the buffers of the state before the first step: references that are copies are of these parameters."""
-        own = _unshared({name: buffers[name] for name in self.model.buffers})
+        model_buffers = _unshared({name: buffers[name] for name in self.model.buffers})
         copies = {
-            one.name: {"params": params} | ({"buffers": own} if own else {})
+            one.name: {"params": params} | ({"buffers": model_buffers} if model_buffers else {})
             for one in self.references
             if one.reference.weights is None
         }
@@ -180,13 +180,17 @@ class Trained:
         def bound(one: Placed) -> BoundModel:
             state = jax.lax.stop_gradient(buffers[one.name])
             shared = {BASE: buffers[BASE]} if BASE in one.model.buffers else {}
-            own = context._replace(buffers=state.get("buffers", {}) | shared)
-            return BoundModel(one.model, state["params"], ops, own)
+            reference_context = context._replace(buffers=state.get("buffers", {}) | shared)
+            return BoundModel(one.model, state["params"], ops, reference_context)
 
-        own = context._replace(buffers={name: buffers[name] for name in self.model.buffers})
-        given = [BoundModel(self.model, params, ops, own), batch, *([] if self.sizes is None else [self.sizes])]
-        found = self.entry.value.function(*given, **{one.name: bound(one) for one in self.references})
-        return _summed(self.entry, found, batch)
+        model_context = context._replace(buffers={name: buffers[name] for name in self.model.buffers})
+        arguments = [
+            BoundModel(self.model, params, ops, model_context),
+            batch,
+            *([] if self.sizes is None else [self.sizes]),
+        ]
+        terms = self.entry.value.function(*arguments, **{one.name: bound(one) for one in self.references})
+        return _summed(self.entry, terms, batch)
 
 
 def _unshared(buffers: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,12 +219,12 @@ def named_loss(loss: Callable[..., LossTerms] | Loss) -> Iterator[str]:
     Raises:
       ValueError: it is no function.
     """
-    given = loss if isinstance(loss, Loss) else Loss(loss)
-    function = given.function
+    value = loss if isinstance(loss, Loss) else Loss(loss)
+    function = value.function
     if not callable(function) or not hasattr(function, "__qualname__"):
         raise ValueError(f"train: argument 'loss' is {loss!r}; give a function, whose name the run records")
     name = f"{function.__module__}.{function.__qualname__}"
-    entry = registered.Entry(registered.LOSS, name, given, None, function.__module__)
+    entry = registered.Entry(registered.LOSS, name, value, None, function.__module__)
     registered.add(entry)
     try:
         yield name
@@ -228,23 +232,23 @@ def named_loss(loss: Callable[..., LossTerms] | Loss) -> Iterator[str]:
         registered.forget([entry])
 
 
-def _summed(entry: registered.Entry, found: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Metrics]:
+def _summed(entry: registered.Entry, terms: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Metrics]:
     """Returns (the sum that is trained, metrics) of what a loss returned. Raises ValueError: it is no `LossTerms`."""
     what = f"the loss {entry.name!r} of {entry.module}"
-    if not isinstance(found, LossTerms) or any(jnp.shape(x) != () for x in (found.total, found.count)):
-        raise ValueError(f"{what} must return LossTerms with a scalar total and count, got {type(found).__name__}")
-    count = jnp.asarray(found.count, jnp.float32)
+    if not isinstance(terms, LossTerms) or any(jnp.shape(x) != () for x in (terms.total, terms.count)):
+        raise ValueError(f"{what} must return LossTerms with a scalar total and count, got {type(terms).__name__}")
+    count = jnp.asarray(terms.count, jnp.float32)
     tokens = jnp.sum(batch["targets"] >= 0)
     # Sums over tokens become as many terms as this microbatch has, for the step divides by those.
     scale = count / jnp.maximum(tokens, 1)
     layers = {
-        name: replace(m, value=m.value * scale) if m.how in ("loss", "mean") else m for name, m in found.layers.items()
+        name: replace(m, value=m.value * scale) if m.how in ("loss", "mean") else m for name, m in terms.layers.items()
     }
-    own = {"loss": Metric(found.total, "loss"), "tokens": Metric(tokens), "terms": Metric(count)}
-    for name in found.metrics:
-        if name in own or name in layers:
+    standard = {"loss": Metric(terms.total, "loss"), "tokens": Metric(tokens), "terms": Metric(count)}
+    for name in terms.metrics:
+        if name in standard or name in layers:
             raise ValueError(f"{what} returns the metric {name!r}, which the step or a layer has; rename it")
-    metrics = own | layers | dict(found.metrics)
+    metrics = standard | layers | dict(terms.metrics)
     return sum(m.value for m in metrics.values() if m.how == "loss"), metrics  # pyrefly: ignore[bad-return]
 
 

@@ -28,8 +28,8 @@ EVALUATIONS = "evaluation.jsonl"
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """Returns the rows of a metrics.jsonl, without invalid lines: the last may be truncated, and others damaged."""
     path = Path(path)
-    found = (json_of(line) for line in path.read_text(errors="replace").splitlines()) if path.exists() else ()
-    return [row for row in found if isinstance(row, dict) and _is_row(row)]
+    rows = (json_of(line) for line in path.read_text(errors="replace").splitlines()) if path.exists() else ()
+    return [row for row in rows if isinstance(row, dict) and _is_row(row)]
 
 
 _EVALUATED = {"loss", "tokens", "seconds", "document", "row"}
@@ -38,20 +38,18 @@ _EVALUATED = {"loss", "tokens", "seconds", "document", "row"}
 def read_evaluations(directory: Path) -> list[dict[str, Any]]:
     """Returns the rows of a run's evaluation.jsonl, without invalid lines."""
     path = directory / EVALUATIONS
-    found = (json_of(line) for line in path.read_text(errors="replace").splitlines()) if path.exists() else ()
-    return [
-        row for row in found if isinstance(row, dict) and is_number(row.get("step"), int) and _EVALUATED <= set(row)
-    ]
+    rows = (json_of(line) for line in path.read_text(errors="replace").splitlines()) if path.exists() else ()
+    return [row for row in rows if isinstance(row, dict) and is_number(row.get("step"), int) and _EVALUATED <= set(row)]
 
 
 def describe_evaluation(row: dict[str, Any]) -> str:
     """Returns the line of the log about a row of evaluation.jsonl."""
-    at = f"evaluation at step {row['step']}"
+    prefix = f"evaluation at step {row['step']}"
     if row["loss"] is None:
-        return f"{at}: the first batches of evaluation.data have no token that is followed by another"
+        return f"{prefix}: the first batches of evaluation.data have no token that is followed by another"
     octaves = [r for r in row["row"] if r["tokens"]]
     ends = " and ".join(f"{r['loss']:.3f} from token {r['from']:,}" for r in (octaves[0], octaves[-1]))
-    return f"{at}: loss {row['loss']:.4f} over {row['tokens']:,} held-out tokens, {ends} on, {row['seconds']:.1f} s"
+    return f"{prefix}: loss {row['loss']:.4f} over {row['tokens']:,} held-out tokens, {ends} on, {row['seconds']:.1f} s"
 
 
 def json_of(line: str) -> Any:
@@ -160,8 +158,10 @@ class Events:
     def add(self, step: int, values: dict[str, float], tables: dict[str, list[list[float]]] | None = None) -> None:
         """Adds scalars, and a histogram for each row of each table."""
         summaries = [self._summary.Value(tag=n, simple_value=v) for n, v in values.items()]
-        found = {f"{n}/{i}": np.asarray(row, float) for n, rows in (tables or {}).items() for i, row in enumerate(rows)}
-        finite = {name: row[np.isfinite(row)] for name, row in found.items()}
+        histograms = {
+            f"{n}/{i}": np.asarray(row, float) for n, rows in (tables or {}).items() for i, row in enumerate(rows)
+        }
+        finite = {name: row[np.isfinite(row)] for name, row in histograms.items()}
         summaries += [
             self._summary.Value(tag=n, histo=self._histogram(row, 30)) for n, row in finite.items() if row.size
         ]
@@ -367,11 +367,11 @@ def summarise(
         because a timed matmul is not a ceiling: any other load on the machine lowers it.
       since: use the steps after this one for speeds: each stage of a run has its own.
     """
-    own = [row for row in rows if row["step"] > since] or rows
-    own = [row for row in own if row.get("devices", devices) == devices] or own
-    own = [row for row in own if row.get("mesh") == own[-1].get("mesh")]
-    own = [row for row in own if all(name in row for name in _SUMMED)]
-    steady = own[_WARMUP_STEPS:] or own
+    measured = [row for row in rows if row["step"] > since] or rows
+    measured = [row for row in measured if row.get("devices", devices) == devices] or measured
+    measured = [row for row in measured if row.get("mesh") == measured[-1].get("mesh")]
+    measured = [row for row in measured if all(name in row for name in _SUMMED)]
+    steady = measured[_WARMUP_STEPS:] or measured
     seconds = statistics.median(row["step_time"] for row in steady)
     causal, full = (statistics.fmean(row[n] for row in steady) for n in ("flops_causal", "flops_full"))
     losses = [row["loss"] for row in rows if row.get("loss") is not None]

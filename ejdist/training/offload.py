@@ -43,11 +43,11 @@ def at_once(update: Update, gradients: Any, opt_state: Any, params: Any) -> tupl
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
     """Returns the same sharding in the host's memory."""
-    there = sharding.with_memory_kind(HOST_KIND)
-    if there.memory_kind is None:
+    in_host_memory = sharding.with_memory_kind(HOST_KIND)
+    if in_host_memory.memory_kind is None:
         # JAX knows no memories of GPUs that are only described, and drops the kind unless the mesh is abstract.
-        there = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=HOST_KIND)
-    return there
+        in_host_memory = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=HOST_KIND)
+    return in_host_memory
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Offload:
         """
         structure = jax.tree.structure(params)
         nodes, outer = jax.tree.flatten(opt_state, is_leaf=self._is_params)
-        own = [self._is_params(node) for node in nodes]
-        moments = [jax.tree.leaves(node) for node in itertools.compress(nodes, own)]
+        like_params = [self._is_params(node) for node in nodes]
+        moments = [jax.tree.leaves(node) for node in itertools.compress(nodes, like_params)]
         gradients, params = jax.tree.leaves(gradients), jax.tree.leaves(params)
 
         def apply(which: list[int], g: list, m: list[list], p: list, row: Any = None) -> tuple[list[list], list, list]:
@@ -99,12 +99,18 @@ class Offload:
                 placed = dict(zip(which, leaves, strict=True))
                 return structure.unflatten([placed.get(i) for i in range(structure.num_leaves)])
 
-            given = iter(m)
-            state = outer.unflatten([tree(next(given)) if mine else x for x, mine in zip(nodes, own, strict=True)])
+            remaining = iter(m)
+            state = outer.unflatten(
+                [tree(next(remaining)) if mine else x for x, mine in zip(nodes, like_params, strict=True)]
+            )
             new_p, new_state = update(tree(g), state, tree(p), row=row)
-            found = outer.flatten_up_to(new_state)
-            new_m = [jax.tree.leaves(x) for x in itertools.compress(found, own)]
-            return new_m, jax.tree.leaves(new_p), [x for x, mine in zip(found, own, strict=True) if not mine]
+            new_nodes = outer.flatten_up_to(new_state)
+            new_m = [jax.tree.leaves(x) for x in itertools.compress(new_nodes, like_params)]
+            return (
+                new_m,
+                jax.tree.leaves(new_p),
+                [x for x, mine in zip(new_nodes, like_params, strict=True) if not mine],
+            )
 
         def updated(which: list[int], how: Callable[..., tuple[list[list], list, list]]) -> list:
             """Updates some leaves in place, and returns the rest of the state."""
@@ -123,7 +129,7 @@ class Offload:
         for layers, which in stacks.items():
             updated(which, functools.partial(_by_rows, apply, layers))
         new = iter(moments)
-        state = outer.unflatten([structure.unflatten(next(new)) if mine else next(rest) for mine in own])
+        state = outer.unflatten([structure.unflatten(next(new)) if mine else next(rest) for mine in like_params])
         return structure.unflatten(params), state
 
     @property

@@ -85,10 +85,10 @@ def _own(section: OptimizerSection) -> Entry | None:
 
 def fixed(section: OptimizerSection) -> dict[str, str]:
     """Returns the keys that the optimizer of a recipe cannot have otherwise, and what they are; none for AdamW."""
-    own = _own(section)
-    if own is None:
+    entry = _own(section)
+    if entry is None:
         return {}
-    return {"moments": "float32"} | ({} if own.value.elementwise else {"offload": "none"})
+    return {"moments": "float32"} | ({} if entry.value.elementwise else {"offload": "none"})
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,16 @@ class OwnOptimizer:
 
 def _scaling(s: OptimizerSection) -> optax.GradientTransformation:
     """Returns what makes a direction of a gradient, before decay and rate."""
-    own = _own(s)
-    if own is not None:
-        sizes = sizes_of(s, own)
-        made = own.value.make() if sizes is None else own.value.make(sizes)
-        if not (hasattr(made, "init") and hasattr(made, "update")):
+    entry = _own(s)
+    if entry is not None:
+        sizes = sizes_of(s, entry)
+        transformation = entry.value.make() if sizes is None else entry.value.make(sizes)
+        if not (hasattr(transformation, "init") and hasattr(transformation, "update")):
             raise ValueError(
-                f"the optimizer {own.name!r} of {own.module} must return an optax.GradientTransformation, got {made!r}"
+                f"the optimizer {entry.name!r} of {entry.module} must return an optax.GradientTransformation, got "
+                f"{transformation!r}"
             )
-        return made
+        return transformation
     adam = optax.scale_by_adam(b1=s.b1, b2=s.b2, eps=s.eps, mu_dtype="float32")
     return _in_bfloat16(adam) if s.moments == "bfloat16" else adam
 
@@ -223,8 +224,8 @@ def cast_moments(opt_state: Any, like: Any) -> Any:
         if x.dtype == like.dtype:
             return x
         on_device = like.sharding.with_memory_kind("device") if like.sharding.memory_kind == "pinned_host" else None
-        at = on_device or like.sharding
-        return jax.device_put(jnp.asarray(jax.device_put(x, at), like.dtype), like.sharding)
+        target = on_device or like.sharding
+        return jax.device_put(jnp.asarray(jax.device_put(x, target), like.dtype), like.sharding)
 
     return jax.tree.map(one, opt_state, like)
 

@@ -39,5 +39,5 @@ def local_rows(program: Program) -> slice:
     """Returns the rows of the global batch that this host's devices hold."""
     like = program.batch["tokens"]
     index = like.sharding.addressable_devices_indices_map(like.shape).values()
-    spans = [at[0].indices(like.shape[0])[:2] for at in index if at]
+    spans = [slices[0].indices(like.shape[0])[:2] for slices in index if slices]
     return slice(min(s for s, _ in spans), max(e for _, e in spans))

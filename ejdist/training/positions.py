@@ -77,11 +77,11 @@ def batches_once(data: Any, count: int) -> Iterator[dict[str, np.ndarray]]:
 
 def loss_by_octave(evaluator: Evaluator, batches: Iterable[Mapping[str, np.ndarray]]) -> dict[str, Octaves]:
     """Returns "document" and "row" -> the losses of all tokens of the batches that have a target."""
-    found = {name: Octaves.empty(evaluator.length) for name in PLACES}
+    octaves = {name: Octaves.empty(evaluator.length) for name in PLACES}
     for batch in batches:
         losses = evaluator.token_losses(dict(batch))
         counted = (batch["targets"] >= 0) & (batch["segment_ids"] >= 0)
         in_row = np.broadcast_to(np.arange(1, evaluator.length + 1), losses.shape)
-        found["document"].add(losses, batch["positions"] + 1, counted)
-        found["row"].add(losses, in_row, counted)
-    return found
+        octaves["document"].add(losses, batch["positions"] + 1, counted)
+        octaves["row"].add(losses, in_row, counted)
+    return octaves

@@ -310,11 +310,11 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
         params = initialise(model.declared, key)
         return init_state(params, optimizer, trained.start(params, initialise(model.buffers, key)))
 
-    def take_state(given: dict[str, Any]) -> TrainState:
-        own = {part: new | given["buffers"].get(part, {}) for part, new in initialise(model.buffers, key).items()}
+    def take_state(loaded: dict[str, Any]) -> TrainState:
+        buffers = {part: new | loaded["buffers"].get(part, {}) for part, new in initialise(model.buffers, key).items()}
         drawn = initialise(model.declared, key)  # of adapters, which no source has
-        params = given["params"] or drawn
-        return init_state(params, optimizer, trained.start(params, own))
+        params = loaded["params"] or drawn
+        return init_state(params, optimizer, trained.start(params, buffers))
 
     placed = param_shardings(s, model.declared, mesh)
     shapes = jax.eval_shape(make_state)
@@ -323,10 +323,12 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
     )
     if offload is not None:
         shardings = shardings._replace(opt_state=offload.shardings(shardings.opt_state))
-    state = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
-    at = sharding(mesh, ("B", "T"), ACTIVATIONS, shape=(rows, length), what="the batch (data.global_batch)")
+    state = jax.tree.map(
+        lambda x, placement: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement), shapes, shardings
+    )
+    placement = sharding(mesh, ("B", "T"), ACTIVATIONS, shape=(rows, length), what="the batch (data.global_batch)")
     fields = ("tokens", "targets", "positions", "segment_ids")
-    batch = {name: jax.ShapeDtypeStruct((rows, length), np.int32, sharding=at) for name in fields}
+    batch = {name: jax.ShapeDtypeStruct((rows, length), np.int32, sharding=placement) for name in fields}
     limits = None
     if "spike" in s.guards.skip:
         limits = jax.ShapeDtypeStruct((2,), np.float32, sharding=replicated(mesh))
@@ -389,6 +391,8 @@ def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:
 
     def like_params(x: Any) -> Any:
         # An optimizer of a plugin may keep less of a parameter, such as the means of its rows.
-        return jax.tree.map(lambda m, p, at: at if m.shape == p.shape else whole, x, shapes.params, placed)
+        return jax.tree.map(
+            lambda m, p, placement: placement if m.shape == p.shape else whole, x, shapes.params, placed
+        )
 
     return jax.tree.map(lambda x: like_params(x) if is_params(x) else whole, shapes, is_leaf=is_params)

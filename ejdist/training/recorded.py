@@ -22,10 +22,10 @@ def recorded(folder: str | Path) -> dict[str, Any]:
     if is_url(str(folder)):
         return {}
     try:
-        found = json.loads((Path(folder).expanduser() / FILE).read_text())
+        recipe = json.loads((Path(folder).expanduser() / FILE).read_text())
     except (OSError, ValueError):
         return {}
-    return _with_kept(found, Path(folder).expanduser() / KEPT) if isinstance(found, dict) else {}
+    return _with_kept(recipe, Path(folder).expanduser() / KEPT) if isinstance(recipe, dict) else {}
 
 
 def is_made(tokenizer: str) -> bool:
@@ -42,16 +42,16 @@ def _with_kept(recipe: dict[str, Any], kept: Path) -> dict[str, Any]:
 
 def last_step(folder: str | Path) -> int | None:
     """Returns the step of the newest checkpoint in `run.dir/checkpoints`; None if there is none."""
-    there = Path(folder).expanduser() / "checkpoints"
-    steps = [int(path.name) for path in there.iterdir() if is_step(path.name)] if there.is_dir() else []
+    checkpoints = Path(folder).expanduser() / "checkpoints"
+    steps = [int(path.name) for path in checkpoints.iterdir() if is_step(path.name)] if checkpoints.is_dir() else []
     return max(steps, default=None)
 
 
 def recorded_changes(folder: str | Path) -> list[dict[str, Any]]:
     """Returns the changes of a run's recipe, as `ejdist.training.resume.Past` has them; empty if there were none."""
     try:
-        found = [] if is_url(str(folder)) else json.loads((Path(folder).expanduser() / CHANGES).read_text())
-        return [one for one in found if isinstance(one["after"], int) and isinstance(one["keys"], dict)]
+        changes = [] if is_url(str(folder)) else json.loads((Path(folder).expanduser() / CHANGES).read_text())
+        return [one for one in changes if isinstance(one["after"], int) and isinstance(one["keys"], dict)]
     except (OSError, ValueError, LookupError, TypeError):
         return []
 
@@ -70,20 +70,22 @@ def settings_at(
 ) -> dict[str, Any]:
     """Returns key -> value of the sections data, mesh, sequence and experts, as they were at a step of the run: those of the
     stage of its curriculum that ran it, and from before what changed later."""
-    found = {key: value for key, value in recipe.items() if key.partition(".")[0] in _SECTIONS}
+    settings = {key: value for key, value in recipe.items() if key.partition(".")[0] in _SECTIONS}
     stage = _stage_at(recipe, step)
     for name in (name for name, section in SECTION_OF.items() if section in _SECTIONS):
         if (value := recipe.get(f"{stage}.{name}")) is not None:
-            found[f"{SECTION_OF[name]}.{name}"] = value
+            settings[f"{SECTION_OF[name]}.{name}"] = value
             if name in ("source", "mixture"):  # one replaces the other
-                found["data.mixture" if name == "source" else "data.source"] = None
+                settings["data.mixture" if name == "source" else "data.source"] = None
     mesh = {key.removeprefix(f"{stage}."): value for key, value in recipe.items() if key.startswith(f"{stage}.mesh.")}
-    found |= mesh
+    settings |= mesh
     for change in reversed(changes):
         if step is not None and step <= change["after"]:
             # Files that changed in place have one name before and after.
-            found |= {key: was for key, (was, now) in change["keys"].items() if key in found and found[key] == now}
-    return found
+            settings |= {
+                key: was for key, (was, now) in change["keys"].items() if key in settings and settings[key] == now
+            }
+    return settings
 
 
 def _stage_at(recipe: Mapping[str, Any], step: int | None) -> str:

@@ -50,14 +50,14 @@ class Replicas:
     """
 
     def __init__(self, hosts: Hosts, like: Any, every: int) -> None:
-        found = [(name_of(path), x) for path, x in jax.tree_util.tree_leaves_with_path(like)]
-        self.groups = {name: held for name, x in found if (held := _replicated(x))}
+        leaves = [(name_of(path), x) for path, x in jax.tree_util.tree_leaves_with_path(like)]
+        self.groups = {name: held for name, x in leaves if (held := _replicated(x))}
         self.every = every if self.groups else 0
         self._hosts, self._agreed = hosts, 0
         self._checks: collections.deque[_Check] = collections.deque()
         if self.every:
-            mesh = found[0][1].sharding.mesh
-            held = {name: x for name, x in found if name in self.groups}
+            mesh = leaves[0][1].sharding.mesh
+            held = {name: x for name, x in leaves if name in self.groups}
             # Compile now, not at the first comparison.
             self._hash = _hasher(mesh, {name: x.sharding.spec for name, x in held.items()}).lower(held).compile()
 
@@ -147,7 +147,7 @@ def _replicated(x: Any) -> list[list[int]]:
     """Returns the groups of two or more devices that hold the same shard of an array."""
     groups = collections.defaultdict(list)
     for device, index in x.sharding.devices_indices_map(x.shape).items():
-        groups[tuple(at.indices(size)[:2] for at, size in zip(index, x.shape, strict=True))].append(device.id)
+        groups[tuple(span.indices(size)[:2] for span, size in zip(index, x.shape, strict=True))].append(device.id)
     return [sorted(group) for group in groups.values() if len(group) > 1]
 
 

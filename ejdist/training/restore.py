@@ -40,10 +40,10 @@ def resume(run: Run, found: list[tuple[int, Tier]], log: Any) -> tuple[Run, int,
     for step, where in found:
         try:
             run = run.in_stage_after(step)
-            kept = where.described(step)[0] if "optimizer.moments" in run.sections.run.allow_change else None
-            like = run.state_like(kept)
-            state, kept = where.restore(step, like, run.hosts.first_error)
-            saved_step = kept["data"].get("step", step)
+            metadata = where.described(step)[0] if "optimizer.moments" in run.sections.run.allow_change else None
+            like = run.state_like(metadata)
+            state, metadata = where.restore(step, like, run.hosts.first_error)
+            saved_step = metadata["data"].get("step", step)
             if saved_step != step:  # a renamed copy: its state and its batches would be of different steps
                 raise DamagedCheckpoint(
                     f"checkpoint {where.directory / str(step)} holds the state of step {saved_step}"
@@ -55,24 +55,24 @@ def resume(run: Run, found: list[tuple[int, Tier]], log: Any) -> tuple[Run, int,
         none = "it is the only one" if len(damaged) == 1 else f"nor can the {len(damaged) - 1} before it"
         first = damaged[0][2]
         raise CheckpointError(f"{first}; {none}: repair the storage, or {ELSEWHERE}") from first
-    past = run.check(kept, step)
+    past = run.check(metadata, step)
     state = state._replace(opt_state=cast_moments(state.opt_state, run.program.state.opt_state))
-    passed = kept.get("guards", {}).get("passed", ())
-    data = run.data_of(run.stage).after(kept["data"], SkippedBatches(passed).number(step) + 1)
-    new = past.changes[len(Past.of(kept).changes) :]
+    passed = metadata.get("guards", {}).get("passed", ())
+    data = run.data_of(run.stage).after(metadata["data"], SkippedBatches(passed).number(step) + 1)
+    new = past.changes[len(Past.of(metadata).changes) :]
     run = replace(run, data=data, past=past)
     for lost, place, error in damaged:
         log(f"{error}: resuming from the one before it; {saves.set_aside(lost, place)}")
     local = f", from the local checkpoint in {where.directory}" if where is saves.local else ""
     log(f"resuming from step {step} of {run.directory}{local}")
-    before, steps = kept["recipe"]["run.steps"], run.sections.run.steps
+    before, steps = metadata["recipe"]["run.steps"], run.sections.run.steps
     if before != steps:
         log(f"run.steps changed from {before} to {steps}: optimizer.schedule now ends there")
     for change in new:
         others = {key: values for key, values in change["keys"].items() if key != "run.steps"}  # logged above
         for line in told_changes([change | {"keys": others}]):
             log(line)
-    return run, step, state, kept
+    return run, step, state, metadata
 
 
 def start_from(program: Program, source: Source, log: Any) -> TrainState:

@@ -72,7 +72,7 @@ def fingerprint(sections: TrainSections) -> dict[str, Any]:
 
 def _changes(stored: dict[str, Any], sections: TrainSections) -> dict[str, tuple[str, list[Any]]]:
     """Returns name -> (a phrase, [was, is]) for each key that affects the losses and differs from the fingerprint."""
-    found = {}
+    changes = {}
     keys = {key.name: key for key in keys_of(sections)}
     for name, key in sorted(keys.items()):
         if not key.decides:
@@ -81,9 +81,9 @@ def _changes(stored: dict[str, Any], sections: TrainSections) -> dict[str, tuple
         was, now = stored.get(name, _as_stored(key.default)), _as_stored(key.value)
         if _as_stored(key.canonical(was)) != _as_stored(key.canonical(key.value)):
             since = "" if name in stored else " (the default: that run has no such key)"
-            found[name] = f"{name}: was {was}{since}, is {now}", [was, now]
+            changes[name] = f"{name}: was {was}{since}, is {now}", [was, now]
     gone = sorted(set(stored) - set(keys))
-    return found | {n: (f"{n}: was {stored[n]}, and there is no such key now", [stored[n], None]) for n in gone}
+    return changes | {n: (f"{n}: was {stored[n]}, and there is no such key now", [stored[n], None]) for n in gone}
 
 
 def changed_rate(section: OptimizerSection, old: int, new: int, made: int) -> tuple[int, float, float] | None:
@@ -105,25 +105,27 @@ def _first_other(pieces: Sequence[tuple[int, int, Rate, Rate]]) -> tuple[int, fl
 
 
 def _pieces(
-    kept: dict[str, Any], stages: Sequence[Stage], since: int, made: int
+    metadata: dict[str, Any], stages: Sequence[Stage], since: int, steps_run: int
 ) -> list[tuple[int, int, dict[str, Any], Stage]]:
     """Returns (steps before, last, what the checkpoint has of these steps, their stage now) of the steps after `since`."""
-    before = [(int(until), values) for until, values in kept.get("stages") or [(made, _of_one_stage(kept))]]
+    before = [
+        (int(until), values) for until, values in metadata.get("stages") or [(steps_run, _of_one_stage(metadata))]
+    ]
     ends = sorted(
-        {min(end, made) for end in (*(u for u, _ in before), *(s.until for s in stages), made) if end > since}
+        {min(end, steps_run) for end in (*(u for u, _ in before), *(s.until for s in stages), steps_run) if end > since}
     )
-    found, start = [], since
+    pieces, start = [], since
     for until in ends:
         values = next((values for end, values in before if until <= end), before[-1][1])
-        found.append((start, until, values, stage_of(stages, until)))
+        pieces.append((start, until, values, stage_of(stages, until)))
         start = until
-    return found
+    return pieces
 
 
-def _of_one_stage(kept: dict[str, Any]) -> dict[str, Any]:
+def _of_one_stage(metadata: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of all steps of a run that had no stages."""
-    sizes = {f"data.{name}": kept["data"][name] for name in ("sequence_length", "global_batch")}
-    return kept["recipe"] | sizes | {CORPUS: kept["data"].get("corpus")}
+    sizes = {f"data.{name}": metadata["data"][name] for name in ("sequence_length", "global_batch")}
+    return metadata["recipe"] | sizes | {CORPUS: metadata["data"].get("corpus")}
 
 
 def check_same_run(
@@ -146,17 +148,17 @@ def check_same_run(
     Raises:
       ValueError: the run may not resume with this recipe; names the keys.
     """
-    found = _changes(stored, sections)
+    differing = _changes(stored, sections)
     old, new = stored.get(_STEPS), sections.run.steps
-    refused = [name for name in found if name not in allowed]
+    refused = [name for name in differing if name not in allowed]
     if refused or not isinstance(old, int) or (old != new and new < made):
-        phrases = [found[name][0] for name in refused]
+        phrases = [differing[name][0] for name in refused]
         phrases += [f"{_STEPS}: was {old}, is {new}"] if old != new else []
         raise ValueError(
             f"the run in {where} was started with another recipe: {'; '.join(phrases[:5])}; restore it, "
             f"{way_out(refused, made)}or {ELSEWHERE}"
         )
-    changes: Changes = {name: was_is for name, (_, was_is) in found.items()}
+    changes: Changes = {name: was_is for name, (_, was_is) in differing.items()}
     of_run, of_stage = _other_rates(stored, sections, made, kept, stages)
     if of_run is None and of_stage is None:
         return changes
@@ -181,22 +183,29 @@ def check_same_run(
 
 
 def _other_rates(
-    stored: dict[str, Any], sections: TrainSections, made: int, kept: dict[str, Any] | None, stages: Sequence[Stage]
+    stored: dict[str, Any],
+    sections: TrainSections,
+    steps_run: int,
+    metadata: dict[str, Any] | None,
+    stages: Sequence[Stage],
 ) -> list[tuple[int, float, float] | None]:
     """Returns what `changed_rate` does, for steps after the last change whose schedule has the same keys as then: of steps
     under the schedule of the run, and under one of a stage."""
-    if kept is None:
-        kept, stages = (
+    if metadata is None:
+        metadata, stages = (
             {"recipe": stored, "data": {"sequence_length": 0, "global_batch": 0}},
             [Stage(1, 1, 0, sections.run.steps, sections)],
         )
-    found: tuple[list, list] = [], []
-    for start, until, values, stage in _pieces(kept, stages, Past.of(kept).since, made):
+    differing: tuple[list, list] = [], []
+    for start, until, values, stage in _pieces(metadata, stages, Past.of(metadata).since, steps_run):
         was, would = rate_in(values, stage.sections.optimizer, [0, stored[_STEPS]]), stage.rate
         if was.section == would.section and was != would:
-            own = (was.start, was.steps) != (0, stored[_STEPS]) or (would.start, would.steps) != (0, sections.run.steps)
-            found[own].append((start, until, was, would))
-    return [_first_other(pieces) for pieces in found]
+            of_stage = (was.start, was.steps) != (0, stored[_STEPS]) or (would.start, would.steps) != (
+                0,
+                sections.run.steps,
+            )
+            differing[of_stage].append((start, until, was, would))
+    return [_first_other(pieces) for pieces in differing]
 
 
 def way_out(keys: Collection[str], made: int) -> str:
@@ -256,17 +265,18 @@ def check_data(
     Raises:
       ValueError: the batches of the run so far would be others; names the keys.
     """
-    found = data.changes(kept["data"])
-    refused = {name: was_is for name, was_is in found.items() if not set(CURSOR[name][0]) & set(allowed)}
+    differing = data.changes(kept["data"])
+    refused = {name: was_is for name, was_is in differing.items() if not set(CURSOR[name][0]) & set(allowed)}
     if refused:
-        told = "; ".join(f"{described_key(name)}: was {was}, is {now}" for name, (was, now) in refused.items())
+        description = "; ".join(f"{described_key(name)}: was {was}, is {now}" for name, (was, now) in refused.items())
         keys = [CURSOR[name][0][0] for name in refused]
         raise ValueError(
-            f"this run cannot resume with other data: {told}; restore it, {way_out(keys, made)}or start in another run.dir"
+            f"this run cannot resume with other data: {description}; restore it, {way_out(keys, made)}or start in another "
+            "run.dir"
         )
     now = fingerprint(sections)
     changes: Changes = {}
-    for name, (was, is_now) in found.items():
+    for name, (was, is_now) in differing.items():
         values = {key: [kept["recipe"].get(key), now.get(key)] for key in CURSOR[name][0]}
         other = {key: pair for key, pair in values.items() if key in kept["recipe"] and pair[0] != pair[1]}
         changes |= other or {CURSOR[name][0][0]: _as_stored([was, is_now])}

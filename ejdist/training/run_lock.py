@@ -190,7 +190,7 @@ class Lock:
         me = _me()
         candidate = self.directory / f"{OWNER}-{me.id}"
         candidate.write_text(json.dumps(asdict(me)))
-        began, said, first = time.monotonic(), False, None
+        began, logged, first = time.monotonic(), False, None
         try:
             while not _linked(candidate, self._file):
                 owner, renewed = self._look()
@@ -206,9 +206,9 @@ class Lock:
                     lives = lives or renewed != first
                     if lives or waited > min(_STALE + _RENEW, 0.9 * self._limit):
                         raise self._taken(owner, age, lives)
-                if not said:
+                if not logged:
                     log(f"waiting for another process that trains in {self.directory}: {owner}")
-                said = True
+                logged = True
                 time.sleep(_EVERY)
         finally:
             candidate.unlink(missing_ok=True)
@@ -232,7 +232,7 @@ class Lock:
                     turn.unlink()
             return False
         try:
-            if (there := self._look()[0]) is None or there.id != owner.id:
+            if (current := self._look()[0]) is None or current.id != owner.id:
                 return False
             log(f"{self.directory} belonged to {owner}, which is gone")
             os.replace(candidate, self._file)
@@ -272,10 +272,10 @@ def _renewing(lock: weakref.ref[Lock], ended: threading.Event) -> None:
         del one
 
 
-def _linked(made: Path, name: Path) -> bool:
+def _linked(source: Path, name: Path) -> bool:
     """Gives a file another name, unless that is taken; returns whether it was not."""
     try:
-        os.link(made, name)
+        os.link(source, name)
         return True
     except FileExistsError:
         return False
@@ -287,5 +287,5 @@ def _linked(made: Path, name: Path) -> bool:
     except FileExistsError:
         return False
     with os.fdopen(file, "w") as copy:
-        copy.write(made.read_text())
+        copy.write(source.read_text())
     return True

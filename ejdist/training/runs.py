@@ -40,12 +40,14 @@ class Run:
             that cannot be read here.
         """
         self.folder = place(key, str(folder))
-        own = None if not is_url(str(folder)) and (self.folder / "checkpoints").is_dir() else str(self.folder)
-        if own is not None and not is_url(own) and not has_steps(Path(own)):
+        checkpoint_dir = (
+            None if not is_url(str(folder)) and (self.folder / "checkpoints").is_dir() else str(self.folder)
+        )
+        if checkpoint_dir is not None and not is_url(checkpoint_dir) and not has_steps(Path(checkpoint_dir)):
             raise WeightsError(
-                f"{own} holds no checkpoint; give the run.dir of a run that has one, or its checkpoint.dir"
+                f"{checkpoint_dir} holds no checkpoint; give the run.dir of a run that has one, or its checkpoint.dir"
             )
-        self._checkpoints = Checkpoints(str(self.folder), CheckpointSection(dir=own))
+        self._checkpoints = Checkpoints(str(self.folder), CheckpointSection(dir=checkpoint_dir))
         last = self._checkpoints.latest()
         if last is None:
             raise WeightsError(f"{self.folder} holds no checkpoint; give the run.dir of a run that has one")
@@ -59,10 +61,10 @@ class Run:
         self.recipe, self.data = beside["recipe"], beside["data"]
         stages = [values.get("data.sequence_length", 0) for _, values in beside.get("stages") or []]
         self.longest = max(self.data["sequence_length"], *stages, 0)  # tokens of a row, in any stage so far
-        if (made := self.data.get("step", self.step)) != self.step:
+        if (saved_step := self.data.get("step", self.step)) != self.step:
             raise WeightsError(
-                f"checkpoint {self._checkpoints.directory / str(self.step)} holds the state of step {made}: remove it, or "
-                "give another step"
+                f"checkpoint {self._checkpoints.directory / str(self.step)} holds the state of step {saved_step}: remove it, "
+                "or give another step"
             )
         self.model, self.lora = section_of(self.recipe, self.folder), lora_of(self.recipe)
         self.merged = Merged(self.model, self.lora) if self.lora.rank else None
@@ -75,18 +77,18 @@ class Run:
     def load(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """Returns leaf -> array, of those that are named; of a run with adapters, with what they add. Parameters may be of
         another dtype than the run has them in. Raises CheckpointError."""
-        found = {}
+        arrays = {}
         if self.merged is not None:
             for name, one in like.items():
-                if own := self.merged.placed(name, one):
-                    found[name] = self.merged.made(name, self._read(own), one)
-        rest = {name: one for name, one in like.items() if name not in found}
+                if parts := self.merged.placed(name, one):
+                    arrays[name] = self.merged.made(name, self._read(parts), one)
+        rest = {name: one for name, one in like.items() if name not in arrays}
         narrow = [name for name, one in rest.items() if one.dtype == jnp.bfloat16]
-        found |= self._read({name: one for name, one in rest.items() if name not in narrow})
+        arrays |= self._read({name: one for name, one in rest.items() if name not in narrow})
         for name in narrow:  # one by one: each is there in float32 first
             wide = jax.ShapeDtypeStruct(rest[name].shape, jnp.float32, sharding=rest[name].sharding)
-            found[name] = self._read({name: wide})[name].astype(jnp.bfloat16)
-        return {name: found[name] for name in like}
+            arrays[name] = self._read({name: wide})[name].astype(jnp.bfloat16)
+        return {name: arrays[name] for name in like}
 
     def stored(self, params: Mapping[str, Param]) -> dict[str, np.ndarray]:
         """Returns arrays as the checkpoint has them, by their names there, on this machine. Raises CheckpointError."""
@@ -101,17 +103,17 @@ class Run:
     def open(self, like: Mapping[str, Any]) -> dict[str, StoredArray]:
         """Returns name -> array, to be read whole or by layers, of all that makes the leaves that are named. Raises
         CheckpointError."""
-        own = {name: self.merged.likes(name) if self.merged is not None else {} for name in like}
+        parts = {name: self.merged.likes(name) if self.merged is not None else {} for name in like}
         return self._checkpoints.open_part(
-            self.step, {n: x for name in like for n, x in (own[name] or {name: like[name]}).items()}
+            self.step, {n: x for name in like for n, x in (parts[name] or {name: like[name]}).items()}
         )
 
     def rows(self, leaf: str, arrays: Mapping[str, StoredArray]) -> Any:
         """Returns the numbers of a leaf, from what `open` returns: its rows as they are, or made as they are read."""
-        own = self.merged.likes(leaf) if self.merged is not None else {}
-        if self.merged is None or not own:
+        parts = self.merged.likes(leaf) if self.merged is not None else {}
+        if self.merged is None or not parts:
             return arrays[leaf]
-        return self.merged.rows(leaf, {name: arrays[name] for name in own})
+        return self.merged.rows(leaf, {name: arrays[name] for name in parts})
 
     def load_and_close(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """Returns what `load` does, of a run that nothing more is asked of."""
@@ -136,18 +138,18 @@ def has_steps(folder: Path) -> bool:
 
 def section_of(recipe: dict[str, Any], where: Any) -> DecoderConfig:
     """Returns the model section of a run, from what its checkpoint keeps. A key that it has not had the default's meaning."""
-    given = {k.removeprefix("model."): v for k, v in recipe.items() if k.startswith("model.")}
+    settings = {k.removeprefix("model."): v for k, v in recipe.items() if k.startswith("model.")}
     try:
         load(recipe.get("plugins") or ())
     except PluginError as error:
         raise WeightsError(f"{where} was trained with a plugin: {error}") from error
-    strange = sorted(set(given) - set(flat(decoder_type()())))
+    strange = sorted(set(settings) - set(flat(decoder_type()())))
     if strange:
         raise WeightsError(f"{where} has another model: it has model.{strange[0]}, which the decoder does not have")
-    tree = nested(given)
+    tree = nested(settings)
     experts, latent = ExpertsShape(**tree.pop("experts", {})), LatentShape(**tree.pop("latent", {}))
-    own = {name: kind(**tree.pop(name, {})) for name, kind in sections_of(LAYER).items()}
-    return decoder_type()(**tree, **own, experts=experts, latent=latent)
+    sections = {name: kind(**tree.pop(name, {})) for name, kind in sections_of(LAYER).items()}
+    return decoder_type()(**tree, **sections, experts=experts, latent=latent)
 
 
 def lora_of(recipe: dict[str, Any]) -> LoRASection:
@@ -157,19 +159,19 @@ def lora_of(recipe: dict[str, Any]) -> LoRASection:
 
 def nested(flat_tree: dict[str, Any]) -> dict[str, Any]:
     """Returns "a.b" -> x as {"a": {"b": x}}."""
-    found: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for name, value in flat_tree.items():
         *path, last = name.split(".")
-        here = found
+        here = tree
         for part in path:
             here = here.setdefault(part, {})
         here[last] = value
-    return found
+    return tree
 
 
 def unnested(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns {"a": {"b": x}} as "a.b" -> x."""
-    found = {}
+    flat_tree = {}
     for name, value in tree.items():
-        found |= unnested(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
+        flat_tree |= unnested(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat_tree

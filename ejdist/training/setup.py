@@ -107,9 +107,9 @@ class Run:
     def state_like(self, kept: dict[str, Any] | None) -> TrainState:
         """Returns the state of the program, with the moments of a checkpoint with this metadata; default: its own."""
         state = self.program.state
-        own = self.sections.optimizer.moments
-        was = own if kept is None else kept["recipe"].get("optimizer.moments", own)
-        return state if was == own else state._replace(opt_state=moments_like(state.opt_state, was))
+        dtype = self.sections.optimizer.moments
+        was = dtype if kept is None else kept["recipe"].get("optimizer.moments", dtype)
+        return state if was == dtype else state._replace(opt_state=moments_like(state.opt_state, was))
 
     def check_owned(self) -> None:
         """Raises ValueError, on host 0, if another process has taken over a folder of the run. Call it before writing."""
@@ -170,16 +170,16 @@ def open_run(
     hosts.compare("the start", recipe | digests() | environment())
     folders = [("run.dir", directory)]
     if s.checkpoint.dir is not None and not is_url(s.checkpoint.dir):
-        kept = Path(s.checkpoint.dir).expanduser()
-        if kept.resolve() == directory.resolve():
+        checkpoint_dir = Path(s.checkpoint.dir).expanduser()
+        if checkpoint_dir.resolve() == directory.resolve():
             raise ValueError(
                 f"checkpoint.dir = {s.checkpoint.dir!r} is run.dir, but a checkpoint folder must hold nothing else; leave it "
                 "out to save to run.dir/checkpoints"
             )
-        folders.append(("checkpoint.dir", kept))
+        folders.append(("checkpoint.dir", checkpoint_dir))
         # It may be another run's default folder, whose run.dir is then locked too.
-        if kept.name == "checkpoints" and kept.resolve().parent != directory.resolve():
-            folders.append(("checkpoint.dir", kept.parent))
+        if checkpoint_dir.name == "checkpoints" and checkpoint_dir.resolve().parent != directory.resolve():
+            folders.append(("checkpoint.dir", checkpoint_dir.parent))
     locks = [Lock(key, folder, hosts.index == 0, hosts.limit) for key, folder in folders]
     for lock in locks:
         lock.take(log)  # before any host lists the folder: a process that is ending may still write its last checkpoint
@@ -204,10 +204,12 @@ def open_run(
     if held_out is not None and held_out.has_conversations:  # they must fit into the rows of every stage
         for other in stages:
             held_out.resized(**sizes_of(other.sections.data))
-    found = saves.find(program.state, log)
-    if not found and hosts.index == 0:
+    checkpoints = saves.find(program.state, log)
+    if not checkpoints and hosts.index == 0:
         _check_moved(directory, s.checkpoint)
-    run = Run(s, hosts, directory, program, saves, data, held_out, last, found, stage, stages, programs, datas, locks)
+    run = Run(
+        s, hosts, directory, program, saves, data, held_out, last, checkpoints, stage, stages, programs, datas, locks
+    )
     check_newest(run)
     return run
 
@@ -220,14 +222,14 @@ def check_newest(run: Run) -> None:
     """
     for step, where in run.checkpoints_found:
         try:
-            kept, kinds = where.described(step)
+            metadata, kinds = where.described(step)
         except Exception:  # damaged; `resume` finds that again, and says which and why
             continue
-        run.check(kept, step)
+        run.check(metadata, step)
         if run.hosts.index == 0:
-            SkippedBatches.read(run.directory, kept.get("guards", {}).get("passed", ()), step)
+            SkippedBatches.read(run.directory, metadata.get("guards", {}).get("passed", ()), step)
         here = run.in_stage_after(step)
-        check_same_model(f"checkpoint {where.directory / str(step)}", here.state_like(kept), kinds)
+        check_same_model(f"checkpoint {where.directory / str(step)}", here.state_like(metadata), kinds)
         return
 
 
@@ -238,14 +240,14 @@ def _check_moved(directory: Path, section: CheckpointSection) -> None:
         before = json.loads((directory / "recipe.json").read_text())["checkpoint.dir"]
         if before == section.dir or (before is not None and is_url(before)):
             return
-        there = directory / "checkpoints" if before is None else Path(before).expanduser()
-        last = max((int(path.name) for path in there.iterdir() if is_step(path.name)), default=None)
+        folder = directory / "checkpoints" if before is None else Path(before).expanduser()
+        last = max((int(path.name) for path in folder.iterdir() if is_step(path.name)), default=None)
     except (OSError, ValueError, LookupError, TypeError, RuntimeError):
         return  # no other folder is recorded, or it is gone
     if last is not None:
         raise ValueError(
             f"checkpoint.dir = {section.dir!r} has no checkpoint, and the run in {directory} has one of step {last} in "
-            f"{there}, where checkpoint.dir was {before!r}: restore checkpoint.dir, move the folder there, or {ELSEWHERE}"
+            f"{folder}, where checkpoint.dir was {before!r}: restore checkpoint.dir, move the folder there, or {ELSEWHERE}"
         )
 
 
@@ -276,11 +278,11 @@ def check_hosts(mesh: jax.sharding.Mesh) -> None:
 def _writable(key: str, folder: str) -> Path:
     """Returns the folder that a key names, which need not exist. Raises ValueError, naming the key, if it is not writable."""
     directory = Path(folder).expanduser()
-    there = next(p for p in (directory, *directory.absolute().parents) if p.exists())
-    if not there.is_dir():
-        raise ValueError(f"{key} = {folder!r}: {there} is a file; name another folder, or remove it")
-    if not os.access(there, os.W_OK | os.X_OK):
+    existing = next(p for p in (directory, *directory.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{key} = {folder!r}: {existing} is a file; name another folder, or remove it")
+    if not os.access(existing, os.W_OK | os.X_OK):
         raise ValueError(
-            f"{key} = {folder!r}: {there} cannot be written; choose another folder, or fix its permissions"
+            f"{key} = {folder!r}: {existing} cannot be written; choose another folder, or fix its permissions"
         )
     return directory

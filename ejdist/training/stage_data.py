@@ -46,23 +46,23 @@ def data_of_stages(stages: Sequence[Stage]) -> list[Data]:
     Raises:
       ValueError: as `data_of`; or a stage has another tokenizer, no data, or too little for a row. Names the stage.
     """
-    found: list[Data] = []
+    datas: list[Data] = []
     sections: list[Any] = []
     for stage in stages:
         section = stage.sections.data
         alike = [i for i, other in enumerate(sections) if replace(section, **sizes_of(other)) == other]
         try:
             if alike:
-                data = found[alike[0]]
+                data = datas[alike[0]]
                 if data.has_conversations:  # they must fit into the rows of every stage
                     data = data.resized(**sizes_of(section))
             else:
-                data = data_of(stage.sections, found[0].corpus.tokenizer if found else None)
-                if found and data.corpus.tokenizer.fingerprint != found[0].corpus.tokenizer.fingerprint:
+                data = data_of(stage.sections, datas[0].corpus.tokenizer if datas else None)
+                if datas and data.corpus.tokenizer.fingerprint != datas[0].corpus.tokenizer.fingerprint:
                     raise ValueError(
                         "data.source has another tokenizer than the stages before; tokenize it with the same one"
                     )
-                if found and ends_of(data.corpus.tokenizer) != ends_of(found[0].corpus.tokenizer):
+                if datas and ends_of(data.corpus.tokenizer) != ends_of(datas[0].corpus.tokenizer):
                     raise ValueError(
                         "data.source was made with another BOS or EOS than the stages before; tokenize it with the same "
                         "data.bos and data.eos"
@@ -74,9 +74,9 @@ def data_of_stages(stages: Sequence[Stage]) -> list[Data]:
                     )
         except ValueError as error:
             raise ValueError(f"{stage.where}{error}") from error
-        found.append(data)
+        datas.append(data)
         sections.append(section)
-    return found
+    return datas
 
 
 def data_of(s: TrainSections, tokenizer: Tokenizer | None = None) -> Data:

@@ -58,10 +58,10 @@ def open_source(where: str, c: DecoderConfig, stages: Sequence[DecoderConfig] = 
         published = read_published(folder)
         hint = f"model=hf takes all keys of its model, and python -m launch.export from={where} prints them"
         _check_model(c, published.model, f"{published.path}", hint)
-        told = _told(stages, published.model, "the folder says", published.dtype)
+        differences = _told(stages, published.model, "the folder says", published.dtype)
         stored = read_folder(folder)
         tensors = tensors_in(published.family, c, stored)
-        notes = told + check(tensors, stored, c, folder)
+        notes = differences + check(tensors, stored, c, folder)
         return Source(str(folder), leaves, notes, lambda like: load(stored, tensors, like), lambda: digest_of(stored))
     if (folder / "checkpoints").is_dir() or has_steps(folder):
         return _of_run(Run(folder), c, stages, leaves)
@@ -78,10 +78,10 @@ def _of_run(run: Run, c: DecoderConfig, stages: Sequence[DecoderConfig], leaves:
 
 
 def _check_model(ours: DecoderConfig, theirs: DecoderConfig, where: str, hint: str) -> None:
-    found = not_of_positions(ours, theirs)
-    if found:
-        more = f" ({len(found) - 1} more keys differ)" if len(found) > 1 else ""
-        raise WeightsError(f"{told_difference(ours, theirs, where, found[0])}{more}; {hint}")
+    differing = not_of_positions(ours, theirs)
+    if differing:
+        more = f" ({len(differing) - 1} more keys differ)" if len(differing) > 1 else ""
+        raise WeightsError(f"{told_difference(ours, theirs, where, differing[0])}{more}; {hint}")
 
 
 def _told(stages: Sequence[DecoderConfig], theirs: DecoderConfig, who: str, dtype: str | None) -> list[str]:

@@ -117,8 +117,8 @@ def make_train_step(
         def updated(grads: Any, opt_state: Any, params: Any, row: Any = None) -> tuple[Any, Any]:
             """Returns (parameters, optimizer state) after the update of some parameters, or of a row of each."""
             updates, new = apply(_mean(grads, count), opt_state, params, norm=norm, row=row)
-            made = optax.apply_updates(params, updates), new
-            return made if wrong is None else _unless(wrong, made, (params, opt_state))
+            result = optax.apply_updates(params, updates), new
+            return result if wrong is None else _unless(wrong, result, (params, opt_state))
 
         with jax.named_scope("optimizer"):
             params, opt_state = stream(updated, grads, state.opt_state, state.params)

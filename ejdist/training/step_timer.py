@@ -141,13 +141,14 @@ def stragglers(reports: dict[int, dict[str, float]]) -> dict[int, str]:
     """
     if len(reports) < 2:
         return {}
-    own = {host: times["host"] + times["data_wait"] for host, times in reports.items()}
-    usual = statistics.median_low(own.values())
-    late = [h for h, t in own.items() if t > _SLOW * usual and t - usual > _NOTICED * reports[h]["step_time"]]
+    host_times = {host: times["host"] + times["data_wait"] for host, times in reports.items()}
+    usual = statistics.median_low(host_times.values())
+    late = [h for h, t in host_times.items() if t > _SLOW * usual and t - usual > _NOTICED * reports[h]["step_time"]]
     return {
         host: (
-            f"host {host} needs {own[host]:.3f} s of its own for a step of {reports[host]['step_time']:.3f} s, the median host "
-            f"{usual:.3f} s: {reports[host]['data_wait']:.3f} s for its data and {reports[host]['host']:.3f} s to prepare it"
+            f"host {host} needs {host_times[host]:.3f} s of its own for a step of {reports[host]['step_time']:.3f} s, the "
+            f"median host {usual:.3f} s: {reports[host]['data_wait']:.3f} s for its data and {reports[host]['host']:.3f} s to "
+            "prepare it"
         )
         for host in sorted(late)
     }

@@ -183,8 +183,8 @@ class Steps:
             tables = s.experts.load_every
             recipe = flat(self.recipe)
             run.check_owned()
-            kept = {"tables_every": tables, "recipe": recipe, "changes": run.past.changes}
-            writer = MetricsWriter(run.directory, start, s.run.steps, trackers=s.run.trackers, **kept)
+            options = {"tables_every": tables, "recipe": recipe, "changes": run.past.changes}
+            writer = MetricsWriter(run.directory, start, s.run.steps, trackers=s.run.trackers, **options)
         state, current.state = current.state, None
         guards = Guards(watch, current.skipped, compiled.replicas, self.timer)
         profiler = StepProfiler(s.run.profile, run.directory, start, self.log)
@@ -210,8 +210,8 @@ class Steps:
         """Returns the state to continue from after a bad step: the last checkpoint, with every batch since then skipped."""
         run, skipped = current.run, current.skipped
         run.saves.wait()
-        found = run.saves.find(run.program.state, self.log)
-        restored = found[0][0] if found else 0
+        checkpoints = run.saves.find(run.program.state, self.log)
+        restored = checkpoints[0][0] if checkpoints else 0
         times = skipped.num_rewinds(restored)
         if times >= run.sections.guards.most_rewinds:
             many = f"the run has rewound to step {restored} {times} times (guards.most_rewinds)"
@@ -222,7 +222,7 @@ class Steps:
         self.log(f"{words}: rewinding to step {restored} and skipping {batches}")
         if run.hosts.index == 0:
             new.write(run.directory)
-        again = start_state(run, found, self.source, self.log)
+        again = start_state(run, checkpoints, self.source, self.log)
         if again.step < restored:  # that checkpoint is damaged, so the steps before it are lost too
             self.timer.rewind(again.step)
         return again

@@ -56,13 +56,13 @@ class WandbTracker:
         self._run.define_metric("*", step_metric="step")
 
     def add(self, step: int, values: Mapping[str, float], tables: Tables | None = None) -> None:
-        found: dict[str, Any] = {"step": step, **values}
+        logged: dict[str, Any] = {"step": step, **values}
         for name, rows in (tables or {}).items():
             for i, row in enumerate(rows):
                 finite = np.asarray(row, float)[np.isfinite(row)]
                 if finite.size:
-                    found[f"{name}/{i}"] = self._histogram(finite)
-        self._run.log(found)
+                    logged[f"{name}/{i}"] = self._histogram(finite)
+        self._run.log(logged)
 
     def close(self) -> None:
         self._run.finish()

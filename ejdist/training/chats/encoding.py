@@ -140,12 +140,12 @@ class Encoder:
             try:
                 if isinstance(row, Exception):
                     raise row
-                made = self._prepared(row)
+                prepared = self._prepared(row)
             except ValueError as error:
                 self._wrong(str(error) if isinstance(row, Exception) else f"{where}: {error}", skipped)
                 continue
-            batch.append((where, place, made))
-            size += len(made[0])
+            batch.append((where, place, prepared))
+            size += len(prepared[0])
             if size >= _BATCH:
                 yield from self._encoded(batch, skipped)
                 report(size)
@@ -153,37 +153,37 @@ class Encoder:
         yield from self._encoded(batch, skipped)
         report(size)
 
-    def _wrong(self, told: str, skipped: Skipped) -> None:
-        told = told.removesuffix("; remove or fix the line")  # of a line that is no row
+    def _wrong(self, message: str, skipped: Skipped) -> None:
+        message = message.removesuffix("; remove or fix the line")  # of a line that is no row
         if self._chats.on_error == "stop":
-            raise ValueError(f"{told}; fix or remove it, or pass over such rows with data.on_error=skip")
+            raise ValueError(f"{message}; fix or remove it, or pass over such rows with data.on_error=skip")
         skipped.count += 1
-        skipped.first = skipped.first or told
+        skipped.first = skipped.first or message
 
     def _prepared(self, row: Any) -> tuple[Any, Any, bool]:
         """Returns (a text, its trained characters, whether the end of a document follows), or (ids, which are trained, _)."""
         chats = self._chats
         if chats.format == "ids":
             return *ids_of(row, self._tokenizer.vocab_size, chats.loss_on), False
-        found = chat_of(row, chats.format, chats.key, self._source)
-        if isinstance(found, Chat):
-            template = self._templates["tool_use" if found.tools and "tool_use" in self._templates else "default"]
-            arguments = {**chats.arguments, **found.arguments}
-            text, spans = rendered(template, Chat(found.messages, found.train, found.tools, arguments), chats.loss_on)
+        chat = chat_of(row, chats.format, chats.key, self._source)
+        if isinstance(chat, Chat):
+            template = self._templates["tool_use" if chat.tools and "tool_use" in self._templates else "default"]
+            arguments = {**chats.arguments, **chat.arguments}
+            text, spans = rendered(template, Chat(chat.messages, chat.train, chat.tools, arguments), chats.loss_on)
             return text, spans, False
-        text, completion, spans = found
+        text, completion, spans = chat
         if chats.loss_on == "spans" and not spans:
             raise ValueError("nothing of it is trained: it has no 'spans'")
         return text, {"all": [(0, len(text))], "spans": spans}.get(chats.loss_on, completion), True
 
     def _encoded(self, batch: Sequence[tuple[str, tuple[int, int], Any]], skipped: Skipped) -> Iterator[Encoded]:
-        texts = [made[0] for _, _, made in batch if isinstance(made[0], str)]
+        texts = [prepared[0] for _, _, prepared in batch if isinstance(prepared[0], str)]
         encoded = iter(self._tokenizer.encode_places(texts) if texts else ())
         for where, place, (content, trained, ends) in batch:
             if isinstance(content, str):
-                made, places = next(encoded)
-                ids = begun(self._tokenizer, made)  # a template may have written BOS itself
-                mask = np.append(np.zeros(len(ids) - len(made), bool), mask_of(places, trained))
+                token_ids, places = next(encoded)
+                ids = begun(self._tokenizer, token_ids)  # a template may have written BOS itself
+                mask = np.append(np.zeros(len(ids) - len(token_ids), bool), mask_of(places, trained))
             else:
                 ids, mask = np.asarray(content, np.int64), np.asarray(trained, bool)
             if ends and (not len(ids) or ids[-1] != self._tokenizer.eos_id):

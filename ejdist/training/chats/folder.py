@@ -24,29 +24,29 @@ def templates_of(chat_template: str | None, tokenizer: str) -> dict[str, str]:
     folder = folder_of(tokenizer)
     if chat_template == CHATML:
         return {"default": (Path(__file__).parent / "chatml.jinja").read_text("utf-8")}
-    own = {} if folder is None else _own(folder)
+    templates = {} if folder is None else _own(folder)
     if chat_template is not None:
-        if chat_template in own:
-            return {"default": own[chat_template]}
+        if chat_template in templates:
+            return {"default": templates[chat_template]}
         path = Path(chat_template).expanduser()
         if not path.is_file():
-            names = f", {', '.join(sorted(own))} (of {folder})" if own else ""
+            names = f", {', '.join(sorted(templates))} (of {folder})" if templates else ""
             raise ValueError(
                 f"data.chat_template = {chat_template!r}: no such file; give a Jinja template, {CHATML}{names}"
             )
         return {"default": _read(path)}
-    if not own:
+    if not templates:
         where = f"{folder} has neither chat_template.jinja nor one in tokenizer_config.json"
         raise ValueError(
             f"conversations need a chat template, but {where if folder else f'data.tokenizer = {tokenizer!r} has none'}: "
             f"give data.chat_template=FILE, or {CHATML}"
         )
-    if "default" not in own:
+    if "default" not in templates:
         raise ValueError(
-            f"{folder} has the chat templates {', '.join(sorted(own))}, and none is the default: name one in "
+            f"{folder} has the chat templates {', '.join(sorted(templates))}, and none is the default: name one in "
             "data.chat_template"
         )
-    return {name: own[name] for name in ("default", "tool_use") if name in own}
+    return {name: templates[name] for name in ("default", "tool_use") if name in templates}
 
 
 def tokens_of(tokenizer: str) -> dict[str, Any]:
@@ -57,16 +57,16 @@ def tokens_of(tokenizer: str) -> dict[str, Any]:
         if folder is None
         else {**said_in(folder / "special_tokens_map.json"), **said_in(folder / "tokenizer_config.json")}
     )
-    found: dict[str, Any] = {}
+    tokens: dict[str, Any] = {}
     for name in _TOKENS:
         value = config.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
-            found[name] = value
+            tokens[name] = value
     more = config.get("additional_special_tokens")
     if isinstance(more, list):
-        found["additional_special_tokens"] = [t.get("content") if isinstance(t, dict) else t for t in more]
-    return found
+        tokens["additional_special_tokens"] = [t.get("content") if isinstance(t, dict) else t for t in more]
+    return tokens
 
 
 def folder_of(tokenizer: str) -> Path | None:
@@ -77,21 +77,21 @@ def folder_of(tokenizer: str) -> Path | None:
 
 def _own(folder: Path) -> dict[str, str]:
     """Returns the templates of a folder, by name; a file of its own comes before what a configuration says."""
-    said = said_in(folder / "tokenizer_config.json").get("chat_template")
-    said = said if said is not None else said_in(folder / "chat_template.json").get("chat_template")
-    found: dict[str, str] = {}
-    if isinstance(said, str):
-        found["default"] = said
-    elif isinstance(said, list):
-        entries = [one for one in said if isinstance(one, dict)]
-        found = {str(one.get("name")): one["template"] for one in entries if isinstance(one.get("template"), str)}
-    elif isinstance(said, dict):
-        found = {str(name): text for name, text in said.items() if isinstance(text, str)}
+    declared = said_in(folder / "tokenizer_config.json").get("chat_template")
+    declared = declared if declared is not None else said_in(folder / "chat_template.json").get("chat_template")
+    templates: dict[str, str] = {}
+    if isinstance(declared, str):
+        templates["default"] = declared
+    elif isinstance(declared, list):
+        entries = [one for one in declared if isinstance(one, dict)]
+        templates = {str(one.get("name")): one["template"] for one in entries if isinstance(one.get("template"), str)}
+    elif isinstance(declared, dict):
+        templates = {str(name): text for name, text in declared.items() if isinstance(text, str)}
     if (alone := folder / "chat_template.jinja").is_file():
-        found["default"] = _read(alone)
+        templates["default"] = _read(alone)
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = _read(path)
-    return found
+        templates[path.stem] = _read(path)
+    return templates
 
 
 def _read(path: Path) -> str:
@@ -109,7 +109,7 @@ def said_in(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(_read(path))
+        content = json.loads(_read(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON ({error.msg}, line {error.lineno}); fix it, or copy it again") from None
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

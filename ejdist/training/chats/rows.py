@@ -51,16 +51,16 @@ def chat_of(row: Any, kind: str, key: str, source: str) -> Chat | tuple[str, Spa
             text = _text(prompt, "'prompt'") + _text(completion, "'completion'")
             if not completion:
                 raise ValueError("'completion' is empty, so nothing is trained")
-            at, given = len(prompt), row.get("spans")
-            spans = [] if given is None else _spans(given, len(completion), "'spans'")
-            return text, [(at, len(text))], [(at + begin, at + end) for begin, end in spans]
+            offset, pairs = len(prompt), row.get("spans")
+            spans = [] if pairs is None else _spans(pairs, len(completion), "'spans'")
+            return text, [(offset, len(text))], [(offset + begin, offset + end) for begin, end in spans]
         if isinstance(prompt, str) or isinstance(completion, str):
             raise ValueError("'prompt' and 'completion' must both be texts, or both lists of messages")
-        asked, said = _messages(prompt, "prompt", source), _messages(completion, "completion", source)
-        if not any(message["role"] == "assistant" for message in said):
+        prompts, replies = _messages(prompt, "prompt", source), _messages(completion, "completion", source)
+        if not any(message["role"] == "assistant" for message in replies):
             raise ValueError("'completion' has no message of the assistant, so nothing is trained")
-        train = [*(False for _ in asked), *(_train(message, i) for i, message in enumerate(said))]
-        messages = [*asked, *said]
+        train = [*(False for _ in prompts), *(_train(message, i) for i, message in enumerate(replies))]
+        messages = [*prompts, *replies]
     else:
         messages = _messages(_parsed(_field(row, key)), key, source)
         train = [_train(message, i) for i, message in enumerate(messages)]
@@ -79,20 +79,20 @@ def ids_of(row: Any, vocab_size: int, loss_on: str) -> tuple[list[int], list[boo
         raise ValueError("'input_ids' is empty")
     if (wrong := next((i for i in ids if not 0 <= i < vocab_size), None)) is not None:
         raise ValueError(f"'input_ids' has {wrong}, and the tokenizer has the ids 0 to {vocab_size - 1}")
-    given = [name for name in ("labels", *MASKS) if row.get(name) is not None]
-    if len(given) > 1:
-        raise ValueError(f"{given[0]!r} and {given[1]!r} both say what is trained; keep one")
+    present = [name for name in ("labels", *MASKS) if row.get(name) is not None]
+    if len(present) > 1:
+        raise ValueError(f"{present[0]!r} and {present[1]!r} both say what is trained; keep one")
     if loss_on == "all":
         return ids, [True] * len(ids)
-    if not given:
+    if not present:
         raise ValueError(
             f"neither 'labels' nor a mask ({', '.join(MASKS)}) says what is trained; add one, or set data.loss_on=all"
         )
-    values = _integers(row[given[0]], given[0])
+    values = _integers(row[present[0]], present[0])
     if len(values) != len(ids):
         much = "longer" if len(values) > len(ids) else "shorter"
-        raise ValueError(f"{given[0]!r} has {len(values)} numbers, {much} than the {len(ids)} of 'input_ids'")
-    if given[0] == "labels":
+        raise ValueError(f"{present[0]!r} has {len(values)} numbers, {much} than the {len(ids)} of 'input_ids'")
+    if present[0] == "labels":
         for i, (label, token) in enumerate(zip(values, ids, strict=True)):
             if label not in (IGNORED, token):
                 raise ValueError(
@@ -100,7 +100,7 @@ def ids_of(row: Any, vocab_size: int, loss_on: str) -> tuple[list[int], list[boo
                 )
         return ids, [label != IGNORED for label in values]
     if stray := next((v for v in values if v not in (0, 1)), None):
-        raise ValueError(f"{given[0]!r} has {stray}; a mask has 0 and 1 only")
+        raise ValueError(f"{present[0]!r} has {stray}; a mask has 0 and 1 only")
     return ids, [bool(value) for value in values]
 
 
@@ -111,9 +111,9 @@ def _check_row(row: Any) -> None:
 
 def _field(row: Mapping[str, Any], name: str) -> Any:
     if row.get(name) is None:
-        there = ", ".join(list(row)[:12]) or "none"
+        present = ", ".join(list(row)[:12]) or "none"
         hint = "; set data.text_key to the key of the messages" if name == "messages" else ""
-        raise ValueError(f"no key {name!r} (there is {there}){hint}")
+        raise ValueError(f"no key {name!r} (there is {present}){hint}")
     return row[name]
 
 
@@ -121,11 +121,11 @@ def _parsed(value: Any) -> Any:
     """Returns the messages that a table has as JSON in a text; another text as it is."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            found = json.loads(value)
+            messages = json.loads(value)
         except (ValueError, RecursionError):
             return value
-        if isinstance(found, list) and found and all(isinstance(one, dict) and "role" in one for one in found):
-            return found
+        if isinstance(messages, list) and messages and all(isinstance(one, dict) and "role" in one for one in messages):
+            return messages
     return value
 
 
@@ -137,10 +137,10 @@ def _text(value: str, what: str) -> str:
     return value
 
 
-def _messages(found: Any, name: str, source: str) -> list[dict[str, Any]]:
-    if not isinstance(found, Sequence) or isinstance(found, str) or not found:
-        raise ValueError(f"{name!r} is {_kind(found)}, not a list of messages")
-    return [_message(message, f"{name}[{i}]", source) for i, message in enumerate(found)]
+def _messages(value: Any, name: str, source: str) -> list[dict[str, Any]]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise ValueError(f"{name!r} is {_kind(value)}, not a list of messages")
+    return [_message(message, f"{name}[{i}]", source) for i, message in enumerate(value)]
 
 
 def _message(message: Any, where: str, source: str) -> dict[str, Any]:
@@ -183,12 +183,12 @@ def _content(content: Any, where: str) -> str:
 
 def _train(message: Mapping[str, Any], number: int) -> bool | Spans | None:
     """Returns what a message says of the loss on it, by 'train' or 'weight'."""
-    given = [name for name in ("train", "weight") if message.get(name) is not None]
-    if not given:
+    keys = [name for name in ("train", "weight") if message.get(name) is not None]
+    if not keys:
         return None
-    value, where = message[given[0]], f"message {number}: {given[0]!r}"
+    value, where = message[keys[0]], f"message {number}: {keys[0]!r}"
     if isinstance(value, list):
-        if message["role"] != "assistant" or given[0] == "weight":
+        if message["role"] != "assistant" or keys[0] == "weight":
             raise ValueError(f"{where} has places, which 'train' of a message of the assistant may have")
         return _spans(value, len(message.get("content") or ""), where)
     if value not in (0, 1):
@@ -198,14 +198,14 @@ def _train(message: Mapping[str, Any], number: int) -> bool | Spans | None:
     return bool(value)
 
 
-def _spans(found: Any, length: int, where: str) -> Spans:
-    good = isinstance(found, list) and all(isinstance(one, list) and len(one) == 2 for one in found)
-    flat = [x for one in found for x in one] if good else []
+def _spans(pairs: Any, length: int, where: str) -> Spans:
+    good = isinstance(pairs, list) and all(isinstance(one, list) and len(one) == 2 for one in pairs)
+    flat = [x for one in pairs for x in one] if good else []
     if not flat or any(type(x) is not int for x in flat) or sorted(flat) != flat or flat[0] < 0 or flat[-1] > length:
         raise ValueError(f"{where} must be [begin, end] pairs, in order, within the {length} characters of the text")
-    if any(begin == end for begin, end in found):
+    if any(begin == end for begin, end in pairs):
         raise ValueError(f"{where} has an empty pair")
-    return [(begin, end) for begin, end in found]
+    return [(begin, end) for begin, end in pairs]
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
@@ -225,16 +225,16 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _arguments(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    given = row.get("chat_template_kwargs")
-    if given is not None and not isinstance(given, Mapping):
-        raise ValueError(f"'chat_template_kwargs' is {_kind(given)}, not an object")
-    return given or {}
+    arguments = row.get("chat_template_kwargs")
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise ValueError(f"'chat_template_kwargs' is {_kind(arguments)}, not an object")
+    return arguments or {}
 
 
-def _integers(found: Any, name: str) -> list[int]:
-    if not isinstance(found, list) or any(type(x) not in (int, bool) for x in found):
+def _integers(values: Any, name: str) -> list[int]:
+    if not isinstance(values, list) or any(type(x) not in (int, bool) for x in values):
         raise ValueError(f"{name!r} is not a list of whole numbers")
-    return [int(x) for x in found]
+    return [int(x) for x in values]
 
 
 def _kind(value: Any) -> str:

@@ -109,20 +109,20 @@ def ids_of(asked: SpecialTokens, vocabulary: Vocabulary, beside: Path | None, ar
 
 
 def _id(key: str, token: str, vocabulary: Vocabulary, argument: str) -> int:
-    found = vocabulary.token_to_id(token)
-    if found is None:
+    token_id = vocabulary.token_to_id(token)
+    if token_id is None:
         raise ValueError(f"data.{key} = {token!r} is no token of {argument}; give one, auto, or null for none")
-    return found
+    return token_id
 
 
 def _of_file(key: str, token: str, vocabulary: Vocabulary, argument: str) -> int:
-    found = vocabulary.token_to_id(token)
-    if found is None:
+    token_id = vocabulary.token_to_id(token)
+    if token_id is None:
         raise ValueError(
             f"{argument}: the files beside it name {key}_token = {token!r}, which its vocabulary does not have; give "
             f"data.{key}=TOKEN, or null for none"
         )
-    return found
+    return token_id
 
 
 def _eos(asked: str, vocabulary: Vocabulary, named: dict[str, Any], by_id: Sequence[int], argument: str) -> int:
@@ -131,13 +131,13 @@ def _eos(asked: str, vocabulary: Vocabulary, named: dict[str, Any], by_id: Seque
     if (token := named.get("eos_token")) is not None:
         return _of_file("eos", token, vocabulary, argument)
     usual = (vocabulary.token_to_id(token) for token in ENDS)
-    found = next((i for i in (*by_id, *usual) if i is not None), None)
-    if found is None:
+    token_id = next((i for i in (*by_id, *usual) if i is not None), None)
+    if token_id is None:
         raise ValueError(
             f"{argument} has none of {', '.join(ENDS)} to end a document, and no file beside it names another; give "
             "data.eos=TOKEN, or null for none"
         )
-    return found
+    return token_id
 
 
 def _bos(
@@ -153,14 +153,14 @@ def _bos(
     if asked != AUTO:
         return _id("bos", asked, vocabulary, argument)
     token = named.get("bos_token")
-    own = by_id[0] if token is None and by_id else None
-    wanted = None if beside is None else said_in(beside / "tokenizer_config.json").get("add_bos_token")
-    if wanted is False:
+    token_id = by_id[0] if token is None and by_id else None
+    add_bos = None if beside is None else said_in(beside / "tokenizer_config.json").get("add_bos_token")
+    if add_bos is False:
         return None
-    if wanted is True and token is not None:
+    if add_bos is True and token is not None:
         return _of_file("bos", token, vocabulary, argument)
-    if wanted is True and own is not None:
-        return own
+    if add_bos is True and token_id is not None:
+        return token_id
     # What the post-processor adds shows in a text of nothing. It may add EOS alone.
     first, plain = (vocabulary.encode("", add_special_tokens=special).ids[:1] for special in (True, False))
     ends = {named.get("eos_token"), *ENDS}
@@ -169,10 +169,10 @@ def _bos(
 
 def _ids_named(vocabulary: Vocabulary, beside: Path | None) -> dict[str, list[int]]:
     """Returns the ids of bos and eos that files name by number, and the vocabulary has."""
-    found: dict[str, list[int]] = {"bos": [], "eos": []}
+    ids_by_key: dict[str, list[int]] = {"bos": [], "eos": []}
     for content in () if beside is None else [said_in(beside / name) for name in _BY_ID]:
-        for key, ids in found.items():
-            given = content.get(f"{key}_token_id")
-            listed = given if isinstance(given, list) else [given]
+        for key, ids in ids_by_key.items():
+            value = content.get(f"{key}_token_id")
+            listed = value if isinstance(value, list) else [value]
             ids += [i for i in listed if type(i) is int and i >= 0 and vocabulary.id_to_token(i) is not None]
-    return found
+    return ids_by_key

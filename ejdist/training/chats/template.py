@@ -38,14 +38,14 @@ class ChatTemplate:
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        found: list[int] = []
+        generation_lines: list[int] = []
 
         class Generation(Extension):
             tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
             def parse(self, parser: Any) -> Any:
                 line = next(parser.stream).lineno
-                found.append(line)
+                generation_lines.append(line)
                 body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
                 return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
@@ -68,7 +68,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise ValueError(f"{what} is not a Jinja template: line {error.lineno}: {error.message}") from None
-        self.source, self.marks, self._tokens = source, bool(found), dict(tokens)
+        self.source, self.marks, self._tokens = source, bool(generation_lines), dict(tokens)
 
     def render(
         self,
@@ -87,11 +87,11 @@ class ChatTemplate:
         Raises:
           ValueError: the template raises, or fails.
         """
-        given = {**self._tokens, **(arguments or {})}
-        said = [_with_reasoning(message) for message in messages]
+        variables = {**self._tokens, **(arguments or {})}
+        prepared = [_with_reasoning(message) for message in messages]
         try:
             text = self._template.render(
-                messages=said, tools=tools, documents=None, add_generation_prompt=prompt, **given
+                messages=prepared, tools=tools, documents=None, add_generation_prompt=prompt, **variables
             )
         except Exception as error:  # what a template computes may fail in any way
             reason = (str(error).splitlines() or [""])[0]
@@ -120,11 +120,11 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _unmarked(text: str) -> tuple[str, Spans]:
     if _OPEN not in text:
         return text, []
-    parts, spans, at = [], [], 0
+    parts, spans, offset = [], [], 0
     for piece in text.split(_OPEN):
         inside, closed, rest = piece.partition(_CLOSE)
         if closed:
-            spans += [(at, at + len(inside))] if inside else []
+            spans += [(offset, offset + len(inside))] if inside else []
         parts += [inside, rest]
-        at += len(inside) + len(rest)
+        offset += len(inside) + len(rest)
     return "".join(parts), spans

@@ -52,14 +52,14 @@ def rendered(template: ChatTemplate, chat: Chat, loss_on: str) -> tuple[str, Spa
     spoken = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if not spoken:
         raise ValueError("no message is the assistant's, so nothing is trained")
-    said = spoken[-1:] if loss_on == "last" else spoken
-    wanted = [i for i in said if chat.train[i] or (chat.train[i] is None and loss_on != "spans")]
-    if not wanted:
+    candidates = spoken[-1:] if loss_on == "last" else spoken
+    chosen = [i for i in candidates if chat.train[i] or (chat.train[i] is None and loss_on != "spans")]
+    if not chosen:
         raise ValueError("nothing of it is trained: no message of the assistant says so by 'train' or 'weight'")
-    if template.marks and wanted == spoken and not any(isinstance(chat.train[i], list) for i in wanted):
+    if template.marks and chosen == spoken and not any(isinstance(chat.train[i], list) for i in chosen):
         spans = turns.marked
     else:
-        spans = [span for i in wanted for span in turns.trained(i)]
+        spans = [span for i in chosen for span in turns.trained(i)]
     if not spans:
         raise ValueError(f"the chat template marks no text as the assistant's; {_OWN}")
     return turns.text, spans
@@ -83,13 +83,13 @@ class _Turns:
         if not isinstance(chosen, list):
             return turn
         content, (begin, end) = self._chat.messages[i].get("content") or "", (turn[0][0], turn[-1][1])
-        at = self.text.find(content, begin, end)
-        if at < 0 or self.text.find(content, at + 1, end) >= 0:
+        offset = self.text.find(content, begin, end)
+        if offset < 0 or self.text.find(content, offset + 1, end) >= 0:
             raise ValueError(
                 f"message {i}: 'train' has places in its content, which the chat template does not write there once and "
                 "unchanged"
             )
-        return [(at + first, at + last) for first, last in chosen]
+        return [(offset + first, offset + last) for first, last in chosen]
 
     def _marked_in(self, i: int) -> Spans:
         """Returns what the template marks in message i: what it marks up to it, less what it marks before it."""
@@ -129,5 +129,5 @@ class _Turns:
         except ValueError:  # a template may refuse two users in a row
             return 0
         rest = without[len(before) :]
-        found = rest and without.startswith(before) and self.text.endswith(rest)
-        return len(self.text) - len(rest) if found else 0
+        matches = rest and without.startswith(before) and self.text.endswith(rest)
+        return len(self.text) - len(rest) if matches else 0

@@ -75,8 +75,8 @@ class DataSection:
 
     def conversations(self, part: dict[str, Any] | None = None) -> Asked:
         """Returns what this says of conversations, or what a source of a mixture says instead."""
-        own = {f.name: getattr(self, f.name) for f in fields(Asked)}
-        return Asked(**own | {name: value for name, value in (part or {}).items() if name in own})
+        defaults = {f.name: getattr(self, f.name) for f in fields(Asked)}
+        return Asked(**defaults | {name: value for name, value in (part or {}).items() if name in defaults})
 
 
 def build(section: DataSection, *, seed: int, tokenizer: Tokenizer | None = None) -> Data:
@@ -135,8 +135,8 @@ def _open(
     """Returns what one source is: a dataset, or files that are tokenized now or were before. `instead`: for files, replaces the
     tokenizer of that name."""
     tokenizer, special_tokens = section.tokenizer, section.special_tokens()
-    if (own := own_source(source)) is not None and own[0].value.rows is not None:
-        return OwnRows(source, *own, tokenizer, special_tokens)  # pyrefly: ignore[bad-return]
+    if (plugin := own_source(source)) is not None and plugin[0].value.rows is not None:
+        return OwnRows(source, *plugin, tokenizer, special_tokens)  # pyrefly: ignore[bad-return]
     if is_stream(source):
         return hub_dataset(source, tokenizer, text_key, cache, asked=asked, special_tokens=special_tokens)
     for one in source if isinstance(source, (list, tuple)) else [source]:
@@ -155,10 +155,10 @@ def _open(
             f"data.source lists {joined[0]!r}, which is a dataset; join datasets with data.mixture, by weight"
         )
     if tokenizer == OWN and instead is None:
-        given = "data.source is not set" if source is None else f"data.source = {source!r} is not a dataset"
+        reason = "data.source is not set" if source is None else f"data.source = {source!r} is not a dataset"
         raise ValueError(
-            f"data.tokenizer = {OWN!r} is the tokenizer of a dataset, but {given}: make one with python -m launch.tokenize and "
-            "give its folder, or name a tokenizer"
+            f"data.tokenizer = {OWN!r} is the tokenizer of a dataset, but {reason}: make one with python -m launch.tokenize "
+            "and give its folder, or name a tokenizer"
         )
     chats = asked.chats(source, tokenizer, text_key)
     return build_corpus(source, instead or tokenizer, text_key, cache, chats=chats, asked=special_tokens)

@@ -74,9 +74,9 @@ class Data:
         return self._like(sequence_length=sequence_length, global_batch=global_batch)
 
     def _like(self, **other: Any) -> Data:
-        own: dict[str, Any] = {"sequence_length": self.packing.length, "global_batch": self.global_batch}
-        own |= {"seed": self.seed, "prefetch": self.prefetch, **self._how}
-        return Data(self.corpus, **own | other)
+        arguments: dict[str, Any] = {"sequence_length": self.packing.length, "global_batch": self.global_batch}
+        arguments |= {"seed": self.seed, "prefetch": self.prefetch, **self._how}
+        return Data(self.corpus, **arguments | other)
 
     def after(self, cursor: dict[str, Any], number: int) -> Data:
         """Returns the data as a run reads it on that has read up to batch `number` of what its checkpoint's cursor describes.
@@ -130,14 +130,14 @@ class Data:
         """Returns lines that say what rows of conversations were taken for, and which were not taken. Of text there is one
         where data.format=auto (`guessed`). `key`: that names the source."""
         parts = self.packing.parts if isinstance(self.packing, MixedRows) else [self.packing]
-        found = []
+        described = []
         for i, (corpus, rows) in enumerate(zip(self._corpora, parts, strict=True)):
             lines = corpus.describe() + (rows.describe() if isinstance(rows, Whole) else [])
             if self._guessed and corpus.chats is None:
                 lines.append("text, all of which is trained (data.format=auto)")
             where = f"data.mixture[{i}]" if len(parts) > 1 else key
-            found += [f"{where}: {line}" for line in lines]
-        return found
+            described += [f"{where}: {line}" for line in lines]
+        return described
 
     def ends(self) -> str | None:
         """Returns a line that says which tokens begin and end a document; None for bytes, whose end has no name."""
@@ -157,13 +157,13 @@ class Data:
 
     def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
         """Returns the batch of a step, counted from 0, or only those of its rows: what one host needs."""
-        at = step - self.begin.batch
-        if at < 0:
+        index = step - self.begin.batch
+        if index < 0:
             raise ValueError(f"step must be {self.begin.batch or '0'} or more, got {step}")
         first = 0 if isinstance(self.packing, MixedRows) else self._first[0]
-        numbers = range(first + at * self.global_batch, first + (at + 1) * self.global_batch)[rows]
-        made = [self.packing.row(i) for i in numbers]
-        return {name: np.stack([row[name] for row in made]) for name in made[0]}
+        numbers = range(first + index * self.global_batch, first + (index + 1) * self.global_batch)[rows]
+        packed = [self.packing.row(i) for i in numbers]
+        return {name: np.stack([row[name] for row in packed]) for name in packed[0]}
 
     def iterator(
         self, start: int, stop: int, rows: slice = slice(None), number: Callable[[int], int] = lambda step: step
@@ -210,8 +210,12 @@ class Data:
     def check_cursor(self, cursor: dict[str, Any]) -> None:
         """Raises ValueError, naming the key, if the batches of a resumed run would not be those of the run so far."""
         if changed := self.changes(cursor):
-            told = "; ".join(f"{described_key(name)}: was {was}, is {now}" for name, (was, now) in changed.items())
-            raise ValueError(f"this run cannot resume with other data: {told}; restore it, or start in another run.dir")
+            description = "; ".join(
+                f"{described_key(name)}: was {was}, is {now}" for name, (was, now) in changed.items()
+            )
+            raise ValueError(
+                f"this run cannot resume with other data: {description}; restore it, or start in another run.dir"
+            )
 
 
 # Of the entries of a cursor by which batches are compared: the keys that they follow from, and what else may have changed.

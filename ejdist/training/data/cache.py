@@ -184,17 +184,17 @@ def _verified(folder: Path) -> dict[str, Any]:
 
 def _verify(path: Path, size: int, checksums: list[int]) -> None:
     with open(path, "rb") as f:
-        found = os.fstat(f.fileno()).st_size
-        if found != size:
-            raise Damaged(f"{path.name} has {found} bytes, not {size}")
+        file_size = os.fstat(f.fileno()).st_size
+        if file_size != size:
+            raise Damaged(f"{path.name} has {file_size} bytes, not {size}")
 
         # Read, not mapped: a disk that fails gives an error then, and not a signal that ends the process.
         def checksum(block: int) -> int:
             return zlib.crc32(os.pread(f.fileno(), _BLOCK, block * _BLOCK))
 
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            for block, made in enumerate(threads.map(checksum, range(len(checksums)))):
-                if made != checksums[block]:
+            for block, crc in enumerate(threads.map(checksum, range(len(checksums)))):
+                if crc != checksums[block]:
                     end = min((block + 1) * _BLOCK, size)
                     raise Damaged(
                         f"{path.name} does not hold the bytes that were written, from {block * _BLOCK} to {end}"

@@ -83,15 +83,15 @@ class Asked:
 
     def check_made(self, chats: Chats | None, folder: Path) -> None:
         """Raises ValueError, naming the key, if this says otherwise than a dataset was made. Keys that are left out do not."""
-        made: dict[str, Any] = {"format": "text" if chats is None else chats.format}
+        settings: dict[str, Any] = {"format": "text" if chats is None else chats.format}
         if chats is not None:
-            made |= {"loss_on": chats.loss_on, "chat_date": chats.today, "chat_template_kwargs": chats.arguments}
-        for key, value in made.items():
-            given = getattr(self, key)
-            left_out = given in ("text", "auto") if key == "format" else given is None
-            if not left_out and given != value:
+            settings |= {"loss_on": chats.loss_on, "chat_date": chats.today, "chat_template_kwargs": chats.arguments}
+        for key, value in settings.items():
+            asked = getattr(self, key)
+            left_out = asked in ("text", "auto") if key == "format" else asked is None
+            if not left_out and asked != value:
                 raise ValueError(
-                    f"data.{key} = {given!r}, and {folder} was made with {value!r}; leave the key out, or tokenize the "
+                    f"data.{key} = {asked!r}, and {folder} was made with {value!r}; leave the key out, or tokenize the "
                     "files into another folder"
                 )
         if self.chat_template is not None and chats is not None:
@@ -132,27 +132,27 @@ def _kind_of(source: Any, key: str, text_key: str) -> str:
         return kinds[0]
     if isinstance(first.get(text_key), str):
         return "text"
-    there = ", ".join(list(first)[:12]) or "nothing"
+    keys = ", ".join(list(first)[:12]) or "nothing"
     raise ValueError(
-        f"{where} has {there}: neither {key!r}, nor 'prompt' and 'completion', nor 'input_ids', nor {text_key!r}; set "
+        f"{where} has {keys}: neither {key!r}, nor 'prompt' and 'completion', nor 'input_ids', nor {text_key!r}; set "
         "data.text_key to the key of the messages, or of the text"
     )
 
 
 def _first_row(source: Any, key: str, text_key: str) -> tuple[Mapping[str, Any] | None, str]:
-    found: Iterator[tuple[str, Any]]
+    candidates: Iterator[tuple[str, Any]]
     if is_stream(source):
-        found = hub_rows(source, 0, 1)
+        candidates = hub_rows(source, 0, 1)
     else:
         files = [path for path in files_of(source) if not is_text(path)]
         if not files:
             return None, ""
         read = dict.fromkeys((*columns(key), text_key))
-        found = (
+        candidates = (
             (where, row) for path in files for _, where, row in itertools.islice(rows(path, list(read)), _LOOKED_AT)
         )
     wrong = ""
-    for where, row in found:
+    for where, row in candidates:
         if isinstance(row, Mapping):
             return row, where
         wrong = wrong or (str(row) if isinstance(row, Exception) else f"{where}: {type(row).__name__}, not an object")

@@ -61,8 +61,8 @@ class Corpus:
         """Returns what an error calls a conversation."""
         assert self.places is not None
         source, number = self.places[document].tolist()
-        found: Range = (self.facts["files"][source], 0, None)
-        return row_name(found, number)
+        origin: Range = (self.facts["files"][source], 0, None)
+        return row_name(origin, number)
 
     def describe(self) -> list[str]:
         """Returns lines that say what the rows were taken for; none of text."""
@@ -166,22 +166,22 @@ def build_corpus(
     """
     cache_dir = Path(cache_dir).expanduser()
     files = Files.of(source, text_key)
-    made = make_tokenizer(tokenizer, files, cache_dir, asked) if isinstance(tokenizer, str) else tokenizer
+    resolved = make_tokenizer(tokenizer, files, cache_dir, asked) if isinstance(tokenizer, str) else tokenizer
     of_chats = [] if chats is None else [chats.key_of_cache]
-    folder = cache_dir / f"corpus-{files.key(made.fingerprint, made.bos_id, made.eos_id, *of_chats)}"
+    folder = cache_dir / f"corpus-{files.key(resolved.fingerprint, resolved.bos_id, resolved.eos_id, *of_chats)}"
     for _ in range(_ATTEMPTS):
         facts = open_folder(folder)
         if facts is not None:
             try:
                 tokens = np.memmap(folder / "tokens.bin", np.dtype(facts["dtype"]), mode="r")
-                read = tokens, np.fromfile(folder / "offsets.bin", np.int64), facts["fingerprint"], made
+                read = tokens, np.fromfile(folder / "offsets.bin", np.int64), facts["fingerprint"], resolved
                 return Corpus(*read) if chats is None else Corpus(*read, **_of_chats(folder, facts))
             except FileNotFoundError:
                 continue
         if chats is None:
-            _write(folder, files, made)
+            _write(folder, files, resolved)
         else:
-            _write_chats(folder, files, made, chats)
+            _write_chats(folder, files, resolved, chats)
     raise _not_kept(folder)
 
 
@@ -220,9 +220,9 @@ def _write(folder: Path, files: Files, tokenizer: Tokenizer) -> None:
     with new_folder(folder) as new:
         with new.file("tokens.bin") as out:
             for text in files.texts():
-                own = tokenizer.encode(text)
-                longest = max(longest, len(own))
-                ids = ended(tokenizer, begun(tokenizer, own)).astype(dtype).tobytes()
+                encoded = tokenizer.encode(text)
+                longest = max(longest, len(encoded))
+                ids = ended(tokenizer, begun(tokenizer, encoded)).astype(dtype).tobytes()
                 if not ids:  # of a text without tokens, where nothing begins and ends it
                     continue
                 out.write(ids)

@@ -122,9 +122,9 @@ class Shard:
             raise Damaged("meta.json is of another shard than dataset.json says")
         files = {}
         for name, file in content["files"].items():
-            found = (self.folder / name).stat().st_size
-            if found != file["size"]:
-                raise Damaged(f"{name} has {found} bytes, not {file['size']}")
+            size = (self.folder / name).stat().st_size
+            if size != file["size"]:
+                raise Damaged(f"{name} has {size} bytes, not {file['size']}")
             files[name] = CheckedFile(self.folder / name, file["size"], file["checksums"], self._open)
         return files
 
@@ -224,7 +224,7 @@ def open_dataset(
         read.
     """
     try:
-        made = sealed(folder / MANIFEST)
+        manifest = sealed(folder / MANIFEST)
     except Damaged as damage:
         remedy = f"python -m launch.tokenize to={folder} with the same source"
         if (folder / MANIFEST).exists():
@@ -232,49 +232,51 @@ def open_dataset(
         raise ValueError(f"data.source = {str(folder)!r} is not finished; {remedy} resumes it") from None
     except OSError as error:
         raise OSError(error.errno, f"cannot read {folder / MANIFEST}: {error.strerror or error}") from error
-    if made["format"] != (CHATS_FORMAT if "chats" in made else FORMAT):
+    if manifest["format"] != (CHATS_FORMAT if "chats" in manifest else FORMAT):
         raise ValueError(
-            f"data.source = {str(folder)!r} has format {made['format']}, but this version reads {FORMAT}; tokenize it again"
+            f"data.source = {str(folder)!r} has format {manifest['format']}, but this version reads {FORMAT}; tokenize it again"
         )
-    chats = Chats(**made["chats"]) if "chats" in made else None
+    chats = Chats(**manifest["chats"]) if "chats" in manifest else None
     if asked is not None:
         asked.check_made(chats, folder)
-    if text_key not in ("text", made["text_key"]):
+    if text_key not in ("text", manifest["text_key"]):
         raise ValueError(
-            f"data.text_key = {text_key!r}, and {folder} was made with {made['text_key']!r}; leave the key out, or tokenize "
-            "the files into another folder"
+            f"data.text_key = {text_key!r}, and {folder} was made with {manifest['text_key']!r}; leave the key out, or "
+            "tokenize the files into another folder"
         )
-    own = made["tokenizer"]
-    trained = tokenizer == own["name"] and tokenizer.startswith("bpe:")
+    recorded = manifest["tokenizer"]
+    trained = tokenizer == recorded["name"] and tokenizer.startswith("bpe:")
     its_own = trained or tokenizer == OWN
-    used = tokenizer_of(folder, own) if its_own else _other(tokenizer, folder, special_tokens)
-    if used.fingerprint != own["fingerprint"]:
+    used = tokenizer_of(folder, recorded) if its_own else _other(tokenizer, folder, special_tokens)
+    if used.fingerprint != recorded["fingerprint"]:
         raise ValueError(
-            f"data.tokenizer = {tokenizer!r} is not the one that {folder} was made with ({own['name']}, fingerprint "
-            f"{own['fingerprint']}); set data.tokenizer={OWN} to use that, or tokenize the files into another folder"
+            f"data.tokenizer = {tokenizer!r} is not the one that {folder} was made with ({recorded['name']}, fingerprint "
+            f"{recorded['fingerprint']}); set data.tokenizer={OWN} to use that, or tokenize the files into another folder"
         )
-    ends = ends_of(used, own) if "eos" in own else ends_of(used if its_own else tokenizer_of(folder, own))
-    wanted = special_tokens.over(ends) if its_own else ends_of(used)
-    for key in (key for key, token in ends.items() if token != wanted[key]):
+    ends = (
+        ends_of(used, recorded) if "eos" in recorded else ends_of(used if its_own else tokenizer_of(folder, recorded))
+    )
+    expected = special_tokens.over(ends) if its_own else ends_of(used)
+    for key in (key for key, token in ends.items() if token != expected[key]):
         who = (
-            f"data.{key} = {wanted[key]}"
+            f"data.{key} = {expected[key]}"
             if its_own
-            else f"{wanted[key] or 'none'} is that of data.tokenizer = {tokenizer!r}"
+            else f"{expected[key] or 'none'} is that of data.tokenizer = {tokenizer!r}"
         )
         raise ValueError(
             f"data.{key}: {folder} was made with {ends[key] or 'none'}, and {who}; give data.{key}={ends[key] or 'null'}, or "
             "tokenize the files into another folder"
         )
     open_file = functools.lru_cache(maxsize=_OPEN_FILES)(_Handle)
-    dtype = np.dtype(made["dtype"])
-    shards = tuple(Shard(folder / s["name"], s, dtype, open_file, chats) for s in made["shards"])
-    there = {
+    dtype = np.dtype(manifest["dtype"])
+    shards = tuple(Shard(folder / s["name"], s, dtype, open_file, chats) for s in manifest["shards"])
+    names = {
         entry.name for entry in os.scandir(folder)
     }  # one listing: a question for each shard takes long on a network
     for shard in shards:
-        if shard.folder.name not in there:
+        if shard.folder.name not in names:
             raise ValueError(str(shard.unreadable("it is missing").strerror))
-    return Dataset(folder, shards, made["fingerprint"], used, chats, made.get("conversations", {}))
+    return Dataset(folder, shards, manifest["fingerprint"], used, chats, manifest.get("conversations", {}))
 
 
 def _other(name: str, folder: Path, asked: SpecialTokens) -> Tokenizer:
@@ -298,9 +300,9 @@ def tokenizer_of(folder: Path, own: dict[str, Any]) -> Tokenizer:
     """
     recorded = "eos" in own  # before, shards had no BOS, and the EOS of the vocabulary alone
     asked = SpecialTokens(bos=None, eos=None if recorded else AUTO)
-    made = ByteTokenizer() if own["name"] == "bytes" else FileTokenizer(folder / TOKENIZER, asked)
-    if made.fingerprint != own["fingerprint"]:
+    loaded = ByteTokenizer() if own["name"] == "bytes" else FileTokenizer(folder / TOKENIZER, asked)
+    if loaded.fingerprint != own["fingerprint"]:
         raise ValueError(
             f"data.source: {folder / TOKENIZER} is not the tokenizer that {folder} was made with; restore it"
         )
-    return made.with_ids(own["bos"], own["eos"]) if recorded else made
+    return loaded.with_ids(own["bos"], own["eos"]) if recorded else loaded

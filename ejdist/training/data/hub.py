@@ -15,8 +15,12 @@ PREFIX = "hf:"
 
 def is_stream(source: Any) -> bool:
     """Returns whether a source is streamed, and is not files."""
-    own = own_source(source)
-    return own[0].value.read is not None if own is not None else isinstance(source, str) and source.startswith(PREFIX)
+    plugin = own_source(source)
+    return (
+        plugin[0].value.read is not None
+        if plugin is not None
+        else isinstance(source, str) and source.startswith(PREFIX)
+    )
 
 
 def _stream(source: str) -> Any:

@@ -154,10 +154,10 @@ class MixedRows:
 
     def place(self, index: int) -> tuple[int, int]:
         """Returns (source, the number of its row) for a row of the mixture."""
-        block, at = divmod(index, BLOCK)
+        block, offset = divmod(index, BLOCK)
         parts, before = self._block(block)
-        part = int(parts[at])
-        return part, self.first[part] + block * self.counts[part] + int(before[at])
+        part = int(parts[offset])
+        return part, self.first[part] + block * self.counts[part] + int(before[offset])
 
     def rows_of_parts(self, count: int) -> list[int]:
         """Returns how many of the first `count` rows are of each part."""

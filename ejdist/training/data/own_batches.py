@@ -77,28 +77,28 @@ class OwnBatches(Data):
         self, start: int, stop: int, rows: slice = slice(None), number: Callable[[int], int] = lambda step: step
     ) -> Iterator[dict[str, np.ndarray]]:
         """Yields the batch of `number(step)` for step = start, ..., stop - 1. Of an iterable those before are passed over."""
-        source, at = None if callable(self._batches) else iter(self._batches), 0
+        source, position = None if callable(self._batches) else iter(self._batches), 0
         for step in range(start, stop):
             wanted = number(step)
             if source is None:
-                found = self._batches(wanted)  # pyrefly: ignore[not-callable]
+                batch = self._batches(wanted)  # pyrefly: ignore[not-callable]
             else:
-                for _ in range(at, wanted):
+                for _ in range(position, wanted):
                     next(source, None)
-                found, at = next(source, None), wanted + 1
-            yield self._checked(found, wanted, rows)
+                batch, position = next(source, None), wanted + 1
+            yield self._checked(batch, wanted, rows)
 
-    def _checked(self, found: Any, step: int, rows: slice) -> dict[str, np.ndarray]:
+    def _checked(self, batch: Any, step: int, rows: slice) -> dict[str, np.ndarray]:
         what = f"train: argument 'batches': batch {step}"
-        if found is None:
+        if batch is None:
             raise ValueError(f"{what} is missing; give as many batches as the run has steps, run.steps")
-        if not isinstance(found, Mapping):
-            raise ValueError(f"{what} is {type(found).__name__}, not a dict of arrays")
+        if not isinstance(batch, Mapping):
+            raise ValueError(f"{what} is {type(batch).__name__}, not a dict of arrays")
         shape = (self.global_batch, self.packing.length)
         whole = {
             "positions": np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
             "segment_ids": np.zeros(shape, np.int32),
-            **found,
+            **batch,
         }
         if strange := sorted(set(whole) - set(FIELDS)):
             raise ValueError(f"{what} has {strange[0]!r}, which no step reads; it may have {', '.join(FIELDS)}")

@@ -38,9 +38,9 @@ def own_source(source: Any) -> tuple[Entry, str] | None:
 
 def identity_of(source: str) -> str:
     """Returns the digest of what identifies the content of a source. Raises ValueError: the source does not say."""
-    found = own_source(source)
-    assert found is not None
-    entry, rest = found
+    plugin = own_source(source)
+    assert plugin is not None
+    entry, rest = plugin
     value = entry.value.identity(rest)
     if not isinstance(value, str) or not value:
         raise ValueError(f"data.source = {source!r}: identity of {entry.module} must return a text, got {value!r}")
@@ -53,9 +53,9 @@ def own_rows_of(source: str) -> Iterator[dict[str, Any]]:
     Raises:
       ValueError: it yields something else.
     """
-    found = own_source(source)
-    assert found is not None
-    entry, rest = found
+    plugin = own_source(source)
+    assert plugin is not None
+    entry, rest = plugin
     for number, row in enumerate(entry.value.read(rest)):
         if not isinstance(row, str | dict):
             raise ValueError(
@@ -91,18 +91,18 @@ class OwnRows:
 
     def rows(self, length: int, seed: int) -> Any:
         """Returns its rows of a length. Raises ValueError: they are not rows of that length."""
-        made = self._entry.value.rows(self._rest, length, self.tokenizer, seed)
+        packed = self._entry.value.rows(self._rest, length, self.tokenizer, seed)
         what = f"data.source = {self._source!r}: the rows of {self._entry.module}"
         for name in ("length", "rows_per_epoch", "tokens_per_row", "order", "row"):
-            if not hasattr(made, name):
+            if not hasattr(packed, name):
                 raise ValueError(f"{what} have no {name}; see ejdist.training.data.packing.Rows")
-        if made.length != length or made.rows_per_epoch < 1:
+        if packed.length != length or packed.rows_per_epoch < 1:
             raise ValueError(
-                f"{what} are {made.rows_per_epoch} of {made.length} tokens; at least one of {length} is needed"
+                f"{what} are {packed.rows_per_epoch} of {packed.length} tokens; at least one of {length} is needed"
             )
-        self.num_tokens = made.rows_per_epoch * length
-        check_arrays(made.row(0), (length,), self.tokenizer.vocab_size, f"{what}, row 0")
-        return made
+        self.num_tokens = packed.rows_per_epoch * length
+        check_arrays(packed.row(0), (length,), self.tokenizer.vocab_size, f"{what}, row 0")
+        return packed
 
     def describe(self) -> list[str]:
         """Returns lines about what the rows were taken for."""

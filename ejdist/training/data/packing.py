@@ -48,16 +48,16 @@ def filled_row(
     """
     row = {n: np.zeros(length, np.int32) for n in ("tokens", "positions")}
     row |= {n: np.full(length, -1, np.int32) for n in ("targets", "segment_ids")}
-    at = 0
+    offset = 0
     for segment, (tokens, count, *trained) in enumerate(segments):
-        row["tokens"][at : at + count] = tokens[:count]
-        targets = row["targets"][at : at + len(tokens) - 1]
+        row["tokens"][offset : offset + count] = tokens[:count]
+        targets = row["targets"][offset : offset + len(tokens) - 1]
         targets[:] = tokens[1:]
         for mask in trained:
             targets[~mask[1:]] = -1
-        row["positions"][at : at + count] = np.arange(count)
-        row["segment_ids"][at : at + count] = segment
-        at += count
+        row["positions"][offset : offset + count] = np.arange(count)
+        row["segment_ids"][offset : offset + count] = segment
+        offset += count
     return row
 
 

@@ -53,8 +53,8 @@ class Settings:
     @property
     def own(self) -> dict[str, Any]:
         """What dataset.json has of the tokenizer."""
-        own = {"name": self.tokenizer, "fingerprint": self.fingerprint, "vocab_size": self.vocab_size}
-        return own | (self.special_tokens or {})
+        facts = {"name": self.tokenizer, "fingerprint": self.fingerprint, "vocab_size": self.vocab_size}
+        return facts | (self.special_tokens or {})
 
     @property
     def dtype(self) -> np.dtype:
@@ -77,37 +77,41 @@ def settings_of(
     Raises:
       ValueError: they are not those of this run.
     """
-    there, others, ends = _read_settings(folder), [], {}
-    if there is None:
-        made, content = _make_tokenizer(source, units, tokenizer, special_tokens, text_key, sample_bytes)
-        name = tokenizer if made.fingerprint == ByteTokenizer.fingerprint or tokenizer.startswith("bpe:") else "file"
-        ids = {"bos": made.bos_id, "eos": made.eos_id}
-        wanted = Settings(name, made.fingerprint, made.vocab_size, text_key, shard_bytes, special_tokens=ids)
-        kept = {name: value for name, value in asdict(wanted).items() if name != "chats"}
+    stored, others, ends = _read_settings(folder), [], {}
+    if stored is None:
+        resolved, content = _make_tokenizer(source, units, tokenizer, special_tokens, text_key, sample_bytes)
+        name = (
+            tokenizer if resolved.fingerprint == ByteTokenizer.fingerprint or tokenizer.startswith("bpe:") else "file"
+        )
+        ids = {"bos": resolved.bos_id, "eos": resolved.eos_id}
+        wanted = Settings(name, resolved.fingerprint, resolved.vocab_size, text_key, shard_bytes, special_tokens=ids)
+        serialized = {name: value for name, value in asdict(wanted).items() if name != "chats"}
         if chats is not None:
-            kept |= {"format": CHATS_FORMAT, "chats": chats.as_json()}
+            serialized |= {"format": CHATS_FORMAT, "chats": chats.as_json()}
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if content is not None:
                 _publish(folder / TOKENIZER, content)
-            _publish(folder / SETTINGS, json.dumps({"content": kept, "checksum": checksum_of(kept)}).encode())
-        there = _read_settings(folder)
-        assert there is not None
-        ends = ends_of(tokenizer_of(folder, there.own))  # which another process may have written first
-        others = [key for key, id in ids.items() if id != (there.special_tokens or {}).get(key)]
+            _publish(
+                folder / SETTINGS, json.dumps({"content": serialized, "checksum": checksum_of(serialized)}).encode()
+            )
+        stored = _read_settings(folder)
+        assert stored is not None
+        ends = ends_of(tokenizer_of(folder, stored.own))  # which another process may have written first
+        others = [key for key, id in ids.items() if id != (stored.special_tokens or {}).get(key)]
     else:
-        wanted = replace(there, text_key=text_key, shard_bytes=shard_bytes)
-        ends = asked_for = ends_of(tokenizer_of(folder, there.own))
-        if tokenizer.startswith("bpe:") and tokenizer == there.tokenizer:
+        wanted = replace(stored, text_key=text_key, shard_bytes=shard_bytes)
+        ends = asked_for = ends_of(tokenizer_of(folder, stored.own))
+        if tokenizer.startswith("bpe:") and tokenizer == stored.tokenizer:
             asked_for = special_tokens.over(ends)
         else:
             other, _ = _make_tokenizer(source, units, tokenizer, special_tokens, text_key, 0)
             wanted = replace(wanted, fingerprint=other.fingerprint, vocab_size=other.vocab_size)
-            asked_for = ends_of(other) if other.fingerprint == there.fingerprint else ends
+            asked_for = ends_of(other) if other.fingerprint == stored.fingerprint else ends
         others = [key for key, token in ends.items() if token != asked_for[key]]
-    said = {"fingerprint": "tokenizer", "text_key": "text_key", "shard_bytes": "shard_mb"}
-    wrong = [key for name, key in said.items() if getattr(there, name) != getattr(wanted, name)] + others
-    was, now = (None if c is None else c.key_of_cache for c in (there.conversations, chats))
+    options = {"fingerprint": "tokenizer", "text_key": "text_key", "shard_bytes": "shard_mb"}
+    wrong = [key for name, key in options.items() if getattr(stored, name) != getattr(wanted, name)] + others
+    was, now = (None if c is None else c.key_of_cache for c in (stored.conversations, chats))
     if was != now:
         names = [name for name in (was or now or {}) if was is None or now is None or was[name] != now[name]]
         wrong += ["format"] if was is None or now is None else [_KEYS.get(name, name) for name in names]
@@ -115,11 +119,11 @@ def settings_of(
         begun = any(folder.glob("shard-*"))
         anew = "" if begun else f", or remove {SETTINGS} and {TOKENIZER} there: no shard is made yet"
         raise ValueError(
-            f"{folder} was started with another {' and '.join(wrong)} ({SETTINGS} there: {there.tokenizer}, fingerprint "
-            f"{there.fingerprint}, {', '.join(f'{key} {token or "null"}' for key, token in ends.items())}, text_key "
-            f"{there.text_key}, shard_mb {there.shard_bytes / 2**20:g}); give the same, or tokenize into another folder{anew}"
+            f"{folder} was started with another {' and '.join(wrong)} ({SETTINGS} there: {stored.tokenizer}, fingerprint "
+            f"{stored.fingerprint}, {', '.join(f'{key} {token or "null"}' for key, token in ends.items())}, text_key "
+            f"{stored.text_key}, shard_mb {stored.shard_bytes / 2**20:g}); give the same, or tokenize into another folder{anew}"
         )
-    return there
+    return stored
 
 
 def _read_settings(folder: Path) -> Settings | None:

@@ -185,7 +185,7 @@ def best_fit(lengths: np.ndarray, order: np.ndarray, length: int) -> list[list[P
             begin += length
         if begin < count:
             rest.append((count - begin, rank, Piece(document, begin, count - begin)))
-    rest.sort(key=lambda found: -found[0])
+    rest.sort(key=lambda entry: -entry[0])
     room: list[tuple[int, int]] = []  # (tokens that are free, row), ascending
     for count, rank, piece in rest:
         fits = bisect_left(room, (count, -1))
@@ -309,7 +309,7 @@ class Whole(_Shards):
         if s.chats is not None:
             long.add(shard, np.diff(offsets), taken, self.length)
         lengths = (taken[a:b] for a, b in itertools.pairwise(first))
-        return [len(best_fit(found, np.arange(len(found)), self.length)) for found in lengths]
+        return [len(best_fit(window, np.arange(len(window)), self.length)) for window in lengths]
 
     def _taken(self, shard: int, offsets: np.ndarray) -> np.ndarray:
         """Returns how many tokens of each document are packed."""

@@ -48,10 +48,10 @@ def files_of(source: str | Sequence[str] | None) -> list[Path]:
     patterns = [source] if isinstance(source, str) else source
     if not isinstance(patterns, Sequence) or not patterns or not all(isinstance(p, str) for p in patterns):
         raise ValueError(f"data.source = {source!r}: give {STDLIB!r}, a glob of files, or a list of globs")
-    found: dict[str, Path] = {}
+    by_real_path: dict[str, Path] = {}
     for path in sorted({p for pattern in patterns for p in _matches(pattern)}):
-        found.setdefault(os.path.realpath(path), path)
-    return list(found.values())
+        by_real_path.setdefault(os.path.realpath(path), path)
+    return list(by_real_path.values())
 
 
 def _matches(pattern: str) -> list[Path]:

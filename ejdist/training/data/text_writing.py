@@ -24,17 +24,17 @@ def write_texts(
     new: NewFolder, texts: Iterator[str], dtype: np.dtype, tokenizer: Tokenizer, report: Report
 ) -> dict[str, Any]:
     """Returns the facts about the documents that it writes: documents, tokens, those of the text itself, and fingerprint."""
-    digest, documents, tokens, own, before = hashlib.sha256(), 0, 0, 0, 0
+    digest, documents, tokens, text_tokens, before = hashlib.sha256(), 0, 0, 0, 0
     with new.file("tokens.bin") as out, new.file("offsets.bin") as offsets:
         offsets.write(np.zeros(1, np.int64).tobytes())
         for batch in _batches(_segments(texts)):
             ids, ends = [], array("q")
-            for made, (_, first, last) in zip(tokenizer.encode_batch([t for t, *_ in batch]), batch, strict=True):
-                own += len(made)
-                made = begun(tokenizer, made) if first else made
-                made = ended(tokenizer, made) if last else made
-                ids.append(made.astype(dtype))
-                tokens += len(made)
+            for encoded, (_, first, last) in zip(tokenizer.encode_batch([t for t, *_ in batch]), batch, strict=True):
+                text_tokens += len(encoded)
+                encoded = begun(tokenizer, encoded) if first else encoded
+                encoded = ended(tokenizer, encoded) if last else encoded
+                ids.append(encoded.astype(dtype))
+                tokens += len(encoded)
                 if last and tokens > before:  # not of a text without tokens, where nothing begins and ends it
                     ends.append(tokens)
                     before = tokens
@@ -46,7 +46,7 @@ def write_texts(
             report(sum(len(t) for t, *_ in batch))
     for checksums in (new.files[name]["checksums"] for name in ("tokens.bin", "offsets.bin")):
         digest.update(json.dumps(checksums).encode())
-    return {"documents": documents, "tokens": tokens, "of_text": own, "fingerprint": digest.hexdigest()[:24]}
+    return {"documents": documents, "tokens": tokens, "of_text": text_tokens, "fingerprint": digest.hexdigest()[:24]}
 
 
 def _segments(texts: Iterator[str]) -> Iterator[tuple[str, bool, bool]]:

@@ -69,11 +69,11 @@ class ByteTokenizer:
 
     def encode_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns (ids, int64 [tokens, 2]: the characters [begin, end) of each token) of each text."""
-        found = []
+        encoded = []
         for ids in self.encode_batch(texts):
             begins = np.cumsum((ids & 0xC0) != 0x80) - 1  # a byte 10xxxxxx goes on with a character
-            found.append((ids, np.stack([begins, begins + 1], axis=1)))
-        return found
+            encoded.append((ids, np.stack([begins, begins + 1], axis=1)))
+        return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text; ids past 255 are left out, broken UTF-8 is replaced."""
@@ -110,9 +110,9 @@ class FileTokenizer:
     @classmethod
     def of(cls, content: bytes, argument: str, asked: SpecialTokens = BY_FILES) -> FileTokenizer:
         """Returns the tokenizer of the content of a file; errors call it by the argument."""
-        made = cls.__new__(cls)
-        made._load(content, argument, asked, None)
-        return made
+        instance = cls.__new__(cls)
+        instance._load(content, argument, asked, None)
+        return instance
 
     def _load(self, content: bytes, argument: str, asked: SpecialTokens, beside: Path | None) -> None:
         from tokenizers import Tokenizer as Library
@@ -141,10 +141,10 @@ class FileTokenizer:
 
     def with_ids(self, bos: int | None, eos: int | None) -> FileTokenizer:
         """Returns the tokenizer with these tokens at both ends of a document."""
-        made = copy.copy(self)
-        made.bos_id, made.eos_id = bos, eos
-        made.stop_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *self.stop_ids]))
-        return made
+        copied = copy.copy(self)
+        copied.bos_id, copied.eos_id = bos, eos
+        copied.stop_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *self.stop_ids]))
+        return copied
 
     def encode(self, text: str) -> np.ndarray:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
@@ -169,10 +169,12 @@ def tokenizer_file(path: str | os.PathLike) -> Path:
     Raises:
       ValueError: the folder has none; names what it has instead, and the remedy.
     """
-    found = Path(path).expanduser()
-    if not found.is_dir() or (found / "tokenizer.json").is_file():
-        return found / "tokenizer.json" if found.is_dir() else found
-    other = next((name for name in ("tokenizer.model", "vocab.json", "spiece.model") if (found / name).exists()), None)
+    expanded = Path(path).expanduser()
+    if not expanded.is_dir() or (expanded / "tokenizer.json").is_file():
+        return expanded / "tokenizer.json" if expanded.is_dir() else expanded
+    other = next(
+        (name for name in ("tokenizer.model", "vocab.json", "spiece.model") if (expanded / name).exists()), None
+    )
     how = (
         f"{other} there is of another format: save the tokenizer again with transformers"
         if other

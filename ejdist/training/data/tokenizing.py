@@ -68,27 +68,27 @@ def make_plan(
       ValueError: a source, the tokenizer or a size is wrong, a file has changed since its shard was made, or the folder has
         other settings. OSError: it cannot be written.
     """
-    made = _units_made(folder)
+    finished = _units_made(folder)
     if is_stream(source):
         parts = hub_parts(source)
         units = [Unit((Span(source, i, parts, 0, 0),)) for i in range(parts)]
     else:
         files = [span_of(path) for path in files_of(source)]
-        _check_unchanged(folder, files, made)
-        units = units_of(files, shard_bytes, list(made.values()))
+        _check_unchanged(folder, files, finished)
+        units = units_of(files, shard_bytes, list(finished.values()))
     chats = asked.chats(source, tokenizer, text_key)
     settings = settings_of(folder, source, units, tokenizer, special_tokens, text_key, shard_bytes, sample_bytes, chats)
-    todo = tuple(unit for unit in units if unit.name not in made)
+    todo = tuple(unit for unit in units if unit.name not in finished)
     return Plan(folder, settings, source, tuple(units), todo)
 
 
 def _units_made(folder: Path) -> dict[str, Unit]:
     """Returns the units whose shards are there, by name."""
-    found = {}
+    units = {}
     for path in sorted(folder.glob("shard-*/meta.json")):
         if re.fullmatch(r"shard-[0-9a-f]{16}", path.parent.name):
-            found[path.parent.name] = Unit(tuple(Span(**s) for s in _facts(path.parent)["sources"]))
-    return found
+            units[path.parent.name] = Unit(tuple(Span(**s) for s in _facts(path.parent)["sources"]))
+    return units
 
 
 def _facts(shard: Path) -> dict[str, Any]:
@@ -98,10 +98,10 @@ def _facts(shard: Path) -> dict[str, Any]:
         raise ValueError(f"{shard} is damaged: {damage}; remove that folder, and run the command again") from None
 
 
-def _check_unchanged(folder: Path, files: list[Span], made: dict[str, Unit]) -> None:
+def _check_unchanged(folder: Path, files: list[Span], finished: dict[str, Unit]) -> None:
     """Raises ValueError for a file that is not what shards were made from. A new time alone is no change: a copy has one."""
     now = {file.path: file for file in files}
-    for name, unit in made.items():
+    for name, unit in finished.items():
         for was in unit.spans:
             file = now.get(was.path)
             if file is None or (file.size, file.mtime_ns) == (was.size, was.mtime_ns):
@@ -130,8 +130,8 @@ def make_shard(folder: Path, unit: Unit, settings: Settings, tokenizer: Tokenize
             chats = Chats(**settings.chats)
             rows = rows_of([_range(span) for span in unit.spans], chats.key)
             facts = write_conversations(new, rows, chats, tokenizer, settings.dtype, report)
-        own = {"tokenizer": settings.fingerprint} | (settings.special_tokens or {})
-        new.facts = {**facts, **own, "sources": Unit(spans).facts()}
+        tokenizer_facts = {"tokenizer": settings.fingerprint} | (settings.special_tokens or {})
+        new.facts = {**facts, **tokenizer_facts, "sources": Unit(spans).facts()}
         for span in unit.spans:
             now = None if span.streamed else span_of(Path(span.path))
             if now and (now.size, now.mtime_ns) != (span.size, span.mtime_ns):
@@ -202,13 +202,13 @@ def write_manifest(plan: Plan) -> dict[str, Any]:
 def _check_complete(folder: Path, shards: list[dict[str, Any]]) -> None:
     """Raises ValueError if a source has a range that no shard was made from, or one that two were."""
     spans = sorted((s for shard in shards for s in shard["sources"]), key=lambda s: (s["path"], s["begin"], s["end"]))
-    for path, found in itertools.groupby(spans, key=lambda s: s["path"]):
-        found = list(found)
-        if Span(**found[0]).streamed:
-            whole = [s["begin"] for s in found] == list(range(found[0]["end"]))
+    for path, ranges in itertools.groupby(spans, key=lambda s: s["path"]):
+        ranges = list(ranges)
+        if Span(**ranges[0]).streamed:
+            whole = [s["begin"] for s in ranges] == list(range(ranges[0]["end"]))
         else:
-            ends = [0, *(s["end"] for s in found)]
-            whole = [s["begin"] for s in found] == ends[:-1] and ends[-1] == found[0]["size"]
+            ends = [0, *(s["end"] for s in ranges)]
+            whole = [s["begin"] for s in ranges] == ends[:-1] and ends[-1] == ranges[0]["size"]
         if not whole:
             raise ValueError(
                 f"{folder} does not have every part of {path} once: a run that read it was not finished, or a shard was added "

@@ -90,7 +90,7 @@ def units_of(files: Sequence[Span], shard_bytes: int, made: Sequence[Unit] = ())
     Args:
       made: units of a run before. A file that is in one of them stays there, so files that are new make new units.
     """
-    known = {span.path: unit for unit in made for span in unit.spans if span.whole}
+    unit_of = {span.path: unit for unit in made for span in unit.spans if span.whole}
     units: list[Unit] = []
     group: list[Span] = []
     grouped = 0
@@ -104,10 +104,10 @@ def units_of(files: Sequence[Span], shard_bytes: int, made: Sequence[Unit] = ())
 
     for file in files:
         path = Path(file.path)
-        if file.path in known:
+        if file.path in unit_of:
             close()
-            if known[file.path].spans[0].path == file.path:  # its files follow each other: it comes with the first
-                units.append(known[file.path])
+            if unit_of[file.path].spans[0].path == file.path:  # its files follow each other: it comes with the first
+                units.append(unit_of[file.path])
         elif file.size > shard_bytes and (is_jsonl(path) or (is_text(path) and file.size > TEXT_PART)):
             close()
             cuts = [*range(0, file.size, shard_bytes), file.size]
@@ -130,14 +130,14 @@ def texts_of(span: Span, text_key: str) -> Iterator[str]:
     """
     path = Path(span.path)
     if span.streamed:
-        found = hub_documents(span.path, span.begin, span.end, text_key)
+        texts = hub_documents(span.path, span.begin, span.end, text_key)
     elif is_text(path) and span.size > TEXT_PART:
-        found = _parts(path, span)
+        texts = _parts(path, span)
     elif is_jsonl(path) and not span.whole:
-        found = jsonl_between(path, text_key, span.begin, span.end)
+        texts = jsonl_between(path, text_key, span.begin, span.end)
     else:
-        found = documents(path, text_key)
-    return (text for text in found if text and not text.isspace())
+        texts = documents(path, text_key)
+    return (text for text in texts if text and not text.isspace())
 
 
 def digest_of(span: Span) -> str:
@@ -179,9 +179,9 @@ def cut_before(f: BinaryIO, place: int, size: int) -> int:
         cut = max(before.rfind(end) + len(end) if end in before else 0 for end in ends)
         if cut:
             return first + cut
-    at = len(before)
-    while at > 0 and len(before) - at < 4 and near[at] & 0xC0 == 0x80:  # inside a character
-        at -= 1
-    if at > 0 and near[at - 1 : at + 1] == b"\r\n":
-        at -= 1
-    return first + at
+    position = len(before)
+    while position > 0 and len(before) - position < 4 and near[position] & 0xC0 == 0x80:  # inside a character
+        position -= 1
+    if position > 0 and near[position - 1 : position + 1] == b"\r\n":
+        position -= 1
+    return first + position
