@@ -25,9 +25,11 @@ def main(argv: list[str] | None = None) -> int:
     """Prints the commands and returns an exit code: 2 for a word, which is answered with what starts that command."""
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] not in ("-h", "--help"):
-        known = words[0].replace("-", "_") in COMMANDS
+        is_command = words[0].replace("-", "_") in COMMANDS
         hint = (
-            f"write python -m launch.{words[0].replace('-', '_')}" if known else "python -m launch lists the commands"
+            f"write python -m launch.{words[0].replace('-', '_')}"
+            if is_command
+            else "python -m launch lists the commands"
         )
         print(f"error: cannot read {words[0]!r}: {hint}", file=sys.stderr)
         return 2

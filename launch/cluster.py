@@ -70,23 +70,25 @@ def join(cluster: Any, command: str = "launch.train", run: str = "") -> None:
 
 def _place(cluster: Any) -> _Place:
     """Returns what the section says, with cluster=auto completed by what JAX detects. Raises ValueError."""
-    given: Any = (cluster.coordinator, cluster.num_processes, cluster.process_id, cluster.local_device_ids)
+    arguments: Any = (cluster.coordinator, cluster.num_processes, cluster.process_id, cluster.local_device_ids)
     if cluster.kind == "manual":
-        return _Place(*given)
+        return _Place(*arguments)
     from jax._src.clusters import ClusterEnv
 
-    address, count, index, devices = given
+    address, count, index, devices = arguments
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     if devices is None and (ids := os.environ.get("JAX_LOCAL_DEVICE_IDS")):
         devices = [int(i) for i in ids.split(",")]
-    found: Any = ClusterEnv.auto_detect_unset_distributed_params(address, count, index, devices, None, cluster.timeout)
-    unknown = dict(zip(("coordinator_address", "num_processes", "process_id"), found))
+    detected: Any = ClusterEnv.auto_detect_unset_distributed_params(
+        address, count, index, devices, None, cluster.timeout
+    )
+    unknown = dict(zip(("coordinator_address", "num_processes", "process_id"), detected))
     if missing := [name for name, value in unknown.items() if value is None]:
         raise ValueError(
             f"cluster=auto finds no Cloud TPU, Slurm, Kubernetes or Open MPI around this process (no {missing[0]}); leave it "
             "out to train on this machine only, or use cluster=manual"
         )
-    return _Place(*found)
+    return _Place(*detected)
 
 
 def _open_door(cluster: Any, place: _Place, me: Any) -> int:
@@ -143,16 +145,16 @@ def _server(coordinator: str, behind: str | None, me: Any, seconds: float) -> so
             ) from error
 
 
-def _service_port(given: int | None) -> int:
+def _service_port(port: int | None) -> int:
     """Returns a port for JAX's service. Raises ValueError if the one that was given is taken."""
     from ejdist.cluster.door import listening
 
     try:
-        with listening("", given or 0) as tried:
+        with listening("", port or 0) as tried:
             return tried.getsockname()[1]
     except OSError as error:
         raise ValueError(
-            f"cluster.service_port = {given}: process 0 cannot listen on it ({error.strerror}); give another, or leave it out"
+            f"cluster.service_port = {port}: process 0 cannot listen on it ({error.strerror}); give another, or leave it out"
         ) from error
 
 

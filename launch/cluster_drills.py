@@ -39,7 +39,7 @@ def _stray_client(s: Scene) -> Disturbance:
     return _intruded(s, f"other programs connect to the coordinator's port as processes of the run, {_TIMES} times", "")
 
 
-def _intruded(s: Scene, told: str, command: str) -> Disturbance:
+def _intruded(s: Scene, description: str, command: str) -> Disturbance:
     moments = sorted(s.chance.uniform(0.0, _LASTS) for _ in range(_TIMES))
 
     def beside(job: Job, arguments: Sequence[str]) -> list[str]:
@@ -52,8 +52,8 @@ def _intruded(s: Scene, told: str, command: str) -> Disturbance:
         return wrong
 
     pace: Mapping[int, Mapping] = {i: {"do": "sleep", "seconds": 2 * _LASTS / s.steps} for i in range(s.hosts)}
-    said = ("turned away at port",) if s.hosts > 1 else ()
-    return Disturbance(told, (DONE,), inside=pace, beside=beside, says=said)
+    expected = ("turned away at port",) if s.hosts > 1 else ()
+    return Disturbance(description, (DONE,), inside=pace, beside=beside, says=expected)
 
 
 def _come(job: Job, command: str, logs: Path, chance: random.Random) -> list[str]:
@@ -62,18 +62,18 @@ def _come(job: Job, command: str, logs: Path, chance: random.Random) -> list[str
     address = next((w.partition("=")[2] for w in job.lines[0] if w.startswith("cluster.coordinator=")), "")
     # By hand, and not by the launcher of the run.
     variables = {k: v for k, v in job.variables.items() if k not in (START, FILE)}
-    made = []
+    processes = []
     for i, line in enumerate(job.lines):
         if command:
-            at = next(n for n, word in enumerate(line) if word in ("launch.train", "launch.disturbed"))
-            words = [w for w in line[at + 1 :] if not w.startswith("{")]
+            position = next(n for n, word in enumerate(line) if word in ("launch.train", "launch.disturbed"))
+            words = [w for w in line[position + 1 :] if not w.startswith("{")]
             line = [sys.executable, "-P", "-m", command, *words]
         else:
             line = [sys.executable, "-c", _STRAY.format(count=job.count, index=max(1, i)), address]
         with (logs / f"host-{i}.log").open("wb") as log:
-            made.append(subprocess.Popen(line, stdout=log, stderr=log, env=variables, process_group=0))
+            processes.append(subprocess.Popen(line, stdout=log, stderr=log, env=variables, process_group=0))
     end, wrong = time.monotonic() + _MOST, []
-    for i, process in enumerate(made):
+    for i, process in enumerate(processes):
         try:
             code = process.wait(max(0.1, end - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -81,10 +81,10 @@ def _come(job: Job, command: str, logs: Path, chance: random.Random) -> list[str
             process.wait()
             wrong.append(f"process {i} of {command or 'a stray client'} had not ended after {_MOST:g} s, see {logs}")
             continue
-        said = (logs / f"host-{i}.log").read_text(errors="replace")
+        output = (logs / f"host-{i}.log").read_text(errors="replace")
         if command and code != WRONG:
             wrong.append(f"process {i} of {command} ended with {code}, and not with {WRONG}, see {logs}")
-        elif command and job.count > 1 and "launch.train with run.dir = " not in said:
+        elif command and job.count > 1 and "launch.train with run.dir = " not in output:
             wrong.append(f"process {i} of {command} does not say which run has the address, see {logs}")
         elif not command and code == 0:
             wrong.append(f"process {i} of a stray client has joined, see {logs}")

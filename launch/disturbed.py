@@ -22,12 +22,12 @@ def _disturb(spec: dict[str, Any]) -> None:
     make, save, place = steps.run_steps, Checkpoints.save, steps.place_batch
 
     def with_steps(run: Any, train_step: Any, state: Any, writer: Any, start: int, *rest: Any):
-        made = start
+        steps_run = start
 
         def step(state: Any, batch: Any) -> Any:
-            nonlocal made
-            made += 1
-            return train_step(_at_step(spec, made, state), batch)
+            nonlocal steps_run
+            steps_run += 1
+            return train_step(_at_step(spec, steps_run, state), batch)
 
         return make(run, step, state, writer, start, *rest)
 
@@ -83,7 +83,9 @@ def _with_another_bit(state: Any) -> Any:
     leaves, tree = jax.tree.flatten(state)
 
     def held_twice(x: Any) -> bool:
-        return len({str(at) for at in x.sharding.devices_indices_map(x.shape).values()}) < len(x.sharding.device_set)
+        return len({str(index) for index in x.sharding.devices_indices_map(x.shape).values()}) < len(
+            x.sharding.device_set
+        )
 
     n = max((i for i, x in enumerate(leaves) if held_twice(x)), key=lambda i: leaves[i].size)
     parts = [np.array(shard.data) for shard in leaves[n].addressable_shards]

@@ -41,8 +41,10 @@ class Doctor:
         self._log = log if hosts.index == 0 else lambda line: None
         self._folder = Path(recipe.run.dir).expanduser()
         self._checkpoints: Any = self._folder / "checkpoints"
-        if (given := recipe.checkpoint.dir) is not None:
-            self._checkpoints = place("checkpoint.dir", given) if is_url(given) else Path(given).expanduser()
+        if (directory := recipe.checkpoint.dir) is not None:
+            self._checkpoints = (
+                place("checkpoint.dir", directory) if is_url(directory) else Path(directory).expanduser()
+            )
 
     def _found(self, failures: Sequence[str], otherwise: str) -> None:
         """Logs a check's failures, or that it passed."""
@@ -59,7 +61,7 @@ class Doctor:
         from ejdist.sections import flat
 
         hosts = self._hosts
-        names = hosts.reduce("the examination", health.machine(), lambda said: list(said.values()))
+        names = hosts.reduce("the examination", health.machine(), lambda reports: list(reports.values()))
         machines = len({name for _, name in names})
         count = f"{hosts.count} process{'es' * (hosts.count > 1)} on {machines} machine{'s' * (machines > 1)}"
         self._found([], f"{count}: {_listed(names)}")
@@ -69,7 +71,7 @@ class Doctor:
             f"the same recipe, packages and code ({code_digest()}) on all",
         )
         ahead = self._ahead()
-        worst = hosts.reduce("the time", ahead, lambda said: max(abs(seconds) for _, seconds in said.values()))
+        worst = hosts.reduce("the time", ahead, lambda reports: max(abs(seconds) for _, seconds in reports.values()))
         self._found(hosts.reduce("the clocks", {"ahead": ahead}, health.clock_failures), f"clocks within {worst:.2f} s")
         self._free = self._storage("run.dir", self._folder)
         if self._checkpoints != self._folder / "checkpoints":
@@ -77,12 +79,12 @@ class Doctor:
 
     def _ahead(self) -> float:
         """Returns by how many seconds this host's clock is ahead of host 0's, or a little more: what it took to hear of it."""
-        found = []
+        offsets = []
         for _ in range(3):
-            self._hosts.reduce("the time", None, lambda said: None)  # all are here
+            self._hosts.reduce("the time", None, lambda reports: None)  # all are here
             theirs = self._hosts.broadcast("its time", time.time())
-            found.append(time.time() - theirs)
-        return 0.0 if self._hosts.index == 0 else min(found)
+            offsets.append(time.time() - theirs)
+        return 0.0 if self._hosts.index == 0 else min(offsets)
 
     def _storage(self, key: str, folder: Any) -> float:
         """Returns the bytes that may still be written to a folder, the fewest of all hosts."""
@@ -100,7 +102,7 @@ class Doctor:
             free = shared.free_bytes()
             if hosts.index > 0:
                 shared.close()
-            free = hosts.reduce("the disk", free, lambda said: min(mine for _, mine in said.values()))
+            free = hosts.reduce("the disk", free, lambda reports: min(mine for _, mine in reports.values()))
         finally:
             shared.close()
         room = "" if math.isinf(free) else f", {free / 1e9:,.1f} GB free"
@@ -137,9 +139,9 @@ class Doctor:
         leaves = jax.tree.leaves(program.state)
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
         if math.isfinite(self._free):
-            there = [p for p in self._checkpoints.glob("*") if p.name.isdigit()]
+            checkpoints = [p for p in self._checkpoints.glob("*") if p.name.isdigit()]
             self._found(
-                health.disk_failures(self._free, size, s.checkpoint.keep, len(there)),
+                health.disk_failures(self._free, size, s.checkpoint.keep, len(checkpoints)),
                 f"room for {s.checkpoint.keep} checkpoints of {size / 1e9:,.3f} GB, and the one that is being written",
             )
         return mesh
@@ -149,11 +151,11 @@ class Doctor:
         from ejdist.cluster.bandwidth import measure
         from ejdist.training.metrics import write_atomic
 
-        found = measure(mesh) | {
+        report = measure(mesh) | {
             "made_by": "python -m launch.doctor",
             "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        for axis, facts in found["axes"].items():
+        for axis, facts in report["axes"].items():
             largest = max(row["message_bytes"] for row in facts["measured"])
             rows = [row for row in facts["measured"] if row["message_bytes"] == largest]
             each = ", ".join(f"{row['collective']} {row['bytes_per_second'] / 1e9:.3g}" for row in rows)
@@ -163,7 +165,7 @@ class Doctor:
             self._log(f"ok      {axis} ({facts['size']}, {over}): GB/s per device, for {largest / 2**20:g} MiB: {each}")
         if self._hosts.index == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(file, json.dumps(found, indent=1) + "\n")
+            write_atomic(file, json.dumps(report, indent=1) + "\n")
             self._log(f"ok      bandwidth is kept in {file}")
 
 
@@ -172,7 +174,7 @@ def _listed(names: Sequence[Sequence[str]], most: int = 8) -> str:
     return ", ".join(hosts[:most]) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
 
 
-def _examine(recipe: Any, own: Options) -> int:
+def _examine(recipe: Any, options: Options) -> int:
     from ejdist.cluster.ending import within
     from ejdist.cluster.hosts import Hosts
 
@@ -187,7 +189,7 @@ def _examine(recipe: Any, own: Options) -> int:
         with within(hosts.limit, lambda: f"{late}: look at the logs of the other hosts"), hosts.together():
             mesh = doctor.devices()
             if not doctor.failures:
-                file = own.bandwidth or Path(recipe.run.dir).expanduser() / "bandwidth.json"
+                file = options.bandwidth or Path(recipe.run.dir).expanduser() / "bandwidth.json"
                 doctor.bandwidth(mesh, Path(file).expanduser())
     count = len(doctor.failures)
     if hosts.index == 0:
@@ -211,8 +213,8 @@ def _main(arguments: list[str]) -> int:
     from ejdist.training.curriculum import stages_of
     from recipes.schema import compose
 
-    own, rest = read(Options, arguments)
-    check_folder("bandwidth", own.bandwidth)
+    options, rest = read(Options, arguments)
+    check_folder("bandwidth", options.bandwidth)
     recipe = compose(rest)
     validate(recipe)
     stages_of(recipe)
@@ -222,7 +224,7 @@ def _main(arguments: list[str]) -> int:
             print(f"FAILED  process {cluster.process_id} on {why}", file=sys.stderr)
             return HOST_LOST
     start_jax(recipe, "launch.doctor")
-    return _examine(recipe, own)
+    return _examine(recipe, options)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def _flip(s: Scene) -> Disturbance:
     return _damaged(s, "a bit of the newest checkpoint is flipped", _flip_bit)
 
 
-def _damaged(s: Scene, told: str, harm: Callable[[Path, random.Random], None]) -> Disturbance:
+def _damaged(s: Scene, description: str, harm: Callable[[Path, random.Random], None]) -> Disturbance:
     stop = 2 * s.every + 1
 
     def after(run: Path) -> None:
@@ -118,7 +118,7 @@ def _damaged(s: Scene, told: str, harm: Callable[[Path, random.Random], None]) -
         harm(largest, s.chance)
 
     says = ("cannot be read", "resuming from the one before it")
-    return Disturbance(f"{told}, after step {stop}", (DONE,), stop_after=stop, after=after, says_after=says)
+    return Disturbance(f"{description}, after step {stop}", (DONE,), stop_after=stop, after=after, says_after=says)
 
 
 def _halve(path: Path, chance: random.Random) -> None:
@@ -234,8 +234,8 @@ def _no_coordinator(s: Scene) -> Disturbance:
     )
 
 
-def _refused(told: str, says: Sequence[str], **rest: Any) -> Disturbance:
-    return Disturbance(told, (WRONG,), says=says, goes_on=False, writes=False, again=False, **rest)
+def _refused(description: str, says: Sequence[str], **rest: Any) -> Disturbance:
+    return Disturbance(description, (WRONG,), says=says, goes_on=False, writes=False, again=False, **rest)
 
 
 DRILLS: dict[str, Callable[[Scene], Disturbance]] = {

@@ -157,14 +157,14 @@ def leaver() -> Callable[[int], NoReturn]:
 
 def _help(arguments: list[str], usage: str, recipe: bool) -> str:
     """Returns the text of --help, or, where keys follow it, what these mean."""
-    at = next((i for i, word in enumerate(arguments) if word in ("-h", "--help")), len(arguments))
-    words = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments[at + 1 :]))
+    position = next((i for i, word in enumerate(arguments) if word in ("-h", "--help")), len(arguments))
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments[position + 1 :]))
     if not words:
         return usage
     from recipes.arguments import read
     from recipes.descriptions import text
 
-    rest = arguments[:at] + arguments[at + 1 + len(words) :]
+    rest = arguments[:position] + arguments[position + 1 + len(words) :]
     return text(usage, words, read(rest, every=True).words() if recipe else [], recipe=recipe)
 
 

@@ -82,15 +82,15 @@ def _numbers(name: str, text: str, kind: Callable[[str], Any], least: float) -> 
     """Returns the numbers of a list, "1,2" or "[1,2]". Raises ValueError, naming the key."""
     try:
         # Python also reads 1_6, as 16, and the digits of other scripts.
-        found = [kind(part) for part in text.strip("[]").split(",") if re.fullmatch(" *[-+.0-9e]{1,18} *", part)]
-        found = found if len(found) == text.count(",") + 1 else []
+        numbers = [kind(part) for part in text.strip("[]").split(",") if re.fullmatch(" *[-+.0-9e]{1,18} *", part)]
+        numbers = numbers if len(numbers) == text.count(",") + 1 else []
     except ValueError:
-        found = []
-    if not found or not all(least <= x < math.inf for x in found) or len(set(found)) < len(found):
+        numbers = []
+    if not numbers or not all(least <= x < math.inf for x in numbers) or len(set(numbers)) < len(numbers):
         raise ValueError(
             f"{name} = {text!r} must be different numbers from {least:g} on, with commas: {name}={least:g},{least + 1:g}"
         )
-    return found
+    return numbers
 
 
 def _number(name: str, text: str) -> int:
@@ -107,12 +107,12 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
     """
     from ejdist.paths import check_place
 
-    given: dict[str, str] = {}
+    options: dict[str, str] = {}
     where: dict[str, str] = {}
     recipe = []
     for argument in expanded(arguments):
         name, equals, value = argument.partition("=")
-        of = given if name in _DEFAULTS else where if name in ("run.dir", "model.init_from") else None
+        of = options if name in _DEFAULTS else where if name in ("run.dir", "model.init_from") else None
         if of is None:
             if name == "model" and argument != FOLDER:
                 raise ValueError(f"{argument}: the model comes from the weights; leave it out")
@@ -137,14 +137,14 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
         if key == "run.dir":
             raise ValueError(f"{FOLDER}: the model and the tokenizer come from the run; leave it out")
         recipe.append(assigned(key, folder))
-    v: dict[str, Any] = _DEFAULTS | given
+    v: dict[str, Any] = _DEFAULTS | options
     tasks = v["tasks"].strip("[]").split(",")
     of_ruler = ruler.parse_ruler(tasks, _TASKS, v)
     depths = _numbers("depths", v["depths"], float, 0)
     if max(depths) > 1:
         raise ValueError(f"depths = {v['depths']!r} must be from 0, the start of the prompt, to 1, its end")
     to = file_of("to", v["to"], ".json") if v["to"] else None
-    own = Args(
+    args = Args(
         _number("step", v["step"]) if v["step"] else None,
         [task for task in tasks if task in _TASKS],
         _numbers("lengths", v["lengths"], int, 2) if v["lengths"] else None,
@@ -156,16 +156,16 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
         to,
         of_ruler,
     )
-    return own, folder, [*recipe, NO_STAGES]
+    return args, folder, [*recipe, NO_STAGES]
 
 
-def _lengths(args: Args, weights: Any, recipe: Any, given: Sequence[str]) -> list[int]:
+def _lengths(args: Args, weights: Any, recipe: Any, words: Sequence[str]) -> list[int]:
     """Returns the tokens of a row: those asked for, else what the command line trains with, else what the run did."""
     if args.lengths:
         return args.lengths
-    named = any(key_of(word) == "data.sequence_length" for word in given)
-    own = recipe.data.sequence_length
-    return [own if named else weights.data.get("sequence_length", own)]
+    named = any(key_of(word) == "data.sequence_length" for word in words)
+    length = recipe.data.sequence_length
+    return [length if named else weights.data.get("sequence_length", length)]
 
 
 def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], Any] = print) -> dict[str, Any]:
@@ -192,10 +192,10 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
         recipe = recipe_of(weights, given)
         validate(recipe)
         lengths = _lengths(args, weights, recipe, given)
-        own = {k: str(v) for k, v in vars(args).items()} | {"weights": weights.what}
+        settings = {k: str(v) for k, v in vars(args).items()} | {"weights": weights.what}
         facts = {k: v for k, v in flat(recipe).items() if not k.startswith("cluster.")}
         digest = {} if hosts.count == 1 else {"weights (digest)": weights.digest()}
-        hosts.compare("the start", facts | own | digest | digests() | environment())
+        hosts.compare("the start", facts | settings | digest | digests() | environment())
         mesh = make_mesh(**vars(recipe.mesh))
         check_hosts(mesh)
         sections = {
@@ -217,7 +217,7 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
         for line in (*weights.notes(recipe.model), *filter(None, [data.ends()]), *data.notes()):
             log(line)
         params, buffers = weights.load(programs[lengths[0]])
-        found: dict[str, Any] = {
+        results: dict[str, Any] = {
             "weights": weights.what,
             "mesh": dict(mesh.shape),
             "sequence": vars(recipe.sequence),
@@ -231,26 +231,26 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
             if "loss" in args.tasks:
                 began, sized = time.perf_counter(), data.resized(n, evaluator.rows)
                 octaves = loss_by_octave(evaluator, batches_once(sized, args.batches))
-                found["loss"][str(n)] = {
+                results["loss"][str(n)] = {
                     "loss": octaves["row"].mean if octaves["row"].counts.any() else None,
                     "tokens": int(octaves["row"].counts.sum()),
                     **{place: of.rows() for place, of in octaves.items()},
                 }
-                tell_loss(log, n, found["loss"][str(n)], time.perf_counter() - began)
+                tell_loss(log, n, results["loss"][str(n)], time.perf_counter() - began)
                 if (rows := sized.rows_before_again) < args.batches * sized.global_batch:
                     log(
                         f"  that is all of the data, {rows:,} rows, each counted once: batches={args.batches} asked for more"
                     )
             for asking in (p for p in prompts if p.length == n):
                 cells = measure_recall(evaluator, asking, args.depths, args.examples)
-                found["recall"] += [cell.row() for cell in cells]
+                results["recall"] += [cell.row() for cell in cells]
                 tell_cells(log, cells)
             if prepared is not None:
                 prepared.measure(evaluator, log)
         if prepared is not None:
-            found["ruler"] = prepared.results()
-            log(ruler.table(found["ruler"]))
-        return found
+            results["ruler"] = prepared.results()
+            log(ruler.table(results["ruler"]))
+        return results
 
 
 def _data_name(recipe: Any) -> str:
@@ -272,10 +272,10 @@ def _main(arguments: list[str]) -> int:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     from recipes.schema import compose
 
-    args, where, given = parse(arguments)
-    taken: list[str] = []
-    given = with_settings_of_run(where, args.step, given, taken.append)
-    start_jax(compose(given), "launch.evaluate")
+    args, where, words = parse(arguments)
+    notes: list[str] = []
+    words = with_settings_of_run(where, args.step, words, notes.append)
+    start_jax(compose(words), "launch.evaluate")
     import jax
 
     from ejdist.pictures import draw_evaluation
@@ -284,16 +284,16 @@ def _main(arguments: list[str]) -> int:
 
     first = jax.process_index() == 0
     log = (lambda line: print(line, flush=True)) if first else lambda line: None
-    for line in taken:
+    for line in notes:
         log(line)
     rows = ruler.place_of_rows(where, log) if args.ruler is not None and first else None
-    found = evaluate(args, where, given, log)
+    results = evaluate(args, where, words, log)
     if rows is not None:
-        ruler.add_rows(rows, found, last_step(where) if args.step is None else args.step)
+        ruler.add_rows(rows, results, last_step(where) if args.step is None else args.step)
         print(f"added to {rows}")
     if args.to is not None and first:
-        write_atomic(args.to, json.dumps(found, indent=1, allow_nan=False) + "\n")
-        draw_evaluation(found, args.to.with_suffix(".png"), found["weights"])
+        write_atomic(args.to, json.dumps(results, indent=1, allow_nan=False) + "\n")
+        draw_evaluation(results, args.to.with_suffix(".png"), results["weights"])
         print(f"written to {args.to} and {args.to.with_suffix('.png').name} next to it")
     return DONE
 

@@ -30,15 +30,16 @@ def with_settings_of_run(where: str, step: int | None, given: Sequence[str], log
         settings.pop("data.mixture", None)
     if "plugins" not in named and (plugins := recorded(where).get("plugins")):
         settings["plugins"] = plugins
-    kept = {key: value for key, value in settings.items() if key not in named and key.partition(".")[0] not in named}
-    if kept:
-        mesh = {k.partition(".")[2]: v for k, v in kept.items() if k.startswith("mesh.") and v not in (1, False)}
-        source = kept.get("data.source")
-        data = [f"data.source={source}" if source is not None else "its mixture"] if "data.source" in kept else []
-        log(
-            f"from the run: {', '.join([*data, f'mesh {mesh or "of one"}', f'data.tokenizer={kept.get("data.tokenizer")}'])}"
-        )
-    return [*(f"{key}={_override(value, written)}" for key, value in kept.items()), *given]
+    inherited = {
+        key: value for key, value in settings.items() if key not in named and key.partition(".")[0] not in named
+    }
+    if inherited:
+        mesh = {k.partition(".")[2]: v for k, v in inherited.items() if k.startswith("mesh.") and v not in (1, False)}
+        source = inherited.get("data.source")
+        data = [f"data.source={source}" if source is not None else "its mixture"] if "data.source" in inherited else []
+        tokenizer = inherited.get("data.tokenizer")
+        log(f"from the run: {', '.join([*data, f'mesh {mesh or "of one"}', f'data.tokenizer={tokenizer}'])}")
+    return [*(f"{key}={_override(value, written)}" for key, value in inherited.items()), *given]
 
 
 def _override(value: Any, written: Callable[[Any], str]) -> str:
@@ -61,12 +62,12 @@ def trained_tokenizer(where: str, recipe: Any) -> Any:
     from ejdist.training.recorded import recorded, settings_at
 
     first = settings_at(recorded(where), 1)  # it is trained on the data of the first stage
-    own = {key.removeprefix("data."): value for key, value in first.items() if key.startswith("data.")}
-    name = str(own.get("tokenizer"))
-    if not name.startswith("bpe:") or name != recipe.data.tokenizer or own.get("source") == recipe.data.source:
+    settings = {key.removeprefix("data."): value for key, value in first.items() if key.startswith("data.")}
+    name = str(settings.get("tokenizer"))
+    if not name.startswith("bpe:") or name != recipe.data.tokenizer or settings.get("source") == recipe.data.source:
         return None
-    known = {f.name for f in dataclasses.fields(DataSection)}
-    section = DataSection(**{key: value for key, value in own.items() if key in known})
+    names = {f.name for f in dataclasses.fields(DataSection)}
+    section = DataSection(**{key: value for key, value in settings.items() if key in names})
     return build(dataclasses.replace(section, cache_dir=recipe.data.cache_dir), seed=0).corpus.tokenizer
 
 
@@ -83,8 +84,8 @@ def recipe_of(weights: Any, given: Sequence[str]) -> Any:
     model = [f"model.{k}={written(v)}" for k, v in flat(weights.model).items() if k != "init_from"]
     model = [] if FOLDER in given else model
     capacity = weights.recipe.get("experts.capacity")
-    kept = [] if capacity is None else [f"experts.capacity={capacity}"]
-    recipe = compose([*model, *kept, *given])
+    inherited = [] if capacity is None else [f"experts.capacity={capacity}"]
+    recipe = compose([*model, *inherited, *given])
     _check_tokenizer(weights, recipe, given)
     recipe.model.experts.jitter = 0.0  # noise of training
     weights.check(recipe.model)
@@ -96,14 +97,14 @@ def recipe_of(weights: Any, given: Sequence[str]) -> Any:
     return recipe
 
 
-def _check_tokenizer(weights: Any, recipe: Any, given: Sequence[str]) -> None:
+def _check_tokenizer(weights: Any, recipe: Any, words: Sequence[str]) -> None:
     """Raises ValueError where nothing names a tokenizer, and the folder of the weights has its own: the default is another."""
-    own, named = weights.tokenizer, "data.tokenizer" in map(key_of, given)
-    if own is None or named or recipe.data.tokenizer != "bytes":
+    tokenizer, named = weights.tokenizer, "data.tokenizer" in map(key_of, words)
+    if tokenizer is None or named or recipe.data.tokenizer != "bytes":
         return
     raise ValueError(
         f"data.tokenizer = 'bytes' is not the tokenizer of {weights.what}: give {FOLDER}, which takes dtype, tokenizer, BOS "
-        f"and EOS from there, or data.tokenizer={own}"
+        f"and EOS from there, or data.tokenizer={tokenizer}"
     )
 
 

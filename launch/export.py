@@ -45,7 +45,7 @@ def _keys(arguments: Sequence[str]) -> dict[str, str]:
     """Parses the command line. Raises ValueError for unknown or conflicting keys."""
     from ejdist.dtypes import dtype_name
 
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if name not in (known := (*_EXPORT, "from")):
@@ -54,20 +54,20 @@ def _keys(arguments: Sequence[str]) -> dict[str, str]:
                 raise ValueError(f"unknown {'flag' if name.startswith('-') else 'key'} {name!r}; {meant}")
         if name not in (*_EXPORT, "from") or not equals or not value:
             raise ValueError(f"cannot read {argument!r}: write KEY=VALUE, with one of {', '.join((*_EXPORT, 'from'))}")
-        if name in found:
+        if name in options:
             raise ValueError(f"{name} is given twice; give it once")
-        found[name] = dtype_name(value) if name == "dtype" else value
-    if "from" in found:
-        if len(found) > 1:
+        options[name] = dtype_name(value) if name == "dtype" else value
+    if "from" in options:
+        if len(options) > 1:
             raise ValueError("from=DIR prints the model of a folder, and takes no other key")
-    elif "adapter" in found:
-        if found["adapter"] != "peft":
-            raise ValueError(f"adapter = {found['adapter']!r} is unknown; use peft, or leave it out")
-        if beside := [name for name in found if name not in _ADAPTER]:
+    elif "adapter" in options:
+        if options["adapter"] != "peft":
+            raise ValueError(f"adapter = {options['adapter']!r} is unknown; use peft, or leave it out")
+        if beside := [name for name in options if name not in _ADAPTER]:
             raise ValueError(f"adapter=peft writes adapters alone, and does not read {beside[0]}: leave it out")
-    if "from" not in found and not {"run.dir", "to"} <= set(found):
+    if "from" not in options and not {"run.dir", "to"} <= set(options):
         raise ValueError("give run.dir=DIR and to=DIR, or from=DIR; --help has examples")
-    return found
+    return options
 
 
 def _number(keys: dict[str, str], name: str) -> int | None:

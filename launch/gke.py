@@ -85,8 +85,8 @@ class Options:
 def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """Returns (the Kubernetes options, the run's arguments). Raises ValueError, naming the argument."""
     o, rest = read(Options, argv)
-    given = {a.partition("=")[0] for a in argv}
-    foreign = given & ({"nodes", "gpus_per_node", "gpu", "port"} if o.topology else {"slices", "chips_per_node"})
+    names = {a.partition("=")[0] for a in argv}
+    foreign = names & ({"nodes", "gpus_per_node", "gpu", "port"} if o.topology else {"slices", "chips_per_node"})
     if foreign:
         kinds = ("GPUs", "TPUs, which topology= says") if o.topology else ("TPUs", "GPUs, as topology= is not given")
         raise ValueError(f"{sorted(foreign)[0]}= is of {kinds[0]}, and this is a run on {kinds[1]}")

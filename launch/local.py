@@ -47,13 +47,17 @@ class Options:
 
 def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """Returns (the processes, the arguments of the run). Raises ValueError, naming the argument."""
-    own, rest = read(Options, argv)
+    options, rest = read(Options, argv)
     refuse_cluster(rest, "launch.local sets how its processes find each other")
-    if own.gpus and (own.devices is not None or len(own.visible) != own.processes):
-        raise ValueError(f"gpus={own.gpus} names one GPU for each of {own.processes} processes, and excludes devices=")
-    if not all(own.visible) or len(set(own.visible)) < len(own.visible):
-        raise ValueError(f"gpus={own.gpus} must name a GPU for each process, and each once, with a comma between two")
-    return own, rest
+    if options.gpus and (options.devices is not None or len(options.visible) != options.processes):
+        raise ValueError(
+            f"gpus={options.gpus} names one GPU for each of {options.processes} processes, and excludes devices="
+        )
+    if not all(options.visible) or len(set(options.visible)) < len(options.visible):
+        raise ValueError(
+            f"gpus={options.gpus} must name a GPU for each process, and each once, with a comma between two"
+        )
+    return options, rest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,24 +66,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    own, rest = parse(arguments)
-    for left in range(own.restarts, -1, -1):
-        code, stopped = _start(own, rest)
+    options, rest = parse(arguments)
+    for left in range(options.restarts, -1, -1):
+        code, stopped = _start(options, rest)
         if stopped or not left or not again(code):
             break
         print(
-            f"the run ended with exit code {code}, and is started again, {left} of {own.restarts} times left",
+            f"the run ended with exit code {code}, and is started again, {left} of {options.restarts} times left",
             flush=True,
         )
     return code
 
 
-def _start(own: Options, rest: Sequence[str]) -> tuple[int, bool]:
+def _start(options: Options, rest: Sequence[str]) -> tuple[int, bool]:
     """Returns the exit code of a start, and whether this process was told to stop."""
     logs = Path(tempfile.mkdtemp(prefix="ejdist-local-"))
-    job = Job(own.processes, logs, own.devices, (sys.executable, "-m", f"launch.{own.command}"))
-    gpus = {i: {"CUDA_VISIBLE_DEVICES": gpu} for i, gpu in enumerate(own.visible)}
-    told, before, unread, stopped = threading.Event(), {}, threading.Event(), threading.Event()
+    job = Job(options.processes, logs, options.devices, (sys.executable, "-m", f"launch.{options.command}"))
+    gpus = {i: {"CUDA_VISIBLE_DEVICES": gpu} for i, gpu in enumerate(options.visible)}
+    ended, before, unread, stopped = threading.Event(), {}, threading.Event(), threading.Event()
 
     def stop(number: int, frame: Any) -> None:
         stopped.set()
@@ -87,7 +91,7 @@ def _start(own: Options, rest: Sequence[str]) -> tuple[int, bool]:
 
     def tell() -> None:
         try:
-            _tell(job, told)
+            _tell(job, ended)
         except BrokenPipeError:  # told to the main thread, once the processes have saved
             unread.set()
             job.signal(signal.SIGTERM)
@@ -100,7 +104,7 @@ def _start(own: Options, rest: Sequence[str]) -> tuple[int, bool]:
         reader.start()
         codes = job.wait(float("inf"), _PATIENCE)
         left = read_verdict(job.verdict)
-        told.set()
+        ended.set()
         reader.join()
     finally:
         for number, handler in before.items():

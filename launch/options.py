@@ -65,28 +65,28 @@ def read[T](kind: type[T], argv: Sequence[str]) -> tuple[T, list[str]]:
     from recipes import arguments as flags
 
     kinds, known = typing.get_type_hints(kind), {f.name: f for f in fields(kind)}  # pyrefly: ignore[bad-argument-type]
-    own: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     rest = []
     for argument in argv:
         name, equals, value = argument.partition("=")
         section, dot, inner = name.partition(".")
         if name in known:
-            if name in own:
+            if name in values:
                 raise ValueError(f"{name} is given twice; give it once")
-            own[name] = _value(name, bool(equals), value, kinds[name], known[name].metadata)
+            values[name] = _value(name, bool(equals), value, kinds[name], known[name].metadata)
         elif dot and section in known and _is_dict(kinds[section]):
             if not equals or not re.fullmatch(r"[A-Za-z_]\w*", inner) or "\n" in value:
                 raise ValueError(f"{name} must be written {section}.NAME=VALUE")
-            if inner in own.setdefault(section, {}):
+            if inner in values.setdefault(section, {}):
                 raise ValueError(f"{name} is given twice; give it once")
-            own[section][inner] = value
+            values[section][inner] = value
         else:
             check_spelling(name, list(known))
             rest.append(argument)
     for f in known.values():
-        if f.default is MISSING and f.default_factory is MISSING and f.name not in own:
+        if f.default is MISSING and f.default_factory is MISSING and f.name not in values:
             raise ValueError(f"{f.name}= is missing: {f.metadata['words']}")
-    return kind(**own), flags.read(rest).words()
+    return kind(**values), flags.read(rest).words()
 
 
 def check_spelling(name: str, known: Sequence[str]) -> None:
@@ -113,7 +113,7 @@ def _is_dict(kind: Any) -> bool:
     return typing.get_origin(kind) is dict
 
 
-def _value(name: str, given: bool, value: str, kind: Any, facts: Any) -> Any:
+def _value(name: str, has_value: bool, value: str, kind: Any, facts: Any) -> Any:
     if _is_dict(kind):
         raise ValueError(f"{name} must be written {name}.NAME=VALUE")
     if kind is bool:
@@ -125,7 +125,7 @@ def _value(name: str, given: bool, value: str, kind: Any, facts: Any) -> Any:
             until = "on" if math.isinf(facts["most"]) else f"to {facts['most']}"
             raise ValueError(f"{name} must be a number from {facts['least']} {until}, got {value!r}")
         return int(value)
-    if not given or "\n" in value or (re.search(r"\s", value) and not facts["free"]):
+    if not has_value or "\n" in value or (re.search(r"\s", value) and not facts["free"]):
         raise ValueError(f"{name} must be written {name}=VALUE, in one word")
     if not value:
         raise ValueError(f"{name} is empty; write {name}=VALUE, or leave it out")

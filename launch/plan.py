@@ -56,7 +56,7 @@ class Args:
 
 def parse(argv: Sequence[str]) -> Args:
     """Parses the command line. Raises ValueError, naming the option."""
-    own: dict[str, str] = {}
+    options: dict[str, str] = {}
     recipe = []
     for word in argv:
         name, equals, value = word.partition("=")
@@ -64,32 +64,32 @@ def parse(argv: Sequence[str]) -> Args:
             if equals or (word.startswith("--") and word != "--json"):  # else a folder of --config-dir
                 check_spelling(name, OWN)
             recipe += [] if word == "--json" else [word]
-        elif name in own:
+        elif name in options:
             raise ValueError(f"{name} is given twice")
         else:
-            own[name] = value
+            options[name] = value
 
     def number(name: str, least: int) -> int | None:
-        if name not in own:
+        if name not in options:
             return None
-        if not re.fullmatch("[0-9]{1,18}", own[name]) or int(own[name]) < least:
-            raise ValueError(f"{name} must be a number from {least} on, got {own[name]!r}")
-        return int(own[name])
+        if not re.fullmatch("[0-9]{1,18}", options[name]) or int(options[name]) < least:
+            raise ValueError(f"{name} must be a number from {least} on, got {options[name]!r}")
+        return int(options[name])
 
     for name, words in (
         ("topology", "a slice"),
         ("device", "a GPU"),
         ("bandwidth", "a file that launch.doctor has written"),
     ):
-        if own.get(name) == "":
+        if options.get(name) == "":
             raise ValueError(f"{name}= must name {words}; or leave it out")
-    if own.get("search", "auto") not in ("auto", "true", "false"):
-        raise ValueError(f"search must be auto, true or false, got {own['search']!r}")
+    if options.get("search", "auto") not in ("auto", "true", "false"):
+        raise ValueError(f"search must be auto, true or false, got {options['search']!r}")
     finalists = number("finalists", 0)
     return Args(
-        own.get("topology"), number("devices", 1), own.get("device"), number("devices_per_host", 1),
-        own.get("search", "auto"), 3 if finalists is None else finalists, expanded(recipe), "--json" in argv,
-        number("slices", 1), own.get("bandwidth"),
+        options.get("topology"), number("devices", 1), options.get("device"), number("devices_per_host", 1),
+        options.get("search", "auto"), 3 if finalists is None else finalists, expanded(recipe), "--json" in argv,
+        number("slices", 1), options.get("bandwidth"),
     )  # fmt: skip
 
 
@@ -141,16 +141,16 @@ def plan(args: Args) -> dict[str, Any]:
         report |= plan_of(args, sections, given, target, measured, compiler)
     else:
         stages = curriculum.stages(sections, given, any(is_curriculum(word) for word in args.recipe))
-        found: list[dict[str, Any]] = []
+        results: list[dict[str, Any]] = []
         for stage, keys in stages:
             _print_progress(stage.describe())
             try:
-                made = plan_of(args, stage.sections, keys, target, measured, compiler)
+                result = plan_of(args, stage.sections, keys, target, measured, compiler)
             except ValueError as error:
                 raise ValueError(f"stage {stage.number} of the curriculum: {error}") from error
-            found.append({"stage": stage.number, "steps": [stage.start + 1, stage.until]} | made)
-        report |= {"stages": found, "fits": all(r["fits"] for r in found)}
-        plans = [r["plan"] if r["searched"] else None for r in found]
+            results.append({"stage": stage.number, "steps": [stage.start + 1, stage.until]} | result)
+        report |= {"stages": results, "fits": all(r["fits"] for r in results)}
+        plans = [r["plan"] if r["searched"] else None for r in results]
         report["overrides"], over = curriculum.overrides_text(sections, plans) if any(plans) else ("", [])
         planned = [w for w in args.recipe if is_curriculum(w) or is_of(key_of(w), over)] if any(plans) else []
         report["kept"] = [w for w in args.recipe if w not in planned]
@@ -174,21 +174,21 @@ def plan_of(
     report: dict[str, Any] = {"searched": wide}
     unsaved = None
     if wide:
-        found = search(
+        outcome = search(
             sections, target, given, compiler if args.finalists else None,
             finalists=args.finalists, measured=measured, log=_print_progress,
         )  # fmt: skip
-        best, made, refused, unsaved = found.best, found.compiled, found.refused, found.unsaved
-        report |= {"looked_at": found.looked_at, "given": sorted(given)}
+        best, compiled, refused, unsaved = outcome.best, outcome.compiled, outcome.refused, outcome.unsaved
+        report |= {"looked_at": outcome.looked_at, "given": sorted(given)}
         report["refused"] = [{"overrides": overrides_text(p.candidate, given), "why": why} for p, why in refused]
-        shown = best or (refused[0][0] if refused else found.smallest)
+        shown = best or (refused[0][0] if refused else outcome.smallest)
         report["others"] = [
-            summary(p, given) | {"why_later": "" if shown is None else why_later(shown, p)} for p in found.others
+            summary(p, given) | {"why_later": "" if shown is None else why_later(shown, p)} for p in outcome.others
         ]
     else:
         shown = predictor.checked(as_given(sections, target))
-        made, refused = compiler.tried(shown.candidate.applied(sections)) if args.finalists else (None, "")
-        expected = shown.memory.total if made is None else made.peak
+        compiled, refused = compiler.tried(shown.candidate.applied(sections)) if args.finalists else (None, "")
+        expected = shown.memory.total if compiled is None else compiled.peak
         best = shown if not refused and expected <= target.chip.memory else None
         report["refused"] = [{"overrides": "", "why": refused}] if refused else []
     assert shown is not None
@@ -197,13 +197,13 @@ def plan_of(
     report["links"] = {axis: {"measured": s.measured, "speed": s.words} for axis, s in sources.items()}
     report["overrides"] = overrides_text(shown.candidate, given) if wide else ""
     chip = target.chip
-    report |= {"compiled": made is not None, **(asdict(made) if made else {})}
+    report |= {"compiled": compiled is not None, **(asdict(compiled) if compiled else {})}
     report["host_compiled"] = report.pop("host", 0)
     report["host"] = {
         "bytes": target.host_bytes(shown.memory.host), "memory": chip.host_memory, "rate": chip.to_host,
         "source": chip.host_source,
     }  # fmt: skip
-    report["notes"] = [*compiler.notes[notes:], *(made.notes if made else ())]
+    report["notes"] = [*compiler.notes[notes:], *(compiled.notes if compiled else ())]
     if unsaved is not None:
         report["notes"].insert(0, saved(shown, unsaved))
     if best is None:

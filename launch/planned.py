@@ -68,21 +68,21 @@ def _pasted(command: str, searched: bool) -> list[str]:
 
 def _on_host(r: dict[str, Any]) -> list[str]:
     """Returns the lines about what is in the memory of the host."""
-    said, host = r["plan"]["predicted"], r["host"]
-    of = sum(said["bytes_on_host"].values())
+    predicted, host = r["plan"]["predicted"], r["host"]
+    of = sum(predicted["bytes_on_host"].values())
     compiled = f", compiled: {r['host_compiled'] / GIB:.2f} GiB" if r["compiled"] else ""
-    moving = [f"{s:.3g} s for {name}" for name, s in said["seconds_of"].items() if "the host" in name]
+    moving = [f"{s:.3g} s for {name}" for name, s in predicted["seconds_of"].items() if "the host" in name]
     return [
         f"memory of the host, predicted: {of / GIB:.2f} GiB of each device{compiled}; {host['bytes'] / GIB:,.4g} GiB of "
         f"{host['memory'] / GIB:,.4g} GiB of a host:",
-        *(f"    {n / GIB:9.3f} GiB  {name}" for name, n in said["bytes_on_host"].items()),
+        *(f"    {n / GIB:9.3f} GiB  {name}" for name, n in predicted["bytes_on_host"].items()),
         f"  transfers in a step: {', '.join(moving)}, at {host['rate'] / 1e9:.3g} GB/s each way; {host['source']}",
     ]
 
 
 def _lines(r: dict[str, Any], what: str) -> list[str]:
     shown = r["plan"]
-    said = shown["predicted"]
+    predicted = shown["predicted"]
     room = r["memory_of_a_device"]
     head = (
         f"{r['topology']}: considered {r['looked_at']:,} plans"
@@ -96,31 +96,32 @@ def _lines(r: dict[str, Any], what: str) -> list[str]:
         f"mesh {shown['mesh'] or 'of one'}, remat {shown['remat']}, accumulation {shown['accumulation']}, global batch "
         f"{shown['global_batch']}" + (f", {r['parameters']:,} parameters" if r["compiled"] else "")
     )
-    refused_here = r["refused"] and not r["compiled"] and said["bytes"] <= room
+    refused_here = r["refused"] and not r["compiled"] and predicted["bytes"] <= room
     verdict = "fits" if r["fits"] else "DOES NOT COMPILE" if refused_here else "DOES NOT FIT"
     if r["compiled"]:
-        error = said["bytes"] / r["peak"] - 1
+        error = predicted["bytes"] / r["peak"] - 1
         lines += [
             f"memory per device, compiled: {r['peak'] / GIB:.2f} GiB of {room / GIB:.4g} GiB: {verdict}",
             f"  state and batch {r['arguments'] / GIB:.2f} GiB, temporaries {r['temporaries'] / GIB:.2f} GiB",
-            f"  predicted: {said['bytes'] / GIB:.2f} GiB ({error:+.1%}), peaking in {said['height']}:",
+            f"  predicted: {predicted['bytes'] / GIB:.2f} GiB ({error:+.1%}), peaking in {predicted['height']}:",
         ]
     else:
         lines.append(
-            f"memory per device, predicted and not compiled: {said['bytes'] / GIB:.2f} GiB of {room / GIB:.4g} GiB: {verdict}; "
-            f"peaking in {said['height']}:"
+            f"memory per device, predicted and not compiled: {predicted['bytes'] / GIB:.2f} GiB of {room / GIB:.4g} GiB: "
+            f"{verdict}; peaking in {predicted['height']}:"
         )
-    lines += [f"    {n / GIB:9.3f} GiB  {name}" for name, n in said["bytes_of"].items() if n]
-    if said["bytes_on_host"]:
+    lines += [f"    {n / GIB:9.3f} GiB  {name}" for name, n in predicted["bytes_of"].items() if n]
+    if predicted["bytes_on_host"]:
         lines += _on_host(r)
     lines.append(
-        f"step time, predicted: {said['step_seconds']:.3g} s, {said['tokens_per_second']:,.0f} tokens/s, MFU {said['mfu']:.1%}"
+        f"step time, predicted: {predicted['step_seconds']:.3g} s, {predicted['tokens_per_second']:,.0f} tokens/s, "
+        f"MFU {predicted['mfu']:.1%}"
     )
-    lines += [f"    {s:9.3g} s    {name}" for name, s in said["seconds_of"].items()]
-    along = {axis: n for axis, n in said["bytes_sent_along"].items() if axis != NETWORK}
+    lines += [f"    {s:9.3g} s    {name}" for name, s in predicted["seconds_of"].items()]
+    along = {axis: n for axis, n in predicted["bytes_sent_along"].items() if axis != NETWORK}
     sent = ", ".join(f"{axis} {n / 1e9:,.3g} GB" for axis, n in along.items()) or "nothing"
     lines.append(f"bytes sent by a device along each axis per step, predicted: {sent}")
-    if between := said["bytes_sent_along"].get(NETWORK):
+    if between := predicted["bytes_sent_along"].get(NETWORK):
         lines.append(f"  and between slices, over the data-centre network: {between / 1e9:.2f} GB")
     speeds: dict[str, list[str]] = {}
     for axis, link in r["links"].items():

@@ -74,8 +74,8 @@ class Job:
             with self.log(i).open("ab") as log:
                 # In a group of its own a Ctrl-C comes to it only from here: of two it would take the second for impatience.
                 self.lines.append([*line, *(of_host or {}).get(i, ())])
-                made = subprocess.Popen(self.lines[i], stdout=log, stderr=log, env=variables, process_group=0)
-            self.processes.append(made)
+                process = subprocess.Popen(self.lines[i], stdout=log, stderr=log, env=variables, process_group=0)
+            self.processes.append(process)
         return self
 
     def _variables(self) -> dict[str, str]:

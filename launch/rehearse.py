@@ -97,36 +97,36 @@ def parse(argv: Sequence[str]) -> Options:
     names = [a.partition("=")[0] for a in words]
     if twice := [name for name in _OWN if names.count(name) > 1]:
         raise ValueError(f"{twice[0]} is given twice; give it once")
-    given = {name: value for name, _, value in (a.partition("=") for a in words)}
-    own: dict[str, Any] = {name: given.pop(name, default) for name, default in _OWN.items()}
+    settings = {name: value for name, _, value in (a.partition("=") for a in words)}
+    options: dict[str, Any] = {name: settings.pop(name, default) for name, default in _OWN.items()}
     for name in ("hosts", "devices_per_host", "seed", "times", "series"):
         least = 0 if name in ("seed", "series") else 1
-        if not re.fullmatch("[0-9]{1,9}", str(own[name])) or int(own[name]) < least:
-            raise ValueError(f"{name} must be a number from {least} on, got {own[name]!r}")
-        own[name] = int(own[name])
-    for key in given:
+        if not re.fullmatch("[0-9]{1,9}", str(options[name])) or int(options[name]) < least:
+            raise ValueError(f"{name} must be a number from {least} on, got {options[name]!r}")
+        options[name] = int(options[name])
+    for key in settings:
         check_spelling(key, list(_OWN))
         if key.lstrip("+~") in ("run.stop_after", "run.extend"):
             raise ValueError(f"{key} cannot be given to a rehearsal: it starts and stops the run itself")
-    faults = tuple(DRILLS) if own["fault"] == "all" else tuple(own["fault"].split(","))
+    faults = tuple(DRILLS) if options["fault"] == "all" else tuple(options["fault"].split(","))
     if twice := [fault for fault in faults if faults.count(fault) > 1]:
-        raise ValueError(f"fault={own['fault']} names {twice[0]} twice; use times=2 to repeat each fault")
+        raise ValueError(f"fault={options['fault']} names {twice[0]} twice; use times=2 to repeat each fault")
     for fault in faults:
         if fault not in DRILLS:
             raise ValueError(f"fault={fault} is unknown; use one of {', '.join(DRILLS)}, and all")
-        if fault in NEED_TWO and own["hosts"] == 1:
-            if own["fault"] != "all":
+        if fault in NEED_TWO and options["hosts"] == 1:
+            if options["fault"] != "all":
                 raise ValueError(f"fault={fault} needs hosts=2 or more: one host cannot differ from another")
             faults = tuple(f for f in faults if f not in NEED_TWO)
-        if own["series"] and own["times"] > 1:
+        if options["series"] and options["times"] > 1:
             raise ValueError(
-                f"times = {own['times']} is of drills, and series = {own['series']} makes one run: give one of them"
+                f"times = {options['times']} is of drills, and series = {options['series']} makes one run: give one of them"
             )
-        if own["series"] and fault not in IN_SERIES:
+        if options["series"] and fault not in IN_SERIES:
             raise ValueError(f"fault={fault} cannot be used in a series; use {', '.join(IN_SERIES)}")
-    given = _DEFAULTS | given
-    arguments = tuple(f"{key}={value}" for key, value in given.items() if key != "run.dir")
-    recipe = compose([*arguments, f"run.dir={given['run.dir']}"])  # its own errors come now, and not from every host
+    settings = _DEFAULTS | settings
+    arguments = tuple(f"{key}={value}" for key, value in settings.items() if key != "run.dir")
+    recipe = compose([*arguments, f"run.dir={settings['run.dir']}"])  # its own errors come now, and not from every host
     validate(recipe)
     if recipe.checkpoint.dir is not None:
         raise ValueError(
@@ -145,8 +145,8 @@ def parse(argv: Sequence[str]) -> Options:
             f"run.dir = {folder} already exists, and a rehearsal needs an empty folder: remove it, or name another"
         )
     return Options(
-        own["hosts"], own["devices_per_host"], faults, own["seed"], own["times"], own["series"], folder, steps, every,
-        arguments,
+        options["hosts"], options["devices_per_host"], faults, options["seed"], options["times"], options["series"],
+        folder, steps, every, arguments,
     )  # fmt: skip
 
 
@@ -250,34 +250,36 @@ def drill(o: Options, name: str, number: int, calm: Ended, log: Any) -> bool:
     d = DRILLS[name](scene)
     extra = [] if d.stop_after is None else [f"run.stop_after={d.stop_after}"]
     wrong: list[str] = []
-    codes, said, seconds = run(o, folder, d, extra, wrong=wrong)
+    codes, output, seconds = run(o, folder, d, extra, wrong=wrong)
     allowed = sorted(set(d.codes), key=lambda c: (c is None, c or 0))
     faults = [f"exit codes {codes}, which are not of {allowed}"] if not set(codes) <= set(d.codes) else []
     faults += wrong + _decided(d, codes, read_verdict(folder / "logs" / "verdict"))
-    faults += [f"no host said {word!r}" for word in d.says if word not in said]
+    faults += [f"no host said {word!r}" for word in d.says if word not in output]
     if not d.writes and (folder / "run" / "checkpoints").exists():
         faults.append("it wrote checkpoints anyway")
-    told = [f"exit codes {codes}"]
+    outcome = [f"exit codes {codes}"]
     if d.goes_on:
-        made = max(left(folder)[0], default=0)
+        reached = max(left(folder)[0], default=0)
         if d.after is not None:
             d.after(folder / "run")
-        codes, said_after, more = run(o, folder, None)
+        codes, output_after, more = run(o, folder, None)
         seconds += more
         faults += [] if codes == [DONE] * o.hosts else [f"started again it ended with {codes}"]
-        faults += [f"started again no host said {word!r}" for word in d.says_after if word not in said_after]
+        faults += [f"started again no host said {word!r}" for word in d.says_after if word not in output_after]
         rows, digest = left(folder)
-        from_step = next((int(line.split()[3]) for line in said_after.splitlines() if "resuming from step" in line), 0)
+        from_step = next(
+            (int(line.split()[3]) for line in output_after.splitlines() if "resuming from step" in line), 0
+        )
         if d.codes == (DONE,) and d.stop_after is None:
-            told.append("nothing to start again")
+            outcome.append("nothing to start again")
         else:
-            told.append(f"started again from step {from_step}, {max(0, made - from_step)} steps rerun")
-        told.append(f"{max(0.0, seconds - calm.seconds):.1f} s more than without")
+            outcome.append(f"started again from step {from_step}, {max(0, reached - from_step)} steps rerun")
+        outcome.append(f"{max(0.0, seconds - calm.seconds):.1f} s more than without")
         same = rows == calm.losses and digest == calm.digest
-        told.append("losses and final state match the run without" if same else "LOSSES OR STATE DIFFER")
+        outcome.append("losses and final state match the run without" if same else "LOSSES OR STATE DIFFER")
         faults += [] if same else [_unlike(calm, rows, digest)]
     ok = not faults
-    log(f"{name}: {d.told}\n    {'; '.join(told)}")
+    log(f"{name}: {d.told}\n    {'; '.join(outcome)}")
     log(f"    {_goodput(folder)}")
     for fault in faults:
         log(f"    UNEXPECTED: {fault}; see {folder / 'logs'}")
@@ -286,7 +288,7 @@ def drill(o: Options, name: str, number: int, calm: Ended, log: Any) -> bool:
         "fault": folder.name,
         "what": d.told,
         "ok": ok,
-        "told": "; ".join(told),
+        "told": "; ".join(outcome),
         "unexpected": "; ".join(faults),
     }
     path = o.folder / "rehearsal.json"
@@ -350,9 +352,9 @@ def rehearse(o: Options, log: Any) -> int:
         f"{o.hosts} hosts of {o.devices_per_host} devices, {o.steps} steps, a checkpoint every {o.every}, in {o.folder}"
     )
     log(f"rehearsing {' '.join(o.arguments)}\n    on {where}")
-    codes, said, seconds = run(o, o.folder / "calm", None)
+    codes, output, seconds = run(o, o.folder / "calm", None)
     if codes != [DONE] * o.hosts:
-        log(f"without a fault it ended with {codes}:\n{said[-2000:]}")
+        log(f"without a fault it ended with {codes}:\n{output[-2000:]}")
         return next((c for c in codes if c), WRONG)
     calm = Ended([codes], seconds, *left(o.folder / "calm"))
     log(f"    without a fault: {seconds:.1f} s")

@@ -28,17 +28,17 @@ keys:
 
 def _keys(arguments: Sequence[str]) -> dict[str, str]:
     """Parses the command line. Raises ValueError for unknown keys."""
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if name not in ("run.dir", "to") or not equals or not value:
             raise ValueError(f"cannot read {argument!r}: write run.dir=DIR or to=FILE")
-        if name in found:
+        if name in options:
             raise ValueError(f"{name} is given twice; give it once" + (", with commas" if name == "run.dir" else ""))
-        found[name] = value
-    if "run.dir" not in found:
+        options[name] = value
+    if "run.dir" not in options:
         raise ValueError("run.dir=DIR is missing: the folder of a run")
-    return found
+    return options
 
 
 def folders_of(given: str) -> list[str]:
@@ -53,20 +53,20 @@ def folders_of(given: str) -> list[str]:
     check_folder("run.dir", given)
     if Path(given).expanduser().is_dir():  # also one with a comma in its name, as runs of a sweep have
         return [given]
-    found = []
+    folders = []
     for part in given.split(","):
         check_folder("run.dir", part)
         if any(c in part for c in "*?["):
             fits = sorted(p for p in glob.glob(os.path.expanduser(part)) if (Path(p) / "metrics.jsonl").exists())
             if not fits:
                 raise ValueError(f"run.dir = {part!r} fits no folder with a metrics.jsonl")
-            found += fits
+            folders += fits
         else:
-            found.append(part)
-    found = list(dict.fromkeys(found))
-    if len(found) > MOST_RUNS:
-        raise ValueError(f"run.dir names {len(found)} runs, and a page compares at most {MOST_RUNS}")
-    return found
+            folders.append(part)
+    folders = list(dict.fromkeys(folders))
+    if len(folders) > MOST_RUNS:
+        raise ValueError(f"run.dir names {len(folders)} runs, and a page compares at most {MOST_RUNS}")
+    return folders
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -61,9 +61,9 @@ def left_by(run: Path) -> Left:
     folder = run / "checkpoints"
     names = [p.name for p in folder.iterdir()] if folder.exists() else []
     writing = [int(n.split(".")[0]) for n in names if "orbax-checkpoint-tmp" in n]
-    made = [row["step"] for row in read_rows(run / "metrics.jsonl")]
+    steps = [row["step"] for row in read_rows(run / "metrics.jsonl")]
     return Left(
-        max((int(n) for n in names if n.isdigit()), default=0), max(writing, default=None), max(made, default=0)
+        max((int(n) for n in names if n.isdigit()), default=0), max(writing, default=None), max(steps, default=0)
     )
 
 
@@ -82,22 +82,22 @@ def round_of(
     after = saved - saved % every + every * chance.randint(1, 3)  # a checkpoint that is to come
     if fault == "kill_in_save" and after < steps:
         inside[host] |= {"do": "kill_in_save", "step": after}
-        told = f"kill -9 of host {host} in the save of step {after}"
-        return Round(fault, told, Disturbance(told, GONE, inside=inside))
+        description = f"kill -9 of host {host} in the save of step {after}"
+        return Round(fault, description, Disturbance(description, GONE, inside=inside))
     if fault == "sigterm":
         early = chance.random() < _EARLY
         most = seconds if early else _WHILE
         # So slow that the run has not ended at whatever moment it comes.
         pace = max(_STEP, 2 * most / max(1, steps - saved))
         moment = chance.uniform(0, most)
-        told = f"SIGTERM to host {host} {moment:.1f} s after {'the start' if early else 'it makes steps'}"
+        description = f"SIGTERM to host {host} {moment:.1f} s after {'the start' if early else 'it makes steps'}"
         inside = {i: {"do": "sleep", "seconds": pace} for i in range(hosts)}
-        d = Disturbance(told, (PREEMPTED, HOST_LOST, -6), ["cluster.timeout=60"], inside)
-        return Round(fault, told, d, (moment, host), "" if early else _STEPS)
+        d = Disturbance(description, (PREEMPTED, HOST_LOST, -6), ["cluster.timeout=60"], inside)
+        return Round(fault, description, d, (moment, host), "" if early else _STEPS)
     step = chance.randint(saved + 1, max(saved + 1, min(saved + 3 * every, steps - 1)))
     inside[host] |= {"do": "signal", "number": int(signal.SIGKILL), "step": step}
-    told = f"kill -9 of host {host} at step {step}"
-    return Round("kill", told, Disturbance(told, GONE, inside=inside))
+    description = f"kill -9 of host {host} at step {step}"
+    return Round("kill", description, Disturbance(description, GONE, inside=inside))
 
 
 def faults_of(r: Round, codes: list[int | None], said: str, before: Left, after: Left, every: int) -> list[str]:
@@ -108,24 +108,24 @@ def faults_of(r: Round, codes: list[int | None], said: str, before: Left, after:
     stopped is saved, and all hosts end with 75; before the first step nothing is written, what was there stays, and the other
     hosts end because one is gone.
     """
-    found = []
+    faults = []
     if not set(codes) <= set(r.disturbance.codes):
-        found.append(
+        faults.append(
             f"exit codes {codes}, which are not of {sorted(set(r.disturbance.codes), key=lambda c: (c is None, c or 0))}"
         )
     if after.saved < before.saved:
-        found.append(f"checkpoint {before.saved} is gone")
+        faults.append(f"checkpoint {before.saved} is gone")
     if r.fault == "sigterm":
         stopped = re.search(r"stopped by SIGTERM after step (\d+)", said)
         if stopped is not None and (after.saved != int(stopped[1]) or set(codes) != {PREEMPTED}):
-            found.append(
+            faults.append(
                 f"it stopped after step {stopped[1]} with {codes}, and the last checkpoint is of {after.saved}"
             )
         if stopped is None and (after.saved != before.saved or "stopped at once by SIGTERM" not in said):
-            found.append("no host said that it was stopped at once, or a checkpoint was written anyway")
+            faults.append("no host said that it was stopped at once, or a checkpoint was written anyway")
     elif (limit := after.made if after.writing is None else after.writing) - after.saved > every:
-        found.append(f"step {limit} was begun to be saved, or made, and only {after.saved} is on disk")
-    return found
+        faults.append(f"step {limit} was begun to be saved, or made, and only {after.saved} is on disk")
+    return faults
 
 
 def rehearse_series(
@@ -152,16 +152,16 @@ def rehearse_series(
     before, passed, lost, during, done = Left(0, None, 0), 0, [0], 0, None
     for n in range(rounds):
         r = round_of(chance.choice(names), chance, hosts, steps, every, before.saved, seconds)
-        codes, said = start(folder, r)
+        codes, output = start(folder, r)
         after = left_by(folder / "run")
         if after.saved >= steps and codes == [DONE] * hosts:
             done = f"the run had made its {steps} steps after {n} of {rounds} rounds: give it more, by run.steps"
             before = after
             break
-        faults = faults_of(r, codes, said, before, after, every) + went_on(said, before)
+        faults = faults_of(r, codes, output, before, after, every) + went_on(output, before)
         lost.append(after.lost())
         passed += not faults
-        during += "stopped by SIGTERM after step" in said or r.fault != "sigterm"
+        during += "stopped by SIGTERM after step" in output or r.fault != "sigterm"
         log(
             f"{n + 1:3} {r.told}: exit codes {codes}, step {after.made} was made and {after.saved} is saved"
             f"{'' if after.writing is None else f' ({after.writing} was being written)'}, {lost[-1]} lost"
@@ -169,9 +169,9 @@ def rehearse_series(
         for fault in faults:
             log(f"    UNEXPECTED: {fault}; see {folder / 'logs'}")
         before = after
-    codes, said = start(folder, None)
+    codes, output = start(folder, None)
     faults = [] if codes == [DONE] * hosts else [f"left alone it ended with {codes}"]
-    faults += went_on(said, before)
+    faults += went_on(output, before)
     unlike = same(folder)
     faults += [text for text in (unlike, done) if text is not None]
     log(
@@ -186,7 +186,7 @@ def rehearse_series(
 
 def went_on(said: str, before: Left) -> list[str]:
     """Returns what is wrong with where a start went on from, unless it ended before it did."""
-    found = re.search(r"resuming from step (\d+)", said)
-    if found is not None and int(found[1]) != before.saved:
-        return [f"it resumed from step {found[1]}, but the last complete checkpoint was of {before.saved}"]
+    match = re.search(r"resuming from step (\d+)", said)
+    if match is not None and int(match[1]) != before.saved:
+        return [f"it resumed from step {match[1]}, but the last complete checkpoint was of {before.saved}"]
     return []

@@ -60,22 +60,24 @@ class Options:
 
 def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """Returns (the Slurm options, the run's arguments). Raises ValueError, naming the argument."""
-    made, rest = read(Options, argv)
-    if made.gpus_per_node and made.gpus_per_node % made.tasks:
-        raise ValueError(f"gpus_per_node = {made.gpus_per_node} must be a multiple of tasks_per_node = {made.tasks}")
-    for word in shlex.split(made.sbatch):
+    options, rest = read(Options, argv)
+    if options.gpus_per_node and options.gpus_per_node % options.tasks:
+        raise ValueError(
+            f"gpus_per_node = {options.gpus_per_node} must be a multiple of tasks_per_node = {options.tasks}"
+        )
+    for word in shlex.split(options.sbatch):
         name = word.partition("=")[0] if word.startswith("--") else word[:2]
         if name in _OWN:
-            raise ValueError(f"sbatch = {made.sbatch!r}: {name} is what {_OWN[name]}= says; give that")
-    seconds = _seconds(made.time)
-    if 0 < seconds <= made.grace:
+            raise ValueError(f"sbatch = {options.sbatch!r}: {name} is what {_OWN[name]}= says; give that")
+    seconds = _seconds(options.time)
+    if 0 < seconds <= options.grace:
         raise ValueError(
-            f"time = {made.time!r} is {seconds} s, and the run is told to stop grace = {made.grace} s before their end: it "
-            "would make no step; give more time, or a smaller grace="
+            f"time = {options.time!r} is {seconds} s, and the run is told to stop grace = {options.grace} s before their end: "
+            "it would make no step; give more time, or a smaller grace="
         )
-    devices = made.nodes * made.gpus_per_node or None
+    devices = options.nodes * options.gpus_per_node or None
     check_run(rest, "Slurm sets how the processes find each other", devices)
-    return made, rest
+    return options, rest
 
 
 def _seconds(time: str) -> int:

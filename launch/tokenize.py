@@ -66,7 +66,7 @@ def _options(arguments: Sequence[str]) -> dict[str, Any]:
     from ejdist.training.data.hub import is_stream
     from recipes.plugins import load_named
 
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     load_named(arguments)
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -84,25 +84,25 @@ def _options(arguments: Sequence[str]) -> dict[str, Any]:
                 + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_DEFAULTS)}")
             )
         if key == "source":
-            found.setdefault(key, []).append(value)
-        elif key in found:
-            raise ValueError(f"{key} is given twice: {found[key]} and {value}")
+            options.setdefault(key, []).append(value)
+        elif key in options:
+            raise ValueError(f"{key} is given twice: {options[key]} and {value}")
         else:
-            found[key] = value
+            options[key] = value
     for key, example in (("source", "source='corpus/**/*.jsonl'"), ("to", "to=corpus.tokens")):
-        if key not in found:
+        if key not in options:
             raise ValueError(f"{key} is missing, for example {example}")
     for key in ("to", "tokenizer"):
-        check_folder(key, found.get(key))
-    for source in found["source"]:
+        check_folder(key, options.get(key))
+    for source in options["source"]:
         check_folder("source", source)
-    if len(found["source"]) == 1:
-        (found["source"],) = found["source"]
-    elif any(s in ("stdlib", "example_chats") or is_stream(s) for s in found["source"]):
+    if len(options["source"]) == 1:
+        (options["source"],) = options["source"]
+    elif any(s in ("stdlib", "example_chats") or is_stream(s) for s in options["source"]):
         raise ValueError(
             "stdlib, hf:NAME and those of plugins are sources of a folder of their own; data.mixture joins folders"
         )
-    return _DEFAULTS | found
+    return _DEFAULTS | options
 
 
 def _number(options: dict[str, Any], key: str, default: int | None = None) -> int:
@@ -118,15 +118,15 @@ def _asked(options: dict[str, Any]) -> Any:
     """Returns what the options say of conversations. Raises ValueError: one is wrong."""
     from ejdist.training.data.conversation_keys import Asked
 
-    given = {f.name: options[f.name] for f in dataclasses.fields(Asked)}
-    if (text := given["chat_template_kwargs"]) is not None:
+    settings = {f.name: options[f.name] for f in dataclasses.fields(Asked)}
+    if (text := settings["chat_template_kwargs"]) is not None:
         try:
-            given["chat_template_kwargs"] = json.loads(text)
+            settings["chat_template_kwargs"] = json.loads(text)
         except ValueError:
             raise ValueError(
                 f"chat_template_kwargs = {text!r} is not JSON; write '{{\"enable_thinking\": false}}'"
             ) from None
-    asked = Asked(**given)
+    asked = Asked(**settings)
     asked.check()
     return asked
 
@@ -139,10 +139,10 @@ def _part(value: str) -> tuple[int, int]:
                 return int(os.environ[index]), int(os.environ[count])
         names = ", ".join(f"{index} and {count}" for index, count in _CLUSTERS)
         raise ValueError(f"part=auto finds none of {names} in the environment; give part=I/N")
-    found = re.fullmatch(r"(\d+)/(\d+)", value)
-    if not found or int(found[1]) >= int(found[2]):
+    match = re.fullmatch(r"(\d+)/(\d+)", value)
+    if not match or int(match[1]) >= int(match[2]):
         raise ValueError(f"part = {value!r}: write I/N with I from 0 to N-1, for example part=0/8")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _shards(count: int) -> str:
@@ -215,9 +215,9 @@ def run(options: dict[str, Any]) -> None:
     part, parts = _part(options["part"])
     sizes = {"shard_bytes": _number(options, "shard_mb") << 20, "sample_bytes": _number(options, "sample_mb") << 20}
     folder = Path(options["to"]).expanduser()
-    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not there.is_dir():
-        raise ValueError(f"to = {options['to']!r}: {there} is a file; name a folder")
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        raise ValueError(f"to = {options['to']!r}: {existing} is a file; name a folder")
     ends = SpecialTokens(*(None if options[key] == "null" else options[key] for key in ("bos", "eos")))
     chosen = {"tokenizer": options["tokenizer"], "text_key": options["text_key"], "asked": _asked(options)}
     chosen["special_tokens"] = ends
@@ -235,8 +235,8 @@ def run(options: dict[str, Any]) -> None:
     )
     if mine:
         with _Shown() as shown:
-            made = make_shards(plan, mine, processes=processes, threads=threads, on_progress=shown)
-        print(f"{_line(made).rpartition(', ')[0]} in {made.seconds:.1f} s", flush=True)
+            progress = make_shards(plan, mine, processes=processes, threads=threads, on_progress=shown)
+        print(f"{_line(progress).rpartition(', ')[0]} in {progress.seconds:.1f} s", flush=True)
     if left := missing(plan):
         print(f"part {part} of {parts} is done; {left} shards of other parts are missing", flush=True)
         return
@@ -253,8 +253,8 @@ def run(options: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    said = "stopped by a signal; the same command resumes with what is missing"
-    return run_command(argv, _main, lambda _: USAGE, needs_arguments=False, recipe=False, stopped=(said, PREEMPTED))
+    message = "stopped by a signal; the same command resumes with what is missing"
+    return run_command(argv, _main, lambda _: USAGE, needs_arguments=False, recipe=False, stopped=(message, PREEMPTED))
 
 
 def _main(arguments: list[str]) -> int:

@@ -85,15 +85,15 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
     if bool(o.tpu) == bool(o.hosts):
         raise ValueError("give tpu=NAME zone=ZONE for a TPU VM, or hosts=a,b,c for plain ssh")
     foreign = ("coordinator", "sync") if o.tpu else ("zone", "project")
-    if given := [name for name in foreign if getattr(o, name)]:
-        raise ValueError(f"{given[0]}= is of {'hosts=' if o.tpu else 'tpu='}, which is not given")
+    if misplaced := [name for name in foreign if getattr(o, name)]:
+        raise ValueError(f"{misplaced[0]}= is of {'hosts=' if o.tpu else 'tpu='}, which is not given")
     if o.tpu and (not o.zone or o.cluster != "auto"):
         raise ValueError("tpu= needs zone=, and cluster=auto: its machines know each other")
-    for name, given in (("hosts", o.machines), ("tpu", o.slices)):
-        if not all(given) or len(set(given)) < len(given):
-            raise ValueError(f"{name} = {','.join(given)!r} must name each once, with a comma between two")
-        if any(one.startswith("-") for one in given):
-            raise ValueError(f"{name} = {','.join(given)!r}: a name that begins with a dash would be an ssh option")
+    for name, machines in (("hosts", o.machines), ("tpu", o.slices)):
+        if not all(machines) or len(set(machines)) < len(machines):
+            raise ValueError(f"{name} = {','.join(machines)!r} must name each once, with a comma between two")
+        if any(one.startswith("-") for one in machines):
+            raise ValueError(f"{name} = {','.join(machines)!r}: a name that begins with a dash would be an ssh option")
     if o.coordinator and o.cluster != "manual":
         raise ValueError("coordinator= is of cluster=manual, which is not given")
     if o.coordinator:
@@ -138,8 +138,8 @@ def _workers(o: Options, name: str) -> int:
     if ran.returncode:
         raise ValueError(f"tpu = {name!r}: gcloud says: {' '.join(ran.stderr.split()) or 'nothing'}")
     try:
-        told = json.loads(ran.stdout)
-        count, state = len(told.get("networkEndpoints", ())), told.get("state", "unknown")
+        description = json.loads(ran.stdout)
+        count, state = len(description.get("networkEndpoints", ())), description.get("state", "unknown")
     except (ValueError, AttributeError, TypeError) as error:
         raise ValueError(
             f"tpu = {name!r}: gcloud describes it as {ran.stdout.strip()[:80]!r}, which is not a TPU VM"
@@ -194,10 +194,10 @@ class Connections:
         self._failed: list[tuple[int, int]] = []  # (machine, exit code), in the order of time
         for _, line in commands:
             # Of a session of their own: Ctrl-C is for this process, which passes it on.
-            made = subprocess.Popen(
+            process = subprocess.Popen(
                 line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
             )
-            self._processes.append(made)
+            self._processes.append(process)
         self._readers = [threading.Thread(target=self._tell, args=(i,), daemon=True) for i in range(len(commands))]
         for reader in self._readers:
             reader.start()

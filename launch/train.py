@@ -33,9 +33,9 @@ def _usage(arguments: Sequence[str]) -> str:
     from recipes.plugins import load_plugins
     from recipes.schema import GROUPS, keys_of, variants_of
 
-    given = read([a for a in arguments if a not in ("-h", "--help")], every=True)
-    load_plugins(given)
-    groups = "\n".join(f"  {g}={{{','.join(variants_of(g, given.config_dir))}}}" for g in GROUPS)
+    parsed = read([a for a in arguments if a not in ("-h", "--help")], every=True)
+    load_plugins(parsed)
+    groups = "\n".join(f"  {g}={{{','.join(variants_of(g, parsed.config_dir))}}}" for g in GROUPS)
     return f"{USAGE}\ngroups:\n{groups}\n\nkeys:\n  " + "\n  ".join(keys_of())
 
 
@@ -102,14 +102,14 @@ def _hints(arguments: Sequence[str], recipe) -> list[str]:
     from launch.compiled import use_cache
     from recipes.schema import unread
 
-    kept = use_cache(recipe.run.compile_cache)
+    cache_hint = use_cache(recipe.run.compile_cache)
     cache = jax.config.jax_compilation_cache_dir
     off = cache is not None and not jax.config.jax_enable_compilation_cache and jax.process_count() > 1
     without = (
         f"the compilation cache {cache} is off for this run (jax_compilation_cache_dir): with several CPU processes, programs "
         "loaded from it may hang"
     )
-    return [hint for hint in (without if off else kept, _how_to_scale(), *unread(arguments, recipe)) if hint]
+    return [hint for hint in (without if off else cache_hint, _how_to_scale(), *unread(arguments, recipe)) if hint]
 
 
 def _how_to_scale() -> str:
@@ -134,15 +134,15 @@ def _main(arguments: list[str]) -> int:
     from recipes.arguments import read
 
     began = time.time()
-    given = read(arguments, every=True)
-    if given.multirun:
+    parsed = read(arguments, every=True)
+    if parsed.multirun:
         from launch.sweep import sweep
 
-        return sweep(given)
-    if given.shown:
+        return sweep(parsed)
+    if parsed.shown:
         from recipes.schema import text_of
 
-        print(text_of(given), end="")
+        print(text_of(parsed), end="")
         return DONE
     import jax
 
@@ -154,7 +154,7 @@ def _main(arguments: list[str]) -> int:
     try:
         recipe = compose(arguments)
     except RecipeError as error:  # a key of a plugin that the run has and this command line does not name
-        check_words(given.overrides, error)
+        check_words(parsed.overrides, error)
         raise
     start_jax(recipe)
     hints = _hints(arguments, recipe)  # on every process: it sets the cache of compiled programs
@@ -173,7 +173,7 @@ def _main(arguments: list[str]) -> int:
             f"{s['tokens_per_second']:,.0f} tokens/s, {s['tflops_per_device']:.4f} TFLOP/s per device{mfu}; "
             f"written to {recipe.run.dir}"
         )
-        print("\n".join(next_commands(given.words(), recipe, outcome.step)))
+        print("\n".join(next_commands(parsed.words(), recipe, outcome.step)))
     return PREEMPTED if stopped_early else DONE
 
 

@@ -102,10 +102,10 @@ class Scale:
         if self.log:
             powers = range(math.floor(math.log10(self.first)), math.ceil(math.log10(self.last)) + 1)
             for factors in ((1, 2, 5), (1, 3), (1,)):
-                found = [f * 10.0**p for p in powers for f in factors if self.first <= f * 10.0**p <= self.last]
-                if len(found) <= most + 2:
+                values = [f * 10.0**p for p in powers for f in factors if self.first <= f * 10.0**p <= self.last]
+                if len(values) <= most + 2:
                     break
-            return found if len(found) <= most + 2 else found[:: math.ceil(len(found) / most)]
+            return values if len(values) <= most + 2 else values[:: math.ceil(len(values) / most)]
         rough = (self.last - self.first) / most
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(f * power for f in (1, 2, 5, 10) if f * power >= rough * (1 - 1e-9))
@@ -171,11 +171,11 @@ def chart(
     for value in up.ticks(5):
         y = _y(up, value)
         parts.append(tag("path", d=f"M0 {y:.1f}H{_SIDE:g}", class_="grid"))
-    kept = []
+    reduced = []
     for s in drawn:
         small, of = s.reduced(across.first, across.last)
         most = max(most, of)
-        kept.append(small)
+        reduced.append(small)
         parts += _curves(small, across, up, smooth and of == 1) + _holes(s, across)
     parts += _hovers(drawn, across)
     labels = [tag("span", text_of(v), class_="tick y", style=f"top:{_y(up, v) / 10:.2f}%") for v in up.ticks(5)]
@@ -188,7 +188,9 @@ def chart(
     says += ["logarithmic"] if up.log else []
     says += [note] if note else []
     says += [f"mean and range of up to {most:,} steps"] if most > 1 else []
-    says += ["thin: each step, thick: running mean"] if smooth and max(len(s.x) for s in kept) >= 2 * _SMOOTHED else []
+    says += (
+        ["thin: each step, thick: running mean"] if smooth and max(len(s.x) for s in reduced) >= 2 * _SMOOTHED else []
+    )
     svg = tag(
         "svg",
         parts,
@@ -228,27 +230,27 @@ def _path(x: np.ndarray, y: np.ndarray) -> str:
 
 def _curves(s: Series, across: Scale, up: Scale, smooth: bool) -> list[Markup]:
     x, color = _SIDE * across(s.x), f"stroke:var(--c{s.color})"
-    found = []
+    paths = []
     if (s.high > s.low).any():
         for part in _unbroken(np.isfinite(s.middle)):
             top, low = _y(up, s.high[part]), _y(up, s.low[part])
             corners = [*zip(x[part], top, strict=True), *zip(x[part][::-1], low[::-1], strict=True)]
             if len(corners) > 2:
                 d = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in corners) + "Z"
-                found.append(tag("path", d=d, class_="band", style=f"fill:var(--c{s.color});{color}"))
+                paths.append(tag("path", d=d, class_="band", style=f"fill:var(--c{s.color});{color}"))
     y = _y(up, s.middle)
     width = max(1, len(s.x) // _SMOOTHED)
     if smooth and width > 1:
-        found.append(tag("path", d=_path(x, y), class_="curve thin", style=color))
+        paths.append(tag("path", d=_path(x, y), class_="curve thin", style=color))
         y = _y(up, running_mean(s.middle, width))
-    found.append(tag("path", d=_path(x, y), class_="curve", style=color))
-    return found
+    paths.append(tag("path", d=_path(x, y), class_="curve", style=color))
+    return paths
 
 
 def _holes(s: Series, across: Scale) -> list[Markup]:
     """Returns marks at the steps that have no number, however many others a place has."""
-    at = np.unique(np.round(_SIDE * across(s.x[~np.isfinite(s.middle)])))
-    lines = "".join(f"M{px:g} 0V{_SIDE:g}" for px in at)
+    positions = np.unique(np.round(_SIDE * across(s.x[~np.isfinite(s.middle)])))
+    lines = "".join(f"M{px:g} 0V{_SIDE:g}" for px in positions)
     return [tag("path", tag("title", f"{s.label}: no number here"), d=lines, class_="hole")] if lines else []
 
 
@@ -262,11 +264,11 @@ def _hovers(series: Sequence[Series], across: Scale) -> list[Markup]:
     edges = np.linspace(across.first, across.last, _HOVERS + 1)
     edges[-1] = math.inf
     bounds = [np.searchsorted(s.x, edges) for s in series]
-    found = []
+    columns = []
     for n in range(_HOVERS):
         lines = []
-        for s, at in zip(series, bounds, strict=True):
-            part = slice(at[n], at[n + 1])
+        for s, indices in zip(series, bounds, strict=True):
+            part = slice(indices[n], indices[n + 1])
             good = np.isfinite(s.middle[part])
             if not good.any():
                 continue
@@ -277,5 +279,5 @@ def _hovers(series: Sequence[Series], across: Scale) -> list[Markup]:
             lines.append(f"{s.label}, {where}: {text_of(mean)}{spread}")
         if lines:
             box = {"x": f"{n * _SIDE / _HOVERS:g}", "y": "0", "width": f"{_SIDE / _HOVERS:g}", "height": f"{_SIDE:g}"}
-            found.append(tag("rect", tag("title", "\n".join(lines)), **box, class_="hover"))
-    return found
+            columns.append(tag("rect", tag("title", "\n".join(lines)), **box, class_="hover"))
+    return columns

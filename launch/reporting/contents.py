@@ -31,14 +31,14 @@ def recipe(runs: Sequence[RunFolder], defaults: dict[str, Any]) -> Any:
     """Returns the recipes of the runs as tables, with what is not the default's marked."""
     if not any(run.recipe for run in runs):
         return tag("p", "No recipe was found.")
-    known = json.loads(json.dumps(defaults, default=str))
+    default_values = json.loads(json.dumps(defaults, default=str))
     keys = list(dict.fromkeys(key for run in runs for key in run.recipe))
     sections: dict[str, list[str]] = {}
     for key in keys:
         sections.setdefault(key.partition(".")[0] if "." in key else "", []).append(key)
     parts = []
     for name, inside in sections.items():
-        rows = [_line(key, runs, known, len(name) + 1 if name else 0) for key in inside]
+        rows = [_line(key, runs, default_values, len(name) + 1 if name else 0) for key in inside]
         parts.append(tag("div", tag("h3", name or "other keys"), Markup(_body(runs, rows))))
     marked = "not as the schema has it by default" if len(runs) == 1 else "not the same in all of these runs"
     sources = [
@@ -46,9 +46,9 @@ def recipe(runs: Sequence[RunFolder], defaults: dict[str, Any]) -> Any:
         for n, run in enumerate(runs)
     ]
     changes = [
-        tag("p", dot(n, runs), "Changed on resume: ", "; ".join(told), ".")
+        tag("p", dot(n, runs), "Changed on resume: ", "; ".join(lines), ".")
         for n, run in enumerate(runs)
-        if (told := told_changes(run.changes))
+        if (lines := told_changes(run.changes))
     ]
     return (
         sources,
@@ -64,11 +64,11 @@ def _body(runs: Sequence[RunFolder], rows: list[Markup]) -> Markup:
     return tag("div", tag("table", top, tag("tbody", rows), class_="recipe"), class_="scroll")
 
 
-def _line(key: str, runs: Sequence[RunFolder], known: dict[str, Any], cut: int) -> Markup:
+def _line(key: str, runs: Sequence[RunFolder], defaults: dict[str, Any], cut: int) -> Markup:
     values = [run.recipe.get(key, _NOT_THERE) if run.recipe else _NOT_THERE for run in runs]
-    usual = known.get(key, _NOT_THERE)
-    there = [v for v in values if v is not _NOT_THERE]  # what is not known of a run is no difference
-    changed = values[0] != usual if len(runs) == 1 else any(v != there[0] for v in there)
+    usual = defaults.get(key, _NOT_THERE)
+    present = [v for v in values if v is not _NOT_THERE]  # what is not known of a run is no difference
+    changed = values[0] != usual if len(runs) == 1 else any(v != present[0] for v in present)
     was = f"by default {exact(usual)}" if usual is not _NOT_THERE else "no key of this version"
     cells = [tag("td", "–" if v is _NOT_THERE else exact(v), data_key=key, title=was) for v in values]
     return tag("tr", tag("th", key[cut:], scope="row"), cells, class_="changed" if changed else None)
@@ -107,13 +107,13 @@ _DEEP = 3
 
 def checkpoints(runs: Sequence[RunFolder]) -> Any:
     def of(run: RunFolder) -> Any:
-        kept = [
-            [f"step {step:,}", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))]
-            for step, at in run.checkpoints.items()
+        rows = [
+            [f"step {step:,}", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(saved_at))]
+            for step, saved_at in run.checkpoints.items()
         ]
         aside = tag("p", f"Set aside, or cut off: {', '.join(run.set_aside)}.", class_="bad") if run.set_aside else ""
         none = f"Kept in {run.kept_in} (checkpoint.dir)." if run.kept_in else "There is no checkpoint."
-        return (table([], kept) if kept else tag("p", none)), aside
+        return (table([], rows) if rows else tag("p", none)), aside
 
     return headed(runs, of)
 

@@ -82,16 +82,16 @@ def open_folder(path: Path, name: str) -> RunFolder:
         raise ValueError(f"run.dir = {name!r}: there is no such folder; name that of a run")
     run = RunFolder(path, name)
     _read_rows(run)
-    found = _document(run, "summary.json", dict)
-    run.summary = found or {}
-    if found is None and run.rows and not (path / "summary.json").exists():
+    summary = _document(run, "summary.json", dict)
+    run.summary = summary or {}
+    if summary is None and run.rows and not (path / "summary.json").exists():
         run.missing.append(
             "summary.json is not there: the run has not come to an end, or was cut off before it was written"
         )
-    elif run.rows and found and found.get("steps") != run.rows[-1]["step"]:
+    elif run.rows and summary and summary.get("steps") != run.rows[-1]["step"]:
         run.missing.append(
-            f"summary.json is of step {found.get('steps')}, and metrics.jsonl goes to step {run.rows[-1]['step']}: its numbers "
-            "are of an earlier stop"
+            f"summary.json is of step {summary.get('steps')}, and metrics.jsonl goes to step {run.rows[-1]['step']}: its "
+            "numbers are of an earlier stop"
         )
     _read_checkpoints(run)
     _read_recipe(run)
@@ -129,7 +129,7 @@ def _read_rows(run: RunFolder) -> None:
         return
     rows: dict[int, dict[str, Any]] = {}
     bad, twice = [], 0
-    for at, line in enumerate(text.splitlines(), 1):
+    for line_number, line in enumerate(text.splitlines(), 1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
@@ -140,7 +140,7 @@ def _read_rows(run: RunFolder) -> None:
             or isinstance(row["step"], bool)
             or abs(row["step"]) > 2**53
         ):
-            bad.append(at)
+            bad.append(line_number)
             continue
         twice += row["step"] in rows
         rows[row["step"]] = row
@@ -162,11 +162,11 @@ def _read_rows(run: RunFolder) -> None:
 
 def _name(run: RunFolder, what: str, keys_of: Callable[[dict[str, Any]], list[str]]) -> None:
     """Names the keys of which that is so in some row, each once."""
-    found: dict[str, list[int]] = {}
+    steps_of: dict[str, list[int]] = {}
     for row in run.rows:
         for key in keys_of(row):
-            found.setdefault(key, []).append(row["step"])
-    for key, steps in found.items():
+            steps_of.setdefault(key, []).append(row["step"])
+    for key, steps in steps_of.items():
         more = f" and {len(steps) - 1:,} more" if len(steps) > 1 else ""
         run.missing.append(f"metrics.jsonl: {key} {what} at step {steps[0]:,}{more}")
 
@@ -201,15 +201,15 @@ def _read_checkpoints(run: RunFolder) -> None:
 
 
 def _read_recipe(run: RunFolder) -> None:
-    found = _document(run, "recipe.json", dict)
-    if found:
-        run.recipe, run.recipe_from = found, "recipe.json, as the run was last started"
+    recipe = _document(run, "recipe.json", dict)
+    if recipe:
+        run.recipe, run.recipe_from = recipe, "recipe.json, as the run was last started"
         return
     for step in reversed(run.checkpoints):
         path = run.path / "checkpoints" / str(step) / "run" / "metadata"
         try:
-            kept = json.loads(path.read_text())["recipe"]
-            run.recipe = {str(key): value for key, value in kept.items()}
+            stored = json.loads(path.read_text())["recipe"]
+            run.recipe = {str(key): value for key, value in stored.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             run.missing.append(f"checkpoints/{step}/run/metadata, with the recipe, cannot be read")
             continue

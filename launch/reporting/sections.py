@@ -36,7 +36,7 @@ def report(runs: Sequence[RunFolder], defaults: dict[str, Any]) -> str:
       defaults: key -> value of a recipe that says nothing.
     """
     title = "Run " + runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
-    made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     sections = [
         _section("What is missing", _missing(runs)),
         _section("Summary", _summary(runs)),
@@ -50,7 +50,7 @@ def report(runs: Sequence[RunFolder], defaults: dict[str, Any]) -> str:
         _section("Pictures", pictures(runs)),
     ]
     status = [tag("p", dot(n, runs), tag("b", run.name), ": ", run.status()) for n, run in enumerate(runs)]
-    return page(title, tag("h1", title), status, tag("p", f"This page was made at {made}.", class_="soft"), sections)
+    return page(title, tag("h1", title), status, tag("p", f"This page was made at {now}.", class_="soft"), sections)
 
 
 def _section(title: str, *content: Any) -> Markup:
@@ -175,9 +175,9 @@ def _goodput(runs: Sequence[RunFolder]) -> Any:
     def of(run: RunFolder) -> Any:
         if not run.goodput:
             return tag("p", f"There is no {goodput.NAME}.")
-        made = goodput.account(run.goodput)
-        spent = {name: getattr(made, name) for name in goodput.CLASSES if getattr(made, name) > 0}
-        whole = made.wall or 1.0
+        account = goodput.account(run.goodput)
+        spent = {name: getattr(account, name) for name in goodput.CLASSES if getattr(account, name) > 0}
+        whole = account.wall or 1.0
         bar = [
             tag(
                 "div",
@@ -197,11 +197,13 @@ def _goodput(runs: Sequence[RunFolder]) -> Any:
             for name, s in spent.items()
         ]
         rewinds = (
-            f", {made.rewinds} time{'' if made.rewinds == 1 else 's'} back to an earlier step" if made.rewinds else ""
+            f", {account.rewinds} time{'' if account.rewinds == 1 else 's'} back to an earlier step"
+            if account.rewinds
+            else ""
         )
-        starts = f"{made.starts} start{'' if made.starts == 1 else 's'}"
-        said = f"{made.fraction:.1%} of {_seconds(made.wall)} were productive, in {starts}{rewinds}."
-        return tag("p", said), tag("div", bar, class_="bar"), table(["", "", "time", "share"], rows), _hosts(run)
+        starts = f"{account.starts} start{'' if account.starts == 1 else 's'}"
+        sentence = f"{account.fraction:.1%} of {_seconds(account.wall)} were productive, in {starts}{rewinds}."
+        return tag("p", sentence), tag("div", bar, class_="bar"), table(["", "", "time", "share"], rows), _hosts(run)
 
     return headed(runs, of)
 
@@ -225,16 +227,16 @@ _OF_HOSTS = {
 
 def _hosts(run: RunFolder) -> Any:
     """Returns what each host needed for itself, by the last row that says so, and how often it was slow."""
-    told = [row for row in run.goodput if isinstance(row.get("hosts"), dict)]
-    if not told:
+    reports = [row for row in run.goodput if isinstance(row.get("hosts"), dict)]
+    if not reports:
         return ""
-    last = told[-1]
-    slow = [str(host) for row in told for host in (row["slow"] if isinstance(row.get("slow"), list) else [])]
+    last = reports[-1]
+    slow = [str(host) for row in reports for host in (row["slow"] if isinstance(row.get("slow"), list) else [])]
     rows = []
     for host, needed in last["hosts"].items():
         needed = needed if isinstance(needed, dict) else {}
         times = [text_of(number(needed[name])) if name in needed else "–" for name in _OF_HOSTS]
-        rows.append([f"host {host}", *times, f"{slow.count(str(host))} of {len(told)}"])
+        rows.append([f"host {host}", *times, f"{slow.count(str(host))} of {len(reports)}"])
     head = [f"at step {last.get('step')}", *_OF_HOSTS.values(), "times that it was slow"]
     return tag("h3", "Hosts"), table(head, rows)
 
@@ -285,8 +287,10 @@ def _load(run: RunFolder) -> Any:
         body.append(
             tag("tr", tag("th", f"layer {n}", scope="row"), [_cell(n, e, c, mean) for e, c in enumerate(layer)])
         )
-    said = f"Tokens of each expert at step {row['step']:,}: without colour none, full colour twice their mean, or more."
-    return tag("h3", "Load"), tag("p", said, class_="soft"), tag("table", tag("tbody", body), class_="heat")
+    caption = (
+        f"Tokens of each expert at step {row['step']:,}: without colour none, full colour twice their mean, or more."
+    )
+    return tag("h3", "Load"), tag("p", caption, class_="soft"), tag("table", tag("tbody", body), class_="heat")
 
 
 _MOST_CELLS = 4096
@@ -294,5 +298,5 @@ _MOST_CELLS = 4096
 
 def _cell(layer: int, expert: int, count: float, mean: float) -> Markup:
     share = min(count / mean / 2, 1.0) if mean > 0 and math.isfinite(count) else 0.0
-    told = f"layer {layer}, expert {expert}: {count:,.0f} tokens, {count / mean if mean > 0 else 0:.2f} of the mean"
-    return tag("td", style=f"background:color-mix(in srgb, var(--c1) {share:.0%}, var(--back))", title=told)
+    title = f"layer {layer}, expert {expert}: {count:,.0f} tokens, {count / mean if mean > 0 else 0:.2f} of the mean"
+    return tag("td", style=f"background:color-mix(in srgb, var(--c1) {share:.0%}, var(--back))", title=title)
