@@ -76,7 +76,7 @@ def read(arguments: Sequence[str], *, every: bool = False) -> Arguments:
     Raises:
       RecipeError: a flag is unknown, has no place here, or names something that is not an existing folder.
     """
-    found, rest = _parser().parse_known_args(list(arguments))
+    flags, rest = _parser().parse_known_args(list(arguments))
     for i, word in enumerate(rest):
         if word.startswith("-"):
             _, equals, value = word.partition("=")
@@ -89,16 +89,16 @@ def read(arguments: Sequence[str], *, every: bool = False) -> Arguments:
                 raise RecipeError(f"unknown flag {word!r}: {meant}")
             near = difflib.get_close_matches(word.partition("=")[0], [*_FLAGS, "--help"], n=1, cutoff=0.5)
             raise RecipeError(f"unknown flag {word!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    more = {"--cfg": found.cfg, "--package": found.package, "--resolve": found.resolve, "--multirun": found.multirun}
-    given = [name for name, value in more.items() if value]
-    if given and not every:
-        raise RecipeError(f"{given[0]} is not valid here: it is a flag of python -m launch.train")
-    if (found.package or found.resolve) and not found.cfg:
-        raise RecipeError(f"{given[0]} selects what --cfg job prints, but --cfg job is missing")
-    if found.cfg and found.multirun:
+    more = {"--cfg": flags.cfg, "--package": flags.package, "--resolve": flags.resolve, "--multirun": flags.multirun}
+    used = [name for name, value in more.items() if value]
+    if used and not every:
+        raise RecipeError(f"{used[0]} is not valid here: it is a flag of python -m launch.train")
+    if (flags.package or flags.resolve) and not flags.cfg:
+        raise RecipeError(f"{used[0]} selects what --cfg job prints, but --cfg job is missing")
+    if flags.cfg and flags.multirun:
         raise RecipeError("--cfg job prints one recipe, but --multirun makes several: give one of them")
-    folder = None if found.config_dir is None else _folder(found.config_dir)
-    return Arguments(tuple(expanded(rest)), folder, bool(found.cfg), found.package, found.resolve, found.multirun)
+    folder = None if flags.config_dir is None else _folder(flags.config_dir)
+    return Arguments(tuple(expanded(rest)), folder, bool(flags.cfg), flags.package, flags.resolve, flags.multirun)
 
 
 def expanded(words: Sequence[str]) -> list[str]:
@@ -107,7 +107,7 @@ def expanded(words: Sequence[str]) -> list[str]:
     Raises:
       RecipeError: there is no DIR, or two of them.
     """
-    found: list[str] = []
+    expansion: list[str] = []
     for word in words:
         name, _, value = word.partition("=")
         if name == "model" and value.startswith("hf:"):
@@ -115,20 +115,20 @@ def expanded(words: Sequence[str]) -> list[str]:
                 raise RecipeError(f"{word} names no folder: write model=hf:DIR, with the config.json in DIR")
             if other := next((w for w in words if w is not word and key_of(w) == "model.init_from"), None):
                 raise RecipeError(f"{word} and {other} both name the weights; give one of them")
-            found += ["model=hf", assigned("model.init_from", value.removeprefix("hf:"))]
+            expansion += ["model=hf", assigned("model.init_from", value.removeprefix("hf:"))]
         else:
-            found.append(word)
-    return found
+            expansion.append(word)
+    return expansion
 
 
-def _folder(given: str) -> Path:
+def _folder(name: str) -> Path:
     try:
-        folder = Path(given).expanduser().absolute()
+        folder = Path(name).expanduser().absolute()
     except RuntimeError as error:
-        raise RecipeError(f"--config-dir {given}: there is no such user here; give the whole path") from error
-    if not given or not folder.is_dir():
+        raise RecipeError(f"--config-dir {name}: there is no such user here; give the whole path") from error
+    if not name or not folder.is_dir():
         raise RecipeError(
-            f"--config-dir {given}: {'is a file' if folder.is_file() else 'there is no such folder'}; name one with files such "
+            f"--config-dir {name}: {'is a file' if folder.is_file() else 'there is no such folder'}; name one with files such "
             "as recipe/mine.yaml or model/mine.yaml"
         )
     return folder
@@ -243,7 +243,7 @@ def check_values(overrides: Sequence[str], texts: Collection[str] = (), switches
     Raises:
       RecipeError: Hydra's grammar cannot read a value, or reads it as several to sweep over; or a switch is given a number.
     """
-    found = []
+    checked = []
     for override in map(_readable, overrides):
         parsed = _parsed(override)
         if parsed is None or parsed.is_sweep_override():
@@ -254,8 +254,8 @@ def check_values(overrides: Sequence[str], texts: Collection[str] = (), switches
         if key in texts and isinstance(value, int | float):
             name, _, written = override.partition("=")
             override = f"{name}={quoted(written.strip())}"
-        found.append(override)
-    return found
+        checked.append(override)
+    return checked
 
 
 def assigned(key: str, text: str) -> str:

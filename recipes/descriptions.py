@@ -44,7 +44,7 @@ def _comments(owner: type) -> dict[str, str]:
         if token.type == tokenize.COMMENT:
             alone = not token.line[: token.start[1]].strip()
             comments[token.start[0]] = token.string.lstrip("# ").rstrip(), alone
-    found = {}
+    by_field = {}
     for field in ast.parse(source).body[0].body:  # pyrefly: ignore[missing-attribute]
         if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
             continue
@@ -54,8 +54,8 @@ def _comments(owner: type) -> dict[str, str]:
             line -= 1
         lines = range(field.lineno, (field.end_lineno or field.lineno) + 1)
         after = [comments[line][0] for line in lines if line in comments]
-        found[field.target.id] = " ".join(filter(None, (_sentence(" ".join(above)), _sentence(" ".join(after)))))
-    return found
+        by_field[field.target.id] = " ".join(filter(None, (_sentence(" ".join(above)), _sentence(" ".join(after)))))
+    return by_field
 
 
 def _sentence(text: str) -> str:
@@ -99,17 +99,17 @@ def text(usage: str, words: Sequence[str], arguments: Sequence[str], *, recipe: 
     """
     if recipe:
         load_plugins(read(arguments, every=True))
-    found = []
+    parts = []
     for word in words:
         name = key_of(word)
-        own = option(usage, name)
+        description = option(usage, name)
         theirs = next((one for one in MEANT.get(last_part(name), ()) if option(usage, one) is not None), None)
-        if own is None and theirs is not None and name not in (*keys_of(), *GROUPS):
-            own = f"{name}: {theirs} here\n\n{option(usage, theirs)}"
-        if own is None and not recipe:
+        if description is None and theirs is not None and name not in (*keys_of(), *GROUPS):
+            description = f"{name}: {theirs} here\n\n{option(usage, theirs)}"
+        if description is None and not recipe:
             raise RecipeError(f"unknown key {name!r}; --help lists the keys")
-        found.append(describe(word, arguments) if own is None else own)
-    return "\n\n".join(found)
+        parts.append(describe(word, arguments) if description is None else description)
+    return "\n\n".join(parts)
 
 
 def describe(key: str, arguments: Sequence[str] = ()) -> str:
@@ -183,11 +183,15 @@ def _group(group: str) -> str:
 
 def head_of(group: str, name: str, config_dir: Path | None = None) -> str:
     """Returns the comment at the head of a variant's file."""
-    own = None if config_dir is None else config_dir / group / f"{name}.yaml"
-    file = own if own is not None and own.exists() else resources.files("recipes") / group / f"{name}.yaml"
-    found = []
+    user_file = None if config_dir is None else config_dir / group / f"{name}.yaml"
+    file = (
+        user_file
+        if user_file is not None and user_file.exists()
+        else resources.files("recipes") / group / f"{name}.yaml"
+    )
+    lines = []
     for line in file.read_text().splitlines():
         if not line.startswith("#"):
             break
-        found += [] if line.startswith("# @package") else [line.lstrip("# ")]
-    return " ".join(found)
+        lines += [] if line.startswith("# @package") else [line.lstrip("# ")]
+    return " ".join(lines)

@@ -28,12 +28,12 @@ def load_named(words: Sequence[str]) -> None:
 
 
 def _of_words(words: Sequence[str]) -> list[str] | None:
-    found = [word for word in words if key_of(word) == KEY]
-    if not found:
+    matches = [word for word in words if key_of(word) == KEY]
+    if not matches:
         return None
-    value = value_of(found[-1])
+    value = value_of(matches[-1])
     if not isinstance(value, list):
-        raise PluginError(f"{found[-1]}: plugins is a list of modules; write plugins=[my.module]")
+        raise PluginError(f"{matches[-1]}: plugins is a list of modules; write plugins=[my.module]")
     return value
 
 
@@ -47,10 +47,10 @@ def _of_recipe(a: Arguments) -> list[str]:
     if file is None or not file.is_file():
         return []
     try:
-        found = OmegaConf.to_container(OmegaConf.load(file))
+        content = OmegaConf.to_container(OmegaConf.load(file))
     except Exception:
         return []
-    value = found.get(KEY) if isinstance(found, dict) else None
+    value = content.get(KEY) if isinstance(content, dict) else None
     return value if isinstance(value, list) else []
 
 

@@ -43,25 +43,25 @@ def fill(composed: Any) -> Published | None:
     """
     from omegaconf import OmegaConf
 
-    given = dict(leaves(OmegaConf.to_container(composed)))
-    open_keys = {key: _FOLLOWS.fullmatch(value) for key, value in given.items() if follows(value)}
+    settings = dict(leaves(OmegaConf.to_container(composed)))
+    open_keys = {key: _FOLLOWS.fullmatch(value) for key, value in settings.items() if follows(value)}
     folder = None
     if any(key.startswith("model.") for key in open_keys):
         folder = _folder(composed.model.init_from, composed.run.dir)
     published = None if folder is None else read_published(folder)
     values: dict[str, Any] = {}
     if published is not None:
-        own = follows(given["model.rope_scaling"])
-        values = published.values(published.model.rope_scaling if own else composed.model.rope_scaling)
+        scaling_follows = follows(settings["model.rope_scaling"])
+        values = published.values(published.model.rope_scaling if scaling_follows else composed.model.rope_scaling)
         values |= {"tokenizer": str(folder), "chat_template": None}  # that of the tokenizer's folder
-    for key, found in open_keys.items():
-        assert found is not None
+    for key, match in open_keys.items():
+        assert match is not None
         if published is None:
-            value = found[2]
-        elif found[1] == "compute_dtype":
+            value = match[2]
+        elif match[1] == "compute_dtype":
             value = published.computed_in()
         else:
-            value = values[found[1]]
+            value = values[match[1]]
         OmegaConf.update(composed, key, list(value) if isinstance(value, tuple) else value)
     return published
 
@@ -69,10 +69,10 @@ def fill(composed: Any) -> Published | None:
 def check(published: Published, model: Any) -> None:
     """Raises RecipeError, naming the key, where the command line or a recipe makes another model of a folder's."""
     validate(model)
-    if found := not_of_positions(model, published.model):
-        more = f" ({len(found) - 1} more keys differ)" if len(found) > 1 else ""
+    if differing := not_of_positions(model, published.model):
+        more = f" ({len(differing) - 1} more keys differ)" if len(differing) > 1 else ""
         raise RecipeError(
-            f"{told_difference(model, published.model, str(published.path), found[0])}{more}, or leave it out, as "
+            f"{told_difference(model, published.model, str(published.path), differing[0])}{more}, or leave it out, as "
             "model=hf takes the model from there"
         )
 

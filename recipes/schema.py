@@ -54,8 +54,8 @@ class Recipe(TrainSections):
 def recipe_type() -> type[Recipe]:
     """Returns the type of a recipe: `Recipe`, with the sections that plugins have registered."""
     types = {"model": decoder_type(), "optimizer": grown(OptimizerSection, sections_of(OPTIMIZER))}
-    own = {name: kind for name, kind in types.items() if kind not in (DecoderConfig, OptimizerSection)}
-    return grown(Recipe, own | sections_of(LOSS))
+    extended = {name: kind for name, kind in types.items() if kind not in (DecoderConfig, OptimizerSection)}
+    return grown(Recipe, extended | sections_of(LOSS))
 
 
 GROUPS = ("recipe", "model", "mesh", "data", "optimizer", "cluster")
@@ -70,8 +70,8 @@ def _variants(folder: Any) -> list[str]:
 
 def variants_of(group: str, config_dir: Path | None = None) -> list[str]:
     """Returns the names of a group's variants: its yaml files, and those of the user's folder."""
-    own = [] if config_dir is None else _variants(config_dir / group)
-    return sorted({*_variants(resources.files("recipes") / group), *own})
+    user_variants = [] if config_dir is None else _variants(config_dir / group)
+    return sorted({*_variants(resources.files("recipes") / group), *user_variants})
 
 
 def _kinds(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -106,21 +106,21 @@ def texts_of() -> list[str]:
 
 
 def _nearest(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
-    found = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     tail = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
-    best = tail or found
+    best = tail or matches
     return f"; did you mean {best[0]!r}?" if best else ""
 
 
 def _check_folder(folder: Path) -> None:
     """Raises RecipeError for a user's folder that has no variant, or one that the project has too: only one can be meant."""
-    own = {group: _variants(folder / group) for group in GROUPS}
-    if not any(own.values()):
+    variants = {group: _variants(folder / group) for group in GROUPS}
+    if not any(variants.values()):
         raise RecipeError(
             f"--config-dir {folder} has no variant: name a folder with files such as recipe/mine.yaml or model/mine.yaml, in "
             f"folders with the names of groups: {', '.join(GROUPS)}"
         )
-    both = [f"{group}/{name}.yaml" for group in GROUPS for name in own[group] if name in variants_of(group)]
+    both = [f"{group}/{name}.yaml" for group in GROUPS for name in variants[group] if name in variants_of(group)]
     if both:
         raise RecipeError(f"--config-dir {folder} has {both[0]}, and so does the project; give it another name")
 
@@ -196,13 +196,13 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
         )
     if recipe.optimizer.schedule == "constant":
         why["optimizer.final_ratio"] = "optimizer.schedule = constant keeps its rate"
-    given = [
+    without_effect = [
         (word, reason)
         for word in read(arguments).overrides
         for key, reason in why.items()
         if key_of(word).startswith(key)
     ]
-    return [f"{word} changes nothing: {reason}" for word, reason in given]
+    return [f"{word} changes nothing: {reason}" for word, reason in without_effect]
 
 
 # How processes find each other depends on where a run runs, and may differ between equal runs.
@@ -259,16 +259,16 @@ def _composed(a: Arguments) -> tuple[Any, Recipe]:
     return config, recipe
 
 
-def _check_integers(found: Any, key: str = "") -> None:
+def _check_integers(node: Any, key: str = "") -> None:
     """Raises RecipeError, naming the key, for an integer of more than 64 bits: its first use would fail, wherever that is."""
-    if isinstance(found, Mapping):
-        for name, value in found.items():
+    if isinstance(node, Mapping):
+        for name, value in node.items():
             _check_integers(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(found, list):
-        for i, value in enumerate(found):
+    elif isinstance(node, list):
+        for i, value in enumerate(node):
             _check_integers(value, f"{key}[{i}]")
-    elif isinstance(found, int) and not -(2**63) <= found < 2**63:
-        raise RecipeError(f"{key} = {found} does not fit in 64 bits; give a smaller number")
+    elif isinstance(node, int) and not -(2**63) <= node < 2**63:
+        raise RecipeError(f"{key} = {node} does not fit in 64 bits; give a smaller number")
 
 
 def _check_order(a: Arguments, composed: Any) -> None:
@@ -276,19 +276,19 @@ def _check_order(a: Arguments, composed: Any) -> None:
     and nothing would say that the variant was not taken."""
     from omegaconf import OmegaConf
 
-    given = {key_of(override): override.partition("=")[2] for override in a.overrides}
-    taken = dict(leaves(OmegaConf.to_container(composed)))
-    for group in (g for g in GROUPS if g in given and g != "recipe"):
-        folder = None if given[group] in variants_of(group) else a.config_dir
-        for key, wanted in meant(recipe_type(), group, given[group], folder):
-            if key in given:
+    overrides = {key_of(override): override.partition("=")[2] for override in a.overrides}
+    values = dict(leaves(OmegaConf.to_container(composed)))
+    for group in (g for g in GROUPS if g in overrides and g != "recipe"):
+        folder = None if overrides[group] in variants_of(group) else a.config_dir
+        for key, wanted in meant(recipe_type(), group, overrides[group], folder):
+            if key in overrides:
                 continue
-            found = taken.get(key)
-            if wanted != found:
-                who = f"recipe={given['recipe']}" if "recipe" in given else "the recipe"
+            composed_value = values.get(key)
+            if wanted != composed_value:
+                who = f"recipe={overrides['recipe']}" if "recipe" in overrides else "the recipe"
                 raise RecipeError(
-                    f"{group}={given[group]} has {key}={wanted}, and {who}, which comes after it, {key}={found}; give {key} on "
-                    "the command line, or remove it from the recipe"
+                    f"{group}={overrides[group]} has {key}={wanted}, and {who}, which comes after it, {key}={composed_value}; "
+                    f"give {key} on the command line, or remove it from the recipe"
                 )
 
 
@@ -311,8 +311,8 @@ def _check_stages(a: Arguments, recipe: Recipe) -> None:
 def _check_nulls(override: str) -> None:
     """Raises RecipeError where a stage of the command line has null: to a recipe that is printed it means what is left out, and
     who writes rope_scaling: null may mean none."""
-    given = value_of(override)
-    for i, stage in enumerate(given if isinstance(given, list) else ()):
+    stages = value_of(override)
+    for i, stage in enumerate(stages if isinstance(stages, list) else ()):
         for name in (name for name, value in stage.items() if value is None) if isinstance(stage, dict) else ():
             raise RecipeError(
                 f"curriculum[{i}].{name} = null: a stage that does not name a key has the recipe's; leave it out, and where "
@@ -325,8 +325,8 @@ def _explain(error: BaseException) -> str:
     if mark := getattr(error, "problem_mark", None):
         return f"{mark.name}, line {mark.line + 1}: {getattr(error, 'problem', None) or 'this is no YAML'}"
     text = str(error.__cause__ or error)
-    found = re.match(r"In '([^']+)': ", text)
-    file = f"{found[1]}.yaml" if found and found[1] != "train" else ""
+    match = re.match(r"In '([^']+)': ", text)
+    file = f"{match[1]}.yaml" if match and match[1] != "train" else ""
     if missing := re.search(r"Could not find '([^']+)'", text):
         return f"{file or 'a recipe or variant'} asks for {missing[1]}.yaml, which is not there{_remedy(missing[1])}"
     key = re.search(r"full_key: (\S+)", text)

@@ -267,11 +267,11 @@ _TOLD = (
 
 
 def _table() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    table: dict[str, list[str]] = {}
     for ours, theirs in _MEANT.items():
         for word in theirs.split():
-            found.setdefault(word, []).append(ours)
-    return found
+            table.setdefault(word, []).append(ours)
+    return table
 
 
 MEANT = _table()
