@@ -57,7 +57,7 @@ class Lines:
             self.socket.sendall(line)
 
     def wait(self, seconds: float) -> None:
-        """Returns once something has come, or after so many seconds."""
+        """Returns once something has arrived, or after `seconds`."""
         with selectors.DefaultSelector() as ready:  # not `select`, which takes no file past the 1,024th
             ready.register(self.socket, selectors.EVENT_READ)
             ready.select(seconds)
@@ -66,7 +66,7 @@ class Lines:
         """Yields what has come: messages, and None for signs of life.
 
         Raises:
-          Closed: nothing more will come. ValueError: it does not speak so.
+          Closed: nothing more will come. ValueError: the peer sends something other than lines of JSON objects.
         """
         try:
             more = self.socket.recv(_LONGEST)
@@ -133,7 +133,7 @@ class Door:
         """Returns all processes, by index, once all are there.
 
         Raises:
-          TimeoutError: they are not within so many seconds; the message names those that never came, and the others learn it.
+          TimeoutError: some are missing after `seconds`; the message names them, and the processes that came are told.
         """
         end = time.monotonic() + seconds
         while True:
@@ -277,7 +277,7 @@ class Door:
         self._drop(ready, guest)
 
     def _part(self, ready: selectors.BaseSelector, guest: _Guest) -> None:
-        """A connection is closed: of somebody who never said who it is, of a process that ends, or of one that is gone."""
+        """A connection is closed: that of a stranger, of a process that is ending, or of one that is gone."""
         self._drop(ready, guest)
         who = guest.who
         if who is None or self._members.get(who.index) is not guest:
@@ -328,7 +328,7 @@ class Door:
 
 
 def silence(seconds: float) -> str:
-    """Returns what is said of a host that has been silent."""
+    """Returns the phrase about a host that has been silent."""
     return (
         f"has shown no sign of life for {seconds:.0f} s: it is stopped, overloaded, or its network is down. If that lasts, JAX "
         "ends the run (cluster.heartbeat)"

@@ -152,8 +152,8 @@ def within(seconds: float, otherwise: Callable[[], str]) -> Iterator[None]:
 
 
 def bounded(wait: Callable[[], object], seconds: float) -> bool:
-    """Calls a function that may wait for hosts that are gone, in a thread that is left behind after so many seconds; of none it
-    is not called. Returns whether it ended, if only with an error."""
+    """Calls a function that may wait for lost hosts, in a thread that is abandoned after `seconds`; with 0 seconds it is not
+    called. Returns whether it ended, if only with an error."""
     if seconds <= 0:
         return False
     thread = threading.Thread(target=_ignoring, args=(wait,), name="a last wait", daemon=True)

@@ -101,7 +101,7 @@ def knock(address: str, who: Who, seconds: float, first: str = "host 0") -> Line
 
     Raises:
       TurnedAway: this process is of another start, or what listens there is no process 0. NobodyCame: process 0 does not
-        answer, or others have not come, within so many seconds.
+        answer, or others are missing, after `seconds`.
     """
     name, _, port = address.rpartition(":")
     end, why = time.monotonic() + seconds, ""
@@ -148,7 +148,7 @@ def occupant(port: int, who: Who) -> tuple[str, bool]:
 
 
 class _Later(Exception):
-    """Not now; the message says why, if the other side has said so."""
+    """Try again later; the message has the reason, if the other side gave one."""
 
 
 def _let_in(lines: Lines, address: str, end: float, why: str) -> int:

@@ -82,7 +82,7 @@ class Presence:
             self._changed.notify_all()
 
     def gone(self, seconds: float = 0.0) -> Gone | None:
-        """Returns the first host that is known to be gone, or None if there is none within so many seconds."""
+        """Returns the first host that is known to be gone, or None if none is after `seconds`."""
         with self._changed:
             if self.side is not None:
                 self._changed.wait_for(lambda: self._gone is not None, seconds)

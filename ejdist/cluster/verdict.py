@@ -20,7 +20,7 @@ from ejdist.cluster.presence import presence
 FILE = "EJDIST_VERDICT"
 # After these a new start would end as this one did, until somebody has mended what the message names: a bug (1, Python's own),
 # the user's recipe, files or disk (2), a checkpoint (3), a diverged loss (4), a device with wrong bits (6), Ctrl-C (130), and a
-# shell's for a program that is not there or is none (126, 127).
+# shell's for a program that is missing or not executable (126, 127).
 NO_USE = frozenset({1, 2, 3, 4, 6, 126, 127, 130})
 _LONGEST = 2000  # characters of a reason
 
@@ -42,7 +42,7 @@ def of_start(codes: Sequence[int | None], left: Verdict | None = None) -> int:
     """Returns the exit code of a start: the verdict, the first code of no use, or the first that is not 0.
 
     Args:
-      codes: of its processes, in the order of their ends if that is known; a signal as -N; None was killed by the launcher.
+      codes: of its processes, in the order in which they ended, if known; a signal as -N; None: killed by the launcher.
       left: what they left in the launcher's file.
     """
     exit_codes = [137 if c is None else 128 - c if c < 0 else c for c in codes]
