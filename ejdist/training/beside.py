@@ -126,7 +126,7 @@ def _add_ids(beside: Beside, run: Run, source: _Source | None, path: Path | None
 def _add_context(beside: Beside, run: Run, source: _Source | None, asked: int | None) -> None:
     """Adds the context, which is never shorter than that of the source unless the user asks for it."""
     c = run.model
-    # Of linear and ntk nothing says from which context they scale.
+    # No field records the context that linear and ntk scale from.
     scaled = int(c.rope_factor * c.rope_original_length) if c.rope_scaling in ("yarn", "llama3") else 0
     if source is None:
         context, line = context_of(asked, run.longest, scaled, None, None)
@@ -139,7 +139,7 @@ def _add_context(beside: Beside, run: Run, source: _Source | None, asked: int | 
 
 
 def _add_tokenizer(beside: Beside, path: Path, tokenizer: FileTokenizer, source: _Source | None) -> None:
-    """Adds the files of the tokenizer. Those beside it in the source do, where it was trained with from a place of its own."""
+    """Adds the tokenizer's files. If it stands alone in its folder, those beside the same tokenizer in the source are taken."""
     files = tokenizer_files(path)
     if len(files) == 1 and source is not None and _digest(source.folder / TOKENIZER) == tokenizer.fingerprint:
         files = tokenizer_files(source.folder / TOKENIZER)
@@ -150,8 +150,8 @@ def _add_tokenizer(beside: Beside, path: Path, tokenizer: FileTokenizer, source:
 
 
 def _told_bos(written_file: Path, tokenizer: FileTokenizer) -> list[str]:
-    """Returns a line where the tokenizer that is written, with the files beside it, begins a text otherwise than the run's
-    documents begin: who generates with it begins as they say."""
+    """Returns a line if the exported tokenizer, with the files beside it, begins a text differently from the run's documents:
+    generation follows those files."""
     ours = tokenizer.token_of(tokenizer.bos_id)
     try:
         by_files = FileTokenizer(written_file, SpecialTokens(eos=tokenizer.token_of(tokenizer.eos_id)))
@@ -260,8 +260,7 @@ def _digest(path: Path) -> str | None:
 
 
 def _as_trained(run: Run, path: Path | None) -> ByteTokenizer | FileTokenizer | None:
-    """Returns the tokenizer of a file, or bytes, with the BOS and EOS that the run's documents have; None where neither is
-    there."""
+    """Returns the tokenizer of a file, or bytes, with the BOS and EOS that the run's documents have; None if neither exists."""
     recorded_ends = "eos" in run.data
     if _is_bytes(run):
         return ByteTokenizer(SpecialTokens(eos=None) if recorded_ends and run.data["eos"] is None else SpecialTokens())
@@ -269,7 +268,7 @@ def _as_trained(run: Run, path: Path | None) -> ByteTokenizer | FileTokenizer | 
         return None
     if recorded_ends:
         return FileTokenizer(path, SpecialTokens(run.data["bos"], run.data["eos"]))
-    # Before they were recorded a document had no BOS, and its EOS was that of the vocabulary, whatever files said.
+    # Before they were recorded, a document had no BOS, and its EOS came from the vocabulary, whatever the files said.
     return FileTokenizer.of(path.read_bytes(), f"data.tokenizer = {str(path)!r}", SpecialTokens(bos=None))
 
 
@@ -318,7 +317,7 @@ def _places(settings: Mapping[str, Any], source: _Source | None, run_dir: Path) 
         path = Path(name).expanduser()
         path = path / TOKENIZER if path.is_dir() or path == getattr(source, "was", None) else path
         if source is not None and source.folder != source.was == path.parent:
-            yield source.folder / TOKENIZER  # beside which the files are those of then
+            yield source.folder / TOKENIZER  # beside which are the files from when the run began
         yield path
     if name == OWN or name.startswith("bpe:"):
         yield from (Path(d).expanduser() / TOKENIZER for d in data if isinstance(d, str) and not is_url(d))

@@ -8,7 +8,7 @@ from typing import Any
 from ejdist.sections import keys_of
 from ejdist.training.curriculum import ROPE
 
-# What decides which arrays the state has, or what its numbers are about.
+# Keys that decide which arrays the state has, or what its numbers mean.
 _FIXED = {
     "data.tokenizer": "its ids would be other text for the model",
     "optimizer.name": "the moments of one optimizer are nothing to another",

@@ -345,7 +345,7 @@ class Checkpoints:
         return {name: kind_of(leaf) for name, leaf in leaves_of(stored)}
 
     def close(self) -> None:
-        """Ends what writes and reads; what is asked afterwards begins again."""
+        """Closes Orbax's manager; a later call opens another one."""
         if self._made is not None:
             manager, self._made = self._made, None
             with self._writing(None):

@@ -67,7 +67,7 @@ class Saves:
 
         Args:
           like: tree of `jax.ShapeDtypeStruct` with shardings; local checkpoints must have been saved with the same.
-          say: takes a line for the user.
+          log: takes a line for the user.
         """
         checkpoints: list[tuple[int, Tier]] = [(step, self.durable) for step in self.durable.steps()]
         if self.local is not None:

@@ -106,7 +106,7 @@ class Stage:
 
     @property
     def where(self) -> str:
-        """What begins a message about it: nothing where the run has one stage."""
+        """The prefix of a message about it; empty if the run has one stage."""
         return "" if self.count == 1 else f"curriculum[{self.number - 1}]: "
 
     @property
@@ -246,7 +246,7 @@ def rate_in(values: dict[str, Any], like: Any, otherwise: Sequence[int]) -> Rate
     """Returns the learning rate that an entry of a history has.
 
     Args:
-      like: the section `optimizer` of a recipe, for what the entry does not have: it is of before that was kept.
+      like: the section `optimizer` of a recipe, for what an entry from an older version lacks.
       otherwise: what the schedule then spans.
     """
     overrides = {name: values[f"optimizer.{name}"] for name in _RATE if f"optimizer.{name}" in values}

@@ -13,7 +13,7 @@ from ejdist.training.program import Program
 
 
 def check_base(section: LoRASection, init_from: str | None) -> None:
-    """Raises ValueError for adapters beside numbers that nothing trained."""
+    """Raises ValueError for adapters on a base that nothing has trained."""
     if section.rank and init_from is None:
         raise ValueError(
             f"lora.rank = {section.rank} trains adapters of a model that is there: give model.init_from=DIR, the folder of a "
@@ -23,7 +23,7 @@ def check_base(section: LoRASection, init_from: str | None) -> None:
 
 def load_base(program: Program, source: Any) -> dict[str, Any]:
     """Returns the frozen parameters of a source (`ejdist.training.start.Source`) as the program stores them. They are read one
-    by one, so that of those in int8 one alone is there in float32."""
+    by one, so that only one of those stored in int8 is held in float32 at a time."""
     base, places = program.model.base, program.state.buffers[BASE]
     params: dict[str, Any] = {}
     for path, p in jax.tree_util.tree_leaves_with_path(base.declared, is_leaf=lambda x: isinstance(x, Param)):

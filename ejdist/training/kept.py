@@ -31,8 +31,8 @@ def published_in(init_from: str | None) -> Path | None:
 
 
 def keep(folder: Path | None, run_dir: Path) -> None:
-    """Copies a folder's files, without its weights, to where the run keeps them. What it kept of another start goes, which is
-    all that None, for a run from no folder, does.
+    """Copies a folder's files, without its weights, to where the run keeps them. Removes what it kept from an earlier start;
+    None, for a run that starts from no folder, does only that.
 
     Raises:
       OSError: it cannot be written.
@@ -52,8 +52,8 @@ def keep(folder: Path | None, run_dir: Path) -> None:
 
 
 def told_of_folder(init_from: str | None, run_dir: Path) -> list[str]:
-    """Returns a line where the folder of model.init_from has gone since the run began, or has other files than the run keeps;
-    none where all is as it was, or the run keeps nothing."""
+    """Returns a line if the folder of model.init_from is gone since the run began, or its files differ from those that the run
+    keeps; empty if nothing changed, or the run keeps nothing."""
     kept, changed = files_kept(init_from, run_dir)
     if kept is None:
         return []
@@ -64,9 +64,8 @@ def told_of_folder(init_from: str | None, run_dir: Path) -> list[str]:
 
 
 def files_kept(init_from: str | None, run_dir: Path) -> tuple[Path | None, list[str]]:
-    """Returns (what the run keeps of the folder of model.init_from, the names of the files that have changed there since): the
-    folder's own files where they are no more what they were. None where all is as it was, or the run keeps nothing; no names
-    where the folder has gone."""
+    """Returns (the run's copy of the folder of model.init_from, the names of the files that have changed in that folder since).
+    The copy is None if nothing changed, or the run keeps nothing; there are no names if the folder is gone."""
     kept, folder = run_dir / KEPT, published_in(init_from)
     if init_from is None or is_url(init_from) or not kept.is_dir():
         return None, []

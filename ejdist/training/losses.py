@@ -1,4 +1,4 @@
-"""Losses of one's own: what they are given, what they return, and the models beside the trained one whose parameters stay.
+"""Custom losses: their arguments, their result, and the models beside the trained one whose parameters do not change.
 
 Such a reference, a frozen copy or a teacher, is kept among the buffers of the state: it is sharded as parameters are, has no
 gradient, and is in every checkpoint, so that a resumed run compares with the same numbers.
@@ -204,7 +204,7 @@ def trained_model(sections: Any) -> Model:
 
 
 def check_loss(name: str) -> None:
-    """Raises ValueError for a loss that there is not."""
+    """Raises ValueError for an unknown loss."""
     if name != CROSS_ENTROPY and registered.entry_of(registered.LOSS, name) is None:
         known = ", ".join([CROSS_ENTROPY, *registered.names_of(registered.LOSS)])
         raise ValueError(
@@ -217,7 +217,7 @@ def named_loss(loss: Callable[..., LossTerms] | Loss) -> Iterator[str]:
     """Yields the name by which a recipe knows a loss here, within the body: that of its function.
 
     Raises:
-      ValueError: it is no function.
+      ValueError: it is not a function.
     """
     value = loss if isinstance(loss, Loss) else Loss(loss)
     function = value.function
@@ -233,13 +233,13 @@ def named_loss(loss: Callable[..., LossTerms] | Loss) -> Iterator[str]:
 
 
 def _summed(entry: registered.Entry, terms: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Metrics]:
-    """Returns (the sum that is trained, metrics) of what a loss returned. Raises ValueError: it is no `LossTerms`."""
+    """Returns (the sum that is trained, metrics) of what a loss returned. Raises ValueError: it is not a `LossTerms`."""
     what = f"the loss {entry.name!r} of {entry.module}"
     if not isinstance(terms, LossTerms) or any(jnp.shape(x) != () for x in (terms.total, terms.count)):
         raise ValueError(f"{what} must return LossTerms with a scalar total and count, got {type(terms).__name__}")
     count = jnp.asarray(terms.count, jnp.float32)
     tokens = jnp.sum(batch["targets"] >= 0)
-    # Sums over tokens become as many terms as this microbatch has, for the step divides by those.
+    # Scale sums over tokens to this microbatch's number of terms, because the step divides by that.
     scale = count / jnp.maximum(tokens, 1)
     layers = {
         name: replace(m, value=m.value * scale) if m.how in ("loss", "mean") else m for name, m in terms.layers.items()

@@ -123,7 +123,7 @@ class Offload:
             return rest
 
         small, whole, stacks = self._groups()
-        rest = iter(updated(small, apply))  # such as the count of updates: each update makes it alike
+        rest = iter(updated(small, apply))  # such as the count of updates, which each update advances alike
         for i in whole:
             updated([i], functools.partial(_whole, apply))
         for layers, which in stacks.items():

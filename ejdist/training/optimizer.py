@@ -73,7 +73,7 @@ class OptimizerSection:
 
 
 def _own(section: OptimizerSection) -> Entry | None:
-    """Returns the optimizer of a plugin that a recipe names, None for AdamW. Raises ValueError: there is no such optimizer."""
+    """Returns the optimizer of a plugin that a recipe names, None for AdamW. Raises ValueError if it is not registered."""
     entry = entry_of(OPTIMIZER, section.name)
     if entry is None and section.name != ADAMW:
         raise ValueError(
@@ -84,7 +84,7 @@ def _own(section: OptimizerSection) -> Entry | None:
 
 
 def fixed(section: OptimizerSection) -> dict[str, str]:
-    """Returns the keys that the optimizer of a recipe cannot have otherwise, and what they are; none for AdamW."""
+    """Returns the keys that the recipe's optimizer fixes, and their values; empty for AdamW."""
     entry = _own(section)
     if entry is None:
         return {}
@@ -100,7 +100,7 @@ class OwnOptimizer:
 
 
 def _scaling(s: OptimizerSection) -> optax.GradientTransformation:
-    """Returns what makes a direction of a gradient, before decay and rate."""
+    """Returns the transformation of a gradient into a direction, before weight decay and learning rate."""
     entry = _own(s)
     if entry is not None:
         sizes = sizes_of(s, entry)
@@ -116,7 +116,7 @@ def _scaling(s: OptimizerSection) -> optax.GradientTransformation:
 
 
 def state_bytes(s: OptimizerSection) -> int:
-    """Returns the bytes that the optimizer keeps of a number of a large matrix."""
+    """Returns the bytes of optimizer state for one element of a large matrix."""
     if _own(s) is None:
         return 2 * (2 if s.moments == "bfloat16" else 4)
     like = {"matrix": jax.ShapeDtypeStruct((512, 512), jnp.float32)}

@@ -32,7 +32,7 @@ class Octaves:
 
     @classmethod
     def empty(cls, length: int) -> Octaves:
-        """Returns those of no token, of rows of that length."""
+        """Returns empty sums for rows of that length."""
         size = octave_of(np.array([length]))[0] + 1
         return cls(np.zeros(size, np.float64), np.zeros(size, np.int64))
 

@@ -29,12 +29,12 @@ def recorded(folder: str | Path) -> dict[str, Any]:
 
 
 def is_made(tokenizer: str) -> bool:
-    """Returns whether data.tokenizer is no file or folder of the user's."""
+    """Returns whether data.tokenizer names something other than a file or folder of the user."""
     return tokenizer in ("bytes", "dataset") or tokenizer.startswith("bpe:")
 
 
 def _with_kept(recipe: dict[str, Any], kept: Path) -> dict[str, Any]:
-    """Returns a recipe with what the run keeps of its tokenizer, where that has gone."""
+    """Returns a recipe that names the run's copy of its tokenizer if the original is gone."""
     name = recipe.get("data.tokenizer")
     gone = isinstance(name, str) and not is_made(name) and not Path(name).expanduser().exists()
     return recipe | {"data.tokenizer": str(kept)} if gone and (kept / "tokenizer.json").is_file() else recipe

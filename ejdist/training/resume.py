@@ -35,7 +35,7 @@ Changes = dict[str, list[Any]]  # key -> [was, is]
 
 @dataclass(frozen=True)
 class Past:
-    """What a run has been, as a checkpoint tells it.
+    """The history of a run, as its checkpoint records it.
 
     Attributes:
       since: the step of the last change; 0 if there was none.
@@ -49,13 +49,13 @@ class Past:
 
     @staticmethod
     def of(kept: dict[str, Any]) -> Past:
-        """Returns what the metadata of a checkpoint tells."""
+        """Returns the history that a checkpoint's metadata records."""
         changes = kept.get("changes") or []
         since = changes[-1]["after"] if changes else 0
         return Past(since, tuple(part for part in kept.get("stages") or [] if part[0] <= since), tuple(changes))
 
     def with_change(self, kept: dict[str, Any], step: int, keys: Changes) -> Past:
-        """Returns it with a change after a step, whose checkpoint has this metadata."""
+        """Returns the history with a change after a step, whose checkpoint has this metadata."""
         settings = kept.get("stages") or [[step, _of_one_stage(kept)]]
         return Past(step, tuple(settings), (*self.changes, {"after": step, "keys": _as_stored(keys)}))
 
@@ -138,10 +138,10 @@ def check_same_run(
     kept: dict[str, Any] | None = None,
     stages: Sequence[Stage] = (),
 ) -> Changes:
-    """Returns what changed of the keys that may.
+    """Returns the changes, all of keys that may change.
 
     Args:
-      stored: the fingerprint of the run. made: the steps that it has.
+      stored: the fingerprint of the run. made: its number of steps so far.
       allowed: keys that may differ from here on.
       kept, stages: the metadata of its checkpoint, and all stages now; default: it has had one.
 
@@ -224,7 +224,7 @@ def check_history(
     allowed: Collection[str] = (),
     corpora: Sequence[str] = (),
 ) -> Changes:
-    """Returns what changed, of the keys that may, in the steps of a run since its last change.
+    """Returns the changes, all of keys that may change, in the steps of a run since its last change.
 
     Args:
       kept: the metadata of its checkpoint: "recipe", "data", and "stages" if it had a curriculum.
@@ -257,7 +257,7 @@ def check_history(
 def check_data(
     kept: dict[str, Any], data: Data, sections: TrainSections, made: int, allowed: Collection[str]
 ) -> Changes:
-    """Returns what changed of the data, of the keys that may.
+    """Returns the changes of the data, all of keys that may change.
 
     Args:
       kept: the metadata of the checkpoint. data, sections: those of its step now.

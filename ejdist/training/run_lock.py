@@ -59,7 +59,7 @@ class Owner:
     """The process that owns a folder.
 
     Attributes:
-      machine: tells the machine, and on it the container, from all others: within it `pid` is known.
+      machine: identifies the machine, and the container on it: `pid` is valid within it.
       born: when the process began, as its kernel counts: its pid may have been given to another one since.
     """
 
@@ -87,7 +87,7 @@ def _machine() -> str:
 
 
 def _born(pid: int) -> str:
-    """Returns when a process of this machine began; nothing if there is none, or it has ended and is only not yet reaped."""
+    """Returns when a process of this machine began; empty if there is no such process, or it is a zombie."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -241,7 +241,7 @@ class Lock:
             turn.unlink(missing_ok=True)
 
     def _restore(self) -> bool:
-        """Makes the file anew, which somebody has removed. Returns whether it is of this process."""
+        """Creates the file again after somebody removed it. Returns whether this process owns it."""
         mine = self._mine
         if mine is None:
             return False
@@ -273,7 +273,7 @@ def _renewing(lock: weakref.ref[Lock], ended: threading.Event) -> None:
 
 
 def _linked(source: Path, name: Path) -> bool:
-    """Gives a file another name, unless that is taken; returns whether it was not."""
+    """Links a file to another name, or copies it where there are no hard links; returns whether the name was free."""
     try:
         os.link(source, name)
         return True

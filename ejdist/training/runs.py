@@ -85,7 +85,7 @@ class Run:
         rest = {name: one for name, one in like.items() if name not in arrays}
         narrow = [name for name, one in rest.items() if one.dtype == jnp.bfloat16]
         arrays |= self._read({name: one for name, one in rest.items() if name not in narrow})
-        for name in narrow:  # one by one: each is there in float32 first
+        for name in narrow:  # one by one: each is first read in float32
             wide = jax.ShapeDtypeStruct(rest[name].shape, jnp.float32, sharding=rest[name].sharding)
             arrays[name] = self._read({name: wide})[name].astype(jnp.bfloat16)
         return {name: arrays[name] for name in like}
@@ -116,7 +116,7 @@ class Run:
         return self.merged.rows(leaf, {name: arrays[name] for name in parts})
 
     def load_and_close(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Returns what `load` does, of a run that nothing more is asked of."""
+        """Does what `load` does, and closes the run."""
         try:
             return self.load(like)
         finally:
@@ -137,7 +137,7 @@ def has_steps(folder: Path) -> bool:
 
 
 def section_of(recipe: dict[str, Any], where: Any) -> DecoderConfig:
-    """Returns the model section of a run, from what its checkpoint keeps. A key that it has not had the default's meaning."""
+    """Returns the model section of a run, from what its checkpoint keeps. A key that it lacks had its default."""
     settings = {k.removeprefix("model."): v for k, v in recipe.items() if k.startswith("model.")}
     try:
         load(recipe.get("plugins") or ())

@@ -45,7 +45,7 @@ class Run:
       last: step of the newest checkpoint in `checkpoint.dir`; None if there is none.
       checkpoints_found: (step, tier) of all checkpoints, local ones included, newest first.
       stages: all stages. programs, datas: of each; its data may have the sizes of another stage.
-      past: what the run has been up to its last change.
+      past: the run's history up to its last change.
       locks: on `directory`, and on the folder of its checkpoints, held as long as the run lives; a folder that does not exist
         yet is locked when training begins.
     """
@@ -88,7 +88,7 @@ class Run:
         return [data.corpus.fingerprint for data in self.datas]
 
     def check(self, kept: dict[str, Any], step: int) -> Past:
-        """Returns what the run has been, if it may resume from a checkpoint with this metadata.
+        """Returns the run's history, if it may resume from a checkpoint with this metadata.
 
         Raises:
           ValueError: a key that affects the losses has changed, and may not.
@@ -223,7 +223,7 @@ def check_newest(run: Run) -> None:
     for step, where in run.checkpoints_found:
         try:
             metadata, kinds = where.described(step)
-        except Exception:  # damaged; `resume` finds that again, and says which and why
+        except Exception:  # damaged; `resume` reports it
             continue
         run.check(metadata, step)
         if run.hosts.index == 0:
@@ -243,7 +243,7 @@ def _check_moved(directory: Path, section: CheckpointSection) -> None:
         folder = directory / "checkpoints" if before is None else Path(before).expanduser()
         last = max((int(path.name) for path in folder.iterdir() if is_step(path.name)), default=None)
     except (OSError, ValueError, LookupError, TypeError, RuntimeError):
-        return  # no other folder is recorded, or it is gone
+        return  # no other folder is recorded, or it no longer exists
     if last is not None:
         raise ValueError(
             f"checkpoint.dir = {section.dir!r} has no checkpoint, and the run in {directory} has one of step {last} in "

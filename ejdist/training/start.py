@@ -25,9 +25,9 @@ __all__ = ["Source", "nested", "open_source"]
 class Source:
     """Weights that fit a model; nothing of them has been read.
 
-    leaves: names of what there is. load: leaf -> `jax.ShapeDtypeStruct` with a sharding, to leaf -> array. notes: what the run
-    does otherwise than the weights' own config.json or run, and what of them is left out, and why. digest: tells these weights
-    from others, for hosts that each have a copy.
+    leaves: names of what there is. load: leaf -> `jax.ShapeDtypeStruct` with a sharding, to leaf -> array. notes: where the run
+    differs from the weights' own config.json or run, and which of them it leaves out, and why. digest: identifies the weights,
+    for hosts that each have a copy.
     """
 
     what: str
@@ -85,7 +85,7 @@ def _check_model(ours: DecoderConfig, theirs: DecoderConfig, where: str, hint: s
 
 
 def _told(stages: Sequence[DecoderConfig], theirs: DecoderConfig, who: str, dtype: str | None) -> list[str]:
-    """Returns a line that says what of a run is not as in the files or the run that its weights are from; none where all is."""
+    """Returns a line about where a run differs from the files or the run that its weights come from; empty if it does not."""
     phrases = [told_positions(stage, theirs, who) for stage in stages]
     computed = stages[0].compute_dtype
     if dtype is not None and dtype != computed:

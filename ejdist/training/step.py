@@ -100,7 +100,7 @@ def make_train_step(
             shapes = jax.eval_shape(lambda p: gradient(state, *p), jax.tree.map(lambda x: x[0], parts))
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, accumulate), shapes[1])
             (sums, grads), _ = jax.lax.scan(add, ({name: m.start() for name, m in shapes[0].items()}, zeros), parts)
-        # A loss of its own may be a mean over something else.
+        # A custom loss may be a mean over something else.
         count = jnp.maximum(sums.get("terms", sums["tokens"]).value, 1)
         with jax.named_scope("optimizer"):
             norm = optax.tree.norm(_mean(grads, count))

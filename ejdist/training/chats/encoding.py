@@ -46,12 +46,12 @@ class Chats:
 
     @property
     def key_of_cache(self) -> dict[str, Any]:
-        """Returns what two runs must have in common to read the same tokens. Today's date is left out, so that tokens made on
-        one day are read on the next."""
+        """Returns what two runs must share to read the same tokens. Today's date is left out, so that tokens made on one day
+        are read on the next."""
         return {name: value for name, value in asdict(self).items() if name != "today"}
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what `Chats(**_)` makes this again from."""
+        """Returns the arguments of `Chats` that make an equal one."""
         return asdict(self)
 
     @property
@@ -83,7 +83,7 @@ class Chats:
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer here."""
+    """What this module needs of a tokenizer."""
 
     vocab_size: int
     bos_id: int | None
@@ -110,7 +110,7 @@ class Skipped:
 
 
 class Encoder:
-    """Encodes rows. Raises ValueError: a template is no Jinja."""
+    """Encodes rows. Raises ValueError if a template is not valid Jinja."""
 
     def __init__(self, chats: Chats, tokenizer: Tokenizer) -> None:
         self._chats, self._tokenizer = chats, tokenizer
@@ -128,7 +128,7 @@ class Encoder:
         Args:
           rows: (what an error calls the row, its place, the row or the error of reading it).
           skipped: gets those that are wrong, with on_error=skip.
-          report: called with numbers of characters that are done.
+          report: called with the number of characters done since the last call.
 
         Raises:
           ValueError: a row is wrong, and on_error=stop; names it and says what is wrong.
@@ -154,7 +154,7 @@ class Encoder:
         report(size)
 
     def _wrong(self, message: str, skipped: Skipped) -> None:
-        message = message.removesuffix("; remove or fix the line")  # of a line that is no row
+        message = message.removesuffix("; remove or fix the line")  # of a line that cannot be parsed
         if self._chats.on_error == "stop":
             raise ValueError(f"{message}; fix or remove it, or pass over such rows with data.on_error=skip")
         skipped.count += 1
@@ -191,7 +191,7 @@ class Encoder:
                 mask = np.append(mask, np.full(len(ids) - len(mask), self._chats.loss_on != "spans"))
             if mask[1:].any():
                 yield Encoded(ids, mask, place)
-            else:  # the first token follows nothing that it could be told from
+            else:  # the first token follows nothing that could predict it
                 self._wrong(
                     f"{where}: nothing of it is trained: none of its {len(ids)} tokens, past the first", skipped
                 )

@@ -1,4 +1,4 @@
-"""Rows of conversations: what they must have, and what is wrong with one that has not.
+"""Rows of conversations: what they must have, and errors that say what is wrong with a row.
 
 messages: a list of {role, content}, with `tools` beside it. completion: `prompt` and `completion`, two texts or two lists of
 messages. ids: `input_ids`, with `labels` (-100: not trained) or a mask.
@@ -21,7 +21,7 @@ _BESIDE = ("tools", "chat_template_kwargs", "prompt", "completion", "spans", "in
 
 
 def columns(key: str) -> tuple[str, ...]:
-    """Returns the columns of a table that rows of conversations are made from."""
+    """Returns the columns of a table that conversations are read from."""
     return (key, *(name for name in _BESIDE if name != key))
 
 
@@ -182,7 +182,7 @@ def _content(content: Any, where: str) -> str:
 
 
 def _train(message: Mapping[str, Any], number: int) -> bool | Spans | None:
-    """Returns what a message says of the loss on it, by 'train' or 'weight'."""
+    """Returns which part of a message is trained, from its 'train' or 'weight'; None if it has neither."""
     keys = [name for name in ("train", "weight") if message.get(name) is not None]
     if not keys:
         return None
@@ -214,7 +214,7 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 
 def _tools(row: Mapping[str, Any]) -> list[Any] | None:
     tools = row.get("tools")
-    if isinstance(tools, str):  # in tables, whose columns cannot have what schemas have
+    if isinstance(tools, str):  # in tables, whose columns cannot hold a JSON schema
         try:
             tools = json.loads(tools) if tools.strip() else None
         except ValueError:

@@ -33,7 +33,7 @@ class SpecialTokens:
     eos: str | None = AUTO
 
     def over(self, own: dict[str, str | None]) -> dict[str, str | None]:
-        """Returns the texts that are asked for, where "auto" is what is there already."""
+        """Returns these texts, with those in `own` for "auto"."""
         return {key: own[key] if (asked := getattr(self, key)) == AUTO else asked for key in own}
 
 
@@ -161,14 +161,14 @@ def _bos(
         return _of_file("bos", token, vocabulary, argument)
     if add_bos is True and token_id is not None:
         return token_id
-    # What the post-processor adds shows in a text of nothing. It may add EOS alone.
+    # Encoding an empty text shows what the post-processor adds, which may be EOS alone.
     first, plain = (vocabulary.encode("", add_special_tokens=special).ids[:1] for special in (True, False))
     ends = {named.get("eos_token"), *ENDS}
     return None if first == plain or vocabulary.id_to_token(first[0]) in ends else first[0]
 
 
 def _ids_named(vocabulary: Vocabulary, beside: Path | None) -> dict[str, list[int]]:
-    """Returns the ids of bos and eos that files name by number, and the vocabulary has."""
+    """Returns the ids of bos and eos that files name by number and the vocabulary has."""
     ids_by_key: dict[str, list[int]] = {"bos": [], "eos": []}
     for content in () if beside is None else [said_in(beside / name) for name in _BY_ID]:
         for key, ids in ids_by_key.items():

@@ -27,7 +27,7 @@ class ChatTemplate:
       source: its text.
 
     Raises:
-      ValueError: it is no Jinja; names the line.
+      ValueError: it is not valid Jinja; names the line.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Which characters of a rendered conversation the model is to say.
 
-A template that marks them by {% generation %} is believed. Of another one a turn is found by rendering the conversation up to
+A template that marks them by {% generation %} is trusted. For any other, a turn is found by rendering the conversation up to
 it, with the prompt after which the model speaks: what follows that, in the whole, is the turn.
 
 - It ends where the conversation that ends with it does. Templates that write the last turn otherwise than those before (one
@@ -25,8 +25,7 @@ class Chat:
     """A conversation.
 
     Attributes:
-      train: of each message what its row says of the loss on it: nothing, whether there is any, or the [begin, end) of its
-        content, in characters.
+      train: for each message, from its row: None, whether it is trained, or the [begin, end) of its content, in characters.
       arguments: variables of the template, from the row.
     """
 

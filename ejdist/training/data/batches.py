@@ -127,8 +127,8 @@ class Data:
         return self.corpus.parts if isinstance(self.corpus, Mixture) else (self.corpus,)
 
     def notes(self, key: str = "data.source") -> list[str]:
-        """Returns lines that say what rows of conversations were taken for, and which were not taken. Of text there is one
-        where data.format=auto (`guessed`). `key`: that names the source."""
+        """Returns lines that say how rows of conversations were read, and which were passed over. For text there is one only if
+        data.format=auto (`guessed`). `key`: names the source."""
         parts = self.packing.parts if isinstance(self.packing, MixedRows) else [self.packing]
         described = []
         for i, (corpus, rows) in enumerate(zip(self._corpora, parts, strict=True)):
@@ -200,7 +200,7 @@ class Data:
     def changes(self, cursor: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Returns the entries of `CURSOR` in which a checkpoint's cursor is of other batches: name -> (was, is)."""
         now = self.cursor(0)
-        # What there was before it was recorded: one order, and no BOS; another EOS shows in the corpus.
+        # Checkpoints from before these were recorded had one order and no BOS; another EOS shows in the corpus.
         cursor = {"order": Packing.order, "bos": None, "eos": now["eos"], **cursor}
         changed = {name: (cursor.get(name), now.get(name)) for name in CURSOR if cursor.get(name) != now.get(name)}
         if {"tokenizer", "bos", "eos", "conversations"} & set(changed):  # the same files have become other tokens

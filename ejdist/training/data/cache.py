@@ -80,7 +80,7 @@ class NewFile:
 def new_folder(
     folder: Path, *, what: str = "the corpus cache", remedy: str = _REMEDY, block: int | None = None
 ) -> Iterator[NewFolder]:
-    """Yields the folder to be made. It appears under its name when the body has ended, and not at all if that fails.
+    """Yields the folder to write. It appears under its name when the body has ended, and not at all if that fails.
 
     If another process has made it in the meantime, theirs is kept: the same name means the same content.
 
@@ -221,7 +221,7 @@ def _discard(folder: Path, seen: tuple[int, int]) -> None:
 
 
 def _remove_dead(parent: Path) -> None:
-    """Removes what killed builds have left. A living one writes all the time, so it is told by its age, on any host."""
+    """Removes what killed builds have left. A living one writes all the time, so its age tells, on any host."""
     for kind in ("corpus", "tokenizer", "shard", "rows"):
         for left in parent.glob(f"{kind}-*.tmp"):
             # Another process may finish or remove it while it is looked at.

@@ -17,7 +17,7 @@ from ejdist.training.data.sources import files_of, is_text, rows
 
 FORMATS = ("text", "auto", *KINDS)
 LOSSES = ("assistant", "last", "all", "spans")
-_LOOKED_AT = 100  # rows of a file, for one that can be read
+_LOOKED_AT = 100  # rows of a file to try, until one can be read
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class Asked:
         )
 
     def check_made(self, chats: Chats | None, folder: Path) -> None:
-        """Raises ValueError, naming the key, if this says otherwise than a dataset was made. Keys that are left out do not."""
+        """Raises ValueError, naming the key, if a key differs from what a dataset was made with. Keys that are left out do
+        not."""
         settings: dict[str, Any] = {"format": "text" if chats is None else chats.format}
         if chats is not None:
             settings |= {"loss_on": chats.loss_on, "chat_date": chats.today, "chat_template_kwargs": chats.arguments}
@@ -115,13 +116,13 @@ TEXT = Asked()  # of rows of text
 
 
 def one_of(key: str, value: Any, known: tuple[str, ...]) -> None:
-    """Raises ValueError, naming the key of `data`, for a value that it does not have."""
+    """Raises ValueError, naming the key of `data`, for an unknown value."""
     if value not in known:
         raise ValueError(f"data.{key} = {value!r} is unknown; use {', '.join(known[:-1])} or {known[-1]}")
 
 
 def _kind_of(source: Any, key: str, text_key: str) -> str:
-    """Returns what the rows of a source are: that of the first that can be read."""
+    """Returns the kind of a source's rows: that of the first that can be read."""
     first, where = _first_row(source, key, text_key)
     if first is None:
         return "text"

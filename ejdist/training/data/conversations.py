@@ -97,7 +97,7 @@ def joined(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def described(chats: Chats, facts: dict[str, Any]) -> list[str]:
-    """Returns lines that say what was made of the rows."""
+    """Returns lines that say what became of the rows."""
     skipped = facts["skipped"]
     trained = f"{facts['trained']:,} of {facts['tokens']:,} tokens are trained"
     lines = [f"{facts['documents']:,} {chats.describe()}: {trained}"]

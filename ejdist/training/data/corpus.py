@@ -37,7 +37,7 @@ class Corpus:
       offsets: int64 [documents + 1]; document d is tokens[offsets[d] : offsets[d + 1]].
       fingerprint: identifies the tokens themselves, wherever they were made; of conversations also which are trained.
       chats: how conversations became these tokens; None for text. Then mask is uint8 [tokens], 1 for those that are trained,
-        places int64 [documents, 2]: the file and the row of each, and facts what is known of all.
+        places int64 [documents, 2]: the file and the row of each, and facts the metadata of them all.
     """
 
     tokens: np.ndarray
@@ -65,7 +65,7 @@ class Corpus:
         return row_name(origin, number)
 
     def describe(self) -> list[str]:
-        """Returns lines that say what the rows were taken for; none of text."""
+        """Returns lines that say how the rows were read; none for text."""
         return [] if self.chats is None else described(self.chats, self.facts)
 
 

@@ -78,7 +78,7 @@ class CheckedFile:
 
 
 class Shard:
-    """One shard of a dataset; nothing of it is read before it is asked for.
+    """One shard of a dataset, which is read on demand.
 
     Attributes:
       num_documents, num_tokens: what the manifest says it has.
@@ -97,7 +97,7 @@ class Shard:
         return self._read("tokens.bin", self._dtype, begin, end)
 
     def mask(self, begin: int, end: int) -> np.ndarray:
-        """Returns which of the tokens [begin, end) are trained, bool; of text no shard has that."""
+        """Returns which of the tokens [begin, end) are trained, bool; a shard of text has no mask."""
         return self._read("mask.bin", np.dtype(np.uint8), begin, end).astype(bool)
 
     def place(self, document: int) -> str:
@@ -169,7 +169,7 @@ class Dataset:
     """The shards of a folder, in their order.
 
     Attributes:
-      fingerprint: identifies the tokens, wherever they lie and whatever they were made from.
+      fingerprint: identifies the tokens, wherever they are stored and whatever they were read from.
     """
 
     folder: Path
@@ -180,7 +180,7 @@ class Dataset:
     facts: dict[str, Any] = field(default_factory=dict)  # about conversations
 
     def describe(self) -> list[str]:
-        """Returns lines that say what the rows were taken for; none of text."""
+        """Returns lines that say how the rows were read; none for text."""
         return [] if self.chats is None else described(self.chats, self.facts)
 
     @property
@@ -272,7 +272,7 @@ def open_dataset(
     shards = tuple(Shard(folder / s["name"], s, dtype, open_file, chats) for s in manifest["shards"])
     names = {
         entry.name for entry in os.scandir(folder)
-    }  # one listing: a question for each shard takes long on a network
+    }  # one listing: a request for each shard would be slow on a network
     for shard in shards:
         if shard.folder.name not in names:
             raise ValueError(str(shard.unreadable("it is missing").strerror))

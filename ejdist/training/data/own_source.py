@@ -74,7 +74,7 @@ class OwnRows:
     def __init__(
         self, source: str, entry: Entry, rest: str, tokenizer: str, special_tokens: SpecialTokens = BY_FILES
     ) -> None:
-        """Raises ValueError: the tokenizer would be trained on text, which there is none of."""
+        """Raises ValueError if the tokenizer would have to be trained: there is no text."""
         if tokenizer.startswith("bpe:"):
             raise ValueError(
                 f"data.tokenizer = {tokenizer!r} is trained on text, and {source!r} has rows of tokens; use bytes, or a "
@@ -90,7 +90,7 @@ class OwnRows:
         self.num_tokens = 0
 
     def rows(self, length: int, seed: int) -> Any:
-        """Returns its rows of a length. Raises ValueError: they are not rows of that length."""
+        """Returns its rows of a length. Raises ValueError if their length differs."""
         packed = self._entry.value.rows(self._rest, length, self.tokenizer, seed)
         what = f"data.source = {self._source!r}: the rows of {self._entry.module}"
         for name in ("length", "rows_per_epoch", "tokens_per_row", "order", "row"):
@@ -105,7 +105,7 @@ class OwnRows:
         return packed
 
     def describe(self) -> list[str]:
-        """Returns lines about what the rows were taken for."""
+        """Returns lines about how the rows were read."""
         return [f"rows that {self._entry.module} packs"]
 
 

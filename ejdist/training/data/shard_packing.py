@@ -109,7 +109,7 @@ class _Shards:
         return rng.permutation(len(window.offsets) - 1)
 
     def _segment(self, shard: int, document_end: int, begin: int, count: int) -> Any:
-        """Returns a segment of a row, see `filled_row`: so many tokens from `begin`, of a document that ends there or later."""
+        """Returns a segment of a row, see `filled_row`: `count` tokens from `begin`, of a document that ends there or later."""
         s, end = self.shards[shard], begin + count
         if s.chats is not None:  # one that is too long ends here: nobody trains the rest
             return s.tokens(begin, end), count, s.mask(begin, end)

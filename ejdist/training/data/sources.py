@@ -93,7 +93,7 @@ def is_jsonl(path: Path) -> bool:
 
 
 def is_text(path: Path) -> bool:
-    """Returns whether a file is one document: it is none of the formats with rows."""
+    """Returns whether a file is one document, and not of a format with rows."""
     return not path.name.lower().endswith((".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".parquet"))
 
 
@@ -115,7 +115,7 @@ def documents(path: Path, text_key: str = "text") -> Iterator[str]:
 
 
 def unreadable(path: Path, error: OSError) -> ValueError:
-    """Returns what the user is told of a source file that the system does not give."""
+    """Returns the message about a source file that the system cannot read."""
     remedies = {
         errno.ENOENT: "it existed when the files were listed; start again once nothing moves the files",
         errno.EACCES: "make it readable, or leave it out",
@@ -152,7 +152,7 @@ def _lines(path: Path, *, compressed: bool) -> Iterator[tuple[int, bytes]]:
     try:
         with path.open("rb") as raw:
             if compressed and not raw.peek(1):
-                raise EOFError("it is empty")  # Python takes it for no lines, but it is a download that failed
+                raise EOFError("it is empty")  # Python reads it as no lines, but it is a failed download
             lines = gzip.GzipFile(fileobj=raw) if compressed else raw
             for number, line in enumerate(lines, 1):
                 yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
@@ -205,7 +205,7 @@ def row_of(path: Path, number: int, after: int = 0) -> str:
 
 
 def parsed(line: bytes, where: str) -> object:
-    """Returns the row of a line of jsonl. Raises ValueError: it is none; `where` names the line in the message."""
+    """Returns the row of a line of jsonl. Raises ValueError if it cannot be parsed; `where` names the line in the message."""
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -299,7 +299,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def text_of(row: object, text_key: str, where: str) -> str:
-    """Returns the text of a row. Raises ValueError: it has none; `where` names the row in the message."""
+    """Returns the text of a row. Raises ValueError if it has none; `where` names the row in the message."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: {type(row).__name__}, not an object with the key {text_key!r}; fix or remove it")
     if text_key not in row:

@@ -15,7 +15,7 @@ from ejdist.training.chats.special_tokens import AUTO, BY_FILES, SpecialTokens, 
 
 
 class Tokenizer(Protocol):
-    """What the pipeline needs of a tokenizer. `bos_id` begins a document and `eos_id` ends it, None where nothing does;
+    """What the pipeline needs of a tokenizer. `bos_id` begins a document and `eos_id` ends it, None for no such token;
     `stop_ids` end generation; `fingerprint` identifies the vocabulary."""
 
     vocab_size: int

@@ -37,7 +37,7 @@ from ejdist.training.data.units import Span, Unit, digest_of, span_of, units_of
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be made, and what is there.
+    """The shards of a dataset: all of them, and those still missing.
 
     Attributes:
       units: all of this run's sources, in order.

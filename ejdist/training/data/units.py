@@ -88,7 +88,7 @@ def units_of(files: Sequence[Span], shard_bytes: int, made: Sequence[Unit] = ())
     Files that are larger than a shard have units of their own; smaller ones that follow each other share one, up to its size.
 
     Args:
-      made: units of a run before. A file that is in one of them stays there, so files that are new make new units.
+      made: units of an earlier run. A file in one of them stays there, so new files make new units.
     """
     unit_of = {span.path: unit for unit in made for span in unit.spans if span.whole}
     units: list[Unit] = []
@@ -123,7 +123,7 @@ def units_of(files: Sequence[Span], shard_bytes: int, made: Sequence[Unit] = ())
 
 
 def texts_of(span: Span, text_key: str) -> Iterator[str]:
-    """Yields the documents of a span, in order, but those of white space alone.
+    """Yields the documents of a span, in order, without those of white space alone.
 
     Raises:
       ValueError: the file or a row is wrong; names it.

@@ -78,7 +78,7 @@ def make_shards(
 
     def give(pipe: Connection) -> None:
         busy[pipe] = waiting.pop()
-        with contextlib.suppress(BrokenPipeError):  # it has been killed, which is told by what comes from it: nothing
+        with contextlib.suppress(BrokenPipeError):  # it has been killed, which shows as the end of its pipe
             _send(pipe, units[busy[pipe]])
 
     try:
@@ -181,7 +181,7 @@ def _work(folder: Path, settings: Any, source: Any, pipe: Connection, plugins: S
 
 
 def _plain(error: ValueError | OSError | ModuleNotFoundError) -> Exception:
-    """Returns an error that travels through a pipe: of its class, where that can be made from its words."""
+    """Returns an error that travels through a pipe: of its class, if that can be built from its message."""
     if isinstance(error, ModuleNotFoundError):  # a package that is not installed, which the command names
         return ModuleNotFoundError(str(error), name=error.name)
     if isinstance(error, OSError):
