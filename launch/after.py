@@ -10,7 +10,7 @@ from recipes.arguments import key_of
 
 
 def next_commands(arguments: Sequence[str], recipe: Any, step: int) -> list[str]:
-    """Returns a line for each command that makes sense once a run has made that many steps, with what it does.
+    """Returns a line for each command that makes sense after that number of steps, with what it does.
 
     Args:
       arguments: the run's own.

@@ -199,7 +199,7 @@ def _knock(cluster: Any, place: _Place, me: Any) -> int:
 
 
 def _alone(cluster: Any) -> str:
-    """Returns what is said when JAX has not connected all processes, though all have come or the cluster knows them."""
+    """Returns the message for when JAX has not connected all processes, though all have come or the cluster knows them."""
     return (
         f"JAX did not connect the processes of the cluster within {cluster.timeout:g} s (cluster.timeout): process 0 must be "
         "reachable by the others at every port, or at cluster.service_port; check the logs"

@@ -45,7 +45,7 @@ def use_cache(where: str | None) -> str:
 
 
 def _unwritable(folder: Path) -> str:
-    """Returns why nothing can be written to a folder, which is made; empty if it can."""
+    """Creates a folder, and returns why nothing can be written to it; empty if it can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder) as file:

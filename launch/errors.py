@@ -62,7 +62,7 @@ def exit_code_of(error: Exception) -> int | None:
 
 
 def _not_installed(error: Exception) -> str | None:
-    """Returns what to install if the error is that a package of others is missing, else None."""
+    """Returns what to install if the error is a missing third-party package, else None."""
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if not name or name in ("kernels", "ejdist", "recipes", "launch") or importlib.util.find_spec(name) is not None:
         return None
@@ -125,7 +125,7 @@ def tell(error: Exception) -> int:
 
 
 def _give(code: int, text: str) -> None:
-    with contextlib.suppress(ImportError):  # what the commands need is not installed, which is what is told
+    with contextlib.suppress(ImportError):  # what the commands need is not installed, which is the error to report
         from ejdist.cluster.verdict import give
 
         give(code, text)

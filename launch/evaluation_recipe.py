@@ -1,4 +1,4 @@
-"""What an evaluation is under: the model and the data of its weights, and what of them a command line may change."""
+"""The recipe of an evaluation: the model and the data of its weights, and which keys a command line may change."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _override(value: Any, written: Callable[[Any], str]) -> str:
 
 def trained_tokenizer(where: str, recipe: Any) -> Any:
     """Returns the tokenizer that the run trained on its own corpus; None if it trained none, or the recipe names another.
-    Trained again on other data, it would be another one."""
+    Trained again on other data, it would differ."""
     from ejdist.training.data import DataSection, build
     from ejdist.training.recorded import recorded, settings_at
 
@@ -109,7 +109,7 @@ def _check_tokenizer(weights: Any, recipe: Any, words: Sequence[str]) -> None:
 
 
 def told_held_out(weights: Any, data: Any) -> str:
-    """Returns what is known of whether the model was trained on the data.
+    """Returns whether the model was trained on the data, as far as that is known.
 
     Raises:
       ValueError: they are of another tokenizer, or have another BOS or EOS.

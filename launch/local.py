@@ -92,7 +92,7 @@ def _start(options: Options, rest: Sequence[str]) -> tuple[int, bool]:
     def tell() -> None:
         try:
             _tell(job, ended)
-        except BrokenPipeError:  # told to the main thread, once the processes have saved
+        except BrokenPipeError:  # the main thread raises it, once the processes have saved
             unread.set()
             job.signal(signal.SIGTERM)
 

@@ -216,7 +216,7 @@ def plan_of(
 
 
 def saved(best: Any, without: Any) -> str:
-    """Returns why a plan has keys that save memory."""
+    """Returns the line that says why a plan sets keys that save memory."""
     from ejdist.models.remat import REMAT
     from ejdist.planning.candidates import MOMENTS, SUMS
 

@@ -95,7 +95,7 @@ class Job:
         return self.logs / "verdict"
 
     def wait(self, seconds: float, after_first: float | None = None) -> list[int | None]:
-        """Returns the exit codes; None of a process that had not ended after so many seconds, which is then killed.
+        """Returns the exit codes; None for a process that had not ended after `seconds`, which is then killed.
 
         Args:
           after_first: seconds that the others have once one has failed.

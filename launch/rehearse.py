@@ -159,7 +159,7 @@ def run(
     since: str = "",
     wrong: list[str] | None = None,
 ) -> tuple[list[int | None], str, float]:
-    """Returns the exit codes of one start of the run in a folder, what its hosts said, and its seconds.
+    """Returns the exit codes of one start of the run in a folder, the output of its hosts, and its seconds.
 
     Args:
       sigterm: seconds after which SIGTERM is sent, and the host.
@@ -210,7 +210,7 @@ def _beside(d: Disturbance | None, job: Job, arguments: Sequence[str], wrong: li
 
 
 def _decided(d: Disturbance, codes: Sequence[int | None], left: Verdict | None) -> list[str]:
-    """Returns what is wrong with what a launcher would do."""
+    """Returns what is wrong with the decision that a launcher would take."""
     code = of_start(codes, left)
     if not code or again(code) is d.again:
         return []
@@ -219,7 +219,7 @@ def _decided(d: Disturbance, codes: Sequence[int | None], left: Verdict | None) 
 
 
 def _signal(job: Job, seconds: float, host: int, since: str, began: int) -> None:
-    """Sends SIGTERM to a host so many seconds after host 0 has said something, in what its log has from a byte on."""
+    """Sends SIGTERM to a host a number of seconds after a text appears in host 0's log, past a byte offset."""
     while since.encode() not in job.log(0).read_bytes()[began:]:
         if all(p.poll() is not None for p in job.processes):
             return

@@ -45,7 +45,7 @@ class Disturbance:
     """A fault to inject into a run, and its expected outcome.
 
     Attributes:
-      told: in a sentence.
+      told: a sentence about it.
       arguments: for all hosts.
       inside: host -> what it does to itself, for `python -m launch.disturbed`.
       of_host, environment: host -> arguments, and variables, that only it is started with.

@@ -22,7 +22,8 @@ from launch.scenes import GONE, Disturbance
 IN_SERIES = ("kill", "kill_in_save", "sigterm")
 
 _STEP = 0.1  # seconds that each step takes at least
-# One SIGTERM of four comes at any moment of a start. The others while steps are made, at most so long after host 0 says so.
+# One SIGTERM of four comes at any moment of a start. The others while steps are made, at most `_WHILE` seconds after host 0
+# says so.
 _EARLY, _WHILE, _STEPS = 0.25, 10.0, " tokens per step, "
 
 
@@ -55,7 +56,7 @@ class Round:
 
 
 def left_by(run: Path) -> Left:
-    """Returns what is in run.dir."""
+    """Returns the progress that run.dir records."""
     from ejdist.training.metrics import read_rows
 
     folder = run / "checkpoints"
@@ -139,13 +140,13 @@ def rehearse_series(
     same: Callable[[Path], str | None],
     log: Callable[[str], Any],
 ) -> bool:
-    """Returns whether a run that is disturbed so many times ended as the one that nothing happened to.
+    """Returns whether a run that is disturbed in every round ended as the undisturbed one.
 
     Args:
       shape: hosts, steps of the run, steps between checkpoints.
-      seconds: of the run that nothing happened to.
-      start: makes one start of the run, with a round's disturbance; exit codes, and what the hosts said.
-      same: what is unlike the run that nothing happened to, None if nothing is.
+      seconds: of the undisturbed run.
+      start: starts the run once, with a round's disturbance; returns exit codes, and the output of the hosts.
+      same: returns how the run differs from the undisturbed one, None if it does not.
     """
     hosts, steps, every = shape
     folder.mkdir(parents=True)
@@ -185,7 +186,7 @@ def rehearse_series(
 
 
 def went_on(said: str, before: Left) -> list[str]:
-    """Returns what is wrong with where a start went on from, unless it ended before it did."""
+    """Returns what is wrong with the step that a start resumed from; empty if it ended before it resumed."""
     match = re.search(r"resuming from step (\d+)", said)
     if match is not None and int(match[1]) != before.saved:
         return [f"it resumed from step {match[1]}, but the last complete checkpoint was of {before.saved}"]

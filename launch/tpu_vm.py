@@ -209,7 +209,7 @@ class Connections:
                 sys.stdout.write(f"[{index}] {text}\n")
                 sys.stdout.flush()
             except BrokenPipeError:
-                # The rest is read all the same: a machine whose lines nobody takes would wait for ever.
+                # The rest is read all the same: a machine whose output is not read would block for ever.
                 self._unread = True
 
     def stop(self, *of_signal: Any) -> None:

@@ -91,7 +91,7 @@ def text(usage: str, words: Sequence[str], arguments: Sequence[str], *, recipe: 
     Args:
       usage: the command's text of --help, where its own options stand.
       words: the keys asked about.
-      arguments: the rest of the command line; what it gives a key is told too.
+      arguments: the rest of the command line; the text includes the values that it gives.
       recipe: the command takes keys of a recipe.
 
     Raises:
@@ -116,7 +116,7 @@ def describe(key: str, arguments: Sequence[str] = ()) -> str:
     """Returns the text about a key or a group: what it takes, its default, a sentence.
 
     Args:
-      arguments: of the command line; what they give the key is told too.
+      arguments: of the command line; the text includes the value that they give the key.
 
     Raises:
       RecipeError: there is no such key or group; names the nearest.

@@ -78,7 +78,7 @@ def check(published: Published, model: Any) -> None:
 
 
 def _folder(where: Any, run_dir: str) -> Path:
-    """Returns the published folder; what the run has kept of it where it is gone."""
+    """Returns the published folder; the run's copy of it if it is gone."""
     if where is None:
         raise RecipeError("model=hf takes the model from a folder: give model.init_from=DIR, or model=hf:DIR")
     if is_url(where):

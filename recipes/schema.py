@@ -167,8 +167,8 @@ def compose(arguments: Sequence[str]) -> Recipe:
 
 
 def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
-    """Returns a sentence for each key of a command line that nothing reads beside the other keys of its recipe. It is told and
-    not refused: the next run of a sweep may read it, and models say more than all of their layers need."""
+    """Returns a sentence for each key of a command line that nothing reads beside the other keys of its recipe. It is reported,
+    not refused: the next run of a sweep may read it, and models set more keys than all of their layers need."""
     model = recipe.model
     parts = model.part_names()
     why = {}

@@ -16,8 +16,8 @@ import numpy as np
 from launch.reporting.html import Markup, tag
 
 MOST = 400
-_HOVERS = 80  # columns that tell their numbers
-_MOST_NUMBER = 1e300  # what is larger has no scale, and is none of a run
+_HOVERS = 80  # columns with tooltips
+_MOST_NUMBER = 1e300  # a larger number has no scale, and no run has one
 _SIDE = 1000.0  # of the drawing, whatever its size on the page
 _SMOOTHED = 25  # a running mean is over the 25th part of a curve
 _WIDE_RANGE = 30.0  # ratio of largest to smallest beyond which a scale is logarithmic
@@ -36,7 +36,7 @@ class Series:
 
     @classmethod
     def of(cls, label: str, x: Sequence[float], values: Sequence[Any], color: int = 0) -> Series:
-        """Returns the curve of numbers, or of lists of numbers; what is none is a gap."""
+        """Returns the curve of numbers, or of lists of numbers; anything else is a gap."""
         try:
             whole = np.array(values, float).reshape(len(values), -1)  # None is nan
             whole[~(np.abs(whole) < _MOST_NUMBER).all(axis=1)] = math.nan
@@ -154,7 +154,7 @@ def chart(
       unit: of the numbers, for the caption.
       zero: the axis begins at 0, and is not logarithmic.
       closer: without the highest and the lowest of every hundred numbers, where they hide the others; else nothing is drawn.
-      smooth: of few steps their numbers are thin, and a running mean is drawn over them.
+      smooth: if a point is one step, the points are thin and a running mean is drawn over them.
     """
     drawn = [s for s in series if np.isfinite(s.middle).any()]
     if not drawn:
@@ -248,7 +248,7 @@ def _curves(s: Series, across: Scale, up: Scale, smooth: bool) -> list[Markup]:
 
 
 def _holes(s: Series, across: Scale) -> list[Markup]:
-    """Returns marks at the steps that have no number, however many others a place has."""
+    """Returns marks at the steps that have no number, even where neighbours share their place."""
     positions = np.unique(np.round(_SIDE * across(s.x[~np.isfinite(s.middle)])))
     lines = "".join(f"M{px:g} 0V{_SIDE:g}" for px in positions)
     return [tag("path", tag("title", f"{s.label}: no number here"), d=lines, class_="hole")] if lines else []

@@ -19,7 +19,7 @@ def dot(n: int, runs: Sequence[RunFolder]) -> Markup:
 
 
 def headed(runs: Sequence[RunFolder], make: Callable[[RunFolder], Any]) -> list[Any]:
-    """Returns what is made of each run, under its name where there are several."""
+    """Returns the content for each run, under its name if there are several."""
     return [[tag("h3", dot(n, runs), run.name) if len(runs) > 1 else "", make(run)] for n, run in enumerate(runs)]
 
 
@@ -67,7 +67,7 @@ def _body(runs: Sequence[RunFolder], rows: list[Markup]) -> Markup:
 def _line(key: str, runs: Sequence[RunFolder], defaults: dict[str, Any], cut: int) -> Markup:
     values = [run.recipe.get(key, _NOT_THERE) if run.recipe else _NOT_THERE for run in runs]
     usual = defaults.get(key, _NOT_THERE)
-    present = [v for v in values if v is not _NOT_THERE]  # what is not known of a run is no difference
+    present = [v for v in values if v is not _NOT_THERE]  # an unknown value is not a difference
     changed = values[0] != usual if len(runs) == 1 else any(v != present[0] for v in present)
     was = f"by default {exact(usual)}" if usual is not _NOT_THERE else "no key of this version"
     cells = [tag("td", "–" if v is _NOT_THERE else exact(v), data_key=key, title=was) for v in values]

@@ -161,7 +161,7 @@ def _read_rows(run: RunFolder) -> None:
 
 
 def _name(run: RunFolder, what: str, keys_of: Callable[[dict[str, Any]], list[str]]) -> None:
-    """Names the keys of which that is so in some row, each once."""
+    """Notes each key for which `keys_of` finds that in some row, once."""
     steps_of: dict[str, list[int]] = {}
     for row in run.rows:
         for key in keys_of(row):

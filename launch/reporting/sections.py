@@ -151,7 +151,7 @@ def _mfu(runs: Sequence[RunFolder]) -> list[_Chart]:
         return []
 
     def mfu(row: dict[str, Any]) -> float:
-        # Its own devices: a run may go on with another mesh. Rows of before that was kept are of the summary's.
+        # Its own devices: a run may go on with another mesh. Older rows, without it, count as the summary's.
         seconds, used = number(row.get("step_time")), number(row.get("devices", devices))
         return (
             number(row.get("flops_causal")) / seconds / (peak * used * 1e12) * 100 if seconds * used > 0 else math.nan
