@@ -45,7 +45,7 @@ def folders_of(given: str) -> list[str]:
     """Returns the folders that run.dir names: one, several with commas between them, or those that a pattern fits.
 
     Raises:
-      ValueError: one is a URL or in the home of nobody, a pattern fits none, or there are more than can be told apart.
+      ValueError: one is a URL or in the home of an unknown user, a pattern matches none, or there are too many to distinguish.
     """
     from ejdist.paths import check_folder
     from launch.reporting.sections import MOST_RUNS

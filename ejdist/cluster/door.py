@@ -51,7 +51,7 @@ class Lines:
         self.heard = time.monotonic()  # when something came last
 
     def send(self, message: dict[str, Any] | None) -> None:
-        """Sends a message, or a sign of life. A side that takes nothing more misses it."""
+        """Sends a message, or a sign of life. A peer that no longer reads misses it."""
         line = b"\n" if message is None else json.dumps(message).encode() + b"\n"
         with self._lock, contextlib.suppress(OSError):
             self.socket.sendall(line)

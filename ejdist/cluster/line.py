@@ -126,8 +126,8 @@ def knock(address: str, who: Who, seconds: float, first: str = "host 0") -> Line
 
 
 def occupant(port: int, who: Who) -> tuple[str, bool]:
-    """Returns what a port of this machine is in use by, as the door there says it, and whether it is ending; nothing and False
-    if there is no door."""
+    """Returns what uses a port of this machine, as the door there describes it, and whether that is ending; "" and False if
+    there is no door."""
     try:
         lines = Lines(socket.create_connection(("localhost", port), timeout=_TAKEN))
     except OSError:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HOSTS_FILE = "hosts.json"  # in run.dir
-# Set by launchers, the same in all processes of one start, and another one in the next.
+# Set by launchers: the same in all processes of a start, and a new one for the next.
 START = "EJDIST_START"
 _NODES, _PODS = ("SLURMD_NODENAME", "NODE_NAME"), ("POD_NAME",)
 
@@ -98,7 +98,7 @@ def presence() -> Presence:
 
 
 def write_hosts(directory: Path) -> None:
-    """Writes hosts.json: which index is which machine. Call it on process 0, whose folder is there.
+    """Writes hosts.json: which index is which machine. Call it on process 0, once the folder exists.
 
     Raises:
       OSError: the file cannot be written.

@@ -33,8 +33,8 @@ class Verdict(NamedTuple):
 
 
 def again(code: int) -> bool:
-    """Returns whether a start that ended with this exit code is to be followed by another: every end that is neither a success
-    nor of no use counts as a host that was lost."""
+    """Returns whether a launcher should start the run again after this exit code: any code that is neither 0 nor in `NO_USE`
+    counts as a lost host."""
     return code != 0 and code not in NO_USE
 
 
@@ -61,7 +61,7 @@ def given() -> Verdict | None:
 
 
 def give(code: int, reason: str) -> None:
-    """States that this process is about to end. The first time counts.
+    """States that this process is about to end. Only the first call counts.
 
     Args:
       reason: one sentence; empty for an end that is no failure.
@@ -85,8 +85,8 @@ def _name() -> str:
 
 
 def write(file: Path, verdict: Verdict) -> None:
-    """Leaves a verdict. One of no use stays, and takes the place of one after which the run would be started again; otherwise
-    the first one stays.
+    """Writes a verdict. One in `NO_USE` is never replaced, and replaces one after which the run would be started again;
+    otherwise the first one stays.
 
     Raises:
       OSError: it cannot be written.
@@ -111,7 +111,7 @@ def write(file: Path, verdict: Verdict) -> None:
 
 
 def read(file: Path) -> Verdict | None:
-    """Returns what is in a file, or None: nothing, or no verdict."""
+    """Returns the verdict in a file; None if the file is missing, or holds something else."""
     with contextlib.suppress(OSError, ValueError):
         code, _, reason = file.read_text().strip().partition(" ")
         return Verdict(int(code), reason)

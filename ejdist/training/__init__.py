@@ -9,7 +9,7 @@ __all__ = ["Outcome", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the loop where it is asked for: the sections of recipes, which are in this package too, need none of it."""
+    """Imports the loop on first use: the sections of recipes, in this package too, do not need it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from ejdist.training import loop

@@ -22,7 +22,7 @@ _TEMPLATES = "additional_chat_templates/*.jinja"
 
 def published_in(init_from: str | None) -> Path | None:
     """Returns the folder of model.init_from, where it is a published one; None for a run, or where nothing is there. Raises
-    ValueError: it is in the home of nobody."""
+    ValueError: it is in the home of an unknown user."""
     if init_from is None or is_url(init_from):
         return None
     check_home("model.init_from", init_from)

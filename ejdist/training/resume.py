@@ -209,7 +209,7 @@ def _other_rates(
 
 
 def way_out(keys: Collection[str], made: int) -> str:
-    """Returns how to go on with other values of keys, as a part of a sentence; nothing where one of them may not change."""
+    """Returns how to resume with other values of these keys, as part of a sentence; empty if one of them may not change."""
     if not keys or not all(is_changeable(key) for key in keys):
         return ""
     return f"set run.allow_change=[{','.join(keys)}] to resume with what it is now from step {made + 1} on, "
@@ -263,7 +263,7 @@ def check_data(
       kept: the metadata of the checkpoint. data, sections: those of its step now.
 
     Raises:
-      ValueError: the batches of the run so far would be others; names the keys.
+      ValueError: the batches of the run so far would differ; names the keys.
     """
     differing = data.changes(kept["data"])
     refused = {name: was_is for name, was_is in differing.items() if not set(CURSOR[name][0]) & set(allowed)}

@@ -1,4 +1,4 @@
-"""Another run of this project as a place that weights come from: its last checkpoint, or that of a step."""
+"""Another run of this project as a source of weights: its last checkpoint, or that of a step."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class Run:
         return str(self._checkpoints.directory)
 
     def load(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Returns leaf -> array, of those that are named; of a run with adapters, with what they add. Parameters may be of
-        another dtype than the run has them in. Raises CheckpointError."""
+        """Returns leaf -> array for the leaves of `like`, with the run's adapters merged in. Their dtype may differ from the
+        run's. Raises CheckpointError."""
         arrays = {}
         if self.merged is not None:
             for name, one in like.items():
@@ -91,7 +91,7 @@ class Run:
         return {name: arrays[name] for name in like}
 
     def stored(self, params: Mapping[str, Param]) -> dict[str, np.ndarray]:
-        """Returns arrays as the checkpoint has them, by their names there, on this machine. Raises CheckpointError."""
+        """Returns arrays of the checkpoint, unchanged, by their names in it, on this machine. Raises CheckpointError."""
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         like = {name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=here) for name, p in params.items()}
         return {name: np.asarray(x) for name, x in self._read(like).items()}
@@ -101,15 +101,16 @@ class Run:
         return unnested(self._checkpoints.restore_part(self.step, nested(like))) if like else {}
 
     def open(self, like: Mapping[str, Any]) -> dict[str, StoredArray]:
-        """Returns name -> array, to be read whole or by layers, of all that makes the leaves that are named. Raises
-        CheckpointError."""
+        """Returns name -> array for each array that the leaves of `like` are computed from, to be read whole or by layers.
+        Raises CheckpointError."""
         parts = {name: self.merged.likes(name) if self.merged is not None else {} for name in like}
         return self._checkpoints.open_part(
             self.step, {n: x for name in like for n, x in (parts[name] or {name: like[name]}).items()}
         )
 
     def rows(self, leaf: str, arrays: Mapping[str, StoredArray]) -> Any:
-        """Returns the numbers of a leaf, from what `open` returns: its rows as they are, or made as they are read."""
+        """Returns the array of a leaf, from the result of `open`: as it is stored, or with adapters merged row by row as it is
+        read."""
         parts = self.merged.likes(leaf) if self.merged is not None else {}
         if self.merged is None or not parts:
             return arrays[leaf]

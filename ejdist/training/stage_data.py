@@ -80,8 +80,8 @@ def data_of_stages(stages: Sequence[Stage]) -> list[Data]:
 
 
 def data_of(s: TrainSections, tokenizer: Tokenizer | None = None) -> Data:
-    """Returns the data of a recipe, of files with `tokenizer` if it is given. Raises ValueError if the model's vocabulary is
-    smaller than the tokenizer's."""
+    """Returns the data of a recipe; files are read with `tokenizer` if it is not None. Raises ValueError if the model's
+    vocabulary is smaller than the tokenizer's."""
     data = build_data(s.data, seed=s.run.seed, tokenizer=tokenizer)
     if data.vocab_size > s.model.vocab_size:
         raise ValueError(

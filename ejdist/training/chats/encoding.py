@@ -24,7 +24,7 @@ _BATCH = 1 << 20  # characters that go to the tokenizer together
 
 @dataclass(frozen=True)
 class Chats:
-    """How the conversations of a source become tokens: all that they depend on, but the rows and the tokenizer.
+    """How the conversations of a source become tokens: everything that decides it except the rows and the tokenizer.
 
     Attributes:
       format: messages, completion or ids.
@@ -69,7 +69,7 @@ class Chats:
         )
 
     def describe(self) -> str:
-        """Returns a phrase that says what the rows are taken for."""
+        """Returns a phrase about how the rows are read."""
         how = {
             "messages": f"conversations (key {self.key!r})",
             "completion": "prompts and completions",

@@ -73,21 +73,21 @@ class Named(Marked, Protocol):
 
 
 def ends_of(tokenizer: Named, ids: dict[str, int | None] | None = None) -> dict[str, str | None]:
-    """Returns the texts of a tokenizer's BOS and EOS, None for none; or of other ids of its."""
+    """Returns the texts of a tokenizer's BOS and EOS, or of `ids`; None for none."""
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id} if ids is None else ids
     return {key: tokenizer.token_of(ids[key]) for key in ("bos", "eos")}
 
 
 def begun(tokenizer: Marked, ids: np.ndarray) -> np.ndarray:
-    """Returns the tokens of a document from its beginning, with BOS before them: once, where a template or the text has written
-    it already; as they are for a tokenizer without."""
+    """Returns the tokens of a document from its beginning, with BOS before them: once, if a template or the text has already
+    written it; unchanged for a tokenizer without BOS."""
     if tokenizer.bos_id is None or (len(ids) and ids[0] == tokenizer.bos_id):
         return ids
     return np.concatenate([[tokenizer.bos_id], ids])
 
 
 def ended(tokenizer: Marked, ids: np.ndarray) -> np.ndarray:
-    """Returns the tokens of a document up to its end, with EOS behind them; as they are for a tokenizer without."""
+    """Returns the tokens of a document up to its end, with EOS after them; unchanged for a tokenizer without EOS."""
     return ids if tokenizer.eos_id is None else np.append(ids, tokenizer.eos_id)
 
 

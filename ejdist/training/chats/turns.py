@@ -120,7 +120,7 @@ class _Turns:
         return begin, end
 
     def _end_without(self, i: int) -> int:
-        """Returns where turn i ends, by what follows when it is left out; 0 where that does not say."""
+        """Returns where turn i ends, by what follows when it is left out; 0 if that is inconclusive."""
         messages = self._chat.messages
         try:
             before = self._render(messages[:i])[0]

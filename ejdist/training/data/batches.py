@@ -79,9 +79,10 @@ class Data:
         return Data(self.corpus, **arguments | other)
 
     def after(self, cursor: dict[str, Any], number: int) -> Data:
-        """Returns the data as a run reads it on that has read up to batch `number` of what its checkpoint's cursor describes.
+        """Returns the data for a run that has read up to batch `number` of the data that its checkpoint's cursor describes.
 
-        The same batches go on. Otherwise the data begins here, each source where the run has left it, counted in tokens.
+        If that is the same data, its batches continue. Otherwise this data begins here, each source where the run left it,
+        counted in tokens.
         """
         # Checkpoints from before sources were counted: all batches were of one data.
         old = {str(cursor["corpus"]): number * cursor["global_batch"] * cursor["sequence_length"]}
@@ -152,7 +153,7 @@ class Data:
 
     @property
     def rows_before_again(self) -> float:
-        """Rows that come before one comes again. No number of a mixture's: its weights say how often each source comes."""
+        """Rows before one comes again; infinity for a mixture, whose weights decide how often each source comes."""
         return math.inf if isinstance(self.corpus, Mixture) else self.packing.rows_per_epoch
 
     def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
@@ -198,7 +199,7 @@ class Data:
         return [None if corpus.chats is None else corpus.chats.description for corpus in self._corpora]
 
     def changes(self, cursor: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Returns the entries of `CURSOR` in which a checkpoint's cursor is of other batches: name -> (was, is)."""
+        """Returns the entries of `CURSOR` in which a checkpoint's cursor describes other batches: name -> (was, is)."""
         now = self.cursor(0)
         # Checkpoints from before these were recorded had one order and no BOS; another EOS shows in the corpus.
         cursor = {"order": Packing.order, "bos": None, "eos": now["eos"], **cursor}

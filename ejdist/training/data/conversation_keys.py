@@ -103,7 +103,7 @@ class Asked:
                 )
 
     def check_used(self) -> None:
-        """Raises ValueError, naming the key, if this says something of conversations. Call it where there are none."""
+        """Raises ValueError, naming the key, if a key about conversations is set. Call it if there are none."""
         for key in ("loss_on", "chat_template", "chat_template_kwargs", "chat_date"):
             value = getattr(self, key)
             if value is not None and (key, value) != ("loss_on", "all"):

@@ -80,7 +80,7 @@ class Files:
 
     @classmethod
     def of(cls, source: str | Sequence[str], text_key: str) -> Files:
-        """Returns the files of a source. Raises ValueError: there are none, or one cannot be asked for its state."""
+        """Returns the files of a source. Raises ValueError: there are none, or one cannot be inspected."""
         paths = files_of(source)
         return cls(source, text_key, tuple(paths), _states(paths))
 

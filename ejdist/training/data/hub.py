@@ -27,7 +27,7 @@ def _stream(source: str) -> Any:
     """Returns the streamed set of "hf:NAME[:SPLIT]".
 
     Raises:
-      ValueError: the library is not there, or does not give the set; names the remedy.
+      ValueError: the library is not installed, or cannot load the set; names the remedy.
     """
     name, _, split = source.removeprefix(PREFIX).partition(":")
     if not name:

@@ -1,4 +1,4 @@
-"""Batches of one's own, in the place of a recipe's data: a function of the step, or what can be iterated anew."""
+"""Custom batches, in place of a recipe's data: a function of the step, or an iterable that can be iterated anew."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ class OwnBatches(Data):
     def iterator(
         self, start: int, stop: int, rows: slice = slice(None), number: Callable[[int], int] = lambda step: step
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Yields the batch of `number(step)` for step = start, ..., stop - 1. Of an iterable those before are passed over."""
+        """Yields the batch of `number(step)` for step = start, ..., stop - 1. With an iterable, earlier batches are passed
+        over."""
         source, position = None if callable(self._batches) else iter(self._batches), 0
         for step in range(start, stop):
             wanted = number(step)
@@ -113,7 +114,7 @@ class OwnBatches(Data):
         return {}
 
     def after(self, cursor: dict[str, Any], number: int) -> OwnBatches:
-        """Returns the batches as a run reads them on: a batch is known by its number."""
+        """Returns the batches for a run that resumes: a batch is identified by its number."""
         return self
 
     def changes(self, cursor: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -1,4 +1,4 @@
-"""Sources of data of one's own, `data.source=NAME:REST`: documents that are tokenized here, or rows that are packed already."""
+"""Custom sources of data, `data.source=NAME:REST`: documents that are tokenized here, or rows that are packed already."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def identity_of(source: str) -> str:
 
 
 def own_rows_of(source: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a source of documents; a text is the row that has it.
+    """Yields the rows of a source of documents; a text becomes the row {"text": text}.
 
     Raises:
       ValueError: it yields something else.

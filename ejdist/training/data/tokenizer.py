@@ -41,7 +41,7 @@ class ByteTokenizer:
     """Bytes of UTF-8, ids 0 to 255, and 256 for the end of a document.
 
     Raises:
-      ValueError: another end is asked for than that or none, or a beginning.
+      ValueError: `asked` names a BOS, or an EOS: bytes have no token with a text.
     """
 
     vocab_size = 257

@@ -74,7 +74,7 @@ class Unit:
 
 
 def span_of(path: Path) -> Span:
-    """Returns the whole of a file. Raises ValueError: it cannot be asked for its state."""
+    """Returns the whole of a file. Raises ValueError if it cannot be inspected."""
     try:
         stat = path.stat()
     except OSError as error:

@@ -135,7 +135,7 @@ class _threads:
 
 
 def _send(pipe: Connection, message: Any) -> None:
-    """Sends as `pipe.send` does, without the buffer of that one, which Python complains of when a signal ends it."""
+    """Sends as `pipe.send` does, without its buffer, about which Python complains when a signal ends the process."""
     pipe.send_bytes(pickle.dumps(message))
 
 
