@@ -84,8 +84,8 @@ def _like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return vary_alike(jnp.zeros(shape, dtype), x)
 
 
-def _all_gather_bwd(axis: str, kept: Any, d: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, w = kept
+def _all_gather_bwd(axis: str, residuals: Any, d: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = residuals
     d = d.astype(x.dtype)
     dx = _scattered(lambda first, count: dot("...tf,df->...td", _rows(d, first, count), w), x.shape[-2], axis, x.dtype)
 
@@ -102,8 +102,8 @@ def _reduce_scatter_matmul(x: jax.Array, w: jax.Array, axis: str) -> jax.Array:
     return _scattered(lambda first, count: dot("...tf,fd->...td", _rows(x, first, count), w), block, axis, x.dtype)
 
 
-def _reduce_scatter_bwd(axis: str, kept: Any, d: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, w = kept
+def _reduce_scatter_bwd(axis: str, residuals: Any, d: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = residuals
 
     def use(rows: jax.Array, first: jax.Array, carry: Any) -> Any:
         dx, dw = carry
@@ -153,10 +153,10 @@ def _run(name: str, local: Callable, x: Any, w: Any, gathers: bool, axis_name: s
     if not isinstance(axis_name, str):
         raise ValueError(f"{name}: argument 'axis_name' must be the name of a mesh axis, got {axis_name!r}")
     if axis_is_bound(axis_name):
-        given = [n for n, value in where.items() if value is not None]
-        if given:
+        arguments = [n for n, value in where.items() if value is not None]
+        if arguments:
             raise ValueError(
-                f"{name}: arguments {', '.join(map(repr, given))} are for global arrays; this call is mapped over "
+                f"{name}: arguments {', '.join(map(repr, arguments))} are for global arrays; this call is mapped over "
                 f"{axis_name!r} already and has a rank's own: leave them out"
             )
         _check_rows(name, x, lax.axis_size(axis_name), gathers)
@@ -187,7 +187,7 @@ def _check_rows(name: str, x: jax.Array, ranks: int, gathers: bool) -> None:
         )
 
 
-def _specs(name: str, x: Any, w: Any, gathers: bool, axis: str, mesh: Any, given: Any) -> tuple[Any, Any]:
+def _specs(name: str, x: Any, w: Any, gathers: bool, axis: str, mesh: Any, requested: Any) -> tuple[Any, Any]:
     """Returns the specs of x and w, and of the result.
 
     Raises:
@@ -196,18 +196,18 @@ def _specs(name: str, x: Any, w: Any, gathers: bool, axis: str, mesh: Any, given
     lead = ("B", *("_",) * (x.ndim - 3)) if x.ndim > 2 else ()
     # The columns that are split are F, of either operation; D is whole.
     dims = ((*lead, "T", "D"), ("D", "F")) if gathers else ((*lead, "T", "F"), ("F", "D"))
-    if is_explicit(mesh) and given is None:
+    if is_explicit(mesh) and requested is None:
         layout = axes_of_specs(dims[:1], [jax.typeof(x).sharding.spec], [x.shape])
     else:
-        if given is None:
+        if requested is None:
             current_layout().check(mesh, also=(axis,))
         layout = on_mesh(current_layout().activations, mesh)
     axes = {
         "B": layout.get("B", ()),
         "T": (*(a for a in layout.get("T", ()) if a != axis), *((axis,) if gathers else ())),
     }
-    if given is not None:
-        specs = check_specs("in_specs", given, mesh, 2, f"array arguments of {name}")
+    if requested is not None:
+        specs = check_specs("in_specs", requested, mesh, 2, f"array arguments of {name}")
         shown = [(d, s, a.shape) for d, s, a in zip(dims, specs, (x, w), strict=False) if s is not None]
         axes |= axes_of_specs([d for d, _, _ in shown], [s for _, s, _ in shown], [shape for *_, shape in shown])
     # An axis that splits the columns splits no batch.

@@ -67,8 +67,8 @@ def _opened(function: Callable, args: Any) -> tuple[Callable, tuple[Any, ...]]:
     traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
 
     def opened(*all_args: Any) -> Any:
-        given, captured = all_args[: len(args)], all_args[len(args) :]
-        flat = jax.core.eval_jaxpr(traced.jaxpr, captured, *jax.tree.leaves(given))
+        arguments, captured = all_args[: len(args)], all_args[len(args) :]
+        flat = jax.core.eval_jaxpr(traced.jaxpr, captured, *jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shapes), flat)
 
     return opened, tuple(traced.consts)

@@ -70,11 +70,11 @@ def _mapped(mesh: Any, layout: tuple, table_shape: tuple, tokens_shape: tuple) -
         if not vocabulary:
             return _rows(table, tokens)
         # A token of another device's part of the vocabulary is 0 here, and one of nobody's part NaN.
-        own = tokens - jax.lax.axis_index(vocabulary) * table.shape[0]
-        here = (own >= 0) & (own < table.shape[0])
-        known = (tokens >= 0) & (tokens < table_shape[0])
+        local_tokens = tokens - jax.lax.axis_index(vocabulary) * table.shape[0]
+        here = (local_tokens >= 0) & (local_tokens < table.shape[0])
+        valid = (tokens >= 0) & (tokens < table_shape[0])
         rows = jnp.where(
-            here[..., None], _rows(table, jnp.where(here, own, 0)), jnp.where(known, 0, jnp.nan)[..., None]
+            here[..., None], _rows(table, jnp.where(here, local_tokens, 0)), jnp.where(valid, 0, jnp.nan)[..., None]
         )
         return jax.lax.psum(rows.astype(table.dtype), vocabulary)
 

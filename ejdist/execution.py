@@ -109,10 +109,10 @@ def run(
     """
     call, name = prepared.call, name or op.name
     op.check_asked(platform, cfg)
-    given, mesh = mesh, mesh_of(mesh, in_specs, out_specs)
+    mesh_argument, mesh = mesh, mesh_of(mesh, in_specs, out_specs)
     if mesh is None:
         if not checked:
-            order_of_call(name, op, prepared, {}, mesh_around(mesh, given), given=order, follows=False)
+            order_of_call(name, op, prepared, {}, mesh_around(mesh, mesh_argument), given=order, follows=False)
         for argument, value in arrays_of(call).items():
             check_mesh_of(f"{op.name}: argument {argument!r}", value, mesh)
         return prepared.result(op, op.run(call, platform=platform, cfg=cfg))
@@ -122,18 +122,19 @@ def run(
     asked = (in_specs, out_specs, local, tuple((table or {}).items()), tuple(handles), stored)
     tokens = (order, follows, checked, current_layout())
     types = tuple(jax.typeof(x).sharding for x in jax.tree.leaves(data))
-    kind = (op, name, call.program_key(), types, mesh, given is None, jax.sharding.get_abstract_mesh(), asked, tokens)
+    kind = (op, name, call.program_key(), types, mesh, mesh_argument is None)
+    kind += (jax.sharding.get_abstract_mesh(), asked, tokens)
     kind += (prepared.returns, prepared.finish is None, prepared.cuts, prepared.dims)
     kind += (platform, typed(cfg), interpreting(), select.state(call))
     try:
-        program, known = _decided.get(kind), True
+        program, hashable = _decided.get(kind), True
     except TypeError:  # specs that cannot be hashed: refused below
-        program, known = None, False
+        program, hashable = None, False
     if program is None:
-        around = mesh_around(mesh, given)
+        around = mesh_around(mesh, mesh_argument)
         how = (in_specs, out_specs, local, table, handles, stored, order, follows, checked, platform, cfg)
         program = _decide(prepared, op, name, mesh, around, *how)
-        if known:
+        if hashable:
             if len(_decided) >= _MOST_DECIDED:
                 _decided.clear()
             _decided[kind] = program
@@ -183,22 +184,22 @@ def _decide(
     # A dim that is 1 in every argument was not split, so it is not in the outputs either.
     split = not_one(op, call)
     summed = summed_dims(op, call)
-    lies = {d: a for d, a in axes.items() if d in split and d not in summed}
+    output_axes = {d: a for d, a in axes.items() if d in split and d not in summed}
     lead = len(call.dims["lead"]) if "lead" in call.dims else 0
     outputs = [
         named(dims, len(dims) - 1 + lead if any(d.variadic for d in dims) else len(dims)) for dims in op.output_dims
     ]
-    results = tuple(spec(dims, lies) for dims in outputs)
+    results = tuple(spec(dims, output_axes) for dims in outputs)
     if out_specs is not None:
         by_name = dict(zip(op.outputs, results, strict=True))
         returned = (prepared.returns,) if isinstance(prepared.returns, str) else prepared.returns
         if prepared.finish is None:
-            wanted = tuple(by_name[n] for n in returned)
+            expected = tuple(by_name[n] for n in returned)
         else:
             dims: Any = prepared.dims
             several = dims if any(isinstance(d, tuple) for d in dims) else (dims,)
-            wanted = tuple(spec(d, lies) for d in several)
-        check_out_specs(out_specs, wanted, mesh)
+            expected = tuple(spec(d, output_axes) for d in several)
+        check_out_specs(out_specs, expected, mesh)
     sums = tuple(a for d in sorted(summed & split.keys()) for a in axes.get(d, ()))
     offsets = {
         n: (axes[d], call.dims[d] // math.prod(mesh.shape[a] for a in axes[d]))
@@ -206,13 +207,13 @@ def _decide(
         if axes.get(d) and d in split
     }
     options = {**{n: v for n, v in call.static().items() if n not in offsets}, "platform": platform, "cfg": cfg}
-    own: Callable = op if local is None else local
+    function: Callable = op if local is None else local
     if handles:
-        own = functools.partial(own, {d: axes.get(d, ()) if d in split else () for d in handles})
+        function = functools.partial(function, {d: axes.get(d, ()) if d in split else () for d in handles})
     if follows:
-        own = functools.partial(own, order=lie)
+        function = functools.partial(function, order=lie)
     out = results if len(results) > 1 else results[0]
-    return _Program(op.name, own, mesh, specs, out, gathered, sums, offsets, options)
+    return _Program(op.name, function, mesh, specs, out, gathered, sums, offsets, options)
 
 
 def _of_nothing(op: Op, call: Call, mesh: Any, out_specs: Any, platform: str | None, cfg: Any) -> Any:

@@ -37,10 +37,10 @@ def _in_a_ring(axes: dict[str, tuple[str, ...]], order: Order | None = None, **a
             options[theirs] = arguments[ours]
     scale = scale_of(arguments.get("softmax_scale"), arguments["query"], arguments.get("query_rope"))
     heads = joined_heads(**parts)
-    found: Any = ring_attention(
+    outputs: Any = ring_attention(
         *heads, axis_name=axes["T"], order=order, softmax_scale=scale, return_lse=True, **options
     )
-    return found
+    return outputs
 
 
 def _joined(axes: dict[str, tuple[str, ...]], *, kv_lens: jax.Array, **arguments: Any) -> tuple[jax.Array, ...]:
@@ -49,8 +49,8 @@ def _joined(axes: dict[str, tuple[str, ...]], *, kv_lens: jax.Array, **arguments
     if not over:
         return decode_op(kv_lens=kv_lens, **arguments)
     # Counted from the first entry that this device has, everything is where it was.
-    own = arguments["kv_cache"].shape[1]
-    out, lse = decode_op(kv_lens=kv_lens - jax.lax.axis_index(over) * own, **arguments)
+    length = arguments["kv_cache"].shape[1]
+    out, lse = decode_op(kv_lens=kv_lens - jax.lax.axis_index(over) * length, **arguments)
     largest = jax.lax.pmax(jax.lax.stop_gradient(lse), over)
     largest = jnp.where(largest == -jnp.inf, 0, largest)
     weight = jnp.exp(lse - largest)

@@ -245,15 +245,15 @@ def check_specs(argument: str, specs: Any, mesh: Any, most: int, of_what: str) -
     Raises:
       ValueError: they are no PartitionSpecs, too many, or name an axis that the mesh lacks, or one twice.
     """
-    given = (specs,) if isinstance(specs, PartitionSpec) else specs
-    if not isinstance(given, (tuple, list)):
-        hint = "; give its .spec" if isinstance(given, NamedSharding) else ""
+    all_specs = (specs,) if isinstance(specs, PartitionSpec) else specs
+    if not isinstance(all_specs, (tuple, list)):
+        hint = "; give its .spec" if isinstance(all_specs, NamedSharding) else ""
         raise ValueError(
-            f"argument {argument!r} must be a PartitionSpec or a tuple of them, got {type(given).__name__}{hint}"
+            f"argument {argument!r} must be a PartitionSpec or a tuple of them, got {type(all_specs).__name__}{hint}"
         )
-    if len(given) > most:
-        raise ValueError(f"argument {argument!r}: {len(given)} {argument} for {most} {of_what}")
-    for s in given:
+    if len(all_specs) > most:
+        raise ValueError(f"argument {argument!r}: {len(all_specs)} {argument} for {most} {of_what}")
+    for s in all_specs:
         if s is not None and not isinstance(s, PartitionSpec):
             hint = "; give its .spec" if isinstance(s, NamedSharding) else ""
             raise ValueError(f"argument {argument!r} must hold PartitionSpecs, got {type(s).__name__}{hint}")
@@ -271,7 +271,7 @@ def check_specs(argument: str, specs: Any, mesh: Any, most: int, of_what: str) -
             raise ValueError(
                 f"{argument}: {s} names the axis {', '.join(map(repr, twice))} twice; an axis splits one dim"
             )
-    return tuple(given)
+    return tuple(all_specs)
 
 
 def check_out_specs(specs: Any, wanted: Sequence[PartitionSpec], mesh: Any) -> None:
@@ -285,8 +285,8 @@ def check_out_specs(specs: Any, wanted: Sequence[PartitionSpec], mesh: Any) -> N
             entries.pop()
         return tuple(entries)
 
-    given = check_specs("out_specs", specs, mesh, len(wanted), "results")
-    for s, w in zip(given, wanted, strict=False):
+    requested = check_specs("out_specs", specs, mesh, len(wanted), "results")
+    for s, w in zip(requested, wanted, strict=False):
         if s is not None and plain(s) != plain(w):
             raise ValueError(
                 f"argument 'out_specs' says {s}, but from the inputs follows {w}: leave it out, and move the result "

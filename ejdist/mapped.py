@@ -55,12 +55,12 @@ def _nested(function: Callable, names: tuple[str, ...], in_specs: Any, out_specs
 
     def mapped(*arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
-        lies = _specs_of(in_specs, arguments)
+        leaf_specs = _specs_of(in_specs, arguments)
         floats = [i for i, x in enumerate(leaves) if is_float_array(x)]
         others = [i for i in range(len(leaves)) if i not in floats]
-        specs = [lies[i] for i in floats], [lies[i] for i in others]
+        specs = [leaf_specs[i] for i in floats], [leaf_specs[i] for i in others]
         # What is kept comes back typed as varying over every axis of its spec, so inputs are differentiated in that type.
-        split = tuple(n for n in names if any(n in axes_in(s) for s in lies))
+        split = tuple(n for n in names if any(n in axes_in(s) for s in leaf_specs))
 
         def alike(some: list) -> list:
             missing = [tuple(a for a in split if a not in varying_axes(x)) for x in some]
@@ -72,8 +72,8 @@ def _nested(function: Callable, names: tuple[str, ...], in_specs: Any, out_specs
             return [jax.lax.psum(g, m) if m else g for g, m in zip(gradients, whole, strict=True)]
 
         def of_leaves(some: list, rest: list) -> Any:
-            found = dict(zip(floats, some, strict=True)) | dict(zip(others, rest, strict=True))
-            return function(*jax.tree.unflatten(structure, [found[i] for i in range(len(found))]))
+            by_index = dict(zip(floats, some, strict=True)) | dict(zip(others, rest, strict=True))
+            return function(*jax.tree.unflatten(structure, [by_index[i] for i in range(len(by_index))]))
 
         @jax.custom_vjp
         def call(some: list, rest: list) -> Any:
@@ -90,22 +90,22 @@ def _nested(function: Callable, names: tuple[str, ...], in_specs: Any, out_specs
                     return [x for x in jax.tree.leaves(out) if is_float_array(x)], out
 
                 _, pull, out = jax.vjp(apart, alike(some), has_aux=True)
-                kept, parts = jax.tree.flatten(pull)
-                return out, [x[None] for x in kept]
+                residuals, parts = jax.tree.flatten(pull)
+                return out, [x[None] for x in residuals]
 
-            out, kept = over(body, in_specs=specs, out_specs=(out_specs, jax.P(split)))(some, rest)
-            return out, jax.tree.unflatten(parts, kept)
+            out, residuals = over(body, in_specs=specs, out_specs=(out_specs, jax.P(split)))(some, rest)
+            return out, jax.tree.unflatten(parts, residuals)
 
         def backward(pull: Any, cotangents: Any) -> Any:
-            kept, parts = jax.tree.flatten(pull)
+            residuals, parts = jax.tree.flatten(pull)
             sent = list(zip(jax.tree.leaves(cotangents), _specs_of(out_specs, cotangents), strict=True))
             sent = [(x, s) for x, s in sent if x.dtype != jax.dtypes.float0]
 
-            def body(kept: list, sent: list) -> Any:
-                return summed(jax.tree.unflatten(parts, [x[0] for x in kept])(sent)[0])
+            def body(residuals: list, sent: list) -> Any:
+                return summed(jax.tree.unflatten(parts, [x[0] for x in residuals])(sent)[0])
 
             of_sent = jax.P(split), [s for _, s in sent]
-            return over(body, in_specs=of_sent, out_specs=specs[0])(kept, [x for x, _ in sent]), None
+            return over(body, in_specs=of_sent, out_specs=specs[0])(residuals, [x for x, _ in sent]), None
 
         call.defvjp(forward, backward)
         return call([leaves[i] for i in floats], [leaves[i] for i in others])

@@ -139,11 +139,11 @@ def abstract_mesh(section: MeshSection, num_devices: int, num_slices: int = 1) -
 def slices_of(devices: Sequence[Any]) -> list[list[Any]]:
     """Returns the devices of each TPU slice. Inside of one they are linked to each other, and between two goes the data-centre
     network. Devices that are no TPUs count as one: their network is the same between all machines."""
-    found: dict[int, list[Any]] = {}
+    slices: dict[int, list[Any]] = {}
     for device in devices:
         number = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
-        found.setdefault(number, []).append(device)
-    return [found[number] for number in sorted(found)]
+        slices.setdefault(number, []).append(device)
+    return [slices[number] for number in sorted(slices)]
 
 
 def between_slices[Devices: Sequence[Any]](

@@ -95,10 +95,10 @@ def bind_ops(
     functions["attention"] = functools.partial(ring_attention, **attend, **where)
     functions["embedding"] = functools.partial(embedding, mesh=mesh)
     functions["project"] = functools.partial(project, mesh=mesh)
-    given = dict(experts or {})
+    options = dict(experts or {})
     on = {
-        "axis": given.get("axes"),
-        **{n: given[n] for n in ("dispatch", "buffer", "chunks", "capacity") if n in given},
+        "axis": options.get("axes"),
+        **{n: options[n] for n in ("dispatch", "buffer", "chunks", "capacity") if n in options},
     }
     functions["moe"] = functools.partial(moe, stored_weights=True, on_choice=on_choice, **on, **where)
 

@@ -63,14 +63,14 @@ class Order:
         """
         self.check(length)
         xp: Any = np if isinstance(ranks, (int, np.integer, np.ndarray)) else jnp
-        n, own = self.shards, length // self.shards
+        n, per_rank = self.shards, length // self.shards
         first = xp.asarray(ranks, xp.int32)[..., None]
         if self.name == "striped":
-            return first + n * xp.arange(own, dtype=xp.int32)
+            return first + n * xp.arange(per_rank, dtype=xp.int32)
         if self.name == "contiguous" or n == 1:
-            return first * own + xp.arange(own, dtype=xp.int32)
-        part = xp.arange(own // 2, dtype=xp.int32)
-        return xp.concatenate([first * (own // 2) + part, (2 * n - 1 - first) * (own // 2) + part], axis=-1)
+            return first * per_rank + xp.arange(per_rank, dtype=xp.int32)
+        part = xp.arange(per_rank // 2, dtype=xp.int32)
+        return xp.concatenate([first * (per_rank // 2) + part, (2 * n - 1 - first) * (per_rank // 2) + part], axis=-1)
 
     def joined(self, earlier: bool, own: int) -> tuple[slice, slice] | None:
         """Returns (queries, keys) of the `own` tokens of two ranks: the parts of which causal attention joins every query of

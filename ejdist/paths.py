@@ -47,11 +47,11 @@ def check_place(key: str, value: str) -> None:
     """Raises ValueError for a place that no checkpoint can be written to, whatever is installed."""
     if not value.strip():
         raise ValueError(f"{key} is empty: name a folder, or leave it out")
-    found = _URL.match(value)
-    if found is None:
+    match = _URL.match(value)
+    if match is None:
         check_home(key, value)
         return
-    scheme = found.group(1).lower()
+    scheme = match.group(1).lower()
     if scheme != "gs":
         raise ValueError(
             f"{key} = {value!r}: Orbax writes checkpoints to folders and to gs://BUCKET/FOLDER, and not to {scheme}://; "

@@ -52,8 +52,8 @@ def draw_load(rows: list[dict[str, Any]], path: Path) -> None:
     with_counts = [row for row in rows if row.get("experts/counts")]
     if not with_counts:
         return
-    at = np.unique(np.linspace(0, len(with_counts) - 1, min(_COLUMNS, len(with_counts))).round().astype(int))
-    shown = [with_counts[i] for i in at]
+    indices = np.unique(np.linspace(0, len(with_counts) - 1, min(_COLUMNS, len(with_counts))).round().astype(int))
+    shown = [with_counts[i] for i in indices]
     counts = [np.asarray(row["experts/counts"], float) for row in shown]
     layers, experts = counts[0].shape
     figure = Figure(figsize=(2.6 * len(shown) + 1.2, 2.2 + min(0.25 * layers, 6) + 2.2), layout="constrained")

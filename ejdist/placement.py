@@ -29,12 +29,12 @@ def mesh_of(mesh: Any, in_specs: Any = None, out_specs: Any = None) -> Any:
       ValueError: what was given is no mesh; or this is inside a `shard_map` over all axes, where arrays are a device's own; or
         specs were given for a mesh that does not exist, or none for one whose axes are of two types.
     """
-    given = [n for n, x in (("mesh", mesh), ("in_specs", in_specs), ("out_specs", out_specs)) if x is not None]
+    names = [n for n, x in (("mesh", mesh), ("in_specs", in_specs), ("out_specs", out_specs)) if x is not None]
     check_mesh(mesh)
     inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    if given and inside and current_mesh() is None:
+    if names and inside and current_mesh() is None:
         raise ValueError(
-            f"arguments {', '.join(map(repr, given))} are for global arrays, and this call is inside a shard_map, where the "
+            f"arguments {', '.join(map(repr, names))} are for global arrays, and this call is inside a shard_map, where the "
             "arrays are a device's own: leave them out"
         )
     mesh = current_mesh() if mesh is None else mesh_here(mesh)
@@ -67,22 +67,24 @@ def resolve_axes(
     for name, value in arrays.items():
         check_mesh_of(f"{op.name}: argument {name!r}", value, mesh)
     if in_specs is not None:
-        given = check_specs("in_specs", in_specs, mesh, len(arrays), f"array arguments of {op.name}")
-        shown = [(n, v, s) for (n, v), s in zip(arrays.items(), given, strict=False) if s is not None]
+        requested = check_specs("in_specs", in_specs, mesh, len(arrays), f"array arguments of {op.name}")
+        shown = [(n, v, s) for (n, v), s in zip(arrays.items(), requested, strict=False) if s is not None]
         dims = [dims_of(op, n, v) for n, v, _ in shown]
         return dict(table or {}) | axes_of_specs(dims, [s for *_, s in shown], [v.shape for _, v, _ in shown])
     if is_explicit(mesh):
         axes: dict[str, tuple[str, ...]] = dict(table or {})
         for name, value in sorted(arrays.items(), key=lambda item: item[0] in op.weights):
-            own = axes_of_specs([dims_of(op, name, value)], [jax.typeof(value).sharding.spec], [value.shape])
+            array_axes = axes_of_specs([dims_of(op, name, value)], [jax.typeof(value).sharding.spec], [value.shape])
             if name in op.weights:  # stored over axes that are others' here, or in a dim that is needed whole: gathered
-                taken = {a for axes_of in axes.values() for a in axes_of}
+                used = {a for axes_of in axes.values() for a in axes_of}
                 fit = _may_be_split(op, name, value, handles)
-                own = {d: s for d, s in own.items() if d in fit and (axes.get(d) == s or not taken & set(s))}
-            for dim, split in own.items():
+                array_axes = {
+                    d: s for d, s in array_axes.items() if d in fit and (axes.get(d) == s or not used & set(s))
+                }
+            for dim, split in array_axes.items():
                 if any(mesh.shape[a] > 1 for a in split) and dim not in _may_be_split(op, name, value, handles):
                     raise _needs_whole(op, name, dim, split)
-            for dim, split in own.items():
+            for dim, split in array_axes.items():
                 # What is whole may be cut to go with what is split: nothing needs to move for it.
                 if split and axes.setdefault(dim, split) != split and not (name in op.weights or dim in (table or {})):
                     raise ValueError(
@@ -249,7 +251,7 @@ def stored_specs(op: Op, call: Call, axes: Axes, mesh: Any, specs: dict[str, Any
         extra = [tuple(a for a in where.get(d, ()) if a in varying and a not in axes.get(d, ())) for d in dims]
         parts = [math.prod(mesh.shape[a] for a in (*axes.get(d, ()), *e)) for d, e in zip(dims, extra, strict=True)]
         if any(extra) and all(size % n == 0 for size, n in zip(value.shape, parts, strict=True)):
-            own = {d: (*axes.get(d, ()), *e) for d, e in zip(dims, extra, strict=True)}
-            specs[name] = spec(dims, own, shape=value.shape, mesh=mesh, what=f"{op.name}: argument {name!r}")
+            stored_axes = {d: (*axes.get(d, ()), *e) for d, e in zip(dims, extra, strict=True)}
+            specs[name] = spec(dims, stored_axes, shape=value.shape, mesh=mesh, what=f"{op.name}: argument {name!r}")
             gathered[name] = tuple((i, e) for i, e in enumerate(extra) if e)
     return gathered

@@ -53,8 +53,8 @@ def register_layer(name: str, part: Part, section: type | None = None) -> None:
       PluginError: the name or the section cannot be used, or the part has no role.
     """
     module = _caller()
-    taken = {*MIXERS, *ALIASES, NONE, *(p for p in PARTS if p not in sections_of(LAYER))}
-    _check_name(module, LAYER, name, taken)
+    reserved = {*MIXERS, *ALIASES, NONE, *(p for p in PARTS if p not in sections_of(LAYER))}
+    _check_name(module, LAYER, name, reserved)
     if getattr(part, "role", None) not in ("mixer", "feed_forward"):
         raise PluginError(f"plugins: the layer {name!r} of {module} needs role = 'mixer' or role = 'feed_forward'")
     if section is not None:
@@ -116,8 +116,8 @@ def register_loss(
     _check_name(module, LOSS, name, {CROSS_ENTROPY})
     if section is not None:
         check_section(module, LOSS, name, section, TrainSections, hashed=False)
-    given = references if callable(references) else lambda sizes: references or {}
-    add(Entry(LOSS, name, Loss(loss, given), section, module))
+    references_of = references if callable(references) else lambda sizes: references or {}
+    add(Entry(LOSS, name, Loss(loss, references_of), section, module))
 
 
 def register_source(
@@ -162,12 +162,12 @@ def sizes_of[T](config: Any, section: type[T]) -> T:
     return getattr(config, name)
 
 
-def _check_name(module: str, kind: str, name: str, taken: Iterable[str]) -> None:
+def _check_name(module: str, kind: str, name: str, reserved: Iterable[str]) -> None:
     if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
         raise PluginError(
             f"plugins: {module} registers a {kind} by the name {name!r}; use letters, digits and _, in lower case"
         )
-    if name in taken:
+    if name in reserved:
         raise PluginError(
             f"plugins: {module} registers the {kind} {name!r}, which the project has already; give it another name"
         )

@@ -21,7 +21,7 @@ def waiting(what: str, log: Callable[[str], Any], stream: Any = None) -> Iterato
       stream: where `log` writes; on a terminal one live line counts the seconds there. Default: stderr.
     """
     stream = sys.stderr if stream is None else stream
-    live, began, done, told = stream.isatty(), time.monotonic(), threading.Event(), []
+    live, began, done, reported = stream.isatty(), time.monotonic(), threading.Event(), []
 
     def tick() -> None:
         after = FIRST
@@ -33,10 +33,10 @@ def waiting(what: str, log: Callable[[str], Any], stream: Any = None) -> Iterato
                 ):  # the terminal is gone; whoever computes need not end for that
                     stream.write(f"\r\x1b[K{what}: {_time(spent)}")
                     stream.flush()
-                told.append(spent)
+                reported.append(spent)
             elif spent >= after:
                 log(f"{what}: {_time(spent)} so far")
-                told.append(spent)
+                reported.append(spent)
                 after *= 2
 
     log(what)
@@ -47,10 +47,10 @@ def waiting(what: str, log: Callable[[str], Any], stream: Any = None) -> Iterato
     finally:
         done.set()
         thread.join()
-        if told and live:
+        if reported and live:
             stream.write("\r\x1b[K")
             stream.flush()
-        if told:
+        if reported:
             log(f"{what}: {_time(time.monotonic() - began)}")
 
 

@@ -83,9 +83,9 @@ def _frozen(x: jax.Array, weight: Frozen, subscripts: str, mesh: Any) -> jax.Arr
     product = _einsum(subscripts, x, constrain(values, " ".join(dims_weight), mesh).astype(x.dtype))
     if weight.scale is None:
         return product
-    own = [dim if dim not in dims_x else "_" for dim in dims_weight]
-    scale = constrain(jax.lax.stop_gradient(weight.scale), " ".join(own), mesh)
-    scale = jnp.squeeze(scale, tuple(i for i, dim in enumerate(own) if dim == "_"))
+    scale_dims = [dim if dim not in dims_x else "_" for dim in dims_weight]
+    scale = constrain(jax.lax.stop_gradient(weight.scale), " ".join(scale_dims), mesh)
+    scale = jnp.squeeze(scale, tuple(i for i, dim in enumerate(scale_dims) if dim == "_"))
     kept = [dim for dim in dims_weight if dim not in dims_x]
     order = [dim for dim in dims_out if dim in kept]
     scale = jnp.transpose(scale, [kept.index(dim) for dim in order])

@@ -192,15 +192,15 @@ def loaded() -> list[str]:
 
 def digests() -> dict[str, str]:
     """Returns a fact about each loaded plugin, which hosts compare: the digest of the imported files of its package."""
-    found = {}
+    facts = {}
     for name in _LOADED:
         digest, package = hashlib.sha256(), name.partition(".")[0]
         for module in sorted(one for one in sys.modules if _is_in(one, package)):
             file = getattr(sys.modules[module], "__file__", None)
             if file is not None and Path(file).is_file():
                 digest.update(f"{module}\0".encode() + Path(file).read_bytes() + b"\0")
-        found[f"plugin {name} (digest of its sources)"] = digest.hexdigest()[:16]
-    return found
+        facts[f"plugin {name} (digest of its sources)"] = digest.hexdigest()[:16]
+    return facts
 
 
 def check_recorded(recorded: Sequence[str], given: Sequence[str], where: Any) -> None:

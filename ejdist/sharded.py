@@ -75,14 +75,14 @@ def run_on_rank(
     lie = order_of_call(name, op, prepared, {"T": axes}, Ranks(), given=order, follows=follows)
     if local is None:
         prepared = replace(prepared, sums=jax.lax.psum(prepared.sums, axes))
-    own = _OnRank(op, local, axes, tuple(handles), (("order", lie),) if follows else ())
+    on_rank = _OnRank(op, local, axes, tuple(handles), (("order", lie),) if follows else ())
     how = {"platform": platform, "cfg": cfg}
     if current_mesh() is not None:
         whole: Axes = dict.fromkeys(SEQUENCE, ())
-        return run(prepared, op, local=own, handles=SEQUENCE, table=whole, checked=True, name=name, **how)
+        return run(prepared, op, local=on_rank, handles=SEQUENCE, table=whole, checked=True, name=name, **how)
     call = prepared.call
     arguments = {n: v for n, v in call.traced().items() if v is not None} | call.static()
-    return prepared.result(op, own({}, **arguments, **how))
+    return prepared.result(op, on_rank({}, **arguments, **how))
 
 
 class ShardedFunction:
@@ -139,8 +139,8 @@ class ShardedFunction:
         if self.of_sequences:
             sums = "T" in op.sum_dims
             communicates = sums or self.on_rank is not None
-            given = [n for n in ("mesh", "in_specs", "out_specs") if where.get(n) is not None]
-            axes = axes_of_rank(self.__name__, op, prepared, axis_name, communicates, given)
+            arguments = [n for n in ("mesh", "in_specs", "out_specs") if where.get(n) is not None]
+            axes = axes_of_rank(self.__name__, op, prepared, axis_name, communicates, arguments)
             if axes is not None:
                 how |= {n: where.get(n) for n in ("order", "platform", "cfg")}
                 local = None if sums else self.on_rank

@@ -206,11 +206,11 @@ def _instead(op: Op, dims: tuple[str, ...], axes: tuple[str, ...]) -> str:
 
 def _unsaid(name: str, op: Op, dims: tuple[str, ...], axes: tuple[str, ...], communicates: bool) -> str:
     over = ", ".join(map(repr, axes))
-    lies = (
+    problem = (
         f"{name}: dim {dims[0]} is split over the axis {over} of the layout in force, and this call is inside a shard_map "
         "over it, so the arrays have a part of each sequence, and this operation needs all of it"
     )
     if not communicates:
-        return lies + _instead(op, dims, axes)
+        return problem + _instead(op, dims, axes)
     named = repr(axes[0] if len(axes) == 1 else axes)
-    return f"{lies}: give axis_name={named}, over which it then communicates, or () where the sequence is whole on each rank"
+    return f"{problem}: give axis_name={named}, over which it then communicates, or () where the sequence is whole on each rank"
