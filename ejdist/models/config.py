@@ -89,8 +89,8 @@ class ExpertsShape:
                 f"model.experts.top_k = {self.top_k} is more than model.experts.num = {self.num}, the number of experts"
             )
         self._validate_groups()
-        known = {"score": SCORES, "balance": BALANCE, "activation": (None, *EXPERT_ACTIVATIONS)}
-        for name, values in known.items():
+        choices = {"score": SCORES, "balance": BALANCE, "activation": (None, *EXPERT_ACTIVATIONS)}
+        for name, values in choices.items():
             if getattr(self, name) not in values:
                 listed = ", ".join("null" if value is None else value for value in values)
                 raise ValueError(f"model.experts.{name} = {getattr(self, name)!r} is unknown; use one of {listed}")
@@ -276,13 +276,13 @@ class DecoderShape:
             raise ValueError(
                 f"model.{ignored[0]} applies to plain attention, but no layer of model.layer_pattern has it: leave it out"
             )
-        for part, given, size, example in (
+        for part, configured, size, example in (
             ("experts", self.experts != ExpertsShape(), "experts.num", "full+experts"),
             ("latent_attention", self.latent != LatentShape(), "latent.kv_rank", "latent+mlp"),
         ):
-            if part in parts and not given:
+            if part in parts and not configured:
                 raise ValueError(f"model.{size} must be positive, got 0: model.layer_pattern has layers with {part}")
-            if given and part not in parts:
+            if configured and part not in parts:
                 raise ValueError(
                     f"model.{size.partition('.')[0]} is given, but no layer has {part}: put one into model.layer_pattern, for "
                     f"example {example}, or leave it out"
@@ -307,5 +307,5 @@ class DecoderShape:
             return RopeScaling(self.rope_scaling, **fields)
         except ValueError as error:
             keys = ", ".join(f"{field} is model.{name}" for name, field in ROPE_SCALING.items() if field in str(error))
-            said = f"model.rope_scaling = {self.rope_scaling!r}: {error}"
-            raise ValueError(f"{said} ({keys})" if keys else said) from error
+            message = f"model.rope_scaling = {self.rope_scaling!r}: {error}"
+            raise ValueError(f"{message} ({keys})" if keys else message) from error

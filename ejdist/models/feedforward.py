@@ -174,12 +174,12 @@ class Experts(Part):
         return metrics
 
     def update(self, c: DecoderShape, buffers: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
-        found = dict(buffers)
+        updated = dict(buffers)
         if "bias" in buffers:
-            found["bias"] = update_bias(buffers["bias"], seen["counts"], c.experts.bias_rate)
+            updated["bias"] = update_bias(buffers["bias"], seen["counts"], c.experts.bias_rate)
         if "load" in buffers:
-            found["load"] = seen["counts"].astype(buffers["load"].dtype)
-        return found
+            updated["load"] = seen["counts"].astype(buffers["load"].dtype)
+        return updated
 
     def report(self, c: DecoderShape, numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:
         counts, dropped = numbers["experts/counts"], numbers["experts/dropped"]

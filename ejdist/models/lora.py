@@ -64,8 +64,8 @@ class LoRASection:
 
 def build(model: Any, section: LoRASection) -> Model:
     """Returns the model of a recipe's sections, adapted where `lora.rank` says so. Raises ValueError, naming the key."""
-    made = model.build()
-    return adapted(made, section, model.compute_dtype) if section.rank else made
+    built = model.build()
+    return adapted(built, section, model.compute_dtype) if section.rank else built
 
 
 def targets_of(layers: Mapping[str, Param], section: LoRASection) -> list[str]:
@@ -90,23 +90,23 @@ def targets_of(layers: Mapping[str, Param], section: LoRASection) -> list[str]:
             f"lora.rank = {section.rank}: no layer of the model has a matrix that may have an adapter; give lora.rank=0, or "
             "declare one with Param(..., inputs=, adapts=True)"
         )
-    found = [name for name in can if name in section.targets or not section.targets]
-    for name in found:
+    targets = [name for name in can if name in section.targets or not section.targets]
+    for name in targets:
         least = min(sides(layers[name]))
         if section.rank > least:
             raise ValueError(
                 f"lora.rank = {section.rank} is more than {least}, the smaller side of {name!r}: give at most that, or leave "
                 "it out of lora.targets"
             )
-    return found
+    return targets
 
 
 def sides(p: Param) -> tuple[int, int]:
     """Returns the numbers that a matrix of a layer takes and makes, of a stack of them."""
     inputs = p.inputs.split()
     sizes = list(zip(p.dims.split(), p.shape, strict=True))
-    taken = math.prod(n for d, n in sizes if d in inputs)
-    return taken, math.prod(n for d, n in sizes if d not in (*inputs, "L"))
+    fan_in = math.prod(n for d, n in sizes if d in inputs)
+    return fan_in, math.prod(n for d, n in sizes if d not in (*inputs, "L"))
 
 
 def declare_adapter(p: Param, rank: int) -> dict[str, Param]:
@@ -114,10 +114,10 @@ def declare_adapter(p: Param, rank: int) -> dict[str, Param]:
     dims, inputs = p.dims.split()[1:], p.inputs.split()
     dims_a, dims_b = adapter_dims(dims, inputs)
     sizes = dict(zip(dims, p.shape[1:], strict=True))
-    layers, taken = p.shape[0], [sizes[d] for d in dims if d in inputs]
+    layers, input_sizes = p.shape[0], [sizes[d] for d in dims if d in inputs]
     # The variance of what peft draws, kaiming_uniform with a = sqrt(5): x a is then a third of x, whatever its width.
-    std = (3 * math.prod(taken)) ** -0.5
-    a = Param((layers, *taken, rank), " ".join(["L", *dims_a]), std=std)
+    std = (3 * math.prod(input_sizes)) ** -0.5
+    a = Param((layers, *input_sizes, rank), " ".join(["L", *dims_a]), std=std)
     return {
         "a": a,
         "b": Param((layers, rank, *(sizes[d] for d in dims if d not in inputs)), " ".join(["L", *dims_b]), "zeros"),
@@ -152,14 +152,14 @@ class Base:
         return self.rest if p.cast else p.dtype
 
     def _stored(self, path: str, p: Param) -> Any:
-        kept = replace(p, dtype=self._dtype(path, p))
-        if kept.dtype != "int8":
-            return kept
+        stored = replace(p, dtype=self._dtype(path, p))
+        if stored.dtype != "int8":
+            return stored
         axes = summed_axes(p)
         shape = tuple(1 if i in axes else n for i, n in enumerate(p.shape))
         dims = " ".join("_" if i in axes else d for i, d in enumerate(p.dims.split()))
         # No draw is needed of what is always read from somewhere: a base that nothing trained is refused.
-        return {"values": replace(kept, init="zeros"), "scale": Param(shape, dims, "ones")}
+        return {"values": replace(stored, init="zeros"), "scale": Param(shape, dims, "ones")}
 
     def frozen(self, path: str, x: jax.Array) -> Any:
         """Returns a parameter as it is stored."""
@@ -171,10 +171,10 @@ class Base:
         return {"values": values, "scale": scale}
 
     def _param(self, path: str) -> Param:
-        found = self.declared
+        node = self.declared
         for name in path.split("."):
-            found = found[name]
-        return found
+            node = node[name]
+        return node
 
 
 def adapted(model: Model, section: LoRASection, compute_dtype: str = "float32") -> Model:
@@ -195,11 +195,11 @@ def adapted(model: Model, section: LoRASection, compute_dtype: str = "float32") 
 
     def whole(params: Any, buffers: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the parameters as the model takes them."""
-        kept = buffers[BASE]
-        return {**kept, "layers": layers_of(params["layers"], kept["layers"])}
+        base_params = buffers[BASE]
+        return {**base_params, "layers": layers_of(params["layers"], base_params["layers"])}
 
-    def layers_of(trained: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: leaf(name, x, trained.get(name, {})) for name, x in kept.items()}
+    def layers_of(trained: Mapping[str, Any], base_layers: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: leaf(name, x, trained.get(name, {})) for name, x in base_layers.items()}
 
     def leaf(name: str, x: Any, adapter: Mapping[str, Any]) -> Any:
         if isinstance(x, Mapping):
@@ -224,10 +224,10 @@ def adapted(model: Model, section: LoRASection, compute_dtype: str = "float32") 
         return function(whole(params, context.buffers), *args, context=context, **more)
 
     def update(buffers: Mapping[str, Any], seen: dict[str, jax.Array]) -> dict[str, Any]:
-        own = {part: old for part, old in buffers.items() if part != BASE}
-        moved = model.update(own, seen)
-        kept = {part: {k: x for k, x in old.items() if k == _BIAS} for part, old in own.items()}
-        return {BASE: buffers[BASE]} | {part: {**moved[part], **kept[part]} for part in own}
+        of_model = {part: old for part, old in buffers.items() if part != BASE}
+        moved = model.update(of_model, seen)
+        biases = {part: {k: x for k, x in old.items() if k == _BIAS} for part, old in of_model.items()}
+        return {BASE: buffers[BASE]} | {part: {**moved[part], **biases[part]} for part in of_model}
 
     frozen = tuple(replace(f, frozen=f.token) for f in model.flops)
     return replace(
@@ -261,8 +261,8 @@ def adapter_flops(adapters: Iterable[Mapping[str, Param]]) -> int:
 def delta(p: Param) -> str:
     """Returns the subscripts of a layer's a and b that make what they add to its matrix: "dz,znh->dnh"."""
     dims, inputs = [d.lower() if d != "_" else "y" for d in p.dims.split()[1:]], p.inputs.lower().split()
-    taken, others = ("".join(d for d in dims if (d in inputs) == inside) for inside in (True, False))
-    return f"{taken}z,z{others}->{''.join(dims)}"
+    input_dims, others = ("".join(d for d in dims if (d in inputs) == inside) for inside in (True, False))
+    return f"{input_dims}z,z{others}->{''.join(dims)}"
 
 
 def merged(p: Param | None, x: Any, a: jax.Array | None, b: jax.Array | None, strength: float) -> jax.Array:
@@ -274,7 +274,7 @@ def merged(p: Param | None, x: Any, a: jax.Array | None, b: jax.Array | None, st
     whole = (Frozen(**x) if isinstance(x, Mapping) else Frozen(x)).whole(jnp.float32)
     if p is None or a is None or b is None:
         return whole
-    taken, out = delta(p).split("->")
-    first, second = taken.split(",")
+    operands, out = delta(p).split("->")
+    first, second = operands.split(",")
     added = jnp.einsum(f"l{first},l{second}->l{out}", a, b, precision=jax.lax.Precision.HIGHEST)
     return whole + strength * added

@@ -187,7 +187,7 @@ class Model:
         x = self.embed(params, ctx)
         x, of_layers = self.layers(params["layers"], x, ctx, range(self.num_layers))
         total, metrics = self.head(params, x, ctx, z_loss=z_loss)
-        taken = sorted(of_layers.keys() & metrics.keys())
-        if taken:
-            raise ValueError(f"a layer returns the metric {taken[0]!r}, which the model uses itself; rename it")
+        clashes = sorted(of_layers.keys() & metrics.keys())
+        if clashes:
+            raise ValueError(f"a layer returns the metric {clashes[0]!r}, which the model uses itself; rename it")
         return reduce(add, (m.value for m in of_layers.values() if m.how == "loss"), total), metrics | of_layers

@@ -60,10 +60,10 @@ class Param:
 def map_declared(function: Callable[[str, Param], Any], declared: Any) -> Any:
     """Returns the tree with `function(path, Param)` in place of each parameter; path is "layers.gate"."""
 
-    def at(path: Any, param: Param) -> Any:
+    def visit(path: Any, param: Param) -> Any:
         return function(".".join(str(k.key) for k in path), param)
 
-    return jax.tree_util.tree_map_with_path(at, declared, is_leaf=lambda x: isinstance(x, Param))
+    return jax.tree_util.tree_map_with_path(visit, declared, is_leaf=lambda x: isinstance(x, Param))
 
 
 def check_dims(what: str, dims: str) -> None:
@@ -91,8 +91,8 @@ def initialise(declared: Any, key: jax.Array) -> Any:
             return jnp.zeros(p.shape, p.dtype)
         if p.init == "ones":
             return jnp.ones(p.shape, p.dtype)
-        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-        return p.std * jax.random.truncated_normal(own, -3, 3, p.shape, p.dtype)
+        param_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        return p.std * jax.random.truncated_normal(param_key, -3, 3, p.shape, p.dtype)
 
     return map_declared(make, declared)
 

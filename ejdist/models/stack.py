@@ -92,8 +92,8 @@ def declare_layers(c: DecoderShape) -> dict[str, Param]:
 def declare_buffers(c: DecoderShape) -> dict[str, dict[str, Param]]:
     """Returns the buffers of the layers, by part, stacked like the parameters."""
     counts = _counts(layers_of(c))
-    found = {name: (part.buffers(c), counts[name]) for name, part in parts_of(c).items()}
-    return {name: {k: p.stacked(n) for k, p in buffers.items()} for name, (buffers, n) in found.items() if buffers}
+    declared = {name: (part.buffers(c), counts[name]) for name, part in parts_of(c).items()}
+    return {name: {k: p.stacked(n) for k, p in buffers.items()} for name, (buffers, n) in declared.items() if buffers}
 
 
 def update_buffers(c: DecoderShape, buffers: Any, seen: dict[str, jax.Array]) -> Any:
@@ -146,8 +146,8 @@ def _layer(
     for part in parts:
         with jax.named_scope(part.name):
             ctx = context(layer=layer, buffers=buffers[part.name])
-            x, given = part.apply(x, _used(part, weights[part.name], ctx.config, x.dtype), ctx)
-        for name, m in given.items():
+            x, part_metrics = part.apply(x, _used(part, weights[part.name], ctx.config, x.dtype), ctx)
+        for name, m in part_metrics.items():
             # Without a gradient, so that the backward saves nothing for them.
             m = m if m.how == "loss" else replace(m, value=jax.lax.stop_gradient(m.value))
             name = f"{part.name}.{name}" if m.how == "update" else name
@@ -169,19 +169,19 @@ def _stacked(layers: list[Metrics]) -> Metrics:
 
 def _concatenated(runs: list[Metrics]) -> Metrics:
     """Returns the metrics of several runs of layers, each stacked already."""
-    found: Metrics = {}
+    joined: Metrics = {}
     for metrics in runs:
         for name, m in metrics.items():
-            before = [found[name].value] if name in found else []
-            found[name] = replace(m, value=jnp.concatenate([*before, m.value]))
-    return found
+            before = [joined[name].value] if name in joined else []
+            joined[name] = replace(m, value=jnp.concatenate([*before, m.value]))
+    return joined
 
 
 def rows_of(c: DecoderShape, which: range) -> dict[str, slice]:
     """Returns name of a part -> the rows of its stacks, of parameters and of buffers, that a range of layers has."""
     layers = layers_of(c)
-    before, own = _counts(layers[: which.start]), _counts(layers[which.start : which.stop])
-    return {name: slice(before[name], before[name] + own[name]) for name in parts_of(c)}
+    before, counts = _counts(layers[: which.start]), _counts(layers[which.start : which.stop])
+    return {name: slice(before[name], before[name] + counts[name]) for name in parts_of(c)}
 
 
 def _check_rows(c: DecoderShape, which: range, params: dict, buffers: Mapping[str, Any]) -> None:
@@ -243,44 +243,44 @@ def run_layers(
 
     def of_layers(layers: list[list[Part]], of: Callable[[str, int], Any]) -> list[dict[str, Any]]:
         """Returns each layer's own parameters and buffers, by part: `of(part, which of these layers that have it)`."""
-        before, found = Counter(), []
+        before, by_layer = Counter(), []
         for parts in layers:
-            found.append({p.name: of(p.name, before[p.name]) for p in parts})
+            by_layer.append({p.name: of(p.name, before[p.name]) for p in parts})
             before += _counts([parts])
-        return found
+        return by_layer
 
     def run(
-        x: jax.Array, own: list[dict[str, Any]], first: Any, layers: list[list[Part]], in_scan: bool
+        x: jax.Array, arrays: list[dict[str, Any]], first: Any, layers: list[list[Part]], in_scan: bool
     ) -> tuple[jax.Array, Metrics]:
         metrics = []
-        for i, (parts, mine) in enumerate(zip(layers, own, strict=True)):
+        for i, (parts, mine) in enumerate(zip(layers, arrays, strict=True)):
             layer = partial(_layer, parts=parts, context=context)
             w, b = ({name: both[k] for name, both in mine.items()} for k in (0, 1))
             with jax.named_scope("layer"):
-                x, given = rematerialised(layer, REMAT[c.remat], parts, in_scan=in_scan)(x, w, b, first + i)
-            metrics.append(given)
+                x, layer_metrics = rematerialised(layer, REMAT[c.remat], parts, in_scan=in_scan)(x, w, b, first + i)
+            metrics.append(layer_metrics)
         return x, _stacked(metrics)
 
-    def one_round(x: jax.Array, given: Any) -> tuple[jax.Array, Metrics]:
-        own, at_layer = given
-        return run(x, own, at_layer, pattern, in_scan=rounds > 1)
+    def one_round(x: jax.Array, xs: Any) -> tuple[jax.Array, Metrics]:
+        arrays, at_layer = xs
+        return run(x, arrays, at_layer, pattern, in_scan=rounds > 1)
 
     def every_round(name: str, i: int) -> Any:
         n, start = each[name], first[name]
         return rows(name, start + i, start + rounds * n, n)
 
-    found = []
+    runs = []
     if head:
         x, metrics = run(x, of_layers(head, row), jnp.int32(which.start), head, in_scan=False)
-        found.append(metrics)
+        runs.append(metrics)
     if rounds:
         firsts = begin + len(pattern) * jnp.arange(rounds, dtype=jnp.int32)
         # Scan over exactly the arrays that a layer takes: the backward then reads the same stacks, and the forward does not
         # write a second copy of every weight for it.
         x, metrics = jax.lax.scan(one_round, x, (of_layers(pattern, every_round), firsts))
-        found.append(jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), metrics))
+        runs.append(jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), metrics))
     if tail:
         rest = of_layers(tail, lambda name, i: row(name, first[name] + rounds * each[name] + i))
         x, metrics = run(x, rest, jnp.int32(end), tail, in_scan=False)
-        found.append(metrics)
-    return x, {name: m.over_layers() for name, m in _concatenated(found).items()}
+        runs.append(metrics)
+    return x, {name: m.over_layers() for name, m in _concatenated(runs).items()}
