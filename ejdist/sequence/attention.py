@@ -106,8 +106,8 @@ def _ring_fwd(static, arrays, mask):
     return (out, lse), (arrays, mask, out, lse)
 
 
-def _ring_bwd(static, kept, cotangents):
-    arrays, mask, out, lse = kept
+def _ring_bwd(static, residuals, cotangents):
+    arrays, mask, out, lse = residuals
     assert static.op.backward_inputs is not None
     sent = dict(zip(("d_out", "d_lse") if static.lse else ("d_out",), cotangents, strict=False))
     # Here too, before the hops see to it: the gradient of sinks is made of these.
@@ -124,13 +124,13 @@ def _resolved(mask: MaskInfo, order: Order, axis: Axis) -> MaskInfo:
     """Returns `mask.resolved` of the whole sequence, on a rank: what is counted from the start of a segment needs it all."""
     if mask.q_segment_ids is None or not mask.counts_in_segments:
         return mask
-    names, own = ("q_segment_ids", "kv_segment_ids"), mask.q_segment_ids.shape[1]
+    names, length = ("q_segment_ids", "kv_segment_ids"), mask.q_segment_ids.shape[1]
     whole = mask.replace(**exchange.gather({n: getattr(mask, n) for n in names}, axis))
-    whole = whole.resolved(order.indices(own * order.shards))
-    start = exchange.rank(axis) * own
+    whole = whole.resolved(order.indices(length * order.shards))
+    start = exchange.rank(axis) * length
     # What was gathered, and what was counted over the whole.
     names = {*names, *whole.data_fields} - ({*mask.data_fields} - {*names})
-    return whole.replace(**{n: jax.lax.dynamic_slice_in_dim(getattr(whole, n), start, own, 1) for n in names})
+    return whole.replace(**{n: jax.lax.dynamic_slice_in_dim(getattr(whole, n), start, length, 1) for n in names})
 
 
 def shard_call(
@@ -340,8 +340,8 @@ def ring_attention(
                 "ring_attention: arguments 'mesh', 'in_specs' and 'out_specs' are for global arrays; this call is mapped "
                 f"over {axis!r} already and has a rank's own: leave them out"
             )
-        made = resolve_order("ring_attention", jax.lax.axis_size(axis), f"axis_name = {axis!r}", order)
-        how |= {"order": made, "name": "ring_attention", "local": OnShard(axis, scheme_of(scheme), lse)}
+        rank_order = resolve_order("ring_attention", jax.lax.axis_size(axis), f"axis_name = {axis!r}", order)
+        how |= {"order": rank_order, "name": "ring_attention", "local": OnShard(axis, scheme_of(scheme), lse)}
         names = (axis,) if isinstance(axis, str) else axis
         return run_on_rank(prepared, flash, names, **how, handles=("T", "S"), follows=True)
     whole = mesh_of(**specs)
@@ -350,7 +350,7 @@ def ring_attention(
     names = (axis,) if isinstance(axis, str) else axis
     shards = 1 if whole is None else math.prod(whole.shape[n] for n in names)
     lie = resolve_order("ring_attention", shards, f"axis_name = {axis!r}", order)
-    call, made = prepared.call, scheme_of(scheme)
+    call, local = prepared.call, OnShard(axis, scheme_of(scheme), lse)
     length = call.dims["T"]
     lie.check(length)
     if lie.name != "contiguous" and shards > 1:
@@ -365,9 +365,7 @@ def ring_attention(
         return run(prepared, flash, **specs, **how)
     table = {"T": names, "S": names}
     _check_axis_of(call, whole, in_specs, axis, names)
-    return run(
-        prepared, flash, **specs, **how, table=table, handles=("T", "S"), local=OnShard(axis, made, lse), follows=True
-    )
+    return run(prepared, flash, **specs, **how, table=table, handles=("T", "S"), local=local, follows=True)
 
 
 def _check_axis_of(call: Any, mesh: Any, in_specs: Any, axis: Axis, names: tuple[str, ...]) -> None:
@@ -375,24 +373,26 @@ def _check_axis_of(call: Any, mesh: Any, in_specs: Any, axis: Axis, names: tuple
     if in_specs is None:
         return
     axes = resolve_axes(flash, call, mesh, in_specs)
-    wanted = tuple(n for n in names if mesh.shape[n] > 1)
+    named = tuple(n for n in names if mesh.shape[n] > 1)
     for dim in ("T", "S"):
-        found = tuple(n for n in axes.get(dim, ()) if mesh.shape[n] > 1)
-        if dim in axes and found != wanted:
+        split = tuple(n for n in axes.get(dim, ()) if mesh.shape[n] > 1)
+        if dim in axes and split != named:
             raise ValueError(
-                f"ring_attention: in_specs split the sequence over {found or 'nothing'}, but axis_name = {axis!r}; the two "
+                f"ring_attention: in_specs split the sequence over {split or 'nothing'}, but axis_name = {axis!r}; the two "
                 "must agree"
             )
 
 
 def _signature() -> inspect.Signature:
     """Returns the arguments of this function with those of `flash_attention` in place of `**options`."""
-    own = inspect.signature(ring_attention).parameters
-    names = [n for n in own if n not in ("options", "mesh", "in_specs", "out_specs")]
+    ours = inspect.signature(ring_attention).parameters
+    names = [n for n in ours if n not in ("options", "mesh", "in_specs", "out_specs")]
     theirs = [
-        p.replace(kind=p.KEYWORD_ONLY) for n, p in inspect.signature(flash_attention).parameters.items() if n not in own
+        p.replace(kind=p.KEYWORD_ONLY)
+        for n, p in inspect.signature(flash_attention).parameters.items()
+        if n not in ours
     ]
-    arrays, rest = [own[n] for n in names[:3]], [own[n] for n in names[3:]]
+    arrays, rest = [ours[n] for n in names[:3]], [ours[n] for n in names[3:]]
     return with_mesh(inspect.Signature([*arrays, *rest, *theirs]))
 
 

@@ -46,21 +46,21 @@ class _OnShard:
         cfg: Any,
         **arguments: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        own = {"query": query, "key": key, "block_mask": block_mask, "block_size": block_size}
-        given: dict[str, Any] = {**arguments, **own}
+        named = {"query": query, "key": key, "block_mask": block_mask, "block_size": block_size}
+        inputs: dict[str, Any] = {**arguments, **named}
         axis, of_keys = axes["T"], axes["S"]
         ranks = math.prod(jax.lax.axis_size(a) for a in axis)
         if ranks == 1 and axis == of_keys:
-            return op(**given, mask=mask, platform=platform, cfg=cfg)
+            return op(**inputs, mask=mask, platform=platform, cfg=cfg)
         lengths = query.shape[1], key.shape[1]
         _check(lengths, block_size, ranks, axis, of_keys, mask)
         rows = lengths[0] // block_size[0]
         axis = axis[0] if len(axis) == 1 else axis
-        given["block_mask"] = jax.lax.dynamic_slice_in_dim(block_mask, exchange.rank(axis) * rows, rows, 2)
+        inputs["block_mask"] = jax.lax.dynamic_slice_in_dim(block_mask, exchange.rank(axis) * rows, rows, 2)
         order = Order("contiguous", ranks)
         how: dict[str, Any] = {"axis": axis, "scheme": Ring(), "order": order, "platform": platform, "cfg": cfg}
         with jax.named_scope("attention"):
-            return on_shard(given, mask, **how, op=op, only=self.only)
+            return on_shard(inputs, mask, **how, op=op, only=self.only)
 
 
 def _check(
@@ -90,8 +90,8 @@ def _hops(block_mask: np.ndarray, ranks: int) -> tuple[int, ...] | None:
     if rows % ranks or columns % ranks:
         return None
     pairs = block_mask.reshape(-1, ranks, rows // ranks, ranks, columns // ranks).any((0, 2, 4))
-    at = np.arange(ranks)
-    return tuple(h for h in range(ranks) if pairs[at, (at - h) % ranks].any())
+    rank_ids = np.arange(ranks)
+    return tuple(h for h in range(ranks) if pairs[rank_ids, (rank_ids - h) % ranks].any())
 
 
 class _BlockSparse(ShardedFunction):

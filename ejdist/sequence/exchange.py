@@ -30,8 +30,8 @@ def _in_mesh_order(axis: Axis) -> tuple[Axis, list[int]]:
     if isinstance(axis, str):
         return axis, list(range(n))
     listed = tuple(a for a in jax.sharding.get_abstract_mesh().axis_names if a in axis)
-    there = np.arange(n).reshape([size(a) for a in listed])
-    return listed, there.transpose([listed.index(a) for a in axis]).ravel().tolist()
+    mesh_ranks = np.arange(n).reshape([size(a) for a in listed])
+    return listed, mesh_ranks.transpose([listed.index(a) for a in axis]).ravel().tolist()
 
 
 def shift(tree: Any, axis: Axis, by: int) -> Any:
@@ -39,8 +39,8 @@ def shift(tree: Any, axis: Axis, by: int) -> Any:
     n = size(axis)
     if by % n == 0:
         return tree
-    listed, there = _in_mesh_order(axis)
-    pairs = [(there[i], there[(i + by) % n]) for i in range(n)]
+    listed, mesh_ranks = _in_mesh_order(axis)
+    pairs = [(mesh_ranks[i], mesh_ranks[(i + by) % n]) for i in range(n)]
     with jax.named_scope("exchange"):
         return jax.tree.map(lambda x: jax.lax.ppermute(x, listed, pairs), tree)
 

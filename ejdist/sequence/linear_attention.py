@@ -26,7 +26,7 @@ class _Fading(Linear):
         N = arguments["query"].shape[2]
         precision = jax.lax.Precision.HIGHEST if arguments["query"].dtype == jnp.float32 else None
 
-        def own(x: jax.Array) -> jax.Array:  # [B, T, N, ...], 0 for what is not in the summary
+        def masked(x: jax.Array) -> jax.Array:  # [B, T, N, ...], 0 for what is not in the summary
             return jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x.astype(jnp.float32), 0)
 
         def faded(x: jax.Array, decay: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
@@ -38,13 +38,13 @@ class _Fading(Linear):
             behind = jnp.pad(up_to_the_end[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
             return x * jnp.exp(behind), jnp.exp(up_to_the_end[:, 0])
 
-        k, v = (jnp.repeat(own(arguments[n]), N // arguments[n].shape[2], axis=2) for n in ("key", "value"))
-        parts = [own(arguments[n]) for n in ("gk",) if n in arguments]
-        parts += [own(arguments[n])[..., None] for n in ("g",) if n in arguments]
+        k, v = (jnp.repeat(masked(arguments[n]), N // arguments[n].shape[2], axis=2) for n in ("key", "value"))
+        parts = [masked(arguments[n]) for n in ("gk",) if n in arguments]
+        parts += [masked(arguments[n])[..., None] for n in ("g",) if n in arguments]
         if "g_gamma" in arguments:
-            parts.append(own(jnp.broadcast_to(arguments["g_gamma"][:, None], (*k.shape[:3], 1))))
+            parts.append(masked(jnp.broadcast_to(arguments["g_gamma"][:, None], (*k.shape[:3], 1))))
         k, by_key = faded(k, sum(parts[1:], parts[0]) if parts else None)
-        v, by_value = faded(v, own(arguments["gv"]) if "gv" in arguments else None)
+        v, by_value = faded(v, masked(arguments["gv"]) if "gv" in arguments else None)
         left = jnp.einsum("btnh,btnv->bnhv", k, v, precision=precision, preferred_element_type=jnp.float32)
         decay = jnp.ones((k.shape[0], 1, 1, 1))
         decay = decay if by_key is None else decay * by_key[..., None]

@@ -97,8 +97,8 @@ class Local:
             length, order = self.query.shape[1] * self.ranks, self.static.order
             changes["q_positions"] = order.positions(exchange.rank(self.axis), length)[None]
             every = jnp.arange(length, dtype=jnp.int32)
-            at = every if holders is None else order.positions(holders, length)
-            changes["kv_positions"] = at.reshape(1, -1)
+            positions = every if holders is None else order.positions(holders, length)
+            changes["kv_positions"] = positions.reshape(1, -1)
         return vary_alike(self.mask.replace(**changes), self.query)
 
     def _over(self, function: Any, keys: dict[str, jax.Array], holders: Any) -> Any:
@@ -125,15 +125,15 @@ class Local:
     def _at_hop(self, hop: Any, attention: Any, nothing: Any) -> Any:
         """Returns `attention(queries, keys, causal)` of the parts of this rank's tokens, and of those that are here at a hop,
         that see each other; `nothing()` where none do."""
-        own = self.query.shape[1]
-        every = slice(0, own), slice(0, own)
+        length = self.query.shape[1]
+        every = slice(0, length), slice(0, length)
         if isinstance(hop, int) and hop == 0:
             return attention(*every, self.mask.causal)
         if not self.mask.causal:
             return attention(*every, False)
 
         def of(earlier: bool) -> Any:
-            parts = self.static.order.joined(earlier, own)
+            parts = self.static.order.joined(earlier, length)
             return nothing() if parts is None else attention(*parts, False)
 
         # What the other half of the ranks does is not computed here, and need not be of one shape with it.
@@ -221,10 +221,12 @@ class Local:
             order = Order("contiguous", self.ranks // ranks)
             if mask.q_positions is None:
                 group = exchange.rank(outer) * ranks + jnp.arange(ranks)
-                at = way.order.inverse(static.order.positions(group, self.query.shape[1] * self.ranks).reshape(1, -1))
-                mask = mask.replace(q_positions=at, kv_positions=at)
-        made = hops(order, moved["query"].shape[1] * order.shards, mask, known=mask.rules_are_static)
-        static = replace(static, axis=outer[0] if len(outer) == 1 else outer, order=order, hops=made)
+                positions = way.order.inverse(
+                    static.order.positions(group, self.query.shape[1] * self.ranks).reshape(1, -1)
+                )
+                mask = mask.replace(q_positions=positions, kv_positions=positions)
+        new_hops = hops(order, moved["query"].shape[1] * order.shards, mask, known=mask.rules_are_static)
+        static = replace(static, axis=outer[0] if len(outer) == 1 else outer, order=order, hops=new_hops)
         key, value = moved.pop("key"), moved.pop("value")
         return replace(self, static=static, own=moved, key=key, value=value, mask=mask), way
 

@@ -26,9 +26,9 @@ def _gathered(
         names = [n for n in ("key", "value", "starts") if arguments.get(n) is not None]
         arguments |= exchange.gather({n: arguments[n] for n in names}, axes["S"])
     if ranks_of:
-        own, length = query.shape[1], query.shape[1] * jax.lax.axis_size(ranks_of)
+        local_length, length = query.shape[1], query.shape[1] * jax.lax.axis_size(ranks_of)
         first = jnp.int32(arguments["key"].shape[1] - length) if q_start is None else q_start
-        q_start = first + jax.lax.axis_index(ranks_of) * own
+        q_start = first + jax.lax.axis_index(ranks_of) * local_length
     return op(query=query, q_start=q_start, **arguments)
 
 

@@ -38,11 +38,11 @@ class TimeMix:
         return jnp.maximum(first[0] + then[0], FORGET), self.apply(then, first[1])
 
     def apply(self, over: Any, state: jax.Array) -> jax.Array:
-        falls, own = over
+        falls, part_state = over
         p = state[:, 2] + falls
-        top = jnp.maximum(p, own[:, 2])
-        before, after = jnp.exp(p - top)[:, None], jnp.exp(own[:, 2] - top)[:, None]
-        return jnp.concatenate([before * state[:, :2] + after * own[:, :2], top[:, None]], axis=1)
+        top = jnp.maximum(p, part_state[:, 2])
+        before, after = jnp.exp(p - top)[:, None], jnp.exp(part_state[:, 2] - top)[:, None]
+        return jnp.concatenate([before * state[:, :2] + after * part_state[:, :2], top[:, None]], axis=1)
 
     def constant(self, state: jax.Array, like: Any) -> Any:
         return jnp.full_like(like[0], FORGET), state
@@ -115,12 +115,12 @@ def _goes_on(ids: jax.Array, turn: jax.Array, way: int, axis: Any) -> jax.Array:
     """Returns bool [B]: whether the state that is handed to this rank is that of its first segment, or passes it."""
     valid = ids >= 0
 
-    def at(index: jax.Array) -> jax.Array:
+    def id_at(index: jax.Array) -> jax.Array:
         return jnp.take_along_axis(ids, index[:, None], axis=1)[:, 0]
 
     none = ~jnp.any(valid, axis=1)
-    first = at(jnp.argmax(valid, axis=1))
-    last = jnp.where(none, -1, at(ids.shape[1] - 1 - jnp.argmax(valid[:, ::-1], axis=1)))
+    first = id_at(jnp.argmax(valid, axis=1))
+    last = jnp.where(none, -1, id_at(ids.shape[1] - 1 - jnp.argmax(valid[:, ::-1], axis=1)))
     every = jax.lax.all_gather(last, axis, axis=1)[:, ::way]  # in the order of their turns
     before = last_valid_before(every)[:, turn]
     return none | (before < 0) | (before == first)

@@ -83,8 +83,8 @@ class Reshard:
         elif token is not None:
             x = exchange.gather(x, self.axis, token)
         elif head is not None:
-            own = x.shape[head] // self.order.shards
-            x = jax.lax.dynamic_slice_in_dim(x, exchange.rank(self.axis) * own, own, head)
+            size = x.shape[head] // self.order.shards
+            x = jax.lax.dynamic_slice_in_dim(x, exchange.rank(self.axis) * size, size, head)
         return x if token is None else self.order.inverse(x, token)
 
     def _dims(self, name: str, x: jax.Array) -> tuple[str, ...]:

@@ -34,9 +34,9 @@ def needed(order: Order, length: int, mask: MaskInfo) -> np.ndarray:
     n = order.shards
     order.check(length)
     first, step = _runs(order, length)
-    at: Any = np.stack([first, first + step * (length // order.multiple - 1)], axis=1).reshape(1, -1)
-    rules = mask.replace(**dict.fromkeys(mask.data_fields), q_positions=at, kv_positions=at)
-    blocks = active_tiles(rules.key_range(at.size, at.size), 2, 2)
+    positions: Any = np.stack([first, first + step * (length // order.multiple - 1)], axis=1).reshape(1, -1)
+    rules = mask.replace(**dict.fromkeys(mask.data_fields), q_positions=positions, kv_positions=positions)
+    blocks = active_tiles(rules.key_range(positions.size, positions.size), 2, 2)
     per = order.multiple // n
     return blocks.reshape(n, per, n, per).any((1, 3))
 
@@ -51,8 +51,8 @@ def hops(order: Order, length: int, mask: MaskInfo, *, known: bool = True) -> tu
         return tuple(range(n))
     pairs = needed(order, length, mask)
     ranks = np.arange(n)
-    found = [h for h in range(n) if pairs[ranks, (ranks - h) % n].any()]
-    return tuple(found) or (0,)
+    needed_hops = [h for h in range(n) if pairs[ranks, (ranks - h) % n].any()]
+    return tuple(needed_hops) or (0,)
 
 
 # Queries of a run that are counted at most: of longer ones these are taken at even distances.

@@ -119,14 +119,14 @@ class Ring(Scheme):
         return _over_hops(local, attend, _nothing(local), ())[0]
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        def pull(hop: Any, keys: dict[str, jax.Array], own: Any, sums: Any) -> tuple[Any, Any]:
-            return pulled(local, saved, hop, keys, own, sums)
+        def pull(hop: Any, keys: dict[str, jax.Array], grads: Any, sums: Any) -> tuple[Any, Any]:
+            return pulled(local, saved, hop, keys, grads, sums)
 
-        own = {n: local.full(x.shape) for n, x in local.own.items() if is_float_array(x)}
+        grads = {n: local.full(x.shape) for n, x in local.own.items() if is_float_array(x)}
         # The sums stay beside the keys that they belong to.
         sums = {"key": local.full(local.key.shape), "value": local.full(local.value.shape)}
-        own, sums = _over_hops(local, pull, own, sums)
-        return own | sums
+        grads, sums = _over_hops(local, pull, grads, sums)
+        return grads | sums
 
     def cost(self, shape: AttentionShape) -> Traffic:
         sent, keys = Traffic(), shape.key + shape.value
@@ -151,12 +151,13 @@ def _held(shape: AttentionShape, sets: int) -> SchemeBytes:
 def _over_gathered(local: Local, body: Any, state: Any) -> Any:
     """Returns the state after `state = body(hop, keys, state)` at every hop: of the rank's own keys, which need not wait for
     those of the others, and then of theirs, which are gathered meanwhile."""
-    gathered, own = exchange.gather(local.keys, local.axis), local.query.shape[1]
+    gathered, length = exchange.gather(local.keys, local.axis), local.query.shape[1]
     state = body(0, local.keys, state)
 
     def visit(state: Any, hop: Any) -> tuple[Any, None]:
-        at = local.holder(hop) * own
-        return body(hop, {n: jax.lax.dynamic_slice_in_dim(x, at, own, 1) for n, x in gathered.items()}, state), None
+        start = local.holder(hop) * length
+        keys = {n: jax.lax.dynamic_slice_in_dim(x, start, length, 1) for n, x in gathered.items()}
+        return body(hop, keys, state), None
 
     return jax.lax.scan(visit, state, jnp.asarray(local.hops[1:]))[0]
 
@@ -190,18 +191,18 @@ class AllGather(Scheme):
 
     def _backward_of_hops(self, local: Local, saved: dict[str, jax.Array]) -> tuple[dict, dict]:
         """Returns (the gradient of the rank's own queries, those of the keys and values of all ranks)."""
-        own = local.query.shape[1]
+        length = local.query.shape[1]
 
         def pull(hop: Any, keys: dict[str, jax.Array], state: Any) -> tuple[Any, Any]:
-            (query, parts), grads, at = state, local.pull_at(hop, saved, keys), local.holder(hop) * own
+            (query, parts), grads, start = state, local.pull_at(hop, saved, keys), local.holder(hop) * length
 
             def placed(n: str, x: jax.Array) -> jax.Array:
-                return jax.lax.dynamic_update_slice_in_dim(x, grads[n].astype(jnp.float32), at, 1)
+                return jax.lax.dynamic_update_slice_in_dim(x, grads[n].astype(jnp.float32), start, 1)
 
             return query + grads["query"], {n: placed(n, x) for n, x in parts.items()}
 
         def whole(x: jax.Array) -> jax.Array:
-            return local.full((x.shape[0], own * local.ranks, *x.shape[2:]))
+            return local.full((x.shape[0], length * local.ranks, *x.shape[2:]))
 
         parts = {"key": whole(local.key), "value": whole(local.value)}
         query, parts = _over_gathered(local, pull, (local.full(local.query.shape), parts))

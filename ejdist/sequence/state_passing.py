@@ -110,8 +110,8 @@ class StatePassing:
         if initial is None:
             initial = jnp.repeat(start[:, None], num_states, axis=1)
         initial, start = vary_alike((initial.astype(start.dtype), start), ids)
-        said = {n: x for n, x in options.items() if x is not None}
-        enters = entering(self.passing, {**arguments, **said}, ids, initial, start, axis)
+        set_options = {n: x for n, x in options.items() if x is not None}
+        enters = entering(self.passing, {**arguments, **set_options}, ids, initial, start, axis)
         arguments |= {"segment_ids": ids, "initial_state": enters, "num_states": num_states}
         out, final = self.op(**arguments, **options, platform=platform, cfg=cfg)
         return out, _ends(ids, final, axis)
@@ -142,8 +142,8 @@ def entering(
     state = jnp.where(exchange.rank(axis) == 0, initial[:, 0], state)
     if not several:
         return _select(goes_on, state, start)[:, None]
-    at = jnp.maximum(first, 0)
-    return initial.at[rows, at].set(_select(goes_on & ~nothing, state, initial[rows, at]))
+    segment = jnp.maximum(first, 0)
+    return initial.at[rows, segment].set(_select(goes_on & ~nothing, state, initial[rows, segment]))
 
 
 def exclusive_scan(passing: Passing, over: Any, axis: Any) -> Any:
@@ -166,16 +166,16 @@ def halo(tree: Any, axis: Any, size: int) -> Any:
     n, rank = jax.lax.axis_size(axis), exchange.rank(axis)
 
     def of(x: jax.Array) -> jax.Array:
-        fill, found, hop = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0, [], 0
-        while (missing := size - sum(part.shape[1] for part in found)) > 0:
+        fill, parts, hop = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0, [], 0
+        while (missing := size - sum(part.shape[1] for part in parts)) > 0:
             hop += 1
             if hop >= n:  # there is nothing farther away
                 nothing = jnp.full((x.shape[0], missing, *x.shape[2:]), fill, x.dtype)
-                found.append(vary_alike((nothing, x))[0])
+                parts.append(vary_alike((nothing, x))[0])
                 break
             part = exchange.shift(x[:, max(0, x.shape[1] - missing) :], axis, hop)
-            found.append(jnp.where(rank >= hop, part, jnp.asarray(fill, x.dtype)))
-        return jnp.concatenate(found[::-1], axis=1) if found else x[:, :0]
+            parts.append(jnp.where(rank >= hop, part, jnp.asarray(fill, x.dtype)))
+        return jnp.concatenate(parts[::-1], axis=1) if parts else x[:, :0]
 
     return jax.tree.map(of, tree)
 
@@ -184,16 +184,16 @@ def _select(condition: jax.Array, a: Any, b: Any) -> Any:
     """Returns a where the condition, one or one for each row, holds, else b; leaf by leaf."""
 
     def one(x: jax.Array, y: jax.Array) -> jax.Array:
-        at = condition if condition.ndim == 0 else condition.reshape(-1, *(1,) * (max(x.ndim, y.ndim) - 1))
-        return jnp.where(at, x, y)
+        mask = condition if condition.ndim == 0 else condition.reshape(-1, *(1,) * (max(x.ndim, y.ndim) - 1))
+        return jnp.where(mask, x, y)
 
     return jax.tree.map(one, a, b)
 
 
 def _first_valid(ids: jax.Array) -> jax.Array:
     """Returns [B]: the id of the first valid token, -1 where there is none."""
-    at = jnp.argmax(ids >= 0, axis=1)
-    return jnp.take_along_axis(ids, at[:, None], axis=1)[:, 0].clip(-1)
+    index = jnp.argmax(ids >= 0, axis=1)
+    return jnp.take_along_axis(ids, index[:, None], axis=1)[:, 0].clip(-1)
 
 
 def _last_valid(ids: jax.Array) -> jax.Array:

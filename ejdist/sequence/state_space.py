@@ -65,9 +65,9 @@ class Window(Linear):
         return jnp.sum(valid, axis=1), _final(conv_op, arguments, valid)
 
     def times(self, a: jax.Array, state: jax.Array) -> jax.Array:
-        at = jnp.arange(state.shape[2]) + a[:, None]
-        moved = jnp.take_along_axis(state, at[:, None].clip(0, max(state.shape[2] - 1, 0)), axis=2)
-        return jnp.where((at < state.shape[2])[:, None], moved, 0)
+        index = jnp.arange(state.shape[2]) + a[:, None]
+        moved = jnp.take_along_axis(state, index[:, None].clip(0, max(state.shape[2] - 1, 0)), axis=2)
+        return jnp.where((index < state.shape[2])[:, None], moved, 0)
 
     def after(self, then: jax.Array, first: jax.Array) -> jax.Array:
         return then + first
@@ -81,11 +81,11 @@ class Convolution:
     """What runs on a shard: where rows are one segment the state is the end of the rank before, one hop away."""
 
     def __call__(self, axes: dict[str, tuple[str, ...]], *, x: jax.Array, weight: jax.Array, **arguments: Any) -> Any:
-        axis, kept = axes["T"], weight.shape[1] - 1
-        if not axis or "segment_ids" in arguments or not 0 < kept <= x.shape[1]:
+        axis, history = axes["T"], weight.shape[1] - 1
+        if not axis or "segment_ids" in arguments or not 0 < history <= x.shape[1]:
             return StatePassing(conv_op, Window())(axes, x=x, weight=weight, **arguments)
         initial = arguments.pop("initial_state", None)
-        before = jnp.swapaxes(halo(x, axis, kept), 1, 2).astype(jnp.float32)[:, None]
+        before = jnp.swapaxes(halo(x, axis, history), 1, 2).astype(jnp.float32)[:, None]
         if initial is not None:
             before = jnp.where(exchange.rank(axis) == 0, initial.astype(jnp.float32), before)
         out, final = conv_op(x=x, weight=weight, initial_state=before, **arguments)
