@@ -85,8 +85,8 @@ class Choice:
 
 def links_of(device_kind: str) -> Links:
     """Returns the links of a `jax.Device.device_kind`."""
-    found = [name for name in LINKS if device_kind.startswith(name)]
-    return LINKS[max(found, key=len)] if found else UNKNOWN
+    matches = [name for name in LINKS if device_kind.startswith(name)]
+    return LINKS[max(matches, key=len)] if matches else UNKNOWN
 
 
 def choose(

@@ -44,14 +44,14 @@ def _check_experts(x: Any, router: Any, params: dict[str, Any], ranks: int) -> N
     """Raises ValueError if the expert weights do not fit x, the router, or each other; they are the shard of one of `ranks`."""
     gate = params["gate"]
     fused = params["up"] is None
-    wanted = "[E, D, 2, F], with 'up' left out, or [E, D, F]"
+    expected = "[E, D, 2, F], with 'up' left out, or [E, D, F]"
     if not is_float_array(gate) or gate.ndim != (4 if fused else 3) or (fused and gate.shape[2] != 2):
         got = f"{gate.dtype} of shape {gate.shape}" if is_array(gate) else type(gate).__name__
-        raise _refuse("gate", f"must be a float array {wanted}, got {got}" + ("; give 'up'" if fused else ""))
+        raise _refuse("gate", f"must be a float array {expected}, got {got}" + ("; give 'up'" if fused else ""))
     E, D, F = gate.shape[0], x.shape[2], gate.shape[-1]
     if ranks * E != router.shape[1]:
-        own = "; if it is one rank's shard, name the mesh axes of the experts in 'axis'"
-        more = own if ranks == 1 else f"; each of the {ranks} ranks of 'axis' has an equal part"
+        shard_hint = "; if it is one rank's shard, name the mesh axes of the experts in 'axis'"
+        more = shard_hint if ranks == 1 else f"; each of the {ranks} ranks of 'axis' has an equal part"
         raise _refuse("gate", f"has E = {E} experts, and 'router' has {router.shape[1]}" + more)
     middle, named = ((2, F), "2, F") if fused else ((F,), "F")
     shapes = {
@@ -75,13 +75,13 @@ def _check_shared(x: Any, shared: dict[str, Any], shared_expert_gate: Any, activ
     Raises:
       ValueError: some of their weights are missing, or do not fit.
     """
-    given = [name for name, w in shared.items() if w is not None]
-    if not given:
+    present = [name for name, w in shared.items() if w is not None]
+    if not present:
         if shared_expert_gate is not None:
             raise _refuse("shared_expert_gate", "is for shared experts; give 'shared_gate', 'shared_up', 'shared_down'")
         return False
-    if missing := [name for name in shared if name not in given]:
-        raise _refuse(missing[0], f"is missing: {', '.join(given)} are given, but shared experts need all three")
+    if missing := [name for name in shared if name not in present]:
+        raise _refuse(missing[0], f"is missing: {', '.join(present)} are given, but shared experts need all three")
     if activation == CLAMPED:
         raise _refuse("activation", f"= {activation!r} does not support shared experts; use one of {', '.join(PLAIN)}")
     gate = shared["shared_gate"]
@@ -208,11 +208,11 @@ def moe(
     """
     if activation not in ACTIVATIONS:
         raise _refuse("activation", f"= {activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
-    for name, given, default in (("alpha", alpha, 1.702), ("limit", limit, 7.0)):
-        if activation != CLAMPED and given != default:
+    for name, value, default in (("alpha", alpha, 1.702), ("limit", limit, 7.0)):
+        if activation != CLAMPED and value != default:
             raise _refuse(name, f"is for activation={CLAMPED!r}, but activation is {activation!r}; leave it out")
-        if not 0 < given < float("inf"):
-            raise _refuse(name, f"must be positive and finite, got {given!r}")
+        if not 0 < value < float("inf"):
+            raise _refuse(name, f"must be positive and finite, got {value!r}")
     params = {"gate": gate, "up": up, "down": down}
     params |= {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
     stored = current_layout().parameters if stored_weights else None

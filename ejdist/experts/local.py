@@ -29,8 +29,8 @@ def local(
     """
     tokens, top_k = experts.shape
     x, experts, weights = vary_alike((x, experts, weights))
-    own = jnp.where(experts < 0, num_experts, experts).reshape(tokens * top_k)
-    order = order_of(own)
+    chosen = jnp.where(experts < 0, num_experts, experts).reshape(tokens * top_k)
+    order = order_of(chosen)
     inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
     rows = apply(params, spread(x, order, inverse, top_k), expert_counts(experts, num_experts))
     rows = permuted(rows, inverse, order).reshape(tokens, top_k, rows.shape[1])

@@ -91,7 +91,7 @@ def sequence_balance_loss(
 
 def _shares(experts: jax.Array, segment_ids: jax.Array, axis: Any, num_experts: int, dtype: Any) -> jax.Array:
     """Returns [B, T, E]: of all choices in the document of each token, how many are of each expert."""
-    own = experts.shape[1]
+    length = experts.shape[1]
     if axis:  # a document may begin on one rank and end on another
         experts, segment_ids = (jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (experts, segment_ids))
     documents = _documents(segment_ids)
@@ -100,7 +100,7 @@ def _shares(experts: jax.Array, segment_ids: jax.Array, axis: Any, num_experts: 
         chosen = jnp.where(experts < 0, num_experts, experts.astype(jnp.int32))
         counts = jnp.zeros((experts.shape[0], num_experts), dtype)
         counts = counts.at[documents[:, None], chosen].add(1, mode="drop")
-        here = jax.lax.dynamic_slice_in_dim(documents, jax.lax.axis_index(axis) * own, own) if axis else documents
+        here = jax.lax.dynamic_slice_in_dim(documents, jax.lax.axis_index(axis) * length, length) if axis else documents
         return (counts / jnp.maximum(counts.sum(-1, keepdims=True), 1))[here]
 
     return jax.vmap(of_row)(experts, documents)

@@ -74,8 +74,8 @@ class ExpertSharding:
         """Returns the router for this mesh. It sums over all tokens, so the compiler partitions it, on explicit axes too."""
         if self.mesh is None or not is_explicit(self.mesh):
             return route
-        lies = (explicit(spec(dims, self.axes), self.mesh) for dims in (("B", "T", "_"), ()))
-        rows, whole = (jax.sharding.NamedSharding(self.mesh, s) for s in lies)
+        specs = (explicit(spec(dims, self.axes), self.mesh) for dims in (("B", "T", "_"), ()))
+        rows, whole = (jax.sharding.NamedSharding(self.mesh, s) for s in specs)
 
         def routed(x: Any, router: Any, **options: Any) -> Any:
             arrays = {n: v for n, v in options.items() if is_array(v)}
@@ -85,9 +85,9 @@ class ExpertSharding:
                 return route(x, router, **arrays, **static)
 
             shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, router, arrays))
-            found = jax.eval_shape(on_mesh, *shapes)
-            lies = type(found)(rows, rows, jax.tree.map(lambda _: whole, found.stats))
-            mapped: Any = jax.sharding.auto_axes(on_mesh, axes=self.mesh.axis_names, out_sharding=lies)
+            outputs = jax.eval_shape(on_mesh, *shapes)
+            out_shardings = type(outputs)(rows, rows, jax.tree.map(lambda _: whole, outputs.stats))
+            mapped: Any = jax.sharding.auto_axes(on_mesh, axes=self.mesh.axis_names, out_sharding=out_shardings)
 
             # Put arrays on the mesh first: otherwise their gradients would have automatic axes.
             def placed(a: Any) -> Any:
@@ -101,8 +101,8 @@ class ExpertSharding:
         """Returns a sharded function of x [B, T, D] and weights, on this mesh."""
         if stored:
             return functools.partial(function.with_stored_weights, mesh=self.mesh)
-        lies = spec(("B", "T", "D"), self.axes)
-        return functools.partial(function, mesh=self.mesh, in_specs=(lies,))
+        x_spec = spec(("B", "T", "D"), self.axes)
+        return functools.partial(function, mesh=self.mesh, in_specs=(x_spec,))
 
 
 def expert_sharding(
@@ -189,19 +189,20 @@ def _axes(x: Any, gate: Any, mesh: Any, named: tuple[str, ...], in_specs: Any, s
         axes["W"] = tuple(a for a in whole if a not in axes["E"])
     else:
         shown = [(d, a, s) for (d, a), s in zip(seen, specs, strict=False) if s is not None]
-        found = axes_of_specs([d for d, *_ in shown], [s for *_, s in shown], [a.shape for _, a, _ in shown])
-        if found.get("D"):
+        spec_axes = axes_of_specs([d for d, *_ in shown], [s for *_, s in shown], [a.shape for _, a, _ in shown])
+        if spec_axes.get("D"):
             raise _refuse(
-                "in_specs", f"shards dim D of 'x' over {found['D']}, but every expert needs it whole; gather it first"
+                "in_specs",
+                f"shards dim D of 'x' over {spec_axes['D']}, but every expert needs it whole; gather it first",
             )
         # Tokens keep axes of size 1: they are in the type of an explicit x, and so in the type of the result.
-        axes = {d: tuple(a for a in found.get(d, ()) if d in "BT" or mesh.shape[a] > 1) for d in "BTFEW"}
-        own = tuple(a for a in named if mesh.shape[a] > 1)
-        if named and "E" in found and axes["E"] != own:
+        axes = {d: tuple(a for a in spec_axes.get(d, ()) if d in "BT" or mesh.shape[a] > 1) for d in "BTFEW"}
+        expert_axes = tuple(a for a in named if mesh.shape[a] > 1)
+        if named and "E" in spec_axes and axes["E"] != expert_axes:
             raise _refuse(
                 "axis", f"= {named} differs from the axes that 'gate' is sharded over, {axes['E']}; give one of the two"
             )
-        axes["E"] = own if named else axes["E"]
+        axes["E"] = expert_axes if named else axes["E"]
     tokens = {*axes["B"], *axes["T"]}
     both = [a for a in axes["F"] if a in tokens or a in axes["E"]]
     if both:
@@ -311,10 +312,10 @@ def _of_own_experts(
 ) -> tuple[jax.Array, Traffic]:
     """Returns the same for tokens that all ranks have: each computes its experts' part of every sum, and the parts are
     summed."""
-    own = num_experts // math.prod(jax.lax.axis_size(a) for a in axis)
-    experts = experts - jax.lax.axis_index(axis) * own
-    experts = jnp.where((experts >= 0) & (experts < own), experts, -1)
-    out, traffic = _flat(x, experts, weights, params, apply, own, (), how)
+    num_local = num_experts // math.prod(jax.lax.axis_size(a) for a in axis)
+    experts = experts - jax.lax.axis_index(axis) * num_local
+    experts = jnp.where((experts >= 0) & (experts < num_local), experts, -1)
+    out, traffic = _flat(x, experts, weights, params, apply, num_local, (), how)
     return jax.lax.psum(out, axis), traffic
 
 
@@ -333,8 +334,8 @@ def _compiled(p: _Program) -> Callable:
         e, *rest = _DIMS[name].split()
         return [e, *rest] if len(shapes[name]) == len(rest) + 1 else [e, *rest[:-1], "_", rest[-1]]
 
-    lies = {**axes, "W": inside}
-    specs = {n: spec(dims(n), lies, shape=s, mesh=mesh, what=f"moe: argument {n!r}") for n, s in shapes.items()}
+    weight_axes = {**axes, "W": inside}
+    specs = {n: spec(dims(n), weight_axes, shape=s, mesh=mesh, what=f"moe: argument {n!r}") for n, s in shapes.items()}
     through = _of_own_experts if p.alike else _flat
     split = tuple(sorted(tokens))
 

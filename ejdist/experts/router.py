@@ -76,9 +76,9 @@ def _check_groups(experts: int, top_k: int, num_groups: int, topk_groups: int | 
     if num_groups < 1 or experts % num_groups:
         raise _refuse("num_groups", f"= {num_groups} must divide E = {experts}, the experts of 'router'")
     if num_groups == 1:
-        for name, given, default in (("topk_groups", topk_groups, None), ("group_top", group_top, 2)):
-            if given not in (default, 1):
-                raise _refuse(name, f"= {given} is for groups, and there are none; give 'num_groups'")
+        for name, value, default in (("topk_groups", topk_groups, None), ("group_top", group_top, 2)):
+            if value not in (default, 1):
+                raise _refuse(name, f"= {value} is for groups, and there are none; give 'num_groups'")
         return
     if topk_groups is None or not 1 <= topk_groups <= num_groups:
         raise _refuse(
@@ -142,11 +142,11 @@ def _best(values: jax.Array, count: int) -> jax.Array:
     As `jax.lax.top_k`, which on a mesh gathers the tokens of all devices; here each token is by itself.
     """
     values = jnp.maximum(values, jnp.finfo(values.dtype).min)  # so that -inf is for what was found already
-    found = []
+    indices = []
     for _ in range(count):
-        found.append(jax.lax.argmax(values, values.ndim - 1, jnp.int32))
-        values = jnp.where(jnp.arange(values.shape[-1]) == found[-1][..., None], -jnp.inf, values)
-    return jnp.stack(found, axis=-1)
+        indices.append(jax.lax.argmax(values, values.ndim - 1, jnp.int32))
+        values = jnp.where(jnp.arange(values.shape[-1]) == indices[-1][..., None], -jnp.inf, values)
+    return jnp.stack(indices, axis=-1)
 
 
 def _at(values: jax.Array, indices: jax.Array) -> jax.Array:

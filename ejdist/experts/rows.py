@@ -190,14 +190,14 @@ class ByExpert(NamedTuple):
     @classmethod
     def of(cls, sizes: jax.Array, start: jax.Array, rows: int) -> ByExpert:
         """Args: block sizes [ranks, E / ranks], the index [ranks] where each rank's rows begin, and R."""
-        at = jnp.arange(rows)
+        index = jnp.arange(rows)
         here = start[:, None] + before(sizes, 1)
-        there = before(sizes.T.reshape(-1), 0).reshape(sizes.T.shape).T
-        block = block_of(there.T.reshape(-1), at)
-        source = (here - there).T.reshape(-1)[block] + at
-        block = block_of(here.reshape(-1), at)
-        place = jnp.minimum((there - here).reshape(-1)[block] + at, rows - 1)
-        return cls(jnp.where(at < sizes.sum(), source, -1), place)
+        by_expert = before(sizes.T.reshape(-1), 0).reshape(sizes.T.shape).T
+        block = block_of(by_expert.T.reshape(-1), index)
+        source = (here - by_expert).T.reshape(-1)[block] + index
+        block = block_of(here.reshape(-1), index)
+        place = jnp.minimum((by_expert - here).reshape(-1)[block] + index, rows - 1)
+        return cls(jnp.where(index < sizes.sum(), source, -1), place)
 
 
 class PassRows(NamedTuple):
@@ -258,18 +258,18 @@ class PermutationScheme(Scheme):
     def forward(
         self, job: DispatchSpec, passes: jax.Array, plan: Plan, x: Any, weights: Any, params: Any, keep: bool = False
     ) -> tuple[jax.Array, Any]:
-        own = _Params.of(params)
+        flat_params = _Params.of(params)
 
         def visit(q: jax.Array, keep: bool = False) -> tuple[jax.Array, Any]:
             w = self.window(job, plan, q)
             rows = self._rows(job, w, taken(x, w.pair, weights.shape[1]))
-            made = _Made.of(job, own, rows, w.sizes, keep)
-            return combined(self._home(job, w, made.y), w.slot, weights), made if keep else None
+            applied = _Made.of(job, flat_params, rows, w.sizes, keep)
+            return combined(self._home(job, w, applied.y), w.slot, weights), applied if keep else None
 
         chunks = [visit(jnp.int32(i), keep) for i in range(job.chunks)]
         first = functools.reduce(add, [out for out, _ in chunks])
         out = summed(job, passes, x, first, lambda: self._over_chunks(job, lambda q: visit(q)[0]))
-        return out, [made for _, made in chunks] if keep else None
+        return out, [applied for _, applied in chunks] if keep else None
 
     def backward(
         self,
@@ -282,14 +282,14 @@ class PermutationScheme(Scheme):
         params: Any,
         d_out: jax.Array,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        top_k, own = weights.shape[1], _Params.of(params)
+        top_k, flat_params = weights.shape[1], _Params.of(params)
 
-        def visit(q: jax.Array, made: Callable) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        def visit(q: jax.Array, applied_of: Callable) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
             w = self.window(job, plan, q)
             weight = jnp.where(w.pair >= 0, weights.reshape(-1)[jnp.maximum(w.pair, 0)], 0)
             d, weight = (self._rows(job, w, a) for a in (taken(d_out, w.pair, top_k), weight))
-            by = made(w)
-            d_own, d_rows = by.pull(own, (wide(d) * weight[:, None]).astype(by.y.dtype))
+            by = applied_of(w)
+            d_own, d_rows = by.pull(flat_params, (wide(d) * weight[:, None]).astype(by.y.dtype))
             d_weight = jnp.sum(wide(by.y) * wide(d), axis=1)
             d_rows, d_weight = (self._home(job, w, a) for a in (d_rows, d_weight))
             d_weight = jnp.where(w.slot >= 0, d_weight[jnp.maximum(w.slot, 0)], 0)
@@ -299,13 +299,13 @@ class PermutationScheme(Scheme):
             tokens = x()
 
             def again(w: PassRows) -> _Made:
-                return _Made.of(job, own, self._rows(job, w, taken(tokens, w.pair, top_k)), w.sizes, True)
+                return _Made.of(job, flat_params, self._rows(job, w, taken(tokens, w.pair, top_k)), w.sizes, True)
 
             return self._over_chunks(job, lambda q: visit(q, again))
 
         first = functools.reduce(add, [visit(jnp.int32(i), lambda _, i=i: kept[i]) for i in range(job.chunks)])
-        d_x, d_weights, d_own = summed(job, passes, (d_out, weights, own.own), first, further)
-        return d_x, d_weights, own.tree_of(d_own)
+        d_x, d_weights, d_own = summed(job, passes, (d_out, weights, flat_params.own), first, further)
+        return d_x, d_weights, flat_params.tree_of(d_own)
 
     @staticmethod
     def _over_chunks(job: DispatchSpec, visit: Callable) -> Callable:
@@ -343,14 +343,14 @@ class _Params(NamedTuple):
     def own(self) -> list[jax.Array]:
         return [self.leaves[i] for i in self.floats]
 
-    def whole(self, own: list[jax.Array]) -> Any:
-        found = dict(zip(self.floats, own, strict=True))
-        return self.tree.unflatten([found.get(i, leaf) for i, leaf in enumerate(self.leaves)])
+    def whole(self, arrays: list[jax.Array]) -> Any:
+        by_index = dict(zip(self.floats, arrays, strict=True))
+        return self.tree.unflatten([by_index.get(i, leaf) for i, leaf in enumerate(self.leaves)])
 
-    def tree_of(self, own: list[jax.Array]) -> Any:
+    def tree_of(self, arrays: list[jax.Array]) -> Any:
         """Returns a tree like the params, with None for leaves that are not floats."""
-        found = dict(zip(self.floats, own, strict=True))
-        return self.tree.unflatten([found.get(i) for i in range(len(self.leaves))])
+        by_index = dict(zip(self.floats, arrays, strict=True))
+        return self.tree.unflatten([by_index.get(i) for i in range(len(self.leaves))])
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("y", "leaves"), meta_fields=("tree", "params"))
@@ -371,15 +371,17 @@ class _Made:
     def of(cls, job: DispatchSpec, params: _Params, rows: jax.Array, sizes: jax.Array, keep: bool) -> _Made:
         if not keep:
             return cls(_applied(job, params.whole(params.own), rows, sizes), [], None, ())
-        y, pull = jax.vjp(lambda own, rows: _applied(job, params.whole(own), rows, sizes), params.own, rows)
+        y, pull = jax.vjp(lambda arrays, rows: _applied(job, params.whole(arrays), rows, sizes), params.own, rows)
         leaves, tree = jax.tree.flatten(pull)
-        known = {id(leaf): i for i, leaf in enumerate(params.leaves)}
-        again = tuple((i, known[id(leaf)]) for i, leaf in enumerate(leaves) if id(leaf) in known)
-        return cls(y, [leaf for leaf in leaves if id(leaf) not in known], tree, again)
+        index_of = {id(leaf): i for i, leaf in enumerate(params.leaves)}
+        again = tuple((i, index_of[id(leaf)]) for i, leaf in enumerate(leaves) if id(leaf) in index_of)
+        return cls(y, [leaf for leaf in leaves if id(leaf) not in index_of], tree, again)
 
     def pull(self, params: _Params, d: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        rest, known = iter(self.leaves), dict(self.params)
-        leaves = [params.leaves[known[i]] if i in known else next(rest) for i in range(len(self.leaves) + len(known))]
+        rest, param_of = iter(self.leaves), dict(self.params)
+        leaves = [
+            params.leaves[param_of[i]] if i in param_of else next(rest) for i in range(len(self.leaves) + len(param_of))
+        ]
         return jax.tree.unflatten(self.tree, leaves)(d)
 
 

@@ -67,10 +67,10 @@ class AllToAll(PermutationScheme):
         sizes = plan.sizes.reshape(n, n, job.own)
         mine = sizes[job.rank].sum(-1)
         first = before(mine, 0)
-        at = q * c + jnp.arange(c)
-        # The rows for rank r begin at first[r]; this chunk has those at `at`.
-        there = jnp.minimum(first[:, None] + at, plan.order.size - 1)
-        pair = jnp.where(at < mine[:, None], plan.order[there], -1).reshape(-1)
+        offsets = q * c + jnp.arange(c)
+        # The rows for rank r begin at first[r]; this chunk has those at `offsets`.
+        source = jnp.minimum(first[:, None] + offsets, plan.order.size - 1)
+        pair = jnp.where(offsets < mine[:, None], plan.order[source], -1).reshape(-1)
         to = jnp.minimum(plan.expert // job.own, n - 1)
         index = plan.place - first[to] - q * c
         sent = (plan.expert < job.num_experts) & (index >= 0) & (index < c)
@@ -186,10 +186,10 @@ def _ragged(x: jax.Array, rows: int, start: jax.Array, sizes: jax.Array, to: jax
         return lax.ragged_all_to_all(x, out, start[me], sizes[me], to[me], sizes[:, me], axis_name=job.axis)
 
     def gathered(x: jax.Array, start: jax.Array, sizes: jax.Array, to: jax.Array) -> jax.Array:
-        every, at = lax.all_gather(x, job.axis), jnp.arange(rows)[:, None]
-        holds = (at >= to[:, me]) & (at < (to + sizes)[:, me])
+        every, index = lax.all_gather(x, job.axis), jnp.arange(rows)[:, None]
+        holds = (index >= to[:, me]) & (index < (to + sizes)[:, me])
         source = jnp.argmax(holds, axis=1)
-        row = jnp.clip((start - to)[source, me] + at[:, 0], 0, x.shape[0] - 1)
+        row = jnp.clip((start - to)[source, me] + index[:, 0], 0, x.shape[0] - 1)
         return jnp.where(holds.any(1).reshape(-1, *(1,) * (x.ndim - 1)), every[source, row], 0)
 
     return lax.platform_dependent(x, *vary_alike((start, sizes, to), x), cpu=gathered, default=ragged)
@@ -233,13 +233,13 @@ class AllGather(Scheme):
         self, job: DispatchSpec, passes: jax.Array, plan: Any, x: Any, weights: Any, params: Any, keep: bool = False
     ) -> tuple[jax.Array, Any]:
         inner = self._inner(job)
-        out, kept = [], []
+        out, residuals = [], []
         for part, x_part, w_part in zip(plan, self._chunks(job, x), self._chunks(job, weights), strict=True):
             every, w = self._gather(job, x_part), self._gather(job, w_part)
-            sums, made = inner.scheme.forward(inner, passes, part, every, w, params, keep)
+            sums, part_residuals = inner.scheme.forward(inner, passes, part, every, w, params, keep)
             out.append(self._scatter(job, sums))
-            kept.append(made)
-        return jnp.concatenate(out), kept if keep else None
+            residuals.append(part_residuals)
+        return jnp.concatenate(out), residuals if keep else None
 
     def backward(
         self,
@@ -255,16 +255,16 @@ class AllGather(Scheme):
         inner = self._inner(job)
         d_x, d_weights, d_params = [], [], []
         parts = (self._chunks(job, a) for a in (weights, d_out))
-        for i, (part, *own) in enumerate(zip(plan, *parts, strict=True)):
-            w, d = (self._gather(job, a) for a in own)
+        for i, (part, *chunk) in enumerate(zip(plan, *parts, strict=True)):
+            w, d = (self._gather(job, a) for a in chunk)
 
             def every(i: int = i) -> jax.Array:
                 return self._gather(job, self._chunks(job, x())[i])
 
-            found = inner.scheme.backward(inner, passes, part, kept[i], every, w, params, d)
-            d_x.append(self._scatter(job, found[0]))
-            d_weights.append(self._scatter(job, found[1]))
-            d_params.append(jax.tree.map(wide, found[2]))
+            grads = inner.scheme.backward(inner, passes, part, kept[i], every, w, params, d)
+            d_x.append(self._scatter(job, grads[0]))
+            d_weights.append(self._scatter(job, grads[1]))
+            d_params.append(jax.tree.map(wide, grads[2]))
         return jnp.concatenate(d_x), jnp.concatenate(d_weights), functools.reduce(add, d_params)
 
     def cost(self, shape: ExchangeShape) -> Traffic:
