@@ -104,8 +104,8 @@ class Prompts:
         if self.task == "needle":
             start, size = int(rng.integers(len(self.text))), self._body - self._pair
             around, asked = self.text.take(np.arange(start, start + size), mode="wrap"), 0
-            at = round(depth * size)
-            body = np.concatenate([around[:at], pairs[0], around[at:]])
+            index = round(depth * size)
+            body = np.concatenate([around[:index], pairs[0], around[index:]])
         else:
             asked = round(depth * (self.pairs - 1))
             rest = rng.choice(self._ids, self._body - pairs.size)
@@ -131,12 +131,12 @@ class Prompts:
 
     def _keys(self, rng: np.random.Generator) -> np.ndarray:
         """Returns [pairs, key_tokens], all different."""
-        found = np.zeros((0, self.key_tokens), self._ids.dtype)
-        while len(found) < self.pairs:  # at least three quarters of all possible keys are free
-            more = rng.choice(self._ids, (self.pairs - len(found), self.key_tokens))
-            both = np.concatenate([found, more])
-            found = both[np.sort(np.unique(both, axis=0, return_index=True)[1])]
-        return found
+        keys = np.zeros((0, self.key_tokens), self._ids.dtype)
+        while len(keys) < self.pairs:  # at least three quarters of all possible keys are free
+            more = rng.choice(self._ids, (self.pairs - len(keys), self.key_tokens))
+            both = np.concatenate([keys, more])
+            keys = both[np.sort(np.unique(both, axis=0, return_index=True)[1])]
+        return keys
 
 
 def wilson(p: float, n: int) -> tuple[float, float]:

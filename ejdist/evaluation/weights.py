@@ -64,18 +64,18 @@ class Weights:
 
     def load(self, program: Program) -> tuple[Any, Any]:
         """Returns (params, buffers), where the program has them. Raises CheckpointError or WeightsError."""
-        wanted = {
+        likes = {
             f"{kind}.{name_of(path)}": like
             for kind, tree in (("params", program.state.params), ("buffers", program.state.buffers))
             for path, like in jax.tree_util.tree_leaves_with_path(tree)
         }
         has = declared_leaves(self.model)
-        tree = nested(self.read({name: like for name, like in wanted.items() if name in has}))
+        tree = nested(self.read({name: like for name, like in likes.items() if name in has}))
         key, places = jax.random.key(0), jax.tree.map(lambda like: like.sharding, program.state.buffers)
 
-        def whole(given: Any) -> Any:
+        def whole(loaded: Any) -> Any:
             drawn = initialise(program.model.buffers, key)
-            return {part: new | given.get(part, {}) for part, new in drawn.items()}
+            return {part: new | loaded.get(part, {}) for part, new in drawn.items()}
 
         return tree["params"], jax.jit(whole, out_shardings=places)(tree.get("buffers", {}))
 
@@ -97,8 +97,10 @@ def open_weights(where: str, step: int | None = None) -> Weights:
             )
         published = read_published(folder)
         source = open_source(where, published.model)
-        own = where if (folder / "tokenizer.json").is_file() else None
-        return Weights(str(folder), published.model, source.load, source.digest, dtype=published.dtype, tokenizer=own)
+        tokenizer = where if (folder / "tokenizer.json").is_file() else None
+        return Weights(
+            str(folder), published.model, source.load, source.digest, dtype=published.dtype, tokenizer=tokenizer
+        )
     if not (folder / "checkpoints").is_dir() and not has_steps(folder):
         what = "has neither checkpoints nor config.json" if folder.is_dir() else "is no folder"
         raise ValueError(

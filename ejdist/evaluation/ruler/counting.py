@@ -26,10 +26,10 @@ def common_words(rng: Rng, depth: float, number: int, length: int, sources: Sour
 
     def part(size: int, often: int, seldom: int, seed: int, taken: set[str]) -> tuple[str, list[str]]:
         # Words of six letters each: none is in another, so that no answer is right by chance.
-        own = np.random.default_rng(seed)
-        words = different(lambda: word(own, 3), size, taken)
+        part_rng = np.random.default_rng(seed)
+        words = different(lambda: word(part_rng, 3), size, taken)
         listed = np.asarray(words[:_COMMON] * often + words[_COMMON:] * seldom, object)
-        listed = listed[own.permutation(len(listed))]
+        listed = listed[part_rng.permutation(len(listed))]
         asked = (
             "The numbered list below has words that occur more often than the others. Remember those.\n"
             f"{' '.join(f'{i}. {w}' for i, w in enumerate(listed, 1))}\n"

@@ -84,12 +84,12 @@ class Needles:
 def _among(lines: list[str], hidden: list[tuple[float, str]]) -> list[str]:
     """Returns the lines, with each needle at its depth: 0 before the first line, 1 after the last."""
     mixed: list[str] = []
-    at = 0
+    start = 0
     for depth, needle in hidden:
         stop = round(depth * len(lines))
-        mixed += [*lines[at:stop], needle]
-        at = stop
-    return mixed + lines[at:]
+        mixed += [*lines[start:stop], needle]
+        start = stop
+    return mixed + lines[start:]
 
 
 def _listed(words: list[str] | tuple[str, ...]) -> str:
@@ -101,7 +101,7 @@ def variable_tracking(rng: Rng, depth: float, number: int, length: int, sources:
     """Returns a case of vt: one value, which five variables get from each other, and before it an example with another one."""
     names = different(lambda: letters(rng, 5, upper=True), 2 * (_HOPS + 1))
     values = different(lambda: digits(rng, 5), 2)
-    own, others = names[: _HOPS + 1], names[_HOPS + 1 :]
+    asked, others = names[: _HOPS + 1], names[_HOPS + 1 :]
     # Sorted, so that a variable is assigned before it is used.
     places = [sorted(rng.random(_HOPS + 1).tolist()) for _ in range(2)]
 
@@ -115,6 +115,6 @@ def variable_tracking(rng: Rng, depth: float, number: int, length: int, sources:
             f"Answer: By the assignments in the text above, {len(variables)} variables have the value {value}, they are:"
         )
 
-    answer = " " + " ".join(own)
+    answer = " " + " ".join(asked)
     example = part(others, values[1], places[1], _EXAMPLE) + " " + " ".join(others) + "\n\n"
-    return Case(tuple(own), answer, lambda size: example + part(own, values[0], places[0], size), "lines")
+    return Case(tuple(asked), answer, lambda size: example + part(asked, values[0], places[0], size), "lines")

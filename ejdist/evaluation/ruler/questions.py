@@ -63,11 +63,16 @@ class Questions:
             raise ValueError(f"{key} = {path!r} has another format; {what}") from None
         if not rows:
             raise ValueError(f"{key} = {path!r} has no question with an answer; {what}")
-        documents = sorted({text for _, _, own, near in rows for text in (*own, *near)})
+        documents = sorted({text for _, _, relevant, near in rows for text in (*relevant, *near)})
         places = {text: i for i, text in enumerate(documents)}
         items = [
-            Question(question, answers, tuple(places[t] for t in own), tuple(places[t] for t in near if t not in own))
-            for question, answers, own, near in rows
+            Question(
+                question,
+                answers,
+                tuple(places[t] for t in relevant),
+                tuple(places[t] for t in near if t not in relevant),
+            )
+            for question, answers, relevant, near in rows
         ]
         return cls(tuple(documents), tuple(items))
 
@@ -90,9 +95,9 @@ def _squad(content: Any) -> _Rows:
 def _hotpotqa(content: Any) -> _Rows:
     rows: _Rows = []
     for one in content:
-        own = list(dict.fromkeys(f"{title}\n{''.join(sentences)}" for title, sentences in one["context"]))
-        if own and one["answer"]:
-            rows.append((str(one["question"]), (str(one["answer"]),), own, []))
+        documents = list(dict.fromkeys(f"{title}\n{''.join(sentences)}" for title, sentences in one["context"]))
+        if documents and one["answer"]:
+            rows.append((str(one["question"]), (str(one["answer"]),), documents, []))
     return rows
 
 

@@ -136,13 +136,13 @@ class Essays:
         laps = np.arange((first + size) // total + 1)[:, None] * total
         places = np.unique(np.concatenate([[0], (self.ends + laps).reshape(-1) - first, [size]]))
         places = places[(places >= 0) & (places <= size)]
-        at = 0
+        position = 0
         parts: list[str] = []
         for depth, sentence in sorted(needles):
             stop = int(places[np.abs(places - depth * size).argmin()])
-            parts += [*self._span(first + at, first + stop), sentence]
-            at = stop
-        return " ".join([*parts, *self._span(first + at, first + size)])
+            parts += [*self._span(first + position, first + stop), sentence]
+            position = stop
+        return " ".join([*parts, *self._span(first + position, first + size)])
 
     def _span(self, start: int, stop: int) -> list[str]:
         total, words = len(self.words), []
