@@ -86,10 +86,10 @@ class Candidate:
 
     def overrides(self) -> dict[str, str]:
         """Returns key -> value, as a command line has them."""
-        found = {f"mesh.{axis}": str(size) for axis, size in self.sizes.items()}
-        found |= {REMAT: self.remat, ACCUMULATION: str(self.accumulation), BATCH: str(self.global_batch)}
+        values = {f"mesh.{axis}": str(size) for axis, size in self.sizes.items()}
+        values |= {REMAT: self.remat, ACCUMULATION: str(self.accumulation), BATCH: str(self.global_batch)}
         chosen = {SCHEME: self.scheme, ORDER: self.order, DISPATCH: self.dispatch}
-        return found | {key: value for key, value in chosen.items() if value is not None} | dict(self.savings)
+        return values | {key: value for key, value in chosen.items() if value is not None} | dict(self.savings)
 
 
 def candidate_of(sections: Any, sizes: Mapping[str, int]) -> Candidate:
@@ -112,14 +112,14 @@ def policies_searched(savings: Savings = ()) -> tuple[str, ...]:
 def savings_searched(s: Any, given: Collection[str]) -> list[Savings]:
     """Returns the savings that are searched, in this order: what the recipe has not yet, and nothing that is given."""
     given = {*given, *(f"optimizer.{key}" for key in fixed(s.optimizer))}
-    found: list[Savings] = []
+    searched: list[Savings] = []
     for savings in SAVINGS:
         new = tuple(
             (key, value) for key, value in savings if key not in given and (key == REMAT or _of(s, key) != value)
         )
-        if new not in found:
-            found.append(new)
-    return found
+        if new not in searched:
+            searched.append(new)
+    return searched
 
 
 def _of(s: Any, key: str) -> str:

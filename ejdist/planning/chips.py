@@ -123,5 +123,5 @@ CHIPS = {
 
 def chip_of_kind(kind: str) -> Chip | None:
     """Returns the device of a `jax.Device.device_kind`, None where it is not known (a CPU)."""
-    found = [chip for chip in CHIPS.values() if kind.startswith(chip.kind)]
-    return max(found, key=lambda chip: len(chip.kind), default=None)
+    matches = [chip for chip in CHIPS.values() if kind.startswith(chip.kind)]
+    return max(matches, key=lambda chip: len(chip.kind), default=None)

@@ -78,11 +78,11 @@ def does_not_fit(error: jax.errors.JaxRuntimeError) -> bool:
 
 def collectives_of(text: str) -> dict[str, int]:
     """Returns how often each kind of collective stands in a compiled program; one inside a loop counts once."""
-    found, fused = Counter(), False
+    counts, fused = Counter(), False
     for line in text.splitlines():
         if line and not line.startswith(" "):
             # On a TPU a reduce-scatter is a fused computation of this name, written as an all-reduce and a slice.
             fused = line.startswith("%all-reduce-scatter")
         elif call := re.search(rf" = .*? ({'|'.join(COLLECTIVES)})(?:-start)?\(", line):
-            found["reduce-scatter" if fused else call[1]] += 1
-    return {kind: found[kind] for kind in COLLECTIVES if found[kind]}
+            counts["reduce-scatter" if fused else call[1]] += 1
+    return {kind: counts[kind] for kind in COLLECTIVES if counts[kind]}

@@ -26,7 +26,7 @@ def stages(sections: Any, given: set[str], listed: bool) -> list[tuple[Stage, se
     Raises:
       ValueError: a stage is wrong; names the key.
     """
-    found = []
+    stage_keys = []
     for stage, section in zip(stages_of(sections), sections.curriculum, strict=True):
         keys = given | set(_OF_THE_RUN)
         if section.mesh is not None:  # it is the whole of the stage's mesh
@@ -34,8 +34,8 @@ def stages(sections: Any, given: set[str], listed: bool) -> list[tuple[Stage, se
         for key, value in ((REMAT, section.remat), (ACCUMULATION, section.accumulation)):
             if value is not None:
                 keys = keys | {key} if listed else keys - {key}
-        found.append((stage, keys))
-    return found
+        stage_keys.append((stage, keys))
+    return stage_keys
 
 
 def overrides_text(sections: Any, plans: Sequence[Mapping[str, Any] | None]) -> tuple[str, list[str]]:
@@ -45,8 +45,8 @@ def overrides_text(sections: Any, plans: Sequence[Mapping[str, Any] | None]) -> 
     Args:
       plans: of each stage its mesh (axis -> devices), and what was `chosen` (key -> value); None where nothing was searched.
     """
-    found = [_words(sections, *pair) for pair in zip(sections.curriculum, plans, strict=True)]
-    return f"curriculum={shlex.quote(f'[{", ".join(map(_braces, found))}]')}", unused(found)
+    words = [_words(sections, *pair) for pair in zip(sections.curriculum, plans, strict=True)]
+    return f"curriculum={shlex.quote(f'[{", ".join(map(_braces, words))}]')}", unused(words)
 
 
 def _words(sections: Any, section: StageSection, plan: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -50,8 +50,8 @@ class Links:
     def pieces(self, axis: str, sizes: Mapping[str, int]) -> list[tuple[str, int]]:
         """Returns the parts of an axis with more than one device each: inside of a slice, and over slices (`NETWORK`)."""
         outer = over_slices(sizes, self.slices).get(axis, 1)
-        found = [(axis, sizes[axis] // outer), (NETWORK, outer)]
-        return [(name, n) for name, n in found if n > 1]
+        parts = [(axis, sizes[axis] // outer), (NETWORK, outer)]
+        return [(name, n) for name, n in parts if n > 1]
 
     def crosses(self, axis: str, sizes: Mapping[str, int]) -> str:
         """Returns what an axis goes over: "devices" of a host or slice, "hosts", or "slices"."""
@@ -78,26 +78,26 @@ class Links:
         """Returns the time of all collectives, one after the other."""
         total = 0.0
         for (axis, collective), sent in traffic.bytes.items():
-            there = self.source(axis, sizes).axis
-            slower = self._slower(axis, collective, sizes, there)
-            if there is None:
+            measured = self.source(axis, sizes).axis
+            slower = self._slower(axis, collective, sizes, measured)
+            if measured is None:
                 total += slower * sent / LINK / self.rate(axis, sizes)
             else:
                 calls = max(traffic.calls[axis, collective], 1)
-                total += calls * there.seconds(collective, slower * sent / calls)
+                total += calls * measured.seconds(collective, slower * sent / calls)
         return total
 
-    def _slower(self, axis: str, collective: str, sizes: Mapping[str, int], there: MeasuredAxis | None) -> float:
+    def _slower(self, axis: str, collective: str, sizes: Mapping[str, int], measured: MeasuredAxis | None) -> float:
         """Returns how many times as long an exchange takes as one of the same bytes at the known rate."""
         slower = 1.0
         if collective in (ALL_TO_ALL, RAGGED_ALL_TO_ALL) and self.chip.network is None and axis != NETWORK:
             # On a ring most rows pass several links. A longer axis spans several sides of the slice, each a ring.
-            ring, known_ring = (min(n, self.side or n) for n in (sizes[axis], there.size if there else 4))
+            ring, known_ring = (min(n, self.side or n) for n in (sizes[axis], measured.size if measured else 4))
             slower = max(ring, 4) / max(known_ring, 4)
         if collective in COLLECTIVES:
             return slower
-        known = links_of(self.chip.kind)  # the one that the doctor does not measure
-        return slower * known.all_to_all / getattr(known, collective)
+        links = links_of(self.chip.kind)  # the one that the doctor does not measure
+        return slower * links.all_to_all / getattr(links, collective)
 
     def source(self, axis: str, sizes: Mapping[str, int]) -> Source:
         """Returns where the speed of an axis is from."""

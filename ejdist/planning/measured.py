@@ -31,12 +31,12 @@ class MeasuredAxis:
         """Returns the time of one collective in which a device sends that many bytes; one that is not in `COLLECTIVES` has that
         of an all-to-all."""
         points = self.points.get(collective) or self.points[ALL_TO_ALL]
-        at = bisect.bisect_left(points, (sent, 0.0))
-        if at == 0:
+        index = bisect.bisect_left(points, (sent, 0.0))
+        if index == 0:
             return points[0][1]
-        if at == len(points):
+        if index == len(points):
             return points[-1][1] * sent / points[-1][0]
-        (less, before), (more, after) = points[at - 1], points[at]
+        (less, before), (more, after) = points[index - 1], points[index]
         return before + (after - before) * (sent - less) / (more - less)
 
     def told(self) -> str:
@@ -67,17 +67,17 @@ def read(file: str | Path, chip: Chip, per_host: int) -> Measured:
     check_folder("bandwidth", str(file))
     path = Path(file).expanduser()
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"bandwidth = {str(path)!r} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # no text, or no JSON
         raise ValueError(_damaged(path, f"it is not JSON ({error})")) from None
     try:
-        kind, measured = _checked(path, found)
+        kind, measured = _checked(path, content)
     except _Damaged as error:
         raise ValueError(_damaged(path, str(error))) from None
-    there = chip_of_kind(kind)
-    if there is None or there.name != chip.name:
+    measured_chip = chip_of_kind(kind)
+    if measured_chip is None or measured_chip.name != chip.name:
         raise ValueError(
             f"bandwidth = {str(path)!r} was measured on {kind}, but the plan is for {chip.kind}: measure there, by python -m "
             "launch.doctor, or leave bandwidth= out"
@@ -106,13 +106,15 @@ def _damaged(path: Path, why: str) -> str:
     return f"bandwidth = {str(path)!r} is damaged: {why}; run python -m launch.doctor again"
 
 
-def _checked(path: Path, found: Any) -> tuple[str, Measured]:
+def _checked(path: Path, content: Any) -> tuple[str, Measured]:
     """Returns (the kind of the devices, what was measured). Raises `_Damaged`."""
-    kind, mesh, axes = (_of(found, "", name, of) for name, of in (("device_kind", str), ("mesh", dict), ("axes", dict)))
+    kind, mesh, axes = (
+        _of(content, "", name, of) for name, of in (("device_kind", str), ("mesh", dict), ("axes", dict))
+    )
     mesh = {CP: 1, **mesh}  # a file from before there was this axis
     if set(mesh) != set(AXES) or not all(_whole(n) for n in mesh.values()):
         raise _Damaged(f"mesh is {mesh!r}, and must have the devices along {', '.join(AXES)}")
-    made = {}
+    measured_axes = {}
     for name, axis in axes.items():
         where = f"axes.{name}"
         size, crosses, rows = (
@@ -120,22 +122,22 @@ def _checked(path: Path, found: Any) -> tuple[str, Measured]:
         )
         if name not in AXES or size != mesh[name] or size < 2 or crosses not in CROSSES:
             raise _Damaged(f"{where} has size {size} and crosses {crosses!r}, and the mesh is {mesh}")
-        made[name] = MeasuredAxis(name, size, crosses, _points(rows, where))
-    lost = [name for name, size in mesh.items() if size > 1 and name not in made]
+        measured_axes[name] = MeasuredAxis(name, size, crosses, _points(rows, where))
+    lost = [name for name, size in mesh.items() if size > 1 and name not in measured_axes]
     if lost:
         raise _Damaged(f"axes.{lost[0]} is missing, and the mesh has {mesh[lost[0]]} devices along it")
-    at = found.get("at", "")
-    return kind, Measured(str(path), at if isinstance(at, str) else "", mesh, made)
+    measured_at = content.get("at", "")
+    return kind, Measured(str(path), measured_at if isinstance(measured_at, str) else "", mesh, measured_axes)
 
 
 def _points(rows: list[Any], where: str) -> dict[str, tuple[tuple[float, float], ...]]:
     points: dict[str, list[tuple[float, float]]] = {name: [] for name in COLLECTIVES}
     for i, row in enumerate(rows):
-        at = f"{where}.measured[{i}]"
-        collective = _of(row, at, "collective", str)
-        sent, seconds = (_of(row, at, key, (int, float)) for key in ("bytes", "seconds"))
+        row_where = f"{where}.measured[{i}]"
+        collective = _of(row, row_where, "collective", str)
+        sent, seconds = (_of(row, row_where, key, (int, float)) for key in ("bytes", "seconds"))
         if not (0 < sent < 2**60 and 0 < seconds < 1e6):  # neither is NaN, which json reads
-            raise _Damaged(f"{at} has {sent} bytes in {seconds} s")
+            raise _Damaged(f"{row_where} has {sent} bytes in {seconds} s")
         if collective in points:
             points[collective].append((float(sent), float(seconds)))
     for collective, of in points.items():
@@ -145,8 +147,8 @@ def _points(rows: list[Any], where: str) -> dict[str, tuple[tuple[float, float],
     return {name: tuple(of) for name, of in points.items()}
 
 
-def _of(found: Any, where: str, name: str, kind: Any) -> Any:
-    value = found.get(name) if isinstance(found, dict) else None
+def _of(content: Any, where: str, name: str, kind: Any) -> Any:
+    value = content.get(name) if isinstance(content, dict) else None
     if not isinstance(value, kind) or isinstance(value, bool):
         raise _Damaged(
             f"{where}{'.' if where else ''}{name} is missing" if value is None else f"{where}.{name} is {value!r}"

@@ -81,15 +81,15 @@ def stored(sections: Any, declared: Any, mesh: Any, kind: str = "parameter") -> 
     """Returns every parameter as a mesh holds it. Raises ValueError where a dim does not divide."""
     places = jax.tree.leaves(param_shardings(sections, declared, mesh, kind))
     parameters = jax.tree_util.tree_leaves_with_path(declared, is_leaf=lambda x: isinstance(x, Param))
-    found = []
+    leaves = []
     for (path, param), place in zip(parameters, places, strict=True):
         axes = [a for a in axes_in(place.spec) if mesh.shape[a] > 1]
         stays = (TP, *sections.experts.axes) if "E" in param.dims.split() else (TP,)
         local = param.size // math.prod(mesh.shape[a] for a in axes)
         over = tuple(a for a in axes if a not in stays)
         used = local * math.prod(mesh.shape[a] for a in over)
-        found.append(Stored(".".join(str(k.key) for k in path), param, param.size, local, used, over))
-    return found
+        leaves.append(Stored(".".join(str(k.key) for k in path), param, param.size, local, used, over))
+    return leaves
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def _gathered(c: Any, stacks: list[Stored], itemsize: int | None, cast: int = 0)
     Args:
       itemsize: bytes of a number there; None: as it is stored, and where that is not `cast`, those of a copy too.
     """
-    found = {"": 0}
+    by_part = {"": 0}
     for part in counted_parts(c):
         names = part.declare(c)
         mine = [p for p in stacks if p.path.split(".")[1] in names]
@@ -242,5 +242,5 @@ def _gathered(c: Any, stacks: list[Stored], itemsize: int | None, cast: int = 0)
             numbers = p.used // p.param.shape[0]
             as_stored = p.itemsize if itemsize is None else itemsize
             copy = cast if itemsize is None and p.param.inputs and p.itemsize != cast else 0
-            found[part.name] = found.get(part.name, 0) + numbers * ((as_stored if p.over else 0) + copy)
-    return found
+            by_part[part.name] = by_part.get(part.name, 0) + numbers * ((as_stored if p.over else 0) + copy)
+    return by_part

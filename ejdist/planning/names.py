@@ -88,14 +88,14 @@ def read(key: str, given: str) -> Named:
     )
 
 
-def _of_shape(key: str, given: str, chip: Chip, shape: str) -> Named:
+def _of_shape(key: str, value: str, chip: Chip, shape: str) -> Named:
     sizes = [int(n) for n in shape.split("x")]
     if chip.platform != "tpu":
-        raise ValueError(f"{key} = {given!r}: a GPU has no shape; give device={chip.name} devices={math.prod(sizes)}")
+        raise ValueError(f"{key} = {value!r}: a GPU has no shape; give device={chip.name} devices={math.prod(sizes)}")
     if len(sizes) != chip.dims:
         example = {2: "4x4", 3: "4x4x4"}[chip.dims]
         raise ValueError(
-            f"{key} = {given!r}: a slice of {chip.name} has {chip.dims} dims, for example {chip.name}:{example}"
+            f"{key} = {value!r}: a slice of {chip.name} has {chip.dims} dims, for example {chip.name}:{example}"
         )
     return Named(chip, chip.per_chip * math.prod(sizes), shape)
 
@@ -107,11 +107,14 @@ def shaped(key: str, given: str, chip: Chip, chips: int) -> Named:
     if shape is None and chip.dims == 3 and chips % _CUBE == 0 and 0 < chips <= _MOST_CHIPS[chip.name]:
         shape = "x".join(str(4 * n) for n in _roundest(chips // _CUBE))
     if shape is None:
-        known = sorted({*table, *(_CUBE << n for n in range(8) if chip.dims == 3)})
+        offered = sorted({*table, *(_CUBE << n for n in range(8) if chip.dims == 3)})
         cores = _CORES.get(chip.name, 1)
         near = [
             n
-            for n in (max((k for k in known if k < chips), default=0), min((k for k in known if k > chips), default=0))
+            for n in (
+                max((k for k in offered if k < chips), default=0),
+                min((k for k in offered if k > chips), default=0),
+            )
             if n
         ]
         named = " and ".join(f"{chip.name}-{n * cores} ({_chips(n)})" for n in near)
@@ -135,17 +138,17 @@ def _roundest(n: int) -> tuple[int, ...]:
     )
 
 
-def _slice(key: str, given: str, chip: Chip, size: int) -> Named:
+def _slice(key: str, value: str, chip: Chip, size: int) -> Named:
     cores = _CORES.get(chip.name, 1)
     if size % cores:
         raise ValueError(
-            f"{key} = {given!r}: the name of a {chip.name} slice counts TensorCores, {cores} on a chip, and {size} is odd; use "
+            f"{key} = {value!r}: the name of a {chip.name} slice counts TensorCores, {cores} on a chip, and {size} is odd; use "
             f"for example {chip.name}-8, which has 4 chips"
         )
-    return shaped(key, given, chip, size // cores)
+    return shaped(key, value, chip, size // cores)
 
 
-def _counted(key: str, given: str, chip: Chip, count: int) -> Named:
+def _counted(key: str, value: str, chip: Chip, count: int) -> Named:
     if count < 1:
-        raise ValueError(f"{key} = {given!r} must name one device at least")
-    return shaped(key, given, chip, count) if chip.platform == "tpu" else Named(chip, count)
+        raise ValueError(f"{key} = {value!r} must name one device at least")
+    return shaped(key, value, chip, count) if chip.platform == "tpu" else Named(chip, count)

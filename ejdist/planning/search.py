@@ -90,9 +90,9 @@ class Predictor:
     def checked(self, candidate: Candidate) -> Predicted:
         """Returns the prediction. Raises ValueError, naming the size, for what is not legal."""
         s = candidate.applied(self.sections)
-        made = self._predicted(s, candidate, self._legal(s, candidate), math.inf)
-        assert isinstance(made, Predicted)
-        return made
+        prediction = self._predicted(s, candidate, self._legal(s, candidate), math.inf)
+        assert isinstance(prediction, Predicted)
+        return prediction
 
     def _legal(self, s: Any, candidate: Candidate) -> Held:
         """Returns what the candidate's mesh holds. Raises ValueError, naming the size, where it does not fit."""
@@ -102,8 +102,8 @@ class Predictor:
             between_slices(candidate.sizes, slices, s.mesh.fsdp_across_slices)
         sizes = tuple(candidate.sizes[a] for a in s.experts.axes if a in AXES)
         way, axes, ranks = s.experts.dispatch, list(s.experts.axes), math.prod(sizes)
-        known = way in DISPATCHES and ranks > 1 and has_experts(s.model)
-        needs = DISPATCHES[way]().refusal(sizes) if known else None
+        dispatched = way in DISPATCHES and ranks > 1 and has_experts(s.model)
+        needs = DISPATCHES[way]().refusal(sizes) if dispatched else None
         if needs is not None:
             raise ValueError(
                 f"{DISPATCH} = {way!r} is for experts on {needs}, and experts.axes = {axes} has {ranks} devices; leave it out, "
@@ -163,18 +163,18 @@ def candidates(sections: Any, count: int, given: Collection[str], savings: Savin
         )
     sizes = {a: n for a, n in written.items() if n != -1}
     policies = (s.model.remat,) if REMAT in given else policies_searched(savings)
-    kept = tuple((key, value) for key, value in savings if key != REMAT)
+    other_savings = tuple((key, value) for key, value in savings if key != REMAT)
     for mesh in meshes(count, sizes, has_experts(s.model)):
         over = rows_over(dict(zip(AXES, mesh, strict=True)))
         first = next(ways(s, mesh, given))
         for rows, parts in _batches(s, over, given):
-            yield from (Candidate(mesh, policy, parts, rows, *first, kept) for policy in policies)
+            yield from (Candidate(mesh, policy, parts, rows, *first, other_savings) for policy in policies)
 
 
-def _batches(s: Any, over: int, given: Collection[str]) -> Iterator[tuple[int, int]]:
+def _batches(s: Any, over: int, fixed_keys: Collection[str]) -> Iterator[tuple[int, int]]:
     """Yields (global batch, microbatches) that split evenly over that many devices."""
-    some = (s.accumulation,) if ACCUMULATION in given else MICROBATCHES
-    if BATCH in given:
+    some = (s.accumulation,) if ACCUMULATION in fixed_keys else MICROBATCHES
+    if BATCH in fixed_keys:
         rows = s.data.global_batch
         yield from ((rows, parts) for parts in some if rows % parts == 0 and rows // parts % over == 0)
         return
@@ -220,15 +220,15 @@ def search(
         tried.append(_search(predictor, given, compile_step, finalists, log, savings))
         if tried[-1].best is not None or not tried[-1].too_large:
             break
-    first, found = tried[0], tried[-1]
-    unsaved = first.smallest or first.refused[-1][0] if len(tried) > 1 and found.best is not None else None
+    first, last = tried[0], tried[-1]
+    unsaved = first.smallest or first.refused[-1][0] if len(tried) > 1 and last.best is not None else None
     refused = [one for some in tried for one in some.refused]
-    return replace(found, looked_at=sum(some.looked_at for some in tried), refused=refused, unsaved=unsaved)
+    return replace(last, looked_at=sum(some.looked_at for some in tried), refused=refused, unsaved=unsaved)
 
 
 def _search(
     predictor: Predictor,
-    given: Collection[str],
+    fixed_keys: Collection[str],
     compile_step: Callable[[Any], Compiled | None] | None,
     finalists: int,
     log: Callable[[str], None],
@@ -238,32 +238,32 @@ def _search(
     sections, target, fitting, count = predictor.sections, predictor.target, [], 0
     smallest: tuple[int, Candidate] | None = None
     room = target.chip.memory / (1 + MARGIN)
-    for candidate in candidates(sections, target.count, given, savings):
-        made = predictor(candidate, room)
-        if made is None:
+    for candidate in candidates(sections, target.count, fixed_keys, savings):
+        prediction = predictor(candidate, room)
+        if prediction is None:
             continue
         count += 1
-        if isinstance(made, Predicted):
-            fitting.append(made)
-        elif smallest is None or made.total < smallest[0]:
-            smallest = made.total, candidate
+        if isinstance(prediction, Predicted):
+            fitting.append(prediction)
+        elif smallest is None or prediction.total < smallest[0]:
+            smallest = prediction.total, candidate
     if not count:
-        _explain(sections, target, given, predictor)
+        _explain(sections, target, fixed_keys, predictor)
     least = predictor.checked(smallest[1]) if smallest and not fitting else None
     for plan in ranked(fitting)[:VARIED]:
         of = plan.candidate
-        for scheme, order, dispatch in itertools.islice(ways(sections, of.mesh, given), 1, None):
-            made = predictor(replace(of, scheme=scheme, order=order, dispatch=dispatch), room)
+        for scheme, order, dispatch in itertools.islice(ways(sections, of.mesh, fixed_keys), 1, None):
+            prediction = predictor(replace(of, scheme=scheme, order=order, dispatch=dispatch), room)
             count += 1
-            fitting += [made] if isinstance(made, Predicted) else []
+            fitting += [prediction] if isinstance(prediction, Predicted) else []
     order, refused, too_large = ranked(fitting), [], True
     if compile_step is None:
         return Found(order[0] if order else None, None, different(order[0], order) if order else (), (), count, least)
     while order and len(refused) < finalists:
         best, *order = order
-        log(f"plan {len(refused) + 1} of at most {finalists}: {overrides_text(best.candidate, given)}")
+        log(f"plan {len(refused) + 1} of at most {finalists}: {overrides_text(best.candidate, fixed_keys)}")
         try:
-            made = compile_step(best.candidate.applied(sections))
+            compiled = compile_step(best.candidate.applied(sections))
         except DoesNotFit as error:
             refused.append((best, str(error)))
             too_large &= error.memory
@@ -272,10 +272,10 @@ def _search(
             else:  # its fault, which plans of the same kind will meet again
                 order = [p for p in order if _kind(p) != _kind(best)]
             continue
-        if made is None or made.peak <= target.chip.memory:
-            return Found(best, made, different(best, order), refused, count, least)
-        refused.append((best, f"compiled, it takes {made.peak / 2**30:.1f} GiB"))
-        wrong = made.peak / best.memory.total
+        if compiled is None or compiled.peak <= target.chip.memory:
+            return Found(best, compiled, different(best, order), refused, count, least)
+        refused.append((best, f"compiled, it takes {compiled.peak / 2**30:.1f} GiB"))
+        wrong = compiled.peak / best.memory.total
         order = [p for p in order if p.memory.total * wrong <= target.chip.memory]
     others = different(order[0], order) if order else ()
     return Found(None, None, others, refused, count, least, too_large=too_large)
@@ -285,23 +285,23 @@ def _kind(p: Predicted) -> tuple[str, bool]:
     return p.candidate.remat, p.candidate.accumulation > 1
 
 
-def _explain(sections: Any, target: Target, given: Collection[str], predictor: Predictor) -> None:
+def _explain(sections: Any, target: Target, fixed_keys: Collection[str], predictor: Predictor) -> None:
     """Raises ValueError that says why there is no legal plan: what is wrong with the first one that there might be."""
     rows, parts = sections.data.global_batch, sections.accumulation
-    if {BATCH, ACCUMULATION} <= set(given) and rows % parts:
+    if {BATCH, ACCUMULATION} <= set(fixed_keys) and rows % parts:
         raise ValueError(f"{BATCH} = {rows} must be a multiple of {ACCUMULATION} = {parts}")
     sizes, n = sections.mesh, target.slices
-    if "mesh.dp" in given and sizes.dp % n and sizes.dp != -1 and not sizes.fsdp_across_slices:
+    if "mesh.dp" in fixed_keys and sizes.dp % n and sizes.dp != -1 and not sizes.fsdp_across_slices:
         raise ValueError(
             f"mesh.dp = {sizes.dp} must be a multiple of {n}: only dp crosses the network between {n} TPU slices"
         )
-    others = candidates(sections, target.count, {*given} - {BATCH})
-    if BATCH in given and any(predictor(candidate, 0.0) is not None for candidate in others):
+    others = candidates(sections, target.count, {*fixed_keys} - {BATCH})
+    if BATCH in fixed_keys and any(predictor(candidate, 0.0) is not None for candidate in others):
         raise ValueError(
             f"{BATCH} = {rows} does not divide over any mesh of {target.count} devices that fits the model, the sequence and "
             f"the keys that are given; give a multiple of {target.count}, or leave {BATCH} open"
         )
-    for candidate in candidates(sections, target.count, given):
+    for candidate in candidates(sections, target.count, fixed_keys):
         predictor.checked(candidate)
     raise ValueError(f"no plan for {target.count} devices fits the given keys; leave one open")
 
@@ -319,7 +319,7 @@ def nearest(
 ) -> list[tuple[str, Predicted, dict[str, str]]]:
     """Returns plans that fit, each with one thing changed: (what was changed, the plan, what to give in place of
     what was given). All are predicted, and none is compiled."""
-    found = []
+    plans = []
 
     def attempt(what: str, s: Any, on: Target, keys: Collection[str], extra: dict[str, str]) -> bool:
         try:
@@ -327,40 +327,40 @@ def nearest(
         except ValueError:
             return False
         if best is not None:
-            found.append((what, best, extra | {k: v for k, v in best.candidate.overrides().items() if k not in keys}))
+            plans.append((what, best, extra | {k: v for k, v in best.candidate.overrides().items() if k not in keys}))
         return best is not None
 
-    kept = set(given)
-    if REMAT in kept:
-        attempt("another remat policy", sections, target, kept - {REMAT}, {})
-    if any(key.startswith("mesh.") for key in kept):
-        attempt("another mesh", sections, target, {k for k in kept if not k.startswith("mesh.")}, {})
-    if ACCUMULATION in kept or BATCH in kept:
-        attempt("another batch", sections, target, kept - {ACCUMULATION, BATCH}, {})
+    fixed_keys = set(given)
+    if REMAT in fixed_keys:
+        attempt("another remat policy", sections, target, fixed_keys - {REMAT}, {})
+    if any(key.startswith("mesh.") for key in fixed_keys):
+        attempt("another mesh", sections, target, {k for k in fixed_keys if not k.startswith("mesh.")}, {})
+    if ACCUMULATION in fixed_keys or BATCH in fixed_keys:
+        attempt("another batch", sections, target, fixed_keys - {ACCUMULATION, BATCH}, {})
     length = sections.data.sequence_length
     for part in (2, 4, 8, 16, 32, 64):
         shorter = replace(sections, data=replace(sections.data, sequence_length=length // part))
         if length % part == 0 and attempt(
-            "fewer tokens", shorter, target, kept, {"data.sequence_length": str(length // part)}
+            "fewer tokens", shorter, target, fixed_keys, {"data.sequence_length": str(length // part)}
         ):
             break
     for times in (2, 4, 8):
         count = target.count * times
         if not target.shape and count > target.per_host and count % target.per_host:
             continue  # hosts of which one has fewer GPUs
-        free = {k for k in kept if not k.startswith("mesh.")}
+        free = {k for k in fixed_keys if not k.startswith("mesh.")}
         # Chips of a larger slice are as those of this one; its shape is the reader's to choose.
         if attempt(f"{count} devices", sections, replace(target, count=count), free, {}):
             break
-    return found
+    return plans
 
 
 def as_given(sections: Any, target: Target) -> Candidate:
     """Returns what the recipe says as it stands, on the devices of a target. Raises ValueError where it leaves some idle."""
-    made = candidate_of(sections, mesh_shape(sections.mesh.sizes, target.count))
-    if made.devices < target.count:
+    candidate = candidate_of(sections, mesh_shape(sections.mesh.sizes, target.count))
+    if candidate.devices < target.count:
         raise ValueError(
-            f"the mesh { {a: n for a, n in made.sizes.items() if n > 1} } has {made.devices} devices, and {target.name} has "
-            f"{target.count}: make an axis larger, or -1 to use all devices, or plan for {made.devices}"
+            f"the mesh { {a: n for a, n in candidate.sizes.items() if n > 1} } has {candidate.devices} devices, and "
+            f"{target.name} has {target.count}: make an axis larger, or -1 to use all devices, or plan for {candidate.devices}"
         )
-    return made
+    return candidate

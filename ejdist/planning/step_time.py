@@ -108,9 +108,9 @@ def step_time(sections: Any, of: Held, mesh: Any, links: Links, *, pairs: float 
     return StepTime(busy | {"collectives, exposed": exposed}, sent.along(), flops, devices, chip.flops)
 
 
-def _pairs(rows: int, length: int, mask: MaskInfo, given: float | None) -> float:
-    own = rows * causal_pairs(mask, length)
-    return own if given is None else min(own, given)
+def _pairs(rows: int, length: int, mask: MaskInfo, limit: float | None) -> float:
+    pairs = rows * causal_pairs(mask, length)
+    return pairs if limit is None else min(pairs, limit)
 
 
 def traffic(sections: Any, of: Held, share: Share, mesh: Any, links: Links) -> Traffic:

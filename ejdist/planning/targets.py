@@ -72,12 +72,12 @@ class Target:
           ValueError: there is no such slice. NoCompiler: none is installed, or it knows the slice but not this many of it.
         """
         if self.shape:
-            found = self._tpus()
+            all_devices = self._tpus()
         else:
-            found = list(_gpus(self.chip.name, self.count, self.per_host).devices)
-        if len(found) != self.count:
-            raise ValueError(f"topology = {self.name!r} has {len(found)} devices, not {self.count}")
-        return found
+            all_devices = list(_gpus(self.chip.name, self.count, self.per_host).devices)
+        if len(all_devices) != self.count:
+            raise ValueError(f"topology = {self.name!r} has {len(all_devices)} devices, not {self.count}")
+        return all_devices
 
     def _tpus(self) -> list[Any]:
         one = f"{self.chip.name}:{self.shape}"
@@ -114,22 +114,22 @@ def target_of(
     if not topology and not device:
         what = "device=v5p-128, device=h200 devices=64, or topology=v5p:4x4x4"
         raise ValueError(f"which devices is the plan for? Give {what}")
-    key, given = ("topology", topology) if topology else ("device", str(device))
-    named = read(key, given)
+    key, value = ("topology", topology) if topology else ("device", str(device))
+    named = read(key, value)
     if named.chip.platform == "gpu" and topology:
-        raise ValueError(f"topology = {given!r} is a GPU: give device={named.chip.name} devices=64")
+        raise ValueError(f"topology = {value!r} is a GPU: give device={named.chip.name} devices=64")
     if named.chip.platform == "gpu":
-        return _gpus_of(given, named, devices, per_host, slices)
-    return _slices_of(key, given, named, devices, per_host, slices or 1)
+        return _gpus_of(value, named, devices, per_host, slices)
+    return _slices_of(key, value, named, devices, per_host, slices or 1)
 
 
-def _slices_of(key: str, given: str, named: Named, devices: int | None, per_host: int | None, slices: int) -> Target:
+def _slices_of(key: str, value: str, named: Named, devices: int | None, per_host: int | None, slices: int) -> Target:
     chip = named.chip
     if per_host:
-        raise ValueError(f"devices_per_host = {per_host} is for GPUs, and {key}={given} is a TPU; leave it out")
+        raise ValueError(f"devices_per_host = {per_host} is for GPUs, and {key}={value} is a TPU; leave it out")
     if named.count is None and devices is None:
         raise ValueError(
-            f"{key} = {given!r} has no size: name the slice, for example device={_EXAMPLES[chip.name]}, give devices=64 beside "
+            f"{key} = {value!r} has no size: name the slice, for example device={_EXAMPLES[chip.name]}, give devices=64 beside "
             f"it, or topology={chip.name}:{'4x4' if chip.dims == 2 else '4x4x4'}"
         )
     if named.count is None:
@@ -141,12 +141,12 @@ def _slices_of(key: str, given: str, named: Named, devices: int | None, per_host
         named = shaped("devices", str(devices), chip, chips)
     elif devices not in (None, named.count):
         raise ValueError(
-            f"devices = {devices}, but {key}={given} is {named.count} devices as JAX shows them, {chip.name}:{named.shape}; "
+            f"devices = {devices}, but {key}={value} is {named.count} devices as JAX shows them, {chip.name}:{named.shape}; "
             "give one of the two"
         )
     count = int(named.count or 0)
     if count * slices > MOST_DEVICES:
-        raise ValueError(f"{key} = {given!r}: that is {count * slices:,} devices; at most {MOST_DEVICES:,}")
+        raise ValueError(f"{key} = {value!r}: that is {count * slices:,} devices; at most {MOST_DEVICES:,}")
     return Target(chip, slices * count, named.shape, min(chip.host, count), slices)
 
 
@@ -154,15 +154,15 @@ def _slices_of(key: str, given: str, named: Named, devices: int | None, per_host
 _EXAMPLES = {"v4": "v4-128", "v5e": "v5e-256", "v5p": "v5p-128", "v6e": "v6e-256", "tpu7x": "tpu7x-128"}
 
 
-def _gpus_of(given: str, named: Named, devices: int | None, per_host: int | None, slices: int | None) -> Target:
+def _gpus_of(device: str, named: Named, devices: int | None, per_host: int | None, slices: int | None) -> Target:
     chip = named.chip
     if slices:
         raise ValueError("slices= is for TPUs, but this plan is for GPUs; leave it out")
     if devices and named.count and devices != named.count:
-        raise ValueError(f"devices = {devices}, but device={given} is {named.count} of them; give one of the two")
+        raise ValueError(f"devices = {devices}, but device={device} is {named.count} of them; give one of the two")
     count = devices or named.count
     if count is None:
-        raise ValueError(f"device={given}: how many? Give devices=64 beside it")
+        raise ValueError(f"device={device}: how many? Give devices=64 beside it")
     if count > MOST_DEVICES:
         raise ValueError(f"devices = {count:,} is too large; at most {MOST_DEVICES:,}")
     host = per_host or chip.host
@@ -246,15 +246,15 @@ def _prefer_own_tools() -> None:
         import triton
     except ModuleNotFoundError:
         return
-    own = Path(triton.__file__).parent / "backends" / "nvidia"
-    newest = max((p for p in (own / "bin").glob("ptxas*")), key=_version, default=None)
+    tools = Path(triton.__file__).parent / "backends" / "nvidia"
+    newest = max((p for p in (tools / "bin").glob("ptxas*")), key=_version, default=None)
     if newest is None:
         return
     folder = Path(tempfile.mkdtemp(prefix="ejdist-cuda-"))
     (folder / "bin").mkdir()
     (folder / "nvvm" / "libdevice").mkdir(parents=True)
     (folder / "bin" / "ptxas").symlink_to(newest)
-    for library in (own / "lib").glob("libdevice*.bc"):
+    for library in (tools / "lib").glob("libdevice*.bc"):
         (folder / "nvvm" / "libdevice" / library.name).symlink_to(library)
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={folder}".strip()
     os.environ["PATH"] = (
@@ -264,6 +264,6 @@ def _prefer_own_tools() -> None:
 
 
 def _version(ptxas: Path) -> tuple[int, ...]:
-    said = subprocess.run([str(ptxas), "--version"], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"release (\d+)\.(\d+)", said)
-    return tuple(map(int, found.groups())) if found else (0, 0)
+    output = subprocess.run([str(ptxas), "--version"], capture_output=True, text=True, check=False).stdout
+    match = re.search(r"release (\d+)\.(\d+)", output)
+    return tuple(map(int, match.groups())) if match else (0, 0)
