@@ -54,8 +54,8 @@ def vocabulary_of(tokenizer: Path) -> dict[str, int]:
     model = content.get("model")
     tokens = model.get("vocab") if isinstance(model, dict) else None
     added = [t for t in content.get("added_tokens") or [] if isinstance(t, dict)]
-    known: dict[str, int] = dict(tokens) if isinstance(tokens, dict) else {}
-    return known | {str(t.get("content")): int(t.get("id", -1)) for t in added}
+    ids: dict[str, int] = dict(tokens) if isinstance(tokens, dict) else {}
+    return ids | {str(t.get("content")): int(t.get("id", -1)) for t in added}
 
 
 def _token(value: Any) -> Any:

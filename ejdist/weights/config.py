@@ -75,30 +75,30 @@ class Keys:
           WeightsError: the value is not of the kind that such a key has.
         """
         self._known |= {name, *others}
-        there = next((n for n in (name, *others) if self._content.get(n) is not None), None)
-        if there is None:
+        key = next((n for n in (name, *others) if self._content.get(n) is not None), None)
+        if key is None:
             return default
-        found, (kind, test) = self._content[there], _KINDS.get(name, ("", lambda x: True))
-        if not test(found):
-            raise WeightsError(f"{self.path} has {there} = {found!r}, which is not {kind}; copy the file again")
-        return found
+        value, (kind, test) = self._content[key], _KINDS.get(name, ("", lambda x: True))
+        if not test(value):
+            raise WeightsError(f"{self.path} has {key} = {value!r}, which is not {kind}; copy the file again")
+        return value
 
     def __contains__(self, name: str) -> bool:
         return name in self._content
 
     def need(self, name: str, *others: str) -> Any:
         """Returns the value of a key. Raises WeightsError if there is none."""
-        found = self.get(name, None, *others)
-        if found is None:
+        value = self.get(name, None, *others)
+        if value is None:
             raise WeightsError(f"{self.path} has no {name}, which is required; copy the file again")
-        return found
+        return value
 
     def only(self, name: str, *values: Any) -> None:
         """Raises WeightsError if a key is there and has another value than these: the model would be another."""
-        found = self.get(name)
-        if found is not None and found not in values:
+        value = self.get(name)
+        if value is not None and value not in values:
             raise WeightsError(
-                f"{self.path} has {name} = {found!r}, which this model does not have: it computes what "
+                f"{self.path} has {name} = {value!r}, which this model does not have: it computes what "
                 f"{name} = {' or '.join(repr(v) for v in values)} does"
             )
 
@@ -130,15 +130,15 @@ def read_rope(keys: Keys, base: float) -> dict[str, Any]:
     """Returns the keys of a model section that say how positions turn. Transformers 5 has them in `rope_parameters`, older
     files in `rope_theta` and `rope_scaling`."""
     new, old = keys.get("rope_parameters"), keys.get("rope_scaling")
-    given = dict(old or new or {})  # the order of transformers
-    inner = Keys(keys.path, given)
+    rope = dict(old or new or {})  # the order of transformers
+    inner = Keys(keys.path, rope)
     theta = keys.get("rope_theta", base)
-    found: dict[str, Any] = {"rope_base": float(inner.get("rope_theta", theta))}
+    values: dict[str, Any] = {"rope_base": float(inner.get("rope_theta", theta))}
     kind = inner.get("rope_type", "default", "type")
     keys.only("partial_rotary_factor", 1.0)
     inner.only("partial_rotary_factor", 1.0)
     if kind != "default":
-        found |= {"rope_scaling": kind, "rope_factor": float(inner.need("factor"))}
+        values |= {"rope_scaling": kind, "rope_factor": float(inner.need("factor"))}
     if kind in ("llama3", "yarn"):
         length = keys.get("max_position_embeddings")
         length = inner.get("original_max_position_embeddings", length)
@@ -146,22 +146,22 @@ def read_rope(keys: Keys, base: float) -> dict[str, Any]:
             raise WeightsError(
                 f"{keys.path} has rope_type = {kind!r} without original_max_position_embeddings; copy it again"
             )
-        found["rope_original_length"] = int(length)
+        values["rope_original_length"] = int(length)
     for key, (name, default) in BANDS.get(kind, {}).items():
         value = inner.get(name, default)
-        found[key] = None if value == default else float(value)
+        values[key] = None if value == default else float(value)
     if kind == "yarn":
-        found["rope_truncate"] = bool(inner.get("truncate", True))
+        values["rope_truncate"] = bool(inner.get("truncate", True))
         factor, one, all_of = inner.get("attention_factor"), inner.get("mscale"), inner.get("mscale_all_dim")
         if factor is None and one and all_of:
-            factor = magnitude(found["rope_factor"], one) / magnitude(found["rope_factor"], all_of)
-        found["rope_attention_factor"] = factor
+            factor = magnitude(values["rope_factor"], one) / magnitude(values["rope_factor"], all_of)
+        values["rope_attention_factor"] = factor
     elif kind not in ("default", "linear", "llama3"):
         raise WeightsError(
             f"{keys.path} has rope_type = {kind!r}, which is not supported; use default, linear, llama3 or yarn"
         )
     inner.finish()
-    return found
+    return values
 
 
 def magnitude(factor: float, mscale: float = 1.0) -> float:
@@ -171,9 +171,9 @@ def magnitude(factor: float, mscale: float = 1.0) -> float:
 
 def write_rope(c: DecoderShape) -> dict[str, Any]:
     """Returns the keys of a config.json for the model's positions, as every version of transformers reads them."""
-    found: dict[str, Any] = {"rope_theta": c.rope_base}
+    content: dict[str, Any] = {"rope_theta": c.rope_base}
     if c.rope_scaling is None:
-        return found
+        return content
     scaling: dict[str, Any] = {"rope_type": c.rope_scaling, "factor": c.rope_factor}
     if c.rope_scaling in ("llama3", "yarn"):
         scaling["original_max_position_embeddings"] = c.rope_original_length
@@ -184,7 +184,7 @@ def write_rope(c: DecoderShape) -> dict[str, Any]:
         scaling["truncate"] = c.rope_truncate
         if c.rope_attention_factor is not None:
             scaling["attention_factor"] = c.rope_attention_factor
-    return found | {"rope_scaling": scaling}
+    return content | {"rope_scaling": scaling}
 
 
 def of_kinds(kinds: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -214,15 +214,15 @@ def layer_types(c: DecoderShape) -> list[str]:
 
 def read_layer_types(keys: Keys, layers: int, default: Sequence[bool]) -> list[bool]:
     """Returns which layers have a window."""
-    given = keys.get("layer_types")
-    if given is None:
+    types = keys.get("layer_types")
+    if types is None:
         return list(default)
-    strange = [t for t in given if t not in ("sliding_attention", "full_attention")]
-    if strange or len(given) != layers:
+    strange = [t for t in types if t not in ("sliding_attention", "full_attention")]
+    if strange or len(types) != layers:
         what = (
             f"has {strange[0]!r}, which this model does not have"
             if strange
-            else f"is of {len(given)} layers, not {layers}"
+            else f"is of {len(types)} layers, not {layers}"
         )
         raise WeightsError(f"{keys.path}: layer_types {what}")
-    return [t == "sliding_attention" for t in given]
+    return [t == "sliding_attention" for t in types]

@@ -84,8 +84,8 @@ def _qwen_layers(keys: Keys, layers: int) -> dict[str, Any]:
     window = keys.get("sliding_window") if keys.get("use_sliding_window", False) else None
     first = keys.get("max_window_layers", 28)
     windows = read_layer_types(keys, layers, [window is not None and i >= first for i in range(layers)])
-    found = of_kinds([kind_of(windowed, False) for windowed in windows])
-    return found | ({"sliding_window": window} if any(windows) else {})
+    values = of_kinds([kind_of(windowed, False) for windowed in windows])
+    return values | ({"sliding_window": window} if any(windows) else {})
 
 
 def _qwen2(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -101,8 +101,8 @@ def _qwen3(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_qwen2(c: DecoderShape) -> dict[str, Any]:
-    given = c.sliding_window is not None
-    window = {"use_sliding_window": given, "sliding_window": c.sliding_window, "layer_types": layer_types(c)}
+    windowed = c.sliding_window is not None
+    window = {"use_sliding_window": windowed, "sliding_window": c.sliding_window, "layer_types": layer_types(c)}
     # Those who do not read `layer_types` read this.
     return _write_dense(c) | window | {"max_window_layers": c.num_layers - sum(windows_of(c))}
 
@@ -123,10 +123,10 @@ def _qwen3_moe(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
         ffn_dim=keys.need("moe_intermediate_size"),
         normalize=keys.get("norm_topk_prob", False),
     )
-    found = _heads(keys, sizes) | of_kinds([kind_of(window is not None, m) for m in mixed]) | {"experts": experts}
+    values = _heads(keys, sizes) | of_kinds([kind_of(window is not None, m) for m in mixed]) | {"experts": experts}
     ffn = keys.get("intermediate_size", 6144)  # of the layers without experts
-    found |= {} if all(mixed) else {"ffn_dim": ffn}
-    return found | {"qk_norm": True, "attention_bias": bias, "attention_output_bias": bias, "sliding_window": window}
+    values |= {} if all(mixed) else {"ffn_dim": ffn}
+    return values | {"qk_norm": True, "attention_bias": bias, "attention_output_bias": bias, "sliding_window": window}
 
 
 def _write_qwen3_moe(c: DecoderShape) -> dict[str, Any]:
@@ -186,19 +186,19 @@ def _deepseek_v3(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
     )
     first = keys.get("first_k_dense_replace", 0)
     kinds = ["latent" if i < first else "latent_experts" for i in range(sizes["num_layers"])]
-    found = {"latent": latent, "experts": experts, "ffn_dim": keys.need("intermediate_size")} | of_kinds(kinds)
+    values = {"latent": latent, "experts": experts, "ffn_dim": keys.need("intermediate_size")} | of_kinds(kinds)
     scaling = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
     if scaling.get("mscale_all_dim") and scaling.get("rope_type", scaling.get("type")) not in (None, "default"):
         up = magnitude(float(scaling["factor"]), scaling["mscale_all_dim"])
-        found["attention_scale"] = up**2 / math.sqrt(latent.nope_dim + latent.rope_dim)
+        values["attention_scale"] = up**2 / math.sqrt(latent.nope_dim + latent.rope_dim)
     keys.get("num_nextn_predict_layers")  # their tensors are told of when they are read
     keys.get("num_mtp_layers")
-    return found
+    return values
 
 
 def _write_deepseek_v3(c: DecoderShape) -> dict[str, Any]:
     m, e = c.latent, c.experts
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "num_key_value_heads": c.num_heads, "intermediate_size": c.ffn_dim, "kv_lora_rank": m.kv_rank,
         "q_lora_rank": m.query_rank or None, "qk_nope_head_dim": m.nope_dim, "qk_rope_head_dim": m.rope_dim,
         "v_head_dim": m.value_dim, "n_routed_experts": e.num, "num_experts_per_tok": e.top_k,
@@ -216,8 +216,8 @@ def _write_deepseek_v3(c: DecoderShape) -> dict[str, Any]:
         scaling = write_rope(c)["rope_scaling"]
         scaling.pop("attention_factor", None)
         scaling |= {"mscale": round((turned - 1) / log, 9), "mscale_all_dim": round((up - 1) / log, 9)}
-        found["rope_scaling"] = scaling
-    return found
+        content["rope_scaling"] = scaling
+    return content
 
 
 def _gpt_oss(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -234,10 +234,10 @@ def _gpt_oss(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
         router_bias=True,
     )
     window = keys.get("sliding_window", 128)
-    found = _heads(keys, sizes) | {"head_dim": keys.get("head_dim", 64), "experts": experts}
-    found |= of_kinds([kind_of(windowed, True) for windowed in windows])
+    values = _heads(keys, sizes) | {"head_dim": keys.get("head_dim", 64), "experts": experts}
+    values |= of_kinds([kind_of(windowed, True) for windowed in windows])
     biases = {"attention_bias": True, "attention_output_bias": True, "attention_sinks": True}
-    return found | biases | ({"sliding_window": window} if any(windows) else {})
+    return values | biases | ({"sliding_window": window} if any(windows) else {})
 
 
 def _write_gpt_oss(c: DecoderShape) -> dict[str, Any]:
@@ -277,10 +277,10 @@ class Family:
             raise WeightsError(
                 f"{keys.path} has hidden_act = {act!r}, which is not supported; supported are {', '.join(ACTIVATIONS)}"
             )
-        found = sizes | {"activation": ACTIVATIONS[act], "tie_embeddings": keys.get("tie_word_embeddings", False)}
-        found |= read_rope(keys, self.rope_base) | self.read(keys, sizes)
+        values = sizes | {"activation": ACTIVATIONS[act], "tie_embeddings": keys.get("tie_word_embeddings", False)}
+        values |= read_rope(keys, self.rope_base) | self.read(keys, sizes)
         keys.finish()
-        section = DecoderConfig(**found)
+        section = DecoderConfig(**values)
         try:
             validate(section)
         except ValueError as error:
@@ -324,13 +324,13 @@ def read_config(folder: Path) -> tuple[Family, DecoderConfig]:
     keys = Keys(path, content)
     names = keys.get("architectures", [])
     by_type = {family.model_type: family for family in FAMILIES.values()}
-    found = next(
+    match = next(
         (FAMILIES[n] for n in names if n in FAMILIES), None if names else by_type.get(str(content.get("model_type")))
     )
-    if found is None:
+    if match is None:
         named = ", ".join(map(str, names)) or content.get("model_type")
         raise WeightsError(f"{path} is of {named}, which is not supported; supported are {', '.join(FAMILIES)}")
-    return found, found.section(keys)
+    return match, match.section(keys)
 
 
 def family_of(c: DecoderShape, first: str | None = None) -> tuple[str, Family]:

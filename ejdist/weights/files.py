@@ -47,14 +47,14 @@ class Stored:
 def read_json(path: Path) -> dict[str, Any]:
     """Returns what a JSON file holds. Raises WeightsError if it cannot be read, or is no object."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise WeightsError(f"{path} is not JSON ({error}); copy it again") from error
-    if not isinstance(found, dict):
-        raise WeightsError(f"{path} holds a {type(found).__name__}, not an object; copy it again")
-    return found
+    if not isinstance(content, dict):
+        raise WeightsError(f"{path} holds a {type(content).__name__}, not an object; copy it again")
+    return content
 
 
 def read_header(path: Path) -> dict[str, Stored]:
@@ -73,7 +73,7 @@ def read_header(path: Path) -> dict[str, Stored]:
                     "begin with; copy it again"
                 )
             header = json.loads(file.read(length))
-        found = {}
+        tensors = {}
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
@@ -89,14 +89,14 @@ def read_header(path: Path) -> dict[str, Stored]:
                 raise WeightsError(
                     f"{path}: tensor {name} has {stop - start:,} bytes, not those of its shape; copy it again"
                 )
-            found[name] = tensor
+            tensors[name] = tensor
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, WeightsError):
             raise
         raise WeightsError(f"{path} has an unreadable header ({error}); copy the file again") from error
-    return found
+    return tensors
 
 
 def read_folder(folder: Path) -> dict[str, Stored]:
@@ -174,12 +174,12 @@ class Files:
 
     def _begin(self, file: str) -> BinaryIO:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
-        at = 0
+        start = 0
         for name in self._groups[file]:
             dtype, shape = self._kinds[name]
-            stop = at + self._sizes[name]
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, stop]}
-            at = stop
+            stop = start + self._sizes[name]
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+            start = stop
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         opened: BinaryIO = (self._folder / file).open("wb")

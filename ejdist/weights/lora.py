@@ -32,20 +32,22 @@ class Merged:
         kind, _, path = leaf.partition(".")
         if kind != "params":
             return {}
-        at, place = f"buffers.{BASE}.{path}", self._stored
+        base_name, place = f"buffers.{BASE}.{path}", self._stored
         for name in path.split("."):
             place = place[name]
-        own: dict[str, Param] = {f"{at}.{k}": p for k, p in place.items()} if isinstance(place, dict) else {at: place}
+        leaves: dict[str, Param] = (
+            {f"{base_name}.{k}": p for k, p in place.items()} if isinstance(place, dict) else {base_name: place}
+        )
         if p := self._adapted(leaf):
-            own |= {f"{leaf}.{name}": x for name, x in declare_adapter(p, self._section.rank).items()}
-        return {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in own.items()}
+            leaves |= {f"{leaf}.{name}": x for name, x in declare_adapter(p, self._section.rank).items()}
+        return {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in leaves.items()}
 
     def placed(self, leaf: str, like: jax.ShapeDtypeStruct) -> Likes:
         """Returns `likes` with shardings: an array of the leaf's shape lies as the leaf is to, others are whole everywhere."""
-        at = like.sharding
-        rest = replicated(at.mesh) if isinstance(at, NamedSharding) else at
+        sharding = like.sharding
+        rest = replicated(sharding.mesh) if isinstance(sharding, NamedSharding) else sharding
         return {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at if x.shape == like.shape else rest)
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if x.shape == like.shape else rest)
             for name, x in self.likes(leaf).items()
         }
 
@@ -65,8 +67,8 @@ class Merged:
         return self._layers[name] if leaf == f"params.layers.{name}" and name in self.targets else None
 
     def _make(self, leaf: str, arrays: dict[str, jax.Array], dtype: Any) -> jax.Array:
-        at = f"buffers.{BASE}.{leaf.removeprefix('params.')}"
-        x = arrays[at] if at in arrays else {k: arrays[f"{at}.{k}"] for k in ("values", "scale")}
+        base_name = f"buffers.{BASE}.{leaf.removeprefix('params.')}"
+        x = arrays[base_name] if base_name in arrays else {k: arrays[f"{base_name}.{k}"] for k in ("values", "scale")}
         a, b = (arrays.get(f"{leaf}.{name}") for name in "ab")
         return merged(self._adapted(leaf), x, a, b, self._section.strength).astype(dtype)
 
@@ -77,8 +79,8 @@ class MergedRows:
     def __init__(self, make: Callable[[dict[str, Any]], jax.Array], arrays: Mapping[str, Any], stack: bool) -> None:
         self._make, self._arrays, self._stack = make, arrays, stack
 
-    def __getitem__(self, at: Any) -> np.ndarray:
-        one = self._stack and at is not ...
-        rows = {name: np.asarray(x[at]) for name, x in self._arrays.items()}
-        made = np.asarray(self._make({name: x[None] for name, x in rows.items()} if one else rows))
-        return made[0] if one else made
+    def __getitem__(self, index: Any) -> np.ndarray:
+        one = self._stack and index is not ...
+        rows = {name: np.asarray(x[index]) for name, x in self._arrays.items()}
+        merged_rows = np.asarray(self._make({name: x[None] for name, x in rows.items()} if one else rows))
+        return merged_rows[0] if one else merged_rows

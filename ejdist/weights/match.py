@@ -36,35 +36,35 @@ def deciding(c: DecoderShape) -> dict[str, Any]:
     c = without_ntk(c)
     parts = c.part_names()
     plain = bool(parts & {"attention", "window_attention"})
-    found = {k: v for k, v in flat(c).items() if k not in _TRAINING}
-    found["layers"] = tuple(c.layers())
-    found["experts.bias_rate"] = c.experts.bias_rate > 0  # whether there is a bias
+    values = {k: v for k, v in flat(c).items() if k not in _TRAINING}
+    values["layers"] = tuple(c.layers())
+    values["experts.bias_rate"] = c.experts.bias_rate > 0  # whether there is a bias
     unused = {"first_layers", "layer_pattern"}
     if "mlp" not in parts:
         unused |= {"ffn_dim", "activation"}
     if not plain:
         unused |= {"head_dim", "num_kv_heads"}
     if "experts" in parts:
-        found["experts.activation"] = c.experts.activation or c.activation
-    own = [(name, f"{name}.") for name in sections_of(LAYER)]
-    for part, prefix in (("experts", "experts."), ("latent_attention", "latent."), *own):
+        values["experts.activation"] = c.experts.activation or c.activation
+    plugin_sections = [(name, f"{name}.") for name in sections_of(LAYER)]
+    for part, prefix in (("experts", "experts."), ("latent_attention", "latent."), *plugin_sections):
         if part not in parts:
-            unused |= {k for k in found if k.startswith(prefix)}
+            unused |= {k for k in values if k.startswith(prefix)}
     if c.rope_scaling is None:
-        unused |= {k for k in found if k.startswith("rope_") and k not in ("rope_base", "rope_scaling")}
+        unused |= {k for k in values if k.startswith("rope_") and k not in ("rope_base", "rope_scaling")}
     elif c.rope_scaling == "yarn" and c.rope_attention_factor is None:
-        found["rope_attention_factor"] = 0.1 * math.log(c.rope_factor) + 1
+        values["rope_attention_factor"] = 0.1 * math.log(c.rope_factor) + 1
     scaling = c.scaling()
     if scaling is not None and c.rope_scaling in ("yarn", "llama3"):
-        found["rope_low"], found["rope_high"] = scaling.band
+        values["rope_low"], values["rope_high"] = scaling.band
     if c.rope_scaling in ("linear", "ntk"):
         unused.add("rope_original_length")
     widths = ([c.head_dim] if plain else []) + (
         [c.latent.nope_dim + c.latent.rope_dim] if "latent_attention" in parts else []
     )
     if c.attention_scale is None and len(widths) == 1:
-        found["attention_scale"] = 1 / math.sqrt(widths[0])
-    return {k: v for k, v in found.items() if k not in unused}
+        values["attention_scale"] = 1 / math.sqrt(widths[0])
+    return {k: v for k, v in values.items() if k not in unused}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -77,10 +77,10 @@ def same(a: Any, b: Any) -> bool:
 def differences(ours: DecoderShape, theirs: DecoderShape) -> list[str]:
     """Returns the keys in which two models differ, those of the layers first: what else differs may follow from them."""
     one, other = deciding(ours), deciding(theirs)
-    found = [k for k in {**one, **other} if k not in one or k not in other or not same(one[k], other[k])]
-    if "num_layers" in found:  # and so the list of them
-        found.remove("layers")
-    return sorted(found, key=lambda k: k not in ("num_layers", "layers"))
+    keys = [k for k in {**one, **other} if k not in one or k not in other or not same(one[k], other[k])]
+    if "num_layers" in keys:  # and so the list of them
+        keys.remove("layers")
+    return sorted(keys, key=lambda k: k not in ("num_layers", "layers"))
 
 
 def written(value: Any) -> str:
@@ -93,19 +93,19 @@ def written(value: Any) -> str:
 def overrides(wanted: DecoderShape, base: DecoderShape) -> list[str]:
     """Returns the overrides that make the model of `base` that of `wanted`."""
     one, other = flat(wanted), flat(base)
-    kept = (
+    ignored = (
         _TRAINING | {"experts.bias_rate"}
         if bool(wanted.experts.bias_rate) == bool(base.experts.bias_rate)
         else _TRAINING
     )
-    return [f"model.{k}={written(v)}" for k, v in one.items() if k not in kept and v != other[k]]
+    return [f"model.{k}={written(v)}" for k, v in one.items() if k not in ignored and v != other[k]]
 
 
 def told_difference(ours: DecoderShape, theirs: DecoderShape, where: str, key: str) -> str:
     """Returns one sentence about a key in which the recipe is not the model of a file or a run, with what to write."""
-    mine, given = flat(ours), flat(theirs)
-    keys = [k for k in ("first_layers", "layer_pattern") if mine[k] != given[k]] if key == "layers" else [key]
+    mine, other = flat(ours), flat(theirs)
+    keys = [k for k in ("first_layers", "layer_pattern") if mine[k] != other[k]] if key == "layers" else [key]
     return (
         f"{' and '.join(f'model.{k} = {written(mine[k])}' for k in keys)} in this recipe, and {where} has "
-        f"{' and '.join(written(given[k]) for k in keys)}: give {' '.join(f'model.{k}={written(given[k])}' for k in keys)}"
+        f"{' and '.join(written(other[k]) for k in keys)}: give {' '.join(f'model.{k}={written(other[k])}' for k in keys)}"
     )

@@ -52,11 +52,11 @@ def save_adapter(
     arrays: dict[str, np.ndarray] = {}
     modules: dict[str, int] = {}  # name -> rank
     for tensor in tensors:
-        own = [p for p in tensor.pieces if p.leaf.removeprefix(_STACK) in stacks and p.leaf.startswith(_STACK)]
-        if not own:
+        pieces = [p for p in tensor.pieces if p.leaf.removeprefix(_STACK) in stacks and p.leaf.startswith(_STACK)]
+        if not pieces:
             continue
         module = tensor.name.removesuffix(_WEIGHT)
-        a, b = _pair(tensor, own, layers, stacks)
+        a, b = _pair(tensor, pieces, layers, stacks)
         modules[module] = len(a)
         for name, x in (("lora_A", a), ("lora_B", b)):
             arrays[f"base_model.model.{module}.{name}{_WEIGHT}"] = x.astype(DTYPES[WRITTEN[dtype]])
@@ -90,18 +90,18 @@ def _pair(
         name, row = piece.leaf.removeprefix(_STACK), piece.at[0]
         a, b = (x[row].astype(np.float32) for x in stacks[name])
         summed = [i - 1 for i in summed_axes(layers[name])]
-        taken = [piece.order[i] for i in summed]
-        made = [at for i, at in enumerate(piece.order) if i not in summed]
-        if sorted(taken) != list(range(len(out), len(out) + len(inner))):
+        inputs = [piece.order[i] for i in summed]
+        outputs = [axis for i, axis in enumerate(piece.order) if i not in summed]
+        if sorted(inputs) != list(range(len(out), len(out) + len(inner))):
             raise WeightsError(
                 f"{tensor.name} is no matrix [out, in] of {name}, which PEFT could adapt; leave adapter out"
             )
-        a = np.moveaxis(a, -1, 0).transpose([0, *(1 + i for i in np.argsort(taken))])
+        a = np.moveaxis(a, -1, 0).transpose([0, *(1 + i for i in np.argsort(inputs))])
         rows = np.zeros((len(b), *out), np.float32)
         where = [slice(None)] * (1 + len(out))
         if piece.part is not None:
             where[1 + piece.part[0]] = slice(*piece.part[1:])
-        rows[tuple(where)] = b.transpose([0, *(1 + i for i in np.argsort(made))])
+        rows[tuple(where)] = b.transpose([0, *(1 + i for i in np.argsort(outputs))])
         narrow.append(a.reshape(len(a), math.prod(inner)))
         wide.append(rows.reshape(len(b), math.prod(out)).T)
     return np.concatenate(narrow, 0), np.concatenate(wide, 1)
@@ -150,10 +150,10 @@ def _config(section: LoRASection, names: Mapping[str, int], base: str | None) ->
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes a safetensors file. All of its tensors are in memory, as adapters can be."""
-    kinds, header, at = {dtype: name for name, dtype in DTYPES.items()}, {}, 0
+    kinds, header, offset = {dtype: name for name, dtype in DTYPES.items()}, {}, 0
     for name, x in arrays.items():
-        header[name] = {"dtype": kinds[x.dtype], "shape": list(x.shape), "data_offsets": [at, at + x.nbytes]}
-        at += x.nbytes
+        header[name] = {"dtype": kinds[x.dtype], "shape": list(x.shape), "data_offsets": [offset, offset + x.nbytes]}
+        offset += x.nbytes
     text = json.dumps({"__metadata__": {"format": "pt"}} | header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

@@ -54,26 +54,26 @@ class Published:
           scaling: `rope_scaling` of the run. With another one than the folder's, the parameters of the folder's scaling mean
             nothing, and are those of a model without; the context before scaling is the folder's.
         """
-        found = {key: value for key, value in flat(self.model).items() if key != "compute_dtype"}
+        section = {key: value for key, value in flat(self.model).items() if key != "compute_dtype"}
         if scaling == self.model.rope_scaling:
-            return found
-        found |= {key: getattr(DecoderShape, key) for key in ROPE_SCALING} | {"rope_scaling": scaling}
+            return section
+        section |= {key: getattr(DecoderShape, key) for key in ROPE_SCALING} | {"rope_scaling": scaling}
         if scaling in _WITH_LENGTH:
-            own = self.model.rope_original_length if self.model.rope_scaling in _WITH_LENGTH else self.context
-            found["rope_original_length"] = own or DecoderShape.rope_original_length
-        return found
+            length = self.model.rope_original_length if self.model.rope_scaling in _WITH_LENGTH else self.context
+            section["rope_original_length"] = length or DecoderShape.rope_original_length
+        return section
 
 
 def read_published(folder: Path) -> Published:
     """Returns what a folder says. Raises WeightsError: its config.json cannot be read, or is of a model unknown here."""
     (family, section), content = read_config(folder), read_json(folder / CONFIG)
-    given = next((content[key] for key in ("dtype", "torch_dtype") if content.get(key) is not None), None)
+    dtype = next((content[key] for key in ("dtype", "torch_dtype") if content.get(key) is not None), None)
     context = content.get("max_position_embeddings")
     return Published(
         folder / CONFIG,
         family,
         section,
-        None if given is None else dtype_name(str(given)),
+        None if dtype is None else dtype_name(str(dtype)),
         context if type(context) is int and context > 0 else None,
     )
 
@@ -92,19 +92,23 @@ def told_positions(ours: DecoderShape, theirs: DecoderShape, who: str) -> list[s
     """
     if not any(key.startswith("rope_") for key in differences(ours, theirs)):
         return []
-    mine, given = flat(ours), flat(theirs)
+    mine, other = flat(ours), flat(theirs)
     # Of two kinds of scaling the parameters are no values of the same thing.
-    own = ROPE_SCALING if ours.rope_scaling != theirs.rope_scaling else ()
-    keys = [key for key in mine if key.startswith("rope_") and key not in own and not same(mine[key], given[key])]
+    scaling_keys = ROPE_SCALING if ours.rope_scaling != theirs.rope_scaling else ()
+    keys = [
+        key for key in mine if key.startswith("rope_") and key not in scaling_keys and not same(mine[key], other[key])
+    ]
     if ours.rope_scaling is not None:
         unread = () if ours.rope_scaling in _WITH_LENGTH else ("rope_original_length",)
         always = ("rope_factor", "rope_original_length")
-        own = [k for k in own if k not in unread and (k in always or mine[k] != getattr(DecoderShape, k))]
+        scaling_keys = [
+            k for k in scaling_keys if k not in unread and (k in always or mine[k] != getattr(DecoderShape, k))
+        ]
     else:
-        own = []
+        scaling_keys = []
     return [
-        *(f"{key} {_short(mine[key])} ({who} {_short(given[key])})" for key in keys),
-        *(f"{key} {_short(mine[key])}" for key in own),
+        *(f"{key} {_short(mine[key])} ({who} {_short(other[key])})" for key in keys),
+        *(f"{key} {_short(mine[key])}" for key in scaling_keys),
     ]
 
 

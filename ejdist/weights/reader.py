@@ -29,8 +29,8 @@ _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 def tensors_in(family: Family, c: DecoderConfig, stored: Mapping[str, Any]) -> list[Tensor]:
     """Returns the tensors of a model as these files have them: a family may have several ways to."""
-    found = [expand(rules, c) for rules in family.rules]
-    return min(found, key=lambda tensors: sum(t.name not in stored for t in tensors))
+    layouts = [expand(rules, c) for rules in family.rules]
+    return min(layouts, key=lambda tensors: sum(t.name not in stored for t in tensors))
 
 
 def check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], c: DecoderConfig, where: Path) -> list[str]:
@@ -39,11 +39,11 @@ def check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], c: DecoderCon
     Raises:
       WeightsError: a tensor is missing, unknown, or of another shape or dtype.
     """
-    wanted = {t.name: t for t in tensors}
-    absent = wanted.keys() - stored.keys()
+    expected = {t.name: t for t in tensors}
+    absent = expected.keys() - stored.keys()
     if absent:
         raise WeightsError(f"{where} lacks {names_in(absent)}, which its config.json requires; copy all of its files")
-    notes, unknown = [], set(stored) - set(wanted)
+    notes, unknown = [], set(stored) - set(expected)
     derived = {n for n in unknown if _DERIVED.search(n)}
     ahead = {n for n in unknown if (m := re.match(r"model\.layers\.(\d+)\.", n)) and int(m[1]) >= c.num_layers}
     if derived:
@@ -59,7 +59,7 @@ def check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], c: DecoderCon
             f"{where} has {names_in(unknown)}, for which this model has no parameter; it would be another without: check that "
             "config.json and the files are of one model"
         )
-    for name, tensor in wanted.items():
+    for name, tensor in expected.items():
         entry = stored[name]
         if entry.dtype not in DTYPES:
             raise WeightsError(
@@ -97,44 +97,42 @@ def load(
     for tensor in tensors:
         for piece in tensor.pieces:
             of_leaf[piece.leaf].append((tensor, piece))
-    return {leaf: _load_leaf(stored, of_leaf[leaf], wanted) for leaf, wanted in like.items()}
+    return {leaf: _load_leaf(stored, of_leaf[leaf], leaf_like) for leaf, leaf_like in like.items()}
 
 
 Spans = tuple[tuple[int, int], ...]  # start and stop in each dim of a leaf
 
 
-def _load_leaf(
-    stored: Mapping[str, Stored], held: list[tuple[Tensor, Piece]], wanted: jax.ShapeDtypeStruct
-) -> jax.Array:
+def _load_leaf(stored: Mapping[str, Stored], held: list[tuple[Tensor, Piece]], like: jax.ShapeDtypeStruct) -> jax.Array:
     devices: dict[Spans, list[Any]] = defaultdict(list)
-    for device, index in wanted.sharding.addressable_devices_indices_map(wanted.shape).items():
-        devices[tuple(s.indices(n)[:2] for s, n in zip(index or (), wanted.shape, strict=True))].append(device)
+    for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
+        devices[tuple(s.indices(n)[:2] for s, n in zip(index or (), like.shape, strict=True))].append(device)
     shards = {
-        device: jnp.zeros([stop - start for start, stop in spans], wanted.dtype, device=device)
+        device: jnp.zeros([stop - start for start, stop in spans], like.dtype, device=device)
         for spans, those in devices.items()
         for device in those
     }
     for tensor, piece in held:
-        lies = view(stored[tensor.name].open(), tensor, piece)
+        array = view(stored[tensor.name].open(), tensor, piece)
         for spans, those in devices.items():
-            found = _cut(lies, piece, spans)
-            if found is not None:
-                shards |= {d: _put(shards[d], jax.device_put(found[0], d), found[1]) for d in those}
+            cut = _cut(array, piece, spans)
+            if cut is not None:
+                shards |= {d: _put(shards[d], jax.device_put(cut[0], d), cut[1]) for d in those}
         # Else the host would hold what is cut of every tensor until its turn to be put comes.
         jax.block_until_ready(list(shards.values()))
-    return jax.make_array_from_single_device_arrays(wanted.shape, wanted.sharding, list(shards.values()))
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, list(shards.values()))
 
 
 @partial(jax.jit, donate_argnums=0)
-def _put(whole: jax.Array, part: jax.Array, at: tuple[int, ...]) -> jax.Array:
-    return jax.lax.dynamic_update_slice(whole, part.astype(whole.dtype), at)
+def _put(whole: jax.Array, part: jax.Array, start: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(whole, part.astype(whole.dtype), start)
 
 
-def _cut(lies: np.ndarray, piece: Piece, spans: Spans) -> tuple[np.ndarray, tuple[int, ...]] | None:
+def _cut(array: np.ndarray, piece: Piece, spans: Spans) -> tuple[np.ndarray, tuple[int, ...]] | None:
     """Returns (what a shard has of a piece that lies as the leaf does, where in the shard it is); None if that is nothing."""
     each = list(zip(piece.at, spans, strict=True))
     if any(i is not None and not start <= i < stop for i, (start, stop) in each):
         return None
-    part = lies[tuple(slice(*span) for i, span in each if i is None)]
+    part = array[tuple(slice(*span) for i, span in each if i is None)]
     shape = [stop - start if i is None else 1 for i, (start, stop) in each]
     return np.ascontiguousarray(part).reshape(shape), tuple(0 if i is None else i - start for i, (start, _) in each)

@@ -86,10 +86,10 @@ def view(array: np.ndarray, tensor: Tensor, piece: Piece) -> np.ndarray:
 def declared_leaves(c: DecoderShape) -> dict[str, Param]:
     """Returns the leaves of the state that make the model what it is, by name. Counts of the step before are not among them."""
     declared = declare(c)
-    found = {f"params.{name}": p for name, p in declared.items() if name != "layers"}
-    found |= {f"params.layers.{name}": p for name, p in declared["layers"].items()}
+    leaves = {f"params.{name}": p for name, p in declared.items() if name != "layers"}
+    leaves |= {f"params.layers.{name}": p for name, p in declared["layers"].items()}
     buffers = declare_buffers(c)
-    return found | {f"buffers.{part}.bias": own["bias"] for part, own in buffers.items() if "bias" in own}
+    return leaves | {f"buffers.{part}.bias": of_part["bias"] for part, of_part in buffers.items() if "bias" in of_part}
 
 
 def expand(rules: Mapping[str, Sequence[Rule]], c: DecoderShape) -> list[Tensor]:
@@ -103,59 +103,59 @@ def expand(rules: Mapping[str, Sequence[Rule]], c: DecoderShape) -> list[Tensor]
     """
     leaves = declared_leaves(c)
     top = {n: f"params.{n}" for n in declare(c)}
-    found = [t for r in rules[""] for t in _of_rule(r, r.name, top, leaves, ())]
+    tensors = [t for r in rules[""] for t in _of_rule(r, r.name, top, leaves, ())]
     rows: Counter[str] = Counter()
     for layer, parts in enumerate(layers_of(c)):
         for part in parts:
-            own = {n: f"params.layers.{n}" for n in part.declare(c)} | {
+            leaf_names = {n: f"params.layers.{n}" for n in part.declare(c)} | {
                 n: f"buffers.{part.name}.{n}" for n in part.buffers(c)
             }
             for r in rules.get(part.name, ()):
-                found += _of_rule(r, LAYER.format(layer=layer) + r.name, own, leaves, (rows[part.name],))
+                tensors += _of_rule(r, LAYER.format(layer=layer) + r.name, leaf_names, leaves, (rows[part.name],))
             rows[part.name] += 1
-    absent = leaves.keys() - {piece.leaf for t in found for piece in t.pieces}
+    absent = leaves.keys() - {piece.leaf for t in tensors for piece in t.pieces}
     if absent:
         raise ValueError(f"no tensor maps to the parameter {sorted(absent)[0]}; add its rule")
-    return found
+    return tensors
 
 
 def _of_rule(
-    r: Rule, name: str, own: Mapping[str, str], leaves: Mapping[str, Param], row: tuple[int, ...]
+    r: Rule, name: str, leaf_names: Mapping[str, str], leaves: Mapping[str, Param], row: tuple[int, ...]
 ) -> Iterable[Tensor]:
     """Returns the tensors of a rule in one layer: several if the name counts through a dim, none if the model has no use for
     it."""
-    known = all(parameter in own for parameter, _ in r.parameters())
-    if not known or (r.given and r.given not in own) or r.without in own:
+    has_all = all(parameter in leaf_names for parameter, _ in r.parameters())
+    if not has_all or (r.given and r.given not in leaf_names) or r.without in leaf_names:
         return []
     sizes: dict[str, list[int]] = {}
     for parameter, dims in r.parameters():
-        shape = leaves[own[parameter]].shape[len(row) :]
+        shape = leaves[leaf_names[parameter]].shape[len(row) :]
         for dim, size in zip(dims, shape, strict=True):
             sizes.setdefault(dim, []).append(size)
     groups = [(bracketed or plain).split() for bracketed, plain in re.findall(r"\(([^)]*)\)|(\S+)", r.theirs)]
     flat = [dim for group in groups for dim in group]
     split = tuple(tuple(sum(sizes[d]) if d == r.joined else sizes[d][0] for d in group) for group in groups)
     counted = re.findall(r"{(\w+)}", r.name)
-    found = []
+    tensors = []
     for index in product(*(range(sizes[d][0]) for d in counted)):
         number, start, pieces = dict(zip(counted, index, strict=True)), 0, []
         for i, (parameter, dims) in enumerate(r.parameters()):
-            at = [int(d) if d.isdigit() else number.get(d) for d in dims]
-            order = [flat.index(d) for d, fixed in zip(dims, at, strict=True) if fixed is None]
+            indices = [int(d) if d.isdigit() else number.get(d) for d in dims]
+            order = [flat.index(d) for d, fixed in zip(dims, indices, strict=True) if fixed is None]
             part = None
             if r.joined:
                 part = (flat.index(r.joined), start, start + sizes[r.joined][i])
                 start = part[2]
-            pieces.append(Piece(own[parameter], (*row, *at), tuple(order), part))
-        found.append(Tensor(name.format(**number), split, tuple(pieces)))
-    return found
+            pieces.append(Piece(leaf_names[parameter], (*row, *indices), tuple(order), part))
+        tensors.append(Tensor(name.format(**number), split, tuple(pieces)))
+    return tensors
 
 
 def as_ours(arrays: Mapping[str, np.ndarray], tensors: Iterable[Tensor], leaves: Mapping[str, Param]) -> dict[str, Any]:
     """Returns leaf -> array, put together in memory from the arrays of a file. `load` is that for devices."""
-    found = {name: np.full(p.shape, np.nan, np.float32) for name, p in leaves.items()}
+    filled = {name: np.full(p.shape, np.nan, np.float32) for name, p in leaves.items()}
     for tensor in tensors:
         for piece in tensor.pieces:
-            at = tuple(slice(None) if i is None else i for i in piece.at)
-            found[piece.leaf][at] = view(arrays[tensor.name], tensor, piece)
-    return found
+            index = tuple(slice(None) if i is None else i for i in piece.at)
+            filled[piece.leaf][index] = view(arrays[tensor.name], tensor, piece)
+    return filled

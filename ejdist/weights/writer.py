@@ -27,7 +27,7 @@ class Rows(Protocol):
     """The numbers of a leaf: `leaf[3]` of a stack is what layer 3 of its kind has, and `leaf[...]` all of it. A NumPy array is
     one."""
 
-    def __getitem__(self, at: Any, /) -> np.ndarray: ...
+    def __getitem__(self, index: Any, /) -> np.ndarray: ...
 
 
 def check_target(to: Path) -> None:
@@ -147,16 +147,16 @@ def _write_tensors(
     files: Files, tensors: Sequence[Tensor], leaf: Callable[[str], Rows], dtypes: Mapping[str, np.dtype]
 ) -> None:
     rows = [[(piece.leaf, _row(piece)) for piece in tensor.pieces] for tensor in tensors]
-    last = {row: i for i, own in enumerate(rows) for row in own}
+    last = {row: i for i, tensor_rows in enumerate(rows) for row in tensor_rows}
     leaves: dict[str, Rows] = {}
     held: dict[tuple[str, int | EllipsisType], np.ndarray] = {}
-    for i, (tensor, own) in enumerate(zip(tensors, rows, strict=True)):
-        for name, row in own:
+    for i, (tensor, tensor_rows) in enumerate(zip(tensors, rows, strict=True)):
+        for name, row in tensor_rows:
             if (name, row) not in held:
                 leaves[name] = leaves[name] if name in leaves else leaf(name)
                 held[name, row] = leaves[name][row]
         files.write(tensor.name, _made(tensor, held, dtypes[tensor.name]))
-        for row in own:
+        for row in tensor_rows:
             if last[row] == i:
                 held.pop(row, None)
 
@@ -166,8 +166,8 @@ def _made(tensor: Tensor, held: Mapping[Any, np.ndarray], dtype: np.dtype) -> np
     whole = np.empty(tensor.shape, dtype)
     for piece in tensor.pieces:
         row = _row(piece)
-        at = tuple(
+        index = tuple(
             slice(None) if i is None else i for i in (piece.at if isinstance(row, EllipsisType) else piece.at[1:])
         )
-        view(whole, tensor, piece)[...] = held[piece.leaf, row][at]
+        view(whole, tensor, piece)[...] = held[piece.leaf, row][index]
     return whole

@@ -195,7 +195,7 @@ FAULTS = (
         "the host holds a whole stack",
         "_load_leaf",
         "jax.block_until_ready(list($shards.values()))",
-        "kept = [*locals().get('kept', []), np.array(lies, np.float32)]\njax.block_until_ready(list($shards.values()))",
+        "kept = [*locals().get('kept', []), np.array(array, np.float32)]\njax.block_until_ready(list($shards.values()))",
         f"{TESTS} -k memory_of_an_import",
     ),
     Fault(
