@@ -62,7 +62,7 @@ def decompress(x: Compressed) -> jax.Array:
 def _opened(function: Callable, args: Any) -> tuple[Callable, tuple[Any, ...]]:
     """Returns the function with what it closes over as further arguments, and these.
 
-    `jax.closure_convert` leaves integers in it, as segment ids, which are then of a trace that is over in the backward.
+    `jax.closure_convert` leaves integers in it, as segment ids, whose trace has ended by the backward.
     """
     traced, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
 
@@ -80,7 +80,7 @@ def compressed_checkpoint(
     """Returns the function, of which a backward keeps only its arguments, and those named in `arguments` compressed.
 
     As `jax.checkpoint` it is run again for its gradients, from what was kept: outputs are exact, gradients are those at the
-    rounded arguments. For a layer `layer(x, weights)` what is kept between the directions is x at 1 + 4 / block bytes an
+    rounded arguments. For a layer `layer(x, weights)` the residual is x at 1 + 4 / block bytes an
     element in place of its own 2 or 4. `compress` states the error of each element; that of the gradients is this error times
     the second derivatives: of y = x w, dx is exact and dw has the relative error of x.
 

@@ -12,6 +12,6 @@ _NAMES = {other: name for name, others in SPELLINGS.items() for other in (name, 
 
 
 def dtype_name(given: str) -> str:
-    """Returns NumPy's name of a dtype: "bfloat16" for bf16, BF16, jnp.bfloat16 and torch.bfloat16. One that is not known is
-    returned as it is, for its reader to refuse."""
+    """Returns NumPy's name of a dtype: "bfloat16" for bf16, BF16, jnp.bfloat16 and torch.bfloat16. An unknown name is
+    returned unchanged, for its reader to refuse."""
     return _NAMES.get(given.strip().lower().rpartition(".")[2], given)

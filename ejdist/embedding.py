@@ -1,9 +1,9 @@
 """Rows of a stored table, such as the embeddings of tokens, with the table and the tokens split over devices.
 
-A table lies as parameters do, its width over devices that also split the batch. Left to itself the compiler keeps its gradient
-there from the start; where more axes split the batch it then gathers the cotangents of all tokens on every device (60 GiB of
-temporaries of DeepSeek-V3 on 512 chips). There each device adds up those of its own tokens instead, and the sum is scattered to
-where the table lies.
+A table is sharded like the parameters, its width over devices that also split the batch. Left to itself the compiler keeps
+its gradient there from the start; where more axes split the batch it then gathers the cotangents of all tokens on every device
+(60 GiB of temporaries for DeepSeek-V3 on 512 chips). There each device adds up those of its own tokens instead, and the sum is
+scattered to the table's shards.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _mapped(mesh: Any, layout: tuple, table_shape: tuple, tokens_shape: tuple) -
             table = jax.lax.all_gather(table, width, axis=1, tiled=True)
         if not vocabulary:
             return _rows(table, tokens)
-        # A token of another device's part of the vocabulary is 0 here, and one of nobody's part NaN.
+        # A token of another device's part of the vocabulary is 0 here, and one outside the vocabulary NaN.
         local_tokens = tokens - jax.lax.axis_index(vocabulary) * table.shape[0]
         here = (local_tokens >= 0) & (local_tokens < table.shape[0])
         valid = (tokens >= 0) & (tokens < table_shape[0])

@@ -58,8 +58,8 @@ class Frozen:
 
 def adapter_dims(dims: Sequence[str], inputs: Collection[str]) -> tuple[list[str], list[str]]:
     """Returns the dims of `a` and of `b`, beside a matrix with those dims of which a product sums over `inputs`. The rank is
-    "_", which no axis splits. Each other dim lies as in the matrix, in which R is whole beside a D: both are split over the
-    same axes."""
+    "_", which no axis splits. Each other dim is sharded as in the matrix, in which R is whole beside a D: both are split over
+    the same axes."""
     dim_of = {d: "_" if d == "R" and "D" in dims else d for d in dims}
     return [*(dim_of[d] for d in dims if d in inputs), "_"], ["_", *(dim_of[d] for d in dims if d not in inputs)]
 

@@ -51,11 +51,11 @@ class Layout:
         return hash((*self.activations.items(), *self.parameters.items(), self.order))
 
     def check(self, mesh: Any, also: Sequence[str] = ()) -> None:
-        """Raises ValueError for a mesh with an axis of several devices that this layout says nothing of: everything would be
-        computed on each of them, in silence.
+        """Raises ValueError for a mesh with an axis of several devices that this layout does not mention: every device along it
+        would silently compute everything.
 
         Args:
-          also: axes that the caller has named otherwise.
+          also: axes that the caller names elsewhere.
         """
         known = {a for table in (self.activations, self.parameters) for axes in table.values() for a in axes} | {*also}
         strange = [a for a, size in mesh.shape.items() if size > 1 and a not in known]
@@ -82,8 +82,8 @@ class set_layout:
 
     As a statement it holds from there on; as a context manager, inside the block. Dims that are not named are not split.
     `set_layout()` with no argument goes back to the project's own axes, and `order` alone leaves the axes as they are. Like
-    `jax.set_mesh` it is of one thread. It says where arrays lie and never what is computed, so a jitted function that was
-    traced before keeps the layout of that time.
+    `jax.set_mesh` it applies to one thread. It says where arrays are and never what is computed, so a jitted function that
+    was traced before keeps the layout of that time.
 
     Args:
       dims: dim -> axis or axes, of activations: B batch, T (and S) sequence, N query heads, K key heads, F feed-forward, V
@@ -275,8 +275,8 @@ def check_specs(argument: str, specs: Any, mesh: Any, most: int, of_what: str) -
 
 
 def check_out_specs(specs: Any, wanted: Sequence[PartitionSpec], mesh: Any) -> None:
-    """Raises ValueError where the specs given are not those that follow from the inputs. One spec is that of the first of
-    several results."""
+    """Raises ValueError where the specs differ from those that follow from the inputs. A single spec applies to the first
+    of several results."""
 
     def plain(s: PartitionSpec | None) -> tuple:
         entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in s or ()]

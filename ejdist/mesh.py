@@ -40,7 +40,7 @@ class MeshSection:
     fsdp_across_slices: bool = operational(False)
 
     def validate(self) -> None:
-        """Raises ValueError naming the keys; whether the sizes fit the devices, `mesh_shape` says."""
+        """Raises ValueError naming the keys; `mesh_shape` checks whether the sizes fit the devices."""
         _check_axes(self.sizes)
 
     @property
@@ -221,7 +221,7 @@ def mesh_here(mesh: Any) -> Any:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raises ValueError for what was given as a mesh and is none, or not the one to compute on here."""
+    """Raises ValueError for an argument that is not a mesh, or not the one to compute on here."""
     if mesh is None:
         return
     if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
@@ -252,8 +252,8 @@ def is_explicit(mesh: Any) -> bool:
 
 
 def check_types(mesh: Any) -> None:
-    """Raises ValueError for a mesh on which the types of arrays say where these lie on some axes, and nothing says it of the
-    others: everything would be computed on each device along those, in silence."""
+    """Raises ValueError for a mesh on which the types of arrays show their sharding over some axes only: every device along
+    the others would silently compute everything."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     silent = [a for a, kind in kinds.items() if kind != jax.sharding.AxisType.Explicit and mesh.shape[a] > 1]
     if is_explicit(mesh) and silent:

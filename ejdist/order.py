@@ -124,7 +124,7 @@ class Order:
         return self._by_parts(x, axis, np.argsort)
 
     def _by_parts(self, x: Any, axis: int, way: Callable[[np.ndarray], np.ndarray]) -> Any:
-        """Returns x with its parts, which lie whole in either order, where `way` of their order says."""
+        """Returns x with its parts, which are whole in either order, permuted to `way` of their order."""
         self.check(x.shape[axis])
         if self.name == "contiguous" or self.shards == 1:
             return x

@@ -22,7 +22,7 @@ def is_url(text: str) -> bool:
 
 
 def is_step(name: str) -> bool:
-    """Returns whether a checkpoint has this name, that of its step: 6, and neither 06, which another has made, nor ²."""
+    """Returns whether this is a checkpoint's name, its step: 6, but not 06, which another program wrote, nor ²."""
     return re.fullmatch("0|[1-9][0-9]*", name) is not None
 
 
@@ -35,8 +35,8 @@ def check_home(key: str, value: str) -> None:
 
 
 def check_folder(key: str, value: str | None, remedy: str = _MOUNT) -> None:
-    """Raises ValueError if the value of a key that takes a file or a folder is a URL: it would be taken for a folder of that
-    name; or in the home of nobody. Call it before anything is made of the value."""
+    """Raises ValueError if the value of a key that takes a file or a folder is a URL, which would pass for a folder of that
+    name, or is in the home of an unknown user. Call it before the value is used."""
     if value is not None and is_url(value):
         raise ValueError(f"{key} = {value!r} is a URL, and this key takes a path of this machine: {remedy}")
     if value is not None:
@@ -44,7 +44,7 @@ def check_folder(key: str, value: str | None, remedy: str = _MOUNT) -> None:
 
 
 def check_place(key: str, value: str) -> None:
-    """Raises ValueError for a place that no checkpoint can be written to, whatever is installed."""
+    """Raises ValueError for a place to which no checkpoint can be written, whatever is installed."""
     if not value.strip():
         raise ValueError(f"{key} is empty: name a folder, or leave it out")
     match = _URL.match(value)

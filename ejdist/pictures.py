@@ -1,4 +1,4 @@
-"""Every picture of a run: its loss, how evenly its experts were used, and what an evaluation found."""
+"""Every picture of a run: its loss, how evenly its experts were used, and the results of an evaluation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def draw_loss(rows: list[dict[str, Any]], path: Path, title: str, evaluations: S
 
 
 def draw_load(rows: list[dict[str, Any]], path: Path) -> None:
-    """Writes a picture: layers x experts at moments of the run, colored by tokens over the mean; below, the largest of it in
+    """Writes a picture: layers x experts at moments of the run, colored by tokens over the mean; below, its maximum in
     each layer over the steps. Nothing is written where no row holds the tokens of the experts (experts.load_every = 0).
 
     Args:
@@ -94,7 +94,7 @@ def draw_load(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def draw_evaluation(found: Mapping[str, Any], path: Path, title: str) -> None:
-    """Writes the picture of what `launch.evaluate` writes as JSON: "loss", by length, "recall", a list of cells, and
+    """Draws the JSON that `launch.evaluate` writes: "loss", by length, "recall", a list of cells, and
     "ruler", with a row for each task and length."""
     from matplotlib.figure import Figure
 

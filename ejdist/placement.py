@@ -22,12 +22,12 @@ from kernels.framework.dims import leading, named
 
 
 def mesh_of(mesh: Any, in_specs: Any = None, out_specs: Any = None) -> Any:
-    """Returns the mesh given or in force; None where there is none, or it has one device. Inside a `shard_map` it is the mesh
-    of the axes that this one leaves to the compiler.
+    """Returns the mesh of the call, `mesh` or the one in force; None without one, or where it has one device. Inside a
+    `shard_map` it is the mesh of the axes that the `shard_map` leaves to the compiler.
 
     Raises:
-      ValueError: what was given is no mesh; or this is inside a `shard_map` over all axes, where arrays are a device's own; or
-        specs were given for a mesh that does not exist, or none for one whose axes are of two types.
+      ValueError: `mesh` is not a mesh; or this is inside a `shard_map` over all axes, where arrays are a device's own; or there
+        are specs but no mesh, or no specs for a mesh whose axes are of two types.
     """
     names = [n for n, x in (("mesh", mesh), ("in_specs", in_specs), ("out_specs", out_specs)) if x is not None]
     check_mesh(mesh)

@@ -152,7 +152,7 @@ def sizes_of[T](config: Any, section: type[T]) -> T:
     """Returns the values of a layer's section in a model's configuration.
 
     Raises:
-      PluginError: no layer was registered with that section, or the configuration was made before.
+      PluginError: no layer was registered with that section, or the configuration is older.
     """
     name = next((name for name, kind in sections_of(LAYER).items() if kind is section), None)
     if name is None or not hasattr(config, name):

@@ -1,4 +1,4 @@
-"""What a command says while something takes long that reports nothing itself, such as a compiler."""
+"""Log lines of a command while it waits for long work that reports nothing itself, such as a compiler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIRST = 15.0  # seconds until the first line about how long it has taken; each l
 
 @contextlib.contextmanager
 def waiting(what: str, log: Callable[[str], Any], stream: Any = None) -> Iterator[None]:
-    """A context that logs `what` at its start, how long it has taken now and then, and how long it took once that was told.
+    """A context that logs `what` at its start, the time so far at growing intervals, and after any such line the time in all.
 
     Args:
       log: takes a line.
@@ -28,9 +28,7 @@ def waiting(what: str, log: Callable[[str], Any], stream: Any = None) -> Iterato
         while not done.wait(1.0 if live else after - (time.monotonic() - began)):
             spent = time.monotonic() - began
             if live:
-                with contextlib.suppress(
-                    OSError, ValueError
-                ):  # the terminal is gone; whoever computes need not end for that
+                with contextlib.suppress(OSError, ValueError):  # the terminal is gone, which need not end the work
                     stream.write(f"\r\x1b[K{what}: {_time(spent)}")
                     stream.flush()
                 reported.append(spent)

@@ -85,7 +85,7 @@ def sizes_of(holder: Any, entry: Entry) -> Any:
     """Returns the values of an entry's section, None if it has none.
 
     Raises:
-      PluginError: the holder, a section of a recipe, was made without it.
+      PluginError: the holder, a section of a recipe, lacks it.
     """
     if entry.section is None:
         return None
@@ -98,7 +98,7 @@ def sizes_of(holder: Any, entry: Entry) -> Any:
 
 
 def grown(base: type, sections: dict[str, type]) -> type:
-    """Returns the dataclass with a field for each of these sections, at its defaults; itself if there is none."""
+    """Returns the dataclass with a field for each of these sections, at its defaults; itself without any."""
     return _grown(base, tuple(sections.items()))
 
 

@@ -1,4 +1,4 @@
-"""How the tokens of a call lie along the sequence: in which order, and over which axes of a `shard_map` around it.
+"""Where the tokens of a call are in the sequence: in which order, and over which axes of a `shard_map` around it.
 
 Both are facts of the layout in force that an operation may depend on without being able to see them in its arrays.
 """
@@ -48,7 +48,7 @@ def order_of_call(
 
     Args:
       axes: dim -> axes of the mesh that split it in this call. A sequence that is whole here may be permuted all the same.
-      mesh: None where there is none; else what has the sizes of the axes, as `mesh.shape`.
+      mesh: None without one; else anything with the sizes of the axes, as `mesh.shape`.
       given: the order that the caller asks for; default: the layout's.
 
     Raises:
@@ -65,7 +65,7 @@ def order_of_call(
     kind, shards = (order.name, order.shards) if isinstance(order, Order) else (order, ranks)
     if given is not None and layout.order is not None:
         resolve_order(name, shards, "those of the tokens", given)
-    # The name of an order says nothing without a mesh, which has the number of ranks.
+    # The name of an order is not enough without a mesh, which has the number of ranks.
     unknown = mesh is None and not isinstance(order, Order)
     if kind == "contiguous" or (shards == 1 and not unknown):
         return Order("contiguous", math.prod(sizes.get(a, 1) for a in split))
@@ -114,13 +114,13 @@ def axes_of_rank(
     """Returns the axes of the caller's `shard_map` that the sequence of a call is split over; None where it is split over none.
 
     Args:
-      axis_name: as the caller gave it. `()` says that the sequence is whole.
+      axis_name: the caller's argument. `()` for a sequence that is whole.
       communicates: whether the operation has a form over ranks.
       given: the arguments for global arrays that were given too.
 
     Raises:
-      ValueError: the layout has the sequence on an axis that this is mapped over, and the call does not say what to do; or what
-        it says cannot be.
+      ValueError: the layout has the sequence on an axis that this is mapped over, and the call does not say what to do; or its
+        `axis_name` is impossible.
     """
     if axis_name is None and not jax.sharding.get_abstract_mesh().manual_axes:
         return None
@@ -152,7 +152,7 @@ def axes_of_rank(
 
 
 def mapped_axes(name: str, axis_name: Any) -> tuple[str, ...]:
-    """Returns the axes of the caller's `shard_map` that an argument 'axis_name' names. Raises ValueError for what is none."""
+    """Returns the axes of the caller's `shard_map` that an argument 'axis_name' names. Raises ValueError for anything else."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple) or len(set(names)) < len(names) or {*map(type, names)} - {str}:
         raise ValueError(

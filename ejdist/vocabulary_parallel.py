@@ -55,7 +55,7 @@ def _sums(
 ) -> tuple[jax.Array, ...]:
     """Returns (cross entropy and z-loss, each by itself) summed over this device's tokens.
 
-    Gradients that are made in the forward need the softmax of a block of tokens while its logits are there. Where the
+    Gradients that are computed in the forward need the softmax of a block of tokens while its logits are there. Where the
     vocabulary is split it is known after the parts of all devices, so there the logits are computed again in the backward.
     """
     how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
@@ -67,7 +67,7 @@ def _sums(
 
 
 def _reduced(axes: dict[str, tuple[str, ...]], **arguments: Any) -> tuple[jax.Array, ...]:
-    """Returns what `fused_cross_entropy` is made of: sums, or the terms of each token."""
+    """Returns the parts of `fused_cross_entropy`: sums, or the terms of each token."""
     return (_sums if "ignore_index" in arguments else _joined)(axes, **arguments)
 
 
