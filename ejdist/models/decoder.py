@@ -208,8 +208,8 @@ def logits_at(
     count: int,
     context: StepContext | None = None,
 ) -> jax.Array:
-    """Returns the logits of a few tokens, float32 [B, count, V]. Those of the others are not made, and hidden states are not
-    moved: each device adds up what it has of the marked ones, so that a sequence may be split.
+    """Returns the logits of a few tokens, float32 [B, count, V]. Those of the others are not computed, and hidden states do
+    not move: each device adds up what it has of the marked ones, so that a sequence may be split.
 
     Args:
       marks: int32 [B, T], in the order of the batch: i at the token that row i of the result is of, -1 at all others. A number

@@ -110,7 +110,7 @@ def _ring_bwd(static, residuals, cotangents):
     arrays, mask, out, lse = residuals
     assert static.op.backward_inputs is not None
     sent = dict(zip(("d_out", "d_lse") if static.lse else ("d_out",), cotangents, strict=False))
-    # Here too, before the hops see to it: the gradient of sinks is made of these.
+    # Here too, before the hops do it: the gradient of sinks is computed from these.
     sent = {n: zeroed(d, mask.q_segment_ids) for n, d in sent.items()}
     saved = static.op.backward_inputs({"out": out, "lse": lse}, sent)
     grads = _backward(static, saved, arrays, mask)
@@ -158,12 +158,12 @@ def shard_call(
     options = {n: x for n, x in arguments.items() if n not in arrays}
     n = exchange.size(axis)
     mask = _resolved(MaskInfo() if mask is None else mask, order, axis)
-    # Positions of the caller's own, and what rules read of arrays, are known at run time only: every hop is made.
+    # Positions of the caller's own, and what rules read of arrays, are known at run time only: every hop is needed.
     known = mask.rules_are_static
     hops = hops_of(order, arrays["query"].shape[1] * n, mask, known=known)
     hops = tuple(h for h in hops if only is None or h in only) or (0,)
     static = Static(axis, scheme, order, hops, tuple(sorted(options.items())), platform, cfg, op, lse)
-    # An input that is alike on some ranks has cotangents that are not; the rank itself says whether that is checked here.
+    # An input that is alike on some ranks has cotangents that are not; the type of the rank shows whether JAX checks that here.
     return static, *vary_alike((arrays, mask), exchange.rank(axis))
 
 
@@ -233,7 +233,7 @@ def check_call(call: Any) -> None:
 
 
 def _check_cuts(options: dict[str, Any], how: str) -> None:
-    """Raises ValueError for cuts of a whole sequence in its own order, which tokens that lie as `how` says are not."""
+    """Raises ValueError for cuts of a whole sequence in its own order, which the tokens are not: `how` says why."""
     for name in ("cum_seqlens_q", "cum_seqlens_k"):
         if options.get(name) is not None:
             raise ValueError(
@@ -267,7 +267,7 @@ class OnShard:
 
 @contextlib.contextmanager
 def _in_its_name() -> Iterator[None]:
-    """Refusals of the operation that a ring is made of speak in the name of what was called."""
+    """Errors of the operation inside a ring name the function that was called."""
     try:
         yield
     except (ValueError, Unsupported) as error:

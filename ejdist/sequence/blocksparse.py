@@ -1,7 +1,7 @@
 """Block-sparse attention whose sequence is split over a mesh axis: the ring, with the blocks that a rank's queries have.
 
 Every rank has the whole pattern, an entry for a pair of blocks, and reads its own rows of it; keys and values travel. A hop at
-which no rank has a set block is not made, where the pattern is known when the program is.
+which no rank has a set block is left out, where the pattern is known when the program is traced.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _hops(block_mask: np.ndarray, ranks: int) -> tuple[int, ...] | None:
 
 
 class _BlockSparse(ShardedFunction):
-    """The sharded function: the hops of a pattern that is NumPy's are found before the program is made."""
+    """The sharded function: the hops of a NumPy pattern are known before the program is traced."""
 
     def _on_mesh(self, prepared: Prepared, op: Any, **where: Any) -> Any:
         call = prepared.call

@@ -50,7 +50,7 @@ class AttentionShape:
 
     @property
     def float32(self) -> int:
-        """How many times as large an array is in float32, in which sums over ranks are made."""
+        """How many times as large an array is in float32, the dtype of sums over ranks."""
         return 4 // self.itemsize
 
 

@@ -24,7 +24,7 @@ class Transitions(Linear):
     """The maps (A [B, N, H, H], b [B, N, H, Hv]) of the ranks.
 
     Attributes:
-      op: the operation; key, value: its arguments [B, T, ..., H] and [B, T, N, Hv] that a state [H, Hv] is made of.
+      op: the operation; key, value: its arguments [B, T, ..., H] and [B, T, N, Hv] that a state [H, Hv] is built from.
     """
 
     op: Op

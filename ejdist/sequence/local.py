@@ -38,14 +38,14 @@ class Static:
     """The static part of a call: hashable."""
 
     axis: exchange.Axis
-    scheme: Any  # a `Scheme` of schemes.py, which is made of what stands here
+    scheme: Any  # a `Scheme` of schemes.py, which builds on this file
     order: Order
     hops: tuple[int, ...]
     options: tuple[tuple[str, Any], ...]
     platform: str | None
     cfg: Any
     op: Op = flash  # the local attention: it has lse as an output, and a backward that takes lse and delta
-    lse: bool = True  # False: lse has no cotangent. No symbolic zero says so to what is mapped and not compiled.
+    lse: bool = True  # False: lse has no cotangent. Code that is mapped but not compiled gets no symbolic zero for it.
 
 
 @dataclass(frozen=True)

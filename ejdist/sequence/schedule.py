@@ -1,6 +1,6 @@
 """Which (rank, hop) pairs of a ring have work, from the description of the mask. NumPy, before anything is traced.
 
-At hop h rank r holds the keys of rank r - h. A hop that no rank needs is not made: the ring jumps over it. Segments are
+At hop h rank r holds the keys of rank r - h. A hop that no rank needs is left out: the ring jumps over it. Segments are
 known only at run time; they skip blocks inside the local operation.
 """
 
@@ -44,7 +44,7 @@ def needed(order: Order, length: int, mask: MaskInfo) -> np.ndarray:
 def hops(order: Order, length: int, mask: MaskInfo, *, known: bool = True) -> tuple[int, ...]:
     """Returns the hops at which some rank has work, ascending; hop 0 is the rank's own keys.
 
-    With `known` False (the caller brings positions of its own, or a prefix), every hop is made.
+    With `known` False (the caller brings positions of its own, or a prefix), every hop is needed.
     """
     n = order.shards
     if not known:

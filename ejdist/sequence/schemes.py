@@ -166,13 +166,13 @@ def _over_gathered(local: Local, body: Any, state: Any) -> Any:
 class AllGather(Scheme):
     """Every rank gathers all keys and values, and the gradients are summed where they belong: O(T) memory, one exchange.
 
-    Where hops are plain they are made one by one, the first beside the exchange; else all keys are one attention.
+    Where hops are plain they run one by one, the first beside the exchange; else one attention takes all keys.
     """
 
     hides = False
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
-        if len(local.hops) == 1:  # nobody needs the keys of another, and a ring of one hop sends nothing
+        if len(local.hops) == 1:  # no rank needs the keys of another, and a ring of one hop sends nothing
             return Ring().forward(local)
         if local.plain:
             return _over_gathered(local, functools.partial(attended, local), _nothing(local))

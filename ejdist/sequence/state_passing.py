@@ -152,7 +152,7 @@ def exclusive_scan(passing: Passing, over: Any, axis: Any) -> Any:
     log2(ranks) hops, in each of which a rank sends one map; then one more.
     """
     n, rank, by = jax.lax.axis_size(axis), exchange.rank(axis), 1
-    while by < n - 1:  # by the last hop nobody has more to learn: the last rank's own map is not needed
+    while by < n - 1:  # the last rank's own map is not needed, so the last hop would add nothing
         joined = passing.combine(exchange.shift(over, axis, by), over)
         over = _select(rank >= by, joined, over)
         by *= 2
