@@ -147,7 +147,7 @@ def decode[T: Asked](
 
 
 def _ended(row: _Row[Any], before: int, ends: Collection[int], enough: Callable[[Any, list[int]], bool] | None) -> bool:
-    """Returns whether the text has ended, and cuts what lies past its end. `before`: how many tokens were known earlier."""
+    """Returns whether the text has ended, and cuts what follows its end. `before`: how many tokens were known earlier."""
     for count in range(before, len(row.known)):
         if row.known[count] in ends:
             del row.known[count:]

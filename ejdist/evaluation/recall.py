@@ -1,6 +1,6 @@
 """Recall from the context: a needle in a haystack of text, and one of many key-value pairs.
 
-Prompts are made of token ids, for any tokenizer. A key and a value are a few random ids; somewhere in the prompt they stand
+Prompts consist of token ids, for any tokenizer. A key and a value are a few random ids; somewhere in the prompt they stand
 side by side, at its end the key stands again, and the value must follow. "needle": one pair in text. "recall": nothing but
 pairs. The value's tokens are given as they come, so one forward pass scores all of them (teacher forcing): an answer is right
 where each of its tokens is the most likely one, which is when greedy generation would write it.
@@ -31,7 +31,7 @@ class Prompts:
     Attributes:
       task: "needle" or "recall".
       length: tokens of a row; the last token of the answer is the target of the last one.
-      text: int [many], tokens that the haystack is taken from; keys and values are made of the ids in it.
+      text: int [many], tokens that the haystack is taken from; keys and values consist of its ids.
       key_tokens, value_tokens: ids of a key, and of a value.
       seed: of everything drawn.
     """
@@ -44,7 +44,7 @@ class Prompts:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ValueError, naming the argument, where no prompt can be made."""
+        """Raises ValueError, naming the argument, where no prompt is possible."""
         if self.task not in TASKS:
             raise ValueError(f"tasks: {self.task!r} is unknown; use {' or '.join(TASKS)}")
         if self.key_tokens < 1 or self.value_tokens < 1:
@@ -180,7 +180,7 @@ class Cell:
 
 
 def measure_recall(evaluator: Evaluator, prompts: Prompts, depths: Sequence[float], examples: int) -> list[Cell]:
-    """Returns a cell for each depth, of so many prompts each.
+    """Returns a cell for each depth, each of `examples` prompts.
 
     Raises:
       ValueError: a depth is not in [0, 1], or there are no examples.

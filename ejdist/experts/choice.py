@@ -109,7 +109,7 @@ def choose(
       hosts: number of hosts that the axes span. Default: the size of the first of several axes if there are several processes,
         otherwise 1.
       device_kind: default: that of this process's first device.
-      pinned: a scheme to take regardless; the reason says so.
+      pinned: a scheme to take in any case; the reason says so.
     """
     ranks = math.prod(axis_sizes)
     if ranks == 1:

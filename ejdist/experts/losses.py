@@ -85,7 +85,7 @@ def sequence_balance_loss(
         share = counts / jnp.maximum(counts.sum(-1, keepdims=True), 1)
     else:
         share = _shares(experts, segment_ids, axis_name, num_experts, probabilities.dtype)
-    # Counted from the tokens' side: what has a gradient is added up as it lies, and scattered nowhere.
+    # Counted from the tokens' side: arrays with a gradient are summed in place, without a scatter.
     return num_experts * jnp.sum(jnp.where(counted, share * probabilities, 0))
 
 

@@ -310,8 +310,8 @@ def _flat(x, experts, weights, params, apply, num_experts, axis, how: DispatchCo
 def _of_own_experts(
     x, experts, weights, params, apply, num_experts, axis, how: DispatchConfig
 ) -> tuple[jax.Array, Traffic]:
-    """Returns the same for tokens that all ranks have: each computes its experts' part of every sum, and the parts are
-    summed."""
+    """Returns the same for tokens that are replicated over the ranks: each computes its experts' part of every sum, and the
+    parts are added up."""
     num_local = num_experts // math.prod(jax.lax.axis_size(a) for a in axis)
     experts = experts - jax.lax.axis_index(axis) * num_local
     experts = jnp.where((experts >= 0) & (experts < num_local), experts, -1)

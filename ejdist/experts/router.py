@@ -141,7 +141,7 @@ def _best(values: jax.Array, count: int) -> jax.Array:
 
     As `jax.lax.top_k`, which on a mesh gathers the tokens of all devices; here each token is by itself.
     """
-    values = jnp.maximum(values, jnp.finfo(values.dtype).min)  # so that -inf is for what was found already
+    values = jnp.maximum(values, jnp.finfo(values.dtype).min)  # so that only those already chosen are -inf
     indices = []
     for _ in range(count):
         indices.append(jax.lax.argmax(values, values.ndim - 1, jnp.int32))

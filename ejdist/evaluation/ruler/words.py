@@ -1,4 +1,4 @@
-"""Words, numbers and texts that RULER's prompts are made of: drawn, or read from a file that the user names."""
+"""Words, numbers and texts of RULER's prompts: drawn, or read from a file that the user names."""
 
 from __future__ import annotations
 
