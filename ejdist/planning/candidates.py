@@ -67,7 +67,7 @@ class Candidate:
         return math.prod(self.mesh)
 
     def abstract_mesh(self) -> jax.sharding.AbstractMesh:
-        """Returns a mesh of those sizes with no devices, on which arrays can be placed but not made."""
+        """Returns a mesh of those sizes without devices: arrays have shardings on it, but no data."""
         return jax.sharding.AbstractMesh(self.mesh, AXES)
 
     def applied(self, sections: Any) -> Any:
@@ -93,7 +93,7 @@ class Candidate:
 
 
 def candidate_of(sections: Any, sizes: Mapping[str, int]) -> Candidate:
-    """Returns what a recipe says already, on a mesh of those sizes."""
+    """Returns the recipe's own choices, on a mesh of those sizes."""
     mesh = tuple(sizes[axis] for axis in AXES)
     return Candidate(mesh, sections.model.remat, sections.accumulation, sections.data.global_batch)
 

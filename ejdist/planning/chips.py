@@ -1,4 +1,4 @@
-"""What a kind of device can do: memory, speed and links. Data sheets, and what is taken from elsewhere says so."""
+"""What a kind of device can do: memory, speed and links. From data sheets; other sources are noted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 2**30
 class Chip:
     """A kind of device.
 
-    kind: as `jax.Device.device_kind` says it. memory: bytes of HBM. bandwidth: of HBM, bytes/s. link: bytes/s that a device
+    kind: as in `jax.Device.device_kind`. memory: bytes of HBM. bandwidth: of HBM, bytes/s. link: bytes/s that a device
     sends along one mesh axis in a collective, within the slice or the host. network: the same between hosts; None where the
     links reach all devices. between_slices: the same between TPU slices, over the data-centre network; None for GPUs.
     host: devices of a host. source: where link, network and between_slices are from. dims: of a TPU slice's shape, which counts
@@ -71,7 +71,7 @@ def _with_host(chip: Chip) -> Chip:
     return replace(chip, to_host=rate / chip.per_chip, host_memory=memory * GIB, host_source=source)
 
 
-# Of the link to the host, each way, and of its memory in GiB. PCIe 5.0 with 16 lanes; what is assumed says so.
+# Of the link to the host, each way, and of its memory in GiB. PCIe 5.0 with 16 lanes; assumptions are marked.
 _PCIE_5 = (64e9, 1800, "PCIe 5.0 with 16 lanes; 2 TB of memory as a DGX H100 has")
 _ASSUMED = (
     "16 GB/s each way as a TPU v4 (How to Scale Your Model, part 2), assumed; memory of the GKE machine with 4 chips"
@@ -122,6 +122,6 @@ CHIPS = {
 
 
 def chip_of_kind(kind: str) -> Chip | None:
-    """Returns the device of a `jax.Device.device_kind`, None where it is not known (a CPU)."""
+    """Returns the chip of a `jax.Device.device_kind`, None for an unknown one (a CPU)."""
     matches = [chip for chip in CHIPS.values() if kind.startswith(chip.kind)]
     return max(matches, key=lambda chip: len(chip.kind), default=None)

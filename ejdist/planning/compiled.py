@@ -35,7 +35,7 @@ class Compiled:
 
 
 class DoesNotFit(Exception):
-    """A compiler refuses a program. memory: because a device's does not hold it, and the message says by how much."""
+    """A compiler refuses a program. memory: because it exceeds a device's memory; the message says by how much."""
 
     def __init__(self, message: str, *, memory: bool) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ def compiled_step(sections: Any, target: Target) -> Compiled:
 
     Raises:
       ValueError: the recipe does not fit the mesh. NoCompiler: none can be asked.
-      jax.errors.JaxRuntimeError: the compiler refuses, as when a TPU's memory does not hold the program; its message says by
+      jax.errors.JaxRuntimeError: the compiler refuses, for example a program that exceeds a TPU's memory; its message says by
         how much.
     """
     devices = target.devices()
@@ -77,7 +77,7 @@ def does_not_fit(error: jax.errors.JaxRuntimeError) -> bool:
 
 
 def collectives_of(text: str) -> dict[str, int]:
-    """Returns how often each kind of collective stands in a compiled program; one inside a loop counts once."""
+    """Returns how often each kind of collective occurs in a compiled program; one inside a loop counts once."""
     counts, fused = Counter(), False
     for line in text.splitlines():
         if line and not line.startswith(" "):

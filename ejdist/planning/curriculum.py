@@ -21,7 +21,7 @@ def stages(sections: Any, given: set[str], listed: bool) -> list[tuple[Stage, se
 
     Args:
       given: keys of the command line.
-      listed: the stages are of the command line too, so what they name stays; what a recipe's file says of them is open.
+      listed: the stages are of the command line too, so the keys that they name stay; those of a recipe's file are open.
 
     Raises:
       ValueError: a stage is wrong; names the key.
@@ -39,7 +39,7 @@ def stages(sections: Any, given: set[str], listed: bool) -> list[tuple[Stage, se
 
 
 def overrides_text(sections: Any, plans: Sequence[Mapping[str, Any] | None]) -> tuple[str, list[str]]:
-    """Returns (`curriculum=...` as a command line has it: every stage of the recipe, with what was found for it; the keys and
+    """Returns (`curriculum=...` as a command line has it: every stage of the recipe, with its plan; the keys and
     sections that all of these have of their own, which the command line has no more).
 
     Args:

@@ -59,7 +59,7 @@ class Measured:
 
 
 def read(file: str | Path, chip: Chip, per_host: int) -> Measured:
-    """Returns what a file of the doctor says, for plans on devices of a kind.
+    """Returns the measurements in a file of the doctor, for plans on devices of a kind.
 
     Raises:
       ValueError: it cannot be read, is damaged, of devices of another kind, or of hosts of another size.

@@ -50,7 +50,7 @@ MARGIN = 0.10
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     best: None where nothing fits. compiled: of the best; None where no compiler could be asked. others: the next best with
     another mesh or remat policy, predicted. refused: what did not compile or fit, and why. looked_at: legal candidates.
@@ -204,7 +204,7 @@ def search(
 
     Args:
       given: keys of `SEARCHED` that stay as the recipe has them.
-      compile_step: sections -> what the compiler says, None where there is none to ask; raises `DoesNotFit` where it refuses.
+      compile_step: sections -> the compiler's report, None without a compiler; raises `DoesNotFit` where it refuses.
         None: predictions alone.
       finalists: how many may be compiled until one fits.
       measured: how fast the devices communicate; None by the data sheet.
@@ -286,7 +286,7 @@ def _kind(p: Predicted) -> tuple[str, bool]:
 
 
 def _explain(sections: Any, target: Target, fixed_keys: Collection[str], predictor: Predictor) -> None:
-    """Raises ValueError that says why there is no legal plan: what is wrong with the first one that there might be."""
+    """Raises ValueError that says why no plan is legal: what is wrong with the first candidate."""
     rows, parts = sections.data.global_batch, sections.accumulation
     if {BATCH, ACCUMULATION} <= set(fixed_keys) and rows % parts:
         raise ValueError(f"{BATCH} = {rows} must be a multiple of {ACCUMULATION} = {parts}")
@@ -356,7 +356,7 @@ def nearest(
 
 
 def as_given(sections: Any, target: Target) -> Candidate:
-    """Returns what the recipe says as it stands, on the devices of a target. Raises ValueError where it leaves some idle."""
+    """Returns the recipe's own plan, on the devices of a target. Raises ValueError where it leaves some idle."""
     candidate = candidate_of(sections, mesh_shape(sections.mesh.sizes, target.count))
     if candidate.devices < target.count:
         raise ValueError(

@@ -22,11 +22,11 @@ from ejdist.planning.names import Named, read, shaped
 from kernels.toolchains.simulate.ahead_of_time import tpu_topology
 from kernels.toolchains.simulate.compile_for import compile_for
 
-MOST_DEVICES = 2**17  # beyond which a search takes minutes, for a machine that nobody has
+MOST_DEVICES = 2**17  # beyond which a search takes minutes, for a machine that does not exist
 
 
 class NoCompiler(RuntimeError):
-    """There is no compiler for a target that can be asked here; the message says why."""
+    """No compiler for the target is available here; the message says why."""
 
 
 @dataclass(frozen=True)
