@@ -69,7 +69,7 @@ def _one_window(keys: Keys, experts: bool, layers: int, default: int | None = No
 
 
 def _mistral(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
-    # A file without the key has the window of the first Mistral; a null is none.
+    # A file without the key has the window of the first Mistral; a null means no window.
     return _dense(keys, sizes) | _one_window(
         keys, False, sizes["num_layers"], None if "sliding_window" in keys else 4096
     )
@@ -181,7 +181,7 @@ def _deepseek_v3(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
         scaling_factor=float(keys.get("routed_scaling_factor", 1.0)),
         num_groups=groups,
         topk_groups=chosen if groups > 1 else None,
-        bias_rate=0.001,  # the published one; what a file says is that there is a bias
+        bias_rate=0.001,  # the published one; a file shows only that there is a bias
         balance="sequence",
     )
     first = keys.get("first_k_dense_replace", 0)
@@ -191,7 +191,7 @@ def _deepseek_v3(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
     if scaling.get("mscale_all_dim") and scaling.get("rope_type", scaling.get("type")) not in (None, "default"):
         up = magnitude(float(scaling["factor"]), scaling["mscale_all_dim"])
         values["attention_scale"] = up**2 / math.sqrt(latent.nope_dim + latent.rope_dim)
-    keys.get("num_nextn_predict_layers")  # their tensors are told of when they are read
+    keys.get("num_nextn_predict_layers")  # their tensors are reported when they are read
     keys.get("num_mtp_layers")
     return values
 
@@ -255,7 +255,7 @@ class Family:
     """One architecture of transformers.
 
     read: (keys, the sizes that all have) -> more keys of the model section. write: the section -> more keys of config.json.
-    rules: tensors as they are written, and then as they may be found too. rope_base, norm_eps: where config.json does not say.
+    rules: tensors as they are written, then other layouts that are read. rope_base, norm_eps: where config.json has none.
     """
 
     model_type: str
@@ -334,10 +334,10 @@ def read_config(folder: Path) -> tuple[Family, DecoderConfig]:
 
 
 def family_of(c: DecoderShape, first: str | None = None) -> tuple[str, Family]:
-    """Returns (name of the architecture, family) for a model: `first`, or else the first whose config.json says all of it.
+    """Returns (name of the architecture, family) for a model: `first`, or else the first whose config.json can describe it.
 
     Raises:
-      WeightsError: there is none; names the first key that the nearest family cannot say.
+      WeightsError: no family can; names the first key that the nearest one cannot express.
     """
     tried: list[tuple[int, str, str]] = []
     for name, family in sorted(FAMILIES.items(), key=lambda item: item[0] != first):

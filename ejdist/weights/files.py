@@ -1,8 +1,8 @@
 """The safetensors format, read and written a tensor at a time: 8 bytes of length, a JSON header, then the numbers.
 
 A file is read through the memory map of one tensor, of which only the pages of a slice are ever loaded. One is written from its
-beginning to its end: where each tensor lies is known before the first of them is. The library of the format checks both in the
-tests; its own writer takes all tensors of a file at once.
+beginning to its end: the offset of each tensor is known before the first is written. The library of the format checks both in
+the tests; its own writer takes all tensors of a file at once.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ def digest_of(tensors: Mapping[str, Stored]) -> str:
 
 
 class Files:
-    """The files of a folder while they are written: each a header and then its tensors, one after the other, so that what was
-    interrupted is short of what its header says. The index comes after the last of them."""
+    """The files of a folder while they are written: each a header and then its tensors, one after the other, so that an
+    interrupted file is shorter than its header says. The index comes after the last of them."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], most: int) -> None:
         """Args:

@@ -19,7 +19,7 @@ Likes = dict[str, jax.ShapeDtypeStruct]
 
 
 class Merged:
-    """How the leaves of a run's model are made from those of its checkpoints: each matrix with what its adapter adds."""
+    """Computes the leaves of a run's model from those of its checkpoints: each matrix with what its adapter adds."""
 
     def __init__(self, c: DecoderConfig, section: LoRASection) -> None:
         self._declared, self._section = declare(c), section
@@ -28,7 +28,7 @@ class Merged:
         self._stored = base_of(self._declared, section, c.compute_dtype).stored()
 
     def likes(self, leaf: str) -> Likes:
-        """Returns name -> shape and dtype of what makes a leaf, "params.layers.query". A buffer makes itself."""
+        """Returns name -> shape and dtype of what a leaf, "params.layers.query", is computed from; nothing for a buffer."""
         kind, _, path = leaf.partition(".")
         if kind != "params":
             return {}
@@ -43,7 +43,7 @@ class Merged:
         return {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in leaves.items()}
 
     def placed(self, leaf: str, like: jax.ShapeDtypeStruct) -> Likes:
-        """Returns `likes` with shardings: an array of the leaf's shape lies as the leaf is to, others are whole everywhere."""
+        """Returns `likes` with shardings: arrays of the leaf's shape are sharded as the leaf will be, others replicated."""
         sharding = like.sharding
         rest = replicated(sharding.mesh) if isinstance(sharding, NamedSharding) else sharding
         return {
@@ -52,12 +52,12 @@ class Merged:
         }
 
     def made(self, leaf: str, arrays: Mapping[str, Any], like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Returns a leaf, as `like` says, from the arrays of `likes`."""
+        """Returns a leaf, with the shape, dtype and sharding of `like`, from the arrays of `likes`."""
         make = partial(self._make, leaf, dtype=like.dtype)
         return jax.jit(make, out_shardings=like.sharding)(dict(arrays))
 
     def rows(self, leaf: str, arrays: Mapping[str, Any]) -> MergedRows:
-        """Returns a leaf, float32, to be made a layer at a time. arrays: those of `likes`, each of which gives its rows."""
+        """Returns a leaf, float32, computed a layer at a time. arrays: those of `likes`, each of which gives its rows."""
         stack = leaf.startswith("params.layers.")
         return MergedRows(jax.jit(partial(self._make, leaf, dtype="float32")), arrays, stack)
 
@@ -74,7 +74,7 @@ class Merged:
 
 
 class MergedRows:
-    """A leaf that is made as it is read: `leaf[3]` is what layer 3 of its kind has, `leaf[...]` all of it."""
+    """A leaf that is computed as it is read: `leaf[3]` is that of layer 3 of its kind, `leaf[...]` the whole."""
 
     def __init__(self, make: Callable[[dict[str, Any]], jax.Array], arrays: Mapping[str, Any], stack: bool) -> None:
         self._make, self._arrays, self._stack = make, arrays, stack

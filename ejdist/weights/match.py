@@ -32,7 +32,7 @@ def without_ntk(c: DecoderShape) -> DecoderShape:
 
 
 def deciding(c: DecoderShape) -> dict[str, Any]:
-    """Returns the keys that the model's function depends on, with one value for what is the same; `layers` has their parts."""
+    """Returns the keys that the model's function depends on, equal where the function is; `layers` has each layer's parts."""
     c = without_ntk(c)
     parts = c.part_names()
     plain = bool(parts & {"attention", "window_attention"})

@@ -59,7 +59,7 @@ EXPERTS = (
     rule("mlp.experts.{E}.up_proj.weight", "F D", "experts_gate_up: E D 1 F"),
     rule("mlp.experts.{E}.down_proj.weight", "D F", "experts_down: E F D"),
 )
-# As transformers 5 has them in memory, and in files where it was told to.
+# As transformers 5 has them in memory, and on request in files.
 FUSED_EXPERTS = (
     *ROUTER,
     rule("mlp.experts.gate_up_proj", "E (C F) D", "experts_gate_up: E D C F"),

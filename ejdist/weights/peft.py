@@ -82,8 +82,8 @@ def _pair(
     layers: Mapping[str, Param],
     stacks: Mapping[str, Sequence[np.ndarray]],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (A [rank, in], B [out, rank]) of a tensor [out, in] of a published model. Where several of ours lie in it one
-    after the other, each has a part of the rank, and in B its own rows."""
+    """Returns (A [rank, in], B [out, rank]) of a tensor [out, in] of a published model. Where it joins several of ours,
+    each has a part of the rank, and in B its own rows."""
     out, inner = tensor.split
     narrow, wide = [], []
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""What a published folder says of a run on its weights: the model section, and the dtype to compute in."""
+"""The settings that a published folder implies for a run on its weights: the model section, and the compute dtype."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Published:
 
         Args:
           scaling: `rope_scaling` of the run. With another one than the folder's, the parameters of the folder's scaling mean
-            nothing, and are those of a model without; the context before scaling is the folder's.
+            nothing, and take their defaults; the context before scaling is the folder's.
         """
         section = {key: value for key, value in flat(self.model).items() if key != "compute_dtype"}
         if scaling == self.model.rope_scaling:
@@ -65,7 +65,7 @@ class Published:
 
 
 def read_published(folder: Path) -> Published:
-    """Returns what a folder says. Raises WeightsError: its config.json cannot be read, or is of a model unknown here."""
+    """Returns the settings of a folder. Raises WeightsError: its config.json cannot be read, or is of a model unknown here."""
     (family, section), content = read_config(folder), read_json(folder / CONFIG)
     dtype = next((content[key] for key in ("dtype", "torch_dtype") if content.get(key) is not None), None)
     context = content.get("max_position_embeddings")
@@ -79,7 +79,7 @@ def read_published(folder: Path) -> Published:
 
 
 def not_of_positions(ours: DecoderShape, theirs: DecoderShape) -> list[str]:
-    """Returns the keys in which two models differ that weights do not survive: all but those of rotary embedding, which hold no
+    """Returns the keys in which two models differ so that weights do not fit: all but those of rotary embedding, which hold no
     parameter, and which a run with a longer context changes."""
     return [key for key in differences(ours, theirs) if not key.startswith("rope_")]
 
@@ -88,12 +88,12 @@ def told_positions(ours: DecoderShape, theirs: DecoderShape, who: str) -> list[s
     """Returns a phrase for each key of rotary embedding in which a model differs from that of its weights.
 
     Args:
-      who: what says the other value, as in "the folder says".
+      who: the source of the other value with its verb, as in "the folder says".
     """
     if not any(key.startswith("rope_") for key in differences(ours, theirs)):
         return []
     mine, other = flat(ours), flat(theirs)
-    # Of two kinds of scaling the parameters are no values of the same thing.
+    # The parameters of two kinds of scaling cannot be compared.
     scaling_keys = ROPE_SCALING if ours.rope_scaling != theirs.rope_scaling else ()
     keys = [
         key for key in mine if key.startswith("rope_") and key not in scaling_keys and not same(mine[key], other[key])

@@ -1,6 +1,6 @@
 """Tensors of files into arrays on devices: each device is given what it holds, and the host holds a part of one tensor.
 
-A parameter is made as zeros where it is to lie. Then each tensor that holds a part of it is opened, cut to what each device
+A parameter begins as zeros in its sharding. Then each tensor that holds a part of it is opened, cut to what each device
 holds, and put into its place there, in the dtype of the file; the device converts. So however many layers and experts are
 stacked in a parameter, the host has one tensor of one layer at a time, and of it what its own devices need.
 """
@@ -28,7 +28,7 @@ _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 def tensors_in(family: Family, c: DecoderConfig, stored: Mapping[str, Any]) -> list[Tensor]:
-    """Returns the tensors of a model as these files have them: a family may have several ways to."""
+    """Returns the tensors of a model as these files have them: a family may have several layouts."""
     layouts = [expand(rules, c) for rules in family.rules]
     return min(layouts, key=lambda tensors: sum(t.name not in stored for t in tensors))
 
@@ -129,7 +129,7 @@ def _put(whole: jax.Array, part: jax.Array, start: tuple[int, ...]) -> jax.Array
 
 
 def _cut(array: np.ndarray, piece: Piece, spans: Spans) -> tuple[np.ndarray, tuple[int, ...]] | None:
-    """Returns (what a shard has of a piece that lies as the leaf does, where in the shard it is); None if that is nothing."""
+    """Returns (the part of a piece, laid out as its leaf, that a shard holds; its start in the shard); None without overlap."""
     each = list(zip(piece.at, spans, strict=True))
     if any(i is not None and not start <= i < stop for i, (start, stop) in each):
         return None

@@ -1,8 +1,7 @@
 """Which tensor of a file holds which of our parameters, and how: one table serves reading and writing.
 
-A `Rule` names the dims of both sides, "(N H) D" and "query: D N H": dims in brackets are one dim of the file. `view` turns an
-array that lies as in the file into one that lies as ours does, without a copy, so that reading takes from it and writing puts
-into it.
+A `Rule` names the dims of both sides, "(N H) D" and "query: D N H": dims in brackets are one dim of the file. `view` shows an
+array of the file in the layout of ours, without a copy, so that reading takes from it and writing puts into it.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class Rule:
 
     name: without `LAYER` in front, for what a layer has; a dim in braces is counted through, "experts.{E}.w1.weight".
     theirs: its dims. ours: "parameter: dims", where a number is an index of ours, and so a part of the parameter.
-    joined: the dim of theirs along which several of ours lie one after the other, each of its own size.
-    given, without: left out unless the model has that parameter, or if it has.
+    joined: the dim of theirs along which several of ours follow each other, each with its own size.
+    given, without: a parameter; the tensor is left out unless the model has `given`, or if it has `without`.
     """
 
     name: str
@@ -66,7 +65,7 @@ class Tensor:
     """A tensor of a file, for a model of known sizes."""
 
     name: str
-    split: tuple[tuple[int, ...], ...]  # for each dim the sizes of the dims of ours that it is made of
+    split: tuple[tuple[int, ...], ...]  # for each dim the sizes of the dims of ours that it joins
     pieces: tuple[Piece, ...] = field(repr=False)
 
     @property
@@ -75,7 +74,7 @@ class Tensor:
 
 
 def view(array: np.ndarray, tensor: Tensor, piece: Piece) -> np.ndarray:
-    """Returns the array of a tensor as the piece of the leaf lies, its indexed dims left out: no copy, of a contiguous one."""
+    """Returns the array of a tensor in the layout of the piece of the leaf, without its indexed dims; no copy if contiguous."""
     split = array.reshape([size for sizes in tensor.split for size in sizes])
     if piece.part is not None:
         dim, start, stop = piece.part
@@ -122,7 +121,7 @@ def expand(rules: Mapping[str, Sequence[Rule]], c: DecoderShape) -> list[Tensor]
 def _of_rule(
     r: Rule, name: str, leaf_names: Mapping[str, str], leaves: Mapping[str, Param], row: tuple[int, ...]
 ) -> Iterable[Tensor]:
-    """Returns the tensors of a rule in one layer: several if the name counts through a dim, none if the model has no use for
+    """Returns the tensors of a rule in one layer: several if the name counts through a dim, none if the model does not use
     it."""
     has_all = all(parameter in leaf_names for parameter, _ in r.parameters())
     if not has_all or (r.given and r.given not in leaf_names) or r.without in leaf_names:
@@ -152,7 +151,7 @@ def _of_rule(
 
 
 def as_ours(arrays: Mapping[str, np.ndarray], tensors: Iterable[Tensor], leaves: Mapping[str, Param]) -> dict[str, Any]:
-    """Returns leaf -> array, put together in memory from the arrays of a file. `load` is that for devices."""
+    """Returns leaf -> array, put together in memory from the arrays of a file; `load` does it on devices."""
     filled = {name: np.full(p.shape, np.nan, np.float32) for name, p in leaves.items()}
     for tensor in tensors:
         for piece in tensor.pieces:

@@ -95,7 +95,7 @@ def save(
         check()
         for target, content in (beside or {}).items():
             _put(new / target, content)
-        # Last, for without it nobody takes the folder for a model.
+        # Last: without it the folder does not count as a model.
         config = {"architectures": [name], "dtype": dtype, "torch_dtype": dtype} | family.config(c) | (more or {})
         _put(new / "config.json", json.dumps(config, indent=2) + "\n")
     except BaseException as error:
