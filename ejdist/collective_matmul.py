@@ -168,7 +168,7 @@ def _run(name: str, local: Callable, x: Any, w: Any, gathers: bool, axis_name: s
     if mesh is None:
         return dot("...td,df->...tf", x, w).astype(x.dtype)
     for argument, a in (("x", x), ("w", w)):
-        if 0 in a.shape:  # the compiler of a mesh ends the process over the gradient of nothing
+        if 0 in a.shape:  # on a mesh the compiler aborts the process over the gradient of an empty array
             raise ValueError(
                 f"{name}: argument {argument!r} of shape {a.shape} is empty; on a mesh leave the call out where there is "
                 "nothing to do"
@@ -191,7 +191,7 @@ def _specs(name: str, x: Any, w: Any, gathers: bool, axis: str, mesh: Any, reque
     """Returns the specs of x and w, and of the result.
 
     Raises:
-      ValueError: a dim does not divide, or specs were given that do not have the axis where this needs it.
+      ValueError: a dim does not divide, or the specs lack the axis where this needs it.
     """
     lead = ("B", *("_",) * (x.ndim - 3)) if x.ndim > 2 else ()
     # The columns that are split are F, of either operation; D is whole.
@@ -243,7 +243,7 @@ def all_gather_matmul(
     platform: str | None = None,
     cfg: Any = None,
 ) -> jax.Array:
-    """Returns x w, [*lead, T, F] in x's dtype, where the rows T of x lie split over a mesh axis and the columns F of w too.
+    """Returns x w, [*lead, T, F] in x's dtype, where a mesh axis splits the rows T of x, and the columns F of w.
 
     The rows are gathered while they are multiplied: the first matmul of a layer whose tokens are split between layers. Called
     outside a `shard_map` it makes its own, on global arrays; called inside one that has `axis_name`, on this rank's: x
@@ -278,9 +278,9 @@ def reduce_scatter_matmul(
     platform: str | None = None,
     cfg: Any = None,
 ) -> jax.Array:
-    """Returns x w, [*lead, T, D] in x's dtype, where the columns F of x and the rows F of w lie split over a mesh axis.
+    """Returns x w, [*lead, T, D] in x's dtype, where a mesh axis splits the columns F of x and the rows F of w.
 
-    Each device has a part of the sum over F, and the rows T of the result lie split over the axis: each is added up on its way
+    Each device has a part of the sum over F, and the axis splits the rows T of the result: each is added up on its way
     to the device that has it, in float32 on a device and in x's dtype between them. The last matmul of a layer whose tokens are
     split between layers. Called inside a `shard_map` that has `axis_name`, x [*lead, T, F / ranks] and w [F / ranks, D] give
     [*lead, T / ranks, D].

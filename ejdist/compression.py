@@ -80,9 +80,9 @@ def compressed_checkpoint(
     """Returns the function, of which a backward keeps only its arguments, and those named in `arguments` compressed.
 
     As `jax.checkpoint` it is run again for its gradients, from what was kept: outputs are exact, gradients are those at the
-    rounded arguments. For a layer `layer(x, weights)` the residual is x at 1 + 4 / block bytes an
-    element in place of its own 2 or 4. `compress` states the error of each element; that of the gradients is this error times
-    the second derivatives: of y = x w, dx is exact and dw has the relative error of x.
+    rounded arguments. For a layer `layer(x, weights)` the residual is x at 1 + 4 / block bytes an element in place of 2 or 4.
+    `compress` states the error of each element; that of the gradients is this error times the second derivatives: of y = x w,
+    dx is exact and dw has the relative error of x.
 
     Args:
       function: of positional arguments, arrays or pytrees of arrays. Arrays that it closes over are treated as arguments that

@@ -26,7 +26,7 @@ def embedding(table: jax.Array, tokens: jax.Array, *, mesh: Any = None) -> jax.A
 
     Args:
       table: [V, D], as the layout stores parameters: V is gathered where it is not split in activations, D always.
-      tokens: int [B, T], in [0, V); what is not has a row of NaN, on any mesh.
+      tokens: int [B, T], in [0, V); any other has a row of NaN, on any mesh.
       mesh: None for one device.
 
     Raises:

@@ -101,10 +101,10 @@ def run(
         default: the operation.
       table: dim -> axes that go before the layout's.
       handles: dims that `local` communicates over, and that may be split for that reason.
-      stored: whether the operation's weights lie as the layout stores parameters; they are then gathered here.
-      order: that the tokens lie in; default: the layout's.
+      stored: whether the operation's weights are sharded as the layout stores parameters; they are then gathered here.
+      order: of the tokens; default: the layout's.
       follows: whether `local` has a form for every order, which it then takes as `order`.
-      checked: whether the order was looked into before.
+      checked: whether the order was checked before.
       name: of the public function, default: the operation's.
     """
     call, name = prepared.call, name or op.name
@@ -166,10 +166,10 @@ def _decide(
     cfg: Any,
 ) -> _Program:
     """Returns what runs for calls of one kind: where each array is placed, what is gathered, summed and offset. Raises what
-    `run` does for a call that cannot be.
+    `run` does for an impossible call.
 
     Args:
-      around: what has the sizes of the axes around the call, see `order_of_call`. The others are those of `run`.
+      around: the mesh with the sizes of the axes around the call, see `order_of_call`. The others are those of `run`.
     """
     call = prepared.call
     axes = resolve_axes(op, call, mesh, in_specs, table, handles)
@@ -217,8 +217,8 @@ def _decide(
 
 
 def _of_nothing(op: Op, call: Call, mesh: Any, out_specs: Any, platform: str | None, cfg: Any) -> Any:
-    """Returns the outputs of a call that has an empty array, with no `shard_map`: XLA ends the process without a word over one
-    whose arrays are all empty, as those of a gradient are."""
+    """Returns the outputs of a call that has an empty array, with no `shard_map`: XLA silently ends the process over one whose
+    arrays are all empty, as in a gradient."""
     if not is_explicit(mesh):
         return op.run(call, platform=platform, cfg=cfg)
     whole = jax.sharding.reshard(call.traced(), NamedSharding(mesh, PartitionSpec()))

@@ -1,6 +1,6 @@
 """A matrix that is not trained: its numbers as they are stored, and the adapter that may be trained beside it.
 
-Of x it makes `x W + strength (x a) b`, from its three parts: there is no array of W's size beside W, neither a sum with the
+Its product with x is `x W + strength (x a) b`, from three parts: there is no array of W's size beside W, neither a sum with the
 adapter nor a gradient. Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021, equation 3.
 """
 

@@ -36,7 +36,7 @@ PARAMETERS: Axes = {
 class Layout:
     """The mesh axes of each dim, for activations and for stored parameters.
 
-    order: in which the tokens lie along T, see `Order`; by name it is over as many ranks as T's axes have. None: nobody said.
+    order: how tokens are ordered along T, see `Order`; by name it is over as many ranks as T's axes have. None: unspecified.
     """
 
     activations: Axes
@@ -90,9 +90,9 @@ class set_layout:
         vocabulary, E experts; kernels/framework/dims.py has them all.
       parameters: the same for parameters as a model stores them; default: the activations' axes of N, K, F, V and E.
       replicated: axes over which everything is the same, on purpose.
-      order: in which the tokens of a batch lie along T: "contiguous", or "zigzag", "striped" or an `Order` that the batch was
-        permuted to. Operations that can follow it do (`ring_attention`, `flash_mla`), those to which the order of tokens is
-        nothing run as they are, and the others refuse. By name it is over as many ranks as T's axes have on the mesh.
+      order: how the tokens of a batch are ordered along T: "contiguous", or "zigzag", "striped" or an `Order` that the batch was
+        permuted to. Operations that can follow it do (`ring_attention`, `flash_mla`), those for which it does not matter run
+        unchanged, and the others refuse. By name it is over as many ranks as T's axes have on the mesh.
 
     Raises:
       ValueError: a dim or an order that does not exist.
@@ -156,7 +156,7 @@ def spec(
     dims: Sequence[str], axes: Axes, *, shape: Sequence[int] | None = None, mesh: Any = None, what: str = "array"
 ) -> PartitionSpec:
     """Returns the PartitionSpec of an array with those dims. A dim of size 1 is broadcast and stays whole. An axis splits the
-    first dim that asks for it: experts that lie on fsdp are stored whole in D.
+    first dim that asks for it: experts over fsdp are stored whole in D.
 
     Raises:
       ValueError: a dim does not divide by the devices it is split over; names the array, the dim and the remedy.
@@ -184,7 +184,7 @@ def axes_of_specs(
 ) -> dict[str, tuple[str, ...]]:
     """Returns dim -> mesh axes, read from the specs of arrays whose dims and shapes are known.
 
-    A dim of size 1 is broadcast: its entry says nothing of the dim.
+    A dim of size 1 is broadcast: its entry is ignored.
 
     Raises:
       ValueError: two specs split the same dim differently, or one splits a dim that has no name.
@@ -243,7 +243,7 @@ def check_specs(argument: str, specs: Any, mesh: Any, most: int, of_what: str) -
     """Returns the specs as a tuple.
 
     Raises:
-      ValueError: they are no PartitionSpecs, too many, or name an axis that the mesh lacks, or one twice.
+      ValueError: they are not PartitionSpecs, are too many, or name an axis that the mesh lacks, or one twice.
     """
     all_specs = (specs,) if isinstance(specs, PartitionSpec) else specs
     if not isinstance(all_specs, (tuple, list)):

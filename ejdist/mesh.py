@@ -138,7 +138,7 @@ def abstract_mesh(section: MeshSection, num_devices: int, num_slices: int = 1) -
 
 def slices_of(devices: Sequence[Any]) -> list[list[Any]]:
     """Returns the devices of each TPU slice. Inside of one they are linked to each other, and between two goes the data-centre
-    network. Devices that are no TPUs count as one: their network is the same between all machines."""
+    network. Other devices count as one slice: their network is the same between all machines."""
     slices: dict[int, list[Any]] = {}
     for device in devices:
         number = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
@@ -247,7 +247,7 @@ def _described(mesh: Any) -> str:
 
 
 def is_explicit(mesh: Any) -> bool:
-    """Returns whether arrays on this mesh carry where they lie in their types."""
+    """Returns whether the types of arrays on this mesh have their shardings."""
     return jax.sharding.AxisType.Explicit in mesh.axis_types
 
 

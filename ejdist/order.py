@@ -1,4 +1,4 @@
-"""Orders of the sequence: which tokens lie on which rank. One permutation, applied once to the whole batch.
+"""Orders of the sequence: which rank has which tokens. One permutation, applied once to the whole batch.
 
 Everything that depends on where a token is (rotary embedding, masks, dropout) reads positions that were permuted with the
 tokens, so an order never changes what is computed, only where.

@@ -80,7 +80,7 @@ def place(key: str, value: str) -> epath.Path:
         )
     import fsspec
 
-    # What TensorStore and other hosts write is not in a list that was kept of before.
+    # A cached listing would lack what TensorStore and other hosts write.
     settings: dict[str, Any] = fsspec.config.conf
     for name in ("gs", "gcs"):
         settings.setdefault(name, {}).setdefault("use_listings_cache", False)

@@ -129,8 +129,8 @@ def apart(
     op: Op, call: Call, axes: Axes, mesh: Any, handles: Collection[str], said: bool
 ) -> dict[str, tuple[str, ...]]:
     """Returns the axes with each axis on one dim of the call. A sum over an axis that also splits the tokens would add those
-    of different devices. Where a layout has one axis for two dims, the one that is summed or communicated over keeps it; what
-    was `said`, in specs or types, is not changed.
+    of different devices. Where a layout has one axis for two dims, the one that is summed or communicated over keeps it; axes
+    that specs or types fix (`said`) do not change.
 
     Raises:
       ValueError: specs or types have an axis on two dims.

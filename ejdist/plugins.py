@@ -75,7 +75,7 @@ def register_optimizer(
     an array of it with the shape of its parameter is sharded like that, and any other is on every device.
 
     Args:
-      make: (the values of the section, if it has one) -> what makes a direction of a gradient, such as
+      make: (the values of the section, if it has one) -> a transformation of a gradient into a direction, such as
         `optax.scale_by_lion(b1, b2)`.
       section: its numbers, `optimizer.NAME.*`.
       elementwise: each number's update depends on no other number. Only then can `optimizer.offload=host` stream its state.

@@ -94,8 +94,8 @@ def _frozen(x: jax.Array, weight: Frozen, subscripts: str, mesh: Any) -> jax.Arr
 
 
 def _adapter(x: jax.Array, weight: Frozen, subscripts: str, mesh: Any) -> jax.Array:
-    """Returns strength (x a) b. The rank is split over no axis, so that of x a, where a summed dim is split, the devices add up
-    rank numbers a token."""
+    """Returns strength (x a) b. No axis splits the rank, so where a summed dim is split, the devices add up only the `rank`
+    numbers of x a for each token."""
     dims_x, dims_weight, dims_out = parsed(subscripts)
     summed, others = ([d for d in dims_weight if (d in dims_x) == inside] for inside in (True, False))
     kept = [d for d in dims_x if d not in summed]

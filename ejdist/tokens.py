@@ -103,7 +103,7 @@ class Ranks:
 
 
 def needed_whole(op: Op, call: Call) -> tuple[str, ...]:
-    """Returns the dims of a call along which a part of a sequence gives something else than its part of the result."""
+    """Returns the dims of a call along which the result for a part of a sequence is not that part of the result."""
     summed = tuple(d for d in SEQUENCE if d in op.sum_dims)
     return tuple(d for d in (*whole_dims(op), *summed) if call.dims.get(d, 1) != 1)
 
@@ -116,7 +116,7 @@ def axes_of_rank(
     Args:
       axis_name: the caller's argument. `()` for a sequence that is whole.
       communicates: whether the operation has a form over ranks.
-      given: the arguments for global arrays that were given too.
+      given: the arguments for global arrays that the call has too.
 
     Raises:
       ValueError: the layout has the sequence on an axis that this is mapped over, and the call does not say what to do; or its

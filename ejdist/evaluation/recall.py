@@ -1,9 +1,9 @@
 """Recall from the context: a needle in a haystack of text, and one of many key-value pairs.
 
-Prompts consist of token ids, for any tokenizer. A key and a value are a few random ids; somewhere in the prompt they stand
-side by side, at its end the key stands again, and the value must follow. "needle": one pair in text. "recall": nothing but
-pairs. The value's tokens are given as they come, so one forward pass scores all of them (teacher forcing): an answer is right
-where each of its tokens is the most likely one, which is when greedy generation would write it.
+Prompts consist of token ids, for any tokenizer. A key and a value are a few random ids; somewhere in the prompt they are side
+by side, at its end the key is repeated, and the value must follow. "needle": one pair in text. "recall": nothing but pairs. The
+value's tokens are given as they come, so one forward pass scores all of them (teacher forcing): an answer is right where each
+of its tokens is the most likely one, which is when greedy generation would write it.
 
 A prompt is a pure function of (seed, task, length, depth, number).
 """

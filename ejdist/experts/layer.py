@@ -176,9 +176,8 @@ def moe(
       segment_ids: int [B, T]; a token with id < 0 is padding: its result is 0, and it does not count.
       axis: mesh axes that the experts are sharded over, the major one first: ep, or axes that shard the tokens (sp, fsdp).
         Default: on a mesh, the layout's axes of E; otherwise none. Required inside a `shard_map` over them, where the arrays
-          are
-        local and `gate` and the others hold an equal part of E. If all ranks have the same tokens, as with a batch of one, only
-        partial sums are communicated.
+        are local and `gate` and the others hold an equal part of E. If all ranks have the same tokens, as with a batch of one,
+        only partial sums are communicated.
       dispatch, buffer, chunks, capacity: how tokens are dispatched, see `ejdist.experts.exchange`. "auto" takes the scheme that
         is expected to be fastest. Without `capacity` nothing is dropped.
       mesh: default: the mesh in force; without one, a single device.

@@ -1,4 +1,4 @@
-"""What keeps experts busy alike: balance losses, the z-loss, and the update of a bias that needs no loss.
+"""What balances experts: balance losses, the z-loss, and the update of a bias that needs no loss.
 
 Every loss is a sum over the tokens that count, so devices and microbatches add theirs up, and the mean is one division by the
 tokens of all of them.
@@ -43,7 +43,7 @@ def balance_loss(counts: jax.Array, probabilities: jax.Array) -> jax.Array:
 
 
 def _documents(segment_ids: jax.Array) -> jax.Array:
-    """Returns numbers in [0, T) of tokens [B, T]: one for those of a row that have one id, in whatever order they lie."""
+    """Returns numbers in [0, T) of tokens [B, T]: one for those of a row that have one id, in any order."""
     order = jnp.argsort(segment_ids, axis=1)
     ids = jnp.take_along_axis(segment_ids, order, axis=1)
     rank = jnp.cumsum(jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0))), axis=1)
@@ -58,7 +58,7 @@ def sequence_balance_loss(
 ) -> jax.Array:
     """Returns the sum over sequences of their balance losses, each a sum over its tokens.
 
-    Divided by the tokens, it is the mean over sequences of one length, and a mean that weighs each by its tokens else.
+    Divided by the tokens, it is the mean over sequences of one length, otherwise a mean weighted by their tokens.
 
     Args:
       experts: int [B, T, k], those chosen, -1 for none. probabilities: float [B, T, E].

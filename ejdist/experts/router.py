@@ -219,7 +219,7 @@ def route(
         with `segment_ids` what has one id in a row; "global", the global batch, whose counts are `load`.
       load: [E], how often each expert was chosen in the global batch.
       jitter: x is multiplied by random numbers in [1 - jitter, 1 + jitter] before the router sees it; in training alone.
-      key: of `jax.random`, needed by `jitter`: another one for each layer and step.
+      key: of `jax.random`, needed by `jitter`: a different one for each layer and step.
       forced_balance: experts in turn instead of the best, with the weights of their scores: for benchmarks alone. It takes the
         place of the choice, so `bias` and groups, which may be given, have no part in it.
       axis_name: of balance="sequence" inside a `shard_map` of your own: the mesh axis that sequences are split over, or a tuple

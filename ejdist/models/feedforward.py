@@ -153,7 +153,7 @@ class Experts(Part):
 
     def _metrics(self, stats: Stats, ctx: LayerContext) -> Metrics:
         m = ctx.config.experts
-        # From sums over what is no padding to sums over the counted tokens, of the same mean.
+        # From sums over tokens without padding to sums over the counted tokens, with the same mean.
         share = ctx.tokens / jnp.maximum(stats.tokens, 1)
         metrics = {
             "experts/balance_loss": Metric(stats.balance_loss * share, "mean", each=True),

@@ -1,6 +1,6 @@
 """LoRA: a model whose parameters are frozen, and whose layers' matrices have adapters of low rank, which alone are trained.
 
-`adapted` makes it of any model. What was a parameter is a buffer, under "base", in a dtype of its own: it has no gradient,
+`adapted` turns any model into one. A parameter becomes a buffer, under "base", in a dtype of its own: it has no gradient,
 moments or float32 copy, and checkpoints hold it. The parameters are a [L, .., rank], drawn, and b [L, rank, ..], zeros, of each
 target, so that the first loss is that of the base. Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021,
 section 4.
@@ -72,7 +72,7 @@ def targets_of(layers: Mapping[str, Param], section: LoRASection) -> list[str]:
     """Returns the names of the matrices with an adapter, in the order of the model.
 
     Raises:
-      ValueError: a name is of no matrix of the model, or of one that has no adapter; or the rank is more than a side of one.
+      ValueError: a name is not a matrix of the model, or one without an adapter; or the rank exceeds a side of one.
     """
     can = [name for name, p in layers.items() if p.adapts]
     for name in section.targets:
@@ -102,7 +102,7 @@ def targets_of(layers: Mapping[str, Param], section: LoRASection) -> list[str]:
 
 
 def sides(p: Param) -> tuple[int, int]:
-    """Returns the numbers that a matrix of a layer takes and makes, of a stack of them."""
+    """Returns how many inputs and outputs a matrix of a layer has; p is a stack of them."""
     inputs = p.inputs.split()
     sizes = list(zip(p.dims.split(), p.shape, strict=True))
     fan_in = math.prod(n for d, n in sizes if d in inputs)
@@ -158,7 +158,7 @@ class Base:
         axes = summed_axes(p)
         shape = tuple(1 if i in axes else n for i, n in enumerate(p.shape))
         dims = " ".join("_" if i in axes else d for i, d in enumerate(p.dims.split()))
-        # No draw is needed of what is always read from somewhere: a base that nothing trained is refused.
+        # Not drawn: a base is always read from a checkpoint, and an untrained one is refused.
         return {"values": replace(stored, init="zeros"), "scale": Param(shape, dims, "ones")}
 
     def frozen(self, path: str, x: jax.Array) -> Any:
@@ -204,7 +204,7 @@ def adapted(model: Model, section: LoRASection, compute_dtype: str = "float32") 
     def leaf(name: str, x: Any, adapter: Mapping[str, Any]) -> Any:
         if isinstance(x, Mapping):
             return Frozen(x["values"], x["scale"], **adapter, strength=strength)
-        # One that is in the compute dtype, and has no adapter, is an array as any.
+        # Without an adapter, one in the compute dtype is a plain array.
         plain = not adapter and (not model.declared["layers"][name].inputs or x.dtype == compute_dtype)
         return x if plain else Frozen(x, **adapter, strength=strength)
 
@@ -259,7 +259,7 @@ def adapter_flops(adapters: Iterable[Mapping[str, Param]]) -> int:
 
 
 def delta(p: Param) -> str:
-    """Returns the subscripts of a layer's a and b that make what they add to its matrix: "dz,znh->dnh"."""
+    """Returns the einsum subscripts of the product of a layer's a and b, which is added to its matrix: "dz,znh->dnh"."""
     dims, inputs = [d.lower() if d != "_" else "y" for d in p.dims.split()[1:]], p.inputs.lower().split()
     input_dims, others = ("".join(d for d in dims if (d in inputs) == inside) for inside in (True, False))
     return f"{input_dims}z,z{others}->{''.join(dims)}"

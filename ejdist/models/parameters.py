@@ -20,8 +20,8 @@ class Param:
     standard deviation of "normal".
 
     `decay`: whether weight decay applies, which it does not for norms and biases. `cast`: whether the model casts it to the
-    compute dtype before use. `inputs`: the dims that a product with this matrix sums over, "N H"; "" for what is no matrix of a
-    layer. `adapts`: whether `ops.project` alone multiplies with it, so that it may have an adapter.
+    compute dtype before use. `inputs`: the dims that a product with this matrix sums over, "N H"; "" for anything but a matrix
+    of a layer. `adapts`: whether `ops.project` alone multiplies with it, so that it may have an adapter.
     """
 
     shape: tuple[int, ...]

@@ -62,7 +62,7 @@ def check_kinds(c: DecoderShape) -> None:
 
 
 def layers_of(c: DecoderShape) -> list[list[Part]]:
-    """Returns the parts of each layer. Raises ValueError, naming the key, for a kind that there is not."""
+    """Returns the parts of each layer. Raises ValueError, naming the key, for an unknown kind."""
     check_kinds(c)
     return _of_kinds(c.kinds())
 

@@ -1,4 +1,4 @@
-"""The parts of a model's layers as the planner counts them: how many layers have each, and what each says of its bytes."""
+"""The parts of a model's layers as the planner counts them: how many layers have each, and the bytes that each declares."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ MOMENTS, OFFLOAD, SUMS = "optimizer.moments", "optimizer.offload", "optimizer.ac
 SEARCHED = (
     *(f"mesh.{axis}" for axis in AXES), REMAT, ACCUMULATION, BATCH, SCHEME, ORDER, DISPATCH, MOMENTS, OFFLOAD, SUMS
 )  # fmt: skip
-# What saves memory, each looked at where nothing fits with the ones before: first what changes no loss.
+# Savings of memory, each tried where nothing fits with those before: first what changes no loss.
 Savings = tuple[tuple[str, str], ...]
 _ON_HOST, _SUMS, _MOMENTS = (OFFLOAD, "host"), (SUMS, "bfloat16"), (MOMENTS, "bfloat16")
 _REMAT_ON_HOST = REMAT, next(name for name, remat in POLICIES.items() if remat.host)

@@ -2,7 +2,8 @@
 
 By a data sheet a collective has a share of the rate of the links. Where it was measured it takes the time of a message of as
 many bytes: between two sizes that were measured linear in the bytes, below the smallest as long as that one (its latency), and
-above the largest at its rate. An axis that was not measured itself takes what crosses the same as it does, which the plan says.
+above the largest at its rate. An axis that was not measured itself takes the speed of one that crosses the same links, and the
+plan says so.
 """
 
 from __future__ import annotations
@@ -145,6 +146,6 @@ def _inner(axis: str, sizes: Mapping[str, int]) -> int:
 
 
 def _level(axis: str, sizes: Mapping[str, int], per_host: int) -> str:
-    # So many neighbours are a group, or several: those that do not divide the devices of a host lie over two somewhere.
+    # That many neighbours are a group, or several: those that do not divide the devices of a host lie over two somewhere.
     span, host = _inner(axis, sizes) * sizes[axis], min(per_host, math.prod(sizes.values()))
     return "hosts" if host % span else "devices"

@@ -33,7 +33,7 @@ _NAMES = {
 NAMES = {other: name for name, others in _NAMES.items() for other in (name, *others.split())}
 # TensorCores of a chip, which the name of a slice counts.
 _CORES = {"v4": 2, "v5p": 2, "tpu7x": 2}
-# Chips of a slice -> its shape, as the cloud offers it. Larger slices of three dims are made of cubes of 4 x 4 x 4.
+# Chips of a slice -> its shape, as the cloud offers it. Larger slices of three dims consist of cubes of 4 x 4 x 4.
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _SOLID = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4"}
 _CUBE = 64
@@ -54,7 +54,7 @@ def read(key: str, given: str) -> Named:
     `Trillium`.
 
     Raises:
-      ValueError: no device is called so, or there is no slice of that size or shape; names `key`, and what is nearest.
+      ValueError: no device has that name, or there is no slice of that size or shape; names `key`, and what is nearest.
     """
     name = re.sub(r"[\s_-]+", "-", given.strip().lower())
     name = re.sub(r"^((nvidia|cloud|google|gpu|tpu)[-:])+|-\d+t$", "", name)

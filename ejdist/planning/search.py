@@ -1,7 +1,7 @@
 """The search: every legal mesh, remat policy, accumulation and batch, by predicted memory and time; the best are compiled.
 
-How keys travel over sp, how tokens lie there and how tokens get to experts change little of a plan, so the fastest plans alone
-are looked at with each of these: all begin with the first scheme, the most even order and the first dispatch that fit.
+How keys travel over sp, how tokens lie there and how tokens get to experts change little of a plan, so only the fastest plans
+are tried with each of these: all begin with the first scheme, the most even order and the first dispatch that fit.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from ejdist.planning.targets import Target
 from ejdist.sections import validate
 from ejdist.training.losses import trained_model
 
-VARIED = 50  # plans that are looked at with each of these
+VARIED = 50  # plans that are tried with each of these
 # Where the batch is not given: rows of a device and microbatch, microbatches, and tokens of a step, which are those of Llama 3
 # 405B's largest batch; a step has one row at least.
 ROWS, MICROBATCHES, MOST_TOKENS = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), 2**24
-# A prediction may be so much too small.
+# How much too small a prediction may be.
 MARGIN = 0.10
 
 

@@ -1,4 +1,4 @@
-"""Devices that a program can be compiled for without any of them being there: slices of TPUs, and hosts of GPUs."""
+"""Devices for which a program can be compiled although none is present: slices of TPUs, and hosts of GPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NoCompiler(RuntimeError):
 
 @dataclass(frozen=True)
 class Target:
-    """So many devices of a kind, in all. shape: of a TPU slice ("4x4x4"), "" for GPUs. per_host: devices of a host. slices: of
+    """A number of devices of a kind. shape: of a TPU slice ("4x4x4"), "" for GPUs. per_host: devices of a host. slices: of
     that shape."""
 
     chip: Chip
@@ -60,7 +60,7 @@ class Target:
         return self.chip.host_memory * 3 // 4
 
     def check(self) -> None:
-        """Raises ValueError where the TPU compiler, if there is one to ask, knows no such slice."""
+        """Raises ValueError where the TPU compiler, if available, knows no such slice."""
         if self.shape:
             with contextlib.suppress(NoCompiler):
                 self.devices()

@@ -65,7 +65,7 @@ def _differentiated_once(function: Callable) -> Callable:
 
 
 def local_of(static: Static, arrays: Arrays, mask: MaskInfo) -> Local:
-    """Returns what a scheme is handed of a call that `shard_call` has prepared."""
+    """Returns a scheme's view of a call that `shard_call` has prepared."""
     own = {n: x for n, x in arrays.items() if n not in ("key", "value", "softmax_aux")}
     return Local(static, own, arrays["key"], arrays["value"], mask)
 
@@ -301,18 +301,18 @@ def ring_attention(
     Args:
       query, key, value: [B, T, N, H], [B, T, K, H], [B, T, K, Hv], of one length T, in `order`.
       axis_name: the mesh axis that the sequence is split over, or a tuple of axes, the major one first. Default: those that the
-        layout in force has T on, and more than one device along; `sp` where nothing was said.
+        layout in force has T on, and more than one device along; else `sp`.
       scheme: "ring" (keys and values travel, O(T / ranks) memory), "all_gather" (each rank gathers all keys and values),
         "ulysses" (over the last of the axes tokens are exchanged for heads, and a ring goes over those before it), or a
         `Scheme`.
-      order: how the tokens lie on the ranks: "contiguous", "zigzag", "striped", or an `Order`; default: that of the layout in
-        force (`set_layout(order=...)`), contiguous where it says none. For any but contiguous the caller has permuted query,
+      order: how the tokens are ordered over the ranks: "contiguous", "zigzag", "striped", or an `Order`; default: that of the layout in
+        force (`set_layout(order=...)`), contiguous without one. For any but contiguous the caller has permuted query,
         key, value and segment ids, once, by `Order(name, ranks).permute`, and the result is in that order too; nothing moves.
       options: everything else that `flash_attention` takes, as there. Sinks count once. `q_positions` and `kv_positions` are
         only for tokens whose positions are not those of `order`; `attention_mask` only [B, S], which tokens are not
         padding; `cum_seqlens_q` only outside of a `shard_map` and in contiguous order, elsewhere give segment ids. Inside a
         `shard_map` that also splits batch or heads, give `dropout_seed` as `expand_dropout_seed` makes it, split alike.
-        `deterministic` is of what each rank computes, and a ring adds it in the order of its hops; what "all_gather" sums
+        `deterministic` applies to what each rank computes, and a ring adds it in the order of its hops; what "all_gather" sums
         over ranks is as deterministic as the collective that sums it.
       mesh, in_specs, out_specs: where the arrays lie; default: the layout in force, with the sequence over `axis_name`.
 

@@ -1,4 +1,4 @@
-"""What a scheme of sequence parallelism is asked for the cost of, and what it answers for memory."""
+"""The call of which a scheme of sequence parallelism declares the cost, and the memory that it declares."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class AttentionShape:
 
     @property
     def axis(self) -> str:
-        """The axis that what goes around all ranks is counted along: the outermost, whose links are the slowest."""
+        """The axis along which traffic around all ranks is counted: the outermost, whose links are the slowest."""
         return next((axis for axis, n in self.over if n > 1), self.over[-1][0])
 
     @property

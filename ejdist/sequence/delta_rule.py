@@ -1,6 +1,6 @@
 """Delta rules and RWKV-7 with the sequence split: what a rank does to a state is S -> A S + b, A [H, H] a product of matrices.
 
-Columns of the state do not know each other. So one call of the operation, from the state [0 | I] and with values [v | 0], ends
+Columns of the state are independent. So one call of the operation, from the state [0 | I] and with values [v | 0], ends
 in [b | A]: the map of a rank's tokens costs what these columns cost, and needs no code of its own.
 """
 

@@ -1,6 +1,6 @@
 """`flash_attention` inside a caller's `shard_map` that splits the sequence: the ring, over the axes that the call names.
 
-On global arrays it wants a whole sequence, so that nothing communicates that was not asked to: there `ring_attention` is asked.
+On global arrays it needs a whole sequence, so that nothing communicates unasked; `ring_attention` splits one there.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from kernels.framework.contract import Op
 from kernels.framework.dispatch import vary_alike
 from kernels.ops.flash_attention import op as flash
 
-# What of a mask belongs to the keys, and goes where they go.
+# The fields of a mask that belong to the keys and travel with them.
 _TRAVELLING = tuple(name for name, dims in MASK_DIMS.items() if "S" in dims and "T" not in dims)
 
 
@@ -82,7 +82,7 @@ class Local:
 
     @property
     def keys(self) -> dict[str, jax.Array]:
-        """The rank's own keys and values, with what of the mask belongs to them."""
+        """The rank's own keys and values, with the mask's fields for them."""
         extra = {n: getattr(self.mask, n) for n in _TRAVELLING if getattr(self.mask, n) is not None}
         return {"key": self.key, "value": self.value, **extra}
 

@@ -298,7 +298,7 @@ def scheme_of(scheme: str | Scheme) -> Scheme:
     """Returns the scheme by name, or the one given.
 
     Raises:
-      ValueError: there is none of that name.
+      ValueError: the name is unknown.
     """
     if isinstance(scheme, Scheme):
         return scheme

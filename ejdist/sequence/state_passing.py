@@ -2,7 +2,7 @@
 
 What a rank does to a state is a map, S_out = A(S_in) + b for a linear recurrence. Its size does not depend on how many tokens
 the rank has. The maps are composed by a prefix scan over the ranks, log2(ranks) hops of one map each; the state that enters a
-rank is what the maps before it make of the initial state. All parts are differentiable, so the derivative is JAX's.
+rank is the initial state after the maps before it. All parts are differentiable, so the derivative is JAX's.
 
 Sources: G. Blelloch, *Prefix Sums and Their Applications*, 1990 (a linear recurrence as a scan over pairs (A, b)); W. Hillis,
 G. Steele, *Data Parallel Algorithms*, 1986 (the scan by doubling); W. Sun et al., *Linear Attention Sequence Parallelism*,
@@ -25,7 +25,7 @@ from kernels.framework.dispatch import vary_alike
 
 
 class Passing(Protocol):
-    """What an operation must say of its recurrence to have its sequence split. A map is a pytree of arrays [B, ...]."""
+    """What an operation declares of its recurrence so that its sequence can be split. A map is a pytree of arrays [B, ...]."""
 
     def start(self, arguments: dict[str, Any]) -> jax.Array:
         """Returns the state [B, ...] of a sequence that begins from nothing."""
@@ -35,7 +35,7 @@ class Passing(Protocol):
         """Returns the map of this rank's valid tokens (bool [B, T]), one sequence without a beginning; of none: the identity.
 
         Args:
-          arguments: what the call gives of the contract's, arrays and options, but segment_ids, initial_state and num_states.
+          arguments: those of the contract that the call has, arrays and options, but segment_ids, initial_state and num_states.
         """
         ...
 
@@ -147,7 +147,7 @@ def entering(
 
 
 def exclusive_scan(passing: Passing, over: Any, axis: Any) -> Any:
-    """Returns the map of all ranks before this one; on the first rank it means nothing.
+    """Returns the map of all ranks before this one; on the first rank it is undefined.
 
     log2(ranks) hops, in each of which a rank sends one map; then one more.
     """

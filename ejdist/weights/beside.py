@@ -120,7 +120,7 @@ def context_of(
 
 
 def source_context(config: Mapping[str, Any], path: Path) -> int | None:
-    """Returns the context of a config.json. Raises WeightsError if it is no positive integer."""
+    """Returns the context of a config.json. Raises WeightsError if it is not a positive integer."""
     length = config.get("max_position_embeddings")
     if length is not None and (type(length) is not int or length < 1):
         raise WeightsError(

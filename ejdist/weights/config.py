@@ -62,14 +62,14 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 class Keys:
-    """The keys of a config.json. Each that is asked for is known; one that nobody asked for may change the model."""
+    """The keys of a config.json. A key that is read is known; any other may change the model."""
 
     def __init__(self, path: Path, content: dict[str, Any]) -> None:
         self.path, self._content = path, content
         self._known: set[str] = set(_SILENT)
 
     def get(self, name: str, default: Any = None, *others: str) -> Any:
-        """Returns the value of a key, or of the first of its other names that is there; a null is as no key.
+        """Returns the value of a key, or of the first of its other names that is present; a null counts as absent.
 
         Raises:
           WeightsError: the value is not of the kind that such a key has.
@@ -94,7 +94,7 @@ class Keys:
         return value
 
     def only(self, name: str, *values: Any) -> None:
-        """Raises WeightsError if a key is there and has another value than these: the model would be another."""
+        """Raises WeightsError if a key is present with another value than these: the model would be another."""
         value = self.get(name)
         if value is not None and value not in values:
             raise WeightsError(
@@ -103,7 +103,7 @@ class Keys:
             )
 
     def finish(self) -> None:
-        """Raises WeightsError for a key that nobody asked for."""
+        """Raises WeightsError for a key that was not read."""
         if self.get("quantization_config") is not None:
             raise WeightsError(
                 f"{self.path} has a quantization_config, which is not supported; load the model with transformers, "

@@ -1,6 +1,6 @@
 """The families of models whose files are read and written: each its tensors, and its config.json in both directions.
 
-A new family is a line in `FAMILIES`. What it cannot say of a model is noticed by writing its config.json and reading it again.
+A new family is a line in `FAMILIES`. What it cannot express of a model shows when its config.json is written and read again.
 """
 
 from __future__ import annotations
@@ -317,7 +317,7 @@ def read_config(folder: Path) -> tuple[Family, DecoderConfig]:
     """Returns (the family, the model section) of a folder with a config.json.
 
     Raises:
-      WeightsError: it cannot be read, or is of a model that is not one here.
+      WeightsError: it cannot be read, or its model is not supported.
     """
     path = folder / "config.json"
     content = read_json(path)

@@ -40,12 +40,12 @@ class Stored:
     offset: int  # bytes from the start of the file
 
     def open(self) -> np.ndarray:
-        """Returns the tensor as an array over the file; nothing is read before it is looked at, and its pages go with it."""
+        """Returns the tensor as an array over the file; pages are read on access, and freed with it."""
         return np.memmap(self.path, DTYPES[self.dtype], "r", self.offset, self.shape)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns what a JSON file holds. Raises WeightsError if it cannot be read, or is no object."""
+    """Returns what a JSON file holds. Raises WeightsError if it cannot be read, or is not an object."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
@@ -61,7 +61,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     """Returns the tensors of a file by name.
 
     Raises:
-      WeightsError: it is no safetensors file, or a part of one.
+      WeightsError: it is not a complete safetensors file.
     """
     try:
         size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""The parameters of a run with adapters (`ejdist.models.lora`): read with what the adapters add, as those of any run."""
+"""The parameters of a run with adapters (`ejdist.models.lora`): read with what the adapters add, like those of any run."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ _CLOSE = 1e-6  # of floats, relative: scales are computed, and written with few 
 
 
 def without_ntk(c: DecoderShape) -> DecoderShape:
-    """Returns the same function with another base in the place of ntk scaling, which is nothing else, where all layers turn as
-    many dims."""
+    """Returns the same function with another base in place of ntk scaling, which is equivalent where all layers turn as many
+    dims."""
     parts = c.part_names()
     widths = {c.head_dim} if parts & {"attention", "window_attention"} else set()
     widths |= {c.latent.rope_dim} if "latent_attention" in parts else set()

@@ -118,7 +118,7 @@ def _load_leaf(stored: Mapping[str, Stored], held: list[tuple[Tensor, Piece]], l
             cut = _cut(array, piece, spans)
             if cut is not None:
                 shards |= {d: _put(shards[d], jax.device_put(cut[0], d), cut[1]) for d in those}
-        # Else the host would hold what is cut of every tensor until its turn to be put comes.
+        # Otherwise the host would hold the cuts of all tensors until they are put.
         jax.block_until_ready(list(shards.values()))
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, list(shards.values()))
 

@@ -139,7 +139,7 @@ def _put(path: Path, content: Path | str) -> None:
 
 
 def _row(piece: Piece) -> int | EllipsisType:
-    """Returns which row of its leaf holds a piece; all of them hold one of a leaf that is no stack."""
+    """Returns the row of its leaf that holds a piece; `...`, all of it, for a leaf that is not a stack."""
     return ... if piece.at[0] is None else piece.at[0]
 
 

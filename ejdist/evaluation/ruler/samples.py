@@ -28,7 +28,7 @@ class Case:
     Attributes:
       references: strings that the answer should contain.
       answer: a right answer, as it would follow the prompt.
-      text: returns the prompt with so much haystack.
+      text: (amount) -> the prompt with that much haystack.
       unit: what the amount counts, for errors.
       least, most: of the amount.
       once: strings that stand in the prompt's haystack exactly once, so that nothing else answers the question.
