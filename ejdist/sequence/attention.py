@@ -305,7 +305,7 @@ def ring_attention(
       scheme: "ring" (keys and values travel, O(T / ranks) memory), "all_gather" (each rank gathers all keys and values),
         "ulysses" (over the last of the axes tokens are exchanged for heads, and a ring goes over those before it), or a
         `Scheme`.
-      order: how the tokens are ordered over the ranks: "contiguous", "zigzag", "striped", or an `Order`; default: that of the layout in
+      order: of the tokens on the ranks: "contiguous", "zigzag", "striped", or an `Order`; default: that of the layout in
         force (`set_layout(order=...)`), contiguous without one. For any but contiguous the caller has permuted query,
         key, value and segment ids, once, by `Order(name, ranks).permute`, and the result is in that order too; nothing moves.
       options: everything else that `flash_attention` takes, as there. Sinks count once. `q_positions` and `kv_positions` are
