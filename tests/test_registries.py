@@ -29,6 +29,7 @@ KEYS, RULES = "which part a key of the model section is of", "which part a rule 
 ELSEWHERE = {
     ("ejdist/planning/step_time.py", "attention"): "a term of the step's time",
     ("launch/__main__.py", "local"): "a command",
+    ("launch/cluster.py", "local"): "a kind of cluster",
     ("recipes/words.py", "local"): "a variant of a group",
     ("recipes/words.py", "experts"): "a variant of a group",
     ("ejdist/sequence/attention.py", "contiguous"): "the order of tokens that were not permuted",
