@@ -27,7 +27,7 @@ PRODUCTS = {"forward": 2 * 2, "backward": 2 * 5, "both": 2 * 2 + 2 * 5}
 DIMS = {"query": "BTNH", "key": "BSKH", "value": "BSKH", "d_out": "BTNH"}
 IDS = ("q_segment_ids", "kv_segment_ids")
 SPREAD = 1.0  # standard deviation of the logarithm of documents' lengths
-ONE, NO_IDS = "one", "none"  # documents that are no lengths
+ONE, NO_IDS = "one", "none"  # values of documents= that name no lengths
 RECORDED = Path(__file__).resolve().parent.parent / "documents"
 ROWS = 4  # of which a corpus of drawn lengths has enough tokens
 Arrays = dict[str, jax.Array]
@@ -137,8 +137,8 @@ def thinned(ids: np.ndarray, length: int) -> np.ndarray:
 
 
 def same_work(seen: np.ndarray, pairs: float) -> int:
-    """Returns how many tokens at the start of a row have at least so many pairs among them, a multiple of 256; all, where it
-    has fewer."""
+    """Returns the length, a multiple of 256, of the shortest start of a row that has this number of pairs; the row's length if
+    it has fewer."""
     enough = int(np.searchsorted(np.cumsum(seen), pairs)) + 1
     return min(-(-enough // 256) * 256, len(seen))
 
@@ -171,7 +171,7 @@ def placed(ids: np.ndarray, mesh: Any = None) -> jax.Array:
 
 
 def data_of(call: Attention, ids: np.ndarray, mesh: Any = None) -> Arrays:
-    """Returns what a call is told of its documents."""
+    """Returns the segment ids that a call takes, by argument; none for a call without documents."""
     return dict.fromkeys(IDS, placed(ids, mesh)) if call.packed else {}
 
 

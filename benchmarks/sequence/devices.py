@@ -105,7 +105,7 @@ def _permuted(order: ejdist.Order, x: jax.Array) -> jax.Array:
 
 
 def measure(mesh: Any, o: dict[str, Any], call: Attention, tokens: int, rows: Rows) -> None:
-    """Adds and times everything for so many tokens a device."""
+    """Adds and times all programs for a number of tokens per device."""
     ranks, length = mesh.size, tokens * mesh.size
     ids = calls.segment_ids(o["documents"], length, o["seed"])
     seen = call.keys_seen(ids)

@@ -35,7 +35,7 @@ class Rows:
             jax.block_until_ready(run(*arguments))  # compiles it too
             self.programs[label, part] = run, arguments
         except Exception as error:  # what one way cannot do is no reason to lose the others
-            row["refused"] = f"{part}: {type(error).__name__}: {str(error).splitlines()[0][:300]}"
+            row["refused"] = f"{part}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
             self.say(f"{label}, {row['refused']}")
             return False
         row |= about
