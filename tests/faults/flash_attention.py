@@ -72,7 +72,7 @@ FAULTS = (
     ),
     Fault(
         "Hopper: more tiles of queries than shared memory has room for",
-        "flash_attention/triton_gpu:forward",
+        "warp_specialized_forward",
         "bytes_of(2, $$after)",
         "bytes_of(1, $$after)",
         f"{HOPPER} -k programs",
@@ -218,8 +218,8 @@ FAULTS = (
     ),
     Fault(
         "Hopper: three warpgroups with the registers of two",
-        "flash_attention/triton_gpu:forward",
-        "160 if $blocks[0] == THREE_WARPGROUPS else 240",
+        "warp_specialized_forward",
+        "160 if $q_block == THREE_WARPGROUPS else 240",
         "240",
         f"{HOPPER} -k programs",
     ),

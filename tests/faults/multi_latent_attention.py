@@ -2,7 +2,50 @@
 
 from faults import Fault
 
+HOPPER = "tests/kernels/test_multi_latent_attention_hopper.py"
 FAULTS = (
+    Fault(
+        "Hopper: rotary keys of another head, of which there is one",
+        "_load_tile",
+        "tma.async_load($rope, [$batch, $row, 0, 0], $$rest)",
+        "tma.async_load($rope, [$batch, $row, 1, 0], $$rest)",
+        f"{HOPPER} -k numbers",
+    ),
+    Fault(
+        "Hopper: rotary queries of the first head",
+        "gluon_kernels:_load",
+        "tma.async_load($rope, [$b, $rows, $n, 0], $$rest)",
+        "tma.async_load($rope, [$b, $rows, 0, 0], $$rest)",
+        f"{HOPPER} -k numbers",
+    ),
+    Fault(
+        "Hopper: rotary queries in place of the middle columns",
+        "gluon_kernels:_load",
+        "$i % $tiles == $tiles - 1",
+        "$i % $tiles == $tiles - 2",
+        f"{HOPPER} -k numbers",
+    ),
+    Fault(
+        "Hopper: heads without a rotary part, taken by the kernel with two",
+        "splits",
+        "$Hr > 0",
+        "True",
+        f"{HOPPER} -k refused",
+    ),
+    Fault(
+        "Hopper: rotary rows that TMA does not take",
+        "splits",
+        "$Hr % 8 == 0",
+        "True",
+        f"{HOPPER} -k refused",
+    ),
+    Fault(
+        "Hopper: a dense mask dropped by the kernel with separate parts",
+        "multi_latent_attention/triton_gpu:_rejects",
+        "$call.mask is not None and $call.mask.attention_mask is not None",
+        "False",
+        f"{HOPPER} -k refused",
+    ),
     Fault(
         "the scale of latent attention forgets the rotary part",
         "multi_latent_attention/contract:scale_of",

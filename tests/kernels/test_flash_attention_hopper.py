@@ -340,7 +340,7 @@ def test_tiles_of_the_forward(launches, width, value_width, columns, keys, room)
     ]
     tiles = -(-width // columns)
     assert tiles * columns >= width and tall >= value_width and (tiles == 1 or 2 * columns >= tall)
-    assert 2 * (room * 128 * tiles * columns + 2 * keys * (tiles * columns + tall)) <= triton_gpu.SHARED_MEMORY
+    assert 2 * (room * 128 * tiles * columns + 2 * keys * (tiles * columns + tall)) <= triton_calls.SHARED_MEMORY
 
 
 @pytest.mark.parametrize(("width", "steps"), [pytest.param(136, 12, marks=pytest.mark.slow), (192, 12), (256, 16)])

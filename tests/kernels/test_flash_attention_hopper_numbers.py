@@ -15,6 +15,7 @@ from hopper import interpreted
 from hopper_attention import THREE, arrays, at, calls, hold, ours
 
 from kernels import MaskInfo
+from kernels.engines.attention import triton_calls
 from kernels.framework.config import BwdParams, FwdParams, KernelConfig
 from kernels.ops.flash_attention import op, triton_gpu
 
@@ -34,7 +35,7 @@ QUICK = set(zip(CALLS, itertools.cycle(KINDS)))
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    with interpreted(monkeypatch, op, triton_gpu):
+    with interpreted(monkeypatch, op, triton_calls):
         yield
 
 

@@ -104,8 +104,9 @@ def _make_ring(STAGES: gl.constexpr, TILES: gl.constexpr, dtype: gl.constexpr, R
 
 
 @gluon.jit
-def _load_tile(desc, batch, row, head, ring, stage, phase, HEAD_TILES: gl.constexpr):
-    """Loads the rows of a head from `row` on into a stage, once it is free; rows out of bounds are zeros."""
+def _load_tile(desc, rope_desc, batch, row, head, ring, stage, phase, HEAD_TILES: gl.constexpr):
+    """Loads the rows of a head from `row` on into a stage, once it is free; rows out of bounds are zeros. The last tile
+    of columns comes from `rope_desc`, which all heads share, if there is one."""
     tiles, full, free = ring
     ROWS: gl.constexpr = desc.block_type.shape[1]
     WIDTH: gl.constexpr = desc.block_type.shape[3]
@@ -113,26 +114,31 @@ def _load_tile(desc, batch, row, head, ring, stage, phase, HEAD_TILES: gl.conste
     mbarrier.expect(full.index(stage), HEAD_TILES * desc.nbytes_per_cta)
     for i in gl.static_range(HEAD_TILES):
         block = tiles.index(HEAD_TILES * stage + i).reinterpret(shape=[1, ROWS, 1, WIDTH], layout=BLOCK)
-        tma.async_load(desc, [batch, row, head, i * WIDTH], full.index(stage), block)
+        if rope_desc is not None and i == HEAD_TILES - 1:
+            tma.async_load(rope_desc, [batch, row, 0, 0], full.index(stage), block)
+        else:
+            tma.async_load(desc, [batch, row, head, i * WIDTH], full.index(stage), block)
 
 
 @gluon.jit
-def _load_keys(k_desc, v_desc, list_ptr, batch, head, end, begin, keys, values, stage, phase, HEAD_TILES: gl.constexpr):
+def _load_keys(k_desc, k_rope_desc, v_desc, list_ptr, batch, head, end, begin, keys, values, stage, phase,
+               HEAD_TILES: gl.constexpr):  # fmt: skip
     """Loads the blocks of keys and values from `end` - 1 down to `begin`, or those entries of a list; returns the next
     stage and its phase."""
     BLOCK_K: gl.constexpr = k_desc.block_type.shape[1]
     STAGES: gl.constexpr = values[0].shape[0]
     for i in range(end - begin):
         row = nth(list_ptr, end - 1 - i) * BLOCK_K
-        _load_tile(k_desc, batch, row, head, keys, stage, phase, HEAD_TILES)
-        _load_tile(v_desc, batch, row, head, values, stage, phase, 1)
+        _load_tile(k_desc, k_rope_desc, batch, row, head, keys, stage, phase, HEAD_TILES)
+        _load_tile(v_desc, None, batch, row, head, values, stage, phase, 1)
         stage, phase = after(stage, phase, STAGES)
     return stage, phase
 
 
 @gluon.jit
-def _load(q_desc, k_desc, v_desc, lists, turn_ptr, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
+def _load(descs, lists, turn_ptr, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
           STAGES: gl.constexpr, QUEUED: gl.constexpr):  # fmt: skip
+    q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc = descs
     WARPGROUPS: gl.constexpr = _consumers(O)
     WIDTH: gl.constexpr = q_desc.block_type.shape[3]
     HEAD_TILES: gl.constexpr = _head_tiles(O, WIDTH)
@@ -150,18 +156,23 @@ def _load(q_desc, k_desc, v_desc, lists, turn_ptr, queue, queries, keys, values,
             part = q_tiles.index(WARPGROUPS * HEAD_TILES * q_stage + i).reinterpret(
                 shape=[1, ROWS, 1, WIDTH], layout=BLOCK
             )
-            where = [b, block * O.BLOCK_Q + i // HEAD_TILES * ROWS, n, i % HEAD_TILES * WIDTH]
-            tma.async_load(q_desc, where, q_full.index(q_stage), part)
+            rows = block * O.BLOCK_Q + i // HEAD_TILES * ROWS
+            if q_rope_desc is not None and i % HEAD_TILES == HEAD_TILES - 1:
+                tma.async_load(q_rope_desc, [b, rows, n, 0], q_full.index(q_stage), part)
+            else:
+                tma.async_load(q_desc, [b, rows, n, i % HEAD_TILES * WIDTH], q_full.index(q_stage), part)
         q_stage, q_phase = after(q_stage, q_phase, QUEUED)
         # Take the next tile as late as possible, so that the program that finishes first gets the longest remaining
         # tile. Taken when this tile starts, it would go to the program that started first, which also has the longest
         # current one.
         soon = gl.minimum(first + 2, last)
-        stage, phase = _load_keys(k_desc, v_desc, list_ptr, b, head, last, soon, keys, values, stage, phase, HEAD_TILES)
+        stage, phase = _load_keys(
+            k_desc, k_rope_desc, v_desc, list_ptr, b, head, last, soon, keys, values, stage, phase, HEAD_TILES
+        )
         tile = claim_tile(queue, turn_ptr, turn)
         turn += 1
         stage, phase = _load_keys(
-            k_desc, v_desc, list_ptr, b, head, soon, first, keys, values, stage, phase, HEAD_TILES
+            k_desc, k_rope_desc, v_desc, list_ptr, b, head, soon, first, keys, values, stage, phase, HEAD_TILES
         )
 
 
@@ -341,6 +352,8 @@ def warp_specialized_fwd_kernel(
     k_segment_ptr,
     ends_ptr,
     sink_ptr,
+    q_rope_desc,  # [B, T, N, Hr] or None: the last tile of columns of queries, if it is an array of its own
+    k_rope_desc,  # [B, S, 1, Hr] or None: that of keys, which all heads share
     out_ptr,
     lse_ptr,
     O: gl.constexpr,  # `Options`, with a BLOCK_Q of 64 per consumer warpgroup
@@ -359,6 +372,7 @@ def warp_specialized_fwd_kernel(
     keys = _make_ring(STAGES, HEAD_TILES, dtype, O.BLOCK_K, WIDTH, WARPGROUPS)
     values = _make_ring(STAGES, 1, dtype, O.BLOCK_K, O.BLOCK_V, WARPGROUPS)
     lists = spans_ptr, index_ptr, order_ptr
+    descs = q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc
     masks = q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr
     arrays = lists, masks, sink_ptr, out_ptr, lse_ptr
     if _in_turns(O):
@@ -371,7 +385,7 @@ def warp_specialized_fwd_kernel(
         gl.warp_specialize(
             [
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
-                (_load, (q_desc, k_desc, v_desc, lists, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+                (_load, (descs, lists, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -381,7 +395,7 @@ def warp_specialized_fwd_kernel(
             [
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 1)),
-                (_load, (q_desc, k_desc, v_desc, lists, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+                (_load, (descs, lists, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -392,7 +406,7 @@ def warp_specialized_fwd_kernel(
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 1)),
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 2)),
-                (_load, (q_desc, k_desc, v_desc, lists, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+                (_load, (descs, lists, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

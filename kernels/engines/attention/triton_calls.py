@@ -19,11 +19,16 @@ from kernels.engines.attention.tiles import spans
 from kernels.engines.attention.triton_parts import OFFSET, POSITION, ROW, Options
 from kernels.framework.config import BwdParams, FwdParams, KernelConfig
 from kernels.framework.execute import Saved
+from kernels.framework.target import MULTIPROCESSORS
+from kernels.framework.work import Work, nbytes
 from kernels.toolchains.triton import tensor_descriptor, triton_launch
 
 WIDEST = 256
 # Warps of a program of the Hopper kernels: three specialised warpgroups. Plain programs have a power of two.
 WARP_SPECIALIZED = 12
+# Queries of a block with three warpgroups, possible in the forward of heads up to 64; others have two.
+THREE_WARPGROUPS = 192
+ROWS_OF_WARPGROUP = 64
 # Shared memory that such a program may use for tiles.
 SHARED_MEMORY = 220 * 1024
 # The maximum number of heads whose programs run side by side, so that the keys (or queries) they read stay in the
@@ -80,7 +85,7 @@ class Call(NamedTuple):
         options = Options(**self.options, SPAN_BATCH=_stride(spans, 0), BLOCK_Q=q_block, BLOCK_K=k_block)
         names = [p.name for p in kernel.params if not p.is_constexpr]
         arrays = {name: value for name, value in self.arrays.items() if name in names}
-        return triton_launch(kernel, *first, spans, O=options, **arrays, **rest)
+        return triton_launch(kernel, *first, spans, O=options, **(arrays | rest))
 
 
 def _stride(x: Any, dim: int) -> int:
@@ -109,6 +114,7 @@ def prepare(
     batch = {name.removesuffix("_ptr").upper() + "_BATCH": _stride(x, 0) for name, x in arrays.items()}
     arrays |= {"dense_ptr": dense, "bias_ptr": bias, "slope_ptr": alibi_slopes, "seed_ptr": seed}
     arrays |= {"index_ptr": None, "order_ptr": None}  # lists of tiles, used instead of spans
+    arrays |= {"q_rope_desc": None, "k_rope_desc": None}  # columns of heads in arrays of their own
     strides = {
         f"{name}_{part}": _stride(x, dim)
         for name, x in (("DENSE", dense), ("BIAS", bias))
@@ -160,6 +166,69 @@ def _exact(query: Any, cfg: KernelConfig) -> bool:
     """Returns whether a soft cap needs more than the tanh instruction: if 16-bit weights are more accurate than its
     error, or if the plain kernels, which lack the instruction, run the other direction."""
     return query.dtype == jnp.float16 or {cfg.fwd_params.num_warps, cfg.bwd_params.num_warps} != {WARP_SPECIALIZED}
+
+
+def work_of(query: Any, key: Any, value: Any, mask: MaskInfo, matmuls: tuple[int, int]) -> Work:
+    """Returns the work of products over the widths of keys and of values: of all pairs, or of half of them."""
+    (B, T, N, H), S, HV = query.shape, key.shape[1], value.shape[3]
+    pairs = B * N * T * S // (2 if mask.key_range(T, S).high is not None else 1)
+    return Work(2 * pairs * (matmuls[0] * H + matmuls[1] * HV), 2 * nbytes(query, key, value))
+
+
+def warp_specialized_forward(
+    call: Call,
+    params: FwdParams,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    rope: tuple[jax.Array, jax.Array] | None = None,
+    **rest: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out, lse) of the Hopper forward with the tiles `params`.
+
+    Args:
+      rope: (query [B, T, N, Hr], key [B, S, 1, Hr]), the last columns of each head, where `query` and `key` lack them.
+        `splits` says when the kernel takes them.
+      rest: the inputs and launch options that follow from the operation.
+    """
+    (B, T, N, _), options = query.shape, call.options
+    q_block, k_block = blocks = params.q_blocksize, params.kv_blocksize
+    width, tall = head_tile_width(options["H"], options["HV"]), options["BLOCK_V"]
+    wide = triton.cdiv(options["H"], width) * width
+    names = "q_rope_desc", "k_rope_desc"
+    arrays = zip(names, rope or (None, None), (ROWS_OF_WARPGROUP, k_block), strict=True)
+    out, lse, _ = call.launch_warp_specialized(
+        warp_specialized_fwd_kernel,
+        (
+            jnp.zeros(1, jnp.int32),
+            block_of(query, ROWS_OF_WARPGROUP, width),
+            block_of(key, k_block, width),
+            block_of(value, k_block, tall),
+        ),
+        call.spans(*blocks)[0],
+        blocks,
+        N,
+        **{name: None if x is None else block_of(x, rows, width) for name, x, rows in arrays},
+        out_shape=(
+            jax.ShapeDtypeStruct((B, T, N, options["HV"]), query.dtype),
+            jax.ShapeDtypeStruct((B, T, N), jnp.float32),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+        ),
+        input_output_aliases={0: 2},
+        grid=(min(triton.cdiv(T, q_block) * N * B, MULTIPROCESSORS),),
+        STAGES=params.num_stages,
+        QUEUED=2 if bytes_of(2, params, wide, tall) <= SHARED_MEMORY else 1,
+        CONSUMER_REGISTERS=160 if q_block == THREE_WARPGROUPS else 240,
+        PRODUCER_REGISTERS=24,
+        **rest,
+    )
+    return out, lse
+
+
+def splits(H: int, Hr: int, HV: int) -> bool:
+    """Returns whether the Hopper forward takes heads of H + Hr columns as two arrays: H fills all tiles but the last, which
+    holds Hr. TMA needs rows that are multiples of 16 bytes."""
+    return Hr > 0 and Hr % 8 == 0 and H % head_tile_width(H + Hr, HV) == 0
 
 
 def bytes_of(queued: int, params: FwdParams, width: int, v_width: int) -> int:

@@ -11,27 +11,26 @@ import jax.numpy as jnp
 import triton
 
 from kernels.engines.attention.gluon_gradients import warp_specialized_bwd_kernel
-from kernels.engines.attention.gluon_kernels import warp_specialized_fwd_kernel
 from kernels.engines.attention.gluon_parts import BLOCK_OF_SUMS
 from kernels.engines.attention.gluon_parts import ROW as ROW_OF_STATISTICS
 from kernels.engines.attention.gluon_wide import warp_specialized_wide_bwd_kernel
 from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.softmax import sink_gradient
 from kernels.engines.attention.triton_calls import (
-    SHARED_MEMORY,
+    THREE_WARPGROUPS,
     WARP_SPECIALIZED,
     WIDEST,
     Call,
     block_of,
-    bytes_of,
     config_of,
-    head_tile_width,
     padded_width,
     plain_tiles,
     prepare,
     scale_of,
     statistics_by_head,
+    warp_specialized_forward,
     warp_specialized_tiles,
+    work_of,
 )
 from kernels.engines.attention.triton_gradients import (
     bias_gradient_kernel,
@@ -43,14 +42,10 @@ from kernels.framework.config import BwdParams
 from kernels.framework.config import KernelConfig as FlashAttentionConfig
 from kernels.framework.execute import Saved
 from kernels.framework.platforms import Unsupported
-from kernels.framework.target import MULTIPROCESSORS
-from kernels.framework.work import Work, nbytes
 from kernels.ops.flash_attention.contract import op
 from kernels.ops.flash_attention.xla import FEATURES
 from kernels.toolchains.triton import compute_capability, tensor_descriptor
 
-# Queries of a block with three warpgroups, possible in the forward of heads up to 64; others have two.
-THREE_WARPGROUPS = 192
 # Length from which they are faster: in shorter rows, such large blocks have too many hidden pairs.
 LONG = 4096
 # Features that the warp-specialized kernels lack, by argument.
@@ -91,13 +86,6 @@ def _params(call: Call, params: Any, itemsize: int) -> Any:
     return params
 
 
-def _work(query, key, value, mask, matmuls: tuple[int, int]) -> Work:
-    """Returns the work of products over the widths of keys and of values: of all pairs, or of half of them."""
-    (B, T, N, H), S, HV = query.shape, key.shape[1], value.shape[3]
-    pairs = B * N * T * S // (2 if mask.key_range(T, S).high is not None else 1)
-    return Work(2 * pairs * (matmuls[0] * H + matmuls[1] * HV), 2 * nbytes(query, key, value))
-
-
 def forward(
     query,
     key,
@@ -120,32 +108,14 @@ def forward(
     blocks = params.q_blocksize, params.kv_blocksize
     rest: dict[str, Any] = {
         "sink_ptr": None if softmax_aux is None else jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1),
-        "work": _work(query, key, value, call.mask, (1, 1)),
+        "work": work_of(query, key, value, call.mask, (1, 1)),
     }
+    if params.num_warps == WARP_SPECIALIZED:
+        return warp_specialized_forward(call, params, query, key, value, **rest)
     out = jax.ShapeDtypeStruct((B, T, N, value.shape[3]), query.dtype), jax.ShapeDtypeStruct((B, T, N), jnp.float32)
-    spans, options, tiles = call.spans(*blocks)[0], call.options, triton.cdiv(T, blocks[0]) * N * B
-    if params.num_warps != WARP_SPECIALIZED:
-        plain = (query, key, value), spans, blocks, params
-        return call.launch(forward_kernel, *plain, out_shape=out, grid=(tiles,), **rest)
-    head_tile, tall = head_tile_width(options["H"], options["HV"]), options["BLOCK_V"]
-    wide = triton.cdiv(options["H"], head_tile) * head_tile
-    arrays = block_of(query, 64, head_tile), block_of(key, blocks[1], head_tile), block_of(value, blocks[1], tall)
-    *results, _ = call.launch_warp_specialized(
-        warp_specialized_fwd_kernel,
-        (jnp.zeros(1, jnp.int32), *arrays),
-        spans,
-        blocks,
-        N,
-        out_shape=(*out, jax.ShapeDtypeStruct((1,), jnp.int32)),
-        input_output_aliases={0: 2},
-        grid=(min(tiles, MULTIPROCESSORS),),
-        STAGES=params.num_stages,
-        QUEUED=2 if bytes_of(2, params, wide, tall) <= SHARED_MEMORY else 1,
-        CONSUMER_REGISTERS=160 if blocks[0] == THREE_WARPGROUPS else 240,
-        PRODUCER_REGISTERS=24,
-        **rest,
-    )
-    return tuple(results)
+    grid = (triton.cdiv(T, blocks[0]) * N * B,)
+    plain = (query, key, value), call.spans(*blocks)[0], blocks, params
+    return call.launch(forward_kernel, *plain, out_shape=out, grid=grid, **rest)
 
 
 def _warp_specialized_gradients(call: Call, saved: Saved, query, key, value, params: Any) -> dict[str, jax.Array]:
@@ -185,7 +155,7 @@ def _warp_specialized_gradients(call: Call, saved: Saved, query, key, value, par
         ),
         input_output_aliases={0: 2},
         grid=(triton.cdiv(S, k_block) * K * B,),
-        work=_work(query, key, value, call.mask, (3, 2)),
+        work=work_of(query, key, value, call.mask, (3, 2)),
         STAGES=params.num_stages,
         **how,
     )
@@ -246,7 +216,7 @@ def backward(
         out_shape=tuple(out_shape),
         input_output_aliases={0: 2} if whole else {},
         grid=(triton.cdiv(T, staying) * N * B,),
-        work=_work(query, key, value, call.mask, (2, 1)),
+        work=work_of(query, key, value, call.mask, (2, 1)),
     )
     d_key, d_value = call.launch(
         key_gradient_kernel,
@@ -256,7 +226,7 @@ def backward(
         params,
         out_shape=(jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)),
         grid=(triton.cdiv(S, staying) * K * B,),
-        work=_work(query, key, value, call.mask, (2, 2)),
+        work=work_of(query, key, value, call.mask, (2, 2)),
     )
     gradients = {"query": d_query, "key": d_key, "value": d_value}
     if bias is not None:
@@ -270,7 +240,7 @@ def backward(
                 params,
                 out_shape=(jax.ShapeDtypeStruct(bias.shape, jnp.float32),),
                 grid=(math.prod((*bias.shape[:2], *blocks)),),
-                work=_work(query, key, value, call.mask, (1, 1)),
+                work=work_of(query, key, value, call.mask, (1, 1)),
             )
         gradients["bias"] = d_bias[0]
     if alibi_slopes is not None:

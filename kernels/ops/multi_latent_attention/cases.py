@@ -24,6 +24,11 @@ def _packed(rng, dims):
     return MaskInfo.from_segments(jnp.asarray(rows, jnp.int32), causal=True, window=(6, 0))
 
 
+def _packed_wide(rng, dims):
+    ids = np.repeat([0, 1, -1], [60, 64, dims["T"] - 124])
+    return MaskInfo.from_segments(jnp.asarray(ids[None], jnp.int32), causal=True)
+
+
 CASES = (
     Case("small", SMALL, arrays=ROPE, make={"mask": _causal}, tags=frozenset({"smoke"})),
     Case("no_rope", {**SMALL, "T": 7, "S": 23, "N": 6, "K": 2, "Hv": 5, "R": 9}, tags=frozenset({"slow"})),
@@ -33,6 +38,14 @@ CASES = (
         {"softmax_scale": 0.7, "logits_soft_cap": 2.0, "deterministic": True},
         arrays=(*ROPE, "softmax_aux"),
         make={"mask": _packed},
+    ),
+    # The parts of a head as the Hopper forward takes them, over two blocks of keys and with padding.
+    Case(
+        "wide_head",
+        {"B": 1, "T": 133, "S": 133, "N": 2, "K": 1, "H": 128, "Hr": 24, "Hv": 64, "R": 16, "sinks": 1},
+        arrays=(*ROPE, "softmax_aux"),
+        make={"mask": _packed_wide},
+        tags=frozenset({"code"}),
     ),
     Case("one_key_head", {**SMALL, "K": 1}, arrays=ROPE, make={"mask": _causal}, tags=frozenset({"slow"})),
     Case(

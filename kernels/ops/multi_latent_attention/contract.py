@@ -242,7 +242,7 @@ op = Op(
     ordered=by_positions,
     weights=("w_kc", "w_vc"),
     same_dtype=("query", "key_value", "w_kc", "w_vc", "query_rope", "key_rope"),
-    priority=("composed", "xla"),
+    priority=("triton_gpu", "composed", "xla"),
     cases=CASES,
     work=work,
 )

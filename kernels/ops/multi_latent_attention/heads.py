@@ -9,6 +9,12 @@ import jax.numpy as jnp
 from kernels.engines.matmul.dot import dot
 
 
+def up_projected(key_value: jax.Array, w_kc: jax.Array, w_vc: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (the non-positional part of keys [B, S, K, H], values [B, S, K, Hv])."""
+    key = dot("bsr,rkh->bskh", key_value, w_kc).astype(key_value.dtype)
+    return key, dot("bsr,rkv->bskv", key_value, w_vc).astype(key_value.dtype)
+
+
 def joined_heads(
     query: jax.Array,
     key_value: jax.Array,
@@ -19,8 +25,7 @@ def joined_heads(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (query, key, value) of plain attention: each head is its non-positional part followed by its rotary
     part."""
-    key = dot("bsr,rkh->bskh", key_value, w_kc).astype(key_value.dtype)
-    value = dot("bsr,rkv->bskv", key_value, w_vc).astype(key_value.dtype)
+    key, value = up_projected(key_value, w_kc, w_vc)
     if query_rope is not None and key_rope is not None:
         shared = jnp.broadcast_to(key_rope[:, :, None], (*key.shape[:3], key_rope.shape[-1]))
         query, key = jnp.concatenate([query, query_rope], -1), jnp.concatenate([key, shared], -1)

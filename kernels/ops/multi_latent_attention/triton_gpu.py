@@ -1,0 +1,96 @@
+"""Latent attention on Hopper: the forward kernel of flash attention reads the two parts of a head from arrays of their own.
+
+Joined heads would be written and read once more: (B T N + B S K) (H + Hr) entries. The kernel stores such heads in tiles of
+columns anyway, and loads the last tile from the rotary arrays; all heads of keys share theirs. The backward joins them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels.engines.attention.triton_calls import (
+    WARP_SPECIALIZED,
+    prepare,
+    splits,
+    warp_specialized_forward,
+    warp_specialized_tiles,
+    work_of,
+)
+from kernels.ops.multi_latent_attention.composed import mla
+from kernels.ops.multi_latent_attention.contract import op, scale_of
+from kernels.ops.multi_latent_attention.heads import up_projected
+from kernels.toolchains.triton import compute_capability
+
+_joined_forward, _backward = mla("triton_gpu")
+
+
+def forward(
+    query,
+    key_value,
+    w_kc,
+    w_vc,
+    query_rope,
+    key_rope,
+    mask,
+    softmax_aux,
+    softmax_scale,
+    logits_soft_cap,
+    deterministic,  # always deterministic
+):
+    if compute_capability() != 90:
+        return _joined_forward(
+            query,
+            key_value,
+            w_kc,
+            w_vc,
+            query_rope,
+            key_rope,
+            mask,
+            softmax_aux,
+            softmax_scale,
+            logits_soft_cap,
+            deterministic,
+        )
+    key, value = up_projected(key_value, w_kc, w_vc)
+    wide = query.shape[-1] + query_rope.shape[-1]
+    queries, keys = (jax.ShapeDtypeStruct((*x.shape[:3], wide), x.dtype) for x in (query, key))
+    scale = scale_of(softmax_scale, query, query_rope)
+    config = warp_specialized_tiles(wide, value.shape[-1], query.dtype.itemsize, scale, logits_soft_cap)
+    call = prepare(queries, keys, value, mask, None, None, None, scale, logits_soft_cap, 0.0, config)
+    return warp_specialized_forward(
+        call,
+        config.fwd_params,
+        query,
+        key,
+        value,
+        (query_rope, key_rope[:, :, None]),
+        sink_ptr=None if softmax_aux is None else jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1),
+        work=work_of(queries, keys, value, call.mask, (1, 1)),
+    )
+
+
+def _rejects(call: Any) -> str | None:
+    H, Hr, HV = (call.dims.get(name, 0) for name in ("H", "Hr", "Hv"))
+    if not splits(H, Hr, HV):
+        return f"H = {H}, Hr = {Hr} and Hv = {HV}, but the kernel with separate parts is for H = 128, Hr = 8 to 64, Hv <= 128"
+    if call.mask is not None and call.mask.attention_mask is not None:
+        return "the kernel with separate parts takes no dense mask"
+    scale = scale_of(call.softmax_scale, call.query, call.query_rope)
+    tiles = warp_specialized_tiles(H + Hr, HV, call.query.dtype.itemsize, scale, call.logits_soft_cap)
+    if tiles.fwd_params.num_warps != WARP_SPECIALIZED:
+        return f"Hopper's kernel takes Hv = 40 to 128 in multiples of 8 and a positive scale, got Hv = {HV} and {scale}"
+    return None
+
+
+op.register(
+    forward,
+    _backward,
+    name="triton_gpu",
+    symbolic=set(),
+    platforms={"cuda"},
+    dtypes={"bfloat16", "float16"},
+    rejects=_rejects,
+)
