@@ -60,8 +60,8 @@ def test_the_program_for_a_tpu_holds_pallas_kernels(op):
 
 @each
 def test_a_toolchain_that_the_operation_is_not_written_in_is_refused(op):
-    with pytest.raises(Unsupported, match="has no triton backend; it has composed, xla"):
-        op(**op.case_inputs(CASES[op]), platform="triton")
+    with pytest.raises(Unsupported, match=f"has no pallas backend; it has {', '.join(op.backends)}"):
+        op(**op.case_inputs(CASES[op]), platform="pallas")
 
 
 def test_differential_attention_over_triton_kernels_has_the_numbers_of_the_contract():
