@@ -88,6 +88,34 @@ def ours(
     return found
 
 
+def dispatched(
+    op: Op, arguments: dict[str, Any], candidates: bool, of: Callable[..., Any] | None = None
+) -> list[Contestant]:
+    """Returns "ejdist", the call as dispatch runs it where no backend is asked for.
+
+    Args:
+      candidates: adds the configurations that the tuner would try of the first backend that has any, by their numbers.
+      of: as in `ours`.
+    """
+    call, (_, _, static) = op.bind(**arguments), split(arguments)
+
+    def contestant(name: str, **how: Any) -> Contestant:
+        def function(**arrays: Any) -> Any:
+            outputs = op(**static, **arrays, **how)
+            return outputs if of is None else of(*outputs)
+
+        kept = None if not how else {"config": dataclasses.asdict(how["cfg"])}
+        return Contestant(name, True, programs_of("jax", function), of, tuned=kept)
+
+    found, here = [contestant("ejdist")], platform_here()
+    able = (b for b in op.backends.values() if here in b.platforms and b.candidates and not b.refuses(op, call, True))
+    backend = next(able, None) if candidates else None
+    if backend is not None:
+        for i, cfg in enumerate(backend.candidates(call)):
+            found.append(contestant(f"{backend.name}[{i}]", platform=backend.name, cfg=cfg))
+    return found
+
+
 def theirs(op: Op, arguments: dict[str, Any], chosen: dict[str, Any]) -> list[Contestant]:
     """Returns the peers that have this operation, those that cannot run here or cannot express the call with their reason."""
     whole, found = op.bind(**arguments).arguments, []

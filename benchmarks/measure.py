@@ -16,7 +16,7 @@ import jax
 from benchmarks import peers
 from benchmarks.cases import contract_fits, scaled, split, within
 from benchmarks.check import Oracle, errors
-from benchmarks.contestants import Contestant, first_line, ours, out_of_memory, theirs, tune
+from benchmarks.contestants import Contestant, dispatched, first_line, ours, out_of_memory, theirs, tune
 from benchmarks.race import DIRECTIONS, copies, race
 from benchmarks.timing import cache_bytes, ceilings, has_kernel_times
 from kernels.framework.backend import Case
@@ -36,6 +36,8 @@ class Settings:
       seconds: of one sample, about.
       gflop, mebibytes: what a case's forward may do and its arrays may take before it is scaled down; None for any.
       oracle_bytes: the largest array that the contract may make, before numbers are checked on a smaller case.
+      contestants: who runs of ours: every backend ("backends"), what a call without `platform=` takes ("dispatch"), or that
+        and each configuration that the tuner would try ("candidates").
       tune: whether our backends run with the fastest of their candidates for each case, and not as they do for everyone.
     """
 
@@ -46,6 +48,7 @@ class Settings:
     mebibytes: float | None = None
     oracle_bytes: float = 2**28
     tune: bool = False
+    contestants: str = "backends"
 
 
 class Red(Exception):
@@ -82,7 +85,13 @@ def prepare(op: Op, case: Case, settings: Settings, chosen: dict[str, Any]) -> P
     # Where all peers give the first output alone, ours are asked for no more, and differentiate no more.
     given = {c.of for c in rivals if c.programs is not None}
     asked = peers.first if given == {peers.first} else None
-    field_ = [*ours(op, arguments, tuned, asked), *rivals]
+
+    def our(arguments: dict[str, Any], candidates: bool) -> list[Contestant]:
+        if settings.contestants == "backends":
+            return ours(op, arguments, tuned, asked)
+        return dispatched(op, arguments, candidates, asked)
+
+    field_ = [*our(arguments, settings.contestants == "candidates"), *rivals]
     rows = {c.name: {"contestant": c.name, "ours": c.ours, "status": "cannot", "reason": c.reason} for c in field_}
     for c in field_:
         if c.tuned is not None:
@@ -96,10 +105,12 @@ def prepare(op: Op, case: Case, settings: Settings, chosen: dict[str, Any]) -> P
         # The same on a smaller case against the contract, with programs of their own: they are made for their shapes.
         few = op.case_inputs(small, dtype=dtype)
         truth = Oracle(op, few)
-        both = [*ours(op, few, tuned, asked), *theirs(op, few, chosen)]
+        both = [*our(few, False), *theirs(op, few, chosen)]
         same = {c.name: c for c in both if c.programs is not None}
         good = {c.name for c in _check(op, [same[c.name] for c in able if c.name in same], few, truth, rows)}
-        able = [c for c in able if c.name in good]
+        # Candidates are other tiles of the same kernels: they are compared on the whole case only.
+        same |= {c.name: same[able[0].name] for c in able if c.ours and c.name not in same}
+        able = [c for c in able if same[c.name].name in good]
         # By whole-case `of`: a peer makes one for each call, and what it gives may be off by what it may be off here.
         by_of = {c.of: truth.reference(same[c.name].of).allowed for c in able}
         first = next((c for c in able if c.ours and c.name == "xla"), next((c for c in able if c.ours), None))
@@ -112,7 +123,7 @@ def prepare(op: Op, case: Case, settings: Settings, chosen: dict[str, Any]) -> P
             return {name: 2 * value for name, value in by_of[of].items()}  # the backend compared with is off too
 
         def reference(*, _name: str = first.name, **arrays: Any) -> Any:
-            return op(**arrays, platform=_name)
+            return op(**arrays, platform=None if settings.contestants != "backends" else _name)
 
         oracle = Oracle(op, arguments, reference, allowed)
         able = _check(op, able, arguments, oracle, rows, "error_of_whole")

@@ -1,0 +1,181 @@
+"""`python -m benchmarks.random_shapes OPERATION [shapes=40] [seed=0] [workers=4] [out=FILE]`: shapes that nobody chose.
+
+Draws legal calls of an operation from the seed (`drawn.py`), checks the numbers of each, and times what a call without
+`platform=` runs beside every peer that can express the call. It prints, for each direction, the geometric mean of (time of
+the best peer / our time) and the worst calls. With candidates=true each configuration that the tuner would try of our first
+backend takes part too, by its number: what a heuristic is fitted to.
+
+Calls are compiled and checked by `workers` processes side by side; each is timed while the others wait. Other options:
+against=PEER,... dtype=bfloat16 rounds=5 seconds=0.03 only=TEXT (names that contain it) commit=.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.drawn import DRAWS, draw
+from benchmarks.options import split
+from benchmarks.race import DIRECTIONS
+
+OPTIONS = {
+    "shapes": 40,
+    "seed": 0,
+    "workers": 4,
+    "out": "",
+    "against": "",
+    "dtype": "bfloat16",
+    "rounds": 5,
+    "seconds": 0.03,
+    "only": "",
+    "candidates": "false",
+    "commit": "",
+    "part": "",  # how a worker is started: NUMBER/WORKERS:FOLDER
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    options, words = split(OPTIONS, argv)
+    if len(words) != 1 or words[0] not in DRAWS:
+        raise SystemExit(f"{' '.join(words)!r}: name one operation of {', '.join(DRAWS)}, and options as name=value")
+    if options["shapes"] < 1 or options["workers"] < 1:
+        raise SystemExit("shapes and workers must be at least 1")
+    if options["candidates"] not in ("true", "false"):
+        raise SystemExit(f"candidates must be true or false, got {options['candidates']!r}")
+    return _work(words[0], options) if options["part"] else _lead(words[0], options, argv)
+
+
+def _lead(operation: str, options: dict[str, Any], argv: list[str]) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.random_shapes", *argv]
+        parts = [f"part={i}/{options['workers']}:{folder}" for i in range(options["workers"])]
+        codes = [worker.wait() for worker in [subprocess.Popen([*command, part]) for part in parts]]
+        rows = [json.loads(line) for path in Path(folder).glob("*.jsonl") for line in path.read_text().splitlines()]
+    rows.sort(key=lambda row: row["number"])
+    print("\n".join(lines(rows)))
+    if options["out"]:
+        path = Path(options["out"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        about = {
+            "operation": operation,
+            "seed": options["seed"],
+            "shapes": options["shapes"],
+            "dtype": options["dtype"],
+        }
+        path.write_text(json.dumps({**about, "summary": summary(rows), "calls": rows}, indent=1) + "\n")
+        print(f"written to {path}")
+    return max(codes, default=0)
+
+
+def _work(operation: str, options: dict[str, Any]) -> int:
+    import kernels
+    from benchmarks import peers
+    from benchmarks.measure import Red, Settings, measure, prepare, provenance
+    from benchmarks.timing import ceilings
+
+    share, _, folder = options["part"].partition(":")
+    part, workers = map(int, share.split("/"))
+    op, every = kernels.operations()[operation], peers.all_peers()
+    names = options["against"].split(",") if options["against"] else list(every)
+    settings = Settings(
+        dtype=options["dtype"],
+        rounds=options["rounds"],
+        seconds=options["seconds"],
+        oracle_bytes=2**29,
+        contestants="candidates" if options["candidates"] == "true" else "dispatch",
+    )
+    cases = list(enumerate(draw(operation, options["shapes"], options["seed"])))
+    prepared, code = [], 0
+    for number, case in cases[part::workers]:
+        if options["only"] not in case.name:
+            continue
+        try:
+            prepared.append((number, prepare(op, case, settings, {name: every[name] for name in names})))
+        except Red as red:
+            print(f"{case.name}: {red}", flush=True)
+            code = 1
+    Path(folder, f"ready{part}").touch()
+    while len(list(Path(folder).glob("ready*"))) < workers:
+        time.sleep(0.2)
+    with _alone(folder):
+        ceiling, origin = ceilings(settings.dtype), provenance(options["commit"] or None)
+    with Path(folder, f"{part}.jsonl").open("w") as file:
+        for number, one in prepared:
+            with _alone(folder):
+                block = measure(op, one, settings, ceiling)
+            row = {"number": number, **block, **origin}
+            print(_line(row), flush=True)
+            file.write(json.dumps(row) + "\n")
+    return code
+
+
+class _alone:
+    """Inside, this process alone measures."""
+
+    def __init__(self, folder: str):
+        self._path = Path(folder, "lock")
+
+    def __enter__(self) -> None:
+        self._file = self._path.open("w")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.close()
+
+
+def ratios(rows: list[dict[str, Any]], direction: str) -> Iterator[tuple[float, str, str]]:
+    """Yields (time of the best peer / ours, the call, the peer) of each call that a peer can express."""
+    for row in rows:
+        for contestant in row["rows"]:
+            times = contestant.get(direction, {})
+            if contestant["contestant"] == "ejdist" and "best_peer" in times:
+                yield times["times_as_fast_as_best_peer"], row["case"], times["best_peer"]
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns for each direction the number of calls with a peer, the geometric mean of the ratios, and the worst."""
+    result = {}
+    for direction in DIRECTIONS:
+        found = sorted(ratios(rows, direction))
+        if found:
+            mean = math.exp(sum(math.log(ratio) for ratio, _, _ in found) / len(found))
+            worst = [{"ratio": ratio, "call": call, "peer": peer} for ratio, call, peer in found[:5]]
+            result[direction] = {"calls": len(found), "geometric_mean": float(f"{mean:.4g}"), "worst": worst}
+    return result
+
+
+def lines(rows: list[dict[str, Any]]) -> list[str]:
+    text = [f"{len(rows)} calls"]
+    for direction, found in summary(rows).items():
+        worst = ", ".join(f"{w['ratio']:.2f} {w['call']} ({w['peer']})" for w in found["worst"])
+        text.append(
+            f"{direction}: {found['calls']} with a peer, geometric mean {found['geometric_mean']:.3f}; worst {worst}"
+        )
+    return text
+
+
+def _line(row: dict[str, Any]) -> str:
+    """Returns a call in one line: the median microseconds of everybody, each direction."""
+    basis, parts = row["basis"], []
+    for contestant in row["rows"]:
+        times = [f"{contestant[d][basis][1]:.0f}" for d in DIRECTIONS if d in contestant]
+        parts.append(f"{contestant['contestant']} {'/'.join(times) or contestant['status']}")
+    return f"{row['case']}: " + ", ".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
