@@ -44,12 +44,13 @@ def _attention(rng: np.random.Generator) -> tuple[str, dict[str, Any]]:
 
 def _grouped(rng: np.random.Generator) -> tuple[str, dict[str, Any]]:
     E = _of(rng, 4, 8, 8, 16, 32, 60, 64, 72, 128, 160, 256)
-    D, F = (_log(rng, 512, 8192, _of(rng, 64, 128, 128, 256, 8)) for _ in "DF")
-    M = _log(rng, 4096, 131072, _of(rng, 1, 128))
-    while (
-        2 * M * D * F > 1.2e13 or 2 * (E * D * F + M * (D + F)) > 6e9
-    ):  # a second of a backward; a tenth of a GPU's memory
-        M, D, F = max(256, M // 2), max(512, D * 3 // 32 * 8), max(512, F * 3 // 32 * 8)
+    widest = 14336 if E <= 8 else 4096 if E <= 64 else 2048  # many experts are narrow ones
+    D, F = (_log(rng, 512, most, _of(rng, 64, 128, 128, 256, 8)) for most in (8192, widest))
+    M = _log(rng, 8192, 131072, _of(rng, 1, 128))
+    if rng.random() < 0.5:  # the product back
+        D, F = F, D
+    while 2 * M * D * F > 1.2e13:  # some hundredths of a second
+        M //= 2
     how = _of(rng, "even", "skewed", "skewed", "holes")
     share = np.ones(E) if how == "even" else rng.gamma(2.0 if how == "skewed" else 0.5, size=E)
     if how == "holes":
