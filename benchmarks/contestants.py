@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from benchmarks import peers
-from benchmarks.cases import split
+from benchmarks.cases import as_tuple, split
 from benchmarks.programs import programs_of
 from kernels.framework import tuning
 from kernels.framework.contract import Op
@@ -80,7 +80,7 @@ def ours(
 
         def function(*, _name: str = backend.name, _cfg: Any = cfg, **arrays: Any) -> Any:
             outputs = op(**static, **arrays, platform=_name, cfg=_cfg)
-            return outputs if of is None else of(*outputs)
+            return outputs if of is None else of(*as_tuple(outputs))
 
         backward = backend.refuses(op, call, True) is None
         kept = None if cfg is None else {"version": backend.version, "config": dataclasses.asdict(cfg)}
@@ -102,7 +102,7 @@ def dispatched(
     def contestant(name: str, **how: Any) -> Contestant:
         def function(**arrays: Any) -> Any:
             outputs = op(**static, **arrays, **how)
-            return outputs if of is None else of(*outputs)
+            return outputs if of is None else of(*as_tuple(outputs))
 
         kept = None if not how else {"config": dataclasses.asdict(how["cfg"])}
         return Contestant(name, True, programs_of("jax", function), of, tuned=kept)
