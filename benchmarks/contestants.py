@@ -89,12 +89,12 @@ def ours(
 
 
 def dispatched(
-    op: Op, arguments: dict[str, Any], candidates: bool, of: Callable[..., Any] | None = None
+    op: Op, arguments: dict[str, Any], candidates: int, of: Callable[..., Any] | None = None
 ) -> list[Contestant]:
     """Returns "ejdist", the call as dispatch runs it where no backend is asked for.
 
     Args:
-      candidates: adds the configurations that the tuner would try of the first backend that has any, by their numbers.
+      candidates: adds so many configurations that the tuner would try of the first backend that has any, by number.
       of: as in `ours`.
     """
     call, (_, _, static) = op.bind(**arguments), split(arguments)
@@ -111,7 +111,7 @@ def dispatched(
     able = (b for b in op.backends.values() if here in b.platforms and b.candidates and not b.refuses(op, call, True))
     backend = next(able, None) if candidates else None
     if backend is not None:
-        for i, cfg in enumerate(backend.candidates(call)):
+        for i, cfg in enumerate(backend.candidates(call)[:candidates]):
             found.append(contestant(f"{backend.name}[{i}]", platform=backend.name, cfg=cfg))
     return found
 
