@@ -161,7 +161,9 @@ def test_a_launcher_needs_the_folder_without_its_weights(tmp_path):
     keys = ["recipe=sft", *of(folder), "mesh=single"]
     assert check_run(keys, "", devices=1).data.chat_template is None
     folder.rename(tmp_path / "away")
-    with pytest.raises(ValueError, match=r"qwen3' is not on this machine, .*copy what the folder has beside its weights"):
+    with pytest.raises(
+        ValueError, match=r"qwen3' is not on this machine, .*copy what the folder has beside its weights"
+    ):
         check_run(keys, "", devices=1)
 
 

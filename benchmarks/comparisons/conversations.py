@@ -1,15 +1,16 @@
 """`python benchmarks/comparisons/conversations.py [--transformers PYTHON] [--json FILE] [--length T] [WORDS]`: fine-tuning on
 conversations beside transformers, on a CPU.
 
-For each family transformers writes a small model with random weights, and a tokenizer with a chat template that, as the published
-ones, marks nothing. Conversations of 100 tokens to 11/12 of T are packed into rows of T tokens, split over four virtual devices.
+For each family transformers writes a small model with random weights, beside a tokenizer with a chat template that marks
+nothing, as the published ones. Conversations of 100 tokens to 11/12 of T are packed into rows of T tokens, split over four virtual
+devices.
 
 - masks: each conversation in the rows of the run has the tokens and targets of apply_chat_template, whose template marks the
   assistant's text; so has each that is encoded with the marked template.
 - losses: the run's are those of transformers' model, torch's AdamW and one conversation at a time, on one device.
 - resumption: a run that is stopped and resumed has the losses and the checkpoint of one that is not, bit for bit.
-- export: transformers loads the folder and has the loss of its own model after these steps; after a few more steps on four short
-  conversations, generate() says a reply and ends at the folder's eos.
+- export: transformers loads the folder and has the loss of its own model after these steps; after more steps on four short
+  conversations, generate() says their replies and ends at the folder's eos.
 
 WORDS choose rows. PYTHON is that of an environment with torch and transformers, which need not have JAX; default: this one.
 """
@@ -17,11 +18,10 @@ WORDS choose rows. PYTHON is that of an environment with torch and transformers,
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import random
-import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -29,232 +29,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-DATE = "2026-01-31"  # that a template writes
+import conversations_torch
+from conversations_torch import B1, B2, CLIP, DATE, DECAY, EPS, FAMILIES, RATE, REPLIES, ROOT, template_of
+
 LENGTH = 65_536
 LONGEST = 11 / 12  # of a row, before the template's own tokens: 60,000 of 65,536
 SHARES = (LONGEST, 1 / 2, 1 / 4, 1 / 6, 1 / 6, 1 / 12, 1 / 24, 1 / 48)  # of a row, and beside these
-SIZES = (100, 100, 200, 300, 500, 1000)  # tokens
+SIZES = (60, 100, 200, 300, 500, 1000)  # tokens
+APART = 2e-5  # losses, relative: in float32, sums of up to 65,536 tokens in another order
 STEPS, STOP = 3, 2  # of a run, and the step after which another one is stopped
-RATE, DECAY, CLIP, B1, B2, EPS = 1e-3, 0.1, 1.0, 0.9, 0.95, 1e-8
-VOCABULARY = 320
-REPLIES = {
-    "Where sat the cat?": "On the mat.",
-    "What sails far away?": "A ship does.",
-    "When did it rain?": "All night long.",
-    "Which number is next?": "It is four.",
-}
-WORDS = "a the cat ship rain night one two three sat fell far é naïve 日本語 👩‍🚀 - . , ? \n \n\n \t <|im_end|> <|end|>".split(" ")
-MODEL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-         "num_hidden_layers": 2, "intermediate_size": 32}  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen3": {
-        "class": "Qwen3",
-        "config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "max_position_embeddings": 40_960},
-        "template": "thinking",
-        "reasoning": "reasoning_content",
-        "special": ["<|im_start|>", "<|im_end|>"],
-        "tokens": {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
-        "ends": ["<|im_end|>", "<|endoftext|>"],
-    },
-    "GPT-OSS": {
-        "class": "GptOss",
-        "config": {
-            "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128, "max_position_embeddings": 131_072,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
-                                "truncate": False, "rope_theta": 150000.0},
-        },
-        "template": "channels",
-        "reasoning": "thinking",
-        "special": ["<|startoftext|>", "<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"],
-        "tokens": {"bos_token": "<|startoftext|>", "eos_token": "<|return|>", "pad_token": "<|endoftext|>"},
-        "ends": ["<|return|>", "<|endoftext|>", "<|call|>"],
-    },
-}  # fmt: skip
-
-
-def template_of(name: str, marks: bool) -> str:
-    """Returns the chat template of a family, with or without the marks of what the assistant says."""
-    source = (ROOT / "tests" / "chats" / f"{FAMILIES[name]['template']}.jinja").read_text("utf-8")
-    if marks:
-        return source
-    source = re.sub(r"(\{%-? )generation( -?%\})", r"\1if true\2", source)
-    return re.sub(r"(\{%-? )endgeneration( -?%\})", r"\1endif\2", source)
-
-
-# -- with transformers ----------------------------------------------------------------------------------------------------
-
-
-def make(folder: Path, name: str) -> None:
-    """Writes a model beside a tokenizer."""
-    import torch
-    import transformers as tf
-
-    torch.manual_seed(0)
-    family, tokenizer = FAMILIES[name], tf.AutoTokenizer.from_pretrained(folder)
-    ends = tokenizer.convert_tokens_to_ids(family["ends"])
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ends[0], "pad_token_id": tokenizer.pad_token_id}
-    config = getattr(tf, f"{family['class']}Config")(**MODEL | family["config"] | ids)
-    model = getattr(tf, f"{family['class']}ForCausalLM")(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
-    model.generation_config = tf.GenerationConfig(**ids | {"eos_token_id": ends})
-    model.save_pretrained(folder)
-    print("{}")
-
-
-def tokenize(folder: Path, name: str) -> None:
-    """Writes the tokens of each conversation of chats.jsonl, and which of them the assistant says."""
-    import numpy as np
-    import transformers as tf
-
-    _on_the_date()
-    tokenizer = tf.AutoTokenizer.from_pretrained(folder / "source")
-    arrays = {}
-    for i, line in enumerate((folder / "chats.jsonl").read_text("utf-8").splitlines()):
-        arguments = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        got = tokenizer.apply_chat_template(
-            json.loads(line)["messages"], chat_template=template_of(name, marks=True), **arguments
-        )
-        arrays[f"ids{i}"], arrays[f"mask{i}"] = np.asarray(got["input_ids"]), np.asarray(got["assistant_masks"], bool)
-    np.savez(folder / "theirs.npz", **arrays)
-    print(json.dumps({"transformers": tf.__version__}))
-
-
-def loop(folder: Path) -> None:
-    """Trains the source on the conversations of each step, one after another, and prints the losses as JSON, with that of the
-    shortest conversation after the last step."""
-    import numpy as np
-    import torch
-
-    theirs, steps = np.load(folder / "theirs.npz"), json.loads((folder / "steps.json").read_text())
-    shortest = min((k for k in theirs if k.startswith("ids")), key=lambda k: len(theirs[k]))[len("ids") :]
-    model = _model(folder / "source", theirs[f"ids{shortest}"])
-    still = ("norm", "bias", "sinks")  # do not decay
-    groups = [
-        {"params": [p for n, p in model.named_parameters() if any(s in n for s in still) == kept], "weight_decay": decay}
-        for kept, decay in ((True, 0.0), (False, DECAY))
-    ]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=RATE, betas=(B1, B2), eps=EPS)
-    losses, norms = [], []
-    for conversations in steps:
-        optimizer.zero_grad()
-        count, loss = sum(int(theirs[f"mask{i}"][1:].sum()) for i in conversations), 0.0
-        for i in conversations:
-            part = _loss(model, theirs, i) / count
-            part.backward()
-            loss += float(part.detach())
-        norm = float(torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters() if p.grad is not None)))
-        for p in model.parameters():
-            if p.grad is not None and norm > CLIP:
-                p.grad *= CLIP / norm
-        optimizer.step()
-        losses.append(loss)
-        norms.append(norm)
-    with torch.no_grad():
-        after = float(_loss(model, theirs, shortest) / int(theirs[f"mask{shortest}"][1:].sum()))
-    print(json.dumps({"torch": torch.__version__, "losses": losses, "norms": norms, "after": after}))
-
-
-def check(folder: Path) -> None:
-    """Loads what was exported, and prints as JSON the loss of the shortest conversation and what is generated."""
-    import numpy as np
-    import torch
-    import transformers as tf
-
-    _on_the_date()
-    theirs = np.load(folder / "theirs.npz")
-    shortest = min((k for k in theirs if k.startswith("ids")), key=lambda k: len(theirs[k]))[len("ids") :]
-    with torch.no_grad():
-        model = _model(folder / "exported", theirs[f"ids{shortest}"])
-        loss = float(_loss(model, theirs, shortest) / int(theirs[f"mask{shortest}"][1:].sum()))
-    source = tf.AutoTokenizer.from_pretrained(folder / "source")
-    model, tokenizer = (kind.from_pretrained(folder / "taught") for kind in (tf.AutoModelForCausalLM, tf.AutoTokenizer))
-    settings = {"max_new_tokens": 60, "do_sample": False}
-    replies, wrong = [], []
-    for question, reply in REPLIES.items():
-        message = [{"role": "user", "content": question}]
-        prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        said = model.generate(**prompt, **settings)[0].tolist()[prompt["input_ids"].shape[1] :]
-        never = model.generate(**prompt, **settings, eos_token_id=VOCABULARY - 1)[0].tolist()
-        whole = source.apply_chat_template([*message, {"role": "assistant", "content": reply}], tokenize=False)
-        expected = whole[len(tokenizer.decode(prompt["input_ids"][0])) :].rstrip("\n")  # nothing follows eos
-        replies.append(tokenizer.decode(said))
-        if replies[-1] != expected or said[-1] != source.eos_token_id or len(never) - len(prompt["input_ids"][0]) != 60:
-            wrong.append(f"{replies[-1]!r} instead of {expected!r}")
-    ids = tf.GenerationConfig.from_pretrained(folder / "source").eos_token_id
-    if model.generation_config.eos_token_id != ids or tokenizer.chat_template != source.chat_template:
-        wrong.append("eos or the template")
-    print(json.dumps({"exported": loss, "reply": replies[0], "wrong": wrong}))
-
-
-def _on_the_date() -> None:
-    from transformers.utils import chat_template_utils
-
-    class Fixed(datetime.datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> datetime.datetime:
-            return cls.fromisoformat(DATE)
-
-    chat_template_utils.datetime = Fixed  # pyrefly: ignore[bad-assignment]
-
-
-def _model(folder: Path, ids: Any) -> Any:
-    """Returns a folder's model with attention that fits long conversations; `ids`, a short one, show that it is the same."""
-    import torch
-    import transformers as tf
-
-    tf.AttentionInterface.register("in_blocks", _in_blocks)
-    model = tf.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    model.config._experts_implementation = "eager"
-    tokens = torch.tensor(ids)[None]
-    with torch.no_grad():
-        expected = model(input_ids=tokens).logits
-        model.set_attn_implementation("in_blocks")
-        torch.testing.assert_close(model(input_ids=tokens).logits, expected, rtol=1e-5, atol=1e-5)
-    return model
-
-
-def _in_blocks(
-    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, sliding_window: Any = None,
-    s_aux: Any = None, **_: Any,
-) -> Any:  # fmt: skip
-    """Attention as transformers computes it eagerly, for a block of queries at a time, which the backward computes again."""
-    import torch
-    from torch.utils.checkpoint import checkpoint
-
-    assert mask is None and query.shape[0] == 1
-    heads, length = query.shape[1], query.shape[2]
-    key, value = (x[0].repeat_interleave(heads // x.shape[1], 0) for x in (key, value))
-
-    def block(q: Any, k: Any, v: Any, first: int, begin: int) -> Any:
-        """first: the place of the first query; begin: of the first key."""
-        rows = torch.arange(first, first + q.shape[1])[:, None] - torch.arange(begin, begin + k.shape[1])[None]
-        hidden = (rows < 0) | (rows >= (sliding_window or length))
-        scores = (q @ k.transpose(1, 2) * scaling).masked_fill(hidden, -torch.inf)
-        if s_aux is not None:
-            scores = torch.cat([scores, s_aux.reshape(-1, 1, 1).expand(-1, q.shape[1], 1)], -1)
-        return torch.softmax(scores, -1)[..., : k.shape[1]] @ v
-
-    parts, size = [], 128
-    for first in range(0, length, size):
-        end, begin = min(first + size, length), max(0, first - sliding_window + 1) if sliding_window else 0
-        arguments = (query[0, :, first:end], key[:, begin:end], value[:, begin:end], first, begin)
-        parts.append(checkpoint(block, *arguments, use_reentrant=False))
-    return torch.cat(parts, 1).transpose(0, 1)[None], None
-
-
-def _loss(model: Any, theirs: Any, i: Any) -> Any:
-    """Returns the sum over the trained tokens of a conversation."""
-    import torch
-
-    ids, mask = torch.tensor(theirs[f"ids{i}"]), torch.tensor(theirs[f"mask{i}"])
-    logits = model(input_ids=ids[None]).logits[0, :-1].float()
-    return torch.nn.functional.cross_entropy(logits[mask[1:]], ids[1:][mask[1:]], reduction="sum")
-
-
-# -- with JAX -------------------------------------------------------------------------------------------------------------
+WORDS = "a the cat ship rain night one two three sat fell far é naïve 日本語 👩‍🚀 - . , ? \n \n\n \t <|im_end|> <|end|>".split(
+    " "
+)
 
 
 def write_tokenizer(folder: Path, name: str) -> None:
@@ -366,7 +152,11 @@ def compared(name: str, python: str, length: int, folder: Path) -> dict[str, Any
     def theirs(*arguments: Any) -> dict[str, Any]:
         # Where the project is on the path, transformers would take `kernels` for the package of that name.
         alone = {k: v for k, v in os.environ.items() if python == sys.executable or k != "PYTHONPATH"}
-        return json.loads(run([python, str(Path(__file__).resolve()), *map(str, arguments)], alone).splitlines()[-1])
+        return json.loads(
+            run([python, str(Path(conversations_torch.__file__).resolve()), *map(str, arguments)], alone).splitlines()[
+                -1
+            ]
+        )
 
     def launch(command: str, *keys: str) -> None:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -385,7 +175,13 @@ def compared(name: str, python: str, length: int, folder: Path) -> dict[str, Any
     theirs("make", folder / "source", name)
     write_chats(folder, name, length)
     versions = theirs("tokenize", folder, name)
-    every = ["recipe=long_context_sft", "data=files", f"data.chat_date={DATE}", f"data.cache_dir={folder}/cache", "model=hf"]
+    every = [
+        "recipe=long_context_sft",
+        "data=files",
+        f"data.chat_date={DATE}",
+        f"data.cache_dir={folder}/cache",
+        "model=hf",
+    ]
     keys = [*every, f"data.source={folder}/chats.jsonl", f"model.init_from={folder}/source", f"run.steps={STEPS}"]
     keys += [f"data.sequence_length={length}", "optimizer.schedule=constant", "optimizer.warmup_steps=0"]
     keys += [f"optimizer.learning_rate={RATE}", f"optimizer.weight_decay={DECAY}", f"optimizer.clip_norm={CLIP}"]
@@ -409,6 +205,7 @@ def compared(name: str, python: str, length: int, folder: Path) -> dict[str, Any
         "torch": of_loop["torch"], "steps": STEPS, "losses": losses, "loop_losses": of_loop["losses"],
         "losses_apart": apart, "exported_loss": checked["exported"], "loop_loss": of_loop["after"],
         "exported_apart": abs(checked["exported"] / of_loop["after"] - 1), "reply": checked["reply"],
+        "largest_process_gib": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, 1),
     }  # fmt: skip
 
 
@@ -420,7 +217,6 @@ def main() -> None:
     parser.add_argument("--transformers", default=sys.executable)
     parser.add_argument("--json")
     parser.add_argument("--length", type=int, default=LENGTH)
-    parser.add_argument("--keep", type=Path, help="a folder for what is written, instead of a temporary one")
     parser.add_argument("words", nargs="*")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
@@ -431,14 +227,14 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             row = compared(name, options.transformers, options.length, Path(temporary))
         rows.append(row)
-        print(row)
+        cells = [f"{row['conversations']} of {row['shortest']:,} to {row['longest']:,} tokens"]
+        cells += [f"{row['trained']:,} of {row['tokens']:,} trained, as theirs", f"{row['losses_apart']:.1e}"]
+        cells += [f"{row['arrays_alike']} arrays", f"{row['exported_apart']:.1e}", f"`{row['reply']!r}`"]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        assert max(row["losses_apart"], row["exported_apart"]) < APART, row
     if options.json:
         Path(options.json).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    commands = {"make": make, "tokenize": tokenize, "loop": loop, "check": check}
-    if sys.argv[1:2] and sys.argv[1] in commands:
-        commands[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
-    else:
-        main()
+    main()

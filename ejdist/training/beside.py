@@ -329,7 +329,10 @@ def _places(settings: Mapping[str, Any], source: _Source | None, run_dir: Path) 
 
 def _folders(settings: Mapping[str, Any]) -> Iterator[Path]:
     """Yields the data of a run that may be folders: of the recipe, then of each stage, those of a mixture too."""
-    stages = (f"curriculum[{i}]" for i in itertools.takewhile(lambda i: f"curriculum[{i}].until" in settings, itertools.count()))
+    stages = (
+        f"curriculum[{i}]"
+        for i in itertools.takewhile(lambda i: f"curriculum[{i}].until" in settings, itertools.count())
+    )
     for section in ("data", *stages):
         parts = (part.get("source") for part in settings.get(f"{section}.mixture") or [])
         named = (one for one in (settings.get(f"{section}.source"), *parts) if isinstance(one, str))

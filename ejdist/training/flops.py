@@ -3,7 +3,7 @@
 Two conventions, both named because they differ by 2x at long context. causal: attention counts exactly the (query, key)
 pairs that the mask lets through. full: attention counts T x T pairs in every layer, whatever the mask. Both count a
 multiply-add as 2, the backward as twice the forward, no recomputation, and neither norms nor the embedding lookup. A matmul
-with a frozen parameter has one product in its backward, and is counted with it. Of a reference of a loss one forward is counted.
+with a frozen parameter has one product in its backward, and is counted with it. A reference of a loss has one forward.
 """
 
 from __future__ import annotations

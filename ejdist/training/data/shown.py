@@ -48,9 +48,7 @@ def shown(
         raise ValueError(
             f"show = {count} is of conversations, and rows of text are trained whole; set data.format=auto, or what rows are"
         )
-    own: Tokenizer = (
-        ByteTokenizer(special_tokens) if tokenizer == "bytes" else FileTokenizer(tokenizer, special_tokens)
-    )
+    own: Tokenizer = ByteTokenizer(special_tokens) if tokenizer == "bytes" else FileTokenizer(tokenizer, special_tokens)
     ranges = (
         [(source, part, parts) for parts in [hub_parts(source)] for part in range(parts)]
         if is_stream(source)
