@@ -2,8 +2,8 @@
 conversations beside transformers, on a CPU.
 
 For each family transformers writes a small model with random weights, beside a tokenizer with a chat template that marks
-nothing, as the published ones. Conversations of 100 tokens to 11/12 of T are packed into rows of T tokens, split over four virtual
-devices.
+nothing, as the published ones. Conversations of 100 tokens to 11/12 of T are packed into rows of T tokens, split over four
+virtual devices.
 
 - masks: each conversation in the rows of the run has the tokens and targets of apply_chat_template, whose template marks the
   assistant's text; so has each that is encoded with the marked template.

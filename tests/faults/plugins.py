@@ -6,6 +6,20 @@ TESTS, LOSSES = "tests/test_plugins.py", "tests/test_plugin_losses.py"
 
 FAULTS = (
     Fault(
+        "the forward of a reference is not counted",
+        "Trained.with_references",
+        "(*self.model.flops, *$forwards)",
+        "self.model.flops",
+        f"{LOSSES} -k one_forward",
+    ),
+    Fault(
+        "a reference is counted with a backward",
+        "Trained.with_references",
+        "replace($part, backward=False)",
+        "$part",
+        f"{LOSSES} -k one_forward",
+    ),
+    Fault(
         "plugins are imported after the recipe is composed",
         "schema:_composed",
         "$plugins = load_plugins($a)",
