@@ -6,6 +6,13 @@ TESTS, BESIDE = "tests/test_export.py", "tests/test_export_beside.py"
 
 FAULTS = (
     Fault(
+        "the data of stages are not looked at for a tokenizer",
+        "beside:_folders",
+        "('data', *$stages)",
+        "('data',)",
+        f"{BESIDE} -k where_the_run_had",
+    ),
+    Fault(
         "a stack is stored as one chunk",
         "checkpoint_rows:save_args.one",
         "ocp.SaveArgs(shard_axes=(0,)) if $large else ocp.SaveArgs()",
