@@ -210,7 +210,7 @@ def compared(name: str, python: str, length: int, folder: Path) -> dict[str, Any
 
 
 def main() -> None:
-    """Prints the table in the README of the weights."""
+    """Prints the table in the README of the data."""
     import jax
 
     parser = argparse.ArgumentParser()

@@ -111,7 +111,7 @@ def loop(folder: Path) -> None:
         for kept, decay in ((True, 0.0), (False, DECAY))
     ]
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=RATE, betas=(B1, B2), eps=EPS)
-    losses, norms = [], []
+    losses = []
     for conversations in steps:
         optimizer.zero_grad()
         count, loss = sum(int(theirs[f"mask{i}"][1:].sum()) for i in conversations), 0.0
@@ -125,10 +125,9 @@ def loop(folder: Path) -> None:
                 p.grad *= CLIP / norm
         optimizer.step()
         losses.append(loss)
-        norms.append(norm)
     with torch.no_grad():
         after = float(_loss(model, theirs, shortest) / int(theirs[f"mask{shortest}"][1:].sum()))
-    print(json.dumps({"torch": torch.__version__, "losses": losses, "norms": norms, "after": after}))
+    print(json.dumps({"torch": torch.__version__, "losses": losses, "after": after}))
 
 
 def check(folder: Path) -> None:
