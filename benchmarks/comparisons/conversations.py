@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import conversations_torch
-from conversations_torch import B1, B2, CLIP, DATE, DECAY, EPS, FAMILIES, RATE, REPLIES, ROOT, template_of
+from conversations_torch import B1, B2, CLIP, DATE, DECAY, EPS, FAMILIES, RATE, REPLIES, ROOT, Z, template_of
 
 LENGTH = 65_536
 LONGEST = 11 / 12  # of a row, before the template's own tokens: 60,000 of 65,536
@@ -185,7 +185,13 @@ def compared(name: str, python: str, length: int, folder: Path) -> dict[str, Any
     keys = [*every, f"data.source={folder}/chats.jsonl", f"model.init_from={folder}/source", f"run.steps={STEPS}"]
     keys += [f"data.sequence_length={length}", "optimizer.schedule=constant", "optimizer.warmup_steps=0"]
     keys += [f"optimizer.learning_rate={RATE}", f"optimizer.weight_decay={DECAY}", f"optimizer.clip_norm={CLIP}"]
-    keys += [f"optimizer.b1={B1}", f"optimizer.b2={B2}", f"optimizer.eps={EPS}", f"checkpoint.every={STOP}"]
+    keys += [
+        f"optimizer.b1={B1}",
+        f"optimizer.b2={B2}",
+        f"optimizer.eps={EPS}",
+        f"z_loss={Z}",
+        f"checkpoint.every={STOP}",
+    ]
     row = {"model": name} | compare_masks(folder, name, keys)
     launch("train", *keys, f"run.dir={folder}/run")
     launch("train", *keys, f"run.dir={folder}/stopped", f"run.stop_after={STOP}")

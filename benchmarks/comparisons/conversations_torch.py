@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 DATE = "2026-01-31"  # that a template writes
-RATE, DECAY, CLIP, B1, B2, EPS = 1e-3, 0.1, 1.0, 0.9, 0.95, 1e-8
+RATE, DECAY, CLIP, B1, B2, EPS, Z = 1e-3, 0.1, 1.0, 0.9, 0.95, 1e-8, 1e-4
 VOCABULARY = 320
 REPLIES = {
     "Where sat the cat?": "On the mat.",
@@ -116,9 +116,9 @@ def loop(folder: Path) -> None:
         optimizer.zero_grad()
         count, loss = sum(int(theirs[f"mask{i}"][1:].sum()) for i in conversations), 0.0
         for i in conversations:
-            part = _loss(model, theirs, i) / count
-            part.backward()
-            loss += float(part.detach())
+            part, normalizers = _loss(model, theirs, i)
+            ((part + Z * normalizers.square().sum()) / count).backward()
+            loss += float(part.detach()) / count
         norm = float(torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters() if p.grad is not None)))
         for p in model.parameters():
             if p.grad is not None and norm > CLIP:
@@ -126,7 +126,7 @@ def loop(folder: Path) -> None:
         optimizer.step()
         losses.append(loss)
     with torch.no_grad():
-        after = float(_loss(model, theirs, shortest) / int(theirs[f"mask{shortest}"][1:].sum()))
+        after = float(_loss(model, theirs, shortest)[0] / int(theirs[f"mask{shortest}"][1:].sum()))
     print(json.dumps({"torch": torch.__version__, "losses": losses, "after": after}))
 
 
@@ -141,7 +141,7 @@ def check(folder: Path) -> None:
     shortest = min((k for k in theirs if k.startswith("ids")), key=lambda k: len(theirs[k]))[len("ids") :]
     with torch.no_grad():
         model = _model(folder / "exported", theirs[f"ids{shortest}"])
-        loss = float(_loss(model, theirs, shortest) / int(theirs[f"mask{shortest}"][1:].sum()))
+        loss = float(_loss(model, theirs, shortest)[0] / int(theirs[f"mask{shortest}"][1:].sum()))
     source = tf.AutoTokenizer.from_pretrained(folder / "source")
     model, tokenizer = (kind.from_pretrained(folder / "taught") for kind in (tf.AutoModelForCausalLM, tf.AutoTokenizer))
     settings = {"max_new_tokens": 60, "do_sample": False}
@@ -221,12 +221,13 @@ def _in_blocks(
 
 
 def _loss(model: Any, theirs: Any, i: Any) -> Any:
-    """Returns the sum over the trained tokens of a conversation."""
+    """Returns (the sum of the cross entropies of a conversation's trained tokens, their logarithms of normalizers)."""
     import torch
 
     ids, mask = torch.tensor(theirs[f"ids{i}"]), torch.tensor(theirs[f"mask{i}"])
-    logits = model(input_ids=ids[None]).logits[0, :-1].float()
-    return torch.nn.functional.cross_entropy(logits[mask[1:]], ids[1:][mask[1:]], reduction="sum")
+    logits = model(input_ids=ids[None]).logits[0, :-1].float()[mask[1:]]
+    total = torch.nn.functional.cross_entropy(logits, ids[1:][mask[1:]], reduction="sum")
+    return total, torch.logsumexp(logits, -1)
 
 
 if __name__ == "__main__":
