@@ -259,8 +259,8 @@ FAULTS = (
     ),
     Fault(
         "the tokenizer of a mixture of datasets is not looked for",
-        "training/beside:_places",
-        "$settings.get('data.mixture') or []",
+        "training/beside:_folders",
+        "$settings.get(f'{$section}.mixture') or []",
         "[]",
         f"{BESIDE} -k tokenizer_is_where",
     ),
