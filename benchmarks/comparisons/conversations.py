@@ -152,11 +152,8 @@ def compared(name: str, python: str, length: int, folder: Path) -> dict[str, Any
     def theirs(*arguments: Any) -> dict[str, Any]:
         # Where the project is on the path, transformers would take `kernels` for the package of that name.
         alone = {k: v for k, v in os.environ.items() if python == sys.executable or k != "PYTHONPATH"}
-        return json.loads(
-            run([python, str(Path(conversations_torch.__file__).resolve()), *map(str, arguments)], alone).splitlines()[
-                -1
-            ]
-        )
+        command = [python, str(Path(conversations_torch.__file__).resolve()), *map(str, arguments)]
+        return json.loads(run(command, alone).splitlines()[-1])
 
     def launch(command: str, *keys: str) -> None:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -175,23 +172,13 @@ def compared(name: str, python: str, length: int, folder: Path) -> dict[str, Any
     theirs("make", folder / "source", name)
     write_chats(folder, name, length)
     versions = theirs("tokenize", folder, name)
-    every = [
-        "recipe=long_context_sft",
-        "data=files",
-        f"data.chat_date={DATE}",
-        f"data.cache_dir={folder}/cache",
-        "model=hf",
-    ]
+    every = ["recipe=long_context_sft", "data=files", "model=hf", f"data.chat_date={DATE}"]
+    every += [f"data.cache_dir={folder}/cache"]
     keys = [*every, f"data.source={folder}/chats.jsonl", f"model.init_from={folder}/source", f"run.steps={STEPS}"]
-    keys += [f"data.sequence_length={length}", "optimizer.schedule=constant", "optimizer.warmup_steps=0"]
-    keys += [f"optimizer.learning_rate={RATE}", f"optimizer.weight_decay={DECAY}", f"optimizer.clip_norm={CLIP}"]
-    keys += [
-        f"optimizer.b1={B1}",
-        f"optimizer.b2={B2}",
-        f"optimizer.eps={EPS}",
-        f"z_loss={Z}",
-        f"checkpoint.every={STOP}",
-    ]
+    keys += [f"data.sequence_length={length}", f"z_loss={Z}", f"checkpoint.every={STOP}"]
+    adamw = {"learning_rate": RATE, "weight_decay": DECAY, "clip_norm": CLIP, "b1": B1, "b2": B2, "eps": EPS}
+    adamw |= {"schedule": "constant", "warmup_steps": 0}
+    keys += [f"optimizer.{key}={value}" for key, value in adamw.items()]
     row = {"model": name} | compare_masks(folder, name, keys)
     launch("train", *keys, f"run.dir={folder}/run")
     launch("train", *keys, f"run.dir={folder}/stopped", f"run.stop_after={STOP}")
