@@ -199,10 +199,18 @@ def check_run(arguments: Sequence[str], how: str, devices: int | None = None, sl
     from ejdist.training.curriculum import stages_of
     from ejdist.training.losses import trained_model
     from ejdist.training.program import check_sizes
+    from recipes.arguments import NoFolder
     from recipes.schema import compose
 
     refuse_cluster(arguments, how)
-    recipe = compose(arguments)
+    try:
+        recipe = compose(arguments)
+    except NoFolder as error:
+        raise ValueError(
+            f"model.init_from = {error.folder!r} is not on this machine, where model=hf is checked before the run starts: copy "
+            "what the folder has beside its weights (config.json, the tokenizer's files, the chat template) to that path here, "
+            "or start the command where the folder is"
+        ) from None
     validate(recipe)
     for stage in stages_of(recipe):
         s = stage.sections

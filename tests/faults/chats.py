@@ -6,6 +6,20 @@ MASKS, WRONG, DATA = "tests/test_chats.py", "tests/test_chats_wrong.py", "tests/
 
 FAULTS = (
     Fault(
+        "what is shown as trained is what is not",
+        "shown:_conversation",
+        "bool($mask[$begin])",
+        "not $mask[$begin]",
+        f"{DATA} -k shows",
+    ),
+    Fault(
+        "the first conversation of a dataset is shown for each",
+        "shown:_of_dataset",
+        "$shard.tokens($begin, $end)",
+        "$shard.tokens(0, $end - $begin)",
+        f"{DATA} -k shows",
+    ),
+    Fault(
         "the mask is shifted by one",
         "filled_row",
         "~$mask[1:]",

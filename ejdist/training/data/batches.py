@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from ejdist.training.chats.special_tokens import ends_of
 from ejdist.training.data.conversation_keys import one_of
 from ejdist.training.data.corpus import Corpus
 from ejdist.training.data.dataset import Dataset
-from ejdist.training.data.mixture import MixedRows, Mixture
+from ejdist.training.data.mixture import MIXTURE_BEFORE, MixedRows, Mixture
 from ejdist.training.data.own_source import OwnRows
 from ejdist.training.data.packing import Packing, Rows
 from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole
@@ -211,11 +211,8 @@ class Data:
     def check_cursor(self, cursor: dict[str, Any]) -> None:
         """Raises ValueError, naming the key, if the batches of a resumed run would not be those of the run so far."""
         if changed := self.changes(cursor):
-            description = "; ".join(
-                f"{described_key(name)}: was {was}, is {now}" for name, (was, now) in changed.items()
-            )
             raise ValueError(
-                f"this run cannot resume with other data: {description}; restore it, or start in another run.dir"
+                f"this run cannot resume with other data: {described(changed)}, or start in another run.dir"
             )
 
 
@@ -231,6 +228,20 @@ CURSOR = {
     "order": (("data.packing", "data.too_long"), " (how rows follow from the documents)"),
     "conversations": (("data.format", "data.loss_on", "data.chat_template", "data.chat_date"), ""),
 }
+
+
+def described(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """Returns how entries of a cursor have changed, and how to have what they were, for a message."""
+    from_before = {name: str(was).startswith(f"{MIXTURE_BEFORE} ") for name, (was, _) in changed.items()}
+    told = [
+        "data.mixture: the run began before version 0.2.0, in which a source of a mixture had its rows in another order"
+        if from_before[name]
+        else f"{described_key(name)}: was {was}, is {now}"
+        for name, (was, now) in changed.items()
+    ]
+    how = ["restore it"] if not all(from_before.values()) else []
+    how += ["finish the run with the version that it began with"] if any(from_before.values()) else []
+    return f"{'; '.join(told)}; {', '.join(how)}"
 
 
 def described_key(name: str) -> str:

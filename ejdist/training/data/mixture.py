@@ -26,6 +26,8 @@ from ejdist.training.data.shuffle import Shuffle
 from ejdist.training.data.tokenizer import Tokenizer
 
 BLOCK = 1 << 16
+# What the order of rows began with before version 0.2.0, when the rows of a source in a block were shuffled.
+MIXTURE_BEFORE = "mixture of"
 _OPTIONAL = ("text_key", "format", "loss_on", "chat_template")
 _MOST = 1e300  # of a weight, so that the sum of all is a number
 
