@@ -20,6 +20,7 @@ from launch.errors import DONE, WRONG
 COMMANDS = ("train", "doctor")
 # Of the field of a launcher's environment: env.NAME=VALUE.
 VARIABLES = {"words": "an environment variable of every process"}
+SECRETS = {"words": "an environment variable of every process, as SECRET/KEY of a secret of Kubernetes"}
 # What a run may still say about its cluster where a launcher says how the processes find each other.
 _TIMES = ("cluster.timeout", "cluster.heartbeat")
 

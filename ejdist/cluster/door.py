@@ -239,7 +239,7 @@ class Door:
     def _greet(self, ready: selectors.BaseSelector, guest: _Guest, who: Who) -> None:
         guest.who = who
         if (refused := self._refusal(who)) is not None:
-            guest.lines.send({"refused": refused, "again": self._ending})
+            guest.lines.send({"refused": refused, "again": self._ending, "lost": self._is_replaced(who)})
             self._turn_away(ready, guest, f"{who.command} as {who}")
             return
         if (before := self._members.pop(who.index, None)) is not None:
@@ -266,6 +266,13 @@ class Door:
             named = f": {member.who}" if member is not None else ""
             return f"{mine}, and {theirs}{named}; let it end, or give this start another port"
         return None
+
+    def _is_replaced(self, who: Who) -> bool:
+        """Returns whether a process takes the place of one of this start after all had come: the launcher's cluster has made a
+        lost one again, alone, and all are to be started."""
+        me = self._me
+        same = (who.command, who.run, who.start, who.count) == (me.command, me.run, me.start, me.count)
+        return bool(me.start and same and 0 < who.index < me.count and (self._port or self._ending))
 
     def _turn_away(self, ready: selectors.BaseSelector, guest: _Guest, whom: str) -> None:
         now, line = time.monotonic(), f"{whom} (at {guest.address})" if guest.who else whom
