@@ -11,7 +11,7 @@ from typing import Any
 
 from launch.gke_network import NETWORKS
 from launch.gke_patch import read_patch
-from launch.options import SECRETS, VARIABLES, check_run, command_option, option, read
+from launch.options import SECRETS, VARIABLES, check_no_secret, check_run, command_option, option, read
 
 # Of each TPU generation: the label of its nodes, and dims of a topology.
 TPUS = {
@@ -140,6 +140,8 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
 
 
 def _check_secrets(o: Options) -> None:
+    for name in o.env:
+        check_no_secret(f"env.{name}", name, f"secret.{name}=SECRET/KEY, of a secret of Kubernetes")
     for name, value in o.secret.items():
         if not re.fullmatch(rf"{_NAME}/[-\w.]+", value):
             raise ValueError(f"secret.{name} = {value!r} must be SECRET/KEY: a secret of Kubernetes, and a key in it")
