@@ -25,7 +25,7 @@ def slow_network(o: Options) -> str:
     how = f"network={known}" if known else f"network= ({', '.join(NETWORKS)}, by the kind of machine), or patch=FILE"
     return (
         f"warning: between the {o.nodes} machines NCCL would speak TCP over the pods' network; give {how}, in a cluster that "
-        "is set up for it, or network=none to say that this is meant"
+        "is set up for it, or network=pods to say that this is meant"
     )
 
 

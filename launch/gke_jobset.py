@@ -9,7 +9,7 @@ from typing import Any
 
 from ejdist.cluster.presence import START
 from ejdist.cluster.verdict import FILE, NO_USE
-from launch.gke_network import add_network
+from launch.gke_network import NETWORKS, add_network
 from launch.gke_options import JOB, TPUS, Options
 from launch.gke_patch import merged, read_patch
 from recipes.arguments import key_of
@@ -33,7 +33,7 @@ def jobset(o: Options, arguments: Sequence[str]) -> dict[str, Any]:
         # Each job is on one node pool, which is one slice: pods would mix the nodes of two pools of the same shape.
         metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     template: dict[str, Any] = {"spec": _pod(o, arguments)}
-    if o.network not in ("", "none"):
+    if o.network in NETWORKS:
         add_network(template, o.network, o.interfaces.split(",") if o.interfaces else ())
     job = {
         "completionMode": "Indexed",

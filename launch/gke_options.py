@@ -43,8 +43,8 @@ class Options:
     gpus_per_node: int = option(0, "GPUs of a machine", least=0)
     gpu: str = option("", "the GPU type, as in the label cloud.google.com/gke-accelerator")
     network: str = option(
-        "", "how NCCL reaches other machines: tcpx (A3 High), tcpxo (A3 Mega), rdma (A3 Ultra, A4); none: the pods' network",
-        choices=("none", *NETWORKS),
+        "", "how NCCL reaches other machines: tcpx (A3 High), tcpxo (A3 Mega), rdma (A3 Ultra, A4); pods: the cluster's own",
+        choices=(*NETWORKS, "pods"),
     )  # fmt: skip
     interfaces: str = option(
         "", "the cluster's Network objects of a pod's interfaces, as default,vpc1,...; default: those of Google's guides",
@@ -124,7 +124,7 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
     elif not o.gpus_per_node:
         raise ValueError("give topology=GENERATION:SHAPE for TPUs, or nodes=N gpus_per_node=N for GPUs")
     _check_secrets(o)
-    if o.interfaces and o.network in ("", "none"):
+    if o.interfaces and o.network not in NETWORKS:
         raise ValueError("interfaces= is of network=tcpx, tcpxo or rdma, which is not given")
     if o.patch:
         read_patch("patch", o.patch)

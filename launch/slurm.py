@@ -140,13 +140,14 @@ def script(o: Options, arguments: Sequence[str]) -> str:
             *(() if o.cpus_per_task else _cpus(o)),
             "# A batch shell that is told to stop waits for the run, which is told too, saves, and ends.",
             "trap : TERM",
+            *(["# shellcheck disable=SC2016  # what is quoted is for the shell of each task"] if _split(o) else []),
             f"{_step(o, arguments)} &",
             "run=$!",
             "wait $run; code=$?",
             "while kill -0 $run 2>/dev/null; do wait $run; code=$?; done",
             f'echo "launch.{o.command} ended with exit code $code, requeued ${{SLURM_RESTART_COUNT:-0}} times"',
             *(_queued_again(o) if o.command == "train" else ()),
-            "exit $code",
+            'exit "$code"',
             "",
         ]
     )
@@ -171,12 +172,17 @@ def _step(o: Options, arguments: Sequence[str]) -> str:
     # All GPUs of a node are visible to each of its tasks, and JAX takes its own: so they reach each other by NVLink.
     words = [*(["--gpu-bind=none"] if o.gpus_per_node else []), *shlex.split(o.srun)]
     each = o.gpus_per_node // o.tasks
-    if each > 1 and o.tasks > 1:
+    if _split(o):
         words += ["bash", "-c", _GPUS.format(each=each, last=each - 1), "gpus"]
     words += [*shlex.split(o.python), "-m", f"launch.{o.command}", *arguments, "cluster=auto"]
     if each > 1 and o.tasks == 1:
         words.append(f"cluster.local_device_ids=[{','.join(map(str, range(each)))}]")
     return f'{shlex.join(step)} {cpus} {shlex.join(words)} "cluster.coordinator=$first:$port"'
+
+
+def _split(o: Options) -> bool:
+    """Returns whether a machine has several tasks with several GPUs each."""
+    return 1 < o.tasks < o.gpus_per_node
 
 
 # Of a task that is one of several of a machine. JAX would take one GPU, by the task's number.

@@ -240,7 +240,7 @@ def test_a_slow_network_is_said(capsys):
     for more, word in (
         (["gpu=nvidia-h100-mega-80gb"], "give network=tcpxo, in a cluster"),
         (["gpu=nvidia-a100-80gb"], "give network= (tcpx, tcpxo, rdma, by the kind of machine), or patch=FILE"),
-        (["gpu=nvidia-h200-141gb", "network=none"], ""),
+        (["gpu=nvidia-h200-141gb", "network=pods"], ""),
         (["nodes=1"], ""),
     ):
         base = [a for a in GPU if not a.startswith("nodes=") or "nodes=1" not in more]
@@ -360,7 +360,7 @@ def test_the_doctor_is_not_started_again():
         (["image=i", "topology=v5p:4xax4", *RUN], "must be GENERATION:SHAPE"),
         ([*TPU, "chips_per_node=5"], "chips_per_node = 5 does not divide the 64 chips"),
         ([*TPU, "network=rdma"], "network= is of GPUs, and this is a run on TPUs"),
-        ([*GPU, "network=fast"], "network=fast is unknown; use one of none, tcpx, tcpxo, rdma"),
+        ([*GPU, "network=fast"], "network=fast is unknown; use one of tcpx, tcpxo, rdma, pods"),
         ([*GPU, "interfaces=a,b"], "interfaces= is of network=tcpx, tcpxo or rdma"),
         ([*TPU, "memory=lots"], "memory = 'lots' must be memory to request for a pod"),
         ([*TPU, "tolerations=a=b"], "tolerations = 'a=b' must be taints to tolerate"),
