@@ -9,12 +9,16 @@ from typing import Any
 
 from ejdist.cluster.presence import START
 from ejdist.cluster.verdict import FILE, NO_USE
+from launch.flags import variable_of
 from launch.gke_network import NETWORKS, add_network
 from launch.gke_options import JOB, TPUS, Options
 from launch.gke_patch import merged, read_patch
 from recipes.arguments import key_of
 
 _CONTAINER = "run"
+_KINDS = {
+    "nvidia-h100-80gb": "h100", "nvidia-h100-mega-80gb": "h100", "nvidia-h200-141gb": "h200", "nvidia-b200": "b200"
+}  # fmt: skip
 _TIMEOUT = 1800  # seconds for all pods to come
 # Memory in GB of a machine of a generation with so many chips: https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus,
 # as axlearn has it (cloud/gcp/system_characteristics.py at 34aed43).
@@ -91,7 +95,11 @@ def _pod(o: Options, arguments: Sequence[str]) -> dict[str, Any]:
         "command": [*map(_literal, shlex.split(o.python)), "-m", f"launch.{o.command}"],
         "args": [*map(_literal, arguments), *_cluster(o), *_patience(arguments)],
         "env": [
-            *({"name": name} | value for name, value in _own_env().items() if name not in o.env),
+            *(
+                {"name": name} | value
+                for name, value in (_own_env() | _flags(o)).items()
+                if name not in {*o.env, *o.secret}
+            ),
             *({"name": name, "value": _literal(value)} for name, value in o.env.items()),
             *(_of_secret(name, *value.split("/")) for name, value in o.secret.items()),
         ],
@@ -164,6 +172,13 @@ def _own_env() -> dict[str, Any]:
         START: field("metadata.labels['jobset.sigs.k8s.io/restart-attempt']"),
         FILE: {"value": "/dev/termination-log"},  # which kubectl describe shows
     }
+
+
+def _flags(o: Options) -> dict[str, Any]:
+    if not o.flags:
+        return {}
+    kind = o.topology.partition(":")[0] or _KINDS.get(o.gpu, "")
+    return {name: {"value": value} for name, value in variable_of(kind, o.slices).items()}
 
 
 def _literal(word: str) -> str:

@@ -11,7 +11,17 @@ from typing import Any
 
 from launch.gke_network import NETWORKS
 from launch.gke_patch import read_patch
-from launch.options import SECRETS, VARIABLES, check_no_secret, check_run, command_option, option, read
+from launch.options import (
+    SECRETS,
+    VARIABLES,
+    check_no_secret,
+    check_run,
+    command_option,
+    flags_option,
+    option,
+    read,
+    shared_cache,
+)
 
 # Of each TPU generation: the label of its nodes, and dims of a topology.
 TPUS = {
@@ -88,6 +98,7 @@ class Options:
     restarts: int = option(100, "how often the run may be restarted", least=0)
     port: int = option(8476, "of the coordinator, where there are GPUs", most=65535)
     python: str = option("python", "the Python command in the image", program=True)
+    flags: bool = flags_option()
     env: dict[str, str] = field(default_factory=dict, metadata=VARIABLES)
     secret: dict[str, str] = field(default_factory=dict, metadata=SECRETS)
     command: str = command_option()
@@ -136,7 +147,7 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
     devices = o.slices * o.pods * o.per_node * _devices_of_a_chip(o)
     recipe = check_run(rest, "launch.gke sets how the processes find each other", devices, o.slices)
     _check_folders(o, recipe)
-    return o, rest
+    return o, [*rest, *(shared_cache(rest, recipe, {*o.env, *o.secret}) if o.command == "train" else ())]
 
 
 def _check_secrets(o: Options) -> None:

@@ -6,6 +6,7 @@ again, as it is when it is preempted or loses a process; it then goes on. One th
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,17 @@ from dataclasses import dataclass
 from ejdist.cluster.presence import START
 from ejdist.cluster.verdict import FILE, NO_USE
 from launch.errors import run_command
-from launch.options import check_run, command_option, help_of, option, read, show_or_submit
+from launch.flags import FLAGS, GPU, variable_of
+from launch.options import (
+    check_run,
+    command_option,
+    flags_option,
+    help_of,
+    option,
+    read,
+    shared_cache,
+    show_or_submit,
+)  # fmt: skip
 
 # What sbatch reads in a line of a script as it is: to it, too, quotes and "#" mean something.
 _PLAIN = (", of letters, digits and %+,-./:=@_", r"[\w%+,\-./:=@]+")
@@ -59,6 +70,10 @@ class Options:
     log: str = option("%x-%j.log", f"one file for all restarts of the job{_PLAIN[0]}", pattern=_PLAIN[1])
     grace: int = option(300, "seconds before the time limit at which the run is told to stop", least=0, most=65535)
     restarts: int = option(100, "how often it may be requeued", least=0)
+    gpu: str = option(
+        "", "the kind of GPU, for its compiler flags", choices=[k for k in FLAGS if GPU in variable_of(k)]
+    )
+    flags: bool = flags_option()
     python: str = option("python", "the Python command on a node", program=True)
     sbatch: str = option("", "other options of sbatch, as they are", program=True)
     srun: str = option("", "other options of srun, as they are, such as those for a container", program=True)
@@ -90,8 +105,11 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
             "it would make no step; give more time, or a smaller grace="
         )
     devices = options.nodes * options.gpus_per_node or None
-    check_run(rest, "Slurm sets how the processes find each other", devices)
-    return options, rest
+    recipe = check_run(rest, "Slurm sets how the processes find each other", devices)
+    if options.gpu and not options.gpus_per_node:
+        raise ValueError(f"gpu = {options.gpu!r} says the kind of gpus_per_node=, which is not given")
+    keeps = options.gpus_per_node and options.command == "train"  # on CPUs there is no cache
+    return options, [*rest, *(shared_cache(rest, recipe, os.environ) if keeps else ())]
 
 
 def _check_others(key: str, options: str) -> None:
@@ -133,6 +151,7 @@ def script(o: Options, arguments: Sequence[str]) -> str:
             *lines,
             "set -u",
             f'export {START}="$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"  # of which all processes of this start are',
+            *(f'export {name}="${{{name}:-{value}}}"' for name, value in _flags(o).items()),
             *(_verdict() if o.command == "train" else ()),
             "# Process 0 is on the first node, by Slurm's own list: it may be of any form, such as rack[1-4]node[1-8].",
             'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
@@ -151,6 +170,10 @@ def script(o: Options, arguments: Sequence[str]) -> str:
             "",
         ]
     )
+
+
+def _flags(o: Options) -> dict[str, str]:
+    return variable_of(o.gpu) if o.flags and o.gpu else {}
 
 
 def _memory(o: Options) -> str:

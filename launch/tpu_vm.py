@@ -25,6 +25,7 @@ from typing import Any
 from ejdist.cluster.presence import START
 from ejdist.cluster.verdict import again, of_start
 from launch.errors import HOST_LOST, PREEMPTED, WRONG, run_command
+from launch.flags import variable_of
 from launch.options import help_of
 from launch.tpu_vm_gcloud import ready, ssh_to
 from launch.tpu_vm_options import Options, parse
@@ -74,7 +75,8 @@ def variables(o: Options, start: str) -> list[str]:
     for name, value in passed.items():
         if "\n" in value:
             raise ValueError(f"secrets: the value of {name} has several lines; give it in one")
-    return [f"{name}={value}" for name, value in ({START: start} | o.env | passed).items()]
+    flags = variable_of(o.generation, max(1, len(o.slices))) if o.flags else {}
+    return [f"{name}={value}" for name, value in ({START: start} | flags | o.env | passed).items()]
 
 
 def _quoted_path(path: str) -> str:

@@ -6,7 +6,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from launch.options import VARIABLES, check_no_secret, check_run, command_option, option, read
+from launch.flags import FLAGS, TPU, variable_of
+from launch.options import (
+    VARIABLES,
+    check_no_secret,
+    check_run,
+    command_option,
+    flags_option,
+    option,
+    read,
+    shared_cache,
+)
 
 _OF_GCLOUD = ("zone", "project", "internal_ip", "iap", "key", "gcloud", "wait", "create")
 _OF_SSH = ("coordinator", "sync", "ssh")
@@ -44,6 +54,10 @@ class Options:
         pattern=r"[A-Za-z_]\w*(,[A-Za-z_]\w*)*",
     )  # fmt: skip
     restarts: int = option(0, "how often a run that was stopped or lost a machine is started again", least=0)
+    generation: str = option(
+        "", "of the TPUs, for their compiler flags", choices=[kind for kind in FLAGS if TPU in variable_of(kind)]
+    )
+    flags: bool = flags_option()
     env: dict[str, str] = field(default_factory=dict, metadata=VARIABLES)
     command: str = command_option()
 
@@ -92,5 +106,6 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
         check_address("coordinator", o.coordinator)
     if o.sync and not o.dir:
         raise ValueError("sync=true needs dir=, the folder of each machine that the code is copied to")
-    check_run(rest, "launch.tpu_vm sets how the processes find each other")
-    return o, rest
+    recipe = check_run(rest, "launch.tpu_vm sets how the processes find each other")
+    on_tpus = not o.hosts or o.generation
+    return o, [*rest, *(shared_cache(rest, recipe, o.env) if on_tpus and o.command == "train" else ())]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from launch.cluster import join
 from launch.errors import DONE, HOST_LOST, PREEMPTED, AtOnce, exit_code_of, leaver, run_command, state, tell
+from launch.flags import check_known
 
 USAGE = """usage: python -m launch.train [GROUP=VARIANT ...] [KEY=VALUE ...]
 
@@ -82,6 +83,7 @@ def start_jax(recipe, command: str = "launch.train") -> None:
     if "JAX_PLATFORMS" not in os.environ and not any(glob.glob(pattern) for pattern in ACCELERATORS):
         # Accelerator packages may be installed without the device; probing for it takes long and reports failures.
         jax.config.update("jax_platforms", "cpu")
+    check_known()
     _allow_locked_memory()
     only = jax.config.jax_platforms == "cpu"
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
