@@ -19,6 +19,7 @@ _CONTAINER = "run"
 _KINDS = {
     "nvidia-h100-80gb": "h100", "nvidia-h100-mega-80gb": "h100", "nvidia-h200-141gb": "h200", "nvidia-b200": "b200"
 }  # fmt: skip
+_TLS = "/etc/ejdist-tls"  # where its secret is mounted
 _TIMEOUT = 1800  # seconds for all pods to come
 # Memory in GB of a machine of a generation with so many chips: https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus,
 # as axlearn has it (cloud/gcp/system_characteristics.py at 34aed43).
@@ -84,6 +85,9 @@ def _pod(o: Options, arguments: Sequence[str]) -> dict[str, Any]:
     if o.volume:
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": o.volume}})
         mounts.append({"name": "runs", "mountPath": o.mount})
+    if o.tls:
+        volumes.append({"name": "tls", "secret": {"secretName": o.tls, "defaultMode": 0o400}})
+        mounts.append({"name": "tls", "mountPath": _TLS, "readOnly": True})
     if not o.topology:
         # What processes and NCCL share is more than the 64 MB that a container has by default.
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
@@ -93,7 +97,12 @@ def _pod(o: Options, arguments: Sequence[str]) -> dict[str, Any]:
         "image": o.image,
         # No shell: a signal reaches Python itself, and the exit code is its own.
         "command": [*map(_literal, shlex.split(o.python)), "-m", f"launch.{o.command}"],
-        "args": [*map(_literal, arguments), *_cluster(o), *_patience(arguments)],
+        "args": [
+            *map(_literal, arguments),
+            *_cluster(o),
+            *_patience(arguments),
+            *([f"cluster.tls={_TLS}"] if o.tls else []),
+        ],
         "env": [
             *(
                 {"name": name} | value

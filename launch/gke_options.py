@@ -22,6 +22,7 @@ from launch.options import (
     read,
     shared_cache,
 )
+from recipes.arguments import key_of
 
 # Of each TPU generation: the label of its nodes, and dims of a topology.
 TPUS = {
@@ -76,6 +77,11 @@ class Options:
     )
     privileged: bool = option(
         False, "a privileged container; otherwise one on TPUs may raise its limit of locked memory (SYS_RESOURCE)"
+    )
+    tls: str = option(
+        "",
+        "the secret with tls.crt, tls.key and ca.crt by which the processes know each other (cluster.tls)",
+        pattern=_NAME,
     )
     tolerations: str = option(
         "",
@@ -135,6 +141,8 @@ def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
     elif not o.gpus_per_node:
         raise ValueError("give topology=GENERATION:SHAPE for TPUs, or nodes=N gpus_per_node=N for GPUs")
     _check_secrets(o)
+    if o.tls and any(key_of(a) == "cluster.tls" for a in rest):
+        raise ValueError("tls= mounts a secret as cluster.tls, which is given too: give one")
     if o.interfaces and o.network not in NETWORKS:
         raise ValueError("interfaces= is of network=tcpx, tcpxo or rdma, which is not given")
     if o.patch:

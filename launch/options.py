@@ -22,7 +22,7 @@ COMMANDS = ("train", "doctor")
 VARIABLES = {"words": "an environment variable of every process"}
 SECRETS = {"words": "an environment variable of every process, as SECRET/KEY of a secret of Kubernetes"}
 # What a run may still say about its cluster where a launcher says how the processes find each other.
-_TIMES = ("cluster.timeout", "cluster.heartbeat")
+_FREE = ("cluster.timeout", "cluster.heartbeat", "cluster.tls")
 
 
 def option(
@@ -198,7 +198,7 @@ def refuse_cluster(arguments: Sequence[str], how: str) -> None:
 
     for argument in arguments:
         name = key_of(argument)
-        if name == "cluster" or (name.startswith("cluster.") and name not in _TIMES):
+        if name == "cluster" or (name.startswith("cluster.") and name not in _FREE):
             raise ValueError(f"{argument} cannot be set here: {how}")
 
 
