@@ -149,13 +149,11 @@ def _value(name: str, has_value: bool, value: str, kind: Any, facts: Any) -> Any
     return value
 
 
-# What the names of secrets end with, in the tools that people use: HF_TOKEN, WANDB_API_KEY, AWS_SECRET_ACCESS_KEY.
-_SECRET = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY)$", re.IGNORECASE)
-
-
 def check_no_secret(key: str, name: str, instead: str) -> None:
     """Raises ValueError where a variable that is named as secrets are would be in clear; `instead`: how to give it."""
-    if _SECRET.search(name):
+    from recipes.hostile import is_secret
+
+    if is_secret(name):
         raise ValueError(f"{key} is named as secrets are, and everybody would see it there; give {instead}")
 
 

@@ -226,8 +226,9 @@ def _queued_again(o: Options) -> list[str]:
     return [
         "# srun returns the highest code of all tasks, and who loses another one ends with a higher one than who has a reason.",
         f'if [ $code -ne 0 ] && [ -s "${FILE}" ]; then',
-        f'  read -r code why <"${FILE}"',
-        '  echo "the run ended with exit code $code, by $why"',
+        f'  read -r left why <"${FILE}"',
+        "  # A reason that claims code 0 is no end of a run that has failed.",
+        '  if [ "$left" -gt 0 ] 2>/dev/null; then code=$left; echo "the run ended with exit code $code, by $why"; fi',
         "fi",
         f'rm -f "${FILE}"',
         "case $code in",

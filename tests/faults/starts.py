@@ -171,7 +171,7 @@ FAULTS = (
     Fault(
         "a Slurm job reads no verdict",
         "_queued_again",
-        "f'  read -r code why <\"${FILE}\"'",
+        "f'  read -r left why <\"${FILE}\"'",
         "'  why=nothing'",
         f"{SLURM} -k reason_decides",
     ),
