@@ -17,29 +17,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 TPU, GPU = "LIBTPU_INIT_ARGS", "XLA_FLAGS"
-# Collectives run in parts, each beside what is computed meanwhile: MaxText's CF_FOR_ALL_GATHER, in all its configurations.
-_OVERLAP = (
-    "xla_tpu_enable_async_collective_fusion=true",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
-    "xla_tpu_enable_async_collective_fusion_multiple_steps=true",
-    "xla_tpu_overlap_compute_collective_tc=true",
-    "xla_enable_async_all_gather=true",
-)
+# Gathers begin early and end late, beside what is computed.
+_ASYNC = ("xla_enable_async_all_gather=true", "xla_enable_async_collective_permute=true")
 # Between slices: sums of gradients begin while the layers before are computed (MaxText's DATA_PARALLEL_OVERLAP).
 _SLICES = ("xla_tpu_enable_data_parallel_all_reduce_opt=true", "xla_tpu_data_parallel_opt_different_sized_ops=true")
 _HOPPER = ("xla_gpu_enable_latency_hiding_scheduler=true",)
 # Of a generation, the flags. Of tpu7x none: its compiler's defaults give collectives to the SparseCores.
 FLAGS: Mapping[str, Sequence[str]] = {
-    "v4": ("xla_enable_async_all_gather=true", "xla_enable_async_collective_permute=true"),
-    "v5e": _OVERLAP,
-    # A chip has two cores: fusions that take both leave none for an all-gather.
-    "v5p": (
-        *_OVERLAP,
-        "xla_tpu_megacore_fusion_allow_ags=false",
-        "xla_enable_async_collective_permute=true",
-        "xla_tpu_enable_ag_backward_pipelining=true",
+    "v4": _ASYNC,
+    # Gathers run in parts too: MaxText's CF_FOR_ALL_GATHER. Its configurations of v5p and v6e have these as well, with which
+    # libtpu 0.0.51 refuses to compile there: "not supported/recommended on platforms other than TPU v5e".
+    "v5e": (
+        "xla_tpu_enable_async_collective_fusion=true",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+        "xla_tpu_enable_async_collective_fusion_multiple_steps=true",
+        "xla_tpu_overlap_compute_collective_tc=true",
+        "xla_enable_async_all_gather=true",
     ),
-    "v6e": _OVERLAP,
+    "v5p": _ASYNC,
+    "v6e": ("xla_enable_async_all_gather=true", "xla_tpu_overlap_compute_collective_tc=true"),
     "tpu7x": (),
     "h100": _HOPPER,
     "h200": _HOPPER,

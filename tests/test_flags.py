@@ -27,18 +27,36 @@ def test_the_installed_compiler_knows_what_is_printed(kind, slices):
                 check_known({variable: f"--{flag[2:].replace('=', 'x=')}"})
 
 
+PROGRAM = """
+import sys
+import jax, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+devices = np.array(topologies.get_topology_desc(sys.argv[1], "tpu").devices).reshape(-1)
+rows, weights = (NamedSharding(Mesh(devices, "x"), P(*spec)) for spec in (("x",), (None, "x")))
+step = lambda x, ws: jax.lax.scan(lambda x, w: (jax.numpy.tanh(x @ w), None), x, ws)[0].sum()
+gradients = jax.jit(jax.grad(step, 1), in_shardings=(rows, weights), out_shardings=weights)
+shapes = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((1024, 1024), (4, 1024, 1024)))
+assert "all-gather" in gradients.lower(*shapes).compile().as_text()
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "topology"), [("v4", "v4:2x2x1"), ("v5e", "v5e:2x2"), ("v5p", "v5p:2x2x1"), ("v6e", "v6e:2x2")]
-)
-def test_libtpu_takes_them(kind, topology):
-    """As it reads them itself, where it ends the process for a flag that it does not know."""
-    program = "from jax.experimental import topologies as t; import sys; print(t.get_topology_desc(sys.argv[1], 'tpu').devices)"
-    made = os.environ | variable_of(topology.partition(":")[0], 2) | {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
-    for more, well in (("", True), (" --xla_no_such_flag=true", False)):
-        line = [sys.executable, "-c", program, topology]
-        ran = subprocess.run(line, env=made | {TPU: made[TPU] + more}, capture_output=True, text=True, check=False)
-        assert (ran.returncode == 0) is well, ran.stderr[-2000:]
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_libtpu_compiles_with_them(topology):
+    """A scan over sharded layers. libtpu ends the process for a flag that it does not know, and refuses to compile with one
+    that is of another generation."""
+    kind = topology.partition(":")[0]
+    made = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
+    for flags, well in (
+        (variable_of(kind)[TPU], True),
+        (variable_of(kind, 2)[TPU], True),
+        (f"{variable_of(kind)[TPU]} --xla_no_such_flag=true", False),
+        (variable_of("v5e")[TPU], kind not in ("v5p", "v6e")),
+    ):
+        line = [sys.executable, "-c", PROGRAM, topology]
+        ran = subprocess.run(line, env=made | {TPU: flags}, capture_output=True, text=True, check=False)
+        assert (ran.returncode == 0) is well, flags + ran.stderr[-2000:]
 
 
 def test_a_flag_that_is_not_known_is_a_sentence():
