@@ -129,7 +129,7 @@ FAULTS = (
     Fault(
         "a port that is taken is not told with the run that has it",
         "_server",
-        "occupant(int($port), $me)",
+        "occupant(int($port), $me, $tls)",
         "('', False)",
         f"{CLUSTER} -k told_with_the_run",
     ),
