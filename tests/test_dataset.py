@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_data import corpus_of, data_of, same
 
-from ejdist.training.data import Data, DataSection, build, dataset, shard_packing
+from ejdist.training.data import Data, DataSection, blocks, build, dataset, shard_packing
 from ejdist.training.data.dataset import open_dataset
 from ejdist.training.data.mixture import BLOCK, MixedRows, Mixture, counts_of
 from ejdist.training.data.packing import Packing
@@ -136,6 +136,9 @@ class Endless:
         self.read += end - begin
         return np.arange(begin, end) % 2**31
 
+    def tokens_of(self, spans):
+        return [self.tokens(*span) for span in spans]
+
     def offsets(self, begin, end):
         self.read += end - begin
         return np.arange(begin, end) * 1000
@@ -235,7 +238,7 @@ def test_one_shard_is_packed_as_many_are_and_few_files_are_open(tmp_path, monkey
 
 def test_only_what_is_read_is_verified_and_damage_names_shard_and_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr("ejdist.training.data.tokenizing.BLOCK", 64)
-    monkeypatch.setattr(dataset, "BLOCK", 64)
+    monkeypatch.setattr(blocks, "BLOCK", 64)
     source = made_dataset(tmp_path)
     shard = open_dataset(source, "bytes").shards[2]
     good = shard.tokens(0, shard.num_tokens)
