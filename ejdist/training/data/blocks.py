@@ -21,7 +21,7 @@ import numpy as np
 from ejdist.training.data.cache import Damaged
 
 BLOCK = 1 << 16  # bytes under one checksum
-_PAGE = 1 << 12  # what a file system reads at least: spans that are closer than this are read together
+_GAP = 1 << 10  # spans that are closer than this are read together: the bytes between them cost less than a read
 _MOST = 1 << 30  # bytes of a read: a call returns 2 GiB at most
 
 Span = tuple[int, int]  # [begin, end)
@@ -92,7 +92,7 @@ class CheckedFile:
                 self._kept.put((self.path, block), part)
         pieces = {span: _within(span, blocks) for span in spans if all(block in blocks for block in _blocks(span))}
         rest = sorted(span for span in spans if span not in pieces)
-        together = list(_joined(rest, _PAGE))
+        together = list(_joined(rest, _GAP))
         begins = [begin for begin, _ in together]
         contents = [self._exactly(handle, begin, end) for begin, end in together]
         for begin, end in rest:

@@ -82,8 +82,8 @@ class OwnBatches(Data):
         number: Callable[[int], int] = lambda step: step,
         then: Callable[[dict[str, np.ndarray]], Any] = lambda batch: batch,
     ) -> Iterator[Any]:
-        """Yields `then` of the batch of `number(step)` for step = start, ..., stop - 1. With an iterable, earlier batches are passed
-        over."""
+        """Yields `then` of the batch of `number(step)` for step = start, ..., stop - 1. With an iterable, earlier batches are
+        passed over."""
         source, position = None if callable(self._batches) else iter(self._batches), 0
         for step in range(start, stop):
             wanted = number(step)
