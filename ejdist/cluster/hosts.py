@@ -90,7 +90,8 @@ class Hosts:
           HostsDiffer: the facts differ; the message gives the host, the name and both values of the first difference.
           HostLost: a host does not arrive within `limit` seconds.
         """
-        if messages := self.reduce(moment, facts, differences):
+        # One, as all hosts read it: there may be as many as hosts.
+        if messages := self.reduce(moment, facts, lambda values: differences(values)[:1]):
             raise HostsDiffer(messages[0])
 
     def first_error(self, moment: str, message: str | None) -> str | None:
@@ -100,14 +101,6 @@ class Hosts:
           HostLost: a host does not arrive within `limit` seconds.
         """
         return self.reduce(moment, message, _first_message)
-
-    def all_gather(self, moment: str, value: Any) -> list[Any]:
-        """Returns, on all hosts, the value of each host, by its number.
-
-        Raises:
-          HostLost: a host does not arrive within `limit` seconds.
-        """
-        return self.reduce(moment, value, lambda values: [values[i][1] for i in sorted(values)])
 
     def broadcast(self, name: str, value: Any = None) -> Any:
         """Returns, on all hosts, the value of host 0; the others' values are ignored.
@@ -164,7 +157,8 @@ class Hosts:
             raise HostsDiffer(failure.text) if failure.wrong else HostLost(failure.text, failure.code)
 
     def reduce(self, moment: str, value: Any, function: Callable[[dict[int, Any]], Any]) -> Any:
-        """Returns, on all hosts, the result of `function`, which host 0 calls with host -> [its name, its value].
+        """Returns, on all hosts, the result of `function`, which host 0 calls with host -> [its name, its value]. All hosts
+        read the result, so it must not grow with their number.
 
         Raises:
           HostLost: a host does not arrive within `limit` seconds.
