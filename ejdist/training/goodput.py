@@ -34,7 +34,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ejdist.training.metrics import is_number, json_of, write_error
+from ejdist.training.metrics import write_error
+from ejdist.training.step_rows import is_number, json_of
 
 NAME = "goodput.jsonl"
 # Seconds between heartbeats: short at first, to resolve short runs, and up to 30 s later, which is 3000 rows a day.

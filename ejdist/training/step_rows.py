@@ -55,9 +55,9 @@ class StepRows:
 
     def spread(self, count: int) -> list[dict[str, Any]]:
         """Returns the first row, the last one, and others at even distances in the file, at most `count` in all."""
-        if not self.path.exists():
+        size, rows = self.path.stat().st_size if self.path.exists() else 0, {}
+        if not size:
             return []
-        size, rows = self.path.stat().st_size, {}
         with self.path.open("rb") as file:
             for i in range(count):
                 # The line that has this byte: with lines of one length, those at even distances.
