@@ -51,22 +51,23 @@ def test_what_a_kill_left_at_the_end_is_cut_and_damage_before_it_stays(tmp_path)
 
 def test_a_start_reads_and_keeps_no_more_of_a_long_run(tmp_path, monkeypatch):
     """What a start reads of the rows does not depend on how many there are, and what their pictures hold neither."""
-    rows = {"step_time": 0.5, "tokens": 8, "flops_causal": 4.0, "flops_full": 8.0, "many": [0.123456789] * 100}
+    monkeypatch.setattr(step_rows, "_READ", 1 << 12)
+    rows = {"step_time": 0.5, "tokens": 8, "flops_causal": 4.0, "flops_full": 8.0, "many": [0.123456789] * 40}
     peaks = []
-    for count in (2000, 20000):
+    for count in (300, 3000):
         path = tmp_path / f"{count}.jsonl"
         with path.open("w") as file:
             file.writelines(json.dumps({"step": step, "loss": 1 / step, **rows}) + "\n" for step in range(1, count + 1))
         tracemalloc.start()
         cut_after(path, count - 100)
-        shown = thinned(rows_in(path), also=[count // 2 + 1], most=500)
+        shown = thinned(rows_in(path), also=[count // 2 + 1], most=200)
         found = summarise(rows_in(path), devices=1, peak=None)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert found["steps"] == count - 100 and found["step_time"] == 0.5 and found["loss_first"] == 1
-        assert shown[-1]["step"] == count - 100 and shown[0]["step"] == 1 and 250 <= len(shown) <= 502
+        assert shown[-1]["step"] == count - 100 and shown[0]["step"] == 1 and 100 <= len(shown) <= 202
         assert count // 2 + 1 in [row["step"] for row in shown]
-    assert peaks[1] < peaks[0] + 2e6 and peaks[1] < path.stat().st_size / 2
+    assert peaks[1] < peaks[0] + 4e5 and peaks[1] < path.stat().st_size / 2
 
 
 def test_rows_at_even_distances_are_those_of_moments_of_the_run(tmp_path):

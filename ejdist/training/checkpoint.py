@@ -23,6 +23,7 @@ from ejdist.training.checkpoint_format import (
     CheckpointError,
     DamagedCheckpoint,
     Writing,
+    array_handler,
     barrier_of_saves,
     check_same_model,
     described,
@@ -104,7 +105,7 @@ class Checkpoints:
 
             # Orbax logs every array that it writes, and tracebacks of failures that are reported here.
             logging.getLogger("absl").setLevel(logging.CRITICAL)
-            handlers = {_STATE: ocp.StandardCheckpointHandler(), _RUN: ocp.JsonCheckpointHandler()}
+            handlers = {_STATE: array_handler(), _RUN: ocp.JsonCheckpointHandler()}
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=_preservation(self.section),
                 enable_async_checkpointing=True,
@@ -172,7 +173,7 @@ class Checkpoints:
         with self._writing(step):
             if manager.latest_step() != step:
                 run = described(arrays, keys, run)
-                args = {_STATE: ocp.args.StandardSave(arrays, save_args(arrays)), _RUN: ocp.args.JsonSave(run)}
+                args = {_STATE: ocp.args.PyTreeSave(arrays, save_args(arrays)), _RUN: ocp.args.JsonSave(run)}
                 manager.save(step, args=ocp.args.Composite(**args))
 
     def wait(self) -> None:
@@ -199,7 +200,6 @@ class Checkpoints:
         Raises:
           DamagedCheckpoint: it cannot be read, or its bits differ from what was saved. CheckpointError: it has another model.
         """
-        import orbax.checkpoint as ocp
 
         def of_all(read: Callable[[], Any]) -> Any:
             result, reason = None, None
@@ -215,8 +215,7 @@ class Checkpoints:
         run, written, kinds = of_all(lambda: self._described(step))
         check_same_model(f"checkpoint {self.directory / str(step)}", like, kinds)
         wanted = like_arrays(like)
-        args = ocp.args.StandardRestore(nonempty_fields(wanted))
-        arrays = of_all(lambda: self._read(step, _STATE, ocp.StandardCheckpointHandler(), args))
+        arrays = of_all(lambda: self._read_arrays(step, nonempty_fields(wanted)))
         with self._reading(step):  # all hosts have read the arrays, so the outcome is the same on all
             check_digests(arrays, written)
         return whole(arrays, wanted, like), run
@@ -226,6 +225,12 @@ class Checkpoints:
         barrier, which hangs if one process cannot read its part."""
         with contextlib.closing(handler):
             return handler.restore(self.directory / str(step) / what, args=args)
+
+    def _read_arrays(self, step: int, like: Any, **how: Any) -> Any:
+        import orbax.checkpoint as ocp
+
+        wanted = ocp.checkpoint_utils.construct_restore_args(like)
+        return self._read(step, _STATE, array_handler(), ocp.args.PyTreeRestore(item=like, restore_args=wanted, **how))
 
     def _reason(self, step: int, error: Exception) -> str:
         return item_of(self.directory / str(step), error) + reason_of(error)
@@ -280,14 +285,9 @@ class Checkpoints:
         Raises:
           CheckpointError: the checkpoint is damaged, or lacks these arrays.
         """
-        import orbax.checkpoint as ocp
-
         with self._reading(step):
             digests = self._digests_of_part(step, like)
-            args = ocp.args.PyTreeRestore(
-                item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
-            )
-            arrays = self._read(step, _STATE, ocp.PyTreeCheckpointHandler(), args)
+            arrays = self._read_arrays(step, like, partial_restore=True)
             check_digests(arrays, digests)
             return arrays
 
