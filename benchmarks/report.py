@@ -143,6 +143,7 @@ def tables(folder: Path) -> str:
         sequences(folder / "sequences"),
         tokenizing(folder / "tokenize"),
         rows_read(folder / "rows"),
+        of_hosts(folder / "hosts"),
         resumed(folder / "resumed"),
     )
     parts += [section for section in more if section]
@@ -235,6 +236,18 @@ def rows_read(folder: Path) -> str:
         parts.append(
             f"### What a host reads of a dataset\n\n{tables_of(found)}\n\nMeasured {_origin(found)} on {where}."
         )
+    return "\n\n".join(parts)
+
+
+def of_hosts(folder: Path) -> str:
+    """Returns the Markdown of the results of `benchmarks.hosts` in a folder; empty where there are none."""
+    from benchmarks.hosts import table as tables_of
+
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        found = json.loads(path.read_text())
+        where = f"{found['machine']}, which do the work of all hosts, load {found['load']} at the end"
+        parts.append(f"### What hosts agree on\n\n{tables_of(found)}\n\nMeasured {_origin(found)} on {where}.")
     return "\n\n".join(parts)
 
 
