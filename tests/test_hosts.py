@@ -94,6 +94,18 @@ def test_a_difference_is_told_on_every_host_with_its_host_and_both_values(togeth
     assert exit_code_of(found[0]) == WRONG
 
 
+def test_hosts_that_agree_send_no_facts_and_only_two_do_where_they_differ(together, monkeypatch):
+    sent, put = [], hosts_module._put
+    monkeypatch.setattr(hosts_module, "_put", lambda key, value: (sent.append((HERE.index, value)), put(key, value)))
+    long = {f"key {i}": "x" * 100 for i in range(50)}
+    assert together(4, lambda hosts: hosts.compare("the start", long)) == [None] * 4
+    assert max(len(str(value)) for _, value in sent) < 100
+    sent.clear()
+    found = together(4, lambda hosts: hosts.compare("the start", long | ({"key 7": "y"} if hosts.index > 1 else {})))
+    assert {type(e) for e in found} == {HostsDiffer} and "host 2 (" in str(found[3]) and "key 7 = y" in str(found[3])
+    assert {index for index, value in sent if len(str(value)) > 1000} == {2}, "host 0 looks at its own"
+
+
 @pytest.mark.parametrize("odd", [0, 1])
 def test_a_fact_that_only_some_hosts_have_is_a_difference(together, odd):
     (text, _) = map(

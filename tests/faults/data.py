@@ -155,7 +155,7 @@ FAULTS = (
         "the offset that is looked for is that of the block before",
         "Shard.first_from",
         "$high, $ends = $first, int($offsets[0])",
-        "$high, $ends = max($low, $first - 1), int($offsets[0])",
+        "$high, $ends = $first - 1, int($offsets[0])",
         f"{READ} -k first_document",
     ),
     Fault(
@@ -206,7 +206,7 @@ FAULTS = (
     Fault(
         "targets cross documents of a shard",
         "_Shards._segment",
-        "0 if $end == $document_end else 1",
+        "0 if $ends else 1",
         "1",
         f"{READ} -k once",
     ),
@@ -219,7 +219,7 @@ FAULTS = (
     ),
     Fault(
         "a row of a shard is read twice",
-        "Cut.row",
+        "Cut.segments",
         "$number - int(self._ends[$shard])",
         "max(1, $number) - int(self._ends[$shard])",
         f"{READ} -k once",
