@@ -110,14 +110,15 @@ class Hosts:
         """
         return self.reduce(moment, message, _first_message)
 
-    def broadcast(self, name: str, value: Any = None) -> Any:
+    def broadcast(self, name: str, value: Any = None, limit: float | None = None) -> Any:
         """Returns, on all hosts, the value of host 0; the others' values are ignored.
 
         Args:
           name: completes "host 0 has not sent", in the message of a timeout.
+          limit: seconds; default: that of the hosts.
 
         Raises:
-          HostLost: host 0 sends nothing within `limit` seconds.
+          HostLost: host 0 sends nothing within `limit` seconds, or is gone.
         """
         if self.count == 1:
             return value
@@ -125,7 +126,7 @@ class Hosts:
         if self.index == 0:
             _put(key, value)
             return value
-        return self._get(key, f"host 0 has not sent {name}")
+        return self._get(key, f"host 0 has not sent {name}", limit)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

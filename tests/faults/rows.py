@@ -69,6 +69,13 @@ FAULTS = (
         f"{HOSTS} -k only_two",
     ),
     Fault(
+        "every host tokenizes what one has in a folder of all",
+        "first_alone",
+        "hosts.broadcast($what, limit=math.inf)",
+        "pass",
+        f"{HOSTS} -k one_makes",
+    ),
+    Fault(
         "a step that one host has is taken for one of all",
         "local_tier:_common",
         "set.intersection",
