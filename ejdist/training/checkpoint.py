@@ -35,6 +35,7 @@ from ejdist.training.checkpoint_format import (
 )
 from ejdist.training.checkpoint_rows import StoredArray, open_arrays, save_args
 from ejdist.training.integrity import check_digests, check_kinds, item_of, leaves_of, reason_of
+from ejdist.training.one_replica import read_once
 from ejdist.training.pytree_io import kind_of, like_arrays, to_arrays
 
 _STATE, _RUN = "state", "run"
@@ -215,7 +216,7 @@ class Checkpoints:
         run, written, kinds = of_all(lambda: self._described(step))
         check_same_model(f"checkpoint {self.directory / str(step)}", like, kinds)
         wanted = like_arrays(like)
-        arrays = of_all(lambda: self._read_arrays(step, nonempty_fields(wanted)))
+        arrays = read_once(nonempty_fields(wanted), lambda like: self._read_arrays(step, like), of_all)
         with self._reading(step):  # all hosts have read the arrays, so the outcome is the same on all
             check_digests(arrays, written)
         return whole(arrays, wanted, like), run

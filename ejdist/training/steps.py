@@ -111,7 +111,7 @@ def start_state(run: Run, found: list[tuple[int, Tier]], source: Source | None, 
         guards = metadata.get("guards", {})
     else:
         step, guards = 0, {}
-        state = run.program.init() if source is None else start_from(run.program, source, log)
+        state = run.program.init() if source is None else start_from(run.program, source, log, run.hosts.first_error)
         state = read_references(run.program.trained, state, run.program.state, log)
     hosts = run.hosts
     for lock in run.locks:
