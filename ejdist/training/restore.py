@@ -16,7 +16,6 @@ from ejdist.training.checkpoint_format import CheckpointError, DamagedCheckpoint
 from ejdist.training.checkpoint_policy import Tier
 from ejdist.training.frozen_base import load_base
 from ejdist.training.guards import SkippedBatches
-from ejdist.training.integrity import reason_of
 from ejdist.training.one_replica import read_once
 from ejdist.training.optimizer import cast_moments
 from ejdist.training.program import Program
@@ -83,22 +82,12 @@ def start_from(program: Program, source: Source, log: Any, first: Any = lambda m
 
     Args:
       first: `Hosts.first_error` of a run on several hosts.
-
-    Raises:
-      whatever the source raises, on a host that cannot read it. CheckpointError: on the others, which then stop too.
     """
 
     def of_all(read: Callable[[], Any]) -> Any:
-        found, error = None, None
-        try:
-            found = read()
-        except Exception as wrong:
-            error = wrong
-        reason = first("the reading of model.init_from", None if error is None else reason_of(error))
-        if error is not None:
-            raise error
-        if reason:
-            raise CheckpointError(f"model.init_from: {source.what} cannot be read: {reason}")
+        found = read()
+        # A host that cannot read does not come here: the others hear of its failure while they wait.
+        first("the reading of model.init_from", None)
         return found
 
     wanted = {

@@ -2,7 +2,7 @@
 
 from faults import Fault
 
-ROWS, HOSTS = "tests/test_step_rows.py", "tests/test_hosts.py"
+ROWS, HOSTS, REPLICA = "tests/test_step_rows.py", "tests/test_hosts.py", "tests/test_one_replica.py"
 
 FAULTS = (
     Fault(
@@ -74,6 +74,27 @@ FAULTS = (
         "hosts.broadcast($what, limit=math.inf)",
         "pass",
         f"{HOSTS} -k one_makes",
+    ),
+    Fault(
+        "a replica gets another zero than was saved",
+        "_sum_of_bits",
+        "jax.lax.bitcast_convert_type(jnp.sum($bits, axis=0, dtype=$bits.dtype), $x.dtype)",
+        "jnp.sum($x, axis=0, dtype=$x.dtype)",
+        f"{REPLICA} -k its_bits",
+    ),
+    Fault(
+        "all replicas read a checkpoint",
+        "read_once",
+        "read(jax.tree.map(partial(_placed, $replica), $like))",
+        "read($like)",
+        f"{REPLICA} -k its_bits",
+    ),
+    Fault(
+        "a host with devices of two replicas waits for itself",
+        "one_replica",
+        "$hosts & $elsewhere",
+        "False",
+        f"{REPLICA} -k whole_hosts",
     ),
     Fault(
         "a step that one host has is taken for one of all",
