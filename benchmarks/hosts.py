@@ -41,8 +41,9 @@ began = time.perf_counter()
 writer = metrics.MetricsWriter(folder, start, 10**9)
 writer.close()
 opened = time.perf_counter() - began
-summary.summarise(metrics.rows_in(folder / "metrics.jsonl"), devices=1, peak=None)
-shown = metrics.rows_for_pictures(folder)
+rows = metrics.RowsOfRun(folder)
+summary.summarise(rows, devices=1, peak=None)
+shown = rows.for_pictures()
 ended = time.perf_counter() - began - opened
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(json.dumps({"start_s": opened, "end_s": ended, "more_mb": (peak - before) / 1024, "rows_kept": len(shown)}))
@@ -107,9 +108,10 @@ def agreements(count: int) -> dict[str, Any]:
 
         def timed(name: str, act: Callable[[], None]) -> None:
             meet.wait()
-            began = time.perf_counter()
+            began, used, own = time.perf_counter(), time.process_time(), time.thread_time()
             act()
             times[name] = time.perf_counter() - began
+            times[f"{name} of all"], times[f"{name} own"] = time.process_time() - used, time.thread_time() - own
 
         def start() -> None:
             for moment in ("the start", "the first step", "the check"):
@@ -146,6 +148,8 @@ def agreements(count: int) -> dict[str, Any]:
         "hosts": count,
         "start_s": round(max(t["start"] for t in times), 2),
         "save_s": round(max(t["save"] for t in times), 2),
+        "start_cpu_s": round(max(t["start of all"] for t in times), 2),
+        "start_cpu_of_host_0_s": round(times[0]["start own"], 3),
         "host_0_read_mb": round(first.read / 1e6, 3),
         "sent_mb": round((first.sent + sum(c.sent for c in others)) / 1e6, 3),
         "others_read_mb": round(sum(c.read for c in others) / 1e6, 3),
@@ -178,13 +182,13 @@ def long_run(folder: Path, steps: int) -> dict[str, Any]:
 def table(found: dict[str, Any]) -> str:
     """Returns the Markdown of a result."""
     rows = [
-        "| hosts | a start | a save | requests of a host | sent by all | read by host 0 | read by the others |",
+        "| hosts | a start | its CPU, of all hosts and of host 0 | a save | sent by all | read by host 0 | by the others |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in found["counts"]:
         rows.append(
-            f"| {r['hosts']:,} | {r['start_s']:.2f} s | {r['save_s']:.2f} s | {r['requests_of_a_host']} | "
-            f"{r['sent_mb']:.2f} MB | {r['host_0_read_mb']:.2f} MB | {r['others_read_mb']:.2f} MB |"
+            f"| {r['hosts']:,} | {r['start_s']:.2f} s | {r['start_cpu_s']:.2f} s, {r['start_cpu_of_host_0_s']:.2f} s | "
+            f"{r['save_s']:.2f} s | {r['sent_mb']:.2f} MB | {r['host_0_read_mb']:.2f} MB | {r['others_read_mb']:.2f} MB |"
         )
     more = [
         "| steps of the run | its rows and tables | going on 100 steps before the end | at its end | more memory |",

@@ -22,7 +22,7 @@ from ejdist.operations import bind_ops
 from ejdist.training.checkpoint import CheckpointError, Checkpoints
 from ejdist.training.flops import step_flops
 from ejdist.training.loop import train
-from ejdist.training.metrics import MetricsWriter, read_rows, rows_for_pictures, tables_in
+from ejdist.training.metrics import MetricsWriter, RowsOfRun, read_rows, tables_in
 from ejdist.training.program import make_program
 from ejdist.training.resume import check_same_run, fingerprint
 from ejdist.training.step import init_state, make_train_step
@@ -357,7 +357,9 @@ def test_tables_are_in_some_rows_and_histograms_in_the_events(tmp_path):
     writer.close()
     assert [row["step"] for row in tables_in(tmp_path)] == [1, 2, 4, 5]
     assert not any("of" in row for row in read_rows(tmp_path / "metrics.jsonl"))
-    assert [row["step"] for row in rows_for_pictures(tmp_path) if "of" in row] == [1, 2, 4, 5]
+    rows = RowsOfRun(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows.for_pictures() if "of" in row] == [1, 2, 4, 5]
     [file] = (tmp_path / "tensorboard").iterdir()
     assert b"of/0" in file.read_bytes() and b"of/1" not in file.read_bytes()  # no finite value, no histogram
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ejdist.training import step_rows
 from ejdist.training.metrics import rows_in
-from ejdist.training.step_rows import RowsFile, StepRows, cut_after, thinned
+from ejdist.training.step_rows import RowsFile, StepRows, Thinned, cut_after
 from ejdist.training.summary import summarise
 
 STEP = '{"step": %d, "loss": 1.5}'
@@ -60,8 +60,8 @@ def test_a_start_reads_and_keeps_no_more_of_a_long_run(tmp_path, monkeypatch):
             file.writelines(json.dumps({"step": step, "loss": 1 / step, **rows}) + "\n" for step in range(1, count + 1))
         tracemalloc.start()
         cut_after(path, count - 100)
-        shown = thinned(rows_in(path), also=[count // 2 + 1], most=200)
-        found = summarise(rows_in(path), devices=1, peak=None)
+        some = Thinned(also=[count // 2 + 1], most=200)
+        found, shown = summarise(some.passing(rows_in(path)), devices=1, peak=None), some.rows()
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert found["steps"] == count - 100 and found["step_time"] == 0.5 and found["loss_first"] == 1

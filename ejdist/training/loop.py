@@ -26,7 +26,7 @@ from ejdist.training.goodput import NAME, Ledger, account, read
 from ejdist.training.guards import SKIPPED_FILE
 from ejdist.training.kept import keep, published_in
 from ejdist.training.losses import Loss, LossTerms, digests, named_loss
-from ejdist.training.metrics import read_evaluations, rows_for_pictures, rows_in, write_atomic, write_error
+from ejdist.training.metrics import RowsOfRun, read_evaluations, rows_in, write_atomic, write_error
 from ejdist.training.program import TrainSections
 from ejdist.training.resume import how_to_continue
 from ejdist.training.run_lock import release_locks_at_exit
@@ -188,7 +188,7 @@ def _has_summary(directory: Path, step: int) -> bool:
 
 def _finish(run: Run) -> dict[str, Any]:
     s, program, directory = run.sections, run.program, run.directory
-    rows, evaluations = rows_in(directory / "metrics.jsonl"), read_evaluations(directory)
+    rows, evaluations = RowsOfRun(directory), read_evaluations(directory)
     devices = list(program.mesh.devices.flat)
     kind = devices[0].device_kind
     peak = peak_flops(kind)
@@ -210,7 +210,7 @@ def _finish(run: Run) -> dict[str, Any]:
     try:
         write_atomic(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
         title = f"{program.num_parameters:,} parameters, {s.data.sequence_length:,} tokens"
-        shown = rows_for_pictures(directory)
+        shown = rows.for_pictures()
         draw_loss(shown, directory / "loss.png", title, evaluations)
         for name, draw in program.model.pictures.items():
             draw(shown, directory / name)

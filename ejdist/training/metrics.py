@@ -12,14 +12,14 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import jax
 import numpy as np
 
-from ejdist.training.step_rows import RowsFile, StepRows, cut_after, is_number, thinned
+from ejdist.training.step_rows import RowsFile, StepRows, Thinned, cut_after, is_number
 from ejdist.training.summary import SUMMED
 from ejdist.training.trackers import open_trackers
 
@@ -46,11 +46,19 @@ def tables_in(directory: Path) -> StepRows:
     return StepRows(directory / TABLES, lambda row: is_number(row.get("step"), int))
 
 
-def rows_for_pictures(directory: Path) -> list[dict[str, Any]]:
-    """Returns rows of a run, all of them or some of many; a few have the tables of their step."""
-    tables = {row["step"]: row for row in tables_in(directory).spread(_TABLES_SHOWN)}
-    rows = thinned(rows_in(directory / "metrics.jsonl"), also=tables)
-    return [row | tables.get(row["step"], {}) for row in rows]
+class RowsOfRun:
+    """The rows of a run's metrics.jsonl, to be read once, as they come; some of them stay for pictures."""
+
+    def __init__(self, directory: Path) -> None:
+        self._tables = {row["step"]: row for row in tables_in(directory).spread(_TABLES_SHOWN)}
+        self._rows, self._some = rows_in(directory / "metrics.jsonl"), Thinned(self._tables)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self._some.passing(self._rows)
+
+    def for_pictures(self) -> list[dict[str, Any]]:
+        """Returns rows that have been read, all of them or some of many; a few have the tables of their step."""
+        return [row | self._tables.get(row["step"], {}) for row in self._some.rows()]
 
 
 _EVALUATED = {"loss", "tokens", "seconds", "document", "row"}

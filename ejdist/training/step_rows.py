@@ -119,25 +119,37 @@ def cut_after(path: Path, step: int) -> None:
             file.write(b"\n")
 
 
-def thinned(rows: Iterable[dict[str, Any]], also: Iterable[int] = (), most: int = _MOST) -> list[dict[str, Any]]:
-    """Returns all rows, or of more than `most` every second, fourth, ... and the last one.
+class Thinned:
+    """Some of the rows that pass: all, or of more than `most` every second, fourth, ... and the last one.
 
     Args:
       also: steps whose rows are kept too.
     """
-    kept: list[dict[str, Any]] = []
-    wanted, chosen, every, last = set(also), {}, 1, None
-    for i, last in enumerate(rows):
-        if last["step"] in wanted:
-            chosen[last["step"]] = last
-        if i % every == 0:
-            kept.append(last)
-        if len(kept) > most:
-            kept, every = kept[::2], 2 * every
-    of_step = {row["step"]: row for row in kept} | chosen
-    if last is not None:
-        of_step[last["step"]] = last
-    return [of_step[step] for step in sorted(of_step)]
+
+    def __init__(self, also: Iterable[int] = (), most: int = _MOST) -> None:
+        self._kept: list[dict[str, Any]] = []
+        self._wanted, self._chosen, self._most = set(also), dict[int, dict[str, Any]](), most
+        self._last: dict[str, Any] | None = None
+
+    def passing(self, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yields the rows."""
+        every = 1
+        for i, row in enumerate(rows):
+            self._last = row
+            if row["step"] in self._wanted:
+                self._chosen[row["step"]] = row
+            if i % every == 0:
+                self._kept.append(row)
+            if len(self._kept) > self._most:
+                self._kept, every = self._kept[::2], 2 * every
+            yield row
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns those of the rows that have passed, by step."""
+        of_step = {row["step"]: row for row in self._kept} | self._chosen
+        if self._last is not None:
+            of_step[self._last["step"]] = self._last
+        return [of_step[step] for step in sorted(of_step)]
 
 
 def _end_of_line(file: Any, place: int) -> int:

@@ -21,8 +21,8 @@ FAULTS = (
     ),
     Fault(
         "the pictures of a long run hold all of its rows",
-        "thinned",
-        "len($kept) > $most",
+        "Thinned.passing",
+        "len(self._kept) > self._most",
         "False",
         f"{ROWS} -k no_more",
     ),
