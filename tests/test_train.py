@@ -347,7 +347,7 @@ def test_storage_that_gives_other_bits_back_is_noticed(stopped_run, corpus, monk
     """Whatever the library below does not check: one bit of one element of the restored state."""
     import orbax.checkpoint as ocp
 
-    restore = ocp.StandardCheckpointHandler.restore
+    restore = ocp.PyTreeCheckpointHandler.restore
 
     def flipped(self, *args, **kwargs):
         state = restore(self, *args, **kwargs)
@@ -356,7 +356,7 @@ def test_storage_that_gives_other_bits_back_is_noticed(stopped_run, corpus, monk
         return state | {"params": state["params"] | {"embedding": jax.lax.bitcast_convert_type(bits, "float32")}}
 
     directory = stopped_run
-    monkeypatch.setattr(ocp.StandardCheckpointHandler, "restore", flipped)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", flipped)
     assert command(directory, corpus) == BAD_CHECKPOINT
     message = capsys.readouterr().err
     assert "checkpoints/3 cannot be read" in message and "embedding is not what was saved" in message

@@ -111,7 +111,7 @@ class ExpertsSection:
     buffer: float = operational(1.25)  # rows that a pass can hold, as a multiple of the balanced load
     chunks: int = operational(1)  # parts of a pass; one is sent while another is multiplied
     capacity: float | None = None  # most tokens per expert, as a multiple of the balanced load; null: none is dropped
-    # Steps between rows of metrics.jsonl that hold the tokens of each expert; 0: never.
+    # Steps between rows of tables.jsonl, which hold the tokens of each expert; 0: never.
     load_every: int = operational(10)
 
     def __post_init__(self) -> None:

@@ -28,9 +28,9 @@ FAULTS = (
     ),
     Fault(
         "the mask of a row is not read",
-        "_Shards._segment",
-        "if $s.chats is not None:\n    $$body",
-        "if False:\n    $$body",
+        "_Shards.rows",
+        "[] if $s.chats is None else [$s.mask_of($spans)]",
+        "[]",
         f"{DATA} -k every_conversation",
     ),
     Fault(

@@ -17,9 +17,12 @@ from ejdist.training.data.corpus import Corpus
 from ejdist.training.data.dataset import Dataset
 from ejdist.training.data.mixture import MIXTURE_BEFORE, MixedRows, Mixture
 from ejdist.training.data.own_source import OwnRows
-from ejdist.training.data.packing import Packing, Rows
+from ejdist.training.data.packing import Packing, Rows, rows_of
 from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole
 from ejdist.training.data.tokenizer import ByteTokenizer
+
+# Which rows of a batch: a slice, or their numbers in ascending order, int [n].
+HostRows = slice | np.ndarray
 
 
 def check_how(packing: str, prefetch: int, too_long: str) -> None:
@@ -156,23 +159,28 @@ class Data:
         """Rows before one comes again; infinity for a mixture, whose weights decide how often each source comes."""
         return math.inf if isinstance(self.corpus, Mixture) else self.packing.rows_per_epoch
 
-    def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+    def batch(self, step: int, rows: HostRows = slice(None)) -> dict[str, np.ndarray]:
         """Returns the batch of a step, counted from 0, or only those of its rows: what one host needs."""
         index = step - self.begin.batch
         if index < 0:
             raise ValueError(f"step must be {self.begin.batch or '0'} or more, got {step}")
         first = 0 if isinstance(self.packing, MixedRows) else self._first[0]
-        numbers = range(first + index * self.global_batch, first + (index + 1) * self.global_batch)[rows]
-        packed = [self.packing.row(i) for i in numbers]
+        within = range(self.global_batch)[rows] if isinstance(rows, slice) else rows
+        packed = rows_of(self.packing, [first + index * self.global_batch + int(i) for i in within])
         return {name: np.stack([row[name] for row in packed]) for name in packed[0]}
 
     def iterator(
-        self, start: int, stop: int, rows: slice = slice(None), number: Callable[[int], int] = lambda step: step
-    ) -> Iterator[dict[str, np.ndarray]]:
-        """Yields `batch(number(step), rows)` for step = start, ..., stop - 1, read ahead by threads."""
+        self,
+        start: int,
+        stop: int,
+        rows: HostRows = slice(None),
+        number: Callable[[int], int] = lambda step: step,
+        then: Callable[[dict[str, np.ndarray]], Any] = lambda batch: batch,
+    ) -> Iterator[Any]:
+        """Yields `then(batch(number(step), rows))` for step = start, ..., stop - 1, made ahead by threads."""
         import grain
 
-        steps = grain.MapDataset.range(start, stop).map(lambda step: self.batch(number(int(step)), rows))
+        steps = grain.MapDataset.range(start, stop).map(lambda step: then(self.batch(number(int(step)), rows)))
         options = grain.ReadOptions(num_threads=min(2, self.prefetch), prefetch_buffer_size=self.prefetch)
         return iter(steps.to_iter_dataset(options))
 
