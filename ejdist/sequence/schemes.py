@@ -284,8 +284,8 @@ def scheme_of(scheme: str | Scheme, **options: Any) -> Scheme:
         if name not in options_of(SCHEMES[scheme]):
             having = [other for other, made in SCHEMES.items() if name in options_of(made)]
             raise ValueError(
-                f"sequence.{name} = {value!r} is no option of the scheme {scheme!r}: use sequence.scheme={having[0]}, or leave it "
-                "out"
+                f"sequence.{name} = {value!r} is no option of the scheme {scheme!r}: use sequence.scheme={having[0]}, or leave "
+                "it out"
             )
     return SCHEMES[scheme](**{n: scheme_of(value) if n == "outer" else value for n, value in asked.items()})
 

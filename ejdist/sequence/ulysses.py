@@ -69,8 +69,8 @@ class Exchange:
         return cls(arrays, replace(local, static=static, mask=mask), way)
 
     def groups(self, saved: Arrays) -> Iterator[tuple[Local, Arrays, Callable[[jax.Array], None]]]:
-        """Yields (the call, what is saved of it, done) of each group of heads, exchanged. `done` takes a result of the group, for
-        which the exchange after the next one waits, so that no more than two groups are on their way or at work."""
+        """Yields (the call, what is saved of it, done) of each group of heads, exchanged. `done` takes a result of it, for
+        which the exchange after the next waits, so that no more than two groups are on their way or at work."""
         moved: dict[tuple[str, int], jax.Array] = {}
         results: list[jax.Array] = []
 
