@@ -135,13 +135,22 @@ def orders_searched(length: int, ranks: int) -> list[str]:
     return [o.name for o in fit] or [*ORDERS[:1]]  # where none fits, the first is refused with its reason
 
 
+def _takes(sequence: Any, scheme: str, heads: int, axes: Any) -> bool:
+    """Returns whether a scheme has the options that the recipe gives, and takes that many heads over those axes."""
+    try:
+        made = replace(sequence, scheme=scheme).made()
+    except ValueError:
+        return False
+    return made.rejects(heads, axes) is None
+
+
 def ways(s: Any, mesh: tuple[int, ...], given: Collection[str]) -> Iterator[tuple[str | None, str | None, str | None]]:
     """Yields (scheme, order, dispatch) of what a mesh leaves to choose; None as the recipe has it."""
     sizes = dict(zip(AXES, mesh, strict=True))
     axes = tuple((a, sizes[a]) for a in SEQUENCE_AXES if sizes[a] > 1)
     split, heads = bool(axes), s.model.num_heads // sizes[TP]
     orders = orders_searched(s.data.sequence_length, math.prod(n for _, n in axes))
-    schemes = [name for name, scheme in SCHEMES.items() if split and scheme().rejects(heads, axes) is None]
+    schemes = [name for name in SCHEMES if split and _takes(s.sequence, name, heads, axes)]
     over = tuple(sizes.get(a, 1) for a in s.experts.axes)
     mixed = has_experts(s.model) and math.prod(over) > 1
     yield from itertools.product(

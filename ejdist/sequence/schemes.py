@@ -239,6 +239,12 @@ class Ulysses(Scheme):
 
     hides = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.outer, Scheme):
+            raise ValueError(f"Ulysses: argument 'outer' = {self.outer!r} must be a Scheme, such as Ring()")
+        if isinstance(self.head_groups, bool) or not isinstance(self.head_groups, int) or self.head_groups < 1:
+            raise ValueError(f"sequence.head_groups = {self.head_groups!r} must be an integer of at least 1")
+
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         return ulysses.forward(local, self.outer, self.head_groups)
 

@@ -24,6 +24,7 @@ from ejdist.order import Order
 from ejdist.paths import check_folder, check_place
 from ejdist.sections import compared, operational, validate
 from ejdist.sequence.schemes import SCHEMES as SEQUENCE_SCHEMES
+from ejdist.sequence.schemes import Scheme, scheme_of
 from ejdist.training.changeable import check_allowed
 from ejdist.training.checkpoint import CheckpointSection
 from ejdist.training.curriculum import StageSection, stages_of
@@ -90,14 +91,23 @@ class RunSection:
 class SequenceSection:
     """The `sequence` section of a recipe."""
 
-    # How a split sequence attends: ring, all_gather, ulysses (heads over sp, a ring over cp).
+    # How a split sequence attends: ring, all_gather, ulysses (heads over sp, another scheme over cp).
     scheme: str = operational("ring")
+    outer: str | None = operational(None)  # the scheme over cp, around ulysses over sp; null: ring
+    # Groups of heads that ulysses exchanges one after another, each beside the attention of the one before, for less memory.
+    head_groups: int = operational(1)
     order: str = operational("zigzag")  # order of tokens over cp and sp: contiguous, zigzag, striped
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy; `Order` validates the order."""
-        if self.scheme not in SEQUENCE_SCHEMES:
-            raise ValueError(f"sequence.scheme = {self.scheme!r} is unknown; use one of {', '.join(SEQUENCE_SCHEMES)}")
+        for key, name in (("scheme", self.scheme), ("outer", self.outer)):
+            if name is not None and name not in SEQUENCE_SCHEMES:
+                raise ValueError(f"sequence.{key} = {name!r} is unknown; use one of {', '.join(SEQUENCE_SCHEMES)}")
+        self.made()
+
+    def made(self) -> Scheme:
+        """Returns the scheme with its options. Raises ValueError for one that it does not have."""
+        return scheme_of(self.scheme, outer=self.outer, head_groups=None if self.head_groups == 1 else self.head_groups)
 
 
 @dataclass
@@ -255,8 +265,7 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
         over = tuple((a, n) for a in SEQUENCE_AXES if (n := mesh.shape.get(a, 1)) > 1)
-        scheme = SEQUENCE_SCHEMES[s.sequence.scheme]()
-        if dim == "N" and over and (reason := scheme.rejects(size // mesh.shape.get(TP, 1), over)):
+        if dim == "N" and over and (reason := s.sequence.made().rejects(size // mesh.shape.get(TP, 1), over)):
             raise ValueError(f"sequence.scheme = {s.sequence.scheme!r} and model.{key} = {size}: {reason}")
     return order
 
@@ -373,7 +382,7 @@ def bind(sections: TrainSections, mesh: jax.sharding.Mesh, order: Order, on_choi
     return bind_ops(
         mesh,
         order=order,
-        scheme=s.sequence.scheme,
+        scheme=s.sequence.made(),
         platform=s.platform,
         deterministic_attention=s.deterministic_attention,
         experts=vars(s.experts),
