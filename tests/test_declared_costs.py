@@ -511,14 +511,22 @@ def test_schemes_by_hand():
     assert Ring().cost(again).bytes[("sp", PERMUTE)] - Ring().cost(shape).bytes[("sp", PERMUTE)] == 300
     assert Ring().memory(shape) == SchemeBytes(2 * 100 + 2 * 100 + 2 * 100, 2 * 2 * 150)
     assert AllGather().memory(shape) == SchemeBytes(4 * 100 + 2 * 100 + 2 * 100, 2 * 2 * 150)
-    # Each head of keys is sent twice, so that four ranks have one. Forward, and twice as much in the backward.
-    assert Ulysses().cost(shape).bytes == {("sp", ALL_TO_ALL): 3 / 4 * 3 * (100 + 2 * 100 + 150 + 16)}
-    assert Ulysses().memory(shape) == SchemeBytes(100 + 2 * 100 + 2 * (150 + 16))
+    # Each head of keys is sent twice, so that four ranks have one. Three passes, but the output and lse not as gradients.
+    assert Ulysses().cost(shape).bytes == {("sp", ALL_TO_ALL): 3 / 4 * (3 * (100 + 2 * 100) + 2 * 150 + 3 * 16)}
+    assert Ulysses().memory(shape) == SchemeBytes(100 + 2 * 100 + 150 + 2 * 16)
+    # Two groups of a head each: the heads of keys are not cut, and both groups have them. Two are held.
+    two = Ulysses(head_groups=2)
+    assert two.cost(shape).bytes == Ulysses().cost(shape).bytes
+    assert Ulysses().cost(shape).calls == {("sp", ALL_TO_ALL): 5 + 9} and two.cost(shape).calls == {
+        ("sp", ALL_TO_ALL): 2 * 8 + 6
+    }
+    assert two.memory(shape) == SchemeBytes(2 * (50 + 2 * 100 + 75 + 2 * 8))
+    assert Ulysses(head_groups=3).rejects(8, (("sp", 4),)) and two.rejects(8, (("sp", 4),)) is None
     # Over two by two ranks each has one of the two heads of keys, and sends it along the outer axis with twice the tokens.
     both = dataclasses.replace(shape, over=(("cp", 2), ("sp", 2)))
     inner = dataclasses.replace(shape, over=(("cp", 2),), hops=1, heads=4, kv_heads=1)
     sent = Ulysses().cost(both).bytes
-    assert sent.pop(("sp", ALL_TO_ALL)) == 1 / 2 * 3 * (100 + 100 + 150 + 16)
+    assert sent.pop(("sp", ALL_TO_ALL)) == 1 / 2 * (3 * (100 + 100) + 2 * 150 + 3 * 16)
     assert sent == Ring().cost(inner).bytes == {("cp", PERMUTE): 1 * 2 * 100 + 2 * 200}
-    assert Ulysses().memory(both).work == Ring().memory(inner).work + 100 + 100 + 2 * (150 + 16)
+    assert Ulysses().memory(both).work == Ring().memory(inner).work + 100 + 100 + 150 + 2 * 16
     assert Ulysses(AllGather()).cost(both).bytes[("cp", ALL_GATHER)] == 2 * 100
