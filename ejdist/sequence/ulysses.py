@@ -79,7 +79,10 @@ class Exchange:
             new = {n: x for n, x in {**self.arrays, **saved}.items() if (n, known[n]) not in moved}
             if group > 1:
                 new, _ = jax.lax.optimization_barrier((new, results[group - 2]))
-            fresh = {(n, known[n]): self.way.there(n, x, known[n]) for n, x in new.items()}
+            # One by one: what joins the copies of two arrays needs room for both of both.
+            fresh = {
+                (n, known[n]): jax.lax.optimization_barrier(self.way.there(n, x, known[n])) for n, x in new.items()
+            }
             for key in [key for key in moved if key != (key[0], known[key[0]])]:
                 del moved[key]
             moved.update(fresh)
