@@ -169,9 +169,9 @@ class Reshard:
 
 
 def cuts_of(
-    op: Op, arguments: Mapping[str, Any], split: tuple[str, ...], axis: str, ranks: int, groups: int = 1
+    op: Op, arguments: Mapping[str, Any], split: tuple[str, ...], axis: str, ranks: int, groups: int = 1, outer: int = 1
 ) -> dict[str, Cut]:
-    """Returns dim -> how its entries are dealt to the ranks, and each rank's part to the groups.
+    """Returns dim -> how its entries are dealt to the ranks, and each rank's part to the groups; `outer` as for `undivided`.
 
     Raises:
       ValueError: a dim does not divide by the ranks, and does not serve groups of another, so no repetition helps; or a rank's
@@ -188,7 +188,7 @@ def cuts_of(
     for dim, size in sizes.items():
         if dim in serves.values():
             continue
-        if reason := undivided(size, axis, ranks, groups):
+        if reason := undivided(size, axis, ranks, groups, outer):
             raise ValueError(f"ring_attention: {reason}")
         second = serves.get(dim, dim)
         copies, part, kv_part, own = dealt(size, sizes.get(second, size), ranks, groups)

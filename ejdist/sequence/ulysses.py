@@ -54,7 +54,7 @@ class Exchange:
         axes = (static.axis,) if isinstance(static.axis, str) else static.axis
         outer, inner, ranks = axes[:-1], axes[-1], exchange.size(axes[-1])
         arrays = {n: x for n, x in {**local.own, "key": local.key, "value": local.value}.items() if x is not None}
-        cuts = cuts_of(op, arrays, _HEADS, inner, ranks, groups)
+        cuts = cuts_of(op, arrays, _HEADS, inner, ranks, groups, local.ranks // ranks)
         way = Reshard(op, inner, Order(static.order.name, ranks), _HEADS, _TOKENS, cuts, groups)
         mask, order = way.mask(local.mask), static.order.of_groups(ranks)
         length = local.query.shape[1] * local.ranks
