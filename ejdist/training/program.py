@@ -23,8 +23,7 @@ from ejdist.operations import bind_ops
 from ejdist.order import Order
 from ejdist.paths import check_folder, check_place
 from ejdist.sections import compared, operational, validate
-from ejdist.sequence.schemes import SCHEMES as SEQUENCE_SCHEMES
-from ejdist.sequence.schemes import Scheme, scheme_of
+from ejdist.sequence.section import SequenceSection
 from ejdist.training.changeable import check_allowed
 from ejdist.training.checkpoint import CheckpointSection
 from ejdist.training.curriculum import StageSection, stages_of
@@ -85,29 +84,6 @@ class RunSection:
             raise ValueError("run.dir is empty: name a folder for what the run writes, for example outputs/first")
         remedy = "give a folder for metrics and pictures, and the URL as checkpoint.dir for the checkpoints"
         check_folder("run.dir", self.dir, remedy)
-
-
-@dataclass
-class SequenceSection:
-    """The `sequence` section of a recipe."""
-
-    # How a split sequence attends: ring, all_gather, ulysses (heads over sp, another scheme over cp).
-    scheme: str = operational("ring")
-    outer: str | None = operational(None)  # the scheme over cp, around ulysses over sp; null: ring
-    # Groups of heads that ulysses exchanges one after another, each beside the attention of the one before, for less memory.
-    head_groups: int = operational(1)
-    order: str = operational("zigzag")  # order of tokens over cp and sp: contiguous, zigzag, striped
-
-    def validate(self) -> None:
-        """Raises ValueError naming the key and the remedy; `Order` validates the order."""
-        for key, name in (("scheme", self.scheme), ("outer", self.outer)):
-            if name is not None and name not in SEQUENCE_SCHEMES:
-                raise ValueError(f"sequence.{key} = {name!r} is unknown; use one of {', '.join(SEQUENCE_SCHEMES)}")
-        self.made()
-
-    def made(self) -> Scheme:
-        """Returns the scheme with its options. Raises ValueError for one that it does not have."""
-        return scheme_of(self.scheme, outer=self.outer, head_groups=None if self.head_groups == 1 else self.head_groups)
 
 
 @dataclass
