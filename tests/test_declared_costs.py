@@ -2,8 +2,10 @@
 and what a scheme declares is what its program sends."""
 
 import dataclasses
+import functools
 import itertools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +38,7 @@ from ejdist.planning.search import Predictor, search
 from ejdist.planning.targets import target_of
 from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
 from ejdist.sequence.schedule import imbalance
-from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Scheme, Ulysses
+from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Scheme, Ulysses, scheme_of
 from kernels.engines.attention.masks import MaskInfo, window_of
 from recipes.schema import compose
 
@@ -234,14 +236,36 @@ def test_a_scheme_of_two_axes_sends_what_it_declares_along_each(lie, sizes):
     check_sent("ulysses", lie, None, sizes)
 
 
-def check_sent(name, lie, window, sizes):
+@pytest.mark.parametrize("outer", [Ring(), AllGather()], ids=lambda scheme: type(scheme).__name__)
+@pytest.mark.parametrize("sizes", [{"sp": 2}, {"cp": 2, "sp": 2}, {"cp": 4, "sp": 2}], ids=str)
+def test_groups_of_heads_send_what_they_declare(outer, sizes):
+    """Of four heads and two of keys: a group of keys each, or a head of keys for both groups."""
+    check_sent(Ulysses(outer, 2), "zigzag", None, sizes)
+
+
+def test_a_compiled_program_sends_what_is_declared():
+    """Forward, in the text of the program: an all-to-all of each array there, and of the output and lse back."""
+    mesh, scheme = make_mesh(sp=4), Ulysses(head_groups=2)
+    shapes = [jax.ShapeDtypeStruct((1, 64, heads, 16), jnp.float32) for heads in (16, 4, 4)]
+    split = functools.partial(ring_attention, causal=True, scheme=scheme, mesh=mesh, return_lse=True)
+    text = jax.jit(split).lower(*shapes).compile().as_text()
+    sent = [line.split(" all-to-all(")[0].split(" = ")[1] for line in text.splitlines() if " all-to-all(" in line]
+    numbers = [math.prod(map(int, part.split(","))) for kinds in sent for part in re.findall(r"f32\[([\d,]+)\]", kinds)]
+    query, key = 64 // 4 * 16 * 16 * 4, 64 // 4 * 4 * 16 * 4
+    shape = AttentionShape((("sp", 4),), 3, query, key, key, query, 64 // 4 * 16 * 4, 16, 4, 4)
+    once, twice = (scheme.cost(dataclasses.replace(shape, forwards=n)).bytes["sp", ALL_TO_ALL] for n in (1, 2))
+    assert sum(numbers) * 4 * 3 / 4 == twice - once
+
+
+def check_sent(scheme, lie, window, sizes):
+    scheme = scheme_of(scheme)
     ranks = math.prod(sizes.values())
     mesh = make_mesh(**sizes, devices=jax.devices()[:ranks])
     shapes = [jax.ShapeDtypeStruct((1, 64, heads, 16), jnp.bfloat16) for heads in (4, 2, 2)]
 
     def loss(q, k, v):
         rules = {} if window is None else {"sliding_window": window}
-        how = {"scheme": name, "order": lie, "mesh": mesh, "platform": "xla"}
+        how = {"scheme": scheme, "order": lie, "mesh": mesh, "platform": "xla"}
         return ring_attention(q, k, v, causal=True, **rules, **how).astype(jnp.float32).sum()
 
     program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*shapes)
@@ -249,7 +273,7 @@ def check_sent(name, lie, window, sizes):
     query, key, value = (math.prod(x.shape) * 2 // ranks for x in shapes)
     hops = needed_hops(Order(lie, ranks), 64, MaskInfo(causal=True, window=window_of(window)))
     shape = AttentionShape(tuple(sizes.items()), hops, query, key, value, query, 4 * 4 * 64 // ranks, 4, 2, 2)
-    wanted = SCHEMES[name]().cost(shape)
+    wanted = scheme.cost(shape)
     assert made.bytes == wanted.bytes and made.calls == wanted.calls
 
 

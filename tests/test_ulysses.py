@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Var, jaxprs_in_params
 
 from ejdist import Order, make_mesh, ring_attention
 from ejdist.sequence import AllGather, Ring, Ulysses
@@ -210,6 +211,38 @@ def test_no_more_than_two_groups_are_held():
     assert one == 800 + 2 * 400 + 800 + 2 * 16
     # Two heads of keys on a rank: four groups of queries have one of them in turn.
     assert two == one and four == 2 * (200 + 2 * 200 + 200 + 2 * 4)
+
+
+def has(jaxpr, name):
+    return any(
+        eqn.primitive.name == name or any(has(inner, name) for inner in jaxprs_in_params(eqn.params))
+        for eqn in jaxpr.eqns
+    )
+
+
+def waiting(jaxpr):
+    """Returns of every all-to-all in turn the numbers of the attentions that it waits for, by the data that it needs."""
+    inside = [inner for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params) if has(inner, "all_to_all")]
+    if inside:
+        return [n for inner in inside for n in waiting(inner)]
+    behind, found, attentions = {}, [], itertools.count()
+    for eqn in jaxpr.eqns:
+        needed = set().union(*(behind.get(v, set()) for v in eqn.invars if isinstance(v, Var)))
+        if eqn.primitive.name == "jit" and "hop" in str(eqn.source_info.name_stack):
+            needed = needed | {next(attentions)}
+        if eqn.primitive.name == "all_to_all":
+            found.append({*needed})
+        behind |= dict.fromkeys(eqn.outvars, needed)
+    return found
+
+
+def test_a_group_is_exchanged_beside_the_attention_of_the_one_before():
+    """And waits for the one before that. Two groups of queries have the same heads of keys."""
+    how = {"scheme": Ulysses(head_groups=4), "mesh": make_mesh(sp=4), "order": "zigzag"}
+    shapes = [jax.ShapeDtypeStruct((1, 64, heads, 8), jnp.bfloat16) for heads in (16, 8, 8)]
+    program = jax.make_jaxpr(functools.partial(ring_attention, causal=True, **how))(*shapes)
+    # Query, key and value; query; and the same of the other heads of keys; then what comes back.
+    assert waiting(program.jaxpr)[:8] == [set()] * 4 + [{0}] * 3 + [{1}]
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Cut:
         """Returns the entries of a group along an axis: of the part of every rank, in the order of the ranks."""
         places = np.unravel_index(number, [self.sizes[i] for i in self.by])
         x = x.reshape(*x.shape[:axis], *self.sizes, *x.shape[axis + 1 :])
-        at = [slice(None)] * x.ndim
+        at: list[Any] = [slice(None)] * x.ndim
         for i, place in zip(self.by, places, strict=True):
             at[axis + i] = int(place)
         return self._flat(x[tuple(at)], axis, len(self.sizes) - len(self.by))

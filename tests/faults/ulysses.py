@@ -169,4 +169,18 @@ FAULTS = (
         "False",
         f"{ULYSSES} -k refused",
     ),
+    Fault(
+        "all groups are exchanged at once",
+        "Exchange.groups",
+        "$group > 1",
+        "False",
+        f"{ULYSSES} -k beside",
+    ),
+    Fault(
+        "every group waits for the first alone",
+        "Exchange.groups",
+        "$results[$group - 2]",
+        "$results[0]",
+        f"{ULYSSES} -k beside",
+    ),
 )
