@@ -21,7 +21,7 @@ from ejdist.experts.schemes import SCHEMES as DISPATCHES
 from ejdist.experts.schemes import AllToAll, fitting
 from ejdist.layout import spec
 from ejdist.mapped import map_shards
-from ejdist.mesh import mesh_shape
+from ejdist.mesh import AXES, mesh_shape
 from ejdist.models.config import ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig
 from ejdist.models.model import CAUSAL, Flops
@@ -33,7 +33,7 @@ from ejdist.models.share import Share
 from ejdist.order import NAMES as ORDERS
 from ejdist.order import Order
 from ejdist.planning.activations import counted_parts, has_experts
-from ejdist.planning.candidates import candidate_of, orders_searched, policies_searched, ways
+from ejdist.planning.candidates import candidate_of, orders_searched, policies_searched, products, ways
 from ejdist.planning.search import Predictor, search
 from ejdist.planning.targets import target_of
 from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
@@ -150,6 +150,24 @@ def test_what_is_searched_is_what_is_registered():
         == set(fitting((2, 4)))
         == set(DISPATCHES) - {"local"}
     )
+
+
+def test_a_sequence_is_searched_over_two_axes_too(monkeypatch):
+    """With the scheme that has another one around it, unless an axis is given; four heads are not for eight ranks."""
+    sections = compose(DENSE.split())
+    of = candidate_of(sections, dict(zip(AXES, (1, 1, 1, 1, 8, 1), strict=True)))
+
+    def axes(given):
+        return [(p.sizes["cp"], p.sizes["sp"], p.scheme) for p in products(sections, of, given)]
+
+    assert axes(()) == [(4, 2, "ulysses"), (2, 4, "ulysses")]
+    assert axes({"mesh.sp"}) == axes({"mesh.cp"}) == axes({"sequence.scheme"}) == []  # that is a ring
+    sections.sequence.scheme = "ulysses"
+    assert axes({"sequence.scheme"}) == [(4, 2, None), (2, 4, None)]
+    tried = []
+    monkeypatch.setattr("ejdist.planning.search.products", lambda s, of, given: tried.append(of) or ())
+    search(compose(DENSE.split()), TPU, {"mesh.dp", "mesh.fsdp", "data.global_batch", "model.remat"}, None)
+    assert tried and {p.sizes["cp"] for p in tried} == {1}
 
 
 def test_a_plan_counts_what_a_scheme_sends_along_each_axis_of_the_sequence():

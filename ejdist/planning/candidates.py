@@ -11,14 +11,14 @@ from typing import Any
 import jax
 
 from ejdist.experts.schemes import fitting
-from ejdist.mesh import AXES, BATCH_AXES, SEQUENCE_AXES, TP
+from ejdist.mesh import AXES, BATCH_AXES, CP, SEQUENCE_AXES, SP, TP
 from ejdist.models.model import CAUSAL
 from ejdist.models.remat import REMAT as POLICIES
 from ejdist.order import NAMES as ORDERS
 from ejdist.order import Order
 from ejdist.planning.activations import has_experts
 from ejdist.sequence.schedule import imbalance
-from ejdist.sequence.schemes import SCHEMES
+from ejdist.sequence.schemes import SCHEMES, options_of
 from ejdist.training.optimizer import fixed
 
 # The keys that are searched.
@@ -142,6 +142,21 @@ def _takes(sequence: Any, scheme: str, heads: int, axes: Any) -> bool:
     except ValueError:
         return False
     return made.rejects(heads, axes) is None
+
+
+def products(s: Any, of: Candidate, given: Collection[str]) -> Iterator[Candidate]:
+    """Yields a choice again with its sequence over two axes, with each scheme that has another one over the outer axis; nothing
+    where either axis is given."""
+    if {f"mesh.{CP}", f"mesh.{SP}"} & {*given}:
+        return
+    sizes, schemes = of.sizes, (s.sequence.scheme,) if SCHEME in given else SCHEMES
+    ranks, heads = sizes[CP] * sizes[SP], s.model.num_heads // sizes[TP]
+    for inner in (n for n in range(2, ranks) if ranks % n == 0):
+        mesh, axes = {**sizes, CP: ranks // inner, SP: inner}, ((CP, ranks // inner), (SP, inner))
+        for name in schemes:
+            if "outer" in options_of(SCHEMES[name]) and _takes(s.sequence, name, heads, axes):
+                scheme = None if SCHEME in given else name
+                yield replace(of, mesh=tuple(mesh[a] for a in AXES), scheme=scheme)
 
 
 def ways(s: Any, mesh: tuple[int, ...], given: Collection[str]) -> Iterator[tuple[str | None, str | None, str | None]]:

@@ -170,6 +170,20 @@ FAULTS = (
         f"{ULYSSES} -k refused",
     ),
     Fault(
+        "a plan splits an axis that is given",
+        "products",
+        "{f'mesh.{CP}', f'mesh.{SP}'} & {*$given}",
+        "False",
+        f"{COSTS} -k searched_over",
+    ),
+    Fault(
+        "products are not searched",
+        "_search",
+        "itertools.chain($others, products($$a))",
+        "$others",
+        f"{COSTS} -k searched_over",
+    ),
+    Fault(
         "all groups are exchanged at once",
         "Exchange.groups",
         "$group > 1",
