@@ -160,7 +160,7 @@ def candidates(sections: Any, count: int, given: Collection[str], savings: Savin
     written = {a: getattr(s.mesh, a) for a in AXES if f"mesh.{a}" in given}
     if written.get(CP) == -1:
         raise ValueError(
-            "mesh.cp = -1: a plan itself divides the devices of the sequence between cp and sp; give those along cp, or leave it out"
+            "mesh.cp = -1: a plan itself divides the devices of the sequence between cp and sp; give those along cp, or none"
         )
     sizes = {a: n for a, n in written.items() if n != -1}
     policies = (s.model.remat,) if REMAT in given else policies_searched(savings)
