@@ -107,10 +107,10 @@ FAULTS = (
         f"{ULYSSES} -k sinks_packed-",
     ),
     Fault(
-        "groups of ranks are counted along the inner axis",
+        "heads are split over the outer axis",
         "Exchange.of",
-        "axis=$outer[0] if len($outer) == 1 else $outer",
-        "axis=$inner if len($outer) == 1 else $outer",
+        "$axes[:-1], $axes[-1], exchange.size($axes[-1])",
+        "$axes[1:], $axes[0], exchange.size($axes[0])",
         f"{ULYSSES} -k 'packed_sink_window- or soft_cap-'",
     ),
     Fault(
