@@ -564,6 +564,9 @@ def test_schemes_by_hand():
     }
     assert two.memory(shape) == SchemeBytes(2 * (50 + 2 * 100 + 75 + 2 * 8))
     assert Ulysses(head_groups=3).rejects(8, (("sp", 4),)) and two.rejects(8, (("sp", 4),)) is None
+    # The scheme outside has the heads of one group.
+    nested = Ulysses(Ulysses(), 2)
+    assert nested.rejects(8, (("cp", 2), ("sp", 2))) is None and "2 heads" in nested.rejects(8, (("cp", 4), ("sp", 2)))
     # Over two by two ranks each has one of the two heads of keys, and sends it along the outer axis with twice the tokens.
     both = dataclasses.replace(shape, over=(("cp", 2), ("sp", 2)))
     inner = dataclasses.replace(shape, over=(("cp", 2),), hops=1, heads=4, kv_heads=1)

@@ -256,7 +256,7 @@ class Ulysses(Scheme):
         outer = math.prod(n for _, n in before)
         if reason := undivided(heads, axis, ranks, self.head_groups, outer):
             return reason
-        return self.outer.rejects(heads // ranks, before) if before else None
+        return self.outer.rejects(heads // ranks // self.head_groups, before) if before else None
 
     def cost(self, shape: AttentionShape) -> Traffic:
         return ulysses.traffic(shape, self.outer, self.head_groups)
