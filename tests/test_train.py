@@ -43,6 +43,7 @@ LAYOUTS = {
     ],
     "dp2_cp2_sp2_zigzag_ulysses_accumulation": [
         *("mesh.dp=2", "mesh.cp=2", "mesh.sp=2", "sequence.scheme=ulysses", "data.global_batch=4", "accumulation=2"),
+        *("sequence.outer=all_gather", "sequence.head_groups=2"),
     ],
 }
 MORE_LAYOUTS = {
@@ -231,7 +232,13 @@ def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(every, corpus, 
         (["sequence.scheme=tree"], ["scheme", "tree", "all_gather"]),
         (
             ["sequence.scheme=ulysses", "mesh.sp=8"],
-            ["'ulysses'", "model.num_heads = 4", "sp=8", "divisor of 4", "mesh.cp"],
+            ["'ulysses'", "model.num_heads = 4", "sp=8", "divisor of 4", "mesh.sp=4 mesh.cp=2"],
+        ),
+        (["sequence.head_groups=2"], ["sequence.head_groups = 2", "'ring'", "sequence.scheme=ulysses"]),
+        (["sequence.scheme=ulysses", "sequence.outer=tree"], ["sequence.outer = 'tree'", "all_gather"]),
+        (
+            ["sequence.scheme=ulysses", "sequence.head_groups=3", "mesh.sp=2"],
+            ["'ulysses'", "3 groups", "head_groups=1"],
         ),
         (["model.num_kv_heads=3"], ["model.num_heads = 4", "model.num_kv_heads = 3"]),
         (["model.vocab_size=100"], ["model.vocab_size = 100", "257"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,8 +11,6 @@ import jax.numpy as jnp
 
 from ejdist.order import Order
 from ejdist.sequence import exchange
-from ejdist.sequence.reshard import Reshard, copies_of
-from ejdist.sequence.schedule import hops
 from kernels.engines.attention.masks import MASK_DIMS, MaskInfo
 from kernels.framework.contract import Op
 from kernels.framework.dispatch import vary_alike
@@ -199,36 +197,6 @@ class Local:
     def of_ranks(self, x: jax.Array) -> jax.Array:
         """Returns a gradient of the keys that `in_order` gave, in the order of the ranks."""
         return x if "block_mask" in self.own else self.static.order.permute(x)
-
-    def reshard(self, split: tuple[str, ...], gather: tuple[str, ...]) -> tuple[Local, Reshard]:
-        """Returns this call with dims `split`, of heads, split over the last axis of the sequence in place of dims `gather`, of
-        tokens, and how its outputs and gradients come back. What is left of the sequence's axes, in the same order, is the
-        axis of the call that is returned; over none of them it has whole sequences.
-
-        Raises:
-          ValueError: heads do not divide; names the remedy.
-          Unsupported: an argument whose dims the contract does not name.
-        """
-        static, op = self.static, self.static.op
-        axes = (static.axis,) if isinstance(static.axis, str) else static.axis
-        outer, inner, ranks = axes[:-1], axes[-1], exchange.size(axes[-1])
-        arguments = {n: x for n, x in {**self.own, "key": self.key, "value": self.value}.items() if x is not None}
-        name = static.order.name
-        way = Reshard(op, inner, Order(name, ranks), split, gather, copies_of(op, arguments, split, inner, ranks))
-        moved = {n: way.there(n, x) for n, x in arguments.items()}
-        mask, order = way.mask(self.mask), static.order.of_groups(ranks)
-        if order is None:  # the positions say what the order cannot
-            order = Order("contiguous", self.ranks // ranks)
-            if mask.q_positions is None:
-                group = exchange.rank(outer) * ranks + jnp.arange(ranks)
-                positions = way.order.inverse(
-                    static.order.positions(group, self.query.shape[1] * self.ranks).reshape(1, -1)
-                )
-                mask = mask.replace(q_positions=positions, kv_positions=positions)
-        new_hops = hops(order, moved["query"].shape[1] * order.shards, mask, known=mask.rules_are_static)
-        static = replace(static, axis=outer[0] if len(outer) == 1 else outer, order=order, hops=new_hops)
-        key, value = moved.pop("key"), moved.pop("value")
-        return replace(self, static=static, own=moved, key=key, value=value, mask=mask), way
 
     def holder(self, hop: Any) -> Any:
         """Returns the rank whose keys are here at a hop of the ring."""

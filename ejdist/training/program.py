@@ -23,7 +23,7 @@ from ejdist.operations import bind_ops
 from ejdist.order import Order
 from ejdist.paths import check_folder, check_place
 from ejdist.sections import compared, operational, validate
-from ejdist.sequence.schemes import SCHEMES as SEQUENCE_SCHEMES
+from ejdist.sequence.section import SequenceSection
 from ejdist.training.changeable import check_allowed
 from ejdist.training.checkpoint import CheckpointSection
 from ejdist.training.curriculum import StageSection, stages_of
@@ -84,20 +84,6 @@ class RunSection:
             raise ValueError("run.dir is empty: name a folder for what the run writes, for example outputs/first")
         remedy = "give a folder for metrics and pictures, and the URL as checkpoint.dir for the checkpoints"
         check_folder("run.dir", self.dir, remedy)
-
-
-@dataclass
-class SequenceSection:
-    """The `sequence` section of a recipe."""
-
-    # How a split sequence attends: ring, all_gather, ulysses (heads over sp, a ring over cp).
-    scheme: str = operational("ring")
-    order: str = operational("zigzag")  # order of tokens over cp and sp: contiguous, zigzag, striped
-
-    def validate(self) -> None:
-        """Raises ValueError naming the key and the remedy; `Order` validates the order."""
-        if self.scheme not in SEQUENCE_SCHEMES:
-            raise ValueError(f"sequence.scheme = {self.scheme!r} is unknown; use one of {', '.join(SEQUENCE_SCHEMES)}")
 
 
 @dataclass
@@ -255,8 +241,7 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
         over = tuple((a, n) for a in SEQUENCE_AXES if (n := mesh.shape.get(a, 1)) > 1)
-        scheme = SEQUENCE_SCHEMES[s.sequence.scheme]()
-        if dim == "N" and over and (reason := scheme.rejects(size // mesh.shape.get(TP, 1), over)):
+        if dim == "N" and over and (reason := s.sequence.made().rejects(size // mesh.shape.get(TP, 1), over)):
             raise ValueError(f"sequence.scheme = {s.sequence.scheme!r} and model.{key} = {size}: {reason}")
     return order
 
@@ -373,7 +358,7 @@ def bind(sections: TrainSections, mesh: jax.sharding.Mesh, order: Order, on_choi
     return bind_ops(
         mesh,
         order=order,
-        scheme=s.sequence.scheme,
+        scheme=s.sequence.made(),
         platform=s.platform,
         deterministic_attention=s.deterministic_attention,
         experts=vars(s.experts),
