@@ -34,9 +34,9 @@ def _attention(rng: np.random.Generator) -> tuple[str, dict[str, Any]]:
     K = _of(rng, *(k for k in (1, 2, 3, 4, 5, 8, 16, 32) if 4 <= k * group <= 64 and k * group * H <= 8192))
     T = _log(rng, 512, 32768, _of(rng, 1, 64, 128, 1024))
     B = max(1, min(8, 16384 // T))
-    kind = _of(rng, "causal", "causal", "causal", "full", "window")
+    kind = _of(rng, "causal", "causal", "causal", "all_keys", "window")
     window = (_log(rng, 128, max(129, T // 2)) - 1, 0) if kind == "window" else None
-    mask = MaskInfo(causal=kind != "full", window=window)
+    mask = MaskInfo(causal=kind != "all_keys", window=window)
     dims = {"B": B, "T": T, "S": T, "N": K * group, "K": K, "H": H, "Hv": H}
     name = f"{kind}{'' if window is None else window[0] + 1}_b{B}_t{T}_n{K * group}_k{K}_h{H}"
     return name, {"dims": dims, "make": {"mask": lambda rng, dims: mask}}

@@ -9,8 +9,8 @@ FAULTS = (
     Fault(
         "Hopper: the last part of a depth is left out",
         "_multiply_products",
-        "($K + $BLOCK_K - 1) // $BLOCK_K",
-        "$K // $BLOCK_K",
+        "STEPS: gl.constexpr = ($K + $BLOCK_K - 1) // $BLOCK_K",
+        "STEPS: gl.constexpr = $K // $BLOCK_K",
         "tests/kernels/test_grouped_matmul_hopper.py -k depth",
     ),
     Fault(
@@ -107,18 +107,16 @@ FAULTS = (
     Fault(
         "grouped matmul in Gluon: the backward of a gate is left to the plain kernel",
         "grouped_matmul/triton_gpu:_product",
-        "$scale is None and _specialises($tile, $a, $b, ($K, $N)) and ($K % "
-        "WARP_SPECIALIZED[$tile.specialised].block_k == 0)",
-        "$scale is None and d_out is None and _specialises($tile, $a, $b, ($K, $N)) and ($K % "
-        "WARP_SPECIALIZED[$tile.specialised].block_k == 0)",
+        "$scale is None and _specialises($tile, $a, $b, ($K, $N))",
+        "$scale is None and d_out is None and _specialises($tile, $a, $b, ($K, $N))",
         f"{KERNELS} -k which_products",
     ),
     Fault(
-        "grouped matmul in Gluon: steps that a contracted dim has no entries for",
-        "grouped_matmul/triton_gpu:_product",
-        "WARP_SPECIALIZED[$tile.specialised].block_k",
-        "8",
-        f"{KERNELS} -k which_products",
+        "grouped matmul in Gluon: past the depth, a step reads the next matrix",
+        "grouped_matmul/triton_gpu:_warp_specialized_product",
+        "tensor_descriptor($b, $b.shape, (1, $shape.block_k, $columns), MATRIX.value)",
+        "tensor_descriptor($b, (1, $experts * $K, $width), (1, $shape.block_k, $columns), MATRIX.value)",
+        "tests/kernels/test_grouped_matmul_hopper.py -k next_matrix",
     ),
     Fault(
         "grouped matmul in Gluon: instructions of Hopper on what is not one",

@@ -32,9 +32,8 @@ from kernels.engines.attention.gluon_parts import (
     nth,
     positions_of,
     segments_of,
-    tanh,
     tile_of,
-    visible,
+    weights_of,
 )
 from kernels.engines.attention.triton_parts import LN2, LOG2E
 from kernels.toolchains.gluon import SWIZZLED, after, claim_tile, make_tile_queue, next_tile
@@ -177,29 +176,6 @@ def _load(descs, lists, turn_ptr, queue, queries, keys, values, O: gl.constexpr,
 
 
 @gluon.jit
-def _weights(s, j, list_ptr, masked, row_max, row_sum, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O: gl.constexpr):
-    """Returns (weights of block j of keys, or of entry j of a list, relative to the row maximum so far; that maximum,
-    in units of the (capped) products; the row sum; the factor to rescale earlier sums)."""
-    if O.CAP is None:
-        UNIT: gl.constexpr = O.SCALE * LOG2E
-    else:
-        UNIT: gl.constexpr = O.CAP * LOG2E
-        s = tanh(s * (O.SCALE / O.CAP), O)
-    if masked:
-        layout: gl.constexpr = gl.SliceLayout(0, s.type.layout)
-        kj = nth(list_ptr, j) * O.BLOCK_K + gl.arange(0, O.BLOCK_K, layout)
-        k_at = positions_of(k_at_ptr, kj, 0, O.S)[None, :]
-        k_segment = segments_of(k_segment_ptr, kj, O.S)[None, :]
-        seen = visible(kj[None, :], q_at[:, None], k_at, q_segment[:, None], k_segment, ends, O)
-        s = gl.where(seen, s, float("-inf"))
-    new = gl.maximum(row_max, gl.max(s, axis=1))
-    anchor = gl.where(new == float("-inf"), 0.0, new * UNIT)  # a row that has not seen any key yet
-    p = gl.exp2(s * UNIT - anchor[:, None])
-    rescale = gl.exp2(row_max * UNIT - anchor)
-    return p, new, row_sum * rescale + gl.sum(p, axis=1), rescale
-
-
-@gluon.jit
 def _attend(arrays, queue, queries, keys, values, turns, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr,
             QUEUED: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     q_tiles, q_full, q_free = queries
@@ -294,7 +270,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
         s = warpgroup_mma_wait(0, (s,))
         mbarrier.arrive(k_free.index(stage))
         masked = (last - 1 >= full_end) | (last - 1 < full)
-        weights, row_max, row_sum, rescale = _weights(
+        weights, row_max, row_sum, rescale = weights_of(
             s, last - 1, list_ptr, masked, row_max, row_sum, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O)  # fmt: skip
         p = gl.convert_layout(weights.to(dtype), LEFT)
         for i in range(1, last - first):
@@ -312,7 +288,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
             s = warpgroup_mma_wait(1, (s,))
             mbarrier.arrive(k_free.index(k_stage))
             masked = (j >= full_end) | (j < full)
-            weights, row_max, row_sum, rescale = _weights(
+            weights, row_max, row_sum, rescale = weights_of(
                 s, j, list_ptr, masked, row_max, row_sum, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O)  # fmt: skip
             acc = warpgroup_mma_wait(0, (acc,))
             mbarrier.arrive(v_free.index(stage))

@@ -1,4 +1,5 @@
-"""Parts shared by the Gluon kernels of flash attention: tile layouts, and which pairs attend."""
+"""Parts shared by the Gluon kernels of flash attention: tile layouts, which pairs attend, and with which
+weights."""
 
 # Gluon declares tensors where its compiler takes constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
@@ -9,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kernels.engines.attention import triton_parts
+from kernels.engines.attention.triton_parts import LOG2E
 
 # Layouts of the block of an array [batch, tokens, heads, width] that is a tile [tokens, width] in shared memory.
 BLOCK = gl.constexpr(gl.NVMMASharedLayout(128, 16, 4))
@@ -44,3 +46,28 @@ def tanh(x, O: gl.constexpr):
         asm: gl.constexpr = "tanh.approx.f32 $0, $1;"
         y = gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
     return y
+
+
+@gluon.jit
+def weights_of(
+    s, j, list_ptr, masked, row_max, row_sum, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O: gl.constexpr
+):
+    """Returns (weights of block j of keys, or of entry j of a list, relative to the row maximum so far; that maximum,
+    in units of the (capped) products; the row sum; the factor to rescale earlier sums)."""
+    if O.CAP is None:
+        UNIT: gl.constexpr = O.SCALE * LOG2E
+    else:
+        UNIT: gl.constexpr = O.CAP * LOG2E
+        s = tanh(s * (O.SCALE / O.CAP), O)
+    if masked:
+        layout: gl.constexpr = gl.SliceLayout(0, s.type.layout)
+        kj = nth(list_ptr, j) * O.BLOCK_K + gl.arange(0, O.BLOCK_K, layout)
+        k_at = positions_of(k_at_ptr, kj, 0, O.S)[None, :]
+        k_segment = segments_of(k_segment_ptr, kj, O.S)[None, :]
+        seen = visible(kj[None, :], q_at[:, None], k_at, q_segment[:, None], k_segment, ends, O)
+        s = gl.where(seen, s, float("-inf"))
+    new = gl.maximum(row_max, gl.max(s, axis=1))
+    anchor = gl.where(new == float("-inf"), 0.0, new * UNIT)  # a row that has not seen any key yet
+    p = gl.exp2(s * UNIT - anchor[:, None])
+    rescale = gl.exp2(row_max * UNIT - anchor)
+    return p, new, row_sum * rescale + gl.sum(p, axis=1), rescale
