@@ -1,5 +1,8 @@
 """One replica of the mesh reads, and the others get the same bits from its devices."""
 
+import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -99,3 +102,55 @@ def test_a_host_that_cannot_read_ends_all_before_they_wait_for_its_devices(of_tw
 
     with pytest.raises(ValueError, match="host 3"):
         read_once(described(state_on(of_two)), lambda like: like, fails)
+
+
+OF_TWO = """
+import sys
+import jax
+index, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from ejdist.cluster.hosts import Hosts
+from ejdist.mesh import make_mesh
+from ejdist.training.checkpoint import Checkpoints, CheckpointSection
+mesh, hosts = make_mesh(dp=2, fsdp=2), Hosts(60)
+values = np.random.default_rng(0).integers(0, 2**32, (8, 4), np.uint32).view(np.float32)
+place = NamedSharding(mesh, PartitionSpec("fsdp"))
+state = {"w": jax.make_array_from_callback(values.shape, place, lambda index: values[index])}
+like = {"w": jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=place)}
+checkpoints, reads = Checkpoints(folder, CheckpointSection()), []
+checkpoints.save(1, state, {})
+checkpoints.wait()
+arrays = checkpoints._read_arrays
+checkpoints._read_arrays = lambda *asked: (reads.append(1), arrays(*asked))[1]
+found, _ = checkpoints.restore(1, like, hosts.first_error)
+for shard in found["w"].addressable_shards:
+    assert np.asarray(shard.data).tobytes() == values[shard.index].tobytes()
+def fails(*asked):
+    raise OSError("the disk is gone")
+checkpoints._read_arrays = fails
+try:
+    checkpoints.restore(1, like, hosts.first_error)
+except Exception as error:
+    print("read", len(reads), type(error).__name__, "the disk is gone" in str(error))
+checkpoints.close()
+"""
+
+
+@pytest.mark.slow
+def test_of_two_hosts_one_reads_and_both_hear_that_it_cannot(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-c", OF_TWO]
+    started = [
+        subprocess.Popen([*command, str(i), port, str(tmp_path)], stdout=subprocess.PIPE, text=True) for i in range(2)
+    ]
+    said = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    assert ["read 1 DamagedCheckpoint True" in said[0], "read 0 DamagedCheckpoint True" in said[1]] == [True, True], (
+        said
+    )
