@@ -43,10 +43,16 @@ def join(cluster: Any, command: str = "launch.train", run: str = "") -> None:
     from ejdist.cluster.ending import within
     from ejdist.cluster.line import TurnedAway
     from ejdist.cluster.presence import presence, whoami
-    from ejdist.cluster.tls import of_jax
+    from ejdist.cluster.tls import context, of_jax
     from ejdist.cluster.verdict import FILE
 
     cluster.validate()
+    if cluster.tls is not None:
+        if cluster.kind == "local":
+            raise ValueError(
+                f"cluster.tls = {cluster.tls!r} is for several processes: add cluster=auto or manual, or leave it out"
+            )
+        context(cluster.tls, server=True)  # what is wrong with it is said before anybody is waited for
     if cluster.kind == "local":
         return
     with within(cluster.timeout, lambda: f"error: {_alone(cluster)}"):

@@ -36,7 +36,22 @@ ROOT = Path(__file__).resolve().parent.parent
 TUTORIALS = sorted(p for p in (ROOT / "docs" / "tutorials").glob("*.md") if p.name != "README.md")
 SHELLS = ("bash", "sh")
 # What is not a command of the project, and is left to the shell.
-OTHERS = {"cat", "cd", "cp", "echo", "git", "head", "ls", "mkdir", "pip", "pytest", "tail", "false"}
+OTHERS = {
+    "cat",
+    "cd",
+    "cp",
+    "echo",
+    "git",
+    "head",
+    "kubectl",
+    "ls",
+    "mkdir",
+    "openssl",
+    "pip",
+    "pytest",
+    "tail",
+    "false",
+}
 BUILT_IN = {"stdlib", "example_chats", "bytes", "dataset", "chatml"}  # what keys that name files also take
 
 

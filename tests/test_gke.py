@@ -192,6 +192,17 @@ def test_what_a_pod_may_be_given():
     assert made(*TPU, "strategy=Recreate")["spec"]["failurePolicy"]["restartStrategy"] == "Recreate"
 
 
+def test_certificates_are_mounted_from_a_secret():
+    read = made(*GPU, "tls=run-tls")
+    pod = pod_of(read)
+    assert {"name": "tls", "secret": {"secretName": "run-tls", "defaultMode": 0o400}} in pod["volumes"]
+    (path,) = [one["mountPath"] for one in pod["containers"][0]["volumeMounts"] if one["name"] == "tls"]
+    assert f"cluster.tls={path}" in started(read)
+    assert "cluster.tls=/mnt/runs/tls" in started(made(*GPU, "cluster.tls=/mnt/runs/tls"))
+    with pytest.raises(ValueError, match=r"tls= mounts a secret as cluster\.tls, which is given too"):
+        gke.parse([*GPU, "tls=run-tls", "cluster.tls=/mnt/runs/tls"])
+
+
 # As XPK's decorators for these machines have it at 367c838: the number of interfaces, the daemon, and where libraries are.
 @pytest.mark.parametrize(
     ("gpu", "network", "cards", "daemon", "profile"),

@@ -68,11 +68,11 @@ def test_deep_json_is_a_sentence(tmp_path):
 
 def test_a_bomb_of_aliases_is_refused_before_it_is_composed(tmp_path):
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 6)]
     (tmp_path / "recipe").mkdir()
     bomb = tmp_path / "recipe" / "mine.yaml"
     bomb.write_text("# @package _global_\n" + "\n".join(lines) + "\n")
-    with pytest.raises(RecipeError, match=r"aliases \(\*NAME\) make 4\d\d,\d\d\d,\d\d\d values of recipe/mine.yaml"):
+    with pytest.raises(RecipeError, match=r"aliases \(\*NAME\) make \d\d\d,\d\d\d values of recipe/mine.yaml"):
         compose(["--config-dir", str(tmp_path), "recipe=mine"])
     bomb.write_text("# @package _global_\nmodel: &m {d_model: 64}\nx: *m\n")
     assert too_many_values(bomb) == 0

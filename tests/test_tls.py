@@ -158,7 +158,9 @@ def test_a_folder_that_is_wrong(tmp_path, file, text, message):
         (tmp_path / "a" / file).write_text(text)
     words = ["cluster=manual", "cluster.coordinator=a:1", "cluster.num_processes=2", "cluster.process_id=0"]
     with pytest.raises(ValueError, match=message):
-        compose([*words, f"cluster.tls={tmp_path / 'a'}"]).cluster.validate()
+        cluster.join(compose([*words, f"cluster.tls={tmp_path / 'a'}"]).cluster)
+    with pytest.raises(ValueError, match=r"cluster\.tls = 'a' is for several processes"):
+        cluster.join(compose(["cluster.tls=a"]).cluster)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ejdist.cluster.hosts import MAX_SECONDS
-from ejdist.cluster.tls import context
 from ejdist.sections import operational
 
 KINDS = ("local", "auto", "manual")
@@ -48,15 +47,13 @@ class ClusterSection:
             )
         if self.kind not in KINDS:
             raise ValueError(f"cluster.kind = {self.kind!r} is unknown; use local, auto or manual")
-        several = ("coordinator", "service_port", "num_processes", "process_id", "local_device_ids", "tls")
+        several = ("coordinator", "service_port", "num_processes", "process_id", "local_device_ids")
         multihost = [name for name in several if getattr(self, name) is not None]
         if self.kind == "local" and multihost:
             raise ValueError(
                 f"cluster.{multihost[0]} = {getattr(self, multihost[0])!r} is for several processes: add "
                 "cluster=manual, or leave it out"
             )
-        if self.tls is not None:
-            context(self.tls, server=True)
         if self.kind == "manual":
             if self.coordinator is None or self.num_processes is None or self.process_id is None:
                 raise ValueError(

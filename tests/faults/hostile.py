@@ -17,7 +17,7 @@ FAULTS = (
         "tls:context",
         "($$before, ssl.CERT_REQUIRED)",
         "($$before, ssl.CERT_NONE)",
-        f"{TLS} -k asks_for_a_certificate",
+        f"{TLS} -k processes_of_the_run",
     ),
     Fault(
         "JAX's own service takes whoever reaches it",
