@@ -58,8 +58,8 @@ def _as(kind: type[Local], local: Local) -> Any:
 
 @dataclass(frozen=True)
 class Work(Scheme):
-    """A scheme in whose place nothing travels: keys and values that would arrive are this rank's own. Segment ids, by which
-    kernels skip, are those that would arrive, gathered once.
+    """A scheme in whose place nothing travels but segment ids, by which kernels skip: keys and values that would arrive are this
+    rank's own.
 
     arrive: "key" and "value", where they are to be those that would arrive too, so that results can be compared.
     """
@@ -78,7 +78,7 @@ class Work(Scheme):
     @contextlib.contextmanager
     def _staying(self, local: Local) -> Iterator[Local]:
         n, real = local.ranks, exchange.gather
-        known = {name: x for name, x in local.keys.items() if name in self.arrive or not is_float_array(x)}
+        known = {name: x for name, x in local.keys.items() if name in self.arrive}
         table = real(known, local.axis) if known and n > 1 else {}
 
         def shift(tree: Any, axis: Any, by: int) -> Any:
@@ -91,10 +91,8 @@ class Work(Scheme):
         def gather(tree: Any, axis: Any, dim: int = 1) -> Any:
             times = exchange.size(axis)
             if isinstance(tree, dict):
-                own = {
-                    name: jnp.concatenate([x] * times, dim) for name, x in tree.items() if name not in (*table, HOLDER)
-                }
-                return own | {name: table[name] for name in tree if name in table}
+                kept = {name: x for name, x in tree.items() if name not in (*table, HOLDER)}
+                return {n: gather(x, axis, dim) for n, x in kept.items()} | {n: table[n] for n in tree if n in table}
             return jnp.concatenate([tree] * times, dim) if is_float_array(tree) else real(tree, axis, dim)
 
         def scatter_sum(tree: Any, axis: Any) -> Any:
@@ -135,9 +133,6 @@ class _WithoutWork(Local):
         out = _touched(self.full(shape).astype(self.query.dtype), arrived)
         return out, _touched(self.full(shape[:3]), arrived)
 
-    def attend_at(self, hop: Any, keys: Arrays) -> tuple[jax.Array, jax.Array]:
-        return self.attend(keys, None)
-
     def pull(self, saved: Arrays, keys: Arrays, holders: Any) -> Arrays:
         wide = {**self.own, "key": keys["key"], "value": keys["value"]}
         arrived = self._everything(keys) | saved
@@ -147,15 +142,18 @@ class _WithoutWork(Local):
             if is_float_array(x)
         }
 
-    def pull_at(self, hop: Any, saved: Arrays, keys: Arrays) -> Arrays:
-        return self.pull(saved, keys, None)
-
 
 def _attended(local: Local, hop: Any, keys: Arrays, sofar: Any) -> tuple[jax.Array, jax.Array]:
+    if sofar is None:
+        shape = (*local.query.shape[:3], local.value.shape[3])
+        sofar = local.full(shape), local.full(shape[:3])
     return sofar[0], _touched(sofar[1], keys)
 
 
 def _pulled(local: Local, saved: Arrays, hop: Any, keys: Arrays, own: Any, sums: Any) -> tuple[Arrays, Arrays]:
+    if own is None:
+        own = {n: local.full(x.shape) for n, x in local.own.items() if is_float_array(x)}
+        sums = {n: local.full(x.shape) for n, x in {"key": local.key, "value": local.value}.items()}
     return own, {n: _touched(x, keys, weight) for weight, (n, x) in enumerate(sums.items(), 1)}
 
 

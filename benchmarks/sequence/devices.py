@@ -51,8 +51,8 @@ def travelling(call: Attention, mesh: Any, scheme: Scheme, order: str, direction
         inputs = {n: arrays[n] for n in ("query", "key", "value")}
         mask = call.rules.replace(**data)
         how = {"axis": SP, "scheme": Transfers(scheme), "order": named, "platform": call.platform, "cfg": None}
-        static, made, mask = shard_call(inputs, mask, **how, lse=False)
-        local, found = local_of(static, made, mask), {}
+        static, made, seen = shard_call(inputs, mask, **how, lse=False)
+        local, found = local_of(static, made, seen), {}
         if direction != "backward":
             out, lse = static.scheme.forward(local)
             found |= {"out": out[:, :1], "lse": lse[:, :1]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -55,12 +56,13 @@ class Scheme:
         raise NotImplementedError
 
 
-def _over_hops(local: Local, body: Any, stay: Any, travel: Any) -> tuple[Any, Any]:
-    """Returns (stay, travel) after `stay, travel = body(hop, keys, stay, travel)` at every hop.
+def _over_hops(local: Local, body: Any, travels: bool) -> tuple[Any, Any]:
+    """Returns (stay, travel) after `stay, travel = body(hop, keys, stay, travel)` at every hop, at the first of None and None.
 
     The keys are passed on, and `travel` follows them by a hop, beside a body that needs neither result until it adds to
     `travel`, so that both ways the transfers may hide under the work. After the last hop `travel` goes home. Evenly spaced
-    hops are one loop, so a program does not grow with the ring; two sets of keys are alive at a time.
+    hops are one loop, so a program does not grow with the ring; two sets of keys are alive at a time. Every rank sends at every
+    hop, whether it has work there or not.
     """
     axis, hops = local.axis, local.hops
     gaps = [b - a for a, b in itertools.pairwise(hops)]
@@ -70,7 +72,7 @@ def _over_hops(local: Local, body: Any, stay: Any, travel: Any) -> tuple[Any, An
         coming, moved = exchange.shift(keys, axis, after), exchange.shift(travel, axis, before)
         return coming, *body(hop, keys, stay, moved)
 
-    state = exchange.shift(local.keys, axis, hops[0]), stay, travel
+    state = exchange.shift(local.keys, axis, hops[0]), None, None
     state = visit(hops[0], state, 0, gaps[0] if gaps else 0)
     middle = hops[1:-1]
     if len(middle) > 1 and len(set(gaps)) == 1:
@@ -81,29 +83,67 @@ def _over_hops(local: Local, body: Any, stay: Any, travel: Any) -> tuple[Any, An
     if gaps:
         state = visit(hops[-1], state, gaps[-1], 0)
     _, stay, travel = state
-    return stay, exchange.shift(travel, axis, local.ranks - hops[-1])
+    return stay, exchange.shift(travel, axis, local.ranks - hops[-1]) if travels else None
 
 
-def _nothing(local: Local) -> tuple[jax.Array, jax.Array]:
-    """Returns the (out, lse) of no keys."""
-    B, T, N, _ = local.query.shape
-    return local.full((B, T, N, local.value.shape[3])), local.full((B, T, N), -jnp.inf)
+def _zeros(local: Local, names: Iterable[str]) -> dict[str, jax.Array]:
+    """Returns gradients of nothing, float32."""
+    arrays = {"key": local.key, "value": local.value, **local.own}
+    return {n: local.full(arrays[n].shape) for n in names}
+
+
+def _with(x: jax.Array, part: slice, new: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Returns x [B, T, ...] with `new` of a part of its tokens in their place."""
+    if part == slice(0, x.shape[1]):
+        return new(x)
+    return jax.lax.dynamic_update_slice_in_dim(x, new(x[:, part]), part.start, 1)
 
 
 def attended(local: Local, hop: Any, keys: dict[str, jax.Array], sofar: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns (out, lse), float32, of the keys so far and of those that are here at a hop: a hop's work, forward."""
-    out, lse = sofar
-    new_out, new_lse = local.attend_at(hop, keys)
-    return merge(out, lse, new_out, new_lse)
+    """Returns (out, lse), float32, of the keys so far, or of none where that is None, and of those that are here at a hop: a
+    hop's work, forward. Where this rank sees none of them it is nothing."""
+    first = sofar is None
+    if first and not _is_own(hop):
+        shape = (*local.query.shape[:3], local.value.shape[3])
+        sofar, first = (local.full(shape), local.full(shape[:3], -jnp.inf)), False
+
+    def work(queries: slice, part: slice) -> tuple[jax.Array, jax.Array]:
+        new_out, new_lse = local.attend_at(hop, keys, queries, part)
+        if first:
+            return new_out.astype(jnp.float32), new_lse
+        out, lse = sofar
+        merged = merge(out[:, queries], lse[:, queries], new_out, new_lse)
+        return _with(out, queries, lambda _: merged[0]), _with(lse, queries, lambda _: merged[1])
+
+    return local.at_hop(hop, work, lambda: sofar)
 
 
 def pulled(
     local: Local, saved: dict[str, jax.Array], hop: Any, keys: dict[str, jax.Array], own: Any, sums: Any
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Returns (the gradients of what is the rank's own, those of the keys that are here at a hop), float32, with the hop's part
-    added: a hop's work, backward."""
-    grads = local.pull_at(hop, saved, keys)
-    return {n: x + grads[n] for n, x in own.items()}, {n: x + grads[n] for n, x in sums.items()}
+    added; to nothing where they are None: a hop's work, backward."""
+    floats = [n for n, x in local.own.items() if is_float_array(x)]
+    first = own is None
+    if first and not _is_own(hop):
+        own, sums, first = _zeros(local, floats), _zeros(local, ("key", "value")), False
+
+    def work(queries: slice, part: slice) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        grads = {n: x.astype(jnp.float32) for n, x in local.pull_at(hop, saved, keys, queries, part).items()}
+        if first:
+            return {n: grads[n] for n in floats}, {n: grads[n] for n in ("key", "value")}
+        places = {"query": queries, "key": part, "value": part}
+
+        def added(n: str, x: jax.Array) -> jax.Array:
+            return _with(x, places[n], lambda y: y + grads[n]) if n in places else x + grads[n]
+
+        return {n: added(n, x) for n, x in own.items()}, {n: added(n, x) for n, x in sums.items()}
+
+    return local.at_hop(hop, work, lambda: (own, sums))
+
+
+def _is_own(hop: Any) -> bool:
+    return isinstance(hop, int) and hop == 0
 
 
 @dataclass(frozen=True)
@@ -116,16 +156,13 @@ class Ring(Scheme):
         def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any) -> tuple[Any, Any]:
             return attended(local, hop, keys, sofar), travel
 
-        return _over_hops(local, attend, _nothing(local), ())[0]
+        return _over_hops(local, attend, travels=False)[0]
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
         def pull(hop: Any, keys: dict[str, jax.Array], grads: Any, sums: Any) -> tuple[Any, Any]:
-            return pulled(local, saved, hop, keys, grads, sums)
+            return pulled(local, saved, hop, keys, grads, sums)  # the sums stay beside the keys that they belong to
 
-        grads = {n: local.full(x.shape) for n, x in local.own.items() if is_float_array(x)}
-        # The sums stay beside the keys that they belong to.
-        sums = {"key": local.full(local.key.shape), "value": local.full(local.value.shape)}
-        grads, sums = _over_hops(local, pull, grads, sums)
+        grads, sums = _over_hops(local, pull, travels=True)
         return grads | sums
 
     def cost(self, shape: AttentionShape) -> Traffic:
@@ -148,11 +185,11 @@ def _held(shape: AttentionShape, sets: int) -> SchemeBytes:
     return SchemeBytes((sets + wide) * keys + wide * shape.query, gpu_zeros=2 * wide * shape.out)
 
 
-def _over_gathered(local: Local, body: Any, state: Any) -> Any:
-    """Returns the state after `state = body(hop, keys, state)` at every hop: of the rank's own keys, which need not wait for
-    those of the others, and then of theirs, which are gathered meanwhile."""
+def _over_gathered(local: Local, body: Any) -> Any:
+    """Returns the state after `state = body(hop, keys, state)` at every hop: of the rank's own keys, of None, which need not wait
+    for those of the others, and then of theirs, which are gathered meanwhile."""
     gathered, length = exchange.gather(local.keys, local.axis), local.query.shape[1]
-    state = body(0, local.keys, state)
+    state = body(0, local.keys, None)
 
     def visit(state: Any, hop: Any) -> tuple[Any, None]:
         start = local.holder(hop) * length
@@ -175,7 +212,7 @@ class AllGather(Scheme):
         if len(local.hops) == 1:  # no rank needs the keys of another, and a ring of one hop sends nothing
             return Ring().forward(local)
         if local.plain:
-            return _over_gathered(local, functools.partial(attended, local), _nothing(local))
+            return _over_gathered(local, functools.partial(attended, local))
         out, lse = local.attend(*local.in_order(exchange.gather(local.keys, local.axis)))
         return out.astype(jnp.float32), lse
 
@@ -193,20 +230,22 @@ class AllGather(Scheme):
         """Returns (the gradient of the rank's own queries, those of the keys and values of all ranks)."""
         length = local.query.shape[1]
 
-        def pull(hop: Any, keys: dict[str, jax.Array], state: Any) -> tuple[Any, Any]:
-            (query, parts), grads, start = state, local.pull_at(hop, saved, keys), local.holder(hop) * length
-
-            def placed(n: str, x: jax.Array) -> jax.Array:
-                return jax.lax.dynamic_update_slice_in_dim(x, grads[n].astype(jnp.float32), start, 1)
-
-            return query + grads["query"], {n: placed(n, x) for n, x in parts.items()}
-
         def whole(x: jax.Array) -> jax.Array:
             return local.full((x.shape[0], length * local.ranks, *x.shape[2:]))
 
-        parts = {"key": whole(local.key), "value": whole(local.value)}
-        query, parts = _over_gathered(local, pull, (local.full(local.query.shape), parts))
-        return {"query": query}, parts
+        def pull(hop: Any, keys: dict[str, jax.Array], state: Any) -> tuple[Any, Any]:
+            start = local.holder(hop) * length
+            if state is None:
+                query, parts = None, {"key": whole(local.key), "value": whole(local.value)}
+            else:
+                query, parts = state
+            sums = _zeros(local, ("key", "value")) if state else None
+            query, sums = pulled(local, saved, hop, keys, query, sums)
+            placed = jax.lax.dynamic_update_slice_in_dim
+            return query, {n: placed(x, sums[n], start, 1) for n, x in parts.items()}
+
+        query, parts = _over_gathered(local, pull)
+        return query, parts
 
     def cost(self, shape: AttentionShape) -> Traffic:
         sent, passes = Traffic(), shape.forwards + 1  # the backward gathers keys and values again
