@@ -12,7 +12,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from ejdist.sequence import Scheme, exchange, schemes
+from ejdist.sequence import Scheme, exchange, hops
 from ejdist.sequence.local import Local
 from kernels.framework.binding import is_float_array
 
@@ -58,8 +58,8 @@ def _as(kind: type[Local], local: Local) -> Any:
 
 @dataclass(frozen=True)
 class Work(Scheme):
-    """A scheme in whose place nothing travels but segment ids, by which kernels skip: keys and values that would arrive are this
-    rank's own.
+    """A scheme in whose place nothing travels but segment ids, by which kernels skip: keys and values that would arrive are
+    this rank's own.
 
     arrive: "key" and "value", where they are to be those that would arrive too, so that results can be compared.
     """
@@ -88,6 +88,9 @@ class Work(Scheme):
             # The compiler is not to see that a loop has the same keys every time.
             return jax.lax.optimization_barrier(tree) if jax.tree.leaves(tree) else tree
 
+        def send(tree: Any, axis: Any, pairs: Any) -> Any:
+            return jax.lax.optimization_barrier(tree)
+
         def gather(tree: Any, axis: Any, dim: int = 1) -> Any:
             times = exchange.size(axis)
             if isinstance(tree, dict):
@@ -107,7 +110,7 @@ class Work(Scheme):
 
             return jax.tree.map(move, tree)
 
-        kept = functools.partial(mock.patch.multiple, exchange, shift=shift, gather=gather)
+        kept = functools.partial(mock.patch.multiple, exchange, shift=shift, send=send, gather=gather)
         with kept(scatter_sum=scatter_sum, all_to_all=all_to_all):
             yield _as(_WithHolder, local)
 
@@ -133,6 +136,12 @@ class _WithoutWork(Local):
         out = _touched(self.full(shape).astype(self.query.dtype), arrived)
         return out, _touched(self.full(shape[:3]), arrived)
 
+    def attend_to(self, keys: Arrays, mask: Any) -> tuple[jax.Array, jax.Array]:
+        return self.attend(keys, None)
+
+    def pull_from(self, saved: Arrays, keys: Arrays, mask: Any) -> Arrays:
+        return {**self.pull(saved, keys, None), **{n: _touched(x, keys, 7) for n, x in keys.items()}}
+
     def pull(self, saved: Arrays, keys: Arrays, holders: Any) -> Arrays:
         wide = {**self.own, "key": keys["key"], "value": keys["value"]}
         arrived = self._everything(keys) | saved
@@ -153,6 +162,7 @@ def _attended(local: Local, hop: Any, keys: Arrays, sofar: Any) -> tuple[jax.Arr
 def _pulled(local: Local, saved: Arrays, hop: Any, keys: Arrays, own: Any, sums: Any) -> tuple[Arrays, Arrays]:
     if own is None:
         own = {n: local.full(x.shape) for n, x in local.own.items() if is_float_array(x)}
+    if sums is None:
         sums = {n: local.full(x.shape) for n, x in {"key": local.key, "value": local.value}.items()}
     return own, {n: _touched(x, keys, weight) for weight, (n, x) in enumerate(sums.items(), 1)}
 
@@ -173,4 +183,4 @@ class Transfers(Scheme):
 
 
 def _without_work() -> Any:
-    return mock.patch.multiple(schemes, attended=_attended, pulled=_pulled)
+    return mock.patch.multiple(hops, attended=_attended, pulled=_pulled)

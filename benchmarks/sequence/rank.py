@@ -20,7 +20,8 @@ from benchmarks.sequence.rows import Rows, median
 from benchmarks.timing import has_kernel_times, kernel_seconds_of_each, wall_seconds
 from ejdist.mesh import SP
 from ejdist.order import Order
-from ejdist.sequence import Ring, schemes
+from ejdist.sequence import Ring
+from ejdist.sequence import hops as ring_hops
 from ejdist.sequence.attention import OnShard, local_of, shard_call
 from ejdist.sequence.local import Local
 from ejdist.sequence.schedule import hops as hops_of
@@ -81,14 +82,14 @@ def hop_programs(call: Attention, order: Order) -> dict[str, Callable]:
     def forward(hop: Any, data: Any, floats: Arrays, state: Any, own: bool = False) -> Any:
         with one_rank(data["rank"], order.shards, data["whole"]):
             here, hop = local(data, floats), 0 if own else hop
-            return schemes.attended(here, hop, keys_at(here, hop, data), None if own else state)
+            return ring_hops.attended(here, hop, keys_at(here, hop, data), None if own else state)
 
     @functools.partial(jax.jit, static_argnames="own")
     def backward(hop: Any, data: Any, floats: Arrays, state: Any, own: bool = False) -> Any:
         with one_rank(data["rank"], order.shards, data["whole"]):
             here, hop = local(data, floats), 0 if own else hop
             begun = (None, None) if own else state
-            return schemes.pulled(here, data["saved"], hop, keys_at(here, hop, data), *begun)
+            return ring_hops.pulled(here, data["saved"], hop, keys_at(here, hop, data), *begun)
 
     return {"forward": forward, "backward": backward}
 

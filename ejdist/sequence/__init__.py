@@ -2,7 +2,8 @@
 
 from ejdist.order import Order
 from ejdist.sequence.attention import ring_attention
+from ejdist.sequence.exchange import compiler_options
 from ejdist.sequence.local import merge
 from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Scheme, Ulysses
 
-__all__ = ["AllGather", "Order", "Ring", "SCHEMES", "Scheme", "Ulysses", "merge", "ring_attention"]
+__all__ = ["AllGather", "Order", "Ring", "SCHEMES", "Scheme", "Ulysses", "compiler_options", "merge", "ring_attention"]

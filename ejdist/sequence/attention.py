@@ -25,6 +25,7 @@ from ejdist.order import Order
 from ejdist.placement import mesh_of, resolve_axes
 from ejdist.sequence import exchange
 from ejdist.sequence.exchange import Axis
+from ejdist.sequence.halo import reach_of
 from ejdist.sequence.local import Local, Static, merge, of_all_ranks, work_of
 from ejdist.sequence.schedule import hops as hops_of
 from ejdist.sequence.schemes import Scheme, scheme_of
@@ -119,8 +120,7 @@ def _ring_bwd(static, residuals, cotangents):
     arrays, seen, out, lse = residuals
     assert static.op.backward_inputs is not None
     sent = dict(zip(("d_out", "d_lse") if static.lse else ("d_out",), cotangents, strict=False))
-    # Here too, before the hops do it: the gradient of sinks is computed from these.
-    sent = {n: zeroed(d, seen.mask.q_segment_ids) for n, d in sent.items()}
+    sent = {n: zeroed(d, seen.mask.q_segment_ids) for n, d in sent.items()}  # here too, for the gradient of sinks
     saved = static.op.backward_inputs({"out": out, "lse": lse}, sent)
     grads = _backward(static, saved, arrays, seen)
     return {n: grads[n].astype(x.dtype) if is_float_array(x) else None for n, x in arrays.items()}, None
@@ -140,6 +140,7 @@ def shard_call(
     cfg: Any,
     op: Op = flash,
     only: Collection[int] | None = None,
+    reach: int | None = None,
     lse: bool = True,
 ) -> tuple[Static, Arrays, Seen]:
     """Returns a call on a rank, ready to run: what is static, its arrays, and what it sees; inside a shard_map over the axis.
@@ -147,6 +148,7 @@ def shard_call(
     Args:
       op: the attention of a rank's queries over some keys.
       only: the hops at which it can have work, of those that the mask asks for.
+      reach: see `Static`.
       lse: False where nothing depends on the lse that is returned.
     """
     op.check_asked(platform, cfg)
@@ -158,7 +160,7 @@ def shard_call(
     known = mask.rules_are_static
     hops = hops_of(order, arrays["query"].shape[1] * n, mask, known=known)
     hops = tuple(h for h in hops if only is None or h in only) or (0,)
-    static = Static(axis, scheme, order, hops, tuple(sorted(options.items())), platform, cfg, op, lse)
+    static = Static(axis, scheme, order, hops, tuple(sorted(options.items())), platform, cfg, op, reach, lse)
     # An input that is alike on some ranks has cotangents that are not; the type of the rank shows whether JAX checks that here.
     arrays, mask = vary_alike((arrays, mask), exchange.rank(axis))
     return static, arrays, Seen(mask, vary_alike(work_of(static, arrays, mask), arrays["query"]))
@@ -246,6 +248,7 @@ class OnShard:
     axis: Axis
     scheme: Scheme
     lse: bool  # whether it is returned to the caller
+    reach: int | None = None  # of the mask before `resolved`, see `reach_of`
 
     def __call__(
         self,
@@ -259,7 +262,7 @@ class OnShard:
     ) -> tuple[jax.Array, jax.Array]:
         how = {"axis": self.axis, "scheme": self.scheme, "order": order, "platform": platform, "cfg": cfg}
         with jax.named_scope("attention"):
-            return on_shard(arguments, mask, **how, lse=self.lse)
+            return on_shard(arguments, mask, **how, lse=self.lse, reach=self.reach)
 
 
 @contextlib.contextmanager
@@ -330,7 +333,7 @@ def ring_attention(
     check_call(prepared.call)
     specs = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     how: dict[str, Any] = {"platform": platform, "cfg": cfg}
-    lse = prepared.returns != "out"
+    lse, reach = prepared.returns != "out", reach_of(prepared.call.mask)
     if bound:
         if any(x is not None for x in specs.values()):
             raise ValueError(
@@ -338,7 +341,7 @@ def ring_attention(
                 f"over {axis!r} already and has a rank's own: leave them out"
             )
         rank_order = resolve_order("ring_attention", jax.lax.axis_size(axis), f"axis_name = {axis!r}", order)
-        how |= {"order": rank_order, "name": "ring_attention", "local": OnShard(axis, scheme_of(scheme), lse)}
+        how |= {"order": rank_order, "name": "ring_attention", "local": OnShard(axis, scheme_of(scheme), lse, reach)}
         names = (axis,) if isinstance(axis, str) else axis
         return run_on_rank(prepared, flash, names, **how, handles=("T", "S"), follows=True)
     whole = mesh_of(**specs)
@@ -347,7 +350,7 @@ def ring_attention(
     names = (axis,) if isinstance(axis, str) else axis
     shards = 1 if whole is None else math.prod(whole.shape[n] for n in names)
     lie = resolve_order("ring_attention", shards, f"axis_name = {axis!r}", order)
-    call, local = prepared.call, OnShard(axis, scheme_of(scheme), lse)
+    call, local = prepared.call, OnShard(axis, scheme_of(scheme), lse, reach)
     length = call.dims["T"]
     lie.check(length)
     if lie.name != "contiguous" and shards > 1:

@@ -48,12 +48,13 @@ class Static:
     platform: str | None
     cfg: Any
     op: Op = flash  # the local attention: it has lse as an output, and a backward that takes lse and delta
+    reach: int | None = None  # how many tokens before its own a query sees at most, by the rules; None: any
     lse: bool = True  # False: lse has no cotangent. Code that is mapped but not compiled gets no symbolic zero for it.
 
 
 def of_all_ranks(mask: MaskInfo, order: Order, axis: exchange.Axis) -> MaskInfo:
-    """Returns the mask with the fields of the keys of all ranks, in the order of the ranks, from that of a rank's own keys. What
-    is counted from the start of a segment is counted over the whole sequence."""
+    """Returns the mask with the fields of the keys of all ranks, in the order of the ranks, from that of a rank's own keys.
+    What is counted from the start of a segment is counted over the whole sequence."""
     names = [n for n in KEY_FIELDS if getattr(mask, n) is not None]
     counts = mask.q_segment_ids is not None and mask.counts_in_segments
     if not names:
@@ -193,10 +194,11 @@ class Local:
         no positions are compared, and the operation is asked for whole blocks of pairs, which every backend has."""
         mask, order = self.mask, self.static.order
         bare = not set(mask.used) - {"causal"}
-        return (order.in_parts or not mask.causal) and bare and self._is_flash and self.own.keys() == {"query"}
+        return (order.in_parts or not mask.causal) and bare and self.is_flash and self.own.keys() == {"query"}
 
     @property
-    def _is_flash(self) -> bool:
+    def is_flash(self) -> bool:
+        """Whether this rank computes flash attention, not another operation."""
         return self.static.op is flash
 
     def at_hop(self, hop: Any, work: Callable[[slice, slice], Any], keep: Callable[[], Any]) -> Any:
@@ -205,8 +207,8 @@ class Local:
         if isinstance(hop, int) and hop == 0:
             return work(self.every, self.every)
         mask, order, index = self.mask, self.static.order, 0
-        ways = [functools.partial(work, self.every, self.every)]
-        if mask.causal and order.in_parts and mask.rules_are_static and self._is_flash:
+        ways: list[Callable[[], Any]] = [functools.partial(work, self.every, self.every)]
+        if mask.causal and order.in_parts and mask.rules_are_static and self.is_flash:
             parts = [order.joined(earlier, self.query.shape[1]) for earlier in (True, False)]
             ways = [functools.partial(work, *two) for two in parts if two is not None]
             if len(ways) > 1:
@@ -295,8 +297,8 @@ class Local:
         return (exchange.rank(self.axis) - hop) % self.ranks
 
     def attend(self, keys: dict[str, jax.Array], holders: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns (out, lse) of this rank's queries over the keys of the ranks `holders`, several in order, or None for those of
-        all in the order of the sequence."""
+        """Returns (out, lse) of this rank's queries over the keys of the ranks `holders`, several in order, or None for those
+        of all in the order of the sequence."""
         return self._over_all(self.static.op, keys, holders)
 
     def pull(self, saved: dict[str, jax.Array], keys: dict[str, jax.Array], holders: Any) -> dict[str, jax.Array]:
@@ -306,6 +308,21 @@ class Local:
         """
         return self._over_all(functools.partial(self.static.op.backward, saved), keys, holders)
 
+    def attend_to(self, keys: dict[str, jax.Array], mask: MaskInfo) -> tuple[jax.Array, jax.Array]:
+        """Returns (out, lse) of this rank's queries over keys that a scheme has put together, with the mask of these."""
+        return self._over(self.static.op, keys, vary_alike(mask, self.query), None, self.every, _all(keys))
+
+    def pull_from(
+        self, saved: dict[str, jax.Array], keys: dict[str, jax.Array], mask: MaskInfo
+    ) -> dict[str, jax.Array]:
+        """Returns the gradients by argument name, of those keys and of `own`."""
+        function = functools.partial(self.static.op.backward, saved)
+        return self._over(function, keys, vary_alike(mask, self.query), None, self.every, _all(keys))
+
     def _over_all(self, function: Any, keys: dict[str, jax.Array], holders: Any) -> Any:
-        mask, part = self._mask_of(holders, self.every, self.every), slice(0, keys["key"].shape[1])
-        return self._over(function, keys, mask, holders, self.every, part)
+        mask = self._mask_of(holders, self.every, self.every)
+        return self._over(function, keys, mask, holders, self.every, _all(keys))
+
+
+def _all(keys: dict[str, jax.Array]) -> slice:
+    return slice(0, keys["key"].shape[1])

@@ -23,7 +23,9 @@ from ejdist.operations import bind_ops
 from ejdist.order import Order
 from ejdist.paths import check_folder, check_place
 from ejdist.sections import compared, operational, validate
+from ejdist.sequence.exchange import compiler_options
 from ejdist.sequence.schemes import SCHEMES as SEQUENCE_SCHEMES
+from ejdist.sequence.schemes import by_window
 from ejdist.training.changeable import check_allowed
 from ejdist.training.checkpoint import CheckpointSection
 from ejdist.training.curriculum import StageSection, stages_of
@@ -32,7 +34,7 @@ from ejdist.training.guards import GuardsSection
 from ejdist.training.losses import CROSS_ENTROPY, Trained, check_loss
 from ejdist.training.offload import Offload, at_once
 from ejdist.training.optimizer import OptimizerSection, Rate, make_optimizer
-from ejdist.training.step import TrainState, init_state, make_train_step
+from ejdist.training.step import TrainState, init_state, make_train_step, state_shardings
 from ejdist.training.trackers import check_names
 from kernels.framework.registry import Platform
 
@@ -90,14 +92,17 @@ class RunSection:
 class SequenceSection:
     """The `sequence` section of a recipe."""
 
-    # How a split sequence attends: ring, all_gather, ulysses (heads over sp, a ring over cp).
+    # How a split sequence attends: ring, all_gather, ulysses (heads over sp, a ring over cp), halo (for windows, else a ring).
     scheme: str = operational("ring")
+    # How layers with a window or chunks attend; null: halo where that sends less than sequence.scheme.
+    window: str | None = operational(None)
     order: str = operational("zigzag")  # order of tokens over cp and sp: contiguous, zigzag, striped
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy; `Order` validates the order."""
-        if self.scheme not in SEQUENCE_SCHEMES:
-            raise ValueError(f"sequence.scheme = {self.scheme!r} is unknown; use one of {', '.join(SEQUENCE_SCHEMES)}")
+        for key, name in (("scheme", self.scheme), ("window", self.window or self.scheme)):
+            if name not in SEQUENCE_SCHEMES:
+                raise ValueError(f"sequence.{key} = {name!r} is unknown; use one of {', '.join(SEQUENCE_SCHEMES)}")
 
 
 @dataclass
@@ -255,9 +260,12 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
         over = tuple((a, n) for a in SEQUENCE_AXES if (n := mesh.shape.get(a, 1)) > 1)
-        scheme = SEQUENCE_SCHEMES[s.sequence.scheme]()
-        if dim == "N" and over and (reason := scheme.rejects(size // mesh.shape.get(TP, 1), over)):
-            raise ValueError(f"sequence.scheme = {s.sequence.scheme!r} and model.{key} = {size}: {reason}")
+        for name in ("scheme", "window"):
+            scheme = getattr(s.sequence, name)
+            if dim == "N" and over and scheme is not None:
+                reason = SEQUENCE_SCHEMES[scheme]().rejects(size // mesh.shape.get(TP, 1), over)
+                if reason:
+                    raise ValueError(f"sequence.{name} = {scheme!r} and model.{key} = {size}: {reason}")
     return order
 
 
@@ -318,7 +326,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
 
     placed = param_shardings(s, model.declared, mesh)
     shapes = jax.eval_shape(make_state)
-    shardings = _state_shardings(shapes, placed, mesh)._replace(
+    shardings = state_shardings(shapes, placed, replicated(mesh))._replace(
         buffers=param_shardings(s, model.buffers, mesh, "buffer")
     )
     if offload is not None:
@@ -356,6 +364,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
         donate_argnums=0,
         in_shardings=(shardings, {name: x.sharding for name, x in batch.items()}, *beside),
         out_shardings=(shardings, replicated(mesh)),
+        compiler_options=compiler_options(mesh) if order.shards > 1 else None,
     )
     init = jax.jit(make_state, out_shardings=shardings)
     init_from = jax.jit(take_state, donate_argnums=0, out_shardings=shardings)
@@ -373,26 +382,9 @@ def bind(sections: TrainSections, mesh: jax.sharding.Mesh, order: Order, on_choi
     return bind_ops(
         mesh,
         order=order,
-        scheme=s.sequence.scheme,
+        scheme=by_window(s.sequence.scheme, s.sequence.window),
         platform=s.platform,
         deterministic_attention=s.deterministic_attention,
         experts=vars(s.experts),
         on_choice=on_choice,
     )
-
-
-def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Returns a sharding for each leaf of the state: moments are sharded like their parameters, the rest is replicated."""
-    whole = replicated(mesh)
-    structure = jax.tree.structure(placed)
-
-    def is_params(x: Any) -> bool:
-        return jax.tree.structure(x) == structure
-
-    def like_params(x: Any) -> Any:
-        # An optimizer of a plugin may keep less of a parameter, such as the means of its rows.
-        return jax.tree.map(
-            lambda m, p, placement: placement if m.shape == p.shape else whole, x, shapes.params, placed
-        )
-
-    return jax.tree.map(lambda x: like_params(x) if is_params(x) else whole, shapes, is_leaf=is_params)

@@ -1,0 +1,77 @@
+"""Which transfers of a split sequence hide under attention, by the schedules that the compilers of TPUs and GPUs make of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from schedules import transfers
+
+from ejdist import make_mesh, ring_attention
+from ejdist.planning.targets import NoCompiler, target_of
+from ejdist.sequence import compiler_options
+
+RANKS, TOKENS, HEADS, WIDTH = 4, 2048, 8, 128
+LARGE = 2**20
+KEYS = 2 * TOKENS * HEADS * WIDTH * 2  # bytes of a rank's keys and values
+TARGETS = {"v5p": ("v5p:2x2x1", None, None, None), "h200": (None, RANKS, "h200", None)}
+# Window and order; with segment ids or without.
+MASKS = {
+    "plain": (None, False),
+    "packed": (None, True),
+    "window": (TOKENS + 100, False),
+    "packed_window": (TOKENS + 100, True),
+}
+
+
+@functools.cache
+def scheduled(target, mask, order, gradient, scheme="ring"):
+    """Returns the compiled text of attention over four devices, with its gradient or without."""
+    window, packed = MASKS[mask]
+    made = target_of(*TARGETS[target])
+    try:
+        mesh = make_mesh(sp=RANKS, devices=made.devices())
+    except NoCompiler as error:
+        pytest.skip(str(error))
+    along = NamedSharding(mesh, P(None, "sp"))
+
+    def attend(q, k, v, ids):
+        options = {"q_segment_ids": ids, "kv_segment_ids": ids} if packed else {}
+        how = {"mesh": mesh, "order": order, "scheme": scheme, "sliding_window": window}
+        return ring_attention(q, k, v, causal=True, **how, **options)
+
+    def run(q, k, v, ids):
+        if not gradient:
+            return attend(q, k, v, ids)
+        out, pull = jax.vjp(lambda *a: attend(*a, ids), q, k, v)
+        return out, pull(out)
+
+    x = jax.ShapeDtypeStruct((1, RANKS * TOKENS, HEADS, WIDTH), jnp.bfloat16, sharding=along)
+    ids = jax.ShapeDtypeStruct(x.shape[:2], jnp.int32, sharding=along)
+    with made.lowering():
+        lowered = jax.jit(run, compiler_options=compiler_options(mesh)).lower(x, x, x, ids)
+    return lowered.compile().as_text()
+
+
+def rows():
+    for target in TARGETS:
+        for mask in MASKS:
+            for order in ("zigzag", "contiguous"):
+                for gradient in (True, False):
+                    quick = (mask, order, gradient) == ("packed", "zigzag", True)
+                    yield pytest.param(target, mask, order, gradient, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("target", "mask", "order", "gradient"), list(rows()))
+def test_every_transfer_of_keys_runs_beside_attention(target, mask, order, gradient):
+    """Forward and backward; but gradients on their way home, when all is attended to, run beside what comes after."""
+    large = transfers(scheduled(target, mask, order, gradient), LARGE)
+    assert {t.kind for t in large} == {"collective-permute"}
+    alone = [t for t in large if not t.beside]
+    assert sum(t.bytes for t in alone) == (KEYS if gradient else 0), alone
+    together = [t for t in large if t.beside]
+    if target == "h200":  # which has one on its way at a time: keys and values, and their gradients, are one
+        assert all(t.bytes in (KEYS, 2 * KEYS, 3 * KEYS) for t in together) and len(alone) <= 1, large
+    assert together and all(t.bytes <= 3 * KEYS for t in together)
