@@ -4,12 +4,15 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from test_sequence import KEY, PACKED, QUERY, SINKS, VALUE, T, assert_close, outputs_and_gradients
 
 from ejdist import Order, make_mesh, ring_attention
 from ejdist.sequence.halo import pieces, reach_of
+from ejdist.sequence.schemes import ByWindow, by_window
 from kernels import MaskInfo, flash_attention
 
 ORDERS = ("contiguous", "zigzag")
@@ -92,14 +95,14 @@ def test_what_is_sent_is_no_more_than_the_window():
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
 def test_every_token_before_a_run_comes_once_unless_the_rank_has_it(order, ranks):
-    made = Order(order, ranks)
-    run = run_of(order, ranks)
-    runs = made.indices(T).reshape(ranks, -1, run)
-    for reach in (1, run - 1, run, run + 3, 3 * run, T):
+    made, run = Order(order, ranks), 6
+    length = run * made.multiple
+    runs = made.indices(length).reshape(ranks, -1, run)
+    for reach in (1, run - 1, run, run + 3, 3 * run, length):
         arrived = {(rank, at): [] for rank in range(ranks) for at in range(runs.shape[1])}
-        for piece in pieces(made, T, reach):
+        for piece in pieces(made, length, reach):
             assert 0 < piece.tokens <= min(run, reach)
             for side in zip(*piece.pairs, strict=True):
                 assert len(set(side)) == len(side), "a permutation"
@@ -130,3 +133,48 @@ def test_every_token_before_a_run_comes_once_unless_the_rank_has_it(order, ranks
 )
 def test_how_far_a_query_sees(mask, reach):
     assert reach_of(mask) == reach
+
+
+def test_kinds_of_layers_have_a_scheme_each():
+    """Those with a window have a halo where that sends less, or the scheme that was asked for."""
+    window, every = {"causal": True, "sliding_window": 9}, {"causal": True}
+    assert sent("zigzag", 4, window, ByWindow()) == [8] * 4
+    assert sent("zigzag", 4, every, ByWindow()) == sent("zigzag", 4, every, "ring")
+    assert sent("zigzag", 4, {"causal": True, "sliding_window": T - 1}, ByWindow()) == sent("zigzag", 4, every, "ring")
+    assert sent("contiguous", 4, window, by_window("ring", "ring")) == [16, 16]
+    assert sent("contiguous", 4, window, by_window("all_gather", None)) == [8, 8]
+    assert sent("contiguous", 4, every, by_window("all_gather", "halo")) == []
+    assert by_window("all_gather", None).hides is False and by_window("ring", "all_gather").hides
+
+
+def test_a_run_of_whole_tiles_begins_with_one():
+    """Before it is padding up to a whole tile, which nobody sees."""
+    rng, options = np.random.default_rng(1), {"causal": True, "sliding_window": 100}
+    arrays = [rng.standard_normal((1, 512, 1, 4)).astype(np.float32) for _ in range(4)]
+
+    def both(function):
+        out, pull = jax.vjp(lambda *a: function(*a, **options), *arrays[:3])
+        return out, *pull(arrays[3])
+
+    halo = functools.partial(ring_attention, mesh=make_mesh(sp=2), scheme="halo")
+    got, want = jax.jit(lambda: (both(halo), both(flash_attention)))()
+    assert_close(got, want, "tiles")
+
+
+def test_inside_a_shard_map_that_checks_varying_axes():
+    mesh, spec = make_mesh(sp=4), P(None, "sp")
+    options = {"causal": True, "sliding_window": 20}
+
+    def local(q, k, v, ids):
+        packed = {"q_segment_ids": ids, "kv_segment_ids": ids}
+        return ring_attention(q, k, v, axis_name="sp", scheme="halo", **packed, **options)
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=True)
+    ids = PACKED["q_segment_ids"]
+
+    def gradients(function):
+        return jax.grad(lambda *a: jnp.sum(jnp.sin(function(*a))), (0, 1, 2))(QUERY, KEY, VALUE)
+
+    halo = functools.partial(lambda *a: mapped(*a, ids))
+    got, want = jax.jit(lambda: (gradients(halo), gradients(functools.partial(flash_attention, **options, **PACKED))))()
+    assert_close(got, want, "checked")

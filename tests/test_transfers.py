@@ -12,6 +12,8 @@ from schedules import transfers
 from ejdist import make_mesh, ring_attention
 from ejdist.planning.targets import NoCompiler, target_of
 from ejdist.sequence import compiler_options
+from ejdist.training import program
+from recipes.schema import compose
 
 RANKS, TOKENS, HEADS, WIDTH = 4, 2048, 8, 128
 LARGE = 2**20
@@ -75,3 +77,38 @@ def test_every_transfer_of_keys_runs_beside_attention(target, mask, order, gradi
     if target == "h200":  # which has one on its way at a time: keys and values, and their gradients, are one
         assert all(t.bytes in (KEYS, 2 * KEYS, 3 * KEYS) for t in together) and len(alone) <= 1, large
     assert together and all(t.bytes <= 3 * KEYS for t in together)
+
+
+@pytest.mark.parametrize("target", [*TARGETS])
+@pytest.mark.slow
+def test_of_a_halo_no_transfer_is_larger_than_the_window(target):
+    """Heads of GPT-OSS at 131,072 tokens over eight devices: a window of 128."""
+    window, tokens, keys = 128, 131072, 8 * 64 * 2
+    made = target_of("v5p:2x2x2", None, None, None) if target == "v5p" else target_of(None, 8, target, None)
+    mesh = make_mesh(sp=8, devices=made.devices())
+    along = NamedSharding(mesh, P(None, "sp"))
+    q, k = (jax.ShapeDtypeStruct((1, tokens, heads, 64), jnp.bfloat16, sharding=along) for heads in (64, 8))
+    ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32, sharding=along)
+
+    def run(q, k, v, ids):
+        how = {"mesh": mesh, "order": "zigzag", "scheme": "halo", "sliding_window": window, "causal": True}
+        return ring_attention(q, k, v, q_segment_ids=ids, kv_segment_ids=ids, **how)
+
+    with made.lowering():
+        lowered = jax.jit(run, compiler_options=compiler_options(mesh)).lower(q, k, k, ids)
+    found = transfers(lowered.compile().as_text())
+    permutes = [t.bytes for t in found if t.kind == "collective-permute"]
+    assert permutes and max(permutes) <= 2 * window * keys, permutes
+    assert sum(t.bytes for t in found) <= 1.1 * 2**20, found
+
+
+def test_a_step_is_compiled_with_the_options(monkeypatch):
+    """Of a mesh that splits the sequence: one that no compiler knows is refused."""
+    monkeypatch.setattr(program, "compiler_options", lambda mesh: {"xla_hops_of_a_ring": 1})
+    words = ["recipe=long_context", "model.num_layers=1", "mesh.fsdp=1", "mesh.sp=2"]
+    sections = compose([*words, "data.sequence_length=64", "data.global_batch=1"])
+    made = program.make_program(sections, make_mesh(sp=2))
+    with pytest.raises(Exception, match="xla_hops_of_a_ring"):
+        made.lower().compile()
+    monkeypatch.undo()
+    assert compiler_options(make_mesh(sp=2)) == {}, "on CPUs nothing is asked for"
