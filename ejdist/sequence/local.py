@@ -90,7 +90,8 @@ def work_of(static: Static, own: dict[str, jax.Array], mask: MaskInfo) -> jax.Ar
         seen = jnp.asarray(table)[rank]
     else:
         if mask.q_positions is None:
-            at = {"q_positions": order.positions(rank, whole)[None], "kv_positions": order.indices(whole)[None]}
+            of_all = order.positions(jnp.arange(n), whole)  # no constant of the length of the sequence
+            at = {"q_positions": order.positions(rank, whole)[None], "kv_positions": of_all.reshape(1, -1)}
             mask = mask.replace(**at)
         run = run_length(order, whole)
         tiles = active_tiles(vary_alike(mask, rank).key_range(length, whole), run, run)
