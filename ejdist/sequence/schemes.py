@@ -331,7 +331,7 @@ SCHEMES: dict[str, type[Scheme]] = {"ring": Ring, "all_gather": AllGather, "ulys
 
 
 def by_window(scheme: str | Scheme, window: str | Scheme | None) -> ByWindow:
-    """Returns the schemes of a recipe, `sequence.scheme` and `sequence.window`, as one."""
+    """Returns the schemes of a recipe, `sequence.scheme` and `sequence.window_scheme`, as one."""
     return ByWindow(scheme_of(scheme), None if window is None else scheme_of(window))
 
 

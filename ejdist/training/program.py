@@ -23,9 +23,8 @@ from ejdist.operations import bind_ops
 from ejdist.order import Order
 from ejdist.paths import check_folder, check_place
 from ejdist.sections import compared, operational, validate
-from ejdist.sequence.exchange import compiler_options
-from ejdist.sequence.schemes import SCHEMES as SEQUENCE_SCHEMES
-from ejdist.sequence.schemes import by_window
+from ejdist.sequence import SCHEMES as SEQUENCE_SCHEMES
+from ejdist.sequence import by_window, compiler_options
 from ejdist.training.changeable import check_allowed
 from ejdist.training.checkpoint import CheckpointSection
 from ejdist.training.curriculum import StageSection, stages_of
@@ -95,12 +94,12 @@ class SequenceSection:
     # How a split sequence attends: ring, all_gather, ulysses (heads over sp, a ring over cp), halo (for windows, else a ring).
     scheme: str = operational("ring")
     # How layers with a window or chunks attend; null: halo where that sends less than sequence.scheme.
-    window: str | None = operational(None)
+    window_scheme: str | None = operational(None)
     order: str = operational("zigzag")  # order of tokens over cp and sp: contiguous, zigzag, striped
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy; `Order` validates the order."""
-        for key, name in (("scheme", self.scheme), ("window", self.window or self.scheme)):
+        for key, name in (("scheme", self.scheme), ("window_scheme", self.window_scheme or self.scheme)):
             if name not in SEQUENCE_SCHEMES:
                 raise ValueError(f"sequence.{key} = {name!r} is unknown; use one of {', '.join(SEQUENCE_SCHEMES)}")
 
@@ -260,7 +259,7 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
         over = tuple((a, n) for a in SEQUENCE_AXES if (n := mesh.shape.get(a, 1)) > 1)
-        for name in ("scheme", "window"):
+        for name in ("scheme", "window_scheme"):
             scheme = getattr(s.sequence, name)
             if dim == "N" and over and scheme is not None:
                 reason = SEQUENCE_SCHEMES[scheme]().rejects(size // mesh.shape.get(TP, 1), over)
@@ -382,7 +381,7 @@ def bind(sections: TrainSections, mesh: jax.sharding.Mesh, order: Order, on_choi
     return bind_ops(
         mesh,
         order=order,
-        scheme=by_window(s.sequence.scheme, s.sequence.window),
+        scheme=by_window(s.sequence.scheme, s.sequence.window_scheme),
         platform=s.platform,
         deterministic_attention=s.deterministic_attention,
         experts=vars(s.experts),
