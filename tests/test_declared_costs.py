@@ -251,7 +251,7 @@ def check_sent(name, lie, window, sizes):
     query, key, value = (math.prod(x.shape) * 2 // ranks for x in shapes)
     order, mask = Order(lie, ranks), MaskInfo(causal=True, window=window_of(window))
     arrays = query, key, value, query, 4 * 4 * 64 // ranks
-    halo = sent(order, 64, reach_of(mask))
+    halo = sent(order, 64, reach_of(mask, 64))
     shape = AttentionShape(tuple(sizes.items()), needed_hops(order, 64, mask), *arrays, 4, 2, 2, halo=halo)
     wanted = SCHEMES[name]().cost(shape)
     assert made.bytes == wanted.bytes and made.calls == wanted.calls

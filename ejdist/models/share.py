@@ -66,7 +66,7 @@ class Share:
           Undeclared: the scheme declares no cost.
         """
         hops = needed_hops(self.order, self.length, mask)
-        halo = sent(self.order, self.length, reach_of(mask))
+        halo = sent(self.order, self.length, reach_of(mask, self.length))
         shape = replace(shape, hops=hops, forwards=1 + (not self.remat.asked), halo=halo)
         return declared(self.scheme, "cost", _ATTENDING, "the ejdist.costs.Traffic of an AttentionShape")(shape)
 

@@ -333,7 +333,8 @@ def ring_attention(
     check_call(prepared.call)
     specs = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     how: dict[str, Any] = {"platform": platform, "cfg": cfg}
-    lse, reach = prepared.returns != "out", reach_of(prepared.call.mask)
+    lse, length = prepared.returns != "out", prepared.call.dims["T"] * (jax.lax.axis_size(axis) if bound else 1)
+    reach = reach_of(prepared.call.mask, length)
     if bound:
         if any(x is not None for x in specs.values()):
             raise ValueError(
@@ -351,7 +352,6 @@ def ring_attention(
     shards = 1 if whole is None else math.prod(whole.shape[n] for n in names)
     lie = resolve_order("ring_attention", shards, f"axis_name = {axis!r}", order)
     call, local = prepared.call, OnShard(axis, scheme_of(scheme), lse, reach)
-    length = call.dims["T"]
     lie.check(length)
     if lie.name != "contiguous" and shards > 1:
         _check_cuts(options, f"lie in order {lie.name!r}")

@@ -20,6 +20,7 @@ from ejdist.sequence import exchange
 from ejdist.sequence.local import KEY_FIELDS, Local
 from ejdist.sequence.schedule import run_length
 from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.ranges import ends_at, interval_of
 from kernels.framework.dispatch import vary_alike
 
 # Before every position; sums with distances fit in int32.
@@ -45,17 +46,22 @@ class Piece:
     pairs: tuple[tuple[int, int], ...]
 
 
-def reach_of(mask: MaskInfo | None) -> int | None:
-    """Returns how many tokens before its own a query sees at most; None where the rules set no limit, or it sees later ones.
+def reach_of(mask: MaskInfo | None, length: int) -> int | None:
+    """Returns how many tokens before its own a query of a sequence of that length sees at most; None where the rules set no
+    limit or need an array, and where a query sees later tokens.
+
+    What is counted from the start of a segment reaches as far as from the start of the sequence.
 
     Args:
       mask: before `resolved`, which turns chunks into segments.
     """
-    if mask is None or not mask.causal or mask.prefix_lengths is not None or mask.q_positions is not None:
+    if mask is None or not mask.rules_are_static:
         return None
-    left = None if mask.window is None or mask.sink_tokens is not None else mask.window[0]
-    chunk = None if mask.chunk_size is None else mask.chunk_size - 1
-    return min((n for n in (left, chunk) if n is not None), default=None)
+    q = np.arange(length, dtype=np.int64)[None]
+    ends = interval_of(mask.replace(**dict.fromkeys(mask.data_fields)), q)
+    if ends.low is None or ends.high is None or np.any(ends_at(ends.high, q) > q):
+        return None
+    return int(np.max(q - ends_at(ends.low, q)))
 
 
 @functools.lru_cache(maxsize=1024)
