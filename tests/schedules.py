@@ -10,7 +10,7 @@ _KERNEL = re.compile(r'custom_call_target="(tpu_custom_call|triton_kernel_call\w
 _SENT = re.compile(
     r"(?:ROOT )?%([\w.\-]+) = (.*?) (collective-permute|all-gather|all-to-all|reduce-scatter)(-start)?\("
 )
-_ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]+)\]")  # and no scalars, which say where a transfer stands
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|\w+_computations?)=\{?((?:%[\w.\-]+(?:, )?)+)")
 
 
