@@ -20,7 +20,7 @@ from benchmarks.sequence.rows import Rows, median
 from ejdist.layout import ACTIVATIONS, spec
 from ejdist.mapped import map_shards
 from ejdist.mesh import SP
-from ejdist.sequence import Scheme
+from ejdist.sequence import Scheme, compiler_options
 from ejdist.sequence.attention import local_of, shard_call
 from ejdist.sequence.schemes import scheme_of
 from kernels.ops.flash_attention import op as flash
@@ -37,7 +37,8 @@ def split(call: Attention, mesh: Any, scheme: Scheme, order: str) -> Programs:
     """Returns the programs over all devices, of arrays that lie in that order."""
     how = {"mesh": mesh, "scheme": scheme, "order": order}
     return Programs(
-        lambda floats, data, lse: ejdist.ring_attention(**floats, **data, **call.options, **how, return_lse=lse)
+        lambda floats, data, lse: ejdist.ring_attention(**floats, **data, **call.options, **how, return_lse=lse),
+        options=compiler_options(mesh),
     )
 
 
@@ -68,7 +69,8 @@ def travelling(call: Attention, mesh: Any, scheme: Scheme, order: str, direction
 
     floats = {n: spec([*dims], ACTIVATIONS) for n, dims in calls.DIMS.items()}
     ids = dict.fromkeys(IDS if call.packed else (), spec(["B", "T"], ACTIVATIONS))
-    return jax.jit(map_shards(body, mesh, (floats | {"out": floats["d_out"]}, ids), spec(["B", "T", "N"], ACTIVATIONS)))
+    mapped = map_shards(body, mesh, (floats | {"out": floats["d_out"]}, ids), spec(["B", "T", "N"], ACTIVATIONS))
+    return jax.jit(mapped, compiler_options=compiler_options(mesh))
 
 
 def to_send(arrays: Arrays) -> Arrays:
