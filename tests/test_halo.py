@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from test_sequence import KEY, PACKED, QUERY, SINKS, VALUE, T, assert_close, outputs_and_gradients
+from test_sequence import KEY, PACKED, QUERY, SINKS, TWO_AXES, VALUE, T, assert_close, outputs_and_gradients
 
 from ejdist import Order, make_mesh, ring_attention
+from ejdist.sequence import Halo, Ulysses
 from ejdist.sequence.halo import pieces, reach_of
 from ejdist.sequence.schemes import ByWindow, by_window
 from kernels import MaskInfo, flash_attention
@@ -63,6 +64,14 @@ def test_the_numbers_of_one_device(ranks, order, name):
     halo = functools.partial(ring_attention, mesh=make_mesh(sp=ranks), order=made, scheme="halo")
     got = outputs_and_gradients(halo, made, masks(run)[name])
     assert_close(got, on_one_device(run, name), f"{ranks} {order} {name}")
+
+
+@pytest.mark.parametrize("order", ["striped", pytest.param("zigzag", marks=pytest.mark.slow)])
+def test_between_groups_of_ranks_that_exchange_heads(order):
+    """Groups of zigzag ranks have runs, and a halo; those of striped ranks, whose positions no order names, a ring."""
+    made, mask = Order(order, 8), masks(8)["packed_more"]
+    halo = functools.partial(ring_attention, mesh=TWO_AXES, axis_name=("a", "b"), order=made, scheme=Ulysses(Halo()))
+    assert_close(outputs_and_gradients(halo, made, mask), on_one_device(8, "packed_more"), order)
 
 
 def sent(order, ranks, options, scheme="halo"):

@@ -115,7 +115,10 @@ class HaloCall:
     def of(cls, local: Local) -> HaloCall | None:
         """Returns that of a call; None where there is none, see `sent`, or where nothing is sent."""
         static, order = local.static, local.static.order
-        if static.reach is None or not has_runs(order) or len(static.hops) == 1 or not local.is_flash:
+        by_order = (
+            has_runs(order) and local.mask.q_positions is None
+        )  # what groups of striped ranks have, positions say
+        if static.reach is None or not by_order or len(static.hops) == 1 or not local.is_flash:
             return None
         own = local.query.shape[1]
         run = run_length(order, own * local.ranks)

@@ -158,6 +158,13 @@ FAULTS = (
         f"{HALO} -k 'far or is_sent'",
     ),
     Fault(
+        "groups of striped ranks are taken to have runs",
+        "HaloCall.of",
+        "$local.mask.q_positions is None",
+        "True",
+        f"{HALO} -k groups",
+    ),
+    Fault(
         "gradients of a halo do not come home",
         "HaloCall.home",
         "_added($total[$n], $$args)",
