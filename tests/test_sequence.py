@@ -654,6 +654,24 @@ def test_a_hop_nobody_needs_is_not_sent():
     assert sends({"causal": True}, scheme="ulysses", gradient=True) == 5 + 3 + 4 + 3
 
 
+def test_ranks_communicate_in_no_branch():
+    """Ranks choose different ones at a hop, and would wait for each other."""
+
+    def branches(jaxpr):
+        for equation in jaxpr.eqns:
+            inside = list(jaxprs_in_params(equation.params))
+            if equation.primitive.name == "cond":
+                yield from inside
+            for j in inside:
+                yield from branches(j)
+
+    ring = functools.partial(ring_attention, mesh=make_mesh(sp=4), order="zigzag", causal=True, **PACKED)
+    program = jax.make_jaxpr(jax.grad(lambda *a: jnp.sum(ring(*a)), (0, 1, 2)))(QUERY, KEY, VALUE)
+    found = [*branches(program.jaxpr)]
+    assert len(found) >= 3 * (2 + 2 * 2), "of two hops forward, and twice as many backward"
+    assert not any(map(transfers, found))
+
+
 KERNELS = re.compile(r"fmhaSoftmax(Backward)?\b|triton_kernel_call")
 
 

@@ -1,6 +1,7 @@
 """Which transfers of a split sequence hide under attention, by the schedules that the compilers of TPUs and GPUs make of it."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -112,3 +113,14 @@ def test_a_step_is_compiled_with_the_options(monkeypatch):
         made.lower().compile()
     monkeypatch.undo()
     assert compiler_options(make_mesh(sp=2)) == {}, "on CPUs nothing is asked for"
+
+
+@pytest.mark.slow
+def test_segment_ids_are_gathered_once_a_step():
+    """The loop over layers has no gather of theirs: it is the same in every layer, and stands before the loop."""
+    words = ["recipe=long_context", "model.num_layers=4", "model.model_dim=64", "model.ffn_dim=64", "mesh.fsdp=1"]
+    sections = compose([*words, "mesh.sp=4", "data.sequence_length=256", "data.global_batch=1"])
+    text = program.make_program(sections, make_mesh(sp=4)).lower().compile().as_text()
+    main = text[text.index("\nENTRY ") :]
+    gathers = re.compile(r"= s32\[1,256\]\S* all-gather\(")
+    assert len(gathers.findall(text)) == len(gathers.findall(main)) == 1
