@@ -128,8 +128,7 @@ class _WithoutWork(Local):
     """A rank's part of a call that computes next to nothing of the keys that arrive."""
 
     def _everything(self, keys: Arrays) -> Arrays:
-        ids = self.mask.q_segment_ids
-        return {**keys, "query": self.query} | ({} if ids is None else {"q_segment_ids": ids})
+        return {**keys, "query": self.query} | _ids(self)
 
     def attend(self, keys: Arrays, holders: Any) -> tuple[jax.Array, jax.Array]:
         shape, arrived = (*self.query.shape[:3], self.value.shape[3]), self._everything(keys)
@@ -144,7 +143,9 @@ class _WithoutWork(Local):
 
     def pull(self, saved: Arrays, keys: Arrays, holders: Any) -> Arrays:
         wide = {**self.own, "key": keys["key"], "value": keys["value"]}
-        arrived = self._everything(keys) | saved
+        arrived = {**keys, "query": self.query} | saved
+        if self.ranks == 1:  # else ids are those of the forward
+            arrived |= _ids(self)
         return {
             n: _touched(self.full(x.shape).astype(x.dtype), arrived, weight)
             for weight, (n, x) in enumerate(wide.items(), 1)
@@ -152,10 +153,14 @@ class _WithoutWork(Local):
         }
 
 
+def _ids(local: Local) -> Arrays:
+    return {name: getattr(local.mask, name) for name in local.mask.data_fields}
+
+
 def _attended(local: Local, hop: Any, keys: Arrays, sofar: Any) -> tuple[jax.Array, jax.Array]:
     if sofar is None:
         shape = (*local.query.shape[:3], local.value.shape[3])
-        sofar = local.full(shape), local.full(shape[:3])
+        sofar = _touched(local.full(shape), _ids(local)), local.full(shape[:3])
     return sofar[0], _touched(sofar[1], keys)
 
 

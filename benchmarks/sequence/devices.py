@@ -58,9 +58,7 @@ def travelling(call: Attention, mesh: Any, scheme: Scheme, order: str, direction
             out, lse = static.scheme.forward(local)
             found |= {"out": out[:, :1], "lse": lse[:, :1]}
         if direction != "forward":
-            out = jax.lax.optimization_barrier(
-                arrays["d_out"]
-            )  # any array of its shape that is not sent as the same one
+            out = arrays["out"]
             residuals = {"out": out, "lse": out[..., 0].astype(np.float32)}
             assert flash.backward_inputs is not None
             grads = static.scheme.backward(local, flash.backward_inputs(residuals, {"d_out": arrays["d_out"]}))

@@ -71,13 +71,14 @@ class Seen:
     """What a rank's queries see, once for a call, forward and backward: see `Local`."""
 
     mask: MaskInfo
+    own_mask: MaskInfo
     work: jax.Array | None
 
 
 def local_of(static: Static, arrays: Arrays, seen: Seen) -> Local:
     """Returns a scheme's view of a call that `shard_call` has prepared."""
     own = {n: x for n, x in arrays.items() if n not in ("key", "value", "softmax_aux")}
-    return Local(static, own, arrays["key"], arrays["value"], seen.mask, seen.work)
+    return Local(static, own, arrays["key"], arrays["value"], seen.mask, seen.own_mask, seen.work)
 
 
 def _forward(static: Static, arrays: Arrays, seen: Seen) -> tuple[jax.Array, jax.Array]:
@@ -155,15 +156,14 @@ def shard_call(
     arrays = {n: x for n, x in arguments.items() if is_array(x)}
     options = {n: x for n, x in arguments.items() if n not in arrays}
     n = exchange.size(axis)
-    mask = of_all_ranks(MaskInfo() if mask is None else mask, order, axis)
+    mask, own_mask = of_all_ranks(MaskInfo() if mask is None else mask, scheme, order, axis)
     # Positions of the caller's own, and what rules read of arrays, are known at run time only: every hop is needed.
-    known = mask.rules_are_static
-    hops = hops_of(order, arrays["query"].shape[1] * n, mask, known=known)
+    hops = hops_of(order, arrays["query"].shape[1] * n, mask, known=mask.rules_are_static)
     hops = tuple(h for h in hops if only is None or h in only) or (0,)
     static = Static(axis, scheme, order, hops, tuple(sorted(options.items())), platform, cfg, op, reach, lse)
     # An input that is alike on some ranks has cotangents that are not; the type of the rank shows whether JAX checks that here.
-    arrays, mask = vary_alike((arrays, mask), exchange.rank(axis))
-    return static, arrays, Seen(mask, vary_alike(work_of(static, arrays, mask), arrays["query"]))
+    arrays, mask, own_mask = vary_alike((arrays, mask, own_mask), exchange.rank(axis))
+    return static, arrays, Seen(mask, own_mask, vary_alike(work_of(static, arrays, mask), arrays["query"]))
 
 
 def on_shard(arguments: dict[str, Any], mask: MaskInfo | None, **how: Any) -> tuple[jax.Array, jax.Array]:

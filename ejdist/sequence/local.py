@@ -52,23 +52,25 @@ class Static:
     lse: bool = True  # False: lse has no cotangent. Code that is mapped but not compiled gets no symbolic zero for it.
 
 
-def of_all_ranks(mask: MaskInfo, order: Order, axis: exchange.Axis) -> MaskInfo:
-    """Returns the mask with the fields of the keys of all ranks, in the order of the ranks, from that of a rank's own keys.
-    What is counted from the start of a segment is counted over the whole sequence."""
+def of_all_ranks(mask: MaskInfo, scheme: Any, order: Order, axis: exchange.Axis) -> tuple[MaskInfo, MaskInfo]:
+    """Returns two masks of this rank's queries, over the keys of all ranks, in the order of the ranks, and over its own, from
+    one over its own, unless the scheme needs none of the first. What is counted from the start of a segment is counted over
+    the whole sequence."""
     names = [n for n in KEY_FIELDS if getattr(mask, n) is not None]
     counts = mask.q_segment_ids is not None and mask.counts_in_segments
-    if not names:
-        return mask
+    if not names or not (counts or scheme.all_ids):
+        return mask, mask
     length = getattr(mask, names[0]).shape[1]
     names += ["q_segment_ids"] if counts else []
     whole = mask.replace(**exchange.gather({n: getattr(mask, n) for n in names}, axis))
     if not counts:
-        return whole
+        return whole, mask
     whole = whole.resolved(order.indices(length * order.shards))
     start = exchange.rank(axis) * length
     # What was gathered of the queries, and what was counted over the whole.
-    names = {*names, *whole.data_fields} - {*KEY_FIELDS} - ({*mask.data_fields} - {*names})
-    return whole.replace(**{n: jax.lax.dynamic_slice_in_dim(getattr(whole, n), start, length, 1) for n in names})
+    names = {*names, *whole.data_fields} - ({*mask.data_fields} - {*names})
+    own = whole.replace(**{n: jax.lax.dynamic_slice_in_dim(getattr(whole, n), start, length, 1) for n in names})
+    return own.replace(**{n: getattr(whole, n) for n in KEY_FIELDS}), own
 
 
 def work_of(static: Static, own: dict[str, jax.Array], mask: MaskInfo) -> jax.Array | None:
@@ -80,7 +82,7 @@ def work_of(static: Static, own: dict[str, jax.Array], mask: MaskInfo) -> jax.Ar
     order, length = static.order, own["query"].shape[1]
     n, rank = order.shards, exchange.rank(static.axis)
     whole, ranks = length * n, np.arange(n)
-    if n == 1:
+    if n == 1 or not static.scheme.all_ids:
         return None
     blocks = own.get("block_mask")
     if mask.rules_are_static and mask.q_segment_ids is None:
@@ -107,7 +109,7 @@ class Local:
 
     Attributes:
       own: argument -> array of what does not travel: the queries, and whatever else the operation was given.
-      mask: of this rank's queries over the keys of all ranks, in the order of the ranks.
+      mask: of this rank's queries over the keys of all ranks, in the order of the ranks. own_mask: over the rank's own.
       work: bool [ranks], whether any of this rank's queries may see a key of each rank; None: of each.
     """
 
@@ -116,6 +118,7 @@ class Local:
     key: jax.Array
     value: jax.Array
     mask: MaskInfo
+    own_mask: MaskInfo
     work: jax.Array | None = None
 
     @property
@@ -254,10 +257,10 @@ class Local:
         """Returns a gradient of the keys that `in_order` gave, in the order of the ranks."""
         return x if "block_mask" in self.own else self.static.order.permute(x)
 
-    def reshard(self, split: tuple[str, ...], gather: tuple[str, ...]) -> tuple[Local, Reshard]:
+    def reshard(self, split: tuple[str, ...], gather: tuple[str, ...], scheme: Any) -> tuple[Local, Reshard]:
         """Returns this call with dims `split`, of heads, split over the last axis of the sequence in place of dims `gather`, of
         tokens, and how its outputs and gradients come back. What is left of the sequence's axes, in the same order, is the
-        axis of the call that is returned; over none of them it has whole sequences.
+        axis of the call that is returned, which is `scheme`'s; over none of them it has whole sequences.
 
         Raises:
           ValueError: heads do not divide; names the remedy.
@@ -270,14 +273,7 @@ class Local:
         name = static.order.name
         way = Reshard(op, inner, Order(name, ranks), split, gather, copies_of(op, arguments, split, inner, ranks))
         moved = {n: way.there(n, x) for n, x in arguments.items()}
-        here = exchange.rank(static.axis) * self.query.shape[1]
-
-        def own_keys(name: str, x: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(x, here, self.query.shape[1], 1) if name in KEY_FIELDS else x
-
-        mask, order = map_data(self.mask, own_keys), static.order.of_groups(ranks)
-        assert mask is not None
-        mask = way.mask(mask)
+        mask, order = way.mask(self.own_mask), static.order.of_groups(ranks)
         if order is None:  # the positions say what the order cannot
             order = Order("contiguous", self.ranks // ranks)
             if mask.q_positions is None:
@@ -287,11 +283,12 @@ class Local:
                 )
                 mask = mask.replace(q_positions=positions, kv_positions=positions)
         new_hops = hops(order, moved["query"].shape[1] * order.shards, mask, known=mask.rules_are_static)
-        static = replace(static, axis=outer[0] if len(outer) == 1 else outer, order=order, hops=new_hops)
+        axis = outer[0] if len(outer) == 1 else outer
+        static = replace(static, scheme=scheme, axis=axis, order=order, hops=new_hops)
         key, value = moved.pop("key"), moved.pop("value")
-        mask = mask if order.shards == 1 else of_all_ranks(mask, order, static.axis)
+        mask, own_mask = (mask, mask) if order.shards == 1 else of_all_ranks(mask, scheme, order, axis)
         work = work_of(static, moved, mask)
-        return replace(self, static=static, own=moved, key=key, value=value, mask=mask, work=work), way
+        return Local(static, moved, key, value, mask, own_mask, work), way
 
     def holder(self, hop: Any) -> Any:
         """Returns the rank whose keys are here at a hop of the ring."""

@@ -23,11 +23,13 @@ class Scheme:
     What every scheme needs is done around it: a scheme sees no sinks and is never differentiated, and `local` answers for
     masks and positions. Results are this rank's own.
 
+    all_ids: whether it needs the segment ids of the keys of all ranks, and positions of the caller's own, see `Local.mask`.
     hides: whether its transfers run beside attention over keys that are there already. A scheme declares `hides`, `cost` and
     `memory` for the planner, which refuses one that does not.
     """
 
     hides: ClassVar[bool]
+    all_ids: ClassVar[bool] = True
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         """Returns (out, lse), float32, over all keys."""
@@ -182,15 +184,16 @@ class Ulysses(Scheme):
     outer: Scheme = Ring()
 
     hides = False
+    all_ids = False
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
-        here, way = local.reshard(_HEADS, _TOKENS)
+        here, way = local.reshard(_HEADS, _TOKENS, self.outer)
         out, lse = here.attend(here.keys, None) if here.ranks == 1 else self.outer.forward(here)
         out, lse = way.back("out", out.astype(local.query.dtype)), way.back("lse", lse)
         return out.astype(jnp.float32), lse
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        here, way = local.reshard(_HEADS, _TOKENS)
+        here, way = local.reshard(_HEADS, _TOKENS, self.outer)
         saved = {n: way.there(n, x) for n, x in saved.items()}
         grads = here.pull(saved, here.keys, None) if here.ranks == 1 else self.outer.backward(here, saved)
         like = {"key": local.key, "value": local.value, **local.own}

@@ -3,8 +3,11 @@
 from faults import Fault
 
 SEQUENCE = "tests/test_sequence.py"
-PACKED = f"{SEQUENCE} -k 'numbers_of_one_device and packed'"
+PACKED = f"{SEQUENCE} -k packed-sp4-zigzag-ring"
+CAUSAL = f"{SEQUENCE} -k causal-sp4-zigzag-ring"
+CONTIGUOUS = f"{SEQUENCE} -k causal-sp4-contiguous-ring"
 HALO = "tests/test_halo.py"
+WIDE = f"{HALO} -k 4-zigzag-packed_more"
 TRANSFERS = "tests/test_transfers.py"
 COSTS = "tests/test_declared_costs.py -k 'sends_what_it_declares and halo'"
 
@@ -21,7 +24,7 @@ FAULTS = (
         "work_of",
         "jnp.asarray($table)[$rank]",
         "jnp.asarray($table)[($rank + 1) % static.order.shards]",
-        f"{SEQUENCE} -k 'numbers_of_one_device and contiguous'",
+        CONTIGUOUS,
     ),
     Fault("work is of the hop, not of the holder", "Local.at_hop", "self.holder($hop)", "$hop", PACKED),
     Fault(
@@ -29,7 +32,7 @@ FAULTS = (
         "Local.at_hop",
         "jnp.where(self.work[self.holder($hop)], $index, len($ways))",
         "$index",
-        f"{SEQUENCE} -k 'numbers_of_one_device and causal and contiguous'",
+        CONTIGUOUS,
     ),
     Fault(
         "segment ids of the wrong holder",
@@ -37,13 +40,6 @@ FAULTS = (
         "$holders * $own + $part.start",
         "($holders + 1) % self.ranks * $own + $part.start",
         PACKED,
-    ),
-    Fault(
-        "segment ids of the first half where the second is attended to",
-        "Local._mask_of.of_keys",
-        "$holders * $own + $part.start",
-        "$holders * $own",
-        f"{SEQUENCE} -k 'heads_over_one_axis or numbers_of_one_device'",
     ),
     Fault(
         "what is counted over the whole is cut for the first rank",
@@ -57,35 +53,35 @@ FAULTS = (
         "hops:attended.work",
         "merge($out[:, $q], $lse[:, $q], $a, $b)",
         "merge(*merge($out[:, $q], $lse[:, $q], $a, $b), $a, $b)",
-        SEQUENCE,
+        CAUSAL,
     ),
     Fault(
         "the state of a hop is that of its keys alone",
         "hops:attended.work",
         "if first: $$body",
         "if True: $$body",
-        SEQUENCE,
+        CAUSAL,
     ),
     Fault(
         "what the second half sees is merged into the first",
         "_with",
         "jax.lax.dynamic_update_slice_in_dim($x, $new($x[:, $part]), $part.start, 1)",
         "jax.lax.dynamic_update_slice_in_dim($x, $new($x[:, $part]), 0, 1)",
-        f"{SEQUENCE} -k 'numbers_of_one_device and causal'",
+        CAUSAL,
     ),
     Fault(
         "gradients of a part of the keys are those of its start",
         "_padded",
         "($part.start, $length - $part.stop)",
         "($length - $part.stop, $part.start)",
-        f"{SEQUENCE} -k 'numbers_of_one_device and causal'",
+        CAUSAL,
     ),
     Fault(
         "gradients that arrive are left out",
         "pulled.add",
         "lambda $y, $n=$n: $y + $grads[$n][:, $part]",
         "lambda $y, $n=$n: 0 * $y + $grads[$n][:, $part]",
-        SEQUENCE,
+        CAUSAL,
     ),
     Fault(
         "the first conditional waits for the gradients that arrive",
@@ -113,7 +109,7 @@ FAULTS = (
         "HaloCall.mask",
         "$self.first[:-1] + self.run",
         "0 * $self.first[:-1]",
-        HALO,
+        WIDE,
     ),
     Fault(
         "at the turn of a zigzag a rank is sent what it has",
@@ -127,7 +123,7 @@ FAULTS = (
         "HaloCall.mask",
         "jnp.zeros_like($self.first[:1])",
         "jnp.full_like($self.first[:1], -1000)",
-        HALO,
+        WIDE,
     ),
     Fault(
         "padding before a run is seen",
@@ -141,14 +137,14 @@ FAULTS = (
         "HaloCall.mask",
         "$order.inverse($x)",
         "$x",
-        f"{HALO} -k zigzag",
+        WIDE,
     ),
     Fault(
         "a halo is a token short",
         "reach_of",
         "np.max($q - ends_at($ends.low, $q))",
         "np.max($q - ends_at($ends.low, $q)) - 1",
-        HALO,
+        WIDE,
     ),
     Fault(
         "a halo has no later tokens",
@@ -169,14 +165,14 @@ FAULTS = (
         "HaloCall.home",
         "_added($total[$n], $$args)",
         "$total[$n]",
-        HALO,
+        WIDE,
     ),
     Fault(
         "gradients of a halo go on instead of home",
         "HaloCall.home",
         "tuple(($to, $sender) for $sender, $to in $piece.pairs)",
         "$piece.pairs",
-        HALO,
+        WIDE,
     ),
     Fault(
         "gradients of a halo are declared for nothing",
