@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from benchmarks import peers
-from benchmarks.cases import split
+from benchmarks.cases import as_tuple, split
 from benchmarks.programs import programs_of
 from kernels.framework import tuning
 from kernels.framework.contract import Op
@@ -80,7 +80,7 @@ def ours(
 
         def function(*, _name: str = backend.name, _cfg: Any = cfg, **arrays: Any) -> Any:
             outputs = op(**static, **arrays, platform=_name, cfg=_cfg)
-            return outputs if of is None else of(*outputs)
+            return outputs if of is None else of(*as_tuple(outputs))
 
         backward = backend.refuses(op, call, True) is None
         kept = None if cfg is None else {"version": backend.version, "config": dataclasses.asdict(cfg)}
@@ -89,12 +89,12 @@ def ours(
 
 
 def dispatched(
-    op: Op, arguments: dict[str, Any], candidates: bool, of: Callable[..., Any] | None = None
+    op: Op, arguments: dict[str, Any], candidates: int, of: Callable[..., Any] | None = None
 ) -> list[Contestant]:
     """Returns "ejdist", the call as dispatch runs it where no backend is asked for.
 
     Args:
-      candidates: adds the configurations that the tuner would try of the first backend that has any, by their numbers.
+      candidates: adds so many configurations that the tuner would try of the first backend that has any, by number.
       of: as in `ours`.
     """
     call, (_, _, static) = op.bind(**arguments), split(arguments)
@@ -102,7 +102,7 @@ def dispatched(
     def contestant(name: str, **how: Any) -> Contestant:
         def function(**arrays: Any) -> Any:
             outputs = op(**static, **arrays, **how)
-            return outputs if of is None else of(*outputs)
+            return outputs if of is None else of(*as_tuple(outputs))
 
         kept = None if not how else {"config": dataclasses.asdict(how["cfg"])}
         return Contestant(name, True, programs_of("jax", function), of, tuned=kept)
@@ -111,7 +111,7 @@ def dispatched(
     able = (b for b in op.backends.values() if here in b.platforms and b.candidates and not b.refuses(op, call, True))
     backend = next(able, None) if candidates else None
     if backend is not None:
-        for i, cfg in enumerate(backend.candidates(call)):
+        for i, cfg in enumerate(backend.candidates(call)[:candidates]):
             found.append(contestant(f"{backend.name}[{i}]", platform=backend.name, cfg=cfg))
     return found
 

@@ -42,6 +42,11 @@ def _attention(rng: np.random.Generator) -> tuple[str, dict[str, Any]]:
     return name, {"dims": dims, "make": {"mask": lambda rng, dims: mask}}
 
 
+def _of_rows(share: np.ndarray) -> Callable:
+    """Returns a maker of the sizes of groups: the rows of a case, dealt out by shares."""
+    return lambda rng, dims: jnp.asarray(rng.multinomial(dims["M"], share / share.sum()), jnp.int32)
+
+
 def _grouped(rng: np.random.Generator) -> tuple[str, dict[str, Any]]:
     E = _of(rng, 4, 8, 8, 16, 32, 60, 64, 72, 128, 160, 256)
     widest = 14336 if E <= 8 else 4096 if E <= 64 else 2048  # many experts are narrow ones
@@ -55,12 +60,12 @@ def _grouped(rng: np.random.Generator) -> tuple[str, dict[str, Any]]:
     share = np.ones(E) if how == "even" else rng.gamma(2.0 if how == "skewed" else 0.5, size=E)
     if how == "holes":
         share[rng.random(E) < 0.25] = 0
-    sizes = rng.multinomial(M, share / share.sum()) if share.sum() else rng.multinomial(M, np.ones(E) / E)
+    if not share.sum():
+        share[0] = 1
     dims = {"M": M, "D": D, "E": E, "G": E, "F": F}
     return f"{how}_m{M}_d{D}_f{F}_e{E}", {
         "dims": dims,
-        "arrays": ("rhs",),
-        "make": {"group_sizes": lambda rng, dims: jnp.asarray(sizes, jnp.int32)},
+        "make": {"rhs_transposed": lambda rng, dims: None, "group_sizes": _of_rows(share)},
     }
 
 

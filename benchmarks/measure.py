@@ -36,8 +36,8 @@ class Settings:
       seconds: of one sample, about.
       gflop, mebibytes: what a case's forward may do and its arrays may take before it is scaled down; None for any.
       oracle_bytes: the largest array that the contract may make, before numbers are checked on a smaller case.
-      contestants: who runs of ours: every backend ("backends"), what a call without `platform=` takes ("dispatch"), or that
-        and each configuration that the tuner would try ("candidates").
+      contestants: who runs of ours: every backend ("backends"), or what a call without `platform=` takes ("dispatch").
+      candidates: beside the latter, so many of the configurations that the tuner would try.
       tune: whether our backends run with the fastest of their candidates for each case, and not as they do for everyone.
     """
 
@@ -49,6 +49,7 @@ class Settings:
     oracle_bytes: float = 2**28
     tune: bool = False
     contestants: str = "backends"
+    candidates: int = 0
 
 
 class Red(Exception):
@@ -86,12 +87,12 @@ def prepare(op: Op, case: Case, settings: Settings, chosen: dict[str, Any]) -> P
     given = {c.of for c in rivals if c.programs is not None}
     asked = peers.first if given == {peers.first} else None
 
-    def our(arguments: dict[str, Any], candidates: bool) -> list[Contestant]:
+    def our(arguments: dict[str, Any], candidates: int) -> list[Contestant]:
         if settings.contestants == "backends":
             return ours(op, arguments, tuned, asked)
         return dispatched(op, arguments, candidates, asked)
 
-    field_ = [*our(arguments, settings.contestants == "candidates"), *rivals]
+    field_ = [*our(arguments, settings.candidates), *rivals]
     rows = {c.name: {"contestant": c.name, "ours": c.ours, "status": "cannot", "reason": c.reason} for c in field_}
     for c in field_:
         if c.tuned is not None:
@@ -105,12 +106,15 @@ def prepare(op: Op, case: Case, settings: Settings, chosen: dict[str, Any]) -> P
         # The same on a smaller case against the contract, with programs of their own: they are made for their shapes.
         few = op.case_inputs(small, dtype=dtype)
         truth = Oracle(op, few)
-        both = [*our(few, False), *theirs(op, few, chosen)]
+        both = [*our(few, 0), *theirs(op, few, chosen)]
         same = {c.name: c for c in both if c.programs is not None}
         good = {c.name for c in _check(op, [same[c.name] for c in able if c.name in same], few, truth, rows)}
         # Candidates are other tiles of the same kernels: they are compared on the whole case only.
         same |= {c.name: same[able[0].name] for c in able if c.ours and c.name not in same}
-        able = [c for c in able if same[c.name].name in good]
+        for c in able:
+            if c.name not in same:
+                rows[c.name]["reason"] = "it cannot express the smaller call that numbers are checked on"
+        able = [c for c in able if c.name in same and same[c.name].name in good]
         # By whole-case `of`: a peer makes one for each call, and what it gives may be off by what it may be off here.
         by_of = {c.of: truth.reference(same[c.name].of).allowed for c in able}
         first = next((c for c in able if c.ours and c.name == "xla"), next((c for c in able if c.ours), None))

@@ -2,8 +2,8 @@
 
 Draws legal calls of an operation from the seed (`drawn.py`), checks the numbers of each, and times what a call without
 `platform=` runs beside every peer that can express the call. It prints, for each direction, the geometric mean of (time of
-the best peer / our time) and the worst calls. With candidates=true each configuration that the tuner would try of our first
-backend takes part too, by its number: what a heuristic is fitted to.
+the best peer / our time) and the worst calls. With candidates=N the first N configurations that the tuner would try of our
+first backend take part too, by number: what a heuristic is fitted to.
 
 Calls are compiled and checked by `workers` processes side by side; each is timed while the others wait. Other options:
 against=PEER,... dtype=bfloat16 rounds=5 seconds=0.03 only=TEXT (names that contain it) commit=.
@@ -37,7 +37,7 @@ OPTIONS = {
     "rounds": 5,
     "seconds": 0.03,
     "only": "",
-    "candidates": "false",
+    "candidates": 0,
     "commit": "",
     "part": "",  # how a worker is started: NUMBER/WORKERS:FOLDER
 }
@@ -54,16 +54,18 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit(f"{' '.join(words)!r}: name one operation of {', '.join(DRAWS)}, and options as name=value")
     if options["shapes"] < 1 or options["workers"] < 1:
         raise SystemExit("shapes and workers must be at least 1")
-    if options["candidates"] not in ("true", "false"):
-        raise SystemExit(f"candidates must be true or false, got {options['candidates']!r}")
     return _work(words[0], options) if options["part"] else _lead(words[0], options, argv)
 
 
 def _lead(operation: str, options: dict[str, Any], argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.random_shapes", *argv]
+        environment = dict(os.environ)
+        if operation in ("flash_attention", "grouped_matmul"):
+            # No timed program of these has a product of XLA's own, and to try out those of the oracles takes minutes.
+            environment.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false")
         parts = [f"part={i}/{options['workers']}:{folder}" for i in range(options["workers"])]
-        codes = [worker.wait() for worker in [subprocess.Popen([*command, part]) for part in parts]]
+        codes = [worker.wait() for worker in [subprocess.Popen([*command, part], env=environment) for part in parts]]
         rows = [json.loads(line) for path in Path(folder).glob("*.jsonl") for line in path.read_text().splitlines()]
     rows.sort(key=lambda row: row["number"])
     print("\n".join(lines(rows)))
@@ -82,6 +84,8 @@ def _lead(operation: str, options: dict[str, Any], argv: list[str]) -> int:
 
 
 def _work(operation: str, options: dict[str, Any]) -> int:
+    import jax
+
     import kernels
     from benchmarks import peers
     from benchmarks.measure import Red, Settings, measure, prepare, provenance
@@ -91,24 +95,31 @@ def _work(operation: str, options: dict[str, Any]) -> int:
     part, workers = map(int, share.split("/"))
     op, every = kernels.operations()[operation], peers.all_peers()
     names = options["against"].split(",") if options["against"] else list(every)
+    cpu = jax.default_backend() == "cpu"
     settings = Settings(
         dtype=options["dtype"],
         rounds=options["rounds"],
         seconds=options["seconds"],
-        oracle_bytes=2**29,
-        contestants="candidates" if options["candidates"] == "true" else "dispatch",
+        # All pairs of attention in float32; matrices of experts, whose widths must not be halved.
+        oracle_bytes=2**27 if operation == "flash_attention" else 2**31,
+        gflop=2.0 if cpu else None,  # as `python -m benchmarks` scales cases down on a CPU
+        mebibytes=64.0 if cpu else None,
+        contestants="dispatch",
+        candidates=options["candidates"],
     )
     cases = list(enumerate(draw(operation, options["shapes"], options["seed"])))
     prepared, code = [], 0
-    for number, case in cases[part::workers]:
-        if options["only"] not in case.name:
-            continue
-        try:
-            prepared.append((number, prepare(op, case, settings, {name: every[name] for name in names})))
-        except Red as red:
-            print(f"{case.name}: {red}", flush=True)
-            code = 1
-    Path(folder, f"ready{part}").touch()
+    try:
+        for number, case in cases[part::workers]:
+            if options["only"] not in case.name:
+                continue
+            try:
+                prepared.append((number, prepare(op, case, settings, {name: every[name] for name in names})))
+            except Red as red:
+                print(f"{case.name}: {red}", flush=True)
+                code = 1
+    finally:  # the others must not wait for a worker that failed
+        Path(folder, f"ready{part}").touch()
     while len(list(Path(folder).glob("ready*"))) < workers:
         time.sleep(0.2)
     with _alone(folder):

@@ -142,6 +142,8 @@ def tables(folder: Path) -> str:
         steps(folder / "steps"),
         sequences(folder / "sequences"),
         tokenizing(folder / "tokenize"),
+        rows_read(folder / "rows"),
+        of_hosts(folder / "hosts"),
         resumed(folder / "resumed"),
     )
     parts += [section for section in more if section]
@@ -220,6 +222,32 @@ def tokenizing(folder: Path) -> str:
         title = f"### Tokenizing {found['mb']:,.0f} MB with {found['tokenizer']}"
         where = f"{found['machine']}, load {found['load']} at the end"
         parts.append(f"{title}\n\n{rows_of(found)}\n\nMeasured {_origin(found)} on {where}.")
+    return "\n\n".join(parts)
+
+
+def rows_read(folder: Path) -> str:
+    """Returns the Markdown of the results of `benchmarks.rows` in a folder; empty where there are none."""
+    from benchmarks.rows import table as tables_of
+
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        found = json.loads(path.read_text())
+        where = f"{found['machine']}, load {found['load']} at the end"
+        parts.append(
+            f"### What a host reads of a dataset\n\n{tables_of(found)}\n\nMeasured {_origin(found)} on {where}."
+        )
+    return "\n\n".join(parts)
+
+
+def of_hosts(folder: Path) -> str:
+    """Returns the Markdown of the results of `benchmarks.hosts` in a folder; empty where there are none."""
+    from benchmarks.hosts import table as tables_of
+
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        found = json.loads(path.read_text())
+        where = f"{found['machine']}, which do the work of all hosts, load {found['load']} at the end"
+        parts.append(f"### What hosts agree on\n\n{tables_of(found)}\n\nMeasured {_origin(found)} on {where}.")
     return "\n\n".join(parts)
 
 

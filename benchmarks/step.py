@@ -36,7 +36,7 @@ from benchmarks.timing import Kernel, has_kernel_times, traced, union
 from ejdist.mesh import make_mesh
 from ejdist.training.data import build as build_data
 from ejdist.training.flops import peak_flops, step_flops
-from ejdist.training.placing import local_rows, place_batch, place_limits
+from ejdist.training.placing import local_rows, permuted, place_batch, place_limits
 from ejdist.training.program import Program, make_program
 from launch.train import start_jax
 from recipes.schema import compose
@@ -264,21 +264,21 @@ def batches(sections: Any, program: Program, documents: int) -> Iterator[tuple[d
     """Yields (a batch on the devices, its FLOPs on all of them) without end."""
     rows = local_rows(program)
     length, step = sections.data.sequence_length, 0
-    share = sections.data.global_batch / (rows.stop - rows.start)
+    share = sections.data.global_batch / len(rows)
     data = None if documents else build_data(sections.data, seed=sections.run.seed)
     while True:
         batch = (
             random_rows(rows, length, sections.model.vocab_size, documents) if data is None else data.batch(step, rows)
         )
         flops = step_flops(program.model.flops, batch["segment_ids"])
-        yield place_batch(batch, program, rows.start), (flops.causal * share, flops.full * share)
+        yield place_batch(permuted(batch, program), program, rows), (flops.causal * share, flops.full * share)
         step += 1
 
 
-def random_rows(rows: slice, length: int, vocabulary: int, documents: int) -> dict[str, np.ndarray]:
+def random_rows(rows: np.ndarray, length: int, vocabulary: int, documents: int) -> dict[str, np.ndarray]:
     """Returns rows of random tokens in documents of that many."""
-    count, at = rows.stop - rows.start, np.arange(length)
-    tokens = np.random.default_rng(rows.start).integers(0, vocabulary, (count, length + 1)).astype(np.int32)
+    count, at = len(rows), np.arange(length)
+    tokens = np.random.default_rng(int(rows[0])).integers(0, vocabulary, (count, length + 1)).astype(np.int32)
 
     def every_row(x: np.ndarray) -> np.ndarray:
         return np.broadcast_to(x.astype(np.int32), (count, length))

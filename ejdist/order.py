@@ -6,7 +6,6 @@ tokens, so an order never changes what is computed, only where.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,25 +113,28 @@ class Order:
         axis = _axis_of(x, axis)
         if self.name == "striped":
             return x.take(self.indices(x.shape[axis]), axis=axis)
-        return self._by_parts(x, axis, lambda parts: parts)
+        return self._by_parts(x, axis, back=False)
 
     def inverse(self, x: Any, axis: int = 1) -> Any:
         """Returns x with its sequence dim back in the original order."""
         axis = _axis_of(x, axis)
         if self.name == "striped":
             return x.take(np.argsort(self.indices(x.shape[axis])), axis=axis)
-        return self._by_parts(x, axis, np.argsort)
+        return self._by_parts(x, axis, back=True)
 
-    def _by_parts(self, x: Any, axis: int, way: Callable[[np.ndarray], np.ndarray]) -> Any:
-        """Returns x with its parts, which are whole in either order, permuted to `way` of their order."""
+    def _by_parts(self, x: Any, axis: int, back: bool) -> Any:
+        """Returns x with its parts, which are whole in either order, in this one, or back in theirs: the first parts of all
+        ranks ascend, and the second ones descend. Slices and joins, which compilers copy once; an index takes TPUs many."""
         self.check(x.shape[axis])
         if self.name == "contiguous" or self.shards == 1:
             return x
-        count = 2 * self.shards
-        parts = x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
-        first = np.arange(self.shards)
-        order = np.stack([first, count - 1 - first], axis=1).reshape(-1)
-        return parts.take(way(order), axis=axis).reshape(x.shape)
+        xp: Any = np if isinstance(x, np.ndarray) else jnp
+        before, after, n = x.shape[:axis], x.shape[axis + 1 :], self.shards
+        table = (n, 2) if back else (2, n)
+        up, down = xp.split(x.reshape(*before, *table, x.shape[axis] // (2 * n), *after), 2, axis + back)
+        down = xp.flip(down, axis + (not back))
+        up, down = up.swapaxes(axis, axis + 1), down.swapaxes(axis, axis + 1)
+        return xp.concatenate([up, down], axis + (not back)).reshape(x.shape)
 
 
 def _axis_of(x: Any, axis: int) -> int:

@@ -43,6 +43,7 @@ def join(cluster: Any, command: str = "launch.train", run: str = "") -> None:
     from ejdist.cluster.ending import within
     from ejdist.cluster.line import TurnedAway
     from ejdist.cluster.presence import presence, whoami
+    from ejdist.cluster.tls import of_jax
     from ejdist.cluster.verdict import FILE
 
     cluster.validate()
@@ -65,6 +66,7 @@ def join(cluster: Any, command: str = "launch.train", run: str = "") -> None:
             initialization_timeout=cluster.timeout + _MARGIN,
             heartbeat_timeout_seconds=cluster.heartbeat,
             coordinator_bind_address=f"[::]:{port}" if _BIND in os.environ else None,
+            **of_jax(cluster.tls),
         )
 
 
@@ -97,6 +99,7 @@ def _open_door(cluster: Any, place: _Place, me: Any) -> int:
     from ejdist.cluster.hosts import HostLost
     from ejdist.cluster.line import tell
     from ejdist.cluster.presence import presence
+    from ejdist.cluster.tls import context
 
     behind = os.environ.get(_BIND)
     if behind and cluster.service_port is None:
@@ -105,8 +108,8 @@ def _open_door(cluster: Any, place: _Place, me: Any) -> int:
             "too; give cluster.service_port=PORT, the same on both sides"
         )
     _allow_files(2 * place.count + 256)
-    server = _server(place.coordinator, behind, me, cluster.timeout)
-    door = Door(me, server, presence(), tell)
+    server = _server(place.coordinator, behind, me, cluster.timeout, cluster.tls)
+    door = Door(me, server, presence(), tell, context(cluster.tls, server=True) if cluster.tls else None)
     try:
         hosts = door.wait(cluster.timeout)
     except TimeoutError as error:
@@ -118,7 +121,7 @@ def _open_door(cluster: Any, place: _Place, me: Any) -> int:
     return port
 
 
-def _server(coordinator: str, behind: str | None, me: Any, seconds: float) -> socket.socket:
+def _server(coordinator: str, behind: str | None, me: Any, seconds: float, tls: str | None = None) -> socket.socket:
     """Returns the socket of the door. One start waits for another that is ending; raises ValueError if the port stays taken."""
     from ejdist.cluster.door import listening
     from ejdist.cluster.line import TurnedAway, occupant
@@ -130,7 +133,7 @@ def _server(coordinator: str, behind: str | None, me: Any, seconds: float) -> so
         try:
             return listening(interface, int(port))
         except OSError as error:
-            why, ending = occupant(int(port), me)
+            why, ending = occupant(int(port), me, tls)
             # Where nobody answers, a door may just have closed.
             if time.monotonic() - began < (seconds if ending else 0 if why else _CLOSING):
                 time.sleep(0.5)
@@ -184,7 +187,7 @@ def _knock(cluster: Any, place: _Place, me: Any) -> int:
 
     name = place.coordinator.rpartition(":")[0]
     try:
-        line = knock(place.coordinator, me, cluster.timeout, f"host 0 ({name})")
+        line = knock(place.coordinator, me, cluster.timeout, f"host 0 ({name})", cluster.tls)
     except NobodyCame as error:
         within = f"within {cluster.timeout:g} s (cluster.timeout)"
         if why := str(error):

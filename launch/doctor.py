@@ -61,18 +61,19 @@ class Doctor:
         from ejdist.sections import flat
 
         hosts = self._hosts
-        names = hosts.reduce("the examination", health.machine(), lambda reports: list(reports.values()))
-        machines = len({name for _, name in names})
+        machines, listed = hosts.reduce("the examination", health.machine(), _machines)
         count = f"{hosts.count} process{'es' * (hosts.count > 1)} on {machines} machine{'s' * (machines > 1)}"
-        self._found([], f"{count}: {_listed(names)}")
+        self._found([], f"{count}: {listed}")
         recipe = {key: value for key, value in flat(self._recipe).items() if not key.startswith("cluster.")}
         self._found(
-            hosts.reduce("recipe and software", recipe | software(), differences),
+            hosts.reduce("recipe and software", recipe | software(), _few(differences)),
             f"the same recipe, packages and code ({code_digest()}) on all",
         )
         ahead = self._ahead()
         worst = hosts.reduce("the time", ahead, lambda reports: max(abs(seconds) for _, seconds in reports.values()))
-        self._found(hosts.reduce("the clocks", {"ahead": ahead}, health.clock_failures), f"clocks within {worst:.2f} s")
+        self._found(
+            hosts.reduce("the clocks", {"ahead": ahead}, _few(health.clock_failures)), f"clocks within {worst:.2f} s"
+        )
         self._free = self._storage("run.dir", self._folder)
         if self._checkpoints != self._folder / "checkpoints":
             self._free = self._storage("checkpoint.dir", self._checkpoints)
@@ -98,7 +99,7 @@ class Doctor:
         shared = shared or health.SharedFolder(folder, hosts.index, token)
         try:
             facts = {"writes": shared.failure, "sees": shared.failure is None and shared.sees_first()}
-            failures = hosts.reduce(f"the look into {key}", facts, health.folder_failures(key, folder))
+            failures = hosts.reduce(f"the look into {key}", facts, _few(health.folder_failures(key, folder)))
             free = shared.free_bytes()
             if hosts.index > 0:
                 shared.close()
@@ -124,7 +125,7 @@ class Doctor:
             "accelerators": sorted(f for pattern in ACCELERATORS for f in glob.glob(pattern)),
         }  # fmt: skip
         self._found(
-            hosts.reduce("the devices", facts, health.device_failures),
+            hosts.reduce("the devices", facts, _few(health.device_failures)),
             f"{jax.device_count()} x {facts['kind']}, {facts['count']} of each process",
         )
         try:
@@ -169,9 +170,25 @@ class Doctor:
             self._log(f"ok      bandwidth is kept in {file}")
 
 
-def _listed(names: Sequence[Sequence[str]], most: int = 8) -> str:
-    hosts = list(dict.fromkeys(host for host, _ in names))
-    return ", ".join(hosts[:most]) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
+_NAMED = 8  # machines, and failures of one kind, that are named: all hosts read them
+
+
+def _machines(reports: dict[int, Any]) -> tuple[int, str]:
+    """Returns (how many machines there are, some of their names)."""
+    hosts = list(dict.fromkeys(host for host, _ in reports.values()))
+    machines = len({machine for _, machine in reports.values()})
+    return machines, ", ".join(hosts[:_NAMED]) + (f" and {len(hosts) - _NAMED} more" if len(hosts) > _NAMED else "")
+
+
+def _few(judge: Callable[[dict[int, Any]], list[str]]) -> Callable[[dict[int, Any]], list[str]]:
+    """Returns a check whose failures do not grow with the number of hosts."""
+
+    def judged(reports: dict[int, Any]) -> list[str]:
+        failures = judge(reports)
+        more = len(failures) - _NAMED
+        return failures[:_NAMED] + ([f"{more} more like these, of {len(reports)} hosts"] if more > 0 else [])
+
+    return judged
 
 
 def _examine(recipe: Any, options: Options) -> int:

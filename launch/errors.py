@@ -56,7 +56,7 @@ def exit_code_of(error: Exception) -> int | None:
         OSError: WRONG,
         MemoryError: WRONG,
     }
-    if isinstance(error, HostLost) and error.code is not None:
+    if isinstance(error, HostLost) and error.code:  # 0 would be no failure
         return error.code
     return next((code for kind, code in codes.items() if isinstance(error, kind)), None)
 
@@ -90,6 +90,18 @@ def _read(error: Exception) -> tuple[int | None, str]:
         what = f" ({error})" if str(error) else ""
         return code, f"this host is out of memory{what}: use a smaller batch, or shorter rows"
     return code, str(error)
+
+
+def panicked(error: BaseException) -> bool:
+    """Returns whether a library in Rust, such as that of tokenizers, has panicked: no Exception, which others would tell."""
+    return type(error).__name__ == "PanicException"
+
+
+def panic(error: BaseException) -> Exception:
+    """Returns what a panic amounts to: a wrong file, which a new start would read again."""
+    return ValueError(
+        f"a library cannot use a file that it was given, most likely the tokenizer.json (data.tokenizer): {error}"
+    )
 
 
 _told: tuple[Exception, int] | None = None  # the error that `state` has printed, and its exit code
@@ -208,3 +220,7 @@ def run_command(
     except KeyboardInterrupt:
         print(stopped[0], file=sys.stderr)
         return AtOnce(stopped[1])
+    except BaseException as error:
+        if not panicked(error):
+            raise
+        return tell(panic(error))

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from launch.errors import DONE, WRONG
 COMMANDS = ("train", "doctor")
 # Of the field of a launcher's environment: env.NAME=VALUE.
 VARIABLES = {"words": "an environment variable of every process"}
+SECRETS = {"words": "an environment variable of every process, as SECRET/KEY of a secret of Kubernetes"}
 # What a run may still say about its cluster where a launcher says how the processes find each other.
-_TIMES = ("cluster.timeout", "cluster.heartbeat")
+_FREE = ("cluster.timeout", "cluster.heartbeat", "cluster.tls")
 
 
 def option(
@@ -52,6 +53,13 @@ def option(
 def command_option() -> Any:
     """Returns the field that says which command the processes are to run."""
     return option("train", "what the processes run: launch.train, or launch.doctor for the same run", choices=COMMANDS)
+
+
+def flags_option() -> Any:
+    """Returns the field that says whether a launcher prints compiler flags."""
+    return option(
+        True, "the compiler flags documented for these devices (launch/CLUSTERS.md), unless env= or the image has some"
+    )
 
 
 def read[T](kind: type[T], argv: Sequence[str]) -> tuple[T, list[str]]:
@@ -141,6 +149,14 @@ def _value(name: str, has_value: bool, value: str, kind: Any, facts: Any) -> Any
     return value
 
 
+def check_no_secret(key: str, name: str, instead: str) -> None:
+    """Raises ValueError where a variable that is named as secrets are would be in clear; `instead`: how to give it."""
+    from recipes.hostile import is_secret
+
+    if is_secret(name):
+        raise ValueError(f"{key} is named as secrets are, and everybody would see it there; give {instead}")
+
+
 def help_of(kind: type) -> str:
     """Returns a line per option: its name, default and meaning."""
     lines = []
@@ -180,7 +196,7 @@ def refuse_cluster(arguments: Sequence[str], how: str) -> None:
 
     for argument in arguments:
         name = key_of(argument)
-        if name == "cluster" or (name.startswith("cluster.") and name not in _TIMES):
+        if name == "cluster" or (name.startswith("cluster.") and name not in _FREE):
             raise ValueError(f"{argument} cannot be set here: {how}")
 
 
@@ -199,10 +215,18 @@ def check_run(arguments: Sequence[str], how: str, devices: int | None = None, sl
     from ejdist.training.curriculum import stages_of
     from ejdist.training.losses import trained_model
     from ejdist.training.program import check_sizes
+    from recipes.arguments import NoFolder
     from recipes.schema import compose
 
     refuse_cluster(arguments, how)
-    recipe = compose(arguments)
+    try:
+        recipe = compose(arguments)
+    except NoFolder as error:
+        raise ValueError(
+            f"model.init_from = {error.folder!r} is not on this machine, where model=hf is checked before the run starts: copy "
+            "what the folder has beside its weights (config.json, the tokenizer's files, the chat template) to that path here, "
+            "or start the command where the folder is"
+        ) from None
     validate(recipe)
     for stage in stages_of(recipe):
         s = stage.sections
@@ -210,6 +234,17 @@ def check_run(arguments: Sequence[str], how: str, devices: int | None = None, sl
         if devices is not None:
             check_sizes(s, model, abstract_mesh(s.mesh, devices, slices))
     return recipe
+
+
+def shared_cache(arguments: Sequence[str], recipe: Any, environment: Collection[str]) -> list[str]:
+    """Returns the argument by which all hosts keep compiled programs in one folder, beside run.dir: the first process writes
+    it, and the others would compile again at each start. None where the run, or a variable of its `environment`, names one.
+    """
+    from recipes.arguments import assigned, key_of
+
+    if "JAX_COMPILATION_CACHE_DIR" in environment or any(key_of(a) == "run.compile_cache" for a in arguments):
+        return []
+    return [assigned("run.compile_cache", os.path.join(os.path.dirname(os.path.normpath(recipe.run.dir)), "compiled"))]
 
 
 def show_or_submit(text: str, submit: bool, command: Sequence[str]) -> int:

@@ -18,9 +18,11 @@ from launch.errors import DONE, PREEMPTED, run_command
 from recipes.words import meaning, of_flag
 
 USAGE = """usage: python -m launch.tokenize source=GLOB to=DIR [KEY=VALUE ...]
+       python -m launch.tokenize source=GLOB show=N [KEY=VALUE ...]
 
   python -m launch.tokenize source='corpus/**/*.jsonl' to=corpus.tokens tokenizer=tokenizer.json
   python -m launch.train data=dataset data.source=corpus.tokens
+  python -m launch.tokenize source='chats/*.jsonl' format=auto tokenizer=models/Qwen3-8B show=3
 
 Run it again to resume, or with more files to add them: finished shards are kept.
 
@@ -38,6 +40,8 @@ keys:
   chat_template_kwargs=   more variables of the template, as '{"name": value}'
   chat_date=        the date of templates that write one, as 2026-01-31; default: that of the first start
   on_error=stop     stop at a row of conversations that is wrong, or skip it
+  show=N            instead of to=DIR: prints the first N conversations of the files, or of a dataset, source=DIR, by file and
+                    line, with what is trained in double brackets; writes nothing
   processes=        default: one for each core
   threads=          of the tokenizer, in each process; default: cores over processes
   shard_mb=256      MiB of the sources in a shard; larger files of text and jsonl are split
@@ -49,7 +53,7 @@ _DEFAULTS = {
     "source": None, "to": None, "tokenizer": "bytes", "bos": "auto", "eos": "auto", "text_key": "text", "processes": None,
     "threads": None, "shard_mb": "256", "sample_mb": "64",
     "part": "0/1", "format": "text", "loss_on": None, "chat_template": None, "chat_template_kwargs": None,
-    "chat_date": None, "on_error": "stop", "plugins": None,
+    "chat_date": None, "on_error": "stop", "plugins": None, "show": None,
 }  # fmt: skip
 # What says which of how many processes this is: the number, and how many there are.
 _CLUSTERS = (
@@ -89,7 +93,10 @@ def _options(arguments: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"{key} is given twice: {options[key]} and {value}")
         else:
             options[key] = value
-    for key, example in (("source", "source='corpus/**/*.jsonl'"), ("to", "to=corpus.tokens")):
+    if "show" in options and "to" in options:
+        raise ValueError("show=N prints conversations and writes nothing: leave to out, or show")
+    needed = {"source": "source='corpus/**/*.jsonl'"} | ({} if "show" in options else {"to": "to=corpus.tokens"})
+    for key, example in needed.items():
         if key not in options:
             raise ValueError(f"{key} is missing, for example {example}")
     for key in ("to", "tokenizer"):
@@ -204,7 +211,6 @@ def run(options: dict[str, Any]) -> None:
     Raises:
       ValueError: an option or a source is wrong. OSError: something cannot be written, or a process was killed.
     """
-    from ejdist.training.chats.special_tokens import SpecialTokens
     from ejdist.training.data.dataset import open_dataset
     from ejdist.training.data.tokenizing import make_plan, missing, write_manifest
     from ejdist.training.data.workers import make_shards
@@ -218,9 +224,8 @@ def run(options: dict[str, Any]) -> None:
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not existing.is_dir():
         raise ValueError(f"to = {options['to']!r}: {existing} is a file; name a folder")
-    ends = SpecialTokens(*(None if options[key] == "null" else options[key] for key in ("bos", "eos")))
     chosen = {"tokenizer": options["tokenizer"], "text_key": options["text_key"], "asked": _asked(options)}
-    chosen["special_tokens"] = ends
+    chosen["special_tokens"] = _special_tokens(options)
     plan = make_plan(folder, options["source"], **chosen, **sizes)
     if plan.settings.chats is None:
         chosen["asked"].check_used()
@@ -251,6 +256,22 @@ def run(options: dict[str, Any]) -> None:
     )
 
 
+def show(options: dict[str, Any]) -> None:
+    """Prints conversations. Raises ValueError: an option, a source or a row is wrong."""
+    from ejdist.training.data.shown import shown
+
+    settings = {"text_key": options["text_key"], "special_tokens": _special_tokens(options)}
+    for text in shown(options["source"], options["tokenizer"], _asked(options), _number(options, "show"), **settings):
+        print(text.rstrip("\n"), flush=True)
+        print(flush=True)
+
+
+def _special_tokens(options: dict[str, Any]) -> Any:
+    from ejdist.training.chats.special_tokens import SpecialTokens
+
+    return SpecialTokens(*(None if options[key] == "null" else options[key] for key in ("bos", "eos")))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     message = "stopped by a signal; the same command resumes with what is missing"
@@ -263,7 +284,8 @@ def _main(arguments: list[str]) -> int:
     except ValueError:  # not the main thread: whoever runs this handles signals
         before = None
     try:
-        run(_options(arguments))
+        options = _options(arguments)
+        show(options) if options["show"] is not None else run(options)
     except ValueError as error:
         # Of what data=files reads too errors name the keys of a recipe, which here are those of the command.
         raise ValueError(re.sub(rf"\bdata\.({'|'.join(_DEFAULTS)})\b", r"\1", str(error))) from error

@@ -8,7 +8,6 @@ told to stop too: nothing is left behind on a machine.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -20,27 +19,28 @@ import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ejdist.cluster.presence import START
 from ejdist.cluster.verdict import again, of_start
-from launch.errors import HOST_LOST, WRONG, run_command
-from launch.options import VARIABLES, check_run, command_option, help_of, option, read
+from launch.errors import HOST_LOST, PREEMPTED, WRONG, run_command
+from launch.flags import variable_of
+from launch.options import help_of
+from launch.tpu_vm_gcloud import ready, ssh_to
+from launch.tpu_vm_options import Options, parse
 
 _PAUSE = 10  # seconds before a run is started again
 _PATIENCE = 150  # seconds that the others have to end once one has failed
 _NO_CONNECTION = 255  # the exit code of ssh where it was the connection that failed
-_ALIVE = [
-    "-o",
-    "ServerAliveInterval=15",
-    "-o",
-    "ServerAliveCountMax=4",
-]  # a machine that is gone is noticed in a minute
+# A machine that does not answer, or is gone, is noticed in a minute.
+_ALIVE = ["-o", "ConnectTimeout=60", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"]
 _CODE = ("ejdist", "kernels", "launch", "recipes")
-# Runs the command, and passes on the names of signals that come in. Where nothing can come any more, the command is to stop.
+# Says that the connection stands, takes variables, as NAME=VALUE until a line with a dot, and runs the command. Then it passes
+# on the names of signals that come in. Where nothing can come any more, the command is to stop.
 _REMOTE = """exec 3<&0
+echo {up}
+while IFS= read -r -u 3 line && [ "$line" != . ]; do export "$line"; done
 {command} 3<&- </dev/null &
 run=$!
 (while read -r name; do kill -s "$name" $run; done; kill -s TERM $run) <&3 >/dev/null 2>&1 &
@@ -50,62 +50,6 @@ kill $reader
 exit $code"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The machines; the rest of the command line is the recipe's."""
-
-    tpu: str = option("", "the name of a TPU VM, whose machines gcloud knows; of several slices, as a,b in their order")
-    zone: str = option("", "of the TPU VMs")
-    project: str = option("", "of the TPU VMs; else that of gcloud")
-    hosts: str = option("", "machines, as a,b,c, for plain ssh; the first is process 0")
-    cluster: str = option(
-        "auto", "auto: the machines of a slice find each other; manual: any machines", choices=("auto", "manual")
-    )
-    coordinator: str = option("", "HOST:PORT of process 0 for the others; default: port 8476 of the first of hosts")
-    dir: str = option("", "the folder on each machine to start the command in", free=True)
-    sync: bool = option(False, "copy this project's code into dir first, by rsync")
-    ssh: str = option("ssh", "how ssh is started", program=True)
-    python: str = option("python3", "the Python command on a machine", program=True)
-    restarts: int = option(0, "how often a run that was stopped or lost a machine is started again", least=0)
-    env: dict[str, str] = field(default_factory=dict, metadata=VARIABLES)
-    command: str = command_option()
-
-    @property
-    def machines(self) -> list[str]:
-        return self.hosts.split(",") if self.hosts else []
-
-    @property
-    def slices(self) -> list[str]:
-        return self.tpu.split(",") if self.tpu else []
-
-
-def parse(argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """Returns (the machines, the run's arguments). Raises ValueError, naming the argument."""
-    o, rest = read(Options, argv)
-    if bool(o.tpu) == bool(o.hosts):
-        raise ValueError("give tpu=NAME zone=ZONE for a TPU VM, or hosts=a,b,c for plain ssh")
-    foreign = ("coordinator", "sync") if o.tpu else ("zone", "project")
-    if misplaced := [name for name in foreign if getattr(o, name)]:
-        raise ValueError(f"{misplaced[0]}= is of {'hosts=' if o.tpu else 'tpu='}, which is not given")
-    if o.tpu and (not o.zone or o.cluster != "auto"):
-        raise ValueError("tpu= needs zone=, and cluster=auto: its machines know each other")
-    for name, machines in (("hosts", o.machines), ("tpu", o.slices)):
-        if not all(machines) or len(set(machines)) < len(machines):
-            raise ValueError(f"{name} = {','.join(machines)!r} must name each once, with a comma between two")
-        if any(one.startswith("-") for one in machines):
-            raise ValueError(f"{name} = {','.join(machines)!r}: a name that begins with a dash would be an ssh option")
-    if o.coordinator and o.cluster != "manual":
-        raise ValueError("coordinator= is of cluster=manual, which is not given")
-    if o.coordinator:
-        from ejdist.cluster.section import check_address
-
-        check_address("coordinator", o.coordinator)
-    if o.sync and not o.dir:
-        raise ValueError("sync=true needs dir=, the folder of each machine that the code is copied to")
-    check_run(rest, "launch.tpu_vm sets how the processes find each other")
-    return o, rest
-
-
 def remote(o: Options, arguments: Sequence[str], index: int, start: str) -> str:
     """Returns the command line for a machine's shell. `start`: an id that all machines have."""
     facts = ["cluster=auto"]
@@ -113,12 +57,26 @@ def remote(o: Options, arguments: Sequence[str], index: int, start: str) -> str:
         first = o.machines[0].rpartition("@")[2]
         facts = ["cluster=manual", f"cluster.coordinator={o.coordinator or f'{first}:8476'}"]
         facts += [f"cluster.num_processes={len(o.machines)}", f"cluster.process_id={index}"]
-    variables = [f"{name}={value}" for name, value in ({START: start} | o.env).items()]
-    command = ["env", *variables, *shlex.split(o.python), "-m", f"launch.{o.command}"]
-    lines = [_REMOTE.format(command=shlex.join([*command, *arguments, *facts]))]
+    command = [*shlex.split(o.python), "-m", f"launch.{o.command}"]
+    lines = [_REMOTE.format(command=shlex.join([*command, *arguments, *facts]), up=shlex.quote(up(start)))]
     if o.dir:
         lines.insert(0, f"cd {_quoted_path(o.dir)} || exit {WRONG}")
     return f"bash -c {shlex.quote(chr(10).join(lines))}"
+
+
+def up(start: str) -> str:
+    """Returns the line by which a machine says that its connection stands."""
+    return f"ejdist {start} is connected"
+
+
+def variables(o: Options, start: str) -> list[str]:
+    """Returns the environment of every process, as NAME=VALUE. It goes over the connection, and is on no command line."""
+    passed = {name: os.environ[name] for name in o.passed}
+    for name, value in passed.items():
+        if "\n" in value:
+            raise ValueError(f"secrets: the value of {name} has several lines; give it in one")
+    flags = variable_of(o.generation, max(1, len(o.slices))) if o.flags else {}
+    return [f"{name}={value}" for name, value in ({START: start} | flags | o.env | passed).items()]
 
 
 def _quoted_path(path: str) -> str:
@@ -127,42 +85,14 @@ def _quoted_path(path: str) -> str:
     return f"{home}{slash}{shlex.quote(rest) if rest else ''}" if re.fullmatch(r"~[\w.-]*", home) else shlex.quote(path)
 
 
-def _of_gcloud(o: Options, verb: str, name: str, *more: str) -> list[str]:
-    project = [f"--project={o.project}"] if o.project else []
-    return ["gcloud", "compute", "tpus", "tpu-vm", verb, name, f"--zone={o.zone}", *project, *more]
-
-
-def _workers(o: Options, name: str) -> int:
-    """Returns how many machines a TPU VM has. Raises ValueError with what gcloud says, or if it has none yet."""
-    ran = subprocess.run(_of_gcloud(o, "describe", name, "--format=json"), capture_output=True, text=True, check=False)
-    if ran.returncode:
-        raise ValueError(f"tpu = {name!r}: gcloud says: {' '.join(ran.stderr.split()) or 'nothing'}")
-    try:
-        description = json.loads(ran.stdout)
-        count, state = len(description.get("networkEndpoints", ())), description.get("state", "unknown")
-    except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"tpu = {name!r}: gcloud describes it as {ran.stdout.strip()[:80]!r}, which is not a TPU VM"
-        ) from error
-    if not count:
-        raise ValueError(f"tpu = {name!r} has no machines; its state is {state}: start this again once it is READY")
-    return count
-
-
-def connections_of(o: Options, arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Returns (the name of the machine, the command line) of each connection of a new start. Raises ValueError."""
-    start = uuid.uuid4().hex
+def connections_of(o: Options, arguments: Sequence[str], start: str) -> list[tuple[str, list[str]]]:
+    """Returns (the name of the machine, the command line) of each connection of a start. Raises ValueError."""
     if o.machines:
         ssh = [*shlex.split(o.ssh), "-o", "BatchMode=yes", *_ALIVE]
         return [(host, [*ssh, host, remote(o, arguments, i, start)]) for i, host in enumerate(o.machines)]
-    workers = [(name, i) for name in o.slices for i in range(_workers(o, name))]
+    workers = [(name, i) for name, count in ready(o).items() for i in range(count)]
     return [
-        (
-            f"worker {worker} of {name}",
-            _of_gcloud(
-                o, "ssh", name, f"--worker={worker}", f"--command={remote(o, arguments, i, start)}", "--", *_ALIVE
-            ),
-        )
+        (f"worker {worker} of {name}", [*ssh_to(o, name, worker, remote(o, arguments, i, start)), "--", *_ALIVE])
         for i, (name, worker) in enumerate(workers)
     ]
 
@@ -186,31 +116,58 @@ def copy_code(o: Options) -> None:
 class Connections:
     """The commands on all machines: their lines are printed as they come, and signals go to all of them."""
 
-    def __init__(self, commands: Sequence[tuple[str, Sequence[str]]]) -> None:
-        """Starts the commands: a list of (machine name, command line)."""
-        self._names, self._told, self._unread = [name for name, _ in commands], 0, False
+    def __init__(self, commands: Sequence[tuple[str, Sequence[str]]], up: str, variables: Sequence[str]) -> None:
+        """Takes a list of (machine name, command line), the line by which a machine says that its connection stands, and what
+        it is told then: variables, as NAME=VALUE."""
+        self._commands, self._up, self._told, self._unread = [*commands], up, 0, False
+        self._hello = "".join(f"{line}\n" for line in [*variables, "."]).encode()
         self.told_by_signal = False
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._readers: list[threading.Thread] = []
+        self._standing: set[int] = set()
         self._failed: list[tuple[int, int]] = []  # (machine, exit code), in the order of time
-        for _, line in commands:
+
+    def start(self, batch: int) -> None:
+        """Starts the commands, `batch` of them at once until their connections stand: each may be a Python of its own."""
+        for i, (_, line) in enumerate(self._commands):
+            while len(self._in_making()) >= batch and self._told == 0:
+                time.sleep(0.02)
+            if self._told:
+                return
             # Of a session of their own: Ctrl-C is for this process, which passes it on.
             process = subprocess.Popen(
                 line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
             )
             self._processes.append(process)
-        self._readers = [threading.Thread(target=self._tell, args=(i,), daemon=True) for i in range(len(commands))]
-        for reader in self._readers:
-            reader.start()
+            self._readers.append(threading.Thread(target=self._tell, args=(i,), daemon=True))
+            self._readers[-1].start()
+
+    def _in_making(self) -> list[int]:
+        return [i for i, p in enumerate(self._processes) if i not in self._standing and p.poll() is None]
 
     def _tell(self, index: int) -> None:
         for line in self._processes[index].stdout or ():
             text = line.decode(errors="replace").rstrip("\r\n")
+            if text == self._up and index not in self._standing:
+                self._write(index, self._hello)
+                self._standing.add(index)
+                if self._told:  # before it was there to hear it
+                    self._write(index, b"TERM\n")
+                continue
             try:
                 sys.stdout.write(f"[{index}] {text}\n")
                 sys.stdout.flush()
             except BrokenPipeError:
                 # The rest is read all the same: a machine whose output is not read would block for ever.
                 self._unread = True
+
+    def _write(self, index: int, what: bytes) -> None:
+        stdin = self._processes[index].stdin
+        if stdin is not None:
+            try:
+                os.write(stdin.fileno(), what)
+            except OSError:  # it has just ended
+                pass
 
     def stop(self, *of_signal: Any) -> None:
         """Tells all commands to stop: the first time to save, and then at once."""
@@ -219,16 +176,16 @@ class Connections:
         self._send("TERM" if self._told == 1 else "KILL")
 
     def _send(self, name: str) -> None:
-        for process in self._processes:
-            if process.poll() is None and process.stdin is not None:
-                try:
-                    os.write(process.stdin.fileno(), f"{name}\n".encode())
-                except OSError:  # it has just ended
-                    continue
+        for i, process in enumerate(self._processes):
+            if process.poll() is None:
+                self._write(i, f"{name}\n".encode())
 
     def wait(self) -> int:
         """Returns the exit code of the start, after all have ended. Raises BrokenPipeError, after they have been told to stop,
         where nobody reads what they print."""
+        if len(self._processes) < len(self._commands):  # told to stop before all were started
+            self._send("KILL")
+            return PREEMPTED
         ended: set[int] = set()
         end = float("inf")
         while len(ended) < len(self._processes):
@@ -254,8 +211,9 @@ class Connections:
         self._failed.append((index, code))
         if code == _NO_CONNECTION:
             print(
-                f"error: the connection to host {index} ({self._names[index]}) cannot be made, or has ended; the others are "
-                "told to stop, and the same command resumes from the last checkpoint",
+                f"error: the connection to host {index} ({self._commands[index][0]}) cannot be made, or has ended; the others "
+                "are told to stop, and the same command resumes from the last checkpoint. ssh asks nothing here: of a new "
+                "machine it must know the key first, as after one connection by hand",
                 file=sys.stderr,
             )
             if self._told == 0:
@@ -298,9 +256,11 @@ def _main(arguments: list[str]) -> int:
 
 def _start(options: Options, rest: Sequence[str]) -> tuple[int, bool]:
     """Returns the exit code of a start, and whether this process was told to stop."""
-    connections = Connections(connections_of(options, rest))
+    start = uuid.uuid4().hex
+    connections = Connections(connections_of(options, rest, start), up(start), variables(options, start))
     before = {number: signal.signal(number, connections.stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        connections.start(options.batch)
         return connections.wait(), connections.told_by_signal
     finally:
         connections.close()

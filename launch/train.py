@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from launch.cluster import join
 from launch.errors import DONE, HOST_LOST, PREEMPTED, AtOnce, exit_code_of, leaver, run_command, state, tell
+from launch.flags import check_known
 
 USAGE = """usage: python -m launch.train [GROUP=VARIANT ...] [KEY=VALUE ...]
 
@@ -82,6 +83,8 @@ def start_jax(recipe, command: str = "launch.train") -> None:
     if "JAX_PLATFORMS" not in os.environ and not any(glob.glob(pattern) for pattern in ACCELERATORS):
         # Accelerator packages may be installed without the device; probing for it takes long and reports failures.
         jax.config.update("jax_platforms", "cpu")
+    check_known()
+    _allow_locked_memory()
     only = jax.config.jax_platforms == "cpu"
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", _virtual_cpus(recipe, only))
@@ -94,6 +97,18 @@ def start_jax(recipe, command: str = "launch.train") -> None:
         # as many as cores or devices: with more pending collectives than threads, all may wait for a device without one.
         os.environ.setdefault("PJRT_NPROC", str(max(_LEAST_THREADS, 4 * devices, os.cpu_count() or 1)))
     join(recipe.cluster, command, recipe.run.dir)
+
+
+def _allow_locked_memory() -> None:
+    """Raises this process' limit of locked memory as far as it may: a TPU's driver locks what the device reads and writes."""
+    import contextlib
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    for limit in (resource.RLIM_INFINITY, hard):  # the first needs CAP_SYS_RESOURCE, unless the hard limit is none
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
+            return
 
 
 def _hints(arguments: Sequence[str], recipe) -> list[str]:

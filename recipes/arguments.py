@@ -21,6 +21,14 @@ class RecipeError(ValueError):
     """A recipe cannot be composed; the message names the key and the nearest valid one."""
 
 
+class NoFolder(RecipeError):
+    """model=hf, and the folder of model.init_from, `folder`, is not on this machine."""
+
+    def __init__(self, message: str, folder: str) -> None:
+        super().__init__(message)
+        self.folder = folder
+
+
 @dataclass(frozen=True)
 class Arguments:
     """A command line, read.

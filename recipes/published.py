@@ -16,7 +16,7 @@ from ejdist.sections import validate
 from ejdist.training.kept import KEPT
 from ejdist.weights.match import told_difference
 from ejdist.weights.published import CONFIG, Published, not_of_positions, read_published
-from recipes.arguments import RecipeError
+from recipes.arguments import NoFolder, RecipeError
 
 _FOLLOWS = re.compile(r"\$\{hf:([\w.]+)(?:,(\w+))?\}")
 
@@ -92,7 +92,8 @@ def _folder(where: Any, run_dir: str) -> Path:
     if not is_url(run_dir) and (kept := Path(run_dir).expanduser() / KEPT / CONFIG).is_file():
         return kept.parent
     what = f"has no {CONFIG}" if folder.is_dir() else "is no folder"
-    raise RecipeError(
+    message = (
         f"model.init_from = {where!r} {what}: model=hf takes the model from the {CONFIG} of a folder with published weights; "
         "of another run give the keys of its model"
     )
+    raise RecipeError(message) if folder.is_dir() else NoFolder(message, where)

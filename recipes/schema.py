@@ -25,6 +25,7 @@ from ejdist.training.program import TrainSections
 from ejdist.weights.files import WeightsError
 from recipes.arguments import Arguments, RecipeError, check_values, key_of, read, value_of
 from recipes.composition import composed, meant
+from recipes.hostile import secret_in, too_many_values
 from recipes.plugins import check_loaded, load_plugins
 from recipes.published import check as check_published
 from recipes.published import fill, leaves
@@ -120,6 +121,12 @@ def _check_folder(folder: Path) -> None:
             f"--config-dir {folder} has no variant: name a folder with files such as recipe/mine.yaml or model/mine.yaml, in "
             f"folders with the names of groups: {', '.join(GROUPS)}"
         )
+    for group in GROUPS:
+        for file in sorted((folder / group).glob("*.yaml")):
+            if count := too_many_values(file):
+                raise RecipeError(
+                    f"--config-dir {folder}: aliases (*NAME) make {count:,} values of {group}/{file.name}; write them out"
+                )
     both = [f"{group}/{name}.yaml" for group in GROUPS for name in variants[group] if name in variants_of(group)]
     if both:
         raise RecipeError(f"--config-dir {folder} has {both[0]}, and so does the project; give it another name")
@@ -244,6 +251,11 @@ def _composed(a: Arguments) -> tuple[Any, Recipe]:
         config = composed(recipe_type(), GROUPS, overrides, a.config_dir)
         OmegaConf.set_struct(config, True)
         _check_integers(OmegaConf.to_container(config))
+        if found := secret_in(OmegaConf.to_container(config)):
+            raise RecipeError(
+                f"{found[0]} takes {found[1]} from the environment, which is named as secrets are: a recipe is printed, "
+                "compared between hosts and kept in recipe.json. Let the program that needs it read the variable itself"
+            )
         _check_order(a, config)
         published = fill(config)
         recipe: Any = OmegaConf.to_object(config)

@@ -274,7 +274,8 @@ def _tokenize(words: list[str], page: Page, complete: bool) -> None:
     if complete:
         source = options["source"]
         page.needs(*(source if isinstance(source, list) else [source]), options["tokenizer"])
-    page.folders(options["to"])
+    if options["show"] is None:
+        page.folders(options["to"])
 
 
 def _launcher(name: str) -> Callable[[list[str], Page, bool], None]:

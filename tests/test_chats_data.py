@@ -225,6 +225,40 @@ def test_the_command_makes_shards_of_conversations(tmp_path, chats, capfd):
     assert "chat_template_kwargs = '{a}' is not JSON" in capfd.readouterr().err
 
 
+def test_the_command_shows_what_is_trained(tmp_path, capfd):
+    chats, words = tmp_path / "few.jsonl", ["format=auto", "chat_template=chatml"]
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "é two"}] * 2
+    rows = [{"messages": turns}, {"messages": turns[:1]}, {"messages": [turns[0], turns[1] | {"train": [[2, 4]]}]}]
+    chats.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    first = "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
+    whole = f"few.jsonl, line 1: 32 of 140 tokens are trained\n{2 * f'{first}[[é two<|im_end|>]]\n'}\n"
+    assert tokenize([f"source={chats}", "show=2", *words]) == WRONG, "it ends at the row that is wrong"
+    out, err = capfd.readouterr()
+    assert out == f"{tmp_path}/{whole}" and "few.jsonl, line 2: no message is the assistant's" in err
+    assert tokenize([f"source={chats}", "show=9", "on_error=skip", "loss_on=spans", *words]) == DONE
+    out = capfd.readouterr().out
+    assert out.startswith(f"{chats}, line 3: 2 of 70 tokens are trained\n{first}é [[tw]]o<|im_end|>\n")
+    assert "wrong, and skipped: 2 of these 3 rows, the first: " in out and list(tmp_path.iterdir()) == [chats]
+    made = tmp_path / "made"
+    assert tokenize([f"source={chats}", f"to={made}", "processes=1", "on_error=skip", *words]) == DONE
+    capfd.readouterr()
+    assert tokenize([f"source={made}", "show=1"]) == DONE
+    assert capfd.readouterr().out == f"{tmp_path}/{whole}", "a dataset has the same"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["show=1", "to=x"], "show=N prints conversations and writes nothing: leave to out, or show"),
+        (["show=1"], "show = 1 is of conversations, and rows of text are trained whole; set format=auto"),
+        (["show=0", "format=auto"], "show must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_shown(words, told, chats, capfd):
+    assert tokenize([f"source={chats}", *words]) == WRONG
+    assert told in capfd.readouterr().err
+
+
 def recipe(directory, tmp_path, chats, *overrides):
     words = [
         "recipe=long_context_sft",

@@ -44,6 +44,21 @@ def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_not_damaged_storage
     checkpoints.close()
 
 
+def test_no_file_of_each_process_is_written_or_read_again(tmp_path):
+    """Every process would read those of all processes. A checkpoint from before has them, and they are not looked at."""
+    state = {"layers": {"w": jnp.arange(1 << 10, dtype=jnp.float32).reshape(2, -1)}, "key": jax.random.key(3), "n": 4}
+    found = restored(tmp_path, state)
+    assert (found["layers"]["w"] == state["layers"]["w"]).all() and found["n"] == 4 and found["key"] == state["key"]
+    folder = tmp_path / "checkpoints" / "1" / "state"
+    assert (folder / "_METADATA").is_file() and not (folder / "array_metadatas").exists()
+    (folder / "array_metadatas").mkdir()
+    (folder / "array_metadatas" / "process_0").write_text("not JSON")
+    checkpoints = Checkpoints(tmp_path, CheckpointSection())
+    found, _ = checkpoints.restore(1, jax.tree.map(described, state))
+    assert int(found["layers"]["w"].sum()) == int(state["layers"]["w"].sum())
+    checkpoints.close()
+
+
 def test_a_host_whose_part_of_a_save_has_failed_does_not_wait_for_the_others(tmp_path, monkeypatch):
     """They wait for that part, at another barrier: its failure was heard of when the time of the save was over."""
     import orbax.checkpoint as ocp

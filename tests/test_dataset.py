@@ -10,20 +10,27 @@ import threading
 import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 from test_data import corpus_of, data_of, same
 
-from ejdist.training.data import Data, DataSection, build, dataset, shard_packing
+from ejdist.mesh import make_mesh
+from ejdist.order import Order
+from ejdist.training.data import Data, DataSection, blocks, build, dataset, shard_packing
 from ejdist.training.data.dataset import open_dataset
 from ejdist.training.data.mixture import BLOCK, MixedRows, Mixture, counts_of
 from ejdist.training.data.packing import Packing
 from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole, best_fit
 from ejdist.training.data.shuffle import Shuffle
 from ejdist.training.data.tokenizing import make_dataset
+from ejdist.training.placing import local_rows, permuted, place_batch
 from recipes.schema import compose
 
 
@@ -136,6 +143,9 @@ class Endless:
         self.read += end - begin
         return np.arange(begin, end) % 2**31
 
+    def tokens_of(self, spans):
+        return [self.tokens(*span) for span in spans]
+
     def offsets(self, begin, end):
         self.read += end - begin
         return np.arange(begin, end) * 1000
@@ -207,6 +217,120 @@ def test_batches_of_a_dataset_whatever_the_hosts_and_the_step_it_starts_at(tmp_p
     assert all(same(a, b) for a, b in zip(resumed.iterator(5, 12), whole[5:], strict=True))
 
 
+class Addressable:
+    """A sharding as one host of two sees it: every second part of the rows is on its devices."""
+
+    def __init__(self, sharding):
+        self.sharding = sharding
+
+    def addressable_devices_indices_map(self, shape):
+        indices = self.sharding.devices_indices_map(shape)
+        return {device: (b, t) for device, (b, t) in indices.items() if b.indices(8)[0] // 2 % 2}
+
+
+def test_a_host_has_the_rows_of_its_devices_and_no_others(monkeypatch):
+    """Its devices' rows do not follow each other, as on a TPU mesh; the sequence is split, and in another order."""
+    placement = NamedSharding(make_mesh(fsdp=4, sp=2), PartitionSpec("fsdp", "sp"))
+    like = SimpleNamespace(shape=(8, 16), sharding=Addressable(placement))
+    program: Any = SimpleNamespace(batch={"tokens": like}, order=Order("zigzag", 2))
+    rows = local_rows(program)
+    mine = like.sharding.addressable_devices_indices_map(like.shape)
+    assert rows.tolist() == [2, 3, 6, 7] and len(mine) == 4
+    whole = np.arange(8 * 16, dtype=np.int32).reshape(8, 16)
+    monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, sharding, piece: piece)
+    piece = place_batch(permuted({"tokens": whole[rows]}, program), program, rows)["tokens"]
+    expected = program.order.permute(whole, axis=1)
+    assert all(np.array_equal(piece(index), expected[index]) for index in mine.values())
+
+
+def test_rows_read_together_or_alone_are_the_same(tmp_path, small_windows):
+    one, two = made_dataset(tmp_path), made_dataset(tmp_path, seed=1, name="other")
+    parts = [{"source": str(one), "weight": 3}, {"source": str(two), "weight": 1}]
+    section = DataSection(source=None, mixture=parts, tokenizer="dataset", sequence_length=32, global_batch=16)
+    data = build(section, seed=1)
+    rows = np.array([0, 3, 4, 9, 15])
+    whole, some = data.batch(3), data.batch(3, rows)
+    assert same(some, {name: x[rows] for name, x in whole.items()})
+    alone = [data.packing.row(3 * 16 + int(i)) for i in rows]
+    assert same(some, {name: np.stack([row[name] for row in alone]) for name in some})
+    (got,) = data.iterator(3, 4, rows, then=lambda batch: {name: -x for name, x in batch.items()})
+    assert same(got, {name: -x for name, x in some.items()})
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The sizes of all reads, made since it was last cleared."""
+    sizes, pread = [], os.pread
+
+    def counting(number, size, at):
+        sizes.append(len(content := pread(number, size, at)))
+        return content
+
+    monkeypatch.setattr(os, "pread", counting)
+    return sizes
+
+
+def test_a_step_has_few_reads_and_no_bytes_that_it_does_not_need(tmp_path, monkeypatch, reads):
+    source = made_dataset(tmp_path, documents=3000, shard_bytes=1 << 20)
+    size = open_dataset(source, "bytes").num_tokens * 2
+    data = build(section_of(source), seed=0)
+    made = [data.batch(step) for step in range(50)]
+    files = sum(p.stat().st_size for p in source.glob("shard-*/*.bin"))
+    assert len(reads) < 200 and size < sum(reads) <= files, "a block once, many in a read"
+    reads.clear()
+    assert all(same(data.batch(step), batch) for step, batch in enumerate(made)) and not reads, "in memory"
+    monkeypatch.setattr(dataset, "_KEPT_TOKENS", 0)
+    monkeypatch.setattr(blocks, "_GAP", 16)
+    data = build(section_of(source), seed=0)
+    for step in range(50):
+        data.batch(step)
+    reads.clear()
+    assert all(same(data.batch(step), batch) for step, batch in enumerate(made))
+    documents = sum((batch["segment_ids"].max(axis=1) + 1).sum() for batch in made)
+    needed = sum((batch["segment_ids"] >= 0).sum() for batch in made) * 2
+    assert len(reads) <= documents and needed <= sum(reads) < 1.1 * needed + 2 * documents
+
+
+def test_only_so_many_blocks_stay_in_memory():
+    kept = blocks.Kept(100)
+    for number in range(10):
+        kept.put(number, bytes(40))
+        kept.get(0)
+    assert kept.size == 80 and kept.get(0) is not None and kept.get(9) is not None and kept.get(8) is None
+    kept.put(0, bytes(60))
+    assert kept.size == 100
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from([1, 2, 900]), min_size=1, max_size=300), st.integers(1, 5))
+def test_the_first_document_from_a_token_on_is_found_in_few_blocks(lengths, per_block):
+    """However uneven the lengths are."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    read: list[int] = []
+
+    def of_shard(begin, end):
+        read.append(begin // per_block)
+        assert (end - 1) // per_block == begin // per_block, "one block at a time"
+        return offsets[begin:end]
+
+    shard = object.__new__(dataset.Shard)
+    shard.num_documents, shard.num_tokens = len(lengths), int(offsets[-1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK", 8 * per_block)
+        patch.setattr(dataset.Shard, "offsets", lambda self, begin, end: of_shard(begin, end))
+        for token in {
+            0,
+            1,
+            int(offsets[-1]),
+            int(offsets[-1]) - 1,
+            *offsets[::7].tolist(),
+            *(offsets[::11] + 1).tolist(),
+        }:
+            read.clear()
+            assert shard.first_from(token) == np.searchsorted(offsets[:-1], token)
+            assert len(read) <= 2 * (len(lengths) // per_block + 2).bit_length() + 2
+
+
 def test_one_shard_is_packed_as_many_are_and_few_files_are_open(tmp_path, monkeypatch, small_windows):
     monkeypatch.setattr(dataset, "_OPEN_FILES", 3)
     data = build(section_of(made_dataset(tmp_path)), seed=1)
@@ -235,7 +359,7 @@ def test_one_shard_is_packed_as_many_are_and_few_files_are_open(tmp_path, monkey
 
 def test_only_what_is_read_is_verified_and_damage_names_shard_and_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr("ejdist.training.data.tokenizing.BLOCK", 64)
-    monkeypatch.setattr(dataset, "BLOCK", 64)
+    monkeypatch.setattr(blocks, "BLOCK", 64)
     source = made_dataset(tmp_path)
     shard = open_dataset(source, "bytes").shards[2]
     good = shard.tokens(0, shard.num_tokens)

@@ -2,8 +2,10 @@
 and what a scheme declares is what its program sends."""
 
 import dataclasses
+import functools
 import itertools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from ejdist.experts.schemes import SCHEMES as DISPATCHES
 from ejdist.experts.schemes import AllToAll, fitting
 from ejdist.layout import spec
 from ejdist.mapped import map_shards
-from ejdist.mesh import mesh_shape
+from ejdist.mesh import AXES, mesh_shape
 from ejdist.models.config import ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig
 from ejdist.models.model import CAUSAL, Flops
@@ -31,13 +33,13 @@ from ejdist.models.share import Share
 from ejdist.order import NAMES as ORDERS
 from ejdist.order import Order
 from ejdist.planning.activations import counted_parts, has_experts
-from ejdist.planning.candidates import candidate_of, orders_searched, policies_searched, ways
+from ejdist.planning.candidates import candidate_of, orders_searched, policies_searched, products, ways
 from ejdist.planning.search import Predictor, search
 from ejdist.planning.targets import target_of
 from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
 from ejdist.sequence.halo import reach_of, sent
 from ejdist.sequence.schedule import imbalance
-from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Scheme, Ulysses
+from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Scheme, Ulysses, scheme_of
 from kernels.engines.attention.masks import MaskInfo, window_of
 from recipes.schema import compose
 
@@ -151,6 +153,24 @@ def test_what_is_searched_is_what_is_registered():
     )
 
 
+def test_a_sequence_is_searched_over_two_axes_too(monkeypatch):
+    """With the scheme that has another one around it, unless an axis is given; four heads are not for eight ranks."""
+    sections = compose(DENSE.split())
+    of = candidate_of(sections, dict(zip(AXES, (1, 1, 1, 1, 8, 1), strict=True)))
+
+    def axes(given):
+        return [(p.sizes["cp"], p.sizes["sp"], p.scheme) for p in products(sections, of, given)]
+
+    assert axes(()) == [(4, 2, "ulysses"), (2, 4, "ulysses")]
+    assert axes({"mesh.sp"}) == axes({"mesh.cp"}) == axes({"sequence.scheme"}) == []  # that is a ring
+    sections.sequence.scheme = "ulysses"
+    assert axes({"sequence.scheme"}) == [(4, 2, None), (2, 4, None)]
+    tried = []
+    monkeypatch.setattr("ejdist.planning.search.products", lambda s, of, given: tried.append(of) or ())
+    search(compose(DENSE.split()), TPU, {"mesh.dp", "mesh.fsdp", "data.global_batch", "model.remat"}, None)
+    assert tried and {p.sizes["cp"] for p in tried} == {1}
+
+
 def test_a_plan_counts_what_a_scheme_sends_along_each_axis_of_the_sequence():
     words = [*DENSE.split(), "mesh.sp=2", "mesh.cp=2"]
     ring, ulysses = (predicted(compose([*words, f"sequence.scheme={n}"])).time.sent for n in ("ring", "ulysses"))
@@ -236,14 +256,36 @@ def test_a_scheme_of_two_axes_sends_what_it_declares_along_each(lie, sizes):
     check_sent("ulysses", lie, None, sizes)
 
 
-def check_sent(name, lie, window, sizes):
+@pytest.mark.parametrize("outer", [Ring(), AllGather()], ids=lambda scheme: type(scheme).__name__)
+@pytest.mark.parametrize("sizes", [{"sp": 2}, {"cp": 2, "sp": 2}, {"cp": 4, "sp": 2}], ids=str)
+def test_groups_of_heads_send_what_they_declare(outer, sizes):
+    """Of four heads and two of keys: a group of keys each, or a head of keys for both groups."""
+    check_sent(Ulysses(outer, 2), "zigzag", None, sizes)
+
+
+def test_a_compiled_program_sends_what_is_declared():
+    """Forward, in the text of the program: an all-to-all of each array there, and of the output and lse back."""
+    mesh, scheme = make_mesh(sp=4), Ulysses(head_groups=2)
+    shapes = [jax.ShapeDtypeStruct((1, 64, heads, 16), jnp.float32) for heads in (16, 4, 4)]
+    split = functools.partial(ring_attention, causal=True, scheme=scheme, mesh=mesh, return_lse=True)
+    text = jax.jit(split).lower(*shapes).compile().as_text()
+    sent = [line.split(" all-to-all(")[0].split(" = ")[1] for line in text.splitlines() if " all-to-all(" in line]
+    numbers = [math.prod(map(int, part.split(","))) for kinds in sent for part in re.findall(r"f32\[([\d,]+)\]", kinds)]
+    query, key = 64 // 4 * 16 * 16 * 4, 64 // 4 * 4 * 16 * 4
+    shape = AttentionShape((("sp", 4),), 3, query, key, key, query, 64 // 4 * 16 * 4, 16, 4, 4)
+    once, twice = (scheme.cost(dataclasses.replace(shape, forwards=n)).bytes["sp", ALL_TO_ALL] for n in (1, 2))
+    assert sum(numbers) * 4 * 3 / 4 == twice - once
+
+
+def check_sent(scheme, lie, window, sizes):
+    scheme = scheme_of(scheme)
     ranks = math.prod(sizes.values())
     mesh = make_mesh(**sizes, devices=jax.devices()[:ranks])
     shapes = [jax.ShapeDtypeStruct((1, 64, heads, 16), jnp.bfloat16) for heads in (4, 2, 2)]
 
     def loss(q, k, v):
         rules = {} if window is None else {"sliding_window": window}
-        how = {"scheme": name, "order": lie, "mesh": mesh, "platform": "xla"}
+        how = {"scheme": scheme, "order": lie, "mesh": mesh, "platform": "xla"}
         return ring_attention(q, k, v, causal=True, **rules, **how).astype(jnp.float32).sum()
 
     program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*shapes)
@@ -253,7 +295,7 @@ def check_sent(name, lie, window, sizes):
     arrays = query, key, value, query, 4 * 4 * 64 // ranks
     halo = sent(order, 64, reach_of(mask, 64))
     shape = AttentionShape(tuple(sizes.items()), needed_hops(order, 64, mask), *arrays, 4, 2, 2, halo=halo)
-    wanted = SCHEMES[name]().cost(shape)
+    wanted = scheme.cost(shape)
     assert made.bytes == wanted.bytes and made.calls == wanted.calls
 
 
@@ -515,14 +557,25 @@ def test_schemes_by_hand():
     assert Ring().cost(again).bytes[("sp", PERMUTE)] - Ring().cost(shape).bytes[("sp", PERMUTE)] == 300
     assert Ring().memory(shape) == SchemeBytes(2 * 100 + 2 * 100 + 2 * 100, 2 * 2 * 150)
     assert AllGather().memory(shape) == SchemeBytes(4 * 100 + 2 * 100 + 2 * 100, 2 * 2 * 150)
-    # Each head of keys is sent twice, so that four ranks have one. Forward, and twice as much in the backward.
-    assert Ulysses().cost(shape).bytes == {("sp", ALL_TO_ALL): 3 / 4 * 3 * (100 + 2 * 100 + 150 + 16)}
-    assert Ulysses().memory(shape) == SchemeBytes(100 + 2 * 100 + 2 * (150 + 16))
+    # Each head of keys is sent twice, so that four ranks have one. Three passes, but the output and lse not as gradients.
+    assert Ulysses().cost(shape).bytes == {("sp", ALL_TO_ALL): 3 / 4 * (3 * (100 + 2 * 100) + 2 * 150 + 3 * 16)}
+    assert Ulysses().memory(shape) == SchemeBytes(100 + 2 * 100 + 150 + 2 * 16)
+    # Two groups of a head each: the heads of keys are not cut, and both groups have them. Two are held.
+    two = Ulysses(head_groups=2)
+    assert two.cost(shape).bytes == Ulysses().cost(shape).bytes
+    assert Ulysses().cost(shape).calls == {("sp", ALL_TO_ALL): 5 + 9} and two.cost(shape).calls == {
+        ("sp", ALL_TO_ALL): 2 * 8 + 6
+    }
+    assert two.memory(shape) == SchemeBytes(2 * (50 + 2 * 100 + 75 + 2 * 8))
+    assert Ulysses(head_groups=3).rejects(8, (("sp", 4),)) and two.rejects(8, (("sp", 4),)) is None
+    # The scheme outside has the heads of one group.
+    nested = Ulysses(Ulysses(), 2)
+    assert nested.rejects(8, (("cp", 2), ("sp", 2))) is None and "2 heads" in nested.rejects(8, (("cp", 4), ("sp", 2)))
     # Over two by two ranks each has one of the two heads of keys, and sends it along the outer axis with twice the tokens.
     both = dataclasses.replace(shape, over=(("cp", 2), ("sp", 2)))
     inner = dataclasses.replace(shape, over=(("cp", 2),), hops=1, heads=4, kv_heads=1)
     sent = Ulysses().cost(both).bytes
-    assert sent.pop(("sp", ALL_TO_ALL)) == 1 / 2 * 3 * (100 + 100 + 150 + 16)
+    assert sent.pop(("sp", ALL_TO_ALL)) == 1 / 2 * (3 * (100 + 100) + 2 * 150 + 3 * 16)
     assert sent == Ring().cost(inner).bytes == {("cp", PERMUTE): 1 * 2 * 100 + 200 + 100}
-    assert Ulysses().memory(both).work == Ring().memory(inner).work + 100 + 100 + 2 * (150 + 16)
+    assert Ulysses().memory(both).work == Ring().memory(inner).work + 100 + 100 + 150 + 2 * 16
     assert Ulysses(AllGather()).cost(both).bytes[("cp", ALL_GATHER)] == 2 * 100

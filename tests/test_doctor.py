@@ -69,6 +69,18 @@ def test_every_failure_is_told_on_all_hosts(examine, tmp_path, monkeypatch):
         assert f"host {i} ({name}) cannot write to run.dir" in line and "Not a directory" in line
 
 
+def test_what_all_hosts_read_does_not_grow_with_their_number():
+    reports = {i: [f"name-{i // 4}", f"machine-{i // 4}"] for i in range(4096)}
+    assert doctor._machines(reports)[0] == 1024
+    assert (
+        doctor._machines(reports)[1].startswith("name-0, name-1, ") and "and 1016 more" in doctor._machines(reports)[1]
+    )
+    behind = {i: [f"name-{i}", {"ahead": -90.0 if i else 0.0}] for i in range(1024)}
+    failures = doctor._few(health.clock_failures)(behind)
+    assert len(failures) == 9 and "host 1 (name-1)" in failures[0] and "1015 more like these, of 1024" in failures[-1]
+    assert doctor._few(health.clock_failures)({0: behind[0], 1: behind[1]}) == failures[:1]
+
+
 def test_a_folder_of_ones_own_is_not_the_one_of_the_run(tmp_path):
     folders = [health.SharedFolder(tmp_path / name / "run", i, "token") for i, name in enumerate("aab")]
     sees = [f.sees_first(0.1) for f in folders]

@@ -183,6 +183,21 @@ def test_a_process_that_is_started_again_while_others_wait_takes_its_place(start
     assert s.complete()[1] == who(1)
 
 
+def test_a_process_that_a_cluster_makes_again_alone_is_a_lost_host(start):
+    """And no wrong command, after which nothing would be started again."""
+    s = start(me=who(0, start="job.1"))
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(s.knock, i, start="job.1") for i in (1, 2)]
+        s.door.wait(5)
+        s.door.admit(7777)
+        assert [one.result().port for one in others] == [7777, 7777]
+    with pytest.raises(NobodyCame, match="all its processes are there: host 1"):
+        s.knock(1, start="job.1")
+    with pytest.raises(TurnedAway, match="this is another start"):
+        s.knock(1, start="job.2")
+    assert s.left == []
+
+
 def test_who_ends_without_a_word_is_named_to_all(start):
     s = start()
     s.complete()

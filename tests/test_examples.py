@@ -85,7 +85,9 @@ def test_a_layer_of_ones_own_resumes_is_evaluated_and_is_swept(tmp_path):
     assert "short_conv_taps is float32[1, 32, 3] there" in said
     # Its plugins are those of the run.
     assert "loss at 64 tokens" in launched("evaluate", f"run.dir={tmp_path / 'run'}", "tasks=loss", "batches=1")
-    assert "cannot" in launched("export", f"run.dir={tmp_path / 'run'}", f"to={tmp_path / 'hf'}", code=2)
+    said = launched("export", f"run.dir={tmp_path / 'run'}", f"to={tmp_path / 'hf'}", code=2)
+    assert "it has layers of plugins, 'short_conv' of examples.own_layer, which no family" in said
+    assert not (tmp_path / "hf").exists()
     swept = [word for word in words if not word.startswith("run.steps")]
     launched("train", "-m", *swept[:-1], f"run.dir={tmp_path / 'sweep'}", "run.steps=1", "model.short_conv.expand=1,2")
     assert {p.name for p in (tmp_path / "sweep").iterdir()} == {

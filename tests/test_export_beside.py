@@ -390,7 +390,7 @@ def test_the_scaling_of_rope_is_that_of_the_run(tokenizer, tmp_path, capsys):
 # -- the tokenizer --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["folder", "dataset", "mixture", "bpe", "recipe.json"])
+@pytest.mark.parametrize("place", ["folder", "dataset", "mixture", "stage", "bpe", "recipe.json"])
 def test_the_tokenizer_is_where_the_run_had_it(place, tokenizer, tmp_path, capsys):
     there = tmp_path / ("cache/tokenizer-0" if place == "bpe" else "there")
     there.mkdir(parents=True)
@@ -398,6 +398,7 @@ def test_the_tokenizer_is_where_the_run_had_it(place, tokenizer, tmp_path, capsy
     recipe = {
         "folder": {"data.tokenizer": str(there)},
         "dataset": {"data.tokenizer": "dataset"},
+        "stage": {"data.tokenizer": "dataset"},
         "mixture": {"data.tokenizer": "dataset", "data.mixture": [{"source": str(there), "weight": 1.0}]},
         "bpe": {"data.tokenizer": "bpe:300"},
         "recipe.json": {},
@@ -406,7 +407,11 @@ def test_the_tokenizer_is_where_the_run_had_it(place, tokenizer, tmp_path, capsy
     data = {"step": 1, "sequence_length": 64, "tokenizer": FileTokenizer(there / "tokenizer.json").fingerprint}
     export_memory.write(tmp_path / "run", c, recipe, data=data)
     latest = {"data.cache_dir": str(tmp_path / "cache"), "data.source": str(there), "data.tokenizer": str(there)}
-    latest |= {"data.source": None} if place == "mixture" else {}
+    latest |= {"data.source": None} if place in ("mixture", "stage") else {}
+    if place == "stage":
+        parts = [{"source": str(tmp_path / "no"), "weight": 1.0}, {"source": str(there), "weight": 2.0}]
+        latest |= {"curriculum[0].until": 1, "curriculum[0].source": "a.txt"}
+        latest |= {"data.tokenizer": "dataset", "curriculum[1].until": None, "curriculum[1].mixture": parts}
     (tmp_path / "run" / "recipe.json").write_text(json.dumps(latest))
     config, lines = exported(tmp_path / "run", tmp_path / "to", capsys)
     assert not lines and config["eos_token_id"] == END

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import json
 import re
 import shlex
 import stat
@@ -36,8 +37,20 @@ def made(*arguments):
     """Returns the JobSet of a command line, after it was read from the YAML that is printed and held against the schema."""
     read = yaml.safe_load(text_of(*arguments))
     jsonschema.validate(read, schema_of_jobset.schema())
+    _check_mounts(pod_of(read))
     assert all(isinstance(v, str) for v in read["metadata"].get("labels", {}).values())
     return read
+
+
+def _check_mounts(pod):
+    """What Kubernetes asks of volumes, and the schema does not say: each once, and no two at one path of a container."""
+    volumes = [one["name"] for one in pod["volumes"]]
+    assert len(set(volumes)) == len(volumes), volumes
+    for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        paths = [one["mountPath"] for one in container["volumeMounts"]]
+        assert len(set(paths)) == len(paths) and {one["name"] for one in container["volumeMounts"]} <= set(volumes)
+        names = [one["name"] for one in container["env"]]
+        assert len(set(names)) == len(names), names
 
 
 def job_of(read):
@@ -72,6 +85,8 @@ def started(read, **variables):
         ["slices=2", "mesh.dp=2", "mesh.sp=64"],
         ["queue=research", "service_account=trainer", "namespace=models", "spot=true", "name=long-run"],
         ["env.XLA_FLAGS=--a --b", "env.EMPTY=", "command=doctor"],
+        ["cpu=100", "memory=300Gi", "privileged=true", "tolerations=team=a:NoSchedule,gpu:NoExecute", "ttl=3600"],
+        ["priority=high", "pull_secret=registry", "reservation=ours", "strategy=Recreate", "secret.TOKEN=hub/token"],
     ],
 )
 @pytest.mark.parametrize("kind", [TPU, GPU], ids=["tpu", "gpu"])
@@ -107,7 +122,7 @@ def test_which_ends_start_the_run_again(code, again):
     _, job = job_of(read)
     assert job["backoffLimit"] == 0 and pod_of(read)["restartPolicy"] == "Never"
     disrupted, by_code = job["podFailurePolicy"]["rules"]
-    assert disrupted == {"action": "Count", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert disrupted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     codes = by_code["onExitCodes"]
     assert codes["operator"] == "In" and codes["containerName"] == pod_of(read)["containers"][0]["name"]
     reason = "PodFailurePolicy" if code in codes["values"] else "BackoffLimitExceeded"
@@ -126,7 +141,9 @@ def test_a_pod_of_a_tpu_slice():
         "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice", "cloud.google.com/gke-tpu-topology": "4x4x4"
     }  # fmt: skip
     (container,) = pod["containers"]
-    assert container["resources"] == {"limits": {"google.com/tpu": 4}}
+    assert container["resources"] == {"limits": {"google.com/tpu": 4}, "requests": {"memory": "358G"}}
+    assert container["securityContext"] == {"capabilities": {"add": ["SYS_RESOURCE"]}}
+    assert pod["tolerations"] == [{"key": "google.com/tpu", "operator": "Exists", "effect": "NoSchedule"}]
     variables = {one["name"]: one for one in container["env"]}
     assert expanded(variables["LIBTPU_INIT_ARGS"]["value"], {"HOME": "/wrong"}) == "--a=1 --b=$HOME"
     paths = {name: one["valueFrom"]["fieldRef"]["fieldPath"] for name, one in variables.items() if "valueFrom" in one}
@@ -141,8 +158,125 @@ def test_a_pod_of_a_tpu_slice():
     assert read["spec"]["network"]["subdomain"] == read["metadata"]["name"]
     assert pod["hostNetwork"] is True
     assert "exclusive-topology" in str(read["metadata"]["annotations"])
-    assert started(read)[:3] == ["python", "-m", "launch.train"] and started(read)[-1] == "cluster=auto"
-    assert "hostNetwork" not in pod_of(made(*TPU)) and "annotations" not in made(*TPU)["metadata"]
+    assert started(read)[:3] == ["python", "-m", "launch.train"]
+    assert started(read)[-2:] == ["cluster=auto", "cluster.timeout=1800"]
+    assert "hostNetwork" not in pod_of(made(*TPU))
+
+
+def test_a_slice_is_one_node_pool():
+    """Of one slice too: the scheduler may fill a job with nodes of two free pools of the same shape."""
+    for more in ([], ["slices=2", "mesh.dp=2"]):
+        annotations = made(*TPU, *more)["metadata"]["annotations"]
+        assert annotations == {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    assert "annotations" not in made(*GPU)["metadata"]
+
+
+def test_what_a_pod_may_be_given():
+    read = made(
+        *TPU, "cpu=100", "memory=300Gi", "privileged=true", "tolerations=team=a:NoSchedule,shared:NoExecute", "ttl=3600",
+        "priority=high", "pull_secret=registry", "reservation=ours", "secret.HF_TOKEN=hub/token", "spot=true",
+        "cluster.timeout=60",
+    )  # fmt: skip
+    pod, spec = pod_of(read), read["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["requests"] == {"cpu": "100", "memory": "300Gi"}
+    assert container["securityContext"] == {"privileged": True}
+    secret = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
+    assert secret in container["env"] and pod["priorityClassName"] == "high"
+    assert pod["imagePullSecrets"] == [{"name": "registry"}] and spec["ttlSecondsAfterFinished"] == 3600
+    assert pod["nodeSelector"]["cloud.google.com/reservation-name"] == "ours"
+    assert {"key": "team", "operator": "Equal", "value": "a", "effect": "NoSchedule"} in pod["tolerations"]
+    assert {"key": "shared", "operator": "Exists", "effect": "NoExecute"} in pod["tolerations"]
+    assert "cloud.google.com/gke-spot" in str(pod["tolerations"]) and "cluster.timeout=1800" not in started(read)
+    assert spec["failurePolicy"]["restartStrategy"] == "BlockingRecreate"
+    assert made(*TPU, "strategy=Recreate")["spec"]["failurePolicy"]["restartStrategy"] == "Recreate"
+
+
+# As XPK's decorators for these machines have it at 367c838: the number of interfaces, the daemon, and where libraries are.
+@pytest.mark.parametrize(
+    ("gpu", "network", "cards", "daemon", "profile"),
+    [
+        ("nvidia-h100-80gb", "tcpx", 5, "tcpx-daemon", ""),
+        ("nvidia-h100-mega-80gb", "tcpxo", 9, "tcpxo-daemon", "/usr/local/nvidia/lib64/nccl-env-profile.sh"),
+        ("nvidia-h200-141gb", "rdma", 10, "", "/usr/local/gib/scripts/set_nccl_env.sh"),
+        ("nvidia-b200", "rdma", 10, "", "/usr/local/gib/scripts/set_nccl_env.sh"),
+    ],
+)
+def test_a_machine_with_a_fast_network_uses_it(gpu, network, cards, daemon, profile, capsys):
+    read = made(*GPU, f"gpu={gpu}", f"network={network}", "env.NCCL_DEBUG=INFO")
+    template = job_of(read)[1]["template"]
+    pod, annotations = template["spec"], template["metadata"]["annotations"]
+    interfaces = json.loads(annotations["networking.gke.io/interfaces"])
+    assert [one["interfaceName"] for one in interfaces] == [f"eth{i}" for i in range(cards)]
+    assert interfaces[0]["network"] == "default" and len({one["network"] for one in interfaces}) == cards
+    assert annotations["networking.gke.io/default-interface"] == "eth0"
+    run = pod["containers"][0]
+    assert any(one["mountPath"].startswith("/usr/local/nvidia") for one in run["volumeMounts"])
+    variables = {one["name"]: one.get("value") for one in run["env"]}
+    assert variables["LD_LIBRARY_PATH"].startswith("/usr/local/nvidia/lib64") and variables["NCCL_DEBUG"] == "INFO"
+    if daemon:
+        (beside,) = pod["initContainers"]
+        assert (beside["name"], beside["restartPolicy"]) == (daemon, "Always")
+        devices = yaml.safe_load(annotations[f"devices.gke.io/container.{daemon}"])
+        assert {"path": "/dev/nvidia7"} in devices and {"path": "/dev/nvidiactl"} in devices
+    else:
+        assert "initContainers" not in pod
+    line = started(read, JOB_COMPLETION_INDEX="3")
+    if profile:
+        assert line[:3] == ["bash", "-c", f'. {profile} && exec "$@"'] and line[4:7] == ["python", "-m", "launch.train"]
+    else:
+        assert line[:3] == ["python", "-m", "launch.train"] and variables["NCCL_GPUDIRECTTCPX_CTRL_DEV"] == "eth0"
+    gke.main([*GPU, f"gpu={gpu}", f"network={network}"])
+    assert capsys.readouterr().err == ""
+
+
+def test_the_interfaces_may_have_other_names():
+    template = job_of(made(*GPU, "network=rdma", "interfaces=default,net-a,net-b"))[1]["template"]
+    rows = json.loads(template["metadata"]["annotations"]["networking.gke.io/interfaces"])
+    assert [one["network"] for one in rows] == ["default", "net-a", "net-b"]
+
+
+def test_a_slow_network_is_said(capsys):
+    for more, word in (
+        (["gpu=nvidia-h100-mega-80gb"], "give network=tcpxo, in a cluster"),
+        (["gpu=nvidia-a100-80gb"], "give network= (tcpx, tcpxo, rdma, by the kind of machine), or patch=FILE"),
+        (["gpu=nvidia-h200-141gb", "network=pods"], ""),
+        (["nodes=1"], ""),
+    ):
+        base = [a for a in GPU if not a.startswith("nodes=") or "nodes=1" not in more]
+        assert gke.main([*base, *more]) == 0
+        said = capsys.readouterr().err
+        assert word in said and bool(said) is bool(word)
+
+
+def test_a_patch_is_merged_by_names(tmp_path, capsys):
+    patch = tmp_path / "patch.yaml"
+    patch.write_text(
+        "metadata: {labels: {team: a}}\n"
+        "spec:\n  failurePolicy: {maxRestarts: 3}\n  replicatedJobs:\n  - name: slice\n    template: {spec: {template: "
+        "{metadata: {annotations: {gke-gcsfuse/volumes: 'true'}}, spec: {nodeSelector: null, containers: [{name: run, "
+        "env: [{name: POD_NAME, value: mine}, {name: NEW, value: x}], imagePullPolicy: Always}]}}}}\n"
+    )
+    read, before = made(*TPU, f"patch={patch}"), made(*TPU)
+    pod = pod_of(read)
+    assert read["metadata"] == before["metadata"] | {"labels": {"team": "a"}} and "nodeSelector" not in pod
+    assert read["spec"]["failurePolicy"] == before["spec"]["failurePolicy"] | {"maxRestarts": 3}
+    (container,), (old,) = pod["containers"], pod_of(before)["containers"]
+    assert container["imagePullPolicy"] == "Always" and container["args"] == old["args"]
+    names = [one["name"] for one in container["env"]]
+    assert names == [one["name"] for one in old["env"]] + ["NEW"]
+    assert {one["name"]: one for one in container["env"]}["POD_NAME"]["value"] == "mine"
+    for text, message in (
+        ("[]", "must hold what to change of the JobSet"),
+        ("a: [", "is not YAML"),
+        ("a: &x [1]\nb: [*x, *x]", "has an alias (*NAME): write out what it stands for"),
+        ("spec: {replicatedJobs: [{replicas: 2}]}", "patch: each item of spec.replicatedJobs must have name:"),
+    ):
+        patch.write_text(text)
+        assert gke.main([*TPU, f"patch={patch}"]) == WRONG
+        assert message in capsys.readouterr().err
+    assert gke.main([*TPU, f"patch={tmp_path}/none"]) == WRONG
+    assert "cannot be read: No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -199,7 +333,7 @@ def test_a_pod_with_gpus_knows_the_others():
     _, job = job_of(read)
     pod = pod_of(read)
     assert (job["parallelism"], job["completions"], job["completionMode"]) == (4, 4, "Indexed")
-    assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert pod["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 8}}
     assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h200-141gb"}
     assert {"name": "shm", "mountPath": "/dev/shm"} in pod["containers"][0]["volumeMounts"]
     line = started(read, JOB_COMPLETION_INDEX="3", HOME="/wrong")
@@ -225,6 +359,14 @@ def test_the_doctor_is_not_started_again():
         (["image=i", "topology=v9:4x4", *RUN], "must be GENERATION:SHAPE"),
         (["image=i", "topology=v5p:4xax4", *RUN], "must be GENERATION:SHAPE"),
         ([*TPU, "chips_per_node=5"], "chips_per_node = 5 does not divide the 64 chips"),
+        ([*TPU, "network=rdma"], "network= is of GPUs, and this is a run on TPUs"),
+        ([*GPU, "network=fast"], "network=fast is unknown; use one of tcpx, tcpxo, rdma, pods"),
+        ([*GPU, "interfaces=a,b"], "interfaces= is of network=tcpx, tcpxo or rdma"),
+        ([*TPU, "memory=lots"], "memory = 'lots' must be memory to request for a pod"),
+        ([*TPU, "tolerations=a=b"], "tolerations = 'a=b' must be taints to tolerate"),
+        ([*TPU, "strategy=Never"], "strategy=Never is unknown; use one of BlockingRecreate, Recreate"),
+        ([*TPU, "secret.TOKEN=plain"], "secret.TOKEN = 'plain' must be SECRET/KEY"),
+        ([*TPU, "secret.A=b/c", "env.A=1"], "A is given as env.A and as secret.A"),
         ([*TPU, "gpus_per_node=8"], "gpus_per_node= is of GPUs, and this is a run on TPUs"),
         ([*GPU, "slices=2"], "slices= is of TPUs, and this is a run on GPUs"),
         ([*TPU, "slices=0"], "slices must be a number from 1 on"),

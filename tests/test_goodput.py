@@ -8,6 +8,7 @@ import pytest
 
 from ejdist.training import goodput
 from ejdist.training.goodput import CLASSES, NAME, Goodput, Ledger, account, read
+from ejdist.training.step_timer import in_few
 
 
 def rows(*made):
@@ -197,3 +198,14 @@ def test_signs_of_life_grow_seldom(tmp_path, monkeypatch):
     ledger.close()
     gaps = [b - a for a, b in itertools.pairwise(signs)]
     assert gaps[0] == pytest.approx(0.2) and max(gaps) < 30.2 and gaps[-1] > 10 and len(signs) < 6000
+
+
+def test_a_row_about_the_hosts_has_one_size_whatever_their_number():
+    def times(host):
+        return {"host": 0.01 * host, "data_wait": 0.0, "waits": 0.5, "step_time": 1.0 + 0.01 * host}
+
+    few = in_few({host: times(host) for host in range(8)})
+    assert few == {"hosts": {str(host): times(host) for host in range(8)}}
+    many = in_few({host: times(host) for host in range(2000)})
+    assert list(many["hosts"]) == [str(host) for host in range(1992, 2000)], "those that need most for themselves"
+    assert many["of"] == 2000 and many["median"]["host"] == pytest.approx(9.99) and len(json.dumps(many)) < 1500

@@ -448,6 +448,13 @@ def state_on(mesh):
     return {"split": put("D_", 4, 2), "own": put("B_", 4, 2), "whole": put("__", 3, 2)}
 
 
+def test_replicas_that_are_never_compared_are_not_looked_for():
+    """Of thousands of devices that takes seconds, at each stage."""
+    never = Replicas(Hosts(5), {"w": object()}, 0)
+    never.look(1, None, saves=True)
+    assert never.every == 0 and never.groups == {}
+
+
 def test_a_device_with_another_bit_is_named():
     state = state_on(make_mesh(dp=2, fsdp=2, sp=1))
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)

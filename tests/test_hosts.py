@@ -94,6 +94,47 @@ def test_a_difference_is_told_on_every_host_with_its_host_and_both_values(togeth
     assert exit_code_of(found[0]) == WRONG
 
 
+def test_hosts_that_agree_send_no_facts_and_only_two_do_where_they_differ(together, monkeypatch):
+    sent, put = [], hosts_module._put
+    monkeypatch.setattr(hosts_module, "_put", lambda key, value: (sent.append((HERE.index, value)), put(key, value)))
+    long = {f"key {i}": "x" * 100 for i in range(50)}
+    assert together(4, lambda hosts: hosts.compare("the start", long)) == [None] * 4
+    assert max(len(str(value)) for _, value in sent) < 100
+    sent.clear()
+    found = together(4, lambda hosts: hosts.compare("the start", long | ({"key 7": "y"} if hosts.index > 1 else {})))
+    assert {type(e) for e in found} == {HostsDiffer} and "host 2 (" in str(found[3]) and "key 7 = y" in str(found[3])
+    assert {index for index, value in sent if len(str(value)) > 1000} == {2}, "host 0 looks at its own"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_hosts_share_one_makes_before_the_others_look(together, monkeypatch, tmp_path, shared):
+    monkeypatch.setattr(agreement, "_SEEN_AT_ONCE", 0.2)
+    began, ended, meet = [], [], threading.Barrier(3, timeout=5)
+
+    def act(hosts):
+        with agreement.first_alone(hosts, tmp_path / ("of all" if shared else str(hosts.index)), "its data"):
+            began.append((hosts.index, list(ended)))
+            if not shared:
+                meet.wait()  # all are here at once
+            time.sleep(0.1)
+            ended.append(hosts.index)
+        return hosts.broadcast("a word", "later")
+
+    assert together(3, act, limit=0.5) == ["later"] * 3, "and the next words are the same ones"
+    if shared:
+        assert began[0] == (0, []) and all(before[0] == 0 for _, before in began[1:])
+        assert not list((tmp_path / "of all").iterdir())
+
+
+def test_hosts_that_wait_for_what_one_makes_hear_that_it_failed(together, tmp_path):
+    def act(hosts):
+        with hosts.together(), agreement.first_alone(hosts, tmp_path, "its data"):
+            raise ValueError("data.source: no file")
+
+    found = together(3, act)
+    assert {type(e) for e in found} == {ValueError, HostsDiffer} and "no file" in str(found[2])
+
+
 @pytest.mark.parametrize("odd", [0, 1])
 def test_a_fact_that_only_some_hosts_have_is_a_difference(together, odd):
     (text, _) = map(

@@ -22,7 +22,7 @@ from ejdist.operations import bind_ops
 from ejdist.training.checkpoint import CheckpointError, Checkpoints
 from ejdist.training.flops import step_flops
 from ejdist.training.loop import train
-from ejdist.training.metrics import MetricsWriter, read_rows
+from ejdist.training.metrics import MetricsWriter, RowsOfRun, read_rows, tables_in
 from ejdist.training.program import make_program
 from ejdist.training.resume import check_same_run, fingerprint
 from ejdist.training.step import init_state, make_train_step
@@ -345,7 +345,8 @@ def test_an_array_is_a_list_in_the_rows_and_a_tag_an_element_in_the_events(tmp_p
     [(step, events, tables)], [written] = told, read_rows(tmp_path / "metrics.jsonl")
     assert written["load"] == [1.0, None] and written["count"] == 3 and step == 1
     assert events["load/0"] == 1.0 and np.isnan(events["load/1"]) and "load" not in events and events["loss"] == 2.0
-    assert tables == {"table": [[1, 2], [3, 5]]} and written["table"] == [[1, 2], [3, 5]] and "table/0" not in events
+    assert tables == {"table": [[1, 2], [3, 5]]} and "table" not in written and "table/0" not in events
+    assert list(tables_in(tmp_path)) == [{"step": 1, "table": [[1, 2], [3, 5]]}]
 
 
 def test_tables_are_in_some_rows_and_histograms_in_the_events(tmp_path):
@@ -354,7 +355,11 @@ def test_tables_are_in_some_rows_and_histograms_in_the_events(tmp_path):
         table = jnp.array([[1.0, jnp.nan, 3.0], [jnp.nan] * 3])
         writer.put(step, {"loss": jnp.float32(step), "tokens": jnp.float32(8), "of": table}, {"flops_causal": 1.0})
     writer.close()
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl") if "of" in row] == [1, 2, 4, 5]
+    assert [row["step"] for row in tables_in(tmp_path)] == [1, 2, 4, 5]
+    assert not any("of" in row for row in read_rows(tmp_path / "metrics.jsonl"))
+    rows = RowsOfRun(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows.for_pictures() if "of" in row] == [1, 2, 4, 5]
     [file] = (tmp_path / "tensorboard").iterdir()
     assert b"of/0" in file.read_bytes() and b"of/1" not in file.read_bytes()  # no finite value, no histogram
 

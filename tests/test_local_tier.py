@@ -14,7 +14,7 @@ from ejdist.cluster.hosts import Hosts
 from ejdist.training.checkpoint import CheckpointError, CheckpointSection
 from ejdist.training.checkpoint_format import DamagedCheckpoint
 from ejdist.training.checkpoint_policy import Clock, Saves
-from ejdist.training.local_tier import LocalCheckpoints
+from ejdist.training.local_tier import LocalCheckpoints, _common
 from launch.errors import DONE, WRONG
 from launch.processes import Job
 from launch.train import main
@@ -39,6 +39,13 @@ def saved(tier, state, *steps):
 
 def nobody(moment, word):
     return word
+
+
+def test_steps_are_those_of_all_hosts_and_few_hosts_without_any_are_named():
+    reports = {i: [f"name-{i}", [9, 6, 3] if i % 2 else [6, 3, 1]] for i in range(1024)}
+    assert _common(reports) == ([6, 3], [])
+    gone = reports | {i: ["gone", []] for i in range(100, 200)}
+    assert _common(gone) == ([], list(range(100, 109)))
 
 
 def test_what_is_saved_comes_back_where_it_lay_and_two_stay(tier, state):

@@ -232,6 +232,20 @@ def test_a_shipped_configuration_stands_behind_the_users_own(chip, tmp_path):
 # -- what is shipped --------------------------------------------------------------------------------------------------
 
 OPERATIONS = kernels.operations()
+
+
+def test_a_device_without_measurements_has_those_of_one_with_its_chip(chip, monkeypatch):
+    monkeypatch.setattr(measured, "SAME_CHIP", {CHIP: re.compile("B Chip.*")})
+    chip({"sine": (9.0,), "cosine": (3.0,)})
+    assert measured.of_device("B Chip 2") == measured.of_device(CHIP) != {}
+    assert measured.of_device("C Chip") == {}
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA GH200 480GB"])
+def test_hoppers_share_what_was_measured_on_one(kind):
+    assert set(measured.of_device(kind)) >= set(measured.of_device("NVIDIA H200")) != set()
+
+
 SHIPPED = {path.stem: json.loads(path.read_text()) for path in sorted(measured.FOLDER.glob("*.json"))}
 
 

@@ -16,7 +16,7 @@ from ejdist.models.model import Metric
 from ejdist.sections import validate
 from ejdist.training.integrity import digests_of
 from ejdist.training.optimizer import OptimizerSection, make_optimizer
-from ejdist.training.placing import place_batch
+from ejdist.training.placing import permuted, place_batch
 from ejdist.training.program import make_program
 from ejdist.training.rounding import random_bits, rounded, seed_of
 from ejdist.training.step import init_state, make_train_step
@@ -126,7 +126,7 @@ def stepped(words, steps=2):
         tokens = rng.integers(0, s.model.vocab_size, shape, dtype=np.int32)
         batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "segment_ids": np.zeros_like(tokens)}
         batch["positions"] = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-        state, _ = program.step(state, place_batch(batch, program, 0))
+        state, _ = program.step(state, place_batch(permuted(batch, program), program, np.arange(shape[0])))
     return program, start, state
 
 

@@ -13,7 +13,7 @@ from ejdist.mesh import make_mesh
 from ejdist.planning.compiled import collectives_of
 from ejdist.training.checkpoint import CheckpointError, Checkpoints
 from ejdist.training.loop import train
-from ejdist.training.metrics import read_rows
+from ejdist.training.metrics import RowsOfRun, read_rows, tables_in
 from ejdist.training.program import make_program
 from ejdist.training.resume import check_same_run, fingerprint
 from recipes.schema import compose
@@ -62,7 +62,9 @@ def test_what_a_run_says_and_writes(first):
         assert all(0 < x <= math.log(E) + 1e-6 for x in row["experts/entropy"])
         auxiliary = 0.01 * sum(row["experts/balance_loss"]) + 0.001 * sum(row["experts/z_loss"])
         assert row["experts/auxiliary_loss"] == pytest.approx(auxiliary, rel=1e-5)
-    with_load = [row for row in rows if "experts/counts" in row]
+    shown = RowsOfRun(directory)
+    assert list(shown) == rows
+    with_load = [row for row in shown.for_pictures() if "experts/counts" in row]
     assert [row["step"] for row in with_load] == [1, 3, 6, 8]
     for row in with_load:
         counts, ranks = np.array(row["experts/counts"]), np.array(row["experts/rank_counts"])
@@ -196,5 +198,5 @@ def test_the_recipes_train(recipe, corpus, tmp_path):
     outcome = train(compose(more), devices=jax.devices()[:4], log=lambda line: None)
     assert outcome.summary["loss_last"] < outcome.summary["loss_first"] - 1.5
     # One step may leave an expert out while scores still move; ten may not.
-    counts = np.array([row["experts/counts"] for row in read_rows(folder / "metrics.jsonl")[-10:]])
+    counts = np.array([row["experts/counts"] for row in list(tables_in(folder))[-10:]])
     assert counts.shape[:2] == (10, 4) and counts.sum(0).all()

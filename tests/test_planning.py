@@ -265,7 +265,7 @@ def test_the_outer_axis_of_the_sequence_is_what_is_given():
     assert {c.sizes["cp"] for c in candidates(sections, 16, {"mesh.cp", BATCH})} == {2}
     assert {c.sizes["cp"] for c in candidates(sections, 16, {BATCH})} == {1}
     sections.mesh.cp = -1
-    with pytest.raises(ValueError, match=r"mesh.cp = -1: a plan searches the devices along sp alone"):
+    with pytest.raises(ValueError, match=r"mesh.cp = -1: a plan itself divides the devices of the sequence"):
         next(candidates(sections, 16, {"mesh.cp", BATCH}))
 
 

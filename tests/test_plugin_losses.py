@@ -20,6 +20,7 @@ from ejdist.operations import bind_ops
 from ejdist.plugins import LossTerms, Reference, register_loss
 from ejdist.training.data import DataSection, build
 from ejdist.training.data.own_batches import OwnBatches
+from ejdist.training.flops import step_flops
 from ejdist.training.losses import BoundModel, Trained, named_loss
 from ejdist.training.step import init_state, make_train_step
 from recipes.schema import compose
@@ -98,6 +99,16 @@ def test_dpo_is_the_formula_and_only_the_policy_has_a_gradient():
     assert metrics["tokens"].value == (batch["targets"] >= 0).sum()
     assert all(not np.any(g) for g in jax.tree.leaves(of_reference))
     assert all(np.any(g) for g in jax.tree.leaves(of_policy))
+
+
+def test_one_forward_of_a_reference_is_counted():
+    recipe, segments = compose([*DPO, "lora.rank=2"]), np.array([[0] * 5 + [1] * 2 + [-1]])
+    for model in (recipe.model.build(), model_of(recipe.model, recipe.lora)):
+        alone, both = (step_flops(m.flops, segments) for m in (model, Trained(recipe, model).with_references()))
+        forward = sum(part.token for part in model.flops) * 8
+        pairs = sum(part.pair for part in model.flops)
+        assert both.causal - alone.causal == forward + pairs * (15 + 3)
+        assert both.full - alone.full == forward + pairs * 64
 
 
 def test_the_reference_of_adapters_shares_their_base():

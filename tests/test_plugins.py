@@ -22,6 +22,8 @@ from ejdist.training.program import make_program
 from ejdist.training.resume import check_same_run, fingerprint
 from ejdist.training.runs import section_of
 from ejdist.training.setup import open_run
+from ejdist.weights.families import family_of
+from ejdist.weights.files import WeightsError
 from launch import train
 from recipes.descriptions import describe
 from recipes.schema import RecipeError, compose, unread
@@ -149,6 +151,12 @@ def test_a_layer_has_a_section_of_its_own():
     ):
         with pytest.raises(ValueError, match=said):
             validate(compose([*LAYER, "model.short_conv.taps=3", words]))
+
+
+def test_a_layer_of_a_plugin_is_not_exported():
+    with pytest.raises(WeightsError, match=r"layers of plugins, 'short_conv' of examples.own_layer, which no family"):
+        family_of(compose(LAYER).model)
+    assert family_of(compose([*LAYER, "model.layer_pattern=[full]"]).model)[0] == "Qwen3ForCausalLM"
 
 
 def test_a_section_is_recorded_and_compared(tmp_path):

@@ -25,6 +25,7 @@ from ejdist.weights.families import read_config
 from launch.errors import DONE, WRONG
 from launch.evaluate import main as evaluate
 from launch.export import main as export
+from launch.options import check_run
 from launch.plan import main as plan
 from launch.plan import parse
 from launch.train import main
@@ -152,6 +153,18 @@ WRONG_CALLS = [
     (["model=hf:{f}", "model.num_heads=0"], "model.num_heads must be positive"),
     (["model=hf:{f}", "model.rope_factor=4.0"], "model.rope_factor belongs to model.rope_scaling, which is null"),
 ]  # fmt: skip
+
+
+def test_a_launcher_needs_the_folder_without_its_weights(tmp_path):
+    folder = write_folder(tmp_path / "qwen3", "qwen3")
+    (folder / "model.safetensors").unlink()
+    keys = ["recipe=sft", *of(folder), "mesh=single"]
+    assert check_run(keys, "", devices=1).data.chat_template is None
+    folder.rename(tmp_path / "away")
+    with pytest.raises(
+        ValueError, match=r"qwen3' is not on this machine, .*copy what the folder has beside its weights"
+    ):
+        check_run(keys, "", devices=1)
 
 
 @pytest.mark.parametrize(("words", "told"), WRONG_CALLS, ids=lambda x: " ".join(x) if isinstance(x, list) else "")

@@ -15,8 +15,9 @@ from small_run import PLAIN, TINY, losses
 
 from ejdist.training import integrity, loop, run_lock
 from ejdist.training.checkpoint import CheckpointError
-from ejdist.training.metrics import read_rows, summarise, write_atomic
+from ejdist.training.metrics import read_rows, write_atomic
 from ejdist.training.stop import Diverged, Stop, stop_on_signals
+from ejdist.training.summary import summarise
 from ejdist.weights.writer import save
 from kernels import Unsupported
 from launch import doctor, evaluate, export, plan, report

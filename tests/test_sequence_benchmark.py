@@ -162,7 +162,7 @@ def test_a_rank_compiles_for_hopper(call):
 def test_attention_over_a_split_sequence_is_checked_then_timed(tmp_path, monkeypatch, capsys):
     words = [*SMALL, "documents=40", "directions=backward", "schemes=ring", f"out={tmp_path}/out.json"]
     mesh = make_mesh(sp=2)
-    monkeypatch.setattr(sequence.ejdist, "make_mesh", lambda sp: mesh)
+    monkeypatch.setattr(sequence.ejdist, "make_mesh", lambda cp, sp: mesh)
     sequence.main([*words, "backends=auto,cudnn"])
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     here = "32 tokens, documents of 40, 4/2 x 8, backward"
@@ -233,6 +233,8 @@ def test_transfers_alone_are_those_of_the_whole(scheme):
         ("rank=3 ranks=1", "ranks = 1 must be at least 2"),
         ("rank=3 ranks=2 tokens=32 heads=8", "rank = '3' is no rank of 2; use a number from 0 to 1, 'worst' or 'all'"),
         ("rank=0 ranks=2 schemes=ulysses", "hops are a ring's"),
+        ("outer=tree", "outer = 'tree' is unknown; use ring"),
+        ("head_groups=0", "head_groups = 0 must be at least 1"),
         ("rank=0 ranks=3 tokens=31", "must be a multiple of 6"),
         ("plan=everything", "'everything' is unknown; use one_gpu"),
     ],

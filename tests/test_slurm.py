@@ -14,13 +14,17 @@ from small_run import PLAIN, losses
 
 from ejdist.cluster.verdict import again as starts_again
 from launch import slurm
+from launch.cluster import _place
 from launch.errors import DONE, PREEMPTED, WRONG
+from recipes.schema import compose
 
 SRUN = """#!{python}
 import json, os, signal, subprocess, sys
 line = [a for a in sys.argv[1:]]
+options = []
 while line[0].startswith("-"):
-    line.pop(0)
+    options.append(line.pop(0))
+if "STUB_OPTIONS" in os.environ: open(os.environ["STUB_OPTIONS"], "w").write("\\n".join(options))
 count, made = int(os.environ["STUB_TASKS"]), []
 for i in range(count):
     task = dict(SLURM_STEP_NODELIST="localhost", SLURM_NTASKS=str(count), SLURM_PROCID=str(i), SLURM_LOCALID=str(i))
@@ -32,7 +36,9 @@ signal.signal(signal.SIGTERM, lambda *_: [p.send_signal(signal.SIGTERM) for p in
 # As srun says: the highest exit code of all tasks, or 128 and the signal.
 sys.exit(max(128 - code if code < 0 else code for code in [p.wait() for p in made]))
 """
-SCONTROL = '#!/bin/sh\necho "$@" >> "$STUB_CALLS"\n'
+SCONTROL = """#!/bin/sh
+if [ "$1 $2" = "show hostnames" ]; then echo localhost; echo "$3"; else echo "$@" >> "$STUB_CALLS"; fi
+"""
 
 
 @pytest.fixture
@@ -48,6 +54,7 @@ def cluster(tmp_path):
         "PATH": f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "XLA_FLAGS": " ".join([*flags, "--xla_force_host_platform_device_count=1"]), "STUB_TASKS": "2",
         "STUB_CALLS": str(tmp_path / "calls"), "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NODELIST": "rack[1-4]node[1-8]", "SLURM_CPUS_ON_NODE": "96",
     }  # fmt: skip
 
     def run(text, **variables):
@@ -59,6 +66,12 @@ def cluster(tmp_path):
 
 def batch(*arguments):
     return slurm.script(*slurm.parse(arguments))
+
+
+def in_place_of_srun(text, command):
+    """Returns the script with another command in the place of srun and what it starts."""
+    (line,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    return text.replace(line, f"{command} &")
 
 
 def test_a_job_that_is_stopped_is_queued_again_and_goes_on(cluster, corpus, tmp_path):
@@ -98,7 +111,7 @@ def test_a_job_that_is_stopped_is_queued_again_and_goes_on(cluster, corpus, tmp_
     ],
 )
 def test_which_ends_are_queued_again(cluster, tmp_path, code, restarts, again):
-    text = batch("recipe=long_context").replace("srun --wait=300 python -m launch.train", f"sh -c 'exit {code}'")
+    text = in_place_of_srun(batch("recipe=long_context"), f"sh -c 'exit {code}'")
     assert cluster(text, SLURM_RESTART_COUNT=restarts or "0").wait(20) == code
     assert (tmp_path / "calls").exists() is again
     assert ("a new start would end in the same way" in (tmp_path / "log").read_text()) is (
@@ -113,17 +126,18 @@ def test_which_ends_are_queued_again(cluster, tmp_path, code, restarts, again):
         ((1, 134), "1 host 0 (n0, pid 4): a bug", False),
         ((134, 137), "69 host 0 (n0, pid 4): host 1 is gone", True),
         ((134, 139), None, True),
+        ((134, 137), "0 host 1 (n1, pid 5): all is well", True),
     ],
 )
 def test_the_reason_decides_and_not_the_highest_code_of_all_tasks(cluster, tmp_path, codes, left, again):
     leaves = f'echo "{left}" > "$EJDIST_VERDICT"; ' if left else ""
-    text = batch("recipe=long_context").replace(
-        "srun --wait=300 python -m launch.train",
-        f"bash -c '[ -n \"$EJDIST_START\" ] || exit 0; {leaves}exit {max(codes)}'",
+    text = in_place_of_srun(
+        batch("recipe=long_context"), f"bash -c '[ -n \"$EJDIST_START\" ] || exit 0; {leaves}exit {max(codes)}'"
     )
     code = cluster(text).wait(20)
-    assert code == (int(left.split()[0]) if left else max(codes)) and (tmp_path / "calls").exists() is again
-    if left:
+    stated = int(left.split()[0]) if left else 0
+    assert code == (stated or max(codes)) and (tmp_path / "calls").exists() is again
+    if stated:
         assert f"the run ended with exit code {code}, by {left.split(' ', 1)[1]}" in (tmp_path / "log").read_text()
     assert not list(Path.cwd().glob(".ejdist*"))
 
@@ -165,7 +179,7 @@ def test_a_fault_of_one_task_is_queued_again_where_that_helps(cluster, corpus, t
 
 def test_what_the_script_asks_for():
     text = batch(
-        "nodes=4", "gpus_per_node=8", "time=1-00:00:00", "partition=h200", "name=long-run", "sbatch=--exclusive",
+        "nodes=4", "gpus_per_node=8", "time=1-00:00:00", "partition=h200", "name=long-run", "sbatch=--comment=x",
         "recipe=long_context", "data.source='a b/*.txt'",
     )  # fmt: skip
     lines = text.splitlines()
@@ -173,9 +187,56 @@ def test_what_the_script_asks_for():
     for line in ("nodes=4", "ntasks-per-node=8", "gpus-per-node=8", "time=1-00:00:00", "partition=h200", "requeue",
                  "signal=TERM@300", "open-mode=append", "job-name=long-run"):  # fmt: skip
         assert f"#SBATCH --{line}" in lines
-    assert "#SBATCH --exclusive" in lines and "account" not in text and "--gpu-bind=none" in text
+    assert "#SBATCH --comment=x" in lines and "account" not in text and "--gpu-bind=none" in text
     assert """'data.source='"'"'a b/*.txt'"'"''""" in text and "cluster=auto" in text
     assert subprocess.run(["bash", "-n", "-c", text], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "on_both", "cpus", "seen"),
+    [
+        (["gpus_per_node=8"], ["mem=0"], "12", [None] * 8),
+        (["gpus_per_node=8", "tasks_per_node=1"], ["mem=0"], "96", ["[0,1,2,3,4,5,6,7]"]),
+        (
+            ["gpus_per_node=8", "tasks_per_node=2", "cpus_per_task=20"],
+            ["mem=0", "cpus-per-task=20"],
+            "20",
+            ["0,1,2,3", "4,5,6,7"],
+        ),
+        (["mem=64G"], ["mem=64G"], "96", [None]),
+        (["exclusive=false", "cpus_per_task=4"], ["cpus-per-task=4"], "4", [None]),
+        (["tasks_per_node=200"], ["mem=0"], "1", [None] * 2),
+    ],
+)
+def test_each_task_has_its_share_of_a_machine(cluster, tmp_path, monkeypatch, options, on_both, cpus, seen):
+    """Its CPUs, memory and GPUs: by what srun is given, and by what JAX makes of what a task is given."""
+    show = tmp_path / "show"
+    show.write_text(
+        f"#!{sys.executable} -S\nimport json, os, sys\n"
+        f"with open({str(tmp_path)!r} + '/task' + os.environ['SLURM_PROCID'], 'w') as file:\n"
+        "    json.dump([sys.argv[3:], {k: v for k, v in os.environ.items() if k[:3] in ('SLU', 'JAX')}], file)\n"
+    )
+    show.chmod(stat.S_IRWXU)
+    mesh = ["mesh.fsdp=8", "mesh.sp=1", "data.global_batch=8"] if "gpus_per_node=8" in options else []
+    text = batch(*options, "recipe=long_context", *mesh, f"python={show}", "srun=--mpi=none --container-image='a b'")
+    exclusive = "exclusive=false" not in options
+    assert ("#SBATCH --exclusive" in text.splitlines()) is exclusive
+    variables = {"STUB_TASKS": str(len(seen)), "STUB_OPTIONS": str(tmp_path / "options")}
+    assert cluster(text, **variables).wait(60) == DONE, (tmp_path / "log").read_text()[-3000:]
+    given = (tmp_path / "options").read_text().split("\n")
+    for option in on_both:
+        assert f"#SBATCH --{option}" in text.splitlines() and f"--{option}" in given
+    assert f"--cpus-per-task={cpus}" in given and {"--label", "--mpi=none", "--container-image=a b"} <= set(given)
+    for i, devices in enumerate(seen):
+        arguments, environment = json.loads((tmp_path / f"task{i}").read_text())
+        with monkeypatch.context() as task:
+            for name, value in environment.items():
+                task.setenv(name, value)
+            place = _place(compose(arguments).cluster)
+        # Without a word about GPUs JAX takes the one of the task's number.
+        wanted = [i] if devices is None else json.loads(f"[{devices.strip('[]')}]")
+        address = f"localhost:{os.getpid() % 4096 + 61440}"
+        assert (place.coordinator, place.count, place.devices) == (address, len(seen), wanted)
 
 
 @pytest.mark.parametrize("time", ["6", "5:01", "00:06:00", "0-1", "1-0:0", "0", ""])
@@ -185,7 +246,7 @@ def test_times_that_leave_room_for_the_grace(time):
 
 def test_the_doctor_is_started_once():
     text = batch("nodes=2", "command=doctor", "recipe=long_context")
-    assert "-m launch.doctor recipe=long_context cluster=auto" in text and "scontrol" not in text
+    assert "-m launch.doctor recipe=long_context cluster=auto" in text and "scontrol requeue" not in text
     assert subprocess.run(["bash", "-n", "-c", text], check=False).returncode == 0
 
 
@@ -207,7 +268,16 @@ def test_the_doctor_is_started_once():
         (["guards.spike=never"], "guards.spike"),
         (["name=a b"], "name must be written name=VALUE, in one word"),
         (["sbatch=--a\n--b"], "sbatch must be written sbatch=VALUE, in one word"),
-        (["sbatch=--mem=4G --nodes=8"], "--nodes is what nodes= says"),
+        (["sbatch=--comment=4G --nodes=8"], "--nodes is what nodes= says"),
+        (["sbatch=--cpus-per-task=12"], "--cpus-per-task is what cpus_per_task= says"),
+        (["sbatch=--exclusive"], "--exclusive is what exclusive= says"),
+        (["srun=--mem-per-cpu=4G"], "--mem-per-cpu is what mem= says"),
+        (["srun=-n 3"], "-n is what tasks_per_node= says"),
+        (["srun=--mpi=pmix --label"], "the script has --label already; leave it out"),
+        (["srun=it's"], "cannot be read as a shell does: No closing quotation"),
+        (["exclusive=false"], "exclusive=false needs cpus_per_task=: Slurm would give each process one CPU"),
+        (["mem=all"], "mem = 'all' must be memory of a machine, as 64G"),
+        (["cpus_per_task=0"], "cpus_per_task must be a number from 1 on"),
         (["sbatch=-N8"], "-N is what nodes= says"),
         (["sbatch=--ntasks=7"], "--ntasks is what tasks_per_node= says"),
         (["checkpoint.every=-1"], "checkpoint.every must be >= 0"),

@@ -22,6 +22,7 @@ from ejdist.training.data.tokenizer import ByteTokenizer
 from ejdist.training.metrics import read_rows
 from ejdist.training.optimizer import OptimizerSection, make_schedule
 from ejdist.training.recorded import recorded, settings_at
+from ejdist.training.resume import check_data
 from ejdist.training.runs import Run
 from ejdist.training.setup import open_run
 from launch.evaluation_recipe import with_settings_of_run
@@ -114,6 +115,22 @@ def test_the_first_places_of_a_shuffle_are_those_of_its_rule():
     for n in (1, 2, 7, 1000, 65536):
         shuffle = Shuffle(n, 5, "a", n)
         assert shuffle.first(min(n, 300)).tolist() == [shuffle[i] for i in range(min(n, 300))]
+
+
+def test_a_mixture_from_before_its_sources_had_their_rows_in_turn_is_named():
+    mixed = data(mixture([1, 1], corpus_of([8] * 5), corpus_of([8] * 5, first=99)))
+    kept = {"data": mixed.cursor(3) | {"order": mixed.packing.order.replace(" in turn", "")}, "recipe": {}}
+    with pytest.raises(ValueError) as refused:
+        check_data(kept, mixed, compose([]), 3, [])
+    assert str(refused.value) == (
+        "this run cannot resume with other data: data.mixture: the run began before version 0.2.0, in which a source of a "
+        "mixture had its rows in another order; finish the run with the version that it began with, set "
+        "run.allow_change=[data.packing] to resume with what it is now from step 4 on, or start in another run.dir"
+    )
+    assert set(check_data(kept, mixed, compose([]), 3, ["data.packing"])) == {"data.packing"}
+    kept["data"]["seed"] = 5
+    with pytest.raises(ValueError, match=r"run.seed: was 5, is 3; data.mixture: .*; restore it, finish the run with"):
+        check_data(kept, mixed, compose([]), 3, [])
 
 
 # -- where data goes on -------------------------------------------------------------------------------------------------

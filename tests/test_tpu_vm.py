@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from small_run import TINY, losses
 
-from launch import tpu_vm
+from launch import tpu_vm, tpu_vm_gcloud
 from launch.errors import DIVERGED, DONE, HOST_LOST, PIPE_CLOSED, PREEMPTED, WRONG
 from launch.processes import free_port
 
@@ -34,11 +35,18 @@ os.execvp("sh", ["sh", "-c", " ".join(command)])
 GCLOUD = """#!{python}
 import json, os, sys
 with open(os.environ["STUB_CALLS"], "a") as calls: print(json.dumps(sys.argv[1:]), file=calls)
-verb, name = sys.argv[4:6]
+words = [a for a in sys.argv[1:] if a != "alpha"]
+kind, verb, name = words[2:5]
+state = os.environ.get("STUB_STATE", "READY")
+if os.path.exists(state): state = open(state).read().strip()
+if name == "there-queued":
+    spec = {{"nodeId": "there"}}
+    if "MANY" in os.environ: spec = {{"multisliceParams": {{"nodeCount": 2, "nodeIdPrefix": "there"}}}}
+    print(json.dumps({{"state": {{"state": state}}, "tpu": {{"nodeSpec": [spec]}}}})); sys.exit()
 if not name.startswith("there"): print("ERROR: NOT_FOUND: no TPU of this name\\n- set zone", file=sys.stderr); sys.exit(1)
 if name == "there-odd": print("null")
 elif name == "there-soon": print(json.dumps({{"state": "CREATING"}}))
-elif verb == "describe": print(json.dumps({{"networkEndpoints": [{{"ipAddress": "10.0.0.1"}}, {{"ipAddress": "10.0.0.2"}}]}}))
+elif verb == "describe": print(json.dumps({{"state": state, "networkEndpoints": [{{}}, {{}}]}}))
 else:
     given = dict(a[2:].split("=", 1) for a in sys.argv[6:] if a.startswith("--") and "=" in a)
     os.environ["WORKER"] = given["worker"]
@@ -115,6 +123,8 @@ def test_a_folder_may_be_of_the_home_of_the_machine(tmp_path, monkeypatch, given
     options = tpu_vm.parse(["hosts=a", f"dir={given}", "python=pwd", "recipe=long_context"])[0]
     line = tpu_vm.remote(options, [], 0, "x").replace("pwd -m launch.train cluster=auto", "pwd")
     with subprocess.Popen(["sh", "-c", line], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as ran:
+        assert ran.stdout.readline() == "ejdist x is connected\n"
+        print(".", file=ran.stdin, flush=True)
         assert Path(ran.stdout.read().strip()) == home / given[2:]
 
 
@@ -130,10 +140,9 @@ def test_a_tpu_vm_by_gcloud(machines, program, capfd):
     assert tpu_vm.main(given) == DONE
     assert sorted(capfd.readouterr().out.splitlines()) == ["[0] worker 0", "[1] worker 1"]
     calls = [json.loads(line) for line in machines.read_text().splitlines()]
-    assert calls[0] == [
-        "compute", "tpus", "tpu-vm", "describe", "there", "--zone=us-east5-a", "--project=p", "--format=json",
-    ]  # fmt: skip
-    assert {c[7] for c in calls[1:]} == {"--worker=0", "--worker=1"}
+    where = ["--zone=us-east5-a", "--project=p", "--quiet"]
+    assert calls[0] == ["compute", "tpus", "tpu-vm", "describe", "there", *where, "--format=json"]
+    assert {c[8] for c in calls[1:]} == {"--worker=0", "--worker=1"}
     assert tpu_vm.main(["tpu=there,there-too", *given[1:]]) == DONE
     assert sorted(capfd.readouterr().out.splitlines()) == [f"[{i}] worker {i % 2}" for i in range(4)]
     assert tpu_vm.main([given[0].replace("there", "gone"), *given[1:]]) == WRONG
@@ -142,6 +151,93 @@ def test_a_tpu_vm_by_gcloud(machines, program, capfd):
     assert "tpu = 'there-soon' has no machines; its state is CREATING" in capfd.readouterr().err
     assert tpu_vm.main(["tpu=there-odd", *given[1:]]) == WRONG
     assert "gcloud describes it as 'null', which is not a TPU VM" in capfd.readouterr().err
+
+
+def test_how_gcloud_connects(machines, program, capfd):
+    words = [
+        "tpu=there",
+        "zone=z",
+        "recipe=long_context",
+        program("true"),
+        "key=~/k",
+        "gcloud=--ssh-flag='-p 22' --plain",
+    ]
+    for more in (["internal_ip=true"], ["iap=true"]):
+        assert tpu_vm.main([*words, *more]) == DONE
+    calls = [json.loads(line) for line in machines.read_text().splitlines()]
+    inside, tunnel = calls[2], calls[5]
+    assert {"--internal-ip", "--ssh-key-file=~/k", "--ssh-flag=-p 22", "--plain"} <= set(inside[: inside.index("--")])
+    assert tunnel[:5] == ["alpha", "compute", "tpus", "tpu-vm", "ssh"] and "--tunnel-through-iap" in tunnel
+    assert "--internal-ip" not in tunnel and "ConnectTimeout=60" in inside[inside.index("--") :]
+
+
+def test_a_queued_resource_has_its_slices(machines, program, monkeypatch, capfd):
+    words = ["queued=there-queued", "zone=z", "recipe=long_context", program('echo "worker $WORKER"')]
+    monkeypatch.setenv("STUB_STATE", "ACTIVE")
+    for many, count in (("", 2), ("1", 4)):
+        if many:
+            monkeypatch.setenv("MANY", many)
+        assert tpu_vm.main(words if not many else [w.replace("tpu=", "") for w in words]) == DONE
+        assert len(capfd.readouterr().out.splitlines()) == count
+    names = {json.loads(line)[4] for line in machines.read_text().splitlines() if '"ssh"' in line}
+    assert names == {"there", "there-0", "there-1"}
+    monkeypatch.setenv("STUB_STATE", "WAITING_FOR_RESOURCES")
+    assert tpu_vm.main(words) == WRONG
+    assert (
+        "queued = 'there-queued' has no machines; its state is WAITING_FOR_RESOURCES: start this again once it is ACTIVE"
+        in (capfd.readouterr().err)
+    )
+
+
+def test_machines_are_waited_for_and_made_again(machines, program, tmp_path, monkeypatch, capfd):
+    """A babysitter: preempted machines are made again, those that are being made are waited for, and the run goes on."""
+    state, made = tmp_path / "state", tmp_path / "made"
+    create = tmp_path / "create"
+    create.write_text(f"#!/bin/sh\necho $1 >> {made}\necho CREATING > {state}\n(sleep 0.4; echo READY > {state}) &\n")
+    create.chmod(stat.S_IRWXU)
+    monkeypatch.setenv("STUB_STATE", str(state))
+    monkeypatch.setattr(tpu_vm_gcloud, "_EVERY", 0.1)
+    monkeypatch.setattr(tpu_vm, "_PAUSE", 0.0)
+    state.write_text("READY")
+    preempted = f"echo PREEMPTED > {state}; if [ -e {made} ]; then echo READY > {state}; exit 0; fi; exit 137"
+    words = ["tpu=there", "zone=z", "recipe=long_context", "restarts=3", "wait=20", program(preempted)]
+    assert tpu_vm.main([*words, f"create={create} again"]) == DONE
+    out = capfd.readouterr().out
+    assert "the run ended with exit code 137, and is started again, 3 of 3 times left" in out
+    assert f"tpu = 'there' is PREEMPTED; it is made again: {create} again" in out and made.read_text() == "again\n"
+    state.write_text("PREEMPTED")
+    assert tpu_vm.main(words) == WRONG
+    assert "its state is PREEMPTED; make it again, or say how with create=" in capfd.readouterr().err
+    assert tpu_vm.main([*words, "create=false"]) == WRONG
+    assert "create = 'false' ended with exit code 1" in capfd.readouterr().err
+
+
+def test_variables_are_on_no_command_line(machines, program, monkeypatch, tmp_path, capfd):
+    """They go over the connection, as `ps` shows command lines to everybody."""
+    monkeypatch.setenv("HF_TOKEN", " hf_$x \\ 'y' ")
+    given = ["hosts=a,b", "cluster=manual", "recipe=long_context", "env.PLAIN=in the open", "secrets=HF_TOKEN"]
+    shows = program('echo "<$HF_TOKEN|$PLAIN>"; tr "\\0" " " < /proc/$PPID/cmdline; echo')
+    assert tpu_vm.main([*given, shows]) == DONE
+    out = capfd.readouterr().out
+    assert out.count("< hf_$x \\ 'y' |in the open>") == 2 and "hf_$x" not in out.replace("< hf_$x \\ 'y' |", "")
+    assert "bash -c" in out and out.count("in the open") == 2
+    monkeypatch.setenv("HF_TOKEN", "two\nlines")
+    assert tpu_vm.main([*given, shows]) == WRONG
+    assert "the value of HF_TOKEN has several lines" in capfd.readouterr().err
+
+
+def test_connections_are_made_in_batches(machines, program, tmp_path, monkeypatch, capfd):
+    """No more at once than said: counted by the stub of ssh, which holds each back before it stands."""
+    ssh = Path(shutil.which("ssh"))
+    slow = SSH.format(python=sys.executable).replace(
+        "home =", f"import time; f = {str(tmp_path)!r} + '/making-' + host; open(f, 'w').close(); n = len([x for x in "
+        f"os.listdir({str(tmp_path)!r}) if x.startswith('making-')]); print(n, file=open({str(tmp_path)!r} + '/most', 'a'))\n"
+        "time.sleep(0.15); os.remove(f)\nhome =", 1,
+    )  # fmt: skip
+    ssh.write_text(slow)
+    assert tpu_vm.main(["hosts=a,b,c,d,e", "batch=2", "recipe=long_context", program("echo here")]) == DONE
+    assert capfd.readouterr().out.count("here") == 5
+    assert max(map(int, (tmp_path / "most").read_text().split())) <= 2
 
 
 @pytest.mark.parametrize(
@@ -190,8 +286,10 @@ def test_a_connection_that_ends_stops_its_command(machines, program, tmp_path):
     waits = program(
         f"trap 'touch {tmp_path}/told; exit 75' TERM; touch {tmp_path}/up; for i in {{1..600}}; do sleep 0.1; done"
     )
-    ((_, line),) = tpu_vm.connections_of(*tpu_vm.parse(["hosts=a", "recipe=long_context", waits]))
+    ((_, line),) = tpu_vm.connections_of(*tpu_vm.parse(["hosts=a", "recipe=long_context", waits]), "x")
     made = subprocess.Popen(line, stdin=subprocess.PIPE)
+    made.stdin.write(b".\n")
+    made.stdin.flush()
     deadline = time.monotonic() + 20
     while not (tmp_path / "up").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -217,12 +315,19 @@ def test_the_code_is_copied_first(machines, program, capfd, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give tpu=NAME zone=ZONE for a TPU VM, or hosts=a,b,c"),
-        (["hosts=a", "tpu=b"], "give tpu=NAME zone=ZONE for a TPU VM, or hosts=a,b,c"),
+        ([], "give tpu=NAME zone=ZONE for a TPU VM, queued=NAME zone=ZONE for a queued resource, or hosts=a,b,c"),
+        (["hosts=a", "tpu=b"], "give tpu=NAME zone=ZONE for a TPU VM"),
         (["hosts=a,b,a"], "hosts = 'a,b,a' must name each once"),
         (["hosts=a,,b"], "hosts = 'a,,b' must name each once"),
-        (["hosts=a", "zone=z"], "zone= is of tpu=, which is not given"),
+        (["hosts=a", "zone=z"], "zone= is of tpu= and queued=, which is not given"),
+        (["hosts=a", "iap=true"], "iap= is of tpu= and queued=, which is not given"),
         (["tpu=a", "zone=z", "sync=true", "dir=x"], "sync= is of hosts=, which is not given"),
+        (["tpu=a", "zone=z", "ssh=ssh -v"], "ssh= is of hosts=, which is not given"),
+        (["tpu=a", "queued=b", "zone=z"], "give tpu=NAME zone=ZONE for a TPU VM, queued=NAME zone=ZONE"),
+        (["queued=a"], "queued= needs zone="),
+        (["tpu=a", "zone=z", "iap=true", "internal_ip=true"], "are two ways to a machine: give one"),
+        (["hosts=a", "env.HF_TOKEN=hf_x"], "env.HF_TOKEN is named as secrets are, and everybody would see it there"),
+        (["hosts=a", "secrets=NOT_THERE"], "there is no NOT_THERE in this command's environment"),
         (["tpu=a,a", "zone=z"], "tpu = 'a,a' must name each once"),
         (["tpu=a"], "tpu= needs zone="),
         (["tpu=a", "zone=z", "cluster=manual"], "tpu= needs zone=, and cluster=auto"),

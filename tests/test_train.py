@@ -43,6 +43,7 @@ LAYOUTS = {
     ],
     "dp2_cp2_sp2_zigzag_ulysses_accumulation": [
         *("mesh.dp=2", "mesh.cp=2", "mesh.sp=2", "sequence.scheme=ulysses", "data.global_batch=4", "accumulation=2"),
+        *("sequence.outer=all_gather", "sequence.head_groups=2"),
     ],
 }
 MORE_LAYOUTS = {
@@ -231,7 +232,13 @@ def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(every, corpus, 
         (["sequence.scheme=tree"], ["scheme", "tree", "all_gather"]),
         (
             ["sequence.scheme=ulysses", "mesh.sp=8"],
-            ["'ulysses'", "model.num_heads = 4", "sp=8", "divisor of 4", "mesh.cp"],
+            ["'ulysses'", "model.num_heads = 4", "sp=8", "divisor of 4", "mesh.sp=4 mesh.cp=2"],
+        ),
+        (["sequence.head_groups=2"], ["sequence.head_groups = 2", "'ring'", "sequence.scheme=ulysses"]),
+        (["sequence.scheme=ulysses", "sequence.outer=tree"], ["sequence.outer = 'tree'", "all_gather"]),
+        (
+            ["sequence.scheme=ulysses", "sequence.head_groups=3", "mesh.sp=2"],
+            ["'ulysses'", "3 groups", "head_groups=1"],
         ),
         (["model.num_kv_heads=3"], ["model.num_heads = 4", "model.num_kv_heads = 3"]),
         (["model.vocab_size=100"], ["model.vocab_size = 100", "257"]),
@@ -347,7 +354,7 @@ def test_storage_that_gives_other_bits_back_is_noticed(stopped_run, corpus, monk
     """Whatever the library below does not check: one bit of one element of the restored state."""
     import orbax.checkpoint as ocp
 
-    restore = ocp.StandardCheckpointHandler.restore
+    restore = ocp.PyTreeCheckpointHandler.restore
 
     def flipped(self, *args, **kwargs):
         state = restore(self, *args, **kwargs)
@@ -356,7 +363,7 @@ def test_storage_that_gives_other_bits_back_is_noticed(stopped_run, corpus, monk
         return state | {"params": state["params"] | {"embedding": jax.lax.bitcast_convert_type(bits, "float32")}}
 
     directory = stopped_run
-    monkeypatch.setattr(ocp.StandardCheckpointHandler, "restore", flipped)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", flipped)
     assert command(directory, corpus) == BAD_CHECKPOINT
     message = capsys.readouterr().err
     assert "checkpoints/3 cannot be read" in message and "embedding is not what was saved" in message

@@ -1,12 +1,13 @@
 """`python -m benchmarks.sequence [documents=4096] [tokens=8192,32768] [heads=32] [kv_heads=8] [width=128] [window=0] [sinks=0]
-[dtype=bfloat16] [schemes=ring,...] [orders=zigzag,...] [backends=auto] [directions=forward,backward] [rank= ranks=] [check=512]
-[seed=0] [rounds=5] [plan=] [budget=0] [out=FILE] [commit=]`: causal attention whose sequence is split over ranks, as a training
-step calls it.
+[dtype=bfloat16] [schemes=ring,...] [cp=1] [outer=ring] [head_groups=1] [orders=zigzag,...] [backends=auto]
+[directions=forward,backward] [rank= ranks=] [check=512] [seed=0] [rounds=5] [plan=] [budget=0] [out=FILE] [commit=]`: causal
+attention whose sequence is split over ranks, as a training step calls it.
 
 documents: the mean length of documents (lognormal), `one` document, `long_tail` (a file in documents/), or a file of lengths,
 one a line; a row is cut from them by the data pipeline, and segment ids go with it. `none`: no segment ids, which no training
 step does. window: keys that a query sees, 0 for all. sinks=1: learned sinks. Tokens and `check` are of a device. Schemes and
-orders: by default all that there are.
+orders: by default all that there are. cp: groups of ranks, over which Ulysses has the scheme `outer`; inside of one, heads are
+split. head_groups: of Ulysses, exchanged one after another.
 
 Over several devices, beside every way stand three times:
 one device: its kernel on so much of the same row that it has as many visible pairs as a device has of the split one, by the
@@ -46,7 +47,8 @@ __all__ = ["main", "table"]
 
 OPTIONS = {
     "documents": "4096", "tokens": "8192,32768", "heads": 32, "kv_heads": 8, "width": 128, "window": 0, "sinks": 0,
-    "dtype": "bfloat16", "schemes": ",".join(SCHEMES), "orders": ",".join(NAMES), "backends": "auto",
+    "dtype": "bfloat16", "schemes": ",".join(SCHEMES), "cp": 1, "outer": "ring",
+    "head_groups": 1, "orders": ",".join(NAMES), "backends": "auto",
     "directions": "forward,backward", "rank": "", "ranks": 0, "check": 512, "seed": 0, "rounds": 5, "plan": "", "budget": 0,
     "out": "", "coordinator": "", "processes": 1, "process": 0, "commit": "",
 }  # fmt: skip
@@ -67,11 +69,15 @@ def check(o: dict[str, Any]) -> None:
         ("width", 1),
         ("window", 0),
         ("check", 1),
+        ("cp", 1),
+        ("head_groups", 1),
         ("rounds", 1),
         ("seed", 0),
     ):
         if o[name] < least:
             raise ValueError(f"{name} = {o[name]} must be at least {least}")
+    if o["outer"] not in SCHEMES:
+        raise ValueError(f"outer = {o['outer']!r} is unknown; use {', '.join(SCHEMES)}")
     if o["heads"] % o["kv_heads"]:
         raise ValueError(f"heads = {o['heads']} must be a multiple of kv_heads = {o['kv_heads']}")
     if o["sinks"] not in (0, 1):
@@ -110,7 +116,7 @@ def main(argv: list[str]) -> None:
     first = jax.process_index() == 0
     rows, start = Rows(lambda text: print(text, flush=True) if first else None), time.perf_counter()
     alone = all(case["rank"] for case in todo)
-    mesh = None if alone else ejdist.make_mesh(sp=-1)
+    mesh = None if alone else ejdist.make_mesh(cp=o["cp"], sp=-1)
     kind = jax.devices()[0].device_kind
     facts = {
         "device": kind,

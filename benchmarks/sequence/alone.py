@@ -82,7 +82,7 @@ class Work(Scheme):
         table = real(known, local.axis) if known and n > 1 else {}
 
         def shift(tree: Any, axis: Any, by: int) -> Any:
-            if isinstance(tree, dict) and HOLDER in tree:
+            if isinstance(tree, dict) and HOLDER in tree and exchange.size(axis) == n:
                 holder = (tree[HOLDER] - by) % n
                 tree = tree | {name: of_rank(x, holder, n) for name, x in table.items()} | {HOLDER: holder}
             # The compiler is not to see that a loop has the same keys every time.

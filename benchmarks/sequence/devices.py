@@ -19,10 +19,10 @@ from benchmarks.sequence.pairs import of_ranks
 from benchmarks.sequence.rows import Rows, median
 from ejdist.layout import ACTIVATIONS, spec
 from ejdist.mapped import map_shards
-from ejdist.mesh import SP
+from ejdist.mesh import SEQUENCE_AXES, SP
 from ejdist.sequence import Scheme, compiler_options
 from ejdist.sequence.attention import local_of, shard_call
-from ejdist.sequence.schemes import scheme_of
+from ejdist.sequence.schemes import SCHEMES, options_of, scheme_of
 from kernels.ops.flash_attention import op as flash
 
 
@@ -42,6 +42,22 @@ def split(call: Attention, mesh: Any, scheme: Scheme, order: str) -> Programs:
     )
 
 
+def _over(mesh: Any) -> tuple[tuple[str, int], ...]:
+    """Returns (axis, devices along it) of the axes that the sequence is split over."""
+    return tuple((a, mesh.shape[a]) for a in SEQUENCE_AXES if mesh.shape[a] > 1) or ((SP, 1),)
+
+
+def _axis(mesh: Any) -> Any:
+    names = tuple(a for a, _ in _over(mesh))
+    return names[0] if len(names) == 1 else names
+
+
+def scheme_with(name: str, o: dict[str, Any]) -> Scheme:
+    """Returns a scheme with those of the options that it has."""
+    asked = {"outer": o["outer"], "head_groups": o["head_groups"]}
+    return scheme_of(name, **{n: value for n, value in asked.items() if n in options_of(SCHEMES[name])})
+
+
 @functools.cache
 def travelling(call: Attention, mesh: Any, scheme: Scheme, order: str, direction: str) -> Callable:
     """Returns the jitted (`to_send` of the arrays, data) -> next to nothing, that sends what the scheme sends in a direction
@@ -51,7 +67,7 @@ def travelling(call: Attention, mesh: Any, scheme: Scheme, order: str, direction
     def body(arrays: Arrays, data: Arrays) -> Any:
         inputs = {n: arrays[n] for n in ("query", "key", "value")}
         mask = call.rules.replace(**data)
-        how = {"axis": SP, "scheme": Transfers(scheme), "order": named, "platform": call.platform, "cfg": None}
+        how = {"axis": _axis(mesh), "scheme": Transfers(scheme), "order": named, "platform": call.platform, "cfg": None}
         static, made, seen = shard_call(inputs, mask, **how, lse=False)
         local, found = local_of(static, made, seen), {}
         if direction != "backward":
@@ -139,9 +155,10 @@ def measure(mesh: Any, o: dict[str, Any], call: Attention, tokens: int, rows: Ro
         for backend in dict.fromkeys(["auto", *backends]):
             one_device(direction, backend)
         for scheme in o["schemes"].split(","):
-            made = scheme_of(scheme)
-            reason = made.rejects(call.heads, ((SP, ranks),))
+            made = scheme_with(scheme, o)
+            reason = made.rejects(call.heads, _over(mesh))
             about = {**same, "direction": direction, "scheme": scheme}
+            about |= {name: o[name] for name in ("cp", "outer", "head_groups") if name == "cp" or hasattr(made, name)}
             if reason is not None:
                 rows.rows[f"{here}, {direction}, {scheme}"] = {"kind": "split", **about, "refused": reason}
                 continue
@@ -173,7 +190,7 @@ class Split:
 def ways(mesh: Any, o: dict[str, Any], call: Attention, small: Attention, of_order: Split) -> None:
     """Adds the transfers of a scheme in an order, and by each backend the whole and its work."""
     rows, order, direction = of_order.rows, of_order.order, of_order.about["direction"]
-    scheme, lies = scheme_of(of_order.about["scheme"]), ejdist.Order(order, mesh.size)
+    scheme, lies = scheme_with(of_order.about["scheme"], o), ejdist.Order(order, mesh.size)
     data = calls.data_of(call, lies.permute(of_order.ids, 0), mesh)
 
     def transfers() -> tuple[Callable, tuple, dict[str, Any]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
+import math
 import os
 import platform
 import time
 import uuid
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ PACKAGES = (
 CODE = ("ejdist", "kernels", "launch", "recipes")
 # Flags that do not change the program, and may name a different path on each host.
 _NO_PROGRAM = ("--xla_dump",)
+_SEEN_AT_ONCE = 2.0  # seconds for a file whose name nobody has asked for before
 _SEEN_WITHIN = 30.0  # seconds after which a network file system shows a new file to every host
 
 
@@ -105,6 +109,47 @@ def check_shared(hosts: Hosts, directory: Any, key: str = "run.dir", *, alone: b
     finally:
         if hosts.index == 0:
             (directory / name).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def first_alone(hosts: Hosts, folder: Path, what: str) -> Iterator[None]:
+    """On hosts that share a folder host 0 runs the body first, and the others once it is through: they find there what it has
+    made, instead of making it a thousand times. On hosts with folders of their own all run it at once.
+
+    Args:
+      what: is made there, for the messages of a timeout.
+
+    Raises:
+      HostLost: a host does not answer. The others wait for host 0 as long as it lives.
+    """
+    shared = hosts.count > 1 and _is_shared(hosts, folder, what)
+    if shared and hosts.index > 0:
+        hosts.broadcast(what, limit=math.inf)
+    yield
+    if shared and hosts.index == 0:
+        hosts.broadcast(what, True)
+
+
+def _is_shared(hosts: Hosts, folder: Path, what: str) -> bool:
+    """Returns, on all hosts, whether all see at once what host 0 writes to a folder. Nothing is left in it."""
+    seen, name = folder / f".seen-by-all-{uuid.uuid4().hex}", ""
+    if hosts.index == 0:
+        with contextlib.suppress(OSError):  # whoever has to write there says what is wrong
+            folder.mkdir(parents=True, exist_ok=True)
+            seen.touch()
+            name = seen.name
+    try:
+        name = hosts.broadcast(
+            f"a file beside {what}", name
+        )  # words that are the same on all hosts, as folders may not be
+        end = time.monotonic() + _SEEN_AT_ONCE
+        while not (there := bool(name) and (folder / name).exists()) and name and time.monotonic() < end:
+            time.sleep(0.1)
+        return hosts.reduce(f"the look for {what}", there, lambda values: all(there for _, there in values.values()))
+    finally:
+        if hosts.index == 0:
+            with contextlib.suppress(OSError):
+                seen.unlink(missing_ok=True)
 
 
 def _exists(path: Any) -> bool:

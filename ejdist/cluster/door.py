@@ -20,12 +20,14 @@ import contextlib
 import json
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ejdist.cluster.presence import Gone, Presence, Who
+from ejdist.cluster.tls import URI, is_ours
 
 EVERY = 5.0  # seconds between signs of life
 SILENT = 30.0  # seconds without one after which a host is named
@@ -39,6 +41,10 @@ _NAMED = 8  # processes in a sentence
 
 class Closed(Exception):
     """The other side has closed the connection, or the network has."""
+
+
+class NoCertificate(ValueError):
+    """The other side has no certificate of this run, does not take this side's, or does not speak TLS."""
 
 
 class Lines:
@@ -62,16 +68,25 @@ class Lines:
             ready.register(self.socket, selectors.EVENT_READ)
             ready.select(seconds)
 
+    def _recv(self) -> bytes:
+        with self._lock:  # of TLS, reading and writing share their state
+            return self.socket.recv(_LONGEST)
+
     def receive(self) -> Iterator[dict[str, Any] | None]:
         """Yields what has come: messages, and None for signs of life.
 
         Raises:
-          Closed: nothing more will come. ValueError: the peer sends something other than lines of JSON objects.
+          Closed: nothing more will come. ValueError: the peer sends something other than lines of JSON objects, or has no
+            certificate of this run.
         """
         try:
-            more = self.socket.recv(_LONGEST)
-        except (BlockingIOError, TimeoutError):
+            more = self._recv()
+        except (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return
+        except ssl.SSLEOFError as error:
+            raise Closed from error
+        except ssl.SSLError as error:
+            raise NoCertificate(error.reason or str(error)) from error
         except OSError as error:
             raise Closed from error
         if not more:
@@ -117,8 +132,16 @@ class _Guest:
 class Door:
     """Process 0's side. It stays open for the whole run, so that others are turned away."""
 
-    def __init__(self, me: Who, server: socket.socket, presence: Presence, log: Callable[[str], object]) -> None:
-        """`log` takes a line for the user, from the door's own thread."""
+    def __init__(
+        self,
+        me: Who,
+        server: socket.socket,
+        presence: Presence,
+        log: Callable[[str], object],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`log` takes a line for the user, from the door's own thread. With `tls` who joins must show a certificate."""
+        self._tls = tls
         self._me, self._server, self._presence, self._log = me, server, presence, log
         self._guests: dict[socket.socket, _Guest] = {}
         self._members: dict[int, _Guest] = {}
@@ -215,6 +238,9 @@ class Door:
     def _accept(self, ready: selectors.BaseSelector) -> None:
         try:
             connection, address = self._server.accept()
+            if self._tls is not None:  # the other side is heard of before anything is waited for
+                connection.setblocking(False)
+                connection = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
             self._guests[connection] = _Guest(connection, address)
             ready.register(connection, selectors.EVENT_READ)
         except OSError:  # it is gone again, or this process may open no more files for now
@@ -225,6 +251,10 @@ class Door:
             for message in guest.lines.receive():
                 if message is None:
                     continue
+                if guest.who is None and self._tls is not None and not is_ours(guest.lines.socket):
+                    why = f"the certificate of this process has no URI that begins with {URI} (cluster.tls)"
+                    guest.lines.send({"refused": why, "again": False})
+                    raise NoCertificate
                 if guest.who is None:
                     self._greet(ready, guest, Who(**message["hello"]))
                 elif "bye" in message:
@@ -233,13 +263,16 @@ class Door:
                     return
         except Closed:
             self._part(ready, guest)
+        except NoCertificate:
+            whom = f"a program at {guest.address}, which has no certificate of this run (cluster.tls)"
+            self._turn_away(ready, guest, whom)
         except (ValueError, KeyError, TypeError, RecursionError):
             self._turn_away(ready, guest, f"a program at {guest.address}, which is no process of ejdist")
 
     def _greet(self, ready: selectors.BaseSelector, guest: _Guest, who: Who) -> None:
         guest.who = who
         if (refused := self._refusal(who)) is not None:
-            guest.lines.send({"refused": refused, "again": self._ending})
+            guest.lines.send({"refused": refused, "again": self._ending, "lost": self._is_replaced(who)})
             self._turn_away(ready, guest, f"{who.command} as {who}")
             return
         if (before := self._members.pop(who.index, None)) is not None:
@@ -266,6 +299,13 @@ class Door:
             named = f": {member.who}" if member is not None else ""
             return f"{mine}, and {theirs}{named}; let it end, or give this start another port"
         return None
+
+    def _is_replaced(self, who: Who) -> bool:
+        """Returns whether a process takes the place of one of this start after all had come: the launcher's cluster has made a
+        lost one again, alone, and all are to be started."""
+        me = self._me
+        same = (who.command, who.run, who.start, who.count) == (me.command, me.run, me.start, me.count)
+        return bool(me.start and same and 0 < who.index < me.count and (self._port or self._ending))
 
     def _turn_away(self, ready: selectors.BaseSelector, guest: _Guest, whom: str) -> None:
         now, line = time.monotonic(), f"{whom} (at {guest.address})" if guest.who else whom

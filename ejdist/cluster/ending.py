@@ -111,7 +111,7 @@ def _watch(codes: Codes, failed: Callable[[], Failed | None], ended: threading.E
             gone = presence().gone()
             grace = _GONE if gone is not None and gone.text == failure.text else _GRACE
             if not ended.wait(grace) and not _finding_out.is_set():
-                if failure.code is not None:
+                if failure.code:  # 0 would be no failure
                     leave(f"error: {failure.text}", failure.code)
                 leave(f"error: {failure.text}; the same command resumes from the last checkpoint", codes.lost)
             return

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-from ejdist.cluster.door import EVERY, SILENT, Closed, Lines, silence
+from ejdist.cluster.door import EVERY, SILENT, Closed, Lines, NoCertificate, silence
 from ejdist.cluster.presence import Gone, Presence, Who
+from ejdist.cluster.tls import connected
 
 _AGAIN = 1.0  # seconds between two attempts
 _TAKEN = 3.0  # seconds in which whoever has a port may say what it is
@@ -92,12 +94,13 @@ class Line:
                 log(f"{self._first} {silence(quiet) if silent else 'is heard of again'}")
 
 
-def knock(address: str, who: Who, seconds: float, first: str = "host 0") -> Line:
+def knock(address: str, who: Who, seconds: float, first: str = "host 0", tls: str | None = None) -> Line:
     """Returns the line of this process once process 0 has let it in.
 
     Args:
       address: HOST:PORT of process 0.
       first: names process 0 in messages.
+      tls: `cluster.tls`.
 
     Raises:
       TurnedAway: this process is of another start, or what listens there is no process 0. NobodyCame: process 0 does not
@@ -108,6 +111,14 @@ def knock(address: str, who: Who, seconds: float, first: str = "host 0") -> Line
     while (left := end - time.monotonic()) > 0:
         try:
             connection = socket.create_connection((name.strip("[]"), int(port)), timeout=min(5.0, left))
+            if tls is not None:
+                connection = connected(tls, connection)
+        except (ssl.SSLZeroReturnError, ssl.SSLEOFError, ConnectionResetError):
+            why = f"what listens at {address} is closing, or has no certificates (cluster.tls)" if tls else why
+            time.sleep(min(_AGAIN, max(0.0, left)))
+            continue
+        except ssl.SSLError as error:
+            raise TurnedAway(_no_certificate(address, error.reason or error.strerror or str(error))) from error
         except OSError:
             time.sleep(min(_AGAIN, max(0.0, left)))
             continue  # `why_unreachable` finds the words
@@ -125,11 +136,19 @@ def knock(address: str, who: Who, seconds: float, first: str = "host 0") -> Line
     raise NobodyCame(why)
 
 
-def occupant(port: int, who: Who) -> tuple[str, bool]:
+def _no_certificate(address: str, why: str) -> str:
+    return (
+        f"cluster.coordinator = {address}: what listens there and this process do not take each other's certificates ({why}): "
+        "all processes of a run need cluster.tls, with certificates by one authority"
+    )
+
+
+def occupant(port: int, who: Who, tls: str | None = None) -> tuple[str, bool]:
     """Returns what uses a port of this machine, as the door there describes it, and whether that is ending; "" and False if
     there is no door."""
     try:
-        lines = Lines(socket.create_connection(("localhost", port), timeout=_TAKEN))
+        connection = socket.create_connection(("localhost", port), timeout=_TAKEN)
+        lines = Lines(connection if tls is None else connected(tls, connection))
     except OSError:
         return "", False
     lines.send({"hello": asdict(who)})
@@ -178,6 +197,8 @@ def _let_in(lines: Lines, address: str, end: float, why: str) -> int:
                     raise TurnedAway(f"cluster.coordinator = {address}: {message['refused']}")
         except Closed:
             raise _Later(missing) from None
+        except NoCertificate as error:
+            raise TurnedAway(_no_certificate(address, str(error))) from error
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise TurnedAway(
                 f"cluster.coordinator = {address}: another program listens there, not process 0 of a run: give a free port of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ejdist.cluster.hosts import MAX_SECONDS
+from ejdist.cluster.tls import context
 from ejdist.sections import operational
 
 KINDS = ("local", "auto", "manual")
@@ -24,6 +25,8 @@ class ClusterSection:
     num_processes: int | None = operational(None)  # processes of the run
     process_id: int | None = operational(None)  # which of them this is, from 0
     local_device_ids: list[int] | None = operational(None)  # the GPUs that a process uses; null: all
+    # Folder with tls.crt, tls.key and ca.crt, the same on all hosts: only processes with such a certificate join the run.
+    tls: str | None = operational(None)
     timeout: int = operational(300)  # seconds for all processes to connect
     heartbeat: int = operational(100)  # seconds of silence after which a process counts as lost and all exit
 
@@ -45,13 +48,15 @@ class ClusterSection:
             )
         if self.kind not in KINDS:
             raise ValueError(f"cluster.kind = {self.kind!r} is unknown; use local, auto or manual")
-        several = ("coordinator", "service_port", "num_processes", "process_id", "local_device_ids")
+        several = ("coordinator", "service_port", "num_processes", "process_id", "local_device_ids", "tls")
         multihost = [name for name in several if getattr(self, name) is not None]
         if self.kind == "local" and multihost:
             raise ValueError(
                 f"cluster.{multihost[0]} = {getattr(self, multihost[0])!r} is for several processes: add "
                 "cluster=manual, or leave it out"
             )
+        if self.tls is not None:
+            context(self.tls, server=True)
         if self.kind == "manual":
             if self.coordinator is None or self.num_processes is None or self.process_id is None:
                 raise ValueError(

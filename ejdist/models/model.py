@@ -114,7 +114,8 @@ class Flops:
 
     token: per position, in matmuls with parameters. pair: per (query, key) pair of causal attention.
     grouped: whether the matmuls are grouped by expert. mask: the mask rules within a document, without arrays. frozen: of
-    `token`, those with parameters that are not trained: their backward has one matmul, not two.
+    `token`, those with parameters that are not trained: their backward has one matmul, not two. backward: whether there is one;
+    a reference of a loss has none.
     """
 
     token: int
@@ -122,6 +123,7 @@ class Flops:
     grouped: bool = False
     mask: MaskInfo = CAUSAL
     frozen: int = 0
+    backward: bool = True
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from typing import Any
 import jax
 
 from ejdist.experts.schemes import fitting
-from ejdist.mesh import AXES, BATCH_AXES, SEQUENCE_AXES, TP
+from ejdist.mesh import AXES, BATCH_AXES, CP, SEQUENCE_AXES, SP, TP
 from ejdist.models.model import CAUSAL
 from ejdist.models.remat import REMAT as POLICIES
 from ejdist.order import NAMES as ORDERS
 from ejdist.order import Order
 from ejdist.planning.activations import has_experts
 from ejdist.sequence.schedule import imbalance
-from ejdist.sequence.schemes import SCHEMES
+from ejdist.sequence.schemes import SCHEMES, options_of
 from ejdist.training.optimizer import fixed
 
 # The keys that are searched.
@@ -135,13 +135,37 @@ def orders_searched(length: int, ranks: int) -> list[str]:
     return [o.name for o in fit] or [*ORDERS[:1]]  # where none fits, the first is refused with its reason
 
 
+def _takes(sequence: Any, scheme: str, heads: int, axes: Any) -> bool:
+    """Returns whether a scheme has the options that the recipe gives, and takes that many heads over those axes."""
+    try:
+        made = replace(sequence, scheme=scheme).made()
+    except ValueError:
+        return False
+    return made.rejects(heads, axes) is None
+
+
+def products(s: Any, of: Candidate, given: Collection[str]) -> Iterator[Candidate]:
+    """Yields a choice again with its sequence over two axes, with each scheme that has another one over the outer axis; nothing
+    where either axis is given."""
+    if {f"mesh.{CP}", f"mesh.{SP}"} & {*given}:
+        return
+    sizes, schemes = of.sizes, (s.sequence.scheme,) if SCHEME in given else SCHEMES
+    ranks, heads = sizes[CP] * sizes[SP], s.model.num_heads // sizes[TP]
+    for inner in (n for n in range(2, ranks) if ranks % n == 0):
+        mesh, axes = {**sizes, CP: ranks // inner, SP: inner}, ((CP, ranks // inner), (SP, inner))
+        for name in schemes:
+            if "outer" in options_of(SCHEMES[name]) and _takes(s.sequence, name, heads, axes):
+                scheme = None if SCHEME in given else name
+                yield replace(of, mesh=tuple(mesh[a] for a in AXES), scheme=scheme)
+
+
 def ways(s: Any, mesh: tuple[int, ...], given: Collection[str]) -> Iterator[tuple[str | None, str | None, str | None]]:
     """Yields (scheme, order, dispatch) of what a mesh leaves to choose; None as the recipe has it."""
     sizes = dict(zip(AXES, mesh, strict=True))
     axes = tuple((a, sizes[a]) for a in SEQUENCE_AXES if sizes[a] > 1)
     split, heads = bool(axes), s.model.num_heads // sizes[TP]
     orders = orders_searched(s.data.sequence_length, math.prod(n for _, n in axes))
-    schemes = [name for name, scheme in SCHEMES.items() if split and scheme().rejects(heads, axes) is None]
+    schemes = [name for name in SCHEMES if split and _takes(s.sequence, name, heads, axes)]
     over = tuple(sizes.get(a, 1) for a in s.experts.axes)
     mixed = has_experts(s.model) and math.prod(over) > 1
     yield from itertools.product(

@@ -25,6 +25,7 @@ from ejdist.planning.candidates import (
     Savings,
     candidate_of,
     policies_searched,
+    products,
     rows_over,
     savings_searched,
     ways,
@@ -159,7 +160,7 @@ def candidates(sections: Any, count: int, given: Collection[str], savings: Savin
     written = {a: getattr(s.mesh, a) for a in AXES if f"mesh.{a}" in given}
     if written.get(CP) == -1:
         raise ValueError(
-            "mesh.cp = -1: a plan searches the devices along sp alone; give those along cp, or leave them at 1"
+            "mesh.cp = -1: a plan itself divides the devices of the sequence between cp and sp; give those along cp, or none"
         )
     sizes = {a: n for a, n in written.items() if n != -1}
     policies = (s.model.remat,) if REMAT in given else policies_searched(savings)
@@ -252,8 +253,12 @@ def _search(
     least = predictor.checked(smallest[1]) if smallest and not fitting else None
     for plan in ranked(fitting)[:VARIED]:
         of = plan.candidate
-        for scheme, order, dispatch in itertools.islice(ways(sections, of.mesh, fixed_keys), 1, None):
-            prediction = predictor(replace(of, scheme=scheme, order=order, dispatch=dispatch), room)
+        others = (
+            replace(of, scheme=scheme, order=order, dispatch=dispatch)
+            for scheme, order, dispatch in itertools.islice(ways(sections, of.mesh, fixed_keys), 1, None)
+        )
+        for other in itertools.chain(others, products(sections, of, fixed_keys)):
+            prediction = predictor(other, room)
             count += 1
             fitting += [prediction] if isinstance(prediction, Predicted) else []
     order, refused, too_large = ranked(fitting), [], True

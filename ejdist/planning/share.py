@@ -15,7 +15,6 @@ from ejdist.models.share import Share
 from ejdist.order import Order
 from ejdist.planning.candidates import rows_over
 from ejdist.planning.links import NETWORK, Links
-from ejdist.sequence.schemes import by_window
 
 
 def share_of(sections: Any, mesh: Any, links: Links | None = None) -> Share:
@@ -36,7 +35,7 @@ def share_of(sections: Any, mesh: Any, links: Links | None = None) -> Share:
         itemsize=_itemsize(s),
         length=s.data.sequence_length,
         remat=REMAT[s.model.remat],
-        scheme=by_window(s.sequence.scheme, s.sequence.window_scheme),
+        scheme=s.sequence.made(),
         order=Order(s.sequence.order, MeshSection.sequence_shards(mesh)),
         outer=mesh.shape[CP],
         dispatch=dispatch_named(dispatch_of(s, mesh, links)),

@@ -155,15 +155,15 @@ def shard_call(
     op.check_asked(platform, cfg)
     arrays = {n: x for n, x in arguments.items() if is_array(x)}
     options = {n: x for n, x in arguments.items() if n not in arrays}
-    n = exchange.size(axis)
-    mask, own_mask = of_all_ranks(MaskInfo() if mask is None else mask, scheme, order, axis)
+    mask, own_mask = of_all_ranks(mask or MaskInfo(), order, axis, scheme.all_ids)
     # Positions of the caller's own, and what rules read of arrays, are known at run time only: every hop is needed.
-    hops = hops_of(order, arrays["query"].shape[1] * n, mask, known=mask.rules_are_static)
+    hops = hops_of(order, arrays["query"].shape[1] * exchange.size(axis), mask, known=mask.rules_are_static)
     hops = tuple(h for h in hops if only is None or h in only) or (0,)
     static = Static(axis, scheme, order, hops, tuple(sorted(options.items())), platform, cfg, op, reach, lse)
     # An input that is alike on some ranks has cotangents that are not; the type of the rank shows whether JAX checks that here.
     arrays, mask, own_mask = vary_alike((arrays, mask, own_mask), exchange.rank(axis))
-    return static, arrays, Seen(mask, own_mask, vary_alike(work_of(static, arrays, mask), arrays["query"]))
+    work = work_of(static, arrays["query"].shape[1], mask, arrays.get("block_mask")) if scheme.all_ids else None
+    return static, arrays, Seen(mask, own_mask, vary_alike(work, arrays["query"]))
 
 
 def on_shard(arguments: dict[str, Any], mask: MaskInfo | None, **how: Any) -> tuple[jax.Array, jax.Array]:

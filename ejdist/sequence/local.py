@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,8 +13,7 @@ import numpy as np
 
 from ejdist.order import Order
 from ejdist.sequence import exchange
-from ejdist.sequence.reshard import Reshard, copies_of
-from ejdist.sequence.schedule import hops, needed, run_length
+from ejdist.sequence.schedule import needed, run_length
 from kernels.engines.attention.masks import MASK_DIMS, MaskInfo, map_data
 from kernels.engines.attention.tiles import active_tiles
 from kernels.framework.contract import Op
@@ -52,13 +51,13 @@ class Static:
     lse: bool = True  # False: lse has no cotangent. Code that is mapped but not compiled gets no symbolic zero for it.
 
 
-def of_all_ranks(mask: MaskInfo, scheme: Any, order: Order, axis: exchange.Axis) -> tuple[MaskInfo, MaskInfo]:
+def of_all_ranks(mask: MaskInfo, order: Order, axis: exchange.Axis, every: bool = True) -> tuple[MaskInfo, MaskInfo]:
     """Returns two masks of this rank's queries, over the keys of all ranks, in the order of the ranks, and over its own, from
-    one over its own, unless the scheme needs none of the first. What is counted from the start of a segment is counted over
+    one over its own; without `every` the first is the second. What is counted from the start of a segment is counted over
     the whole sequence."""
     names = [n for n in KEY_FIELDS if getattr(mask, n) is not None]
     counts = mask.q_segment_ids is not None and mask.counts_in_segments
-    if not names or not (counts or scheme.all_ids):
+    if not names or not (counts or every):
         return mask, mask
     length = getattr(mask, names[0]).shape[1]
     names += ["q_segment_ids"] if counts else []
@@ -73,18 +72,20 @@ def of_all_ranks(mask: MaskInfo, scheme: Any, order: Order, axis: exchange.Axis)
     return own.replace(**{n: getattr(whole, n) for n in KEY_FIELDS}), own
 
 
-def work_of(static: Static, own: dict[str, jax.Array], mask: MaskInfo) -> jax.Array | None:
+def work_of(static: Static, length: int, mask: MaskInfo, blocks: jax.Array | None = None) -> jax.Array | None:
     """Returns bool [ranks]: whether any of this rank's queries may see a key of each rank; None where every rank sees some at
     every hop that is made.
 
     By the rules alone where no array says more; else by the least and the greatest of every run of tokens.
+
+    Args:
+      length: of a rank's queries. blocks: their `block_mask`.
     """
-    order, length = static.order, own["query"].shape[1]
+    order = static.order
     n, rank = order.shards, exchange.rank(static.axis)
     whole, ranks = length * n, np.arange(n)
-    if n == 1 or not static.scheme.all_ids:
+    if n == 1:
         return None
-    blocks = own.get("block_mask")
     if mask.rules_are_static and mask.q_segment_ids is None:
         table = needed(order, whole, mask)
         if blocks is None and all(table[ranks, (ranks - hop) % n].all() for hop in static.hops):
@@ -256,39 +257,6 @@ class Local:
     def of_ranks(self, x: jax.Array) -> jax.Array:
         """Returns a gradient of the keys that `in_order` gave, in the order of the ranks."""
         return x if "block_mask" in self.own else self.static.order.permute(x)
-
-    def reshard(self, split: tuple[str, ...], gather: tuple[str, ...], scheme: Any) -> tuple[Local, Reshard]:
-        """Returns this call with dims `split`, of heads, split over the last axis of the sequence in place of dims `gather`, of
-        tokens, and how its outputs and gradients come back. What is left of the sequence's axes, in the same order, is the
-        axis of the call that is returned, which is `scheme`'s; over none of them it has whole sequences.
-
-        Raises:
-          ValueError: heads do not divide; names the remedy.
-          Unsupported: an argument whose dims the contract does not name.
-        """
-        static, op = self.static, self.static.op
-        axes = (static.axis,) if isinstance(static.axis, str) else static.axis
-        outer, inner, ranks = axes[:-1], axes[-1], exchange.size(axes[-1])
-        arguments = {n: x for n, x in {**self.own, "key": self.key, "value": self.value}.items() if x is not None}
-        name = static.order.name
-        way = Reshard(op, inner, Order(name, ranks), split, gather, copies_of(op, arguments, split, inner, ranks))
-        moved = {n: way.there(n, x) for n, x in arguments.items()}
-        mask, order = way.mask(self.own_mask), static.order.of_groups(ranks)
-        if order is None:  # the positions say what the order cannot
-            order = Order("contiguous", self.ranks // ranks)
-            if mask.q_positions is None:
-                group = exchange.rank(outer) * ranks + jnp.arange(ranks)
-                positions = way.order.inverse(
-                    static.order.positions(group, self.query.shape[1] * self.ranks).reshape(1, -1)
-                )
-                mask = mask.replace(q_positions=positions, kv_positions=positions)
-        new_hops = hops(order, moved["query"].shape[1] * order.shards, mask, known=mask.rules_are_static)
-        axis = outer[0] if len(outer) == 1 else outer
-        static = replace(static, scheme=scheme, axis=axis, order=order, hops=new_hops)
-        key, value = moved.pop("key"), moved.pop("value")
-        mask, own_mask = (mask, mask) if order.shards == 1 else of_all_ranks(mask, scheme, order, axis)
-        work = work_of(static, moved, mask)
-        return Local(static, moved, key, value, mask, own_mask, work), way
 
     def holder(self, hop: Any) -> Any:
         """Returns the rank whose keys are here at a hop of the ring."""

@@ -1,20 +1,64 @@
-"""From parts of the tokens to parts of the heads, and back: every array of a call by the dims that its contract declares."""
+"""From parts of the tokens to parts of the heads, and back: every array of a call by the dims that its contract declares.
+
+Heads are exchanged all at once, or in groups: each rank's part of the heads is then cut into as many groups.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejdist.order import Order
 from ejdist.sequence import exchange
 from kernels.engines.attention.masks import MASK_DIMS, MaskInfo, map_data
 from kernels.framework.contract import Op
 from kernels.framework.platforms import Unsupported
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the entries of a dim are dealt to ranks and to groups of heads.
+
+    Attributes:
+      copies: how often each entry is repeated first, so that every rank has the entries that its own part reads: heads of keys
+        that are fewer than the ranks.
+      sizes: those of the dims that the dim becomes, the ranks first. by: which of them number the groups.
+      shared: how many consecutive groups of the call have one group of this dim.
+    """
+
+    copies: int
+    sizes: tuple[int, ...]
+    by: tuple[int, ...]
+    shared: int = 1
+
+    def group(self, x: jax.Array, axis: int, number: int) -> jax.Array:
+        """Returns the entries of a group along an axis: of the part of every rank, in the order of the ranks."""
+        places = np.unravel_index(number, [self.sizes[i] for i in self.by])
+        x = x.reshape(*x.shape[:axis], *self.sizes, *x.shape[axis + 1 :])
+        at: list[Any] = [slice(None)] * x.ndim
+        for i, place in zip(self.by, places, strict=True):
+            at[axis + i] = int(place)
+        return self._flat(x[tuple(at)], axis, len(self.sizes) - len(self.by))
+
+    def joined(self, groups: Sequence[jax.Array], axis: int) -> jax.Array:
+        """Returns the entries of all groups, in the order that they had before they were cut."""
+        rest = [n for i, n in enumerate(self.sizes) if i not in self.by]
+        before, after = groups[0].shape[:axis], groups[0].shape[axis + 1 :]
+        x = jnp.stack([g.reshape(*before, *rest, *after) for g in groups], axis)
+        x = x.reshape(*before, *(self.sizes[i] for i in self.by), *rest, *after)
+        x = jnp.moveaxis(x, range(axis, axis + len(self.by)), [axis + i for i in self.by])
+        return self._flat(x, axis, len(self.sizes))
+
+    @staticmethod
+    def _flat(x: jax.Array, axis: int, count: int) -> jax.Array:
+        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + count :])
 
 
 @dataclass(frozen=True)
@@ -26,8 +70,8 @@ class Reshard:
 
     Attributes:
       axis: the mesh axis. order: the order in which its ranks hold the tokens.
-      copies: how often each entry of a split dim is repeated first, so that every rank has the entries that its own part reads:
-        heads of keys that are fewer than the ranks.
+      cuts: of the dims in `split`, see `cuts_of`.
+      groups: how many groups of heads the call is cut into.
     """
 
     op: Op
@@ -35,49 +79,65 @@ class Reshard:
     order: Order
     split: tuple[str, ...]
     gather: tuple[str, ...]
-    copies: Mapping[str, int]
+    cuts: Mapping[str, Cut]
+    groups: int = 1
 
-    def there(self, name: str, x: jax.Array) -> jax.Array:
-        """Returns an argument, or what is saved for the backward, on this rank's part of the split dims."""
-        return self._there(self._dims(name, x), x)
+    def number(self, name: str, x: jax.Array, group: int) -> int:
+        """Returns which group of its own heads an array has in a group of the call: several may have the same."""
+        head = self._places(dims := self._dims(name, x))[1]
+        return 0 if head is None else group // self.cuts[dims[head]].shared
+
+    def there(self, name: str, x: jax.Array, number: int = 0) -> jax.Array:
+        """Returns an argument, or what is saved for the backward, on this rank's part of the split dims: of a group of them."""
+        dims = self._dims(name, x)
+        token, head = self._places(dims)
+        return self._there(x, token, head, None if head is None else self.cuts[dims[head]], number)
 
     def mask(self, mask: MaskInfo) -> MaskInfo:
         """Returns the mask of the gathered tokens."""
-        moved = map_data(mask, lambda field, x: self._there(MASK_DIMS[field], x))
+        moved = map_data(mask, lambda field, x: self._there(x, self._places(MASK_DIMS[field])[0], None, None, 0))
         assert moved is not None
         return moved
 
     def back(self, name: str, x: jax.Array) -> jax.Array:
-        """Returns an output, or the gradient of an argument, on this rank's tokens.
+        """Returns a group's output, or its gradient of an argument, on this rank's tokens.
 
-        A gradient of what has no tokens is this rank's term of a sum over the ranks; of repeated entries it is summed, in
-        float32.
+        A gradient of what has no tokens is this rank's term of a sum over the ranks.
         """
         dims = self._dims(name, x)
         token, head = self._places(dims)
         if token is not None:
             x = self.order.permute(x, token)
         if token is not None and head is not None:
-            x = exchange.all_to_all(x, self.axis, split=token, join=head)
-        elif head is not None:
+            return exchange.all_to_all(x, self.axis, split=token, join=head)
+        if head is not None:
             whole = jnp.zeros((*x.shape[:head], x.shape[head] * self.order.shards, *x.shape[head + 1 :]), x.dtype)
             start = exchange.rank(self.axis) * x.shape[head]
-            x = jax.lax.dynamic_update_slice_in_dim(whole, x, start, head)
-        elif token is not None:
+            return jax.lax.dynamic_update_slice_in_dim(whole, x, start, head)
+        if token is not None:
             raise Unsupported(
                 f"{self.op.name}: {name!r} has the dims {' '.join(dims)}, none of {', '.join(self.split)}, so every rank of "
                 f"{self.axis!r} has all of it, and no rank is the one whose part counts"
             )
-        copies = 1 if head is None else self.copies.get(dims[head], 1)
-        if head is None or copies == 1:
+        return x
+
+    def joined(self, name: str, groups: Sequence[jax.Array]) -> jax.Array:
+        """Returns what came back of all groups of an array as one array: the sum of gradients of what every group has whole,
+        and of repeated entries, in float32."""
+        head = self._places(dims := self._dims(name, groups[0]))[1]
+        if head is None:
+            return functools.reduce(jnp.add, groups)
+        cut = self.cuts[dims[head]]
+        x = groups[0] if len(groups) == 1 else cut.joined(groups, head)
+        if cut.copies == 1:
             return x
-        x = x.reshape(*x.shape[:head], x.shape[head] // copies, copies, *x.shape[head + 1 :])
+        x = x.reshape(*x.shape[:head], x.shape[head] // cut.copies, cut.copies, *x.shape[head + 1 :])
         return jnp.sum(x, head + 1, dtype=jnp.float32)
 
-    def _there(self, dims: tuple[str, ...], x: jax.Array) -> jax.Array:
-        token, head = self._places(dims)
-        if head is not None:
-            x = jnp.repeat(x, self.copies.get(dims[head], 1), axis=head)
+    def _there(self, x: jax.Array, token: int | None, head: int | None, cut: Cut | None, number: int) -> jax.Array:
+        if head is not None and cut is not None:
+            x = jnp.repeat(x, cut.copies, axis=head) if cut.copies > 1 else x
+            x = cut.group(x, head, number) if cut.by else x
         if token is not None and head is not None:
             x = exchange.all_to_all(x, self.axis, split=head, join=token)
         elif token is not None:
@@ -108,24 +168,63 @@ class Reshard:
         return token, next((i for i, d in enumerate(dims) if d in self.split), None)
 
 
-def copies_of(op: Op, arguments: Mapping[str, Any], split: tuple[str, ...], axis: str, ranks: int) -> dict[str, int]:
-    """Returns dim -> how often its entries are repeated to be split over the ranks, for the dims that need it.
+def cuts_of(
+    op: Op, arguments: Mapping[str, Any], split: tuple[str, ...], axis: str, ranks: int, groups: int = 1, outer: int = 1
+) -> dict[str, Cut]:
+    """Returns dim -> how its entries are dealt to the ranks, and each rank's part to the groups; `outer` as for `undivided`.
 
     Raises:
-      ValueError: a dim does not divide by the ranks, and does not serve groups of another, so no repetition helps.
+      ValueError: a dim does not divide by the ranks, and does not serve groups of another, so no repetition helps; or a rank's
+        part does not divide by the groups.
     """
-    serves = {second for _, second in op.tied_dims}
+    serves = dict(op.tied_dims)
     sizes = {
         d.name: size
         for name, x in arguments.items()
         for d, size in zip(op.parameters[name].dims, x.shape, strict=True)
         if d.name in split and not d.broadcast
     }
+    cuts: dict[str, Cut] = {}
     for dim, size in sizes.items():
-        if size % ranks and dim not in serves:
-            raise ValueError(
-                f"ring_attention: dim {dim} = {size} cannot be divided over the {ranks} ranks of {axis!r}, each of which would "
-                f"have a part: make that axis a divisor of {size}, with the rest of the sequence over one before it (mesh.cp), "
-                "or use scheme 'ring'"
-            )
-    return {dim: math.lcm(size, ranks) // size for dim, size in sizes.items() if size % ranks}
+        if dim in serves.values():
+            continue
+        if reason := undivided(size, axis, ranks, groups, outer):
+            raise ValueError(f"ring_attention: {reason}")
+        second = serves.get(dim, dim)
+        copies, part, kv_part, own = dealt(size, sizes.get(second, size), ranks, groups)
+        # Each rank's heads of keys in `own` parts, and the queries of each of those in as many as it takes.
+        grid = (ranks, own, kv_part // own, groups // own, part // kv_part * own // groups)
+        cuts[dim] = Cut(1, grid, tuple(i for i in (1, 3) if grid[i] > 1))
+        if second != dim and second in sizes:
+            cuts[second] = Cut(copies, grid[:3], (1,) if own > 1 else (), groups // own)
+    return cuts
+
+
+def dealt(heads: int, kv_heads: int, ranks: int, groups: int) -> tuple[int, int, int, int]:
+    """Returns (how often a head of keys is repeated, heads of queries on a rank, those of keys, groups of those of keys). Where
+    a rank has fewer heads of keys than there are groups, several groups of queries have the same ones."""
+    copies = math.lcm(kv_heads, ranks) // kv_heads
+    part, kv_part = heads // ranks, copies * kv_heads // ranks
+    return copies, part, kv_part, math.gcd(groups, kv_part)
+
+
+def undivided(heads: int, axis: str, ranks: int, groups: int, outer: int = 1) -> str | None:
+    """Returns why so many heads of a device are not for the ranks of an axis, or not in so many groups, and the nearest that
+    are; or None.
+
+    Args:
+      outer: ranks along the axes before it.
+    """
+    if heads % ranks:
+        most = math.gcd(heads, ranks)
+        nearest = f"mesh.{axis}={most} mesh.cp={outer * ranks // most} divides, or " if most > 1 else ""
+        return (
+            f"{heads} heads on a device cannot be divided over {axis}={ranks}: the ranks of that axis must be a divisor of "
+            f"{heads}, with the rest of the sequence over one before it; {nearest}use scheme 'ring'"
+        )
+    if (heads // ranks) % groups:
+        return (
+            f"{heads} heads over {axis}={ranks} are {heads // ranks} on a rank, which cannot be cut into {groups} groups; use "
+            f"head_groups={math.gcd(heads // ranks, groups)}"
+        )
+    return None

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from ejdist.costs import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Traffic, declared
-from ejdist.sequence import exchange, halo, hops
+from ejdist.costs import ALL_GATHER, PERMUTE, REDUCE_SCATTER, Traffic, declared
+from ejdist.sequence import exchange, halo, hops, ulysses
 from ejdist.sequence.cost import AttentionShape, Axes, SchemeBytes
 from ejdist.sequence.local import Local
-from kernels.framework.binding import is_float_array
+from ejdist.sequence.reshard import undivided
 
 
 class Scheme:
@@ -169,75 +169,49 @@ class AllGather(Scheme):
         return _held(shape, sets=shape.ranks)
 
 
-# The dims that Ulysses splits, and those that it makes whole.
-_HEADS, _TOKENS = ("N", "K"), ("T", "S")
-
-
 @dataclass(frozen=True)
 class Ulysses(Scheme):
     """Tokens are exchanged for heads over the last axis of the sequence: a rank attends whole sequences with its part of the
     heads, balanced whatever the mask and the documents. Over the axes before it, which may be slower, goes another scheme.
 
     Heads of keys that are fewer than the ranks are repeated.
+
+    Attributes:
+      outer: the scheme over the other axes.
+      head_groups: of a rank's heads. One after the other is exchanged, each beside the attention of the one before, and no more
+        than two are held.
     """
 
     outer: Scheme = Ring()
+    head_groups: int = 1
 
     hides = False
     all_ids = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.outer, Scheme):
+            raise ValueError(f"Ulysses: argument 'outer' = {self.outer!r} must be a Scheme, such as Ring()")
+        if isinstance(self.head_groups, bool) or not isinstance(self.head_groups, int) or self.head_groups < 1:
+            raise ValueError(f"sequence.head_groups = {self.head_groups!r} must be an integer of at least 1")
+
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
-        here, way = local.reshard(_HEADS, _TOKENS, self.outer)
-        out, lse = here.attend(here.keys, None) if here.ranks == 1 else self.outer.forward(here)
-        out, lse = way.back("out", out.astype(local.query.dtype)), way.back("lse", lse)
-        return out.astype(jnp.float32), lse
+        return ulysses.forward(local, self.outer, self.head_groups)
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        here, way = local.reshard(_HEADS, _TOKENS, self.outer)
-        saved = {n: way.there(n, x) for n, x in saved.items()}
-        grads = here.pull(saved, here.keys, None) if here.ranks == 1 else self.outer.backward(here, saved)
-        like = {"key": local.key, "value": local.value, **local.own}
-        return {n: way.back(n, grads[n].astype(x.dtype)) for n, x in like.items() if is_float_array(x)}
+        return ulysses.backward(local, saved, self.outer, self.head_groups)
 
     def rejects(self, heads: int, over: Axes) -> str | None:
-        (axis, ranks), outer = over[-1], over[:-1]
-        if heads % ranks:
-            return (
-                f"{heads} heads on a device cannot be divided over {axis}={ranks}; make mesh.{axis} a divisor of {heads}, with "
-                "the rest of the sequence over mesh.cp, or use another scheme"
-            )
-        return self.outer.rejects(heads // ranks, outer) if outer else None
+        (axis, ranks), before = over[-1], over[:-1]
+        outer = math.prod(n for _, n in before)
+        if reason := undivided(heads, axis, ranks, self.head_groups, outer):
+            return reason
+        return self.outer.rejects(heads // ranks // self.head_groups, before) if before else None
 
     def cost(self, shape: AttentionShape) -> Traffic:
-        sent, (axis, ranks), here = Traffic(), shape.over[-1], self._here(shape)
-        keys, part = here.key + here.value, (ranks - 1) / ranks
-        # The backward has queries, keys and values again, out and its cotangent, lse and delta, and sends three gradients.
-        forward, backward = shape.query + keys + shape.out + shape.lse, 2 * (shape.query + keys + shape.out + shape.lse)
-        if ranks > 1:
-            sent.add(axis, ALL_TO_ALL, part * (shape.forwards * forward + backward), 5 * shape.forwards + 10)
-        if here.ranks > 1:
-            sent.add_all(self.outer.cost(here))
-        return sent
+        return ulysses.traffic(shape, self.outer, self.head_groups)
 
     def memory(self, shape: AttentionShape) -> SchemeBytes:
-        here = self._here(shape)
-        held = self.outer.memory(here) if here.ranks > 1 else SchemeBytes(0)
-        # What was exchanged of queries, keys, values, out and its cotangent, lse and delta.
-        exchanged = here.query + here.key + here.value + 2 * (here.out + here.lse)
-        return replace(held, work=held.work + exchanged)
-
-    @staticmethod
-    def _here(shape: AttentionShape) -> AttentionShape:
-        """Returns the attention after the exchange: over the other axes, of more tokens and fewer heads."""
-        ranks, outer = shape.over[-1][1], shape.over[:-1]
-        copies = math.lcm(shape.kv_heads, ranks) // shape.kv_heads
-        hops = min(
-            shape.hops, math.prod(n for _, n in outer) - 1
-        )  # at most: a group of ranks is no farther than its ranks
-        return replace(
-            shape, over=outer, hops=hops, key=copies * shape.key, value=copies * shape.value,
-            heads=shape.heads // ranks, kv_heads=copies * shape.kv_heads // ranks,
-        )  # fmt: skip
+        return ulysses.held(shape, self.outer, self.head_groups)
 
 
 @dataclass(frozen=True)
@@ -338,17 +312,33 @@ def by_window(scheme: str | Scheme, window: str | Scheme | None) -> ByWindow:
     return ByWindow(scheme_of(scheme), None if window is None else scheme_of(window))
 
 
-def scheme_of(scheme: str | Scheme) -> Scheme:
+def scheme_of(scheme: str | Scheme, **options: Any) -> Scheme:
     """Returns the scheme by name, or the one given.
 
+    Args:
+      options: of the named scheme, such as `outer`, a scheme by name, or `head_groups`; None: its own default.
+
     Raises:
-      ValueError: the name is unknown.
+      ValueError: the name is unknown, or that scheme has no such option.
     """
     if isinstance(scheme, Scheme):
         return scheme
-    if isinstance(scheme, str) and scheme in SCHEMES:
-        return SCHEMES[scheme]()
-    raise ValueError(
-        f"ring_attention: argument 'scheme' = {scheme!r} is unknown; use one of {', '.join(SCHEMES)}, or a Scheme such as "
-        "Ring()"
-    )
+    if not isinstance(scheme, str) or scheme not in SCHEMES:
+        raise ValueError(
+            f"ring_attention: argument 'scheme' = {scheme!r} is unknown; use one of {', '.join(SCHEMES)}, or a Scheme such as "
+            "Ring()"
+        )
+    asked = {name: value for name, value in options.items() if value is not None}
+    for name, value in asked.items():
+        if name not in options_of(SCHEMES[scheme]):
+            having = [other for other, made in SCHEMES.items() if name in options_of(made)]
+            raise ValueError(
+                f"sequence.{name} = {value!r} is no option of the scheme {scheme!r}: use sequence.scheme={having[0]}, or leave "
+                "it out"
+            )
+    return SCHEMES[scheme](**{n: scheme_of(value) if n == "outer" else value for n, value in asked.items()})
+
+
+def options_of(scheme: type[Scheme]) -> set[str]:
+    """Returns the names of a scheme's options."""
+    return {field.name for field in fields(scheme)} if is_dataclass(scheme) else set()

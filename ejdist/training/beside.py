@@ -8,6 +8,7 @@ digest. What is gone or has changed is named in a line.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from ejdist.training.chats.folder import templates_of, tokens_of
 from ejdist.training.chats.special_tokens import SpecialTokens
 from ejdist.training.checkpoint_format import CheckpointError
 from ejdist.training.data import default_cache_dir
-from ejdist.training.data.dataset import OWN, open_dataset
+from ejdist.training.data.dataset import MANIFEST, OWN, open_dataset
 from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_file
 from ejdist.training.kept import KEPT, files_kept, published_in
 from ejdist.training.recorded import recorded
@@ -309,7 +310,6 @@ def _tokenizer_of(
 def _places(settings: Mapping[str, Any], source: _Source | None, run_dir: Path) -> Iterator[Path]:
     """Yields where the tokenizer of a run may be."""
     name = str(settings.get("data.tokenizer", "bytes"))
-    data = [settings.get("data.source"), *(part.get("source") for part in settings.get("data.mixture") or [])]
     if name.startswith("bpe:"):
         cache = Path(settings.get("data.cache_dir") or default_cache_dir()).expanduser()
         yield from sorted(cache.glob(f"tokenizer-*/{TOKENIZER}"))
@@ -320,11 +320,23 @@ def _places(settings: Mapping[str, Any], source: _Source | None, run_dir: Path) 
             yield source.folder / TOKENIZER  # beside which are the files from when the run began
         yield path
     if name == OWN or name.startswith("bpe:"):
-        yield from (Path(d).expanduser() / TOKENIZER for d in data if isinstance(d, str) and not is_url(d))
+        yield from (folder / TOKENIZER for folder in _folders(settings))
     if source is not None:
         yield source.folder / TOKENIZER
     if (kept := run_dir / KEPT / TOKENIZER).exists():
         yield kept
+
+
+def _folders(settings: Mapping[str, Any]) -> Iterator[Path]:
+    """Yields the data of a run that may be folders: of the recipe, then of each stage, those of a mixture too."""
+    stages = (
+        f"curriculum[{i}]"
+        for i in itertools.takewhile(lambda i: f"curriculum[{i}].until" in settings, itertools.count())
+    )
+    for section in ("data", *stages):
+        parts = (part.get("source") for part in settings.get(f"{section}.mixture") or [])
+        named = (one for one in (settings.get(f"{section}.source"), *parts) if isinstance(one, str))
+        yield from (Path(one).expanduser() for one in named if not is_url(one))
 
 
 # -- the template of conversations ----------------------------------------------------------------------------------------
@@ -371,9 +383,7 @@ def _chats(asked: str | None, tokenizer: str, settings: Mapping[str, Any]) -> di
 
 
 def _of_dataset(settings: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Returns digest -> templates of a dataset of conversations from launch.tokenize; {} if the data are no dataset."""
-    data = settings.get("data.source")
-    if not isinstance(data, str) or is_url(data) or not (Path(data).expanduser() / "dataset.json").exists():
-        return {}
-    chats = open_dataset(Path(data).expanduser(), OWN).chats
-    return {} if chats is None else {chats.template_digest: chats.templates}
+    """Returns digest -> templates of the datasets of conversations from launch.tokenize; {} if the data are no dataset."""
+    made = [folder for folder in _folders(settings) if (folder / MANIFEST).exists()]
+    chats = [open_dataset(folder, OWN).chats for folder in made]
+    return {one.template_digest: one.templates for one in chats if one is not None}

@@ -23,6 +23,7 @@ from ejdist.training.checkpoint_format import (
     CheckpointError,
     DamagedCheckpoint,
     Writing,
+    array_handler,
     barrier_of_saves,
     check_same_model,
     described,
@@ -34,6 +35,7 @@ from ejdist.training.checkpoint_format import (
 )
 from ejdist.training.checkpoint_rows import StoredArray, open_arrays, save_args
 from ejdist.training.integrity import check_digests, check_kinds, item_of, leaves_of, reason_of
+from ejdist.training.one_replica import read_once
 from ejdist.training.pytree_io import kind_of, like_arrays, to_arrays
 
 _STATE, _RUN = "state", "run"
@@ -104,7 +106,7 @@ class Checkpoints:
 
             # Orbax logs every array that it writes, and tracebacks of failures that are reported here.
             logging.getLogger("absl").setLevel(logging.CRITICAL)
-            handlers = {_STATE: ocp.StandardCheckpointHandler(), _RUN: ocp.JsonCheckpointHandler()}
+            handlers = {_STATE: array_handler(), _RUN: ocp.JsonCheckpointHandler()}
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=_preservation(self.section),
                 enable_async_checkpointing=True,
@@ -172,7 +174,7 @@ class Checkpoints:
         with self._writing(step):
             if manager.latest_step() != step:
                 run = described(arrays, keys, run)
-                args = {_STATE: ocp.args.StandardSave(arrays, save_args(arrays)), _RUN: ocp.args.JsonSave(run)}
+                args = {_STATE: ocp.args.PyTreeSave(arrays, save_args(arrays)), _RUN: ocp.args.JsonSave(run)}
                 manager.save(step, args=ocp.args.Composite(**args))
 
     def wait(self) -> None:
@@ -199,7 +201,6 @@ class Checkpoints:
         Raises:
           DamagedCheckpoint: it cannot be read, or its bits differ from what was saved. CheckpointError: it has another model.
         """
-        import orbax.checkpoint as ocp
 
         def of_all(read: Callable[[], Any]) -> Any:
             result, reason = None, None
@@ -215,8 +216,7 @@ class Checkpoints:
         run, written, kinds = of_all(lambda: self._described(step))
         check_same_model(f"checkpoint {self.directory / str(step)}", like, kinds)
         wanted = like_arrays(like)
-        args = ocp.args.StandardRestore(nonempty_fields(wanted))
-        arrays = of_all(lambda: self._read(step, _STATE, ocp.StandardCheckpointHandler(), args))
+        arrays = read_once(nonempty_fields(wanted), lambda like: self._read_arrays(step, like), of_all)
         with self._reading(step):  # all hosts have read the arrays, so the outcome is the same on all
             check_digests(arrays, written)
         return whole(arrays, wanted, like), run
@@ -226,6 +226,12 @@ class Checkpoints:
         barrier, which hangs if one process cannot read its part."""
         with contextlib.closing(handler):
             return handler.restore(self.directory / str(step) / what, args=args)
+
+    def _read_arrays(self, step: int, like: Any, **how: Any) -> Any:
+        import orbax.checkpoint as ocp
+
+        wanted = ocp.checkpoint_utils.construct_restore_args(like)
+        return self._read(step, _STATE, array_handler(), ocp.args.PyTreeRestore(item=like, restore_args=wanted, **how))
 
     def _reason(self, step: int, error: Exception) -> str:
         return item_of(self.directory / str(step), error) + reason_of(error)
@@ -280,14 +286,9 @@ class Checkpoints:
         Raises:
           CheckpointError: the checkpoint is damaged, or lacks these arrays.
         """
-        import orbax.checkpoint as ocp
-
         with self._reading(step):
             digests = self._digests_of_part(step, like)
-            args = ocp.args.PyTreeRestore(
-                item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
-            )
-            arrays = self._read(step, _STATE, ocp.PyTreeCheckpointHandler(), args)
+            arrays = self._read_arrays(step, like, partial_restore=True)
             check_digests(arrays, digests)
             return arrays
 
@@ -338,10 +339,9 @@ class Checkpoints:
 
     def _kinds(self, step: int) -> dict[str, str]:
         """Returns the dtype and shape of each array, by name."""
-        stored = self._manager().item_metadata(step)[_STATE]
+        with contextlib.closing(array_handler()) as handler:  # the manager's would read two more files on every host
+            stored = handler.metadata(self.directory / str(step) / _STATE)
         stored = getattr(stored, "tree", stored)
-        if stored is None:
-            raise FileNotFoundError(f"there is no {_STATE!r} in it")
         return {name: kind_of(leaf) for name, leaf in leaves_of(stored)}
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from ejdist.cluster.lost import lost
 from ejdist.paths import ELSEWHERE
@@ -51,6 +52,21 @@ def barrier_of_saves() -> Callable[..., None]:
         wait(key=key, timeout_ms=timeout_ms)
 
     return barrier
+
+
+def array_handler() -> Any:
+    """Returns Orbax's handler of the arrays of a state, without its metadata by process.
+
+    That is a file of each process, and a restore would read all of them in each process: with a thousand a million reads. It
+    says what typed PRNG keys are, which are arrays here (`pytree_io`) and have their kinds beside the digests.
+    """
+    import orbax.checkpoint as ocp
+
+    types = ocp.type_handlers
+    registry = types.create_type_handler_registry(
+        (jax.Array, types.ArrayHandler(array_metadata_store=None)), (np.ndarray, types.NumpyHandler())
+    )
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
 def described(arrays: Any, keys: dict[str, str], run: dict[str, Any]) -> dict[str, Any]:

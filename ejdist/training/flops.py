@@ -3,7 +3,7 @@
 Two conventions, both named because they differ by 2x at long context. causal: attention counts exactly the (query, key)
 pairs that the mask lets through. full: attention counts T x T pairs in every layer, whatever the mask. Both count a
 multiply-add as 2, the backward as twice the forward, no recomputation, and neither norms nor the embedding lookup. A matmul
-with a frozen parameter has one product in its backward, and is counted with it.
+with a frozen parameter has one product in its backward, and is counted with it. A reference of a loss has one forward.
 """
 
 from __future__ import annotations
@@ -80,10 +80,14 @@ def step_flops(parts: Iterable[Flops], segment_ids: np.ndarray) -> StepFlops:
 
     Matmuls with parameters count every position, padding too, because it is computed.
     """
-    parts = tuple(parts)
+    whole, forward = [], []  # parts of the trained model, and of references
+    for part in parts:
+        (whole if part.backward else forward).append(part)
     rows, length = segment_ids.shape
-    pairs = {mask: visible_pairs(segment_ids, mask) for mask in {p.mask for p in parts if p.pair}}
-    exact = sum(p.pair * pairs[p.mask] for p in parts if p.pair)
-    square = sum(p.pair for p in parts) * rows * length * length
-    matmuls = (3.0 * matmul_flops_per_token(parts) - sum(p.frozen for p in parts)) * rows * length
-    return StepFlops(causal=matmuls + 3.0 * exact, full=matmuls + 3.0 * square)
+    pairs = {mask: visible_pairs(segment_ids, mask) for mask in {p.mask for p in (*whole, *forward) if p.pair}}
+    exact, square = 0.0, 0.0
+    for times, of in ((3.0, whole), (1.0, forward)):
+        exact += times * sum(p.pair * pairs[p.mask] for p in of if p.pair)
+        square += times * sum(p.pair for p in of) * rows * length * length
+    tokens = 3.0 * matmul_flops_per_token(whole) - sum(p.frozen for p in whole) + matmul_flops_per_token(forward)
+    return StepFlops(causal=tokens * rows * length + exact, full=tokens * rows * length + square)

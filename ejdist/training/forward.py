@@ -14,7 +14,7 @@ import numpy as np
 from ejdist.layout import replicated
 from ejdist.models.model import StepContext
 from ejdist.sequence.exchange import compiler_options
-from ejdist.training.placing import local_rows, place_batch
+from ejdist.training.placing import local_rows, permuted, place_batch
 from ejdist.training.program import Program, TrainSections, bind, make_program
 
 
@@ -118,4 +118,5 @@ class Evaluator:
 
     def _placed(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         rows = local_rows(self._program)
-        return place_batch({name: x[rows] for name, x in batch.items()}, self._program, rows.start)
+        mine = permuted({name: x[rows] for name, x in batch.items()}, self._program)
+        return place_batch(mine, self._program, rows)

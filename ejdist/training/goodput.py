@@ -19,6 +19,8 @@ and every `guards.stragglers_every` steps each host's own time (`step_timer.py`)
     {"at": ..., "hosts": {"0": {"host": 0.01, "data_wait": 0.0, "waits": 0.9, "step_time": 0.91}, ...}, "step": 50, "steps": 50,
      "slow": []}                                                     seconds per step, over the `steps` steps up to `step`
 
+of more than eight hosts those of the eight that needed most for themselves, with "of", how many hosts there are, and "median".
+
 `at` is in seconds since 1970; within a process it advances with a monotonic clock. `step` is the last step that the host has
 dispatched; the devices are up to 8 steps behind, except after a save.
 """
@@ -32,7 +34,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ejdist.training.metrics import is_number, json_of, write_error
+from ejdist.training.metrics import write_error
+from ejdist.training.step_rows import is_number, json_of
 
 NAME = "goodput.jsonl"
 # Seconds between heartbeats: short at first, to resolve short runs, and up to 30 s later, which is 3000 rows a day.

@@ -19,7 +19,7 @@ from ejdist.training.pytree_io import bits_of, kind_of, name_of
 from ejdist.training.rounding import mixed
 
 RUN_FILE = "run/metadata"
-_METADATA, _SHARDING, _ARRAYS = "state/_METADATA", "state/_sharding", "state/array_metadatas"
+_METADATA, _SHARDING = "state/_METADATA", "state/_sharding"
 _JSON = ("_CHECKPOINT_METADATA", RUN_FILE, _METADATA, _SHARDING)
 
 
@@ -142,16 +142,12 @@ def item_of(checkpoint: Any, error: BaseException) -> str:
         return ""
     if " in OCDBT " in reason or "local file" in reason:
         return "" if _agrees(checkpoint / _METADATA) else f"{_METADATA} has two names for one array: "
-    arrays = sorted(f"{_ARRAYS}/{p.name}" for p in _listed(checkpoint / _ARRAYS))
-    for name in (*_JSON, *arrays):
+    for name in _JSON:
         try:
             content = json.loads((checkpoint / name).read_text())
             # A missing key is an error too.
             if name == _SHARDING:  # JSON in JSON
                 _ = [json.loads(text)["sharding_type"] for text in content.values()]
-            elif name in arrays:
-                arrays_of = [one["array_metadata"] for one in content["array_metadatas"]]
-                _ = [tuple(one[key]) for one in arrays_of for key in ("param_name", "write_shape", "chunk_shape")]
         except FileNotFoundError:
             return f"{name} is missing: "
         except (OSError, ValueError, LookupError, TypeError, AttributeError):  # not JSON, or without a key
@@ -170,13 +166,6 @@ def _agrees(metadata: Any) -> bool:
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return True  # unknown
     return True
-
-
-def _listed(folder: Any) -> list[Any]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
 
 
 def _first(error: BaseException) -> BaseException:

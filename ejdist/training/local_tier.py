@@ -40,6 +40,7 @@ from ejdist.training.pytree_io import like_arrays, name_of, to_arrays
 
 # Two: one stays complete while the next is written, and one is on all hosts while only some have the next.
 _KEPT = 2
+_NAMED = 8  # hosts that a message names
 _INDEX, _PIECES = "index.json", "pieces.bin"
 
 
@@ -72,10 +73,10 @@ class LocalCheckpoints:
         return complete
 
     def common(self, like: Any) -> tuple[list[int], list[int]]:
-        """Returns (the steps that all hosts have, newest first; the hosts that have none)."""
-        steps_of = self._hosts.all_gather("the list of checkpoints in checkpoint.local", self.steps(like))
-        without = [i for i, steps in enumerate(steps_of) if not steps]
-        return sorted(set.intersection(*map(set, steps_of)), reverse=True), without
+        """Returns (the steps that all hosts have, newest first; the hosts that have none, nine at most)."""
+        moment = "the list of checkpoints in checkpoint.local"
+        steps, without = self._hosts.reduce(moment, self.steps(like), _common)
+        return steps, without
 
     def save(self, step: int, state: Any, run: dict[str, Any]) -> None:
         """Starts writing a checkpoint; returns once the arrays are copied and the checkpoint before it is on disk.
@@ -220,6 +221,12 @@ class LocalCheckpoints:
 def _flush(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
+
+
+def _common(reports: dict[int, Any]) -> tuple[list[int], list[int]]:
+    steps_of = {host: steps for host, (_, steps) in sorted(reports.items())}
+    without = [host for host, steps in steps_of.items() if not steps]
+    return sorted(set.intersection(*map(set, steps_of.values())), reverse=True), without[: _NAMED + 1]
 
 
 def _pieces(arrays: Any) -> Iterator[tuple[str, str, np.ndarray]]:

@@ -26,7 +26,7 @@ from ejdist.training.goodput import NAME, Ledger, account, read
 from ejdist.training.guards import SKIPPED_FILE
 from ejdist.training.kept import keep, published_in
 from ejdist.training.losses import Loss, LossTerms, digests, named_loss
-from ejdist.training.metrics import read_evaluations, read_rows, summarise, write_atomic, write_error
+from ejdist.training.metrics import RowsOfRun, read_evaluations, rows_in, write_atomic, write_error
 from ejdist.training.program import TrainSections
 from ejdist.training.resume import how_to_continue
 from ejdist.training.run_lock import release_locks_at_exit
@@ -35,6 +35,7 @@ from ejdist.training.start import open_source
 from ejdist.training.step_timer import SAVES, StepTimer
 from ejdist.training.steps import Steps, check_stages, compile_stage, log_stage, start_state
 from ejdist.training.stop import stop_on_signals
+from ejdist.training.summary import summarise
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ def train(
     The same call resumes, from the newest checkpoint that can be read and with the same losses as if it had not stopped; it
     refuses another recipe, loss or batches. On several hosts, call it on all of them, after `jax.distributed.initialize`.
 
-    Writes to run.dir: metrics.jsonl, goodput.jsonl, evaluation.jsonl (with `evaluation.every`), tensorboard/, checkpoints/, and
-    at the end summary.json, loss.png and the model's own pictures.
+    Writes to run.dir: metrics.jsonl, tables.jsonl (of experts), goodput.jsonl, evaluation.jsonl (with `evaluation.every`),
+    tensorboard/, checkpoints/, and at the end summary.json, loss.png and the model's own pictures.
 
     Args:
       sections: a recipe, `recipes.schema.compose([KEY=VALUE, ...])`, which imports its plugins too; or made by hand,
@@ -124,7 +125,7 @@ def _train(sections: TrainSections, batches: Any, devices: list[Any] | None, log
                 raise write_error(opened.directory, error) from error
         if main:
             write_hosts(opened.directory)
-        if current.step == 0 and main and (rows := len(read_rows(opened.directory / "metrics.jsonl"))):
+        if current.step == 0 and main and (rows := sum(1 for _ in rows_in(opened.directory / "metrics.jsonl"))):
             where = opened.checkpoints.directory
             log(f"no checkpoint in {where}: starting at step 1 and discarding the {rows} rows of metrics.jsonl")
         if later := [(first, count) for first, count in current.skipped.rewinds if first > current.step]:
@@ -182,12 +183,12 @@ def _has_summary(directory: Path, step: int) -> bool:
         written = json.loads((directory / "summary.json").read_text())["steps"] == step
     except (OSError, ValueError, KeyError, TypeError):
         written = False
-    return (written and (directory / "loss.png").exists()) or not read_rows(directory / "metrics.jsonl")
+    return (written and (directory / "loss.png").exists()) or not rows_in(directory / "metrics.jsonl")
 
 
 def _finish(run: Run) -> dict[str, Any]:
     s, program, directory = run.sections, run.program, run.directory
-    rows, evaluations = read_rows(directory / "metrics.jsonl"), read_evaluations(directory)
+    rows, evaluations = RowsOfRun(directory), read_evaluations(directory)
     devices = list(program.mesh.devices.flat)
     kind = devices[0].device_kind
     peak = peak_flops(kind)
@@ -209,9 +210,10 @@ def _finish(run: Run) -> dict[str, Any]:
     try:
         write_atomic(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
         title = f"{program.num_parameters:,} parameters, {s.data.sequence_length:,} tokens"
-        draw_loss(rows, directory / "loss.png", title, evaluations)
+        shown = rows.for_pictures()
+        draw_loss(shown, directory / "loss.png", title, evaluations)
         for name, draw in program.model.pictures.items():
-            draw(rows, directory / name)
+            draw(shown, directory / name)
     except OSError as error:
         raise write_error(directory, error) from error
     return summary

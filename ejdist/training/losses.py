@@ -156,7 +156,9 @@ class Trained:
             new = self.model.update({name: buffers[name] for name in model_buffers}, seen)
             return new | kept
 
-        return replace(self.model, buffers=model_buffers | more, update=update)
+        forwards = tuple(replace(part, backward=False) for one in self.references for part in one.model.flops)
+        flops = (*self.model.flops, *forwards)
+        return replace(self.model, buffers=model_buffers | more, update=update, flops=flops)
 
     def start(self, params: Any, buffers: Any) -> Any:
         """Returns the buffers of the state before the first step: references that are copies are of these parameters."""

@@ -9,27 +9,56 @@ import json
 import math
 import os
 import queue
-import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import jax
 import numpy as np
 
+from ejdist.training.step_rows import RowsFile, StepRows, Thinned, cut_after, is_number
+from ejdist.training.summary import SUMMED
 from ejdist.training.trackers import open_trackers
 
 EVALUATIONS = "evaluation.jsonl"
+_TABLES_SHOWN = 5  # moments of a run whose tables are drawn
+
+
+# Two-dimensional metrics, such as the tokens of each expert in each layer: {"step": step, name: [[...], ...]}.
+TABLES = "tables.jsonl"
+
+
+def rows_in(path: str | Path) -> StepRows:
+    """Returns the rows of a metrics.jsonl, to be read as they come."""
+    return StepRows(Path(path), _is_row)
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """Returns the rows of a metrics.jsonl, without invalid lines: the last may be truncated, and others damaged."""
-    path = Path(path)
-    rows = (json_of(line) for line in path.read_text(errors="replace").splitlines()) if path.exists() else ()
-    return [row for row in rows if isinstance(row, dict) and _is_row(row)]
+    return list(rows_in(path))
+
+
+def tables_in(directory: Path) -> StepRows:
+    """Returns the rows of a run's tables.jsonl, to be read as they come."""
+    return StepRows(directory / TABLES, lambda row: is_number(row.get("step"), int))
+
+
+class RowsOfRun:
+    """The rows of a run's metrics.jsonl, to be read once, as they come; some of them stay for pictures."""
+
+    def __init__(self, directory: Path) -> None:
+        self._tables = {row["step"]: row for row in tables_in(directory).spread(_TABLES_SHOWN)}
+        self._rows, self._some = rows_in(directory / "metrics.jsonl"), Thinned(self._tables)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self._some.passing(self._rows)
+
+    def for_pictures(self) -> list[dict[str, Any]]:
+        """Returns rows that have been read, all of them or some of many; a few have the tables of their step."""
+        return [row | self._tables.get(row["step"], {}) for row in self._some.rows()]
 
 
 _EVALUATED = {"loss", "tokens", "seconds", "document", "row"}
@@ -37,9 +66,11 @@ _EVALUATED = {"loss", "tokens", "seconds", "document", "row"}
 
 def read_evaluations(directory: Path) -> list[dict[str, Any]]:
     """Returns the rows of a run's evaluation.jsonl, without invalid lines."""
-    path = directory / EVALUATIONS
-    rows = (json_of(line) for line in path.read_text(errors="replace").splitlines()) if path.exists() else ()
-    return [row for row in rows if isinstance(row, dict) and is_number(row.get("step"), int) and _EVALUATED <= set(row)]
+    return list(_evaluations_in(directory))
+
+
+def _evaluations_in(directory: Path) -> StepRows:
+    return StepRows(directory / EVALUATIONS, lambda row: is_number(row.get("step"), int) and _EVALUATED <= set(row))
 
 
 def describe_evaluation(row: dict[str, Any]) -> str:
@@ -52,22 +83,9 @@ def describe_evaluation(row: dict[str, Any]) -> str:
     return f"{prefix}: loss {row['loss']:.4f} over {row['tokens']:,} held-out tokens, {ends} on, {row['seconds']:.1f} s"
 
 
-def json_of(line: str) -> Any:
-    """Returns the JSON value of a line, None if it is invalid."""
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-
-
-def is_number(value: Any, kind: Any = (int, float), most: float = 2.0**63) -> bool:
-    """Returns whether a value of a JSON file is a finite number, below a bound."""
-    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < most
-
-
 def _is_row(row: dict[str, Any]) -> bool:
     # A step can exceed 2^63 FLOPs: 8B parameters on 6 rows of 2^20 tokens do.
-    summed = all(is_number(row[name], most=2.0**200) for name in _SUMMED if name in row)
+    summed = all(is_number(row[name], most=2.0**200) for name in SUMMED if name in row)
     summed = summed and row.get("step_time", 1) > 0
     return is_number(row.get("step"), int) and summed and (row.get("loss") is None or is_number(row["loss"]))
 
@@ -198,13 +216,13 @@ class MetricsWriter:
     """Takes (step, device metrics, host numbers) and writes them from its own thread.
 
     Args:
-      directory: of the run; metrics.jsonl and tensorboard/ are written there.
-      start: the step that the run resumes from; later rows are removed.
+      directory: of the run; metrics.jsonl, tables.jsonl, evaluation.jsonl and tensorboard/ are written there.
+      start: the step that the run resumes from; later rows are cut off.
       total: steps of the run.
       recipe: key -> value, for recipe.json, which records the latest start.
       changes: of the recipe, for changes.json: see `ejdist.training.resume.Past`.
-      tables_every: steps between rows that include two-dimensional metrics, such as tokens per layer and expert; 0: never.
-        TensorBoard gets each row of a table as a histogram.
+      tables_every: steps between rows of tables.jsonl, of two-dimensional metrics, such as tokens per layer and expert; 0:
+        never. TensorBoard gets each row of a table as a histogram.
       trackers: names of `ejdist.training.trackers`.
     """
 
@@ -218,22 +236,20 @@ class MetricsWriter:
         trackers: Sequence[str] = (),
         changes: Sequence[dict[str, Any]] = (),
     ) -> None:
-        self.directory, self.path = directory, directory / "metrics.jsonl"
+        self.directory, self.path, self._start = directory, directory / "metrics.jsonl", start
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            rows = [row for row in read_rows(self.path) if row["step"] <= start]
-            write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows))
-            before = read_evaluations(directory)
-            self._evaluations = [row for row in before if row["step"] <= start]
-            if len(self._evaluations) < len(before):
-                self._write_evaluations()
+            cut_after(directory / EVALUATIONS, start)
+            cut_after(directory / TABLES, start)
+            self._last_evaluated = next((row["step"] for row in _evaluations_in(directory).backwards()), None)
             if recipe is not None:
                 write_atomic(directory / "recipe.json", json.dumps(recipe, indent=1) + "\n")
             if changes:
                 write_atomic(directory / CHANGES, json.dumps(list(changes), indent=1) + "\n")
             else:
                 (directory / CHANGES).unlink(missing_ok=True)
-            self._file = self.path.open("a", buffering=1)
+            self._file = RowsFile(self.path, start)
+            self._beside: dict[str, RowsFile] = {}  # files of which a run may have none, opened at their first row
             # At step 0 too: an earlier start may have written steps without reaching its first checkpoint.
             self._events = Events(directory / "tensorboard", start + 1)
         except OSError as error:
@@ -264,8 +280,8 @@ class MetricsWriter:
         self._queue.put(())
 
     def evaluated(self, step: int) -> bool:
-        """Returns whether the state after a step has been evaluated by an earlier start."""
-        return any(row["step"] == step for row in self._evaluations)
+        """Returns whether the state after the step that the run resumes from has been evaluated by an earlier start."""
+        return self._last_evaluated == step
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -294,7 +310,9 @@ class MetricsWriter:
         step_time, self._finished_at = now - self._finished_at, now
         row = {"step": step, **values, **host, "step_time": step_time}
         row["tokens_per_second"] = values["tokens"] / step_time
-        self._file.write(json.dumps({name: _for_json(value) for name, value in row.items()}) + "\n")
+        self._file.put({name: _for_json(value) for name, value in row.items() if name not in tables})
+        if tables:
+            self._put_beside(TABLES, {"step": step} | {name: _for_json(value) for name, value in tables.items()})
         words = {name for name, value in row.items() if isinstance(value, str)}
         plain = {name: value for name, value in row.items() if name not in {"step", *tables, *words}}
         self._add(step, dict(pair for name, value in plain.items() for pair in _scalars(name, value)), tables)
@@ -315,16 +333,17 @@ class MetricsWriter:
 
     def _write_evaluation(self, step: int, row: dict[str, Any]) -> None:
         row = {"step": step, **row}
-        self._evaluations.append(row)
-        self._write_evaluations()
+        self._put_beside(EVALUATIONS, row)
         values = {"evaluation/loss": row["loss"], "evaluation/seconds": row["seconds"]}
         for place in ("document", "row"):
             values |= {f"evaluation/{place}/from_{r['from']}": r["loss"] for r in row[place]}
         self._add(step, {name: value for name, value in values.items() if value is not None})
         self._progress.note(describe_evaluation(row))
 
-    def _write_evaluations(self) -> None:
-        write_atomic(self.directory / EVALUATIONS, "".join(json.dumps(row) + "\n" for row in self._evaluations))
+    def _put_beside(self, name: str, row: dict[str, Any]) -> None:
+        if name not in self._beside:
+            self._beside[name] = RowsFile(self.directory / name, self._start)
+        self._beside[name].put(row)
 
     def close(self) -> None:
         """Waits until every row is written. Raises the thread's error, if any."""
@@ -336,55 +355,10 @@ class MetricsWriter:
                 tracker.close()
             except Exception as error:
                 print(f"run.trackers: {name} did not end properly: {error}", flush=True)
-        for file in (self._events, self._file):
+        for file in (self._events, self._file, *self._beside.values()):
             try:
                 file.close()
             except OSError as error:
                 self._failure = self._failure or write_error(self.directory, error)
         if self._failure is not None:
             raise self._failure
-
-
-# The columns that the summary uses, apart from the loss.
-_SUMMED = ("step_time", "tokens", "flops_causal", "flops_full")
-# The first steps include compilation and warmup; speeds come from the others.
-_WARMUP_STEPS = 2
-_LAST = 10
-
-
-def summarise(
-    rows: list[dict[str, Any]], *, devices: int, peak: float | None, since: int = 0, **facts: Any
-) -> dict[str, Any]:
-    """Returns the summary of a run from its rows.
-
-    loss_first is the loss of the first step, loss_last the mean over the last 10 steps that have one. Either may be None: a
-    skipped step may have no loss, and its row may be gone. Speeds are those of the median step after the first two, on
-    `devices` devices and on the mesh of the last row, because a run may have changed either. tflops_per_device and mfu_causal
-    count attention by the mask in use; mfu_full counts it as T x T.
-
-    Args:
-      peak: FLOP/s of one device by its data sheet, for MFU. None if there is no data sheet, as for a CPU; then there is no MFU,
-        because a timed matmul is not a ceiling: any other load on the machine lowers it.
-      since: use the steps after this one for speeds: each stage of a run has its own.
-    """
-    measured = [row for row in rows if row["step"] > since] or rows
-    measured = [row for row in measured if row.get("devices", devices) == devices] or measured
-    measured = [row for row in measured if row.get("mesh") == measured[-1].get("mesh")]
-    measured = [row for row in measured if all(name in row for name in _SUMMED)]
-    steady = measured[_WARMUP_STEPS:] or measured
-    seconds = statistics.median(row["step_time"] for row in steady)
-    causal, full = (statistics.fmean(row[n] for row in steady) for n in ("flops_causal", "flops_full"))
-    losses = [row["loss"] for row in rows if row.get("loss") is not None]
-    return {
-        "loss_first": rows[0].get("loss") if rows[0]["step"] == 1 else None,
-        "loss_last": statistics.fmean(losses[-_LAST:]) if losses else None,
-        "steps": rows[-1]["step"],
-        "tokens_per_second": statistics.fmean(row["tokens"] for row in steady) / seconds,
-        "step_time": seconds,
-        "tflops_per_device": causal / seconds / devices / 1e12,
-        "mfu_causal": None if peak is None else causal / seconds / devices / peak,
-        "mfu_full": None if peak is None else full / seconds / devices / peak,
-        "devices": devices,
-        "peak_tflops_per_device": None if peak is None else peak / 1e12,
-        **facts,
-    }

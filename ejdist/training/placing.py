@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,17 +11,22 @@ import numpy as np
 from ejdist.training.program import Program
 
 
-def place_batch(batch: dict[str, np.ndarray], program: Program, first_row: int) -> dict[str, jax.Array]:
-    """Puts a batch on the devices, permuted to the order; `batch` has this host's rows, which start at `first_row`."""
+def permuted(batch: dict[str, np.ndarray], program: Program) -> dict[str, np.ndarray]:
+    """Returns a batch, or rows of it, in the order of the program's sequence. Threads that read ahead can do this."""
+    return {name: program.order.permute(batch[name], axis=1) for name in program.batch}
+
+
+def place_batch(batch: dict[str, np.ndarray], program: Program, rows: np.ndarray) -> dict[str, jax.Array]:
+    """Puts a `permuted` batch on the devices; `batch` has this host's rows, which are these of the global batch, ascending."""
 
     def put(name: str) -> jax.Array:
         like = program.batch[name]
-        rows = program.order.permute(batch[name], axis=1)
 
         def shard(index: Any) -> np.ndarray:
             b, t = index
             start, stop, _ = b.indices(like.shape[0])
-            return rows[start - first_row : stop - first_row, t]
+            at = int(np.searchsorted(rows, start))  # all rows of the shard are among these, so they follow each other
+            return batch[name][at : at + stop - start, t]
 
         return jax.make_array_from_callback(like.shape, like.sharding, shard)
 
@@ -35,9 +41,16 @@ def place_limits(limits: np.ndarray, program: Program) -> tuple[jax.Array, ...]:
     return (jax.make_array_from_callback(like.shape, like.sharding, lambda index: limits[index]),)
 
 
-def local_rows(program: Program) -> slice:
-    """Returns the rows of the global batch that this host's devices hold."""
+def local_rows(program: Program) -> np.ndarray:
+    """Returns the rows of the global batch that this host's devices hold, int64, ascending: no span, as a mesh gives
+    neighbouring devices rows that are far apart."""
     like = program.batch["tokens"]
-    index = like.sharding.addressable_devices_indices_map(like.shape).values()
-    spans = [slices[0].indices(like.shape[0])[:2] for slices in index if slices]
-    return slice(min(s for s, _ in spans), max(e for _, e in spans))
+    return rows_of_indices(like.sharding.addressable_devices_indices_map(like.shape).values(), like.shape[0])
+
+
+def rows_of_indices(indices: Iterable[Any], count: int) -> np.ndarray:
+    """Returns which of `count` rows arrays with these indices of the global one hold, int64, ascending."""
+    held = np.zeros(count, bool)
+    for index in indices:
+        held[index[0] if index else slice(None)] = True
+    return np.flatnonzero(held)

@@ -23,8 +23,8 @@ from ejdist.operations import bind_ops
 from ejdist.order import Order
 from ejdist.paths import check_folder, check_place
 from ejdist.sections import compared, operational, validate
-from ejdist.sequence import SCHEMES as SEQUENCE_SCHEMES
-from ejdist.sequence import by_window, compiler_options
+from ejdist.sequence.exchange import compiler_options
+from ejdist.sequence.section import SequenceSection
 from ejdist.training.changeable import check_allowed
 from ejdist.training.checkpoint import CheckpointSection
 from ejdist.training.curriculum import StageSection, stages_of
@@ -88,23 +88,6 @@ class RunSection:
 
 
 @dataclass
-class SequenceSection:
-    """The `sequence` section of a recipe."""
-
-    # How a split sequence attends: ring, all_gather, ulysses (heads over sp, a ring over cp), halo (for windows, else a ring).
-    scheme: str = operational("ring")
-    # How layers with a window or chunks attend; null: halo where that sends less than sequence.scheme.
-    window_scheme: str | None = operational(None)
-    order: str = operational("zigzag")  # order of tokens over cp and sp: contiguous, zigzag, striped
-
-    def validate(self) -> None:
-        """Raises ValueError naming the key and the remedy; `Order` validates the order."""
-        for key, name in (("scheme", self.scheme), ("window_scheme", self.window_scheme or self.scheme)):
-            if name not in SEQUENCE_SCHEMES:
-                raise ValueError(f"sequence.{key} = {name!r} is unknown; use one of {', '.join(SEQUENCE_SCHEMES)}")
-
-
-@dataclass
 class ExpertsSection:
     """The `experts` section of a recipe: how experts are sharded and tokens dispatched to them; see `ejdist.moe`."""
 
@@ -115,7 +98,7 @@ class ExpertsSection:
     buffer: float = operational(1.25)  # rows that a pass can hold, as a multiple of the balanced load
     chunks: int = operational(1)  # parts of a pass; one is sent while another is multiplied
     capacity: float | None = None  # most tokens per expert, as a multiple of the balanced load; null: none is dropped
-    # Steps between rows of metrics.jsonl that hold the tokens of each expert; 0: never.
+    # Steps between rows of tables.jsonl, which hold the tokens of each expert; 0: never.
     load_every: int = operational(10)
 
     def __post_init__(self) -> None:
@@ -259,12 +242,8 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
         over = tuple((a, n) for a in SEQUENCE_AXES if (n := mesh.shape.get(a, 1)) > 1)
-        for name in ("scheme", "window_scheme"):
-            scheme = getattr(s.sequence, name)
-            if dim == "N" and over and scheme is not None:
-                reason = SEQUENCE_SCHEMES[scheme]().rejects(size // mesh.shape.get(TP, 1), over)
-                if reason:
-                    raise ValueError(f"sequence.{name} = {scheme!r} and model.{key} = {size}: {reason}")
+        if dim == "N" and over and (reason := s.sequence.made().rejects(size // mesh.shape.get(TP, 1), over)):
+            raise ValueError(f"sequence.scheme = {s.sequence.scheme!r} and model.{key} = {size}: {reason}")
     return order
 
 
@@ -381,7 +360,7 @@ def bind(sections: TrainSections, mesh: jax.sharding.Mesh, order: Order, on_choi
     return bind_ops(
         mesh,
         order=order,
-        scheme=by_window(s.sequence.scheme, s.sequence.window_scheme),
+        scheme=s.sequence.made(),
         platform=s.platform,
         deterministic_attention=s.deterministic_attention,
         experts=vars(s.experts),

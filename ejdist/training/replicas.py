@@ -50,11 +50,14 @@ class Replicas:
     """
 
     def __init__(self, hosts: Hosts, like: Any, every: int) -> None:
+        self.groups: dict[str, list[list[int]]] = {}
+        self.every, self._hosts, self._agreed = 0, hosts, 0
+        self._checks: collections.deque[_Check] = collections.deque()
+        if not every:  # where each array is takes seconds of thousands of devices
+            return
         leaves = [(name_of(path), x) for path, x in jax.tree_util.tree_leaves_with_path(like)]
         self.groups = {name: held for name, x in leaves if (held := _replicated(x))}
         self.every = every if self.groups else 0
-        self._hosts, self._agreed = hosts, 0
-        self._checks: collections.deque[_Check] = collections.deque()
         if self.every:
             mesh = leaves[0][1].sharding.mesh
             held = {name: x for name, x in leaves if name in self.groups}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from ejdist.training.checkpoint_format import CheckpointError, DamagedCheckpoint
 from ejdist.training.checkpoint_policy import Tier
 from ejdist.training.frozen_base import load_base
 from ejdist.training.guards import SkippedBatches
+from ejdist.training.one_replica import read_once
 from ejdist.training.optimizer import cast_moments
 from ejdist.training.program import Program
 from ejdist.training.pytree_io import name_of
@@ -75,8 +77,19 @@ def resume(run: Run, found: list[tuple[int, Tier]], log: Any) -> tuple[Run, int,
     return run, step, state, metadata
 
 
-def start_from(program: Program, source: Source, log: Any) -> TrainState:
-    """Returns the initial state with the parameters of a source."""
+def start_from(program: Program, source: Source, log: Any, first: Any = lambda moment, word: word) -> TrainState:
+    """Returns the initial state with the parameters of a source.
+
+    Args:
+      first: `Hosts.first_error` of a run on several hosts.
+    """
+
+    def of_all(read: Callable[[], Any]) -> Any:
+        found = read()
+        # A host that cannot read does not come here: the others hear of its failure while they wait.
+        first("the reading of model.init_from", None)
+        return found
+
     wanted = {
         f"params.{name_of(path)}": like for path, like in jax.tree_util.tree_leaves_with_path(program.state.params)
     }
@@ -84,7 +97,7 @@ def start_from(program: Program, source: Source, log: Any) -> TrainState:
         f"buffers.{name_of(path)}": like for path, like in jax.tree_util.tree_leaves_with_path(program.state.buffers)
     }
     began = time.perf_counter()
-    arrays = source.load({name: like for name, like in wanted.items() if name in source.leaves})
+    arrays = read_once({name: like for name, like in wanted.items() if name in source.leaves}, source.load, of_all)
     base, count = {}, sum(x.size for x in arrays.values())
     if program.model.base is not None:
         base = {BASE: load_base(program, source)}

@@ -25,7 +25,7 @@ from ejdist.paths import ELSEWHERE
 from ejdist.sections import keys_of
 from ejdist.training.changeable import is_changeable
 from ejdist.training.curriculum import CORPUS, SPAN, Stage, history, rate_in, stage_of
-from ejdist.training.data import CURSOR, Data, described_key
+from ejdist.training.data import CURSOR, Data, described, described_key
 from ejdist.training.optimizer import OptimizerSection, Rate
 from ejdist.training.program import RunSection, TrainSections
 
@@ -268,11 +268,9 @@ def check_data(
     differing = data.changes(kept["data"])
     refused = {name: was_is for name, was_is in differing.items() if not set(CURSOR[name][0]) & set(allowed)}
     if refused:
-        description = "; ".join(f"{described_key(name)}: was {was}, is {now}" for name, (was, now) in refused.items())
         keys = [CURSOR[name][0][0] for name in refused]
         raise ValueError(
-            f"this run cannot resume with other data: {description}; restore it, {way_out(keys, made)}or start in another "
-            "run.dir"
+            f"this run cannot resume with other data: {described(refused)}, {way_out(keys, made)}or start in another run.dir"
         )
     now = fingerprint(sections)
     changes: Changes = {}

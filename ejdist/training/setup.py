@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import jax
 
-from ejdist.cluster.agreement import environment
+from ejdist.cluster.agreement import environment, first_alone
 from ejdist.cluster.hosts import Hosts
 from ejdist.mesh import make_mesh
 from ejdist.paths import ELSEWHERE, is_step, is_url
@@ -21,7 +22,7 @@ from ejdist.training.checkpoint import Checkpoints, CheckpointSection
 from ejdist.training.checkpoint_format import check_same_model
 from ejdist.training.checkpoint_policy import Saves, Tier
 from ejdist.training.curriculum import Stage, history, stage_of, stages_of
-from ejdist.training.data import Data
+from ejdist.training.data import Data, default_cache_dir
 from ejdist.training.guards import SkippedBatches
 from ejdist.training.held_out import data_of_evaluation
 from ejdist.training.kept import told_of_folder
@@ -191,9 +192,11 @@ def open_run(
     last = saves.durable.latest()
     stage = stage_of(stages, (last or 0) + 1)
     program, s = programs[stage.number - 1], stage.sections
-    datas = data_of_stages(stages) if batches is None else own_batches(stages, batches)
-    data = datas[stage.number - 1].resized(**sizes_of(s.data))
-    held_out = data_of_evaluation(s, data, datas)
+    cache = Path(s.data.cache_dir or default_cache_dir()).expanduser()
+    with contextlib.nullcontext() if batches is not None else first_alone(hosts, cache, "tokens in data.cache_dir"):
+        datas = data_of_stages(stages) if batches is None else own_batches(stages, batches)
+        data = datas[stage.number - 1].resized(**sizes_of(s.data))
+        held_out = data_of_evaluation(s, data, datas)
     if (line := data.ends()) is not None:
         log(line)
     of_stages = {f"{one.where}data.source": d for one, d in reversed(list(zip(stages, datas, strict=True)))}

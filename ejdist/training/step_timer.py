@@ -19,6 +19,7 @@ DATA, HOST, CALLS = "waiting for data", "preparing a step", "dispatching a step"
 WAITS, SAVES, EVALUATES = "waiting for its devices", "saving", "evaluating"
 _LATE = 8  # steps to wait before reading the other hosts' reports
 _SLOW = 1.5  # a slow host needs this many times the median host's own time,
+_SHOWN = 8  # hosts of which the ledger keeps the times
 _NOTICED = 0.1  # and exceeds it by this fraction of the step time
 
 
@@ -122,11 +123,24 @@ class StepTimer:
         if self._hosts.count > 1:
             times |= {host: report for host, (_, report) in posted("own time").items()}
         slow, step = stragglers(times), self._reported[0]
-        self._ledger.note(
-            hosts={str(host): report for host, report in times.items()}, step=step, steps=self._every, slow=sorted(slow)
-        )
+        self._ledger.note(**in_few(times), step=step, steps=self._every, slow=sorted(slow)[:_SHOWN])
         for line in slow.values():
             self._log(f"up to step {step}: {line}")
+
+
+def in_few(reports: dict[int, dict[str, float]]) -> dict[str, Any]:
+    """Returns what the ledger keeps of the hosts' times: of each host where there are few, else of those that needed most for
+    themselves; "of" how many, and their medians. So a row has one size, whatever the number of hosts."""
+    own = {host: times["host"] + times["data_wait"] for host, times in reports.items()}
+    worst = sorted(sorted(own), key=lambda host: -own[host])[:_SHOWN]
+    found: dict[str, Any] = {"hosts": {str(host): reports[host] for host in sorted(worst)}}
+    if len(reports) > _SHOWN:
+        medians = {
+            name: statistics.median_low(times[name] for times in reports.values() if name in times)
+            for name in reports[worst[0]]
+        }
+        found |= {"of": len(reports), "median": medians}
+    return found
 
 
 def stragglers(reports: dict[int, dict[str, float]]) -> dict[int, str]:

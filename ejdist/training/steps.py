@@ -18,7 +18,7 @@ from ejdist.training.guards import Finite, Rewind, SkippedBatches, Watch, stoppe
 from ejdist.training.held_out import HeldOut, evaluation_of
 from ejdist.training.losses import read_references
 from ejdist.training.metrics import MetricsWriter, write_error
-from ejdist.training.placing import local_rows, place_batch, place_limits
+from ejdist.training.placing import local_rows, permuted, place_batch, place_limits
 from ejdist.training.profiling import StepProfiler, peak_memory
 from ejdist.training.replicas import Replicas
 from ejdist.training.restore import resume, start_from
@@ -111,7 +111,7 @@ def start_state(run: Run, found: list[tuple[int, Tier]], source: Source | None, 
         guards = metadata.get("guards", {})
     else:
         step, guards = 0, {}
-        state = run.program.init() if source is None else start_from(run.program, source, log)
+        state = run.program.init() if source is None else start_from(run.program, source, log, run.hosts.first_error)
         state = read_references(run.program.trained, state, run.program.state, log)
     hosts = run.hosts
     for lock in run.locks:
@@ -284,22 +284,25 @@ def run_steps(
     watch, skipped, timer = guards.watch, guards.skipped, guards.timer
     rows = local_rows(program)
     mesh = " ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items() if size > 1)
-    batches = data.iterator(start, end, rows, lambda done: skipped.number(done + 1))
+
+    def ready(batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return step_flops(program.model.flops, batch["segment_ids"]), permuted(batch, program)
+
+    batches = data.iterator(start, end, rows, lambda done: skipped.number(done + 1), ready)
     step = start
     timer.start(start)
     if evaluation is not None:
         evaluation.after(start, state)
     for step in range(start + 1, end + 1):
         with timer.during(DATA):
-            batch = next(batches)
+            flops, batch = next(batches)
         with timer.during(HOST):
-            flops = step_flops(program.model.flops, batch["segment_ids"])
-            placed = place_batch(batch, program, rows.start), *place_limits(watch.limits(step), program)
+            placed = place_batch(batch, program, rows), *place_limits(watch.limits(step), program)
         with timer.during(CALLS), profiler.step(step):
             state, metrics = train_step(state, *placed)
         with timer.during(WAITS):
             if writer is not None:
-                share = data.global_batch / (rows.stop - rows.start)
+                share = data.global_batch / len(rows)
                 host = {"flops_causal": flops.causal * share, "flops_full": flops.full * share}
                 host |= {"devices": program.mesh.size, "mesh": mesh}
                 host |= {"peak_memory_gib": peaks} if (peaks := peak_memory()) else {}

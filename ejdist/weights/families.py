@@ -13,6 +13,7 @@ from typing import Any
 
 from ejdist.models.config import DecoderShape, ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig
+from ejdist.registered import LAYER, entry_of, names_of
 from ejdist.sections import flat, validate
 from ejdist.weights.config import (
     ACTIVATIONS,
@@ -337,8 +338,15 @@ def family_of(c: DecoderShape, first: str | None = None) -> tuple[str, Family]:
     """Returns (name of the architecture, family) for a model: `first`, or else the first whose config.json can describe it.
 
     Raises:
-      WeightsError: no family can; names the first key that the nearest one cannot express.
+      WeightsError: no family can; names the layers of plugins, or the first key that the nearest family cannot express.
     """
+    own = [entry for name in names_of(LAYER) if (entry := entry_of(LAYER, name)) and name in c.part_names()]
+    if own:
+        layers = " and ".join(f"{entry.name!r} of {entry.module}" for entry in own)
+        raise WeightsError(
+            f"the model cannot be exported: it has layers of plugins, {layers}, which no family of transformers has; "
+            "launch.evaluate and model.init_from read the run itself"
+        )
     tried: list[tuple[int, str, str]] = []
     for name, family in sorted(FAMILIES.items(), key=lambda item: item[0] != first):
         path = Path(f"the config.json of {name}")

@@ -46,15 +46,22 @@ class Stored:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Returns what a JSON file holds. Raises WeightsError if it cannot be read, or is not an object."""
+    _check_regular(path)
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WeightsError(f"{path} is not JSON ({error}); copy it again") from error
     if not isinstance(content, dict):
         raise WeightsError(f"{path} holds a {type(content).__name__}, not an object; copy it again")
     return content
+
+
+def _check_regular(path: Path) -> None:
+    """Raises WeightsError for what is there and is no file, such as a pipe, which would be waited for."""
+    if path.exists() and not path.is_file():
+        raise WeightsError(f"{path} is not a file: copy the folder again, from a place that you trust")
 
 
 def read_header(path: Path) -> dict[str, Stored]:
@@ -63,6 +70,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     Raises:
       WeightsError: it is not a complete safetensors file.
     """
+    _check_regular(path)
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -78,6 +86,8 @@ def read_header(path: Path) -> dict[str, Stored]:
             if name == "__metadata__":
                 continue
             start, stop = entry["data_offsets"]
+            if any(type(n) is not int or n < 0 for n in (start, stop, *entry["shape"])):
+                raise ValueError(f"tensor {name} has offsets or a shape of other than whole numbers")
             if not 0 <= start <= stop:
                 raise ValueError(f"tensor {name} is from byte {start} to {stop}")
             if 8 + length + stop > size:
@@ -92,7 +102,7 @@ def read_header(path: Path) -> dict[str, Stored]:
             tensors[name] = tensor
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, WeightsError):
             raise
         raise WeightsError(f"{path} has an unreadable header ({error}); copy the file again") from error
@@ -109,6 +119,11 @@ def read_folder(folder: Path) -> dict[str, Stored]:
         names = read_json(folder / INDEX).get("weight_map")
         if not isinstance(names, dict):
             raise WeightsError(f"{folder / INDEX} has no weight_map; copy it again")
+        for file in map(str, names.values()):
+            if file.startswith(("/", "~")) or ".." in Path(file).parts:
+                raise WeightsError(
+                    f"{folder / INDEX} names the file {file!r}, which is not in its folder; copy it again"
+                )
         headers = {file: read_header(folder / file) for file in sorted({str(f) for f in names.values()})}
         absent = [name for name, file in names.items() if name not in headers[str(file)]]
         if absent:

@@ -23,6 +23,8 @@ from kernels.framework.config import completed, decode
 
 FOLDER = Path(__file__).resolve().parent / "measured"
 FORMAT = 1
+# Kinds of device without a file of their own that have the chip of one with a file: other memory or clocks, the same kernels.
+SAME_CHIP = {"NVIDIA H200": re.compile(r"NVIDIA (H100|H800|GH200)\b.*")}
 
 
 @dataclass(frozen=True)
@@ -63,22 +65,25 @@ def path_of(device_kind: str) -> Path:
 
 @functools.cache
 def of_device(device_kind: str) -> Mapping[tuple[str, str], Measured]:
-    """Returns (operation, key) -> measurements on a kind of device; empty if it has no file.
+    """Returns (operation, key) -> measurements on a kind of device, or else on one with the same chip; empty if neither
+    has a file.
 
     Raises:
       RuntimeError: the file cannot be read. It ships with the package and must rank backends alike in every process of
         a job, so it is not skipped.
     """
     path = path_of(device_kind)
+    same = next((kind for kind, pattern in SAME_CHIP.items() if pattern.fullmatch(device_kind)), None)
+    others = {} if same is None else of_device(same)
     if not path.exists():
-        return {}
+        return others
     try:
         data = json.loads(path.read_text())
         if data["format"] != FORMAT or data["device"] != device_kind:
             raise ValueError(
                 f"it has format {data['format']} for {data['device']}, expected {FORMAT} for {device_kind}"
             )
-        return {
+        return dict(others) | {
             (name, of): Measured(device_kind, **measured)
             for name, autotune_key in data["operations"].items()
             for of, measured in autotune_key.items()

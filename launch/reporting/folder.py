@@ -13,6 +13,7 @@ from typing import Any
 
 from ejdist.paths import is_step
 from ejdist.training import goodput
+from ejdist.training.metrics import tables_in
 from ejdist.training.recorded import recorded_changes
 
 DOCUMENTS = ("plan.json", "doctor.json", "bandwidth.json", "rehearsal.json", "evaluation.json")
@@ -144,6 +145,11 @@ def _read_rows(run: RunFolder) -> None:
             continue
         twice += row["step"] in rows
         rows[row["step"]] = row
+    table = None
+    with contextlib.suppress(OSError):
+        table = next(tables_in(run.path).backwards(), None)
+    if table is not None and table["step"] in rows:
+        rows[table["step"]] |= table
     run.rows = [rows[step] for step in sorted(rows)]
     if bad:
         more = f", nor can {len(bad) - 1:,} after it" if len(bad) > 1 else ""

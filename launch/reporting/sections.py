@@ -233,10 +233,12 @@ def _hosts(run: RunFolder) -> Any:
     last = reports[-1]
     slow = [str(host) for row in reports for host in (row["slow"] if isinstance(row.get("slow"), list) else [])]
     rows = []
-    for host, needed in last["hosts"].items():
+    median = {f"median of {last.get('of')}": last["median"]} if isinstance(last.get("median"), dict) else {}
+    for host, needed in ({f"host {host}": times for host, times in last["hosts"].items()} | median).items():
         needed = needed if isinstance(needed, dict) else {}
         times = [text_of(number(needed[name])) if name in needed else "–" for name in _OF_HOSTS]
-        rows.append([f"host {host}", *times, f"{slow.count(str(host))} of {len(reports)}"])
+        often = f"{slow.count(host.removeprefix('host '))} of {len(reports)}" if host not in median else ""
+        rows.append([host, *times, often])
     head = [f"at step {last.get('step')}", *_OF_HOSTS.values(), "times that it was slow"]
     return tag("h3", "Hosts"), table(head, rows)
 

@@ -6,6 +6,20 @@ MASKS, WRONG, DATA = "tests/test_chats.py", "tests/test_chats_wrong.py", "tests/
 
 FAULTS = (
     Fault(
+        "what is shown as trained is what is not",
+        "shown:_conversation",
+        "bool($mask[$begin])",
+        "not $mask[$begin]",
+        f"{DATA} -k shows",
+    ),
+    Fault(
+        "the first conversation of a dataset is shown for each",
+        "shown:_of_dataset",
+        "$shard.tokens($begin, $end)",
+        "$shard.tokens(0, $end - $begin)",
+        f"{DATA} -k shows",
+    ),
+    Fault(
         "the mask is shifted by one",
         "filled_row",
         "~$mask[1:]",
@@ -14,9 +28,9 @@ FAULTS = (
     ),
     Fault(
         "the mask of a row is not read",
-        "_Shards._segment",
-        "if $s.chats is not None:\n    $$body",
-        "if False:\n    $$body",
+        "_Shards.rows",
+        "[] if $s.chats is None else [$s.mask_of($spans)]",
+        "[]",
         f"{DATA} -k every_conversation",
     ),
     Fault(

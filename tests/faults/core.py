@@ -4,6 +4,13 @@ from faults import Fault
 
 FAULTS = (
     Fault(
+        "an H100 is ranked as an unknown device",
+        "kernels/framework/measured.py",
+        "H100|H800|GH200",
+        "H800|GH200",
+        "tests/test_measured.py -k hoppers",
+    ),
+    Fault(
         "an error of a kernel does not show who called it",
         "_lower",
         "$error.add_note",

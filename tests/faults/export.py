@@ -6,6 +6,13 @@ TESTS, BESIDE = "tests/test_export.py", "tests/test_export_beside.py"
 
 FAULTS = (
     Fault(
+        "the data of stages are not looked at for a tokenizer",
+        "beside:_folders",
+        "('data', *$stages)",
+        "('data',)",
+        f"{BESIDE} -k where_the_run_had",
+    ),
+    Fault(
         "a stack is stored as one chunk",
         "checkpoint_rows:save_args.one",
         "ocp.SaveArgs(shard_axes=(0,)) if $large else ocp.SaveArgs()",
@@ -252,8 +259,8 @@ FAULTS = (
     ),
     Fault(
         "the tokenizer of a mixture of datasets is not looked for",
-        "training/beside:_places",
-        "$settings.get('data.mixture') or []",
+        "training/beside:_folders",
+        "$settings.get(f'{$section}.mixture') or []",
         "[]",
         f"{BESIDE} -k tokenizer_is_where",
     ),

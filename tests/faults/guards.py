@@ -21,9 +21,9 @@ FAULTS = (
     ),
     Fault(
         "what stands after a damaged row of metrics is lost",
-        "read_rows",
-        "return [$row for $row in $found if isinstance($row, dict) and _is_row($row)]",
-        "import itertools\nreturn list(itertools.takewhile(lambda r: isinstance(r, dict) and _is_row(r), $found))",
+        "StepRows.__iter__",
+        "if ($row := self._row($line)) is not None:\n    yield $row",
+        "if ($row := self._row($line)) is None:\n    return\nyield $row",
         "tests/test_run_files.py -k no_metrics",
     ),
     Fault(

@@ -28,9 +28,9 @@ FAULTS = (
     ),
     Fault(
         "evaluations of steps that are made again stay",
-        "MetricsWriter.__init__",
-        "[$row for $row in $before if $row['step'] <= $start]",
-        "list($before)",
+        "cut_after",
+        "isinstance($row, dict) and is_number($row.get('step'), int) and $row['step'] <= $step",
+        "isinstance($row, dict)",
         f"{TESTS} -k missing",
     ),
     Fault(

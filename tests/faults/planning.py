@@ -301,8 +301,8 @@ FAULTS = (
     ),
     Fault(
         "a scheme is searched where the heads do not divide",
-        "candidates:ways",
-        "$scheme().rejects($heads, $axes) is None",
+        "candidates:_takes",
+        "$made.rejects($heads, $axes) is None",
         "True",
         "tests/test_declared_costs.py -k searched",
     ),

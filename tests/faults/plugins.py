@@ -6,6 +6,27 @@ TESTS, LOSSES = "tests/test_plugins.py", "tests/test_plugin_losses.py"
 
 FAULTS = (
     Fault(
+        "layers of plugins are not looked for in an export",
+        "family_of",
+        "$name in $c.part_names()",
+        "False",
+        f"{TESTS} -k not_exported",
+    ),
+    Fault(
+        "the forward of a reference is not counted",
+        "Trained.with_references",
+        "(*self.model.flops, *$forwards)",
+        "self.model.flops",
+        f"{LOSSES} -k one_forward",
+    ),
+    Fault(
+        "a reference is counted with a backward",
+        "Trained.with_references",
+        "replace($part, backward=False)",
+        "$part",
+        f"{LOSSES} -k one_forward",
+    ),
+    Fault(
         "plugins are imported after the recipe is composed",
         "schema:_composed",
         "$plugins = load_plugins($a)",

@@ -45,9 +45,9 @@ FAULTS = (
     ),
     Fault(
         "a TPU VM without machines is a run that has ended well",
-        "_workers",
-        "not $count",
-        "False",
+        "tpu_vm_gcloud:ready",
+        "[$name for $name, $count in $machines.items() if not $count]",
+        "[]",
         f"{OF_TPU_VM} -k by_gcloud",
     ),
     Fault(
@@ -66,8 +66,8 @@ FAULTS = (
     ),
     Fault(
         "sbatch gets two answers to one question",
-        "slurm:parse",
-        "$name in _OWN",
+        "slurm:_check_others",
+        "$name in _OWN and (not ($key == 'srun' and $name in _FREE))",
         "False",
         f"{LAUNCHED} -k called_wrongly",
     ),
@@ -110,8 +110,8 @@ FAULTS = (
     Fault(
         "the coordinator is another pod than process 0",
         "_cluster",
-        "f'cluster.coordinator={$o.name}-{_JOB}-0-0.{$o.name}:{$o.port}'",
-        "f'cluster.coordinator={$o.name}-{_JOB}-0-1.{$o.name}:{$o.port}'",
+        "f'cluster.coordinator={$o.name}-{JOB}-0-0.{$o.name}:{$o.port}'",
+        "f'cluster.coordinator={$o.name}-{JOB}-0-1.{$o.name}:{$o.port}'",
         f"{OF_GKE} -k knows_the_others",
     ),
     Fault(
@@ -123,18 +123,14 @@ FAULTS = (
     ),
     Fault(
         "Python is process 1 of its container, and cannot abort",
-        "_pod",
-        "{'restartPolicy': 'Never', 'terminationGracePeriodSeconds': $o.grace, 'shareProcessNamespace': "
-        "True, 'nodeSelector': _nodes($o), 'containers': [{$key: $value for $key, $value in "
-        "$container.items() if $value != []}]}",
-        "{'restartPolicy': 'Never', 'terminationGracePeriodSeconds': $o.grace, 'shareProcessNamespace': "
-        "False, 'nodeSelector': _nodes($o), 'containers': [{$key: $value for $key, $value in "
-        "$container.items() if $value != []}]}",
+        "launch/gke_jobset.py",
+        '"shareProcessNamespace": True',
+        '"shareProcessNamespace": False',
         f"{OF_GKE} -k pod_of_a_tpu_slice",
     ),
     Fault(
         "a run outside of the volume is started",
-        "gke:_check_folders",
+        "gke_options:_check_folders",
         "not _inside($folder, $o.mount)",
         "False",
         f"{OF_GKE} -k called_wrongly",
@@ -148,12 +144,9 @@ FAULTS = (
     ),
     Fault(
         "a command outlives its connection",
-        "_REMOTE",
-        '_REMOTE = \'exec 3<&0\\n{command} 3<&- </dev/null &\\nrun=$!\\n(while read -r name; do kill -s "$name" '
-        "$run; done; kill -s TERM $run) <&3 >/dev/null 2>&1 &\\nreader=$!\\nwait $run; code=$?\\nkill "
-        "$reader\\nexit $code'",
-        '_REMOTE = \'exec 3<&0\\n{command} 3<&- </dev/null &\\nrun=$!\\n(while read -r name; do kill -s "$name" '
-        "$run; done) <&3 >/dev/null 2>&1 &\\nreader=$!\\nwait $run; code=$?\\nkill $reader\\nexit $code'",
+        "launch/tpu_vm.py",
+        "; kill -s TERM $run) <&3",
+        ") <&3",
         f"{OF_TPU_VM} -k connection_that_ends",
     ),
     Fault(
@@ -222,7 +215,7 @@ FAULTS = (
     Fault(
         "a host counts its own rows as those of all",
         "run_steps",
-        "$data.global_batch / ($rows.stop - $rows.start)",
+        "$data.global_batch / len($rows)",
         "1.0",
         "tests/test_many_processes.py -k bit_for_bit",
     ),

@@ -5,6 +5,13 @@ from faults import Fault
 TESTS, TOKENS = "tests/test_published.py", "tests/test_special_tokens.py"
 
 FAULTS = (
+    Fault(
+        "a launcher does not say what it needs of a folder that is elsewhere",
+        "published:_folder",
+        "NoFolder($message, $where)",
+        "RecipeError($message)",
+        "tests/test_published.py -k launcher_needs",
+    ),
     Fault("BOS is written twice", "begun", "$ids[0] == $tokenizer.bos_id", "False", f"{TOKENS} -k 'once'"),
     Fault(
         "BOS begins every part of a document",

@@ -183,8 +183,8 @@ FAULTS = (
     Fault(
         "a step that waits for a host that failed ends as if it were lost",
         "ending:_watch",
-        "$said.code is not None",
-        "False",
+        "if $said.code:\n    $$body",
+        "",
         f"{TESTS} -k waits_for_a_host",
     ),
 )

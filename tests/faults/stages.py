@@ -6,6 +6,13 @@ STAGES, CHANGES = "tests/test_stages.py", "tests/test_changes.py"
 
 FAULTS = (
     Fault(
+        "a mixture from before is not known by its order",
+        "batches:described",
+        "str($was).startswith(f'{MIXTURE_BEFORE} ')",
+        "False",
+        f"{STAGES} -k from_before",
+    ),
+    Fault(
         "a stage reads the data of the first",
         "data_of_stages",
         "replace($section, **sizes_of($other)) == $other",

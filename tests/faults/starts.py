@@ -129,7 +129,7 @@ FAULTS = (
     Fault(
         "a port that is taken is not told with the run that has it",
         "_server",
-        "occupant(int($port), $me)",
+        "occupant(int($port), $me, $tls)",
         "('', False)",
         f"{CLUSTER} -k told_with_the_run",
     ),
@@ -171,7 +171,7 @@ FAULTS = (
     Fault(
         "a Slurm job reads no verdict",
         "_queued_again",
-        "f'  read -r code why <\"${FILE}\"'",
+        "f'  read -r left why <\"${FILE}\"'",
         "'  why=nothing'",
         f"{SLURM} -k reason_decides",
     ),

@@ -4,13 +4,17 @@ What Hopper may do late is done as late as it can be (`gluon_interpreter.py`), a
 tiles come from the queue.
 """
 
+import functools
 import itertools
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hopper import interpreted
-from hopper_products import ACTIVATED, SIZES, check
+from hopper_products import ACTIVATED, SIZES, arguments, check, run
 
 from kernels.ops.grouped_matmul import op, triton_gpu
+from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +53,20 @@ def test_numbers_of_activations(specialised, activation, gated, bias, transposed
 @pytest.mark.parametrize("specialised", ["tall", "wide"])
 def test_one_row_of_columns_that_end_in_a_tile(specialised):
     check(specialised, 64, 72, "bfloat16", False, None, SIZES["one"], "silu", gated=True)
+
+
+@pytest.mark.parametrize(
+    ("specialised", "transposed"),
+    [("tall", False), ("wide", True), pytest.param("tall", True, marks=pytest.mark.slow)],
+)
+def test_a_depth_that_ends_in_a_step(specialised, transposed):
+    check(specialised, 88, 136, "bfloat16", transposed, None, (100, 0, 40))
+
+
+def test_a_step_past_the_depth_reads_nothing_of_the_next_matrix():
+    """Which belongs to a group without rows, and holds NaN."""
+    floats, d, _ = arguments((60, 0, 40), 72, 88, "bfloat16", False, None)
+    floats["rhs"] = floats["rhs"].at[1].set(jnp.nan)
+    cfg = GroupedMatmulConfig(*[Tile(specialised="tall")] * 3)
+    found = jax.jit(functools.partial(run, "triton", cfg, (60, 0, 40), None, False, None))(floats, d)
+    assert all(jnp.isfinite(x).all() for x in found.values())

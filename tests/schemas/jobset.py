@@ -10,10 +10,10 @@ from pathlib import Path
 
 # Parts of a pod that no YAML of launch.gke has. One that it had would be refused as unknown, and is then taken off here.
 LEFT_OUT = {
-    "affinity", "ephemeralContainers", "initContainers", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe",
-    "topologySpreadConstraints", "securityContext", "volumeClaimPolicies", "resourceClaims", "envFrom",
+    "affinity", "ephemeralContainers", "lifecycle", "livenessProbe", "readinessProbe", "startupProbe",
+    "topologySpreadConstraints", "volumeClaimPolicies", "resourceClaims", "envFrom",
 }  # fmt: skip
-VOLUMES = {"name", "emptyDir", "persistentVolumeClaim"}
+VOLUMES = {"name", "emptyDir", "hostPath", "persistentVolumeClaim", "secret"}
 
 
 def reduced(node, name=""):

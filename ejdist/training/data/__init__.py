@@ -9,7 +9,7 @@ from typing import Any
 from ejdist.paths import check_folder
 from ejdist.sections import compared, operational
 from ejdist.training.chats.special_tokens import SpecialTokens, ends_of
-from ejdist.training.data.batches import CURSOR, Begin, Data, check_how, default_cache_dir, described_key
+from ejdist.training.data.batches import CURSOR, Begin, Data, check_how, default_cache_dir, described, described_key
 from ejdist.training.data.conversation_keys import Asked, one_of
 from ejdist.training.data.corpus import Corpus, build_corpus
 from ejdist.training.data.dataset import OWN, Dataset, is_dataset, open_dataset
@@ -19,7 +19,17 @@ from ejdist.training.data.mixture import Mixture, check_sections, counts_of
 from ejdist.training.data.own_source import OwnRows, own_source
 from ejdist.training.data.tokenizer import Tokenizer
 
-__all__ = ["CURSOR", "Begin", "Corpus", "Data", "DataSection", "build", "default_cache_dir", "described_key"]
+__all__ = [
+    "CURSOR",
+    "Begin",
+    "Corpus",
+    "Data",
+    "DataSection",
+    "build",
+    "default_cache_dir",
+    "described",
+    "described_key",
+]
 
 
 @dataclass

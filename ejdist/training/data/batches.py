@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,14 @@ from ejdist.training.chats.special_tokens import ends_of
 from ejdist.training.data.conversation_keys import one_of
 from ejdist.training.data.corpus import Corpus
 from ejdist.training.data.dataset import Dataset
-from ejdist.training.data.mixture import MixedRows, Mixture
+from ejdist.training.data.mixture import MIXTURE_BEFORE, MixedRows, Mixture
 from ejdist.training.data.own_source import OwnRows
-from ejdist.training.data.packing import Packing, Rows
+from ejdist.training.data.packing import Packing, Rows, rows_of
 from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole
 from ejdist.training.data.tokenizer import ByteTokenizer
+
+# Which rows of a batch: a slice, or their numbers in ascending order, int [n].
+HostRows = slice | np.ndarray
 
 
 def check_how(packing: str, prefetch: int, too_long: str) -> None:
@@ -156,23 +159,28 @@ class Data:
         """Rows before one comes again; infinity for a mixture, whose weights decide how often each source comes."""
         return math.inf if isinstance(self.corpus, Mixture) else self.packing.rows_per_epoch
 
-    def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+    def batch(self, step: int, rows: HostRows = slice(None)) -> dict[str, np.ndarray]:
         """Returns the batch of a step, counted from 0, or only those of its rows: what one host needs."""
         index = step - self.begin.batch
         if index < 0:
             raise ValueError(f"step must be {self.begin.batch or '0'} or more, got {step}")
         first = 0 if isinstance(self.packing, MixedRows) else self._first[0]
-        numbers = range(first + index * self.global_batch, first + (index + 1) * self.global_batch)[rows]
-        packed = [self.packing.row(i) for i in numbers]
+        within = range(self.global_batch)[rows] if isinstance(rows, slice) else rows
+        packed = rows_of(self.packing, [first + index * self.global_batch + int(i) for i in within])
         return {name: np.stack([row[name] for row in packed]) for name in packed[0]}
 
     def iterator(
-        self, start: int, stop: int, rows: slice = slice(None), number: Callable[[int], int] = lambda step: step
-    ) -> Iterator[dict[str, np.ndarray]]:
-        """Yields `batch(number(step), rows)` for step = start, ..., stop - 1, read ahead by threads."""
+        self,
+        start: int,
+        stop: int,
+        rows: HostRows = slice(None),
+        number: Callable[[int], int] = lambda step: step,
+        then: Callable[[dict[str, np.ndarray]], Any] = lambda batch: batch,
+    ) -> Iterator[Any]:
+        """Yields `then(batch(number(step), rows))` for step = start, ..., stop - 1, made ahead by threads."""
         import grain
 
-        steps = grain.MapDataset.range(start, stop).map(lambda step: self.batch(number(int(step)), rows))
+        steps = grain.MapDataset.range(start, stop).map(lambda step: then(self.batch(number(int(step)), rows)))
         options = grain.ReadOptions(num_threads=min(2, self.prefetch), prefetch_buffer_size=self.prefetch)
         return iter(steps.to_iter_dataset(options))
 
@@ -211,11 +219,8 @@ class Data:
     def check_cursor(self, cursor: dict[str, Any]) -> None:
         """Raises ValueError, naming the key, if the batches of a resumed run would not be those of the run so far."""
         if changed := self.changes(cursor):
-            description = "; ".join(
-                f"{described_key(name)}: was {was}, is {now}" for name, (was, now) in changed.items()
-            )
             raise ValueError(
-                f"this run cannot resume with other data: {description}; restore it, or start in another run.dir"
+                f"this run cannot resume with other data: {described(changed)}, or start in another run.dir"
             )
 
 
@@ -231,6 +236,20 @@ CURSOR = {
     "order": (("data.packing", "data.too_long"), " (how rows follow from the documents)"),
     "conversations": (("data.format", "data.loss_on", "data.chat_template", "data.chat_date"), ""),
 }
+
+
+def described(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """Returns how entries of a cursor have changed, and how to have what they were, for a message."""
+    from_before = {name: str(was).startswith(f"{MIXTURE_BEFORE} ") for name, (was, _) in changed.items()}
+    told = [
+        "data.mixture: the run began before version 0.2.0, in which a source of a mixture had its rows in another order"
+        if from_before[name]
+        else f"{described_key(name)}: was {was}, is {now}"
+        for name, (was, now) in changed.items()
+    ]
+    how = ["restore it"] if not all(from_before.values()) else []
+    how += ["finish the run with the version that it began with"] if any(from_before.values()) else []
+    return f"{'; '.join(told)}; {', '.join(how)}"
 
 
 def described_key(name: str) -> str:

@@ -157,4 +157,6 @@ def _first_row(source: Any, key: str, text_key: str) -> tuple[Mapping[str, Any] 
         if isinstance(row, Mapping):
             return row, where
         wrong = wrong or (str(row) if isinstance(row, Exception) else f"{where}: {type(row).__name__}, not an object")
-    raise ValueError(f"data.source = {source!r} has no row to tell data.format by{': ' + wrong if wrong else ''}")
+    raise ValueError(
+        f"data.source = {source!r} has no row to tell data.format by{f': {wrong}' if wrong else '; give files that have rows'}"
+    )

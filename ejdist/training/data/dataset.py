@@ -2,8 +2,8 @@
 
 At the start only `dataset.json` is read. A shard is a folder `shard-*` of `tokens.bin`, `offsets.bin` (int64: where each
 document begins, and the end) and `meta.json`, which has a checksum of every 64 KiB. A block is verified when something of it
-is read for the first time, and never mapped: a disk that fails is an error, and not a signal that ends the process. What it
-was made from does not count: a copy of the folder on another host is the same corpus.
+is read for the first time (`blocks`); offsets stay in memory from then on, up to a limit. What it was made from does not
+count: a copy of the folder on another host is the same corpus.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import functools
 import hashlib
 import json
 import os
-import zlib
-from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ import numpy as np
 
 from ejdist.training.chats.encoding import Chats
 from ejdist.training.chats.special_tokens import AUTO, BY_FILES, SpecialTokens, ends_of
+from ejdist.training.data import blocks
+from ejdist.training.data.blocks import CheckedFile, Kept, OpenFile, Span
 from ejdist.training.data.cache import Damaged, checksum_of, sealed
 from ejdist.training.data.conversation_keys import Asked
 from ejdist.training.data.conversations import described, row_name
@@ -31,50 +32,11 @@ from ejdist.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokeniz
 FORMAT = 1
 CHATS_FORMAT = 2  # of a dataset of conversations, whose mask a reader of format 1 would not read
 MANIFEST, SETTINGS, TOKENIZER = "dataset.json", "settings.json", "tokenizer.json"
-BLOCK = 1 << 16  # bytes under one checksum: what one row reads for the first time
 _OPEN_FILES = 256  # kept open at most, of a dataset: a process may often have no more than 1024
+# Bytes of a dataset that stay in memory: of tokens as much as a small one has; of offsets, 8 bytes a document, those of 268
+# million documents.
+_KEPT_TOKENS, _KEPT_OFFSETS = 1 << 28, 1 << 31
 OWN = "dataset"  # data.tokenizer: the one that the dataset was made with
-
-
-class _Handle:
-    """A file opened for reading, closed when nobody reads from it any more."""
-
-    def __init__(self, path: Path) -> None:
-        self.number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-
-    def __del__(self) -> None:
-        if hasattr(self, "number"):
-            os.close(self.number)
-
-
-class CheckedFile:
-    """A file whose blocks are verified when they are first read."""
-
-    def __init__(self, path: Path, size: int, checksums: list[int], open_file: Any) -> None:
-        self.path, self.size = path, size
-        self._checksums = np.asarray(checksums, np.uint32)
-        self._seen = np.zeros(len(checksums), bool)
-        self._open = open_file
-
-    def read(self, begin: int, end: int) -> bytes:
-        """Returns the bytes of [begin, end). Raises Damaged: they are not those that were written."""
-        handle = self._open(self.path)
-        for block in range(begin // BLOCK, -(-end // BLOCK)):
-            if not self._seen[block]:
-                content = os.pread(handle.number, BLOCK, block * BLOCK)
-                if zlib.crc32(content) != self._checksums[block]:
-                    last = min((block + 1) * BLOCK, self.size)
-                    raise Damaged(
-                        f"{self.path.name} does not hold the bytes that were written, from {block * BLOCK} to {last}"
-                    )
-                self._seen[block] = True
-        parts = []
-        while begin < end:
-            parts.append(os.pread(handle.number, min(end - begin, 1 << 30), begin))  # a call gives 2 GiB at most
-            if not parts[-1]:
-                raise Damaged(f"{self.path.name} is shorter than {self.size} bytes")
-            begin += len(parts[-1])
-        return b"".join(parts)
 
 
 class Shard:
@@ -86,34 +48,71 @@ class Shard:
     """
 
     def __init__(
-        self, folder: Path, facts: dict[str, Any], dtype: np.dtype, open_file: Any, chats: Chats | None = None
+        self,
+        folder: Path,
+        facts: dict[str, Any],
+        dtype: np.dtype,
+        files: Callable[..., CheckedFile],
+        chats: Chats | None = None,
     ) -> None:
-        self.folder, self._facts, self._dtype, self._open, self.chats = folder, facts, dtype, open_file, chats
+        """Args:
+        files: (path, size, checksums) -> the file.
+        """
+        self.folder, self._facts, self._dtype, self._file, self.chats = folder, facts, dtype, files, chats
         self.num_documents, self.num_tokens = int(facts["documents"]), int(facts["tokens"])
         self.fingerprint = facts["fingerprint"]
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
         """Returns tokens [begin, end) of the shard."""
-        return self._read("tokens.bin", self._dtype, begin, end)
+        return self.tokens_of([(begin, end)])[0]
+
+    def tokens_of(self, spans: Sequence[Span]) -> list[np.ndarray]:
+        """Returns the tokens of each span [begin, end), read together."""
+        return self._read("tokens.bin", self._dtype, spans)
 
     def mask(self, begin: int, end: int) -> np.ndarray:
         """Returns which of the tokens [begin, end) are trained, bool; a shard of text has no mask."""
-        return self._read("mask.bin", np.dtype(np.uint8), begin, end).astype(bool)
+        return self.mask_of([(begin, end)])[0]
+
+    def mask_of(self, spans: Sequence[Span]) -> list[np.ndarray]:
+        """Returns the mask of each span [begin, end), read together."""
+        return [mask.astype(bool) for mask in self._read("mask.bin", np.dtype(np.uint8), spans)]
 
     def place(self, document: int) -> str:
         """Returns what an error calls a conversation: the file and the row that it was made from."""
-        source, number = self._read("places.bin", np.dtype(np.int64), 2 * document, 2 * document + 2).tolist()
+        source, number = self._read("places.bin", np.dtype(np.int64), [(2 * document, 2 * document + 2)])[0].tolist()
         span = sealed(self.folder / "meta.json")["facts"]["sources"][source]
         whole = not span["path"].startswith("hf:") and span["begin"] == 0 and span["end"] == span["size"]
         return row_name((span["path"], span["begin"], None if whole else span["end"]), number)
 
     def offsets(self, begin: int, end: int) -> np.ndarray:
         """Returns where the documents [begin, end) begin, int64; document `num_documents` begins at the end."""
-        return self._read("offsets.bin", np.dtype(np.int64), begin, end)
+        return self._read("offsets.bin", np.dtype(np.int64), [(begin, end)])[0]
 
     def first_from(self, token: int) -> int:
-        """Returns the first document that begins at this token or later."""
-        return bisect_left(_Offsets(self), token)
+        """Returns the first document that begins at this token or later.
+
+        Interpolates between documents whose beginnings are known, as the lengths of many documents add up to about what their
+        mean does: one block of offsets or two have the place, of any number. A step that missed is followed by a bisection.
+        """
+        low, high = 0, self.num_documents  # documents before `low` begin earlier; those from `high` on do not
+        begins, ends, per_block = 0, self.num_tokens, blocks.BLOCK // 8
+        bisect = False
+        while low < high:
+            share = (token - begins) / max(1, ends - begins)
+            guess = (low + high) // 2 if bisect else low + int(share * (high - low))
+            block = min(max(guess, low), high - 1) // per_block
+            first, last = max(low, block * per_block), min(high, (block + 1) * per_block)
+            offsets = self.offsets(first, last)
+            found = int(np.searchsorted(offsets, token))
+            if 0 < found < len(offsets):
+                return first + found
+            if found:
+                low, begins = last, int(offsets[-1])
+            else:
+                high, ends = first, int(offsets[0])
+            bisect = not bisect
+        return low
 
     @functools.cached_property
     def _files(self) -> dict[str, CheckedFile]:
@@ -125,19 +124,20 @@ class Shard:
             size = (self.folder / name).stat().st_size
             if size != file["size"]:
                 raise Damaged(f"{name} has {size} bytes, not {file['size']}")
-            files[name] = CheckedFile(self.folder / name, file["size"], file["checksums"], self._open)
+            files[name] = self._file(self.folder / name, file["size"], file["checksums"])
         return files
 
-    def _read(self, name: str, dtype: np.dtype, begin: int, end: int) -> np.ndarray:
+    def _read(self, name: str, dtype: np.dtype, spans: Sequence[Span]) -> list[np.ndarray]:
+        size = dtype.itemsize
         try:
-            content = self._files[name].read(begin * dtype.itemsize, end * dtype.itemsize)
+            contents = self._files[name].read([(begin * size, end * size) for begin, end in spans])
         except FileNotFoundError as error:
             raise self.unreadable(f"{Path(error.filename).name} is missing") from None
         except Damaged as damage:
             raise self.unreadable(str(damage)) from None
         except OSError as error:
             raise self.unreadable(f"{name} cannot be read: {error.strerror or error}") from error
-        return np.frombuffer(content, dtype)
+        return [np.frombuffer(content, dtype) for content in contents]
 
     def unreadable(self, reason: str) -> OSError:
         """Returns the error that names the shard, what is wrong with it, and the remedy."""
@@ -149,19 +149,6 @@ class Shard:
             f"data.source: the shard {self.folder} is damaged: {reason}; copy it again from an intact source, or remove the "
             f"folder and run python -m launch.tokenize to={self.folder.parent} again (it was made from {made_from})",
         )
-
-
-class _Offsets:
-    """A shard's offsets as a sequence that is read an item at a time, for bisection."""
-
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-
-    def __len__(self) -> int:
-        return self._shard.num_documents
-
-    def __getitem__(self, i: int) -> int:
-        return int(self._shard.offsets(i, i + 1)[0])
 
 
 @dataclass(frozen=True)
@@ -267,9 +254,15 @@ def open_dataset(
             f"data.{key}: {folder} was made with {ends[key] or 'none'}, and {who}; give data.{key}={ends[key] or 'null'}, or "
             "tokenize the files into another folder"
         )
-    open_file = functools.lru_cache(maxsize=_OPEN_FILES)(_Handle)
+    open_file = functools.lru_cache(maxsize=_OPEN_FILES)(OpenFile)
+    tokens, offsets = Kept(_KEPT_TOKENS), Kept(_KEPT_OFFSETS)
+
+    def checked_file(path: Path, size: int, checksums: list[int]) -> CheckedFile:
+        of_offsets = path.name == "offsets.bin"
+        return CheckedFile(path, size, checksums, open_file, offsets if of_offsets else tokens, whole=of_offsets)
+
     dtype = np.dtype(manifest["dtype"])
-    shards = tuple(Shard(folder / s["name"], s, dtype, open_file, chats) for s in manifest["shards"])
+    shards = tuple(Shard(folder / s["name"], s, dtype, checked_file, chats) for s in manifest["shards"])
     names = {
         entry.name for entry in os.scandir(folder)
     }  # one listing: a request for each shard would be slow on a network

@@ -15,17 +15,19 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ejdist.training.data.packing import Rows
+from ejdist.training.data.packing import Rows, rows_of
 from ejdist.training.data.shuffle import Shuffle
 from ejdist.training.data.tokenizer import Tokenizer
 
 BLOCK = 1 << 16
+# What the order of rows began with before version 0.2.0, when the rows of a source in a block were shuffled.
+MIXTURE_BEFORE = "mixture of"
 _OPTIONAL = ("text_key", "format", "loss_on", "chat_template")
 _MOST = 1e300  # of a weight, so that the sum of all is a number
 
@@ -173,5 +175,13 @@ class MixedRows:
 
     def row(self, index: int) -> dict[str, np.ndarray]:
         """Returns the row of that number; see `filled_row`."""
-        part, number = self.place(index)
-        return self.parts[part].row(number)
+        return self.rows([index])[0]
+
+    def rows(self, indices: Iterable[int]) -> list[dict[str, np.ndarray]]:
+        """Returns the rows of those numbers; those of a part are read together."""
+        places = [self.place(index) for index in indices]
+        made = {
+            part: iter(rows_of(self.parts[part], [number for of, number in places if of == part]))
+            for part in {part for part, _ in places}
+        }
+        return [next(made[part]) for part, _ in places]

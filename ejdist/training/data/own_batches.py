@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ejdist.training.data import Begin, Data
+from ejdist.training.data.batches import HostRows
 from ejdist.training.data.own_source import FIELDS, check_arrays
 
 Batch = Mapping[str, Any]
@@ -69,15 +70,20 @@ class OwnBatches(Data):
         """Returns a line that says where batches come from."""
         return [f"{key} is not read: train() was given batches"]
 
-    def batch(self, step: int, rows: slice = slice(None)) -> dict[str, np.ndarray]:
+    def batch(self, step: int, rows: HostRows = slice(None)) -> dict[str, np.ndarray]:
         """Returns the batch of a step, counted from 0, or only those of its rows. Raises ValueError: it is wrong."""
         return next(self.iterator(step, step + 1, rows))
 
     def iterator(
-        self, start: int, stop: int, rows: slice = slice(None), number: Callable[[int], int] = lambda step: step
-    ) -> Iterator[dict[str, np.ndarray]]:
-        """Yields the batch of `number(step)` for step = start, ..., stop - 1. With an iterable, earlier batches are passed
-        over."""
+        self,
+        start: int,
+        stop: int,
+        rows: HostRows = slice(None),
+        number: Callable[[int], int] = lambda step: step,
+        then: Callable[[dict[str, np.ndarray]], Any] = lambda batch: batch,
+    ) -> Iterator[Any]:
+        """Yields `then` of the batch of `number(step)` for step = start, ..., stop - 1. With an iterable, earlier batches are
+        passed over."""
         source, position = None if callable(self._batches) else iter(self._batches), 0
         for step in range(start, stop):
             wanted = number(step)
@@ -87,9 +93,9 @@ class OwnBatches(Data):
                 for _ in range(position, wanted):
                     next(source, None)
                 batch, position = next(source, None), wanted + 1
-            yield self._checked(batch, wanted, rows)
+            yield then(self._checked(batch, wanted, rows))
 
-    def _checked(self, batch: Any, step: int, rows: slice) -> dict[str, np.ndarray]:
+    def _checked(self, batch: Any, step: int, rows: HostRows) -> dict[str, np.ndarray]:
         what = f"train: argument 'batches': batch {step}"
         if batch is None:
             raise ValueError(f"{what} is missing; give as many batches as the run has steps, run.steps")

@@ -8,7 +8,7 @@ that is cut goes on in the next row as a segment of its own. `shard_packing` has
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +32,12 @@ class Rows(Protocol):
     def tokens_per_row(self) -> float: ...
 
     def row(self, index: int) -> dict[str, np.ndarray]: ...
+
+
+def rows_of(packing: Rows, numbers: Sequence[int]) -> list[dict[str, np.ndarray]]:
+    """Returns the rows of those numbers, read together where the rows can (`rows` of shards and of mixtures)."""
+    together = getattr(packing, "rows", None)
+    return [packing.row(n) for n in numbers] if together is None else together(numbers)
 
 
 def filled_row(

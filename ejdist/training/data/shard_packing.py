@@ -3,7 +3,7 @@
 Rows of all shards are in one shuffled order (`Shuffle`), which takes no memory. The documents of a row come from a *window*:
 documents that follow each other in a shard, `_ROWS` rows of tokens and `_DOCUMENTS` documents on average. In it they are in
 an order of the epoch's own. So a row reads one window's offsets and its own tokens, wherever it is, and depends on (dataset,
-length, seed, number) alone.
+length, seed, number) alone. What several rows need of a shard is read together.
 
 - `Cut`: documents one after another, cut where a row ends. The stream of a shard has windows in the order in which they lie,
   so a place in it is a place on disk but for the order within a window, and the number of rows follows from the manifest.
@@ -20,7 +20,7 @@ import hashlib
 import itertools
 import json
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ejdist.training.chats.encoding import Chats
+from ejdist.training.data.blocks import Span
 from ejdist.training.data.cache import new_folder, open_folder
 from ejdist.training.data.corpus import Corpus
 from ejdist.training.data.packing import check_sizes, filled_row
@@ -43,9 +44,11 @@ class Tokens(Protocol):
     num_tokens: int
     chats: Chats | None  # of conversations, which have a mask and places
 
-    def tokens(self, begin: int, end: int) -> np.ndarray: ...
+    def tokens_of(self, spans: Sequence[Span]) -> list[np.ndarray]: ...
 
     def mask(self, begin: int, end: int) -> np.ndarray: ...
+
+    def mask_of(self, spans: Sequence[Span]) -> list[np.ndarray]: ...
 
     def offsets(self, begin: int, end: int) -> np.ndarray: ...
 
@@ -63,6 +66,12 @@ class CorpusShard:
 
     def tokens(self, begin: int, end: int) -> np.ndarray:
         return self._corpus.tokens[begin:end]
+
+    def tokens_of(self, spans: Sequence[Span]) -> list[np.ndarray]:
+        return [self.tokens(begin, end) for begin, end in spans]
+
+    def mask_of(self, spans: Sequence[Span]) -> list[np.ndarray]:
+        return [self.mask(begin, end) for begin, end in spans]
 
     def mask(self, begin: int, end: int) -> np.ndarray:
         assert self._corpus.mask is not None
@@ -83,6 +92,19 @@ class Window(NamedTuple):
 
     number: int
     offsets: np.ndarray  # and the end of the last
+
+
+class Segment(NamedTuple):
+    """Tokens of a row: `count` from `begin` of a shard, and one more where the document goes on, the target of the last."""
+
+    shard: int
+    begin: int
+    count: int
+    more: int
+
+    @property
+    def span(self) -> Span:
+        return self.begin, self.begin + self.count + self.more
 
 
 class _Shards:
@@ -108,13 +130,36 @@ class _Shards:
         rng = np.random.default_rng([self.seed, epoch, shard, window.number])
         return rng.permutation(len(window.offsets) - 1)
 
-    def _segment(self, shard: int, document_end: int, begin: int, count: int) -> Any:
-        """Returns a segment of a row, see `filled_row`: `count` tokens from `begin`, of a document that ends there or later."""
-        s, end = self.shards[shard], begin + count
-        if s.chats is not None:  # one that is too long ends here: nobody trains the rest
-            return s.tokens(begin, end), count, s.mask(begin, end)
-        more = 0 if end == document_end else 1  # the next token is the target of the last
-        return s.tokens(begin, end + more), count
+    def _segment(self, shard: int, document_end: int, begin: int, count: int) -> Segment:
+        """Returns `count` tokens from `begin`, of a document that ends there or later."""
+        # A conversation that is too long ends here: nobody trains the rest.
+        ends = self.shards[shard].chats is not None or begin + count == document_end
+        return Segment(shard, begin, count, 0 if ends else 1)
+
+    def segments(self, index: int) -> list[Segment]:
+        """Returns what the row of that number consists of."""
+        raise NotImplementedError
+
+    def row(self, index: int) -> dict[str, np.ndarray]:
+        """Returns the row of that number; see `filled_row`."""
+        return self.rows([index])[0]
+
+    def rows(self, indices: Iterable[int]) -> list[dict[str, np.ndarray]]:
+        """Returns the rows of those numbers, whose tokens are read together."""
+        made = [self.segments(index) for index in indices]
+        spans: dict[int, list[Span]] = {}
+        for segment in itertools.chain.from_iterable(made):
+            spans.setdefault(segment.shard, []).append(segment.span)
+        arrays = {}
+        for number, of_shard in spans.items():
+            s = self.shards[number]
+            read = [s.tokens_of(of_shard)] + ([] if s.chats is None else [s.mask_of(of_shard)])
+            arrays[number] = zip(*read, strict=True)
+        return [filled_row(self.length, [_filling(s, *next(arrays[s.shard])) for s in row]) for row in made]
+
+
+def _filling(segment: Segment, tokens: np.ndarray, *mask: np.ndarray) -> Any:
+    return tokens, segment.count, *mask
 
 
 class Cut(_Shards):
@@ -137,8 +182,8 @@ class Cut(_Shards):
         lengths = np.diff(window.offsets)[order]
         return order, window.offsets[0] + np.concatenate([[0], np.cumsum(lengths)]), window
 
-    def row(self, index: int) -> dict[str, np.ndarray]:
-        """Returns the row of that number; see `filled_row`."""
+    def segments(self, index: int) -> list[Segment]:
+        """Returns what the row of that number consists of."""
         epoch, number = divmod(index, self.rows_per_epoch)
         number = self._rows(epoch)[number]
         shard = int(np.searchsorted(self._ends, number, side="right"))
@@ -154,7 +199,7 @@ class Cut(_Shards):
                 count = min(int(starts[d + 1]), end) - place
                 segments.append(self._segment(shard, int(window.offsets[order[d] + 1]), first, count))
                 place, d = place + count, d + 1
-        return filled_row(self.length, segments)
+        return segments
 
     def _window_at(self, shard: int, place: int) -> int:
         """Returns the window that has this token: the one that its document begins in."""
@@ -327,8 +372,8 @@ class Whole(_Shards):
         window = self._window(shard, number)
         return window, best_fit(self._taken(shard, window.offsets), self._order(epoch, shard, window), self.length)
 
-    def row(self, index: int) -> dict[str, np.ndarray]:
-        """Returns the row of that number; see `filled_row`."""
+    def segments(self, index: int) -> list[Segment]:
+        """Returns what the row of that number consists of."""
         epoch, number = divmod(index, self.rows_per_epoch)
         number = self._rows(epoch)[number]
         w = int(np.searchsorted(self._ends, number, side="right"))
@@ -336,7 +381,4 @@ class Whole(_Shards):
         window, rows = self._packed(epoch, shard, w - int(self._first_window[shard]))
         pieces = rows[number - int(self._ends[w - 1] if w else 0)]
         ends, starts = window.offsets[1:], window.offsets[:-1]
-        segments = [
-            self._segment(shard, int(ends[p.document]), int(starts[p.document]) + p.begin, p.count) for p in pieces
-        ]
-        return filled_row(self.length, segments)
+        return [self._segment(shard, int(ends[p.document]), int(starts[p.document]) + p.begin, p.count) for p in pieces]

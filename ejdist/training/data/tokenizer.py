@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ class Tokenizer(Protocol):
     def encode_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]: ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
+
+    def text(self, ids: Iterable[int]) -> str: ...
 
     def token_of(self, id: int | None) -> str | None: ...
 
@@ -78,6 +81,11 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text; ids past 255 are left out, broken UTF-8 is replaced."""
         return bytes(int(i) for i in ids if 0 <= int(i) < 256).decode("utf-8", errors="replace")
+
+    def text(self, ids: Iterable[int]) -> str:
+        """Returns the text, with ids past 255 written as <256>."""
+        groups = itertools.groupby(ids, key=lambda id: id < 256)
+        return "".join(self.decode(part) if is_byte else "".join(f"<{id}>" for id in part) for is_byte, part in groups)
 
     def token_of(self, id: int | None) -> str | None:
         """Returns what names an id, None for none."""
@@ -161,6 +169,10 @@ class FileTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids])
+
+    def text(self, ids: Iterable[int]) -> str:
+        """Returns the text, special tokens too."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
 def tokenizer_file(path: str | os.PathLike) -> Path:

@@ -18,11 +18,11 @@ from typing import Any
 
 from ejdist.training.chats.encoding import Chats
 from ejdist.training.chats.special_tokens import BY_FILES, SpecialTokens
+from ejdist.training.data.blocks import BLOCK
 from ejdist.training.data.cache import Damaged, checksum_of, new_folder, sealed
 from ejdist.training.data.conversation_keys import TEXT, Asked
 from ejdist.training.data.conversations import Range, joined, none_left, rows_of, write_conversations
 from ejdist.training.data.dataset import (
-    BLOCK,
     MANIFEST,
     fingerprint_of,
     tokenizer_of,

@@ -31,6 +31,8 @@ from kernels.ops.grouped_matmul.gluon_parts import (
 )
 from kernels.toolchains.gluon import SWIZZLED, after, claim_tile, make_tile_queue, next_tile
 
+MATRIX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # of a block of one matrix among [E, K, WIDTH]
+
 # -- rows by the matrix of their group ---------------------------------------------------------------------------------
 
 
@@ -62,7 +64,7 @@ def _load_products(a_desc, b_desc, d_desc, tiles_ptr, bounds_ptr, turn_ptr, ring
     a_tiles, b_tiles, full, free = ring
     TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     SIDES: gl.constexpr = 2 if GATED else 1
-    SIDE: gl.constexpr = b_desc.block_type.shape
+    SIDE: gl.constexpr = b_desc.block_type.shape[-2:]
     tiles_m = gl.load(bounds_ptr + 2 * E)
     tile, turn, stage, phase = gl.program_id(0), 0, 0, 0
     while tile < tiles_m * TILES_N:
@@ -80,7 +82,8 @@ def _load_products(a_desc, b_desc, d_desc, tiles_ptr, bounds_ptr, turn_ptr, ring
                 if TRANSPOSED:
                     tma.async_load(b_desc, [(SIDES * expert + i) * N + column, k], arrived, sides.index(i))
                 else:
-                    tma.async_load(b_desc, [expert * K + k, i * N + column], arrived, sides.index(i))
+                    side = sides.index(i).reinterpret(shape=[1, SIDE[0], SIDE[1]], layout=MATRIX)
+                    tma.async_load(b_desc, [expert, k, i * N + column], arrived, side)
             stage, phase = after(stage, phase, STAGES)
         if d_desc is not None:
             for first in range(column, column + _columns(column, N, BLOCK_N, GATED), 64):
@@ -101,7 +104,7 @@ def _multiply_products(bias_ptr, out_ptr, tiles_ptr, bounds_ptr, ring, queue, ha
     TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     SIDES: gl.constexpr = 2 if GATED else 1
     HALF: gl.constexpr = has_half(N, BLOCK_N) and not GATED
-    STEPS: gl.constexpr = K // BLOCK_K
+    STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     tiles_m = gl.load(bounds_ptr + 2 * E)
     tile, turn, stage, phase, handed = gl.program_id(0), 0, 0, 0, 0
     while tile < tiles_m * TILES_N:
@@ -156,8 +159,8 @@ def _write_products(out_ptr, tiles_ptr, bounds_ptr, queue, hands, N: gl.constexp
 @gluon.jit
 def warp_specialized_matmul_kernel(
     a_desc,  # [M, K] in blocks [ROWS, BLOCK_K]
-    # [E * K, WIDTH] in blocks [BLOCK_K, BLOCK_N], or transposed [E * WIDTH, K] in blocks [BLOCK_N, BLOCK_K]; WIDTH is N, or 2 N
-    # of a gate and an up projection
+    # [E, K, WIDTH] in blocks [1, BLOCK_K, BLOCK_N], or transposed [E * WIDTH, K] in blocks [BLOCK_N, BLOCK_K]; WIDTH is N, or
+    # 2 N of a gate and an up projection. Past K, TMA fills with zeros, never with the next matrix.
     b_desc,
     d_desc,  # [M, N] in blocks [ROWS, 64]: the cotangent of the result, or None
     bias_ptr,  # [E, WIDTH] or None

@@ -18,7 +18,11 @@ from jax import lax
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work, nbytes
 from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile
-from kernels.ops.grouped_matmul.gluon_kernels import warp_specialized_contraction_kernel, warp_specialized_matmul_kernel
+from kernels.ops.grouped_matmul.gluon_kernels import (
+    MATRIX,
+    warp_specialized_contraction_kernel,
+    warp_specialized_matmul_kernel,
+)
 from kernels.ops.grouped_matmul.groups import register, scales
 from kernels.ops.grouped_matmul.triton_kernels import (
     group_sum_kernel,
@@ -103,7 +107,7 @@ def _product(
     `scale` is for 8-bit b: (per "columns" or per "rows", the scales [E, width] or [E, K])."""
     (M, K), experts, width = a.shape, b.shape[0], b.shape[1] if transposed else b.shape[2]
     N = width // 2 if gated else width
-    if scale is None and _specialises(tile, a, b, (K, N)) and K % WARP_SPECIALIZED[tile.specialised].block_k == 0:
+    if scale is None and _specialises(tile, a, b, (K, N)):
         return _warp_specialized_product(
             a, b, transposed, gated, WARP_SPECIALIZED[tile.specialised], maps, bias, activation, d_out
         )
@@ -251,9 +255,10 @@ def _warp_specialized_product(
     where, layout = maps.of(2 * shape.rows), SWIZZLED.value
     out = jax.ShapeDtypeStruct((M, N if d_out is None else width), a.dtype)
     a_desc = tensor_descriptor(a, (M, K), (shape.rows, shape.block_k), layout)
-    matrix = (experts * width, K) if transposed else (experts * K, width)
-    block = shape.block_k, columns
-    b_desc = tensor_descriptor(b, matrix, block[::-1] if transposed else block, layout)
+    if transposed:
+        b_desc = tensor_descriptor(b, (experts * width, K), (columns, shape.block_k), layout)
+    else:
+        b_desc = tensor_descriptor(b, b.shape, (1, shape.block_k, columns), MATRIX.value)
     d_desc = None if d_out is None else tensor_descriptor(d_out, (M, N), (shape.rows, 64), layout)
     inputs = a_desc, b_desc, d_desc, bias, where.tiles, where.bounds, where.turn
     tiles, work = where.bound * triton.cdiv(N, columns), _work(2 * M * K * width, a, b, d_out, out)
