@@ -37,6 +37,7 @@ from ejdist.planning.candidates import candidate_of, orders_searched, policies_s
 from ejdist.planning.search import Predictor, search
 from ejdist.planning.targets import target_of
 from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
+from ejdist.sequence.halo import reach_of, sent
 from ejdist.sequence.schedule import imbalance
 from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Scheme, Ulysses, scheme_of
 from kernels.engines.attention.masks import MaskInfo, window_of
@@ -176,9 +177,9 @@ def test_a_plan_counts_what_a_scheme_sends_along_each_axis_of_the_sequence():
     c = compose(words).model
     b, tokens = 2 if c.compute_dtype == "bfloat16" else 4, 8 * 1024 // 8
     shape = attending(c, tokens, 3, b, over=(("cp", 2), ("sp", 2)))
-    for sent, scheme in ((ring, Ring()), (ulysses, Ulysses())):
+    for made, scheme in ((ring, Ring()), (ulysses, Ulysses())):
         for axis in ("cp", "sp"):
-            sent[axis] -= c.num_layers * scheme.cost(shape).along().get(axis, 0)
+            made[axis] -= c.num_layers * scheme.cost(shape).along().get(axis, 0)
     assert ring == ulysses and min(ring.values()) >= 0  # what is left is of parameters
 
 
@@ -241,7 +242,8 @@ def collectives(jaxpr, sizes, keep=lambda x: True):
 
 @pytest.mark.parametrize("name", [*SCHEMES])
 @pytest.mark.parametrize(
-    ("lie", "window"), [("zigzag", None), ("contiguous", None), ("striped", None), ("contiguous", 9)]
+    ("lie", "window"),
+    [("zigzag", None), ("contiguous", None), ("striped", None), ("contiguous", 9), ("zigzag", 9)],
 )
 def test_a_scheme_sends_what_it_declares(name, lie, window):
     """Keys, values and their gradients, in the program of a gradient of `ring_attention` on four ranks."""
@@ -289,8 +291,10 @@ def check_sent(scheme, lie, window, sizes):
     program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*shapes)
     made = collectives(program.jaxpr, dict(mesh.shape))
     query, key, value = (math.prod(x.shape) * 2 // ranks for x in shapes)
-    hops = needed_hops(Order(lie, ranks), 64, MaskInfo(causal=True, window=window_of(window)))
-    shape = AttentionShape(tuple(sizes.items()), hops, query, key, value, query, 4 * 4 * 64 // ranks, 4, 2, 2)
+    order, mask = Order(lie, ranks), MaskInfo(causal=True, window=window_of(window))
+    arrays = query, key, value, query, 4 * 4 * 64 // ranks
+    halo = sent(order, 64, reach_of(mask, 64))
+    shape = AttentionShape(tuple(sizes.items()), needed_hops(order, 64, mask), *arrays, 4, 2, 2, halo=halo)
     wanted = scheme.cost(shape)
     assert made.bytes == wanted.bytes and made.calls == wanted.calls
 
@@ -547,7 +551,7 @@ def test_schemes_by_hand():
     """Four ranks, 100 bytes of queries, keys of 40 and values of 60, in bfloat16, of eight heads and two of keys."""
     sizes = {"query": 100, "key": 40, "value": 60, "out": 150, "lse": 16, "heads": 8, "kv_heads": 2}
     shape = AttentionShape((("sp", 4),), 3, **sizes, itemsize=2)
-    assert Ring().cost(shape).bytes == {("sp", PERMUTE): 3 * 100 + 3 * 100 + 4 * 200}
+    assert Ring().cost(shape).bytes == {("sp", PERMUTE): 3 * 100 + 3 * 100 + 3 * 200 + 100}
     assert AllGather().cost(shape).bytes == {("sp", ALL_GATHER): 2 * 3 * 100, ("sp", REDUCE_SCATTER): 3 * 200}
     again = dataclasses.replace(shape, forwards=2)
     assert Ring().cost(again).bytes[("sp", PERMUTE)] - Ring().cost(shape).bytes[("sp", PERMUTE)] == 300
@@ -572,6 +576,6 @@ def test_schemes_by_hand():
     inner = dataclasses.replace(shape, over=(("cp", 2),), hops=1, heads=4, kv_heads=1)
     sent = Ulysses().cost(both).bytes
     assert sent.pop(("sp", ALL_TO_ALL)) == 1 / 2 * (3 * (100 + 100) + 2 * 150 + 3 * 16)
-    assert sent == Ring().cost(inner).bytes == {("cp", PERMUTE): 1 * 2 * 100 + 2 * 200}
+    assert sent == Ring().cost(inner).bytes == {("cp", PERMUTE): 1 * 2 * 100 + 200 + 100}
     assert Ulysses().memory(both).work == Ring().memory(inner).work + 100 + 100 + 150 + 2 * 16
     assert Ulysses(AllGather()).cost(both).bytes[("cp", ALL_GATHER)] == 2 * 100

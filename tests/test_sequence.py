@@ -114,6 +114,8 @@ def assert_close(got, want, what):
 MESHES = {"sp4": {"sp": 4}, "sp2": {"sp": 2}, "sp2_tp2_fsdp2": {"sp": 2, "tp": 2, "fsdp": 2}, "sp8": {"sp": 8}}
 
 
+# Those that are no ring where queries see all keys before them: tests/test_halo.py has the other.
+OF_ALL_KEYS = [name for name in SCHEMES if name != "halo"]
 # What a scheme can differ in from a ring: positions and segments of all keys at once.
 GATHERED = ("causal", "full", "packed_chunk", "sinks_packed_window", "dropout", "prefix")
 # What a rank skips whole hops by: causal, both sides of a window, chunks, segments, what a rule softens.
@@ -124,7 +126,7 @@ def grid():
     for name in MASKS:
         for mesh in MESHES:
             for order in ("contiguous", "zigzag", "striped"):
-                for scheme in SCHEMES:
+                for scheme in OF_ALL_KEYS:
                     sizes = MESHES[mesh]
                     if SCHEMES[scheme]().rejects(N // sizes.get("tp", 1), (("sp", sizes["sp"]),)):
                         continue  # eight ranks for four heads: refused, see below
@@ -334,7 +336,7 @@ def test_a_constant_is_typed_like_the_arrays_that_it_meets(checked):
     np.testing.assert_array_equal(gradient, [4 * jnp.sum(x), 0, 0])
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", OF_ALL_KEYS)
 def test_inside_a_shard_map_that_checks_varying_axes(scheme):
     mesh, order, spec = make_mesh(sp=4), Order("zigzag", 4), P(None, "sp")
 
@@ -357,7 +359,7 @@ def test_inside_a_shard_map_that_checks_varying_axes(scheme):
     assert_close(jax.jit(lambda: outputs(ring))(), jax.jit(lambda: outputs(plain))(), scheme)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", OF_ALL_KEYS)
 def test_a_second_derivative_is_refused_by_name(scheme):
     ring = functools.partial(ring_attention, causal=True, mesh=make_mesh(sp=2), scheme=scheme, softmax_aux=SINKS)
 
@@ -557,7 +559,7 @@ def test_a_wrong_call_names_the_argument(call, words):
     assert all(w in str(error.value) for w in words), str(error.value)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", OF_ALL_KEYS)
 def test_keys_of_other_ranks_do_not_hide_what_is_no_number(scheme):
     spoiled = KEY.at[0, 40].set(jnp.nan)
     where = {"mesh": make_mesh(sp=2), "scheme": scheme}
@@ -637,13 +639,34 @@ def test_a_hop_nobody_needs_is_not_sent():
     assert sends({"causal": True, "sliding_window": 18}) == 2 * 2
     assert sends({"causal": True, "sliding_window": 18}, gradient=True) == 2 * 2 + 2 * 2 + 2 * 3
     assert sends({"causal": True, "sliding_window": 9}, order="zigzag") == 2 * 2, "one neighbour on either side"
-    assert sends({"causal": True, **PACKED}) == 3 * 3, "segments travel with the keys"
+    assert sends({"causal": True, **PACKED}) == 2 * 3 + 1, "segments are gathered once"
+    assert sends({"causal": True, **PACKED}, gradient=True) == sends({"causal": True}, gradient=True) + 1, (
+        "for both ways"
+    )
     for scheme in ("ring", "all_gather"):
         assert sends({"causal": True, "chunk_size": 16}, scheme=scheme) == 0, "each chunk is one rank's shard"
     assert sends({"causal": True}, scheme="all_gather") == 2
     # Each array and lse there or back, whatever is seen; then those again, what the gradient is made of, and gradients.
     assert sends({"causal": True, "sliding_window": 9}, order="zigzag", scheme="ulysses") == 5
     assert sends({"causal": True}, scheme="ulysses", gradient=True) == 5 + 3 + 3 + 3
+
+
+def test_ranks_communicate_in_no_branch():
+    """Ranks choose different ones at a hop, and would wait for each other."""
+
+    def branches(jaxpr):
+        for equation in jaxpr.eqns:
+            inside = list(jaxprs_in_params(equation.params))
+            if equation.primitive.name == "cond":
+                yield from inside
+            for j in inside:
+                yield from branches(j)
+
+    ring = functools.partial(ring_attention, mesh=make_mesh(sp=4), order="zigzag", causal=True, **PACKED)
+    program = jax.make_jaxpr(jax.grad(lambda *a: jnp.sum(ring(*a)), (0, 1, 2)))(QUERY, KEY, VALUE)
+    found = [*branches(program.jaxpr)]
+    assert len(found) >= 3 * (2 + 2 * 2), "of two hops forward, and twice as many backward"
+    assert not any(map(transfers, found))
 
 
 KERNELS = re.compile(r"fmhaSoftmax(Backward)?\b|triton_kernel_call")
@@ -693,8 +716,9 @@ OF_HOPS = {
     ("zigzag", False, "ring"): [[1], [1, 1], [1, 1]],
     ("contiguous", False, "ring"): [[1], [0, 1], [0, 1]],
     ("zigzag", False, "all_gather"): [[1], [1, 1]],  # the others' are one loop
-    ("zigzag", True, "ring"): [[2], [1, 1], [1, 1], [1, 1], [1, 1]],
-    ("contiguous", True, "ring"): [[2], [0, 1], [0, 1], [0, 1], [0, 1]],
+    # The second conditional of a hop adds to the gradients of the keys, which arrive while the first attends.
+    ("zigzag", True, "ring"): [[2], [1, 1], [1, 1], *([1, 1], [0, 0]) * 2],
+    ("contiguous", True, "ring"): [[2], [0, 1], [0, 1], *([0, 1], [0, 0]) * 2],
 }
 # What cuDNN shows too, without a compilation of each kernel.
 SLOW_OF_TRITON = {("contiguous", False, "ring"), ("zigzag", False, "all_gather"), ("zigzag", True, "ring")}
@@ -713,9 +737,11 @@ def test_a_hop_is_one_kernel_and_a_hop_that_a_rank_does_not_need_none(platform, 
     assert kernels_of_hops(order, platform, gradient, scheme=scheme) == wanted
 
 
-def test_where_positions_are_compared_a_hop_is_one_kernel_for_all_ranks():
-    """The kernel skips the blocks that nobody sees."""
-    assert kernels_of_hops("zigzag", None, False, sliding_window=300) == [[3]]
+def test_where_positions_are_compared_a_hop_is_one_kernel_too():
+    """Of the half that sees anything, or none; the kernel skips the blocks that nobody sees."""
+    assert kernels_of_hops("zigzag", None, False, sliding_window=300) == [[1], [1, 1], [1, 1]]
+    assert kernels_of_hops("contiguous", None, False, sliding_window=300) == [[1], [0, 1], [0, 1]]
+    assert kernels_of_hops("striped", None, False) == [[3]], "of which every rank sees some at every hop"
     assert kernels_of_hops("zigzag", None, False, sliding_window=300, scheme="all_gather") == [[1]], "all keys at once"
     assert kernels_of_hops("zigzag", None, False, logits_soft_cap=5.0) == [[1], [1, 1], [1, 1]], "which is no mask"
 

@@ -12,7 +12,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from ejdist.sequence import Scheme, exchange, schemes
+from ejdist.sequence import Scheme, exchange, hops
 from ejdist.sequence.local import Local
 from kernels.framework.binding import is_float_array
 
@@ -58,8 +58,8 @@ def _as(kind: type[Local], local: Local) -> Any:
 
 @dataclass(frozen=True)
 class Work(Scheme):
-    """A scheme in whose place nothing travels: keys and values that would arrive are this rank's own. Segment ids, by which
-    kernels skip, are those that would arrive, gathered once.
+    """A scheme in whose place nothing travels but segment ids, by which kernels skip: keys and values that would arrive are
+    this rank's own.
 
     arrive: "key" and "value", where they are to be those that would arrive too, so that results can be compared.
     """
@@ -78,7 +78,7 @@ class Work(Scheme):
     @contextlib.contextmanager
     def _staying(self, local: Local) -> Iterator[Local]:
         n, real = local.ranks, exchange.gather
-        known = {name: x for name, x in local.keys.items() if name in self.arrive or not is_float_array(x)}
+        known = {name: x for name, x in local.keys.items() if name in self.arrive}
         table = real(known, local.axis) if known and n > 1 else {}
 
         def shift(tree: Any, axis: Any, by: int) -> Any:
@@ -88,13 +88,14 @@ class Work(Scheme):
             # The compiler is not to see that a loop has the same keys every time.
             return jax.lax.optimization_barrier(tree) if jax.tree.leaves(tree) else tree
 
+        def send(tree: Any, axis: Any, pairs: Any) -> Any:
+            return jax.lax.optimization_barrier(tree)
+
         def gather(tree: Any, axis: Any, dim: int = 1) -> Any:
             times = exchange.size(axis)
             if isinstance(tree, dict):
-                own = {
-                    name: jnp.concatenate([x] * times, dim) for name, x in tree.items() if name not in (*table, HOLDER)
-                }
-                return own | {name: table[name] for name in tree if name in table}
+                kept = {name: x for name, x in tree.items() if name not in (*table, HOLDER)}
+                return {n: gather(x, axis, dim) for n, x in kept.items()} | {n: table[n] for n in tree if n in table}
             return jnp.concatenate([tree] * times, dim) if is_float_array(tree) else real(tree, axis, dim)
 
         def scatter_sum(tree: Any, axis: Any) -> Any:
@@ -109,7 +110,7 @@ class Work(Scheme):
 
             return jax.tree.map(move, tree)
 
-        kept = functools.partial(mock.patch.multiple, exchange, shift=shift, gather=gather)
+        kept = functools.partial(mock.patch.multiple, exchange, shift=shift, send=send, gather=gather)
         with kept(scatter_sum=scatter_sum, all_to_all=all_to_all):
             yield _as(_WithHolder, local)
 
@@ -127,35 +128,47 @@ class _WithoutWork(Local):
     """A rank's part of a call that computes next to nothing of the keys that arrive."""
 
     def _everything(self, keys: Arrays) -> Arrays:
-        ids = self.mask.q_segment_ids
-        return {**keys, "query": self.query} | ({} if ids is None else {"q_segment_ids": ids})
+        return {**keys, "query": self.query} | _ids(self)
 
     def attend(self, keys: Arrays, holders: Any) -> tuple[jax.Array, jax.Array]:
         shape, arrived = (*self.query.shape[:3], self.value.shape[3]), self._everything(keys)
         out = _touched(self.full(shape).astype(self.query.dtype), arrived)
         return out, _touched(self.full(shape[:3]), arrived)
 
-    def attend_at(self, hop: Any, keys: Arrays) -> tuple[jax.Array, jax.Array]:
+    def attend_to(self, keys: Arrays, mask: Any) -> tuple[jax.Array, jax.Array]:
         return self.attend(keys, None)
+
+    def pull_from(self, saved: Arrays, keys: Arrays, mask: Any) -> Arrays:
+        return {**self.pull(saved, keys, None), **{n: _touched(x, keys, 7) for n, x in keys.items()}}
 
     def pull(self, saved: Arrays, keys: Arrays, holders: Any) -> Arrays:
         wide = {**self.own, "key": keys["key"], "value": keys["value"]}
-        arrived = self._everything(keys) | saved
+        arrived = {**keys, "query": self.query} | saved
+        if self.ranks == 1:  # else ids are those of the forward
+            arrived |= _ids(self)
         return {
             n: _touched(self.full(x.shape).astype(x.dtype), arrived, weight)
             for weight, (n, x) in enumerate(wide.items(), 1)
             if is_float_array(x)
         }
 
-    def pull_at(self, hop: Any, saved: Arrays, keys: Arrays) -> Arrays:
-        return self.pull(saved, keys, None)
+
+def _ids(local: Local) -> Arrays:
+    return {name: getattr(local.mask, name) for name in local.mask.data_fields}
 
 
 def _attended(local: Local, hop: Any, keys: Arrays, sofar: Any) -> tuple[jax.Array, jax.Array]:
+    if sofar is None:
+        shape = (*local.query.shape[:3], local.value.shape[3])
+        sofar = _touched(local.full(shape), _ids(local)), local.full(shape[:3])
     return sofar[0], _touched(sofar[1], keys)
 
 
 def _pulled(local: Local, saved: Arrays, hop: Any, keys: Arrays, own: Any, sums: Any) -> tuple[Arrays, Arrays]:
+    if own is None:
+        own = {n: local.full(x.shape) for n, x in local.own.items() if is_float_array(x)}
+    if sums is None:
+        sums = {n: local.full(x.shape) for n, x in {"key": local.key, "value": local.value}.items()}
     return own, {n: _touched(x, keys, weight) for weight, (n, x) in enumerate(sums.items(), 1)}
 
 
@@ -175,4 +188,4 @@ class Transfers(Scheme):
 
 
 def _without_work() -> Any:
-    return mock.patch.multiple(schemes, attended=_attended, pulled=_pulled)
+    return mock.patch.multiple(hops, attended=_attended, pulled=_pulled)

@@ -180,11 +180,14 @@ class Programs:
     training, and the forward has the lse that a backward needs.
 
     Args:
-      around: data -> a context in which the programs are traced.
+      around: data -> a context in which the programs are traced. options: what they are compiled with.
     """
 
     def __init__(
-        self, attention: Callable[[Arrays, Any, bool], Any], around: Callable[[Any], Any] | None = None
+        self,
+        attention: Callable[[Arrays, Any, bool], Any],
+        around: Callable[[Any], Any] | None = None,
+        options: dict[str, Any] | None = None,
     ) -> None:
         def forward(floats: Arrays, data: Any) -> tuple[jax.Array, jax.Array]:
             with _context(around, data):
@@ -203,7 +206,8 @@ class Programs:
                 out, pull = jax.vjp(lambda f: attention(f, data, False), floats)
                 return out, pull(d_out)[0]
 
-        self.forward, self.save, self.backward, self.both = map(jax.jit, (forward, save, backward, both))
+        jit = functools.partial(jax.jit, compiler_options=options)
+        self.forward, self.save, self.backward, self.both = map(jit, (forward, save, backward, both))
 
     def timed(self, direction: str, arrays: Arrays, data: Any) -> tuple[Callable, tuple]:
         """Returns (the jitted program of a direction, its arguments)."""

@@ -20,7 +20,7 @@ from benchmarks.sequence.rows import Rows, median
 from ejdist.layout import ACTIVATIONS, spec
 from ejdist.mapped import map_shards
 from ejdist.mesh import SEQUENCE_AXES, SP
-from ejdist.sequence import Scheme
+from ejdist.sequence import Scheme, compiler_options
 from ejdist.sequence.attention import local_of, shard_call
 from ejdist.sequence.schemes import SCHEMES, options_of, scheme_of
 from kernels.ops.flash_attention import op as flash
@@ -37,7 +37,8 @@ def split(call: Attention, mesh: Any, scheme: Scheme, order: str) -> Programs:
     """Returns the programs over all devices, of arrays that lie in that order."""
     how = {"mesh": mesh, "scheme": scheme, "order": order}
     return Programs(
-        lambda floats, data, lse: ejdist.ring_attention(**floats, **data, **call.options, **how, return_lse=lse)
+        lambda floats, data, lse: ejdist.ring_attention(**floats, **data, **call.options, **how, return_lse=lse),
+        options=compiler_options(mesh),
     )
 
 
@@ -67,15 +68,13 @@ def travelling(call: Attention, mesh: Any, scheme: Scheme, order: str, direction
         inputs = {n: arrays[n] for n in ("query", "key", "value")}
         mask = call.rules.replace(**data)
         how = {"axis": _axis(mesh), "scheme": Transfers(scheme), "order": named, "platform": call.platform, "cfg": None}
-        static, made, mask = shard_call(inputs, mask, **how, lse=False)
-        local, found = local_of(static, made, mask), {}
+        static, made, seen = shard_call(inputs, mask, **how, lse=False)
+        local, found = local_of(static, made, seen), {}
         if direction != "backward":
             out, lse = static.scheme.forward(local)
             found |= {"out": out[:, :1], "lse": lse[:, :1]}
         if direction != "forward":
-            out = jax.lax.optimization_barrier(
-                arrays["d_out"]
-            )  # any array of its shape that is not sent as the same one
+            out = arrays["out"]
             residuals = {"out": out, "lse": out[..., 0].astype(np.float32)}
             assert flash.backward_inputs is not None
             grads = static.scheme.backward(local, flash.backward_inputs(residuals, {"d_out": arrays["d_out"]}))
@@ -84,7 +83,8 @@ def travelling(call: Attention, mesh: Any, scheme: Scheme, order: str, direction
 
     floats = {n: spec([*dims], ACTIVATIONS) for n, dims in calls.DIMS.items()}
     ids = dict.fromkeys(IDS if call.packed else (), spec(["B", "T"], ACTIVATIONS))
-    return jax.jit(map_shards(body, mesh, (floats | {"out": floats["d_out"]}, ids), spec(["B", "T", "N"], ACTIVATIONS)))
+    mapped = map_shards(body, mesh, (floats | {"out": floats["d_out"]}, ids), spec(["B", "T", "N"], ACTIVATIONS))
+    return jax.jit(mapped, compiler_options=compiler_options(mesh))
 
 
 def to_send(arrays: Arrays) -> Arrays:

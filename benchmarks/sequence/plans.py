@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ejdist.sequence import SCHEMES
+from ejdist.sequence import SCHEMES, Halo
 
 LONG_TAIL = "long_tail"
 # Heads of GPT-OSS: narrow, a short window in every other layer, learned sinks in all.
 NARROW = {"heads": 64, "width": 64, "sinks": 1, "window": 128}
+# Where there is no window a halo is a ring.
+OF_ALL_KEYS = [name for name, scheme in SCHEMES.items() if scheme is not Halo]
 DOCUMENTS = ("one", "4096", LONG_TAIL)
 
 
@@ -34,8 +36,8 @@ PLANS: dict[str, list[dict[str, Any]]] = {
     ],
     "several_gpus": [
         *(_split(tokens, documents, "ring") for tokens in (8192, 32768) for documents in DOCUMENTS),
-        *(_split(tokens, "4096", ",".join([*SCHEMES][1:])) for tokens in (32768, 8192)),  # all but the ring
-        _split(32768, "4096", "ring", **NARROW),
+        *(_split(tokens, "4096", ",".join(OF_ALL_KEYS[1:])) for tokens in (32768, 8192)),  # all but the ring
+        _split(32768, "4096", "ring,halo", **NARROW),
         _split(8192, "none", "ring"),
         _split(8192, LONG_TAIL, "ring", orders="contiguous"),
     ],

@@ -20,7 +20,8 @@ from benchmarks.sequence.rows import Rows, median
 from benchmarks.timing import has_kernel_times, kernel_seconds_of_each, wall_seconds
 from ejdist.mesh import SP
 from ejdist.order import Order
-from ejdist.sequence import Ring, schemes
+from ejdist.sequence import Ring
+from ejdist.sequence import hops as ring_hops
 from ejdist.sequence.attention import OnShard, local_of, shard_call
 from ejdist.sequence.local import Local
 from ejdist.sequence.schedule import hops as hops_of
@@ -81,13 +82,14 @@ def hop_programs(call: Attention, order: Order) -> dict[str, Callable]:
     def forward(hop: Any, data: Any, floats: Arrays, state: Any, own: bool = False) -> Any:
         with one_rank(data["rank"], order.shards, data["whole"]):
             here, hop = local(data, floats), 0 if own else hop
-            return schemes.attended(here, hop, keys_at(here, hop, data), state)
+            return ring_hops.attended(here, hop, keys_at(here, hop, data), None if own else state)
 
     @functools.partial(jax.jit, static_argnames="own")
     def backward(hop: Any, data: Any, floats: Arrays, state: Any, own: bool = False) -> Any:
         with one_rank(data["rank"], order.shards, data["whole"]):
             here, hop = local(data, floats), 0 if own else hop
-            return schemes.pulled(here, data["saved"], hop, keys_at(here, hop, data), *state)
+            begun = (None, None) if own else state
+            return ring_hops.pulled(here, data["saved"], hop, keys_at(here, hop, data), *begun)
 
     return {"forward": forward, "backward": backward}
 
@@ -136,22 +138,17 @@ def checked(call: Attention, order: Order, rank: int, ids: np.ndarray) -> float:
         wanted = calls.reference(bare)({name: x for name, x in queries.items() if name != "softmax_aux"}, keys, at)
     run, state, made = hop_programs(bare, order), begun("forward", mine), hops_made(call, order, length)
     for hop in made:
-        state = run["forward"](np.int32(hop), data, mine, state, own=_own(call, hop))
+        state = run["forward"](np.int32(hop), data, mine, state, own=hop == 0)
     data["saved"] = saved_of(bare, *state, mine["d_out"])
     grads, nothing = begun("backward", mine)
     home = {name: np.zeros((n, *x.shape), np.float32) for name, x in nothing.items()}
     for hop in made:
-        grads, sums = run["backward"](np.int32(hop), data, mine, (grads, nothing), own=_own(call, hop))
+        grads, sums = run["backward"](np.int32(hop), data, mine, (grads, nothing), own=hop == 0)
         for name, x in sums.items():
             home[name][(rank - hop) % n] += np.asarray(x)
     got = {"out": np.asarray(state[0]), "query": np.asarray(grads["query"])}
     got |= {name: order.inverse(np.concatenate(list(x), axis=1)) for name, x in home.items()}
     return max(worst, calls.worst_error(got, wanted))
-
-
-def _own(call: Attention, hop: int) -> bool:
-    """Whether a hop is told at trace time that it is of the rank's own keys: where segments decide that makes no difference."""
-    return hop == 0 and not call.packed
 
 
 def _data(call: Attention, order: Order, rank: int, ids: np.ndarray) -> dict[str, Any]:
@@ -267,7 +264,7 @@ class Rank:
         run = hop_programs(bare, self.order)[direction]
 
         def once(hop: int) -> Any:
-            return run(np.int32(hop), data, self.arrays, state, own=_own(self.call, hop))
+            return run(np.int32(hop), data, self.arrays, state, own=hop == 0)
 
         for hop in made[:2]:  # the programs that there are
             jax.block_until_ready(once(hop))

@@ -10,6 +10,7 @@ from ejdist.mesh import CP, SP, TP
 from ejdist.models.remat import Remat
 from ejdist.order import Order
 from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
+from ejdist.sequence.halo import reach_of, sent
 from ejdist.sequence.schemes import Scheme
 from kernels.engines.attention.masks import MaskInfo
 
@@ -65,7 +66,8 @@ class Share:
           Undeclared: the scheme declares no cost.
         """
         hops = needed_hops(self.order, self.length, mask)
-        shape = replace(shape, hops=hops, forwards=1 + (not self.remat.asked))
+        halo = sent(self.order, self.length, reach_of(mask, self.length))
+        shape = replace(shape, hops=hops, forwards=1 + (not self.remat.asked), halo=halo)
         return declared(self.scheme, "cost", _ATTENDING, "the ejdist.costs.Traffic of an AttentionShape")(shape)
 
     def attention(self, query: int, key: int, value: int, heads: int, kv_heads: int) -> AttentionShape:

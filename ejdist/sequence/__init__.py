@@ -2,7 +2,11 @@
 
 from ejdist.order import Order
 from ejdist.sequence.attention import ring_attention
+from ejdist.sequence.exchange import compiler_options
 from ejdist.sequence.local import merge
-from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Scheme, Ulysses
+from ejdist.sequence.schemes import SCHEMES, AllGather, Halo, Ring, Scheme, Ulysses, by_window
 
-__all__ = ["AllGather", "Order", "Ring", "SCHEMES", "Scheme", "Ulysses", "merge", "ring_attention"]
+__all__ = [
+    "AllGather", "Halo", "Order", "Ring", "SCHEMES", "Scheme", "Ulysses", "by_window", "compiler_options", "merge",
+    "ring_attention",
+]  # fmt: skip

@@ -25,7 +25,8 @@ from ejdist.order import Order
 from ejdist.placement import mesh_of, resolve_axes
 from ejdist.sequence import exchange
 from ejdist.sequence.exchange import Axis
-from ejdist.sequence.local import Local, Static, merge
+from ejdist.sequence.halo import reach_of
+from ejdist.sequence.local import Local, Static, merge, of_all_ranks, work_of
 from ejdist.sequence.schedule import hops as hops_of
 from ejdist.sequence.schemes import Scheme, scheme_of
 from ejdist.sharded import run_on_rank, with_mesh
@@ -64,14 +65,24 @@ def _differentiated_once(function: Callable) -> Callable:
     return once
 
 
-def local_of(static: Static, arrays: Arrays, mask: MaskInfo) -> Local:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Seen:
+    """What a rank's queries see, once for a call, forward and backward: see `Local`."""
+
+    mask: MaskInfo
+    own_mask: MaskInfo
+    work: jax.Array | None
+
+
+def local_of(static: Static, arrays: Arrays, seen: Seen) -> Local:
     """Returns a scheme's view of a call that `shard_call` has prepared."""
     own = {n: x for n, x in arrays.items() if n not in ("key", "value", "softmax_aux")}
-    return Local(static, own, arrays["key"], arrays["value"], mask)
+    return Local(static, own, arrays["key"], arrays["value"], seen.mask, seen.own_mask, seen.work)
 
 
-def _forward(static: Static, arrays: Arrays, mask: MaskInfo) -> tuple[jax.Array, jax.Array]:
-    out, lse = static.scheme.forward(local_of(static, arrays, mask))
+def _forward(static: Static, arrays: Arrays, seen: Seen) -> tuple[jax.Array, jax.Array]:
+    out, lse = static.scheme.forward(local_of(static, arrays, seen))
     sinks = arrays.get("softmax_aux")
     if sinks is not None:
         # A sink is a key that every row sees and that has no value; it joins once, after all keys.
@@ -81,8 +92,8 @@ def _forward(static: Static, arrays: Arrays, mask: MaskInfo) -> tuple[jax.Array,
 
 
 @_differentiated_once
-def _backward(static: Static, saved: Arrays, arrays: Arrays, mask: MaskInfo) -> Arrays:
-    total, sinks = static.scheme.backward(local_of(static, arrays, mask), saved), arrays.get("softmax_aux")
+def _backward(static: Static, saved: Arrays, arrays: Arrays, seen: Seen) -> Arrays:
+    total, sinks = static.scheme.backward(local_of(static, arrays, seen), saved), arrays.get("softmax_aux")
     if sinks is not None:
         # A sink has weight exp(sink - lse) and no value: ds = -weight * delta. With no key and sinks of -inf it has none.
         some, lse = (saved["lse"] != -jnp.inf)[..., None], saved["lse"][..., None]
@@ -92,45 +103,31 @@ def _backward(static: Static, saved: Arrays, arrays: Arrays, mask: MaskInfo) -> 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(static: Static, arrays: Arrays, mask: MaskInfo) -> tuple[jax.Array, jax.Array]:
-    return _forward(static, arrays, mask)
+def _ring(static: Static, arrays: Arrays, seen: Seen) -> tuple[jax.Array, jax.Array]:
+    return _forward(static, arrays, seen)
 
 
 _forward_of_a_gradient = _differentiated_once(_forward)
 
 
-def _ring_fwd(static, arrays, mask):
-    out, lse = _forward_of_a_gradient(static, arrays, mask)
+def _ring_fwd(static, arrays, seen):
+    out, lse = _forward_of_a_gradient(static, arrays, seen)
     # The names that the local operation uses, so one remat policy keeps attention whether or not it is sharded.
     out, lse = checkpoint_name(out, "flash_attention.out"), checkpoint_name(lse, "flash_attention.lse")
-    return (out, lse), (arrays, mask, out, lse)
+    return (out, lse), (arrays, seen, out, lse)
 
 
 def _ring_bwd(static, residuals, cotangents):
-    arrays, mask, out, lse = residuals
+    arrays, seen, out, lse = residuals
     assert static.op.backward_inputs is not None
     sent = dict(zip(("d_out", "d_lse") if static.lse else ("d_out",), cotangents, strict=False))
-    # Here too, before the hops do it: the gradient of sinks is computed from these.
-    sent = {n: zeroed(d, mask.q_segment_ids) for n, d in sent.items()}
+    sent = {n: zeroed(d, seen.mask.q_segment_ids) for n, d in sent.items()}  # here too, for the gradient of sinks
     saved = static.op.backward_inputs({"out": out, "lse": lse}, sent)
-    grads = _backward(static, saved, arrays, mask)
+    grads = _backward(static, saved, arrays, seen)
     return {n: grads[n].astype(x.dtype) if is_float_array(x) else None for n, x in arrays.items()}, None
 
 
 _ring.defvjp(_ring_fwd, _ring_bwd)
-
-
-def _resolved(mask: MaskInfo, order: Order, axis: Axis) -> MaskInfo:
-    """Returns `mask.resolved` of the whole sequence, on a rank: what is counted from the start of a segment needs it all."""
-    if mask.q_segment_ids is None or not mask.counts_in_segments:
-        return mask
-    names, length = ("q_segment_ids", "kv_segment_ids"), mask.q_segment_ids.shape[1]
-    whole = mask.replace(**exchange.gather({n: getattr(mask, n) for n in names}, axis))
-    whole = whole.resolved(order.indices(length * order.shards))
-    start = exchange.rank(axis) * length
-    # What was gathered, and what was counted over the whole.
-    names = {*names, *whole.data_fields} - ({*mask.data_fields} - {*names})
-    return whole.replace(**{n: jax.lax.dynamic_slice_in_dim(getattr(whole, n), start, length, 1) for n in names})
 
 
 def shard_call(
@@ -144,33 +141,35 @@ def shard_call(
     cfg: Any,
     op: Op = flash,
     only: Collection[int] | None = None,
+    reach: int | None = None,
     lse: bool = True,
-) -> tuple[Static, Arrays, MaskInfo]:
-    """Returns a call on a rank, ready to run: what is static, its arrays, and its mask; inside a shard_map over the axis.
+) -> tuple[Static, Arrays, Seen]:
+    """Returns a call on a rank, ready to run: what is static, its arrays, and what it sees; inside a shard_map over the axis.
 
     Args:
       op: the attention of a rank's queries over some keys.
       only: the hops at which it can have work, of those that the mask asks for.
+      reach: see `Static`.
       lse: False where nothing depends on the lse that is returned.
     """
     op.check_asked(platform, cfg)
     arrays = {n: x for n, x in arguments.items() if is_array(x)}
     options = {n: x for n, x in arguments.items() if n not in arrays}
-    n = exchange.size(axis)
-    mask = _resolved(MaskInfo() if mask is None else mask, order, axis)
+    mask, own_mask = of_all_ranks(mask or MaskInfo(), order, axis, scheme.all_ids)
     # Positions of the caller's own, and what rules read of arrays, are known at run time only: every hop is needed.
-    known = mask.rules_are_static
-    hops = hops_of(order, arrays["query"].shape[1] * n, mask, known=known)
+    hops = hops_of(order, arrays["query"].shape[1] * exchange.size(axis), mask, known=mask.rules_are_static)
     hops = tuple(h for h in hops if only is None or h in only) or (0,)
-    static = Static(axis, scheme, order, hops, tuple(sorted(options.items())), platform, cfg, op, lse)
+    static = Static(axis, scheme, order, hops, tuple(sorted(options.items())), platform, cfg, op, reach, lse)
     # An input that is alike on some ranks has cotangents that are not; the type of the rank shows whether JAX checks that here.
-    return static, *vary_alike((arrays, mask), exchange.rank(axis))
+    arrays, mask, own_mask = vary_alike((arrays, mask, own_mask), exchange.rank(axis))
+    work = work_of(static, arrays["query"].shape[1], mask, arrays.get("block_mask")) if scheme.all_ids else None
+    return static, arrays, Seen(mask, own_mask, vary_alike(work, arrays["query"]))
 
 
 def on_shard(arguments: dict[str, Any], mask: MaskInfo | None, **how: Any) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) of this rank's queries; runs inside a shard_map over the axis, and takes what `shard_call` takes."""
-    static, arrays, mask = shard_call(arguments, mask, **how)
-    return _ring(static, reverse_only(_name(static.op), arrays), mask)
+    static, arrays, seen = shard_call(arguments, mask, **how)
+    return _ring(static, reverse_only(_name(static.op), arrays), seen)
 
 
 def _bound_axis(axis_name: Axis, mesh: Any) -> tuple[Axis, bool]:
@@ -249,6 +248,7 @@ class OnShard:
     axis: Axis
     scheme: Scheme
     lse: bool  # whether it is returned to the caller
+    reach: int | None = None  # of the mask before `resolved`, see `reach_of`
 
     def __call__(
         self,
@@ -262,7 +262,7 @@ class OnShard:
     ) -> tuple[jax.Array, jax.Array]:
         how = {"axis": self.axis, "scheme": self.scheme, "order": order, "platform": platform, "cfg": cfg}
         with jax.named_scope("attention"):
-            return on_shard(arguments, mask, **how, lse=self.lse)
+            return on_shard(arguments, mask, **how, lse=self.lse, reach=self.reach)
 
 
 @contextlib.contextmanager
@@ -333,7 +333,8 @@ def ring_attention(
     check_call(prepared.call)
     specs = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     how: dict[str, Any] = {"platform": platform, "cfg": cfg}
-    lse = prepared.returns != "out"
+    lse, length = prepared.returns != "out", prepared.call.dims["T"] * (jax.lax.axis_size(axis) if bound else 1)
+    reach = reach_of(prepared.call.mask, length)
     if bound:
         if any(x is not None for x in specs.values()):
             raise ValueError(
@@ -341,7 +342,7 @@ def ring_attention(
                 f"over {axis!r} already and has a rank's own: leave them out"
             )
         rank_order = resolve_order("ring_attention", jax.lax.axis_size(axis), f"axis_name = {axis!r}", order)
-        how |= {"order": rank_order, "name": "ring_attention", "local": OnShard(axis, scheme_of(scheme), lse)}
+        how |= {"order": rank_order, "name": "ring_attention", "local": OnShard(axis, scheme_of(scheme), lse, reach)}
         names = (axis,) if isinstance(axis, str) else axis
         return run_on_rank(prepared, flash, names, **how, handles=("T", "S"), follows=True)
     whole = mesh_of(**specs)
@@ -350,8 +351,7 @@ def ring_attention(
     names = (axis,) if isinstance(axis, str) else axis
     shards = 1 if whole is None else math.prod(whole.shape[n] for n in names)
     lie = resolve_order("ring_attention", shards, f"axis_name = {axis!r}", order)
-    call, local = prepared.call, OnShard(axis, scheme_of(scheme), lse)
-    length = call.dims["T"]
+    call, local = prepared.call, OnShard(axis, scheme_of(scheme), lse, reach)
     lie.check(length)
     if lie.name != "contiguous" and shards > 1:
         _check_cuts(options, f"lie in order {lie.name!r}")

@@ -23,6 +23,8 @@ class AttentionShape:
       query, key, value, out: bytes of the arrays of this rank. lse: of a float32 number for each query and head.
       heads, kv_heads: heads of queries, and of keys and values, on this device.
       itemsize: bytes of a number in the compute dtype.
+      halo: the tokens that a rank sends at most of those that ranks need just before theirs, over its own, and in how many
+        transfers, see `ejdist.sequence.halo.sent`; None where the mask or the order sets no such limit.
       forwards: how often the forward runs in a step: 2 where the backward computes attention again.
     """
 
@@ -37,6 +39,7 @@ class AttentionShape:
     kv_heads: int
     itemsize: int
     forwards: int = 1
+    halo: tuple[float, int] | None = None
 
     @property
     def axis(self) -> str:

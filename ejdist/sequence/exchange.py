@@ -14,6 +14,16 @@ import numpy as np
 Axis = str | tuple[str, ...]
 
 
+# A GPU has one of these transfers on its way at a time, so those of a hop must be one: XLA joins up to so many bytes.
+_COMPILER_OPTIONS = {"gpu": {"xla_gpu_collective_permute_combine_threshold_bytes": 2**40}}
+
+
+def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """Returns what a program with a split sequence is compiled with so that its transfers hide under attention:
+    `jax.jit(step, compiler_options=compiler_options(mesh))`. A recipe's step is; empty where nothing need be asked for."""
+    return dict(_COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, {}))
+
+
 def rank(axis: Axis) -> jax.Array:
     """Returns the number of this rank along the axis."""
     return jax.lax.axis_index(axis)
@@ -43,6 +53,14 @@ def shift(tree: Any, axis: Axis, by: int) -> Any:
     pairs = [(mesh_ranks[i], mesh_ranks[(i + by) % n]) for i in range(n)]
     with jax.named_scope("exchange"):
         return jax.tree.map(lambda x: jax.lax.ppermute(x, listed, pairs), tree)
+
+
+def send(tree: Any, axis: Axis, pairs: Any) -> Any:
+    """Returns what the ranks of the (sender, receiver) pairs are sent, zeros on those that are sent nothing."""
+    listed, mesh_ranks = _in_mesh_order(axis)
+    there = [(mesh_ranks[sender], mesh_ranks[receiver]) for sender, receiver in pairs]
+    with jax.named_scope("exchange"):
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, listed, there), tree)
 
 
 def gather(tree: Any, axis: Axis, dim: int = 1) -> Any:

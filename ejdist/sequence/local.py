@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejdist.order import Order
 from ejdist.sequence import exchange
-from kernels.engines.attention.masks import MASK_DIMS, MaskInfo
+from ejdist.sequence.schedule import needed, run_length
+from kernels.engines.attention.masks import MASK_DIMS, MaskInfo, map_data
+from kernels.engines.attention.tiles import active_tiles
 from kernels.framework.contract import Op
 from kernels.framework.dispatch import vary_alike
 from kernels.ops.flash_attention import op as flash
 
-# The fields of a mask that belong to the keys and travel with them.
-_TRAVELLING = tuple(name for name, dims in MASK_DIMS.items() if "S" in dims and "T" not in dims)
+# The fields of a mask that belong to the keys. They do not travel with them: every rank has those of all.
+KEY_FIELDS = tuple(name for name, dims in MASK_DIMS.items() if "S" in dims and "T" not in dims)
 
 
 def merge(out: jax.Array, lse: jax.Array, new_out: jax.Array, new_lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -43,7 +47,61 @@ class Static:
     platform: str | None
     cfg: Any
     op: Op = flash  # the local attention: it has lse as an output, and a backward that takes lse and delta
+    reach: int | None = None  # how many tokens before its own a query sees at most, by the rules; None: any
     lse: bool = True  # False: lse has no cotangent. Code that is mapped but not compiled gets no symbolic zero for it.
+
+
+def of_all_ranks(mask: MaskInfo, order: Order, axis: exchange.Axis, every: bool = True) -> tuple[MaskInfo, MaskInfo]:
+    """Returns two masks of this rank's queries, over the keys of all ranks, in the order of the ranks, and over its own, from
+    one over its own; without `every` the first is the second. What is counted from the start of a segment is counted over
+    the whole sequence."""
+    names = [n for n in KEY_FIELDS if getattr(mask, n) is not None]
+    counts = mask.q_segment_ids is not None and mask.counts_in_segments
+    if not names or not (counts or every):
+        return mask, mask
+    length = getattr(mask, names[0]).shape[1]
+    names += ["q_segment_ids"] if counts else []
+    whole = mask.replace(**exchange.gather({n: getattr(mask, n) for n in names}, axis))
+    if not counts:
+        return whole, mask
+    whole = whole.resolved(order.indices(length * order.shards))
+    start = exchange.rank(axis) * length
+    # What was gathered of the queries, and what was counted over the whole.
+    names = {*names, *whole.data_fields} - ({*mask.data_fields} - {*names})
+    own = whole.replace(**{n: jax.lax.dynamic_slice_in_dim(getattr(whole, n), start, length, 1) for n in names})
+    return own.replace(**{n: getattr(whole, n) for n in KEY_FIELDS}), own
+
+
+def work_of(static: Static, length: int, mask: MaskInfo, blocks: jax.Array | None = None) -> jax.Array | None:
+    """Returns bool [ranks]: whether any of this rank's queries may see a key of each rank; None where every rank sees some at
+    every hop that is made.
+
+    By the rules alone where no array says more; else by the least and the greatest of every run of tokens.
+
+    Args:
+      length: of a rank's queries. blocks: their `block_mask`.
+    """
+    order = static.order
+    n, rank = order.shards, exchange.rank(static.axis)
+    whole, ranks = length * n, np.arange(n)
+    if n == 1:
+        return None
+    if mask.rules_are_static and mask.q_segment_ids is None:
+        table = needed(order, whole, mask)
+        if blocks is None and all(table[ranks, (ranks - hop) % n].all() for hop in static.hops):
+            return None
+        seen = jnp.asarray(table)[rank]
+    else:
+        if mask.q_positions is None:
+            of_all = order.positions(jnp.arange(n), whole)  # no constant of the length of the sequence
+            at = {"q_positions": order.positions(rank, whole)[None], "kv_positions": of_all.reshape(1, -1)}
+            mask = mask.replace(**at)
+        run = run_length(order, whole)
+        tiles = active_tiles(vary_alike(mask, rank).key_range(length, whole), run, run)
+        seen = tiles.reshape(length // run, n, length // run).any((0, 2))
+    if blocks is not None:
+        seen &= blocks.reshape(*blocks.shape[:3], n, -1).any((0, 1, 2, 4))
+    return seen
 
 
 @dataclass(frozen=True)
@@ -52,6 +110,8 @@ class Local:
 
     Attributes:
       own: argument -> array of what does not travel: the queries, and whatever else the operation was given.
+      mask: of this rank's queries over the keys of all ranks, in the order of the ranks. own_mask: over the rank's own.
+      work: bool [ranks], whether any of this rank's queries may see a key of each rank; None: of each.
     """
 
     static: Static
@@ -59,6 +119,8 @@ class Local:
     key: jax.Array
     value: jax.Array
     mask: MaskInfo
+    own_mask: MaskInfo
+    work: jax.Array | None = None
 
     @property
     def query(self) -> jax.Array:
@@ -80,28 +142,48 @@ class Local:
 
     @property
     def keys(self) -> dict[str, jax.Array]:
-        """The rank's own keys and values, with the mask's fields for them."""
-        extra = {n: getattr(self.mask, n) for n in _TRAVELLING if getattr(self.mask, n) is not None}
-        return {"key": self.key, "value": self.value, **extra}
+        """The rank's own keys and values: what travels."""
+        return {"key": self.key, "value": self.value}
 
     def full(self, shape: tuple[int, ...], value: float = 0.0) -> jax.Array:
         """Returns a float32 array of one value, for this rank's results to join."""
         return vary_alike(jnp.full(shape, value, jnp.float32), self.query)
 
-    def _mask_of(self, keys: dict[str, jax.Array], holders: Any) -> MaskInfo:
-        changes: dict[str, Any] = {n: keys[n] for n in _TRAVELLING if n in keys}
-        if "kv_positions" not in changes and self.ranks > 1:  # a whole sequence is in its natural order
-            # The order alone tells where a rank's tokens are, so their positions do not travel.
-            length, order = self.query.shape[1] * self.ranks, self.static.order
-            changes["q_positions"] = order.positions(exchange.rank(self.axis), length)[None]
-            every = jnp.arange(length, dtype=jnp.int32)
-            positions = every if holders is None else order.positions(holders, length)
-            changes["kv_positions"] = positions.reshape(1, -1)
-        return vary_alike(self.mask.replace(**changes), self.query)
+    @property
+    def every(self) -> slice:
+        """All tokens of a rank."""
+        return slice(0, self.query.shape[1])
 
-    def _over(self, function: Any, keys: dict[str, jax.Array], holders: Any) -> Any:
-        mask = self._mask_of(keys, holders)
-        arguments: dict[str, Any] = {**self.own, "key": keys["key"], "value": keys["value"], "mask": mask}
+    def _mask_of(self, holders: Any, queries: slice, part: slice) -> MaskInfo:
+        """Returns the mask of some of this rank's queries over a part of the keys of a rank, or over all of several ranks'."""
+        order, own = self.static.order, self.query.shape[1]
+        length = own * self.ranks
+
+        def of_keys(x: jax.Array) -> jax.Array:
+            if holders is None:
+                return order.inverse(x)
+            if jnp.ndim(holders):
+                return x
+            return jax.lax.dynamic_slice_in_dim(x, holders * own + part.start, part.stop - part.start, 1)
+
+        def of_field(name: str, x: jax.Array) -> jax.Array:
+            return of_keys(x) if name in KEY_FIELDS else x[:, queries] if "T" in MASK_DIMS[name] else x
+
+        mask = map_data(self.mask, of_field)
+        assert mask is not None
+        if mask.kv_positions is None and self.ranks > 1:  # a whole sequence is in its natural order
+            # The order alone says where a rank's tokens are.
+            every = jnp.arange(length, dtype=jnp.int32)
+            positions = every if holders is None else order.positions(holders, length)[..., part]
+            q_positions = order.positions(exchange.rank(self.axis), length)[None, queries]
+            mask = mask.replace(q_positions=q_positions, kv_positions=positions.reshape(1, -1))
+        return vary_alike(mask, self.query)
+
+    def _over(
+        self, function: Any, keys: dict[str, jax.Array], mask: MaskInfo, holders: Any, queries: slice, part: slice
+    ) -> Any:
+        arguments: dict[str, Any] = {**self.own, **{n: keys[n][:, part] for n in ("key", "value")}, "mask": mask}
+        arguments["query"] = self.query[:, queries]
         if "block_mask" in arguments:  # its rows are this rank's; its columns are of the keys of all ranks
             blocks = arguments["block_mask"]
             blocks = blocks.reshape(*blocks.shape[:3], self.ranks, -1)[..., holders, :]
@@ -116,76 +198,54 @@ class Local:
         """Whether what a rank sees of another's keys follows from the two ranks alone: all of some part of them, or none. Then
         no positions are compared, and the operation is asked for whole blocks of pairs, which every backend has."""
         mask, order = self.mask, self.static.order
-        by_rank = order.name != "striped" or not mask.causal
         bare = not set(mask.used) - {"causal"}
-        return by_rank and bare and self.static.op is flash and self.own.keys() == {"query"}
+        return (order.in_parts or not mask.causal) and bare and self.is_flash and self.own.keys() == {"query"}
 
-    def _at_hop(self, hop: Any, attention: Any, nothing: Any) -> Any:
-        """Returns `attention(queries, keys, causal)` of the parts of this rank's tokens, and of those that are here at a hop,
-        that see each other; `nothing()` where none do."""
-        length = self.query.shape[1]
-        every = slice(0, length), slice(0, length)
+    @property
+    def is_flash(self) -> bool:
+        """Whether this rank computes flash attention, not another operation."""
+        return self.static.op is flash
+
+    def at_hop(self, hop: Any, work: Callable[[slice, slice], Any], keep: Callable[[], Any]) -> Any:
+        """Returns `work(queries, keys)` of the parts of this rank's tokens, and of those that are here at a hop, that see each
+        other; `keep()` where none do. Nothing may communicate in either: ranks choose at run time."""
         if isinstance(hop, int) and hop == 0:
-            return attention(*every, self.mask.causal)
-        if not self.mask.causal:
-            return attention(*every, False)
+            return work(self.every, self.every)
+        mask, order, index = self.mask, self.static.order, 0
+        ways: list[Callable[[], Any]] = [functools.partial(work, self.every, self.every)]
+        if mask.causal and order.in_parts and mask.rules_are_static and self.is_flash:
+            parts = [order.joined(earlier, self.query.shape[1]) for earlier in (True, False)]
+            ways = [functools.partial(work, *two) for two in parts if two is not None]
+            if len(ways) > 1:
+                index = jnp.where(exchange.rank(self.axis) >= hop, 0, 1)
+        if self.work is not None:
+            index = jnp.where(self.work[self.holder(hop)], index, len(ways))
+            ways.append(keep)
+        # What ranks do not share is not computed on all of them, and need not be of one shape.
+        return ways[0]() if len(ways) == 1 else jax.lax.switch(index, ways)
 
-        def of(earlier: bool) -> Any:
-            parts = self.static.order.joined(earlier, length)
-            return nothing() if parts is None else attention(*parts, False)
+    def _of_hop(self, function: Any, hop: Any, keys: dict[str, jax.Array], queries: slice, part: slice) -> Any:
+        holder = self.holder(hop)
+        if self.plain:
+            mask = MaskInfo(causal=self.mask.causal and isinstance(hop, int) and hop == 0)
+        else:
+            mask = self._mask_of(holder, queries, part)
+        return self._over(function, keys, mask, holder, queries, part)
 
-        # What the other half of the ranks does is not computed here, and need not be of one shape with it.
-        return jax.lax.cond(exchange.rank(self.axis) >= hop, lambda: of(True), lambda: of(False))
+    def attend_at(
+        self, hop: Any, keys: dict[str, jax.Array], queries: slice, part: slice
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (out, lse) of some of this rank's queries over a part of the keys that are here at a hop of the ring: those
+        that `at_hop` names."""
+        return self._of_hop(self.static.op, hop, keys, queries, part)
 
-    def _plainly(self, function: Any, keys: dict[str, jax.Array], queries: slice, part: slice, causal: bool) -> Any:
-        arguments = {"query": self.query[:, queries], "key": keys["key"][:, part], "value": keys["value"][:, part]}
-        options = dict(self.static.options)
-        with jax.named_scope("hop"):
-            return function(
-                **arguments,
-                **options,
-                mask=MaskInfo(causal=causal),
-                platform=self.static.platform,
-                cfg=self.static.cfg,
-            )
-
-    def _whole(self, x: jax.Array, part: slice, fill: float = 0.0) -> jax.Array:
-        """Returns the array over all tokens of a rank of one over a part of them."""
-        before, after = part.start, self.query.shape[1] - part.stop
-        pad = [(0, 0), (before, after), *((0, 0),) * (x.ndim - 2)]
-        return jnp.pad(x, pad, constant_values=fill) if before or after else x
-
-    def attend_at(self, hop: Any, keys: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Returns (out, lse) of this rank's queries over the keys that are here at a hop of the ring."""
-        if not self.plain:
-            return self.attend(keys, self.holder(hop))
-
-        def attention(queries: slice, part: slice, causal: bool) -> tuple[jax.Array, jax.Array]:
-            out, lse = self._plainly(self.static.op, keys, queries, part, causal)
-            return self._whole(out, queries), self._whole(lse, queries, -jnp.inf)
-
-        def nothing() -> tuple[jax.Array, jax.Array]:
-            shape = (*self.query.shape[:3], self.value.shape[3])
-            return self.full(shape).astype(self.query.dtype), self.full(shape[:3], -jnp.inf)
-
-        return self._at_hop(hop, attention, nothing)
-
-    def pull_at(self, hop: Any, saved: dict[str, jax.Array], keys: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns the gradients by argument name, as `pull`, over the keys that are here at a hop of the ring."""
-        if not self.plain:
-            return self.pull(saved, keys, self.holder(hop))
-
-        def attention(queries: slice, part: slice, causal: bool) -> dict[str, jax.Array]:
-            mine = {n: x[:, queries] for n, x in saved.items()}
-            grads = self._plainly(functools.partial(self.static.op.backward, mine), keys, queries, part, causal)
-            places = {"query": queries, "key": part, "value": part}
-            return {n: self._whole(grads[n], place) for n, place in places.items()}
-
-        def nothing() -> dict[str, jax.Array]:
-            like = {"query": self.query, "key": self.key, "value": self.value}
-            return {n: self.full(x.shape).astype(x.dtype) for n, x in like.items()}
-
-        return self._at_hop(hop, attention, nothing)
+    def pull_at(
+        self, hop: Any, saved: dict[str, jax.Array], keys: dict[str, jax.Array], queries: slice, part: slice
+    ) -> dict[str, jax.Array]:
+        """Returns the gradients by argument name, as `pull`, of some of this rank's queries over a part of the keys that are
+        here at a hop of the ring."""
+        mine = {n: x[:, queries] for n, x in saved.items()}
+        return self._of_hop(functools.partial(self.static.op.backward, mine), hop, keys, queries, part)
 
     def in_order(self, keys: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], Any]:
         """Returns the keys of all ranks as `attend` and `pull` take them, of those keys in the order of the ranks: in the order
@@ -203,13 +263,32 @@ class Local:
         return (exchange.rank(self.axis) - hop) % self.ranks
 
     def attend(self, keys: dict[str, jax.Array], holders: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns (out, lse) of this rank's queries over the keys of the ranks `holders`: a rank, or several in order, or None
-        for those of all in the order of the sequence."""
-        return self._over(self.static.op, keys, holders)
+        """Returns (out, lse) of this rank's queries over the keys of the ranks `holders`, several in order, or None for those
+        of all in the order of the sequence."""
+        return self._over_all(self.static.op, keys, holders)
 
     def pull(self, saved: dict[str, jax.Array], keys: dict[str, jax.Array], holders: Any) -> dict[str, jax.Array]:
         """Returns the gradients by argument name, of key, value and `own`, of this rank's queries over those keys.
 
         `saved` has d_out, and the lse and delta, or out, of all keys, wherever they are.
         """
-        return self._over(functools.partial(self.static.op.backward, saved), keys, holders)
+        return self._over_all(functools.partial(self.static.op.backward, saved), keys, holders)
+
+    def attend_to(self, keys: dict[str, jax.Array], mask: MaskInfo) -> tuple[jax.Array, jax.Array]:
+        """Returns (out, lse) of this rank's queries over keys that a scheme has put together, with the mask of these."""
+        return self._over(self.static.op, keys, vary_alike(mask, self.query), None, self.every, _all(keys))
+
+    def pull_from(
+        self, saved: dict[str, jax.Array], keys: dict[str, jax.Array], mask: MaskInfo
+    ) -> dict[str, jax.Array]:
+        """Returns the gradients by argument name, of those keys and of `own`."""
+        function = functools.partial(self.static.op.backward, saved)
+        return self._over(function, keys, vary_alike(mask, self.query), None, self.every, _all(keys))
+
+    def _over_all(self, function: Any, keys: dict[str, jax.Array], holders: Any) -> Any:
+        mask = self._mask_of(holders, self.every, self.every)
+        return self._over(function, keys, mask, holders, self.every, _all(keys))
+
+
+def _all(keys: dict[str, jax.Array]) -> slice:
+    return slice(0, keys["key"].shape[1])

@@ -26,6 +26,11 @@ def _runs(order: Order, length: int) -> tuple[np.ndarray, int]:
     return parts, order.shards
 
 
+def run_length(order: Order, length: int) -> int:
+    """Returns how many tokens that follow one another a rank has in one place; all of its tokens where no two do."""
+    return length // (order.multiple if order.in_parts else order.shards)
+
+
 def needed(order: Order, length: int, mask: MaskInfo) -> np.ndarray:
     """Returns bool [shards, shards]: whether any query of rank r (row) may see any key of rank s (column).
 

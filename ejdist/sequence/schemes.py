@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from ejdist.costs import ALL_GATHER, PERMUTE, REDUCE_SCATTER, Traffic
-from ejdist.sequence import exchange, ulysses
+from ejdist.costs import ALL_GATHER, PERMUTE, REDUCE_SCATTER, Traffic, declared
+from ejdist.sequence import exchange, halo, hops, ulysses
 from ejdist.sequence.cost import AttentionShape, Axes, SchemeBytes
-from ejdist.sequence.local import Local, merge
+from ejdist.sequence.local import Local
 from ejdist.sequence.reshard import undivided
-from kernels.framework.binding import is_float_array
 
 
 class Scheme:
@@ -25,11 +23,13 @@ class Scheme:
     What every scheme needs is done around it: a scheme sees no sinks and is never differentiated, and `local` answers for
     masks and positions. Results are this rank's own.
 
+    all_ids: whether it needs the segment ids of the keys of all ranks, and positions of the caller's own, see `Local.mask`.
     hides: whether its transfers run beside attention over keys that are there already. A scheme declares `hides`, `cost` and
     `memory` for the planner, which refuses one that does not.
     """
 
     hides: ClassVar[bool]
+    all_ids: ClassVar[bool] = True
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         """Returns (out, lse), float32, over all keys."""
@@ -56,57 +56,6 @@ class Scheme:
         raise NotImplementedError
 
 
-def _over_hops(local: Local, body: Any, stay: Any, travel: Any) -> tuple[Any, Any]:
-    """Returns (stay, travel) after `stay, travel = body(hop, keys, stay, travel)` at every hop.
-
-    The keys are passed on, and `travel` follows them by a hop, beside a body that needs neither result until it adds to
-    `travel`, so that both ways the transfers may hide under the work. After the last hop `travel` goes home. Evenly spaced
-    hops are one loop, so a program does not grow with the ring; two sets of keys are alive at a time.
-    """
-    axis, hops = local.axis, local.hops
-    gaps = [b - a for a, b in itertools.pairwise(hops)]
-
-    def visit(hop: Any, state: Any, before: int, after: int) -> tuple[Any, Any, Any]:
-        keys, stay, travel = state
-        coming, moved = exchange.shift(keys, axis, after), exchange.shift(travel, axis, before)
-        return coming, *body(hop, keys, stay, moved)
-
-    state = exchange.shift(local.keys, axis, hops[0]), stay, travel
-    state = visit(hops[0], state, 0, gaps[0] if gaps else 0)
-    middle = hops[1:-1]
-    if len(middle) > 1 and len(set(gaps)) == 1:
-        state, _ = jax.lax.scan(lambda s, hop: (visit(hop, s, gaps[0], gaps[0]), None), state, jnp.asarray(middle))
-    else:
-        for hop, before, after in zip(middle, gaps, gaps[1:], strict=False):
-            state = jax.lax.optimization_barrier(visit(hop, state, before, after))
-    if gaps:
-        state = visit(hops[-1], state, gaps[-1], 0)
-    _, stay, travel = state
-    return stay, exchange.shift(travel, axis, local.ranks - hops[-1])
-
-
-def _nothing(local: Local) -> tuple[jax.Array, jax.Array]:
-    """Returns the (out, lse) of no keys."""
-    B, T, N, _ = local.query.shape
-    return local.full((B, T, N, local.value.shape[3])), local.full((B, T, N), -jnp.inf)
-
-
-def attended(local: Local, hop: Any, keys: dict[str, jax.Array], sofar: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns (out, lse), float32, of the keys so far and of those that are here at a hop: a hop's work, forward."""
-    out, lse = sofar
-    new_out, new_lse = local.attend_at(hop, keys)
-    return merge(out, lse, new_out, new_lse)
-
-
-def pulled(
-    local: Local, saved: dict[str, jax.Array], hop: Any, keys: dict[str, jax.Array], own: Any, sums: Any
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Returns (the gradients of what is the rank's own, those of the keys that are here at a hop), float32, with the hop's part
-    added: a hop's work, backward."""
-    grads = local.pull_at(hop, saved, keys)
-    return {n: x + grads[n] for n, x in own.items()}, {n: x + grads[n] for n, x in sums.items()}
-
-
 @dataclass(frozen=True)
 class Ring(Scheme):
     """Keys and values travel around the ring, and their gradients with them: O(T / ranks) memory."""
@@ -115,18 +64,16 @@ class Ring(Scheme):
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any) -> tuple[Any, Any]:
-            return attended(local, hop, keys, sofar), travel
+            return hops.attended(local, hop, keys, sofar), travel
 
-        return _over_hops(local, attend, _nothing(local), ())[0]
+        return hops.over_hops(local, attend)[0]
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
         def pull(hop: Any, keys: dict[str, jax.Array], grads: Any, sums: Any) -> tuple[Any, Any]:
-            return pulled(local, saved, hop, keys, grads, sums)
+            # The sums stay beside the keys that they belong to.
+            return hops.pulled(local, saved, hop, keys, grads, sums)
 
-        grads = {n: local.full(x.shape) for n, x in local.own.items() if is_float_array(x)}
-        # The sums stay beside the keys that they belong to.
-        sums = {"key": local.full(local.key.shape), "value": local.full(local.value.shape)}
-        grads, sums = _over_hops(local, pull, grads, sums)
+        grads, sums = hops.over_hops(local, pull)
         return grads | sums
 
     def cost(self, shape: AttentionShape) -> Traffic:
@@ -134,8 +81,8 @@ class Ring(Scheme):
         if shape.hops:
             passes = shape.forwards + 1  # keys and values travel in the backward too
             sent.add(shape.axis, PERMUTE, passes * keys * shape.hops, 2 * passes * shape.hops)
-            # Their gradients, in float32, follow them and go home.
-            sent.add(shape.axis, PERMUTE, shape.float32 * keys * (shape.hops + 1), 2 * (shape.hops + 1))
+            # Their gradients, in float32, follow them by a hop, and go home in the dtype of the keys.
+            sent.add(shape.axis, PERMUTE, (shape.float32 * shape.hops + 1) * keys, 2 * (shape.hops + 1))
         return sent
 
     def memory(self, shape: AttentionShape) -> SchemeBytes:
@@ -149,11 +96,11 @@ def _held(shape: AttentionShape, sets: int) -> SchemeBytes:
     return SchemeBytes((sets + wide) * keys + wide * shape.query, gpu_zeros=2 * wide * shape.out)
 
 
-def _over_gathered(local: Local, body: Any, state: Any) -> Any:
-    """Returns the state after `state = body(hop, keys, state)` at every hop: of the rank's own keys, which need not wait for
-    those of the others, and then of theirs, which are gathered meanwhile."""
+def _over_gathered(local: Local, body: Any) -> Any:
+    """Returns the state after `state = body(hop, keys, state)` at every hop: of the rank's own keys, with no state, which need
+    not wait for those of the others, and then of theirs, which are gathered meanwhile."""
     gathered, length = exchange.gather(local.keys, local.axis), local.query.shape[1]
-    state = body(0, local.keys, state)
+    state = body(0, local.keys, None)
 
     def visit(state: Any, hop: Any) -> tuple[Any, None]:
         start = local.holder(hop) * length
@@ -176,7 +123,7 @@ class AllGather(Scheme):
         if len(local.hops) == 1:  # no rank needs the keys of another, and a ring of one hop sends nothing
             return Ring().forward(local)
         if local.plain:
-            return _over_gathered(local, functools.partial(attended, local), _nothing(local))
+            return _over_gathered(local, lambda *at: hops.attended(local, *at))
         out, lse = local.attend(*local.in_order(exchange.gather(local.keys, local.axis)))
         return out.astype(jnp.float32), lse
 
@@ -194,20 +141,21 @@ class AllGather(Scheme):
         """Returns (the gradient of the rank's own queries, those of the keys and values of all ranks)."""
         length = local.query.shape[1]
 
-        def pull(hop: Any, keys: dict[str, jax.Array], state: Any) -> tuple[Any, Any]:
-            (query, parts), grads, start = state, local.pull_at(hop, saved, keys), local.holder(hop) * length
-
-            def placed(n: str, x: jax.Array) -> jax.Array:
-                return jax.lax.dynamic_update_slice_in_dim(x, grads[n].astype(jnp.float32), start, 1)
-
-            return query + grads["query"], {n: placed(n, x) for n, x in parts.items()}
-
         def whole(x: jax.Array) -> jax.Array:
             return local.full((x.shape[0], length * local.ranks, *x.shape[2:]))
 
-        parts = {"key": whole(local.key), "value": whole(local.value)}
-        query, parts = _over_gathered(local, pull, (local.full(local.query.shape), parts))
-        return {"query": query}, parts
+        def pull(hop: Any, keys: dict[str, jax.Array], state: Any) -> tuple[Any, Any]:
+            start = local.holder(hop) * length
+            if state is None:
+                query, parts = None, {"key": whole(local.key), "value": whole(local.value)}
+            else:
+                query, parts = state
+            query, sums = hops.pulled(local, saved, hop, keys, query, None)
+            placed = jax.lax.dynamic_update_slice_in_dim
+            return query, {n: placed(x, sums[n], start, 1) for n, x in parts.items()}
+
+        query, parts = _over_gathered(local, pull)
+        return query, parts
 
     def cost(self, shape: AttentionShape) -> Traffic:
         sent, passes = Traffic(), shape.forwards + 1  # the backward gathers keys and values again
@@ -238,6 +186,7 @@ class Ulysses(Scheme):
     head_groups: int = 1
 
     hides = False
+    all_ids = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.outer, Scheme):
@@ -265,8 +214,102 @@ class Ulysses(Scheme):
         return ulysses.held(shape, self.outer, self.head_groups)
 
 
+@dataclass(frozen=True)
+class Halo(Scheme):
+    """Of each run of tokens that follow one another on a rank, the keys just before it come from the ranks that hold them, and
+    one attention takes them with the rank's own: for windows and chunks, whose queries see no farther.
+
+    Where the mask sets no such limit, in whatever order, and where ranks have stripes, it is `otherwise`.
+    """
+
+    otherwise: Scheme = Ring()
+
+    hides = False
+
+    def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
+        call = halo.HaloCall.of(local)
+        return self.otherwise.forward(local) if call is None else halo.forward(call)
+
+    def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        call = halo.HaloCall.of(local)
+        return self.otherwise.backward(local, saved) if call is None else halo.backward(call, saved)
+
+    def rejects(self, heads: int, over: Axes) -> str | None:
+        return self.otherwise.rejects(heads, over)
+
+    def cost(self, shape: AttentionShape) -> Traffic:
+        if shape.halo is None or not shape.hops:
+            return self.otherwise.cost(shape)
+        sent, (part, times) = Traffic(), shape.halo
+        # Keys and values forward and again backward, and then their gradients the other way.
+        passes = shape.forwards + 2
+        sent.add(shape.axis, PERMUTE, passes * part * (shape.key + shape.value), 2 * passes * times)
+        return sent
+
+    def memory(self, shape: AttentionShape) -> SchemeBytes:
+        return self.otherwise.memory(shape)
+
+
+@dataclass(frozen=True)
+class ByWindow(Scheme):
+    """One scheme for layers whose queries see all keys before them, and one for those with a window or chunks: `window`, or
+    where that is None `Halo`, if it sends less than `full`."""
+
+    full: Scheme = Ring()
+    window: Scheme | None = None
+
+    def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
+        return self._of(_shape_of(local)).forward(local)
+
+    def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return self._of(_shape_of(local)).backward(local, saved)
+
+    @property
+    def hides(self) -> bool:  # pyrefly: ignore[bad-override]
+        return self.full.hides
+
+    def rejects(self, heads: int, over: Axes) -> str | None:
+        return self.full.rejects(heads, over) or (self.window.rejects(heads, over) if self.window else None)
+
+    def cost(self, shape: AttentionShape) -> Traffic:
+        return _declared(self._of(shape), "cost")(shape)
+
+    def memory(self, shape: AttentionShape) -> SchemeBytes:
+        return _declared(self._of(shape), "memory")(shape)
+
+    def _of(self, shape: AttentionShape) -> Scheme:
+        if shape.halo is None:
+            return self.full
+        if self.window is not None:
+            return self.window
+        few, full = (sum(cost.bytes.values()) for cost in (Halo().cost(shape), _declared(self.full, "cost")(shape)))
+        return Halo(self.full) if few < full else self.full
+
+
+def _declared(scheme: Scheme, what: str) -> Callable[[AttentionShape], Any]:
+    """Returns `cost` or `memory` of a scheme. Raises `Undeclared`, naming it, where it does not say."""
+    return declared(scheme, what, ("forward", "backward"), f"the {what} of an AttentionShape")
+
+
+def _shape_of(local: Local) -> AttentionShape:
+    """Returns a call as schemes are asked for its cost."""
+    axes = (local.axis,) if isinstance(local.axis, str) else local.axis
+    q, k, v = local.query, local.key, local.value
+    tokens, heads, b = q.shape[0] * q.shape[1], q.shape[2], q.dtype.itemsize
+    return AttentionShape(
+        tuple((a, exchange.size(a)) for a in axes), len(local.hops) - 1, b * q.size, b * k.size, b * v.size,
+        b * tokens * heads * v.shape[3], 4 * tokens * heads, heads, k.shape[2], b,
+        halo=halo.sent(local.static.order, q.shape[1] * local.ranks, local.static.reach),
+    )  # fmt: skip
+
+
 # The first is where a plan begins.
-SCHEMES: dict[str, type[Scheme]] = {"ring": Ring, "all_gather": AllGather, "ulysses": Ulysses}
+SCHEMES: dict[str, type[Scheme]] = {"ring": Ring, "all_gather": AllGather, "ulysses": Ulysses, "halo": Halo}
+
+
+def by_window(scheme: str | Scheme, window: str | Scheme | None) -> ByWindow:
+    """Returns the schemes of a recipe, `sequence.scheme` and `sequence.window_scheme`, as one."""
+    return ByWindow(scheme_of(scheme), None if window is None else scheme_of(window))
 
 
 def scheme_of(scheme: str | Scheme, **options: Any) -> Scheme:

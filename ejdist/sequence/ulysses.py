@@ -17,7 +17,7 @@ from ejdist.costs import ALL_TO_ALL, Traffic
 from ejdist.order import Order
 from ejdist.sequence import exchange
 from ejdist.sequence.cost import AttentionShape, SchemeBytes
-from ejdist.sequence.local import Local
+from ejdist.sequence.local import Local, of_all_ranks, work_of
 from ejdist.sequence.reshard import Reshard, cuts_of, dealt
 from ejdist.sequence.schedule import hops
 from kernels.framework.binding import is_float_array
@@ -56,7 +56,7 @@ class Exchange:
         arrays = {n: x for n, x in {**local.own, "key": local.key, "value": local.value}.items() if x is not None}
         cuts = cuts_of(op, arrays, _HEADS, inner, ranks, groups, local.ranks // ranks)
         way = Reshard(op, inner, Order(static.order.name, ranks), _HEADS, _TOKENS, cuts, groups)
-        mask, order = way.mask(local.mask), static.order.of_groups(ranks)
+        mask, order = way.mask(local.own_mask), static.order.of_groups(ranks)
         length = local.query.shape[1] * local.ranks
         if order is None:  # the positions say what the order cannot
             order = Order("contiguous", local.ranks // ranks)
@@ -66,7 +66,9 @@ class Exchange:
                 mask = mask.replace(q_positions=positions, kv_positions=positions)
         needed = hops(order, length, mask, known=mask.rules_are_static)
         static = replace(static, axis=outer[0] if len(outer) == 1 else outer, order=order, hops=needed)
-        return cls(arrays, replace(local, static=static, mask=mask), way)
+        whole, own = (mask, mask) if order.shards == 1 else of_all_ranks(mask, order, static.axis)
+        work = work_of(static, length // order.shards, whole)
+        return cls(arrays, replace(local, static=static, mask=whole, own_mask=own, work=work), way)
 
     def groups(self, saved: Arrays) -> Iterator[tuple[Local, Arrays, Callable[[jax.Array], None]]]:
         """Yields (the call, what is saved of it, done) of each group of heads, exchanged. `done` takes a result of it, for

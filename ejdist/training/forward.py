@@ -13,6 +13,7 @@ import numpy as np
 
 from ejdist.layout import replicated
 from ejdist.models.model import StepContext
+from ejdist.sequence.exchange import compiler_options
 from ejdist.training.placing import local_rows, permuted, place_batch
 from ejdist.training.program import Program, TrainSections, bind, make_program
 
@@ -58,11 +59,13 @@ class Evaluator:
         self._state = (params, buffers)
         token_losses, logits_at = model.token_losses, model.logits_at
 
-        @partial(jax.jit, out_shardings=whole)
+        options = compiler_options(mesh)
+
+        @partial(jax.jit, out_shardings=whole, compiler_options=options)
         def losses(params: Any, buffers: Any, batch: dict[str, jax.Array]) -> jax.Array:
             return token_losses(params, batch, ops=ops, context=StepContext(buffers=buffers))
 
-        @partial(jax.jit, static_argnames="count", out_shardings=whole)
+        @partial(jax.jit, static_argnames="count", out_shardings=whole, compiler_options=options)
         def answers(
             params: Any, buffers: Any, batch: dict[str, jax.Array], marks: jax.Array, tokens: jax.Array, count: int
         ) -> tuple[jax.Array, jax.Array]:

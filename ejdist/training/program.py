@@ -23,6 +23,7 @@ from ejdist.operations import bind_ops
 from ejdist.order import Order
 from ejdist.paths import check_folder, check_place
 from ejdist.sections import compared, operational, validate
+from ejdist.sequence.exchange import compiler_options
 from ejdist.sequence.section import SequenceSection
 from ejdist.training.changeable import check_allowed
 from ejdist.training.checkpoint import CheckpointSection
@@ -32,7 +33,7 @@ from ejdist.training.guards import GuardsSection
 from ejdist.training.losses import CROSS_ENTROPY, Trained, check_loss
 from ejdist.training.offload import Offload, at_once
 from ejdist.training.optimizer import OptimizerSection, Rate, make_optimizer
-from ejdist.training.step import TrainState, init_state, make_train_step
+from ejdist.training.step import TrainState, init_state, make_train_step, state_shardings
 from ejdist.training.trackers import check_names
 from kernels.framework.registry import Platform
 
@@ -303,7 +304,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
 
     placed = param_shardings(s, model.declared, mesh)
     shapes = jax.eval_shape(make_state)
-    shardings = _state_shardings(shapes, placed, mesh)._replace(
+    shardings = state_shardings(shapes, placed, replicated(mesh))._replace(
         buffers=param_shardings(s, model.buffers, mesh, "buffer")
     )
     if offload is not None:
@@ -341,6 +342,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
         donate_argnums=0,
         in_shardings=(shardings, {name: x.sharding for name, x in batch.items()}, *beside),
         out_shardings=(shardings, replicated(mesh)),
+        compiler_options=compiler_options(mesh) if order.shards > 1 else None,
     )
     init = jax.jit(make_state, out_shardings=shardings)
     init_from = jax.jit(take_state, donate_argnums=0, out_shardings=shardings)
@@ -364,20 +366,3 @@ def bind(sections: TrainSections, mesh: jax.sharding.Mesh, order: Order, on_choi
         experts=vars(s.experts),
         on_choice=on_choice,
     )
-
-
-def _state_shardings(shapes: Any, placed: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Returns a sharding for each leaf of the state: moments are sharded like their parameters, the rest is replicated."""
-    whole = replicated(mesh)
-    structure = jax.tree.structure(placed)
-
-    def is_params(x: Any) -> bool:
-        return jax.tree.structure(x) == structure
-
-    def like_params(x: Any) -> Any:
-        # An optimizer of a plugin may keep less of a parameter, such as the means of its rows.
-        return jax.tree.map(
-            lambda m, p, placement: placement if m.shape == p.shape else whole, x, shapes.params, placed
-        )
-
-    return jax.tree.map(lambda x: like_params(x) if is_params(x) else whole, shapes, is_leaf=is_params)

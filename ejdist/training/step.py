@@ -169,3 +169,20 @@ def _plus(total: Any, grads: Any, step: jax.Array, microbatch: jax.Array) -> Any
         return rounded(both, random_bits(seed_of(name, step, microbatch), both.shape))
 
     return jax.tree_util.tree_map_with_path(one, total, grads)
+
+
+def state_shardings(shapes: Any, placed: Any, whole: Any) -> Any:
+    """Returns a sharding for each leaf of the state: moments are sharded like their parameters, which are `placed`, the rest is
+    `whole`."""
+    structure = jax.tree.structure(placed)
+
+    def is_params(x: Any) -> bool:
+        return jax.tree.structure(x) == structure
+
+    def like_params(x: Any) -> Any:
+        # An optimizer of a plugin may keep less of a parameter, such as the means of its rows.
+        return jax.tree.map(
+            lambda m, p, placement: placement if m.shape == p.shape else whole, x, shapes.params, placed
+        )
+
+    return jax.tree.map(lambda x: like_params(x) if is_params(x) else whole, shapes, is_leaf=is_params)

@@ -91,7 +91,7 @@ FAULTS = (
     ),
     Fault(
         "the rows of a state lie as the matrix does",
-        "_state_shardings.like_params",
+        "state_shardings.like_params",
         "$at if $m.shape == $p.shape else $whole",
         "$at",
         f"{TESTS} -k as_large_as_its_parameter",

@@ -23,7 +23,7 @@ FAULTS = (
     ),
     Fault(
         "a rank takes the keys of the one before it for later ones",
-        "Local._at_hop",
+        "Local.at_hop",
         "exchange.rank(self.axis) >= $hop",
         "exchange.rank(self.axis) > $hop",
         SEQUENCE,
@@ -34,13 +34,6 @@ FAULTS = (
         ORDER,
         "else (slice(half, own),",
         "else (slice(0, half),",
-        SEQUENCE,
-    ),
-    Fault(
-        "rows that see nothing at a hop have weight there",
-        "Local.attend_at.attention",
-        "self._whole($$args, -jnp.inf)",
-        "self._whole($$args)",
         SEQUENCE,
     ),
     Fault("a window is dropped between ranks", LOCAL, '{"causal"}', '{"causal", "window"}', f"{SEQUENCE} -k window"),
@@ -74,7 +67,7 @@ FAULTS = (
     ),
     Fault(
         "deterministic: a plain hop's backward is not asked for it",
-        "Local.pull_at.attention",
+        "Local.pull_at",
         "functools.partial(self.static.op.backward, $mine)",
         "lambda deterministic, **a: self.static.op.backward($mine, **a)",
         f"{DETERMINISTIC} -k ring_is_asked",
@@ -109,15 +102,15 @@ FAULTS = (
     ),
     Fault(
         "the gradients of gathered keys go to the first rank",
-        "AllGather._backward_of_hops.pull.placed",
-        "jax.lax.dynamic_update_slice_in_dim($x, $grads[$n].astype(jnp.float32), $at, 1)",
-        "jax.lax.dynamic_update_slice_in_dim($x, $grads[$n].astype(jnp.float32), 0 * $at, 1)",
+        "AllGather._backward_of_hops.pull",
+        "$placed($x, $sums[$n], $at, 1)",
+        "$placed($x, $sums[$n], 0 * $at, 1)",
         f"{SEQUENCE} -k all_gather",
     ),
     Fault(
         "gathered keys that were put in order are taken to lie as the ranks have them",
         "Local._mask_of",
-        "$every if $holders is None else $order.positions($holders, $length)",
+        "$every if $holders is None else $order.positions($holders, $length)[..., $part]",
         "$order.positions(jnp.arange(self.ranks) if $holders is None else $holders, $length)",
         f"{SEQUENCE} -k all_gather",
     ),
@@ -144,13 +137,13 @@ FAULTS = (
         'if name == "kv_positions"',
         f"{SEQUENCE} -k packed",
     ),
-    Fault("gradients of keys do not come home", "_over_hops", "$local.ranks - $hops[-1]", "0", SEQUENCE),
+    Fault("gradients of keys do not come home", "over_hops", "$local.ranks - $hops[-1]", "0", SEQUENCE),
     Fault(
-        "gradients of keys come home a rank late", "_over_hops", "$local.ranks - $hops[-1]", "1 - $hops[-1]", SEQUENCE
+        "gradients of keys come home a rank late", "over_hops", "$local.ranks - $hops[-1]", "1 - $hops[-1]", SEQUENCE
     ),
     Fault(
         "gradients of keys do not travel",
-        "_over_hops.visit",
+        "over_hops.visit",
         "(exchange.shift($keys, $axis, $after), exchange.shift($travel, $axis, $before))",
         "(exchange.shift($keys, $axis, $after), $travel)",
         SEQUENCE,

@@ -31,13 +31,6 @@ FAULTS = (
         RANK,
     ),
     Fault(
-        "segment ids stay where they are",
-        "Work._staying",
-        "$name in self.arrive or not is_float_array($x)",
-        "$name in self.arrive",
-        RANK,
-    ),
-    Fault(
         "a rank's hops are those of the rank before",
         "rank:hop_programs.keys_at",
         "$here.holder($hop)",
@@ -47,8 +40,8 @@ FAULTS = (
     Fault(
         "the gradient of keys is left out of a hop",
         "rank:hop_programs.backward",
-        "schemes.pulled($$args, *$state)",
-        "$state",
+        "ring_hops.pulled($$args, *$begun)",
+        "state",
         RANK,
     ),
     Fault(

@@ -1,0 +1,194 @@
+"""The halo of a window: a rank's queries see keys of other ranks only just before each of its runs of tokens. Those come from
+the ranks that hold them, and one attention takes them with the rank's own.
+
+The window of a run may reach over several runs before it, of other ranks or of its own. Of its own nothing is sent, and no
+token is there twice: what lies before a run ends where the rank's run before it does.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejdist.order import Order
+from ejdist.sequence import exchange
+from ejdist.sequence.local import KEY_FIELDS, Local
+from ejdist.sequence.schedule import run_length
+from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.ranges import ends_at, interval_of
+from kernels.framework.dispatch import vary_alike
+
+# Before every position; sums with distances fit in int32.
+_NOWHERE = -(2**29)
+# Kernels visit tiles of so many keys: a run begins with one.
+_TILE = 128
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What ranks send for the halo: the last tokens of a run of theirs, to ranks of which a run begins so many runs later.
+
+    Attributes:
+      run, source: which of a rank's runs it is for, and which of the sender's it is of.
+      start, tokens: where it begins, counted in tokens before the run that it is for, and how many there are.
+      pairs: (sender, receiver).
+    """
+
+    run: int
+    source: int
+    start: int
+    tokens: int
+    pairs: tuple[tuple[int, int], ...]
+
+
+def reach_of(mask: MaskInfo | None, length: int) -> int | None:
+    """Returns how many tokens before its own a query of a sequence of that length sees at most; None where the rules set no
+    limit or need an array, and where a query sees later tokens.
+
+    What is counted from the start of a segment reaches as far as from the start of the sequence.
+
+    Args:
+      mask: before `resolved`, which turns chunks into segments.
+    """
+    if mask is None or not mask.rules_are_static:
+        return None
+    q = np.arange(length, dtype=np.int64)[None]
+    ends = interval_of(mask.replace(**dict.fromkeys(mask.data_fields)), q)
+    if ends.low is None or ends.high is None or np.any(ends_at(ends.high, q) > q):
+        return None
+    return int(np.max(q - ends_at(ends.low, q)))
+
+
+@functools.lru_cache(maxsize=1024)
+def pieces(order: Order, length: int, reach: int) -> tuple[Piece, ...]:
+    """Returns what is sent so that every rank has the `reach` tokens before each of its runs, of an order that `has_runs`."""
+    n, run = order.shards, run_length(order, length)
+    runs = np.asarray(order.indices(length))[::run].reshape(n, -1) // run  # [ranks, runs of a rank], ascending
+    place = {int(number): (rank, at) for (rank, at), number in np.ndenumerate(runs)}
+    found = []
+    for back in range(1, -(-reach // run) + 1):
+        tokens = min(run, reach - (back - 1) * run)
+        for at in range(runs.shape[1]):
+            sent: dict[int, list[tuple[int, int]]] = {}
+            for rank in range(n):
+                wanted, held = int(runs[rank, at]) - back, int(runs[rank, at - 1]) if at else -1
+                if wanted > held:  # else it is this rank's own, or before it, or nowhere
+                    sender, source = place[wanted]
+                    sent.setdefault(source, []).append((sender, rank))
+            start = (back - 1) * run + tokens
+            found += [Piece(at, source, start, tokens, tuple(pairs)) for source, pairs in sorted(sent.items())]
+    return tuple(found)
+
+
+def has_runs(order: Order) -> bool:
+    """Whether the tokens of a rank are few long runs, so that what lies before each is little: not so of stripes."""
+    return order.in_parts
+
+
+def sent(order: Order, length: int, reach: int | None) -> tuple[float, int] | None:
+    """Returns the tokens that a rank sends at most for the halo of that reach, over its own, and in how many transfers; None
+    where there is no halo."""
+    if reach is None or not has_runs(order) or order.shards == 1:
+        return None
+    made = pieces(order, length, reach)
+    return sum(piece.tokens for piece in made) * order.shards / length, len(made)
+
+
+@dataclass(frozen=True)
+class HaloCall:
+    """The halo of a call. front: tokens before each run, of which the first may be padding. first: int32 [runs], where in the
+    sequence each of this rank's runs begins, traced."""
+
+    local: Local
+    reach: int
+    front: int
+    run: int
+    runs: int
+    first: jax.Array
+
+    @classmethod
+    def of(cls, local: Local) -> HaloCall | None:
+        """Returns that of a call; None where there is none, see `sent`, or where nothing is sent."""
+        static, order = local.static, local.static.order
+        by_order = (
+            has_runs(order) and local.mask.q_positions is None
+        )  # what groups of striped ranks have, positions say
+        if static.reach is None or not by_order or len(static.hops) == 1 or not local.is_flash:
+            return None
+        own = local.query.shape[1]
+        run = run_length(order, own * local.ranks)
+        front = static.reach if run % _TILE else -(-static.reach // _TILE) * _TILE
+        first = order.positions(exchange.rank(local.axis), own * local.ranks)[::run]
+        return cls(local, static.reach, front, run, own // run, first)
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return pieces(self.local.static.order, self.run * self.runs * self.local.ranks, self.reach)
+
+    def mask(self) -> MaskInfo:
+        """Returns the mask of this rank's queries over `keys`: each token's position, and what its field has there."""
+        local, order, span = self.local, self.local.static.order, self.front + self.run
+        at = self.first[:, None] - self.front + jnp.arange(span, dtype=jnp.int32)
+        # Tokens before the sequence, those that the rank has already, and padding.
+        held = jnp.concatenate([jnp.zeros_like(self.first[:1]), self.first[:-1] + self.run])
+        there = (at >= jnp.maximum(held, self.first - self.reach)[:, None]).reshape(1, -1)
+        changes: dict[str, Any] = {
+            "q_positions": order.positions(exchange.rank(local.axis), self.run * self.runs * local.ranks)[None],
+            "kv_positions": jnp.where(there, at.reshape(1, -1), _NOWHERE),
+        }
+        for name in KEY_FIELDS:
+            x = getattr(local.mask, name)
+            if x is not None:
+                text = jnp.pad(order.inverse(x), ((0, 0), (self.front, 0)))
+                parts = [jax.lax.dynamic_slice_in_dim(text, start, span, 1) for start in self.first]
+                changes[name] = jnp.where(there, jnp.concatenate(parts, 1), -1)
+        return local.mask.replace(**changes)
+
+    def keys(self) -> dict[str, jax.Array]:
+        """Returns keys and values [B, runs * (front + run), ...]: each run of this rank's behind what lies before it."""
+        own = {n: x.reshape(x.shape[0], self.runs, self.run, *x.shape[2:]) for n, x in self.local.keys.items()}
+        before = {n: jnp.zeros_like(x, shape=(*x.shape[:2], self.front, *x.shape[3:])) for n, x in own.items()}
+        before = vary_alike(before, own)
+        for piece in self.pieces:
+            part = {n: x[:, piece.source, self.run - piece.tokens :] for n, x in own.items()}
+            arrived = exchange.send(part, self.local.axis, piece.pairs)
+            start = self.front - piece.start
+            # Of the senders whose run this may be a rank has one; from the others it has zeros.
+            for n, x in arrived.items():
+                before[n] = _added(before[n], piece.run, start, x)
+        return {n: jnp.concatenate([before[n], x], 2).reshape(x.shape[0], -1, *x.shape[3:]) for n, x in own.items()}
+
+    def home(self, grads: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns the gradients, float32, of the rank's own keys and values from those of `keys`."""
+        every = {n: x.reshape(x.shape[0], self.runs, -1, *x.shape[2:]) for n, x in grads.items()}
+        total = {n: x[:, :, self.front :].astype(jnp.float32) for n, x in every.items()}
+        for piece in self.pieces:
+            start = self.front - piece.start
+            part = {n: x[:, piece.run, start : start + piece.tokens] for n, x in every.items()}
+            arrived = exchange.send(part, self.local.axis, tuple((to, sender) for sender, to in piece.pairs))
+            for n, x in arrived.items():
+                total[n] = _added(total[n], piece.source, self.run - piece.tokens, x)
+        return {n: x.reshape(x.shape[0], -1, *x.shape[3:]) for n, x in total.items()}
+
+
+def _added(x: jax.Array, run: int, start: int, part: jax.Array) -> jax.Array:
+    """Returns x [B, runs, tokens, ...] with a part [B, tokens, ...] added to the tokens of a run from `start` on."""
+    part = part + x[:, run, start : start + part.shape[1]]
+    return jax.lax.dynamic_update_slice(x, part[:, None].astype(x.dtype), (0, run, start, *(0,) * (x.ndim - 3)))
+
+
+def forward(halo: HaloCall) -> tuple[jax.Array, jax.Array]:
+    """Returns (out, lse), float32, of a rank's queries over the keys that they see."""
+    out, lse = halo.local.attend_to(halo.keys(), halo.mask())
+    return out.astype(jnp.float32), lse
+
+
+def backward(halo: HaloCall, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the gradients by argument name."""
+    grads = halo.local.pull_from(saved, halo.keys(), halo.mask())
+    return grads | halo.home({n: grads[n] for n in ("key", "value")})

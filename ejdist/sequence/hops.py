@@ -1,0 +1,118 @@
+"""The hops of a ring: the loop in which keys travel and gradients follow them, and the work of one hop."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejdist.sequence import exchange
+from ejdist.sequence.local import Local, merge
+from kernels.framework.binding import is_float_array
+
+
+def over_hops(local: Local, body: Any) -> tuple[Any, Any]:
+    """Returns (stay, travel) after `stay, travel = body(hop, keys, stay, travel)` at every hop. Both are None at the first.
+
+    The keys are passed on, and what travels follows them by a hop, beside a body that needs neither result until it adds to
+    `travel`, so that both ways the transfers may hide under the work. After the last hop `travel`, sums in float32, goes home
+    in the dtype of the keys, for nothing is added there. Evenly spaced hops are one loop, so a program does not grow with the
+    ring; two sets of keys are alive at a time. Every rank sends at every hop, whether it has work there or not.
+    """
+    axis, hops = local.axis, local.hops
+    gaps = [b - a for a, b in itertools.pairwise(hops)]
+
+    def visit(hop: Any, state: Any, before: int, after: int) -> tuple[Any, Any, Any]:
+        keys, stay, travel = state
+        coming, moved = exchange.shift(keys, axis, after), exchange.shift(travel, axis, before)
+        return coming, *body(hop, keys, stay, moved)
+
+    state = exchange.shift(local.keys, axis, hops[0]), None, None
+    state = visit(hops[0], state, 0, gaps[0] if gaps else 0)
+    middle = hops[1:-1]
+    if len(middle) > 1 and len(set(gaps)) == 1:
+        state, _ = jax.lax.scan(lambda s, hop: (visit(hop, s, gaps[0], gaps[0]), None), state, jnp.asarray(middle))
+    else:
+        for hop, before, after in zip(middle, gaps, gaps[1:], strict=False):
+            state = jax.lax.optimization_barrier(visit(hop, state, before, after))
+    if gaps:
+        state = visit(hops[-1], state, gaps[-1], 0)
+    _, stay, travel = state
+    home = None if travel is None else {n: x.astype(local.keys[n].dtype) for n, x in travel.items()}
+    return stay, exchange.shift(home, axis, local.ranks - hops[-1])
+
+
+def _zeros(local: Local, names: Iterable[str]) -> dict[str, jax.Array]:
+    """Returns gradients of nothing, float32."""
+    arrays = {"key": local.key, "value": local.value, **local.own}
+    return {n: local.full(arrays[n].shape) for n in names}
+
+
+def _with(x: jax.Array, part: slice | None, new: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Returns x [B, T, ...] with `new` of a part of its tokens, or of all of it, in their place."""
+    if part is None or part == slice(0, x.shape[1]):
+        return new(x)
+    return jax.lax.dynamic_update_slice_in_dim(x, new(x[:, part]), part.start, 1)
+
+
+def attended(local: Local, hop: Any, keys: dict[str, jax.Array], sofar: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns (out, lse), float32, of the keys so far, or of none where that is None, and of those that are here at a hop: a
+    hop's work, forward. Where this rank sees none of them it is nothing."""
+    first = sofar is None
+    if first and not _is_own(hop):
+        shape = (*local.query.shape[:3], local.value.shape[3])
+        sofar, first = (local.full(shape), local.full(shape[:3], -jnp.inf)), False
+
+    def work(queries: slice, part: slice) -> tuple[jax.Array, jax.Array]:
+        new_out, new_lse = local.attend_at(hop, keys, queries, part)
+        if first:
+            return new_out.astype(jnp.float32), new_lse
+        out, lse = sofar
+        merged = merge(out[:, queries], lse[:, queries], new_out, new_lse)
+        return _with(out, queries, lambda _: merged[0]), _with(lse, queries, lambda _: merged[1])
+
+    return local.at_hop(hop, work, lambda: sofar)
+
+
+def pulled(
+    local: Local, saved: dict[str, jax.Array], hop: Any, keys: dict[str, jax.Array], own: Any, sums: Any
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Returns (the gradients of what is the rank's own, those of the keys that are here at a hop), float32, with the hop's part
+    added; to nothing where they are None: a hop's work, backward.
+
+    What is added to `sums` is a second conditional, so that the first, which attends, need not wait until they arrive.
+    """
+    floats, names = [n for n, x in local.own.items() if is_float_array(x)], ("key", "value")
+    if own is None and not _is_own(hop):
+        own = _zeros(local, floats)
+
+    def work(queries: slice, part: slice) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        grads = local.pull_at(hop, saved, keys, queries, part)
+        of_keys = {n: _padded(grads[n].astype(keys[n].dtype), part, keys[n].shape[1]) for n in names}
+        if own is None:
+            return {n: grads[n].astype(jnp.float32) for n in floats}, of_keys
+        places = {"query": queries}
+        return {n: _with(x, places.get(n), lambda y, n=n: y + grads[n]) for n, x in own.items()}, of_keys
+
+    added, grads = local.at_hop(hop, work, lambda: (own, {n: jnp.zeros_like(keys[n]) for n in names}))
+    if sums is None:
+        return added, {n: x.astype(jnp.float32) for n, x in grads.items()}
+
+    def add(queries: slice, part: slice) -> dict[str, jax.Array]:
+        return {n: _with(x, part, lambda y, n=n: y + grads[n][:, part]) for n, x in sums.items()}
+
+    return added, local.at_hop(hop, add, lambda: sums)
+
+
+def _padded(x: jax.Array, part: slice, length: int) -> jax.Array:
+    """Returns an array [B, length, ...] that has x at a part of the tokens, and zeros elsewhere."""
+    if part == slice(0, length):
+        return x
+    return jnp.pad(x, [(0, 0), (part.start, length - part.stop), *((0, 0),) * (x.ndim - 2)])
+
+
+def _is_own(hop: Any) -> bool:
+    return isinstance(hop, int) and hop == 0

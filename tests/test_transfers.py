@@ -1,0 +1,126 @@
+"""Which transfers of a split sequence hide under attention, by the schedules that the compilers of TPUs and GPUs make of it."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from schedules import transfers
+
+from ejdist import make_mesh, ring_attention
+from ejdist.planning.targets import NoCompiler, target_of
+from ejdist.sequence import compiler_options
+from ejdist.training import program
+from recipes.schema import compose
+
+RANKS, TOKENS, HEADS, WIDTH = 4, 2048, 8, 128
+LARGE = 2**20
+KEYS = 2 * TOKENS * HEADS * WIDTH * 2  # bytes of a rank's keys and values
+TARGETS = {"v5p": ("v5p:2x2x1", None, None, None), "h200": (None, RANKS, "h200", None)}
+# Window and order; with segment ids or without.
+MASKS = {
+    "plain": (None, False),
+    "packed": (None, True),
+    "window": (TOKENS + 100, False),
+    "packed_window": (TOKENS + 100, True),
+}
+
+
+@functools.cache
+def scheduled(target, mask, order, gradient, scheme="ring"):
+    """Returns the compiled text of attention over four devices, with its gradient or without."""
+    window, packed = MASKS[mask]
+    made = target_of(*TARGETS[target])
+    try:
+        mesh = make_mesh(sp=RANKS, devices=made.devices())
+    except NoCompiler as error:
+        pytest.skip(str(error))
+    along = NamedSharding(mesh, P(None, "sp"))
+
+    def attend(q, k, v, ids):
+        options = {"q_segment_ids": ids, "kv_segment_ids": ids} if packed else {}
+        how = {"mesh": mesh, "order": order, "scheme": scheme, "sliding_window": window}
+        return ring_attention(q, k, v, causal=True, **how, **options)
+
+    def run(q, k, v, ids):
+        if not gradient:
+            return attend(q, k, v, ids)
+        out, pull = jax.vjp(lambda *a: attend(*a, ids), q, k, v)
+        return out, pull(out)
+
+    x = jax.ShapeDtypeStruct((1, RANKS * TOKENS, HEADS, WIDTH), jnp.bfloat16, sharding=along)
+    ids = jax.ShapeDtypeStruct(x.shape[:2], jnp.int32, sharding=along)
+    with made.lowering():
+        lowered = jax.jit(run, compiler_options=compiler_options(mesh)).lower(x, x, x, ids)
+    return lowered.compile().as_text()
+
+
+def rows():
+    for target in TARGETS:
+        for mask in MASKS:
+            for order in ("zigzag", "contiguous"):
+                for gradient in (True, False):
+                    quick = (mask, order, gradient) == ("packed", "zigzag", True)
+                    yield pytest.param(target, mask, order, gradient, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("target", "mask", "order", "gradient"), list(rows()))
+def test_every_transfer_of_keys_runs_beside_attention(target, mask, order, gradient):
+    """Forward and backward; but gradients on their way home, when all is attended to, run beside what comes after."""
+    large = transfers(scheduled(target, mask, order, gradient), LARGE)
+    assert {t.kind for t in large} == {"collective-permute"}
+    alone = [t for t in large if not t.beside]
+    assert sum(t.bytes for t in alone) == (KEYS if gradient else 0), alone
+    together = [t for t in large if t.beside]
+    if target == "h200":  # which has one on its way at a time: keys and values, and their gradients, are one
+        assert all(t.bytes in (KEYS, 2 * KEYS, 3 * KEYS) for t in together) and len(alone) <= 1, large
+    assert together and all(t.bytes <= 3 * KEYS for t in together)
+
+
+@pytest.mark.parametrize("target", [*TARGETS])
+@pytest.mark.slow
+def test_of_a_halo_no_transfer_is_larger_than_the_window(target):
+    """Heads of GPT-OSS at 131,072 tokens over eight devices: a window of 128."""
+    window, tokens, keys = 128, 131072, 8 * 64 * 2
+    made = target_of("v5p:2x2x2", None, None, None) if target == "v5p" else target_of(None, 8, target, None)
+    mesh = make_mesh(sp=8, devices=made.devices())
+    along = NamedSharding(mesh, P(None, "sp"))
+    q, k = (jax.ShapeDtypeStruct((1, tokens, heads, 64), jnp.bfloat16, sharding=along) for heads in (64, 8))
+    ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32, sharding=along)
+
+    def run(q, k, v, ids):
+        how = {"mesh": mesh, "order": "zigzag", "scheme": "halo", "sliding_window": window, "causal": True}
+        return ring_attention(q, k, v, q_segment_ids=ids, kv_segment_ids=ids, **how)
+
+    with made.lowering():
+        lowered = jax.jit(run, compiler_options=compiler_options(mesh)).lower(q, k, k, ids)
+    found = transfers(lowered.compile().as_text())
+    permutes = [t.bytes for t in found if t.kind == "collective-permute"]
+    assert permutes and max(permutes) <= 2 * window * keys, permutes
+    assert sum(t.bytes for t in found) <= 1.1 * 2**20, found
+
+
+def test_a_step_is_compiled_with_the_options(monkeypatch):
+    """Of a mesh that splits the sequence: one that no compiler knows is refused."""
+    monkeypatch.setattr(program, "compiler_options", lambda mesh: {"xla_hops_of_a_ring": 1})
+    words = ["recipe=long_context", "model.num_layers=1", "mesh.fsdp=1", "mesh.sp=2"]
+    sections = compose([*words, "data.sequence_length=64", "data.global_batch=1"])
+    made = program.make_program(sections, make_mesh(sp=2))
+    with pytest.raises(Exception, match="xla_hops_of_a_ring"):
+        made.lower().compile()
+    monkeypatch.undo()
+    assert compiler_options(make_mesh(sp=2)) == {}, "on CPUs nothing is asked for"
+
+
+@pytest.mark.slow
+def test_segment_ids_are_gathered_once_a_step():
+    """The loop over layers has no gather of theirs: it is the same in every layer, and stands before the loop."""
+    words = ["recipe=long_context", "model.num_layers=4", "model.model_dim=64", "model.ffn_dim=64", "mesh.fsdp=1"]
+    sections = compose([*words, "mesh.sp=4", "data.sequence_length=256", "data.global_batch=1"])
+    text = program.make_program(sections, make_mesh(sp=4)).lower().compile().as_text()
+    main = text[text.index("\nENTRY ") :]
+    gathers = re.compile(r"= s32\[1,256\]\S* all-gather\(")
+    assert len(gathers.findall(text)) == len(gathers.findall(main)) == 1
