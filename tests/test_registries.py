@@ -35,7 +35,6 @@ ELSEWHERE = {
     ("ejdist/sequence/attention.py", "contiguous"): "the order of tokens that were not permuted",
     ("ejdist/sequence/attention.py", "local"): "an argument of a sharded function",
     ("ejdist/tokens.py", "contiguous"): "the order of tokens that were not permuted",
-    ("ejdist/sequence/local.py", "striped"): "the order that joins no whole parts of two ranks",
     ("ejdist/sequence/linear_attention.py", "local"): "an argument of a sharded function",
     ("ejdist/operations.py", "attention"): "the operation that a model calls",
     ("ejdist/models/config.py", "attention"): KEYS,

@@ -116,7 +116,7 @@ class Local:
         """Whether what a rank sees of another's keys follows from the two ranks alone: all of some part of them, or none. Then
         no positions are compared, and the operation is asked for whole blocks of pairs, which every backend has."""
         mask, order = self.mask, self.static.order
-        by_rank = order.name != "striped" or not mask.causal
+        by_rank = order.in_parts or not mask.causal
         bare = not set(mask.used) - {"causal"}
         return by_rank and bare and self.static.op is flash and self.own.keys() == {"query"}
 
@@ -192,11 +192,15 @@ class Local:
         of the sequence, in which a query sees a run of them, and kernels skip what is before and after it."""
         if "block_mask" in self.own:  # whose columns are in the order of the ranks
             return keys, jnp.arange(self.ranks)
-        return {n: self.static.order.inverse(x) for n, x in keys.items()}, None
+        return {n: self.static.order.inverse(x, index=keys.get("kv_positions")) for n, x in keys.items()}, None
 
     def of_ranks(self, x: jax.Array) -> jax.Array:
         """Returns a gradient of the keys that `in_order` gave, in the order of the ranks."""
-        return x if "block_mask" in self.own else self.static.order.permute(x)
+        if "block_mask" in self.own:
+            return x
+        carried = self.static.order.carried
+        index = exchange.gather(self.mask.kv_positions, self.axis) if carried else None
+        return self.static.order.permute(x, index=index)
 
     def holder(self, hop: Any) -> Any:
         """Returns the rank whose keys are here at a hop of the ring."""
