@@ -23,10 +23,10 @@ FAULTS = (
         LOSSES,
     ),
     Fault(
-        "the positions of rotary embedding are those of the row",
+        "positions stay in the order of the text",
         "placing:permuted",
         "$index if $name == 'order' else $program.order.permute($batch[$name], index=$index)",
-        "$index if $name in ('order', 'positions') and $index is not None else "
+        "$index if $name == 'order' else $batch[$name] if $name == 'positions' else "
         "$program.order.permute($batch[$name], index=$index)",
         LOSSES,
     ),
