@@ -106,4 +106,4 @@ def bind_ops(
         check_dims(f"{move.__name__}: an array of shape {x.shape}", dims)
         return move(x, dims, mesh)
 
-    return Ops(functions, functools.partial(place, constrain), functools.partial(place, gather))
+    return Ops(functions, functools.partial(place, constrain), functools.partial(place, gather), order)

@@ -12,7 +12,8 @@ import jax
 
 from ejdist.layout import Axes, current_layout
 from ejdist.mesh import SP, axis_is_bound, current_mesh, mesh_here
-from ejdist.order import Order, order_of
+from ejdist.order import CARRIED, Order, order_of
+from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.binding import Call
 from kernels.framework.contract import Op
 from kernels.framework.ordered import SEQUENCE, depends_on_order, whole_dims
@@ -83,7 +84,8 @@ def _no_form(name: str, cuts: str, order: str, ranks: int | None) -> Unsupported
         remedy = "give 'mesh', or call under `with jax.set_mesh(mesh):`"
     else:
         where = f"in order {order!r} over {ranks} ranks"
-        remedy = f"or undo it first with Order({order!r}, {ranks}).inverse and call under order='contiguous'"
+        index = "(..., index=...)" if order in CARRIED else ""
+        remedy = f"or undo it first with Order({order!r}, {ranks}).inverse{index} and call under order='contiguous'"
     why = (
         f"argument {cuts!r} cuts a sequence in its own order"
         if cuts
@@ -93,6 +95,23 @@ def _no_form(name: str, cuts: str, order: str, ranks: int | None) -> Unsupported
         f"{name}: {why}, and they are {where} (set_layout, or sequence.order of a recipe), which it does not support: use "
         f"order='contiguous' (sequence.order=contiguous), {remedy}"
     )
+
+
+def check_carried(name: str, order: Order, mask: MaskInfo | None) -> None:
+    """Raises ValueError or Unsupported for an order that each row brings, of which the call knows nothing or not enough."""
+    if not order.carried:
+        return
+    if mask is None or mask.q_positions is None:
+        raise ValueError(
+            f"{name}: order {order.name!r} is another one for each row: give 'q_positions' and 'kv_positions', int32 "
+            "[B, T], which token of the text lies at each place (`Order.text_indices`; a recipe's batch has it as 'order'), or "
+            "use order='striped'"
+        )
+    if mask.q_segment_ids is not None and mask.replace(q_positions=None, kv_positions=None).counts_in_segments:
+        raise Unsupported(
+            f"{name}: chunks and sink tokens count from the start of each document, which order {order.name!r} does not "
+            "support: use order='striped' (sequence.order=striped)"
+        )
 
 
 class Ranks:

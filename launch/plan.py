@@ -12,6 +12,7 @@ devices=N                   how many devices, where the name does not say it
 topology=GENERATION:SHAPE   a TPU slice by its shape: v5p:4x4x4
 slices=N                    so many TPU slices, joined by the data-centre network
 devices_per_host=8          GPUs that NVLink joins; 72 of gb200
+documents=one               of a row: one; a mean length (lognormal); or a file with one length a line
 bandwidth=FILE              of launch.doctor: how fast the devices communicate, in place of data sheets
 search=auto                 true searches what is left open beside a given mesh too; false nothing
 finalists=3                 plans that may be compiled until one fits; 0 predicts only
@@ -35,7 +36,7 @@ from launch.options import check_spelling
 from launch.planned import is_curriculum, summary, text_of
 from recipes.arguments import expanded, key_of
 
-OWN = ("topology", "slices", "devices", "device", "devices_per_host", "bandwidth", "search", "finalists")
+OWN = ("topology", "slices", "devices", "device", "devices_per_host", "bandwidth", "documents", "search", "finalists")
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Args:
     as_json: bool
     slices: int | None = None
     bandwidth: str | None = None
+    documents: str = "one"
 
 
 def parse(argv: Sequence[str]) -> Args:
@@ -80,6 +82,7 @@ def parse(argv: Sequence[str]) -> Args:
         ("topology", "a slice"),
         ("device", "a GPU"),
         ("bandwidth", "a file that launch.doctor has written"),
+        ("documents", "one, a mean length, or a file with a length in each line"),
     ):
         if options.get(name) == "":
             raise ValueError(f"{name}= must name {words}; or leave it out")
@@ -89,7 +92,7 @@ def parse(argv: Sequence[str]) -> Args:
     return Args(
         options.get("topology"), number("devices", 1), options.get("device"), number("devices_per_host", 1),
         options.get("search", "auto"), 3 if finalists is None else finalists, expanded(recipe), "--json" in argv,
-        number("slices", 1), options.get("bandwidth"),
+        number("slices", 1), options.get("bandwidth"), options.get("documents", "one"),
     )  # fmt: skip
 
 
@@ -117,6 +120,7 @@ def plan(args: Args) -> dict[str, Any]:
       ValueError: an option, a key, or a size that fits no mesh; names it, and the remedy.
       jax.errors.JaxRuntimeError: the compiler refuses the given recipe for another reason than memory.
     """
+    from ejdist.documents import documents_of
     from ejdist.planning import curriculum
     from ejdist.planning.measured import read
     from ejdist.planning.targets import target_of
@@ -127,6 +131,7 @@ def plan(args: Args) -> dict[str, Any]:
     start = time.perf_counter()
     target = target_of(args.topology, args.devices, args.device, args.per_host, args.slices)
     measured = read(args.bandwidth, target.chip, target.per_host) if args.bandwidth is not None else None
+    documents = documents_of(args.documents)
     sections, given = compose(args.recipe), given_keys(args.recipe)
     validate(sections)
     target.check()
@@ -138,14 +143,14 @@ def plan(args: Args) -> dict[str, Any]:
     }
     compiler = Compiler(target)
     if not sections.curriculum:
-        report |= plan_of(args, sections, given, target, measured, compiler)
+        report |= plan_of(args, sections, given, target, measured, compiler, documents)
     else:
         stages = curriculum.stages(sections, given, any(is_curriculum(word) for word in args.recipe))
         results: list[dict[str, Any]] = []
         for stage, keys in stages:
             _print_progress(stage.describe())
             try:
-                result = plan_of(args, stage.sections, keys, target, measured, compiler)
+                result = plan_of(args, stage.sections, keys, target, measured, compiler, documents)
             except ValueError as error:
                 raise ValueError(f"stage {stage.number} of the curriculum: {error}") from error
             results.append({"stage": stage.number, "steps": [stage.start + 1, stage.until]} | result)
@@ -158,7 +163,7 @@ def plan(args: Args) -> dict[str, Any]:
 
 
 def plan_of(
-    args: Args, sections: Any, given: set[str], target: Any, measured: Any, compiler: Compiler
+    args: Args, sections: Any, given: set[str], target: Any, measured: Any, compiler: Compiler, documents: Any
 ) -> dict[str, Any]:
     """Returns the results for one recipe or stage. Raises as `plan`.
 
@@ -170,13 +175,13 @@ def plan_of(
     from ejdist.planning.search import Predictor, as_given, nearest, overrides_text, search
 
     wide, notes = searches(args, sections, given, target.count), len(compiler.notes)
-    predictor = Predictor(sections, target, measured)
-    report: dict[str, Any] = {"searched": wide}
+    predictor = Predictor(sections, target, measured, documents)
+    report: dict[str, Any] = {"searched": wide, "documents": documents.words}
     unsaved = None
     if wide:
         outcome = search(
             sections, target, given, compiler if args.finalists else None,
-            finalists=args.finalists, measured=measured, log=_print_progress,
+            finalists=args.finalists, measured=measured, documents=documents, log=_print_progress,
         )  # fmt: skip
         best, compiled, refused, unsaved = outcome.best, outcome.compiled, outcome.refused, outcome.unsaved
         report |= {"looked_at": outcome.looked_at, "given": sorted(given)}
@@ -186,7 +191,7 @@ def plan_of(
             summary(p, given) | {"why_later": "" if shown is None else why_later(shown, p)} for p in outcome.others
         ]
     else:
-        shown = predictor.checked(as_given(sections, target))
+        shown = predictor.checked(as_given(sections, target, documents))
         compiled, refused = compiler.tried(shown.candidate.applied(sections)) if args.finalists else (None, "")
         expected = shown.memory.total if compiled is None else compiled.peak
         best = shown if not refused and expected <= target.chip.memory else None
@@ -210,7 +215,7 @@ def plan_of(
         keys, start_from = (given, sections) if wide else (set(SEARCHED), shown.candidate.applied(sections))
         report["nearest"] = [
             summary(p, given) | {"changed": what, "overrides": " ".join(f"{key}={value}" for key, value in new.items())}
-            for what, p, new in nearest(start_from, target, keys, measured)
+            for what, p, new in nearest(start_from, target, keys, measured, documents)
         ]
     return report
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from ejdist.documents import ONE
 from ejdist.planning.links import NETWORK
 from recipes.arguments import key_of
 
@@ -35,6 +36,7 @@ def summary(p: Any, given: set[str]) -> dict[str, Any]:
             "step_seconds": p.time.total,
             "seconds_of": p.time.seconds,
             "mfu": p.time.mfu,
+            "uneven": p.time.uneven,
             "tokens_per_second": p.rate,
             "bytes_sent_along": p.time.sent,
         },
@@ -118,6 +120,11 @@ def _lines(r: dict[str, Any], what: str) -> list[str]:
         f"MFU {predicted['mfu']:.1%}"
     )
     lines += [f"    {s:9.3g} s    {name}" for name, s in predicted["seconds_of"].items()]
+    if predicted["uneven"] > 1.005:
+        rows = "one document a row" if r["documents"] == ONE else f"rows of documents = {r['documents']}"
+        lines.append(
+            f"  attention of the busiest device of a sequence over the mean, with {rows}: {predicted['uneven']:.2f}"
+        )
     along = {axis: n for axis, n in predicted["bytes_sent_along"].items() if axis != NETWORK}
     sent = ", ".join(f"{axis} {n / 1e9:,.3g} GB" for axis, n in along.items()) or "nothing"
     lines.append(f"bytes sent by a device along each axis per step, predicted: {sent}")

@@ -81,6 +81,7 @@ _MEANT = {
         "cp_comm_type context_parallel_method attention_parallelism cp_method context_parallel_strategy"
     ),
     "sequence.order": "load_balance context_parallel_load_balance zigzag",
+    "sequence.stripe": "stripe stripe_size dispatch_chunk_size",
     "data.sequence_length": (
         "seq_len seqlen seq_length sequence_len max_seq_len max_seq_length max_length max_target_length block_size "
         "context_length context_len ctx_len max_position_embeddings n_ctx model_max_length max_tokens"

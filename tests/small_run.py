@@ -8,7 +8,7 @@ TINY = [
     "recipe=long_context",
     *("model.num_layers=2", "model.model_dim=32", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=8"),
     *("model.ffn_dim=48", "data.sequence_length=64", "data.global_batch=2", "optimizer.warmup_steps=2", "run.steps=10"),
-    *("checkpoint.every=0", "mesh.sp=2"),
+    *("checkpoint.every=0", "mesh.sp=2", "sequence.order=zigzag"),
 ]
 # One small program for one device, whatever run.steps is: for tests of what a run does beside its steps.
 PLAIN = [*TINY, "mesh.sp=1", "model.num_layers=1", "optimizer.schedule=constant"]

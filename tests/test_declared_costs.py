@@ -14,6 +14,7 @@ import pytest
 
 from ejdist import make_mesh, order, ring_attention
 from ejdist.costs import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Traffic, Undeclared
+from ejdist.documents import documents_of
 from ejdist.experts.choice import choose
 from ejdist.experts.cost import ExchangeShape, arriving_of, cost_of, memory_of
 from ejdist.experts.dispatch import exchange
@@ -33,7 +34,7 @@ from ejdist.models.share import Share
 from ejdist.order import NAMES as ORDERS
 from ejdist.order import Order
 from ejdist.planning.activations import counted_parts, has_experts
-from ejdist.planning.candidates import candidate_of, orders_searched, policies_searched, products, ways
+from ejdist.planning.candidates import ORDER, SCHEME, candidate_of, orders_searched, policies_searched, products, ways
 from ejdist.planning.search import Predictor, search
 from ejdist.planning.targets import target_of
 from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
@@ -142,8 +143,14 @@ def test_what_is_searched_is_what_is_registered():
     assert {scheme for scheme, _, _ in ways(sections, (1, 1, 1, 1, 8, 1), ())} == set(SCHEMES) - {"ulysses"}
     assert {scheme for scheme, _, _ in ways(sections, (1, 1, 1, 2, 4, 1), ())} == set(SCHEMES)
     assert {scheme for scheme, _, _ in ways(sections, (1, 1, 1, 1, 4, 2), ())} == set(SCHEMES) - {"ulysses"}
-    assert [*dict.fromkeys(lie for _, lie, _ in found)] == orders_searched(1024, 4) == ["zigzag", "contiguous"]
-    assert orders_searched(1028, 4) == ["contiguous"]  # no multiple of eight
+    assert [*dict.fromkeys(lie for _, lie, _ in found)] == ["zigzag", "balanced", "striped", "contiguous"]
+    packed = [lie for _, lie, _ in ways(sections, (1, 2, 1, 1, 4, 1), (SCHEME,), documents_of("64"))]
+    assert [*dict.fromkeys(packed)][:2] == ["balanced", "striped"] and set(packed) == set(ORDERS)
+    assert {lie for _, lie, _ in ways(sections, (1, 2, 1, 1, 4, 1), (ORDER,))} == set(ORDERS)
+    sections.sequence.order = "zigzag"
+    assert {lie for _, lie, _ in ways(sections, (1, 2, 1, 1, 4, 1), (ORDER,))} == {None}
+    sections.data.sequence_length = 1028  # no multiple of eight
+    assert orders_searched(sections, (("sp", 4),)) == ["striped", "balanced", "contiguous"]
     assert set(policies_searched()) == {name for name, remat in REMAT.items() if not remat.host}
     mixed = compose(MIXED.split())
     assert (
@@ -187,25 +194,26 @@ def test_an_order_is_as_uneven_as_its_busiest_rank():
     """Against the pairs of causal attention that each rank has, counted one by one."""
     n, length = 8, 4096
     for name in ORDERS:
-        own = Order(name, n).positions(np.arange(n), length)
+        own = Order(name, n).text_indices(np.arange(length) + 1).reshape(n, -1)
         pairs = (own + 1).sum(1)
         assert imbalance(Order(name, n), length, CAUSAL) == pairs.max() / pairs.mean()
-        assert imbalance(Order(name, 1), length, CAUSAL) == 1
+        assert imbalance(Order(name, 1), length, CAUSAL, documents_of("64")) == 1
         assert imbalance(Order(name, n), length, MaskInfo(causal=True, window=(63, 0))) == pytest.approx(1, rel=0.02)
 
 
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("window", [1, 8, 9, 17, 33, None])
 def test_hops_are_those_that_a_pair_of_tokens_needs(name, window):
-    """Against a mask of all pairs. Striped tokens make every hop, whatever the window: the ring looks at runs of tokens."""
+    """Against a mask of all pairs."""
     n, length = 4, 64
-    at = Order(name, n).indices(length)
+    carried = Order(name, n).carried  # by each batch, so that every rank may have what another needs
+    at = np.arange(length) if carried else Order(name, n).indices(length)
     back = at[:, None] - at[None]
-    seen = (back >= 0) & (back < (window or length))
+    seen = carried | ((back >= 0) & (back < (window or length)))
     ranks = seen.reshape(n, length // n, n, length // n).any((1, 3))
     wanted = {(r - s) % n for r, s in zip(*np.nonzero(ranks), strict=True)} - {0}
     made = needed_hops(Order(name, n), length, MaskInfo(causal=True, window=window_of(window)))
-    assert made == (len(wanted) if name != "striped" else n - 1 if window is None or window > 1 else made)
+    assert made == len(wanted)
 
 
 # -- what is declared is what is sent -------------------------------------------------------------------------------------

@@ -136,6 +136,17 @@ def test_nothing_is_compiled_where_no_finalist_is_asked_for(compiler, capsys):
     assert not compiler.asked and "predicted and not compiled" in capsys.readouterr().out
 
 
+def test_packed_rows_are_planned_by_their_documents(compiler, capsys):
+    words = ["devices=64", "device=h200", *LARGE, "mesh.sp=8", "mesh.fsdp=8", "finalists=0", "search=false"]
+    assert main([*words, "sequence.order=zigzag", "documents=1024"]) == 0
+    said = capsys.readouterr().out
+    assert "attention of the busiest device of a sequence over the mean, with rows of documents = 1024: " in said
+    assert main([*words, "documents=1024", "--json"]) == 0
+    balanced = json.loads(capsys.readouterr().out)
+    assert balanced["documents"] == "1024" and balanced["plan"]["chosen"]["sequence.order"] in ("striped", "balanced")
+    assert balanced["plan"]["predicted"]["uneven"] < 1.05
+
+
 def test_other_errors_of_a_compiler_are_no_estimates(monkeypatch):
     """A fault of the program is not taken for a compiler that is not there."""
 
@@ -439,6 +450,11 @@ def test_what_it_says_of_eight_chips(capsys):
         (["topology=v5p:4x4"], "a slice of v5p has 3 dims, for example v5p:4x4x4"),
         (["topology=v5p:64x64x64"], "at most"),
         (["devices=8", "device=h200", "bandwidth="], "bandwidth= must name a file"),
+        (["devices=8", "device=h200", "documents="], "documents= must name one, a mean length"),
+        (
+            ["devices=8", "device=h200", "documents=none.txt"],
+            "use a mean length, 'one', or a file with one length a line",
+        ),
         (["topology=v5p:2x2x1", "slices=2", "mesh.dp=1"], "mesh.dp = 1 must be a multiple of 2"),
         (
             ["devices=8", "device=h200", "recipe=moe", "mesh.ep=8", "experts.dispatch=local"],

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from ejdist.documents import ONE_DOCUMENT, documents_of
 from ejdist.mesh import AXES, make_mesh, mesh_shape
 from ejdist.models.part import Costs
 from ejdist.order import Order
@@ -194,6 +195,20 @@ def test_contiguous_parts_are_as_slow_as_the_last_rank():
     assert contiguous["matmuls"] == zigzag["matmuls"]
 
 
+def test_packed_rows_have_fewer_pairs_and_another_busiest_rank():
+    """The time of attention is that of the pairs of the documents, on the rank that has most."""
+    words, documents = f"{EIGHT} mesh.fsdp=8 mesh.sp=8", documents_of("512")
+    sections = compose([*words.split(), "sequence.order=zigzag"])
+    candidate = candidate_of(sections, mesh_shape(sections.mesh.sizes, TPU.count))
+    one, packed = (Predictor(sections, TPU, None, of).checked(candidate).time for of in (ONE_DOCUMENT, documents))
+    order, rows = Order("zigzag", 8), np.array(documents.rows(8192)) + 1
+    uneven = np.mean([pairs.max() / pairs.mean() for pairs in order.of_ranks(rows)])
+    pairs = rows.sum(1).mean() / (8192 * 8193 / 2)
+    assert one.uneven == 1 and packed.uneven == pytest.approx(uneven) and uneven > 1.1
+    assert packed.seconds["attention"] == pytest.approx(one.seconds["attention"] * pairs * uneven)
+    assert packed.flops < one.flops and packed.seconds["matmuls"] == one.seconds["matmuls"]
+
+
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize(
     "rules", [{}, {"window": (19, 0)}, {"window": (7, 0), "sink_tokens": 3}, {"window": (63, 0)}, {"chunk_size": 24}]
@@ -287,12 +302,12 @@ def test_the_sequence_and_the_experts_are_searched_where_they_are_open():
     assert kept is not None and kept.candidate.dispatch is None and kept.rate < best.rate
 
 
-def test_a_length_that_a_zigzag_cannot_be_made_of_is_split_contiguously():
+def test_a_length_that_a_zigzag_cannot_be_made_of_is_split_otherwise():
     sections = compose(
         ["recipe=long_context", "model=8b", "data.sequence_length=120", "data.global_batch=8", "mesh.sp=8"]
     )
     found = search(sections, TPU, {BATCH, "mesh.sp"}, None).best
-    assert found is not None and found.candidate.order == "contiguous"
+    assert found is not None and found.candidate.order == "balanced"
 
 
 def test_tokens_that_are_gathered_need_the_room_of_all_ranks():

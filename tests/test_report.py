@@ -21,8 +21,8 @@ from launch.reporting.html import tag
 from recipes.schema import Recipe, compose
 
 HOSTILE = '</td><script>alert("x")</script><img src=http://evil.example/x onerror=y>\x00'
-SECTIONS = ["What is missing", "Summary", "Loss", "Throughput", "Goodput", "Balance of experts", "Recipe",
-            "Plan, checks and evaluation", "Checkpoints", "Pictures"]  # fmt: skip
+SECTIONS = ["What is missing", "Summary", "Loss", "Throughput", "Balance of attention", "Goodput",
+            "Balance of experts", "Recipe", "Plan, checks and evaluation", "Checkpoints", "Pictures"]  # fmt: skip
 HUGE = 400 * "1"
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(20) + b"IEND\xaeB`\x82"
 LEDGER = [
@@ -130,6 +130,15 @@ def test_a_page_is_whole_and_needs_nothing_else(whole, capsys):
         assert not any(key.startswith("on") for key in attributes)
     assert not re.search(r"https?:|url\(|@import", text)
     assert "prefers-color-scheme: dark" in text and "@media print" in text and 'name="viewport"' in text
+
+
+def test_how_even_attention_was_is_drawn_where_rows_say_so(tmp_path):
+    even = {"imbalance_sp": 1.25, "imbalance_dp": 1.5, "padding_share": 0.125}
+    folder, made, _ = write(tmp_path / "run", rows=3)
+    assert "does not say how even attention is" in page_of(folder).text
+    rows = "".join(json.dumps(row | even) + "\n" for row in made)
+    page = page_of(write(tmp_path / "even", rows=3, metrics__jsonl=rows)[0])
+    assert "attention of the busiest rank over the mean" in page.text and "share of tokens" in page.text
 
 
 def test_numbers_are_those_of_the_summary_and_of_the_ledger(whole):

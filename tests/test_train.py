@@ -24,6 +24,7 @@ from ejdist.training.integrity import digest
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
 from ejdist.training.program import make_program
+from ejdist.training.summary import EVENNESS
 from launch.errors import BAD_CHECKPOINT, DIVERGED, DONE, PREEMPTED, WRONG
 from launch.train import main
 from recipes.schema import GROUPS, RecipeError, compose, keys_of, variants_of
@@ -37,7 +38,7 @@ def run(directory, corpus, *overrides):
 
 # Each scheme of the sequence, order, axis and way to hold the step's memory, in few programs; alone they are in the slow tier.
 LAYOUTS = {
-    "fsdp2_sp4_zigzag_ring": ["mesh.fsdp=2", "mesh.sp=4"],
+    "fsdp2_sp4_balanced_ring": ["mesh.fsdp=2", "mesh.sp=4", "sequence.order=balanced"],
     "tp2_sp2_contiguous_all_gather_kept_products": [
         *("mesh.tp=2", "mesh.sp=2", "sequence.order=contiguous", "sequence.scheme=all_gather", "model.remat=dots"),
     ],
@@ -47,7 +48,11 @@ LAYOUTS = {
     ],
 }
 MORE_LAYOUTS = {
+    "fsdp2_sp4_zigzag_ring": ["mesh.fsdp=2", "mesh.sp=4"],
     "sp4_zigzag_ring": ["mesh.sp=4"],
+    "sp4_balanced_all_gather": ["mesh.sp=4", "sequence.order=balanced", "sequence.scheme=all_gather"],
+    "cp2_sp2_balanced_ulysses": ["mesh.cp=2", "mesh.sp=2", "sequence.order=balanced", "sequence.scheme=ulysses"],
+    "sp4_auto_ring": ["mesh.sp=4", "sequence.order=auto"],
     "sp4_contiguous_all_gather": ["mesh.sp=4", "sequence.order=contiguous", "sequence.scheme=all_gather"],
     "fsdp2_sp2": ["mesh.fsdp=2", "mesh.sp=2"],
     "cp2_sp2_zigzag_ulysses": ["mesh.cp=2", "mesh.sp=2", "sequence.scheme=ulysses"],
@@ -133,9 +138,10 @@ def test_what_a_run_writes(corpus, tmp_path):
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert {"loss", "grad_norm", "learning_rate", "tokens", "step_time", "tokens_per_second"} <= set(rows[0])
+    assert 1 <= rows[0]["imbalance_sp"] < 2 and rows[0]["imbalance_dp"] == 1 and rows[0]["padding_share"] == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     wanted = "loss_first loss_last steps tokens_per_second tflops_per_device mfu_causal mfu_full".split()
-    assert set(wanted) <= set(summary) and outcome.summary == summary
+    assert {*wanted, *EVENNESS} <= set(summary) and outcome.summary == summary
     assert summary["loss_first"] == rows[0]["loss"] and summary["steps"] == 6
     assert 0 < summary["tflops_per_device"]
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG"

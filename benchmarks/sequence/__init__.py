@@ -1,7 +1,7 @@
 """`python -m benchmarks.sequence [documents=4096] [tokens=8192,32768] [heads=32] [kv_heads=8] [width=128] [window=0] [sinks=0]
 [dtype=bfloat16] [schemes=ring,...] [cp=1] [outer=ring] [head_groups=1] [orders=zigzag,...] [backends=auto]
-[directions=forward,backward] [rank= ranks=] [check=512] [seed=0] [rounds=5] [plan=] [budget=0] [out=FILE] [commit=]`: causal
-attention whose sequence is split over ranks, as a training step calls it.
+[directions=forward,backward] [rank= ranks=] [check=512] [stripe=0] [seed=0] [rounds=5] [plan=] [budget=0] [out=FILE]
+[commit=]`: causal attention whose sequence is split over ranks, as a training step calls it.
 
 documents: the mean length of documents (lognormal), `one` document, `long_tail` (a file in documents/), or a file of lengths,
 one a line; a row is cut from them by the data pipeline, and segment ids go with it. `none`: no segment ids, which no training
@@ -17,6 +17,7 @@ exchange: the same transfers with the attention left out. What the whole takes l
 
 rank=NUMBER ranks=N: all hops of that rank of N on one device, in the ring's own loop, beside one call of the same work; and
 each hop alone. `worst` is the rank with the most pairs; `all` lists the pairs of all ranks in every order and times nothing.
+stripe: tokens of the stripes or chunks of an order that has them; 0 for those that a recipe has by default.
 
 plan: a set of cases, see plans.py; options that it changes are not taken from the command line. budget: seconds after which no
 other case is begun.
@@ -38,21 +39,25 @@ from benchmarks.measure import provenance
 from benchmarks.options import read, recorded
 from benchmarks.sequence import devices, rank
 from benchmarks.sequence.calls import NO_IDS, PRODUCTS, Attention
+from benchmarks.sequence.pairs import order_named
 from benchmarks.sequence.plans import PLANS
 from benchmarks.sequence.rows import Rows, table
-from ejdist.order import NAMES, Order
+from ejdist.order import CARRIED, NAMES
 from ejdist.sequence import SCHEMES, Ring
 
 __all__ = ["main", "table"]
 
+TIMED = [name for name in NAMES if name not in CARRIED]  # of the others the batch brings the order: see rank=all
+
 OPTIONS = {
     "documents": "4096", "tokens": "8192,32768", "heads": 32, "kv_heads": 8, "width": 128, "window": 0, "sinks": 0,
     "dtype": "bfloat16", "schemes": ",".join(SCHEMES), "cp": 1, "outer": "ring",
-    "head_groups": 1, "orders": ",".join(NAMES), "backends": "auto",
-    "directions": "forward,backward", "rank": "", "ranks": 0, "check": 512, "seed": 0, "rounds": 5, "plan": "", "budget": 0,
+    "head_groups": 1, "orders": ",".join(TIMED), "backends": "auto",
+    "directions": "forward,backward", "rank": "", "ranks": 0, "check": 512, "stripe": 0, "seed": 0, "rounds": 5,
+    "plan": "", "budget": 0,
     "out": "", "coordinator": "", "processes": 1, "process": 0, "commit": "",
 }  # fmt: skip
-CHOICES = {"schemes": SCHEMES, "orders": NAMES, "directions": PRODUCTS}
+CHOICES = {"schemes": SCHEMES, "orders": TIMED, "directions": PRODUCTS}
 
 
 def check(o: dict[str, Any]) -> None:
@@ -71,6 +76,7 @@ def check(o: dict[str, Any]) -> None:
         ("check", 1),
         ("cp", 1),
         ("head_groups", 1),
+        ("stripe", 0),
         ("rounds", 1),
         ("seed", 0),
     ):
@@ -90,7 +96,7 @@ def check(o: dict[str, Any]) -> None:
         raise ValueError(f"schemes = {o['schemes']!r}: hops are a ring's; leave schemes out, or leave rank out")
     for tokens in o["tokens"].split(","):
         for name in o["orders"].split(",") if o["ranks"] else ():
-            Order(name, o["ranks"]).check(int(tokens) * o["ranks"])
+            order_named(name, o["ranks"], int(tokens) * o["ranks"], o["stripe"]).check(int(tokens) * o["ranks"])
 
 
 def cases(o: dict[str, Any]) -> list[dict[str, Any]]:

@@ -15,11 +15,12 @@ import kernels
 from benchmarks.sequence import calls
 from benchmarks.sequence.alone import Transfers, Work
 from benchmarks.sequence.calls import IDS, Arrays, Attention, Programs
-from benchmarks.sequence.pairs import of_ranks
+from benchmarks.sequence.pairs import busiest, order_named
 from benchmarks.sequence.rows import Rows, median
 from ejdist.layout import ACTIVATIONS, spec
 from ejdist.mapped import map_shards
 from ejdist.mesh import SEQUENCE_AXES, SP
+from ejdist.order import Order
 from ejdist.sequence import Scheme, compiler_options
 from ejdist.sequence.attention import local_of, shard_call
 from ejdist.sequence.schemes import SCHEMES, options_of, scheme_of
@@ -33,7 +34,7 @@ def whole(call: Attention) -> Programs:
 
 
 @functools.cache
-def split(call: Attention, mesh: Any, scheme: Scheme, order: str) -> Programs:
+def split(call: Attention, mesh: Any, scheme: Scheme, order: Order) -> Programs:
     """Returns the programs over all devices, of arrays that lie in that order."""
     how = {"mesh": mesh, "scheme": scheme, "order": order}
     return Programs(
@@ -59,15 +60,14 @@ def scheme_with(name: str, o: dict[str, Any]) -> Scheme:
 
 
 @functools.cache
-def travelling(call: Attention, mesh: Any, scheme: Scheme, order: str, direction: str) -> Callable:
+def travelling(call: Attention, mesh: Any, scheme: Scheme, order: Order, direction: str) -> Callable:
     """Returns the jitted (`to_send` of the arrays, data) -> next to nothing, that sends what the scheme sends in a direction
     and attends to nothing."""
-    named = ejdist.Order(order, mesh.size)
 
     def body(arrays: Arrays, data: Arrays) -> Any:
         inputs = {n: arrays[n] for n in ("query", "key", "value")}
         mask = call.rules.replace(**data)
-        how = {"axis": _axis(mesh), "scheme": Transfers(scheme), "order": named, "platform": call.platform, "cfg": None}
+        how = {"axis": _axis(mesh), "scheme": Transfers(scheme), "order": order, "platform": call.platform, "cfg": None}
         static, made, seen = shard_call(inputs, mask, **how, lse=False)
         local, found = local_of(static, made, seen), {}
         if direction != "backward":
@@ -92,9 +92,9 @@ def to_send(arrays: Arrays) -> Arrays:
     return {n: arrays[n] for n in calls.DIMS} | {"out": arrays["d_out"]}
 
 
-def checked(call: Attention, mesh: Any, scheme: Scheme, order: str, direction: str, ids: np.ndarray) -> float:
+def checked(call: Attention, mesh: Any, scheme: Scheme, order: Order, direction: str, ids: np.ndarray) -> float:
     """Returns the largest error of a way against one device in float32, on a row of these segment ids."""
-    lies, length = ejdist.Order(order, mesh.size), len(ids)
+    lies, length = order, len(ids)
     arrays = jax.tree.map(functools.partial(_permuted, lies), calls.draw(call, length, mesh))
     data = calls.data_of(call, lies.permute(ids, 0), mesh)
     found = split(call, mesh, scheme, order).results(direction, arrays, data)
@@ -116,7 +116,7 @@ def wanted_of(call: Attention, ids: bytes) -> dict[str, np.ndarray]:
     return {n: np.asarray(x) for n, x in calls.reference(call)(drawn, keys, calls.data_of(call, row)).items()}
 
 
-def _permuted(order: ejdist.Order, x: jax.Array) -> jax.Array:
+def _permuted(order: Order, x: jax.Array) -> jax.Array:
     return jax.jit(order.permute, out_shardings=x.sharding)(x) if x.ndim == 4 else x
 
 
@@ -162,7 +162,8 @@ def measure(mesh: Any, o: dict[str, Any], call: Attention, tokens: int, rows: Ro
             if reason is not None:
                 rows.rows[f"{here}, {direction}, {scheme}"] = {"kind": "split", **about, "refused": reason}
                 continue
-            for order in o["orders"].split(","):
+            for name in o["orders"].split(","):
+                order = order_named(name, ranks, length, o["stripe"])
                 ways(
                     mesh, o, call, small, Split(rows, f"{here}, {direction}, {scheme}", about, order, ids, few, arrays)
                 )
@@ -174,14 +175,14 @@ def measure(mesh: Any, o: dict[str, Any], call: Attention, tokens: int, rows: Ro
     for label, row in rows.rows.items():
         if row.get("kind") == "split" and label.startswith(f"{here}, ") and "tflops" in row:
             compare(rows.rows, f"{here}, {row['direction']}", row)
-            row["imbalance"] = float((p := of_ranks(seen, ejdist.Order(row["order"], ranks))).max() / p.mean())
+            row["imbalance"] = busiest(seen, order_named(row["order"], ranks, length, o["stripe"]))[1]
 
 
 class Split:
     """What is measured of one scheme in one order."""
 
     def __init__(
-        self, rows: Rows, here: str, about: dict, order: str, ids: np.ndarray, few: np.ndarray, arrays: Arrays
+        self, rows: Rows, here: str, about: dict, order: Order, ids: np.ndarray, few: np.ndarray, arrays: Arrays
     ):
         self.rows, self.here, self.about, self.order = rows, here, about, order
         self.ids, self.few, self.arrays = ids, few, arrays
@@ -190,14 +191,14 @@ class Split:
 def ways(mesh: Any, o: dict[str, Any], call: Attention, small: Attention, of_order: Split) -> None:
     """Adds the transfers of a scheme in an order, and by each backend the whole and its work."""
     rows, order, direction = of_order.rows, of_order.order, of_order.about["direction"]
-    scheme, lies = scheme_with(of_order.about["scheme"], o), ejdist.Order(order, mesh.size)
-    data = calls.data_of(call, lies.permute(of_order.ids, 0), mesh)
+    scheme = scheme_with(of_order.about["scheme"], o)
+    data = calls.data_of(call, order.permute(of_order.ids, 0), mesh)
 
     def transfers() -> tuple[Callable, tuple, dict[str, Any]]:
         run = travelling(call, mesh, scheme, order, direction)
-        return run, (to_send(of_order.arrays), data), {"kind": "exchange", **of_order.about, "order": order}
+        return run, (to_send(of_order.arrays), data), {"kind": "exchange", **of_order.about, "order": order.name}
 
-    rows.add(f"{of_order.here}, {order}, exchange", "whole", transfers)
+    rows.add(f"{of_order.here}, {order.name}, exchange", "whole", transfers)
     for backend in o["backends"].split(","):
 
         def prepare(way: Scheme, backend: str = backend) -> tuple[Callable, tuple, dict[str, Any]]:
@@ -206,11 +207,11 @@ def ways(mesh: Any, o: dict[str, Any], call: Attention, small: Attention, of_ord
                 error = checked(of(small, backend), mesh, way, order, direction, of_order.few)
                 if not error <= calls.limit_of(call.dtype):
                     raise ValueError(f"wrong by {error:.2g}")
-                about = {"kind": "split", **of_order.about, "order": order, "backend": backend, "error": error}
+                about = {"kind": "split", **of_order.about, "order": order.name, "backend": backend, "error": error}
             run, arguments = split(of(call, backend), mesh, way, order).timed(direction, of_order.arrays, data)
             return run, arguments, about
 
-        label = f"{of_order.here}, {order}, {backend}"
+        label = f"{of_order.here}, {order.name}, {backend}"
         if rows.add(label, "whole", functools.partial(prepare, scheme)):
             rows.add(label, "work", functools.partial(prepare, Work(scheme)))
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 
 from benchmarks.sequence.calls import NO_IDS, ONE, Attention, segment_ids
-from ejdist.order import NAMES, Order
+from ejdist.order import NAMES, Order, order_for
 from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.pairs import visible_pairs
 
 
 def of_ranks(seen: np.ndarray, order: Order) -> np.ndarray:
     """Returns int64 [ranks]: the pairs of each rank, from the keys that each token sees."""
-    return seen[order.indices(len(seen))].reshape(order.shards, -1).sum(1)
+    return order.of_ranks(seen)
 
 
 def of_hop(call: Attention, ids: np.ndarray, order: Order, rank: int, hop: int) -> int:
@@ -23,6 +24,11 @@ def of_hop(call: Attention, ids: np.ndarray, order: Order, rank: int, hop: int) 
     return visible_pairs(call.rules.combine(segments).combine(at), 1, 1, len(own), len(kept))
 
 
+def order_named(name: str, ranks: int, length: int, stripe: int = 0) -> Order:
+    """Returns the order of a row of that length, with stripes of so many tokens; 0: as a recipe has them by default."""
+    return order_for(name, ranks, length, stripe or None, jax.default_backend())
+
+
 def busiest(seen: np.ndarray, order: Order) -> tuple[int, float]:
     """Returns (the rank with the most pairs, its pairs over the mean of all)."""
     pairs = of_ranks(seen, order)
@@ -30,7 +36,7 @@ def busiest(seen: np.ndarray, order: Order) -> tuple[int, float]:
 
 
 def imbalances(
-    call: Attention, documents: str, length: int, ranks: int, seed: int, rows: int
+    call: Attention, documents: str, length: int, ranks: int, seed: int, rows: int, stripe: int = 0
 ) -> dict[str, list[float]]:
     """Returns order -> the pairs of the busiest rank over the mean, in each of several rows of such documents; of every order
     that divides the length."""
@@ -38,7 +44,7 @@ def imbalances(
     for number in range(1 if documents in (ONE, NO_IDS) else rows):
         seen = call.keys_seen(segment_ids(documents, length, seed + number))
         for name in NAMES:
-            order = Order(name, ranks)
+            order = order_named(name, ranks, length, stripe)
             if length % order.multiple == 0:
                 found.setdefault(name, []).append(busiest(seen, order)[1])
     return found

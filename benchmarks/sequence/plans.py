@@ -22,6 +22,10 @@ def _split(tokens: int, documents: str, schemes: str, **more: Any) -> dict[str, 
     return {"tokens": f"{tokens}", "documents": documents, "schemes": schemes, "orders": "zigzag", "rounds": 3, **more}
 
 
+def _balance(ranks: int, documents: str) -> dict[str, Any]:
+    return {"rank": "all", "ranks": ranks, "tokens": f"{2**17 // ranks}", "documents": documents}
+
+
 # The most wanted first: a command may have time for some.
 PLANS: dict[str, list[dict[str, Any]]] = {
     "one_gpu": [
@@ -41,4 +45,5 @@ PLANS: dict[str, list[dict[str, Any]]] = {
         _split(8192, "none", "ring"),
         _split(8192, LONG_TAIL, "ring", orders="contiguous"),
     ],
+    "balance": [_balance(ranks, documents) for ranks in (8, 32, 64) for documents in (*DOCUMENTS, "mixture")],
 }

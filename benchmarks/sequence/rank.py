@@ -15,7 +15,7 @@ from benchmarks.sequence import calls
 from benchmarks.sequence.alone import Work, of_rank, one_rank
 from benchmarks.sequence.calls import Arrays, Attention, Programs
 from benchmarks.sequence.devices import of, whole, words
-from benchmarks.sequence.pairs import busiest, imbalances, of_hop, of_ranks
+from benchmarks.sequence.pairs import busiest, imbalances, of_hop, of_ranks, order_named
 from benchmarks.sequence.rows import Rows, median
 from benchmarks.timing import has_kernel_times, kernel_seconds_of_each, wall_seconds
 from ejdist.mesh import SP
@@ -174,12 +174,13 @@ def balance(o: dict[str, Any], call: Attention, tokens: int, rows: Rows) -> None
     """Adds a row for every order: the pairs of each rank over the mean."""
     n, here = o["ranks"], words(o, call, tokens)
     seen = call.keys_seen(calls.segment_ids(o["documents"], tokens * n, o["seed"]))
-    for name, of_rows in imbalances(call, o["documents"], tokens * n, n, o["seed"], ROWS).items():
-        pairs = of_ranks(seen, Order(name, n))
+    for name, of_rows in imbalances(call, o["documents"], tokens * n, n, o["seed"], ROWS, o["stripe"]).items():
+        order = order_named(name, n, tokens * n, o["stripe"])
+        pairs = of_ranks(seen, order)
         rows.rows[f"{here} x {n}, {name}"] = {
             "kind": "balance", "ranks": n, "order": name, "tokens": tokens, "imbalance": float(pairs.max() / pairs.mean()),
             "mean_of_rows": float(np.mean(of_rows)), "of_rows": of_rows, "pairs_of_ranks": pairs.tolist(),
-            "each": (pairs / pairs.mean()).tolist(),
+            "each": (pairs / pairs.mean()).tolist(), **({"stripe": order.stripe} if order.stripe > 1 else {}),
         }  # fmt: skip
 
 
@@ -190,8 +191,7 @@ def measure(o: dict[str, Any], call: Attention, tokens: int, rows: Rows) -> None
     if o["rank"] == "all":
         return
     for name in o["orders"].split(","):
-        order = Order(name, o["ranks"])
-        order.check(tokens * o["ranks"])
+        order = order_named(name, o["ranks"], tokens * o["ranks"], o["stripe"])
         for backend in o["backends"].split(","):
             _measure(o, of(call, backend), tokens, order, backend, rows)
 

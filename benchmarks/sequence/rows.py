@@ -84,8 +84,8 @@ RANK = (
     ("same work in one call, ms", "alone_ms", 2), ("efficiency", "efficiency", 3), ("TFLOP/s", "tflops", 0),
     ("hops, ms", "hops_ms", 2), ("one call over the hops", "efficiency_of_hops", 3), ("of each hop, ms", "each", None),
 )  # fmt: skip
-BALANCE = (("ranks", "ranks", 0), ("order", "order", None), ("busiest over mean", "imbalance", 2),
-           ("mean of rows", "mean_of_rows", 2), ("pairs of each rank over the mean", "each", None))  # fmt: skip
+BALANCE = (("ranks", "ranks", 0), ("order", "order", None), ("stripe", "stripe", 0), ("busiest over mean", "imbalance", 3),
+           ("mean of rows", "mean_of_rows", 3), ("pairs of each rank over the mean", "each", None))  # fmt: skip
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:

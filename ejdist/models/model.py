@@ -81,7 +81,7 @@ class BatchContext(NamedTuple):
     """What the pieces of a model read besides parameters and activations; nothing in it has a gradient."""
 
     ops: Ops
-    # int32 [B, T]: tokens, positions, segment_ids (-1: padding), and targets in training.
+    # int32 [B, T]: tokens, positions, segment_ids (-1: padding), targets in training, and order where each row has its own.
     batch: Mapping[str, jax.Array]
     tokens: Any  # counted tokens of this microbatch, over all devices; 0 where there are no targets
     step: Any  # int32, steps before this one
@@ -105,7 +105,7 @@ class BatchContext(NamedTuple):
             )
         targets = batch.get("targets")
         tokens = 0 if targets is None else jnp.sum(targets >= 0)
-        return cls(ops, batch, tokens, context.step, context.microbatch, held)
+        return cls(ops.of_batch(batch), batch, tokens, context.step, context.microbatch, held)
 
 
 @dataclass(frozen=True)

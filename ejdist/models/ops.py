@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
@@ -18,6 +20,7 @@ class Ops:
       functions: name -> function.
       constrain: (x, "B T D") -> x, with the layout of its dims as a sharding constraint.
       gather: (parameter, "D F") -> it, from where it is stored to where it is used; its gradient goes the other way.
+      order: that of the batches' tokens, as `bind_ops` takes it.
     """
 
     def __init__(
@@ -25,12 +28,36 @@ class Ops:
         functions: Mapping[str, Callable],
         constrain: Callable[[jax.Array, str], jax.Array],
         gather: Callable[[jax.Array, str], jax.Array],
+        order: Any = None,
     ) -> None:
-        self._functions, self.constrain, self.gather = dict(functions), constrain, gather
+        self._functions, self.constrain, self.gather, self.order = dict(functions), constrain, gather, order
 
     def replace(self, **functions: Callable) -> Ops:
         """Returns the same with other functions under those names."""
-        return Ops({**self._functions, **functions}, self.constrain, self.gather)
+        return Ops({**self._functions, **functions}, self.constrain, self.gather, self.order)
+
+    def of_batch(self, batch: Mapping[str, jax.Array]) -> Ops:
+        """Returns the operations for a batch: attention reads where its tokens are in the text, if each row has an order of its
+        own, which the batch has as "order".
+
+        Raises:
+          ValueError: the batch is in another order than these operations take; names the remedy.
+        """
+        index, carried = batch.get("order"), bool(getattr(self.order, "carried", False))
+        if carried and index is None:
+            raise ValueError(
+                f"a batch for order {self.order.name!r} has 'order', int32 [B, T], which token of the text lies at each place, "
+                "and this one has none: place it with the program that it is for, or use sequence.order=striped"
+            )
+        if index is None:
+            return self
+        if not carried and self.order is not None:
+            raise ValueError(
+                "a batch with 'order' is permuted row by row, and these operations take another order: place it with the "
+                "program that it is for, or bind the operations to its Order"
+            )
+        attention = functools.partial(self.attention, q_positions=index, kv_positions=index)
+        return self.replace(attention=attention)
 
     def __getattr__(self, name: str) -> Callable:
         functions = self.__dict__.get("_functions", {})

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ejdist.costs import ALL_REDUCE, Traffic, declared
+from ejdist.documents import Documents
 from ejdist.experts.cost import Costed, ExchangeShape
 from ejdist.mesh import CP, SP, TP
 from ejdist.models.remat import Remat
 from ejdist.order import Order
 from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
 from ejdist.sequence.halo import reach_of, sent
+from ejdist.sequence.schedule import imbalance
 from ejdist.sequence.schemes import Scheme
 from kernels.engines.attention.masks import MaskInfo
 
@@ -51,6 +53,16 @@ class Share:
         """Devices that the sequence is split over."""
         return self.order.shards
 
+    @property
+    def over(self) -> tuple[tuple[str, int], ...]:
+        """(axis, devices along it) that the sequence is split over, the outermost first; never none."""
+        over = tuple((a, n) for a, n in ((CP, self.outer), (SP, self.sequence // self.outer)) if n > 1)
+        return over or ((SP, 1),)
+
+    def imbalance(self, mask: MaskInfo, documents: Documents) -> float:
+        """Returns the pairs of the busiest rank over the mean, by the rules of a mask inside such documents."""
+        return imbalance(self.scheme.uneven(self.order, self.over), self.length, mask, documents)
+
     def scheme_bytes(self, shape: AttentionShape) -> SchemeBytes:
         """Returns what the scheme holds on a rank of at least two. Raises `Undeclared` where it does not say."""
         what = "the ejdist.sequence.cost.SchemeBytes of an AttentionShape"
@@ -78,9 +90,8 @@ class Share:
         """
         heads, kv_heads = heads // self.features, max(1, kv_heads // self.features)
         queries, keys = heads * self.tokens, kv_heads * self.tokens
-        over = tuple((a, n) for a, n in ((CP, self.outer), (SP, self.sequence // self.outer)) if n > 1)
         return AttentionShape(
-            over or ((SP, 1),), self.sequence - 1, query * queries, key * keys, value * keys, value * queries, 4 * queries,
+            self.over, self.sequence - 1, query * queries, key * keys, value * keys, value * queries, 4 * queries,
             heads, kv_heads, self.itemsize,
         )  # fmt: skip
 

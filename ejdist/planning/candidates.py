@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 
+from ejdist.documents import ONE_DOCUMENT, Documents
 from ejdist.experts.schemes import fitting
 from ejdist.mesh import AXES, BATCH_AXES, CP, SEQUENCE_AXES, SP, TP
 from ejdist.models.model import CAUSAL
 from ejdist.models.remat import REMAT as POLICIES
+from ejdist.order import AUTO, order_for
 from ejdist.order import NAMES as ORDERS
-from ejdist.order import Order
 from ejdist.planning.activations import has_experts
 from ejdist.sequence.schedule import imbalance
 from ejdist.sequence.schemes import SCHEMES, options_of
@@ -92,10 +93,14 @@ class Candidate:
         return values | {key: value for key, value in chosen.items() if value is not None} | dict(self.savings)
 
 
-def candidate_of(sections: Any, sizes: Mapping[str, int]) -> Candidate:
-    """Returns the recipe's own choices, on a mesh of those sizes."""
-    mesh = tuple(sizes[axis] for axis in AXES)
-    return Candidate(mesh, sections.model.remat, sections.accumulation, sections.data.global_batch)
+def candidate_of(
+    sections: Any, sizes: Mapping[str, int], documents: Documents = ONE_DOCUMENT, platform: str | None = None
+) -> Candidate:
+    """Returns the recipe's own choices, on a mesh of those sizes; `AUTO` is the most even order for those documents."""
+    s, mesh = sections, tuple(sizes[axis] for axis in AXES)
+    over = tuple((a, sizes[a]) for a in SEQUENCE_AXES if sizes[a] > 1)
+    order = orders_searched(s, over, documents, platform=platform)[0] if over and s.sequence.order == AUTO else None
+    return Candidate(mesh, s.model.remat, s.accumulation, s.data.global_batch, order=order)
 
 
 def rows_over(sizes: Mapping[str, int]) -> int:
@@ -126,12 +131,25 @@ def _of(s: Any, key: str) -> str:
     return getattr(s.optimizer, key.partition(".")[2])
 
 
-def orders_searched(length: int, ranks: int) -> list[str]:
-    """Returns the orders that are searched for a sequence of that length, the most even first: those that divide it and join
-    whole parts of tokens. How long it takes to compare tokens one by one is not predicted."""
-    orders = [Order(name, ranks) for name in ORDERS]
-    fit = [o for o in orders if o.in_parts and length % o.multiple == 0]
-    fit.sort(key=lambda o: imbalance(o, length, CAUSAL))
+def orders_searched(
+    s: Any,
+    axes: tuple[tuple[str, int], ...],
+    documents: Documents = ONE_DOCUMENT,
+    scheme: str | None = None,
+    platform: str | None = None,
+) -> list[str]:
+    """Returns the orders that are searched for a recipe's rows over those (axis, devices), the most even first: those that
+    divide them.
+
+    Args:
+      documents: of the rows. scheme: by which tokens attend; default: the recipe's. platform: of the devices.
+    """
+    length, ranks = s.data.sequence_length, math.prod(n for _, n in axes)
+    of = SCHEMES[scheme or s.sequence.scheme]()
+    orders = [order_for(name, ranks, length, s.sequence.stripe, platform) for name in ORDERS]
+    fit = [o for o in orders if length % o.multiple == 0]
+    # Differences below a hundredth decide nothing: the order that comes first compares less.
+    fit.sort(key=lambda o: round(imbalance(of.uneven(o, axes), length, CAUSAL, documents), 2))
     return [o.name for o in fit] or [*ORDERS[:1]]  # where none fits, the first is refused with its reason
 
 
@@ -159,17 +177,21 @@ def products(s: Any, of: Candidate, given: Collection[str]) -> Iterator[Candidat
                 yield replace(of, mesh=tuple(mesh[a] for a in AXES), scheme=scheme)
 
 
-def ways(s: Any, mesh: tuple[int, ...], given: Collection[str]) -> Iterator[tuple[str | None, str | None, str | None]]:
+def ways(
+    s: Any,
+    mesh: tuple[int, ...],
+    given: Collection[str],
+    documents: Documents = ONE_DOCUMENT,
+    platform: str | None = None,
+) -> Iterator[tuple[str | None, str | None, str | None]]:
     """Yields (scheme, order, dispatch) of what a mesh leaves to choose; None as the recipe has it."""
     sizes = dict(zip(AXES, mesh, strict=True))
     axes = tuple((a, sizes[a]) for a in SEQUENCE_AXES if sizes[a] > 1)
     split, heads = bool(axes), s.model.num_heads // sizes[TP]
-    orders = orders_searched(s.data.sequence_length, math.prod(n for _, n in axes))
+    given = {*given} - ({ORDER} if s.sequence.order == AUTO else set())
     schemes = [name for name in SCHEMES if split and _takes(s.sequence, name, heads, axes)]
     over = tuple(sizes.get(a, 1) for a in s.experts.axes)
     mixed = has_experts(s.model) and math.prod(over) > 1
-    yield from itertools.product(
-        schemes if split and SCHEME not in given else (None,),
-        orders if split and ORDER not in given else (None,),
-        fitting(over) if mixed and DISPATCH not in given else (None,),
-    )
+    for scheme in schemes if split and SCHEME not in given else (None,):
+        orders = orders_searched(s, axes, documents, scheme, platform) if split and ORDER not in given else (None,)
+        yield from itertools.product((scheme,), orders, fitting(over) if mixed and DISPATCH not in given else (None,))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ejdist.documents import ONE_DOCUMENT, Documents
 from ejdist.experts.schemes import SCHEMES as DISPATCHES
 from ejdist.mesh import AXES, CP, EP, between_slices, mesh_shape
 from ejdist.planning.activations import has_experts
@@ -72,8 +73,14 @@ class Found:
 class Predictor:
     """Predicts the steps of one recipe on one target. What a mesh holds is computed once, whatever the batch and remat."""
 
-    def __init__(self, sections: Any, target: Target, measured: Measured | None = None) -> None:
-        self.sections, self.target, self.model = sections, target, trained_model(sections)
+    def __init__(
+        self,
+        sections: Any,
+        target: Target,
+        measured: Measured | None = None,
+        documents: Documents = ONE_DOCUMENT,
+    ) -> None:
+        self.sections, self.target, self.model, self.documents = sections, target, trained_model(sections), documents
         self.links = Links(target.chip, target.per_host, target.slices, measured, target.side)
         self._held: dict[tuple[int, ...], Held | None] = {}
 
@@ -87,6 +94,11 @@ class Predictor:
                 self._held[candidate.mesh] = None
         of = self._held[candidate.mesh]
         return None if of is None else self._predicted(s, candidate, of, room)
+
+    @property
+    def rows(self) -> tuple[Documents, str]:
+        """What decides how even the rows are: their documents, and the platform, whose kernels have tiles."""
+        return self.documents, self.target.chip.platform
 
     def checked(self, candidate: Candidate) -> Predicted:
         """Returns the prediction. Raises ValueError, naming the size, for what is not legal."""
@@ -119,7 +131,7 @@ class Predictor:
         needed = memory(s, of, mesh, self.target.chip.platform)
         if needed.total > room or (room < math.inf and self.target.host_bytes(needed.host) > self.target.room_of_host):
             return needed
-        time = step_time(s, of, mesh, self.links)
+        time = step_time(s, of, mesh, self.links, documents=self.documents)
         return Predicted(candidate, needed, time, s.data.global_batch * s.data.sequence_length)
 
 
@@ -154,7 +166,14 @@ def _factors(n: int, parts: int) -> list[tuple[int, ...]]:
     return [(d, *rest) for d in range(1, n + 1) if n % d == 0 for rest in _factors(n // d, parts - 1)]
 
 
-def candidates(sections: Any, count: int, given: Collection[str], savings: Savings = ()) -> Iterator[Candidate]:
+def candidates(
+    sections: Any,
+    count: int,
+    given: Collection[str],
+    savings: Savings = (),
+    documents: Documents = ONE_DOCUMENT,
+    platform: str | None = None,
+) -> Iterator[Candidate]:
     """Yields the choices for that many devices; keys on the command line stay as they are."""
     s = sections
     written = {a: getattr(s.mesh, a) for a in AXES if f"mesh.{a}" in given}
@@ -167,7 +186,7 @@ def candidates(sections: Any, count: int, given: Collection[str], savings: Savin
     other_savings = tuple((key, value) for key, value in savings if key != REMAT)
     for mesh in meshes(count, sizes, has_experts(s.model)):
         over = rows_over(dict(zip(AXES, mesh, strict=True)))
-        first = next(ways(s, mesh, given))
+        first = next(ways(s, mesh, given, documents, platform))
         for rows, parts in _batches(s, over, given):
             yield from (Candidate(mesh, policy, parts, rows, *first, other_savings) for policy in policies)
 
@@ -197,6 +216,7 @@ def search(
     *,
     finalists: int = 3,
     measured: Measured | None = None,
+    documents: Documents = ONE_DOCUMENT,
     log: Callable[[str], None] = lambda line: None,
     save: bool = True,
 ) -> Found:
@@ -209,6 +229,7 @@ def search(
         None: predictions alone.
       finalists: how many may be compiled until one fits.
       measured: how fast the devices communicate; None by the data sheet.
+      documents: of the rows.
       log: called with a line before each compilation.
       save: whether to try these.
 
@@ -216,7 +237,7 @@ def search(
       ValueError: the given sizes fit no plan.
     """
     validate(sections)
-    predictor, tried = Predictor(sections, target, measured), []
+    predictor, tried = Predictor(sections, target, measured, documents), []
     for savings in savings_searched(sections, given) if save else [()]:
         tried.append(_search(predictor, given, compile_step, finalists, log, savings))
         if tried[-1].best is not None or not tried[-1].too_large:
@@ -239,7 +260,7 @@ def _search(
     sections, target, fitting, count = predictor.sections, predictor.target, [], 0
     smallest: tuple[int, Candidate] | None = None
     room = target.chip.memory / (1 + MARGIN)
-    for candidate in candidates(sections, target.count, fixed_keys, savings):
+    for candidate in candidates(sections, target.count, fixed_keys, savings, *predictor.rows):
         prediction = predictor(candidate, room)
         if prediction is None:
             continue
@@ -255,7 +276,9 @@ def _search(
         of = plan.candidate
         others = (
             replace(of, scheme=scheme, order=order, dispatch=dispatch)
-            for scheme, order, dispatch in itertools.islice(ways(sections, of.mesh, fixed_keys), 1, None)
+            for scheme, order, dispatch in itertools.islice(
+                ways(sections, of.mesh, fixed_keys, *predictor.rows), 1, None
+            )
         )
         for other in itertools.chain(others, products(sections, of, fixed_keys)):
             prediction = predictor(other, room)
@@ -320,7 +343,11 @@ def overrides_text(candidate: Candidate, given: Collection[str]) -> str:
 
 
 def nearest(
-    sections: Any, target: Target, given: Collection[str], measured: Measured | None = None
+    sections: Any,
+    target: Target,
+    given: Collection[str],
+    measured: Measured | None = None,
+    documents: Documents = ONE_DOCUMENT,
 ) -> list[tuple[str, Predicted, dict[str, str]]]:
     """Returns plans that fit, each with one thing changed: (what was changed, the plan, what to give in place of
     what was given). All are predicted, and none is compiled."""
@@ -328,7 +355,7 @@ def nearest(
 
     def attempt(what: str, s: Any, on: Target, keys: Collection[str], extra: dict[str, str]) -> bool:
         try:
-            best = search(s, on, keys, None, measured=measured, save=False).best
+            best = search(s, on, keys, None, measured=measured, documents=documents, save=False).best
         except ValueError:
             return False
         if best is not None:
@@ -360,9 +387,9 @@ def nearest(
     return plans
 
 
-def as_given(sections: Any, target: Target) -> Candidate:
+def as_given(sections: Any, target: Target, documents: Documents = ONE_DOCUMENT) -> Candidate:
     """Returns the recipe's own plan, on the devices of a target. Raises ValueError where it leaves some idle."""
-    candidate = candidate_of(sections, mesh_shape(sections.mesh.sizes, target.count))
+    candidate = candidate_of(sections, mesh_shape(sections.mesh.sizes, target.count), documents, target.chip.platform)
     if candidate.devices < target.count:
         raise ValueError(
             f"the mesh { {a: n for a, n in candidate.sizes.items() if n > 1} } has {candidate.devices} devices, and "

@@ -12,7 +12,6 @@ from ejdist.experts.schemes import scheme_of as dispatch_named
 from ejdist.mesh import CP, TP, MeshSection
 from ejdist.models.remat import REMAT
 from ejdist.models.share import Share
-from ejdist.order import Order
 from ejdist.planning.candidates import rows_over
 from ejdist.planning.links import NETWORK, Links
 
@@ -36,7 +35,9 @@ def share_of(sections: Any, mesh: Any, links: Links | None = None) -> Share:
         length=s.data.sequence_length,
         remat=REMAT[s.model.remat],
         scheme=s.sequence.made(),
-        order=Order(s.sequence.order, MeshSection.sequence_shards(mesh)),
+        order=s.sequence.over(
+            MeshSection.sequence_shards(mesh), s.data.sequence_length, None if links is None else links.chip.platform
+        ),
         outer=mesh.shape[CP],
         dispatch=dispatch_named(dispatch_of(s, mesh, links)),
         features=mesh.shape[TP],

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ejdist.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Traffic
+from ejdist.documents import ONE_DOCUMENT, Documents
 from ejdist.mesh import BATCH_AXES, SEQUENCE_AXES
 from ejdist.models.part import Costs
 from ejdist.models.share import Share
@@ -19,9 +20,8 @@ from ejdist.planning.activations import bytes_of, counted_parts
 from ejdist.planning.links import NETWORK, Links
 from ejdist.planning.memory import ACTIVATIONS, MOMENTS, Held, Stored, moment_bytes, on_host
 from ejdist.planning.share import share_of
-from ejdist.sequence.schedule import imbalance
+from ejdist.sequence.schedule import pairs_of_row
 from kernels.engines.attention.masks import MaskInfo
-from kernels.engines.attention.pairs import causal_pairs
 
 # Of the data sheet's FLOP/s: products, products of rows grouped by expert, attention; of its bytes/s.
 MATMUL, GROUPED, ATTENTION, BANDWIDTH = 0.78, 0.5, 0.38, 0.85
@@ -39,13 +39,15 @@ LOGIT_BYTES = 18  # a logit: float32 written and read twice, its gradient writte
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step by term, bytes that a device sends along each axis (over slices: `NETWORK`), and FLOPs of the step on
-    all devices, by the convention `causal` of `ejdist.training.flops`."""
+    all devices, by the convention `causal` of `ejdist.training.flops`. uneven: attention of the busiest rank of a sequence over
+    the mean."""
 
     seconds: dict[str, float]
     sent: dict[str, int]
     flops: float
     devices: int
     peak: float
+    uneven: float = 1.0
 
     @property
     def total(self) -> float:
@@ -57,29 +59,39 @@ class StepTime:
         return self.flops / self.total / self.devices / self.peak
 
 
-def step_time(sections: Any, of: Held, mesh: Any, links: Links, *, pairs: float | None = None) -> StepTime:
+def step_time(
+    sections: Any,
+    of: Held,
+    mesh: Any,
+    links: Links,
+    *,
+    pairs: float | None = None,
+    documents: Documents = ONE_DOCUMENT,
+) -> StepTime:
     """Returns the time of a recipe's step on a mesh, which may be abstract.
 
     Args:
       links: of the devices.
-      pairs: (query, key) pairs of a layer without a window, over the batch; default: those of one document a row.
+      pairs: (query, key) pairs of a layer without a window, over the batch; default: those of the documents.
+      documents: of the rows: how many pairs they have, and how even the order of tokens makes them.
     """
     s, c, chip = sections, sections.model, links.chip
     share, length, rows = share_of(s, mesh, links), s.data.sequence_length, s.data.global_batch
     devices, tokens = math.prod(mesh.shape.values()), rows * length
     backward = 1 if of.frozen else 2  # products of a backward with a matrix: its gradient, and its input's
-    matmuls = computed = attention = visible = (
-        0.0  # FLOPs a token; a token, as if at the rate of plain products; all; all
-    )
+    # FLOPs a token; a token, as if at the rate of plain products; all; all; all, of the busiest rank times ranks
+    matmuls = computed = even = visible = attention = 0.0
     for part, layers in counted_parts(c).items():
         flops = part.flops(c)
-        token, seen = layers * flops.token, layers * flops.pair * _pairs(rows, length, flops.mask, pairs)
+        token, seen = layers * flops.token, layers * flops.pair * _pairs(rows, length, flops.mask, pairs, documents)
         matmuls += token
         times = backward + 1 + Costs(part).recomputed(share.remat)
         computed += token * times * (MATMUL / GROUPED if flops.grouped else 1)
         visible += seen
         # A backward has five products to the forward's two; that runs again where its output is not kept.
-        attention += seen * imbalance(share.order, length, flops.mask) * (3.5 + (not share.remat.asked))
+        times = 3.5 + (not share.remat.asked)
+        even += seen * times
+        attention += seen * share.imbalance(flops.mask, documents) * times if seen else 0
     head = 2 * c.vocab_size * c.model_dim
     matmuls, computed = matmuls + head, computed + head * (backward + (2 if share.features > 1 else 1))
     frozen, adapters = 0, 0
@@ -105,11 +117,12 @@ def step_time(sections: Any, of: Held, mesh: Any, links: Links, *, pairs: float 
         busy["activations from and to the host, exposed"] = max(EXPOSED * hidden, hidden - sum(busy.values()))
     exposed = max(EXPOSED * moving, moving - sum(busy.values()))
     flops = (3 * (matmuls + adapters) - frozen) * tokens + 3 * visible
-    return StepTime(busy | {"collectives, exposed": exposed}, sent.along(), flops, devices, chip.flops)
+    uneven = attention / even if even else 1.0
+    return StepTime(busy | {"collectives, exposed": exposed}, sent.along(), flops, devices, chip.flops, uneven)
 
 
-def _pairs(rows: int, length: int, mask: MaskInfo, limit: float | None) -> float:
-    pairs = rows * causal_pairs(mask, length)
+def _pairs(rows: int, length: int, mask: MaskInfo, limit: float | None, documents: Documents) -> float:
+    pairs = rows * pairs_of_row(length, mask, documents)
     return pairs if limit is None else min(pairs, limit)
 
 

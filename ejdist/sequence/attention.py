@@ -30,7 +30,7 @@ from ejdist.sequence.local import Local, Static, merge, of_all_ranks, work_of
 from ejdist.sequence.schedule import hops as hops_of
 from ejdist.sequence.schemes import Scheme, scheme_of
 from ejdist.sharded import run_on_rank, with_mesh
-from ejdist.tokens import axes_of_layout, resolve_order
+from ejdist.tokens import axes_of_layout, check_carried, resolve_order
 from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.config import KernelConfig
@@ -155,9 +155,10 @@ def shard_call(
     op.check_asked(platform, cfg)
     arrays = {n: x for n, x in arguments.items() if is_array(x)}
     options = {n: x for n, x in arguments.items() if n not in arrays}
+    check_carried(_name(op), order, mask)
     mask, own_mask = of_all_ranks(mask or MaskInfo(), order, axis, scheme.all_ids)
     # Positions of the caller's own, and what rules read of arrays, are known at run time only: every hop is needed.
-    hops = hops_of(order, arrays["query"].shape[1] * exchange.size(axis), mask, known=mask.rules_are_static)
+    hops = hops_of(order, arrays["query"].shape[1] * order.shards, mask, known=mask.rules_are_static)
     hops = tuple(h for h in hops if only is None or h in only) or (0,)
     static = Static(axis, scheme, order, hops, tuple(sorted(options.items())), platform, cfg, op, reach, lse)
     # An input that is alike on some ranks has cotangents that are not; the type of the rank shows whether JAX checks that here.
@@ -305,9 +306,9 @@ def ring_attention(
       scheme: "ring" (keys and values travel, O(T / ranks) memory), "all_gather" (each rank gathers all keys and values),
         "ulysses" (over the last of the axes tokens are exchanged for heads, and a ring goes over those before it), or a
         `Scheme`.
-      order: of the tokens on the ranks: "contiguous", "zigzag", "striped", or an `Order`; default: that of the layout in
-        force (`set_layout(order=...)`), contiguous without one. For any but contiguous the caller has permuted query,
-        key, value and segment ids, once, by `Order(name, ranks).permute`, and the result is in that order too; nothing moves.
+      order: "contiguous", "zigzag", "striped", or an `Order`; default: that of the layout in force (`set_layout(order=...)`),
+        contiguous without one. For any but contiguous the caller has permuted query, key, value and segment ids, once, by
+        `Order.permute`, and the result is in that order too. In a "balanced" one positions are `Order.text_indices`.
       options: everything else that `flash_attention` takes, as there. Sinks count once. `q_positions` and `kv_positions` are
         only for tokens whose positions are not those of `order`; `attention_mask` only [B, S], which tokens are not
         padding; `cum_seqlens_q` only outside of a `shard_map` and in contiguous order, elsewhere give segment ids. Inside a
@@ -355,7 +356,7 @@ def ring_attention(
     lie.check(length)
     if lie.name != "contiguous" and shards > 1:
         _check_cuts(options, f"lie in order {lie.name!r}")
-    if call.mask is not None:
+    if call.mask is not None and not lie.carried:
         # What is counted from the start of a segment is counted before the segments are split.
         arguments = {**call.arguments, "mask": call.mask.resolved(lie.indices(length))}
         call = flash.bind(**arguments)

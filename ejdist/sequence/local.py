@@ -161,7 +161,7 @@ class Local:
 
         def of_keys(x: jax.Array) -> jax.Array:
             if holders is None:
-                return order.inverse(x)
+                return order.inverse(x, index=self.mask.kv_positions)
             if jnp.ndim(holders):
                 return x
             return jax.lax.dynamic_slice_in_dim(x, holders * own + part.start, part.stop - part.start, 1)
@@ -252,11 +252,13 @@ class Local:
         of the sequence, in which a query sees a run of them, and kernels skip what is before and after it."""
         if "block_mask" in self.own:  # whose columns are in the order of the ranks
             return keys, jnp.arange(self.ranks)
-        return {n: self.static.order.inverse(x) for n, x in keys.items()}, None
+        return {n: self.static.order.inverse(x, index=self.mask.kv_positions) for n, x in keys.items()}, None
 
     def of_ranks(self, x: jax.Array) -> jax.Array:
         """Returns a gradient of the keys that `in_order` gave, in the order of the ranks."""
-        return x if "block_mask" in self.own else self.static.order.permute(x)
+        if "block_mask" in self.own:
+            return x
+        return self.static.order.permute(x, index=self.mask.kv_positions)
 
     def holder(self, hop: Any) -> Any:
         """Returns the rank whose keys are here at a hop of the ring."""

@@ -7,28 +7,27 @@ known only at run time; they skip blocks inside the local operation.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from ejdist.documents import ONE_DOCUMENT, Documents, busiest
 from ejdist.order import Order
 from kernels.engines.attention.masks import MaskInfo
-from kernels.engines.attention.pairs import keys_at
+from kernels.engines.attention.pairs import causal_pairs, keys_at
+from kernels.engines.attention.ranges import ends_at, interval_of
 from kernels.engines.attention.tiles import active_tiles
 
-
-def _runs(order: Order, length: int) -> tuple[np.ndarray, int]:
-    """Returns (the first token of each run of a rank's tokens, in the order of the ranks; the step from one to the next). A
-    rank's tokens are one run, or two in a zigzag."""
-    parts = order.indices(order.multiple).astype(np.int64)
-    if order.in_parts:
-        return parts * (length // order.multiple), 1
-    return parts, order.shards
+# Runs of a rank that are looked at one by one at most. Of more, all of its tokens count as one run.
+_RUNS = 256
 
 
 def run_length(order: Order, length: int) -> int:
-    """Returns how many tokens that follow one another a rank has in one place; all of its tokens where no two do."""
-    return length // (order.multiple if order.in_parts else order.shards)
+    """Returns how many tokens of a rank are looked at together: those that follow one another in one place, unless these are
+    too many runs."""
+    run, own = length // order.multiple if order.in_parts else order.stripe, length // order.shards
+    return run if own <= _RUNS * run else own
 
 
 def needed(order: Order, length: int, mask: MaskInfo) -> np.ndarray:
@@ -36,14 +35,48 @@ def needed(order: Order, length: int, mask: MaskInfo) -> np.ndarray:
 
     The rules of `mask` count; its arrays are not read. What a query sees moves with its position, so its ends bound it.
     """
-    n = order.shards
     order.check(length)
-    first, step = _runs(order, length)
-    positions: Any = np.stack([first, first + step * (length // order.multiple - 1)], axis=1).reshape(1, -1)
-    rules = mask.replace(**dict.fromkeys(mask.data_fields), q_positions=positions, kv_positions=positions)
+    if order.carried:  # the batch says which rank has what
+        return np.ones((order.shards, order.shards), bool)
+    rules = mask.replace(**dict.fromkeys(mask.data_fields))
+    return _of_parts(order, length, rules) if order.in_parts else _of_stripes(order, length, rules)
+
+
+def _of_parts(order: Order, length: int, rules: MaskInfo) -> np.ndarray:
+    """Returns `needed` where a rank has one run of tokens, or two."""
+    n, runs = order.shards, order.multiple
+    first = order.indices(runs).astype(np.int64) * (length // runs)
+    positions: Any = np.stack([first, first + length // runs - 1], axis=1).reshape(1, -1)
+    rules = rules.replace(q_positions=positions, kv_positions=positions)
     blocks = active_tiles(rules.key_range(positions.size, positions.size), 2, 2)
-    per = order.multiple // n
-    return blocks.reshape(n, per, n, per).any((1, 3))
+    return blocks.reshape(n, runs // n, n, runs // n).any((1, 3))
+
+
+def _of_stripes(order: Order, length: int, rules: MaskInfo) -> np.ndarray:
+    """Returns `needed` where every rank has stripes, dealt out in turn: what a stripe sees is one run of stripes, or two."""
+    n, stripe = order.shards, order.stripe
+    number = np.arange(length // stripe, dtype=np.int64)
+    ends: Any = np.stack([number * stripe, (number + 1) * stripe - 1], axis=1)
+    interval = interval_of(rules, ends)
+
+    def at(end: Any, missing: int) -> np.ndarray:
+        return np.broadcast_to(missing if end is None else ends_at(end, ends), ends.shape)
+
+    low, high = at(interval.low, 0), at(interval.high, length - 1)
+    gap_low, gap_high = at(interval.gap_low, length), at(interval.gap_high, -1)
+    low, high = np.maximum(low[:, 0], 0) // stripe, np.minimum(high[:, 1], length - 1) // stripe
+    # Keys before the gap and after it; without one, all and none.
+    before, after = np.minimum(high, (gap_low[:, 1] - 1) // stripe), np.maximum(low, (gap_high[:, 0] + 1) // stripe)
+    gapped = gap_low[:, 1] <= gap_high[:, 0]
+    back = np.zeros((n, 2 * n + 1), np.int64)  # [rank, hops back to the rank that has the keys], as differences
+    for first, last in ((low, np.where(gapped, before, high)), (np.where(gapped, after, high + 1), high)):
+        some = last >= first
+        start, hops_seen = (number - last) % n, np.minimum(last - first + 1, n)
+        np.add.at(back, (number[some] % n, start[some]), 1)
+        np.add.at(back, (number[some] % n, (start + hops_seen)[some]), -1)
+    at_hop = np.cumsum(back, axis=1)[:, : 2 * n].reshape(n, 2, n).any(1)
+    rank = np.arange(n)
+    return at_hop[rank[:, None], (rank[:, None] - rank) % n]
 
 
 def hops(order: Order, length: int, mask: MaskInfo, *, known: bool = True) -> tuple[int, ...]:
@@ -60,21 +93,33 @@ def hops(order: Order, length: int, mask: MaskInfo, *, known: bool = True) -> tu
     return tuple(needed_hops) or (0,)
 
 
-# Queries of a run that are counted at most: of longer ones these are taken at even distances.
-_COUNTED = 2**16
+@functools.lru_cache(maxsize=1024)
+def pairs_of_row(length: int, mask: MaskInfo, documents: Documents) -> float:
+    """Returns the pairs of a row of such documents, see `imbalance`; the mean over some rows."""
+    if documents is ONE_DOCUMENT:
+        return causal_pairs(mask, length)
+    return float(np.mean([keys_at(mask, row).sum() for row in documents.rows(length)]))
+
+
+# Queries of a row that are counted at most: of longer rows these are taken at even distances.
+_COUNTED = 2**20
 
 
 @functools.lru_cache(maxsize=1024)
-def imbalance(order: Order, length: int, mask: MaskInfo) -> float:
+def imbalance(order: Order, length: int, mask: MaskInfo, documents: Documents = ONE_DOCUMENT) -> float:
     """Returns the pairs of the rank that has the most over those of an even split: a ring waits for that rank.
 
     Args:
-      mask: causal, without arrays, of one document a row.
+      mask: causal, without arrays: the rules inside a document.
+      documents: of the rows, over which the result is the mean.
     """
     order.check(length)
-    first, step = _runs(order, length)
-    run = length // order.multiple
-    counted = min(run, _COUNTED)
-    inside = ((2 * np.arange(counted, dtype=np.int64) + 1) * run) // (2 * counted)  # all, or the middles of even parts
-    pairs = keys_at(mask, (first[:, None] + step * inside).reshape(-1)).reshape(order.shards, -1).sum(1)
-    return float(pairs.max() / pairs.mean())
+    if order.shards == 1:
+        return 1.0
+    step, thin = 1, order
+    while length // step > _COUNTED and length % (2 * step * order.shards) == 0:
+        thinner = replace(order, stripe=max(1, order.stripe // (2 * step)))
+        if (length // (2 * step)) % thinner.multiple:
+            break
+        step, thin = 2 * step, thinner
+    return float(np.mean([busiest(thin.of_ranks(keys_at(mask, row))) for row in documents.rows(length, step)]))

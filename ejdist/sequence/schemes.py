@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ejdist.costs import ALL_GATHER, PERMUTE, REDUCE_SCATTER, Traffic, declared
+from ejdist.order import Order
 from ejdist.sequence import exchange, halo, hops, ulysses
 from ejdist.sequence.cost import AttentionShape, Axes, SchemeBytes
 from ejdist.sequence.local import Local
@@ -46,6 +47,11 @@ class Scheme:
         """Returns why it cannot have that many heads of queries on a device over a sequence that is split over those axes, or
         None."""
         return None
+
+    def uneven(self, order: Order, over: Axes) -> Order:
+        """Returns the order by which work is divided among what waits for each other: that of the ranks, unless some of them
+        have even work whatever the mask and the documents."""
+        return order
 
     def cost(self, shape: AttentionShape) -> Traffic:
         """Returns what a rank sends for one layer in one microbatch, forward and backward, by axis and collective."""
@@ -206,6 +212,9 @@ class Ulysses(Scheme):
         if reason := undivided(heads, axis, ranks, self.head_groups, outer):
             return reason
         return self.outer.rejects(heads // ranks // self.head_groups, before) if before else None
+
+    def uneven(self, order: Order, over: Axes) -> Order:
+        return self.outer.uneven(order.of_groups(over[-1][1]), over[:-1])
 
     def cost(self, shape: AttentionShape) -> Traffic:
         return ulysses.traffic(shape, self.outer, self.head_groups)

@@ -1,9 +1,10 @@
-"""The section of a recipe that says how a split sequence attends."""
+"""The `sequence` section of a recipe."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ejdist.order import AUTO, NAMES, STRIPES, Order, order_for
 from ejdist.sections import operational
 from ejdist.sequence.schemes import SCHEMES, Scheme, by_window, scheme_of
 
@@ -20,16 +21,32 @@ class SequenceSection:
     outer: str | None = operational(None)  # the scheme over cp, around ulysses over sp; null: ring
     # Groups of heads that ulysses exchanges one after another, each beside the attention of the one before, for less memory.
     head_groups: int = operational(1)
-    order: str = operational("zigzag")  # order of tokens over cp and sp: contiguous, zigzag, striped
+    # Order of tokens over cp and sp: contiguous, zigzag, striped, balanced; auto: as even as the data allows, and logs why.
+    order: str = operational(AUTO)
+    # Tokens of a stripe or chunk, which must divide those of a device; null: a tile of kernels, 128 on GPUs, 1024 on TPUs.
+    stripe: int | None = operational(None)
 
     def validate(self) -> None:
-        """Raises ValueError naming the key and the remedy; `Order` validates the order."""
+        """Raises ValueError naming the key and the remedy."""
         for key, name in (("scheme", self.scheme), ("outer", self.outer), ("window_scheme", self.window_scheme)):
             if name is not None and name not in SCHEMES:
                 raise ValueError(f"sequence.{key} = {name!r} is unknown; use one of {', '.join(SCHEMES)}")
+        if self.order not in (AUTO, *NAMES):
+            raise ValueError(f"sequence.order = {self.order!r} is unknown; use one of {', '.join((AUTO, *NAMES))}")
+        if self.stripe is not None and self.stripe < 1:
+            raise ValueError(f"sequence.stripe must be at least 1 token, or null, got {self.stripe}")
+        if self.stripe is not None and self.order not in (AUTO, *STRIPES):
+            raise ValueError(
+                f"sequence.stripe = {self.stripe} is for sequence.order {', '.join(STRIPES)} or {AUTO}, and {self.order!r} has "
+                "no stripes: leave it out"
+            )
         self.made()
 
     def made(self) -> Scheme:
         """Returns the scheme with its options. Raises ValueError for one that it does not have."""
         groups = None if self.head_groups == 1 else self.head_groups
         return by_window(scheme_of(self.scheme, outer=self.outer, head_groups=groups), self.window_scheme)
+
+    def over(self, shards: int, length: int, platform: str | None = None) -> Order:
+        """Returns the order of rows of that length over that many devices, of that platform."""
+        return order_for(self.order, shards, length, self.stripe, platform)

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from ejdist.costs import ALL_TO_ALL, Traffic
-from ejdist.order import Order
 from ejdist.sequence import exchange
 from ejdist.sequence.cost import AttentionShape, SchemeBytes
 from ejdist.sequence.local import Local, of_all_ranks, work_of
@@ -55,15 +54,9 @@ class Exchange:
         outer, inner, ranks = axes[:-1], axes[-1], exchange.size(axes[-1])
         arrays = {n: x for n, x in {**local.own, "key": local.key, "value": local.value}.items() if x is not None}
         cuts = cuts_of(op, arrays, _HEADS, inner, ranks, groups, local.ranks // ranks)
-        way = Reshard(op, inner, Order(static.order.name, ranks), _HEADS, _TOKENS, cuts, groups)
+        way = Reshard(op, inner, static.order.of_members(ranks), _HEADS, _TOKENS, cuts, groups)
         mask, order = way.mask(local.own_mask), static.order.of_groups(ranks)
         length = local.query.shape[1] * local.ranks
-        if order is None:  # the positions say what the order cannot
-            order = Order("contiguous", local.ranks // ranks)
-            if mask.q_positions is None:
-                group = exchange.rank(outer) * ranks + jnp.arange(ranks)
-                positions = way.order.inverse(static.order.positions(group, length).reshape(1, -1))
-                mask = mask.replace(q_positions=positions, kv_positions=positions)
         needed = hops(order, length, mask, known=mask.rules_are_static)
         static = replace(static, axis=outer[0] if len(outer) == 1 else outer, order=order, hops=needed)
         whole, own = (mask, mask) if order.shards == 1 else of_all_ranks(mask, order, static.axis)

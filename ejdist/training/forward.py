@@ -14,6 +14,7 @@ import numpy as np
 from ejdist.layout import replicated
 from ejdist.models.model import StepContext
 from ejdist.sequence.exchange import compiler_options
+from ejdist.training.attended import text_indices
 from ejdist.training.placing import local_rows, permuted, place_batch
 from ejdist.training.program import Program, TrainSections, bind, make_program
 
@@ -99,7 +100,8 @@ class Evaluator:
     def token_losses(self, batch: dict[str, np.ndarray]) -> np.ndarray:
         """Returns the cross entropy of each token, float32 [rows, length], in nats; 0 where its target is -1."""
         losses = np.asarray(self._losses(*self._state, self._placed(batch)))
-        return np.asarray(self._program.order.inverse(losses, axis=1))
+        index = text_indices(self._program, batch["segment_ids"])
+        return np.asarray(self._program.order.inverse(losses, index=index))
 
     def answers(
         self, batch: dict[str, np.ndarray], marks: np.ndarray, given: np.ndarray

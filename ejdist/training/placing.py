@@ -8,12 +8,21 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejdist.training.attended import Attended, text_indices
 from ejdist.training.program import Program
 
 
-def permuted(batch: dict[str, np.ndarray], program: Program) -> dict[str, np.ndarray]:
-    """Returns a batch, or rows of it, in the order of the program's sequence. Threads that read ahead can do this."""
-    return {name: program.order.permute(batch[name], axis=1) for name in program.batch}
+def permuted(batch: dict[str, np.ndarray], program: Program, attended: Attended | None = None) -> dict[str, np.ndarray]:
+    """Returns a batch, or rows of it, in the order of the program's sequence. Threads that read ahead can do this.
+
+    Args:
+      attended: of these rows, where it is known.
+    """
+    index = None
+    if program.order.carried:
+        index = text_indices(program, batch["segment_ids"]) if attended is None else attended.index
+    # The index says where the tokens are, so it is in their order already.
+    return {n: index if n == "order" else program.order.permute(batch[n], index=index) for n in program.batch}  # pyrefly: ignore[bad-return]
 
 
 def place_batch(batch: dict[str, np.ndarray], program: Program, rows: np.ndarray) -> dict[str, jax.Array]:

@@ -20,7 +20,7 @@ from ejdist.models.model import Model, StepContext
 from ejdist.models.ops import Ops
 from ejdist.models.parameters import initialise, map_declared, num_parameters
 from ejdist.operations import bind_ops
-from ejdist.order import Order
+from ejdist.order import Order, platform_of
 from ejdist.paths import check_folder, check_place
 from ejdist.sections import compared, operational, validate
 from ejdist.sequence.exchange import compiler_options
@@ -219,6 +219,11 @@ class Program:
     num_parameters: int
     notes: list[str]  # the choices made, and why; complete once the step is lowered
 
+    @property
+    def groups(self) -> int:
+        """How many groups of devices share the rows of a batch."""
+        return math.prod(self.mesh.shape.get(axis, 1) for axis in BATCH_AXES)
+
     def lower(self) -> Any:
         """Returns the step lowered for the shapes of its arguments."""
         return self.step.lower(self.state, self.batch, *(() if self.limits is None else (self.limits,)))
@@ -234,8 +239,8 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
       ValueError: a size of the recipe or of its model does not fit the mesh; names the key, and the remedy.
     """
     s = sections
-    order = Order(s.sequence.order, MeshSection.sequence_shards(mesh))
     length, rows = s.data.sequence_length, s.data.global_batch
+    order = s.sequence.over(MeshSection.sequence_shards(mesh), length, platform_of(mesh))
     order.check(length)
     part = (rows // s.accumulation, length)
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
@@ -313,7 +318,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
         lambda x, placement: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement), shapes, shardings
     )
     placement = sharding(mesh, ("B", "T"), ACTIVATIONS, shape=(rows, length), what="the batch (data.global_batch)")
-    fields = ("tokens", "targets", "positions", "segment_ids")
+    fields = ("tokens", "targets", "positions", "segment_ids", *(("order",) if order.carried else ()))
     batch = {name: jax.ShapeDtypeStruct((rows, length), np.int32, sharding=placement) for name in fields}
     limits = None
     if "spike" in s.guards.skip:

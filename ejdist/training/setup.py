@@ -27,6 +27,7 @@ from ejdist.training.guards import SkippedBatches
 from ejdist.training.held_out import data_of_evaluation
 from ejdist.training.kept import told_of_folder
 from ejdist.training.optimizer import moments_like
+from ejdist.training.orders import resolve
 from ejdist.training.program import Program, TrainSections, make_program
 from ejdist.training.recorded import recorded
 from ejdist.training.resume import Past, check_data, check_history, check_same_run, fingerprint
@@ -191,10 +192,13 @@ def open_run(
     saves = Saves(directory, s.checkpoint, hosts)
     last = saves.durable.latest()
     stage = stage_of(stages, (last or 0) + 1)
-    program, s = programs[stage.number - 1], stage.sections
+    s = stage.sections
     cache = Path(s.data.cache_dir or default_cache_dir()).expanduser()
     with contextlib.nullcontext() if batches is not None else first_alone(hosts, cache, "tokens in data.cache_dir"):
         datas = data_of_stages(stages) if batches is None else own_batches(stages, batches)
+        stages, programs = resolve(stages, programs, datas, lambda one: stage_program(one, devices), log)
+        stage = stage_of(stages, stage.start + 1)
+        program, s = programs[stage.number - 1], stage.sections
         data = datas[stage.number - 1].resized(**sizes_of(s.data))
         held_out = data_of_evaluation(s, data, datas)
     if (line := data.ends()) is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from ejdist.cluster.agreement import program_digest
 from ejdist.progress import waiting
 from ejdist.sections import flat
+from ejdist.training.attended import Attended
 from ejdist.training.checkpoint_policy import Tier
 from ejdist.training.curriculum import source_of
 from ejdist.training.flops import step_flops
@@ -286,7 +287,9 @@ def run_steps(
     mesh = " ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items() if size > 1)
 
     def ready(batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return step_flops(program.model.flops, batch["segment_ids"]), permuted(batch, program)
+        attended = Attended.of(program, batch["segment_ids"])
+        facts = step_flops(program.model.flops, batch["segment_ids"]), attended.evenness(program, run.sections)
+        return facts, permuted(batch, program, attended)
 
     batches = data.iterator(start, end, rows, lambda done: skipped.number(done + 1), ready)
     step = start
@@ -295,7 +298,7 @@ def run_steps(
         evaluation.after(start, state)
     for step in range(start + 1, end + 1):
         with timer.during(DATA):
-            flops, batch = next(batches)
+            (flops, even), batch = next(batches)
         with timer.during(HOST):
             placed = place_batch(batch, program, rows), *place_limits(watch.limits(step), program)
         with timer.during(CALLS), profiler.step(step):
@@ -304,7 +307,7 @@ def run_steps(
             if writer is not None:
                 share = data.global_batch / len(rows)
                 host = {"flops_causal": flops.causal * share, "flops_full": flops.full * share}
-                host |= {"devices": program.mesh.size, "mesh": mesh}
+                host |= {"devices": program.mesh.size, "mesh": mesh, **even}
                 host |= {"peak_memory_gib": peaks} if (peaks := peak_memory()) else {}
                 writer.put(step, metrics, host | run.labels())
             if profiler.end_step(step, metrics) and writer is not None:

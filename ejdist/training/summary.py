@@ -10,6 +10,8 @@ from typing import Any
 
 # The columns that the summary uses, apart from the loss.
 SUMMED = ("step_time", "tokens", "flops_causal", "flops_full")
+# Of attention, on the first host: the busiest over the mean, of the ranks of a sequence and of the groups that share a batch.
+EVENNESS = ("imbalance_sp", "imbalance_dp", "padding_share")
 # The first steps include compilation and warmup; speeds come from the others.
 _WARMUP_STEPS = 2
 _LAST = 10
@@ -43,9 +45,9 @@ def summarise(
             best, of_mesh = rank, {}
         if rank == best:
             mesh = last.get("mesh")
-            columns = of_mesh.setdefault(mesh, {name: array("d") for name in SUMMED})
+            columns = of_mesh.setdefault(mesh, {name: array("d") for name in (*SUMMED, *EVENNESS)})
             if all(name in last for name in SUMMED):
-                for name in SUMMED:
+                for name in (*SUMMED, *(n for n in EVENNESS if isinstance(last.get(n), (int, float)))):
                     columns[name].append(last[name])
     assert first is not None and last is not None, "a run that made a step has a row"
     columns = of_mesh[mesh]
@@ -62,6 +64,7 @@ def summarise(
         "tflops_per_device": causal / seconds / devices / 1e12,
         "mfu_causal": None if peak is None else causal / seconds / devices / peak,
         "mfu_full": None if peak is None else full / seconds / devices / peak,
+        **{name: statistics.fmean(columns[name]) if columns[name] else None for name in EVENNESS},
         "devices": devices,
         "peak_tflops_per_device": None if peak is None else peak / 1e12,
         **facts,

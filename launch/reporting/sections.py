@@ -42,6 +42,7 @@ def report(runs: Sequence[RunFolder], defaults: dict[str, Any]) -> str:
         _section("Summary", _summary(runs)),
         _section("Loss", _charts(runs, _LOSS + _skipped(runs))),
         _section("Throughput", _charts(runs, _THROUGHPUT + _mfu(runs))),
+        _section("Balance of attention", _evenness(runs)),
         _section("Goodput", _goodput(runs)),
         _section("Balance of experts", _balance(runs)),
         _section("Recipe", recipe(runs, defaults)),
@@ -136,6 +137,20 @@ _THROUGHPUT: list[_Chart] = [
     ("Throughput", "tokens/s", _key("tokens_per_second"), {"zero": True}),
     ("Time of a step", "s", _key("step_time"), {}),
 ]
+
+
+_EVEN: list[_Chart] = [
+    ("Over a sequence", "attention of the busiest rank over the mean", _key("imbalance_sp"), {}),
+    ("Over the batch", "attention of the busiest group over the mean", _key("imbalance_dp"), {}),
+    ("Padding", "share of tokens", _key("padding_share"), {"zero": True}),
+]
+
+
+def _evenness(runs: Sequence[RunFolder]) -> Any:
+    """Returns the charts of how even attention is, if a run has them."""
+    if not any("imbalance_sp" in row for run in runs for row in run.rows[-1:]):
+        return tag("p", "metrics.jsonl does not say how even attention is.")
+    return _charts(runs, _EVEN)
 
 
 def _skipped(runs: Sequence[RunFolder]) -> list[_Chart]:

@@ -39,7 +39,7 @@ FAULTS = (
     Fault(
         "losses stay in the order of the mesh",
         "Evaluator.token_losses",
-        "np.asarray(self._program.order.inverse($found, axis=1))",
+        "np.asarray(self._program.order.inverse($found, index=$index))",
         "$found",
         f'{EVALUATE} -k "add_up or four_devices"',
     ),

@@ -187,8 +187,8 @@ FAULTS = (
     ),
     Fault(
         "contiguous parts are as even as a zigzag's",
-        "imbalance",
-        "float($pairs.max() / $pairs.mean())",
+        "schedule:imbalance",
+        "busiest($$args)",
         "1.0",
         f"{TESTS} -k contiguous_parts",
     ),

@@ -117,7 +117,7 @@ FAULTS = (
     Fault(
         "the gradients of keys in order go back as they are",
         "Local.of_ranks",
-        "$x if 'block_mask' in self.own else self.static.order.permute($x)",
+        "self.static.order.permute($x, index=$index)",
         "$x",
         f"{SEQUENCE} -k all_gather",
     ),

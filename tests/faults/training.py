@@ -68,8 +68,8 @@ FAULTS = (
     Fault(
         "the loop counts FLOPs as if a row were one document",
         "run_steps",
-        "$batch['segment_ids']",
-        "$batch['segment_ids'] * 0",
+        "step_flops($program.model.flops, $batch['segment_ids'])",
+        "step_flops($program.model.flops, $batch['segment_ids'] * 0)",
         f"{TRAIN} -k flops",
     ),
     Fault(

@@ -192,6 +192,7 @@ def warp_specialized_forward(
       rest: the inputs and launch options that follow from the operation.
     """
     (B, T, N, _), options = query.shape, call.options
+    assert params.q_blocksize and params.kv_blocksize
     q_block, k_block = blocks = params.q_blocksize, params.kv_blocksize
     width, tall = head_tile_width(options["H"], options["HV"]), options["BLOCK_V"]
     wide = triton.cdiv(options["H"], width) * width

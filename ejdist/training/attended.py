@@ -1,0 +1,72 @@
+"""The attention of a batch: how much each token has, and how even it is over the devices. NumPy, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ejdist.documents import busiest, places
+from ejdist.mesh import SEQUENCE_AXES
+from ejdist.models.model import Flops
+from ejdist.training.program import Program, TrainSections
+from kernels.engines.attention.pairs import keys_at
+
+
+def keys_seen(parts: Iterable[Flops], segment_ids: np.ndarray) -> np.ndarray:
+    """Returns float64 [B, T]: forward FLOPs of attention of each token in all layers, from the segment ids of whole rows; 0 for
+    padding."""
+    at, parts = places(segment_ids), [p for p in parts if p.pair]
+    weights = {mask: sum(p.pair for p in parts if p.mask == mask) for mask in {p.mask for p in parts}}
+    seen = np.zeros(at.shape)
+    for mask, pair in weights.items():
+        seen += pair * keys_at(mask, at.reshape(-1)).reshape(at.shape)
+    return np.where(segment_ids >= 0, seen, 0.0)
+
+
+@dataclass(frozen=True)
+class Attended:
+    """The attention of some rows of a batch, in an order.
+
+    Attributes:
+      seen: float64 [rows, T], of each token, in the order of the text.
+      index: int32 [rows, T], which token of the text lies at each place, if each row has an order of its own; else None.
+      padding: the share of tokens that are padding.
+    """
+
+    seen: np.ndarray
+    index: np.ndarray | None
+    padding: float
+
+    @classmethod
+    def of(cls, program: Program, segment_ids: np.ndarray) -> Attended:
+        """Returns the attention of rows with these segment ids, int [rows, T], of the batches of a program."""
+        seen = keys_seen(program.model.flops, segment_ids)
+        index = program.order.text_indices(seen) if program.order.carried else None
+        return cls(seen, index, float(np.mean(segment_ids < 0)))
+
+    def evenness(self, program: Program, s: TrainSections) -> dict[str, float]:
+        """Returns the metrics of a step. All rows of some groups of devices that share the batch, one after another.
+
+        imbalance_sp: attention of the busiest of the ranks that a sequence is split over, over the mean. imbalance_dp: of the
+        busiest of those groups. Both wait in each microbatch. padding_share: of the tokens.
+        """
+        sizes, n, rows = program.mesh.shape, program.order.shards, len(self.seen)
+        per_group = s.data.global_batch // program.groups
+        placed = program.order.permute(self.seen, index=self.index)
+        over = tuple((axis, size) for axis in SEQUENCE_AXES if (size := sizes.get(axis, 1)) > 1)
+        waiting = s.sequence.made().uneven(program.order, over).shards if over else 1
+        # Of each group, of each microbatch, of each rank that waits; rows of a microbatch are as far apart as there are some.
+        pairs = placed.reshape(rows // per_group, -1, s.accumulation, waiting, n // waiting, placed.shape[1] // n)
+        pairs = pairs.sum((1, 4, 5))
+        return {
+            "imbalance_sp": busiest(pairs),
+            "imbalance_dp": busiest(pairs.sum(-1).T),
+            "padding_share": self.padding,
+        }
+
+
+def text_indices(program: Program, segment_ids: np.ndarray) -> np.ndarray | None:
+    """Returns int32 [rows, T], which token of the text lies at each place, if each row has an order of its own; else None."""
+    return Attended.of(program, segment_ids).index if program.order.carried else None
