@@ -306,6 +306,12 @@ def sharding(
     return NamedSharding(mesh, spec(dims, on_mesh(table, mesh), shape=shape, mesh=mesh, what=what))
 
 
+def stacked_over(axis: str, sharding: NamedSharding) -> NamedSharding:
+    """Returns the sharding of arrays that are stacked in a new first dim, one for each device of an axis that they are not
+    split over."""
+    return NamedSharding(sharding.mesh, PartitionSpec(axis, *sharding.spec))
+
+
 def replicated(mesh: Any) -> NamedSharding:
     """Returns the sharding of what every device has whole."""
     return NamedSharding(mesh, PartitionSpec())

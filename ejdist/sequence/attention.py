@@ -24,7 +24,6 @@ from ejdist.mesh import SP, axis_is_bound, check_axis, check_mesh, current_mesh
 from ejdist.order import Order
 from ejdist.placement import mesh_of, resolve_axes
 from ejdist.sequence import exchange
-from ejdist.sequence.exchange import Axis
 from ejdist.sequence.halo import reach_of
 from ejdist.sequence.local import Local, Static, merge, of_all_ranks, work_of
 from ejdist.sequence.schedule import hops as hops_of
@@ -134,7 +133,7 @@ def shard_call(
     arguments: dict[str, Any],
     mask: MaskInfo | None,
     *,
-    axis: Axis,
+    axis: exchange.Axis,
     scheme: Scheme,
     order: Order,
     platform: str | None,
@@ -173,7 +172,7 @@ def on_shard(arguments: dict[str, Any], mask: MaskInfo | None, **how: Any) -> tu
     return _ring(static, reverse_only(_name(static.op), arrays), seen)
 
 
-def _bound_axis(axis_name: Axis, mesh: Any) -> tuple[Axis, bool]:
+def _bound_axis(axis_name: exchange.Axis, mesh: Any) -> tuple[exchange.Axis, bool]:
     """Returns the axis, a plain name where it is one, and whether this runs inside a `shard_map` over it.
 
     Raises:
@@ -200,7 +199,7 @@ def _bound_axis(axis_name: Axis, mesh: Any) -> tuple[Axis, bool]:
     return names[0] if len(names) == 1 else names, bool(bound)
 
 
-def _check_without_mesh(axis: Axis, order: str | Order | None) -> None:
+def _check_without_mesh(axis: exchange.Axis, order: str | Order | None) -> None:
     """Raises ValueError where a call outside any mesh is meant for one: computing without would read the tokens wrongly."""
     if axis != SP:
         raise ValueError(
@@ -246,7 +245,7 @@ def _check_cuts(options: dict[str, Any], how: str) -> None:
 class OnShard:
     """What runs on a rank, hashable."""
 
-    axis: Axis
+    axis: exchange.Axis
     scheme: Scheme
     lse: bool  # whether it is returned to the caller
     reach: int | None = None  # of the mask before `resolved`, see `reach_of`
@@ -284,7 +283,7 @@ def ring_attention(
     key: jax.Array,
     value: jax.Array,
     *,
-    axis_name: Axis | None = None,
+    axis_name: exchange.Axis | None = None,
     scheme: str | Scheme = "ring",
     order: str | Order | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -369,7 +368,7 @@ def ring_attention(
     return run(prepared, flash, **specs, **how, table=table, handles=("T", "S"), local=local, follows=True)
 
 
-def _check_axis_of(call: Any, mesh: Any, in_specs: Any, axis: Axis, names: tuple[str, ...]) -> None:
+def _check_axis_of(call: Any, mesh: Any, in_specs: Any, axis: exchange.Axis, names: tuple[str, ...]) -> None:
     """Raises ValueError where specs split the sequence over other axes than the one that was named."""
     if in_specs is None:
         return

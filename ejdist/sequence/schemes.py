@@ -280,6 +280,9 @@ class ByWindow(Scheme):
     def rejects(self, heads: int, over: Axes) -> str | None:
         return self.full.rejects(heads, over) or (self.window.rejects(heads, over) if self.window else None)
 
+    def uneven(self, order: Order, over: Axes) -> Order:
+        return self.full.uneven(order, over)
+
     def cost(self, shape: AttentionShape) -> Traffic:
         return _declared(self._of(shape), "cost")(shape)
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import jax
 
 from ejdist.order import AUTO, NAMES, STRIPES, Order, order_for
 from ejdist.sections import operational
+from ejdist.sequence import exchange
 from ejdist.sequence.schemes import SCHEMES, Scheme, by_window, scheme_of
 
 
@@ -46,6 +50,10 @@ class SequenceSection:
         """Returns the scheme with its options. Raises ValueError for one that it does not have."""
         groups = None if self.head_groups == 1 else self.head_groups
         return by_window(scheme_of(self.scheme, outer=self.outer, head_groups=groups), self.window_scheme)
+
+    def compiler_options(self, mesh: jax.sharding.Mesh, order: Order) -> dict[str, Any] | None:
+        """Returns what a step is compiled with; None where the sequence is not split."""
+        return exchange.compiler_options(mesh) if order.shards > 1 else None
 
     def over(self, shards: int, length: int, platform: str | None = None) -> Order:
         """Returns the order of rows of that length over that many devices, of that platform."""

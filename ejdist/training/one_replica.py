@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
+from ejdist.layout import stacked_over
 from ejdist.mesh import DP
 
 
@@ -76,7 +77,7 @@ def spread(array: jax.Array | None, like: jax.ShapeDtypeStruct) -> jax.Array:
     """
     placement: Any = like.sharding
     count = placement.mesh.shape[DP]
-    stacked = NamedSharding(placement.mesh, PartitionSpec(DP, *placement.spec))
+    stacked = stacked_over(DP, placement)
     shape = placement.shard_shape(like.shape)
     held = {} if array is None else {shard.device: shard.data for shard in array.addressable_shards}
     zeros = np.zeros((1, *shape), like.dtype)

@@ -23,7 +23,6 @@ from ejdist.operations import bind_ops
 from ejdist.order import Order, platform_of
 from ejdist.paths import check_folder, check_place
 from ejdist.sections import compared, operational, validate
-from ejdist.sequence.exchange import compiler_options
 from ejdist.sequence.section import SequenceSection
 from ejdist.training.changeable import check_allowed
 from ejdist.training.checkpoint import CheckpointSection
@@ -347,7 +346,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
         donate_argnums=0,
         in_shardings=(shardings, {name: x.sharding for name, x in batch.items()}, *beside),
         out_shardings=(shardings, replicated(mesh)),
-        compiler_options=compiler_options(mesh) if order.shards > 1 else None,
+        compiler_options=s.sequence.compiler_options(mesh, order),
     )
     init = jax.jit(make_state, out_shardings=shardings)
     init_from = jax.jit(take_state, donate_argnums=0, out_shardings=shardings)

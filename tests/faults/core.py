@@ -62,7 +62,7 @@ FAULTS = (
     Fault(
         "padding: its cotangents reach the sinks of a ring",
         "_ring_bwd",
-        "zeroed($d, $mask.q_segment_ids)",
+        "zeroed($d, $seen.mask.q_segment_ids)",
         "$d",
         "tests/test_padding.py -k ring",
     ),

@@ -115,7 +115,7 @@ FAULTS = (
         "grouped matmul in Gluon: past the depth, a step reads the next matrix",
         "grouped_matmul/triton_gpu:_warp_specialized_product",
         "tensor_descriptor($b, $b.shape, (1, $shape.block_k, $columns), MATRIX.value)",
-        "tensor_descriptor($b, (1, $experts * $K, $width), (1, $shape.block_k, $columns), MATRIX.value)",
+        "tensor_descriptor($b, (1, $b.shape[0] * $b.shape[1], $b.shape[2]), (1, $shape.block_k, $columns), MATRIX.value)",
         "tests/kernels/test_grouped_matmul_hopper.py -k next_matrix",
     ),
     Fault(

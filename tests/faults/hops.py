@@ -99,8 +99,8 @@ FAULTS = (
     ),
     Fault(
         "a step is compiled without the options",
-        "make_program",
-        "compiler_options($mesh) if $order.shards > 1 else None",
+        "SequenceSection.compiler_options",
+        "exchange.compiler_options($mesh) if $order.shards > 1 else None",
         "None",
         f"{TRANSFERS} -k step",
     ),

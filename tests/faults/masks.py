@@ -221,7 +221,7 @@ FAULTS = (
     ),
     Fault(
         "what a rank counted over all is not cut to its own",
-        "_resolved",
+        "of_all_ranks",
         "{*$names, *$whole.data_fields}",
         "{*$names}",
         "tests/test_sequence.py -k callers_own_shard_map",

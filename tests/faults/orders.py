@@ -7,6 +7,13 @@ LOSSES = f"{TESTS} -k any_assignment"
 
 FAULTS = (
     Fault(
+        "a recipe's scheme is as uneven as its order, whatever it sends",
+        "ByWindow.uneven",
+        "$self.full.uneven($order, $over)",
+        "$order",
+        "tests/test_orders.py -k the_data_asks_for",
+    ),
+    Fault(
         "targets stay in the order of the text",
         "placing:permuted",
         "$index if $name == 'order' else $program.order.permute($batch[$name], index=$index)",

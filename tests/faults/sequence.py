@@ -117,7 +117,7 @@ FAULTS = (
     Fault(
         "the gradients of keys in order go back as they are",
         "Local.of_ranks",
-        "self.static.order.permute($x, index=$index)",
+        "self.static.order.permute($x, index=self.mask.kv_positions)",
         "$x",
         f"{SEQUENCE} -k all_gather",
     ),

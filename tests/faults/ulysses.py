@@ -101,9 +101,9 @@ FAULTS = (
     ),
     Fault(
         "groups of striped ranks are taken to be contiguous",
-        "Exchange.of",
-        "$mask.replace(q_positions=$at, kv_positions=$at)",
-        "$mask",
+        "Order.of_members",
+        "Order('contiguous', $size) if $self.carried else replace($self, shards=$size)",
+        "Order('contiguous', $size)",
         f"{ULYSSES} -k sinks_packed-",
     ),
     Fault(
@@ -114,10 +114,10 @@ FAULTS = (
         f"{ULYSSES} -k 'packed_sink_window- or soft_cap-'",
     ),
     Fault(
-        "the ranks of a group are taken to be far apart",
-        "Exchange.of",
-        "exchange.rank($outer) * $ranks + jnp.arange($ranks)",
-        "exchange.rank($outer) + $ranks * jnp.arange($ranks)",
+        "stripes of a group are those of one rank",
+        "Order.of_groups",
+        "$self.stripe * ($size if $self.name in STRIPES else 1)",
+        "$self.stripe",
         f"{ULYSSES} -k sinks_packed-",
     ),
     Fault(
