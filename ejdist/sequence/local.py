@@ -154,8 +154,9 @@ class Local:
         """All tokens of a rank."""
         return slice(0, self.query.shape[1])
 
-    def _mask_of(self, holders: Any, queries: slice, part: slice) -> MaskInfo:
-        """Returns the mask of some of this rank's queries over a part of the keys of a rank, or over all of several ranks'."""
+    def _mask_of(self, holders: Any, queries: slice, part: slice, positions: bool = True) -> MaskInfo:
+        """Returns the mask of some of this rank's queries over a part of the keys of a rank, or over all of several ranks',
+        with or without their positions."""
         order, own = self.static.order, self.query.shape[1]
         length = own * self.ranks
 
@@ -171,12 +172,12 @@ class Local:
 
         mask = map_data(self.mask, of_field)
         assert mask is not None
-        if mask.kv_positions is None and self.ranks > 1:  # a whole sequence is in its natural order
+        if positions and mask.kv_positions is None and self.ranks > 1:  # a whole sequence is in its natural order
             # The order alone says where a rank's tokens are.
             every = jnp.arange(length, dtype=jnp.int32)
-            positions = every if holders is None else order.positions(holders, length)[..., part]
+            of_keys_at = every if holders is None else order.positions(holders, length)[..., part]
             q_positions = order.positions(exchange.rank(self.axis), length)[None, queries]
-            mask = mask.replace(q_positions=q_positions, kv_positions=positions.reshape(1, -1))
+            mask = mask.replace(q_positions=q_positions, kv_positions=of_keys_at.reshape(1, -1))
         return vary_alike(mask, self.query)
 
     def _over(
@@ -200,6 +201,15 @@ class Local:
         mask, order = self.mask, self.static.order
         bare = not set(mask.used) - {"causal"}
         return (order.in_parts or not mask.causal) and bare and self.is_flash and self.own.keys() == {"query"}
+
+    def needs_positions(self, own: bool) -> bool:
+        """Whether positions are compared at a hop, over a rank's own keys or another's. Not where only causality and segments
+        count: a rank's tokens ascend, as their places do, and of another's keys `at_hop` asks for parts that lie before all of
+        the queries. The gradient's kernel for Hopper has no registers for positions and segments of a block beside its sums:
+        with both it took half as long again."""
+        mask, joined = self.mask, own or self.static.order.in_parts
+        bare = not set(mask.used) - {"causal", "q_segment_ids", "kv_segment_ids"}
+        return not ((joined or not mask.causal) and bare and self.is_flash and self.own.keys() == {"query"})
 
     @property
     def is_flash(self) -> bool:
@@ -226,10 +236,13 @@ class Local:
 
     def _of_hop(self, function: Any, hop: Any, keys: dict[str, jax.Array], queries: slice, part: slice) -> Any:
         holder = self.holder(hop)
+        own = isinstance(hop, int) and hop == 0
         if self.plain:
-            mask = MaskInfo(causal=self.mask.causal and isinstance(hop, int) and hop == 0)
-        else:
+            mask = MaskInfo(causal=self.mask.causal and own)
+        elif self.needs_positions(own):
             mask = self._mask_of(holder, queries, part)
+        else:
+            mask = self._mask_of(holder, queries, part, positions=False).replace(causal=self.mask.causal and own)
         return self._over(function, keys, mask, holder, queries, part)
 
     def attend_at(

@@ -367,8 +367,8 @@ def test_a_wrong_call_names_the_argument(said, call):
 def test_pages_are_forward_only_and_other_backends_are_refused():
     with pytest.raises(NotImplementedError, match="it has no backward"):
         jax.grad(lambda q: multi_latent_ragged_page_attention(q, *CALL[1:]).sum())(CALL[0])
-    with pytest.raises(Unsupported, match="has no triton backend"):
-        flash_mla(**A, platform="triton")
+    with pytest.raises(Unsupported, match="has no pallas backend"):
+        flash_mla(**A, platform="pallas")
 
 
 def test_the_public_functions():
