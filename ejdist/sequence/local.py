@@ -205,8 +205,8 @@ class Local:
     def needs_positions(self, own: bool) -> bool:
         """Whether positions are compared at a hop, over a rank's own keys or another's. Not where only causality and segments
         count: a rank's tokens ascend, as their places do, and of another's keys `at_hop` asks for parts that lie before all of
-        the queries. The gradient's kernel for Hopper has no registers for positions and segments of a block beside its sums:
-        with both it took half as long again."""
+        the queries. The gradient's kernel for Hopper has no registers for positions and segments of a block beside its sums: it
+        spills inside its loop."""
         mask, joined = self.mask, own or self.static.order.in_parts
         bare = not set(mask.used) - {"causal", "q_segment_ids", "kv_segment_ids"}
         return not ((joined or not mask.causal) and bare and self.is_flash and self.own.keys() == {"query"})

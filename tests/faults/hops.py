@@ -13,6 +13,20 @@ COSTS = "tests/test_declared_costs.py -k 'sends_what_it_declares and halo'"
 
 FAULTS = (
     Fault(
+        "stripes of other ranks are attended to without their positions",
+        "Local.needs_positions",
+        "$own or $self.static.order.in_parts",
+        "True",
+        "tests/test_sequence.py -k striped",
+    ),
+    Fault(
+        "a window without positions",
+        "Local.needs_positions",
+        "{'causal', 'q_segment_ids', 'kv_segment_ids'}",
+        "{'causal', 'q_segment_ids', 'kv_segment_ids', 'window'}",
+        "tests/test_sequence.py -k window",
+    ),
+    Fault(
         "a hop that has work is left out",
         "work_of",
         "$tiles.reshape($$args).any((0, 2))",
