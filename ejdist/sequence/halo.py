@@ -46,6 +46,9 @@ class Piece:
     pairs: tuple[tuple[int, int], ...]
 
 
+_AT_ONCE = 2**22  # queries that are asked at once how far they see: a plan may be of a billion tokens
+
+
 def reach_of(mask: MaskInfo | None, length: int) -> int | None:
     """Returns how many tokens before its own a query of a sequence of that length sees at most; None where the rules set no
     limit or need an array, and where a query sees later tokens.
@@ -57,18 +60,22 @@ def reach_of(mask: MaskInfo | None, length: int) -> int | None:
     """
     if mask is None or not mask.rules_are_static:
         return None
-    q = np.arange(length, dtype=np.int64)[None]
-    ends = interval_of(mask.replace(**dict.fromkeys(mask.data_fields)), q)
-    if ends.low is None or ends.high is None or np.any(ends_at(ends.high, q) > q):
-        return None
-    return int(np.max(q - ends_at(ends.low, q)))
+    rules = mask.replace(**dict.fromkeys(mask.data_fields))
+    farthest = 0
+    for start in range(0, length, _AT_ONCE):
+        q = np.arange(start, min(start + _AT_ONCE, length), dtype=np.int64)[None]
+        ends = interval_of(rules, q)
+        if ends.low is None or ends.high is None or np.any(ends_at(ends.high, q) > q):
+            return None
+        farthest = max(farthest, int(np.max(q - ends_at(ends.low, q))))
+    return farthest
 
 
 @functools.lru_cache(maxsize=1024)
 def pieces(order: Order, length: int, reach: int) -> tuple[Piece, ...]:
     """Returns what is sent so that every rank has the `reach` tokens before each of its runs, of an order that `has_runs`."""
     n, run = order.shards, run_length(order, length)
-    runs = np.asarray(order.indices(length))[::run].reshape(n, -1) // run  # [ranks, runs of a rank], ascending
+    runs = np.asarray(order.indices(order.multiple)).reshape(n, -1)  # [ranks, runs of a rank], ascending
     place = {int(number): (rank, at) for (rank, at), number in np.ndenumerate(runs)}
     found = []
     for back in range(1, -(-reach // run) + 1):
