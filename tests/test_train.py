@@ -184,19 +184,19 @@ def test_flops_are_counted_from_the_documents_of_the_batches(stopped_run, corpus
 def test_a_signal_saves_and_the_run_goes_on(whole, corpus, tmp_path, monkeypatch):
     from ejdist.training import steps
 
-    flops, calls = steps.step_flops, []
+    place, calls = steps.place_batch, []
 
     def count(*arguments):
         calls.append(1)
         if len(calls) == 3:
             signal.raise_signal(signal.SIGTERM)
-        return flops(*arguments)
+        return place(*arguments)
 
-    monkeypatch.setattr(steps, "step_flops", count)
+    monkeypatch.setattr(steps, "place_batch", count)
     assert threading.current_thread() is threading.main_thread()
     outcome, said = run(tmp_path, corpus, "run.steps=6")
     assert outcome.step == 3 and not outcome.finished and any("SIGTERM after step 3" in line for line in said)
-    monkeypatch.setattr(steps, "step_flops", flops)
+    monkeypatch.setattr(steps, "place_batch", place)
     run(tmp_path, corpus, "run.steps=6")
     assert losses(tmp_path) == whole
 
