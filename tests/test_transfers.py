@@ -12,7 +12,7 @@ from schedules import transfers
 
 from ejdist import make_mesh, ring_attention
 from ejdist.planning.targets import NoCompiler, target_of
-from ejdist.sequence import compiler_options
+from ejdist.sequence import compiler_options, exchange
 from ejdist.training import program
 from recipes.schema import compose
 
@@ -105,7 +105,7 @@ def test_of_a_halo_no_transfer_is_larger_than_the_window(target):
 
 def test_a_step_is_compiled_with_the_options(monkeypatch):
     """Of a mesh that splits the sequence: one that no compiler knows is refused."""
-    monkeypatch.setattr(program, "compiler_options", lambda mesh: {"xla_hops_of_a_ring": 1})
+    monkeypatch.setattr(exchange, "compiler_options", lambda mesh: {"xla_hops_of_a_ring": 1})
     words = ["recipe=long_context", "model.num_layers=1", "mesh.fsdp=1", "mesh.sp=2"]
     sections = compose([*words, "data.sequence_length=64", "data.global_batch=1"])
     made = program.make_program(sections, make_mesh(sp=2))
