@@ -6,6 +6,7 @@ once a worker holds much, they are dropped, and the few that later tests call ag
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import sys
@@ -20,6 +21,7 @@ LIMIT = 2560 * MIB
 # a GPU a process may hold as much by itself.
 DROPS, AGAIN = 1280 * MIB, 192 * MIB
 _STATUS = Path("/proc/self/status")  # of Linux; elsewhere nothing is measured, and nothing is dropped
+_CLEAR = Path("/proc/self/clear_refs")
 
 
 def resident(name: str = "VmRSS") -> int:
@@ -27,6 +29,14 @@ def resident(name: str = "VmRSS") -> int:
     if not _STATUS.exists():
         return 0
     return next(int(line.split()[1]) for line in _STATUS.read_text().splitlines() if line.startswith(name)) * 1024
+
+
+def forget_peak() -> None:
+    """Lets the next peak ("VmHWM") count from what this process holds now."""
+    with contextlib.suppress(
+        OSError
+    ):  # not Linux, or a kernel that does not allow it: a peak is then that of the worker so far
+        _CLEAR.write_text("5")
 
 
 def drop_programs() -> None:
@@ -40,19 +50,18 @@ def drop_programs() -> None:
 
 
 def over_limit(peaks: dict[str, list[tuple[int, int, str]]]) -> list[str]:
-    """Returns a message for each worker whose tests, as (bytes grown by, peak so far, test), held more than `LIMIT`."""
-    said = []
+    """Returns a message for each worker whose tests, as (bytes before, peak, test), held more than `LIMIT`."""
+    messages = []
     for worker, tests in sorted(peaks.items()):
         peak = max(peak for _, peak, _ in tests)
         if peak > LIMIT:
-            most = "".join(
-                f"\n    {grown / MIB:6.0f} MiB  {test}" for grown, _, test in sorted(tests, reverse=True)[:5]
-            )
-            said.append(
+            rises = sorted(((peak - before, peak, test) for before, peak, test in tests), reverse=True)[:5]
+            most = "".join(f"\n    {rise / MIB:6.0f} to {peak / MIB:.0f} MiB  {test}" for rise, peak, test in rises)
+            messages.append(
                 f"worker {worker} held {peak / MIB:.0f} MiB, past the limit of {LIMIT / MIB:.0f} MiB (tests/memory.py); make "
-                f"these smaller, or run what they need in a process of its own. Those in which it grew most:{most}"
+                f"these smaller, or run what they need in a process of its own. The tests that rose most:{most}"
             )
-    return said
+    return messages
 
 
 class Memory:
@@ -68,6 +77,7 @@ class Memory:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
+        forget_peak()
         item.stash[_START] = resident()
         result = yield
         if resident() > max(DROPS, self.kept + AGAIN):
@@ -78,14 +88,14 @@ class Memory:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item, call):
         if call.when == "teardown":
-            item.user_properties.append(("memory", (self.worker, resident() - item.stash[_START], resident("VmHWM"))))
+            item.user_properties.append(("memory", (self.worker, item.stash[_START], resident("VmHWM"))))
 
     def pytest_runtest_logreport(self, report):
         if report.when == "teardown":
             for name, value in report.user_properties:
                 if name == "memory":
-                    worker, grown, peak = value
-                    self.peaks[worker].append((grown, peak, report.nodeid))
+                    worker, before, peak = value
+                    self.peaks[worker].append((before, peak, report.nodeid))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session):
