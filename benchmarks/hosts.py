@@ -11,8 +11,6 @@ start reads of a long run.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import resource
 import socket
 import subprocess
@@ -172,20 +170,20 @@ def long_run(folder: Path, steps: int) -> dict[str, Any]:
             if step % _LOAD_EVERY == 0:
                 tables.write(f'{{"step": {step}, {table}\n')
     size = sum(p.stat().st_size for p in run.iterdir())
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", _GO_ON, str(run), str(steps - 100)], capture_output=True, text=True, check=True
     ).stdout
-    found = json.loads(told.splitlines()[-1])
-    return {"steps": steps, "file_mb": round(size / 1e6, 1)} | {name: round(x, 2) for name, x in found.items()}
+    costs = json.loads(output.splitlines()[-1])
+    return {"steps": steps, "file_mb": round(size / 1e6, 1)} | {name: round(x, 2) for name, x in costs.items()}
 
 
-def table(found: dict[str, Any]) -> str:
+def table(results: dict[str, Any]) -> str:
     """Returns the Markdown of a result."""
     rows = [
         "| hosts | a start | its CPU, of all hosts and of host 0 | a save | sent by all | read by host 0 | by the others |",
         "|---|---|---|---|---|---|---|",
     ]
-    for r in found["counts"]:
+    for r in results["counts"]:
         rows.append(
             f"| {r['hosts']:,} | {r['start_s']:.2f} s | {r['start_cpu_s']:.2f} s, {r['start_cpu_of_host_0_s']:.2f} s | "
             f"{r['save_s']:.2f} s | {r['sent_mb']:.2f} MB | {r['host_0_read_mb']:.2f} MB | {r['others_read_mb']:.2f} MB |"
@@ -194,7 +192,7 @@ def table(found: dict[str, Any]) -> str:
         "| steps of the run | its rows and tables | going on 100 steps before the end | at its end | more memory |",
         "|---|---|---|---|---|",
     ]
-    for r in found["steps"]:
+    for r in results["steps"]:
         more.append(
             f"| {r['steps']:,} | {r['file_mb']:,.0f} MB | {r['start_s']:.2f} s | {r['end_s']:.2f} s | {r['more_mb']:.0f} MB |"
         )
@@ -208,15 +206,14 @@ def main(argv: list[str] | None = None) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard) if soft < hard else (soft, hard))
     with tempfile.TemporaryDirectory(prefix="hosts-", dir=o["folder"] or None) as folder:
-        found: dict[str, Any] = {"steps": [long_run(Path(folder), n) for n in steps]}
-    found["counts"] = [agreements(n) for n in counts]
-    from benchmarks.measure import provenance
+        results: dict[str, Any] = {"steps": [long_run(Path(folder), n) for n in steps]}
+    results["counts"] = [agreements(n) for n in counts]
+    from benchmarks.measure import provenance_on_cpu
 
-    facts = {**provenance(None), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
-    found = {**facts, "load": round(os.getloadavg()[0], 2), **found}
-    print(table(found))
+    results = {**provenance_on_cpu(), **results}
+    print(table(results))
     if o["out"]:
-        Path(o["out"]).write_text(json.dumps(found, indent=1) + "\n")
+        Path(o["out"]).write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 

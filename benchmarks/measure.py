@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import math
+import os
+import platform
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -251,6 +253,12 @@ def provenance(commit: str | None) -> dict[str, Any]:
             continue
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return {"date": today, "commit": commit or _commit(), "versions": versions}
+
+
+def provenance_on_cpu() -> dict[str, Any]:
+    """Returns `provenance` for what only the host's processors measure: the machine too, and its load."""
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    return {**provenance(None), "machine": machine, "load": round(os.getloadavg()[0], 2)}
 
 
 def _commit() -> str:

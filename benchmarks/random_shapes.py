@@ -161,20 +161,20 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns for each direction the number of calls with a peer, the geometric mean of the ratios, and the worst."""
     result = {}
     for direction in DIRECTIONS:
-        found = sorted(ratios(rows, direction))
-        if found:
-            mean = math.exp(sum(math.log(ratio) for ratio, _, _ in found) / len(found))
-            worst = [{"ratio": ratio, "call": call, "peer": peer} for ratio, call, peer in found[:5]]
-            result[direction] = {"calls": len(found), "geometric_mean": float(f"{mean:.4g}"), "worst": worst}
+        with_peer = sorted(ratios(rows, direction))
+        if with_peer:
+            mean = math.exp(sum(math.log(ratio) for ratio, _, _ in with_peer) / len(with_peer))
+            worst = [{"ratio": ratio, "call": call, "peer": peer} for ratio, call, peer in with_peer[:5]]
+            result[direction] = {"calls": len(with_peer), "geometric_mean": float(f"{mean:.4g}"), "worst": worst}
     return result
 
 
 def lines(rows: list[dict[str, Any]]) -> list[str]:
     text = [f"{len(rows)} calls"]
-    for direction, found in summary(rows).items():
-        worst = ", ".join(f"{w['ratio']:.2f} {w['call']} ({w['peer']})" for w in found["worst"])
+    for direction, result in summary(rows).items():
+        worst = ", ".join(f"{w['ratio']:.2f} {w['call']} ({w['peer']})" for w in result["worst"])
         text.append(
-            f"{direction}: {found['calls']} with a peer, geometric mean {found['geometric_mean']:.3f}; worst {worst}"
+            f"{direction}: {result['calls']} with a peer, geometric mean {result['geometric_mean']:.3f}; worst {worst}"
         )
     return text
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -124,7 +123,7 @@ def reads_of_rows(folder: Path) -> list[dict[str, Any]]:
             written += f.write(json.dumps({"text": rng.bytes(size).hex()[:size]}) + "\n")
     made = folder / "made"
     make_dataset(made, str(folder / "text.jsonl"), shard_bytes=_MB * 10**6 // 4)
-    found = []
+    states = []
     for length in (2048, 8192, 32768):
         section = DataSection(source=str(made), tokenizer="dataset", sequence_length=length, global_batch=16)
 
@@ -143,14 +142,14 @@ def reads_of_rows(folder: Path) -> list[dict[str, Any]]:
 
         data = build(section, seed=0)
         count = min(_ROWS, data.packing.rows_per_epoch // 16 * 16)
-        found.append(measured(data, "nothing read before", count))
-        found.append(measured(data, "in memory", count))
+        states.append(measured(data, "nothing read before", count))
+        states.append(measured(data, "in memory", count))
         kept, dataset._KEPT_TOKENS = dataset._KEPT_TOKENS, 0
         data = build(section, seed=0)
         measured(data, "", count)
-        found.append(measured(data, "verified, tokens not in memory", count))
+        states.append(measured(data, "verified, tokens not in memory", count))
         dataset._KEPT_TOKENS = kept
-    return found
+    return states
 
 
 def start_on_a_terabyte(folder: Path) -> dict[str, Any]:
@@ -190,42 +189,42 @@ def start_on_a_terabyte(folder: Path) -> dict[str, Any]:
             os.link(one / file, large / name / file)
     manifest["shards"] = [facts | {"name": name} for name in names]
     (large / "dataset.json").write_text(json.dumps({"content": manifest, "checksum": checksum_of(manifest)}))
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", _START, str(large), str(folder / "cache")], capture_output=True, text=True, check=True
     ).stdout
-    facts = json.loads(told)
+    facts = json.loads(output)
     return {"offsets_gb": round((facts["documents"] + facts["shards"]) * 8 / 1e9, 2)} | {
         k: round(v, 3) for k, v in facts.items()
     }
 
 
-def table(found: dict[str, Any]) -> str:
+def table(results: dict[str, Any]) -> str:
     """Returns the Markdown of a result."""
     parts = []
-    if "hosts" in found:
+    if "hosts" in results:
         rows = [
             "| TPU mesh | hosts | rows a step | a host needs | it reads | its first to its last | all hosts read |",
             "|---|---|---|---|---|---|---|",
         ]
-        for r in found["hosts"]:
+        for r in results["hosts"]:
             rows.append(
                 f"| {r['topology']} {r['mesh']} | {r['hosts']:,} | {r['rows']:,} | {r['needed']} | {r['read']} | {r['span']} | "
                 f"{r['read_of_needed']:.2f} of what they need (first to last: {r['span_of_needed']:.1f}) |"
             )
         parts.append("\n".join(rows))
-    if "reads" in found:
+    if "reads" in results:
         rows = [
             "| tokens of a row | documents in it | | reads a row | bytes, of its tokens' |",
             "|---|---|---|---|---|",
         ]
-        for r in found["reads"]:
+        for r in results["reads"]:
             rows.append(
                 f"| {r['length']:,} | {r['documents_a_row']:.1f} | {r['state']} | {r['reads_a_row']:.2f} | "
                 f"{r['bytes_of_needed']:.2f} |"
             )
         parts.append("\n".join(rows))
-    if "start" in found:
-        s = found["start"]
+    if "start" in results:
+        s = results["start"]
         parts.append(
             f"1 TB of tokens in {s['shards']:,} shards, {s['documents'] / 1e6:,.0f} million documents "
             f"({s['offsets_gb']:.1f} GB of offsets): the first batch of a host with 4 rows after {s['first_batch_s']:.2f} s, "
@@ -238,21 +237,20 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code of the command."""
     o = read(OPTIONS, list(sys.argv[1:] if argv is None else argv))
     do = o["do"].split(",")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="rows-", dir=o["folder"] or None) as folder:
         if "start" in do:
-            found["start"] = start_on_a_terabyte(Path(folder))
+            results["start"] = start_on_a_terabyte(Path(folder))
         if "reads" in do:
-            found["reads"] = reads_of_rows(Path(folder))
+            results["reads"] = reads_of_rows(Path(folder))
         if "hosts" in do:
-            found["hosts"] = [rows_of_hosts(*mesh) for mesh in MESHES]
-    from benchmarks.measure import provenance
+            results["hosts"] = [rows_of_hosts(*mesh) for mesh in MESHES]
+    from benchmarks.measure import provenance_on_cpu
 
-    facts = {**provenance(None), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
-    found = {**facts, "load": round(os.getloadavg()[0], 2), **found}
-    print(table(found))
+    results = {**provenance_on_cpu(), **results}
+    print(table(results))
     if o["out"]:
-        Path(o["out"]).write_text(json.dumps(found, indent=1) + "\n")
+        Path(o["out"]).write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 

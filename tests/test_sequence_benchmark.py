@@ -47,12 +47,11 @@ def test_rows_are_cut_from_documents_of_such_lengths(tmp_path):
     (tmp_path / "lengths.txt").write_text("# of mine\n3\n\n5\n")
     lengths = np.bincount(calls.segment_ids(str(tmp_path / "lengths.txt"), 4096))[1:-1]
     assert {*lengths} == {3, 5}
-    assert np.array_equal(calls.positions(np.array([0, 0, 0, 1, 2, 2])), [0, 1, 2, 0, 0, 1])
     assert np.array_equal(calls.thinned(np.array([0, 0, 1, 1, 2, 2, 2, 2]), 4), [0, 1, 2, 2])
 
 
 @pytest.mark.parametrize(("lengths", "message"), [("7\n-2\n", "the line '-2'"), ("# none\n", "has no lengths")])
-def test_lengths_that_are_none(lengths, message, tmp_path):
+def test_wrong_files_of_lengths_are_refused(lengths, message, tmp_path):
     (tmp_path / "lengths.txt").write_text(lengths)
     with pytest.raises(ValueError, match=f"{message}.*a mean length"):
         calls.segment_ids(str(tmp_path / "lengths.txt"), 64)

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 import kernels
+from ejdist.documents import ONE, drawn, places, read_lengths
 from ejdist.layout import ACTIVATIONS, spec
 from ejdist.training.data.corpus import Corpus
 from ejdist.training.data.packing import Packing
@@ -26,8 +27,7 @@ from kernels.engines.attention.pairs import keys_at
 PRODUCTS = {"forward": 2 * 2, "backward": 2 * 5, "both": 2 * 2 + 2 * 5}
 DIMS = {"query": "BTNH", "key": "BSKH", "value": "BSKH", "d_out": "BTNH"}
 IDS = ("q_segment_ids", "kv_segment_ids")
-SPREAD = 1.0  # standard deviation of the logarithm of documents' lengths
-ONE, NO_IDS = "one", "none"  # values of documents= that name no lengths
+NO_IDS = "none"  # as documents=: one document, and no segment ids
 RECORDED = Path(__file__).resolve().parent.parent / "documents"
 ROWS = 4  # of which a corpus of drawn lengths has enough tokens
 Arrays = dict[str, jax.Array]
@@ -68,24 +68,18 @@ class Attention:
 
     def keys_seen(self, ids: np.ndarray) -> np.ndarray:
         """Returns int64 [T]: how many keys each token of a row sees, from its segment ids."""
-        return keys_at(self.rules, positions(ids))
+        return keys_at(self.rules, places(ids))
 
     def flops(self, direction: str, pairs: float) -> float:
         return PRODUCTS[direction] * self.width * self.heads * pairs
-
-
-def positions(ids: np.ndarray) -> np.ndarray:
-    """Returns int64 [T]: the place of each token in its document."""
-    at = np.arange(len(ids))
-    begins = np.concatenate([[True], ids[1:] != ids[:-1]])
-    return at - np.maximum.accumulate(np.where(begins, at, 0))
 
 
 def segment_ids(documents: str, length: int, seed: int = 0) -> np.ndarray:
     """Returns int32 [length], without padding: a row that the data pipeline cuts from documents.
 
     Args:
-      documents: a mean length (lognormal), "one" document, "none", which is one without ids, or lengths, see `lengths_in`.
+      documents: a mean length (lognormal), "one" document, "none", which is one without ids, the name of a file
+        in benchmarks/documents, or the path of a file of lengths, one a line.
 
     Raises:
       ValueError: none of these, or a file without lengths; names the remedy.
@@ -97,38 +91,17 @@ def segment_ids(documents: str, length: int, seed: int = 0) -> np.ndarray:
     if documents.isdigit() and int(documents) > 0:
         mean = int(documents)
         while (missing := need - sum(sizes)) > 0:
-            drawn = rng.lognormal(math.log(mean) - SPREAD**2 / 2, SPREAD, missing // mean + 16)
-            sizes += np.maximum(np.rint(drawn), 1).astype(int).tolist()
+            sizes += drawn(mean, missing // mean + 16, rng).tolist()
     else:
-        recorded = lengths_in(documents)
+        named = RECORDED / f"{documents}.txt"
+        others = ", ".join(["a mean length", repr(ONE), repr(NO_IDS), *sorted(f.stem for f in RECORDED.glob("*.txt"))])
+        recorded = read_lengths(named if named.is_file() else documents, others)
         while sum(sizes) < need:
             sizes += rng.permutation(recorded).tolist()
     offsets = np.minimum(np.concatenate([[0], np.cumsum(sizes)]), need)
     offsets = offsets[: int(np.argmax(offsets == need)) + 1]  # the last document is cut: no row has padding
     corpus = Corpus(np.broadcast_to(np.uint16(0), (need,)), offsets, "", ByteTokenizer())
     return Packing(corpus, length, seed).row(0)["segment_ids"]
-
-
-def lengths_in(path: str) -> np.ndarray:
-    """Returns the lengths of documents in a file, one a line; lines that begin with # are none. A name is that of a file in
-    benchmarks/documents.
-
-    Raises:
-      ValueError: it cannot be read, or a line is no length; names the remedy.
-    """
-    known = sorted(file.stem for file in RECORDED.glob("*.txt"))
-    remedy = f"use a mean length, 'one', 'none', {', '.join(known)}, or a file with one length a line"
-    file = RECORDED / f"{path}.txt" if path in known else Path(path)
-    try:
-        lines = [line.strip() for line in file.read_text().splitlines()]
-    except OSError as error:
-        raise ValueError(f"documents = {path!r} cannot be read ({error.strerror}); {remedy}") from None
-    lines = [line for line in lines if line and not line.startswith("#")]
-    wrong = next((line for line in lines if not line.isdigit() or int(line) < 1), None)
-    if wrong is not None or not lines:
-        what = "has no lengths" if wrong is None else f"has the line {wrong!r}"
-        raise ValueError(f"documents = {path!r} {what}; {remedy}")
-    return np.array([int(line) for line in lines])
 
 
 def thinned(ids: np.ndarray, length: int) -> np.ndarray:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from benchmarks.sequence.calls import NO_IDS, ONE, Attention, segment_ids
+from benchmarks.sequence.calls import NO_IDS, Attention, segment_ids
+from ejdist.documents import ONE
 from ejdist.order import NAMES, Order, order_for
 from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.pairs import visible_pairs

@@ -29,8 +29,22 @@ def _attention(heads, mask, softmax_aux, scale, cap):
     return flash_attention.prepare(*heads, **options, return_lse=True).call
 
 
-def mla(platform: str | None) -> tuple[Callable, Callable]:
-    """Returns (forward, backward) of `flash_mla`, with attention on a toolchain; None lets dispatch choose."""
+def attend_joined(platform: str | None) -> Callable:
+    """Returns the attention of heads whose parts are joined first, on a toolchain."""
+
+    def attend(parts, *options):
+        return flash_attention.op.run(_attention(joined_heads(*parts), *options), platform=platform)
+
+    return attend
+
+
+def mla(platform: str | None, attend: Callable | None = None) -> tuple[Callable, Callable]:
+    """Returns (forward, backward) of `flash_mla`, with attention on a toolchain; None lets dispatch choose.
+
+    Args:
+      attend: computes the forward from the arguments of `joined_heads`, mask, sinks, scale and cap. None joins the heads.
+    """
+    attend = attend or attend_joined(platform)
 
     def forward(
         query,
@@ -45,9 +59,8 @@ def mla(platform: str | None) -> tuple[Callable, Callable]:
         logits_soft_cap,
         deterministic,
     ):  # always deterministic
-        scale = scale_of(softmax_scale, query, query_rope)
-        heads = joined_heads(query, key_value, w_kc, w_vc, query_rope, key_rope)
-        return flash_attention.op.run(_attention(heads, mask, softmax_aux, scale, logits_soft_cap), platform=platform)
+        parts = (query, key_value, w_kc, w_vc, query_rope, key_rope)
+        return attend(parts, mask, softmax_aux, scale_of(softmax_scale, query, query_rope), logits_soft_cap)
 
     def backward(
         saved,

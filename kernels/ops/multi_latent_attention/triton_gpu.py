@@ -19,45 +19,21 @@ from kernels.engines.attention.triton_calls import (
     warp_specialized_tiles,
     work_of,
 )
-from kernels.ops.multi_latent_attention.composed import mla
+from kernels.ops.multi_latent_attention.composed import attend_joined, mla
 from kernels.ops.multi_latent_attention.contract import op, scale_of
 from kernels.ops.multi_latent_attention.heads import up_projected
 from kernels.toolchains.triton import compute_capability
 
-_joined_forward, _backward = mla("triton_gpu")
+_attend_joined = attend_joined("triton_gpu")
 
 
-def forward(
-    query,
-    key_value,
-    w_kc,
-    w_vc,
-    query_rope,
-    key_rope,
-    mask,
-    softmax_aux,
-    softmax_scale,
-    logits_soft_cap,
-    deterministic,  # always deterministic
-):
+def _attend(parts, mask, softmax_aux, scale, logits_soft_cap):
     if compute_capability() != 90:
-        return _joined_forward(
-            query,
-            key_value,
-            w_kc,
-            w_vc,
-            query_rope,
-            key_rope,
-            mask,
-            softmax_aux,
-            softmax_scale,
-            logits_soft_cap,
-            deterministic,
-        )
+        return _attend_joined(parts, mask, softmax_aux, scale, logits_soft_cap)
+    query, key_value, w_kc, w_vc, query_rope, key_rope = parts
     key, value = up_projected(key_value, w_kc, w_vc)
     wide = query.shape[-1] + query_rope.shape[-1]
     queries, keys = (jax.ShapeDtypeStruct((*x.shape[:3], wide), x.dtype) for x in (query, key))
-    scale = scale_of(softmax_scale, query, query_rope)
     config = warp_specialized_tiles(wide, value.shape[-1], query.dtype.itemsize, scale, logits_soft_cap)
     call = prepare(queries, keys, value, mask, None, None, None, scale, logits_soft_cap, 0.0, config)
     return warp_specialized_forward(
@@ -86,8 +62,7 @@ def _rejects(call: Any) -> str | None:
 
 
 op.register(
-    forward,
-    _backward,
+    *mla("triton_gpu", _attend),
     name="triton_gpu",
     symbolic=set(),
     platforms={"cuda"},
