@@ -70,6 +70,43 @@ def _interpretable(function: types.FunctionType) -> Any:
     return interpreter.FunctionRewriter(copy).rewrite_ast()
 
 
+# A kernel in the interpreter makes a tensor and its type at each operation. Both are mostly the shape, which Triton checks and
+# converts anew each time: a third of the time. Here each shape is made once.
+_plain_block_type, _plain_tensor = tl.block_type.__init__, tl.tensor.__init__
+
+
+@functools.lru_cache(maxsize=None, typed=True)  # 16.0 is an error where 16 is not
+def _shape_of_type(*sizes: Any) -> tuple[Any, int, str]:
+    """Returns the attributes shape and numel of a block's type, and what its name begins with.
+
+    Raises what Triton raises for a wrong shape.
+    """
+    made = object.__new__(tl.block_type)
+    _plain_block_type(made, tl.int32, list(sizes))
+    return made.shape, made.numel, f"<{made.shape}, "
+
+
+@functools.cache
+def _shape_of_tensor(*sizes: int) -> tuple[Any, Any]:
+    """Returns the attributes shape and numel of a tensor."""
+    made = object.__new__(tl.tensor)
+    _plain_tensor(made, None, tl.block_type(tl.int32, list(sizes)) if sizes else tl.int32)
+    return made.shape, made.numel
+
+
+def _block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    sizes: Any = shape.values if isinstance(shape, tl.tuple) else shape  # of another type, or of a tensor
+    if not all(type(size) is int for size in sizes):
+        sizes = tl.core._unwrap_shape(shape)
+    self.shape, self.numel, name = _shape_of_type(*sizes)
+    self.element_ty, self.name = element_ty, f"{name}{element_ty}>"
+
+
+def _tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _shape_of_tensor(*type.shape) if type.is_block() else _shape_of_tensor()
+
+
 @contextlib.contextmanager
 def _interpreted_language() -> Iterator[None]:
     """Inside, `triton.language` works on NumPy, and `@triton.jit` functions can be called. Everything is undone
@@ -83,7 +120,10 @@ def _interpreted_language() -> Iterator[None]:
         return self.fn(*map(bare, args), **{k: bare(v) for k, v in kwargs.items()})
 
     def numpy_dtype(dtype: Any) -> np.dtype:
-        return _BFLOAT16 if dtype.scalar == tl.bfloat16 else plain_dtype(dtype)
+        scalar = dtype.scalar
+        if scalar.name not in dtypes:
+            dtypes[scalar.name] = _BFLOAT16 if scalar == tl.bfloat16 else plain_dtype(scalar)
+        return dtypes[scalar.name]
 
     def cast(self: Any, value: Any, dtype: Any) -> Any:
         return interpreter.TensorHandle(value.data.astype(numpy_dtype(dtype)), dtype.scalar)
@@ -106,11 +146,13 @@ def _interpreted_language() -> Iterator[None]:
         data = value.data.view(np.uint16) if value.data.dtype == _BFLOAT16 else value.data
         return interpreter._interpreter.store(pointers.data, data, mask.data)
 
-    builder, plain_dtype = interpreter.InterpreterBuilder, interpreter._get_np_dtype
+    builder, plain_dtype, dtypes = interpreter.InterpreterBuilder, interpreter._get_np_dtype, {}
     plain_load, plain_convert = builder.create_masked_load, builder.create_fp_to_fp
     replacements = [
         (triton_jit.JITFunction, "__call__", call_jit),
         (triton_jit.ConstexprFunction, "__call__", call_constexpr),
+        (tl.block_type, "__init__", _block_type),
+        (tl.tensor, "__init__", _tensor),
         (interpreter, "_get_np_dtype", numpy_dtype),
         (builder, "cast_impl", cast),
         (builder, "create_fp_to_fp", convert),
