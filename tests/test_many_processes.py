@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from small_run import TINY, losses
 
+from ejdist.training.flops import step_flops
 from ejdist.training.metrics import read_rows
 from launch import local, rehearse
 from launch.drills import DRILLS, NEED_TWO
@@ -24,6 +25,7 @@ from recipes.schema import compose
 
 README = Path(__file__).resolve().parent.parent / "launch" / "README.md"
 SMALL = [a for a in TINY if not a.startswith(("run.", "checkpoint.", "mesh."))]
+PARTS = compose(SMALL).model.build().flops
 LENGTH = ["run.steps=14", "checkpoint.every=4", "run.host_timeout=120"]
 
 
@@ -33,19 +35,27 @@ def rehearsed(folder, *arguments):
     return rehearse.main([*SMALL, f"run.dir={folder}", *arguments], log=lines.append), "\n".join(lines)
 
 
-def test_a_killed_host_goes_on_bit_for_bit_and_hosts_refuse_to_differ(corpus, tmp_path):
-    """And one host makes the losses of two. A signal to two processes is in tests/test_slurm.py, every fault below."""
-    faults = "fault=kill,other_recipe"
-    code, said = rehearsed(tmp_path / "two", *corpus, *LENGTH, "mesh.dp=2", "mesh.sp=2", faults)
-    assert code == DONE and "2 of 2 drills ended as expected" in said, said
-    assert said.count("losses and final state match the run without") == 1 and "exit codes [2, 2]" in said
+def test_a_killed_host_goes_on_bit_for_bit(corpus, tmp_path):
+    """A signal to two processes is in tests/test_slurm.py, every fault below."""
+    code, said = rehearsed(tmp_path / "two", *corpus, *LENGTH, "mesh.dp=2", "mesh.sp=2", "fault=kill")
+    assert code == DONE and "1 of 1 drills ended as expected" in said, said
+    assert said.count("losses and final state match the run without") == 1
+    # A host counts its own rows, and the speeds are those of all.
+    rows, wanted = (
+        read_rows(tmp_path / "two" / "calm" / "run" / "metrics.jsonl"),
+        step_flops(PARTS, np.zeros((2, 64), np.int32)),
+    )
+    assert {row["flops_full"] for row in rows} == {wanted.full}
+
+
+@pytest.mark.slow
+def test_hosts_refuse_to_differ_and_one_host_makes_the_losses_of_two(corpus, tmp_path):
+    code, said = rehearsed(tmp_path / "two", *corpus, *LENGTH, "mesh.dp=2", "mesh.sp=2", "fault=other_recipe")
+    assert code == DONE and "exit codes [2, 2]" in said, said
     alone = tmp_path / "alone"
     assert train([*TINY, *corpus, *LENGTH, "mesh.dp=2", "mesh.sp=2", f"run.dir={alone}"]) == DONE
     together = tmp_path / "two" / "calm" / "run"
     np.testing.assert_allclose(losses(together), losses(alone), rtol=1e-4)
-    # A host counts its own rows, and the speeds are those of all.
-    full, full_alone = ([row["flops_full"] for row in read_rows(run / "metrics.jsonl")] for run in (together, alone))
-    assert full == full_alone
 
 
 @pytest.mark.slow
