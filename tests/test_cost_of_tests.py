@@ -290,7 +290,8 @@ def test_a_word_of_two_meanings_costs_where_it_stands_beside_its_own():
     assert sorted(i for _, i in lines) == [1, 3]
 
 
-def test_the_lines_of_a_row_are_shown(capsys):
+def test_the_lines_of_a_row_are_shown(capsys, monkeypatch):
+    monkeypatch.setattr(costs, "PACKAGES", ("ejdist/sequence",))  # to parse all takes ten seconds
     assert costs.main(["--lines", "a scheme of sequence parallelism"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith("ejdist/sequence/schemes.py:") for line in lines) and "SCHEMES" in lines[-1]
