@@ -41,7 +41,7 @@ if "EJDIST_TESTS_ON_GPU" not in os.environ:
         atexit.register(shutil.rmtree, cache, ignore_errors=True)
     # A program that is compiled sooner than this is not written: to compress and to read it takes as long.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
-    # The C library keeps an arena of memory for each thread of the compilers, and gives little of it back. Workers inherit this.
+    # The C library keeps an arena for each thread of the compilers, and gives little of it back. Workers inherit this.
     os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     # Threads of NumPy's products wait by spinning, on cores that the other worker could use.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
