@@ -45,6 +45,7 @@ def test_a_step_on_four_chips(capsys):
     assert made["peak"] == pytest.approx(expected["bytes"], rel=0.35)
 
 
+@pytest.mark.slow  # half a minute of the TPU compiler
 def test_microbatches_are_summed_where_parameters_lie(capsys):
     """Left alone the compiler sums whole gradients, and of this program ends in a RET_CHECK of its own (libtpu 0.0.51)."""
     shape = ["num_layers=1", "model_dim=512", "ffn_dim=1024", "vocab_size=1024", "num_heads=4", "num_kv_heads=2"]
@@ -401,7 +402,7 @@ def test_a_stage_that_is_wrong_or_does_not_fit_is_named(compiler, capsys):
     said = capsys.readouterr().err
     assert "error: stage 1 of the curriculum: " in said and "1023" in said
     assert main([*words, "curriculum=[{until: 9}, {}]"]) == 2 and "curriculum[0]" in capsys.readouterr().err
-    large = "{until: 3, sequence_length: 1073741824, global_batch: 8, mesh: {fsdp: 8}}"
+    large = "{until: 3, sequence_length: 268435456, global_batch: 8, mesh: {fsdp: 8}}"
     assert main([*words, f"curriculum=[{large}, {{}}]"]) == 1
     assert "the curriculum does not fit: stage 1" in capsys.readouterr().out
 

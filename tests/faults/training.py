@@ -168,6 +168,6 @@ FAULTS = (
         "make_train_step.train_step.add",
         "$grads = jax.lax.optimization_barrier($grads)",
         "pass",
-        "tests/test_plan.py -k microbatches",
+        "tests/test_plan.py -m slow -k microbatches",
     ),
 )
