@@ -274,10 +274,12 @@ def public_names(source: str) -> list[str]:
     return [n.name for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and not n.name.startswith("_")]
 
 
+MODULES_OF_OURS = {relative(p)[:-3].removesuffix("/__init__").replace("/", ".") for p in SOURCES} - set(PACKAGES)
+
+
 def modules_imported(names: set[str]) -> set[str]:
     """Returns the modules of the project among imported names, each of which may be one, or be what one defines."""
-    known = {relative(p)[:-3].removesuffix("/__init__").replace("/", ".") for p in SOURCES}
-    return {module for name in names for module in (name, name.rpartition(".")[0]) if module in known} - set(PACKAGES)
+    return {module for name in names for module in (name, name.rpartition(".")[0]) if module in MODULES_OF_OURS}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
