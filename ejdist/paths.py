@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +54,13 @@ def check_place(key: str, value: str) -> None:
         return
     scheme = match.group(1).lower()
     if scheme != "gs":
+        why = (
+            " (TensorStore has a driver for S3, which Orbax never opens: it takes the URL for a folder)"
+            if scheme == "s3"
+            else ""
+        )
         raise ValueError(
-            f"{key} = {value!r}: Orbax writes checkpoints to folders and to gs://BUCKET/FOLDER, and not to {scheme}://; "
+            f"{key} = {value!r}: Orbax writes checkpoints to folders and to gs://BUCKET/FOLDER, and not to {scheme}://{why}; "
             "give one of these, or a folder of a shared file system"
         )
     if not re.match(r"gs://[^/]+/.*[^/]", value):
@@ -72,19 +78,38 @@ def place(key: str, value: str) -> epath.Path:
     check_place(key, value)
     if not is_url(value):
         return epath.Path(value).expanduser().absolute()
-    missing = [name for name in ("gcsfs", "google.cloud.storage") if not _installed(name)]
+    check_installed(key, value, ("gcsfs", "google.cloud.storage"))
+    without_listings()
+    return epath.Path(f"gs://{value[5:].rstrip('/')}")
+
+
+def check_object(key: str, value: str) -> None:
+    """Raises ValueError for a URL of another kind than gs://BUCKET/NAME."""
+    if not value.startswith("gs://"):
+        raise ValueError(
+            f"{key} = {value!r} is a URL, and this key takes a path of this machine, or gs://BUCKET/NAME: {_MOUNT}"
+        )
+    if not re.match(r"gs://[^/]+/.*[^/]", value):
+        raise ValueError(f"{key} = {value!r} names nothing in a bucket: write gs://BUCKET/NAME")
+
+
+def check_installed(key: str, value: str, packages: Sequence[str]) -> None:
+    """Raises ValueError if a package that reads and writes a bucket is missing."""
+    missing = [name for name in packages if not _installed(name)]
     if missing:
         raise ValueError(
             f"{key} = {value!r} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
             "pip install 'ejdist[gcs]'"
         )
+
+
+def without_listings() -> None:
+    """Lets gcsfs keep no listing: a kept one would lack what TensorStore and other hosts write."""
     import fsspec
 
-    # A cached listing would lack what TensorStore and other hosts write.
     settings: dict[str, Any] = fsspec.config.conf
     for name in ("gs", "gcs"):
         settings.setdefault(name, {}).setdefault("use_listings_cache", False)
-    return epath.Path(f"gs://{value[5:].rstrip('/')}")
 
 
 def _installed(name: str) -> bool:

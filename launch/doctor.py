@@ -74,8 +74,10 @@ class Doctor:
         self._found(
             hosts.reduce("the clocks", {"ahead": ahead}, _few(health.clock_failures)), f"clocks within {worst:.2f} s"
         )
-        self._free = self._storage("run.dir", self._folder)
-        if self._checkpoints != self._folder / "checkpoints":
+        if self._recipe.checkpoint.dir is None:
+            self._free = self._storage("run.dir", self._folder)
+        else:
+            self._results()
             self._free = self._storage("checkpoint.dir", self._checkpoints)
 
     def _ahead(self) -> float:
@@ -109,6 +111,18 @@ class Doctor:
         room = "" if math.isinf(free) else f", {free / 1e9:,.1f} GB free"
         self._found(failures, f"{key} = {folder}: written and seen by all{room}")
         return free
+
+    def _results(self) -> None:
+        """Checks that host 0 can write to run.dir: without checkpoints in it, it may be another folder on each host."""
+        from ejdist.cluster import health
+
+        folder = health.SharedFolder(self._folder, 0, uuid.uuid4().hex, writes=self._hosts.index == 0)
+        folder.close()
+        facts = {"writes": folder.failure, "sees": True}
+        failures = self._hosts.reduce(
+            "the look into run.dir", facts, _few(health.folder_failures("run.dir", self._folder))
+        )
+        self._found(failures, f"run.dir = {self._folder}: written by host 0")
 
     def devices(self) -> Any:
         """Checks the devices, and that the run fits on them and on the disk; returns the mesh, None if it does not fit."""

@@ -66,6 +66,7 @@ _SAID_EVERY = 10.0  # seconds, where there is no terminal
 
 def _options(arguments: Sequence[str]) -> dict[str, Any]:
     """Returns the keys and their values. Raises ValueError: one is unknown or missing, or given twice."""
+    from ejdist.buckets import source_path
     from ejdist.paths import check_folder
     from ejdist.training.data.hub import is_stream
     from recipes.plugins import load_named
@@ -99,10 +100,10 @@ def _options(arguments: Sequence[str]) -> dict[str, Any]:
     for key, example in needed.items():
         if key not in options:
             raise ValueError(f"{key} is missing, for example {example}")
-    for key in ("to", "tokenizer"):
-        check_folder(key, options.get(key))
-    for source in options["source"]:
-        check_folder("source", source)
+    check_folder("to", options.get("to"))
+    for key, values in (("tokenizer", [options.get("tokenizer", "bytes")]), ("source", options["source"])):
+        for value in values:
+            source_path(key, value)
     if len(options["source"]) == 1:
         (options["source"],) = options["source"]
     elif any(s in ("stdlib", "example_chats") or is_stream(s) for s in options["source"]):

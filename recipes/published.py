@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ejdist.paths import check_home, is_url
+from ejdist.buckets import source_path
+from ejdist.paths import is_url
 from ejdist.sections import validate
 from ejdist.training.kept import KEPT
 from ejdist.weights.match import told_difference
@@ -77,16 +78,11 @@ def check(published: Published, model: Any) -> None:
         )
 
 
-def _folder(where: Any, run_dir: str) -> Path:
+def _folder(where: Any, run_dir: str) -> Any:
     """Returns the published folder; the run's copy of it if it is gone."""
     if where is None:
         raise RecipeError("model=hf takes the model from a folder: give model.init_from=DIR, or model=hf:DIR")
-    if is_url(where):
-        raise RecipeError(
-            f"model.init_from = {where!r}: model=hf reads a folder of this machine; copy config.json and more there"
-        )
-    check_home("model.init_from", where)
-    folder = Path(where).expanduser()
+    folder = source_path("model.init_from", where)
     if (folder / CONFIG).is_file():
         return folder
     if not is_url(run_dir) and (kept := Path(run_dir).expanduser() / KEPT / CONFIG).is_file():

@@ -10,10 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
+from etils import epath
 
 import ejdist.cluster.hosts as hosts_module
 from ejdist.cluster import HostLost, Hosts, HostsDiffer, agreement, ending
 from ejdist.cluster.presence import Gone, Presence
+from ejdist.training import checkpoint_policy
+from ejdist.training.checkpoint import CheckpointSection
 from ejdist.training.checkpoint_format import CheckpointError
 from launch.errors import BAD_CHECKPOINT, HOST_LOST, WRONG, exit_code_of
 
@@ -258,12 +261,42 @@ def test_a_limit_must_be_a_time(limit):
 
 def test_the_folder_of_a_run_must_be_one(together, tmp_path, monkeypatch):
     monkeypatch.setattr(agreement, "_SEEN_WITHIN", 0.3)
-    run = tmp_path / "run"
+    run = tmp_path / "runs" / "run"
+    assert together(2, lambda hosts: agreement.check_shared(hosts, run)) == [None, None]
+    run.mkdir(parents=True)
     assert together(2, lambda hosts: agreement.check_shared(hosts, run)) == [None, None]
     assert list(run.iterdir()) == []
     found = together(2, lambda hosts: agreement.check_shared(hosts, tmp_path / f"run-{hosts.index}"))
     assert all(isinstance(e, HostsDiffer) and "host 1 (" in str(e) and "run.dir" in str(e) for e in found)
-    assert list((tmp_path / "run-0").iterdir()) == []
+    assert "or give checkpoint.dir a folder or bucket that they share" in str(found[0])
+    assert list(tmp_path.iterdir()) == [run.parent], "what the check makes is gone"
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_host_that_cannot_write_where_all_do_is_named(index, together, tmp_path):
+    """At once, if it is host 0, and not after the wait for what it writes."""
+    (tmp_path / "file").write_text("")
+
+    def act(hosts):
+        folder = tmp_path / ("file" if hosts.index == index else "kept") / "run"
+        agreement.check_shared(hosts, epath.Path(folder), "checkpoint.dir")
+
+    began = time.monotonic()
+    found = together(3, act)
+    assert all(isinstance(e, HostsDiffer) and f"host {index} (" in str(e) for e in found)
+    assert "cannot write to checkpoint.dir = " in str(found[0]) and "Not a directory" in str(found[0])
+    assert time.monotonic() - began < 5 and [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(("elsewhere", "asked"), [(None, "run.dir"), ("kept", "checkpoint.dir")])
+def test_run_dir_is_shared_where_it_has_the_checkpoints(elsewhere, asked, monkeypatch, tmp_path):
+    looked = []
+    monkeypatch.setattr(
+        checkpoint_policy, "check_shared", lambda hosts, folder, key="run.dir", **how: looked.append((key, str(folder)))
+    )
+    section = CheckpointSection(dir=None if elsewhere is None else str(tmp_path / elsewhere))
+    checkpoint_policy.Saves(tmp_path / "run", section, Hosts(1)).check_shared()
+    assert looked == [(asked, str(tmp_path / (elsewhere or "run")))]
 
 
 def test_the_digest_of_the_code_is_of_every_line_and_file(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from damaged_checkpoints import BESIDE, described, small_state
+from etils import epath
 from small_run import TINY, losses
 
 from ejdist.paths import check_folder, place
@@ -114,6 +115,7 @@ def test_a_bucket_that_is_not_there_is_told(server, corpus, tmp_path, capsys):
     ("value", "words"),
     [
         ("s3://bucket/run", "Orbax writes checkpoints to folders and to gs://BUCKET/FOLDER, and not to s3://"),
+        ("S3://bucket/run", "TensorStore has a driver for S3, which Orbax never opens: it takes the URL for a folder"),
         ("http://host/run", "and not to http://"),
         ("gs://bucket", "names no folder of a bucket: write gs://BUCKET/FOLDER"),
         ("gs://", "names no folder of a bucket"),
@@ -123,6 +125,20 @@ def test_urls_that_no_checkpoint_can_be_written_to(value, words):
     with pytest.raises(ValueError, match=r"checkpoint\.dir") as caught:
         place("checkpoint.dir", value)
     assert words in str(caught.value)
+
+
+def test_the_reason_against_s3_still_holds():
+    """Once Orbax opens TensorStore's driver for S3, checkpoints may go there."""
+    import tensorstore
+    from orbax.checkpoint._src.path.atomicity_defaults import get_default_temporary_path_class
+    from orbax.checkpoint._src.serialization.tensorstore_utils import build_kvstore_tspec
+
+    assert tensorstore.KvStore.Spec({"driver": "s3", "bucket": "a-bucket"}).to_json()["driver"] == "s3"
+    assert build_kvstore_tspec(URL, "params", use_ocdbt=True)["base"]["driver"] == "gcs"
+    with pytest.raises(ValueError, match=r"should be absolute\. Got s3:/a-bucket"):
+        build_kvstore_tspec("s3://a-bucket/run", "params", use_ocdbt=True)
+    assert build_kvstore_tspec("s3://a-bucket/run", "params", use_ocdbt=False)["driver"] == "file"
+    assert "Rename" in get_default_temporary_path_class(epath.Path("s3://a-bucket/run")).__name__
 
 
 def test_without_its_library_a_bucket_is_refused_with_the_extra(monkeypatch):

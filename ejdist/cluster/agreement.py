@@ -18,7 +18,9 @@ from typing import Any
 
 import jax
 
-from ejdist.cluster.hosts import Hosts
+from ejdist.cluster.health import SharedFolder, folder_failures
+from ejdist.cluster.hosts import Hosts, HostsDiffer
+from ejdist.paths import is_url
 
 PACKAGES = (
     "jax", "jaxlib", "libtpu", "jax-triton", "triton", "numpy", "optax", "orbax-checkpoint", "tensorstore", "grain",
@@ -80,8 +82,8 @@ def program_digest(lowered: Any) -> str:
 
 
 def check_shared(hosts: Hosts, directory: Any, key: str = "run.dir", *, alone: bool = False) -> None:
-    """Checks that a folder is shared: that every host sees a file that host 0 writes there. Creates the folder, and
-    leaves nothing in it.
+    """Checks that a folder is shared and writable: that every host writes a file there, and sees that of host 0. Leaves nothing
+    there, the folder neither if this made it.
 
     Args:
       directory: a `pathlib.Path` or `etils.epath.Path`.
@@ -89,26 +91,34 @@ def check_shared(hosts: Hosts, directory: Any, key: str = "run.dir", *, alone: b
       alone: check that a single host can write, too.
 
     Raises:
-      HostsDiffer: a host has another folder under this name. HostLost: a host does not answer. OSError: host 0 cannot
-        write.
+      HostsDiffer: a host has another folder under this name, or cannot write there; names it. HostLost: a host does not answer.
     """
     if hosts.count == 1 and not alone:
         return
-    token, name = uuid.uuid4().hex, ""
-    if hosts.index == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        name = f".seen-by-all-{token}"
-        (directory / name).touch()
+    folder = directory if is_url(str(directory)) else Path(directory)
+    first = SharedFolder(folder, 0, uuid.uuid4().hex) if hosts.index == 0 else None
     try:
-        name = hosts.broadcast(f"a file in {key}", name)
-        end = time.monotonic() + min(_SEEN_WITHIN, hosts.limit / 2)
-        while not (seen := _exists(directory / name)) and time.monotonic() < end:
-            time.sleep(0.2)
-        folder = "the folder of host 0" if seen else f"{directory}, where a file written by host 0 does not appear"
-        hosts.compare(f"the check of {key}", {key: folder})
+        sent = None if first is None else [first.token, first.failure]
+        token, failure = hosts.broadcast(f"a file in {key}", sent)
+        # Where host 0 cannot write, the others would wait in vain for what it writes.
+        mine = first or SharedFolder(folder, hosts.index, token, writes=failure is None)
+    except BaseException:
+        if first is not None:
+            first.close()
+        raise
+    try:
+        seen = failure is None and mine.failure is None and mine.sees_first(min(_SEEN_WITHIN, hosts.limit / 2))
+        facts = {"writes": mine.failure, "sees": seen}
+        judged = hosts.reduce(
+            f"the check of {key}", facts, lambda reports: folder_failures(key, directory)(reports)[:1]
+        )
+        if hosts.index > 0:
+            mine.close()
+        hosts.reduce(f"the end of the check of {key}", None, lambda reports: None)  # host 0 removes the folder last
+        if judged:
+            raise HostsDiffer(judged[0])
     finally:
-        if hosts.index == 0:
-            (directory / name).unlink(missing_ok=True)
+        mine.close()
 
 
 @contextlib.contextmanager
@@ -150,11 +160,3 @@ def _is_shared(hosts: Hosts, folder: Path, what: str) -> bool:
         if hosts.index == 0:
             with contextlib.suppress(OSError):
                 seen.unlink(missing_ok=True)
-
-
-def _exists(path: Any) -> bool:
-    try:
-        list(path.parent.iterdir())  # a network file system may cache that a file was missing
-        return path.exists()
-    except OSError:
-        return False

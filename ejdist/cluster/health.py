@@ -15,6 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ejdist.buckets import reason_of
+from ejdist.paths import is_url
+
 Reports = dict[int, Any]
 CLOCKS = 1.0  # seconds that two clocks may differ
 _SEEN_WITHIN = 30.0  # seconds after which a network file system shows a new file to every host
@@ -75,25 +78,28 @@ class SharedFolder:
     Each host writes its own file, and looks for the file of host 0, which is written first.
     """
 
-    def __init__(self, folder: Any, index: int, token: str) -> None:
-        """Writes this host's file to a folder: a `Path`, or an `etils.epath.Path` of an object store."""
-        self._folder, self._index, self._token = folder, index, token
+    def __init__(self, folder: Any, index: int, token: str, *, writes: bool = True) -> None:
+        """Writes this host's file to a folder: a `Path`, or an `etils.epath.Path` of an object store. With `writes=False` it
+        only looks."""
+        self._folder, self._index, self.token = folder, index, token
         self.failure: str | None = None
         self._created: list[Path] = []
+        if not writes:
+            return
         try:
-            if isinstance(folder, Path):
+            if isinstance(folder, Path):  # a bucket has no folders, and to make one might make a bucket
                 self._created = [p for p in (folder, *folder.absolute().parents) if not p.exists()]
-            folder.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(parents=True, exist_ok=True)
             self._file(index).write_bytes(b"seen")
         except Exception as error:  # object store libraries raise arbitrary types
-            self.failure = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
+            self.failure = getattr(error, "strerror", None) or reason_of(error)[1]
 
     def _file(self, index: int) -> Any:
-        return self._folder / f".doctor-{self._token}-{index}"
+        return self._folder / f".seen-by-all-{self.token}-{index}"
 
-    def sees_first(self, seconds: float = _SEEN_WITHIN) -> bool:
+    def sees_first(self, seconds: float | None = None) -> bool:
         """Returns whether the file of host 0 appears within `seconds`."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + (_SEEN_WITHIN if seconds is None else seconds)
         while True:
             with contextlib.suppress(Exception):
                 if isinstance(self._folder, Path):
@@ -122,16 +128,25 @@ class SharedFolder:
 def folder_failures(key: str, folder: Any) -> Callable[[Reports], list[str]]:
     """Returns the function that checks `{"writes": None or why not, "sees": whether it sees the file of host 0}`."""
 
+    remedy, other = (
+        "fix its permissions, or mount it there",
+        "it must be the same folder on every host, on storage that all",
+    )
+    other += " of them mount"
+    if is_url(str(folder)):
+        remedy = "let its account create, read and delete objects there, or name another bucket"
+        other = "let its account read objects there"
+    elif key == "run.dir":
+        other += "; or give checkpoint.dir a folder or bucket that they share, and run.dir may be a folder of each host"
+
     def judge(reports: Reports) -> list[str]:
         cannot = [
-            f"host {i} ({name}) cannot write to {key} = {folder}: {facts['writes']}; fix its permissions, or mount it "
-            "there"
+            f"host {i} ({name}) cannot write to {key} = {folder}: {facts['writes']}; {remedy}"
             for i, (name, facts) in sorted(reports.items())
             if facts["writes"] is not None
         ]
         blind = [
-            f"host {i} ({name}) does not see what host 0 ({reports[0][0]}) writes to {key} = {folder}: it must be the "
-            "same folder on every host, on storage that all of them mount"
+            f"host {i} ({name}) does not see what host 0 ({reports[0][0]}) writes to {key} = {folder}: {other}"
             for i, (name, facts) in sorted(reports.items())
             if facts["writes"] is None and reports[0][1]["writes"] is None and not facts["sees"]
         ]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
 
+from ejdist.buckets import source_path
 from ejdist.models.decoder import DecoderConfig
 from ejdist.models.parameters import initialise
-from ejdist.paths import check_home, is_url
+from ejdist.paths import is_url
 from ejdist.training.program import Program
 from ejdist.training.pytree_io import name_of
 from ejdist.training.runs import Run, has_steps, nested
@@ -86,10 +86,7 @@ def open_weights(where: str, step: int | None = None) -> Weights:
     Raises:
       ValueError: there are none, or a step is asked for that is not there. CheckpointError: a checkpoint cannot be read.
     """
-    if is_url(where):
-        return _of_run(Run(where, step))
-    check_home("run.dir", where)
-    folder = Path(where).expanduser()
+    folder = source_path("run.dir", where)
     if (folder / "config.json").exists():
         if step is not None:
             raise ValueError(
@@ -101,6 +98,8 @@ def open_weights(where: str, step: int | None = None) -> Weights:
         return Weights(
             str(folder), published.model, source.load, source.digest, dtype=published.dtype, tokenizer=tokenizer
         )
+    if is_url(where):
+        return _of_run(Run(where, step))
     if not (folder / "checkpoints").is_dir() and not has_steps(folder):
         what = "has neither checkpoints nor config.json" if folder.is_dir() else "is no folder"
         raise ValueError(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ejdist.buckets import source_path
 from ejdist.models.decoder import DecoderConfig
 from ejdist.paths import is_url
 from ejdist.sections import flat
@@ -199,7 +200,7 @@ def _origin(run: Run, notes: list[str]) -> tuple[Path | None, Path | None, str]:
     where, seen, of = run.recipe.get("model.init_from"), {str(run.folder)}, _run_dir(run)
     while where is not None and str(where) not in seen:
         seen.add(str(where))
-        folder = Path(where).expanduser()
+        folder = source_path("model.init_from", where)
         kept, changed = files_kept(where, of)
         if kept is not None:
             what = f"{', '.join(changed)} in {folder} changed since the run began" if changed else _told_gone(where)
@@ -314,7 +315,7 @@ def _places(settings: Mapping[str, Any], source: _Source | None, run_dir: Path) 
         cache = Path(settings.get("data.cache_dir") or default_cache_dir()).expanduser()
         yield from sorted(cache.glob(f"tokenizer-*/{TOKENIZER}"))
     elif name not in ("bytes", OWN):
-        path = Path(name).expanduser()
+        path = source_path("data.tokenizer", name)
         path = path / TOKENIZER if path.is_dir() or path == getattr(source, "was", None) else path
         if source is not None and source.folder != source.was == path.parent:
             yield source.folder / TOKENIZER  # beside which are the files from when the run began

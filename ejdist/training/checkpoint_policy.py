@@ -81,15 +81,25 @@ class Saves:
                 log(f"checkpoint.local = {self.section.local!r} is not used to resume: {why}")
         return sorted(checkpoints, key=lambda one: (one[0], one[1] is self.local), reverse=True)
 
+    def check_shared(self) -> None:
+        """Checks that all hosts share the place of the checkpoints and can write there: `checkpoint.dir`, and `run.dir` only if
+        that has them. Leaves nothing there, so call it before anything is compiled.
+
+        Raises:
+          HostsDiffer: it is not shared, or a host cannot write there.
+        """
+        if self.section.dir is None:
+            check_shared(self._hosts, self._run_dir)
+        else:
+            check_shared(self._hosts, self.durable.directory, "checkpoint.dir", alone=True)
+
     def begin(self, start: int, log: Callable[[str], Any]) -> None:
         """Prepares to save in a run that resumes from a step. Removes leftovers of interrupted saves.
 
         Raises:
-          HostsDiffer: checkpoint.dir is not shared by all hosts. ValueError: a folder cannot be written.
+          ValueError: checkpoint.local cannot be written.
         """
         hosts = self._hosts
-        if self.section.dir is not None:
-            check_shared(hosts, self.durable.directory, "checkpoint.dir", alone=True)
         names = self.durable.interrupted()
         for name in names:
             log(f"removing {name}: an interrupted save")

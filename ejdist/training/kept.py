@@ -8,8 +8,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from ejdist.paths import check_home, is_url
+from ejdist.buckets import source_path
 from ejdist.weights.published import CONFIG
 
 KEPT = "published"
@@ -20,17 +21,16 @@ _FILES = (
 _TEMPLATES = "additional_chat_templates/*.jinja"
 
 
-def published_in(init_from: str | None) -> Path | None:
-    """Returns the folder of model.init_from, where it is a published one; None for a run, or where nothing is there. Raises
-    ValueError: it is in the home of an unknown user."""
-    if init_from is None or is_url(init_from):
+def published_in(init_from: str | None) -> Any:
+    """Returns the folder of model.init_from, a `Path` or a `BucketPath`, where it is a published one; None for a run, or where
+    nothing is there. Raises ValueError: it is in the home of an unknown user, or a URL that nothing here reads."""
+    if init_from is None:
         return None
-    check_home("model.init_from", init_from)
-    folder = Path(init_from).expanduser()
+    folder = source_path("model.init_from", init_from)
     return folder if (folder / CONFIG).is_file() else None
 
 
-def keep(folder: Path | None, run_dir: Path) -> None:
+def keep(folder: Any, run_dir: Path) -> None:
     """Copies a folder's files, without its weights, to where the run keeps them. Removes what it kept from an earlier start;
     None, for a run that starts from no folder, does only that.
 
@@ -46,7 +46,7 @@ def keep(folder: Path | None, run_dir: Path) -> None:
         return
     for name in _names(folder):
         (new / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / name, new / name)
+        (new / name).write_bytes((folder / name).read_bytes())
     shutil.rmtree(kept, ignore_errors=True)
     new.rename(kept)
 
@@ -66,9 +66,10 @@ def told_of_folder(init_from: str | None, run_dir: Path) -> list[str]:
 def files_kept(init_from: str | None, run_dir: Path) -> tuple[Path | None, list[str]]:
     """Returns (the run's copy of the folder of model.init_from, the names of the files that have changed in that folder since).
     The copy is None if nothing changed, or the run keeps nothing; there are no names if the folder is gone."""
-    kept, folder = run_dir / KEPT, published_in(init_from)
-    if init_from is None or is_url(init_from) or not kept.is_dir():
+    kept = run_dir / KEPT
+    if init_from is None or not kept.is_dir():
         return None, []
+    folder = published_in(init_from)
     if folder is None:
         return kept, []
     names = dict.fromkeys((*_names(kept), *_names(folder)))
@@ -76,10 +77,10 @@ def files_kept(init_from: str | None, run_dir: Path) -> tuple[Path | None, list[
     return (kept if changed else None), changed
 
 
-def _names(folder: Path) -> Iterator[str]:
+def _names(folder: Any) -> Iterator[str]:
     yield from (name for name in _FILES if (folder / name).is_file())
     yield from sorted(str(path.relative_to(folder)) for path in folder.glob(_TEMPLATES))
 
 
-def _content(path: Path) -> bytes | None:
+def _content(path: Any) -> bytes | None:
     return path.read_bytes() if path.is_file() else None

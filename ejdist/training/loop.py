@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from ejdist.cluster.agreement import check_shared
 from ejdist.cluster.ending import bounded, stepping
 from ejdist.cluster.hosts import Hosts
 from ejdist.cluster.lost import patience
@@ -111,10 +110,10 @@ def _train(sections: TrainSections, batches: Any, devices: list[Any] | None, log
         weights = {} if source is None or hosts.count == 1 else {"model.init_from (digest)": source.digest()}
         if hosts.count > 1 and not opened.checkpoints_found:
             weights |= digests(opened.program.trained)
+        opened.saves.check_shared()
         check_stages(opened)
         # Compile before writing anything, so that a recipe that cannot run leaves no trace.
         compiled = compile_stage(opened, "the first step", weights | {"checkpoint": opened.last}, ledger, log)
-        check_shared(hosts, opened.directory)
         if opened.checkpoints_found and init_from is not None:
             log(f"model.init_from = {init_from!r} is not read: the run resumes from its own checkpoint")
         current = start_state(opened, opened.checkpoints_found, source, log)

@@ -36,7 +36,7 @@ def is_made(tokenizer: str) -> bool:
 def _with_kept(recipe: dict[str, Any], kept: Path) -> dict[str, Any]:
     """Returns a recipe that names the run's copy of its tokenizer if the original is gone."""
     name = recipe.get("data.tokenizer")
-    gone = isinstance(name, str) and not is_made(name) and not Path(name).expanduser().exists()
+    gone = isinstance(name, str) and not is_made(name) and not is_url(name) and not Path(name).expanduser().exists()
     return recipe | {"data.tokenizer": str(kept)} if gone and (kept / "tokenizer.json").is_file() else recipe
 
 

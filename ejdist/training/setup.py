@@ -158,15 +158,17 @@ def open_run(
     check_recorded(recorded(s.run.dir).get("plugins") or (), s.plugins, s.run.dir)
     load(s.plugins)
     validate(s)
-    directory = _writable("run.dir", s.run.dir)
+    directory = Path(s.run.dir).expanduser()
+    if hosts.index == 0 or s.checkpoint.dir is None or s.run.profile:  # other hosts write nothing else there
+        _writable("run.dir", s.run.dir)
     for key, folder in (("checkpoint.dir", s.checkpoint.dir), ("checkpoint.local", s.checkpoint.local)):
         if folder is not None and not is_url(folder):
             _writable(key, folder)
     if (computed := getattr(s.model, "compute_dtype", None)) is not None:
         log(f"compute in {computed}, parameters in float32")
-    for line in told_of_folder(getattr(s.model, "init_from", None), directory):
-        log(line)
     if hosts.index == 0:
+        for line in told_of_folder(getattr(s.model, "init_from", None), directory):
+            log(line)
         check_installed(s.run.trackers)
     recipe = {key: value for key, value in flat(s).items() if not key.startswith("cluster.")}
     hosts.compare("the start", recipe | digests() | environment())

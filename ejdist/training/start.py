@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 
+from ejdist.buckets import source_path
 from ejdist.models.decoder import DecoderConfig
-from ejdist.paths import check_home, is_url
+from ejdist.paths import is_url
 from ejdist.sections import validate
 from ejdist.training.runs import Run, has_steps, nested
 from ejdist.weights.files import WeightsError, digest_of, read_folder
@@ -50,10 +50,7 @@ def open_source(where: str, c: DecoderConfig, stages: Sequence[DecoderConfig] = 
     validate(c)
     stages = stages or [c]
     leaves = frozenset(declared_leaves(c))
-    if is_url(where):
-        return _of_run(Run(where, key="model.init_from"), c, stages, leaves)
-    check_home("model.init_from", where)
-    folder = Path(where).expanduser()
+    folder = source_path("model.init_from", where)
     if (folder / "config.json").exists():
         published = read_published(folder)
         hint = f"model=hf takes all keys of its model, and python -m launch.export from={where} prints them"
@@ -63,6 +60,8 @@ def open_source(where: str, c: DecoderConfig, stages: Sequence[DecoderConfig] = 
         tensors = tensors_in(published.family, c, stored)
         notes = differences + check(tensors, stored, c, folder)
         return Source(str(folder), leaves, notes, lambda like: load(stored, tensors, like), lambda: digest_of(stored))
+    if is_url(where):
+        return _of_run(Run(where, key="model.init_from"), c, stages, leaves)
     if (folder / "checkpoints").is_dir() or has_steps(folder):
         return _of_run(Run(folder), c, stages, leaves)
     what = "has neither config.json nor checkpoints" if folder.is_dir() else "is no folder"

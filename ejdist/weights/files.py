@@ -19,6 +19,9 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
+from ejdist.buckets import BucketPath, at_once, read_part
+from ejdist.weights.remote import RemoteTensor
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Those that a float32 parameter holds without rounding.
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
@@ -34,13 +37,16 @@ class WeightsError(ValueError):
 class Stored:
     """A tensor in a file."""
 
-    path: Path
+    path: Any  # a `Path`, or a `BucketPath` of a bucket
     dtype: str  # as the format writes it, "BF16"
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
 
-    def open(self) -> np.ndarray:
-        """Returns the tensor as an array over the file; pages are read on access, and freed with it."""
+    def open(self) -> Any:
+        """Returns the tensor as an array over the file; pages are read on access, and freed with it. Of an object it is a
+        `RemoteTensor`, which reads what is taken from it."""
+        if isinstance(self.path, BucketPath):
+            return RemoteTensor.of(self.path, self.offset, DTYPES[self.dtype], self.shape)
         return np.memmap(self.path, DTYPES[self.dtype], "r", self.offset, self.shape)
 
 
@@ -60,19 +66,22 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _check_regular(path: Path) -> None:
     """Raises WeightsError for what is there and is no file, such as a pipe, which would be waited for."""
-    if path.exists() and not path.is_file():
+    if isinstance(path, Path) and path.exists() and not path.is_file():
         raise WeightsError(f"{path} is not a file: copy the folder again, from a place that you trust")
 
 
-def read_header(path: Path) -> dict[str, Stored]:
-    """Returns the tensors of a file by name.
+def read_header(path: Any) -> dict[str, Stored]:
+    """Returns the tensors of a file, or of an object of a bucket, by name.
 
     Raises:
       WeightsError: it is not a complete safetensors file.
     """
     _check_regular(path)
     try:
-        size = path.stat().st_size
+        facts = path.stat()
+        size = facts.st_size
+        if isinstance(path, BucketPath):
+            path = path.at(facts.st_mtime_ns)
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
@@ -124,7 +133,8 @@ def read_folder(folder: Path) -> dict[str, Stored]:
                 raise WeightsError(
                     f"{folder / INDEX} names the file {file!r}, which is not in its folder; copy it again"
                 )
-        headers = {file: read_header(folder / file) for file in sorted({str(f) for f in names.values()})}
+        files = sorted({str(f) for f in names.values()})
+        headers = dict(zip(files, at_once(read_header, [folder / file for file in files]), strict=True))
         absent = [name for name, file in names.items() if name not in headers[str(file)]]
         if absent:
             raise WeightsError(
@@ -150,12 +160,14 @@ def digest_of(tensors: Mapping[str, Stored]) -> str:
     digest, names = hashlib.sha256(), sorted(tensors)
     for name in names:
         digest.update(f"{name} {tensors[name].dtype} {tensors[name].shape}\0".encode())
+    places = []
     for name in names[:: -(-len(names) // _PLACES)] if names else ():
         tensor = tensors[name]
         size = math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize if tensor.dtype in DTYPES else 0
-        with tensor.path.open("rb") as file:
-            file.seek(tensor.offset + max(0, size // 2 - _BYTES // 2))
-            digest.update(file.read(min(size, _BYTES)))
+        begin = tensor.offset + max(0, size // 2 - _BYTES // 2)
+        places.append((tensor.path, begin, begin + min(size, _BYTES)))
+    for part in at_once(read_part, *zip(*places)) if places else ():
+        digest.update(part)
     return digest.hexdigest()[:16]
 
 

@@ -99,14 +99,14 @@ FAULTS = (
     Fault(
         "a folder of one's own counts as the one of the run",
         "check_shared",
-        "'the folder of host 0' if $seen else f'{$directory}, where a file written by host 0 does not appear'",
-        "'the folder of host 0' if True else f'{$directory}, where a file written by host 0 does not appear'",
+        "{'writes': $mine.failure, 'sees': $seen}",
+        "{'writes': $mine.failure, 'sees': True}",
         f"{TESTS} -k must_be_one",
     ),
     Fault(
         "the file that hosts look for stays in the folder",
-        "check_shared",
-        "($directory / $name).unlink(missing_ok=True)",
+        "SharedFolder.close",
+        "self._file(self._index).unlink(missing_ok=True)",
         "pass",
         f"{TESTS} -k must_be_one",
     ),

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ejdist.buckets import source_path
+
 CHATML = "chatml"  # the name of a template that is always there
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -28,7 +30,7 @@ def templates_of(chat_template: str | None, tokenizer: str) -> dict[str, str]:
     if chat_template is not None:
         if chat_template in templates:
             return {"default": templates[chat_template]}
-        path = Path(chat_template).expanduser()
+        path = source_path("data.chat_template", chat_template)
         if not path.is_file():
             names = f", {', '.join(sorted(templates))} (of {folder})" if templates else ""
             raise ValueError(
@@ -69,9 +71,9 @@ def tokens_of(tokenizer: str) -> dict[str, Any]:
     return tokens
 
 
-def folder_of(tokenizer: str) -> Path | None:
-    """Returns the folder of a tokenizer that is a file or a folder."""
-    path = Path(tokenizer).expanduser()
+def folder_of(tokenizer: str) -> Any:
+    """Returns the folder of a tokenizer that is a file or a folder, a `Path` or a `BucketPath`; None for another."""
+    path = source_path("data.tokenizer", tokenizer)
     return path if path.is_dir() else path.parent if path.is_file() else None
 
 

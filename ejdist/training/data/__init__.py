@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ejdist.buckets import source_path
 from ejdist.paths import check_folder
 from ejdist.sections import compared, operational
 from ejdist.training.chats.special_tokens import SpecialTokens, ends_of
@@ -150,13 +151,14 @@ def _open(
     if is_stream(source):
         return hub_dataset(source, tokenizer, text_key, cache, asked=asked, special_tokens=special_tokens)
     for one in source if isinstance(source, (list, tuple)) else [source]:
-        check_folder("data.source", one if isinstance(one, str) else None)
-    check_folder("data.tokenizer", tokenizer)
-    folder = Path(source).expanduser() if isinstance(source, str) else None
+        if isinstance(one, str):
+            source_path("data.source", one)
+    source_path("data.tokenizer", tokenizer)
+    folder = source_path("data.source", source) if isinstance(source, str) else None
     if folder is not None and is_dataset(folder):
         return open_dataset(folder, tokenizer, text_key, asked=asked, special_tokens=special_tokens)
     joined = (
-        [p for p in source if isinstance(p, str) and is_dataset(Path(p).expanduser())]
+        [p for p in source if isinstance(p, str) and is_dataset(source_path("data.source", p))]
         if isinstance(source, list)
         else []
     )

@@ -10,11 +10,11 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ejdist.buckets import path_of
 from ejdist.training.chats.encoding import Chats, Encoder, Skipped
 from ejdist.training.chats.rows import columns
 from ejdist.training.data.cache import NewFolder
@@ -34,14 +34,14 @@ def rows_of(ranges: Sequence[Range], key: str) -> Iterator[tuple[str, tuple[int,
             for number, (where, row) in enumerate(hub_rows(path, begin, end or 1)):
                 yield where, (source, number), row
         else:
-            for number, where, row in rows(Path(path), columns(key), begin, end):
+            for number, where, row in rows(path_of(path), columns(key), begin, end):
                 yield where, (source, number), row
 
 
 def row_name(found: Range, number: int) -> str:
     """Returns what an error calls a row of a range."""
     path, begin, _ = found
-    return row_of_hub(path, begin, number) if is_stream(path) else row_of(Path(path), number, begin)
+    return row_of_hub(path, begin, number) if is_stream(path) else row_of(path_of(path), number, begin)
 
 
 def write_conversations(

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from ejdist.buckets import at_once
+from ejdist.paths import is_url
 from ejdist.training.chats.encoding import Chats
 from ejdist.training.chats.special_tokens import BY_FILES, SpecialTokens, begun, ended
 from ejdist.training.data.cache import new_folder, open_folder
@@ -113,14 +115,14 @@ class Files:
 
 
 def _states(paths: Sequence[Path]) -> tuple[tuple, ...]:
-    states = []
-    for path in paths:
-        try:
-            stat = path.stat()
-        except OSError as error:
-            raise unreadable(path, error) from error
-        states.append((os.path.abspath(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
-    return tuple(states)
+    try:
+        stats = at_once(lambda path: path.stat(), paths)
+    except OSError as error:
+        raise unreadable(Path(str(error.filename)), error) from error
+    return tuple(
+        (str(path) if is_url(str(path)) else os.path.abspath(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        for path, stat in zip(paths, stats, strict=True)
+    )
 
 
 def make_tokenizer(name: str, files: Files, cache_dir: Path, asked: SpecialTokens = BY_FILES) -> Tokenizer:
@@ -132,7 +134,7 @@ def make_tokenizer(name: str, files: Files, cache_dir: Path, asked: SpecialToken
     if name == "bytes":
         return ByteTokenizer(asked)
     if not name.startswith("bpe:"):
-        return FileTokenizer(os.path.expanduser(name), asked)
+        return FileTokenizer(name, asked)
     size = bpe_size(name)
     folder = cache_dir / f"tokenizer-{files.key(name)}"
     for _ in range(_ATTEMPTS):

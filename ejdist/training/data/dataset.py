@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from ejdist.paths import is_url
 from ejdist.training.chats.encoding import Chats
 from ejdist.training.chats.special_tokens import AUTO, BY_FILES, SpecialTokens, ends_of
 from ejdist.training.data import blocks
-from ejdist.training.data.blocks import CheckedFile, Kept, OpenFile, Span
+from ejdist.training.data.blocks import CheckedFile, Kept, OpenFile, OpenObject, Span
 from ejdist.training.data.cache import Damaged, checksum_of, sealed
 from ejdist.training.data.conversation_keys import Asked
 from ejdist.training.data.conversations import described, row_name
@@ -254,7 +255,7 @@ def open_dataset(
             f"data.{key}: {folder} was made with {ends[key] or 'none'}, and {who}; give data.{key}={ends[key] or 'null'}, or "
             "tokenize the files into another folder"
         )
-    open_file = functools.lru_cache(maxsize=_OPEN_FILES)(OpenFile)
+    open_file = functools.lru_cache(maxsize=_OPEN_FILES)(OpenFile if isinstance(folder, Path) else OpenObject)
     tokens, offsets = Kept(_KEPT_TOKENS), Kept(_KEPT_OFFSETS)
 
     def checked_file(path: Path, size: int, checksums: list[int]) -> CheckedFile:
@@ -264,7 +265,7 @@ def open_dataset(
     dtype = np.dtype(manifest["dtype"])
     shards = tuple(Shard(folder / s["name"], s, dtype, checked_file, chats) for s in manifest["shards"])
     names = {
-        entry.name for entry in os.scandir(folder)
+        entry.name for entry in (folder.iterdir() if is_url(str(folder)) else os.scandir(folder))
     }  # one listing: a request for each shard would be slow on a network
     for shard in shards:
         if shard.folder.name not in names:
@@ -279,7 +280,7 @@ def _other(name: str, folder: Path, asked: SpecialTokens) -> Tokenizer:
         raise ValueError(
             f"data.tokenizer = {name!r} is trained on files, and {folder} is tokenized already; set data.tokenizer={OWN}"
         )
-    return FileTokenizer(os.path.expanduser(name), asked)
+    return FileTokenizer(name, asked)
 
 
 def tokenizer_of(folder: Path, own: dict[str, Any]) -> Tokenizer:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,9 +80,7 @@ class OwnRows:
                 "tokenizer.json"
             )
         self.tokenizer: Tokenizer = (
-            ByteTokenizer(special_tokens)
-            if tokenizer == "bytes"
-            else FileTokenizer(Path(tokenizer).expanduser(), special_tokens)
+            ByteTokenizer(special_tokens) if tokenizer == "bytes" else FileTokenizer(tokenizer, special_tokens)
         )
         self._source, self._entry, self._rest = source, entry, rest
         self.fingerprint = identity_of(source)

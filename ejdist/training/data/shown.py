@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ejdist.buckets import source_path
 from ejdist.training.chats.encoding import Encoder, Skipped
 from ejdist.training.chats.special_tokens import BY_FILES, SpecialTokens
 from ejdist.training.data.conversation_keys import Asked
@@ -39,7 +40,7 @@ def shown(
     Raises:
       ValueError: the rows are text, or a key is wrong; or a row is, and data.on_error = stop.
     """
-    folder = Path(source).expanduser() if isinstance(source, str) and not is_stream(source) else None
+    folder = source_path("data.source", source) if isinstance(source, str) and not is_stream(source) else None
     if folder is not None and is_dataset(folder):
         yield from _of_dataset(folder, count)
         return

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ejdist.buckets import BucketPath, source_path
+from ejdist.paths import is_url
 from ejdist.training.chats import EXAMPLES
 
 STDLIB = "stdlib"
@@ -27,10 +29,11 @@ class NotText(ValueError):
 
 
 def files_of(source: str | Sequence[str] | None) -> list[Path]:
-    """Returns the files of a source: "stdlib", "example_chats", or one or more globs ("corpus/**/*.jsonl.gz").
+    """Returns the files of a source: "stdlib", "example_chats", or one or more globs ("corpus/**/*.jsonl.gz"), of files or of
+    objects of a bucket (gs://BUCKET/*.jsonl), which are `ejdist.buckets.BucketPath`.
 
-    They are sorted by path, whatever the order of the globs and of the file system. A file that is found more than once, by
-    several globs or through links, is taken once. As in a shell, a glob passes over hidden files.
+    They are sorted by path, whatever the order of the globs and of the file system, objects last. A file that is found more
+    than once, by several globs or through links, is taken once. As in a shell, a glob passes over hidden files.
 
     Raises:
       ValueError: there is no source, a pattern matches no file, a folder of it cannot be listed, or a link leads nowhere.
@@ -49,9 +52,28 @@ def files_of(source: str | Sequence[str] | None) -> list[Path]:
     if not isinstance(patterns, Sequence) or not patterns or not all(isinstance(p, str) for p in patterns):
         raise ValueError(f"data.source = {source!r}: give {STDLIB!r}, a glob of files, or a list of globs")
     by_real_path: dict[str, Path] = {}
-    for path in sorted({p for pattern in patterns for p in _matches(pattern)}):
+    for path in sorted({p for pattern in patterns if not is_url(pattern) for p in _matches(pattern)}):
         by_real_path.setdefault(os.path.realpath(path), path)
-    return list(by_real_path.values())
+    objects = {o for pattern in patterns if is_url(pattern) for o in _objects(pattern)}
+    return [*by_real_path.values(), *sorted(objects)]
+
+
+def _objects(pattern: str) -> list[Any]:
+    """Returns the objects of a bucket that a pattern names."""
+    one = source_path("data.source", pattern)
+    bucket, _, names = pattern[5:].partition("/")
+    try:
+        if one.is_file():
+            return [one]
+        matches = BucketPath(f"gs://{bucket}").glob(names) if glob.has_magic(names) else []
+        hint = "give a pattern such as gs://BUCKET/corpus/**/*.jsonl" if one.is_dir() else "check the name"
+    except OSError as error:
+        raise ValueError(
+            f"data.source = {pattern!r}: cannot list it: {error.strerror}; check the bucket's name and permissions"
+        ) from None
+    if not matches:
+        raise ValueError(f"data.source = {pattern!r} matches no object: {hint}")
+    return matches
 
 
 def _matches(pattern: str) -> list[Path]:
@@ -275,7 +297,8 @@ def _table(path: Path, columns: Sequence[str], *, needed: bool = False) -> Itera
 
     row = 0
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as table:
+        file: Any = path.open() if isinstance(path, BucketPath) else path
+        with pq.ParquetFile(file, page_checksum_verification=True) as table:
             names = table.schema_arrow.names
             read = [name for name in columns if name in names]
             if read and (columns[0] in read or not needed):

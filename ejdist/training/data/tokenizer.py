@@ -8,10 +8,11 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from ejdist.buckets import source_path
 from ejdist.training.chats.special_tokens import AUTO, BY_FILES, SpecialTokens, ids_of
 
 
@@ -106,14 +107,14 @@ class FileTokenizer:
 
     def __init__(self, path: str | os.PathLike, asked: SpecialTokens = BY_FILES) -> None:
         argument = f"data.tokenizer = {str(path)!r}"
-        path = tokenizer_file(path)
+        file = tokenizer_file(path)
         try:
-            content = path.read_bytes()
+            content = file.read_bytes()
         except FileNotFoundError:
             raise ValueError(f"{argument}: no such file; give 'bytes', 'bpe:4096' or a path") from None
         except OSError as error:
             raise ValueError(f"{argument} cannot be read: {error.strerror}; give a tokenizer.json that can") from error
-        self._load(content, argument, asked, path.parent)
+        self._load(content, argument, asked, file.parent)
 
     @classmethod
     def of(cls, content: bytes, argument: str, asked: SpecialTokens = BY_FILES) -> FileTokenizer:
@@ -175,13 +176,13 @@ class FileTokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-def tokenizer_file(path: str | os.PathLike) -> Path:
-    """Returns the file of a tokenizer: of a folder, the tokenizer.json in it.
+def tokenizer_file(path: str | os.PathLike) -> Any:
+    """Returns the file of a tokenizer, a `Path` or a `BucketPath`: of a folder, the tokenizer.json in it.
 
     Raises:
       ValueError: the folder has none; names what it has instead, and the remedy.
     """
-    expanded = Path(path).expanduser()
+    expanded = source_path("data.tokenizer", str(path))
     if not expanded.is_dir() or (expanded / "tokenizer.json").is_file():
         return expanded / "tokenizer.json" if expanded.is_dir() else expanded
     other = next(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ejdist.buckets import path_of
 from ejdist.training.chats.encoding import Chats
 from ejdist.training.chats.special_tokens import BY_FILES, SpecialTokens
 from ejdist.training.data.blocks import BLOCK
@@ -133,7 +134,7 @@ def make_shard(folder: Path, unit: Unit, settings: Settings, tokenizer: Tokenize
         tokenizer_facts = {"tokenizer": settings.fingerprint} | (settings.special_tokens or {})
         new.facts = {**facts, **tokenizer_facts, "sources": Unit(spans).facts()}
         for span in unit.spans:
-            now = None if span.streamed else span_of(Path(span.path))
+            now = None if span.streamed else span_of(path_of(span.path))
             if now and (now.size, now.mtime_ns) != (span.size, span.mtime_ns):
                 raise ValueError(
                     f"data.source: {span.path} changed while it was read; start again once nothing writes to it"

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from ejdist.buckets import path_of
 from ejdist.training.data.hub import hub_documents
 from ejdist.training.data.sources import decoded, documents, is_jsonl, is_text, jsonl_between, unreadable
 
@@ -103,7 +104,7 @@ def units_of(files: Sequence[Span], shard_bytes: int, made: Sequence[Unit] = ())
         grouped = 0
 
     for file in files:
-        path = Path(file.path)
+        path = path_of(file.path)
         if file.path in unit_of:
             close()
             if unit_of[file.path].spans[0].path == file.path:  # its files follow each other: it comes with the first
@@ -128,7 +129,7 @@ def texts_of(span: Span, text_key: str) -> Iterator[str]:
     Raises:
       ValueError: the file or a row is wrong; names it.
     """
-    path = Path(span.path)
+    path = path_of(span.path)
     if span.streamed:
         texts = hub_documents(span.path, span.begin, span.end, text_key)
     elif is_text(path) and span.size > TEXT_PART:
@@ -142,7 +143,7 @@ def texts_of(span: Span, text_key: str) -> Iterator[str]:
 
 def digest_of(span: Span) -> str:
     """Returns the SHA-256 of the bytes of a span."""
-    digest, path = hashlib.sha256(), Path(span.path)
+    digest, path = hashlib.sha256(), path_of(span.path)
     try:
         with path.open("rb") as f:
             f.seek(span.begin)
