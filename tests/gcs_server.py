@@ -44,6 +44,7 @@ class Server:
         self.name, self.bucket = name, Bucket()
         self.uploads: dict[str, tuple[str, str | None, bytearray]] = {}
         self.requests: list[str] = []
+        self.forbidden: tuple[str, ...] = ()  # methods that the account may not use
         owner = self
 
         class Handler(_Handler):
@@ -102,7 +103,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self, method: str) -> None:
         body = self._body()
         self.server_state.requests.append(f"{method} {self.path}")
-        status, headers, answer = self._answer(method, self.path, body, dict(self.headers))
+        if method in self.server_state.forbidden:
+            status, headers, answer = _error(403, f"an-account does not have access to {method}")
+        else:
+            status, headers, answer = self._answer(method, self.path, body, dict(self.headers))
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -163,6 +167,8 @@ class _Handler(BaseHTTPRequestHandler):
             return 204, {}, b""
         if query.get("ifGenerationNotMatch") == str(generation):
             return 304, {}, b""
+        if query.get("generation", str(generation)) != str(generation):
+            return _error(404, "no such generation")
         if query.get("ifGenerationMatch", str(generation)) != str(generation):
             return _error(412, "another generation")
         if query.get("alt") != "media":

@@ -280,7 +280,7 @@ def test_a_step_has_few_reads_and_no_bytes_that_it_does_not_need(tmp_path, monke
     reads.clear()
     assert all(same(data.batch(step), batch) for step, batch in enumerate(made)) and not reads, "in memory"
     monkeypatch.setattr(dataset, "_KEPT_TOKENS", 0)
-    monkeypatch.setattr(blocks, "_GAP", 16)
+    monkeypatch.setattr(blocks.OpenFile, "gap", 16)
     data = build(section_of(source), seed=0)
     for step in range(50):
         data.batch(step)

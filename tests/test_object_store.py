@@ -154,8 +154,11 @@ def test_without_its_library_a_bucket_is_refused_with_the_extra(monkeypatch):
     [
         (["run.dir=gs://a-bucket/run"], "run.dir = 'gs://a-bucket/run' is a URL, and this key takes a path"),
         (["data.source=s3://a-bucket/*.jsonl"], "data.source = 's3://a-bucket/*.jsonl' is a URL"),
-        (["data.source=[a.jsonl,gs://a-bucket/b.jsonl]"], "data.source = 'gs://a-bucket/b.jsonl' is a URL"),
-        (["data.tokenizer=gs://a-bucket/tokenizer.json"], "data.tokenizer = 'gs://a-bucket/tokenizer.json' is a URL"),
+        (["data.source=[a.jsonl,s3://a-bucket/b.jsonl]"], "data.source = 's3://a-bucket/b.jsonl' is a URL"),
+        (
+            ["data.tokenizer=s3://a-bucket/tokenizer.json"],
+            "path of this machine, or gs://BUCKET/NAME: mount the bucket",
+        ),
         (["data.cache_dir=gs://a-bucket/cache"], "data.cache_dir = 'gs://a-bucket/cache' is a URL"),
         (["checkpoint.dir=s3://a-bucket/run"], "checkpoint.dir = 's3://a-bucket/run'"),
         (["model.init_from=s3://a-bucket/run"], "model.init_from = 's3://a-bucket/run'"),
@@ -174,7 +177,7 @@ def test_a_key_of_a_command_that_takes_no_url_says_so(tmp_path, capsys):
         (export, ["run.dir=run", "to=gs://a-bucket/files"], "to = 'gs://a-bucket/files' is a URL"),
         (export, ["from=gs://a-bucket/files"], "from = 'gs://a-bucket/files' is a URL"),
         (export, ["run.dir=s3://a-bucket/run", "to=files"], "run.dir = 's3://a-bucket/run'"),
-        (tokenize, ["source=gs://a-bucket/a.txt", "to=x"], "source = 'gs://a-bucket/a.txt' is a URL"),
+        (tokenize, ["source=s3://a-bucket/a.txt", "to=x"], "source = 's3://a-bucket/a.txt' is a URL"),
         (tokenize, ["source=a.txt", "to=gs://a-bucket/x"], "to = 'gs://a-bucket/x' is a URL"),
     ):
         assert command(arguments) == WRONG

@@ -144,7 +144,7 @@ WRONG_CALLS = [
     (["model=hf:{f}", "model.init_from=x"], "both name the weights; give one of them"),
     (["model=hf:{tmp}/none"], "is no folder: model=hf takes the model from the config.json"),
     (["model=hf:{tmp}/empty"], "has no config.json: model=hf takes the model"),
-    (["model=hf:gs://bucket/model"], "model=hf reads a folder of this machine"),
+    (["model=hf:s3://bucket/model"], "is a URL, and this key takes a path of this machine, or gs://BUCKET/NAME"),
     (["model=hf:{tmp}/other"], "is of GemmaForCausalLM, which is not supported; supported are LlamaForCausalLM"),
     (["model=hf:{f}", "model.num_layers=5"], "model.num_layers = 5 in this recipe, and {f}/config.json has 3"),
     (["model=hf:{f}", "model.qk_norm=false"], "model.qk_norm = false in this recipe, and {f}/config.json has true"),

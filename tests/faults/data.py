@@ -140,7 +140,7 @@ FAULTS = (
     Fault(
         "spans far apart are read together",
         "CheckedFile.read",
-        "_joined($rest, _GAP)",
+        "_joined($rest, $handle.gap)",
         "_joined($rest, 1 << 30)",
         f"{READ} -k few_reads",
     ),
