@@ -286,7 +286,7 @@ NOTES = {
     "mesh.dp": "It counts replicas; mesh.fsdp shards parameters too",
     "model.init_from": "With model=hf the model is that of the folder's config.json",
     "model.compute_dtype": "It is bfloat16 or float32; parameters stay float32. model=hf takes that of the folder",
-    "data.tokenizer": "It takes a tokenizer.json, or a folder with one",
+    "data.tokenizer": "It takes a tokenizer.json, or a folder with one, here or in gs://",
     "data.bos": "auto follows the tokenizer's folder, null is none",
     "data.eos": "auto follows the tokenizer's folder, null is none",
     "optimizer.warmup_steps": "It counts steps",

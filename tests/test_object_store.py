@@ -1,6 +1,8 @@
 """Checkpoints in a bucket: TensorStore's own driver, gcsfs and google-cloud-storage, against a server that plays the store."""
 
+import json
 import os
+import shutil
 import sys
 
 import jax
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 from damaged_checkpoints import BESIDE, described, small_state
 from etils import epath
+from published_folder import LETTERS, write_folder
 from small_run import TINY, losses
 
 from ejdist.paths import check_folder, place
@@ -16,6 +19,7 @@ from ejdist.training.runs import Run
 from ejdist.weights.files import WeightsError
 from launch.errors import BAD_CHECKPOINT, DONE, WRONG
 from launch.export import main as export
+from launch.processes import Job
 from launch.train import main
 
 URL = "gs://a-bucket/runs/one"
@@ -37,6 +41,7 @@ def server():
 @pytest.fixture
 def bucket(server):
     server.bucket.objects.clear()
+    server.forbidden = ()
     return server.bucket
 
 
@@ -193,3 +198,61 @@ def test_a_path_is_no_url():
 def test_a_folder_without_checkpoints_is_no_run(tmp_path):
     with pytest.raises(WeightsError, match=r"holds no checkpoint; give the run\.dir of a run that has one"):
         Run(tmp_path)
+
+
+def hosts_with_folders_of_their_own(tmp_path, name, arguments):
+    """Returns (exit codes, logs) of two hosts; `~` is another folder on each, as on machines that share nothing."""
+    homes = {i: tmp_path / f"host-{i}" for i in range(2)}
+    environment = {i: {"HOME": str(home), "EJDIST_CACHE_DIR": str(home / "cache")} for i, home in homes.items()}
+    for home in homes.values():
+        home.mkdir(exist_ok=True)
+    job = Job(2, tmp_path / name, 2).start([*arguments, "run.dir=~/run"], environment=environment)
+    codes = job.wait(400, after_first=60)
+    return codes, "\n".join(job.log(i).read_text() for i in range(2))
+
+
+@pytest.mark.slow
+def test_hosts_that_share_a_bucket_and_nothing_else(bucket, server, corpus, tmp_path):
+    """Data, tokenizer, weights and checkpoints come from the bucket, and only host 0 writes to its run.dir. After host 0 has got
+    another disk the run goes on, with the losses of one that was never stopped."""
+    for path in write_folder(tmp_path / "model", "llama").iterdir():
+        bucket.put(f"model/{path.name}", path.read_bytes(), None)
+    texts = ["".join(LETTERS[(i * j * 7 + j) % 9] for j in range(5 + i % 30)) for i in range(60)]
+    bucket.put("texts/a.jsonl", "\n".join(json.dumps({"text": text}) for text in texts).encode(), None)
+    run = [
+        "recipe=short_context",
+        "model=hf:gs://a-bucket/model",
+        "data=files",
+        "data.source=gs://a-bucket/texts/*.jsonl",
+    ]
+    run += [
+        "data.sequence_length=32",
+        "data.global_batch=4",
+        "run.steps=6",
+        "checkpoint.every=2",
+        "mesh.dp=2",
+        "mesh.fsdp=2",
+    ]
+    run += ["optimizer.warmup_steps=1", "optimizer.schedule=constant"]
+    calm = ["run.dir=calm", f"checkpoint.dir={tmp_path}/kept", f"data.cache_dir={tmp_path}/cache"]
+    assert main([*run, *calm]) == DONE
+    assert losses("calm") != []
+    shared = [*run, f"checkpoint.dir={URL}"]
+    codes, said = hosts_with_folders_of_their_own(tmp_path, "first", [*shared, "run.stop_after=4"])
+    assert codes == [DONE, DONE], said
+    assert "parameters read from gs://a-bucket/model" in said
+    assert {"metrics.jsonl", "hosts.json", "published"} <= {p.name for p in (tmp_path / "host-0" / "run").iterdir()}
+    assert not (tmp_path / "host-1" / "run").exists()
+    first = losses(tmp_path / "host-0" / "run")
+    shutil.rmtree(tmp_path / "host-0")
+    codes, said = hosts_with_folders_of_their_own(tmp_path, "second", shared)
+    assert codes == [DONE, DONE] and "resuming from step 4" in said, said
+    np.testing.assert_allclose([*first, *losses(tmp_path / "host-0" / "run")], losses("calm"), rtol=1e-4)
+    # Without a place that both share, and with one that may not be written, before anything is compiled.
+    codes, said = hosts_with_folders_of_their_own(tmp_path, "third", run)
+    assert codes == [WRONG, WRONG] and "host 1 (" in said and "give checkpoint.dir a folder or bucket" in said, said
+    server.forbidden = ("POST",)
+    codes, said = hosts_with_folders_of_their_own(tmp_path, "fourth", [*run, "checkpoint.dir=gs://a-bucket/runs/two"])
+    server.forbidden = ()
+    assert codes == [WRONG, WRONG] and "cannot write to checkpoint.dir = gs://a-bucket/runs/two" in said, said
+    assert "compiling the step" not in said

@@ -46,7 +46,8 @@ def decoder_type() -> Any:
 class DecoderConfig(DecoderShape):
     """The `model` section of a recipe: a decoder's shape and options, and the model that they make."""
 
-    # A folder with config.json and safetensors, or the run.dir of another run: parameters at the start; null draws them.
+    # A folder with config.json and safetensors, here or in gs://, or the run.dir of another run: parameters at the start; null
+    # draws them.
     init_from: str | None = operational(None, recorded=True)  # decides nothing once there is a checkpoint
 
     def validate(self) -> None:

@@ -52,7 +52,8 @@ class CheckpointSection:
     keep: int = operational(3)  # how many of the latest to keep
     keep_every: int = operational(0)  # keep checkpoints at multiples of this step forever; 0: none
     keep_hours: float = operational(0)  # keep the first forever, then one per this many hours; 0: none
-    dir: str | None = operational(None)  # a folder, or gs://BUCKET/FOLDER; default: checkpoints in run.dir
+    # A folder that all hosts share, or gs://BUCKET/FOLDER; default: checkpoints in run.dir, which they then share.
+    dir: str | None = operational(None)
     local: str | None = operational(None)  # a folder on a fast disk of each host, for checkpoints between those in dir
     local_every: int = operational(0)  # steps between local checkpoints
 

@@ -41,7 +41,8 @@ from kernels.framework.registry import Platform
 class RunSection:
     """The `run` section of a recipe. When a run resumes, `check_same_run` compares `steps`, and the data cursor `seed`."""
 
-    dir: str = operational("outputs/run")  # everything that the run writes; an existing run resumes
+    # Everything that the run writes; an existing run resumes. With checkpoint.dir elsewhere it is a folder of host 0 alone.
+    dir: str = operational("outputs/run")
     steps: int = compared(200, recorded=True)  # steps of the whole run, where its schedule ends
     # Continue past the end of the schedule: rates follow the new run.steps from here on.
     extend: bool = operational(False)

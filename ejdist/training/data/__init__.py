@@ -39,8 +39,8 @@ class DataSection:
     content of the corpus and the tokenizer, which may have moved."""
 
     # The folder of a dataset that launch.tokenize made; or "stdlib", "example_chats", a glob of files (text, jsonl, jsonl.gz,
-    # parquet) or a list of globs, which are tokenized at the start; hf:NAME[:SPLIT]; or NAME:REST of a source that a plugin
-    # registers.
+    # parquet) or a list of globs, which are tokenized at the start; either in a bucket, gs://BUCKET/NAME; hf:NAME[:SPLIT]; or
+    # NAME:REST of a source that a plugin registers.
     source: Any = compared("stdlib", recorded=True)
     # Instead of source: a list of {source, weight}, and text_key, format, loss_on and chat_template where they differ.
     mixture: Any = compared(None, recorded=True)
@@ -56,8 +56,8 @@ class DataSection:
     on_error: str = compared("stop")  # a row that is wrong: stop or skip
     too_long: str = compared("stop", recorded=True)  # a conversation that is longer than a row: stop, skip or truncate
     text_key: str = compared("text", recorded=True)  # the key or column of jsonl and parquet rows
-    # How text becomes tokens: bytes, bpe:SIZE (trained on the corpus), a tokenizer.json or a folder that has one, or dataset:
-    # the dataset's own.
+    # How text becomes tokens: bytes, bpe:SIZE (trained on the corpus), a tokenizer.json or a folder that has one, here or in
+    # gs://, or dataset: the dataset's own.
     tokenizer: str = compared("bytes", recorded=True)
     # The token before a document: auto, as the tokenizer's folder says; null for none.
     bos: str | None = compared("auto", recorded=True)
