@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import threading
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -23,6 +24,7 @@ class Bucket:
 
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, int]] = {}
+        self.updated: dict[int, datetime] = {}  # of each generation
         self.lock = threading.Lock()
         self.generations = itertools.count(1)
 
@@ -33,6 +35,7 @@ class Bucket:
             if wanted is not None and int(wanted) != there:
                 return None
             generation = next(self.generations)
+            self.updated[generation] = datetime.now(UTC)
             self.objects[name] = (data, generation)
             return generation
 
@@ -106,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
         if method in self.server_state.forbidden:
             status, headers, answer = _error(403, f"an-account does not have access to {method}")
         else:
-            status, headers, answer = self._answer(method, self.path, body, dict(self.headers))
+            status, headers, answer = self._answer(method, self.path, body, self.headers)
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -190,12 +193,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _facts(self, name):
         data, generation = self.server_state.bucket.objects[name]
+        updated = self.server_state.bucket.updated[generation].strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         crc = base64.b64encode(google_crc32c.Checksum(data).digest()).decode()
         return {
             "kind": "storage#object", "name": name, "bucket": self.server_state.name, "size": str(len(data)),
             "generation": str(generation), "metageneration": "1", "crc32c": crc,
             "md5Hash": base64.b64encode(hashlib.md5(data).digest()).decode(),
-            "timeCreated": "2026-01-01T00:00:00.000Z", "updated": "2026-01-01T00:00:00.000Z",
+            "timeCreated": updated, "updated": updated,
             "contentType": "application/octet-stream", "etag": str(generation), "storageClass": "STANDARD",
         }  # fmt: skip
 

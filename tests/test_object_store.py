@@ -213,8 +213,8 @@ def hosts_with_folders_of_their_own(tmp_path, name, arguments):
 
 @pytest.mark.slow
 def test_hosts_that_share_a_bucket_and_nothing_else(bucket, server, corpus, tmp_path):
-    """Data, tokenizer, weights and checkpoints come from the bucket, and only host 0 writes to its run.dir. After host 0 has got
-    another disk the run goes on, with the losses of one that was never stopped."""
+    """Data, tokenizer, weights and checkpoints come from the bucket, and only host 0 writes to its run.dir. After host 0 has
+    got another disk the run goes on, with the losses of one that was never stopped."""
     for path in write_folder(tmp_path / "model", "llama").iterdir():
         bucket.put(f"model/{path.name}", path.read_bytes(), None)
     texts = ["".join(LETTERS[(i * j * 7 + j) % 9] for j in range(5 + i % 30)) for i in range(60)]

@@ -33,8 +33,8 @@ _STALE = 120.0  # seconds without one after which the owner is taken to be gone
 # Seconds to wait for a previous process that is stopping and may still be writing its checkpoint.
 _PATIENCE = 60.0
 _EVERY = 0.5
-# (device, inode) of a folder -> its lock in this process, which has one run at a time.
-_HELD: weakref.WeakValueDictionary[tuple[int, int], Lock] = weakref.WeakValueDictionary()
+# (device, inode) of a folder, or the URL of one -> its lock in this process, which has one run at a time.
+_HELD: weakref.WeakValueDictionary[Any, Lock] = weakref.WeakValueDictionary()
 
 
 @contextlib.contextmanager
@@ -108,7 +108,7 @@ class Lock:
       limit: seconds that the other hosts wait for it.
     """
 
-    def __init__(self, key: str, directory: Path, holds: bool, limit: float) -> None:
+    def __init__(self, key: str, directory: Any, holds: bool, limit: float) -> None:
         self.key, self.directory, self._holds, self._limit = key, directory, holds, limit
         self._mine: Owner | None = None
         self._ended = threading.Event()
@@ -127,10 +127,9 @@ class Lock:
             return False
         if make:
             self.directory.mkdir(parents=True, exist_ok=True)
-        if not self.directory.is_dir():  # missing, or not a folder, which is reported when it is used
+        if (identity := self._identity()) is None:
             return False
-        facts = self.directory.stat()
-        if before := _HELD.get((facts.st_dev, facts.st_ino)):
+        if before := _HELD.get(identity):
             before.release()
         try:
             self._mine = self._acquire(log)
@@ -138,10 +137,18 @@ class Lock:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):  # no run can write there
                 return False
             raise
-        _HELD[facts.st_dev, facts.st_ino] = self
+        _HELD[identity] = self
         self._ended.clear()
         threading.Thread(target=_renewing, args=(weakref.ref(self), self._ended), name="owner", daemon=True).start()
         return True
+
+    def _identity(self) -> Any:
+        """Returns what is the same for every name of the folder; None if it is missing, or no folder, which is reported when it
+        is used."""
+        if not self.directory.is_dir():
+            return None
+        facts = self.directory.stat()
+        return facts.st_dev, facts.st_ino
 
     def check(self) -> None:
         """Raises ValueError if this process held the lock and another one has taken it over: then it may write no more."""
@@ -171,7 +178,7 @@ class Lock:
         self.release()
 
     @property
-    def _file(self) -> Path:
+    def _file(self) -> Any:
         return self.directory / OWNER
 
     def _look(self) -> tuple[Owner | None, float]:
@@ -189,16 +196,15 @@ class Lock:
     def _acquire(self, log: Any) -> Owner:
         me = _me()
         candidate = self.directory / f"{OWNER}-{me.id}"
-        candidate.write_text(json.dumps(asdict(me)))
+        self._offer(candidate, me)
         began, logged, first = time.monotonic(), False, None
         try:
-            while not _linked(candidate, self._file):
+            while not self._claim(candidate):
                 owner, renewed = self._look()
                 if owner is None:
                     continue
                 first = renewed if first is None else first
-                os.utime(candidate)
-                age = candidate.stat().st_mtime - renewed
+                age = self._now(candidate) - renewed
                 if (lives := owner.lives()) is False or (lives is None and age > _STALE):
                     if self._take_over(candidate, owner, log):
                         break
@@ -211,8 +217,24 @@ class Lock:
                 logged = True
                 time.sleep(_EVERY)
         finally:
-            candidate.unlink(missing_ok=True)
+            self._withdraw(candidate)
         return me
+
+    def _offer(self, candidate: Any, me: Owner) -> None:
+        """Writes what is to be the owner."""
+        candidate.write_text(json.dumps(asdict(me)))
+
+    def _claim(self, candidate: Any) -> bool:
+        """Makes the candidate the owner, unless there is one; returns whether it is."""
+        return _linked(candidate, self._file)
+
+    def _now(self, candidate: Any) -> float:
+        """Returns the time by the clock by which `_look` says when the owner was renewed."""
+        os.utime(candidate)
+        return candidate.stat().st_mtime
+
+    def _withdraw(self, candidate: Any) -> None:
+        candidate.unlink(missing_ok=True)
 
     def _taken(self, owner: Owner, age: float, lives: bool) -> Exception:
         seen = f"{owner}, last seen {max(0.0, age):.0f} s ago"

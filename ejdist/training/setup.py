@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 
+from ejdist.buckets import BucketPath
 from ejdist.cluster.agreement import environment, first_alone
 from ejdist.cluster.hosts import Hosts
 from ejdist.mesh import make_mesh
-from ejdist.paths import ELSEWHERE, is_step, is_url
+from ejdist.paths import ELSEWHERE, is_step, is_url, place
 from ejdist.registered import check_recorded, digests, load
 from ejdist.sections import flat, validate
+from ejdist.training.bucket_lock import BucketLock
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
 from ejdist.training.checkpoint_format import check_same_model
 from ejdist.training.checkpoint_policy import Saves, Tier
@@ -185,6 +187,9 @@ def open_run(
         if checkpoint_dir.name == "checkpoints" and checkpoint_dir.resolve().parent != directory.resolve():
             folders.append(("checkpoint.dir", checkpoint_dir.parent))
     locks = [Lock(key, folder, hosts.index == 0, hosts.limit) for key, folder in folders]
+    if s.checkpoint.dir is not None and is_url(s.checkpoint.dir):
+        place("checkpoint.dir", s.checkpoint.dir)  # what reads and writes it is installed
+        locks.append(BucketLock("checkpoint.dir", BucketPath(s.checkpoint.dir), hosts.index == 0, hosts.limit))
     for lock in locks:
         lock.take(log)  # before any host lists the folder: a process that is ending may still write its last checkpoint
     hosts.broadcast("that its folders are locked")

@@ -15,7 +15,7 @@ FAULTS = (
     Fault(
         "two runs are made in one folder",
         "Lock._acquire",
-        "not _linked($candidate, self._file)",
+        "not self._claim($candidate)",
         "False",
         "tests/test_run_files.py -k another_process",
     ),

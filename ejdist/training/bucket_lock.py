@@ -1,0 +1,163 @@
+"""Allows one run at a time in a bucket's folder, as `run_lock` does in a folder of a disk.
+
+The owner is an object, which is made and replaced only in the place of the generation that was seen: one of several processes
+succeeds. It is renewed by another generation. The store's clock dates them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import threading
+import time
+from dataclasses import asdict
+from typing import Any
+
+from ejdist.buckets import BucketPath, reason_of
+from ejdist.training.run_lock import OWNER, Lock, Owner
+
+_TIMEOUT = 10.0  # seconds for an answer
+_PATIENT = 30.0  # seconds in which a request is sent again
+
+
+class BucketLock(Lock):
+    """The ownership of a folder of a bucket. Where the bucket cannot be reached or written, nobody owns it: a check of the
+    bucket itself says why."""
+
+    directory: BucketPath
+    _candidate: Owner
+
+    def __init__(self, key: str, directory: BucketPath, holds: bool, limit: float) -> None:
+        super().__init__(key, directory, holds, limit)
+        self._turn = threading.Lock()  # the thread that renews has the same client
+        self._generation = 0  # of the owner, as last seen or written
+        self._began: tuple[float, float] | None = None  # the store's clock, and ours at that moment
+
+    def take(self, log: Any, *, make: bool = False) -> bool:
+        """As `Lock.take`, whether or not there is anything in the folder yet."""
+        try:
+            return super().take(log)
+        except OSError as error:
+            if make or error.errno != errno.ENOENT:
+                raise
+            return False
+
+    def check(self) -> None:
+        """As `Lock.check`. Where the store does not answer, the save that follows says so."""
+        with contextlib.suppress(OSError):
+            super().check()
+
+    def _identity(self) -> Any:
+        return str(self.directory)
+
+    def _offer(self, candidate: Any, me: Owner) -> None:
+        self._candidate, self._began = me, None
+
+    def _claim(self, candidate: Any) -> bool:
+        return self._write(self._candidate, 0)
+
+    def _withdraw(self, candidate: Any) -> None:
+        pass
+
+    def _take_over(self, candidate: Any, owner: Owner, log: Any) -> bool:
+        if not self._write(self._candidate, self._generation):
+            return False
+        log(f"{self.directory} belonged to {owner}, which is gone")
+        return True
+
+    def _restore(self) -> bool:
+        return self._mine is not None and self._write(self._mine, 0)
+
+    def renew(self) -> None:
+        """Shows that this process lives."""
+        with contextlib.suppress(OSError):  # the store may be away; the next time may succeed
+            owner, _ = self._look()
+            if owner is None:
+                self._restore()
+            elif self._mine is not None and owner.id == self._mine.id:
+                self._write(self._mine, self._generation)
+
+    def release(self) -> None:
+        self._ended.set()
+        mine, self._mine = self._mine, None
+        if mine is not None:
+            with contextlib.suppress(
+                OSError
+            ):  # also where the network is gone, which the end of a process does not wait for
+                self._call(functools.partial(self._delete, mine), seconds=0)
+
+    def _delete(self, mine: Owner, blob: Any, **how: Any) -> None:
+        owner, _ = self._read(blob, **how)
+        if owner is not None and owner.id == mine.id:
+            blob.delete(if_generation_match=self._generation, **how)
+
+    def _now(self, candidate: Any) -> float:
+        if self._began is None:
+            blob = self._blob(f"{OWNER}-{self._candidate.id}")
+            self._call(lambda _, **how: blob.upload_from_string(b"", if_generation_match=0, **how))
+            self._began = blob.updated.timestamp(), time.monotonic()
+            with contextlib.suppress(OSError):
+                self._call(lambda _, **how: blob.delete(**how))
+        there, here = self._began
+        return there + time.monotonic() - here
+
+    def _look(self) -> tuple[Owner | None, float]:
+        return self._call(self._read)
+
+    def _read(self, blob: Any, **how: Any) -> tuple[Owner | None, float]:
+        from google.api_core.exceptions import NotFound
+
+        try:
+            blob.reload(**how)
+            text = blob.download_as_bytes(if_generation_match=blob.generation, **how)
+        except NotFound:
+            return None, 0.0
+        self._generation = blob.generation
+        try:
+            return Owner(**json.loads(text)), blob.updated.timestamp()
+        except (ValueError, TypeError):  # another program wrote it
+            return Owner("", "", 0, "", ""), blob.updated.timestamp()
+
+    def _write(self, owner: Owner, generation: int) -> bool:
+        """Writes the owner in the place of a generation (0: of none); returns False if another one is there."""
+        from google.api_core.exceptions import PreconditionFailed
+
+        def write(blob: Any, **how: Any) -> bool:
+            try:
+                blob.upload_from_string(json.dumps(asdict(owner)), if_generation_match=generation, **how)
+            except PreconditionFailed:
+                there, _ = self._read(blob, **how)
+                # A request whose answer was lost is sent again, and finds what it wrote.
+                return generation == 0 and there is not None and there.id == owner.id
+            self._generation = blob.generation
+            return True
+
+        return self._call(write)
+
+    @functools.cached_property
+    def _client(self) -> Any:
+        from google.cloud import storage
+
+        return storage.Client()
+
+    def _blob(self, name: str) -> Any:
+        bucket, _, folder = str(self.directory)[5:].partition("/")
+        return self._client.bucket(bucket).blob(f"{folder}/{name}")
+
+    def _call(self, function: Any, seconds: float = _PATIENT) -> Any:
+        """Returns the result of a function of the owner's object, called with how long its requests may take.
+
+        Raises:
+          OSError: the store refuses, or cannot be reached for so many seconds.
+        """
+        from google.cloud.storage.retry import DEFAULT_RETRY
+
+        try:
+            with self._turn:
+                retry = DEFAULT_RETRY.with_timeout(seconds) if seconds else None
+                return function(self._blob(OWNER), timeout=_TIMEOUT, retry=retry)
+        except Exception as error:
+            code = {403: errno.EACCES, 404: errno.ENOENT}.get(getattr(error, "code", None) or 0)
+            raise OSError(code or errno.EIO, reason_of(error)[1], str(self.directory)) from error
