@@ -1,6 +1,6 @@
-"""Allows one run at a time in a bucket's folder, as `run_lock` does in a folder of a disk.
+"""The locks of a run: of its folders (`run_lock`), and of a folder of a bucket.
 
-The owner is an object, which is made and replaced only in the place of the generation that was seen: one of several processes
+A bucket's owner is an object, which is made and replaced only in the place of the generation that was seen: one of several processes
 succeeds. It is renewed by another generation. The store's clock dates them all.
 """
 
@@ -13,9 +13,12 @@ import json
 import threading
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from ejdist.buckets import BucketPath, reason_of
+from ejdist.cluster.hosts import Hosts
+from ejdist.paths import is_url, place
 from ejdist.training.run_lock import OWNER, Lock, Owner
 
 _TIMEOUT = 10.0  # seconds for an answer
@@ -161,3 +164,29 @@ class BucketLock(Lock):
         except Exception as error:
             code = {403: errno.EACCES, 404: errno.ENOENT}.get(getattr(error, "code", None) or 0)
             raise OSError(code or errno.EIO, reason_of(error)[1], str(self.directory)) from error
+
+
+def locks_of(run_dir: Path, checkpoint_dir: str | None, hosts: Hosts) -> list[Lock]:
+    """Returns the locks, none of which is taken, of the folders of a run.
+
+    Raises:
+      ValueError: checkpoint.dir is run.dir, or what reads and writes a bucket is not installed.
+    """
+    folders = [("run.dir", run_dir)]
+    bucket = checkpoint_dir is not None and is_url(checkpoint_dir)
+    if checkpoint_dir is not None and not bucket:
+        folder = Path(checkpoint_dir).expanduser()
+        if folder.resolve() == run_dir.resolve():
+            raise ValueError(
+                f"checkpoint.dir = {checkpoint_dir!r} is run.dir, but a checkpoint folder must hold nothing else; leave it "
+                "out to save to run.dir/checkpoints"
+            )
+        folders.append(("checkpoint.dir", folder))
+        # It may be another run's default folder, whose run.dir is then locked too.
+        if folder.name == "checkpoints" and folder.resolve().parent != run_dir.resolve():
+            folders.append(("checkpoint.dir", folder.parent))
+    locks = [Lock(key, folder, hosts.index == 0, hosts.limit) for key, folder in folders]
+    if checkpoint_dir is not None and bucket:
+        place("checkpoint.dir", checkpoint_dir)
+        locks.append(BucketLock("checkpoint.dir", BucketPath(checkpoint_dir), hosts.index == 0, hosts.limit))
+    return locks

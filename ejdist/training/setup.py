@@ -12,14 +12,13 @@ from typing import Any
 
 import jax
 
-from ejdist.buckets import BucketPath
 from ejdist.cluster.agreement import environment, first_alone
 from ejdist.cluster.hosts import Hosts
 from ejdist.mesh import make_mesh
-from ejdist.paths import ELSEWHERE, is_step, is_url, place
+from ejdist.paths import ELSEWHERE, is_step, is_url
 from ejdist.registered import check_recorded, digests, load
 from ejdist.sections import flat, validate
-from ejdist.training.bucket_lock import BucketLock
+from ejdist.training.bucket_lock import locks_of
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
 from ejdist.training.checkpoint_format import check_same_model
 from ejdist.training.checkpoint_policy import Saves, Tier
@@ -174,22 +173,7 @@ def open_run(
         check_installed(s.run.trackers)
     recipe = {key: value for key, value in flat(s).items() if not key.startswith("cluster.")}
     hosts.compare("the start", recipe | digests() | environment())
-    folders = [("run.dir", directory)]
-    if s.checkpoint.dir is not None and not is_url(s.checkpoint.dir):
-        checkpoint_dir = Path(s.checkpoint.dir).expanduser()
-        if checkpoint_dir.resolve() == directory.resolve():
-            raise ValueError(
-                f"checkpoint.dir = {s.checkpoint.dir!r} is run.dir, but a checkpoint folder must hold nothing else; leave it "
-                "out to save to run.dir/checkpoints"
-            )
-        folders.append(("checkpoint.dir", checkpoint_dir))
-        # It may be another run's default folder, whose run.dir is then locked too.
-        if checkpoint_dir.name == "checkpoints" and checkpoint_dir.resolve().parent != directory.resolve():
-            folders.append(("checkpoint.dir", checkpoint_dir.parent))
-    locks = [Lock(key, folder, hosts.index == 0, hosts.limit) for key, folder in folders]
-    if s.checkpoint.dir is not None and is_url(s.checkpoint.dir):
-        place("checkpoint.dir", s.checkpoint.dir)  # what reads and writes it is installed
-        locks.append(BucketLock("checkpoint.dir", BucketPath(s.checkpoint.dir), hosts.index == 0, hosts.limit))
+    locks = locks_of(directory, s.checkpoint.dir, hosts)
     for lock in locks:
         lock.take(log)  # before any host lists the folder: a process that is ending may still write its last checkpoint
     hosts.broadcast("that its folders are locked")
