@@ -252,6 +252,7 @@ def test_hosts_that_share_a_bucket_and_nothing_else(bucket, server, corpus, tmp_
     # Without a place that both share, and with one that may not be written, before anything is compiled.
     codes, said = hosts_with_folders_of_their_own(tmp_path, "third", run)
     assert codes == [WRONG, WRONG] and "host 1 (" in said and "give checkpoint.dir a folder or bucket" in said, said
+    assert "compiling the step" not in said
     server.forbidden = ("POST",)
     codes, said = hosts_with_folders_of_their_own(tmp_path, "fourth", [*run, "checkpoint.dir=gs://a-bucket/runs/two"])
     server.forbidden = ()

@@ -1,7 +1,7 @@
 """The locks of a run: of its folders (`run_lock`), and of a folder of a bucket.
 
-A bucket's owner is an object, which is made and replaced only in the place of the generation that was seen: one of several processes
-succeeds. It is renewed by another generation. The store's clock dates them all.
+A bucket's owner is an object, which is made and replaced only in the place of the generation that was seen: one of several
+processes succeeds. It is renewed by another generation. The store's clock dates them all.
 """
 
 from __future__ import annotations

@@ -35,14 +35,14 @@ FAULTS = (
     ),
     Fault(
         "two runs are made with one folder of checkpoints",
-        "open_run",
+        "locks_of",
         "$folders.append(('checkpoint.dir', $kept))",
         "",
         "tests/test_run_files.py -k share_a_folder",
     ),
     Fault(
         "the own checkpoints of a run are not taken with it",
-        "open_run",
+        "locks_of",
         "$folders.append(('checkpoint.dir', $kept.parent))",
         "pass",
         "tests/test_run_files.py -k own_checkpoints",
