@@ -29,8 +29,8 @@ FAULTS = (
     Fault(
         "the check makes the bucket that is not there",
         "SharedFolder.__init__",
-        "isinstance($folder, Path)",
-        "True",
+        "is_url(str($folder))",
+        "False",
         f"{READ} -k may_not_be_written",
     ),
     Fault(
