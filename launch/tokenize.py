@@ -27,7 +27,8 @@ USAGE = """usage: python -m launch.tokenize source=GLOB to=DIR [KEY=VALUE ...]
 Run it again to resume, or with more files to add them: finished shards are kept.
 
 keys:
-  source=GLOB       files (text, jsonl, jsonl.gz, parquet), stdlib, or hf:NAME[:SPLIT]; give it several times for several globs
+  source=GLOB       files (text, jsonl, jsonl.gz, parquet), also of a bucket, gs://BUCKET/GLOB; stdlib, or hf:NAME[:SPLIT]; give
+                    it several times for several globs
   to=DIR            the folder of the dataset
   tokenizer=bytes   bytes, a tokenizer.json or a folder with one, or bpe:SIZE, which is trained on a sample
   bos=auto          the token before every document: a token, or null; auto: what the tokenizer's folder says

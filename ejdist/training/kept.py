@@ -35,7 +35,7 @@ def keep(folder: Any, run_dir: Path) -> None:
     None, for a run that starts from no folder, does only that.
 
     Raises:
-      OSError: it cannot be written.
+      ValueError: a file cannot be read. OSError: what is kept cannot be written.
     """
     kept, new = run_dir / KEPT, run_dir / f"{KEPT}.partial"
     if folder is not None and folder.resolve() == kept.resolve():
@@ -44,11 +44,20 @@ def keep(folder: Any, run_dir: Path) -> None:
     if folder is None:
         shutil.rmtree(kept, ignore_errors=True)
         return
-    for name in _names(folder):
+    for name, content in _contents(folder).items():
         (new / name).parent.mkdir(parents=True, exist_ok=True)
-        (new / name).write_bytes((folder / name).read_bytes())
+        (new / name).write_bytes(content)
     shutil.rmtree(kept, ignore_errors=True)
     new.rename(kept)
+
+
+def _contents(folder: Any) -> dict[str, bytes]:
+    try:
+        return {name: (folder / name).read_bytes() for name in _names(folder)}
+    except OSError as error:
+        raise ValueError(
+            f"model.init_from: cannot read {error.filename or folder}: {error.strerror or error}"
+        ) from error
 
 
 def told_of_folder(init_from: str | None, run_dir: Path) -> list[str]:

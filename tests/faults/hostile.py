@@ -50,7 +50,7 @@ FAULTS = (
     Fault(
         "a pipe in the place of weights is waited for",
         "_check_regular",
-        "$path.exists() and (not $path.is_file())",
+        "isinstance($path, Path) and $path.exists() and (not $path.is_file())",
         "False",
         f"{HOSTILE} -k is_no_file",
     ),

@@ -201,8 +201,8 @@ FAULTS = (
     Fault(
         "files stay mapped",
         "Stored.open",
-        "def open(self) -> np.ndarray:\n    $$body",
-        "@__import__('functools').cache\ndef open(self) -> np.ndarray:\n    $$body",
+        "def open(self) -> Any:\n    $$body",
+        "@__import__('functools').cache\ndef open(self) -> Any:\n    $$body",
         f"{TESTS} -k memory_of_an_import",
     ),
     Fault(
@@ -340,8 +340,8 @@ FAULTS = (
     Fault(
         "numbers of files are not in their digest",
         "files:digest_of",
-        "$digest.update($file.read(min($size, _BYTES)))",
-        "$file.read(min($size, _BYTES))",
+        "$digest.update($part)",
+        "pass",
         f"{RUNS} -k digest",
     ),
     Fault(

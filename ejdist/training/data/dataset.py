@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ejdist.buckets import at_once
 from ejdist.paths import is_url
 from ejdist.training.chats.encoding import Chats
 from ejdist.training.chats.special_tokens import AUTO, BY_FILES, SpecialTokens, ends_of
@@ -121,8 +122,8 @@ class Shard:
         if checksum_of(content) != self._facts["checksum"]:
             raise Damaged("meta.json is of another shard than dataset.json says")
         files = {}
-        for name, file in content["files"].items():
-            size = (self.folder / name).stat().st_size
+        found = at_once(lambda path: path.stat().st_size, [self.folder / name for name in content["files"]])
+        for (name, file), size in zip(content["files"].items(), found, strict=True):
             if size != file["size"]:
                 raise Damaged(f"{name} has {size} bytes, not {file['size']}")
             files[name] = self._file(self.folder / name, file["size"], file["checksums"])
