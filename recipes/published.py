@@ -83,8 +83,11 @@ def _folder(where: Any, run_dir: str) -> Any:
     if where is None:
         raise RecipeError("model=hf takes the model from a folder: give model.init_from=DIR, or model=hf:DIR")
     folder = source_path("model.init_from", where)
-    if (folder / CONFIG).is_file():
-        return folder
+    try:
+        if (folder / CONFIG).is_file():
+            return folder
+    except OSError as error:
+        raise RecipeError(f"model.init_from = {where!r} cannot be read: {error.strerror or error}") from error
     if not is_url(run_dir) and (kept := Path(run_dir).expanduser() / KEPT / CONFIG).is_file():
         return kept.parent
     what = f"has no {CONFIG}" if folder.is_dir() else "is no folder"

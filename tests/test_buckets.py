@@ -31,7 +31,7 @@ from ejdist.weights.files import WeightsError, read_folder, read_header
 from launch.errors import DONE, WRONG
 from launch.tokenize import main as tokenize
 from launch.train import main as train
-from recipes.schema import compose
+from recipes.schema import RecipeError, compose
 
 TEXTS = [f"{n} bottles\nof beer on the wall" for n in range(40)]
 
@@ -287,6 +287,15 @@ def test_a_bucket_that_may_not_be_written_is_named_in_a_sentence(bucket, server)
     with pytest.raises(HostsDiffer, match=r"cannot write to checkpoint\.dir = gs://no-bucket/runs"):
         agreement.check_shared(Hosts(5), epath.Path("gs://no-bucket/runs"), "checkpoint.dir", alone=True)
     assert not any(request.startswith("POST /storage/v1/b?") for request in server.requests), "no bucket is made"
+
+
+def test_a_bucket_that_may_not_be_read_is_named_where_a_recipe_is_composed(bucket, server):
+    server.forbidden = ("GET",)
+    with pytest.raises(RecipeError) as caught:
+        compose(["model=hf:gs://a-bucket/model"])
+    assert str(caught.value) == (
+        "model.init_from = 'gs://a-bucket/model' cannot be read: an-account does not have access to GET"
+    )
 
 
 def test_paths_of_a_bucket():
