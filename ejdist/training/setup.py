@@ -156,7 +156,8 @@ def open_run(
     """
     s = sections
     s.run.validate()
-    check_recorded(recorded(s.run.dir).get("plugins") or (), s.plugins, s.run.dir)
+    if hosts.index == 0:  # another host's folder may be of a run before
+        check_recorded(recorded(s.run.dir).get("plugins") or (), s.plugins, s.run.dir)
     load(s.plugins)
     validate(s)
     directory = Path(s.run.dir).expanduser()
