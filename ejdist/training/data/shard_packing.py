@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from ejdist.buckets import at_once
 from ejdist.training.chats.encoding import Chats
 from ejdist.training.data.blocks import Span
 from ejdist.training.data.cache import new_folder, open_folder
@@ -150,11 +151,15 @@ class _Shards:
         spans: dict[int, list[Span]] = {}
         for segment in itertools.chain.from_iterable(made):
             spans.setdefault(segment.shard, []).append(segment.span)
-        arrays = {}
-        for number, of_shard in spans.items():
+
+        def read(folder: Any, number: int, of_shard: list[Span]) -> Any:
             s = self.shards[number]
-            read = [s.tokens_of(of_shard)] + ([] if s.chats is None else [s.mask_of(of_shard)])
-            arrays[number] = zip(*read, strict=True)
+            return zip(*([s.tokens_of(of_shard)] + ([] if s.chats is None else [s.mask_of(of_shard)])), strict=True)
+
+        folders = [
+            getattr(self.shards[number], "folder", None) for number in spans
+        ]  # those of a bucket are read at once
+        arrays = dict(zip(spans, at_once(read, folders, list(spans), list(spans.values())), strict=True))
         return [filled_row(self.length, [_filling(s, *next(arrays[s.shard])) for s in row]) for row in made]
 
 
