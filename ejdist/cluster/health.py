@@ -89,8 +89,7 @@ class SharedFolder:
         try:
             if isinstance(folder, Path):
                 self._created = [p for p in (folder, *folder.absolute().parents) if not p.exists()]
-            if not is_url(str(folder)):  # a bucket has no folders, and to make one might make a bucket
-                folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             self._file(index).write_bytes(b"seen")
         except Exception as error:  # object store libraries raise arbitrary types
             self.failure = getattr(error, "strerror", None) or reason_of(error)[1]

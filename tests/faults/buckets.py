@@ -27,13 +27,6 @@ FAULTS = (
         f"{HOSTS} -k cannot_write_where",
     ),
     Fault(
-        "the check makes the bucket that is not there",
-        "SharedFolder.__init__",
-        "is_url(str($folder))",
-        "False",
-        f"{READ} -k may_not_be_written",
-    ),
-    Fault(
         "an object is known by its size alone",
         "BucketPath.stat",
         "int($info['generation'])",
