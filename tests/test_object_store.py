@@ -246,6 +246,9 @@ def test_hosts_that_share_a_bucket_and_nothing_else(bucket, server, corpus, tmp_
     assert not (tmp_path / "host-1" / "run").exists()
     first = losses(tmp_path / "host-0" / "run")
     shutil.rmtree(tmp_path / "host-0")
+    left = tmp_path / "host-1" / "run" / "recipe.json"  # of a run before, whose host 0 this machine was
+    left.parent.mkdir()
+    left.write_text('{"plugins": ["of.a.run.before"]}')
     codes, said = hosts_with_folders_of_their_own(tmp_path, "second", shared)
     assert codes == [DONE, DONE] and "resuming from step 4" in said, said
     np.testing.assert_allclose([*first, *losses(tmp_path / "host-0" / "run")], losses(tmp_path / "calm"), rtol=1e-4)
