@@ -23,6 +23,10 @@ _CHUNK = 8 << 20  # bytes of a request of a file that is read in order
 _REQUESTS = 16  # at once
 
 
+class Unreachable(OSError):
+    """The store does not answer, or says that it is busy, for longer than gcsfs asks again: a later start may find it."""
+
+
 class BucketPath:
     """An object of a bucket, or what would be a folder: the objects whose names begin so.
 
@@ -226,14 +230,24 @@ def _files() -> Any:
 
 @contextlib.contextmanager
 def _reaching(url: str) -> Iterator[None]:
-    """Turns whatever the libraries raise into an OSError."""
+    """Turns whatever the libraries raise into an OSError, `Unreachable` if it may pass."""
     try:
         yield
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "there is no such object", url) from error
     except Exception as error:
+        from gcsfs.retry import is_retriable
+
         number, reason = reason_of(error)
-        raise OSError(number, reason, url) from error
+        passing = is_retriable(error) or isinstance(error, (ConnectionError, TimeoutError))
+        raise (Unreachable if passing else OSError)(number, reason, url) from error
+
+
+def is_unreachable(error: BaseException | None) -> bool:
+    """Returns whether an error comes from a store that could not be reached."""
+    while error is not None and not isinstance(error, Unreachable):
+        error = error.__cause__
+    return error is not None
 
 
 def reason_of(error: Exception) -> tuple[int, str]:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 # Finished or told to stop (0), the compiler fails (1), the user's recipe or files (2), a checkpoint (3), a diverged loss (4), a
-# device whose bits differ from its replicas' (6), a lost host (69: start all again), a signal (75: try again). A rehearsal
-# returns FAILED_DRILL.
+# device whose bits differ from its replicas' (6), a lost host or a bucket that does not answer (69: start all again), a signal
+# (75: try again). A rehearsal returns FAILED_DRILL.
 DONE, NOT_COMPILED, WRONG, BAD_CHECKPOINT, DIVERGED, HOST_LOST, PREEMPTED = 0, 1, 2, 3, 4, 69, 75
 FAILED_DRILL, REPLICAS = 5, 6
 # For Ctrl-C, where the same command does not resume.
@@ -39,6 +39,7 @@ class NotCompiled(RuntimeError):
 def exit_code_of(error: Exception) -> int | None:
     """Returns the exit code for an error that a user can fix, None for a bug."""
     # Imported late: a command sets up its environment before JAX is imported.
+    from ejdist.buckets import is_unreachable
     from ejdist.cluster.hosts import HostLost
     from ejdist.training.checkpoint_format import CheckpointError
     from ejdist.training.replicas import ReplicasDiffer
@@ -58,6 +59,8 @@ def exit_code_of(error: Exception) -> int | None:
     }
     if isinstance(error, HostLost) and error.code:  # 0 would be no failure
         return error.code
+    if is_unreachable(error):
+        return HOST_LOST
     return next((code for kind, code in codes.items() if isinstance(error, kind)), None)
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from etils import epath
 from gcs_server import Server
+from gcsfs.retry import HttpError
 from published_folder import write_folder
 
 from ejdist.buckets import BucketPath, at_once, source_path
@@ -28,7 +30,7 @@ from ejdist.training.kept import keep, told_of_folder
 from ejdist.training.start import open_source
 from ejdist.weights import remote
 from ejdist.weights.files import WeightsError, read_folder, read_header
-from launch.errors import DONE, WRONG
+from launch.errors import DONE, HOST_LOST, WRONG, exit_code_of
 from launch.tokenize import main as tokenize
 from launch.train import main as train
 from recipes.schema import RecipeError, compose
@@ -295,6 +297,26 @@ def test_a_bucket_that_may_not_be_read_is_named_where_a_recipe_is_composed(bucke
     assert str(caught.value) == (
         "model.init_from = 'gs://a-bucket/model' cannot be read: an-account does not have access to GET"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (HttpError({"code": 503, "message": "try again"}), True),
+        (HttpError({"code": 400, "message": "no such thing"}), False),
+        (ConnectionResetError("reset"), True),
+        (OSError("Forbidden: https://a\nan-account may not"), False),
+    ],
+)
+def test_a_store_that_does_not_answer_may_do_so_at_the_next_start(error, passes, bucket, monkeypatch):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr("ejdist.buckets._files", lambda: SimpleNamespace(info=fails))
+    for read in (lambda: read_folder(BucketPath("gs://a-bucket/model")), lambda: sources.files_of("gs://a-bucket/*")):
+        with pytest.raises((OSError, ValueError)) as caught:
+            read()
+        assert exit_code_of(caught.value) == (HOST_LOST if passes else WRONG)
 
 
 def test_paths_of_a_bucket():

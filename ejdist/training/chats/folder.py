@@ -103,7 +103,7 @@ def _read(path: Path) -> str:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise ValueError(
             f"data.chat_template: cannot read {path}: {reason}; give a template that can be read"
-        ) from None
+        ) from error
 
 
 def said_in(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ejdist.buckets import at_once
+from ejdist.buckets import Unreachable, at_once
 from ejdist.paths import is_url
 from ejdist.training.chats.encoding import Chats
 from ejdist.training.chats.special_tokens import AUTO, BY_FILES, SpecialTokens, ends_of
@@ -137,6 +137,8 @@ class Shard:
             raise self.unreadable(f"{Path(error.filename).name} is missing") from None
         except Damaged as damage:
             raise self.unreadable(str(damage)) from None
+        except Unreachable:
+            raise
         except OSError as error:
             raise self.unreadable(f"{name} cannot be read: {error.strerror or error}") from error
         return [np.frombuffer(content, dtype) for content in contents]

@@ -70,7 +70,7 @@ def _objects(pattern: str) -> list[Any]:
     except OSError as error:
         raise ValueError(
             f"data.source = {pattern!r}: cannot list it: {error.strerror}; check the bucket's name and permissions"
-        ) from None
+        ) from error
     if not matches:
         raise ValueError(f"data.source = {pattern!r} matches no object: {hint}")
     return matches
