@@ -10,10 +10,11 @@ from datetime import timedelta
 
 import pytest
 from gcs_server import Server
+from google.cloud import storage
 
-from ejdist.buckets import BucketPath
+from ejdist.buckets import BucketPath, is_unreachable
 from ejdist.cluster import HostLost
-from ejdist.training import run_lock
+from ejdist.training import bucket_lock, run_lock
 from ejdist.training.bucket_lock import BucketLock
 from ejdist.training.run_lock import OWNER
 
@@ -125,12 +126,18 @@ def test_an_owner_that_was_away_writes_no_more(bucket):
     assert json.loads(bucket.objects[NAME][0])["id"] == other.id
 
 
-def test_a_bucket_that_cannot_be_written_or_is_not_there_has_no_owner(bucket, server):
+def test_a_bucket_that_cannot_be_written_or_is_not_there_has_no_owner(bucket, server, monkeypatch):
     server.forbidden = ("POST",)
     assert not lock().take(print)
     server.forbidden = ()
     one = lock(url="gs://no-bucket/runs/one")
     assert not one.take(print)
-    with pytest.raises(OSError, match="no such bucket"):
+    with pytest.raises(OSError, match="no such bucket") as caught:
         one.take(print, make=True)
+    assert not is_unreachable(caught.value)
+    monkeypatch.setattr(bucket_lock, "_PATIENT", 0.0)
+    monkeypatch.setattr(one, "_client", storage.Client(client_options={"api_endpoint": "http://127.0.0.1:9"}))
+    with pytest.raises(OSError) as caught:
+        one.take(print)
+    assert is_unreachable(caught.value)
     one.check()

@@ -238,6 +238,10 @@ def test_hosts_that_share_a_bucket_and_nothing_else(bucket, server, corpus, tmp_
     ]
     calm = [f"run.dir={tmp_path}/calm", f"checkpoint.dir={tmp_path}/kept", f"data.cache_dir={tmp_path}/cache"]
     assert main([*run, *calm]) == DONE
+    assert export([f"run.dir={tmp_path}/kept", f"to={tmp_path}/files"]) == DONE
+    assert (tmp_path / "files" / "tokenizer_config.json").read_bytes() == bucket.objects["model/tokenizer_config.json"][
+        0
+    ]
     shared = [*run, f"checkpoint.dir={URL}"]
     codes, said = hosts_with_folders_of_their_own(tmp_path, "first", [*shared, "run.stop_after=4"])
     assert codes == [DONE, DONE], said

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ejdist.buckets import BucketPath, reason_of
+from ejdist.buckets import BucketPath, Unreachable, reason_of
 from ejdist.cluster.hosts import Hosts
 from ejdist.paths import is_url, place
 from ejdist.training.run_lock import OWNER, Lock, Owner
@@ -149,7 +149,7 @@ class BucketLock(Lock):
         bucket, _, folder = str(self.directory)[5:].partition("/")
         return self._client.bucket(bucket).blob(f"{folder}/{name}")
 
-    def _call(self, function: Any, seconds: float = _PATIENT) -> Any:
+    def _call(self, function: Any, seconds: float | None = None) -> Any:
         """Returns the result of a function of the owner's object, called with how long its requests may take.
 
         Raises:
@@ -159,11 +159,14 @@ class BucketLock(Lock):
 
         try:
             with self._turn:
+                seconds = _PATIENT if seconds is None else seconds
                 retry = DEFAULT_RETRY.with_timeout(seconds) if seconds else None
                 return function(self._blob(OWNER), timeout=_TIMEOUT, retry=retry)
         except Exception as error:
-            code = {403: errno.EACCES, 404: errno.ENOENT}.get(getattr(error, "code", None) or 0)
-            raise OSError(code or errno.EIO, reason_of(error)[1], str(self.directory)) from error
+            code = getattr(error, "code", None) or 0  # 0: no answer at all
+            number = {403: errno.EACCES, 404: errno.ENOENT}.get(code, errno.EIO)
+            kind = Unreachable if code in (0, 408, 429) or code >= 500 else OSError
+            raise kind(number, reason_of(error)[1], str(self.directory)) from error
 
 
 def locks_of(run_dir: Path, checkpoint_dir: str | None, hosts: Hosts) -> list[Lock]:
