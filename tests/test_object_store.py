@@ -116,6 +116,16 @@ def test_a_bucket_that_is_not_there_is_told(server, corpus, tmp_path, capsys):
     assert message.startswith("error: ") and "another-bucket" in message and message.count("\n") == 1
 
 
+def test_a_bucket_that_may_not_be_written_is_refused_before_anything_is_compiled(
+    bucket, server, corpus, tmp_path, capsys
+):
+    server.forbidden = ("POST",)
+    assert main([*TINY, *corpus, f"run.dir={tmp_path / 'run'}", f"checkpoint.dir={URL}"]) == WRONG
+    said = capsys.readouterr()
+    assert "cannot write to checkpoint.dir = gs://a-bucket/runs/one: an-account does not have access" in said.err
+    assert "compiling" not in said.out and said.err.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [

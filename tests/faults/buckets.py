@@ -13,6 +13,13 @@ FAULTS = (
         f"{HOSTS} -k shared_where",
     ),
     Fault(
+        "what hosts share is checked once a program is compiled",
+        "_train",
+        "$opened.saves.check_shared()",
+        "",
+        "tests/test_object_store.py -k refused_before",
+    ),
+    Fault(
         "only host 0 need be able to write where all save",
         "check_shared",
         "SharedFolder($folder, $hosts.index, $token, writes=$failure is None)",

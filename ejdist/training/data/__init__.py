@@ -49,7 +49,8 @@ class DataSection:
     format: str = compared("text", recorded=True)
     # Of conversations. What is trained: assistant, last, all, or spans; null: assistant, and what rows of ids say.
     loss_on: str | None = compared(None, recorded=True)
-    chat_template: str | None = compared(None, recorded=True)  # a file, or chatml; null: that of the tokenizer's folder
+    # A file, here or in gs://, or chatml; null: that of the tokenizer's folder.
+    chat_template: str | None = compared(None, recorded=True)
     chat_template_kwargs: Any = compared(None)  # more variables of the template: {enable_thinking: false}
     # The date of templates that write one, as 2026-01-31; null: that of the first start.
     chat_date: str | None = compared(None)
