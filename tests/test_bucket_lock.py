@@ -101,6 +101,20 @@ def test_what_was_left_long_ago_is_taken_over_by_one(bucket, text):
     assert sum("which is gone" in line for line in said) == 1 and time.monotonic() - began < 5
 
 
+def test_an_owner_that_is_renewed_while_it_is_read_is_read_again(bucket, server, monkeypatch):
+    owner, read = left_behind(bucket, 0), storage.Blob.reload
+
+    def renewed(self, **how):
+        read(self, **how)
+        if not renewed.done:
+            renewed.done = True
+            bucket.put(NAME, json.dumps(asdict(owner)).encode(), None)
+
+    renewed.done = False
+    monkeypatch.setattr(storage.Blob, "reload", renewed)
+    assert lock()._look()[0] == owner and renewed.done
+
+
 def test_what_was_renewed_a_moment_ago_is_waited_for(bucket):
     left_behind(bucket, 0)
     with pytest.raises(HostLost, match=r"pid 77 on n7, last seen \d s ago\); if it was killed"):

@@ -128,15 +128,11 @@ class SharedFolder:
 def folder_failures(key: str, folder: Any) -> Callable[[Reports], list[str]]:
     """Returns the function that checks `{"writes": None or why not, "sees": whether it sees the file of host 0}`."""
 
-    remedy, other = (
-        "fix its permissions, or mount it there",
-        "it must be the same folder on every host, on storage that all",
-    )
-    other += " of them mount"
-    if is_url(str(folder)):
-        remedy = "let its account create, read and delete objects there, or name another bucket"
-        other = "let its account read objects there"
-    elif key == "run.dir":
+    bucket = is_url(str(folder))
+    right = "let its account create, read and delete objects there, or name another bucket"
+    remedy = right if bucket else "fix its permissions, or mount it there"
+    other = right if bucket else "it must be the same folder on every host, on storage that all of them mount"
+    if key == "run.dir":
         other += "; or give checkpoint.dir a folder or bucket that they share, and run.dir may be a folder of each host"
 
     def judge(reports: Reports) -> list[str]:

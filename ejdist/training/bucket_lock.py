@@ -86,9 +86,7 @@ class BucketLock(Lock):
         self._ended.set()
         mine, self._mine = self._mine, None
         if mine is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # also where the network is gone, which the end of a process does not wait for
+            with contextlib.suppress(OSError):  # nobody waits for a network that is gone
                 self._call(functools.partial(self._delete, mine), seconds=0)
 
     def _delete(self, mine: Owner, blob: Any, **how: Any) -> None:
@@ -110,13 +108,19 @@ class BucketLock(Lock):
         return self._call(self._read)
 
     def _read(self, blob: Any, **how: Any) -> tuple[Owner | None, float]:
-        from google.api_core.exceptions import NotFound
+        from google.api_core.exceptions import NotFound, PreconditionFailed
 
-        try:
-            blob.reload(**how)
-            text = blob.download_as_bytes(if_generation_match=blob.generation, **how)
-        except NotFound:
-            return None, 0.0
+        while True:
+            blob = blob.bucket.blob(blob.name)  # of no generation yet
+            try:
+                blob.reload(**how)
+            except NotFound:
+                return None, 0.0
+            try:
+                text = blob.download_as_bytes(if_generation_match=blob.generation, **how)
+                break
+            except (NotFound, PreconditionFailed):  # it was renewed in between
+                continue
         self._generation = blob.generation
         try:
             return Owner(**json.loads(text)), blob.updated.timestamp()
@@ -155,17 +159,21 @@ class BucketLock(Lock):
         Raises:
           OSError: the store refuses, or cannot be reached for so many seconds.
         """
+        from google.api_core.exceptions import RetryError
+        from google.auth.exceptions import TransportError
         from google.cloud.storage.retry import DEFAULT_RETRY
+        from requests.exceptions import RequestException
 
+        away = (RetryError, TransportError, RequestException, ConnectionError, TimeoutError)
         try:
             with self._turn:
                 seconds = _PATIENT if seconds is None else seconds
                 retry = DEFAULT_RETRY.with_timeout(seconds) if seconds else None
                 return function(self._blob(OWNER), timeout=_TIMEOUT, retry=retry)
         except Exception as error:
-            code = getattr(error, "code", None) or 0  # 0: no answer at all
+            code = getattr(error, "code", None) or 0
             number = {403: errno.EACCES, 404: errno.ENOENT}.get(code, errno.EIO)
-            kind = Unreachable if code in (0, 408, 429) or code >= 500 else OSError
+            kind = Unreachable if code in (408, 429) or code >= 500 or isinstance(error, away) else OSError
             raise kind(number, reason_of(error)[1], str(self.directory)) from error
 
 

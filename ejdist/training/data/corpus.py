@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ejdist.buckets import at_once
+from ejdist.buckets import at_once, path_of
 from ejdist.paths import is_url
 from ejdist.training.chats.encoding import Chats
 from ejdist.training.chats.special_tokens import BY_FILES, SpecialTokens, begun, ended
@@ -118,7 +118,7 @@ def _states(paths: Sequence[Path]) -> tuple[tuple, ...]:
     try:
         stats = at_once(lambda path: path.stat(), paths)
     except OSError as error:
-        raise unreadable(Path(str(error.filename)), error) from error
+        raise unreadable(path_of(str(error.filename)), error) from error
     return tuple(
         (str(path) if is_url(str(path)) else os.path.abspath(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         for path, stat in zip(paths, stats, strict=True)

@@ -156,9 +156,8 @@ class _Shards:
             s = self.shards[number]
             return zip(*([s.tokens_of(of_shard)] + ([] if s.chats is None else [s.mask_of(of_shard)])), strict=True)
 
-        folders = [
-            getattr(self.shards[number], "folder", None) for number in spans
-        ]  # those of a bucket are read at once
+        # Those in folders of a bucket are read at once.
+        folders = [getattr(self.shards[number], "folder", None) for number in spans]
         arrays = dict(zip(spans, at_once(read, folders, list(spans), list(spans.values())), strict=True))
         return [filled_row(self.length, [_filling(s, *next(arrays[s.shard])) for s in row]) for row in made]
 
