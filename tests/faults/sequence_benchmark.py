@@ -68,7 +68,7 @@ FAULTS = (
     Fault(
         "pairs of a document are counted from the start of the row",
         "Attention.keys_seen",
-        "positions($ids)",
+        "places($ids)",
         "np.arange(len($ids))",
         PAIRS,
     ),
