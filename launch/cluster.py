@@ -58,6 +58,7 @@ def join(cluster: Any, command: str = "launch.train", run: str = "") -> None:
     with within(cluster.timeout, lambda: f"error: {_alone(cluster)}"):
         place = _place(cluster)
     me = presence().me = whoami(place.index, place.count, command, run)
+    presence().tls = cluster.tls
     try:
         port = _open_door(cluster, place, me) if place.index == 0 else _knock(cluster, place, me)
     except TurnedAway:

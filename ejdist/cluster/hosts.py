@@ -110,23 +110,28 @@ class Hosts:
         """
         return self.reduce(moment, message, _first_message)
 
-    def broadcast(self, name: str, value: Any = None, limit: float | None = None) -> Any:
+    def broadcast(
+        self, name: str, value: Any = None, limit: float | None = None, *, source: int = 0, needed: bool = True
+    ) -> Any:
         """Returns, on all hosts, the value of host 0; the others' values are ignored.
 
         Args:
           name: completes "host 0 has not sent", in the message of a timeout.
           limit: seconds; default: that of the hosts.
+          source: the host whose value it is, instead of host 0.
+          needed: if not, this host waits for nothing, and gets its own value.
 
         Raises:
-          HostLost: host 0 sends nothing within `limit` seconds, or is gone.
+          HostLost: the host sends nothing within `limit` seconds, or is gone.
         """
         if self.count == 1:
             return value
         key = f"ejdist/{next(_numbers)}/{name}"
-        if self.index == 0:
+        if self.index == source:
             _put(key, value)
+        if self.index == source or not needed:
             return value
-        return self._get(key, f"host 0 has not sent {name}", limit)
+        return self._get(key, f"host {source} has not sent {name}", limit)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -347,6 +352,14 @@ def _index() -> int | None:
     from jax._src import distributed
 
     return None if distributed.global_state.client is None else distributed.global_state.process_id
+
+
+def coordinator() -> tuple[str, int]:
+    """Returns (the host name of JAX's coordinator, its port), as this process knows them."""
+    from jax._src import distributed
+
+    name, _, port = (distributed.global_state.coordinator_address or "localhost:1").rpartition(":")
+    return name.strip("[]"), int(port)
 
 
 def _joined() -> tuple[int, int]:

@@ -72,6 +72,7 @@ class Presence:
         self.hosts: list[Who] = []  # on process 0: all of them, by index; elsewhere none
         self.me: Who | None = None
         self.side: Any = None  # the `Door` or the `Line` of this process
+        self.tls: str | None = None  # `cluster.tls`, for other connections between hosts
         self._gone: Gone | None = None
         self._changed = threading.Condition()
 

@@ -56,29 +56,27 @@ class Saves:
         self.section, self.durable = section, Checkpoints(run_dir, section, hosts.limit)
         self._run_dir, self._hosts, self._clock = run_dir, hosts, Clock(section.minutes, hosts)
         self.local: LocalCheckpoints | None = None
-        self._run_id: str | None = None
+        self._starts: list[int] = []  # on host 0: the step from which each start of the run went on
         if section.local is not None:
-            self._run_id = hosts.broadcast("the id of the run", _id_in(run_dir) if hosts.index == 0 else None)
-            if self._run_id is not None:
-                self.local = LocalCheckpoints(section.local, self._run_id, hosts)
+            run_id, self._starts = _id_in(run_dir) if hosts.index == 0 else (None, [])
+            run_id = hosts.broadcast("the id of the run", run_id)
+            if run_id is not None:
+                self.local = LocalCheckpoints(section.local, run_id, hosts, self._starts)
 
     def find(self, like: Any, log: Callable[[str], Any] = lambda line: None) -> list[tuple[int, Tier]]:
         """Returns (step, tier) of all complete checkpoints, newest first; at equal steps the local one first.
 
         Args:
-          like: tree of `jax.ShapeDtypeStruct` with shardings; local checkpoints must have been saved with the same.
+          like: tree of `jax.ShapeDtypeStruct` with shardings; local checkpoints must be cut as these are.
           log: takes a line for the user.
         """
         checkpoints: list[tuple[int, Tier]] = [(step, self.durable) for step in self.durable.steps()]
         if self.local is not None:
-            steps, without = self.local.common(like)
+            steps, why = self.local.common(like)
             checkpoints += [(step, self.local) for step in steps]
-            if not steps:
-                named = ", ".join(map(str, without[:8])) + (" and more" if len(without) > 8 else "")
-                why = (
-                    f"host {named} has none that fits this mesh" if without else "there is no step that all hosts have"
-                )
-                log(f"checkpoint.local = {self.section.local!r} is not used to resume: {why}")
+            if why:
+                use = f"step {steps[0]} is the newest to resume from there" if steps else "it is not used to resume"
+                log(f"checkpoint.local = {self.section.local!r}: {why}; {use}")
         return sorted(checkpoints, key=lambda one: (one[0], one[1] is self.local), reverse=True)
 
     def check_shared(self) -> None:
@@ -106,9 +104,14 @@ class Saves:
         hosts.broadcast("that interrupted saves are removed", names and self._remove_interrupted())
         if self.section.local is None:
             return
-        if self.local is None:
-            new_id = _new_id(self._run_dir) if hosts.index == 0 else None
-            self.local = LocalCheckpoints(self.section.local, hosts.broadcast("the new id of the run", new_id), hosts)
+        known = None
+        if hosts.index == 0:
+            run_id = uuid.uuid4().hex if self.local is None else self.local.run_id
+            _write_id(self._run_dir, run_id, [*self._starts, start])
+            known = [run_id, len(self._starts)]
+        run_id, number = hosts.broadcast("the number of this start", known)
+        self.local = self.local or LocalCheckpoints(self.section.local, run_id, hosts)
+        self.local.start = number
         self.local.check_writable()
         self.local.forget_after(start)
 
@@ -151,17 +154,20 @@ class Saves:
             self.local.close()
 
 
-def _id_in(run_dir: Path) -> str | None:
-    """Returns the id of the run in a folder, with symlinks resolved; None for a copied or moved run, which gets a new id."""
+def _id_in(run_dir: Path) -> tuple[str | None, list[int]]:
+    """Returns the id of the run in a folder, with symlinks resolved, and the steps from which its starts went on; None for a
+    copied or moved run, which gets a new id."""
     try:
         stored = json.loads((run_dir / _RUN_ID).read_text())
-        return stored["id"] if Path(stored["of"]).resolve() == run_dir.resolve() else None
+        if Path(stored["of"]).resolve() == run_dir.resolve():
+            return stored["id"], [int(step) for step in stored.get("starts", ())]
     except (OSError, ValueError, LookupError, TypeError):
-        return None
+        pass
+    return None, []
 
 
-def _new_id(run_dir: Path) -> str:
+def _write_id(run_dir: Path, run_id: str, starts: list[int]) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
-    new_id = uuid.uuid4().hex
-    (run_dir / _RUN_ID).write_text(json.dumps({"id": new_id, "of": str(run_dir.absolute())}))
-    return new_id
+    unfinished = run_dir / f"{_RUN_ID}-{uuid.uuid4().hex}"
+    unfinished.write_text(json.dumps({"id": run_id, "of": str(run_dir.absolute()), "starts": starts}))
+    unfinished.replace(run_dir / _RUN_ID)

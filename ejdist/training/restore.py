@@ -65,7 +65,7 @@ def resume(run: Run, found: list[tuple[int, Tier]], log: Any) -> tuple[Run, int,
     run = replace(run, data=data, past=past)
     for lost, place, error in damaged:
         log(f"{error}: resuming from the one before it; {saves.set_aside(lost, place)}")
-    local = f", from the local checkpoint in {where.directory}" if where is saves.local else ""
+    local = f", from the local checkpoint in {where.directory}{where.filled}" if where is saves.local else ""
     log(f"resuming from step {step} of {run.directory}{local}")
     before, steps = metadata["recipe"]["run.steps"], run.sections.run.steps
     if before != steps:

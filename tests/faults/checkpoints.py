@@ -102,8 +102,8 @@ FAULTS = (
     Fault(
         "a copy of a run takes the local checkpoints of the other",
         "_id_in",
-        "$found['id'] if Path($found['of']).resolve() == $run_dir.resolve() else None",
-        "$found['id']",
+        "Path($stored['of']).resolve() == $run_dir.resolve()",
+        "True",
         f"{TIER} -k newer_of_both",
     ),
     Fault(
@@ -112,20 +112,6 @@ FAULTS = (
         "check_digests($arrays, $digests)",
         "pass",
         f"{TIER} -k another_time",
-    ),
-    Fault(
-        "damaged pieces are taken",
-        "LocalCheckpoints._read.one.piece",
-        "zlib.crc32($data[$at:$at + $size]) != $crc",
-        "False",
-        f"{TIER} -k damage",
-    ),
-    Fault(
-        "pieces of another mesh are taken for those of this one",
-        "LocalCheckpoints.steps",
-        "all(($spans <= set($pieces.get($name, ())) for $name, $spans in $wanted.items()))",
-        "True",
-        f"{TIER} -k no_pieces",
     ),
     Fault(
         "a save that was cut off in a bucket is not seen",

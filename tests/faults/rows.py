@@ -97,13 +97,6 @@ FAULTS = (
         f"{REPLICA} -k whole_hosts",
     ),
     Fault(
-        "a step that one host has is taken for one of all",
-        "local_tier:_common",
-        "set.intersection",
-        "set.union",
-        "tests/test_local_tier.py -k of_all_hosts",
-    ),
-    Fault(
         "all failures of a check go to all hosts",
         "_few",
         "$failures[:_NAMED]",
