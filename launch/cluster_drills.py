@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ejdist.cluster.presence import START
 from ejdist.cluster.verdict import FILE
@@ -174,6 +176,30 @@ def _disk_full_on_one(s: Scene) -> Disturbance:
     )
 
 
+def _replaced(s: Scene) -> Disturbance:
+    """Each host has a disk of its own for `checkpoint.local`, and that of the one that is killed is empty afterwards."""
+    from recipes.schema import compose
+
+    host, step = s.host(), s.step()
+    if (step - 1) % s.every == 0:  # then the step before is saved in run.dir
+        step += 1 if step + 1 < s.steps else -1
+    disks = {i: s.folder / "disks" / str(i) for i in range(s.hosts)}
+    own: dict[int, dict[str, Any]] = {i: {"do": "sleep", "seconds": 0.2, "disk": str(d)} for i, d in disks.items()}
+    tier = [f"checkpoint.local={s.folder / 'disks'}", "checkpoint.local_every=1"]
+    kill = {"do": "signal", "number": int(signal.SIGKILL), "step": step}
+    # With one replica the state may be divided among the hosts: what was on that disk is then on no other.
+    elsewhere = compose(list(s.arguments)).mesh.dp > 1
+    return Disturbance(
+        f"the machine of host {host} is replaced at step {step} by one with an empty disk",
+        GONE,
+        arguments=tier,
+        inside=own | {host: own[host] | kill},
+        after=lambda run: shutil.rmtree(disks[host]),
+        resumed=Disturbance("", (DONE,), arguments=tier, inside=own),
+        says_after=(f"resuming from step {step - 1} of", f" pieces for host {host} from others") if elsewhere else (),
+    )
+
+
 def _port_taken(s: Scene) -> Disturbance:
     other = socket.create_server(("localhost", free_port()))
     address = f"cluster.coordinator=localhost:{other.getsockname()[1]}"
@@ -202,4 +228,5 @@ CLUSTER_DRILLS: dict[str, Callable[[Scene], Disturbance]] = {
     "device": _device,
     "disk_full_on_one": _disk_full_on_one,
     "port_taken": _port_taken,
+    "replaced": _replaced,
 }

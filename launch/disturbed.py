@@ -18,6 +18,7 @@ def _disturb(spec: dict[str, Any]) -> None:
     """Wraps the step of the training loop with the fault that this host injects into itself."""
     from ejdist.training import steps
     from ejdist.training.checkpoint import Checkpoints
+    from ejdist.training.local_tier import LocalCheckpoints
 
     make, save, place = steps.run_steps, Checkpoints.save, steps.place_batch
 
@@ -42,7 +43,13 @@ def _disturb(spec: dict[str, Any]) -> None:
         if spec["do"] == "kill_in_save" and step == spec["step"]:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    begin, disk = LocalCheckpoints.__init__, spec.get("disk")
+
+    def with_disk(self: Any, folder: Any, *rest: Any) -> None:
+        begin(self, disk or folder, *rest)
+
     functions = (steps, "run_steps", with_steps), (steps, "place_batch", with_place), (Checkpoints, "save", with_save)
+    functions = *functions, (LocalCheckpoints, "__init__", with_disk)
     for owner, name, function in functions:
         setattr(owner, name, function)
 

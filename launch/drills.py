@@ -271,4 +271,5 @@ NEED_TWO = (
     "silent",
     "disk_full_on_one",
     "port_taken",
+    "replaced",
 )

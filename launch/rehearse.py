@@ -262,7 +262,7 @@ def drill(o: Options, name: str, number: int, calm: Ended, log: Any) -> bool:
         reached = max(left(folder)[0], default=0)
         if d.after is not None:
             d.after(folder / "run")
-        codes, output_after, more = run(o, folder, None)
+        codes, output_after, more = run(o, folder, d.resumed)
         seconds += more
         faults += [] if codes == [DONE] * o.hosts else [f"started again it ended with {codes}"]
         faults += [f"started again no host said {word!r}" for word in d.says_after if word not in output_after]

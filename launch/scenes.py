@@ -59,6 +59,7 @@ class Disturbance:
         sentences.
       held: whatever must stay alive as long as this does, such as a socket.
       goes_on: the same command without the fault is to go on, and to end as the run that nothing happened to.
+      resumed: how it goes on, if not as without a fault: arguments for all hosts, and what each does to itself.
       says_after: what one of the logs must say then.
       writes: whether run.dir may be there after it.
     """
@@ -77,6 +78,7 @@ class Disturbance:
     beside: Callable[[Job, Sequence[str]], Sequence[str]] | None = None
     held: Any = None
     goes_on: bool = True
+    resumed: Disturbance | None = None
     says_after: Sequence[str] = ()
     writes: bool = True
 

@@ -70,6 +70,15 @@ def test_every_fault(corpus, tmp_path, fault, hosts):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", [["hosts=2"], ["hosts=4", "mesh.fsdp=2"]])
+def test_a_replaced_machine_goes_on_from_the_pieces_of_its_replica(corpus, tmp_path, mesh):
+    """Of two hosts each has all pieces, of four each has half of them."""
+    shape = ["mesh.dp=2", "mesh.sp=1", "devices_per_host=1", "data.global_batch=4", *mesh]
+    code, said = rehearsed(tmp_path / "r", *corpus, *LENGTH, *shape, "fault=replaced")
+    assert code == DONE and "1 of 1 drills ended as expected" in said, said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "steps", "every"), [("kill,kill_in_save", 150, 4), ("sigterm", 1000, 20)])
 def test_twenty_in_a_row(corpus, tmp_path, fault, steps, every):
     """One run, whose hosts are killed twenty times at steps and in saves, or told to stop at any moment."""
