@@ -85,6 +85,10 @@ def _pod(o: Options, arguments: Sequence[str]) -> dict[str, Any]:
     if o.volume:
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": o.volume}})
         mounts.append({"name": "runs", "mountPath": o.mount})
+    if o.local_disk:
+        # Of the machine, as an emptyDir goes with its pod, and every start makes new pods.
+        volumes.append({"name": "local", "hostPath": {"path": o.local_disk, "type": "DirectoryOrCreate"}})
+        mounts.append({"name": "local", "mountPath": o.local_disk})
     if o.tls:
         volumes.append({"name": "tls", "secret": {"secretName": o.tls, "defaultMode": 0o400}})
         mounts.append({"name": "tls", "mountPath": _TLS, "readOnly": True})

@@ -67,6 +67,10 @@ class Options:
         "", "the name of a PersistentVolumeClaim that all nodes may write; run.dir must be in it", pattern=_NAME
     )
     mount: str = option("/mnt/runs", "where to mount the volume: an absolute path without a colon", pattern="/[^:]+")
+    local_disk: str = option(
+        "", "a folder of each machine, on a local SSD or in memory, that stays when a pod goes: for checkpoint.local in it",
+        pattern="(/[^/:]+)+",
+    )  # fmt: skip
     service_account: str = option(
         "", "a Kubernetes service account that may read and write what the run needs", pattern=_NAME
     )
@@ -182,17 +186,40 @@ def _check_folders(o: Options, recipe: Any) -> None:
             f"run.dir = {run!r} would be a folder of a container, which no other pod sees and which is lost with it: give "
             "volume=CLAIM and a run.dir in it; checkpoints may go to checkpoint.dir=gs://BUCKET/FOLDER"
         )
-    if recipe.checkpoint.local is not None:
-        raise ValueError(
-            f"checkpoint.local = {recipe.checkpoint.local!r} would be a folder of a container, which the next start of its pod "
-            "does not find: leave it and checkpoint.local_every out"
-        )
+    _check_local(o, recipe.checkpoint.local)
     for key, folder in (("run.dir", run), ("checkpoint.dir", recipe.checkpoint.dir)):
         if folder is not None and "://" not in folder and not _inside(folder, o.mount):
             raise ValueError(
                 f"{key} = {folder!r} is not in the volume {o.volume}, which is mounted at {o.mount} (mount=), and what a "
                 f"container writes elsewhere is lost with it; use for example {key}={posixpath.join(o.mount, 'first')}"
             )
+
+
+def _check_local(o: Options, local: str | None) -> None:
+    if local is None and not o.local_disk:
+        return
+    if local is None:
+        raise ValueError(
+            f"local_disk = {o.local_disk!r} is for checkpoint.local, which is not given: add "
+            f"checkpoint.local={posixpath.join(o.local_disk, 'ejdist')} and checkpoint.local_every, or leave it out"
+        )
+    if not o.local_disk:
+        raise ValueError(
+            f"checkpoint.local = {local!r} would be a folder of a container, which the next start of its pod does not find: "
+            "give local_disk=FOLDER, a folder of each machine, and a checkpoint.local in it, or leave it and "
+            "checkpoint.local_every out"
+        )
+    if not _inside(posixpath.join(local, "x"), o.local_disk):
+        raise ValueError(
+            f"checkpoint.local = {local!r} is not in local_disk = {o.local_disk!r}, and what a container writes elsewhere is "
+            f"lost with it; use for example checkpoint.local={posixpath.join(o.local_disk, 'ejdist')}"
+        )
+    folders = [posixpath.normpath(folder) + "/" for folder in (o.local_disk, o.mount)]
+    if folders[0].startswith(folders[1]) or folders[1].startswith(folders[0]):
+        raise ValueError(
+            f"local_disk = {o.local_disk!r} and mount = {o.mount!r} overlap: one is of each machine and one of all "
+            "machines, so give them separate paths"
+        )
 
 
 def _check_topology(o: Options) -> None:

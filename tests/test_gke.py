@@ -25,6 +25,7 @@ import jobset as schema_of_jobset
 
 RUN = ["recipe=long_context", "volume=runs", "run.dir=/mnt/runs/first"]
 TPU = ["image=example.com/ejdist:1", "topology=v5p:4x4x4", *RUN]
+LOCAL = ["checkpoint.local_every=5"]
 GPU = ["image=example.com/ejdist:1", "nodes=4", "gpus_per_node=8", *RUN]
 
 
@@ -190,6 +191,15 @@ def test_what_a_pod_may_be_given():
     assert "cloud.google.com/gke-spot" in str(pod["tolerations"]) and "cluster.timeout=1800" not in started(read)
     assert spec["failurePolicy"]["restartStrategy"] == "BlockingRecreate"
     assert made(*TPU, "strategy=Recreate")["spec"]["failurePolicy"]["restartStrategy"] == "Recreate"
+
+
+@pytest.mark.parametrize("run", [TPU, GPU])
+def test_the_disk_of_a_machine_outlives_its_pods(run):
+    pod = pod_of(made(*run, "local_disk=/dev/shm/ejdist", *LOCAL, "checkpoint.local=/dev/shm/ejdist"))
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "local"]
+    assert volume == {"name": "local", "hostPath": {"path": "/dev/shm/ejdist", "type": "DirectoryOrCreate"}}
+    assert {"name": "local", "mountPath": "/dev/shm/ejdist"} in pod["containers"][0]["volumeMounts"]
+    assert not [one for one in pod_of(made(*run))["volumes"] if "hostPath" in one]
 
 
 def test_certificates_are_mounted_from_a_secret():
@@ -405,8 +415,15 @@ def test_the_doctor_is_not_started_again():
         ([*TPU[:3], "run.dir=outputs/a"], "run.dir = 'outputs/a' would be a folder of a container"),
         (
             [*TPU, "checkpoint.local=/tmp/a", "checkpoint.local_every=5"],
-            "checkpoint.local = '/tmp/a' would be a folder of a",
+            "checkpoint.local = '/tmp/a' would be a folder of a container, which the next start of its pod does not find: give "
+            "local_disk=FOLDER",
         ),
+        ([*TPU, "local_disk=/ssd"], "local_disk = '/ssd' is for checkpoint.local, which is not given: add"),
+        ([*TPU, "local_disk=ssd"], "local_disk = 'ssd' must be a folder of each machine"),
+        ([*TPU, "local_disk=/ssd", *LOCAL, "checkpoint.local=/ssd2/a"], "'/ssd2/a' is not in local_disk = '/ssd'"),
+        ([*TPU, "local_disk=/ssd", *LOCAL, "checkpoint.local=/ssd/../a"], "is not in local_disk = '/ssd'"),
+        ([*TPU, "local_disk=/mnt", *LOCAL, "checkpoint.local=/mnt/a"], "overlap: one is of each"),
+        ([*TPU, "local_disk=/mnt/runs/a", *LOCAL, "checkpoint.local=/mnt/runs/a"], "overlap: one is of each"),
         ([*TPU, "command=plan"], "command=plan is unknown; use one of train, doctor"),
     ],
 )
