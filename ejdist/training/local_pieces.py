@@ -211,14 +211,20 @@ def stored_in(root: Path) -> list[Stored]:
     """Returns the checkpoints in all folders of a run on this disk: its machine may have had another number. Damaged ones count
     as missing."""
     stored = []
-    for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if path.name.isdigit():
-                try:
-                    stored.append(Stored.read(path))
-                except Exception:  # which one depends on what is damaged: JSON, a missing key or file
-                    continue
+    for path in (path for folder in entries(root) for path in entries(folder) if path.name.isdigit()):
+        try:
+            stored.append(Stored.read(path))
+        except Exception:  # which one depends on what is damaged: JSON, a missing key or file
+            continue
     return stored
+
+
+def entries(folder: Path) -> list[Path]:
+    """Returns what is in a folder, sorted; nothing if it cannot be listed: a broken disk has no pieces."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
 
 
 class Pieces:

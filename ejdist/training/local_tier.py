@@ -41,6 +41,7 @@ from ejdist.training.local_pieces import (
     PieceWriter,
     Save,
     Stored,
+    entries,
     pieces_of,
     save_of,
     shares_of,
@@ -224,15 +225,15 @@ class LocalCheckpoints:
 
     def set_aside(self, step: int) -> Path:
         """Removes an unreadable checkpoint. Every host removes its own."""
-        for folder in _folders(self._root):
+        for folder in entries(self._root):
             shutil.rmtree(folder / str(step), ignore_errors=True)
         self._found.pop(step, None)
         return self.directory
 
     def forget_after(self, step: int) -> None:
         """Removes checkpoints of later steps, and interrupted ones: the run does not resume from them."""
-        for folder in _folders(self._root):
-            for path in folder.iterdir():
+        for folder in entries(self._root):
+            for path in entries(folder):
                 if path.is_dir() and (not path.name.isdigit() or int(path.name) > step):
                     shutil.rmtree(path, ignore_errors=True)
 
@@ -263,7 +264,7 @@ class LocalCheckpoints:
         done = sorted(int(p.name) for p in _steps_in(self.directory) if int(p.name) < step)
         if len(done) < _KEPT:
             return
-        for folder in _folders(self._root):
+        for folder in entries(self._root):
             if folder == self.directory or not self._is_written(folder):
                 for path in _steps_in(folder):
                     if int(path.name) < done[-_KEPT]:
@@ -277,12 +278,8 @@ class LocalCheckpoints:
             return False
 
 
-def _folders(root: Path) -> list[Path]:
-    return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-
-
 def _steps_in(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+    return [path for path in entries(folder) if path.name.isdigit()]
 
 
 def _placed(pieces: Pieces, like: Any) -> Any:
