@@ -168,7 +168,9 @@ def test_a_damaged_piece_is_no_piece(restored, tmp_path, state):
         (folder / "1" / "pieces.bin").write_bytes(b"")
     for error in restored(2, 1):
         assert isinstance(error, DamagedCheckpoint)
-        assert "params.embedding[0:32,0:32] is intact on no host's disk" in str(error)
+        assert "params.embedding[0:32,0:32] did not come from another host: no host has it intact on its disk" in str(
+            error
+        )
 
 
 def test_pieces_of_two_states_are_not_mixed(tmp_path, state):
@@ -267,9 +269,24 @@ def test_who_breaks_off_or_sends_other_bytes_is_left_for_the_next(tmp_path, monk
             data = found.find(piece)
             assert data is not None and bytes(data.data) == array.tobytes()
         places.pop(3)
-        with pytest.raises(Changed, match=r"a\[0:4\] and 1 more pieces are intact on no host's disk"):
+        with pytest.raises(Changed, match=r"a\[0:4\] and 1 more pieces did not come from another host: host 2 at "):
             peers.gather("topic", {"share": list(WHOLE)}, WHOLE, PieceWriter(tmp_path / "to", SAVE), 4)
     server.close()
+
+
+def test_where_the_network_lets_nothing_through_few_hosts_are_tried(tmp_path, monkeypatch):
+    tried = []
+
+    def nothing(place, wanted, writer, tls):
+        tried.append(place)
+        raise peers.PeerFailed(f"{place} does not give its pieces (TimeoutError: timed out)")
+
+    monkeypatch.setattr(peers, "fetch", nothing)
+    monkeypatch.setattr(peers, "posted", lambda topic: {i: ["name", f"10.0.0.{i}:7"] for i in range(100)})
+    why = r"host 49 at 10.0.0.49:7 does not give its pieces \(TimeoutError: timed out\)$"
+    with pytest.raises(Changed, match=rf"a\[0:4\] and 1 more pieces did not come from another host: {why}"):
+        peers.gather("topic", {"share": list(WHOLE)}, WHOLE, PieceWriter(tmp_path, SAVE), 149)
+    assert len(tried) == 4
 
 
 def test_with_certificates_pieces_go_over_tls_and_to_nobody_else(tmp_path, monkeypatch):

@@ -34,6 +34,8 @@ _LINE = 1 << 16  # bytes of a line, at most
 _CONNECT = 10.0  # seconds
 _IDLE = 60.0  # seconds without a byte after which a connection is given up
 _AT_ONCE = 32  # connections that are served; others wait
+_OTHERS = 32  # hosts with other shares that are asked: arrays that all hosts have are on any of them
+_FAILED = 4  # hosts that do not answer, after which no other is asked: the network does not let this host through
 
 
 class Place(NamedTuple):
@@ -184,24 +186,26 @@ def gather(topic: str, shares: dict[str, list[Piece]], lacking: Iterable[Piece],
     Raises:
       Changed: no host gives a piece. OSError: this disk cannot be written.
     """
-    absent, failures = set(lacking), []
+    absent, failed = set(lacking), dict[int, str]()
 
-    def ask(topic: str, wanted: Iterable[Piece]) -> None:
+    def ask(topic: str, wanted: Iterable[Piece], most: int | None = None) -> None:
         places = {host: place for host, (_, place) in posted(topic).items() if host != me}
         first = me % max(1, len(places))  # hosts that lack the same share do not all begin with the same one
-        for host in [*places][first:] + [*places][:first]:
-            if missing := [piece for piece in wanted if piece not in writer.index]:
+        for host in ([*places][first:] + [*places][:first])[:most]:
+            missing = [piece for piece in wanted if piece not in writer.index]
+            if missing and host not in failed and len(failed) < _FAILED:
                 try:
                     fetch(places[host], missing, writer, presence().tls)
                 except PeerFailed as error:
-                    failures.append(f"; host {host} at {error}")
+                    failed[host] = f"host {host} at {error}"
 
     for digest, share in shares.items():
         ask(f"{topic}/{digest}", [piece for piece in share if piece in absent])
-    ask(topic, sorted(absent))  # hosts with other shares have some of the same pieces
+    ask(topic, sorted(absent), _OTHERS)
     if missing := [piece for piece in sorted(absent) if piece not in writer.index]:
-        more = f" and {len(missing) - 1:,} more pieces are" if len(missing) > 1 else " is"
-        raise Changed(f"{missing[0]}{more} intact on no host's disk{''.join(failures[:1])}")
+        which = f"{missing[0]}" + (f" and {len(missing) - 1:,} more pieces" if len(missing) > 1 else "")
+        why = next(iter(failed.values()), "no host has it intact on its disk")
+        raise Changed(f"{which} did not come from another host: {why}")
 
 
 def _own_address(host: int) -> str:

@@ -85,9 +85,16 @@ FAULTS = (
     Fault(
         "hosts with other shares are not asked",
         "peers:gather",
-        "ask($topic, sorted($absent))",
+        "ask($topic, sorted($absent), _OTHERS)",
         "pass",
         f"{PIECES} -k breaks_off",
+    ),
+    Fault(
+        "all hosts are tried though the network lets nothing through",
+        "peers:gather",
+        "len($failed) < _FAILED",
+        "True",
+        f"{PIECES} -k network",
     ),
     Fault(
         "what describes a checkpoint comes from host 0, which may be the new machine",
