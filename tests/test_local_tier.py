@@ -242,7 +242,7 @@ def test_a_lost_or_damaged_local_checkpoint_falls_back_and_says_so(corpus, tmp_p
     for stop in (3, 5):
         assert command(tmp_path, corpus, f"run.stop_after={stop}") == DONE
     local = next((tmp_path / "fast").glob("*/host-0-of-1"))
-    assert sorted(p.name for p in local.iterdir()) == ["2", "4"]
+    assert sorted(p.name for p in local.iterdir() if p.name.isdigit()) == ["2", "4"]
     # As if the last one in run.dir had not been written: 4 is the newest.
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "5")
     (local / "4" / "pieces.bin").write_bytes(b"")
