@@ -12,6 +12,7 @@ other numbers than before; one that was replaced gets its pieces from hosts that
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 from collections.abc import Sequence
@@ -197,7 +198,8 @@ class LocalCheckpoints:
             self._agree(step, first, f"{lacking[0]}{more} not what was saved")
         topic = f"pieces/{step}-{start}-{state}"
         here = set[str]().union(*(one.shares for one in found.stored))
-        with offered(topic, here, pieces, self._hosts.index):
+        offer = offered(topic, here, pieces, self._hosts.index) if found.stored else contextlib.nullcontext()
+        with offer:
             self._hosts.reduce("the offer of pieces", None, lambda reports: None)
             if lacking:
                 try:

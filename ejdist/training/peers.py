@@ -1,10 +1,11 @@
 """Hands pieces of a local checkpoint from the hosts that have them to those that lack them, over TCP.
 
-Each host offers its pieces at a port of its own while a checkpoint is restored, and posts address and key in the store of JAX's
-coordinator, which only processes of the run can read. Who lacks a piece asks for it by array and span, writes what comes to its
-own disk, and compares its checksum; so neither side holds more than a part of a piece in memory, and a host that dies delays
-one request, not all hosts. Collectives would need both hosts at the same position of the mesh, and memory of the devices; the
-store would send everything through host 0. With `cluster.tls` the connections are encrypted, and both sides show certificates.
+Each host offers its pieces at a port of its own while a checkpoint is restored, and posts address and key in the store of
+JAX's coordinator: whoever can read that store may have the pieces. A host that lacks a piece asks for it by array and span,
+writes what comes to its own disk, and compares its checksum; so neither side holds more than a part of a piece in memory, and
+a host that dies delays one request, not all hosts. Collectives would need both hosts at the same position of the mesh, and
+memory of the devices; the store would send everything through host 0. With `cluster.tls` the connections are encrypted, and
+both sides show certificates.
 
     asks        KEY                   once
                 [NAME, SPAN]          for each piece
