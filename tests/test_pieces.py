@@ -1,6 +1,9 @@
 """Pieces of local checkpoints: which step all of them exist of, and how a host gets those that it lacks from others."""
 
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -305,3 +308,67 @@ def test_with_certificates_pieces_go_over_tls_and_to_nobody_else(tmp_path, monke
             with pytest.raises(peers.PeerFailed, match="does not give its pieces"):
                 peers.fetch(places[0], WHOLE, writer, tls)
             assert not writer.index
+
+
+# -- processes -----------------------------------------------------------------------------------------------------------
+
+PROCESS = """
+import sys
+import jax
+index, count, port, disk, doing = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+jax.config.update("jax_num_cpu_devices", 4 // count)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from ejdist.cluster.hosts import Hosts
+from ejdist.mesh import make_mesh
+from ejdist.training.local_tier import LocalCheckpoints
+mesh, hosts = make_mesh(dp=2, fsdp=2), Hosts(60)
+whole = {"w": np.arange(32, dtype=np.float32).reshape(8, 4), "norm": np.ones(4, np.float32)}
+places = {"w": NamedSharding(mesh, PartitionSpec("fsdp")), "norm": NamedSharding(mesh, PartitionSpec())}
+state = {n: jax.make_array_from_callback(x.shape, places[n], lambda i, x=x: x[i]) for n, x in whole.items()}
+like = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[n]) for n, x in whole.items()}
+tier = LocalCheckpoints(disk, "a-run", hosts)
+if doing == "save":
+    for step in (1, 2):
+        tier.save(step, state, {"data": step})
+    tier.wait()
+else:
+    steps, why = tier.common(like)
+    found, run = tier.restore(steps[0], like, hosts.first_error)
+    for name, array in found.items():
+        for shard in array.addressable_shards:
+            assert np.array_equal(np.asarray(shard.data), whole[name][shard.index])
+    print("from", steps, run["data"], tier.filled)
+jax.distributed.shutdown()
+"""
+
+
+def processes(disks, doing):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-c", PROCESS]
+    started = [
+        subprocess.Popen([*command, str(i), str(len(disks)), port, str(disk), doing], stdout=subprocess.PIPE, text=True)
+        for i, disk in enumerate(disks)
+    ]
+    said = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * len(disks), said
+    return said
+
+
+@pytest.mark.slow
+def test_half_of_each_replica_is_enough_for_as_many_hosts_or_fewer_with_other_numbers(tmp_path):
+    """Each of four hosts has half of the pieces, and the machines of hosts 0 and 3, of two replicas, are replaced."""
+    disks = [tmp_path / str(i) for i in range(4)]
+    processes(disks, "save")
+    for disk in (disks[0], disks[3]):
+        shutil.rmtree(disk)
+    shutil.copytree(tmp_path, tmp_path / "before")
+    for said in processes(disks, "restore"):
+        assert "from [2, 1] 2 , with 4 pieces for hosts 0, 3 from others" in said
+    disks = [tmp_path / "before" / i for i in "21"]
+    for said in processes(disks, "restore"):
+        assert "from [2, 1] 2 , with 2 pieces for hosts 0, 1 from others" in said
