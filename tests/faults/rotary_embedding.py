@@ -2,12 +2,14 @@
 
 from faults import Fault
 
+EXACT = "tests/kernels/test_rotary_embedding.py -k exact_from_a_position"
+
 FAULTS = (
     Fault(
         "rotary_embedding: the backward divides where XPos multiplies",
-        "_back",
-        "$xpos.reversed()",
-        "$xpos",
+        "rotary_embedding/xla:_back",
+        "turning($$args, $xpos, $exact_from, $accumulate)",
+        "turning($$args, $xpos and $xpos.other(), $exact_from, $accumulate)",
         "tests/test_ops.py -k rotary_embedding-xpos-float32",
     ),
     Fault(
@@ -65,5 +67,68 @@ FAULTS = (
         "None if $xpos is None else $xpos.other()",
         "$xpos",
         "tests/kernels/test_rotary_embedding.py -k at_once",
+    ),
+    Fault(
+        "rotary_embedding: the gradient of XLA turns on",
+        "rotary_embedding/xla:_back",
+        "-$sin * $scale",
+        "$sin * $scale",
+        "tests/test_ops.py -k 'rotary_embedding-far-float32-xla'",
+    ),
+    Fault(
+        "rotary_embedding: a fixed-point frequency leaves nothing",
+        "angles:turns",
+        "($fraction - $fixed) * _OF_A_TURN",
+        "0 * ($fraction - $fixed)",
+        EXACT,
+    ),
+    Fault(
+        "rotary_embedding: frequencies of more than a turn are cut off",
+        "angles:turns",
+        "np.mod($frequencies / (2 * math.pi), 1.0)",
+        "np.minimum($frequencies / (2 * math.pi), 0.499)",
+        f"{EXACT} and linear",
+    ),
+    Fault(
+        "rotary_embedding: angles are exact only past a position, not at it",
+        "angles:is_far",
+        "$index >= $exact_from",
+        "$index > $exact_from",
+        f"{EXACT} and base-xla",
+    ),
+    Fault(
+        "rotary_embedding: positions before zero are not far",
+        "angles:is_far",
+        "($index >= $exact_from) | ($index <= -$exact_from)",
+        "$index >= $exact_from",
+        f"{EXACT} and base-xla",
+    ),
+    Fault(
+        "rotary_embedding in Triton: the product of positions is one of floats",
+        "triton_gpu:rotary_embedding_kernel",
+        "($index[:, None] * $fixed[None, :]).to(tl.float32)",
+        "($position[:, None] * $fixed.to(tl.float32)[None, :])",
+        f"{EXACT} and triton_gpu",
+    ),
+    Fault(
+        "rotary_embedding in Pallas: the second entries of pairs have no exact angle",
+        "pallas_tpu:_columns",
+        "$fixed[0, $entries], $columns[4, $entries] = turns($angles)",
+        "$fixed[0, one], $columns[4, one] = turns($angles)",
+        f"{EXACT} and pallas_tpu",
+    ),
+    Fault(
+        "rotary_embedding: latent attention does not say from where angles are exact",
+        "LatentAttention.apply",
+        "functools.partial($$args, exact_from=$c.rope_exact_from, **$$args2)",
+        "functools.partial($$args, **$$args2)",
+        "tests/test_model.py -k text_begins",
+    ),
+    Fault(
+        "rotary_embedding: attention does not say from where angles are exact",
+        "models/attention:Attention.apply",
+        "functools.partial($$args, exact_from=$c.rope_exact_from, **$$args2)",
+        "functools.partial($$args, **$$args2)",
+        "tests/test_model.py -k text_begins",
     ),
 )
