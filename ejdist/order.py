@@ -6,6 +6,7 @@ tokens, so an order never changes what is computed, only where.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -124,6 +125,14 @@ class Order:
             return first * per_rank + xp.arange(per_rank, dtype=xp.int32)
         part = xp.arange(per_rank // 2, dtype=xp.int32)
         return xp.concatenate([first * (per_rank // 2) + part, (2 * n - 1 - first) * (per_rank // 2) + part], axis=-1)
+
+    def runs(self, own: int) -> np.ndarray:
+        """Returns int64 [shards, runs]: which part of the text each run of a rank's `own` tokens is, where the text is cut into
+        parts as long as the longest runs of tokens that follow one another on every rank."""
+        places = np.asarray(self.positions(np.arange(self.shards), own * self.shards), np.int64)
+        ends = np.flatnonzero((np.diff(places, axis=1) != 1).any(0)) + 1
+        run = math.gcd(own, *map(int, ends[:1]))
+        return places[:, ::run] // run
 
     def joined(self, earlier: bool, own: int) -> tuple[slice, slice] | None:
         """Returns (queries, keys) of the `own` tokens of two ranks: the parts of which causal attention joins every query of
