@@ -96,8 +96,8 @@ class OncePassing(Maps, Protocol):
 class Linear:
     """S_out = A * S_in + b with A elementwise (it broadcasts against the state): decays. Maps are pairs (A, b).
 
-    A subclass has `start`, and `summary` or what `OncePassing` has. Where A is a matrix it overrides `times`, and `after` if that
-    is not the same.
+    A subclass has `start`, and `summary` or what `OncePassing` has. Where A is a matrix it overrides `times`, and `after` where
+    that is not the same.
     """
 
     def times(self, a: jax.Array, state: jax.Array) -> jax.Array:
