@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from ejdist.order import Order
 from ejdist.sequence import exchange
+from ejdist.sequence.cost import states_sent
 from ejdist.sequence.runs import Runs
 from kernels.engines.scan.recurrence import last_run
 from kernels.framework.binding import is_traced_argument
@@ -131,7 +132,7 @@ class StatePassing:
       op: a recurrence with the contract's form of `kernels/engines/scan/recurrence.py`; outputs (out, final_state).
       passing: hashable, as a frozen dataclass without fields is.
       exchanged: whether tokens in another order than contiguous are exchanged, or states passed between their runs; None: what
-        sends less, see `sends_less`.
+        sends less, see `states_sent`.
     """
 
     op: Op
@@ -178,18 +179,9 @@ class StatePassing:
         out, final = jax.eval_shape(lambda a: self.op(**{**arguments, **a}), tokens)
         # A map is a state and what multiplies it, which is as large where that is a matrix, and counted so where it is less.
         state = 2 * final.dtype.itemsize * final.size // final.shape[1]
-        sent = sum(x.dtype.itemsize * x.size for x in (*tokens.values(), out))
-        return sends_less(len(runs.parts), runs.count, state, sent)
-
-
-def sends_less(ranks: int, runs: int, state: int, tokens: int) -> bool:
-    """Returns whether a rank sends less for an exchange of its tokens, and then one map, than for a map of each run.
-
-    Args:
-      state: bytes of a map. tokens: bytes of a rank's tokens, arguments and output.
-    """
-    hops = (ranks - 1).bit_length() + 1
-    return tokens * (ranks - 1) / ranks + hops * state < (hops * runs + 2 * (runs - 1)) * state
+        every = sum(x.dtype.itemsize * x.size for x in (*tokens.values(), out))
+        one, other = (states_sent(runs.order, runs.own, state, every, exchanged=e) for e in (False, True))
+        return sum(other.bytes.values()) < sum(one.bytes.values())
 
 
 @dataclass(frozen=True)
@@ -267,35 +259,44 @@ def entering(passing: Maps, over: Any, state: jax.Array, runs: Runs) -> jax.Arra
     Args:
       over: the maps of its runs. state: [B, ...], that of the whole sequence.
     """
-    axis, n, rank = runs.axis, exchange.size(runs.axis), exchange.rank(runs.axis)
     over = jax.tree.map(runs.apart, over)
-    before, totals = [], []
-    # The runs of consecutive places that go the same way are scanned together.
-    for way, places in itertools.groupby(range(runs.count), lambda at: runs.ways[at]):
-        places = [*places]
-        mine = jax.tree.map(lambda x: x[places[0] : places[-1] + 1].reshape(-1, *x.shape[2:]), over)  # noqa: B023
-        scanned = exclusive_scan(passing, mine, axis, way)
-        before.append(scanned)
-        if runs.count > 1:
-            is_last = rank == (n - 1 if way > 0 else 0)
-            all_of = passing.combine(scanned, mine)
-            all_of = jax.tree.map(lambda x: jax.lax.psum(jnp.where(is_last, x, 0), axis), all_of)  # noqa: B023
-            totals.append(jax.tree.map(lambda x: x.reshape(len(places), -1, *x.shape[1:]), all_of))  # noqa: B023
-    maps = jax.tree.map(lambda *x: jnp.concatenate(x), *before)
-    starts = state[None]
+    ways = itertools.groupby(range(runs.count), lambda place: runs.ways[place])
+    scans = [_scan(passing, over, way, [*places], runs) for way, places in ways]
+    before = jax.tree.map(lambda *x: jnp.concatenate(x), *(maps for maps, _ in scans))
+    starts = state[None]  # [runs, B, ...], of each place
     if runs.count > 1:
 
-        def place_after(s: jax.Array, of: Any) -> tuple[jax.Array, jax.Array]:
-            s = passing.apply(of, s)
+        def place_after(s: jax.Array, of_place: Any) -> tuple[jax.Array, jax.Array]:
+            s = passing.apply(of_place, s)
             return s, s
 
-        after = jax.tree.map(lambda *x: jnp.concatenate(x)[:-1], *totals)
-        state, after = vary_alike((state, after), rank)
-        starts = jnp.concatenate([state[None], jax.lax.scan(place_after, state, after)[1]])
-    starts = starts.reshape(-1, *starts.shape[2:])
-    is_first = runs.here() % n == 0
-    is_first = jnp.repeat(is_first, starts.shape[0] // runs.count)
-    return _select(is_first, starts, passing.apply(maps, starts))
+        totals = jax.tree.map(lambda *x: jnp.concatenate(x), *(maps for _, maps in scans if maps is not None))
+        state, totals = vary_alike((state, totals), exchange.rank(runs.axis))
+        starts = jnp.concatenate([state[None], jax.lax.scan(place_after, state, totals)[1]])
+    is_first = jnp.repeat(runs.here() % len(runs.parts) == 0, state.shape[0])
+    starts = starts.reshape(-1, *state.shape[1:])
+    return _select(is_first, starts, passing.apply(before, starts))
+
+
+def _scan(passing: Maps, over: Any, way: int, places: list[int], runs: Runs) -> tuple[Any, Any]:
+    """Returns (the maps [places * B, ...] of the runs of the ranks before this one, those [places, B, ...] of all ranks), of
+    consecutive places whose runs go one way; nothing comes after the last place of all, whose map is left out, or None.
+
+    Args:
+      over: the maps [runs, B, ...] of this rank's runs.
+    """
+    n, rank = exchange.size(runs.axis), exchange.rank(runs.axis)
+    mine = jax.tree.map(lambda x: x[places[0] : places[-1] + 1].reshape(-1, *x.shape[2:]), over)
+    before = exclusive_scan(passing, mine, runs.axis, way)
+    inner = len(places) - (places[-1] == runs.count - 1)
+    if inner == 0:
+        return before, None
+
+    def of_all(x: jax.Array) -> jax.Array:
+        x = x.reshape(len(places), -1, *x.shape[1:])[:inner]
+        return jax.lax.psum(jnp.where(rank == (n - 1 if way > 0 else 0), x, 0), runs.axis)
+
+    return before, jax.tree.map(of_all, passing.combine(before, mine))
 
 
 def exclusive_scan(passing: Maps, over: Any, axis: Any, way: int = 1) -> Any:

@@ -2,6 +2,8 @@
 
 from faults import Fault
 
+RUNS = "tests/test_recurrence.py -k runs_of_ranks"
+
 FAULTS = (
     Fault(
         "chunks: a packed sequence begins from the state of the one before",
@@ -19,16 +21,79 @@ FAULTS = (
     ),
     Fault(
         "state passing: a document that begins on a rank hears of the one before",
-        "entering",
-        "_select($whole & $goes_on, $$after)",
-        "_select($whole | $goes_on, $$after)",
+        "_through",
+        "_select($whole & $edges.goes_on, $$after)",
+        "_select($whole | $edges.goes_on, $$after)",
         "tests/test_recurrence.py -k states_pass",
     ),
     Fault(
         "state passing: one hop less",
         "exclusive_scan",
-        "$n - 1",
-        "$n // 2",
+        "$by < $n - 1",
+        "$by < $n // 2",
         "tests/test_recurrence.py -k states_pass",
+    ),
+    Fault(
+        "state passing: the later runs of a zigzag go up too",
+        "state_passing:_scan",
+        "exclusive_scan($passing, $mine, $runs.axis, $way)",
+        "exclusive_scan($passing, $mine, $runs.axis)",
+        f"{RUNS} and zigzag",
+    ),
+    Fault(
+        "state passing: every place begins from the initial state",
+        "entering.place_after",
+        "$s = $passing.apply($of_place, $s)",
+        "pass",
+        RUNS,
+    ),
+    Fault(
+        "state passing: the last rank is left out of a place's map",
+        "state_passing:_scan",
+        "$passing.combine($before, $mine)",
+        "$before",
+        RUNS,
+    ),
+    Fault(
+        "state passing: a sequence ends a run too early",
+        "_ends",
+        "$here == $runs.parts.size - 1",
+        "$here == $runs.parts.size - 2",
+        f"{RUNS} and stripes",
+    ),
+    Fault(
+        "runs: documents go on in the order of the ranks",
+        "Runs.last_id_before",
+        "np.argsort($self.parts.ravel())",
+        "np.arange($self.parts.size)",
+        RUNS,
+    ),
+    Fault(
+        "runs: an exchange sends home what it took there",
+        "Runs._one_by_one",
+        "[($there, $here) for $here, $there in $pairs]",
+        "$pairs",
+        "tests/test_runs.py -k exchanged",
+    ),
+    Fault(
+        "runs: parts of all ranks one rank after another",
+        "Runs._all_at_once",
+        "$x.reshape($x.shape[0], $n, $m // $n, *$x.shape[2:]).swapaxes(1, 2)",
+        "$x.reshape($x.shape[0], $m // $n, $n, *$x.shape[2:])",
+        "tests/test_runs.py -k exchanged",
+    ),
+    Fault(
+        "runs: what sends more is chosen",
+        "states_sent",
+        "min($both, **$$how)",
+        "max($both, **$$how)",
+        "tests/test_runs.py -k less",
+    ),
+    Fault(
+        "runs: a recurrence takes an order that each row brings",
+        "order_of_call",
+        "not ($carried and $follows == 'fixed')",
+        "True",
+        "tests/test_orders.py -k needs_its_index",
     ),
 )
