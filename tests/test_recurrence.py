@@ -19,7 +19,8 @@ import kernels
 from ejdist import Order, make_mesh
 from ejdist.execution import run
 from ejdist.mapped import map_shards
-from ejdist.sequence.state_passing import Linear, StatePassing, halo
+from ejdist.sequence.runs import Runs
+from ejdist.sequence.state_passing import Linear, StatePassing, _Edges, halo
 from kernels.engines.scan import chunks, recurrence
 from kernels.framework.contract import Op
 from kernels.framework.public import Prepared
@@ -234,6 +235,27 @@ def test_states_pass_between_the_runs_of_ranks(order, exchanged, name):
         return order.inverse(out), final
 
     close(value_and_gradients(in_order, arguments(name)), truth(name))
+
+
+def test_as_many_hops_as_ranks_that_a_document_spans():
+    short = [0, 1] * 8
+
+    @jax.jit
+    def needed(ids):
+        runs = Runs(Order("contiguous", 8), 2, ("sp",))
+        return map_shards(lambda ids: _Edges.of(ids, runs, False, True).hops, make_mesh(sp=8), (P(None, "sp"),), P())(
+            ids
+        )
+
+    for hops, row in (
+        (0, [0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 6]),  # no rank from end to end, but the first and the last
+        (1, [0] * 3 + [1] * 4 + [2, 3, 3, 4, 4, 5, 5, 6, 6]),  # one of them
+        (2, [0] + [1] * 7 + [2, 3] * 4),
+        (2, [0] * 8 + [1, 2] * 4),  # nothing comes before the first rank
+        (3, [0] + [1] * 9 + [2, 3] * 3),
+        (3, [0] * 8 + [_] * 8),  # a state goes on where there is no token
+    ):
+        assert int(needed(jnp.asarray([short, row], jnp.int32))) == hops, row
 
 
 def test_ranks_over_two_axes():

@@ -2,21 +2,19 @@
 
 What a rank does to a state is a map, S_out = A(S_in) + b for a linear recurrence. Its size does not depend on how many tokens
 the rank has. The maps are composed by a prefix scan over the ranks, log2(ranks) hops of one map each; the state that enters a
-rank is the initial state after the maps before it. All parts are differentiable, so the derivative is JAX's.
+rank is the initial state after the maps before it. Where documents are told apart, the hops are as many as ranks that one of
+them spans ask for, which the program finds as it runs. All parts are differentiable, so the derivative is JAX's.
 
 In an order in which a rank has several runs of tokens, each run has a map, and states pass between runs: by a scan over the
 ranks, at once for all places that a run has on a rank, and from place to place by the map of all ranks. Or tokens are exchanged
 to contiguous order and back, where that sends less.
 
-Sources: G. Blelloch, *Prefix Sums and Their Applications*, 1990 (a linear recurrence as a scan over pairs (A, b)); W. Hillis,
-G. Steele, *Data Parallel Algorithms*, 1986 (the scan by doubling); W. Sun et al., *Linear Attention Sequence Parallelism*,
-2024, arXiv:2404.02882 (states passed between ranks).
+Source: W. Sun et al., *Linear Attention Sequence Parallelism*, 2024, arXiv:2404.02882 (states passed between ranks).
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,27 +25,12 @@ import jax.numpy as jnp
 from ejdist.order import Order
 from ejdist.sequence import exchange
 from ejdist.sequence.cost import states_sent
+from ejdist.sequence.map_scan import Maps, entering, needed_hops, select
 from ejdist.sequence.runs import Runs
 from kernels.engines.scan.recurrence import last_run
 from kernels.framework.binding import is_traced_argument
 from kernels.framework.contract import Op
 from kernels.framework.dispatch import vary_alike
-
-
-class Maps(Protocol):
-    """What an operation declares of its recurrence so that its sequence can be split. A map is a pytree of arrays [B, ...]."""
-
-    def start(self, arguments: dict[str, Any]) -> jax.Array:
-        """Returns the state [B, ...] of a sequence that begins from nothing."""
-        ...
-
-    def combine(self, first: Any, then: Any) -> Any:
-        """Returns the map that is `first`, followed by `then`."""
-        ...
-
-    def apply(self, over: Any, state: jax.Array) -> jax.Array:
-        """Returns the state [B, ...] after a map."""
-        ...
 
 
 class Passing(Maps, Protocol):
@@ -161,7 +144,7 @@ class StatePassing:
             out, final = self(axes, platform=platform, cfg=cfg, **arguments, **options)
             return runs.home(out), final
         ids, initial = arguments.pop("segment_ids", None), arguments.pop("initial_state", None)
-        ids = jnp.zeros((B, own), jnp.int32) if ids is None else ids
+        documents, ids = ids is not None, jnp.zeros((B, own), jnp.int32) if ids is None else ids
         arguments, ids, _ = vary_alike((arguments, ids, exchange.rank(axis)))
         arguments |= {n: runs.rows(arguments[n]) for n in tokens if n in arguments}
         start, num_states = self.passing.start(arguments), options.pop("num_states", 1)
@@ -170,8 +153,10 @@ class StatePassing:
         initial, start = vary_alike((initial.astype(start.dtype), start), ids)
         call = functools.partial(self.op, num_states=num_states, platform=platform, cfg=cfg)
         run: Any = _through_once if hasattr(self.passing, "once") else _through
-        out, final = run(self.passing, call, (arguments, options), runs.rows(ids), initial, start, runs)
-        return runs.back(out), _ends(runs.rows(ids), final, runs)
+        ids = runs.rows(ids)
+        edges = _Edges.of(ids, runs, num_states > 1, documents)
+        out, final = run(self.passing, call, (arguments, options), ids, initial, start, runs, edges)
+        return runs.back(out), _ends(ids, final, runs)
 
     def _exchanges(self, runs: Runs, tokens: dict[str, jax.Array], arguments: dict[str, Any]) -> bool:
         if self.exchanged is not None:
@@ -191,26 +176,39 @@ class _Edges:
     Attributes:
       goes_on: whether the first segment of a run began before it, or the run has no valid token. nothing: whether it has none.
       first, last: the segments of its first and last valid token; 0 where there is none, or where all have one state.
+      through: whether the state that enters a run leaves it, changed; else another one does.
+      hops: how many hops of `exclusive_scan` some rank needs, int32 []; None for all.
     """
 
     goes_on: jax.Array
     nothing: jax.Array
     first: jax.Array
     last: jax.Array
+    through: jax.Array
+    hops: jax.Array | None
 
-    @staticmethod
-    def of(ids: jax.Array, runs: Runs, several: bool) -> _Edges:
+    @classmethod
+    def of(cls, ids: jax.Array, runs: Runs, several: bool, documents: bool) -> _Edges:
         nothing = jnp.all(ids < 0, axis=1)
         first, last = _first_valid(ids), _last_valid(ids)
         before = runs.last_id_before(last)
         # One state: a row that has begun nowhere yet begins here from its initial state, which the maps pass on.
         goes_on = (before == first) & (before >= 0) if several else (before == first) | (before < 0)
-        at = (jnp.maximum(x, 0) if several else jnp.zeros_like(x) for x in (first, last))
-        return _Edges(goes_on | nothing, nothing, *at)
+        first, last = (jnp.maximum(x, 0) if several else jnp.zeros_like(x) for x in (first, last))
+        goes_on |= nothing
+        through = goes_on & last_run(ids)[1]
+        return cls(goes_on, nothing, first, last, through, needed_hops(through, runs) if documents else None)
 
 
 def _through(
-    passing: Passing, call: Any, given: Any, ids: jax.Array, initial: jax.Array, start: jax.Array, runs: Runs
+    passing: Passing,
+    call: Any,
+    given: Any,
+    ids: jax.Array,
+    initial: jax.Array,
+    start: jax.Array,
+    runs: Runs,
+    edges: _Edges,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out, final states [rows, G, ...]) of this rank's runs: from the maps of all runs the states that enter these.
 
@@ -219,27 +217,33 @@ def _through(
       initial: [B, G, ...], of the whole sequence. start: [rows, ...], of a segment that begins from nothing.
     """
     (arguments, options), each, several = given, runs.repeated(initial), initial.shape[1] > 1
-    rows, edges = jnp.arange(ids.shape[0]), _Edges.of(ids, runs, several)
-    tail, whole = last_run(ids)
+    rows, tail = jnp.arange(ids.shape[0]), last_run(ids)[0]
     set_options = {n: x for n, x in options.items() if x is not None}
     over = passing.summary({**arguments, **set_options}, tail)
     mine = each[rows, edges.last] if several else start
-    over = _select(whole & edges.goes_on, over, passing.constant(passing.apply(over, mine), over))
-    state = entering(passing, over, initial[:, 0], runs)
+    over = select(edges.through, over, passing.constant(passing.apply(over, mine), over))
+    state = entering(passing, over, initial[:, 0], runs, edges.hops)
     if not several:
-        enters = _select(edges.goes_on, state, start)[:, None]
+        enters = select(edges.goes_on, state, start)[:, None]
     else:
         known = each[rows, edges.first]
-        enters = each.at[rows, edges.first].set(_select(edges.goes_on & ~edges.nothing, state, known))
+        enters = each.at[rows, edges.first].set(select(edges.goes_on & ~edges.nothing, state, known))
     return call(**arguments, **options, segment_ids=ids, initial_state=enters)
 
 
 def _through_once(
-    passing: OncePassing, call: Any, given: Any, ids: jax.Array, initial: jax.Array, start: jax.Array, runs: Runs
+    passing: OncePassing,
+    call: Any,
+    given: Any,
+    ids: jax.Array,
+    initial: jax.Array,
+    start: jax.Array,
+    runs: Runs,
+    edges: _Edges,
 ) -> tuple[jax.Array, jax.Array]:
     """As `_through`, in one pass over the tokens: the state that enters is added to its results."""
     (arguments, options), each, several = given, runs.repeated(initial), initial.shape[1] > 1
-    rows, edges = jnp.arange(ids.shape[0]), _Edges.of(ids, runs, several)
+    rows = jnp.arange(ids.shape[0])
     open_rows = edges.goes_on & ~edges.nothing if several else edges.goes_on
     entered = open_rows[:, None] & (jnp.arange(initial.shape[1]) == edges.first[:, None])
     known = each if several else start[:, None]
@@ -247,70 +251,11 @@ def _through_once(
     (out, final), (out_reach, final_reach) = passing.once(call, arguments, known, entered)
     over = final_reach[rows, edges.last], final[rows, edges.last]
     if several:
-        over = _select(edges.nothing, passing.identity(over), over)
-    state = entering(passing, over, initial[:, 0], runs)
+        over = select(edges.nothing, passing.identity(over), over)
+    state = entering(passing, over, initial[:, 0], runs, edges.hops)
+    state = select(open_rows, state, jnp.zeros_like(state))  # nothing of another document, if it is not finite
     out = (out + passing.reached(out_reach, state)).astype(out.dtype)
     return out, final + passing.times(final_reach, state[:, None])
-
-
-def entering(passing: Maps, over: Any, state: jax.Array, runs: Runs) -> jax.Array:
-    """Returns [rows, ...]: the states that enter this rank's runs.
-
-    Args:
-      over: the maps of its runs. state: [B, ...], that of the whole sequence.
-    """
-    over = jax.tree.map(runs.apart, over)
-    ways = itertools.groupby(range(runs.count), lambda place: runs.ways[place])
-    scans = [_scan(passing, over, way, [*places], runs) for way, places in ways]
-    before = jax.tree.map(lambda *x: jnp.concatenate(x), *(maps for maps, _ in scans))
-    starts = state[None]  # [runs, B, ...], of each place
-    if runs.count > 1:
-
-        def place_after(s: jax.Array, of_place: Any) -> tuple[jax.Array, jax.Array]:
-            s = passing.apply(of_place, s)
-            return s, s
-
-        totals = jax.tree.map(lambda *x: jnp.concatenate(x), *(maps for _, maps in scans if maps is not None))
-        state, totals = vary_alike((state, totals), exchange.rank(runs.axis))
-        starts = jnp.concatenate([state[None], jax.lax.scan(place_after, state, totals)[1]])
-    is_first = jnp.repeat(runs.here() % len(runs.parts) == 0, state.shape[0])
-    starts = starts.reshape(-1, *state.shape[1:])
-    return _select(is_first, starts, passing.apply(before, starts))
-
-
-def _scan(passing: Maps, over: Any, way: int, places: list[int], runs: Runs) -> tuple[Any, Any]:
-    """Returns (the maps [places * B, ...] of the runs of the ranks before this one, those [places, B, ...] of all ranks), of
-    consecutive places whose runs go one way; nothing comes after the last place of all, whose map is left out, or None.
-
-    Args:
-      over: the maps [runs, B, ...] of this rank's runs.
-    """
-    n, rank = exchange.size(runs.axis), exchange.rank(runs.axis)
-    mine = jax.tree.map(lambda x: x[places[0] : places[-1] + 1].reshape(-1, *x.shape[2:]), over)
-    before = exclusive_scan(passing, mine, runs.axis, way)
-    inner = len(places) - (places[-1] == runs.count - 1)
-    if inner == 0:
-        return before, None
-
-    def of_all(x: jax.Array) -> jax.Array:
-        x = x.reshape(len(places), -1, *x.shape[1:])[:inner]
-        return jax.lax.psum(jnp.where(rank == (n - 1 if way > 0 else 0), x, 0), runs.axis)
-
-    return before, jax.tree.map(of_all, passing.combine(before, mine))
-
-
-def exclusive_scan(passing: Maps, over: Any, axis: Any, way: int = 1) -> Any:
-    """Returns the map of all ranks before this one; on the first rank it is undefined. way -1: the last rank is the first.
-
-    log2(ranks) hops, in each of which a rank sends one map; then one more.
-    """
-    n, rank, by = jax.lax.axis_size(axis), exchange.rank(axis), 1
-    rank = rank if way > 0 else n - 1 - rank
-    while by < n - 1:  # the last rank's own map is not needed, so the last hop would add nothing
-        joined = passing.combine(exchange.shift(over, axis, way * by), over)
-        over = _select(rank >= by, joined, over)
-        by *= 2
-    return exchange.shift(over, axis, way)
 
 
 def halo(tree: Any, axis: Any, size: int) -> Any:
@@ -332,16 +277,6 @@ def halo(tree: Any, axis: Any, size: int) -> Any:
         return jnp.concatenate(parts[::-1], axis=1) if parts else x[:, :0]
 
     return jax.tree.map(of, tree)
-
-
-def _select(condition: jax.Array, a: Any, b: Any) -> Any:
-    """Returns a where the condition, one or one for each row, holds, else b; leaf by leaf."""
-
-    def one(x: jax.Array, y: jax.Array) -> jax.Array:
-        mask = condition if condition.ndim == 0 else condition.reshape(-1, *(1,) * (max(x.ndim, y.ndim) - 1))
-        return jnp.where(mask, x, y)
-
-    return jax.tree.map(one, a, b)
 
 
 def _first_valid(ids: jax.Array) -> jax.Array:
