@@ -84,8 +84,8 @@ def needed_hops(order: Order, length: int, mask: MaskInfo) -> int:
 def states_sent(
     order: Order, own: int, state: int, tokens: int, axis: str = SP, exchanged: bool | None = None
 ) -> Traffic:
-    """Returns what a rank sends so that a recurrence goes on over the ranks, in one pass, forward or backward: for one document a
-    row, and at most for several.
+    """Returns what a rank sends so that a recurrence goes on over the ranks, in one pass, forward or backward: for one
+    document a row, and at most for several.
 
     Args:
       order: one that is the same for all rows. own: a rank's tokens of a row.

@@ -113,7 +113,7 @@ def _steps(ranks: int) -> list[int]:
 
 def needed_hops(through: jax.Array, runs: Runs) -> jax.Array | None:
     """Returns int32 []: how many hops of `exclusive_scan` are needed, since nothing is left of what is before a map that no
-    state passes through; None where there are none. The same on every device: who parts ways before a collective waits for ever.
+    state passes through; None where there are none. The same on every device: who parts ways before a collective waits.
 
     Args:
       through: bool [rows], of this rank's runs.
