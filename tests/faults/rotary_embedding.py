@@ -107,7 +107,7 @@ FAULTS = (
         "rotary_embedding in Triton: the product of positions is one of floats",
         "triton_gpu:rotary_embedding_kernel",
         "($index[:, None] * $fixed[None, :]).to(tl.float32)",
-        "($position[:, None] * $fixed.to(tl.float32)[None, :])",
+        "($index.to(tl.float32)[:, None] * $fixed.to(tl.float32)[None, :])",
         f"{EXACT} and triton_gpu",
     ),
     Fault(
@@ -120,15 +120,15 @@ FAULTS = (
     Fault(
         "rotary_embedding: latent attention does not say from where angles are exact",
         "LatentAttention.apply",
-        "functools.partial($$args, exact_from=$c.rope_exact_from, **$$args2)",
-        "functools.partial($$args, **$$args2)",
+        "functools.partial($$args, **$$before, exact_from=$c.rope_exact_from, interleaved=True)",
+        "functools.partial($$args, **$$before, interleaved=True)",
         "tests/test_model.py -k text_begins",
     ),
     Fault(
         "rotary_embedding: attention does not say from where angles are exact",
         "models/attention:Attention.apply",
-        "functools.partial($$args, exact_from=$c.rope_exact_from, **$$args2)",
-        "functools.partial($$args, **$$args2)",
+        "functools.partial($$args, **$$before, exact_from=$c.rope_exact_from)",
+        "functools.partial($$args, **$$before)",
         "tests/test_model.py -k text_begins",
     ),
 )
