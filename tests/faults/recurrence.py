@@ -2,7 +2,7 @@
 
 from faults import Fault
 
-RUNS = "tests/test_recurrence.py -k runs_of_ranks"
+RUNS = "tests/test_recurrence.py -k"
 
 FAULTS = (
     Fault(
@@ -38,7 +38,7 @@ FAULTS = (
         "map_scan:_scan",
         "exclusive_scan($passing, $mine, $runs.axis, $way, $hops)",
         "exclusive_scan($passing, $mine, $runs.axis, 1, $hops)",
-        f"{RUNS} and zigzag",
+        f"{RUNS} 'runs_of_ranks and zigzag'",
     ),
     Fault(
         "state passing: a hop less than the ranks that a document spans",
@@ -59,28 +59,28 @@ FAULTS = (
         "entering.place_after",
         "$s = $passing.apply($of_place, $s)",
         "pass",
-        RUNS,
+        f"{RUNS} runs_of_ranks",
     ),
     Fault(
         "state passing: the last rank is left out of a place's map",
         "map_scan:_scan",
         "$passing.combine($before, $mine)",
         "$before",
-        RUNS,
+        f"{RUNS} runs_of_ranks",
     ),
     Fault(
         "state passing: a sequence ends a run too early",
         "_ends",
         "$here == $runs.parts.size - 1",
         "$here == $runs.parts.size - 2",
-        f"{RUNS} and stripes",
+        f"{RUNS} 'runs_of_ranks and stripes'",
     ),
     Fault(
         "runs: documents go on in the order of the ranks",
         "Runs.last_id_before",
         "np.argsort($self.parts.ravel())",
         "np.arange($self.parts.size)",
-        RUNS,
+        f"{RUNS} runs_of_ranks",
     ),
     Fault(
         "runs: an exchange sends home what it took there",
