@@ -219,9 +219,8 @@ EXACT = {
 }
 
 
-# Each backend, and each scaling; the rest of the grid is slow.
-QUICK = {(backend, "base") for backend in BACKENDS} | {("triton_gpu", "yarn"), ("pallas_tpu", "llama3")}
-QUICK |= {("xla", "ntk"), ("xla", "linear")}
+# Each backend, and each layout of pairs; the rest of the grid is slow.
+QUICK = {(backend, "base") for backend in BACKENDS} | {("triton_gpu", "yarn"), ("xla", "llama3"), ("xla", "linear")}
 
 
 @pytest.mark.parametrize(
@@ -244,11 +243,10 @@ def test_angles_are_exact_from_a_position_on_and_float32_before(backend, name):
     wanted = factor * np.stack([np.cos(angle) - np.sin(angle), np.cos(angle) + np.sin(angle)], 1)
     x = jnp.ones((1, positions.size, 1, H))
     with on_this_machine(op.backends[backend]):
-        got, old = (
+        got, old, everywhere = (
             np.asarray(rotary_embedding(x, jnp.asarray(positions), platform=backend, **options, **exact))
-            for exact in ({}, {"exact_from": None})
+            for exact in ({}, {"exact_from": None}, {"exact_from": 0} if name == "base" else {})
         )
-        everywhere = np.asarray(rotary_embedding(x, jnp.asarray(positions), platform=backend, **options, exact_from=0))
     pairs = got[0, :, 0, :width]
     pairs = (
         pairs.reshape(-1, width // 2, 2).swapaxes(1, 2)
@@ -259,12 +257,14 @@ def test_angles_are_exact_from_a_position_on_and_float32_before(backend, name):
     np.testing.assert_allclose(pairs[far:], wanted[far:], rtol=0, atol=bound)
     np.testing.assert_array_equal(got[:, :far], old[:, :far])
     np.testing.assert_array_equal(got[:, far:], everywhere[:, far:])
-    np.testing.assert_allclose(everywhere[:, :far], old[:, :far], atol=0.02)
+    assert name != "base" or 0 < np.abs(everywhere[:, :far] - old[:, :far]).max() < 0.02
     assert np.abs(old[0, far + 2 :] - got[0, far + 2 :]).max() > 0.01  # a million tokens on, float32 is this far off
     assert (got[0, far + 3] != got[0, far + 4]).any() and (old[0, far + 3] == old[0, far + 4]).all()
 
 
-@pytest.mark.parametrize("order", [Order("zigzag", 4), Order("striped", 4, 2)], ids=lambda order: order.name)
+@pytest.mark.parametrize(
+    "order", [Order("zigzag", 4), pytest.param(Order("striped", 4, 2), marks=pytest.mark.slow)], ids=lambda o: o.name
+)
 def test_exact_angles_are_those_of_the_position_in_every_order_over_devices(order):
     positions = np.int32(FIRST - 7) + np.arange(16, dtype=np.int32)[None] * 1001
     q, k = (np.random.default_rng(n).standard_normal((1, 16, n, H), np.float32) for n in (4, 2))
