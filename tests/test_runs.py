@@ -21,7 +21,7 @@ from ejdist.sequence.runs import Runs
 from ejdist.sharded import sharded
 
 RANKS, T = 4, 64
-ORDERS = {"zigzag": Order("zigzag", 4), "stripes": Order("striped", 4, 4), "long": Order("striped", 4, 8)}
+ORDERS = {"zigzag": Order("zigzag", 4), "stripes": Order("striped", 4, 2), "long": Order("striped", 4, 8)}
 RNG = np.random.default_rng(0)
 
 
@@ -46,7 +46,7 @@ def test_runs_are_the_tokens_of_a_rank(order):
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_tokens_are_exchanged_to_contiguous_order_and_home(order):
-    """Stripes of 4 are a multiple of the ranks, those of 8 fewer than these."""
+    """A rank has two short stripes for every rank, and fewer long ones than there are ranks."""
     tokens = np.arange(2 * T, dtype=np.int32).reshape(2, T)
 
     def there_and_home(x):
