@@ -78,15 +78,15 @@ FAULTS = (
     Fault(
         "rotary_embedding: a fixed-point frequency leaves nothing",
         "angles:turns",
-        "($fraction - $fixed) * _OF_A_TURN",
-        "0 * ($fraction - $fixed)",
+        "float($u - $n) * _UNIT",
+        "0 * float($u - $n)",
         f"{EXACT} exact_from_a_position",
     ),
     Fault(
         "rotary_embedding: frequencies of more than a turn are cut off",
         "angles:turns",
-        "np.mod($frequencies / (2 * math.pi), 1.0)",
-        "np.minimum($frequencies / (2 * math.pi), 0.499)",
+        "$n % 2**32",
+        "min($n, 2**32 - 1)",
         f"{EXACT} 'exact_from_a_position and linear'",
     ),
     Fault(

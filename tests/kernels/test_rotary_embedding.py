@@ -215,7 +215,7 @@ EXACT = {
     "yarn": {"base": 1.5e5, "scaling": RopeScaling("yarn", 32.0, 4096, truncate=False), "interleaved": True},
     "llama3": {"base": 5e5, "scaling": RopeScaling("llama3", 32.0, 8192), "rotary_dim": 10},
     "ntk": {"scaling": RopeScaling("ntk", 8.0)},
-    "linear": {"base": 0.3, "scaling": RopeScaling("linear", 2.0)},  # frequencies of more than a radian
+    "linear": {"base": 0.01, "scaling": RopeScaling("linear", 2.0)},  # frequencies of more than a turn
 }
 
 

@@ -10,21 +10,24 @@ a turn, in float32.
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 EXACT_FROM = 131_072
-_OF_A_TURN = 2.0**-32
+_UNIT = 2.0**-32
+_TURN = 2 * Fraction("3.14159265358979323846264338327950288419716939937510582097494459")  # in radians
 
 
 def turns(frequencies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns (int32 in units of 2^-32 turns, modulo a turn; float32 remainder in turns), of frequencies in radians per
-    position, float64. Their sum is a frequency modulo one turn per position, to 2^-57 turns."""
-    fraction = np.mod(frequencies / (2 * math.pi), 1.0) / _OF_A_TURN
-    fixed = np.rint(fraction)
-    return fixed.astype(np.int64).astype(np.uint32).view(np.int32), ((fraction - fixed) * _OF_A_TURN).astype(np.float32)
+    position, float64. Their sum is a frequency, modulo one turn per position, to 2^-57 turns."""
+    units = [Fraction(float(w)) / _TURN * 2**32 for w in frequencies]
+    fixed = [round(u) for u in units]
+    whole = np.array([n % 2**32 for n in fixed], np.uint32).view(np.int32)
+    return whole, np.array([float(u - n) * _UNIT for u, n in zip(units, fixed, strict=True)], np.float32)
 
 
 def is_far(index: jax.Array, exact_from: int) -> jax.Array:
@@ -37,7 +40,7 @@ def exact_angle(positions: jax.Array, fixed: jax.Array, rest: jax.Array) -> jax.
 
     The error is at most 6e-7 radians at any int32 position: roundings to float32 of a number of this size.
     """
-    whole = (positions.astype(jnp.int32) * fixed).astype(jnp.float32) * jnp.float32(_OF_A_TURN)
+    whole = (positions.astype(jnp.int32) * fixed).astype(jnp.float32) * jnp.float32(_UNIT)
     return (whole + positions.astype(jnp.float32) * rest) * jnp.float32(2 * math.pi)
 
 
