@@ -44,17 +44,18 @@ def test_runs_are_the_tokens_of_a_rank(order):
     np.testing.assert_array_equal((parts[..., None] * run + np.arange(run)).ravel(), order.indices(T))
 
 
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("order", [*ORDERS.values(), Order("zigzag", 2)], ids=[*ORDERS, "zigzag2"])
 def test_tokens_are_exchanged_to_contiguous_order_and_home(order):
     """A rank has two short stripes for every rank, and fewer long ones than there are ranks."""
     tokens = np.arange(2 * T, dtype=np.int32).reshape(2, T)
 
     def there_and_home(x):
-        runs = Runs(order, T // RANKS, ("sp",))
+        runs = Runs(order, T // order.shards, ("sp",))
         there = runs.exchanged(x)
         return there, runs.home(there)
 
-    there, home = map_shards(there_and_home, mesh(), (P(None, "sp"),), (P(None, "sp"),) * 2)(order.permute(tokens))
+    ranks = make_mesh(sp=order.shards, devices=jax.devices()[: order.shards])
+    there, home = map_shards(there_and_home, ranks, (P(None, "sp"),), (P(None, "sp"),) * 2)(order.permute(tokens))
     np.testing.assert_array_equal(there, tokens)
     np.testing.assert_array_equal(order.inverse(np.asarray(home)), tokens)
 

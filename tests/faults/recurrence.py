@@ -97,6 +97,13 @@ FAULTS = (
         "tests/test_runs.py -k exchanged",
     ),
     Fault(
+        "runs: a zigzag of two ranks is exchanged as stripes are",
+        "Runs._moved",
+        "all($way > 0 for $way in $self.ways)",
+        "True",
+        "tests/test_runs.py -k exchanged",
+    ),
+    Fault(
         "runs: what sends more is chosen",
         "states_sent",
         "min($both, **$$how)",
