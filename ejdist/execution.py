@@ -27,7 +27,7 @@ from ejdist.placement import (
     stored_specs,
     summed_dims,
 )
-from ejdist.tokens import mesh_around, order_of_call
+from ejdist.tokens import Follows, mesh_around, order_of_call
 from kernels.framework import select
 from kernels.framework.binding import Call, typed
 from kernels.framework.contract import Op
@@ -86,7 +86,7 @@ def run(
     handles: Collection[str] = (),
     stored: bool = False,
     order: str | Order | None = None,
-    follows: bool = False,
+    follows: Follows = False,
     checked: bool = False,
     name: str = "",
     platform: str | None = None,
@@ -103,7 +103,7 @@ def run(
       handles: dims that `local` communicates over, and that may be split for that reason.
       stored: whether the operation's weights are sharded as the layout stores parameters; they are then gathered here.
       order: of the tokens; default: the layout's.
-      follows: whether `local` has a form for every order, which it then takes as `order`.
+      follows: which orders `local` has a form for; it takes that of the tokens as `order`.
       checked: whether the order was checked before.
       name: of the public function, default: the operation's.
     """
@@ -160,7 +160,7 @@ def _decide(
     handles: Collection[str],
     stored: bool,
     order: str | Order | None,
-    follows: bool,
+    follows: Follows,
     checked: bool,
     platform: str | None,
     cfg: Any,
@@ -175,7 +175,7 @@ def _decide(
     axes = resolve_axes(op, call, mesh, in_specs, table, handles)
     check_local(op, call, axes, mesh, handles)
     axes = apart(op, call, axes, mesh, handles, said=in_specs is not None or is_explicit(mesh))
-    follows, lie = follows and local is not None, None
+    follows, lie = local is not None and follows, None
     if not checked:
         lie = order_of_call(name, op, prepared, axes, around, given=order, follows=follows)
     data = {n: v for n, v in call.traced().items() if v is not None}

@@ -91,7 +91,7 @@ class set_layout:
       parameters: the same for parameters as a model stores them; default: the activations' axes of N, K, F, V and E.
       replicated: axes over which everything is the same, on purpose.
       order: of a batch's tokens along T: "contiguous", or "zigzag", "striped" or an `Order` that the batch was
-        permuted to. Operations that can follow it do (`ring_attention`, `flash_mla`), those for which it does not matter run
+        permuted to. Operations that can follow it do (`ring_attention`, recurrences), those for which it does not matter run
         unchanged, and the others refuse. By name it is over as many ranks as T's axes have on the mesh.
 
     Raises:

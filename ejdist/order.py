@@ -125,6 +125,21 @@ class Order:
         part = xp.arange(per_rank // 2, dtype=xp.int32)
         return xp.concatenate([first * (per_rank // 2) + part, (2 * n - 1 - first) * (per_rank // 2) + part], axis=-1)
 
+    def runs(self, own: int) -> np.ndarray:
+        """Returns int32 [shards, runs]: which part of the text each run of a rank's `own` tokens is. A run is tokens that
+        follow one another, and the text is cut into parts as long.
+
+        Raises:
+          ValueError: the length does not divide, or the order is `carried`; names the remedy.
+        """
+        self._check_fixed()
+        self.check(own * self.shards)
+        if self.shards == 1:
+            return np.zeros((1, 1), np.int32)
+        if self.in_parts:
+            return self.indices(self.multiple).reshape(self.shards, -1)
+        return replace(self, stripe=1).positions(np.arange(self.shards), own // self.stripe * self.shards)
+
     def joined(self, earlier: bool, own: int) -> tuple[slice, slice] | None:
         """Returns (queries, keys) of the `own` tokens of two ranks: the parts of which causal attention joins every query of
         one rank with every key of another that is `earlier` in the order, or later; None where it joins none.

@@ -19,7 +19,7 @@ from ejdist.execution import run
 from ejdist.layout import Axes
 from ejdist.mesh import current_mesh
 from ejdist.order import Order
-from ejdist.tokens import Ranks, axes_of_rank, order_of_call
+from ejdist.tokens import Follows, Ranks, axes_of_rank, order_of_call
 from kernels.framework.contract import Op
 from kernels.framework.ordered import SEQUENCE, whole_dims
 from kernels.framework.public import Prepared, PublicFunction, module_class
@@ -65,7 +65,7 @@ def run_on_rank(
     local: Callable | None,
     handles: Collection[str],
     order: str | Order | None,
-    follows: bool,
+    follows: Follows,
     name: str,
     platform: str | None,
     cfg: Any,
@@ -99,7 +99,7 @@ class ShardedFunction:
         local: Callable | None = None,
         handles: Collection[str] = (),
         *,
-        follows: bool = False,
+        follows: Follows = False,
         on_rank: Callable | bool = True,
     ) -> None:
         functools.update_wrapper(self, function, updated=())
@@ -172,7 +172,7 @@ def sharded(
     *,
     local: Callable | None = None,
     handles: Sequence[str] = (),
-    follows: bool = False,
+    follows: Follows = False,
     on_rank: Callable | bool = True,
 ) -> ShardedFunction:
     """Returns the function on sharded arrays. Without a mesh, given or in force, it is the function itself.
@@ -180,7 +180,8 @@ def sharded(
     Args:
       local: for what communicates: what runs on a shard, `local({dim: axes}, **arguments)`, hashable.
       handles: the dims that it communicates over.
-      follows: whether it has a form for tokens in any order, see `Order`; it then takes `order`, that in which they lie.
+      follows: whether it has a form for tokens in any order, see `Order`, or "fixed": in any that is the same for all rows; it
+        then takes `order`, that in which they lie.
       on_rank: what runs on a rank inside a `shard_map` of the caller's, over the axes that it names: True for `local`; False
         where the function's arguments can be read only beside a whole sequence.
     """

@@ -6,13 +6,13 @@ Both are facts of the layout in force that an operation may depend on without be
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from ejdist.layout import Axes, current_layout
 from ejdist.mesh import SP, axis_is_bound, current_mesh, mesh_here
-from ejdist.order import CARRIED, Order, order_of
+from ejdist.order import CARRIED, NAMES, Order, order_of
 from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.binding import Call
 from kernels.framework.contract import Op
@@ -20,6 +20,9 @@ from kernels.framework.ordered import SEQUENCE, depends_on_order, whole_dims
 from kernels.framework.platforms import Unsupported
 from kernels.framework.public import Prepared
 
+FIXED = tuple(name for name in NAMES if name not in CARRIED)  # the same for all rows
+# Whether an operation has a form for other orders than contiguous: none, those that are the same for all rows, or all.
+Follows = bool | Literal["fixed"]
 _LAYOUT = "set_layout: argument 'order'"
 
 
@@ -43,7 +46,7 @@ def resolve_order(name: str, ranks: int, where: str, given: str | Order | None) 
 
 
 def order_of_call(
-    name: str, op: Op, prepared: Prepared, axes: Axes, mesh: Any, *, given: str | Order | None, follows: bool
+    name: str, op: Op, prepared: Prepared, axes: Axes, mesh: Any, *, given: str | Order | None, follows: Follows
 ) -> Order | None:
     """Returns the order of the tokens of a call, for an operation that `follows` it; None where it need not know.
 
@@ -51,6 +54,7 @@ def order_of_call(
       axes: dim -> axes of the mesh that split it in this call. A sequence that is whole here may be permuted all the same.
       mesh: None without one; else anything with the sizes of the axes, as `mesh.shape`.
       given: the order that the caller asks for; default: the layout's.
+      follows: which orders it has a form for.
 
     Raises:
       Unsupported: the operation depends on the order, and has no form for this one; names it, and the remedy.
@@ -70,15 +74,18 @@ def order_of_call(
     unknown = mesh is None and not isinstance(order, Order)
     if kind == "contiguous" or (shards == 1 and not unknown):
         return Order("contiguous", math.prod(sizes.get(a, 1) for a in split))
-    if follows and split and not prepared.cuts:
+    carried = kind in CARRIED and shards > 1
+    if follows and split and not prepared.cuts and not (carried and follows == "fixed"):
         return resolve_order(name, ranks, f"dim T is split over {', '.join(split)}", order)
     if prepared.cuts or depends_on_order(op, prepared.call):
-        raise _no_form(name, prepared.cuts, kind, None if unknown else shards)
+        fixed = follows == "fixed" and split and not prepared.cuts
+        raise _no_form(name, prepared.cuts, kind, None if unknown else shards, FIXED if fixed else FIXED[:1])
     return None
 
 
-def _no_form(name: str, cuts: str, order: str, ranks: int | None) -> Unsupported:
-    """Returns the refusal of a call on tokens in that order; ranks: None where their number is not known."""
+def _no_form(name: str, cuts: str, order: str, ranks: int | None, instead: tuple[str, ...]) -> Unsupported:
+    """Returns the refusal of a call on tokens in that order; ranks: None where their number is not known. instead: orders that
+    it has a form for, of which the first is contiguous."""
     if ranks is None:
         where = f"in order {order!r} over ranks that are not known, since there is no mesh"
         remedy = "give 'mesh', or call under `with jax.set_mesh(mesh):`"
@@ -93,7 +100,7 @@ def _no_form(name: str, cuts: str, order: str, ranks: int | None) -> Unsupported
     )
     return Unsupported(
         f"{name}: {why}, and they are {where} (set_layout, or sequence.order of a recipe), which it does not support: use "
-        f"order='contiguous' (sequence.order=contiguous), {remedy}"
+        f"order={' or '.join(map(repr, instead))} (sequence.order={instead[0]}), {remedy}"
     )
 
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from ejdist.costs import PERMUTE, Traffic
-from ejdist.mesh import SP
+from ejdist.costs import Traffic
 from ejdist.models.config import DecoderShape
 from ejdist.models.model import Flops, Metrics
 from ejdist.models.parameters import Param
@@ -26,6 +25,7 @@ from ejdist.models.part import LayerContext, Part, residual_std
 from ejdist.models.remat import PartBytes, Remat
 from ejdist.models.share import Share
 from ejdist.plugins import register_layer, sizes_of
+from ejdist.sequence.cost import states_sent
 
 CHUNK = 64  # tokens between the states that the backward keeps, as the operation has it
 
@@ -86,14 +86,14 @@ class GatedLinearAttention(Part):
         return PartBytes(0, 0, products=4 * wide, rest=2 * wide + x + states, work=12 * wide + 3 * x + 2 * states)
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
-        """Sums over heads, as attention has them; and a state and its decay for each doubling of ranks: forward, once more
+        """Sums over heads, as attention has them; and states and their decays, or tokens, between ranks: forward, once more
         where nothing is kept, and backward."""
         sent = share.sums_over_features(c.model_dim, 3 - share.remat.products)
-        if share.sequence > 1:
-            rows = max(1, share.tokens * share.sequence // share.length)
-            state = 4 * rows * c.num_heads // share.features * (c.head_dim**2 + 1)
-            hops = (share.sequence - 1).bit_length() * (3 - share.remat.rest)
-            sent.add(SP, PERMUTE, hops * state, hops)
+        if not share.order.carried:  # with one the layer is refused when it runs
+            rows, heads = max(1, share.tokens * share.sequence // share.length), c.num_heads // share.features
+            state, token = 4 * rows * heads * (c.head_dim**2 + 1), heads * (4 * c.head_dim * share.itemsize + 4)
+            passed = states_sent(share.order, share.length // share.sequence, state, share.tokens * token)
+            sent.add_all(passed, 3 - share.remat.rest)
         return sent
 
     def recomputed(self, remat: Remat) -> float:

@@ -120,15 +120,15 @@ def test_a_hybrid_with_linear_attention_is_the_same_on_ranks_of_the_sequence(tmp
     words = [
         "plugins=[examples.gla_layer]",
         *TINY,
-        "sequence.order=contiguous",
         "model.layer_pattern=[gla+mlp,full+mlp]",
     ]
     words += ["run.steps=4", "optimizer.learning_rate=1e-2", "model.gla.slowness=4"]
-    for ranks in (1, 2):
-        launched("train", *words, f"mesh.sp={ranks}", f"run.dir={tmp_path / str(ranks)}")
-    one, two = losses(tmp_path / "1"), losses(tmp_path / "2")
-    assert one == pytest.approx(two, abs=1e-4) and one[-1] < one[0]
-    said = launched("train", *words, f"run.dir={tmp_path / 'zigzag'}", "sequence.order=zigzag", code=2)
+    for name, ranks in (("contiguous", 1), ("contiguous", 2), ("zigzag", 2), ("striped", 2)):
+        where = f"run.dir={tmp_path / f'{name}{ranks}'}"
+        launched("train", *words, f"sequence.order={name}", f"mesh.sp={ranks}", where)
+    one, *others = (losses(tmp_path / name) for name in ("contiguous1", "contiguous2", "zigzag2", "striped2"))
+    assert all(one == pytest.approx(other, abs=1e-4) for other in others) and one[-1] < one[0]
+    said = launched("train", *words, f"run.dir={tmp_path / 'balanced'}", "sequence.order=balanced", code=2)
     assert "gla_attention: its result depends on the order" in said
     assert "model.gla.slowness must be positive, got 0" in launched("train", *words, "model.gla.slowness=0", code=2)
 

@@ -1,6 +1,7 @@
 """The decoder: shapes, gradients, masks, patterns, remat, dtypes. On one device, with dense attention in plain jnp."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejdist.layout import sharding
 from ejdist.models import parts
-from ejdist.models.config import ROPE_SCALING
+from ejdist.models.config import ROPE_SCALING, LatentShape
 from ejdist.models.decoder import REMAT, DecoderConfig, declare, hidden_states, loss
 from ejdist.models.model import Flops, StepContext
 from ejdist.models.parameters import Param, initialise, num_parameters, shapes
@@ -373,11 +374,31 @@ def test_the_size_of_qwen3_8b():
         ({"activation": "swish"}, "use one of silu"),
         ({"logits_soft_cap": 0.0}, "model.logits_soft_cap must be positive"),
         ({"rope_base": -1.0}, "model.rope_base"),
+        ({"rope_exact_from": -1}, "model.rope_exact_from = -1 must be a position"),
     ],
 )
 def test_a_wrong_configuration_names_the_field(change, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(TINY, **change).validate()
+
+
+@pytest.mark.parametrize("kind", ["full", "latent"])
+def test_attention_depends_on_distances_alone_wherever_a_text_begins(kind):
+    latent = LatentShape(kv_rank=10, query_rank=9, nope_dim=6, rope_dim=4, value_dim=5)
+    config = dataclasses.replace(
+        TINY, num_layers=1, layer_pattern=(kind,), init_std=0.5, rope_base=100.0,
+        latent=latent if kind == "latent" else LatentShape(),
+    )  # fmt: skip
+    params, batch = init(config, jax.random.key(0)), batch_of(config)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def loss_at(start, exact_from):
+        moved = batch | {"positions": batch["positions"] + start}
+        return mean_loss(params, moved, dataclasses.replace(config, rope_exact_from=exact_from), FLASH)
+
+    first = float(loss_at(0, 100))
+    assert float(loss_at(2**24 - 10, 100)) == pytest.approx(first, abs=2e-6)
+    assert float(loss_at(2**24 - 10, None)) != pytest.approx(first, abs=5e-5)
 
 
 def test_a_model_places_its_activations_by_logical_dims_only():

@@ -1,6 +1,7 @@
 """What every recurrence stands on: arguments, chunks, the scan over them, and states passed between ranks. Shown by the
 smallest recurrence there is, S = exp(a) S + x."""
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -15,10 +16,11 @@ from jaxtyping import Array, Float, Int
 
 import ejdist
 import kernels
-from ejdist import make_mesh
+from ejdist import Order, make_mesh
 from ejdist.execution import run
 from ejdist.mapped import map_shards
-from ejdist.sequence.state_passing import Linear, StatePassing, halo
+from ejdist.sequence.runs import Runs
+from ejdist.sequence.state_passing import Linear, StatePassing, _Edges, halo
 from kernels.engines.scan import chunks, recurrence
 from kernels.framework.contract import Op
 from kernels.framework.public import Prepared
@@ -198,9 +200,10 @@ def test_the_places_of_packed_sequences():
 MESHES = {1: {"dp": 2}, 2: {"sp": 2}, 4: {"dp": 2, "sp": 4}, 8: {"sp": 8}}
 
 
-def on_mesh(mesh, given, in_specs=None):
+def on_mesh(mesh, given, in_specs=None, order=None, passing=PASSING):
     prepared = Prepared(op.bind(**given), returns=op.outputs)
-    return run(prepared, op, mesh=mesh, in_specs=in_specs, local=PASSING, handles=("T",))
+    how = {"local": passing, "handles": ("T",), "order": order, "follows": "fixed"}
+    return run(prepared, op, mesh=mesh, in_specs=in_specs, **how)
 
 
 @pytest.mark.parametrize(
@@ -211,6 +214,48 @@ def on_mesh(mesh, given, in_specs=None):
 def test_states_pass_between_ranks(ranks, name):
     mesh = make_mesh(**MESHES[ranks], devices=jax.devices()[: 2 * ranks if "dp" in MESHES[ranks] else ranks][:8])
     close(value_and_gradients(lambda **a: on_mesh(mesh, a), arguments(name)), truth(name))
+
+
+ORDERS = {"zigzag": Order("zigzag", 4), "stripes": Order("striped", 4, 2), "tokens": Order("striped", 4)}
+
+
+@pytest.mark.parametrize(
+    ("order", "exchanged", "name"),
+    [(o, e, n) if (o, e, n) in {("zigzag", False, "packed"), ("stripes", False, "padding"), ("tokens", True, "documents")}
+     else pytest.param(o, e, n, marks=pytest.mark.slow)
+     for o in ORDERS for e in (False, True) for n in IDS],
+)  # fmt: skip
+def test_states_pass_between_the_runs_of_ranks(order, exchanged, name):
+    order, passing = ORDERS[order], dataclasses.replace(PASSING, exchanged=exchanged)
+    mesh, tokens = make_mesh(sp=4, devices=jax.devices()[:4]), ("x", "a", "segment_ids")
+
+    def in_order(**given):
+        there = {n: order.permute(v) if n in tokens else v for n, v in given.items()}
+        out, final = on_mesh(mesh, there, order=order, passing=passing)
+        return order.inverse(out), final
+
+    close(value_and_gradients(in_order, arguments(name)), truth(name))
+
+
+def test_as_many_hops_as_ranks_that_a_document_spans():
+    short = [0, 1] * 8
+
+    @jax.jit
+    def needed(ids):
+        runs = Runs(Order("contiguous", 8), 2, ("sp",))
+        return map_shards(lambda ids: _Edges.of(ids, runs, False, True).hops, make_mesh(sp=8), (P(None, "sp"),), P())(
+            ids
+        )
+
+    for hops, row in (
+        (0, [0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 6]),  # no rank from end to end, but the first and the last
+        (1, [0] * 3 + [1] * 4 + [2, 3, 3, 4, 4, 5, 5, 6, 6]),  # one of them
+        (2, [0] + [1] * 7 + [2, 3] * 4),
+        (2, [0] * 8 + [1, 2] * 4),  # nothing comes before the first rank
+        (3, [0] + [1] * 9 + [2, 3] * 3),
+        (3, [0] * 8 + [_] * 8),  # a state goes on where there is no token
+    ):
+        assert int(needed(jnp.asarray([short, row], jnp.int32))) == hops, row
 
 
 def test_ranks_over_two_axes():

@@ -94,7 +94,11 @@ class Attention(Part):
         if c.qk_norm:
             q, k = (ops.rms_norm(y, norms[f"{n}_norm"], eps=c.norm_eps) for y, n in ((q, "query"), (k, "key")))
         turned = functools.partial(
-            ops.rotary_embedding, positions=batch["positions"], base=float(c.rope_base), scaling=c.scaling()
+            ops.rotary_embedding,
+            positions=batch["positions"],
+            base=float(c.rope_base),
+            scaling=c.scaling(),
+            exact_from=c.rope_exact_from,
         )
         # With one key head, every device holds it whole, however the query heads are sharded.
         q, k = turned(q, key=k) if c.num_kv_heads > 1 else (turned(q), turned(k))
@@ -183,12 +187,14 @@ class LatentAttention(Part):
         latent, shared = jnp.split(ops.project(h, p["latent_down"], "btd,dr->btr"), [m.kv_rank], axis=-1)
         latent = ops.rms_norm(latent, norms["latent_norm"], eps=c.norm_eps)
         k, v = (ops.project(latent, p[name], "btr,rnh->btnh") for name in ("key_up", "value_up"))
-        scaling = c.scaling()
-
-        def turned(y: jax.Array) -> jax.Array:
-            return ops.rotary_embedding(
-                y, batch["positions"], base=float(c.rope_base), scaling=scaling, interleaved=True
-            )
+        turned = functools.partial(
+            ops.rotary_embedding,
+            positions=batch["positions"],
+            base=float(c.rope_base),
+            scaling=c.scaling(),
+            exact_from=c.rope_exact_from,
+            interleaved=True,
+        )
 
         q = jnp.concatenate([q[..., : m.nope_dim], turned(q[..., m.nope_dim :])], -1)
         shared = jnp.broadcast_to(turned(shared[:, :, None]), (*k.shape[:3], m.rope_dim))

@@ -13,7 +13,7 @@ from ejdist.experts.router import BALANCE, SCORES
 from ejdist.models.remat import REMAT
 from ejdist.sections import operational, spelled
 from kernels.ops.gated_mlp import ACTIVATIONS
-from kernels.ops.rotary_embedding import RopeScaling
+from kernels.ops.rotary_embedding import EXACT_FROM, RopeScaling
 
 # A kind of layer is MIXER+FEED_FORWARD, by their names in `PARTS` of ejdist/models/parts.py; "none" for a layer without one.
 NONE = "none"
@@ -188,6 +188,8 @@ class DecoderShape:
     rope_high: float | None = None  # null for 32 (yarn) or 4 (llama3)
     rope_attention_factor: float | None = None  # what yarn multiplies cos and sin by; null for 0.1 ln(factor) + 1
     rope_truncate: bool = True  # whether yarn's ramp is between whole pairs; false in GPT-OSS
+    # Position from which RoPE's angles are exact; before it they are float32, as in published models. 0: all; null: none.
+    rope_exact_from: int | None = operational(EXACT_FROM, recorded=True)
     qk_norm: bool = False  # RMSNorm of each query and key head (Qwen3)
     attention_bias: bool = False  # biases of the q, k and v projections (Qwen2)
     attention_output_bias: bool = False  # a bias of the output projection (GPT-OSS)
@@ -238,6 +240,11 @@ class DecoderShape:
             )
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim = {self.head_dim} must be even: rotary embedding rotates pairs")
+        if self.rope_exact_from is not None and not 0 <= self.rope_exact_from < 2**31:
+            raise ValueError(
+                f"model.rope_exact_from = {self.rope_exact_from} must be a position: 0 for exact angles at all, or null for "
+                "float32 angles at all"
+            )
         self._validate_layers()
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"model.activation = {self.activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")

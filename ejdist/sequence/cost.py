@@ -1,4 +1,5 @@
-"""The call of which a scheme of sequence parallelism declares the cost, and the memory that it declares."""
+"""The call of which a scheme of sequence parallelism declares the cost, and the memory that it declares; and what a recurrence
+sends."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import functools
 import math
 from dataclasses import dataclass
 
+from ejdist.costs import ALL_REDUCE, ALL_TO_ALL, PERMUTE, Traffic
+from ejdist.mesh import SP
 from ejdist.order import Order
 from ejdist.sequence.schedule import hops
 from kernels.engines.attention.masks import MaskInfo
@@ -76,3 +79,31 @@ def needed_hops(order: Order, length: int, mask: MaskInfo) -> int:
       mask: without arrays, of one document a row.
     """
     return len(hops(order, length, mask)) - 1
+
+
+def states_sent(
+    order: Order, own: int, state: int, tokens: int, axis: str = SP, exchanged: bool | None = None
+) -> Traffic:
+    """Returns what a rank sends so that a recurrence goes on over the ranks, in one pass, forward or backward: for one
+    document a row, and at most for several.
+
+    Args:
+      order: one that is the same for all rows. own: a rank's tokens of a row.
+      state: bytes of a map of one run of tokens. tokens: bytes of all arguments and outputs of a rank's tokens.
+      exchanged: whether tokens are exchanged to contiguous order, or each run has a map; None: what sends less.
+    """
+    ranks, runs = order.runs(own).shape
+    if exchanged is None:
+        both = (states_sent(order, own, state, tokens, axis, one) for one in (False, True))
+        return min(both, key=lambda sent: sum(sent.bytes.values()))
+    sent = Traffic()
+    if ranks == 1:
+        return sent
+    # A prefix scan by doubling, without the last hop, whose result nobody needs, and then one hop to the next rank.
+    hops, maps, part = (ranks - 2).bit_length() + 1, 1 if exchanged else runs, (ranks - 1) / ranks
+    sent.add(axis, PERMUTE, hops * maps * state, hops)
+    if maps > 1:
+        sent.add(axis, ALL_REDUCE, 2 * part * (maps - 1) * state)
+    if exchanged and runs > 1:
+        sent.add(axis, ALL_TO_ALL, part * tokens)
+    return sent

@@ -1,11 +1,13 @@
 """Delta rules and RWKV-7 with the sequence split: what a rank does to a state is S -> A S + b, A [H, H] a product of matrices.
 
-Columns of the state are independent. So one call of the operation, from the state [0 | I] and with values [v | 0], ends
-in [b | A]: the map of a rank's tokens costs what these columns cost, and needs no code of its own.
+Columns of the state are independent, and an output is linear in them. So one call of the operation, from the state [0 | I]
+and with values [v | 0], ends in [b | A], and its outputs are those of a state that enters as 0, beside the vectors that the
+entering state is multiplied with, one for each token. There is one pass over the tokens, to which that product is added.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,19 +40,28 @@ class Transitions(Linear):
         B, _, N, Hv = arguments[self.value].shape
         return jnp.zeros((B, N, arguments[self.key].shape[-1], Hv), jnp.float32)
 
-    def summary(self, arguments: dict[str, Any], valid: jax.Array) -> Any:
+    def once(
+        self, call: Callable[..., Any], arguments: dict[str, Any], initial: jax.Array, entered: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
         value, H = arguments[self.value], arguments[self.key].shape[-1]
-        B, _, N, Hv = value.shape
+        Hv = value.shape[-1]
+        entered = entered[:, :, None, None, None]
+        identity = jnp.broadcast_to(jnp.eye(H, dtype=initial.dtype), (*initial.shape[:-1], H))
+        state = jnp.concatenate([jnp.where(entered, 0, initial), jnp.where(entered, identity, 0)], -1)
         value = jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, H)))
-        state = jnp.broadcast_to(jnp.pad(jnp.eye(H, dtype=jnp.float32), ((0, 0), (Hv, 0))), (B, 1, N, H, Hv + H))
-        ids = jnp.where(valid, 0, -1)
-        widened: Any = {**arguments, self.value: value, "segment_ids": ids, "initial_state": state}
-        _, final = self.op(**widened)
-        return final[:, 0, ..., Hv:], final[:, 0, ..., :Hv]
+        out, final = call(**{**arguments, self.value: value, "initial_state": state})
+        return (out[..., :Hv], final[..., :Hv]), (out[..., Hv:], final[..., Hv:])
+
+    def reached(self, reach: jax.Array, state: jax.Array) -> jax.Array:
+        precision = jax.lax.Precision.HIGHEST if reach.dtype == jnp.float32 else None
+        return jnp.einsum("btnh,bnhv->btnv", reach.astype(jnp.float32), state, precision=precision)
+
+    def identity(self, like: Any) -> Any:
+        return jnp.broadcast_to(jnp.eye(like[0].shape[-1], dtype=like[0].dtype), like[0].shape), jnp.zeros_like(like[1])
 
 
 def _split(function: Any, op: Op, key: str, value: str) -> ShardedFunction:
-    return sharded(function, local=StatePassing(op, Transitions(op, key, value)), handles=("T",))
+    return sharded(function, local=StatePassing(op, Transitions(op, key, value)), handles=("T",), follows="fixed")
 
 
 delta_rule = _split(kernels.delta_rule, op, "key", "value")

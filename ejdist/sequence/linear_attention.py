@@ -51,7 +51,7 @@ class _Fading(Linear):
         return decay if by_value is None else decay * by_value[..., None, :], left
 
 
-_where = {"local": StatePassing(op, _Fading()), "handles": ("T",)}
+_where: Any = {"local": StatePassing(op, _Fading()), "handles": ("T",), "follows": "fixed"}
 
 gla_attention = sharded(kernels.gla_attention, **_where)
 lightning_attention = sharded(kernels.lightning_attention, **_where)

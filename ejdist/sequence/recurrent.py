@@ -1,7 +1,8 @@
 """Recurrent cells and RWKV-4 with the sequence split.
 
 RWKV-4's sums pass between ranks as those of every linear recurrence do. A cell is not linear: what it does to a state is known
-only once the state is, so the ranks take turns, and each hands its final state to the next.
+only once the state is, so the ranks take turns, and each hands its final state to the next. In another order than contiguous
+tokens are exchanged first: a rank with several runs of tokens would have as many turns.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import jax
 import jax.numpy as jnp
 
 import kernels
+from ejdist.order import Order
 from ejdist.sequence import exchange
+from ejdist.sequence.runs import Runs
 from ejdist.sequence.state_passing import StatePassing
 from ejdist.sharded import sharded
 from kernels.engines.scan.recurrence import last_valid_before
@@ -59,6 +62,7 @@ class Turns:
         *,
         inputs: jax.Array,
         weights: Any,
+        order: Order | None = None,
         platform: Any = None,
         cfg: Any = None,
         **more: Any,
@@ -66,6 +70,11 @@ class Turns:
         axis = axes["T"]
         if not axis:
             return op(inputs=inputs, weights=weights, platform=platform, cfg=cfg, **more)
+        if order is not None and (runs := Runs(order, inputs.shape[1], axis)).count > 1:
+            more |= {n: runs.exchanged(more[n]) for n in ("segment_ids",) if more.get(n) is not None}
+            inputs = runs.exchanged(inputs)
+            out, final = self(axes, inputs=inputs, weights=weights, platform=platform, cfg=cfg, **more)
+            return runs.home(out), final
         both = more.pop("bidirectional", False)
         ids, initial = more.pop("segment_ids", None), more.pop("initial_state", None)
         G, n = more.get("num_states", 1), CELLS[more.get("cell_type", "lstm")][1]
@@ -126,5 +135,5 @@ def _goes_on(ids: jax.Array, turn: jax.Array, way: int, axis: Any) -> jax.Array:
     return none | (before < 0) | (before == first)
 
 
-recurrent = sharded(kernels.recurrent, local=Turns(), handles=("T",))
-rwkv4 = sharded(kernels.rwkv4, local=StatePassing(rwkv4_op, TimeMix()), handles=("T",))
+recurrent = sharded(kernels.recurrent, local=Turns(), handles=("T",), follows="fixed")
+rwkv4 = sharded(kernels.rwkv4, local=StatePassing(rwkv4_op, TimeMix()), handles=("T",), follows="fixed")

@@ -2,34 +2,39 @@
 
 What a rank does to a state is a map, S_out = A(S_in) + b for a linear recurrence. Its size does not depend on how many tokens
 the rank has. The maps are composed by a prefix scan over the ranks, log2(ranks) hops of one map each; the state that enters a
-rank is the initial state after the maps before it. All parts are differentiable, so the derivative is JAX's.
+rank is the initial state after the maps before it. Where documents are told apart, the hops are as many as ranks that one of
+them spans ask for, which the program finds as it runs. All parts are differentiable, so the derivative is JAX's.
 
-Sources: G. Blelloch, *Prefix Sums and Their Applications*, 1990 (a linear recurrence as a scan over pairs (A, b)); W. Hillis,
-G. Steele, *Data Parallel Algorithms*, 1986 (the scan by doubling); W. Sun et al., *Linear Attention Sequence Parallelism*,
-2024, arXiv:2404.02882 (states passed between ranks).
+In an order in which a rank has several runs of tokens, each run has a map, and states pass between runs: by a scan over the
+ranks, at once for all places that a run has on a rank, and from place to place by the map of all ranks. Or tokens are exchanged
+to contiguous order and back, where that sends less.
+
+Source: W. Sun et al., *Linear Attention Sequence Parallelism*, 2024, arXiv:2404.02882 (states passed between ranks).
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from ejdist.order import Order
 from ejdist.sequence import exchange
-from kernels.engines.scan.recurrence import last_run, last_valid_before
+from ejdist.sequence.cost import states_sent
+from ejdist.sequence.map_scan import Maps, entering, needed_hops, select
+from ejdist.sequence.runs import Runs
+from kernels.engines.scan.recurrence import last_run
 from kernels.framework.binding import is_traced_argument
 from kernels.framework.contract import Op
 from kernels.framework.dispatch import vary_alike
 
 
-class Passing(Protocol):
-    """What an operation declares of its recurrence so that its sequence can be split. A map is a pytree of arrays [B, ...]."""
-
-    def start(self, arguments: dict[str, Any]) -> jax.Array:
-        """Returns the state [B, ...] of a sequence that begins from nothing."""
-        ...
+class Passing(Maps, Protocol):
+    """A recurrence whose map is cheaper than its outputs, which are computed from the state that enters."""
 
     def summary(self, arguments: dict[str, Any], valid: jax.Array) -> Any:
         """Returns the map of this rank's valid tokens (bool [B, T]), one sequence without a beginning; of none: the identity.
@@ -39,16 +44,35 @@ class Passing(Protocol):
         """
         ...
 
-    def combine(self, first: Any, then: Any) -> Any:
-        """Returns the map that is `first`, followed by `then`."""
-        ...
-
-    def apply(self, over: Any, state: jax.Array) -> jax.Array:
-        """Returns the state [B, ...] after a map."""
-        ...
-
     def constant(self, state: jax.Array, like: Any) -> Any:
         """Returns the map, of the structure and shapes of `like`, after which the state is this one, whatever it was."""
+        ...
+
+
+class OncePassing(Maps, Protocol):
+    """A recurrence whose map (A, b) comes out of the pass over its outputs, which need the entering state in the end."""
+
+    def once(
+        self, call: Callable[..., Any], arguments: dict[str, Any], initial: jax.Array, entered: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+        """Returns (out, final states) as they are if nothing enters, and what the entering state is multiplied with for each.
+
+        Args:
+          call: the operation. arguments: those of its contract, arrays and options, but initial_state.
+          initial: [B, G, ...], the states that are known. entered: bool [B, G]: which of them is the one that enters.
+        """
+        ...
+
+    def reached(self, reach: jax.Array, state: jax.Array) -> jax.Array:
+        """Returns what an entering state [B, ...] adds to out [B, T, ...]."""
+        ...
+
+    def times(self, a: jax.Array, state: jax.Array) -> jax.Array:
+        """Returns A applied to states."""
+        ...
+
+    def identity(self, like: Any) -> Any:
+        """Returns the map, of the shapes of `like`, after which every state is what it was."""
         ...
 
 
@@ -56,7 +80,8 @@ class Passing(Protocol):
 class Linear:
     """S_out = A * S_in + b with A elementwise (it broadcasts against the state): decays. Maps are pairs (A, b).
 
-    A subclass has `start` and `summary`. One whose A is a matrix overrides `times`, and `after` where that is not the same.
+    A subclass has `start`, and `summary` or what `OncePassing` has. Where A is a matrix it overrides `times`, and `after` where
+    that is not the same.
     """
 
     def times(self, a: jax.Array, state: jax.Array) -> jax.Array:
@@ -79,84 +104,158 @@ class Linear:
         return jnp.zeros_like(like[0]), state
 
 
+_OF_SEQUENCES = ("segment_ids", "initial_state")
+
+
 @dataclass(frozen=True)
 class StatePassing:
-    """What runs on a shard: `sharded(function, local=StatePassing(op, passing), handles=("T",))`.
+    """What runs on a shard: `sharded(function, local=StatePassing(op, passing), handles=("T",), follows="fixed")`.
 
     Attributes:
       op: a recurrence with the contract's form of `kernels/engines/scan/recurrence.py`; outputs (out, final_state).
       passing: hashable, as a frozen dataclass without fields is.
+      exchanged: whether tokens in another order than contiguous are exchanged, or states passed between their runs; None: what
+        sends less, see `states_sent`.
     """
 
     op: Op
-    passing: Passing
+    passing: Passing | OncePassing
+    exchanged: bool | None = None
 
     def __call__(
-        self, axes: dict[str, tuple[str, ...]], *, platform: Any = None, cfg: Any = None, **arguments: Any
+        self,
+        axes: dict[str, tuple[str, ...]],
+        *,
+        order: Order | None = None,
+        platform: Any = None,
+        cfg: Any = None,
+        **arguments: Any,
     ) -> Any:
         axis = axes["T"]
         if not axis:
             return self.op(**arguments, platform=platform, cfg=cfg)
+        options = {n: x for n, x in arguments.items() if not is_traced_argument(x) and n not in _OF_SEQUENCES}
+        arguments = {n: x for n, x in arguments.items() if n not in options and x is not None}
+        tokens = [n for n in arguments if [d.name for d in self.op.parameters[n].dims[:2]] == ["B", "T"]]
+        B, own = arguments[tokens[0]].shape[:2]
+        runs = Runs(Order("contiguous", exchange.size(axis)) if order is None else order, own, axis)
+        if runs.count > 1 and self._exchanges(runs, {n: arguments[n] for n in tokens}, arguments | options):
+            arguments |= {n: runs.exchanged(arguments[n]) for n in tokens}
+            out, final = self(axes, platform=platform, cfg=cfg, **arguments, **options)
+            return runs.home(out), final
         ids, initial = arguments.pop("segment_ids", None), arguments.pop("initial_state", None)
-        num_states = arguments.pop("num_states", 1)
-        options = {n: x for n, x in arguments.items() if not is_traced_argument(x)}
-        arguments = {n: x for n, x in arguments.items() if n not in options}
-        first = next(p.name for p in self.op.parameters.values() if [d.name for d in p.dims[:2]] == ["B", "T"])
-        B, T = arguments[first].shape[:2]
-        if ids is None:
-            ids = jnp.zeros((B, T), jnp.int32)
+        documents, ids = ids is not None, jnp.zeros((B, own), jnp.int32) if ids is None else ids
         arguments, ids, _ = vary_alike((arguments, ids, exchange.rank(axis)))
-        start = self.passing.start(arguments)
+        arguments |= {n: runs.rows(arguments[n]) for n in tokens if n in arguments}
+        start, num_states = self.passing.start(arguments), options.pop("num_states", 1)
         if initial is None:
-            initial = jnp.repeat(start[:, None], num_states, axis=1)
+            initial = jnp.repeat(start[:B, None], num_states, axis=1)
         initial, start = vary_alike((initial.astype(start.dtype), start), ids)
-        set_options = {n: x for n, x in options.items() if x is not None}
-        enters = entering(self.passing, {**arguments, **set_options}, ids, initial, start, axis)
-        arguments |= {"segment_ids": ids, "initial_state": enters, "num_states": num_states}
-        out, final = self.op(**arguments, **options, platform=platform, cfg=cfg)
-        return out, _ends(ids, final, axis)
+        call = functools.partial(self.op, num_states=num_states, platform=platform, cfg=cfg)
+        run: Any = _through_once if hasattr(self.passing, "once") else _through
+        ids = runs.rows(ids)
+        edges = _Edges.of(ids, runs, num_states > 1, documents)
+        out, final = run(self.passing, call, (arguments, options), ids, initial, start, runs, edges)
+        return runs.back(out), _ends(ids, final, runs)
+
+    def _exchanges(self, runs: Runs, tokens: dict[str, jax.Array], arguments: dict[str, Any]) -> bool:
+        if self.exchanged is not None:
+            return self.exchanged
+        out, final = jax.eval_shape(lambda a: self.op(**{**arguments, **a}), tokens)
+        # A map is a state and what multiplies it, which is as large where that is a matrix, and counted so where it is less.
+        state = 2 * final.dtype.itemsize * final.size // final.shape[1]
+        every = sum(x.dtype.itemsize * x.size for x in (*tokens.values(), out))
+        one, other = (states_sent(runs.order, runs.own, state, every, exchanged=e) for e in (False, True))
+        return sum(other.bytes.values()) < sum(one.bytes.values())
 
 
-def entering(
-    passing: Passing, arguments: dict[str, Any], ids: jax.Array, initial: jax.Array, start: jax.Array, axis: Any
-) -> jax.Array:
-    """Returns the initial states [B, G, ...] of this rank's part: with the one that the rank before it hands over.
+@dataclass(frozen=True)
+class _Edges:
+    """Where the runs of a rank begin and end, bool and int [rows].
+
+    Attributes:
+      goes_on: whether the first segment of a run began before it, or the run has no valid token. nothing: whether it has none.
+      first, last: the segments of its first and last valid token; 0 where there is none, or where all have one state.
+      through: whether the state that enters a run leaves it, changed; else another one does.
+      hops: how many hops of `exclusive_scan` some rank needs, int32 []; None for all.
+    """
+
+    goes_on: jax.Array
+    nothing: jax.Array
+    first: jax.Array
+    last: jax.Array
+    through: jax.Array
+    hops: jax.Array | None
+
+    @classmethod
+    def of(cls, ids: jax.Array, runs: Runs, several: bool, documents: bool) -> _Edges:
+        nothing = jnp.all(ids < 0, axis=1)
+        first, last = _first_valid(ids), _last_valid(ids)
+        before = runs.last_id_before(last)
+        # One state: a row that has begun nowhere yet begins here from its initial state, which the maps pass on.
+        goes_on = (before == first) & (before >= 0) if several else (before == first) | (before < 0)
+        first, last = (jnp.maximum(x, 0) if several else jnp.zeros_like(x) for x in (first, last))
+        goes_on |= nothing
+        through = goes_on & last_run(ids)[1]
+        return cls(goes_on, nothing, first, last, through, needed_hops(through, runs) if documents else None)
+
+
+def _through(
+    passing: Passing,
+    call: Any,
+    given: Any,
+    ids: jax.Array,
+    initial: jax.Array,
+    start: jax.Array,
+    runs: Runs,
+    edges: _Edges,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out, final states [rows, G, ...]) of this rank's runs: from the maps of all runs the states that enter these.
 
     Args:
-      ids: this rank's [B, T].
-      initial: [B, G, ...], of the whole sequence.
-      start: [B, ...], of a segment that begins from nothing.
+      given: (arrays, options) of the operation, of the rows of the runs. ids: those of the rows.
+      initial: [B, G, ...], of the whole sequence. start: [rows, ...], of a segment that begins from nothing.
     """
-    rows, several = jnp.arange(ids.shape[0]), initial.shape[1] > 1
-    nothing = jnp.all(ids < 0, axis=1)  # of this row on this rank
-    tail, whole = last_run(ids)
-    first = _first_valid(ids)
-    before = _last_id_before(ids, axis)
-    # One state: a row that has begun nowhere yet begins here from its initial state, which the maps pass on.
-    goes_on = (before == first) & (before >= 0) if several else (before == first) | (before < 0)
-    goes_on |= nothing
-    over = passing.summary(arguments, tail)
-    mine = initial[rows, jnp.clip(_last_valid(ids), 0, None)] if several else start
-    over = _select(whole & goes_on, over, passing.constant(passing.apply(over, mine), over))
-    state = passing.apply(exclusive_scan(passing, over, axis), initial[:, 0])
-    state = jnp.where(exchange.rank(axis) == 0, initial[:, 0], state)
+    (arguments, options), each, several = given, runs.repeated(initial), initial.shape[1] > 1
+    rows, tail = jnp.arange(ids.shape[0]), last_run(ids)[0]
+    set_options = {n: x for n, x in options.items() if x is not None}
+    over = passing.summary({**arguments, **set_options}, tail)
+    mine = each[rows, edges.last] if several else start
+    over = select(edges.through, over, passing.constant(passing.apply(over, mine), over))
+    state = entering(passing, over, initial[:, 0], runs, edges.hops)
     if not several:
-        return _select(goes_on, state, start)[:, None]
-    segment = jnp.maximum(first, 0)
-    return initial.at[rows, segment].set(_select(goes_on & ~nothing, state, initial[rows, segment]))
+        enters = select(edges.goes_on, state, start)[:, None]
+    else:
+        known = each[rows, edges.first]
+        enters = each.at[rows, edges.first].set(select(edges.goes_on & ~edges.nothing, state, known))
+    return call(**arguments, **options, segment_ids=ids, initial_state=enters)
 
 
-def exclusive_scan(passing: Passing, over: Any, axis: Any) -> Any:
-    """Returns the map of all ranks before this one; on the first rank it is undefined.
-
-    log2(ranks) hops, in each of which a rank sends one map; then one more.
-    """
-    n, rank, by = jax.lax.axis_size(axis), exchange.rank(axis), 1
-    while by < n - 1:  # the last rank's own map is not needed, so the last hop would add nothing
-        joined = passing.combine(exchange.shift(over, axis, by), over)
-        over = _select(rank >= by, joined, over)
-        by *= 2
-    return exchange.shift(over, axis, 1)
+def _through_once(
+    passing: OncePassing,
+    call: Any,
+    given: Any,
+    ids: jax.Array,
+    initial: jax.Array,
+    start: jax.Array,
+    runs: Runs,
+    edges: _Edges,
+) -> tuple[jax.Array, jax.Array]:
+    """As `_through`, in one pass over the tokens: the state that enters is added to its results."""
+    (arguments, options), each, several = given, runs.repeated(initial), initial.shape[1] > 1
+    rows = jnp.arange(ids.shape[0])
+    open_rows = edges.goes_on & ~edges.nothing if several else edges.goes_on
+    entered = open_rows[:, None] & (jnp.arange(initial.shape[1]) == edges.first[:, None])
+    known = each if several else start[:, None]
+    arguments = {**arguments, **options, "segment_ids": ids}
+    (out, final), (out_reach, final_reach) = passing.once(call, arguments, known, entered)
+    over = final_reach[rows, edges.last], final[rows, edges.last]
+    if several:
+        over = select(edges.nothing, passing.identity(over), over)
+    state = entering(passing, over, initial[:, 0], runs, edges.hops)
+    state = select(open_rows, state, jnp.zeros_like(state))  # nothing of another document, if it is not finite
+    out = (out + passing.reached(out_reach, state)).astype(out.dtype)
+    return out, final + passing.times(final_reach, state[:, None])
 
 
 def halo(tree: Any, axis: Any, size: int) -> Any:
@@ -180,16 +279,6 @@ def halo(tree: Any, axis: Any, size: int) -> Any:
     return jax.tree.map(of, tree)
 
 
-def _select(condition: jax.Array, a: Any, b: Any) -> Any:
-    """Returns a where the condition, one or one for each row, holds, else b; leaf by leaf."""
-
-    def one(x: jax.Array, y: jax.Array) -> jax.Array:
-        mask = condition if condition.ndim == 0 else condition.reshape(-1, *(1,) * (max(x.ndim, y.ndim) - 1))
-        return jnp.where(mask, x, y)
-
-    return jax.tree.map(one, a, b)
-
-
 def _first_valid(ids: jax.Array) -> jax.Array:
     """Returns [B]: the id of the first valid token, -1 where there is none."""
     index = jnp.argmax(ids >= 0, axis=1)
@@ -200,21 +289,21 @@ def _last_valid(ids: jax.Array) -> jax.Array:
     return _first_valid(ids[:, ::-1])
 
 
-def _last_id_before(ids: jax.Array, axis: Any) -> jax.Array:
-    """Returns [B]: the id of the last valid token on a rank before this one, -1 where there is none."""
-    every = jax.lax.all_gather(_last_valid(ids), axis, axis=1)  # [B, ranks]
-    return last_valid_before(every)[:, exchange.rank(axis)]
+def _ends(ids: jax.Array, final: jax.Array, runs: Runs) -> jax.Array:
+    """Returns the final states [B, G, ...] of the whole sequence, the same on all ranks: of a segment, that of the last run
+    that has a token of it; of one without tokens, that of the first run.
 
-
-def _ends(ids: jax.Array, final: jax.Array, axis: Any) -> jax.Array:
-    """Returns the final states [B, G, ...] of the whole sequence, the same on all ranks: of a segment, that of the last rank
-    that has a token of it; of one without tokens, that of the first rank."""
-    rank, G = exchange.rank(axis), final.shape[1]
+    Args:
+      ids: of the rows of this rank's runs. final: [rows, G, ...], the states after each.
+    """
+    here, final = runs.here(), runs.apart(final)  # [runs, B, G, ...]
+    G = final.shape[2]
     if G == 1:
-        owns = jnp.broadcast_to(rank == jax.lax.axis_size(axis) - 1, final.shape[:2])
+        owns = jnp.broadcast_to((here == runs.parts.size - 1)[:, None, None], final.shape[:3])
     else:
         rows = jnp.arange(ids.shape[0])[:, None]
-        has = jnp.zeros(final.shape[:2], bool).at[rows, jnp.where(ids < 0, G, ids)].set(True, mode="drop")
-        last = jax.lax.pmax(jnp.where(has, rank, 0), axis)
-        owns = last == rank
-    return jax.lax.psum(jnp.where(owns.reshape(*owns.shape, *(1,) * (final.ndim - 2)), final, 0), axis)
+        has = jnp.zeros((ids.shape[0], G), bool).at[rows, jnp.where(ids < 0, G, ids)].set(True, mode="drop")
+        part = jnp.where(runs.apart(has), here[:, None, None], 0)
+        owns = jax.lax.pmax(part.max(0), runs.axis) == here[:, None, None]
+    owns = owns.reshape(*owns.shape, *(1,) * (final.ndim - 3))
+    return jax.lax.psum(jnp.where(owns, final, 0).sum(0), runs.axis)

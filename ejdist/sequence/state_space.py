@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import kernels
+from ejdist.order import Order
 from ejdist.sequence import exchange
 from ejdist.sequence.state_passing import Linear, StatePassing, halo
 from ejdist.sharded import sharded
@@ -80,10 +81,19 @@ class Window(Linear):
 class Convolution:
     """What runs on a shard: where rows are one segment the state is the end of the rank before, one hop away."""
 
-    def __call__(self, axes: dict[str, tuple[str, ...]], *, x: jax.Array, weight: jax.Array, **arguments: Any) -> Any:
+    def __call__(
+        self,
+        axes: dict[str, tuple[str, ...]],
+        *,
+        x: jax.Array,
+        weight: jax.Array,
+        order: Order | None = None,
+        **arguments: Any,
+    ) -> Any:
         axis, history = axes["T"], weight.shape[1] - 1
-        if not axis or "segment_ids" in arguments or not 0 < history <= x.shape[1]:
-            return StatePassing(conv_op, Window())(axes, x=x, weight=weight, **arguments)
+        several = order is not None and order.runs(x.shape[1]).shape[1] > 1
+        if not axis or several or "segment_ids" in arguments or not 0 < history <= x.shape[1]:
+            return StatePassing(conv_op, Window())(axes, order=order, x=x, weight=weight, **arguments)
         initial = arguments.pop("initial_state", None)
         before = jnp.swapaxes(halo(x, axis, history), 1, 2).astype(jnp.float32)[:, None]
         if initial is not None:
@@ -93,6 +103,6 @@ class Convolution:
         return out, jax.lax.psum(jnp.where(last, *vary_alike((final, jnp.zeros_like(final)))), axis)
 
 
-state_space_v2 = sharded(kernels.state_space_v2, local=StatePassing(v2_op, Mamba2()), handles=("T",))
-state_space_v1 = sharded(kernels.state_space_v1, local=StatePassing(v1_op, Mamba()), handles=("T",))
-causal_conv1d = sharded(kernels.causal_conv1d, local=Convolution(), handles=("T",))
+state_space_v2 = sharded(kernels.state_space_v2, local=StatePassing(v2_op, Mamba2()), handles=("T",), follows="fixed")
+state_space_v1 = sharded(kernels.state_space_v1, local=StatePassing(v1_op, Mamba()), handles=("T",), follows="fixed")
+causal_conv1d = sharded(kernels.causal_conv1d, local=Convolution(), handles=("T",), follows="fixed")

@@ -93,11 +93,10 @@ def told_positions(ours: DecoderShape, theirs: DecoderShape, who: str) -> list[s
     if not any(key.startswith("rope_") for key in differences(ours, theirs)):
         return []
     mine, other = flat(ours), flat(theirs)
-    # The parameters of two kinds of scaling cannot be compared.
+    # The parameters of two kinds of scaling cannot be compared, and a folder does not say how precise angles are.
     scaling_keys = ROPE_SCALING if ours.rope_scaling != theirs.rope_scaling else ()
-    keys = [
-        key for key in mine if key.startswith("rope_") and key not in scaling_keys and not same(mine[key], other[key])
-    ]
+    skipped = (*scaling_keys, "rope_exact_from")
+    keys = [key for key in mine if key.startswith("rope_") and key not in skipped and not same(mine[key], other[key])]
     if ours.rope_scaling is not None:
         unread = () if ours.rope_scaling in _WITH_LENGTH else ("rope_original_length",)
         always = ("rope_factor", "rope_original_length")

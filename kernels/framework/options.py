@@ -46,6 +46,7 @@ DOMAINS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bits": _COUNT,
     "group_size": _COUNT,
     "top_k": _COUNT,
+    "exact_from": ("a position, an int32 of at least 0", lambda x: 0 <= x < 2**31),
     "ignore_index": ("an int32", lambda x: -(2**31) <= x < 2**31),
 }
 

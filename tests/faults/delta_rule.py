@@ -6,17 +6,38 @@ DELTA, DELTA_SHARDED = "tests/kernels/test_delta_rule.py", "tests/kernels/test_d
 
 FAULTS = (
     Fault(
-        "the map of a rank of a delta rule forgets the options",
-        "StatePassing.__call__",
-        "entering($$before, {**$arguments, **$said}, $$after)",
-        "entering($$before, $arguments, $$after)",
+        "the pass of a delta rule on a rank forgets the options",
+        "_through_once",
+        "{**$arguments, **$options, 'segment_ids': $ids}",
+        "{**$arguments, 'segment_ids': $ids}",
         f"{DELTA_SHARDED} -k sequence_split",
     ),
     Fault(
         "ranks of a delta rule hand on their own state alone",
-        "Transitions.summary",
-        "jnp.eye($H, dtype=jnp.float32)",
-        "0 * jnp.eye($H, dtype=jnp.float32)",
+        "Transitions.once",
+        "jnp.eye($H, dtype=$initial.dtype)",
+        "0 * jnp.eye($H, dtype=$initial.dtype)",
+        f"{DELTA_SHARDED} -k sequence_split",
+    ),
+    Fault(
+        "the state that enters a rank is in no output of a delta rule",
+        "_through_once",
+        "$out + $passing.reached($reach, $state)",
+        "$out",
+        f"{DELTA_SHARDED} -k sequence_split",
+    ),
+    Fault(
+        "the state that enters a rank is in no final state of a delta rule",
+        "_through_once",
+        "$final + $passing.times($reach, $state[:, None])",
+        "$final",
+        f"{DELTA_SHARDED} -k sequence_split",
+    ),
+    Fault(
+        "a rank of a delta rule counts its packed sequence's initial state twice",
+        "Transitions.once",
+        "jnp.where($entered, 0, $initial)",
+        "$initial",
         f"{DELTA_SHARDED} -k sequence_split",
     ),
     Fault(

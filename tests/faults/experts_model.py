@@ -126,9 +126,9 @@ FAULTS = (
     ),
     Fault(
         "latent attention turns halves and not neighbours",
-        "LatentAttention.apply.turned",
-        "$ops.rotary_embedding($$args, **$$args2, interleaved=True)",
-        "$ops.rotary_embedding($$args, **$$args2, interleaved=False)",
+        "LatentAttention.apply",
+        "functools.partial($$args, **$$args2, interleaved=True)",
+        "functools.partial($$args, **$$args2, interleaved=False)",
         step("deepseek"),
     ),
     Fault(

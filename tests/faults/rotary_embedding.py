@@ -2,12 +2,14 @@
 
 from faults import Fault
 
+EXACT = "tests/kernels/test_rotary_embedding.py -k"
+
 FAULTS = (
     Fault(
         "rotary_embedding: the backward divides where XPos multiplies",
-        "_back",
-        "$xpos.reversed()",
-        "$xpos",
+        "rotary_embedding/xla:_back",
+        "turning($$args, $xpos, $exact_from, $accumulate)",
+        "turning($$args, $xpos and $xpos.other(), $exact_from, $accumulate)",
         "tests/test_ops.py -k rotary_embedding-xpos-float32",
     ),
     Fault(
@@ -65,5 +67,68 @@ FAULTS = (
         "None if $xpos is None else $xpos.other()",
         "$xpos",
         "tests/kernels/test_rotary_embedding.py -k at_once",
+    ),
+    Fault(
+        "rotary_embedding: the gradient of XLA turns on",
+        "rotary_embedding/xla:_back",
+        "-$sin * $scale",
+        "$sin * $scale",
+        "tests/test_ops.py -k 'rotary_embedding-far-float32-xla'",
+    ),
+    Fault(
+        "rotary_embedding: a fixed-point frequency leaves nothing",
+        "angles:turns",
+        "float($u - $n) * _UNIT",
+        "0 * float($u - $n)",
+        f"{EXACT} exact_from_a_position",
+    ),
+    Fault(
+        "rotary_embedding: frequencies of more than a turn are cut off",
+        "angles:turns",
+        "$n % 2**32",
+        "min($n, 2**32 - 1)",
+        f"{EXACT} 'exact_from_a_position and linear'",
+    ),
+    Fault(
+        "rotary_embedding: angles are exact only past a position, not at it",
+        "angles:is_far",
+        "$index >= $exact_from",
+        "$index > $exact_from",
+        f"{EXACT} 'exact_from_a_position and xla-base'",
+    ),
+    Fault(
+        "rotary_embedding: positions before zero are not far",
+        "angles:is_far",
+        "($index >= $exact_from) | ($index <= -$exact_from)",
+        "$index >= $exact_from",
+        f"{EXACT} 'exact_from_a_position and xla-base'",
+    ),
+    Fault(
+        "rotary_embedding in Triton: the product of positions is one of floats",
+        "triton_gpu:rotary_embedding_kernel",
+        "($index[:, None] * $fixed[None, :]).to(tl.float32)",
+        "($index.to(tl.float32)[:, None] * $fixed.to(tl.float32)[None, :])",
+        f"{EXACT} 'exact_from_a_position and triton_gpu'",
+    ),
+    Fault(
+        "rotary_embedding in Pallas: the second entries of pairs have no exact angle",
+        "pallas_tpu:_columns",
+        "$fixed[0, $entries], $columns[4, $entries] = turns($angles)",
+        "$fixed[0, one], $columns[4, one] = turns($angles)",
+        f"{EXACT} 'exact_from_a_position and pallas_tpu'",
+    ),
+    Fault(
+        "rotary_embedding: latent attention does not say from where angles are exact",
+        "LatentAttention.apply",
+        "functools.partial($$args, **$$before, exact_from=$c.rope_exact_from, interleaved=True)",
+        "functools.partial($$args, **$$before, interleaved=True)",
+        "tests/test_model.py -k text_begins",
+    ),
+    Fault(
+        "rotary_embedding: attention does not say from where angles are exact",
+        "models/attention:Attention.apply",
+        "functools.partial($$args, **$$before, exact_from=$c.rope_exact_from)",
+        "functools.partial($$args, **$$before)",
+        "tests/test_model.py -k text_begins",
     ),
 )

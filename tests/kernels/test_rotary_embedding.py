@@ -1,7 +1,9 @@
 """RoPE and its scalings against NumPy float64 written from the papers, one pair and one position at a time."""
 
 import cmath
+import functools
 import math
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import pytest
 from grid import error, on_this_machine, value_and_gradients
 
 import ejdist
-from ejdist import make_mesh
+from ejdist import Order, make_mesh
 from kernels import Unsupported
 from kernels.framework.interpret import interpret
 from kernels.ops.rotary_embedding import RopeScaling, XPos, frequencies, op, pair_op, rotary_embedding
@@ -198,10 +200,81 @@ def test_sines_of_a_million_tokens():
     near = jnp.asarray(np.round(np.arange(64) * 1000 * np.pi / 2).astype(np.int32))[None]
     for p in (positions, near):
         with interpret():
-            got = rotary_embedding(x, p, platform="triton")
+            got = rotary_embedding(x, p, platform="triton", exact_from=None)
         wide = np.asarray(p, np.float64)[0]
         wanted = np.stack([np.cos(wide) - np.sin(wide), np.cos(wide) + np.sin(wide)], -1)
         np.testing.assert_allclose(got[0, :, 0], wanted, atol=3e-7)
+
+
+# Positions on both sides of the first one with exact angles, of both signs, and where float32 has gaps.
+FIRST = 131_072
+NEAR, FAR = [0, 1, -77, 4095, FIRST - 1], [FIRST, -FIRST, 2**20 + 1, 2**24, 2**24 + 1, 3 * 2**29 + 5, 2**31 - 1]
+TURN = 2 * Fraction("3.14159265358979323846264338327950288419716939937510582097494459")
+EXACT = {
+    "base": {"base": 5e5},
+    "yarn": {"base": 1.5e5, "scaling": RopeScaling("yarn", 32.0, 4096, truncate=False), "interleaved": True},
+    "llama3": {"base": 5e5, "scaling": RopeScaling("llama3", 32.0, 8192), "rotary_dim": 10},
+    "ntk": {"scaling": RopeScaling("ntk", 8.0)},
+    "linear": {"base": 0.01, "scaling": RopeScaling("linear", 2.0)},  # frequencies of more than a turn
+}
+
+
+# Each backend, and each layout of pairs; the rest of the grid is slow.
+QUICK = {(backend, "base") for backend in BACKENDS} | {("triton_gpu", "yarn"), ("xla", "llama3"), ("xla", "linear")}
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        pytest.param(backend, name, marks=() if (backend, name) in QUICK else pytest.mark.slow)
+        for backend in BACKENDS
+        for name in EXACT
+    ],
+)
+def test_angles_are_exact_from_a_position_on_and_float32_before(backend, name):
+    """The bound is that of the contract, 6e-7 radians, and a rounding of each number. Angles here are fractions, because the
+    product of two float64 is not exact."""
+    options, positions = EXACT[name], np.array([NEAR + FAR], np.int32)
+    width = options.get("rotary_dim", H)
+    frequency, factor = oracle_frequencies(width, options.get("base", 1e4), options.get("scaling"))
+    ours, _ = frequencies(width, options.get("base", 1e4), options.get("scaling"))
+    np.testing.assert_allclose(ours, frequency, rtol=1e-13)
+    angle = np.array([[float(int(p) * Fraction(w) % TURN) for w in ours] for p in positions[0]])
+    wanted = factor * np.stack([np.cos(angle) - np.sin(angle), np.cos(angle) + np.sin(angle)], 1)
+    x = jnp.ones((1, positions.size, 1, H))
+    with on_this_machine(op.backends[backend]):
+        got, old, everywhere = (
+            np.asarray(rotary_embedding(x, jnp.asarray(positions), platform=backend, **options, **exact))
+            for exact in ({}, {"exact_from": None}, {"exact_from": 0} if name == "base" else {})
+        )
+    pairs = got[0, :, 0, :width]
+    pairs = (
+        pairs.reshape(-1, width // 2, 2).swapaxes(1, 2)
+        if options.get("interleaved")
+        else pairs.reshape(-1, 2, width // 2)
+    )
+    far, bound = len(NEAR), factor * (math.sqrt(2) * 6e-7 + 3e-7)
+    np.testing.assert_allclose(pairs[far:], wanted[far:], rtol=0, atol=bound)
+    np.testing.assert_array_equal(got[:, :far], old[:, :far])
+    np.testing.assert_array_equal(got[:, far:], everywhere[:, far:])
+    assert name != "base" or 0 < np.abs(everywhere[:, :far] - old[:, :far]).max() < 0.02
+    assert np.abs(old[0, far + 2 :] - got[0, far + 2 :]).max() > 0.01  # a million tokens on, float32 is this far off
+    assert (got[0, far + 3] != got[0, far + 4]).any() and (old[0, far + 3] == old[0, far + 4]).all()
+
+
+@pytest.mark.parametrize(
+    "order", [Order("zigzag", 4), pytest.param(Order("striped", 4, 2), marks=pytest.mark.slow)], ids=lambda o: o.name
+)
+def test_exact_angles_are_those_of_the_position_in_every_order_over_devices(order):
+    positions = np.int32(FIRST - 7) + np.arange(16, dtype=np.int32)[None] * 1001
+    q, k = (np.random.default_rng(n).standard_normal((1, 16, n, H), np.float32) for n in (4, 2))
+    turned = jax.jit(functools.partial(rotary_embedding, base=5e5))(q, positions, key=k)
+    there = (order.permute(x) for x in (q, positions, k))
+    with ejdist.set_layout(order=order):
+        x, at, key = map(jnp.asarray, there)
+        got = ejdist.rotary_embedding(x, at, key=key, base=5e5, mesh=make_mesh(sp=4))
+    for one, two in zip(got, turned, strict=True):
+        np.testing.assert_array_equal(order.inverse(np.asarray(one)), two)
 
 
 @pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
@@ -304,6 +377,10 @@ def test_dispatch_and_refusals():
             "'base' must be above 1",
         ),
         (lambda: rotary_embedding(jnp.ones((1, 1, 1, 8)), jnp.zeros((1, 1))), "positions"),
+        (
+            lambda: rotary_embedding(jnp.ones((1, 1, 1, 8)), jnp.zeros((1, 1), jnp.int32), exact_from=-1),
+            "'exact_from'.* a position",
+        ),
         (lambda: rotary_embedding(jnp.ones((1, 4, 1, 8)), jnp.zeros((1, 3), jnp.int32)), "T"),
     ],
 )

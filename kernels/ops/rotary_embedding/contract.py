@@ -17,6 +17,7 @@ from kernels.framework.config import Tunables
 from kernels.framework.contract import Op
 from kernels.framework.options import declared, fits
 from kernels.framework.work import Work, nbytes
+from kernels.ops.rotary_embedding.angles import EXACT_FROM, angles
 
 _BANDS = {"yarn": (1.0, 32.0), "llama3": (1.0, 4.0)}  # numbers of rotations between which frequencies are interpolated
 
@@ -193,32 +194,20 @@ def rotary_embedding(
     interleaved: bool = False,
     rotary_dim: int | None = None,
     xpos: XPos | None = None,
+    exact_from: int | None = EXACT_FROM,
 ) -> Float[Array, "B T N H"]:
     """Returns x with each pair of its first `rotary_dim` entries rotated by position * frequency, and scaled by `xpos`.
 
     A pair is (i, i + rotary_dim/2), or (2i, 2i + 1) if `interleaved`. Angles are float32, because bfloat16 rounds 257
-    to 256.
+    to 256; at positions of at least `exact_from` in size they are exact, see `exact_angle`.
 
     Raises:
       ValueError: `rotary_dim` is odd, or larger than a head.
     """
     width = rotated_width(x.shape[-1], rotary_dim)
-    angle_per_position, factor = frequencies(width, base, scaling)
     accumulate = jnp.promote_types(x.dtype, jnp.float32)
-    angle = positions.astype(accumulate)[:, :, None, None] * jnp.asarray(angle_per_position, accumulate)
-    cos, sin = jnp.cos(angle) * factor, jnp.sin(angle) * factor
-    if xpos is not None:
-        distance = (positions.astype(accumulate) - xpos.center)[:, :, None, None]
-        scale = jnp.exp(distance * jnp.asarray(xpos.exponent(width), accumulate))
-        cos, sin = cos * scale, sin * scale
-    rotated, rest = x[..., :width].astype(accumulate), x[..., width:]
-    if interleaved:
-        a, b = rotated[..., 0::2], rotated[..., 1::2]
-        rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(rotated.shape)
-    else:
-        a, b = jnp.split(rotated, 2, axis=-1)
-        rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1)
+    cos, sin, scale = turning(positions, width, base, scaling, xpos, exact_from, accumulate)
+    return turned(x, cos * scale, sin * scale, width, interleaved)
 
 
 def rotary_embedding_pair(
@@ -231,6 +220,7 @@ def rotary_embedding_pair(
     interleaved: bool = False,
     rotary_dim: int | None = None,
     xpos: XPos | None = None,
+    exact_from: int | None = EXACT_FROM,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
     """Returns (x, key), queries and keys, both rotated as by `rotary_embedding`. `xpos` applies to the queries; keys
     use its `other`.
@@ -239,8 +229,40 @@ def rotary_embedding_pair(
       ValueError: `rotary_dim` is odd, or larger than a head.
     """
     same = {"base": base, "scaling": scaling, "interleaved": interleaved, "rotary_dim": rotary_dim}
+    same["exact_from"] = exact_from
     of_key = None if xpos is None else xpos.other()
     return rotary_embedding(x, positions, **same, xpos=xpos), rotary_embedding(key, positions, **same, xpos=of_key)
+
+
+def turning(
+    positions: Array,
+    width: int,
+    base: float,
+    scaling: RopeScaling | None,
+    xpos: XPos | None,
+    exact_from: int | None,
+    dtype: Any,
+) -> tuple[Array, Array, Array | float]:
+    """Returns (cos, sin, the factor of XPos) of the pairs at each position, [B, T, 1, width/2]."""
+    frequency, factor = frequencies(width, base, scaling)
+    at = positions[:, :, None, None]
+    angle = angles(at, frequency, exact_from, dtype)
+    scale = (
+        1.0 if xpos is None else jnp.exp((at.astype(dtype) - xpos.center) * jnp.asarray(xpos.exponent(width), dtype))
+    )
+    return jnp.cos(angle) * factor, jnp.sin(angle) * factor, scale
+
+
+def turned(x: Array, cos: Array, sin: Array, width: int, interleaved: bool) -> Array:
+    """Returns x [B, T, N, H] with the pairs of its first `width` entries multiplied by cos + i sin, in their dtype."""
+    pairs, rest = x[..., :width].astype(cos.dtype), x[..., width:]
+    if interleaved:
+        a, b = pairs[..., 0::2], pairs[..., 1::2]
+        pairs = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(pairs.shape)
+    else:
+        a, b = jnp.split(pairs, 2, axis=-1)
+        pairs = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return jnp.concatenate([pairs.astype(x.dtype), rest], axis=-1)
 
 
 def rotated_width(H: int, rotary_dim: int | None) -> int:
@@ -261,6 +283,11 @@ def _positions(rng, dims):
 
 def _one_row(rng, dims):
     return jnp.arange(dims["T"], dtype=jnp.int32)[None] * 1001
+
+
+def _far(rng, dims):
+    """Positions of any size on both sides of where angles become exact."""
+    return jnp.asarray(rng.integers(2**8, 2**31, (dims["B"], dims["T"])) >> rng.integers(0, 23, dims["T"]), jnp.int32)
 
 
 def _case(name: str, options: dict | None = None, *tags: str, **dims: int) -> Case:
@@ -286,7 +313,9 @@ op = Op(
     config=RotaryConfig,
     cases=(
         _case("plain", {}, "smoke"),
-        _case("base", {"base": 5e5}),
+        _case("base", {"base": 5e5, "exact_from": None}),
+        Case("far", {"B": 2, "T": 24, "N": 2, "H": 16}, {"base": 5e5}, make={"positions": _far}),
+        _case("exact", {"exact_from": 0, "rotary_dim": 8, "scaling": RopeScaling("yarn", 4.0, 1024)}, "slow"),
         _case("interleaved", {"interleaved": True}),
         _case("partial", {"rotary_dim": 8}, "code"),
         _case("linear", {"scaling": RopeScaling("linear", 4.0)}),
@@ -314,7 +343,7 @@ pair_op = Op(
     config=RotaryConfig,
     cases=(
         _case("plain", {}, "smoke", K=1),
-        _case("all", {"rotary_dim": 12, "xpos": XPos(center=2500.0), "base": 5e5}, N=6, K=3),
+        _case("all", {"rotary_dim": 12, "xpos": XPos(center=2500.0), "base": 5e5, "exact_from": 0}, N=6, K=3),
         _case(
             "interleaved",
             {"interleaved": True, "scaling": RopeScaling("yarn", 4.0, 1024)},

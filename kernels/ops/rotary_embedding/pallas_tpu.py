@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from kernels.ops.rotary_embedding.angles import exact_angle, is_far, turns
 from kernels.ops.rotary_embedding.contract import RotaryConfig, frequencies, op, pair_op, rotated_width, work
 from kernels.toolchains.pallas import pallas_launch
 
@@ -18,9 +19,13 @@ VMEM_BUDGET = 10 * 2**20
 MOST_TOKENS = 256
 
 
-def rotary_embedding_kernel(positions_ref, columns_ref, swap_ref, *refs, center, has_xpos, back):
-    position = positions_ref[0].astype(jnp.float32)  # [tokens, 1]
+def rotary_embedding_kernel(positions_ref, columns_ref, fixed_ref, swap_ref, *refs, center, has_xpos, exact_from, back):
+    index = positions_ref[0]  # [tokens, 1]
+    position = index.astype(jnp.float32)
     angle = position * columns_ref[0:1, :]
+    if exact_from is not None:
+        exact = exact_angle(index, fixed_ref[...], columns_ref[4:5, :])
+        angle = jnp.where(is_far(index.astype(jnp.int32), exact_from), exact, angle)
     cos_factor, sign = columns_ref[1:2, :], columns_ref[2:3, :]
     cos, sin = jnp.cos(angle) * cos_factor, jnp.sin(angle) * (-sign if back else sign)
     power = (position - center) * columns_ref[3:4, :] if has_xpos else None
@@ -39,26 +44,28 @@ def rotary_embedding_kernel(positions_ref, columns_ref, swap_ref, *refs, center,
 
 
 def _columns(H, width, base, scaling, interleaved, xpos):
-    """Returns, for each entry of a head, [4, H] float32: the frequency, the factor of cos, that of sin with its sign,
-    and the exponent of XPos; and the permutation that swaps the entries of each pair, [H, H]."""
+    """Returns, for each entry of a head, [5, H] float32: the frequency, the factor of cos, that of sin with its sign,
+    the exponent of XPos, and what the fixed-point frequency leaves; that frequency, int32 [1, H]; and the permutation
+    that swaps the entries of each pair, [H, H]."""
     angles, factor = frequencies(width, base, scaling)
     pair, entry = np.arange(width // 2), np.arange(H)
     one, two = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + width // 2)
-    columns, other = np.zeros((4, H)), entry.copy()
+    columns, fixed, other = np.zeros((5, H)), np.zeros((1, H), np.int32), entry.copy()
     other[one], other[two] = two, one
     columns[1] = np.where(entry < width, factor, 1.0)
     columns[2, one], columns[2, two] = -factor, factor
     for entries in (one, two):
         columns[0, entries] = angles
         columns[3, entries] = 0.0 if xpos is None else xpos.exponent(width)
-    return columns.astype(np.float32), np.eye(H)[:, other]
+        fixed[0, entries], columns[4, entries] = turns(angles)
+    return columns.astype(np.float32), fixed, np.eye(H)[:, other]
 
 
 def _turned(arrays, positions, options, back, cfg, cost):
     """Returns the arrays [B, T, heads, H], rotated."""
-    base, scaling, interleaved, rotary_dim, xpos = options
+    base, scaling, interleaved, rotary_dim, xpos, exact_from = options
     B, T, _, H = arrays[0].shape
-    columns, swap = _columns(H, rotated_width(H, rotary_dim), base, scaling, interleaved, xpos)
+    columns, fixed, swap = _columns(H, rotated_width(H, rotary_dim), base, scaling, interleaved, xpos)
     tokens = min(T, cfg.block_tokens)
     # [heads, tokens], as in attention: a block of one head is whole tiles of tokens and entries.
     moved = [x.swapaxes(1, 2) for x in arrays]
@@ -74,15 +81,17 @@ def _turned(arrays, positions, options, back, cfg, cost):
             rotary_embedding_kernel,
             center=0.0 if xpos is None else float(xpos.center),
             has_xpos=xpos is not None,
+            exact_from=exact_from,
             back=back,
         ),
         positions[..., None],
         jnp.asarray(columns),
+        jnp.asarray(fixed),
         jnp.asarray(swap, arrays[0].dtype),
         *moved,
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in moved),
         grid=(B, pl.cdiv(T, tokens)),
-        in_specs=[row, whole(columns), whole(swap), *specs],
+        in_specs=[row, whole(columns), whole(fixed), whole(swap), *specs],
         out_specs=tuple(specs),
         dimension_semantics=("parallel", "parallel"),
         work=cost,
@@ -121,25 +130,25 @@ def rejects(call):
     return None
 
 
-def forward(x, positions, base, scaling, interleaved, rotary_dim, xpos, cfg):
-    options = base, scaling, interleaved, rotary_dim, xpos
+def forward(x, positions, base, scaling, interleaved, rotary_dim, xpos, exact_from, cfg):
+    options = base, scaling, interleaved, rotary_dim, xpos, exact_from
     return _turned([x], positions, options, False, cfg, work(op.bind(x, positions, rotary_dim=rotary_dim))[0])[0]
 
 
-def backward(saved, x, positions, base, scaling, interleaved, rotary_dim, xpos, cfg):
-    options = base, scaling, interleaved, rotary_dim, xpos
+def backward(saved, x, positions, base, scaling, interleaved, rotary_dim, xpos, exact_from, cfg):
+    options = base, scaling, interleaved, rotary_dim, xpos, exact_from
     cost = work(op.bind(x, positions, rotary_dim=rotary_dim))[1]
     return {"x": _turned([saved.d_out], positions, options, True, cfg, cost)[0]}
 
 
-def forward_pair(x, key, positions, base, scaling, interleaved, rotary_dim, xpos, cfg):
-    options = base, scaling, interleaved, rotary_dim, xpos
+def forward_pair(x, key, positions, base, scaling, interleaved, rotary_dim, xpos, exact_from, cfg):
+    options = base, scaling, interleaved, rotary_dim, xpos, exact_from
     cost = work(pair_op.bind(x, key, positions, rotary_dim=rotary_dim))[0]
     return tuple(_turned([x, key], positions, options, False, cfg, cost))
 
 
-def backward_pair(saved, x, key, positions, base, scaling, interleaved, rotary_dim, xpos, cfg):
-    options = base, scaling, interleaved, rotary_dim, xpos
+def backward_pair(saved, x, key, positions, base, scaling, interleaved, rotary_dim, xpos, exact_from, cfg):
+    options = base, scaling, interleaved, rotary_dim, xpos, exact_from
     cost = work(pair_op.bind(x, key, positions, rotary_dim=rotary_dim))[1]
     d_query, d_key = _turned([saved.d_query, saved.d_key], positions, options, True, cfg, cost)
     return {"x": d_query, "key": d_key}

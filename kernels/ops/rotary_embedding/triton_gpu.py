@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from kernels.ops.rotary_embedding.angles import turns
 from kernels.ops.rotary_embedding.contract import RotaryConfig, frequencies, op, pair_op, rotated_width, work
 from kernels.toolchains.triton import triton_launch
 
@@ -104,6 +105,8 @@ def rotary_embedding_kernel(
     key_ptr,  # None for a single array
     positions_ptr,
     frequencies_ptr,  # [WIDTH / 2]
+    fixed_ptr,  # [WIDTH / 2], frequencies in units of 2^-32 turns; None if no angle is exact
+    rest_ptr,  # [WIDTH / 2], what these leave, in turns
     exponents_ptr,  # [WIDTH / 2], of XPos; None without
     query_out_ptr,
     key_out_ptr,
@@ -117,6 +120,7 @@ def rotary_embedding_kernel(
     INTERLEAVED: tl.constexpr,
     FACTOR: tl.constexpr,
     CENTER: tl.constexpr,
+    EXACT_FROM: tl.constexpr,
     BACK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -140,9 +144,18 @@ def rotary_embedding_kernel(
     row = tokens
     if SHARED:
         row = tokens % T
-    position = tl.load(positions_ptr + row, mask=tokens < M, other=0).to(tl.float32)
+    index = tl.load(positions_ptr + row, mask=tokens < M, other=0)
+    position = index.to(tl.float32)
     frequency = tl.load(frequencies_ptr + pair, mask=pair < WIDTH // 2, other=0.0)
-    cos, sin = _cos_sin(position[:, None] * frequency[None, :])
+    angle = position[:, None] * frequency[None, :]
+    if fixed_ptr is not None:  # see angles.py
+        fixed = tl.load(fixed_ptr + pair, mask=pair < WIDTH // 2, other=0)
+        rest = tl.load(rest_ptr + pair, mask=pair < WIDTH // 2, other=0.0)
+        index = index.to(tl.int32)
+        part = (index[:, None] * fixed[None, :]).to(tl.float32) * 2.3283064365386963e-10  # 2^-32
+        exact = (part + position[:, None] * rest[None, :]) * 6.283185307179586
+        angle = tl.where(((index >= EXACT_FROM) | (index <= -EXACT_FROM))[:, None], exact, angle)
+    cos, sin = _cos_sin(angle)
     cos, sin = (cos * FACTOR)[:, None, :], (sin * FACTOR)[:, None, :]
     if BACK:
         sin = -sin
@@ -176,12 +189,13 @@ def rotary_embedding_kernel(
 
 def _turned(query, key, positions, options, back, cfg, cost):
     """Returns (query rotated, key rotated or None)."""
-    base, scaling, interleaved, rotary_dim, xpos = options
+    base, scaling, interleaved, rotary_dim, xpos, exact_from = options
     B, T, N, H = query.shape
     width = rotated_width(H, rotary_dim)
     angles, factor = frequencies(width, base, scaling)
     K = 1 if key is None else key.shape[2]
     chunks = triton.cdiv(N, cfg.block_heads)
+    fixed, rest = (None, None) if exact_from is None else (jnp.asarray(x) for x in turns(angles))
     arrays = [query] if key is None else [query, key]
     unused: dict[str, Any] = {"key_out_ptr": None} if key is None else {}
     out = triton_launch(
@@ -190,6 +204,8 @@ def _turned(query, key, positions, options, back, cfg, cost):
         key,
         positions,
         jnp.asarray(angles, jnp.float32),
+        fixed,
+        rest,
         None if xpos is None else jnp.asarray(xpos.exponent(width), jnp.float32),
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays),
         grid=(triton.cdiv(B * T, cfg.block_tokens), chunks),
@@ -205,6 +221,7 @@ def _turned(query, key, positions, options, back, cfg, cost):
         INTERLEAVED=interleaved,
         FACTOR=factor,
         CENTER=0.0 if xpos is None else float(xpos.center),
+        EXACT_FROM=exact_from or 0,
         BACK=back,
         BLOCK_T=cfg.block_tokens,
         BLOCK_N=cfg.block_heads,
@@ -261,25 +278,25 @@ def rejects(call):
     return None
 
 
-def forward(x, positions, base, scaling, interleaved, rotary_dim, xpos, cfg):
-    options = base, scaling, interleaved, rotary_dim, xpos
+def forward(x, positions, base, scaling, interleaved, rotary_dim, xpos, exact_from, cfg):
+    options = base, scaling, interleaved, rotary_dim, xpos, exact_from
     return _turned(x, None, positions, options, False, cfg, work(op.bind(x, positions, rotary_dim=rotary_dim))[0])[0]
 
 
-def backward(saved, x, positions, base, scaling, interleaved, rotary_dim, xpos, cfg):
-    options = base, scaling, interleaved, rotary_dim, xpos
+def backward(saved, x, positions, base, scaling, interleaved, rotary_dim, xpos, exact_from, cfg):
+    options = base, scaling, interleaved, rotary_dim, xpos, exact_from
     cost = work(op.bind(x, positions, rotary_dim=rotary_dim))[1]
     return {"x": _turned(saved.d_out, None, positions, options, True, cfg, cost)[0]}
 
 
-def forward_pair(x, key, positions, base, scaling, interleaved, rotary_dim, xpos, cfg):
-    options = base, scaling, interleaved, rotary_dim, xpos
+def forward_pair(x, key, positions, base, scaling, interleaved, rotary_dim, xpos, exact_from, cfg):
+    options = base, scaling, interleaved, rotary_dim, xpos, exact_from
     cost = work(pair_op.bind(x, key, positions, rotary_dim=rotary_dim))[0]
     return _turned(x, key, positions, options, False, cfg, cost)
 
 
-def backward_pair(saved, x, key, positions, base, scaling, interleaved, rotary_dim, xpos, cfg):
-    options = base, scaling, interleaved, rotary_dim, xpos
+def backward_pair(saved, x, key, positions, base, scaling, interleaved, rotary_dim, xpos, exact_from, cfg):
+    options = base, scaling, interleaved, rotary_dim, xpos, exact_from
     cost = work(pair_op.bind(x, key, positions, rotary_dim=rotary_dim))[1]
     d_query, d_key = _turned(saved.d_query, saved.d_key, positions, options, True, cfg, cost)
     return {"x": d_query, "key": d_key}

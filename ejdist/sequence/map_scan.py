@@ -1,0 +1,142 @@
+"""The scan of maps over the ranks and the runs of each: which state enters a run of tokens.
+
+Sources: G. Blelloch, *Prefix Sums and Their Applications*, 1990 (a linear recurrence as a scan over pairs (A, b)); W. Hillis,
+G. Steele, *Data Parallel Algorithms*, 1986 (the scan by doubling).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejdist.sequence import exchange
+from ejdist.sequence.runs import Runs
+from kernels.framework.dispatch import vary_alike, varying_axes
+
+
+class Maps(Protocol):
+    """What an operation declares of its recurrence so that its sequence can be split. A map is a pytree of arrays [B, ...]."""
+
+    def start(self, arguments: dict[str, Any]) -> jax.Array:
+        """Returns the state [B, ...] of a sequence that begins from nothing."""
+        ...
+
+    def combine(self, first: Any, then: Any) -> Any:
+        """Returns the map that is `first`, followed by `then`."""
+        ...
+
+    def apply(self, over: Any, state: jax.Array) -> jax.Array:
+        """Returns the state [B, ...] after a map."""
+        ...
+
+
+def entering(passing: Maps, over: Any, state: jax.Array, runs: Runs, hops: jax.Array | None) -> jax.Array:
+    """Returns [rows, ...]: the states that enter this rank's runs.
+
+    Args:
+      over: the maps of its runs. state: [B, ...], that of the whole sequence.
+    """
+    over = jax.tree.map(runs.apart, over)
+    ways = itertools.groupby(range(runs.count), lambda place: runs.ways[place])
+    scans = [_scan(passing, over, way, [*places], runs, hops) for way, places in ways]
+    before = jax.tree.map(lambda *x: jnp.concatenate(x), *(maps for maps, _ in scans))
+    starts = state[None]  # [runs, B, ...], of each place
+    if runs.count > 1:
+
+        def place_after(s: jax.Array, of_place: Any) -> tuple[jax.Array, jax.Array]:
+            s = passing.apply(of_place, s)
+            return s, s
+
+        totals = jax.tree.map(lambda *x: jnp.concatenate(x), *(maps for _, maps in scans if maps is not None))
+        state, totals = vary_alike((state, totals), exchange.rank(runs.axis))
+        starts = jnp.concatenate([state[None], jax.lax.scan(place_after, state, totals)[1]])
+    is_first = jnp.repeat(runs.here() % len(runs.parts) == 0, state.shape[0])
+    starts = starts.reshape(-1, *state.shape[1:])
+    return select(is_first, starts, passing.apply(before, starts))
+
+
+def _scan(passing: Maps, over: Any, way: int, places: list[int], runs: Runs, hops: jax.Array | None) -> tuple[Any, Any]:
+    """Returns (the maps [places * B, ...] of the runs of the ranks before this one, those [places, B, ...] of all ranks), of
+    consecutive places whose runs go one way; nothing comes after the last place of all, whose map is left out, or None.
+
+    Args:
+      over: the maps [runs, B, ...] of this rank's runs.
+    """
+    n, rank = exchange.size(runs.axis), exchange.rank(runs.axis)
+    mine = jax.tree.map(lambda x: x[places[0] : places[-1] + 1].reshape(-1, *x.shape[2:]), over)
+    before = exclusive_scan(passing, mine, runs.axis, way, hops)
+    inner = len(places) - (places[-1] == runs.count - 1)
+    if inner == 0:
+        return before, None
+
+    def of_all(x: jax.Array) -> jax.Array:
+        x = x.reshape(len(places), -1, *x.shape[1:])[:inner]
+        return jax.lax.psum(jnp.where(rank == (n - 1 if way > 0 else 0), x, 0), runs.axis)
+
+    return before, jax.tree.map(of_all, passing.combine(before, mine))
+
+
+def exclusive_scan(passing: Maps, over: Any, axis: Any, way: int = 1, hops: jax.Array | None = None) -> Any:
+    """Returns the map of all ranks before this one; on the first rank it is undefined. way -1: the last rank is the first.
+
+    log2(ranks) hops, in each of which a rank sends one map; then one more.
+
+    Args:
+      hops: how many of the first ones are made, the same on every device; default: all.
+    """
+    n, rank = jax.lax.axis_size(axis), exchange.rank(axis)
+    rank = rank if way > 0 else n - 1 - rank
+
+    def doubled(count: int, over: Any) -> Any:
+        for by in _steps(n)[:count]:
+            joined = passing.combine(exchange.shift(over, axis, way * by), over)
+            over = select(rank >= by, joined, over)
+        return over
+
+    most = len(_steps(n))
+    if hops is None or most == 0:
+        over = doubled(most, over)
+    else:
+        over = jax.lax.switch(hops, [functools.partial(doubled, count) for count in range(most + 1)], over)
+    return exchange.shift(over, axis, way)
+
+
+def _steps(ranks: int) -> list[int]:
+    """Returns how far each hop of a scan by doubling goes. Nobody needs the last rank's map, so one more would add nothing."""
+    return [2**i for i in range(max(ranks - 2, 0).bit_length())]
+
+
+def needed_hops(through: jax.Array, runs: Runs) -> jax.Array | None:
+    """Returns int32 []: how many hops of `exclusive_scan` are needed, since nothing is left of what is before a map that no
+    state passes through; None where there are none. The same on every device: who parts ways before a collective waits.
+
+    Args:
+      through: bool [rows], of this rank's runs.
+    """
+    n, mesh = len(runs.parts), jax.sharding.get_abstract_mesh()
+    if not _steps(n):
+        return None
+    every = jax.lax.all_gather(runs.apart(through), runs.axis)  # [ranks, runs, B]
+    every = jnp.where((np.array(runs.ways) > 0)[:, None], every, every[::-1])
+    # Nothing is before the first rank, and nobody needs the map of the last.
+    index = jnp.arange(n - 1).reshape(-1, 1, 1)
+    longest = jnp.max(index - jax.lax.cummax(jnp.where(every[: n - 1] & (index > 0), -1, index), axis=0))
+    hops = jnp.sum(longest >= np.array(_steps(n)), dtype=jnp.int32)
+    if varying_axes(exchange.rank(runs.axis)):  # or the map around does not track what varies
+        hops = vary_alike(hops, [jax.lax.axis_index(axis) for axis in mesh.manual_axes])
+    return jax.lax.pmax(hops, tuple(mesh.manual_axes))
+
+
+def select(condition: jax.Array, a: Any, b: Any) -> Any:
+    """Returns a where the condition, one or one for each row, holds, else b; leaf by leaf."""
+
+    def one(x: jax.Array, y: jax.Array) -> jax.Array:
+        mask = condition if condition.ndim == 0 else condition.reshape(-1, *(1,) * (max(x.ndim, y.ndim) - 1))
+        return jnp.where(mask, x, y)
+
+    return jax.tree.map(one, a, b)
