@@ -610,7 +610,9 @@ def test_what_is_not_split_is_refused_by_name(name, kind):
         MaskInfo(),
         MaskInfo(causal=True, window=(9, 0)),
         MaskInfo(causal=True, window=(9, 0), sink_tokens=3),
-        MaskInfo(causal=True, window=(1, 0), sink_tokens=6),  # the first rank needs those of the second for nothing else
+        MaskInfo(
+            causal=True, window=(1, 0), sink_tokens=6
+        ),  # the first rank needs those of the second for nothing else
         MaskInfo(causal=True, chunk_size=16),
     ],
 )
