@@ -2,7 +2,7 @@
 
 A token of DeepSeek-V3 has 128 heads of 192 and 128 numbers, all made of the 576 of its latent and its rotary key. Where latents
 travel, every rank makes the keys and values of its own heads again for the tokens that arrive: 2 R K (H + Hv) FLOPs a token and
-hop, three times that in the backward, against 2 (T / n) N (H + Hr + Hv) of causal attention to the token.
+hop, three times that in the backward, against N (T / n) (H + Hr + Hv) of causal attention to the token.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def travels(mesh: Any, scheme: Any, platform: str | None, itemsize: int, adapted
     mesh = mesh_of(mesh, None, None)
     if adapted and scheme.latents == ALWAYS:
         raise ValueError(
-            "sequence.latents = 'always': a matrix that makes keys or values of latents has an adapter, and attention makes them "
-            "without; use sequence.latents=auto, or leave it out of lora.targets"
+            "sequence.latents = 'always': a matrix that makes keys or values of latents has an adapter, and attention adds "
+            "none; use sequence.latents=auto, or leave it out of lora.targets"
         )
     if mesh is None or adapted or (scheme.latents == AUTO and platform not in (None, "xla")):
         return False
