@@ -8,6 +8,7 @@ hop, three times that in the backward, against N (T / n) (H + Hr + Hv) of causal
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from ejdist.layout import current_layout
@@ -30,7 +31,7 @@ def sends_latents(scheme: Any, shape: AttentionShape) -> bool:
     """
     if shape.ranks == 1 or scheme.latents != AUTO:
         return shape.ranks > 1 and scheme.latents == ALWAYS
-    heads = AttentionShape(**{**vars(shape), "latents": 0, "expansion": 0})
+    heads = replace(shape, latents=0, expansion=0)
     saved = sum(scheme.cost(heads).bytes.values()) - sum(scheme.cost(shape).bytes.values())
     # In the forward, in the backward, and two products for the gradients of the latents and of the matrices.
     again = 4 * (scheme.expansions(shape) - 1) * shape.expansion

@@ -112,7 +112,7 @@ class Reshard:
         if token is not None and head is None:
             return exchange.scatter_sum(x.astype(jnp.float32), self.axis)
         x = x.astype(dtype)
-        if token is not None:
+        if token is not None and head is not None:
             return exchange.all_to_all(x, self.axis, split=token, join=head)
         if head is not None:
             whole = jnp.zeros((*x.shape[:head], x.shape[head] * self.order.shards, *x.shape[head + 1 :]), x.dtype)

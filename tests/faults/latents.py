@@ -3,7 +3,7 @@
 from faults import Fault
 
 TESTS = "tests/test_latents.py -m 'not slow'"
-NUMBERS, SENT, LAYER = f"{TESTS} -k numbers", f"{TESTS} -k declared", f"{TESTS} -k layer"
+NUMBERS, SENT = f"{TESTS} -k numbers", f"{TESTS} -k declared"
 CHEAPER, PLANS, ADAPTED = f"{TESTS} -k cheaper", f"{TESTS} -k fiftieth", f"{TESTS} -k adapter"
 
 FAULTS = (
@@ -124,7 +124,7 @@ FAULTS = (
         "Ops.of_batch",
         "self.replace(attention=$attention, flash_mla=functools.partial(self.flash_mla, mask_info=$places))",
         "self.replace(attention=$attention)",
-        LAYER,
+        ADAPTED,
     ),
     Fault(
         "a plan makes keys of latents once",
