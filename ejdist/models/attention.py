@@ -198,7 +198,7 @@ class LatentAttention(Part):
         options = {"causal": True, "logits_soft_cap": c.attention_soft_cap, **_scaled(c)}
         up = [p[name] for name in EXPANDING]
         adapted = any(isinstance(w, Frozen) and w.a is not None for w in up)  # `project` alone adds an adapter
-        if ops.sends_latents(x.dtype.itemsize, adapted, **self._dims(c)):
+        if ops.sends_latents(x.dtype.itemsize, adapted, **self.sizes(c)):
             up = [w.whole(x.dtype) if isinstance(w, Frozen) else w for w in up]
             parts = q, latent, *up, q_rope, shared[:, :, 0]
             out = ops.flash_mla(*parts, segment_ids=batch["segment_ids"], **options)
@@ -211,7 +211,8 @@ class LatentAttention(Part):
         return x + ops.project(out, p["latent_output"], "btnh,nhd->btd"), {}
 
     @staticmethod
-    def _dims(c: DecoderShape) -> dict[str, int]:
+    def sizes(c: DecoderShape) -> dict[str, int]:
+        """Returns the sizes of the dims of `flash_mla` in a layer, of all its heads."""
         m = c.latent
         sizes = {"H": m.nope_dim, "Hr": m.rope_dim, "Hv": m.value_dim, "R": m.kv_rank}
         return {"N": c.num_heads, "K": c.num_heads, **sizes}

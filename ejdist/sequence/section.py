@@ -13,6 +13,8 @@ from ejdist.sequence import exchange
 from ejdist.sequence.cost import ALWAYS, NEVER
 from ejdist.sequence.schemes import SCHEMES, ByWindow, by_window, scheme_of
 
+FIRST_BATCH = "first_batch"  # what `sequence.verify` compares
+
 
 @dataclass
 class SequenceSection:
@@ -29,6 +31,9 @@ class SequenceSection:
     # Whether latent attention sends its latents, of which each device makes keys and values again, or keys and values: always,
     # never; auto: where latents are cheaper.
     latents: str = operational(AUTO)
+    # first_batch: before the first step a narrow copy of the model runs a row of the first batch by this plan and on one
+    # device, and the run ends where a token's loss, result or gradient differs; null: nothing is compared.
+    verify: str | None = operational(None)
     # Order of tokens over cp and sp: contiguous, zigzag, striped, balanced; auto: as even as the data allows, and logs why.
     order: str = operational(AUTO)
     # Tokens of a stripe or chunk, which must divide those of a device; null: a tile of kernels, 128 on GPUs, 1024 on TPUs.
@@ -39,6 +44,8 @@ class SequenceSection:
         for key, name in (("scheme", self.scheme), ("outer", self.outer), ("window_scheme", self.window_scheme)):
             if name is not None and name not in SCHEMES:
                 raise ValueError(f"sequence.{key} = {name!r} is unknown; use one of {', '.join(SCHEMES)}")
+        if self.verify not in (None, FIRST_BATCH):
+            raise ValueError(f"sequence.verify = {self.verify!r} is unknown; use {FIRST_BATCH}, or null for nothing")
         if self.latents not in (known := (AUTO, ALWAYS, NEVER)):
             raise ValueError(f"sequence.latents = {self.latents!r} is unknown; use one of {', '.join(known)}")
         if self.order not in (AUTO, *NAMES):
