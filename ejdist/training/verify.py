@@ -22,13 +22,14 @@ from ejdist.cluster.hosts import Hosts
 from ejdist.layout import ACTIVATIONS, replicated, set_layout, sharding
 from ejdist.mesh import BATCH_AXES, CP, FSDP, SP, TP
 from ejdist.models.attention import EXPANDING, LatentAttention
-from ejdist.models.config import ALIASES, DecoderShape, ExpertsShape
+from ejdist.models.config import ALIASES, MIXERS, NONE, DecoderShape, ExpertsShape
 from ejdist.models.decoder import DecoderConfig
 from ejdist.models.lora import LoRASection, sides
 from ejdist.models.model import BatchContext, Model, StepContext
 from ejdist.models.parameters import Param, initialise, map_declared
 from ejdist.models.stack import parts_of, rows_of
 from ejdist.order import Order
+from ejdist.registered import LAYER, sections_of
 from ejdist.sequence.cost import ALWAYS, NEVER
 from ejdist.sequence.latents import travels
 from ejdist.training.placing import permuted
@@ -68,7 +69,7 @@ class Twin:
         for number, kind in enumerate(c.kinds()):
             mixer = ALIASES.get(kind, kind).partition("+")[0]
             kinds.setdefault(mixer, []).append(number)
-        kinds.pop("none", None)
+        kinds.pop(NONE, None)
         if not kinds:
             raise ValueError("sequence.verify compares layers that mix tokens, and the model has none: use null")
         step = math.prod(mesh.shape.get(a, 1) for a in (FSDP, CP, SP, TP))
@@ -77,19 +78,23 @@ class Twin:
         latent = c.latent
         if latent.query_rank:
             latent = replace(latent, query_rank=wide)
-        narrow = {
+        narrow: dict[str, Any] = {
             "model_dim": wide, "ffn_dim": wide, "vocab_size": step * -(-_VOCABULARY // step), "num_layers": len(kinds),
-            "first_layers": (), "layer_pattern": tuple(f"{mixer}+none" for mixer in kinds), "experts": ExpertsShape(),
+            "first_layers": (), "layer_pattern": tuple(f"{mixer}+{NONE}" for mixer in kinds), "experts": ExpertsShape(),
             "latent": latent, "remat": "none",
         }  # fmt: skip
         if isinstance(c, DecoderConfig):
             narrow["init_from"] = None
+        mixers = {MIXERS.get(mixer, mixer) for mixer in kinds}
+        narrow |= {name: kind() for name, kind in sections_of(LAYER).items() if hasattr(c, name) and name not in mixers}
         data = replace(s.data, global_batch=rows)
         sequence = replace(s.sequence, latents=_latents(s, mesh))
         plain = replace(s, data=data, sequence=sequence, accumulation=1, lora=LoRASection(), curriculum=[])
         reason = None
-        for part in sorted((n for n in range(1, c.num_kv_heads + 1) if c.num_kv_heads % n == 0), reverse=True):
-            heads = {"num_heads": c.num_heads // part, "num_kv_heads": c.num_kv_heads // part}
+        # Keys are split over tp as in the model, and of several heads there are two at least.
+        K, part = c.num_kv_heads, math.gcd(c.num_kv_heads, mesh.shape.get(TP, 1))
+        for kv_heads in (n for n in range(min(2, K), K + 1) if K % n == 0 and n % part == 0):
+            heads = {"num_heads": c.num_heads // c.num_kv_heads * kv_heads, "num_kv_heads": kv_heads}
             sections = replace(plain, model=replace(c, **narrow, **heads))
             try:
                 model = sections.model.build()
@@ -212,7 +217,9 @@ class _Case:
         groups = twin.sections.data.global_batch
         placed = {n: np.repeat(x, groups, 0) for n, x in permuted(own, program).items()}
         where = _tokens(program.mesh, placed["tokens"].shape)
-        batch = {n: jax.make_array_from_callback(x.shape, where, lambda at, x=x: x[at]) for n, x in placed.items()}
+        batch: dict[str, jax.Array] = {
+            n: jax.make_array_from_callback(x.shape, where, lambda at, x=x: x[at]) for n, x in placed.items()
+        }
         return cls(twin, program.mesh, program.order, own, batch, placed.get("order"))
 
     @property
@@ -284,7 +291,7 @@ class _Case:
 def _latents(s: TrainSections, mesh: Any) -> str:
     """Returns whether latents travel in the recipe's own layers, whose heads are more."""
     c = s.model
-    if "latent_attention" not in c.part_names():
+    if LatentAttention.name not in c.part_names():
         return s.sequence.latents
     adapted = s.lora.rank > 0 and bool({*EXPANDING} & {*(s.lora.targets or EXPANDING)})
     sizes = LatentAttention.sizes(c)
