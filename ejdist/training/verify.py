@@ -80,7 +80,7 @@ class Twin:
             latent = replace(latent, query_rank=wide)
         narrow: dict[str, Any] = {
             "model_dim": wide, "ffn_dim": wide, "vocab_size": step * -(-_VOCABULARY // step), "num_layers": len(kinds),
-            "first_layers": (), "layer_pattern": tuple(f"{mixer}+{NONE}" for mixer in kinds), "experts": ExpertsShape(),
+            "first_layers": (), "layer_pattern": tuple(f"{mixer}+{NONE}" for mixer in kinds),
             "latent": latent, "remat": "none",
         }  # fmt: skip
         if isinstance(c, DecoderConfig):
@@ -95,7 +95,7 @@ class Twin:
         K, part = c.num_kv_heads, math.gcd(c.num_kv_heads, mesh.shape.get(TP, 1))
         for kv_heads in (n for n in range(min(2, K), K + 1) if K % n == 0 and n % part == 0):
             heads = {"num_heads": c.num_heads // c.num_kv_heads * kv_heads, "num_kv_heads": kv_heads}
-            sections = replace(plain, model=replace(c, **narrow, **heads))
+            sections = replace(plain, model=replace(c, experts=ExpertsShape(), **narrow, **heads))
             try:
                 model = sections.model.build()
                 check_sizes(sections, model, mesh)
