@@ -31,8 +31,8 @@ class SequenceSection:
     # Whether latent attention sends its latents, of which each device makes keys and values again, or keys and values: always,
     # never; auto: where latents are cheaper.
     latents: str = operational(AUTO)
-    # first_batch: before the first step a narrow copy of the model runs a row of the first batch by this plan and on one
-    # device, and the run ends where a token's loss, result or gradient differs; null: nothing is compared.
+    # What is compared with one device before the first step: first_batch, a row of it by a narrow copy of the model, and the
+    # run ends where a token's loss, result or gradient differs; null: nothing.
     verify: str | None = operational(None)
     # Order of tokens over cp and sp: contiguous, zigzag, striped, balanced; auto: as even as the data allows, and logs why.
     order: str = operational(AUTO)
