@@ -42,7 +42,13 @@ PLANS = {
     ),
     "ulysses": ("mesh.cp=2", "sequence.scheme=ulysses", "sequence.order=balanced", "sequence.stripe=8"),
     "latents": (
-        *("model.layer_pattern=[latent]", "model.latent.kv_rank=16", "model.latent.nope_dim=8", "mesh.tp=2"),
+        *(
+            "model.layer_pattern=[latent]",
+            "model.qk_norm=false",
+            "model.latent.kv_rank=16",
+            "model.latent.nope_dim=8",
+            "mesh.tp=2",
+        ),
         *("model.latent.rope_dim=4", "model.latent.value_dim=8", "sequence.order=striped", "sequence.stripe=4"),
     ),
 }
