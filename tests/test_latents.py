@@ -90,7 +90,7 @@ SCHEMES = {
 }
 MESHES = {"sp2": {"sp": 2}, "sp4": {"sp": 4}, "tp2": {"sp": 2, "tp": 2, "fsdp": 2}, "cp2": {"cp": 2, "sp": 2}}
 QUICK = {
-    ("packed", "sp4", ("zigzag",), "ring"),
+    ("packed", "sp2", ("zigzag",), "ring"),
 }
 
 
