@@ -23,7 +23,9 @@ from ejdist.projection import project
 from ejdist.sequence import delta_rule, flash, linear_attention, recurrent, state_space
 from ejdist.sequence.attention import RingAttention, ring_attention
 from ejdist.sequence.blocksparse import blocksparse_attention
+from ejdist.sequence.latents import travels
 from ejdist.sequence.native_sparse import native_sparse_attention
+from ejdist.sequence.schemes import scheme_of
 from ejdist.sharded import ShardedFunction, sharded
 
 # What communicates has a file of its own, named for what it does.
@@ -93,6 +95,12 @@ def bind_ops(
     functions = {name: functools.partial(f.with_stored_weights, order=order, **where) for name, f in SHARDED.items()}
     attend = {"order": order, "scheme": scheme, "deterministic": deterministic_attention}
     functions["attention"] = functools.partial(ring_attention, **attend, **where)
+    by_scheme = scheme_of(scheme)
+    latent = {"order": order, "deterministic": deterministic_attention}
+    functions["flash_mla"] = functools.partial(
+        latent_attention.over_ranks(by_scheme).with_stored_weights, **latent, **where
+    )
+    functions["sends_latents"] = functools.partial(travels, mesh, by_scheme, platform)
     functions["embedding"] = functools.partial(embedding, mesh=mesh)
     functions["project"] = functools.partial(project, mesh=mesh)
     options = dict(experts or {})

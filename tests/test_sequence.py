@@ -478,6 +478,7 @@ def test_zigzag_gives_each_rank_a_chunk_and_its_mirror():
 
 def test_stripes_go_around_the_ranks():
     assert Order("striped", 2, 2).indices(8).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert Order("striped", 3, 2).positions(1, 18).tolist() == [2, 3, 8, 9, 14, 15]
     order, groups = Order("striped", 4, 2), Order("striped", 4, 2).of_groups(2)
     assert (groups, order.of_members(2)) == (Order("striped", 2, 4), Order("striped", 2, 2))
     of_group = np.arange(32)[groups.positions(1, 32)]  # the second group's tokens, and then its ranks'
@@ -609,6 +610,9 @@ def test_what_is_not_split_is_refused_by_name(name, kind):
         MaskInfo(),
         MaskInfo(causal=True, window=(9, 0)),
         MaskInfo(causal=True, window=(9, 0), sink_tokens=3),
+        MaskInfo(
+            causal=True, window=(1, 0), sink_tokens=6
+        ),  # the first rank needs those of the second for nothing else
         MaskInfo(causal=True, chunk_size=16),
     ],
 )

@@ -48,7 +48,7 @@ LAYOUTS = {
     ],
 }
 MORE_LAYOUTS = {
-    "fsdp2_sp4_zigzag_ring": ["mesh.fsdp=2", "mesh.sp=4"],
+    "fsdp2_sp4_zigzag_ring_verified": ["mesh.fsdp=2", "mesh.sp=4", "sequence.verify=first_batch"],
     "sp4_zigzag_ring": ["mesh.sp=4"],
     "sp4_balanced_all_gather": ["mesh.sp=4", "sequence.order=balanced", "sequence.scheme=all_gather"],
     "cp2_sp2_balanced_ulysses": ["mesh.cp=2", "mesh.sp=2", "sequence.order=balanced", "sequence.scheme=ulysses"],

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
 from ejdist.costs import Traffic
+from ejdist.frozen import Frozen
 from ejdist.models.config import DecoderShape
 from ejdist.models.model import CAUSAL, Flops, Metrics
 from ejdist.models.parameters import Param
@@ -149,6 +150,10 @@ class Attention(Part):
         return share.attention(head, head, head, c.num_heads, c.num_kv_heads)
 
 
+# The matrices that make keys and values of latents.
+EXPANDING = ("key_up", "value_up")
+
+
 @dataclass(frozen=True)
 class LatentAttention(Part):
     """RMSNorm and multi-head latent attention in its expanded form, as in training (DeepSeek-V2, 2024, section 2.1).
@@ -186,7 +191,6 @@ class LatentAttention(Part):
         q = ops.project(q, p["latent_query"], "btr,rnh->btnh" if m.query_rank else "btd,dnh->btnh")
         latent, shared = jnp.split(ops.project(h, p["latent_down"], "btd,dr->btr"), [m.kv_rank], axis=-1)
         latent = ops.rms_norm(latent, norms["latent_norm"], eps=c.norm_eps)
-        k, v = (ops.project(latent, p[name], "btr,rnh->btnh") for name in ("key_up", "value_up"))
         turned = functools.partial(
             ops.rotary_embedding,
             positions=batch["positions"],
@@ -196,20 +200,28 @@ class LatentAttention(Part):
             interleaved=True,
         )
 
-        q = jnp.concatenate([q[..., : m.nope_dim], turned(q[..., m.nope_dim :])], -1)
-        shared = jnp.broadcast_to(turned(shared[:, :, None]), (*k.shape[:3], m.rope_dim))
-        k = ops.constrain(jnp.concatenate([k, shared], -1), "B T N H")
-        out = ops.attention(
-            q,
-            k,
-            v,
-            causal=True,
-            logits_soft_cap=c.attention_soft_cap,
-            **_scaled(c),
-            q_segment_ids=batch["segment_ids"],
-            kv_segment_ids=batch["segment_ids"],
-        )
+        q, q_rope, shared = q[..., : m.nope_dim], turned(q[..., m.nope_dim :]), turned(shared[:, :, None])
+        options = {"causal": True, "logits_soft_cap": c.attention_soft_cap, **_scaled(c)}
+        up = [p[name] for name in EXPANDING]
+        adapted = any(isinstance(w, Frozen) and w.a is not None for w in up)  # `project` alone adds an adapter
+        if ops.sends_latents(x.dtype.itemsize, adapted, **self.sizes(c)):
+            up = [w.whole(x.dtype) if isinstance(w, Frozen) else w for w in up]
+            parts = q, latent, *up, q_rope, shared[:, :, 0]
+            out = ops.flash_mla(*parts, segment_ids=batch["segment_ids"], **options)
+        else:
+            k, v = (ops.project(latent, w, "btr,rnh->btnh") for w in up)
+            shared = jnp.broadcast_to(shared, (*k.shape[:3], m.rope_dim))
+            k = ops.constrain(jnp.concatenate([k, shared], -1), "B T N H")
+            ids = dict.fromkeys(("q_segment_ids", "kv_segment_ids"), batch["segment_ids"])
+            out = ops.attention(jnp.concatenate([q, q_rope], -1), k, v, **ids, **options)
         return x + ops.project(out, p["latent_output"], "btnh,nhd->btd"), {}
+
+    @staticmethod
+    def sizes(c: DecoderShape) -> dict[str, int]:
+        """Returns the sizes of the dims of `flash_mla` in a layer, of all its heads."""
+        m = c.latent
+        sizes = {"H": m.nope_dim, "Hr": m.rope_dim, "Hv": m.value_dim, "R": m.kv_rank}
+        return {"N": c.num_heads, "K": c.num_heads, **sizes}
 
     def flops(self, c: DecoderShape) -> Flops:
         m, D, N = c.latent, c.model_dim, c.num_heads
@@ -221,7 +233,9 @@ class LatentAttention(Part):
     def memory(self, c: DecoderShape, share: Share) -> PartBytes:
         m, shape = c.latent, self._shape(c, share)
         narrow = share.tokens * share.itemsize * (m.query_rank + m.kv_rank + m.rope_dim)
-        return _memory(c, share, shape, narrow)
+        made = _memory(c, share, shape, narrow)
+        # Where latents travel, keys and values are made inside of attention and never kept.
+        return replace(made, products=made.products - (shape.key + shape.value if shape.latents else 0))
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
         return _traffic(c, share, self._shape(c, share))
@@ -229,9 +243,18 @@ class LatentAttention(Part):
     def recomputed(self, remat: Remat) -> float:
         return _recomputed(remat)
 
+    def repeated(self, c: DecoderShape, share: Share) -> float:
+        m, shape = c.latent, self._shape(c, share)
+        if not shape.latents:
+            return 0.0
+        # Each time forward and again backward, and there two products for each gradient; beside what one device does of them.
+        passes = 3 + 1 + (not share.remat.asked)
+        made = share.scheme.expansions(shape) * passes - (3 + self.recomputed(share.remat))
+        return made * 2 * m.kv_rank * c.num_heads * (m.nope_dim + m.value_dim)
+
     @staticmethod
     def _shape(c: DecoderShape, share: Share) -> AttentionShape:
-        """Keys and values of all heads are communicated, not the narrow vector that they are projected from."""
         m, b = c.latent, share.itemsize
         query = b * (m.nope_dim + m.rope_dim)
-        return share.attention(query, query, b * m.value_dim, c.num_heads, c.num_heads)
+        shape = share.attention(query, query, b * m.value_dim, c.num_heads, c.num_heads)
+        return share.with_latents(shape, b * (m.kv_rank + m.rope_dim), 2 * m.kv_rank * (m.nope_dim + m.value_dim))

@@ -8,13 +8,16 @@ from typing import Any
 
 import jax
 
+from kernels.engines.attention.masks import MaskInfo
+
 
 class Ops:
     """The public operations as attributes, `ops.rms_norm(x, weight, eps=...)`, bound to a mesh and a backend.
 
     Each takes what the function of that name takes. The weights that an operation declares (`gated_mlp`'s matrices,
     `lm_head`, the weight of a norm) are given as the model stores them. `attention` is `ring_attention`. `project` multiplies
-    with any other matrix, also as it is stored.
+    with any other matrix, also as it is stored. `sends_latents` says whether the ranks of a sequence send the latents of
+    `flash_mla`, or a model makes keys and values of them for `attention`.
 
     Args:
       functions: name -> function.
@@ -57,7 +60,8 @@ class Ops:
                 "program that it is for, or bind the operations to its Order"
             )
         attention = functools.partial(self.attention, q_positions=index, kv_positions=index)
-        return self.replace(attention=attention)
+        places = MaskInfo(q_positions=index, kv_positions=index)
+        return self.replace(attention=attention, flash_mla=functools.partial(self.flash_mla, mask_info=places))
 
     def __getattr__(self, name: str) -> Callable:
         functions = self.__dict__.get("_functions", {})

@@ -94,6 +94,11 @@ class Part:
         """Returns the fraction of the forward's matmuls with parameters (`Flops.token`) that the backward recomputes."""
         raise NotImplementedError
 
+    def repeated(self, c: DecoderShape, share: Share) -> float:
+        """Returns the FLOPs a token of one layer, forward and backward, that devices do beside those of one device, because
+        several compute the same; 0 unless a part says so."""
+        return 0.0
+
 
 @dataclass(frozen=True)
 class Costs:

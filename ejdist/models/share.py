@@ -12,6 +12,7 @@ from ejdist.models.remat import Remat
 from ejdist.order import Order
 from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
 from ejdist.sequence.halo import reach_of, sent
+from ejdist.sequence.latents import sends_latents
 from ejdist.sequence.schedule import imbalance
 from ejdist.sequence.schemes import Scheme
 from kernels.engines.attention.masks import MaskInfo
@@ -94,6 +95,15 @@ class Share:
             self.over, self.sequence - 1, query * queries, key * keys, value * keys, value * queries, 4 * queries,
             heads, kv_heads, self.itemsize,
         )  # fmt: skip
+
+    def with_latents(self, shape: AttentionShape, latents: int, flops: int) -> AttentionShape:
+        """Returns the attention of a layer with latents that travel, where they do.
+
+        Args:
+          latents: bytes of the latents of one token. flops: of making a head's key and value of one of them.
+        """
+        made = replace(shape, latents=latents * self.tokens, expansion=flops * shape.kv_heads * self.tokens)
+        return made if self.sequence > 1 and sends_latents(self.scheme, made) else shape
 
     def exchange(self, top_k: int, width: int, hidden: int) -> ExchangeShape:
         """Returns the exchange of a layer as a dispatch costs it: choices of a token, numbers of its features, and numbers of a

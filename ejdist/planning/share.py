@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 from ejdist.experts.choice import choose
 from ejdist.experts.schemes import LOCAL, fitting
 from ejdist.experts.schemes import scheme_of as dispatch_named
 from ejdist.mesh import CP, TP, MeshSection
+from ejdist.models.attention import EXPANDING
 from ejdist.models.remat import REMAT
 from ejdist.models.share import Share
 from ejdist.planning.candidates import rows_over
 from ejdist.planning.links import NETWORK, Links
+from ejdist.sequence.cost import NEVER
+from ejdist.sequence.schemes import ByWindow
 
 
 def share_of(sections: Any, mesh: Any, links: Links | None = None) -> Share:
@@ -34,7 +38,7 @@ def share_of(sections: Any, mesh: Any, links: Links | None = None) -> Share:
         itemsize=_itemsize(s),
         length=s.data.sequence_length,
         remat=REMAT[s.model.remat],
-        scheme=s.sequence.made(),
+        scheme=_scheme(s),
         order=s.sequence.over(
             MeshSection.sequence_shards(mesh), s.data.sequence_length, None if links is None else links.chip.platform
         ),
@@ -44,6 +48,13 @@ def share_of(sections: Any, mesh: Any, links: Links | None = None) -> Share:
         experts=tuple(piece for piece in pieces if piece[1] > 1),
         buffer=s.experts.buffer,
     )
+
+
+def _scheme(s: Any) -> ByWindow:
+    """Returns the scheme of a recipe. Matrices with an adapter make keys and values where their tokens are."""
+    made = s.sequence.made()
+    adapted = s.lora.rank and {*EXPANDING} & {*(s.lora.targets or EXPANDING)}
+    return replace(made, latents=NEVER) if adapted else made
 
 
 def _tokens(s: Any, mesh: Any) -> int:

@@ -86,7 +86,7 @@ def step_time(
         token, seen = layers * flops.token, layers * flops.pair * _pairs(rows, length, flops.mask, pairs, documents)
         matmuls += token
         times = backward + 1 + Costs(part).recomputed(share.remat)
-        computed += token * times * (MATMUL / GROUPED if flops.grouped else 1)
+        computed += token * times * (MATMUL / GROUPED if flops.grouped else 1) + layers * part.repeated(c, share)
         visible += seen
         # A backward has five products to the forward's two; that runs again where its output is not kept.
         times = 3.5 + (not share.remat.asked)

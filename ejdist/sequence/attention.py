@@ -25,7 +25,7 @@ from ejdist.order import Order
 from ejdist.placement import mesh_of, resolve_axes
 from ejdist.sequence import exchange
 from ejdist.sequence.halo import reach_of
-from ejdist.sequence.local import Local, Static, merge, of_all_ranks, work_of
+from ejdist.sequence.local import Local, Static, apart, merge, of_all_ranks, work_of
 from ejdist.sequence.schedule import hops as hops_of
 from ejdist.sequence.schemes import Scheme, scheme_of
 from ejdist.sharded import run_on_rank, with_mesh
@@ -76,8 +76,8 @@ class Seen:
 
 def local_of(static: Static, arrays: Arrays, seen: Seen) -> Local:
     """Returns a scheme's view of a call that `shard_call` has prepared."""
-    own = {n: x for n, x in arrays.items() if n not in ("key", "value", "softmax_aux")}
-    return Local(static, own, arrays["key"], arrays["value"], seen.mask, seen.own_mask, seen.work)
+    own, keys = apart(static.op, arrays)
+    return Local(static, own, keys, seen.mask, seen.own_mask, seen.work)
 
 
 def _forward(static: Static, arrays: Arrays, seen: Seen) -> tuple[jax.Array, jax.Array]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from ejdist.costs import ALL_REDUCE, ALL_TO_ALL, PERMUTE, Traffic
 from ejdist.mesh import SP
@@ -14,6 +15,8 @@ from ejdist.sequence.schedule import hops
 from kernels.engines.attention.masks import MaskInfo
 
 Axes = tuple[tuple[str, int], ...]
+# When latents travel in the place of the keys and values that are made of them; AUTO: where that is cheaper.
+ALWAYS, NEVER = "always", "never"
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ class AttentionShape:
       halo: the tokens that a rank sends at most of those that ranks need just before theirs, over its own, and in how many
         transfers, see `ejdist.sequence.halo.sent`; None where the mask or the order sets no such limit.
       forwards: how often the forward runs in a step: 2 where the backward computes attention again.
+      latents: bytes of the latents of this rank's tokens where these travel, and keys and values are made of them where they
+        arrive; 0: keys and values travel.
+      expansion: FLOPs of making the keys and values of this rank's tokens and heads of latents, once.
     """
 
     over: Axes
@@ -43,6 +49,13 @@ class AttentionShape:
     itemsize: int
     forwards: int = 1
     halo: tuple[float, int] | None = None
+    latents: int = 0
+    expansion: int = 0
+
+    @property
+    def travelling(self) -> int:
+        """Bytes of what travels of this rank's tokens."""
+        return self.latents or self.key + self.value
 
     @property
     def axis(self) -> str:
@@ -69,6 +82,20 @@ class SchemeBytes:
 
     work: int
     gpu_zeros: int = 0
+
+
+def attention_shape(
+    over: Axes, dims: Mapping[str, int], itemsize: int, hops: int, halo: tuple[float, int] | None = None
+) -> AttentionShape:
+    """Returns the attention of a call on a rank, by the sizes of the dims of its operation. With a dim R it is of latents that
+    travel."""
+    tokens, N, K, wide = dims["B"] * dims["T"], dims["N"], dims["K"], dims["H"] + dims.get("Hr", 0)
+    query, key, value, out = (itemsize * tokens * n for n in (N * wide, K * wide, K * dims["Hv"], N * dims["Hv"]))
+    shape = AttentionShape(over, hops, query, key, value, out, 4 * tokens * N, N, K, itemsize, halo=halo)
+    if "R" not in dims:
+        return shape
+    latents = itemsize * tokens * (dims["R"] + dims.get("Hr", 0))
+    return replace(shape, latents=latents, expansion=2 * tokens * dims["R"] * K * (dims["H"] + dims["Hv"]))
 
 
 @functools.lru_cache(maxsize=1024)

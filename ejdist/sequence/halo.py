@@ -198,4 +198,4 @@ def forward(halo: HaloCall) -> tuple[jax.Array, jax.Array]:
 def backward(halo: HaloCall, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns the gradients by argument name."""
     grads = halo.local.pull_from(saved, halo.keys(), halo.mask())
-    return grads | halo.home({n: grads[n] for n in ("key", "value")})
+    return grads | halo.home({n: grads[n] for n in halo.local.keys})

@@ -47,7 +47,7 @@ def over_hops(local: Local, body: Any) -> tuple[Any, Any]:
 
 def _zeros(local: Local, names: Iterable[str]) -> dict[str, jax.Array]:
     """Returns gradients of nothing, float32."""
-    arrays = {"key": local.key, "value": local.value, **local.own}
+    arrays = {**local.keys, **local.own}
     return {n: local.full(arrays[n].shape) for n in names}
 
 
@@ -63,7 +63,7 @@ def attended(local: Local, hop: Any, keys: dict[str, jax.Array], sofar: Any) -> 
     hop's work, forward. Where this rank sees none of them it is nothing."""
     first = sofar is None
     if first and not _is_own(hop):
-        shape = (*local.query.shape[:3], local.value.shape[3])
+        shape = (*local.query.shape[:3], local.sizes["Hv"])
         sofar, first = (local.full(shape), local.full(shape[:3], -jnp.inf)), False
 
     def work(queries: slice, part: slice) -> tuple[jax.Array, jax.Array]:
@@ -85,7 +85,7 @@ def pulled(
 
     What is added to `sums` is a second conditional, so that the first, which attends, need not wait until they arrive.
     """
-    floats, names = [n for n, x in local.own.items() if is_float_array(x)], ("key", "value")
+    floats, names = [n for n, x in local.own.items() if is_float_array(x)], [*local.keys]
     if own is None and not _is_own(hop):
         own = _zeros(local, floats)
 
@@ -94,7 +94,7 @@ def pulled(
         of_keys = {n: _padded(grads[n].astype(keys[n].dtype), part, keys[n].shape[1]) for n in names}
         if own is None:
             return {n: grads[n].astype(jnp.float32) for n in floats}, of_keys
-        places = {"query": queries}
+        places = {n: queries for n in own if local.has_rows(n)}
         return {n: _with(x, places.get(n), lambda y, n=n: y + grads[n]) for n, x in own.items()}, of_keys
 
     added, grads = local.at_hop(hop, work, lambda: (own, {n: jnp.zeros_like(keys[n]) for n in names}))

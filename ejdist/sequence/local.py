@@ -19,7 +19,10 @@ from kernels.engines.attention.tiles import active_tiles
 from kernels.framework.contract import Op
 from kernels.framework.dispatch import vary_alike
 from kernels.ops.flash_attention import op as flash
+from kernels.ops.multi_latent_attention import op as flash_mla
 
+# Arguments of flash attention that no kernel has to compare positions for.
+_BARE = {"query", "query_rope", "w_kc", "w_vc"}
 # The fields of a mask that belong to the keys. They do not travel with them: every rank has those of all.
 KEY_FIELDS = tuple(name for name, dims in MASK_DIMS.items() if "S" in dims and "T" not in dims)
 
@@ -49,6 +52,13 @@ class Static:
     op: Op = flash  # the local attention: it has lse as an output, and a backward that takes lse and delta
     reach: int | None = None  # how many tokens before its own a query sees at most, by the rules; None: any
     lse: bool = True  # False: lse has no cotangent. Code that is mapped but not compiled gets no symbolic zero for it.
+
+
+def apart(op: Op, arrays: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Returns (the arguments that stay on a rank, those that travel), without sinks, which no scheme sees. What travels has an
+    entry for each key by the contract of the operation."""
+    keys = {n: arrays[n] for n, p in op.parameters.items() if n in arrays and any(d.name == "S" for d in p.dims)}
+    return {n: x for n, x in arrays.items() if n not in keys and n != "softmax_aux"}, keys
 
 
 def of_all_ranks(mask: MaskInfo, order: Order, axis: exchange.Axis, every: bool = True) -> tuple[MaskInfo, MaskInfo]:
@@ -110,14 +120,14 @@ class Local:
 
     Attributes:
       own: argument -> array of what does not travel: the queries, and whatever else the operation was given.
+      keys: argument -> array of what does: the rank's own keys and values, or the latents that the operation makes them of.
       mask: of this rank's queries over the keys of all ranks, in the order of the ranks. own_mask: over the rank's own.
       work: bool [ranks], whether any of this rank's queries may see a key of each rank; None: of each.
     """
 
     static: Static
     own: dict[str, jax.Array]
-    key: jax.Array
-    value: jax.Array
+    keys: dict[str, jax.Array]
     mask: MaskInfo
     own_mask: MaskInfo
     work: jax.Array | None = None
@@ -141,9 +151,17 @@ class Local:
         return self.static.hops
 
     @property
-    def keys(self) -> dict[str, jax.Array]:
-        """The rank's own keys and values: what travels."""
-        return {"key": self.key, "value": self.value}
+    def sizes(self) -> dict[str, int]:
+        """The size of each dim that the operation names, on this rank."""
+        arrays, parameters = {**self.own, **self.keys}, self.static.op.parameters
+        dims = {n: parameters[n].dims for n in arrays}
+        named = [(d, size) for n, x in arrays.items() if len(dims[n]) == x.ndim for d, size in zip(dims[n], x.shape)]
+        return {d.name: size for d, size in named if d.name and not d.broadcast}
+
+    def has_rows(self, name: str) -> bool:
+        """Whether an argument has an entry for each of the rank's queries, [B, T, ...]."""
+        dims = self.static.op.parameters[name].dims
+        return len(dims) > 1 and dims[1].name == "T"
 
     def full(self, shape: tuple[int, ...], value: float = 0.0) -> jax.Array:
         """Returns a float32 array of one value, for this rank's results to join."""
@@ -183,8 +201,8 @@ class Local:
     def _over(
         self, function: Any, keys: dict[str, jax.Array], mask: MaskInfo, holders: Any, queries: slice, part: slice
     ) -> Any:
-        arguments: dict[str, Any] = {**self.own, **{n: keys[n][:, part] for n in ("key", "value")}, "mask": mask}
-        arguments["query"] = self.query[:, queries]
+        own = {n: x[:, queries] if self.has_rows(n) else x for n, x in self.own.items()}
+        arguments: dict[str, Any] = {**own, **{n: x[:, part] for n, x in keys.items()}, "mask": mask}
         if "block_mask" in arguments:  # its rows are this rank's; its columns are of the keys of all ranks
             blocks = arguments["block_mask"]
             blocks = blocks.reshape(*blocks.shape[:3], self.ranks, -1)[..., holders, :]
@@ -200,7 +218,7 @@ class Local:
         no positions are compared, and the operation is asked for whole blocks of pairs, which every backend has."""
         mask, order = self.mask, self.static.order
         bare = not set(mask.used) - {"causal"}
-        return (order.in_parts or not mask.causal) and bare and self.is_flash and self.own.keys() == {"query"}
+        return (order.in_parts or not mask.causal) and bare and self.is_flash and self.own.keys() <= _BARE
 
     def needs_positions(self, own: bool) -> bool:
         """Whether positions are compared at a hop, over a rank's own keys or another's. Not where only causality and segments
@@ -209,12 +227,12 @@ class Local:
         spills inside its loop."""
         mask, joined = self.mask, own or self.static.order.in_parts
         bare = not set(mask.used) - {"causal", "q_segment_ids", "kv_segment_ids"}
-        return not ((joined or not mask.causal) and bare and self.is_flash and self.own.keys() == {"query"})
+        return not ((joined or not mask.causal) and bare and self.is_flash and self.own.keys() <= _BARE)
 
     @property
     def is_flash(self) -> bool:
-        """Whether this rank computes flash attention, not another operation."""
-        return self.static.op is flash
+        """Whether this rank computes flash attention, of keys or of latents, not another operation."""
+        return self.static.op in (flash, flash_mla)
 
     def at_hop(self, hop: Any, work: Callable[[slice, slice], Any], keep: Callable[[], Any]) -> Any:
         """Returns `work(queries, keys)` of the parts of this rank's tokens, and of those that are here at a hop, that see each
@@ -306,4 +324,4 @@ class Local:
 
 
 def _all(keys: dict[str, jax.Array]) -> slice:
-    return slice(0, keys["key"].shape[1])
+    return slice(0, next(iter(keys.values())).shape[1])

@@ -99,26 +99,25 @@ class Reshard:
         assert moved is not None
         return moved
 
-    def back(self, name: str, x: jax.Array) -> jax.Array:
-        """Returns a group's output, or its gradient of an argument, on this rank's tokens.
+    def back(self, name: str, x: jax.Array, dtype: Any) -> jax.Array:
+        """Returns a group's output, or its gradient of an argument, on this rank's tokens, sent in a dtype.
 
-        A gradient of what has no tokens is this rank's term of a sum over the ranks.
+        A gradient of what has no tokens is this rank's term of a sum over the ranks. That of what has tokens and no heads, such
+        as latents, which every rank has whole, is summed here, in float32.
         """
         dims = self._dims(name, x)
         token, head = self._places(dims)
         if token is not None:
             x = self.order.permute(x, token)
+        if token is not None and head is None:
+            return exchange.scatter_sum(x.astype(jnp.float32), self.axis)
+        x = x.astype(dtype)
         if token is not None and head is not None:
             return exchange.all_to_all(x, self.axis, split=token, join=head)
         if head is not None:
             whole = jnp.zeros((*x.shape[:head], x.shape[head] * self.order.shards, *x.shape[head + 1 :]), x.dtype)
             start = exchange.rank(self.axis) * x.shape[head]
             return jax.lax.dynamic_update_slice_in_dim(whole, x, start, head)
-        if token is not None:
-            raise Unsupported(
-                f"{self.op.name}: {name!r} has the dims {' '.join(dims)}, none of {', '.join(self.split)}, so every rank of "
-                f"{self.axis!r} has all of it, and no rank is the one whose part counts"
-            )
         return x
 
     def joined(self, name: str, groups: Sequence[jax.Array]) -> jax.Array:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from ejdist.costs import ALL_GATHER, PERMUTE, REDUCE_SCATTER, Traffic, declared
-from ejdist.order import Order
+from ejdist.order import AUTO, Order
 from ejdist.sequence import exchange, halo, hops, ulysses
-from ejdist.sequence.cost import AttentionShape, Axes, SchemeBytes
+from ejdist.sequence.cost import ALWAYS, NEVER, AttentionShape, Axes, SchemeBytes, attention_shape
 from ejdist.sequence.local import Local
 from ejdist.sequence.reshard import undivided
 
@@ -25,19 +25,22 @@ class Scheme:
     masks and positions. Results are this rank's own.
 
     all_ids: whether it needs the segment ids of the keys of all ranks, and positions of the caller's own, see `Local.mask`.
+    latents: when it moves the latents of latent attention in the place of keys and values, see `latents.py`. A scheme that
+      reads no argument of the operation by name can; it then declares `expansions`.
     hides: whether its transfers run beside attention over keys that are there already. A scheme declares `hides`, `cost` and
     `memory` for the planner, which refuses one that does not.
     """
 
     hides: ClassVar[bool]
     all_ids: ClassVar[bool] = True
+    latents: ClassVar[str] = NEVER
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         """Returns (out, lse), float32, over all keys."""
         raise NotImplementedError
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns the gradients of key, value and the floats of `local.own`, by name.
+        """Returns the gradients of `local.keys` and of the floats of `local.own`, by name.
 
         `saved` has d_out, and the lse and delta of the whole softmax, so a part of the keys gives its part of the gradient.
         """
@@ -53,6 +56,10 @@ class Scheme:
         have even work whatever the mask and the documents."""
         return order
 
+    def expansions(self, shape: AttentionShape) -> float:
+        """Returns how often at most the ranks together make the keys and values of a token of latents, in a forward."""
+        raise NotImplementedError
+
     def cost(self, shape: AttentionShape) -> Traffic:
         """Returns what a rank sends for one layer in one microbatch, forward and backward, by axis and collective."""
         raise NotImplementedError
@@ -67,6 +74,7 @@ class Ring(Scheme):
     """Keys and values travel around the ring, and their gradients with them: O(T / ranks) memory."""
 
     hides = True
+    latents = AUTO
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any) -> tuple[Any, Any]:
@@ -82,8 +90,11 @@ class Ring(Scheme):
         grads, sums = hops.over_hops(local, pull)
         return grads | sums
 
+    def expansions(self, shape: AttentionShape) -> float:
+        return 1 + shape.hops
+
     def cost(self, shape: AttentionShape) -> Traffic:
-        sent, keys = Traffic(), shape.key + shape.value
+        sent, keys = Traffic(), shape.travelling
         if shape.hops:
             passes = shape.forwards + 1  # keys and values travel in the backward too
             sent.add(shape.axis, PERMUTE, passes * keys * shape.hops, 2 * passes * shape.hops)
@@ -96,8 +107,8 @@ class Ring(Scheme):
 
 
 def _held(shape: AttentionShape, sets: int) -> SchemeBytes:
-    """Returns the bytes of that many sets of keys and values, and of the sums over ranks of all gradients, in float32."""
-    keys, wide = shape.key + shape.value, shape.float32
+    """Returns the bytes of that many sets of what travels, and of the sums over ranks of all gradients, in float32."""
+    keys, wide = shape.travelling, shape.float32
     # Two kernels, forward and backward, have sums of the size of their output.
     return SchemeBytes((sets + wide) * keys + wide * shape.query, gpu_zeros=2 * wide * shape.out)
 
@@ -124,6 +135,7 @@ class AllGather(Scheme):
     """
 
     hides = False
+    latents = AUTO
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         if len(local.hops) == 1:  # no rank needs the keys of another, and a ring of one hop sends nothing
@@ -140,7 +152,7 @@ class AllGather(Scheme):
             grads, parts = self._backward_of_hops(local, saved)
         else:
             grads = local.pull(saved, *local.in_order(exchange.gather(local.keys, local.axis)))
-            parts = {n: local.of_ranks(grads[n].astype(jnp.float32)) for n in ("key", "value")}
+            parts = {n: local.of_ranks(grads[n].astype(jnp.float32)) for n in local.keys}
         return grads | exchange.scatter_sum(parts, local.axis)
 
     def _backward_of_hops(self, local: Local, saved: dict[str, jax.Array]) -> tuple[dict, dict]:
@@ -153,7 +165,7 @@ class AllGather(Scheme):
         def pull(hop: Any, keys: dict[str, jax.Array], state: Any) -> tuple[Any, Any]:
             start = local.holder(hop) * length
             if state is None:
-                query, parts = None, {"key": whole(local.key), "value": whole(local.value)}
+                query, parts = None, {n: whole(x) for n, x in local.keys.items()}
             else:
                 query, parts = state
             query, sums = hops.pulled(local, saved, hop, keys, query, None)
@@ -163,16 +175,22 @@ class AllGather(Scheme):
         query, parts = _over_gathered(local, pull)
         return query, parts
 
+    def expansions(self, shape: AttentionShape) -> float:
+        return shape.ranks if shape.hops else 1
+
     def cost(self, shape: AttentionShape) -> Traffic:
         sent, passes = Traffic(), shape.forwards + 1  # the backward gathers keys and values again
-        keys, others = shape.key + shape.value, shape.ranks - 1
+        keys, others = shape.travelling, shape.ranks - 1
         if shape.hops:
             sent.add(shape.axis, ALL_GATHER, passes * keys * others, 2 * passes)
             sent.add(shape.axis, REDUCE_SCATTER, shape.float32 * keys * others, 2)
         return sent
 
     def memory(self, shape: AttentionShape) -> SchemeBytes:
-        return _held(shape, sets=shape.ranks)
+        held = _held(shape, sets=shape.ranks)
+        # Where one attention takes all keys, those that are made of latents are there at once, and their gradients.
+        made = 2 * (shape.ranks - 1) * (shape.key + shape.value) if shape.latents else 0
+        return replace(held, work=held.work + made)
 
 
 @dataclass(frozen=True)
@@ -193,6 +211,7 @@ class Ulysses(Scheme):
 
     hides = False
     all_ids = False
+    latents = AUTO
 
     def __post_init__(self) -> None:
         if not isinstance(self.outer, Scheme):
@@ -216,6 +235,11 @@ class Ulysses(Scheme):
     def uneven(self, order: Order, over: Axes) -> Order:
         return self.outer.uneven(order.of_groups(over[-1][1]), over[:-1])
 
+    def expansions(self, shape: AttentionShape) -> float:
+        # A rank has its part of the heads, of as many times the tokens.
+        inside = ulysses.after(shape, self.head_groups)
+        return self.outer.expansions(inside) if inside.ranks > 1 else 1
+
     def cost(self, shape: AttentionShape) -> Traffic:
         return ulysses.traffic(shape, self.outer, self.head_groups)
 
@@ -234,6 +258,7 @@ class Halo(Scheme):
     otherwise: Scheme = Ring()
 
     hides = False
+    latents = AUTO
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         call = halo.HaloCall.of(local)
@@ -246,13 +271,16 @@ class Halo(Scheme):
     def rejects(self, heads: int, over: Axes) -> str | None:
         return self.otherwise.rejects(heads, over)
 
+    def expansions(self, shape: AttentionShape) -> float:
+        return self.otherwise.expansions(shape) if shape.halo is None or not shape.hops else 1 + shape.halo[0]
+
     def cost(self, shape: AttentionShape) -> Traffic:
         if shape.halo is None or not shape.hops:
             return self.otherwise.cost(shape)
         sent, (part, times) = Traffic(), shape.halo
         # Keys and values forward and again backward, and then their gradients the other way.
         passes = shape.forwards + 2
-        sent.add(shape.axis, PERMUTE, passes * part * (shape.key + shape.value), 2 * passes * times)
+        sent.add(shape.axis, PERMUTE, passes * part * shape.travelling, 2 * passes * times)
         return sent
 
     def memory(self, shape: AttentionShape) -> SchemeBytes:
@@ -262,10 +290,11 @@ class Halo(Scheme):
 @dataclass(frozen=True)
 class ByWindow(Scheme):
     """One scheme for layers whose queries see all keys before them, and one for those with a window or chunks: `window`, or
-    where that is None `Halo`, if it sends less than `full`."""
+    where that is None `Halo`, if it sends less than `full`. `latents` as of a `Scheme`, for both."""
 
     full: Scheme = Ring()
     window: Scheme | None = None
+    latents: str = AUTO  # pyrefly: ignore[bad-override]
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         return self._of(_shape_of(local)).forward(local)
@@ -282,6 +311,9 @@ class ByWindow(Scheme):
 
     def uneven(self, order: Order, over: Axes) -> Order:
         return self.full.uneven(order, over)
+
+    def expansions(self, shape: AttentionShape) -> float:
+        return self._of(shape).expansions(shape)
 
     def cost(self, shape: AttentionShape) -> Traffic:
         return _declared(self._of(shape), "cost")(shape)
@@ -306,22 +338,29 @@ def _declared(scheme: Scheme, what: str) -> Callable[[AttentionShape], Any]:
 def _shape_of(local: Local) -> AttentionShape:
     """Returns a call as schemes are asked for its cost."""
     axes = (local.axis,) if isinstance(local.axis, str) else local.axis
-    q, k, v = local.query, local.key, local.value
-    tokens, heads, b = q.shape[0] * q.shape[1], q.shape[2], q.dtype.itemsize
-    return AttentionShape(
-        tuple((a, exchange.size(a)) for a in axes), len(local.hops) - 1, b * q.size, b * k.size, b * v.size,
-        b * tokens * heads * v.shape[3], 4 * tokens * heads, heads, k.shape[2], b,
-        halo=halo.sent(local.static.order, q.shape[1] * local.ranks, local.static.reach),
-    )  # fmt: skip
+    over = tuple((a, exchange.size(a)) for a in axes)
+    reaches = halo.sent(local.static.order, local.query.shape[1] * local.ranks, local.static.reach)
+    return attention_shape(over, local.sizes, local.query.dtype.itemsize, len(local.hops) - 1, reaches)
 
 
 # The first is where a plan begins.
 SCHEMES: dict[str, type[Scheme]] = {"ring": Ring, "all_gather": AllGather, "ulysses": Ulysses, "halo": Halo}
 
 
-def by_window(scheme: str | Scheme, window: str | Scheme | None) -> ByWindow:
-    """Returns the schemes of a recipe, `sequence.scheme` and `sequence.window_scheme`, as one."""
-    return ByWindow(scheme_of(scheme), None if window is None else scheme_of(window))
+def by_window(scheme: str | Scheme, window: str | Scheme | None, latents: str = AUTO) -> ByWindow:
+    """Returns the schemes of a recipe, `sequence.scheme` and `sequence.window_scheme`, as one, with its `sequence.latents`.
+
+    Raises:
+      ValueError: latents always travel, and one of the schemes moves keys and values alone.
+    """
+    full, of_window = scheme_of(scheme), None if window is None else scheme_of(window)
+    alone = next((x for x in (full, of_window) if x is not None and x.latents == NEVER), None)
+    if alone is not None and latents == ALWAYS:
+        raise ValueError(
+            f"sequence.latents = {latents!r}: the scheme {type(alone).__name__} moves keys and values alone; use {NEVER}, or "
+            "another scheme"
+        )
+    return ByWindow(full, of_window, NEVER if full.latents == NEVER else latents)
 
 
 def scheme_of(scheme: str | Scheme, **options: Any) -> Scheme:

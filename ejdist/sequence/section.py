@@ -10,7 +10,10 @@ import jax
 from ejdist.order import AUTO, NAMES, STRIPES, Order, order_for
 from ejdist.sections import operational
 from ejdist.sequence import exchange
-from ejdist.sequence.schemes import SCHEMES, Scheme, by_window, scheme_of
+from ejdist.sequence.cost import ALWAYS, NEVER
+from ejdist.sequence.schemes import SCHEMES, ByWindow, by_window, scheme_of
+
+FIRST_BATCH = "first_batch"  # what `sequence.verify` compares
 
 
 @dataclass
@@ -25,6 +28,12 @@ class SequenceSection:
     outer: str | None = operational(None)  # the scheme over cp, around ulysses over sp; null: ring
     # Groups of heads that ulysses exchanges one after another, each beside the attention of the one before, for less memory.
     head_groups: int = operational(1)
+    # Whether latent attention sends its latents, of which each device makes keys and values again, or keys and values: always,
+    # never; auto: where latents are cheaper.
+    latents: str = operational(AUTO)
+    # What is compared with one device before the first step: first_batch, a row of it by a narrow copy of the model, and the
+    # run ends where a token's loss, result or gradient differs; null: nothing.
+    verify: str | None = operational(None)
     # Order of tokens over cp and sp: contiguous, zigzag, striped, balanced; auto: as even as the data allows, and logs why.
     order: str = operational(AUTO)
     # Tokens of a stripe or chunk, which must divide those of a device; null: a tile of kernels, 128 on GPUs, 1024 on TPUs.
@@ -35,6 +44,10 @@ class SequenceSection:
         for key, name in (("scheme", self.scheme), ("outer", self.outer), ("window_scheme", self.window_scheme)):
             if name is not None and name not in SCHEMES:
                 raise ValueError(f"sequence.{key} = {name!r} is unknown; use one of {', '.join(SCHEMES)}")
+        if self.verify not in (None, FIRST_BATCH):
+            raise ValueError(f"sequence.verify = {self.verify!r} is unknown; use {FIRST_BATCH}, or null for nothing")
+        if self.latents not in (known := (AUTO, ALWAYS, NEVER)):
+            raise ValueError(f"sequence.latents = {self.latents!r} is unknown; use one of {', '.join(known)}")
         if self.order not in (AUTO, *NAMES):
             raise ValueError(f"sequence.order = {self.order!r} is unknown; use one of {', '.join((AUTO, *NAMES))}")
         if self.stripe is not None and self.stripe < 1:
@@ -46,10 +59,11 @@ class SequenceSection:
             )
         self.made()
 
-    def made(self) -> Scheme:
+    def made(self) -> ByWindow:
         """Returns the scheme with its options. Raises ValueError for one that it does not have."""
         groups = None if self.head_groups == 1 else self.head_groups
-        return by_window(scheme_of(self.scheme, outer=self.outer, head_groups=groups), self.window_scheme)
+        full = scheme_of(self.scheme, outer=self.outer, head_groups=groups)
+        return by_window(full, self.window_scheme, self.latents)
 
     def compiler_options(self, mesh: jax.sharding.Mesh, order: Order) -> dict[str, Any] | None:
         """Returns what a step is compiled with; None where the sequence is not split."""

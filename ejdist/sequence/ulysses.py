@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejdist.costs import ALL_TO_ALL, Traffic
+from ejdist.costs import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Traffic
 from ejdist.sequence import exchange
 from ejdist.sequence.cost import AttentionShape, SchemeBytes
 from ejdist.sequence.local import Local, of_all_ranks, work_of
@@ -52,7 +52,7 @@ class Exchange:
         static, op = local.static, local.static.op
         axes = (static.axis,) if isinstance(static.axis, str) else static.axis
         outer, inner, ranks = axes[:-1], axes[-1], exchange.size(axes[-1])
-        arrays = {n: x for n, x in {**local.own, "key": local.key, "value": local.value}.items() if x is not None}
+        arrays = {**local.own, **local.keys}
         cuts = cuts_of(op, arrays, _HEADS, inner, ranks, groups, local.ranks // ranks)
         way = Reshard(op, inner, static.order.of_members(ranks), _HEADS, _TOKENS, cuts, groups)
         mask, order = way.mask(local.own_mask), static.order.of_groups(ranks)
@@ -81,9 +81,8 @@ class Exchange:
             for key in [key for key in moved if key != (key[0], known[key[0]])]:
                 del moved[key]
             moved.update(fresh)
-            own = {n: moved[n, known[n]] for n in self.arrays}
-            key, value = own.pop("key"), own.pop("value")
-            return replace(self.frame, own=own, key=key, value=value), {n: moved[n, known[n]] for n in saved}
+            keys, own = ({n: moved[n, known[n]] for n in names} for names in (self.frame.keys, self.frame.own))
+            return replace(self.frame, own=own, keys=keys), {n: moved[n, known[n]] for n in saved}
 
         coming = there(0)
         for group in range(self.way.groups):
@@ -100,7 +99,7 @@ class Exchange:
         for group, part in enumerate(parts):
             number = self.way.number(name, part, group)
             sums[number] = sums[number].astype(jnp.float32) + part if number in sums else part
-        return self.way.joined(name, [self.way.back(name, x.astype(dtype)) for x in sums.values()])
+        return self.way.joined(name, [self.way.back(name, x, dtype) for x in sums.values()])
 
 
 def forward(local: Local, outer: Any, groups: int) -> tuple[jax.Array, jax.Array]:
@@ -127,13 +126,21 @@ def traffic(shape: AttentionShape, outer: Any, groups: int) -> Traffic:
     """Returns what a rank sends, see `Scheme.cost`."""
     sent, (axis, ranks), here = Traffic(), shape.over[-1], after(shape, groups)
     copies, _, _, own = dealt(shape.heads, shape.kv_heads, ranks, groups)
-    keys, moved = copies * (shape.key + shape.value), (ranks - 1) / ranks
+    keys, moved = 0 if shape.latents else copies * (shape.key + shape.value), (ranks - 1) / ranks
     # The backward has queries, keys, values and the cotangent of out, lse and delta, and sends three gradients.
     forward = shape.query + keys + shape.out + shape.lse
     backward = 2 * (shape.query + keys) + shape.out + 2 * shape.lse
     if ranks > 1:
-        calls = shape.forwards * (3 * groups + 2 * own) + 5 * groups + 4 * own
+        parts = 2 if shape.latents else 1  # a query's head is in two arrays then
+        calls = shape.forwards * (2 + parts) * groups + (3 + 2 * parts) * groups
+        calls += 0 if shape.latents else (2 * shape.forwards + 4) * own
         sent.add(axis, ALL_TO_ALL, moved * (shape.forwards * forward + backward), calls)
+    if (
+        ranks > 1 and shape.latents
+    ):  # which have no heads: every rank has them whole, and sums what all give of their gradient
+        passes = shape.forwards + 1
+        sent.add(axis, ALL_GATHER, passes * shape.latents * (ranks - 1), 2 * passes)
+        sent.add(axis, REDUCE_SCATTER, shape.float32 * shape.latents * (ranks - 1), 2)
     if here.ranks > 1:
         sent.add_all(outer.cost(here), groups)
     return sent
@@ -144,7 +151,7 @@ def held(shape: AttentionShape, outer: Any, groups: int) -> SchemeBytes:
     values, the cotangent of out, lse and delta."""
     here = after(shape, groups)
     inside = outer.memory(here) if here.ranks > 1 else SchemeBytes(0)
-    exchanged = here.query + here.key + here.value + here.out + 2 * here.lse
+    exchanged = here.query + here.travelling + here.out + 2 * here.lse
     return replace(inside, work=inside.work + min(groups, 2) * exchanged)
 
 
@@ -157,5 +164,5 @@ def after(shape: AttentionShape, groups: int) -> AttentionShape:
     return replace(
         shape, over=over, hops=hops, query=shape.query // groups, key=copies * shape.key // own,
         value=copies * shape.value // own, out=shape.out // groups, lse=shape.lse // groups, heads=part // groups,
-        kv_heads=kv_part // own,
+        kv_heads=kv_part // own, latents=ranks * shape.latents, expansion=shape.expansion // own,
     )  # fmt: skip

@@ -359,8 +359,8 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
     return Program(trained, model, mesh, order, step, init, init_from, state, batch, limits, count, notes)
 
 
-def bind(sections: TrainSections, mesh: jax.sharding.Mesh, order: Order, on_choice: Any) -> Ops:
-    """Returns the operations of a recipe on a mesh: its order, ring, kernels and experts."""
+def bind(sections: TrainSections, mesh: jax.sharding.Mesh | None, order: Order | None, on_choice: Any) -> Ops:
+    """Returns the operations of a recipe on a mesh, or on one device: its order, ring, kernels and experts."""
     s = sections
     return bind_ops(
         mesh,

@@ -27,6 +27,7 @@ from ejdist.training.setup import Run
 from ejdist.training.start import Source
 from ejdist.training.step_timer import CALLS, DATA, HOST, SAVES, WAITS, StepTimer
 from ejdist.training.stop import Diverged, Stop
+from ejdist.training.verify import check_plan
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,10 @@ def compile_stage(run: Run, moment: str, more: dict[str, Any], ledger: Ledger, l
     of = f" of stage {run.stage.number}" if len(run.stages) > 1 else ""
     what = f"compiling the step{of}: {run.program.model.num_layers} layers, {run.program.num_parameters:,} parameters"
     with waiting(what, log, sys.stdout) if run.hosts.index == 0 else contextlib.nullcontext():
-        return _compiled(run, moment, more, ledger)
+        compiled = _compiled(run, moment, more, ledger)
+    first = max(run.stage.start, run.data.begin.batch)
+    check_plan(run.sections, run.program, run.hosts, lambda: run.data.batch(first, slice(0, 1)), log)
+    return compiled
 
 
 def _compiled(run: Run, moment: str, more: dict[str, Any], ledger: Ledger) -> Compiled:

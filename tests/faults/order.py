@@ -51,11 +51,9 @@ FAULTS = (
     ),
     Fault(
         "latent attention takes tokens in another order for contiguous ones",
-        "_in_a_ring",
-        "ring_attention(*$heads, axis_name=$axes['T'], order=$order, softmax_scale=$scale, return_lse=True, "
-        "**$options)",
-        "ring_attention(*$heads, axis_name=$axes['T'], order='contiguous', softmax_scale=$scale, "
-        "return_lse=True, **$options)",
+        "latent_attention:_OnRanks.__call__",
+        "resolve_order(op.name, $ranks, $$rest)",
+        "Order('contiguous', $ranks)",
         f"{ORDER} -k latent",
     ),
     Fault(

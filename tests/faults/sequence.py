@@ -40,7 +40,7 @@ FAULTS = (
     Fault(
         "the positions of a dropout are dropped between ranks",
         "Local.plain",
-        "self.own.keys() == {'query'}",
+        "self.own.keys() <= _BARE",
         "'alibi_slopes' not in self.own",
         f"{SEQUENCE} -k dropout",
     ),
@@ -73,10 +73,10 @@ FAULTS = (
         f"{DETERMINISTIC} -k ring_is_asked",
     ),
     Fault(
-        "deterministic: latent attention in a ring is not asked for it",
-        "_in_a_ring",
-        "('logits_soft_cap', 'deterministic', 'platform', 'cfg')",
-        "('logits_soft_cap', 'platform', 'cfg')",
+        "deterministic: latent attention is not asked for it",
+        "multi_latent_attention/composed:_attention",
+        "{'deterministic': True} if $deterministic else {}",
+        "{}",
         f"{DETERMINISTIC} -k latent",
     ),
     Fault(

@@ -150,9 +150,9 @@ FAULTS = (
     ),
     Fault(
         "keys that groups share are counted for each",
-        "traffic",
-        "3 * $groups + 2 * $own",
-        "5 * $groups",
+        "ulysses:traffic",
+        "(2 * $shape.forwards + 4) * $own",
+        "(2 * $shape.forwards + 4) * ($own + 1)",
         f"{COSTS} -k by_hand",
     ),
     Fault(

@@ -23,9 +23,10 @@ from kernels.ops.multi_latent_attention.heads import joined_heads
 ACCELERATORS: Any = {"platforms": {"cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}}
 
 
-def _attention(heads, mask, softmax_aux, scale, cap):
+def _attention(heads, mask, softmax_aux, scale, cap, deterministic):
     """Returns the bound call of flash attention."""
     options = {"mask_info": mask, "softmax_aux": softmax_aux, "softmax_scale": scale, "logits_soft_cap": cap}
+    options |= {"deterministic": True} if deterministic else {}
     return flash_attention.prepare(*heads, **options, return_lse=True).call
 
 
@@ -42,7 +43,8 @@ def mla(platform: str | None, attend: Callable | None = None) -> tuple[Callable,
     """Returns (forward, backward) of `flash_mla`, with attention on a toolchain; None lets dispatch choose.
 
     Args:
-      attend: computes the forward from the arguments of `joined_heads`, mask, sinks, scale and cap. None joins the heads.
+      attend: computes the forward from the arguments of `joined_heads`, mask, sinks, scale, cap and `deterministic`. None
+        joins the heads.
     """
     attend = attend or attend_joined(platform)
 
@@ -58,9 +60,10 @@ def mla(platform: str | None, attend: Callable | None = None) -> tuple[Callable,
         softmax_scale,
         logits_soft_cap,
         deterministic,
-    ):  # always deterministic
+    ):
         parts = (query, key_value, w_kc, w_vc, query_rope, key_rope)
-        return attend(parts, mask, softmax_aux, scale_of(softmax_scale, query, query_rope), logits_soft_cap)
+        scale = scale_of(softmax_scale, query, query_rope)
+        return attend(parts, mask, softmax_aux, scale, logits_soft_cap, deterministic)
 
     def backward(
         saved,
@@ -79,7 +82,7 @@ def mla(platform: str | None, attend: Callable | None = None) -> tuple[Callable,
         H = query.shape[-1]
         scale = scale_of(softmax_scale, query, query_rope)
         heads = joined_heads(query, key_value, w_kc, w_vc, query_rope, key_rope)
-        call = _attention(heads, mask, softmax_aux, scale, logits_soft_cap)
+        call = _attention(heads, mask, softmax_aux, scale, logits_soft_cap, deterministic)
         residuals = {"d_out": saved.d_out.astype(query.dtype), "lse": saved.lse, "delta": saved.delta}
         heads_gradients = flash_attention.op.backward(residuals, **call.arguments, platform=platform)
         dq, dk, dv = (heads_gradients[n] for n in ("query", "key", "value"))

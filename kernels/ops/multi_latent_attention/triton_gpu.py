@@ -27,9 +27,16 @@ from kernels.toolchains.triton import compute_capability
 _attend_joined = attend_joined("triton_gpu")
 
 
-def _attend(parts, mask, softmax_aux, scale, logits_soft_cap):
+def _attend(
+    parts,
+    mask,
+    softmax_aux,
+    scale,
+    logits_soft_cap,
+    deterministic,  # always deterministic: only a backward uses atomic adds
+):
     if compute_capability() != 90:
-        return _attend_joined(parts, mask, softmax_aux, scale, logits_soft_cap)
+        return _attend_joined(parts, mask, softmax_aux, scale, logits_soft_cap, deterministic)
     query, key_value, w_kc, w_vc, query_rope, key_rope = parts
     key, value = up_projected(key_value, w_kc, w_vc)
     wide = query.shape[-1] + query_rope.shape[-1]
