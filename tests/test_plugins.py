@@ -14,6 +14,7 @@ from plugged import plugins_of_a_test
 from small_run import TINY
 
 from ejdist import registered
+from ejdist.cluster import Hosts
 from ejdist.mesh import make_mesh
 from ejdist.planning.candidates import MOMENTS, OFFLOAD, savings_searched
 from ejdist.sections import keys_of, validate
@@ -182,7 +183,7 @@ def test_a_run_says_which_plugin_is_missing(capsys):
         r"the run in run was started with plugins=\[examples.own_layer,mine\], and here mine is missing; give plugins="
     )
     with pytest.raises(registered.PluginError, match=missing):
-        open_run(compose([*LAYER, "run.dir=run"]), None)  # before hosts are asked anything
+        open_run(compose([*LAYER, "run.dir=run"]), Hosts(1))
     assert train.main([*TINY, "run.dir=run", "model.short_conv.taps=3"]) == 2
     assert re.search("here examples.own_layer and mine are missing", capsys.readouterr().err)
 

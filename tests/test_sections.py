@@ -24,10 +24,10 @@ from recipes.schema import keys_of as names_of
 
 # What stopped a run from going on when keys that decide were listed, and what has been recorded beside them.
 DECIDED = {key for key in names_of() if key.startswith(("model.", "optimizer."))} - {
-    "model.remat", "model.init_from", "optimizer.offload"
+    "model.remat", "model.init_from", "model.rope_exact_from", "optimizer.offload"
 }  # fmt: skip
 DECIDED |= {"accumulation", "z_loss", "experts.capacity", "lora.rank", "lora.alpha", "lora.targets", "lora.base"}
-RECORDED = {"run.steps", "model.init_from", "plugins"} | {
+RECORDED = {"run.steps", "model.init_from", "model.rope_exact_from", "plugins"} | {
     f"data.{name}"
     for name in (
         "source", "mixture", "weights_by", "format", "loss_on", "packing", "too_long", "text_key", "tokenizer", "bos", "eos",

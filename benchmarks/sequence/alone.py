@@ -46,10 +46,10 @@ class _WithHolder(Local):
     """A rank's part of a call whose keys know where they come from."""
 
     @property
-    def keys(self) -> Arrays:
+    def travelling(self) -> Arrays:
         if self.ranks == 1:
-            return super().keys
-        return {**super().keys, HOLDER: jnp.asarray(exchange.rank(self.axis), jnp.int32)}
+            return self.keys
+        return {**self.keys, HOLDER: jnp.asarray(exchange.rank(self.axis), jnp.int32)}
 
 
 def _as(kind: type[Local], local: Local) -> Any:
@@ -131,7 +131,7 @@ class _WithoutWork(Local):
         return {**keys, "query": self.query} | _ids(self)
 
     def attend(self, keys: Arrays, holders: Any) -> tuple[jax.Array, jax.Array]:
-        shape, arrived = (*self.query.shape[:3], self.value.shape[3]), self._everything(keys)
+        shape, arrived = (*self.query.shape[:3], self.keys["value"].shape[3]), self._everything(keys)
         out = _touched(self.full(shape).astype(self.query.dtype), arrived)
         return out, _touched(self.full(shape[:3]), arrived)
 
@@ -159,7 +159,7 @@ def _ids(local: Local) -> Arrays:
 
 def _attended(local: Local, hop: Any, keys: Arrays, sofar: Any) -> tuple[jax.Array, jax.Array]:
     if sofar is None:
-        shape = (*local.query.shape[:3], local.value.shape[3])
+        shape = (*local.query.shape[:3], local.keys["value"].shape[3])
         sofar = _touched(local.full(shape), _ids(local)), local.full(shape[:3])
     return sofar[0], _touched(sofar[1], keys)
 
@@ -168,7 +168,7 @@ def _pulled(local: Local, saved: Arrays, hop: Any, keys: Arrays, own: Any, sums:
     if own is None:
         own = {n: local.full(x.shape) for n, x in local.own.items() if is_float_array(x)}
     if sums is None:
-        sums = {n: local.full(x.shape) for n, x in {"key": local.key, "value": local.value}.items()}
+        sums = {n: local.full(x.shape) for n, x in local.keys.items()}
     return own, {n: _touched(x, keys, weight) for weight, (n, x) in enumerate(sums.items(), 1)}
 
 

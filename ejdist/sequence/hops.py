@@ -30,7 +30,7 @@ def over_hops(local: Local, body: Any) -> tuple[Any, Any]:
         coming, moved = exchange.shift(keys, axis, after), exchange.shift(travel, axis, before)
         return coming, *body(hop, keys, stay, moved)
 
-    state = exchange.shift(local.keys, axis, hops[0]), None, None
+    state = exchange.shift(local.travelling, axis, hops[0]), None, None
     state = visit(hops[0], state, 0, gaps[0] if gaps else 0)
     middle = hops[1:-1]
     if len(middle) > 1 and len(set(gaps)) == 1:

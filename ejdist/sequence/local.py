@@ -137,6 +137,11 @@ class Local:
         return self.own["query"]
 
     @property
+    def travelling(self) -> dict[str, jax.Array]:
+        """What a ring passes on: the keys, to which a subclass may add."""
+        return self.keys
+
+    @property
     def axis(self) -> exchange.Axis:
         return self.static.axis
 
@@ -202,7 +207,7 @@ class Local:
         self, function: Any, keys: dict[str, jax.Array], mask: MaskInfo, holders: Any, queries: slice, part: slice
     ) -> Any:
         own = {n: x[:, queries] if self.has_rows(n) else x for n, x in self.own.items()}
-        arguments: dict[str, Any] = {**own, **{n: x[:, part] for n, x in keys.items()}, "mask": mask}
+        arguments: dict[str, Any] = {**own, **{n: keys[n][:, part] for n in self.keys}, "mask": mask}
         if "block_mask" in arguments:  # its rows are this rank's; its columns are of the keys of all ranks
             blocks = arguments["block_mask"]
             blocks = blocks.reshape(*blocks.shape[:3], self.ranks, -1)[..., holders, :]

@@ -25,7 +25,8 @@ class Case:
       dims: dim name -> size (a tuple for `*name`).
       options: values of the static parameters.
       arrays: names of optional float arrays to include.
-      make: argument name -> function (rng, dims) -> array or pytree, for arguments that random normals do not suit.
+      make: argument name -> function (rng, dims) -> array or pytree, for arguments that random normals do not suit. One of a
+        large array has an attribute `shaped`, dims -> `jax.ShapeDtypeStruct`, which is called where only shapes are needed.
       shapes: argument name -> shape, where it differs from the declared dims (a broadcast dim of size 1), or a function
         of dims that returns it (a width that is the sum of two).
       tags: "smoke" (runs in bfloat16 too), "slow" (runs in the full grid only), "code" (compiled for GPUs and TPUs in
@@ -95,7 +96,9 @@ def case_inputs(
     arguments: dict[str, Any] = dict(case.options)
     for p in op.parameters.values():
         if p.name in case.make:
-            value = case.make[p.name](rng, case.dims)
+            make = case.make[p.name]
+            shaped = getattr(make, "shaped", None) if shapes_only else None
+            value = make(rng, case.dims) if shaped is None else shaped(case.dims)
             arguments[p.name] = jax.tree.map(lambda x: jnp.asarray(x, dtype) if is_float_array(x) else x, value)
         elif case.draws(p):
             shape = case.shape(p)

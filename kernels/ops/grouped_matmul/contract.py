@@ -212,12 +212,15 @@ def _zipf(rng: np.random.Generator, dims: Any) -> jax.Array:
 
 
 def _codes(*names: str | int) -> Callable:
-    """Returns a maker of int8 weights with those dims; a number is a size."""
+    """Returns a maker of int8 weights with those dims; a number is a size. A layer has 2e8 of them."""
+
+    def shaped(dims: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct([dims[n] if isinstance(n, str) else n for n in names], jnp.int8)
 
     def make(rng: np.random.Generator, dims: Any) -> jax.Array:
-        shape = [dims[n] if isinstance(n, str) else n for n in names]
-        return jnp.asarray(rng.integers(-127, 128, shape, np.int8))  # drawn as int8 directly: a layer has 2e8 of them
+        return jnp.asarray(rng.integers(-127, 128, shaped(dims).shape, np.int8))
 
+    make.shaped = shaped  # pyrefly: ignore[missing-attribute]
     return make
 
 
