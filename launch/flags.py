@@ -9,7 +9,6 @@ MaxText at e591f30 (benchmarks/xla_flags_library.py, which explains them, and sr
 from __future__ import annotations
 
 import importlib.util
-import mmap
 import os
 import re
 import shlex
@@ -41,6 +40,7 @@ FLAGS: Mapping[str, Sequence[str]] = {
     "h200": _HOPPER,
     "b200": _HOPPER,
 }
+_BLOCK = 1 << 24  # bytes of a library that are looked through at once
 _OF_PROCESS = re.compile(r"--([A-Za-z]\w*)")
 
 
@@ -84,6 +84,12 @@ def _library(package: str, file: str) -> Path | None:
 
 def _has(library: Path, flag: str) -> bool:
     """Returns whether a library has a flag: its name is a string in it."""
-    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        names = (flag, flag.removeprefix("no"))  # --noNAME is --NAME=false
-        return any(text.find(name.encode() + b"\0") >= 0 for name in names)
+    names = [name.encode() + b"\0" for name in (flag, flag.removeprefix("no"))]  # --noNAME is --NAME=false
+    longest, rest = max(map(len, names)), b""
+    with library.open("rb") as file:
+        while block := file.read(_BLOCK):  # half a gigabyte in all
+            text = rest + block
+            if any(name in text for name in names):
+                return True
+            rest = text[1 - longest :]
+    return False
