@@ -47,6 +47,7 @@ class GatedLinearAttention(Part):
 
     role = "mixer"
     name = "gla"
+    fixed_order = True  # states pass between runs of tokens that are the same for all rows
 
     def declare(self, c: DecoderShape) -> dict[str, Param]:
         D, N, H, std = c.model_dim, c.num_heads, c.head_dim, c.init_std

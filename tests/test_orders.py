@@ -15,8 +15,10 @@ import ejdist
 from ejdist import Order, Unsupported, bind_ops, make_mesh, ring_attention, set_layout
 from ejdist.balance import assigned, text_indices
 from ejdist.documents import Documents, busiest, documents_of, places
+from ejdist.models.attention import Attention
 from ejdist.models.model import CAUSAL, Flops
 from ejdist.order import AUTO, NAMES, TILES, order_for, platform_of, stripe_of
+from ejdist.planning.candidates import orders_searched
 from ejdist.sequence.schedule import imbalance, pairs_of_row
 from ejdist.sequence.section import SequenceSection
 from ejdist.training.attended import Attended, keys_seen
@@ -386,6 +388,17 @@ def test_the_order_that_the_data_asks_for(lengths, words, wanted):
     said = choice.describe()
     assert f"sequence.order = auto is {wanted}" in said and f"sequence.order={wanted} keeps it" in said
     assert all(f"{name} {value:.2f}" in said for name, value in choice.uneven.items())
+
+
+def test_a_model_with_a_recurrence_is_given_an_order_that_it_has(monkeypatch):
+    """Its rows ask for a balanced one, by the data and in a plan."""
+    recipe = compose([*TINY, "mesh.sp=4", "data.sequence_length=4096", "sequence.order=auto"])
+    ids, parts = ids_of(300, 40, 900, length=4096)[None], [Flops(1, pair=2)]
+    mesh, searched = make_mesh(**vars(recipe.mesh)), (recipe, (("sp", 4),), Documents((300, 40, 900), "a few"))
+    assert choose(recipe, mesh, parts, ids).order.carried and "balanced" in orders_searched(*searched)
+    monkeypatch.setattr(Attention, "fixed_order", True)
+    assert choose(recipe, mesh, parts, ids).order.name == "striped"
+    assert "balanced" not in orders_searched(*searched)
 
 
 class Rows:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,13 @@ from kernels.engines.attention.masks import MaskInfo, window_of
 
 def _scaled(c: DecoderShape) -> dict[str, float]:
     return {} if c.attention_scale is None else {"softmax_scale": c.attention_scale}
+
+
+def _turning(ctx: LayerContext, **options: Any) -> Callable[..., Any]:
+    """Returns the rotary embedding of a batch, as the model has it."""
+    c, how = ctx.config, {"positions": ctx.batch["positions"], **options}
+    how |= {"base": float(c.rope_base), "scaling": c.scaling(), "exact_from": c.rope_exact_from}
+    return functools.partial(ctx.ops.rotary_embedding, **how)
 
 
 def _memory(c: DecoderShape, share: Share, shape: AttentionShape, narrow: int = 0, normed: int = 0) -> PartBytes:
@@ -94,13 +103,7 @@ class Attention(Part):
         )
         if c.qk_norm:
             q, k = (ops.rms_norm(y, norms[f"{n}_norm"], eps=c.norm_eps) for y, n in ((q, "query"), (k, "key")))
-        turned = functools.partial(
-            ops.rotary_embedding,
-            positions=batch["positions"],
-            base=float(c.rope_base),
-            scaling=c.scaling(),
-            exact_from=c.rope_exact_from,
-        )
+        turned = _turning(ctx)
         # With one key head, every device holds it whole, however the query heads are sharded.
         q, k = turned(q, key=k) if c.num_kv_heads > 1 else (turned(q), turned(k))
         out = ops.attention(
@@ -191,14 +194,7 @@ class LatentAttention(Part):
         q = ops.project(q, p["latent_query"], "btr,rnh->btnh" if m.query_rank else "btd,dnh->btnh")
         latent, shared = jnp.split(ops.project(h, p["latent_down"], "btd,dr->btr"), [m.kv_rank], axis=-1)
         latent = ops.rms_norm(latent, norms["latent_norm"], eps=c.norm_eps)
-        turned = functools.partial(
-            ops.rotary_embedding,
-            positions=batch["positions"],
-            base=float(c.rope_base),
-            scaling=c.scaling(),
-            exact_from=c.rope_exact_from,
-            interleaved=True,
-        )
+        turned = _turning(ctx, interleaved=True)
 
         q, q_rope, shared = q[..., : m.nope_dim], turned(q[..., m.nope_dim :]), turned(shared[:, :, None])
         options = {"causal": True, "logits_soft_cap": c.attention_soft_cap, **_scaled(c)}

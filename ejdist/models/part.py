@@ -40,6 +40,8 @@ class Part:
     name: parts with the same name share a stack of parameters, a row per layer, so they must declare the same parameters.
     saves: checkpoint names of residuals that are costly to recompute; policies with `Remat.asked` save them.
     offloads: names of large residuals, which a policy with `Remat.host` offloads to the host.
+    fixed_order: whether it has no form for an order that each row brings (`Order.carried`): that of a recurrence. Then neither
+      `sequence.order=auto` nor a plan chooses one.
 
     `memory`, `traffic` and `recomputed` are only for the planner, which raises an error for a part that lacks them (`Costs`).
     Training does not need them.
@@ -49,6 +51,7 @@ class Part:
     name: str
     saves: tuple[str, ...] = ()
     offloads: tuple[str, ...] = ()
+    fixed_order: bool = False
 
     def declare(self, c: DecoderShape) -> dict[str, Param]:
         """Returns the parameters of one layer. Their names are unique in the model."""

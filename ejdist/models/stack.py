@@ -19,6 +19,7 @@ from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part
 from ejdist.models.parts import PARTS
 from ejdist.models.remat import REMAT, Remat
+from ejdist.order import Order
 
 _LAYER_INPUT = "decoder.layer_input"
 
@@ -75,6 +76,13 @@ def _counts(layers: Iterable[list[Part]]) -> Counter[str]:
 def parts_of(c: DecoderShape) -> dict[str, Part]:
     """Returns name -> a part of that name; parts with the same name have the same parameters."""
     return {part.name: part for parts in layers_of(c) for part in parts}
+
+
+def takes_order(c: Any, order: Order) -> bool:
+    """Returns whether every part of a model has a form for an order of tokens; a model that is no decoder is not asked."""
+    if not order.carried or not isinstance(c, DecoderShape):
+        return True
+    return not any(part.fixed_order for part in parts_of(c).values())
 
 
 def declare_layers(c: DecoderShape) -> dict[str, Param]:

@@ -15,6 +15,7 @@ from ejdist.experts.schemes import fitting
 from ejdist.mesh import AXES, BATCH_AXES, CP, SEQUENCE_AXES, SP, TP
 from ejdist.models.model import CAUSAL
 from ejdist.models.remat import REMAT as POLICIES
+from ejdist.models.stack import takes_order
 from ejdist.order import AUTO, order_for
 from ejdist.order import NAMES as ORDERS
 from ejdist.planning.activations import has_experts
@@ -147,7 +148,7 @@ def orders_searched(
     length, ranks = s.data.sequence_length, math.prod(n for _, n in axes)
     of = SCHEMES[scheme or s.sequence.scheme]()
     orders = [order_for(name, ranks, length, s.sequence.stripe, platform) for name in ORDERS]
-    fit = [o for o in orders if length % o.multiple == 0]
+    fit = [o for o in orders if length % o.multiple == 0 and takes_order(s.model, o)]
     # Differences below a hundredth decide nothing: the order that comes first compares less.
     fit.sort(key=lambda o: round(imbalance(of.uneven(o, axes), length, CAUSAL, documents), 2))
     return [o.name for o in fit] or [*ORDERS[:1]]  # where none fits, the first is refused with its reason

@@ -137,7 +137,7 @@ def traffic(shape: AttentionShape, outer: Any, groups: int) -> Traffic:
         sent.add(axis, ALL_TO_ALL, moved * (shape.forwards * forward + backward), calls)
     if (
         ranks > 1 and shape.latents
-    ):  # which have no heads: every rank has them whole, and sums what all give of their gradient
+    ):  # without heads: every rank gets all of them, and their gradient is a sum over the ranks
         passes = shape.forwards + 1
         sent.add(axis, ALL_GATHER, passes * shape.latents * (ranks - 1), 2 * passes)
         sent.add(axis, REDUCE_SCATTER, shape.float32 * shape.latents * (ranks - 1), 2)

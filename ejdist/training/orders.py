@@ -11,6 +11,7 @@ import numpy as np
 from ejdist.documents import busiest
 from ejdist.mesh import SEQUENCE_AXES
 from ejdist.models.model import Flops
+from ejdist.models.stack import takes_order
 from ejdist.order import AUTO, NAMES, STRIPES, Order, order_for, platform_of
 from ejdist.training.attended import keys_seen
 from ejdist.training.curriculum import Stage
@@ -54,7 +55,7 @@ def choose(s: TrainSections, mesh: Any, parts: Sequence[Flops], segment_ids: np.
     ranks, length = int(np.prod([n for _, n in over])), segment_ids.shape[1]
     seen, scheme = keys_seen(parts, segment_ids), s.sequence.made()
     orders = [order_for(name, ranks, length, s.sequence.stripe, platform_of(mesh)) for name in NAMES]
-    orders = [o for o in orders if length % o.multiple == 0]
+    orders = [o for o in orders if length % o.multiple == 0 and takes_order(s.model, o)]
     if not orders:
         orders[:] = [order_for(AUTO, ranks, length)]
         orders[0].check(length)

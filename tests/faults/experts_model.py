@@ -127,8 +127,8 @@ FAULTS = (
     Fault(
         "latent attention turns halves and not neighbours",
         "LatentAttention.apply",
-        "functools.partial($$args, **$$args2, interleaved=True)",
-        "functools.partial($$args, **$$args2, interleaved=False)",
+        "_turning($ctx, interleaved=True)",
+        "_turning($ctx, interleaved=False)",
         step("deepseek"),
     ),
     Fault(

@@ -219,4 +219,11 @@ FAULTS = (
         "pairs_of_row($length, $mask, ONE_DOCUMENT)",
         "tests/test_planning.py -k packed_rows",
     ),
+    Fault(
+        "auto gives a recurrence an order that each row brings",
+        "takes_order",
+        "$part.fixed_order",
+        "False",
+        "tests/test_orders.py -k recurrence",
+    ),
 )

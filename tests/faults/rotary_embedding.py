@@ -118,17 +118,10 @@ FAULTS = (
         f"{EXACT} 'exact_from_a_position and pallas_tpu'",
     ),
     Fault(
-        "rotary_embedding: latent attention does not say from where angles are exact",
-        "LatentAttention.apply",
-        "functools.partial($$args, **$$before, exact_from=$c.rope_exact_from, interleaved=True)",
-        "functools.partial($$args, **$$before, interleaved=True)",
-        "tests/test_model.py -k text_begins",
-    ),
-    Fault(
-        "rotary_embedding: attention does not say from where angles are exact",
-        "models/attention:Attention.apply",
-        "functools.partial($$args, **$$before, exact_from=$c.rope_exact_from)",
-        "functools.partial($$args, **$$before)",
+        "rotary_embedding: a model does not say from where angles are exact",
+        "models/attention:_turning",
+        "$c.rope_exact_from",
+        "131072",
         "tests/test_model.py -k text_begins",
     ),
 )
