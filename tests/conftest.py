@@ -98,3 +98,23 @@ def other(tmp_path_factory):
         (folder / "other.txt").write_text("".join(f"{n} bottles of beer on the wall\n" for n in range(200)))
 
     return f"{once(tmp_path_factory, 'other_corpus', make)}/other.txt"
+
+
+@pytest.fixture(scope="session")
+def _store():
+    """A stand-in for Google's store: one for all tests, since TensorStore reads where it is once for a process."""
+    from gcs_server import Server
+
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def server(_store):
+    """That store, where the libraries look for it."""
+    before = dict(os.environ)
+    os.environ.update(_store.address())
+    yield _store
+    os.environ.clear()
+    os.environ.update(before)

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 
 import pytest
-from gcs_server import Server
 from google.cloud import storage
 
 from ejdist.buckets import BucketPath, is_unreachable
@@ -19,16 +18,6 @@ from ejdist.training.bucket_lock import BucketLock
 from ejdist.training.run_lock import OWNER
 
 NAME = f"runs/one/{OWNER}"
-
-
-@pytest.fixture(scope="module")
-def server():
-    made, before = Server(), dict(os.environ)
-    os.environ.update(made.address())
-    yield made
-    made.close()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture

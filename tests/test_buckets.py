@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import shutil
 import sys
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from etils import epath
-from gcs_server import Server
 from gcsfs.retry import HttpError
 from published_folder import write_folder
 
@@ -36,16 +34,6 @@ from launch.train import main as train
 from recipes.schema import RecipeError, compose
 
 TEXTS = [f"{n} bottles\nof beer on the wall" for n in range(40)]
-
-
-@pytest.fixture(scope="module")
-def server():
-    made, before = Server(), dict(os.environ)
-    os.environ.update(made.address())
-    yield made
-    made.close()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Checkpoints in a bucket: TensorStore's own driver, gcsfs and google-cloud-storage, against a server that plays the store."""
 
 import json
-import os
 import shutil
 import sys
 
@@ -23,19 +22,6 @@ from launch.processes import Job
 from launch.train import main
 
 URL = "gs://a-bucket/runs/one"
-
-
-@pytest.fixture(scope="module")
-def server():
-    """One for all tests: TensorStore reads where it is once for a process."""
-    from gcs_server import Server
-
-    made, before = Server(), dict(os.environ)
-    os.environ.update(made.address())
-    yield made
-    made.close()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture
