@@ -72,6 +72,27 @@ FAULTS = (
         NUMBERS,
     ),
     Fault(
+        "Hopper, attention: heads side by side are counted from the first",
+        "gluon_gradients:place",
+        "$group % (O.K // $side) * $side + $pid % $side",
+        "$pid % $side",
+        f"{NUMBERS} -k side_by_side",
+    ),
+    Fault(
+        "Hopper, attention: as few heads run side by side as fit in the cache",
+        "triton_calls:Call.side_by_side",
+        "$rows * $of_row * $sides <= IN_USE",
+        "$rows * $of_row * $sides > IN_USE",
+        "tests/kernels/test_flash_attention_hopper.py -k side_by_side",
+    ),
+    Fault(
+        "Hopper, attention: blocks of keys that nobody sees count in the mean",
+        "triton_calls:Call.side_by_side",
+        "jnp.maximum(($met > 0).sum(), 1)",
+        "$met.size",
+        "tests/kernels/test_flash_attention_hopper.py -k side_by_side",
+    ),
+    Fault(
         "Hopper, attention: one head of a group makes the gradients",
         "gluon_gradients:_gradients",
         "gl.where($ended, $n + 1, $n)",

@@ -231,16 +231,16 @@ def test_the_code(given, names):
 
 
 @pytest.mark.parametrize(
-    ("width", "value_width", "cap", "kernel", "queries", "keys", "columns", "side_by_side"),
+    ("width", "value_width", "cap", "kernel", "queries", "keys", "columns"),
     [
-        (128, 128, None, "warp_specialized_bwd_kernel", 64, 128, 128, 2),
-        (64, 64, None, "warp_specialized_bwd_kernel", 128, 128, 64, 2),
-        (64, 64, 30.0, "warp_specialized_bwd_kernel", 64, 128, 64, 2),
-        (192, 128, None, "warp_specialized_wide_bwd_kernel", 64, 64, 32, 1),
-        (256, 256, None, "warp_specialized_wide_bwd_kernel", 64, 64, 32, 1),
+        (128, 128, None, "warp_specialized_bwd_kernel", 64, 128, 128),
+        (64, 64, None, "warp_specialized_bwd_kernel", 128, 128, 64),
+        (64, 64, 30.0, "warp_specialized_bwd_kernel", 64, 128, 64),
+        (192, 128, None, "warp_specialized_wide_bwd_kernel", 64, 64, 32),
+        (256, 256, None, "warp_specialized_wide_bwd_kernel", 64, 64, 32),
     ],
 )
-def test_what_is_launched(launches, width, value_width, cap, kernel, queries, keys, columns, side_by_side):
+def test_what_is_launched(launches, width, value_width, cap, kernel, queries, keys, columns):
     """Which kernel makes the gradients, of which blocks, and in which order its programs run."""
     B, T, S, N, K, bfloat16 = 3, 500, 300, 4, 2, jnp.bfloat16
     rows = jnp.zeros((B, T, N))
@@ -253,7 +253,7 @@ def test_what_is_launched(launches, width, value_width, cap, kernel, queries, ke
         jax.export.export(program, platforms=["cuda"], disabled_checks=checks)(arrays)
     ((name, (d_query, d_out, query, key, value, lse, delta, spans), rest),) = launches
     blocks, padded = -(-S // keys), 256 if width > 128 else width
-    assert (name, rest["HEADS"], rest["grid"]) == (kernel, side_by_side, (blocks * K * B,))
+    assert (name, rest["side_ptr"].shape, rest["grid"]) == (kernel, (1,), (blocks * K * B,))
     assert (rest["O"].BLOCK_Q, rest["O"].BLOCK_K, rest["O"].BLOCK_H, rest["O"].BLOCK_V) == (
         queries,
         keys,
@@ -270,6 +270,26 @@ def test_what_is_launched(launches, width, value_width, cap, kernel, queries, ke
         [1, queries],
         [1, queries],
     ]
+
+
+@pytest.mark.parametrize(
+    ("length", "document", "heads", "width", "wanted"),
+    [
+        (8192, 8192, 8, 128, 8),
+        (16384, 16384, 8, 128, 4),  # a block of keys meets half of the queries, of 1 KiB: 8 heads are a little too many
+        (65536, 65536, 8, 128, 1),
+        (65536, 4096, 8, 128, 8),  # the queries of its document alone
+        (65536, 4096, 6, 128, 2),  # sides divide the heads
+        (65536, 4096, 3, 128, 1),
+        (8192, 8192, 8, 256, 4),
+    ],
+)
+def test_as_many_heads_run_side_by_side_as_fit_in_the_cache(length, document, heads, width, wanted):
+    x = jnp.zeros((1, length, heads, width), jnp.bfloat16)
+    ids = jnp.arange(length, dtype=jnp.int32)[None] // document
+    mask = MaskInfo(causal=True, q_segment_ids=ids, kv_segment_ids=ids)
+    made = triton_calls.prepare(x, x, x, mask, None, None, None, None, None, 0.0, None)
+    assert made.side_by_side(made.spans(64, 128)[1], 64, 2).tolist() == [wanted]
 
 
 @pytest.fixture

@@ -66,6 +66,13 @@ def test_lengths_and_groups_of_heads(lengths, heads, kind):
     hold(arrays(B, lengths, heads, widths, "float16"), MaskInfo(causal=True), {}, cfg=cfg)
 
 
+@pytest.mark.parametrize(("in_use", "kind"), [(0, "128"), (2**30, "128"), (2**30, "192")])
+def test_heads_one_by_one_and_side_by_side(monkeypatch, in_use, kind):
+    monkeypatch.setattr(triton_calls, "IN_USE", in_use)
+    mask, options = CALLS["packed"]
+    hold(arrays(B, (T, T), (4, 4), KINDS[kind][0], "bfloat16"), mask, options)
+
+
 @pytest.mark.parametrize("queries", [128, triton_gpu.THREE_WARPGROUPS])
 def test_three_stages(queries):
     """More room than is needed: who loads is farther ahead of those who attend."""

@@ -30,23 +30,27 @@ from kernels.engines.attention.gluon_parts import (
     ROW,
     TILE_OF_SUMS,
     ends_of,
+    in_one_segment,
+    in_range,
+    one_after_the_other,
     positions_of,
     segments_of,
     span_of,
     tanh,
-    visible,
 )
 from kernels.engines.attention.triton_parts import LOG2E
 from kernels.toolchains.gluon import SWIZZLED, after
 
 
 @gluon.jit
-def place(O: gl.constexpr, HEADS: gl.constexpr):
-    """Returns the batch row, the key head and the block of keys of a program. The first keys come first."""
+def place(side_ptr, O: gl.constexpr):
+    """Returns the batch row, the key head and the block of keys of a program. The first keys come first, of as many heads
+    side by side as `side_ptr` says."""
     BLOCKS: gl.constexpr = (O.S + O.BLOCK_K - 1) // O.BLOCK_K
+    side = gl.load(side_ptr)
     pid = gl.program_id(0)
-    group = pid // (BLOCKS * HEADS)
-    return group // (O.K // HEADS), group % (O.K // HEADS) * HEADS + pid % HEADS, pid // HEADS % BLOCKS
+    group = pid // (BLOCKS * side)
+    return group // (O.K // side), group % (O.K // side) * side + pid % side, pid // side % BLOCKS
 
 
 @gluon.jit
@@ -65,9 +69,9 @@ def _make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, O: gl.constexpr):
 
 
 @gluon.jit
-def _load(d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, k_tile, v_tile, kv_full, ring, O: gl.constexpr,
-          HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    b, head, block = place(O, HEADS)
+def _load(d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, side_ptr, k_tile, v_tile, kv_full, ring,
+          O: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    b, head, block = place(side_ptr, O)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     mbarrier.expect(kv_full, k_desc.nbytes_per_cta + v_desc.nbytes_per_cta)
     k_block = k_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_H], layout=BLOCK)
@@ -102,16 +106,23 @@ def row_of(rows, index, shape: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, O: gl.constexpr):
-    """Returns the weights [keys, queries] of a pair of blocks, zero where a pair does not attend."""
+    """Returns the weights [keys, queries] of a pair of blocks, zero where a pair does not attend.
+
+    A thread has 16 queries, and no registers for both their positions and their segments.
+    """
     PAIRS: gl.constexpr = p.type.layout
     qi = m * O.BLOCK_Q + gl.arange(0, O.BLOCK_Q, gl.SliceLayout(0, PAIRS))
     kj = block * O.BLOCK_K + gl.arange(0, O.BLOCK_K, gl.SliceLayout(1, PAIRS))
     q_at = positions_of(q_at_ptr, qi, O.S - O.T, O.T)[None, :]
-    q_segment = segments_of(q_segment_ptr, qi, O.T)[None, :]
     k_at = positions_of(k_at_ptr, kj, 0, O.S)[:, None]
-    k_segment = segments_of(k_segment_ptr, kj, O.S)[:, None]
     ends = ends_of(ends_ptr, qi[None, :], O)
-    return gl.where(visible(kj[:, None], q_at, k_at, q_segment, k_segment, ends, O), p, 0.0)
+    p = gl.where(in_range(kj[:, None], q_at, k_at, ends, O), p, 0.0)
+    if O.SEGMENTS:
+        p, qi = one_after_the_other(p, qi)
+        q_segment = segments_of(q_segment_ptr, qi, O.T)[None, :]
+        k_segment = segments_of(k_segment_ptr, kj, O.S)[:, None]
+        p = gl.where(in_one_segment(q_segment, k_segment), p, 0.0)
+    return p
 
 
 @gluon.jit
@@ -152,8 +163,8 @@ def _weigh(s, rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q
 
 
 @gluon.jit
-def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dk_ptr, dv_ptr, k_tile, v_tile,
-               kv_full, ring, ds_tile, dq_tile, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _gradients(dq_desc, spans_ptr, side_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dk_ptr, dv_ptr, k_tile,
+               v_tile, kv_full, ring, ds_tile, dq_tile, O: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     G: gl.constexpr = O.N // O.K
     AHEAD: gl.constexpr = O.BLOCK_Q <= 64  # start the logits of the next block in this iteration
     EARLY: gl.constexpr = AHEAD and O.CAP is not None  # compute its weights too
@@ -164,7 +175,7 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
     OF_QUERIES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, O.BLOCK_H // 2, 16])
     dtype: gl.constexpr = k_tile.dtype
     q_tiles, d_tiles, rows, full, free = ring
-    b, head, block = place(O, HEADS)
+    b, head, block = place(side_ptr, O)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     if ends_ptr is not None:
         ends_ptr += b * O.ENDS_BATCH
@@ -248,6 +259,7 @@ def _gradients(dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_
             stage, phase = next_stage, next_phase
     WIDE_KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_H, O.BLOCK_H // 8], [8, 1], [1, 0])
     WIDE_VALUES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_V, O.BLOCK_V // 8], [8, 1], [1, 0])
+    b, head, block = place(side_ptr, O)  # again: the loop has no registers for it
     store_keys(dk_ptr, dk * O.SCALE, k_tile, b, block, head, O.K, O.S, O.H, WIDE_KEYS, 0)
     store_keys(dv_ptr, dv, v_tile, b, block, head, O.K, O.S, O.HV, WIDE_VALUES, 0)
     tma.store_wait(0)
@@ -277,7 +289,8 @@ def warp_specialized_bwd_kernel(
     lse_desc,  # [B * N, T padded to whole blocks] in blocks [1, BLOCK_Q]: -lse, in units of the products or, with a soft
     # cap, of log 2; -inf for rows out of bounds or without keys
     delta_desc,  # likewise: -delta
-    spans_ptr,  # this and the following as in `key_gradient_kernel`
+    spans_ptr,  # this and the following but `side_ptr` as in `key_gradient_kernel`
+    side_ptr,  # [1]: how many key heads run side by side
     q_at_ptr,
     k_at_ptr,
     q_segment_ptr,
@@ -286,7 +299,6 @@ def warp_specialized_bwd_kernel(
     dk_ptr,
     dv_ptr,
     O: gl.constexpr,  # `Options`, with a BLOCK_K of 128
-    HEADS: gl.constexpr,  # key heads that run side by side
     STAGES: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,  # registers per producer thread
 ):
@@ -300,10 +312,10 @@ def warp_specialized_bwd_kernel(
     dq_tile = gl.allocate_shared_memory(gl.float32, [O.BLOCK_Q, O.BLOCK_H], TILE_OF_SUMS)
     gl.warp_specialize(
         [
-            (_gradients, (dq_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dk_ptr, dv_ptr,
-                          k_tile, v_tile, kv_full, ring, ds_tile, dq_tile, O, HEADS, STAGES)),
-            (_load, (d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, k_tile, v_tile, kv_full, ring, O,
-                     HEADS, STAGES)),
+            (_gradients, (dq_desc, spans_ptr, side_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dk_ptr,
+                          dv_ptr, k_tile, v_tile, kv_full, ring, ds_tile, dq_tile, O, STAGES)),
+            (_load, (d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, side_ptr, k_tile, v_tile, kv_full,
+                     ring, O, STAGES)),
         ],
         [1],
         [PRODUCER_REGISTERS],

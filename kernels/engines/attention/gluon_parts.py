@@ -20,6 +20,8 @@ ROW = gl.constexpr(gl.NVMMASharedLayout(0, 32, 2))
 
 # The same source as in the Triton kernels, so that the meaning of a pair is defined once.
 visible = gluon.jit(triton_parts.visible.fn)
+in_range = gluon.jit(triton_parts.in_range.fn)
+in_one_segment = gluon.jit(triton_parts.in_one_segment.fn)
 ends_of = gluon.jit(triton_parts.ends_of.fn)
 _exact_tanh = gluon.jit(triton_parts.tanh.fn)
 positions_of = gluon.jit(triton_parts.positions_of.fn)
@@ -35,6 +37,18 @@ def span_of(spans_ptr, b, block, O: gl.constexpr):
     """Returns (first, first full, end of full, end): the range of blocks that a block is paired with."""
     span = spans_ptr + b * O.SPAN_BATCH + block * 4
     return gl.load(span), gl.load(span + 1), gl.load(span + 2), gl.load(span + 3)
+
+
+@gluon.jit
+def one_after_the_other(x, index):
+    """Returns both as they are. What is loaded at the index is loaded after x is computed, where the compiler would load
+    all it can at first, and run out of registers."""
+    same: gl.constexpr = "mov.b32 $0, $1;"
+    # Threads of a warp meet, which keeps loads behind it from moving ahead, and costs nothing.
+    behind: gl.constexpr = "{ bar.warp.sync 0xffffffff; mov.b32 $0, $1; }"
+    x = gl.inline_asm_elementwise(same, "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+    index = gl.inline_asm_elementwise(behind, "=r,r", [index], dtype=gl.int32, is_pure=False, pack=1)
+    return x, index
 
 
 @gluon.jit

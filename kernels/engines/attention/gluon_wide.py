@@ -105,9 +105,8 @@ def _logits(k_tile, q_tile, s, O: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dv_ptr, k_tile,
-           v_tile, kv_full, queries, cotangents, pairs, done, O: gl.constexpr, HEADS: gl.constexpr,
-           STAGES: gl.constexpr):  # fmt: skip
+def _weigh(d_out_desc, delta_desc, spans_ptr, side_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dv_ptr,
+           k_tile, v_tile, kv_full, queries, cotangents, pairs, done, O: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Computes the weights of a block, and the gradient of the values."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_Q, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_V, 16])
@@ -116,7 +115,7 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
     q_tiles, q_rows, q_full = queries
     d_tiles, d_rows, d_full = cotangents
     tiles, weighed, differentiated, tile_free = pairs
-    b, head, block = place(O, HEADS)
+    b, head, block = place(side_ptr, O)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     steps = O.N // O.K * (last - first)
     if ends_ptr is not None:
@@ -177,8 +176,8 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr,
 
 
 @gluon.jit
-def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, v_tile, kv_full, queries, cotangents, pairs,
-                   done, O: gl.constexpr, HEADS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, side_ptr, dk_ptr, k_tile, v_tile, kv_full, queries, cotangents,
+                    pairs, done, O: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Computes the gradients of the logits of a block, and the gradient of the keys."""
     PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_Q, 16])
     # The columns after the first COLUMNS have a separate accumulator.
@@ -191,7 +190,7 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, 
     q_tiles, q_rows, q_full = queries
     d_tiles, d_rows, d_full = cotangents
     tiles, weighed, differentiated, tile_free = pairs
-    b, head, block = place(O, HEADS)
+    b, head, block = place(side_ptr, O)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     steps = O.N // O.K * (last - first)
     dk = gl.zeros([O.BLOCK_K, COLUMNS], gl.float32, SUMS)
@@ -249,7 +248,7 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, 
 
 
 @gluon.jit
-def _add(dq_desc, spans_ptr, k_tile, kv_full, pairs, done, dq_tiles, O: gl.constexpr, HEADS: gl.constexpr,
+def _add(dq_desc, spans_ptr, side_ptr, k_tile, kv_full, pairs, done, dq_tiles, O: gl.constexpr,
          STAGES: gl.constexpr):  # fmt: skip
     """Adds the gradient of a block of queries to memory, two tiles of columns at a time: one is written while TMA adds
     the other."""
@@ -258,7 +257,7 @@ def _add(dq_desc, spans_ptr, k_tile, kv_full, pairs, done, dq_tiles, O: gl.const
     PARTS: gl.constexpr = (O.H + COLUMNS - 1) // COLUMNS
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     tiles, weighed, differentiated, tile_free = pairs
-    b, head, block = place(O, HEADS)
+    b, head, block = place(side_ptr, O)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     G: gl.constexpr = O.N // O.K
     zeros = gl.zeros([O.BLOCK_Q, COLUMNS], gl.float32, SUMS)
@@ -295,6 +294,7 @@ def warp_specialized_wide_bwd_kernel(
     lse_desc,
     delta_desc,
     spans_ptr,
+    side_ptr,
     q_at_ptr,
     k_at_ptr,
     q_segment_ptr,
@@ -303,7 +303,6 @@ def warp_specialized_wide_bwd_kernel(
     dk_ptr,
     dv_ptr,
     O: gl.constexpr,  # `Options`, with a BLOCK_K of 64
-    HEADS: gl.constexpr,  # key heads that run side by side
     STAGES: gl.constexpr,
     KEY_REGISTERS: gl.constexpr,  # registers per thread of the warpgroup for the gradient of the keys
     QUERY_REGISTERS: gl.constexpr,  # likewise for the gradient of the queries; the first warpgroup gets the rest
@@ -326,11 +325,11 @@ def warp_specialized_wide_bwd_kernel(
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, O.BLOCK_Q, dq_desc.block_type.shape[3]], TILE_OF_SUMS)
     gl.warp_specialize(
         [
-            (_weigh, (d_out_desc, delta_desc, spans_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dv_ptr,
-                      k_tile, v_tile, kv_full, queries, cotangents, pairs, done, O, HEADS, STAGES)),
-            (_differentiate, (q_desc, k_desc, v_desc, lse_desc, spans_ptr, dk_ptr, k_tile, v_tile, kv_full, queries, cotangents,
-                              pairs, done, O, HEADS, STAGES)),
-            (_add, (dq_desc, spans_ptr, k_tile, kv_full, pairs, done, dq_tiles, O, HEADS, STAGES)),
+            (_weigh, (d_out_desc, delta_desc, spans_ptr, side_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr,
+                      dv_ptr, k_tile, v_tile, kv_full, queries, cotangents, pairs, done, O, STAGES)),
+            (_differentiate, (q_desc, k_desc, v_desc, lse_desc, spans_ptr, side_ptr, dk_ptr, k_tile, v_tile, kv_full, queries,
+                              cotangents, pairs, done, O, STAGES)),
+            (_add, (dq_desc, spans_ptr, side_ptr, k_tile, kv_full, pairs, done, dq_tiles, O, STAGES)),
         ],
         [4, 4],
         [KEY_REGISTERS, QUERY_REGISTERS],

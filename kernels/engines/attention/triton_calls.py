@@ -7,15 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import triton
 
-from kernels.engines.attention.gluon_gradients import warp_specialized_bwd_kernel
 from kernels.engines.attention.gluon_kernels import warp_specialized_fwd_kernel
 from kernels.engines.attention.gluon_parts import BLOCK
-from kernels.engines.attention.gluon_wide import warp_specialized_wide_bwd_kernel
 from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.ranges import Edge, Interval, KeyRange
-from kernels.engines.attention.tiles import spans
+from kernels.engines.attention.tiles import FIRST, LAST, spans
 from kernels.engines.attention.triton_parts import OFFSET, POSITION, ROW, Options
 from kernels.framework.config import BwdParams, FwdParams, KernelConfig
 from kernels.framework.execute import Saved
@@ -31,14 +30,12 @@ THREE_WARPGROUPS = 192
 ROWS_OF_WARPGROUP = 64
 # Shared memory that such a program may use for tiles.
 SHARED_MEMORY = 220 * 1024
-# The maximum number of heads whose programs run side by side, so that the keys (or queries) they read stay in the
-# cache. In the backward of wide heads the accumulators of several do not fit: one head at a time is a third faster on
-# an H200 at 32k. For narrow heads, 8 are as fast there, and faster at 8k.
-SIDE_BY_SIDE = {
-    warp_specialized_fwd_kernel.fn.__name__: 8,
-    warp_specialized_bwd_kernel.fn.__name__: 8,
-    warp_specialized_wide_bwd_kernel.fn.__name__: 1,
-}
+# Heads whose programs may run side by side, so that what they read stays in the cache; most of these divide the heads.
+SIDE_BY_SIDE = (8, 4, 2, 1)
+# Bytes of queries, cotangents and gradients of queries that programs of the Hopper backward may have in use at once: the
+# cache's 50 MB and a little more, for programs that start together stay together for a while. Causal attention of 64k tokens
+# with 8 heads of 128 side by side takes 1.9 times as long on an H100 as with one, while documents of 4k take .86 as long.
+IN_USE = 64 * 2**20
 
 
 class Call(NamedTuple):
@@ -63,13 +60,17 @@ class Call(NamedTuple):
         warps, stages = params.num_warps or 4, params.num_stages or 2
         return self.launch_with(kernel, first, spans, blocks, num_warps=warps, num_stages=stages, **rest)
 
-    def launch_warp_specialized(
-        self, kernel: Any, first: tuple, spans: jax.Array, blocks: tuple[int, int], heads: int, **rest: Any
-    ):
-        """The same for a Hopper kernel, with programs for `heads` heads."""
-        most = SIDE_BY_SIDE[kernel.fn.__name__]
-        side = next(n for n in (8, 4, 2, 1) if n <= most and heads % n == 0)
-        return self.launch_with(kernel, first, spans, blocks, HEADS=side, **rest)
+    def side_by_side(self, spans: jax.Array, q_block: int, itemsize: int) -> jax.Array:
+        """Returns int32 [1]: how many key heads run side by side in the Hopper backward, as many as fit in `IN_USE`.
+
+        A program goes through the queries that see its block of keys, and adds to their gradients. How many these are may be
+        known only at run time, from the segments of a batch: the mean over the blocks of keys that are seen at all.
+        """
+        met = (spans[..., LAST] - spans[..., FIRST]).astype(jnp.float32)
+        rows = q_block * met.sum() / jnp.maximum((met > 0).sum(), 1)
+        of_row = itemsize * (self.options["H"] + self.options["HV"]) + 4 * self.options["H"]
+        sides = np.array([n for n in SIDE_BY_SIDE if self.options["K"] % n == 0], np.int32)
+        return jnp.max(jnp.where(rows * of_row * sides <= IN_USE, sides, 1)).reshape(1)
 
     def with_lists(self, index: jax.Array, order: jax.Array) -> Call:
         """Returns the call with lists of tiles; kernels then read the ends of the lists in place of spans."""
@@ -198,7 +199,7 @@ def warp_specialized_forward(
     wide = triton.cdiv(options["H"], width) * width
     names = "q_rope_desc", "k_rope_desc"
     arrays = zip(names, rope or (None, None), (ROWS_OF_WARPGROUP, k_block), strict=True)
-    out, lse, _ = call.launch_warp_specialized(
+    out, lse, _ = call.launch_with(
         warp_specialized_fwd_kernel,
         (
             jnp.zeros(1, jnp.int32),
@@ -208,7 +209,6 @@ def warp_specialized_forward(
         ),
         call.spans(*blocks)[0],
         blocks,
-        N,
         **{name: None if x is None else block_of(x, rows, width) for name, x, rows in arrays},
         out_shape=(
             jax.ShapeDtypeStruct((B, T, N, options["HV"]), query.dtype),
@@ -217,6 +217,7 @@ def warp_specialized_forward(
         ),
         input_output_aliases={0: 2},
         grid=(min(triton.cdiv(T, q_block) * N * B, MULTIPROCESSORS),),
+        HEADS=next(n for n in SIDE_BY_SIDE if N % n == 0),
         STAGES=params.num_stages,
         QUEUED=2 if bytes_of(2, params, wide, tall) <= SHARED_MEMORY else 1,
         CONSUMER_REGISTERS=160 if q_block == THREE_WARPGROUPS else 240,

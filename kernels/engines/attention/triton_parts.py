@@ -187,6 +187,15 @@ def _end(END: tl.constexpr, q_at, ends, O: tl.constexpr):
 def visible(kj, q_at, k_at, q_segment, k_segment, ends, O: tl.constexpr):
     """Returns which pairs attend, for keys kj and for positions, segments and ends that broadcast; ignores a dense
     mask."""
+    seen = in_range(kj, q_at, k_at, ends, O)
+    if O.SEGMENTS:
+        seen = seen & in_one_segment(q_segment, k_segment)
+    return seen
+
+
+@triton.jit
+def in_range(kj, q_at, k_at, ends, O: tl.constexpr):
+    """Returns which pairs attend if segments do not count."""
     seen = kj < O.S
     if O.HIGH is not None:
         seen = seen & (k_at <= _end(O.HIGH, q_at, ends, O))
@@ -194,9 +203,12 @@ def visible(kj, q_at, k_at, q_segment, k_segment, ends, O: tl.constexpr):
         seen = seen & (k_at >= _end(O.LOW, q_at, ends, O))
     if O.GAP_LOW is not None:
         seen = seen & ((k_at < _end(O.GAP_LOW, q_at, ends, O)) | (k_at > _end(O.GAP_HIGH, q_at, ends, O)))
-    if O.SEGMENTS:
-        seen = seen & (q_segment == k_segment) & (q_segment >= 0)
     return seen
+
+
+@triton.jit
+def in_one_segment(q_segment, k_segment):
+    return (q_segment == k_segment) & (q_segment >= 0)
 
 
 @triton.jit

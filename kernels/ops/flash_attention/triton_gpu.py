@@ -142,12 +142,13 @@ def _warp_specialized_gradients(call: Call, saved: Saved, query, key, value, par
         lse,
         delta,
     )
-    d_key, d_value, d_query = call.launch_warp_specialized(
+    spans = call.spans(*blocks)[1]
+    d_key, d_value, d_query = call.launch_with(
         kernel,
         arrays,
-        call.spans(*blocks)[1],
+        spans,
         blocks,
-        K,
+        side_ptr=call.side_by_side(spans, q_block, query.dtype.itemsize),
         out_shape=(
             jax.ShapeDtypeStruct(key.shape, key.dtype),
             jax.ShapeDtypeStruct(value.shape, value.dtype),

@@ -99,7 +99,11 @@ def _tanh_approx(x: Any) -> Any:
     return ((bits + 0x800) & ~0xFFF).view(np.float32).view(Tensor)
 
 
-_INSTRUCTIONS = {"tanh.approx.f32 $0, $1;": _tanh_approx}
+_INSTRUCTIONS: dict[str, Any] = {
+    "tanh.approx.f32 $0, $1;": _tanh_approx,
+    "mov.b32 $0, $1;": lambda x: x,
+    "{ bar.warp.sync 0xffffffff; mov.b32 $0, $1; }": lambda x: x,
+}
 _erf = np.vectorize(math.erf, otypes=[np.float32])
 
 
