@@ -200,7 +200,7 @@ FAULTS = (
     ),
     Fault(
         "Triton: a gap is one key shorter",
-        "triton_parts:visible",
+        "triton_parts:in_range",
         "$k_at > _end($O.GAP_HIGH, $q_at, $ends, $O)",
         "$k_at >= _end($O.GAP_HIGH, $q_at, $ends, $O)",
         "tests/test_ops.py -k flash_attention-sink_window-float32-triton",

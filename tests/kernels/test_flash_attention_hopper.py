@@ -273,20 +273,29 @@ def test_what_is_launched(launches, width, value_width, cap, kernel, queries, ke
 
 
 @pytest.mark.parametrize(
-    ("length", "document", "heads", "width", "wanted"),
+    ("length", "padding", "document", "heads", "width", "wanted"),
     [
-        (8192, 8192, 8, 128, 8),
-        (16384, 16384, 8, 128, 4),  # a block of keys meets half of the queries, of 1 KiB: 8 heads are a little too many
-        (65536, 65536, 8, 128, 1),
-        (65536, 4096, 8, 128, 8),  # the queries of its document alone
-        (65536, 4096, 6, 128, 2),  # sides divide the heads
-        (65536, 4096, 3, 128, 1),
-        (8192, 8192, 8, 256, 4),
+        (8192, 0, 8192, 8, 128, 8),
+        (
+            16384,
+            0,
+            16384,
+            8,
+            128,
+            4,
+        ),  # a block of keys meets half of the queries, of 1 KiB: 8 heads are a little too many
+        (65536, 0, 65536, 8, 128, 1),
+        (65536, 32768, 65536, 8, 128, 2),  # blocks that meet nobody do not count
+        (65536, 0, 4096, 8, 128, 8),  # the queries of its document alone
+        (65536, 0, 4096, 6, 128, 2),  # sides divide the heads
+        (65536, 0, 4096, 3, 128, 1),
+        (8192, 0, 8192, 8, 256, 4),
     ],
 )
-def test_as_many_heads_run_side_by_side_as_fit_in_the_cache(length, document, heads, width, wanted):
+def test_as_many_heads_run_side_by_side_as_fit_in_the_cache(length, padding, document, heads, width, wanted):
     x = jnp.zeros((1, length, heads, width), jnp.bfloat16)
-    ids = jnp.arange(length, dtype=jnp.int32)[None] // document
+    at = jnp.arange(length, dtype=jnp.int32)[None]
+    ids = jnp.where(at < length - padding, at // document, -1)
     mask = MaskInfo(causal=True, q_segment_ids=ids, kv_segment_ids=ids)
     made = triton_calls.prepare(x, x, x, mask, None, None, None, None, None, 0.0, None)
     assert made.side_by_side(made.spans(64, 128)[1], 64, 2).tolist() == [wanted]
