@@ -12,8 +12,11 @@ import numpy as np
 from grid import FLOOR, error
 from hopper import spoil_memory
 
+from ejdist.order import Order
 from kernels import MaskInfo
 from kernels.framework.config import BwdParams, FwdParams, KernelConfig
+from kernels.framework.padding import zeroed
+from kernels.ops.flash_attention import hops_of
 from kernels.ops.flash_attention.contract import op
 from kernels.ops.flash_attention.triton_gpu import THREE_WARPGROUPS, WARP_SPECIALIZED
 
@@ -81,7 +84,57 @@ def ours(mask, options, cfg=None, **x):
     return op(**x, mask=mask, platform="triton", cfg=cfg, **options)
 
 
-def hold(floats, mask, options, *, cfg=None, peer=contract, again=0):
+def by_hops(mask, options, cfg=None, **x):
+    """As `ours`, of the keys of two ranks one after the other, in place. Of the first, whose queries these are, places tell
+    causal order, and of the second whole tiles."""
+    half = x["key"].shape[1] // 2
+    hops = hops_of(op.bind(**{n: v if n == "query" else v[:, :half] for n, v in x.items()}, **options), "triton", cfg)
+    keys = [slice(0, half), slice(half, None)]
+    of_tiles = [mask.replace(**{n: getattr(mask, n)[:, s] for n in ("kv_positions", "kv_segment_ids")}) for s in keys]
+    bare = [m.replace(q_positions=None, kv_positions=None) for m in of_tiles]
+    masks = [(bare[0], bare[0]), (bare[1].replace(causal=False), of_tiles[1])]
+
+    def parts(x):
+        return [(x["query"], x["key"][:, s], x["value"][:, s], *m) for s, m in zip(keys, masks, strict=True)]
+
+    def forward(x):
+        sofar = None
+        for part in parts(x):
+            sofar = hops.attend(*part, sofar)
+        return sofar[0].astype(x["query"].dtype), sofar[1]
+
+    def backward(residuals, cotangents):
+        x, out, lse = residuals
+        saved = op.backward_inputs({"out": out, "lse": lse}, dict(zip(("d_out", "d_lse"), cotangents, strict=True)))
+        sums, made = jnp.zeros(x["query"].shape, jnp.float32), []
+        for part in parts(x):
+            sums, *grads = hops.pull(saved, *part, sums)
+            made.append(grads)
+        joined = (jnp.concatenate(grads, axis=1) for grads in zip(*made, strict=True))
+        return ({"query": hops.of_query(sums).astype(x["query"].dtype), **dict(zip(("key", "value"), joined))},)
+
+    function = jax.custom_vjp(forward)
+    function.defvjp(lambda x: (found := forward(x), (x, *found)), backward)
+    return function(x)
+
+
+def hold_hops(length, heads, widths, dtype, options, *, rank=0, again=0):
+    """Holds the kernels that add in place, of a rank of two in a zigzag with documents and padding."""
+    order = Order("zigzag", 2)
+    ids = np.where(np.arange(2 * length) < 2 * length - 50, np.arange(2 * length) * 5 // (2 * length), -1)
+    ids, places = (order.permute(x[None]) for x in (ids, np.arange(2 * length)))
+    mine = slice(rank * length, (rank + 1) * length)
+    floats = arrays(1, (length, 2 * length), heads, widths, dtype)
+    own_first = [*range(rank * length, (rank + 1) * length), *range((1 - rank) * length, (2 - rank) * length)]
+    names = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
+    at_of = (ids[:, mine], ids[:, own_first], places[:, mine], places[:, own_first])
+    mask = MaskInfo(causal=True, **{n: jnp.asarray(x, jnp.int32) for n, x in zip(names, at_of, strict=True)})
+    floats |= {n: zeroed(floats[n], mask.kv_segment_ids) for n in ("key", "value")}
+    floats["query"] = zeroed(floats["query"], mask.q_segment_ids)
+    hold(floats, mask, options, mine=by_hops, again=again)
+
+
+def hold(floats, mask, options, *, cfg=None, peer=contract, mine=ours, again=0):
     """Holds a call of kernels for Hopper against the contract in float32: it may be twice as far from it as `peer`, called
     likewise, is in the type of the arrays; each of `again` and one more times, over memory that is full of NaN."""
     rng, options, dtype = np.random.default_rng(1), dict(options), str(floats["query"].dtype)
@@ -100,7 +153,7 @@ def hold(floats, mask, options, *, cfg=None, peer=contract, again=0):
         return exact, outcome(functools.partial(peer, mask, options), floats, d_out, d_lse)
 
     exact, near = wanted(floats)
-    made = jax.jit(lambda x: outcome(functools.partial(ours, mask, options, cfg), x, d_out, d_lse))
+    made = jax.jit(lambda x: outcome(functools.partial(mine, mask, options, cfg), x, d_out, d_lse))
     for _ in range(1 + again):
         spoil_memory(exact.values())
         got = made(floats)

@@ -3,8 +3,8 @@
 from ejdist.order import Order
 from ejdist.sequence.attention import ring_attention
 from ejdist.sequence.exchange import compiler_options
-from ejdist.sequence.local import merge
 from ejdist.sequence.schemes import SCHEMES, AllGather, Halo, Ring, Scheme, Ulysses, by_window
+from kernels.engines.attention.softmax import merge
 
 __all__ = [
     "AllGather", "Halo", "Order", "Ring", "SCHEMES", "Scheme", "Ulysses", "by_window", "compiler_options", "merge",

@@ -25,12 +25,13 @@ from ejdist.order import Order
 from ejdist.placement import mesh_of, resolve_axes
 from ejdist.sequence import exchange
 from ejdist.sequence.halo import reach_of
-from ejdist.sequence.local import Local, Static, apart, merge, of_all_ranks, work_of
+from ejdist.sequence.local import Local, Static, apart, of_all_ranks, work_of
 from ejdist.sequence.schedule import hops as hops_of
 from ejdist.sequence.schemes import Scheme, scheme_of
 from ejdist.sharded import run_on_rank, with_mesh
 from ejdist.tokens import axes_of_layout, check_carried, resolve_order
 from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.softmax import merge
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.config import KernelConfig
 from kernels.framework.contract import Op

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from ejdist.sequence import exchange
-from ejdist.sequence.local import Local, merge
+from ejdist.sequence.local import Local
+from kernels.engines.attention.softmax import merge
 from kernels.framework.binding import is_float_array
 
 
@@ -62,7 +63,7 @@ def attended(local: Local, hop: Any, keys: dict[str, jax.Array], sofar: Any) -> 
     """Returns (out, lse), float32, of the keys so far, or of none where that is None, and of those that are here at a hop: a
     hop's work, forward. Where this rank sees none of them it is nothing."""
     first = sofar is None
-    if first and not _is_own(hop):
+    if first and not is_own(hop):
         shape = (*local.query.shape[:3], local.sizes["Hv"])
         sofar, first = (local.full(shape), local.full(shape[:3], -jnp.inf)), False
 
@@ -86,7 +87,7 @@ def pulled(
     What is added to `sums` is a second conditional, so that the first, which attends, need not wait until they arrive.
     """
     floats, names = [n for n, x in local.own.items() if is_float_array(x)], [*local.keys]
-    if own is None and not _is_own(hop):
+    if own is None and not is_own(hop):
         own = _zeros(local, floats)
 
     def work(queries: slice, part: slice) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
@@ -114,5 +115,5 @@ def _padded(x: jax.Array, part: slice, length: int) -> jax.Array:
     return jnp.pad(x, [(0, 0), (part.start, length - part.stop), *((0, 0),) * (x.ndim - 2)])
 
 
-def _is_own(hop: Any) -> bool:
+def is_own(hop: Any) -> bool:
     return isinstance(hop, int) and hop == 0

@@ -27,17 +27,6 @@ _BARE = {"query", "query_rope", "w_kc", "w_vc"}
 KEY_FIELDS = tuple(name for name, dims in MASK_DIMS.items() if "S" in dims and "T" not in dims)
 
 
-def merge(out: jax.Array, lse: jax.Array, new_out: jax.Array, new_lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns attention over two disjoint sets of keys from that over each: (out [..., H], lse [...]), float32.
-
-    lse = -inf is a set in which a row sees no key; two of them give 0 and -inf.
-    """
-    both = jnp.logaddexp(lse, new_lse)
-    anchor = jnp.where(both == -jnp.inf, 0, both)
-    a, b = jnp.exp(lse - anchor), jnp.exp(new_lse - anchor)
-    return out * a[..., None] + new_out.astype(jnp.float32) * b[..., None], both
-
-
 @dataclass(frozen=True)
 class Static:
     """The static part of a call: hashable."""
@@ -177,7 +166,7 @@ class Local:
         """All tokens of a rank."""
         return slice(0, self.query.shape[1])
 
-    def _mask_of(self, holders: Any, queries: slice, part: slice, positions: bool = True) -> MaskInfo:
+    def mask_of(self, holders: Any, queries: slice, part: slice, positions: bool = True) -> MaskInfo:
         """Returns the mask of some of this rank's queries over a part of the keys of a rank, or over all of several ranks',
         with or without their positions."""
         order, own = self.static.order, self.query.shape[1]
@@ -263,9 +252,9 @@ class Local:
         if self.plain:
             mask = MaskInfo(causal=self.mask.causal and own)
         elif self.needs_positions(own):
-            mask = self._mask_of(holder, queries, part)
+            mask = self.mask_of(holder, queries, part)
         else:
-            mask = self._mask_of(holder, queries, part, positions=False).replace(causal=self.mask.causal and own)
+            mask = self.mask_of(holder, queries, part, positions=False).replace(causal=self.mask.causal and own)
         return self._over(function, keys, mask, holder, queries, part)
 
     def attend_at(
@@ -324,7 +313,7 @@ class Local:
         return self._over(function, keys, vary_alike(mask, self.query), None, self.every, _all(keys))
 
     def _over_all(self, function: Any, keys: dict[str, jax.Array], holders: Any) -> Any:
-        mask = self._mask_of(holders, self.every, self.every)
+        mask = self.mask_of(holders, self.every, self.every)
         return self._over(function, keys, mask, holders, self.every, _all(keys))
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ejdist.costs import ALL_GATHER, PERMUTE, REDUCE_SCATTER, Traffic, declared
 from ejdist.order import AUTO, Order
-from ejdist.sequence import exchange, halo, hops, ulysses
+from ejdist.sequence import exchange, halo, hops, in_place, ulysses
 from ejdist.sequence.cost import ALWAYS, NEVER, AttentionShape, Axes, SchemeBytes, attention_shape
 from ejdist.sequence.local import Local
 from ejdist.sequence.reshard import undivided
@@ -80,13 +80,17 @@ class Ring(Scheme):
         def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any) -> tuple[Any, Any]:
             return hops.attended(local, hop, keys, sofar), travel
 
-        return hops.over_hops(local, attend)[0]
+        kernels = in_place.kernels_of(local)
+        return hops.over_hops(local, attend)[0] if kernels is None else in_place.forward(local, kernels)
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
         def pull(hop: Any, keys: dict[str, jax.Array], grads: Any, sums: Any) -> tuple[Any, Any]:
             # The sums stay beside the keys that they belong to.
             return hops.pulled(local, saved, hop, keys, grads, sums)
 
+        kernels = in_place.kernels_of(local)
+        if kernels is not None:
+            return in_place.backward(local, saved, kernels)
         grads, sums = hops.over_hops(local, pull)
         return grads | sums
 

@@ -197,7 +197,7 @@ FAULTS = (
     ),
     Fault(
         "Hopper: the kernel of narrow heads for wide ones",
-        "_warp_specialized_gradients",
+        "flash_attention/triton_gpu:warp_specialized_gradients",
         "$wide <= 128",
         "$wide <= 256",
         f"{HOPPER} -k launched",
@@ -281,7 +281,7 @@ FAULTS = (
     ),
     Fault(
         "Hopper: the backward goes over the spans of queries",
-        "_warp_specialized_gradients",
+        "flash_attention/triton_gpu:warp_specialized_gradients",
         "$call.spans(*$blocks)[1]",
         "$call.spans(*$blocks)[0]",
         f"{HOPPER} -k launched",

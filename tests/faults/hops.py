@@ -9,6 +9,7 @@ CONTIGUOUS = f"{SEQUENCE} -k causal-sp4-contiguous-ring"
 HALO = "tests/test_halo.py"
 WIDE = f"{HALO} -k 4-zigzag-packed_more"
 TRANSFERS = "tests/test_transfers.py"
+IN_PLACE = "tests/test_ring_in_place.py"
 COSTS = "tests/test_declared_costs.py -k 'sends_what_it_declares and halo'"
 
 FAULTS = (
@@ -50,7 +51,7 @@ FAULTS = (
     ),
     Fault(
         "segment ids of the wrong holder",
-        "Local._mask_of.of_keys",
+        "Local.mask_of.of_keys",
         "$holders * $own + $part.start",
         "($holders + 1) % self.ranks * $own + $part.start",
         PACKED,
@@ -61,6 +62,125 @@ FAULTS = (
         "exchange.rank($axis) * $length",
         "0 * exchange.rank($axis)",
         f"{SEQUENCE} -k callers_own_shard_map",
+    ),
+    Fault(
+        "in place: what a hop brings takes the place of what there is",
+        "gluon_outputs:merge",
+        "$out_before * $kept[:, None] + $out * $added[:, None]",
+        "$out * $added[:, None]",
+        IN_PLACE,
+    ),
+    Fault(
+        "in place: what there is keeps the weight that it had",
+        "gluon_outputs:merge",
+        "$kept = gl.convert_layout(gl.exp2($before - $anchor), $BY_ROW)\n$added = gl.convert_layout($$rest)",
+        "$kept = gl.convert_layout(gl.exp2($before - $before), $BY_ROW)\n$added = gl.convert_layout($$rest)",
+        IN_PLACE,
+    ),
+    Fault(
+        "in place: lse is in units of log 2",
+        "gluon_outputs:merge",
+        "gl.store($lse_ptr, $both * LN2, mask=$qi < $O.T)",
+        "gl.store($lse_ptr, $both, mask=$qi < $O.T)",
+        IN_PLACE,
+    ),
+    Fault(
+        "in place: rows that have seen no key yet are NaN",
+        "gluon_outputs:merge",
+        "$most = gl.maximum($before, $lse)\n$most = gl.where($most == float('-inf'), 0.0, $most)",
+        "$most = gl.maximum($before, $lse)",
+        IN_PLACE,
+    ),
+    Fault(
+        "in place: tiles of other ranks are in the order of their places",
+        "in_place:_masks",
+        "$local.mask_of($local.holder($hop), $every, $every, positions=$local.mask.causal)",
+        "$local.mask_of($local.holder($hop), $every, $every, positions=False)",
+        IN_PLACE,
+    ),
+    Fault(
+        "in place: all tokens of other ranks are seen",
+        "in_place:_masks",
+        "($of_tiles.replace(causal=False, q_positions=None, kv_positions=None), $of_tiles)",
+        "($of_tiles.replace(causal=False, q_positions=None, kv_positions=None),) * 2",
+        IN_PLACE,
+    ),
+    Fault(
+        "in place: runs of any length",
+        "in_place:kernels_of",
+        "$mask.causal and $run % $kernels.tile",
+        "False",
+        f"{IN_PLACE} -k which_calls",
+    ),
+    Fault(
+        "in place: positions of the caller's own are those of the order",
+        "in_place:kernels_of",
+        "_PLACES if $order.carried else set()",
+        "_PLACES",
+        f"{IN_PLACE} -k which_calls",
+    ),
+    Fault(
+        "in place: padding of keys is not zero",
+        "in_place:forward",
+        "_without_padding($local, queries=False)",
+        "$local",
+        IN_PLACE,
+    ),
+    Fault(
+        "in place: padding of queries is not zero",
+        "in_place:backward",
+        "_without_padding($local, queries=True)",
+        "$local",
+        IN_PLACE,
+    ),
+    Fault(
+        "in place: gradients of keys that came before are lost",
+        "in_place:backward.pull",
+        "$x + $grads[$n]",
+        "$grads[$n]",
+        IN_PLACE,
+    ),
+    Fault(
+        "in place: the gradient of queries has no scale",
+        "Hops.of_query",
+        "$sums * self._scale($sums)",
+        "$sums",
+        IN_PLACE,
+    ),
+    Fault(
+        "in place: lowered elsewhere, a hop is not merged",
+        "flash_attention/hops:Hops.attend.merged",
+        "merge($sofar[0], $sofar[1], $out, $lse)",
+        "($out.astype(jnp.float32), $lse)",
+        f"{IN_PLACE} -k lowered_elsewhere",
+    ),
+    Fault(
+        "in place: lowered elsewhere, the gradient of queries is scaled twice",
+        "flash_attention/hops:Hops.pull.merged",
+        "$grads['query'] / self._scale($query)",
+        "$grads['query']",
+        f"{IN_PLACE} -k lowered_elsewhere",
+    ),
+    Fault(
+        "in place: any capability",
+        "triton_hops:fitting",
+        "compute_capability() != 90",
+        "False",
+        f"{IN_PLACE} -k no_hopper",
+    ),
+    Fault(
+        "in place: wide heads too",
+        "triton_hops:fitting",
+        "$widest > TILE",
+        "False",
+        f"{IN_PLACE} -k which_calls",
+    ),
+    Fault(
+        "in place: gradients of keys go home one by one",
+        "in_place:backward.pull",
+        "jax.lax.optimization_barrier($added)",
+        "$added",
+        f"{TRANSFERS} -k h200-packed-zigzag",
     ),
     Fault(
         "a hop is merged twice",

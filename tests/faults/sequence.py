@@ -109,7 +109,7 @@ FAULTS = (
     ),
     Fault(
         "gathered keys that were put in order are taken to lie as the ranks have them",
-        "Local._mask_of",
+        "Local.mask_of",
         "$every if $holders is None else $order.positions($holders, $length)[..., $part]",
         "$order.positions(jnp.arange(self.ranks) if $holders is None else $holders, $length)",
         f"{SEQUENCE} -k all_gather",
@@ -121,7 +121,7 @@ FAULTS = (
         "$x",
         f"{SEQUENCE} -k all_gather",
     ),
-    Fault("merge without rescale", "local:merge", "$out * $a[..., None]", "$out", SEQUENCE),
+    Fault("merge without rescale", "softmax:merge", "$out * $a[..., None]", "$out", SEQUENCE),
     Fault(
         "ring counts the sink twice",
         "attention:_forward",
@@ -150,7 +150,7 @@ FAULTS = (
     ),
     Fault(
         "positions not permuted",
-        "Local._mask_of",
+        "Local.mask_of",
         "$order.positions(exchange.rank(self.axis), $length)",
         "jnp.arange(self.query.shape[1]) + exchange.rank(self.axis) * self.query.shape[1]",
         SEQUENCE,

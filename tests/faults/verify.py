@@ -40,7 +40,7 @@ FAULTS = (
     ),
     Fault(
         "a plan: segment ids stop at a rank",
-        "Local._mask_of",
+        "Local.mask_of",
         "$mask = map_data(self.mask, $of_field)",
         "$mask = map_data(self.mask, $of_field).replace(q_segment_ids=None, kv_segment_ids=None)",
         HALO,
@@ -54,7 +54,7 @@ FAULTS = (
     ),
     Fault(
         "a plan: a merge forgets the weight of the keys before",
-        "local:merge",
+        "softmax:merge",
         "$out * $a[..., None]",
         "$out",
         HALO,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from grid import FLOOR, error
 from hopper import on_a_gpu
-from hopper_attention import THREE, at, calls, hold, ours, outcome
+from hopper_attention import THREE, at, calls, hold, hold_hops, ours, outcome
 from hopper_attention import arrays as made_arrays
 
 from kernels import MaskInfo
@@ -136,6 +136,21 @@ def test_other_rows_of_the_batch_are_not_read(width):
         np.testing.assert_array_equal(np.float32(clean[name][0]), np.float32(other[name][0]), err_msg=name)
     # Summed in any order: not the same bits.
     assert error(other["query"][0], clean["query"][0]) <= FLOOR["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "widths", "dtype", "options"),
+    [
+        (256, (2, 1), (64, 64), "bfloat16", {}),
+        (2048, (8, 2), (128, 128), "bfloat16", {}),
+        (4096, (8, 8), (64, 64), "float16", {"logits_soft_cap": 3.0}),
+        (1024, (6, 3), (128, 64), "bfloat16", {"softmax_scale": 0.3}),
+        (1024, (4, 1), (96, 96), "bfloat16", {}),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_hops_add_in_place(length, heads, widths, dtype, options, rank):
+    hold_hops(length, heads, widths, dtype, options, rank=rank, again=2)
 
 
 @pytest.mark.parametrize("width", [128, 256])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from grid import FLOOR, error
 from hopper import interpreted
-from hopper_attention import THREE, arrays, at, calls, hold, ours
+from hopper_attention import THREE, arrays, at, calls, hold, hold_hops, ours
 
 from kernels import MaskInfo
 from kernels.engines.attention import triton_calls
@@ -64,6 +64,18 @@ def test_lengths_and_groups_of_heads(lengths, heads, kind):
     if lengths[0] == 1:  # of few queries the plain kernels are chosen
         cfg = triton_gpu.warp_specialized_tiles(*widths, 2, 0.1, None)
     hold(arrays(B, lengths, heads, widths, "float16"), MaskInfo(causal=True), {}, cfg=cfg)
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "widths", "dtype", "options", "rank"),
+    [
+        (256, (2, 1), (64, 64), "bfloat16", {}, 0),
+        (512, (2, 2), (128, 128), "float16", {"logits_soft_cap": 3.0}, 1),
+        (256, (2, 1), (128, 64), "bfloat16", {"softmax_scale": 0.3}, 1),
+    ],
+)
+def test_hops_add_in_place(length, heads, widths, dtype, options, rank):
+    hold_hops(length, heads, widths, dtype, options, rank=rank)
 
 
 @pytest.mark.parametrize(("in_use", "kind"), [(0, "128"), (2**30, "128"), (2**30, "192")])

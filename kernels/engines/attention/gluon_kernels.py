@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.engines.attention.gluon_outputs import ROWS, merge, store, store_sums
 from kernels.engines.attention.gluon_parts import (
     BLOCK,
     ends_of,
@@ -37,8 +38,6 @@ from kernels.engines.attention.gluon_parts import (
 )
 from kernels.engines.attention.triton_parts import LN2, LOG2E
 from kernels.toolchains.gluon import SWIZZLED, after, claim_tile, make_tile_queue, next_tile
-
-ROWS = gl.constexpr(64)  # rows of a warpgroup: the minimum of one instruction
 
 
 @gluon.constexpr_function
@@ -210,20 +209,6 @@ def _logits(q, k_tiles, stage, zeros):
 
 
 @gluon.jit
-def _store_out(out_ptr, out, tile, b, n, row, O: gl.constexpr, FIRST: gl.constexpr):
-    """Stores the output of a warpgroup, or its columns from FIRST on, through a tile that held its queries, so that
-    each thread writes 16 contiguous bytes."""
-    WIDTH: gl.constexpr = out.shape[1]
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    tile.store(out)
-    out = tile.load(WIDE)
-    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
-    cols = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
-    where = ((b * O.T + rows).to(gl.int64) * O.N + n) * O.HV
-    gl.store(out_ptr + where[:, None] + cols[None, :], out, mask=(rows < O.T)[:, None] & (cols < O.HV)[None, :])
-
-
-@gluon.jit
 def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turns_phase, O: gl.constexpr,
                  STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     """Computes attention for a warpgroup's queries; returns the next stage, its phase, and the next turn's phase."""
@@ -301,15 +286,21 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
         stage, phase = after(stage, phase, STAGES)
     nonempty = row_sum != 0  # true for NaN too, so that lse becomes NaN
     row_sum = gl.where(nonempty, row_sum, 1.0)
-    lse = gl.where(nonempty, (row_max * UNIT + gl.log2(row_sum)) * LN2, float("-inf"))
-    gl.store(lse_ptr + (b * O.T + qi) * O.N + n, lse, mask=qi < O.T)
-    out = (acc / gl.convert_layout(row_sum, ROW_OF_SUMS)[:, None]).to(dtype)
-    if O.BLOCK_V <= q[0].shape[1]:
-        _store_out(out_ptr, out, q[0].slice(0, O.BLOCK_V, 1), b, n, row, O, 0)
+    lse = gl.where(nonempty, row_max * UNIT + gl.log2(row_sum), float("-inf"))
+    if O.MERGE:
+        if last > first:  # else all stays as it is
+            merge(lse_ptr, out_ptr, lse, acc / gl.convert_layout(row_sum, ROW_OF_SUMS)[:, None], b, n, qi, row, O)
     else:
-        left, right = out.reshape([ROWS, 2, O.BLOCK_V // 2]).permute((0, 2, 1)).split()
-        _store_out(out_ptr, left, q[0], b, n, row, O, 0)
-        _store_out(out_ptr, right, q[1], b, n, row, O, O.BLOCK_V // 2)
+        gl.store(lse_ptr + (b * O.T + qi) * O.N + n, lse * LN2, mask=qi < O.T)
+        out = acc / gl.convert_layout(row_sum, ROW_OF_SUMS)[:, None]
+        if out_ptr.dtype.element_ty == gl.float32:
+            store_sums(out_ptr, out, b, n, row, O)
+        elif O.BLOCK_V <= q[0].shape[1]:
+            store(out_ptr, out.to(dtype), q[0].slice(0, O.BLOCK_V, 1), b, n, row, O, 0)
+        else:
+            left, right = out.to(dtype).reshape([ROWS, 2, O.BLOCK_V // 2]).permute((0, 2, 1)).split()
+            store(out_ptr, left, q[0], b, n, row, O, 0)
+            store(out_ptr, right, q[1], b, n, row, O, O.BLOCK_V // 2)
     return stage, phase, turns_phase
 
 
@@ -330,8 +321,8 @@ def warp_specialized_fwd_kernel(
     sink_ptr,
     q_rope_desc,  # [B, T, N, Hr] or None: the last tile of columns of queries, if it is an array of its own
     k_rope_desc,  # [B, S, 1, Hr] or None: that of keys, which all heads share
-    out_ptr,
-    lse_ptr,
+    out_ptr,  # [B, T, N, HV], of the dtype of the queries or float32; with O.MERGE float32, an input too
+    lse_ptr,  # [B, T, N] float32; likewise
     O: gl.constexpr,  # `Options`, with a BLOCK_Q of 64 per consumer warpgroup
     HEADS: gl.constexpr,  # heads that run side by side
     STAGES: gl.constexpr,

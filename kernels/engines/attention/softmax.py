@@ -1,4 +1,4 @@
-"""The residuals of attention's softmax: any variant recomputes its weights from one number per row."""
+"""Attention's softmax in parts: weights follow from one number of each row, and by it two sets of keys merge."""
 
 from __future__ import annotations
 
@@ -25,3 +25,14 @@ def sink_gradient(softmax_aux: jax.Array, lse: jax.Array, delta: jax.Array) -> j
     some = (lse != -jnp.inf)[..., None]  # lse = -inf means no keys and no finite sink: weight 0
     weight = jnp.exp(softmax_aux.astype(jnp.float32)[None, None] - jnp.where(some, lse[..., None], 0))
     return -jnp.sum(jnp.where(some, weight * delta[..., None], 0), axis=(0, 1))
+
+
+def merge(out: jax.Array, lse: jax.Array, new_out: jax.Array, new_lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns attention over two disjoint sets of keys from that over each: (out [..., H], lse [...]), float32.
+
+    lse = -inf is a set in which a row sees no key; two of them give 0 and -inf.
+    """
+    both = jnp.logaddexp(lse, new_lse)
+    anchor = jnp.where(both == -jnp.inf, 0, both)
+    a, b = jnp.exp(lse - anchor), jnp.exp(new_lse - anchor)
+    return out * a[..., None] + new_out.astype(jnp.float32) * b[..., None], both

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -45,9 +46,11 @@ class Call(NamedTuple):
     arrays: dict[str, Any]
     options: dict[str, Any]
     mask: MaskInfo
+    of_tiles: MaskInfo | None = None  # which tiles meet, where tiles decide more than is compared pair by pair
 
     def spans(self, q_block: int, k_block: int) -> tuple[jax.Array, jax.Array]:
-        by_query, by_key = spans(self.mask, self.options["T"], self.options["S"], q_block, k_block)
+        mask = self.mask if self.of_tiles is None else self.of_tiles
+        by_query, by_key = spans(mask, self.options["T"], self.options["S"], q_block, k_block)
         return jnp.asarray(by_query), jnp.asarray(by_key)
 
     def launch(
@@ -80,13 +83,25 @@ class Call(NamedTuple):
             arrays={**self.arrays, "index_ptr": index, "order_ptr": order}, options={**self.options, **lists}
         )
 
-    def launch_with(self, kernel: Any, first: tuple, spans: jax.Array, blocks: tuple[int, int], **rest: Any):
-        """The same, with the launch options in `rest`."""
+    def launch_with(
+        self,
+        kernel: Any,
+        first: tuple,
+        spans: jax.Array,
+        blocks: tuple[int, int],
+        *,
+        aliases: Mapping[str, int] | None = None,
+        **rest: Any,
+    ):
+        """The same, with the launch options in `rest`; `aliases` has inputs, by name, and the outputs in their memory."""
         q_block, k_block = blocks
         options = Options(**self.options, SPAN_BATCH=_stride(spans, 0), BLOCK_Q=q_block, BLOCK_K=k_block)
         names = [p.name for p in kernel.params if not p.is_constexpr]
-        arrays = {name: value for name, value in self.arrays.items() if name in names}
-        return triton_launch(kernel, *first, spans, O=options, **(arrays | rest))
+        arrays = {name: value for name, value in self.arrays.items() if name in names} | rest
+        if aliases:
+            inputs = names[: len(first) + 1] + [n for n in names[len(first) + 1 :] if arrays.get(n) is not None]
+            arrays["input_output_aliases"] = {inputs.index(name): output for name, output in aliases.items()}
+        return triton_launch(kernel, *first, spans, O=options, **arrays)
 
 
 def _stride(x: Any, dim: int) -> int:
@@ -183,11 +198,15 @@ def warp_specialized_forward(
     key: jax.Array,
     value: jax.Array,
     rope: tuple[jax.Array, jax.Array] | None = None,
+    sofar: tuple[jax.Array, jax.Array] | None = None,
+    dtype: Any = None,
     **rest: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) of the Hopper forward with the tiles `params`.
 
     Args:
+      sofar: (out, lse) over other keys, float32, with which those of these keys are merged, in the same memory.
+      dtype: of the output, that of the queries or float32.
       rope: (query [B, T, N, Hr], key [B, S, 1, Hr]), the last columns of each head, where `query` and `key` lack them.
         `splits` says when the kernel takes them.
       rest: the inputs and launch options that follow from the operation.
@@ -199,6 +218,12 @@ def warp_specialized_forward(
     wide = triton.cdiv(options["H"], width) * width
     names = "q_rope_desc", "k_rope_desc"
     arrays = zip(names, rope or (None, None), (ROWS_OF_WARPGROUP, k_block), strict=True)
+    rest |= {name: None if x is None else block_of(x, rows, width) for name, x, rows in arrays}
+    aliases = {"turn_ptr": 2}
+    if sofar is not None:
+        rest |= {"out_ptr": sofar[0], "lse_ptr": sofar[1]}
+        aliases |= {"out_ptr": 0, "lse_ptr": 1}
+        call = call._replace(options={**options, "MERGE": True})
     out, lse, _ = call.launch_with(
         warp_specialized_fwd_kernel,
         (
@@ -209,13 +234,12 @@ def warp_specialized_forward(
         ),
         call.spans(*blocks)[0],
         blocks,
-        **{name: None if x is None else block_of(x, rows, width) for name, x, rows in arrays},
         out_shape=(
-            jax.ShapeDtypeStruct((B, T, N, options["HV"]), query.dtype),
+            jax.ShapeDtypeStruct((B, T, N, options["HV"]), query.dtype if dtype is None else dtype),
             jax.ShapeDtypeStruct((B, T, N), jnp.float32),
             jax.ShapeDtypeStruct((1,), jnp.int32),
         ),
-        input_output_aliases={0: 2},
+        aliases=aliases,
         grid=(min(triton.cdiv(T, q_block) * N * B, MULTIPROCESSORS),),
         HEADS=next(n for n in SIDE_BY_SIDE if N % n == 0),
         STAGES=params.num_stages,

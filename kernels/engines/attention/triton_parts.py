@@ -26,7 +26,8 @@ class Options:
     Names are those of the contract. `THRESHOLD` and `FACTOR` are for dropout: the limit of the random bits, and the
     scale of a weight that is not dropped. `EXACT` makes the Hopper kernels compute tanh to float32 rounding. The ends
     of a `KeyRange` are (POSITION, absolute position), (OFFSET, from the query's own position), (ROW, index into the
-    array of ends), or None if unbounded. `LIST_BATCH` and `LIST_HEAD` are strides of the lists of tiles.
+    array of ends), or None if unbounded. `LIST_BATCH` and `LIST_HEAD` are strides of the lists of tiles. `MERGE` is whether
+    the Hopper forward finds attention over other keys in its outputs, and merges its own with that.
     """
 
     B: int
@@ -69,6 +70,7 @@ class Options:
     BLOCK_V: int
     LIST_BATCH: int = 0
     LIST_HEAD: int = 0
+    MERGE: bool = False
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from kernels.ops.flash_attention.functions import (
     flash_attention_backward,
     scaled_dot_product_attention,
 )
+from kernels.ops.flash_attention.hops import hops_of
 
 __all__ = [
     "FlashAttentionConfig",
@@ -15,6 +16,7 @@ __all__ = [
     "expand_dropout_seed",
     "flash_attention",
     "flash_attention_backward",
+    "hops_of",
     "op",
     "scaled_dot_product_attention",
 ]

@@ -118,7 +118,11 @@ def forward(
     return call.launch(forward_kernel, *plain, out_shape=out, grid=grid, **rest)
 
 
-def _warp_specialized_gradients(call: Call, saved: Saved, query, key, value, params: Any) -> dict[str, jax.Array]:
+def warp_specialized_gradients(
+    call: Call, saved: Saved, query, key, value, params: Any, sums: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (`sums`, float32 like the queries, with the gradient of the queries over their scale added in its place; those of
+    the keys and of the values)."""
     (B, T), (S, K) = query.shape[:2], key.shape[1:3]
     q_block, k_block = blocks = params.q_blocksize, params.kv_blocksize
     wide, tall = call.options["BLOCK_H"], call.options["BLOCK_V"]
@@ -127,7 +131,6 @@ def _warp_specialized_gradients(call: Call, saved: Saved, query, key, value, par
         tensor_descriptor(x, x.shape, (1, q_block), ROW_OF_STATISTICS.value)
         for x in statistics_by_head(call, saved, length)
     )
-    sums = jnp.zeros(query.shape, jnp.float32)
     if wide <= 128:
         kernel, columns, how = warp_specialized_bwd_kernel, wide, {"num_warps": 8, "PRODUCER_REGISTERS": 24}
     else:  # as many columns as TMA swizzles; registers chosen so that products are not serialised and little spills
@@ -154,14 +157,13 @@ def _warp_specialized_gradients(call: Call, saved: Saved, query, key, value, par
             jax.ShapeDtypeStruct(value.shape, value.dtype),
             jax.ShapeDtypeStruct(query.shape, jnp.float32),
         ),
-        input_output_aliases={0: 2},
+        aliases={"dq_desc": 2},
         grid=(triton.cdiv(S, k_block) * K * B,),
         work=work_of(query, key, value, call.mask, (3, 2)),
         STAGES=params.num_stages,
         **how,
     )
-    d_query = (d_query * call.options["SCALE"]).astype(query.dtype)
-    return {"query": d_query, "key": d_key, "value": d_value}
+    return d_query, d_key, d_value
 
 
 def backward(
@@ -192,7 +194,10 @@ def backward(
     (B, T, N, _), S, K = query.shape, *key.shape[1:3]
     params = _params(call, cfg.bwd_params, query.dtype.itemsize)
     if params.num_warps == WARP_SPECIALIZED:
-        gradients = _warp_specialized_gradients(call, saved, query, key, value, params)
+        sums = jnp.zeros(query.shape, jnp.float32)
+        sums, d_key, d_value = warp_specialized_gradients(call, saved, query, key, value, params, sums)
+        d_query = (sums * call.options["SCALE"]).astype(query.dtype)
+        gradients = {"query": d_query, "key": d_key, "value": d_value}
         if softmax_aux is not None:
             gradients["softmax_aux"] = sink_gradient(softmax_aux, saved.lse, saved.delta)
         return gradients

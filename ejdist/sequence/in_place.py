@@ -1,0 +1,93 @@
+"""A ring by kernels that add what a hop brings to what there is, in its place: no pass over memory merges it, and a hop at
+which a rank has no work is an empty launch. Where a backend has no such kernels, or a call asks for more, `hops.py` has what a
+hop does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejdist.sequence.hops import is_own, over_hops
+from ejdist.sequence.local import Local
+from kernels.engines.attention.masks import MaskInfo
+from kernels.framework.dispatch import vary_alike
+from kernels.framework.padding import zeroed
+from kernels.ops.flash_attention import hops_of
+from kernels.ops.flash_attention import op as flash
+
+# Fields of a mask that such kernels need not compare pair by pair, or can.
+_PLAIN = {"causal", "q_segment_ids", "kv_segment_ids"}
+_PLACES = {"q_positions", "kv_positions"}
+
+
+def kernels_of(local: Local) -> Any:
+    """Returns the kernels for the hops of a call, see `hops_of`; None where there are none, or where of two tiles of different
+    ranks some pairs would be in causal order and others not."""
+    mask, order = local.mask, local.static.order
+    extra = set(mask.used) - _PLAIN - (_PLACES if order.carried else set())
+    if local.ranks == 1 or local.static.op is not flash or local.own.keys() != {"query"} or extra:
+        return None
+    length = local.query.shape[1] * local.ranks
+    run = length // order.multiple if order.in_parts else order.stripe
+    arguments = {**local.own, **local.keys, **dict(local.static.options)}
+    kernels = hops_of(flash.bind(**arguments, mask=_masks(local, 1)[0]), local.static.platform, local.static.cfg)
+    return None if kernels is None or (mask.causal and run % kernels.tile) else kernels
+
+
+def _masks(local: Local, hop: Any) -> tuple[MaskInfo, MaskInfo]:
+    """Returns the masks of this rank's queries over the keys that are here at a hop: what is compared pair by pair, and which
+    tiles meet. Of a rank's own tokens places tell causal order, and of another's whole tiles do."""
+    every = local.every
+    if is_own(hop):
+        pairs = local.mask_of(local.holder(hop), every, every, positions=False)
+        pairs = pairs.replace(q_positions=None, kv_positions=None)
+        return pairs, pairs
+    of_tiles = local.mask_of(local.holder(hop), every, every, positions=local.mask.causal)
+    return of_tiles.replace(causal=False, q_positions=None, kv_positions=None), of_tiles
+
+
+def forward(local: Local, kernels: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns (out, lse), float32, over the keys of all ranks."""
+    local = _without_padding(local, queries=False)
+
+    def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any) -> tuple[Any, Any]:
+        if sofar is None and not is_own(hop):
+            shape = (*local.query.shape[:3], local.sizes["Hv"])
+            sofar = local.full(shape), local.full(shape[:3], -jnp.inf)
+        with jax.named_scope("hop"):
+            sofar = kernels.attend(local.query, keys["key"], keys["value"], *_masks(local, hop), sofar)
+        return vary_alike(sofar, local.query), travel
+
+    return over_hops(local, attend)[0]
+
+
+def backward(local: Local, saved: dict[str, jax.Array], kernels: Any) -> dict[str, jax.Array]:
+    """Returns the gradients by name, float32 or in the dtype of the keys."""
+    local = _without_padding(local, queries=True)
+    ids = local.mask.q_segment_ids
+    saved = {n: x if n == "lse" else zeroed(x, ids) for n, x in saved.items()}
+
+    def pull(hop: Any, keys: dict[str, jax.Array], sums: Any, travel: Any) -> tuple[Any, Any]:
+        sums = local.full(local.query.shape) if sums is None else sums
+        with jax.named_scope("hop"):
+            made = kernels.pull(saved, local.query, keys["key"], keys["value"], *_masks(local, hop), sums)
+        sums, d_key, d_value = vary_alike(made, local.query)
+        grads = {"key": d_key.astype(jnp.float32), "value": d_value.astype(jnp.float32)}
+        added = grads if travel is None else {n: x + grads[n] for n, x in travel.items()}
+        # Together, or the compiler sends keys on their way home beside values that have not arrived yet.
+        return sums, jax.lax.optimization_barrier(added)
+
+    sums, travel = over_hops(local, pull)
+    return {"query": kernels.of_query(sums), **travel}
+
+
+def _without_padding(local: Local, queries: bool) -> Local:
+    """Returns it with zeros in the padding of its keys, and of its queries; once, for all hops."""
+    ids = local.own_mask.kv_segment_ids
+    keys = {n: zeroed(x, ids) for n, x in local.keys.items()}
+    own = {"query": zeroed(local.query, local.mask.q_segment_ids)} if queries else local.own
+    return replace(local, own=own, keys=keys)

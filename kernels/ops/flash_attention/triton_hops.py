@@ -1,0 +1,79 @@
+"""The hops of a ring on Hopper, see `hops.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.triton_calls import (
+    WARP_SPECIALIZED,
+    Call,
+    prepare,
+    warp_specialized_forward,
+    work_of,
+)
+from kernels.framework.config import KernelConfig
+from kernels.framework.execute import Saved
+from kernels.ops.flash_attention.triton_gpu import warp_specialized_gradients
+from kernels.toolchains.triton import compute_capability
+
+TILE = 128  # queries and keys: the largest tile of either direction
+
+
+def fitting(call: Any, cfg: KernelConfig) -> KernelConfig | None:
+    """Returns the configuration of the hops of calls like this one, from that of a call by itself; None where that is not of
+    Hopper's kernels, or heads are wider than a tile."""
+    try:
+        if compute_capability() != 90:
+            return None
+    except RuntimeError:  # no GPU is here, and nobody compiles for one
+        return None
+    forward, backward = cfg.fwd_params, cfg.bwd_params
+    widest = max(call.dims["H"], call.dims["Hv"])
+    if {forward.num_warps, backward.num_warps} != {WARP_SPECIALIZED} or widest > TILE:
+        return None
+    return replace(cfg, fwd_params=replace(forward, q_blocksize=TILE))
+
+
+def _prepared(
+    query: Any, key: Any, value: Any, mask: MaskInfo, of_tiles: MaskInfo, options: dict[str, Any], cfg: KernelConfig
+) -> Call:
+    scale, cap = options["softmax_scale"], options["logits_soft_cap"]
+    call = prepare(query, key, value, mask, None, None, None, scale, cap, 0.0, cfg)
+    return call._replace(of_tiles=of_tiles.resolved())
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: MaskInfo,
+    of_tiles: MaskInfo,
+    sofar: tuple[jax.Array, jax.Array] | None,
+    options: dict[str, Any],
+    cfg: KernelConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """As `Hops.attend`."""
+    call = _prepared(query, key, value, mask, of_tiles, options, cfg)
+    how = {"sofar": sofar, "dtype": jnp.float32, "sink_ptr": None, "work": work_of(query, key, value, mask, (1, 1))}
+    return warp_specialized_forward(call, cfg.fwd_params, query, key, value, **how)
+
+
+def pull(
+    saved: dict[str, jax.Array],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: MaskInfo,
+    of_tiles: MaskInfo,
+    sums: jax.Array,
+    options: dict[str, Any],
+    cfg: KernelConfig,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `Hops.pull`."""
+    call = _prepared(query, key, value, mask, of_tiles, options, cfg)
+    return warp_specialized_gradients(call, Saved(saved), query, key, value, cfg.bwd_params, sums)

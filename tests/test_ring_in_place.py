@@ -1,0 +1,156 @@
+"""A ring by kernels that add in place: Hopper's, interpreted, over two and four ranks, beside one device."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grid import error
+from hopper import interpreted
+
+import kernels
+from ejdist import make_mesh, ring_attention
+from ejdist.documents import places
+from ejdist.order import Order
+from ejdist.sequence import in_place
+from kernels import MaskInfo
+from kernels.engines.attention import triton_calls
+from kernels.engines.attention.pairs import keys_at
+from kernels.ops.flash_attention import op
+
+HEADS, KEY_HEADS = 2, 1
+AT = jnp.arange(512, dtype=jnp.int32)[None]
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    with interpreted(monkeypatch, op, triton_calls):
+        yield
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Which calls found kernels, in turn."""
+    found, kernels_of = [], in_place.kernels_of
+
+    def look(local):
+        found.append(kernels_of(local))
+        return found[-1]
+
+    monkeypatch.setattr(in_place, "kernels_of", look)
+    return found
+
+
+def floats(length, width, value_width):
+    rng = np.random.default_rng(3)
+    shapes = {"q": (1, length, HEADS, width), "k": (1, length, KEY_HEADS, width)}
+    shapes |= {"v": (1, length, KEY_HEADS, value_width), "d_out": (1, length, HEADS, value_width)}
+    return {n: jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for n, s in shapes.items()}
+
+
+def documents(length, kind):
+    """Returns segment ids [1, T]: one document, several and padding, or None."""
+    ids = {"none": None, "one": np.zeros(length), "packed": np.arange(length) * 5 // length}[kind]
+    if ids is None:
+        return None
+    return jnp.asarray(np.where(np.arange(length) < length - 70 * (kind == "packed"), ids, -1)[None], jnp.int32)
+
+
+def everything(attend, arrays, *rest):
+    """Returns out and the gradients, by name."""
+    out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, *rest), *(arrays[n] for n in "qkv"))
+    return {"out": out, **dict(zip("qkv", pull(arrays["d_out"]), strict=True))}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "kind", "widths", "options"),
+    [
+        ("zigzag", 2, "packed", (64, 64), {}),
+        ("zigzag", 2, "none", (128, 64), {"logits_soft_cap": 3.0}),
+        ("striped", 4, "packed", (64, 64), {}),
+        ("balanced", 2, "packed", (64, 64), {}),
+        ("contiguous", 4, "one", (64, 64), {"softmax_scale": 0.3}),
+        ("contiguous", 2, "packed", (64, 64), {"causal": False}),
+        ("striped", 2, "one", (64, 64), {"softmax_aux": jnp.ones(HEADS)}),
+        pytest.param("zigzag", 4, "packed", (128, 128), {}, marks=pytest.mark.slow),
+        pytest.param("balanced", 4, "packed", (128, 128), {}, marks=pytest.mark.slow),
+        pytest.param("striped", 4, "packed", (64, 64), {"causal": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_numbers_of_one_device(hopper, taken, name, ranks, kind, widths, options):
+    hold(taken, name, ranks, kind, widths, options, "triton")
+
+
+def test_a_program_for_hopper_that_is_lowered_elsewhere_merges(taken):
+    with kernels.compile_for(90):
+        hold(taken, "zigzag", 4, "packed", (64, 64), {}, None)
+
+
+def hold(taken, name, ranks, kind, widths, options, platform):
+    """Out and all gradients over ranks are those of one device."""
+    order = Order(name, ranks, 128 if name in ("striped", "balanced") else 1)
+    length = ranks * (128 if name == "contiguous" else 256)
+    arrays, ids, options = floats(length, *widths), documents(length, kind), {"causal": True} | options
+    rules = MaskInfo(causal=options["causal"])
+    of_ids = {} if ids is None else {"q_segment_ids": ids, "kv_segment_ids": ids}
+    wide = {n: x.astype(jnp.float32) for n, x in arrays.items()}
+    wanted = everything(lambda q, k, v: kernels.flash_attention(q, k, v, platform="xla", **options, **of_ids), wide)
+
+    index = None
+    if order.carried:
+        index = order.text_indices(np.where(np.asarray(ids) >= 0, keys_at(rules, places(np.asarray(ids[0])))[None], 0))
+        of_ids |= {"q_positions": jnp.asarray(index), "kv_positions": jnp.asarray(index)}
+
+    def moved(x):
+        return order.permute(x, index=index)
+
+    if ids is not None:  # what lies in padding reaches nothing
+        arrays = {n: jnp.where((ids < 0)[..., None, None], jnp.nan, x) for n, x in arrays.items()}
+    mine = {n: moved(x) if n.endswith("segment_ids") else x for n, x in of_ids.items()}
+    how = {"mesh": make_mesh(sp=ranks), "order": order, "platform": platform, **options}
+    made = jax.jit(lambda arrays: everything(lambda q, k, v: ring_attention(q, k, v, **how, **mine), arrays))(
+        {n: moved(x) for n, x in arrays.items()}
+    )
+    assert taken and None not in taken
+    for n, x in made.items():
+        assert error(order.inverse(x, index=index), wanted[n]) < 2e-2, n
+
+
+CAUSAL = {"causal": True}
+
+
+@pytest.mark.parametrize(
+    ("order", "length", "width", "options", "found"),
+    [
+        (Order("zigzag", 2), 512, 128, CAUSAL, True),
+        (Order("zigzag", 2), 512, 128, {**CAUSAL, "softmax_aux": jnp.ones(HEADS)}, True),  # sinks join after all keys
+        (Order("zigzag", 2), 256, 128, CAUSAL, False),  # runs of 64 tokens: of a tile of two runs some pairs are hidden
+        (Order("zigzag", 2), 256, 128, {}, True),  # where nothing is causal runs do not matter
+        (Order("striped", 2, 128), 512, 128, CAUSAL, True),
+        (Order("striped", 2, 64), 512, 128, CAUSAL, False),
+        (Order("contiguous", 1), 512, 128, CAUSAL, False),
+        (Order("zigzag", 2), 512, 136, CAUSAL, False),  # the kernel of wide heads leaves no registers to merge
+        (Order("zigzag", 2), 512, 100, CAUSAL, False),  # not one that TMA loads
+        (Order("zigzag", 2), 512, 128, {**CAUSAL, "sliding_window": 300}, False),
+        (Order("zigzag", 2), 512, 128, {**CAUSAL, "deterministic": True}, False),
+        (Order("zigzag", 2), 512, 128, {**CAUSAL, "dropout_prob": 0.1, "dropout_seed": jnp.int32(1)}, False),
+        (Order("zigzag", 2), 512, 128, {**CAUSAL, "alibi_slopes": jnp.ones(HEADS)}, False),
+        (Order("zigzag", 2), 512, 128, {**CAUSAL, "platform": "xla"}, False),
+        (Order("contiguous", 2), 512, 128, {**CAUSAL, "q_positions": AT, "kv_positions": AT}, False),  # any positions
+    ],
+    ids=str,
+)
+def test_which_calls_take_it(taken, order, length, width, options, found):
+    arrays, how = floats(length, width, width), {"mesh": make_mesh(sp=order.shards), "order": order, **options}
+    with kernels.compile_for(90):
+        jax.eval_shape(lambda q, k, v: ring_attention(q, k, v, **how), *(arrays[n] for n in "qkv"))
+    assert [made is not None for made in taken] == [found] or (not taken and not found)
+
+
+@pytest.mark.parametrize("capability", [None, 80])
+def test_no_hopper_no_kernels(taken, capability):
+    arrays, how = floats(512, 64, 64), {"mesh": make_mesh(sp=2), "order": "zigzag", "causal": True}
+    with contextlib.nullcontext() if capability is None else kernels.compile_for(capability):
+        jax.eval_shape(lambda q, k, v: ring_attention(q, k, v, **how), *(arrays[n] for n in "qkv"))
+    assert taken == [None]
