@@ -84,7 +84,7 @@ def ours(mask, options, cfg=None, **x):
     return op(**x, mask=mask, platform="triton", cfg=cfg, **options)
 
 
-def by_hops(mask, options, cfg=None, **x):
+def by_hops(float_of_first, mask, options, cfg=None, **x):
     """As `ours`, of the keys of two ranks one after the other, in place. Of the first, whose queries these are, places tell
     causal order, and of the second whole tiles."""
     half = x["key"].shape[1] // 2
@@ -98,10 +98,9 @@ def by_hops(mask, options, cfg=None, **x):
         return [(x["query"], x["key"][:, s], x["value"][:, s], *m) for s, m in zip(keys, masks, strict=True)]
 
     def forward(x):
-        sofar = None
-        for part in parts(x):
-            sofar = hops.attend(*part, sofar)
-        return sofar[0].astype(x["query"].dtype), sofar[1]
+        first, last = parts(x)
+        sofar = hops.attend(*first, None, float_of_first)
+        return hops.attend(*last, sofar, x["query"].dtype)
 
     def backward(residuals, cotangents):
         x, out, lse = residuals
@@ -131,7 +130,8 @@ def hold_hops(length, heads, widths, dtype, options, *, rank=0, again=0):
     mask = MaskInfo(causal=True, **{n: jnp.asarray(x, jnp.int32) for n, x in zip(names, at_of, strict=True)})
     floats |= {n: zeroed(floats[n], mask.kv_segment_ids) for n in ("key", "value")}
     floats["query"] = zeroed(floats["query"], mask.q_segment_ids)
-    hold(floats, mask, options, mine=by_hops, again=again)
+    for float_of_first in (jnp.float32, dtype):
+        hold(floats, mask, options, mine=functools.partial(by_hops, float_of_first), again=again)
 
 
 def hold(floats, mask, options, *, cfg=None, peer=contract, mine=ours, again=0):

@@ -153,7 +153,7 @@ def test_what_is_sent_is_what_is_declared(name, sizes):
     assert sum(declared.bytes.values()) < sum(heads.bytes.values())
     if name == "ring":  # by the formula: forward and again backward, sums in float32, and home
         (bytes_,) = made.bytes.values()
-        assert bytes_ == 16 * (R + HR) * ((2 * 2 + 4) * 3 + 2)
+        assert bytes_ == 16 * (R + HR) * (2 * 2 * 3 + 4 * 2 + 2)
         assert sent(by_window(scheme, None, "never"), sizes)[0].bytes == heads.bytes
 
 

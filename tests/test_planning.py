@@ -223,7 +223,8 @@ def test_keys_that_are_gathered_come_at_once():
     ring, gathered = (
         predicted(f"{EIGHT} mesh.fsdp=8 mesh.sp=8 sequence.scheme={scheme}") for scheme in ("ring", "all_gather")
     )
-    assert gathered.time.sent["sp"] < ring.time.sent["sp"] and gathered.memory.total >= ring.memory.total
+    # All gradients of keys are sent in float32 there; the last hop of a ring sends them home in bfloat16.
+    assert ring.time.sent["sp"] < gathered.time.sent["sp"] and gathered.memory.total >= ring.memory.total
 
 
 def test_an_exchange_without_rates_of_its_own_is_as_slow_as_it_is_known_to_be():

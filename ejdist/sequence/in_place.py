@@ -29,7 +29,7 @@ def kernels_of(local: Local) -> Any:
     ranks some pairs would be in causal order and others not."""
     mask, order = local.mask, local.static.order
     extra = set(mask.used) - _PLAIN - (_PLACES if order.carried else set())
-    if local.ranks == 1 or local.static.op is not flash or local.own.keys() != {"query"} or extra:
+    if local.ranks == 1 or local.static.op is not flash or local.own.keys() != {"query"} or extra or not local.in_place:
         return None
     length = local.query.shape[1] * local.ranks
     run = length // order.multiple if order.in_parts else order.stripe
@@ -50,39 +50,48 @@ def _masks(local: Local, hop: Any) -> tuple[MaskInfo, MaskInfo]:
     return of_tiles.replace(causal=False, q_positions=None, kv_positions=None), of_tiles
 
 
+def attended(
+    local: Local, kernels: Any, hop: Any, keys: dict[str, jax.Array], sofar: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out, lse) of the keys so far, or of none where that is None, and of those that are here at a hop; out in float32
+    until the last hop. Of two hops the first is rounded, as it would be by itself."""
+    if sofar is None and not is_own(hop):
+        shape = (*local.query.shape[:3], local.sizes["Hv"])
+        sofar = local.full(shape), local.full(shape[:3], -jnp.inf)
+    last = isinstance(hop, int) and hop == local.hops[-1]
+    dtype = local.query.dtype if last or len(local.hops) == 2 else jnp.float32
+    with jax.named_scope("hop"):
+        made = kernels.attend(local.query, keys["key"], keys["value"], *_masks(local, hop), sofar, dtype)
+    return vary_alike(made, local.query)
+
+
+def pulled(
+    local: Local, kernels: Any, saved: dict[str, jax.Array], hop: Any, keys: dict[str, jax.Array], own: Any, sums: Any
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Returns (sums for the gradient of the queries, see `of_query`; the gradients of the keys that are here at a hop), in
+    float32, with the hop's part added; to nothing where they are None."""
+    own = local.full(local.query.shape) if own is None else own["query"]
+    with jax.named_scope("hop"):
+        made = kernels.pull(saved, local.query, keys["key"], keys["value"], *_masks(local, hop), own)
+    own, d_key, d_value = vary_alike(made, local.query)
+    grads = {"key": d_key.astype(jnp.float32), "value": d_value.astype(jnp.float32)}
+    added = grads if sums is None else {n: x + grads[n] for n, x in sums.items()}
+    # Together, or the compiler sends keys on their way home beside values that have not arrived yet.
+    return {"query": own}, jax.lax.optimization_barrier(added)
+
+
 def forward(local: Local, kernels: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns (out, lse), float32, over the keys of all ranks."""
+    """Returns (out in the dtype of the queries, lse) over the keys of all ranks."""
     local = _without_padding(local, queries=False)
-
-    def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any) -> tuple[Any, Any]:
-        if sofar is None and not is_own(hop):
-            shape = (*local.query.shape[:3], local.sizes["Hv"])
-            sofar = local.full(shape), local.full(shape[:3], -jnp.inf)
-        with jax.named_scope("hop"):
-            sofar = kernels.attend(local.query, keys["key"], keys["value"], *_masks(local, hop), sofar)
-        return vary_alike(sofar, local.query), travel
-
-    return over_hops(local, attend)[0]
+    return over_hops(local, lambda hop, keys, sofar, travel: (attended(local, kernels, hop, keys, sofar), travel))[0]
 
 
 def backward(local: Local, saved: dict[str, jax.Array], kernels: Any) -> dict[str, jax.Array]:
     """Returns the gradients by name, float32 or in the dtype of the keys."""
-    local = _without_padding(local, queries=True)
-    ids = local.mask.q_segment_ids
+    local, ids = _without_padding(local, queries=True), local.mask.q_segment_ids
     saved = {n: x if n == "lse" else zeroed(x, ids) for n, x in saved.items()}
-
-    def pull(hop: Any, keys: dict[str, jax.Array], sums: Any, travel: Any) -> tuple[Any, Any]:
-        sums = local.full(local.query.shape) if sums is None else sums
-        with jax.named_scope("hop"):
-            made = kernels.pull(saved, local.query, keys["key"], keys["value"], *_masks(local, hop), sums)
-        sums, d_key, d_value = vary_alike(made, local.query)
-        grads = {"key": d_key.astype(jnp.float32), "value": d_value.astype(jnp.float32)}
-        added = grads if travel is None else {n: x + grads[n] for n, x in travel.items()}
-        # Together, or the compiler sends keys on their way home beside values that have not arrived yet.
-        return sums, jax.lax.optimization_barrier(added)
-
-    sums, travel = over_hops(local, pull)
-    return {"query": kernels.of_query(sums), **travel}
+    own, sums = over_hops(local, lambda *at: pulled(local, kernels, saved, *at))
+    return {"query": kernels.of_query(own["query"]), **sums}
 
 
 def _without_padding(local: Local, queries: bool) -> Local:

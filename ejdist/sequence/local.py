@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -120,6 +120,7 @@ class Local:
     mask: MaskInfo
     own_mask: MaskInfo
     work: jax.Array | None = None
+    in_place: ClassVar[bool] = True  # whether kernels may add to what there is, see `in_place.py`
 
     @property
     def query(self) -> jax.Array:

@@ -102,12 +102,12 @@ class Ring(Scheme):
         if shape.hops:
             passes = shape.forwards + 1  # keys and values travel in the backward too
             sent.add(shape.axis, PERMUTE, passes * keys * shape.hops, 2 * passes * shape.hops)
-            # Their gradients, in float32, follow them by a hop, and go home in the dtype of the keys.
-            sent.add(shape.axis, PERMUTE, (shape.float32 * shape.hops + 1) * keys, 2 * (shape.hops + 1))
+            # Their gradients by other ranks, in float32, follow them by a hop, and go home in the dtype of the keys.
+            sent.add(shape.axis, PERMUTE, (shape.float32 * (shape.hops - 1) + 1) * keys, 2 * shape.hops)
         return sent
 
     def memory(self, shape: AttentionShape) -> SchemeBytes:
-        return _held(shape, sets=2)
+        return _held(shape, sets=3)  # with the gradients that stay at home
 
 
 def _held(shape: AttentionShape, sets: int) -> SchemeBytes:

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.engines.attention.gluon_outputs import ROWS, merge, store, store_sums
+from kernels.engines.attention.gluon_outputs import ROWS, leave
 from kernels.engines.attention.gluon_parts import (
     BLOCK,
     ends_of,
@@ -36,7 +36,7 @@ from kernels.engines.attention.gluon_parts import (
     tile_of,
     weights_of,
 )
-from kernels.engines.attention.triton_parts import LN2, LOG2E
+from kernels.engines.attention.triton_parts import LOG2E
 from kernels.toolchains.gluon import SWIZZLED, after, claim_tile, make_tile_queue, next_tile
 
 
@@ -220,7 +220,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     ROW_OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
     UNIT: gl.constexpr = (O.SCALE if O.CAP is None else O.CAP) * LOG2E
     dtype: gl.constexpr = q[0].dtype
-    lists, masks, sink_ptr, out_ptr, lse_ptr = arrays
+    lists, masks, sink_ptr, sofar, out_ptr, lse_ptr = arrays
     spans_ptr, index_ptr, order_ptr = lists
     q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr = masks
     k_tiles, k_full, k_free = keys
@@ -287,20 +287,12 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     nonempty = row_sum != 0  # true for NaN too, so that lse becomes NaN
     row_sum = gl.where(nonempty, row_sum, 1.0)
     lse = gl.where(nonempty, row_max * UNIT + gl.log2(row_sum), float("-inf"))
-    if O.MERGE:
-        if last > first:  # else all stays as it is
-            merge(lse_ptr, out_ptr, lse, acc / gl.convert_layout(row_sum, ROW_OF_SUMS)[:, None], b, n, qi, row, O)
+    out = acc / gl.convert_layout(row_sum, ROW_OF_SUMS)[:, None]
+    if O.MERGE and sofar[0] is None:  # in place
+        if last > first:
+            leave(lse_ptr, out_ptr, (out_ptr, lse_ptr), lse, out, q, b, n, qi, row, O)
     else:
-        gl.store(lse_ptr + (b * O.T + qi) * O.N + n, lse * LN2, mask=qi < O.T)
-        out = acc / gl.convert_layout(row_sum, ROW_OF_SUMS)[:, None]
-        if out_ptr.dtype.element_ty == gl.float32:
-            store_sums(out_ptr, out, b, n, row, O)
-        elif O.BLOCK_V <= q[0].shape[1]:
-            store(out_ptr, out.to(dtype), q[0].slice(0, O.BLOCK_V, 1), b, n, row, O, 0)
-        else:
-            left, right = out.to(dtype).reshape([ROWS, 2, O.BLOCK_V // 2]).permute((0, 2, 1)).split()
-            store(out_ptr, left, q[0], b, n, row, O, 0)
-            store(out_ptr, right, q[1], b, n, row, O, O.BLOCK_V // 2)
+        leave(lse_ptr, out_ptr, sofar, lse, out, q, b, n, qi, row, O)
     return stage, phase, turns_phase
 
 
@@ -321,8 +313,10 @@ def warp_specialized_fwd_kernel(
     sink_ptr,
     q_rope_desc,  # [B, T, N, Hr] or None: the last tile of columns of queries, if it is an array of its own
     k_rope_desc,  # [B, S, 1, Hr] or None: that of keys, which all heads share
-    out_ptr,  # [B, T, N, HV], of the dtype of the queries or float32; with O.MERGE float32, an input too
-    lse_ptr,  # [B, T, N] float32; likewise
+    sofar_out_ptr,  # [B, T, N, HV] or None: attention over other keys. With O.MERGE and None it is in `out_ptr`, and
+    sofar_lse_ptr,  # [B, T, N] or None: its lse in `lse_ptr`
+    out_ptr,  # [B, T, N, HV], of the dtype of the queries or float32
+    lse_ptr,  # [B, T, N] float32
     O: gl.constexpr,  # `Options`, with a BLOCK_Q of 64 per consumer warpgroup
     HEADS: gl.constexpr,  # heads that run side by side
     STAGES: gl.constexpr,
@@ -341,7 +335,7 @@ def warp_specialized_fwd_kernel(
     lists = spans_ptr, index_ptr, order_ptr
     descs = q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc
     masks = q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr
-    arrays = lists, masks, sink_ptr, out_ptr, lse_ptr
+    arrays = lists, masks, sink_ptr, (sofar_out_ptr, sofar_lse_ptr), out_ptr, lse_ptr
     if _in_turns(O):
         turns = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(WARPGROUPS):

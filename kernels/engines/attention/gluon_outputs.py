@@ -14,7 +14,7 @@ ROWS = gl.constexpr(64)  # rows of a warpgroup: the minimum of one instruction
 
 
 @gluon.jit
-def store(out_ptr, out, tile, b, n, row, O: gl.constexpr, FIRST: gl.constexpr):
+def _store(out_ptr, out, tile, b, n, row, O: gl.constexpr, FIRST: gl.constexpr):
     """Stores the output of a warpgroup, or its columns from FIRST on, through a tile that held its queries, so that
     each thread writes 16 contiguous bytes."""
     WIDTH: gl.constexpr = out.shape[1]
@@ -37,25 +37,35 @@ def _places(out, b, n, row, O: gl.constexpr):
 
 
 @gluon.jit
-def store_sums(out_ptr, out, b, n, row, O: gl.constexpr):
-    """Stores the output of a warpgroup in float32, of which four threads write 32 contiguous bytes."""
-    at, inside = _places(out, b, n, row, O)
-    gl.store(out_ptr + at, out, mask=inside)
-
-
-@gluon.jit
-def merge(lse_ptr, out_ptr, lse, out, b, n, qi, row, O: gl.constexpr):
-    """Merges attention over more keys, its lse in units of log 2, with what is in memory: both in float32, in its place."""
-    lse_ptr += (b * O.T + qi) * O.N + n
-    before = gl.load(lse_ptr, mask=qi < O.T, other=float("-inf")) * LOG2E
+def _merged(sofar, lse, out, b, n, qi, row, O: gl.constexpr):
+    """Returns (lse, out) over these keys and those of `sofar`, (out, lse) in memory; lse is in units of log 2 here."""
+    sofar_out_ptr, sofar_lse_ptr = sofar
+    before = gl.load(sofar_lse_ptr + (b * O.T + qi) * O.N + n, mask=qi < O.T, other=float("-inf")) * LOG2E
     most = gl.maximum(before, lse)
     most = gl.where(most == float("-inf"), 0.0, most)  # rows that have not seen any key yet
     both = most + gl.log2(gl.exp2(before - most) + gl.exp2(lse - most))
-    gl.store(lse_ptr, both * LN2, mask=qi < O.T)
     anchor = gl.where(both == float("-inf"), 0.0, both)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, out.type.layout)
     kept = gl.convert_layout(gl.exp2(before - anchor), BY_ROW)
     added = gl.convert_layout(gl.exp2(lse - anchor), BY_ROW)
     at, inside = _places(out, b, n, row, O)
-    out_before = gl.load(out_ptr + at, mask=inside, other=0.0)
-    gl.store(out_ptr + at, out_before * kept[:, None] + out * added[:, None], mask=inside)
+    before_out = gl.load(sofar_out_ptr + at, mask=inside, other=0.0).to(gl.float32)
+    return both, before_out * kept[:, None] + out * added[:, None]
+
+
+@gluon.jit
+def leave(lse_ptr, out_ptr, sofar, lse, out, q, b, n, qi, row, O: gl.constexpr):
+    """Stores lse, given in units of log 2, and the output of a warpgroup, merged with `sofar` if O.MERGE says so: in float32
+    four threads write 32 contiguous bytes, in fewer bits it goes through the tiles that held the queries."""
+    if O.MERGE:
+        lse, out = _merged(sofar, lse, out, b, n, qi, row, O)
+    gl.store(lse_ptr + (b * O.T + qi) * O.N + n, lse * LN2, mask=qi < O.T)
+    if out_ptr.dtype.element_ty == gl.float32:
+        at, inside = _places(out, b, n, row, O)
+        gl.store(out_ptr + at, out, mask=inside)
+    elif O.BLOCK_V <= q[0].shape[1]:
+        _store(out_ptr, out.to(q[0].dtype), q[0].slice(0, O.BLOCK_V, 1), b, n, row, O, 0)
+    else:
+        left, right = out.to(q[0].dtype).reshape([ROWS, 2, O.BLOCK_V // 2]).permute((0, 2, 1)).split()
+        _store(out_ptr, left, q[0], b, n, row, O, 0)
+        _store(out_ptr, right, q[1], b, n, row, O, O.BLOCK_V // 2)

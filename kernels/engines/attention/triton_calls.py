@@ -131,6 +131,7 @@ def prepare(
     arrays |= {"dense_ptr": dense, "bias_ptr": bias, "slope_ptr": alibi_slopes, "seed_ptr": seed}
     arrays |= {"index_ptr": None, "order_ptr": None}  # lists of tiles, used instead of spans
     arrays |= {"q_rope_desc": None, "k_rope_desc": None}  # columns of heads in arrays of their own
+    arrays |= {"sofar_out_ptr": None, "sofar_lse_ptr": None}  # attention over other keys
     strides = {
         f"{name}_{part}": _stride(x, dim)
         for name, x in (("DENSE", dense), ("BIAS", bias))
@@ -205,7 +206,7 @@ def warp_specialized_forward(
     """Returns (out, lse) of the Hopper forward with the tiles `params`.
 
     Args:
-      sofar: (out, lse) over other keys, float32, with which those of these keys are merged, in the same memory.
+      sofar: (out, lse) over other keys, with which those of these keys are merged; in the same memory if both are float32.
       dtype: of the output, that of the queries or float32.
       rope: (query [B, T, N, Hr], key [B, S, 1, Hr]), the last columns of each head, where `query` and `key` lack them.
         `splits` says when the kernel takes them.
@@ -220,10 +221,14 @@ def warp_specialized_forward(
     arrays = zip(names, rope or (None, None), (ROWS_OF_WARPGROUP, k_block), strict=True)
     rest |= {name: None if x is None else block_of(x, rows, width) for name, x, rows in arrays}
     aliases = {"turn_ptr": 2}
+    dtype = query.dtype if dtype is None else dtype
     if sofar is not None:
-        rest |= {"out_ptr": sofar[0], "lse_ptr": sofar[1]}
-        aliases |= {"out_ptr": 0, "lse_ptr": 1}
         call = call._replace(options={**options, "MERGE": True})
+        if sofar[0].dtype == dtype == jnp.float32:
+            rest |= {"out_ptr": sofar[0], "lse_ptr": sofar[1]}
+            aliases |= {"out_ptr": 0, "lse_ptr": 1}
+        else:
+            rest |= {"sofar_out_ptr": sofar[0], "sofar_lse_ptr": sofar[1]}
     out, lse, _ = call.launch_with(
         warp_specialized_fwd_kernel,
         (
@@ -235,7 +240,7 @@ def warp_specialized_forward(
         call.spans(*blocks)[0],
         blocks,
         out_shape=(
-            jax.ShapeDtypeStruct((B, T, N, options["HV"]), query.dtype if dtype is None else dtype),
+            jax.ShapeDtypeStruct((B, T, N, options["HV"]), dtype),
             jax.ShapeDtypeStruct((B, T, N), jnp.float32),
             jax.ShapeDtypeStruct((1,), jnp.int32),
         ),

@@ -66,20 +66,26 @@ class Hops:
         mask: MaskInfo,
         of_tiles: MaskInfo,
         sofar: tuple[jax.Array, jax.Array] | None,
+        dtype: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns (out [B, T, N, Hv], lse [B, T, N]), float32, over these keys and those of `sofar`, which is overwritten.
+        """Returns (out [B, T, N, Hv], lse [B, T, N] float32) over these keys and those of `sofar`, which is overwritten if its
+        out is float32 and the result's is too.
 
         Args:
           query, key, value: [B, T, N, H], [B, S, K, H], [B, S, K, Hv]; padding of keys and values is zero.
+          dtype: of out: float32 where more is to be merged, or that of the queries.
         """
 
         def merged(query: Any, key: Any, value: Any, mask: Any, of_tiles: Any, sofar: Any) -> Any:
             out, lse = op(query, key, value, mask=of_tiles, **dict(self.options))
-            return (out.astype(jnp.float32), lse) if sofar is None else merge(sofar[0], sofar[1], out, lse)
+            if sofar is not None:
+                out, lse = merge(sofar[0].astype(jnp.float32), sofar[1], out, lse)
+            return out.astype(dtype), lse
 
         shape = *query.shape[:3], value.shape[3]
-        result = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, shape[:3]))
-        return self._apply(self.kernels.attend, merged, result, (query, key, value, mask, of_tiles, sofar))
+        result = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:3], jnp.float32)
+        kernel = partial(self.kernels.attend, dtype=dtype)
+        return self._apply(kernel, merged, result, (query, key, value, mask, of_tiles, sofar))
 
     def pull(
         self,

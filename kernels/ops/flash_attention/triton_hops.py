@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.triton_calls import (
@@ -54,12 +53,13 @@ def attend(
     mask: MaskInfo,
     of_tiles: MaskInfo,
     sofar: tuple[jax.Array, jax.Array] | None,
+    dtype: Any,
     options: dict[str, Any],
     cfg: KernelConfig,
 ) -> tuple[jax.Array, jax.Array]:
     """As `Hops.attend`."""
     call = _prepared(query, key, value, mask, of_tiles, options, cfg)
-    how = {"sofar": sofar, "dtype": jnp.float32, "sink_ptr": None, "work": work_of(query, key, value, mask, (1, 1))}
+    how = {"sofar": sofar, "dtype": dtype, "sink_ptr": None, "work": work_of(query, key, value, mask, (1, 1))}
     return warp_specialized_forward(call, cfg.fwd_params, query, key, value, **how)
 
 
