@@ -33,11 +33,18 @@ def over_hops(local: Local, body: Any) -> tuple[Any, Any]:
         return coming, *body(hop, keys, stay, moved)
 
     state = exchange.shift(local.travelling, axis, hops[0]), None, None
+
+    def travels(state: Any) -> Any:
+        keys, stay, travel = state
+        return keys, stay, None if travel is None else {n: x.astype(jnp.float32) for n, x in travel.items()}
+
     state, done = visit(hops[0], state, 0, gaps[0] if gaps else 0), 1
     if gaps and is_own(hops[0]) and state[2] is not None:
         home, state = {n: x.astype(local.keys[n].dtype) for n, x in state[2].items()}, (*state[:2], None)
         if len(hops) > 2:  # after it all hops are alike
-            state, done = jax.lax.optimization_barrier(visit(hops[1], state, gaps[0], gaps[1])), 2
+            state, done = travels(jax.lax.optimization_barrier(visit(hops[1], state, gaps[0], gaps[1]))), 2
+    elif gaps:
+        state = travels(state)
     middle = hops[done:-1]
     if len(middle) > 1 and len(set(gaps)) == 1:
         state, _ = jax.lax.scan(lambda s, hop: (visit(hop, s, gaps[0], gaps[0]), None), state, jnp.asarray(middle))
@@ -89,8 +96,8 @@ def attended(local: Local, hop: Any, keys: dict[str, jax.Array], sofar: Any) -> 
 def pulled(
     local: Local, saved: dict[str, jax.Array], hop: Any, keys: dict[str, jax.Array], own: Any, sums: Any
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Returns (the gradients of what is the rank's own, those of the keys that are here at a hop), float32, with the hop's part
-    added; to nothing where they are None: a hop's work, backward.
+    """Returns (the gradients of what is the rank's own, those of the keys that are here at a hop), with the hop's part added:
+    a hop's work, backward. They are float32; those of the keys have their dtype where `sums` is None, nothing yet.
 
     What is added to `sums` is a second conditional, so that the first, which attends, need not wait until they arrive.
     """
@@ -108,7 +115,7 @@ def pulled(
 
     added, grads = local.at_hop(hop, work, lambda: (own, {n: jnp.zeros_like(keys[n]) for n in names}))
     if sums is None:
-        return added, {n: x.astype(jnp.float32) for n, x in grads.items()}
+        return added, grads
 
     def add(queries: slice, part: slice) -> dict[str, jax.Array]:
         return {n: _with(x, part, lambda y, n=n: y + grads[n][:, part]) for n, x in sums.items()}

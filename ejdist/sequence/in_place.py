@@ -68,13 +68,12 @@ def attended(
 def pulled(
     local: Local, kernels: Any, saved: dict[str, jax.Array], hop: Any, keys: dict[str, jax.Array], own: Any, sums: Any
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Returns (sums for the gradient of the queries, see `of_query`; the gradients of the keys that are here at a hop), in
-    float32, with the hop's part added; to nothing where they are None."""
+    """As `hops.pulled`; what it returns for the queries are sums, see `Hops.of_query`."""
     own = local.full(local.query.shape) if own is None else own["query"]
     with jax.named_scope("hop"):
         made = kernels.pull(saved, local.query, keys["key"], keys["value"], *_masks(local, hop), own)
     own, d_key, d_value = vary_alike(made, local.query)
-    grads = {"key": d_key.astype(jnp.float32), "value": d_value.astype(jnp.float32)}
+    grads = {"key": d_key, "value": d_value}
     added = grads if sums is None else {n: x + grads[n] for n, x in sums.items()}
     # Together, or the compiler sends keys on their way home beside values that have not arrived yet.
     return {"query": own}, jax.lax.optimization_barrier(added)

@@ -174,7 +174,7 @@ class AllGather(Scheme):
                 query, parts = state
             query, sums = hops.pulled(local, saved, hop, keys, query, None)
             placed = jax.lax.dynamic_update_slice_in_dim
-            return query, {n: placed(x, sums[n], start, 1) for n, x in parts.items()}
+            return query, {n: placed(x, sums[n].astype(x.dtype), start, 1) for n, x in parts.items()}
 
         query, parts = _over_gathered(local, pull)
         return query, parts

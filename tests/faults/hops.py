@@ -178,8 +178,8 @@ FAULTS = (
     Fault(
         "what a rank adds for its own keys travels too",
         "over_hops",
-        "if $gaps and is_own($hops[0]) and $state[2] is not None: $$body",
-        "",
+        "$gaps and is_own($hops[0]) and $state[2] is not None",
+        "False",
         "tests/test_sequence.py -k nobody_needs_is_not_sent",
     ),
     Fault(
