@@ -33,10 +33,10 @@ ROWS_OF_WARPGROUP = 64
 SHARED_MEMORY = 220 * 1024
 # Heads whose programs may run side by side, so that what they read stays in the cache; most of these divide the heads.
 SIDE_BY_SIDE = (8, 4, 2, 1)
-# Bytes of queries, cotangents and gradients of queries that programs of the Hopper backward may have in use at once: the
-# cache's 50 MB and a little more, for programs that start together stay together for a while. Causal attention of 64k tokens
-# with 8 heads of 128 side by side takes 1.9 times as long on an H100 as with one, while documents of 4k take .86 as long.
-IN_USE = 64 * 2**20
+# Bytes of queries, cotangents and gradients of queries that programs of the Hopper backward may have in use at once, of the
+# cache's 50 MB. Causal attention of 64k tokens with 8 heads of 128 side by side takes 1.9 times as long on an H100 as with one,
+# while documents of 4k take .86 as long.
+IN_USE = 40 * 2**20
 
 
 class Call(NamedTuple):
@@ -67,8 +67,11 @@ class Call(NamedTuple):
         """Returns int32 [1]: how many key heads run side by side in the Hopper backward, as many as fit in `IN_USE`.
 
         A program goes through the queries that see its block of keys, and adds to their gradients. How many these are may be
-        known only at run time, from the segments of a batch: the mean over the blocks of keys that are seen at all.
+        known only at run time, from the segments of a batch: the mean over the blocks of keys that are seen at all. Heads wider
+        than 128 go one by one: four side by side take 1.7 times as long at 8k.
         """
+        if self.options["BLOCK_H"] > 128:
+            return jnp.ones(1, jnp.int32)
         met = (spans[..., LAST] - spans[..., FIRST]).astype(jnp.float32)
         rows = q_block * met.sum() / jnp.maximum((met > 0).sum(), 1)
         of_row = itemsize * (self.options["H"] + self.options["HV"]) + 4 * self.options["H"]
