@@ -36,7 +36,7 @@ def rehearsed(folder, *arguments):
 
 
 def test_a_killed_host_goes_on_bit_for_bit(corpus, tmp_path):
-    """A signal to two processes is in tests/test_slurm.py, every fault below."""
+    """A signal to two processes is in tests/test_slurm.py, every fault below; they are slow."""
     code, said = rehearsed(tmp_path / "two", *corpus, *LENGTH, "mesh.dp=2", "mesh.sp=2", "fault=kill")
     assert code == DONE and "1 of 1 drills ended as expected" in said, said
     assert said.count("losses and final state match the run without") == 1

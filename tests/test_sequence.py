@@ -203,7 +203,7 @@ TWO_AXES = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("a", "b"))
 @pytest.mark.parametrize(
     ("axis", "scheme"),
     [
-        (("a", "b"), "ring"),
+        pytest.param(("a", "b"), "ring", marks=pytest.mark.slow),
         pytest.param(("a", "b"), "all_gather", marks=pytest.mark.slow),
         (("b", "a"), "ring"),
         (("a", "b"), "ulysses"),
@@ -762,13 +762,25 @@ def test_a_hop_is_one_kernel_and_a_hop_that_a_rank_does_not_need_none(platform, 
     assert kernels_of_hops(order, platform, gradient, scheme=scheme) == wanted
 
 
-def test_where_positions_are_compared_a_hop_is_one_kernel_too():
+@pytest.mark.parametrize(
+    ("order", "options", "wanted"),
+    [
+        ("zigzag", {"sliding_window": 300}, [[1], [1, 1], [1, 1]]),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in [
+                ("contiguous", {"sliding_window": 300}, [[1], [0, 1], [0, 1]]),
+                ("striped", {}, [[3]]),  # of which every rank sees some at every hop
+                ("zigzag", {"sliding_window": 300, "scheme": "all_gather"}, [[1]]),  # all keys at once
+                ("zigzag", {"logits_soft_cap": 5.0}, [[3]]),  # which is no mask
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_where_positions_are_compared_a_hop_is_one_kernel_too(order, options, wanted):
     """Of the half that sees anything, or none; the kernel skips the blocks that nobody sees."""
-    assert kernels_of_hops("zigzag", None, False, sliding_window=300) == [[1], [1, 1], [1, 1]]
-    assert kernels_of_hops("contiguous", None, False, sliding_window=300) == [[1], [0, 1], [0, 1]]
-    assert kernels_of_hops("striped", None, False) == [[3]], "of which every rank sees some at every hop"
-    assert kernels_of_hops("zigzag", None, False, sliding_window=300, scheme="all_gather") == [[1]], "all keys at once"
-    assert kernels_of_hops("zigzag", None, False, logits_soft_cap=5.0) == [[3]], "which is no mask"
+    assert kernels_of_hops(order, None, False, **options) == wanted
 
 
 @pytest.mark.parametrize(("scheme", "transfer"), [("ring", "collective-permute"), ("all_gather", "all-gather")])

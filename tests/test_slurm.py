@@ -74,6 +74,7 @@ def in_place_of_srun(text, command):
     return text.replace(line, f"{command} &")
 
 
+@pytest.mark.slow  # three starts of two processes; what the script decides by their codes is in the rows below
 def test_a_job_that_is_stopped_is_queued_again_and_goes_on(cluster, corpus, tmp_path):
     """Two tasks that find each other by what Slurm says; a signal to the job, as before its time is up; and once more."""
     run, calls = tmp_path / "run", tmp_path / "calls"
