@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from grid import error
 from hopper import interpreted
+from hopper_attention import THREE
 from jax.extend.core import jaxprs_in_params
 
 import kernels
@@ -44,19 +45,20 @@ def taken(monkeypatch):
     return found
 
 
-def floats(length, width, value_width):
+def floats(length, width, value_width, batch=1):
     rng = np.random.default_rng(3)
-    shapes = {"q": (1, length, HEADS, width), "k": (1, length, KEY_HEADS, width)}
-    shapes |= {"v": (1, length, KEY_HEADS, value_width), "d_out": (1, length, HEADS, value_width)}
+    shapes = {"q": (batch, length, HEADS, width), "k": (batch, length, KEY_HEADS, width)}
+    shapes |= {"v": (batch, length, KEY_HEADS, value_width), "d_out": (batch, length, HEADS, value_width)}
     return {n: jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for n, s in shapes.items()}
 
 
 def documents(length, kind):
-    """Returns segment ids [1, T]: one document, several and padding, or None."""
-    ids = {"none": None, "one": np.zeros(length), "packed": np.arange(length) * 5 // length}[kind]
-    if ids is None:
-        return None
-    return jnp.asarray(np.where(np.arange(length) < length - 70 * (kind == "packed"), ids, -1)[None], jnp.int32)
+    """Returns segment ids: [1, T] of one document, [2, T] of several and padding, others in each row, or None."""
+    at = np.arange(length)
+    if kind == "packed":
+        rows = [np.where(at < length - 70, at * 5 // length, -1), np.where(at < length - 9, at > length * 2 // 3, -1)]
+        return jnp.asarray(np.stack(rows), jnp.int32)
+    return jnp.zeros((1, length), jnp.int32) if kind == "one" else None
 
 
 def everything(attend, arrays, *rest):
@@ -93,7 +95,8 @@ def hold(taken, name, ranks, kind, widths, options, platform):
     """Out and all gradients over ranks are those of one device."""
     order = Order(name, ranks, 128 if name in ("striped", "balanced") else 1)
     length = ranks * (128 if name == "contiguous" else 256)
-    arrays, ids, options = floats(length, *widths), documents(length, kind), {"causal": True} | options
+    ids, options = documents(length, kind), {"causal": True} | options
+    arrays = floats(length, *widths, batch=1 if ids is None else len(ids))
     rules = MaskInfo(causal=options["causal"])
     of_ids = {} if ids is None else {"q_segment_ids": ids, "kv_segment_ids": ids}
     wide = {n: x.astype(jnp.float32) for n, x in arrays.items()}
@@ -101,7 +104,8 @@ def hold(taken, name, ranks, kind, widths, options, platform):
 
     index = None
     if order.carried:
-        index = order.text_indices(np.where(np.asarray(ids) >= 0, keys_at(rules, places(np.asarray(ids[0])))[None], 0))
+        seen = np.stack([np.where(row >= 0, keys_at(rules, places(row)), 0) for row in np.asarray(ids)])
+        index = order.text_indices(seen)
         of_ids |= {"q_positions": jnp.asarray(index), "kv_positions": jnp.asarray(index)}
 
     def moved(x):
@@ -139,6 +143,7 @@ CAUSAL = {"causal": True}
         (Order("zigzag", 2), 512, 128, {**CAUSAL, "dropout_prob": 0.1, "dropout_seed": jnp.int32(1)}, False),
         (Order("zigzag", 2), 512, 128, {**CAUSAL, "alibi_slopes": jnp.ones(HEADS)}, False),
         (Order("zigzag", 2), 512, 128, {**CAUSAL, "platform": "xla"}, False),
+        (Order("zigzag", 2), 512, 64, {**CAUSAL, "cfg": THREE}, False),  # tiles of another size are asked for
         (Order("contiguous", 2), 512, 128, {**CAUSAL, "q_positions": AT, "kv_positions": AT}, False),  # any positions
     ],
     ids=str,

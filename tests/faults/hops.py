@@ -190,6 +190,13 @@ FAULTS = (
         f"{IN_PLACE} -k no_hopper",
     ),
     Fault(
+        "in place: tiles that the caller asks for are others without a word",
+        "flash_attention/hops:hops_of",
+        "$asked not in (None, $kernels.TILE)",
+        "False",
+        f"{IN_PLACE} -k which_calls",
+    ),
+    Fault(
         "in place: wide heads too",
         "triton_hops:fitting",
         "$widest > TILE",

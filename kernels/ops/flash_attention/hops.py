@@ -136,6 +136,9 @@ def hops_of(call: Call, platform: str | None, cfg: Any) -> Hops | None:
         if backend.refuses(op, call, differentiated=True):
             continue
         kernels = importlib.import_module(f"{op.package}.{file}")
+        asked = None if cfg is None else cfg.fwd_params.q_blocksize
+        if asked not in (None, kernels.TILE):  # the tiles that the caller asks for are not those of a hop
+            continue
         choices = op.plan(call, name, cfg, differentiated=True).choices
         fits = kernels.fitting(call, next(c.cfg for c in choices if c.platform == where))
         if fits is not None:
