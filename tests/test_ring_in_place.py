@@ -180,3 +180,13 @@ def outputs_of_calls(jaxpr):
             yield from equation.outvars
         for inner in jaxprs_in_params(equation.params):
             yield from outputs_of_calls(inner)
+
+
+def test_a_backend_that_was_asked_for_does_not_fall_back():
+    arrays = floats(512, 64, 64)
+    ring = functools.partial(ring_attention, mesh=make_mesh(sp=2), order="zigzag", causal=True, platform="triton")
+    with (
+        kernels.compile_for(90),
+        pytest.raises(Exception, match=r"'platform' names runs on cuda devices; leave it out"),
+    ):
+        jax.jit(ring).lower(*(arrays[n] for n in "qkv"))

@@ -52,10 +52,10 @@ class Hops:
 
     def _apply(self, kernel: Callable, merged: Callable, result: Any, operands: tuple) -> Any:
         kernel = partial(kernel, options=dict(self.options), cfg=self.cfg)
-        others: Any = (
-            f"{op.name}: its kernels for a ring were asked for by name, and do not run here" if self.asked else merged
-        )
-        others = kernel if self.asked and interpreting() else others
+        others: Any = merged
+        if self.asked:
+            refusal = f"{op.name}: what argument 'platform' names runs on {self.platform} devices; leave it out here"
+            others = kernel if interpreting() else refusal
         return apply(op.name, {p: kernel if p == self.platform else others for p in PLATFORMS}, result, *operands)
 
     def attend(
