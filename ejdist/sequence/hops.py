@@ -38,7 +38,8 @@ def over_hops(local: Local, body: Any) -> tuple[Any, Any]:
         keys, stay, travel = state
         return keys, stay, None if travel is None else {n: x.astype(jnp.float32) for n, x in travel.items()}
 
-    state, done = visit(hops[0], state, 0, gaps[0] if gaps else 0), 1
+    # Behind barriers, or the compiler sends the keys of a later hop, which need no attention, beside those of this one.
+    state, done = jax.lax.optimization_barrier(visit(hops[0], state, 0, gaps[0] if gaps else 0)), 1
     if gaps and is_own(hops[0]) and state[2] is not None:
         home, state = {n: x.astype(local.keys[n].dtype) for n, x in state[2].items()}, (*state[:2], None)
         if len(hops) > 2:  # after it all hops are alike
