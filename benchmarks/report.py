@@ -144,6 +144,7 @@ def tables(folder: Path) -> str:
         tokenizing(folder / "tokenize"),
         rows_read(folder / "rows"),
         of_hosts(folder / "hosts"),
+        of_dealing(folder / "dealing"),
         resumed(folder / "resumed"),
     )
     parts += [section for section in more if section]
@@ -248,6 +249,18 @@ def of_hosts(folder: Path) -> str:
         found = json.loads(path.read_text())
         where = f"{found['machine']}, which do the work of all hosts, load {found['load']} at the end"
         parts.append(f"### What hosts agree on\n\n{tables_of(found)}\n\nMeasured {_origin(found)} on {where}.")
+    return "\n\n".join(parts)
+
+
+def of_dealing(folder: Path) -> str:
+    """Returns the Markdown of the results of `benchmarks.dealing` in a folder; empty where there are none."""
+    from benchmarks.dealing import table as rows_of
+
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        found = json.loads(path.read_text())
+        title = f"### The busiest group of devices over the mean, of {found['batches']} batches, model={found['model']}"
+        parts.append(f"{title}\n\n{rows_of(found)}\n\nMeasured {_origin(found)} on {found['machine']}.")
     return "\n\n".join(parts)
 
 

@@ -106,6 +106,7 @@ _MEANT = {
     "data.text_key": "text_column text_field dataset_text_field text_column_name train_data_columns",
     "data.mixture": "data_mix mix blend data_blend dataset_weights",
     "data.packing": "packing sample_packing pack packed",
+    "data.balance": "balance_batch group_by_length length_grouping use_dynamic_bsz sequence_balancing",
     "data.prefetch": "num_workers dataloader_num_workers prefetch_factor grain_worker_count",
     "data.cache_dir": "cache cache_path",
     "run.steps": (

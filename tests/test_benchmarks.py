@@ -512,7 +512,19 @@ def test_what_each_start_of_a_run_took(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "name",
-    ["experts", "hosts", "plan", "replicas", "resumed", "rows", "sequence", "small_operations", "step", "tokenize"],
+    [
+        "dealing",
+        "experts",
+        "hosts",
+        "plan",
+        "replicas",
+        "resumed",
+        "rows",
+        "sequence",
+        "small_operations",
+        "step",
+        "tokenize",
+    ],
 )
 def test_every_benchmark_names_what_it_does_not_know(name):
     with pytest.raises((SystemExit, ValueError), match="nonsense"):

@@ -13,6 +13,7 @@ from ejdist.sections import flat
 from ejdist.training.attended import Attended
 from ejdist.training.checkpoint_policy import Tier
 from ejdist.training.curriculum import source_of
+from ejdist.training.dealing import dealer, described
 from ejdist.training.flops import step_flops
 from ejdist.training.goodput import Ledger
 from ejdist.training.guards import Finite, Rewind, SkippedBatches, Watch, stopped
@@ -239,6 +240,8 @@ def log_stage(run: Run, log: Any) -> None:
         log(run.stage.describe())
     for line in dict.fromkeys(run.program.notes):
         log(line)
+    if (line := described(run.data, run.program, run.sections)) is not None:
+        log(line)
 
 
 @dataclass(frozen=True)
@@ -295,7 +298,8 @@ def run_steps(
         facts = step_flops(program.model.flops, batch["segment_ids"]), attended.evenness(program, run.sections)
         return facts, permuted(batch, program, attended)
 
-    batches = data.iterator(start, end, rows, lambda done: skipped.number(done + 1), ready)
+    deal = dealer(data, program, run.sections)
+    batches = data.iterator(start, end, rows, lambda done: skipped.number(done + 1), ready, deal)
     step = start
     timer.start(start)
     if evaluation is not None:

@@ -10,7 +10,18 @@ from ejdist.buckets import source_path
 from ejdist.paths import check_folder
 from ejdist.sections import compared, operational
 from ejdist.training.chats.special_tokens import SpecialTokens, ends_of
-from ejdist.training.data.batches import CURSOR, Begin, Data, check_how, default_cache_dir, described, described_key
+from ejdist.training.data.batches import (
+    AUTO,
+    CURSOR,
+    NONE,
+    ROWS,
+    Begin,
+    Data,
+    check_how,
+    default_cache_dir,
+    described,
+    described_key,
+)
 from ejdist.training.data.conversation_keys import Asked, one_of
 from ejdist.training.data.corpus import Corpus, build_corpus
 from ejdist.training.data.dataset import OWN, Dataset, is_dataset, open_dataset
@@ -67,6 +78,9 @@ class DataSection:
     packing: str = compared("cut", recorded=True)  # documents at the end of a row: cut, or whole if they fit into a row
     sequence_length: int = compared(2048)  # tokens of a row
     global_batch: int = compared(4)  # rows of a step, over all devices
+    # Which of a step's rows each group of devices and each microbatch has: rows, so that they have equal attention; none, as
+    # they are drawn; auto: rows, where the rows say how long their documents are.
+    balance: str = operational("auto")
     prefetch: int = operational(4)  # batches read ahead
     cache_dir: str | None = operational(
         None
@@ -76,6 +90,7 @@ class DataSection:
         """Raises ValueError naming the key and the remedy; what is wrong with the files is told where they are opened."""
         check_how(self.packing, self.prefetch, self.too_long)
         one_of("weights_by", self.weights_by, ("rows", "tokens"))
+        one_of("balance", self.balance, (AUTO, ROWS, NONE))
         self.conversations().check()
         for key, least in (("sequence_length", 2), ("global_batch", 1)):
             if getattr(self, key) < least:

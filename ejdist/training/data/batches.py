@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from ejdist.training.data.packing import Packing, Rows, rows_of
 from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole
 from ejdist.training.data.tokenizer import ByteTokenizer
 
-# Which rows of a batch: a slice, or their numbers in ascending order, int [n].
+# Which rows of a batch: a slice, or their numbers, int [n].
 HostRows = slice | np.ndarray
+# Values of data.balance.
+AUTO, ROWS, NONE = "auto", "rows", "none"
 
 
 def check_how(packing: str, prefetch: int, too_long: str) -> None:
@@ -127,19 +129,32 @@ class Data:
         return any(corpus.chats is not None for corpus in self._corpora)
 
     @property
+    def has_squares(self) -> bool:
+        """Whether rows say how long their documents are, see `squares`."""
+        return all(hasattr(rows, "squares") for rows in self._parts)
+
+    @property
+    def bytes_of_lengths(self) -> int:
+        """What a host reads to know the lengths of all documents."""
+        return getattr(self.packing, "bytes_of_lengths", 0)
+
+    @property
+    def _parts(self) -> Sequence[Rows]:
+        return self.packing.parts if isinstance(self.packing, MixedRows) else [self.packing]
+
+    @property
     def _corpora(self) -> tuple[Corpus | Dataset, ...]:
         return self.corpus.parts if isinstance(self.corpus, Mixture) else (self.corpus,)
 
     def notes(self, key: str = "data.source") -> list[str]:
         """Returns lines that say how rows of conversations were read, and which were passed over. For text there is one only if
         data.format=auto (`guessed`). `key`: names the source."""
-        parts = self.packing.parts if isinstance(self.packing, MixedRows) else [self.packing]
         described = []
-        for i, (corpus, rows) in enumerate(zip(self._corpora, parts, strict=True)):
+        for i, (corpus, rows) in enumerate(zip(self._corpora, self._parts, strict=True)):
             lines = corpus.describe() + (rows.describe() if isinstance(rows, Whole) else [])
             if self._guessed and corpus.chats is None:
                 lines.append("text, all of which is trained (data.format=auto)")
-            where = f"data.mixture[{i}]" if len(parts) > 1 else key
+            where = f"data.mixture[{i}]" if len(self._parts) > 1 else key
             described += [f"{where}: {line}" for line in lines]
         return described
 
@@ -161,13 +176,21 @@ class Data:
 
     def batch(self, step: int, rows: HostRows = slice(None)) -> dict[str, np.ndarray]:
         """Returns the batch of a step, counted from 0, or only those of its rows: what one host needs."""
+        packed = rows_of(self.packing, self._numbers(step, rows))
+        return {name: np.stack([row[name] for row in packed]) for name in packed[0]}
+
+    def squares(self, step: int) -> np.ndarray:
+        """Returns float64 [global_batch]: of each row of a batch, the sum of the squares of the lengths of its documents."""
+        return self.packing.squares(self._numbers(step))  # pyrefly: ignore[missing-attribute]
+
+    def _numbers(self, step: int, rows: HostRows = slice(None)) -> list[int]:
+        """Returns the numbers of rows of a batch, among those of the packing."""
         index = step - self.begin.batch
         if index < 0:
             raise ValueError(f"step must be {self.begin.batch or '0'} or more, got {step}")
         first = 0 if isinstance(self.packing, MixedRows) else self._first[0]
         within = range(self.global_batch)[rows] if isinstance(rows, slice) else rows
-        packed = rows_of(self.packing, [first + index * self.global_batch + int(i) for i in within])
-        return {name: np.stack([row[name] for row in packed]) for name in packed[0]}
+        return [first + index * self.global_batch + int(i) for i in within]
 
     def iterator(
         self,
@@ -176,11 +199,20 @@ class Data:
         rows: HostRows = slice(None),
         number: Callable[[int], int] = lambda step: step,
         then: Callable[[dict[str, np.ndarray]], Any] = lambda batch: batch,
+        deal: Callable[[int], np.ndarray] | None = None,
     ) -> Iterator[Any]:
-        """Yields `then(batch(number(step), rows))` for step = start, ..., stop - 1, made ahead by threads."""
+        """Yields `then(batch(number(step), rows))` for step = start, ..., stop - 1, made ahead by threads.
+
+        Args:
+          deal: of a batch's number, which of its rows lies at each place, int64 [global_batch]; `rows` are places then.
+        """
         import grain
 
-        steps = grain.MapDataset.range(start, stop).map(lambda step: then(self.batch(number(int(step)), rows)))
+        def made(step: int) -> Any:
+            wanted = number(step)
+            return then(self.batch(wanted, rows if deal is None else deal(wanted)[rows]))
+
+        steps = grain.MapDataset.range(start, stop).map(lambda step: made(int(step)))
         options = grain.ReadOptions(num_threads=min(2, self.prefetch), prefetch_buffer_size=self.prefetch)
         return iter(steps.to_iter_dataset(options))
 

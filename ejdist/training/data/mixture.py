@@ -185,3 +185,16 @@ class MixedRows:
             for part in {part for part, _ in places}
         }
         return [next(made[part]) for part, _ in places]
+
+    @property
+    def bytes_of_lengths(self) -> int:
+        return sum(getattr(part, "bytes_of_lengths", 0) for part in self.parts)
+
+    def squares(self, numbers: Sequence[int]) -> np.ndarray:
+        """Returns of each of those rows the sum of the squares of the lengths of its documents, where all parts say; see
+        `Rows`."""
+        places, found = np.array([self.place(index) for index in numbers]), np.empty(len(numbers))
+        for part in np.unique(places[:, 0]):
+            of = places[:, 0] == part
+            found[of] = self.parts[part].squares(places[of, 1].tolist())  # pyrefly: ignore[missing-attribute]
+        return found

@@ -66,6 +66,11 @@ class OwnBatches(Data):
         sizes = {"sequence_length": sequence_length, "global_batch": global_batch, "seed": self.seed}
         return OwnBatches(self._batches, vocab_size=self.vocab_size, fingerprint=self.corpus.fingerprint, **sizes)
 
+    @property
+    def has_squares(self) -> bool:
+        """False: a batch has an order of its own."""
+        return False
+
     def notes(self, key: str = "data.source") -> list[str]:
         """Returns a line that says where batches come from."""
         return [f"{key} is not read: train() was given batches"]
@@ -81,9 +86,10 @@ class OwnBatches(Data):
         rows: HostRows = slice(None),
         number: Callable[[int], int] = lambda step: step,
         then: Callable[[dict[str, np.ndarray]], Any] = lambda batch: batch,
+        deal: Callable[[int], np.ndarray] | None = None,
     ) -> Iterator[Any]:
         """Yields `then` of the batch of `number(step)` for step = start, ..., stop - 1. With an iterable, earlier batches are
-        passed over."""
+        passed over. See `Data.iterator`."""
         source, position = None if callable(self._batches) else iter(self._batches), 0
         for step in range(start, stop):
             wanted = number(step)
@@ -93,7 +99,7 @@ class OwnBatches(Data):
                 for _ in range(position, wanted):
                     next(source, None)
                 batch, position = next(source, None), wanted + 1
-            yield then(self._checked(batch, wanted, rows))
+            yield then(self._checked(batch, wanted, rows if deal is None else deal(wanted)[rows]))
 
     def _checked(self, batch: Any, step: int, rows: HostRows) -> dict[str, np.ndarray]:
         what = f"train: argument 'batches': batch {step}"

@@ -22,6 +22,10 @@ class Rows(Protocol):
     Attributes:
       order: names how rows follow from the documents; a run that goes on with another would see other batches.
       tokens_per_row: mean over an epoch, without padding.
+
+    They may also have `squares(numbers)`, float64 [n]: of each of those rows, the sum of the squares of the lengths of its
+    documents, found without reading their tokens. `data.balance` deals rows by it. `bytes_of_lengths`: what it reads, over all
+    rows, if not nothing.
     """
 
     length: int
@@ -38,6 +42,13 @@ def rows_of(packing: Rows, numbers: Sequence[int]) -> list[dict[str, np.ndarray]
     """Returns the rows of those numbers, read together where the rows can (`rows` of shards and of mixtures)."""
     together = getattr(packing, "rows", None)
     return [packing.row(n) for n in numbers] if together is None else together(numbers)
+
+
+def squares_of(starts: np.ndarray, begin: int, end: int) -> float:
+    """Returns the sum of the squares of the lengths of documents, cut at `begin` and `end`. `starts`: where each begins in a
+    stream, ascending."""
+    inside = starts[np.searchsorted(starts, begin, "right") : np.searchsorted(starts, end, "left")]
+    return float((np.diff(np.concatenate([[begin], inside, [end]])).astype(np.float64) ** 2).sum())
 
 
 def filled_row(
@@ -110,3 +121,13 @@ class Packing:
             segments.append((self.corpus.tokens[first : first + count + (0 if whole else 1)], count))
             place, d = stop, d + 1
         return filled_row(self.length, segments)
+
+    def squares(self, numbers: Sequence[int]) -> np.ndarray:
+        """Returns of each of those rows the sum of the squares of the lengths of its documents; see `Rows`."""
+        found = np.empty(len(numbers))
+        for i, index in enumerate(numbers):
+            epoch, number = divmod(index, self.rows_per_epoch)
+            _, starts, rows = self._epoch(epoch)
+            place = int(rows[number]) * self.length
+            found[i] = squares_of(starts, place, min(place + self.length, int(starts[-1])))
+        return found

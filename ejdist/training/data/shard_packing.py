@@ -32,10 +32,11 @@ from ejdist.training.chats.encoding import Chats
 from ejdist.training.data.blocks import Span
 from ejdist.training.data.cache import new_folder, open_folder
 from ejdist.training.data.corpus import Corpus
-from ejdist.training.data.packing import check_sizes, filled_row
+from ejdist.training.data.packing import check_sizes, filled_row, squares_of
 from ejdist.training.data.shuffle import Shuffle
 
 _ROWS, _DOCUMENTS = 64, 8192
+READ_WHOLE = 1 << 27  # bytes of offsets that every host may read and keep, to know the lengths of all documents
 
 
 class Tokens(Protocol):
@@ -177,6 +178,8 @@ class Cut(_Shards):
         self._ends = np.cumsum([-(-s.num_tokens // length) for s in shards])
         self.rows_per_epoch = int(self._ends[-1])
         self.tokens_per_row = sum(s.num_tokens for s in shards) / self.rows_per_epoch
+        self._lengths_read = False
+        self.bytes_of_lengths = 8 * sum(s.num_documents + 1 for s in shards)
         self._stream = functools.lru_cache(maxsize=16)(self._make_stream)
 
     def _make_stream(self, epoch: int, shard: int, number: int) -> tuple[np.ndarray, np.ndarray, Window]:
@@ -186,14 +189,38 @@ class Cut(_Shards):
         lengths = np.diff(window.offsets)[order]
         return order, window.offsets[0] + np.concatenate([[0], np.cumsum(lengths)]), window
 
-    def segments(self, index: int) -> list[Segment]:
-        """Returns what the row of that number consists of."""
+    def _span(self, index: int) -> tuple[int, int, int, int]:
+        """Returns (epoch, shard, first, end) of the row of that number: tokens of the stream of a shard."""
         epoch, number = divmod(index, self.rows_per_epoch)
         number = self._rows(epoch)[number]
         shard = int(np.searchsorted(self._ends, number, side="right"))
-        s = self.shards[shard]
-        place = (number - int(self._ends[shard]) + -(-s.num_tokens // self.length)) * self.length
-        end = min(place + self.length, s.num_tokens)
+        num_tokens = self.shards[shard].num_tokens
+        place = (number - int(self._ends[shard]) + -(-num_tokens // self.length)) * self.length
+        return epoch, shard, place, min(place + self.length, num_tokens)
+
+    def squares(self, numbers: Sequence[int]) -> np.ndarray:
+        """Returns of each of those rows the sum of the squares of the lengths of its documents; see `Rows`."""
+        if not self._lengths_read and self.bytes_of_lengths <= READ_WHOLE:
+            self._read_lengths()
+        found = np.zeros(len(numbers))
+        for i, index in enumerate(numbers):
+            epoch, shard, place, end = self._span(index)
+            while place < end:
+                _, starts, _ = self._stream(epoch, shard, self._window_at(shard, place))
+                stop = min(end, int(starts[-1]))
+                found[i] += squares_of(starts, place, stop)
+                place = stop
+        return found
+
+    def _read_lengths(self) -> None:
+        """Reads all offsets in few reads, so that they are in memory: the rows of a step are in as many windows."""
+        folders = [getattr(s, "folder", None) for s in self.shards]
+        at_once(lambda folder, s: s.offsets(0, s.num_documents + 1), folders, list(self.shards))
+        self._lengths_read = True
+
+    def segments(self, index: int) -> list[Segment]:
+        """Returns what the row of that number consists of."""
+        epoch, shard, place, end = self._span(index)
         segments = []
         while place < end:
             order, starts, window = self._stream(epoch, shard, self._window_at(shard, place))
@@ -223,7 +250,7 @@ class Piece(NamedTuple):
 def best_fit(lengths: np.ndarray, order: np.ndarray, length: int) -> list[list[Piece]]:
     """Returns the rows that hold the documents whole, but those longer than a row; in a row they are in the given order.
 
-    How many rows there are depends on the lengths alone, and not on their order.
+    How many rows there are, and the lengths in each, depend on the lengths alone, and not on their order.
     """
     rows: list[list[tuple[int, Piece]]] = []
     rest = []
@@ -326,17 +353,19 @@ class Whole(_Shards):
 
     def _counted(self, fingerprint: str, cache_dir: Path) -> np.ndarray:
         """Returns how many rows there are up to the end of each window of all shards, from the cache or counted now."""
-        key = json.dumps([self.order, fingerprint, self.length, _ROWS, _DOCUMENTS])
+        key = json.dumps([self.order, fingerprint, self.length, _ROWS, _DOCUMENTS, "squares"])
         folder = cache_dir / f"rows-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
         facts = open_folder(folder)
         if facts is None:
             long = TooLong()
-            counts = [count for shard in range(len(self.shards)) for count in self._counts(shard, long)]
+            squares = [of for shard in range(len(self.shards)) for of in self._squares_of(shard, long)]
             self._check_long(long)
-            with new_folder(folder) as new, new.file("rows.bin") as out:
-                out.write(np.cumsum(counts, dtype=np.int64).tobytes())
+            with new_folder(folder) as new, new.file("rows.bin") as rows, new.file("squares.bin") as out:
+                rows.write(np.cumsum([len(of) for of in squares], dtype=np.int64).tobytes())
+                out.write(np.concatenate(squares).tobytes())
                 new.facts = facts = {"too_long": asdict(long)} if long.count else {}
         self._long = TooLong(**facts.get("too_long", {}))
+        self._folder = folder
         return np.fromfile(folder / "rows.bin", np.int64)
 
     def _check_long(self, long: TooLong) -> None:
@@ -348,8 +377,18 @@ class Whole(_Shards):
                 "data.too_long=skip or truncate"
             )
 
-    def _counts(self, shard: int, long: TooLong) -> list[int]:
-        """Returns how many rows each window of a shard has."""
+    @functools.cached_property
+    def _squares(self) -> np.ndarray:
+        """float32 [rows of an epoch], see `squares`, in the order of windows: it follows from the lengths, in every epoch."""
+        return np.fromfile(self._folder / "squares.bin", np.float32)
+
+    def squares(self, numbers: Sequence[int]) -> np.ndarray:
+        """Returns of each of those rows the sum of the squares of the lengths of its documents; see `Rows`."""
+        places = (divmod(index, self.rows_per_epoch) for index in numbers)
+        return self._squares[[self._rows(epoch)[number] for epoch, number in places]].astype(np.float64)
+
+    def _squares_of(self, shard: int, long: TooLong) -> list[np.ndarray]:
+        """Returns of each window of a shard the squares of its rows, float32."""
         s, windows = self.shards[shard], self.windows[shard]
         offsets = s.offsets(0, s.num_documents + 1)
         begins = [-(-i * s.num_tokens // windows) for i in range(windows + 1)]
@@ -358,7 +397,8 @@ class Whole(_Shards):
         if s.chats is not None:
             long.add(shard, np.diff(offsets), taken, self.length)
         lengths = (taken[a:b] for a, b in itertools.pairwise(first))
-        return [len(best_fit(window, np.arange(len(window)), self.length)) for window in lengths]
+        packed = (best_fit(window, np.arange(len(window)), self.length) for window in lengths)
+        return [np.array([sum(piece.count**2 for piece in row) for row in rows], np.float32) for rows in packed]
 
     def _taken(self, shard: int, offsets: np.ndarray) -> np.ndarray:
         """Returns how many tokens of each document are packed."""
