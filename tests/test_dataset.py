@@ -27,9 +27,10 @@ from ejdist.training.data import Data, DataSection, blocks, build, dataset, shar
 from ejdist.training.data.dataset import open_dataset
 from ejdist.training.data.mixture import BLOCK, MixedRows, Mixture, counts_of
 from ejdist.training.data.packing import Packing
-from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole, best_fit
+from ejdist.training.data.shard_packing import CorpusShard, Cut
 from ejdist.training.data.shuffle import Shuffle
 from ejdist.training.data.tokenizing import make_dataset
+from ejdist.training.data.whole_packing import Whole, best_fit
 from ejdist.training.placing import local_rows, permuted, place_batch
 from recipes.schema import compose
 

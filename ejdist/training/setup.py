@@ -24,7 +24,6 @@ from ejdist.training.checkpoint_format import check_same_model
 from ejdist.training.checkpoint_policy import Saves, Tier
 from ejdist.training.curriculum import Stage, history, stage_of, stages_of
 from ejdist.training.data import Data, default_cache_dir
-from ejdist.training.dealing import dealer
 from ejdist.training.guards import SkippedBatches
 from ejdist.training.held_out import data_of_evaluation
 from ejdist.training.kept import told_of_folder
@@ -194,11 +193,6 @@ def open_run(
         program, s = programs[stage.number - 1], stage.sections
         data = datas[stage.number - 1].resized(**sizes_of(s.data))
         held_out = data_of_evaluation(s, data, datas)
-    for one, of, program_of in zip(stages, datas, programs, strict=True):
-        try:
-            dealer(of, program_of, one.sections)
-        except ValueError as error:
-            raise ValueError(f"{one.where}{error}") from error
     if (line := data.ends()) is not None:
         log(line)
     of_stages = {f"{one.where}data.source": d for one, d in reversed(list(zip(stages, datas, strict=True)))}

@@ -43,13 +43,15 @@ class Compiled:
 
 
 def check_stages(run: Run) -> None:
-    """Checks that the programs of later stages can be lowered: what only that finds would end the run when they begin.
+    """Checks that the programs of later stages can be lowered and their rows dealt: what only that finds would end the run when
+    they begin.
 
     Raises:
       ValueError: one cannot be; names the stage.
     """
     for stage, program in list(zip(run.stages, run.programs, strict=True))[run.stage.number :]:
         try:
+            dealer(run.data_of(stage), program, stage.sections)
             evaluation_of(stage.sections, program, run.held_out)
             program.lower()
         except ValueError as error:

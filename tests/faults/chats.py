@@ -28,7 +28,7 @@ FAULTS = (
     ),
     Fault(
         "the mask of a row is not read",
-        "_Shards.rows",
+        "Shards.rows",
         "[] if $s.chats is None else [$s.mask_of($spans)]",
         "[]",
         f"{DATA} -k every_conversation",

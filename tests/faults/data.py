@@ -205,7 +205,7 @@ FAULTS = (
     ),
     Fault(
         "targets cross documents of a shard",
-        "_Shards._segment",
+        "Shards._segment",
         "0 if $ends else 1",
         "1",
         f"{READ} -k once",
@@ -219,21 +219,21 @@ FAULTS = (
     ),
     Fault(
         "a row of a shard is read twice",
-        "Cut.segments",
+        "Cut._span",
         "$number - int(self._ends[$shard])",
         "max(1, $number) - int(self._ends[$shard])",
         f"{READ} -k once",
     ),
     Fault(
         "every epoch has its rows in one order",
-        "_Shards.__init__",
+        "Shards.__init__",
         "Shuffle($$args, $epoch)",
         "Shuffle($$args, 0)",
         f"{READ} -k pure_function",
     ),
     Fault(
         "documents keep their neighbours",
-        "_Shards._order",
+        "Shards._order",
         "$rng.permutation(len($window.offsets) - 1)",
         "np.arange(len($window.offsets) - 1)",
         f"{READ} -k pure_function",

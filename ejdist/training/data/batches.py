@@ -18,8 +18,9 @@ from ejdist.training.data.dataset import Dataset
 from ejdist.training.data.mixture import MIXTURE_BEFORE, MixedRows, Mixture
 from ejdist.training.data.own_source import OwnRows
 from ejdist.training.data.packing import Packing, Rows, rows_of
-from ejdist.training.data.shard_packing import CorpusShard, Cut, Whole
+from ejdist.training.data.shard_packing import CorpusShard, Cut
 from ejdist.training.data.tokenizer import ByteTokenizer
+from ejdist.training.data.whole_packing import Whole
 
 # Which rows of a batch: a slice, or their numbers, int [n].
 HostRows = slice | np.ndarray

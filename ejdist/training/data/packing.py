@@ -2,7 +2,8 @@
 
 `Packing` is for a corpus whose documents can be listed in memory: all of them in one order, one after another, cut into rows.
 No token is wasted: every token of the corpus is in exactly one row of an epoch, and only the last row has padding. A document
-that is cut goes on in the next row as a segment of its own. `shard_packing` has the same for datasets of any size.
+that is cut goes on in the next row as a segment of its own. `shard_packing` and `whole_packing` have rows of
+datasets of any size.
 """
 
 from __future__ import annotations
