@@ -70,6 +70,16 @@ CASES: dict[str, tuple[str | tuple[int, str], str]] = {
         "model=qwen3_8b data.sequence_length=1048576 data.global_batch=1 mesh.sp=8 model.remat=offload "
         "sequence.scheme=ulysses optimizer.offload=host",
     ),
+    "8b_3670k_h100": (
+        (8, "h100"),
+        "model=qwen3_8b data.sequence_length=3670016 data.global_batch=1 mesh.sp=8 model.remat=offload_inputs "
+        "sequence.scheme=ulysses optimizer.offload=host optimizer.moments=bfloat16 optimizer.accumulate=bfloat16",
+    ),
+    "8b_3670k_ring_h100": (
+        (8, "h100"),
+        "model=qwen3_8b data.sequence_length=3670016 data.global_batch=1 mesh.sp=8 model.remat=offload_inputs "
+        "sequence.scheme=ring optimizer.offload=host optimizer.moments=bfloat16 optimizer.accumulate=bfloat16",
+    ),
     "8b_128k_h200": ((64, "h200"), f"{_8B} data.sequence_length=131072 data.global_batch=16 mesh.fsdp=16 mesh.sp=4"),
     "30b_4k_h200": (
         (64, "h200"),

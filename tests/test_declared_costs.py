@@ -118,7 +118,8 @@ def test_every_part_declares_its_costs(name, remat):
     everything = made.saved + made.offloaded + made.products + made.rest
     assert 0 <= policy.kept(made) <= everything and made.work > 0
     assert not policy.rest or policy.kept(made) == everything
-    assert not policy.host or policy.kept(made) == made.saved
+    assert not policy.host or policy.kept(made) == policy.asked * made.saved
+    assert policy.kept_on_host(made) == (policy.host and policy.asked) * made.offloaded
     assert 0 <= part.recomputed(policy) <= 1 and part.recomputed(REMAT["none"]) == 0
     assert part.traffic(c, on).bytes[("tp", "all_reduce")] > 0
     alone = part.traffic(c, share_of(remat, ranks=1, features=1))
@@ -128,11 +129,23 @@ def test_every_part_declares_its_costs(name, remat):
 
 
 def test_zeros_of_a_ring_are_there_in_every_layer_of_a_gpu():
-    """XLA for GPUs makes them before the loop over layers; at the height, the MLP's, its kernel has one result more as well."""
+    """XLA for GPUs makes them before the loop over layers; at the height, the MLP's, its kernel has one result more as well. On
+    Hopper a ring of whole tiles adds in place and needs none."""
     sections = compose(DENSE.split())
     c, b = sections.model, 2 if sections.model.compute_dtype == "bfloat16" else 4
     gpu, tpu = (predicted(sections, target).memory.classes["activations at work"] for target in (GPU, TPU))
-    assert gpu - tpu == 1024 * (c.ffn_dim * b + 2 * 4 * c.num_heads * c.head_dim)
+    assert gpu - tpu == 1024 * c.ffn_dim * b
+    zeros = 2 * 4 * c.num_heads * c.head_dim  # bytes of a token
+    for where, words, more in (
+        ("a100", "", zeros), ("h200", "data.sequence_length=512", zeros), ("h200", "sequence.scheme=all_gather", zeros),
+        ("h200", "model.attention_sinks=true", zeros), ("h200", "sequence.order=striped sequence.stripe=128", 0),
+    ):  # fmt: skip
+        there = compose([*DENSE.split(), *words.split()])
+        gpu, tpu = (
+            predicted(there, target).memory.classes["activations at work"]
+            for target in (target_of(None, 8, where, None), TPU)
+        )
+        assert gpu - tpu == there.data.sequence_length * (c.ffn_dim * b + more), (where, words)
 
 
 def test_what_is_searched_is_what_is_registered():
@@ -544,7 +557,9 @@ def test_a_new_policy_is_costed_as_itself(monkeypatch):
     assert "products" in policies_searched()
 
 
-@pytest.mark.parametrize("facts", [{"rest": True}, {"host": True}, {"host": True, "asked": True, "products": True}])
+@pytest.mark.parametrize(
+    "facts", [{"rest": True}, {"host": True, "products": True}, {"host": True, "asked": True, "products": True}]
+)
 def test_a_policy_that_cannot_be(facts):
     with pytest.raises(ValueError, match=r"saves 'rest'|saves only named values"):
         Remat(**{"asked": False, "products": False, **facts})
@@ -563,7 +578,7 @@ def test_schemes_by_hand():
     assert AllGather().cost(shape).bytes == {("sp", ALL_GATHER): 2 * 3 * 100, ("sp", REDUCE_SCATTER): 3 * 200}
     again = dataclasses.replace(shape, forwards=2)
     assert Ring().cost(again).bytes[("sp", PERMUTE)] - Ring().cost(shape).bytes[("sp", PERMUTE)] == 300
-    assert Ring().memory(shape) == SchemeBytes(3 * 100 + 2 * 100 + 2 * 100, 2 * 2 * 150)
+    assert Ring().memory(shape) == SchemeBytes(3 * 100 + 2 * 100 + 2 * 100, 2 * 2 * 150, in_place=True)
     assert AllGather().memory(shape) == SchemeBytes(4 * 100 + 2 * 100 + 2 * 100, 2 * 2 * 150)
     # Each head of keys is sent twice, so that four ranks have one. Three passes, but the output and lse not as gradients.
     assert Ulysses().cost(shape).bytes == {("sp", ALL_TO_ALL): 3 / 4 * (3 * (100 + 2 * 100) + 2 * 150 + 3 * 16)}

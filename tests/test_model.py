@@ -369,7 +369,7 @@ def test_the_size_of_qwen3_8b():
         ({"rope_scaling": "yarn", "rope_factor": 0.5}, "factor must be at least 1.*factor is model.rope_factor"),
         ({"rope_scaling": "yarn", "rope_low": 9.0, "rope_high": 2.0}, "below high.*low is model.rope_low"),
         ({"rope_scaling": "yarn", "rope_attention_factor": 0.0}, "attention_factor is model.rope_attention_factor"),
-        ({"remat": "some"}, "use one of none, dots, attention, offload, full"),
+        ({"remat": "some"}, "use one of none, dots, attention, offload, full, offload_inputs"),
         ({"compute_dtype": "float16"}, "use bfloat16 or float32"),
         ({"activation": "swish"}, "use one of silu"),
         ({"logits_soft_cap": 0.0}, "model.logits_soft_cap must be positive"),

@@ -60,8 +60,9 @@ def write_tokenizer(folder: Path, name: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def conversation(size: int, reasoning: str, rng: random.Random, count: Any) -> list[dict[str, str]]:
-    """Returns messages of that many tokens by `count`, without those of the template."""
+def conversation(size: int, reasoning: str | None, rng: random.Random, count: Any) -> list[dict[str, str]]:
+    """Returns messages of that many tokens by `count`, without those of the template. `reasoning`: the key of some thoughts, of
+    which a template leaves out those before the last turn."""
     messages = [{"role": "system", "content": "Be kind."}] if rng.random() < 0.3 else []
     left = size - sum(count(message["content"]) for message in messages)
     while left > 0 or messages[-1]["role"] != "assistant":
@@ -70,7 +71,7 @@ def conversation(size: int, reasoning: str, rng: random.Random, count: Any) -> l
         while (tokens := count(content)) > max(left, 2):
             content = content[: max(1, len(content) * max(left, 2) // (tokens + 1))]
         message = {"role": role, "content": content}
-        if role == "assistant" and rng.random() < 0.3 and left > 2 * tokens:
+        if reasoning is not None and role == "assistant" and rng.random() < 0.3 and left > 2 * tokens:
             message[reasoning] = content[::-1]
             tokens *= 2
         messages.append(message)
@@ -84,7 +85,11 @@ def write_chats(folder: Path, name: str, length: int) -> None:
 
     tokenizer, rng = FileTokenizer(folder / "source"), random.Random(0)
     sizes = [round(share * length) for share in SHARES] + [size for size in SIZES if size < length // 4]
-    chats = [conversation(size, FAMILIES[name]["reasoning"], rng, lambda x: len(tokenizer.encode(x))) for size in sizes]
+    # The longest has no thoughts, so that it is as long as it says.
+    keys = [None, *[FAMILIES[name]["reasoning"]] * (len(sizes) - 1)]
+    chats = [
+        conversation(size, key, rng, lambda x: len(tokenizer.encode(x))) for size, key in zip(sizes, keys, strict=True)
+    ]
     few = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in REPLIES.items()]
     for file, rows in (("chats", chats), ("few", few * 8)):
         lines = [json.dumps({"messages": messages}, ensure_ascii=False) for messages in rows]

@@ -33,16 +33,19 @@ def _turning(ctx: LayerContext, **options: Any) -> Callable[..., Any]:
     return functools.partial(ctx.ops.rotary_embedding, **how)
 
 
-def _memory(c: DecoderShape, share: Share, shape: AttentionShape, narrow: int = 0, normed: int = 0) -> PartBytes:
+def _memory(
+    c: DecoderShape, share: Share, shape: AttentionShape, narrow: int = 0, normed: int = 0, plain: int | None = None
+) -> PartBytes:
     """Returns the bytes of attention of that shape, `narrow` of products before its arrays, and `normed` of what norms make of
-    them."""
+    them. `plain`: the width of heads of flash attention that is causal and no more; None for any other."""
     x, lse = share.tokens * c.model_dim * share.itemsize, 4 * share.tokens * c.num_heads // share.features
     arrays = shape.query + shape.key + shape.value
     # Inputs and gradients of queries, keys and values, of the output, and the residual stream with its gradient.
     work, zeros = 2 * arrays + 2 * shape.out + narrow + normed + 3 * x, 0
     if share.sequence > 1:
         held = share.scheme_bytes(shape)
-        work, zeros = work + held.work, held.gpu_zeros
+        added = plain is not None and held.in_place and share.adds_in_place(plain)
+        work, zeros = work + held.work, 0 if added else held.gpu_zeros
     # The projection of the output is a product as wide as the residual stream.
     return PartBytes(lse, shape.out, arrays + narrow + x, normed + x, work, gpu_zeros=zeros)
 
@@ -139,7 +142,8 @@ class Attention(Part):
 
     def memory(self, c: DecoderShape, share: Share) -> PartBytes:
         shape = self._shape(c, share)
-        return _memory(c, share, shape, normed=shape.query + shape.key if c.qk_norm else 0)
+        normed = shape.query + shape.key if c.qk_norm else 0
+        return _memory(c, share, shape, normed=normed, plain=None if self.windowed or c.attention_sinks else c.head_dim)
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
         return _traffic(c, share, self._shape(c, share), self.mask(c))

@@ -19,6 +19,7 @@ from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part, residual_std
 from ejdist.models.remat import REMAT, PartBytes, Remat
 from ejdist.models.share import Share
+from kernels.ops.gated_mlp import block_tokens
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,15 @@ class MLP(Part):
         return Flops(2 * 3 * c.model_dim * c.ffn_dim)
 
     def memory(self, c: DecoderShape, share: Share) -> PartBytes:
-        """Gate, up and their product are as wide as `ffn_dim`, and so are the three gradients."""
-        x, f = share.tokens * c.model_dim * share.itemsize, share.tokens * c.ffn_dim // share.features * share.itemsize
-        work = 5 * f + 3 * x + 4 * x // share.itemsize
+        """Gate, up and their product are as wide as `ffn_dim`, and so are the three gradients: of a block of tokens, where the
+        operation makes them, and then beside sums of the matrices' gradients."""
+        width = c.ffn_dim // share.features
+        x, f = share.tokens * c.model_dim * share.itemsize, share.tokens * width * share.itemsize
+        rows = None if share.remat.products or share.frozen else block_tokens(share.tokens, width)
+        wide = f if rows is None else rows * width * share.itemsize
+        work = 5 * wide + 3 * x + 4 * x // share.itemsize + (rows is not None) * 4 * 3 * c.model_dim * width
         # On GPUs the kernel of the activation's product holds three results of that width and its three operands.
-        return PartBytes(0, 0, products=2 * f, rest=f + x, work=work, gpu_work=f)
+        return PartBytes(0, 0, products=2 * f, rest=f + x, work=work, gpu_work=wide)
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
         return share.sums_over_features(c.model_dim, 2)  # of the result, and of the input's gradient

@@ -43,7 +43,7 @@ class Remat:
       asked: the values that parts name in `saves` and `offloads`, such as attention's output and lse.
       products: the results of projections.
       rest: everything else; only together with the other two.
-      host: offload large saved values (`offloads`, and the layer's input) to the host.
+      host: keep large values that are saved, those in `offloads` and the layer's input, in the memory of the host.
     """
 
     asked: bool
@@ -54,8 +54,8 @@ class Remat:
     def __post_init__(self) -> None:
         if self.rest and not (self.asked and self.products):
             raise ValueError(f"{self} saves 'rest': it must also save 'asked' and 'products'")
-        if self.host and (self.products or not self.asked):
-            raise ValueError(f"{self} with host=True saves only named values: give asked=True and products=False")
+        if self.host and self.products:
+            raise ValueError(f"{self} with host=True saves only named values: give products=False")
 
     def policy(self, saves: Sequence[str], offloads: Sequence[str], layer_input: str) -> Callable[..., Any] | None:
         """Returns the policy for `jax.checkpoint`, None if everything is saved. The arguments are checkpoint names."""
@@ -64,8 +64,8 @@ class Remat:
         policies = jax.checkpoint_policies
         if self.host:
             return policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=[*saves],
-                names_which_can_be_offloaded=[*offloads, layer_input],
+                names_which_can_be_saved=[*saves] if self.asked else [],
+                names_which_can_be_offloaded=[*offloads, layer_input] if self.asked else [layer_input],
                 offload_src="device",
                 offload_dst="pinned_host",
             )
@@ -73,6 +73,10 @@ class Remat:
         if not self.products:
             return asked
         return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, asked)
+
+    def kept_on_host(self, part: PartBytes) -> int:
+        """Returns the bytes of a part that are in the memory of the host from its forward to its backward."""
+        return self.asked * self.host * part.offloaded
 
     def kept(self, part: PartBytes) -> int:
         """Returns the bytes of a part that stay on the device from its forward to its backward."""
@@ -87,4 +91,5 @@ REMAT: dict[str, Remat] = {
     "attention": Remat(asked=True, products=False),  # no attention runs twice
     "offload": Remat(asked=True, products=False, host=True),
     "full": Remat(asked=False, products=False),
+    "offload_inputs": Remat(asked=False, products=False, host=True),
 }

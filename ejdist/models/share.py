@@ -35,6 +35,8 @@ class Share:
       features: devices that heads and features are split over.
       experts: (axis, devices along it) that experts are split over, the outermost first; none for one device.
       buffer: `experts.buffer` of a recipe.
+      frozen: whether the model's matrices are frozen beside adapters.
+      tile: tokens of a tile of kernels that add a hop's results in place; None where the device has no such kernels.
     """
 
     tokens: int
@@ -48,6 +50,8 @@ class Share:
     features: int = 1
     experts: tuple[tuple[str, int], ...] = ()
     buffer: float = 1.25
+    frozen: bool = False
+    tile: int | None = None
 
     @property
     def sequence(self) -> int:
@@ -63,6 +67,11 @@ class Share:
     def imbalance(self, mask: MaskInfo, documents: Documents) -> float:
         """Returns the pairs of the busiest rank over the mean, by the rules of a mask inside such documents."""
         return imbalance(self.scheme.uneven(self.order, self.over), self.length, mask, documents)
+
+    def adds_in_place(self, width: int) -> bool:
+        """Returns whether a ring of plain attention adds in place, with heads of that width."""
+        run = self.length // self.order.multiple if self.order.in_parts else self.order.stripe
+        return self.tile is not None and width <= self.tile and run % self.tile == 0
 
     def scheme_bytes(self, shape: AttentionShape) -> SchemeBytes:
         """Returns what the scheme holds on a rank of at least two. Raises `Undeclared` where it does not say."""

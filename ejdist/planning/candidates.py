@@ -33,12 +33,11 @@ SEARCHED = (
 # Savings of memory, each tried where nothing fits with those before: first what changes no loss.
 Savings = tuple[tuple[str, str], ...]
 _ON_HOST, _SUMS, _MOMENTS = (OFFLOAD, "host"), (SUMS, "bfloat16"), (MOMENTS, "bfloat16")
-_REMAT_ON_HOST = REMAT, next(name for name, remat in POLICIES.items() if remat.host)
+_REMAT_ON_HOST = REMAT, "host"  # policies that keep activations there are searched too
 SAVINGS: tuple[Savings, ...] = (
     (),
-    (_ON_HOST,),
     (_ON_HOST, _REMAT_ON_HOST),
-    (_ON_HOST, _SUMS),
+    (_ON_HOST, _REMAT_ON_HOST, _SUMS),
     (_MOMENTS, _SUMS),
     (_ON_HOST, _REMAT_ON_HOST, _MOMENTS, _SUMS),
 )
@@ -111,8 +110,7 @@ def rows_over(sizes: Mapping[str, int]) -> int:
 
 def policies_searched(savings: Savings = ()) -> tuple[str, ...]:
     """Returns the remat policies that are searched: those that keep activations on the host only as a saving."""
-    asked = dict(savings).get(REMAT)
-    return tuple(name for name, remat in POLICIES.items() if not remat.host) if asked is None else (asked,)
+    return tuple(name for name, remat in POLICIES.items() if _REMAT_ON_HOST in savings or not remat.host)
 
 
 def savings_searched(s: Any, given: Collection[str]) -> list[Savings]:

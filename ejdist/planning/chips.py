@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ejdist.experts.choice import links_of
 from ejdist.training.flops import PEAKS
+from kernels.ops.flash_attention import TILE
 
 GIB = 2**30
 
@@ -37,6 +38,11 @@ class Chip:
     to_host: float = 0.0
     host_memory: int = 0
     host_source: str = ""
+
+    @property
+    def tile(self) -> int | None:
+        """Tokens of a tile of the kernels that add a hop of a ring in place, which are Hopper's; None for other chips."""
+        return TILE if self.kind in ("NVIDIA H100", "NVIDIA H200") else None
 
     @property
     def flops(self) -> float:

@@ -120,16 +120,16 @@ def held(sections: Any, model: Model, mesh: Any) -> Held:
     return Held(trained, [b for b in buffers if b not in frozen], of_model)
 
 
-def memory(sections: Any, of: Held, mesh: Any, platform: str) -> Memory:
+def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None = None) -> Memory:
     """Returns the bytes of a recipe's step on a mesh, which may be abstract.
 
     Args:
       of: `held(sections, model, mesh)`, also of another batch and remat. With `experts.dispatch=auto` the first scheme that
         fits is counted.
-      platform: tpu or gpu.
+      platform: tpu or gpu. tile: of the chip, see `Share`.
     """
     s, c, parameters = sections, sections.model, of.parameters
-    share = share_of(s, mesh)
+    share = share_of(s, mesh, tile=tile)
     b, x = share.itemsize, share.tokens * c.model_dim * share.itemsize
     vocabulary = c.vocab_size // share.features
     head = c.model_dim * vocabulary  # numbers of the output projection where it is used
@@ -216,7 +216,7 @@ def on_host(sections: Any, of: Held, share: Share) -> dict[str, int]:
     if s.optimizer.offload == "host":
         held[MOMENTS] = moment_bytes(s) * sum(p.local for p in of.parameters if is_offloaded(p.param))
     if share.remat.host:
-        saved = sum(n * bytes_of(c, share)[part].offloaded for part, n in counted_parts(c).items())
+        saved = sum(n * share.remat.kept_on_host(bytes_of(c, share)[part]) for part, n in counted_parts(c).items())
         held[ACTIVATIONS] = saved + c.num_layers * share.tokens * c.model_dim * share.itemsize
     return held
 

@@ -128,7 +128,7 @@ class Predictor:
         mesh = candidate.abstract_mesh()
         if s.experts.dispatch == "auto" and has_experts(s.model):
             s = replace(s, experts=replace(s.experts, dispatch=dispatch_of(s, mesh, self.links)))
-        needed = memory(s, of, mesh, self.target.chip.platform)
+        needed = memory(s, of, mesh, self.target.chip.platform, self.target.chip.tile)
         if needed.total > room or (room < math.inf and self.target.host_bytes(needed.host) > self.target.room_of_host):
             return needed
         time = step_time(s, of, mesh, self.links, documents=self.documents)

@@ -20,12 +20,13 @@ from ejdist.sequence.cost import NEVER
 from ejdist.sequence.schemes import ByWindow
 
 
-def share_of(sections: Any, mesh: Any, links: Links | None = None) -> Share:
+def share_of(sections: Any, mesh: Any, links: Links | None = None, tile: int | None = None) -> Share:
     """Returns what a device has of a microbatch on a mesh, which may be abstract.
 
     Args:
       links: of the devices. They say what experts are split over inside of a slice and over slices, and by them
         `experts.dispatch=auto` chooses. Without them auto is the first scheme that fits.
+      tile: see `Share`.
     """
     s = sections
     tokens = _tokens(s, mesh)
@@ -47,6 +48,8 @@ def share_of(sections: Any, mesh: Any, links: Links | None = None) -> Share:
         features=mesh.shape[TP],
         experts=tuple(piece for piece in pieces if piece[1] > 1),
         buffer=s.experts.buffer,
+        frozen=s.lora.rank > 0,
+        tile=tile,
     )
 
 

@@ -78,10 +78,12 @@ class SchemeBytes:
     """Bytes on a device beside those of attention on one device.
 
     work: at the height of the backward. gpu_zeros: of the zeros that a loop over ranks starts from, in forward and backward.
+    in_place: whether there are none where kernels add a hop's results in place, see `ejdist.sequence.in_place`.
     """
 
     work: int
     gpu_zeros: int = 0
+    in_place: bool = False
 
 
 def attention_shape(

@@ -107,7 +107,7 @@ class Ring(Scheme):
         return sent
 
     def memory(self, shape: AttentionShape) -> SchemeBytes:
-        return _held(shape, sets=3)  # with the gradients that stay at home
+        return replace(_held(shape, sets=3), in_place=True)  # with the gradients that stay at home
 
 
 def _held(shape: AttentionShape, sets: int) -> SchemeBytes:

@@ -192,7 +192,7 @@ FAULTS = (
     Fault(
         "in place: tiles that the caller asks for are others without a word",
         "flash_attention/hops:hops_of",
-        "$asked not in (None, $kernels.TILE)",
+        "$asked not in (None, TILE)",
         "False",
         f"{IN_PLACE} -k which_calls",
     ),

@@ -1,5 +1,6 @@
 """The gated MLP and its activation against NumPy float64, in value and all gradients, and the memory contract."""
 
+import functools
 import math
 
 import jax
@@ -12,7 +13,8 @@ import ejdist
 from ejdist import make_mesh
 from kernels import Unsupported
 from kernels.framework.interpret import interpret
-from kernels.ops.gated_mlp import ACTIVATIONS, activation_op, gated_activation, gated_mlp, op
+from kernels.ops.gated_mlp import ACTIVATIONS, GatedMLPConfig, activation_op, gated_activation, gated_mlp, op
+from kernels.ops.gated_mlp.matmuls import block_tokens
 from kernels.toolchains.simulate import ahead_of_time as checks
 
 erf = np.vectorize(math.erf)
@@ -167,3 +169,64 @@ def test_nothing_of_width_F_is_kept_for_the_backward():
 def test_errors_name_the_argument(call, words):
     with pytest.raises(ValueError, match=words):
         call(jnp.ones((2, 4)), jnp.ones((4, 6)), jnp.ones((6, 4)))
+
+
+# -- a block of tokens at a time ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [4, 5, 15, 99])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_have_the_numbers_of_all_tokens_at_once(tokens, dtype):
+    """15 tokens in blocks of 4, with padding, of 5, and of all; and in bfloat16 gradients are not rounded at each block."""
+    arrays, d = inputs((3, 5), 16, 24)
+    arrays = [jnp.asarray(a, dtype) for a in arrays]
+
+    def run(cfg):
+        out, pull = jax.vjp(lambda *a: gated_mlp(*a, platform="xla", cfg=cfg), *arrays)
+        return out, *pull(jnp.asarray(d, dtype))
+
+    limit = {"float32": 2e-6, "bfloat16": 2**-8}[dtype]
+    for found, wanted in zip(run(GatedMLPConfig(block_tokens=tokens)), run(GatedMLPConfig()), strict=True):
+        assert found.dtype == wanted.dtype and error(found, wanted) <= limit
+
+
+def test_a_block_is_of_a_size_that_keeps_matmuls_large_and_intermediates_small():
+    assert block_tokens(32768, 14336) is None and block_tokens(2**15 + 1, 2**14) is not None
+    for tokens, width in ((65536, 14336), (458752, 12288), (131073, 8192), (2**20, 14336)):
+        rows = block_tokens(tokens, width)
+        assert 2**27 < rows * width <= 2**28 + 128 * width
+    assert 458752 % block_tokens(458752, 12288) == 0
+
+
+def test_a_program_of_many_tokens_holds_a_block_of_what_is_wide():
+    """Compiled for this machine, where XLA multiplies in float32: a backward of 2^17 tokens has less beside arguments and
+    results than one array of width F of all of them."""
+    T, D, F = 2**17, 64, 2**13
+    like = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((T, D), (D, F), (D, F), (F, D), (T, D))]
+
+    def backward(*a):
+        return jax.vjp(functools.partial(gated_mlp, platform="xla"), *a[:4])[1](a[4])
+
+    compiled = jax.jit(backward).lower(*like).compile().memory_analysis()
+    assert compiled.temp_size_in_bytes < 4 * T * F
+
+
+def test_blocks_inside_a_map_that_checks_what_varies():
+    mesh = jax.make_mesh((4,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    arrays, d = inputs((8, 3), 16, 24)
+    arrays = [jnp.asarray(a, jnp.float32) for a in arrays]
+    spec = jax.sharding.PartitionSpec
+
+    def total(x, gate, up, down):
+        cfg = GatedMLPConfig(block_tokens=2)
+        return jax.lax.psum((gated_mlp(x, gate, up, down, cfg=cfg) * 0.5).sum(), "dp")
+
+    over = jax.shard_map(
+        jax.grad(total, argnums=(0, 1, 3)),
+        mesh=mesh,
+        in_specs=(spec("dp"), *[spec()] * 3),
+        out_specs=(spec("dp"), spec(), spec()),
+    )
+    wanted = jax.grad(lambda *a: (gated_mlp(*a) * 0.5).sum(), argnums=(0, 1, 3))(*arrays)
+    for a, b in zip(over(*arrays), wanted, strict=True):
+        assert error(a, b) <= 2e-6

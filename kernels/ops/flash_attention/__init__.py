@@ -8,9 +8,10 @@ from kernels.ops.flash_attention.functions import (
     flash_attention_backward,
     scaled_dot_product_attention,
 )
-from kernels.ops.flash_attention.hops import hops_of
+from kernels.ops.flash_attention.hops import TILE, hops_of
 
 __all__ = [
+    "TILE",
     "FlashAttentionConfig",
     "attention",
     "expand_dropout_seed",

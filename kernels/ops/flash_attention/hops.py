@@ -30,6 +30,7 @@ from kernels.ops.flash_attention.contract import op
 # Backends with kernels that add in place: their platform, and the file that has the kernels.
 _FILES = {"triton_gpu": ("cuda", "triton_hops")}
 _OPTIONS = ("softmax_scale", "logits_soft_cap")
+TILE = 128  # queries and keys: the largest tile of either direction of these kernels, and their widest heads
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Hops:
 
     @property
     def tile(self) -> int:
-        return self.kernels.TILE
+        return TILE
 
     def _apply(self, kernel: Callable, merged: Callable, result: Any, operands: tuple) -> Any:
         kernel = partial(kernel, options=dict(self.options), cfg=self.cfg)
@@ -137,7 +138,7 @@ def hops_of(call: Call, platform: str | None, cfg: Any) -> Hops | None:
             continue
         kernels = importlib.import_module(f"{op.package}.{file}")
         asked = None if cfg is None else cfg.fwd_params.q_blocksize
-        if asked not in (None, kernels.TILE):  # the tiles that the caller asks for are not those of a hop
+        if asked not in (None, TILE):  # the tiles that the caller asks for are not those of a hop
             continue
         choices = op.plan(call, name, cfg, differentiated=True).choices
         fits = kernels.fitting(call, next(c.cfg for c in choices if c.platform == where))

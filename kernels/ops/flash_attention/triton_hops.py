@@ -17,10 +17,9 @@ from kernels.engines.attention.triton_calls import (
 )
 from kernels.framework.config import KernelConfig
 from kernels.framework.execute import Saved
+from kernels.ops.flash_attention.hops import TILE
 from kernels.ops.flash_attention.triton_gpu import warp_specialized_gradients
 from kernels.toolchains.triton import compute_capability
-
-TILE = 128  # queries and keys: the largest tile of either direction
 
 
 def fitting(call: Any, cfg: KernelConfig) -> KernelConfig | None:

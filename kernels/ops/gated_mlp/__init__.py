@@ -2,8 +2,9 @@
 
 from kernels.framework.public import public_as_declared
 from kernels.ops.gated_mlp.contract import ACTIVATIONS, GatedMLPConfig, activation_op, op
+from kernels.ops.gated_mlp.matmuls import block_tokens
 
-__all__ = ["ACTIVATIONS", "GatedMLPConfig", "activation_op", "gated_activation", "gated_mlp", "op"]
+__all__ = ["ACTIVATIONS", "GatedMLPConfig", "activation_op", "block_tokens", "gated_activation", "gated_mlp", "op"]
 
 gated_mlp = public_as_declared(
     op,

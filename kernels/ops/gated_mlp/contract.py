@@ -38,6 +38,7 @@ class GatedMLPConfig(Tunables):
       block_size, num_warps: elements per program of the forward, and its warps (Triton).
       backward_block_size, backward_num_warps: the same for the backward.
       block_rows, block_cols: shape of a block (Pallas), in both directions.
+      block_tokens: of the gated MLP, how many tokens have intermediates of width F at once; None for all.
     """
 
     block_size: int | None = None
@@ -46,6 +47,7 @@ class GatedMLPConfig(Tunables):
     backward_num_warps: int | None = None
     block_rows: int | None = None
     block_cols: int | None = None
+    block_tokens: int | None = None
 
 
 def gated_activation(

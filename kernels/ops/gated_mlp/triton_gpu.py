@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.ops.gated_mlp.contract import GatedMLPConfig, activation_of, activation_op, op, work_of_activation
-from kernels.ops.gated_mlp.matmuls import gradients_through, hidden, output
+from kernels.ops.gated_mlp.matmuls import block_tokens, by_block, gradients_through, hidden, output
 from kernels.toolchains.triton import triton_launch
 
 
@@ -120,7 +122,7 @@ def backward_activation(saved, gate, up, activation, cfg):
 
 def forward(x, gate, up, down, activation, cfg):
     activation_of(activation)
-    return output(_product(*hidden(x, gate, up), activation, cfg), down)
+    return by_block(lambda x: output(_product(*hidden(x, gate, up), activation, cfg), down), x, cfg.block_tokens)
 
 
 def backward(saved, x, gate, up, down, activation, cfg):
@@ -128,7 +130,7 @@ def backward(saved, x, gate, up, down, activation, cfg):
         dg, du, h = _pull(g, u, dh, activation, cfg, True)
         return h, dg, du
 
-    return gradients_through(pull, saved.d_out, x, gate, up, down)
+    return gradients_through(pull, saved.d_out, x, gate, up, down, cfg.block_tokens)
 
 
 def heuristic(call, platform):
@@ -142,6 +144,19 @@ def candidates(call):
     return list(dict.fromkeys(configs))
 
 
+def of_mlp(call, cfg):
+    """Returns the configuration of the activation as one of the gated MLP."""
+    return replace(cfg, block_tokens=block_tokens(math.prod(call.dims["lead"]), call.dims["F"]))
+
+
+def mlp_heuristic(call, platform):
+    return of_mlp(call, heuristic(call, platform))
+
+
+def mlp_candidates(call):
+    return [of_mlp(call, cfg) for cfg in candidates(call)]
+
+
 def rejects(call):
     if any(x.size == 0 for x in (call.arguments.get(n) for n in ("x", "gate")) if x is not None):
         return "an array has no elements"
@@ -152,8 +167,6 @@ FACTS: Any = {
     "platforms": {"cuda"},
     "dtypes": {"float32", "bfloat16", "float16"},
     "rejects": rejects,
-    "heuristic": heuristic,
-    "candidates": candidates,
 }
-op.register(forward, backward, **FACTS)
-activation_op.register(forward_activation, backward_activation, **FACTS)
+op.register(forward, backward, heuristic=mlp_heuristic, candidates=mlp_candidates, **FACTS)
+activation_op.register(forward_activation, backward_activation, heuristic=heuristic, candidates=candidates, **FACTS)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
-from kernels.ops.gated_mlp.contract import activation_of, activation_op, gated_activation, op
-from kernels.ops.gated_mlp.matmuls import gradients_through, hidden, output
+from kernels.ops.gated_mlp.contract import GatedMLPConfig, activation_of, activation_op, gated_activation, op
+from kernels.ops.gated_mlp.matmuls import block_tokens, by_block, gradients_through, hidden, output
 
 
 def _pull(gate, up, d, activation):
@@ -21,15 +23,22 @@ def backward_activation(saved, gate, up, activation):
     return {"gate": d_gate, "up": d_up}
 
 
-def forward(x, gate, up, down, activation):
-    return output(gated_activation(*hidden(x, gate, up), activation=activation), down)
+def forward(x, gate, up, down, activation, cfg):
+    def block(x):
+        return output(gated_activation(*hidden(x, gate, up), activation=activation), down)
+
+    return by_block(block, x, cfg.block_tokens)
 
 
-def backward(saved, x, gate, up, down, activation):
+def backward(saved, x, gate, up, down, activation, cfg):
     def pull(g, u, dh):
         return gated_activation(g, u, activation=activation), *_pull(g, u, dh, activation)
 
-    return gradients_through(pull, saved.d_out, x, gate, up, down)
+    return gradients_through(pull, saved.d_out, x, gate, up, down, cfg.block_tokens)
+
+
+def heuristic(call, platform):
+    return GatedMLPConfig(block_tokens=block_tokens(math.prod(call.dims["lead"]), call.dims["F"]))
 
 
 EVERYWHERE = {
@@ -37,5 +46,5 @@ EVERYWHERE = {
     "dtypes": {"float32", "bfloat16", "float16"},
     "symbolic": {"lead"},
 }
-op.register(forward, backward, **EVERYWHERE)
+op.register(forward, backward, heuristic=heuristic, **EVERYWHERE)
 activation_op.register(gated_activation, backward_activation, name="xla", **EVERYWHERE)
