@@ -36,6 +36,7 @@ _ON_HOST, _SUMS, _MOMENTS = (OFFLOAD, "host"), (SUMS, "bfloat16"), (MOMENTS, "bf
 _REMAT_ON_HOST = REMAT, "host"  # policies that keep activations there are searched too
 SAVINGS: tuple[Savings, ...] = (
     (),
+    (_REMAT_ON_HOST,),
     (_ON_HOST, _REMAT_ON_HOST),
     (_ON_HOST, _REMAT_ON_HOST, _SUMS),
     (_MOMENTS, _SUMS),

@@ -16,6 +16,7 @@ from typing import Any
 from ejdist.documents import ONE_DOCUMENT, Documents
 from ejdist.experts.schemes import SCHEMES as DISPATCHES
 from ejdist.mesh import AXES, CP, EP, between_slices, mesh_shape
+from ejdist.models.remat import REMAT as POLICIES
 from ejdist.planning.activations import has_experts
 from ejdist.planning.candidates import (
     ACCUMULATION,
@@ -48,6 +49,7 @@ VARIED = 50  # plans that are tried with each of these
 ROWS, MICROBATCHES, MOST_TOKENS = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), 2**24
 # How much too small a prediction may be.
 MARGIN = 0.10
+FASTER = 0.05  # by how much a plan that keeps activations on the host must be faster than one that does not
 
 
 @dataclass(frozen=True)
@@ -220,8 +222,8 @@ def search(
     log: Callable[[str], None] = lambda line: None,
     save: bool = True,
 ) -> Found:
-    """Returns the best plan of a recipe. Where none fits, moments on the host, moments in bfloat16 and sums of gradients in
-    bfloat16 are tried, in the order of `SAVINGS`.
+    """Returns the best plan of a recipe. Where none fits, activations and moments on the host, moments in bfloat16 and sums of
+    gradients in bfloat16 are tried, in the order of `SAVINGS`; activations on the host also where attention would run twice.
 
     Args:
       given: keys of `SEARCHED` that stay as the recipe has them.
@@ -240,12 +242,23 @@ def search(
     predictor, tried = Predictor(sections, target, measured, documents), []
     for savings in savings_searched(sections, given) if save else [()]:
         tried.append(_search(predictor, given, compile_step, finalists, log, savings))
-        if tried[-1].best is not None or not tried[-1].too_large:
+        best = tried[0].best
+        # A plan whose attention runs twice may be slower than one that keeps its results on the host.
+        if best is not None and (len(tried) == 2 or REMAT in given or POLICIES[best.candidate.remat].asked):
             break
+        if best is None and (tried[-1].best is not None or not tried[-1].too_large):
+            break
+    if len(tried) == 2 and tried[0].best is not None and not _faster(tried[1].best, tried[0].best):
+        tried.reverse()
     first, last = tried[0], tried[-1]
-    unsaved = first.smallest or first.refused[-1][0] if len(tried) > 1 and last.best is not None else None
+    needed = len(tried) > 1 and last.best is not None and first.best is None and (first.smallest or first.refused)
+    unsaved = (first.smallest or first.refused[-1][0]) if needed else None
     refused = [one for some in tried for one in some.refused]
     return replace(last, looked_at=sum(some.looked_at for some in tried), refused=refused, unsaved=unsaved)
+
+
+def _faster(plan: Predicted | None, than: Predicted) -> bool:
+    return plan is not None and plan.tokens / plan.time.total > (1 + FASTER) * than.tokens / than.time.total
 
 
 def _search(

@@ -33,7 +33,7 @@ FAULTS = (
     ),
     Fault(
         "gated_mlp: up's matrix learns from the gate",
-        "gradients_through",
+        "gated_mlp/matmuls:_gradients",
         "dot($$args, du)",
         "dot($$args, dg)",
         "tests/kernels/test_gated_mlp.py -k against_float64",
