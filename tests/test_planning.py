@@ -14,7 +14,7 @@ from ejdist.mesh import AXES, make_mesh, mesh_shape
 from ejdist.models.part import Costs
 from ejdist.order import Order
 from ejdist.planning.activations import counted_parts
-from ejdist.planning.candidates import BATCH, SEARCHED, Candidate, candidate_of
+from ejdist.planning.candidates import BATCH, SEARCHED, Candidate, candidate_of, candidates, meshes
 from ejdist.planning.candidates import REMAT as REMAT_KEY
 from ejdist.planning.chips import CHIPS
 from ejdist.planning.compiled import Compiled, DoesNotFit
@@ -26,8 +26,6 @@ from ejdist.planning.search import (
     MARGIN,
     Predictor,
     as_given,
-    candidates,
-    meshes,
     nearest,
     search,
 )

@@ -208,7 +208,7 @@ class DecoderShape:
     norm_eps: float = 1e-6  # added to the mean square in every RMSNorm
     init_std: float = 0.02  # standard deviation of the weights at the start
     compute_dtype: str = "float32"  # dtype of activations and matmuls, bfloat16 or float32; parameters stay float32
-    remat: str = operational("attention")  # what the backward keeps or recomputes: none, dots, attention, offload, full
+    remat: str = operational("attention")  # what the backward keeps or recomputes: none, dots, attention, full, ...
     experts: ExpertsShape = field(default_factory=ExpertsShape)
     latent: LatentShape = field(default_factory=LatentShape)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -12,7 +13,7 @@ import jax
 
 from ejdist.documents import ONE_DOCUMENT, Documents
 from ejdist.experts.schemes import fitting
-from ejdist.mesh import AXES, BATCH_AXES, CP, SEQUENCE_AXES, SP, TP
+from ejdist.mesh import AXES, BATCH_AXES, CP, EP, SEQUENCE_AXES, SP, TP
 from ejdist.models.model import CAUSAL
 from ejdist.models.remat import REMAT as POLICIES
 from ejdist.models.stack import takes_order
@@ -30,6 +31,9 @@ MOMENTS, OFFLOAD, SUMS = "optimizer.moments", "optimizer.offload", "optimizer.ac
 SEARCHED = (
     *(f"mesh.{axis}" for axis in AXES), REMAT, ACCUMULATION, BATCH, SCHEME, ORDER, DISPATCH, MOMENTS, OFFLOAD, SUMS
 )  # fmt: skip
+# Where the batch is not given: rows of a device and microbatch, microbatches, and tokens of a step, which are those of Llama 3
+# 405B's largest batch; a step has one row at least.
+ROWS, MICROBATCHES, MOST_TOKENS = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), 2**24
 # Savings of memory, each tried where nothing fits with those before: first what changes no loss.
 Savings = tuple[tuple[str, str], ...]
 _ON_HOST, _SUMS, _MOMENTS = (OFFLOAD, "host"), (SUMS, "bfloat16"), (MOMENTS, "bfloat16")
@@ -195,3 +199,73 @@ def ways(
     for scheme in schemes if split and SCHEME not in given else (None,):
         orders = orders_searched(s, axes, documents, scheme, platform) if split and ORDER not in given else (None,)
         yield from itertools.product((scheme,), orders, fitting(over) if mixed and DISPATCH not in given else (None,))
+
+
+# -- candidates -------------------------------------------------------------------------------------------------------
+
+
+def meshes(count: int, given: dict[str, int], has_experts: bool) -> Iterator[tuple[int, ...]]:
+    """Yields the axis sizes of every mesh of `count` devices. Sizes given by the user are kept; cp defaults to 1.
+
+    Raises:
+      ValueError: the given sizes do not divide the devices.
+    """
+    fixed = math.prod(given.values())
+    if count % fixed:
+        written = " x ".join(f"mesh.{a}={n}" for a, n in given.items())
+        raise ValueError(f"{written}: {count} devices are not divisible by {fixed}; change one of the sizes")
+    free = [a for a in AXES if a not in given and a != CP and (a != EP or has_experts)]
+    if not free and fixed != count:
+        raise ValueError(
+            f"the mesh {given} has {fixed} devices, and there are {count}; leave the size of one axis open"
+        )
+    for sizes in _factors(count // fixed, len(free)):
+        of = {**given, **dict(zip(free, sizes, strict=True))}
+        yield tuple(of.get(a, 1) for a in AXES)
+
+
+@functools.cache
+def _factors(n: int, parts: int) -> list[tuple[int, ...]]:
+    """Returns the ways to write n as an ordered product of that many numbers."""
+    if parts == 0:
+        return [()] if n == 1 else []
+    return [(d, *rest) for d in range(1, n + 1) if n % d == 0 for rest in _factors(n // d, parts - 1)]
+
+
+def candidates(
+    sections: Any,
+    count: int,
+    given: Collection[str],
+    savings: Savings = (),
+    documents: Documents = ONE_DOCUMENT,
+    platform: str | None = None,
+) -> Iterator[Candidate]:
+    """Yields the choices for that many devices; keys on the command line stay as they are."""
+    s = sections
+    written = {a: getattr(s.mesh, a) for a in AXES if f"mesh.{a}" in given}
+    if written.get(CP) == -1:
+        raise ValueError(
+            "mesh.cp = -1: a plan itself divides the devices of the sequence between cp and sp; give those along cp, or none"
+        )
+    sizes = {a: n for a, n in written.items() if n != -1}
+    policies = (s.model.remat,) if REMAT in given else policies_searched(savings)
+    other_savings = tuple((key, value) for key, value in savings if key != REMAT)
+    for mesh in meshes(count, sizes, has_experts(s.model)):
+        over = rows_over(dict(zip(AXES, mesh, strict=True)))
+        first = next(ways(s, mesh, given, documents, platform))
+        for rows, parts in _batches(s, over, given):
+            yield from (Candidate(mesh, policy, parts, rows, *first, other_savings) for policy in policies)
+
+
+def _batches(s: Any, over: int, fixed_keys: Collection[str]) -> Iterator[tuple[int, int]]:
+    """Yields (global batch, microbatches) that split evenly over that many devices."""
+    some = (s.accumulation,) if ACCUMULATION in fixed_keys else MICROBATCHES
+    if BATCH in fixed_keys:
+        rows = s.data.global_batch
+        yield from ((rows, parts) for parts in some if rows % parts == 0 and rows // parts % over == 0)
+        return
+    for each in ROWS:
+        for parts in some:
+            rows = over * each * parts
+            if rows == 1 or rows * s.data.sequence_length <= MOST_TOKENS:
+                yield rows, parts

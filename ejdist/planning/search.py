@@ -6,16 +6,15 @@ are tried with each of these: all begin with the first scheme, the most even ord
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ejdist.documents import ONE_DOCUMENT, Documents
 from ejdist.experts.schemes import SCHEMES as DISPATCHES
-from ejdist.mesh import AXES, CP, EP, between_slices, mesh_shape
+from ejdist.mesh import AXES, between_slices, mesh_shape
 from ejdist.models.remat import REMAT as POLICIES
 from ejdist.planning.activations import has_experts
 from ejdist.planning.candidates import (
@@ -26,9 +25,8 @@ from ejdist.planning.candidates import (
     Candidate,
     Savings,
     candidate_of,
-    policies_searched,
+    candidates,
     products,
-    rows_over,
     savings_searched,
     ways,
 )  # fmt: skip
@@ -44,9 +42,6 @@ from ejdist.sections import validate
 from ejdist.training.losses import trained_model
 
 VARIED = 50  # plans that are tried with each of these
-# Where the batch is not given: rows of a device and microbatch, microbatches, and tokens of a step, which are those of Llama 3
-# 405B's largest batch; a step has one row at least.
-ROWS, MICROBATCHES, MOST_TOKENS = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), 2**24
 # How much too small a prediction may be.
 MARGIN = 0.10
 FASTER = 0.05  # by how much a plan that keeps activations on the host must be faster than one that does not
@@ -137,76 +132,6 @@ class Predictor:
         return Predicted(candidate, needed, time, s.data.global_batch * s.data.sequence_length)
 
 
-# -- candidates -------------------------------------------------------------------------------------------------------
-
-
-def meshes(count: int, given: dict[str, int], has_experts: bool) -> Iterator[tuple[int, ...]]:
-    """Yields the axis sizes of every mesh of `count` devices. Sizes given by the user are kept; cp defaults to 1.
-
-    Raises:
-      ValueError: the given sizes do not divide the devices.
-    """
-    fixed = math.prod(given.values())
-    if count % fixed:
-        written = " x ".join(f"mesh.{a}={n}" for a, n in given.items())
-        raise ValueError(f"{written}: {count} devices are not divisible by {fixed}; change one of the sizes")
-    free = [a for a in AXES if a not in given and a != CP and (a != EP or has_experts)]
-    if not free and fixed != count:
-        raise ValueError(
-            f"the mesh {given} has {fixed} devices, and there are {count}; leave the size of one axis open"
-        )
-    for sizes in _factors(count // fixed, len(free)):
-        of = {**given, **dict(zip(free, sizes, strict=True))}
-        yield tuple(of.get(a, 1) for a in AXES)
-
-
-@functools.cache
-def _factors(n: int, parts: int) -> list[tuple[int, ...]]:
-    """Returns the ways to write n as an ordered product of that many numbers."""
-    if parts == 0:
-        return [()] if n == 1 else []
-    return [(d, *rest) for d in range(1, n + 1) if n % d == 0 for rest in _factors(n // d, parts - 1)]
-
-
-def candidates(
-    sections: Any,
-    count: int,
-    given: Collection[str],
-    savings: Savings = (),
-    documents: Documents = ONE_DOCUMENT,
-    platform: str | None = None,
-) -> Iterator[Candidate]:
-    """Yields the choices for that many devices; keys on the command line stay as they are."""
-    s = sections
-    written = {a: getattr(s.mesh, a) for a in AXES if f"mesh.{a}" in given}
-    if written.get(CP) == -1:
-        raise ValueError(
-            "mesh.cp = -1: a plan itself divides the devices of the sequence between cp and sp; give those along cp, or none"
-        )
-    sizes = {a: n for a, n in written.items() if n != -1}
-    policies = (s.model.remat,) if REMAT in given else policies_searched(savings)
-    other_savings = tuple((key, value) for key, value in savings if key != REMAT)
-    for mesh in meshes(count, sizes, has_experts(s.model)):
-        over = rows_over(dict(zip(AXES, mesh, strict=True)))
-        first = next(ways(s, mesh, given, documents, platform))
-        for rows, parts in _batches(s, over, given):
-            yield from (Candidate(mesh, policy, parts, rows, *first, other_savings) for policy in policies)
-
-
-def _batches(s: Any, over: int, fixed_keys: Collection[str]) -> Iterator[tuple[int, int]]:
-    """Yields (global batch, microbatches) that split evenly over that many devices."""
-    some = (s.accumulation,) if ACCUMULATION in fixed_keys else MICROBATCHES
-    if BATCH in fixed_keys:
-        rows = s.data.global_batch
-        yield from ((rows, parts) for parts in some if rows % parts == 0 and rows // parts % over == 0)
-        return
-    for each in ROWS:
-        for parts in some:
-            rows = over * each * parts
-            if rows == 1 or rows * s.data.sequence_length <= MOST_TOKENS:
-                yield rows, parts
-
-
 # -- the search -------------------------------------------------------------------------------------------------------
 
 
@@ -240,25 +165,28 @@ def search(
     """
     validate(sections)
     predictor, tried = Predictor(sections, target, measured, documents), []
-    for savings in savings_searched(sections, given) if save else [()]:
+    tiers = savings_searched(sections, given) if save else [()]
+
+    def attempt(savings: Savings) -> Found:
         tried.append(_search(predictor, given, compile_step, finalists, log, savings))
-        best = tried[0].best
-        # A plan whose attention runs twice may be slower than one that keeps its results on the host.
-        if best is not None and (len(tried) == 2 or REMAT in given or POLICIES[best.candidate.remat].asked):
+        return tried[-1]
+
+    first = last = attempt(tiers[0])
+    for savings in tiers[1:]:
+        if last.best is not None or not last.too_large:
             break
-        if best is None and (tried[-1].best is not None or not tried[-1].too_large):
-            break
-    if len(tried) == 2 and tried[0].best is not None and not _faster(tried[1].best, tried[0].best):
-        tried.reverse()
-    first, last = tried[0], tried[-1]
-    needed = len(tried) > 1 and last.best is not None and first.best is None and (first.smallest or first.refused)
-    unsaved = (first.smallest or first.refused[-1][0]) if needed else None
+        last = attempt(savings)
+    if len(tiers) > 1 and first.best and REMAT not in given and not POLICIES[first.best.candidate.remat].asked:
+        # Attention would run twice, which may take longer than moving its results to the host and back.
+        away = attempt(tiers[1])
+        last = away if away.best and _faster(away.best, first.best) else first
+    unsaved = first.smallest or first.refused[-1][0] if first.best is None and last.best is not None else None
     refused = [one for some in tried for one in some.refused]
     return replace(last, looked_at=sum(some.looked_at for some in tried), refused=refused, unsaved=unsaved)
 
 
-def _faster(plan: Predicted | None, than: Predicted) -> bool:
-    return plan is not None and plan.tokens / plan.time.total > (1 + FASTER) * than.tokens / than.time.total
+def _faster(plan: Predicted, than: Predicted) -> bool:
+    return plan.tokens / plan.time.total > (1 + FASTER) * than.tokens / than.time.total
 
 
 def _search(

@@ -38,4 +38,32 @@ FAULTS = (
         "dot($$args, dg)",
         "tests/kernels/test_gated_mlp.py -k against_float64",
     ),
+    Fault(
+        "gated_mlp: gradients of matrices are those of the last block",
+        "gradients_through.block",
+        "$sums[$name] + $found[$name]",
+        "$found[$name]",
+        "tests/kernels/test_gated_mlp.py -k blocks_have_the_numbers",
+    ),
+    Fault(
+        "gated_mlp: sums over blocks are rounded at each",
+        "gradients_through",
+        "jnp.zeros_like($w, jnp.float32)",
+        "jnp.zeros_like($w)",
+        "tests/kernels/test_gated_mlp.py -k blocks_have_the_numbers",
+    ),
+    Fault(
+        "gated_mlp: a block is of the whole sequence",
+        "block_tokens",
+        "$tokens * $width <= BLOCKED",
+        "True",
+        "tests/kernels/test_gated_mlp.py -k 'a_block_is_of_a_size'",
+    ),
+    Fault(
+        "gated_mlp: the last block's padding is joined",
+        "gated_mlp/matmuls:_blocks",
+        "jnp.pad($x, [(0, $n * $rows - $x.shape[0]), (0, 0)])",
+        "jnp.pad($x, [($n * $rows - $x.shape[0], 0), (0, 0)])",
+        "tests/kernels/test_gated_mlp.py -k blocks_have_the_numbers",
+    ),
 )

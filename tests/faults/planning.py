@@ -85,7 +85,7 @@ FAULTS = (
     ),
     Fault(
         "a given remat policy is searched",
-        "search:candidates",
+        "planning/candidates:candidates",
         "($s.model.remat,) if REMAT in $given else policies_searched($savings)",
         "policies_searched($savings)",
         f"{TESTS} -k never_changed",
