@@ -108,7 +108,7 @@ FAULTS = (
     Fault(
         "no plan keeps activations on the host unless nothing else fits",
         "search:search",
-        "len($tiers) > 1 and $first.best and REMAT not in $given and not $$rest",
+        "not POLICIES[$first.best.candidate.remat].asked",
         "False",
         f"{PLANS} -k would_run_twice",
     ),
@@ -129,7 +129,7 @@ FAULTS = (
     Fault(
         "gradients of the head are counted beside the work of any layer",
         "memory:memory",
-        "$work > WORK_FIRST * $$rest",
+        "$work > WORK_FIRST * ($head + $early)",
         "False",
         "tests/test_planning.py -k within_a_tenth",
     ),
