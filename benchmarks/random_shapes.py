@@ -6,7 +6,8 @@ the best peer / our time) and the worst calls. With candidates=N the first N con
 first backend take part too, by number: what a heuristic is fitted to.
 
 Calls are compiled and checked by `workers` processes side by side; each is timed while the others wait. Other options:
-against=PEER,... dtype=bfloat16 rounds=5 seconds=0.03 only=TEXT (names that contain it) commit=.
+against=PEER,... dtype=bfloat16 rounds=5 seconds=0.03 only=TEXT (names that contain it) budget=0 (seconds after which no other
+call is prepared; 0 for all of them) commit=.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ OPTIONS = {
     "seconds": 0.03,
     "only": "",
     "candidates": 0,
+    "budget": 0,
     "commit": "",
     "part": "",  # how a worker is started: NUMBER/WORKERS:FOLDER
 }
@@ -108,11 +110,14 @@ def _work(operation: str, options: dict[str, Any]) -> int:
         candidates=options["candidates"],
     )
     cases = list(enumerate(draw(operation, options["shapes"], options["seed"])))
-    prepared, code = [], 0
+    prepared, code, start = [], 0, time.monotonic()
     try:
         for number, case in cases[part::workers]:
             if options["only"] not in case.name:
                 continue
+            if options["budget"] and time.monotonic() - start > options["budget"]:
+                print(f"out of time before {case.name}", flush=True)
+                break
             try:
                 prepared.append((number, prepare(op, case, settings, {name: every[name] for name in names})))
             except Red as red:

@@ -175,7 +175,8 @@ def measure(mesh: Any, o: dict[str, Any], call: Attention, tokens: int, rows: Ro
     for label, row in rows.rows.items():
         if row.get("kind") == "split" and label.startswith(f"{here}, ") and "tflops" in row:
             compare(rows.rows, f"{here}, {row['direction']}", row)
-            row["imbalance"] = busiest(seen, order_named(row["order"], ranks, length, o["stripe"]))[1]
+            order = order_named(row["order"], ranks, length, o["stripe"])
+            row["imbalance"] = busiest(seen, scheme_with(row["scheme"], o).uneven(order, _over(mesh)))[1]
 
 
 class Split:
