@@ -22,9 +22,10 @@ from ejdist.planning.candidates import orders_searched
 from ejdist.sequence.schedule import imbalance, pairs_of_row
 from ejdist.sequence.section import SequenceSection
 from ejdist.training.attended import Attended, keys_seen
+from ejdist.training.choices import resolve
 from ejdist.training.curriculum import stages_of
 from ejdist.training.data import Begin
-from ejdist.training.orders import choose, resolve
+from ejdist.training.orders import choose
 from ejdist.training.placing import permuted, place_batch
 from ejdist.training.program import make_program
 from kernels import flash_attention

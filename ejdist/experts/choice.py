@@ -31,6 +31,7 @@ class Links:
     """Bandwidth of one device in each collective, bytes/s, and the source of the numbers.
 
     Attributes:
+      permute: between neighbours in one direction; None: as fast as an all-gather.
       torus: devices along an axis form a ring; `all_gather` is its bandwidth in both directions, and an all-to-all over n
         devices gets 4 / n of it (J. Austin et al., *How to Scale Your Model*, 2025).
       network: between hosts, per device; None if the links reach all devices.
@@ -42,13 +43,14 @@ class Links:
     all_gather: float
     reduce_scatter: float
     source: str
+    permute: float | None = None
     network: float | None = None
     torus: bool = False
     latency: float = 1e-5
 
     def rate(self, collective: str, ranks: int) -> float:
         """Returns bytes/s of a device in a collective over `ranks` devices; unknown collectives use all-gather's."""
-        rate = getattr(self, collective, self.all_gather)
+        rate = getattr(self, collective, None) or self.all_gather
         return rate * 4 / max(ranks, 4) if self.torus and collective in _BETWEEN_ALL else rate
 
 
@@ -57,13 +59,13 @@ _BETWEEN_ALL = (ALL_TO_ALL, RAGGED_ALL_TO_ALL)
 
 
 def _torus(rate: float, what: str) -> Links:
-    return Links(rate, rate, rate, rate, f"published: {what}", torus=True)
+    return Links(rate, rate, rate, rate, f"published: {what}", permute=rate / 2, torus=True)
 
 
 # By the longest matching prefix of the device kind.
 LINKS = {
     # Within a host as measured with 64 and 256 MiB; between hosts 400 Gbit/s per device, as published.
-    "NVIDIA H200": Links(220e9, 8e9, 283e9, 340e9, "measured on four H200, jax 0.11.2", network=50e9),
+    "NVIDIA H200": Links(220e9, 8e9, 283e9, 340e9, "measured on four H200, jax 0.11.2", permute=130e9, network=50e9),
     "TPU v5 lite": _torus(100e9, "1600 Gbit/s a chip over 4 links"),
     "TPU v5": _torus(200e9, "4800 Gbit/s a chip over 6 links"),
     "TPU v6 lite": _torus(224e9, "3584 Gbit/s a chip over 4 links"),

@@ -149,7 +149,7 @@ def orders_searched(
       documents: of the rows. scheme: by which tokens attend; default: the recipe's. platform: of the devices.
     """
     length, ranks = s.data.sequence_length, math.prod(n for _, n in axes)
-    of = SCHEMES[scheme or s.sequence.scheme]()
+    of = SCHEMES[scheme or s.sequence.named]()
     orders = [order_for(name, ranks, length, s.sequence.stripe, platform) for name in ORDERS]
     fit = [o for o in orders if length % o.multiple == 0 and takes_order(s.model, o)]
     # Differences below a hundredth decide nothing: the order that comes first compares less.
@@ -171,7 +171,7 @@ def products(s: Any, of: Candidate, given: Collection[str]) -> Iterator[Candidat
     where either axis is given."""
     if {f"mesh.{CP}", f"mesh.{SP}"} & {*given}:
         return
-    sizes, schemes = of.sizes, (s.sequence.scheme,) if SCHEME in given else SCHEMES
+    sizes, schemes = of.sizes, (s.sequence.named,) if SCHEME in given else SCHEMES
     ranks, heads = sizes[CP] * sizes[SP], s.model.num_heads // sizes[TP]
     for inner in (n for n in range(2, ranks) if ranks % n == 0):
         mesh, axes = {**sizes, CP: ranks // inner, SP: inner}, ((CP, ranks // inner), (SP, inner))
@@ -192,7 +192,8 @@ def ways(
     sizes = dict(zip(AXES, mesh, strict=True))
     axes = tuple((a, sizes[a]) for a in SEQUENCE_AXES if sizes[a] > 1)
     split, heads = bool(axes), s.model.num_heads // sizes[TP]
-    given = {*given} - ({ORDER} if s.sequence.order == AUTO else set())
+    open_keys = {key for key, value in ((SCHEME, s.sequence.scheme), (ORDER, s.sequence.order)) if value == AUTO}
+    given = {*given} - open_keys
     schemes = [name for name in SCHEMES if split and _takes(s.sequence, name, heads, axes)]
     over = tuple(sizes.get(a, 1) for a in s.experts.axes)
     mixed = has_experts(s.model) and math.prod(over) > 1

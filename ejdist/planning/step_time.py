@@ -21,11 +21,11 @@ from ejdist.planning.links import NETWORK, Links
 from ejdist.planning.memory import ACTIVATIONS, MOMENTS, Held, Stored, moment_bytes, on_host
 from ejdist.planning.share import share_of
 from ejdist.sequence.schedule import pairs_of_row
+from ejdist.training.flops import attention_share
 from kernels.engines.attention.masks import MaskInfo
 
-# Of the data sheet's FLOP/s: products, products of rows grouped by expert, attention, that of heads of 64 and less, which does as
-# many exponentials for half the products; of its bytes/s.
-MATMUL, GROUPED, ATTENTION, NARROW, BANDWIDTH = 0.78, 0.5, 0.53, 0.38, 0.85
+# Of the data sheet's FLOP/s: products, products of rows grouped by expert; of its bytes/s.
+MATMUL, GROUPED, BANDWIDTH = 0.78, 0.5, 0.85
 EXPOSED = 0.5  # of the time of collectives
 # Passes over what a part holds at the height of its backward, in a layer's forward and backward.
 PASSES = 4
@@ -106,7 +106,7 @@ def step_time(
     sent = traffic(s, of, share, mesh, links)
     busy = {
         "matmuls": computed * tokens / devices / (MATMUL * chip.flops),
-        "attention": attention / devices / ((ATTENTION if c.head_dim > 64 else NARROW) * chip.flops),
+        "attention": attention / devices / (attention_share(c.head_dim) * chip.flops),
         "passes over memory": (s.accumulation * passes + state) / (BANDWIDTH * chip.bandwidth),
     }
     away = {name: 2 * n / (TO_HOST * chip.to_host) for name, n in on_host(s, of, share).items()}  # there and back

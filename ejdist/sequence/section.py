@@ -21,7 +21,7 @@ class SequenceSection:
     """The `sequence` section of a recipe."""
 
     # How a split sequence attends: ring, all_gather, ulysses (heads over sp, another scheme over cp), halo
-    # (for windows, else a ring).
+    # (for windows, else a ring); auto: what is expected to be fastest, and logs why.
     scheme: str = operational("ring")
     # How layers with a window or chunks attend; null: halo where that sends less than sequence.scheme.
     window_scheme: str | None = operational(None)
@@ -41,7 +41,12 @@ class SequenceSection:
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy."""
-        for key, name in (("scheme", self.scheme), ("outer", self.outer), ("window_scheme", self.window_scheme)):
+        if self.scheme == AUTO and (self.outer is not None or self.head_groups != 1):
+            raise ValueError(
+                f"sequence.scheme = {AUTO!r} with sequence.outer or sequence.head_groups: these are options of one scheme; "
+                "use sequence.scheme=ulysses, or leave them out"
+            )
+        for key, name in (("scheme", self.named), ("outer", self.outer), ("window_scheme", self.window_scheme)):
             if name is not None and name not in SCHEMES:
                 raise ValueError(f"sequence.{key} = {name!r} is unknown; use one of {', '.join(SCHEMES)}")
         if self.verify not in (None, FIRST_BATCH):
@@ -59,10 +64,15 @@ class SequenceSection:
             )
         self.made()
 
+    @property
+    def named(self) -> str:
+        """The scheme; where it is chosen for a run's data and devices, the one that stands for it until then."""
+        return next(iter(SCHEMES)) if self.scheme == AUTO else self.scheme
+
     def made(self) -> ByWindow:
         """Returns the scheme with its options. Raises ValueError for one that it does not have."""
         groups = None if self.head_groups == 1 else self.head_groups
-        full = scheme_of(self.scheme, outer=self.outer, head_groups=groups)
+        full = scheme_of(self.named, outer=self.outer, head_groups=groups)
         return by_window(full, self.window_scheme, self.latents)
 
     def compiler_options(self, mesh: jax.sharding.Mesh, order: Order) -> dict[str, Any] | None:

@@ -138,9 +138,10 @@ def _train(sections: TrainSections, batches: Any, devices: list[Any] | None, log
     end = s.run.steps if s.run.stop_after is None else min(s.run.steps, s.run.stop_after)
     program, mesh, data = run.program, run.program.mesh, run.sections.data
     used = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    way = f"{run.sections.sequence.named} in {program.order.name} order"
     log(
         f"{program.num_parameters:,} parameters on {mesh.size} x {mesh.devices.flat[0].device_kind}, mesh {used or 'of one'}, "
-        f"{data.global_batch} x {data.sequence_length:,} tokens per step, {s.sequence.scheme} in {program.order.name} order"
+        f"{data.global_batch} x {data.sequence_length:,} tokens per step, {way}"
     )
     log_stage(run, log)
     if s.run.profile and start >= s.run.profile[1]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,7 @@ from ejdist.models.model import Flops
 from ejdist.models.stack import takes_order
 from ejdist.order import AUTO, NAMES, STRIPES, Order, order_for, platform_of
 from ejdist.training.attended import keys_seen
-from ejdist.training.curriculum import Stage
-from ejdist.training.data import Data
-from ejdist.training.program import Program, TrainSections
-from ejdist.training.stage_data import sizes_of
+from ejdist.training.program import TrainSections
 
 ROWS = 8  # of the first batches, by which an order is chosen
 # By how much an order may be less even than the best: those that come first in `NAMES` compare fewer positions and tiles.
@@ -26,12 +23,16 @@ ALIKE = 0.05
 
 @dataclass(frozen=True)
 class Choice:
-    """An order, and how even each of those that divide the rows would be: the pairs of the busiest rank over the mean."""
+    """An order, and how even each of those that divide the rows would be: the pairs of the busiest rank over the mean.
+
+    flops: of attention in a row, forward, the mean.
+    """
 
     order: Order
     uneven: Mapping[str, float]
     documents: float  # in a row, the mean
     rows: int
+    flops: float
 
     def describe(self) -> str:
         """Returns a line for the log."""
@@ -46,7 +47,8 @@ class Choice:
 
 
 def choose(s: TrainSections, mesh: Any, parts: Sequence[Flops], segment_ids: np.ndarray) -> Choice:
-    """Returns the first order of `NAMES` that is as even as the most even one, within 5%, for a recipe's rows.
+    """Returns the first order of `NAMES` that is as even as the most even one, within 5%, for a recipe's rows; the recipe's own
+    where it has one.
 
     Args:
       mesh: on which they are split. parts: FLOPs of the model's. segment_ids: int [rows, T], some of them.
@@ -54,8 +56,10 @@ def choose(s: TrainSections, mesh: Any, parts: Sequence[Flops], segment_ids: np.
     over = tuple((axis, n) for axis in SEQUENCE_AXES if (n := mesh.shape.get(axis, 1)) > 1)
     ranks, length = int(np.prod([n for _, n in over])), segment_ids.shape[1]
     seen, scheme = keys_seen(parts, segment_ids), s.sequence.made()
-    orders = [order_for(name, ranks, length, s.sequence.stripe, platform_of(mesh)) for name in NAMES]
-    orders = [o for o in orders if length % o.multiple == 0 and takes_order(s.model, o)]
+    pinned = s.sequence.order != AUTO
+    names = [s.sequence.order] if pinned else NAMES
+    orders = [order_for(name, ranks, length, s.sequence.stripe, platform_of(mesh)) for name in names]
+    orders = [o for o in orders if pinned or (length % o.multiple == 0 and takes_order(s.model, o))]
     if not orders:
         orders[:] = [order_for(AUTO, ranks, length)]
         orders[0].check(length)
@@ -63,35 +67,4 @@ def choose(s: TrainSections, mesh: Any, parts: Sequence[Flops], segment_ids: np.
     best = min(uneven.values())
     chosen = next(o for o in orders if uneven[o.name] <= best * (1 + ALIKE))
     documents = float(np.mean([len(np.unique(row[row >= 0])) for row in segment_ids]))
-    return Choice(chosen, uneven, documents, len(segment_ids))
-
-
-def resolve(
-    stages: Sequence[Stage],
-    programs: Sequence[Program],
-    datas: Sequence[Data],
-    make: Callable[[Stage], Program],
-    log: Callable[[str], None],
-) -> tuple[list[Stage], list[Program]]:
-    """Returns the stages and their programs, with an order for those that leave it to the data, and logs it with its reason.
-    The same on every host, and at every start: the first rows of the data decide.
-
-    Args:
-      datas: of each stage, of any size. make: the program of a stage.
-    """
-    found: list[tuple[Stage, Program]] = []
-    for stage, program, one in zip(stages, programs, datas, strict=True):
-        s = stage.sections
-        if s.sequence.order == AUTO and program.order.shards > 1:
-            data = one.resized(**sizes_of(s.data))
-            first = max(stage.start, data.begin.batch)
-            batches = range(first, min(first + -(-ROWS // data.global_batch), max(stage.until, first + 1)))
-            rows = [data.batch(number, slice(0, ROWS))["segment_ids"] for number in batches]
-            choice = choose(s, program.mesh, program.model.flops, np.concatenate(rows)[:ROWS])
-            log(f"{stage.where}{choice.describe()}")
-            name = choice.order.name
-            stripe = s.sequence.stripe if name in STRIPES else None
-            stage = replace(stage, sections=replace(s, sequence=replace(s.sequence, order=name, stripe=stripe)))
-            program = program if program.order == choice.order else make(stage)
-        found.append((stage, program))
-    return [stage for stage, _ in found], [program for _, program in found]
+    return Choice(chosen, uneven, documents, len(segment_ids), float(seen.sum(1).mean()))

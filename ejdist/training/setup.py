@@ -22,13 +22,13 @@ from ejdist.training.bucket_lock import locks_of
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
 from ejdist.training.checkpoint_format import check_same_model
 from ejdist.training.checkpoint_policy import Saves, Tier
+from ejdist.training.choices import resolve
 from ejdist.training.curriculum import Stage, history, stage_of, stages_of
 from ejdist.training.data import Data, default_cache_dir
 from ejdist.training.guards import SkippedBatches
 from ejdist.training.held_out import data_of_evaluation
 from ejdist.training.kept import told_of_folder
 from ejdist.training.optimizer import moments_like
-from ejdist.training.orders import resolve
 from ejdist.training.program import Program, TrainSections, make_program
 from ejdist.training.recorded import recorded
 from ejdist.training.resume import Past, check_data, check_history, check_same_run, fingerprint

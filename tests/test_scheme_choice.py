@@ -1,0 +1,157 @@
+"""`sequence.scheme=auto`: what is chosen, for which devices and data, and what of it was measured."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from small_run import TINY, run
+
+from benchmarks.sequence.calls import segment_ids
+from ejdist.mesh import make_mesh
+from ejdist.models.lora import build
+from ejdist.sequence.schemes import Ulysses
+from ejdist.training.choices import WAITED, choose_scheme, resolve
+from ejdist.training.curriculum import stages_of
+from recipes.schema import compose
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "sequences"
+PACKED = "sequence.scheme=auto model=8b model.num_layers=1 data.global_batch=1 data.sequence_length="
+
+
+def chosen(words, kind="NVIDIA H200", documents="4096", rows=2, **sizes):
+    sections = compose(words.split())
+    sizes = sizes or {"sp": 4}
+    device = SimpleNamespace(device_kind=kind, platform="tpu" if kind.startswith("TPU") else "gpu")
+    mesh = SimpleNamespace(shape=sizes, devices=np.array([device]))
+    ids = np.stack([segment_ids(documents, sections.data.sequence_length, seed) for seed in range(rows)])
+    return choose_scheme(sections, mesh, build(sections.model, sections.lora), ids)
+
+
+def measured(name):
+    """Returns (milliseconds of forward and backward, those of the exchange alone, those that were waited for, tokens)."""
+    rows = json.loads((RESULTS / f"4xh200_{name}.json").read_text())["rows"].values()
+    split = [row for row in rows if row["kind"] == "split"]
+    alone = [row for row in rows if row["kind"] == "exchange"]
+    assert len(split) == len(alone) == 2
+    sums = (sum(row["whole_ms"][1] for row in some) for some in (split, alone))
+    return *sums, sum(row["exposed_ms"] for row in split), 4 * split[0]["tokens"]
+
+
+@pytest.mark.parametrize("size", ["8k", "32k"])
+def test_what_four_h200s_took(size):
+    """The choice is what was faster, and by how much is within a tenth; so are the shares of exchanges that are waited for."""
+    ring, ulysses = measured(f"packed_{size}"), measured(f"ulysses_{size}")
+    choice = chosen(f"{PACKED}{ring[3]} mesh.sp=4", rows=1)
+    assert choice.scheme == "ring" and ring[0] < ulysses[0]
+    expected = choice.seconds["ring"] / choice.seconds["ulysses"]
+    assert expected == pytest.approx(ring[0] / ulysses[0], rel=0.1)
+    for (_, alone, waited, _), hides in ((ring, True), (ulysses, False)):
+        assert waited / alone == pytest.approx(WAITED[hides], abs=0.12)
+
+
+def test_what_decides():
+    """Heads that share no keys send as much of keys as of queries in a ring, and longer rows hide it under their attention."""
+    many = "model.num_kv_heads=32"
+    assert chosen(f"{PACKED}32768 mesh.sp=4 {many}").scheme == "ulysses"
+    assert chosen(f"{PACKED}1048576 mesh.sp=4 {many}", documents="one", rows=1).scheme == "ring"
+    assert "ulysses" not in chosen(f"{PACKED}32768 mesh.sp=4 {many} model.num_heads=33 model.num_kv_heads=33").seconds
+    for kind in ("TPU v5p", "TPU v6 lite"):
+        assert set(chosen(f"{PACKED}32768 mesh.sp=4", kind).seconds) >= {"ring", "ulysses"}
+
+
+def test_a_ring_over_hosts_takes_the_time_of_the_network():
+    """Sixteen GPUs are two hosts, over which heads that share no keys take longer than on one."""
+    near, far = (
+        chosen(f"{PACKED}131072 model.num_kv_heads=32 mesh.sp={n}", documents="one", rows=1, sp=n).seconds["ring"]
+        for n in (8, 16)
+    )
+    assert far > near
+
+
+def test_heads_of_a_device_are_those_of_a_smaller_model():
+    """What is summed over tp is not of the sequence."""
+    split = chosen(f"{PACKED}32768 mesh.sp=4 mesh.tp=2", sp=4, tp=2).seconds
+    whole = chosen(f"{PACKED}32768 mesh.sp=4 model.num_heads=16 model.num_kv_heads=4").seconds
+    assert split == pytest.approx(whole, rel=1e-9)
+
+
+def test_accumulation_sends_as_often_and_recomputed_attention_works_more():
+    of = f"{PACKED}32768 mesh.sp=4"
+    one, twice = (
+        chosen(of.replace("global_batch=1", "global_batch=2") + f" accumulation={n}").seconds["ulysses"] for n in (1, 2)
+    )
+    assert one < twice == pytest.approx(one, rel=0.02), "the same rows, in twice as many messages"
+    kept, again = (chosen(f"{of} model.remat={name}").seconds["ring"] for name in ("attention", "full"))
+    assert 1.2 < again / kept < 4.5 / 3.5 + 0.1
+
+
+def test_what_holds_much_more_is_not_taken():
+    assert "all_gather" in chosen(f"{PACKED}32768 mesh.sp=4").seconds
+    assert "all_gather" not in chosen(f"{PACKED}131072 mesh.sp=32", sp=32).seconds
+
+
+def test_without_rates_it_is_a_ring():
+    choice = chosen(f"{PACKED}32768 mesh.sp=4", kind="cpu")
+    assert choice.scheme == "ring" and not choice.seconds and "no rates of cpu are known" in choice.describe()
+
+
+def test_it_says_what_it_expects():
+    choice = chosen(f"{PACKED}32768 mesh.sp=4")
+    said = choice.describe()
+    assert (
+        said.startswith(f"sequence.scheme = auto is {choice.scheme}: milliseconds") and "NVIDIA H200 (measured" in said
+    )
+    assert all(f"{name} {1e3 * value:,.3g}" in said for name, value in choice.seconds.items())
+    assert f"sequence.scheme={choice.scheme} keeps it" in said
+
+
+def test_a_pinned_order_stays(monkeypatch):
+    choice = chosen(f"{PACKED}32768 mesh.sp=4 sequence.order=zigzag")
+    assert choice.order.order.name == "zigzag" and [*choice.order.uneven] == ["zigzag"]
+
+
+class Rows:
+    """Stands for `Data`."""
+
+    def __init__(self):
+        self.global_batch, self.begin = 1, SimpleNamespace(batch=0)
+
+    def resized(self, **sizes):
+        return self
+
+    def batch(self, step, rows):
+        return {"segment_ids": segment_ids("300", 4096, step)[None]}
+
+
+def test_a_run_has_the_program_of_its_scheme(monkeypatch):
+    """Only what was left open changes, and the program is made anew where the scheme or the order is another."""
+    import ejdist.training.choices as choices
+
+    recipe = compose([*TINY, "mesh.sp=4", "data.sequence_length=4096", "data.global_batch=1", "sequence.scheme=auto"])
+    recipe.sequence.order = "zigzag"
+    (stage,) = stages_of(recipe)
+    mesh = make_mesh(**vars(recipe.mesh))
+    program = SimpleNamespace(
+        mesh=mesh, model=build(recipe.model, recipe.lora), order=recipe.sequence.over(4, 4096, "cpu")
+    )
+    said = []
+    (new,), (of_new,) = resolve([stage], [program], [Rows()], lambda one: "made", said.append)
+    assert new.sections.sequence.scheme == "ring" and of_new is program and len(said) == 1
+    found = choose_scheme(recipe, mesh, program.model, Rows().batch(0, None)["segment_ids"])
+    monkeypatch.setattr(choices, "choose_scheme", lambda *a: dataclasses.replace(found, scheme="ulysses"))
+    (new,), (of_new,) = resolve([stage], [program], [Rows()], lambda one: "made", said.append)
+    assert new.sections.sequence == dataclasses.replace(recipe.sequence, scheme="ulysses") and of_new == "made"
+    assert isinstance(new.sections.sequence.made().full, Ulysses)
+
+
+def test_options_are_of_a_scheme_that_is_named():
+    with pytest.raises(ValueError, match=r"options of one scheme; use sequence\.scheme=ulysses"):
+        compose([*TINY, "sequence.scheme=auto", "sequence.head_groups=2"]).sequence.validate()
+
+
+def test_a_run_says_which_it_is(tmp_path):
+    said = run(tmp_path / "run", "mesh.sp=2", "sequence.scheme=auto", "run.steps=2")[1]
+    assert "sequence.scheme = auto is ring: no rates of cpu are known" in said and "tokens per step, ring in" in said
