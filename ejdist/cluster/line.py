@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-from ejdist.cluster.door import EVERY, SILENT, Closed, Lines, NoCertificate, silence
+from ejdist.cluster.door import EVERY, SILENT, silence
+from ejdist.cluster.lines import Closed, Lines, NoCertificate
 from ejdist.cluster.presence import Gone, Presence, Who
 from ejdist.cluster.tls import connected
 
