@@ -12,6 +12,8 @@ Messages are lines of JSON, one object each; an empty line every few seconds say
                       {"port": N}                       all are there: join JAX at this port
                       {"silent": "..."}, {"gone": "..."}
     both              {"bye": [code, reason]}           I am about to end; with a reason, as I have failed
+    process -> door   {"heard": true}                   the log of this process says which host is gone, or has failed, and why
+    door -> process   {"heard": true}                   so do the logs of all others, and you may end
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ HELLO = 10.0  # seconds in which whoever connects must say who it is
 _BYE = (
     2.0  # seconds that a process which ends waits for its own door, whose thread may be blocked by what reads its log
 )
+HEARD = 5.0  # seconds that a process which fails waits for the others to say so too, as its end may abort them
 _NAMED = 8  # processes in a sentence
 
 
@@ -58,7 +61,7 @@ class _Guest:
         self.lines, self.address, self.came = Lines(connection), str(address[0]), time.monotonic()
         self.who: Who | None = None
         self.bye: list[Any] | None = None
-        self.silent = False
+        self.silent = self.heard = False
 
 
 class Door:
@@ -80,6 +83,7 @@ class Door:
         self._began, self._port, self._ending = time.time(), 0, False
         self._turned: dict[str, float] = {}  # a sentence about a stranger -> when it was logged
         self._all, self._ended, self._lock = threading.Event(), threading.Event(), threading.RLock()
+        self._heard = threading.Event()
         self._look()
         self._thread = threading.Thread(target=self._run, name="door", daemon=True)
         self._thread.start()
@@ -112,15 +116,19 @@ class Door:
                 guest.lines.send({"port": port})
 
     def bye(self, code: int, reason: str) -> None:
-        """Tells the others that this process is about to end; with a reason, because it has failed."""
+        """Tells the others that this process is about to end; with a reason, because it has failed. Then it waits until all
+        have heard that."""
         if not self._lock.acquire(timeout=_BYE):
             return
         try:
             self._ending = True
             for guest in self._members.values():
                 guest.lines.send({"bye": [code, reason]})
+            self._look_who_heard()
         finally:
             self._lock.release()
+        if reason:
+            self._heard.wait(HEARD)
 
     def close(self) -> None:
         self._ended.set()
@@ -190,7 +198,13 @@ class Door:
                 if guest.who is None:
                     self._greet(ready, guest, Who(**message["hello"]))
                 elif "bye" in message:
-                    guest.bye = message["bye"]
+                    guest.bye = code, reason = message["bye"]
+                    if reason and self._port and self._members.get(guest.who.index) is guest:
+                        guest.heard = True
+                        self._lose(f"{guest.who} failed, which ends all hosts: {reason}", code)
+                elif "heard" in message:
+                    guest.heard = True
+                    self._look_who_heard()
                 if guest.lines.socket not in self._guests:
                     return
         except Closed:
@@ -260,16 +274,28 @@ class Door:
                 self._all.clear()
                 self._log(f"{who} ended before all were there")
             return
-        code, reason = guest.bye or [None, f"{who} is gone: its process has ended without a word; check its log"]
-        if not reason:
-            return
-        text = reason if guest.bye is None else f"{who} failed, which ends all hosts: {reason}"
+        if guest.bye is None:
+            self._lose(f"{who} is gone: its process has ended without a word; check its log", None)
+        self._look_who_heard()
+
+    def _lose(self, text: str, code: int | None) -> None:
+        """A host is gone, or has said why it is about to end: of the first one all are told."""
         self._presence.lose(Gone(text, code))
         if not self._ending:
             self._ending = True
             self._log(text)
             for other in self._members.values():
                 other.lines.send({"gone": text, "code": code})
+        self._look_who_heard()
+
+    def _look_who_heard(self) -> None:
+        """Once all know why the run ends, whoever has waited for that may end."""
+        present = [guest for guest in self._members.values() if guest.lines.socket in self._guests]
+        if all(guest.heard for guest in present):
+            self._heard.set()
+            for guest in present:
+                if guest.bye is not None and guest.bye[1]:
+                    guest.lines.send({"heard": True})
 
     def _sign(self) -> None:
         missing = None if self._port else {"missing": self._missing()}

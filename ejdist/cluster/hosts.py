@@ -142,16 +142,16 @@ class Hosts:
         except HostsDiffer:
             raise  # the others raise it too
         except HostLost as error:
+            _tell(error)
             if not error.known:
                 notify_failure(str(error))
-            _tell(error)
             raise
         except Exception as error:
+            _tell(error)  # before anything is waited for
             code, reason = _code_of(error), (str(error).splitlines() or [""])[0]
             if code is None or not reason:
                 reason = f"{type(error).__name__}: {reason}".removesuffix(": ")
             notify_failure(reason, wrong=isinstance(error, ValueError), code=code)
-            _tell(error)  # before anything else is waited for
             raise
 
     def failed(self) -> Failed | None:

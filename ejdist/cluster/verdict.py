@@ -71,12 +71,12 @@ def give(code: int, reason: str) -> None:
         return
     reason = " ".join(reason.removeprefix("error: ").split())[:_LONGEST]
     _given = Verdict(code, reason)
-    with contextlib.suppress(Exception):  # whoever ends has a reason of its own, which must not be lost over this
-        if (side := presence().side) is not None:
-            side.bye(code, reason)
     if code and (file := os.environ.get(FILE)):
         with contextlib.suppress(OSError):
             write(Path(file), Verdict(code, f"{_name()}: {reason or f'exit code {code}'}"))
+    with contextlib.suppress(Exception):  # whoever ends has a reason of its own, which must not be lost over this
+        if (side := presence().side) is not None:
+            side.bye(code, reason)  # last, as it waits for the others
 
 
 def _name() -> str:
