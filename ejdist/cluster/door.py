@@ -29,6 +29,7 @@ from typing import Any
 from ejdist.cluster.lines import Closed, Lines, NoCertificate
 from ejdist.cluster.presence import Gone, Presence, Who
 from ejdist.cluster.tls import URI, is_ours
+from ejdist.cluster.witness import Witness
 
 EVERY = 5.0  # seconds between signs of life
 SILENT = 30.0  # seconds without one after which a host is named
@@ -84,6 +85,7 @@ class Door:
         self._turned: dict[str, float] = {}  # a sentence about a stranger -> when it was logged
         self._all, self._ended, self._lock = threading.Event(), threading.Event(), threading.RLock()
         self._heard = threading.Event()
+        self._witness: Witness | None = None
         self._look()
         self._thread = threading.Thread(target=self._run, name="door", daemon=True)
         self._thread.start()
@@ -112,6 +114,9 @@ class Door:
         """Lets the processes join JAX, at a port of this machine."""
         with self._lock:
             self._port = port
+            if self._members:
+                names = {guest.lines.socket.fileno(): str(guest.who) for guest in self._members.values()}
+                self._witness = Witness(str(self._me), names)
             for guest in self._members.values():
                 guest.lines.send({"port": port})
 
@@ -122,6 +127,8 @@ class Door:
             return
         try:
             self._ending = True
+            if self._witness is not None:
+                self._witness.dismiss()
             for guest in self._members.values():
                 guest.lines.send({"bye": [code, reason]})
             self._look_who_heard()
@@ -136,6 +143,8 @@ class Door:
         for guest in self._guests.values():
             guest.lines.close()
         self._server.close()
+        if self._witness is not None:
+            self._witness.close()
 
     def _look(self) -> None:
         if len(self._members) == self._me.count - 1:

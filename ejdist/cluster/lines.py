@@ -78,4 +78,6 @@ class Lines:
             raise ValueError(f"{self._read[:40]!r}... has no end")
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):  # for the other side too, though the witness has the connection as well
+            self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
