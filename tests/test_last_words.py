@@ -5,15 +5,16 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from door_start import soon, starts
 
 from ejdist.cluster import door as door_module
+from ejdist.cluster import ending, verdict
 from ejdist.cluster import hosts as hosts_module
 from ejdist.cluster import line as line_module
-from ejdist.cluster import verdict
 from ejdist.cluster.presence import presence
 from ejdist.cluster.witness import Witness
 from launch.processes import Job
@@ -54,7 +55,7 @@ def test_who_had_ended_before_process_0_is_named_though_it_is_aborted(ends, code
     """By another process, as nobody else knows: the others hear of process 0 alone, and JAX aborts them."""
     with socket.create_server(("localhost", 0)) as server:
         port, folder = server.getsockname()[1], Path(door_module.__file__).parent
-        line = [sys.executable, "-I", "-c", PROCESS_0, str(folder), str(port), ends]
+        line = [sys.executable, "-I", "-B", "-c", PROCESS_0, str(folder), str(port), ends]
         process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
         held = [server.accept()[0] for _ in range(3)]
         held[2].close()
@@ -145,6 +146,18 @@ def test_a_log_names_the_first_host_alone(start):
     assert [(i, text) for i, text in s.said if "Gloo" in text] == []
 
 
+def test_a_process_that_ends_without_process_0_names_who_was_gone_before(start):
+    s = start()
+    s.complete()
+    s.lines[2].close()
+    s.hears(1, "host 2 (n2, pid 12) is gone")
+    s.door.close()
+    assert s.presence[1].gone(5).text.startswith("host 2 (n2, pid 12)")
+    while not s.left:
+        time.sleep(0.01)
+    assert s.left[0].text.startswith("host 2 (n2, pid 12) is gone")
+
+
 def test_a_bye_from_a_line_that_has_ended_waits_for_nothing(start, monkeypatch):
     """As process 0 is gone: the thread that says so is the one that would hear the answer."""
     monkeypatch.setattr(line_module, "HEARD", 60.0)
@@ -176,6 +189,16 @@ def test_an_error_is_printed_and_in_the_file_before_others_are_told(monkeypatch,
     monkeypatch.setattr(presence(), "side", side)
     verdict.give(3, "no room")
     assert order[-1] == 3
+
+
+@pytest.mark.parametrize(("stated", "code"), [(1, 1), (0, 69), (None, 69)])
+def test_a_process_that_others_leave_behind_ends_with_its_own_code(monkeypatch, stated, code):
+    """Process 0 may end first of what this one has told it: a launcher that sees 69 would start a bug again."""
+    ends = []
+    monkeypatch.setattr(verdict, "_given", None if stated is None else verdict.Verdict(stated, "a bug"))
+    monkeypatch.setattr(ending.os, "_exit", ends.append)
+    ending.leave("error: host 0 is gone", 69)
+    assert ends == [code]
 
 
 def test_a_launcher_reads_the_last_word_of_a_witness(tmp_path):

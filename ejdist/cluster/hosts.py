@@ -163,7 +163,8 @@ class Hosts:
         with contextlib.suppress(*([Exception] if gone else [])):  # the coordinator may be what is gone
             reports = {i: report for i, report in sorted(_read(_FAILED).items()) if i != self.index}
         for i, (host, wrong, code, reason) in reports.items():
-            return Failed(f"host {i} ({host}) failed, which ends all hosts: {reason}", wrong, code)
+            if gone is None or code in NO_USE:  # else it has failed because of the one that is gone
+                return Failed(f"host {i} ({host}) failed, which ends all hosts: {reason}", wrong, code)
         return Failed(gone.text, False, gone.code if gone.code in NO_USE else None) if gone else None
 
     def _check_failed(self) -> None:

@@ -88,7 +88,7 @@ class Line:
                 what = _failed(reason) if reason else "is gone: its process has ended without a word"
                 gone = Gone(f"{self._first} {what}", code)
                 presence.lose(gone)
-                leave(gone)
+                leave(presence.gone() or gone)  # the first of them: process 0 may have ended because of another one
                 return
             now = time.monotonic()
             if now - sent >= EVERY:

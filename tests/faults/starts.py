@@ -337,6 +337,27 @@ FAULTS = (
         f"{WORDS} -k first_host_alone",
     ),
     Fault(
+        "who was gone before process 0 is forgotten",
+        "Line._run",
+        "presence.gone() or $gone",
+        "$gone",
+        f"{WORDS} -k gone_before",
+    ),
+    Fault(
+        "the error of a collective is told in place of the host that is gone",
+        "Hosts.failed",
+        "$gone is None or $code in NO_USE",
+        "True",
+        f"{HOSTS} -k is_no_reason",
+    ),
+    Fault(
+        "a process that others leave behind forgets its own code",
+        "ending:leave",
+        "give($code, $message).code or $code",
+        "$code",
+        f"{WORDS} -k its_own_code",
+    ),
+    Fault(
         "the thread that would hear an answer waits for it",
         "Line._run",
         "self._heard.set()\nif self._ended.is_set() or ($bye and not $bye[1]):\n    return",
