@@ -115,7 +115,7 @@ FAULTS = (
     Fault(
         "a process goes on without process 0",
         "Line._run",
-        "$leave($gone)",
+        "$leave(presence.gone() or $gone)",
         "pass",
         f"{DOOR} -k goes_on_without",
     ),
@@ -164,7 +164,7 @@ FAULTS = (
     Fault(
         "the last thing that a process says of its end counts",
         "verdict:give",
-        "if _given is not None:\n    return",
+        "if _given is not None:\n    return _given",
         "",
         f"{VERDICT} -k states_its_end_once",
     ),
@@ -185,8 +185,8 @@ FAULTS = (
     Fault(
         "an error is printed after everything has been waited for",
         "Hosts.together",
-        "notify_failure($reason, wrong=isinstance($error, ValueError), code=$code)\n_tell($error)",
-        "notify_failure($reason, wrong=isinstance($error, ValueError), code=$code)",
+        "_tell($error)\n$code, $reason = _code_of($error), (str($error).splitlines() or [''])[0]",
+        "$code, $reason = _code_of($error), (str($error).splitlines() or [''])[0]",
         f"{VERDICT} -k printed_once",
     ),
     Fault(
