@@ -3,6 +3,7 @@ use it; on a cluster its scheduler does this."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -16,6 +17,8 @@ from pathlib import Path
 
 from ejdist.cluster.presence import START
 from ejdist.cluster.verdict import FILE
+
+_LAST_WORD = 5.0  # seconds
 
 
 def free_port() -> int:
@@ -108,7 +111,16 @@ class Job:
             time.sleep(0.05)
         codes = [p.poll() for p in self.processes]
         self.kill()
+        self._hear_witness()
         return codes
+
+    def _hear_witness(self) -> None:
+        """Waits for the last word of what outlives process 0, see `ejdist.cluster.witness`: it is in the same group."""
+        end = time.monotonic() + _LAST_WORD
+        with contextlib.suppress(ProcessLookupError):  # the group is empty
+            while self.processes[0].returncode < 0 and time.monotonic() < end:
+                os.killpg(self.processes[0].pid, 0)
+                time.sleep(0.02)
 
     def signal(self, number: int, host: int | None = None) -> None:
         """Sends a signal to one of them, or to all."""

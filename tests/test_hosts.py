@@ -185,6 +185,20 @@ def test_a_step_that_waits_for_a_host_that_failed_ends_with_its_code(monkeypatch
     assert len(left) == 1
 
 
+@pytest.mark.parametrize(
+    ("code", "text"), [(None, "host 3 (d) is gone"), (2, "host 1 (b) failed, which ends all hosts: no room")]
+)
+def test_what_hosts_fail_by_because_of_one_that_is_gone_is_no_reason(monkeypatch, code, text):
+    """But one that nobody can mend by starting again is, whoever is gone."""
+    there = Presence()
+    there.lose(Gone("host 3 (d) is gone", None))
+    monkeypatch.setattr(hosts_module, "presence", lambda: there)
+    monkeypatch.setattr(hosts_module, "_read", lambda prefix: {1: ["b", False, code, "no room"]})
+    hosts = Hosts(1)
+    hosts.count = 4
+    assert hosts.failed() == hosts_module.Failed(text, False, code)
+
+
 def test_the_first_host_that_says_something_is_heard_by_all(together):
     def act(hosts):
         quiet = hosts.first_error("a moment", None)

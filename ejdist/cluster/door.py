@@ -12,22 +12,24 @@ Messages are lines of JSON, one object each; an empty line every few seconds say
                       {"port": N}                       all are there: join JAX at this port
                       {"silent": "..."}, {"gone": "..."}
     both              {"bye": [code, reason]}           I am about to end; with a reason, as I have failed
+    process -> door   {"heard": true}                   the log of this process says which host is gone, or has failed, and why
+    door -> process   {"heard": true}                   so do the logs of all others, and you may end
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import selectors
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+from ejdist.cluster.lines import Closed, Lines, NoCertificate
 from ejdist.cluster.presence import Gone, Presence, Who
 from ejdist.cluster.tls import URI, is_ours
+from ejdist.cluster.witness import Witness
 
 EVERY = 5.0  # seconds between signs of life
 SILENT = 30.0  # seconds without one after which a host is named
@@ -35,74 +37,8 @@ HELLO = 10.0  # seconds in which whoever connects must say who it is
 _BYE = (
     2.0  # seconds that a process which ends waits for its own door, whose thread may be blocked by what reads its log
 )
-_LONGEST = 65536  # bytes of a line
+HEARD = 5.0  # seconds that a process which fails waits for the others to say so too, as its end may abort them
 _NAMED = 8  # processes in a sentence
-
-
-class Closed(Exception):
-    """The other side has closed the connection, or the network has."""
-
-
-class NoCertificate(ValueError):
-    """The other side has no certificate of this run, does not take this side's, or does not speak TLS."""
-
-
-class Lines:
-    """A connection as lines of JSON. Not for several threads at once, but for `send`."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket, self._read, self._lock = connection, b"", threading.Lock()
-        self.heard = time.monotonic()  # when something came last
-
-    def send(self, message: dict[str, Any] | None) -> None:
-        """Sends a message, or a sign of life. A peer that no longer reads misses it."""
-        line = b"\n" if message is None else json.dumps(message).encode() + b"\n"
-        with self._lock, contextlib.suppress(OSError):
-            self.socket.sendall(line)
-
-    def wait(self, seconds: float) -> None:
-        """Returns once something has arrived, or after `seconds`."""
-        with selectors.DefaultSelector() as ready:  # not `select`, which takes no file past the 1,024th
-            ready.register(self.socket, selectors.EVENT_READ)
-            ready.select(seconds)
-
-    def _recv(self) -> bytes:
-        with self._lock:  # of TLS, reading and writing share their state
-            return self.socket.recv(_LONGEST)
-
-    def receive(self) -> Iterator[dict[str, Any] | None]:
-        """Yields what has come: messages, and None for signs of life.
-
-        Raises:
-          Closed: nothing more will come. ValueError: the peer sends something other than lines of JSON objects, or has no
-            certificate of this run.
-        """
-        try:
-            more = self._recv()
-        except (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return
-        except ssl.SSLEOFError as error:
-            raise Closed from error
-        except ssl.SSLError as error:
-            raise NoCertificate(error.reason or str(error)) from error
-        except OSError as error:
-            raise Closed from error
-        if not more:
-            raise Closed
-        self.heard = time.monotonic()
-        *lines, self._read = (self._read + more).split(b"\n")
-        for line in lines:
-            message = json.loads(line) if line.strip() else None
-            if message is not None and not isinstance(message, dict):
-                raise ValueError(f"{line[:40]!r} is no message")
-            yield message
-        if len(self._read) > _LONGEST or not b"{".startswith(self._read[:1]):
-            raise ValueError(f"{self._read[:40]!r}... has no end")
-
-    def close(self) -> None:
-        self.socket.close()
 
 
 def listening(name: str, port: int) -> socket.socket:
@@ -126,7 +62,7 @@ class _Guest:
         self.lines, self.address, self.came = Lines(connection), str(address[0]), time.monotonic()
         self.who: Who | None = None
         self.bye: list[Any] | None = None
-        self.silent = False
+        self.silent = self.heard = False
 
 
 class Door:
@@ -148,6 +84,8 @@ class Door:
         self._began, self._port, self._ending = time.time(), 0, False
         self._turned: dict[str, float] = {}  # a sentence about a stranger -> when it was logged
         self._all, self._ended, self._lock = threading.Event(), threading.Event(), threading.RLock()
+        self._heard = threading.Event()
+        self._witness: Witness | None = None
         self._look()
         self._thread = threading.Thread(target=self._run, name="door", daemon=True)
         self._thread.start()
@@ -176,19 +114,28 @@ class Door:
         """Lets the processes join JAX, at a port of this machine."""
         with self._lock:
             self._port = port
+            if self._members:
+                names = {guest.lines.socket.fileno(): str(guest.who) for guest in self._members.values()}
+                self._witness = Witness(str(self._me), names)
             for guest in self._members.values():
                 guest.lines.send({"port": port})
 
     def bye(self, code: int, reason: str) -> None:
-        """Tells the others that this process is about to end; with a reason, because it has failed."""
+        """Tells the others that this process is about to end; with a reason, because it has failed. Then it waits until all
+        have heard that."""
         if not self._lock.acquire(timeout=_BYE):
             return
         try:
             self._ending = True
+            if self._witness is not None:
+                self._witness.dismiss()
             for guest in self._members.values():
                 guest.lines.send({"bye": [code, reason]})
+            self._look_who_heard()
         finally:
             self._lock.release()
+        if reason:
+            self._heard.wait(HEARD)
 
     def close(self) -> None:
         self._ended.set()
@@ -196,6 +143,8 @@ class Door:
         for guest in self._guests.values():
             guest.lines.close()
         self._server.close()
+        if self._witness is not None:
+            self._witness.close()
 
     def _look(self) -> None:
         if len(self._members) == self._me.count - 1:
@@ -258,7 +207,13 @@ class Door:
                 if guest.who is None:
                     self._greet(ready, guest, Who(**message["hello"]))
                 elif "bye" in message:
-                    guest.bye = message["bye"]
+                    guest.bye = code, reason = message["bye"]
+                    if reason and self._port and self._members.get(guest.who.index) is guest:
+                        guest.heard = True
+                        self._lose(f"{guest.who} failed, which ends all hosts: {reason}", code)
+                elif "heard" in message:
+                    guest.heard = True
+                    self._look_who_heard()
                 if guest.lines.socket not in self._guests:
                     return
         except Closed:
@@ -328,16 +283,28 @@ class Door:
                 self._all.clear()
                 self._log(f"{who} ended before all were there")
             return
-        code, reason = guest.bye or [None, f"{who} is gone: its process has ended without a word; check its log"]
-        if not reason:
-            return
-        text = reason if guest.bye is None else f"{who} failed, which ends all hosts: {reason}"
+        if guest.bye is None:
+            self._lose(f"{who} is gone: its process has ended without a word; check its log", None)
+        self._look_who_heard()
+
+    def _lose(self, text: str, code: int | None) -> None:
+        """A host is gone, or has said why it is about to end: of the first one all are told."""
         self._presence.lose(Gone(text, code))
         if not self._ending:
             self._ending = True
             self._log(text)
             for other in self._members.values():
                 other.lines.send({"gone": text, "code": code})
+        self._look_who_heard()
+
+    def _look_who_heard(self) -> None:
+        """Once all know why the run ends, whoever has waited for that may end."""
+        present = [guest for guest in self._members.values() if guest.lines.socket in self._guests]
+        if all(guest.heard for guest in present):
+            self._heard.set()
+            for guest in present:
+                if guest.bye is not None and guest.bye[1]:
+                    guest.lines.send({"heard": True})
 
     def _sign(self) -> None:
         missing = None if self._port else {"missing": self._missing()}

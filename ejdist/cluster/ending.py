@@ -168,9 +168,10 @@ def _ignoring(wait: Callable[[], object]) -> None:
 
 
 def leave(message: str, code: int) -> None:
-    """Exits the process now, without waiting for threads or other hosts. Writes nothing but the message, and the verdict."""
+    """Exits the process now, without waiting for threads or for other hosts longer than `give` does. Writes nothing but the
+    message, and the verdict. A process that has stated another failure ends with the code of that."""
     print(message, file=sys.stderr, flush=True)
-    give(code, message)
+    code = give(code, message).code or code
     for last in _last:
         with contextlib.suppress(Exception):
             last()

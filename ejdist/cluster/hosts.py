@@ -142,16 +142,16 @@ class Hosts:
         except HostsDiffer:
             raise  # the others raise it too
         except HostLost as error:
+            _tell(error)
             if not error.known:
                 notify_failure(str(error))
-            _tell(error)
             raise
         except Exception as error:
+            _tell(error)  # before anything is waited for
             code, reason = _code_of(error), (str(error).splitlines() or [""])[0]
             if code is None or not reason:
                 reason = f"{type(error).__name__}: {reason}".removesuffix(": ")
             notify_failure(reason, wrong=isinstance(error, ValueError), code=code)
-            _tell(error)  # before anything else is waited for
             raise
 
     def failed(self) -> Failed | None:
@@ -163,7 +163,8 @@ class Hosts:
         with contextlib.suppress(*([Exception] if gone else [])):  # the coordinator may be what is gone
             reports = {i: report for i, report in sorted(_read(_FAILED).items()) if i != self.index}
         for i, (host, wrong, code, reason) in reports.items():
-            return Failed(f"host {i} ({host}) failed, which ends all hosts: {reason}", wrong, code)
+            if gone is None or code in NO_USE:  # else it has failed because of the one that is gone
+                return Failed(f"host {i} ({host}) failed, which ends all hosts: {reason}", wrong, code)
         return Failed(gone.text, False, gone.code if gone.code in NO_USE else None) if gone else None
 
     def _check_failed(self) -> None:

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-from ejdist.cluster.door import EVERY, SILENT, Closed, Lines, NoCertificate, silence
+from ejdist.cluster.door import EVERY, HEARD, SILENT, silence
+from ejdist.cluster.lines import Closed, Lines, NoCertificate
 from ejdist.cluster.presence import Gone, Presence, Who
 from ejdist.cluster.tls import connected
 
@@ -38,7 +39,7 @@ class Line:
     def __init__(self, lines: Lines, port: int, first: str) -> None:
         """`first` names process 0."""
         self._lines, self.port, self._first = lines, port, first
-        self._ended = threading.Event()
+        self._ended, self._heard, self._said = threading.Event(), threading.Event(), False
 
     def keep(self, presence: Presence, log: Callable[[str], object], leave: Callable[[Gone], object]) -> None:
         """Listens from now on, in a thread of its own.
@@ -50,8 +51,11 @@ class Line:
         threading.Thread(target=self._run, args=(presence, log, leave), name="line", daemon=True).start()
 
     def bye(self, code: int, reason: str) -> None:
-        """Tells process 0 that this one is about to end; with a reason, because it has failed."""
+        """Tells process 0 that this one is about to end; with a reason, because it has failed. Then it waits until all have
+        heard that."""
         self._lines.send({"bye": [code, reason]})
+        if reason:
+            self._heard.wait(HEARD)
 
     def close(self) -> None:
         self._ended.set()
@@ -71,18 +75,20 @@ class Line:
                         log(message["silent"])
                     if "gone" in message:
                         presence.lose(Gone(message["gone"], message["code"]))
+                        self._say(message["gone"], log)
+                    if message.get("bye", ["", ""])[1]:
+                        self._say(f"{self._first} {_failed(bye[1])}", log)
+                    if "heard" in message:
+                        self._heard.set()
             except (Closed, OSError, ValueError):
+                self._heard.set()
                 if self._ended.is_set() or (bye and not bye[1]):
                     return  # it has ended well, as this one does
                 code, reason = bye or [None, ""]
-                what = (
-                    f"failed, which ends all hosts: {reason}"
-                    if reason
-                    else "is gone: its process has ended without a word"
-                )
+                what = _failed(reason) if reason else "is gone: its process has ended without a word"
                 gone = Gone(f"{self._first} {what}", code)
                 presence.lose(gone)
-                leave(gone)
+                leave(presence.gone() or gone)  # the first of them: process 0 may have ended because of another one
                 return
             now = time.monotonic()
             if now - sent >= EVERY:
@@ -92,6 +98,18 @@ class Line:
             if (quiet > SILENT) is not silent:
                 silent = not silent
                 log(f"{self._first} {silence(quiet) if silent else 'is heard of again'}")
+
+    def _say(self, text: str, log: Callable[[str], object]) -> None:
+        """Says at once why the run ends, before whoever has failed ends, which may abort this process. What others fail by
+        later is a consequence."""
+        if not self._said:
+            self._said = True
+            log(text)
+        self._lines.send({"heard": True})
+
+
+def _failed(reason: str) -> str:
+    return f"failed, which ends all hosts: {reason}"
 
 
 def knock(address: str, who: Who, seconds: float, first: str = "host 0", tls: str | None = None) -> Line:

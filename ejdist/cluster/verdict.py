@@ -60,23 +60,24 @@ def given() -> Verdict | None:
     return _given
 
 
-def give(code: int, reason: str) -> None:
-    """States that this process is about to end. Only the first call counts.
+def give(code: int, reason: str) -> Verdict:
+    """States that this process is about to end. Only the first call counts; returns what that one stated.
 
     Args:
       reason: one sentence; empty for an end that is no failure.
     """
     global _given
     if _given is not None:
-        return
+        return _given
     reason = " ".join(reason.removeprefix("error: ").split())[:_LONGEST]
     _given = Verdict(code, reason)
-    with contextlib.suppress(Exception):  # whoever ends has a reason of its own, which must not be lost over this
-        if (side := presence().side) is not None:
-            side.bye(code, reason)
     if code and (file := os.environ.get(FILE)):
         with contextlib.suppress(OSError):
             write(Path(file), Verdict(code, f"{_name()}: {reason or f'exit code {code}'}"))
+    with contextlib.suppress(Exception):  # whoever ends has a reason of its own, which must not be lost over this
+        if (side := presence().side) is not None:
+            side.bye(code, reason)  # last, as it waits for the others
+    return _given
 
 
 def _name() -> str:

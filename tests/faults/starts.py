@@ -3,7 +3,7 @@
 from faults import Fault
 
 DOOR, CLUSTER, VERDICT = "tests/test_door.py", "tests/test_cluster.py", "tests/test_verdict.py"
-HOSTS = "tests/test_hosts.py"
+HOSTS, WORDS = "tests/test_hosts.py", "tests/test_last_words.py"
 LOCK, SLURM, GKE = "tests/test_run_lock.py", "tests/test_slurm.py", "tests/test_gke.py"
 
 FAULTS = (
@@ -86,7 +86,7 @@ FAULTS = (
     ),
     Fault(
         "a host that is gone is known to host 0 alone",
-        "Door._part",
+        "Door._lose",
         "$other.lines.send({'gone': $text, 'code': $code})",
         "pass",
         f"{DOOR} -k without_a_word",
@@ -94,8 +94,8 @@ FAULTS = (
     Fault(
         "a process that has ended well is a host that is gone",
         "Door._part",
-        "if not $reason:\n    return",
-        "",
+        "$guest.bye is None",
+        "True",
         f"{DOOR} -k with_a_word",
     ),
     Fault(
@@ -115,7 +115,7 @@ FAULTS = (
     Fault(
         "a process goes on without process 0",
         "Line._run",
-        "$leave($gone)",
+        "$leave(presence.gone() or $gone)",
         "pass",
         f"{DOOR} -k goes_on_without",
     ),
@@ -164,7 +164,7 @@ FAULTS = (
     Fault(
         "the last thing that a process says of its end counts",
         "verdict:give",
-        "if _given is not None:\n    return",
+        "if _given is not None:\n    return _given",
         "",
         f"{VERDICT} -k states_its_end_once",
     ),
@@ -185,8 +185,8 @@ FAULTS = (
     Fault(
         "an error is printed after everything has been waited for",
         "Hosts.together",
-        "notify_failure($reason, wrong=isinstance($error, ValueError), code=$code)\n_tell($error)",
-        "notify_failure($reason, wrong=isinstance($error, ValueError), code=$code)",
+        "_tell($error)\n$code, $reason = _code_of($error), (str($error).splitlines() or [''])[0]",
+        "$code, $reason = _code_of($error), (str($error).splitlines() or [''])[0]",
         f"{VERDICT} -k printed_once",
     ),
     Fault(
@@ -272,5 +272,110 @@ FAULTS = (
         "run.check_owned()",
         "pass",
         "tests/test_run_files.py -k taken_over_before",
+    ),
+    Fault(
+        "process 0 is aborted, and nobody is left who knows which host had ended before it",
+        "witness:_watch",
+        "select.POLLRDHUP",
+        "0",
+        f"{WORDS} -k though_it_is_aborted",
+    ),
+    Fault(
+        "an end of process 0 with a word is told as one without",
+        "witness:_watch",
+        "None if os.read(0, 1) else $ended",
+        "$ended",
+        f"{WORDS} -k though_it_is_aborted",
+    ),
+    Fault(
+        "the witness speaks though process 0 has",
+        "Door.bye",
+        "self._witness.dismiss()",
+        "pass",
+        f"{WORDS} -k says_nothing",
+    ),
+    Fault(
+        "the others hear why a host fails once it has ended",
+        "Door._hear",
+        "self._lose($$what)",
+        "pass",
+        f"{WORDS} -k only_once_all",
+    ),
+    Fault(
+        "a host that fails ends before the others say why",
+        "Line.bye",
+        "self._heard.wait(HEARD)",
+        "pass",
+        f"{WORDS} -k only_once_all",
+    ),
+    Fault(
+        "process 0 fails and ends before the others say why",
+        "Door.bye",
+        "self._heard.wait(HEARD)",
+        "pass",
+        f"{WORDS} -k only_once_all",
+    ),
+    Fault(
+        "one host that has heard is enough",
+        "Door._look_who_heard",
+        "all($$heard)",
+        "any($$heard)",
+        f"{WORDS} -k only_once_all",
+    ),
+    Fault(
+        "a host that is gone is named by process 0 alone",
+        "Line._say",
+        "$log($text)",
+        "pass",
+        f"{WORDS} -k 'only_once_all or first_host'",
+    ),
+    Fault(
+        "a consequence is told as a reason",
+        "Line._say",
+        "not self._said",
+        "True",
+        f"{WORDS} -k first_host_alone",
+    ),
+    Fault(
+        "who was gone before process 0 is forgotten",
+        "Line._run",
+        "presence.gone() or $gone",
+        "$gone",
+        f"{WORDS} -k gone_before",
+    ),
+    Fault(
+        "the error of a collective is told in place of the host that is gone",
+        "Hosts.failed",
+        "$gone is None or $code in NO_USE",
+        "True",
+        f"{HOSTS} -k is_no_reason",
+    ),
+    Fault(
+        "a process that others leave behind forgets its own code",
+        "ending:leave",
+        "give($code, $message).code or $code",
+        "$code",
+        f"{WORDS} -k its_own_code",
+    ),
+    Fault(
+        "the thread that would hear an answer waits for it",
+        "Line._run",
+        "self._heard.set()\nif self._ended.is_set() or ($bye and not $bye[1]):\n    return",
+        "if self._ended.is_set() or ($bye and not $bye[1]):\n    return",
+        f"{WORDS} -k waits_for_nothing",
+    ),
+    Fault(
+        "others are told of an error before it is printed",
+        "Hosts.together",
+        "_tell($error)\nif not $error.known:\n    notify_failure(str($error))",
+        "if not $error.known:\n    notify_failure(str($error))\n_tell($error)",
+        f"{WORDS} -k printed_and_in_the_file",
+    ),
+    Fault(
+        "a launcher reads no last word",
+        "Job.wait",
+        "self._hear_witness()",
+        "pass",
+        f"{WORDS} -k last_word",
     ),
 )
