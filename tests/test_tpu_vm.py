@@ -46,6 +46,7 @@ if name == "there-queued":
 if not name.startswith("there"): print("ERROR: NOT_FOUND: no TPU of this name\\n- set zone", file=sys.stderr); sys.exit(1)
 if name == "there-odd": print("null")
 elif name == "there-soon": print(json.dumps({{"state": "CREATING"}}))
+elif name == "there-empty": print(json.dumps({{"state": "READY", "networkEndpoints": []}}))
 elif verb == "describe": print(json.dumps({{"state": state, "networkEndpoints": [{{}}, {{}}]}}))
 else:
     given = dict(a[2:].split("=", 1) for a in sys.argv[6:] if a.startswith("--") and "=" in a)
@@ -149,6 +150,8 @@ def test_a_tpu_vm_by_gcloud(machines, program, capfd):
     assert "tpu = 'gone': gcloud says: ERROR: NOT_FOUND: no TPU of this name - set zone" in capfd.readouterr().err
     assert tpu_vm.main(["tpu=there-soon", *given[1:]]) == WRONG
     assert "tpu = 'there-soon' has no machines; its state is CREATING" in capfd.readouterr().err
+    assert tpu_vm.main(["tpu=there-empty", *given[1:]]) == WRONG
+    assert "tpu = 'there-empty' has no machines; its state is READY" in capfd.readouterr().err
     assert tpu_vm.main(["tpu=there-odd", *given[1:]]) == WRONG
     assert "gcloud describes it as 'null', which is not a TPU VM" in capfd.readouterr().err
 
