@@ -1,7 +1,7 @@
 """`python -m benchmarks.hosts [counts=64,1024] [steps=2000,20000] [folder=DIR] [out=FILE]`: what hosts agree on, and what a
 start reads of a long run.
 
-- counts: that many clients of a coordinator's real store, all in this process, so that its cores do the work of all hosts. A
+- counts: that many clients of a coordinator's real store, all on this machine, so that its cores do the work of all hosts. A
   start compares facts of a real recipe three times, has five words of host 0 and two rounds about a restore; a save has a word
   of host 0 and two barriers. Seconds until all hosts are through, and bytes and requests of the store.
 - steps: rows of a mixture of 58 layers with 256 experts. Seconds and memory of a process that goes on from a hundred steps
@@ -25,8 +25,12 @@ from typing import Any
 
 from benchmarks.options import read
 
-OPTIONS = {"counts": "64,1024", "steps": "2000,20000", "folder": "", "out": ""}
+# part: how a process of some of the hosts is started, ADDRESS,COUNT,FIRST.
+OPTIONS = {"counts": "64,1024", "steps": "2000,20000", "folder": "", "out": "", "part": ""}
 _LAYERS, _EXPERTS, _LOAD_EVERY = 58, 256, 10
+_TOGETHER = 512  # clients of one process, as threads
+# Seconds without a sign of life that a client may have: thousands of them share the cores of one machine.
+_SILENT = 3600
 
 _GO_ON = """
 import json, resource, sys, time
@@ -73,6 +77,41 @@ class Counting:
 
 def agreements(count: int) -> dict[str, Any]:
     """Returns what a start and a save take with that many hosts."""
+    from jax._src.lib import _jax
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    service = _jax.get_distributed_runtime_service(address, count, heartbeat_timeout=_SILENT)
+    parts = range(0, count, _TOGETHER)
+    try:
+        command = [sys.executable, "-m", "benchmarks.hosts", f"part={address},{count},"]
+        made = [
+            subprocess.Popen([*command[:-1], f"{command[-1]}{i}"], stdout=subprocess.PIPE, text=True) for i in parts
+        ]
+        said = [one.communicate()[0] for one in made]
+    finally:
+        service.shutdown()
+    if any(one.returncode for one in made):
+        raise RuntimeError(f"{count} hosts: a process of theirs ended with {[one.returncode for one in made]}")
+    of_parts = [json.loads(text.splitlines()[-1]) for text in said]
+    hosts = [host for part in of_parts for host in part["hosts"]]
+    first, others = hosts[0], hosts[1:]
+    return {
+        "hosts": count,
+        "start_s": round(max(host["start"] for host in hosts), 2),
+        "save_s": round(max(host["save"] for host in hosts), 2),
+        "start_cpu_s": round(sum(part["start_cpu"] for part in of_parts), 2),
+        "start_cpu_of_host_0_s": round(first["start own"], 3),
+        "host_0_read_mb": round(first["read"] / 1e6, 3),
+        "sent_mb": round(sum(host["sent"] for host in hosts) / 1e6, 3),
+        "others_read_mb": round(sum(host["read"] for host in others) / 1e6, 3),
+        "requests_of_a_host": max(host["requests"] for host in others),
+    }
+
+
+def some_hosts(address: str, count: int, first: int) -> dict[str, Any]:
+    """Is the hosts from `first` on, as many as one process has, and returns what each took."""
     import itertools
 
     import jax
@@ -83,33 +122,34 @@ def agreements(count: int) -> dict[str, Any]:
     from ejdist.sections import flat
     from recipes.schema import compose
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    service = _jax.get_distributed_runtime_service(address, count)
+    own = range(first, min(first + _TOGETHER, count))
     here, local = json.loads(json.dumps(flat(compose([])) | software())), threading.local()
     clients: dict[int, Counting] = {}
-    kept = {name: getattr(module, name) for name in ("_store", "_numbers", "_index")}
-    process = jax.process_index, jax.process_count
-    turns = [itertools.count() for _ in range(count)]
+    turns = {index: itertools.count() for index in own}
     module._store, module._index = (lambda: clients[local.index]), (lambda: local.index)
     module._numbers = type("", (), {"__next__": lambda self: next(turns[local.index])})()
     jax.process_index, jax.process_count = (lambda: local.index), (lambda: count)
-    meet = threading.Barrier(count)
+    meetings, leaders = itertools.count(), list(range(0, count, _TOGETHER))
+
+    def all_processes() -> None:
+        clients[first].client.wait_at_barrier(f"meeting {next(meetings)}", _SILENT * 1000, leaders)
+
+    meet = threading.Barrier(len(own), action=all_processes)
 
     def host(index: int) -> dict[str, float]:
         local.index, times = index, {}
-        client = _jax.get_distributed_runtime_client(address, index, init_timeout=300, shutdown_timeout=300)
+        how = {"init_timeout": _SILENT, "shutdown_timeout": _SILENT, "heartbeat_timeout": _SILENT}
+        client = _jax.get_distributed_runtime_client(address, index, **how)
         client.connect()
-        clients[index] = Counting(client)
-        one = module.Hosts(300)
+        counted = clients[index] = Counting(client)
+        one = module.Hosts(_SILENT)
 
         def timed(name: str, act: Callable[[], None]) -> None:
             meet.wait()
-            began, used, own = time.perf_counter(), time.process_time(), time.thread_time()
+            began, used, thread = time.perf_counter(), time.process_time(), time.thread_time()
             act()
             times[name] = time.perf_counter() - began
-            times[f"{name} of all"], times[f"{name} own"] = time.process_time() - used, time.thread_time() - own
+            times[f"{name} of all"], times[f"{name} own"] = time.process_time() - used, time.thread_time() - thread
 
         def start() -> None:
             for moment in ("the start", "the first step", "the check"):
@@ -122,37 +162,19 @@ def agreements(count: int) -> dict[str, Any]:
         def save() -> None:
             one.broadcast("whether a checkpoint is due", True)
             for i in range(2):
-                client.wait_at_barrier(f"save {i}", 300_000)
+                client.wait_at_barrier(f"save {i}", _SILENT * 1000)
 
         timed("start", start)
-        times["requests"] = clients[index].requests
+        times["requests"] = counted.requests
         timed("save", save)
         meet.wait()
         client.shutdown()
-        return times
+        return {**times, "sent": counted.sent, "read": counted.read}
 
-    try:
-        threading.stack_size(1 << 20)
-        with ThreadPoolExecutor(count) as pool:
-            times = list(pool.map(host, range(count)))
-    finally:
-        threading.stack_size(0)
-        for name, value in kept.items():
-            setattr(module, name, value)
-        jax.process_index, jax.process_count = process
-        service.shutdown()
-    first, others = clients[0], [clients[i] for i in range(1, count)]
-    return {
-        "hosts": count,
-        "start_s": round(max(t["start"] for t in times), 2),
-        "save_s": round(max(t["save"] for t in times), 2),
-        "start_cpu_s": round(max(t["start of all"] for t in times), 2),
-        "start_cpu_of_host_0_s": round(times[0]["start own"], 3),
-        "host_0_read_mb": round(first.read / 1e6, 3),
-        "sent_mb": round((first.sent + sum(c.sent for c in others)) / 1e6, 3),
-        "others_read_mb": round(sum(c.read for c in others) / 1e6, 3),
-        "requests_of_a_host": max(c.requests for c in others),
-    }
+    threading.stack_size(1 << 20)
+    with ThreadPoolExecutor(len(own)) as pool:
+        hosts = list(pool.map(host, own))
+    return {"start_cpu": max(host["start of all"] for host in hosts), "hosts": hosts}
 
 
 def long_run(folder: Path, steps: int) -> dict[str, Any]:
@@ -205,6 +227,10 @@ def main(argv: list[str] | None = None) -> int:
     counts, steps = ([int(n) for n in o[name].split(",") if n] for name in ("counts", "steps"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard) if soft < hard else (soft, hard))
+    if o["part"]:
+        address, count, first = o["part"].split(",")
+        print(json.dumps(some_hosts(address, int(count), int(first))))
+        return 0
     with tempfile.TemporaryDirectory(prefix="hosts-", dir=o["folder"] or None) as folder:
         results: dict[str, Any] = {"steps": [long_run(Path(folder), n) for n in steps]}
     results["counts"] = [agreements(n) for n in counts]
