@@ -28,7 +28,7 @@ from benchmarks.options import read
 # part: how a process of some of the hosts is started, ADDRESS,COUNT,FIRST.
 OPTIONS = {"counts": "64,1024", "steps": "2000,20000", "folder": "", "out": "", "part": ""}
 _LAYERS, _EXPERTS, _LOAD_EVERY = 58, 256, 10
-_TOGETHER = 512  # clients of one process, as threads
+_TOGETHER = 128  # clients of one process, as threads
 # Seconds without a sign of life that a client may have: thousands of them share the cores of one machine.
 _SILENT = 3600
 

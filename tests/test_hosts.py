@@ -209,6 +209,24 @@ def test_the_first_host_that_says_something_is_heard_by_all(together):
     assert {word.split(" (on")[0] for _, word in found} == {"chunk 1 is odd"} and "on host 1, " in found[0][1]
 
 
+@pytest.mark.parametrize(("count", "most"), [(2, 2), (512, 512), (4096, 512)])
+def test_hosts_that_wait_do_not_keep_the_coordinator_from_its_work(monkeypatch, count, most):
+    """All of them together ask as often as it can answer beside what they wait for, however many they are."""
+    asked = []
+
+    class Store:
+        def blocking_key_value_get(self, key, milliseconds):
+            asked.append(milliseconds)
+            return "[null, 7]"
+
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    monkeypatch.setattr(hosts_module, "_store", Store)
+    monkeypatch.setattr(hosts_module, "_put", lambda *a: None)
+    assert Hosts(300).reduce("the start", 1, len) == 7
+    assert count / (asked[0] / 1000) == most
+
+
 def test_a_host_that_is_alone_waits_for_nobody():
     hosts = Hosts(1)
     hosts.compare("the start", {"a": 1, "b": float("nan")})

@@ -76,6 +76,13 @@ FAULTS = (
         f"{TESTS} -k named_after_the_limit",
     ),
     Fault(
+        "thousands of hosts that wait ask every second",
+        "Hosts._get",
+        "max(_SLICE, self.count / _RATE)",
+        "_SLICE",
+        f"{TESTS} -k coordinator_from_its_work",
+    ),
+    Fault(
         "a wait for host 0 ends late",
         "Hosts._get",
         "time.monotonic() + $limit",
