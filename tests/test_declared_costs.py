@@ -277,6 +277,16 @@ def test_a_scheme_of_two_axes_sends_what_it_declares_along_each(lie, sizes):
     check_sent("ulysses", lie, None, sizes)
 
 
+@pytest.mark.parametrize("lie", ["zigzag", "contiguous"])
+def test_gradients_in_bfloat16_are_half_of_those_that_travel(lie):
+    """All but what goes home, which is in the dtype of the keys anyway."""
+    check_sent(Ring("bfloat16"), lie, None, {"sp": 4})
+    shape = AttentionShape((("sp", 4),), 3, *(100,) * 5, 4, 2, 2)
+    wide, half = (Ring(dtype) for dtype in ("float32", "bfloat16"))
+    assert wide.cost(shape).bytes["sp", PERMUTE] - half.cost(shape).bytes["sp", PERMUTE] == 2 * 200
+    assert wide.memory(shape).work - half.memory(shape).work == 200
+
+
 @pytest.mark.parametrize("outer", [Ring(), AllGather()], ids=lambda scheme: type(scheme).__name__)
 @pytest.mark.parametrize("sizes", [{"sp": 2}, {"cp": 2, "sp": 2}, {"cp": 4, "sp": 2}], ids=str)
 def test_groups_of_heads_send_what_they_declare(outer, sizes):

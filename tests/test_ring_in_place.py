@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import kernels
 from ejdist import make_mesh, ring_attention
 from ejdist.documents import places
 from ejdist.order import Order
-from ejdist.sequence import in_place
+from ejdist.sequence import Ring, in_place
 from kernels import MaskInfo
 from kernels.engines.attention import triton_calls
 from kernels.engines.attention.pairs import keys_at
@@ -77,6 +78,7 @@ def everything(attend, arrays, *rest):
         ("contiguous", 4, "one", (64, 64), {"softmax_scale": 0.3}),
         ("contiguous", 2, "packed", (64, 64), {"causal": False}),
         ("striped", 2, "one", (64, 64), {"softmax_aux": jnp.ones(HEADS)}),
+        ("zigzag", 4, "packed", (64, 64), {"scheme": Ring("bfloat16")}),
         pytest.param("zigzag", 4, "packed", (128, 128), {}, marks=pytest.mark.slow),
         pytest.param("balanced", 4, "packed", (128, 128), {}, marks=pytest.mark.slow),
         pytest.param("striped", 4, "packed", (64, 64), {"causal": False}, marks=pytest.mark.slow),
@@ -91,11 +93,24 @@ def test_a_program_for_hopper_that_is_lowered_elsewhere_merges(taken):
         hold(taken, "zigzag", 4, "packed", (64, 64), {}, None)
 
 
+def test_gradients_in_bfloat16_travel_so(taken):
+    """Nothing of the keys is sent in float32."""
+    arrays, found = floats(1024, 64, 64), {}
+    for dtype in ("float32", "bfloat16"):
+        how = {"mesh": make_mesh(sp=4), "order": "contiguous", "scheme": Ring(dtype), "causal": True}
+        attend = functools.partial(ring_attention, **how)
+        with kernels.compile_for(90):
+            text = str(jax.make_jaxpr(lambda arrays, attend=attend: everything(attend, arrays))(arrays))
+        found[dtype] = len(re.findall(r":f32\[\d+,\d+,\d+,\d+\](?:\{\S*\})? = ppermute", text))
+    assert taken and None not in taken and found["float32"] > 0 == found["bfloat16"]
+
+
 def hold(taken, name, ranks, kind, widths, options, platform):
     """Out and all gradients over ranks are those of one device."""
     order = Order(name, ranks, 128 if name in ("striped", "balanced") else 1)
     length = ranks * (128 if name == "contiguous" else 256)
     ids, options = documents(length, kind), {"causal": True} | options
+    scheme = options.pop("scheme", "ring")
     arrays = floats(length, *widths, batch=1 if ids is None else len(ids))
     rules = MaskInfo(causal=options["causal"])
     of_ids = {} if ids is None else {"q_segment_ids": ids, "kv_segment_ids": ids}
@@ -114,7 +129,7 @@ def hold(taken, name, ranks, kind, widths, options, platform):
     if ids is not None:  # what lies in padding reaches nothing
         arrays = {n: jnp.where((ids < 0)[..., None, None], jnp.nan, x) for n, x in arrays.items()}
     mine = {n: moved(x) if n.endswith("segment_ids") else x for n, x in of_ids.items()}
-    how = {"mesh": make_mesh(sp=ranks), "order": order, "platform": platform, **options}
+    how = {"mesh": make_mesh(sp=ranks), "order": order, "platform": platform, "scheme": scheme, **options}
     made = jax.jit(lambda arrays: everything(lambda q, k, v: ring_attention(q, k, v, **how, **mine), arrays))(
         {n: moved(x) for n, x in arrays.items()}
     )

@@ -147,9 +147,11 @@ def test_a_run_has_the_program_of_its_scheme(monkeypatch):
     assert isinstance(new.sections.sequence.made().full, Ulysses)
 
 
-def test_options_are_of_a_scheme_that_is_named():
-    with pytest.raises(ValueError, match=r"options of one scheme; use sequence\.scheme=ulysses"):
-        compose([*TINY, "sequence.scheme=auto", "sequence.head_groups=2"]).sequence.validate()
+@pytest.mark.parametrize("option", ["head_groups=2", "outer=ring", "gradients=bfloat16"])
+def test_options_are_of_a_scheme_that_is_named(option):
+    name = option.partition("=")[0]
+    with pytest.raises(ValueError, match=rf"with sequence\.{name}, which is an option of some schemes"):
+        compose([*TINY, "sequence.scheme=auto", f"sequence.{option}"]).sequence.validate()
 
 
 def test_a_run_says_which_it_is(tmp_path):

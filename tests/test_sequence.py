@@ -420,14 +420,17 @@ def test_bfloat16_is_as_near_to_float32_as_one_device():
     exact = gradients(flash_attention, *(x.astype(jnp.float32) for x in (q, k, v)))
     one = gradients(flash_attention, q, k, v)
     ring = gradients(functools.partial(ring_attention, mesh=make_mesh(sp=4)), q, k, v)
+    half = gradients(functools.partial(ring_attention, mesh=make_mesh(sp=4), scheme=Ring("bfloat16")), q, k, v)
     with interpret():
         zigzag = functools.partial(ring_attention, mesh=make_mesh(sp=4), order="zigzag", platform="cudnn_gpu")
         order = Order("zigzag", 4)
         cudnn = gradients(lambda *a, **causal: order.inverse(zigzag(*map(order.permute, a), **causal)), q, k, v)
-    for e, o, r, c in zip(exact, one, ring, cudnn, strict=True):
-        assert r.dtype == c.dtype == jnp.bfloat16
+    for e, o, r, c, h in zip(exact, one, ring, cudnn, half, strict=True):
+        assert r.dtype == c.dtype == h.dtype == jnp.bfloat16
+        assert jnp.linalg.norm(h - e) < 2 * jnp.linalg.norm(o - e), "sums on their way are rounded at each hop"
         assert jnp.linalg.norm(r - e) < 1.5 * jnp.linalg.norm(o - e)
         assert jnp.linalg.norm(c - e) < 1.5 * jnp.linalg.norm(o - e)
+    assert [bool(jnp.array_equal(r, h)) for r, h in zip(ring, half, strict=True)] == [True, False, False]
 
 
 def test_a_row_that_sees_nothing_has_no_gradient_whatever_the_cotangent_of_its_lse():

@@ -15,12 +15,13 @@ from kernels.engines.attention.softmax import merge
 from kernels.framework.binding import is_float_array
 
 
-def over_hops(local: Local, body: Any) -> tuple[Any, Any]:
+def over_hops(local: Local, body: Any, dtype: Any = jnp.float32) -> tuple[Any, Any]:
     """Returns (stay, travel) after `stay, travel = body(hop, keys, stay, travel)` at every hop. Both are None at the first.
 
     The keys are passed on, and what travels follows them by a hop, beside a body that needs neither result until it adds to
     `travel`, so that both ways the transfers may hide under the work. What a rank adds for its own keys stays at home; what
-    others add, sums in float32, begins with the first of them, and after the last hop goes home in the dtype of the keys.
+    others add, sums in `dtype` or in that of the keys where it is None, begins with the first of them, and after the last hop
+    goes home in the dtype of the keys.
     Evenly spaced hops are one loop, so a program does not grow with the ring; two sets of keys are alive at a time. Every rank
     sends at every hop, whether it has work there or not.
     """
@@ -36,7 +37,8 @@ def over_hops(local: Local, body: Any) -> tuple[Any, Any]:
 
     def travels(state: Any) -> Any:
         keys, stay, travel = state
-        return keys, stay, None if travel is None else {n: x.astype(jnp.float32) for n, x in travel.items()}
+        of = None if travel is None else {n: x.astype(dtype or keys[n].dtype) for n, x in travel.items()}
+        return keys, stay, of
 
     # Behind barriers, or the compiler sends the keys of a later hop, which need no attention, beside those of this one.
     state, done = jax.lax.optimization_barrier(visit(hops[0], state, 0, gaps[0] if gaps else 0)), 1

@@ -85,11 +85,11 @@ def forward(local: Local, kernels: Any) -> tuple[jax.Array, jax.Array]:
     return over_hops(local, lambda hop, keys, sofar, travel: (attended(local, kernels, hop, keys, sofar), travel))[0]
 
 
-def backward(local: Local, saved: dict[str, jax.Array], kernels: Any) -> dict[str, jax.Array]:
+def backward(local: Local, saved: dict[str, jax.Array], kernels: Any, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
     """Returns the gradients by name, float32 or in the dtype of the keys."""
     local, ids = _without_padding(local, queries=True), local.mask.q_segment_ids
     saved = {n: x if n == "lse" else zeroed(x, ids) for n, x in saved.items()}
-    own, sums = over_hops(local, lambda *at: pulled(local, kernels, saved, *at))
+    own, sums = over_hops(local, lambda *at: pulled(local, kernels, saved, *at), dtype)
     return {"query": kernels.of_query(own["query"]), **sums}
 
 

@@ -71,10 +71,22 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Ring(Scheme):
-    """Keys and values travel around the ring, and their gradients with them: O(T / ranks) memory."""
+    """Keys and values travel around the ring, and their gradients with them: O(T / ranks) memory.
+
+    gradients: the dtype of the sums of these that travel: float32, or bfloat16, which sends half as many bytes and rounds a sum
+    at each hop. Gradients of float32 keys travel in float32.
+    """
+
+    gradients: str = "float32"
 
     hides = True
     latents = AUTO
+
+    def __post_init__(self) -> None:
+        if self.gradients not in (known := ("float32", "bfloat16")):
+            raise ValueError(
+                f"Ring: argument 'gradients' = {self.gradients!r} is unknown; use one of {', '.join(known)}"
+            )
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any) -> tuple[Any, Any]:
@@ -88,10 +100,10 @@ class Ring(Scheme):
             # The sums stay beside the keys that they belong to.
             return hops.pulled(local, saved, hop, keys, grads, sums)
 
-        kernels = in_place.kernels_of(local)
+        kernels, dtype = in_place.kernels_of(local), jnp.float32 if self.gradients == "float32" else None
         if kernels is not None:
-            return in_place.backward(local, saved, kernels)
-        grads, sums = hops.over_hops(local, pull)
+            return in_place.backward(local, saved, kernels, dtype)
+        grads, sums = hops.over_hops(local, pull, dtype)
         return grads | sums
 
     def expansions(self, shape: AttentionShape) -> float:
@@ -102,12 +114,17 @@ class Ring(Scheme):
         if shape.hops:
             passes = shape.forwards + 1  # keys and values travel in the backward too
             sent.add(shape.axis, PERMUTE, passes * keys * shape.hops, 2 * passes * shape.hops)
-            # Their gradients by other ranks, in float32, follow them by a hop, and go home in the dtype of the keys.
-            sent.add(shape.axis, PERMUTE, (shape.float32 * (shape.hops - 1) + 1) * keys, 2 * shape.hops)
+            # Their gradients by other ranks follow them by a hop, and go home in the dtype of the keys.
+            sent.add(shape.axis, PERMUTE, (self._wide(shape) * (shape.hops - 1) + 1) * keys, 2 * shape.hops)
         return sent
 
     def memory(self, shape: AttentionShape) -> SchemeBytes:
-        return replace(_held(shape, sets=3), in_place=True)  # with the gradients that stay at home
+        held = _held(shape, sets=3)  # with the gradients that stay at home
+        return replace(held, work=held.work - (shape.float32 - self._wide(shape)) * shape.travelling, in_place=True)
+
+    def _wide(self, shape: AttentionShape) -> int:
+        """Returns how many times as large as what travels its gradients are, on their way."""
+        return shape.float32 if self.gradients == "float32" else 1
 
 
 def _held(shape: AttentionShape, sets: int) -> SchemeBytes:

@@ -13,6 +13,7 @@ from ejdist.sequence import exchange
 from ejdist.sequence.cost import ALWAYS, NEVER
 from ejdist.sequence.schemes import SCHEMES, ByWindow, by_window, scheme_of
 
+FLOAT32 = "float32"
 FIRST_BATCH = "first_batch"  # what `sequence.verify` compares
 
 
@@ -28,6 +29,8 @@ class SequenceSection:
     outer: str | None = operational(None)  # the scheme over cp, around ulysses over sp; null: ring
     # Groups of heads that ulysses exchanges one after another, each beside the attention of the one before, for less memory.
     head_groups: int = operational(1)
+    # Dtype of the sums of keys' gradients on their way around a ring: float32; bfloat16 for half the bytes, rounded each hop.
+    gradients: str = FLOAT32
     # Whether latent attention sends its latents, of which each device makes keys and values again, or keys and values: always,
     # never; auto: where latents are cheaper.
     latents: str = operational(AUTO)
@@ -41,10 +44,13 @@ class SequenceSection:
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy."""
-        if self.scheme == AUTO and (self.outer is not None or self.head_groups != 1):
+        if self.gradients not in (known := (FLOAT32, "bfloat16")):
+            raise ValueError(f"sequence.gradients = {self.gradients!r} is unknown; use one of {', '.join(known)}")
+        given = [name for name, value in self._options().items() if value is not None]
+        if self.scheme == AUTO and given:
             raise ValueError(
-                f"sequence.scheme = {AUTO!r} with sequence.outer or sequence.head_groups: these are options of one scheme; "
-                "use sequence.scheme=ulysses, or leave them out"
+                f"sequence.scheme = {AUTO!r} with sequence.{given[0]}, which is an option of some schemes: name one of "
+                "these, or leave the option out"
             )
         for key, name in (("scheme", self.named), ("outer", self.outer), ("window_scheme", self.window_scheme)):
             if name is not None and name not in SCHEMES:
@@ -71,9 +77,16 @@ class SequenceSection:
 
     def made(self) -> ByWindow:
         """Returns the scheme with its options. Raises ValueError for one that it does not have."""
+        return by_window(scheme_of(self.named, **self._options()), self.window_scheme, self.latents)
+
+    def _options(self) -> dict[str, Any]:
+        """Returns what is given of the options that not every scheme has; None for what is not."""
         groups = None if self.head_groups == 1 else self.head_groups
-        full = scheme_of(self.named, outer=self.outer, head_groups=groups)
-        return by_window(full, self.window_scheme, self.latents)
+        return {
+            "outer": self.outer,
+            "head_groups": groups,
+            "gradients": None if self.gradients == FLOAT32 else self.gradients,
+        }
 
     def compiler_options(self, mesh: jax.sharding.Mesh, order: Order) -> dict[str, Any] | None:
         """Returns what a step is compiled with; None where the sequence is not split."""

@@ -199,4 +199,32 @@ FAULTS = (
         "tests/test_ops.py -k 'outputs_have_the_dims and flash'",
     ),
     Fault("a needed hop left out", "hops", "tuple($found)", "tuple($found[:-1])", SEQUENCE),
+    Fault(
+        "gradients in bfloat16 travel in float32",
+        "over_hops.travels",
+        "$x.astype($dtype or $keys[$n].dtype)",
+        "$x.astype(jnp.float32)",
+        "tests/test_declared_costs.py -k bfloat16_are_half",
+    ),
+    Fault(
+        "a ring in place does not hear of the dtype of its gradients",
+        "in_place:backward",
+        "over_hops($local, lambda *$at: pulled($local, $kernels, $saved, *$at), $dtype)",
+        "over_hops($local, lambda *$at: pulled($local, $kernels, $saved, *$at))",
+        "tests/test_ring_in_place.py -k bfloat16_travel_so",
+    ),
+    Fault(
+        "a ring whose gradients are in bfloat16 declares float32",
+        "Ring._wide",
+        "$shape.float32 if self.gradients == 'float32' else 1",
+        "$shape.float32",
+        "tests/test_declared_costs.py -k bfloat16_are_half",
+    ),
+    Fault(
+        "the recipe's dtype of gradients is dropped",
+        "SequenceSection._options",
+        "None if self.gradients == FLOAT32 else self.gradients",
+        "None",
+        "tests/test_scheme_choice.py -k options_are_of",
+    ),
 )
