@@ -20,7 +20,8 @@ from ejdist.sequence.attention import on_shard, ring_attention
 from ejdist.sequence.cost import attention_shape
 from ejdist.sequence.halo import reach_of
 from ejdist.sequence.latents import sends_latents
-from ejdist.sequence.schemes import Ring, Scheme
+from ejdist.sequence.scheme import Scheme
+from ejdist.sequence.schemes import Ring
 from ejdist.sharded import ShardedFunction, sharded
 from ejdist.tokens import resolve_order
 from kernels.framework.platforms import Unsupported

@@ -40,7 +40,8 @@ from ejdist.planning.targets import target_of
 from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
 from ejdist.sequence.halo import reach_of, sent
 from ejdist.sequence.schedule import imbalance
-from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Scheme, Ulysses, scheme_of
+from ejdist.sequence.scheme import Scheme
+from ejdist.sequence.schemes import SCHEMES, AllGather, Ring, Ulysses, scheme_of
 from kernels.engines.attention.masks import MaskInfo, window_of
 from recipes.schema import compose
 

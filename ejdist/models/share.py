@@ -14,7 +14,7 @@ from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
 from ejdist.sequence.halo import reach_of, sent
 from ejdist.sequence.latents import sends_latents
 from ejdist.sequence.schedule import imbalance
-from ejdist.sequence.schemes import Scheme
+from ejdist.sequence.scheme import Scheme
 from kernels.engines.attention.masks import MaskInfo
 
 _ATTENDING = ("forward", "backward")

@@ -3,7 +3,8 @@
 from ejdist.order import Order
 from ejdist.sequence.attention import ring_attention
 from ejdist.sequence.exchange import compiler_options
-from ejdist.sequence.schemes import SCHEMES, AllGather, Halo, Ring, Scheme, Ulysses, by_window
+from ejdist.sequence.scheme import Scheme
+from ejdist.sequence.schemes import SCHEMES, AllGather, Halo, Ring, Ulysses, by_window
 from kernels.engines.attention.softmax import merge
 
 __all__ = [
