@@ -3,6 +3,7 @@
 from faults import Fault
 
 SCAN = "tests/kernels/test_scan_triton.py"
+DELTA = "tests/kernels/test_delta_triton.py"
 
 FAULTS = (
     Fault(
@@ -165,5 +166,117 @@ FAULTS = (
         "0 if $entries is None else $entries",
         "0",
         f"{SCAN} -k packed_sequences_with_states[1]",
+    ),
+    Fault(
+        "delta: the inverse of a block stops a row early",
+        "triton_delta:inverse",
+        "range(1, 16)",
+        "range(1, 15)",
+        f"{DELTA} -k matrix_units",
+    ),
+    Fault(
+        "delta: blocks of the inverse are joined with one product of TF32",
+        "triton_delta:_joined",
+        "$below = tl.dot($second, $below, input_precision='tf32x3')",
+        "$below = tl.dot($second, $below, input_precision='tf32')",
+        f"{DELTA} -k matrix_units",
+    ),
+    Fault(
+        "delta: blocks of the inverse are joined with another sign",
+        "triton_delta:_joined",
+        "-tl.dot($below, $first, input_precision='tf32x3')",
+        "tl.dot($below, $first, input_precision='tf32x3')",
+        f"{DELTA} -k matrix_units",
+    ),
+    Fault(
+        "delta: the block above the diagonal is joined",
+        "triton_delta:_blocks",
+        "$block == $other + 1",
+        "$block + 1 == $other",
+        f"{DELTA} -k matrix_units",
+    ),
+    Fault(
+        "delta: a token writes what it writes itself",
+        "delta_pairs_kernel",
+        "$i[:, None] > $i[None, :]",
+        "$i[:, None] >= $i[None, :]",
+        f"{DELTA} -k correlated",
+    ),
+    Fault(
+        "delta: pairs are weighed by the rate of the token that is read",
+        "delta_pairs_kernel",
+        "$A = tl.dot($k, tl.trans($k), input_precision=$precision) * $decay * $beta[:, None]",
+        "$A = tl.dot($k, tl.trans($k), input_precision=$precision) * $decay * $beta[None, :]",
+        f"{DELTA} -k correlated",
+    ),
+    Fault(
+        "delta: a key reads a state that has not faded",
+        "delta_walk_kernel",
+        "($x.to(tl.float32) - $old * $enters[:, None]) * $beta[:, None]",
+        "($x.to(tl.float32) - $old) * $beta[:, None]",
+        f"{DELTA} -k 'every_size and 20'",
+    ),
+    Fault(
+        "delta: what is written does not fade until the end of its chunk",
+        "delta_walk_kernel",
+        "$written = ($written * $leaves[:, None]).to($$type)",
+        "$written = $written.to($$type)",
+        f"{DELTA} -k 'every_size and 20'",
+    ),
+    Fault(
+        "delta: a sequence begins with the state of the one before",
+        "delta_walk_kernel",
+        "tl.where($begins, 0.0, $state)",
+        "$state",
+        f"{DELTA} -k packed",
+    ),
+    Fault(
+        "delta: the gradient of a sequence starts from that of the one behind",
+        "delta_reverse_kernel",
+        "tl.where($ends, 0.0, $d_state)",
+        "$d_state",
+        f"{DELTA} -k packed",
+    ),
+    Fault(
+        "delta: the inverse is not transposed in the backward",
+        "delta_reverse_kernel",
+        "$weights = tl.load(tl.trans(square_at($pairs, $$at)))\n$solve = tl.load(tl.trans(square_at($inverse, $$same)))",
+        "$weights = tl.load(tl.trans(square_at($pairs, $$at)))\n$solve = tl.load(square_at($inverse, $$same))",
+        f"{DELTA} -k correlated",
+    ),
+    Fault(
+        "delta: a key that reads leaves no gradient to the state",
+        "delta_reverse_kernel",
+        "$d_state = tl.dot(tl.trans($k), $du, $d_state, input_precision=$precision)",
+        "pass",
+        f"{DELTA} -k correlated",
+    ),
+    Fault(
+        "delta: the gradient of a rate lacks what earlier tokens wrote",
+        "delta_bwd_kernel",
+        "$dbeta - $old - tl.sum($through, 1)",
+        "$dbeta - $old",
+        f"{DELTA} -k correlated",
+    ),
+    Fault(
+        "delta: the gradient of a rate lacks what the state has",
+        "delta_bwd_kernel",
+        "$dbeta - $old - tl.sum($through, 1)",
+        "$dbeta - tl.sum($through, 1)",
+        f"{DELTA} -k correlated",
+    ),
+    Fault(
+        "delta: a key has no gradient as the earlier of a pair",
+        "delta_bwd_kernel",
+        "$turned * tl.trans($decay) * -$beta[None, :]",
+        "$turned * 0.0",
+        f"{DELTA} -k correlated",
+    ),
+    Fault(
+        "delta: decays have no gradient through the inverse",
+        "triton_delta_calls:backward",
+        "$d['a'] + $run.layout.of_tokens($through['a'])",
+        "$d['a']",
+        f"{DELTA} -k 'every_size and 20'",
     ),
 )

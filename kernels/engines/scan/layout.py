@@ -43,6 +43,11 @@ class Layout(NamedTuple):
         """Returns log decays [B, T, N] as float32 [B, N, T], finite, with 0 for padding; None for None."""
         return None if a is None else self.per_token(jnp.maximum(a, FORGETS))
 
+    def of_tokens(self, x: jax.Array) -> jax.Array:
+        """Returns an array [B, N, T] as [B, T, N], with 0 for padding."""
+        x = jnp.swapaxes(x, 1, 2)
+        return x if self.valid is None else jnp.where(self.valid[..., None], x, 0)
+
     def exits(self, exits: jax.Array, entries: jax.Array | None) -> jax.Array:
         """Returns the states [B, G, ...] in which sequences end, given those of the sequences that have tokens."""
         if self.empty is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +10,16 @@ import jax.numpy as jnp
 import triton
 
 from kernels.engines.scan.chunks import ChunkConfig
-from kernels.engines.scan.layout import Layout, layout
+from kernels.engines.scan.layout import layout
+from kernels.engines.scan.triton_calls import (
+    LEAST,
+    check_chunk,
+    columns,
+    columns_here,
+    heads_of,
+    longest_chunk,
+    precisions,
+)
 from kernels.engines.scan.triton_scalar import (
     scalar_bwd_kernel,
     scalar_pairs_kernel,
@@ -22,14 +30,11 @@ from kernels.framework.binding import Call
 from kernels.framework.measured import power_of_two
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work
-from kernels.toolchains.triton import compute_capability, triton_launch
+from kernels.toolchains.triton import triton_launch
 
 # Programs for each multiprocessor that a row is split for, and the fewest chunks of a part.
 PROGRAMS_EACH = 2
 LEAST_CHUNKS = 4
-WIDEST = 128  # channels of a key: the gradients of one chunk's queries and keys fill the registers of a program
-WIDEST_VALUE = 512
-LEAST = 16  # tokens or channels of a tile: the least of a product
 
 
 class Tokens(NamedTuple):
@@ -54,15 +59,11 @@ class Tokens(NamedTuple):
     entries: jax.Array | None
 
 
-class _Launches:
+class Launches:
     """The launches of one call."""
 
     def __init__(self, x: Tokens, N: int, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None):
-        self.x, self.cfg, self.chunk, self.work = x, cfg, cfg.chunk or 64, work
-        if self.chunk < LEAST:
-            raise ValueError(
-                f"cfg: chunk = {self.chunk} is less than the {LEAST} tokens of a product in Triton; use at least {LEAST}"
-            )
+        self.x, self.cfg, self.chunk, self.work = x, cfg, check_chunk(cfg.chunk), work
         (B, T, _, H), Hv = x.q.shape, x.v.shape[-1]
         # Gradients of values that several heads share are summed afterwards.
         self.wide = x.v.dtype if x.v.shape[2] == N else jnp.float32
@@ -75,9 +76,7 @@ class _Launches:
         self.a, self.w = self.layout.log_decay(x.a), self.layout.per_token(x.w)
         chunks = self.layout.chunks
         self.splits = -(-chunks // -(-chunks // min(cfg.splits or 1, chunks)))  # no part is empty
-        block_v = min(cfg.block_v or 64, max(LEAST, power_of_two(Hv)))
-        if compute_capability() < 90:  # there the operands of products lie in registers
-            block_v = max(LEAST, block_v // 2)
+        block_v = columns_here(cfg.block_v, Hv)
         self.columns = triton.cdiv(Hv, block_v)
         self.common: dict[str, Any] = {
             "T": T,
@@ -86,7 +85,7 @@ class _Launches:
             "Hv": Hv,
             "CHUNKS": chunks,
             "SCALE": scale,
-            "PRECISION": "tf32x3" if x.q.dtype == jnp.float32 else "tf32",
+            "PRECISION": precisions(x.q.dtype)[0],
             "BLOCK_C": self.chunk,
             "BLOCK_H": max(LEAST, power_of_two(H)),
             "BLOCK_V": block_v,
@@ -191,12 +190,68 @@ class _Launches:
         )
         return self.walk(x, entries, wanted, reverse, starts, weights)
 
+    def gradients(self, d_out: Any, states: Any, d_states: Any, of_keys: Any = None) -> dict[str, Any]:
+        """Returns the gradients of q, k, a, w and skip, None for what is None.
+
+        They follow from the states before chunks and the gradients of those after them.
+
+        Args:
+          of_keys: dtype of the gradient of k; None for its own.
+        """
+        x, (B, N, chunks), T = self.x, (*self.heads, self.layout.chunks), d_out.shape[1]
+        # Keys and queries that heads share are summed over the heads of a program, then over programs.
+        shared = [N // y.shape[2] for y in (x.q, x.k) if y.shape[2] < N]
+        each = math.gcd(self.cfg.heads or 1, *shared) if shared else 1
+
+        def of(y: jax.Array, dtype: Any) -> Any:
+            parts = N if y.shape[2] == N else N // each
+            return jax.ShapeDtypeStruct((B, T, parts, y.shape[3]), dtype if parts == y.shape[2] else jnp.float32)
+
+        per_token = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+        shapes = {"q": of(x.q, x.q.dtype), "k": of(x.k, of_keys or x.k.dtype)}
+        shapes |= {name: per_token for name in ("a", "w") if getattr(x, name) is not None}
+        if x.skip is not None:
+            shapes["skip"] = jax.ShapeDtypeStruct((B, N, chunks), jnp.float32)
+        unused: dict[str, Any] = {f"d{n}_ptr": None for n in ("a", "w", "skip") if n not in shapes}
+        found = triton_launch(
+            scalar_bwd_kernel,
+            x.q,
+            x.k,
+            x.v,
+            self.a,
+            self.w,
+            self.layout.runs,
+            self.layout.table,
+            d_out,
+            states,
+            d_states,
+            out_shape=tuple(shapes.values()),
+            grid=(chunks * B * (N // each),),
+            num_warps=self.cfg.backward_num_warps or 4,
+            num_stages=self.cfg.num_stages or 2,
+            KQ=x.q.shape[2],
+            KK=x.k.shape[2],
+            KV=x.v.shape[2],
+            HEADS=each,
+            # At least two steps, so that not all tiles are in registers at once.
+            **self.common
+            | {
+                "PRECISION": precisions(x.q.dtype)[1],
+                "BLOCK_V": max(LEAST, min(self.common["BLOCK_V"], power_of_two(x.v.shape[-1]) // 2)),
+            },
+            **unused,
+        )
+        d: dict[str, Any] = dict.fromkeys(("q", "k", "a", "w", "skip")) | dict(zip(shapes, found, strict=True))
+        d |= {name: heads_of(d[name], y.shape[2]) for name, y in (("q", x.q), ("k", x.k))}
+        d |= {name: self.layout.of_tokens(d[name]) for name in ("a", "w") if name in shapes}
+        return d if x.skip is None else d | {"skip": jnp.sum(d["skip"], axis=(0, 2))}
+
 
 def forward(
     x: Tokens, N: int, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, Hv] in the dtype of v, final states [B, G, N, H, Hv])."""
-    run = _Launches(x, N, num_states, scale, cfg, work)
+    run = Launches(x, N, num_states, scale, cfg, work)
     found = run.from_starts(x.v, x.entries, ("out", "exits"), weights=run.pairs())
     return found["out"], run.layout.exits(found["exits"], x.entries)
 
@@ -212,91 +267,18 @@ def backward(
     work: Work | None = None,
 ) -> dict[str, Any]:
     """Returns the gradients by the names of `Tokens`, None for what is None; of a, w, skip and entries in float32."""
-    run = _Launches(x, N, num_states, scale, cfg, work)
-    (B, T, KQ, _), KK, chunks = x.q.shape, x.k.shape[2], run.layout.chunks
-    d_exits = d_exits.astype(jnp.float32)
+    run, d_exits = Launches(x, N, num_states, scale, cfg, work), d_exits.astype(jnp.float32)
     states = run.from_starts(x.v, x.entries, ("states",))["states"]
     of_end = run.from_starts(d_out, d_exits, ("out", "states", "exits"), reverse=True, weights=run.pairs())
-    shared = [N // K for K in (KQ, KK) if K < N]
-    each = math.gcd(cfg.heads or 1, *shared) if shared else 1
-    per_token = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
-    shapes = {
-        f"d{name}_ptr": jax.ShapeDtypeStruct(
-            (B, T, N if y.shape[2] == N else N // each, y.shape[3]),
-            y.dtype if y.shape[2] in (N, N // each) else jnp.float32,
-        )
-        for name, y in (("q", x.q), ("k", x.k))
-    }
-    shapes |= {f"d{name}_ptr": per_token for name in ("a", "w") if getattr(x, name) is not None}
-    if x.skip is not None:
-        shapes["dskip_ptr"] = jax.ShapeDtypeStruct((B, N, chunks), jnp.float32)
-    unused: dict[str, Any] = {n: None for n in ("da_ptr", "dw_ptr", "dskip_ptr") if n not in shapes}
-    found = triton_launch(
-        scalar_bwd_kernel,
-        x.q,
-        x.k,
-        x.v,
-        run.a,
-        run.w,
-        run.layout.runs,
-        run.layout.table,
-        d_out,
-        states,
-        of_end["states"],
-        out_shape=tuple(shapes.values()),
-        grid=(chunks * B * (N // each),),
-        num_warps=cfg.backward_num_warps or 4,
-        num_stages=cfg.num_stages or 2,
-        KQ=KQ,
-        KK=KK,
-        KV=x.v.shape[2],
-        HEADS=each,
-        **run.common | {"BLOCK_V": max(LEAST, min(run.common["BLOCK_V"], power_of_two(x.v.shape[-1]) // 2))},
-        **unused,
-    )
-    d = dict(zip(shapes, found, strict=True))
-    return {
-        "q": _of_heads(d["dq_ptr"], KQ),
-        "k": _of_heads(d["dk_ptr"], KK),
-        "v": _of_heads(of_end["out"], x.v.shape[2]),
-        "a": _of_tokens(run.layout, d.get("da_ptr")),
-        "w": _of_tokens(run.layout, d.get("dw_ptr")),
-        "skip": None if x.skip is None else jnp.sum(d["dskip_ptr"], axis=(0, 2)),
-        "entries": None if x.entries is None else run.layout.exits(of_end["exits"], d_exits),
-    }
-
-
-def _of_heads(x: jax.Array, K: int) -> jax.Array:
-    """Returns [B, T, K, ...]: sums over the heads that share one of K."""
-    return x if x.shape[2] == K else jnp.sum(x.reshape(*x.shape[:2], K, -1, x.shape[-1]), axis=3)
-
-
-def _of_tokens(where: Layout, x: jax.Array | None) -> jax.Array | None:
-    """Returns an array [B, N, T] as [B, T, N], with 0 for padding."""
-    if x is None:
-        return None
-    x = jnp.swapaxes(x, 1, 2)
-    return x if where.valid is None else jnp.where(where.valid[..., None], x, 0)
-
-
-def refusal(dims: Mapping[str, Any], *arrays: Any) -> str | None:
-    """Returns why the kernels cannot run a call of these sizes and arrays of tokens."""
-    if 0 in dims.values():
-        return "an array has no elements"
-    if dims["H"] > WIDEST:
-        return f"H = {dims['H']} exceeds {WIDEST}: the gradients of a chunk's keys must fit the registers of a program"
-    if dims["Hv"] > WIDEST_VALUE:
-        return f"Hv = {dims['Hv']} exceeds {WIDEST_VALUE}"
-    if len({x.dtype for x in arrays}) > 1:
-        return f"arrays of tokens have the dtypes {', '.join(sorted({str(x.dtype) for x in arrays}))}; cast them to one"
-    return None
+    entries = None if x.entries is None else run.layout.exits(of_end["exits"], d_exits)
+    found = run.gradients(d_out, states, of_end["states"])
+    return found | {"v": heads_of(of_end["out"], x.v.shape[2]), "entries": entries}
 
 
 def _config(call: Call, chunk: int, block_v: int, num_warps: int, heads: int) -> ChunkConfig:
     d = call.dims
     wide = call.dtype == "float32"
-    chunk = min(chunk, max(LEAST, power_of_two(-(-d["T"] // call.num_states))))
-    block_v = min(block_v, max(LEAST, power_of_two(d["Hv"])))
+    chunk, block_v = min(chunk, longest_chunk(call)), columns(block_v, d["Hv"])
     programs = d["B"] * d["N"] * -(-d["Hv"] // block_v)
     chunks = (d["T"] + call.num_states * (chunk - 1)) // chunk
     splits = max(1, min(-(-PROGRAMS_EACH * MULTIPROCESSORS // programs), chunks // LEAST_CHUNKS))
@@ -304,12 +286,12 @@ def _config(call: Call, chunk: int, block_v: int, num_warps: int, heads: int) ->
     while heads > 1 and (shared % heads or d["B"] * chunks * d["N"] // heads < PROGRAMS_EACH * MULTIPROCESSORS):
         heads //= 2
     backward_num_warps = 8 if d["H"] > 64 or wide else 4
-    return ChunkConfig(chunk, None, block_v, num_warps, 2, splits, heads, backward_num_warps)
+    return ChunkConfig(chunk, None, block_v, num_warps, 1 if wide else 2, splits, heads, backward_num_warps)
 
 
 def heuristic(call: Call, platform: str) -> ChunkConfig:
     """Returns the default tiles of a call."""
-    if call.dtype == "float32":  # three products of TF32 for each: small tiles, which fit the registers
+    if call.dtype == "float32":  # small tiles fit the registers
         return _config(call, 16, 16, 8, 8)
     return _config(call, 64, 64, 4, 8)
 

@@ -76,6 +76,7 @@ DELTA = (
     _delta(
         "small",
         "smoke",
+        "code",
         g="head",
         make={"initial_state": _states(1), "segment_ids": _documents},
         B=2, T=13, K=1, N=2, H=8, Hv=4,
@@ -98,7 +99,7 @@ DELTA = (
         B=2, T=200, K=1, N=3, H=16, Hv=8,
     ),
     _delta("qwen3_next", "bench", "code", g="head", B=1, T=8192, K=16, N=32, H=128, Hv=128),
-    _delta("kimi_linear", "bench", "code", g="channel", B=1, T=8192, K=32, N=32, H=128, Hv=128),
+    _delta("kimi_linear", "bench", g="channel", B=1, T=8192, K=32, N=32, H=128, Hv=128),
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.engines.scan import triton_scalar_calls as scalar
+from kernels.engines.scan.triton_calls import sizes_refused
 from kernels.ops.linear_attention.contract import op, work
 
 
@@ -30,7 +31,7 @@ def _scale(query: jax.Array, softmax_scale: float | None) -> float:
 
 
 def rejects(call):
-    return scalar.refusal(call.dims, call.query, call.key, call.value)
+    return sizes_refused(call.dims, call.query, call.key, call.value)
 
 
 def forward(query, key, value, g, g_gamma, segment_ids, initial_state, softmax_scale, num_states, cfg):

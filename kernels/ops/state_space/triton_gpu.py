@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from kernels.engines.scan import triton_scalar_calls as scalar
+from kernels.engines.scan.triton_calls import sizes_refused
 from kernels.ops.state_space.contract import v2_op, work_v2
 
 
@@ -16,7 +17,7 @@ def _tokens(x, dt, A, B, C, D, segment_ids, initial_state) -> scalar.Tokens:
 
 
 def rejects(call):
-    return scalar.refusal(call.dims, call.x, call.B, call.C)
+    return sizes_refused(call.dims, call.x, call.B, call.C)
 
 
 def forward(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
