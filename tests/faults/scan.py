@@ -279,4 +279,32 @@ FAULTS = (
         "$d['a']",
         f"{DELTA} -k 'every_size and 20'",
     ),
+    Fault(
+        "delta: the gradient passes a part by its map, not the transpose",
+        "delta_join_kernel",
+        "$k[None, :] * ($width + $H) + $h[:, None] if $reverse else $h[:, None] * ($width + $H) + $k[None, :]",
+        "$h[:, None] * ($width + $H) + $k[None, :]",
+        f"{DELTA} -k rows_that_are_split",
+    ),
+    Fault(
+        "delta: the map of a part has values",
+        "delta_walk_kernel",
+        "$valid & ($i < tl.where($values, $c, 0))",
+        "$valid",
+        f"{DELTA} -k rows_that_are_split",
+    ),
+    Fault(
+        "delta: the gradient of a sequence passes its beginning",
+        "delta_reverse_kernel",
+        "if d_entries_ptr is not None: $$store\n$d_state = tl.where($begins, 0.0, $d_state)",
+        "if d_entries_ptr is not None: $$store",
+        f"{DELTA} -k where_a_part",
+    ),
+    Fault(
+        "delta: the map of a part starts beside the unit matrix",
+        "delta_walk_kernel",
+        "$h[:, None] == ($v - $columns * $width)[None, :]",
+        "$h[:, None] == ($v - $columns * $width + 1)[None, :]",
+        f"{DELTA} -k rows_that_are_split",
+    ),
 )

@@ -70,6 +70,15 @@ def test_decays_of_every_size(decay):
     compared(arguments, {"use_qk_l2norm": True, "softmax_scale": 0.7}, chunk=32, block_v=16, heads=2)
 
 
+@pytest.mark.parametrize(("decay", "Hv"), [(0.0, 18), (-100.0, 16)])
+def test_rows_that_are_split(decay, Hv):
+    """By the map of each part, a matrix, from the state that enters it to the state that leaves."""
+    rng = np.random.default_rng(8)
+    state = rng.standard_normal((2, 1, 2, 20, Hv)).astype(np.float32)
+    arguments = arguments_of(rng, 2, 100, 1, 2, 20, Hv, 0.5, 1.5, decay, initial_state=state)
+    compared(arguments, {}, chunk=16, splits=3, block_v=16)
+
+
 def test_no_decay_and_no_state():
     rng = np.random.default_rng(2)
     arguments = arguments_of(rng, 1, 40, 2, 2, 8, 4, 0.5)
@@ -88,17 +97,26 @@ def test_documents_and_padding():
     given = dict(clean)
     for name in ("query", "key", "value", "beta"):
         given[name] = jnp.where(padding.reshape(*padding.shape, *(1,) * (clean[name].ndim - 2)), jnp.nan, clean[name])
-    compared(given, {}, clean, chunk=16)
+    compared(given, {}, clean, chunk=16, splits=2)
 
 
-def test_packed_sequences_with_states():
+@pytest.mark.parametrize("splits", [1, 3])
+def test_packed_sequences_with_states(splits):
     rng = np.random.default_rng(4)
     ids = np.sort(rng.choice([0, 1, 3, 4], (2, 90)), axis=1).astype(np.int32)  # sequence 2 is empty
     ids[0, :4] = ids[0, 50:52] = ids[:, -5:] = -1
     ids[1] = np.where(ids[1] < 0, -1, 4 - ids[1])  # in another order
     state = rng.standard_normal((2, 5, 2, 8, 4)).astype(np.float32)
     arguments = arguments_of(rng, 2, 90, 1, 2, 8, 4, 0.5, initial_state=state, segment_ids=ids)
-    compared(arguments, {"num_states": 5}, chunk=16)
+    compared(arguments, {"num_states": 5}, chunk=16, splits=splits)
+
+
+def test_a_sequence_that_ends_where_a_part_of_its_row_ends():
+    rng = np.random.default_rng(9)
+    ids = np.repeat(np.arange(2, dtype=np.int32), (160, 32))[None]  # 10 and 2 chunks, of 13 in three parts of 5
+    state = rng.standard_normal((1, 2, 1, 8, 4)).astype(np.float32)
+    arguments = arguments_of(rng, 1, 192, 1, 1, 8, 4, 0.5, initial_state=state, segment_ids=ids)
+    compared(arguments, {"num_states": 2}, chunk=16, splits=3)
 
 
 def test_a_result_that_depends_on_a_token_far_back():

@@ -115,6 +115,42 @@ def delta_pairs_kernel(
 
 
 @triton.jit
+def delta_join_kernel(
+    maps_ptr,  # [B, N, SPLITS, H, WIDTH + H]
+    added_ptr,  # [B, N, SPLITS, H, Hv] if REVERSE; None: the first columns of maps
+    starts_ptr,  # [B, N, SPLITS, H, Hv]
+    H: tl.constexpr,
+    Hv: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    REVERSE: tl.constexpr,  # from the last part, by the transposes: the gradient of a state passes a part by them
+    PRECISION: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Composes the maps S -> M S + added of the parts of a row to the state before each."""
+    head = tl.program_id(0).to(tl.int64) * SPLITS
+    h, v = tl.arange(0, BLOCK_H), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    state = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+    for step in range(SPLITS):
+        part = SPLITS - 1 - step if REVERSE else step
+        store_state(starts_ptr, head + part, h, v, state, True, H, Hv)
+        tl.debug_barrier()  # what other threads have stored is read below
+        if added_ptr is None:
+            state = load_state(maps_ptr, head + part, h, v, True, H, WIDTH + H)
+        else:
+            state = load_state(added_ptr, head + part, h, v, True, H, Hv)
+        for start in range(0, H, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            at = maps_ptr + (head + part) * (H * (WIDTH + H)) + WIDTH
+            at += k[None, :] * (WIDTH + H) + h[:, None] if REVERSE else h[:, None] * (WIDTH + H) + k[None, :]
+            M = tl.load(at, mask=(h < H)[:, None] & (k < H)[None, :], other=0.0)
+            old = load_state(starts_ptr, head + part, k, v, True, H, Hv)
+            state = tl.dot(M, old, state, input_precision=PRECISION)
+
+
+@triton.jit
 def delta_walk_kernel(
     q_ptr,  # None with out_ptr
     k_ptr,
@@ -126,10 +162,12 @@ def delta_walk_kernel(
     runs_ptr,
     table_ptr,
     entries_ptr,  # [B, G, N, H, Hv]: states that sequences start from, or None for 0
+    starts_ptr,  # [B, N, SPLITS, H, Hv]: states that parts start from; None for one part, or where their maps are wanted
     out_ptr,  # [B, T, N, Hv], or None
     written_ptr,  # [B, T, N, Hv]: what is written at each token, or None
     states_ptr,  # [B, N, CHUNKS, H, Hv]: before each chunk, or None
     exits_ptr,  # [B, G, N, H, Hv]: after each sequence, or None
+    maps_ptr,  # [B, N, SPLITS, H, COLUMNS * BLOCK_V + H]: after each part, from a state of 0 and from that of 1, or None
     T: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -137,20 +175,29 @@ def delta_walk_kernel(
     Hv: tl.constexpr,
     G: tl.constexpr,
     CHUNKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # tiles of columns of a state; with maps_ptr, programs past them have no values
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    head = tl.program_id(0)
+    PER: tl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
+    part, head = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
     row, n = head // N, head % N
     h, v = tl.arange(0, BLOCK_H), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    i, begin, end = tl.arange(0, BLOCK_C), part * PER, tl.minimum(CHUNKS, (part + 1) * PER)
+    of_values = tl.program_id(1) < COLUMNS
     state = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+    if maps_ptr is not None:
+        state = tl.where(h[:, None] == (v - COLUMNS * BLOCK_V)[None, :], 1.0, state)
+    if starts_ptr is not None:
+        state = load_state(starts_ptr, head * SPLITS + part, h, v, True, H, Hv)
     if table_ptr is None and entries_ptr is not None:
-        state += load_state(entries_ptr, head, h, v, True, H, Hv)
-    for step in range(0, CHUNKS):
-        c = head * 0 + step
+        state += load_state(entries_ptr, head, h, v, part == tl.where(of_values, 0, -1), H, Hv)
+    for step in range(0, end - begin):
+        c = begin + step
         first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
         here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
         enters, leaves, whole = fades(a_ptr, row, n, first, count, here, run, before, last, T, N, BLOCK_C)
@@ -159,11 +206,14 @@ def delta_walk_kernel(
         if table_ptr is not None:
             state = tl.where(begins, 0.0, state)
             if entries_ptr is not None:
-                state += load_state(entries_ptr, slot, h, v, begins, H, Hv)
+                state += load_state(entries_ptr, slot, h, v, begins & of_values, H, Hv)
         if states_ptr is not None:
             store_state(states_ptr, head.to(tl.int64) * CHUNKS + c, h, v, state, True, H, Hv)
         k = load_rows(tokens_by_channels(k_ptr, row, first, n // (N // K), T, K, H), valid, h, K, H, BLOCK_C)
-        x = load_rows(tokens_by_channels(v_ptr, row, first, n, T, N, Hv), valid, v, N, Hv, BLOCK_C)
+        with_values = valid
+        if maps_ptr is not None:
+            with_values = valid & (i < tl.where(of_values, BLOCK_C, 0))
+        x = load_rows(tokens_by_channels(v_ptr, row, first, n, T, N, Hv), with_values, v, N, Hv, BLOCK_C)
         solve = tl.load(square_at(solve_ptr, head * CHUNKS + c, BLOCK_C))
         old = tl.dot(k, state.to(k.dtype), input_precision=PRECISION)
         x = (x.to(tl.float32) - old * enters[:, None]) * beta[:, None]
@@ -181,7 +231,9 @@ def delta_walk_kernel(
         if table_ptr is not None and exits_ptr is not None:
             store_state(exits_ptr, slot, h, v, state, ends, H, Hv)
     if table_ptr is None and exits_ptr is not None:
-        store_state(exits_ptr, head, h, v, state, True, H, Hv)
+        store_state(exits_ptr, head, h, v, state, part == SPLITS - 1, H, Hv)
+    if maps_ptr is not None:
+        store_state(maps_ptr, head * SPLITS + part, h, v, state, True, H, COLUMNS * BLOCK_V + H)
 
 
 @triton.jit
@@ -196,9 +248,11 @@ def delta_reverse_kernel(
     table_ptr,
     d_out_ptr,  # [B, T, N, Hv]
     d_exits_ptr,  # [B, G, N, H, Hv]
-    du_ptr,  # [B, T, N, Hv]: gradient of beta (v - what the state has for k)
-    d_states_ptr,  # [B, N, CHUNKS, H, Hv]: of the states after each chunk
-    d_entries_ptr,  # [B, G, N, H, Hv]
+    starts_ptr,  # [B, N, SPLITS, H, Hv]: gradients of the states after each part; None for one part, or with added_ptr
+    du_ptr,  # [B, T, N, Hv]: gradient of beta (v - what the state has for k); None with added_ptr
+    d_states_ptr,  # [B, N, CHUNKS, H, Hv]: of the states after each chunk; None with added_ptr
+    d_entries_ptr,  # [B, G, N, H, Hv]; None with added_ptr
+    added_ptr,  # [B, N, SPLITS, H, Hv]: of the state before each part, from 0 after it, or None
     T: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -206,6 +260,7 @@ def delta_reverse_kernel(
     Hv: tl.constexpr,
     G: tl.constexpr,
     CHUNKS: tl.constexpr,
+    SPLITS: tl.constexpr,
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -213,14 +268,18 @@ def delta_reverse_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """Walks the gradient of the state from the end of the rows to their beginning."""
-    head = tl.program_id(0)
+    PER: tl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
+    part, head = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
     row, n = head // N, head % N
     h, v = tl.arange(0, BLOCK_H), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    begin, end = part * PER, tl.minimum(CHUNKS, (part + 1) * PER)
     d_state = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+    if starts_ptr is not None:
+        d_state = load_state(starts_ptr, head * SPLITS + part, h, v, True, H, Hv)
     if table_ptr is None:
-        d_state += load_state(d_exits_ptr, head, h, v, True, H, Hv)
-    for step in range(0, CHUNKS):
-        c = head * 0 + CHUNKS - 1 - step
+        d_state += load_state(d_exits_ptr, head, h, v, part == SPLITS - 1, H, Hv)
+    for step in range(0, end - begin):
+        c = end - 1 - step
         first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
         here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
         enters, leaves, whole = fades(a_ptr, row, n, first, count, here, run, before, last, T, N, BLOCK_C)
@@ -229,7 +288,8 @@ def delta_reverse_kernel(
         if table_ptr is not None:
             d_state = tl.where(ends, 0.0, d_state)
             d_state += load_state(d_exits_ptr, slot, h, v, ends, H, Hv)
-        store_state(d_states_ptr, head.to(tl.int64) * CHUNKS + c, h, v, d_state, True, H, Hv)
+        if d_states_ptr is not None:
+            store_state(d_states_ptr, head.to(tl.int64) * CHUNKS + c, h, v, d_state, True, H, Hv)
         k = load_rows(tokens_by_channels(k_ptr, row, first, n // (N // K), T, K, H), valid, h, K, H, BLOCK_C)
         q = load_rows(tokens_by_channels(q_ptr, row, first, n // (N // K), T, K, H), valid, h, K, H, BLOCK_C)
         d_out = load_rows(tokens_by_channels(d_out_ptr, row, first, n, T, N, Hv), valid, v, N, Hv, BLOCK_C)
@@ -238,15 +298,20 @@ def delta_reverse_kernel(
         d_written = tl.dot(k, d_state.to(k.dtype), input_precision=PRECISION) * leaves[:, None]
         d_written = tl.dot(weights, d_out, d_written, input_precision=PRECISION)
         du = tl.dot(solve, d_written.to(k.dtype), input_precision=PRECISION)
-        store_rows(tokens_by_channels(du_ptr, row, first, n, T, N, Hv), du, here, v, N, Hv, BLOCK_C)
+        if du_ptr is not None:
+            store_rows(tokens_by_channels(du_ptr, row, first, n, T, N, Hv), du, here, v, N, Hv, BLOCK_C)
         d_out = (d_out.to(tl.float32) * (enters * SCALE)[:, None]).to(k.dtype)
         d_state = tl.dot(tl.trans(q), d_out, d_state * whole, input_precision=PRECISION)
         du = (du * (-beta * enters)[:, None]).to(k.dtype)
         d_state = tl.dot(tl.trans(k), du, d_state, input_precision=PRECISION)
         if table_ptr is not None:
-            store_state(d_entries_ptr, slot, h, v, d_state, begins, H, Hv)
-    if table_ptr is None:
-        store_state(d_entries_ptr, head, h, v, d_state, True, H, Hv)
+            if d_entries_ptr is not None:
+                store_state(d_entries_ptr, slot, h, v, d_state, begins, H, Hv)
+            d_state = tl.where(begins, 0.0, d_state)
+    if table_ptr is None and d_entries_ptr is not None:
+        store_state(d_entries_ptr, head, h, v, d_state, part == 0, H, Hv)
+    if added_ptr is not None:
+        store_state(added_ptr, head * SPLITS + part, h, v, d_state, True, H, Hv)
 
 
 @triton.jit

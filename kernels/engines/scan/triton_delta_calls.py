@@ -23,14 +23,21 @@ from kernels.engines.scan.triton_calls import (
 )
 from kernels.engines.scan.triton_delta import (
     delta_bwd_kernel,
+    delta_join_kernel,
     delta_pairs_kernel,
     delta_reverse_kernel,
     delta_walk_kernel,
 )
 from kernels.framework.binding import Call
 from kernels.framework.measured import power_of_two
+from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work
 from kernels.toolchains.triton import triton_launch
+
+# Programs for each multiprocessor that a row is split for, the fewest parts worth while, and the fewest chunks of one.
+PROGRAMS_EACH = 2
+LEAST_SPLITS = 3
+LEAST_CHUNKS = 8
 
 
 class Tokens(NamedTuple):
@@ -63,7 +70,9 @@ class _Launches:
         chunks = self.layout.chunks
         self.chunks, self.states = (B, N, chunks), (B, num_states, N, H, Hv)
         block_v = columns_here(cfg.block_v, Hv)
-        self.walks = (B * N, triton.cdiv(Hv, block_v))
+        self.splits = -(-chunks // -(-chunks // min(cfg.splits or 1, chunks)))  # no part is empty
+        self.tiles = triton.cdiv(Hv, block_v)
+        self.walks = (B * N * self.splits, self.tiles)
         self.common: dict[str, Any] = {
             "T": T,
             "N": N,
@@ -78,7 +87,7 @@ class _Launches:
         self.columns: dict[str, Any] = {"Hv": Hv, "BLOCK_V": block_v}
         self.stages: dict[str, Any] = {"num_warps": cfg.num_warps or 4, "num_stages": cfg.num_stages or 2}
 
-    def _of_chunks(self, *dims: int) -> Any:
+    def of_chunks(self, *dims: int) -> Any:
         return jax.ShapeDtypeStruct((*self.chunks, *dims), self.x.k.dtype)
 
     def pairs(self) -> tuple[jax.Array, jax.Array]:
@@ -92,23 +101,26 @@ class _Launches:
             self.a,
             self.layout.runs,
             self.layout.table,
-            out_shape=(self._of_chunks(C, C),) * 2,
+            out_shape=(self.of_chunks(C, C),) * 2,
             grid=(math.prod(self.chunks),),
             num_warps=4,
             **self.common,
         )
 
-    def walk(self, weights: Any, solve: Any, wanted: tuple[str, ...]) -> dict[str, jax.Array]:
-        """Returns what is `wanted` of a walk over the rows: "out", "written", "states", "exits"."""
-        x = self.x
+    def walk(self, weights: Any, solve: Any, wanted: tuple[str, ...], starts: Any = None) -> dict[str, jax.Array]:
+        """Returns what is `wanted` of a walk over the rows: "out", "written", "states", "exits", or "maps" of its parts."""
+        x, (B, _, N, H, Hv) = self.x, self.states
+        width = self.tiles * self.columns["BLOCK_V"] + H
         shapes = {
             "out": jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
             "written": jax.ShapeDtypeStruct(x.v.shape, x.k.dtype),
-            "states": self._of_chunks(*self.states[3:]),
+            "states": self.of_chunks(H, Hv),
             "exits": jax.ShapeDtypeStruct(self.states, jnp.float32),
+            "maps": jax.ShapeDtypeStruct((B, N, self.splits, H, width), jnp.float32),
         }
         unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}
         reads = "out" in wanted
+        units = triton.cdiv(H, self.columns["BLOCK_V"]) if "maps" in wanted else 0
         found = triton_launch(
             delta_walk_kernel,
             x.q if reads else None,
@@ -121,10 +133,13 @@ class _Launches:
             self.layout.runs,
             self.layout.table,
             x.entries,
+            starts,
             out_shape=tuple(shape for name, shape in shapes.items() if name in wanted),
-            grid=self.walks,
+            grid=(self.walks[0], self.tiles + units),
             work=self.work if reads else None,
             G=self.states[1],
+            SPLITS=self.splits,
+            COLUMNS=self.tiles,
             **self.common,
             **self.columns,
             **self.stages,
@@ -132,13 +147,77 @@ class _Launches:
         )
         return dict(zip([name for name in shapes if name in wanted], found, strict=True))
 
+    def maps(self, solve: Any) -> jax.Array | None:
+        """Returns the maps of the parts of the rows, None for one part."""
+        return None if self.splits == 1 else self.walk(None, solve, ("maps",))["maps"]
+
+    def starts(self, maps: Any, added: Any = None) -> jax.Array | None:
+        """Returns the state before each part, or, given what each part adds to it, the gradient after each."""
+        if maps is None:
+            return None
+        (B, _, N, H, Hv), block = self.states, self.columns["BLOCK_V"]
+        (starts,) = triton_launch(
+            delta_join_kernel,
+            maps,
+            added,
+            out_shape=(jax.ShapeDtypeStruct((B, N, self.splits, H, Hv), jnp.float32),),
+            grid=(B * N, self.tiles),
+            num_warps=4,
+            num_stages=1,
+            H=H,
+            Hv=Hv,
+            WIDTH=self.tiles * block,
+            SPLITS=self.splits,
+            REVERSE=added is not None,
+            PRECISION="tf32x3",
+            BLOCK_H=self.common["BLOCK_H"],
+            BLOCK_V=block,
+            BLOCK_K=LEAST,
+        )
+        return starts
+
+    def reverse(self, weights: Any, solve: Any, d_out: Any, d_exits: Any, wanted: tuple[str, ...], starts: Any) -> Any:
+        """Returns what is `wanted` of a walk from the end: "du", "d_states", "d_entries", or what parts have "added"."""
+        x, (B, _, N, H, Hv) = self.x, self.states
+        shapes = {
+            "du": jax.ShapeDtypeStruct(x.v.shape, x.k.dtype),
+            "d_states": self.of_chunks(H, Hv),
+            "d_entries": jax.ShapeDtypeStruct(self.states, jnp.float32),
+            "added": jax.ShapeDtypeStruct((B, N, self.splits, H, Hv), jnp.float32),
+        }
+        unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}
+        return triton_launch(
+            delta_reverse_kernel,
+            x.q,
+            x.k,
+            weights,
+            solve,
+            self.beta,
+            self.a,
+            self.layout.runs,
+            self.layout.table,
+            d_out,
+            d_exits,
+            starts,
+            out_shape=tuple(shape for name, shape in shapes.items() if name in wanted),
+            grid=self.walks,
+            work=self.work,
+            G=self.states[1],
+            SPLITS=self.splits,
+            **self.common,
+            **self.columns,
+            **self.stages,
+            **unused,
+        )
+
 
 def forward(
     x: Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, Hv], final states [B, G, N, H, Hv])."""
     run = _Launches(x, num_states, scale, cfg, work)
-    found = run.walk(*run.pairs(), ("out", "exits"))
+    weights, solve = run.pairs()
+    found = run.walk(weights, solve, ("out", "exits"), run.starts(run.maps(solve)))
     return found["out"], run.layout.exits(found["exits"], x.entries)
 
 
@@ -152,34 +231,17 @@ def backward(
     work: Work | None = None,
 ) -> dict[str, Any]:
     """Returns the gradients by the names of `Tokens`, None for what is None; of beta, a and entries in float32."""
-    run = _Launches(x, num_states, scale, cfg, None)
+    run = _Launches(x, num_states, scale, cfg, work)
     (B, T, K, H), N, d_exits = x.q.shape, x.v.shape[2], d_exits.astype(jnp.float32)
     weights, solve = run.pairs()
-    found = run.walk(None, solve, ("written", "states"))
-    du, d_states, d_entries = triton_launch(
-        delta_reverse_kernel,
-        x.q,
-        x.k,
-        weights,
-        solve,
-        run.beta,
-        run.a,
-        run.layout.runs,
-        run.layout.table,
-        d_out,
-        d_exits,
-        out_shape=(
-            jax.ShapeDtypeStruct(x.v.shape, x.k.dtype),
-            run._of_chunks(*run.states[3:]),
-            jax.ShapeDtypeStruct(run.states, jnp.float32),
-        ),
-        grid=run.walks,
-        work=work,
-        G=num_states,
-        **run.common,
-        **run.columns,
-        **run.stages,
-    )
+    maps = run.maps(solve)
+    found = run.walk(None, solve, ("written", "states"), run.starts(maps))
+    starts = None
+    if maps is not None:
+        (added,) = run.reverse(weights, solve, d_out, d_exits, ("added",), None)
+        starts = run.starts(maps, added)
+    wanted = ("du", "d_states", "d_entries")
+    du, d_states, d_entries = run.reverse(weights, solve, d_out, d_exits, wanted, starts)
     read = scalar.Tokens(x.q, x.k, found["written"], x.a, None, None, x.segment_ids, None)
     d = scalar.Launches(read, N, num_states, scale, cfg, None).gradients(d_out, found["states"], d_states, jnp.float32)
     each = math.gcd(cfg.heads or 1, N // K)
@@ -223,15 +285,19 @@ def backward(
 
 
 def _config(call: Call, chunk: int, block_v: int, num_warps: int, num_stages: int) -> ChunkConfig:
-    d = call.dims
+    d, chunk = call.dims, min(chunk, longest_chunk(call))
+    # A part costs more than half as much again for its map, so a row is split only where that fills a GPU.
+    programs = d["B"] * d["N"] * -(-d["Hv"] // columns(block_v, d["Hv"]))
+    splits = min(PROGRAMS_EACH * MULTIPROCESSORS // programs, -(-d["T"] // chunk) // LEAST_CHUNKS)
+    splits = splits if splits >= LEAST_SPLITS else 1
     backward = 8 if d["H"] > 64 or call.dtype == "float32" else 4
     return ChunkConfig(
-        min(chunk, longest_chunk(call)),
+        chunk,
         None,
         columns(block_v, d["Hv"]),
         num_warps,
         num_stages,
-        None,
+        splits,
         2,
         backward,
     )
