@@ -54,6 +54,12 @@ SPILLS = {
     # Of the gradient of the matrices: a warp that writes keeps addresses there, and reads them once for 64 columns of a tile.
     ("grouped_matmul", "qwen3_down", 90): 16,
     ("grouped_matmul_quantized", "qwen3_int8", 80): 12,
+    # Two sums over the heads of a group, of dB and dC, fill the registers of a program beside the products of one head.
+    ("state_space_v2", "mamba2_8k", 90): 72,
+    ("state_space_v2", "mamba2_8k", 80): 160,
+    # The same two sums, of the gradients of queries and keys.
+    ("delta_rule", "qwen3_next", 90): 56,
+    ("delta_rule", "qwen3_next", 80): 160,
 }
 # Names of kernels whose products the assembler lets follow one another (`serialized`), and why it is left so.
 SERIALIZED: dict[tuple[str, str, int], set[str]] = {}

@@ -31,11 +31,22 @@ class ChunkConfig(Tunables):
 
     Attributes:
       chunk: tokens per chunk, a power of two. 1 is the plain recurrence.
-      together: chunks computed at once, except for passing the state.
+      together: chunks computed at once, except for passing the state (XLA).
+      block_v: columns of a state in one program (Triton).
+      num_warps, num_stages: warps of a program that walks a row, and depth of its software pipeline (Triton).
+      splits: parts of a row that are walked at once (Triton).
+      heads: heads of a group whose gradients one program sums (Triton).
+      backward_num_warps: warps of a program of one chunk's gradients (Triton).
     """
 
     chunk: int | None = None
     together: int | None = None
+    block_v: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    splits: int | None = None
+    heads: int | None = None
+    backward_num_warps: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

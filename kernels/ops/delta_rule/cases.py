@@ -55,6 +55,11 @@ def _packed(num_states: int):
     return make
 
 
+def _equal(num_states: int):
+    """Returns a generator of packed sequences of one length."""
+    return lambda rng, dims: jnp.asarray(np.repeat(np.arange(num_states), dims["T"] // num_states)[None], jnp.int32)
+
+
 def _states(num_states: int):
     def make(rng, dims):
         shape = (dims["B"], num_states, dims["N"], dims["H"], dims["Hv"])
@@ -76,6 +81,7 @@ DELTA = (
     _delta(
         "small",
         "smoke",
+        "code",
         g="head",
         make={"initial_state": _states(1), "segment_ids": _documents},
         B=2, T=13, K=1, N=2, H=8, Hv=4,
@@ -98,7 +104,17 @@ DELTA = (
         B=2, T=200, K=1, N=3, H=16, Hv=8,
     ),
     _delta("qwen3_next", "bench", "code", g="head", B=1, T=8192, K=16, N=32, H=128, Hv=128),
-    _delta("kimi_linear", "bench", "code", g="channel", B=1, T=8192, K=32, N=32, H=128, Hv=128),
+    _delta("many_heads_8k", "bench", g="head", B=1, T=8192, K=16, N=64, H=128, Hv=128),
+    _delta("few_heads_32k", "bench", g="head", B=1, T=32768, K=2, N=8, H=128, Hv=128),
+    _delta(
+        "packed_4_of_8k",
+        "bench",
+        g="head",
+        make={"segment_ids": _equal(4), "initial_state": _states(4)},
+        options={"num_states": 4},
+        B=1, T=32768, K=16, N=32, H=128, Hv=128,
+    ),
+    _delta("kimi_linear", "bench", g="channel", B=1, T=8192, K=32, N=32, H=128, Hv=128),
 )  # fmt: skip
 
 

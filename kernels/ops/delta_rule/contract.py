@@ -14,6 +14,7 @@ from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.recurrence import loop
 from kernels.framework.binding import Call
 from kernels.framework.contract import Op
+from kernels.framework.measured import bucket, power_of_two
 from kernels.framework.work import Work, nbytes
 from kernels.ops.delta_rule import cases
 
@@ -163,6 +164,13 @@ def rwkv7_work(call: Call) -> tuple[Work, Work]:
     return Work(flops, moved + out + states), Work(3 * flops, 2 * moved + out + 2 * states)
 
 
+def autotune_key(call: Call) -> str:
+    """Returns the measurement key of a call: what decays, the width of a state, and the numbers of heads and of tokens."""
+    kind = "channels" if call.g is not None and call.g.shape[-1] > 1 else "heads"
+    width, heads = power_of_two(max(call.dims["H"], call.dims["Hv"])), bucket(call.dims["B"] * call.dims["N"], 16, 64)
+    return f"{call.dtype} {kind} width<={width} heads{heads} tokens{bucket(call.dims['T'], 64, 4096, 32768)}"
+
+
 op = Op(
     delta_rule,
     outputs=("out", "final_state"),
@@ -170,6 +178,7 @@ op = Op(
     tied_dims=(("N", "K"),),
     see_also={"T": "gated_delta_rule"},
     ordered=True,
+    autotune_key=autotune_key,
     same_dtype=("query", "key", "value"),
     config=ChunkConfig,
     cases=cases.DELTA,

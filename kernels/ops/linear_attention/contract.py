@@ -13,6 +13,7 @@ from kernels.engines.scan.chunks import ChunkConfig
 from kernels.framework.backend import Case
 from kernels.framework.binding import Call
 from kernels.framework.contract import Op
+from kernels.framework.measured import bucket, power_of_two
 from kernels.framework.work import Work, nbytes
 
 
@@ -82,6 +83,13 @@ def work(call: Call) -> tuple[Work, Work]:
     return Work(2 * product, read + out + states), Work(5 * product, 2 * read + out + states)
 
 
+def autotune_key(call: Call) -> str:
+    """Returns the measurement key of a call: what decays, the width of a state, and the number of tokens."""
+    channels = any(call.arguments[name] is not None for name in ("gk", "gv", "bonus"))
+    kind, width = "channels" if channels else "heads", power_of_two(max(call.dims["H"], call.dims["Hv"]))
+    return f"{call.dtype} {kind} width<={width} tokens{bucket(call.dims['T'], 64, 4096, 32768)}"
+
+
 def _log_decay(*dims: str):
     """Returns a maker of log decays: most are mild, some near 0, some erase nearly everything."""
 
@@ -137,18 +145,20 @@ op = Op(
     see_also={"T": "gla_attention"},
     ordered=True,
     weights=("bonus",),
+    autotune_key=autotune_key,
     config=ChunkConfig,
     cases=(
         _case("small", "g initial_state", "smoke", B=2, T=10, N=2, K=1, H=4, Hv=3),
         _case("documents", "gk initial_state", ids=_documents, B=2, T=67, N=2, K=2, H=5, Hv=3),
         _case("every_decay", "g gk gv g_gamma", ids=_documents, options={"softmax_scale": 0.7}, B=1, T=7, N=2, K=1, H=4, Hv=5),
-        _case("rwkv6", "gk bonus initial_state", "code", ids=_documents, B=1, T=13, N=2, K=2, H=4, Hv=4),
-        _case("packed", "g_gamma initial_state", ids=_packed, B=1, T=140, N=2, K=2, H=3, Hv=4, G=4),
+        _case("rwkv6", "gk bonus initial_state", ids=_documents, B=1, T=13, N=2, K=2, H=4, Hv=4),
+        _case("packed", "g_gamma initial_state", "code", ids=_packed, B=1, T=140, N=2, K=2, H=3, Hv=4, G=4),
         _case("packed_rwkv6", "gk gv bonus", "slow", ids=_packed, B=2, T=77, N=2, K=1, H=4, Hv=3, G=3),
         _case("no_decay", "initial_state", "slow", B=2, T=130, N=2, K=2, H=8, Hv=8),
         _case("one_token", "gk initial_state", "slow", B=2, T=1, N=4, K=2, H=8, Hv=8),
         _case("gla_8k", "gk", "bench", B=4, T=8192, N=16, K=16, H=128, Hv=128),
-        _case("lightning_64k", "g_gamma", "bench", B=1, T=65536, N=32, K=32, H=128, Hv=128),
+        _case("head_16k", "g", "bench", B=1, T=16384, N=16, K=16, H=128, Hv=128),
+        _case("lightning_64k", "g_gamma", "bench", "code", B=1, T=65536, N=32, K=32, H=128, Hv=128),
         _case("rwkv6_8k", "gk bonus", "bench", B=4, T=8192, N=32, K=32, H=64, Hv=64),
         _case("decode", "gk initial_state", "bench", B=64, T=1, N=16, K=16, H=128, Hv=128),
     ),

@@ -46,11 +46,24 @@ def packed(count: int) -> Callable:
     return make
 
 
-def _cases(make: Mapping[str, Callable], small: Any, odd: Any, long: Any, optional: tuple[str, ...], bench: Any) -> Any:
-    """Returns the cases common to all: one token, lengths that no chunk divides, documents, packed sequences."""
+def _cases(
+    make: Mapping[str, Callable],
+    small: Any,
+    odd: Any,
+    long: Any,
+    optional: tuple[str, ...],
+    bench: Any,
+    code: tuple[str, ...] = (),
+) -> Any:
+    """Returns the cases common to all: one token, lengths that no chunk divides, documents, packed sequences.
+
+    Args:
+      code: names of those with the tag `code`.
+    """
 
     def case(name: str, dims: Any, *tags: str, arrays: Any = (), states: int = 1, **more: Any) -> Case:
         options = {} if states == 1 else {"num_states": states}
+        tags = (*tags, "code") if name in code else tags
         return Case(name, dims, options, tuple(arrays), {**make, **more}, tags=frozenset(tags))
 
     state = ("initial_state",)
@@ -71,7 +84,11 @@ V2 = _cases(
     {**_SIZES_V2, "T": 77, "N": 3, "K": 1, "H": 5, "Hv": 7},
     {**_SIZES_V2, "T": 300},
     ("D",),
-    {"mamba2_8k": {"B": 2, "T": 8192, "N": 64, "K": 1, "H": 128, "Hv": 64}},
+    {
+        "mamba2_8k": {"B": 2, "T": 8192, "N": 64, "K": 1, "H": 128, "Hv": 64},
+        "mamba2_128k": {"B": 1, "T": 131072, "N": 64, "K": 1, "H": 128, "Hv": 64},
+    },
+    code=("packed", "mamba2_8k"),
 )
 V1 = _cases(
     {"A": _decay("F", "H"), "dt": _steps("B", "T", "F")},

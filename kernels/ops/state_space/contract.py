@@ -10,6 +10,7 @@ from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.recurrence import loop
 from kernels.framework.binding import Call
 from kernels.framework.contract import Op
+from kernels.framework.measured import bucket, power_of_two
 from kernels.framework.work import Work, nbytes
 from kernels.ops.state_space import cases
 
@@ -170,6 +171,12 @@ def work_conv(call: Call) -> tuple[Work, Work]:
     return forward, Work(again * taps, 3 * nbytes(call.x) + 2 * weights + 2 * state + nbytes(call.segment_ids))
 
 
+def autotune_key_v2(call: Call) -> str:
+    """Returns the measurement key of a call: the width of a state, and the number of tokens."""
+    width = power_of_two(max(call.dims["H"], call.dims["Hv"]))
+    return f"{call.dtype} width<={width} tokens{bucket(call.dims['T'], 64, 4096, 32768)}"
+
+
 v2_op = Op(
     state_space_v2,
     outputs=("out", "final_state"),
@@ -177,6 +184,7 @@ v2_op = Op(
     tied_dims=(("N", "K"),),
     see_also={"T": "state_space_v2"},
     ordered=True,
+    autotune_key=autotune_key_v2,
     weights=("A", "D"),
     config=ChunkConfig,
     cases=cases.V2,

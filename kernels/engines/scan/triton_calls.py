@@ -1,0 +1,71 @@
+"""What the calls of all Triton kernels of recurrences share: sizes of tiles, refusals, sums over shared heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels.framework.binding import Call
+from kernels.framework.measured import power_of_two
+from kernels.toolchains.triton import compute_capability
+
+WIDEST = 128  # channels of a key: the gradients of one chunk's queries and keys fill the registers of a program
+WIDEST_VALUE = 512
+LEAST = 16  # tokens or channels of a tile: the least of a product
+LONGEST = 128  # tokens of a chunk
+
+
+def check_chunk(chunk: int | None) -> int:
+    """Returns the tokens of a chunk.
+
+    Raises:
+      ValueError: they are fewer than those of a product, or too many.
+    """
+    chunk = chunk or 64
+    if not LEAST <= chunk <= LONGEST:
+        raise ValueError(f"cfg: chunk = {chunk}, but the chunks of the Triton kernels have {LEAST} to {LONGEST} tokens")
+    return chunk
+
+
+def longest_chunk(call: Call) -> int:
+    """Returns the most tokens of a chunk that are worth while: those of a sequence of mean length."""
+    return max(LEAST, power_of_two(-(-call.dims["T"] // call.num_states)))
+
+
+def precisions(dtype: Any) -> tuple[str, str]:
+    """Returns how products are computed, of pairs and walks and of gradients of chunks.
+
+    Those of float32 are exact, or three of TF32 for each where exact ones do not fit the registers.
+    """
+    return ("ieee", "tf32x3") if dtype == jnp.float32 else ("tf32", "tf32")
+
+
+def columns(block_v: int | None, Hv: int) -> int:
+    """Returns the columns of a state that one program has."""
+    return min(block_v or 64, max(LEAST, power_of_two(Hv)))
+
+
+def columns_here(block_v: int | None, Hv: int) -> int:
+    """Returns `columns` on the GPU being compiled for: before Hopper the operands of products lie in registers."""
+    return columns(block_v, Hv) if compute_capability() >= 90 else max(LEAST, columns(block_v, Hv) // 2)
+
+
+def sizes_refused(dims: Mapping[str, Any], *arrays: Any) -> str | None:
+    """Returns why the kernels cannot run a call of these sizes and arrays of tokens."""
+    if 0 in dims.values():
+        return "an array has no elements"
+    if dims["H"] > WIDEST:
+        return f"H = {dims['H']} exceeds {WIDEST}: the gradients of a chunk's keys must fit the registers of a program"
+    if dims["Hv"] > WIDEST_VALUE:
+        return f"Hv = {dims['Hv']} exceeds {WIDEST_VALUE}"
+    if len({x.dtype for x in arrays}) > 1:
+        return f"arrays of tokens have the dtypes {', '.join(sorted({str(x.dtype) for x in arrays}))}; cast them to one"
+    return None
+
+
+def heads_of(x: jax.Array, K: int) -> jax.Array:
+    """Returns [B, T, K, ...]: sums over the heads that share one of K."""
+    return x if x.shape[2] == K else jnp.sum(x.reshape(*x.shape[:2], K, -1, x.shape[-1]), axis=3)

@@ -1,0 +1,392 @@
+"""Triton kernels of the gated delta rule, whose state decays by one factor per head and token:
+
+    S' = exp(a_t) S_{t-1},  S_t = S' + beta_t k_t (v_t - S'ᵀ k_t)ᵀ,  out_t = scale · S_tᵀ q_t
+
+In a chunk, what is written at token t is u = solve · (beta (v - enters · k S)), with S the state before the chunk and solve
+the inverse of I + A, A[t, s] = beta_t (k_t · k_s) (decay from s to t) for s < t. The inverses and the weights of pairs are
+computed for all chunks at once; then a program walks the chunks of one row and head with the state in its registers. The
+backward walks from the end with the gradient of the state. What is left is parallel over chunks: given what is written, the
+recurrence is that of `triton_scalar.py` with u as values, whose gradients those kernels have; and what is written depends
+on keys, values, beta and decays, whose gradients are here.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.engines.scan.triton_parts import (
+    chunk_of,
+    fades,
+    interval_gradient,
+    load_rows,
+    load_state,
+    pairs,
+    per_token,
+    runs_of,
+    square_at,
+    store_rows,
+    store_state,
+    tokens_by_channels,
+)
+
+
+@triton.jit
+def _blocks(A, C: tl.constexpr, SIZE, BELOW):
+    """Returns blocks of A [C, C], [C / SIZE, SIZE, SIZE]: those on the diagonal, or each left of it in odd rows if BELOW."""
+    n: tl.constexpr = C // SIZE
+    block, other = tl.arange(0, n)[:, None, None, None], tl.arange(0, n)[None, :, None, None]
+    wanted = (block == other + 1) & (block % 2 == 1) if BELOW else block == other
+    square = tl.permute(tl.reshape(A, [n, SIZE, n, SIZE]), (0, 2, 1, 3))
+    return tl.sum(tl.where(wanted, square, 0.0), 1)
+
+
+@triton.jit
+def _joined(inverted, A, C: tl.constexpr, SIZE):
+    """Returns the inverses of the diagonal blocks of 2 SIZE tokens of I + A, given those of the blocks of SIZE."""
+    m: tl.constexpr = C // (2 * SIZE)
+    first, second = tl.split(tl.permute(tl.reshape(inverted, [m, 2, SIZE, SIZE]), (0, 2, 3, 1)))
+    below = tl.sum(tl.reshape(_blocks(A, C, SIZE, True), [m, 2, SIZE, SIZE]), 1)
+    # Three products of TF32: with one, keys at cosine 0.9 have an error of 8e-3, and as bfloat16 the result one of 1e-3.
+    below = tl.dot(second, below, input_precision="tf32x3")
+    below = -tl.dot(below, first, input_precision="tf32x3")
+    left, right = tl.join(first, below), tl.join(tl.zeros([m, SIZE, SIZE], tl.float32), second)
+    joined = tl.permute(tl.join(left, right), (0, 3, 1, 4, 2))
+    return tl.reshape(joined, [m, 2 * SIZE, 2 * SIZE])
+
+
+@triton.jit
+def inverse(A, C: tl.constexpr):
+    """Returns (I + A)⁻¹ for A [C, C] strictly lower triangular.
+
+    Blocks of 16 on the diagonal by forward substitution in float32, all blocks at once; then pairs of blocks P, Q with A21
+    below: [[P, 0], [-Q A21 P, Q]]. A power series is no substitute: its terms grow with correlated keys.
+    """
+    i, j = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    diagonal = _blocks(A, C, 16, False)
+    result = tl.where(i == j, 1.0, 0.0) + tl.zeros([C // 16, 16, 16], tl.float32)
+    for r in range(1, 16):
+        row = tl.sum(tl.where(i == r, diagonal, 0.0), 1)
+        known = tl.sum(tl.expand_dims(row, 2) * result, 1, keep_dims=True)
+        result = tl.where(i == r, result - known, result)
+    if C > 16:
+        result = _joined(result, A, C, 16)
+    if C > 32:
+        result = _joined(result, A, C, 32)
+    if C > 64:
+        result = _joined(result, A, C, 64)
+    return tl.reshape(result, [C, C])
+
+
+@triton.jit
+def delta_pairs_kernel(
+    q_ptr,  # [B, T, K, H]
+    k_ptr,  # [B, T, K, H]
+    beta_ptr,  # [B, N, T]
+    a_ptr,  # [B, N, T] log decays, or None
+    runs_ptr,
+    table_ptr,
+    pairs_ptr,  # [B, N, CHUNKS, C, C]: what out_t reads of the write at s
+    solve_ptr,  # [B, N, CHUNKS, C, C]: the inverse
+    T: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    c, head = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
+    row, n = head // N, head % N
+    first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
+    here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
+    h, i = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_C)
+    k = load_rows(tokens_by_channels(k_ptr, row, first, n // (N // K), T, K, H), valid, h, K, H, BLOCK_C)
+    q = load_rows(tokens_by_channels(q_ptr, row, first, n // (N // K), T, K, H), valid, h, K, H, BLOCK_C)
+    decay = pairs(a_ptr, row, n, first, here, run, T, N, BLOCK_C)
+    weights = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay * SCALE
+    tl.store(square_at(pairs_ptr, tl.program_id(0), BLOCK_C), weights.to(pairs_ptr.dtype.element_ty))
+    beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
+    A = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None]
+    solve = inverse(tl.where(i[:, None] > i[None, :], A, 0.0), BLOCK_C)
+    tl.store(square_at(solve_ptr, tl.program_id(0), BLOCK_C), solve.to(solve_ptr.dtype.element_ty))
+
+
+@triton.jit
+def delta_join_kernel(
+    maps_ptr,  # [B, N, SPLITS, H, WIDTH + H]
+    added_ptr,  # [B, N, SPLITS, H, Hv] if REVERSE; None: the first columns of maps
+    starts_ptr,  # [B, N, SPLITS, H, Hv]
+    H: tl.constexpr,
+    Hv: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    REVERSE: tl.constexpr,  # from the last part, by the transposes: the gradient of a state passes a part by them
+    PRECISION: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Composes the maps S -> M S + added of the parts of a row to the state before each."""
+    head = tl.program_id(0).to(tl.int64) * SPLITS
+    h, v = tl.arange(0, BLOCK_H), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    state = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+    for step in range(SPLITS):
+        part = SPLITS - 1 - step if REVERSE else step
+        store_state(starts_ptr, head + part, h, v, state, True, H, Hv)
+        tl.debug_barrier()  # what other threads have stored is read below
+        if added_ptr is None:
+            state = load_state(maps_ptr, head + part, h, v, True, H, WIDTH + H)
+        else:
+            state = load_state(added_ptr, head + part, h, v, True, H, Hv)
+        for start in range(0, H, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            at = maps_ptr + (head + part) * (H * (WIDTH + H)) + WIDTH
+            at += k[None, :] * (WIDTH + H) + h[:, None] if REVERSE else h[:, None] * (WIDTH + H) + k[None, :]
+            M = tl.load(at, mask=(h < H)[:, None] & (k < H)[None, :], other=0.0)
+            old = load_state(starts_ptr, head + part, k, v, True, H, Hv)
+            state = tl.dot(M, old, state, input_precision=PRECISION)
+
+
+@triton.jit
+def delta_walk_kernel(
+    q_ptr,  # None with out_ptr
+    k_ptr,
+    v_ptr,  # [B, T, N, Hv]
+    pairs_ptr,  # None with out_ptr
+    solve_ptr,
+    beta_ptr,
+    a_ptr,
+    runs_ptr,
+    table_ptr,
+    entries_ptr,  # [B, G, N, H, Hv]: states that sequences start from, or None for 0
+    starts_ptr,  # [B, N, SPLITS, H, Hv]: states that parts start from; None for one part, or where their maps are wanted
+    out_ptr,  # [B, T, N, Hv], or None
+    written_ptr,  # [B, T, N, Hv]: what is written at each token, or None
+    states_ptr,  # [B, N, CHUNKS, H, Hv]: before each chunk, or None
+    exits_ptr,  # [B, G, N, H, Hv]: after each sequence, or None
+    maps_ptr,  # [B, N, SPLITS, H, COLUMNS * BLOCK_V + H]: after each part, from a state of 0 and from that of 1, or None
+    T: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    Hv: tl.constexpr,
+    G: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # tiles of columns of a state; with maps_ptr, programs past them have no values
+    SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    PER: tl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
+    part, head = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
+    row, n = head // N, head % N
+    h, v = tl.arange(0, BLOCK_H), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    i, begin, end = tl.arange(0, BLOCK_C), part * PER, tl.minimum(CHUNKS, (part + 1) * PER)
+    of_values = tl.program_id(1) < COLUMNS
+    state = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+    if maps_ptr is not None:
+        state = tl.where(h[:, None] == (v - COLUMNS * BLOCK_V)[None, :], 1.0, state)
+    if starts_ptr is not None:
+        state = load_state(starts_ptr, head * SPLITS + part, h, v, True, H, Hv)
+    if table_ptr is None and entries_ptr is not None:
+        state += load_state(entries_ptr, head, h, v, part == tl.where(of_values, 0, -1), H, Hv)
+    for step in range(0, end - begin):
+        c = begin + step
+        first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
+        here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
+        enters, leaves, whole = fades(a_ptr, row, n, first, count, here, run, before, last, T, N, BLOCK_C)
+        beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
+        slot = (row.to(tl.int64) * G + owner) * N + n
+        if table_ptr is not None:
+            state = tl.where(begins, 0.0, state)
+            if entries_ptr is not None:
+                state += load_state(entries_ptr, slot, h, v, begins & of_values, H, Hv)
+        if states_ptr is not None:
+            store_state(states_ptr, head.to(tl.int64) * CHUNKS + c, h, v, state, True, H, Hv)
+        k = load_rows(tokens_by_channels(k_ptr, row, first, n // (N // K), T, K, H), valid, h, K, H, BLOCK_C)
+        with_values = valid
+        if maps_ptr is not None:
+            with_values = valid & (i < tl.where(of_values, BLOCK_C, 0))
+        x = load_rows(tokens_by_channels(v_ptr, row, first, n, T, N, Hv), with_values, v, N, Hv, BLOCK_C)
+        solve = tl.load(square_at(solve_ptr, head * CHUNKS + c, BLOCK_C))
+        old = tl.dot(k, state.to(k.dtype), input_precision=PRECISION)
+        x = (x.to(tl.float32) - old * enters[:, None]) * beta[:, None]
+        written = tl.dot(solve, x.to(k.dtype), input_precision=PRECISION)
+        if written_ptr is not None:
+            store_rows(tokens_by_channels(written_ptr, row, first, n, T, N, Hv), written, here, v, N, Hv, BLOCK_C)
+        if out_ptr is not None:
+            q = load_rows(tokens_by_channels(q_ptr, row, first, n // (N // K), T, K, H), valid, h, K, H, BLOCK_C)
+            weights = tl.load(square_at(pairs_ptr, head * CHUNKS + c, BLOCK_C))
+            out = tl.dot(q, state.to(q.dtype), input_precision=PRECISION) * (enters * SCALE)[:, None]
+            out = tl.dot(weights, written.to(k.dtype), out, input_precision=PRECISION)
+            store_rows(tokens_by_channels(out_ptr, row, first, n, T, N, Hv), out, here, v, N, Hv, BLOCK_C)
+        written = (written * leaves[:, None]).to(k.dtype)
+        state = tl.dot(tl.trans(k), written, state * whole, input_precision=PRECISION)
+        if table_ptr is not None and exits_ptr is not None:
+            store_state(exits_ptr, slot, h, v, state, ends, H, Hv)
+    if table_ptr is None and exits_ptr is not None:
+        store_state(exits_ptr, head, h, v, state, part == SPLITS - 1, H, Hv)
+    if maps_ptr is not None:
+        store_state(maps_ptr, head * SPLITS + part, h, v, state, True, H, COLUMNS * BLOCK_V + H)
+
+
+@triton.jit
+def delta_reverse_kernel(
+    q_ptr,
+    k_ptr,
+    pairs_ptr,
+    solve_ptr,
+    beta_ptr,
+    a_ptr,
+    runs_ptr,
+    table_ptr,
+    d_out_ptr,  # [B, T, N, Hv]
+    d_exits_ptr,  # [B, G, N, H, Hv]
+    starts_ptr,  # [B, N, SPLITS, H, Hv]: gradients of the states after each part; None for one part, or with added_ptr
+    du_ptr,  # [B, T, N, Hv]: gradient of beta (v - what the state has for k); None with added_ptr
+    d_states_ptr,  # [B, N, CHUNKS, H, Hv]: of the states after each chunk; None with added_ptr
+    d_entries_ptr,  # [B, G, N, H, Hv]; None with added_ptr
+    added_ptr,  # [B, N, SPLITS, H, Hv]: of the state before each part, from 0 after it, or None
+    T: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    Hv: tl.constexpr,
+    G: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Walks the gradient of the state from the end of the rows to their beginning."""
+    PER: tl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
+    part, head = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
+    row, n = head // N, head % N
+    h, v = tl.arange(0, BLOCK_H), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    begin, end = part * PER, tl.minimum(CHUNKS, (part + 1) * PER)
+    d_state = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+    if starts_ptr is not None:
+        d_state = load_state(starts_ptr, head * SPLITS + part, h, v, True, H, Hv)
+    if table_ptr is None:
+        d_state += load_state(d_exits_ptr, head, h, v, part == SPLITS - 1, H, Hv)
+    for step in range(0, end - begin):
+        c = end - 1 - step
+        first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
+        here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
+        enters, leaves, whole = fades(a_ptr, row, n, first, count, here, run, before, last, T, N, BLOCK_C)
+        beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
+        slot = (row.to(tl.int64) * G + owner) * N + n
+        if table_ptr is not None:
+            d_state = tl.where(ends, 0.0, d_state)
+            d_state += load_state(d_exits_ptr, slot, h, v, ends, H, Hv)
+        if d_states_ptr is not None:
+            store_state(d_states_ptr, head.to(tl.int64) * CHUNKS + c, h, v, d_state, True, H, Hv)
+        k = load_rows(tokens_by_channels(k_ptr, row, first, n // (N // K), T, K, H), valid, h, K, H, BLOCK_C)
+        q = load_rows(tokens_by_channels(q_ptr, row, first, n // (N // K), T, K, H), valid, h, K, H, BLOCK_C)
+        d_out = load_rows(tokens_by_channels(d_out_ptr, row, first, n, T, N, Hv), valid, v, N, Hv, BLOCK_C)
+        weights = tl.load(tl.trans(square_at(pairs_ptr, head * CHUNKS + c, BLOCK_C)))
+        solve = tl.load(tl.trans(square_at(solve_ptr, head * CHUNKS + c, BLOCK_C)))
+        d_written = tl.dot(k, d_state.to(k.dtype), input_precision=PRECISION) * leaves[:, None]
+        d_written = tl.dot(weights, d_out, d_written, input_precision=PRECISION)
+        du = tl.dot(solve, d_written.to(k.dtype), input_precision=PRECISION)
+        if du_ptr is not None:
+            store_rows(tokens_by_channels(du_ptr, row, first, n, T, N, Hv), du, here, v, N, Hv, BLOCK_C)
+        d_out = (d_out.to(tl.float32) * (enters * SCALE)[:, None]).to(k.dtype)
+        d_state = tl.dot(tl.trans(q), d_out, d_state * whole, input_precision=PRECISION)
+        du = (du * (-beta * enters)[:, None]).to(k.dtype)
+        d_state = tl.dot(tl.trans(k), du, d_state, input_precision=PRECISION)
+        if table_ptr is not None:
+            if d_entries_ptr is not None:
+                store_state(d_entries_ptr, slot, h, v, d_state, begins, H, Hv)
+            d_state = tl.where(begins, 0.0, d_state)
+    if table_ptr is None and d_entries_ptr is not None:
+        store_state(d_entries_ptr, head, h, v, d_state, part == 0, H, Hv)
+    if added_ptr is not None:
+        store_state(added_ptr, head * SPLITS + part, h, v, d_state, True, H, Hv)
+
+
+@triton.jit
+def delta_bwd_kernel(
+    k_ptr,
+    v_ptr,
+    beta_ptr,
+    a_ptr,
+    runs_ptr,
+    table_ptr,
+    written_ptr,  # [B, T, N, Hv]
+    du_ptr,  # [B, T, N, Hv]
+    states_ptr,  # [B, N, CHUNKS, H, Hv]: before each chunk
+    dk_ptr,  # [B, T, N / HEADS, H] float32
+    dv_ptr,  # [B, T, N, Hv]
+    dbeta_ptr,  # [B, N, T]
+    da_ptr,  # [B, N, T], or None
+    T: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    Hv: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HEADS: tl.constexpr,  # consecutive heads of a program, of one group
+    PRECISION: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Gradients of one chunk and HEADS heads through what is written: through beta (v - enters · k S), and through A.
+
+    The gradient of A is -du · writtenᵀ, without its inverse.
+    """
+    PROGRAMS: tl.constexpr = N // HEADS
+    c, rest = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
+    row, group = rest // PROGRAMS, rest % PROGRAMS
+    first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
+    here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
+    i, h = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
+    dk = tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
+    for j in tl.range(0, HEADS, num_stages=1):
+        n = group * HEADS + j
+        enters, leaves, whole = fades(a_ptr, row, n, first, count, here, run, before, last, T, N, BLOCK_C)
+        decay = pairs(a_ptr, row, n, first, here, run, T, N, BLOCK_C)
+        decay = tl.where(i[:, None] > i[None, :], decay, 0.0)
+        beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
+        v_at = tokens_by_channels(v_ptr, row, first, n, T, N, Hv)
+        dv_at = tokens_by_channels(dv_ptr, row, first, n, T, N, Hv)
+        written_at = tokens_by_channels(written_ptr, row, first, n, T, N, Hv)
+        du_at = tokens_by_channels(du_ptr, row, first, n, T, N, Hv)
+        k = load_rows(tokens_by_channels(k_ptr, row, first, n // (N // K), T, K, H), valid, h, K, H, BLOCK_C)
+        square, wide = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
+        turned, dbeta = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C], tl.float32)
+        head = row.to(tl.int64) * N + n
+        for start in range(0, Hv, BLOCK_V):
+            v = start + tl.arange(0, BLOCK_V)
+            du = load_rows(du_at, valid, v, N, Hv, BLOCK_C)
+            x = load_rows(v_at, valid, v, N, Hv, BLOCK_C)
+            written = load_rows(written_at, valid, v, N, Hv, BLOCK_C)
+            state = load_state(states_ptr, head * CHUNKS + c, h, v, True, H, Hv)
+            square = tl.dot(du, tl.trans(written), square, input_precision=PRECISION)
+            # The transposed product is computed as such: no accumulator is transposed for another product.
+            turned = tl.dot(written, tl.trans(du), turned, input_precision=PRECISION)
+            wide = tl.dot(du, tl.trans(state), wide, input_precision=PRECISION)
+            dbeta += tl.sum(du.to(tl.float32) * x.to(tl.float32), 1)
+            store_rows(dv_at, du.to(tl.float32) * beta[:, None], here, v, N, Hv, BLOCK_C)
+        square *= decay
+        through = tl.dot(k, tl.trans(k), input_precision=PRECISION) * square
+        old = tl.sum(k.to(tl.float32) * wide, 1) * enters
+        at = head * T + first + i
+        tl.store(dbeta_ptr + at, dbeta - old - tl.sum(through, 1), mask=here)
+        if da_ptr is not None:
+            da = interval_gradient(through * -beta[:, None], old * -beta, tl.zeros([BLOCK_C], tl.float32), BLOCK_C)
+            tl.store(da_ptr + at, da, mask=here)
+        dk += wide * (-beta * enters)[:, None]
+        dk = tl.dot((square * -beta[:, None]).to(k.dtype), k, dk, input_precision=PRECISION)
+        dk = tl.dot((turned * tl.trans(decay) * -beta[None, :]).to(k.dtype), k, dk, input_precision=PRECISION)
+    store_rows(tokens_by_channels(dk_ptr, row, first, group, T, PROGRAMS, H), dk, here, h, PROGRAMS, H, BLOCK_C)

@@ -1,0 +1,325 @@
+"""Calls of the kernels in `triton_delta.py`: what a backward computes again, and tile sizes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+
+from kernels.engines.scan import triton_scalar_calls as scalar
+from kernels.engines.scan.chunks import ChunkConfig
+from kernels.engines.scan.layout import layout
+from kernels.engines.scan.triton_calls import (
+    LEAST,
+    check_chunk,
+    columns,
+    columns_here,
+    heads_of,
+    longest_chunk,
+    precisions,
+)
+from kernels.engines.scan.triton_delta import (
+    delta_bwd_kernel,
+    delta_join_kernel,
+    delta_pairs_kernel,
+    delta_reverse_kernel,
+    delta_walk_kernel,
+)
+from kernels.framework.binding import Call
+from kernels.framework.measured import power_of_two
+from kernels.framework.target import MULTIPROCESSORS
+from kernels.framework.work import Work
+from kernels.toolchains.triton import triton_launch
+
+# Programs for each multiprocessor that a row is split for, the fewest parts worth while, and the fewest chunks of one.
+PROGRAMS_EACH = 2
+LEAST_SPLITS = 3
+LEAST_CHUNKS = 8
+
+
+class Tokens(NamedTuple):
+    """Arguments of a gated delta rule. Head n of N reads head n // (N / K) of q and k.
+
+    Attributes:
+      q, k: [B, T, K, H]. v: [B, T, N, Hv]. beta: [B, T, N].
+      a: log decays, [B, T, N], or None.
+      segment_ids: int [B, T], or None.
+      entries: float32 [B, G, N, H, Hv], states that sequences start from, or None for 0.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    beta: jax.Array
+    a: jax.Array | None
+    segment_ids: jax.Array | None
+    entries: jax.Array | None
+
+
+class _Launches:
+    """The launches of one call."""
+
+    def __init__(self, x: Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None):
+        self.x, self.cfg, self.work = x, cfg, work
+        (B, T, K, H), (N, Hv), chunk = x.q.shape, x.v.shape[2:], check_chunk(cfg.chunk)
+        self.layout = layout(B, T, chunk, x.segment_ids, num_states)
+        self.beta, self.a = self.layout.per_token(x.beta), self.layout.log_decay(x.a)
+        chunks = self.layout.chunks
+        self.chunks, self.states = (B, N, chunks), (B, num_states, N, H, Hv)
+        block_v = columns_here(cfg.block_v, Hv)
+        self.splits = -(-chunks // -(-chunks // min(cfg.splits or 1, chunks)))  # no part is empty
+        self.tiles = triton.cdiv(Hv, block_v)
+        self.walks = (B * N * self.splits, self.tiles)
+        self.common: dict[str, Any] = {
+            "T": T,
+            "N": N,
+            "K": K,
+            "H": H,
+            "CHUNKS": chunks,
+            "SCALE": scale,
+            "PRECISION": precisions(x.q.dtype)[0],
+            "BLOCK_C": chunk,
+            "BLOCK_H": max(LEAST, power_of_two(H)),
+        }
+        self.columns: dict[str, Any] = {"Hv": Hv, "BLOCK_V": block_v}
+        self.stages: dict[str, Any] = {"num_warps": cfg.num_warps or 4, "num_stages": cfg.num_stages or 2}
+
+    def of_chunks(self, *dims: int) -> Any:
+        return jax.ShapeDtypeStruct((*self.chunks, *dims), self.x.k.dtype)
+
+    def pairs(self) -> tuple[jax.Array, jax.Array]:
+        """Returns (what outputs read of writes, the inverses), both [B, N, CHUNKS, C, C]."""
+        x, C = self.x, self.common["BLOCK_C"]
+        return triton_launch(
+            delta_pairs_kernel,
+            x.q,
+            x.k,
+            self.beta,
+            self.a,
+            self.layout.runs,
+            self.layout.table,
+            out_shape=(self.of_chunks(C, C),) * 2,
+            grid=(math.prod(self.chunks),),
+            num_warps=4,
+            **self.common,
+        )
+
+    def walk(self, weights: Any, solve: Any, wanted: tuple[str, ...], starts: Any = None) -> dict[str, jax.Array]:
+        """Returns what is `wanted` of a walk over the rows: "out", "written", "states", "exits", or "maps" of its parts."""
+        x, (B, _, N, H, Hv) = self.x, self.states
+        width = self.tiles * self.columns["BLOCK_V"] + H
+        shapes = {
+            "out": jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
+            "written": jax.ShapeDtypeStruct(x.v.shape, x.k.dtype),
+            "states": self.of_chunks(H, Hv),
+            "exits": jax.ShapeDtypeStruct(self.states, jnp.float32),
+            "maps": jax.ShapeDtypeStruct((B, N, self.splits, H, width), jnp.float32),
+        }
+        unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}
+        reads = "out" in wanted
+        units = triton.cdiv(H, self.columns["BLOCK_V"]) if "maps" in wanted else 0
+        found = triton_launch(
+            delta_walk_kernel,
+            x.q if reads else None,
+            x.k,
+            x.v,
+            weights if reads else None,
+            solve,
+            self.beta,
+            self.a,
+            self.layout.runs,
+            self.layout.table,
+            x.entries,
+            starts,
+            out_shape=tuple(shape for name, shape in shapes.items() if name in wanted),
+            grid=(self.walks[0], self.tiles + units),
+            work=self.work if reads else None,
+            G=self.states[1],
+            SPLITS=self.splits,
+            COLUMNS=self.tiles,
+            **self.common,
+            **self.columns,
+            **self.stages,
+            **unused,
+        )
+        return dict(zip([name for name in shapes if name in wanted], found, strict=True))
+
+    def maps(self, solve: Any) -> jax.Array | None:
+        """Returns the maps of the parts of the rows, None for one part."""
+        return None if self.splits == 1 else self.walk(None, solve, ("maps",))["maps"]
+
+    def starts(self, maps: Any, added: Any = None) -> jax.Array | None:
+        """Returns the state before each part, or, given what each part adds to it, the gradient after each."""
+        if maps is None:
+            return None
+        (B, _, N, H, Hv), block = self.states, self.columns["BLOCK_V"]
+        (starts,) = triton_launch(
+            delta_join_kernel,
+            maps,
+            added,
+            out_shape=(jax.ShapeDtypeStruct((B, N, self.splits, H, Hv), jnp.float32),),
+            grid=(B * N, self.tiles),
+            num_warps=4,
+            num_stages=1,
+            H=H,
+            Hv=Hv,
+            WIDTH=self.tiles * block,
+            SPLITS=self.splits,
+            REVERSE=added is not None,
+            PRECISION="tf32x3",
+            BLOCK_H=self.common["BLOCK_H"],
+            BLOCK_V=block,
+            BLOCK_K=LEAST,
+        )
+        return starts
+
+    def reverse(self, weights: Any, solve: Any, d_out: Any, d_exits: Any, wanted: tuple[str, ...], starts: Any) -> Any:
+        """Returns what is `wanted` of a walk from the end: "du", "d_states", "d_entries", or what parts have "added"."""
+        x, (B, _, N, H, Hv) = self.x, self.states
+        shapes = {
+            "du": jax.ShapeDtypeStruct(x.v.shape, x.k.dtype),
+            "d_states": self.of_chunks(H, Hv),
+            "d_entries": jax.ShapeDtypeStruct(self.states, jnp.float32),
+            "added": jax.ShapeDtypeStruct((B, N, self.splits, H, Hv), jnp.float32),
+        }
+        unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}
+        return triton_launch(
+            delta_reverse_kernel,
+            x.q,
+            x.k,
+            weights,
+            solve,
+            self.beta,
+            self.a,
+            self.layout.runs,
+            self.layout.table,
+            d_out,
+            d_exits,
+            starts,
+            out_shape=tuple(shape for name, shape in shapes.items() if name in wanted),
+            grid=self.walks,
+            work=self.work,
+            G=self.states[1],
+            SPLITS=self.splits,
+            **self.common,
+            **self.columns,
+            **self.stages,
+            **unused,
+        )
+
+
+def forward(
+    x: Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out [B, T, N, Hv], final states [B, G, N, H, Hv])."""
+    run = _Launches(x, num_states, scale, cfg, work)
+    weights, solve = run.pairs()
+    found = run.walk(weights, solve, ("out", "exits"), run.starts(run.maps(solve)))
+    return found["out"], run.layout.exits(found["exits"], x.entries)
+
+
+def backward(
+    x: Tokens,
+    d_out: jax.Array,
+    d_exits: jax.Array,
+    num_states: int,
+    scale: float,
+    cfg: ChunkConfig,
+    work: Work | None = None,
+) -> dict[str, Any]:
+    """Returns the gradients by the names of `Tokens`, None for what is None; of beta, a and entries in float32."""
+    run = _Launches(x, num_states, scale, cfg, work)
+    (B, T, K, H), N, d_exits = x.q.shape, x.v.shape[2], d_exits.astype(jnp.float32)
+    weights, solve = run.pairs()
+    maps = run.maps(solve)
+    found = run.walk(None, solve, ("written", "states"), run.starts(maps))
+    starts = None
+    if maps is not None:
+        (added,) = run.reverse(weights, solve, d_out, d_exits, ("added",), None)
+        starts = run.starts(maps, added)
+    wanted = ("du", "d_states", "d_entries")
+    du, d_states, d_entries = run.reverse(weights, solve, d_out, d_exits, wanted, starts)
+    read = scalar.Tokens(x.q, x.k, found["written"], x.a, None, None, x.segment_ids, None)
+    d = scalar.Launches(read, N, num_states, scale, cfg, None).gradients(d_out, found["states"], d_states, jnp.float32)
+    each = math.gcd(cfg.heads or 1, N // K)
+    per_token = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+    shapes = {
+        "k": jax.ShapeDtypeStruct((B, T, N // each, H), jnp.float32),
+        "v": jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
+        "beta": per_token,
+    } | ({} if x.a is None else {"a": per_token})
+    unused: dict[str, Any] = {"da_ptr": None} if x.a is None else {}
+    results = triton_launch(
+        delta_bwd_kernel,
+        x.k,
+        x.v,
+        run.beta,
+        run.a,
+        run.layout.runs,
+        run.layout.table,
+        found["written"],
+        du,
+        found["states"],
+        out_shape=tuple(shapes.values()),
+        grid=(run.layout.chunks * B * (N // each),),
+        num_warps=cfg.backward_num_warps or 4,
+        num_stages=cfg.num_stages or 2,
+        HEADS=each,
+        **{name: value for name, value in run.common.items() if name not in ("SCALE", "PRECISION")},
+        PRECISION=precisions(x.q.dtype)[1],
+        **run.columns,
+        **unused,
+    )
+    through: dict[str, Any] = dict(zip(shapes, results, strict=True))
+    return {
+        "q": d["q"],
+        "k": d["k"] + heads_of(through["k"], K),
+        "v": through["v"],
+        "beta": run.layout.of_tokens(through["beta"]),
+        "a": None if x.a is None else d["a"] + run.layout.of_tokens(through["a"]),
+        "entries": None if x.entries is None else run.layout.exits(d_entries, d_exits),
+    }
+
+
+def _config(call: Call, chunk: int, block_v: int, num_warps: int, num_stages: int) -> ChunkConfig:
+    d, chunk = call.dims, min(chunk, longest_chunk(call))
+    # A part costs more than half as much again for its map, so a row is split only where that fills a GPU.
+    programs = d["B"] * d["N"] * -(-d["Hv"] // columns(block_v, d["Hv"]))
+    splits = min(PROGRAMS_EACH * MULTIPROCESSORS // programs, -(-d["T"] // chunk) // LEAST_CHUNKS)
+    splits = splits if splits >= LEAST_SPLITS else 1
+    backward = 8 if d["H"] > 64 or call.dtype == "float32" else 4
+    return ChunkConfig(
+        chunk,
+        None,
+        columns(block_v, d["Hv"]),
+        num_warps,
+        num_stages,
+        splits,
+        2,
+        backward,
+    )
+
+
+def heuristic(call: Call, platform: str) -> ChunkConfig:
+    """Returns the default tiles of a call."""
+    if call.dtype == "float32":  # small tiles fit the registers
+        return _config(call, 16, 16, 8, 1)
+    return _config(call, 64, 32, 4, 2)
+
+
+def candidates(call: Call) -> list[ChunkConfig]:
+    """Returns the configurations to tune over."""
+    if call.dtype == "float32":
+        return [heuristic(call, "cuda")]
+    found = [
+        _config(call, chunk, block_v, num_warps, num_stages)
+        for chunk in (32, 64)
+        for block_v in (16, 32, 64)
+        for num_warps in (4, 8)
+        for num_stages in (1, 2, 3)
+        if block_v < 64 or num_stages < 3
+    ]
+    return list(dict.fromkeys(found))

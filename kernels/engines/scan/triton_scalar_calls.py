@@ -1,0 +1,311 @@
+"""Calls of the kernels in `triton_scalar.py`: how a row is split, what a backward computes again, and tile sizes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+
+from kernels.engines.scan.chunks import ChunkConfig
+from kernels.engines.scan.layout import layout
+from kernels.engines.scan.triton_calls import (
+    LEAST,
+    check_chunk,
+    columns,
+    columns_here,
+    heads_of,
+    longest_chunk,
+    precisions,
+)
+from kernels.engines.scan.triton_scalar import (
+    scalar_bwd_kernel,
+    scalar_pairs_kernel,
+    scalar_walk_kernel,
+    scan_join_kernel,
+)
+from kernels.framework.binding import Call
+from kernels.framework.measured import power_of_two
+from kernels.framework.target import MULTIPROCESSORS
+from kernels.framework.work import Work
+from kernels.toolchains.triton import triton_launch
+
+# Programs for each multiprocessor that a row is split for, and the fewest chunks of a part.
+PROGRAMS_EACH = 2
+LEAST_CHUNKS = 4
+
+
+class Tokens(NamedTuple):
+    """Arguments of `S_t = exp(a_t) S_{t-1} + w_t k_t v_tᵀ`, `out_t = scale · S_tᵀ q_t + skip · v_t`.
+
+    Head n of N reads head n // (N / K) of an array with K heads.
+
+    Attributes:
+      q: [B, T, KQ, H]. k: [B, T, KK, H]. v: [B, T, KV, Hv].
+      a: log decays, [B, T, N], or None. w: weights of the writes, [B, T, N], or None for 1. skip: [N], or None for 0.
+      segment_ids: int [B, T], or None.
+      entries: float32 [B, G, N, H, Hv], states that sequences start from, or None for 0.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    a: jax.Array | None
+    w: jax.Array | None
+    skip: jax.Array | None
+    segment_ids: jax.Array | None
+    entries: jax.Array | None
+
+
+class Launches:
+    """The launches of one call."""
+
+    def __init__(self, x: Tokens, N: int, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None):
+        self.x, self.cfg, self.chunk, self.work = x, cfg, check_chunk(cfg.chunk), work
+        (B, T, _, H), Hv = x.q.shape, x.v.shape[-1]
+        # Gradients of values that several heads share are summed afterwards.
+        self.wide = x.v.dtype if x.v.shape[2] == N else jnp.float32
+        self.skip = None if x.skip is None else x.skip.astype(jnp.float32)
+        self.heads, self.states, self.layout = (
+            (B, N),
+            (B, num_states, N, H, Hv),
+            layout(B, T, self.chunk, x.segment_ids, num_states),
+        )
+        self.a, self.w = self.layout.log_decay(x.a), self.layout.per_token(x.w)
+        chunks = self.layout.chunks
+        self.splits = -(-chunks // -(-chunks // min(cfg.splits or 1, chunks)))  # no part is empty
+        block_v = columns_here(cfg.block_v, Hv)
+        self.columns = triton.cdiv(Hv, block_v)
+        self.common: dict[str, Any] = {
+            "T": T,
+            "N": N,
+            "H": H,
+            "Hv": Hv,
+            "CHUNKS": chunks,
+            "SCALE": scale,
+            "PRECISION": precisions(x.q.dtype)[0],
+            "BLOCK_C": self.chunk,
+            "BLOCK_H": max(LEAST, power_of_two(H)),
+            "BLOCK_V": block_v,
+        }
+
+    def pairs(self) -> jax.Array:
+        """Returns what the output of each token of a chunk reads of each value [B, N, CHUNKS, C, C]."""
+        common = {name: value for name, value in self.common.items() if name not in ("Hv", "BLOCK_V")}
+        shape = (*self.heads, self.layout.chunks, self.chunk, self.chunk)
+        (weights,) = triton_launch(
+            scalar_pairs_kernel,
+            self.x.q,
+            self.x.k,
+            self.a,
+            self.w,
+            self.layout.runs,
+            self.layout.table,
+            out_shape=(jax.ShapeDtypeStruct(shape, self.x.v.dtype),),
+            grid=(math.prod(shape[:3]),),
+            num_warps=4,
+            KQ=self.x.q.shape[2],
+            KK=self.x.k.shape[2],
+            **common,
+        )
+        return weights
+
+    def walk(
+        self,
+        x: Any,
+        entries: Any,
+        wanted: tuple[str, ...],
+        reverse: bool = False,
+        starts: Any = None,
+        weights: Any = None,
+    ) -> dict[str, jax.Array]:
+        """Returns what is `wanted` of a walk over the rows: "out", "states", "exits", or "added" and "fade" of its parts.
+
+        Args:
+          x: values, or cotangents of the outputs if `reverse`.
+          starts: states before each part.
+          weights: what `pairs` returns, for "out".
+        """
+        read, write = (self.x.k, self.x.q) if reverse else (self.x.q, self.x.k)
+        parts, (B, T) = (*self.heads, self.splits), x.shape[:2]
+        shapes = {
+            "out": ((B, T, self.heads[1], x.shape[-1]), self.wide if reverse else x.dtype),
+            "states": ((*self.heads, self.layout.chunks, *self.states[3:]), x.dtype),
+            "exits": (self.states, jnp.float32),
+            "added": ((*parts, *self.states[3:]), jnp.float32),
+            "fade": (parts, jnp.float32),
+        }
+        unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}
+        reads = "out" in wanted
+        found = triton_launch(
+            scalar_walk_kernel,
+            read if reads else None,
+            write,
+            x,
+            weights,
+            self.a,
+            self.w,
+            self.skip if reads else None,
+            self.layout.runs,
+            self.layout.table,
+            entries,
+            starts,
+            out_shape=tuple(jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items() if name in wanted),
+            grid=(math.prod(parts), self.columns),
+            num_warps=self.cfg.num_warps or 4,
+            num_stages=self.cfg.num_stages or 2,
+            work=self.work if reads else None,
+            KR=read.shape[2],
+            KK=write.shape[2],
+            KX=x.shape[2],
+            G=self.states[1],
+            SPLITS=self.splits,
+            REVERSE=reverse,
+            **self.common,
+            **unused,
+        )
+        return dict(zip([name for name in shapes if name in wanted], found, strict=True))
+
+    def from_starts(
+        self, x: Any, entries: Any, wanted: tuple[str, ...], reverse: bool = False, weights: Any = None
+    ) -> Any:
+        """Returns `walk` with every part of a row from the state that is exact."""
+        if self.splits == 1:
+            return self.walk(x, entries, wanted, reverse, None, weights)
+        maps = self.walk(x, entries, ("added", "fade"), reverse)
+        size = math.prod(self.states[3:])
+        (starts,) = triton_launch(
+            scan_join_kernel,
+            maps["added"],
+            maps["fade"],
+            out_shape=(jax.ShapeDtypeStruct(maps["added"].shape, jnp.float32),),
+            grid=(math.prod(self.heads), triton.cdiv(size, 1024)),
+            num_warps=4,
+            SPLITS=self.splits,
+            SIZE=size,
+            REVERSE=reverse,
+            BLOCK=1024,
+        )
+        return self.walk(x, entries, wanted, reverse, starts, weights)
+
+    def gradients(self, d_out: Any, states: Any, d_states: Any, of_keys: Any = None) -> dict[str, Any]:
+        """Returns the gradients of q, k, a, w and skip, None for what is None.
+
+        They follow from the states before chunks and the gradients of those after them.
+
+        Args:
+          of_keys: dtype of the gradient of k; None for its own.
+        """
+        x, (B, N, chunks), T = self.x, (*self.heads, self.layout.chunks), d_out.shape[1]
+        # Keys and queries that heads share are summed over the heads of a program, then over programs.
+        shared = [N // y.shape[2] for y in (x.q, x.k) if y.shape[2] < N]
+        each = math.gcd(self.cfg.heads or 1, *shared) if shared else 1
+
+        def of(y: jax.Array, dtype: Any) -> Any:
+            parts = N if y.shape[2] == N else N // each
+            return jax.ShapeDtypeStruct((B, T, parts, y.shape[3]), dtype if parts == y.shape[2] else jnp.float32)
+
+        per_token = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+        shapes = {"q": of(x.q, x.q.dtype), "k": of(x.k, of_keys or x.k.dtype)}
+        shapes |= {name: per_token for name in ("a", "w") if getattr(x, name) is not None}
+        if x.skip is not None:
+            shapes["skip"] = jax.ShapeDtypeStruct((B, N, chunks), jnp.float32)
+        unused: dict[str, Any] = {f"d{n}_ptr": None for n in ("a", "w", "skip") if n not in shapes}
+        found = triton_launch(
+            scalar_bwd_kernel,
+            x.q,
+            x.k,
+            x.v,
+            self.a,
+            self.w,
+            self.layout.runs,
+            self.layout.table,
+            d_out,
+            states,
+            d_states,
+            out_shape=tuple(shapes.values()),
+            grid=(chunks * B * (N // each),),
+            num_warps=self.cfg.backward_num_warps or 4,
+            num_stages=self.cfg.num_stages or 2,
+            KQ=x.q.shape[2],
+            KK=x.k.shape[2],
+            KV=x.v.shape[2],
+            HEADS=each,
+            # At least two steps, so that not all tiles are in registers at once.
+            **self.common
+            | {
+                "PRECISION": precisions(x.q.dtype)[1],
+                "BLOCK_V": max(LEAST, min(self.common["BLOCK_V"], power_of_two(x.v.shape[-1]) // 2)),
+            },
+            **unused,
+        )
+        d: dict[str, Any] = dict.fromkeys(("q", "k", "a", "w", "skip")) | dict(zip(shapes, found, strict=True))
+        d |= {name: heads_of(d[name], y.shape[2]) for name, y in (("q", x.q), ("k", x.k))}
+        d |= {name: self.layout.of_tokens(d[name]) for name in ("a", "w") if name in shapes}
+        return d if x.skip is None else d | {"skip": jnp.sum(d["skip"], axis=(0, 2))}
+
+
+def forward(
+    x: Tokens, N: int, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out [B, T, N, Hv] in the dtype of v, final states [B, G, N, H, Hv])."""
+    run = Launches(x, N, num_states, scale, cfg, work)
+    found = run.from_starts(x.v, x.entries, ("out", "exits"), weights=run.pairs())
+    return found["out"], run.layout.exits(found["exits"], x.entries)
+
+
+def backward(
+    x: Tokens,
+    d_out: jax.Array,
+    d_exits: jax.Array,
+    N: int,
+    num_states: int,
+    scale: float,
+    cfg: ChunkConfig,
+    work: Work | None = None,
+) -> dict[str, Any]:
+    """Returns the gradients by the names of `Tokens`, None for what is None; of a, w, skip and entries in float32."""
+    run, d_exits = Launches(x, N, num_states, scale, cfg, work), d_exits.astype(jnp.float32)
+    states = run.from_starts(x.v, x.entries, ("states",))["states"]
+    of_end = run.from_starts(d_out, d_exits, ("out", "states", "exits"), reverse=True, weights=run.pairs())
+    entries = None if x.entries is None else run.layout.exits(of_end["exits"], d_exits)
+    found = run.gradients(d_out, states, of_end["states"])
+    return found | {"v": heads_of(of_end["out"], x.v.shape[2]), "entries": entries}
+
+
+def _config(call: Call, chunk: int, block_v: int, num_warps: int, heads: int) -> ChunkConfig:
+    d = call.dims
+    wide = call.dtype == "float32"
+    chunk, block_v = min(chunk, longest_chunk(call)), columns(block_v, d["Hv"])
+    programs = d["B"] * d["N"] * -(-d["Hv"] // block_v)
+    chunks = (d["T"] + call.num_states * (chunk - 1)) // chunk
+    splits = max(1, min(-(-PROGRAMS_EACH * MULTIPROCESSORS // programs), chunks // LEAST_CHUNKS))
+    shared = d["N"] // d["K"]  # heads of a group: enough of a backward's programs are left
+    while heads > 1 and (shared % heads or d["B"] * chunks * d["N"] // heads < PROGRAMS_EACH * MULTIPROCESSORS):
+        heads //= 2
+    backward_num_warps = 8 if d["H"] > 64 or wide else 4
+    return ChunkConfig(chunk, None, block_v, num_warps, 1 if wide else 2, splits, heads, backward_num_warps)
+
+
+def heuristic(call: Call, platform: str) -> ChunkConfig:
+    """Returns the default tiles of a call."""
+    if call.dtype == "float32":  # small tiles fit the registers
+        return _config(call, 16, 16, 8, 8)
+    return _config(call, 64, 64, 4, 8)
+
+
+def candidates(call: Call) -> list[ChunkConfig]:
+    """Returns the configurations to tune over."""
+    if call.dtype == "float32":
+        return [heuristic(call, "cuda")]
+    found = [
+        _config(call, chunk, block_v, num_warps, heads)
+        for chunk in (32, 64, 128)
+        for block_v in (32, 64, 128)
+        for num_warps in (4, 8)
+        for heads in (8, 16)
+        if chunk * block_v <= 64 * 128 and num_warps * 32 * 64 >= chunk * block_v
+    ]
+    return list(dict.fromkeys(found))

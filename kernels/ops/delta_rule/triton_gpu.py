@@ -1,0 +1,66 @@
+"""delta_rule with no decay or one per head, for NVIDIA GPUs in Triton: an adapter of `kernels/engines/scan`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from kernels.engines.scan import triton_delta_calls as delta
+from kernels.engines.scan.triton_calls import sizes_refused
+from kernels.ops.delta_rule.contract import check_states, normalized, op, scale_of, work
+
+
+def _tokens(query, key, value, beta, g, segment_ids, initial_state, num_states) -> delta.Tokens:
+    check_states("delta_rule", initial_state, segment_ids, num_states)
+    a = None if g is None else g[..., 0].astype(jnp.float32)
+    entries = None if initial_state is None else initial_state.astype(jnp.float32)
+    return delta.Tokens(query, key, value, beta.astype(jnp.float32), a, segment_ids, entries)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return normalized(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def rejects(call):
+    if call.g is not None and call.g.shape[-1] != 1:
+        return "g is a decay of each channel; this backend has one of each head"
+    return sizes_refused(call.dims, call.query, call.key, call.value)
+
+
+def forward(
+    query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
+):  # fmt: skip
+    cost = work(op.bind(query, key, value, beta, g, num_states=num_states))[0]
+    if use_qk_l2norm:
+        query, key = _unit(query), _unit(key)
+    x = _tokens(query, key, value, beta, g, segment_ids, initial_state, num_states)
+    scale = scale_of(softmax_scale, query.shape[-1])
+    return delta.forward(x, num_states, scale, cfg, cost)
+
+
+def backward(
+    saved, query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
+):  # fmt: skip
+    cost = work(op.bind(query, key, value, beta, g, num_states=num_states))[1]
+    pull = None
+    if use_qk_l2norm:
+        (query, key), pull = jax.vjp(lambda q, k: (_unit(q), _unit(k)), query, key)
+    x = _tokens(query, key, value, beta, g, segment_ids, initial_state, num_states)
+    scale = scale_of(softmax_scale, query.shape[-1])
+    d = delta.backward(x, saved.d_out, saved.d_final_state, num_states, scale, cfg, cost)
+    dq, dk = (d[name].astype(query.dtype) for name in ("q", "k"))
+    dq, dk = (dq, dk) if pull is None else pull((dq, dk))
+    gradients = {"query": dq, "key": dk, "value": d["v"], "beta": d["beta"]}
+    gradients |= {} if g is None else {"g": d["a"][..., None]}
+    return gradients | ({} if initial_state is None else {"initial_state": d["entries"]})
+
+
+op.register(
+    forward,
+    backward,
+    platforms={"cuda"},
+    dtypes={"float32", "bfloat16", "float16"},
+    rejects=rejects,
+    heuristic=delta.heuristic,
+    candidates=delta.candidates,
+)

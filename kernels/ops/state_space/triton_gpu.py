@@ -1,0 +1,48 @@
+"""state_space_v2 for NVIDIA GPUs in Triton: an adapter of `kernels/engines/scan`."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from kernels.engines.scan import triton_scalar_calls as scalar
+from kernels.engines.scan.triton_calls import sizes_refused
+from kernels.ops.state_space.contract import v2_op, work_v2
+
+
+def _tokens(x, dt, A, B, C, D, segment_ids, initial_state) -> scalar.Tokens:
+    """Returns the arguments of the engine: C are queries, B keys and x values, which dt weighs."""
+    dt = dt.astype(jnp.float32)
+    initial_state = None if initial_state is None else initial_state.astype(jnp.float32)
+    return scalar.Tokens(C, B, x, dt * A.astype(jnp.float32), dt, D, segment_ids, initial_state)
+
+
+def rejects(call):
+    return sizes_refused(call.dims, call.x, call.B, call.C)
+
+
+def forward(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
+    tokens = _tokens(x, dt, A, B, C, D, segment_ids, initial_state)
+    cost = work_v2(v2_op.bind(x, dt, A, B, C, D, num_states=num_states))[0]
+    return scalar.forward(tokens, x.shape[2], num_states, 1.0, cfg, cost)
+
+
+def backward(saved, x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
+    tokens = _tokens(x, dt, A, B, C, D, segment_ids, initial_state)
+    cost = work_v2(v2_op.bind(x, dt, A, B, C, D, num_states=num_states))[1]
+    d = scalar.backward(tokens, saved.d_out, saved.d_final_state, x.shape[2], num_states, 1.0, cfg, cost)
+    gradients = {"x": d["v"], "B": d["k"], "C": d["q"], "dt": d["w"] + d["a"] * A.astype(jnp.float32)}
+    # Padding has no gradient, and its dt may be anything.
+    gradients["A"] = jnp.sum(d["a"] * jnp.where(d["a"] == 0, 0, dt.astype(jnp.float32)), axis=(0, 1))
+    gradients |= {} if D is None else {"D": d["skip"]}
+    return gradients | ({} if initial_state is None else {"initial_state": d["entries"]})
+
+
+v2_op.register(
+    forward,
+    backward,
+    platforms={"cuda"},
+    dtypes={"float32", "bfloat16", "float16"},
+    rejects=rejects,
+    heuristic=scalar.heuristic,
+    candidates=scalar.candidates,
+)
