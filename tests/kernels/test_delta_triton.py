@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 
 import kernels
 from kernels.engines.scan.chunks import ChunkConfig
-from kernels.engines.scan.triton_delta import inverse
+from kernels.engines.scan.triton_inverse import inverse
 from kernels.framework.interpret import interpret
 from kernels.ops.delta_rule import op
 from kernels.toolchains.triton import triton_launch

@@ -66,6 +66,12 @@ def sizes_refused(dims: Mapping[str, Any], *arrays: Any) -> str | None:
     return None
 
 
+def fade_shapes(B: int, N: int, chunks: int, T: int) -> tuple[Any, Any, Any]:
+    """Returns the shapes of what `triton_parts.fades` returns for all chunks."""
+    token = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+    return token, token, jax.ShapeDtypeStruct((B, N, chunks), jnp.float32)
+
+
 def heads_of(x: jax.Array, K: int) -> jax.Array:
     """Returns [B, T, K, ...]: sums over the heads that share one of K."""
     return x if x.shape[2] == K else jnp.sum(x.reshape(*x.shape[:2], K, -1, x.shape[-1]), axis=3)

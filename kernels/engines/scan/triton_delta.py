@@ -15,67 +15,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.engines.scan.triton_inverse import inverse
 from kernels.engines.scan.triton_parts import (
     chunk_of,
     fades,
     interval_gradient,
+    load_fades,
     load_rows,
     load_state,
     pairs,
     per_token,
     runs_of,
     square_at,
+    store_fades,
     store_rows,
     store_state,
     tokens_by_channels,
 )
-
-
-@triton.jit
-def _blocks(A, C: tl.constexpr, SIZE, BELOW):
-    """Returns blocks of A [C, C], [C / SIZE, SIZE, SIZE]: those on the diagonal, or each left of it in odd rows if BELOW."""
-    n: tl.constexpr = C // SIZE
-    block, other = tl.arange(0, n)[:, None, None, None], tl.arange(0, n)[None, :, None, None]
-    wanted = (block == other + 1) & (block % 2 == 1) if BELOW else block == other
-    square = tl.permute(tl.reshape(A, [n, SIZE, n, SIZE]), (0, 2, 1, 3))
-    return tl.sum(tl.where(wanted, square, 0.0), 1)
-
-
-@triton.jit
-def _joined(inverted, A, C: tl.constexpr, SIZE):
-    """Returns the inverses of the diagonal blocks of 2 SIZE tokens of I + A, given those of the blocks of SIZE."""
-    m: tl.constexpr = C // (2 * SIZE)
-    first, second = tl.split(tl.permute(tl.reshape(inverted, [m, 2, SIZE, SIZE]), (0, 2, 3, 1)))
-    below = tl.sum(tl.reshape(_blocks(A, C, SIZE, True), [m, 2, SIZE, SIZE]), 1)
-    # Three products of TF32: with one, keys at cosine 0.9 have an error of 8e-3, and as bfloat16 the result one of 1e-3.
-    below = tl.dot(second, below, input_precision="tf32x3")
-    below = -tl.dot(below, first, input_precision="tf32x3")
-    left, right = tl.join(first, below), tl.join(tl.zeros([m, SIZE, SIZE], tl.float32), second)
-    joined = tl.permute(tl.join(left, right), (0, 3, 1, 4, 2))
-    return tl.reshape(joined, [m, 2 * SIZE, 2 * SIZE])
-
-
-@triton.jit
-def inverse(A, C: tl.constexpr):
-    """Returns (I + A)⁻¹ for A [C, C] strictly lower triangular.
-
-    Blocks of 16 on the diagonal by forward substitution in float32, all blocks at once; then pairs of blocks P, Q with A21
-    below: [[P, 0], [-Q A21 P, Q]]. A power series is no substitute: its terms grow with correlated keys.
-    """
-    i, j = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
-    diagonal = _blocks(A, C, 16, False)
-    result = tl.where(i == j, 1.0, 0.0) + tl.zeros([C // 16, 16, 16], tl.float32)
-    for r in range(1, 16):
-        row = tl.sum(tl.where(i == r, diagonal, 0.0), 1)
-        known = tl.sum(tl.expand_dims(row, 2) * result, 1, keep_dims=True)
-        result = tl.where(i == r, result - known, result)
-    if C > 16:
-        result = _joined(result, A, C, 16)
-    if C > 32:
-        result = _joined(result, A, C, 32)
-    if C > 64:
-        result = _joined(result, A, C, 64)
-    return tl.reshape(result, [C, C])
 
 
 @triton.jit
@@ -88,6 +44,9 @@ def delta_pairs_kernel(
     table_ptr,
     pairs_ptr,  # [B, N, CHUNKS, C, C]: what out_t reads of the write at s
     solve_ptr,  # [B, N, CHUNKS, C, C]: the inverse
+    enters_ptr,  # [B, N, T] float32, as leaves: what `fades` returns
+    leaves_ptr,
+    whole_ptr,  # [B, N, CHUNKS] float32
     T: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -112,6 +71,8 @@ def delta_pairs_kernel(
     A = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None]
     solve = inverse(tl.where(i[:, None] > i[None, :], A, 0.0), BLOCK_C)
     tl.store(square_at(solve_ptr, tl.program_id(0), BLOCK_C), solve.to(solve_ptr.dtype.element_ty))
+    fading = fades(a_ptr, row, n, first, count, here, run, before, last, T, N, BLOCK_C)
+    store_fades(enters_ptr, leaves_ptr, whole_ptr, fading, row, n, c, first, here, T, N, CHUNKS, BLOCK_C)
 
 
 @triton.jit
@@ -158,7 +119,9 @@ def delta_walk_kernel(
     pairs_ptr,  # None with out_ptr
     solve_ptr,
     beta_ptr,
-    a_ptr,
+    enters_ptr,  # [B, N, T] float32, as leaves: what `fades` returns
+    leaves_ptr,
+    whole_ptr,  # [B, N, CHUNKS] float32
     runs_ptr,
     table_ptr,
     entries_ptr,  # [B, G, N, H, Hv]: states that sequences start from, or None for 0
@@ -200,7 +163,9 @@ def delta_walk_kernel(
         c = begin + step
         first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
         here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
-        enters, leaves, whole = fades(a_ptr, row, n, first, count, here, run, before, last, T, N, BLOCK_C)
+        enters, leaves, whole = load_fades(
+            enters_ptr, leaves_ptr, whole_ptr, row, n, c, first, here, T, N, CHUNKS, BLOCK_C
+        )
         beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
         slot = (row.to(tl.int64) * G + owner) * N + n
         if table_ptr is not None:
@@ -243,7 +208,9 @@ def delta_reverse_kernel(
     pairs_ptr,
     solve_ptr,
     beta_ptr,
-    a_ptr,
+    enters_ptr,  # [B, N, T] float32, as leaves: what `fades` returns
+    leaves_ptr,
+    whole_ptr,  # [B, N, CHUNKS] float32
     runs_ptr,
     table_ptr,
     d_out_ptr,  # [B, T, N, Hv]
@@ -282,7 +249,9 @@ def delta_reverse_kernel(
         c = end - 1 - step
         first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
         here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
-        enters, leaves, whole = fades(a_ptr, row, n, first, count, here, run, before, last, T, N, BLOCK_C)
+        enters, leaves, whole = load_fades(
+            enters_ptr, leaves_ptr, whole_ptr, row, n, c, first, here, T, N, CHUNKS, BLOCK_C
+        )
         beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
         slot = (row.to(tl.int64) * G + owner) * N + n
         if table_ptr is not None:

@@ -17,6 +17,7 @@ from kernels.engines.scan.triton_calls import (
     check_chunk,
     columns,
     columns_here,
+    fade_shapes,
     heads_of,
     longest_chunk,
     precisions,
@@ -64,6 +65,7 @@ class _Launches:
 
     def __init__(self, x: Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None):
         self.x, self.cfg, self.work = x, cfg, work
+        self.fades: Any = ()  # see `scalar.Launches`
         (B, T, K, H), (N, Hv), chunk = x.q.shape, x.v.shape[2:], check_chunk(cfg.chunk)
         self.layout = layout(B, T, chunk, x.segment_ids, num_states)
         self.beta, self.a = self.layout.per_token(x.beta), self.layout.log_decay(x.a)
@@ -91,9 +93,9 @@ class _Launches:
         return jax.ShapeDtypeStruct((*self.chunks, *dims), self.x.k.dtype)
 
     def pairs(self) -> tuple[jax.Array, jax.Array]:
-        """Returns (what outputs read of writes, the inverses), both [B, N, CHUNKS, C, C]."""
+        """Returns (what outputs read of writes, the inverses), both [B, N, CHUNKS, C, C]; sets `fades`."""
         x, C = self.x, self.common["BLOCK_C"]
-        return triton_launch(
+        weights, solve, *self.fades = triton_launch(
             delta_pairs_kernel,
             x.q,
             x.k,
@@ -101,11 +103,12 @@ class _Launches:
             self.a,
             self.layout.runs,
             self.layout.table,
-            out_shape=(self.of_chunks(C, C),) * 2,
+            out_shape=(self.of_chunks(C, C), self.of_chunks(C, C), *fade_shapes(*self.chunks, self.common["T"])),
             grid=(math.prod(self.chunks),),
             num_warps=4,
             **self.common,
         )
+        return weights, solve
 
     def walk(self, weights: Any, solve: Any, wanted: tuple[str, ...], starts: Any = None) -> dict[str, jax.Array]:
         """Returns what is `wanted` of a walk over the rows: "out", "written", "states", "exits", or "maps" of its parts."""
@@ -129,7 +132,7 @@ class _Launches:
             weights if reads else None,
             solve,
             self.beta,
-            self.a,
+            *self.fades,
             self.layout.runs,
             self.layout.table,
             x.entries,
@@ -193,7 +196,7 @@ class _Launches:
             weights,
             solve,
             self.beta,
-            self.a,
+            *self.fades,
             self.layout.runs,
             self.layout.table,
             d_out,

@@ -75,6 +75,29 @@ def fades(
 
 
 @triton.jit
+def store_fades(
+    enters_ptr, leaves_ptr, whole_ptr, fades, row, head, c, first, here,
+    T: tl.constexpr, N: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Stores what `fades` returns, for kernels that walk over chunks: sums over tokens would delay each of their steps."""
+    at = (row.to(tl.int64) * N + head) * T + first + tl.arange(0, BLOCK_C)
+    tl.store(enters_ptr + at, fades[0], mask=here)
+    tl.store(leaves_ptr + at, fades[1], mask=here)
+    tl.store(whole_ptr + (row.to(tl.int64) * N + head) * CHUNKS + c, fades[2])
+
+
+@triton.jit
+def load_fades(
+    enters_ptr, leaves_ptr, whole_ptr, row, head, c, first, here,
+    T: tl.constexpr, N: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Returns what `store_fades` has stored."""
+    enters = per_token(enters_ptr, row, head, first, here, T, N, BLOCK_C)
+    leaves = per_token(leaves_ptr, row, head, first, here, T, N, BLOCK_C)
+    return enters, leaves, tl.load(whole_ptr + (row.to(tl.int64) * N + head) * CHUNKS + c)
+
+
+@triton.jit
 def pairs(a_ptr, row, head, first, here, run, T: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr):
     """Returns the decay from each token s to each t >= s, [t, s]; 0 for other pairs, and across documents."""
     t, s = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_C)[None, :]

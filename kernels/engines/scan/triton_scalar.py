@@ -19,12 +19,14 @@ from kernels.engines.scan.triton_parts import (
     fades,
     interval_gradient,
     load_columns,
+    load_fades,
     load_rows,
     load_state,
     pairs,
     per_token,
     runs_of,
     square_at,
+    store_fades,
     store_rows,
     store_state,
     tokens_by_channels,
@@ -61,6 +63,9 @@ def scalar_pairs_kernel(
     runs_ptr,
     table_ptr,
     pairs_ptr,  # [B, N, CHUNKS, C, C]: what out_t reads of v_s
+    enters_ptr,  # [B, N, T] float32, as leaves: what `fades` returns
+    leaves_ptr,
+    whole_ptr,  # [B, N, CHUNKS] float32
     T: tl.constexpr,
     N: tl.constexpr,
     KQ: tl.constexpr,
@@ -84,6 +89,8 @@ def scalar_pairs_kernel(
     if w_ptr is not None:
         weights *= per_token(w_ptr, row, n, first, here, T, N, BLOCK_C)[None, :]
     tl.store(square_at(pairs_ptr, tl.program_id(0), BLOCK_C), weights.to(pairs_ptr.dtype.element_ty))
+    fading = fades(a_ptr, row, n, first, count, here, run, before, last, T, N, BLOCK_C)
+    store_fades(enters_ptr, leaves_ptr, whole_ptr, fading, row, n, c, first, here, T, N, CHUNKS, BLOCK_C)
 
 
 @triton.jit
@@ -92,7 +99,9 @@ def scalar_walk_kernel(
     k_ptr,  # [B, T, KK, H], what writes it: keys, or queries
     x_ptr,  # [B, T, KX, Hv], what is written: values, or cotangents of the outputs
     pairs_ptr,  # [B, N, CHUNKS, C, C]; None with out_ptr
-    a_ptr,  # [B, N, T] log decays, or None
+    enters_ptr,  # [B, N, T] float32, as leaves: what `fades` returns
+    leaves_ptr,
+    whole_ptr,  # [B, N, CHUNKS] float32
     w_ptr,  # [B, N, T] weights of the writes, or None
     skip_ptr,  # [N] float32, or None
     runs_ptr,
@@ -136,7 +145,9 @@ def scalar_walk_kernel(
         c = end - 1 - step if REVERSE else begin + step
         first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
         here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
-        enters, leaves, whole = fades(a_ptr, row, n, first, count, here, run, before, last, T, N, BLOCK_C)
+        enters, leaves, whole = load_fades(
+            enters_ptr, leaves_ptr, whole_ptr, row, n, c, first, here, T, N, CHUNKS, BLOCK_C
+        )
         enters *= SCALE
         if w_ptr is not None:
             leaves *= per_token(w_ptr, row, n, first, here, T, N, BLOCK_C)

@@ -16,6 +16,7 @@ from kernels.engines.scan.triton_calls import (
     check_chunk,
     columns,
     columns_here,
+    fade_shapes,
     heads_of,
     longest_chunk,
     precisions,
@@ -63,6 +64,7 @@ class Launches:
     """The launches of one call."""
 
     def __init__(self, x: Tokens, N: int, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None):
+        self.fades: Any = ()  # decays until each token, from each to the end of its chunk, and over each chunk
         self.x, self.cfg, self.chunk, self.work = x, cfg, check_chunk(cfg.chunk), work
         (B, T, _, H), Hv = x.q.shape, x.v.shape[-1]
         # Gradients of values that several heads share are summed afterwards.
@@ -92,10 +94,10 @@ class Launches:
         }
 
     def pairs(self) -> jax.Array:
-        """Returns what the output of each token of a chunk reads of each value [B, N, CHUNKS, C, C]."""
+        """Returns what the output of each token of a chunk reads of each value [B, N, CHUNKS, C, C]; sets `fades`."""
         common = {name: value for name, value in self.common.items() if name not in ("Hv", "BLOCK_V")}
         shape = (*self.heads, self.layout.chunks, self.chunk, self.chunk)
-        (weights,) = triton_launch(
+        weights, *self.fades = triton_launch(
             scalar_pairs_kernel,
             self.x.q,
             self.x.k,
@@ -103,7 +105,7 @@ class Launches:
             self.w,
             self.layout.runs,
             self.layout.table,
-            out_shape=(jax.ShapeDtypeStruct(shape, self.x.v.dtype),),
+            out_shape=(jax.ShapeDtypeStruct(shape, self.x.v.dtype), *fade_shapes(*shape[:3], self.common["T"])),
             grid=(math.prod(shape[:3]),),
             num_warps=4,
             KQ=self.x.q.shape[2],
@@ -145,7 +147,7 @@ class Launches:
             write,
             x,
             weights,
-            self.a,
+            *self.fades,
             self.w,
             self.skip if reads else None,
             self.layout.runs,
@@ -252,7 +254,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, Hv] in the dtype of v, final states [B, G, N, H, Hv])."""
     run = Launches(x, N, num_states, scale, cfg, work)
-    found = run.from_starts(x.v, x.entries, ("out", "exits"), weights=run.pairs())
+    weights = run.pairs()
+    found = run.from_starts(x.v, x.entries, ("out", "exits"), weights=weights)
     return found["out"], run.layout.exits(found["exits"], x.entries)
 
 
@@ -268,8 +271,9 @@ def backward(
 ) -> dict[str, Any]:
     """Returns the gradients by the names of `Tokens`, None for what is None; of a, w, skip and entries in float32."""
     run, d_exits = Launches(x, N, num_states, scale, cfg, work), d_exits.astype(jnp.float32)
+    weights = run.pairs()
     states = run.from_starts(x.v, x.entries, ("states",))["states"]
-    of_end = run.from_starts(d_out, d_exits, ("out", "states", "exits"), reverse=True, weights=run.pairs())
+    of_end = run.from_starts(d_out, d_exits, ("out", "states", "exits"), reverse=True, weights=weights)
     entries = None if x.entries is None else run.layout.exits(of_end["exits"], d_exits)
     found = run.gradients(d_out, states, of_end["states"])
     return found | {"v": heads_of(of_end["out"], x.v.shape[2]), "entries": entries}
