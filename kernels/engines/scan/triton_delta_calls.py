@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -269,11 +270,11 @@ def backward(
         out_shape=tuple(shapes.values()),
         grid=(run.layout.chunks * B * (N // each),),
         num_warps=cfg.backward_num_warps or 4,
-        num_stages=cfg.num_stages or 2,
+        num_stages=min(cfg.num_stages or 2, 2),
         HEADS=each,
         **{name: value for name, value in run.common.items() if name not in ("SCALE", "PRECISION")},
         PRECISION=precisions(x.q.dtype)[1],
-        **run.columns,
+        **run.columns | {"BLOCK_V": min(run.columns["BLOCK_V"], 32)},
         **unused,
     )
     through: dict[str, Any] = dict(zip(shapes, results, strict=True))
@@ -325,4 +326,5 @@ def candidates(call: Call) -> list[ChunkConfig]:
         for num_stages in (1, 2, 3)
         if block_v < 64 or num_stages < 3
     ]
+    found += [replace(heuristic(call, "cuda"), splits=splits) for splits in (1, 2, 4, 8)]
     return list(dict.fromkeys(found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -204,6 +205,9 @@ class Launches:
         # Keys and queries that heads share are summed over the heads of a program, then over programs.
         shared = [N // y.shape[2] for y in (x.q, x.k) if y.shape[2] < N]
         each = math.gcd(self.cfg.heads or 1, *shared) if shared else 1
+        # Not all tiles are in registers at once: at least two steps, and beside sums over heads small ones.
+        block_v = min(self.common["BLOCK_V"], 32 if each > 1 else power_of_two(x.v.shape[-1]) // 2)
+        block_v = max(LEAST, block_v)
 
         def of(y: jax.Array, dtype: Any) -> Any:
             parts = N if y.shape[2] == N else N // each
@@ -230,17 +234,12 @@ class Launches:
             out_shape=tuple(shapes.values()),
             grid=(chunks * B * (N // each),),
             num_warps=self.cfg.backward_num_warps or 4,
-            num_stages=self.cfg.num_stages or 2,
+            num_stages=min(self.cfg.num_stages or 2, 2),
             KQ=x.q.shape[2],
             KK=x.k.shape[2],
             KV=x.v.shape[2],
             HEADS=each,
-            # At least two steps, so that not all tiles are in registers at once.
-            **self.common
-            | {
-                "PRECISION": precisions(x.q.dtype)[1],
-                "BLOCK_V": max(LEAST, min(self.common["BLOCK_V"], power_of_two(x.v.shape[-1]) // 2)),
-            },
+            **self.common | {"PRECISION": precisions(x.q.dtype)[1], "BLOCK_V": block_v},
             **unused,
         )
         d: dict[str, Any] = dict.fromkeys(("q", "k", "a", "w", "skip")) | dict(zip(shapes, found, strict=True))
@@ -306,10 +305,12 @@ def candidates(call: Call) -> list[ChunkConfig]:
         return [heuristic(call, "cuda")]
     found = [
         _config(call, chunk, block_v, num_warps, heads)
-        for chunk in (32, 64, 128)
+        for chunk in (32, 64)
         for block_v in (32, 64, 128)
         for num_warps in (4, 8)
         for heads in (8, 16)
         if chunk * block_v <= 64 * 128 and num_warps * 32 * 64 >= chunk * block_v
     ]
+    best = heuristic(call, "cuda")
+    found += [replace(best, splits=splits) for splits in (max(1, (best.splits or 1) // 2), 2 * (best.splits or 1))]
     return list(dict.fromkeys(found))
