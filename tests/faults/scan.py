@@ -231,13 +231,6 @@ FAULTS = (
         f"{DELTA} -k packed",
     ),
     Fault(
-        "delta: the gradient of a sequence starts from that of the one behind",
-        "delta_reverse_kernel",
-        "tl.where($ends, 0.0, $d_state)",
-        "$d_state",
-        f"{DELTA} -k packed",
-    ),
-    Fault(
         "delta: the inverse is not transposed in the backward",
         "delta_reverse_kernel",
         "$weights = tl.load(tl.trans(square_at($pairs, $$at)))\n$solve = tl.load(tl.trans(square_at($inverse, $$same)))",

@@ -255,7 +255,6 @@ def delta_reverse_kernel(
         beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
         slot = (row.to(tl.int64) * G + owner) * N + n
         if table_ptr is not None:
-            d_state = tl.where(ends, 0.0, d_state)
             d_state += load_state(d_exits_ptr, slot, h, v, ends, H, Hv)
         if d_states_ptr is not None:
             store_state(d_states_ptr, head.to(tl.int64) * CHUNKS + c, h, v, d_state, True, H, Hv)
