@@ -118,7 +118,7 @@ class Job:
         """Waits for the last word of what outlives process 0, see `ejdist.cluster.witness`: it is in the same group."""
         end = time.monotonic() + _LAST_WORD
         with contextlib.suppress(ProcessLookupError):  # the group is empty
-            while self.processes[0].returncode < 0 and time.monotonic() < end:
+            while self.processes and (self.processes[0].returncode or 0) < 0 and time.monotonic() < end:
                 os.killpg(self.processes[0].pid, 0)
                 time.sleep(0.02)
 

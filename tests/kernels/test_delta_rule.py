@@ -289,7 +289,7 @@ def test_states_and_their_number_go_together():
         op(**a, initial_state=jnp.zeros((2, 1, 2, 4, 3)), segment_ids=IDS, num_states=3)
     with pytest.raises(ValueError, match="'segment_ids' must assign"):
         rwkv7_op(**R, num_states=2)
-    with pytest.raises(ValueError, match="chunk must be a power of two or None, got 12"):
+    with pytest.raises(ValueError, match="chunk = 12 is not a power of 2; use one, or None"):
         kernels.ChunkConfig(12)
 
 

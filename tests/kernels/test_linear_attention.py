@@ -295,7 +295,7 @@ def test_a_wrong_call_is_a_value_error(said):
 
 
 def test_a_chunk_is_a_power_of_two():
-    with pytest.raises(ValueError, match="chunk must be a power of two or None, got 48"):
+    with pytest.raises(ValueError, match="chunk = 48 is not a power of 2; use one, or None"):
         kernels.ChunkConfig(48)
     with pytest.raises(ValueError, match="N = 4 heads, not a multiple of the key's K = 3"):
         op(X, X[:, :, :3], X[:, :, :3])

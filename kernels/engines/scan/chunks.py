@@ -50,8 +50,10 @@ class ChunkConfig(Tunables):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.chunk is not None and self.chunk & (self.chunk - 1):
-            raise ValueError(f"ChunkConfig: chunk must be a power of two or None, got {self.chunk}")
+        for name in ("chunk", "block_v"):
+            size = getattr(self, name)
+            if size is not None and size & (size - 1):
+                raise ValueError(f"argument 'cfg': ChunkConfig.{name} = {size} is not a power of 2; use one, or None")
 
 
 def tunables(most: int, elements: Callable[[Mapping[str, Any]], int]) -> dict[str, Any]:
