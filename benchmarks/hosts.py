@@ -85,16 +85,14 @@ def agreements(count: int) -> dict[str, Any]:
     service = _jax.get_distributed_runtime_service(address, count, heartbeat_timeout=_SILENT)
     parts = range(0, count, _TOGETHER)
     try:
-        command = [sys.executable, "-m", "benchmarks.hosts", f"part={address},{count},"]
-        made = [
-            subprocess.Popen([*command[:-1], f"{command[-1]}{i}"], stdout=subprocess.PIPE, text=True) for i in parts
-        ]
-        said = [one.communicate()[0] for one in made]
+        command, part = [sys.executable, "-m", "benchmarks.hosts"], f"part={address},{count}"
+        processes = [subprocess.Popen([*command, f"{part},{i}"], stdout=subprocess.PIPE, text=True) for i in parts]
+        outputs = [one.communicate()[0] for one in processes]
     finally:
         service.shutdown()
-    if any(one.returncode for one in made):
-        raise RuntimeError(f"{count} hosts: a process of theirs ended with {[one.returncode for one in made]}")
-    of_parts = [json.loads(text.splitlines()[-1]) for text in said]
+    if any(one.returncode for one in processes):
+        raise RuntimeError(f"{count} hosts: a process of theirs ended with {[one.returncode for one in processes]}")
+    of_parts = [json.loads(text.splitlines()[-1]) for text in outputs]
     hosts = [host for part in of_parts for host in part["hosts"]]
     first, others = hosts[0], hosts[1:]
     return {

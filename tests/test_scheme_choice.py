@@ -12,7 +12,8 @@ from small_run import TINY, run
 from benchmarks.sequence.calls import segment_ids
 from ejdist.mesh import make_mesh
 from ejdist.models.lora import build
-from ejdist.sequence.schemes import Ulysses
+from ejdist.sequence.schemes import Halo, Ring, Ulysses
+from ejdist.training import choices
 from ejdist.training.choices import WAITED, choose_scheme, resolve
 from ejdist.training.curriculum import stages_of
 from recipes.schema import compose
@@ -21,13 +22,14 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "sequences"
 PACKED = "sequence.scheme=auto model=8b model.num_layers=1 data.global_batch=1 data.sequence_length="
 
 
-def chosen(words, kind="NVIDIA H200", documents="4096", rows=2, **sizes):
+def chosen(words, kind="NVIDIA H200", documents="4096", rows=2, flops=None, **sizes):
     sections = compose(words.split())
     sizes = sizes or {"sp": 4}
     device = SimpleNamespace(device_kind=kind, platform="tpu" if kind.startswith("TPU") else "gpu")
     mesh = SimpleNamespace(shape=sizes, devices=np.array([device]))
     ids = np.stack([segment_ids(documents, sections.data.sequence_length, seed) for seed in range(rows)])
-    return choose_scheme(sections, mesh, build(sections.model, sections.lora), ids)
+    model = build(sections.model, sections.lora) if flops is None else SimpleNamespace(flops=flops)
+    return choose_scheme(sections, mesh, model, ids)
 
 
 def measured(name):
@@ -93,6 +95,22 @@ def test_what_holds_much_more_is_not_taken():
     assert "all_gather" not in chosen(f"{PACKED}131072 mesh.sp=32", sp=32).seconds
 
 
+def test_a_model_without_attention_has_the_first_scheme(monkeypatch):
+    monkeypatch.setattr(choices, "_attention", lambda s: {})
+    assert chosen(f"{PACKED}32768 mesh.sp=4", flops=[]).scheme == "ring"
+
+
+def test_gradients_of_windows_travel_as_those_of_other_layers():
+    words = "sequence.gradients=bfloat16 sequence.window_scheme="
+    for name, window in (("ring", Ring("bfloat16")), ("halo", Halo())):
+        section = compose([*TINY, *f"{words}{name}".split()]).sequence
+        assert (section.made().full, section.made().window) == (Ring("bfloat16"), window)
+    with pytest.raises(ValueError, match="'gradients' = 'float16' is unknown; use one of float32, bfloat16"):
+        Ring("float16")
+    with pytest.raises(ValueError, match=r"sequence\.gradients = 'bfloat16' is no option of the scheme 'ulysses'"):
+        compose([*TINY, "sequence.scheme=ulysses", "sequence.gradients=bfloat16"]).sequence.validate()
+
+
 def test_without_rates_it_is_a_ring():
     choice = chosen(f"{PACKED}32768 mesh.sp=4", kind="cpu")
     assert choice.scheme == "ring" and not choice.seconds and "no rates of cpu are known" in choice.describe()
@@ -128,8 +146,6 @@ class Rows:
 
 def test_a_run_has_the_program_of_its_scheme(monkeypatch):
     """Only what was left open changes, and the program is made anew where the scheme or the order is another."""
-    import ejdist.training.choices as choices
-
     recipe = compose([*TINY, "mesh.sp=4", "data.sequence_length=4096", "data.global_batch=1", "sequence.scheme=auto"])
     recipe.sequence.order = "zigzag"
     (stage,) = stages_of(recipe)

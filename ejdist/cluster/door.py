@@ -288,7 +288,7 @@ class Door:
         self._look_who_heard()
 
     def _lose(self, text: str, code: int | None) -> None:
-        """A host is gone, or has said why it is about to end: of the first one all are told."""
+        """Notes that a host is gone or about to end, and tells all others about the first one."""
         self._presence.lose(Gone(text, code))
         if not self._ending:
             self._ending = True

@@ -26,7 +26,7 @@ class Witness:
     """The witness, from process 0's side."""
 
     def __init__(self, me: str, others: Mapping[int, str]) -> None:
-        """Starts it. Where that is not possible there is none, and the run goes on.
+        """Starts the witness. If that fails, the run goes on without one.
 
         Args:
           me: names process 0. others: file descriptor of the connection to a process -> its name.
@@ -88,10 +88,10 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # to all processes of a terminal or a job
         signal.signal(number, signal.SIG_IGN)
     with open(0, "rb", buffering=0, closefd=False) as process_0:  # not a byte past the line, which `_watch` waits for
-        said = process_0.readline()
-    if not said.endswith(b"\n"):
+        line = process_0.readline()
+    if not line.endswith(b"\n"):
         return  # process 0 has ended before the run began
-    me, others = json.loads(said)
+    me, others = json.loads(line)
     ended = _watch({int(fd): name for fd, name in others.items()})
     for fd in map(int, others):  # first, so that the others hear that process 0 has ended, whoever reads its log
         os.close(fd)

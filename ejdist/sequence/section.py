@@ -11,7 +11,7 @@ from ejdist.order import AUTO, NAMES, STRIPES, Order, order_for
 from ejdist.sections import operational
 from ejdist.sequence import exchange
 from ejdist.sequence.cost import ALWAYS, NEVER
-from ejdist.sequence.schemes import SCHEMES, ByWindow, by_window, scheme_of
+from ejdist.sequence.schemes import SCHEMES, ByWindow, by_window, options_of, scheme_of
 
 FLOAT32 = "float32"
 FIRST_BATCH = "first_batch"  # what `sequence.verify` compares
@@ -46,10 +46,10 @@ class SequenceSection:
         """Raises ValueError naming the key and the remedy."""
         if self.gradients not in (known := (FLOAT32, "bfloat16")):
             raise ValueError(f"sequence.gradients = {self.gradients!r} is unknown; use one of {', '.join(known)}")
-        given = [name for name, value in self._options().items() if value is not None]
-        if self.scheme == AUTO and given:
+        options = [name for name, value in self._options().items() if value is not None]
+        if self.scheme == AUTO and options:
             raise ValueError(
-                f"sequence.scheme = {AUTO!r} with sequence.{given[0]}, which is an option of some schemes: name one of "
+                f"sequence.scheme = {AUTO!r} with sequence.{options[0]}, which is an option of some schemes: name one of "
                 "these, or leave the option out"
             )
         for key, name in (("scheme", self.named), ("outer", self.outer), ("window_scheme", self.window_scheme)):
@@ -77,7 +77,11 @@ class SequenceSection:
 
     def made(self) -> ByWindow:
         """Returns the scheme with its options. Raises ValueError for one that it does not have."""
-        return by_window(scheme_of(self.named, **self._options()), self.window_scheme, self.latents)
+        options = self._options()
+        window = None if self.window_scheme is None else SCHEMES[self.window_scheme]
+        alike = {} if window is None or "gradients" not in options_of(window) else {"gradients": options["gradients"]}
+        of_window = None if self.window_scheme is None else scheme_of(self.window_scheme, **alike)
+        return by_window(scheme_of(self.named, **options), of_window, self.latents)
 
     def _options(self) -> dict[str, Any]:
         """Returns what is given of the options that not every scheme has; None for what is not."""

@@ -119,7 +119,7 @@ def _share(s: TrainSections, mesh: Any, order: Choice) -> Share:
 
 def _held(s: TrainSections, share: Share) -> int:
     """Returns the bytes of the widest attention at its height, what a scheme holds of other ranks included."""
-    return max(Costs(part).memory(s.model, share).work for part in _attention(s))
+    return max((Costs(part).memory(s.model, share).work for part in _attention(s)), default=0)
 
 
 def _seconds(s: TrainSections, mesh: Any, order: Choice, share: Share, kind: str, peak: float) -> float:
