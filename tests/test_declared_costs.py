@@ -31,9 +31,10 @@ from ejdist.models.part import Costs, Part
 from ejdist.models.parts import PARTS
 from ejdist.models.remat import REMAT, PartBytes, Remat
 from ejdist.models.share import Share
+from ejdist.models.stack import counted_parts
 from ejdist.order import NAMES as ORDERS
 from ejdist.order import Order
-from ejdist.planning.activations import counted_parts, has_experts
+from ejdist.planning.activations import has_experts
 from ejdist.planning.candidates import ORDER, SCHEME, candidate_of, orders_searched, policies_searched, products, ways
 from ejdist.planning.search import Predictor, search
 from ejdist.planning.targets import target_of

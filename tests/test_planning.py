@@ -12,8 +12,8 @@ import pytest
 from ejdist.documents import ONE_DOCUMENT, documents_of
 from ejdist.mesh import AXES, make_mesh, mesh_shape
 from ejdist.models.part import Costs
+from ejdist.models.stack import counted_parts
 from ejdist.order import Order
-from ejdist.planning.activations import counted_parts
 from ejdist.planning.candidates import BATCH, SEARCHED, Candidate, candidate_of, candidates, meshes
 from ejdist.planning.candidates import REMAT as REMAT_KEY
 from ejdist.planning.chips import CHIPS

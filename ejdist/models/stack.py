@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -66,6 +66,12 @@ def layers_of(c: DecoderShape) -> list[list[Part]]:
     """Returns the parts of each layer. Raises ValueError, naming the key, for an unknown kind."""
     check_kinds(c)
     return _of_kinds(c.kinds())
+
+
+@lru_cache(maxsize=64)
+def counted_parts(c: DecoderShape) -> Counter[Part]:
+    """Returns part -> how many layers have it."""
+    return Counter(part for parts in layers_of(c) for part in parts)
 
 
 def _counts(layers: Iterable[list[Part]]) -> Counter[str]:

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 
 from ejdist.models.config import DecoderShape
 from ejdist.models.part import Costs, Part
 from ejdist.models.remat import PartBytes
 from ejdist.models.share import Share
-from ejdist.models.stack import layers_of
-
-
-@functools.lru_cache(maxsize=64)
-def counted_parts(c: DecoderShape) -> Counter[Part]:
-    """Returns part -> how many layers have it."""
-    return Counter(part for parts in layers_of(c) for part in parts)
+from ejdist.models.stack import counted_parts
 
 
 @functools.lru_cache(maxsize=64)

@@ -22,7 +22,8 @@ from ejdist.models.model import Model
 from ejdist.models.parameters import Param
 from ejdist.models.remat import PartBytes
 from ejdist.models.share import Share
-from ejdist.planning.activations import bytes_of, counted_parts
+from ejdist.models.stack import counted_parts
+from ejdist.planning.activations import bytes_of
 from ejdist.planning.share import share_of
 from ejdist.training.offload import is_offloaded, is_stack
 from ejdist.training.optimizer import state_bytes

@@ -16,7 +16,8 @@ from ejdist.documents import ONE_DOCUMENT, Documents
 from ejdist.mesh import BATCH_AXES, SEQUENCE_AXES
 from ejdist.models.part import Costs
 from ejdist.models.share import Share
-from ejdist.planning.activations import bytes_of, counted_parts
+from ejdist.models.stack import counted_parts
+from ejdist.planning.activations import bytes_of
 from ejdist.planning.links import NETWORK, Links
 from ejdist.planning.memory import ACTIVATIONS, MOMENTS, Held, Stored, moment_bytes, on_host
 from ejdist.planning.share import share_of

@@ -8,7 +8,6 @@ travels that is not hidden under them: what the scheme declares, at the rates of
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,10 +18,10 @@ from ejdist.experts.choice import links_of
 from ejdist.experts.schemes import LOCAL
 from ejdist.experts.schemes import scheme_of as dispatch_named
 from ejdist.mesh import BATCH_AXES, CP, SEQUENCE_AXES, TP
-from ejdist.models.part import Costs
+from ejdist.models.part import Costs, Part
 from ejdist.models.remat import REMAT
 from ejdist.models.share import Share
-from ejdist.models.stack import layers_of
+from ejdist.models.stack import counted_parts
 from ejdist.order import AUTO, STRIPES
 from ejdist.sequence.schemes import SCHEMES, Halo
 from ejdist.training.curriculum import Stage
@@ -96,10 +95,9 @@ def choose_scheme(s: TrainSections, mesh: Any, model: Any, segment_ids: np.ndarr
     return SchemeChoice(best, found[best][1], seconds, kind, links.source)
 
 
-def _attention(s: TrainSections) -> Counter:
+def _attention(s: TrainSections) -> dict[Part, int]:
     """Returns part -> how many layers have it, of those with attention."""
-    parts = Counter(part for parts in layers_of(s.model) for part in parts)
-    return Counter({part: n for part, n in parts.items() if part.flops(s.model).pair})
+    return {part: n for part, n in counted_parts(s.model).items() if part.flops(s.model).pair}
 
 
 def _share(s: TrainSections, mesh: Any, order: Choice) -> Share:
