@@ -79,6 +79,22 @@ def test_rows_that_are_split(decay, Hv):
     compared(arguments, {}, chunk=16, splits=3, block_v=16)
 
 
+def test_sums_that_hopper_reads_from_diagonals():
+    """Those of two states, for decays, and of values, for beta: the other form of the same sums, in bfloat16."""
+    rng = np.random.default_rng(10)
+    arguments = arguments_of(rng, 1, 40, 1, 2, 16, 20, 0.5)
+    arguments = {n: x.astype(jnp.bfloat16) for n, x in arguments.items()}
+    run = functools.partial(op, platform="triton", cfg=ChunkConfig(chunk=16, block_v=16))
+    found, d = [], None
+    for capability in (80, 90):
+        with interpret(capability):
+            _, gradients, d = value_and_gradients(run, arguments, d)
+        found.append(gradients)
+    for name in ("g", "beta"):
+        assert error(found[1][name], found[0][name]) <= 2e-3, name
+        assert np.abs(np.asarray(found[0][name], np.float32)).max() > 0.1, name
+
+
 def test_no_decay_and_no_state():
     rng = np.random.default_rng(2)
     arguments = arguments_of(rng, 1, 40, 2, 2, 8, 4, 0.5)
@@ -137,10 +153,10 @@ def test_a_result_that_depends_on_a_token_far_back():
 
 
 @triton.jit
-def _inverse_kernel(a_ptr, o_ptr, BLOCK_C: tl.constexpr):
+def _inverse_kernel(a_ptr, o_ptr, scratch_ptr, BLOCK_C: tl.constexpr):
     i = tl.arange(0, BLOCK_C)
     at = i[:, None] * BLOCK_C + i[None, :]
-    tl.store(o_ptr + at, inverse(tl.load(a_ptr + at), BLOCK_C))
+    tl.store(o_ptr + at, inverse(tl.load(a_ptr + at), scratch_ptr, BLOCK_C))
 
 
 def _in_tf32(x):
@@ -170,10 +186,10 @@ def test_the_inverse_as_matrix_units_compute_it(monkeypatch, size, cosine, beta)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
     with interpret():
-        (got,) = triton_launch(
+        got, _ = triton_launch(
             _inverse_kernel,
             jnp.asarray(A, jnp.float32),
-            out_shape=(jax.ShapeDtypeStruct((size, size), jnp.float32),),
+            out_shape=(jax.ShapeDtypeStruct((size, size), jnp.float32), jax.ShapeDtypeStruct((size, 16), jnp.float32)),
             grid=(1,),
             BLOCK_C=size,
         )

@@ -53,6 +53,26 @@ def columns_here(block_v: int | None, Hv: int) -> int:
     return columns(block_v, Hv) if compute_capability() >= 90 else max(LEAST, columns(block_v, Hv) // 2)
 
 
+def gradient_tiles(cfg: Any, dtype: Any, Hv: int, num_warps: int | None = None) -> dict[str, int]:
+    """Returns the tiles of programs of one chunk's gradients: columns of a state at a time, warps, and stages of their loop.
+
+    The loop has at least two steps, whose loads overlap products. Eight warps fill a multiprocessor with one program, which
+    then loads both at once; of four, several programs hide each other's loads.
+    """
+    num_warps = num_warps or cfg.backward_num_warps or 8
+    block_v = max(LEAST, min(64, power_of_two(Hv) // 2))
+    if dtype == jnp.float32:  # small tiles fit the registers
+        return {"BLOCK_V": max(LEAST, min(cfg.block_v or 64, block_v)), "num_warps": num_warps, "num_stages": 1}
+    if compute_capability() < 90:
+        return {"BLOCK_V": max(LEAST, block_v // 2), "num_warps": num_warps, "num_stages": 2}
+    return {"BLOCK_V": block_v, "num_warps": num_warps, "num_stages": 3 if num_warps > 4 or block_v < 64 else 2}
+
+
+def reads_diagonals(dtype: Any) -> bool:
+    """Returns whether a sum of products is computed as the diagonal of a matrix product, whose operands need no registers."""
+    return dtype != jnp.float32 and compute_capability() >= 90
+
+
 def sizes_refused(dims: Mapping[str, Any], *arrays: Any) -> str | None:
     """Returns why the kernels cannot run a call of these sizes and arrays of tokens."""
     if 0 in dims.values():

@@ -20,6 +20,7 @@ from kernels.engines.scan.triton_parts import (
     chunk_of,
     fades,
     interval_gradient,
+    load_columns,
     load_fades,
     load_rows,
     load_state,
@@ -31,6 +32,7 @@ from kernels.engines.scan.triton_parts import (
     store_rows,
     store_state,
     tokens_by_channels,
+    tokens_of,
 )
 
 
@@ -47,6 +49,7 @@ def delta_pairs_kernel(
     enters_ptr,  # [B, N, T] float32, as leaves: what `fades` returns
     leaves_ptr,
     whole_ptr,  # [B, N, CHUNKS] float32
+    scratch_ptr,  # [B, N, CHUNKS, C, 16] float32
     T: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -64,12 +67,13 @@ def delta_pairs_kernel(
     h, i = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_C)
     k = load_rows(tokens_by_channels(k_ptr, row, first, n // (N // K), T, K, H), valid, h, K, H, BLOCK_C)
     q = load_rows(tokens_by_channels(q_ptr, row, first, n // (N // K), T, K, H), valid, h, K, H, BLOCK_C)
-    decay = pairs(a_ptr, row, n, first, here, run, T, N, BLOCK_C)
+    decay = pairs(a_ptr, per_token(a_ptr, row, n, first, here, T, N, BLOCK_C), run, BLOCK_C)
     weights = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay * SCALE
     tl.store(square_at(pairs_ptr, tl.program_id(0), BLOCK_C), weights.to(pairs_ptr.dtype.element_ty))
     beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
     A = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None]
-    solve = inverse(tl.where(i[:, None] > i[None, :], A, 0.0), BLOCK_C)
+    scratch = scratch_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_C * 16)
+    solve = inverse(tl.where(i[:, None] > i[None, :], A, 0.0), scratch, BLOCK_C)
     tl.store(square_at(solve_ptr, tl.program_id(0), BLOCK_C), solve.to(solve_ptr.dtype.element_ty))
     fading = fades(a_ptr, row, n, first, count, here, run, before, last, T, N, BLOCK_C)
     store_fades(enters_ptr, leaves_ptr, whole_ptr, fading, row, n, c, first, here, T, N, CHUNKS, BLOCK_C)
@@ -162,7 +166,7 @@ def delta_walk_kernel(
     for step in range(0, end - begin):
         c = begin + step
         first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
-        here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
+        here, valid = tokens_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
         enters, leaves, whole = load_fades(
             enters_ptr, leaves_ptr, whole_ptr, row, n, c, first, here, T, N, CHUNKS, BLOCK_C
         )
@@ -245,14 +249,25 @@ def delta_reverse_kernel(
         d_state = load_state(starts_ptr, head * SPLITS + part, h, v, True, H, Hv)
     if table_ptr is None:
         d_state += load_state(d_exits_ptr, head, h, v, part == SPLITS - 1, H, Hv)
+    first, count, owner, begins, ends = chunk_of(table_ptr, row, end - 1, T, CHUNKS, BLOCK_C)
+    here, valid = tokens_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
+    next_enters, next_leaves, next_whole = load_fades(
+        enters_ptr, leaves_ptr, whole_ptr, row, n, end - 1, first, here, T, N, CHUNKS, BLOCK_C
+    )
+    next_beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
     for step in range(0, end - begin):
         c = end - 1 - step
         first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
-        here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
-        enters, leaves, whole = load_fades(
-            enters_ptr, leaves_ptr, whole_ptr, row, n, c, first, here, T, N, CHUNKS, BLOCK_C
+        here, valid = tokens_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
+        enters, leaves, whole, beta = next_enters, next_leaves, next_whole, next_beta
+        # Those of the next chunk are loaded a step ahead: the compiler does so only with operands of products.
+        next_c = tl.maximum(begin, c - 1)
+        next_first, next_count, _, _, _ = chunk_of(table_ptr, row, next_c, T, CHUNKS, BLOCK_C)
+        next_here, _ = tokens_of(None, table_ptr, row, next_first, next_count, T, BLOCK_C)
+        next_enters, next_leaves, next_whole = load_fades(
+            enters_ptr, leaves_ptr, whole_ptr, row, n, next_c, next_first, next_here, T, N, CHUNKS, BLOCK_C
         )
-        beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
+        next_beta = per_token(beta_ptr, row, n, next_first, next_here, T, N, BLOCK_C)
         slot = (row.to(tl.int64) * G + owner) * N + n
         if table_ptr is not None:
             d_state += load_state(d_exits_ptr, slot, h, v, ends, H, Hv)
@@ -288,12 +303,14 @@ def delta_bwd_kernel(
     v_ptr,
     beta_ptr,
     a_ptr,
+    enters_ptr,
     runs_ptr,
     table_ptr,
     written_ptr,  # [B, T, N, Hv]
     du_ptr,  # [B, T, N, Hv]
     states_ptr,  # [B, N, CHUNKS, H, Hv]: before each chunk
-    dk_ptr,  # [B, T, N / HEADS, H] float32
+    read_ptr,  # [B, T, N / HEADS, H] float32: gradients of keys by what outputs read, to which those of writes are added
+    dk_ptr,  # [B, T, N / HEADS, H]
     dv_ptr,  # [B, T, N, Hv]
     dbeta_ptr,  # [B, N, T]
     da_ptr,  # [B, N, T], or None
@@ -304,6 +321,7 @@ def delta_bwd_kernel(
     Hv: tl.constexpr,
     CHUNKS: tl.constexpr,
     HEADS: tl.constexpr,  # consecutive heads of a program, of one group
+    DIAGONAL: tl.constexpr,  # whether sums of products of du and v are the diagonal of a matrix product
     PRECISION: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -319,42 +337,44 @@ def delta_bwd_kernel(
     first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
     here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
     i, h = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
-    dk = tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
+    k = load_rows(tokens_by_channels(k_ptr, row, first, group // (PROGRAMS // K), T, K, H), valid, h, K, H, BLOCK_C)
+    dk = load_rows(tokens_by_channels(read_ptr, row, first, group, T, PROGRAMS, H), here, h, PROGRAMS, H, BLOCK_C)
     for j in tl.range(0, HEADS, num_stages=1):
         n = group * HEADS + j
-        enters, leaves, whole = fades(a_ptr, row, n, first, count, here, run, before, last, T, N, BLOCK_C)
-        decay = pairs(a_ptr, row, n, first, here, run, T, N, BLOCK_C)
-        decay = tl.where(i[:, None] > i[None, :], decay, 0.0)
+        enters = per_token(enters_ptr, row, n, first, here, T, N, BLOCK_C)
+        a = per_token(a_ptr, row, n, first, here, T, N, BLOCK_C)
         beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
         v_at = tokens_by_channels(v_ptr, row, first, n, T, N, Hv)
         dv_at = tokens_by_channels(dv_ptr, row, first, n, T, N, Hv)
         written_at = tokens_by_channels(written_ptr, row, first, n, T, N, Hv)
         du_at = tokens_by_channels(du_ptr, row, first, n, T, N, Hv)
-        k = load_rows(tokens_by_channels(k_ptr, row, first, n // (N // K), T, K, H), valid, h, K, H, BLOCK_C)
         square, wide = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
-        turned, dbeta = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C], tl.float32)
+        of_values = tl.zeros([BLOCK_C, BLOCK_C] if DIAGONAL else [BLOCK_C, BLOCK_V], tl.float32)
         head = row.to(tl.int64) * N + n
         for start in range(0, Hv, BLOCK_V):
             v = start + tl.arange(0, BLOCK_V)
             du = load_rows(du_at, valid, v, N, Hv, BLOCK_C)
-            x = load_rows(v_at, valid, v, N, Hv, BLOCK_C)
             written = load_rows(written_at, valid, v, N, Hv, BLOCK_C)
             state = load_state(states_ptr, head * CHUNKS + c, h, v, True, H, Hv)
             square = tl.dot(du, tl.trans(written), square, input_precision=PRECISION)
-            # The transposed product is computed as such: no accumulator is transposed for another product.
-            turned = tl.dot(written, tl.trans(du), turned, input_precision=PRECISION)
             wide = tl.dot(du, tl.trans(state), wide, input_precision=PRECISION)
-            dbeta += tl.sum(du.to(tl.float32) * x.to(tl.float32), 1)
+            if DIAGONAL:  # loads for products overlap them, and loads for sums would not
+                x = load_columns(v_at, valid, v, N, Hv, BLOCK_C)
+                of_values = tl.dot(du, x, of_values, input_precision=PRECISION)
+            else:
+                of_values += du.to(tl.float32) * load_rows(v_at, valid, v, N, Hv, BLOCK_C).to(tl.float32)
             store_rows(dv_at, du.to(tl.float32) * beta[:, None], here, v, N, Hv, BLOCK_C)
-        square *= decay
+        if DIAGONAL:
+            of_values = tl.where(i[:, None] == i[None, :], of_values, 0.0)
+        square *= tl.where(i[:, None] > i[None, :], pairs(a_ptr, a, run, BLOCK_C), 0.0)
         through = tl.dot(k, tl.trans(k), input_precision=PRECISION) * square
         old = tl.sum(k.to(tl.float32) * wide, 1) * enters
         at = head * T + first + i
-        tl.store(dbeta_ptr + at, dbeta - old - tl.sum(through, 1), mask=here)
+        tl.store(dbeta_ptr + at, tl.sum(of_values, 1) - old - tl.sum(through, 1), mask=here)
         if da_ptr is not None:
-            da = interval_gradient(through * -beta[:, None], old * -beta, tl.zeros([BLOCK_C], tl.float32), BLOCK_C)
+            da = interval_gradient(through * -beta[:, None], old * -beta, BLOCK_C)
             tl.store(da_ptr + at, da, mask=here)
+        square *= -beta[:, None]
         dk += wide * (-beta * enters)[:, None]
-        dk = tl.dot((square * -beta[:, None]).to(k.dtype), k, dk, input_precision=PRECISION)
-        dk = tl.dot((turned * tl.trans(decay) * -beta[None, :]).to(k.dtype), k, dk, input_precision=PRECISION)
+        dk = tl.dot((square + tl.trans(square)).to(k.dtype), k, dk, input_precision=PRECISION)
     store_rows(tokens_by_channels(dk_ptr, row, first, group, T, PROGRAMS, H), dk, here, h, PROGRAMS, H, BLOCK_C)

@@ -19,9 +19,11 @@ from kernels.engines.scan.triton_calls import (
     columns,
     columns_here,
     fade_shapes,
+    gradient_tiles,
     heads_of,
     longest_chunk,
     precisions,
+    reads_diagonals,
 )
 from kernels.engines.scan.triton_delta import (
     delta_bwd_kernel,
@@ -88,7 +90,7 @@ class _Launches:
             "BLOCK_H": max(LEAST, power_of_two(H)),
         }
         self.columns: dict[str, Any] = {"Hv": Hv, "BLOCK_V": block_v}
-        self.stages: dict[str, Any] = {"num_warps": cfg.num_warps or 4, "num_stages": cfg.num_stages or 2}
+        self.stages: dict[str, Any] = {"num_warps": cfg.num_warps or 4, "num_stages": cfg.num_stages or 3}
 
     def of_chunks(self, *dims: int) -> Any:
         return jax.ShapeDtypeStruct((*self.chunks, *dims), self.x.k.dtype)
@@ -96,7 +98,8 @@ class _Launches:
     def pairs(self) -> tuple[jax.Array, jax.Array]:
         """Returns (what outputs read of writes, the inverses), both [B, N, CHUNKS, C, C]; sets `fades`."""
         x, C = self.x, self.common["BLOCK_C"]
-        weights, solve, *self.fades = triton_launch(
+        scratch = jax.ShapeDtypeStruct((*self.chunks, C, 16), jnp.float32)
+        weights, solve, *self.fades, _ = triton_launch(
             delta_pairs_kernel,
             x.q,
             x.k,
@@ -104,7 +107,12 @@ class _Launches:
             self.a,
             self.layout.runs,
             self.layout.table,
-            out_shape=(self.of_chunks(C, C), self.of_chunks(C, C), *fade_shapes(*self.chunks, self.common["T"])),
+            out_shape=(
+                self.of_chunks(C, C),
+                self.of_chunks(C, C),
+                *fade_shapes(*self.chunks, self.common["T"]),
+                scratch,
+            ),
             grid=(math.prod(self.chunks),),
             num_warps=4,
             **self.common,
@@ -190,7 +198,7 @@ class _Launches:
             "added": jax.ShapeDtypeStruct((B, N, self.splits, H, Hv), jnp.float32),
         }
         unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}
-        return triton_launch(
+        found = triton_launch(
             delta_reverse_kernel,
             x.q,
             x.k,
@@ -213,6 +221,7 @@ class _Launches:
             **self.stages,
             **unused,
         )
+        return dict(zip([name for name in shapes if name in wanted], found, strict=True))
 
 
 def forward(
@@ -236,22 +245,22 @@ def backward(
 ) -> dict[str, Any]:
     """Returns the gradients by the names of `Tokens`, None for what is None; of beta, a and entries in float32."""
     run = _Launches(x, num_states, scale, cfg, work)
-    (B, T, K, H), N, d_exits = x.q.shape, x.v.shape[2], d_exits.astype(jnp.float32)
+    (B, T, K, _), N, d_exits = x.q.shape, x.v.shape[2], d_exits.astype(jnp.float32)
     weights, solve = run.pairs()
     maps = run.maps(solve)
     found = run.walk(None, solve, ("written", "states"), run.starts(maps))
     starts = None
     if maps is not None:
-        (added,) = run.reverse(weights, solve, d_out, d_exits, ("added",), None)
+        added = run.reverse(weights, solve, d_out, d_exits, ("added",), None)["added"]
         starts = run.starts(maps, added)
-    wanted = ("du", "d_states", "d_entries")
-    du, d_states, d_entries = run.reverse(weights, solve, d_out, d_exits, wanted, starts)
+    of_end = run.reverse(weights, solve, d_out, d_exits, ("du", "d_states", "d_entries"), starts)
     read = scalar.Tokens(x.q, x.k, found["written"], x.a, None, None, x.segment_ids, None)
-    d = scalar.Launches(read, N, num_states, scale, cfg, None).gradients(d_out, found["states"], d_states, jnp.float32)
+    of_reads = scalar.Launches(read, N, num_states, scale, cfg, None, run.fades)
+    d = of_reads.gradients(d_out, found["states"], of_end["d_states"], parts_of_keys=True)
     each = math.gcd(cfg.heads or 1, N // K)
     per_token = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
     shapes = {
-        "k": jax.ShapeDtypeStruct((B, T, N // each, H), jnp.float32),
+        "k": jax.ShapeDtypeStruct(d["k"].shape, x.k.dtype if d["k"].shape[2] == K else jnp.float32),
         "v": jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
         "beta": per_token,
     } | ({} if x.a is None else {"a": per_token})
@@ -262,29 +271,30 @@ def backward(
         x.v,
         run.beta,
         run.a,
+        run.fades[0],
         run.layout.runs,
         run.layout.table,
         found["written"],
-        du,
+        of_end["du"],
         found["states"],
+        d["k"],
         out_shape=tuple(shapes.values()),
         grid=(run.layout.chunks * B * (N // each),),
-        num_warps=cfg.backward_num_warps or 4,
-        num_stages=min(cfg.num_stages or 2, 2),
         HEADS=each,
+        DIAGONAL=reads_diagonals(x.q.dtype),
         **{name: value for name, value in run.common.items() if name not in ("SCALE", "PRECISION")},
         PRECISION=precisions(x.q.dtype)[1],
-        **run.columns | {"BLOCK_V": min(run.columns["BLOCK_V"], 32)},
+        **run.columns | gradient_tiles(cfg, x.q.dtype, x.v.shape[-1]),
         **unused,
     )
     through: dict[str, Any] = dict(zip(shapes, results, strict=True))
     return {
         "q": d["q"],
-        "k": d["k"] + heads_of(through["k"], K),
+        "k": heads_of(through["k"], K),
         "v": through["v"],
         "beta": run.layout.of_tokens(through["beta"]),
         "a": None if x.a is None else d["a"] + run.layout.of_tokens(through["a"]),
-        "entries": None if x.entries is None else run.layout.exits(d_entries, d_exits),
+        "entries": None if x.entries is None else run.layout.exits(of_end["d_entries"], d_exits),
     }
 
 
@@ -311,7 +321,7 @@ def heuristic(call: Call, platform: str) -> ChunkConfig:
     """Returns the default tiles of a call."""
     if call.dtype == "float32":  # small tiles fit the registers
         return _config(call, 16, 16, 8, 1)
-    return _config(call, 64, 32, 4, 2)
+    return _config(call, 64, 32, 4, 3)
 
 
 def candidates(call: Call) -> list[ChunkConfig]:

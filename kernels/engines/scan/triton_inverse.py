@@ -31,19 +31,46 @@ def _joined(inverted, A, C: tl.constexpr, SIZE):
 
 
 @triton.jit
-def inverse(A, C: tl.constexpr):
+def _diagonal_inverses(A, scratch_ptr, C: tl.constexpr):
+    """Returns the inverses of the diagonal blocks of 16 of I + A, [C / 16, 16, 16], by forward substitution in float32.
+
+    A thread has one column of them. The coefficients of a row are the same for all columns of a block, and come through
+    memory: among threads each row would need two sums.
+
+    Args:
+      scratch_ptr: float32 [C, 16] of this program's own.
+    """
+    n: tl.constexpr = C // 16
+    block, i, j = tl.arange(0, n)[:, None, None], tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    at = scratch_ptr + (block * 16 + i) * 16 + j
+    tl.store(at, _blocks(A, C, 16, False))
+    tl.debug_barrier()  # what other threads have stored is read below
+    column = tl.arange(0, C)
+    begin = scratch_ptr + (column // 16) * 256
+    rows = (tl.where(column % 16 == 0, 1.0, 0.0),)
+    for r in tl.static_range(1, 16):
+        row = tl.where(column % 16 == r, 1.0, 0.0)
+        for s in tl.static_range(0, r):
+            row -= tl.load(begin + r * 16 + s) * rows[s]
+        rows = rows + (row,)
+    tl.debug_barrier()  # all have read
+    for r in tl.static_range(0, 16):
+        tl.store(begin + r * 16 + column % 16, rows[r])
+    tl.debug_barrier()
+    return tl.load(at)
+
+
+@triton.jit
+def inverse(A, scratch_ptr, C: tl.constexpr):
     """Returns (I + A)⁻¹ for A [C, C] strictly lower triangular.
 
     Blocks of 16 on the diagonal by forward substitution in float32, all blocks at once; then pairs of blocks P, Q with A21
     below: [[P, 0], [-Q A21 P, Q]]. A power series is no substitute: its terms grow with correlated keys.
+
+    Args:
+      scratch_ptr: float32 [C, 16] of this program's own.
     """
-    i, j = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
-    diagonal = _blocks(A, C, 16, False)
-    result = tl.where(i == j, 1.0, 0.0) + tl.zeros([C // 16, 16, 16], tl.float32)
-    for r in range(1, 16):
-        row = tl.sum(tl.where(i == r, diagonal, 0.0), 1)
-        known = tl.sum(tl.expand_dims(row, 2) * result, 1, keep_dims=True)
-        result = tl.where(i == r, result - known, result)
+    result = _diagonal_inverses(A, scratch_ptr, C)
     if C > 16:
         result = _joined(result, A, C, 16)
     if C > 32:

@@ -31,17 +31,27 @@ def _run(coded):
 
 
 @triton.jit
-def runs_of(runs_ptr, table_ptr, row, first, count, T: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Returns (which tokens exist [C], which are valid, the document of each, that before the chunk, that at its end)."""
+def tokens_of(runs_ptr, table_ptr, row, first, count, T: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Returns (which tokens exist [C], which are valid)."""
     i = tl.arange(0, BLOCK_C)
     here = i < count
     if table_ptr is None and T % BLOCK_C == 0:
         here = tl.full([BLOCK_C], True, tl.int1)  # a constant, of which no mask is left
-    valid, run, before, last = here, tl.zeros([BLOCK_C], tl.int32), 0, 0
+    valid = here
+    if runs_ptr is not None:
+        valid = valid & (tl.load(runs_ptr + row.to(tl.int64) * T + first + i, mask=here, other=-1) >= 0)
+    return here, valid
+
+
+@triton.jit
+def runs_of(runs_ptr, table_ptr, row, first, count, T: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Returns (which tokens exist [C], which are valid, the document of each, that before the chunk, that at its end)."""
+    i = tl.arange(0, BLOCK_C)
+    here, valid = tokens_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
+    run, before, last = tl.zeros([BLOCK_C], tl.int32), 0, 0
     if runs_ptr is not None:
         begin = runs_ptr + row.to(tl.int64) * T + first
-        coded = tl.load(begin + i, mask=here, other=-1)
-        valid, run = valid & (coded >= 0), _run(coded)
+        run = _run(tl.load(begin + i, mask=here, other=-1))
         before = _run(tl.load(begin - 1, mask=first > 0, other=0))
         last = _run(tl.load(begin + tl.maximum(count - 1, 0)))
     return here, valid, run, before, last
@@ -49,9 +59,12 @@ def runs_of(runs_ptr, table_ptr, row, first, count, T: tl.constexpr, BLOCK_C: tl
 
 @triton.jit
 def per_token(ptr, row, head, first, here, T: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Returns a chunk of one head of an array [B, N, T]; 0 past the chunk."""
-    i = tl.arange(0, BLOCK_C)
-    return tl.load(ptr + (row.to(tl.int64) * N + head) * T + first + i, mask=here, other=0.0)
+    """Returns a chunk of one head of an array [B, N, T]; 0 past the chunk, and for None."""
+    values = tl.zeros([BLOCK_C], tl.float32)
+    if ptr is not None:
+        begin = ptr + (row.to(tl.int64) * N + head) * T + first
+        values = tl.load(begin + tl.arange(0, BLOCK_C), mask=here, other=0.0)
+    return values
 
 
 @triton.jit
@@ -98,27 +111,40 @@ def load_fades(
 
 
 @triton.jit
-def pairs(a_ptr, row, head, first, here, run, T: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Returns the decay from each token s to each t >= s, [t, s]; 0 for other pairs, and across documents."""
+def pairs(a_ptr, a, run, BLOCK_C: tl.constexpr):
+    """Returns the decay from each token s to each t >= s, [t, s]; 0 for other pairs, and across documents.
+
+    Args:
+      a: the log decays [C] of a chunk, loaded early; not read if a_ptr is None.
+    """
     t, s = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_C)[None, :]
     decay = tl.full([BLOCK_C, BLOCK_C], 1.0, tl.float32)
     if a_ptr is not None:
-        a = per_token(a_ptr, row, head, first, here, T, N, BLOCK_C)
         decay = tl.exp(tl.cumsum(tl.where(t > s, a[:, None], 0.0), 0))
     return tl.where((t >= s) & (run[:, None] == run[None, :]), decay, 0.0)
 
 
 @triton.jit
-def interval_gradient(between, reading, written, BLOCK_C: tl.constexpr):
-    """Returns the gradient of the log decay of each token u [C]: of what passes it.
+def pairs_from(a_ptr, a, run, BLOCK_C: tl.constexpr):
+    """Returns the transpose of `pairs`, [s, t]."""
+    s, t = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_C)[None, :]
+    decay = tl.full([BLOCK_C, BLOCK_C], 1.0, tl.float32)
+    if a_ptr is not None:
+        decay = tl.exp(tl.cumsum(tl.where(t > s, a[None, :], 0.0), 1))
+    return tl.where((t >= s) & (run[:, None] == run[None, :]), decay, 0.0)
+
+
+@triton.jit
+def interval_gradient(between, reading, BLOCK_C: tl.constexpr):
+    """Returns the gradient of the log decay of each token u [C], of what passes it to the outputs of the chunk.
 
     Args:
       between: [t, s], what a decay from s to t is multiplied with; of it pairs s < u <= t pass u.
-      reading: [t], the same for the decay until t: t >= u. written: [s], for that from s to the end: s < u.
+      reading: [t], the same for the decay until t: t >= u.
     """
     t, s = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_C)[None, :]
     after = tl.cumsum(tl.where(t > s, between, 0.0), 0, reverse=True)
-    passing = tl.sum(tl.where(t > s, after + written[None, :], 0.0), 1)
+    passing = tl.sum(tl.where(t > s, after, 0.0), 1)
     return passing + tl.cumsum(reading, 0, reverse=True)
 
 

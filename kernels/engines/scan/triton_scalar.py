@@ -23,6 +23,7 @@ from kernels.engines.scan.triton_parts import (
     load_rows,
     load_state,
     pairs,
+    pairs_from,
     per_token,
     runs_of,
     square_at,
@@ -30,6 +31,7 @@ from kernels.engines.scan.triton_parts import (
     store_rows,
     store_state,
     tokens_by_channels,
+    tokens_of,
 )
 
 
@@ -72,25 +74,31 @@ def scalar_pairs_kernel(
     KK: tl.constexpr,
     H: tl.constexpr,
     CHUNKS: tl.constexpr,
+    HEADS: tl.constexpr,  # consecutive heads of a program, which share queries and keys
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    c, head = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
-    row, n = head // N, head % N
+    PROGRAMS: tl.constexpr = N // HEADS
+    c, rest = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
+    row, group = rest // PROGRAMS, rest % PROGRAMS
+    n = group * HEADS
     first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
     here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
     h = tl.arange(0, BLOCK_H)
     q = load_rows(tokens_by_channels(q_ptr, row, first, n // (N // KQ), T, KQ, H), valid, h, KQ, H, BLOCK_C)
     k = load_columns(tokens_by_channels(k_ptr, row, first, n // (N // KK), T, KK, H), valid, h, KK, H, BLOCK_C)
-    weights = tl.dot(q, k, input_precision=PRECISION) * SCALE
-    weights *= pairs(a_ptr, row, n, first, here, run, T, N, BLOCK_C)
-    if w_ptr is not None:
-        weights *= per_token(w_ptr, row, n, first, here, T, N, BLOCK_C)[None, :]
-    tl.store(square_at(pairs_ptr, tl.program_id(0), BLOCK_C), weights.to(pairs_ptr.dtype.element_ty))
-    fading = fades(a_ptr, row, n, first, count, here, run, before, last, T, N, BLOCK_C)
-    store_fades(enters_ptr, leaves_ptr, whole_ptr, fading, row, n, c, first, here, T, N, CHUNKS, BLOCK_C)
+    products = tl.dot(q, k, input_precision=PRECISION) * SCALE
+    for j in range(HEADS):
+        n = group * HEADS + j
+        weights = products * pairs(a_ptr, per_token(a_ptr, row, n, first, here, T, N, BLOCK_C), run, BLOCK_C)
+        if w_ptr is not None:
+            weights *= per_token(w_ptr, row, n, first, here, T, N, BLOCK_C)[None, :]
+        at = square_at(pairs_ptr, (row.to(tl.int64) * N + n) * CHUNKS + c, BLOCK_C)
+        tl.store(at, weights.to(pairs_ptr.dtype.element_ty))
+        fading = fades(a_ptr, row, n, first, count, here, run, before, last, T, N, BLOCK_C)
+        store_fades(enters_ptr, leaves_ptr, whole_ptr, fading, row, n, c, first, here, T, N, CHUNKS, BLOCK_C)
 
 
 @triton.jit
@@ -141,16 +149,29 @@ def scalar_walk_kernel(
         state = load_state(starts_ptr, head * SPLITS + part, h, v, True, H, Hv)
     if table_ptr is None and entries_ptr is not None:
         state += load_state(entries_ptr, head, h, v, part == opening, H, Hv)
+    c = end - 1 if REVERSE else begin
+    first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
+    here, valid = tokens_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
+    next_enters, next_leaves, next_whole = load_fades(
+        enters_ptr, leaves_ptr, whole_ptr, row, n, c, first, here, T, N, CHUNKS, BLOCK_C
+    )
+    next_w = per_token(w_ptr, row, n, first, here, T, N, BLOCK_C)
     for step in range(0, end - begin):
         c = end - 1 - step if REVERSE else begin + step
         first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
-        here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
-        enters, leaves, whole = load_fades(
-            enters_ptr, leaves_ptr, whole_ptr, row, n, c, first, here, T, N, CHUNKS, BLOCK_C
+        here, valid = tokens_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
+        enters, leaves, whole, w = next_enters, next_leaves, next_whole, next_w
+        # Those of the next chunk are loaded a step ahead: the compiler does so only with operands of products.
+        next_c = tl.maximum(begin, c - 1) if REVERSE else tl.minimum(end - 1, c + 1)
+        next_first, next_count, _, _, _ = chunk_of(table_ptr, row, next_c, T, CHUNKS, BLOCK_C)
+        next_here, _ = tokens_of(None, table_ptr, row, next_first, next_count, T, BLOCK_C)
+        next_enters, next_leaves, next_whole = load_fades(
+            enters_ptr, leaves_ptr, whole_ptr, row, n, next_c, next_first, next_here, T, N, CHUNKS, BLOCK_C
         )
+        next_w = per_token(w_ptr, row, n, next_first, next_here, T, N, BLOCK_C)
         enters *= SCALE
         if w_ptr is not None:
-            leaves *= per_token(w_ptr, row, n, first, here, T, N, BLOCK_C)
+            leaves *= w
         reading, writing = (leaves, enters) if REVERSE else (enters, leaves)
         opens, closes = (ends, begins) if REVERSE else (begins, ends)
         slot = (row.to(tl.int64) * G + owner) * N + n
@@ -185,21 +206,22 @@ def scalar_walk_kernel(
 
 
 @triton.jit
-def scalar_bwd_kernel(
+def scalar_dq_kernel(
     q_ptr,
     k_ptr,
     v_ptr,  # [B, T, KV, Hv]
     a_ptr,
     w_ptr,
+    enters_ptr,
+    leaves_ptr,
+    whole_ptr,
     runs_ptr,
     table_ptr,
     d_out_ptr,  # [B, T, N, Hv]
     states_ptr,  # [B, N, CHUNKS, H, Hv]: before each chunk
-    d_states_ptr,  # [B, N, CHUNKS, H, Hv]: gradients of the states after each chunk
     dq_ptr,  # [B, T, N or N / HEADS, H]: summed over the heads of a program if they share queries
-    dk_ptr,  # the same
-    da_ptr,  # [B, N, T], or None
-    dw_ptr,  # [B, N, T], or None
+    da_ptr,  # [B, N, T]: of what passes from writes and states to outputs, or None
+    dw_ptr,  # [B, N, T]: of what outputs read of the writes of their chunk, or None
     dskip_ptr,  # [B, N, CHUNKS], or None
     T: tl.constexpr,
     N: tl.constexpr,
@@ -216,75 +238,155 @@ def scalar_bwd_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Gradients of the queries, keys and decays of one chunk and HEADS heads."""
+    """Gradients of the queries of one chunk and HEADS heads, and of what decays and weights do to its outputs."""
     PROGRAMS: tl.constexpr = N // HEADS
     c, rest = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
     row, group = rest // PROGRAMS, rest % PROGRAMS
     first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
     here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
     i, h = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
-    dq, dk = tl.zeros([BLOCK_C, BLOCK_H], tl.float32), tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
-    for j in tl.range(0, HEADS, num_stages=1):
+    n = group * HEADS
+    q = load_rows(tokens_by_channels(q_ptr, row, first, n // (N // KQ), T, KQ, H), valid, h, KQ, H, BLOCK_C)
+    k = load_rows(tokens_by_channels(k_ptr, row, first, n // (N // KK), T, KK, H), valid, h, KK, H, BLOCK_C)
+    dq = tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
+    for j in tl.range(0, HEADS):
         n = group * HEADS + j
-        if KQ == N:
-            dq = tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
-        if KK == N:
-            dk = tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
-        enters, leaves, whole = fades(a_ptr, row, n, first, count, here, run, before, last, T, N, BLOCK_C)
-        decay = pairs(a_ptr, row, n, first, here, run, T, N, BLOCK_C) * SCALE
+        # Heads that share neither: a program has one of them.
+        if HEADS > 1 and KQ == N:
+            q = load_rows(tokens_by_channels(q_ptr, row, first, n, T, KQ, H), valid, h, KQ, H, BLOCK_C)
+        if HEADS > 1 and KK == N:
+            k = load_rows(tokens_by_channels(k_ptr, row, first, n, T, KK, H), valid, h, KK, H, BLOCK_C)
+        enters, leaves, whole = load_fades(
+            enters_ptr, leaves_ptr, whole_ptr, row, n, c, first, here, T, N, CHUNKS, BLOCK_C
+        )
+        a = per_token(a_ptr, row, n, first, here, T, N, BLOCK_C)
+        enters *= SCALE
         w = tl.full([BLOCK_C], 1.0, tl.float32)
         if w_ptr is not None:
             w = per_token(w_ptr, row, n, first, here, T, N, BLOCK_C)
-        state_index = (row.to(tl.int64) * N + n) * CHUNKS + c
+        index = (row.to(tl.int64) * N + n) * CHUNKS + c
         x_at = tokens_by_channels(v_ptr, row, first, n // (N // KV), T, KV, Hv)
         d_out_at = tokens_by_channels(d_out_ptr, row, first, n, T, N, Hv)
-        q = load_rows(tokens_by_channels(q_ptr, row, first, n // (N // KQ), T, KQ, H), valid, h, KQ, H, BLOCK_C)
-        k = load_rows(tokens_by_channels(k_ptr, row, first, n // (N // KK), T, KK, H), valid, h, KK, H, BLOCK_C)
-        at = (row.to(tl.int64) * N + n) * T + first + i
-
-        # Of the queries. Transposed products are computed as such: no accumulator is transposed for another product.
         d_pairs, d_read = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
         for start in range(0, Hv, BLOCK_V):
             v = start + tl.arange(0, BLOCK_V)
             x = load_columns(x_at, valid, v, KV, Hv, BLOCK_C)
             d_out = load_rows(d_out_at, valid, v, N, Hv, BLOCK_C)
-            state = load_state(states_ptr, state_index, h, v, True, H, Hv)
+            state = load_state(states_ptr, index, h, v, True, H, Hv)
             d_pairs = tl.dot(d_out, x, d_pairs, input_precision=PRECISION)
             d_read = tl.dot(d_out, tl.trans(state), d_read, input_precision=PRECISION)
         if dskip_ptr is not None:
-            tl.store(dskip_ptr + state_index, tl.sum(tl.where(i[:, None] == i[None, :], d_pairs, 0.0)))
-        d_pairs *= decay
-        between = tl.dot(q, tl.trans(k), input_precision=PRECISION) * d_pairs
-        reading = tl.sum(q.to(tl.float32) * d_read, 1) * enters * SCALE
-        dq += d_read * (enters * SCALE)[:, None]
-        dq = tl.dot((d_pairs * w[None, :]).to(k.dtype), k, dq, input_precision=PRECISION)
+            tl.store(dskip_ptr + index, tl.sum(tl.where(i[:, None] == i[None, :], d_pairs, 0.0)))
+        d_pairs *= pairs(a_ptr, a, run, BLOCK_C) * SCALE
+        at = (row.to(tl.int64) * N + n) * T + first + i
+        if da_ptr is not None or dw_ptr is not None:
+            between = tl.dot(q, tl.trans(k), input_precision=PRECISION) * d_pairs
+            if dw_ptr is not None:
+                tl.store(dw_ptr + at, tl.sum(between, 0), mask=here)
+            if da_ptr is not None:
+                reading = tl.sum(q.to(tl.float32) * d_read, 1) * enters
+                tl.store(da_ptr + at, interval_gradient(between * w[None, :], reading, BLOCK_C), mask=here)
+        if w_ptr is not None:
+            d_pairs *= w[None, :]
+        dq = dq + d_read * enters[:, None] if KQ < N else d_read * enters[:, None]
+        dq = tl.dot(d_pairs.to(k.dtype), k, dq, input_precision=PRECISION)
         if KQ == N:
             store_rows(tokens_by_channels(dq_ptr, row, first, n, T, N, H), dq, here, h, N, H, BLOCK_C)
+    if KQ < N:
+        store_rows(tokens_by_channels(dq_ptr, row, first, group, T, PROGRAMS, H), dq, here, h, PROGRAMS, H, BLOCK_C)
 
-        # Of the keys.
-        turned, written = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
-        passed = tl.zeros([BLOCK_H], tl.float32)
+
+@triton.jit
+def scalar_dk_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,  # [B, T, KV, Hv]
+    a_ptr,
+    w_ptr,
+    enters_ptr,
+    leaves_ptr,
+    whole_ptr,
+    runs_ptr,
+    table_ptr,
+    d_out_ptr,  # [B, T, N, Hv]
+    states_ptr,  # [B, N, CHUNKS, H, Hv]: before each chunk; None with da_ptr
+    d_states_ptr,  # [B, N, CHUNKS, H, Hv]: gradients of the states after each chunk
+    dk_ptr,  # as dq_ptr
+    da_ptr,  # [B, N, T]: of what passes from writes to the state after the chunk, or None
+    dw_ptr,  # [B, N, T]: of what is written to it, or None
+    T: tl.constexpr,
+    N: tl.constexpr,
+    KQ: tl.constexpr,
+    KK: tl.constexpr,
+    KV: tl.constexpr,
+    H: tl.constexpr,
+    Hv: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIAGONAL: tl.constexpr,  # whether sums of products of states are the diagonal of a matrix product
+    SCALE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Gradients of the keys of one chunk and HEADS heads, and of what decays and weights do to the state after it."""
+    PROGRAMS: tl.constexpr = N // HEADS
+    c, rest = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
+    row, group = rest // PROGRAMS, rest % PROGRAMS
+    first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
+    here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
+    i, h = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
+    n = group * HEADS
+    q = load_rows(tokens_by_channels(q_ptr, row, first, n // (N // KQ), T, KQ, H), valid, h, KQ, H, BLOCK_C)
+    k = load_rows(tokens_by_channels(k_ptr, row, first, n // (N // KK), T, KK, H), valid, h, KK, H, BLOCK_C)
+    dk = tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
+    for j in tl.range(0, HEADS):
+        n = group * HEADS + j
+        if HEADS > 1 and KQ == N:
+            q = load_rows(tokens_by_channels(q_ptr, row, first, n, T, KQ, H), valid, h, KQ, H, BLOCK_C)
+        if HEADS > 1 and KK == N:
+            k = load_rows(tokens_by_channels(k_ptr, row, first, n, T, KK, H), valid, h, KK, H, BLOCK_C)
+        enters, leaves, whole = load_fades(
+            enters_ptr, leaves_ptr, whole_ptr, row, n, c, first, here, T, N, CHUNKS, BLOCK_C
+        )
+        a = per_token(a_ptr, row, n, first, here, T, N, BLOCK_C)
+        index = (row.to(tl.int64) * N + n) * CHUNKS + c
+        x_at = tokens_by_channels(v_ptr, row, first, n // (N // KV), T, KV, Hv)
+        d_out_at = tokens_by_channels(d_out_ptr, row, first, n, T, N, Hv)
+        d_pairs, d_write = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
+        u = tl.arange(0, BLOCK_V)
+        passed = tl.zeros([BLOCK_V, BLOCK_V] if DIAGONAL else [BLOCK_H, BLOCK_V], tl.float32)
         for start in range(0, Hv, BLOCK_V):
             v = start + tl.arange(0, BLOCK_V)
             x = load_rows(x_at, valid, v, KV, Hv, BLOCK_C)
             d_out = load_columns(d_out_at, valid, v, N, Hv, BLOCK_C)
-            d_state = load_state(d_states_ptr, state_index, h, v, True, H, Hv)
-            turned = tl.dot(x, d_out, turned, input_precision=PRECISION)
-            written = tl.dot(x, tl.trans(d_state), written, input_precision=PRECISION)
+            d_state = load_state(d_states_ptr, index, h, v, True, H, Hv)
+            d_pairs = tl.dot(x, d_out, d_pairs, input_precision=PRECISION)  # [s, t]: it need not be transposed
+            d_write = tl.dot(x, tl.trans(d_state), d_write, input_precision=PRECISION)
             if da_ptr is not None:
-                state = load_state(states_ptr, state_index, h, v, True, H, Hv)
-                passed += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
-        writing = tl.sum(k.to(tl.float32) * written, 1) * leaves
-        turned = turned * tl.trans(decay) * w[:, None]
-        dk = tl.dot(turned.to(q.dtype), q, dk + written * (leaves * w)[:, None], input_precision=PRECISION)
+                state = load_state(states_ptr, index, h, v, True, H, Hv)
+                if DIAGONAL:  # loads for products overlap them, and loads for sums would not
+                    passed = tl.dot(tl.trans(state), d_state, passed, input_precision=PRECISION)
+                else:
+                    passed += state.to(tl.float32) * d_state.to(tl.float32)
+        at = (row.to(tl.int64) * N + n) * T + first + i
+        written = tl.sum(k.to(tl.float32) * d_write, 1) * leaves
+        if dw_ptr is not None:
+            tl.store(dw_ptr + at, written, mask=here)
+        if w_ptr is not None:
+            w = per_token(w_ptr, row, n, first, here, T, N, BLOCK_C)
+            written, leaves = written * w, leaves * w
+            d_pairs *= w[:, None]
+        if da_ptr is not None:
+            earlier = tl.sum(tl.where(i[:, None] > i[None, :], written[None, :], 0.0), 1)
+            if DIAGONAL:
+                passed = tl.where(u[:, None] == u[None, :], passed, 0.0)
+            tl.store(da_ptr + at, earlier + whole * tl.sum(passed), mask=here)
+        d_pairs *= pairs_from(a_ptr, a, run, BLOCK_C) * SCALE
+        dk = dk + d_write * leaves[:, None] if KK < N else d_write * leaves[:, None]
+        dk = tl.dot(d_pairs.to(q.dtype), q, dk, input_precision=PRECISION)
         if KK == N:
             store_rows(tokens_by_channels(dk_ptr, row, first, n, T, N, H), dk, here, h, N, H, BLOCK_C)
-        if da_ptr is not None:
-            da = interval_gradient(between * w[None, :], reading, writing * w, BLOCK_C) + whole * tl.sum(passed, 0)
-            tl.store(da_ptr + at, da, mask=here)
-        if dw_ptr is not None:
-            tl.store(dw_ptr + at, tl.sum(between, 0) + writing, mask=here)
-    if KQ < N:
-        store_rows(tokens_by_channels(dq_ptr, row, first, group, T, PROGRAMS, H), dq, here, h, PROGRAMS, H, BLOCK_C)
     if KK < N:
         store_rows(tokens_by_channels(dk_ptr, row, first, group, T, PROGRAMS, H), dk, here, h, PROGRAMS, H, BLOCK_C)

@@ -18,12 +18,15 @@ from kernels.engines.scan.triton_calls import (
     columns,
     columns_here,
     fade_shapes,
+    gradient_tiles,
     heads_of,
     longest_chunk,
     precisions,
+    reads_diagonals,
 )
 from kernels.engines.scan.triton_scalar import (
-    scalar_bwd_kernel,
+    scalar_dk_kernel,
+    scalar_dq_kernel,
     scalar_pairs_kernel,
     scalar_walk_kernel,
     scan_join_kernel,
@@ -64,8 +67,17 @@ class Tokens(NamedTuple):
 class Launches:
     """The launches of one call."""
 
-    def __init__(self, x: Tokens, N: int, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None):
-        self.fades: Any = ()  # decays until each token, from each to the end of its chunk, and over each chunk
+    def __init__(
+        self,
+        x: Tokens,
+        N: int,
+        num_states: int,
+        scale: float,
+        cfg: ChunkConfig,
+        work: Work | None,
+        fades: Any = (),
+    ):
+        self.fades: Any = fades  # decays until each token, from each to the end of its chunk, and over each chunk
         self.x, self.cfg, self.chunk, self.work = x, cfg, check_chunk(cfg.chunk), work
         (B, T, _, H), Hv = x.q.shape, x.v.shape[-1]
         # Gradients of values that several heads share are summed afterwards.
@@ -97,6 +109,7 @@ class Launches:
     def pairs(self) -> jax.Array:
         """Returns what the output of each token of a chunk reads of each value [B, N, CHUNKS, C, C]; sets `fades`."""
         common = {name: value for name, value in self.common.items() if name not in ("Hv", "BLOCK_V")}
+        each = math.gcd(self.cfg.heads or 1, *(self.heads[1] // y.shape[2] for y in (self.x.q, self.x.k)))
         shape = (*self.heads, self.layout.chunks, self.chunk, self.chunk)
         weights, *self.fades = triton_launch(
             scalar_pairs_kernel,
@@ -107,8 +120,9 @@ class Launches:
             self.layout.runs,
             self.layout.table,
             out_shape=(jax.ShapeDtypeStruct(shape, self.x.v.dtype), *fade_shapes(*shape[:3], self.common["T"])),
-            grid=(math.prod(shape[:3]),),
+            grid=(math.prod(shape[:3]) // each,),
             num_warps=4,
+            HEADS=each,
             KQ=self.x.q.shape[2],
             KK=self.x.k.shape[2],
             **common,
@@ -158,7 +172,7 @@ class Launches:
             out_shape=tuple(jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items() if name in wanted),
             grid=(math.prod(parts), self.columns),
             num_warps=self.cfg.num_warps or 4,
-            num_stages=self.cfg.num_stages or 2,
+            num_stages=self.cfg.num_stages or 3,
             work=self.work if reads else None,
             KR=read.shape[2],
             KK=write.shape[2],
@@ -193,59 +207,73 @@ class Launches:
         )
         return self.walk(x, entries, wanted, reverse, starts, weights)
 
-    def gradients(self, d_out: Any, states: Any, d_states: Any, of_keys: Any = None) -> dict[str, Any]:
+    def gradients(self, d_out: Any, states: Any, d_states: Any, parts_of_keys: bool = False) -> dict[str, Any]:
         """Returns the gradients of q, k, a, w and skip, None for what is None.
 
         They follow from the states before chunks and the gradients of those after them.
 
         Args:
-          of_keys: dtype of the gradient of k; None for its own.
+          parts_of_keys: return that of k as float32 [B, T, N / heads of a program, H], before the sum over programs.
         """
         x, (B, N, chunks), T = self.x, (*self.heads, self.layout.chunks), d_out.shape[1]
         # Keys and queries that heads share are summed over the heads of a program, then over programs.
         shared = [N // y.shape[2] for y in (x.q, x.k) if y.shape[2] < N]
         each = math.gcd(self.cfg.heads or 1, *shared) if shared else 1
-        # Not all tiles are in registers at once: at least two steps, and beside sums over heads small ones.
-        block_v = min(self.common["BLOCK_V"], 32 if each > 1 else power_of_two(x.v.shape[-1]) // 2)
-        block_v = max(LEAST, block_v)
 
-        def of(y: jax.Array, dtype: Any) -> Any:
+        def of(y: jax.Array, parts_only: bool = False) -> Any:
             parts = N if y.shape[2] == N else N // each
-            return jax.ShapeDtypeStruct((B, T, parts, y.shape[3]), dtype if parts == y.shape[2] else jnp.float32)
+            rounded = parts == y.shape[2] and not parts_only
+            return jax.ShapeDtypeStruct((B, T, parts, y.shape[3]), y.dtype if rounded else jnp.float32)
 
         per_token = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
-        shapes = {"q": of(x.q, x.q.dtype), "k": of(x.k, of_keys or x.k.dtype)}
-        shapes |= {name: per_token for name in ("a", "w") if getattr(x, name) is not None}
-        if x.skip is not None:
-            shapes["skip"] = jax.ShapeDtypeStruct((B, N, chunks), jnp.float32)
-        unused: dict[str, Any] = {f"d{n}_ptr": None for n in ("a", "w", "skip") if n not in shapes}
-        found = triton_launch(
-            scalar_bwd_kernel,
-            x.q,
-            x.k,
-            x.v,
-            self.a,
-            self.w,
-            self.layout.runs,
-            self.layout.table,
-            d_out,
-            states,
-            d_states,
-            out_shape=tuple(shapes.values()),
-            grid=(chunks * B * (N // each),),
-            num_warps=self.cfg.backward_num_warps or 4,
-            num_stages=min(self.cfg.num_stages or 2, 2),
-            KQ=x.q.shape[2],
-            KK=x.k.shape[2],
-            KV=x.v.shape[2],
-            HEADS=each,
-            **self.common | {"PRECISION": precisions(x.q.dtype)[1], "BLOCK_V": block_v},
-            **unused,
+        tokens = {name: per_token for name in ("a", "w") if getattr(x, name) is not None}
+        skips = {} if x.skip is None else {"skip": jax.ShapeDtypeStruct((B, N, chunks), jnp.float32)}
+        common = self.common | {"PRECISION": precisions(x.q.dtype)[1], "HEADS": each}
+
+        def launch(
+            kernel: Any,
+            shapes: dict[str, Any],
+            names: tuple[str, ...],
+            num_warps: int | None,
+            *states: Any,
+            **more: Any,
+        ) -> dict[str, jax.Array]:
+            results = triton_launch(
+                kernel,
+                x.q,
+                x.k,
+                x.v,
+                self.a,
+                self.w,
+                *self.fades,
+                self.layout.runs,
+                self.layout.table,
+                d_out,
+                *states,
+                out_shape=tuple(shapes.values()),
+                grid=(chunks * B * (N // each),),
+                KQ=x.q.shape[2],
+                KK=x.k.shape[2],
+                KV=x.v.shape[2],
+                **common | gradient_tiles(self.cfg, x.q.dtype, x.v.shape[-1], num_warps),
+                **{f"d{name}_ptr": None for name in names if name not in shapes},
+                **more,
+            )
+            return dict(zip(shapes, results, strict=True))
+
+        # Without sums over heads a program of queries fits four warps.
+        few = 4 if each == 1 and reads_diagonals(x.q.dtype) else None
+        queries = launch(scalar_dq_kernel, {"q": of(x.q)} | tokens | skips, ("a", "w", "skip"), few, states)
+        before = None if x.a is None else states
+        more = {"DIAGONAL": reads_diagonals(x.q.dtype)}
+        keys = launch(
+            scalar_dk_kernel, {"k": of(x.k, parts_of_keys)} | tokens, ("a", "w"), None, before, d_states, **more
         )
-        d: dict[str, Any] = dict.fromkeys(("q", "k", "a", "w", "skip")) | dict(zip(shapes, found, strict=True))
-        d |= {name: heads_of(d[name], y.shape[2]) for name, y in (("q", x.q), ("k", x.k))}
-        d |= {name: self.layout.of_tokens(d[name]) for name in ("a", "w") if name in shapes}
-        return d if x.skip is None else d | {"skip": jnp.sum(d["skip"], axis=(0, 2))}
+        d: dict[str, Any] = dict.fromkeys(("a", "w", "skip"))
+        d |= {"q": heads_of(queries["q"], x.q.shape[2])}
+        d |= {"k": keys["k"] if parts_of_keys else heads_of(keys["k"], x.k.shape[2])}
+        d |= {name: self.layout.of_tokens(queries[name] + keys[name]) for name in tokens}
+        return d if x.skip is None else d | {"skip": jnp.sum(queries["skip"], axis=(0, 2))}
 
 
 def forward(
@@ -278,7 +306,7 @@ def backward(
     return found | {"v": heads_of(of_end["out"], x.v.shape[2]), "entries": entries}
 
 
-def _config(call: Call, chunk: int, block_v: int, num_warps: int, heads: int) -> ChunkConfig:
+def _config(call: Call, chunk: int, block_v: int, num_warps: int, heads: int, num_stages: int) -> ChunkConfig:
     d = call.dims
     wide = call.dtype == "float32"
     chunk, block_v = min(chunk, longest_chunk(call)), columns(block_v, d["Hv"])
@@ -288,29 +316,29 @@ def _config(call: Call, chunk: int, block_v: int, num_warps: int, heads: int) ->
     shared = d["N"] // d["K"]  # heads of a group: enough of a backward's programs are left
     while heads > 1 and (shared % heads or d["B"] * chunks * d["N"] // heads < PROGRAMS_EACH * MULTIPROCESSORS):
         heads //= 2
-    backward_num_warps = 8 if d["H"] > 64 or wide else 4
-    return ChunkConfig(chunk, None, block_v, num_warps, 1 if wide else 2, splits, heads, backward_num_warps)
+    backward_num_warps = 8 if wide or d["H"] > 64 else 4
+    return ChunkConfig(chunk, None, block_v, num_warps, num_stages, splits, heads, backward_num_warps)
 
 
 def heuristic(call: Call, platform: str) -> ChunkConfig:
     """Returns the default tiles of a call."""
     if call.dtype == "float32":  # small tiles fit the registers
-        return _config(call, 16, 16, 8, 8)
-    return _config(call, 64, 64, 4, 8)
+        return _config(call, 16, 16, 8, 8, 1)
+    return _config(call, 64, 128, 8, 8, 3) if call.dims["Hv"] > 64 else _config(call, 64, 64, 4, 8, 3)
 
 
 def candidates(call: Call) -> list[ChunkConfig]:
     """Returns the configurations to tune over."""
     if call.dtype == "float32":
         return [heuristic(call, "cuda")]
-    found = [
-        _config(call, chunk, block_v, num_warps, heads)
-        for chunk in (32, 64)
-        for block_v in (32, 64, 128)
-        for num_warps in (4, 8)
-        for heads in (8, 16)
-        if chunk * block_v <= 64 * 128 and num_warps * 32 * 64 >= chunk * block_v
-    ]
     best = heuristic(call, "cuda")
+    found = [
+        _config(call, chunk, block_v, num_warps, heads, num_stages)
+        for chunk in (32, 64)
+        for block_v, num_warps in ((32, 4), (64, 4), (64, 8), (128, 8))
+        for heads in (8, 16)
+        for num_stages in (2, 3)
+    ]
     found += [replace(best, splits=splits) for splits in (max(1, (best.splits or 1) // 2), 2 * (best.splits or 1))]
-    return list(dict.fromkeys(found))
+    found += [replace(best, backward_num_warps=num_warps) for num_warps in (4, 8)]
+    return list(dict.fromkeys([best, *found]))

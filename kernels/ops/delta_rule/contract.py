@@ -178,7 +178,6 @@ op = Op(
     tied_dims=(("N", "K"),),
     see_also={"T": "gated_delta_rule"},
     ordered=True,
-    priority=("xla", "triton_gpu"),  # Triton's kernels have not run on a GPU yet: by name, or where they were measured
     autotune_key=autotune_key,
     same_dtype=("query", "key", "value"),
     config=ChunkConfig,

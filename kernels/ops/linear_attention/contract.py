@@ -145,7 +145,7 @@ op = Op(
     see_also={"T": "gla_attention"},
     ordered=True,
     weights=("bonus",),
-    priority=("xla", "triton_gpu"),  # Triton's kernels have not run on a GPU yet: by name, or where they were measured
+
     autotune_key=autotune_key,
     config=ChunkConfig,
     cases=(

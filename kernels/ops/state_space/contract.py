@@ -184,7 +184,6 @@ v2_op = Op(
     tied_dims=(("N", "K"),),
     see_also={"T": "state_space_v2"},
     ordered=True,
-    priority=("xla", "triton_gpu"),  # Triton's kernels have not run on a GPU yet: by name, or where they were measured
     autotune_key=autotune_key_v2,
     weights=("A", "D"),
     config=ChunkConfig,
