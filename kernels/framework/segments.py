@@ -64,7 +64,8 @@ def integers(value: Any, name: str) -> jax.Array:
         array = array[None]
     if array.ndim != 2:
         raise ValueError(f"argument {name!r} must be [batch, length], got {array.shape}")
-    return jnp.asarray(narrowed(array, name))
+    array = narrowed(array, name)
+    return array if isinstance(array, jax.Array) else jnp.asarray(array)
 
 
 # Jitted, as what follows is: for a call outside of any jit a loop would be compiled anew every time, and the rest op by op.
