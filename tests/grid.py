@@ -45,7 +45,11 @@ def cotangents(outputs, seed=1):
 
 def widened(arguments):
     """Returns the arguments with every float leaf in float32."""
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_float_array(x) else x, arguments)
+
+    def wide(x):  # by NumPy: JAX would compile a program for each shape
+        return x if not is_float_array(x) or x.dtype == np.float32 else jax.device_put(np.asarray(x).astype(np.float32))
+
+    return jax.tree.map(wide, arguments)
 
 
 def value_and_gradients(function, arguments, d_outputs=None, no_gradient=()):

@@ -144,7 +144,7 @@ def hold(floats, mask, options, *, cfg=None, peer=contract, mine=ours, again=0):
     assert {found.fwd_params.num_warps, found.bwd_params.num_warps} == {WARP_SPECIALIZED}
     shape = (*floats["query"].shape[:3], floats["value"].shape[3])
     d_out = jnp.asarray(rng.standard_normal(shape), dtype)
-    d_lse = jnp.asarray(rng.standard_normal(shape[:3]), jnp.float32)
+    d_lse = jnp.asarray(rng.standard_normal(shape[:3]).astype(np.float32))
 
     @jax.jit
     def wanted(floats):

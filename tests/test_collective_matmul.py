@@ -18,7 +18,7 @@ FUNCTIONS = {"gather": all_gather_matmul, "scatter": reduce_scatter_matmul}
 
 
 def arrays(*lead, D=6, F=16):
-    return [jnp.asarray(RNG.standard_normal(shape), jnp.float32) for shape in ((*lead, D), (D, F))]
+    return [jnp.asarray(RNG.standard_normal(shape).astype(np.float32)) for shape in ((*lead, D), (D, F))]
 
 
 def value_and_gradients(product, x, w):
@@ -81,7 +81,7 @@ def test_specs_may_be_given_and_the_axis_is_anyones(kind):
 def test_a_layer_inside_a_shard_map_of_the_callers_own():
     """Tokens split before and after, features between: the two follow each other, and the gradients are those of one device."""
     x, up = arrays(8, D=6, F=16)
-    down = jnp.asarray(RNG.standard_normal((16, 6)), jnp.float32)
+    down = jnp.asarray(RNG.standard_normal((16, 6)).astype(np.float32))
 
     def layer(x, up, down):
         return reduce_scatter_matmul(jax.nn.silu(all_gather_matmul(x, up, axis_name="t")), down, axis_name="t")

@@ -12,7 +12,7 @@ from ejdist import Order, make_mesh, ring_attention, set_layout
 from ejdist.execution import _decided
 from kernels import Unsupported, flash_attention
 
-X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8, 2, 6)), jnp.float32)
+X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8, 2, 6)).astype(np.float32))
 
 
 def two_devices(kind):

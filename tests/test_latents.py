@@ -59,15 +59,17 @@ TOKENS = ("query", "key_value", "query_rope", "key_rope")
 
 def numbers(function, order, options, sinks=False):
     """Returns out, lse and the gradient of every array, in the order of the text."""
-    options = {n: order.permute(x) if n == "segment_ids" else x for n, x in options.items()}
-    arrays = {n: order.permute(x) if n in TOKENS else x for n, x in ARRAYS.items() if sinks or n != "softmax_aux"}
+    options = {n: order.permute(np.asarray(x)) if n == "segment_ids" else x for n, x in options.items()}
+    arrays = {n: np.asarray(x) for n, x in ARRAYS.items() if sinks or n != "softmax_aux"}
+    arrays = {n: order.permute(x) if n in TOKENS else x for n, x in arrays.items()}
 
     @jax.jit
     def run(arrays, d_out, d_lse):
         (out, lse), pull = jax.vjp(lambda arrays: function(**arrays, **options, return_lse=True), arrays)
         return out, lse, pull((d_out, jnp.where(jnp.isfinite(lse), d_lse, 0)))[0]
 
-    out, lse, grads = run(arrays, order.permute(D_OUT), order.permute(D_LSE))
+    permuted = [order.permute(np.asarray(x)) for x in (D_OUT, D_LSE)]
+    out, lse, grads = jax.device_get(run(arrays, *permuted))
     whole = [order.inverse(grads[n]) if n in TOKENS else grads[n] for n in sorted(grads)]
     return [order.inverse(out), order.inverse(lse), *whole]
 

@@ -141,7 +141,7 @@ def state_with(c, section, params):
     model = adapted(c.build(), section, c.compute_dtype)
     rng = np.random.default_rng(3)
     adapters = jax.tree.map(
-        lambda p: jnp.asarray(0.2 * rng.standard_normal(p.shape), jnp.float32),
+        lambda p: jnp.asarray((0.2 * rng.standard_normal(p.shape)).astype(np.float32)),
         model.declared,
         is_leaf=lambda p: isinstance(p, Param),
     )

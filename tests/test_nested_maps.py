@@ -25,7 +25,7 @@ RNG = np.random.default_rng(0)
 
 
 def normal(*shape):
-    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    return jnp.asarray(RNG.standard_normal(shape).astype(np.float32))
 
 
 @functools.cache

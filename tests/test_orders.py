@@ -166,7 +166,7 @@ def test_a_row_is_dealt_out_by_itself():
 # -- attention and models in a balanced order ---------------------------------------------------------------------------
 
 B, T, N, K, H = 2, 64, 4, 2, 8
-QUERY, KEY, VALUE, D_OUT = (jnp.asarray(RNG.standard_normal((B, T, n, H)), jnp.float32) for n in (N, K, K, N))
+QUERY, KEY, VALUE, D_OUT = (jnp.asarray(RNG.standard_normal((B, T, n, H)).astype(np.float32)) for n in (N, K, K, N))
 IDS = np.stack([ids_of(9, 20, 3, length=T), ids_of(30, 5, length=T, padding=7)])
 BALANCED = Order("balanced", 4, 4)
 INDEX = BALANCED.text_indices(np.where(IDS >= 0, places(IDS) + 1, 0))

@@ -15,7 +15,7 @@ B, T, D, N, H = 4, 8, 16, 4, 6
 
 
 def normal(*shape):
-    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    return jnp.asarray(RNG.standard_normal(shape).astype(np.float32))
 
 
 X, WEIGHT, BIAS = normal(B, T, D), normal(D, N, H), normal(N, H)

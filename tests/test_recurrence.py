@@ -123,7 +123,7 @@ def arguments(name):
     rng, packed = np.random.default_rng(1), name.startswith("packed")
 
     def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        return jnp.asarray(rng.standard_normal(shape).astype(np.float32))
 
     given = {"x": normal(2, 16, 3), "a": -jnp.exp(normal(2, 16, 3))}
     if IDS[name] is not None:

@@ -26,7 +26,7 @@ RNG = np.random.default_rng(0)
 
 
 def normal(*shape):
-    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    return jnp.asarray(RNG.standard_normal(shape).astype(np.float32))
 
 
 @functools.cache
@@ -99,10 +99,11 @@ def test_recurrences_in_other_orders(name, order, exchanged):
         return run
 
     want = both(getattr(kernels, name), IDS, lambda x: x)(arrays)
-    ids = order.permute(IDS)
-    moved = {n: order.permute(x) if x.shape[:2] == (2, T) else x for n, x in arrays.items()}
+    ids = order.permute(np.asarray(IDS))
+    moved = {n: order.permute(np.asarray(x)) if x.shape[:2] == (2, T) else x for n, x in arrays.items()}
     with set_layout(order=order):
-        out, state, gradients = both(functools.partial(function, mesh=mesh()), ids, order.permute)(moved)
+        run = both(functools.partial(function, mesh=mesh()), ids, order.permute)
+        out, state, gradients = jax.device_get(run(moved))
     got = order.inverse(out), state, {n: order.inverse(x) if x.shape[:2] == (2, T) else x for n, x in gradients.items()}
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert error(g, w) < 5e-6, error(g, w)

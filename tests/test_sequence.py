@@ -29,7 +29,7 @@ RNG = np.random.default_rng(0)
 
 
 def normal(*shape):
-    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    return jnp.asarray(RNG.standard_normal(shape).astype(np.float32))
 
 
 QUERY, KEY, VALUE, D_OUT, D_LSE = (
@@ -82,8 +82,8 @@ MASKS = {
 
 
 def outputs_and_gradients(function, order, options):
-    """Returns out, lse and every gradient, in the original order of the sequence."""
-    options = {n: order.permute(x) if n.endswith("segment_ids") else x for n, x in options.items()}
+    """Returns out, lse and every gradient, in the original order of the sequence. NumPy permutes, and compiles nothing."""
+    options = {n: order.permute(np.asarray(x)) if n.endswith("segment_ids") else x for n, x in options.items()}
     given = {n: options.pop(n) for n in ("softmax_aux", "alibi_slopes") if n in options}
 
     @jax.jit
@@ -94,7 +94,8 @@ def outputs_and_gradients(function, order, options):
         # A row with no key has lse -inf; its cotangent must not matter.
         return out, lse, *pull((d_out, jnp.where(jnp.isfinite(lse), d_lse, 0)))
 
-    *arrays, others = run(*(order.permute(x) for x in (QUERY, KEY, VALUE, D_OUT, D_LSE)), given)
+    permuted = (order.permute(np.asarray(x)) for x in (QUERY, KEY, VALUE, D_OUT, D_LSE))
+    *arrays, others = jax.device_get(run(*permuted, given))
     return [order.inverse(x) for x in arrays] + [others[n] for n in sorted(others)]
 
 
@@ -182,7 +183,7 @@ def test_inside_the_callers_own_shard_map(rule):
         return ring_attention(q, k, v, axis_name="sp", order="zigzag", q_segment_ids=ids, kv_segment_ids=ids, **options)
 
     ring = jax.jit(map_shards(local, mesh, (spec,) * 4, spec))
-    got = ring(*(order.permute(x) for x in (QUERY, KEY, VALUE, SEGMENTS)))
+    got = jax.device_get(ring(*(order.permute(np.asarray(x)) for x in (QUERY, KEY, VALUE, SEGMENTS))))
     want = jax.jit(functools.partial(flash_attention, **options, **PACKED))(QUERY, KEY, VALUE)
     np.testing.assert_allclose(order.inverse(got), want, atol=1e-5)
 
@@ -298,7 +299,7 @@ def test_of_two_axes_one_may_have_one_device():
     mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(1, 4), ("a", "b"))
     order = Order("zigzag", 4)
     ring = functools.partial(ring_attention, mesh=mesh, axis_name=("a", "b"), causal=True, order=order)
-    got = jax.jit(ring)(*(order.permute(x) for x in (QUERY, KEY, VALUE)))
+    got = jax.device_get(jax.jit(ring)(*(order.permute(np.asarray(x)) for x in (QUERY, KEY, VALUE))))
     np.testing.assert_allclose(order.inverse(got), WANTED(QUERY, KEY, VALUE), atol=1e-5)
 
 

@@ -22,7 +22,7 @@ B, T, N, K, H, D, F, V = 4, 16, 4, 2, 8, 16, 24, 32
 
 
 def normal(*shape):
-    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    return jnp.asarray(RNG.standard_normal(shape).astype(np.float32))
 
 
 QUERY, KEY, VALUE = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, H)

@@ -32,7 +32,7 @@ def test_masks_and_depths_follow_the_parents():
 def test_attention_to_a_tree_is_attention_along_its_paths():
     T, prefix = 5, 3
     parents = [-1, 0, 0, 1, 2]
-    q, k, v = (jnp.asarray(RNG.standard_normal((2, n, 2, 4)), jnp.float32) for n in (T, prefix + T, prefix + T))
+    q, k, v = (jnp.asarray(RNG.standard_normal((2, n, 2, 4)).astype(np.float32)) for n in (T, prefix + T, prefix + T))
     real = np.array([[True] * 3, [False, True, True]])
     out = flash_attention(q, k, v, attention_mask=tree_attention_mask(parents, prefix, real))
     for b, i in np.ndindex(2, T):
@@ -69,7 +69,9 @@ def test_300_random_trees():
         parents = np.array([[rng.integers(max(-1, i - 1 - nearest), i) for i in range(T)] for _ in range(B)])
         real = rng.random((B, prefix)) < rng.choice([0, 0.5, 1])
         mask, depths = tree_attention_mask(parents, prefix, real), tree_depths(parents)
-        q, k, v = (jnp.asarray(rng.standard_normal((B, n, 1, 4)), jnp.float32) for n in (T, prefix + T, prefix + T))
+        q, k, v = (
+            jnp.asarray(rng.standard_normal((B, n, 1, 4)).astype(np.float32)) for n in (T, prefix + T, prefix + T)
+        )
         out = np.asarray(flash_attention(q, k, v, attention_mask=mask))
         for b, i in np.ndindex(B, T):
             up = path(parents[b], i)

@@ -355,7 +355,7 @@ def ring_attention(
     lie.check(length)
     if lie.name != "contiguous" and shards > 1:
         _check_cuts(options, f"lie in order {lie.name!r}")
-    if call.mask is not None and not lie.carried:
+    if call.mask is not None and call.mask.counts_in_segments and not lie.carried:
         # What is counted from the start of a segment is counted before the segments are split.
         arguments = {**call.arguments, "mask": call.mask.resolved(lie.indices(length))}
         call = flash.bind(**arguments)

@@ -60,7 +60,12 @@ def reach_of(mask: MaskInfo | None, length: int) -> int | None:
     """
     if mask is None or not mask.rules_are_static:
         return None
-    rules = mask.replace(**dict.fromkeys(mask.data_fields))
+    return _reach_of_rules(mask.replace(**dict.fromkeys(mask.data_fields)), length)
+
+
+@functools.lru_cache(maxsize=1024)
+def _reach_of_rules(rules: MaskInfo, length: int) -> int | None:
+    """Returns `reach_of` a mask without arrays, which can be hashed."""
     farthest = 0
     for start in range(0, length, _AT_ONCE):
         q = np.arange(start, min(start + _AT_ONCE, length), dtype=np.int64)[None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -140,8 +141,7 @@ class Backend:
 
     def names(self, backward: bool = False) -> frozenset[str]:
         """Returns the names of the parameters that the forward or backward takes."""
-        function = self.backward if backward else self.forward
-        return frozenset() if function is None else frozenset(inspect.signature(function).parameters)
+        return _names_of(self.backward if backward else self.forward)
 
     def missing(self, op: Operation, call: Call, differentiated: bool) -> list[str]:
         """Returns the options and features that the call uses and this backend does not support."""
@@ -169,6 +169,11 @@ class Backend:
         function, names = getattr(self, direction), self.names(direction == "backward")
         named = {name: value for name, value in arguments.items() if name in names}
         return function(*first, **named, **({"cfg": cfg} if "cfg" in names else {}))
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_of(function: Callable | None) -> frozenset[str]:
+    return frozenset() if function is None else frozenset(inspect.signature(function).parameters)
 
 
 def make_backend(

@@ -29,6 +29,8 @@ def narrowed(array: Any, name: str, owner: str = "") -> Any:
     """
     if not isinstance(array, (jax.Array, np.ndarray)) or not jnp.issubdtype(array.dtype, np.integer):
         return array
+    if isinstance(array, jax.Array) and array.dtype == np.int32 and not array.weak_type:
+        return array  # what a cast would return, after tens of microseconds
     if np.can_cast(array.dtype, np.int32):
         return array.astype(np.int32)
     if isinstance(array, np.ndarray) and (array > _MOST).any():
@@ -62,7 +64,8 @@ def integers(value: Any, name: str) -> jax.Array:
         array = array[None]
     if array.ndim != 2:
         raise ValueError(f"argument {name!r} must be [batch, length], got {array.shape}")
-    return jnp.asarray(narrowed(array, name))
+    array = narrowed(array, name)
+    return array if isinstance(array, jax.Array) else jnp.asarray(array)
 
 
 # Jitted, as what follows is: for a call outside of any jit a loop would be compiled anew every time, and the rest op by op.

@@ -303,14 +303,14 @@ FAULTS = (
     ),
     Fault(
         "a halo is a token short",
-        "reach_of",
+        "_reach_of_rules",
         "np.max($q - ends_at($ends.low, $q))",
         "np.max($q - ends_at($ends.low, $q)) - 1",
         WIDE,
     ),
     Fault(
         "a halo has no later tokens",
-        "reach_of",
+        "_reach_of_rules",
         "np.any(ends_at($ends.high, $q) > $q)",
         "False",
         f"{HALO} -k 'far or is_sent'",

@@ -29,7 +29,7 @@ B, T, N, K, H, HV, D, E, P = 2, 11, 4, 2, 6, 5, 8, 5, 7
 
 
 def normal(*shape):
-    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    return jnp.asarray(RNG.standard_normal(shape).astype(np.float32))
 
 
 Q, Q2, KEY, KEY2, VALUE = (

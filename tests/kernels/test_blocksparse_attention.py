@@ -132,7 +132,7 @@ def test_the_blocks_may_be_traced_and_all_set_is_flash_attention():
 
 def test_documented_calls():
     """With the arguments of the documents; a name for the blocks that they also use."""
-    x = jnp.asarray(RNG.standard_normal((1, 256, 2, 8)), jnp.float32)
+    x = jnp.asarray(RNG.standard_normal((1, 256, 2, 8)).astype(np.float32))
     block_mask = local_blocks(4) | global_blocks(4)
     output = blocksparse_attention(x, x, x, block_mask=block_mask, block_size=64)
     assert output.shape == x.shape
@@ -174,7 +174,7 @@ def test_memory_is_linear_in_the_length():
 def test_blocks_that_are_not_set_are_not_read():
     """NaN in them reaches nothing, and they have no gradient. Nor has padding."""
     blocks = np.array([[1, 0, 1], [0, 0, 1]], bool)
-    q, k = (jnp.asarray(RNG.standard_normal((1, n, 2, 8)), jnp.float32) for n in (8, 12))
+    q, k = (jnp.asarray(RNG.standard_normal((1, n, 2, 8)).astype(np.float32)) for n in (8, 12))
     k = k.at[:, 4:8].set(jnp.nan)
     got = jax.jit(jax.grad(lambda k: jnp.sum(jnp.sin(blocksparse_attention(q, k, k, blocks, 4)))))(k)
     assert np.isfinite(got).all() and (got[:, 4:8] == 0).all()
@@ -206,7 +206,7 @@ def test_patterns_by_hand():
     ],
 )
 def test_blocks_of_a_mask_lose_nothing_that_it_lets_through(mask):
-    x = jnp.asarray(RNG.standard_normal((1, 30, 2, 8)), jnp.float32)
+    x = jnp.asarray(RNG.standard_normal((1, 30, 2, 8)).astype(np.float32))
     blocks = blocks_of_mask(mask, 30, block_size=(4, 6))
     dense = np.asarray(mask.visible(30, 30))[0, 0]
     for i, j in np.ndindex(*blocks.shape):

@@ -21,7 +21,7 @@ B, N, K = 2, 4, 2
 
 
 def made(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 def blocks(lead, lengths, block_size, density=0.5, seed=0):

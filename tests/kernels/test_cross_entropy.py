@@ -152,7 +152,7 @@ def test_minus_one_hundred_is_ignored_too():
 def test_targets_of_a_narrow_dtype_are_the_tokens_that_they_say(dtype):
     """-1 and -100 are tokens of 8 unsigned bits, and a vocabulary may be larger than what 8 bits hold."""
     rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((5, 4), (4, 300)))
+    x, w = (jnp.asarray(rng.standard_normal(s).astype(np.float32)) for s in ((5, 4), (4, 300)))
     targets = jnp.array([1, 100, 127, 0, 3] if dtype == "int8" else [1, 156, 255, 0, 3])
     how = {"cfg": CrossEntropyConfig(block_rows=4)}
     for function in (fused_token_losses, fused_loss_sums):

@@ -298,7 +298,7 @@ def test_decays_of_channels_at_a_width_of_models():
     rng = np.random.default_rng(0)
 
     def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        return jnp.asarray(rng.standard_normal(shape).astype(np.float32))
 
     q, k, v, g = (normal(1, 128, 4, 32) for _ in range(4))
     given = {"query": q, "key": k / 6, "value": v, "beta": jax.nn.sigmoid(g[..., 0]), "g": -jax.nn.softplus(g)}

@@ -105,7 +105,7 @@ def test_agrees_with_jax_nn(causal, extra):
     rng = np.random.default_rng(1)
     ours, theirs = {}, {}
     if extra == "bias":
-        ours["bias"] = theirs["bias"] = jnp.asarray(rng.standard_normal((2, 4, 33, 33)), jnp.float32)
+        ours["bias"] = theirs["bias"] = jnp.asarray(rng.standard_normal((2, 4, 33, 33)).astype(np.float32))
     if extra == "mask":
         dense = rng.random((2, 1, 33, 33)) < 0.7
         dense[..., np.arange(33), np.arange(33)] = True  # their rows without a key are not zero
@@ -179,7 +179,7 @@ def test_keys_in_two_parts_with_the_global_lse_give_the_gradients_of_the_whole(n
 
     floats = {n: v for n, v in given.items() if is_float_array(v)}
     rest = {n: v for n, v in given.items() if n not in floats}
-    d_out = jnp.asarray(np.random.default_rng(5).standard_normal(out.shape), jnp.float32)
+    d_out = jnp.asarray(np.random.default_rng(5).standard_normal(out.shape).astype(np.float32))
     (whole,) = jax.vjp(lambda f: op(**f, **rest)[0], floats)[1](d_out)
     saved = {"d_out": d_out, "lse": lse, "delta": jnp.sum(d_out * out, axis=-1)}
     with interpret() if platform != "xla" else contextlib.nullcontext():

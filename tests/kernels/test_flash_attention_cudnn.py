@@ -88,7 +88,7 @@ def test_out_has_the_delta_that_is_asked_for():
     """Also where d_out is zero, or so small that its squares vanish, or large; to the rounding of bfloat16."""
     scales = jnp.asarray([0.0, 2.0**-80, 2.0**-40, 1.0, 2.0**40])[:, None, None, None]
     d_out = (D_OUT[:1] * scales).astype(jnp.bfloat16)
-    delta = jnp.asarray(RNG.standard_normal(d_out.shape[:3]), jnp.float32).at[:, 3].set(0)
+    delta = jnp.asarray(RNG.standard_normal(d_out.shape[:3]).astype(np.float32)).at[:, 3].set(0)
     d, out = cudnn_gpu._out_of(d_out, delta)
     got = jnp.sum(d.astype(jnp.float32) * out.astype(jnp.float32), -1)
     np.testing.assert_allclose(got, delta, rtol=2**-7)

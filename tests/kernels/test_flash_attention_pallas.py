@@ -32,7 +32,7 @@ def packed(length, *rows):
 
 
 def made(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 def zigzag(length, parts=4):

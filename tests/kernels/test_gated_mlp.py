@@ -123,7 +123,7 @@ def test_one_kernel_each_way_of_16_bytes_at_a_time():
 
 
 def test_the_activation_on_a_mesh():
-    gate, up = (jnp.asarray(np.random.default_rng(s).standard_normal((4, 6, 8)), jnp.float32) for s in (0, 1))
+    gate, up = (jnp.asarray(np.random.default_rng(s).standard_normal((4, 6, 8)).astype(np.float32)) for s in (0, 1))
 
     def gradients(function, **where):
         return jax.jit(jax.grad(lambda g, u: jnp.sum(jnp.sin(function(g, u, **where))), (0, 1)))(gate, up)

@@ -331,7 +331,7 @@ def test_the_kernel_in_small_blocks_of_a_vocabulary_that_is_masked_out_in_part(r
 
 def test_kernels_with_the_vocabulary_split_over_the_devices_of_a_mesh():
     rng = np.random.default_rng(7)
-    arrays = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((8, 6), (6, 20), (8, 5), (5, 20))]
+    arrays = [jnp.asarray(rng.standard_normal(s).astype(np.float32)) for s in ((8, 6), (6, 20), (8, 5), (5, 20))]
 
     def value_and_gradient(function, **how):
         return jax.jit(jax.value_and_grad(lambda *a: function(*a, direction="reverse", **how), (0, 1)))(*arrays)

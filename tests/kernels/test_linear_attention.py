@@ -388,7 +388,7 @@ test_300_random_calls = pytest.mark.slow(
 def test_one_chunk_from_no_state(decay):
     """A state of zeros is a constant of the program, and some compilers for CPUs get a matmul with one wrong."""
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((1, 64, 32, 64)), jnp.float32) for _ in range(3))
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 64, 32, 64)).astype(np.float32)) for _ in range(3))
     arguments = {"query": q, "key": k, "value": v} | ({"g_gamma": -jnp.arange(32) / 32} if decay == "g_gamma" else {})
     got, wanted = jax.jit(lambda a: op(**a))(arguments)[0], op.function(**arguments)[0]
     np.testing.assert_allclose(got, wanted, atol=1e-4)

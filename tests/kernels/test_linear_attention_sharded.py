@@ -20,7 +20,7 @@ IDS = [[3] * 5 + [-1] + [1] * 6 + [1] + [7] * 3, [-1] * 4 + [0] * 12]
 
 
 def normal(*shape):
-    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    return jnp.asarray(RNG.standard_normal(shape).astype(np.float32))
 
 
 QKV = {"query": normal(B, T, N, H), "key": normal(B, T, K, H), "value": normal(B, T, K, HV)}

@@ -21,7 +21,7 @@ B, T, N, H, HR, HV, R = 2, 12, 4, 6, 4, 5, 8
 
 
 def normal(*shape):
-    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    return jnp.asarray(RNG.standard_normal(shape).astype(np.float32))
 
 
 def inputs(batch=B, length=T, keys=T, heads=N, key_heads=N):

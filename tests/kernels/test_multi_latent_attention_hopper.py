@@ -36,7 +36,7 @@ def packed(T, **rest):
     return MaskInfo(q_segment_ids=ids, kv_segment_ids=ids, **rest)
 
 
-SINKS = jnp.asarray(RNG.standard_normal((2, 1)), jnp.float32)
+SINKS = jnp.asarray(RNG.standard_normal((2, 1)).astype(np.float32))
 
 
 @pytest.mark.parametrize(

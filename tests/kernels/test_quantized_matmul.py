@@ -158,7 +158,7 @@ def test_the_code_that_stands_for_zero_is_zero_under_narrow_scales(dtype):
     want = steps * (numpy_weights(words, np.ones_like(zeros), 0 * zeros, "affine", 8) - np.repeat(zeros, 32, axis=0))
     got = dequantize(words, scales, zeros=zeros, bits=8)
     assert np.abs((got - want) / steps).max() < 1e-3
-    x = jnp.asarray(RNG.standard_normal((3, 64)), jnp.float32)
+    x = jnp.asarray(RNG.standard_normal((3, 64)).astype(np.float32))
     assert error(quantized_matmul(x, words, scales, zeros=zeros, bits=8), np.asarray(x, np.float64) @ want) < 2e-6
 
 

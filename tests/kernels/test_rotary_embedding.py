@@ -140,7 +140,7 @@ def test_bfloat16_keeps_integer_positions():
 
 def test_only_relative_positions_matter():
     rng = np.random.default_rng(1)
-    q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, H)), jnp.float32) for _ in range(2))
+    q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, H)).astype(np.float32)) for _ in range(2))
 
     def at(x, p):
         return rotary_embedding(x, jnp.array([[p]]))
@@ -156,7 +156,7 @@ def test_only_relative_positions_matter():
 def test_the_product_of_xpos_falls_with_the_distance_alone(center):
     """As the paper states it: the product of each pair falls by zeta_i^(distance / scale_base), wherever the two are."""
     rng = np.random.default_rng(2)
-    q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, H)), jnp.float32) for _ in range(2))
+    q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, H)).astype(np.float32)) for _ in range(2))
 
     def score(query_at, key_at, pair=slice(None), scaled=True):
         options = ({"xpos": XPos(center=center)}, {"xpos": XPos(inverse=True, center=center)}) if scaled else ({}, {})
@@ -178,7 +178,7 @@ BACKENDS = ("triton_gpu", "pallas_tpu", "xla")
 @pytest.mark.parametrize("options", [{}, {"xpos": XPos(center=900.0), "rotary_dim": 10, "interleaved": True}])
 def test_queries_and_keys_at_once_are_both_alone(backend, options):
     rng = np.random.default_rng(3)
-    q, k = (jnp.asarray(rng.standard_normal((B, T, n, H)), jnp.float32) for n in (6, 2))
+    q, k = (jnp.asarray(rng.standard_normal((B, T, n, H)).astype(np.float32)) for n in (6, 2))
     positions = jnp.asarray(rng.integers(0, 3000, (1, T)), jnp.int32)
     xpos = options.get("xpos")
     of_key = {**options, "xpos": None if xpos is None else XPos(True, center=900.0)}
@@ -302,7 +302,7 @@ def test_heads_of_a_model_are_read_and_written_16_bytes_at_a_time():
 
 def test_queries_and_keys_on_a_mesh():
     rng = np.random.default_rng(4)
-    q, k = (jnp.asarray(rng.standard_normal((2, 4, n, H)), jnp.float32) for n in (4, 2))
+    q, k = (jnp.asarray(rng.standard_normal((2, 4, n, H)).astype(np.float32)) for n in (4, 2))
     positions = jnp.asarray(rng.integers(0, 100, (2, 4)), jnp.int32)
 
     def value_and_gradient(function, **where):

@@ -17,7 +17,7 @@ import numpy as np
 
 from kernels.engines.attention.ranges import RULES, KeyRange, interval_of, visible
 from kernels.framework import segments
-from kernels.framework.options import is_array
+from kernels.framework.options import ARRAYS
 
 Window = tuple[int | None, int | None]
 # Positions and distances are below this, so their sums fit in int32.
@@ -81,6 +81,7 @@ MASK_FEATURES = {name: name for rule in RULES for name in rule.fields if name no
     "dense_mask": "attention_mask",
 }
 _INDICES = tuple(name for name in MASK_DIMS if name != "attention_mask")
+_READ_BY_RULES = frozenset(name for rule in RULES for name in rule.fields)
 
 
 @jax.tree_util.register_dataclass
@@ -122,7 +123,8 @@ class MaskInfo:
 
     def __post_init__(self) -> None:
         for name in _INDICES:
-            object.__setattr__(self, name, segments.narrowed(getattr(self, name), name))
+            if (array := getattr(self, name)) is not None:
+                object.__setattr__(self, name, segments.narrowed(array, name))
 
     @classmethod
     def from_segments(cls, q_segment_ids: Any, kv_segment_ids: Any = None, **options: Any) -> MaskInfo:
@@ -208,7 +210,7 @@ class MaskInfo:
         merged["prefix_lengths"] = b if a is None else a if b is None else jnp.minimum(a, b)
         a, b = self.attention_mask, other.attention_mask
         merged["attention_mask"] = b if a is None else a if b is None else a & b
-        a, b = ((m.q_segment_ids, m.kv_segment_ids) for m in (self, other))
+        a, b = (self.q_segment_ids, self.kv_segment_ids), (other.q_segment_ids, other.kv_segment_ids)
         both = a[0] is not None and b[0] is not None
         merged["q_segment_ids"], merged["kv_segment_ids"] = segments.joint(*a, *b) if both else b if a[0] is None else a
         merged |= {"causal": self.causal or other.causal, "packed": self.packed or other.packed}
@@ -243,24 +245,24 @@ class MaskInfo:
     @property
     def data_fields(self) -> tuple[str, ...]:
         """Names of the array fields that are set."""
-        return tuple(name for name in MASK_DIMS if getattr(self, name) is not None)
+        return (*[name for name in MASK_DIMS if getattr(self, name) is not None],)
 
     @property
     def used(self) -> tuple[str, ...]:
         """Names of all fields that are set, rules and arrays."""
-        rules = (f.name for f in dataclasses.fields(self) if f.name not in MASK_DIMS and f.name != "packed")
-        return (*(name for name in rules if getattr(self, name) not in (None, False)), *self.data_fields)
+        return (*[name for name in _OPTIONS if getattr(self, name) not in (None, False)], *self.data_fields)
 
     def check(self, batch: int, q_length: int, kv_length: int, num_heads: int) -> None:
         """Raises ValueError, naming the field, if one is not an array or does not fit the queries and keys."""
-        for name in self.data_fields:
+        given = self.data_fields
+        for name in given:
             value, kind = getattr(self, name), np.bool_ if name == "attention_mask" else np.integer
-            if not is_array(value) or not jnp.issubdtype(value.dtype, kind):
+            if not isinstance(value, ARRAYS) or not jnp.issubdtype(value.dtype, kind):
                 raise ValueError(
                     f"mask field {name!r} must be an array of {'bools' if kind is np.bool_ else 'integers'}, got "
-                    + (str(value.dtype) if is_array(value) else type(value).__name__)
+                    + (str(value.dtype) if isinstance(value, ARRAYS) else type(value).__name__)
                 )
-        for name in self.data_fields:
+        for name in given:
             value, length = getattr(self, name), {"T": q_length, "S": kv_length}.get(MASK_DIMS[name][-1])
             if MASK_DIMS[name] in (("B", "T"), ("B", "S")) and not (
                 value.ndim == 2 and value.shape[0] in (1, batch) and value.shape[1] == length
@@ -279,8 +281,12 @@ class MaskInfo:
         for a, b in (("q_segment_ids", "kv_segment_ids"), ("q_positions", "kv_positions")):
             if (getattr(self, a) is None) != (getattr(self, b) is None):
                 raise ValueError(f"mask fields {a!r} and {b!r} must be given together")
-        _check_count("chunk_size", self.chunk_size, "chunks")
-        _check_count("sink_tokens", self.sink_tokens, "sink tokens")
+        for name, what in (("chunk_size", "chunks"), ("sink_tokens", "sink tokens")):
+            count = getattr(self, name)
+            if count is not None and (not is_integer(count) or not 1 <= count < _FARTHEST):
+                raise ValueError(
+                    f"argument {name!r} must be a positive integer less than {_FARTHEST}, got {count!r}; use None for no {what}"
+                )
         if not isinstance(self.causal, (bool, np.bool_)):
             raise ValueError(f"mask field 'causal' must be True or False, got {self.causal!r}")
         if self.window is not None and not (isinstance(self.window, tuple) and _is_window(self.window)):
@@ -304,13 +310,12 @@ class MaskInfo:
     @property
     def rules_are_static(self) -> bool:
         """Whether the visible positions of each query are known without reading any array."""
-        return self.q_positions is None and not any(name in rule.fields for rule in RULES for name in self.data_fields)
+        return self.q_positions is None and _READ_BY_RULES.isdisjoint(self.data_fields)
 
     @property
     def counts_in_segments(self) -> bool:
         """Whether a rule counts tokens from the start of each segment, and so needs unsharded rows: see `resolved`."""
-        applies = self.chunks_in_segments and self.q_segment_ids is not None
-        return applies and any(rule.counts(self) for rule in RULES)
+        return self.q_segment_ids is not None and self.chunks_in_segments and any(rule.counts(self) for rule in RULES)
 
     def loosened(self, unknown: Collection[str]) -> MaskInfo:
         """Returns the mask without these data fields and the rules that read them: an upper bound on the keys that a query
@@ -339,8 +344,8 @@ class MaskInfo:
           order: int [L], each token's position in the sequence, if queries and keys are permuted.
         """
         mask = self
-        for rule in RULES:
-            if mask.counts_in_segments and rule.counts(mask):
+        for rule in RULES if self.counts_in_segments else ():
+            if rule.counts(mask):
                 mask = rule.resolved(mask, order)
         return mask
 
@@ -357,11 +362,8 @@ class MaskInfo:
         return seen if keys.dense is None else seen & keys.dense
 
 
-def _check_count(name: str, count: Any, what: str) -> None:
-    if count is not None and (not is_integer(count) or not 1 <= count < _FARTHEST):
-        raise ValueError(
-            f"argument {name!r} must be a positive integer less than {_FARTHEST}, got {count!r}; use None for no {what}"
-        )
+# Names of the fields that are options, not arrays. `packed` says where chunks count from, and is no rule.
+_OPTIONS = tuple(f.name for f in dataclasses.fields(MaskInfo) if f.name not in MASK_DIMS and f.name != "packed")
 
 
 def features_of_masks() -> dict[str, Callable[[Any], bool]]:

@@ -218,7 +218,7 @@ def interval_of(mask: Any, q: Any) -> Interval:
             assert whole.gap_low is None, "two rules leave a gap, but a range can have only one"
             whole = whole._replace(gap_low=one.gap_low, gap_high=one.gap_high)
         whole = whole._replace(low=_joined(whole.low, one.low, q, "low"), high=_joined(whole.high, one.high, q, "high"))
-    return Interval(*(_static(end, q) for end in whole))
+    return Interval(*[_static(end, q) if isinstance(end, np.ndarray) else end for end in whole])
 
 
 def visible(keys: KeyRange) -> jax.Array:

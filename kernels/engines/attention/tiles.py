@@ -52,16 +52,13 @@ class _Keys(NamedTuple):
 
 def _extremes(x: Any, valid: Any, tile: int, xp: Any) -> tuple[Any, Any]:
     """Returns (min, max) of the valid entries of x [#B, length] in each tile; if none is valid, values that match
-    nothing."""
-    x, valid = xp.broadcast_arrays(x, valid)
-    batch, length = x.shape
-    tiles = -(-length // tile)
-    pad = ((0, 0), (0, tiles * tile - length))
+    nothing.
 
-    def padded(fill: int) -> Any:
-        return xp.pad(xp.where(valid, x, fill), pad, constant_values=fill).reshape(batch, tiles, tile)
-
-    return padded(_FAR).min(-1), padded(-_FAR).max(-1)
+    Args:
+      valid: bool [#B, n, tile], see `_valid`.
+    """
+    x = xp.pad(x, ((0, 0), (0, valid.shape[1] * tile - x.shape[1]))).reshape(x.shape[0], *valid.shape[1:])
+    return xp.where(valid, x, _FAR).min(-1), xp.where(valid, x, -_FAR).max(-1)
 
 
 def _library(keys: KeyRange) -> Any:
@@ -70,15 +67,14 @@ def _library(keys: KeyRange) -> Any:
 
 
 def _valid(segments: Any, length: int, tile: int, xp: Any) -> tuple[Any, Any, Any]:
-    """Returns which tokens are valid (not padding) [#B, length], whether any in a tile is, and whether all are."""
+    """Returns which tokens are valid (not padding, nor past the last) [#B, n, tile], whether any in a tile is, and
+    whether all are that are not past the last."""
     valid = xp.ones((1, length), bool) if segments is None else segments >= 0
-    tiles = -(-length // tile)
-    pad = ((0, 0), (0, tiles * tile - length))
-
-    def padded(fill: bool) -> Any:
-        return xp.pad(valid, pad, constant_values=fill).reshape(valid.shape[0], tiles, tile)
-
-    return valid, padded(False).any(-1), padded(True).all(-1)
+    pad = ((0, 0), (0, -length % tile))
+    tiles = (valid.shape[0], -(-length // tile), tile)
+    whole = xp.pad(valid, pad, constant_values=True).reshape(tiles).all(-1)
+    valid = xp.pad(valid, pad).reshape(tiles)
+    return valid, valid.any(-1), whole
 
 
 def _of_queries(keys: KeyRange, tile: int, xp: Any) -> _Queries:
@@ -105,10 +101,11 @@ def _met(keys: KeyRange, q_tile: int, kv_tile: int, xp: Any) -> tuple[Any, Any]:
     """Returns two bool [#B, query tiles, key tiles]: whether any pair may attend, and whether all do; ignores
     `dense`."""
     q, k = _of_queries(keys, q_tile, xp), _of_keys(keys, kv_tile, xp)
-    first, last = (x[:, None] for x in k.position)
+    first, last = [x[:, None] for x in k.position]
 
     def end(name: str) -> tuple[Any, Any]:
-        return tuple(x if isinstance(x, int) else x[:, :, None] for x in q.ends[name])  # pyrefly: ignore[bad-return]
+        least, greatest = [x if isinstance(x, int) else x[:, :, None] for x in q.ends[name]]
+        return least, greatest
 
     some = q.some[:, :, None] & k.some[:, None]
     every = some & q.whole[:, :, None] & k.whole[:, None]
@@ -123,7 +120,7 @@ def _met(keys: KeyRange, q_tile: int, kv_tile: int, xp: Any) -> tuple[Any, Any]:
         some &= (first < low_most) | (last > high_least)
         every &= (last < low) | (first > high) | (high < low)  # the tile is outside the gap, or the gap is empty
     if q.segments is not None and k.segments is not None:
-        (a, b), (c, d) = (x[:, :, None] for x in q.segments), (x[:, None] for x in k.segments)
+        (a, b), (c, d) = [x[:, :, None] for x in q.segments], [x[:, None] for x in k.segments]
         some, every = some & (a <= d) & (c <= b), every & (a == d) & (c == b)
     return some, every
 

@@ -74,7 +74,7 @@ def outputs(
         stream = ((wide + residual.astype(compute)).astype(residual.dtype),)
         wide = stream[0].astype(compute)
     out, *statistics = normalise(wide, weight, bias, norm)
-    return out.astype(x.dtype), *stream, *(y[..., 0] for y in statistics)
+    return out.astype(x.dtype), *stream, *[y[..., 0] for y in statistics]
 
 
 def normalise(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, norm: Norm) -> list[jax.Array]:

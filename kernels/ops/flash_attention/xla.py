@@ -86,7 +86,8 @@ def _prepare(query, key, value, mask, bias, block_q, block_k) -> tuple[KeyRange,
     keys = key_range(mask, T, S)
     active = active_tiles(keys, block_q, block_k)
     order, count = _compacted(active)
-    rows, columns = ({n: jnp.asarray(x) for n, x in xs.items()} for xs in (keys.of_queries(), keys.of_keys()))
+    rows = {n: jnp.asarray(x) for n, x in keys.of_queries().items()}
+    columns = {n: jnp.asarray(x) for n, x in keys.of_keys().items()}
     whole_q, whole_k = active.shape[0] * block_q, active.shape[1] * block_k
     # A padded index is past the end, which distinguishes padding from data.
     rows["index"] = jnp.arange(whole_q, dtype=jnp.int32)[None]
@@ -235,7 +236,7 @@ def forward(
     index = jnp.arange(blocks.order.shape[0], dtype=jnp.int32)
     xs = (index, _split(query, blocks.block_q), blocks.rows, blocks.order, blocks.count)
     _, (out, lse) = jax.lax.scan(query_block, None, xs)
-    out, lse = (jnp.moveaxis(x, 0, 1).reshape(B, -1, *x.shape[3:])[:, :T] for x in (out, lse))
+    out, lse = [jnp.moveaxis(x, 0, 1).reshape(B, -1, *x.shape[3:])[:, :T] for x in (out, lse)]
     return out, lse
 
 
