@@ -10,6 +10,7 @@ from ejdist.dtypes import dtype_name
 from ejdist.experts.layer import ACTIVATIONS as EXPERT_ACTIVATIONS
 from ejdist.experts.layer import CLAMPED
 from ejdist.experts.router import BALANCE, SCORES
+from ejdist.models.recurrent_shapes import GatedDeltaShape, LightningShape, Mamba2Shape
 from ejdist.models.remat import REMAT
 from ejdist.sections import operational, spelled
 from kernels.ops.gated_mlp import ACTIVATIONS
@@ -166,6 +167,16 @@ class LatentShape:
             )
 
 
+# Name of a part -> its section of a model's, what that is, and the size in it that a layer cannot do without.
+SECTIONS: dict[str, tuple[str, type, str]] = {
+    "experts": ("experts", ExpertsShape, "num"),
+    "latent_attention": ("latent", LatentShape, "kv_rank"),
+    "gated_delta": ("gated_delta", GatedDeltaShape, "num_key_heads"),
+    "mamba2": ("mamba2", Mamba2Shape, "num_heads"),
+    "lightning": ("lightning", LightningShape, "num_heads"),
+}
+
+
 @dataclass(unsafe_hash=True)
 class DecoderShape:
     """Shape and options of a decoder, which its layers read. Not frozen: recipes compose it."""
@@ -211,6 +222,9 @@ class DecoderShape:
     remat: str = operational("attention")  # what the backward keeps or recomputes: none, dots, attention, full, ...
     experts: ExpertsShape = field(default_factory=ExpertsShape)
     latent: LatentShape = field(default_factory=LatentShape)
+    gated_delta: GatedDeltaShape = field(default_factory=GatedDeltaShape)
+    mamba2: Mamba2Shape = field(default_factory=Mamba2Shape)
+    lightning: LightningShape = field(default_factory=LightningShape)
 
     def __post_init__(self) -> None:
         self.first_layers, self.layer_pattern = tuple(self.first_layers), tuple(self.layer_pattern)
@@ -283,15 +297,16 @@ class DecoderShape:
             raise ValueError(
                 f"model.{ignored[0]} applies to plain attention, but no layer of model.layer_pattern has it: leave it out"
             )
-        for part, configured, size, example in (
-            ("experts", self.experts != ExpertsShape(), "experts.num", "full+experts"),
-            ("latent_attention", self.latent != LatentShape(), "latent.kv_rank", "latent+mlp"),
-        ):
+        for part, (section, shape, size) in SECTIONS.items():
+            configured = getattr(self, section) != shape()
             if part in parts and not configured:
-                raise ValueError(f"model.{size} must be positive, got 0: model.layer_pattern has layers with {part}")
-            if configured and part not in parts:
                 raise ValueError(
-                    f"model.{size.partition('.')[0]} is given, but no layer has {part}: put one into model.layer_pattern, for "
+                    f"model.{section}.{size} must be positive, got 0: model.layer_pattern has layers with {part}"
+                )
+            if configured and part not in parts:
+                example = f"full+{part}" if section == "experts" else f"{section}+mlp"
+                raise ValueError(
+                    f"model.{section} is given, but no layer has {part}: put one into model.layer_pattern, for "
                     f"example {example}, or leave it out"
                 )
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from ejdist.models.config import DecoderShape
+from ejdist.models.config import SECTIONS, DecoderShape
 from ejdist.registered import LAYER, sections_of
 from ejdist.sections import flat
 
@@ -46,10 +46,10 @@ def deciding(c: DecoderShape) -> dict[str, Any]:
         unused |= {"head_dim", "num_kv_heads"}
     if "experts" in parts:
         values["experts.activation"] = c.experts.activation or c.activation
-    plugin_sections = [(name, f"{name}.") for name in sections_of(LAYER)]
-    for part, prefix in (("experts", "experts."), ("latent_attention", "latent."), *plugin_sections):
+    sections = {part: section for part, (section, *_) in SECTIONS.items()} | {name: name for name in sections_of(LAYER)}
+    for part, section in sections.items():
         if part not in parts:
-            unused |= {k for k in values if k.startswith(prefix)}
+            unused |= {k for k in values if k.startswith(f"{section}.")}
     if c.rope_scaling is None:
         unused |= {k for k in values if k.startswith("rope_") and k not in ("rope_base", "rope_scaling")}
     elif c.rope_scaling == "yarn" and c.rope_attention_factor is None:

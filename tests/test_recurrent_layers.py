@@ -1,0 +1,253 @@
+"""Layers that are recurrences: each against a loop in NumPy, on every mesh, in every order that there is a form for, and in
+runs and plans of hybrids."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy_recurrence import slope
+from recurrent_layers_loop import LAYERS
+from small_run import TINY, losses
+
+from ejdist import Unsupported, make_mesh
+from ejdist.costs import PERMUTE
+from ejdist.experts.schemes import AllToAll
+from ejdist.models import decoder, parts
+from ejdist.models.parameters import Param, initialise
+from ejdist.models.recurrent_shapes import GatedDeltaShape, LightningShape, Mamba2Shape
+from ejdist.models.remat import REMAT
+from ejdist.models.share import Share
+from ejdist.operations import bind_ops
+from ejdist.order import Order
+from ejdist.planning.candidates import orders_searched
+from ejdist.sequence.schemes import Ring
+from ejdist.training.loop import train
+from ejdist.training.program import make_program
+from launch.plan import parse, plan
+from recipes.schema import compose
+
+KINDS = [*LAYERS]
+SIZES = {
+    "gated_delta": GatedDeltaShape(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, conv_width=3),
+    "mamba2": Mamba2Shape(num_heads=4, head_dim=3, state_dim=5, num_groups=2, conv_width=3),
+    "lightning": LightningShape(num_heads=4, head_dim=3),
+}
+# Documents that begin next to each other, with padding between two of one id and at the end of a row.
+IDS = np.array([[0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2, -1, 3, 3, 3, 3], [5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 6, 6, 6, -1, -1]])
+
+
+def config(kind, **changes):
+    return decoder.DecoderConfig(
+        model_dim=8, num_layers=3, layer_pattern=(f"{kind}+mlp",), norm_eps=1e-5, **{kind: SIZES[kind]}, **changes
+    )
+
+
+def drawn(part, c, seed=0):
+    """Returns parameters of a layer, none of which has the value that it starts with."""
+    rng = np.random.default_rng(seed)
+    spread = {"zeros": (0, 0.5), "ones": (1, 0.3), "normal": (0, 0.6), "log": (0.3, 0.5), "inverse_softplus": (-1, 0.7)}
+    return {n: (spread[p.init][0] + spread[p.init][1] * rng.standard_normal(p.shape)).astype(np.float32)
+            for n, p in part.declare(c).items()}  # fmt: skip
+
+
+def layer(kind, c, number):
+    """Returns the function (params, x) -> the result of a layer of that kind."""
+    batch = {"segment_ids": jnp.asarray(IDS)}
+    at = parts.LayerContext(c, bind_ops(None), batch, 0, jnp.int32(number), 0, 0, {})
+    return lambda params, x: parts.PARTS[kind].apply(x, params, at)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_is_what_it_is_published_as(kind):
+    """Its result, and its derivative along a direction of everything at once, for documents packed into rows."""
+    c, number = config(kind), 1
+    params = drawn(parts.PARTS[kind], c)
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((*IDS.shape, c.model_dim)).astype(np.float32)
+    weight = np.cos(np.arange(x.size)).reshape(x.shape)
+    loop = functools.partial(LAYERS[kind], batch={"segment_ids": IDS}, c=c, layer=number)
+
+    @jax.jit
+    def of(params, x):
+        made, back = jax.vjp(layer(kind, c, number), params, x)
+        return made, back(jnp.asarray(weight, jnp.float32))
+
+    made, (grads, dx) = of(params, x)
+    floats = {n: np.float64(p) for n, p in params.items()} | {"x": np.float64(x)}
+    np.testing.assert_allclose(made, loop(floats["x"], floats), rtol=1e-5, atol=1e-5)
+    along = {n: rng.standard_normal(p.shape) for n, p in floats.items()}
+    want = slope(lambda a: float(np.sum(weight * loop(a["x"], a))), floats, along)
+    every = {**grads, "x": dx}
+    assert sum(float(np.sum(along[n] * np.float64(every[n]))) for n in along) == pytest.approx(want, rel=2e-4)
+    assert all(np.abs(g).max() > 0 for g in every.values()), "every parameter has an effect"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_leaks_from_a_document_into_another(kind):
+    """Also not of a document into padding, and of padding into anything."""
+    c = config(kind)
+    params, rng = drawn(parts.PARTS[kind], c), np.random.default_rng(2)
+    x = rng.standard_normal((*IDS.shape, c.model_dim)).astype(np.float32)
+    run = jax.jit(layer(kind, c, 0))
+    made = np.asarray(run(params, x))
+    for where in (IDS == 0, IDS == 5, IDS == -1):
+        changed = np.asarray(run(params, np.where(where[..., None], x + 1, x)))
+        np.testing.assert_array_equal(changed[~where], made[~where])
+    np.testing.assert_array_equal(made[IDS < 0], x[IDS < 0])
+
+
+def test_decays_start_as_they_are_published():
+    declared = {n: dataclasses.replace(p, shape=(4096,)) for n, p in parts.PARTS["mamba2"].declare(config("mamba2")).items()
+                if n in ("mamba2_a_log", "mamba2_dt_bias")}  # fmt: skip
+    made = {n: np.asarray(x, np.float64) for n, x in initialise(declared, jax.random.key(0)).items()}
+    rates, steps = np.exp(made["mamba2_a_log"]), np.log1p(np.exp(made["mamba2_dt_bias"]))
+    for values, low, high in ((rates, 1, 16), (np.log(steps), np.log(1e-3), np.log(1e-1))):
+        assert (
+            low - 1e-4 < values.min() < low + 0.02 * (high - low)
+            and high - 0.02 * (high - low) < values.max() < high + 1e-4
+        )
+        assert values.mean() == pytest.approx((low + high) / 2, abs=0.02 * (high - low))
+    with pytest.raises(ValueError, match="init 'uniform' is unknown; use one of normal, zeros, ones, log"):
+        Param((2,), "N", "uniform")
+
+
+def test_what_weight_decay_leaves_alone():
+    for kind in KINDS:
+        declared = parts.PARTS[kind].declare(config(kind))
+        alone = {n.removeprefix(f"{kind}_") for n, p in declared.items() if not p.decay}
+        assert alone >= {"norm", "out_norm"} and not {n for n, p in declared.items() if not p.decay and p.inputs}
+        if kind != "lightning":
+            assert alone >= {"a_log", "dt_bias"}
+    assert not parts.PARTS["mamba2"].declare(config("mamba2"))["mamba2_skip"].decay
+
+
+# -- in runs --------------------------------------------------------------------------------------------------------------
+
+HYBRID = [
+    *TINY, "model.num_layers=4", "model.layer_pattern=[gated_delta+mlp,mamba2+mlp,lightning+none,full+mlp]",
+    "model.gated_delta.num_key_heads=2", "model.gated_delta.num_value_heads=4", "model.gated_delta.key_dim=8",
+    "model.gated_delta.value_dim=8", "model.mamba2.num_heads=4", "model.mamba2.head_dim=8", "model.mamba2.state_dim=8",
+    "model.lightning.num_heads=4", "model.lightning.head_dim=8", "run.steps=3", "optimizer.learning_rate=1e-2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def of_one_device(corpus, tmp_path_factory):
+    return run(tmp_path_factory.mktemp("one"), corpus, "mesh.sp=1")
+
+
+def run(directory, corpus, *overrides):
+    train(compose([*HYBRID, *corpus, f"run.dir={directory}", *overrides]), log=lambda line: None)
+    return losses(directory)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["mesh.sp=2", "mesh.tp=2", "sequence.order=contiguous"],
+        pytest.param(["mesh.sp=4", "sequence.order=zigzag"]),
+        pytest.param(["mesh.sp=2", "sequence.order=contiguous"], marks=pytest.mark.slow),
+        pytest.param(["mesh.sp=4", "sequence.order=striped"], marks=pytest.mark.slow),
+        pytest.param(
+            ["mesh.sp=1", "mesh.tp=4", "model.num_kv_heads=4", "model.gated_delta.num_key_heads=4"], marks=pytest.mark.slow
+        ),
+        pytest.param(["mesh.sp=2", "mesh.tp=2", "model.mamba2.num_groups=2"], marks=pytest.mark.slow),
+        pytest.param(["mesh.sp=1", "mesh.fsdp=2"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_losses_are_the_same_on_every_mesh(layout, of_one_device, corpus, tmp_path):
+    """Of several steps of packed documents, so that gradients are right too."""
+    sizes = [word for word in layout if word.startswith("model.")]
+    want = of_one_device if not sizes else run(tmp_path / "one", corpus, "mesh.sp=1", *sizes)
+    assert run(tmp_path / "many", corpus, *layout) == pytest.approx(want, abs=2e-5) and want[-1] < want[0]
+
+
+# -- what is refused, and plans -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("gated_delta", [], "model.gated_delta.num_key_heads must be positive, got 0: model.layer_pattern has layers with"),
+        ("mamba2", [], "model.mamba2.num_heads must be positive, got 0: model.layer_pattern has layers with mamba2"),
+        ("lightning", [], "model.lightning.num_heads must be positive, got 0"),
+        ("none", ["mamba2.num_heads=4"], r"model.mamba2 is given, but no layer has mamba2: .* for example mamba2\+mlp"),
+        ("gated_delta", ["gated_delta.num_key_heads=2"], "model.gated_delta.num_value_heads must be positive, got 0"),
+        ("gated_delta", ["gated_delta.num_key_heads=3", "gated_delta.num_value_heads=4"],
+         "model.gated_delta.num_value_heads = 4 must be a multiple of model.gated_delta.num_key_heads = 3"),
+        ("mamba2", ["mamba2.num_heads=4", "mamba2.num_groups=3"],
+         "model.mamba2.num_heads = 4 must be a multiple of model.mamba2.num_groups = 3"),
+        ("lightning", ["lightning.num_heads=4", "lightning.head_dim=0"], "model.lightning.head_dim must be positive"),
+        ("mamba3", [], r"'mamba3\+mlp' is not MIXER\+FEED_FORWARD. Mixers: .* mamba2,"),
+    ],
+)  # fmt: skip
+def test_sizes_that_make_no_layer_are_refused_by_their_key(kind, changes, said):
+    with pytest.raises(ValueError, match=said):
+        compose([*TINY, f"model.layer_pattern=[{kind}+mlp,full]", *(f"model.{c}" for c in changes)]).model.build()
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh", "error", "said"),
+    [
+        ([], {"tp": 4}, ValueError,
+         "model.gated_delta.num_key_heads: dim K = 2 cannot be divided over tp=4; make it a multiple of 4"),
+        (["sequence.order=balanced"], {"sp": 2}, Unsupported,
+         "causal_conv1d: its result depends on the order of the tokens, and they are in order 'balanced' over 2 ranks"),
+    ],
+)  # fmt: skip
+def test_a_mesh_or_an_order_that_a_recurrence_has_no_form_for(changes, mesh, error, said):
+    devices = make_mesh(**mesh, devices=jax.devices()[: max(mesh.values())])
+    with pytest.raises(error, match=said):
+        recipe = compose([*HYBRID, "model.num_kv_heads=4", *(f"mesh.{a}={n}" for a, n in mesh.items()), *changes])
+        program = make_program(recipe, devices)
+        program.step.trace(program.state, program.batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_layer_sends_is_states_and_windows(kind):
+    """Four ranks, one row of a document, bfloat16: two hops of a scan and one to the next rank, each of what a rank does to the
+    states, in float32, and of what it does to the inputs before a token; forward and backward."""
+    c, m = config(kind), SIZES[kind]
+    on = Share(64, 2, 256, REMAT["none"], Ring(), Order("contiguous", 4), AllToAll())
+    numbers = {
+        "gated_delta": lambda: 4 * (3 * 5 + 3 * 3) + (3 - 1) * 2 * (3 + 3 + 2 * 5),
+        "mamba2": lambda: 4 * (3 * 5 + 1) + (3 - 1) * (4 * 3 + 2 * 2 * 5),
+        "lightning": lambda: 4 * (3 * 3 + 1),
+    }[kind]()
+    sent = parts.PARTS[kind].traffic(c, on)
+    assert m == getattr(c, kind) and sent.bytes == {("sp", PERMUTE): 2 * 3 * 4 * numbers}
+    longer = dataclasses.replace(on, tokens=1024, length=4096)
+    assert parts.PARTS[kind].traffic(c, longer).bytes == sent.bytes
+    again = parts.PARTS[kind].traffic(c, dataclasses.replace(on, remat=REMAT["full"]))
+    assert again.bytes == {("sp", PERMUTE): 3 * 3 * 4 * numbers}
+
+
+def test_flops_of_layers_by_hand():
+    """Projections; taps of convolutions; and of each state 2 for a product with it and 2 for what is added."""
+    assert parts.PARTS["gated_delta"].flops(config("gated_delta")).token == (
+        2 * 8 * (2 * (3 + 3 + 10) + 4 * 5 + 2 * 4 + 4 * 5) + 2 * 3 * 2 * 16 + 6 * 4 * 3 * 5
+    )
+    assert parts.PARTS["mamba2"].flops(config("mamba2")).token == (
+        2 * 8 * (3 * 4 * 3 + 2 * 2 * 5 + 4) + 2 * 3 * (4 * 3 + 2 * 2 * 5) + 4 * 4 * 3 * 5
+    )
+    assert parts.PARTS["lightning"].flops(config("lightning")).token == 2 * 8 * 5 * 4 * 3 + 4 * 4 * 3 * 3
+
+
+def test_a_hybrid_is_planned():
+    """It trains long rows faster than its twin with attention alone, and in an order that its recurrences take."""
+
+    def planned(model):
+        words = (
+            "device=h100 devices=8 finalists=0 recipe=hybrid_long_context data.sequence_length=262144 mesh.sp=8".split()
+        )
+        orders = orders_searched(compose([f"model={model}", "recipe=hybrid_long_context"]), (("sp", 4),))
+        made = plan(parse([*words, "search=false", f"model={model}"]))["plan"]["predicted"]
+        return made, {name for name in orders if Order(name, 4).carried}
+
+    (mixed, none), (dense, carried) = planned("hybrid_nano"), planned("nano")
+    assert mixed["tokens_per_second"] > dense["tokens_per_second"] and mixed["bytes"] > 0
+    assert not none and carried
