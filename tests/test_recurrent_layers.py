@@ -15,8 +15,9 @@ from small_run import TINY, losses
 from ejdist import Unsupported, make_mesh
 from ejdist.costs import PERMUTE
 from ejdist.experts.schemes import AllToAll
+from ejdist.layout import ACTIVATIONS, PARAMETERS, sharding
 from ejdist.models import decoder, parts
-from ejdist.models.parameters import Param, initialise
+from ejdist.models.parameters import Param, initialise, map_declared
 from ejdist.models.recurrent_shapes import GatedDeltaShape, LightningShape, Mamba2Shape
 from ejdist.models.remat import REMAT
 from ejdist.models.share import Share
@@ -124,7 +125,44 @@ def test_what_weight_decay_leaves_alone():
     assert not parts.PARTS["mamba2"].declare(config("mamba2"))["mamba2_skip"].decay
 
 
-# -- in runs --------------------------------------------------------------------------------------------------------------
+# -- on a mesh, and in runs -----------------------------------------------------------------------------------------------
+
+
+def value_and_gradient(kind, mesh=None, order="contiguous"):
+    """Returns the loss of a model of such layers on packed rows, and its gradient; on a mesh, of parameters as stored."""
+    c = config(kind, vocab_size=16, remat="none")
+    c = dataclasses.replace(c, num_layers=1, layer_pattern=(f"{kind}+none",))
+    model, rng = c.build(), np.random.default_rng(3)
+    batch = {n: rng.integers(0, 16, IDS.shape).astype(np.int32) for n in ("tokens", "targets")}
+    batch |= {"positions": np.zeros_like(batch["tokens"]), "segment_ids": IDS.astype(np.int32)}
+    params = initialise(model.declared, jax.random.key(0))
+    params["layers"] |= {n: jnp.asarray(x)[None] for n, x in drawn(parts.PARTS[kind], c).items()}
+    if mesh is not None:
+        order = Order(order, mesh.shape["sp"])
+        places = map_declared(lambda _, p: sharding(mesh, p.dims.split(), PARAMETERS, shape=p.shape), model.declared)
+        params = jax.device_put(params, places)
+        batch = {n: jax.device_put(order.permute(x), sharding(mesh, "BT", ACTIVATIONS)) for n, x in batch.items()}
+    ops = bind_ops(mesh, order=None if mesh is None else order)
+    return jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, ops)[0]))(params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "order"),
+    [
+        ("gated_delta", {"sp": 2, "tp": 2}, "contiguous"),
+        ("mamba2", {"sp": 4}, "zigzag"),
+        *(pytest.param(kind, {"sp": 2, "tp": 2}, "striped", marks=pytest.mark.slow) for kind in KINDS),
+        *(pytest.param(kind, {"sp": 4}, "contiguous", marks=pytest.mark.slow) for kind in KINDS),
+    ],
+)
+def test_a_mesh_changes_neither_loss_nor_gradient(kind, sizes, order):
+    mesh = make_mesh(**sizes, devices=jax.devices()[:4])
+    want, gradient = value_and_gradient(kind)
+    made, split = value_and_gradient(kind, mesh, order)
+    assert float(made) == pytest.approx(float(want), rel=1e-6)
+    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(split), strict=True):
+        np.testing.assert_allclose(other, one, atol=2e-5 * np.abs(np.asarray(one)).max())
+
 
 HYBRID = [
     *TINY, "model.num_layers=4", "model.layer_pattern=[gated_delta+mlp,mamba2+mlp,lightning+none,full+mlp]",
@@ -144,21 +182,18 @@ def run(directory, corpus, *overrides):
     return losses(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
         ["mesh.sp=2", "mesh.tp=2", "sequence.order=contiguous"],
-        pytest.param(["mesh.sp=4", "sequence.order=zigzag"]),
-        pytest.param(["mesh.sp=2", "sequence.order=contiguous"], marks=pytest.mark.slow),
-        pytest.param(["mesh.sp=4", "sequence.order=striped"], marks=pytest.mark.slow),
-        pytest.param(
-            ["mesh.sp=1", "mesh.tp=4", "model.num_kv_heads=4", "model.gated_delta.num_key_heads=4"], marks=pytest.mark.slow
-        ),
-        pytest.param(["mesh.sp=2", "mesh.tp=2", "model.mamba2.num_groups=2"], marks=pytest.mark.slow),
-        pytest.param(["mesh.sp=1", "mesh.fsdp=2"], marks=pytest.mark.slow),
+        ["mesh.sp=4", "sequence.order=zigzag"],
+        ["mesh.sp=4", "sequence.order=striped"],
+        ["mesh.sp=1", "mesh.tp=4", "model.num_kv_heads=4", "model.gated_delta.num_key_heads=4"],
+        ["mesh.sp=2", "mesh.fsdp=2", "model.mamba2.num_groups=2"],
     ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_losses_are_the_same_on_every_mesh(layout, of_one_device, corpus, tmp_path):
     """Of several steps of packed documents, so that gradients are right too."""
     sizes = [word for word in layout if word.startswith("model.")]
