@@ -17,7 +17,7 @@ from ejdist.costs import PERMUTE
 from ejdist.experts.schemes import AllToAll
 from ejdist.layout import ACTIVATIONS, PARAMETERS, sharding
 from ejdist.models import decoder, parts
-from ejdist.models.parameters import Param, initialise, map_declared
+from ejdist.models.parameters import Param, initialise, map_declared, num_parameters
 from ejdist.models.recurrent_shapes import GatedDeltaShape, LightningShape, Mamba2Shape
 from ejdist.models.remat import REMAT
 from ejdist.models.share import Share
@@ -286,3 +286,25 @@ def test_a_hybrid_is_planned():
     (mixed, none), (dense, carried) = planned("hybrid_nano"), planned("nano")
     assert mixed["tokens_per_second"] > dense["tokens_per_second"] and mixed["bytes"] > 0
     assert not none and carried
+
+
+def test_a_published_hybrid_is_as_large_as_it_is_called_and_is_planned():
+    """80 billion parameters, of which 3 multiply a token, beside embedding and output projection."""
+    c = compose(["model=qwen3_next_80b_a3b"]).model
+    model, table = c.build(), c.vocab_size * c.model_dim
+    assert num_parameters(model.declared) == pytest.approx(80e9, rel=0.01)
+    assert sum(f.token for f in model.flops) / 2 - table == pytest.approx(3.3e9, rel=0.05)
+    words = "device=h200 devices=64 finalists=0 recipe=moe_long_context model=qwen3_next_80b_a3b search=false"
+    made = plan(
+        parse(
+            [
+                *words.split(),
+                "data.sequence_length=131072",
+                "data.global_batch=16",
+                "mesh.fsdp=8",
+                "mesh.sp=8",
+                "mesh.ep=1",
+            ]
+        )
+    )
+    assert 0.1 < made["plan"]["predicted"]["mfu"] < 0.6 and made["fits"]

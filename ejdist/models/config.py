@@ -201,10 +201,12 @@ class DecoderShape:
     rope_truncate: bool = True  # whether yarn's ramp is between whole pairs; false in GPT-OSS
     # Position from which RoPE's angles are exact; before it they are float32, as in published models. 0: all; null: none.
     rope_exact_from: int | None = operational(EXACT_FROM, recorded=True)
+    rotary_dim: int | None = None  # entries of a head that RoPE turns, its first; null for all (Qwen3-Next: a quarter)
     qk_norm: bool = False  # RMSNorm of each query and key head (Qwen3)
     attention_bias: bool = False  # biases of the q, k and v projections (Qwen2)
     attention_output_bias: bool = False  # a bias of the output projection (GPT-OSS)
     attention_sinks: bool = False  # a learned logit per head that takes probability without a value (GPT-OSS)
+    attention_gate: bool = False  # weights each number of a head's output by a sigmoid of the token (Qwen3-Next)
     attention_scale: float | None = None  # scale of the logits; null for 1/sqrt(width of a query's head)
     tie_embeddings: bool = True  # the output projection is the embedding
     # Kinds of the first layers, before the pattern, as in layer_pattern.
@@ -254,6 +256,11 @@ class DecoderShape:
             )
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim = {self.head_dim} must be even: rotary embedding rotates pairs")
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
+            raise ValueError(
+                f"model.rotary_dim = {self.rotary_dim} must be even, positive and at most model.head_dim = {self.head_dim}, or "
+                "null for a whole head"
+            )
         if self.rope_exact_from is not None and not 0 <= self.rope_exact_from < 2**31:
             raise ValueError(
                 f"model.rope_exact_from = {self.rope_exact_from} must be a position: 0 for exact angles at all, or null for "
@@ -291,7 +298,14 @@ class DecoderShape:
                 f"model.sliding_window = {self.sliding_window}, but no layer has a window: put one into "
                 "model.layer_pattern, for example [window,full], or leave the window out"
             )
-        plain = ("qk_norm", "attention_bias", "attention_output_bias", "attention_sinks")
+        plain = (
+            "qk_norm",
+            "attention_bias",
+            "attention_output_bias",
+            "attention_sinks",
+            "attention_gate",
+            "rotary_dim",
+        )
         ignored = [name for name in plain if getattr(self, name)]
         if ignored and not parts & {"attention", "window_attention"}:
             raise ValueError(

@@ -20,10 +20,10 @@ from ejdist.models.part import LayerContext, Part, residual_std
 from ejdist.models.remat import PartBytes, Remat
 from ejdist.models.share import Share
 from ejdist.sequence.cost import states_sent
+from kernels.engines.scan.chunks import BYTES_TOGETHER
 
 RATES = (1.0, 16.0)  # between which A starts, the rate of a head's decay
 STEPS = (1e-3, 1e-1)  # between which the step size of a head starts
-CHUNK = 64  # tokens between the states that a backward has at once
 
 
 def _decaying(heads: int, name: str) -> dict[str, Param]:
@@ -81,6 +81,9 @@ class _Size:
       projected: results a token of the input's projections. out: of the recurrence.
       reads: what the recurrence reads a token. convolved, taps: channels of the convolution before it, and tokens of each.
       state: of the states. map: of what a run of tokens does to them. products: with a state's entry, a token.
+      wide, held: a token's numbers in an array of chunks that are computed at once, and how many such arrays a backward has,
+        as counted in programs that XLA compiles for GPUs.
+      repeated, summed: a token's numbers in float32, of key heads for each value head, and of what a map is summed of.
     """
 
     projected: int
@@ -89,8 +92,12 @@ class _Size:
     state: int
     map: int
     products: int
+    wide: int
+    held: int
     convolved: int = 0
     taps: int = 1
+    repeated: int = 0
+    summed: int = 0
 
     def flops(self, c: DecoderShape) -> Flops:
         """Returns the FLOPs of the projections, of the convolution, and of the states, as if they were made token by token."""
@@ -99,10 +106,11 @@ class _Size:
 
     def memory(self, c: DecoderShape, share: Share) -> PartBytes:
         """Returns the bytes: the result is kept where attention's is, so that no recurrence runs twice."""
-        x, part = share.tokens * c.model_dim * share.itemsize, share.tokens * share.itemsize / share.features
-        projected, out, reads = (int(part * n) for n in (self.projected, self.out, self.reads))
-        states = 4 * share.tokens * self.state // (CHUNK * share.features)
-        work = 2 * (projected + reads) + 3 * out + 3 * x + 2 * states
+        x, part = share.tokens * c.model_dim * share.itemsize, share.tokens / share.features
+        projected, out, reads = (int(part * share.itemsize * n) for n in (self.projected, self.out, self.reads))
+        exact = 2 * (self.convolved + self.repeated) + 4 * self.summed * (share.sequence > 1)  # float32 in any model
+        together = self.held * min(int(4 * part * self.wide), BYTES_TOGETHER)
+        work = 2 * (projected + reads) + 3 * out + 3 * x + int(4 * part * exact) + together
         return PartBytes(0, out, products=projected + x, rest=reads + out + x, work=work)
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
@@ -198,8 +206,9 @@ class GatedDelta(Part):
         m, mixed = c.gated_delta, c.gated_delta.num_key_heads * self._width(c)
         N, out = m.num_value_heads, m.num_value_heads * m.value_dim
         # The state of a key is read, replaced in part, and read by the query. A map has a matrix [H, H] beside a state.
-        state, a = N * m.key_dim * m.value_dim, N * m.key_dim**2
-        return _Size(mixed + out + 2 * N, out, mixed + 2 * N, state, state + a, 3, mixed, m.conv_width)
+        state, a, wide = N * m.key_dim * m.value_dim, N * m.key_dim**2, N * max(m.key_dim, m.value_dim)
+        reads, repeated = mixed + 2 * N, 2 * N * m.key_dim
+        return _Size(reads + out, out, reads, state, state + a, 3, wide, 20, mixed, m.conv_width, repeated)
 
 
 @dataclass(frozen=True)
@@ -273,7 +282,9 @@ class Mamba2(Part):
         m = c.mamba2
         N, out, mixed = m.num_heads, m.num_heads * m.head_dim, 2 * m.num_groups * m.state_dim
         state, reads = out * m.state_dim, out + mixed
-        return _Size(2 * out + mixed + N, out, reads + N, state, state + N, 2, reads, m.conv_width)
+        wide = N * max(m.head_dim, m.state_dim)
+        projected = 2 * out + mixed + N
+        return _Size(projected, out, reads + N, state, state + N, 2, wide, 14, reads, m.conv_width, summed=out)
 
 
 @dataclass(frozen=True)
@@ -335,4 +346,4 @@ class Lightning(Part):
         m = c.lightning
         wide = m.num_heads * m.head_dim
         state = wide * m.head_dim
-        return _Size(4 * wide, wide, 3 * wide, state, state + m.num_heads, 2)
+        return _Size(4 * wide, wide, 3 * wide, state, state + m.num_heads, 2, wide, 10, summed=wide)
