@@ -71,8 +71,11 @@ def mamba2(x, w, batch, c, layer=0):
     per = m.num_heads // m.num_groups
     for b, at in documents(batch["segment_ids"]):
         h = norm(x[b, at], w["mamba2_norm"], c.norm_eps)
-        values = convolved(np.einsum("td,dnp->tnp", h, w["mamba2_in"]), w["mamba2_taps"], w["mamba2_taps_bias"])
-        bc = convolved(np.einsum("td,dks->tks", h, w["mamba2_bc"]), w["mamba2_bc_taps"], w["mamba2_bc_taps_bias"])
+        wide = per * m.head_dim  # of a group's channels x, before its B and C
+        taps, bias = w["mamba2_taps"], w["mamba2_taps_bias"]
+        values = np.einsum("td,dnp->tnp", h, w["mamba2_in"]).reshape(len(h), m.num_groups, wide)
+        values = convolved(values, taps[:, :wide], bias[:, :wide]).reshape(len(h), m.num_heads, m.head_dim)
+        bc = convolved(np.einsum("td,dks->tks", h, w["mamba2_bc"]), taps[:, wide:], bias[:, wide:])
         dt = softplus(h @ w["mamba2_dt"] + w["mamba2_dt_bias"])
         z = np.einsum("td,dnp->tnp", h, w["mamba2_gate"])
         y = np.zeros_like(z)

@@ -100,6 +100,21 @@ def test_nothing_leaks_from_a_document_into_another(kind):
     np.testing.assert_array_equal(made[IDS < 0], x[IDS < 0])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_in_bfloat16_is_as_near_as_its_roundings(kind):
+    """The stream stays in the compute dtype; what decides how long a state remembers is in float32."""
+    c = config(kind, compute_dtype="bfloat16")
+    declared = parts.PARTS[kind].declare(c)
+    params = drawn(parts.PARTS[kind], c)
+    x = np.random.default_rng(4).standard_normal((*IDS.shape, c.model_dim))
+    x = np.asarray(jnp.asarray(x, jnp.bfloat16))
+    cast = {n: jnp.asarray(w, jnp.bfloat16) if declared[n].cast else w for n, w in params.items()}
+    made = jax.jit(layer(kind, c, 1))(cast, x)
+    want = LAYERS[kind](np.float64(x), {n: np.float64(w) for n, w in cast.items()}, {"segment_ids": IDS}, c, 1)
+    assert made.dtype == jnp.bfloat16
+    assert np.abs(np.float64(made) - want).max() < 0.03 * np.abs(want - np.float64(x)).max() + 0.02
+
+
 def test_decays_start_as_they_are_published():
     declared = {n: dataclasses.replace(p, shape=(4096,)) for n, p in parts.PARTS["mamba2"].declare(config("mamba2")).items()
                 if n in ("mamba2_a_log", "mamba2_dt_bias")}  # fmt: skip
@@ -164,6 +179,18 @@ def test_a_mesh_changes_neither_loss_nor_gradient(kind, sizes, order):
         np.testing.assert_allclose(other, one, atol=2e-5 * np.abs(np.asarray(one)).max())
 
 
+@pytest.mark.parametrize(("kind", "recurrences"), [("gated_delta", 2), ("mamba2", 2), ("lightning", 1)])
+def test_how_many_hops_are_made_is_one_choice_of_a_recurrence(kind, recurrences):
+    """In a zigzag too, in which states go both ways; a convolution counts as one. XLA for CPUs runs conditionals that do not
+    wait for each other side by side, and may take a transfer in one for a transfer in the other."""
+    mesh = make_mesh(sp=4, devices=jax.devices()[:4])
+    c, order = config(kind), Order("zigzag", 4)
+    at = parts.LayerContext(c, bind_ops(mesh, order=order), {"segment_ids": order.permute(IDS)}, 0, 0, 0, 0, {})
+    x = jax.ShapeDtypeStruct((*IDS.shape, c.model_dim), jnp.float32)
+    text = jax.jit(lambda p, x: parts.PARTS[kind].apply(x, p, at)[0]).lower(drawn(parts.PARTS[kind], c), x).as_text()
+    assert text.count("stablehlo.case") == recurrences
+
+
 HYBRID = [
     *TINY, "model.num_layers=4", "model.layer_pattern=[gated_delta+mlp,mamba2+mlp,lightning+none,full+mlp]",
     "model.gated_delta.num_key_heads=2", "model.gated_delta.num_value_heads=4", "model.gated_delta.key_dim=8",
@@ -199,6 +226,16 @@ def test_losses_are_the_same_on_every_mesh(layout, of_one_device, corpus, tmp_pa
     sizes = [word for word in layout if word.startswith("model.")]
     want = of_one_device if not sizes else run(tmp_path / "one", corpus, "mesh.sp=1", *sizes)
     assert run(tmp_path / "many", corpus, *layout) == pytest.approx(want, abs=2e-5) and want[-1] < want[0]
+
+
+@pytest.mark.slow
+def test_a_hybrid_goes_on_where_it_stopped(of_one_device, corpus, tmp_path):
+    """On another mesh, and with adapters beside a base of 8 bits."""
+    keep = ["checkpoint.every=1", "sequence.order=contiguous"]
+    run(tmp_path, corpus, "mesh.sp=1", "run.stop_after=2", *keep)
+    assert run(tmp_path, corpus, "mesh.sp=2", *keep) == pytest.approx(of_one_device, abs=2e-5)
+    tuned = run(tmp_path / "tuned", corpus, f"model.init_from={tmp_path}", "lora.rank=2", "lora.base=int8")
+    assert tuned[-1] < tuned[0] < of_one_device[0]
 
 
 # -- what is refused, and plans -------------------------------------------------------------------------------------------

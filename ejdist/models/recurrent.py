@@ -27,8 +27,8 @@ STEPS = (1e-3, 1e-1)  # between which the step size of a head starts
 
 
 def _decaying(heads: int, name: str) -> dict[str, Param]:
-    """Returns the parameters of a head's decay exp(-exp(a_log) softplus(. + dt_bias)), as Mamba-2 starts them. A smaller one is
-    no simpler, so that they do not decay."""
+    """Returns the parameters of a head's decay exp(-exp(a_log) softplus(. + dt_bias)), as Mamba-2 starts them. One nearer to 0
+    is no simpler, so that weight decay leaves them."""
     each = {"decay": False, "cast": False}
     return {
         f"{name}_a_log": Param((heads,), "N", "log", between=RATES, **each),
@@ -47,20 +47,12 @@ def _rates(params: dict[str, jax.Array], ctx: LayerContext, name: str) -> tuple[
     return -jnp.exp(a_log), bias
 
 
-def _convolved(
-    x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext, name: str, bias: str | None = None
-) -> jax.Array:
+def _convolved(x: jax.Array, taps: jax.Array, bias: jax.Array | None, ctx: LayerContext) -> jax.Array:
     """Returns x [B, T, heads, width] after the convolution of its channels and SiLU, inside documents."""
-    taps, ids = params[name], ctx.batch["segment_ids"]
-    flat = ctx.ops.constrain(x.reshape(*x.shape[:2], -1), "B T F")
-    made = ctx.ops.causal_conv1d(
-        flat,
-        taps.reshape(-1, taps.shape[-1]),
-        None if bias is None else params[bias].reshape(-1),
-        activation="silu",
-        segment_ids=ids,
-    )
-    return made.reshape(x.shape)
+    flat, ids = ctx.ops.constrain(x.reshape(*x.shape[:2], -1), "B T F"), ctx.batch["segment_ids"]
+    bias = None if bias is None else bias.reshape(-1)
+    taps = taps.reshape(-1, taps.shape[-1])
+    return ctx.ops.causal_conv1d(flat, taps, bias, activation="silu", segment_ids=ids).reshape(x.shape)
 
 
 def _normed(x: jax.Array, weight: jax.Array, groups: int, eps: float) -> jax.Array:
@@ -168,7 +160,7 @@ class GatedDelta(Part):
         c, ops, m, norms = ctx.config, ctx.ops, ctx.config.gated_delta, self.norms(params, ctx)
         h = ops.rms_norm(x, norms["gated_delta_norm"], eps=c.norm_eps)
         mixed = ops.project(h, params["gated_delta_in"], "btd,dkh->btkh")
-        mixed = _convolved(mixed, params, ctx, "gated_delta_taps")
+        mixed = _convolved(mixed, params["gated_delta_taps"], None, ctx)
         q, k, v = jnp.split(mixed, [m.key_dim, 2 * m.key_dim], axis=-1)
         v = v.reshape(*v.shape[:2], m.num_value_heads, m.value_dim)
         rates = ops.project(h, params["gated_delta_rates"], "btd,dnh->btnh").astype(jnp.float32)
@@ -218,6 +210,7 @@ class Mamba2(Part):
         h_t = exp(-A dt_t) h_{t-1} + dt_t B_t x_tᵀ, dt = softplus(d + dt_bias)      y_t = h_tᵀ C_t + skip x_t
         out = rms_norm(y * silu(z)) W, the norm over the heads of each group
 
+    The convolution's channels are, of each group of heads, their x, then B and C.
     Dao and Gu, Transformers are SSMs, 2024, arXiv:2405.21060.
     """
 
@@ -235,10 +228,8 @@ class Mamba2(Part):
             "mamba2_gate": Param((D, N, P), "D N H", std=std, inputs="D", adapts=True),
             "mamba2_bc": Param((D, K, 2 * S), "D K H", std=std, inputs="D", adapts=True),
             "mamba2_dt": Param((D, N), "D N", std=std, inputs="D", adapts=True),
-            "mamba2_taps": _taps((N, P, W), "N H _"),
-            "mamba2_taps_bias": Param((N, P), "N H", "zeros", decay=False),
-            "mamba2_bc_taps": _taps((K, 2 * S, W), "K H _"),
-            "mamba2_bc_taps_bias": Param((K, 2 * S), "K H", "zeros", decay=False),
+            "mamba2_taps": _taps((K, N // K * P + 2 * S, W), "K H _"),
+            "mamba2_taps_bias": Param((K, N // K * P + 2 * S), "K H", "zeros", decay=False),
             **_decaying(N, "mamba2"),
             "mamba2_skip": Param((N,), "N", "ones", decay=False, cast=False),
             "mamba2_out_norm": Param((N, P), "N H", "ones", decay=False, cast=False),
@@ -249,10 +240,12 @@ class Mamba2(Part):
         c, ops, m, norms = ctx.config, ctx.ops, ctx.config.mamba2, self.norms(params, ctx)
         h = ops.rms_norm(x, norms["mamba2_norm"], eps=c.norm_eps)
         values = ops.project(h, params["mamba2_in"], "btd,dnh->btnh")
-        values = _convolved(values, params, ctx, "mamba2_taps", "mamba2_taps_bias")
+        # Beside each other by group, so that ranks exchange what one convolution needs.
         mixed = ops.project(h, params["mamba2_bc"], "btd,dkh->btkh")
-        mixed = ops.constrain(_convolved(mixed, params, ctx, "mamba2_bc_taps", "mamba2_bc_taps_bias"), "B T K H")
-        B, C = jnp.split(mixed, [m.state_dim], axis=-1)
+        mixed = jnp.concatenate([values.reshape(*mixed.shape[:3], -1), mixed], axis=-1)
+        mixed = _convolved(mixed, params["mamba2_taps"], params["mamba2_taps_bias"], ctx)
+        values, B, C = jnp.split(mixed, [mixed.shape[-1] - 2 * m.state_dim, mixed.shape[-1] - m.state_dim], axis=-1)
+        values = values.reshape(*x.shape[:2], m.num_heads, m.head_dim)
         rate, bias = _rates(params, ctx, "mamba2")
         dt = ops.project(h, params["mamba2_dt"], "btd,dn->btn").astype(jnp.float32)
         dt, skip = jax.nn.softplus(dt + bias), ops.gather(params["mamba2_skip"], "N")

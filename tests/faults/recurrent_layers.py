@@ -1,9 +1,10 @@
-"""Faults of the layers that are recurrences."""
+"""Faults of the layers that are recurrences, and of the attention that stands beside them."""
 
 from faults import Fault
 
 TESTS = "tests/test_recurrent_layers.py -m 'not slow'"
 NUMBERS, LEAKS = f"{TESTS} -k published", f"{TESTS} -k leaks"
+STYLES = "tests/test_moe_model.py -m 'not slow' -k mixed"
 
 FAULTS = (
     Fault(
@@ -82,5 +83,19 @@ FAULTS = (
         "if self.convolved: $$body",
         "",
         f"{TESTS} -k sends",
+    ),
+    Fault(
+        "attention with a gate has none",
+        "Attention.apply",
+        "if $c.attention_gate: $$body",
+        "",
+        STYLES,
+    ),
+    Fault(
+        "RoPE turns whole heads",
+        "Attention.apply",
+        "_turning($ctx, rotary_dim=$c.rotary_dim)",
+        "_turning($ctx)",
+        STYLES,
     ),
 )
