@@ -29,7 +29,8 @@ from recipes.hostile import secret_in, too_many_values
 from recipes.plugins import check_loaded, load_plugins
 from recipes.published import check as check_published
 from recipes.published import fill, leaves
-from recipes.words import TOLD, meaning, variant
+from recipes.variant_words import variant
+from recipes.words import TOLD, meaning
 
 __all__ = [
     "GROUPS",
@@ -185,7 +186,8 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
         why["model.ffn_dim"] = "all layers have experts, whose width is model.experts.ffn_dim"
     if not parts & {"attention", "window_attention"}:
         why |= dict.fromkeys(
-            ("model.head_dim", "model.num_kv_heads"), "no layer has plain attention: latent attention is model.latent"
+            ("model.head_dim", "model.num_kv_heads"),
+            "no layer has plain attention: every other mixer has a section, as latent attention has model.latent",
         )
     if entry_of(OPTIMIZER, recipe.optimizer.name) is not None:
         adam = f"optimizer.name = {recipe.optimizer.name} is not AdamW"

@@ -174,6 +174,16 @@ _MEANT = {
         "aux_loss moe_aux_loss_coeff router_aux_loss_coef load_balance_loss_weight aux_loss_coef"
     ),
     "model.experts.ffn_dim": "moe_intermediate_size moe_ffn_hidden_size moe_mlp_dim base_moe_mlp_dim",
+    "model.gated_delta.num_key_heads": "linear_num_key_heads",
+    "model.gated_delta.num_value_heads": "linear_num_value_heads",
+    "model.gated_delta.key_dim": "linear_key_head_dim",
+    "model.gated_delta.value_dim": "linear_value_head_dim",
+    "model.gated_delta.conv_width": "linear_conv_kernel_dim",
+    "model.mamba2.num_heads": "mamba_num_heads mamba_n_heads",
+    "model.mamba2.head_dim": "mamba_head_dim mamba_d_head",
+    "model.mamba2.state_dim": "ssm_state_size mamba_d_state d_state",
+    "model.mamba2.num_groups": "mamba_n_groups ssm_ngroups",
+    "model.mamba2.conv_width": "mamba_d_conv d_conv",
     "experts.capacity": "capacity_factor moe_capacity_factor moe_expert_capacity_factor expert_capacity",
     "experts.dispatch": "moe_token_dispatcher_type dispatcher all_to_all expert_dispatch",
     "z_loss": "z_loss_multiplier zloss z_loss_weight",
@@ -294,54 +304,6 @@ NOTES = {
     "optimizer.final_ratio": "It is the last rate over the largest",
     "cluster": "cluster=auto finds the other processes",
 }
-
-
-# Variants of groups by other names, and what to do about a name that no variant has.
-_VARIANTS = {
-    "cluster": {"auto": "slurm gke kubernetes k8s tpu pod openmpi mpi torchrun", "local": "single none"},
-    "data": {
-        "files": "json jsonl text parquet custom local folder",
-        "dataset": "tokens tokenized bin arrow grain preprocessed",
-        "stdlib": "synthetic dummy mock random test",
-    },
-    "mesh": {
-        "sequence": "cp sp ring ulysses context sequence_parallel",
-        "fsdp_sequence": "fsdp_cp fsdp_sp hybrid",
-        "experts": "ep moe expert",
-        "single": "none one cpu",
-    },
-    "model": {
-        "hf": "huggingface hugging_face transformers pretrained published auto from_pretrained",
-        "nano": "debugmodel debug tiny small test toy",
-        "moe_nano": "moe tiny_moe moe_debug",
-    },
-    "optimizer": {
-        "adamw": "adam cosine warmup_cosine adamw_torch fused_adam",
-        "wsd": "warmup_stable_decay trapezoidal",
-    },
-    "recipe": {"long_context": "pretrain pretraining default train base", "moe": "mixture moe_pretrain"},
-}
-_ELSE = {
-    "data": "files are data=files data.source='corpus/**/*.jsonl', and a dataset of Hugging Face is data.source=hf:NAME",
-    "model": "a downloaded model is model=hf model.init_from=FOLDER",
-    "recipe": "a recipe of your own is --config-dir DIR recipe=NAME, for DIR/recipe/NAME.yaml",
-}
-
-
-def variant(group: str, given: str, known: Collection[str]) -> str | None:
-    """Returns the sentence that leads from another name of a variant to ours, None for a group that says nothing of others."""
-    name = re.sub(r"[-.\s]+", "_", given.strip().lower().rpartition("/")[2])
-    best = next((ours for ours, theirs in _VARIANTS.get(group, {}).items() if name in theirs.split()), None)
-    if group == "model" and best is None:
-        size = re.fullmatch(r"(meta_)?llama_?3(_?[0-3])?_(1|8|70)b(_\w+)?", name)
-        parts = [
-            one for one in known if re.search(rf"(^|_){re.escape(one)}(_|$)", name) and not re.fullmatch(r"\d+b", one)
-        ]
-        best = f"{size[3]}b" if size else max(parts, key=len, default=None)
-    if best in known:
-        return f"did you mean {group}={best}?"
-    return _ELSE.get(group)
-
 
 # Of ours, the keys and groups of a recipe: those from the first of them on.
 _RECIPE = [*_MEANT][[*_MEANT].index("optimizer.learning_rate") :]

@@ -63,9 +63,12 @@ def attention(x, w, batch, c, windowed=False):
     q, k, v = (np.einsum("btd,dnh->btnh", h, w[n]) + w.get(f"{n}_bias", 0) for n in ("query", "key", "value"))
     if c.qk_norm:
         q, k = norm(q, w["query_norm"], c), norm(k, w["key_norm"], c)
-    q, k = (turned(y, batch["positions"], c) for y in (q, k))
+    R = c.rotary_dim or c.head_dim
+    q, k = (np.concatenate([turned(y[..., :R], batch["positions"], c), y[..., R:]], -1) for y in (q, k))
     window, scale = c.sliding_window if windowed else None, c.attention_scale or c.head_dim**-0.5
     out = attended(q, k, v, batch["segment_ids"], scale, window, w.get("sinks"))
+    if c.attention_gate:
+        out = out / (1 + np.exp(-np.einsum("btd,dnh->btnh", h, w["query_gate"])))
     return x + np.einsum("btnh,nhd->btd", out, w["output"]) + w.get("output_bias", 0)
 
 

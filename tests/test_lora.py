@@ -179,7 +179,7 @@ def adapted_of(c):
 def test_gradients_of_adapters_are_those_of_the_merged_model_by_the_chain_rule():
     (params, buffers, batch, full), (_, adapters, base, step) = numbers_of(MIXED), adapted_of(MIXED)
     assert set(adapters["layers"]) == {
-        *("query", "key", "value", "output", "gate", "up", "down"),
+        *("query", "query_gate", "key", "value", "output", "gate", "up", "down"),
         *("latent_query", "latent_down", "key_up", "value_up", "latent_output"),
     }, "all projections of attention and of the MLP, and no other matrix"
     value, found = step(adapters, base | buffers, batch)

@@ -58,12 +58,12 @@ STYLES = {
         attention_output_bias=True, attention_sinks=True, rope_truncate=False, **YARN,
     ),
     # What the others leave out: layers of experts among dense ones, a shared expert with a gate, both buffers,
-    # groups as good as the best of them.
+    # groups as good as the best of them; attention with a gate, whose heads RoPE turns in part.
     "mixed": style(
         {"shared_dim": 7, "shared_gate": True, "score": "sqrtsoftplus", "normalize": False, "balance": "global",
          "bias_rate": 0.25, "num_groups": 2, "topk_groups": 1, "group_top": 1},
         num_layers=4, first_layers=("experts",), layer_pattern=("full", "latent_experts"), qk_norm=True,
-        latent=dataclasses.replace(LATENT, query_rank=0),
+        latent=dataclasses.replace(LATENT, query_rank=0), attention_gate=True, rotary_dim=4,
     ),
 }  # fmt: skip
 
@@ -326,6 +326,8 @@ def given_to_moe(c):
         ("deepseek", {"forced_balance": True}, {}, "set bias_rate to 0"),
         ("deepseek", {"activation": "clamped_swiglu"}, {}, "not support shared experts; set model.experts.shared_dim to 0"),
         ("deepseek", {}, {"attention_sinks": True}, "model.attention_sinks applies to plain attention"),
+        ("deepseek", {}, {"rotary_dim": 4}, "model.rotary_dim applies to plain attention"),
+        ("qwen3", {}, {"rotary_dim": 5}, "model.rotary_dim = 5 must be even, positive and at most model.head_dim"),
         ("deepseek", {}, {"latent": LatentShape()}, "model.latent.kv_rank must be positive"),
         ("deepseek", {}, {"latent": dataclasses.replace(LATENT, rope_dim=3)}, "model.latent.rope_dim = 3 even"),
         ("deepseek", {}, {"num_layers": 1}, "the 1 layers of model.first_layers"),

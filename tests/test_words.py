@@ -12,7 +12,8 @@ from ejdist.sections import flat
 from launch import evaluate, export, plan, rehearse, tokenize, train
 from recipes.descriptions import describe, head_of, option, sentence_of
 from recipes.schema import GROUPS, Recipe, RecipeError, compose, keys_of, variants_of
-from recipes.words import _ELSE, _MEANT, _TOLD, _VARIANTS, MEANT, NOTES, last_part, meaning
+from recipes.variant_words import _ELSE, _VARIANTS
+from recipes.words import _MEANT, _TOLD, MEANT, NOTES, last_part, meaning
 
 COMMANDS = ("train", "plan", "evaluate", "export", "tokenize", "doctor", "slurm", "gke", "tpu_vm", "local", "rehearse")
 COMMANDS += ("report",)

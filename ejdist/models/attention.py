@@ -87,6 +87,8 @@ class Attention(Part):
         if c.qk_norm:
             declared["query_norm"] = Param((H,), "_", "ones", decay=False, cast=False)
             declared["key_norm"] = Param((H,), "_", "ones", decay=False, cast=False)
+        if c.attention_gate:
+            declared["query_gate"] = Param((D, N, H), "D N H", std=std, inputs="D", adapts=True)
         if c.attention_output_bias:
             declared["output_bias"] = Param((D,), "D", "zeros", decay=False)
         if c.attention_sinks:
@@ -106,7 +108,7 @@ class Attention(Part):
         )
         if c.qk_norm:
             q, k = (ops.rms_norm(y, norms[f"{n}_norm"], eps=c.norm_eps) for y, n in ((q, "query"), (k, "key")))
-        turned = _turning(ctx)
+        turned = _turning(ctx, rotary_dim=c.rotary_dim)
         # With one key head, every device holds it whole, however the query heads are sharded.
         q, k = turned(q, key=k) if c.num_kv_heads > 1 else (turned(q), turned(k))
         out = ops.attention(
@@ -121,6 +123,8 @@ class Attention(Part):
             q_segment_ids=batch["segment_ids"],
             kv_segment_ids=batch["segment_ids"],
         )
+        if c.attention_gate:
+            out = out * jax.nn.sigmoid(ops.project(h, params["query_gate"], "btd,dnh->btnh"))
         return x + ops.project(out, params["output"], "btnh,nhd->btd", bias=params.get("output_bias")), {}
 
     def window(self, c: DecoderShape) -> int | None:
@@ -132,7 +136,7 @@ class Attention(Part):
         return MaskInfo(causal=True, window=window_of(self.window(c)))
 
     def flops(self, c: DecoderShape) -> Flops:
-        projections = 2 * c.model_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+        projections = 2 * c.model_dim * c.head_dim * ((2 + c.attention_gate) * c.num_heads + 2 * c.num_kv_heads)
         # Two matmuls of head_dim per pair and head.
         return Flops(
             projections,
@@ -143,7 +147,10 @@ class Attention(Part):
     def memory(self, c: DecoderShape, share: Share) -> PartBytes:
         shape = self._shape(c, share)
         normed = shape.query + shape.key if c.qk_norm else 0
-        return _memory(c, share, shape, normed=normed, plain=None if self.windowed or c.attention_sinks else c.head_dim)
+        plain = None if self.windowed or c.attention_sinks else c.head_dim
+        made = _memory(c, share, shape, narrow=c.attention_gate * shape.query, normed=normed, plain=plain)
+        # What the gate multiplies is kept, and so is the result of it.
+        return replace(made, rest=made.rest + c.attention_gate * shape.out)
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
         return _traffic(c, share, self._shape(c, share), self.mask(c))

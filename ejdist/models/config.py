@@ -10,6 +10,7 @@ from ejdist.dtypes import dtype_name
 from ejdist.experts.layer import ACTIVATIONS as EXPERT_ACTIVATIONS
 from ejdist.experts.layer import CLAMPED
 from ejdist.experts.router import BALANCE, SCORES
+from ejdist.models.recurrent_shapes import GatedDeltaShape, LightningShape, Mamba2Shape
 from ejdist.models.remat import REMAT
 from ejdist.sections import operational, spelled
 from kernels.ops.gated_mlp import ACTIVATIONS
@@ -166,6 +167,16 @@ class LatentShape:
             )
 
 
+# Name of a part -> its section of a model's, what that is, and the size in it that a layer cannot do without.
+SECTIONS: dict[str, tuple[str, type, str]] = {
+    "experts": ("experts", ExpertsShape, "num"),
+    "latent_attention": ("latent", LatentShape, "kv_rank"),
+    "gated_delta": ("gated_delta", GatedDeltaShape, "num_key_heads"),
+    "mamba2": ("mamba2", Mamba2Shape, "num_heads"),
+    "lightning": ("lightning", LightningShape, "num_heads"),
+}
+
+
 @dataclass(unsafe_hash=True)
 class DecoderShape:
     """Shape and options of a decoder, which its layers read. Not frozen: recipes compose it."""
@@ -190,10 +201,12 @@ class DecoderShape:
     rope_truncate: bool = True  # whether yarn's ramp is between whole pairs; false in GPT-OSS
     # Position from which RoPE's angles are exact; before it they are float32, as in published models. 0: all; null: none.
     rope_exact_from: int | None = operational(EXACT_FROM, recorded=True)
+    rotary_dim: int | None = None  # entries of a head that RoPE turns, its first; null for all (Qwen3-Next: a quarter)
     qk_norm: bool = False  # RMSNorm of each query and key head (Qwen3)
     attention_bias: bool = False  # biases of the q, k and v projections (Qwen2)
     attention_output_bias: bool = False  # a bias of the output projection (GPT-OSS)
     attention_sinks: bool = False  # a learned logit per head that takes probability without a value (GPT-OSS)
+    attention_gate: bool = False  # weights each number of a head's output by a sigmoid of the token (Qwen3-Next)
     attention_scale: float | None = None  # scale of the logits; null for 1/sqrt(width of a query's head)
     tie_embeddings: bool = True  # the output projection is the embedding
     # Kinds of the first layers, before the pattern, as in layer_pattern.
@@ -211,6 +224,9 @@ class DecoderShape:
     remat: str = operational("attention")  # what the backward keeps or recomputes: none, dots, attention, full, ...
     experts: ExpertsShape = field(default_factory=ExpertsShape)
     latent: LatentShape = field(default_factory=LatentShape)
+    gated_delta: GatedDeltaShape = field(default_factory=GatedDeltaShape)
+    mamba2: Mamba2Shape = field(default_factory=Mamba2Shape)
+    lightning: LightningShape = field(default_factory=LightningShape)
 
     def __post_init__(self) -> None:
         self.first_layers, self.layer_pattern = tuple(self.first_layers), tuple(self.layer_pattern)
@@ -240,6 +256,11 @@ class DecoderShape:
             )
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim = {self.head_dim} must be even: rotary embedding rotates pairs")
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
+            raise ValueError(
+                f"model.rotary_dim = {self.rotary_dim} must be even, positive and at most model.head_dim = {self.head_dim}, or "
+                "null for a whole head"
+            )
         if self.rope_exact_from is not None and not 0 <= self.rope_exact_from < 2**31:
             raise ValueError(
                 f"model.rope_exact_from = {self.rope_exact_from} must be a position: 0 for exact angles at all, or null for "
@@ -277,21 +298,29 @@ class DecoderShape:
                 f"model.sliding_window = {self.sliding_window}, but no layer has a window: put one into "
                 "model.layer_pattern, for example [window,full], or leave the window out"
             )
-        plain = ("qk_norm", "attention_bias", "attention_output_bias", "attention_sinks")
+        plain = (
+            "qk_norm",
+            "attention_bias",
+            "attention_output_bias",
+            "attention_sinks",
+            "attention_gate",
+            "rotary_dim",
+        )
         ignored = [name for name in plain if getattr(self, name)]
         if ignored and not parts & {"attention", "window_attention"}:
             raise ValueError(
                 f"model.{ignored[0]} applies to plain attention, but no layer of model.layer_pattern has it: leave it out"
             )
-        for part, configured, size, example in (
-            ("experts", self.experts != ExpertsShape(), "experts.num", "full+experts"),
-            ("latent_attention", self.latent != LatentShape(), "latent.kv_rank", "latent+mlp"),
-        ):
+        for part, (section, shape, size) in SECTIONS.items():
+            configured = getattr(self, section) != shape()
             if part in parts and not configured:
-                raise ValueError(f"model.{size} must be positive, got 0: model.layer_pattern has layers with {part}")
-            if configured and part not in parts:
                 raise ValueError(
-                    f"model.{size.partition('.')[0]} is given, but no layer has {part}: put one into model.layer_pattern, for "
+                    f"model.{section}.{size} must be positive, got 0: model.layer_pattern has layers with {part}"
+                )
+            if configured and part not in parts:
+                example = f"full+{part}" if section == "experts" else f"{section}+mlp"
+                raise ValueError(
+                    f"model.{section} is given, but no layer has {part}: put one into model.layer_pattern, for "
                     f"example {example}, or leave it out"
                 )
 

@@ -26,6 +26,7 @@ from ejdist.models.stack import (
     declare_buffers,
     declare_layers,
     layers_of,
+    parts_of,
     report,
     run_layers,
     update_buffers,
@@ -69,6 +70,8 @@ class DecoderConfig(DecoderShape):
 def model_of(c: DecoderShape) -> Model:
     """Returns the model of a configuration that is checked."""
     split = {"num_heads": ("N", c.num_heads), "num_kv_heads": ("K", c.num_kv_heads)}
+    for part in parts_of(c).values():
+        split |= part.split(c)
     mixed = "experts" in c.part_names()
     return Model(
         declared=declare(c),
@@ -84,7 +87,7 @@ def model_of(c: DecoderShape) -> Model:
         buffers=declare_buffers(c),
         update=partial(update_buffers, c),
         report=partial(report, c),
-        split=split | ({"experts.num": ("E", c.experts.num)} if mixed else {}),
+        split=split,
         pictures={"experts.png": draw_load} if mixed else {},
     )
 

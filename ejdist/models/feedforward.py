@@ -195,6 +195,9 @@ class Experts(Part):
             "experts/dropped_fraction": dropped.astype(jnp.float32) / chosen,
         }
 
+    def split(self, c: DecoderShape) -> dict[str, tuple[str, int]]:
+        return {"experts.num": ("E", c.experts.num)}
+
     def flops(self, c: DecoderShape) -> Flops:
         m, D = c.experts, c.model_dim
         products = 2 * D * m.num + 2 * 3 * D * (m.top_k * m.ffn_dim + m.shared_dim) + 2 * D * m.shared_gate

@@ -14,10 +14,35 @@ import jax.numpy as jnp
 from kernels.framework.dims import VOCABULARY
 
 
+def _normal(p: Param, key: jax.Array) -> jax.Array:
+    return p.std * jax.random.truncated_normal(key, -3, 3, p.shape, p.dtype)
+
+
+def _log(p: Param, key: jax.Array) -> jax.Array:
+    return jnp.log(jax.random.uniform(key, p.shape, p.dtype, *p.between))
+
+
+def _inverse_softplus(p: Param, key: jax.Array) -> jax.Array:
+    low, high = map(math.log, p.between)
+    x = jnp.exp(jax.random.uniform(key, p.shape, p.dtype, low, high))
+    return x + jnp.log(-jnp.expm1(-x))
+
+
+# How a parameter starts: a normal distribution without what is beyond three deviations; a constant; the logarithm of what is
+# uniform (a rate, of which the exponential is taken); and what softplus makes log-uniform (a step size).
+INITS: dict[str, Callable[[Param, jax.Array], jax.Array]] = {
+    "normal": _normal,
+    "zeros": lambda p, key: jnp.zeros(p.shape, p.dtype),
+    "ones": lambda p, key: jnp.ones(p.shape, p.dtype),
+    "log": _log,
+    "inverse_softplus": _inverse_softplus,
+}
+
+
 @dataclass(frozen=True)
 class Param:
-    """A parameter: `dims` names each dim ("L D F"; "_": never split), `init` is "normal", "zeros" or "ones", `std` is the
-    standard deviation of "normal".
+    """A parameter: `dims` names each dim ("L D F"; "_": never split), `init` is one of `INITS`, `std` is the standard deviation
+    of "normal", and `between` the bounds of "log" and "inverse_softplus".
 
     `decay`: whether weight decay applies, which it does not for norms and biases. `cast`: whether the model casts it to the
     compute dtype before use. `inputs`: the dims that a product with this matrix sums over, "N H"; "" for anything but a matrix
@@ -28,6 +53,7 @@ class Param:
     dims: str
     init: str = "normal"
     std: float = 0.02
+    between: tuple[float, float] = (0.0, 1.0)
     decay: bool = True
     dtype: str = "float32"
     cast: bool = True
@@ -43,6 +69,8 @@ class Param:
                 f"Param: inputs {self.inputs!r} must name dims of {self.dims!r}, those that a product sums over"
                 + (", where the parameter adapts" if self.adapts else "")
             )
+        if self.init not in INITS:
+            raise ValueError(f"Param: init {self.init!r} is unknown; use one of {', '.join(INITS)}")
 
     def stacked(self, layers: int) -> Param:
         """Returns the parameter stacked over layers, a row per layer."""
@@ -87,12 +115,7 @@ def initialise(declared: Any, key: jax.Array) -> Any:
     and the values do not depend on the mesh."""
 
     def make(path: str, p: Param) -> jax.Array:
-        if p.init == "zeros":
-            return jnp.zeros(p.shape, p.dtype)
-        if p.init == "ones":
-            return jnp.ones(p.shape, p.dtype)
-        param_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
-        return p.std * jax.random.truncated_normal(param_key, -3, 3, p.shape, p.dtype)
+        return INITS[p.init](p, jax.random.fold_in(key, zlib.crc32(path.encode())))
 
     return map_declared(make, declared)
 

@@ -80,6 +80,11 @@ class Part:
         """Returns additional metrics, derived from those of all layers in a step."""
         return {}
 
+    def split(self, c: DecoderShape) -> dict[str, tuple[str, int]]:
+        """Returns key of the model's section -> (dim, size) that must divide over a mesh, as `Model.split`. What a part leaves
+        out is refused by the name of its parameter, when a program is made."""
+        return {}
+
     def flops(self, c: DecoderShape) -> Flops:
         """Returns the forward FLOPs of one layer."""
         raise NotImplementedError

@@ -42,9 +42,10 @@ def entering(passing: Maps, over: Any, state: jax.Array, runs: Runs, hops: jax.A
       over: the maps of its runs. state: [B, ...], that of the whole sequence.
     """
     over = jax.tree.map(runs.apart, over)
-    ways = itertools.groupby(range(runs.count), lambda place: runs.ways[place])
-    scans = [_scan(passing, over, way, [*places], runs, hops) for way, places in ways]
-    before = jax.tree.map(lambda *x: jnp.concatenate(x), *(maps for maps, _ in scans))
+    ways = [(way, [*places]) for way, places in itertools.groupby(range(runs.count), lambda place: runs.ways[place])]
+    mine = [jax.tree.map(lambda x, p=p: x[p[0] : p[-1] + 1].reshape(-1, *x.shape[2:]), over) for _, p in ways]
+    each = exclusive_scans(passing, mine, [way for way, _ in ways], runs.axis, hops)
+    before = jax.tree.map(lambda *x: jnp.concatenate(x), *each)
     starts = state[None]  # [runs, B, ...], of each place
     if runs.count > 1:
 
@@ -52,7 +53,8 @@ def entering(passing: Maps, over: Any, state: jax.Array, runs: Runs, hops: jax.A
             s = passing.apply(of_place, s)
             return s, s
 
-        totals = jax.tree.map(lambda *x: jnp.concatenate(x), *(maps for _, maps in scans if maps is not None))
+        every = [_of_all(passing.combine(b, m), *of, runs) for b, m, of in zip(each, mine, ways, strict=True)]
+        totals = jax.tree.map(lambda *x: jnp.concatenate(x), *(maps for maps in every if maps is not None))
         state, totals = vary_alike((state, totals), exchange.rank(runs.axis))
         starts = jnp.concatenate([state[None], jax.lax.scan(place_after, state, totals)[1]])
     is_first = jnp.repeat(runs.here() % len(runs.parts) == 0, state.shape[0])
@@ -60,50 +62,55 @@ def entering(passing: Maps, over: Any, state: jax.Array, runs: Runs, hops: jax.A
     return select(is_first, starts, passing.apply(before, starts))
 
 
-def _scan(passing: Maps, over: Any, way: int, places: list[int], runs: Runs, hops: jax.Array | None) -> tuple[Any, Any]:
-    """Returns (the maps [places * B, ...] of the runs of the ranks before this one, those [places, B, ...] of all ranks), of
-    consecutive places whose runs go one way; nothing comes after the last place of all, whose map is left out, or None.
+def _of_all(over: Any, way: int, places: list[int], runs: Runs) -> Any:
+    """Returns the maps [places, B, ...] of all ranks, of consecutive places whose runs go one way; nothing comes after the last
+    place of all, whose map is left out, or None.
 
     Args:
-      over: the maps [runs, B, ...] of this rank's runs.
+      over: the maps [places * B, ...] up to and with the runs of this rank.
     """
     n, rank = exchange.size(runs.axis), exchange.rank(runs.axis)
-    mine = jax.tree.map(lambda x: x[places[0] : places[-1] + 1].reshape(-1, *x.shape[2:]), over)
-    before = exclusive_scan(passing, mine, runs.axis, way, hops)
     inner = len(places) - (places[-1] == runs.count - 1)
     if inner == 0:
-        return before, None
+        return None
 
     def of_all(x: jax.Array) -> jax.Array:
         x = x.reshape(len(places), -1, *x.shape[1:])[:inner]
         return jax.lax.psum(jnp.where(rank == (n - 1 if way > 0 else 0), x, 0), runs.axis)
 
-    return before, jax.tree.map(of_all, passing.combine(before, mine))
+    return jax.tree.map(of_all, over)
 
 
-def exclusive_scan(passing: Maps, over: Any, axis: Any, way: int = 1, hops: jax.Array | None = None) -> Any:
-    """Returns the map of all ranks before this one; on the first rank it is undefined. way -1: the last rank is the first.
+def exclusive_scans(
+    passing: Maps, overs: list[Any], ways: list[int], axis: Any, hops: jax.Array | None = None
+) -> list[Any]:
+    """Returns the maps of all ranks before this one, of each of several scans; on the first rank they are undefined.
 
-    log2(ranks) hops, in each of which a rank sends one map; then one more.
+    log2(ranks) hops, in each of which a rank sends one map; then one more. Which hops are made is one choice for all scans: XLA
+    for CPUs runs conditionals that do not wait for each other side by side, and then takes the transfer of one for that of
+    another.
 
     Args:
-      hops: how many of the first ones are made, the same on every device; default: all.
+      ways: of each scan 1, or -1, in which the last rank is the first.
+      hops: how many of the first hops are made, the same on every device; default: all.
     """
     n, rank = jax.lax.axis_size(axis), exchange.rank(axis)
-    rank = rank if way > 0 else n - 1 - rank
 
-    def doubled(count: int, over: Any) -> Any:
+    def doubled(count: int, overs: list[Any]) -> list[Any]:
         for by in _steps(n)[:count]:
-            joined = passing.combine(exchange.shift(over, axis, way * by), over)
-            over = select(rank >= by, joined, over)
-        return over
+            joined = [passing.combine(exchange.shift(o, axis, way * by), o) for o, way in zip(overs, ways, strict=True)]
+            overs = [
+                select((rank if way > 0 else n - 1 - rank) >= by, new, old)
+                for new, old, way in zip(joined, overs, ways, strict=True)
+            ]
+        return overs
 
     most = len(_steps(n))
     if hops is None or most == 0:
-        over = doubled(most, over)
+        overs = doubled(most, overs)
     else:
-        over = jax.lax.switch(hops, [functools.partial(doubled, count) for count in range(most + 1)], over)
-    return exchange.shift(over, axis, way)
+        overs = jax.lax.switch(hops, [functools.partial(doubled, count) for count in range(most + 1)], overs)
+    return [exchange.shift(over, axis, way) for over, way in zip(overs, ways, strict=True)]
 
 
 def _steps(ranks: int) -> list[int]:
@@ -112,7 +119,7 @@ def _steps(ranks: int) -> list[int]:
 
 
 def needed_hops(through: jax.Array, runs: Runs) -> jax.Array | None:
-    """Returns int32 []: how many hops of `exclusive_scan` are needed, since nothing is left of what is before a map that no
+    """Returns int32 []: how many hops of `exclusive_scans` are needed, since nothing is left of what is before a map that no
     state passes through; None where there are none. The same on every device: who parts ways before a collective waits.
 
     Args:

@@ -177,7 +177,7 @@ class _Edges:
       goes_on: whether the first segment of a run began before it, or the run has no valid token. nothing: whether it has none.
       first, last: the segments of its first and last valid token; 0 where there is none, or where all have one state.
       through: whether the state that enters a run leaves it, changed; else another one does.
-      hops: how many hops of `exclusive_scan` some rank needs, int32 []; None for all.
+      hops: how many hops of `exclusive_scans` some rank needs, int32 []; None for all.
     """
 
     goes_on: jax.Array

@@ -247,7 +247,8 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
         over = tuple((a, n) for a in SEQUENCE_AXES if (n := mesh.shape.get(a, 1)) > 1)
-        if dim == "N" and over and (reason := s.sequence.made().rejects(size // mesh.shape.get(TP, 1), over)):
+        # Only attention's heads are moved by the scheme.
+        if key == "num_heads" and over and (reason := s.sequence.made().rejects(size // mesh.shape.get(TP, 1), over)):
             raise ValueError(f"sequence.scheme = {s.sequence.scheme!r} and model.{key} = {size}: {reason}")
     return order
 

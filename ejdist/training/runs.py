@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejdist.models.config import ExpertsShape, LatentShape
+from ejdist.models.config import SECTIONS
 from ejdist.models.decoder import DecoderConfig, decoder_type
 from ejdist.models.lora import LoRASection
 from ejdist.models.parameters import Param
@@ -148,9 +148,9 @@ def section_of(recipe: dict[str, Any], where: Any) -> DecoderConfig:
     if strange:
         raise WeightsError(f"{where} has another model: it has model.{strange[0]}, which the decoder does not have")
     tree = nested(settings)
-    experts, latent = ExpertsShape(**tree.pop("experts", {})), LatentShape(**tree.pop("latent", {}))
-    sections = {name: kind(**tree.pop(name, {})) for name, kind in sections_of(LAYER).items()}
-    return decoder_type()(**tree, **sections, experts=experts, latent=latent)
+    kinds = {section: shape for section, shape, _ in SECTIONS.values()} | sections_of(LAYER)
+    held = {name: kind(**tree.pop(name, {})) for name, kind in kinds.items()}
+    return decoder_type()(**tree, **held)
 
 
 def lora_of(recipe: dict[str, Any]) -> LoRASection:

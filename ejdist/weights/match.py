@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from ejdist.models.config import DecoderShape
+from ejdist.models.config import SECTIONS, DecoderShape
 from ejdist.registered import LAYER, sections_of
 from ejdist.sections import flat
 
@@ -21,7 +21,7 @@ def without_ntk(c: DecoderShape) -> DecoderShape:
     """Returns the same function with another base in place of ntk scaling, which is equivalent where all layers turn as many
     dims."""
     parts = c.part_names()
-    widths = {c.head_dim} if parts & {"attention", "window_attention"} else set()
+    widths = {c.rotary_dim or c.head_dim} if parts & {"attention", "window_attention"} else set()
     widths |= {c.latent.rope_dim} if "latent_attention" in parts else set()
     if c.rope_scaling != "ntk" or len(widths) != 1 or widths == {2}:
         return c
@@ -39,17 +39,18 @@ def deciding(c: DecoderShape) -> dict[str, Any]:
     values = {k: v for k, v in flat(c).items() if k not in _TRAINING}
     values["layers"] = tuple(c.layers())
     values["experts.bias_rate"] = c.experts.bias_rate > 0  # whether there is a bias
+    values["rotary_dim"] = c.rotary_dim or c.head_dim
     unused = {"first_layers", "layer_pattern"}
     if "mlp" not in parts:
         unused |= {"ffn_dim", "activation"}
     if not plain:
-        unused |= {"head_dim", "num_kv_heads"}
+        unused |= {"head_dim", "num_kv_heads", "rotary_dim"}
     if "experts" in parts:
         values["experts.activation"] = c.experts.activation or c.activation
-    plugin_sections = [(name, f"{name}.") for name in sections_of(LAYER)]
-    for part, prefix in (("experts", "experts."), ("latent_attention", "latent."), *plugin_sections):
+    sections = {part: section for part, (section, *_) in SECTIONS.items()} | {name: name for name in sections_of(LAYER)}
+    for part, section in sections.items():
         if part not in parts:
-            unused |= {k for k in values if k.startswith(prefix)}
+            unused |= {k for k in values if k.startswith(f"{section}.")}
     if c.rope_scaling is None:
         unused |= {k for k in values if k.startswith("rope_") and k not in ("rope_base", "rope_scaling")}
     elif c.rope_scaling == "yarn" and c.rope_attention_factor is None:

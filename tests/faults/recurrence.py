@@ -35,9 +35,9 @@ FAULTS = (
     ),
     Fault(
         "state passing: the later runs of a zigzag go up too",
-        "map_scan:_scan",
-        "exclusive_scan($passing, $mine, $runs.axis, $way, $hops)",
-        "exclusive_scan($passing, $mine, $runs.axis, 1, $hops)",
+        "map_scan:entering",
+        "exclusive_scans($passing, $mine, [$way for $way, $_ in $ways], $runs.axis, $hops)",
+        "exclusive_scans($passing, $mine, [1 for $way, $_ in $ways], $runs.axis, $hops)",
         f"{RUNS} 'runs_of_ranks and zigzag'",
     ),
     Fault(
@@ -63,9 +63,9 @@ FAULTS = (
     ),
     Fault(
         "state passing: the last rank is left out of a place's map",
-        "map_scan:_scan",
-        "$passing.combine($before, $mine)",
-        "$before",
+        "map_scan:entering",
+        "$passing.combine($b, $m)",
+        "$b",
         f"{RUNS} runs_of_ranks",
     ),
     Fault(

@@ -1,0 +1,342 @@
+"""The mixers of a layer that are recurrences: Gated DeltaNet, Mamba-2 and lightning attention. Their work grows with the
+sequence and not with its square, and what the ranks of a sequence send to each other does not grow with it.
+
+Each is a norm, projections, the recurrence inside documents, a norm and a gate of its result, and an output projection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ejdist.costs import Traffic
+from ejdist.models.config import DecoderShape
+from ejdist.models.model import Flops, Metrics
+from ejdist.models.parameters import Param
+from ejdist.models.part import LayerContext, Part, residual_std
+from ejdist.models.remat import PartBytes, Remat
+from ejdist.models.share import Share
+from ejdist.sequence.cost import states_sent
+from kernels.engines.scan.chunks import BYTES_TOGETHER
+
+RATES = (1.0, 16.0)  # between which A starts, the rate of a head's decay
+STEPS = (1e-3, 1e-1)  # between which the step size of a head starts
+
+
+def _decaying(heads: int, name: str) -> dict[str, Param]:
+    """Returns the parameters of a head's decay exp(-exp(a_log) softplus(. + dt_bias)), as Mamba-2 starts them. One nearer to 0
+    is no simpler, so that weight decay leaves them."""
+    each = {"decay": False, "cast": False}
+    return {
+        f"{name}_a_log": Param((heads,), "N", "log", between=RATES, **each),
+        f"{name}_dt_bias": Param((heads,), "N", "inverse_softplus", between=STEPS, **each),
+    }
+
+
+def _taps(shape: tuple[int, ...], dims: str) -> Param:
+    """Returns the taps of a convolution, of the variance that they are published with: uniform within 1/sqrt(taps)."""
+    return Param(shape, dims, std=(3 * shape[-1]) ** -0.5)
+
+
+def _rates(params: dict[str, jax.Array], ctx: LayerContext, name: str) -> tuple[jax.Array, jax.Array]:
+    """Returns (the rate of each head's decay, < 0; the bias of its step size), both [N] in float32."""
+    a_log, bias = (ctx.ops.gather(params[f"{name}_{n}"], "N") for n in ("a_log", "dt_bias"))
+    return -jnp.exp(a_log), bias
+
+
+def _convolved(x: jax.Array, taps: jax.Array, bias: jax.Array | None, ctx: LayerContext) -> jax.Array:
+    """Returns x [B, T, heads, width] after the convolution of its channels and SiLU, inside documents."""
+    flat, ids = ctx.ops.constrain(x.reshape(*x.shape[:2], -1), "B T F"), ctx.batch["segment_ids"]
+    bias = None if bias is None else bias.reshape(-1)
+    taps = taps.reshape(-1, taps.shape[-1])
+    return ctx.ops.causal_conv1d(flat, taps, bias, activation="silu", segment_ids=ids).reshape(x.shape)
+
+
+def _normed(x: jax.Array, weight: jax.Array, groups: int, eps: float) -> jax.Array:
+    """Returns RMSNorm of x [B, T, N, H] over the channels of each group of heads. Plain JAX, because a group may lie over
+    devices, which then add up one number a token."""
+    wide = x.astype(jnp.float32)
+    square = jnp.mean(wide * wide, axis=-1)
+    mean = jnp.mean(square.reshape(*square.shape[:2], groups, -1), axis=-1)
+    mean = jnp.repeat(mean, x.shape[2] // groups, axis=-1)
+    return (wide * jax.lax.rsqrt(mean + eps)[..., None] * weight).astype(x.dtype)
+
+
+@dataclass(frozen=True)
+class _Size:
+    """How many numbers a layer has, of all heads.
+
+    Attributes:
+      projected: results a token of the input's projections. out: of the recurrence.
+      reads: what the recurrence reads a token. convolved, taps: channels of the convolution before it, and tokens of each.
+      state: of the states. map: of what a run of tokens does to them. products: with a state's entry, a token.
+      wide, held: a token's numbers in an array of chunks that are computed at once, and how many such arrays a backward has,
+        as counted in programs that XLA compiles for GPUs.
+      repeated, summed: a token's numbers in float32, of key heads for each value head, and of what a map is summed of.
+    """
+
+    projected: int
+    out: int
+    reads: int
+    state: int
+    map: int
+    products: int
+    wide: int
+    held: int
+    convolved: int = 0
+    taps: int = 1
+    repeated: int = 0
+    summed: int = 0
+
+    def flops(self, c: DecoderShape) -> Flops:
+        """Returns the FLOPs of the projections, of the convolution, and of the states, as if they were made token by token."""
+        matmuls = c.model_dim * (self.projected + self.out)
+        return Flops(2 * (matmuls + self.taps * self.convolved + self.products * self.state))
+
+    def memory(self, c: DecoderShape, share: Share) -> PartBytes:
+        """Returns the bytes: the result is kept where attention's is, so that no recurrence runs twice."""
+        x, part = share.tokens * c.model_dim * share.itemsize, share.tokens / share.features
+        projected, out, reads = (int(part * share.itemsize * n) for n in (self.projected, self.out, self.reads))
+        exact = 2 * (self.convolved + self.repeated) + 4 * self.summed * (share.sequence > 1)  # float32 in any model
+        together = self.held * min(int(4 * part * self.wide), BYTES_TOGETHER)
+        work = 2 * (projected + reads) + 3 * out + 3 * x + int(4 * part * exact) + together
+        return PartBytes(0, out, products=projected + x, rest=reads + out + x, work=work)
+
+    def traffic(self, c: DecoderShape, share: Share) -> Traffic:
+        """Returns sums over heads, as attention has them; and states with what multiplies them, or tokens, between ranks:
+        forward, once more where nothing is kept, and backward."""
+        sent = share.sums_over_features(c.model_dim, 3 - share.remat.products)
+        if not share.order.carried:  # with one the layer is refused when it runs
+            rows, own = max(1, share.tokens * share.sequence // share.length), share.length // share.sequence
+
+            def passed(state: int, token: int) -> Traffic:
+                """Returns what is sent of maps with so many numbers in float32, or of tokens with so many."""
+                numbers = share.tokens * token * share.itemsize
+                return states_sent(share.order, own, 4 * rows * state // share.features, numbers // share.features)
+
+            passes = 3 - share.remat.rest
+            sent.add_all(passed(self.map, self.reads + self.out), passes)
+            if self.convolved:
+                window = (self.taps - 1) * self.convolved
+                sent.add_all(passed(window, 2 * self.convolved), passes)
+        return sent
+
+
+@dataclass(frozen=True)
+class GatedDelta(Part):
+    """Gated DeltaNet, as Qwen3-Next has it: of a state S [H, Hv] of each value head, with q, k and v after a convolution,
+
+        S' = exp(g_t) S_{t-1}, g = -A softplus(a + dt_bias)      S_t = S' + sigmoid(b_t) k_t (v_t - S'ᵀ k_t)ᵀ
+        o_t = S_tᵀ q_t / sqrt(H)                                 out = (rms_norm(o) * silu(z)) W
+
+    with q and k of norm 1. The projection of a key head has its query, its key, and the values of the heads that share them
+    beside each other, so that one convolution, with one exchange between ranks, serves all three.
+    Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024, arXiv:2412.06464.
+    """
+
+    role = "mixer"
+    name = "gated_delta"
+    fixed_order = True
+    offloads = ("gated_delta.out",)
+
+    def declare(self, c: DecoderShape) -> dict[str, Param]:
+        m, D, std = c.gated_delta, c.model_dim, c.init_std
+        K, N, Hv, wide = m.num_key_heads, m.num_value_heads, m.value_dim, self._width(c)
+        return {
+            "gated_delta_norm": Param((D,), "_", "ones", decay=False, cast=False),
+            "gated_delta_in": Param((D, K, wide), "D K H", std=std, inputs="D", adapts=True),
+            "gated_delta_gate": Param((D, N, Hv), "D N H", std=std, inputs="D", adapts=True),
+            "gated_delta_rates": Param((D, N, 2), "D N H", std=std, inputs="D", adapts=True),
+            "gated_delta_taps": _taps((K, wide, m.conv_width), "K H _"),
+            **_decaying(N, "gated_delta"),
+            "gated_delta_out_norm": Param((Hv,), "_", "ones", decay=False, cast=False),
+            "gated_delta_output": Param((N, Hv, D), "N H D", std=residual_std(c), inputs="N H", adapts=True),
+        }
+
+    def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
+        c, ops, m, norms = ctx.config, ctx.ops, ctx.config.gated_delta, self.norms(params, ctx)
+        h = ops.rms_norm(x, norms["gated_delta_norm"], eps=c.norm_eps)
+        mixed = ops.project(h, params["gated_delta_in"], "btd,dkh->btkh")
+        mixed = _convolved(mixed, params["gated_delta_taps"], None, ctx)
+        q, k, v = jnp.split(mixed, [m.key_dim, 2 * m.key_dim], axis=-1)
+        v = v.reshape(*v.shape[:2], m.num_value_heads, m.value_dim)
+        rates = ops.project(h, params["gated_delta_rates"], "btd,dnh->btnh").astype(jnp.float32)
+        rate, bias = _rates(params, ctx, "gated_delta")
+        g = rate * jax.nn.softplus(rates[..., 1] + bias)
+        ids = ctx.batch["segment_ids"]
+        out = ops.gated_delta_rule(q, k, v, jax.nn.sigmoid(rates[..., 0]), g, segment_ids=ids, use_qk_l2norm=True)
+        out = checkpoint_name(out, "gated_delta.out")
+        z = ops.project(h, params["gated_delta_gate"], "btd,dnh->btnh")
+        out = ops.rms_norm(out, norms["gated_delta_out_norm"], eps=c.norm_eps) * jax.nn.silu(z)
+        return x + ops.project(out, params["gated_delta_output"], "btnh,nhd->btd"), {}
+
+    def split(self, c: DecoderShape) -> dict[str, tuple[str, int]]:
+        return {"gated_delta.num_key_heads": ("K", c.gated_delta.num_key_heads)}
+
+    def flops(self, c: DecoderShape) -> Flops:
+        return self._size(c).flops(c)
+
+    def memory(self, c: DecoderShape, share: Share) -> PartBytes:
+        return self._size(c).memory(c, share)
+
+    def traffic(self, c: DecoderShape, share: Share) -> Traffic:
+        return self._size(c).traffic(c, share)
+
+    def recomputed(self, remat: Remat) -> float:
+        return float(not remat.products)
+
+    @staticmethod
+    def _width(c: DecoderShape) -> int:
+        """Returns how many numbers of queries, keys and values a key head has."""
+        m = c.gated_delta
+        return 2 * m.key_dim + m.num_value_heads // m.num_key_heads * m.value_dim
+
+    def _size(self, c: DecoderShape) -> _Size:
+        m, mixed = c.gated_delta, c.gated_delta.num_key_heads * self._width(c)
+        N, out = m.num_value_heads, m.num_value_heads * m.value_dim
+        # The state of a key is read, replaced in part, and read by the query. A map has a matrix [H, H] beside a state.
+        state, a, wide = N * m.key_dim * m.value_dim, N * m.key_dim**2, N * max(m.key_dim, m.value_dim)
+        reads, repeated = mixed + 2 * N, 2 * N * m.key_dim
+        return _Size(reads + out, out, reads, state, state + a, 3, wide, 20, mixed, m.conv_width, repeated)
+
+
+@dataclass(frozen=True)
+class Mamba2(Part):
+    """Mamba-2, as Nemotron-H has it: of a state [S, P] of each head, with x, B and C after a convolution,
+
+        h_t = exp(-A dt_t) h_{t-1} + dt_t B_t x_tᵀ, dt = softplus(d + dt_bias)      y_t = h_tᵀ C_t + skip x_t
+        out = rms_norm(y * silu(z)) W, the norm over the heads of each group
+
+    The convolution's channels are, of each group of heads, their x, then B and C.
+    Dao and Gu, Transformers are SSMs, 2024, arXiv:2405.21060.
+    """
+
+    role = "mixer"
+    name = "mamba2"
+    fixed_order = True
+    offloads = ("mamba2.out",)
+
+    def declare(self, c: DecoderShape) -> dict[str, Param]:
+        m, D, std = c.mamba2, c.model_dim, c.init_std
+        N, P, K, S, W = m.num_heads, m.head_dim, m.num_groups, m.state_dim, m.conv_width
+        return {
+            "mamba2_norm": Param((D,), "_", "ones", decay=False, cast=False),
+            "mamba2_in": Param((D, N, P), "D N H", std=std, inputs="D", adapts=True),
+            "mamba2_gate": Param((D, N, P), "D N H", std=std, inputs="D", adapts=True),
+            "mamba2_bc": Param((D, K, 2 * S), "D K H", std=std, inputs="D", adapts=True),
+            "mamba2_dt": Param((D, N), "D N", std=std, inputs="D", adapts=True),
+            "mamba2_taps": _taps((K, N // K * P + 2 * S, W), "K H _"),
+            "mamba2_taps_bias": Param((K, N // K * P + 2 * S), "K H", "zeros", decay=False),
+            **_decaying(N, "mamba2"),
+            "mamba2_skip": Param((N,), "N", "ones", decay=False, cast=False),
+            "mamba2_out_norm": Param((N, P), "N H", "ones", decay=False, cast=False),
+            "mamba2_output": Param((N, P, D), "N H D", std=residual_std(c), inputs="N H", adapts=True),
+        }
+
+    def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
+        c, ops, m, norms = ctx.config, ctx.ops, ctx.config.mamba2, self.norms(params, ctx)
+        h = ops.rms_norm(x, norms["mamba2_norm"], eps=c.norm_eps)
+        values = ops.project(h, params["mamba2_in"], "btd,dnh->btnh")
+        # Beside each other by group, so that ranks exchange what one convolution needs.
+        mixed = ops.project(h, params["mamba2_bc"], "btd,dkh->btkh")
+        mixed = jnp.concatenate([values.reshape(*mixed.shape[:3], -1), mixed], axis=-1)
+        mixed = _convolved(mixed, params["mamba2_taps"], params["mamba2_taps_bias"], ctx)
+        values, B, C = jnp.split(mixed, [mixed.shape[-1] - 2 * m.state_dim, mixed.shape[-1] - m.state_dim], axis=-1)
+        values = values.reshape(*x.shape[:2], m.num_heads, m.head_dim)
+        rate, bias = _rates(params, ctx, "mamba2")
+        dt = ops.project(h, params["mamba2_dt"], "btd,dn->btn").astype(jnp.float32)
+        dt, skip = jax.nn.softplus(dt + bias), ops.gather(params["mamba2_skip"], "N")
+        out = ops.state_space_v2(values, dt, rate, B, C, skip, segment_ids=ctx.batch["segment_ids"])
+        out = checkpoint_name(out, "mamba2.out")
+        out = out * jax.nn.silu(ops.project(h, params["mamba2_gate"], "btd,dnh->btnh"))
+        out = _normed(out, norms["mamba2_out_norm"], m.num_groups, c.norm_eps)
+        return x + ops.project(out, params["mamba2_output"], "btnh,nhd->btd"), {}
+
+    def split(self, c: DecoderShape) -> dict[str, tuple[str, int]]:
+        return {"mamba2.num_heads": ("N", c.mamba2.num_heads), "mamba2.num_groups": ("K", c.mamba2.num_groups)}
+
+    def flops(self, c: DecoderShape) -> Flops:
+        return self._size(c).flops(c)
+
+    def memory(self, c: DecoderShape, share: Share) -> PartBytes:
+        return self._size(c).memory(c, share)
+
+    def traffic(self, c: DecoderShape, share: Share) -> Traffic:
+        return self._size(c).traffic(c, share)
+
+    def recomputed(self, remat: Remat) -> float:
+        return float(not remat.products)
+
+    @staticmethod
+    def _size(c: DecoderShape) -> _Size:
+        m = c.mamba2
+        N, out, mixed = m.num_heads, m.num_heads * m.head_dim, 2 * m.num_groups * m.state_dim
+        state, reads = out * m.state_dim, out + mixed
+        wide = N * max(m.head_dim, m.state_dim)
+        projected = 2 * out + mixed + N
+        return _Size(projected, out, reads + N, state, state + N, 2, wide, 14, reads, m.conv_width, summed=out)
+
+
+@dataclass(frozen=True)
+class Lightning(Part):
+    """Lightning attention, as MiniMax-01 has it: linear attention whose head n = 1, ... forgets at a fixed rate,
+
+        S_t = exp(-r) S_{t-1} + k_t v_tᵀ, r = 2^(-8 n / N) (1 - layer / (layers - 1))      o_t = S_tᵀ q_t
+        out = (rms_norm(o) * sigmoid(z)) W, the norm over all heads
+
+    with q, k and v after SiLU. Qin et al., Lightning Attention-2, 2024, arXiv:2401.04658; MiniMax-01, 2025, arXiv:2501.08313.
+    """
+
+    role = "mixer"
+    name = "lightning"
+    fixed_order = True
+    offloads = ("lightning.out",)
+
+    def declare(self, c: DecoderShape) -> dict[str, Param]:
+        D, N, H, std = c.model_dim, c.lightning.num_heads, c.lightning.head_dim, c.init_std
+        return {
+            "lightning_norm": Param((D,), "_", "ones", decay=False, cast=False),
+            "lightning_in": Param((D, N, 3 * H), "D N H", std=std, inputs="D", adapts=True),
+            "lightning_gate": Param((D, N, H), "D N H", std=std, inputs="D", adapts=True),
+            "lightning_out_norm": Param((N, H), "N H", "ones", decay=False, cast=False),
+            "lightning_output": Param((N, H, D), "N H D", std=residual_std(c), inputs="N H", adapts=True),
+        }
+
+    def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
+        c, ops, norms = ctx.config, ctx.ops, self.norms(params, ctx)
+        h = ops.rms_norm(x, norms["lightning_norm"], eps=c.norm_eps)
+        mixed = jax.nn.silu(ops.project(h, params["lightning_in"], "btd,dnh->btnh"))
+        q, k, v = jnp.split(mixed, 3, axis=-1)
+        # The published rates: the small numbers keep a model of one layer, and the last layer of any, from 0.
+        slower = 1 - ctx.layer / (c.num_layers - 1 + 1e-5) + 1e-5
+        decay = slower * 2.0 ** (-8 / q.shape[2] * jnp.arange(1, q.shape[2] + 1, dtype=jnp.float32))
+        ids = ctx.batch["segment_ids"]
+        out = ops.lightning_attention(q, k, v, decay=decay, softmax_scale=1.0, segment_ids=ids)
+        out = _normed(checkpoint_name(out, "lightning.out"), norms["lightning_out_norm"], 1, c.norm_eps)
+        out = out * jax.nn.sigmoid(ops.project(h, params["lightning_gate"], "btd,dnh->btnh"))
+        return x + ops.project(out, params["lightning_output"], "btnh,nhd->btd"), {}
+
+    def split(self, c: DecoderShape) -> dict[str, tuple[str, int]]:
+        return {"lightning.num_heads": ("N", c.lightning.num_heads)}
+
+    def flops(self, c: DecoderShape) -> Flops:
+        return self._size(c).flops(c)
+
+    def memory(self, c: DecoderShape, share: Share) -> PartBytes:
+        return self._size(c).memory(c, share)
+
+    def traffic(self, c: DecoderShape, share: Share) -> Traffic:
+        return self._size(c).traffic(c, share)
+
+    def recomputed(self, remat: Remat) -> float:
+        return float(not remat.products)
+
+    @staticmethod
+    def _size(c: DecoderShape) -> _Size:
+        m = c.lightning
+        wide = m.num_heads * m.head_dim
+        state = wide * m.head_dim
+        return _Size(4 * wide, wide, 3 * wide, state, state + m.num_heads, 2, wide, 10, summed=wide)

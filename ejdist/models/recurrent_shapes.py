@@ -1,0 +1,68 @@
+"""The sections of a model's recurrent mixers: their sizes, which recipes give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+def _check(section: str, shape: Any, positive: tuple[str, ...]) -> bool:
+    """Returns whether the section is given. Raises ValueError, naming the key, for a size that is not positive."""
+    if shape == type(shape)():
+        return False
+    for name in positive:
+        if getattr(shape, name) < 1:
+            raise ValueError(f"model.{section}.{name} must be positive, got {getattr(shape, name)}")
+    return True
+
+
+def _check_multiple(section: str, shape: Any, several: str, each: str) -> None:
+    many, few = getattr(shape, several), getattr(shape, each)
+    if many % few:
+        raise ValueError(
+            f"model.{section}.{several} = {many} must be a multiple of model.{section}.{each} = {few}, which share them evenly"
+        )
+
+
+@dataclass(unsafe_hash=True)
+class GatedDeltaShape:
+    """Gated DeltaNet (Qwen3-Next): an associative memory a head, of which a token replaces what its key stands for."""
+
+    num_key_heads: int = 0  # heads of queries and of keys; 0: no such layers
+    num_value_heads: int = 0  # heads of values, a multiple of num_key_heads: the states of a layer
+    key_dim: int = 128  # width of a head of queries and keys
+    value_dim: int = 128  # width of a head of values
+    conv_width: int = 4  # tokens that the convolution of queries, keys and values sees, its own too
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy; without such layers all keys must keep their defaults."""
+        if _check("gated_delta", self, ("num_key_heads", "num_value_heads", "key_dim", "value_dim", "conv_width")):
+            _check_multiple("gated_delta", self, "num_value_heads", "num_key_heads")
+
+
+@dataclass(unsafe_hash=True)
+class Mamba2Shape:
+    """Mamba-2: a state space with one decay a head, whose inputs and outputs the token chooses."""
+
+    num_heads: int = 0  # heads, each with a state; 0: no such layers
+    head_dim: int = 64  # width of a head
+    state_dim: int = 128  # width of what a head's channels are written with and read by, B and C
+    num_groups: int = 1  # groups of heads: those of a group share B, C and the norm of the output
+    conv_width: int = 4  # tokens that the convolution of the inputs, B and C sees, its own too
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy; without such layers all keys must keep their defaults."""
+        if _check("mamba2", self, ("num_heads", "head_dim", "state_dim", "num_groups", "conv_width")):
+            _check_multiple("mamba2", self, "num_heads", "num_groups")
+
+
+@dataclass(unsafe_hash=True)
+class LightningShape:
+    """Lightning attention (MiniMax-01): linear attention with a fixed decay a head, slower in later layers."""
+
+    num_heads: int = 0  # heads, each with a state; 0: no such layers
+    head_dim: int = 128  # width of a head
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy; without such layers all keys must keep their defaults."""
+        _check("lightning", self, ("num_heads", "head_dim"))

@@ -1,0 +1,113 @@
+"""The recurrent mixers of a decoder in NumPy float64, a token, a head and a state at a time; without JAX and without the loops
+that operations are held against. What they are: Qwen3-Next's Gated DeltaNet, Mamba-2, MiniMax-01's lightning attention."""
+
+import numpy as np
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x):
+    return x * sigmoid(x)
+
+
+def softplus(x):
+    return np.log1p(np.exp(x))
+
+
+def norm(x, w, eps):
+    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps) * w
+
+
+def documents(ids):
+    """Yields (row, its tokens of one document), a run of equal ids that are not negative."""
+    for b, row in enumerate(ids):
+        begin = 0
+        for t in range(1, len(row) + 1):
+            if t == len(row) or row[t] != row[begin]:
+                if row[begin] >= 0:
+                    yield b, slice(begin, t)
+                begin = t
+
+
+def convolved(x, taps, bias=0.0):
+    """Returns SiLU of the causal convolution of x [T, channels...], of one document, with taps [channels..., W]."""
+    W, out = taps.shape[-1], np.zeros_like(x)
+    for t in range(len(x)):
+        for j in range(W):
+            if t - j >= 0:
+                out[t] += taps[..., W - 1 - j] * x[t - j]
+    return silu(out + bias)
+
+
+def gated_delta(x, w, batch, c, layer=0):
+    m, out = c.gated_delta, np.array(x)
+    per = m.num_value_heads // m.num_key_heads
+    for b, at in documents(batch["segment_ids"]):
+        h = norm(x[b, at], w["gated_delta_norm"], c.norm_eps)
+        mixed = convolved(np.einsum("td,dkh->tkh", h, w["gated_delta_in"]), w["gated_delta_taps"])
+        rates = np.einsum("td,dnr->tnr", h, w["gated_delta_rates"])
+        z = np.einsum("td,dnh->tnh", h, w["gated_delta_gate"])
+        result = np.zeros_like(z)
+        for n in range(m.num_value_heads):
+            S = np.zeros((m.key_dim, m.value_dim))
+            for t, row in enumerate(mixed[:, n // per]):
+                q, k = row[: m.key_dim], row[m.key_dim : 2 * m.key_dim]
+                v = row[2 * m.key_dim :].reshape(per, m.value_dim)[n % per]
+                q, k = (y / np.sqrt(y @ y + 1e-6) for y in (q, k))
+                S = S * np.exp(
+                    -np.exp(w["gated_delta_a_log"][n]) * softplus(rates[t, n, 1] + w["gated_delta_dt_bias"][n])
+                )
+                S = S + sigmoid(rates[t, n, 0]) * np.outer(k, v - k @ S)
+                result[t, n] = q @ S / np.sqrt(m.key_dim)
+        result = norm(result, w["gated_delta_out_norm"], c.norm_eps) * silu(z)
+        out[b, at] += np.einsum("tnh,nhd->td", result, w["gated_delta_output"])
+    return out
+
+
+def mamba2(x, w, batch, c, layer=0):
+    m, out = c.mamba2, np.array(x)
+    per = m.num_heads // m.num_groups
+    for b, at in documents(batch["segment_ids"]):
+        h = norm(x[b, at], w["mamba2_norm"], c.norm_eps)
+        wide = per * m.head_dim  # of a group's channels x, before its B and C
+        taps, bias = w["mamba2_taps"], w["mamba2_taps_bias"]
+        values = np.einsum("td,dnp->tnp", h, w["mamba2_in"]).reshape(len(h), m.num_groups, wide)
+        values = convolved(values, taps[:, :wide], bias[:, :wide]).reshape(len(h), m.num_heads, m.head_dim)
+        bc = convolved(np.einsum("td,dks->tks", h, w["mamba2_bc"]), taps[:, wide:], bias[:, wide:])
+        dt = softplus(h @ w["mamba2_dt"] + w["mamba2_dt_bias"])
+        z = np.einsum("td,dnp->tnp", h, w["mamba2_gate"])
+        y = np.zeros_like(z)
+        for n in range(m.num_heads):
+            S = np.zeros((m.head_dim, m.state_dim))
+            for t in range(len(h)):
+                B, C = bc[t, n // per, : m.state_dim], bc[t, n // per, m.state_dim :]
+                S = np.exp(-dt[t, n] * np.exp(w["mamba2_a_log"][n])) * S + dt[t, n] * np.outer(values[t, n], B)
+                y[t, n] = S @ C + w["mamba2_skip"][n] * values[t, n]
+        y = (y * silu(z)).reshape(len(h), m.num_groups, -1)
+        y = norm(y, 1.0, c.norm_eps).reshape(z.shape) * w["mamba2_out_norm"]
+        out[b, at] += np.einsum("tnp,npd->td", y, w["mamba2_output"])
+    return out
+
+
+def lightning(x, w, batch, c, layer=0):
+    N, H, out = c.lightning.num_heads, c.lightning.head_dim, np.array(x)
+    for b, at in documents(batch["segment_ids"]):
+        h = norm(x[b, at], w["lightning_norm"], c.norm_eps)
+        mixed = silu(np.einsum("td,dnh->tnh", h, w["lightning_in"]))
+        z = np.einsum("td,dnh->tnh", h, w["lightning_gate"])
+        result = np.zeros_like(z)
+        for n in range(N):
+            slope = (2 ** (-8 / N)) ** (n + 1) * (1 - layer / (c.num_layers - 1 + 1e-5) + 1e-5)
+            S = np.zeros((H, H))
+            for t in range(len(h)):
+                q, k, v = mixed[t, n].reshape(3, H)
+                S = np.exp(-slope) * S + np.outer(k, v)
+                result[t, n] = q @ S
+        flat = norm(result.reshape(len(h), -1), w["lightning_out_norm"].reshape(-1), c.norm_eps)
+        out[b, at] += np.einsum("tnh,nhd->td", flat.reshape(z.shape) * sigmoid(z), w["lightning_output"])
+    return out
+
+
+LAYERS = {"gated_delta": gated_delta, "mamba2": mamba2, "lightning": lightning}

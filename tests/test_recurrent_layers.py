@@ -1,0 +1,347 @@
+"""Layers that are recurrences: each against a loop in NumPy, on every mesh, in every order that there is a form for, and in
+runs and plans of hybrids."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy_recurrence import slope
+from recurrent_layers_loop import LAYERS
+from small_run import TINY, losses
+
+from ejdist import Unsupported, make_mesh
+from ejdist.costs import PERMUTE
+from ejdist.experts.schemes import AllToAll
+from ejdist.layout import ACTIVATIONS, PARAMETERS, sharding
+from ejdist.models import decoder, parts
+from ejdist.models.parameters import Param, initialise, map_declared, num_parameters
+from ejdist.models.recurrent_shapes import GatedDeltaShape, LightningShape, Mamba2Shape
+from ejdist.models.remat import REMAT
+from ejdist.models.share import Share
+from ejdist.operations import bind_ops
+from ejdist.order import Order
+from ejdist.planning.candidates import orders_searched
+from ejdist.sequence.schemes import Ring
+from ejdist.training.loop import train
+from ejdist.training.program import make_program
+from launch.plan import parse, plan
+from recipes.schema import compose
+
+KINDS = [*LAYERS]
+SIZES = {
+    "gated_delta": GatedDeltaShape(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, conv_width=3),
+    "mamba2": Mamba2Shape(num_heads=4, head_dim=3, state_dim=5, num_groups=2, conv_width=3),
+    "lightning": LightningShape(num_heads=4, head_dim=3),
+}
+# Documents that begin next to each other, with padding between two of one id and at the end of a row.
+IDS = np.array([[0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 2, -1, 3, 3, 3, 3], [5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 6, 6, 6, -1, -1]])
+
+
+def config(kind, **changes):
+    return decoder.DecoderConfig(
+        model_dim=8, num_layers=3, layer_pattern=(f"{kind}+mlp",), norm_eps=1e-5, **{kind: SIZES[kind]}, **changes
+    )
+
+
+def drawn(part, c, seed=0):
+    """Returns parameters of a layer, none of which has the value that it starts with."""
+    rng = np.random.default_rng(seed)
+    spread = {"zeros": (0, 0.5), "ones": (1, 0.3), "normal": (0, 0.6), "log": (0.3, 0.5), "inverse_softplus": (-1, 0.7)}
+    return {n: (spread[p.init][0] + spread[p.init][1] * rng.standard_normal(p.shape)).astype(np.float32)
+            for n, p in part.declare(c).items()}  # fmt: skip
+
+
+def layer(kind, c, number):
+    """Returns the function (params, x) -> the result of a layer of that kind."""
+    batch = {"segment_ids": jnp.asarray(IDS)}
+    at = parts.LayerContext(c, bind_ops(None), batch, 0, jnp.int32(number), 0, 0, {})
+    return lambda params, x: parts.PARTS[kind].apply(x, params, at)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_is_what_it_is_published_as(kind):
+    """Its result, and its derivative along a direction of everything at once, for documents packed into rows."""
+    c, number = config(kind), 1
+    params = drawn(parts.PARTS[kind], c)
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((*IDS.shape, c.model_dim)).astype(np.float32)
+    weight = np.cos(np.arange(x.size)).reshape(x.shape)
+    loop = functools.partial(LAYERS[kind], batch={"segment_ids": IDS}, c=c, layer=number)
+
+    @jax.jit
+    def of(params, x):
+        made, back = jax.vjp(layer(kind, c, number), params, x)
+        return made, back(jnp.asarray(weight, jnp.float32))
+
+    made, (grads, dx) = of(params, x)
+    floats = {n: np.float64(p) for n, p in params.items()} | {"x": np.float64(x)}
+    np.testing.assert_allclose(made, loop(floats["x"], floats), rtol=1e-5, atol=1e-5)
+    along = {n: rng.standard_normal(p.shape) for n, p in floats.items()}
+    want = slope(lambda a: float(np.sum(weight * loop(a["x"], a))), floats, along)
+    every = {**grads, "x": dx}
+    assert sum(float(np.sum(along[n] * np.float64(every[n]))) for n in along) == pytest.approx(want, rel=2e-4)
+    assert all(np.abs(g).max() > 0 for g in every.values()), "every parameter has an effect"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_leaks_from_a_document_into_another(kind):
+    """Also not of a document into padding, and of padding into anything."""
+    c = config(kind)
+    params, rng = drawn(parts.PARTS[kind], c), np.random.default_rng(2)
+    x = rng.standard_normal((*IDS.shape, c.model_dim)).astype(np.float32)
+    run = jax.jit(layer(kind, c, 0))
+    made = np.asarray(run(params, x))
+    for where in (IDS == 0, IDS == 5, IDS == -1):
+        changed = np.asarray(run(params, np.where(where[..., None], x + 1, x)))
+        np.testing.assert_array_equal(changed[~where], made[~where])
+    np.testing.assert_array_equal(made[IDS < 0], x[IDS < 0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_in_bfloat16_is_as_near_as_its_roundings(kind):
+    """The stream stays in the compute dtype; what decides how long a state remembers is in float32."""
+    c = config(kind, compute_dtype="bfloat16")
+    declared = parts.PARTS[kind].declare(c)
+    params = drawn(parts.PARTS[kind], c)
+    x = np.random.default_rng(4).standard_normal((*IDS.shape, c.model_dim))
+    x = np.asarray(jnp.asarray(x, jnp.bfloat16))
+    cast = {n: jnp.asarray(w, jnp.bfloat16) if declared[n].cast else w for n, w in params.items()}
+    made = jax.jit(layer(kind, c, 1))(cast, x)
+    want = LAYERS[kind](np.float64(x), {n: np.float64(w) for n, w in cast.items()}, {"segment_ids": IDS}, c, 1)
+    assert made.dtype == jnp.bfloat16
+    assert np.abs(np.float64(made) - want).max() < 0.03 * np.abs(want - np.float64(x)).max() + 0.02
+
+
+def test_decays_start_as_they_are_published():
+    declared = {n: dataclasses.replace(p, shape=(4096,)) for n, p in parts.PARTS["mamba2"].declare(config("mamba2")).items()
+                if n in ("mamba2_a_log", "mamba2_dt_bias")}  # fmt: skip
+    made = {n: np.asarray(x, np.float64) for n, x in initialise(declared, jax.random.key(0)).items()}
+    rates, steps = np.exp(made["mamba2_a_log"]), np.log1p(np.exp(made["mamba2_dt_bias"]))
+    for values, low, high in ((rates, 1, 16), (np.log(steps), np.log(1e-3), np.log(1e-1))):
+        assert (
+            low - 1e-4 < values.min() < low + 0.02 * (high - low)
+            and high - 0.02 * (high - low) < values.max() < high + 1e-4
+        )
+        assert values.mean() == pytest.approx((low + high) / 2, abs=0.02 * (high - low))
+    with pytest.raises(ValueError, match="init 'uniform' is unknown; use one of normal, zeros, ones, log"):
+        Param((2,), "N", "uniform")
+
+
+def test_what_weight_decay_leaves_alone():
+    for kind in KINDS:
+        declared = parts.PARTS[kind].declare(config(kind))
+        alone = {n.removeprefix(f"{kind}_") for n, p in declared.items() if not p.decay}
+        assert alone >= {"norm", "out_norm"} and not {n for n, p in declared.items() if not p.decay and p.inputs}
+        if kind != "lightning":
+            assert alone >= {"a_log", "dt_bias"}
+    assert not parts.PARTS["mamba2"].declare(config("mamba2"))["mamba2_skip"].decay
+
+
+# -- on a mesh, and in runs -----------------------------------------------------------------------------------------------
+
+
+def value_and_gradient(kind, mesh=None, order="contiguous"):
+    """Returns the loss of a model of such layers on packed rows, and its gradient; on a mesh, of parameters as stored."""
+    c = config(kind, vocab_size=16, remat="none")
+    c = dataclasses.replace(c, num_layers=1, layer_pattern=(f"{kind}+none",))
+    model, rng = c.build(), np.random.default_rng(3)
+    batch = {n: rng.integers(0, 16, IDS.shape).astype(np.int32) for n in ("tokens", "targets")}
+    batch |= {"positions": np.zeros_like(batch["tokens"]), "segment_ids": IDS.astype(np.int32)}
+    params = initialise(model.declared, jax.random.key(0))
+    params["layers"] |= {n: jnp.asarray(x)[None] for n, x in drawn(parts.PARTS[kind], c).items()}
+    if mesh is not None:
+        order = Order(order, mesh.shape["sp"])
+        places = map_declared(lambda _, p: sharding(mesh, p.dims.split(), PARAMETERS, shape=p.shape), model.declared)
+        params = jax.device_put(params, places)
+        batch = {n: jax.device_put(order.permute(x), sharding(mesh, "BT", ACTIVATIONS)) for n, x in batch.items()}
+    ops = bind_ops(mesh, order=None if mesh is None else order)
+    return jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, ops)[0]))(params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "order"),
+    [
+        ("gated_delta", {"sp": 2, "tp": 2}, "contiguous"),
+        ("mamba2", {"sp": 4}, "zigzag"),
+        *(pytest.param(kind, {"sp": 2, "tp": 2}, "striped", marks=pytest.mark.slow) for kind in KINDS),
+        *(pytest.param(kind, {"sp": 4}, "contiguous", marks=pytest.mark.slow) for kind in KINDS),
+    ],
+)
+def test_a_mesh_changes_neither_loss_nor_gradient(kind, sizes, order):
+    mesh = make_mesh(**sizes, devices=jax.devices()[:4])
+    want, gradient = value_and_gradient(kind)
+    made, split = value_and_gradient(kind, mesh, order)
+    assert float(made) == pytest.approx(float(want), rel=1e-6)
+    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(split), strict=True):
+        np.testing.assert_allclose(other, one, atol=2e-5 * np.abs(np.asarray(one)).max())
+
+
+@pytest.mark.parametrize(("kind", "recurrences"), [("gated_delta", 2), ("mamba2", 2), ("lightning", 1)])
+def test_how_many_hops_are_made_is_one_choice_of_a_recurrence(kind, recurrences):
+    """In a zigzag too, in which states go both ways; a convolution counts as one. XLA for CPUs runs conditionals that do not
+    wait for each other side by side, and may take a transfer in one for a transfer in the other."""
+    mesh = make_mesh(sp=4, devices=jax.devices()[:4])
+    c, order = config(kind), Order("zigzag", 4)
+    at = parts.LayerContext(c, bind_ops(mesh, order=order), {"segment_ids": order.permute(IDS)}, 0, 0, 0, 0, {})
+    x = jax.ShapeDtypeStruct((*IDS.shape, c.model_dim), jnp.float32)
+    text = jax.jit(lambda p, x: parts.PARTS[kind].apply(x, p, at)[0]).lower(drawn(parts.PARTS[kind], c), x).as_text()
+    assert text.count("stablehlo.case") == recurrences
+
+
+HYBRID = [
+    *TINY, "model.num_layers=4", "model.layer_pattern=[gated_delta+mlp,mamba2+mlp,lightning+none,full+mlp]",
+    "model.gated_delta.num_key_heads=2", "model.gated_delta.num_value_heads=4", "model.gated_delta.key_dim=8",
+    "model.gated_delta.value_dim=8", "model.mamba2.num_heads=4", "model.mamba2.head_dim=8", "model.mamba2.state_dim=8",
+    "model.lightning.num_heads=4", "model.lightning.head_dim=8", "run.steps=3", "optimizer.learning_rate=1e-2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def of_one_device(corpus, tmp_path_factory):
+    return run(tmp_path_factory.mktemp("one"), corpus, "mesh.sp=1")
+
+
+def run(directory, corpus, *overrides):
+    train(compose([*HYBRID, *corpus, f"run.dir={directory}", *overrides]), log=lambda line: None)
+    return losses(directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["mesh.sp=2", "mesh.tp=2", "sequence.order=contiguous"],
+        ["mesh.sp=4", "sequence.order=zigzag"],
+        ["mesh.sp=4", "sequence.order=striped"],
+        ["mesh.sp=1", "mesh.tp=4", "model.num_kv_heads=4", "model.gated_delta.num_key_heads=4"],
+        ["mesh.sp=2", "mesh.fsdp=2", "model.mamba2.num_groups=2"],
+    ],
+    ids=" ".join,
+)
+def test_losses_are_the_same_on_every_mesh(layout, of_one_device, corpus, tmp_path):
+    """Of several steps of packed documents, so that gradients are right too."""
+    sizes = [word for word in layout if word.startswith("model.")]
+    want = of_one_device if not sizes else run(tmp_path / "one", corpus, "mesh.sp=1", *sizes)
+    assert run(tmp_path / "many", corpus, *layout) == pytest.approx(want, abs=2e-5) and want[-1] < want[0]
+
+
+@pytest.mark.slow
+def test_a_hybrid_goes_on_where_it_stopped(of_one_device, corpus, tmp_path):
+    """On another mesh, and with adapters beside a base of 8 bits."""
+    keep = ["checkpoint.every=1", "sequence.order=contiguous"]
+    run(tmp_path, corpus, "mesh.sp=1", "run.stop_after=2", *keep)
+    assert run(tmp_path, corpus, "mesh.sp=2", *keep) == pytest.approx(of_one_device, abs=2e-5)
+    tuned = run(tmp_path / "tuned", corpus, f"model.init_from={tmp_path}", "lora.rank=2", "lora.base=int8")
+    assert tuned[-1] < tuned[0] < of_one_device[0]
+
+
+# -- what is refused, and plans -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("gated_delta", [], "model.gated_delta.num_key_heads must be positive, got 0: model.layer_pattern has layers with"),
+        ("mamba2", [], "model.mamba2.num_heads must be positive, got 0: model.layer_pattern has layers with mamba2"),
+        ("lightning", [], "model.lightning.num_heads must be positive, got 0"),
+        ("none", ["mamba2.num_heads=4"], r"model.mamba2 is given, but no layer has mamba2: .* for example mamba2\+mlp"),
+        ("gated_delta", ["gated_delta.num_key_heads=2"], "model.gated_delta.num_value_heads must be positive, got 0"),
+        ("gated_delta", ["gated_delta.num_key_heads=3", "gated_delta.num_value_heads=4"],
+         "model.gated_delta.num_value_heads = 4 must be a multiple of model.gated_delta.num_key_heads = 3"),
+        ("mamba2", ["mamba2.num_heads=4", "mamba2.num_groups=3"],
+         "model.mamba2.num_heads = 4 must be a multiple of model.mamba2.num_groups = 3"),
+        ("lightning", ["lightning.num_heads=4", "lightning.head_dim=0"], "model.lightning.head_dim must be positive"),
+        ("mamba3", [], r"'mamba3\+mlp' is not MIXER\+FEED_FORWARD. Mixers: .* mamba2,"),
+    ],
+)  # fmt: skip
+def test_sizes_that_make_no_layer_are_refused_by_their_key(kind, changes, said):
+    with pytest.raises(ValueError, match=said):
+        compose([*TINY, f"model.layer_pattern=[{kind}+mlp,full]", *(f"model.{c}" for c in changes)]).model.build()
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh", "error", "said"),
+    [
+        ([], {"tp": 4}, ValueError,
+         "model.gated_delta.num_key_heads: dim K = 2 cannot be divided over tp=4; make it a multiple of 4"),
+        (["sequence.order=balanced"], {"sp": 2}, Unsupported,
+         "causal_conv1d: its result depends on the order of the tokens, and they are in order 'balanced' over 2 ranks"),
+    ],
+)  # fmt: skip
+def test_a_mesh_or_an_order_that_a_recurrence_has_no_form_for(changes, mesh, error, said):
+    devices = make_mesh(**mesh, devices=jax.devices()[: max(mesh.values())])
+    with pytest.raises(error, match=said):
+        recipe = compose([*HYBRID, "model.num_kv_heads=4", *(f"mesh.{a}={n}" for a, n in mesh.items()), *changes])
+        program = make_program(recipe, devices)
+        program.step.trace(program.state, program.batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_layer_sends_is_states_and_windows(kind):
+    """Four ranks, one row of a document, bfloat16: two hops of a scan and one to the next rank, each of what a rank does to the
+    states, in float32, and of what it does to the inputs before a token; forward and backward."""
+    c, m = config(kind), SIZES[kind]
+    on = Share(64, 2, 256, REMAT["none"], Ring(), Order("contiguous", 4), AllToAll())
+    numbers = {
+        "gated_delta": lambda: 4 * (3 * 5 + 3 * 3) + (3 - 1) * 2 * (3 + 3 + 2 * 5),
+        "mamba2": lambda: 4 * (3 * 5 + 1) + (3 - 1) * (4 * 3 + 2 * 2 * 5),
+        "lightning": lambda: 4 * (3 * 3 + 1),
+    }[kind]()
+    sent = parts.PARTS[kind].traffic(c, on)
+    assert m == getattr(c, kind) and sent.bytes == {("sp", PERMUTE): 2 * 3 * 4 * numbers}
+    longer = dataclasses.replace(on, tokens=1024, length=4096)
+    assert parts.PARTS[kind].traffic(c, longer).bytes == sent.bytes
+    again = parts.PARTS[kind].traffic(c, dataclasses.replace(on, remat=REMAT["full"]))
+    assert again.bytes == {("sp", PERMUTE): 3 * 3 * 4 * numbers}
+
+
+def test_flops_of_layers_by_hand():
+    """Projections; taps of convolutions; and of each state 2 for a product with it and 2 for what is added."""
+    assert parts.PARTS["gated_delta"].flops(config("gated_delta")).token == (
+        2 * 8 * (2 * (3 + 3 + 10) + 4 * 5 + 2 * 4 + 4 * 5) + 2 * 3 * 2 * 16 + 6 * 4 * 3 * 5
+    )
+    assert parts.PARTS["mamba2"].flops(config("mamba2")).token == (
+        2 * 8 * (3 * 4 * 3 + 2 * 2 * 5 + 4) + 2 * 3 * (4 * 3 + 2 * 2 * 5) + 4 * 4 * 3 * 5
+    )
+    assert parts.PARTS["lightning"].flops(config("lightning")).token == 2 * 8 * 5 * 4 * 3 + 4 * 4 * 3 * 3
+
+
+def test_a_hybrid_is_planned():
+    """It trains long rows faster than its twin with attention alone, and in an order that its recurrences take."""
+
+    def planned(model):
+        words = (
+            "device=h100 devices=8 finalists=0 recipe=hybrid_long_context data.sequence_length=262144 mesh.sp=8".split()
+        )
+        orders = orders_searched(compose([f"model={model}", "recipe=hybrid_long_context"]), (("sp", 4),))
+        made = plan(parse([*words, "search=false", f"model={model}"]))["plan"]["predicted"]
+        return made, {name for name in orders if Order(name, 4).carried}
+
+    (mixed, none), (dense, carried) = planned("hybrid_nano"), planned("nano")
+    assert mixed["tokens_per_second"] > dense["tokens_per_second"] and mixed["bytes"] > 0
+    assert not none and carried
+
+
+def test_a_published_hybrid_is_as_large_as_it_is_called_and_is_planned():
+    """80 billion parameters, of which 3 multiply a token, beside embedding and output projection."""
+    c = compose(["model=qwen3_next_80b_a3b"]).model
+    model, table = c.build(), c.vocab_size * c.model_dim
+    assert num_parameters(model.declared) == pytest.approx(80e9, rel=0.01)
+    assert sum(f.token for f in model.flops) / 2 - table == pytest.approx(3.3e9, rel=0.05)
+    words = "device=h200 devices=64 finalists=0 recipe=moe_long_context model=qwen3_next_80b_a3b search=false"
+    made = plan(
+        parse(
+            [
+                *words.split(),
+                "data.sequence_length=131072",
+                "data.global_batch=16",
+                "mesh.fsdp=8",
+                "mesh.sp=8",
+                "mesh.ep=1",
+            ]
+        )
+    )
+    assert 0.1 < made["plan"]["predicted"]["mfu"] < 0.6 and made["fits"]
