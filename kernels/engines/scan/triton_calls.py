@@ -53,7 +53,7 @@ def columns_here(block_v: int | None, Hv: int) -> int:
     return columns(block_v, Hv) if compute_capability() >= 90 else max(LEAST, columns(block_v, Hv) // 2)
 
 
-def gradient_tiles(cfg: Any, dtype: Any, Hv: int, num_warps: int | None = None) -> dict[str, int]:
+def gradient_tiles(cfg: Any, dtype: Any, Hv: int, num_warps: int | None = None) -> dict[str, Any]:
     """Returns the tiles of programs of one chunk's gradients: columns of a state at a time, warps, and stages of their loop.
 
     The loop has at least two steps, whose loads overlap products. Eight warps fill a multiprocessor with one program, which

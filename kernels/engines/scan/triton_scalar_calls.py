@@ -238,6 +238,7 @@ class Launches:
             *states: Any,
             **more: Any,
         ) -> dict[str, jax.Array]:
+            unused: dict[str, Any] = {f"d{name}_ptr": None for name in names if name not in shapes}
             results = triton_launch(
                 kernel,
                 x.q,
@@ -256,8 +257,7 @@ class Launches:
                 KK=x.k.shape[2],
                 KV=x.v.shape[2],
                 **common | gradient_tiles(self.cfg, x.q.dtype, x.v.shape[-1], num_warps),
-                **{f"d{name}_ptr": None for name in names if name not in shapes},
-                **more,
+                **unused | more,
             )
             return dict(zip(shapes, results, strict=True))
 
