@@ -39,7 +39,7 @@ def deciding(c: DecoderShape) -> dict[str, Any]:
     values = {k: v for k, v in flat(c).items() if k not in _TRAINING}
     values["layers"] = tuple(c.layers())
     values["experts.bias_rate"] = c.experts.bias_rate > 0  # whether there is a bias
-    values["rotary_dim"] = c.rotary_dim or c.head_dim
+    values["rotary_dim"] = None if c.rotary_dim == c.head_dim else c.rotary_dim
     unused = {"first_layers", "layer_pattern"}
     if "mlp" not in parts:
         unused |= {"ffn_dim", "activation"}
