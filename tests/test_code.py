@@ -54,8 +54,9 @@ SPILLS = {
     # Of the gradient of the matrices: a warp that writes keeps addresses there, and reads them once for 64 columns of a tile.
     ("grouped_matmul", "qwen3_down", 90): 16,
     ("grouped_matmul_quantized", "qwen3_int8", 80): 12,
-    # Chunks of few channels: the assembler takes 96 registers, and a few bytes more.
+    # Chunks of few channels: the assembler takes 96 registers, or 128, and a few bytes more.
     ("delta_rule", "small", 90): 8,
+    ("delta_rule", "small", 80): 4,
     # Operands lie in registers there, beside a state of 128 by 64.
     ("linear_attention", "lightning_64k", 80): 28,
 }
