@@ -56,8 +56,8 @@ def _convolved(x: jax.Array, taps: jax.Array, bias: jax.Array | None, ctx: Layer
 
 
 def _normed(x: jax.Array, weight: jax.Array, groups: int, eps: float) -> jax.Array:
-    """Returns RMSNorm of x [B, T, N, H] over the channels of each group of heads. Plain JAX, because a group may lie over
-    devices, which then add up one number a token."""
+    """Returns RMSNorm of x [B, T, N, H] over the channels of each group of heads. Plain JAX: a group may be split over
+    devices, which then sum one number per token."""
     wide = x.astype(jnp.float32)
     square = jnp.mean(wide * wide, axis=-1)
     mean = jnp.mean(square.reshape(*square.shape[:2], groups, -1), axis=-1)
@@ -113,7 +113,7 @@ class _Size:
             rows, own = max(1, share.tokens * share.sequence // share.length), share.length // share.sequence
 
             def passed(state: int, token: int) -> Traffic:
-                """Returns what is sent of maps with so many numbers in float32, or of tokens with so many."""
+                """Returns the traffic of maps of `state` float32 numbers, or of tokens of `token` numbers."""
                 numbers = share.tokens * token * share.itemsize
                 return states_sent(share.order, own, 4 * rows * state // share.features, numbers // share.features)
 
