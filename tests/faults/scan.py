@@ -217,11 +217,11 @@ FAULTS = (
         f"{DELTA} -k matrix_units",
     ),
     Fault(
-        "delta: a token writes what it writes itself",
-        "delta_pairs_kernel",
-        "$i[:, None] > $i[None, :]",
-        "$i[:, None] >= $i[None, :]",
-        f"{DELTA} -k correlated",
+        "delta: a block of the inverse reads the coefficient of the next token",
+        "triton_inverse:_diagonal_inverses",
+        "tl.load($begin + $r * 16 + $s) * $rows[$s]",
+        "tl.load($begin + $r * 16 + $s + 1) * $rows[$s]",
+        f"{DELTA} -k matrix_units",
     ),
     Fault(
         "delta: pairs are weighed by the rate of the token that is read",

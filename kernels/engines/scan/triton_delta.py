@@ -64,7 +64,7 @@ def delta_pairs_kernel(
     row, n = head // N, head % N
     first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
     here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
-    h, i = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_C)
+    h = tl.arange(0, BLOCK_H)
     k = load_rows(tokens_by_channels(k_ptr, row, first, n // (N // K), T, K, H), valid, h, K, H, BLOCK_C)
     q = load_rows(tokens_by_channels(q_ptr, row, first, n // (N // K), T, K, H), valid, h, K, H, BLOCK_C)
     decay = pairs(a_ptr, per_token(a_ptr, row, n, first, here, T, N, BLOCK_C), run, BLOCK_C)
@@ -73,7 +73,7 @@ def delta_pairs_kernel(
     beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
     A = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None]
     scratch = scratch_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_C * 16)
-    solve = inverse(tl.where(i[:, None] > i[None, :], A, 0.0), scratch, BLOCK_C)
+    solve = inverse(A, scratch, BLOCK_C)
     tl.store(square_at(solve_ptr, tl.program_id(0), BLOCK_C), solve.to(solve_ptr.dtype.element_ty))
     fading = fades(a_ptr, row, n, first, count, here, run, before, last, T, N, BLOCK_C)
     store_fades(enters_ptr, leaves_ptr, whole_ptr, fading, row, n, c, first, here, T, N, CHUNKS, BLOCK_C)

@@ -62,7 +62,7 @@ def _diagonal_inverses(A, scratch_ptr, C: tl.constexpr):
 
 @triton.jit
 def inverse(A, scratch_ptr, C: tl.constexpr):
-    """Returns (I + A)⁻¹ for A [C, C] strictly lower triangular.
+    """Returns (I + L)⁻¹ for the part L of A [C, C] below its diagonal; what is on the diagonal and above has no effect.
 
     Blocks of 16 on the diagonal by forward substitution in float32, all blocks at once; then pairs of blocks P, Q with A21
     below: [[P, 0], [-Q A21 P, Q]]. A power series is no substitute: its terms grow with correlated keys.
