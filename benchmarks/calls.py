@@ -2,8 +2,8 @@
 
 Counted are calls of Python functions whose code is in `kernels` or `ejdist`, for `rms_norm` on one device and for
 `ring_attention` with packed documents over four: an eager call that was made before (warm), and the lowering of a jitted one.
-The time of the warm eager call is beside them, the least of many; it is of this machine. Where arrays are on one device, the
-time of a ring has that of moving them to four; "placed" are those that lie on the mesh as a training step has them.
+The time of the warm eager call is beside them, the least of many; it is of this machine. The time of a ring
+includes moving its arrays from one device to four, except in the case "placed", where they are sharded as in a training step.
 """
 
 from __future__ import annotations

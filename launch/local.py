@@ -67,15 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     options, rest = parse(arguments)
-    for left in range(options.restarts, -1, -1):
+    left = options.restarts
+    while True:
         code, stopped = _start(options, rest)
-        if stopped or not left or not again(code):
-            break
+        if stopped or left < 1 or not again(code):
+            return code
         print(
             f"the run ended with exit code {code}, and is started again, {left} of {options.restarts} times left",
             flush=True,
         )
-    return code
+        left -= 1
 
 
 def _start(options: Options, rest: Sequence[str]) -> tuple[int, bool]:

@@ -243,15 +243,16 @@ def _main(arguments: list[str]) -> int:
     try:
         if options.sync:
             copy_code(options)
-        for left in range(options.restarts, -1, -1):
+        left = options.restarts
+        while True:
             code, stopped = _start(options, rest)
-            if stopped or not left or not again(code):
-                break
+            if stopped or left < 1 or not again(code):
+                return code
             print(f"the run ended with exit code {code}, and is started again, {left} of {options.restarts} times left")
             time.sleep(_PAUSE)
+            left -= 1
     except FileNotFoundError as error:
         raise ValueError(f"there is no {error.filename} here; install it, or start this where there is") from error
-    return code
 
 
 def _start(options: Options, rest: Sequence[str]) -> tuple[int, bool]:

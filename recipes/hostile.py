@@ -35,7 +35,7 @@ def too_many_values(file: Path) -> int:
     cannot be read."""
     import yaml
 
-    sizes: dict[str, int] = {}  # of anchors
+    sizes: dict[str | None, int] = {}  # of anchors
     open_ones: list[tuple[str | None, int]] = [(None, 0)]  # anchor and size of the collections around
 
     def add(size: int, anchor: str | None = None) -> None:

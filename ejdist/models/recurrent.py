@@ -126,7 +126,43 @@ class _Size:
 
 
 @dataclass(frozen=True)
-class GatedDelta(Part):
+class Recurrence(Part):
+    """What all of them do around the recurrence, and what they cost, which follows from their sizes."""
+
+    role = "mixer"
+    fixed_order = True
+
+    def mixed(
+        self, h: jax.Array, params: dict[str, jax.Array], norms: dict[str, jax.Array], ctx: LayerContext
+    ) -> jax.Array:
+        """Returns [B, T, N, H], the gated result of the recurrence over h [B, T, D], the norm of the layer's input."""
+        raise NotImplementedError
+
+    def size(self, c: DecoderShape) -> _Size:
+        """Returns how many numbers a layer has."""
+        raise NotImplementedError
+
+    def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
+        norms = self.norms(params, ctx)
+        h = ctx.ops.rms_norm(x, norms[f"{self.name}_norm"], eps=ctx.config.norm_eps)
+        out = self.mixed(h, params, norms, ctx)
+        return x + ctx.ops.project(out, params[f"{self.name}_output"], "btnh,nhd->btd"), {}
+
+    def flops(self, c: DecoderShape) -> Flops:
+        return self.size(c).flops(c)
+
+    def memory(self, c: DecoderShape, share: Share) -> PartBytes:
+        return self.size(c).memory(c, share)
+
+    def traffic(self, c: DecoderShape, share: Share) -> Traffic:
+        return self.size(c).traffic(c, share)
+
+    def recomputed(self, remat: Remat) -> float:
+        return float(not remat.products)
+
+
+@dataclass(frozen=True)
+class GatedDelta(Recurrence):
     """Gated DeltaNet, as Qwen3-Next has it: of a state S [H, Hv] of each value head, with q, k and v after a convolution,
 
         S' = exp(g_t) S_{t-1}, g = -A softplus(a + dt_bias)      S_t = S' + sigmoid(b_t) k_t (v_t - S'ᵀ k_t)ᵀ
@@ -137,9 +173,7 @@ class GatedDelta(Part):
     Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024, arXiv:2412.06464.
     """
 
-    role = "mixer"
     name = "gated_delta"
-    fixed_order = True
     offloads = ("gated_delta.out",)
 
     def declare(self, c: DecoderShape) -> dict[str, Param]:
@@ -156,9 +190,10 @@ class GatedDelta(Part):
             "gated_delta_output": Param((N, Hv, D), "N H D", std=residual_std(c), inputs="N H", adapts=True),
         }
 
-    def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
-        c, ops, m, norms = ctx.config, ctx.ops, ctx.config.gated_delta, self.norms(params, ctx)
-        h = ops.rms_norm(x, norms["gated_delta_norm"], eps=c.norm_eps)
+    def mixed(
+        self, h: jax.Array, params: dict[str, jax.Array], norms: dict[str, jax.Array], ctx: LayerContext
+    ) -> jax.Array:
+        c, ops, m = ctx.config, ctx.ops, ctx.config.gated_delta
         mixed = ops.project(h, params["gated_delta_in"], "btd,dkh->btkh")
         mixed = _convolved(mixed, params["gated_delta_taps"], None, ctx)
         q, k, v = jnp.split(mixed, [m.key_dim, 2 * m.key_dim], axis=-1)
@@ -171,22 +206,10 @@ class GatedDelta(Part):
         out = checkpoint_name(out, "gated_delta.out")
         z = ops.project(h, params["gated_delta_gate"], "btd,dnh->btnh")
         out = ops.rms_norm(out, norms["gated_delta_out_norm"], eps=c.norm_eps) * jax.nn.silu(z)
-        return x + ops.project(out, params["gated_delta_output"], "btnh,nhd->btd"), {}
+        return out
 
     def split(self, c: DecoderShape) -> dict[str, tuple[str, int]]:
         return {"gated_delta.num_key_heads": ("K", c.gated_delta.num_key_heads)}
-
-    def flops(self, c: DecoderShape) -> Flops:
-        return self._size(c).flops(c)
-
-    def memory(self, c: DecoderShape, share: Share) -> PartBytes:
-        return self._size(c).memory(c, share)
-
-    def traffic(self, c: DecoderShape, share: Share) -> Traffic:
-        return self._size(c).traffic(c, share)
-
-    def recomputed(self, remat: Remat) -> float:
-        return float(not remat.products)
 
     @staticmethod
     def _width(c: DecoderShape) -> int:
@@ -194,7 +217,7 @@ class GatedDelta(Part):
         m = c.gated_delta
         return 2 * m.key_dim + m.num_value_heads // m.num_key_heads * m.value_dim
 
-    def _size(self, c: DecoderShape) -> _Size:
+    def size(self, c: DecoderShape) -> _Size:
         m, mixed = c.gated_delta, c.gated_delta.num_key_heads * self._width(c)
         N, out = m.num_value_heads, m.num_value_heads * m.value_dim
         # The state of a key is read, replaced in part, and read by the query. A map has a matrix [H, H] beside a state.
@@ -204,7 +227,7 @@ class GatedDelta(Part):
 
 
 @dataclass(frozen=True)
-class Mamba2(Part):
+class Mamba2(Recurrence):
     """Mamba-2, as Nemotron-H has it: of a state [S, P] of each head, with x, B and C after a convolution,
 
         h_t = exp(-A dt_t) h_{t-1} + dt_t B_t x_tᵀ, dt = softplus(d + dt_bias)      y_t = h_tᵀ C_t + skip x_t
@@ -214,9 +237,7 @@ class Mamba2(Part):
     Dao and Gu, Transformers are SSMs, 2024, arXiv:2405.21060.
     """
 
-    role = "mixer"
     name = "mamba2"
-    fixed_order = True
     offloads = ("mamba2.out",)
 
     def declare(self, c: DecoderShape) -> dict[str, Param]:
@@ -236,16 +257,17 @@ class Mamba2(Part):
             "mamba2_output": Param((N, P, D), "N H D", std=residual_std(c), inputs="N H", adapts=True),
         }
 
-    def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
-        c, ops, m, norms = ctx.config, ctx.ops, ctx.config.mamba2, self.norms(params, ctx)
-        h = ops.rms_norm(x, norms["mamba2_norm"], eps=c.norm_eps)
+    def mixed(
+        self, h: jax.Array, params: dict[str, jax.Array], norms: dict[str, jax.Array], ctx: LayerContext
+    ) -> jax.Array:
+        c, ops, m = ctx.config, ctx.ops, ctx.config.mamba2
         values = ops.project(h, params["mamba2_in"], "btd,dnh->btnh")
         # Beside each other by group, so that ranks exchange what one convolution needs.
         mixed = ops.project(h, params["mamba2_bc"], "btd,dkh->btkh")
         mixed = jnp.concatenate([values.reshape(*mixed.shape[:3], -1), mixed], axis=-1)
         mixed = _convolved(mixed, params["mamba2_taps"], params["mamba2_taps_bias"], ctx)
         values, B, C = jnp.split(mixed, [mixed.shape[-1] - 2 * m.state_dim, mixed.shape[-1] - m.state_dim], axis=-1)
-        values = values.reshape(*x.shape[:2], m.num_heads, m.head_dim)
+        values = values.reshape(*h.shape[:2], m.num_heads, m.head_dim)
         rate, bias = _rates(params, ctx, "mamba2")
         dt = ops.project(h, params["mamba2_dt"], "btd,dn->btn").astype(jnp.float32)
         dt, skip = jax.nn.softplus(dt + bias), ops.gather(params["mamba2_skip"], "N")
@@ -253,25 +275,12 @@ class Mamba2(Part):
         out = checkpoint_name(out, "mamba2.out")
         out = out * jax.nn.silu(ops.project(h, params["mamba2_gate"], "btd,dnh->btnh"))
         out = _normed(out, norms["mamba2_out_norm"], m.num_groups, c.norm_eps)
-        return x + ops.project(out, params["mamba2_output"], "btnh,nhd->btd"), {}
+        return out
 
     def split(self, c: DecoderShape) -> dict[str, tuple[str, int]]:
         return {"mamba2.num_heads": ("N", c.mamba2.num_heads), "mamba2.num_groups": ("K", c.mamba2.num_groups)}
 
-    def flops(self, c: DecoderShape) -> Flops:
-        return self._size(c).flops(c)
-
-    def memory(self, c: DecoderShape, share: Share) -> PartBytes:
-        return self._size(c).memory(c, share)
-
-    def traffic(self, c: DecoderShape, share: Share) -> Traffic:
-        return self._size(c).traffic(c, share)
-
-    def recomputed(self, remat: Remat) -> float:
-        return float(not remat.products)
-
-    @staticmethod
-    def _size(c: DecoderShape) -> _Size:
+    def size(self, c: DecoderShape) -> _Size:
         m = c.mamba2
         N, out, mixed = m.num_heads, m.num_heads * m.head_dim, 2 * m.num_groups * m.state_dim
         state, reads = out * m.state_dim, out + mixed
@@ -281,7 +290,7 @@ class Mamba2(Part):
 
 
 @dataclass(frozen=True)
-class Lightning(Part):
+class Lightning(Recurrence):
     """Lightning attention, as MiniMax-01 has it: linear attention whose head n = 1, ... forgets at a fixed rate,
 
         S_t = exp(-r) S_{t-1} + k_t v_tᵀ, r = 2^(-8 n / N) (1 - layer / (layers - 1))      o_t = S_tᵀ q_t
@@ -290,9 +299,7 @@ class Lightning(Part):
     with q, k and v after SiLU. Qin et al., Lightning Attention-2, 2024, arXiv:2401.04658; MiniMax-01, 2025, arXiv:2501.08313.
     """
 
-    role = "mixer"
     name = "lightning"
-    fixed_order = True
     offloads = ("lightning.out",)
 
     def declare(self, c: DecoderShape) -> dict[str, Param]:
@@ -305,9 +312,10 @@ class Lightning(Part):
             "lightning_output": Param((N, H, D), "N H D", std=residual_std(c), inputs="N H", adapts=True),
         }
 
-    def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
-        c, ops, norms = ctx.config, ctx.ops, self.norms(params, ctx)
-        h = ops.rms_norm(x, norms["lightning_norm"], eps=c.norm_eps)
+    def mixed(
+        self, h: jax.Array, params: dict[str, jax.Array], norms: dict[str, jax.Array], ctx: LayerContext
+    ) -> jax.Array:
+        c, ops = ctx.config, ctx.ops
         mixed = jax.nn.silu(ops.project(h, params["lightning_in"], "btd,dnh->btnh"))
         q, k, v = jnp.split(mixed, 3, axis=-1)
         # The published rates: the small numbers keep a model of one layer, and the last layer of any, from 0.
@@ -317,25 +325,12 @@ class Lightning(Part):
         out = ops.lightning_attention(q, k, v, decay=decay, softmax_scale=1.0, segment_ids=ids)
         out = _normed(checkpoint_name(out, "lightning.out"), norms["lightning_out_norm"], 1, c.norm_eps)
         out = out * jax.nn.sigmoid(ops.project(h, params["lightning_gate"], "btd,dnh->btnh"))
-        return x + ops.project(out, params["lightning_output"], "btnh,nhd->btd"), {}
+        return out
 
     def split(self, c: DecoderShape) -> dict[str, tuple[str, int]]:
         return {"lightning.num_heads": ("N", c.lightning.num_heads)}
 
-    def flops(self, c: DecoderShape) -> Flops:
-        return self._size(c).flops(c)
-
-    def memory(self, c: DecoderShape, share: Share) -> PartBytes:
-        return self._size(c).memory(c, share)
-
-    def traffic(self, c: DecoderShape, share: Share) -> Traffic:
-        return self._size(c).traffic(c, share)
-
-    def recomputed(self, remat: Remat) -> float:
-        return float(not remat.products)
-
-    @staticmethod
-    def _size(c: DecoderShape) -> _Size:
+    def size(self, c: DecoderShape) -> _Size:
         m = c.lightning
         wide = m.num_heads * m.head_dim
         state = wide * m.head_dim

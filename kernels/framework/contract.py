@@ -232,8 +232,9 @@ class Op:
         floats = {k: v for k, v in arguments.items() if isinstance(v, ARRAYS) and is_a(v.dtype, np.floating)}
         dtype = str(next(iter(floats.values())).dtype) if floats else ""
         alike = [n for n in self.same_dtype if n in floats]
+        first = alike[0] if alike else ""
         for name in alike[1:]:
-            if floats[name].dtype != floats[first := alike[0]].dtype:
+            if floats[name].dtype != floats[first].dtype:
                 raise ValueError(
                     f"{self.name}: argument {name!r} is {floats[name].dtype} but {first!r} is {floats[first].dtype}; "
                     f"cast one of them, for example {name}.astype({first}.dtype)"

@@ -50,6 +50,11 @@ class Entry:
         return self.backend is DeviceKind.ANY or self.backend == device
 
 
+# In a registry `list` is a method.
+Entries = list[Entry]
+Names = list[str]
+
+
 def _member(kind: type[enum.StrEnum], value: Any, argument: str) -> Any:
     try:
         return kind(value)
@@ -86,7 +91,7 @@ class KernelRegistry:
 
         return add
 
-    def _entries(self, algorithm: str) -> list[Entry]:
+    def _entries(self, algorithm: str) -> Entries:
         entries = [i for i in self._added if i.algorithm == algorithm]
         declared = self._functions().get(algorithm)
         if declared is not None:
@@ -97,11 +102,11 @@ class KernelRegistry:
                 entries.append(Entry(algorithm, Platform(b.toolchain), device, 10 * rank, function))
         return sorted(entries, key=lambda i: -i.priority)
 
-    def algorithms(self) -> list[str]:
+    def algorithms(self) -> Names:
         """Returns all registered names, sorted."""
         return sorted({i.algorithm for i in self._added} | set(self._functions()))
 
-    def list(self, algorithm: str) -> list[Entry]:
+    def list(self, algorithm: str) -> Entries:
         """Returns the entries of an algorithm, preferred ones first."""
         return self._entries(algorithm)
 

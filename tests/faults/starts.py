@@ -227,7 +227,7 @@ FAULTS = (
     Fault(
         "a launcher that may start again does not",
         "local:_main",
-        "$stopped or not $left or not again($code)",
+        "$stopped or $left < 1 or not again($code)",
         "True",
         f"{VERDICT} -k follow_the_table",
     ),

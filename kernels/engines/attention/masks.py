@@ -245,7 +245,7 @@ class MaskInfo:
     @property
     def data_fields(self) -> tuple[str, ...]:
         """Names of the array fields that are set."""
-        return (*[name for name in MASK_DIMS if getattr(self, name) is not None],)
+        return tuple([name for name in MASK_DIMS if getattr(self, name) is not None])
 
     @property
     def used(self) -> tuple[str, ...]:
@@ -254,15 +254,15 @@ class MaskInfo:
 
     def check(self, batch: int, q_length: int, kv_length: int, num_heads: int) -> None:
         """Raises ValueError, naming the field, if one is not an array or does not fit the queries and keys."""
-        given = self.data_fields
-        for name in given:
+        fields = self.data_fields
+        for name in fields:
             value, kind = getattr(self, name), np.bool_ if name == "attention_mask" else np.integer
             if not isinstance(value, ARRAYS) or not jnp.issubdtype(value.dtype, kind):
                 raise ValueError(
                     f"mask field {name!r} must be an array of {'bools' if kind is np.bool_ else 'integers'}, got "
                     + (str(value.dtype) if isinstance(value, ARRAYS) else type(value).__name__)
                 )
-        for name in given:
+        for name in fields:
             value, length = getattr(self, name), {"T": q_length, "S": kv_length}.get(MASK_DIMS[name][-1])
             if MASK_DIMS[name] in (("B", "T"), ("B", "S")) and not (
                 value.ndim == 2 and value.shape[0] in (1, batch) and value.shape[1] == length

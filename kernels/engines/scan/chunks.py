@@ -35,8 +35,8 @@ class ChunkConfig(Tunables):
       block_v: columns of a state in one program (Triton).
       num_warps, num_stages: warps of a program that walks a row, and depth of its software pipeline (Triton).
       splits: parts of a row that are walked at once (Triton).
-      heads: heads of a group whose gradients one program sums (Triton).
-      backward_num_warps: warps of a program of one chunk's gradients (Triton).
+      heads: heads of a group that one program takes: it computes their products once, and sums their gradients (Triton).
+      backward_num_warps: warps of a program of one chunk's gradients; those of queries that no heads share have half (Triton).
     """
 
     chunk: int | None = None

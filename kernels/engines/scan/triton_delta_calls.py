@@ -133,7 +133,7 @@ class _Launches:
         unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}
         reads = "out" in wanted
         units = triton.cdiv(H, self.columns["BLOCK_V"]) if "maps" in wanted else 0
-        found = triton_launch(
+        outputs = triton_launch(
             delta_walk_kernel,
             x.q if reads else None,
             x.k,
@@ -157,7 +157,7 @@ class _Launches:
             **self.stages,
             **unused,
         )
-        return dict(zip([name for name in shapes if name in wanted], found, strict=True))
+        return dict(zip([name for name in shapes if name in wanted], outputs, strict=True))
 
     def maps(self, solve: Any) -> jax.Array | None:
         """Returns the maps of the parts of the rows, None for one part."""
@@ -198,7 +198,7 @@ class _Launches:
             "added": jax.ShapeDtypeStruct((B, N, self.splits, H, Hv), jnp.float32),
         }
         unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}
-        found = triton_launch(
+        outputs = triton_launch(
             delta_reverse_kernel,
             x.q,
             x.k,
@@ -221,7 +221,7 @@ class _Launches:
             **self.stages,
             **unused,
         )
-        return dict(zip([name for name in shapes if name in wanted], found, strict=True))
+        return dict(zip([name for name in shapes if name in wanted], outputs, strict=True))
 
 
 def forward(

@@ -156,7 +156,7 @@ class Launches:
         }
         unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}
         reads = "out" in wanted
-        found = triton_launch(
+        outputs = triton_launch(
             scalar_walk_kernel,
             read if reads else None,
             write,
@@ -183,7 +183,7 @@ class Launches:
             **self.common,
             **unused,
         )
-        return dict(zip([name for name in shapes if name in wanted], found, strict=True))
+        return dict(zip([name for name in shapes if name in wanted], outputs, strict=True))
 
     def from_starts(
         self, x: Any, entries: Any, wanted: tuple[str, ...], reverse: bool = False, weights: Any = None
@@ -261,8 +261,8 @@ class Launches:
             )
             return dict(zip(shapes, results, strict=True))
 
-        # Without sums over heads a program of queries fits four warps.
-        few = 4 if each == 1 and reads_diagonals(x.q.dtype) else None
+        # Without sums over heads a program of queries fits half of the warps.
+        few = max(4, (self.cfg.backward_num_warps or 8) // 2) if each == 1 and reads_diagonals(x.q.dtype) else None
         queries = launch(scalar_dq_kernel, {"q": of(x.q)} | tokens | skips, ("a", "w", "skip"), few, states)
         before = None if x.a is None else states
         more = {"DIAGONAL": reads_diagonals(x.q.dtype)}
