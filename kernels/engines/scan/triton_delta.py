@@ -21,9 +21,9 @@ from kernels.engines.scan.triton_parts import (
     fades,
     interval_gradient,
     load_columns,
-    load_fades,
     load_rows,
     load_state,
+    load_walk_fades,
     pairs,
     per_token,
     runs_of,
@@ -119,13 +119,14 @@ def delta_join_kernel(
 def delta_walk_kernel(
     q_ptr,  # None with out_ptr
     k_ptr,
+    k_writes_ptr,  # keys as they write the state, if decays of channels are in both and in q; None if they are k
     v_ptr,  # [B, T, N, Hv]
     pairs_ptr,  # None with out_ptr
     solve_ptr,
     beta_ptr,
-    enters_ptr,  # [B, N, T] float32, as leaves: what `fades` returns
+    enters_ptr,  # [B, N, T] float32, as leaves: what `fades` returns; None with k_writes_ptr
     leaves_ptr,
-    whole_ptr,  # [B, N, CHUNKS] float32
+    whole_ptr,  # [B, N, CHUNKS] float32, or [B, N, CHUNKS, H]
     runs_ptr,
     table_ptr,
     entries_ptr,  # [B, G, N, H, Hv]: states that sequences start from, or None for 0
@@ -167,8 +168,8 @@ def delta_walk_kernel(
         c = begin + step
         first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
         here, valid = tokens_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
-        enters, leaves, whole = load_fades(
-            enters_ptr, leaves_ptr, whole_ptr, row, n, c, first, here, T, N, CHUNKS, BLOCK_C
+        enters, leaves, whole = load_walk_fades(
+            enters_ptr, leaves_ptr, whole_ptr, row, n, c, first, here, h, T, N, H, CHUNKS, BLOCK_C
         )
         beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
         slot = (row.to(tl.int64) * G + owner) * N + n
@@ -185,17 +186,25 @@ def delta_walk_kernel(
         x = load_rows(tokens_by_channels(v_ptr, row, first, n, T, N, Hv), with_values, v, N, Hv, BLOCK_C)
         solve = tl.load(square_at(solve_ptr, head * CHUNKS + c, BLOCK_C))
         old = tl.dot(k, state.to(k.dtype), input_precision=PRECISION)
-        x = (x.to(tl.float32) - old * enters[:, None]) * beta[:, None]
+        if k_writes_ptr is None:
+            old *= enters[:, None]
+        x = (x.to(tl.float32) - old) * beta[:, None]
         written = tl.dot(solve, x.to(k.dtype), input_precision=PRECISION)
         if written_ptr is not None:
             store_rows(tokens_by_channels(written_ptr, row, first, n, T, N, Hv), written, here, v, N, Hv, BLOCK_C)
         if out_ptr is not None:
             q = load_rows(tokens_by_channels(q_ptr, row, first, n // (N // K), T, K, H), valid, h, K, H, BLOCK_C)
             weights = tl.load(square_at(pairs_ptr, head * CHUNKS + c, BLOCK_C))
-            out = tl.dot(q, state.to(q.dtype), input_precision=PRECISION) * (enters * SCALE)[:, None]
+            out = tl.dot(q, state.to(q.dtype), input_precision=PRECISION)
+            if k_writes_ptr is None:
+                out *= (enters * SCALE)[:, None]
             out = tl.dot(weights, written.to(k.dtype), out, input_precision=PRECISION)
             store_rows(tokens_by_channels(out_ptr, row, first, n, T, N, Hv), out, here, v, N, Hv, BLOCK_C)
-        written = (written * leaves[:, None]).to(k.dtype)
+        if k_writes_ptr is None:
+            written *= leaves[:, None]
+        else:
+            k = load_rows(tokens_by_channels(k_writes_ptr, row, first, n, T, N, H), valid, h, N, H, BLOCK_C)
+        written = written.to(k.dtype)
         state = tl.dot(tl.trans(k), written, state * whole, input_precision=PRECISION)
         if table_ptr is not None and exits_ptr is not None:
             store_state(exits_ptr, slot, h, v, state, ends, H, Hv)
@@ -209,12 +218,13 @@ def delta_walk_kernel(
 def delta_reverse_kernel(
     q_ptr,
     k_ptr,
+    k_writes_ptr,  # see `delta_walk_kernel`
     pairs_ptr,
     solve_ptr,
     beta_ptr,
-    enters_ptr,  # [B, N, T] float32, as leaves: what `fades` returns
+    enters_ptr,  # [B, N, T] float32, as leaves: what `fades` returns; None with k_writes_ptr
     leaves_ptr,
-    whole_ptr,  # [B, N, CHUNKS] float32
+    whole_ptr,  # [B, N, CHUNKS] float32, or [B, N, CHUNKS, H]
     runs_ptr,
     table_ptr,
     d_out_ptr,  # [B, T, N, Hv]
@@ -251,8 +261,8 @@ def delta_reverse_kernel(
         d_state += load_state(d_exits_ptr, head, h, v, part == SPLITS - 1, H, Hv)
     first, count, owner, begins, ends = chunk_of(table_ptr, row, end - 1, T, CHUNKS, BLOCK_C)
     here, valid = tokens_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
-    next_enters, next_leaves, next_whole = load_fades(
-        enters_ptr, leaves_ptr, whole_ptr, row, n, end - 1, first, here, T, N, CHUNKS, BLOCK_C
+    next_enters, next_leaves, next_whole = load_walk_fades(
+        enters_ptr, leaves_ptr, whole_ptr, row, n, end - 1, first, here, h, T, N, H, CHUNKS, BLOCK_C
     )
     next_beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
     for step in range(0, end - begin):
@@ -264,8 +274,8 @@ def delta_reverse_kernel(
         next_c = tl.maximum(begin, c - 1)
         next_first, next_count, _, _, _ = chunk_of(table_ptr, row, next_c, T, CHUNKS, BLOCK_C)
         next_here, _ = tokens_of(None, table_ptr, row, next_first, next_count, T, BLOCK_C)
-        next_enters, next_leaves, next_whole = load_fades(
-            enters_ptr, leaves_ptr, whole_ptr, row, n, next_c, next_first, next_here, T, N, CHUNKS, BLOCK_C
+        next_enters, next_leaves, next_whole = load_walk_fades(
+            enters_ptr, leaves_ptr, whole_ptr, row, n, next_c, next_first, next_here, h, T, N, H, CHUNKS, BLOCK_C
         )
         next_beta = per_token(beta_ptr, row, n, next_first, next_here, T, N, BLOCK_C)
         slot = (row.to(tl.int64) * G + owner) * N + n
@@ -278,15 +288,21 @@ def delta_reverse_kernel(
         d_out = load_rows(tokens_by_channels(d_out_ptr, row, first, n, T, N, Hv), valid, v, N, Hv, BLOCK_C)
         weights = tl.load(tl.trans(square_at(pairs_ptr, head * CHUNKS + c, BLOCK_C)))
         solve = tl.load(tl.trans(square_at(solve_ptr, head * CHUNKS + c, BLOCK_C)))
-        d_written = tl.dot(k, d_state.to(k.dtype), input_precision=PRECISION) * leaves[:, None]
+        if k_writes_ptr is None:
+            d_written = tl.dot(k, d_state.to(k.dtype), input_precision=PRECISION) * leaves[:, None]
+        else:
+            w = load_rows(tokens_by_channels(k_writes_ptr, row, first, n, T, N, H), valid, h, N, H, BLOCK_C)
+            d_written = tl.dot(w, d_state.to(k.dtype), input_precision=PRECISION)
         d_written = tl.dot(weights, d_out, d_written, input_precision=PRECISION)
         du = tl.dot(solve, d_written.to(k.dtype), input_precision=PRECISION)
         if du_ptr is not None:
             store_rows(tokens_by_channels(du_ptr, row, first, n, T, N, Hv), du, here, v, N, Hv, BLOCK_C)
-        d_out = (d_out.to(tl.float32) * (enters * SCALE)[:, None]).to(k.dtype)
+        du *= -beta[:, None]
+        if k_writes_ptr is None:
+            d_out = (d_out.to(tl.float32) * (enters * SCALE)[:, None]).to(k.dtype)
+            du *= enters[:, None]
         d_state = tl.dot(tl.trans(q), d_out, d_state * whole, input_precision=PRECISION)
-        du = (du * (-beta * enters)[:, None]).to(k.dtype)
-        d_state = tl.dot(tl.trans(k), du, d_state, input_precision=PRECISION)
+        d_state = tl.dot(tl.trans(k), du.to(k.dtype), d_state, input_precision=PRECISION)
         if table_ptr is not None:
             if d_entries_ptr is not None:
                 store_state(d_entries_ptr, slot, h, v, d_state, begins, H, Hv)

@@ -111,6 +111,21 @@ def load_fades(
 
 
 @triton.jit
+def load_walk_fades(
+    enters_ptr, leaves_ptr, whole_ptr, row, head, c, first, here, h,
+    T: tl.constexpr, N: tl.constexpr, H: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Returns `load_fades`; without enters_ptr 1, 1 and the decay of each channel over the chunk [H, 1]."""
+    if enters_ptr is not None:
+        fading = load_fades(enters_ptr, leaves_ptr, whole_ptr, row, head, c, first, here, T, N, CHUNKS, BLOCK_C)
+    else:
+        ones = tl.full([BLOCK_C], 1.0, tl.float32)
+        at = whole_ptr + ((row.to(tl.int64) * N + head) * CHUNKS + c) * H
+        fading = (ones, ones, tl.load(at + h, mask=h < H, other=0.0)[:, None])
+    return fading
+
+
+@triton.jit
 def pairs(a_ptr, a, run, BLOCK_C: tl.constexpr):
     """Returns the decay from each token s to each t >= s, [t, s]; 0 for other pairs, and across documents.
 

@@ -22,6 +22,7 @@ from kernels.engines.scan.triton_parts import (
     load_fades,
     load_rows,
     load_state,
+    load_walk_fades,
     pairs,
     pairs_from,
     per_token,
@@ -38,10 +39,11 @@ from kernels.engines.scan.triton_parts import (
 @triton.jit
 def scan_join_kernel(
     added_ptr,  # [B * N, SPLITS, SIZE]
-    fade_ptr,  # [B * N, SPLITS]
+    fade_ptr,  # [B * N, SPLITS, ROWS]
     starts_ptr,  # [B * N, SPLITS, SIZE]
     SPLITS: tl.constexpr,
     SIZE: tl.constexpr,
+    ROWS: tl.constexpr,  # rows of a state that decay by themselves: 1 or H
     REVERSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -53,7 +55,8 @@ def scan_join_kernel(
         part = SPLITS - 1 - step if REVERSE else step
         tl.store(starts_ptr + (head + part) * SIZE + i, state, mask=i < SIZE)
         added = tl.load(added_ptr + (head + part) * SIZE + i, mask=i < SIZE, other=0.0)
-        state = tl.load(fade_ptr + head + part) * state + added
+        fade = tl.load(fade_ptr + (head + part) * ROWS + i // (SIZE // ROWS), mask=i < SIZE, other=0.0)
+        state = fade * state + added
 
 
 @triton.jit
@@ -107,9 +110,9 @@ def scalar_walk_kernel(
     k_ptr,  # [B, T, KK, H], what writes it: keys, or queries
     x_ptr,  # [B, T, KX, Hv], what is written: values, or cotangents of the outputs
     pairs_ptr,  # [B, N, CHUNKS, C, C]; None with out_ptr
-    enters_ptr,  # [B, N, T] float32, as leaves: what `fades` returns
+    enters_ptr,  # [B, N, T] float32, as leaves: what `fades` returns; None if decays of channels are in r and k
     leaves_ptr,
-    whole_ptr,  # [B, N, CHUNKS] float32
+    whole_ptr,  # [B, N, CHUNKS] float32, or [B, N, CHUNKS, H]
     w_ptr,  # [B, N, T] weights of the writes, or None
     skip_ptr,  # [N] float32, or None
     runs_ptr,
@@ -120,7 +123,7 @@ def scalar_walk_kernel(
     states_ptr,  # [B, N, CHUNKS, H, Hv]: before each chunk of the walk, or None
     exits_ptr,  # [B, G, N, H, Hv]: after each sequence, or None
     added_ptr,  # [B, N, SPLITS, H, Hv]: after each part, or None
-    fade_ptr,  # [B, N, SPLITS]
+    fade_ptr,  # [B, N, SPLITS], or [B, N, SPLITS, H]
     T: tl.constexpr,
     N: tl.constexpr,
     KR: tl.constexpr,
@@ -144,7 +147,10 @@ def scalar_walk_kernel(
     h, v = tl.arange(0, BLOCK_H), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     begin, end = part * PER, tl.minimum(CHUNKS, (part + 1) * PER)
     opening, closing = (SPLITS - 1, 0) if REVERSE else (0, SPLITS - 1)
+    CHANNELS: tl.constexpr = enters_ptr is None
     state, passing = tl.zeros([BLOCK_H, BLOCK_V], tl.float32), 1.0
+    if CHANNELS:
+        passing = tl.full([BLOCK_H, 1], 1.0, tl.float32)
     if starts_ptr is not None:
         state = load_state(starts_ptr, head * SPLITS + part, h, v, True, H, Hv)
     if table_ptr is None and entries_ptr is not None:
@@ -152,8 +158,8 @@ def scalar_walk_kernel(
     c = end - 1 if REVERSE else begin
     first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
     here, valid = tokens_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
-    next_enters, next_leaves, next_whole = load_fades(
-        enters_ptr, leaves_ptr, whole_ptr, row, n, c, first, here, T, N, CHUNKS, BLOCK_C
+    next_enters, next_leaves, next_whole = load_walk_fades(
+        enters_ptr, leaves_ptr, whole_ptr, row, n, c, first, here, h, T, N, H, CHUNKS, BLOCK_C
     )
     next_w = per_token(w_ptr, row, n, first, here, T, N, BLOCK_C)
     for step in range(0, end - begin):
@@ -165,8 +171,8 @@ def scalar_walk_kernel(
         next_c = tl.maximum(begin, c - 1) if REVERSE else tl.minimum(end - 1, c + 1)
         next_first, next_count, _, _, _ = chunk_of(table_ptr, row, next_c, T, CHUNKS, BLOCK_C)
         next_here, _ = tokens_of(None, table_ptr, row, next_first, next_count, T, BLOCK_C)
-        next_enters, next_leaves, next_whole = load_fades(
-            enters_ptr, leaves_ptr, whole_ptr, row, n, next_c, next_first, next_here, T, N, CHUNKS, BLOCK_C
+        next_enters, next_leaves, next_whole = load_walk_fades(
+            enters_ptr, leaves_ptr, whole_ptr, row, n, next_c, next_first, next_here, h, T, N, H, CHUNKS, BLOCK_C
         )
         next_w = per_token(w_ptr, row, n, next_first, next_here, T, N, BLOCK_C)
         enters *= SCALE
@@ -187,12 +193,15 @@ def scalar_walk_kernel(
             r = load_rows(tokens_by_channels(r_ptr, row, first, n // (N // KR), T, KR, H), valid, h, KR, H, BLOCK_C)
             at = square_at(pairs_ptr, head * CHUNKS + c, BLOCK_C)
             weights = tl.load(tl.trans(at) if REVERSE else at)
-            out = tl.dot(r, state.to(r.dtype), input_precision=PRECISION) * reading[:, None]
+            out = tl.dot(r, state.to(r.dtype), input_precision=PRECISION)
+            if not CHANNELS:
+                out *= reading[:, None]
             out = tl.dot(weights, x, out, input_precision=PRECISION)
             if skip_ptr is not None:
                 out += tl.load(skip_ptr + n) * x.to(tl.float32)
             store_rows(tokens_by_channels(out_ptr, row, first, n, T, N, Hv), out, here, v, N, Hv, BLOCK_C)
-        x = (x.to(tl.float32) * writing[:, None]).to(k.dtype)
+        if not CHANNELS:
+            x = (x.to(tl.float32) * writing[:, None]).to(k.dtype)
         state = tl.dot(k, x, state * whole, input_precision=PRECISION)
         passing *= whole
         if table_ptr is not None and exits_ptr is not None:
@@ -202,7 +211,10 @@ def scalar_walk_kernel(
     if added_ptr is not None:
         store_state(added_ptr, head * SPLITS + part, h, v, state, True, H, Hv)
         if tl.program_id(1) == 0:
-            tl.store(fade_ptr + head * SPLITS + part, passing)
+            if CHANNELS:
+                tl.store(fade_ptr + ((head * SPLITS + part) * H + h)[:, None], passing, mask=(h < H)[:, None])
+            else:
+                tl.store(fade_ptr + head * SPLITS + part, passing)
 
 
 @triton.jit

@@ -52,6 +52,7 @@ class Tokens(NamedTuple):
       a: log decays, [B, T, N], or None. w: weights of the writes, [B, T, N], or None for 1. skip: [N], or None for 0.
       segment_ids: int [B, T], or None.
       entries: float32 [B, G, N, H, Hv], states that sequences start from, or None for 0.
+      bonus: float32 [N, H], of decays of channels alone: outputs read the state before their token, and k_t v_tᵀ weighed by it.
     """
 
     q: jax.Array
@@ -62,6 +63,7 @@ class Tokens(NamedTuple):
     skip: jax.Array | None
     segment_ids: jax.Array | None
     entries: jax.Array | None
+    bonus: jax.Array | None = None
 
 
 class Launches:
@@ -88,7 +90,8 @@ class Launches:
             (B, num_states, N, H, Hv),
             layout(B, T, self.chunk, x.segment_ids, num_states),
         )
-        self.a, self.w = self.layout.log_decay(x.a), self.layout.per_token(x.w)
+        self.reads, self.writes, self.rows = x.q, x.k, 1  # what reads and writes a state, and rows that decay by themselves
+        self.a, self.w = self.log_decay(), self.layout.per_token(x.w)
         chunks = self.layout.chunks
         self.splits = -(-chunks // -(-chunks // min(cfg.splits or 1, chunks)))  # no part is empty
         block_v = columns_here(cfg.block_v, Hv)
@@ -105,6 +108,9 @@ class Launches:
             "BLOCK_H": max(LEAST, power_of_two(H)),
             "BLOCK_V": block_v,
         }
+
+    def log_decay(self) -> jax.Array | None:
+        return self.layout.log_decay(self.x.a)
 
     def pairs(self) -> jax.Array:
         """Returns what the output of each token of a chunk reads of each value [B, N, CHUNKS, C, C]; sets `fades`."""
@@ -145,14 +151,14 @@ class Launches:
           starts: states before each part.
           weights: what `pairs` returns, for "out".
         """
-        read, write = (self.x.k, self.x.q) if reverse else (self.x.q, self.x.k)
+        read, write = (self.writes, self.reads) if reverse else (self.reads, self.writes)
         parts, (B, T) = (*self.heads, self.splits), x.shape[:2]
         shapes = {
             "out": ((B, T, self.heads[1], x.shape[-1]), self.wide if reverse else x.dtype),
             "states": ((*self.heads, self.layout.chunks, *self.states[3:]), x.dtype),
             "exits": (self.states, jnp.float32),
             "added": ((*parts, *self.states[3:]), jnp.float32),
-            "fade": (parts, jnp.float32),
+            "fade": ((*parts, self.rows), jnp.float32),
         }
         unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}
         reads = "out" in wanted
@@ -202,6 +208,7 @@ class Launches:
             num_warps=4,
             SPLITS=self.splits,
             SIZE=size,
+            ROWS=self.rows,
             REVERSE=reverse,
             BLOCK=1024,
         )
@@ -276,28 +283,16 @@ class Launches:
         return d if x.skip is None else d | {"skip": jnp.sum(queries["skip"], axis=(0, 2))}
 
 
-def forward(
-    x: Tokens, N: int, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None = None
-) -> tuple[jax.Array, jax.Array]:
+def forward(run: Launches) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, Hv] in the dtype of v, final states [B, G, N, H, Hv])."""
-    run = Launches(x, N, num_states, scale, cfg, work)
-    weights = run.pairs()
+    x, weights = run.x, run.pairs()
     found = run.from_starts(x.v, x.entries, ("out", "exits"), weights=weights)
     return found["out"], run.layout.exits(found["exits"], x.entries)
 
 
-def backward(
-    x: Tokens,
-    d_out: jax.Array,
-    d_exits: jax.Array,
-    N: int,
-    num_states: int,
-    scale: float,
-    cfg: ChunkConfig,
-    work: Work | None = None,
-) -> dict[str, Any]:
-    """Returns the gradients by the names of `Tokens`, None for what is None; of a, w, skip and entries in float32."""
-    run, d_exits = Launches(x, N, num_states, scale, cfg, work), d_exits.astype(jnp.float32)
+def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array) -> dict[str, Any]:
+    """Returns the gradients by the names of `Tokens`, None for what is None; of a, w, skip, bonus and entries in float32."""
+    x, d_exits = run.x, d_exits.astype(jnp.float32)
     weights = run.pairs()
     states = run.from_starts(x.v, x.entries, ("states",))["states"]
     of_end = run.from_starts(d_out, d_exits, ("out", "states", "exits"), reverse=True, weights=weights)

@@ -1,4 +1,4 @@
-"""linear_attention with one decay per head, for NVIDIA GPUs in Triton: an adapter of `kernels/engines/scan`."""
+"""linear_attention for NVIDIA GPUs in Triton: an adapter of `kernels/engines/scan`."""
 
 from __future__ import annotations
 
@@ -7,47 +7,58 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels.engines.scan import triton_channel_calls as channels
 from kernels.engines.scan import triton_scalar_calls as scalar
 from kernels.engines.scan.triton_calls import sizes_refused
 from kernels.ops.linear_attention.contract import op, work
 
 
-def _tokens(query, key, value, g, g_gamma, segment_ids, initial_state) -> scalar.Tokens:
-    return scalar.Tokens(query, key, value, _decay(query, g, g_gamma), None, None, segment_ids, _state(initial_state))
+def _launches(query, key, value, g, gk, g_gamma, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg, cost):
+    """Returns the launches of a call, which are those of decays of channels where there is one or a bonus."""
+    state = None if initial_state is None else initial_state.astype(jnp.float32)
+    bonus = None if bonus is None else bonus.astype(jnp.float32)
+    decay = _decay(query, g, gk, g_gamma, bonus)
+    x = scalar.Tokens(query, key, value, decay, None, None, segment_ids, state, bonus)
+    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    kind = scalar.Launches if gk is None and bonus is None else channels.Launches
+    return kind(x, query.shape[2], num_states, scale, cfg, cost)
 
 
-def _state(initial_state: Any) -> Any:
-    return None if initial_state is None else initial_state.astype(jnp.float32)
-
-
-def _decay(query: jax.Array, g: Any, g_gamma: Any) -> jax.Array | None:
-    """Returns the log decay of each head and token, float32 [B, T, N]; None if nothing decays."""
+def _decay(query: jax.Array, g: Any, gk: Any, g_gamma: Any, bonus: Any) -> jax.Array | None:
+    """Returns the log decay of each head and token, float32 [B, T, N], or of each channel; None if nothing decays."""
     parts = [x.astype(jnp.float32) for x in (g, g_gamma) if x is not None]
-    return jnp.broadcast_to(sum(parts[1:], parts[0]), query.shape[:3]) if parts else None
-
-
-def _scale(query: jax.Array, softmax_scale: float | None) -> float:
-    return query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    total = sum(parts[1:], parts[0]) if parts else None
+    if gk is None and bonus is None:
+        return None if total is None else jnp.broadcast_to(total, query.shape[:3])
+    channels = jnp.zeros((), jnp.float32) if gk is None else gk.astype(jnp.float32)
+    return jnp.broadcast_to(channels if total is None else channels + total[..., None], query.shape)
 
 
 def rejects(call):
+    if call.gv is not None:
+        return "gv is a decay of each value's channel; this backend has those of heads and of keys' channels"
     return sizes_refused(call.dims, call.query, call.key, call.value)
 
 
-def forward(query, key, value, g, g_gamma, segment_ids, initial_state, softmax_scale, num_states, cfg):
-    x = _tokens(query, key, value, g, g_gamma, segment_ids, initial_state)
+def forward(query, key, value, g, gk, g_gamma, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg):
     cost = work(op.bind(query, key, value, num_states=num_states))[0]
-    return scalar.forward(x, query.shape[2], num_states, _scale(query, softmax_scale), cfg, cost)
+    options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
+    return scalar.forward(_launches(query, key, value, g, gk, g_gamma, bonus, *options))
 
 
-def backward(saved, query, key, value, g, g_gamma, segment_ids, initial_state, softmax_scale, num_states, cfg):
-    x = _tokens(query, key, value, g, g_gamma, segment_ids, initial_state)
+def backward(saved, query, key, value, g, gk, g_gamma, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg):
     cost = work(op.bind(query, key, value, num_states=num_states))[1]
-    scale = _scale(query, softmax_scale)
-    d = scalar.backward(x, saved.d_out, saved.d_final_state, query.shape[2], num_states, scale, cfg, cost)
-    gradients = {"query": d["q"], "key": d["k"], "value": d["v"]}
-    gradients |= {} if g is None else {"g": d["a"]}
-    gradients |= {} if g_gamma is None else {"g_gamma": jnp.sum(d["a"], axis=(0, 1))}
+    options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
+    run = _launches(query, key, value, g, gk, g_gamma, bonus, *options)
+    d = scalar.backward(run, saved.d_out, saved.d_final_state)
+    gradients, da = {"query": d["q"], "key": d["k"], "value": d["v"]}, d["a"]
+    if gk is not None:
+        gradients["gk"] = da
+    if da is not None and da.ndim == 4:
+        da = jnp.sum(da, axis=-1)
+    gradients |= {} if g is None else {"g": da}
+    gradients |= {} if g_gamma is None else {"g_gamma": jnp.sum(da, axis=(0, 1))}
+    gradients |= {} if bonus is None else {"bonus": d["bonus"]}
     return gradients | ({} if initial_state is None else {"initial_state": d["entries"]})
 
 

@@ -23,13 +23,14 @@ def rejects(call):
 def forward(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
     tokens = _tokens(x, dt, A, B, C, D, segment_ids, initial_state)
     cost = work_v2(v2_op.bind(x, dt, A, B, C, D, num_states=num_states))[0]
-    return scalar.forward(tokens, x.shape[2], num_states, 1.0, cfg, cost)
+    return scalar.forward(scalar.Launches(tokens, x.shape[2], num_states, 1.0, cfg, cost))
 
 
 def backward(saved, x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
     tokens = _tokens(x, dt, A, B, C, D, segment_ids, initial_state)
     cost = work_v2(v2_op.bind(x, dt, A, B, C, D, num_states=num_states))[1]
-    d = scalar.backward(tokens, saved.d_out, saved.d_final_state, x.shape[2], num_states, 1.0, cfg, cost)
+    run = scalar.Launches(tokens, x.shape[2], num_states, 1.0, cfg, cost)
+    d = scalar.backward(run, saved.d_out, saved.d_final_state)
     gradients = {"x": d["v"], "B": d["k"], "C": d["q"], "dt": d["w"] + d["a"] * A.astype(jnp.float32)}
     # Padding has no gradient, and its dt may be anything.
     gradients["A"] = jnp.sum(d["a"] * jnp.where(d["a"] == 0, 0, dt.astype(jnp.float32)), axis=(0, 1))
