@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -26,9 +25,7 @@ def constants(dtype: Any, chunk: int, scale: float) -> dict[str, Any]:
     return {"SCALE": scale, "EXACT": dtype == jnp.float32, "LEVELS": chunk.bit_length() - 1}
 
 
-def pairs(
-    x: Any, beta: jax.Array | None, layout: Any, common: dict[str, Any], N: int, num_warps: int
-) -> tuple[jax.Array, ...]:
+def pairs(x: Any, beta: jax.Array | None, layout: Any, common: dict[str, Any], N: int) -> tuple[jax.Array, ...]:
     """Returns the outputs of `channel_pairs_kernel`, in its order; the last three only with `beta`.
 
     Args:
@@ -56,7 +53,7 @@ def pairs(
         layout.table,
         out_shape=shapes,
         grid=(B * N * layout.chunks,),
-        num_warps=num_warps,
+        num_warps=4 if C * common["BLOCK_H"] <= 2048 else 8,
         KQ=KQ,
         KK=x.k.shape[2],
         FORGETS=FORGETS if common["EXACT"] else FORGETS_CHANNEL,
@@ -76,10 +73,12 @@ def gradients(
     d_out: jax.Array,
     states: jax.Array,
     d_states: jax.Array,
+    wide_keys: bool = False,
 ) -> dict[str, Any]:
     """Returns the gradients of q and k [B, T, N, H], of a in float32 with anything for padding, and of the bonus.
 
     Args:
+      wide_keys: return that of k in float32.
       v: what is written, [B, T, KV, Hv].
       sums, whole: of `pairs`.
       states, d_states: before each chunk, and their gradients after each.
@@ -98,8 +97,8 @@ def gradients(
     grid = (B * N * layout.chunks,)
     wide = jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    def of(y: jax.Array) -> Any:
-        return jax.ShapeDtypeStruct(shape, y.dtype if y.shape[2] == N else jnp.float32)
+    def of(y: jax.Array, parts_only: bool = False) -> Any:
+        return jax.ShapeDtypeStruct(shape, y.dtype if y.shape[2] == N and not parts_only else jnp.float32)
 
     own: tuple[Any, ...] = () if bonus is None else (jax.ShapeDtypeStruct((B, N, T), jnp.float32),)
     unused: dict[str, Any] = {"d_own_ptr": None} if bonus is None else {}
@@ -116,7 +115,7 @@ def gradients(
         *rows,
         d_states,
         da,
-        out_shape=(of(x.k), wide),
+        out_shape=(of(x.k, wide_keys), wide),
         grid=grid,
         DIAGONAL=reads_diagonals(x.q.dtype),
         **constants,
@@ -143,9 +142,8 @@ class Launches(scalar.Launches):
 
     def pairs(self) -> jax.Array:
         """Returns what the output of each token of a chunk reads of each value; sets what walks read and write."""
-        num_warps = 4 if math.prod(self.constants[n] for n in ("BLOCK_C", "BLOCK_H")) <= 2048 else 8
         weights, self.sums, self.reads, self.writes, whole = pairs(
-            self.x, None, self.layout, self.constants, self.heads[1], num_warps
+            self.x, None, self.layout, self.constants, self.heads[1]
         )
         self.fades = (None, None, whole)
         return weights

@@ -63,7 +63,7 @@ class Tokens(NamedTuple):
     entries: jax.Array | None
 
 
-class _Launches:
+class Launches:
     """The launches of one call."""
 
     def __init__(self, x: Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None):
@@ -71,7 +71,7 @@ class _Launches:
         self.fades: Any = ()  # see `scalar.Launches`
         (B, T, K, H), (N, Hv), chunk = x.q.shape, x.v.shape[2:], check_chunk(cfg.chunk)
         self.layout = layout(B, T, chunk, x.segment_ids, num_states)
-        self.beta, self.a = self.layout.per_token(x.beta), self.layout.log_decay(x.a)
+        self.beta, self.a = self.layout.per_token(x.beta), self.log_decay()
         chunks = self.layout.chunks
         self.chunks, self.states = (B, N, chunks), (B, num_states, N, H, Hv)
         block_v = columns_here(cfg.block_v, Hv)
@@ -90,7 +90,12 @@ class _Launches:
             "BLOCK_H": max(LEAST, power_of_two(H)),
         }
         self.columns: dict[str, Any] = {"Hv": Hv, "BLOCK_V": block_v}
-        self.stages: dict[str, Any] = {"num_warps": cfg.num_warps or 4, "num_stages": cfg.num_stages or 3}
+        # What reads and writes a state: queries, keys, and keys that write where they differ from those that read.
+        self.reads, self.keeps, self.writes = x.q, x.k, None
+        self.scale, self.stages = scale, {"num_warps": cfg.num_warps or 4, "num_stages": cfg.num_stages or 3}
+
+    def log_decay(self) -> jax.Array | None:
+        return self.layout.log_decay(self.x.a)
 
     def of_chunks(self, *dims: int) -> Any:
         return jax.ShapeDtypeStruct((*self.chunks, *dims), self.x.k.dtype)
@@ -135,8 +140,9 @@ class _Launches:
         units = triton.cdiv(H, self.columns["BLOCK_V"]) if "maps" in wanted else 0
         outputs = triton_launch(
             delta_walk_kernel,
-            x.q if reads else None,
-            x.k,
+            self.reads if reads else None,
+            self.keeps,
+            self.writes,
             x.v,
             weights if reads else None,
             solve,
@@ -152,7 +158,7 @@ class _Launches:
             G=self.states[1],
             SPLITS=self.splits,
             COLUMNS=self.tiles,
-            **self.common,
+            **self.walked(),
             **self.columns,
             **self.stages,
             **unused,
@@ -200,8 +206,9 @@ class _Launches:
         unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}
         outputs = triton_launch(
             delta_reverse_kernel,
-            x.q,
-            x.k,
+            self.reads,
+            self.keeps,
+            self.writes,
             weights,
             solve,
             self.beta,
@@ -216,36 +223,78 @@ class _Launches:
             work=self.work,
             G=self.states[1],
             SPLITS=self.splits,
-            **self.common,
+            **self.walked(),
             **self.columns,
             **self.stages,
             **unused,
         )
         return dict(zip([name for name in shapes if name in wanted], outputs, strict=True))
 
+    def walked(self) -> dict[str, Any]:
+        """Returns the constants of a walk."""
+        return self.common | {"K": self.keeps.shape[2]}
 
-def forward(
-    x: Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None = None
-) -> tuple[jax.Array, jax.Array]:
+    def gradients(self, d_out: Any, found: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
+        """Returns the gradients of q, k, v, beta and a, None for what is None.
+
+        Args:
+          found: "written" and "states" of `walk`.
+          of_end: "du" and "d_states" of `reverse`.
+        """
+        x, cfg, (B, N, chunks), (T, K) = self.x, self.cfg, self.chunks, self.x.q.shape[1:3]
+        read = scalar.Tokens(x.q, x.k, found["written"], x.a, None, None, x.segment_ids, None)
+        of_reads = scalar.Launches(read, N, self.states[1], self.scale, cfg, None, self.fades)
+        d = of_reads.gradients(d_out, found["states"], of_end["d_states"], parts_of_keys=True)
+        each = math.gcd(cfg.heads or 1, N // K)
+        per_token = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+        shapes = {
+            "k": jax.ShapeDtypeStruct(d["k"].shape, x.k.dtype if d["k"].shape[2] == K else jnp.float32),
+            "v": jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
+            "beta": per_token,
+        } | ({} if x.a is None else {"a": per_token})
+        unused: dict[str, Any] = {"da_ptr": None} if x.a is None else {}
+        results = triton_launch(
+            delta_bwd_kernel,
+            x.k,
+            x.v,
+            self.beta,
+            self.a,
+            self.fades[0],
+            self.layout.runs,
+            self.layout.table,
+            found["written"],
+            of_end["du"],
+            found["states"],
+            d["k"],
+            out_shape=tuple(shapes.values()),
+            grid=(chunks * B * (N // each),),
+            HEADS=each,
+            DIAGONAL=reads_diagonals(x.q.dtype),
+            **{name: value for name, value in self.common.items() if name not in ("SCALE", "PRECISION")},
+            PRECISION=precisions(x.q.dtype)[1],
+            **self.columns | gradient_tiles(cfg, x.q.dtype, x.v.shape[-1]),
+            **unused,
+        )
+        through: dict[str, Any] = dict(zip(shapes, results, strict=True))
+        return {
+            "q": d["q"],
+            "k": heads_of(through["k"], K),
+            "v": through["v"],
+            "beta": self.layout.of_tokens(through["beta"]),
+            "a": None if x.a is None else d["a"] + self.layout.of_tokens(through["a"]),
+        }
+
+
+def forward(run: Launches) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, Hv], final states [B, G, N, H, Hv])."""
-    run = _Launches(x, num_states, scale, cfg, work)
     weights, solve = run.pairs()
     found = run.walk(weights, solve, ("out", "exits"), run.starts(run.maps(solve)))
-    return found["out"], run.layout.exits(found["exits"], x.entries)
+    return found["out"], run.layout.exits(found["exits"], run.x.entries)
 
 
-def backward(
-    x: Tokens,
-    d_out: jax.Array,
-    d_exits: jax.Array,
-    num_states: int,
-    scale: float,
-    cfg: ChunkConfig,
-    work: Work | None = None,
-) -> dict[str, Any]:
+def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array) -> dict[str, Any]:
     """Returns the gradients by the names of `Tokens`, None for what is None; of beta, a and entries in float32."""
-    run = _Launches(x, num_states, scale, cfg, work)
-    (B, T, K, _), N, d_exits = x.q.shape, x.v.shape[2], d_exits.astype(jnp.float32)
+    d_exits = d_exits.astype(jnp.float32)
     weights, solve = run.pairs()
     maps = run.maps(solve)
     found = run.walk(None, solve, ("written", "states"), run.starts(maps))
@@ -254,48 +303,8 @@ def backward(
         added = run.reverse(weights, solve, d_out, d_exits, ("added",), None)["added"]
         starts = run.starts(maps, added)
     of_end = run.reverse(weights, solve, d_out, d_exits, ("du", "d_states", "d_entries"), starts)
-    read = scalar.Tokens(x.q, x.k, found["written"], x.a, None, None, x.segment_ids, None)
-    of_reads = scalar.Launches(read, N, num_states, scale, cfg, None, run.fades)
-    d = of_reads.gradients(d_out, found["states"], of_end["d_states"], parts_of_keys=True)
-    each = math.gcd(cfg.heads or 1, N // K)
-    per_token = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
-    shapes = {
-        "k": jax.ShapeDtypeStruct(d["k"].shape, x.k.dtype if d["k"].shape[2] == K else jnp.float32),
-        "v": jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
-        "beta": per_token,
-    } | ({} if x.a is None else {"a": per_token})
-    unused: dict[str, Any] = {"da_ptr": None} if x.a is None else {}
-    results = triton_launch(
-        delta_bwd_kernel,
-        x.k,
-        x.v,
-        run.beta,
-        run.a,
-        run.fades[0],
-        run.layout.runs,
-        run.layout.table,
-        found["written"],
-        of_end["du"],
-        found["states"],
-        d["k"],
-        out_shape=tuple(shapes.values()),
-        grid=(run.layout.chunks * B * (N // each),),
-        HEADS=each,
-        DIAGONAL=reads_diagonals(x.q.dtype),
-        **{name: value for name, value in run.common.items() if name not in ("SCALE", "PRECISION")},
-        PRECISION=precisions(x.q.dtype)[1],
-        **run.columns | gradient_tiles(cfg, x.q.dtype, x.v.shape[-1]),
-        **unused,
-    )
-    through: dict[str, Any] = dict(zip(shapes, results, strict=True))
-    return {
-        "q": d["q"],
-        "k": heads_of(through["k"], K),
-        "v": through["v"],
-        "beta": run.layout.of_tokens(through["beta"]),
-        "a": None if x.a is None else d["a"] + run.layout.of_tokens(through["a"]),
-        "entries": None if x.entries is None else run.layout.exits(of_end["d_entries"], d_exits),
-    }
+    entries = None if run.x.entries is None else run.layout.exits(of_end["d_entries"], d_exits)
+    return run.gradients(d_out, found, of_end) | {"entries": entries}
 
 
 def _config(call: Call, chunk: int, block_v: int, num_warps: int, num_stages: int) -> ChunkConfig:

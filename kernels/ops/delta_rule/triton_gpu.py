@@ -1,20 +1,25 @@
-"""delta_rule with no decay or one per head, for NVIDIA GPUs in Triton: an adapter of `kernels/engines/scan`."""
+"""delta_rule for NVIDIA GPUs in Triton: an adapter of `kernels/engines/scan`."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
+from kernels.engines.scan import triton_channel_delta_calls as channels
 from kernels.engines.scan import triton_delta_calls as delta
 from kernels.engines.scan.triton_calls import sizes_refused
 from kernels.ops.delta_rule.contract import check_states, normalized, op, scale_of, work
 
 
-def _tokens(query, key, value, beta, g, segment_ids, initial_state, num_states) -> delta.Tokens:
+def _launches(query, key, value, beta, g, segment_ids, initial_state, softmax_scale, num_states, cfg, cost):
+    """Returns the launches of a call: those of decays of channels where g has more than one."""
     check_states("delta_rule", initial_state, segment_ids, num_states)
-    a = None if g is None else g[..., 0].astype(jnp.float32)
+    per_channel = g is not None and g.shape[-1] != 1
+    a = None if g is None else g.astype(jnp.float32) if per_channel else g[..., 0].astype(jnp.float32)
     entries = None if initial_state is None else initial_state.astype(jnp.float32)
-    return delta.Tokens(query, key, value, beta.astype(jnp.float32), a, segment_ids, entries)
+    x = delta.Tokens(query, key, value, beta.astype(jnp.float32), a, segment_ids, entries)
+    scale = scale_of(softmax_scale, query.shape[-1])
+    return (channels.Launches if per_channel else delta.Launches)(x, num_states, scale, cfg, cost)
 
 
 def _unit(x: jax.Array) -> jax.Array:
@@ -22,8 +27,6 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def rejects(call):
-    if call.g is not None and call.g.shape[-1] != 1:
-        return "g is a decay of each channel; this backend has one of each head"
     return sizes_refused(call.dims, call.query, call.key, call.value)
 
 
@@ -33,9 +36,8 @@ def forward(
     cost = work(op.bind(query, key, value, beta, g, num_states=num_states))[0]
     if use_qk_l2norm:
         query, key = _unit(query), _unit(key)
-    x = _tokens(query, key, value, beta, g, segment_ids, initial_state, num_states)
-    scale = scale_of(softmax_scale, query.shape[-1])
-    return delta.forward(x, num_states, scale, cfg, cost)
+    options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
+    return delta.forward(_launches(query, key, value, beta, g, *options))
 
 
 def backward(
@@ -45,13 +47,12 @@ def backward(
     pull = None
     if use_qk_l2norm:
         (query, key), pull = jax.vjp(lambda q, k: (_unit(q), _unit(k)), query, key)
-    x = _tokens(query, key, value, beta, g, segment_ids, initial_state, num_states)
-    scale = scale_of(softmax_scale, query.shape[-1])
-    d = delta.backward(x, saved.d_out, saved.d_final_state, num_states, scale, cfg, cost)
+    options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
+    d = delta.backward(_launches(query, key, value, beta, g, *options), saved.d_out, saved.d_final_state)
     dq, dk = (d[name].astype(query.dtype) for name in ("q", "k"))
     dq, dk = (dq, dk) if pull is None else pull((dq, dk))
     gradients = {"query": dq, "key": dk, "value": d["v"], "beta": d["beta"]}
-    gradients |= {} if g is None else {"g": d["a"][..., None]}
+    gradients |= {} if g is None else {"g": d["a"].reshape(g.shape)}
     return gradients | ({} if initial_state is None else {"initial_state": d["entries"]})
 
 
