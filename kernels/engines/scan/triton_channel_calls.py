@@ -1,132 +1,209 @@
-"""Calls of the kernels in `triton_channels.py`: the walks are those of one decay per head, between other pairs and gradients."""
+"""Calls of the kernels in `triton_channels.py` and `triton_channel_steps.py`. The walks are those of one decay per head."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from kernels.engines.scan import triton_delta_calls as delta
 from kernels.engines.scan import triton_scalar_calls as scalar
 from kernels.engines.scan.chunks import ChunkConfig
-from kernels.engines.scan.layout import FORGETS
-from kernels.engines.scan.triton_calls import gradient_tiles, heads_of, precisions, reads_diagonals
-from kernels.engines.scan.triton_channels import channel_dk_kernel, channel_dq_kernel, channel_pairs_kernel
+from kernels.engines.scan.layout import FORGETS, Layout
+from kernels.engines.scan.triton_calls import LEAST, gradient_tiles, heads_of, precisions, reads_diagonals
+from kernels.engines.scan.triton_channel_steps import channel_gradients_kernel
+from kernels.engines.scan.triton_channels import channel_pairs_kernel, channel_states_kernel, channel_written_kernel
+from kernels.framework.binding import Call
 from kernels.framework.work import Work
 from kernels.toolchains.triton import triton_launch
 
-# The least log decay where a sum over an interval is a difference of two: of 64 tokens with it, differences still have the
-# digits of bfloat16, and its exponential is 0.
-FORGETS_CHANNEL = -100.0
+# The least log decay where a sum over an interval is a difference of two: its exponential is below what any other term keeps.
+FORGETS_CHANNEL = -60.0
+# The widest sum of log decays whose two halves both have exponentials that bfloat16 holds, times queries and keys of 1e7.
+REACH = 140.0
+WIDTH = 64  # channels of a tile with decays: several programs of a multiprocessor hide each other's loads
 
 
-def constants(dtype: Any, chunk: int, scale: float) -> dict[str, Any]:
-    """Returns the constants that all kernels of channels have."""
-    return {"SCALE": scale, "EXACT": dtype == jnp.float32, "LEVELS": chunk.bit_length() - 1}
+class Chunks(NamedTuple):
+    """What the kernels of channels share: the arguments of a call, where its chunks are, and constants.
 
-
-def pairs(x: Any, beta: jax.Array | None, layout: Any, common: dict[str, Any], N: int) -> tuple[jax.Array, ...]:
-    """Returns the outputs of `channel_pairs_kernel`, in its order; the last three only with `beta`.
-
-    Args:
-      x: `Tokens` of the scalar or of the delta rule, with q, k and log decays a [B, T, N, H].
+    Attributes:
+      x: `Tokens` of the scalar or of the delta rule, with log decays a [B, T, N, H].
+      beta: float32 [B, N, T] for a delta rule, or None. bonus: float32 [N, H], or None.
     """
-    (B, T, KQ, H), C, dtype = x.q.shape, common["BLOCK_C"], x.k.dtype
-    square = jax.ShapeDtypeStruct((B, N, layout.chunks, C, C), dtype)
-    tokens = jax.ShapeDtypeStruct((B, T, N, H), dtype)
-    whole = jax.ShapeDtypeStruct((B, N, layout.chunks, H), jnp.float32)
-    shapes: tuple[Any, ...] = (square, jax.ShapeDtypeStruct(tokens.shape, jnp.float32), tokens, tokens, whole)
-    unused: dict[str, Any] = {}
-    if beta is None:
-        unused = dict.fromkeys(("keeps_ptr", "solve_ptr", "scratch_ptr"))
-    else:
-        shapes += (tokens, square, jax.ShapeDtypeStruct((*square.shape[:-1], 16), jnp.float32))
-    names = ("T", "N", "H", "CHUNKS", "PRECISION", "EXACT", "LEVELS", "SCALE", "BLOCK_C", "BLOCK_H")
-    return triton_launch(
-        channel_pairs_kernel,
-        x.q,
-        x.k,
-        x.a.astype(jnp.float32),
-        beta,
-        getattr(x, "bonus", None),
-        layout.runs,
-        layout.table,
-        out_shape=shapes,
-        grid=(B * N * layout.chunks,),
-        num_warps=4 if C * common["BLOCK_H"] <= 2048 else 8,
-        KQ=KQ,
-        KK=x.k.shape[2],
-        FORGETS=FORGETS if common["EXACT"] else FORGETS_CHANNEL,
-        **{name: common[name] for name in names},
-        **unused,
-    )
+
+    x: Any
+    beta: jax.Array | None
+    bonus: jax.Array | None
+    layout: Layout
+    cfg: ChunkConfig
+    sizes: dict[str, Any]  # those of every kernel
+    decays: dict[str, Any]  # those of kernels that have decays
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.x.q.shape[0], self.sizes["N"], self.sizes["CHUNKS"]
+
+    def tokens(self, dtype: Any = None) -> Any:
+        (B, N, _), (T, H) = self.shape, (self.sizes["T"], self.sizes["H"])
+        return jax.ShapeDtypeStruct((B, T, N, H), dtype or self.x.k.dtype)
+
+    def squares(self) -> Any:
+        C = self.sizes["BLOCK_C"]
+        return jax.ShapeDtypeStruct((*self.shape, C, C), self.x.k.dtype)
+
+    def per_token(self) -> Any:
+        B, N, _ = self.shape
+        return jax.ShapeDtypeStruct((B, N, self.sizes["T"]), jnp.float32)
+
+    def per_channel(self) -> Any:
+        return jax.ShapeDtypeStruct((*self.shape, self.sizes["H"]), jnp.float32)
+
+    def launch(
+        self, kernel: Any, *arrays: Any, out_shape: tuple[Any, ...], blocks: int = 1, **constants: Any
+    ) -> tuple[jax.Array, ...]:
+        grid = (math.prod(self.shape), blocks)
+        return triton_launch(kernel, *arrays, out_shape=out_shape, grid=grid, **self.sizes | constants)
+
+    def pairs(self) -> tuple[jax.Array, ...]:
+        """Returns the outputs of `channel_pairs_kernel`, in its order; keys that keep and inverses only with `beta`."""
+        x, square, tokens = self.x, self.squares(), self.tokens()
+        first = jax.ShapeDtypeStruct((*self.shape, self.decays["BLOCKS"]), jnp.int32)
+        shapes: tuple[Any, ...] = (square, self.tokens(jnp.float32), tokens, tokens, self.per_channel(), first)
+        unused: dict[str, Any] = {}
+        if self.beta is None:
+            unused = dict.fromkeys(("keeps_ptr", "solve_ptr", "scratch_ptr"))
+        else:
+            shapes += (tokens, square, jax.ShapeDtypeStruct((*square.shape[:-1], 16), jnp.float32))
+        return self.launch(
+            channel_pairs_kernel,
+            x.q,
+            x.k,
+            x.a.astype(jnp.float32),
+            self.beta,
+            self.bonus,
+            self.layout.runs,
+            self.layout.table,
+            out_shape=shapes,
+            num_warps=int(__import__("os").environ.get("PW", "4")),
+            KQ=x.q.shape[2],
+            KK=x.k.shape[2],
+            FORGETS=FORGETS if self.decays["EXACT"] else FORGETS_CHANNEL,
+            PRECISION=precisions(x.q.dtype)[0],
+            **self.decays,
+            **unused,
+        )
+
+    def states(self, v: jax.Array, d_out: jax.Array, states: jax.Array, d_states: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the outputs of `channel_states_kernel`, given what is written, v [B, T, KV, Hv]."""
+        return self.launch(
+            channel_states_kernel,
+            v,
+            self.layout.runs,
+            self.layout.table,
+            d_out,
+            states,
+            d_states,
+            out_shape=(self.squares(), self.tokens(), self.tokens(), self.per_channel()),
+            KV=v.shape[2],
+            **self.of_values(v),
+        )
+
+    def written(self, v: jax.Array, written: jax.Array, du: jax.Array, states: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns the outputs of `channel_written_kernel`."""
+        return self.launch(
+            channel_written_kernel,
+            v,
+            self.beta,
+            self.layout.runs,
+            self.layout.table,
+            written,
+            du,
+            states,
+            out_shape=(self.squares(), self.tokens(), self.per_token(), jax.ShapeDtypeStruct(v.shape, v.dtype)),
+            **self.of_values(v),
+        )
+
+    def of_values(self, v: jax.Array) -> dict[str, Any]:
+        """Returns the constants of kernels that read values and states."""
+        tiles = gradient_tiles(self.cfg, self.x.q.dtype, v.shape[3], 8)
+        return tiles | {
+            "Hv": v.shape[3],
+            "DIAGONAL": reads_diagonals(self.x.q.dtype),
+            "PRECISION": precisions(self.x.q.dtype)[1],
+        }
+
+    def gradients(
+        self, sums: Any, whole: Any, first: Any, of_states: Any, of_written: Any = (None, None)
+    ) -> dict[str, Any]:
+        """Returns the gradients of q, k, a, and, None for what is None, of beta and the bonus.
+
+        Args:
+          sums, whole, first: of `pairs`.
+          of_states, of_written: what `states` and `written` return, without what is of values.
+        """
+        x, N, valid = self.x, self.sizes["N"], self.layout.valid
+        more, blocks = {"beta": self.beta, "own": self.bonus}, self.decays["BLOCKS"]
+        extra = {name: self.per_token() for name, y in more.items() if y is not None}
+        if self.beta is not None:
+            extra["beta"] = jax.ShapeDtypeStruct((blocks, *self.per_token().shape), jnp.float32)
+        unused: dict[str, Any] = {f"d_{name}_ptr": None for name in more if name not in extra}
+
+        def of(y: jax.Array) -> Any:
+            return self.tokens(y.dtype if y.shape[2] == N else jnp.float32)
+
+        dq, dk, da, *rest = self.launch(
+            channel_gradients_kernel,
+            x.q,
+            x.k,
+            self.bonus,
+            self.beta,
+            sums,
+            whole,
+            first,
+            self.layout.runs,
+            self.layout.table,
+            *of_states,
+            *of_written,
+            out_shape=(of(x.q), of(x.k), self.tokens(jnp.float32), *extra.values()),
+            num_warps=int(__import__("os").environ.get("GW", "8")),
+            num_stages=1,
+            blocks=blocks,
+            KQ=x.q.shape[2],
+            KK=x.k.shape[2],
+            PRECISION=precisions(x.q.dtype)[1],
+            **self.decays,
+            **unused,
+        )
+        d: dict[str, Any] = dict(zip(extra, rest, strict=True))
+        bonus = None
+        if self.bonus is not None:
+            q, k = (jnp.repeat(y.astype(jnp.float32), N // y.shape[2], axis=2) for y in (x.q, x.k))
+            each = jnp.swapaxes(d["own"], 1, 2)[..., None] * q * k
+            bonus = jnp.sum(each if valid is None else jnp.where(valid[..., None, None], each, 0), (0, 1))
+        return {
+            "q": heads_of(dq, x.q.shape[2]),
+            "k": heads_of(dk, x.k.shape[2]),
+            "a": da if valid is None else jnp.where(valid[..., None, None], da, 0),
+            "beta": None if self.beta is None else self.layout.of_tokens(jnp.sum(d["beta"], axis=0)),
+            "bonus": bonus,
+        }
 
 
-def gradients(
-    x: Any,
-    v: jax.Array,
-    layout: Any,
-    common: dict[str, Any],
-    cfg: ChunkConfig,
-    sums: jax.Array,
-    whole: jax.Array,
-    d_out: jax.Array,
-    states: jax.Array,
-    d_states: jax.Array,
-    wide_keys: bool = False,
-) -> dict[str, Any]:
-    """Returns the gradients of q and k [B, T, N, H], of a in float32 with anything for padding, and of the bonus.
-
-    Args:
-      wide_keys: return that of k in float32.
-      v: what is written, [B, T, KV, Hv].
-      sums, whole: of `pairs`.
-      states, d_states: before each chunk, and their gradients after each.
-    """
-    (B, T), N, H = x.q.shape[:2], common["N"], common["H"]
-    bonus = getattr(x, "bonus", None)
-    shape = (B, T, N, H)
-    constants = common | {
-        "PRECISION": precisions(x.q.dtype)[1],
-        "KQ": x.q.shape[2],
-        "KK": x.k.shape[2],
-        "KV": v.shape[2],
-        "Hv": v.shape[3],
+def _chunks(x: Any, beta: Any, bonus: Any, run: Any, scale: float, cfg: ChunkConfig) -> Chunks:
+    sizes = {name: run.common[name] for name in ("T", "N", "H", "CHUNKS", "BLOCK_C", "BLOCK_H")}
+    exact, block = x.q.dtype == jnp.float32, min(WIDTH, sizes["BLOCK_H"])
+    decays = {
+        "SCALE": scale,
+        "EXACT": exact,
+        "REACH": REACH if x.q.dtype == jnp.bfloat16 and sizes["BLOCK_C"] > LEAST else 0.0,
+        "LEVELS": sizes["BLOCK_C"].bit_length() - 1,
+        "BLOCK_H": block,
+        "BLOCKS": -(-sizes["H"] // block),
     }
-    tiles = gradient_tiles(cfg, x.q.dtype, v.shape[3], 8)
-    grid = (B * N * layout.chunks,)
-    wide = jax.ShapeDtypeStruct(shape, jnp.float32)
-
-    def of(y: jax.Array, parts_only: bool = False) -> Any:
-        return jax.ShapeDtypeStruct(shape, y.dtype if y.shape[2] == N and not parts_only else jnp.float32)
-
-    own: tuple[Any, ...] = () if bonus is None else (jax.ShapeDtypeStruct((B, N, T), jnp.float32),)
-    unused: dict[str, Any] = {"d_own_ptr": None} if bonus is None else {}
-    arrays = (x.q, x.k, v, bonus, sums)
-    shapes: Any = (of(x.q), wide, *own)
-    rows = (layout.runs, layout.table, d_out, states)
-    dq, da, *d_own = triton_launch(
-        channel_dq_kernel, *arrays, *rows, out_shape=shapes, grid=grid, **constants, **tiles, **unused
-    )
-    dk, da = triton_launch(
-        channel_dk_kernel,
-        *arrays,
-        whole,
-        *rows,
-        d_states,
-        da,
-        out_shape=(of(x.k, wide_keys), wide),
-        grid=grid,
-        DIAGONAL=reads_diagonals(x.q.dtype),
-        **constants,
-        **tiles,
-    )
-    d: dict[str, Any] = {"q": dq, "k": dk, "a": da, "bonus": None}
-    if bonus is not None:
-        q, k = (jnp.repeat(y.astype(jnp.float32), N // y.shape[2], axis=2) for y in (x.q, x.k))
-        each = jnp.swapaxes(d_own[0], 1, 2)[..., None] * q * k
-        d["bonus"] = jnp.sum(each if layout.valid is None else jnp.where(layout.valid[..., None, None], each, 0), (0, 1))
-    return d
+    return Chunks(x, beta, bonus, run.layout, cfg, sizes, decays)
 
 
 class Launches(scalar.Launches):
@@ -134,25 +211,65 @@ class Launches(scalar.Launches):
 
     def __init__(self, x: scalar.Tokens, N: int, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None):
         super().__init__(x, N, num_states, scale, cfg, work)
-        self.rows = x.q.shape[-1]
-        self.constants = self.common | constants(x.q.dtype, self.chunk, scale)
+        self.rows, self.of_chunks = x.q.shape[-1], _chunks(x, None, x.bonus, self, scale, cfg)
 
     def log_decay(self) -> None:
         return None
 
     def pairs(self) -> jax.Array:
         """Returns what the output of each token of a chunk reads of each value; sets what walks read and write."""
-        weights, self.sums, self.reads, self.writes, whole = pairs(
-            self.x, None, self.layout, self.constants, self.heads[1]
-        )
-        self.fades = (None, None, whole)
+        weights, sums, self.reads, self.writes, whole, first = self.of_chunks.pairs()
+        self.fades, self.decays = (None, None, whole), (sums, whole, first)
         return weights
 
     def gradients(self, d_out: Any, states: Any, d_states: Any, parts_of_keys: bool = False) -> dict[str, Any]:
         """Returns the gradients of q, k, a, and bonus, None for what is None."""
-        x, common = self.x, {name: value for name, value in self.constants.items() if name != "BLOCK_V"}
-        d = gradients(x, x.v, self.layout, common, self.cfg, self.sums, self.fades[2], d_out, states, d_states)
-        valid = self.layout.valid
-        da = d["a"] if valid is None else jnp.where(valid[..., None, None], d["a"], 0)
-        shared = {"q": heads_of(d["q"], x.q.shape[2]), "k": heads_of(d["k"], x.k.shape[2])}
-        return d | shared | {"a": da, "w": None, "skip": None}
+        of_states = self.of_chunks.states(self.x.v, d_out, states, d_states)
+        return self.of_chunks.gradients(*self.decays, of_states) | {"w": None, "skip": None}
+
+
+class DeltaLaunches(delta.Launches):
+    """The launches of one call of a delta rule with a decay for each channel: a of `Tokens` is [B, T, N, H]."""
+
+    def __init__(self, x: delta.Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None):
+        super().__init__(x, num_states, scale, cfg, work)
+        self.decays_of = _chunks(x, self.beta, None, self, scale, cfg)
+
+    def log_decay(self) -> None:
+        return None
+
+    def pairs(self) -> tuple[jax.Array, jax.Array]:
+        """Returns (what outputs read of writes, the inverses); sets what walks read and write."""
+        weights, sums, self.reads, self.writes, whole, first, self.keeps, solve, _ = self.decays_of.pairs()
+        self.fades, self.decays = (None, None, whole), (sums, whole, first)
+        return weights, solve
+
+    def gradients(self, d_out: Any, found: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
+        """Returns the gradients of q, k, v, beta and a. See `delta.Launches.gradients`."""
+        states, written = found["states"], found["written"]
+        of_states = self.decays_of.states(written, d_out, states, of_end["d_states"])
+        *of_written, of_values, dv = self.decays_of.written(self.x.v, written, of_end["du"], states)
+        d = self.decays_of.gradients(*self.decays, of_states, of_written)
+        return d | {"v": dv, "beta": d["beta"] + self.layout.of_tokens(of_values)}
+
+
+def heuristic(call: Call, platform: str) -> ChunkConfig:
+    """Returns the default tiles of a call: those of one decay per head, but values of a walk stay in shared memory longer."""
+    best = scalar.heuristic(call, platform)
+    if call.dtype == "float32" or call.dims["Hv"] <= 64:
+        return best
+    return scalar.tiles(call, 64, 64, 4, 8, 3)
+
+
+def candidates(call: Call) -> list[ChunkConfig]:
+    """Returns the configurations to tune over."""
+    best = heuristic(call, "cuda")
+    if call.dtype == "float32":
+        return [best]
+    found = [
+        scalar.tiles(call, chunk, block_v, 4, 8, stages)
+        for chunk in (32, 64)
+        for block_v in (32, 64)
+        for stages in (2, 3)
+    ]
+    return list(dict.fromkeys([best, *found]))

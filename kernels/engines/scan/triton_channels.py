@@ -2,11 +2,9 @@
 
     S_t = diag(exp a_t) S_{t-1} + k_t v_tᵀ,  out_t = scale · S_tᵀ q_t
 
-The decays go into queries and keys, once for all chunks: with them the walk over chunks is that of one decay per head. Between
-two tokens of a chunk no such split exists that is safe for every decay, as exp(G_t) k_s exp(-G_s) overflows. Instead the pairs
-are taken by levels. At the level of `half` tokens a chunk is blocks of 2 `half`; a pair belongs to it if t is in the second
-half of a block and s in the first. The beginning of the second half lies between them, so both are referred to it: exp(the sum
-from there to t) and exp(the sum from s to there), neither above 1. A level is one matrix product, and there are log2(C).
+The decays go into queries and keys, once for all chunks: with them the walk over chunks is that of one decay per head. The
+pairs of a chunk are taken by steps; `triton_channel_steps.py` says how. In the backward, what the states before and after a
+chunk give is computed first, with no decay; then the decays are applied, to queries, keys and for delta rules what is written.
 """
 
 from __future__ import annotations
@@ -14,6 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.engines.scan.triton_channel_steps import (
+    first_level,
+    interval_sums,
+    level,
+    level_decay,
+    middle_decay,
+    within_blocks,
+)
 from kernels.engines.scan.triton_inverse import inverse
 from kernels.engines.scan.triton_parts import (
     chunk_of,
@@ -24,58 +30,8 @@ from kernels.engines.scan.triton_parts import (
     square_at,
     store_rows,
     tokens_by_channels,
+    tokens_of,
 )
-
-
-@triton.jit
-def interval_sums(a, begin, end, BLOCK_C: tl.constexpr):
-    """Returns the sums of a [C, H] over tokens begin <= u < end, both [C], for each token: each summed by itself."""
-    u = tl.arange(0, BLOCK_C)[None, :]
-    return tl.dot(
-        tl.where((u >= begin[:, None]) & (u < end[:, None]), 1.0, 0.0).to(a.dtype), a, input_precision="ieee"
-    )
-
-
-@triton.jit
-def sums_over_intervals(z, begin, end, BLOCK_C: tl.constexpr):
-    """Returns for each token u the sum of z_t over the tokens t whose interval has it: the transpose of `interval_sums`."""
-    u = tl.arange(0, BLOCK_C)[:, None]
-    return tl.dot(tl.where((u >= begin[None, :]) & (u < end[None, :]), 1.0, 0.0), z, input_precision="ieee")
-
-
-@triton.jit
-def level(half, BLOCK_C: tl.constexpr):
-    """Returns (whether a token is in the second half of its block [C], the first token of that half, the level's pairs [t, s])."""
-    i = tl.arange(0, BLOCK_C)
-    middle = i // (2 * half) * (2 * half) + half
-    late = i >= middle
-    return late, middle, late[:, None] & (i < middle)[None, :] & (middle[:, None] == middle[None, :])
-
-
-@triton.jit
-def level_decay(
-    sums_at, here, h, late, middle, READS: tl.constexpr, BEFORE: tl.constexpr,
-    N: tl.constexpr, H: tl.constexpr, EXACT: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Returns the decay between each token and the middle of its block [C, H]: at most 1.
-
-    Args:
-      sums_at: what `channel_pairs_kernel` stores at the chunk: log decays if EXACT, else their sums since its beginning.
-      READS: of late tokens, that until they read; if BEFORE it is without their own.
-    """
-    i = tl.arange(0, BLOCK_C)
-    own = load_rows(sums_at, here, h, N, H, BLOCK_C)
-    if EXACT:
-        to = i if READS and BEFORE else i + 1
-        e = interval_sums(own, tl.where(late, middle, i + 1), tl.where(late, to, middle), BLOCK_C)
-    else:
-        at = sums_at + (middle - 1)[:, None] * (N * H) + h[None, :]
-        count = tl.sum(here.to(tl.int32))
-        at_middle = tl.load(at, mask=(middle <= count)[:, None] & (h < H)[None, :], other=0.0)
-        if READS and BEFORE:
-            own = load_rows(sums_at - N * H, here & (i > 0), h, N, H, BLOCK_C)
-        e = tl.where(late[:, None], own - at_middle, at_middle - own)
-    return tl.exp(tl.minimum(e, 0.0))
 
 
 @triton.jit
@@ -88,10 +44,11 @@ def channel_pairs_kernel(
     runs_ptr,
     table_ptr,
     pairs_ptr,  # [B, N, CHUNKS, C, C]: what out_t reads of the write at s
-    sums_ptr,  # [B, T, N, H] float32: see `level_decay`
+    sums_ptr,  # [B, T, N, H] float32: log decays if EXACT, else their sums since the beginning of their chunk
     reads_ptr,  # [B, T, N, H]: queries, as they read the state before the chunk
     leaves_ptr,  # [B, T, N, H]: keys, as they write the state after it
     whole_ptr,  # [B, N, CHUNKS, H] float32: the decay over the chunk
+    first_ptr,  # int32 [B, N, CHUNKS, BLOCKS]: what `first_level` returns
     keeps_ptr,  # [B, T, N, H]: keys, as they read the state before the chunk; this and what follows with beta_ptr
     solve_ptr,  # [B, N, CHUNKS, C, C]: the inverse
     scratch_ptr,  # [B, N, CHUNKS, C, 16] float32
@@ -101,11 +58,13 @@ def channel_pairs_kernel(
     KK: tl.constexpr,
     H: tl.constexpr,
     CHUNKS: tl.constexpr,
-    FORGETS: tl.constexpr,  # the least log decay: its exponential underflows to 0
+    FORGETS: tl.constexpr,  # the least log decay
+    REACH: tl.constexpr,  # the widest sum of log decays that is taken from its middle; 0: none is
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
     LEVELS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of BLOCK_H channels
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -113,51 +72,65 @@ def channel_pairs_kernel(
     row, n = head // N, head % N
     first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
     here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
-    i, h = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
+    i, zeros = tl.arange(0, BLOCK_C), tl.zeros([BLOCK_C], tl.int32)
+    enters, leaves = (run == before)[:, None], (run == last)[:, None]
     dtype = pairs_ptr.dtype.element_ty
     q_at = tokens_by_channels(q_ptr, row, first, n // (N // KQ), T, KQ, H)
     k_at = tokens_by_channels(k_ptr, row, first, n // (N // KK), T, KK, H)
     sums_at = tokens_by_channels(sums_ptr, row, first, n, T, N, H)
-    q = load_rows(q_at, valid, h, KQ, H, BLOCK_C)
-    k = load_rows(k_at, valid, h, KK, H, BLOCK_C)
-    a = load_rows(tokens_by_channels(a_ptr, row, first, n, T, N, H), valid, h, N, H, BLOCK_C)
-    a = tl.where(a < FORGETS, FORGETS, a)
-    since, zeros = tl.cumsum(a, 0), tl.zeros([BLOCK_C], tl.int32)
-    if EXACT:
-        store_rows(sums_at, a, here, h, N, H, BLOCK_C)
-        until_end = interval_sums(a, i + 1, zeros + BLOCK_C, BLOCK_C)
-        reading = interval_sums(a, zeros, i, BLOCK_C) if bonus_ptr is not None else since
-    else:
-        store_rows(sums_at, since, here, h, N, H, BLOCK_C)
-        until_end = tl.sum(a, 0)[None, :] - since
-        reading = since - a if bonus_ptr is not None else since
-    whole = tl.where((h < H) & (before == last), tl.exp(tl.sum(a, 0)), 0.0)
-    tl.store(whole_ptr + (head.to(tl.int64) * CHUNKS + c) * H + h, whole, mask=h < H)
-    enters, leaves = (run == before)[:, None], (run == last)[:, None]
-    read = tl.where(enters, q.to(tl.float32) * tl.exp(reading) * SCALE, 0.0)
-    store_rows(tokens_by_channels(reads_ptr, row, first, n, T, N, H), read, here, h, N, H, BLOCK_C)
-    left = tl.where(leaves, k.to(tl.float32) * tl.exp(tl.minimum(until_end, 0.0)), 0.0)
-    store_rows(tokens_by_channels(leaves_ptr, row, first, n, T, N, H), left, here, h, N, H, BLOCK_C)
-    own = q.to(tl.float32) * k.to(tl.float32)
-    if bonus_ptr is not None:
-        own *= tl.load(bonus_ptr + n * H + h, mask=h < H, other=0.0)[None, :]
-    weights = tl.where(i[:, None] == i[None, :], tl.sum(own, 1)[:, None], 0.0)
-    A = tl.zeros([BLOCK_C, BLOCK_C], tl.float32)
-    if beta_ptr is not None:
-        keep = tl.where(enters, k.to(tl.float32) * tl.exp(since), 0.0)
-        store_rows(tokens_by_channels(keeps_ptr, row, first, n, T, N, H), keep, here, h, N, H, BLOCK_C)
-    tl.debug_barrier()  # sums that other threads have stored are read below
-    for number in tl.range(0, LEVELS, num_stages=1):
-        half = 1 << number
-        late, middle, wanted = level(half, BLOCK_C)
-        f = level_decay(sums_at, here, h, late, middle, False, False, N, H, EXACT, BLOCK_C)
-        key = (load_rows(k_at, valid, h, KK, H, BLOCK_C).to(tl.float32) * f).to(dtype)
+    weights, A = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_C], tl.float32)
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        h = block * BLOCK_H + tl.arange(0, BLOCK_H)
+        a = load_rows(tokens_by_channels(a_ptr, row, first, n, T, N, H), valid, h, N, H, BLOCK_C)
+        a = tl.where(a < FORGETS, FORGETS, a)
+        since, total = tl.cumsum(a, 0), tl.sum(a, 0)
+        at_level = first_level(a, total, REACH, LEVELS, BLOCK_C, BLOCK_H)
+        tl.store(first_ptr + tl.program_id(0) * BLOCKS + block, at_level)
+        if EXACT:
+            store_rows(sums_at, a, here, h, N, H, BLOCK_C)
+            until_end = interval_sums(a, i + 1, zeros + BLOCK_C, BLOCK_C)
+            reading = interval_sums(a, zeros, i, BLOCK_C) if bonus_ptr is not None else since
+        else:
+            store_rows(sums_at, since, here, h, N, H, BLOCK_C)
+            until_end = total[None, :] - since
+            reading = since - a if bonus_ptr is not None else since
+        whole = tl.where(before == last, tl.exp(total), 0.0)
+        tl.store(whole_ptr + (head.to(tl.int64) * CHUNKS + c) * H + h, whole, mask=h < H)
+        q = load_rows(q_at, valid, h, KQ, H, BLOCK_C).to(tl.float32)
+        k = load_rows(k_at, valid, h, KK, H, BLOCK_C).to(tl.float32)
+        own = q * k
         if bonus_ptr is not None:
-            f = level_decay(sums_at, here, h, late, middle, True, True, N, H, EXACT, BLOCK_C)
-        query = (load_rows(q_at, valid, h, KQ, H, BLOCK_C).to(tl.float32) * f).to(dtype)
-        weights = tl.where(wanted, tl.dot(query, tl.trans(key), input_precision=PRECISION), weights)
+            own *= tl.load(bonus_ptr + n * H + h, mask=h < H, other=0.0)[None, :]
+        weights += tl.where(i[:, None] == i[None, :], tl.sum(own, 1)[:, None], 0.0)
+        q = tl.where(enters, q * tl.exp(reading) * SCALE, 0.0)
+        store_rows(tokens_by_channels(reads_ptr, row, first, n, T, N, H), q, here, h, N, H, BLOCK_C)
         if beta_ptr is not None:
-            A = tl.where(wanted, tl.dot(key, tl.trans(key), input_precision=PRECISION), A)
+            keep = tl.where(enters, k * tl.exp(since), 0.0)
+            store_rows(tokens_by_channels(keeps_ptr, row, first, n, T, N, H), keep, here, h, N, H, BLOCK_C)
+        k = tl.where(leaves, k * tl.exp(tl.minimum(until_end, 0.0)), 0.0)
+        store_rows(tokens_by_channels(leaves_ptr, row, first, n, T, N, H), k, here, h, N, H, BLOCK_C)
+        tl.debug_barrier()  # sums that other threads have stored are read below
+        if REACH > 0:
+            if at_level > 0:
+                size = 1 << at_level
+                wanted = within_blocks(size, BLOCK_C)
+                reads, writes = middle_decay(sums_at, here, h, size, count, bonus_ptr is not None, N, H, REACH, BLOCK_C)
+                query = (load_rows(q_at, valid, h, KQ, H, BLOCK_C).to(tl.float32) * reads).to(dtype)
+                keys = load_rows(k_at, valid, h, KK, H, BLOCK_C).to(tl.float32)
+                written = tl.trans((keys * writes).to(dtype))
+                weights += tl.where(wanted, tl.dot(query, written, input_precision=PRECISION), 0.0)
+                if beta_ptr is not None:
+                    A += tl.where(wanted, tl.dot((keys * reads).to(dtype), written, input_precision=PRECISION), 0.0)
+        for number in tl.range(at_level, LEVELS, num_stages=1):
+            late, middle, wanted = level(1 << number, BLOCK_C)
+            f = level_decay(sums_at, here, h, late, middle, False, N, H, EXACT, BLOCK_C)
+            key = (load_rows(k_at, valid, h, KK, H, BLOCK_C).to(tl.float32) * f).to(dtype)
+            if bonus_ptr is not None:
+                f = level_decay(sums_at, here, h, late, middle, True, N, H, EXACT, BLOCK_C)
+            query = (load_rows(q_at, valid, h, KQ, H, BLOCK_C).to(tl.float32) * f).to(dtype)
+            weights += tl.where(wanted, tl.dot(query, tl.trans(key), input_precision=PRECISION), 0.0)
+            if beta_ptr is not None:
+                A += tl.where(wanted, tl.dot(key, tl.trans(key), input_precision=PRECISION), 0.0)
     same = run[:, None] == run[None, :]
     at = square_at(pairs_ptr, tl.program_id(0), BLOCK_C)
     tl.store(at, (tl.where(same, weights, 0.0) * SCALE).to(dtype))
@@ -168,195 +141,113 @@ def channel_pairs_kernel(
 
 
 @triton.jit
-def channel_dq_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,  # [B, T, KV, Hv]
-    bonus_ptr,
-    sums_ptr,
-    runs_ptr,
-    table_ptr,
-    d_out_ptr,  # [B, T, N, Hv]
-    states_ptr,  # [B, N, CHUNKS, H, Hv]: before each chunk
-    dq_ptr,  # [B, T, N, H]
-    da_ptr,  # [B, T, N, H] float32: of what passes to the reads of queries
-    d_own_ptr,  # [B, N, T] float32: gradients of q_t · bonus k_t, or None
-    T: tl.constexpr,
-    N: tl.constexpr,
-    KQ: tl.constexpr,
-    KK: tl.constexpr,
-    KV: tl.constexpr,
-    H: tl.constexpr,
-    Hv: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    SCALE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Gradients of the queries of one chunk and head, and of the decays until they read.
-
-    A sum over decays is a difference of two here unless EXACT: the reads of late tokens less the writes of early ones, in
-    `channel_dk_kernel`. What passes no decay cancels to the last bits, as both sums have the same rounded factors.
-    """
-    c, head = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
-    row, n = head // N, head % N
-    first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
-    here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
-    i, h, zeros = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H), tl.zeros([BLOCK_C], tl.int32)
-    BEFORE: tl.constexpr = bonus_ptr is not None
-    x_at = tokens_by_channels(v_ptr, row, first, n // (N // KV), T, KV, Hv)
-    d_out_at = tokens_by_channels(d_out_ptr, row, first, n, T, N, Hv)
-    d_pairs, d_read = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
-    for start in range(0, Hv, BLOCK_V):
-        v = start + tl.arange(0, BLOCK_V)
-        x = load_rows(x_at, valid, v, KV, Hv, BLOCK_C)
-        d_out = load_rows(d_out_at, valid, v, N, Hv, BLOCK_C)
-        state = load_state(states_ptr, head.to(tl.int64) * CHUNKS + c, h, v, True, H, Hv)
-        d_pairs = tl.dot(d_out, tl.trans(x), d_pairs, input_precision=PRECISION)
-        d_read = tl.dot(d_out, tl.trans(state), d_read, input_precision=PRECISION)
-    q_at = tokens_by_channels(q_ptr, row, first, n // (N // KQ), T, KQ, H)
-    k_at = tokens_by_channels(k_ptr, row, first, n // (N // KK), T, KK, H)
-    sums_at = tokens_by_channels(sums_ptr, row, first, n, T, N, H)
-    q = load_rows(q_at, valid, h, KQ, H, BLOCK_C)
-    k = load_rows(k_at, valid, h, KK, H, BLOCK_C)
-    sums = load_rows(sums_at, here, h, N, H, BLOCK_C)
-    if EXACT:
-        sums = interval_sums(sums, zeros, i if BEFORE else i + 1, BLOCK_C)
-    elif BEFORE:
-        sums = load_rows(sums_at - N * H, here & (i > 0), h, N, H, BLOCK_C)
-    dq = tl.where((run == before)[:, None], d_read * tl.exp(tl.minimum(sums, 0.0)) * SCALE, 0.0)
-    z = q.to(tl.float32) * dq
-    da = sums_over_intervals(z, zeros, i if BEFORE else i + 1, BLOCK_C) if EXACT else z
-    d_pairs = tl.where(run[:, None] == run[None, :], d_pairs * SCALE, 0.0)
-    own = tl.sum(tl.where(i[:, None] == i[None, :], d_pairs, 0.0), 1)
-    weighed = k.to(tl.float32)
-    if BEFORE:
-        tl.store(d_own_ptr + head.to(tl.int64) * T + first + i, own, mask=here)
-        weighed *= tl.load(bonus_ptr + n * H + h, mask=h < H, other=0.0)[None, :]
-    dq += own[:, None] * weighed
-    for number in tl.range(0, LEVELS, num_stages=1):
-        half = 1 << number
-        late, middle, wanted = level(half, BLOCK_C)
-        f = level_decay(sums_at, here, h, late, middle, False, False, N, H, EXACT, BLOCK_C)
-        key = (load_rows(k_at, valid, h, KK, H, BLOCK_C).to(tl.float32) * f).to(k.dtype)
-        if BEFORE:
-            f = level_decay(sums_at, here, h, late, middle, True, True, N, H, EXACT, BLOCK_C)
-        query = (load_rows(q_at, valid, h, KQ, H, BLOCK_C).to(tl.float32) * f).to(k.dtype)
-        through = tl.dot(tl.where(wanted, d_pairs, 0.0).to(k.dtype), key, input_precision=PRECISION)
-        dq += through * f
-        z = through * query.to(tl.float32)
-        if EXACT:
-            to = i if BEFORE else i + 1
-            z = sums_over_intervals(z, tl.where(late, middle, i), tl.where(late, to, i), BLOCK_C)
-        da += z
-    if not EXACT:
-        da = tl.cumsum(da, 0, reverse=True) - da if BEFORE else tl.cumsum(da, 0, reverse=True)
-    store_rows(tokens_by_channels(da_ptr, row, first, n, T, N, H), da, here, h, N, H, BLOCK_C)
-    store_rows(tokens_by_channels(dq_ptr, row, first, n, T, N, H), dq, here, h, N, H, BLOCK_C)
-
-
-@triton.jit
-def channel_dk_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,  # [B, T, KV, Hv]
-    bonus_ptr,
-    sums_ptr,
-    whole_ptr,
+def channel_states_kernel(
+    v_ptr,  # [B, T, KV, Hv]: what is written
     runs_ptr,
     table_ptr,
     d_out_ptr,  # [B, T, N, Hv]
     states_ptr,  # [B, N, CHUNKS, H, Hv]: before each chunk
     d_states_ptr,  # [B, N, CHUNKS, H, Hv]: gradients of the states after each chunk
-    d_reads_ptr,  # [B, T, N, H] float32: da of `channel_dq_kernel`, to which the rest is added
-    dk_ptr,  # [B, T, N, H]
-    da_ptr,  # [B, T, N, H] float32
+    d_pairs_ptr,  # [B, N, CHUNKS, C, C]
+    d_reads_ptr,  # [B, T, N, H]
+    d_leaves_ptr,  # [B, T, N, H]
+    d_whole_ptr,  # [B, N, CHUNKS, H] float32
     T: tl.constexpr,
     N: tl.constexpr,
-    KQ: tl.constexpr,
-    KK: tl.constexpr,
     KV: tl.constexpr,
     H: tl.constexpr,
     Hv: tl.constexpr,
     CHUNKS: tl.constexpr,
     DIAGONAL: tl.constexpr,  # whether sums of products of states are the diagonal of a matrix product
-    SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
-    LEVELS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Gradients of the keys of one chunk and head, and of the decays after they write."""
+    """Gradients of what `channel_pairs_kernel` returns for one chunk and head."""
     c, head = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
     row, n = head // N, head % N
     first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
-    here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
-    i, h, zeros = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H), tl.zeros([BLOCK_C], tl.int32)
-    index = head.to(tl.int64) * CHUNKS + c
+    here, valid = tokens_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
+    h, index = tl.arange(0, BLOCK_H), head.to(tl.int64) * CHUNKS + c
     x_at = tokens_by_channels(v_ptr, row, first, n // (N // KV), T, KV, Hv)
     d_out_at = tokens_by_channels(d_out_ptr, row, first, n, T, N, Hv)
-    d_pairs, d_write = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
+    d_pairs, d_reads = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
+    d_leaves = tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
     passed = tl.zeros([BLOCK_H, BLOCK_H] if DIAGONAL else [BLOCK_H, BLOCK_V], tl.float32)
     for start in range(0, Hv, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)
         x = load_rows(x_at, valid, v, KV, Hv, BLOCK_C)
         d_out = load_rows(d_out_at, valid, v, N, Hv, BLOCK_C)
-        d_state = load_state(d_states_ptr, index, h, v, True, H, Hv)
         state = load_state(states_ptr, index, h, v, True, H, Hv)
-        d_pairs = tl.dot(x, tl.trans(d_out), d_pairs, input_precision=PRECISION)  # [s, t]: it need not be transposed
-        d_write = tl.dot(x, tl.trans(d_state), d_write, input_precision=PRECISION)
+        d_state = load_state(d_states_ptr, index, h, v, True, H, Hv)
+        d_pairs = tl.dot(d_out, tl.trans(x), d_pairs, input_precision=PRECISION)
+        d_reads = tl.dot(d_out, tl.trans(state), d_reads, input_precision=PRECISION)
+        d_leaves = tl.dot(x, tl.trans(d_state), d_leaves, input_precision=PRECISION)
         if DIAGONAL:  # loads for products overlap them, and loads for sums would not
             passed = tl.dot(state, tl.trans(d_state), passed, input_precision=PRECISION)
         else:
             passed += state.to(tl.float32) * d_state.to(tl.float32)
+    tl.store(square_at(d_pairs_ptr, tl.program_id(0), BLOCK_C), d_pairs.to(d_pairs_ptr.dtype.element_ty))
+    store_rows(tokens_by_channels(d_reads_ptr, row, first, n, T, N, H), d_reads, here, h, N, H, BLOCK_C)
+    store_rows(tokens_by_channels(d_leaves_ptr, row, first, n, T, N, H), d_leaves, here, h, N, H, BLOCK_C)
     if DIAGONAL:
         passed = tl.where(h[:, None] == h[None, :], passed, 0.0)
-    whole = tl.load(whole_ptr + index * H + h, mask=h < H, other=0.0) * tl.sum(passed, 1)
-    q_at = tokens_by_channels(q_ptr, row, first, n // (N // KQ), T, KQ, H)
-    k_at = tokens_by_channels(k_ptr, row, first, n // (N // KK), T, KK, H)
-    sums_at = tokens_by_channels(sums_ptr, row, first, n, T, N, H)
-    q = load_rows(q_at, valid, h, KQ, H, BLOCK_C)
-    k = load_rows(k_at, valid, h, KK, H, BLOCK_C)
-    sums = load_rows(sums_at, here, h, N, H, BLOCK_C)
-    if EXACT:
-        until_end = interval_sums(sums, i + 1, zeros + BLOCK_C, BLOCK_C)
-    else:
-        until_end = tl.sum(tl.where((i == count - 1)[:, None], sums, 0.0), 0)[None, :] - sums
-    dk = tl.where((run == last)[:, None], d_write * tl.exp(tl.minimum(until_end, 0.0)), 0.0)
-    z = k.to(tl.float32) * dk
-    earlier = sums_over_intervals(z, i + 1, zeros + BLOCK_C, BLOCK_C) if EXACT else tl.cumsum(z, 0) - z
-    da = load_rows(tokens_by_channels(d_reads_ptr, row, first, n, T, N, H), here, h, N, H, BLOCK_C)
-    da += earlier + whole[None, :]
-    d_pairs = tl.where(run[:, None] == run[None, :], d_pairs * SCALE, 0.0)
-    own = tl.sum(tl.where(i[:, None] == i[None, :], d_pairs, 0.0), 1)
-    weighed = q.to(tl.float32)
-    if bonus_ptr is not None:
-        weighed *= tl.load(bonus_ptr + n * H + h, mask=h < H, other=0.0)[None, :]
-    dk += own[:, None] * weighed
-    less = tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
-    for number in tl.range(0, LEVELS, num_stages=1):
-        half = 1 << number
-        late, middle, wanted = level(half, BLOCK_C)
-        f = level_decay(sums_at, here, h, late, middle, False, False, N, H, EXACT, BLOCK_C)
-        key = (load_rows(k_at, valid, h, KK, H, BLOCK_C).to(tl.float32) * f).to(k.dtype)
-        g = f
-        if bonus_ptr is not None:
-            g = level_decay(sums_at, here, h, late, middle, True, True, N, H, EXACT, BLOCK_C)
-        query = (load_rows(q_at, valid, h, KQ, H, BLOCK_C).to(tl.float32) * g).to(k.dtype)
-        through = tl.dot(tl.where(tl.trans(wanted), d_pairs, 0.0).to(k.dtype), query, input_precision=PRECISION)
-        dk += through * f
-        z = through * key.to(tl.float32)
-        if EXACT:
-            da += sums_over_intervals(z, i + 1, tl.where(late, i + 1, middle), BLOCK_C)
+    tl.store(d_whole_ptr + index * H + h, tl.sum(passed, 1), mask=h < H)
+
+
+@triton.jit
+def channel_written_kernel(
+    v_ptr,  # [B, T, N, Hv]
+    beta_ptr,  # [B, N, T]
+    runs_ptr,
+    table_ptr,
+    written_ptr,  # [B, T, N, Hv]
+    du_ptr,  # [B, T, N, Hv]: gradients of beta (v - what the state has for k)
+    states_ptr,  # [B, N, CHUNKS, H, Hv]: before each chunk
+    d_solved_ptr,  # [B, N, CHUNKS, C, C]: du · writtenᵀ, which is that of A, without its sign
+    d_keeps_ptr,  # [B, T, N, H]: du · S, which is that of keys as they read the state, without -beta
+    d_beta_ptr,  # [B, N, T] float32: du · v
+    dv_ptr,  # [B, T, N, Hv]
+    T: tl.constexpr,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    Hv: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    DIAGONAL: tl.constexpr,  # whether sums of products of du and v are the diagonal of a matrix product
+    PRECISION: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Gradients of one chunk and head through what a delta rule writes, before decays."""
+    c, head = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
+    row, n = head // N, head % N
+    first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
+    here, valid = tokens_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
+    i, h = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
+    v_at = tokens_by_channels(v_ptr, row, first, n, T, N, Hv)
+    dv_at = tokens_by_channels(dv_ptr, row, first, n, T, N, Hv)
+    written_at = tokens_by_channels(written_ptr, row, first, n, T, N, Hv)
+    du_at = tokens_by_channels(du_ptr, row, first, n, T, N, Hv)
+    beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
+    square, wide = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
+    of_values = tl.zeros([BLOCK_C, BLOCK_C] if DIAGONAL else [BLOCK_C, BLOCK_V], tl.float32)
+    for start in range(0, Hv, BLOCK_V):
+        v = start + tl.arange(0, BLOCK_V)
+        du = load_rows(du_at, valid, v, N, Hv, BLOCK_C)
+        written = load_rows(written_at, valid, v, N, Hv, BLOCK_C)
+        x = load_rows(v_at, valid, v, N, Hv, BLOCK_C)
+        state = load_state(states_ptr, head.to(tl.int64) * CHUNKS + c, h, v, True, H, Hv)
+        square = tl.dot(du, tl.trans(written), square, input_precision=PRECISION)
+        wide = tl.dot(du, tl.trans(state), wide, input_precision=PRECISION)
+        if DIAGONAL:  # loads for products overlap them, and loads for sums would not
+            of_values = tl.dot(du, tl.trans(x), of_values, input_precision=PRECISION)
         else:
-            less += z
-    if not EXACT:
-        da -= tl.cumsum(less, 0, reverse=True)
-    store_rows(tokens_by_channels(da_ptr, row, first, n, T, N, H), da, here, h, N, H, BLOCK_C)
-    store_rows(tokens_by_channels(dk_ptr, row, first, n, T, N, H), dk, here, h, N, H, BLOCK_C)
+            of_values += du.to(tl.float32) * x.to(tl.float32)
+        store_rows(dv_at, du.to(tl.float32) * beta[:, None], here, v, N, Hv, BLOCK_C)
+    if DIAGONAL:
+        of_values = tl.where(i[:, None] == i[None, :], of_values, 0.0)
+    tl.store(square_at(d_solved_ptr, tl.program_id(0), BLOCK_C), square.to(d_solved_ptr.dtype.element_ty))
+    store_rows(tokens_by_channels(d_keeps_ptr, row, first, n, T, N, H), wide, here, h, N, H, BLOCK_C)
+    tl.store(d_beta_ptr + head.to(tl.int64) * T + first + i, tl.sum(of_values, 1), mask=here)

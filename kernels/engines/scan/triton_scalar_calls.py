@@ -90,7 +90,11 @@ class Launches:
             (B, num_states, N, H, Hv),
             layout(B, T, self.chunk, x.segment_ids, num_states),
         )
-        self.reads, self.writes, self.rows = x.q, x.k, 1  # what reads and writes a state, and rows that decay by themselves
+        self.reads, self.writes, self.rows = (
+            x.q,
+            x.k,
+            1,
+        )  # what reads and writes a state, and rows that decay by themselves
         self.a, self.w = self.log_decay(), self.layout.per_token(x.w)
         chunks = self.layout.chunks
         self.splits = -(-chunks // -(-chunks // min(cfg.splits or 1, chunks)))  # no part is empty
@@ -301,7 +305,8 @@ def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array) -> dict[str, A
     return found | {"v": heads_of(of_end["out"], x.v.shape[2]), "entries": entries}
 
 
-def _config(call: Call, chunk: int, block_v: int, num_warps: int, heads: int, num_stages: int) -> ChunkConfig:
+def tiles(call: Call, chunk: int, block_v: int, num_warps: int, heads: int, num_stages: int) -> ChunkConfig:
+    """Returns the tiles of a call: these sizes, if it has as many tokens, columns and heads, and what follows from them."""
     d = call.dims
     wide = call.dtype == "float32"
     chunk, block_v = min(chunk, longest_chunk(call)), columns(block_v, d["Hv"])
@@ -318,8 +323,8 @@ def _config(call: Call, chunk: int, block_v: int, num_warps: int, heads: int, nu
 def heuristic(call: Call, platform: str) -> ChunkConfig:
     """Returns the default tiles of a call."""
     if call.dtype == "float32":  # small tiles fit the registers
-        return _config(call, 16, 16, 8, 8, 1)
-    return _config(call, 64, 128, 8, 8, 3) if call.dims["Hv"] > 64 else _config(call, 64, 64, 4, 8, 3)
+        return tiles(call, 16, 16, 8, 8, 1)
+    return tiles(call, 64, 128, 8, 8, 3) if call.dims["Hv"] > 64 else tiles(call, 64, 64, 4, 8, 3)
 
 
 def candidates(call: Call) -> list[ChunkConfig]:
@@ -328,7 +333,7 @@ def candidates(call: Call) -> list[ChunkConfig]:
         return [heuristic(call, "cuda")]
     best = heuristic(call, "cuda")
     found = [
-        _config(call, chunk, block_v, num_warps, heads, num_stages)
+        tiles(call, chunk, block_v, num_warps, heads, num_stages)
         for chunk in (32, 64)
         for block_v, num_warps in ((32, 4), (64, 4), (64, 8), (128, 8))
         for heads in (8, 16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kernels.engines.scan import triton_channel_delta_calls as channels
+from kernels.engines.scan import triton_channel_calls as channels
 from kernels.engines.scan import triton_delta_calls as delta
 from kernels.engines.scan.triton_calls import sizes_refused
 from kernels.ops.delta_rule.contract import check_states, normalized, op, scale_of, work
@@ -19,7 +19,7 @@ def _launches(query, key, value, beta, g, segment_ids, initial_state, softmax_sc
     entries = None if initial_state is None else initial_state.astype(jnp.float32)
     x = delta.Tokens(query, key, value, beta.astype(jnp.float32), a, segment_ids, entries)
     scale = scale_of(softmax_scale, query.shape[-1])
-    return (channels.Launches if per_channel else delta.Launches)(x, num_states, scale, cfg, cost)
+    return (channels.DeltaLaunches if per_channel else delta.Launches)(x, num_states, scale, cfg, cost)
 
 
 def _unit(x: jax.Array) -> jax.Array:

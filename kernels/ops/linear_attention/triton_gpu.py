@@ -13,15 +13,18 @@ from kernels.engines.scan.triton_calls import sizes_refused
 from kernels.ops.linear_attention.contract import op, work
 
 
-def _launches(query, key, value, g, gk, g_gamma, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg, cost):
+def _launches(
+    query, key, value, g, gk, g_gamma, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg, cost
+):
     """Returns the launches of a call, which are those of decays of channels where there is one or a bonus."""
     state = None if initial_state is None else initial_state.astype(jnp.float32)
     bonus = None if bonus is None else bonus.astype(jnp.float32)
     decay = _decay(query, g, gk, g_gamma, bonus)
     x = scalar.Tokens(query, key, value, decay, None, None, segment_ids, state, bonus)
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    kind = scalar.Launches if gk is None and bonus is None else channels.Launches
-    return kind(x, query.shape[2], num_states, scale, cfg, cost)
+    return (scalar if gk is None and bonus is None else channels).Launches(
+        x, query.shape[2], num_states, scale, cfg, cost
+    )
 
 
 def _decay(query: jax.Array, g: Any, gk: Any, g_gamma: Any, bonus: Any) -> jax.Array | None:
@@ -32,6 +35,10 @@ def _decay(query: jax.Array, g: Any, gk: Any, g_gamma: Any, bonus: Any) -> jax.A
         return None if total is None else jnp.broadcast_to(total, query.shape[:3])
     channels = jnp.zeros((), jnp.float32) if gk is None else gk.astype(jnp.float32)
     return jnp.broadcast_to(channels if total is None else channels + total[..., None], query.shape)
+
+
+def _calls(call: Any) -> Any:
+    return scalar if call.gk is None and call.bonus is None else channels
 
 
 def rejects(call):
@@ -46,7 +53,9 @@ def forward(query, key, value, g, gk, g_gamma, bonus, segment_ids, initial_state
     return scalar.forward(_launches(query, key, value, g, gk, g_gamma, bonus, *options))
 
 
-def backward(saved, query, key, value, g, gk, g_gamma, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg):
+def backward(
+    saved, query, key, value, g, gk, g_gamma, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg
+):
     cost = work(op.bind(query, key, value, num_states=num_states))[1]
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
     run = _launches(query, key, value, g, gk, g_gamma, bonus, *options)
@@ -68,6 +77,6 @@ op.register(
     platforms={"cuda"},
     dtypes={"float32", "bfloat16", "float16"},
     rejects=rejects,
-    heuristic=scalar.heuristic,
-    candidates=scalar.candidates,
+    heuristic=lambda call, platform: _calls(call).heuristic(call, platform),
+    candidates=lambda call: _calls(call).candidates(call),
 )
