@@ -87,7 +87,7 @@ class Chunks(NamedTuple):
             self.layout.runs,
             self.layout.table,
             out_shape=shapes,
-            num_warps=int(__import__("os").environ.get("PW", "4")),
+            num_warps=4,
             KQ=x.q.shape[2],
             KK=x.k.shape[2],
             FORGETS=FORGETS if self.decays["EXACT"] else FORGETS_CHANNEL,
@@ -145,7 +145,10 @@ class Chunks(NamedTuple):
           of_states, of_written: what `states` and `written` return, without what is of values.
         """
         x, N, valid = self.x, self.sizes["N"], self.layout.valid
-        more, blocks = {"beta": self.beta, "own": self.bonus}, self.decays["BLOCKS"]
+        # Of delta rules there are more products for each load.
+        most, num_warps = (32, 4) if self.beta is None else (64, 8)
+        width = min(most, self.decays["BLOCK_H"])
+        more, blocks = {"beta": self.beta, "own": self.bonus}, -(-self.sizes["H"] // width)
         extra = {name: self.per_token() for name, y in more.items() if y is not None}
         if self.beta is not None:
             extra["beta"] = jax.ShapeDtypeStruct((blocks, *self.per_token().shape), jnp.float32)
@@ -168,13 +171,14 @@ class Chunks(NamedTuple):
             *of_states,
             *of_written,
             out_shape=(of(x.q), of(x.k), self.tokens(jnp.float32), *extra.values()),
-            num_warps=int(__import__("os").environ.get("GW", "8")),
+            num_warps=num_warps,
             num_stages=1,
             blocks=blocks,
             KQ=x.q.shape[2],
             KK=x.k.shape[2],
             PRECISION=precisions(x.q.dtype)[1],
-            **self.decays,
+            WIDTH=self.decays["BLOCK_H"],
+            **self.decays | {"BLOCK_H": width},
             **unused,
         )
         d: dict[str, Any] = dict(zip(extra, rest, strict=True))

@@ -7,8 +7,8 @@ exp(G_t) q_t and keys exp(-G_s) k_s it overflows. Steps that do not:
   block and s in the first. The beginning of the second half lies between them, and both are referred to it: exp(sum from
   there to t) and exp(sum from s to there), neither above 1, for any decay. log2(C) levels have all pairs.
 - *Blocks*, all pairs of which are referred to the middle of each channel's sums over the block. Both factors are within
-  exp(±REACH / 2) if no sum is wider than REACH. A chunk whose sums are narrow is one block; else one whose sums over 16
-  tokens are narrow is blocks of 16, and the levels of more; else it is levels. Each program decides by its own data.
+  exp(±REACH / 2) if no sum is wider than REACH. Blocks are the whole chunk, or of 32 or 16 tokens with the levels of more,
+  the largest whose sums all are narrow enough; if none are, a chunk is levels. Each program decides by its own data.
 """
 
 from __future__ import annotations
@@ -46,9 +46,12 @@ def first_level(a, total, REACH: tl.constexpr, LEVELS: tl.constexpr, BLOCK_C: tl
     """Returns the least level of a chunk with log decays a [C, H]; pairs below it are those of blocks."""
     found = 0
     if REACH > 0:
-        of_blocks = tl.sum(tl.reshape(a, [BLOCK_C // 16, 16, BLOCK_H]), 1)
-        narrowest, least = tl.min(tl.min(of_blocks, 1), 0), tl.min(total, 0)
-        found = tl.where(least >= -REACH, LEVELS, tl.where(narrowest >= -REACH, 4, 0))
+        of_16 = tl.sum(tl.reshape(a, [BLOCK_C // 16, 16, BLOCK_H]), 1)
+        found = tl.where(tl.min(tl.min(of_16, 1), 0) >= -REACH, 4, found)
+        if LEVELS > 5:
+            of_32 = tl.sum(tl.reshape(of_16, [BLOCK_C // 32, 2, BLOCK_H]), 1)
+            found = tl.where(tl.min(tl.min(of_32, 1), 0) >= -REACH, 5, found)
+        found = tl.where(tl.min(total, 0) >= -REACH, LEVELS, found)
     return found
 
 
@@ -168,7 +171,7 @@ def channel_gradients_kernel(
     dq_ptr,  # [B, T, N, H]
     dk_ptr,  # [B, T, N, H]
     da_ptr,  # [B, T, N, H] float32
-    d_beta_ptr,  # [BLOCKS, B, N, T] float32: of each block of channels, or None
+    d_beta_ptr,  # [programs of a chunk, B, N, T] float32: of the channels of each, or None
     d_own_ptr,  # [B, N, T] float32: gradients of q_t · bonus k_t, or None
     T: tl.constexpr,
     N: tl.constexpr,
@@ -182,6 +185,7 @@ def channel_gradients_kernel(
     EXACT: tl.constexpr,
     LEVELS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,  # channels of one first level
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -199,7 +203,7 @@ def channel_gradients_kernel(
     q_at = tokens_by_channels(q_ptr, row, first, n // (N // KQ), T, KQ, H)
     k_at = tokens_by_channels(k_ptr, row, first, n // (N // KK), T, KK, H)
     sums_at = tokens_by_channels(sums_ptr, row, first, n, T, N, H)
-    at_level = tl.load(first_ptr + index * BLOCKS + tl.program_id(1))
+    at_level = tl.load(first_ptr + index * BLOCKS + tl.program_id(1) * BLOCK_H // WIDTH)
     same = run[:, None] == run[None, :]
     d_pairs = tl.where(same, tl.load(square_at(d_pairs_ptr, index, BLOCK_C)).to(tl.float32) * SCALE, 0.0)
     beta, d_beta, d_solved = tl.zeros([BLOCK_C], tl.float32), tl.zeros([BLOCK_C], tl.float32), d_pairs

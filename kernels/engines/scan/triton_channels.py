@@ -78,14 +78,13 @@ def channel_pairs_kernel(
     q_at = tokens_by_channels(q_ptr, row, first, n // (N // KQ), T, KQ, H)
     k_at = tokens_by_channels(k_ptr, row, first, n // (N // KK), T, KK, H)
     sums_at = tokens_by_channels(sums_ptr, row, first, n, T, N, H)
-    weights, A = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_C], tl.float32)
+    first_at, own = first_ptr + tl.program_id(0) * BLOCKS, tl.zeros([BLOCK_C], tl.float32)
     for block in tl.range(0, BLOCKS, num_stages=1):
         h = block * BLOCK_H + tl.arange(0, BLOCK_H)
         a = load_rows(tokens_by_channels(a_ptr, row, first, n, T, N, H), valid, h, N, H, BLOCK_C)
         a = tl.where(a < FORGETS, FORGETS, a)
         since, total = tl.cumsum(a, 0), tl.sum(a, 0)
-        at_level = first_level(a, total, REACH, LEVELS, BLOCK_C, BLOCK_H)
-        tl.store(first_ptr + tl.program_id(0) * BLOCKS + block, at_level)
+        tl.store(first_at + block, first_level(a, total, REACH, LEVELS, BLOCK_C, BLOCK_H))
         if EXACT:
             store_rows(sums_at, a, here, h, N, H, BLOCK_C)
             until_end = interval_sums(a, i + 1, zeros + BLOCK_C, BLOCK_C)
@@ -98,10 +97,10 @@ def channel_pairs_kernel(
         tl.store(whole_ptr + (head.to(tl.int64) * CHUNKS + c) * H + h, whole, mask=h < H)
         q = load_rows(q_at, valid, h, KQ, H, BLOCK_C).to(tl.float32)
         k = load_rows(k_at, valid, h, KK, H, BLOCK_C).to(tl.float32)
-        own = q * k
+        weighed = k
         if bonus_ptr is not None:
-            own *= tl.load(bonus_ptr + n * H + h, mask=h < H, other=0.0)[None, :]
-        weights += tl.where(i[:, None] == i[None, :], tl.sum(own, 1)[:, None], 0.0)
+            weighed = k * tl.load(bonus_ptr + n * H + h, mask=h < H, other=0.0)[None, :]
+        own += tl.sum(q * weighed, 1)
         q = tl.where(enters, q * tl.exp(reading) * SCALE, 0.0)
         store_rows(tokens_by_channels(reads_ptr, row, first, n, T, N, H), q, here, h, N, H, BLOCK_C)
         if beta_ptr is not None:
@@ -109,7 +108,10 @@ def channel_pairs_kernel(
             store_rows(tokens_by_channels(keeps_ptr, row, first, n, T, N, H), keep, here, h, N, H, BLOCK_C)
         k = tl.where(leaves, k * tl.exp(tl.minimum(until_end, 0.0)), 0.0)
         store_rows(tokens_by_channels(leaves_ptr, row, first, n, T, N, H), k, here, h, N, H, BLOCK_C)
-        tl.debug_barrier()  # sums that other threads have stored are read below
+    tl.debug_barrier()  # sums that other threads have stored are read below
+    weights, A = tl.where(i[:, None] == i[None, :], own[:, None], 0.0), tl.zeros([BLOCK_C, BLOCK_C], tl.float32)
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        h, at_level = block * BLOCK_H + tl.arange(0, BLOCK_H), tl.load(first_at + block)
         if REACH > 0:
             if at_level > 0:
                 size = 1 << at_level
