@@ -14,7 +14,12 @@ from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.layout import FORGETS, Layout
 from kernels.engines.scan.triton_calls import LEAST, gradient_tiles, heads_of, precisions, reads_diagonals
 from kernels.engines.scan.triton_channel_steps import channel_gradients_kernel
-from kernels.engines.scan.triton_channels import channel_pairs_kernel, channel_states_kernel, channel_written_kernel
+from kernels.engines.scan.triton_channels import (
+    channel_decays_kernel,
+    channel_pairs_kernel,
+    channel_states_kernel,
+    channel_written_kernel,
+)
 from kernels.framework.binding import Call
 from kernels.framework.work import Work
 from kernels.toolchains.triton import triton_launch
@@ -67,34 +72,53 @@ class Chunks(NamedTuple):
         grid = (math.prod(self.shape), blocks)
         return triton_launch(kernel, *arrays, out_shape=out_shape, grid=grid, **self.sizes | constants)
 
-    def pairs(self) -> tuple[jax.Array, ...]:
-        """Returns the outputs of `channel_pairs_kernel`, in its order; keys that keep and inverses only with `beta`."""
-        x, square, tokens = self.x, self.squares(), self.tokens()
+    def decays_of_tokens(self) -> tuple[jax.Array, ...]:
+        """Returns the outputs of `channel_decays_kernel`, in its order; the last only with `beta`."""
+        x, tokens = self.x, self.tokens()
         first = jax.ShapeDtypeStruct((*self.shape, self.decays["BLOCKS"]), jnp.int32)
-        shapes: tuple[Any, ...] = (square, self.tokens(jnp.float32), tokens, tokens, self.per_channel(), first)
-        unused: dict[str, Any] = {}
-        if self.beta is None:
-            unused = dict.fromkeys(("keeps_ptr", "solve_ptr", "scratch_ptr"))
-        else:
-            shapes += (tokens, square, jax.ShapeDtypeStruct((*square.shape[:-1], 16), jnp.float32))
+        shapes: tuple[Any, ...] = (self.tokens(jnp.float32), tokens, tokens, self.per_channel(), first)
+        unused: dict[str, Any] = {"keeps_ptr": None} if self.beta is None else {}
         return self.launch(
-            channel_pairs_kernel,
+            channel_decays_kernel,
             x.q,
             x.k,
             x.a.astype(jnp.float32),
-            self.beta,
-            self.bonus,
             self.layout.runs,
             self.layout.table,
-            out_shape=shapes,
+            out_shape=shapes if self.beta is None else (*shapes, tokens),
+            blocks=self.decays["BLOCKS"],
             num_warps=4,
             KQ=x.q.shape[2],
             KK=x.k.shape[2],
             FORGETS=FORGETS if self.decays["EXACT"] else FORGETS_CHANNEL,
-            PRECISION=precisions(x.q.dtype)[0],
+            BEFORE=self.bonus is not None,
             **self.decays,
             **unused,
         )
+
+    def pairs(self, sums: jax.Array, first: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns what outputs read of writes and, with `beta`, the inverses, [B, N, CHUNKS, C, C]."""
+        x, square = self.x, self.squares()
+        unused: dict[str, Any] = {} if self.beta is not None else {"solve_ptr": None, "scratch_ptr": None}
+        scratch = jax.ShapeDtypeStruct((*square.shape[:-1], 16), jnp.float32)
+        return self.launch(
+            channel_pairs_kernel,
+            x.q,
+            x.k,
+            self.beta,
+            self.bonus,
+            sums,
+            first,
+            self.layout.runs,
+            self.layout.table,
+            out_shape=(square,) if self.beta is None else (square, square, scratch),
+            num_warps=4,
+            KQ=x.q.shape[2],
+            KK=x.k.shape[2],
+            PRECISION=precisions(x.q.dtype)[0],
+            **self.decays,
+            **unused,
+        )[:2]
 
     def states(self, v: jax.Array, d_out: jax.Array, states: jax.Array, d_states: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the outputs of `channel_states_kernel`, given what is written, v [B, T, KV, Hv]."""
@@ -141,7 +165,7 @@ class Chunks(NamedTuple):
         """Returns the gradients of q, k, a, and, None for what is None, of beta and the bonus.
 
         Args:
-          sums, whole, first: of `pairs`.
+          sums, whole, first: of `decays_of_tokens`.
           of_states, of_written: what `states` and `written` return, without what is of values.
         """
         x, N, valid = self.x, self.sizes["N"], self.layout.valid
@@ -222,9 +246,9 @@ class Launches(scalar.Launches):
 
     def pairs(self) -> jax.Array:
         """Returns what the output of each token of a chunk reads of each value; sets what walks read and write."""
-        weights, sums, self.reads, self.writes, whole, first = self.of_chunks.pairs()
+        sums, self.reads, self.writes, whole, first = self.of_chunks.decays_of_tokens()
         self.fades, self.decays = (None, None, whole), (sums, whole, first)
-        return weights
+        return self.of_chunks.pairs(sums, first)[0]
 
     def gradients(self, d_out: Any, states: Any, d_states: Any, parts_of_keys: bool = False) -> dict[str, Any]:
         """Returns the gradients of q, k, a, and bonus, None for what is None."""
@@ -244,8 +268,9 @@ class DeltaLaunches(delta.Launches):
 
     def pairs(self) -> tuple[jax.Array, jax.Array]:
         """Returns (what outputs read of writes, the inverses); sets what walks read and write."""
-        weights, sums, self.reads, self.writes, whole, first, self.keeps, solve, _ = self.decays_of.pairs()
+        sums, self.reads, self.writes, whole, first, self.keeps = self.decays_of.decays_of_tokens()
         self.fades, self.decays = (None, None, whole), (sums, whole, first)
+        weights, solve = self.decays_of.pairs(sums, first)
         return weights, solve
 
     def gradients(self, d_out: Any, found: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def level_decay(
     """Returns the decay between each token and the middle of its block [C, H]; of late tokens without their own if BEFORE.
 
     Args:
-      sums_at: what `channel_pairs_kernel` stores at the chunk: log decays if EXACT, else their sums since its beginning.
+      sums_at: what `channel_decays_kernel` stores at the chunk: log decays if EXACT, else their sums since its beginning.
     """
     i = tl.arange(0, BLOCK_C)
     own = load_rows(sums_at, here, h, N, H, BLOCK_C)

@@ -35,23 +35,18 @@ from kernels.engines.scan.triton_parts import (
 
 
 @triton.jit
-def channel_pairs_kernel(
+def channel_decays_kernel(
     q_ptr,  # [B, T, KQ, H]
     k_ptr,  # [B, T, KK, H]
     a_ptr,  # [B, T, N, H] float32 log decays
-    beta_ptr,  # [B, N, T], for a delta rule, or None
-    bonus_ptr,  # [N, H] float32: outputs read the state before their token, and k_t v_tᵀ weighed by it; or None
     runs_ptr,
     table_ptr,
-    pairs_ptr,  # [B, N, CHUNKS, C, C]: what out_t reads of the write at s
     sums_ptr,  # [B, T, N, H] float32: log decays if EXACT, else their sums since the beginning of their chunk
     reads_ptr,  # [B, T, N, H]: queries, as they read the state before the chunk
     leaves_ptr,  # [B, T, N, H]: keys, as they write the state after it
     whole_ptr,  # [B, N, CHUNKS, H] float32: the decay over the chunk
     first_ptr,  # int32 [B, N, CHUNKS, BLOCKS]: what `first_level` returns
-    keeps_ptr,  # [B, T, N, H]: keys, as they read the state before the chunk; this and what follows with beta_ptr
-    solve_ptr,  # [B, N, CHUNKS, C, C]: the inverse
-    scratch_ptr,  # [B, N, CHUNKS, C, 16] float32
+    keeps_ptr,  # [B, T, N, H]: keys, as they read the state before the chunk, or None
     T: tl.constexpr,
     N: tl.constexpr,
     KQ: tl.constexpr,
@@ -59,12 +54,73 @@ def channel_pairs_kernel(
     H: tl.constexpr,
     CHUNKS: tl.constexpr,
     FORGETS: tl.constexpr,  # the least log decay
+    BEFORE: tl.constexpr,  # whether outputs read the state before the decay of their token
     REACH: tl.constexpr,  # the widest sum of log decays that is taken from its middle; 0: none is
+    SCALE: tl.constexpr,
+    EXACT: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of BLOCK_H channels
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """What decays do to BLOCK_H channels of the queries and keys of one chunk and head."""
+    c, head = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
+    row, n = head // N, head % N
+    first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
+    here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
+    i, zeros = tl.arange(0, BLOCK_C), tl.zeros([BLOCK_C], tl.int32)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    enters, leaves = (run == before)[:, None], (run == last)[:, None]
+    a = load_rows(tokens_by_channels(a_ptr, row, first, n, T, N, H), valid, h, N, H, BLOCK_C)
+    a = tl.where(a < FORGETS, FORGETS, a)
+    since, total = tl.cumsum(a, 0), tl.sum(a, 0)
+    index = head.to(tl.int64) * CHUNKS + c
+    tl.store(first_ptr + index * BLOCKS + tl.program_id(1), first_level(a, total, REACH, LEVELS, BLOCK_C, BLOCK_H))
+    tl.store(whole_ptr + index * H + h, tl.where(before == last, tl.exp(total), 0.0), mask=h < H)
+    if EXACT:
+        until_end = interval_sums(a, i + 1, zeros + BLOCK_C, BLOCK_C)
+        reading = interval_sums(a, zeros, i, BLOCK_C) if BEFORE else since
+    else:
+        until_end = total[None, :] - since
+        reading = since - a if BEFORE else since
+    sums = a if EXACT else since
+    store_rows(tokens_by_channels(sums_ptr, row, first, n, T, N, H), sums, here, h, N, H, BLOCK_C)
+    q = load_rows(tokens_by_channels(q_ptr, row, first, n // (N // KQ), T, KQ, H), valid, h, KQ, H, BLOCK_C)
+    read = tl.where(enters, q.to(tl.float32) * tl.exp(reading) * SCALE, 0.0)
+    store_rows(tokens_by_channels(reads_ptr, row, first, n, T, N, H), read, here, h, N, H, BLOCK_C)
+    k = load_rows(tokens_by_channels(k_ptr, row, first, n // (N // KK), T, KK, H), valid, h, KK, H, BLOCK_C)
+    left = tl.where(leaves, k.to(tl.float32) * tl.exp(tl.minimum(until_end, 0.0)), 0.0)
+    store_rows(tokens_by_channels(leaves_ptr, row, first, n, T, N, H), left, here, h, N, H, BLOCK_C)
+    if keeps_ptr is not None:
+        keep = tl.where(enters, k.to(tl.float32) * tl.exp(since), 0.0)
+        store_rows(tokens_by_channels(keeps_ptr, row, first, n, T, N, H), keep, here, h, N, H, BLOCK_C)
+
+
+@triton.jit
+def channel_pairs_kernel(
+    q_ptr,  # [B, T, KQ, H]
+    k_ptr,  # [B, T, KK, H]
+    beta_ptr,  # [B, N, T], for a delta rule, or None
+    bonus_ptr,  # [N, H] float32: outputs read the state before their token, and k_t v_tᵀ weighed by it; or None
+    sums_ptr,  # see `channel_decays_kernel`
+    first_ptr,
+    runs_ptr,
+    table_ptr,
+    pairs_ptr,  # [B, N, CHUNKS, C, C]: what out_t reads of the write at s
+    solve_ptr,  # [B, N, CHUNKS, C, C]: the inverse; this and the next with beta_ptr
+    scratch_ptr,  # [B, N, CHUNKS, C, 16] float32
+    T: tl.constexpr,
+    N: tl.constexpr,
+    KQ: tl.constexpr,
+    KK: tl.constexpr,
+    H: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    REACH: tl.constexpr,
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
     LEVELS: tl.constexpr,
-    BLOCKS: tl.constexpr,  # of BLOCK_H channels
+    BLOCKS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -72,51 +128,25 @@ def channel_pairs_kernel(
     row, n = head // N, head % N
     first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
     here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
-    i, zeros = tl.arange(0, BLOCK_C), tl.zeros([BLOCK_C], tl.int32)
-    enters, leaves = (run == before)[:, None], (run == last)[:, None]
+    i = tl.arange(0, BLOCK_C)
+    BEFORE: tl.constexpr = bonus_ptr is not None
     dtype = pairs_ptr.dtype.element_ty
     q_at = tokens_by_channels(q_ptr, row, first, n // (N // KQ), T, KQ, H)
     k_at = tokens_by_channels(k_ptr, row, first, n // (N // KK), T, KK, H)
     sums_at = tokens_by_channels(sums_ptr, row, first, n, T, N, H)
     first_at, own = first_ptr + tl.program_id(0) * BLOCKS, tl.zeros([BLOCK_C], tl.float32)
-    for block in tl.range(0, BLOCKS, num_stages=1):
-        h = block * BLOCK_H + tl.arange(0, BLOCK_H)
-        a = load_rows(tokens_by_channels(a_ptr, row, first, n, T, N, H), valid, h, N, H, BLOCK_C)
-        a = tl.where(a < FORGETS, FORGETS, a)
-        since, total = tl.cumsum(a, 0), tl.sum(a, 0)
-        tl.store(first_at + block, first_level(a, total, REACH, LEVELS, BLOCK_C, BLOCK_H))
-        if EXACT:
-            store_rows(sums_at, a, here, h, N, H, BLOCK_C)
-            until_end = interval_sums(a, i + 1, zeros + BLOCK_C, BLOCK_C)
-            reading = interval_sums(a, zeros, i, BLOCK_C) if bonus_ptr is not None else since
-        else:
-            store_rows(sums_at, since, here, h, N, H, BLOCK_C)
-            until_end = total[None, :] - since
-            reading = since - a if bonus_ptr is not None else since
-        whole = tl.where(before == last, tl.exp(total), 0.0)
-        tl.store(whole_ptr + (head.to(tl.int64) * CHUNKS + c) * H + h, whole, mask=h < H)
-        q = load_rows(q_at, valid, h, KQ, H, BLOCK_C).to(tl.float32)
-        k = load_rows(k_at, valid, h, KK, H, BLOCK_C).to(tl.float32)
-        weighed = k
-        if bonus_ptr is not None:
-            weighed = k * tl.load(bonus_ptr + n * H + h, mask=h < H, other=0.0)[None, :]
-        own += tl.sum(q * weighed, 1)
-        q = tl.where(enters, q * tl.exp(reading) * SCALE, 0.0)
-        store_rows(tokens_by_channels(reads_ptr, row, first, n, T, N, H), q, here, h, N, H, BLOCK_C)
-        if beta_ptr is not None:
-            keep = tl.where(enters, k * tl.exp(since), 0.0)
-            store_rows(tokens_by_channels(keeps_ptr, row, first, n, T, N, H), keep, here, h, N, H, BLOCK_C)
-        k = tl.where(leaves, k * tl.exp(tl.minimum(until_end, 0.0)), 0.0)
-        store_rows(tokens_by_channels(leaves_ptr, row, first, n, T, N, H), k, here, h, N, H, BLOCK_C)
-    tl.debug_barrier()  # sums that other threads have stored are read below
-    weights, A = tl.where(i[:, None] == i[None, :], own[:, None], 0.0), tl.zeros([BLOCK_C, BLOCK_C], tl.float32)
+    weights, A = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_C], tl.float32)
     for block in tl.range(0, BLOCKS, num_stages=1):
         h, at_level = block * BLOCK_H + tl.arange(0, BLOCK_H), tl.load(first_at + block)
+        weighed = load_rows(k_at, valid, h, KK, H, BLOCK_C).to(tl.float32)
+        if BEFORE:
+            weighed *= tl.load(bonus_ptr + n * H + h, mask=h < H, other=0.0)[None, :]
+        own += tl.sum(load_rows(q_at, valid, h, KQ, H, BLOCK_C).to(tl.float32) * weighed, 1)
         if REACH > 0:
             if at_level > 0:
                 size = 1 << at_level
                 wanted = within_blocks(size, BLOCK_C)
-                reads, writes = middle_decay(sums_at, here, h, size, count, bonus_ptr is not None, N, H, REACH, BLOCK_C)
+                reads, writes = middle_decay(sums_at, here, h, size, count, BEFORE, N, H, REACH, BLOCK_C)
                 query = (load_rows(q_at, valid, h, KQ, H, BLOCK_C).to(tl.float32) * reads).to(dtype)
                 keys = load_rows(k_at, valid, h, KK, H, BLOCK_C).to(tl.float32)
                 written = tl.trans((keys * writes).to(dtype))
@@ -127,12 +157,13 @@ def channel_pairs_kernel(
             late, middle, wanted = level(1 << number, BLOCK_C)
             f = level_decay(sums_at, here, h, late, middle, False, N, H, EXACT, BLOCK_C)
             key = (load_rows(k_at, valid, h, KK, H, BLOCK_C).to(tl.float32) * f).to(dtype)
-            if bonus_ptr is not None:
+            if BEFORE:
                 f = level_decay(sums_at, here, h, late, middle, True, N, H, EXACT, BLOCK_C)
             query = (load_rows(q_at, valid, h, KQ, H, BLOCK_C).to(tl.float32) * f).to(dtype)
             weights += tl.where(wanted, tl.dot(query, tl.trans(key), input_precision=PRECISION), 0.0)
             if beta_ptr is not None:
                 A += tl.where(wanted, tl.dot(key, tl.trans(key), input_precision=PRECISION), 0.0)
+    weights = tl.where(i[:, None] == i[None, :], own[:, None], weights)
     same = run[:, None] == run[None, :]
     at = square_at(pairs_ptr, tl.program_id(0), BLOCK_C)
     tl.store(at, (tl.where(same, weights, 0.0) * SCALE).to(dtype))
