@@ -90,10 +90,10 @@ def level_decay(
 
 
 @triton.jit
-def within_blocks(size, BLOCK_C: tl.constexpr):
-    """Returns the pairs [t, s] of different tokens of one block of `size`."""
+def within_blocks(size, BEFORE: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Returns the pairs [t, s] of one block of `size`; without t = s if outputs read the state BEFORE their token."""
     t, s = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_C)[None, :]
-    return (t > s) & (t // size == s // size)
+    return ((t > s) if BEFORE else (t >= s)) & (t // size == s // size)
 
 
 @triton.jit
@@ -209,7 +209,8 @@ def channel_gradients_kernel(
     beta, d_beta, d_solved = tl.zeros([BLOCK_C], tl.float32), tl.zeros([BLOCK_C], tl.float32), d_pairs
     if DELTA:
         beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
-        d_solved = tl.where(same, tl.load(square_at(d_solved_ptr, index, BLOCK_C)).to(tl.float32), 0.0)
+        earlier = same & (i[:, None] > i[None, :])
+        d_solved = tl.where(earlier, tl.load(square_at(d_solved_ptr, index, BLOCK_C)).to(tl.float32), 0.0)
     # Through the states before and after the chunk.
     wide_q = load_rows(q_at, valid, h, KQ, H, BLOCK_C).to(tl.float32)
     wide_k = load_rows(k_at, valid, h, KK, H, BLOCK_C).to(tl.float32)
@@ -246,14 +247,15 @@ def channel_gradients_kernel(
         # What is written until the end passes the decays after it: all, less those until then.
         total += tl.sum(by_writes, 0)
         da = by_reads - by_writes
-    own = tl.sum(tl.where(i[:, None] == i[None, :], d_pairs, 0.0), 1)
-    weighed = tl.full([1, BLOCK_H], 1.0, tl.float32)
-    if BEFORE:
-        if tl.program_id(1) == 0:
-            tl.store(d_own_ptr + token, own, mask=here)
-        weighed = tl.load(bonus_ptr + n * H + h, mask=h < H, other=0.0)[None, :]
-    dq += own[:, None] * wide_k * weighed
-    dk += own[:, None] * wide_q * weighed
+    if BEFORE or at_level == 0:  # else blocks have each token's own write
+        own = tl.sum(tl.where(i[:, None] == i[None, :], d_pairs, 0.0), 1)
+        weighed = own[:, None] + tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
+        if BEFORE:
+            if tl.program_id(1) == 0:
+                tl.store(d_own_ptr + token, own, mask=here)
+            weighed *= tl.load(bonus_ptr + n * H + h, mask=h < H, other=0.0)[None, :]
+        dq += weighed * wide_k
+        dk += weighed * wide_q
     if REACH > 0:
         if at_level > 0:
             size = 1 << at_level
@@ -263,7 +265,7 @@ def channel_gradients_kernel(
             dq, dk, d_beta, z, less = channel_step(
                 reads,
                 writes,
-                within_blocks(size, BLOCK_C),
+                within_blocks(size, BEFORE, BLOCK_C),
                 q,
                 k,
                 d_pairs,

@@ -138,14 +138,15 @@ def channel_pairs_kernel(
     weights, A = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_C], tl.float32)
     for block in tl.range(0, BLOCKS, num_stages=1):
         h, at_level = block * BLOCK_H + tl.arange(0, BLOCK_H), tl.load(first_at + block)
-        weighed = load_rows(k_at, valid, h, KK, H, BLOCK_C).to(tl.float32)
-        if BEFORE:
-            weighed *= tl.load(bonus_ptr + n * H + h, mask=h < H, other=0.0)[None, :]
-        own += tl.sum(load_rows(q_at, valid, h, KQ, H, BLOCK_C).to(tl.float32) * weighed, 1)
+        if BEFORE or at_level == 0:  # else blocks have each token's own write
+            weighed = load_rows(k_at, valid, h, KK, H, BLOCK_C).to(tl.float32)
+            if BEFORE:
+                weighed *= tl.load(bonus_ptr + n * H + h, mask=h < H, other=0.0)[None, :]
+            own += tl.sum(load_rows(q_at, valid, h, KQ, H, BLOCK_C).to(tl.float32) * weighed, 1)
         if REACH > 0:
             if at_level > 0:
                 size = 1 << at_level
-                wanted = within_blocks(size, BLOCK_C)
+                wanted = within_blocks(size, BEFORE, BLOCK_C)
                 reads, writes = middle_decay(sums_at, here, h, size, count, BEFORE, N, H, REACH, BLOCK_C)
                 query = (load_rows(q_at, valid, h, KQ, H, BLOCK_C).to(tl.float32) * reads).to(dtype)
                 keys = load_rows(k_at, valid, h, KK, H, BLOCK_C).to(tl.float32)
@@ -163,7 +164,7 @@ def channel_pairs_kernel(
             weights += tl.where(wanted, tl.dot(query, tl.trans(key), input_precision=PRECISION), 0.0)
             if beta_ptr is not None:
                 A += tl.where(wanted, tl.dot(key, tl.trans(key), input_precision=PRECISION), 0.0)
-    weights = tl.where(i[:, None] == i[None, :], own[:, None], weights)
+    weights += tl.where(i[:, None] == i[None, :], own[:, None], 0.0)
     same = run[:, None] == run[None, :]
     at = square_at(pairs_ptr, tl.program_id(0), BLOCK_C)
     tl.store(at, (tl.where(same, weights, 0.0) * SCALE).to(dtype))
