@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from kernels.engines.scan.triton_channels import (
     channel_written_kernel,
 )
 from kernels.framework.binding import Call
+from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work
 from kernels.toolchains.triton import triton_launch
 
@@ -285,9 +287,11 @@ class DeltaLaunches(delta.Launches):
 def heuristic(call: Call, platform: str) -> ChunkConfig:
     """Returns the default tiles of a call: those of one decay per head, but values of a walk stay in shared memory longer."""
     best = scalar.heuristic(call, platform)
-    if call.dtype == "float32" or call.dims["Hv"] <= 64:
-        return best
-    return scalar.tiles(call, 64, 64, 4, 8, 3)
+    if call.dtype != "float32" and call.dims["Hv"] > 64:
+        best = scalar.tiles(call, 64, 64, 4, 8, 3)
+    # A part of a row needs a walk more, so rows whose programs nearly fill a GPU are not split.
+    programs = call.dims["B"] * call.dims["N"] * -(-call.dims["Hv"] // (best.block_v or 64))
+    return replace(best, splits=1) if programs >= 0.7 * MULTIPROCESSORS else best
 
 
 def candidates(call: Call) -> list[ChunkConfig]:
@@ -301,4 +305,4 @@ def candidates(call: Call) -> list[ChunkConfig]:
         for block_v in (32, 64)
         for stages in (2, 3)
     ]
-    return list(dict.fromkeys([best, *found]))
+    return list(dict.fromkeys([best, *found, replace(best, splits=1), replace(best, splits=2)]))

@@ -90,10 +90,10 @@ def level_decay(
 
 
 @triton.jit
-def within_blocks(size, BEFORE: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Returns the pairs [t, s] of one block of `size`; without t = s if outputs read the state BEFORE their token."""
+def within_blocks(size, OWN: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Returns the pairs [t, s] of one block of `size`; with t = s if OWN."""
     t, s = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_C)[None, :]
-    return ((t > s) if BEFORE else (t >= s)) & (t // size == s // size)
+    return ((t >= s) if OWN else (t > s)) & (t // size == s // size)
 
 
 @triton.jit
@@ -198,6 +198,7 @@ def channel_gradients_kernel(
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     BEFORE: tl.constexpr = bonus_ptr is not None
     DELTA: tl.constexpr = beta_ptr is not None
+    OWN: tl.constexpr = not BEFORE and not DELTA  # see `channel_pairs_kernel`
     index = head.to(tl.int64) * CHUNKS + c
     token = head.to(tl.int64) * T + first + i
     q_at = tokens_by_channels(q_ptr, row, first, n // (N // KQ), T, KQ, H)
@@ -209,8 +210,7 @@ def channel_gradients_kernel(
     beta, d_beta, d_solved = tl.zeros([BLOCK_C], tl.float32), tl.zeros([BLOCK_C], tl.float32), d_pairs
     if DELTA:
         beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
-        earlier = same & (i[:, None] > i[None, :])
-        d_solved = tl.where(earlier, tl.load(square_at(d_solved_ptr, index, BLOCK_C)).to(tl.float32), 0.0)
+        d_solved = tl.where(same, tl.load(square_at(d_solved_ptr, index, BLOCK_C)).to(tl.float32), 0.0)
     # Through the states before and after the chunk.
     wide_q = load_rows(q_at, valid, h, KQ, H, BLOCK_C).to(tl.float32)
     wide_k = load_rows(k_at, valid, h, KK, H, BLOCK_C).to(tl.float32)
@@ -247,7 +247,7 @@ def channel_gradients_kernel(
         # What is written until the end passes the decays after it: all, less those until then.
         total += tl.sum(by_writes, 0)
         da = by_reads - by_writes
-    if BEFORE or at_level == 0:  # else blocks have each token's own write
+    if (not OWN) or at_level == 0:
         own = tl.sum(tl.where(i[:, None] == i[None, :], d_pairs, 0.0), 1)
         weighed = own[:, None] + tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
         if BEFORE:
@@ -265,7 +265,7 @@ def channel_gradients_kernel(
             dq, dk, d_beta, z, less = channel_step(
                 reads,
                 writes,
-                within_blocks(size, BEFORE, BLOCK_C),
+                within_blocks(size, OWN, BLOCK_C),
                 q,
                 k,
                 d_pairs,

@@ -130,6 +130,8 @@ def channel_pairs_kernel(
     here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
     i = tl.arange(0, BLOCK_C)
     BEFORE: tl.constexpr = bonus_ptr is not None
+    # Blocks have each token's own write. A delta rule has no registers for that, and a bonus weighs it.
+    OWN: tl.constexpr = not BEFORE and beta_ptr is None
     dtype = pairs_ptr.dtype.element_ty
     q_at = tokens_by_channels(q_ptr, row, first, n // (N // KQ), T, KQ, H)
     k_at = tokens_by_channels(k_ptr, row, first, n // (N // KK), T, KK, H)
@@ -138,7 +140,7 @@ def channel_pairs_kernel(
     weights, A = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_C], tl.float32)
     for block in tl.range(0, BLOCKS, num_stages=1):
         h, at_level = block * BLOCK_H + tl.arange(0, BLOCK_H), tl.load(first_at + block)
-        if BEFORE or at_level == 0:  # else blocks have each token's own write
+        if (not OWN) or at_level == 0:
             weighed = load_rows(k_at, valid, h, KK, H, BLOCK_C).to(tl.float32)
             if BEFORE:
                 weighed *= tl.load(bonus_ptr + n * H + h, mask=h < H, other=0.0)[None, :]
@@ -146,7 +148,7 @@ def channel_pairs_kernel(
         if REACH > 0:
             if at_level > 0:
                 size = 1 << at_level
-                wanted = within_blocks(size, BEFORE, BLOCK_C)
+                wanted = within_blocks(size, OWN, BLOCK_C)
                 reads, writes = middle_decay(sums_at, here, h, size, count, BEFORE, N, H, REACH, BLOCK_C)
                 query = (load_rows(q_at, valid, h, KQ, H, BLOCK_C).to(tl.float32) * reads).to(dtype)
                 keys = load_rows(k_at, valid, h, KK, H, BLOCK_C).to(tl.float32)

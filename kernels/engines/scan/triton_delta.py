@@ -17,10 +17,12 @@ import triton.language as tl
 
 from kernels.engines.scan.triton_inverse import inverse
 from kernels.engines.scan.triton_parts import (
+    channels_whole,
     chunk_of,
     fades,
     interval_gradient,
     load_columns,
+    load_fades,
     load_rows,
     load_state,
     load_walk_fades,
@@ -164,13 +166,18 @@ def delta_walk_kernel(
         state = load_state(starts_ptr, head * SPLITS + part, h, v, True, H, Hv)
     if table_ptr is None and entries_ptr is not None:
         state += load_state(entries_ptr, head, h, v, part == tl.where(of_values, 0, -1), H, Hv)
+    next_whole = channels_whole(whole_ptr, row, n, begin, h, N, H, CHUNKS) if k_writes_ptr is not None else 1.0
     for step in range(0, end - begin):
         c = begin + step
         first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
         here, valid = tokens_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
-        enters, leaves, whole = load_walk_fades(
-            enters_ptr, leaves_ptr, whole_ptr, row, n, c, first, here, h, T, N, H, CHUNKS, BLOCK_C
-        )
+        if k_writes_ptr is None:
+            enters, leaves, whole = load_fades(
+                enters_ptr, leaves_ptr, whole_ptr, row, n, c, first, here, T, N, CHUNKS, BLOCK_C
+            )
+        else:  # loaded a step ahead: the compiler does so only with operands of products
+            whole = next_whole
+            next_whole = channels_whole(whole_ptr, row, n, tl.minimum(c + 1, end - 1), h, N, H, CHUNKS)
         beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
         slot = (row.to(tl.int64) * G + owner) * N + n
         if table_ptr is not None:

@@ -111,6 +111,13 @@ def load_fades(
 
 
 @triton.jit
+def channels_whole(whole_ptr, row, head, c, h, N: tl.constexpr, H: tl.constexpr, CHUNKS: tl.constexpr):
+    """Returns the decay of each channel over a chunk [H, 1], of an array [B, N, CHUNKS, H]."""
+    at = whole_ptr + ((row.to(tl.int64) * N + head) * CHUNKS + c) * H
+    return tl.load(at + h, mask=h < H, other=0.0)[:, None]
+
+
+@triton.jit
 def load_walk_fades(
     enters_ptr, leaves_ptr, whole_ptr, row, head, c, first, here, h,
     T: tl.constexpr, N: tl.constexpr, H: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -120,8 +127,7 @@ def load_walk_fades(
         fading = load_fades(enters_ptr, leaves_ptr, whole_ptr, row, head, c, first, here, T, N, CHUNKS, BLOCK_C)
     else:
         ones = tl.full([BLOCK_C], 1.0, tl.float32)
-        at = whole_ptr + ((row.to(tl.int64) * N + head) * CHUNKS + c) * H
-        fading = (ones, ones, tl.load(at + h, mask=h < H, other=0.0)[:, None])
+        fading = (ones, ones, channels_whole(whole_ptr, row, head, c, h, N, H, CHUNKS))
     return fading
 
 
