@@ -34,26 +34,35 @@ def unit(rng, cosine, heads):
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
-def decays(rng):
-    g = -np.exp(rng.standard_normal((B, T, N)) - 3)
-    strong = rng.choice([-20.0, -100.0, -np.inf], (B, T, N))
-    return np.where(rng.random((B, T, N)) < 0.02, strong, g)
+def decays(rng, *channels):
+    """Returns log decays: mild, with a few that forget, and where channels have their own half of the chunks mild alone."""
+    shape = (B, T, N, *channels)
+    g = -np.exp(rng.standard_normal(shape) - 3)
+    strong = rng.choice([-20.0, -100.0, -np.inf], shape)
+    few = rng.random(shape) < 0.02
+    if channels:
+        few &= (np.arange(T) // 64 % 2 == 0)[:, None, None]
+    return np.where(few, strong, g)
 
 
 def arguments_of(name, width):
     """Returns float32 arguments: documents, a state, shared heads, decays of every size, and correlated keys."""
     rng = np.random.default_rng(0)
     x = {"segment_ids": documents(rng), "initial_state": rng.standard_normal((B, 1, N, H, width))}
-    if name == "linear_attention":
+    if name.startswith("linear_attention"):
         x |= {"query": rng.standard_normal((B, T, N, H)), "key": rng.standard_normal((B, T, K, H)), "g": decays(rng)}
         x["value"] = rng.standard_normal((B, T, K, width))
-    elif name == "delta_rule":
+    elif name.startswith("delta_rule"):
         x |= {"query": unit(rng, 0.0, K), "key": unit(rng, 0.9, K), "g": decays(rng)[..., None]}
         x |= {"value": rng.standard_normal((B, T, N, width)), "beta": rng.uniform(0.1, 1.9, (B, T, N))}
     else:
         x |= {"x": rng.standard_normal((B, T, N, width)), "dt": np.exp(rng.uniform(-5, 0, (B, T, N)))}
         x |= {"A": -rng.uniform(0.05, 1.5, N), "D": rng.standard_normal(N)}
         x |= {n: rng.standard_normal((B, T, K, H)) for n in "BC"}
+    if name == "linear_attention of channels":
+        x |= {"gk": decays(rng, H), "bonus": rng.standard_normal((N, H))}
+    elif name == "delta_rule of channels":
+        x |= {"g": decays(rng, H)}
     return {n: jnp.asarray(y, jnp.int32 if n == "segment_ids" else jnp.float32) for n, y in x.items()}
 
 
@@ -64,7 +73,7 @@ def in_dtype(arguments, dtype):
 
 def off(name, width, dtype, *cfgs):
     """Returns what is farther from the contract in float32 than twice its own rounding, by name and configuration."""
-    op, arguments = OPS[name], in_dtype(arguments_of(name, width), dtype)
+    op, arguments = OPS[name.split()[0]], in_dtype(arguments_of(name, width), dtype)
     exact = {n: y.astype(jnp.float32) if is_float_array(y) else y for n, y in arguments.items()}
     with jax.default_matmul_precision("highest"):
         truth, true_gradients, d = value_and_gradients(op.function, exact)
@@ -83,6 +92,7 @@ def off(name, width, dtype, *cfgs):
 
 
 SIZES = [("linear_attention", 128), ("state_space_v2", 64), ("delta_rule", 128), ("delta_rule", 64)]
+SIZES += [("linear_attention of channels", 128), ("delta_rule of channels", 128)]
 
 
 @pytest.mark.parametrize(("name", "width"), SIZES)
@@ -93,7 +103,7 @@ def test_numbers(name, width, dtype):
 
 @pytest.mark.parametrize(("name", "width"), SIZES)
 def test_numbers_of_every_tuning_candidate(name, width):
-    op = OPS[name]
+    op = OPS[name.split()[0]]
     call = op.bind(**in_dtype(arguments_of(name, width), "bfloat16"))
     candidates = op.backends["triton_gpu"].candidates(call)
     assert len(candidates) > 3
@@ -102,17 +112,17 @@ def test_numbers_of_every_tuning_candidate(name, width):
 
 @pytest.mark.parametrize(("name", "width"), SIZES)
 def test_the_same_call_gives_the_same_bits(name, width):
-    op, arguments = OPS[name], in_dtype(arguments_of(name, width), "bfloat16")
+    op, arguments = OPS[name.split()[0]], in_dtype(arguments_of(name, width), "bfloat16")
     runs = [value_and_gradients(functools.partial(op, platform="triton"), arguments) for _ in range(2)]
     for first, second in zip(*map(jax.tree.leaves, runs), strict=True):
         assert np.asarray(first).tobytes() == np.asarray(second).tobytes()
 
 
-@pytest.mark.parametrize("name", ["linear_attention", "delta_rule"])
+@pytest.mark.parametrize("name", ["linear_attention", "delta_rule", "linear_attention of channels"])
 def test_more_than_two_to_the_31_elements(name):
     """The last heads and tokens of a row of 131,072 tokens, of which only the last 2,048 count: decays forget the others."""
     length, heads, last = 131072, 129, 2048
-    op, keys = OPS[name], jax.random.split(jax.random.key(0), 3)
+    op, keys = OPS[name.split()[0]], jax.random.split(jax.random.key(0), 3)
     x = dict(
         zip(
             ("query", "key", "value"),
@@ -124,6 +134,8 @@ def test_more_than_two_to_the_31_elements(name):
     if name == "delta_rule":
         x["key"] = x["key"] / 16
         x |= {"g": g[..., None], "beta": jnp.full((1, length, heads), 0.5)}
+    elif name == "linear_attention of channels":
+        x["gk"] = jnp.broadcast_to(g[..., None], x["query"].shape)
     else:
         x["g"] = g
     assert x["value"].size > 2**31

@@ -12,7 +12,6 @@ from grid import error, value_and_gradients
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
-import kernels
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.triton_inverse import inverse
 from kernels.framework.interpret import interpret
@@ -197,11 +196,3 @@ def test_the_inverse_as_matrix_units_compute_it(monkeypatch, size, cosine, beta)
     assert len(products) == 2 * (int(np.log2(size)) - 4)
     wanted = np.linalg.inv(np.eye(size) + A)
     assert np.linalg.norm(got - wanted, 2) <= 3e-5 * np.linalg.norm(wanted, 2)
-
-
-def test_decays_of_channels_are_refused_by_name():
-    rng = np.random.default_rng(7)
-    arguments = arguments_of(rng, 1, 4, 1, 1, 8, 4)
-    arguments["g"] = jnp.broadcast_to(arguments["g"], (1, 4, 1, 8))
-    with interpret(), pytest.raises(kernels.Unsupported, match="g is a decay of each channel"):
-        op(**arguments, platform="triton")

@@ -24,7 +24,7 @@ from kernels.engines.scan.triton_channels import (
 from kernels.framework.binding import Call
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work
-from kernels.toolchains.triton import triton_launch
+from kernels.toolchains.triton import compute_capability, triton_launch
 
 # The least log decay where a sum over an interval is a difference of two: its exponential is below what any other term keeps.
 FORGETS_CHANNEL = -60.0
@@ -171,8 +171,8 @@ class Chunks(NamedTuple):
           of_states, of_written: what `states` and `written` return, without what is of values.
         """
         x, N, valid = self.x, self.sizes["N"], self.layout.valid
-        # Of delta rules there are more products for each load.
-        most, num_warps = (32, 4) if self.beta is None else (64, 8)
+        # Of delta rules there are more products for each load; before Hopper their operands lie in registers.
+        most, num_warps = (32, 4) if self.beta is None else (64, 8) if compute_capability() >= 90 else (16, 8)
         width = min(most, self.decays["BLOCK_H"])
         more, blocks = {"beta": self.beta, "own": self.bonus}, -(-self.sizes["H"] // width)
         extra = {name: self.per_token() for name, y in more.items() if y is not None}

@@ -42,8 +42,6 @@ def _calls(call: Any) -> Any:
 
 
 def rejects(call):
-    if call.gv is not None:
-        return "gv is a decay of each value's channel; this backend has those of heads and of keys' channels"
     return sizes_refused(call.dims, call.query, call.key, call.value)
 
 
