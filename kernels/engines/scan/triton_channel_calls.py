@@ -22,7 +22,6 @@ from kernels.engines.scan.triton_channels import (
     channel_written_kernel,
 )
 from kernels.framework.binding import Call
-from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work
 from kernels.toolchains.triton import compute_capability, triton_launch
 
@@ -84,7 +83,7 @@ class Chunks(NamedTuple):
             channel_decays_kernel,
             x.q,
             x.k,
-            x.a.astype(jnp.float32),
+            x.a,
             self.layout.runs,
             self.layout.table,
             out_shape=shapes if self.beta is None else (*shapes, tokens),
@@ -196,7 +195,7 @@ class Chunks(NamedTuple):
             self.layout.table,
             *of_states,
             *of_written,
-            out_shape=(of(x.q), of(x.k), self.tokens(jnp.float32), *extra.values()),
+            out_shape=(of(x.q), of(x.k), self.tokens(x.a.dtype), *extra.values()),
             num_warps=num_warps,
             num_stages=1,
             blocks=blocks,
@@ -289,9 +288,7 @@ def heuristic(call: Call, platform: str) -> ChunkConfig:
     best = scalar.heuristic(call, platform)
     if call.dtype != "float32" and call.dims["Hv"] > 64:
         best = scalar.tiles(call, 64, 64, 4, 8, 3)
-    # A part of a row needs a walk more, so rows whose programs nearly fill a GPU are not split.
-    programs = call.dims["B"] * call.dims["N"] * -(-call.dims["Hv"] // (best.block_v or 64))
-    return replace(best, splits=1) if programs >= 0.7 * MULTIPROCESSORS else best
+    return best
 
 
 def candidates(call: Call) -> list[ChunkConfig]:

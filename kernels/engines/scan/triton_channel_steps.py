@@ -170,7 +170,7 @@ def channel_gradients_kernel(
     d_keeps_ptr,
     dq_ptr,  # [B, T, N, H]
     dk_ptr,  # [B, T, N, H]
-    da_ptr,  # [B, T, N, H] float32
+    da_ptr,  # [B, T, N, H]
     d_beta_ptr,  # [programs of a chunk, B, N, T] float32: of the channels of each, or None
     d_own_ptr,  # [B, N, T] float32: gradients of q_t · bonus k_t, or None
     T: tl.constexpr,

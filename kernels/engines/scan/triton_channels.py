@@ -38,7 +38,7 @@ from kernels.engines.scan.triton_parts import (
 def channel_decays_kernel(
     q_ptr,  # [B, T, KQ, H]
     k_ptr,  # [B, T, KK, H]
-    a_ptr,  # [B, T, N, H] float32 log decays
+    a_ptr,  # [B, T, N, H] log decays
     runs_ptr,
     table_ptr,
     sums_ptr,  # [B, T, N, H] float32: log decays if EXACT, else their sums since the beginning of their chunk
@@ -71,7 +71,7 @@ def channel_decays_kernel(
     i, zeros = tl.arange(0, BLOCK_C), tl.zeros([BLOCK_C], tl.int32)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     enters, leaves = (run == before)[:, None], (run == last)[:, None]
-    a = load_rows(tokens_by_channels(a_ptr, row, first, n, T, N, H), valid, h, N, H, BLOCK_C)
+    a = load_rows(tokens_by_channels(a_ptr, row, first, n, T, N, H), valid, h, N, H, BLOCK_C).to(tl.float32)
     a = tl.where(a < FORGETS, FORGETS, a)
     since, total = tl.cumsum(a, 0), tl.sum(a, 0)
     index = head.to(tl.int64) * CHUNKS + c

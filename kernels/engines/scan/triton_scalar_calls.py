@@ -40,6 +40,7 @@ from kernels.toolchains.triton import triton_launch
 # Programs for each multiprocessor that a row is split for, and the fewest chunks of a part.
 PROGRAMS_EACH = 2
 LEAST_CHUNKS = 4
+ENOUGH = 0.7  # programs for each multiprocessor of rows that are not split: a split costs another walk
 
 
 class Tokens(NamedTuple):
@@ -313,6 +314,8 @@ def tiles(call: Call, chunk: int, block_v: int, num_warps: int, heads: int, num_
     programs = d["B"] * d["N"] * -(-d["Hv"] // block_v)
     chunks = (d["T"] + call.num_states * (chunk - 1)) // chunk
     splits = max(1, min(-(-PROGRAMS_EACH * MULTIPROCESSORS // programs), chunks // LEAST_CHUNKS))
+    if programs >= ENOUGH * MULTIPROCESSORS:
+        splits = 1
     shared = d["N"] // d["K"]  # heads of a group: enough of a backward's programs are left
     while heads > 1 and (shared % heads or d["B"] * chunks * d["N"] // heads < PROGRAMS_EACH * MULTIPROCESSORS):
         heads //= 2

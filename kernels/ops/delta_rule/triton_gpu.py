@@ -15,7 +15,7 @@ def _launches(query, key, value, beta, g, segment_ids, initial_state, softmax_sc
     """Returns the launches of a call: those of decays of channels where g has more than one."""
     check_states("delta_rule", initial_state, segment_ids, num_states)
     per_channel = g is not None and g.shape[-1] != 1
-    a = None if g is None else g.astype(jnp.float32) if per_channel else g[..., 0].astype(jnp.float32)
+    a = None if g is None else g if per_channel else g[..., 0].astype(jnp.float32)
     entries = None if initial_state is None else initial_state.astype(jnp.float32)
     x = delta.Tokens(query, key, value, beta.astype(jnp.float32), a, segment_ids, entries)
     scale = scale_of(softmax_scale, query.shape[-1])

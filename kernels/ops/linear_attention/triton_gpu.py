@@ -28,13 +28,14 @@ def _launches(
 
 
 def _decay(query: jax.Array, g: Any, gk: Any, g_gamma: Any, bonus: Any) -> jax.Array | None:
-    """Returns the log decay of each head and token, float32 [B, T, N], or of each channel; None if nothing decays."""
+    """Returns the log decay of each head and token, float32 [B, T, N], or of each channel in any dtype; None for none."""
     parts = [x.astype(jnp.float32) for x in (g, g_gamma) if x is not None]
     total = sum(parts[1:], parts[0]) if parts else None
     if gk is None and bonus is None:
         return None if total is None else jnp.broadcast_to(total, query.shape[:3])
-    channels = jnp.zeros((), jnp.float32) if gk is None else gk.astype(jnp.float32)
-    return jnp.broadcast_to(channels if total is None else channels + total[..., None], query.shape)
+    if total is not None:
+        gk = total[..., None] if gk is None else gk.astype(jnp.float32) + total[..., None]
+    return jnp.broadcast_to(jnp.zeros((), jnp.float32) if gk is None else gk, query.shape)
 
 
 def _calls(call: Any) -> Any:
@@ -62,7 +63,7 @@ def backward(
     if gk is not None:
         gradients["gk"] = da
     if da is not None and da.ndim == 4:
-        da = jnp.sum(da, axis=-1)
+        da = jnp.sum(da, axis=-1, dtype=jnp.float32)
     gradients |= {} if g is None else {"g": da}
     gradients |= {} if g_gamma is None else {"g_gamma": jnp.sum(da, axis=(0, 1))}
     gradients |= {} if bonus is None else {"bonus": d["bonus"]}
