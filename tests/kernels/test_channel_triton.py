@@ -141,7 +141,7 @@ def test_each_program_takes_the_largest_blocks_that_its_sums_allow(name, first, 
         assert int(found[0]) == first
     a = np.maximum(np.broadcast_to(a[None, :, None], (1, 64, 1, 8)), -60.0)
     if name == "delta_rule":
-        arguments = kda(rng, 1, 64, 1, 1, 8, 16, 0.0) | {"g": jnp.asarray(a, jnp.float32)}
+        arguments = kda(rng, 1, 64, 1, 1, 8, 16, 0.0, 0.3) | {"g": jnp.asarray(a, jnp.float32)}
     else:
         arguments = gla(rng, 1, 64, 1, 1, 8, 16) | {"gk": jnp.asarray(a, jnp.float32)}
         del arguments["g"]
@@ -153,7 +153,7 @@ def test_each_program_takes_the_largest_blocks_that_its_sums_allow(name, first, 
             functools.partial(op, platform="triton", cfg=ChunkConfig(chunk=64)), rounded, d
         )
     for what, a, b in [*zip(op.outputs, got, wanted), *((n, got_gradients[n], gradients[n]) for n in gradients)]:
-        assert error(a, b) <= 8e-3, (what, error(a, b))
+        assert error(a, b) <= 1e-2, (what, error(a, b))
 
 
 def test_a_result_that_depends_on_a_token_far_back():

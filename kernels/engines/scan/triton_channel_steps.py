@@ -66,7 +66,7 @@ def level(half, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def level_decay(
-    sums_at, here, h, late, middle, BEFORE: tl.constexpr,
+    sums_at, here, h, late, middle, BEFORE,
     N: tl.constexpr, H: tl.constexpr, EXACT: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Returns the decay between each token and the middle of its block [C, H]; of late tokens without their own if BEFORE.
@@ -196,9 +196,9 @@ def channel_gradients_kernel(
     here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
     i, zeros = tl.arange(0, BLOCK_C), tl.zeros([BLOCK_C], tl.int32)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    BEFORE: tl.constexpr = bonus_ptr is not None
-    DELTA: tl.constexpr = beta_ptr is not None
-    OWN: tl.constexpr = not BEFORE and not DELTA  # see `channel_pairs_kernel`
+    BEFORE: tl.constexpr = tl.constexpr(bonus_ptr is not None)
+    DELTA: tl.constexpr = tl.constexpr(beta_ptr is not None)
+    OWN: tl.constexpr = tl.constexpr(bonus_ptr is None and beta_ptr is None)  # see `channel_pairs_kernel`
     index = head.to(tl.int64) * CHUNKS + c
     token = head.to(tl.int64) * T + first + i
     q_at = tokens_by_channels(q_ptr, row, first, n // (N // KQ), T, KQ, H)
@@ -220,7 +220,7 @@ def channel_gradients_kernel(
         until_end = interval_sums(sums, i + 1, zeros + BLOCK_C, BLOCK_C)
         reading = interval_sums(sums, zeros, i if BEFORE else i + 1, BLOCK_C)
     else:
-        until_end = tl.sum(tl.where((i == count - 1)[:, None], sums, 0.0), 0)[None, :] - sums
+        until_end = tl.sum(tl.where((i == count - 1)[:, None], sums, 0.0), 0, keep_dims=True) - sums
         if BEFORE:
             reading = load_rows(sums_at - N * H, here & (i > 0), h, N, H, BLOCK_C)
     enters, leaves = (run == before)[:, None], (run == last)[:, None]
@@ -249,7 +249,7 @@ def channel_gradients_kernel(
         da = by_reads - by_writes
     if (not OWN) or at_level == 0:
         own = tl.sum(tl.where(i[:, None] == i[None, :], d_pairs, 0.0), 1)
-        weighed = own[:, None] + tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
+        weighed = tl.expand_dims(own, 1) + tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
         if BEFORE:
             if tl.program_id(1) == 0:
                 tl.store(d_own_ptr + token, own, mask=here)

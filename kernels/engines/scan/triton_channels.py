@@ -81,7 +81,7 @@ def channel_decays_kernel(
         until_end = interval_sums(a, i + 1, zeros + BLOCK_C, BLOCK_C)
         reading = interval_sums(a, zeros, i, BLOCK_C) if BEFORE else since
     else:
-        until_end = total[None, :] - since
+        until_end = tl.sum(a, 0, keep_dims=True) - since
         reading = since - a if BEFORE else since
     sums = a if EXACT else since
     store_rows(tokens_by_channels(sums_ptr, row, first, n, T, N, H), sums, here, h, N, H, BLOCK_C)
@@ -129,9 +129,9 @@ def channel_pairs_kernel(
     first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
     here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
     i = tl.arange(0, BLOCK_C)
-    BEFORE: tl.constexpr = bonus_ptr is not None
+    BEFORE: tl.constexpr = tl.constexpr(bonus_ptr is not None)
     # Blocks have each token's own write. A delta rule has no registers for that, and a bonus weighs it.
-    OWN: tl.constexpr = not BEFORE and beta_ptr is None
+    OWN: tl.constexpr = tl.constexpr(bonus_ptr is None and beta_ptr is None)
     dtype = pairs_ptr.dtype.element_ty
     q_at = tokens_by_channels(q_ptr, row, first, n // (N // KQ), T, KQ, H)
     k_at = tokens_by_channels(k_ptr, row, first, n // (N // KK), T, KK, H)

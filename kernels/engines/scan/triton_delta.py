@@ -82,42 +82,6 @@ def delta_pairs_kernel(
 
 
 @triton.jit
-def delta_join_kernel(
-    maps_ptr,  # [B, N, SPLITS, H, WIDTH + H]
-    added_ptr,  # [B, N, SPLITS, H, Hv] if REVERSE; None: the first columns of maps
-    starts_ptr,  # [B, N, SPLITS, H, Hv]
-    H: tl.constexpr,
-    Hv: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    REVERSE: tl.constexpr,  # from the last part, by the transposes: the gradient of a state passes a part by them
-    PRECISION: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Composes the maps S -> M S + added of the parts of a row to the state before each."""
-    head = tl.program_id(0).to(tl.int64) * SPLITS
-    h, v = tl.arange(0, BLOCK_H), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    state = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
-    for step in range(SPLITS):
-        part = SPLITS - 1 - step if REVERSE else step
-        store_state(starts_ptr, head + part, h, v, state, True, H, Hv)
-        tl.debug_barrier()  # what other threads have stored is read below
-        if added_ptr is None:
-            state = load_state(maps_ptr, head + part, h, v, True, H, WIDTH + H)
-        else:
-            state = load_state(added_ptr, head + part, h, v, True, H, Hv)
-        for start in range(0, H, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            at = maps_ptr + (head + part) * (H * (WIDTH + H)) + WIDTH
-            at += k[None, :] * (WIDTH + H) + h[:, None] if REVERSE else h[:, None] * (WIDTH + H) + k[None, :]
-            M = tl.load(at, mask=(h < H)[:, None] & (k < H)[None, :], other=0.0)
-            old = load_state(starts_ptr, head + part, k, v, True, H, Hv)
-            state = tl.dot(M, old, state, input_precision=PRECISION)
-
-
-@triton.jit
 def delta_walk_kernel(
     q_ptr,  # None with out_ptr
     k_ptr,
@@ -176,7 +140,7 @@ def delta_walk_kernel(
                 enters_ptr, leaves_ptr, whole_ptr, row, n, c, first, here, T, N, CHUNKS, BLOCK_C
             )
         else:  # loaded a step ahead: the compiler does so only with operands of products
-            whole = next_whole
+            enters, leaves, whole = tl.full([BLOCK_C], 1.0, tl.float32), tl.full([BLOCK_C], 1.0, tl.float32), next_whole
             next_whole = channels_whole(whole_ptr, row, n, tl.minimum(c + 1, end - 1), h, N, H, CHUNKS)
         beta = per_token(beta_ptr, row, n, first, here, T, N, BLOCK_C)
         slot = (row.to(tl.int64) * G + owner) * N + n

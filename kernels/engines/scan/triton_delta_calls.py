@@ -27,11 +27,11 @@ from kernels.engines.scan.triton_calls import (
 )
 from kernels.engines.scan.triton_delta import (
     delta_bwd_kernel,
-    delta_join_kernel,
     delta_pairs_kernel,
     delta_reverse_kernel,
     delta_walk_kernel,
 )
+from kernels.engines.scan.triton_join import delta_join_kernel
 from kernels.framework.binding import Call
 from kernels.framework.measured import power_of_two
 from kernels.framework.target import MULTIPROCESSORS

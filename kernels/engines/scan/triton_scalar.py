@@ -37,29 +37,6 @@ from kernels.engines.scan.triton_parts import (
 
 
 @triton.jit
-def scan_join_kernel(
-    added_ptr,  # [B * N, SPLITS, SIZE]
-    fade_ptr,  # [B * N, SPLITS, ROWS]
-    starts_ptr,  # [B * N, SPLITS, SIZE]
-    SPLITS: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,  # rows of a state that decay by themselves: 1 or H
-    REVERSE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Composes the maps of the parts of a row to the state before each; from the last part on if REVERSE."""
-    head = tl.program_id(0).to(tl.int64) * SPLITS
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    state = tl.zeros([BLOCK], tl.float32)
-    for step in range(SPLITS):
-        part = SPLITS - 1 - step if REVERSE else step
-        tl.store(starts_ptr + (head + part) * SIZE + i, state, mask=i < SIZE)
-        added = tl.load(added_ptr + (head + part) * SIZE + i, mask=i < SIZE, other=0.0)
-        fade = tl.load(fade_ptr + (head + part) * ROWS + i // (SIZE // ROWS), mask=i < SIZE, other=0.0)
-        state = fade * state + added
-
-
-@triton.jit
 def scalar_pairs_kernel(
     q_ptr,  # [B, T, KQ, H]
     k_ptr,  # [B, T, KK, H]
@@ -147,7 +124,7 @@ def scalar_walk_kernel(
     h, v = tl.arange(0, BLOCK_H), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     begin, end = part * PER, tl.minimum(CHUNKS, (part + 1) * PER)
     opening, closing = (SPLITS - 1, 0) if REVERSE else (0, SPLITS - 1)
-    CHANNELS: tl.constexpr = enters_ptr is None
+    CHANNELS: tl.constexpr = tl.constexpr(enters_ptr is None)
     state, passing = tl.zeros([BLOCK_H, BLOCK_V], tl.float32), 1.0
     if CHANNELS:
         passing = tl.full([BLOCK_H, 1], 1.0, tl.float32)
