@@ -114,7 +114,7 @@ DELTA = (
         options={"num_states": 4},
         B=1, T=32768, K=16, N=32, H=128, Hv=128,
     ),
-    _delta("kimi_linear", "bench", g="channel", B=1, T=8192, K=32, N=32, H=128, Hv=128),
+    _delta("kimi_linear", "bench", "code", g="channel", B=1, T=8192, K=32, N=32, H=128, Hv=128),
 )  # fmt: skip
 
 
