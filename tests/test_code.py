@@ -16,7 +16,7 @@ OPS = kernels.operations()
 MOST_CASES = 3
 # What the compilers take ten seconds for. Quick are "together", which has every option of the kernels of flash attention, and
 # on CUDA the other product of a layer of experts, and the other block masks; the widest head is compiled in
-# tests/kernels/test_flash_attention_hopper.py.
+# tests/kernels/test_flash_attention_hopper.py. Recurrences have the same kernels in cases of small heads.
 SLOW = {
     "pallas": {
         ("flash_attention", "causal_32k_gqa"),
@@ -28,6 +28,9 @@ SLOW = {
         ("flash_attention", "wide_causal_8k"),
         ("grouped_matmul", "qwen3_gate_up"),
         ("blocksparse_attention", "tenth_of_32k"),
+        ("delta_rule", "qwen3_next"),
+        ("linear_attention", "lightning_64k"),
+        ("state_space_v2", "mamba2_8k"),
     },
 }
 TARGETS = {"triton": (90, 80), "pallas": checks.TPU_TOPOLOGIES}  # the first of each is in the quick tests

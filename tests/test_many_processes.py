@@ -25,7 +25,6 @@ from recipes.schema import compose
 
 README = Path(__file__).resolve().parent.parent / "launch" / "README.md"
 SMALL = [a for a in TINY if not a.startswith(("run.", "checkpoint.", "mesh."))]
-PARTS = compose(SMALL).model.build().flops
 LENGTH = ["run.steps=14", "checkpoint.every=4", "run.host_timeout=120"]
 
 
@@ -36,14 +35,15 @@ def rehearsed(folder, *arguments):
 
 
 def test_a_killed_host_goes_on_bit_for_bit(corpus, tmp_path):
-    """A signal to two processes is in tests/test_slurm.py, every fault below; they are slow."""
-    code, said = rehearsed(tmp_path / "two", *corpus, *LENGTH, "mesh.dp=2", "mesh.sp=2", "fault=kill")
+    """A signal to two processes is in tests/test_slurm.py, every fault below, where rows are split too; they are slow."""
+    one_device_each = ["devices_per_host=1", "mesh.dp=2", "mesh.sp=1", "model.num_layers=1"]
+    code, said = rehearsed(tmp_path / "two", *corpus, *LENGTH, *one_device_each, "fault=kill")
     assert code == DONE and "1 of 1 drills ended as expected" in said, said
     assert said.count("losses and final state match the run without") == 1
     # A host counts its own rows, and the speeds are those of all.
     rows, wanted = (
         read_rows(tmp_path / "two" / "calm" / "run" / "metrics.jsonl"),
-        step_flops(PARTS, np.zeros((2, 64), np.int32)),
+        step_flops(compose([*SMALL, "model.num_layers=1"]).model.build().flops, np.zeros((2, 64), np.int32)),
     )
     assert {row["flops_full"] for row in rows} == {wanted.full}
 

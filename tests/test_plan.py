@@ -30,8 +30,9 @@ SMALL += ["model.head_dim=128", "model.ffn_dim=512", "data.sequence_length=1024"
 
 def test_a_step_on_four_chips(capsys):
     """Parameters are stored over fsdp and sp: gathered where they are used, their gradients scattered; keys travel over sp.
-    A mesh that uses all chips leaves nothing to search."""
-    assert main(["topology=v5p:2x2x1", *SMALL, "mesh.fsdp=2", "mesh.sp=2", "--json"]) == 0
+    A mesh that uses all chips leaves nothing to search. The TPU compiler takes a third of the time for rows so short."""
+    keys = [*SMALL, "data.sequence_length=256", "mesh.fsdp=2", "mesh.sp=2"]
+    assert main(["topology=v5p:2x2x1", *keys, "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["mesh"]["fsdp"] == made["mesh"]["sp"] == 2 and made["parameters"] > 1e6
     assert 0 < made["arguments"] < made["peak"] < 2**30 and made["temporaries"] > 0

@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from kernel_names import names_of_kernels
 
 from kernels import MaskInfo, compile_for
 from kernels.engines.attention import triton_calls
@@ -116,8 +117,8 @@ def test_who_has_three_warpgroups(given, queries, tried):
     assert (found == {128, THREE_WARPGROUPS}) == tried
 
 
-def made(given, compute_capability, cfg=None):
-    """Returns the kernels of a call with its gradients, compiled."""
+def program(given, cfg=None):
+    """Returns (a call with its gradients, the shapes of its arguments)."""
     floats = {n: x for n, x in given.items() if n in ("query", "key", "value", "softmax_aux", "segments")}
     rest = {n: x for n, x in given.items() if n not in floats and n != "mask"}
 
@@ -131,7 +132,12 @@ def made(given, compute_capability, cfg=None):
 
         return jax.grad(loss, allow_int=True)(floats)
 
-    return export_cuda(run, floats, compute_capability=compute_capability).kernels
+    return run, floats
+
+
+def made(given, cfg=None):
+    """Returns the kernels of a call with its gradients, compiled."""
+    return export_cuda(*program(given, cfg)).kernels
 
 
 # Bytes that a kernel may spill at most, and with every option at once, where limits of masks and documents are held around the
@@ -172,7 +178,7 @@ SEGMENTS = {"segments": jax.ShapeDtypeStruct((1, LENGTH), "int32")}
 def test_the_code_with_every_option(width, value_width, names):
     """A soft cap, sinks, a window and documents."""
     given = call(width, value_width, **EVERYTHING, **SEGMENTS, mask=MaskInfo(causal=True, window=(100, 0)))
-    kernels = made(given, 90)
+    kernels = made(given)
     held(kernels, names, every_option=True)
     assert all("tanh.approx" in k.ptx for k in kernels)
     if names == WIDE:
@@ -224,7 +230,7 @@ def test_the_code_of_three_warpgroups(mask):
     ids=str,
 )
 def test_the_code(given, names):
-    kernels = made(call(**given), 90)
+    kernels = made(call(**given))
     held(kernels, names)
     if names == WIDE:  # of a padded head, products for 64 columns at a time that it has
         assert kernels[1].ptx.count("cp.reduce.async.bulk.tensor") == 2 * -(-given["width"] // 64)
@@ -377,7 +383,7 @@ def test_tiles_of_the_forward(launches, width, value_width, columns, keys, room)
 )
 def test_products_of_padded_heads(width, steps):
     """Those of 129 to 192 are multiplied as 192: 12 steps of 16 columns, in logits of either direction."""
-    forward, backward = made(call(width, 128), 90)
+    forward, backward = made(call(width, 128))
     # A first product and those of a loop, by two warpgroups; with the values, two times BLOCK_K columns.
     keys = 128 if width <= 192 else 64
     assert forward.ptx.count("wgmma.mma_async") == 2 * (2 * steps + 2 * keys // 16)
@@ -432,7 +438,7 @@ def test_when_tanh_is_exact(monkeypatch, given, exact):
 
 
 def test_other_gpus_have_the_plain_kernels():
-    assert [k.name for k in made(call(**LONG), 80)] == PLAIN
+    assert names_of_kernels(*program(call(**LONG)), compute_capability=80) == PLAIN
 
 
 CONFIG = KernelConfig(FwdParams(128, 128, WARP_SPECIALIZED, 2), BwdParams(64, 128, WARP_SPECIALIZED, 2))

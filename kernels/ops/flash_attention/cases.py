@@ -107,7 +107,8 @@ WITH_WEIGHTS = (
 )  # fmt: skip
 # Cases that differ from a neighbour in one number or one shape only run in the full grid.
 SLOW = frozenset({"slow"})
-# Cases that the quick tests run in interpret mode: several blocks, every kind of mask, every option. The full grid runs all.
+# Cases that the quick tests run in the interpreter of Pallas: several blocks, sinks, prefixes, a dense mask, every option.
+# Windows, documents and widths are there in tests/kernels/test_flash_attention_pallas.py. The full grid runs all.
 KERNELS = frozenset({"kernels"})
 CASES = (
     Case("causal", SMALL, make=_mask(causal=True), tags=frozenset({"smoke"})),
@@ -118,11 +119,14 @@ CASES = (
     Case("cross", CROSS),
     Case("cross_causal", CROSS, make=_mask(causal=True)),
     Case("more_queries_than_keys", {**CROSS, "T": 53, "S": 29}, make=_mask(causal=True), tags=SLOW),
-    *(Case(name, SMALL, make=_mask(**rules), tags=KERNELS) for name, rules in EXAMPLES.items()),
+    *(
+        Case(name, SMALL, make=_mask(**rules), tags=KERNELS if "sink_tokens" in rules else frozenset())
+        for name, rules in EXAMPLES.items()
+    ),
     Case("window_two_sided", SMALL, make=_mask(window=(5, 3))),
     Case("window_open_left", SMALL, make=_mask(window=(None, 2)), tags=SLOW),
     Case("prefix", SMALL, make={"mask": _prefix}, tags=KERNELS),
-    Case("segments", SMALL, make=_segments(causal=True), tags=KERNELS | {"smoke"}),
+    Case("segments", SMALL, make=_segments(causal=True), tags=frozenset({"smoke"})),
     Case("segments_window", SMALL, make=_segments(causal=True, window=(4, 0)), tags=SLOW),
     Case("segments_sink_window", SMALL, make=_segments(causal=True, window=(4, 0), sink_tokens=2), tags=SLOW),
     Case("segments_full", SMALL, make=_segments(), tags=SLOW),
@@ -135,7 +139,7 @@ CASES = (
     Case("dense_mask", SMALL, make={"mask": _dense}),
     Case("dense_mask_per_head", CROSS, make={"mask": _dense_per_head}, tags=SLOW),
     Case("one_query", {**CROSS, "T": 1}, arrays=("bias",), make=_mask(causal=True, window=(20, 0))),
-    Case("value_width", {**SMALL, "H": 24, "Hv": 16}, make=_mask(causal=True), tags=KERNELS),
+    Case("value_width", {**SMALL, "H": 24, "Hv": 16}, make=_mask(causal=True)),
     Case("scale", SMALL, options={"softmax_scale": 0.7, "deterministic": True}, make=_mask(causal=True)),
     Case("soft_cap", SMALL, options={"logits_soft_cap": 1.5}, make=_mask(causal=True)),
     Case("bias", SMALL, arrays=("bias",), make=_mask(causal=True)),
