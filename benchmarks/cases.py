@@ -56,7 +56,9 @@ def abstract(op: Op, case: Case, dtype: str) -> dict[str, Any]:
     for name, p in op.parameters.items():
         follows = p.kind == "float" and all(d.name in case.dims and not d.broadcast for d in p.dims)
         if name in case.make and not follows:
-            value = case.make[name](np.random.default_rng(0), case.dims)
+            make = case.make[name]
+            shaped = getattr(make, "shaped", None)  # of a large array, which only its shape is wanted of
+            value = make(np.random.default_rng(0), case.dims) if shaped is None else shaped(case.dims)
             arguments[name] = jax.ShapeDtypeStruct(value.shape, dtype) if is_float(value) else value
         elif (follows and name in case.make) or case.draws(p):
             arguments[name] = jax.ShapeDtypeStruct(case.shape(p), dtype)

@@ -51,7 +51,7 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 # A background job of a shell ignores it, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["budget", "isolation", "memory"]
+pytest_plugins = ["budget", "isolation", "kept_programs", "memory"]
 gc.disable()  # until modules and tests are there, which stay to the end
 
 

@@ -1,5 +1,5 @@
-"""Which Triton kernels a program for CUDA holds, without their code: four fifths of the compiler's time come after the layout of
-their blocks. What the code is like is held in test_code.py, and beside the operations whose kernels it is of."""
+"""Which Triton kernels a program for CUDA holds, without their code: four fifths of the compiler's time come after the
+layout of their blocks. What the code is like is held in test_code.py, and beside the operations whose kernels it is of."""
 
 import contextlib
 import re

@@ -259,6 +259,9 @@ def test_every_bench_case_can_be_scaled_down(name):
     fits = within(op, "float32", 0.1, 8)
     for case in op.cases:
         if "bench" in case.tags:
+            large = [n for n, make in case.make.items() if hasattr(make, "shaped")]
+            given = abstract(op, case, "bfloat16") if large else {}
+            assert all(isinstance(given[n], jax.ShapeDtypeStruct) for n in large), "nothing large is made"
             small = scaled(op, case, fits)
             assert small is not case and fits(small) and small.name == case.name
             arguments = abstract(op, small, "bfloat16")

@@ -403,7 +403,7 @@ def test_a_stage_that_is_wrong_or_does_not_fit_is_named(compiler, capsys):
     said = capsys.readouterr().err
     assert "error: stage 1 of the curriculum: " in said and "1023" in said
     assert main([*words, "curriculum=[{until: 9}, {}]"]) == 2 and "curriculum[0]" in capsys.readouterr().err
-    large = "{until: 3, sequence_length: 268435456, global_batch: 8, mesh: {fsdp: 8}}"
+    large = "{until: 3, sequence_length: 8388608, global_batch: 256, mesh: {fsdp: 8}}"
     assert main([*words, f"curriculum=[{large}, {{}}]"]) == 1
     assert "the curriculum does not fit: stage 1" in capsys.readouterr().out
 

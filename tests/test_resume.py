@@ -14,6 +14,8 @@ from launch.errors import DONE, WRONG
 from launch.train import main
 from recipes.schema import compose
 
+pytestmark = pytest.mark.usefixtures("one_program_for_equal_runs")
+
 ONE = [*TINY, "mesh.sp=1", "model.num_layers=1"]
 
 

@@ -29,6 +29,8 @@ from launch.errors import BAD_CHECKPOINT, DIVERGED, DONE, PREEMPTED, WRONG
 from launch.train import main
 from recipes.schema import GROUPS, RecipeError, compose, keys_of, variants_of
 
+pytestmark = pytest.mark.usefixtures("one_program_for_equal_runs")
+
 
 def run(directory, corpus, *overrides):
     said = []

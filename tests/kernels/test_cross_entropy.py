@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -171,8 +172,18 @@ def test_a_part_of_the_vocabulary_over_devices_may_be_all_padding():
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-6), got, want)
 
 
-@pytest.mark.parametrize("cap", [None, 3.0])
-def test_a_vocabulary_that_is_masked_out_in_part(cap, monkeypatch):
+TILES = (("triton", 16), ("triton", 64), ("triton", 256), ("pallas", 128), ("pallas", 256))
+
+
+@pytest.mark.parametrize(
+    ("cap", "tiles"),
+    [
+        (None, (TILES[0], TILES[2], TILES[4])),
+        (3.0, (TILES[1], TILES[3])),
+        *(pytest.param(cap, TILES, marks=pytest.mark.slow) for cap in (None, 3.0)),
+    ],
+)
+def test_a_vocabulary_that_is_masked_out_in_part(cap, tiles, monkeypatch):
     """In blocks all of which, or some entries of which, are masked out: no sum of the kernel may become NaN."""
     monkeypatch.setattr(vocabulary_pallas, "ELEMENTS", 16 * 128)  # a tile of 16 rows, and one of what is left
     rng = np.random.default_rng(5)
@@ -182,7 +193,7 @@ def test_a_vocabulary_that_is_masked_out_in_part(cap, monkeypatch):
     a |= {} if cap is None else {"logits_soft_cap": cap}
     truth, wanted, d = value_and_gradients(logits_op.function, a)
     with interpret():
-        for platform, size in (("triton", 16), ("triton", 64), ("triton", 256), ("pallas", 128), ("pallas", 256)):
+        for platform, size in tiles:
             cfg = CrossEntropyConfig(block_vocab=size, num_warps=1)
             got, gradients, _ = value_and_gradients(lambda **a: logits_op(**a, platform=platform, cfg=cfg), a, d)  # noqa: B023
             for actual, want in zip(got, truth, strict=True):
@@ -372,8 +383,16 @@ def dense_sums(hidden, head, targets, weights, z_loss):
     return LossSums(loss + of_z, loss, of_z, jnp.sum(counts))
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 0.1])
-@pytest.mark.parametrize("where", ["xla", "triton", "dp", "tp"])
+QUICK_SUMS = {("xla", 0.1), ("triton", 0.0), ("triton", 0.1), ("dp", 0.0), ("tp", 0.1)}
+
+
+@pytest.mark.parametrize(
+    ("where", "z_loss"),
+    [
+        pytest.param(*how, marks=() if how in QUICK_SUMS else pytest.mark.slow)
+        for how in itertools.product(("xla", "triton", "dp", "tp"), (0.0, 0.1))
+    ],
+)
 def test_every_field_of_the_sums_has_its_gradient(where, z_loss):
     hidden, head, targets, weights = inputs()
     arrays = tuple(jnp.asarray(x, jnp.float32) for x in (hidden[:22], head[:, :36], weights[:22]))
