@@ -14,14 +14,16 @@ from kernels.toolchains.simulate import ahead_of_time as checks
 
 OPS = kernels.operations()
 MOST_CASES = 3
-# What the compilers take ten seconds for. Quick are "together", which has every option of the kernels of flash attention, and
-# on CUDA the other product of a layer of experts, and the other block masks; the widest head is compiled in
-# tests/kernels/test_flash_attention_hopper.py. Recurrences have the same kernels in cases of small heads.
+# What the compilers take ten seconds for. Quick are "together", which has every option of the kernels of flash attention, the
+# other product of a layer of experts, queries without their keys, and on CUDA the other block masks; the widest head is
+# compiled in tests/kernels/test_flash_attention_hopper.py. Recurrences have the same kernels in cases of small heads.
 SLOW = {
     "pallas": {
         ("flash_attention", "causal_32k_gqa"),
         ("flash_attention", "wide_causal_8k"),
         ("blocksparse_attention", "tenth_of_16k_per_head"),
+        ("grouped_matmul", "qwen3_gate_up"),
+        ("rotary_embedding_pair", "llama_8b"),
     },
     "triton": {
         ("flash_attention", "causal_32k_gqa"),

@@ -11,6 +11,7 @@ import budget
 import changed
 import costs
 import jax
+import kept_programs
 import memory
 import pytest
 
@@ -112,6 +113,59 @@ def test_a_worker_drops_its_programs_when_it_holds_much_and_has_grown(monkeypatc
         with pytest.raises(StopIteration):
             around.send(True)
     assert dropped == [first + 1, first + step + 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ("run.dir=other", True),
+        ("run.stop_after=3", True),
+        ("checkpoint.every=2", True),
+        ("data.source=other.txt", True),
+        ("run.steps=7", False),
+        ("run.seed=1", False),
+        ("data.sequence_length=32", False),
+        ("optimizer.learning_rate=0.5", False),
+        ("model.num_layers=1", False),
+        ("guards.spike=skip", False),
+    ],
+)
+def test_runs_share_a_program_where_it_reads_the_same(change, same):
+    from small_run import TINY
+
+    from recipes.schema import compose
+
+    first, other = (kept_programs.read_by_programs(compose(words)) for words in (TINY, [*TINY, change]))
+    assert (first == other) == same
+
+
+@pytest.mark.usefixtures("one_program_for_equal_runs")
+def test_equal_runs_have_one_program():
+    from small_run import TINY
+
+    from ejdist.training.curriculum import stages_of
+    from ejdist.training.setup import stage_program
+    from recipes.schema import compose
+
+    def made(*words):
+        (stage,) = stages_of(compose([*TINY, "mesh.sp=1", *words]))
+        return stage_program(stage, jax.devices()[:1])
+
+    assert made("run.dir=one") is made("run.dir=two") is not made("run.seed=1")
+
+
+@pytest.mark.usefixtures("one_program_for_equal_runs")
+def test_a_test_that_patches_anything_has_programs_of_its_own(monkeypatch):
+    from small_run import TINY
+
+    from ejdist.training import setup
+    from recipes.schema import compose
+
+    sections = compose([*TINY, "mesh.sp=1"])
+    axes = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((1,), ("sp",), devices=jax.devices()[:1], axis_types=axes)
+    first, other = (setup.make_program(sections, mesh) for _ in range(2))
+    assert setup.make_program.__name__ == "kept" and first is not other
 
 
 def test_a_test_belongs_to_the_operation_of_its_parameter_or_of_its_file():

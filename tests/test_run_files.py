@@ -26,6 +26,8 @@ from launch.train import _virtual_cpus, main
 from recipes import schema
 from recipes.schema import compose
 
+pytestmark = pytest.mark.usefixtures("one_program_for_equal_runs")
+
 
 def test_a_run_dir_that_cannot_be_is_named_before_anything_is_compiled(corpus, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("mine")

@@ -102,12 +102,12 @@ def test_numbers(name):
 
 def test_lists_that_do_not_fit_into_scalar_memory_at_once(monkeypatch):
     """Every launch has the lists of some of the tiles, and writes those of the outputs. Tiles hold four blocks."""
-    lengths, block_size = (200, 260), (64, 64)
+    lengths, block_size = (200, 390), (64, 64)
     options = {"mask": MaskInfo(causal=True, window=(300, 0)), "softmax_aux": made(N, 1), "logits_soft_cap": 2.0}
     dims = {"T": lengths[0], "S": lengths[1], "N": N, "K": K}
-    bits = pallas_tpu._Sizes((1, N, 4, 5), dims, options["mask"], block_size, (128, 128)).bits
+    bits = pallas_tpu._Sizes((1, N, 4, 7), dims, options["mask"], block_size, (128, 128)).bits
     monkeypatch.setattr(pallas_tpu, "SMEM_BYTES", 4 * (bits + 4 * N))
-    sizes = pallas_tpu._Sizes((1, N, 4, 5), dims, options["mask"], block_size, (128, 128))
+    sizes = pallas_tpu._Sizes((1, N, 4, 7), dims, options["mask"], block_size, (128, 128))
     assert (sizes.parts(False), sizes.parts(True)) == (2, 2)
     hold(lengths, (16, 128), block_size, (1, N), options)
 
