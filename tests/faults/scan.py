@@ -94,8 +94,8 @@ FAULTS = (
     Fault(
         "scan: parts of a row are joined without their decay",
         "scan_join_kernel",
-        "tl.load($fade + $head + $part) * $state + $added",
-        "$state + $added",
+        "$state = $fade * $state + $added",
+        "$state = $state + $added",
         f"{SCAN} -k 'every_size and 20'",
     ),
     Fault(
@@ -234,15 +234,15 @@ FAULTS = (
     Fault(
         "delta: a key reads a state that has not faded",
         "delta_walk_kernel",
-        "($x.to(tl.float32) - $old * $enters[:, None]) * $beta[:, None]",
-        "($x.to(tl.float32) - $old) * $beta[:, None]",
+        "$old *= $enters[:, None]",
+        "pass",
         f"{DELTA} -k 'every_size and 20'",
     ),
     Fault(
         "delta: what is written does not fade until the end of its chunk",
         "delta_walk_kernel",
-        "$written = ($written * $leaves[:, None]).to($$type)",
-        "$written = $written.to($$type)",
+        "$written *= $leaves[:, None]",
+        "pass",
         f"{DELTA} -k 'every_size and 20'",
     ),
     Fault(
@@ -262,7 +262,7 @@ FAULTS = (
     Fault(
         "delta: a key that reads leaves no gradient to the state",
         "delta_reverse_kernel",
-        "$d_state = tl.dot(tl.trans($k), $du, $d_state, input_precision=$precision)",
+        "$d_state = tl.dot(tl.trans($k), $du.to($$type), $d_state, input_precision=$precision)",
         "pass",
         f"{DELTA} -k correlated",
     ),
@@ -289,8 +289,8 @@ FAULTS = (
     ),
     Fault(
         "delta: decays have no gradient through the inverse",
-        "triton_delta_calls:backward",
-        "$d['a'] + $run.layout.of_tokens($through['a'])",
+        "triton_delta_calls:Launches.gradients",
+        "$d['a'] + $self.layout.of_tokens($through['a'])",
         "$d['a']",
         f"{DELTA} -k 'every_size and 20'",
     ),
