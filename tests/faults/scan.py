@@ -234,14 +234,14 @@ FAULTS = (
     Fault(
         "delta: a key reads a state that has not faded",
         "delta_walk_kernel",
-        "$old *= $enters[:, None]",
+        "old *= enters[:, None]",
         "pass",
         f"{DELTA} -k 'every_size and 20'",
     ),
     Fault(
         "delta: what is written does not fade until the end of its chunk",
         "delta_walk_kernel",
-        "$written *= $leaves[:, None]",
+        "written *= leaves[:, None]",
         "pass",
         f"{DELTA} -k 'every_size and 20'",
     ),
