@@ -164,7 +164,8 @@ def by_plain_layers():
 
 
 @pytest.mark.parametrize(
-    ("remat", "accumulation"), [("attention", 1), ("full", 2), pytest.param("none", 4, marks=pytest.mark.slow)]
+    ("remat", "accumulation"),
+    [("full", 2), *(pytest.param(*how, marks=pytest.mark.slow) for how in (("attention", 1), ("none", 4)))],
 )
 def test_a_step_of_mixed_layers(remat, accumulation, by_plain_layers):
     """Loss, gradient, metrics and buffers, whatever is computed again and in however many microbatches."""
@@ -225,7 +226,9 @@ def loss_of_stages(c, params, buffers, batch, context, cuts):
     return total + sum(m["probe_loss"].value for m in metrics if "probe_loss" in m), metrics
 
 
-@pytest.mark.parametrize("cuts", [(1,), (2, 4), pytest.param((1, 2, 3, 4, 5), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "cuts", [(2, 4), *(pytest.param(cuts, marks=pytest.mark.slow) for cuts in ((1,), (1, 2, 3, 4, 5)))], ids=str
+)
 def test_stages_are_a_split_of_the_layers(cuts):
     """Wherever they are cut, loss, gradient and metrics are those of the whole model."""
     (params, buffers), batch = state_of(STAGED), batch_of(STAGED)
@@ -295,7 +298,8 @@ OF_LAYERS = ("probe_loss", "probe_share", "probe_tokens", "probe_load", "probe_l
 @pytest.mark.parametrize(
     "layout",
     [
-        ["mesh.dp=2", "mesh.fsdp=2", "mesh.sp=2"],
+        ["mesh.fsdp=2", "mesh.sp=2"],
+        pytest.param(["mesh.dp=2", "mesh.fsdp=2", "mesh.sp=2"], marks=pytest.mark.slow),
         pytest.param(["mesh.sp=4"], marks=pytest.mark.slow),
         pytest.param(["mesh.ep=2", "mesh.tp=2", "mesh.sp=1"], marks=pytest.mark.slow),
         pytest.param(["mesh.dp=2", "mesh.sp=1", "accumulation=2"], marks=pytest.mark.slow),
@@ -311,6 +315,7 @@ def test_rows_are_the_same_on_every_mesh(layout, whole, corpus, tmp_path):
         assert sum(row["probe_load"]) == row["probe_tokens"] and row["probe_layer"] == 1
 
 
+@pytest.mark.slow  # two runs; buffers in checkpoints are in tests/test_moe_run.py too
 def test_a_run_that_was_stopped_goes_on_with_its_buffers(whole, corpus, tmp_path):
     """Bit for bit; and what changes without a gradient does change the losses."""
     parts_of_it = tmp_path / "parts"

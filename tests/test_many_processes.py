@@ -34,6 +34,7 @@ def rehearsed(folder, *arguments):
     return rehearse.main([*SMALL, f"run.dir={folder}", *arguments], log=lines.append), "\n".join(lines)
 
 
+@pytest.mark.slow  # three runs of two processes, 60 s
 def test_a_killed_host_goes_on_bit_for_bit(corpus, tmp_path):
     """A signal to two processes is in tests/test_slurm.py, every fault below, where rows are split too; they are slow."""
     one_device_each = ["devices_per_host=1", "mesh.dp=2", "mesh.sp=1", "model.num_layers=1"]

@@ -136,6 +136,7 @@ def kept():
     return {place: stepped([*KEYS, f"optimizer.offload={place}"]) for place in ("none", "host")}
 
 
+@pytest.mark.slow  # two programs over a mesh, 15 s
 def test_moments_on_the_host_give_the_same_bits(kept):
     (_, _, state), (_, _, away) = kept["none"], kept["host"]
     for (path, a), (_, b) in zip(*map(jax.tree_util.tree_leaves_with_path, (state, away)), strict=True):
@@ -143,6 +144,7 @@ def test_moments_on_the_host_give_the_same_bits(kept):
     assert digests_of(state) == digests_of(away), "a checkpoint of one is a checkpoint of the other"
 
 
+@pytest.mark.slow  # with the programs of the test above
 def test_the_moments_of_matrices_stay_on_the_host(kept):
     program, start, state = kept["host"]
     adam = state.opt_state[1][0]

@@ -237,7 +237,10 @@ def test_the_future_and_padding_are_not_seen():
     assert float(mean_loss(params, batch, TINY)) == float(mean_loss(params, padded, TINY))
 
 
-@pytest.mark.parametrize("remat", [p for p in REMAT if p != "attention"])
+@pytest.mark.parametrize(
+    "remat",
+    [pytest.param(p, marks=() if p in ("none", "offload") else pytest.mark.slow) for p in REMAT if p != "attention"],
+)
 def test_remat_changes_memory_not_numbers(remat, with_flash_attention):
     params, batch = init(SMALL, jax.random.key(0)), batch_of(SMALL)
     got = value_and_grad(dataclasses.replace(SMALL, remat=remat), params, batch, FLASH)

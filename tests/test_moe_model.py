@@ -94,10 +94,8 @@ def state_of(c):
 # Keeps the gradient, and changes no parameter.
 KEPT = optax.GradientTransformation(lambda p: p, lambda g, _, p: (jax.tree.map(jnp.zeros_like, p), g))
 QUICK = [
-    ("mixtral", "none", 2),
     ("deepseek", "attention", 1),
-    ("gpt_oss", "attention", 1),
-    ("mixed", "full", 2),
+    ("gpt_oss", "full", 2),
 ]
 OTHERS = [case for case in itertools.product(STYLES, ("none", "attention", "full"), (1, 2)) if case not in QUICK]
 

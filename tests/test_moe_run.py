@@ -82,7 +82,7 @@ def test_what_a_run_says_and_writes(first):
     ("devices", "where"),
     [
         (2, ["mesh.ep=2", "experts.dispatch=all_to_all"]),
-        (1, ["mesh.ep=1"]),
+        pytest.param(1, ["mesh.ep=1"], marks=pytest.mark.slow),
         pytest.param(
             8,
             ["mesh.ep=2", "mesh.sp=2", "mesh.fsdp=2", "experts.axes=[fsdp,ep]", "experts.dispatch=all_gather"],

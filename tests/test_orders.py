@@ -192,8 +192,7 @@ def both_ways(attention, index, **rules):
     ("scheme", "sizes"),
     [
         ("ring", {"sp": 4}),
-        ("all_gather", {"sp": 4}),
-        pytest.param("ulysses", {"sp": 4}, marks=pytest.mark.slow),
+        *(pytest.param(*how, marks=pytest.mark.slow) for how in (("all_gather", {"sp": 4}), ("ulysses", {"sp": 4}))),
         ("ulysses", {"cp": 2, "sp": 2}),
     ],
 )

@@ -28,6 +28,7 @@ SMALL = [
 SMALL += ["model.head_dim=128", "model.ffn_dim=512", "data.sequence_length=1024", "data.global_batch=2"]
 
 
+@pytest.mark.slow  # the TPU compiler, 15 s
 def test_a_step_on_four_chips(capsys):
     """Parameters are stored over fsdp and sp: gathered where they are used, their gradients scattered; keys travel over sp.
     A mesh that uses all chips leaves nothing to search. The TPU compiler takes a third of the time for rows so short."""

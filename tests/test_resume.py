@@ -39,6 +39,7 @@ def test_a_constant_rate_goes_on_bit_for_bit_past_its_end(corpus, tmp_path):
     assert "has 5 of 5 steps" in said and "was 3" not in said, "what is stored is the new total"
 
 
+@pytest.mark.slow  # two runs; a constant rate goes the same way
 def test_wsd_goes_on_bit_for_bit_before_its_decay(corpus, tmp_path):
     run(tmp_path / "whole", corpus, "optimizer=wsd", "run.steps=6")
     run(tmp_path / "parts", corpus, "optimizer=wsd", "run.steps=5", "run.stop_after=3")

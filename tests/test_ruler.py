@@ -546,6 +546,7 @@ def trained(corpus, tmp_path_factory):
     return once(tmp_path_factory, "ruler", make)
 
 
+@pytest.mark.slow  # two more programs of an evaluation
 def test_four_devices_answer_what_one_does(trained, corpus, tmp_path, capsys):
     to = tmp_path / "one.json"
     assert main([f"run.dir={trained}", *corpus, *KEYS, "mesh=single", f"to={to}"]) == DONE

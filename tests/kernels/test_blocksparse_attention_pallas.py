@@ -100,6 +100,7 @@ def test_numbers(name):
     hold(*CALLS[name])
 
 
+@pytest.mark.slow  # many launches, interpreted
 def test_lists_that_do_not_fit_into_scalar_memory_at_once(monkeypatch):
     """Every launch has the lists of some of the tiles, and writes those of the outputs. Tiles hold four blocks."""
     lengths, block_size = (200, 390), (64, 64)

@@ -45,7 +45,7 @@ def test_decays_of_every_size(decay):
     )
 
 
-@pytest.mark.parametrize("decay", [-100.0, -np.inf])
+@pytest.mark.parametrize("decay", [pytest.param(-100.0, marks=pytest.mark.slow), -np.inf])
 def test_decays_of_every_size_in_a_delta_rule(decay):
     rng = np.random.default_rng(0)
     state = rng.standard_normal((1, 1, 2, 8, 20)).astype(np.float32)
@@ -70,7 +70,7 @@ def test_a_bonus_without_decays():
     against_xla("linear_attention", arguments, chunk=16)
 
 
-@pytest.mark.parametrize(("cosine", "beta"), [(0.9, 2.0), (0.99, 2.0)])
+@pytest.mark.parametrize(("cosine", "beta"), [pytest.param(0.9, 2.0, marks=pytest.mark.slow), (0.99, 2.0)])
 def test_correlated_keys_and_reflections(cosine, beta):
     rng = np.random.default_rng(3)
     compared(kda(rng, 1, 70, 1, 2, 16, 8, cosine, beta), {"use_qk_l2norm": True}, allowed=1e-5, chunk=64)
@@ -123,8 +123,14 @@ def _first_level_kernel(a_ptr, o_ptr, REACH: tl.constexpr):
 FIRST = {6: (1,), 5: (1, 40), 4: (1, 20), 0: (1, 2)}
 
 
-@pytest.mark.parametrize(("first", "strong"), FIRST.items(), ids=[f"from level {first}" for first in FIRST])
-@pytest.mark.parametrize("name", ["linear_attention", "delta_rule"])
+@pytest.mark.parametrize(
+    ("name", "first", "strong"),
+    [
+        pytest.param(name, *level, id=f"{name}-from level {level[0]}", marks=() if (i + j) % 2 else pytest.mark.slow)
+        for i, name in enumerate(("linear_attention", "delta_rule"))
+        for j, level in enumerate(FIRST.items())
+    ],
+)
 def test_each_program_takes_the_largest_blocks_that_its_sums_allow(name, first, strong):
     """And its results are those of the levels, which hold for every decay, in the digits of bfloat16."""
     rng, op = np.random.default_rng(7), OPS[name]
@@ -156,6 +162,7 @@ def test_each_program_takes_the_largest_blocks_that_its_sums_allow(name, first, 
         assert error(a, b) <= 1e-2, (what, error(a, b))
 
 
+@pytest.mark.slow  # many chunks, interpreted
 def test_a_result_that_depends_on_a_token_far_back():
     T = 16384 + 40
     rng = np.random.default_rng(8)

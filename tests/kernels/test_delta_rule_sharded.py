@@ -46,7 +46,10 @@ def on_a_mesh(name, sizes, packed):
 
 @pytest.mark.parametrize(
     ("name", "sizes", "packed"),
-    [("kernel_delta_attention", {"sp": 4}, False), ("rwkv7", {"sp": 2, "tp": 2}, True)],
+    [
+        pytest.param("kernel_delta_attention", {"sp": 4}, False, marks=pytest.mark.slow),
+        ("rwkv7", {"sp": 2, "tp": 2}, True),
+    ],
 )
 def test_with_the_sequence_split(name, sizes, packed):
     """Values and gradients, of the states too."""

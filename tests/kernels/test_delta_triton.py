@@ -61,7 +61,7 @@ def test_correlated_keys_and_reflections(cosine, beta):
     compared(arguments, {}, allowed=1e-5, chunk=64)
 
 
-@pytest.mark.parametrize("decay", [0.0, -20.0, -100.0, -np.inf])
+@pytest.mark.parametrize("decay", [0.0, *(pytest.param(d, marks=pytest.mark.slow) for d in (-20.0, -100.0)), -np.inf])
 def test_decays_of_every_size(decay):
     rng = np.random.default_rng(1)
     state = rng.standard_normal((1, 1, 2, 8, 20)).astype(np.float32)
@@ -69,7 +69,7 @@ def test_decays_of_every_size(decay):
     compared(arguments, {"use_qk_l2norm": True, "softmax_scale": 0.7}, chunk=32, block_v=16, heads=2)
 
 
-@pytest.mark.parametrize(("decay", "Hv"), [(0.0, 18), (-100.0, 16)])
+@pytest.mark.parametrize(("decay", "Hv"), [pytest.param(0.0, 18, marks=pytest.mark.slow), (-100.0, 16)])
 def test_rows_that_are_split(decay, Hv):
     """By the map of each part, a matrix, from the state that enters it to the state that leaves."""
     rng = np.random.default_rng(8)
@@ -115,7 +115,7 @@ def test_documents_and_padding():
     compared(given, {}, clean, chunk=16, splits=2)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_packed_sequences_with_states(splits):
     rng = np.random.default_rng(4)
     ids = np.sort(rng.choice([0, 1, 3, 4], (2, 60)), axis=1).astype(np.int32)  # sequence 2 is empty
@@ -134,6 +134,7 @@ def test_a_sequence_that_ends_where_a_part_of_its_row_ends():
     compared(arguments, {"num_states": 2}, chunk=16, splits=3)
 
 
+@pytest.mark.slow  # many chunks, interpreted
 def test_a_result_that_depends_on_a_token_far_back():
     T = 8192 + 40
     x = {n: np.zeros((1, T, 1, 16), np.float32) for n in ("query", "key", "value")}

@@ -173,7 +173,10 @@ SEGMENTS = {"segments": jax.ShapeDtypeStruct((1, LENGTH), "int32")}
 
 @pytest.mark.parametrize(
     ("width", "value_width", "names"),
-    [(128, 128, HOPPERS), (192, 128, WIDE), pytest.param(256, 256, WIDE, marks=pytest.mark.slow)],
+    [
+        (192, 128, WIDE),
+        *(pytest.param(*how, marks=pytest.mark.slow) for how in ((128, 128, HOPPERS), (256, 256, WIDE))),
+    ],
 )
 def test_the_code_with_every_option(width, value_width, names):
     """A soft cap, sinks, a window and documents."""
@@ -194,7 +197,7 @@ IDS = jax.ShapeDtypeStruct((1, 4096), "int32")
     "mask",
     [
         pytest.param(MaskInfo(), marks=pytest.mark.slow),
-        MaskInfo(causal=True),
+        pytest.param(MaskInfo(causal=True), marks=pytest.mark.slow),
         MaskInfo(causal=True, q_positions=IDS, kv_positions=IDS),
     ],
 )

@@ -70,7 +70,7 @@ def test_lengths_and_groups_of_heads(lengths, heads, kind):
     ("length", "heads", "widths", "dtype", "options", "rank"),
     [
         (256, (2, 1), (64, 64), "bfloat16", {}, 0),
-        (512, (2, 2), (128, 128), "float16", {"logits_soft_cap": 3.0}, 1),
+        pytest.param(512, (2, 2), (128, 128), "float16", {"logits_soft_cap": 3.0}, 1, marks=pytest.mark.slow),
         (256, (2, 1), (128, 64), "bfloat16", {"softmax_scale": 0.3}, 1),
     ],
 )

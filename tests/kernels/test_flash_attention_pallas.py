@@ -121,7 +121,7 @@ CALLS = {
     "dense": (1, 260, 150, (16, 16), {"mask": MaskInfo(attention_mask=made(1, 2, 260, 150) > 0.2)}),
     "dense mask of keys": (2, 130, 260, (16, 16), {"mask": MaskInfo(attention_mask=made(2, 1, 1, 260) > 0.5)}),
 }
-QUICK = {"documents", "window", "shared bias"}
+QUICK = {"documents"}
 
 
 def results(platform, floats, others, d=None, cfg=None):
@@ -315,6 +315,7 @@ def test_shapes_of_models_compile(name, dtype, topology):
     assert memory.temp_size_in_bytes < 4 * memory.argument_size_in_bytes
 
 
+@pytest.mark.slow  # the TPU compiler, 9 s
 def test_heads_take_the_room_of_64_entries():
     """Rows of 64 would be padded to 128 lanes, and copied to be so: what is given, twice, for each array of the heads."""
     memory = of_a_model("width 64", "bfloat16", checks.TPU_TOPOLOGIES[0]).memory_analysis()

@@ -303,7 +303,7 @@ def test_errors_name_the_argument(call, words):
         call()
 
 
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_kernel_in_small_blocks_of_a_vocabulary_that_is_masked_out_in_part(reverse, monkeypatch):
     monkeypatch.setattr(vocabulary_pallas, "ELEMENTS", 2 * 16 * 128)  # a tile of 16 rows, and one of what is left
     rng = np.random.default_rng(6)

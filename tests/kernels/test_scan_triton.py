@@ -51,7 +51,9 @@ def documents(rng, B, T):
     return ids.astype(np.int32)
 
 
-@pytest.mark.parametrize("decay", DECAYS.values(), ids=DECAYS)
+@pytest.mark.parametrize(
+    "decay", [pytest.param(d, marks=() if d < -100 else pytest.mark.slow) for d in DECAYS.values()], ids=DECAYS
+)
 def test_rows_that_are_split_have_the_same_numbers_at_decays_of_every_size(decay):
     rng = np.random.default_rng(0)
     state = rng.standard_normal((1, 1, 2, 8, 20)).astype(np.float32)
@@ -77,7 +79,7 @@ def test_documents_and_padding_in_split_rows():
         assert error(a, b) <= 3e-6, what
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_packed_sequences_with_states(splits):
     rng = np.random.default_rng(2)
     ids = np.sort(rng.choice([0, 1, 3, 4], (2, 101)), axis=1).astype(np.int32)  # sequence 2 is empty
@@ -96,7 +98,7 @@ def test_a_row_without_a_valid_token_returns_its_states():
     against_xla("linear_attention", arguments | {"num_states": 3}, chunk=16)
 
 
-@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_gradients_of_what_heads_share_are_summed(heads):
     op, rng = OPS["state_space_v2"], np.random.default_rng(4)
     sizes = {"B": 1, "T": 70, "N": 8, "K": 2, "H": 8, "Hv": 4, "G": 1}
@@ -107,6 +109,7 @@ def test_gradients_of_what_heads_share_are_summed(heads):
     against_xla("state_space_v2", arguments, chunk=16, splits=2, heads=heads)
 
 
+@pytest.mark.slow  # many chunks, interpreted
 def test_a_result_that_depends_on_a_token_far_back():
     T = 16384 + 40
     rng = np.random.default_rng(5)
