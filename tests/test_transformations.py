@@ -46,14 +46,20 @@ BUILT_ON_ANOTHER = {
 WITH_KERNELS = {"rms_norm", "fused_add_rms_norm"}
 
 
-# The framework alone decides what a second derivative is, and `scan` and `jax.checkpoint` are applied together with `vmap` to
-# every operation. Alone, and twice, they are applied to these: one output and several, residuals, integers, positions.
+# The framework alone decides what a derivative is under `vmap`, `scan`, `jax.checkpoint` and an export, and what a second one
+# is. In the quick tests these are applied to one operation of each kind: one output and several, residuals, integers, positions.
 OF_EACH_KIND = "rms_norm fused_add_rms_norm flash_attention grouped_matmul cross_entropy rotary_embedding".split()
 
 
 def marks_of(op, backend="xla"):
     quick = op.name not in BUILT_ON_ANOTHER and (backend == "xla" or op.name in WITH_KERNELS)
     return () if quick else (pytest.mark.slow,)
+
+
+def of_each_kind(ops):
+    """Returns the rows of operations, of which one of each kind is quick."""
+    slow = pytest.mark.slow
+    return [pytest.param(op, id=name, marks=() if name in OF_EACH_KIND else slow) for name, op in ops.items()]
 
 
 # Numbers are compared in float32; what has none (cuDNN) is transformed in tests of its own.
@@ -154,7 +160,7 @@ def remat_of(backend):
     return (lambda f: f) if backend.name == "pallas_tpu" else jax.checkpoint
 
 
-@each_differentiable
+@each_kind
 def test_gradients_under_vmap_and_of_vmap_with_scan_and_remat(op, backend):
     floats, others, rest = parts(op)
     again = parts(op, seed=1)[0]
@@ -272,7 +278,7 @@ def test_forward_mode_is_refused_by_name_through_every_transformation(name):
     assert np.isfinite(jax.grad(lambda x: jnp.sum(function(x)))(X)).all()
 
 
-@pytest.mark.parametrize("op", [pytest.param(op, id=name, marks=marks_of(op)) for name, op in OPS.items()])
+@pytest.mark.parametrize("op", of_each_kind(OPS))
 def test_one_export_for_every_platform_gives_the_numbers_here(op):
     """Also on a machine without the accelerator, and differentiated."""
     floats, others, rest = parts(op)
@@ -286,7 +292,7 @@ def test_one_export_for_every_platform_gives_the_numbers_here(op):
     close(exported.call(floats), want(floats), 1e-6)
 
 
-@pytest.mark.parametrize("op", [pytest.param(op, id=name, marks=marks_of(op)) for name, op in DIFFERENTIABLE.items()])
+@pytest.mark.parametrize("op", of_each_kind(DIFFERENTIABLE))
 def test_the_size_of_the_batch_may_be_a_symbol(op):
     """In an export for any size of it; a backend that needs the size is refused by name."""
     floats, others, rest = parts(op)
