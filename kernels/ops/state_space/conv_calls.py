@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -22,9 +23,11 @@ WIDEST_WINDOW = 16  # rows of a window, of which each thread holds its channels 
 # -- tiles -------------------------------------------------------------------------------------------------------------
 
 REGISTERS = 65536  # of a multiprocessor
-MOST_REGISTERS = 200  # of a thread, by the estimate below; more would spill
+MOST_REGISTERS = 200  # of a thread, by the estimate below: more spill
 MOST_PROGRAMS = 32  # of a multiprocessor
-IN_FLIGHT = 48 * 1024  # bytes that the loads of a multiprocessor must have in flight for the whole bandwidth
+SPANS = (64, 128, 256, 512)
+OF_A_ROW = 0.2  # what a row costs for each thread, in channels
+IN_FLIGHT = 40 * 1024  # bytes that the loads of a multiprocessor must have in flight for the whole bandwidth
 CANDIDATES = 16
 
 
@@ -41,7 +44,7 @@ def _registers(tile: Tile, taps: int, itemsize: int, backward: bool) -> float:
     """Returns about how many registers a thread needs: taps, their gradients, windows, and what is being loaded."""
     channels = tile.block_f / (32 * tile.num_warps)
     held = 4 * taps + 3 if backward else 2 * taps + 3
-    return channels * (held + tile.tokens * itemsize / 4 * (2 if backward else 1)) + 40
+    return channels * (held + tile.tokens * itemsize / 4 * (2 if backward else 1)) + 10
 
 
 def _estimate(tile: Tile, call: Call, backward: bool) -> float:
@@ -56,28 +59,31 @@ def _estimate(tile: Tile, call: Call, backward: bool) -> float:
     traffic = 1 + again / (arrays * itemsize * min(tile.span, d["T"]))
     traffic *= triton.cdiv(d["F"], tile.block_f) * tile.block_f / d["F"]
     tail = 1 + 0.5 * (math.ceil(waves) - waves) / waves if waves > 1 else 1.0
+    # Addresses and masks of a row are computed for all channels of a thread; more warps wait for each other's last row.
+    instructions = 1 + OF_A_ROW * 32 * tile.num_warps / tile.block_f + 0.002 * tile.num_warps
     flight = min(fit, programs / MULTIPROCESSORS) * tile.block_f * tile.tokens * itemsize * (arrays - 1)
-    return traffic * tail / min(1.0, flight / IN_FLIGHT)
+    return traffic * tail * instructions / min(1.0, flight / IN_FLIGHT)
 
 
 def _tiles(call: Call, backward: bool) -> list[Tile]:
-    """Returns the tiles of a direction, the best by the estimate first."""
+    """Returns the tiles of a direction, each with the span that suits it, the best by the estimate first."""
     F, T, itemsize = call.dims["F"], call.dims["T"], call.x.dtype.itemsize
     widest, longest = max(16, power_of_two(F)), power_of_two(T)
-    # A thread stores at most 16 bytes at once, and float32 of its sums too where the backward has them.
-    most = 4 if itemsize == 4 else 8
+
+    def estimate(tile: Tile) -> float:
+        return _estimate(tile, call, backward)
+
     found = []
-    for channels in (8, 4, 2, 1):
-        for num_warps in (1, 2, 4):
-            block = channels * 32 * num_warps
-            if channels > most or (block > widest and (channels, num_warps) != (1, 1)):
-                continue
-            for tokens in (2, 4, 8, 16):
-                for span in (64, 128, 256, 512):
-                    tile = Tile(min(block, widest), min(tokens, longest), num_warps, min(span, longest))
-                    if _registers(tile, call.dims["W"], itemsize, backward) <= MOST_REGISTERS or block == 32:
-                        found.append(tile)
-    return sorted(dict.fromkeys(found), key=lambda tile: _estimate(tile, call, backward))
+    for channels, num_warps, tokens in itertools.product((8, 4, 2, 1), (1, 2, 4), (2, 4, 8, 16)):
+        block = channels * 32 * num_warps
+        # A store has at most 16 bytes of a thread. Of few channels, one warp has them all.
+        if channels * itemsize > 16 or (block > widest and (channels, num_warps) != (1, 1)):
+            continue
+        spans = (Tile(min(block, widest), min(tokens, longest), num_warps, min(n, longest)) for n in SPANS)
+        tile = min(spans, key=estimate)
+        if block == 32 or _registers(tile, call.dims["W"], itemsize, backward) <= MOST_REGISTERS:
+            found.append(tile)
+    return sorted(dict.fromkeys(found), key=estimate)
 
 
 def candidates(call: Call) -> list[ConvConfig]:
