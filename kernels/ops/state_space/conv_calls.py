@@ -40,6 +40,14 @@ class Tile(NamedTuple):
     span: int
 
 
+def tile_of(cfg: ConvConfig, backward: bool) -> Tile:
+    """Returns the tile of a direction; no field of the configuration is None."""
+    fields: Any = (cfg.block_f, cfg.tokens, cfg.num_warps, cfg.span)
+    if backward:
+        fields = (cfg.backward_block_f, cfg.backward_tokens, cfg.backward_num_warps, cfg.backward_span)
+    return Tile(*fields)
+
+
 def _registers(tile: Tile, taps: int, itemsize: int, backward: bool) -> float:
     """Returns about how many registers a thread needs: taps, their gradients, windows, and what is being loaded."""
     channels = tile.block_f / (32 * tile.num_warps)
@@ -164,7 +172,7 @@ def _sizes(x: Any, weight: Any, found: Rows | None, num_states: int, activation:
 def forward(x, weight, bias, segment_ids, initial_state, activation, num_states, cfg):
     W = weight.shape[1]
     found, state = _rows_of(x, segment_ids, initial_state, num_states, W), _by_rows(initial_state)
-    tile = Tile(cfg.block_f, cfg.tokens, cfg.num_warps, cfg.span)
+    tile = tile_of(cfg, False)
     (out,) = triton_launch(
         conv_fwd_kernel,
         x,
@@ -183,7 +191,7 @@ def forward(x, weight, bias, segment_ids, initial_state, activation, num_states,
 def backward(saved, x, weight, bias, segment_ids, initial_state, activation, num_states, cfg):
     (B, _, F), W = x.shape, weight.shape[1]
     found, state = _rows_of(x, segment_ids, initial_state, num_states, W), _by_rows(initial_state)
-    tile = Tile(cfg.backward_block_f, cfg.backward_tokens, cfg.backward_num_warps, cfg.backward_span)
+    tile = tile_of(cfg, True)
     sizes = _sizes(x, weight, found, num_states, activation, tile)
     parts = B * triton.cdiv(sizes["R"], tile.span)
     shapes = {

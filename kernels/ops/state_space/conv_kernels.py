@@ -33,10 +33,15 @@ def _place(r, source_ptr, seen_ptr, R: tl.constexpr):
 
 
 @triton.jit
+def _at(source, cols, F: tl.constexpr):
+    """Returns where the channels of a row are, in 64 bits."""
+    return source.to(tl.int64) * F + cols
+
+
+@triton.jit
 def _token(x_ptr, source, inside, cols, F: tl.constexpr):
     """Returns the channels of a token in their own dtype, 0 unless it is inside and no entry of a state."""
-    at = source.to(tl.int64) * F + cols
-    return tl.load(x_ptr + at, mask=inside & (source >= 0) & (cols < F), other=0.0)
+    return tl.load(x_ptr + _at(source, cols, F), mask=inside & (source >= 0) & (cols < F), other=0.0)
 
 
 @triton.jit
@@ -44,8 +49,8 @@ def _input(x_ptr, state_ptr, source, inside, cols, F: tl.constexpr, MIXED: tl.co
     """Returns a row of the input: in the dtype of x, or float32 if it may be an entry of a state."""
     x = _token(x_ptr, source, inside, cols, F)
     if MIXED:
-        at = (-1 - source).to(tl.int64) * F + cols
-        entry = tl.load(state_ptr + at, mask=inside & (source < 0) & (cols < F), other=0.0)
+        there = inside & (source < 0) & (cols < F)
+        entry = tl.load(state_ptr + _at(-1 - source, cols, F), mask=there, other=0.0)
         x = tl.where(source < 0, entry, x.to(tl.float32))
     return x
 
@@ -64,7 +69,7 @@ def _window(x_ptr, state_ptr, source_ptr, seen_ptr, first, cols, F: tl.constexpr
             entry, there = -1 - source, inside & (source < 0)
             if source_ptr is None:
                 entry, there = r + W - 1, r < 0
-            x += tl.load(state_ptr + entry.to(tl.int64) * F + cols, mask=there & (cols < F), other=0.0)
+            x += tl.load(state_ptr + _at(entry, cols, F), mask=there & (cols < F), other=0.0)
         window = window + (x,)
     return window
 
@@ -139,7 +144,7 @@ def conv_fwd_kernel(
             if TABLE:
                 out = tl.where(seen >= 0, out, 0.0)
             there = (first + start + i < R) & (sources[i] >= 0) & (cols < F)
-            tl.store(out_ptr + sources[i].to(tl.int64) * F + cols, out.to(out_ptr.dtype.element_ty), mask=there)
+            tl.store(out_ptr + _at(sources[i], cols, F), out.to(out_ptr.dtype.element_ty), mask=there)
             window = window[1:] + (x,)
 
 
@@ -190,12 +195,12 @@ def _store_gradient(
         leaves = tl.load(leaves_ptr + r, mask=mine, other=-1)
         entry, is_entry = -1 - at, mine & (at < 0)
     left = (leaves >= 0) & (mine | is_entry)
-    dx += tl.load(d_final_ptr + leaves.to(tl.int64) * F + cols, mask=left & (cols < F), other=0.0)
+    dx += tl.load(d_final_ptr + _at(leaves, cols, F), mask=left & (cols < F), other=0.0)
     is_token = mine & (at >= 0)
-    tl.store(dx_ptr + at.to(tl.int64) * F + cols, dx.to(dx_ptr.dtype.element_ty), mask=is_token & (cols < F))
+    tl.store(dx_ptr + _at(at, cols, F), dx.to(dx_ptr.dtype.element_ty), mask=is_token & (cols < F))
     if d_state_ptr is not None:
         if is_entry:
-            tl.store(d_state_ptr + entry.to(tl.int64) * F + cols, dx, mask=cols < F)
+            tl.store(d_state_ptr + _at(entry, cols, F), dx, mask=cols < F)
 
 
 @triton.jit
@@ -312,6 +317,6 @@ def conv_bwd_kernel(
         )
         window, pending = window[1:] + (x,), owed[1:]
     for j in tl.static_range(W):
-        tl.store(d_weight_ptr + (part.to(tl.int64) * W + j) * F + cols, d_taps[j], mask=cols < F)
+        tl.store(d_weight_ptr + _at(part * W + j, cols, F), d_taps[j], mask=cols < F)
     if d_bias_ptr is not None:
-        tl.store(d_bias_ptr + part.to(tl.int64) * F + cols, d_bias, mask=cols < F)
+        tl.store(d_bias_ptr + _at(part, cols, F), d_bias, mask=cols < F)
