@@ -1,4 +1,4 @@
-"""The Triton kernels of the causal convolution: spans and tiles of every shape, documents, packed states, wide windows, offsets."""
+"""The Triton kernels of the causal convolution: spans of every shape, documents, packed states, wide windows, offsets."""
 
 import functools
 from dataclasses import replace
@@ -15,7 +15,7 @@ import ejdist
 import kernels
 from ejdist import make_mesh
 from kernels.framework.interpret import interpret
-from kernels.ops.state_space import conv_calls, conv_kernels, conv_op
+from kernels.ops.state_space import conv_op, triton_conv, triton_conv_calls
 from kernels.ops.state_space.contract import ConvConfig
 from kernels.ops.state_space.conv_rows import NOTHING, rows
 from kernels.toolchains.triton import triton_launch
@@ -34,7 +34,7 @@ def arguments_of(rng, B, T, W, state=1, **more):
 
 
 def against_xla(arguments, cfg=SMALL, clean=None, allowed=2e-6):
-    """Asserts that outputs and gradients through the interpreter are those of XLA, given `clean` arguments if padding is not."""
+    """Asserts that outputs and gradients through the interpreter are those of XLA given `clean` arguments."""
     wanted, gradients, d = value_and_gradients(functools.partial(conv_op, platform="xla"), clean or arguments)
     with interpret():
         run = functools.partial(conv_op, platform="triton", cfg=cfg)
@@ -138,7 +138,7 @@ def test_with_the_sequence_split(documents):
 
 @triton.jit
 def _offsets_kernel(o_ptr, F: tl.constexpr, PART: tl.constexpr):
-    last = tl.max(conv_kernels._at(tl.program_id(0) + 2**21, tl.arange(0, 16), F))
+    last = tl.max(triton_conv._at(tl.program_id(0) + 2**21, tl.arange(0, 16), F))
     tl.store(o_ptr, (last // PART).to(tl.int32))
 
 
@@ -171,12 +171,12 @@ def test_candidates_are_ordered_by_the_estimate():
     for name in ("qwen3_next", "mamba2_8k", "small"):
         case = next(c for c in conv_op.cases if c.name == name)
         call = conv_op.bind(**conv_op.case_inputs(case, dtype="bfloat16", shapes_only=True))
-        found = conv_calls.candidates(call)
-        assert found[0] == conv_calls.heuristic(call, "cuda") and len(set(found)) == len(found) >= 1
+        found = triton_conv_calls.candidates(call)
+        assert found[0] == triton_conv_calls.heuristic(call, "cuda") and len(set(found)) == len(found) >= 1
         for backward in (False, True):
-            tiles = [conv_calls.tile_of(cfg, backward) for cfg in found]
-            costs = [conv_calls._estimate(tile, call, backward) for tile in tiles]
+            tiles = [triton_conv_calls.tile_of(cfg, backward) for cfg in found]
+            costs = [triton_conv_calls._estimate(tile, call, backward) for tile in tiles]
             assert costs == sorted(costs)
             assert all(tile.span % tile.tokens == 0 and tile.block_f >= 16 for tile in tiles)
         if "bench" in case.tags:
-            assert len(found) == conv_calls.CANDIDATES
+            assert len(found) == triton_conv_calls.CANDIDATES

@@ -206,7 +206,8 @@ def autotune_key_conv(call: Call) -> str:
     """Returns the measurement key of a call: its window, whether rows hold documents, channels and tokens."""
     d = call.dims
     rows = "rows" if call.segment_ids is None and call.num_states == 1 else "documents"
-    return f"{call.dtype} {rows} window{bucket(d['W'], 5)} channels{bucket(d['F'], 1024, 6144)} tokens{bucket(d['T'], 1024, 16384)}"
+    sizes = f"window{bucket(d['W'], 5)} channels{bucket(d['F'], 1024, 6144)} tokens{bucket(d['T'], 1024, 16384)}"
+    return f"{call.dtype} {rows} {sizes}"
 
 
 v2_op = Op(

@@ -1,4 +1,4 @@
-"""state_space_v2 for NVIDIA GPUs in Triton, an adapter of `kernels/engines/scan`, and the convolution, by kernels of its own."""
+"""state_space_v2 for NVIDIA GPUs in Triton, an adapter of `kernels/engines/scan`, and the convolution by its own kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from kernels.engines.scan import triton_scalar_calls as scalar
 from kernels.engines.scan.triton_calls import sizes_refused
-from kernels.ops.state_space import conv_calls
+from kernels.ops.state_space import triton_conv_calls
 from kernels.ops.state_space.contract import conv_op, v2_op, work_v2
 
 
@@ -49,12 +49,12 @@ v2_op.register(
     candidates=scalar.candidates,
 )
 conv_op.register(
-    conv_calls.forward,
-    conv_calls.backward,
+    triton_conv_calls.forward,
+    triton_conv_calls.backward,
     name="triton_gpu",
     platforms={"cuda"},
     dtypes={"float32", "bfloat16", "float16"},
-    rejects=conv_calls.rejects,
-    heuristic=conv_calls.heuristic,
-    candidates=conv_calls.candidates,
+    rejects=triton_conv_calls.rejects,
+    heuristic=triton_conv_calls.heuristic,
+    candidates=triton_conv_calls.candidates,
 )

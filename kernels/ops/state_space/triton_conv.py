@@ -110,13 +110,13 @@ def conv_fwd_kernel(
     ENTRIES: tl.constexpr,
     SPAN: tl.constexpr,  # rows of a program
     SILU: tl.constexpr,
+    TABLE: tl.constexpr,  # whether rows are not simply tokens
+    MIXED: tl.constexpr,  # and may be entries of a state
     TOKENS: tl.constexpr,  # rows that are loaded at once
     BLOCK_F: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
     SPANS: tl.constexpr = (R + SPAN - 1) // SPAN
-    TABLE: tl.constexpr = source_ptr is not None
-    MIXED: tl.constexpr = TABLE and state_ptr is not None
     part = tl.program_id(0) // COLUMNS
     cols = tl.program_id(0) % COLUMNS * BLOCK_F + tl.arange(0, BLOCK_F)
     row, first = (part // SPANS).to(tl.int64), part % SPANS * SPAN
@@ -225,14 +225,14 @@ def conv_bwd_kernel(
     ENTRIES: tl.constexpr,
     SPAN: tl.constexpr,
     SILU: tl.constexpr,
+    TABLE: tl.constexpr,
+    MIXED: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
     """A row's gradient is complete, and stored, W - 1 rows later; those of the program's last rows need rows after them."""
     COLUMNS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
     SPANS: tl.constexpr = (R + SPAN - 1) // SPAN
-    TABLE: tl.constexpr = source_ptr is not None
-    MIXED: tl.constexpr = TABLE and state_ptr is not None
     part = tl.program_id(0) // COLUMNS
     cols = tl.program_id(0) % COLUMNS * BLOCK_F + tl.arange(0, BLOCK_F)
     row, first = (part // SPANS).to(tl.int64), part % SPANS * SPAN

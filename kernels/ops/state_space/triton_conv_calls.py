@@ -1,4 +1,4 @@
-"""The causal convolution for NVIDIA GPUs in Triton: launches of `conv_kernels.py`, and their tiles."""
+"""The causal convolution for NVIDIA GPUs in Triton: launches of `triton_conv.py`, and their tiles."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kernels.framework.binding import Call
 from kernels.framework.measured import power_of_two
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.ops.state_space.contract import ConvConfig, conv_op, work_conv
-from kernels.ops.state_space.conv_kernels import conv_bwd_kernel, conv_fwd_kernel
 from kernels.ops.state_space.conv_rows import Rows, final_state, rows
+from kernels.ops.state_space.triton_conv import conv_bwd_kernel, conv_fwd_kernel
 from kernels.toolchains.triton import triton_launch
 
 WIDEST_WINDOW = 16  # rows of a window, of which each thread holds its channels in registers
@@ -23,7 +23,10 @@ WIDEST_WINDOW = 16  # rows of a window, of which each thread holds its channels 
 # -- tiles -------------------------------------------------------------------------------------------------------------
 
 REGISTERS = 65536  # of a multiprocessor
-MOST_REGISTERS = 200  # of a thread, by the estimate below: more spill
+MOST_REGISTERS = {
+    False: 160,
+    True: 200,
+}  # of a thread of the forward and of the backward, by the estimate below: more spill
 MOST_PROGRAMS = 32  # of a multiprocessor
 SPANS = (64, 128, 256, 512)
 OF_A_ROW = 0.2  # what a row costs for each thread, in channels
@@ -89,7 +92,7 @@ def _tiles(call: Call, backward: bool) -> list[Tile]:
             continue
         spans = (Tile(min(block, widest), min(tokens, longest), num_warps, min(n, longest)) for n in SPANS)
         tile = min(spans, key=estimate)
-        if block == 32 or _registers(tile, call.dims["W"], itemsize, backward) <= MOST_REGISTERS:
+        if block == 32 or _registers(tile, call.dims["W"], itemsize, backward) <= MOST_REGISTERS[backward]:
             found.append(tile)
     return sorted(dict.fromkeys(found), key=estimate)
 
@@ -164,6 +167,8 @@ def _sizes(x: Any, weight: Any, found: Rows | None, num_states: int, activation:
         "ENTRIES": num_states * (W - 1),
         "SPAN": tile.span,
         "SILU": activation == "silu",
+        "TABLE": found is not None,
+        "MIXED": found is not None and R > T,
         "TOKENS": tile.tokens,
         "BLOCK_F": tile.block_f,
     }
