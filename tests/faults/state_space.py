@@ -127,16 +127,16 @@ FAULTS = (
     ),
     Fault(
         "conv: a short sequence loses what it began with",
-        "conv_rows:rows",
+        "conv_rows:_packed",
         "$size[..., None] + $lead - 1 - $entry",
         "$size[..., None] + $lead - $entry",
         f"{CONV} -k 'packed and 5'",
     ),
     Fault(
         "conv: a document that was left becomes the final state",
-        "conv_rows:rows",
-        "jnp.where($last, $count - 1 - $rank, T)",
-        "$count - 1 - $rank",
+        "conv_rows:_documents",
+        "$valid & ($behind < $taps) & ($begin == $of_last)",
+        "$valid & ($behind < $taps)",
         f"{CONV} -k rows_of_documents",
     ),
     Fault(

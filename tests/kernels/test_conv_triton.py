@@ -62,7 +62,7 @@ def test_no_bias_no_activation_no_state():
     against_xla(arguments)
 
 
-@pytest.mark.parametrize("state", [0, 1])
+@pytest.mark.parametrize("state", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_documents_whose_padding_holds_anything(state):
     rng = np.random.default_rng(2)
     ids = np.cumsum(rng.random((3, 27)) < 0.2, axis=1).astype(np.int32)
@@ -74,7 +74,7 @@ def test_documents_whose_padding_holds_anything(state):
     against_xla(clean | {"x": x}, clean=clean)
 
 
-@pytest.mark.parametrize("state", [0, 5])
+@pytest.mark.parametrize("state", [5, pytest.param(0, marks=pytest.mark.slow)])
 def test_packed_sequences(state):
     rng = np.random.default_rng(3)
     ids = np.sort(rng.choice([0, 1, 3, 4], (2, 29)), axis=1).astype(np.int32)  # sequence 2 is empty
@@ -115,7 +115,7 @@ def test_rows_of_packed_sequences():
     assert none.final.tolist() == [[NOTHING, 4, NOTHING, NOTHING, 1, 2]]
 
 
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("documents", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_with_the_sequence_split(documents):
     rng = np.random.default_rng(5)
     x, weight, state = (rng.standard_normal(s).astype(np.float32) for s in ((1, 16, 4), (4, 4), (1, 4, 3)))

@@ -175,6 +175,7 @@ def _sizes(x: Any, weight: Any, found: Rows | None, num_states: int, activation:
 
 
 def forward(x, weight, bias, segment_ids, initial_state, activation, num_states, cfg):
+    """Returns (out, final state) of the contract."""
     W = weight.shape[1]
     found, state = _rows_of(x, segment_ids, initial_state, num_states, W), _by_rows(initial_state)
     tile = tile_of(cfg, False)
@@ -194,6 +195,7 @@ def forward(x, weight, bias, segment_ids, initial_state, activation, num_states,
 
 
 def backward(saved, x, weight, bias, segment_ids, initial_state, activation, num_states, cfg):
+    """Returns the gradients of the contract's arrays by name."""
     (B, _, F), W = x.shape, weight.shape[1]
     found, state = _rows_of(x, segment_ids, initial_state, num_states, W), _by_rows(initial_state)
     tile = tile_of(cfg, True)
