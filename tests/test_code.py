@@ -37,6 +37,7 @@ SLOW = {
         ("delta_rule", "kimi_linear"),
         ("linear_attention", "lightning_64k"),
         ("state_space_v2", "mamba2_8k"),
+        ("causal_conv1d", "documents_32k"),
     },
 }
 TARGETS = {"triton": (90, 80), "pallas": checks.TPU_TOPOLOGIES}  # the first of each is in the quick tests

@@ -3,6 +3,7 @@
 from faults import Fault
 
 STATE_SPACES = "tests/kernels/test_state_space.py"
+CONV = "tests/kernels/test_conv_triton.py"
 
 FAULTS = (
     Fault(
@@ -53,5 +54,103 @@ FAULTS = (
         "min($$args, $length)",
         "min($$args, $length - 1)",
         "tests/kernels/test_state_space.py -k in_parts",
+    ),
+    Fault(
+        "several states enter a row without ids",
+        "xla:_conv",
+        "$ids is None and $n > 1",
+        "False",
+        f"{CONV} -k several_states",
+    ),
+    Fault(
+        "conv: the window at the beginning of a span is one row late",
+        "triton_conv:_window",
+        "$first - (W - 1) + $j",
+        "$first - W + $j",
+        f"{CONV} -k 'many_spans and 37'",
+    ),
+    Fault(
+        "conv: a window holds another document",
+        "triton_conv:_of_segment",
+        "$seen >= W - 1 - $j",
+        "$seen >= 0",
+        f"{CONV} -k padding_holds",
+    ),
+    Fault(
+        "conv: a token has a gradient from another document",
+        "triton_conv:_owed",
+        "$seen >= W - 1 - $j",
+        "$seen >= 0",
+        f"{CONV} -k padding_holds",
+    ),
+    Fault(
+        "conv: padding is read",
+        "kernels/ops/state_space/triton_conv.py",
+        "seen >= 0, cols, F, MIXED),)\n            gs",
+        "seen >= -1, cols, F, MIXED),)\n            gs",
+        f"{CONV} -k padding_holds",
+    ),
+    Fault(
+        "conv: the last rows of a span lack what the next one adds",
+        "conv_bwd_kernel",
+        "_place($end + $i, $$args)",
+        "_place($end + R + $i, $$args)",
+        f"{CONV} -k 'many_spans and 37'",
+    ),
+    Fault(
+        "conv: the gradient of silu is that of the sigmoid",
+        "triton_conv:_through",
+        "$g * ($s * (1.0 + $z * (1.0 - $s)))",
+        "$g * ($s * (1.0 - $s))",
+        f"{CONV} -k 'many_spans and 37'",
+    ),
+    Fault(
+        "conv: the final state has no gradient",
+        "triton_conv:_store_gradient",
+        "($leaves >= 0) & ($mine | $entry)",
+        "($leaves > R) & ($mine | $entry)",
+        f"{CONV} -k no_activation",
+    ),
+    Fault(
+        "conv: an entry of a state lies beside itself",
+        "triton_conv:_input",
+        "_at(-1 - $source, $cols, F)",
+        "_at(-$source, $cols, F)",
+        f"{CONV} -k 'padding_holds and 1'",
+    ),
+    Fault(
+        "conv: the offset of a token in 32 bits",
+        "triton_conv:_at",
+        "$source.to(tl.int64)",
+        "$source",
+        f"{CONV} -k overflow",
+    ),
+    Fault(
+        "conv: a short sequence loses what it began with",
+        "conv_rows:_packed",
+        "$size[..., None] + $lead - 1 - $entry",
+        "$size[..., None] + $lead - $entry",
+        f"{CONV} -k 'packed and 5'",
+    ),
+    Fault(
+        "conv: a document that was left becomes the final state",
+        "conv_rows:_documents",
+        "$valid & ($behind < $taps) & ($begin == $of_last)",
+        "$valid & ($behind < $taps)",
+        f"{CONV} -k rows_of_documents",
+    ),
+    Fault(
+        "conv: partial sums of one span alone",
+        "triton_conv_calls:backward",
+        "jnp.sum($d['d_weight_ptr'], axis=0)",
+        "$d['d_weight_ptr'][0]",
+        f"{CONV} -k 'many_spans and 37'",
+    ),
+    Fault(
+        "conv: tiles in any order",
+        "triton_conv_calls:_tiles",
+        "sorted(dict.fromkeys($found), key=$estimate)",
+        "list(dict.fromkeys($found))",
+        f"{CONV} -k estimate",
     ),
 )

@@ -100,14 +100,35 @@ V1 = _cases(
 )
 
 
+def lengths(mean: int) -> Callable:
+    """Returns a generator of ids of documents of `mean` tokens in the mean, one after the other, without padding."""
+
+    def make(rng: Any, sizes: Mapping[str, int]) -> Any:
+        return jnp.asarray(np.cumsum(rng.random((sizes["B"], sizes["T"])) < 1 / mean, axis=1), jnp.int32)
+
+    return make
+
+
 def _conv() -> tuple[Case, ...]:
     small, odd = {"B": 2, "G": 1, "T": 12, "F": 8, "W": 4}, {"B": 2, "G": 1, "T": 37, "F": 5, "W": 4}
-    base = _cases(
-        {}, small, odd, {**odd, "T": 200, "W": 2}, ("bias",), {"mamba2_8k": {"B": 2, "T": 8192, "F": 4352, "W": 4}}
+    base = _cases({}, small, odd, {**odd, "T": 200, "W": 2}, ("bias",), {}, code=("packed",))
+    silu = {"activation": "silu"}
+    short = {**odd, "T": 2}
+    return (
+        *base,
+        Case("silu", {**odd, "W": 3}, silu, ("bias", "initial_state")),
+        Case("wide_window", {**odd, "W": 7}, silu, ("initial_state",), {"segment_ids": documents}),
+        Case("shorter_than_the_window", short, {}, ("initial_state",), tags=frozenset({"slow"})),
+        Case("qwen3_next", {"B": 1, "T": 8192, "F": 8192, "W": 4}, silu, tags=frozenset({"bench", "code"})),
+        Case("mamba2_8k", {"B": 2, "T": 8192, "F": 4352, "W": 4}, silu, ("bias",), tags=frozenset({"bench"})),
+        Case(
+            "documents_32k",
+            {"B": 1, "T": 32768, "F": 8192, "W": 4},
+            silu,
+            make={"segment_ids": lengths(2048)},
+            tags=frozenset({"bench", "code"}),
+        ),
     )
-    silu = [Case("silu", {**odd, "W": 3}, {"activation": "silu"}, ("bias", "initial_state"))]
-    short = [Case("shorter_than_the_window", {**odd, "T": 2}, {}, ("initial_state",), tags=frozenset({"slow"}))]
-    return (*base, *silu, *short)
 
 
 CONV = _conv()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -9,12 +11,35 @@ from jaxtyping import Array, Float, Int
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.recurrence import loop
 from kernels.framework.binding import Call
+from kernels.framework.config import Tunables
 from kernels.framework.contract import Op
 from kernels.framework.measured import bucket, power_of_two
 from kernels.framework.work import Work, nbytes
 from kernels.ops.state_space import cases
 
 ACTIVATIONS = (None, "silu")
+
+
+@dataclass(frozen=True)
+class ConvConfig(Tunables):
+    """Tunables of the convolution's kernels; None leaves the choice to the configuration chain.
+
+    Attributes:
+      block_f, num_warps: channels of a program, and its warps.
+      tokens: tokens that it loads at once.
+      span: tokens of a program in all, a multiple of `tokens`.
+      backward_block_f, backward_tokens, backward_num_warps, backward_span: those of the backward, which has a partial sum of
+        the gradient of each weight for each span.
+    """
+
+    block_f: int | None = None
+    tokens: int | None = None
+    num_warps: int | None = None
+    span: int | None = None
+    backward_block_f: int | None = None
+    backward_tokens: int | None = None
+    backward_num_warps: int | None = None
+    backward_span: int | None = None
 
 
 def compute_dtype_of(dtype: jnp.dtype) -> jnp.dtype:
@@ -177,6 +202,14 @@ def autotune_key_v2(call: Call) -> str:
     return f"{call.dtype} width<={width} tokens{bucket(call.dims['T'], 64, 4096, 32768)}"
 
 
+def autotune_key_conv(call: Call) -> str:
+    """Returns the measurement key of a call: its window, whether rows hold documents, channels and tokens."""
+    d = call.dims
+    rows = "rows" if call.segment_ids is None and call.num_states == 1 else "documents"
+    sizes = f"window{bucket(d['W'], 5)} channels{bucket(d['F'], 1024, 6144)} tokens{bucket(d['T'], 1024, 16384)}"
+    return f"{call.dtype} {rows} {sizes}"
+
+
 v2_op = Op(
     state_space_v2,
     outputs=("out", "final_state"),
@@ -208,6 +241,8 @@ conv_op = Op(
     see_also={"T": "causal_conv1d"},
     ordered=True,
     weights=("weight", "bias"),
+    autotune_key=autotune_key_conv,
+    config=ConvConfig,
     cases=cases.CONV,
     work=work_conv,
 )

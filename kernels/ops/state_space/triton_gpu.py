@@ -1,4 +1,4 @@
-"""state_space_v2 for NVIDIA GPUs in Triton: an adapter of `kernels/engines/scan`."""
+"""state_space_v2 for NVIDIA GPUs in Triton, an adapter of `kernels/engines/scan`, and the convolution by its own kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import jax.numpy as jnp
 
 from kernels.engines.scan import triton_scalar_calls as scalar
 from kernels.engines.scan.triton_calls import sizes_refused
-from kernels.ops.state_space.contract import v2_op, work_v2
+from kernels.ops.state_space import triton_conv_calls
+from kernels.ops.state_space.contract import conv_op, v2_op, work_v2
 
 
 def _tokens(x, dt, A, B, C, D, segment_ids, initial_state) -> scalar.Tokens:
@@ -46,4 +47,14 @@ v2_op.register(
     rejects=rejects,
     heuristic=scalar.heuristic,
     candidates=scalar.candidates,
+)
+conv_op.register(
+    triton_conv_calls.forward,
+    triton_conv_calls.backward,
+    name="triton_gpu",
+    platforms={"cuda"},
+    dtypes={"float32", "bfloat16", "float16"},
+    rejects=triton_conv_calls.rejects,
+    heuristic=triton_conv_calls.heuristic,
+    candidates=triton_conv_calls.candidates,
 )

@@ -204,6 +204,8 @@ def _conv(x, weight, bias, segment_ids, initial_state, activation, num_states):
     weight = weight.astype(jnp.float32)
     state = jnp.zeros((rows, num_states, width, taps - 1), jnp.float32) if initial_state is None else initial_state
     state = jnp.swapaxes(state.astype(jnp.float32), 2, 3)  # [B, G, W - 1, F]
+    if segment_ids is None and num_states > 1:
+        segment_ids = jnp.zeros((rows, length), jnp.int32)  # all tokens continue the first state
     order = key = None
     begin, count = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), length)
     if segment_ids is not None:

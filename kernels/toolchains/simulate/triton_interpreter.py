@@ -146,8 +146,14 @@ def _interpreted_language() -> Iterator[None]:
         data = value.data.view(np.uint16) if value.data.dtype == _BFLOAT16 else value.data
         return interpreter._interpreter.store(pointers.data, data, mask.data)
 
+    def splat(self: Any, shape: Any, value: Any) -> Any:
+        if value.data.dtype == np.bool_ and value.dtype.scalar != tl.int1:
+            # A comparison has the type of what it compared; a block of it would be of integers, and no mask.
+            value = interpreter.TensorHandle(value.data, tl.int1)
+        return plain_splat(self, shape, value)
+
     builder, plain_dtype, dtypes = interpreter.InterpreterBuilder, interpreter._get_np_dtype, {}
-    plain_load, plain_convert = builder.create_masked_load, builder.create_fp_to_fp
+    plain_load, plain_convert, plain_splat = builder.create_masked_load, builder.create_fp_to_fp, builder.create_splat
     replacements = [
         (triton_jit.JITFunction, "__call__", call_jit),
         (triton_jit.ConstexprFunction, "__call__", call_constexpr),
@@ -157,6 +163,7 @@ def _interpreted_language() -> Iterator[None]:
         (builder, "cast_impl", cast),
         (builder, "create_fp_to_fp", convert),
         (builder, "create_masked_load", load),
+        (builder, "create_splat", splat),
         (builder, "create_masked_store", store),
     ]
     modules = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})

@@ -1,0 +1,234 @@
+"""The causal convolution for NVIDIA GPUs in Triton: launches of `triton_conv.py`, and their tiles."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+
+from kernels.framework.binding import Call
+from kernels.framework.measured import power_of_two
+from kernels.framework.target import MULTIPROCESSORS
+from kernels.ops.state_space.contract import ConvConfig, conv_op, work_conv
+from kernels.ops.state_space.conv_rows import Rows, final_state, rows
+from kernels.ops.state_space.triton_conv import conv_bwd_kernel, conv_fwd_kernel
+from kernels.toolchains.triton import triton_launch
+
+WIDEST_WINDOW = 16  # rows of a window, of which each thread holds its channels in registers
+
+# -- tiles -------------------------------------------------------------------------------------------------------------
+
+REGISTERS = 65536  # of a multiprocessor
+MOST_REGISTERS = {
+    False: 160,
+    True: 200,
+}  # of a thread of the forward and of the backward, by the estimate below: more spill
+MOST_PROGRAMS = 32  # of a multiprocessor
+SPANS = (64, 128, 256, 512)
+OF_A_ROW = 0.2  # what a row costs for each thread, in channels
+IN_FLIGHT = 40 * 1024  # bytes that the loads of a multiprocessor must have in flight for the whole bandwidth
+CANDIDATES = 16
+
+
+class Tile(NamedTuple):
+    """What one program has: channels, rows that it loads at once, warps, rows in all."""
+
+    block_f: int
+    tokens: int
+    num_warps: int
+    span: int
+
+
+def tile_of(cfg: ConvConfig, backward: bool) -> Tile:
+    """Returns the tile of a direction; no field of the configuration is None."""
+    fields: Any = (cfg.block_f, cfg.tokens, cfg.num_warps, cfg.span)
+    if backward:
+        fields = (cfg.backward_block_f, cfg.backward_tokens, cfg.backward_num_warps, cfg.backward_span)
+    return Tile(*fields)
+
+
+def _registers(tile: Tile, taps: int, itemsize: int, backward: bool) -> float:
+    """Returns about how many registers a thread needs: taps, their gradients, windows, and what is being loaded."""
+    channels = tile.block_f / (32 * tile.num_warps)
+    held = 4 * taps + 3 if backward else 2 * taps + 3
+    return channels * (held + tile.tokens * itemsize / 4 * (2 if backward else 1)) + 10
+
+
+def _estimate(tile: Tile, call: Call, backward: bool) -> float:
+    """Returns about how long a direction takes, in units of its least traffic."""
+    d, itemsize, arrays = call.dims, call.x.dtype.itemsize, 3 if backward else 2
+    programs = d["B"] * triton.cdiv(d["T"], tile.span) * triton.cdiv(d["F"], tile.block_f)
+    registers = _registers(tile, d["W"], itemsize, backward)
+    fit = max(1, min(MOST_PROGRAMS, int(REGISTERS / (32 * tile.num_warps * registers))))
+    waves = programs / (MULTIPROCESSORS * fit)
+    # Rows of the neighbours are read again, and partial sums are written and read.
+    again = (arrays - 1) * (d["W"] - 1) * itemsize + (8 * (d["W"] + 1) if backward else 0)
+    traffic = 1 + again / (arrays * itemsize * min(tile.span, d["T"]))
+    traffic *= triton.cdiv(d["F"], tile.block_f) * tile.block_f / d["F"]
+    tail = 1 + 0.5 * (math.ceil(waves) - waves) / waves if waves > 1 else 1.0
+    # Addresses and masks of a row are computed for all channels of a thread; more warps wait for each other's last row.
+    instructions = 1 + OF_A_ROW * 32 * tile.num_warps / tile.block_f + 0.002 * tile.num_warps
+    flight = min(fit, programs / MULTIPROCESSORS) * tile.block_f * tile.tokens * itemsize * (arrays - 1)
+    return traffic * tail * instructions / min(1.0, flight / IN_FLIGHT)
+
+
+def _tiles(call: Call, backward: bool) -> list[Tile]:
+    """Returns the tiles of a direction, each with the span that suits it, the best by the estimate first."""
+    F, T, itemsize = call.dims["F"], call.dims["T"], call.x.dtype.itemsize
+    widest, longest = max(16, power_of_two(F)), power_of_two(T)
+
+    def estimate(tile: Tile) -> float:
+        return _estimate(tile, call, backward)
+
+    found = []
+    for channels, num_warps, tokens in itertools.product((8, 4, 2, 1), (1, 2, 4), (2, 4, 8, 16)):
+        block = channels * 32 * num_warps
+        # A store has at most 16 bytes of a thread. Of few channels, one warp has them all.
+        if channels * itemsize > 16 or (block > widest and (channels, num_warps) != (1, 1)):
+            continue
+        spans = (Tile(min(block, widest), min(tokens, longest), num_warps, min(n, longest)) for n in SPANS)
+        tile = min(spans, key=estimate)
+        if block == 32 or _registers(tile, call.dims["W"], itemsize, backward) <= MOST_REGISTERS[backward]:
+            found.append(tile)
+    return sorted(dict.fromkeys(found), key=estimate)
+
+
+def candidates(call: Call) -> list[ConvConfig]:
+    """Returns the configurations to tune over, the best by the estimate first."""
+    both = zip(_tiles(call, False)[:CANDIDATES], _tiles(call, True)[:CANDIDATES])
+    return [ConvConfig(*forward, *backward) for forward, backward in both]
+
+
+def heuristic(call: Call, platform: str) -> ConvConfig:
+    """Returns the default tiles of a call."""
+    return candidates(call)[0]
+
+
+def rejects(call: Call) -> str | None:
+    """Returns why the kernels cannot run a call."""
+    if call.x.size == 0:
+        return "x has no elements"
+    taps = call.dims["W"]
+    if taps == 1:
+        return "W = 1: without a window it is a product, which XLA fuses with what is around it"
+    if taps > WIDEST_WINDOW:
+        return f"W = {taps} exceeds {WIDEST_WINDOW}: a window must fit the registers of a program"
+    return None
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+def _by_rows(state: jax.Array | None) -> jax.Array | None:
+    """Returns states [B, G, F, W - 1] as float32 [B, G * (W - 1), F]."""
+    if state is None:
+        return None
+    state = jnp.swapaxes(state.astype(jnp.float32), 2, 3)
+    return state.reshape(state.shape[0], -1, state.shape[3])
+
+
+def _by_channels(state: jax.Array, G: int) -> jax.Array:
+    """Returns rows [B, G * (W - 1), F] as states [B, G, F, W - 1]."""
+    return jnp.swapaxes(state.reshape(state.shape[0], G, -1, state.shape[2]), 2, 3)
+
+
+def _rows_of(x: Any, segment_ids: Any, initial_state: Any, num_states: int, taps: int) -> Rows | None:
+    """Returns the rows of a call; None if they are its tokens."""
+    if segment_ids is None and num_states == 1:
+        return None
+    return rows(segment_ids, x.shape[:2], num_states, taps - 1, initial_state is not None)
+
+
+def _sizes(x: Any, weight: Any, found: Rows | None, num_states: int, activation: Any, tile: Tile) -> dict[str, Any]:
+    """Returns the constants of a launch and its grid.
+
+    Raises:
+      ValueError: the rows of a program are no multiple of those that it loads at once.
+    """
+    (B, T, F), W = x.shape, weight.shape[1]
+    if tile.span % tile.tokens:
+        raise ValueError(
+            f"cfg: a program of span = {tile.span} tokens loads {tile.tokens} at once, which must divide the span"
+        )
+    R = T if found is None else found.source.shape[1]
+    programs = B * triton.cdiv(R, tile.span) * triton.cdiv(F, tile.block_f)
+    return {
+        "grid": (programs,),
+        "num_warps": tile.num_warps,
+        "num_stages": 1,
+        "T": T,
+        "F": F,
+        "W": W,
+        "R": R,
+        "ENTRIES": num_states * (W - 1),
+        "SPAN": tile.span,
+        "SILU": activation == "silu",
+        "TABLE": found is not None,
+        "MIXED": found is not None and R > T,
+        "TOKENS": tile.tokens,
+        "BLOCK_F": tile.block_f,
+    }
+
+
+def forward(x, weight, bias, segment_ids, initial_state, activation, num_states, cfg):
+    """Returns (out, final state) of the contract."""
+    W = weight.shape[1]
+    found, state = _rows_of(x, segment_ids, initial_state, num_states, W), _by_rows(initial_state)
+    tile = tile_of(cfg, False)
+    (out,) = triton_launch(
+        conv_fwd_kernel,
+        x,
+        weight,
+        bias,
+        state,
+        None if found is None else found.source,
+        None if found is None else found.seen,
+        out_shape=(jax.ShapeDtypeStruct(x.shape, x.dtype),),
+        work=work_conv(conv_op.bind(x, weight, bias, num_states=num_states, activation=activation))[0],
+        **_sizes(x, weight, found, num_states, activation, tile),
+    )
+    return out, _by_channels(final_state(x, state, found, num_states, W - 1), num_states)
+
+
+def backward(saved, x, weight, bias, segment_ids, initial_state, activation, num_states, cfg):
+    """Returns the gradients of the contract's arrays by name."""
+    (B, _, F), W = x.shape, weight.shape[1]
+    found, state = _rows_of(x, segment_ids, initial_state, num_states, W), _by_rows(initial_state)
+    tile = tile_of(cfg, True)
+    sizes = _sizes(x, weight, found, num_states, activation, tile)
+    parts = B * triton.cdiv(sizes["R"], tile.span)
+    shapes = {
+        "dx_ptr": jax.ShapeDtypeStruct(x.shape, x.dtype),
+        "d_weight_ptr": jax.ShapeDtypeStruct((parts, W, F), jnp.float32),
+    }
+    if bias is not None:
+        shapes["d_bias_ptr"] = jax.ShapeDtypeStruct((parts, F), jnp.float32)
+    if state is not None:
+        shapes["d_state_ptr"] = jax.ShapeDtypeStruct(state.shape, jnp.float32)
+    unused: dict[str, Any] = {name: None for name in ("d_bias_ptr", "d_state_ptr") if name not in shapes}
+    outputs = triton_launch(
+        conv_bwd_kernel,
+        x,
+        weight,
+        bias,
+        state,
+        *((None,) * 3 if found is None else found[:3]),
+        saved.d_out,
+        _by_rows(saved.d_final_state),
+        out_shape=tuple(shapes.values()),
+        work=work_conv(conv_op.bind(x, weight, bias, num_states=num_states, activation=activation))[1],
+        **sizes,
+        **unused,
+    )
+    d = dict(zip(shapes, outputs, strict=True))
+    # Summed in a fixed order, not by atomics, for bitwise reproducible results.
+    gradients = {"x": d["dx_ptr"], "weight": jnp.sum(d["d_weight_ptr"], axis=0).T}
+    if bias is not None:
+        gradients["bias"] = jnp.sum(d["d_bias_ptr"], axis=0)
+    if state is not None:
+        gradients["initial_state"] = _by_channels(d["d_state_ptr"], num_states)
+    return gradients
