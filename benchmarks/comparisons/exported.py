@@ -41,6 +41,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
         "rope_parameters": YARN | {"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0},
     }),
+    "Qwen3-Next": ("Qwen3Next", {
+        "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 3,
+        "shared_expert_intermediate_size": 16, "full_attention_interval": 3, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    }),
     "GPT-OSS, YaRN": ("GptOss", {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9,
                                  "rope_parameters": YARN | {"rope_theta": 150000.0, "truncate": False}}),
 }  # fmt: skip

@@ -107,8 +107,8 @@ def qwen3_next() -> tuple[Any, DecoderConfig]:
     sizes = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 6,
-        "linear_key_head_dim": 5,
-        "linear_value_head_dim": 7,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 12,
     }
     sizes |= {"linear_conv_kernel_dim": 3, "head_dim": 16, "full_attention_interval": 3, "partial_rotary_factor": 0.25}
     sizes |= {
@@ -119,7 +119,7 @@ def qwen3_next() -> tuple[Any, DecoderConfig]:
     }
     ours = decoder(
         qk_norm=True, attention_gate=True, rotary_dim=4, zero_centered_norms=True,
-        gated_delta=GatedDeltaShape(num_key_heads=2, num_value_heads=6, key_dim=5, value_dim=7, conv_width=3),
+        gated_delta=GatedDeltaShape(num_key_heads=2, num_value_heads=6, key_dim=16, value_dim=12, conv_width=3),
         experts=ExpertsShape(num=E, top_k=3, ffn_dim=F, shared_dim=10, shared_gate=True),
     )  # fmt: skip
     ours.head_dim, ours.layer_pattern = 16, ("gated_delta+experts", "gated_delta+experts", "full+experts")
@@ -150,7 +150,8 @@ def randomise(model: Any, rng: np.random.Generator) -> Weights:
     with torch.no_grad():
         for name, p in model.named_parameters():
             fan_in = p.shape[-1] if p.ndim > 1 else 4
-            p.copy_(torch.tensor((name.endswith("norm.weight")) + rng.standard_normal(p.shape) * fan_in**-0.5))
+            start = p.mean().item() if name.endswith("norm.weight") else 0  # 1, or 0 of those that are zero-centered
+            p.copy_(torch.tensor(start + rng.standard_normal(p.shape) * fan_in**-0.5))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.tensor(rng.standard_normal(buffer.shape) * 0.2))

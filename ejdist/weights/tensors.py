@@ -60,9 +60,9 @@ class Blocks:
     """A tensor of a file whose rows, in its first dim, are blocks that follow each other, each a part of one of ours.
 
     name: without `LAYER` in front. each: a dim that is counted through, all blocks for each of its indices; "" for none.
-    blocks: (theirs, "parameter: dims"). In theirs the first dim is the rows of a block, and 1 a dim of one entry. In ours a number
-      is an index, `each` the index that is counted, and "(K R)", with `each` in brackets, the run of R entries that it has; "+Q"
-      are the next Q entries of a dim, after those of the blocks before.
+    blocks: (theirs, "parameter: dims"). In theirs the first dim is the rows of a block, and 1 a dim of one entry. In ours a
+      number is an index, `each` the index that is counted, and "(K R)", with `each` in brackets, the run of R entries that it
+      has; "+Q" are the next Q entries of a dim, after those of the blocks before.
     sizes: (a model) -> the size of every dim.
     """
 
