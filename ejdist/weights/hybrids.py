@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ejdist.models.config import DecoderShape, ExpertsShape
+from ejdist.models.config import SECTIONS, DecoderShape
 from ejdist.models.feedforward import MLP, Experts
 from ejdist.models.recurrent import GatedDelta
-from ejdist.models.recurrent_shapes import GatedDeltaShape
 from ejdist.weights.config import Keys, mixed_layers, of_kinds, read_heads, read_rotary, read_types, write_heads
 
 # Type of a layer -> the mixer that it names here.
@@ -53,10 +52,12 @@ def read_qwen3_next(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
     normalize = keys.get("norm_topk_prob", True)
     if linear in types:
         keys.only("hidden_act", "silu", "swish")  # theirs is that of the convolution too, which here is always silu
-        values["gated_delta"] = GatedDeltaShape(**{ours: keys.need(theirs) for ours, theirs in RECURRENCE.items()})
+        section, shape, _ = SECTIONS[GatedDelta.name]
+        values[section] = shape(**{ours: keys.need(theirs) for ours, theirs in RECURRENCE.items()})
     if any(mixed):
+        section, shape, _ = SECTIONS[Experts.name]
         mixture = {ours: keys.need(theirs) for ours, theirs in MIXTURE.items()}
-        values["experts"] = ExpertsShape(**mixture, shared_gate=True, normalize=normalize)
+        values[section] = shape(**mixture, shared_gate=True, normalize=normalize)
     return values | ({} if all(mixed) else {"ffn_dim": keys.need("intermediate_size")})
 
 
