@@ -98,7 +98,8 @@ def check(source: Path, wide: Path, narrow: Path, logits: Path) -> None:
         word
         for word, same in {
             "the class": type(model).__name__ == tf.AutoConfig.from_pretrained(source).architectures[0],
-            "what was learned": tokenizer.decode(ended) == SENTENCES[1] + END,
+            "what was learned": tokenizer.decode(ended)
+            == SENTENCES[1] + TURN,  # the tokenizer's end, and so a document's
             "the prompt": prompt["input_ids"][0].tolist() == before(PROMPT)["input_ids"],
             "tokens": tokenizer(text)["input_ids"] == before(text)["input_ids"],
             "text": tokenizer.decode(tokenizer(text)["input_ids"]) == text,
