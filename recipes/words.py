@@ -158,6 +158,7 @@ _MEANT = {
     "model.ffn_dim": "mlp_dim intermediate_size ffn_hidden_size base_mlp_dim d_ff ffn_size hidden_mult",
     "model.vocab_size": "vocab padded_vocab_size n_vocab",
     "model.norm_eps": "rms_norm_eps layernorm_epsilon norm_epsilon normalization_layer_epsilon",
+    "model.zero_centered_norms": "zero_centered_gamma layernorm_zero_centered_gamma apply_layernorm_1p",
     "model.init_std": "initializer_range init_method_std",
     "model.rope_base": "rope_theta rotary_base rope_max_timescale theta rope_frequency_base",
     "model.rope_scaling": "rope_type rope_scaling_type yarn",

@@ -6,12 +6,13 @@ import math
 
 import experts_loop
 import numpy as np
+import recurrent_layers_loop
 
 from ejdist.models import parts
 
 
 def norm(x, w, c):
-    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + c.norm_eps) * w
+    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + c.norm_eps) * (w + c.zero_centered_norms)
 
 
 def frequencies(width, c):
@@ -112,6 +113,7 @@ PARTS = {
     "window_attention": functools.partial(attention, windowed=True),
     "latent_attention": latent_attention,
     "mlp": mlp,
+    "gated_delta": recurrent_layers_loop.gated_delta,
 }
 
 

@@ -1,4 +1,4 @@
-"""Small published folders of four families: weights, config.json, and the tokenizer's files as each family publishes them."""
+"""Small published folders of five families: weights, config.json, and the tokenizer's files as each family publishes them."""
 
 import json
 
@@ -30,6 +30,7 @@ FILES = {
             "tokenizer_class": "LlamaTokenizerFast"},
     },
 }  # fmt: skip
+FILES["qwen3_next"] = FILES["qwen3"]
 LETTERS = "abcdefgh .\n"
 
 

@@ -17,6 +17,11 @@ DEEPSEEK = {"num_key_value_heads": N, "n_routed_experts": E, "n_shared_experts":
             "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "norm_topk_prob": True,
             "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # fmt: skip
 
+NEXT = {"head_dim": 8, "partial_rotary_factor": 0.5, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        "linear_key_head_dim": 3, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3, "num_experts": E,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 4, "shared_expert_intermediate_size": 6}  # fmt: skip
+LINEAR, FULL = "linear_attention", "full_attention"
+
 
 def of(name, **keys):
     return {"architectures": [f"{name}ForCausalLM"]} | SIZES | keys
@@ -39,6 +44,11 @@ MODELS = {
     "gpt_oss": of("GptOss", head_dim=H, num_local_experts=E, num_experts_per_tok=2, sliding_window=3,
                   rope_scaling=YARN | {"truncate": False},
                   layer_types=["sliding_attention", "full_attention", "sliding_attention"], swiglu_limit=7.0),
+    "qwen3_next": of("Qwen3Next", **NEXT, full_attention_interval=2, mlp_only_layers=[], norm_topk_prob=True,
+                     layer_types=[LINEAR, FULL, LINEAR], rope_theta=1e7),
+    "qwen3_next_dense": of("Qwen3Next", **NEXT | {"linear_num_value_heads": 4, "partial_rotary_factor": None},
+                           mlp_only_layers=[1], norm_topk_prob=False, layer_types=[FULL, LINEAR, LINEAR],
+                           rope_parameters=YARN | {"rope_theta": 1e4, "partial_rotary_factor": 0.25}),
 }  # fmt: skip
 
 
@@ -49,7 +59,11 @@ def is_(c, *names):
 def has_experts(c, i):
     if is_(c, "DeepseekV3"):
         return i >= c["first_k_dense_replace"]
-    return is_(c, "Mixtral", "GptOss") or (is_(c, "Qwen3Moe") and i not in c["mlp_only_layers"])
+    return is_(c, "Mixtral", "GptOss") or (is_(c, "Qwen3Moe", "Qwen3Next") and i not in c["mlp_only_layers"])
+
+
+def is_linear(c, i):
+    return is_(c, "Qwen3Next") and c["layer_types"][i] == LINEAR
 
 
 def shapes(c):
@@ -76,12 +90,22 @@ def shapes(c):
                     "self_attn.kv_a_layernorm.weight": (kv,),
                     "self_attn.kv_b_proj.weight": (N * (nope + value), kv),
                     "self_attn.o_proj.weight": (D, N * value)}  # fmt: skip
+        elif is_linear(c, i):
+            keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
+            values = c["linear_num_value_heads"] * c["linear_value_head_dim"]
+            heads = c["linear_num_value_heads"]
+            own |= {"linear_attn.in_proj_qkvz.weight": (2 * keys + 2 * values, D),
+                    "linear_attn.in_proj_ba.weight": (2 * heads, D),
+                    "linear_attn.conv1d.weight": (2 * keys + values, 1, c["linear_conv_kernel_dim"]),
+                    "linear_attn.A_log": (heads,), "linear_attn.dt_bias": (heads,),
+                    "linear_attn.norm.weight": (c["linear_value_head_dim"],),
+                    "linear_attn.out_proj.weight": (D, values)}  # fmt: skip
         else:
-            for name, size in (("q", N * H), ("k", K * H), ("v", K * H)):
+            for name, size in (("q", (1 + is_(c, "Qwen3Next")) * N * H), ("k", K * H), ("v", K * H)):
                 own[f"self_attn.{name}_proj.weight"] = (size, D)
                 if c.get("attention_bias") or is_(c, "Qwen2", "GptOss"):
                     own[f"self_attn.{name}_proj.bias"] = (size,)
-                if is_(c, "Qwen3", "Qwen3Moe") and name != "v":
+                if is_(c, "Qwen3", "Qwen3Moe", "Qwen3Next") and name != "v":
                     own[f"self_attn.{name}_norm.weight"] = (H,)
             own["self_attn.o_proj.weight"] = (D, N * H)
             if c.get("attention_bias") or is_(c, "GptOss"):
@@ -105,6 +129,12 @@ def shapes(c):
                 own |= {
                     f"mlp.shared_experts.{n}.weight": s for n, s in zip(names, ((S, D), (S, D), (D, S)), strict=True)
                 }
+            if is_(c, "Qwen3Next"):
+                S = c["shared_expert_intermediate_size"]
+                own |= {
+                    f"mlp.shared_expert.{n}.weight": s for n, s in zip(names, ((S, D), (S, D), (D, S)), strict=True)
+                }
+                own["mlp.shared_expert_gate.weight"] = (1, D)
         else:
             own |= {f"mlp.{n}_proj.weight": s for n, s in (("gate", (F, D)), ("up", (F, D)), ("down", (D, F)))}
         found |= {f"model.layers.{i}.{k}": s for k, s in own.items()}
@@ -117,12 +147,13 @@ def tensors(c, seed=0):
     made = {}
     for name, shape in shapes(c).items():
         scale = 0.3 if len(shape) == 1 else shape[-1] ** -0.5
-        made[name] = (("norm" in name) + scale * rng.standard_normal(shape)).astype(np.float32)
+        at_one = "norm" in name and (not is_(c, "Qwen3Next") or "linear_attn" in name)
+        made[name] = (at_one + scale * rng.standard_normal(shape)).astype(np.float32)
     return made
 
 
 def norm(x, w, c):
-    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + c["rms_norm_eps"]) * w
+    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + c["rms_norm_eps"]) * (w + is_(c, "Qwen3Next"))
 
 
 def frequencies(width, c):
@@ -169,6 +200,13 @@ def turned(x, c, neighbours=False):
     return out
 
 
+def turned_in_part(x, c):
+    """Rotary embedding of the first entries of each head."""
+    given = c.get("rope_parameters") or {}
+    R = int(x.shape[-1] * (given.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1))
+    return np.concatenate([turned(x[..., :R], c), x[..., R:]], -1)
+
+
 def attended(q, k, v, scale, window, sinks):
     out = np.zeros((*q.shape[:3], v.shape[-1]))
     for b, t, n in np.ndindex(q.shape[:3]):
@@ -196,10 +234,16 @@ def attention(x, w, c, i):
             B, T, heads, H
         )
 
-    q, k, v = linear("q", N), linear("k", K), linear("v", K)
+    gate = 1.0
+    if is_(c, "Qwen3Next"):  # a head's query, then its gate
+        both = (x @ w["self_attn.q_proj.weight"].T).reshape(B, T, N, 2 * H)
+        q, k, v, gate = both[..., :H], linear("k", K), linear("v", K), sigmoid(both[..., H:])
+    else:
+        q, k, v = linear("q", N), linear("k", K), linear("v", K)
     if "self_attn.q_norm.weight" in w:
         q, k = norm(q, w["self_attn.q_norm.weight"], c), norm(k, w["self_attn.k_norm.weight"], c)
-    out = attended(turned(q, c), turned(k, c), v, H**-0.5, window_of(c, i), w.get("self_attn.sinks"))
+    q, k = turned_in_part(q, c), turned_in_part(k, c)
+    out = attended(q, k, v, H**-0.5, window_of(c, i), w.get("self_attn.sinks")) * gate
     return out.reshape(B, T, -1) @ w["self_attn.o_proj.weight"].T + w.get("self_attn.o_proj.bias", 0)
 
 
@@ -224,8 +268,42 @@ def latent_attention(x, w, c):
     return attended(q, k, up[..., nope:], scale, None, None).reshape(B, T, -1) @ w["o_proj.weight"].T
 
 
+def linear_attention(x, w, c):
+    """Gated DeltaNet, a token and a head at a time."""
+    B, T, _ = x.shape
+    w = {k.removeprefix("linear_attn."): v for k, v in w.items()}
+    K, N, Q, V = (c[f"linear_{k}"] for k in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
+    R = N // K
+    of_key_heads = (x @ w["in_proj_qkvz.weight"].T).reshape(B, T, K, 2 * Q + 2 * R * V)
+    *mixed, z = np.split(of_key_heads, [Q, 2 * Q, 2 * Q + R * V], -1)
+    strength, step = np.split((x @ w["in_proj_ba.weight"].T).reshape(B, T, K, 2 * R), 2, -1)
+    strength, step = sigmoid(strength.reshape(B, T, N)), step.reshape(B, T, N) + w["dt_bias"]
+    decay = np.exp(-np.exp(w["A_log"]) * np.log1p(np.exp(step)))
+    flat, taps = np.concatenate([y.reshape(B, T, -1) for y in mixed], -1), w["conv1d.weight"][:, 0]
+    padded = np.pad(flat, ((0, 0), (taps.shape[1] - 1, 0), (0, 0)))
+    flat = silu(sum(taps[:, j] * padded[:, j : j + T] for j in range(taps.shape[1])))
+    q, k, v = (
+        y.reshape(B, T, heads, -1) for y, heads in zip(np.split(flat, [K * Q, 2 * K * Q], -1), (K, K, N), strict=True)
+    )
+    q, k = (y / np.sqrt(np.sum(y * y, -1, keepdims=True) + 1e-6) for y in (q, k))
+    out = np.zeros((B, T, N, V))
+    for b, n in np.ndindex(B, N):
+        state = np.zeros((Q, V))
+        for t in range(T):
+            state = decay[b, t, n] * state
+            key = k[b, t, n // R]
+            state = state + strength[b, t, n] * np.outer(key, v[b, t, n] - key @ state)
+            out[b, t, n] = q[b, t, n // R] @ state / np.sqrt(Q)
+    out = out / np.sqrt(np.mean(out * out, -1, keepdims=True) + c["rms_norm_eps"]) * w["norm.weight"]
+    return (out * silu(z.reshape(B, T, N, V))).reshape(B, T, -1) @ w["out_proj.weight"].T
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
 def silu(x):
-    return x / (1 + np.exp(-x))
+    return x * sigmoid(x)
 
 
 def gated(x, w, gate, up, down):
@@ -263,11 +341,15 @@ def of_token(x, w, c):
     else:
         choice = score = np.exp(logits) / np.exp(logits).sum()
     best = np.argsort(-choice)[:top_k]
-    weights = score[best] / score[best].sum() * c.get("routed_scaling_factor", 1.0)
+    weights = score[best] / (score[best].sum() if c.get("norm_topk_prob", True) else 1)
+    weights = weights * c.get("routed_scaling_factor", 1.0)
     for e, weight in zip(best, weights, strict=True):
         out = out + weight * gated(x, w, *(f"{root}.experts.{e}.{n}" for n in names))
     if "mlp.shared_experts.up_proj.weight" in w:
         out = out + gated(x, w, *(f"mlp.shared_experts.{n}" for n in names))
+    if "mlp.shared_expert_gate.weight" in w:
+        shared = gated(x, w, *(f"mlp.shared_expert.{n}" for n in names))
+        out = out + sigmoid(w["mlp.shared_expert_gate.weight"] @ x) * shared
     return out
 
 
@@ -279,7 +361,10 @@ def logits(c, state, tokens):
         start = f"model.layers.{i}."
         w = {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
         h = norm(x, w["input_layernorm.weight"], c)
-        x = x + (latent_attention(h, w, c) if is_(c, "DeepseekV3") else attention(h, w, c, i))
+        if is_linear(c, i):
+            x = x + linear_attention(h, w, c)
+        else:
+            x = x + (latent_attention(h, w, c) if is_(c, "DeepseekV3") else attention(h, w, c, i))
         h = norm(x, w["post_attention_layernorm.weight"], c)
         mlp = (f"mlp.{n}_proj" for n in ("gate", "up", "down"))
         x = x + (experts(h, w, c) if has_experts(c, i) else gated(h, w, *mlp))

@@ -45,7 +45,7 @@ def gated_delta(x, w, batch, c, layer=0):
     m, out = c.gated_delta, np.array(x)
     per = m.num_value_heads // m.num_key_heads
     for b, at in documents(batch["segment_ids"]):
-        h = norm(x[b, at], w["gated_delta_norm"], c.norm_eps)
+        h = norm(x[b, at], w["gated_delta_norm"] + c.zero_centered_norms, c.norm_eps)
         mixed = convolved(np.einsum("td,dkh->tkh", h, w["gated_delta_in"]), w["gated_delta_taps"])
         rates = np.einsum("td,dnr->tnr", h, w["gated_delta_rates"])
         z = np.einsum("td,dnh->tnh", h, w["gated_delta_gate"])
@@ -70,7 +70,7 @@ def mamba2(x, w, batch, c, layer=0):
     m, out = c.mamba2, np.array(x)
     per = m.num_heads // m.num_groups
     for b, at in documents(batch["segment_ids"]):
-        h = norm(x[b, at], w["mamba2_norm"], c.norm_eps)
+        h = norm(x[b, at], w["mamba2_norm"] + c.zero_centered_norms, c.norm_eps)
         wide = per * m.head_dim  # of a group's channels x, before its B and C
         taps, bias = w["mamba2_taps"], w["mamba2_taps_bias"]
         values = np.einsum("td,dnp->tnp", h, w["mamba2_in"]).reshape(len(h), m.num_groups, wide)
@@ -94,7 +94,7 @@ def mamba2(x, w, batch, c, layer=0):
 def lightning(x, w, batch, c, layer=0):
     N, H, out = c.lightning.num_heads, c.lightning.head_dim, np.array(x)
     for b, at in documents(batch["segment_ids"]):
-        h = norm(x[b, at], w["lightning_norm"], c.norm_eps)
+        h = norm(x[b, at], w["lightning_norm"] + c.zero_centered_norms, c.norm_eps)
         mixed = silu(np.einsum("td,dnh->tnh", h, w["lightning_in"]))
         z = np.einsum("td,dnh->tnh", h, w["lightning_gate"])
         result = np.zeros_like(z)

@@ -340,6 +340,7 @@ def checkpoint_of(c, section, leaves):
         ("llama_tied", ("query", "down"), "int8", ["q_proj", "down_proj"]),
         ("deepseek_no_rank", ("latent_query", "key_up", "value_up"), None, ["q_proj", "kv_b_proj"]),
         ("qwen3_moe", ("key",), None, ["k_proj"]),
+        ("qwen3_next", (), None, ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"]),
     ],
 )
 def test_a_merged_model_is_the_base_and_its_adapter_as_peft_adds_them(name, targets, base, modules, tmp_path):

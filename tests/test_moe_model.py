@@ -58,12 +58,13 @@ STYLES = {
         attention_output_bias=True, attention_sinks=True, rope_truncate=False, **YARN,
     ),
     # What the others leave out: layers of experts among dense ones, a shared expert with a gate, both buffers,
-    # groups as good as the best of them; attention with a gate, whose heads RoPE turns in part.
+    # groups as good as the best of them; attention with a gate, whose heads RoPE turns in part; norms less 1.
     "mixed": style(
         {"shared_dim": 7, "shared_gate": True, "score": "sqrtsoftplus", "normalize": False, "balance": "global",
          "bias_rate": 0.25, "num_groups": 2, "topk_groups": 1, "group_top": 1},
         num_layers=4, first_layers=("experts",), layer_pattern=("full", "latent_experts"), qk_norm=True,
         latent=dataclasses.replace(LATENT, query_rank=0), attention_gate=True, rotary_dim=4,
+        zero_centered_norms=True,
     ),
 }  # fmt: skip
 

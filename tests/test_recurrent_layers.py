@@ -64,7 +64,7 @@ def layer(kind, c, number):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_is_what_it_is_published_as(kind):
     """Its result, and its derivative along a direction of everything at once, for documents packed into rows."""
-    c, number = config(kind), 1
+    c, number = config(kind, zero_centered_norms=kind == "gated_delta"), 1
     params = drawn(parts.PARTS[kind], c)
     rng = np.random.default_rng(1)
     x = rng.standard_normal((*IDS.shape, c.model_dim)).astype(np.float32)

@@ -25,7 +25,8 @@ from ejdist.training.start import open_source
 from ejdist.weights.families import FAMILIES, family_of, read_config
 from ejdist.weights.files import INDEX, SINGLE, Stored, WeightsError, digest_of, read_folder
 from ejdist.weights.match import differences, overrides
-from ejdist.weights.tensors import declared_leaves, expand, rule
+from ejdist.weights.reader import _cut
+from ejdist.weights.tensors import Piece, declared_leaves, expand, rule
 from ejdist.weights.writer import save
 from kernels.ops.rotary_embedding.contract import frequencies
 from recipes.schema import Recipe, compose
@@ -99,6 +100,7 @@ MESHES = {
     "deepseek": ["mesh.fsdp=2", "mesh.ep=2", "mesh.sp=2"],
     "gpt_oss": ["mesh.tp=2", "mesh.ep=2", "mesh.sp=1"],
     "qwen2": ["mesh.fsdp=3", "mesh.tp=2", "mesh.sp=1"],
+    "qwen3_next": ["mesh.fsdp=2", "mesh.tp=2", "mesh.sp=1"],
 }
 
 
@@ -123,6 +125,20 @@ def test_every_device_of_a_mesh_is_given_what_it_holds_bit_for_bit(name, tmp_pat
         np.testing.assert_array_equal(np.asarray(x), whole[leaf], err_msg=leaf)
         for shard in x.addressable_shards:  # a replicated one too is read once for each device
             np.testing.assert_array_equal(shard.data, whole[leaf][shard.index], err_msg=leaf)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 8), (0, 2), (2, 5), (3, 4), (4, 8), (5, 8)])
+def test_a_run_of_entries_is_put_where_a_shard_has_it(start, stop):
+    """Entries 2 to 4 of a dim of eight, whatever part of it a device holds."""
+    array, piece = np.arange(30).reshape(3, 10), Piece("leaf", (1, (2, 5), None), (0, 1))
+    found = _cut(array, piece, ((1, 2), (start, stop), (4, 9)))
+    leaf, shard = np.full((2, 8, 10), -1), np.full((1, stop - start, 5), -1)
+    leaf[piece.index] = array
+    if found is not None:
+        part, at = found
+        shard[tuple(slice(i, i + n) for i, n in zip(at, part.shape, strict=True))] = part
+    np.testing.assert_array_equal(shard, leaf[1:2, start:stop, 4:9])
+    assert (found is None) == (max(start, 2) >= min(stop, 5))
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
@@ -152,7 +168,7 @@ def test_what_is_rounded_goes_to_the_nearest(tmp_path):
         assert np.all(np.abs(v.astype(np.float32) - wide) <= 2.0**-8 * np.abs(wide)), k
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek", "qwen3_next"])
 def test_experts_that_are_one_tensor_are_read_too(name, tmp_path):
     config, state = made(tmp_path / "apart", name)
     gate, up, down = ("w1", "w3", "w2") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
@@ -255,6 +271,18 @@ CONFIGS = {
                                      "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False},
                     "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
                     "tie_word_embeddings": False, "vocab_size": 201088},
+    # As published; YaRN, for rows past 262,144 tokens, is left to a run.
+    "qwen3_next_80b_a3b": {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "attention_bias": False,
+                           "decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu",
+                           "hidden_size": 2048, "intermediate_size": 5120, "linear_conv_kernel_dim": 4,
+                           "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+                           "linear_value_head_dim": 128, "max_position_embeddings": 262144, "mlp_only_layers": [],
+                           "moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16,
+                           "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48,
+                           "num_key_value_heads": 2, "output_router_logits": False, "partial_rotary_factor": 0.25,
+                           "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000,
+                           "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
+                           "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936},
 }  # fmt: skip
 
 
@@ -297,6 +325,34 @@ def test_ntk_scaling_is_another_base_and_written_as_that(name):
     assert differences(c, dataclasses.replace(c, rope_scaling=None, rope_factor=1.0)) == ["rope_base"]
 
 
+@pytest.mark.parametrize(
+    ("keys", "kinds"),
+    [
+        ({"layer_types": None}, "gated_delta+experts full+experts gated_delta+experts"),
+        ({"layer_types": None, "full_attention_interval": None}, "gated_delta+experts gated_delta+experts gated_delta+experts"),
+        ({"layer_types": None, "full_attention_interval": 3, "decoder_sparse_step": 2},
+         "gated_delta+mlp gated_delta+experts full+mlp"),
+        ({"mlp_only_layers": [0, 1, 2]}, "gated_delta+mlp full+mlp gated_delta+mlp"),
+        ({"layer_types": ["full_attention"] * 3, "mlp_only_layers": [2]}, "full+experts full+experts full+mlp"),
+    ],
+)  # fmt: skip
+def test_which_layers_of_qwen3_next_are_what(keys, kinds, tmp_path):
+    """And a model of layers of one kind alone is written and read again, too."""
+    (tmp_path / "config.json").write_text(json.dumps(published.MODELS["qwen3_next"] | keys))
+    family, c = read_config(tmp_path)
+    assert " ".join(c.kinds()) == kinds and family_of(c) == ("Qwen3NextForCausalLM", family)
+    assert family.config(c)["layer_types"] == [
+        "full_attention" if "full" in kind else "linear_attention" for kind in c.kinds()
+    ]
+
+
+@pytest.mark.parametrize(("width", "turned"), [(44, 30), (256, 64), (8, 8)])
+def test_the_share_of_a_head_that_turns_is_written_so_that_as_many_entries_turn(width, turned):
+    """Readers cut off the fraction of the product, of which 44 times 30 / 44 has one."""
+    c = compose(["model=qwen3_next_80b_a3b", f"model.head_dim={width}", f"model.rotary_dim={turned}"]).model
+    assert int(width * family_of(c)[1].config(c)["partial_rotary_factor"]) == turned
+
+
 REFUSED = [
     ("llama", {"architectures": ["FalconForCausalLM"]}, ["FalconForCausalLM", "not supported", "LlamaForCausalLM"]),
     ("llama", {"architectures": None, "model_type": None}, ["not supported"]),
@@ -322,6 +378,21 @@ REFUSED = [
     ("deepseek", {"topk_method": "greedy"}, ["topk_method = 'greedy'", "noaux_tc"]),
     ("deepseek", {"scoring_func": "softmax"}, ["scoring_func"]),
     ("mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise"]),
+    ("qwen3_next", {"attention_bias": True}, ["attention_bias = True"]),
+    ("qwen3_next", {"use_sliding_window": True}, ["use_sliding_window = True"]),
+    ("qwen3_next", {"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "'silu'"]),
+    ("qwen3_next", {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]}, ["'sliding_attention'"]),
+    ("qwen3_next", {"layer_types": ["linear_attention"]}, ["layer_types", "1 layers, not 3"]),
+    ("qwen3_next", {"linear_num_value_heads": 6}, ["does not describe a valid model", "num_value_heads = 6 must be"]),
+    ("qwen3_next", {"linear_conv_kernel_dim": None}, ["has no linear_conv_kernel_dim"]),
+    ("qwen3_next", {"partial_rotary_factor": 1.5}, ["does not describe a valid model", "model.rotary_dim = 12"]),
+    ("qwen3_next", {"partial_rotary_factor": 0.4}, ["does not describe a valid model", "model.rotary_dim = 3"]),
+    ("qwen3_next", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["rope_type = 'longrope'"]),
+    ("qwen3_next", {"rope_scaling": {"rope_type": "default", "mrope_section": [11, 11, 10]}}, ["mrope_section"]),
+    ("qwen3_next", {"decoder_sparse_step": 0}, ["decoder_sparse_step = 0", "is not a positive integer"]),
+    ("qwen3_next", {"mlp_only_layers": 1}, ["mlp_only_layers = 1", "is not a list of integers"]),
+    ("qwen3_next", {"num_experts": 0}, ["num_experts = 0", "is not a positive integer"]),
+    ("qwen3_next", {"attn_output_gate": True}, ["attn_output_gate", "not known here"]),
     # Values that no such key has.
     ("llama", {"num_attention_heads": 0}, ["num_attention_heads = 0", "is not a positive integer"]),
     ("llama", {"vocab_size": "x"}, ["vocab_size = 'x'", "is not a positive integer"]),
@@ -365,6 +436,10 @@ UNWRITTEN = [
     ("gpt_oss_20b", ["model.attention_sinks=false"], ["model.attention_sinks = false", "GptOssForCausalLM"]),
     ("deepseek_v3", ["model.experts.shared_dim=100"], ["model.experts.shared_dim = 100"]),
     ("deepseek_v3", ["model.layer_pattern=[latent_experts,latent]"], ["latent_experts"]),
+    ("qwen3_next_80b_a3b", ["model.zero_centered_norms=false"], ["model.zero_centered_norms = false", "Qwen3Next"]),
+    ("qwen3_next_80b_a3b", ["model.experts.shared_gate=false"], ["model.experts.shared_gate = false"]),
+    ("qwen3_next_80b_a3b", ["model.attention_gate=false"], ["model.attention_gate = false"]),
+    ("hybrid_nano", ["model.zero_centered_norms=true"], ["model.attention_gate = false", "Qwen3Next"]),
 ]  # fmt: skip
 
 
@@ -447,6 +522,23 @@ def test_files_that_are_not_the_model_are_named(damage, tmp_path):
     assert all(w in message for w in [str(tmp_path), *words]) and "\n" not in message, message
 
 
+@pytest.mark.parametrize(
+    ("name", "how", "words"),
+    [
+        ("conv1d.weight", lambda x: x[:, 0], ["is [64, 3]", "[64, 1, 3]"]),
+        ("in_proj_qkvz.weight", lambda x: x[:-1], ["is [103, 12]", "[104, 12]"]),
+        ("in_proj_ba.weight", None, ["lacks", "in_proj_ba.weight"]),
+    ],
+)
+def test_tensors_in_blocks_that_are_not_the_model_are_named(name, how, words, tmp_path):
+    made(tmp_path, "qwen3_next")
+    tensor = f"model.layers.2.linear_attn.{name}"
+    without_index(tmp_path, tensor) if how is None else change(tmp_path, tensor, lambda x: how(x).copy())
+    with pytest.raises(WeightsError) as caught:
+        open_source(str(tmp_path), read_config(tmp_path)[1])
+    assert all(w in str(caught.value) for w in [tensor, *words]), caught.value
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(WeightsError, match="is no folder; give a folder"):
         open_source(str(tmp_path / "none"), DecoderConfig())
@@ -464,6 +556,10 @@ def test_what_is_left_out_is_said(tmp_path):
     add(tmp_path / "deepseek", "model.layers.3.eh_proj.weight", np.ones(3, np.float32))
     (note,) = open_source(str(tmp_path / "deepseek"), read_config(tmp_path / "deepseek")[1]).notes
     assert "model.layers.3.eh_proj.weight" in note and "multi-token prediction" in note
+    made(tmp_path / "next", "qwen3_next")
+    add(tmp_path / "next", "mtp.layers.0.self_attn.q_proj.weight", np.ones(3, np.float32))
+    (note,) = open_source(str(tmp_path / "next"), read_config(tmp_path / "next")[1]).notes
+    assert "mtp.layers.0.self_attn.q_proj.weight" in note and "multi-token prediction" in note
 
 
 def test_a_tied_projection_must_be_the_embedding(tmp_path):

@@ -26,6 +26,7 @@ from ejdist.models.decoder import DecoderConfig
 from ejdist.models.lora import BASE, LoRASection, adapted
 from ejdist.models.model import StepContext
 from ejdist.models.parameters import Param, initialise
+from ejdist.models.recurrent_shapes import GatedDeltaShape
 from ejdist.weights.lora import Merged
 from ejdist.weights.peft import save_adapter
 from ejdist.weights.writer import save
@@ -60,6 +61,15 @@ MODELS: dict[str, tuple[DecoderConfig, LoRASection]] = {
             ),
         ),
         LoRASection(rank=4, alpha=8.0, targets=("latent_query", "latent_down", "key_up", "value_up", "latent_output")),
+    ),
+    "Qwen3-Next": (
+        replace(
+            LLAMA, qk_norm=True, attention_gate=True, rotary_dim=4, zero_centered_norms=True,
+            layer_pattern=("gated_delta+experts", "gated_delta+experts", "full+experts"),
+            gated_delta=GatedDeltaShape(num_key_heads=2, num_value_heads=6, key_dim=16, value_dim=12),
+            experts=replace(LLAMA.experts, num=8, top_k=3, ffn_dim=12, shared_dim=10, shared_gate=True),
+        ),
+        LoRASection(rank=4, alpha=8.0),
     ),
 }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """`python benchmarks/comparisons/moe_models.py [WORDS]`: the decoder beside whole models of transformers, on a CPU.
 
-Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-OSS with few and random weights: logits, the loss, and the gradient of every
+Mixtral, Qwen3-MoE, DeepSeek-V3, GPT-OSS and Qwen3-Next with few and random weights: logits, the loss, and the gradient of every
 parameter, in float32. WORDS choose rows. Needs torch and transformers, which the project does not install.
 
 A head's rotary pairs are neighbours in DeepSeek-V3, and theirs come out of the rotation one half after the other: a logit
@@ -23,6 +23,7 @@ from ejdist import bind_ops
 from ejdist.models.config import ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig, hidden_states, loss, output_projection
 from ejdist.models.model import StepContext
+from ejdist.models.recurrent_shapes import GatedDeltaShape
 from ejdist.training.runs import nested
 from ejdist.weights.families import FAMILIES
 from ejdist.weights.reader import tensors_in
@@ -100,11 +101,37 @@ def gpt_oss() -> tuple[Any, DecoderConfig]:
     return tf.GptOssForCausalLM(tf.GptOssConfig(**THEIRS, **sizes, rope_parameters=rope)), ours
 
 
+def qwen3_next() -> tuple[Any, DecoderConfig]:
+    import transformers as tf
+
+    sizes = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 12,
+    }
+    sizes |= {"linear_conv_kernel_dim": 3, "head_dim": 16, "full_attention_interval": 3, "partial_rotary_factor": 0.25}
+    sizes |= {
+        "num_experts": E,
+        "moe_intermediate_size": F,
+        "num_experts_per_tok": 3,
+        "shared_expert_intermediate_size": 10,
+    }
+    ours = decoder(
+        qk_norm=True, attention_gate=True, rotary_dim=4, zero_centered_norms=True,
+        gated_delta=GatedDeltaShape(num_key_heads=2, num_value_heads=6, key_dim=16, value_dim=12, conv_width=3),
+        experts=ExpertsShape(num=E, top_k=3, ffn_dim=F, shared_dim=10, shared_gate=True),
+    )  # fmt: skip
+    ours.head_dim, ours.layer_pattern = 16, ("gated_delta+experts", "gated_delta+experts", "full+experts")
+    return tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**THEIRS, **sizes)), ours
+
+
 MODELS: dict[str, Callable[[], tuple[Any, DecoderConfig]]] = {
     "Mixtral": mixtral,
     "Qwen3-MoE": qwen3,
     "DeepSeek-V3": deepseek,
     "GPT-OSS": gpt_oss,
+    "Qwen3-Next": qwen3_next,
 }
 
 
@@ -123,7 +150,8 @@ def randomise(model: Any, rng: np.random.Generator) -> Weights:
     with torch.no_grad():
         for name, p in model.named_parameters():
             fan_in = p.shape[-1] if p.ndim > 1 else 4
-            p.copy_(torch.tensor((name.endswith("norm.weight")) + rng.standard_normal(p.shape) * fan_in**-0.5))
+            start = p.mean().item() if name.endswith("norm.weight") else 0  # 1, or 0 of those that are zero-centered
+            p.copy_(torch.tensor(start + rng.standard_normal(p.shape) * fan_in**-0.5))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.tensor(rng.standard_normal(buffer.shape) * 0.2))

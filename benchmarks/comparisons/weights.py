@@ -36,6 +36,10 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 YARN = moe_models.YARN | {"rope_theta": 1e6}
 WINDOWS = ["full_attention", "full_attention", "sliding_attention"]
 EXPERTS = {"num_experts": 8, "moe_intermediate_size": 12, "num_experts_per_tok": 3}
+HYBRID = EXPERTS | {
+    "shared_expert_intermediate_size": 10, "head_dim": 16, "full_attention_interval": 3, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 3,
+}  # fmt: skip
 
 
 def _of(name: str, **options: Any) -> Callable[[], Any]:
@@ -81,6 +85,12 @@ MODELS: dict[str, Callable[[], Any]] = {
         n_routed_experts=8, num_experts_per_tok=3, n_group=1, topk_group=1,
     ),
     "GPT-OSS": _published_style(moe_models.gpt_oss),
+    "Qwen3-Next": _of("Qwen3NextForCausalLM", **HYBRID),
+    "Qwen3-Next, a dense layer, YaRN, tied": _of(
+        "Qwen3NextForCausalLM", **HYBRID | {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 4},
+        mlp_only_layers=[1], rope_parameters=YARN | {"partial_rotary_factor": 0.5}, max_position_embeddings=512,
+        layer_types=["full_attention", "linear_attention", "full_attention"], tie_word_embeddings=True,
+    ),
 }  # fmt: skip
 
 
@@ -139,7 +149,8 @@ def compared(name: str, make: Callable[[], Any]) -> dict[str, Any]:
         leaves = loaded(there, c)
         got = ours(leaves, c, tokens)
         architecture = save(back, c, lambda leaf: np.asarray(leaves[leaf]), most=20_000)
-        again = tf.AutoModelForCausalLM.from_pretrained(back)
+        again, told = tf.AutoModelForCausalLM.from_pretrained(back, output_loading_info=True)
+        assert not any(told.values()), told  # no tensor is missing, unexpected or of another shape
         state, before = again.state_dict(), model.state_dict()
         assert set(state) == set(before) and all((state[k] == before[k]).all() for k in before), "a tensor has changed"
         # Rounded to bfloat16 by them, read, and written by us, every number is the same.

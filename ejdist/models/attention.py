@@ -15,7 +15,7 @@ from ejdist.frozen import Frozen
 from ejdist.models.config import DecoderShape
 from ejdist.models.model import CAUSAL, Flops, Metrics
 from ejdist.models.parameters import Param
-from ejdist.models.part import LayerContext, Part, residual_std
+from ejdist.models.part import LayerContext, Part, norm_weight, residual_std
 from ejdist.models.remat import PartBytes, Remat
 from ejdist.models.share import Share
 from ejdist.sequence.cost import AttentionShape
@@ -78,15 +78,15 @@ class Attention(Part):
     def declare(self, c: DecoderShape) -> dict[str, Param]:
         D, N, K, H, std = c.model_dim, c.num_heads, c.num_kv_heads, c.head_dim, c.init_std
         declared = {
-            "attention_norm": Param((D,), "_", "ones", decay=False, cast=False),
+            "attention_norm": norm_weight(c, D),
             "query": Param((D, N, H), "D N H", std=std, inputs="D", adapts=True),
             "key": Param((D, K, H), "D K H", std=std, inputs="D", adapts=True),
             "value": Param((D, K, H), "D K H", std=std, inputs="D", adapts=True),
             "output": Param((N, H, D), "N H D", std=residual_std(c), inputs="N H", adapts=True),
         }
         if c.qk_norm:
-            declared["query_norm"] = Param((H,), "_", "ones", decay=False, cast=False)
-            declared["key_norm"] = Param((H,), "_", "ones", decay=False, cast=False)
+            declared["query_norm"] = norm_weight(c, H)
+            declared["key_norm"] = norm_weight(c, H)
         if c.attention_gate:
             declared["query_gate"] = Param((D, N, H), "D N H", std=std, inputs="D", adapts=True)
         if c.attention_output_bias:
@@ -184,14 +184,14 @@ class LatentAttention(Part):
     def declare(self, c: DecoderShape) -> dict[str, Param]:
         m, D, N, std = c.latent, c.model_dim, c.num_heads, c.init_std
         H, q = m.nope_dim + m.rope_dim, "R" if m.query_rank else "D"
-        declared = {"latent_attention_norm": Param((D,), "_", "ones", decay=False, cast=False)}
+        declared = {"latent_attention_norm": norm_weight(c, D)}
         if m.query_rank:
             declared["query_down"] = Param((D, m.query_rank), "D R", std=std, inputs="D", adapts=True)
-            declared["query_latent_norm"] = Param((m.query_rank,), "_", "ones", decay=False, cast=False)
+            declared["query_latent_norm"] = norm_weight(c, m.query_rank)
         return declared | {
             "latent_query": Param((m.query_rank or D, N, H), f"{q} N H", std=std, inputs=q, adapts=True),
             "latent_down": Param((D, m.kv_rank + m.rope_dim), "D R", std=std, inputs="D", adapts=True),
-            "latent_norm": Param((m.kv_rank,), "_", "ones", decay=False, cast=False),
+            "latent_norm": norm_weight(c, m.kv_rank),
             "key_up": Param((m.kv_rank, N, m.nope_dim), "R N H", std=std, inputs="R", adapts=True),
             "value_up": Param((m.kv_rank, N, m.value_dim), "R N H", std=std, inputs="R", adapts=True),
             "latent_output": Param((N, m.value_dim, D), "N H D", std=residual_std(c), inputs="N H", adapts=True),

@@ -219,6 +219,9 @@ class DecoderShape:
     )
     logits_soft_cap: float | None = None  # the same for the logits of the vocabulary
     norm_eps: float = 1e-6  # added to the mean square in every RMSNorm
+    zero_centered_norms: bool = (
+        False  # RMSNorms multiply by 1 + their weight (Qwen3-Next); not those of a recurrence's result
+    )
     init_std: float = 0.02  # standard deviation of the weights at the start
     compute_dtype: str = "float32"  # dtype of activations and matmuls, bfloat16 or float32; parameters stay float32
     remat: str = operational("attention")  # what the backward keeps or recomputes: none, dots, attention, full, ...

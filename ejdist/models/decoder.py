@@ -20,7 +20,7 @@ from ejdist.models.config import REMAT, DecoderShape
 from ejdist.models.model import BatchContext, Flops, Metric, Metrics, Model, StepContext
 from ejdist.models.ops import Ops
 from ejdist.models.parameters import Param
-from ejdist.models.part import LayerContext
+from ejdist.models.part import LayerContext, added, norm_weight
 from ejdist.models.stack import (
     check_kinds,
     declare_buffers,
@@ -98,7 +98,7 @@ def declare(c: DecoderShape) -> dict[str, Any]:
     declared = {
         "embedding": Param((V, D), "V D", std=std),
         "layers": declare_layers(c),
-        "final_norm": Param((D,), "_", "ones", decay=False, cast=False),
+        "final_norm": norm_weight(c, D),
     }
     if not c.tie_embeddings:
         declared["lm_head"] = Param((D, V), "D V", std=std)
@@ -133,7 +133,8 @@ def layers(params: dict, x: jax.Array, ctx: BatchContext, which: range, c: Decod
 
 def final_hidden(params: dict, x: jax.Array, ctx: BatchContext, c: DecoderShape) -> jax.Array:
     """Returns the hidden states that every head reads: the last layer's, normalised."""
-    return ctx.ops.rms_norm(x, params["final_norm"], eps=c.norm_eps)
+    weight = added(params["final_norm"], norm_weight(c, c.model_dim))
+    return ctx.ops.rms_norm(x, weight, eps=c.norm_eps)
 
 
 def head(

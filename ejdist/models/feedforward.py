@@ -16,7 +16,7 @@ from ejdist.frozen import Frozen
 from ejdist.models.config import DecoderShape
 from ejdist.models.model import Flops, Metric, Metrics
 from ejdist.models.parameters import Param
-from ejdist.models.part import LayerContext, Part, residual_std
+from ejdist.models.part import LayerContext, Part, norm_weight, residual_std
 from ejdist.models.remat import REMAT, PartBytes, Remat
 from ejdist.models.share import Share
 from kernels.ops.gated_mlp import block_tokens
@@ -32,7 +32,7 @@ class MLP(Part):
     def declare(self, c: DecoderShape) -> dict[str, Param]:
         D, F, std = c.model_dim, c.ffn_dim, c.init_std
         return {
-            "mlp_norm": Param((D,), "_", "ones", decay=False, cast=False),
+            "mlp_norm": norm_weight(c, D),
             "gate": Param((D, F), "D F", std=std, inputs="D", adapts=True),
             "up": Param((D, F), "D F", std=std, inputs="D", adapts=True),
             "down": Param((F, D), "F D", std=residual_std(c), inputs="F", adapts=True),
@@ -87,7 +87,7 @@ class Experts(Part):
         m, D, std = c.experts, c.model_dim, c.init_std
         E, F, S = m.num, m.ffn_dim, m.shared_dim
         declared = {
-            "experts_norm": Param((D,), "_", "ones", decay=False, cast=False),
+            "experts_norm": norm_weight(c, D),
             # The choice of experts must not depend on the compute dtype.
             "router": Param((D, E), "D _", std=std, cast=False),
             "experts_gate_up": Param((E, D, 2, F), "E D _ F", std=std, inputs="D"),

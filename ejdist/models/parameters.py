@@ -46,7 +46,8 @@ class Param:
 
     `decay`: whether weight decay applies, which it does not for norms and biases. `cast`: whether the model casts it to the
     compute dtype before use. `inputs`: the dims that a product with this matrix sums over, "N H"; "" for anything but a matrix
-    of a layer. `adapts`: whether `ops.project` alone multiplies with it, so that it may have an adapter.
+    of a layer. `adapts`: whether `ops.project` alone multiplies with it, so that it may have an adapter. `added`: what is added
+    to the weight of a norm before use.
     """
 
     shape: tuple[int, ...]
@@ -59,6 +60,7 @@ class Param:
     cast: bool = True
     inputs: str = ""
     adapts: bool = False
+    added: float = 0.0
 
     def __post_init__(self) -> None:
         if len(self.dims.split()) != len(self.shape):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -67,10 +67,9 @@ class Part:
         raise NotImplementedError
 
     def norms(self, params: dict[str, jax.Array], ctx: LayerContext) -> dict[str, jax.Array]:
-        """Returns the weights of the norms, from where they are stored to where they are used."""
-        return {
-            n: ctx.ops.gather(params[n], d.dims) for n, d in self.declare(ctx.config).items() if n.endswith("_norm")
-        }
+        """Returns what the norms multiply by, from where it is stored to where it is used."""
+        declared = {n: d for n, d in self.declare(ctx.config).items() if n.endswith("_norm")}
+        return {n: added(ctx.ops.gather(params[n], d.dims), d) for n, d in declared.items()}
 
     def update(self, c: DecoderShape, buffers: dict[str, Any], seen: dict[str, Any]) -> dict[str, Any]:
         """Returns the buffers of one layer after a step, from its "update" metrics, summed over the microbatches."""
@@ -125,6 +124,18 @@ class Costs:
     def recomputed(self, remat: Remat) -> float:
         """Returns `Part.recomputed`. Raises `Undeclared`."""
         return declared(self.part, "recomputed", ("apply",), "the share of its matmuls that run again")(remat)
+
+
+def norm_weight(c: DecoderShape, width: int) -> Param:
+    """Returns the weight of a norm of the residual stream, of a latent, or of query and key heads. Where the model's norms are
+    zero-centered it is stored less 1. Plain norms of a recurrence's result are never stored so."""
+    plain = Param((width,), "_", "ones", decay=False, cast=False)
+    return replace(plain, init="zeros", added=1.0) if c.zero_centered_norms else plain
+
+
+def added(weight: jax.Array, declared: Param) -> jax.Array:
+    """Returns what a norm multiplies by, of its parameter."""
+    return weight + declared.added if declared.added else weight
 
 
 def residual_std(c: DecoderShape) -> float:

@@ -16,7 +16,7 @@ from ejdist.costs import Traffic
 from ejdist.models.config import DecoderShape
 from ejdist.models.model import Flops, Metrics
 from ejdist.models.parameters import Param
-from ejdist.models.part import LayerContext, Part, residual_std
+from ejdist.models.part import LayerContext, Part, norm_weight, residual_std
 from ejdist.models.remat import PartBytes, Remat
 from ejdist.models.share import Share
 from ejdist.sequence.cost import states_sent
@@ -180,7 +180,7 @@ class GatedDelta(Recurrence):
         m, D, std = c.gated_delta, c.model_dim, c.init_std
         K, N, Hv, wide = m.num_key_heads, m.num_value_heads, m.value_dim, self._width(c)
         return {
-            "gated_delta_norm": Param((D,), "_", "ones", decay=False, cast=False),
+            "gated_delta_norm": norm_weight(c, D),
             "gated_delta_in": Param((D, K, wide), "D K H", std=std, inputs="D", adapts=True),
             "gated_delta_gate": Param((D, N, Hv), "D N H", std=std, inputs="D", adapts=True),
             "gated_delta_rates": Param((D, N, 2), "D N H", std=std, inputs="D", adapts=True),
@@ -244,7 +244,7 @@ class Mamba2(Recurrence):
         m, D, std = c.mamba2, c.model_dim, c.init_std
         N, P, K, S, W = m.num_heads, m.head_dim, m.num_groups, m.state_dim, m.conv_width
         return {
-            "mamba2_norm": Param((D,), "_", "ones", decay=False, cast=False),
+            "mamba2_norm": norm_weight(c, D),
             "mamba2_in": Param((D, N, P), "D N H", std=std, inputs="D", adapts=True),
             "mamba2_gate": Param((D, N, P), "D N H", std=std, inputs="D", adapts=True),
             "mamba2_bc": Param((D, K, 2 * S), "D K H", std=std, inputs="D", adapts=True),
@@ -305,7 +305,7 @@ class Lightning(Recurrence):
     def declare(self, c: DecoderShape) -> dict[str, Param]:
         D, N, H, std = c.model_dim, c.lightning.num_heads, c.lightning.head_dim, c.init_std
         return {
-            "lightning_norm": Param((D,), "_", "ones", decay=False, cast=False),
+            "lightning_norm": norm_weight(c, D),
             "lightning_in": Param((D, N, 3 * H), "D N H", std=std, inputs="D", adapts=True),
             "lightning_gate": Param((D, N, H), "D N H", std=std, inputs="D", adapts=True),
             "lightning_out_norm": Param((N, H), "N H", "ones", decay=False, cast=False),

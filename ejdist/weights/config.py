@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,9 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
             lambda x: type(x) is int and x > 0,
             "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size "
             "sliding_window num_experts num_local_experts n_routed_experts num_experts_per_tok moe_intermediate_size "
-            "decoder_sparse_step kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_group topk_group",
+            "decoder_sparse_step kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_group topk_group "
+            "shared_expert_intermediate_size full_attention_interval linear_num_key_heads linear_num_value_heads "
+            "linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim",
         ),
         (
             "an integer of at least 0",
@@ -40,7 +42,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
             "a positive number",
             lambda x: type(x) in (int, float) and 0 < x < math.inf,
             "rms_norm_eps rope_theta factor attention_factor low_freq_factor high_freq_factor beta_slow beta_fast "
-            "routed_scaling_factor original_max_position_embeddings",
+            "routed_scaling_factor original_max_position_embeddings partial_rotary_factor",
         ),
         ("a number", lambda x: type(x) in (int, float) and abs(x) < math.inf, "mscale mscale_all_dim"),
         (
@@ -126,17 +128,31 @@ BANDS: dict[str, dict[str, tuple[str, float]]] = {
 }
 
 
-def read_rope(keys: Keys, base: float) -> dict[str, Any]:
-    """Returns the keys of a model section that say how positions turn. Transformers 5 has them in `rope_parameters`, older
-    files in `rope_theta` and `rope_scaling`."""
+def _rope_of(keys: Keys) -> Keys:
+    """Returns the keys of rotary embedding. Transformers 5 has them in `rope_parameters`, older files in `rope_scaling`."""
     new, old = keys.get("rope_parameters"), keys.get("rope_scaling")
-    rope = dict(old or new or {})  # the order of transformers
-    inner = Keys(keys.path, rope)
+    return Keys(keys.path, dict(old or new or {}))  # the order of transformers
+
+
+def read_rotary(keys: Keys, width: int, default: float) -> int | None:
+    """Returns how many entries of a head of that width turn; None for all. default: the share of a file that has none."""
+    share = _rope_of(keys).get("partial_rotary_factor", keys.get("partial_rotary_factor", default))
+    turned = int(width * share)
+    return None if turned == width else turned
+
+
+def read_rope(keys: Keys, base: float, partial: bool = False) -> dict[str, Any]:
+    """Returns the keys of a model section that say how positions turn; in older files `rope_theta` is not among those of rotary
+    embedding. partial: whether `read_rotary` reads which part of a head turns; otherwise it must be all of it."""
+    inner = _rope_of(keys)
     theta = keys.get("rope_theta", base)
     values: dict[str, Any] = {"rope_base": float(inner.get("rope_theta", theta))}
     kind = inner.get("rope_type", "default", "type")
-    keys.only("partial_rotary_factor", 1.0)
-    inner.only("partial_rotary_factor", 1.0)
+    for level in (keys, inner):
+        if partial:
+            level.get("partial_rotary_factor")
+        else:
+            level.only("partial_rotary_factor", 1.0)
     if kind != "default":
         values |= {"rope_scaling": kind, "rope_factor": float(inner.need("factor"))}
     if kind in ("llama3", "yarn"):
@@ -214,10 +230,17 @@ def layer_types(c: DecoderShape) -> list[str]:
 
 def read_layer_types(keys: Keys, layers: int, default: Sequence[bool]) -> list[bool]:
     """Returns which layers have a window."""
+    types = read_types(keys, layers, ("sliding_attention", "full_attention"))
+    return list(default) if types is None else [t == "sliding_attention" for t in types]
+
+
+def read_types(keys: Keys, layers: int, known: Collection[str]) -> list[str] | None:
+    """Returns the type of each layer; None where the file has none. Raises WeightsError: one is not known, or they are not as
+    many as the layers."""
     types = keys.get("layer_types")
     if types is None:
-        return list(default)
-    strange = [t for t in types if t not in ("sliding_attention", "full_attention")]
+        return None
+    strange = [t for t in types if t not in known]
     if strange or len(types) != layers:
         what = (
             f"has {strange[0]!r}, which this model does not have"
@@ -225,4 +248,21 @@ def read_layer_types(keys: Keys, layers: int, default: Sequence[bool]) -> list[b
             else f"is of {len(types)} layers, not {layers}"
         )
         raise WeightsError(f"{keys.path}: layer_types {what}")
-    return [t == "sliding_attention" for t in types]
+    return types
+
+
+def mixed_layers(keys: Keys, layers: int) -> list[bool]:
+    """Returns which layers have experts: every `decoder_sparse_step`-th, without those of `mlp_only_layers`."""
+    every, dense = keys.get("decoder_sparse_step", 1), set(keys.get("mlp_only_layers", []))
+    return [i not in dense and (i + 1) % every == 0 for i in range(layers)]
+
+
+def read_heads(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys of attention's heads. sizes: those of the section that all families have."""
+    heads = sizes["num_heads"]
+    width = keys.get("head_dim", sizes["model_dim"] // heads)
+    return {"num_kv_heads": keys.get("num_key_value_heads", heads), "head_dim": width}
+
+
+def write_heads(c: DecoderShape) -> dict[str, Any]:
+    return {"num_key_value_heads": c.num_kv_heads, "head_dim": c.head_dim}

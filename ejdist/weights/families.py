@@ -21,15 +21,29 @@ from ejdist.weights.config import (
     kind_of,
     layer_types,
     magnitude,
+    mixed_layers,
     of_kinds,
+    read_heads,
     read_layer_types,
     read_rope,
     windows_of,
+    write_heads,
     write_rope,
 )
 from ejdist.weights.files import WeightsError, read_json
+from ejdist.weights.hybrids import read_qwen3_next, write_qwen3_next
 from ejdist.weights.match import differences, without_ntk, written
-from ejdist.weights.names import EXPERTS, FUSED_EXPERTS, GPT_OSS_EXPERTS, MIXTRAL_EXPERTS, Rules, rules
+from ejdist.weights.names import (
+    EXPERTS,
+    FUSED_EXPERTS,
+    FUSED_NEXT_EXPERTS,
+    GPT_OSS_EXPERTS,
+    MIXTRAL_EXPERTS,
+    NEXT_EXPERTS,
+    Rules,
+    hybrid,
+    rules,
+)
 
 # -- config.json ----------------------------------------------------------------------------------------------------------
 
@@ -39,18 +53,12 @@ PLAIN = {
 }  # fmt: skip
 
 
-def _heads(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
-    heads = sizes["num_heads"]
-    width = keys.get("head_dim", sizes["model_dim"] // heads)
-    return {"num_kv_heads": keys.get("num_key_value_heads", heads), "head_dim": width}
-
-
 def _dense(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
-    return _heads(keys, sizes) | {"ffn_dim": keys.need("intermediate_size")}
+    return read_heads(keys, sizes) | {"ffn_dim": keys.need("intermediate_size")}
 
 
 def _write_dense(c: DecoderShape) -> dict[str, Any]:
-    return {"num_key_value_heads": c.num_kv_heads, "head_dim": c.head_dim, "intermediate_size": c.ffn_dim}
+    return write_heads(c) | {"intermediate_size": c.ffn_dim}
 
 
 def _llama(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -113,18 +121,16 @@ def _write_qwen3(c: DecoderShape) -> dict[str, Any]:
 
 
 def _qwen3_moe(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
-    bias, every = keys.get("attention_bias", False), keys.get("decoder_sparse_step", 1)
-    dense = set(keys.get("mlp_only_layers", []))
+    bias, mixed = keys.get("attention_bias", False), mixed_layers(keys, sizes["num_layers"])
     window = keys.get("sliding_window") if keys.get("use_sliding_window", False) else None
     keys.get("max_window_layers")  # which this family does not read
-    mixed = [i not in dense and (i + 1) % every == 0 for i in range(sizes["num_layers"])]
     experts = ExpertsShape(
         num=keys.need("num_experts", "num_local_experts"),
         top_k=keys.need("num_experts_per_tok"),
         ffn_dim=keys.need("moe_intermediate_size"),
         normalize=keys.get("norm_topk_prob", False),
     )
-    values = _heads(keys, sizes) | of_kinds([kind_of(window is not None, m) for m in mixed]) | {"experts": experts}
+    values = read_heads(keys, sizes) | of_kinds([kind_of(window is not None, m) for m in mixed]) | {"experts": experts}
     ffn = keys.get("intermediate_size", 6144)  # of the layers without experts
     values |= {} if all(mixed) else {"ffn_dim": ffn}
     return values | {"qk_norm": True, "attention_bias": bias, "attention_output_bias": bias, "sliding_window": window}
@@ -146,7 +152,7 @@ def _mixtral(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
         top_k=keys.need("num_experts_per_tok"),
         ffn_dim=keys.need("intermediate_size"),
     )
-    return _heads(keys, sizes) | _one_window(keys, True, sizes["num_layers"]) | {"experts": experts}
+    return read_heads(keys, sizes) | _one_window(keys, True, sizes["num_layers"]) | {"experts": experts}
 
 
 def _write_mixtral(c: DecoderShape) -> dict[str, Any]:
@@ -235,7 +241,7 @@ def _gpt_oss(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
         router_bias=True,
     )
     window = keys.get("sliding_window", 128)
-    values = _heads(keys, sizes) | {"head_dim": keys.get("head_dim", 64), "experts": experts}
+    values = read_heads(keys, sizes) | {"head_dim": keys.get("head_dim", 64), "experts": experts}
     values |= of_kinds([kind_of(windowed, True) for windowed in windows])
     biases = {"attention_bias": True, "attention_output_bias": True, "attention_sinks": True}
     return values | biases | ({"sliding_window": window} if any(windows) else {})
@@ -257,6 +263,7 @@ class Family:
 
     read: (keys, the sizes that all have) -> more keys of the model section. write: the section -> more keys of config.json.
     rules: tensors as they are written, then other layouts that are read. rope_base, norm_eps: where config.json has none.
+    partial: whether a part of a head may turn, which `read` reads.
     """
 
     model_type: str
@@ -265,6 +272,7 @@ class Family:
     rules: tuple[Rules, ...]
     rope_base: float = 10000.0
     norm_eps: float = 1e-6
+    partial: bool = False
 
     def section(self, keys: Keys) -> DecoderConfig:
         """Returns the model section of a config.json. Raises WeightsError for what the model does not have."""
@@ -279,7 +287,7 @@ class Family:
                 f"{keys.path} has hidden_act = {act!r}, which is not supported; supported are {', '.join(ACTIVATIONS)}"
             )
         values = sizes | {"activation": ACTIVATIONS[act], "tie_embeddings": keys.get("tie_word_embeddings", False)}
-        values |= read_rope(keys, self.rope_base) | self.read(keys, sizes)
+        values |= read_rope(keys, self.rope_base, self.partial) | self.read(keys, sizes)
         keys.finish()
         section = DecoderConfig(**values)
         try:
@@ -311,6 +319,9 @@ FAMILIES: dict[str, Family] = {
         "deepseek_v3", _deepseek_v3, _write_deepseek_v3, (rules(experts=EXPERTS), rules(experts=FUSED_EXPERTS))
     ),
     "GptOssForCausalLM": Family("gpt_oss", _gpt_oss, _write_gpt_oss, (rules(experts=GPT_OSS_EXPERTS),), 150000.0, 1e-5),
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next", read_qwen3_next, write_qwen3_next, (hybrid(NEXT_EXPERTS), hybrid(FUSED_NEXT_EXPERTS)), partial=True
+    ),
 }  # fmt: skip
 
 

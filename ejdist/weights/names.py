@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ejdist.weights.tensors import Rule, rule
+from ejdist.models.config import DecoderShape
+from ejdist.weights.tensors import Blocks, Rule, rule
 
-Rules = Mapping[str, Sequence[Rule]]
+Rules = Mapping[str, Sequence[Rule | Blocks]]
 
 TOP = (
     rule("model.embed_tokens.weight", "V D", "embedding: V D"),
@@ -26,6 +27,53 @@ ATTENTION = (
     rule("self_attn.q_norm.weight", "H", "query_norm: H"),
     rule("self_attn.k_norm.weight", "H", "key_norm: H"),
     rule("self_attn.sinks", "N", "sinks: N 0"),
+)
+# Attention with a gate: of each head its query, then its gate.
+GATED_ATTENTION = (
+    rule("self_attn.q_proj.weight", "(N H) D", "query: D N H", "query_gate: D N H", joined="H"),
+    *(r for r in ATTENTION if r.name != "self_attn.q_proj.weight"),
+)
+
+
+def _of_gated_delta(c: DecoderShape) -> dict[str, int]:
+    """Returns sizes: K key heads of R value heads each, widths Q of a query or key and V of a value, and H, all that a key head
+    has before the convolution."""
+    m = c.gated_delta
+    R = m.num_value_heads // m.num_key_heads
+    sizes = {"K": m.num_key_heads, "R": R, "Q": m.key_dim, "V": m.value_dim, "H": 2 * m.key_dim + R * m.value_dim}
+    return sizes | {"RV": R * m.value_dim, "W": m.conv_width, "D": c.model_dim}
+
+
+GATED_DELTA = (
+    rule("input_layernorm.weight", "D", "gated_delta_norm: D"),
+    # Of each key head its query, its key, the values of its value heads, and their gates.
+    Blocks(
+        "linear_attn.in_proj_qkvz.weight",
+        (("H D", "gated_delta_in: D K H"), ("(R V) D", "gated_delta_gate: D (K R) V")),
+        _of_gated_delta,
+        each="K",
+    ),
+    # Of each key head the strengths of its value heads, then their rates.
+    Blocks(
+        "linear_attn.in_proj_ba.weight",
+        (("R D", "gated_delta_rates: D (K R) 0"), ("R D", "gated_delta_rates: D (K R) 1")),
+        _of_gated_delta,
+        each="K",
+    ),
+    # The queries of all key heads, their keys, and the values.
+    Blocks(
+        "linear_attn.conv1d.weight",
+        (
+            ("(K Q) 1 W", "gated_delta_taps: K +Q W"),
+            ("(K Q) 1 W", "gated_delta_taps: K +Q W"),
+            ("(K RV) 1 W", "gated_delta_taps: K +RV W"),
+        ),
+        _of_gated_delta,
+    ),
+    rule("linear_attn.A_log", "N", "gated_delta_a_log: N"),
+    rule("linear_attn.dt_bias", "N", "gated_delta_dt_bias: N"),
+    rule("linear_attn.norm.weight", "H", "gated_delta_out_norm: H"),
+    rule("linear_attn.out_proj.weight", "D (N H)", "gated_delta_output: N H D"),
 )
 LATENT_ATTENTION = (
     rule("input_layernorm.weight", "D", "latent_attention_norm: D"),
@@ -53,18 +101,27 @@ ROUTER = (
     rule("mlp.shared_experts.up_proj.weight", "F D", "shared_up: D F"),
     rule("mlp.shared_experts.down_proj.weight", "D F", "shared_down: F D"),
 )
-EXPERTS = (
-    *ROUTER,
+# With one shared expert, and a gate of it.
+NEXT_ROUTER = (
+    rule(NORM_OF_MLP, "D", "experts_norm: D"),
+    rule("mlp.gate.weight", "E D", "router: D E"),
+    rule("mlp.shared_expert.gate_proj.weight", "F D", "shared_gate: D F"),
+    rule("mlp.shared_expert.up_proj.weight", "F D", "shared_up: D F"),
+    rule("mlp.shared_expert.down_proj.weight", "D F", "shared_down: F D"),
+    rule("mlp.shared_expert_gate.weight", "S D", "shared_expert_gate: D S"),
+)
+EACH = (
     rule("mlp.experts.{E}.gate_proj.weight", "F D", "experts_gate_up: E D 0 F"),
     rule("mlp.experts.{E}.up_proj.weight", "F D", "experts_gate_up: E D 1 F"),
     rule("mlp.experts.{E}.down_proj.weight", "D F", "experts_down: E F D"),
 )
 # As transformers 5 has them in memory, and on request in files.
-FUSED_EXPERTS = (
-    *ROUTER,
+FUSED = (
     rule("mlp.experts.gate_up_proj", "E (C F) D", "experts_gate_up: E D C F"),
     rule("mlp.experts.down_proj", "E D F", "experts_down: E F D"),
 )
+EXPERTS, FUSED_EXPERTS = (*ROUTER, *EACH), (*ROUTER, *FUSED)
+NEXT_EXPERTS, FUSED_NEXT_EXPERTS = (*NEXT_ROUTER, *EACH), (*NEXT_ROUTER, *FUSED)
 MIXTRAL_EXPERTS = (
     rule(NORM_OF_MLP, "D", "experts_norm: D"),
     rule("block_sparse_moe.gate.weight", "E D", "router: D E"),
@@ -83,6 +140,11 @@ GPT_OSS_EXPERTS = (
 )
 
 
-def rules(**experts: Sequence[Rule]) -> Rules:
+def rules(**parts: Sequence[Rule | Blocks]) -> Rules:
     """Returns the rules of a family, by the part of a layer; "" are those of no layer."""
-    return {"": TOP, "attention": ATTENTION, "latent_attention": LATENT_ATTENTION, "mlp": MLP} | experts
+    return {"": TOP, "attention": ATTENTION, "latent_attention": LATENT_ATTENTION, "mlp": MLP} | parts
+
+
+def hybrid(experts: Sequence[Rule]) -> Rules:
+    """Returns the rules of Qwen3-Next with these of its experts."""
+    return rules(attention=GATED_ATTENTION, gated_delta=GATED_DELTA, experts=experts)

@@ -83,28 +83,32 @@ def _pair(
     stacks: Mapping[str, Sequence[np.ndarray]],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns (A [rank, in], B [out, rank]) of a tensor [out, in] of a published model. Where it joins several of ours,
-    each has a part of the rank, and in B its own rows."""
-    out, inner = tensor.split
-    narrow, wide = [], []
+    each has a part of the rank, and in B its own rows, which may be several blocks."""
+    narrow: dict[str, np.ndarray] = {}  # by our names
+    wide: dict[str, np.ndarray] = {}
     for piece in pieces:
         name, row = piece.leaf.removeprefix(_STACK), piece.at[0]
+        start, stop, (out, inner) = piece.rows or (0, tensor.shape[0], tensor.split)
         a, b = (x[row].astype(np.float32) for x in stacks[name])
         summed = [i - 1 for i in summed_axes(layers[name])]
-        inputs = [piece.order[i] for i in summed]
-        outputs = [axis for i, axis in enumerate(piece.order) if i not in summed]
+        held = dict(zip((i for i, at in enumerate(piece.at[1:]) if not isinstance(at, int)), piece.order, strict=True))
+        inputs = [held.get(i, -1) for i in summed]
+        outputs = [axis for i, axis in held.items() if i not in summed]
         if sorted(inputs) != list(range(len(out), len(out) + len(inner))):
             raise WeightsError(
                 f"{tensor.name} is no matrix [out, in] of {name}, which PEFT could adapt; leave adapter out"
             )
         a = np.moveaxis(a, -1, 0).transpose([0, *(1 + i for i in np.argsort(inputs))])
-        rows = np.zeros((len(b), *out), np.float32)
+        narrow[name] = a.reshape(len(a), math.prod(inner))
+        rows = wide.setdefault(name, np.zeros((len(b), tensor.shape[0]), np.float32))
         where = [slice(None)] * (1 + len(out))
         if piece.part is not None:
             where[1 + piece.part[0]] = slice(*piece.part[1:])
-        rows[tuple(where)] = b.transpose([0, *(1 + i for i in np.argsort(outputs))])
-        narrow.append(a.reshape(len(a), math.prod(inner)))
-        wide.append(rows.reshape(len(b), math.prod(out)).T)
-    return np.concatenate(narrow, 0), np.concatenate(wide, 1)
+        b = b[:, *(index for i, index in enumerate(piece.index[1:]) if i not in summed)]
+        block = np.zeros((len(b), *out), np.float32)
+        block[tuple(where)] = b.transpose([0, *(1 + i for i in np.argsort(outputs))])
+        rows[:, start:stop] += block.reshape(len(b), -1)
+    return np.concatenate([*narrow.values()], 0), np.concatenate([*wide.values()], 0).T
 
 
 def _names(modules: Mapping[str, int], tensors: Sequence[Tensor]) -> dict[str, int]:

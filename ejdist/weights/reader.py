@@ -25,6 +25,8 @@ from ejdist.weights.tensors import Piece, Tensor, expand, view
 
 # Tensors of a file that follow from config.json.
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
+# Tensors that predict tokens after the next: layers behind the last (DeepSeek-V3), or a module (Qwen3-Next).
+_AHEAD = re.compile(r"model\.layers\.(\d+)\.|mtp\.")
 
 
 def tensors_in(family: Family, c: DecoderConfig, stored: Mapping[str, Any]) -> list[Tensor]:
@@ -45,7 +47,7 @@ def check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], c: DecoderCon
         raise WeightsError(f"{where} lacks {names_in(absent)}, which its config.json requires; copy all of its files")
     notes, unknown = [], set(stored) - set(expected)
     derived = {n for n in unknown if _DERIVED.search(n)}
-    ahead = {n for n in unknown if (m := re.match(r"model\.layers\.(\d+)\.", n)) and int(m[1]) >= c.num_layers}
+    ahead = {n for n in unknown if (m := _AHEAD.match(n)) and (m[1] is None or int(m[1]) >= c.num_layers)}
     if derived:
         notes.append(f"ignored in {where}: {names_in(derived)}, which follow from its config.json")
     if ahead:
@@ -130,9 +132,14 @@ def _put(whole: jax.Array, part: jax.Array, start: tuple[int, ...]) -> jax.Array
 
 def _cut(array: np.ndarray, piece: Piece, spans: Spans) -> tuple[np.ndarray, tuple[int, ...]] | None:
     """Returns (the part of a piece, laid out as its leaf, that a shard holds; its start in the shard); None without overlap."""
-    each = list(zip(piece.at, spans, strict=True))
-    if any(i is not None and not start <= i < stop for i, (start, stop) in each):
-        return None
-    part = array[tuple(slice(*span) for i, span in each if i is None)]
-    shape = [stop - start if i is None else 1 for i, (start, stop) in each]
-    return np.ascontiguousarray(part).reshape(shape), tuple(0 if i is None else i - start for i, (start, _) in each)
+    cut, shape, places = [], [], []
+    for i, (start, stop) in zip(piece.at, spans, strict=True):
+        first, last = (i, i + 1) if isinstance(i, int) else i or (start, stop)
+        low, high = max(first, start), min(last, stop)
+        if low >= high:
+            return None
+        if not isinstance(i, int):
+            cut.append(slice(low, high) if i is None else slice(low - first, high - first))
+        shape.append(high - low)
+        places.append(low - start)
+    return np.ascontiguousarray(array[tuple(cut)]).reshape(shape), tuple(places)

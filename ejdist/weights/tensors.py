@@ -1,7 +1,8 @@
 """Which tensor of a file holds which of our parameters, and how: one table serves reading and writing.
 
-A `Rule` names the dims of both sides, "(N H) D" and "query: D N H": dims in brackets are one dim of the file. `view` shows an
-array of the file in the layout of ours, without a copy, so that reading takes from it and writing puts into it.
+A `Rule` names the dims of both sides, "(N H) D" and "query: D N H": dims in brackets are one dim of the file. `Blocks` are the
+rows of a tensor whose parts have dims of their own. `view` shows an array of the file in the layout of ours, without a copy, so
+that reading takes from it and writing puts into it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -45,9 +46,80 @@ class Rule:
         """Returns (name, dims) of each of ours."""
         return [(name, dims.split()) for name, _, dims in (text.partition(":") for text in self.ours)]
 
+    def tensors(self, prefix: str, place: Place) -> Iterable[Tensor]:
+        """Returns the tensors of the rule in one layer."""
+        return _of_rule(self, prefix + self.name, place.names, place.leaves, place.row)
+
 
 def rule(name: str, theirs: str, *ours: str, **more: str) -> Rule:
     return Rule(name, theirs, ours, **more)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A tensor of a file whose rows, in its first dim, are blocks that follow each other, each a part of one of ours.
+
+    name: without `LAYER` in front. each: a dim that is counted through, all blocks for each of its indices; "" for none.
+    blocks: (theirs, "parameter: dims"). In theirs the first dim is the rows of a block, and 1 a dim of one entry. In ours a
+      number is an index, `each` the index that is counted, and "(K R)", with `each` in brackets, the run of R entries that it
+      has; "+Q" are the next Q entries of a dim, after those of the blocks before.
+    sizes: (a model) -> the size of every dim.
+    """
+
+    name: str
+    blocks: tuple[tuple[str, str], ...]
+    sizes: Callable[[DecoderShape], dict[str, int]]
+    each: str = ""
+
+    def tensors(self, prefix: str, place: Place) -> Iterable[Tensor]:
+        """Returns the tensor in one layer; nothing if the model does not have all of its parameters."""
+        parted = [(theirs, *ours.split(":")) for theirs, ours in self.blocks]
+        if any(name not in place.names for _, name, _ in parted):
+            return []
+        sizes, row, pieces = self.sizes(place.config), 0, []
+        taken: Counter[tuple[str, int]] = Counter()  # (parameter, its dim) -> entries of the blocks before
+        rest = ()
+        for i in range(sizes[self.each] if self.each else 1):
+            for theirs, name, ours in parted:
+                groups = [[d for d in group if d != "1"] for group in _groups(theirs)]
+                split = tuple(tuple(sizes[d] for d in group) for group in groups)
+                rows, rest = math.prod(split[0]), tuple(math.prod(group) for group in split[1:])
+                at: list[At] = [*place.row]
+                held: list[str] = []
+                for dim, group in enumerate(_groups(ours)):
+                    last = group[-1].removeprefix("+")
+                    if group == [self.each] or last.isdigit():
+                        at.append(i if group == [self.each] else int(last))
+                        continue
+                    start, size = None, sizes[last]
+                    if len(group) > 1:
+                        start = i * size
+                    elif last != group[0]:
+                        start = taken[name, dim]
+                        taken[name, dim] += size
+                    at.append(None if start is None else (start, start + size))
+                    held.append(last)
+                flat = [d for group in groups for d in group]
+                order = tuple(flat.index(d) for d in held)
+                pieces.append(Piece(place.names[name], tuple(at), order, rows=(row, row + rows, split)))
+                row += rows
+        return [Tensor(prefix + self.name, ((row,), *((n,) for n in rest)), tuple(pieces))]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rule is used: in one layer, or in none.
+
+    names: parameter -> its leaf. leaves: leaf -> what it is. row: of the stacks, that of this layer; () outside of layers.
+    """
+
+    config: DecoderShape
+    names: Mapping[str, str]
+    leaves: Mapping[str, Param]
+    row: tuple[int, ...] = ()
+
+
+At = int | tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -55,9 +127,16 @@ class Piece:
     """What a tensor holds of a leaf of the state."""
 
     leaf: str  # "params.layers.query"
-    at: tuple[int | None, ...]  # for each dim of the leaf the index in it; None: all of it
-    order: tuple[int, ...]  # the dim of the split tensor that is each dim of the leaf where all of it is held
+    at: tuple[At, ...]  # for each dim of the leaf the index in it, or the start and stop; None: all of it
+    order: tuple[int, ...]  # the dim of the split tensor that is each dim of the leaf where no index is
     part: tuple[int, int, int] | None = None  # (dim of the split tensor, start, stop)
+    # (start, stop, the sizes that their dims split into) of the tensor's rows; None for all, split as the tensor is
+    rows: tuple[int, int, tuple[tuple[int, ...], ...]] | None = None
+
+    @property
+    def index(self) -> tuple[int | slice, ...]:
+        """What of its leaf a piece is, as NumPy has it."""
+        return tuple(slice(None) if i is None else slice(*i) if isinstance(i, tuple) else i for i in self.at)
 
 
 @dataclass(frozen=True)
@@ -75,7 +154,11 @@ class Tensor:
 
 def view(array: np.ndarray, tensor: Tensor, piece: Piece) -> np.ndarray:
     """Returns the array of a tensor in the layout of the piece of the leaf, without its indexed dims; no copy if contiguous."""
-    split = array.reshape([size for sizes in tensor.split for size in sizes])
+    split = tensor.split
+    if piece.rows is not None:
+        start, stop, split = piece.rows
+        array = array[start:stop]
+    split = array.reshape([size for sizes in split for size in sizes])
     if piece.part is not None:
         dim, start, stop = piece.part
         split = split[(slice(None),) * dim + (slice(start, stop),)]
@@ -91,7 +174,7 @@ def declared_leaves(c: DecoderShape) -> dict[str, Param]:
     return leaves | {f"buffers.{part}.bias": of_part["bias"] for part, of_part in buffers.items() if "bias" in of_part}
 
 
-def expand(rules: Mapping[str, Sequence[Rule]], c: DecoderShape) -> list[Tensor]:
+def expand(rules: Mapping[str, Sequence[Rule | Blocks]], c: DecoderShape) -> list[Tensor]:
     """Returns every tensor of a model's files, in the order of its layers.
 
     Args:
@@ -102,15 +185,16 @@ def expand(rules: Mapping[str, Sequence[Rule]], c: DecoderShape) -> list[Tensor]
     """
     leaves = declared_leaves(c)
     top = {n: f"params.{n}" for n in declare(c)}
-    tensors = [t for r in rules[""] for t in _of_rule(r, r.name, top, leaves, ())]
+    tensors = [t for r in rules[""] for t in r.tensors("", Place(c, top, leaves))]
     rows: Counter[str] = Counter()
     for layer, parts in enumerate(layers_of(c)):
         for part in parts:
             leaf_names = {n: f"params.layers.{n}" for n in part.declare(c)} | {
                 n: f"buffers.{part.name}.{n}" for n in part.buffers(c)
             }
+            place = Place(c, leaf_names, leaves, (rows[part.name],))
             for r in rules.get(part.name, ()):
-                tensors += _of_rule(r, LAYER.format(layer=layer) + r.name, leaf_names, leaves, (rows[part.name],))
+                tensors += r.tensors(LAYER.format(layer=layer), place)
             rows[part.name] += 1
     absent = leaves.keys() - {piece.leaf for t in tensors for piece in t.pieces}
     if absent:
@@ -131,7 +215,7 @@ def _of_rule(
         shape = leaves[leaf_names[parameter]].shape[len(row) :]
         for dim, size in zip(dims, shape, strict=True):
             sizes.setdefault(dim, []).append(size)
-    groups = [(bracketed or plain).split() for bracketed, plain in re.findall(r"\(([^)]*)\)|(\S+)", r.theirs)]
+    groups = _groups(r.theirs)
     flat = [dim for group in groups for dim in group]
     split = tuple(tuple(sum(sizes[d]) if d == r.joined else sizes[d][0] for d in group) for group in groups)
     counted = re.findall(r"{(\w+)}", r.name)
@@ -150,11 +234,15 @@ def _of_rule(
     return tensors
 
 
+def _groups(dims: str) -> list[list[str]]:
+    """Returns the dims of each dim: "(N H) D" is [N, H] and [D]."""
+    return [(bracketed or plain).split() for bracketed, plain in re.findall(r"\(([^)]*)\)|(\S+)", dims)]
+
+
 def as_ours(arrays: Mapping[str, np.ndarray], tensors: Iterable[Tensor], leaves: Mapping[str, Param]) -> dict[str, Any]:
     """Returns leaf -> array, put together in memory from the arrays of a file; `load` does it on devices."""
     filled = {name: np.full(p.shape, np.nan, np.float32) for name, p in leaves.items()}
     for tensor in tensors:
         for piece in tensor.pieces:
-            index = tuple(slice(None) if i is None else i for i in piece.at)
-            filled[piece.leaf][index] = view(arrays[tensor.name], tensor, piece)
+            filled[piece.leaf][piece.index] = view(arrays[tensor.name], tensor, piece)
     return filled

@@ -140,7 +140,8 @@ def _put(path: Path, content: Path | str) -> None:
 
 def _row(piece: Piece) -> int | EllipsisType:
     """Returns the row of its leaf that holds a piece; `...`, all of it, for a leaf that is not a stack."""
-    return ... if piece.at[0] is None else piece.at[0]
+    first = piece.at[0]
+    return first if isinstance(first, int) else ...
 
 
 def _write_tensors(
@@ -166,8 +167,6 @@ def _made(tensor: Tensor, held: Mapping[Any, np.ndarray], dtype: np.dtype) -> np
     whole = np.empty(tensor.shape, dtype)
     for piece in tensor.pieces:
         row = _row(piece)
-        index = tuple(
-            slice(None) if i is None else i for i in (piece.at if isinstance(row, EllipsisType) else piece.at[1:])
-        )
-        view(whole, tensor, piece)[...] = held[piece.leaf, row][index]
+        at = piece.index if isinstance(row, EllipsisType) else piece.index[1:]
+        view(whole, tensor, piece)[...] = held[piece.leaf, row][at]
     return whole

@@ -140,7 +140,7 @@ FAULTS = (
     ),
     numbers(
         "dense layers among experts are forgotten",
-        "_qwen3_moe",
+        "mixed_layers",
         "$i not in $dense and ($i + 1) % $every == 0",
         "($i not in $dense or $i > 0) and ($i + 1) % $every == 0",
     ),
@@ -180,15 +180,15 @@ FAULTS = (
     Fault(
         "a shard is put at its place in the whole",
         "_cut",
-        "0 if $i is None else $i - $start",
-        "0 if $i is None else $i",
+        "$shape.append($high - $low)\n$places.append($low - $start)",
+        "$shape.append($high - $low)\n$places.append($low)",
         f"{TESTS} -k every_device",
     ),
     Fault(
         "every device is given the first shard",
         "_cut",
-        "slice(*$span)",
-        "slice($span[1] - $span[0])",
+        "slice($low, $high)",
+        "slice($high - $low)",
         f"{TESTS} -k every_device",
     ),
     Fault(
