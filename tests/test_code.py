@@ -13,7 +13,7 @@ import kernels
 from kernels.toolchains.simulate import ahead_of_time as checks
 
 OPS = kernels.operations()
-MOST_CASES = 3
+MOST_CASES = 4
 # What the compilers take ten seconds for. Quick are "together", which has every option of the kernels of flash attention, the
 # other product of a layer of experts, queries without their keys, and on CUDA the other block masks; the widest head is
 # compiled in tests/kernels/test_flash_attention_hopper.py. Recurrences have the same kernels in cases of small heads.
