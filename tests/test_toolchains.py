@@ -231,7 +231,7 @@ def test_outputs_that_would_take_each_others_buffers_on_a_gpu_are_refused():
         np.testing.assert_array_equal(out, x + state)
         np.testing.assert_array_equal(after, x)
         with pytest.raises(
-            ValueError, match="two_outputs_kernel: .* aliases output 0, and output 1 after it has no alias"
+            ValueError, match=r"two_outputs_kernel: .* aliases output 0, and output 1 after it has no alias"
         ):
             run(0)
         with pytest.raises(ValueError, match="the array 'x_ptr' is after the output 'out_ptr' among the parameters"):
