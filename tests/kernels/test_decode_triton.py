@@ -1,8 +1,7 @@
-"""One token of a recurrence in Triton, of rows and of requests with states in a pool: against XLA, and what is left untouched."""
+"""One token of a recurrence in Triton, of rows and of requests with states in a pool: against XLA, and what stays untouched."""
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -42,9 +41,9 @@ def rwkv6(rng, **more):
 
 MADE = {
     "delta_rule": lambda rng, **more: delta(rng, False, **more),
-    "delta_rule of channels": lambda rng, **more: delta(rng, True, decay=-np.inf, use_qk_l2norm=True, **more),
-    "linear_attention": lambda rng, **more: linear_attention_of(
-        rng, B, 1, N, 1, H, Hv, -np.inf, softmax_scale=0.7, **more
+    "delta_rule of channels": lambda rng, **more: delta(rng, True, decay=-np.inf, **more) | {"use_qk_l2norm": True},
+    "linear_attention": lambda rng, **more: (
+        linear_attention_of(rng, B, 1, N, 1, H, Hv, -np.inf, **more) | {"softmax_scale": 0.7}
     ),
     "linear_attention with a bonus": rwkv6,
     "state_space_v2": mamba,
@@ -53,12 +52,10 @@ MADE = {
 
 @pytest.mark.parametrize("name", MADE)
 def test_a_token_after_a_state_with_padding(name):
-    """In value and in every gradient, which is that of a chunk; padding hands its state on, and what it holds reaches nothing."""
+    """In value and in every gradient, which is that of a chunk; padding hands its state on."""
     rng = np.random.default_rng(0)
     made = MADE[name](rng, initial_state=state(rng, B, 1, N, H, Hv), segment_ids=jnp.asarray(PADDED))
-    options = {n: x for n, x in made.items() if isinstance(x, (float, bool))}
-    given = {n: jnp.asarray(x) for n, x in made.items() if n not in options}
-    against_xla(name.split()[0], given | options, block_v=16, num_warps=2)
+    against_xla(name.split()[0], made, block_v=16, num_warps=2)
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -112,7 +109,7 @@ def pooled(rng, dtype=jnp.float32, channels=False):
 
 @pytest.mark.parametrize(("dtype", "channels"), [(jnp.float32, False), (jnp.bfloat16, True)])
 def test_a_pool_against_xla(dtype, channels):
-    """Slots that no token has are returned bit for bit, whatever they hold; so is one that a token begins, which may hold NaN."""
+    """Slots that no token has are returned bit for bit, whatever they hold; what a token that begins finds is not read."""
     rng = np.random.default_rng(4)
     given = pooled(rng, dtype, channels)
     given["state_pool"] = given["state_pool"].at[jnp.array([0, 3])].set(jnp.nan)
@@ -172,12 +169,8 @@ def test_tiles_of_one_token_are_its_own():
     backend = OPS["delta_rule"].backends["triton_gpu"]
     found = backend.candidates(call)
     assert found[0] == backend.heuristic(call, "cuda") and len(set(found)) == len(triton_decode.TILES) + 1
-    keys = [
-        OPS["delta_rule"].autotune_key(
-            OPS["delta_rule"].bind(**arguments_of(np.random.default_rng(8), 1, T, 1, 1, 8, 4))
-        )
-        for T in (1, 2)
-    ]
+    made = [arguments_of(np.random.default_rng(8), 1, T, 1, 1, 8, 4) for T in (1, 2)]
+    keys = [OPS["delta_rule"].autotune_key(OPS["delta_rule"].bind(**x)) for x in made]
     assert keys[0].endswith("tokens<2") and keys[1].endswith("tokens<64")
     rough = triton_decode.of_chunks(ChunkConfig(block_v=128, num_warps=1), jnp.float32)
     assert (rough.block_v, rough.num_warps) == (16, 8)

@@ -272,6 +272,6 @@ def others(best: ChunkConfig) -> list[ChunkConfig]:
 
 def of_chunks(cfg: ChunkConfig, dtype: Any) -> ChunkConfig:
     """Returns the tiles of the backward of one token, which is a chunk like any other: with the columns and warps of the
-    forward it might not fit the registers."""
+    forward it might not fit the registers. Heads share nothing that is worth a loop over them."""
     wide = dtype == jnp.float32
-    return replace(cfg, block_v=16 if wide else 32, num_warps=8 if wide else 4)
+    return replace(cfg, block_v=16 if wide else 32, num_warps=8 if wide else 4, heads=1)
