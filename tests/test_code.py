@@ -33,6 +33,8 @@ SLOW = {
         ("delta_rule", "qwen3_next"),
         ("delta_rule", "kimi_linear"),
         ("linear_attention", "lightning_64k"),
+        ("delta_rule", "decode"),
+        ("ragged_delta_rule", "decode"),
         ("state_space_v2", "mamba2_8k"),
     },
 }

@@ -74,7 +74,8 @@ def _delta(name, *tags, g=None, make=(), options=(), beta=1.0, **dims):
     if g:
         generators["g"] = _decays(g == "channel")
     optional = tuple(n for n in generators if n in ("g", "segment_ids", "initial_state"))
-    return Case(name, dims, dict(options), arrays=optional, make=generators, tags=frozenset(tags))
+    wide = ("initial_state",) if "bench" in tags else ()
+    return Case(name, dims, dict(options), arrays=optional, make=generators, wide=wide, tags=frozenset(tags))
 
 
 DELTA = (
@@ -156,7 +157,8 @@ def _pool(name, *tags, g=None, make=(), options=(), **dims):
     generators |= {"g": _decays(g == "channel")} if g else {}
     generators = {n: _of_token(f) for n, f in generators.items()} | {"state_indices": _slots, **dict(make)}
     optional = tuple(n for n in generators if n in ("g", "has_initial_state"))
-    return Case(name, dims, dict(options), arrays=optional, make=generators, tags=frozenset(tags))
+    wide = ("state_pool",) if "bench" in tags else ()
+    return Case(name, dims, dict(options), arrays=optional, make=generators, wide=wide, tags=frozenset(tags))
 
 
 POOL = (
