@@ -30,10 +30,10 @@ class Case:
         large array has an attribute `shaped`, dims -> `jax.ShapeDtypeStruct`, which is called where only shapes are needed.
       shapes: argument name -> shape, where it differs from the declared dims (a broadcast dim of size 1), or a function
         of dims that returns it (a width that is the sum of two).
-      wide: names of float arrays that are float32 whatever the dtype of the case, as states are.
       tags: "smoke" (runs in bfloat16 too), "slow" (runs in the full grid only), "code" (compiled for GPUs and TPUs in
         the quick tests), "bench" (timed on accelerators, too large for tests on a CPU), "kernels" (the quick tests of
         backends that need an interpreter run only these; without any, all cases).
+      wide: names of float arrays that are float32 whatever the dtype of the case, as states are.
     """
 
     name: str
@@ -42,8 +42,8 @@ class Case:
     arrays: tuple[str, ...] = ()
     make: Mapping[str, Callable] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...] | Callable[[Mapping[str, Any]], tuple[int, ...]]] = field(default_factory=dict)
-    wide: tuple[str, ...] = ()
     tags: frozenset[str] = frozenset()
+    wide: tuple[str, ...] = ()
 
     def draws(self, p: Parameter) -> bool:
         """Returns whether an argument is filled with random normals."""
