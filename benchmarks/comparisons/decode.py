@@ -1,9 +1,9 @@
 """`python -m benchmarks.comparisons.decode [requests=64] [heads=32] [width=128] [tokens=64] [out=FILE]`
 
 On one GPU, tokens of a delta rule one after another, as in serving: a program of `tokens` steps over states that it owns,
-[requests, heads, width, width] in rows, or in a pool of twice as many slots. Numbers first: states after all tokens are those of
-the `xla` backend. Microseconds of a step are of the clock, the median of 9 programs; bytes are those that a step must move, each
-state once in and once out. Beside it a copy of as many bytes, the most that the memory does.
+[requests, heads, width, width] in rows, or in a pool of twice as many slots. Numbers first: states after all tokens are those
+of the `xla` backend. Microseconds of a step are of the clock, the median of 9 programs; bytes are those that a step must move,
+each state once in and once out. Beside it a copy of as many bytes, the most that the memory does.
 """
 
 from __future__ import annotations

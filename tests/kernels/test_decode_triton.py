@@ -82,6 +82,16 @@ def test_one_token_is_one_kernel_and_several_are_chunks():
     assert "decode_kernel" not in names and "delta_walk_kernel" in names
 
 
+def test_one_token_of_several_states_is_a_chunk():
+    rng = np.random.default_rng(10)
+    ids, states = jnp.array([[1], [-1], [0]]), state(rng, B, 2, N, H, Hv)
+    made = linear_attention_of(rng, B, 1, N, 1, H, Hv, initial_state=states, segment_ids=ids)
+    with interpret():
+        got = OPS["linear_attention"](**made, num_states=2, platform="triton")
+    for a, b in zip(got, OPS["linear_attention"](**made, num_states=2, platform="xla"), strict=True):
+        assert error(a, b) <= 3e-6
+
+
 def test_padding_may_hold_anything():
     rng = np.random.default_rng(3)
     before = state(rng, B, 1, N, H, Hv)
