@@ -48,17 +48,17 @@ FAULTS = (
         f"{DECODE} -k first_token",
     ),
     Fault(
-        "decode: a key reads the state before its decay",
+        "decode: a delta rule adds what it should replace",
         "decode_kernel",
         "$u -= tl.sum($k[:, None] * $faded, 0)",
-        "$u -= tl.sum($k[:, None] * $state, 0)",
+        "",
         f"{DECODE} -k 'after_a_state and delta_rule'",
     ),
     Fault(
-        "decode: with a bonus a query reads the state after the decay",
+        "decode: a bonus has no weight",
         "decode_kernel",
         "tl.sum($q[:, None] * $state, 0) + $own * $u",
-        "tl.sum($q[:, None] * $faded, 0) + $own * $u",
+        "tl.sum($q[:, None] * $state, 0) + $u",
         f"{DECODE} -k 'after_a_state and bonus'",
     ),
     Fault(
@@ -71,8 +71,8 @@ FAULTS = (
     Fault(
         "decode: keys keep their norm",
         "decode_kernel",
-        "$k * tl.rsqrt(tl.sum($k * $k) + $NORM_EPS)",
-        "$k",
+        "($q * tl.rsqrt(tl.sum($q * $q) + $NORM_EPS), $k * tl.rsqrt(tl.sum($k * $k) + $NORM_EPS))",
+        "($q * tl.rsqrt(tl.sum($q * $q) + $NORM_EPS), $k)",
         f"{DECODE} -k 'first_token and channels'",
     ),
     Fault(

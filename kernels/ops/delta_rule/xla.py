@@ -146,4 +146,5 @@ pool_op.register(
     pool_forward,
     backward_of(pool_op, pool_forward),
     **{name: _FACTS[name] for name in ("platforms", "dtypes", "rejects")},
+    symbolic={"M"},
 )
