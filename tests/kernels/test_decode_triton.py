@@ -29,6 +29,11 @@ def delta(rng, channels, **more):
     return (kda if channels else arguments_of)(rng, B, 1, 1, N, H, Hv, **more)
 
 
+def normalised(made):
+    """Returns arguments whose queries and keys are not of norm 1, but are made so by the operation."""
+    return made | {"query": 3 * made["query"], "key": made["key"] / 2, "use_qk_l2norm": True}
+
+
 def mamba(rng, **more):
     x = {"x": rng.standard_normal((B, 1, N, Hv)), "dt": rng.uniform(0.1, 1, (B, 1, N)), "A": -rng.uniform(0.1, 2, N)}
     x |= {n: rng.standard_normal((B, 1, 1, H)) for n in "BC"} | {"D": rng.standard_normal(N)}
@@ -41,7 +46,7 @@ def rwkv6(rng, **more):
 
 MADE = {
     "delta_rule": lambda rng, **more: delta(rng, False, **more),
-    "delta_rule of channels": lambda rng, **more: delta(rng, True, decay=-np.inf, **more) | {"use_qk_l2norm": True},
+    "delta_rule of channels": lambda rng, **more: normalised(delta(rng, True, decay=-np.inf, **more)),
     "linear_attention": lambda rng, **more: (
         linear_attention_of(rng, B, 1, N, 1, H, Hv, -np.inf, **more) | {"softmax_scale": 0.7}
     ),
