@@ -55,24 +55,35 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_a_token_after_a_state_with_padding(name):
-    """In value and in every gradient, which is that of a chunk; padding hands its state on."""
-    rng = np.random.default_rng(0)
-    made = MADE[name](rng, initial_state=state(rng, B, 1, N, H, Hv), segment_ids=jnp.asarray(PADDED))
-    against_xla(name.split()[0], made, block_v=16, num_warps=2)
+def compared(name, made, **cfg):
+    """Asserts that the outputs through the interpreter are those of the XLA backend."""
+    op = OPS[name.split()[0]]
+    wanted = op(**made, platform="xla")
+    with interpret():
+        got = op(**made, platform="triton", cfg=ChunkConfig(**cfg))
+    for a, b in zip(got, wanted, strict=True):
+        assert error(a, b) <= 3e-6
 
 
 @pytest.mark.parametrize("name", MADE)
 def test_the_first_token(name):
-    rng = np.random.default_rng(1)
-    made = MADE[name](rng)
-    op = OPS[name.split()[0]]
-    wanted = op(**made, platform="xla")
-    with interpret():
-        got = op(**made, platform="triton")
-    for a, b in zip(got, wanted, strict=True):
-        assert error(a, b) <= 3e-6
+    compared(name, MADE[name](np.random.default_rng(1)))
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_token_after_a_state_with_padding(name):
+    """Padding hands its state on."""
+    rng = np.random.default_rng(0)
+    made = MADE[name](rng, initial_state=state(rng, B, 1, N, H, Hv), segment_ids=jnp.asarray(PADDED))
+    compared(name, made, block_v=16, num_warps=2)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "delta_rule" else pytest.mark.slow) for n in MADE])
+def test_gradients_of_a_token(name):
+    """They are those of a chunk, whatever the tiles of the forward."""
+    rng = np.random.default_rng(11)
+    made = MADE[name](rng, initial_state=state(rng, B, 1, N, H, Hv), segment_ids=jnp.asarray(PADDED))
+    against_xla(name.split()[0], made, block_v=8, num_warps=1)
 
 
 def test_one_token_is_one_kernel_and_several_are_chunks():
@@ -91,10 +102,7 @@ def test_one_token_of_several_states_is_a_chunk():
     rng = np.random.default_rng(10)
     ids, states = jnp.array([[1], [-1], [0]]), state(rng, B, 2, N, H, Hv)
     made = linear_attention_of(rng, B, 1, N, 1, H, Hv, initial_state=states, segment_ids=ids)
-    with interpret():
-        got = OPS["linear_attention"](**made, num_states=2, platform="triton")
-    for a, b in zip(got, OPS["linear_attention"](**made, num_states=2, platform="xla"), strict=True):
-        assert error(a, b) <= 3e-6
+    compared("linear_attention", made | {"num_states": 2})
 
 
 def test_padding_may_hold_anything():
@@ -194,9 +202,4 @@ def test_tiles_of_one_token_are_its_own():
 @pytest.mark.parametrize("block_v", [8, 64])
 def test_columns_of_a_tile(block_v):
     rng = np.random.default_rng(9)
-    made = gla(rng, 1, 1, 1, 1, 8, 40, initial_state=state(rng, 1, 1, 1, 8, 40))
-    wanted = OPS["linear_attention"](**made, platform="xla")
-    with interpret():
-        got = OPS["linear_attention"](**made, platform="triton", cfg=ChunkConfig(block_v=block_v))
-    for a, b in zip(got, wanted, strict=True):
-        assert error(a, b) <= 3e-6
+    compared("linear_attention", gla(rng, 1, 1, 1, 1, 8, 40, initial_state=state(rng, 1, 1, 1, 8, 40)), block_v=block_v)
