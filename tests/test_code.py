@@ -34,7 +34,9 @@ SLOW = {
         ("delta_rule", "kimi_linear"),
         ("linear_attention", "lightning_64k"),
         ("delta_rule", "decode"),
+        ("ragged_delta_rule", "small"),
         ("ragged_delta_rule", "decode"),
+        ("linear_attention", "decode"),
         ("state_space_v2", "mamba2_8k"),
     },
 }

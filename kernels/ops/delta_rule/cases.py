@@ -171,7 +171,7 @@ POOL = (
         M=7, K=1, N=2, H=8, Hv=4, slots=9,
     ),
     _pool("channels", g="channel", options={"use_qk_l2norm": True}, M=4, K=2, N=2, H=6, Hv=40, slots=5),
-    _pool("plain", options={"softmax_scale": 1.0}, M=3, K=2, N=2, H=8, Hv=5, slots=4),
+    _pool("plain", "slow", options={"softmax_scale": 1.0}, M=3, K=2, N=2, H=8, Hv=5, slots=4),
     _pool("decode", "bench", "code", g="head", M=64, K=16, N=32, H=128, Hv=128, slots=128),
 )  # fmt: skip
 
