@@ -53,7 +53,9 @@ def cast(arguments: dict[str, Any], dtype: Any) -> dict[str, Any]:
 def abstract(op: Op, case: Case, dtype: str) -> dict[str, Any]:
     """Returns the arguments of a case with shapes in place of random arrays: nothing large is made."""
     arguments: dict[str, Any] = dict(case.options)
+    given = dtype
     for name, p in op.parameters.items():
+        dtype = case.dtype(name, given)
         follows = p.kind == "float" and all(d.name in case.dims and not d.broadcast for d in p.dims)
         if name in case.make and not follows:
             make = case.make[name]

@@ -141,7 +141,7 @@ def theirs(op: Op, arguments: dict[str, Any], chosen: dict[str, Any]) -> list[Co
             return _function(**{name: value for name, value in given.items() if name in arrays})
 
         programs = programs_of(peer.FRAMEWORK, function)
-        found.append(Contestant(name, False, programs, expression.of))
+        found.append(Contestant(name, False, programs, expression.of, expression.backward))
     return found
 
 

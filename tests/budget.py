@@ -43,7 +43,7 @@ MORE: dict[str, tuple[float, str]] = {
     ),
     "delta_rule": (
         100,
-        "two operations, five functions: no decay, that of a head and of each channel, packed, in a pool and split over ranks",
+        "three operations, five functions: no decay, that of a head and of each channel, packed, in a pool, split over ranks",
     ),
 }
 FOLDERS = Path(__file__).resolve().parent.parent / "kernels" / "ops"

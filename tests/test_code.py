@@ -13,7 +13,7 @@ import kernels
 from kernels.toolchains.simulate import ahead_of_time as checks
 
 OPS = kernels.operations()
-MOST_CASES = 3
+MOST_CASES = 4
 # What the compilers take ten seconds for. Quick are "together", which has every option of the kernels of flash attention, the
 # other product of a layer of experts, queries without their keys, and on CUDA the other block masks; the widest head is
 # compiled in tests/kernels/test_flash_attention_hopper.py. Recurrences have the same kernels in cases of small heads.
@@ -36,6 +36,10 @@ SLOW = {
         ("delta_rule", "qwen3_next"),
         ("delta_rule", "kimi_linear"),
         ("linear_attention", "lightning_64k"),
+        ("delta_rule", "decode"),
+        ("ragged_delta_rule", "small"),
+        ("ragged_delta_rule", "decode"),
+        ("linear_attention", "decode"),
         ("state_space_v2", "mamba2_8k"),
         ("causal_conv1d", "documents_32k"),
     },

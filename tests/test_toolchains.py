@@ -204,6 +204,40 @@ def test_an_aliased_output_starts_with_the_values_of_its_input():
     assert "atom" in kernel.ptx or "red" in kernel.ptx
 
 
+@triton.jit
+def two_outputs_kernel(x_ptr, state_ptr, out_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out_ptr + i, tl.load(x_ptr + i) + tl.load(state_ptr + i))
+    tl.store(state_ptr + i, tl.load(x_ptr + i))
+
+
+@triton.jit
+def output_first_kernel(out_ptr, x_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out_ptr + i, tl.load(x_ptr + i))
+
+
+def test_outputs_that_would_take_each_others_buffers_on_a_gpu_are_refused():
+    """The interpreter passes buffers by name, and is right either way; jax-triton passes them in order."""
+    x, state = normal(16), normal(16)
+
+    def run(alias):
+        return triton_launch(
+            two_outputs_kernel, x, state, out_shape=(like(x),) * 2, grid=(1,), input_output_aliases={1: alias}, N=16
+        )
+
+    with interpret():
+        out, after = run(1)
+        np.testing.assert_array_equal(out, x + state)
+        np.testing.assert_array_equal(after, x)
+        with pytest.raises(
+            ValueError, match=r"two_outputs_kernel: .* aliases output 0, and output 1 after it has no alias"
+        ):
+            run(0)
+        with pytest.raises(ValueError, match="the array 'x_ptr' is after the output 'out_ptr' among the parameters"):
+            triton_launch(output_first_kernel, x_ptr=x, out_shape=like(x), grid=(1,), N=16)
+
+
 def test_the_interpreter_leaves_the_language_as_it_was():
     def settings():
         owners = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.condition, triton.JITFunction)

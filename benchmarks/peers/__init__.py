@@ -27,12 +27,17 @@ def first(*outputs: Any) -> Any:
     return outputs[0]
 
 
+def every(*outputs: Any) -> Any:
+    return outputs
+
+
 @dataclass(frozen=True)
 class Expression:
-    """A peer's function, and `of`: what of the contract's outputs it gives."""
+    """A peer's function, and `of`: what of the contract's outputs it gives; and whether it has a backward."""
 
     function: Callable[..., Any]
     of: Callable[..., Any] = first
+    backward: bool = True
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.peers import missing, needs_torch
+from benchmarks.peers import Expression, every, missing, needs_torch
 
 FRAMEWORK = "torch"
 OPERATIONS = ("linear_attention", "delta_rule", "state_space_v2")
@@ -16,13 +16,64 @@ def available() -> str | None:
 
 
 def express(op_name: str, arguments: dict[str, Any]) -> Any:
+    """One token is `fused_recurrent`, its form for decoding, with states."""
     used = {name for name, value in arguments.items() if value is not None}
-    if {"segment_ids", "initial_state"} & used:
-        return "documents and states are compared without"
     values = arguments["x" if op_name == "state_space_v2" else "query"]
+    one = values.shape[1] == 1 and op_name in _ONE_TOKEN
+    if {"segment_ids", *(() if one else ("initial_state",))} & used:
+        return "documents and states are compared without"
     if str(values.dtype) == "float32":
         return "it has 16-bit floats only"
-    return _EXPRESSED[op_name](arguments, used)
+    return (_ONE_TOKEN if one else _EXPRESSED)[op_name](arguments, used)
+
+
+def _with_states(function: Callable) -> Expression:
+    """Returns the expression of a function of arrays and a state [B, N, H, Hv] to both outputs. Its backward, where there is
+    one, goes over all states in memory, and is for no one."""
+
+    def one_token(initial_state: Any = None, **arrays: Any) -> Any:
+        state = None if initial_state is None else initial_state[:, 0]
+        out, final = function(initial_state=state, output_final_state=True, **arrays)
+        return out, final[:, None]
+
+    return Expression(one_token, every, backward=False)
+
+
+def _linear_attention_token(arguments: dict[str, Any], used: set[str]) -> Expression | str:
+    said = _linear_attention(arguments, used)
+    if isinstance(said, str):
+        return said
+    scale = arguments.get("softmax_scale")
+
+    def linear_attention(query: Any, key: Any, value: Any, gk: Any = None, **more: Any) -> Any:
+        from fla.ops.gla import fused_recurrent_gla
+        from fla.ops.simple_gla import fused_recurrent_simple_gla
+
+        if gk is not None:
+            return fused_recurrent_gla(query, key, value, gk=gk, scale=scale, **more)
+        return fused_recurrent_simple_gla(query, key, value, scale=scale, **more)
+
+    return _with_states(linear_attention)
+
+
+def _delta_rule_token(arguments: dict[str, Any], used: set[str]) -> Expression | str:
+    said = _delta_rule(arguments, used)
+    if isinstance(said, str):
+        return said
+    how = {"scale": arguments.get("softmax_scale"), "use_qk_l2norm_in_kernel": bool(arguments.get("use_qk_l2norm"))}
+
+    def delta_rule(query: Any, key: Any, value: Any, beta: Any, g: Any = None, **more: Any) -> Any:
+        from fla.ops.delta_rule import fused_recurrent_delta_rule
+        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+        from fla.ops.kda import fused_recurrent_kda
+
+        if g is None:
+            return fused_recurrent_delta_rule(query, key, value, beta=beta, **how, **more)
+        if g.shape[-1] > 1:
+            return fused_recurrent_kda(query, key, value, g=g, beta=beta, **how, **more)
+        return fused_recurrent_gated_delta_rule(query, key, value, g=g[..., 0], beta=beta, **how, **more)
+
+    return _with_states(delta_rule)
 
 
 def _linear_attention(arguments: dict[str, Any], used: set[str]) -> Callable | str:
@@ -79,3 +130,4 @@ def _state_space_v2(arguments: dict[str, Any], used: set[str]) -> Callable | str
 
 
 _EXPRESSED = {"linear_attention": _linear_attention, "delta_rule": _delta_rule, "state_space_v2": _state_space_v2}
+_ONE_TOKEN = {"linear_attention": _linear_attention_token, "delta_rule": _delta_rule_token}

@@ -18,7 +18,7 @@ import kernels
 from ejdist.sequence.state_passing import Linear, StatePassing
 from ejdist.sharded import ShardedFunction, sharded
 from kernels.framework.contract import Op
-from kernels.ops.delta_rule import op, rwkv7_op
+from kernels.ops.delta_rule import op, pool_op, rwkv7_op
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,17 @@ class Transitions(Linear):
         return jnp.broadcast_to(jnp.eye(like[0].shape[-1], dtype=like[0].dtype), like[0].shape), jnp.zeros_like(like[1])
 
 
+@dataclass(frozen=True)
+class _OrPool(StatePassing):
+    """The same, and one token of each request, whose state is where it is: it needs no other rank."""
+
+    def __call__(self, axes: dict[str, tuple[str, ...]], **arguments: Any) -> Any:
+        if "state_pool" not in arguments:
+            return super().__call__(axes, **arguments)
+        arguments.pop("order", None)
+        return pool_op(**arguments)
+
+
 def _split(function: Any, op: Op, key: str, value: str) -> ShardedFunction:
     return sharded(function, local=StatePassing(op, Transitions(op, key, value)), handles=("T",), follows="fixed")
 
@@ -67,6 +78,11 @@ def _split(function: Any, op: Op, key: str, value: str) -> ShardedFunction:
 delta_rule = _split(kernels.delta_rule, op, "key", "value")
 gated_delta_rule = _split(kernels.gated_delta_rule, op, "key", "value")
 kernel_delta_attention = _split(kernels.kernel_delta_attention, op, "key", "value")
-ragged_gated_delta_rule = _split(kernels.ragged_gated_delta_rule, op, "key", "value")
+ragged_gated_delta_rule = sharded(
+    kernels.ragged_gated_delta_rule,
+    local=_OrPool(op, Transitions(op, "key", "value")),
+    handles=("T",),
+    follows="fixed",
+)
 rwkv7 = _split(kernels.rwkv7, rwkv7_op, "k", "v")
 FUNCTIONS = (delta_rule, gated_delta_rule, kernel_delta_attention, ragged_gated_delta_rule, rwkv7)

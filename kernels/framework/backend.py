@@ -33,6 +33,7 @@ class Case:
       tags: "smoke" (runs in bfloat16 too), "slow" (runs in the full grid only), "code" (compiled for GPUs and TPUs in
         the quick tests), "bench" (timed on accelerators, too large for tests on a CPU), "kernels" (the quick tests of
         backends that need an interpreter run only these; without any, all cases).
+      wide: names of float arrays that are float32 whatever the dtype of the case, as states are.
     """
 
     name: str
@@ -42,10 +43,15 @@ class Case:
     make: Mapping[str, Callable] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...] | Callable[[Mapping[str, Any]], tuple[int, ...]]] = field(default_factory=dict)
     tags: frozenset[str] = frozenset()
+    wide: tuple[str, ...] = ()
 
     def draws(self, p: Parameter) -> bool:
         """Returns whether an argument is filled with random normals."""
         return p.kind in ("float", "any") and p.name not in self.make and (p.required or p.name in self.arrays)
+
+    def dtype(self, name: str, dtype: Any) -> Any:
+        """Returns the dtype of a float argument, given that of the case."""
+        return "float32" if name in self.wide else dtype
 
     def shape(self, p: Parameter) -> tuple[int, ...]:
         """Returns the shape of an argument."""
@@ -95,12 +101,15 @@ def case_inputs(
     """Returns the keyword arguments of a case, see `Op.case_inputs`."""
     rng = np.random.default_rng([seed, *case.name.encode()])
     arguments: dict[str, Any] = dict(case.options)
+    given = dtype
     for p in op.parameters.values():
+        dtype = case.dtype(p.name, given)
         if p.name in case.make:
             make = case.make[p.name]
             shaped = getattr(make, "shaped", None) if shapes_only else None
             value = make(rng, case.dims) if shaped is None else shaped(case.dims)
-            arguments[p.name] = jax.tree.map(lambda x: jnp.asarray(x, dtype) if is_float_array(x) else x, value)
+            cast = functools.partial(jnp.asarray, dtype=dtype)
+            arguments[p.name] = jax.tree.map(lambda x: cast(x) if is_float_array(x) else x, value)  # noqa: B023
         elif case.draws(p):
             shape = case.shape(p)
             arguments[p.name] = (

@@ -53,13 +53,18 @@ def triton_launch(
         warp-specialized kernel redistributes that many among all its threads.
       input_output_aliases: input -> output that shares its buffer, numbered among the non-constexpr inputs and the flat
         outputs. The kernel has one pointer for both, at the input's position; what it does not write keeps its value.
+        Aliased outputs come after all others, see `_check_buffers`.
       work: cost of the launch, for XLA's scheduler and profilers.
       named: constexprs, and inputs (None among them) by name.
+
+    Raises:
+      ValueError: no programs, a size that is no power of 2, or outputs whose buffers would be mistaken for each other.
     """
     if any(size < 1 for size in grid):
         raise ValueError(f"{kernel.fn.__name__}: argument 'grid' = {grid} must have at least one program in every dim")
     if not isinstance(kernel, GluonJITFunction):
         _check_powers(kernel.fn.__name__, num_warps, named)
+    _check_buffers(kernel, args, named, len(jax.tree.leaves(out_shape)), dict(input_output_aliases or {}))
     if interpreting():
         of_hopper = isinstance(kernel, GluonJITFunction)
         if of_hopper and compute_capability() != 90:
@@ -105,6 +110,37 @@ def _check_powers(kernel: str, num_warps: int, named: Mapping[str, Any]) -> None
             raise ValueError(
                 f"{kernel}: {name} = {size} is not a power of 2, as Triton requires for warps and the sides of a tile; "
                 "change it in argument 'cfg'"
+            )
+
+
+def _check_buffers(kernel: Any, args: tuple, named: Mapping[str, Any], outputs: int, aliases: dict[int, int]) -> None:
+    """Raises ValueError unless every pointer of a kernel gets its own buffer on a GPU.
+
+    jax-triton 0.4 passes a launch the kinds of its parameters and no number of a buffer: each array parameter takes the next
+    one of what XLA hands over, which are all operands and then all results, those of aliased outputs among them
+    (`KernelCall::Launch` in jaxlib/gpu/triton_kernels.cc). The pointer of an aliased output is that of its operand, so no
+    parameter takes its entry among the results, and the k-th other output takes the k-th result, whichever it is. That is its
+    own where no aliased output precedes it; after one, it would be written into the buffer of the alias, with no error. For
+    the same reason a pointer of an output before that of an operand would take the operand's buffer. An interpreter passes
+    buffers by name, so it cannot notice.
+    """
+    fresh = [i for i in range(outputs) if i not in aliases.values()]
+    late = next((i for k, i in enumerate(fresh) if i != k), None)
+    if late is not None:
+        first = min(aliases.values())
+        raise ValueError(
+            f"{kernel.fn.__name__}: argument 'input_output_aliases' = {aliases} aliases output {first}, and output {late} "
+            f"after it has no alias: on a GPU it would be written into the buffer of output {first}; move what is aliased to "
+            "the end of 'out_shape'"
+        )
+    bound = kernel.signature.bind_partial(*args, **named).arguments
+    operands = [p.name for p in kernel.params if not p.is_constexpr]
+    written = next((i for i, name in enumerate(operands) if name not in bound), len(operands))
+    for name in operands[written:]:
+        if hasattr(bound.get(name), "shape"):
+            raise ValueError(
+                f"{kernel.fn.__name__}: the array {name!r} is after the output {operands[written]!r} among the parameters: "
+                "on a GPU each would take the other's buffer; declare pointers of outputs after those of all arrays"
             )
 
 

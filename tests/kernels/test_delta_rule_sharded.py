@@ -73,6 +73,15 @@ def test_a_pool_on_a_mesh():
         assert error(g, w) < 2e-6
 
 
+def test_a_pool_that_is_decoded_with_heads_split():
+    """And with devices for a sequence, of which a request has one token."""
+    a = {n: x[0] for n, x in arrays("gated_delta_rule", T=4, K=2).items()}
+    given = (*a.values(), jnp.asarray(POOL), np.arange(5), SLOTS)
+    got = ejdist.ragged_gated_delta_rule(*given, max_query_len=1, mesh=make_mesh(sp=2, tp=2))
+    for g, w in zip(got, kernels.ragged_gated_delta_rule(*given, max_query_len=1), strict=True):
+        assert error(g, w) < 2e-6
+
+
 def test_traffic_does_not_depend_on_the_length():
     def traffic(T):
         shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays("gated_delta_rule", T=T).items()}

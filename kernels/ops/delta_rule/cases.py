@@ -74,7 +74,8 @@ def _delta(name, *tags, g=None, make=(), options=(), beta=1.0, **dims):
     if g:
         generators["g"] = _decays(g == "channel")
     optional = tuple(n for n in generators if n in ("g", "segment_ids", "initial_state"))
-    return Case(name, dims, dict(options), arrays=optional, make=generators, tags=frozenset(tags))
+    wide = ("initial_state",) if "bench" in tags else ()
+    return Case(name, dims, dict(options), arrays=optional, make=generators, wide=wide, tags=frozenset(tags))
 
 
 DELTA = (
@@ -115,6 +116,63 @@ DELTA = (
         B=1, T=32768, K=16, N=32, H=128, Hv=128,
     ),
     _delta("kimi_linear", "bench", "code", g="channel", B=1, T=8192, K=32, N=32, H=128, Hv=128),
+    _delta(
+        "decode",
+        "bench",
+        "code",
+        g="head",
+        make={"initial_state": _states(1)},
+        B=64, T=1, K=16, N=32, H=128, Hv=128,
+    ),
+    _delta(
+        "decode_channels",
+        "bench",
+        g="channel",
+        make={"initial_state": _states(1)},
+        B=64, T=1, K=32, N=32, H=128, Hv=128,
+    ),
+)  # fmt: skip
+
+
+def _slots(rng, dims):
+    """Returns a slot for each token, each slot once; those beyond the pool are padding, as are two negative ones."""
+    slots = rng.permutation(max(dims["M"], dims["slots"]))[: dims["M"]].astype(np.int32)
+    if dims["M"] < 16:
+        slots[1], slots[-1] = -1, dims["slots"] + 5
+    return jnp.asarray(slots)
+
+
+def _begun(rng, dims):
+    return jnp.asarray(np.arange(dims["M"]) % 3 != 0)
+
+
+def _of_token(make):
+    """Returns the generator of arrays [B, T, ...] as one of [M, ...]."""
+    return lambda rng, dims: make(rng, {**dims, "B": 1, "T": dims["M"]})[0]
+
+
+def _pool(name, *tags, g=None, make=(), options=(), **dims):
+    """A case of `ragged_delta_rule`; g is None, "head" or "channel"."""
+    generators = {"query": _unit("K"), "key": _unit("K"), "beta": _up_to(1.0)}
+    generators |= {"g": _decays(g == "channel")} if g else {}
+    generators = {n: _of_token(f) for n, f in generators.items()} | {"state_indices": _slots, **dict(make)}
+    optional = tuple(n for n in generators if n in ("g", "has_initial_state"))
+    wide = ("state_pool",) if "bench" in tags else ()
+    return Case(name, dims, dict(options), arrays=optional, make=generators, wide=wide, tags=frozenset(tags))
+
+
+POOL = (
+    _pool(
+        "small",
+        "smoke",
+        "code",
+        g="head",
+        make={"has_initial_state": _begun},
+        M=7, K=1, N=2, H=8, Hv=4, slots=9,
+    ),
+    _pool("channels", g="channel", options={"use_qk_l2norm": True}, M=4, K=2, N=2, H=6, Hv=40, slots=5),
+    _pool("plain", "slow", options={"softmax_scale": 1.0}, M=3, K=2, N=2, H=8, Hv=5, slots=4),
+    _pool("decode", "bench", "code", g="head", M=64, K=16, N=32, H=128, Hv=128, slots=128),
 )  # fmt: skip
 
 

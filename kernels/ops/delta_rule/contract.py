@@ -168,7 +168,7 @@ def autotune_key(call: Call) -> str:
     """Returns the measurement key of a call: what decays, the width of a state, and the numbers of heads and of tokens."""
     kind = "channels" if call.g is not None and call.g.shape[-1] > 1 else "heads"
     width, heads = power_of_two(max(call.dims["H"], call.dims["Hv"])), bucket(call.dims["B"] * call.dims["N"], 16, 64)
-    return f"{call.dtype} {kind} width<={width} heads{heads} tokens{bucket(call.dims['T'], 64, 4096, 32768)}"
+    return f"{call.dtype} {kind} width<={width} heads{heads} tokens{bucket(call.dims['T'], 2, 64, 4096, 32768)}"
 
 
 op = Op(

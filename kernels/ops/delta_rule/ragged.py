@@ -14,6 +14,7 @@ from kernels.framework.public import Prepared, public
 from kernels.framework.requests import check_cuts, known
 from kernels.ops.delta_rule.contract import op
 from kernels.ops.delta_rule.functions import check_heads
+from kernels.ops.delta_rule.pool import pool_op
 
 
 def _integers(name: str, x: Any, shape: str, size: int | None) -> jax.Array:
@@ -49,7 +50,7 @@ def _check_requests(cuts: Any, indices: Any, rows: Any, slots: Any, most: int | 
         )
 
 
-@public(op)
+@public(op, pool_op)
 def ragged_gated_delta_rule(
     query: jax.Array,
     key: jax.Array,
@@ -69,7 +70,8 @@ def ragged_gated_delta_rule(
 
     Request r has the tokens query_start_loc[r] to query_start_loc[r + 1] - 1, continues from
     state_pool[state_indices[r]], and stores its final state there. All other slots are returned bit for bit. Tokens
-    past the last request have output 0.
+    past the last request have output 0. With `max_query_len=1` kernels for GPUs write the states where they are, and touch no
+    other slot: donate the pool to the program (`jax.jit(..., donate_argnames="state_pool")`), or XLA copies it first.
 
     Args:
       query, key: [M, K, H]. value: [M, N, Hv], N a multiple of K. beta, g: [M, N], g are log decays.
@@ -79,8 +81,8 @@ def ragged_gated_delta_rule(
         or one past the pool, is padding: its outputs are 0, and it writes nothing.
       has_initial_state: bool [requests]: if false the request starts from zeros, whatever is in its slot.
       max_query_len: upper bound on the tokens of a request. Requests are then computed in parallel, as a batch with
-        that many tokens each: for decoding (1) and drafts. Tokens beyond it have output 0 and do not affect the state.
-        None: chunk by chunk, one request after another, which suits long prompts.
+        that many tokens each: for drafts, and for decoding (1), which has kernels of its own. Tokens beyond it have
+        output 0 and do not affect the state. None: chunk by chunk, one request after another, which suits long prompts.
       softmax_scale: default 1 / sqrt(H).
       use_qk_l2norm: as in `delta_rule`; Qwen3-Next's layers need it.
 
@@ -102,16 +104,25 @@ def ragged_gated_delta_rule(
     requests = indices.shape[0]
     cuts = _integers("query_start_loc", query_start_loc, "[requests + 1]", requests + 1)
     used = (indices >= 0) & (indices < slots)
-    states = jnp.asarray(state_pool)[indices.clip(0, slots - 1)].astype(jnp.float32)
-    if has_initial_state is not None:
-        begun = jnp.asarray(has_initial_state)
-        if begun.shape != (requests,) or begun.dtype != jnp.bool_:
-            got = f"{begun.dtype} of shape {begun.shape}"
-            raise ValueError(f"{name}: argument 'has_initial_state' must be bool [requests] = [{requests}], got {got}")
-        states = jnp.where(begun[:, None, None, None], states, 0)
+    begun = None if has_initial_state is None else jnp.asarray(has_initial_state)
+    if begun is not None and (begun.shape != (requests,) or begun.dtype != jnp.bool_):
+        got = f"{begun.dtype} of shape {begun.shape}"
+        raise ValueError(f"{name}: argument 'has_initial_state' must be bool [requests] = [{requests}], got {got}")
     arrays = {"query": query, "key": key, "value": value, "beta": beta, "g": g[..., None]}
     arrays = {n: jnp.asarray(x) for n, x in arrays.items()}  # NumPy arrays cannot be indexed by tracers
     options = {"softmax_scale": softmax_scale, "use_qk_l2norm": use_qk_l2norm}
+    if max_query_len == 1 and not isinstance(max_query_len, bool):
+        _check_requests(query_start_loc, state_indices, M, slots, max_query_len)
+        tokens = jnp.where(used & (jnp.diff(cuts) > 0), cuts[:-1], M)
+        pooled = {"state_pool": jnp.asarray(state_pool), "state_indices": jnp.full(M, -1, jnp.int32)}
+        pooled["state_indices"] = pooled["state_indices"].at[tokens].set(indices, mode="drop")
+        if begun is not None:
+            pooled["has_initial_state"] = jnp.zeros(M, bool).at[tokens].set(begun, mode="drop")
+        call = pool_op.bind(**arrays, **pooled, **options)
+        return Prepared(call, returns=pool_op.outputs, op=pool_op, cuts="query_start_loc")
+    states = jnp.asarray(state_pool)[indices.clip(0, slots - 1)].astype(jnp.float32)
+    if begun is not None:
+        states = jnp.where(begun[:, None, None, None], states, 0)
 
     def written(final: jax.Array) -> jax.Array:
         destinations = jnp.where(used & (jnp.diff(cuts) > 0), indices, slots)

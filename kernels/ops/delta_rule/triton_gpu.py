@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from kernels.engines.scan import triton_channel_calls as channels
+from kernels.engines.scan import triton_decode as decode
 from kernels.engines.scan import triton_delta_calls as delta
-from kernels.engines.scan.triton_calls import sizes_refused
-from kernels.ops.delta_rule.contract import check_states, normalized, op, scale_of, work
+from kernels.engines.scan.chunks import ChunkConfig
+from kernels.engines.scan.triton_calls import LEAST, sizes_refused
+from kernels.framework.execute import Saved
+from kernels.ops.delta_rule.contract import NORM_EPS, check_states, normalized, op, scale_of, work
+from kernels.ops.delta_rule.pool import pool_op, pool_work, used_slots
 
 
 def _launches(query, key, value, beta, g, segment_ids, initial_state, softmax_scale, num_states, cfg, cost):
@@ -26,6 +32,11 @@ def _unit(x: jax.Array) -> jax.Array:
     return normalized(x.astype(jnp.float32)).astype(x.dtype)
 
 
+def _token(query, key, value, beta, g, use_qk_l2norm) -> decode.Token:
+    a = g[..., 0] if g is not None and g.shape[-1] == 1 else g
+    return decode.Token(query, key, value, a, beta, delta=True, norm_eps=NORM_EPS if use_qk_l2norm else 0.0)
+
+
 def rejects(call):
     return sizes_refused(call.dims, call.query, call.key, call.value)
 
@@ -34,6 +45,10 @@ def forward(
     query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
 ):  # fmt: skip
     cost = work(op.bind(query, key, value, beta, g, num_states=num_states))[0]
+    if decode.one_token(query.shape[1], num_states):
+        check_states("delta_rule", initial_state, segment_ids, num_states)
+        token, scale = _token(query, key, value, beta, g, use_qk_l2norm), scale_of(softmax_scale, query.shape[-1])
+        return decode.decode(token, value.shape[2], segment_ids, initial_state, scale, cfg, cost)
     if use_qk_l2norm:
         query, key = _unit(query), _unit(key)
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
@@ -44,6 +59,7 @@ def backward(
     saved, query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
 ):  # fmt: skip
     cost = work(op.bind(query, key, value, beta, g, num_states=num_states))[1]
+    cfg = decode.of_chunks(cfg, query.dtype) if decode.one_token(query.shape[1], num_states) else cfg
     pull = None
     if use_qk_l2norm:
         (query, key), pull = jax.vjp(lambda q, k: (_unit(q), _unit(k)), query, key)
@@ -56,12 +72,49 @@ def backward(
     return gradients | ({} if initial_state is None else {"initial_state": d["entries"]})
 
 
+def pool_forward(
+    query, key, value, beta, state_pool, state_indices, g, has_initial_state, softmax_scale, use_qk_l2norm, cfg
+):  # fmt: skip
+    cost = pool_work(pool_op.bind(query, key, value, beta, state_pool, state_indices, g))[0]
+    token, scale = _token(query, key, value, beta, g, use_qk_l2norm), scale_of(softmax_scale, query.shape[-1])
+    return decode.ragged_decode(token, state_pool, state_indices, has_initial_state, scale, cfg, cost)
+
+
+def pool_backward(
+    saved, query, key, value, beta, state_pool, state_indices, g, has_initial_state, softmax_scale, use_qk_l2norm, cfg
+):  # fmt: skip
+    """That of a batch in chunks, of copies of the states: the gradient of a pool is as large as the pool anyway."""
+    used, slots = used_slots(state_indices, state_pool.shape[0])
+    begun = used if has_initial_state is None else used & has_initial_state
+    entries = jnp.where(begun[:, None, None, None], state_pool.at[slots].get(mode="clip"), 0)
+    arrays = {"query": query, "key": key, "value": value, "beta": beta} | ({} if g is None else {"g": g})
+    batch: dict[str, Any] = {n: x[:, None] for n, x in arrays.items()}
+    batch |= {"segment_ids": jnp.where(used, 0, -1)[:, None], "initial_state": entries[:, None]}
+    d_pool = saved.d_new_pool.astype(jnp.float32)
+    d_exits = jnp.where(used[:, None, None, None], d_pool.at[slots].get(mode="clip"), 0)
+    of_batch = Saved({"d_out": saved.d_out[:, None], "d_final_state": d_exits[:, None]})
+    options = {"softmax_scale": softmax_scale, "use_qk_l2norm": use_qk_l2norm, "num_states": 1, "cfg": cfg}
+    d = backward(of_batch, **{"g": None} | batch | options)
+    d_entries = jnp.where(begun[:, None, None, None], d["initial_state"][:, 0], 0)
+    return {n: d[n][:, 0] for n in arrays} | {"state_pool": d_pool.at[slots].set(d_entries, mode="drop")}
+
+
+heuristic = decode.heuristic(delta.heuristic)
 op.register(
     forward,
     backward,
     platforms={"cuda"},
     dtypes={"float32", "bfloat16", "float16"},
     rejects=rejects,
-    heuristic=delta.heuristic,
-    candidates=delta.candidates,
+    heuristic=heuristic,
+    candidates=decode.candidates(delta.candidates, heuristic),
+)
+pool_op.register(
+    pool_forward,
+    pool_backward,
+    platforms={"cuda"},
+    dtypes={"float32", "bfloat16", "float16"},
+    rejects=rejects,
+    heuristic=lambda call, platform: decode.tiles(ChunkConfig(chunk=LEAST, num_stages=1)),
+    candidates=lambda call: decode.others(decode.tiles(ChunkConfig(chunk=LEAST, num_stages=1))),
 )

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from kernels.engines.scan import chunks as chunked
 from kernels.engines.scan.chunks import Chunks, Step, Tokens
-from kernels.framework.execute import Saved
+from kernels.framework.execute import Saved, backward_of
 from kernels.ops.delta_rule import chunk
 from kernels.ops.delta_rule.contract import check_states, normalized, op, rwkv7_op, scale_of
+from kernels.ops.delta_rule.pool import pool_op, ragged_delta_rule
 
 MOST_TOKENS = 64  # per chunk
 
@@ -120,6 +121,14 @@ def rwkv7_backward(saved, r, w, k, v, a, b, segment_ids, initial_state, softmax_
     return _gradients(step, states, xs, saved, initial_state)
 
 
+def pool_forward(
+    query, key, value, beta, state_pool, state_indices, g, has_initial_state, softmax_scale, use_qk_l2norm
+):  # fmt: skip
+    """The contract itself, which is one token without a loop: XLA gathers states, and scatters them."""
+    options = {"softmax_scale": softmax_scale, "use_qk_l2norm": use_qk_l2norm}
+    return ragged_delta_rule(query, key, value, beta, state_pool, state_indices, g, has_initial_state, **options)
+
+
 def rejects(call):
     return "an array has no elements" if 0 in call.dims.values() else None
 
@@ -133,3 +142,9 @@ _FACTS: dict[str, Any] = {
 }
 op.register(forward, backward, **_FACTS)
 rwkv7_op.register(rwkv7_forward, rwkv7_backward, **_FACTS)
+pool_op.register(
+    pool_forward,
+    backward_of(pool_op, pool_forward),
+    **{name: _FACTS[name] for name in ("platforms", "dtypes", "rejects")},
+    symbolic={"M"},
+)

@@ -87,7 +87,7 @@ def autotune_key(call: Call) -> str:
     """Returns the measurement key of a call: what decays, the width of a state, and the number of tokens."""
     channels = any(call.arguments[name] is not None for name in ("gk", "gv", "bonus"))
     kind, width = "channels" if channels else "heads", power_of_two(max(call.dims["H"], call.dims["Hv"]))
-    return f"{call.dtype} {kind} width<={width} tokens{bucket(call.dims['T'], 64, 4096, 32768)}"
+    return f"{call.dtype} {kind} width<={width} tokens{bucket(call.dims['T'], 2, 64, 4096, 32768)}"
 
 
 def _log_decay(*dims: str):
@@ -134,7 +134,8 @@ def _case(name: str, arrays: str, *tags: str, ids=None, options=None, **dims: in
     make = {n: _MAKE[n] for n in names if n in _MAKE} | ({} if ids is None else {"segment_ids": ids})
     dims = {"G": 1, **dims}
     options = dict(options or {}) | ({"num_states": dims["G"]} if dims["G"] > 1 else {})
-    return Case(name, dims, options, names, make, tags=frozenset(tags))
+    wide = ("initial_state",) if "bench" in tags else ()
+    return Case(name, dims, options, names, make, wide=wide, tags=frozenset(tags))
 
 
 op = Op(
@@ -161,7 +162,8 @@ op = Op(
         _case("head_16k", "g", "bench", B=1, T=16384, N=16, K=16, H=128, Hv=128),
         _case("lightning_64k", "g_gamma", "bench", "code", B=1, T=65536, N=32, K=32, H=128, Hv=128),
         _case("rwkv6_8k", "gk bonus", "bench", B=4, T=8192, N=32, K=32, H=64, Hv=64),
-        _case("decode", "gk initial_state", "bench", B=64, T=1, N=16, K=16, H=128, Hv=128),
+        _case("decode", "gk initial_state", "bench", "code", B=64, T=1, N=32, K=32, H=128, Hv=128),
+        _case("decode_heads", "g_gamma initial_state", "bench", B=64, T=1, N=32, K=32, H=128, Hv=128),
     ),
     work=work,
 )  # fmt: skip

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.engines.scan import triton_channel_calls as channels
+from kernels.engines.scan import triton_decode as decode
 from kernels.engines.scan import triton_scalar_calls as scalar
 from kernels.engines.scan.triton_calls import sizes_refused
 from kernels.ops.linear_attention.contract import op, work
@@ -21,10 +22,13 @@ def _launches(
     bonus = None if bonus is None else bonus.astype(jnp.float32)
     decay = _decay(query, g, gk, g_gamma, bonus)
     x = scalar.Tokens(query, key, value, decay, None, None, segment_ids, state, bonus)
-    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return (scalar if gk is None and bonus is None else channels).Launches(
-        x, query.shape[2], num_states, scale, cfg, cost
+        x, query.shape[2], num_states, _scale(query, softmax_scale), cfg, cost
     )
+
+
+def _scale(query: jax.Array, softmax_scale: float | None) -> float:
+    return query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
 
 
 def _decay(query: jax.Array, g: Any, gk: Any, g_gamma: Any, bonus: Any) -> jax.Array | None:
@@ -48,6 +52,11 @@ def rejects(call):
 
 def forward(query, key, value, g, gk, g_gamma, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg):
     cost = work(op.bind(query, key, value, num_states=num_states))[0]
+    if decode.one_token(query.shape[1], num_states):
+        # One factor for all channels stays one number of a head.
+        a = _decay(query, g, gk, g_gamma, None)
+        token, scale = decode.Token(query, key, value, a, bonus=bonus), _scale(query, softmax_scale)
+        return decode.decode(token, query.shape[2], segment_ids, initial_state, scale, cfg, cost)
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
     return scalar.forward(_launches(query, key, value, g, gk, g_gamma, bonus, *options))
 
@@ -56,6 +65,7 @@ def backward(
     saved, query, key, value, g, gk, g_gamma, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg
 ):
     cost = work(op.bind(query, key, value, num_states=num_states))[1]
+    cfg = decode.of_chunks(cfg, query.dtype) if decode.one_token(query.shape[1], num_states) else cfg
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
     run = _launches(query, key, value, g, gk, g_gamma, bonus, *options)
     d = scalar.backward(run, saved.d_out, saved.d_final_state)
@@ -70,12 +80,13 @@ def backward(
     return gradients | ({} if initial_state is None else {"initial_state": d["entries"]})
 
 
+heuristic = decode.heuristic(lambda call, platform: _calls(call).heuristic(call, platform))
 op.register(
     forward,
     backward,
     platforms={"cuda"},
     dtypes={"float32", "bfloat16", "float16"},
     rejects=rejects,
-    heuristic=lambda call, platform: _calls(call).heuristic(call, platform),
-    candidates=lambda call: _calls(call).candidates(call),
+    heuristic=heuristic,
+    candidates=decode.candidates(lambda call: _calls(call).candidates(call), heuristic),
 )

@@ -199,7 +199,7 @@ def work_conv(call: Call) -> tuple[Work, Work]:
 def autotune_key_v2(call: Call) -> str:
     """Returns the measurement key of a call: the width of a state, and the number of tokens."""
     width = power_of_two(max(call.dims["H"], call.dims["Hv"]))
-    return f"{call.dtype} width<={width} tokens{bucket(call.dims['T'], 64, 4096, 32768)}"
+    return f"{call.dtype} width<={width} tokens{bucket(call.dims['T'], 2, 64, 4096, 32768)}"
 
 
 def autotune_key_conv(call: Call) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from kernels.engines.scan import triton_decode as decode
 from kernels.engines.scan import triton_scalar_calls as scalar
 from kernels.engines.scan.triton_calls import sizes_refused
 from kernels.ops.state_space import triton_conv_calls
@@ -22,14 +23,19 @@ def rejects(call):
 
 
 def forward(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
-    tokens = _tokens(x, dt, A, B, C, D, segment_ids, initial_state)
     cost = work_v2(v2_op.bind(x, dt, A, B, C, D, num_states=num_states))[0]
+    if decode.one_token(x.shape[1], num_states):
+        dt = dt.astype(jnp.float32)
+        token = decode.Token(C, B, x, dt * A.astype(jnp.float32), dt, D)
+        return decode.decode(token, x.shape[2], segment_ids, initial_state, 1.0, cfg, cost)
+    tokens = _tokens(x, dt, A, B, C, D, segment_ids, initial_state)
     return scalar.forward(scalar.Launches(tokens, x.shape[2], num_states, 1.0, cfg, cost))
 
 
 def backward(saved, x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
     tokens = _tokens(x, dt, A, B, C, D, segment_ids, initial_state)
     cost = work_v2(v2_op.bind(x, dt, A, B, C, D, num_states=num_states))[1]
+    cfg = decode.of_chunks(cfg, x.dtype) if decode.one_token(x.shape[1], num_states) else cfg
     run = scalar.Launches(tokens, x.shape[2], num_states, 1.0, cfg, cost)
     d = scalar.backward(run, saved.d_out, saved.d_final_state)
     gradients = {"x": d["v"], "B": d["k"], "C": d["q"], "dt": d["w"] + d["a"] * A.astype(jnp.float32)}
@@ -39,14 +45,15 @@ def backward(saved, x, dt, A, B, C, D, segment_ids, initial_state, num_states, c
     return gradients | ({} if initial_state is None else {"initial_state": d["entries"]})
 
 
+heuristic = decode.heuristic(scalar.heuristic)
 v2_op.register(
     forward,
     backward,
     platforms={"cuda"},
     dtypes={"float32", "bfloat16", "float16"},
     rejects=rejects,
-    heuristic=scalar.heuristic,
-    candidates=scalar.candidates,
+    heuristic=heuristic,
+    candidates=decode.candidates(scalar.candidates, heuristic),
 )
 conv_op.register(
     triton_conv_calls.forward,
