@@ -147,10 +147,10 @@ FAULTS = (
         f"{CONV} -k 'many_spans and 37'",
     ),
     Fault(
-        "conv: tiles in any order",
+        "conv: the longest span for any length",
         "triton_conv_calls:_tiles",
-        "sorted(dict.fromkeys($found), key=$estimate)",
-        "list(dict.fromkeys($found))",
-        f"{CONV} -k estimate",
+        "not spread($span)",
+        "False",
+        f"{CONV} -k short_sequence",
     ),
 )
