@@ -144,10 +144,11 @@ def test_ranges_of_a_large_object_are_shards_and_a_dataset_is_read_from_a_bucket
 # -- tokenizer and weights ------------------------------------------------------------------------------------------------
 
 
-def test_a_published_folder_is_what_it_is_on_a_disk(bucket, tmp_path, monkeypatch):
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])  # the second has tensors of several parts
+def test_a_published_folder_is_what_it_is_on_a_disk(family, bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "_CHUNK", 64)
     monkeypatch.setattr(remote, "_RUN", 100)
-    folder = write_folder(tmp_path / "folder", "llama")
+    folder = write_folder(tmp_path / "folder", family)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")

@@ -18,7 +18,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ejdist.mesh import make_mesh
-from ejdist.models.decoder import DecoderConfig
+from ejdist.models.decoder import DecoderConfig, token_losses
+from ejdist.operations import bind_ops
 from ejdist.training.program import make_program
 from ejdist.training.runs import nested, section_of, unnested
 from ejdist.training.start import open_source
@@ -94,6 +95,18 @@ def test_a_model_is_what_its_files_say_and_is_written_as_it_was_read(name, tmp_p
     assert json.loads((tmp_path / "ours" / INDEX).read_text())["metadata"]["total_size"] == sum(
         v.nbytes for v in state.values()
     )
+
+
+def test_a_hybrid_computes_what_its_files_say(tmp_path):
+    """The model itself, in float32, not only the loop that it is held against: recurrences, gates and experts together."""
+    config, state = made(tmp_path, "qwen3_next")
+    c, leaves = loaded(tmp_path)
+    batch = batch_of()
+    arrays = {k: jax.numpy.asarray(v, np.int32) for k, v in batch.items()}
+    params = nested(leaves)["params"]
+    losses = jax.jit(lambda params: token_losses(params, arrays, c, bind_ops(None)))(params)
+    found = np.sum(np.float64(losses)) / np.sum(batch["targets"] >= 0)
+    assert found == pytest.approx(published.loss(config, state, batch), rel=1e-5)
 
 
 MESHES = {

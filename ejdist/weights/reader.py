@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -114,14 +115,16 @@ def _load_leaf(stored: Mapping[str, Stored], held: list[tuple[Tensor, Piece]], l
         for spans, those in devices.items()
         for device in those
     }
-    for tensor, piece in held:
-        array = view(stored[tensor.name].open(), tensor, piece)
-        for spans, those in devices.items():
-            cut = _cut(array, piece, spans)
-            if cut is not None:
-                shards |= {d: _put(shards[d], jax.device_put(cut[0], d), cut[1]) for d in those}
-        # Otherwise the host would hold the cuts of all tensors until they are put.
-        jax.block_until_ready(list(shards.values()))
+    for name, pieces in groupby(held, key=lambda both: both[0].name):
+        opened = stored[name].open()  # once: from a bucket each piece would read what is around it again
+        for tensor, piece in pieces:
+            array = view(opened, tensor, piece)
+            for spans, those in devices.items():
+                cut = _cut(array, piece, spans)
+                if cut is not None:
+                    shards |= {d: _put(shards[d], jax.device_put(cut[0], d), cut[1]) for d in those}
+            # Otherwise the host would hold the cuts of all tensors until they are put.
+            jax.block_until_ready(list(shards.values()))
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, list(shards.values()))
 
 
