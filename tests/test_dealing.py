@@ -175,6 +175,7 @@ def test_where_nothing_is_dealt():
     assert "each host would read 1,024 MiB of lengths of documents" in described(dataset, of(2), recipe("auto"))
 
 
+@pytest.mark.slow  # two more runs, 6 s
 def test_what_cannot_be_dealt_is_refused_only_where_it_was_asked_for(tmp_path):
     batch = {name: np.zeros((2, 64), np.int32) for name in ("tokens", "targets")}
     keys = [*TINY, "mesh.sp=1", "run.steps=1"]

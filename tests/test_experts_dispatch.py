@@ -36,8 +36,8 @@ from kernels import Unsupported
     ("place", "scheme", "options"),
     [
         ("ep", "all_to_all", {"chunks": 2}),
-        ("on sp", "ragged_all_to_all", {}),
-        ("on fsdp", "all_gather", {"chunks": 2, "buffer": 0.7}),
+        pytest.param("on sp", "ragged_all_to_all", {}, marks=pytest.mark.slow),
+        pytest.param("on fsdp", "all_gather", {"chunks": 2, "buffer": 0.7}, marks=pytest.mark.slow),
         ("ep x tp", "all_to_all", {"buffer": 0.5, "late": True}),
         ("ep and sp", "two_level", {}),
     ],

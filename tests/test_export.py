@@ -47,6 +47,7 @@ def small(tmp_path):
     return tmp_path / "run", export_memory.write(tmp_path / "run", c), c
 
 
+@pytest.mark.slow  # exports of two sizes in processes of their own, 12 s
 def test_the_memory_of_an_export_is_that_of_a_layer(tmp_path):
     """A stack is 100 MiB here, of 1 MiB a layer, and there are three of them."""
     if not Path("/proc/self/clear_refs").exists():

@@ -410,6 +410,7 @@ def test_a_run_that_rewinds_in_vain_stops(corpus, tmp_path, poison, capsys):
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["4"]
 
 
+@pytest.mark.slow  # two runs; a rewind goes the same way
 def test_spikes_that_are_skipped_are_the_same_after_a_stop(corpus, tmp_path):
     """With a factor that takes every second step for a spike."""
     skips = ["guards.spike=skip", "guards.spike_factor=0.01", "guards.spike_window=4", "run.steps=20"]

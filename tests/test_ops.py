@@ -30,7 +30,7 @@ def _rows():
             for dtype in DTYPES:
                 # float32 is the sharpest, and bfloat16, the narrowest, is what is trained in; the full grid has every case in
                 # every dtype.
-                quick = dtype == "float32" or (dtype == "bfloat16" and ("smoke" in case.tags or case is op.cases[0]))
+                quick = dtype == "float32" or (dtype == "bfloat16" and case is op.cases[0])
                 quick &= "slow" not in case.tags
                 # The backends side by side: the truth that they are compared with is the same.
                 for backend in op.backends.values():

@@ -102,6 +102,7 @@ def test_the_balance_of_every_order_is_listed():
 # -- one rank on one device --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # a process for every rank of a ring, 10 s
 def test_a_rank_of_a_ring_is_checked_then_timed(tmp_path, monkeypatch, capsys):
     words = [*SMALL, "ranks=4", "documents=40", "window=24", "sinks=1", f"out={tmp_path}/out.json"]
     sequence.main([*words, "rank=worst"])

@@ -97,6 +97,7 @@ OF_ANOTHER = {
     "lightning_attention",
     "recurrent_attention",
     "retention",
+    "rwkv6",
     "scaled_dot_product_attention",
 }
 

@@ -216,6 +216,7 @@ def stages_data(recipe):
     return [build_data(stage.sections.data, seed=recipe.run.seed) for stage in stages_of(recipe)]
 
 
+@pytest.mark.slow  # with the runs of the tests above
 def test_the_losses_of_a_stage_are_those_of_its_rows(corpus, other, whole, monkeypatch, tmp_path):
     """A run that resumes in each stage sees the rows that the stage has, and its losses are the same bits."""
     recipe = compose([*SMALL, *corpus, plan(other)])

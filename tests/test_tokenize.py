@@ -351,6 +351,7 @@ def children(pid):
     return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow  # a dozen processes, 11 s
 def test_processes_killed_and_at_once_make_the_same_bytes(tmp_path):
     chance = random.Random(0)
     for name in "ab":

@@ -416,6 +416,7 @@ def test_pallas_launch_wants_the_semantics_of_every_dim():
         blocks(normal(8, 128), dimension_semantics=())
 
 
+@pytest.mark.slow  # the TPU compiler, 7 s
 def test_a_block_that_does_not_fit_vmem_is_refused_by_the_compiler():
     x = jax.ShapeDtypeStruct((16384, 8192), jnp.bfloat16)
 
@@ -454,6 +455,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.slow  # two processes, 4 s
 def test_two_processes_use_the_tpu_compiler_at_the_same_time():
     """Each holds libtpu until told to end. Nothing is left in the environment and nothing is said on stderr."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TPU_")}

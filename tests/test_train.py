@@ -49,6 +49,7 @@ LAYOUTS = {
         *("sequence.outer=all_gather", "sequence.head_groups=2"),
     ],
 }
+QUICK = ("fsdp2_sp4_balanced_ring", "dp2_cp2_sp2_zigzag_ulysses_accumulation")
 MORE_LAYOUTS = {
     "fsdp2_sp4_zigzag_ring_verified": ["mesh.fsdp=2", "mesh.sp=4", "sequence.verify=first_batch"],
     "sp4_zigzag_ring": ["mesh.sp=4"],
@@ -94,10 +95,8 @@ def whole(corpus, tmp_path_factory):
 
 
 def layouts():
-    for name in LAYOUTS:
-        yield name
-    for name in MORE_LAYOUTS:
-        yield pytest.param(name, marks=pytest.mark.slow)
+    for name in LAYOUTS | MORE_LAYOUTS:
+        yield pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("layout", list(layouts()))

@@ -102,6 +102,7 @@ def test_a_digest_tells_weights_from_those_of_another_step_and_copies_from_none(
     assert first == again != earlier == Run(trained / "run", 2).digest()
 
 
+@pytest.mark.slow  # a run from another is in the test above
 def test_the_first_state_has_the_weights_and_nothing_else_of_another_run(tmp_path):
     made(tmp_path, "deepseek")
     c, leaves = loaded(tmp_path)

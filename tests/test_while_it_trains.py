@@ -56,6 +56,7 @@ def test_held_out_data_is_evaluated_between_steps(evaluated, corpus, tmp_path):
     assert losses(tmp_path / "without") == losses(evaluated.folder)
 
 
+@pytest.mark.slow  # two runs, 8 s
 def test_an_interrupted_run_evaluates_what_is_missing(evaluated, corpus, tmp_path):
     parts = tmp_path / "parts"
     run(parts, corpus, *evaluated.keys, "run.stop_after=4")
@@ -210,6 +211,7 @@ def test_what_is_wrong_is_said_before_anything_is_written(overrides, words, corp
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow  # a run and a tokenizer, 6 s
 def test_held_out_data_is_read_with_the_other_tokenizer_that_the_run_trained(corpus, held, tmp_path):
     """One that is trained on its data would be trained anew on what is held out."""
     shutil.copytree(corpus[0].partition("=")[2].rpartition("/")[0], tmp_path / "text", dirs_exist_ok=True)
