@@ -163,9 +163,14 @@ def test_what_the_kernels_cannot_do_is_refused_by_name(shape, W, words):
         conv_op(jnp.ones(shape), jnp.ones((shape[2], W)), platform="triton")
 
 
-def test_a_span_is_a_multiple_of_what_is_loaded_at_once():
-    with interpret(), pytest.raises(ValueError, match="span = 16 tokens loads 3 at once, which must divide"):
-        conv_op(jnp.ones((1, 5, 4)), jnp.ones((4, 2)), platform="triton", cfg=replace(SMALL, tokens=3))
+def test_a_program_has_no_fewer_tokens_than_it_loads_at_once():
+    with (
+        interpret(),
+        pytest.raises(ValueError, match="tokens = 32, which a program loads at once, must not exceed its span = 16"),
+    ):
+        conv_op(jnp.ones((1, 5, 4)), jnp.ones((4, 2)), platform="triton", cfg=replace(SMALL, tokens=32))
+    with pytest.raises(ValueError, match="ConvConfig.backward_span = 24 is not a power of 2"):
+        replace(SMALL, backward_span=24)
 
 
 def test_candidates_are_tiles_that_a_call_can_have():

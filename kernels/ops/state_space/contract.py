@@ -26,8 +26,8 @@ class ConvConfig(Tunables):
 
     Attributes:
       block_f, num_warps: channels of a program, and its warps.
-      tokens: tokens that it loads at once.
-      span: tokens of a program in all, a multiple of `tokens`.
+      tokens: tokens that it loads at once, a power of 2.
+      span: tokens of a program in all, a power of 2 not less than `tokens`.
       backward_block_f, backward_tokens, backward_num_warps, backward_span: those of the backward, which has a partial sum of
         the gradient of each weight for each span.
     """
@@ -40,6 +40,13 @@ class ConvConfig(Tunables):
     backward_tokens: int | None = None
     backward_num_warps: int | None = None
     backward_span: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("tokens", "span", "backward_tokens", "backward_span"):
+            size = getattr(self, name)
+            if size is not None and size & (size - 1):
+                raise ValueError(f"argument 'cfg': ConvConfig.{name} = {size} is not a power of 2; use one, or None")
 
 
 def compute_dtype_of(dtype: jnp.dtype) -> jnp.dtype:

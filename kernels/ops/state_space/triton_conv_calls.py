@@ -139,12 +139,12 @@ def _sizes(x: Any, weight: Any, found: Rows | None, num_states: int, activation:
     """Returns the constants of a launch and its grid.
 
     Raises:
-      ValueError: the rows of a program are no multiple of those that it loads at once.
+      ValueError: a program has fewer rows than it loads at once.
     """
     (B, T, F), W = x.shape, weight.shape[1]
-    if tile.span % tile.tokens:
+    if tile.tokens > tile.span:
         raise ValueError(
-            f"cfg: a program of span = {tile.span} tokens loads {tile.tokens} at once, which must divide the span"
+            f"argument 'cfg': tokens = {tile.tokens}, which a program loads at once, must not exceed its span = {tile.span}"
         )
     R = T if found is None else found.source.shape[1]
     programs = B * triton.cdiv(R, tile.span) * triton.cdiv(F, tile.block_f)
