@@ -45,6 +45,8 @@ if "EJDIST_TESTS_ON_GPU" not in os.environ:
     os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     # Threads of NumPy's products wait by spinning, on cores that the other worker could use.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Nor does anyone read which lines of Python each instruction of a program comes from.
+    os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # The metadata server of a cloud TPU is asked for at start and, away from one, waited for.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 

@@ -16,7 +16,7 @@ POD = ["image=i", "volume=runs", "run.dir=/mnt/runs/a", *RUN]
 
 
 @pytest.mark.parametrize("kind", FLAGS)
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_installed_compiler_knows_what_is_printed(kind, slices):
     given = variable_of(kind, slices)
     check_known(given)

@@ -84,7 +84,7 @@ def on_one_device(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("vma", [True, False])
+@pytest.mark.parametrize("vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_numbers_and_gradients_are_those_of_one_device(name, vma):
     function, _, arrays, specs = CALLS[name]
     want = on_one_device(name)

@@ -47,6 +47,7 @@ def test_wsd_goes_on_bit_for_bit_before_its_decay(corpus, tmp_path):
     assert outcome.finished and losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow  # four starts of a run; the rows below have the decision
 def test_a_cosine_goes_on_past_its_end_only_when_told_to(corpus, tmp_path, capsys):
     parts = tmp_path / "parts"
     run(parts, corpus, "run.steps=4")

@@ -90,14 +90,17 @@ def mapped(name, options, axes, out, **how):
     return jax.shard_map(body, in_specs=(specs, dict.fromkeys(data, TOKENS)), out_specs=out, **how)
 
 
-# The same operation as another call here with other arguments, or with one of them fixed: in the slow tier.
+# The same operation as another call here with other arguments, with one of them fixed, or over the same engine: slow.
 OF_ANOTHER = {
     "delta_rule",
     "kernel_delta_attention",
     "lightning_attention",
     "recurrent_attention",
     "retention",
+    "rwkv4",
     "rwkv6",
+    "rwkv7",
+    "state_space_v1",
     "scaled_dot_product_attention",
 }
 

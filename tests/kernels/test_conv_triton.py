@@ -169,7 +169,7 @@ def test_a_program_has_no_fewer_tokens_than_it_loads_at_once():
         pytest.raises(ValueError, match="tokens = 32, which a program loads at once, must not exceed its span = 16"),
     ):
         conv_op(jnp.ones((1, 5, 4)), jnp.ones((4, 2)), platform="triton", cfg=replace(SMALL, tokens=32))
-    with pytest.raises(ValueError, match="ConvConfig.backward_span = 24 is not a power of 2"):
+    with pytest.raises(ValueError, match=r"ConvConfig\.backward_span = 24 is not a power of 2"):
         replace(SMALL, backward_span=24)
 
 
