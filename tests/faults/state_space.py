@@ -149,8 +149,8 @@ FAULTS = (
     Fault(
         "conv: the longest span for any length",
         "triton_conv_calls:_tiles",
-        "not spread($span)",
-        "False",
+        "sorted(SPANS, **$$key)",
+        "list(SPANS)",
         f"{CONV} -k short_sequence",
     ),
 )
