@@ -29,15 +29,18 @@ def test_names_tell_faults_apart():
 
 
 def test_what_is_unnoticed_stale_or_broken_is_said(tmp_path, monkeypatch, capsys):
-    """A project of two files, in which one fault is found and the others are not."""
-    (tmp_path / "code.py").write_text("A = 1\nB = 2\n")
+    """A project of two files, in which one fault is found by a quick test, one by a slow test, and the others are not."""
+    (tmp_path / "code_of.py").write_text("A = 1\nB = 2\nD = 4\n")
     (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_it.py").write_text("import code_of\n\ndef test_a():\n    assert code_of.A == 1\n")
-    (tmp_path / "code.py").rename(tmp_path / "code_of.py")
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "tests" / "test_it.py").write_text(
+        "import code_of, pytest\n\ndef test_a():\n    assert code_of.A == 1\n\n"
+        "@pytest.mark.slow\ndef test_d():\n    assert code_of.D == 4\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -m 'not slow'\nmarkers =\n  slow\n  gpu\n")
     test = "tests/test_it.py"
     faults = (
         Fault("found", "code_of.py", "A = 1", "A = 2", test),
+        Fault("of a slow test", "code_of.py", "D = 4", "D = 5", test),
         Fault("unnoticed", "code_of.py", "B = 2", "B = 3", test),
         Fault("old", "code_of.py", "C = 1", "C = 2", test),
         Fault("no such test", "code_of.py", "A = 1", "A = 2", f"{test} -k nothing"),
@@ -50,7 +53,7 @@ def test_what_is_unnoticed_stale_or_broken_is_said(tmp_path, monkeypatch, capsys
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p xdist")
     assert mutations.main(["-n", "2"]) == 1
     said = capsys.readouterr().out
-    assert "1 of 5 faults" in said
+    assert "2 of 6 faults" in said and "slow: FAILED tests/test_it.py::test_d" in said
     for state, name in (("GREEN", "unnoticed"), ("STALE", "old"), ("STALE", "no Python"), ("BROKEN", "no such test")):
         assert f"{state:6} {name} (" in said
     assert mutations.main(["found"]) == 0
