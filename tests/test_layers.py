@@ -498,7 +498,7 @@ def test_every_mixer_goes_with_every_feed_forward():
     c.validate()
     stacks = decoder.declare(c)["layers"]
     of = {n: stacks[n].shape[0] for n in ("query", "latent_query", "mamba2_in", "gate", "router", "probe_scale")}
-    assert of == {"query": 6, "latent_query": 3, "mamba2_in": 3, "gate": 6, "router": 6, "probe_scale": 6}
+    assert of == {"query": 6, "latent_query": 3, "mamba2_in": 3, "gate": 7, "router": 7, "probe_scale": 7}
 
 
 def test_a_run_goes_on_with_another_spelling_of_its_layers(tmp_path):

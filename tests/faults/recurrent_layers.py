@@ -45,8 +45,8 @@ FAULTS = (
     Fault(
         "the channels of a key forget at the mean of their rates",
         "KimiDelta.mixed",
-        "$g = $rate * jax.nn.softplus($x)",
-        "$g = jnp.broadcast_to(jnp.mean($rate * jax.nn.softplus($x), axis=-1, keepdims=True), $x.shape)",
+        "$rate * jax.nn.softplus($ops.project($$args).astype(jnp.float32) + $bias)",
+        "$rate * jax.nn.softplus($ops.project($$args).astype(jnp.float32).mean(-1, keepdims=True) + $bias)",
         NUMBERS,
     ),
     Fault(
@@ -66,29 +66,29 @@ FAULTS = (
     Fault(
         "decays and gate come from each other's vector",
         "KimiDelta.mixed",
-        "$f, $z = jnp.split($$down)",
-        "$z, $f = jnp.split($$down)",
+        "$f, $z = jnp.split($$down, 2, axis=-1)",
+        "$z, $f = jnp.split($$down, 2, axis=-1)",
         NUMBERS,
     ),
     Fault(
         "the gate of Kimi Delta Attention is SiLU",
         "KimiDelta.mixed",
-        "$ops.rms_norm($$args) * jax.nn.sigmoid($z)",
-        "$ops.rms_norm($$args) * jax.nn.silu($z)",
+        "$ops.rms_norm($out, $norms['kda_out_norm'], eps=$c.norm_eps) * jax.nn.sigmoid($z)",
+        "$ops.rms_norm($out, $norms['kda_out_norm'], eps=$c.norm_eps) * jax.nn.silu($z)",
         NUMBERS,
     ),
     Fault(
         "the gate of Kimi Delta Attention has no bias",
         "KimiDelta.mixed",
-        "$ops.project($z, $w, 'btr,rnh->btnh', bias=$bias)",
-        "$ops.project($z, $w, 'btr,rnh->btnh')",
+        "$ops.project($$gate, bias=$params.get('kda_gate_bias'))",
+        "$ops.project($$gate)",
         NUMBERS,
     ),
     Fault(
         "Kimi Delta Attention writes more than a token replaces",
         "KimiDelta.mixed",
-        "jax.nn.sigmoid($ops.project($h, $w, 'btd,dn->btn').astype(jnp.float32))",
-        "2 * jax.nn.sigmoid($ops.project($h, $w, 'btd,dn->btn').astype(jnp.float32))",
+        "jax.nn.sigmoid($ops.project($$rates).astype(jnp.float32))",
+        "2 * jax.nn.sigmoid($ops.project($$rates).astype(jnp.float32))",
         NUMBERS,
     ),
     Fault(
