@@ -33,7 +33,7 @@ from recipes.schema import compose
 KINDS = [*LAYERS]
 SIZES = {
     "gated_delta": GatedDeltaShape(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, conv_width=3),
-    "kda": KdaShape(num_heads=4, key_dim=3, value_dim=5, conv_width=3, rank=2, gate_bias=True),
+    "kda": KdaShape(num_heads=4, key_dim=3, value_dim=5, conv_width=3, rank=8, gate_bias=True),
     "mamba2": Mamba2Shape(num_heads=4, head_dim=3, state_dim=5, num_groups=2, conv_width=3),
     "lightning": LightningShape(num_heads=4, head_dim=3),
 }
@@ -310,7 +310,7 @@ def test_flops_of_layers_by_hand():
         2 * 8 * (2 * (3 + 3 + 10) + 4 * 5 + 2 * 4 + 4 * 5) + 2 * 3 * 2 * 16 + 6 * 4 * 3 * 5
     )
     assert parts.PARTS["kda"].flops(config("kda")).token == (
-        2 * 8 * (4 * (3 + 3 + 5) + 4 + 2 * 2 + 4 * 5) + 2 * 2 * 4 * (3 + 5) + 2 * 3 * 4 * 11 + 6 * 4 * 3 * 5
+        2 * 8 * (4 * (3 + 3 + 5) + 4 + 2 * 8 + 4 * 5) + 2 * 8 * 4 * (3 + 5) + 2 * 3 * 4 * 11 + 6 * 4 * 3 * 5
     )
     assert parts.PARTS["mamba2"].flops(config("mamba2")).token == (
         2 * 8 * (3 * 4 * 3 + 2 * 2 * 5 + 4) + 2 * 3 * (4 * 3 + 2 * 2 * 5) + 4 * 4 * 3 * 5

@@ -4,7 +4,7 @@ from faults import Fault
 
 TESTS = "tests/test_recurrent_layers.py -m 'not slow'"
 NUMBERS, LEAKS = f"{TESTS} -k published", f"{TESTS} -k leaks"
-STYLES = "tests/test_moe_model.py -m 'not slow' -k mixed"
+STYLES = "tests/test_moe_model.py -m slow -k 'numpy and mixed'"
 
 FAULTS = (
     Fault(
@@ -150,14 +150,14 @@ FAULTS = (
     Fault(
         "latent attention without RoPE has it",
         "LatentAttention.apply",
-        "_turning($ctx, interleaved=True) if $m.rope else $none",
+        "_turning($ctx, interleaved=True) if $m.rope else lambda $y: $y",
         "_turning($ctx, interleaved=True)",
         "tests/test_moe_model.py -m 'not slow' -k kimi",
     ),
     Fault(
         "keys of RoPE are taken where nothing turns",
         "DecoderShape._validate_layers",
-        "'latent_attention' in $parts and (not self.latent.rope) and (not $parts & $plain)",
+        "'latent_attention' in $parts and (not self.latent.rope) and (not $parts & {'attention', 'window_attention'})",
         "False",
         "tests/test_moe_model.py -m 'not slow' -k wrong_configuration",
     ),
