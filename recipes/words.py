@@ -180,6 +180,8 @@ _MEANT = {
     "model.gated_delta.key_dim": "linear_key_head_dim",
     "model.gated_delta.value_dim": "linear_value_head_dim",
     "model.gated_delta.conv_width": "linear_conv_kernel_dim",
+    "model.kda.conv_width": "short_conv_kernel_size conv_size",
+    "model.latent.rope": "mla_use_nope",
     "model.mamba2.num_heads": "mamba_num_heads mamba_n_heads",
     "model.mamba2.head_dim": "mamba_head_dim mamba_d_head",
     "model.mamba2.state_dim": "ssm_state_size mamba_d_state d_state",

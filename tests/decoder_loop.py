@@ -78,10 +78,11 @@ def latent_attention(x, w, batch, c):
     h = norm(x, w["latent_attention_norm"], c)
     narrow = norm(h @ w["query_down"], w["query_latent_norm"], c) if m.query_rank else h
     q = np.einsum("btr,rnh->btnh", narrow, w["latent_query"])
-    q[..., m.nope_dim :] = turned(q[..., m.nope_dim :], at, c, neighbours=True)
+    if m.rope:
+        q[..., m.nope_dim :] = turned(q[..., m.nope_dim :], at, c, neighbours=True)
     down = h @ w["latent_down"]
     latent, shared = norm(down[..., : m.kv_rank], w["latent_norm"], c), down[..., None, m.kv_rank :]
-    shared = np.repeat(turned(shared, at, c, neighbours=True), c.num_heads, axis=2)
+    shared = np.repeat(turned(shared, at, c, neighbours=True) if m.rope else shared, c.num_heads, axis=2)
     k = np.concatenate([np.einsum("btr,rnh->btnh", latent, w["key_up"]), shared], -1)
     scale = c.attention_scale or (m.nope_dim + m.rope_dim) ** -0.5
     out = attended(q, k, np.einsum("btr,rnh->btnh", latent, w["value_up"]), batch["segment_ids"], scale)
@@ -114,6 +115,7 @@ PARTS = {
     "latent_attention": latent_attention,
     "mlp": mlp,
     "gated_delta": recurrent_layers_loop.gated_delta,
+    "kda": recurrent_layers_loop.kda,
 }
 
 

@@ -1,5 +1,6 @@
 """The recurrent mixers of a decoder in NumPy float64, a token, a head and a state at a time; without JAX and without the loops
-that operations are held against. What they are: Qwen3-Next's Gated DeltaNet, Mamba-2, MiniMax-01's lightning attention."""
+that operations are held against. What they are: Qwen3-Next's Gated DeltaNet, Kimi Linear's Kimi
+Delta Attention, Mamba-2, MiniMax-01's lightning attention."""
 
 import numpy as np
 
@@ -66,6 +67,30 @@ def gated_delta(x, w, batch, c, layer=0):
     return out
 
 
+def kda(x, w, batch, c, layer=0):
+    m, out = c.kda, np.array(x)
+    for b, at in documents(batch["segment_ids"]):
+        h = norm(x[b, at], w["kda_norm"] + c.zero_centered_norms, c.norm_eps)
+        mixed = convolved(np.einsum("td,dnh->tnh", h, w["kda_in"]), w["kda_taps"])
+        down = h @ w["kda_down"]
+        f = np.einsum("tr,rnh->tnh", down[:, : m.rank], w["kda_decay"])
+        z = np.einsum("tr,rnh->tnh", down[:, m.rank :], w["kda_gate"]) + w.get("kda_gate_bias", 0.0)
+        beta = sigmoid(h @ w["kda_beta"])
+        result = np.zeros_like(z)
+        for n in range(m.num_heads):
+            S = np.zeros((m.key_dim, m.value_dim))
+            for t, row in enumerate(mixed[:, n]):
+                q, k, v = row[: m.key_dim], row[m.key_dim : 2 * m.key_dim], row[2 * m.key_dim :]
+                q, k = (y / np.sqrt(y @ y + 1e-6) for y in (q, k))
+                for i in range(m.key_dim):  # each channel of a key forgets at a rate of its own
+                    S[i] *= np.exp(-np.exp(w["kda_a_log"][n]) * softplus(f[t, n, i] + w["kda_dt_bias"][n, i]))
+                S = S + beta[t, n] * np.outer(k, v - k @ S)
+                result[t, n] = q @ S / np.sqrt(m.key_dim)
+        result = norm(result, w["kda_out_norm"], c.norm_eps) * sigmoid(z)
+        out[b, at] += np.einsum("tnh,nhd->td", result, w["kda_output"])
+    return out
+
+
 def mamba2(x, w, batch, c, layer=0):
     m, out = c.mamba2, np.array(x)
     per = m.num_heads // m.num_groups
@@ -110,4 +135,4 @@ def lightning(x, w, batch, c, layer=0):
     return out
 
 
-LAYERS = {"gated_delta": gated_delta, "mamba2": mamba2, "lightning": lightning}
+LAYERS = {"gated_delta": gated_delta, "kda": kda, "mamba2": mamba2, "lightning": lightning}

@@ -18,7 +18,7 @@ from ejdist.experts.schemes import AllToAll
 from ejdist.layout import ACTIVATIONS, PARAMETERS, sharding
 from ejdist.models import decoder, parts
 from ejdist.models.parameters import Param, initialise, map_declared, num_parameters
-from ejdist.models.recurrent_shapes import GatedDeltaShape, LightningShape, Mamba2Shape
+from ejdist.models.recurrent_shapes import GatedDeltaShape, KdaShape, LightningShape, Mamba2Shape
 from ejdist.models.remat import REMAT
 from ejdist.models.share import Share
 from ejdist.operations import bind_ops
@@ -33,6 +33,7 @@ from recipes.schema import compose
 KINDS = [*LAYERS]
 SIZES = {
     "gated_delta": GatedDeltaShape(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, conv_width=3),
+    "kda": KdaShape(num_heads=4, key_dim=3, value_dim=5, conv_width=3, rank=8, gate_bias=True),
     "mamba2": Mamba2Shape(num_heads=4, head_dim=3, state_dim=5, num_groups=2, conv_width=3),
     "lightning": LightningShape(num_heads=4, head_dim=3),
 }
@@ -179,7 +180,7 @@ def test_a_mesh_changes_neither_loss_nor_gradient(kind, sizes, order):
         np.testing.assert_allclose(other, one, atol=2e-5 * np.abs(np.asarray(one)).max())
 
 
-@pytest.mark.parametrize(("kind", "recurrences"), [("gated_delta", 2), ("mamba2", 2), ("lightning", 1)])
+@pytest.mark.parametrize(("kind", "recurrences"), [("gated_delta", 2), ("kda", 2), ("mamba2", 2), ("lightning", 1)])
 def test_how_many_hops_are_made_is_one_choice_of_a_recurrence(kind, recurrences):
     """In a zigzag too, in which states go both ways; a convolution counts as one. XLA for CPUs runs conditionals that do not
     wait for each other side by side, and may take a transfer in one for a transfer in the other."""
@@ -192,9 +193,10 @@ def test_how_many_hops_are_made_is_one_choice_of_a_recurrence(kind, recurrences)
 
 
 HYBRID = [
-    *TINY, "model.num_layers=4", "model.layer_pattern=[gated_delta+mlp,mamba2+mlp,lightning+none,full+mlp]",
+    *TINY, "model.num_layers=5", "model.layer_pattern=[gated_delta+mlp,kda+mlp,mamba2+mlp,lightning+none,full+mlp]",
     "model.gated_delta.num_key_heads=2", "model.gated_delta.num_value_heads=4", "model.gated_delta.key_dim=8",
-    "model.gated_delta.value_dim=8", "model.mamba2.num_heads=4", "model.mamba2.head_dim=8", "model.mamba2.state_dim=8",
+    "model.gated_delta.value_dim=8", "model.kda.num_heads=4", "model.kda.key_dim=8", "model.kda.value_dim=8",
+    "model.kda.rank=8", "model.mamba2.num_heads=4", "model.mamba2.head_dim=8", "model.mamba2.state_dim=8",
     "model.lightning.num_heads=4", "model.lightning.head_dim=8", "run.steps=3", "optimizer.learning_rate=1e-2",
 ]  # fmt: skip
 
@@ -245,12 +247,15 @@ def test_a_hybrid_goes_on_where_it_stopped(of_one_device, corpus, tmp_path):
     ("kind", "changes", "said"),
     [
         ("gated_delta", [], "model.gated_delta.num_key_heads must be positive, got 0: model.layer_pattern has layers with"),
+        ("kda", [], "model.kda.num_heads must be positive, got 0: model.layer_pattern has layers with kda"),
         ("mamba2", [], "model.mamba2.num_heads must be positive, got 0: model.layer_pattern has layers with mamba2"),
         ("lightning", [], "model.lightning.num_heads must be positive, got 0"),
         ("none", ["mamba2.num_heads=4"], r"model.mamba2 is given, but no layer has mamba2: .* for example mamba2\+mlp"),
         ("gated_delta", ["gated_delta.num_key_heads=2"], "model.gated_delta.num_value_heads must be positive, got 0"),
         ("gated_delta", ["gated_delta.num_key_heads=3", "gated_delta.num_value_heads=4"],
          "model.gated_delta.num_value_heads = 4 must be a multiple of model.gated_delta.num_key_heads = 3"),
+        ("kda", ["kda.num_heads=2", "kda.rank=0"], "model.kda.rank must be positive, got 0"),
+        ("none", ["kda.gate_bias=true"], r"model.kda is given, but no layer has kda: .* for example kda\+mlp"),
         ("mamba2", ["mamba2.num_heads=4", "mamba2.num_groups=3"],
          "model.mamba2.num_heads = 4 must be a multiple of model.mamba2.num_groups = 3"),
         ("lightning", ["lightning.num_heads=4", "lightning.head_dim=0"], "model.lightning.head_dim must be positive"),
@@ -287,6 +292,7 @@ def test_what_a_layer_sends_is_states_and_windows(kind):
     on = Share(64, 2, 256, REMAT["none"], Ring(), Order("contiguous", 4), AllToAll())
     numbers = {
         "gated_delta": lambda: 4 * (3 * 5 + 3 * 3) + (3 - 1) * 2 * (3 + 3 + 2 * 5),
+        "kda": lambda: 4 * (3 * 5 + 3 * 3) + (3 - 1) * 4 * (3 + 3 + 5),
         "mamba2": lambda: 4 * (3 * 5 + 1) + (3 - 1) * (4 * 3 + 2 * 2 * 5),
         "lightning": lambda: 4 * (3 * 3 + 1),
     }[kind]()
@@ -302,6 +308,9 @@ def test_flops_of_layers_by_hand():
     """Projections; taps of convolutions; and of each state 2 for a product with it and 2 for what is added."""
     assert parts.PARTS["gated_delta"].flops(config("gated_delta")).token == (
         2 * 8 * (2 * (3 + 3 + 10) + 4 * 5 + 2 * 4 + 4 * 5) + 2 * 3 * 2 * 16 + 6 * 4 * 3 * 5
+    )
+    assert parts.PARTS["kda"].flops(config("kda")).token == (
+        2 * 8 * (4 * (3 + 3 + 5) + 4 + 2 * 8 + 4 * 5) + 2 * 8 * 4 * (3 + 5) + 2 * 3 * 4 * 11 + 6 * 4 * 3 * 5
     )
     assert parts.PARTS["mamba2"].flops(config("mamba2")).token == (
         2 * 8 * (3 * 4 * 3 + 2 * 2 * 5 + 4) + 2 * 3 * (4 * 3 + 2 * 2 * 5) + 4 * 4 * 3 * 5
@@ -325,13 +334,16 @@ def test_a_hybrid_is_planned():
     assert not none and carried
 
 
-def test_a_published_hybrid_is_as_large_as_it_is_called_and_is_planned():
-    """80 billion parameters, of which 3 multiply a token, beside embedding and output projection."""
-    c = compose(["model=qwen3_next_80b_a3b"]).model
+@pytest.mark.parametrize(
+    ("name", "size", "active"), [("qwen3_next_80b_a3b", 80e9, 3.3e9), ("kimi_linear_48b_a3b", 49.1e9, 2.8e9)]
+)
+def test_a_published_hybrid_is_as_large_as_it_is_called_and_is_planned(name, size, active):
+    """Billions of parameters, of which 3 multiply a token, beside embedding and output projection."""
+    c = compose([f"model={name}"]).model
     model, table = c.build(), c.vocab_size * c.model_dim
-    assert num_parameters(model.declared) == pytest.approx(80e9, rel=0.01)
-    assert sum(f.token for f in model.flops) / 2 - table == pytest.approx(3.3e9, rel=0.05)
-    words = "device=h200 devices=64 finalists=0 recipe=moe_long_context model=qwen3_next_80b_a3b search=false"
+    assert num_parameters(model.declared) == pytest.approx(size, rel=0.01)
+    assert sum(f.token for f in model.flops) / 2 - table == pytest.approx(active, rel=0.05)
+    words = f"device=h200 devices=64 finalists=0 recipe=moe_long_context model={name} search=false"
     made = plan(
         parse(
             [

@@ -42,6 +42,7 @@ ELSEWHERE = {
     ("ejdist/models/config.py", "experts"): KEYS,
     ("ejdist/models/config.py", "latent_attention"): KEYS,
     ("ejdist/models/config.py", "gated_delta"): KEYS,
+    ("ejdist/models/config.py", "kda"): KEYS,
     ("ejdist/models/config.py", "mamba2"): KEYS,
     ("ejdist/models/config.py", "lightning"): KEYS,
     ("ejdist/models/config.py", "full"): "a kind of layer",

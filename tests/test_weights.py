@@ -449,6 +449,8 @@ UNWRITTEN = [
     ("gpt_oss_20b", ["model.attention_sinks=false"], ["model.attention_sinks = false", "GptOssForCausalLM"]),
     ("deepseek_v3", ["model.experts.shared_dim=100"], ["model.experts.shared_dim = 100"]),
     ("deepseek_v3", ["model.layer_pattern=[latent_experts,latent]"], ["latent_experts"]),
+    ("deepseek_v3", ["model.latent.rope=false"], ["model.latent.rope = false"]),
+    ("kimi_linear_48b_a3b", ["model.kda.gate_bias=true"], ["kda"]),
     ("qwen3_next_80b_a3b", ["model.zero_centered_norms=false"], ["model.zero_centered_norms = false", "Qwen3Next"]),
     ("qwen3_next_80b_a3b", ["model.experts.shared_gate=false"], ["model.experts.shared_gate = false"]),
     ("qwen3_next_80b_a3b", ["model.attention_gate=false"], ["model.attention_gate = false"]),

@@ -173,7 +173,8 @@ class LatentAttention(Part):
     """RMSNorm and multi-head latent attention in its expanded form, as in training (DeepSeek-V2, 2024, section 2.1).
 
     Keys and values of all heads are projected from one normalised vector of `kv_rank` entries a token. A head of a query and of
-    a key is [without positions, with]; of the latter, the key's is one for all heads. RoPE turns pairs (2i, 2i + 1).
+    a key is [without positions, with]; of the latter, the key's is one for all heads. RoPE turns pairs (2i, 2i + 1), or nothing
+    (`latent.rope`: Kimi Linear, 2025, section 4.1, leaves positions to its recurrences).
     """
 
     role = "mixer"
@@ -205,7 +206,7 @@ class LatentAttention(Part):
         q = ops.project(q, p["latent_query"], "btr,rnh->btnh" if m.query_rank else "btd,dnh->btnh")
         latent, shared = jnp.split(ops.project(h, p["latent_down"], "btd,dr->btr"), [m.kv_rank], axis=-1)
         latent = ops.rms_norm(latent, norms["latent_norm"], eps=c.norm_eps)
-        turned = _turning(ctx, interleaved=True)
+        turned = _turning(ctx, interleaved=True) if m.rope else lambda y: y
 
         q, q_rope, shared = q[..., : m.nope_dim], turned(q[..., m.nope_dim :]), turned(shared[:, :, None])
         options = {"causal": True, "logits_soft_cap": c.attention_soft_cap, **_scaled(c)}

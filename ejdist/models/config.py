@@ -10,7 +10,7 @@ from ejdist.dtypes import dtype_name
 from ejdist.experts.layer import ACTIVATIONS as EXPERT_ACTIVATIONS
 from ejdist.experts.layer import CLAMPED
 from ejdist.experts.router import BALANCE, SCORES
-from ejdist.models.recurrent_shapes import GatedDeltaShape, LightningShape, Mamba2Shape
+from ejdist.models.recurrent_shapes import GatedDeltaShape, KdaShape, LightningShape, Mamba2Shape
 from ejdist.models.remat import REMAT
 from ejdist.sections import operational, spelled
 from kernels.ops.gated_mlp import ACTIVATIONS
@@ -152,6 +152,7 @@ class LatentShape:
     nope_dim: int = 128  # width of a query's and key's head without RoPE
     rope_dim: int = 64  # width of a query's head with RoPE, and of the one such key that all heads share
     value_dim: int = 128  # width of a value's head
+    rope: bool = True  # RoPE turns those of rope_dim; in Kimi Linear nothing does, and they are there all the same
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy; without such layers all keys must keep their defaults."""
@@ -160,7 +161,7 @@ class LatentShape:
         for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.latent.{name} must be positive, got {getattr(self, name)}")
-        if self.query_rank < 0 or self.rope_dim % 2:
+        if self.query_rank < 0 or (self.rope and self.rope_dim % 2):
             raise ValueError(
                 f"model.latent.query_rank = {self.query_rank} must be 0 or positive, and model.latent.rope_dim = "
                 f"{self.rope_dim} even: rotary embedding rotates pairs"
@@ -172,6 +173,7 @@ SECTIONS: dict[str, tuple[str, type, str]] = {
     "experts": ("experts", ExpertsShape, "num"),
     "latent_attention": ("latent", LatentShape, "kv_rank"),
     "gated_delta": ("gated_delta", GatedDeltaShape, "num_key_heads"),
+    "kda": ("kda", KdaShape, "num_heads"),
     "mamba2": ("mamba2", Mamba2Shape, "num_heads"),
     "lightning": ("lightning", LightningShape, "num_heads"),
 }
@@ -182,7 +184,7 @@ class DecoderShape:
     """Shape and options of a decoder, which its layers read. Not frozen: recipes compose it."""
 
     vocab_size: int = 512  # rows of the embedding; at least the tokenizer's
-    num_layers: int = 4  # layers, those of first_layers too
+    num_layers: int = 4  # layers, those of first_layers and last_layers too
     model_dim: int = 128  # width of the residual stream
     num_heads: int = 4  # query heads of a layer
     num_kv_heads: int = 2  # heads of keys and values, which groups of query heads share
@@ -213,6 +215,8 @@ class DecoderShape:
     first_layers: tuple[str, ...] = spelled((), _parts_of_kinds)
     # Kinds of layers that repeat, each MIXER+FEED_FORWARD, for example [window+mlp,full+experts]; full alone is full+mlp.
     layer_pattern: tuple[str, ...] = spelled(("full",), _parts_of_kinds)
+    # Kinds of the last layers, after the pattern, where they are not what it goes on with.
+    last_layers: tuple[str, ...] = spelled((), _parts_of_kinds)
     sliding_window: int | None = None  # number of keys that a windowed layer sees
     attention_soft_cap: float | None = (
         None  # attention's logits pass tanh, scaled to this bound (Gemma 2); null for none
@@ -228,17 +232,19 @@ class DecoderShape:
     experts: ExpertsShape = field(default_factory=ExpertsShape)
     latent: LatentShape = field(default_factory=LatentShape)
     gated_delta: GatedDeltaShape = field(default_factory=GatedDeltaShape)
+    kda: KdaShape = field(default_factory=KdaShape)
     mamba2: Mamba2Shape = field(default_factory=Mamba2Shape)
     lightning: LightningShape = field(default_factory=LightningShape)
 
     def __post_init__(self) -> None:
-        self.first_layers, self.layer_pattern = tuple(self.first_layers), tuple(self.layer_pattern)
+        for name in ("first_layers", "layer_pattern", "last_layers"):
+            setattr(self, name, tuple(getattr(self, name)))
         self.compute_dtype = dtype_name(self.compute_dtype)
 
     def kinds(self) -> list[str]:
         """Returns the kind of each layer."""
-        period, rest = len(self.layer_pattern), self.num_layers - len(self.first_layers)
-        return [*self.first_layers, *(self.layer_pattern[i % period] for i in range(rest))]
+        period, rest = len(self.layer_pattern), self.num_layers - len(self.first_layers) - len(self.last_layers)
+        return [*self.first_layers, *(self.layer_pattern[i % period] for i in range(rest)), *self.last_layers]
 
     def layers(self) -> list[tuple[str, ...]]:
         """Returns the names of the parts of each layer."""
@@ -288,10 +294,11 @@ class DecoderShape:
     def _validate_layers(self) -> None:
         if not self.layer_pattern:
             raise ValueError("model.layer_pattern = [] must list kinds of layers, for example [full+mlp]")
-        if self.num_layers < len(self.first_layers) + len(self.layer_pattern):
+        if self.num_layers < len(self.first_layers) + len(self.layer_pattern) + len(self.last_layers):
+            last = f" and the {len(self.last_layers)} of model.last_layers" if self.last_layers else ""
             raise ValueError(
                 f"model.num_layers = {self.num_layers} is less than the {len(self.first_layers)} layers of model.first_layers "
-                f"and the {len(self.layer_pattern)} of model.layer_pattern: shorten them or add layers"
+                f"and the {len(self.layer_pattern)} of model.layer_pattern{last}: shorten them or add layers"
             )
         parts = self.part_names()
         if "window_attention" in parts and not self.sliding_window:
@@ -314,6 +321,13 @@ class DecoderShape:
             raise ValueError(
                 f"model.{ignored[0]} applies to plain attention, but no layer of model.layer_pattern has it: leave it out"
             )
+        if "latent_attention" in parts and not self.latent.rope and not parts & {"attention", "window_attention"}:
+            for name in ("rope_base", "rope_scaling"):
+                if getattr(self, name) != getattr(DecoderShape, name):
+                    raise ValueError(
+                        f"model.{name} = {getattr(self, name)!r} is RoPE's, and with model.latent.rope = false no layer has "
+                        "it: leave one of them out"
+                    )
         for part, (section, shape, size) in SECTIONS.items():
             configured = getattr(self, section) != shape()
             if part in parts and not configured:

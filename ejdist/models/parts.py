@@ -9,7 +9,7 @@ from __future__ import annotations
 from ejdist.models.attention import Attention, LatentAttention
 from ejdist.models.feedforward import MLP, Experts
 from ejdist.models.part import LayerContext, Part
-from ejdist.models.recurrent import GatedDelta, Lightning, Mamba2
+from ejdist.models.recurrent import GatedDelta, KimiDelta, Lightning, Mamba2
 
 __all__ = ["PARTS", "LayerContext", "Part"]
 
@@ -18,6 +18,7 @@ PARTS: dict[str, Part] = {
     "window_attention": Attention(windowed=True),
     "latent_attention": LatentAttention(),
     "gated_delta": GatedDelta(),
+    "kda": KimiDelta(),
     "mamba2": Mamba2(),
     "lightning": Lightning(),
     "mlp": MLP(),

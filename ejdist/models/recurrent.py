@@ -1,5 +1,5 @@
-"""The mixers of a layer that are recurrences: Gated DeltaNet, Mamba-2 and lightning attention. Their work grows with the
-sequence and not with its square, and what the ranks of a sequence send to each other does not grow with it.
+"""The mixers of a layer that are recurrences: Gated DeltaNet, Kimi Delta Attention, Mamba-2 and lightning attention. Their work
+grows with the sequence and not with its square, and what the ranks of a sequence send to each other does not grow with it.
 
 Each is a norm, projections, the recurrence inside documents, a norm and a gate of its result, and an output projection.
 """
@@ -17,22 +17,22 @@ from ejdist.models.config import DecoderShape
 from ejdist.models.model import Flops, Metrics
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part, norm_weight, residual_std
+from ejdist.models.recurrent_size import Size
 from ejdist.models.remat import PartBytes, Remat
 from ejdist.models.share import Share
-from ejdist.sequence.cost import states_sent
-from kernels.engines.scan.chunks import BYTES_TOGETHER
 
 RATES = (1.0, 16.0)  # between which A starts, the rate of a head's decay
 STEPS = (1e-3, 1e-1)  # between which the step size of a head starts
 
 
-def _decaying(heads: int, name: str) -> dict[str, Param]:
-    """Returns the parameters of a head's decay exp(-exp(a_log) softplus(. + dt_bias)), as Mamba-2 starts them. One nearer to 0
-    is no simpler, so that weight decay leaves them."""
+def _decaying(heads: int, name: str, *channels: int) -> dict[str, Param]:
+    """Returns the parameters of a head's decay exp(-exp(a_log) softplus(. + dt_bias)), as Mamba-2 starts them, the bias of each
+    of its channels if they are given. One nearer to 0 is no simpler, so that weight decay leaves them."""
     each = {"decay": False, "cast": False}
+    dims = "N H" if channels else "N"
     return {
         f"{name}_a_log": Param((heads,), "N", "log", between=RATES, **each),
-        f"{name}_dt_bias": Param((heads,), "N", "inverse_softplus", between=STEPS, **each),
+        f"{name}_dt_bias": Param((heads, *channels), dims, "inverse_softplus", between=STEPS, **each),
     }
 
 
@@ -42,9 +42,13 @@ def _taps(shape: tuple[int, ...], dims: str) -> Param:
 
 
 def _rates(params: dict[str, jax.Array], ctx: LayerContext, name: str) -> tuple[jax.Array, jax.Array]:
-    """Returns (the rate of each head's decay, < 0; the bias of its step size), both [N] in float32."""
-    a_log, bias = (ctx.ops.gather(params[f"{name}_{n}"], "N") for n in ("a_log", "dt_bias"))
-    return -jnp.exp(a_log), bias
+    """Returns (the rate of each head's decay, < 0; the bias of its step size), both [N] in float32; of a decay per channel
+    [N, 1] and [N, H]."""
+    a_log, bias = params[f"{name}_a_log"], params[f"{name}_dt_bias"]
+    rate = -jnp.exp(ctx.ops.gather(a_log, "N"))
+    if bias.ndim == 1:
+        return rate, ctx.ops.gather(bias, "N")
+    return rate[:, None], ctx.ops.gather(bias, "N H")
 
 
 def _convolved(x: jax.Array, taps: jax.Array, bias: jax.Array | None, ctx: LayerContext) -> jax.Array:
@@ -66,66 +70,6 @@ def _normed(x: jax.Array, weight: jax.Array, groups: int, eps: float) -> jax.Arr
 
 
 @dataclass(frozen=True)
-class _Size:
-    """How many numbers a layer has, of all heads.
-
-    Attributes:
-      projected: results a token of the input's projections. out: of the recurrence.
-      reads: what the recurrence reads a token. convolved, taps: channels of the convolution before it, and tokens of each.
-      state: of the states. map: of what a run of tokens does to them. products: with a state's entry, a token.
-      wide, held: a token's numbers in an array of chunks that are computed at once, and how many such arrays a backward has,
-        as counted in programs that XLA compiles for GPUs.
-      repeated, summed: a token's numbers in float32, of key heads for each value head, and of what a map is summed of.
-    """
-
-    projected: int
-    out: int
-    reads: int
-    state: int
-    map: int
-    products: int
-    wide: int
-    held: int
-    convolved: int = 0
-    taps: int = 1
-    repeated: int = 0
-    summed: int = 0
-
-    def flops(self, c: DecoderShape) -> Flops:
-        """Returns the FLOPs of the projections, of the convolution, and of the states, as if they were made token by token."""
-        matmuls = c.model_dim * (self.projected + self.out)
-        return Flops(2 * (matmuls + self.taps * self.convolved + self.products * self.state))
-
-    def memory(self, c: DecoderShape, share: Share) -> PartBytes:
-        """Returns the bytes: the result is kept where attention's is, so that no recurrence runs twice."""
-        x, part = share.tokens * c.model_dim * share.itemsize, share.tokens / share.features
-        projected, out, reads = (int(part * share.itemsize * n) for n in (self.projected, self.out, self.reads))
-        exact = 2 * (self.convolved + self.repeated) + 4 * self.summed * (share.sequence > 1)  # float32 in any model
-        together = self.held * min(int(4 * part * self.wide), BYTES_TOGETHER)
-        work = 2 * (projected + reads) + 3 * out + 3 * x + int(4 * part * exact) + together
-        return PartBytes(0, out, products=projected + x, rest=reads + out + x, work=work)
-
-    def traffic(self, c: DecoderShape, share: Share) -> Traffic:
-        """Returns sums over heads, as attention has them; and states with what multiplies them, or tokens, between ranks:
-        forward, once more where nothing is kept, and backward."""
-        sent = share.sums_over_features(c.model_dim, 3 - share.remat.products)
-        if not share.order.carried:  # with one the layer is refused when it runs
-            rows, own = max(1, share.tokens * share.sequence // share.length), share.length // share.sequence
-
-            def passed(state: int, token: int) -> Traffic:
-                """Returns the traffic of maps of `state` float32 numbers, or of tokens of `token` numbers."""
-                numbers = share.tokens * token * share.itemsize
-                return states_sent(share.order, own, 4 * rows * state // share.features, numbers // share.features)
-
-            passes = 3 - share.remat.rest
-            sent.add_all(passed(self.map, self.reads + self.out), passes)
-            if self.convolved:
-                window = (self.taps - 1) * self.convolved
-                sent.add_all(passed(window, 2 * self.convolved), passes)
-        return sent
-
-
-@dataclass(frozen=True)
 class Recurrence(Part):
     """What all of them do around the recurrence, and what they cost, which follows from their sizes."""
 
@@ -138,7 +82,7 @@ class Recurrence(Part):
         """Returns [B, T, N, H], the gated result of the recurrence over h [B, T, D], the norm of the layer's input."""
         raise NotImplementedError
 
-    def size(self, c: DecoderShape) -> _Size:
+    def size(self, c: DecoderShape) -> Size:
         """Returns how many numbers a layer has."""
         raise NotImplementedError
 
@@ -217,13 +161,77 @@ class GatedDelta(Recurrence):
         m = c.gated_delta
         return 2 * m.key_dim + m.num_value_heads // m.num_key_heads * m.value_dim
 
-    def size(self, c: DecoderShape) -> _Size:
+    def size(self, c: DecoderShape) -> Size:
         m, mixed = c.gated_delta, c.gated_delta.num_key_heads * self._width(c)
         N, out = m.num_value_heads, m.num_value_heads * m.value_dim
         # The state of a key is read, replaced in part, and read by the query. A map has a matrix [H, H] beside a state.
         state, a, wide = N * m.key_dim * m.value_dim, N * m.key_dim**2, N * max(m.key_dim, m.value_dim)
         reads, repeated = mixed + 2 * N, 2 * N * m.key_dim
-        return _Size(reads + out, out, reads, state, state + a, 3, wide, 20, mixed, m.conv_width, repeated)
+        return Size(reads + out, out, reads, state, state + a, 3, wide, 20, mixed, m.conv_width, repeated)
+
+
+@dataclass(frozen=True)
+class KimiDelta(Recurrence):
+    """Kimi Delta Attention, as Kimi Linear has it: a delta rule as in `GatedDelta`, of as many keys as values, whose decay is
+    one for each channel of a key, and of a state S [H, Hv] of each head
+
+        S' = exp(g_t)[:, None] * S_{t-1}, g = -A softplus(f + dt_bias)      out = (rms_norm(o) * sigmoid(z)) W
+
+    with f [H] and z [Hv] of every head from two vectors of `rank` numbers a token, which come from one product. The projection
+    of a head has its query, its key and its value beside each other, so that one convolution serves all three.
+    Kimi Team, Kimi Linear, 2025, arXiv:2510.26692, section 3; flash-linear-attention, fla/layers/kda.py.
+    """
+
+    name = "kda"
+    offloads = ("kda.out",)
+
+    def declare(self, c: DecoderShape) -> dict[str, Param]:
+        m, D, std = c.kda, c.model_dim, c.init_std
+        N, H, Hv, R, wide = m.num_heads, m.key_dim, m.value_dim, m.rank, 2 * m.key_dim + m.value_dim
+        declared = {
+            "kda_norm": norm_weight(c, D),
+            "kda_in": Param((D, N, wide), "D N H", std=std, inputs="D", adapts=True),
+            "kda_beta": Param((D, N), "D N", std=std, inputs="D", adapts=True),
+            "kda_down": Param((D, 2 * R), "D R", std=std, inputs="D", adapts=True),
+            "kda_decay": Param((R, N, H), "R N H", std=std, inputs="R", adapts=True),
+            "kda_gate": Param((R, N, Hv), "R N H", std=std, inputs="R", adapts=True),
+            "kda_taps": _taps((N, wide, m.conv_width), "N H _"),
+            **_decaying(N, "kda", H),
+            "kda_out_norm": Param((Hv,), "_", "ones", decay=False, cast=False),
+            "kda_output": Param((N, Hv, D), "N H D", std=residual_std(c), inputs="N H", adapts=True),
+        }
+        if m.gate_bias:
+            declared["kda_gate_bias"] = Param((N, Hv), "N H", "zeros", decay=False)
+        return declared
+
+    def mixed(
+        self, h: jax.Array, params: dict[str, jax.Array], norms: dict[str, jax.Array], ctx: LayerContext
+    ) -> jax.Array:
+        c, ops, m = ctx.config, ctx.ops, ctx.config.kda
+        mixed = _convolved(ops.project(h, params["kda_in"], "btd,dnh->btnh"), params["kda_taps"], None, ctx)
+        q, k, v = jnp.split(mixed, [m.key_dim, 2 * m.key_dim], axis=-1)
+        f, z = jnp.split(ops.project(h, params["kda_down"], "btd,dr->btr"), 2, axis=-1)
+        rate, bias = _rates(params, ctx, "kda")
+        g = rate * jax.nn.softplus(ops.project(f, params["kda_decay"], "btr,rnh->btnh").astype(jnp.float32) + bias)
+        beta = jax.nn.sigmoid(ops.project(h, params["kda_beta"], "btd,dn->btn").astype(jnp.float32))
+        ids = ctx.batch["segment_ids"]
+        out = ops.kernel_delta_attention(q, k, v, beta, g, segment_ids=ids, use_qk_l2norm=True)
+        out = checkpoint_name(out, "kda.out")
+        z = ops.project(z, params["kda_gate"], "btr,rnh->btnh", bias=params.get("kda_gate_bias"))
+        return ops.rms_norm(out, norms["kda_out_norm"], eps=c.norm_eps) * jax.nn.sigmoid(z)
+
+    def split(self, c: DecoderShape) -> dict[str, tuple[str, int]]:
+        return {"kda.num_heads": ("N", c.kda.num_heads)}
+
+    def size(self, c: DecoderShape) -> Size:
+        m = c.kda
+        N, out, decays = m.num_heads, m.num_heads * m.value_dim, m.num_heads * m.key_dim
+        mixed, state, wide = 2 * decays + out, decays * m.value_dim, N * max(m.key_dim, m.value_dim)
+        reads, a = mixed + N, decays * m.key_dim
+        return Size(
+            reads, out, reads, state, state + a, 3, wide, 20, mixed, m.conv_width,
+            narrow=2 * m.rank, raised=decays + out, decays=decays,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -280,13 +288,13 @@ class Mamba2(Recurrence):
     def split(self, c: DecoderShape) -> dict[str, tuple[str, int]]:
         return {"mamba2.num_heads": ("N", c.mamba2.num_heads), "mamba2.num_groups": ("K", c.mamba2.num_groups)}
 
-    def size(self, c: DecoderShape) -> _Size:
+    def size(self, c: DecoderShape) -> Size:
         m = c.mamba2
         N, out, mixed = m.num_heads, m.num_heads * m.head_dim, 2 * m.num_groups * m.state_dim
         state, reads = out * m.state_dim, out + mixed
         wide = N * max(m.head_dim, m.state_dim)
         projected = 2 * out + mixed + N
-        return _Size(projected, out, reads + N, state, state + N, 2, wide, 14, reads, m.conv_width, summed=out)
+        return Size(projected, out, reads + N, state, state + N, 2, wide, 14, reads, m.conv_width, summed=out)
 
 
 @dataclass(frozen=True)
@@ -330,8 +338,8 @@ class Lightning(Recurrence):
     def split(self, c: DecoderShape) -> dict[str, tuple[str, int]]:
         return {"lightning.num_heads": ("N", c.lightning.num_heads)}
 
-    def size(self, c: DecoderShape) -> _Size:
+    def size(self, c: DecoderShape) -> Size:
         m = c.lightning
         wide = m.num_heads * m.head_dim
         state = wide * m.head_dim
-        return _Size(4 * wide, wide, 3 * wide, state, state + m.num_heads, 2, wide, 10, summed=wide)
+        return Size(4 * wide, wide, 3 * wide, state, state + m.num_heads, 2, wide, 10, summed=wide)

@@ -41,6 +41,22 @@ class GatedDeltaShape:
 
 
 @dataclass(unsafe_hash=True)
+class KdaShape:
+    """Kimi Delta Attention (Kimi Linear): a delta rule as Gated DeltaNet has it, with a decay for each channel of a key."""
+
+    num_heads: int = 0  # heads of queries, keys and values, each with a state; 0: no such layers
+    key_dim: int = 128  # width of a head of queries and keys, and how many decays it has
+    value_dim: int = 128  # width of a head of values
+    conv_width: int = 4  # tokens that the convolution of queries, keys and values sees, its own too
+    rank: int = 128  # width of the two vectors of a token that decays and gate come from
+    gate_bias: bool = False  # a bias of the gate, as flash-linear-attention's layer has it; Kimi Linear has none
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy; without such layers all keys must keep their defaults."""
+        _check("kda", self, ("num_heads", "key_dim", "value_dim", "conv_width", "rank"))
+
+
+@dataclass(unsafe_hash=True)
 class Mamba2Shape:
     """Mamba-2: a state space with one decay a head, whose inputs and outputs the token chooses."""
 

@@ -47,7 +47,7 @@ def check_kinds(c: DecoderShape) -> None:
             )
         of_role[role].append(name)
     mixers, feed_forwards = of_role["mixer"], of_role["feed_forward"]
-    for key in ("first_layers", "layer_pattern"):
+    for key in ("first_layers", "layer_pattern", "last_layers"):
         for kind in getattr(c, key):
             mixer, plus, feed_forward = ALIASES.get(kind, kind).partition("+")
             known = MIXERS.get(mixer, mixer) in (*mixers, NONE) and feed_forward in (*feed_forwards, NONE)
@@ -237,7 +237,7 @@ def run_layers(
     # The first layer in the range that begins a round of the pattern.
     begin = len(c.first_layers)
     begin += -(-max(which.start - begin, 0) // len(pattern)) * len(pattern)
-    rounds = max(which.stop - begin, 0) // len(pattern)
+    rounds = max(min(which.stop, c.num_layers - len(c.last_layers)) - begin, 0) // len(pattern)
     if rounds == 0:
         begin = which.stop
     end = begin + rounds * len(pattern)

@@ -80,7 +80,7 @@ class Twin:
             latent = replace(latent, query_rank=wide)
         narrow: dict[str, Any] = {
             "model_dim": wide, "ffn_dim": wide, "vocab_size": step * -(-_VOCABULARY // step), "num_layers": len(kinds),
-            "first_layers": (), "layer_pattern": tuple(f"{mixer}+{NONE}" for mixer in kinds),
+            "first_layers": (), "layer_pattern": tuple(f"{mixer}+{NONE}" for mixer in kinds), "last_layers": (),
             "latent": latent, "remat": "none",
         }  # fmt: skip
         if isinstance(c, DecoderConfig):

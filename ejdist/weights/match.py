@@ -40,7 +40,7 @@ def deciding(c: DecoderShape) -> dict[str, Any]:
     values["layers"] = tuple(c.layers())
     values["experts.bias_rate"] = c.experts.bias_rate > 0  # whether there is a bias
     values["rotary_dim"] = None if c.rotary_dim == c.head_dim else c.rotary_dim
-    unused = {"first_layers", "layer_pattern"}
+    unused = {"first_layers", "layer_pattern", "last_layers"}
     if "mlp" not in parts:
         unused |= {"ffn_dim", "activation"}
     if not plain:
@@ -105,7 +105,11 @@ def overrides(wanted: DecoderShape, base: DecoderShape) -> list[str]:
 def told_difference(ours: DecoderShape, theirs: DecoderShape, where: str, key: str) -> str:
     """Returns one sentence about a key in which the recipe is not the model of a file or a run, with what to write."""
     mine, other = flat(ours), flat(theirs)
-    keys = [k for k in ("first_layers", "layer_pattern") if mine[k] != other[k]] if key == "layers" else [key]
+    keys = (
+        [k for k in ("first_layers", "layer_pattern", "last_layers") if mine[k] != other[k]]
+        if key == "layers"
+        else [key]
+    )
     return (
         f"{' and '.join(f'model.{k} = {written(mine[k])}' for k in keys)} in this recipe, and {where} has "
         f"{' and '.join(written(other[k]) for k in keys)}: give {' '.join(f'model.{k}={written(other[k])}' for k in keys)}"

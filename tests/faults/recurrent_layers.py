@@ -4,7 +4,7 @@ from faults import Fault
 
 TESTS = "tests/test_recurrent_layers.py -m 'not slow'"
 NUMBERS, LEAKS = f"{TESTS} -k published", f"{TESTS} -k leaks"
-STYLES = "tests/test_moe_model.py -m 'not slow' -k mixed"
+STYLES = "tests/test_moe_model.py -m slow -k 'numpy and mixed'"
 
 FAULTS = (
     Fault(
@@ -43,6 +43,62 @@ FAULTS = (
         NUMBERS,
     ),
     Fault(
+        "the channels of a key forget at the mean of their rates",
+        "KimiDelta.mixed",
+        "$rate * jax.nn.softplus($ops.project($$args).astype(jnp.float32) + $bias)",
+        "$rate * jax.nn.softplus($ops.project($$args).astype(jnp.float32).mean(-1, keepdims=True) + $bias)",
+        NUMBERS,
+    ),
+    Fault(
+        "Kimi Delta Attention's state goes on over documents",
+        "KimiDelta.mixed",
+        "$ops.kernel_delta_attention($$args, segment_ids=$ids, use_qk_l2norm=True)",
+        "$ops.kernel_delta_attention($$args, use_qk_l2norm=True)",
+        LEAKS,
+    ),
+    Fault(
+        "queries and keys of Kimi Delta Attention keep their norms",
+        "KimiDelta.mixed",
+        "$ops.kernel_delta_attention($$args, segment_ids=$ids, use_qk_l2norm=True)",
+        "$ops.kernel_delta_attention($$args, segment_ids=$ids)",
+        NUMBERS,
+    ),
+    Fault(
+        "decays and gate come from each other's vector",
+        "KimiDelta.mixed",
+        "$f, $z = jnp.split($$down, 2, axis=-1)",
+        "$z, $f = jnp.split($$down, 2, axis=-1)",
+        NUMBERS,
+    ),
+    Fault(
+        "the gate of Kimi Delta Attention is SiLU",
+        "KimiDelta.mixed",
+        "$ops.rms_norm($out, $norms['kda_out_norm'], eps=$c.norm_eps) * jax.nn.sigmoid($z)",
+        "$ops.rms_norm($out, $norms['kda_out_norm'], eps=$c.norm_eps) * jax.nn.silu($z)",
+        NUMBERS,
+    ),
+    Fault(
+        "the gate of Kimi Delta Attention has no bias",
+        "KimiDelta.mixed",
+        "$ops.project($$gate, bias=$params.get('kda_gate_bias'))",
+        "$ops.project($$gate)",
+        NUMBERS,
+    ),
+    Fault(
+        "Kimi Delta Attention writes more than a token replaces",
+        "KimiDelta.mixed",
+        "jax.nn.sigmoid($ops.project($$rates).astype(jnp.float32))",
+        "2 * jax.nn.sigmoid($ops.project($$rates).astype(jnp.float32))",
+        NUMBERS,
+    ),
+    Fault(
+        "products of narrow vectors are not counted",
+        "Size.flops",
+        "self.narrow // 2 * self.raised",
+        "0",
+        f"{TESTS} -k by_hand",
+    ),
+    Fault(
         "Mamba-2's norm is over all heads",
         "Mamba2.mixed",
         "_normed($out, $norms['mamba2_out_norm'], $m.num_groups, $c.norm_eps)",
@@ -79,7 +135,7 @@ FAULTS = (
     ),
     Fault(
         "a plan does not count what convolutions send",
-        "_Size.traffic",
+        "Size.traffic",
         "if self.convolved: $$body",
         "",
         f"{TESTS} -k sends",
@@ -90,6 +146,27 @@ FAULTS = (
         "if $c.attention_gate: $$body",
         "",
         STYLES,
+    ),
+    Fault(
+        "latent attention without RoPE has it",
+        "LatentAttention.apply",
+        "_turning($ctx, interleaved=True) if $m.rope else lambda $y: $y",
+        "_turning($ctx, interleaved=True)",
+        "tests/test_moe_model.py -m 'not slow' -k kimi",
+    ),
+    Fault(
+        "keys of RoPE are taken where nothing turns",
+        "DecoderShape._validate_layers",
+        "'latent_attention' in $parts and (not self.latent.rope) and (not $parts & {'attention', 'window_attention'})",
+        "False",
+        "tests/test_moe_model.py -m 'not slow' -k wrong_configuration",
+    ),
+    Fault(
+        "the last layers are taken for a round of the pattern",
+        "run_layers",
+        "min($which.stop, $c.num_layers - len($c.last_layers))",
+        "$which.stop",
+        "tests/test_moe_model.py -m 'not slow' -k kimi",
     ),
     Fault(
         "RoPE turns whole heads",

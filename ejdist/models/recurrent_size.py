@@ -1,0 +1,83 @@
+"""What a recurrent mixer costs, which follows from how many numbers it has: FLOPs, bytes, and what ranks send."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ejdist.costs import Traffic
+from ejdist.models.config import DecoderShape
+from ejdist.models.model import Flops
+from ejdist.models.remat import PartBytes
+from ejdist.models.share import Share
+from ejdist.sequence.cost import states_sent
+from kernels.engines.scan.chunks import BYTES_TOGETHER
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many numbers a layer has, of all heads.
+
+    Attributes:
+      projected: results a token of the input's projections. out: of the recurrence.
+      reads: what the recurrence reads a token. convolved, taps: channels of the convolution before it, and tokens of each.
+      state: of the states. map: of what a run of tokens does to them. products: with a state's entry, a token.
+      wide, held: a token's numbers in an array of chunks that are computed at once, and how many such arrays a backward has,
+        as counted in programs that XLA compiles for GPUs.
+      repeated, summed: a token's numbers in float32, of key heads for each value head, and of what a map is summed of.
+      decays: numbers a token that the recurrence reads in float32, beside `reads`.
+      narrow: results a token of projections that every device has whole. raised: what products of them make, each of a half.
+    """
+
+    projected: int
+    out: int
+    reads: int
+    state: int
+    map: int
+    products: int
+    wide: int
+    held: int
+    convolved: int = 0
+    taps: int = 1
+    repeated: int = 0
+    summed: int = 0
+    decays: int = 0
+    narrow: int = 0
+    raised: int = 0
+
+    def flops(self, c: DecoderShape) -> Flops:
+        """Returns the FLOPs of the projections, of the convolution, and of the states, as if they were made token by token."""
+        matmuls = c.model_dim * (self.projected + self.narrow + self.out) + self.narrow // 2 * self.raised
+        return Flops(2 * (matmuls + self.taps * self.convolved + self.products * self.state))
+
+    def memory(self, c: DecoderShape, share: Share) -> PartBytes:
+        """Returns the bytes: the result is kept where attention's is, so that no recurrence runs twice."""
+        x, part = share.tokens * c.model_dim * share.itemsize, share.tokens / share.features
+        made = self.projected + self.raised + share.features * self.narrow
+        projected, out, reads = (int(part * share.itemsize * n) for n in (made, self.out, self.reads))
+        decays = int(4 * part * self.decays)
+        exact = 2 * (self.convolved + self.repeated) + 4 * self.summed * (share.sequence > 1)  # float32 in any model
+        together = self.held * min(int(4 * part * self.wide), BYTES_TOGETHER)
+        work = 2 * (projected + reads + decays) + 3 * out + 3 * x + int(4 * part * exact) + together
+        return PartBytes(0, out, products=projected + x, rest=reads + decays + out + x, work=work)
+
+    def traffic(self, c: DecoderShape, share: Share) -> Traffic:
+        """Returns sums over heads, as attention has them, and of the gradient of what every device has whole; and states with
+        what multiplies them, or tokens, between ranks: forward, once more where nothing is kept, and backward."""
+        sent = share.sums_over_features(c.model_dim, 3 - share.remat.products)
+        if self.narrow:
+            sent.add_all(share.sums_over_features(self.narrow, 1))
+        if not share.order.carried:  # with one the layer is refused when it runs
+            rows, own = max(1, share.tokens * share.sequence // share.length), share.length // share.sequence
+
+            def passed(state: int, token: int, exact: int = 0) -> Traffic:
+                """Returns the traffic of maps of `state` float32 numbers, or of tokens of `token` numbers and `exact` float32
+                ones."""
+                numbers = share.tokens * (token * share.itemsize + 4 * exact)
+                return states_sent(share.order, own, 4 * rows * state // share.features, numbers // share.features)
+
+            passes = 3 - share.remat.rest
+            sent.add_all(passed(self.map, self.reads + self.out, self.decays), passes)
+            if self.convolved:
+                window = (self.taps - 1) * self.convolved
+                sent.add_all(passed(window, 2 * self.convolved), passes)
+        return sent
