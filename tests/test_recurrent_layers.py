@@ -236,8 +236,9 @@ def test_a_hybrid_goes_on_where_it_stopped(of_one_device, corpus, tmp_path):
     keep = ["checkpoint.every=1", "sequence.order=contiguous"]
     run(tmp_path, corpus, "mesh.sp=1", "run.stop_after=2", *keep)
     assert run(tmp_path, corpus, "mesh.sp=2", *keep) == pytest.approx(of_one_device, abs=2e-5)
-    tuned = run(tmp_path / "tuned", corpus, f"model.init_from={tmp_path}", "lora.rank=2", "lora.base=int8")
-    assert tuned[-1] < tuned[0] < of_one_device[0]
+    begun = [f"model.init_from={tmp_path}", "lora.rank=2", "lora.base=int8", "run.stop_after=2"]
+    tuned, still = (run(tmp_path / lr, corpus, *begun, f"optimizer.learning_rate={lr}") for lr in ("1e-2", "1e-12"))
+    assert tuned[1] < still[1] - 1e-3 and tuned[0] == pytest.approx(still[0]) < of_one_device[0]
 
 
 # -- what is refused, and plans -------------------------------------------------------------------------------------------
