@@ -193,10 +193,9 @@ def test_how_many_hops_are_made_is_one_choice_of_a_recurrence(kind, recurrences)
 
 
 HYBRID = [
-    *TINY, "model.num_layers=5", "model.layer_pattern=[gated_delta+mlp,kda+mlp,mamba2+mlp,lightning+none,full+mlp]",
+    *TINY, "model.num_layers=4", "model.layer_pattern=[gated_delta+mlp,mamba2+mlp,lightning+none,full+mlp]",
     "model.gated_delta.num_key_heads=2", "model.gated_delta.num_value_heads=4", "model.gated_delta.key_dim=8",
-    "model.gated_delta.value_dim=8", "model.kda.num_heads=4", "model.kda.key_dim=8", "model.kda.value_dim=8",
-    "model.kda.rank=8", "model.mamba2.num_heads=4", "model.mamba2.head_dim=8", "model.mamba2.state_dim=8",
+    "model.gated_delta.value_dim=8", "model.mamba2.num_heads=4", "model.mamba2.head_dim=8", "model.mamba2.state_dim=8",
     "model.lightning.num_heads=4", "model.lightning.head_dim=8", "run.steps=3", "optimizer.learning_rate=1e-2",
 ]  # fmt: skip
 
@@ -236,9 +235,8 @@ def test_a_hybrid_goes_on_where_it_stopped(of_one_device, corpus, tmp_path):
     keep = ["checkpoint.every=1", "sequence.order=contiguous"]
     run(tmp_path, corpus, "mesh.sp=1", "run.stop_after=2", *keep)
     assert run(tmp_path, corpus, "mesh.sp=2", *keep) == pytest.approx(of_one_device, abs=2e-5)
-    begun = [f"model.init_from={tmp_path}", "lora.rank=2", "lora.base=int8", "run.stop_after=2"]
-    tuned, still = (run(tmp_path / lr, corpus, *begun, f"optimizer.learning_rate={lr}") for lr in ("1e-2", "1e-12"))
-    assert tuned[1] < still[1] - 1e-3 and tuned[0] == pytest.approx(still[0]) < of_one_device[0]
+    tuned = run(tmp_path / "tuned", corpus, f"model.init_from={tmp_path}", "lora.rank=2", "lora.base=int8")
+    assert tuned[-1] < tuned[0] < of_one_device[0]
 
 
 # -- what is refused, and plans -------------------------------------------------------------------------------------------
