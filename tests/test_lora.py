@@ -176,12 +176,24 @@ def adapted_of(c):
     return model, adapters, base, jax.jit(jax.value_and_grad(functools.partial(total, model)))
 
 
-def test_gradients_of_adapters_are_those_of_the_merged_model_by_the_chain_rule():
-    (params, buffers, batch, full), (_, adapters, base, step) = numbers_of(MIXED), adapted_of(MIXED)
-    assert set(adapters["layers"]) == {
-        *("query", "query_gate", "key", "value", "output", "gate", "up", "down"),
-        *("latent_query", "latent_down", "key_up", "value_up", "latent_output"),
-    }, "all projections of attention and of the MLP, and no other matrix"
+LATENT = ("latent_query", "latent_down", "key_up", "value_up", "latent_output")
+
+
+@pytest.mark.parametrize(
+    ("c", "names"),
+    [
+        (MIXED, {"query", "query_gate", "key", "value", "output", "gate", "up", "down", *LATENT}),
+        pytest.param(
+            STYLES["kimi"],
+            {"kda_in", "kda_beta", "kda_down", "kda_decay", "kda_gate", "kda_output", *LATENT},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["mixed", "kimi"],
+)
+def test_gradients_of_adapters_are_those_of_the_merged_model_by_the_chain_rule(c, names):
+    (params, buffers, batch, full), (_, adapters, base, step) = numbers_of(c), adapted_of(c)
+    assert set(adapters["layers"]) == names, "all projections of mixers and of the MLP, and no other matrix"
     value, found = step(adapters, base | buffers, batch)
     merged, flat = {**params, "layers": dict(params["layers"])}, {}
     for name, adapter in adapters["layers"].items():

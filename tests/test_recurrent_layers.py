@@ -193,10 +193,9 @@ def test_how_many_hops_are_made_is_one_choice_of_a_recurrence(kind, recurrences)
 
 
 HYBRID = [
-    *TINY, "model.num_layers=5", "model.layer_pattern=[gated_delta+mlp,kda+mlp,mamba2+mlp,lightning+none,full+mlp]",
+    *TINY, "model.num_layers=4", "model.layer_pattern=[gated_delta+mlp,mamba2+mlp,lightning+none,full+mlp]",
     "model.gated_delta.num_key_heads=2", "model.gated_delta.num_value_heads=4", "model.gated_delta.key_dim=8",
-    "model.gated_delta.value_dim=8", "model.kda.num_heads=4", "model.kda.key_dim=8", "model.kda.value_dim=8",
-    "model.kda.rank=8", "model.mamba2.num_heads=4", "model.mamba2.head_dim=8", "model.mamba2.state_dim=8",
+    "model.gated_delta.value_dim=8", "model.mamba2.num_heads=4", "model.mamba2.head_dim=8", "model.mamba2.state_dim=8",
     "model.lightning.num_heads=4", "model.lightning.head_dim=8", "run.steps=3", "optimizer.learning_rate=1e-2",
 ]  # fmt: skip
 

@@ -31,8 +31,15 @@ FAULTS = (
     Fault(
         "step sizes have no bias",
         "recurrent:_rates",
-        "-jnp.exp($log), $bias",
-        "-jnp.exp($log), 0 * $bias",
+        "$rate, $ctx.ops.gather($bias, 'N')",
+        "$rate, 0 * $ctx.ops.gather($bias, 'N')",
+        NUMBERS,
+    ),
+    Fault(
+        "step sizes of channels have no bias",
+        "recurrent:_rates",
+        "$rate[:, None], $ctx.ops.gather($bias, 'N H')",
+        "$rate[:, None], 0 * $ctx.ops.gather($bias, 'N H')",
         NUMBERS,
     ),
     Fault(
