@@ -7,7 +7,7 @@ EXPERTS, ATTENTION, STACK = (f"ejdist/models/{name}.py" for name in ("feedforwar
 
 def step(cases: str) -> str:
     """Returns the tests of steps of these cases."""
-    return f"tests/test_moe_model.py -m 'not slow' -k 'numpy and ({cases})'"
+    return f"tests/test_moe_model.py -k 'numpy and ({cases})'"
 
 
 FAULTS = (

@@ -129,20 +129,20 @@ FAULTS = (
         "part:added",
         "$weight + $declared.added if $declared.added else $weight",
         "$weight",
-        "tests/test_recurrent_layers.py -m 'not slow' -k 'published_as and delta'",
+        "tests/test_recurrent_layers.py -k 'published_as and delta'",
     ),
     Fault(
         "the last norm is never zero-centered",
         "final_hidden",
         "added($params['final_norm'], $$declared)",
         "$params['final_norm']",
-        "tests/test_moe_model.py -m 'not slow' -k mixed",
+        "tests/test_moe_model.py -k mixed",
     ),
     Fault(
         "the norm of a recurrence's result is zero-centered too",
         "GatedDelta.declare",
         "Param(($width,), '_', 'ones', decay=False, cast=False)",
         "norm_weight(c, $width)",
-        "tests/test_recurrent_layers.py -m 'not slow' -k 'published_as and delta'",
+        "tests/test_recurrent_layers.py -k 'published_as and delta'",
     ),
 )

@@ -2,7 +2,7 @@
 
 from faults import Fault
 
-TESTS = "tests/test_latents.py -m 'not slow'"
+TESTS = "tests/test_latents.py"
 NUMBERS, SENT = f"{TESTS} -k numbers", f"{TESTS} -k declared"
 CHEAPER, PLANS, ADAPTED = f"{TESTS} -k cheaper", f"{TESTS} -k fiftieth", f"{TESTS} -k adapter"
 

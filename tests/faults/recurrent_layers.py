@@ -2,7 +2,7 @@
 
 from faults import Fault
 
-TESTS = "tests/test_recurrent_layers.py -m 'not slow'"
+TESTS = "tests/test_recurrent_layers.py"
 NUMBERS, LEAKS = f"{TESTS} -k published", f"{TESTS} -k leaks"
 STYLES = "tests/test_moe_model.py -m slow -k 'numpy and mixed'"
 
@@ -159,21 +159,21 @@ FAULTS = (
         "LatentAttention.apply",
         "_turning($ctx, interleaved=True) if $m.rope else lambda $y: $y",
         "_turning($ctx, interleaved=True)",
-        "tests/test_moe_model.py -m 'not slow' -k kimi",
+        "tests/test_moe_model.py -k kimi",
     ),
     Fault(
         "keys of RoPE are taken where nothing turns",
         "DecoderShape._validate_layers",
         "'latent_attention' in $parts and (not self.latent.rope) and (not $parts & {'attention', 'window_attention'})",
         "False",
-        "tests/test_moe_model.py -m 'not slow' -k wrong_configuration",
+        "tests/test_moe_model.py -k wrong_configuration",
     ),
     Fault(
         "the last layers are taken for a round of the pattern",
         "run_layers",
         "min($which.stop, $c.num_layers - len($c.last_layers))",
         "$which.stop",
-        "tests/test_moe_model.py -m 'not slow' -k kimi",
+        "tests/test_moe_model.py -k kimi",
     ),
     Fault(
         "RoPE turns whole heads",

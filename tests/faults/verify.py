@@ -5,7 +5,7 @@ The first are in the slow tier: other tests see them too, and these only show th
 
 from faults import Fault
 
-TESTS = "tests/test_verify.py -m 'not slow'"
+TESTS = "tests/test_verify.py"
 PLANS = "tests/test_verify.py -m slow -k"
 HALO, ULYSSES, LATENTS = f"{PLANS} halo", f"{PLANS} ulysses", f"{PLANS} latents"
 
