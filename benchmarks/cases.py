@@ -53,17 +53,16 @@ def cast(arguments: dict[str, Any], dtype: Any) -> dict[str, Any]:
 def abstract(op: Op, case: Case, dtype: str) -> dict[str, Any]:
     """Returns the arguments of a case with shapes in place of random arrays: nothing large is made."""
     arguments: dict[str, Any] = dict(case.options)
-    given = dtype
     for name, p in op.parameters.items():
-        dtype = case.dtype(name, given)
+        array_dtype = case.dtype(name, dtype)
         follows = p.kind == "float" and all(d.name in case.dims and not d.broadcast for d in p.dims)
         if name in case.make and not follows:
             make = case.make[name]
             shaped = getattr(make, "shaped", None)  # of a large array, which only its shape is wanted of
             value = make(np.random.default_rng(0), case.dims) if shaped is None else shaped(case.dims)
-            arguments[name] = jax.ShapeDtypeStruct(value.shape, dtype) if is_float(value) else value
+            arguments[name] = jax.ShapeDtypeStruct(value.shape, array_dtype) if is_float(value) else value
         elif (follows and name in case.make) or case.draws(p):
-            arguments[name] = jax.ShapeDtypeStruct(case.shape(p), dtype)
+            arguments[name] = jax.ShapeDtypeStruct(case.shape(p), array_dtype)
     return arguments
 
 

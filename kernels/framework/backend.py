@@ -101,22 +101,21 @@ def case_inputs(
     """Returns the keyword arguments of a case, see `Op.case_inputs`."""
     rng = np.random.default_rng([seed, *case.name.encode()])
     arguments: dict[str, Any] = dict(case.options)
-    given = dtype
     for p in op.parameters.values():
-        dtype = case.dtype(p.name, given)
+        array_dtype = case.dtype(p.name, dtype)
         if p.name in case.make:
             make = case.make[p.name]
             shaped = getattr(make, "shaped", None) if shapes_only else None
             value = make(rng, case.dims) if shaped is None else shaped(case.dims)
-            cast = functools.partial(jnp.asarray, dtype=dtype)
+            cast = functools.partial(jnp.asarray, dtype=array_dtype)
             arguments[p.name] = jax.tree.map(lambda x: cast(x) if is_float_array(x) else x, value)  # noqa: B023
         elif case.draws(p):
             shape = case.shape(p)
             arguments[p.name] = (
-                jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+                jax.ShapeDtypeStruct(shape, jnp.dtype(array_dtype))
                 if shapes_only
                 # Converted by NumPy: JAX would compile a program for each shape.
-                else jax.device_put(rng.standard_normal(shape).astype(jnp.dtype(dtype)))
+                else jax.device_put(rng.standard_normal(shape).astype(jnp.dtype(array_dtype)))
             )
         elif p.kind is not None and (p.required or p.name in case.arrays):
             raise TypeError(f"{op.name}, case {case.name}: add {p.name!r} to `make`")
