@@ -124,4 +124,11 @@ FAULTS = (
         "pass",
         f"{TOOLCHAINS} -k would_take_each_others",
     ),
+    Fault(
+        "decode: products of the gradient of a token are of fewer bits",
+        "triton_decode:gradients",
+        'jax.default_matmul_precision("highest")',
+        'jax.default_matmul_precision("bfloat16")',
+        f"{DECODE} -k float32_throughout",
+    ),
 )

@@ -25,7 +25,9 @@ import triton.language as tl
 
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.triton_parts import load_state, store_state
-from kernels.framework.binding import Call
+from kernels.framework.binding import Call, is_float_array
+from kernels.framework.contract import Op
+from kernels.framework.execute import Saved
 from kernels.framework.measured import power_of_two
 from kernels.framework.work import Work
 from kernels.toolchains.triton import triton_launch
@@ -231,6 +233,22 @@ def _launch(
     )
 
 
+def gradients(op: Op, saved: Saved, arrays: dict[str, Any], **options: Any) -> dict[str, jax.Array]:
+    """Returns the gradients of one token by argument: those of the contract, which computes in float32: the gradient of a
+    decay is a difference of products with the state. XLA passes over the states a few times; a chunk of one token would be as
+    much work as a full one.
+
+    Args:
+      arrays: the arguments by name, None for those that are not there. options: the static ones.
+    """
+    floats = {n: x for n, x in arrays.items() if x is not None and is_float_array(x)}
+    others = {n: x for n, x in arrays.items() if n not in floats}
+    with jax.default_matmul_precision("highest"):
+        outputs, pull = jax.vjp(lambda f: op.function(**f, **others, **options), floats)
+        given = (saved[f"d_{name}"] for name in op.outputs)
+        return pull(tuple(jnp.zeros_like(y) if c is None else c.astype(y.dtype) for c, y in zip(given, outputs)))[0]
+
+
 # -- tiles -------------------------------------------------------------------------------------------------------------
 
 
@@ -268,10 +286,3 @@ def candidates(
 def others(best: ChunkConfig) -> list[ChunkConfig]:
     """Returns the configurations to tune a call of one token over, the default first."""
     return [best, *(replace(best, block_v=block_v, num_warps=num_warps) for block_v, num_warps in TILES)]
-
-
-def of_chunks(cfg: ChunkConfig, dtype: Any) -> ChunkConfig:
-    """Returns the tiles of the backward of one token, which is a chunk like any other: with the columns and warps of the
-    forward it might not fit the registers. Heads share nothing that is worth a loop over them."""
-    wide = dtype == jnp.float32
-    return replace(cfg, block_v=16 if wide else 32, num_warps=8 if wide else 4, heads=1)

@@ -58,21 +58,20 @@ def forward(
 def backward(
     saved, query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
 ):  # fmt: skip
-    cost = work(op.bind(query, key, value, beta, g, num_states=num_states))[1]
-    d_out, dtypes = saved.d_out, (query.dtype, key.dtype, value.dtype)
     if decode.one_token(query.shape[1], num_states):
-        # The gradient of a decay is a difference of products with the state. Tokens are little beside it, so they are widened.
-        query, key, value, d_out = (x.astype(jnp.float32) for x in (query, key, value, d_out))
-        cfg = decode.of_chunks(cfg, query.dtype)
+        arrays = {"query": query, "key": key, "value": value, "beta": beta, "g": g}
+        arrays |= {"segment_ids": segment_ids, "initial_state": initial_state}
+        return decode.gradients(op, saved, arrays, softmax_scale=softmax_scale, use_qk_l2norm=use_qk_l2norm)
+    cost = work(op.bind(query, key, value, beta, g, num_states=num_states))[1]
     pull = None
     if use_qk_l2norm:
         (query, key), pull = jax.vjp(lambda q, k: (_unit(q), _unit(k)), query, key)
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
-    d = delta.backward(_launches(query, key, value, beta, g, *options), d_out, saved.d_final_state)
+    d = delta.backward(_launches(query, key, value, beta, g, *options), saved.d_out, saved.d_final_state)
     dq, dk = (d[name].astype(query.dtype) for name in ("q", "k"))
     dq, dk = (dq, dk) if pull is None else pull((dq, dk))
-    gradients = {n: x.astype(dtype) for n, x, dtype in zip(("query", "key", "value"), (dq, dk, d["v"]), dtypes)}
-    gradients |= {"beta": d["beta"]} | ({} if g is None else {"g": d["a"].reshape(g.shape)})
+    gradients = {"query": dq, "key": dk, "value": d["v"].astype(value.dtype), "beta": d["beta"]}
+    gradients |= {} if g is None else {"g": d["a"].reshape(g.shape)}
     return gradients | ({} if initial_state is None else {"initial_state": d["entries"]})
 
 

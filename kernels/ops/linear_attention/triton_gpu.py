@@ -64,8 +64,11 @@ def forward(query, key, value, g, gk, g_gamma, bonus, segment_ids, initial_state
 def backward(
     saved, query, key, value, g, gk, g_gamma, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg
 ):
+    if decode.one_token(query.shape[1], num_states):
+        arrays = {"query": query, "key": key, "value": value, "g": g, "gk": gk, "g_gamma": g_gamma, "bonus": bonus}
+        arrays |= {"segment_ids": segment_ids, "initial_state": initial_state}
+        return decode.gradients(op, saved, arrays, softmax_scale=softmax_scale)
     cost = work(op.bind(query, key, value, num_states=num_states))[1]
-    cfg = decode.of_chunks(cfg, query.dtype) if decode.one_token(query.shape[1], num_states) else cfg
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
     run = _launches(query, key, value, g, gk, g_gamma, bonus, *options)
     d = scalar.backward(run, saved.d_out, saved.d_final_state)

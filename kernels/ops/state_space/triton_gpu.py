@@ -33,9 +33,12 @@ def forward(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
 
 
 def backward(saved, x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
+    if decode.one_token(x.shape[1], num_states):
+        arrays = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
+        arrays |= {"segment_ids": segment_ids, "initial_state": initial_state}
+        return decode.gradients(v2_op, saved, arrays)
     tokens = _tokens(x, dt, A, B, C, D, segment_ids, initial_state)
     cost = work_v2(v2_op.bind(x, dt, A, B, C, D, num_states=num_states))[1]
-    cfg = decode.of_chunks(cfg, x.dtype) if decode.one_token(x.shape[1], num_states) else cfg
     run = scalar.Launches(tokens, x.shape[2], num_states, 1.0, cfg, cost)
     d = scalar.backward(run, saved.d_out, saved.d_final_state)
     gradients = {"x": d["v"], "B": d["k"], "C": d["q"], "dt": d["w"] + d["a"] * A.astype(jnp.float32)}
