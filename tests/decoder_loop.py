@@ -116,6 +116,8 @@ PARTS = {
     "mlp": mlp,
     "gated_delta": recurrent_layers_loop.gated_delta,
     "kda": recurrent_layers_loop.kda,
+    "gla": recurrent_layers_loop.gla,
+    "rwkv7": recurrent_layers_loop.rwkv7,
 }
 
 

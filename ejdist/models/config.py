@@ -10,7 +10,7 @@ from ejdist.dtypes import dtype_name
 from ejdist.experts.layer import ACTIVATIONS as EXPERT_ACTIVATIONS
 from ejdist.experts.layer import CLAMPED
 from ejdist.experts.router import BALANCE, SCORES
-from ejdist.models.recurrent_shapes import GatedDeltaShape, KdaShape, LightningShape, Mamba2Shape
+from ejdist.models.recurrent_shapes import GatedDeltaShape, GlaShape, KdaShape, LightningShape, Mamba2Shape, Rwkv7Shape
 from ejdist.models.remat import REMAT
 from ejdist.sections import operational, spelled
 from kernels.ops.gated_mlp import ACTIVATIONS
@@ -176,6 +176,8 @@ SECTIONS: dict[str, tuple[str, type, str]] = {
     "kda": ("kda", KdaShape, "num_heads"),
     "mamba2": ("mamba2", Mamba2Shape, "num_heads"),
     "lightning": ("lightning", LightningShape, "num_heads"),
+    "gla": ("gla", GlaShape, "num_heads"),
+    "rwkv7": ("rwkv7", Rwkv7Shape, "num_heads"),
 }
 
 
@@ -235,6 +237,8 @@ class DecoderShape:
     kda: KdaShape = field(default_factory=KdaShape)
     mamba2: Mamba2Shape = field(default_factory=Mamba2Shape)
     lightning: LightningShape = field(default_factory=LightningShape)
+    gla: GlaShape = field(default_factory=GlaShape)
+    rwkv7: Rwkv7Shape = field(default_factory=Rwkv7Shape)
 
     def __post_init__(self) -> None:
         for name in ("first_layers", "layer_pattern", "last_layers"):
