@@ -153,6 +153,9 @@ class LatentShape:
     rope_dim: int = 64  # width of a query's head with RoPE, and of the one such key that all heads share
     value_dim: int = 128  # width of a value's head
     rope: bool = True  # RoPE turns those of rope_dim; in Kimi Linear nothing does, and they are there all the same
+    norm_eps: float | None = (
+        None  # added to the mean square in the norms of the narrow vectors; null for model.norm_eps
+    )
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy; without such layers all keys must keep their defaults."""
@@ -161,6 +164,8 @@ class LatentShape:
         for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.latent.{name} must be positive, got {getattr(self, name)}")
+        if self.norm_eps is not None and not _LEAST <= self.norm_eps <= _MOST:
+            raise ValueError(f"model.latent.norm_eps must be positive, or null for model.norm_eps, got {self.norm_eps}")
         if self.query_rank < 0 or (self.rope and self.rope_dim % 2):
             raise ValueError(
                 f"model.latent.query_rank = {self.query_rank} must be 0 or positive, and model.latent.rope_dim = "

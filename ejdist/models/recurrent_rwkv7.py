@@ -154,7 +154,7 @@ class Rwkv7(Recurrence):
         wide, ranks = m.num_heads * m.head_dim, m.decay_rank + m.rate_rank + m.gate_rank
         state = wide * m.head_dim
         return Size(
-            3 * wide, wide, 5 * wide, state, 2 * state, 4, wide, 20, c.model_dim, SHIFT,
+            3 * wide, wide, 5 * wide, state, 2 * state, 4, wide, 107, c.model_dim, SHIFT,
             narrow=ranks, raised=3 * wide, lifted=ranks * wide, decays=wide,
         )  # fmt: skip
 
