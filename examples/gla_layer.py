@@ -7,7 +7,7 @@ section 4.4, here with one decay for each head):
     S_t = exp(g_t) S_{t-1} + k_t v_tᵀ      o_t = S_tᵀ q_t / sqrt(H)      out = (rms_norm(o) * silu(r)) W
 
 python -m launch.train plugins=[examples.gla_layer] recipe=long_context sequence.order=contiguous \
-    "model.layer_pattern=[gla+mlp,gla+mlp,gla+mlp,full+mlp]" run.dir=outputs/hybrid
+    "model.layer_pattern=[simple_gla+mlp,simple_gla+mlp,simple_gla+mlp,full+mlp]" run.dir=outputs/hybrid
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ CHUNK = 64  # tokens between the states that the backward keeps, as the operatio
 
 
 @dataclass(unsafe_hash=True)
-class GlaSection:
-    """The section `model.gla` of a recipe."""
+class SimpleGlaSection:
+    """The section `model.simple_gla` of a recipe."""
 
     slowness: float = 16.0  # log decays are divided by it: the larger, the longer a state remembers
 
     def validate(self) -> None:
         if not 0 < self.slowness < float("inf"):
-            raise ValueError(f"model.gla.slowness must be positive, got {self.slowness}")
+            raise ValueError(f"model.simple_gla.slowness must be positive, got {self.slowness}")
 
 
 @dataclass(frozen=True)
@@ -46,33 +46,34 @@ class GatedLinearAttention(Part):
     """RMSNorm, gated linear attention inside documents, norm and gate of its result, output projection."""
 
     role = "mixer"
-    name = "gla"
+    name = "simple_gla"
     fixed_order = True  # states pass between runs of tokens that are the same for all rows
 
     def declare(self, c: DecoderShape) -> dict[str, Param]:
         D, N, H, std = c.model_dim, c.num_heads, c.head_dim, c.init_std
         wide = {
-            f"gla_{name}": Param((D, N, H), "D N H", std=std, inputs="D") for name in ("query", "key", "value", "gate")
+            f"simple_gla_{name}": Param((D, N, H), "D N H", std=std, inputs="D")
+            for name in ("query", "key", "value", "gate")
         }
         return {
-            "gla_norm": Param((D,), "_", "ones", decay=False, cast=False),
+            "simple_gla_norm": Param((D,), "_", "ones", decay=False, cast=False),
             **wide,
-            "gla_decay": Param((D, N), "D N", std=std, inputs="D"),
-            "gla_out_norm": Param((H,), "_", "ones", decay=False, cast=False),
-            "gla_output": Param((N, H, D), "N H D", std=residual_std(c), inputs="N H"),
+            "simple_gla_decay": Param((D, N), "D N", std=std, inputs="D"),
+            "simple_gla_out_norm": Param((H,), "_", "ones", decay=False, cast=False),
+            "simple_gla_output": Param((N, H, D), "N H D", std=residual_std(c), inputs="N H"),
         }
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         c, ops, norms = ctx.config, ctx.ops, self.norms(params, ctx)
-        h = ops.rms_norm(x, norms["gla_norm"], eps=c.norm_eps)
+        h = ops.rms_norm(x, norms["simple_gla_norm"], eps=c.norm_eps)
         q, k, v, r = (
-            ops.project(h, params[f"gla_{name}"], "btd,dnh->btnh") for name in ("query", "key", "value", "gate")
+            ops.project(h, params[f"simple_gla_{name}"], "btd,dnh->btnh") for name in ("query", "key", "value", "gate")
         )
-        decay = ops.project(h, params["gla_decay"], "btd,dn->btn").astype(jnp.float32)
-        g = jax.nn.log_sigmoid(decay) / sizes_of(c, GlaSection).slowness
+        decay = ops.project(h, params["simple_gla_decay"], "btd,dn->btn").astype(jnp.float32)
+        g = jax.nn.log_sigmoid(decay) / sizes_of(c, SimpleGlaSection).slowness
         out = ops.gla_attention(q, k, v, g, segment_ids=ctx.batch["segment_ids"])
-        out = ops.rms_norm(out, norms["gla_out_norm"], eps=c.norm_eps) * jax.nn.silu(r)
-        return x + ops.project(out, params["gla_output"], "btnh,nhd->btd"), {}
+        out = ops.rms_norm(out, norms["simple_gla_out_norm"], eps=c.norm_eps) * jax.nn.silu(r)
+        return x + ops.project(out, params["simple_gla_output"], "btnh,nhd->btd"), {}
 
     def flops(self, c: DecoderShape) -> Flops:
         """Five projections, the decays, and the state: written and read once a token."""
@@ -101,4 +102,4 @@ class GatedLinearAttention(Part):
         return float(not remat.products)
 
 
-register_layer("gla", GatedLinearAttention(), GlaSection)
+register_layer("simple_gla", GatedLinearAttention(), SimpleGlaSection)

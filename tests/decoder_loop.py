@@ -11,8 +11,8 @@ import recurrent_layers_loop
 from ejdist.models import parts
 
 
-def norm(x, w, c):
-    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + c.norm_eps) * (w + c.zero_centered_norms)
+def norm(x, w, c, eps=None):
+    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + (eps or c.norm_eps)) * (w + c.zero_centered_norms)
 
 
 def frequencies(width, c):
@@ -76,12 +76,12 @@ def attention(x, w, batch, c, windowed=False):
 def latent_attention(x, w, batch, c):
     m, at = c.latent, batch["positions"]
     h = norm(x, w["latent_attention_norm"], c)
-    narrow = norm(h @ w["query_down"], w["query_latent_norm"], c) if m.query_rank else h
+    narrow = norm(h @ w["query_down"], w["query_latent_norm"], c, m.norm_eps) if m.query_rank else h
     q = np.einsum("btr,rnh->btnh", narrow, w["latent_query"])
     if m.rope:
         q[..., m.nope_dim :] = turned(q[..., m.nope_dim :], at, c, neighbours=True)
     down = h @ w["latent_down"]
-    latent, shared = norm(down[..., : m.kv_rank], w["latent_norm"], c), down[..., None, m.kv_rank :]
+    latent, shared = norm(down[..., : m.kv_rank], w["latent_norm"], c, m.norm_eps), down[..., None, m.kv_rank :]
     shared = np.repeat(turned(shared, at, c, neighbours=True) if m.rope else shared, c.num_heads, axis=2)
     k = np.concatenate([np.einsum("btr,rnh->btnh", latent, w["key_up"]), shared], -1)
     scale = c.attention_scale or (m.nope_dim + m.rope_dim) ** -0.5
@@ -116,6 +116,8 @@ PARTS = {
     "mlp": mlp,
     "gated_delta": recurrent_layers_loop.gated_delta,
     "kda": recurrent_layers_loop.kda,
+    "gla": recurrent_layers_loop.gla,
+    "rwkv7": recurrent_layers_loop.rwkv7,
 }
 
 

@@ -21,6 +21,16 @@ NEXT = {"head_dim": 8, "partial_rotary_factor": 0.5, "linear_num_key_heads": 4, 
         "linear_key_head_dim": 3, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3, "num_experts": E,
         "num_experts_per_tok": 2, "moe_intermediate_size": 4, "shared_expert_intermediate_size": 6}  # fmt: skip
 LINEAR, FULL = "linear_attention", "full_attention"
+KIMI = {"num_key_value_heads": N, "num_experts": E, "num_shared_experts": 2, "moe_intermediate_size": 3,
+        "num_experts_per_token": 2, "first_k_dense_replace": 1, "moe_renormalize": True, "routed_scaling_factor": 2.5,
+        "moe_router_activation_func": "sigmoid", "mla_use_nope": True, "rope_theta": 10000.0}  # fmt: skip
+KIMI |= LATENT | {"q_lora_rank": None}
+
+
+def kimi(*linear):
+    """The layers, from 1, that are recurrences, and what those have."""
+    layers = {"kda_layers": [*linear], "full_attn_layers": [i for i in range(1, L + 1) if i not in linear]}
+    return {"linear_attn_config": layers | {"num_heads": 3, "head_dim": 4, "short_conv_kernel_size": 3}}
 
 
 def of(name, **keys):
@@ -49,6 +59,8 @@ MODELS = {
     "qwen3_next_dense": of("Qwen3Next", **NEXT | {"linear_num_value_heads": 4, "partial_rotary_factor": None},
                            mlp_only_layers=[1], norm_topk_prob=False, layer_types=[FULL, LINEAR, LINEAR],
                            rope_parameters=YARN | {"rope_theta": 1e4, "partial_rotary_factor": 0.25}),
+    "kimi": of("KimiLinear", **KIMI | kimi(1, 2)),
+    "kimi_dense": of("KimiLinear", **KIMI | kimi(2, 3) | {"first_k_dense_replace": 2, "moe_renormalize": False}),
 }  # fmt: skip
 
 
@@ -57,13 +69,17 @@ def is_(c, *names):
 
 
 def has_experts(c, i):
-    if is_(c, "DeepseekV3"):
+    if is_(c, "DeepseekV3", "KimiLinear"):
         return i >= c["first_k_dense_replace"]
     return is_(c, "Mixtral", "GptOss") or (is_(c, "Qwen3Moe", "Qwen3Next") and i not in c["mlp_only_layers"])
 
 
 def is_linear(c, i):
     return is_(c, "Qwen3Next") and c["layer_types"][i] == LINEAR
+
+
+def is_kda(c, i):
+    return is_(c, "KimiLinear") and i + 1 in c["linear_attn_config"]["kda_layers"]
 
 
 def shapes(c):
@@ -76,7 +92,20 @@ def shapes(c):
         found["lm_head.weight"] = (V, D)
     for i in range(L):
         own = {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,)}
-        if is_(c, "DeepseekV3"):
+        if is_kda(c, i):
+            heads, width, taps = (
+                c["linear_attn_config"][k] for k in ("num_heads", "head_dim", "short_conv_kernel_size")
+            )
+            wide = heads * width
+            for name in "qkv":
+                own[f"self_attn.{name}_proj.weight"] = (wide, D)
+                own[f"self_attn.{name}_conv1d.weight"] = (wide, 1, taps)
+            for name in "fg":
+                own[f"self_attn.{name}_a_proj.weight"] = (width, D)
+                own[f"self_attn.{name}_b_proj.weight"] = (wide, width)
+            own |= {"self_attn.A_log": (1, 1, heads, 1), "self_attn.dt_bias": (wide,), "self_attn.b_proj.weight": (heads, D),
+                    "self_attn.o_norm.weight": (width,), "self_attn.o_proj.weight": (D, wide)}  # fmt: skip
+        elif is_(c, "DeepseekV3", "KimiLinear"):
             rank, kv, nope, rope, value = (c[k] for k in LATENT)
             query = {
                 "q_a_proj.weight": (rank, D),
@@ -115,7 +144,7 @@ def shapes(c):
                     "mlp.experts.gate_up_proj": (E, D, 2 * F), "mlp.experts.gate_up_proj_bias": (E, 2 * F),
                     "mlp.experts.down_proj": (E, F, D), "mlp.experts.down_proj_bias": (E, D)}  # fmt: skip
         elif has_experts(c, i):
-            root, names = ("block_sparse_moe", ("w1", "w3", "w2")) if is_(c, "Mixtral") else (
+            root, names = ("block_sparse_moe", ("w1", "w3", "w2")) if is_(c, "Mixtral", "KimiLinear") else (
                 "mlp", ("gate_proj", "up_proj", "down_proj"))  # fmt: skip
             own[f"{root}.gate.weight"] = (E, D)
             M = c.get("moe_intermediate_size", F)
@@ -123,12 +152,11 @@ def shapes(c):
                 own |= {
                     f"{root}.experts.{e}.{n}.weight": s for n, s in zip(names, ((M, D), (M, D), (D, M)), strict=True)
                 }
-            if is_(c, "DeepseekV3"):
-                S = M * c["n_shared_experts"]
-                own["mlp.gate.e_score_correction_bias"] = (E,)
-                own |= {
-                    f"mlp.shared_experts.{n}.weight": s for n, s in zip(names, ((S, D), (S, D), (D, S)), strict=True)
-                }
+            if is_(c, "DeepseekV3", "KimiLinear"):
+                S = M * c["num_shared_experts" if is_(c, "KimiLinear") else "n_shared_experts"]
+                own[f"{root}.gate.e_score_correction_bias"] = (E,)
+                for n, s in (("gate_proj", (S, D)), ("up_proj", (S, D)), ("down_proj", (D, S))):
+                    own[f"{root}.shared_experts.{n}.weight"] = s
             if is_(c, "Qwen3Next"):
                 S = c["shared_expert_intermediate_size"]
                 own |= {
@@ -152,8 +180,8 @@ def tensors(c, seed=0):
     return made
 
 
-def norm(x, w, c):
-    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + c["rms_norm_eps"]) * (w + is_(c, "Qwen3Next"))
+def norm(x, w, c, eps=None):
+    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + (eps or c["rms_norm_eps"])) * (w + is_(c, "Qwen3Next"))
 
 
 def frequencies(width, c):
@@ -257,10 +285,13 @@ def latent_attention(x, w, c):
         q = x @ w["q_proj.weight"].T
     q = q.reshape(B, T, N, nope + rope)
     down = x @ w["kv_a_proj_with_mqa.weight"].T
-    up = norm(down[..., :rank], w["kv_a_layernorm.weight"], c) @ w["kv_b_proj.weight"].T
+    kimi = is_(c, "KimiLinear")  # whose norm here has an eps of its own, and where nothing turns
+    up = norm(down[..., :rank], w["kv_a_layernorm.weight"], c, 1e-6 if kimi else None) @ w["kv_b_proj.weight"].T
     up = up.reshape(B, T, N, nope + value)
-    shared = np.repeat(turned(down[..., None, rank:], c, neighbours=True), N, axis=2)
-    q = np.concatenate([q[..., :nope], turned(q[..., nope:], c, neighbours=True)], -1)
+    shared = down[..., None, rank:] if kimi else turned(down[..., None, rank:], c, neighbours=True)
+    shared = np.repeat(shared, N, axis=2)
+    if not kimi:
+        q = np.concatenate([q[..., :nope], turned(q[..., nope:], c, neighbours=True)], -1)
     k = np.concatenate([up[..., :nope], shared], -1)
     scale, given = (nope + rope) ** -0.5, c.get("rope_scaling") or {}
     if given.get("mscale_all_dim"):
@@ -298,6 +329,33 @@ def linear_attention(x, w, c):
     return (out * silu(z.reshape(B, T, N, V))).reshape(B, T, -1) @ w["out_proj.weight"].T
 
 
+def kimi_delta_attention(x, w, c):
+    """Kimi Delta Attention, a token and a head at a time."""
+    B, T, _ = x.shape
+    w = {k.removeprefix("self_attn."): v for k, v in w.items()}
+    N, H = (c["linear_attn_config"][k] for k in ("num_heads", "head_dim"))
+
+    def convolved(name):
+        y, taps = x @ w[f"{name}_proj.weight"].T, w[f"{name}_conv1d.weight"][:, 0]
+        padded = np.pad(y, ((0, 0), (taps.shape[1] - 1, 0), (0, 0)))
+        return silu(sum(taps[:, j] * padded[:, j : j + T] for j in range(taps.shape[1]))).reshape(B, T, N, H)
+
+    q, k, v = (convolved(name) for name in "qkv")
+    q, k = (y / np.sqrt(np.sum(y * y, -1, keepdims=True) + 1e-6) for y in (q, k))
+    step = x @ w["f_a_proj.weight"].T @ w["f_b_proj.weight"].T + w["dt_bias"]
+    decay = np.exp(-np.exp(w["A_log"].reshape(N, 1)) * np.log1p(np.exp(step)).reshape(B, T, N, H))
+    strength, z = sigmoid(x @ w["b_proj.weight"].T), x @ w["g_a_proj.weight"].T @ w["g_b_proj.weight"].T
+    out = np.zeros((B, T, N, H))
+    for b, n in np.ndindex(B, N):
+        state = np.zeros((H, H))
+        for t in range(T):
+            state = decay[b, t, n][:, None] * state
+            state = state + strength[b, t, n] * np.outer(k[b, t, n], v[b, t, n] - k[b, t, n] @ state)
+            out[b, t, n] = q[b, t, n] @ state / np.sqrt(H)
+    out = norm(out, w["o_norm.weight"], c) * sigmoid(z).reshape(B, T, N, H)
+    return out.reshape(B, T, -1) @ w["o_proj.weight"].T
+
+
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
@@ -318,7 +376,8 @@ def experts(x, w, c):
 
 
 def of_token(x, w, c):
-    top_k, out = c["num_experts_per_tok"], 0.0
+    kimi = is_(c, "KimiLinear")
+    top_k, out = c["num_experts_per_token" if kimi else "num_experts_per_tok"], 0.0
     if is_(c, "GptOss"):
         logits = w["mlp.router.weight"] @ x + w["mlp.router.bias"]
         best = np.argsort(-logits)[:top_k]
@@ -328,10 +387,13 @@ def of_token(x, w, c):
             inner = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
             out = out + weight * (inner @ w["mlp.experts.down_proj"][e] + w["mlp.experts.down_proj_bias"][e])
         return out
-    root = "block_sparse_moe" if is_(c, "Mixtral") else "mlp"
-    names = ("w1", "w3", "w2") if is_(c, "Mixtral") else ("gate_proj", "up_proj", "down_proj")
+    root = "block_sparse_moe" if kimi or is_(c, "Mixtral") else "mlp"
+    names = ("w1", "w3", "w2") if kimi or is_(c, "Mixtral") else ("gate_proj", "up_proj", "down_proj")
     logits = w[f"{root}.gate.weight"] @ x
-    if is_(c, "DeepseekV3"):
+    if kimi:
+        score = sigmoid(logits)
+        choice = score + w[f"{root}.gate.e_score_correction_bias"]
+    elif is_(c, "DeepseekV3"):
         score = 1 / (1 + np.exp(-logits))
         choice = score + w["mlp.gate.e_score_correction_bias"]
         groups = choice.reshape(c["n_group"], -1)
@@ -341,12 +403,12 @@ def of_token(x, w, c):
     else:
         choice = score = np.exp(logits) / np.exp(logits).sum()
     best = np.argsort(-choice)[:top_k]
-    weights = score[best] / (score[best].sum() if c.get("norm_topk_prob", True) else 1)
+    weights = score[best] / (score[best].sum() if c.get("moe_renormalize" if kimi else "norm_topk_prob", True) else 1)
     weights = weights * c.get("routed_scaling_factor", 1.0)
     for e, weight in zip(best, weights, strict=True):
         out = out + weight * gated(x, w, *(f"{root}.experts.{e}.{n}" for n in names))
-    if "mlp.shared_experts.up_proj.weight" in w:
-        out = out + gated(x, w, *(f"mlp.shared_experts.{n}" for n in names))
+    if f"{root}.shared_experts.up_proj.weight" in w:
+        out = out + gated(x, w, *(f"{root}.shared_experts.{n}_proj" for n in ("gate", "up", "down")))
     if "mlp.shared_expert_gate.weight" in w:
         shared = gated(x, w, *(f"mlp.shared_expert.{n}" for n in names))
         out = out + sigmoid(w["mlp.shared_expert_gate.weight"] @ x) * shared
@@ -363,8 +425,10 @@ def logits(c, state, tokens):
         h = norm(x, w["input_layernorm.weight"], c)
         if is_linear(c, i):
             x = x + linear_attention(h, w, c)
+        elif is_kda(c, i):
+            x = x + kimi_delta_attention(h, w, c)
         else:
-            x = x + (latent_attention(h, w, c) if is_(c, "DeepseekV3") else attention(h, w, c, i))
+            x = x + (latent_attention(h, w, c) if is_(c, "DeepseekV3", "KimiLinear") else attention(h, w, c, i))
         h = norm(x, w["post_attention_layernorm.weight"], c)
         mlp = (f"mlp.{n}_proj" for n in ("gate", "up", "down"))
         x = x + (experts(h, w, c) if has_experts(c, i) else gated(h, w, *mlp))

@@ -1,6 +1,6 @@
 """The recurrent mixers of a decoder in NumPy float64, a token, a head and a state at a time; without JAX and without the loops
-that operations are held against. What they are: Qwen3-Next's Gated DeltaNet, Kimi Linear's Kimi
-Delta Attention, Mamba-2, MiniMax-01's lightning attention."""
+that operations are held against. What they are: Qwen3-Next's Gated DeltaNet, Kimi Linear's Kimi Delta Attention, Mamba-2,
+MiniMax-01's lightning attention, gated linear attention and RWKV-7 as flash-linear-attention has them."""
 
 import numpy as np
 
@@ -135,4 +135,58 @@ def lightning(x, w, batch, c, layer=0):
     return out
 
 
-LAYERS = {"gated_delta": gated_delta, "kda": kda, "mamba2": mamba2, "lightning": lightning}
+def gla(x, w, batch, c, layer=0):
+    m, out = c.gla, np.array(x)
+    H = m.key_dim
+    for b, at in documents(batch["segment_ids"]):
+        h = norm(x[b, at], w["gla_norm"] + c.zero_centered_norms, c.norm_eps)
+        mixed = np.einsum("td,dnh->tnh", h, w["gla_in"])
+        f = np.einsum("tr,rnh->tnh", h @ w["gla_down"], w["gla_decay"]) + w["gla_decay_bias"]
+        z = np.einsum("td,dnh->tnh", h, w["gla_gate"])
+        result = np.zeros_like(z)
+        for n in range(m.num_heads):
+            S = np.zeros((H, m.value_dim))
+            for t, row in enumerate(mixed[:, n]):
+                q, k, v = row[:H], row[H : 2 * H], row[2 * H :]
+                for i in range(H):
+                    S[i] = S[i] * sigmoid(f[t, n, i]) ** (1 / m.normalizer) + k[i] * v
+                result[t, n] = q @ S / np.sqrt(H)
+        result = norm(result, w["gla_out_norm"], c.norm_eps) * silu(z)
+        out[b, at] += np.einsum("tnh,nhd->td", result, w["gla_output"])
+    return out
+
+
+def rwkv7(x, w, batch, c, layer=0):
+    """By the paper's equations, its state values by keys: the transpose of what the operation has."""
+    N, H, out = c.rwkv7.num_heads, c.rwkv7.head_dim, np.array(x)
+    for b, at in documents(batch["segment_ids"]):
+        h = norm(x[b, at], w["rwkv7_norm"] + c.zero_centered_norms, c.norm_eps)
+        S, before = np.zeros((N, H, H)), np.zeros(c.model_dim)
+        for t, now in enumerate(h):
+            x_r, x_w, x_k, x_v, x_a, x_z = now + (before - now) * w["rwkv7_mix"]
+            r = np.einsum("d,dnh->nh", x_r, w["rwkv7_receptance"])
+            k = np.einsum("d,dnh->nh", x_k, w["rwkv7_key"])
+            v = np.einsum("d,dnh->nh", x_v, w["rwkv7_value"])
+            lift = {n: w[f"rwkv7_{n}_up"] for n in ("decay", "rate", "gate")}
+            d = w["rwkv7_decay_bias"] + np.einsum("r,rnh->nh", np.tanh(x_w @ w["rwkv7_decay_down"]), lift["decay"])
+            decay = np.exp(-np.exp(-0.5) * sigmoid(d))
+            rate = sigmoid(w["rwkv7_rate_bias"] + np.einsum("r,rnh->nh", x_a @ w["rwkv7_rate_down"], lift["rate"]))
+            gate = np.einsum("r,rnh->nh", sigmoid(x_z @ w["rwkv7_gate_down"]), lift["gate"])
+            unit = k * w["rwkv7_key_scale"]
+            unit = unit / np.sqrt(np.sum(unit * unit, -1, keepdims=True) + 1e-6)
+            k = k * (1 - w["rwkv7_key_rate"] + rate * w["rwkv7_key_rate"])
+            result = np.zeros((N, H))
+            for n in range(N):
+                moves = np.diag(decay[n]) - np.outer(unit[n], rate[n] * unit[n])
+                S[n] = S[n] @ moves + np.outer(v[n], k[n])
+                y = S[n] @ r[n]
+                y = (y - y.mean()) / np.sqrt(y.var() + H * c.norm_eps) * w["rwkv7_out_norm"][n] + w["rwkv7_out_bias"][n]
+                result[n] = (y + np.sum(r[n] * w["rwkv7_bonus"][n] * k[n]) * v[n]) * gate[n]
+            out[b, at.start + t] += np.einsum("nh,nhd->d", result, w["rwkv7_output"])
+            before = now
+    return out
+
+
+LAYERS = {
+    "gated_delta": gated_delta, "kda": kda, "mamba2": mamba2, "lightning": lightning, "gla": gla, "rwkv7": rwkv7,
+}  # fmt: skip

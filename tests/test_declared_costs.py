@@ -29,7 +29,7 @@ from ejdist.models.model import CAUSAL, Flops
 from ejdist.models.parameters import Param
 from ejdist.models.part import Costs, Part
 from ejdist.models.parts import PARTS
-from ejdist.models.recurrent_shapes import GatedDeltaShape, KdaShape, LightningShape, Mamba2Shape
+from ejdist.models.recurrent_shapes import GatedDeltaShape, GlaShape, KdaShape, LightningShape, Mamba2Shape, Rwkv7Shape
 from ejdist.models.remat import REMAT, PartBytes, Remat
 from ejdist.models.share import Share
 from ejdist.models.stack import counted_parts
@@ -115,6 +115,7 @@ def test_every_part_declares_its_costs(name, remat):
         num_heads=8, num_kv_heads=4, sliding_window=128, qk_norm=True,
         experts=ExpertsShape(num=8, top_k=2, ffn_dim=64), latent=LatentShape(kv_rank=32),
         gated_delta=GatedDeltaShape(2, 8), kda=KdaShape(8), mamba2=Mamba2Shape(8), lightning=LightningShape(8),
+        gla=GlaShape(8), rwkv7=Rwkv7Shape(8),
     )  # fmt: skip
     part, policy = Costs(PARTS[name]), REMAT[remat]
     on = share_of(remat, experts=(("ep", 4),))

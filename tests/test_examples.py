@@ -112,7 +112,7 @@ def test_linear_attention_is_planned_and_sends_no_more_for_a_longer_sequence():
         assert planned["bytes"] > 0 and planned["step_seconds"] > 0
         return planned["bytes_sent_along"]["sp"]
 
-    assert sent("gla", 65536) == sent("gla", 131072) and sent("full", 65536) < sent("full", 131072)
+    assert sent("simple_gla", 65536) == sent("simple_gla", 131072) and sent("full", 65536) < sent("full", 131072)
 
 
 @pytest.mark.slow
@@ -120,9 +120,9 @@ def test_a_hybrid_with_linear_attention_is_the_same_on_ranks_of_the_sequence(tmp
     words = [
         "plugins=[examples.gla_layer]",
         *TINY,
-        "model.layer_pattern=[gla+mlp,full+mlp]",
+        "model.layer_pattern=[simple_gla+mlp,full+mlp]",
     ]
-    words += ["run.steps=4", "optimizer.learning_rate=1e-2", "model.gla.slowness=4"]
+    words += ["run.steps=4", "optimizer.learning_rate=1e-2", "model.simple_gla.slowness=4"]
     for name, ranks in (("contiguous", 1), ("contiguous", 2), ("zigzag", 2), ("striped", 2)):
         where = f"run.dir={tmp_path / f'{name}{ranks}'}"
         launched("train", *words, f"sequence.order={name}", f"mesh.sp={ranks}", where)
@@ -130,7 +130,9 @@ def test_a_hybrid_with_linear_attention_is_the_same_on_ranks_of_the_sequence(tmp
     assert all(one == pytest.approx(other, abs=1e-4) for other in others) and one[-1] < one[0]
     said = launched("train", *words, f"run.dir={tmp_path / 'balanced'}", "sequence.order=balanced", code=2)
     assert "gla_attention: its result depends on the order" in said
-    assert "model.gla.slowness must be positive, got 0" in launched("train", *words, "model.gla.slowness=0", code=2)
+    assert "model.simple_gla.slowness must be positive, got 0" in launched(
+        "train", *words, "model.simple_gla.slowness=0", code=2
+    )
 
 
 @pytest.mark.slow

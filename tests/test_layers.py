@@ -18,7 +18,7 @@ from ejdist.models import decoder, parts, stack
 from ejdist.models.config import ALIASES, ExpertsShape, LatentShape, parts_of_kind
 from ejdist.models.model import BatchContext, Flops, Metric, StepContext
 from ejdist.models.parameters import Param, initialise, num_parameters
-from ejdist.models.recurrent_shapes import GatedDeltaShape, KdaShape, LightningShape, Mamba2Shape
+from ejdist.models.recurrent_shapes import GatedDeltaShape, GlaShape, KdaShape, LightningShape, Mamba2Shape, Rwkv7Shape
 from ejdist.operations import bind_ops
 from ejdist.training.checkpoint import CheckpointError, Checkpoints
 from ejdist.training.flops import step_flops
@@ -468,7 +468,7 @@ def test_buffers_that_were_not_given():
     "kind", ["moe", "probe", "mlp+full", "full+full", "none+none", "full+", "full+mlp+mlp", "full+moe"]
 )
 def test_a_pattern_is_made_of_mixers_and_feed_forwards(kind):
-    mixers = "full, window, latent, gated_delta, kda, mamba2, lightning"
+    mixers = "full, window, latent, gated_delta, kda, mamba2, lightning, gla, rwkv7"
     words = rf"not MIXER\+FEED_FORWARD. Mixers: {mixers}; feed-forwards: mlp, experts, probe; none in"
     for key in ("layer_pattern", "first_layers", "last_layers"):
         with pytest.raises(ValueError, match=f"model.{key} = .*{re.escape(repr(kind))} is {words}"):
@@ -490,15 +490,15 @@ def test_old_names_of_kinds_are_what_they_were():
 def test_every_mixer_goes_with_every_feed_forward():
     roles = {role: [n for n, p in parts.PARTS.items() if p.role == role] for role in ("mixer", "feed_forward")}
     kinds = [f"{m}+{f}" for m in roles["mixer"] for f in roles["feed_forward"]]
-    assert len(kinds) == 21
+    assert len(kinds) == 27
     sections = {"experts": ExpertsShape(num=4, top_k=2, ffn_dim=8), "latent": LatentShape(kv_rank=8)}
     sections |= {"gated_delta": GatedDeltaShape(2, 4), "kda": KdaShape(4), "mamba2": Mamba2Shape(4)}
-    sections |= {"lightning": LightningShape(4)}
-    c = dataclasses.replace(MIXED, num_layers=21, layer_pattern=tuple(kinds), **sections)
+    sections |= {"lightning": LightningShape(4), "gla": GlaShape(4), "rwkv7": Rwkv7Shape(4)}
+    c = dataclasses.replace(MIXED, num_layers=27, layer_pattern=tuple(kinds), **sections)
     c.validate()
     stacks = decoder.declare(c)["layers"]
     of = {n: stacks[n].shape[0] for n in ("query", "latent_query", "mamba2_in", "gate", "router", "probe_scale")}
-    assert of == {"query": 6, "latent_query": 3, "mamba2_in": 3, "gate": 7, "router": 7, "probe_scale": 7}
+    assert of == {"query": 6, "latent_query": 3, "mamba2_in": 3, "gate": 9, "router": 9, "probe_scale": 9}
 
 
 def test_a_run_goes_on_with_another_spelling_of_its_layers(tmp_path):

@@ -71,7 +71,7 @@ STYLES = {
     "kimi": style(
         {"num": 8, "top_k": 3, "score": "sigmoid", "scaling_factor": 2.5, "shared_dim": 7, "bias_rate": 0.25},
         num_layers=2, layer_pattern=("latent+experts",), last_layers=("kda+none",), kda=KdaShape(2, 3, 5, 3, 2),
-        latent=dataclasses.replace(LATENT, query_rank=0, rope=False),
+        latent=dataclasses.replace(LATENT, query_rank=0, rope=False, norm_eps=0.25),
     ),
 }  # fmt: skip
 
@@ -339,6 +339,7 @@ def given_to_moe(c):
         ("qwen3", {}, {"rotary_dim": 5}, "model.rotary_dim = 5 must be even, positive and at most model.head_dim"),
         ("deepseek", {}, {"latent": LatentShape()}, "model.latent.kv_rank must be positive"),
         ("deepseek", {}, {"latent": dataclasses.replace(LATENT, rope_dim=3)}, "model.latent.rope_dim = 3 even"),
+        ("deepseek", {}, {"latent": dataclasses.replace(LATENT, norm_eps=0.0)}, "model.latent.norm_eps must be positive"),
         ("deepseek", {}, {"latent": dataclasses.replace(LATENT, rope=False)}, "rope_scaling = 'yarn' is RoPE's, and with"),
         ("deepseek", {}, {"num_layers": 1}, "the 1 layers of model.first_layers"),
         ("deepseek", {}, {"last_layers": ("latent", "latent")}, "1 of model.layer_pattern and the 2 of model.last_layers"),

@@ -331,7 +331,7 @@ def test_every_operation_states_whether_it_depends_on_the_order():
 class Linear(parts.Part):
     """A layer kind of one's own: gated linear attention of x with itself."""
 
-    name, role = "gla", "mixer"
+    name, role = "linear", "mixer"
 
     def __init__(self, bound):
         self.bound = bound
@@ -352,8 +352,8 @@ class Linear(parts.Part):
 def test_a_layer_that_depends_on_the_order_is_refused_when_it_is_traced(bound, monkeypatch):
     """By operations that are bound to the mesh, which have a form for one order of all rows, and by those of `ejdist`, which do
     not know that the sequence is split."""
-    monkeypatch.setitem(parts.PARTS, "gla", Linear(bound))
-    small = [*TINY, "model.layer_pattern=[gla+mlp,full]", f"mesh.sp={RANKS}"]
+    monkeypatch.setitem(parts.PARTS, "linear", Linear(bound))
+    small = [*TINY, "model.layer_pattern=[linear+mlp,full]", f"mesh.sp={RANKS}"]
 
     def traced(order):
         program = make_program(compose([*small, f"sequence.order={order}"]), mesh_of_ranks())

@@ -45,6 +45,8 @@ ELSEWHERE = {
     ("ejdist/models/config.py", "kda"): KEYS,
     ("ejdist/models/config.py", "mamba2"): KEYS,
     ("ejdist/models/config.py", "lightning"): KEYS,
+    ("ejdist/models/config.py", "gla"): KEYS,
+    ("ejdist/models/config.py", "rwkv7"): KEYS,
     ("ejdist/models/config.py", "full"): "a kind of layer",
     ("ejdist/models/decoder.py", "experts"): KEYS,
     ("recipes/schema.py", "attention"): KEYS,

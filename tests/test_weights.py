@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from ejdist.mesh import make_mesh
 from ejdist.models.decoder import DecoderConfig, token_losses
+from ejdist.models.model import StepContext
 from ejdist.operations import bind_ops
 from ejdist.training.program import make_program
 from ejdist.training.runs import nested, section_of, unnested
@@ -97,14 +98,15 @@ def test_a_model_is_what_its_files_say_and_is_written_as_it_was_read(name, tmp_p
     )
 
 
-def test_a_hybrid_computes_what_its_files_say(tmp_path):
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi"])
+def test_a_hybrid_computes_what_its_files_say(name, tmp_path):
     """The model itself, in float32, not only the loop that it is held against: recurrences, gates and experts together."""
-    config, state = made(tmp_path, "qwen3_next")
+    config, state = made(tmp_path, name)
     c, leaves = loaded(tmp_path)
-    batch = batch_of()
+    batch, tree = batch_of(), nested(leaves)
     arrays = {k: jax.numpy.asarray(v, np.int32) for k, v in batch.items()}
-    params = nested(leaves)["params"]
-    losses = jax.jit(lambda params: token_losses(params, arrays, c, bind_ops(None)))(params)
+    at = StepContext(buffers=tree.get("buffers", {}))
+    losses = jax.jit(lambda params: token_losses(params, arrays, c, bind_ops(None), context=at))(tree["params"])
     found = np.sum(np.float64(losses)) / np.sum(batch["targets"] >= 0)
     assert found == pytest.approx(published.loss(config, state, batch), rel=1e-5)
 
@@ -114,6 +116,7 @@ MESHES = {
     "gpt_oss": ["mesh.tp=2", "mesh.ep=2", "mesh.sp=1"],
     "qwen2": ["mesh.fsdp=3", "mesh.tp=2", "mesh.sp=1"],
     "qwen3_next": ["mesh.fsdp=2", "mesh.tp=2", "mesh.sp=1"],
+    "kimi": ["mesh.fsdp=2", "mesh.ep=2", "mesh.sp=1"],
 }
 
 
@@ -284,6 +287,19 @@ CONFIGS = {
                                      "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False},
                     "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
                     "tie_word_embeddings": False, "vocab_size": 201088},
+    "kimi_linear_48b_a3b": {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "auto_map": {},
+                            "first_k_dense_replace": 1, "head_dim": 72, "hidden_act": "silu", "hidden_size": 2304,
+                            "intermediate_size": 9216, "kv_lora_rank": 512, "linear_attn_config": {
+                                "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32,
+                                "kda_layers": [i for i in range(1, 27) if i % 4], "short_conv_kernel_size": 4},
+                            "mla_use_nope": True, "model_max_length": 1048576, "moe_intermediate_size": 1024,
+                            "moe_layer_freq": 1, "moe_renormalize": True, "moe_router_activation_func": "sigmoid",
+                            "num_attention_heads": 32, "num_expert_group": 1, "num_experts": 256,
+                            "num_experts_per_token": 8, "num_hidden_layers": 27, "num_key_value_heads": 32,
+                            "num_nextn_predict_layers": 0, "num_shared_experts": 1, "q_lora_rank": None,
+                            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": None,
+                            "rope_theta": 10000.0, "routed_scaling_factor": 2.446, "tie_word_embeddings": False,
+                            "topk_group": 1, "use_grouped_topk": True, "v_head_dim": 128, "vocab_size": 163840},
     # As published; YaRN, for rows past 262,144 tokens, is left to a run.
     "qwen3_next_80b_a3b": {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "attention_bias": False,
                            "decoder_sparse_step": 1, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu",
@@ -406,6 +422,18 @@ REFUSED = [
     ("qwen3_next", {"mlp_only_layers": 1}, ["mlp_only_layers = 1", "is not a list of integers"]),
     ("qwen3_next", {"num_experts": 0}, ["num_experts = 0", "is not a positive integer"]),
     ("qwen3_next", {"attn_output_gate": True}, ["attn_output_gate", "not known here"]),
+    ("kimi", {"linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [2, 3]}}, ["each layer from 1 to 3 once"]),
+    ("kimi", {"linear_attn_config": None}, ["has no linear_attn_config"]),
+    ("kimi", {"linear_attn_config": published.kimi(1, 2)["linear_attn_config"] | {"gate_lower_bound": -5.0}},
+     ["gate_lower_bound = -5.0", "not known here"]),
+    ("kimi", {"q_lora_rank": 8}, ["q_lora_rank = 8"]),
+    ("kimi", {"mla_use_nope": False}, ["mla_use_nope = False", "True"]),
+    ("kimi", {"num_expert_group": 2}, ["num_expert_group = 2"]),
+    ("kimi", {"moe_router_activation_func": "softmax"}, ["moe_router_activation_func = 'softmax'", "'sigmoid'"]),
+    ("kimi", {"num_key_value_heads": 2}, ["num_key_value_heads = 2"]),
+    ("kimi", {"num_experts_per_token": 0}, ["num_experts_per_token = 0", "is not a positive integer"]),
+    ("kimi", {"rope_scaling": published.YARN}, ["does not describe a valid model", "model.latent.rope = false"]),
+    ("kimi", {"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "'silu'"]),
     # Values that no such key has.
     ("llama", {"num_attention_heads": 0}, ["num_attention_heads = 0", "is not a positive integer"]),
     ("llama", {"vocab_size": "x"}, ["vocab_size = 'x'", "is not a positive integer"]),
@@ -450,7 +478,10 @@ UNWRITTEN = [
     ("deepseek_v3", ["model.experts.shared_dim=100"], ["model.experts.shared_dim = 100"]),
     ("deepseek_v3", ["model.layer_pattern=[latent_experts,latent]"], ["latent_experts"]),
     ("deepseek_v3", ["model.latent.rope=false"], ["model.latent.rope = false"]),
-    ("kimi_linear_48b_a3b", ["model.kda.gate_bias=true"], ["kda"]),
+    ("kimi_linear_48b_a3b", ["model.kda.gate_bias=true"], ["model.kda.gate_bias = true", "KimiLinear"]),
+    ("kimi_linear_48b_a3b", ["model.kda.rank=64"], ["model.kda.rank = 64", "KimiLinear"]),
+    ("kimi_linear_48b_a3b", ["model.latent.norm_eps=null"], ["model.latent.norm_eps = null", "KimiLinear"]),
+    ("kimi_linear_48b_a3b", ["model.latent.query_rank=64"], ["model.latent.query_rank = 64", "KimiLinear"]),
     ("qwen3_next_80b_a3b", ["model.zero_centered_norms=false"], ["model.zero_centered_norms = false", "Qwen3Next"]),
     ("qwen3_next_80b_a3b", ["model.experts.shared_gate=false"], ["model.experts.shared_gate = false"]),
     ("qwen3_next_80b_a3b", ["model.attention_gate=false"], ["model.attention_gate = false"]),

@@ -10,7 +10,7 @@ from ejdist.dtypes import dtype_name
 from ejdist.experts.layer import ACTIVATIONS as EXPERT_ACTIVATIONS
 from ejdist.experts.layer import CLAMPED
 from ejdist.experts.router import BALANCE, SCORES
-from ejdist.models.recurrent_shapes import GatedDeltaShape, KdaShape, LightningShape, Mamba2Shape
+from ejdist.models.recurrent_shapes import GatedDeltaShape, GlaShape, KdaShape, LightningShape, Mamba2Shape, Rwkv7Shape
 from ejdist.models.remat import REMAT
 from ejdist.sections import operational, spelled
 from kernels.ops.gated_mlp import ACTIVATIONS
@@ -153,6 +153,9 @@ class LatentShape:
     rope_dim: int = 64  # width of a query's head with RoPE, and of the one such key that all heads share
     value_dim: int = 128  # width of a value's head
     rope: bool = True  # RoPE turns those of rope_dim; in Kimi Linear nothing does, and they are there all the same
+    norm_eps: float | None = (
+        None  # added to the mean square in the norms of the narrow vectors; null for model.norm_eps
+    )
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy; without such layers all keys must keep their defaults."""
@@ -161,6 +164,8 @@ class LatentShape:
         for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.latent.{name} must be positive, got {getattr(self, name)}")
+        if self.norm_eps is not None and not _LEAST <= self.norm_eps <= _MOST:
+            raise ValueError(f"model.latent.norm_eps must be positive, or null for model.norm_eps, got {self.norm_eps}")
         if self.query_rank < 0 or (self.rope and self.rope_dim % 2):
             raise ValueError(
                 f"model.latent.query_rank = {self.query_rank} must be 0 or positive, and model.latent.rope_dim = "
@@ -176,6 +181,8 @@ SECTIONS: dict[str, tuple[str, type, str]] = {
     "kda": ("kda", KdaShape, "num_heads"),
     "mamba2": ("mamba2", Mamba2Shape, "num_heads"),
     "lightning": ("lightning", LightningShape, "num_heads"),
+    "gla": ("gla", GlaShape, "num_heads"),
+    "rwkv7": ("rwkv7", Rwkv7Shape, "num_heads"),
 }
 
 
@@ -235,6 +242,8 @@ class DecoderShape:
     kda: KdaShape = field(default_factory=KdaShape)
     mamba2: Mamba2Shape = field(default_factory=Mamba2Shape)
     lightning: LightningShape = field(default_factory=LightningShape)
+    gla: GlaShape = field(default_factory=GlaShape)
+    rwkv7: Rwkv7Shape = field(default_factory=Rwkv7Shape)
 
     def __post_init__(self) -> None:
         for name in ("first_layers", "layer_pattern", "last_layers"):

@@ -28,21 +28,27 @@ def _inverse_softplus(p: Param, key: jax.Array) -> jax.Array:
     return x + jnp.log(-jnp.expm1(-x))
 
 
+def _ramp(p: Param, key: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(jnp.linspace(*p.between, p.shape[-1], dtype=p.dtype), p.shape)
+
+
 # How a parameter starts: a normal distribution without what is beyond three deviations; a constant; the logarithm of what is
-# uniform (a rate, of which the exponential is taken); and what softplus makes log-uniform (a step size).
+# uniform (a rate, of which the exponential is taken); what softplus makes log-uniform (a step size); and what goes evenly from
+# one number to another along the last dim.
 INITS: dict[str, Callable[[Param, jax.Array], jax.Array]] = {
     "normal": _normal,
     "zeros": lambda p, key: jnp.zeros(p.shape, p.dtype),
     "ones": lambda p, key: jnp.ones(p.shape, p.dtype),
     "log": _log,
     "inverse_softplus": _inverse_softplus,
+    "ramp": _ramp,
 }
 
 
 @dataclass(frozen=True)
 class Param:
     """A parameter: `dims` names each dim ("L D F"; "_": never split), `init` is one of `INITS`, `std` is the standard deviation
-    of "normal", and `between` the bounds of "log" and "inverse_softplus".
+    of "normal", and `between` the bounds of "log" and "inverse_softplus" and the ends of "ramp".
 
     `decay`: whether weight decay applies, which it does not for norms and biases. `cast`: whether the model casts it to the
     compute dtype before use. `inputs`: the dims that a product with this matrix sums over, "N H"; "" for anything but a matrix

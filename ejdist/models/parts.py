@@ -10,6 +10,8 @@ from ejdist.models.attention import Attention, LatentAttention
 from ejdist.models.feedforward import MLP, Experts
 from ejdist.models.part import LayerContext, Part
 from ejdist.models.recurrent import GatedDelta, KimiDelta, Lightning, Mamba2
+from ejdist.models.recurrent_gla import GatedLinear
+from ejdist.models.recurrent_rwkv7 import Rwkv7
 
 __all__ = ["PARTS", "LayerContext", "Part"]
 
@@ -21,6 +23,8 @@ PARTS: dict[str, Part] = {
     "kda": KimiDelta(),
     "mamba2": Mamba2(),
     "lightning": Lightning(),
+    "gla": GatedLinear(),
+    "rwkv7": Rwkv7(),
     "mlp": MLP(),
     "experts": Experts(),
 }

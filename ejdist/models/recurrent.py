@@ -1,5 +1,6 @@
-"""The mixers of a layer that are recurrences: Gated DeltaNet, Kimi Delta Attention, Mamba-2 and lightning attention. Their work
-grows with the sequence and not with its square, and what the ranks of a sequence send to each other does not grow with it.
+"""The mixers of a layer that are recurrences: Gated DeltaNet, Kimi Delta Attention, Mamba-2 and lightning attention here, gated
+linear attention and RWKV-7 in the files beside this one. Their work grows with the sequence and not with its square, and what
+the ranks of a sequence send to each other does not grow with it.
 
 Each is a norm, projections, the recurrence inside documents, a norm and a gate of its result, and an output projection.
 """
@@ -230,7 +231,7 @@ class KimiDelta(Recurrence):
         reads, a = mixed + N, decays * m.key_dim
         return Size(
             reads, out, reads, state, state + a, 3, wide, 20, mixed, m.conv_width,
-            narrow=2 * m.rank, raised=decays + out, decays=decays,
+            narrow=2 * m.rank, raised=decays + out, lifted=m.rank * (decays + out), decays=decays,
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,3 +83,43 @@ class LightningShape:
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy; without such layers all keys must keep their defaults."""
         _check("lightning", self, ("num_heads", "head_dim"))
+
+
+@dataclass(unsafe_hash=True)
+class GlaShape:
+    """Gated linear attention: an associative memory a head, whose decay is one for each channel of a key."""
+
+    num_heads: int = 0  # heads of queries, keys and values, each with a state; 0: no such layers
+    key_dim: int = 128  # width of a head of queries and keys, and how many decays it has
+    value_dim: int = 256  # width of a head of values; as published, heads of keys are half as wide
+    rank: int = 16  # width of the vector of a token that decays come from
+    normalizer: float = 16.0  # log decays are divided by it: the larger, the longer a state remembers
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy; without such layers all keys must keep their defaults."""
+        if _check("gla", self, ("num_heads", "key_dim", "value_dim", "rank")) and not 0 < self.normalizer < math.inf:
+            raise ValueError(f"model.gla.normalizer must be positive, got {self.normalizer}")
+
+
+@dataclass(unsafe_hash=True)
+class Rwkv7Shape:
+    """RWKV-7: an associative memory a head, of which a token decays, replaces and adds to each channel of a key at a rate of
+    its own."""
+
+    num_heads: int = 0  # heads, each with a state; 0: no such layers
+    head_dim: int = 64  # width of a head
+    decay_rank: int = 64  # width of the vector of a token that decays come from
+    rate_rank: int = 64  # width of the one that the rates of replacement come from
+    gate_rank: int = 128  # width of the one that the gate of the output comes from
+    value_residual: bool = False  # values are mixed with those of the first layer, as published: refused, see validate
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy; without such layers all keys must keep their defaults."""
+        if (
+            _check("rwkv7", self, ("num_heads", "head_dim", "decay_rank", "rate_rank", "gate_rank"))
+            and self.value_residual
+        ):
+            raise ValueError(
+                "model.rwkv7.value_residual = true mixes values with those of the first layer, and a layer here gets nothing "
+                "from others but the residual stream: leave it out"
+            )

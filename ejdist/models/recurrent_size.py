@@ -25,7 +25,8 @@ class Size:
         as counted in programs that XLA compiles for GPUs.
       repeated, summed: a token's numbers in float32, of key heads for each value head, and of what a map is summed of.
       decays: numbers a token that the recurrence reads in float32, beside `reads`.
-      narrow: results a token of projections that every device has whole. raised: what products of them make, each of a half.
+      narrow: results a token of projections that every device has whole. raised: what products of them make. lifted: numbers
+        that those products multiply with.
     """
 
     projected: int
@@ -43,10 +44,11 @@ class Size:
     decays: int = 0
     narrow: int = 0
     raised: int = 0
+    lifted: int = 0
 
     def flops(self, c: DecoderShape) -> Flops:
         """Returns the FLOPs of the projections, of the convolution, and of the states, as if they were made token by token."""
-        matmuls = c.model_dim * (self.projected + self.narrow + self.out) + self.narrow // 2 * self.raised
+        matmuls = c.model_dim * (self.projected + self.narrow + self.out) + self.lifted
         return Flops(2 * (matmuls + self.taps * self.convolved + self.products * self.state))
 
     def memory(self, c: DecoderShape, share: Share) -> PartBytes:

@@ -31,12 +31,14 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
             "sliding_window num_experts num_local_experts n_routed_experts num_experts_per_tok moe_intermediate_size "
             "decoder_sparse_step kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_group topk_group "
             "shared_expert_intermediate_size full_attention_interval linear_num_key_heads linear_num_value_heads "
-            "linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim",
+            "linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim num_heads short_conv_kernel_size "
+            "num_experts_per_token",
         ),
         (
             "an integer of at least 0",
             lambda x: type(x) is int and x >= 0,
-            "q_lora_rank n_shared_experts first_k_dense_replace max_window_layers num_nextn_predict_layers num_mtp_layers",
+            "q_lora_rank n_shared_experts first_k_dense_replace max_window_layers num_nextn_predict_layers num_mtp_layers "
+            "num_shared_experts",
         ),
         (
             "a positive number",
@@ -48,16 +50,20 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         (
             "true or false",
             lambda x: type(x) is bool,
-            "attention_bias use_sliding_window norm_topk_prob tie_word_embeddings truncate",
+            "attention_bias use_sliding_window norm_topk_prob tie_word_embeddings truncate moe_renormalize mla_use_nope",
         ),
         ("a string", lambda x: type(x) is str, "hidden_act rope_type"),
-        ("an object", lambda x: type(x) is dict, "rope_scaling rope_parameters"),
+        ("an object", lambda x: type(x) is dict, "rope_scaling rope_parameters linear_attn_config"),
         (
             "a list of strings",
             lambda x: type(x) is list and all(type(y) is str for y in x),
             "layer_types architectures",
         ),
-        ("a list of integers", lambda x: type(x) is list and all(type(y) is int for y in x), "mlp_only_layers"),
+        (
+            "a list of integers",
+            lambda x: type(x) is list and all(type(y) is int for y in x),
+            "mlp_only_layers kda_layers full_attn_layers",
+        ),
     )
     for name in names.split()
 }
@@ -203,16 +209,18 @@ def write_rope(c: DecoderShape) -> dict[str, Any]:
     return content | {"rope_scaling": scaling}
 
 
-def of_kinds(kinds: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Returns the shortest `first_layers` and `layer_pattern` that have these layers."""
+def of_kinds(kinds: Sequence[str], ends: bool = False) -> dict[str, tuple[str, ...]]:
+    """Returns the shortest `first_layers` and `layer_pattern` that have these layers; `last_layers` too, if others may end it."""
     kinds = tuple(kinds)
-    best: tuple[int, int] = (0, len(kinds))
-    for head in range(len(kinds)):
-        rest = kinds[head:]
-        period = next(n for n in range(1, len(rest) + 1) if all(k == rest[i % n] for i, k in enumerate(rest)))
-        best = min(best, (head, period), key=lambda pair: (sum(pair), pair))
-    head, period = best
-    return {"first_layers": kinds[:head], "layer_pattern": kinds[head : head + period]}
+    best: tuple[int, int, int] = (0, 0, len(kinds))
+    for tail in range(len(kinds) if ends else 1):
+        for head in range(len(kinds) - tail):
+            rest = kinds[head : len(kinds) - tail]
+            period = next(n for n in range(1, len(rest) + 1) if all(k == rest[i % n] for i, k in enumerate(rest)))
+            best = min(best, (tail, head, period), key=lambda sizes: (sum(sizes), sizes))
+    tail, head, period = best
+    last = {"last_layers": kinds[len(kinds) - tail :]} if tail else {}
+    return {"first_layers": kinds[:head], "layer_pattern": kinds[head : head + period]} | last
 
 
 def kind_of(windowed: bool, experts: bool) -> str:

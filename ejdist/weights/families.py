@@ -31,13 +31,15 @@ from ejdist.weights.config import (
     write_rope,
 )
 from ejdist.weights.files import WeightsError, read_json
-from ejdist.weights.hybrids import read_qwen3_next, write_qwen3_next
+from ejdist.weights.hybrids import read_kimi_linear, read_qwen3_next, write_kimi_linear, write_qwen3_next
 from ejdist.weights.match import differences, without_ntk, written
 from ejdist.weights.names import (
     EXPERTS,
     FUSED_EXPERTS,
     FUSED_NEXT_EXPERTS,
     GPT_OSS_EXPERTS,
+    KDA,
+    KIMI_EXPERTS,
     MIXTRAL_EXPERTS,
     NEXT_EXPERTS,
     Rules,
@@ -321,6 +323,10 @@ FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": Family("gpt_oss", _gpt_oss, _write_gpt_oss, (rules(experts=GPT_OSS_EXPERTS),), 150000.0, 1e-5),
     "Qwen3NextForCausalLM": Family(
         "qwen3_next", read_qwen3_next, write_qwen3_next, (hybrid(NEXT_EXPERTS), hybrid(FUSED_NEXT_EXPERTS)), partial=True
+    ),
+    # Published with code of its own, by which transformers loads it.
+    "KimiLinearForCausalLM": Family(
+        "kimi_linear", read_kimi_linear, write_kimi_linear, (rules(kda=KDA, experts=KIMI_EXPERTS),)
     ),
 }  # fmt: skip
 

@@ -1,17 +1,21 @@
-"""The config.json of models whose layers are recurrences and attention in turn, in both directions: Qwen3-Next."""
+"""The config.json of models whose layers are recurrences and attention in turn, in both directions: Qwen3-Next, Kimi Linear."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+from ejdist.models.attention import LatentAttention
+from ejdist.models.config import MIXERS as SHORT
 from ejdist.models.config import SECTIONS, DecoderShape
 from ejdist.models.feedforward import MLP, Experts
-from ejdist.models.recurrent import GatedDelta
+from ejdist.models.recurrent import GatedDelta, KimiDelta
 from ejdist.weights.config import Keys, mixed_layers, of_kinds, read_heads, read_rotary, read_types, write_heads
+from ejdist.weights.files import WeightsError
 
 # Type of a layer -> the mixer that it names here.
 MIXERS = {"linear_attention": GatedDelta.name, "full_attention": "full"}
+LATENT = next(short for short, name in SHORT.items() if name == LatentAttention.name)
 INTERVAL, ROTARY = 4, 0.25  # full_attention_interval and partial_rotary_factor of a file that does not have them
 # Of a layer that is a recurrence: key of the section -> its name in a config.json.
 RECURRENCE = {
@@ -22,6 +26,12 @@ MIXTURE = {
     "num": "num_experts", "top_k": "num_experts_per_tok", "ffn_dim": "moe_intermediate_size",
     "shared_dim": "shared_expert_intermediate_size",
 }  # fmt: skip
+# Of Kimi Linear: key of the section -> its name in a config.json.
+KIMI_LATENT = {
+    "kv_rank": "kv_lora_rank", "nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim",
+}  # fmt: skip
+KIMI_MIXTURE = {"num": "num_experts", "top_k": "num_experts_per_token", "ffn_dim": "moe_intermediate_size"}
+LATENT_EPS = 1e-6  # of the norm of latents, whatever rms_norm_eps is: the published code gives it none
 
 
 def _types(layers: int, interval: int) -> list[str]:
@@ -86,3 +96,92 @@ def _share(part: int, whole: int) -> float:
     """Returns the quotient, a float whose product with `whole` is not below `part`: readers cut off its fraction."""
     share = part / whole
     return share if int(whole * share) == part else math.nextafter(share, 1.0)
+
+
+def _kimi_recurrences(keys: Keys, layers: int) -> tuple[list[bool], dict[str, Any]]:
+    """Returns (which layers are recurrences, the keys of their section). Layers count from 1.
+
+    Raises:
+      WeightsError: a layer is in no list, or in both.
+    """
+    inner = Keys(keys.path, dict(keys.need("linear_attn_config")))
+    linear, full = inner.get("kda_layers", []), inner.get("full_attn_layers", [])
+    if sorted([*linear, *full]) != [*range(1, layers + 1)]:
+        raise WeightsError(
+            f"{keys.path}: linear_attn_config must name each layer from 1 to {layers} once, in kda_layers or in "
+            f"full_attn_layers, and has {linear} and {full}"
+        )
+    values = {}
+    if linear:
+        width = inner.need("head_dim")
+        values = {"num_heads": inner.need("num_heads"), "key_dim": width, "value_dim": width, "rank": width}
+        values["conv_width"] = inner.need("short_conv_kernel_size")
+    for name in ("head_dim", "num_heads", "short_conv_kernel_size"):
+        inner.get(name)
+    inner.finish()
+    return [i + 1 in linear for i in range(layers)], values
+
+
+def read_kimi_linear(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a model section that a config.json of Kimi Linear says beside those that all families have."""
+    layers = sizes["num_layers"]
+    for name, value in (
+        ("moe_layer_freq", 1), ("num_expert_group", 1), ("topk_group", 1), ("num_nextn_predict_layers", 0),
+        ("moe_router_activation_func", "sigmoid"), ("num_key_value_heads", sizes["num_heads"]), ("q_lora_rank", 0),
+    ):  # fmt: skip
+        keys.only(name, value)
+    for name in ("head_dim", "use_grouped_topk", "model_max_length"):  # which follow, or do nothing with one group
+        keys.get(name)
+    linear, recurrence = _kimi_recurrences(keys, layers)
+    first, shared = keys.get("first_k_dense_replace", 0), keys.get("num_shared_experts", 0)
+    normalize, scale = keys.get("moe_renormalize", True), float(keys.get("routed_scaling_factor", 1.0))
+    mixed = [keys.get(KIMI_MIXTURE["num"]) is not None and i >= first for i in range(layers)]
+    kinds = [
+        f"{KimiDelta.name if of_kda else LATENT}+{(Experts if m else MLP).name}"
+        for of_kda, m in zip(linear, mixed, strict=True)
+    ]
+    values = of_kinds(kinds, ends=True)
+    for name in (*KIMI_LATENT.values(), *KIMI_MIXTURE.values(), "intermediate_size", "mla_use_nope"):
+        keys.get(name)
+    if any(linear):
+        keys.only("hidden_act", "silu", "swish")  # theirs is not that of the convolution, which is always silu
+        section, shape, _ = SECTIONS[KimiDelta.name]
+        values[section] = shape(**recurrence)
+    if not all(linear):
+        if not keys.need("mla_use_nope"):
+            keys.only("mla_use_nope", True)
+        section, shape, _ = SECTIONS[LatentAttention.name]
+        latent = {ours: keys.need(theirs) for ours, theirs in KIMI_LATENT.items()}
+        values[section] = shape(**latent, rope=False, norm_eps=LATENT_EPS)
+    if any(mixed):
+        section, shape, _ = SECTIONS[Experts.name]
+        mixture = {ours: keys.need(theirs) for ours, theirs in KIMI_MIXTURE.items()}
+        values[section] = shape(
+            **mixture, shared_dim=shared * mixture["ffn_dim"], score="sigmoid", normalize=normalize, scaling_factor=scale,
+            bias_rate=0.001,  # DeepSeek-V3's; a file shows only that there is a bias
+        )  # fmt: skip
+    # Nothing turns, so that no base of angles is the model's.
+    values["rope_base"] = DecoderShape.rope_base
+    return values | ({} if all(mixed) else {"ffn_dim": keys.need("intermediate_size")})
+
+
+def write_kimi_linear(c: DecoderShape) -> dict[str, Any]:
+    """Returns the keys of a config.json of Kimi Linear for a model section; what it cannot say shows when it is read again."""
+    layers, m, e = c.layers(), c.kda, c.experts
+    linear = [i + 1 for i, layer in enumerate(layers) if KimiDelta.name in layer]
+    full = [i + 1 for i, layer in enumerate(layers) if KimiDelta.name not in layer]
+    sizes = {"num_heads": m.num_heads, "head_dim": m.key_dim, "short_conv_kernel_size": m.conv_width} if linear else {}
+    content = {
+        "num_key_value_heads": c.num_heads, "intermediate_size": c.ffn_dim, "q_lora_rank": None, "mla_use_nope": True,
+        "linear_attn_config": {"kda_layers": linear, "full_attn_layers": full} | sizes, "num_nextn_predict_layers": 0,
+        "first_k_dense_replace": sum(Experts.name not in layer for layer in layers), "moe_layer_freq": 1,
+    }  # fmt: skip
+    if full:
+        content |= {theirs: getattr(c.latent, ours) for ours, theirs in KIMI_LATENT.items()}
+    if e.num:
+        content |= {theirs: getattr(e, ours) for ours, theirs in KIMI_MIXTURE.items()} | {
+            "num_shared_experts": e.shared_dim // e.ffn_dim, "moe_renormalize": e.normalize, "num_expert_group": 1,
+            "moe_router_activation_func": "sigmoid", "routed_scaling_factor": e.scaling_factor, "topk_group": 1,
+            "use_grouped_topk": True,
+        }  # fmt: skip
+    return content

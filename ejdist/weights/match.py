@@ -45,6 +45,7 @@ def deciding(c: DecoderShape) -> dict[str, Any]:
         unused |= {"ffn_dim", "activation"}
     if not plain:
         unused |= {"head_dim", "num_kv_heads", "rotary_dim"}
+    values["latent.norm_eps"] = c.norm_eps if c.latent.norm_eps is None else c.latent.norm_eps
     if "experts" in parts:
         values["experts.activation"] = c.experts.activation or c.activation
     sections = {part: section for part, (section, *_) in SECTIONS.items()} | {name: name for name in sections_of(LAYER)}

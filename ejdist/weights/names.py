@@ -75,6 +75,37 @@ GATED_DELTA = (
     rule("linear_attn.norm.weight", "H", "gated_delta_out_norm: H"),
     rule("linear_attn.out_proj.weight", "D (N H)", "gated_delta_output: N H D"),
 )
+
+
+def _of_kda(c: DecoderShape) -> dict[str, int]:
+    """Returns sizes: N heads, widths Q of a query or key and V of a value, R of what decays come from and of what gates do."""
+    m = c.kda
+    return {"N": m.num_heads, "Q": m.key_dim, "V": m.value_dim, "R": m.rank, "W": m.conv_width, "D": c.model_dim}
+
+
+def _kda(name: str, theirs: str, ours: str, *before: str) -> Blocks:
+    """Returns one of several tensors that hold a part each of one of ours, after the parts of those before."""
+    return Blocks(f"self_attn.{name}", ((theirs, ours),), _of_kda, before=before)
+
+
+KDA = (
+    rule("input_layernorm.weight", "D", "kda_norm: D"),
+    _kda("q_proj.weight", "(N Q) D", "kda_in: D N +Q"),
+    _kda("k_proj.weight", "(N Q) D", "kda_in: D N +Q", "Q"),
+    _kda("v_proj.weight", "(N V) D", "kda_in: D N +V", "Q", "Q"),
+    _kda("q_conv1d.weight", "(N Q) 1 W", "kda_taps: N +Q W"),
+    _kda("k_conv1d.weight", "(N Q) 1 W", "kda_taps: N +Q W", "Q"),
+    _kda("v_conv1d.weight", "(N V) 1 W", "kda_taps: N +V W", "Q", "Q"),
+    _kda("A_log", "1 1 N 1", "kda_a_log: N"),
+    rule("self_attn.dt_bias", "(N H)", "kda_dt_bias: N H"),
+    rule("self_attn.b_proj.weight", "N D", "kda_beta: D N"),
+    _kda("f_a_proj.weight", "R D", "kda_down: D +R"),
+    _kda("g_a_proj.weight", "R D", "kda_down: D +R", "R"),
+    rule("self_attn.f_b_proj.weight", "(N H) R", "kda_decay: R N H"),
+    rule("self_attn.g_b_proj.weight", "(N H) R", "kda_gate: R N H"),
+    rule("self_attn.o_norm.weight", "H", "kda_out_norm: H"),
+    rule("self_attn.o_proj.weight", "D (N H)", "kda_output: N H D"),
+)
 LATENT_ATTENTION = (
     rule("input_layernorm.weight", "D", "latent_attention_norm: D"),
     rule("self_attn.q_proj.weight", "(N H) D", "latent_query: D N H", without="query_down"),
@@ -128,6 +159,13 @@ MIXTRAL_EXPERTS = (
     rule("block_sparse_moe.experts.{E}.w1.weight", "F D", "experts_gate_up: E D 0 F"),
     rule("block_sparse_moe.experts.{E}.w3.weight", "F D", "experts_gate_up: E D 1 F"),
     rule("block_sparse_moe.experts.{E}.w2.weight", "D F", "experts_down: E F D"),
+)
+KIMI_EXPERTS = (
+    *MIXTRAL_EXPERTS,
+    rule("block_sparse_moe.gate.e_score_correction_bias", "E", "bias: E"),
+    rule("block_sparse_moe.shared_experts.gate_proj.weight", "F D", "shared_gate: D F"),
+    rule("block_sparse_moe.shared_experts.up_proj.weight", "F D", "shared_up: D F"),
+    rule("block_sparse_moe.shared_experts.down_proj.weight", "D F", "shared_down: F D"),
 )
 GPT_OSS_EXPERTS = (
     rule(NORM_OF_MLP, "D", "experts_norm: D"),

@@ -64,12 +64,14 @@ class Blocks:
       number is an index, `each` the index that is counted, and "(K R)", with `each` in brackets, the run of R entries that it
       has; "+Q" are the next Q entries of a dim, after those of the blocks before.
     sizes: (a model) -> the size of every dim.
+    before: dims whose entries other tensors hold, in front of what "+Q" takes here.
     """
 
     name: str
     blocks: tuple[tuple[str, str], ...]
     sizes: Callable[[DecoderShape], dict[str, int]]
     each: str = ""
+    before: tuple[str, ...] = ()
 
     def tensors(self, prefix: str, place: Place) -> Iterable[Tensor]:
         """Returns the tensor in one layer; nothing if the model does not have all of its parameters."""
@@ -95,7 +97,7 @@ class Blocks:
                     if len(group) > 1:
                         start = i * size
                     elif last != group[0]:
-                        start = taken[name, dim]
+                        start = taken[name, dim] + sum(sizes[d] for d in self.before)
                         taken[name, dim] += size
                     at.append(None if start is None else (start, start + size))
                     held.append(last)
