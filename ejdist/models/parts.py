@@ -7,7 +7,7 @@ A new mixer or feed-forward is a `Part` and its line in `PARTS`: a pattern may t
 from __future__ import annotations
 
 from ejdist.models.attention import Attention, LatentAttention
-from ejdist.models.feedforward import MLP, Experts
+from ejdist.models.feedforward import MLP, Experts, UngatedMLP
 from ejdist.models.part import LayerContext, Part
 from ejdist.models.recurrent import GatedDelta, KimiDelta, Lightning, Mamba2
 
@@ -22,5 +22,6 @@ PARTS: dict[str, Part] = {
     "mamba2": Mamba2(),
     "lightning": Lightning(),
     "mlp": MLP(),
+    "ungated_mlp": UngatedMLP(),
     "experts": Experts(),
 }
