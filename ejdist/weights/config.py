@@ -289,7 +289,7 @@ def read_activation(keys: Keys, name: str, default: str, known: Mapping[str, str
 
 def write_activation(c: DecoderShape, known: Mapping[str, str]) -> str:
     """Returns their word for the model's activation; the model's own, which no reader takes, where there is none."""
-    return {ours: theirs for theirs, ours in reversed(known.items())}.get(c.activation, c.activation)
+    return {ours: theirs for theirs, ours in reversed(list(known.items()))}.get(c.activation, c.activation)
 
 
 def read_heads(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:

@@ -269,7 +269,7 @@ class Family:
     rules: tensors as they are written, then other layouts that are read. rope_base, norm_eps: where config.json has none.
     partial: whether a part of a head may turn, which `read` reads. sizes: key of the section -> its name in config.json, which
     must be there. common: whether its keys of an MLP's activation and of positions are those of most families; otherwise `read`
-    and `write` know them.
+    and `write` know them. unadapted: last parts of the names of modules that PEFT refuses in its models.
     """
 
     model_type: str
@@ -281,6 +281,7 @@ class Family:
     partial: bool = False
     sizes: Mapping[str, str] = field(default_factory=lambda: PLAIN)
     common: bool = True
+    unadapted: tuple[str, ...] = ()
 
     def section(self, keys: Keys) -> DecoderConfig:
         """Returns the model section of a config.json. Raises WeightsError for what the model does not have."""
@@ -333,11 +334,11 @@ FAMILIES: dict[str, Family] = {
     # Before Nemotron-H, which may have no other layers too.
     "Mamba2ForCausalLM": Family(
         "mamba2", state_spaces.read_mamba2, state_spaces.write_mamba2, (of_mixers("backbone"),), norm_eps=1e-5,
-        sizes=state_spaces.SIZES_OF_MAMBA2, common=False,
+        sizes=state_spaces.SIZES_OF_MAMBA2, common=False, unadapted=("out_proj",),
     ),
     "NemotronHForCausalLM": Family(
         "nemotron_h", state_spaces.read_nemotron_h, state_spaces.write_nemotron_h, (of_mixers("backbone"), of_mixers("model")),
-        norm_eps=1e-5, sizes=state_spaces.SIZES_OF_NEMOTRON_H, common=False,
+        norm_eps=1e-5, sizes=state_spaces.SIZES_OF_NEMOTRON_H, common=False, unadapted=("out_proj",),
     ),
 }  # fmt: skip
 

@@ -175,6 +175,13 @@ FAULTS = (
         f"{TESTS} -k tied_projection",
     ),
     Fault(
+        "an adapter that PEFT refuses is written",
+        "save_adapter",
+        "$module.rpartition('.')[2] in $family.unadapted",
+        "False",
+        "tests/test_lora.py -k 'takes_not and nemotron'",
+    ),
+    Fault(
         "keys of RoPE decide where nothing turns",
         "match:deciding",
         "if not $c.turns():\n    $$body",
