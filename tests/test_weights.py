@@ -694,6 +694,12 @@ def test_a_model_without_attention_has_none_of_its_keys():
     assert differences(plain, dataclasses.replace(plain, ffn_dim=5, num_heads=2)) == ["num_heads", "ffn_dim"]
 
 
+def test_no_step_of_nemotron_h_is_raised_by_who_reads_it():
+    """transformers raises them to this key, which in the published code decides a start alone; and takes its logarithm."""
+    config = FAMILIES["NemotronHForCausalLM"].config(compose(["model=nemotron_h_8b"]).model)
+    assert 0 < config["time_step_min"] < np.log1p(np.exp(-40.0))
+
+
 def test_writing_never_mixes_with_what_is_there(tmp_path):
     made(tmp_path / "theirs")
     c, leaves = loaded(tmp_path / "theirs")

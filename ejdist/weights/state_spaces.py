@@ -35,6 +35,9 @@ _ELSEWHERE = (
     "chunk_size", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "rescale_prenorm_residual",
     "residual_in_fp32", "mamba_ssm_cache_dtype", "use_mamba_kernels", "num_logits_to_keep",
 )  # fmt: skip
+# transformers, to 5.24 at least, raises every step of Nemotron-H to `time_step_min`, which in the published code is of the start
+# alone (huggingface/transformers#48989). None is below this one, whose logarithm is taken.
+LEAST_STEP = 1e-20
 # Keys that Nemotron-H does not read: of experts and of layers that predict tokens ahead, where there are none; of RoPE; and
 # what other keys say.
 _UNREAD = (
@@ -79,7 +82,7 @@ def write_nemotron_h(c: DecoderShape) -> dict[str, Any]:
         "hybrid_override_pattern": letters, "num_hidden_layers": len(letters), "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim, "attention_head_dim": c.head_dim, "attention_bias": False, "attention_dropout": 0.0,
         "intermediate_size": c.ffn_dim, "mlp_hidden_act": write_activation(c, UNGATED) if MLP in letters else RELU2,
-        "mlp_bias": False, "mamba_proj_bias": False, "rms_norm_eps": c.norm_eps,
+        "mlp_bias": False, "mamba_proj_bias": False, "rms_norm_eps": c.norm_eps, "time_step_min": LEAST_STEP,
     }  # fmt: skip
     return content | (_write_section(c, OF_NEMOTRON_H, "mamba_hidden_act") if MAMBA in letters else {})
 

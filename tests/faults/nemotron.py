@@ -174,6 +174,7 @@ FAULTS = (
         "'model.embed_tokens.weight'",
         f"{TESTS} -k tied_projection",
     ),
+    Fault("steps are raised where they start", "LEAST_STEP", "1e-20", "1e-3", f"{TESTS} -k no_step_of"),
     Fault(
         "an adapter that PEFT refuses is written",
         "save_adapter",
