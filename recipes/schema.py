@@ -182,8 +182,8 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
     why = {}
     if "experts" not in parts:
         why["experts."] = "no layer of the model has experts"
-    if "mlp" not in parts:
-        why["model.ffn_dim"] = "all layers have experts, whose width is model.experts.ffn_dim"
+    if not parts & {"mlp", "ungated_mlp"}:
+        why["model.ffn_dim"] = "no layer has an MLP; the width of experts is model.experts.ffn_dim"
     if not parts & {"attention", "window_attention"}:
         why |= dict.fromkeys(
             ("model.head_dim", "model.num_kv_heads"),

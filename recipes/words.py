@@ -168,7 +168,7 @@ _MEANT = {
     "model.tie_embeddings": (
         "tie_word_embeddings weight_tying share_embeddings logits_via_embedding enable_weight_tying"
     ),
-    "model.activation": "hidden_act activation_function mlp_activations act_fn",
+    "model.activation": "hidden_act activation_function mlp_activations act_fn mlp_hidden_act squared_relu",
     "model.experts.num": "num_experts num_local_experts n_routed_experts moe_num_experts experts_num n_experts",
     "model.experts.top_k": "moe_router_topk num_experts_per_tok top_k moe_top_k num_experts_per_token topk",
     "model.experts.balance_loss": (
@@ -186,6 +186,7 @@ _MEANT = {
     "model.gla.normalizer": "gate_logit_normalizer",
     "model.rwkv7.decay_rank": "decay_low_rank_dim",
     "model.rwkv7.rate_rank": "a_low_rank_dim",
+    "model.layer_pattern": "hybrid_override_pattern layers_block_type hybrid_layer_pattern",
     "model.mamba2.num_heads": "mamba_num_heads mamba_n_heads",
     "model.mamba2.head_dim": "mamba_head_dim mamba_d_head",
     "model.mamba2.state_dim": "ssm_state_size mamba_d_state d_state",

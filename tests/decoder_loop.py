@@ -64,7 +64,7 @@ def attention(x, w, batch, c, windowed=False):
     q, k, v = (np.einsum("btd,dnh->btnh", h, w[n]) + w.get(f"{n}_bias", 0) for n in ("query", "key", "value"))
     if c.qk_norm:
         q, k = norm(q, w["query_norm"], c), norm(k, w["key_norm"], c)
-    R = c.rotary_dim or c.head_dim
+    R = (c.rotary_dim or c.head_dim) if c.attention_rope else 0
     q, k = (np.concatenate([turned(y[..., :R], batch["positions"], c), y[..., R:]], -1) for y in (q, k))
     window, scale = c.sliding_window if windowed else None, c.attention_scale or c.head_dim**-0.5
     out = attended(q, k, v, batch["segment_ids"], scale, window, w.get("sinks"))
@@ -95,6 +95,11 @@ def mlp(x, w, batch, c):
     return x + (g / (1 + np.exp(-g)) * (h @ w["up"])) @ w["down"]
 
 
+def ungated_mlp(x, w, batch, c):
+    up = norm(x, w["ungated_mlp_norm"], c) @ w["ungated_up"]
+    return x + (np.maximum(up, 0) ** 2 if c.activation == "relu2" else up / (1 + np.exp(-up))) @ w["ungated_down"]
+
+
 def experts(x, w, batch, c, buffers):
     """Returns (x, the statistics of the layer)."""
     m = c.experts
@@ -114,8 +119,10 @@ PARTS = {
     "window_attention": functools.partial(attention, windowed=True),
     "latent_attention": latent_attention,
     "mlp": mlp,
+    "ungated_mlp": ungated_mlp,
     "gated_delta": recurrent_layers_loop.gated_delta,
     "kda": recurrent_layers_loop.kda,
+    "mamba2": recurrent_layers_loop.mamba2,
     "gla": recurrent_layers_loop.gla,
     "rwkv7": recurrent_layers_loop.rwkv7,
 }

@@ -4,6 +4,7 @@ of a linear layer of PyTorch. Knows nothing of the code that reads such files, n
 import math
 
 import numpy as np
+import published_state_spaces
 
 V, D, N, K, H, F, E, L = 24, 12, 4, 2, 6, 10, 4, 3
 SIZES = {"vocab_size": V, "hidden_size": D, "num_attention_heads": N, "num_key_value_heads": K, "num_hidden_layers": L,
@@ -61,6 +62,7 @@ MODELS = {
                            rope_parameters=YARN | {"rope_theta": 1e4, "partial_rotary_factor": 0.25}),
     "kimi": of("KimiLinear", **KIMI | kimi(1, 2)),
     "kimi_dense": of("KimiLinear", **KIMI | kimi(2, 3) | {"first_k_dense_replace": 2, "moe_renormalize": False}),
+    **published_state_spaces.MODELS,
 }  # fmt: skip
 
 
@@ -84,6 +86,8 @@ def is_kda(c, i):
 
 def shapes(c):
     """Returns name -> shape of every tensor of the files."""
+    if published_state_spaces.is_one(c):
+        return published_state_spaces.shapes(c)
     D, N, K, F = (c[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"))
     V = c["vocab_size"]
     H = c.get("head_dim", D // N)
@@ -418,6 +422,8 @@ def of_token(x, w, c):
 def logits(c, state, tokens):
     """Returns [B, T, V]."""
     state = {k: np.asarray(v, np.float64) for k, v in state.items()}
+    if published_state_spaces.is_one(c):
+        return published_state_spaces.logits(c, state, tokens)
     x = state["model.embed_tokens.weight"][tokens]
     for i in range(L):
         start = f"model.layers.{i}."

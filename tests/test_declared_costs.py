@@ -133,6 +133,18 @@ def test_every_part_declares_its_costs(name, remat):
     assert halved.work == pytest.approx(made.work / 2, rel=0.01)
 
 
+def test_an_mlp_without_a_gate_costs_two_products():
+    """One is kept by some policies and computed again by others, its numbers and those of the activation as wide as the MLP."""
+    c, part = DecoderConfig(model_dim=64, ffn_dim=320), PARTS["ungated_mlp"]
+    on = share_of("none", tokens=256)
+    wide, x = 256 * 320 // 2 * 2, 256 * 64 * 2
+    made = part.memory(c, on)
+    assert (made.products, made.rest, made.offloaded, made.saved) == (wide, wide + x, 0, 0) and made.work > 4 * wide
+    assert part.flops(c).token == 2 * 2 * 64 * 320
+    assert [part.recomputed(REMAT[name]) for name in ("none", "dots", "attention", "full")] == [0, 0, 0.5, 0.5]
+    assert part.traffic(c, on).bytes == PARTS["mlp"].traffic(c, on).bytes
+
+
 def test_zeros_of_a_ring_are_there_in_every_layer_of_a_gpu():
     """XLA for GPUs makes them before the loop over layers; at the height, the MLP's, its kernel has one result more as well. On
     Hopper a ring of whole tiles adds in place and needs none."""

@@ -469,7 +469,7 @@ def test_buffers_that_were_not_given():
 )
 def test_a_pattern_is_made_of_mixers_and_feed_forwards(kind):
     mixers = "full, window, latent, gated_delta, kda, mamba2, lightning, gla, rwkv7"
-    words = rf"not MIXER\+FEED_FORWARD. Mixers: {mixers}; feed-forwards: mlp, experts, probe; none in"
+    words = rf"not MIXER\+FEED_FORWARD. Mixers: {mixers}; feed-forwards: mlp, ungated_mlp, experts, probe; none in"
     for key in ("layer_pattern", "first_layers", "last_layers"):
         with pytest.raises(ValueError, match=f"model.{key} = .*{re.escape(repr(kind))} is {words}"):
             dataclasses.replace(MIXED, **{key: (kind,)}).validate()
@@ -490,15 +490,25 @@ def test_old_names_of_kinds_are_what_they_were():
 def test_every_mixer_goes_with_every_feed_forward():
     roles = {role: [n for n, p in parts.PARTS.items() if p.role == role] for role in ("mixer", "feed_forward")}
     kinds = [f"{m}+{f}" for m in roles["mixer"] for f in roles["feed_forward"]]
-    assert len(kinds) == 27
+    assert len(kinds) == 36
     sections = {"experts": ExpertsShape(num=4, top_k=2, ffn_dim=8), "latent": LatentShape(kv_rank=8)}
     sections |= {"gated_delta": GatedDeltaShape(2, 4), "kda": KdaShape(4), "mamba2": Mamba2Shape(4)}
     sections |= {"lightning": LightningShape(4), "gla": GlaShape(4), "rwkv7": Rwkv7Shape(4)}
-    c = dataclasses.replace(MIXED, num_layers=27, layer_pattern=tuple(kinds), **sections)
+    c = dataclasses.replace(MIXED, num_layers=36, layer_pattern=tuple(kinds), **sections)
     c.validate()
     stacks = decoder.declare(c)["layers"]
-    of = {n: stacks[n].shape[0] for n in ("query", "latent_query", "mamba2_in", "gate", "router", "probe_scale")}
-    assert of == {"query": 6, "latent_query": 3, "mamba2_in": 3, "gate": 9, "router": 9, "probe_scale": 9}
+    names = ("query", "latent_query", "mamba2_in", "gate", "ungated_up", "router", "probe_scale")
+    of = {n: stacks[n].shape[0] for n in names}
+    assert of == {"query": 8, "latent_query": 4, "mamba2_in": 4} | dict.fromkeys(names[3:], 9)
+
+
+def test_what_is_added_to_the_stream_starts_smaller_the_more_parts_add_to_it():
+    """Six parts in both: a layer of two is as two layers of one."""
+    two = dataclasses.replace(MIXED, num_layers=3, layer_pattern=("full+mlp",), sliding_window=None)
+    one = dataclasses.replace(two, num_layers=6, layer_pattern=("full+none", "none+mlp"))
+    for c in (one, two):
+        declared = decoder.declare(c)["layers"]
+        assert declared["output"].std == declared["down"].std == pytest.approx(c.init_std / 6**0.5)
 
 
 def test_a_run_goes_on_with_another_spelling_of_its_layers(tmp_path):

@@ -353,6 +353,12 @@ def checkpoint_of(c, section, leaves):
         ("deepseek_no_rank", ("latent_query", "key_up", "value_up"), None, ["q_proj", "kv_b_proj"]),
         ("qwen3_moe", ("key",), None, ["k_proj"]),
         ("qwen3_next", (), None, ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"]),
+        (
+            "nemotron_h",
+            ("mamba2_in", "mamba2_gate", "mamba2_bc", "mamba2_dt", "ungated_up", "ungated_down", "value"),
+            None,
+            ["in_proj", "up_proj", "down_proj", "v_proj"],
+        ),
     ],
 )
 def test_a_merged_model_is_the_base_and_its_adapter_as_peft_adds_them(name, targets, base, modules, tmp_path):
@@ -396,13 +402,21 @@ def test_a_merged_model_is_the_base_and_its_adapter_as_peft_adds_them(name, targ
     np.testing.assert_array_equal(rows[0], rows[...][0])
 
 
-def test_an_adapter_that_peft_cannot_name_is_not_written(tmp_path):
-    made(tmp_path / "theirs", "qwen3_moe")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen3_moe", r"cannot name model.layers.1.mlp.gate_proj without model.layers.0.mlp.experts.0"),
+        (
+            "nemotron_h",
+            r"backbone.layers.0.mixer.out_proj, which PEFT refuses in models of nemotron_h: .*without mamba2_output",
+        ),
+    ],
+)
+def test_an_adapter_that_peft_cannot_name_or_takes_not_is_not_written(name, said, tmp_path):
+    made(tmp_path / "theirs", name)
     c, leaves = loaded(tmp_path / "theirs")
     arrays, _ = checkpoint_of(c, LoRASection(rank=2), leaves)
-    with pytest.raises(
-        WeightsError, match=r"cannot name model.layers.1.mlp.gate_proj without model.layers.0.mlp.experts.0"
-    ):
+    with pytest.raises(WeightsError, match=said):
         save_adapter(tmp_path / "to", c, LoRASection(rank=2), arrays.__getitem__)
     assert not [p for p in tmp_path.iterdir() if p.name.startswith("to")]
 

@@ -23,7 +23,7 @@ from ejdist.models.config import ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig, declare, flops, loss
 from ejdist.models.model import StepContext
 from ejdist.models.parameters import Param, initialise, num_parameters
-from ejdist.models.recurrent_shapes import KdaShape
+from ejdist.models.recurrent_shapes import KdaShape, Mamba2Shape
 from ejdist.operations import bind_ops
 from ejdist.training.program import make_program
 from ejdist.training.step import init_state, make_train_step
@@ -73,6 +73,11 @@ STYLES = {
         num_layers=2, layer_pattern=("latent+experts",), last_layers=("kda+none",), kda=KdaShape(2, 3, 5, 3, 2),
         latent=dataclasses.replace(LATENT, query_rank=0, rope=False, norm_eps=0.25),
     ),
+    # Layers of one part: Mamba-2, an MLP without a gate, attention without RoPE.
+    "nemotron": style(
+        {"activation": "silu"}, num_layers=4, layer_pattern=("mamba2+none", "none+ungated_mlp", "full+none"),
+        last_layers=("none+experts",), activation="relu2", attention_rope=False, mamba2=Mamba2Shape(4, 3, 5, 2, 3),
+    ),
 }  # fmt: skip
 
 
@@ -105,6 +110,7 @@ QUICK = [
     ("deepseek", "attention", 1),
     ("gpt_oss", "full", 2),
     ("kimi", "none", 1),
+    ("nemotron", "attention", 1),
 ]
 OTHERS = [case for case in itertools.product(STYLES, ("none", "attention", "full"), (1, 2)) if case not in QUICK]
 
@@ -220,6 +226,7 @@ PUBLISHED = {  # numbers in the checkpoints
     "deepseek_v3": 671_026_419_200,  # without the module that predicts a second token
     "gpt_oss_20b": 20_914_757_184,
     "kimi_linear_48b_a3b": 49_122_681_728,
+    "nemotron_h_8b": 8_100_852_736,
 }
 
 
@@ -259,6 +266,12 @@ def test_flops_of_a_token_and_of_a_pair():
         "qwen3": [plain, 2 * (16 * 4 + 3 * 3 * 16 * 10)] * 2,
         "deepseek": [latent, 2 * 3 * 16 * 24, *[latent, 2 * (16 * 8 + 3 * 3 * 16 * 10 + 3 * 16 * 7)] * 2],
         "gpt_oss": [(*plain, (3, 0)), two, plain, two],
+        "nemotron": [
+            2 * (16 * (2 * 4 * 3 + 2 * 2 * 5 + 4 + 4 * 3) + 3 * (4 * 3 + 2 * 2 * 5) + 2 * 4 * 3 * 5),
+            2 * 2 * 16 * 24,
+            plain,
+            two,
+        ],
     }
     for name, parts_of_it in wanted.items():
         found = [(f.token, f.pair, f.mask.window) for f in flops(STYLES[name])]
@@ -341,6 +354,12 @@ def given_to_moe(c):
         ("deepseek", {}, {"latent": dataclasses.replace(LATENT, rope_dim=3)}, "model.latent.rope_dim = 3 even"),
         ("deepseek", {}, {"latent": dataclasses.replace(LATENT, norm_eps=0.0)}, "model.latent.norm_eps must be positive"),
         ("deepseek", {}, {"latent": dataclasses.replace(LATENT, rope=False)}, "rope_scaling = 'yarn' is RoPE's, and with"),
+        ("nemotron", {}, {"rope_base": 5e5}, "model.rope_base = 500000.0 is RoPE's, and with model.attention_rope = false no"),
+        ("nemotron", {}, {"rotary_dim": 4}, "model.rotary_dim = 4 is RoPE's, and model.attention_rope = false"),
+        ("nemotron", {"activation": None}, {}, "and experts has one: give model.experts.activation, or put ungated_mlp in"),
+        ("nemotron", {}, {"activation": "relu3"}, "model.activation = 'relu3' is unknown; use one of silu, .* relu, relu2"),
+        ("nemotron", {}, {"num_layers": 5, "last_layers": ("none+experts", "none+mlp")}, "without a gate, and mlp has one"),
+        ("deepseek", {}, {"attention_rope": False}, "model.attention_rope applies to plain attention"),
         ("deepseek", {}, {"num_layers": 1}, "the 1 layers of model.first_layers"),
         ("deepseek", {}, {"last_layers": ("latent", "latent")}, "1 of model.layer_pattern and the 2 of model.last_layers"),
         ("deepseek", {}, {"first_layers": ("dense",)}, "model.first_layers = .'dense'.: 'dense' is not MIXER.FEED_FORWARD"),

@@ -104,10 +104,15 @@ def test_a_hybrid_is_planned():
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "active"), [("qwen3_next_80b_a3b", 80e9, 3.3e9), ("kimi_linear_48b_a3b", 49.1e9, 2.8e9)]
+    ("name", "size", "active"),
+    [
+        ("qwen3_next_80b_a3b", 80e9, 3.3e9),
+        ("kimi_linear_48b_a3b", 49.1e9, 2.8e9),
+        ("nemotron_h_8b", 8.1e9, 7.1e9),
+    ],
 )
 def test_a_published_hybrid_is_as_large_as_it_is_called_and_is_planned(name, size, active):
-    """Billions of parameters, of which 3 multiply a token, beside embedding and output projection."""
+    """Billions of parameters, of which so many multiply a token, beside embedding and output projection."""
     c = compose([f"model={name}"]).model
     model, table = c.build(), c.vocab_size * c.model_dim
     assert num_parameters(model.declared) == pytest.approx(size, rel=0.01)

@@ -159,7 +159,7 @@ def test_how_many_hops_are_made_is_one_choice_of_a_recurrence(kind, recurrences)
 
 
 HYBRID = [
-    *TINY, "model.num_layers=4", "model.layer_pattern=[gated_delta+mlp,mamba2+mlp,lightning+none,full+mlp]",
+    *TINY, "model.num_layers=4", "model.layer_pattern=[gated_delta+mlp,mamba2+ungated_mlp,lightning+none,full+mlp]",
     "model.gated_delta.num_key_heads=2", "model.gated_delta.num_value_heads=4", "model.gated_delta.key_dim=8",
     "model.gated_delta.value_dim=8", "model.mamba2.num_heads=4", "model.mamba2.head_dim=8", "model.mamba2.state_dim=8",
     "model.lightning.num_heads=4", "model.lightning.head_dim=8", "run.steps=3", "optimizer.learning_rate=1e-2",
@@ -211,6 +211,20 @@ def test_losses_of_gated_layers_are_the_same_on_every_mesh(corpus, tmp_path):
     }
     one, *others = (run(tmp_path / name, corpus, *layout, words=GATED) for name, layout in layouts.items())
     assert all(other == pytest.approx(one, abs=2e-5) for other in others) and one[-1] < one[0]
+
+
+@pytest.mark.slow
+def test_layers_of_one_part_have_the_same_losses_on_every_mesh(corpus, tmp_path):
+    """A small Nemotron-H, of packed documents."""
+    kinds = ["mamba2+none", "none+ungated_mlp", "full+none", "none+ungated_mlp"]
+    sizes = [f"model.layer_pattern=[{','.join(kinds)}]", "model.activation=relu2", "model.attention_rope=false"]
+    sizes += [f"model.{name}.num_{heads}_heads=0" for name, heads in (("gated_delta", "key"), ("gated_delta", "value"))]
+    sizes += [f"model.gated_delta.{name}_dim=128" for name in ("key", "value")]
+    sizes += ["model.lightning.num_heads=0", "model.lightning.head_dim=128", "model.mamba2.num_groups=2"]
+    want = run(tmp_path / "one", corpus, "mesh.sp=1", *sizes)
+    for layout in (["mesh.sp=2"], ["mesh.sp=2", "mesh.tp=2"], ["mesh.fsdp=2", "mesh.sp=1"]):
+        found = run(tmp_path / "".join(layout), corpus, *layout, *sizes)
+        assert found == pytest.approx(want, abs=2e-5) and want[-1] < want[0]
 
 
 @pytest.mark.slow

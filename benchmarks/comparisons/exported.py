@@ -46,6 +46,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "shared_expert_intermediate_size": 16, "full_attention_interval": 3, "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     }),
+    "Nemotron-H": ("NemotronH", {
+        "head_dim": 12, "hybrid_override_pattern": "M-*M-", "mamba_num_heads": 4, "mamba_head_dim": 24, "ssm_state_size": 16,
+        "n_groups": 2,
+    }),
     "GPT-OSS, YaRN": ("GptOss", {"head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9,
                                  "rope_parameters": YARN | {"rope_theta": 150000.0, "truncate": False}}),
 }  # fmt: skip

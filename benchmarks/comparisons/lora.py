@@ -26,7 +26,7 @@ from ejdist.models.decoder import DecoderConfig
 from ejdist.models.lora import BASE, LoRASection, adapted
 from ejdist.models.model import StepContext
 from ejdist.models.parameters import Param, initialise
-from ejdist.models.recurrent_shapes import GatedDeltaShape
+from ejdist.models.recurrent_shapes import GatedDeltaShape, Mamba2Shape
 from ejdist.weights.lora import Merged
 from ejdist.weights.peft import save_adapter
 from ejdist.weights.writer import save
@@ -37,6 +37,7 @@ LLAMA = DecoderConfig(
     vocab_size=V, num_layers=3, model_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=24, init_std=0.15,
     tie_embeddings=False,
 )  # fmt: skip
+MAMBA2 = ("mamba2_in", "mamba2_gate", "mamba2_bc", "mamba2_dt")  # not its output: PEFT refuses an adapter of it
 MODELS: dict[str, tuple[DecoderConfig, LoRASection]] = {
     "Llama": (LLAMA, LoRASection(rank=4, alpha=8.0)),
     "Llama, query and down": (LLAMA, LoRASection(rank=3, alpha=5.0, targets=("query", "down"))),
@@ -70,6 +71,21 @@ MODELS: dict[str, tuple[DecoderConfig, LoRASection]] = {
             experts=replace(LLAMA.experts, num=8, top_k=3, ffn_dim=12, shared_dim=10, shared_gate=True),
         ),
         LoRASection(rank=4, alpha=8.0),
+    ),
+    "Nemotron-H": (
+        replace(
+            LLAMA, num_layers=5, activation="relu2", attention_rope=False, norm_eps=1e-5,
+            layer_pattern=("mamba2+none", "none+ungated_mlp", "mamba2+none", "full+none", "none+ungated_mlp"),
+            mamba2=Mamba2Shape(num_heads=4, head_dim=6, state_dim=5, num_groups=2),
+        ),
+        LoRASection(rank=4, alpha=8.0, targets=("query", "key", "value", "output", "ungated_up", "ungated_down", *MAMBA2)),
+    ),
+    "Mamba-2": (
+        replace(
+            LLAMA, norm_eps=1e-5, tie_embeddings=True, layer_pattern=("mamba2+none",),
+            mamba2=Mamba2Shape(num_heads=8, head_dim=8, state_dim=5, num_groups=2),
+        ),
+        LoRASection(rank=4, alpha=8.0, targets=MAMBA2),
     ),
 }  # fmt: skip
 

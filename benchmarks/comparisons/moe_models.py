@@ -1,7 +1,8 @@
 """`python benchmarks/comparisons/moe_models.py [WORDS]`: the decoder beside whole models of transformers, on a CPU.
 
-Mixtral, Qwen3-MoE, DeepSeek-V3, GPT-OSS and Qwen3-Next with few and random weights: logits, the loss, and the gradient of every
-parameter, in float32. WORDS choose rows. Needs torch and transformers, which the project does not install.
+Mixtral, Qwen3-MoE, DeepSeek-V3, GPT-OSS, Qwen3-Next, Nemotron-H and Mamba-2 with few and random weights: logits, the loss, and
+the gradient of every parameter, in float32. WORDS choose rows. Needs torch and transformers, which the project does not
+install.
 
 A head's rotary pairs are neighbours in DeepSeek-V3, and theirs come out of the rotation one half after the other: a logit
 does not see it, since queries and keys are alike.
@@ -23,7 +24,7 @@ from ejdist import bind_ops
 from ejdist.models.config import ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig, hidden_states, loss, output_projection
 from ejdist.models.model import StepContext
-from ejdist.models.recurrent_shapes import GatedDeltaShape
+from ejdist.models.recurrent_shapes import GatedDeltaShape, Mamba2Shape
 from ejdist.training.runs import nested
 from ejdist.weights.families import FAMILIES
 from ejdist.weights.reader import tensors_in
@@ -126,12 +127,38 @@ def qwen3_next() -> tuple[Any, DecoderConfig]:
     return tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**THEIRS, **sizes)), ours
 
 
+def nemotron_h() -> tuple[Any, DecoderConfig]:
+    import transformers as tf
+
+    sizes = {"mamba_num_heads": 4, "mamba_head_dim": 6, "ssm_state_size": 5, "n_groups": 2, "conv_kernel": 3}
+    config = tf.NemotronHConfig(
+        **THEIRS, **sizes, head_dim=H, intermediate_size=24, hybrid_override_pattern="M-M*-", chunk_size=16
+    )
+    kinds = ("mamba2+none", "none+ungated_mlp", "mamba2+none", "full+none", "none+ungated_mlp")
+    return tf.NemotronHForCausalLM(config), DecoderConfig(
+        **OURS | {"num_layers": 5}, ffn_dim=24, tie_embeddings=False, layer_pattern=kinds, activation="relu2",
+        attention_rope=False, norm_eps=1e-5, mamba2=Mamba2Shape(4, 6, 5, 2, 3),
+    )  # fmt: skip
+
+
+def mamba2() -> tuple[Any, DecoderConfig]:
+    import transformers as tf
+
+    sizes = {"num_heads": 8, "head_dim": 8, "state_size": 5, "n_groups": 2, "conv_kernel": 3, "chunk_size": 16}
+    config = tf.Mamba2Config(vocab_size=V, hidden_size=D, num_hidden_layers=3, **sizes)
+    return tf.Mamba2ForCausalLM(config), DecoderConfig(
+        **OURS, tie_embeddings=False, layer_pattern=("mamba2+none",), norm_eps=1e-5, mamba2=Mamba2Shape(8, 8, 5, 2, 3)
+    )
+
+
 MODELS: dict[str, Callable[[], tuple[Any, DecoderConfig]]] = {
     "Mixtral": mixtral,
     "Qwen3-MoE": qwen3,
     "DeepSeek-V3": deepseek,
     "GPT-OSS": gpt_oss,
     "Qwen3-Next": qwen3_next,
+    "Nemotron-H": nemotron_h,
+    "Mamba-2": mamba2,
 }
 
 
@@ -219,7 +246,9 @@ def compared(make: Callable[[], tuple[Any, DecoderConfig]]) -> tuple[float, floa
     )
     named = {jax.tree_util.keystr(path, simple=True, separator="."): error for path, error in errors}
     balance = None
-    if c.experts.score == "softmax":  # theirs is of a softmax, whatever the model's scores are
+    if (
+        "experts" in c.part_names() and c.experts.score == "softmax"
+    ):  # theirs is of a softmax, whatever the model's scores are
         balance = off(metrics["experts/balance_loss"].value / count, balance_of_theirs(model, tokens))
     return off(ours, logits), off(total / count, value), named, balance
 

@@ -42,12 +42,16 @@ HYBRID = EXPERTS | {
 }  # fmt: skip
 
 
-def _of(name: str, **options: Any) -> Callable[[], Any]:
+ALONE = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 3}  # of a model without attention
+MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 6, "ssm_state_size": 5, "n_groups": 2, "conv_kernel": 3}
+
+
+def _of(name: str, sizes: dict[str, Any] = SIZES, **options: Any) -> Callable[[], Any]:
     def make() -> Any:
         import transformers as tf
 
         config = getattr(tf, name.replace("ForCausalLM", "Config"))
-        return getattr(tf, name)(config(**SIZES | options))
+        return getattr(tf, name)(config(**sizes | options))
 
     return make
 
@@ -90,6 +94,14 @@ MODELS: dict[str, Callable[[], Any]] = {
         "Qwen3NextForCausalLM", **HYBRID | {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 4},
         mlp_only_layers=[1], rope_parameters=YARN | {"partial_rotary_factor": 0.5}, max_position_embeddings=512,
         layer_types=["full_attention", "linear_attention", "full_attention"], tie_word_embeddings=True,
+    ),
+    "Nemotron-H": _of("NemotronHForCausalLM", **MAMBA, head_dim=H, hybrid_override_pattern="M-M*-"),
+    "Nemotron-H, one group, gelu": _of(
+        "NemotronHForCausalLM", **MAMBA | {"n_groups": 1}, head_dim=12, hybrid_override_pattern="*MM-", mlp_hidden_act="gelu"
+    ),
+    "Mamba-2": _of("Mamba2ForCausalLM", ALONE, num_heads=8, head_dim=8, state_size=5, n_groups=2, conv_kernel=3, chunk_size=16),
+    "Mamba-2, one group, tied": _of(
+        "Mamba2ForCausalLM", ALONE, num_heads=4, head_dim=8, expand=1, state_size=16, n_groups=1, tie_word_embeddings=True
     ),
 }  # fmt: skip
 

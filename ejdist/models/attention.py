@@ -66,7 +66,7 @@ def _recomputed(remat: Remat) -> float:
 
 @dataclass(frozen=True)
 class Attention(Part):
-    """RMSNorm, q, k, v with RoPE, causal attention inside documents, output projection."""
+    """RMSNorm, q, k, v, with RoPE or without, causal attention inside documents, output projection."""
 
     windowed: bool = False
 
@@ -108,9 +108,10 @@ class Attention(Part):
         )
         if c.qk_norm:
             q, k = (ops.rms_norm(y, norms[f"{n}_norm"], eps=c.norm_eps) for y, n in ((q, "query"), (k, "key")))
-        turned = _turning(ctx, rotary_dim=c.rotary_dim)
-        # With one key head, every device holds it whole, however the query heads are sharded.
-        q, k = turned(q, key=k) if c.num_kv_heads > 1 else (turned(q), turned(k))
+        if c.attention_rope:
+            turned = _turning(ctx, rotary_dim=c.rotary_dim)
+            # With one key head, every device holds it whole, however the query heads are sharded.
+            q, k = turned(q, key=k) if c.num_kv_heads > 1 else (turned(q), turned(k))
         out = ops.attention(
             q,
             k,

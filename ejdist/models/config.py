@@ -35,6 +35,8 @@ ROPE_SCALING = {
     "rope_attention_factor": "attention_factor",
     "rope_truncate": "truncate",
 }
+# The activation that only an MLP without a gate has, the square of relu (So et al., Primer, 2021, arXiv:2109.08668).
+RELU2 = "relu2"
 # Limit of numbers used in float32, in which up to three times init_std is drawn.
 _LEAST, _MOST = 2.0**-126, 2.0**126
 
@@ -197,7 +199,7 @@ class DecoderShape:
     num_kv_heads: int = 2  # heads of keys and values, which groups of query heads share
     head_dim: int = 32  # width of a head
     ffn_dim: int = 384  # width of the MLP
-    activation: str = "silu"  # activation of the gated MLP: silu, gelu, gelu_tanh, relu
+    activation: str = "silu"  # activation of the MLP: silu, gelu, gelu_tanh, relu; relu2 of one without a gate
     rope_base: float = 10000.0  # base of RoPE's frequencies, which Llama calls rope_theta
     rope_scaling: str | None = None  # how RoPE is stretched: linear, ntk, yarn, llama3
     rope_factor: float = 1.0  # by how much it is stretched: the new context over the old one
@@ -216,6 +218,9 @@ class DecoderShape:
     attention_output_bias: bool = False  # a bias of the output projection (GPT-OSS)
     attention_sinks: bool = False  # a learned logit per head that takes probability without a value (GPT-OSS)
     attention_gate: bool = False  # weights each number of a head's output by a sigmoid of the token (Qwen3-Next)
+    attention_rope: bool = (
+        True  # RoPE turns queries and keys; in Nemotron-H nothing does, and recurrences know positions
+    )
     attention_scale: float | None = None  # scale of the logits; null for 1/sqrt(width of a query's head)
     tie_embeddings: bool = True  # the output projection is the embedding
     # Kinds of the first layers, before the pattern, as in layer_pattern.
@@ -285,8 +290,8 @@ class DecoderShape:
                 "float32 angles at all"
             )
         self._validate_layers()
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"model.activation = {self.activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
+        if self.activation not in (known := (*ACTIVATIONS, RELU2)):
+            raise ValueError(f"model.activation = {self.activation!r} is unknown; use one of {', '.join(known)}")
         optional = ("sliding_window", "attention_soft_cap", "logits_soft_cap", "attention_scale")
         for name in ("rope_base", "norm_eps", "init_std", *optional):
             value, none = getattr(self, name), ", or null for none" if name in optional else ""
@@ -323,20 +328,15 @@ class DecoderShape:
             "attention_output_bias",
             "attention_sinks",
             "attention_gate",
+            "attention_rope",
             "rotary_dim",
         )
-        ignored = [name for name in plain if getattr(self, name)]
+        ignored = [name for name in plain if getattr(self, name) != getattr(DecoderShape, name)]
         if ignored and not parts & {"attention", "window_attention"}:
             raise ValueError(
                 f"model.{ignored[0]} applies to plain attention, but no layer of model.layer_pattern has it: leave it out"
             )
-        if "latent_attention" in parts and not self.latent.rope and not parts & {"attention", "window_attention"}:
-            for name in ("rope_base", "rope_scaling"):
-                if getattr(self, name) != getattr(DecoderShape, name):
-                    raise ValueError(
-                        f"model.{name} = {getattr(self, name)!r} is RoPE's, and with model.latent.rope = false no layer has "
-                        "it: leave one of them out"
-                    )
+        self._validate_rope(parts)
         for part, (section, shape, size) in SECTIONS.items():
             configured = getattr(self, section) != shape()
             if part in parts and not configured:
@@ -348,6 +348,27 @@ class DecoderShape:
                 raise ValueError(
                     f"model.{section} is given, but no layer has {part}: put one into model.layer_pattern, for "
                     f"example {example}, or leave it out"
+                )
+
+    def turns(self) -> list[str]:
+        """Returns the mixers, of those that attend, in which RoPE turns queries and keys."""
+        plain, latent = {"attention", "window_attention"}, {"latent_attention"}
+        turned = (plain if self.attention_rope else set()) | (latent if self.latent.rope else set())
+        return sorted(self.part_names() & turned)
+
+    def _validate_rope(self, parts: set[str]) -> None:
+        plain = parts & {"attention", "window_attention"}
+        if plain and not self.attention_rope and self.rotary_dim is not None:
+            raise ValueError(
+                f"model.rotary_dim = {self.rotary_dim} is RoPE's, and model.attention_rope = false: leave one of them out"
+            )
+        if not (plain or "latent_attention" in parts) or self.turns():
+            return
+        for name in ("rope_base", "rope_scaling"):
+            if getattr(self, name) != getattr(DecoderShape, name):
+                raise ValueError(
+                    f"model.{name} = {getattr(self, name)!r} is RoPE's, and with model."
+                    f"{'attention_rope' if plain else 'latent.rope'} = false no layer has it: leave one of them out"
                 )
 
     def scaling(self) -> RopeScaling | None:

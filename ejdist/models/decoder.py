@@ -55,6 +55,8 @@ class DecoderConfig(DecoderShape):
         """Raises ValueError naming the key and the remedy."""
         check_kinds(self)
         super().validate()
+        for part in parts_of(self).values():
+            part.check(self)
         for name, kind in sections_of(LAYER).items():
             if name not in self.part_names() and hasattr(self, name) and getattr(self, name) != kind():
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""The parts of a layer that see each token alone: a gated MLP, and a mixture of experts."""
+"""The parts of a layer that see each token alone: an MLP, with a gate or without, and a mixture of experts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,22 @@ from ejdist.experts.cost import ExchangeShape, cost_of, memory_of
 from ejdist.experts.losses import update_bias
 from ejdist.experts.metrics import Stats, dead_experts, max_violation
 from ejdist.frozen import Frozen
-from ejdist.models.config import DecoderShape
+from ejdist.models.config import RELU2, DecoderShape
 from ejdist.models.model import Flops, Metric, Metrics
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part, norm_weight, residual_std
 from ejdist.models.remat import REMAT, PartBytes, Remat
 from ejdist.models.share import Share
-from kernels.ops.gated_mlp import block_tokens
+from kernels.ops.gated_mlp import ACTIVATIONS, block_tokens
+
+
+def _check_gated(name: str, activation: str, remedy: str) -> None:
+    """Raises ValueError for the activation of MLPs without a gate in a part that has one."""
+    if activation == RELU2:
+        raise ValueError(
+            f"model.activation = {RELU2!r} is of MLPs without a gate, and {name} has one: {remedy}, or put "
+            f"{UngatedMLP.name} in the place of {name} in model.layer_pattern"
+        )
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,9 @@ class MLP(Part):
 
     role = "feed_forward"
     name = "mlp"
+
+    def check(self, c: DecoderShape) -> None:
+        _check_gated(self.name, c.activation, f"use one of {', '.join(ACTIVATIONS)}")
 
     def declare(self, c: DecoderShape) -> dict[str, Param]:
         D, F, std = c.model_dim, c.ffn_dim, c.init_std
@@ -73,6 +85,47 @@ class MLP(Part):
 
 
 @dataclass(frozen=True)
+class UngatedMLP(Part):
+    """RMSNorm and activation(x up) down, the activation in float32: Nemotron-H's, with the square of relu."""
+
+    role = "feed_forward"
+    name = "ungated_mlp"
+
+    def declare(self, c: DecoderShape) -> dict[str, Param]:
+        D, F, std = c.model_dim, c.ffn_dim, c.init_std
+        return {
+            "ungated_mlp_norm": norm_weight(c, D),
+            "ungated_up": Param((D, F), "D F", std=std, inputs="D", adapts=True),
+            "ungated_down": Param((F, D), "F D", std=residual_std(c), inputs="F", adapts=True),
+        }
+
+    def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
+        c, ops = ctx.config, ctx.ops
+        h = ops.rms_norm(x, self.norms(params, ctx)["ungated_mlp_norm"], eps=c.norm_eps)
+        wide = ops.project(h, params["ungated_up"], "btd,df->btf").astype(jnp.float32)
+        active = jnp.square(jax.nn.relu(wide)) if c.activation == RELU2 else ACTIVATIONS[c.activation](wide)
+        return x + ops.project(active.astype(x.dtype), params["ungated_down"], "btf,fd->btd"), {}
+
+    def flops(self, c: DecoderShape) -> Flops:
+        return Flops(2 * 2 * c.model_dim * c.ffn_dim)
+
+    def memory(self, c: DecoderShape, share: Share) -> PartBytes:
+        """What is made of `up` and its activation are as wide as `ffn_dim`, and so are their gradients, of all tokens."""
+        x, wide = (
+            share.tokens * c.model_dim * share.itemsize,
+            share.tokens * c.ffn_dim // share.features * share.itemsize,
+        )
+        work = 4 * wide + 3 * x + 4 * x // share.itemsize
+        return PartBytes(0, 0, products=wide, rest=wide + x, work=work)
+
+    def traffic(self, c: DecoderShape, share: Share) -> Traffic:
+        return share.sums_over_features(c.model_dim, 2)  # of the result, and of the input's gradient
+
+    def recomputed(self, remat: Remat) -> float:
+        return 1 / 2 * (not remat.products)  # the gradient needs the first of the two products
+
+
+@dataclass(frozen=True)
 class Experts(Part):
     """RMSNorm and a mixture of experts, with or without a shared expert.
 
@@ -82,6 +135,9 @@ class Experts(Part):
     role = "feed_forward"
     name = "experts"
     saves = ("route.experts",)  # recomputation may flip near-tied routing decisions, so save them
+
+    def check(self, c: DecoderShape) -> None:
+        _check_gated(self.name, c.experts.activation or c.activation, "give model.experts.activation")
 
     def declare(self, c: DecoderShape) -> dict[str, Param]:
         m, D, std = c.experts, c.model_dim, c.init_std

@@ -53,6 +53,9 @@ class Part:
     offloads: tuple[str, ...] = ()
     fixed_order: bool = False
 
+    def check(self, c: DecoderShape) -> None:
+        """Raises ValueError, naming the key and the remedy, for an option of the model that this part does not have."""
+
     def declare(self, c: DecoderShape) -> dict[str, Param]:
         """Returns the parameters of one layer. Their names are unique in the model."""
         raise NotImplementedError
@@ -139,5 +142,6 @@ def added(weight: jax.Array, declared: Param) -> jax.Array:
 
 
 def residual_std(c: DecoderShape) -> float:
-    """Returns the std of what is added to the residual stream: smaller by 1/sqrt(2 layers) (GPT-2)."""
-    return c.init_std / (2 * c.num_layers) ** 0.5
+    """Returns the std of what is added to the residual stream: smaller by 1/sqrt(parts of all layers), of which a layer has two
+    (GPT-2), or one (Nemotron-H)."""
+    return c.init_std / sum(map(len, c.layers())) ** 0.5

@@ -7,7 +7,7 @@ A new mixer or feed-forward is a `Part` and its line in `PARTS`: a pattern may t
 from __future__ import annotations
 
 from ejdist.models.attention import Attention, LatentAttention
-from ejdist.models.feedforward import MLP, Experts
+from ejdist.models.feedforward import MLP, Experts, UngatedMLP
 from ejdist.models.part import LayerContext, Part
 from ejdist.models.recurrent import GatedDelta, KimiDelta, Lightning, Mamba2
 from ejdist.models.recurrent_gla import GatedLinear
@@ -26,5 +26,6 @@ PARTS: dict[str, Part] = {
     "gla": GatedLinear(),
     "rwkv7": Rwkv7(),
     "mlp": MLP(),
+    "ungated_mlp": UngatedMLP(),
     "experts": Experts(),
 }

@@ -60,10 +60,12 @@ def _convolved(x: jax.Array, taps: jax.Array, bias: jax.Array | None, ctx: Layer
     return ctx.ops.causal_conv1d(flat, taps, bias, activation="silu", segment_ids=ids).reshape(x.shape)
 
 
-def _normed(x: jax.Array, weight: jax.Array, groups: int, eps: float) -> jax.Array:
-    """Returns RMSNorm of x [B, T, N, H] over the channels of each group of heads. Plain JAX: a group may be split over
-    devices, which then sum one number per token."""
+def _normed(x: jax.Array, weight: jax.Array, groups: int, eps: float, gate: jax.Array | None = None) -> jax.Array:
+    """Returns RMSNorm of x [B, T, N, H], or of x silu(gate), over the channels of each group of heads. In float32 and rounded
+    once. Plain JAX: a group may be split over devices, which then sum one number per token."""
     wide = x.astype(jnp.float32)
+    if gate is not None:
+        wide = wide * jax.nn.silu(gate.astype(jnp.float32))
     square = jnp.mean(wide * wide, axis=-1)
     mean = jnp.mean(square.reshape(*square.shape[:2], groups, -1), axis=-1)
     mean = jnp.repeat(mean, x.shape[2] // groups, axis=-1)
@@ -282,9 +284,8 @@ class Mamba2(Recurrence):
         dt, skip = jax.nn.softplus(dt + bias), ops.gather(params["mamba2_skip"], "N")
         out = ops.state_space_v2(values, dt, rate, B, C, skip, segment_ids=ctx.batch["segment_ids"])
         out = checkpoint_name(out, "mamba2.out")
-        out = out * jax.nn.silu(ops.project(h, params["mamba2_gate"], "btd,dnh->btnh"))
-        out = _normed(out, norms["mamba2_out_norm"], m.num_groups, c.norm_eps)
-        return out
+        z = ops.project(h, params["mamba2_gate"], "btd,dnh->btnh")
+        return _normed(out, norms["mamba2_out_norm"], m.num_groups, c.norm_eps, z)
 
     def split(self, c: DecoderShape) -> dict[str, tuple[str, int]]:
         return {"mamba2.num_heads": ("N", c.mamba2.num_heads), "mamba2.num_groups": ("K", c.mamba2.num_groups)}

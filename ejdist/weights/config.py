@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
             "decoder_sparse_step kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_group topk_group "
             "shared_expert_intermediate_size full_attention_interval linear_num_key_heads linear_num_value_heads "
             "linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim num_heads short_conv_kernel_size "
-            "num_experts_per_token",
+            "num_experts_per_token state_size ssm_state_size mamba_num_heads mamba_head_dim n_groups conv_kernel expand",
         ),
         (
             "an integer of at least 0",
@@ -44,7 +44,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
             "a positive number",
             lambda x: type(x) in (int, float) and 0 < x < math.inf,
             "rms_norm_eps rope_theta factor attention_factor low_freq_factor high_freq_factor beta_slow beta_fast "
-            "routed_scaling_factor original_max_position_embeddings partial_rotary_factor",
+            "routed_scaling_factor original_max_position_embeddings partial_rotary_factor layer_norm_epsilon",
         ),
         ("a number", lambda x: type(x) in (int, float) and abs(x) < math.inf, "mscale mscale_all_dim"),
         (
@@ -52,12 +52,16 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
             lambda x: type(x) is bool,
             "attention_bias use_sliding_window norm_topk_prob tie_word_embeddings truncate moe_renormalize mla_use_nope",
         ),
-        ("a string", lambda x: type(x) is str, "hidden_act rope_type"),
+        (
+            "a string",
+            lambda x: type(x) is str,
+            "hidden_act rope_type mlp_hidden_act mamba_hidden_act hybrid_override_pattern",
+        ),
         ("an object", lambda x: type(x) is dict, "rope_scaling rope_parameters linear_attn_config"),
         (
             "a list of strings",
             lambda x: type(x) is list and all(type(y) is str for y in x),
-            "layer_types architectures",
+            "layer_types layers_block_type architectures",
         ),
         (
             "a list of integers",
@@ -210,15 +214,17 @@ def write_rope(c: DecoderShape) -> dict[str, Any]:
 
 
 def of_kinds(kinds: Sequence[str], ends: bool = False) -> dict[str, tuple[str, ...]]:
-    """Returns the shortest `first_layers` and `layer_pattern` that have these layers; `last_layers` too, if others may end it."""
+    """Returns the shortest `first_layers` and `layer_pattern` of these layers; `last_layers` too, if others may end it."""
     kinds = tuple(kinds)
-    best: tuple[int, int, int] = (0, 0, len(kinds))
-    for tail in range(len(kinds) if ends else 1):
-        for head in range(len(kinds) - tail):
-            rest = kinds[head : len(kinds) - tail]
-            period = next(n for n in range(1, len(rest) + 1) if all(k == rest[i % n] for i, k in enumerate(rest)))
-            best = min(best, (tail, head, period), key=lambda sizes: (sum(sizes), sizes))
-    tail, head, period = best
+    best = (len(kinds), 0, 0, len(kinds))  # how many there are of all three; of the last, the first, and the pattern
+    for head in range(len(kinds)):
+        rest = kinds[head:]
+        for period in range(1, min(len(rest), best[0] - head) + 1):
+            same = next((i for i, kind in enumerate(rest) if kind != rest[i % period]), len(rest))
+            tail = len(rest) - same
+            if ends or not tail:
+                best = min(best, (head + period + tail, tail, head, period))
+    _, tail, head, period = best
     last = {"last_layers": kinds[len(kinds) - tail :]} if tail else {}
     return {"first_layers": kinds[:head], "layer_pattern": kinds[head : head + period]} | last
 
@@ -263,6 +269,21 @@ def mixed_layers(keys: Keys, layers: int) -> list[bool]:
     """Returns which layers have experts: every `decoder_sparse_step`-th, without those of `mlp_only_layers`."""
     every, dense = keys.get("decoder_sparse_step", 1), set(keys.get("mlp_only_layers", []))
     return [i not in dense and (i + 1) % every == 0 for i in range(layers)]
+
+
+def read_activation(keys: Keys, name: str, default: str, known: Mapping[str, str]) -> str:
+    """Returns the activation of MLPs, which a key names in their words. known: theirs -> ours."""
+    act = keys.get(name, default)
+    if act not in known:
+        raise WeightsError(
+            f"{keys.path} has {name} = {act!r}, which is not supported; supported are {', '.join(known)}"
+        )
+    return known[act]
+
+
+def write_activation(c: DecoderShape, known: Mapping[str, str]) -> str:
+    """Returns their word for the model's activation; the model's own, which no reader takes, where there is none."""
+    return {ours: theirs for theirs, ours in reversed(list(known.items()))}.get(c.activation, c.activation)
 
 
 def read_heads(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,8 @@ A new family is a line in `FAMILIES`. What it cannot express of a model shows wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ejdist.models.config import DecoderShape, ExpertsShape, LatentShape
 from ejdist.models.decoder import DecoderConfig
 from ejdist.registered import LAYER, entry_of, names_of
 from ejdist.sections import flat, validate
+from ejdist.weights import state_spaces
 from ejdist.weights.config import (
     ACTIVATIONS,
     Keys,
@@ -23,10 +24,12 @@ from ejdist.weights.config import (
     magnitude,
     mixed_layers,
     of_kinds,
+    read_activation,
     read_heads,
     read_layer_types,
     read_rope,
     windows_of,
+    write_activation,
     write_heads,
     write_rope,
 )
@@ -38,14 +41,14 @@ from ejdist.weights.names import (
     FUSED_EXPERTS,
     FUSED_NEXT_EXPERTS,
     GPT_OSS_EXPERTS,
-    KDA,
-    KIMI_EXPERTS,
+    KIMI,
     MIXTRAL_EXPERTS,
     NEXT_EXPERTS,
-    Rules,
     hybrid,
+    of_mixers,
     rules,
 )
+from ejdist.weights.tensors import Rules
 
 # -- config.json ----------------------------------------------------------------------------------------------------------
 
@@ -265,7 +268,9 @@ class Family:
 
     read: (keys, the sizes that all have) -> more keys of the model section. write: the section -> more keys of config.json.
     rules: tensors as they are written, then other layouts that are read. rope_base, norm_eps: where config.json has none.
-    partial: whether a part of a head may turn, which `read` reads.
+    partial: whether a part of a head may turn, which `read` reads. sizes: key of the section -> its name in config.json, which
+    must be there. common: whether its keys of an MLP's activation and of positions are those of most families; otherwise `read`
+    and `write` know them. unadapted: last parts of the names of modules that PEFT refuses in its models.
     """
 
     model_type: str
@@ -275,21 +280,22 @@ class Family:
     rope_base: float = 10000.0
     norm_eps: float = 1e-6
     partial: bool = False
+    sizes: Mapping[str, str] = field(default_factory=lambda: PLAIN)
+    common: bool = True
+    unadapted: tuple[str, ...] = ()
 
     def section(self, keys: Keys) -> DecoderConfig:
         """Returns the model section of a config.json. Raises WeightsError for what the model does not have."""
         sizes = {
             ours: keys.get(theirs, self.norm_eps) if ours == "norm_eps" else keys.need(theirs)
-            for ours, theirs in PLAIN.items()
+            for ours, theirs in self.sizes.items()
         }
         keys.only("attention_dropout", 0.0)
-        act = keys.get("hidden_act", "silu")
-        if act not in ACTIVATIONS:
-            raise WeightsError(
-                f"{keys.path} has hidden_act = {act!r}, which is not supported; supported are {', '.join(ACTIVATIONS)}"
-            )
-        values = sizes | {"activation": ACTIVATIONS[act], "tie_embeddings": keys.get("tie_word_embeddings", False)}
-        values |= read_rope(keys, self.rope_base, self.partial) | self.read(keys, sizes)
+        values = sizes | {"tie_embeddings": keys.get("tie_word_embeddings", False)}
+        if self.common:
+            act = read_activation(keys, "hidden_act", "silu", ACTIVATIONS)
+            values |= {"activation": act} | read_rope(keys, self.rope_base, self.partial)
+        values |= self.read(keys, sizes)
         keys.finish()
         section = DecoderConfig(**values)
         try:
@@ -300,10 +306,12 @@ class Family:
 
     def config(self, c: DecoderShape) -> dict[str, Any]:
         """Returns a config.json without what a model section does not know: tokens, dtype, length."""
-        names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-        plain = {theirs: getattr(c, ours) for ours, theirs in PLAIN.items()}
-        plain |= {"hidden_act": names[c.activation], "tie_word_embeddings": c.tie_embeddings, "attention_dropout": 0.0}
-        return {"model_type": self.model_type} | plain | write_rope(without_ntk(c)) | self.write(c)
+        plain = {theirs: getattr(c, ours) for ours, theirs in self.sizes.items()}
+        plain |= {"tie_word_embeddings": c.tie_embeddings}
+        if self.common:
+            act = {"hidden_act": write_activation(c, ACTIVATIONS), "attention_dropout": 0.0}
+            plain |= act | write_rope(without_ntk(c))
+        return {"model_type": self.model_type} | plain | self.write(c)
 
 
 FAMILIES: dict[str, Family] = {
@@ -325,8 +333,15 @@ FAMILIES: dict[str, Family] = {
         "qwen3_next", read_qwen3_next, write_qwen3_next, (hybrid(NEXT_EXPERTS), hybrid(FUSED_NEXT_EXPERTS)), partial=True
     ),
     # Published with code of its own, by which transformers loads it.
-    "KimiLinearForCausalLM": Family(
-        "kimi_linear", read_kimi_linear, write_kimi_linear, (rules(kda=KDA, experts=KIMI_EXPERTS),)
+    "KimiLinearForCausalLM": Family("kimi_linear", read_kimi_linear, write_kimi_linear, (KIMI,)),
+    # Before Nemotron-H, which may have no other layers too.
+    "Mamba2ForCausalLM": Family(
+        "mamba2", state_spaces.read_mamba2, state_spaces.write_mamba2, (of_mixers("backbone"),), norm_eps=1e-5,
+        sizes=state_spaces.SIZES_OF_MAMBA2, common=False, unadapted=("out_proj",),
+    ),
+    "NemotronHForCausalLM": Family(
+        "nemotron_h", state_spaces.read_nemotron_h, state_spaces.write_nemotron_h, (of_mixers("backbone"), of_mixers("model")),
+        norm_eps=1e-5, sizes=state_spaces.SIZES_OF_NEMOTRON_H, common=False, unadapted=("out_proj",),
     ),
 }  # fmt: skip
 

@@ -21,7 +21,8 @@ def without_ntk(c: DecoderShape) -> DecoderShape:
     """Returns the same function with another base in place of ntk scaling, which is equivalent where all layers turn as many
     dims."""
     parts = c.part_names()
-    widths = {c.rotary_dim or c.head_dim} if parts & {"attention", "window_attention"} else set()
+    plain = c.attention_rope and parts & {"attention", "window_attention"}
+    widths = {c.rotary_dim or c.head_dim} if plain else set()
     widths |= {c.latent.rope_dim} if "latent_attention" in parts else set()
     if c.rope_scaling != "ntk" or len(widths) != 1 or widths == {2}:
         return c
@@ -41,11 +42,15 @@ def deciding(c: DecoderShape) -> dict[str, Any]:
     values["experts.bias_rate"] = c.experts.bias_rate > 0  # whether there is a bias
     values["rotary_dim"] = None if c.rotary_dim == c.head_dim else c.rotary_dim
     unused = {"first_layers", "layer_pattern", "last_layers"}
-    if "mlp" not in parts:
+    if not parts & {"mlp", "ungated_mlp"}:
         unused |= {"ffn_dim", "activation"}
     if not plain:
         unused |= {"head_dim", "num_kv_heads", "rotary_dim"}
     values["latent.norm_eps"] = c.norm_eps if c.latent.norm_eps is None else c.latent.norm_eps
+    if not plain and "latent_attention" not in parts:
+        unused |= {"num_heads", "attention_scale", "attention_soft_cap"}
+    if not c.turns():
+        unused |= {k for k in values if k.startswith("rope_")}
     if "experts" in parts:
         values["experts.activation"] = c.experts.activation or c.activation
     sections = {part: section for part, (section, *_) in SECTIONS.items()} | {name: name for name in sections_of(LAYER)}
@@ -77,12 +82,12 @@ def same(a: Any, b: Any) -> bool:
 
 
 def differences(ours: DecoderShape, theirs: DecoderShape) -> list[str]:
-    """Returns the keys in which two models differ, those of the layers first: what else differs may follow from them."""
+    """Returns the keys in which two models differ, those first that others may follow from: of the layers, and of RoPE."""
     one, other = deciding(ours), deciding(theirs)
     keys = [k for k in {**one, **other} if k not in one or k not in other or not same(one[k], other[k])]
     if "num_layers" in keys:  # and so the list of them
         keys.remove("layers")
-    return sorted(keys, key=lambda k: k not in ("num_layers", "layers"))
+    return sorted(keys, key=lambda k: k not in ("num_layers", "layers", "attention_rope"))
 
 
 def written(value: Any) -> str:

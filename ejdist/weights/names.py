@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ejdist.models.config import DecoderShape
-from ejdist.weights.tensors import Blocks, Rule, rule
-
-Rules = Mapping[str, Sequence[Rule | Blocks]]
+from ejdist.weights.tensors import Blocks, Rule, Rules, rule
 
 TOP = (
     rule("model.embed_tokens.weight", "V D", "embedding: V D"),
@@ -106,6 +105,59 @@ KDA = (
     rule("self_attn.o_norm.weight", "H", "kda_out_norm: H"),
     rule("self_attn.o_proj.weight", "D (N H)", "kda_output: N H D"),
 )
+
+
+def _of_mamba2(c: DecoderShape) -> dict[str, int]:
+    """Returns sizes: N heads of width P, in K groups, whose RP channels of x stand before S of B and S of C."""
+    m = c.mamba2
+    sizes = {"N": m.num_heads, "P": m.head_dim, "K": m.num_groups, "S": m.state_dim, "W": m.conv_width}
+    return sizes | {"RP": m.num_heads // m.num_groups * m.head_dim, "D": c.model_dim}
+
+
+# The layers of Mamba-2 and Nemotron-H, each of one part, which is called their mixer.
+MAMBA2 = (
+    rule("norm.weight", "D", "mamba2_norm: D"),
+    # The gates of all heads, their x, B of all groups, C, and the steps.
+    Blocks(
+        "mixer.in_proj.weight",
+        (
+            ("(N P) D", "mamba2_gate: D N P"),
+            ("(N P) D", "mamba2_in: D N P"),
+            ("(K S) D", "mamba2_bc: D K +S"),
+            ("(K S) D", "mamba2_bc: D K +S"),
+            ("N D", "mamba2_dt: D N"),
+        ),
+        _of_mamba2,
+    ),
+    Blocks(
+        "mixer.conv1d.weight",
+        (
+            ("(K RP) 1 W", "mamba2_taps: K +RP W"),
+            ("(K S) 1 W", "mamba2_taps: K +S W"),
+            ("(K S) 1 W", "mamba2_taps: K +S W"),
+        ),
+        _of_mamba2,
+    ),
+    Blocks(
+        "mixer.conv1d.bias",
+        (
+            ("(K RP)", "mamba2_taps_bias: K +RP"),
+            ("(K S)", "mamba2_taps_bias: K +S"),
+            ("(K S)", "mamba2_taps_bias: K +S"),
+        ),
+        _of_mamba2,
+    ),
+    rule("mixer.A_log", "N", "mamba2_a_log: N"),
+    rule("mixer.dt_bias", "N", "mamba2_dt_bias: N"),
+    rule("mixer.D", "N", "mamba2_skip: N"),
+    rule("mixer.norm.weight", "(N P)", "mamba2_out_norm: N P"),
+    rule("mixer.out_proj.weight", "D (N P)", "mamba2_output: N P D"),
+)
+UNGATED_MLP = (
+    rule("norm.weight", "D", "ungated_mlp_norm: D"),
+    rule("mixer.up_proj.weight", "F D", "ungated_up: D F"),
+    rule("mixer.down_proj.weight", "D F", "ungated_down: F D"),
+)
 LATENT_ATTENTION = (
     rule("input_layernorm.weight", "D", "latent_attention_norm: D"),
     rule("self_attn.q_proj.weight", "(N H) D", "latent_query: D N H", without="query_down"),
@@ -180,9 +232,27 @@ GPT_OSS_EXPERTS = (
 
 def rules(**parts: Sequence[Rule | Blocks]) -> Rules:
     """Returns the rules of a family, by the part of a layer; "" are those of no layer."""
-    return {"": TOP, "attention": ATTENTION, "latent_attention": LATENT_ATTENTION, "mlp": MLP} | parts
+    return Rules({"": TOP, "attention": ATTENTION, "latent_attention": LATENT_ATTENTION, "mlp": MLP} | parts)
+
+
+def of_mixers(root: str) -> Rules:
+    """Returns the rules of Mamba-2 and Nemotron-H. root: how names of tensors begin, "backbone" in files."""
+    top = (
+        rule(f"{root}.embeddings.weight", "V D", "embedding: V D"),
+        rule(f"{root}.norm_f.weight", "D", "final_norm: D"),
+        TOP[-1],
+    )
+    names = {"self_attn.": "mixer.", "input_layernorm.": "norm."}
+    attention = [
+        replace(r, name=r.name.replace(old, new)) for r in ATTENTION for old, new in names.items() if old in r.name
+    ]
+    parts = {"": top, "mamba2": MAMBA2, "attention": attention, "ungated_mlp": UNGATED_MLP}
+    return Rules(parts, f"{root}.layers.{{layer}}.")
 
 
 def hybrid(experts: Sequence[Rule]) -> Rules:
     """Returns the rules of Qwen3-Next with these of its experts."""
     return rules(attention=GATED_ATTENTION, gated_delta=GATED_DELTA, experts=experts)
+
+
+KIMI = rules(kda=KDA, experts=KIMI_EXPERTS)

@@ -47,7 +47,8 @@ def save_adapter(
     check_target(to)
     layers = declare(c)["layers"]
     targets = targets_of(layers, section)
-    tensors = expand(family_of(c)[1].rules[0], c)
+    family = family_of(c)[1]
+    tensors = expand(family.rules[0], c)
     stacks = {name: [np.asarray(leaf(f"{_STACK}{name}.{part}")) for part in "ab"] for name in targets}
     arrays: dict[str, np.ndarray] = {}
     modules: dict[str, int] = {}  # name -> rank
@@ -56,6 +57,12 @@ def save_adapter(
         if not pieces:
             continue
         module = tensor.name.removesuffix(_WEIGHT)
+        if module.rpartition(".")[2] in family.unadapted:
+            raise WeightsError(
+                f"adapter = 'peft' cannot write that of {module}, which PEFT refuses in models of {family.model_type}: leave "
+                "adapter out, to write the model with its adapters merged, or train without "
+                f"{pieces[0].leaf.removeprefix(_STACK)} in lora.targets"
+            )
         a, b = _pair(tensor, pieces, layers, stacks)
         modules[module] = len(a)
         for name, x in (("lora_A", a), ("lora_B", b)):

@@ -55,7 +55,7 @@ def check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], c: DecoderCon
         notes.append(f"ignored in {where}: {names_in(ahead)}, which belong to multi-token prediction layers")
     unknown -= derived | ahead
     if c.tie_embeddings and "lm_head.weight" in unknown:
-        _check_tied(stored, where)
+        _check_tied(tensors, stored, where)
         unknown.remove("lm_head.weight")
     if unknown:
         raise WeightsError(
@@ -77,9 +77,10 @@ def check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], c: DecoderCon
     return notes
 
 
-def _check_tied(stored: Mapping[str, Stored], where: Path) -> None:
+def _check_tied(tensors: Sequence[Tensor], stored: Mapping[str, Stored], where: Path) -> None:
     """Raises WeightsError if the files have an output projection that is not the embedding, which the model takes."""
-    head, table = stored["lm_head.weight"], stored.get("model.embed_tokens.weight")
+    name = next(t.name for t in tensors if t.pieces[0].leaf == "params.embedding")
+    head, table = stored["lm_head.weight"], stored.get(name)
     alike = table is not None and (head.shape, head.dtype) == (table.shape, table.dtype) and head.dtype in DTYPES
     if not (alike and table is not None and _equal(head.open(), table.open())):
         raise WeightsError(

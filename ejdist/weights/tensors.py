@@ -22,14 +22,12 @@ from ejdist.models.decoder import declare
 from ejdist.models.parameters import Param
 from ejdist.models.stack import declare_buffers, layers_of
 
-LAYER = "model.layers.{layer}."
-
 
 @dataclass(frozen=True)
 class Rule:
     """A tensor of a file.
 
-    name: without `LAYER` in front, for what a layer has; a dim in braces is counted through, "experts.{E}.w1.weight".
+    name: without `Rules.layer` in front, for what a layer has; a dim in braces is counted through, "experts.{E}.w1.weight".
     theirs: its dims. ours: "parameter: dims", where a number is an index of ours, and so a part of the parameter.
     joined: the dim of theirs along which several of ours follow each other, each with its own size.
     given, without: a parameter; the tensor is left out unless the model has `given`, or if it has `without`.
@@ -59,7 +57,7 @@ def rule(name: str, theirs: str, *ours: str, **more: str) -> Rule:
 class Blocks:
     """A tensor of a file whose rows, in its first dim, are blocks that follow each other, each a part of one of ours.
 
-    name: without `LAYER` in front. each: a dim that is counted through, all blocks for each of its indices; "" for none.
+    name: without `Rules.layer` in front. each: a dim that is counted through, all blocks for each of its indices; "" for none.
     blocks: (theirs, "parameter: dims"). In theirs the first dim is the rows of a block, and 1 a dim of one entry. In ours a
       number is an index, `each` the index that is counted, and "(K R)", with `each` in brackets, the run of R entries that it
       has; "+Q" are the next Q entries of a dim, after those of the blocks before.
@@ -106,6 +104,17 @@ class Blocks:
                 pieces.append(Piece(place.names[name], tuple(at), order, rows=(row, row + rows, split)))
                 row += rows
         return [Tensor(prefix + self.name, ((row,), *((n,) for n in rest)), tuple(pieces))]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The tensors of a family's files.
+
+    parts: name of a part -> those of a layer that has it; "": those of no layer. layer: how names of a layer's begin.
+    """
+
+    parts: Mapping[str, Sequence[Rule | Blocks]]
+    layer: str = "model.layers.{layer}."
 
 
 @dataclass(frozen=True)
@@ -176,18 +185,12 @@ def declared_leaves(c: DecoderShape) -> dict[str, Param]:
     return leaves | {f"buffers.{part}.bias": of_part["bias"] for part, of_part in buffers.items() if "bias" in of_part}
 
 
-def expand(rules: Mapping[str, Sequence[Rule | Blocks]], c: DecoderShape) -> list[Tensor]:
-    """Returns every tensor of a model's files, in the order of its layers.
-
-    Args:
-      rules: name of a part -> those of a layer that has it; "": those of no layer.
-
-    Raises:
-      ValueError: a parameter of the model is in no rule.
-    """
+def expand(rules: Rules, c: DecoderShape) -> list[Tensor]:
+    """Returns every tensor of a model's files, in the order of its layers. Raises ValueError: a parameter of the model is in no
+    rule."""
     leaves = declared_leaves(c)
     top = {n: f"params.{n}" for n in declare(c)}
-    tensors = [t for r in rules[""] for t in r.tensors("", Place(c, top, leaves))]
+    tensors = [t for r in rules.parts[""] for t in r.tensors("", Place(c, top, leaves))]
     rows: Counter[str] = Counter()
     for layer, parts in enumerate(layers_of(c)):
         for part in parts:
@@ -195,8 +198,8 @@ def expand(rules: Mapping[str, Sequence[Rule | Blocks]], c: DecoderShape) -> lis
                 n: f"buffers.{part.name}.{n}" for n in part.buffers(c)
             }
             place = Place(c, leaf_names, leaves, (rows[part.name],))
-            for r in rules.get(part.name, ()):
-                tensors += r.tensors(LAYER.format(layer=layer), place)
+            for r in rules.parts.get(part.name, ()):
+                tensors += r.tensors(rules.layer.format(layer=layer), place)
             rows[part.name] += 1
     absent = leaves.keys() - {piece.leaf for t in tensors for piece in t.pieces}
     if absent:

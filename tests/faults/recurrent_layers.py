@@ -108,15 +108,15 @@ FAULTS = (
     Fault(
         "Mamba-2's norm is over all heads",
         "Mamba2.mixed",
-        "_normed($out, $norms['mamba2_out_norm'], $m.num_groups, $c.norm_eps)",
-        "_normed($out, $norms['mamba2_out_norm'], 1, $c.norm_eps)",
+        "_normed($out, $norms['mamba2_out_norm'], $m.num_groups, $c.norm_eps, $z)",
+        "_normed($out, $norms['mamba2_out_norm'], 1, $c.norm_eps, $z)",
         NUMBERS,
     ),
     Fault(
         "Mamba-2's gate comes after its norm",
         "Mamba2.mixed",
-        "$out = $out * jax.nn.silu($ops.project($$gate))\n$out = _normed($$args)",
-        "$out = _normed($$args) * jax.nn.silu($ops.project($$gate))",
+        "_normed($out, $norms['mamba2_out_norm'], $m.num_groups, $c.norm_eps, $z)",
+        "_normed($out, $norms['mamba2_out_norm'], $m.num_groups, $c.norm_eps) * jax.nn.silu($z)",
         NUMBERS,
     ),
     Fault(
@@ -163,9 +163,9 @@ FAULTS = (
     ),
     Fault(
         "keys of RoPE are taken where nothing turns",
-        "DecoderShape._validate_layers",
-        "'latent_attention' in $parts and (not self.latent.rope) and (not $parts & {'attention', 'window_attention'})",
-        "False",
+        "DecoderShape._validate_rope",
+        "not ($plain or 'latent_attention' in $parts) or self.turns()",
+        "True",
         "tests/test_moe_model.py -k wrong_configuration",
     ),
     Fault(

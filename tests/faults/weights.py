@@ -108,8 +108,8 @@ FAULTS = (
     numbers(
         "layers are off by one",
         "expand",
-        "LAYER.format(layer=$layer)",
-        "LAYER.format(layer=($layer + 1) % c.num_layers)",
+        "rules.layer.format(layer=$layer)",
+        "rules.layer.format(layer=($layer + 1) % c.num_layers)",
     ),
     numbers(
         "a shared expert's width is that of one",
@@ -257,7 +257,7 @@ FAULTS = (
     Fault(
         "a projection that is not tied is dropped",
         "reader:check",
-        "_check_tied($stored, $where)",
+        "_check_tied($tensors, $stored, $where)",
         "",
         f"{TESTS} -k tied_projection",
     ),
