@@ -35,8 +35,8 @@ _ELSEWHERE = (
     "chunk_size", "time_step_min", "time_step_max", "time_step_floor", "time_step_rank", "rescale_prenorm_residual",
     "residual_in_fp32", "mamba_ssm_cache_dtype", "use_mamba_kernels", "num_logits_to_keep",
 )  # fmt: skip
-# transformers, to 5.24 at least, raises every step of Nemotron-H to `time_step_min`, which in the published code is of the start
-# alone (huggingface/transformers#48989). None is below this one, whose logarithm is taken.
+# transformers, to 5.24 at least, raises every step of Nemotron-H to `time_step_min`, which in the published code is of the
+# start alone (huggingface/transformers#48989). None is below this one, whose logarithm is taken.
 LEAST_STEP = 1e-20
 # Keys that Nemotron-H does not read: of experts and of layers that predict tokens ahead, where there are none; of RoPE; and
 # what other keys say.
