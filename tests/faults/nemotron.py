@@ -4,7 +4,7 @@ from faults import Fault
 
 TESTS, MODELS = "tests/test_weights.py", "tests/test_moe_model.py"
 NUMBERS = f"{TESTS} -k 'is_written_as_it_was_read and (nemotron or mamba)'"
-REFUSED = f"{TESTS} -k 'refused_by_name and (nemotron or mamba)'"
+REFUSED = f"{TESTS} -k refused_by_name"
 RECIPE = f"{TESTS} -k 'published_configs and nemotron'"
 STEP, WRONG = f"{MODELS} -k 'numpy and nemotron'", f"{MODELS} -k 'wrong_configuration and nemotron'"
 COSTS = "tests/test_declared_costs.py -k without_a_gate"
@@ -130,7 +130,6 @@ FAULTS = (
         "()",
         RECIPE,
     ),
-    Fault("first layers count for nothing", "config:of_kinds", "$head + $period + $tail", "$period + $tail", RECIPE),
     Fault(
         "experts without a gate are taken for what they are not",
         "state_spaces:_letters",
