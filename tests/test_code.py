@@ -41,6 +41,7 @@ SLOW = {
         ("ragged_delta_rule", "decode"),
         ("linear_attention", "decode"),
         ("state_space_v2", "mamba2_8k"),
+        ("state_space_v1", "mamba_4k"),
         ("causal_conv1d", "documents_32k"),
     },
 }
