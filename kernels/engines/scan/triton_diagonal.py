@@ -38,7 +38,7 @@ def offset(index, F: tl.constexpr):
 
 @triton.jit
 def code_of(codes_ptr, token, inside):
-    """Returns (whether a token counts, whether it begins a document): codes are 0, 1 where a document begins, -1 for padding."""
+    """Returns (whether a token counts, whether it begins a document), which the codes 0, 1 and, of padding, -1 say."""
     counts, begins = inside, False
     if codes_ptr is not None:
         code = tl.load(codes_ptr + token, mask=inside, other=-1)
