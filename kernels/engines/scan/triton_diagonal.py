@@ -55,9 +55,23 @@ def rate_of(a_ptr, n, cols, F: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def pair_at(bc_ptr, at):
-    """Returns B and C of one number of a token: neighbours, which one load of 64 bits brings."""
-    both = tl.load((bc_ptr + at).to(tl.pointer_type(tl.int64)))
-    return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    """Returns B and C of one number of a token: neighbours, which one load of 64 bits brings and `halves` parts."""
+    return tl.load((bc_ptr + at).to(tl.pointer_type(tl.int64)))
+
+
+@triton.jit
+def halves(pair):
+    """Returns (B, C): registers of their own already."""
+    return pair.to(tl.int32).to(tl.float32, bitcast=True), (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pairs_at(bc_ptr, token, H: tl.constexpr):
+    """Returns the pairs of all H numbers of a token, a tuple."""
+    pairs, at = (), offset(token, 2 * H)
+    for n in tl.static_range(H):
+        pairs = pairs + (pair_at(bc_ptr, at + n * 2),)
+    return pairs
 
 
 @triton.jit
@@ -91,23 +105,32 @@ def rates_of(a_ptr, cols, F: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def tokens_at(x_ptr, dt_ptr, codes_ptr, token, at, left, inside, F: tl.constexpr, TOKENS: tl.constexpr):
-    """Returns the next tokens, of which `left` are those of the chunk, as tuples: x and dt in their own dtypes and 0 where a
-    token does not count, what is added to its exponents, and whether it counts."""
-    xs, dts, falls, valid = (), (), (), ()
+    """Returns x and dt of the next tokens, of which `left` are the chunk's, tuples in their own dtypes: 0 where a token does not
+    count."""
+    xs, dts = (), ()
     for i in tl.static_range(TOKENS):
         counts, new = code_of(codes_ptr, token + i, i < left)
         xs = xs + (tl.load(x_ptr + at + i * F, mask=counts & inside, other=0.0),)
         dts = dts + (tl.load(dt_ptr + at + i * F, mask=counts & inside, other=0.0),)
-        falls, valid = falls + (tl.where(new, FORGETS, 0.0),), valid + (counts,)
-    return xs, dts, falls, valid
+    return xs, dts
 
 
 @triton.jit
-def advance(h, dt, u, fall, rates, bc_ptr, pairs, H: tl.constexpr):
+def marks_at(codes_ptr, token, left, TOKENS: tl.constexpr):
+    """Returns what is added to the exponents of the next tokens, and whether they count, tuples."""
+    falls, valid = (), ()
+    for i in tl.static_range(TOKENS):
+        counts, new = code_of(codes_ptr, token + i, i < left)
+        falls, valid = falls + (tl.where(new, FORGETS, 0.0),), valid + (counts,)
+    return falls, valid
+
+
+@triton.jit
+def advance(h, dt, u, fall, rates, pairs, H: tl.constexpr):
     """Returns (the state after a token, the sum of its numbers times C)."""
     out, after = tl.zeros([dt.shape[0]], tl.float32), ()
     for n in tl.static_range(H):
-        b, c = pair_at(bc_ptr, pairs + n * 2)
+        b, c = halves(pairs[n])
         state = tl.exp2(dt * rates[n] + fall) * h[n] + u * b
         out += c * state
         after = after + (state,)
@@ -153,20 +176,27 @@ def diagonal_fwd_kernel(
     skip, steps = tl.zeros([BLOCK_F], tl.float32), tl.zeros([BLOCK_F], tl.float32)
     if skip_ptr is not None:
         skip = tl.load(skip_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    # Everything is loaded ahead of its use: x and dt by TOKENS tokens, and B and C, which come from afar too, by one.
+    begin, last = row * T + first, tl.maximum(count - 1, 0)
+    pairs = pairs_at(bc_ptr, begin, H)
+    xs, dts = tokens_at(x_ptr, dt_ptr, codes_ptr, begin, offset(begin, F) + cols, count, inside, F, TOKENS)
     for start in range(0, count, TOKENS):
-        token = row * T + first + start
-        at, pairs = offset(token, F) + cols, offset(token, 2 * H)
-        xs, dts, falls, valid = tokens_at(x_ptr, dt_ptr, codes_ptr, token, at, count - start, inside, F, TOKENS)
+        token, left = begin + start, count - start
+        at = offset(token, F) + cols
+        later_xs, later_dts = tokens_at(
+            x_ptr, dt_ptr, codes_ptr, token + TOKENS, at + TOKENS * F, left - TOKENS, inside, F, TOKENS
+        )
+        falls, valid = marks_at(codes_ptr, token, left, TOKENS)
         for i in tl.static_range(TOKENS):
+            later_pairs = pairs_at(bc_ptr, begin + tl.minimum(start + i + 1, last), H)
             x, dt = xs[i].to(tl.float32), dts[i].to(tl.float32)
-            # Past the chunk the step is 0, and there may be no B and C to read.
-            here = tl.where(start + i < count, i, 0) * (2 * H)
-            h, out = advance(h, dt, dt * x, falls[i], rates, bc_ptr, pairs + here, H)
-            out, steps = out + skip * x, steps + dt
+            h, out = advance(h, dt, dt * x, falls[i], rates, pairs, H)
+            out, steps, pairs = out + skip * x, steps + dt, later_pairs
             if out_ptr is not None:
                 if codes_ptr is not None:
                     out = tl.where(valid[i], out, 0.0)
                 tl.store(out_ptr + at + i * F, out.to(out_ptr.dtype.element_ty), mask=inside & (start + i < count))
+        xs, dts = later_xs, later_dts
     if finals_ptr is not None:
         store_numbers(finals_ptr, offset(row * G + owner, H * F), h, cols, ends, F, H, H, 1)
     if sums_ptr is not None:

@@ -15,9 +15,12 @@ from kernels.engines.scan.triton_diagonal import (
     LOG2E,
     advance,
     chunk_at,
+    halves,
     load_numbers,
+    marks_at,
     offset,
     pair_at,
+    pairs_at,
     rate_of,
     rates_of,
     store_numbers,
@@ -55,29 +58,41 @@ def diagonal_sums_kernel(
     for _ in tl.static_range(H):
         zero = tl.zeros([BLOCK_F], tl.float32)
         h, d, fades = h + (zero,), d + (zero,), fades + (zero + 1.0,)
+    begin, last = row * T + first, tl.maximum(count - 1, 0)
+    pairs = pairs_at(bc_ptr, begin, H)
     for start in range(0, count, TOKENS):
-        token = row * T + first + start
-        at, pairs = offset(token, F) + cols, offset(token, 2 * H)
-        xs, dts, falls, valid = tokens_at(x_ptr, dt_ptr, codes_ptr, token, at, count - start, inside, F, TOKENS)
+        token = begin + start
+        at = offset(token, F) + cols
+        xs, dts = tokens_at(x_ptr, dt_ptr, codes_ptr, token, at, count - start, inside, F, TOKENS)
+        falls, valid = marks_at(codes_ptr, token, count - start, TOKENS)
         dys = ()
         for i in tl.static_range(TOKENS):
             dys = dys + (tl.load(d_out_ptr + at + i * F, mask=valid[i] & inside, other=0.0),)
         for i in tl.static_range(TOKENS):
             dt, dy = dts[i].to(tl.float32), dys[i].to(tl.float32)
             u = dt * xs[i].to(tl.float32)
-            here = tl.where(start + i < count, i, 0) * (2 * H)
+            later_pairs = pairs_at(bc_ptr, begin + tl.minimum(start + i + 1, last), H)
             after, d_before, faded = (), (), ()
             for n in tl.static_range(H):
-                b, c_n = pair_at(bc_ptr, pairs + here + n * 2)
+                b, c_n = halves(pairs[n])
                 fade = tl.exp2(dt * rates[n] + falls[i])
                 after = after + (fade * h[n] + u * b,)
                 fade = fade * fades[n]
                 d_before, faded = d_before + (d[n] + fade * (c_n * dy),), faded + (fade,)
-            h, d, fades, steps = after, d_before, faded, steps + dt
+            h, d, fades, steps, pairs = after, d_before, faded, steps + dt, later_pairs
     begin = offset(row * CHUNKS + c, H * F)
     store_numbers(sums_ptr, begin, h, cols, True, F, H, 1, F)
     store_numbers(d_sums_ptr, begin, d, cols, True, F, H, 1, F)
     tl.store(steps_ptr + offset(row * CHUNKS + c, F) + cols, steps, mask=inside)
+
+
+@triton.jit
+def of_number(bc_ptr, at, start, count, H: tl.constexpr, TOKENS: tl.constexpr):
+    """Returns the pairs of B and C of one number of TOKENS tokens, a tuple; of those past the chunk anything."""
+    pairs = ()
+    for i in tl.static_range(TOKENS):
+        pairs = pairs + (pair_at(bc_ptr, at + tl.where(start + i < count, i, 0) * (2 * H)),)
+    return pairs
 
 
 @triton.jit
@@ -132,24 +147,29 @@ def diagonal_bwd_kernel(
     for number in range(H):
         tl.store(d_a_ptr + carried + number * F + cols, zero, mask=inside)
     rates = rates_of(a_ptr, cols, F, H)
+    begin, last = row * T + first, tl.maximum(count - 1, 0)
+    pairs = pairs_at(bc_ptr, begin, H)
     for start in range(0, count, TOKENS):
         store_numbers(inner_ptr, offset(chunk * PARTS + start // TOKENS, H * F), h, cols, True, F, H, 1, F)
-        token = row * T + first + start
-        at, pairs = offset(token, F) + cols, offset(token, 2 * H)
-        xs, dts, falls, valid = tokens_at(x_ptr, dt_ptr, codes_ptr, token, at, count - start, inside, F, TOKENS)
+        token = begin + start
+        at = offset(token, F) + cols
+        xs, dts = tokens_at(x_ptr, dt_ptr, codes_ptr, token, at, count - start, inside, F, TOKENS)
+        falls, valid = marks_at(codes_ptr, token, count - start, TOKENS)
         for i in tl.static_range(TOKENS):
+            later_pairs = pairs_at(bc_ptr, begin + tl.minimum(start + i + 1, last), H)
             dt = dts[i].to(tl.float32)
-            here = tl.where(start + i < count, i, 0) * (2 * H)
-            h, unread = advance(h, dt, dt * xs[i].to(tl.float32), falls[i], rates, bc_ptr, pairs + here, H)
+            h, unread = advance(h, dt, dt * xs[i].to(tl.float32), falls[i], rates, pairs, H)
+            pairs = later_pairs
     lanes = tl.arange(0, 2 * TOKENS)
     parts = (count + TOKENS - 1) // TOKENS
     for k in range(parts):
         # What this program stored below and above, it reads here.
         tl.debug_barrier()
         start = (parts - 1 - k) * TOKENS
-        token = row * T + first + start
-        at, pairs = offset(token, F) + cols, offset(token, 2 * H)
-        xs, dts, falls, valid = tokens_at(x_ptr, dt_ptr, codes_ptr, token, at, count - start, inside, F, TOKENS)
+        token = begin + start
+        at, bc_at = offset(token, F) + cols, offset(token, 2 * H)
+        xs, dts = tokens_at(x_ptr, dt_ptr, codes_ptr, token, at, count - start, inside, F, TOKENS)
+        falls, valid = marks_at(codes_ptr, token, count - start, TOKENS)
         steps, us, dys, d_us, d_dts = (), (), (), (), ()
         for i in tl.static_range(TOKENS):
             dt, x = dts[i].to(tl.float32), xs[i].to(tl.float32)
@@ -160,16 +180,22 @@ def diagonal_bwd_kernel(
         states = inner_ptr + offset(chunk * PARTS + start // TOKENS, H * F) + cols
         sums_at = d_bc_ptr + offset((row * COLUMNS + column) * H, 2 * T) + first + start
         sums_at += lanes // TOKENS * T + lanes % TOKENS
+        here, number_pairs = carried + cols, of_number(bc_ptr, bc_at, start, count, H, TOKENS)
+        state = tl.load(states, mask=inside, other=0.0)
+        g, d_a = tl.load(d_starts_ptr + here, mask=inside, other=0.0), tl.load(d_a_ptr + here, mask=inside, other=0.0)
+        rate = rate_of(a_ptr, 0, cols, F, H)
         for number in range(H):
-            rate = rate_of(a_ptr, number, cols, F, H)
-            here = carried + number * F + cols
-            state = tl.load(states + number * F, mask=inside, other=0.0)
-            g = tl.load(d_starts_ptr + here, mask=inside, other=0.0)
-            d_a = tl.load(d_a_ptr + here, mask=inside, other=0.0)
+            # What the next number needs is loaded ahead.
+            later = tl.minimum(number + 1, H - 1)
+            later_pairs = of_number(bc_ptr, bc_at + later * 2, start, count, H, TOKENS)
+            later_rate, there = rate_of(a_ptr, later, cols, F, H), here + (later - number) * F
+            later_state = tl.load(states + later * F, mask=inside, other=0.0)
+            later_g = tl.load(d_starts_ptr + there, mask=inside, other=0.0)
+            later_d_a = tl.load(d_a_ptr + there, mask=inside, other=0.0)
             # The last token comes first in these: so they are read.
             sums, bs, cs, fades, kept = tl.zeros([2 * TOKENS], tl.float32), (), (), (), ()
             for i in tl.static_range(TOKENS):
-                b, c_n = pair_at(bc_ptr, pairs + (tl.where(start + i < count, i, 0) * H + number) * 2)
+                b, c_n = halves(number_pairs[i])
                 fade = tl.exp2(steps[i] * (rate * LOG2E) + falls[i])
                 before = fade * state
                 state = before + us[i] * b
@@ -188,6 +214,7 @@ def diagonal_bwd_kernel(
             tl.store(d_starts_ptr + here, g, mask=inside)
             tl.store(d_a_ptr + here, d_a, mask=inside)
             tl.store(sums_at + number * (2 * T), sums, mask=start + lanes % TOKENS < count)
+            rate, state, g, d_a, number_pairs, here = later_rate, later_state, later_g, later_d_a, later_pairs, there
         for i in tl.static_range(TOKENS):
             there = inside & (start + i < count)
             # Read again: it was not needed meanwhile, and the registers were.

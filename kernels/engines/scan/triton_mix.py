@@ -60,17 +60,26 @@ def _constants(w_ptr, u_ptr, cols, F: tl.constexpr):
 
 
 @triton.jit
-def _tokens(k_ptr, v_ptr, codes_ptr, token, at, left, decay, inside, F: tl.constexpr, TOKENS: tl.constexpr):
-    """Returns the next tokens as tuples: k and v in their own dtype, their decays, whether they count, and begin a document."""
-    ks, vs, falls, valid, begins = (), (), (), (), ()
+def _tokens(k_ptr, v_ptr, codes_ptr, token, at, left, inside, F: tl.constexpr, TOKENS: tl.constexpr):
+    """Returns k and v of the next tokens, tuples in their own dtype."""
+    ks, vs = (), ()
     for i in tl.static_range(TOKENS):
         counts, new = code_of(codes_ptr, token + i, i < left)
         ks = ks + (tl.load(k_ptr + at + i * F, mask=counts & inside, other=float("-inf")),)
         vs = vs + (tl.load(v_ptr + at + i * F, mask=counts & inside, other=0.0),)
+    return ks, vs
+
+
+@triton.jit
+def _marks(codes_ptr, token, left, decay, TOKENS: tl.constexpr):
+    """Returns the decays of the next tokens, whether they count, and whether they begin a document, tuples."""
+    falls, valid, begins = (), (), ()
+    for i in tl.static_range(TOKENS):
+        counts, new = code_of(codes_ptr, token + i, i < left)
         fall = tl.where(counts, decay, 0.0)
         falls, valid = falls + (tl.where(new, FORGETS, fall),), valid + (counts,)
         begins = begins + (new,)
-    return ks, vs, falls, valid, begins
+    return falls, valid, begins
 
 
 @triton.jit
@@ -111,18 +120,23 @@ def mix_fwd_kernel(
     inside = cols < F
     decay, u = _constants(w_ptr, u_ptr, cols, F)
     a, b, p = _begin(starts_ptr, row * CHUNKS + c if JOINED else row * G + owner, cols, F, BLOCK_F)
+    token = row * T + first
+    ks, vs = _tokens(k_ptr, v_ptr, codes_ptr, token, offset(token, F) + cols, count, inside, F, TOKENS)
     for start in range(0, count, TOKENS):
-        token = row * T + first + start
+        token, left = row * T + first + start, count - start
         at = offset(token, F) + cols
-        ks, vs, falls, valid, news = _tokens(
-            k_ptr, v_ptr, codes_ptr, token, at, count - start, decay, inside, F, TOKENS
+        # Loaded ahead: what follows needs all of the tokens before.
+        later_ks, later_vs = _tokens(
+            k_ptr, v_ptr, codes_ptr, token + TOKENS, at + TOKENS * F, left - TOKENS, inside, F, TOKENS
         )
+        falls, valid, news = _marks(codes_ptr, token, left, decay, TOKENS)
         for i in tl.static_range(TOKENS):
             k, v = ks[i].to(tl.float32), vs[i].to(tl.float32)
             if out_ptr is not None:
                 out, own, den, top = _read(a, b, p, k, v, u, valid[i], news[i])
                 tl.store(out_ptr + at + i * F, out.to(out_ptr.dtype.element_ty), mask=inside & (start + i < count))
             a, b, p = _join(a, b, p + falls[i], v, 1.0, k)
+        ks, vs = later_ks, later_vs
     if finals_ptr is not None:
         _put(finals_ptr, row * G + owner, 0, a, cols, ends, F, 3)
         _put(finals_ptr, row * G + owner, 1, b, cols, ends, F, 3)

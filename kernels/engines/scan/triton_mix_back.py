@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.engines.scan.triton_diagonal import chunk_at, offset
-from kernels.engines.scan.triton_mix import EMPTY, _begin, _constants, _join, _load, _put, _read, _tokens
+from kernels.engines.scan.triton_mix import EMPTY, _begin, _constants, _join, _load, _marks, _put, _read, _tokens
 
 
 @triton.jit
@@ -58,9 +58,8 @@ def mix_sums_kernel(
     for start in range(0, count, TOKENS):
         token = row * T + first + start
         at = offset(token, F) + cols
-        ks, vs, falls, valid, news = _tokens(
-            k_ptr, v_ptr, codes_ptr, token, at, count - start, decay, inside, F, TOKENS
-        )
+        ks, vs = _tokens(k_ptr, v_ptr, codes_ptr, token, at, count - start, inside, F, TOKENS)
+        falls, valid, news = _marks(codes_ptr, token, count - start, decay, TOKENS)
         dys = ()
         for i in tl.static_range(TOKENS):
             dys = dys + (tl.load(d_out_ptr + at + i * F, mask=valid[i] & inside, other=0.0),)
@@ -116,18 +115,22 @@ def mix_bwd_kernel(
     index = row * CHUNKS + c
     first_a, first_b, first_p = _begin(starts_ptr, index if JOINED else row * G + owner, cols, F, BLOCK_F)
     a, b, p = first_a, first_b, first_p
+    token = row * T + first
+    ks, vs = _tokens(k_ptr, v_ptr, codes_ptr, token, offset(token, F) + cols, count, inside, F, TOKENS)
     for start in range(0, count, TOKENS):
         inner = index * PARTS + start // TOKENS
         _put(inner_ptr, inner, 0, a, cols, True, F, 3)
         _put(inner_ptr, inner, 1, b, cols, True, F, 3)
         _put(inner_ptr, inner, 2, p, cols, True, F, 3)
-        token = row * T + first + start
+        token, left = row * T + first + start, count - start
         at = offset(token, F) + cols
-        ks, vs, falls, valid, news = _tokens(
-            k_ptr, v_ptr, codes_ptr, token, at, count - start, decay, inside, F, TOKENS
+        later_ks, later_vs = _tokens(
+            k_ptr, v_ptr, codes_ptr, token + TOKENS, at + TOKENS * F, left - TOKENS, inside, F, TOKENS
         )
+        falls, valid, news = _marks(codes_ptr, token, left, decay, TOKENS)
         for i in tl.static_range(TOKENS):
             a, b, p = _join(a, b, p + falls[i], vs[i].to(tl.float32), 1.0, ks[i].to(tl.float32))
+        ks, vs = later_ks, later_vs
     if JOINED:
         d_a, d_b = _load(d_ends_ptr, index, 0, cols, F, 4), _load(d_ends_ptr, index, 1, cols, F, 4)
         m, d_p = _load(d_ends_ptr, index, 2, cols, F, 4), _load(d_ends_ptr, index, 3, cols, F, 4)
@@ -145,9 +148,8 @@ def mix_bwd_kernel(
         a, b, p = _begin(inner_ptr, inner, cols, F, BLOCK_F)
         token = row * T + first + start
         at = offset(token, F) + cols
-        ks, vs, falls, valid, news = _tokens(
-            k_ptr, v_ptr, codes_ptr, token, at, count - start, decay, inside, F, TOKENS
-        )
+        ks, vs = _tokens(k_ptr, v_ptr, codes_ptr, token, at, count - start, inside, F, TOKENS)
+        falls, valid, news = _marks(codes_ptr, token, count - start, decay, TOKENS)
         dys, sums, bases, tops = (), (), (), ()
         for i in tl.static_range(TOKENS):
             dys = dys + (tl.load(d_out_ptr + at + i * F, mask=valid[i] & inside, other=0.0),)
