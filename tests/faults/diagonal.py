@@ -18,7 +18,7 @@ FAULTS = (
     ),
     Fault(
         "diagonal: a document sees the one before it",
-        "triton_diagonal:tokens_at",
+        "triton_diagonal:marks_at",
         "tl.where($new, FORGETS, 0.0)",
         "tl.where($new, 0.0, 0.0)",
         DOCUMENTS,
@@ -131,7 +131,7 @@ FAULTS = (
     ),
     Fault(
         "time mix: padding lets a state fade",
-        "triton_mix:_tokens",
+        "triton_mix:_marks",
         "tl.where($counts, $decay, 0.0)",
         "tl.where($counts, $decay, $decay)",
         MIXED,
@@ -160,8 +160,8 @@ FAULTS = (
     Fault(
         "time mix: a decay lacks the gradient of the last exponent",
         "triton_mix_back:mix_bwd_kernel",
-        "tl.exp($fallen + $m) * ($a * $sums[$i] + $b * $bases[$i]) + $d_p",
-        "tl.exp($fallen + $m) * ($a * $sums[$i] + $b * $bases[$i])",
+        "_power($fallen + $m) * ($a * $sums[$i] + $b * $bases[$i]) + $d_p",
+        "_power($fallen + $m) * ($a * $sums[$i] + $b * $bases[$i])",
         MIXED,
     ),
     Fault(

@@ -105,7 +105,7 @@ def rates_of(a_ptr, cols, F: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def tokens_at(x_ptr, dt_ptr, codes_ptr, token, at, left, inside, F: tl.constexpr, TOKENS: tl.constexpr):
-    """Returns x and dt of the next tokens, of which `left` are the chunk's, tuples in their own dtypes: 0 where a token does not
+    """Returns x and dt of the next tokens, of which `left` are the chunk's, tuples in their own dtypes: 0 where one does not
     count."""
     xs, dts = (), ()
     for i in tl.static_range(TOKENS):

@@ -11,7 +11,18 @@ import triton
 import triton.language as tl
 
 from kernels.engines.scan.triton_diagonal import chunk_at, offset
-from kernels.engines.scan.triton_mix import EMPTY, _begin, _constants, _join, _load, _marks, _put, _read, _tokens
+from kernels.engines.scan.triton_mix import (
+    EMPTY,
+    _begin,
+    _constants,
+    _join,
+    _load,
+    _marks,
+    _power,
+    _put,
+    _read,
+    _tokens,
+)
 
 
 @triton.jit
@@ -159,13 +170,13 @@ def mix_bwd_kernel(
             k, v, dy = ks[i].to(tl.float32), vs[i].to(tl.float32), dys[i].to(tl.float32)
             out, own, den, top = _read(sums[i], bases[i], tops[i], k, v, u, valid[i], news[i])
             r, s, q = _passed(out, den, top, dy, valid[i], news[i])
-            fallen, weight = tops[i] + falls[i], tl.exp(k + m)
+            fallen, weight = tops[i] + falls[i], _power(k + m)
             mine = own * (r * (v - out))
             share = _share(k, fallen)
             dv = weight * d_a + own * r
             dk = weight * (d_a * v + d_b) + mine + d_p * share
             d_p *= 1.0 - share
-            through = tl.exp(fallen + m) * (d_a * sums[i] + d_b * bases[i]) + d_p
+            through = _power(fallen + m) * (d_a * sums[i] + d_b * bases[i]) + d_p
             d_decay += tl.where(valid[i] & (news[i] == 0), through, 0.0)
             d_bonus += tl.where(valid[i], mine, 0.0)
             d_a, d_b, m = _join(d_a, d_b, m + falls[i], r, s, q)
@@ -175,7 +186,7 @@ def mix_bwd_kernel(
             tl.store(dv_ptr + at + i * F, dv.to(dv_ptr.dtype.element_ty), mask=there)
     tl.store(d_decay_ptr + offset(index, F) + cols, d_decay, mask=inside)
     tl.store(d_bonus_ptr + offset(index, F) + cols, d_bonus, mask=inside)
-    scale = tl.exp(first_p + m)
+    scale = _power(first_p + m)
     d_a, d_b = scale * d_a, scale * d_b
     _put(d_starts_ptr, index, 0, d_a, cols, True, F, 3)
     _put(d_starts_ptr, index, 1, d_b, cols, True, F, 3)
