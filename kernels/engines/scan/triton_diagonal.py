@@ -16,6 +16,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+NEXT = tl.constexpr(1)  # a stride
 FORGETS = tl.constexpr(-1e30)  # an exponent whose power of 2 is 0, and that is no NaN times 0
 
 
@@ -169,9 +170,9 @@ def diagonal_fwd_kernel(
     first, count, owner, begins, ends = chunk_at(table_ptr, row, c, T, CHUNKS, SIZE)
     inside = cols < F
     if JOINED:
-        h = load_numbers(starts_ptr, offset(row * CHUNKS + c, H * F), cols, F, H, 1, F)
+        h = load_numbers(starts_ptr, offset(row * CHUNKS + c, H * F), cols, F, H, NEXT, F)
     else:
-        h = load_numbers(starts_ptr, offset(row * G + owner, H * F), cols, F, H, H, 1)
+        h = load_numbers(starts_ptr, offset(row * G + owner, H * F), cols, F, H, H, NEXT)
     rates = rates_of(a_ptr, cols, F, H)
     skip, steps = tl.zeros([BLOCK_F], tl.float32), tl.zeros([BLOCK_F], tl.float32)
     if skip_ptr is not None:
@@ -198,9 +199,9 @@ def diagonal_fwd_kernel(
                 tl.store(out_ptr + at + i * F, out.to(out_ptr.dtype.element_ty), mask=inside & (start + i < count))
         xs, dts = later_xs, later_dts
     if finals_ptr is not None:
-        store_numbers(finals_ptr, offset(row * G + owner, H * F), h, cols, ends, F, H, H, 1)
+        store_numbers(finals_ptr, offset(row * G + owner, H * F), h, cols, ends, F, H, H, NEXT)
     if sums_ptr is not None:
-        store_numbers(sums_ptr, offset(row * CHUNKS + c, H * F), h, cols, True, F, H, 1, F)
+        store_numbers(sums_ptr, offset(row * CHUNKS + c, H * F), h, cols, True, F, H, NEXT, F)
         tl.store(steps_ptr + offset(row * CHUNKS + c, F) + cols, steps, mask=inside)
 
 

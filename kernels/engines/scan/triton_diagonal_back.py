@@ -13,6 +13,7 @@ import triton.language as tl
 
 from kernels.engines.scan.triton_diagonal import (
     LOG2E,
+    NEXT,
     advance,
     chunk_at,
     halves,
@@ -81,8 +82,8 @@ def diagonal_sums_kernel(
                 d_before, faded = d_before + (d[n] + fade * (c_n * dy),), faded + (fade,)
             h, d, fades, steps, pairs = after, d_before, faded, steps + dt, later_pairs
     begin = offset(row * CHUNKS + c, H * F)
-    store_numbers(sums_ptr, begin, h, cols, True, F, H, 1, F)
-    store_numbers(d_sums_ptr, begin, d, cols, True, F, H, 1, F)
+    store_numbers(sums_ptr, begin, h, cols, True, F, H, NEXT, F)
+    store_numbers(d_sums_ptr, begin, d, cols, True, F, H, NEXT, F)
     tl.store(steps_ptr + offset(row * CHUNKS + c, F) + cols, steps, mask=inside)
 
 
@@ -137,20 +138,20 @@ def diagonal_bwd_kernel(
     chunk = row * CHUNKS + c
     carried = offset(chunk, H * F)
     if JOINED:
-        h = load_numbers(starts_ptr, carried, cols, F, H, 1, F)
-        d = load_numbers(d_ends_ptr, carried, cols, F, H, 1, F)
+        h = load_numbers(starts_ptr, carried, cols, F, H, NEXT, F)
+        d = load_numbers(d_ends_ptr, carried, cols, F, H, NEXT, F)
     else:
         entry = offset(row * G + owner, H * F)
-        h = load_numbers(starts_ptr, entry, cols, F, H, H, 1)
-        d = load_numbers(d_ends_ptr, entry, cols, F, H, H, 1)
-    store_numbers(d_starts_ptr, carried, d, cols, True, F, H, 1, F)
+        h = load_numbers(starts_ptr, entry, cols, F, H, H, NEXT)
+        d = load_numbers(d_ends_ptr, entry, cols, F, H, H, NEXT)
+    store_numbers(d_starts_ptr, carried, d, cols, True, F, H, NEXT, F)
     for number in range(H):
         tl.store(d_a_ptr + carried + number * F + cols, zero, mask=inside)
     rates = rates_of(a_ptr, cols, F, H)
     begin, last = row * T + first, tl.maximum(count - 1, 0)
     pairs = pairs_at(bc_ptr, begin, H)
     for start in range(0, count, TOKENS):
-        store_numbers(inner_ptr, offset(chunk * PARTS + start // TOKENS, H * F), h, cols, True, F, H, 1, F)
+        store_numbers(inner_ptr, offset(chunk * PARTS + start // TOKENS, H * F), h, cols, True, F, H, NEXT, F)
         token = begin + start
         at = offset(token, F) + cols
         xs, dts = tokens_at(x_ptr, dt_ptr, codes_ptr, token, at, count - start, inside, F, TOKENS)

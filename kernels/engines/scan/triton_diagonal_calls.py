@@ -62,7 +62,7 @@ def rows_of(B: int, T: int, size: int, segment_ids: jax.Array | None, num_states
     cut = layout(B, T, size, segment_ids, num_states)
     if segment_ids is None:
         return Row(cut, None, None)
-    if num_states > 1:
+    if cut.valid is not None and num_states > 1:
         return Row(cut, jnp.where(cut.valid, 0, -1), None)
     new = resets(segment_ids)
     padded = jnp.pad(new, ((0, 0), (0, cut.chunks * size - T)))
@@ -235,6 +235,7 @@ def backward(s: Scan, d_out: jax.Array, d_finals: jax.Array, cfg: DiagonalConfig
         "d_starts_ptr": state,
         "inner_ptr": jax.ShapeDtypeStruct((B, chunks, tile.size // tile.tokens, H, F), jnp.float32),
     }
+    unused: dict[str, Any] = {} if s.skip is not None else {"d_skip_ptr": None}
     if s.skip is not None:
         shapes["d_skip_ptr"] = jax.ShapeDtypeStruct((B, chunks, F), jnp.float32)
     results = triton_launch(
@@ -254,7 +255,7 @@ def backward(s: Scan, d_out: jax.Array, d_finals: jax.Array, cfg: DiagonalConfig
         G=G,
         JOINED=joined,
         **sizes,
-        **({} if s.skip is not None else {"d_skip_ptr": None}),
+        **unused,
     )
     d = dict(zip(shapes, results, strict=True))
     # Summed in a fixed order, not by atomics: the same call gives the same bits.

@@ -13,6 +13,7 @@ import triton.language as tl
 from kernels.engines.scan.triton_diagonal import LOG2E, chunk_at, code_of, offset
 
 FORGETS = tl.constexpr(-1e30)  # a decay that leaves nothing; the sum over a row is finite
+SUMS, GRADIENTS = tl.constexpr(3), tl.constexpr(4)  # parts of what a chunk passes on
 EMPTY = tl.constexpr(-1e38)  # the exponent of an empty sum
 
 
@@ -54,7 +55,11 @@ def _begin(ptr, index, cols, F: tl.constexpr, BLOCK_F: tl.constexpr):
         zero = tl.zeros([BLOCK_F], tl.float32)
         a, b, p = zero, zero, zero + EMPTY
     else:
-        a, b, p = (_load(ptr, index, 0, cols, F, 3), _load(ptr, index, 1, cols, F, 3), _load(ptr, index, 2, cols, F, 3))
+        a, b, p = (
+            _load(ptr, index, 0, cols, F, SUMS),
+            _load(ptr, index, 1, cols, F, SUMS),
+            _load(ptr, index, 2, cols, F, SUMS),
+        )
     return a, b, p
 
 
@@ -144,13 +149,13 @@ def mix_fwd_kernel(
             a, b, p = _join(a, b, p + falls[i], v, 1.0, k)
         ks, vs = later_ks, later_vs
     if finals_ptr is not None:
-        _put(finals_ptr, row * G + owner, 0, a, cols, ends, F, 3)
-        _put(finals_ptr, row * G + owner, 1, b, cols, ends, F, 3)
-        _put(finals_ptr, row * G + owner, 2, p, cols, ends, F, 3)
+        _put(finals_ptr, row * G + owner, 0, a, cols, ends, F, SUMS)
+        _put(finals_ptr, row * G + owner, 1, b, cols, ends, F, SUMS)
+        _put(finals_ptr, row * G + owner, 2, p, cols, ends, F, SUMS)
     if sums_ptr is not None:
-        _put(sums_ptr, row * CHUNKS + c, 0, a, cols, True, F, 3)
-        _put(sums_ptr, row * CHUNKS + c, 1, b, cols, True, F, 3)
-        _put(sums_ptr, row * CHUNKS + c, 2, p, cols, True, F, 3)
+        _put(sums_ptr, row * CHUNKS + c, 0, a, cols, True, F, SUMS)
+        _put(sums_ptr, row * CHUNKS + c, 1, b, cols, True, F, SUMS)
+        _put(sums_ptr, row * CHUNKS + c, 2, p, cols, True, F, SUMS)
 
 
 @triton.jit

@@ -13,6 +13,8 @@ import triton.language as tl
 from kernels.engines.scan.triton_diagonal import chunk_at, offset
 from kernels.engines.scan.triton_mix import (
     EMPTY,
+    GRADIENTS,
+    SUMS,
     _begin,
     _constants,
     _join,
@@ -83,10 +85,10 @@ def mix_sums_kernel(
             share *= 1.0 - _share(k, fallen)
             fall += falls[i]
             a, b, p = _join(a, b, fallen, v, 1.0, k)
-    _put(d_sums_ptr, index, 0, d_a, cols, True, F, 4)
-    _put(d_sums_ptr, index, 1, d_b, cols, True, F, 4)
-    _put(d_sums_ptr, index, 2, m, cols, True, F, 4)
-    _put(d_sums_ptr, index, 3, share, cols, True, F, 4)
+    _put(d_sums_ptr, index, 0, d_a, cols, True, F, GRADIENTS)
+    _put(d_sums_ptr, index, 1, d_b, cols, True, F, GRADIENTS)
+    _put(d_sums_ptr, index, 2, m, cols, True, F, GRADIENTS)
+    _put(d_sums_ptr, index, 3, share, cols, True, F, GRADIENTS)
 
 
 @triton.jit
@@ -130,9 +132,9 @@ def mix_bwd_kernel(
     ks, vs = _tokens(k_ptr, v_ptr, codes_ptr, token, offset(token, F) + cols, count, inside, F, TOKENS)
     for start in range(0, count, TOKENS):
         inner = index * PARTS + start // TOKENS
-        _put(inner_ptr, inner, 0, a, cols, True, F, 3)
-        _put(inner_ptr, inner, 1, b, cols, True, F, 3)
-        _put(inner_ptr, inner, 2, p, cols, True, F, 3)
+        _put(inner_ptr, inner, 0, a, cols, True, F, SUMS)
+        _put(inner_ptr, inner, 1, b, cols, True, F, SUMS)
+        _put(inner_ptr, inner, 2, p, cols, True, F, SUMS)
         token, left = row * T + first + start, count - start
         at = offset(token, F) + cols
         later_ks, later_vs = _tokens(
@@ -143,12 +145,12 @@ def mix_bwd_kernel(
             a, b, p = _join(a, b, p + falls[i], vs[i].to(tl.float32), 1.0, ks[i].to(tl.float32))
         ks, vs = later_ks, later_vs
     if JOINED:
-        d_a, d_b = _load(d_ends_ptr, index, 0, cols, F, 4), _load(d_ends_ptr, index, 1, cols, F, 4)
-        m, d_p = _load(d_ends_ptr, index, 2, cols, F, 4), _load(d_ends_ptr, index, 3, cols, F, 4)
+        d_a, d_b = _load(d_ends_ptr, index, 0, cols, F, GRADIENTS), _load(d_ends_ptr, index, 1, cols, F, GRADIENTS)
+        m, d_p = _load(d_ends_ptr, index, 2, cols, F, GRADIENTS), _load(d_ends_ptr, index, 3, cols, F, GRADIENTS)
     else:
         state = row * G + owner
-        d_a, d_b = _load(d_ends_ptr, state, 0, cols, F, 3), _load(d_ends_ptr, state, 1, cols, F, 3)
-        m, d_p = -p, _load(d_ends_ptr, state, 2, cols, F, 3) - a * d_a - b * d_b
+        d_a, d_b = _load(d_ends_ptr, state, 0, cols, F, SUMS), _load(d_ends_ptr, state, 1, cols, F, SUMS)
+        m, d_p = -p, _load(d_ends_ptr, state, 2, cols, F, SUMS) - a * d_a - b * d_b
     d_decay, d_bonus = zero, zero
     parts = (count + TOKENS - 1) // TOKENS
     for j in range(parts):
@@ -188,6 +190,6 @@ def mix_bwd_kernel(
     tl.store(d_bonus_ptr + offset(index, F) + cols, d_bonus, mask=inside)
     scale = _power(first_p + m)
     d_a, d_b = scale * d_a, scale * d_b
-    _put(d_starts_ptr, index, 0, d_a, cols, True, F, 3)
-    _put(d_starts_ptr, index, 1, d_b, cols, True, F, 3)
-    _put(d_starts_ptr, index, 2, d_p + first_a * d_a + first_b * d_b, cols, True, F, 3)
+    _put(d_starts_ptr, index, 0, d_a, cols, True, F, SUMS)
+    _put(d_starts_ptr, index, 1, d_b, cols, True, F, SUMS)
+    _put(d_starts_ptr, index, 2, d_p + first_a * d_a + first_b * d_b, cols, True, F, SUMS)

@@ -61,7 +61,9 @@ def _sizes(s: Mix, row: Row, tile: Tile) -> dict[str, Any]:
 def _lengths(s: Mix, row: Row, size: int) -> jax.Array:
     """Returns float32 [B, CHUNKS]: how many tokens fade what passes a chunk, or -1 if a document begins in it."""
     (B, T, _), chunks = s.k.shape, row.chunks.chunks
-    if row.chunks.table is not None:  # padding may be before, within and after the tokens of a chunk
+    if (
+        row.chunks.table is not None and row.chunks.valid is not None
+    ):  # padding may be before, within and after the tokens of a chunk
         before = jnp.pad(jnp.cumsum(row.chunks.valid, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
         first, count = row.chunks.table[..., 0], row.chunks.table[..., 1]
         ends = jnp.take_along_axis(before, first + count, axis=1)
