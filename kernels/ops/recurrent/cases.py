@@ -98,7 +98,7 @@ def _mix(
 
 _CHANNELS = {"B": 2, "G": 1, "T": 37, "F": 5}
 RWKV4 = (
-    _mix("small", {**_CHANNELS, "T": 6}, "smoke", state=False),
+    _mix("small", {**_CHANNELS, "T": 6}, "smoke", "code", state=False),
     _mix("documents", _CHANNELS, ids=documents),
     _mix("packed", {**_CHANNELS, "G": 3}, "code", ids=packed, num_states=3),
     _mix("one_token", {**_CHANNELS, "T": 1}, "slow"),

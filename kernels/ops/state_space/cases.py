@@ -100,7 +100,7 @@ V1 = _cases(
         "mamba_4k": {"B": 2, "T": 4096, "F": 4096, "H": 16},
         "mamba_64k": {"B": 1, "T": 65536, "F": 1024, "H": 16},
     },
-    code=("packed", "mamba_4k"),
+    code=("small", "packed", "mamba_4k"),
 )
 
 
