@@ -41,6 +41,10 @@ SLOW = {
         ("ragged_delta_rule", "decode"),
         ("linear_attention", "decode"),
         ("state_space_v2", "mamba2_8k"),
+        ("state_space_v1", "mamba_4k"),
+        ("state_space_v1", "packed"),
+        ("rwkv4", "packed"),
+        ("rwkv4", "rwkv_3b"),
         ("causal_conv1d", "documents_32k"),
     },
 }

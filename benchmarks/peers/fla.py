@@ -1,4 +1,4 @@
-"""flash-linear-attention: gated linear attention, delta rules, and Mamba-2 as linear attention with a decay a head."""
+"""flash-linear-attention: gated linear attention, delta rules, RWKV-4, and Mamba-2 as linear attention with a decay a head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 from benchmarks.peers import Expression, every, missing, needs_torch
 
 FRAMEWORK = "torch"
-OPERATIONS = ("linear_attention", "delta_rule", "state_space_v2")
+OPERATIONS = ("linear_attention", "delta_rule", "state_space_v2", "rwkv4")
+# The array of tokens whose dtype counts.
+_TOKENS = {"state_space_v2": "x", "rwkv4": "k"}
 
 
 def available() -> str | None:
@@ -18,7 +20,7 @@ def available() -> str | None:
 def express(op_name: str, arguments: dict[str, Any]) -> Any:
     """One token is `fused_recurrent`, its form for decoding, with states."""
     used = {name for name, value in arguments.items() if value is not None}
-    values = arguments["x" if op_name == "state_space_v2" else "query"]
+    values = arguments[_TOKENS.get(op_name, "query")]
     one = values.shape[1] == 1 and op_name in _ONE_TOKEN
     if {"segment_ids", *(() if one else ("initial_state",))} & used:
         return "documents and states are compared without"
@@ -129,5 +131,23 @@ def _state_space_v2(arguments: dict[str, Any], used: set[str]) -> Callable | str
     return state_space_v2
 
 
-_EXPRESSED = {"linear_attention": _linear_attention, "delta_rule": _delta_rule, "state_space_v2": _state_space_v2}
+def _rwkv4(arguments: dict[str, Any], used: set[str]) -> Callable | str:
+    """Its kernels store the state after each token for the backward, in the dtype of k."""
+
+    def rwkv4(w: Any, u: Any, k: Any, v: Any) -> Any:
+        from fla.ops.rwkv4 import fused_recurrent_rwkv4
+
+        state = k.new_zeros(k.shape[0], 3, 1, k.shape[2]).float()
+        state[:, 2] = -1e38
+        return fused_recurrent_rwkv4(w, u, k, v, state)[0]
+
+    return rwkv4
+
+
+_EXPRESSED = {
+    "linear_attention": _linear_attention,
+    "delta_rule": _delta_rule,
+    "state_space_v2": _state_space_v2,
+    "rwkv4": _rwkv4,
+}
 _ONE_TOKEN = {"linear_attention": _linear_attention_token, "delta_rule": _delta_rule_token}
