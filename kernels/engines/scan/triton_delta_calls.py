@@ -92,6 +92,8 @@ class Launches:
         self.columns: dict[str, Any] = {"Hv": Hv, "BLOCK_V": block_v}
         # What reads and writes a state: queries, keys, and keys that write where they differ from those that read.
         self.reads, self.keeps, self.writes = x.q, x.k, None
+        # What is written, less what the state has; and what is written beside it: values, keys, and what outputs read of them.
+        self.values, self.beside = x.v, (None, None, None)
         self.scale, self.stages = scale, {"num_warps": cfg.num_warps or 4, "num_stages": cfg.num_stages or 3}
 
     def log_decay(self) -> jax.Array | None:
@@ -143,7 +145,7 @@ class Launches:
             self.reads if reads else None,
             self.keeps,
             self.writes,
-            x.v,
+            self.values,
             weights if reads else None,
             solve,
             self.beta,
@@ -152,6 +154,7 @@ class Launches:
             self.layout.table,
             x.entries,
             starts,
+            *self.beside,
             out_shape=tuple(shape for name, shape in shapes.items() if name in wanted),
             grid=(self.walks[0], self.tiles + units),
             work=self.work if reads else None,
@@ -307,7 +310,7 @@ def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array) -> dict[str, A
     return run.gradients(d_out, found, of_end) | {"entries": entries}
 
 
-def _config(call: Call, chunk: int, block_v: int, num_warps: int, num_stages: int) -> ChunkConfig:
+def tiles(call: Call, chunk: int, block_v: int, num_warps: int, num_stages: int) -> ChunkConfig:
     d, chunk = call.dims, min(chunk, longest_chunk(call))
     # A part costs more than half as much again for its map, so a row is split only where that fills a GPU.
     programs = d["B"] * d["N"] * -(-d["Hv"] // columns(block_v, d["Hv"]))
@@ -329,8 +332,8 @@ def _config(call: Call, chunk: int, block_v: int, num_warps: int, num_stages: in
 def heuristic(call: Call, platform: str) -> ChunkConfig:
     """Returns the default tiles of a call."""
     if call.dtype == "float32":  # small tiles fit the registers
-        return _config(call, 16, 16, 8, 1)
-    return _config(call, 64, 32, 4, 3)
+        return tiles(call, 16, 16, 8, 1)
+    return tiles(call, 64, 32, 4, 3)
 
 
 def candidates(call: Call) -> list[ChunkConfig]:
@@ -338,7 +341,7 @@ def candidates(call: Call) -> list[ChunkConfig]:
     if call.dtype == "float32":
         return [heuristic(call, "cuda")]
     found = [
-        _config(call, chunk, block_v, num_warps, num_stages)
+        tiles(call, chunk, block_v, num_warps, num_stages)
         for chunk in (32, 64)
         for block_v in (16, 32, 64)
         for num_warps in (4, 8)
