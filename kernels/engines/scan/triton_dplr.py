@@ -99,7 +99,8 @@ def dplr_chunks_kernel(
     first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
     here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
     i, index = tl.arange(0, BLOCK_C), head.to(tl.int64) * CHUNKS + c
-    enters, leaves, dtype = run == before, run == last, pairs_ptr.dtype.element_ty
+    enters, leaves = run == before, run == last
+    dtype = pairs_ptr.dtype.element_ty
     q_at, k_at = (
         tokens_by_channels(q_ptr, row, first, n, T, N, H),
         tokens_by_channels(k_ptr, row, first, n, T, N, H),

@@ -20,6 +20,9 @@ from kernels.framework.measured import power_of_two
 from kernels.framework.work import Work
 from kernels.toolchains.triton import compute_capability, triton_launch
 
+WARPS = 8  # of a program of one chunk
+GRADIENTS = (32, 8)  # channels and warps of a program of gradients through decays
+
 
 class Tokens(NamedTuple):
     """Arguments of `S_t = diag(exp w_t) S_{t-1} + b_t (S_{t-1}ᵀ a_t)ᵀ + k_t v_tᵀ`, `out_t = scale · S_tᵀ q_t`.
@@ -86,7 +89,7 @@ class Launches(delta.Launches):
                 *inverses,
                 jax.ShapeDtypeStruct((*square.shape[:-1], 16), jnp.float32),
             ),
-            num_warps=8,
+            num_warps=WARPS,
             num_stages=1,
             Hv=x.v.shape[3],
             FORGETS=FORGETS if of.decays["EXACT"] else channels.FORGETS_CHANNEL,
@@ -124,7 +127,8 @@ class Launches(delta.Launches):
             PRECISION=precision,
             **gradient_tiles(self.cfg, x.k.dtype, v.shape[3], 8),
         )
-        width = min(32 if compute_capability() >= 90 else 16, of.decays["BLOCK_H"])
+        most, num_warps = GRADIENTS
+        width = min(most if compute_capability() >= 90 else most // 2, of.decays["BLOCK_H"])
         names = ("q", "k", "a", "b", "w")
         shapes = [jax.ShapeDtypeStruct(getattr(x, name).shape, getattr(x, name).dtype) for name in names]
         results = of.launch(
@@ -139,7 +143,7 @@ class Launches(delta.Launches):
             *of_states,
             *of_written,
             out_shape=tuple(shapes),
-            num_warps=8,
+            num_warps=num_warps,
             num_stages=1,
             blocks=-(-x.q.shape[3] // width),
             PRECISION=precision,

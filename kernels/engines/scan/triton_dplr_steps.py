@@ -18,8 +18,9 @@ from kernels.engines.scan.triton_parts import chunk_of, load_rows, runs_of, squa
 
 
 @triton.jit
-def _square(at, wanted, factor, dtype):
-    return (tl.where(wanted, tl.load(at).to(tl.float32), 0.0) * factor).to(dtype)
+def _square(at, wanted, factor):
+    """Returns the gradients of the pairs that are `wanted` [C, C], times a factor, in their dtype."""
+    return (tl.where(wanted, tl.load(at).to(tl.float32), 0.0) * factor).to(at.dtype.element_ty)
 
 
 @triton.jit
@@ -39,12 +40,12 @@ def dplr_step(
     dtype = k.dtype
     query, reader = (q.to(tl.float32) * reads).to(dtype), (a.to(tl.float32) * earlier).to(dtype)
     writer, key = (b.to(tl.float32) * writes).to(dtype), (k.to(tl.float32) * writes).to(dtype)
-    qb, qk = _square(qb_at, wanted, SCALE, dtype), _square(qk_at, wanted, SCALE, dtype)
+    qb, qk = _square(qb_at, wanted, SCALE), _square(qk_at, wanted, SCALE)
     through = tl.dot(qb, writer, input_precision=PRECISION)
     through = tl.dot(qk, key, through, input_precision=PRECISION)
     dq += through * reads
     by_reads = through * query.to(tl.float32)
-    ab, ak = _square(ab_at, strictly, 1.0, dtype), _square(ak_at, strictly, 1.0, dtype)
+    ab, ak = _square(ab_at, strictly, 1.0), _square(ak_at, strictly, 1.0)
     through = tl.dot(ab, writer, input_precision=PRECISION)
     through = tl.dot(ak, key, through, input_precision=PRECISION)
     da += through * earlier
