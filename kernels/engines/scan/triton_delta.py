@@ -88,8 +88,8 @@ def delta_walk_kernel(
     k_writes_ptr,  # keys as they write the state, if decays of channels are in both and in q; None if they are k
     v_ptr,  # [B, T, N, Hv]
     pairs_ptr,  # None with out_ptr
-    solve_ptr,  # None if v and k have the inverse in them
-    beta_ptr,  # None for 1
+    solve_ptr,
+    beta_ptr,
     enters_ptr,  # [B, N, T] float32, as leaves: what `fades` returns; None with k_writes_ptr
     leaves_ptr,
     whole_ptr,  # [B, N, CHUNKS] float32, or [B, N, CHUNKS, H]
@@ -97,9 +97,6 @@ def delta_walk_kernel(
     table_ptr,
     entries_ptr,  # [B, G, N, H, Hv]: states that sequences start from, or None for 0
     starts_ptr,  # [B, N, SPLITS, H, Hv]: states that parts start from; None for one part, or where their maps are wanted
-    beside_ptr,  # [B, T, N, Hv]: values that are written as they are, beside what v and the state give; None if there are none
-    beside_writes_ptr,  # [B, T, N, H]: their keys
-    beside_pairs_ptr,  # [B, N, CHUNKS, C, C]: what outputs read of them
     out_ptr,  # [B, T, N, Hv], or None
     written_ptr,  # [B, T, N, Hv]: what is written at each token, or None
     states_ptr,  # [B, N, CHUNKS, H, Hv]: before each chunk, or None
@@ -158,18 +155,12 @@ def delta_walk_kernel(
         if maps_ptr is not None:
             with_values = valid & (i < tl.where(of_values, BLOCK_C, 0))
         x = load_rows(tokens_by_channels(v_ptr, row, first, n, T, N, Hv), with_values, v, N, Hv, BLOCK_C)
-        if solve_ptr is not None:
-            solve = tl.load(square_at(solve_ptr, head * CHUNKS + c, BLOCK_C))
-        if beside_ptr is not None:
-            beside = load_rows(tokens_by_channels(beside_ptr, row, first, n, T, N, Hv), with_values, v, N, Hv, BLOCK_C)
+        solve = tl.load(square_at(solve_ptr, head * CHUNKS + c, BLOCK_C))
         old = tl.dot(k, state.to(k.dtype), input_precision=PRECISION)
         if k_writes_ptr is None:
             old *= enters[:, None]
-        written = x.to(tl.float32) - old
-        if beta_ptr is not None:
-            written *= beta[:, None]
-        if solve_ptr is not None:
-            written = tl.dot(solve, written.to(k.dtype), input_precision=PRECISION)
+        x = (x.to(tl.float32) - old) * beta[:, None]
+        written = tl.dot(solve, x.to(k.dtype), input_precision=PRECISION)
         if written_ptr is not None:
             store_rows(tokens_by_channels(written_ptr, row, first, n, T, N, Hv), written, here, v, N, Hv, BLOCK_C)
         if out_ptr is not None:
@@ -179,9 +170,6 @@ def delta_walk_kernel(
             if k_writes_ptr is None:
                 out *= (enters * SCALE)[:, None]
             out = tl.dot(weights, written.to(k.dtype), out, input_precision=PRECISION)
-            if beside_ptr is not None:
-                weights = tl.load(square_at(beside_pairs_ptr, head * CHUNKS + c, BLOCK_C))
-                out = tl.dot(weights, beside, out, input_precision=PRECISION)
             store_rows(tokens_by_channels(out_ptr, row, first, n, T, N, Hv), out, here, v, N, Hv, BLOCK_C)
         if k_writes_ptr is None:
             written *= leaves[:, None]
@@ -189,9 +177,6 @@ def delta_walk_kernel(
             k = load_rows(tokens_by_channels(k_writes_ptr, row, first, n, T, N, H), valid, h, N, H, BLOCK_C)
         written = written.to(k.dtype)
         state = tl.dot(tl.trans(k), written, state * whole, input_precision=PRECISION)
-        if beside_ptr is not None:
-            k = load_rows(tokens_by_channels(beside_writes_ptr, row, first, n, T, N, H), valid, h, N, H, BLOCK_C)
-            state = tl.dot(tl.trans(k), beside, state, input_precision=PRECISION)
         if table_ptr is not None and exits_ptr is not None:
             store_state(exits_ptr, slot, h, v, state, ends, H, Hv)
     if table_ptr is None and exits_ptr is not None:
@@ -206,8 +191,8 @@ def delta_reverse_kernel(
     k_ptr,
     k_writes_ptr,  # see `delta_walk_kernel`
     pairs_ptr,
-    solve_ptr,  # None if k has the inverse in it
-    beta_ptr,  # None for 1
+    solve_ptr,
+    beta_ptr,
     enters_ptr,  # [B, N, T] float32, as leaves: what `fades` returns; None with k_writes_ptr
     leaves_ptr,
     whole_ptr,  # [B, N, CHUNKS] float32, or [B, N, CHUNKS, H]
@@ -273,19 +258,17 @@ def delta_reverse_kernel(
         q = load_rows(tokens_by_channels(q_ptr, row, first, n // (N // K), T, K, H), valid, h, K, H, BLOCK_C)
         d_out = load_rows(tokens_by_channels(d_out_ptr, row, first, n, T, N, Hv), valid, v, N, Hv, BLOCK_C)
         weights = tl.load(tl.trans(square_at(pairs_ptr, head * CHUNKS + c, BLOCK_C)))
-        if solve_ptr is not None:
-            solve = tl.load(tl.trans(square_at(solve_ptr, head * CHUNKS + c, BLOCK_C)))
+        solve = tl.load(tl.trans(square_at(solve_ptr, head * CHUNKS + c, BLOCK_C)))
         if k_writes_ptr is None:
             d_written = tl.dot(k, d_state.to(k.dtype), input_precision=PRECISION) * leaves[:, None]
         else:
             w = load_rows(tokens_by_channels(k_writes_ptr, row, first, n, T, N, H), valid, h, N, H, BLOCK_C)
             d_written = tl.dot(w, d_state.to(k.dtype), input_precision=PRECISION)
-        du = tl.dot(weights, d_out, d_written, input_precision=PRECISION)
-        if solve_ptr is not None:
-            du = tl.dot(solve, du.to(k.dtype), input_precision=PRECISION)
+        d_written = tl.dot(weights, d_out, d_written, input_precision=PRECISION)
+        du = tl.dot(solve, d_written.to(k.dtype), input_precision=PRECISION)
         if du_ptr is not None:
             store_rows(tokens_by_channels(du_ptr, row, first, n, T, N, Hv), du, here, v, N, Hv, BLOCK_C)
-        du = -du if beta_ptr is None else du * -beta[:, None]
+        du *= -beta[:, None]
         if k_writes_ptr is None:
             d_out = (d_out.to(tl.float32) * (enters * SCALE)[:, None]).to(k.dtype)
             du *= enters[:, None]

@@ -92,8 +92,6 @@ class Launches:
         self.columns: dict[str, Any] = {"Hv": Hv, "BLOCK_V": block_v}
         # What reads and writes a state: queries, keys, and keys that write where they differ from those that read.
         self.reads, self.keeps, self.writes = x.q, x.k, None
-        # What is written, less what the state has; and what is written beside it: values, keys, and what outputs read of them.
-        self.values, self.beside = x.v, (None, None, None)
         self.scale, self.stages = scale, {"num_warps": cfg.num_warps or 4, "num_stages": cfg.num_stages or 3}
 
     def log_decay(self) -> jax.Array | None:
@@ -145,7 +143,7 @@ class Launches:
             self.reads if reads else None,
             self.keeps,
             self.writes,
-            self.values,
+            x.v,
             weights if reads else None,
             solve,
             self.beta,
@@ -154,7 +152,6 @@ class Launches:
             self.layout.table,
             x.entries,
             starts,
-            *self.beside,
             out_shape=tuple(shape for name, shape in shapes.items() if name in wanted),
             grid=(self.walks[0], self.tiles + units),
             work=self.work if reads else None,

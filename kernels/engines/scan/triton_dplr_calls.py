@@ -1,4 +1,4 @@
-"""Calls of the kernels in `triton_dplr.py` and `triton_dplr_steps.py`. The walks are those of a delta rule."""
+"""Calls of the kernels in `triton_dplr*.py`. The order of launches is that of a delta rule."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import triton
 
 from kernels.engines.scan import triton_channel_calls as channels
 from kernels.engines.scan import triton_delta_calls as delta
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.layout import FORGETS
 from kernels.engines.scan.triton_calls import LEAST, gradient_tiles, precisions
-from kernels.engines.scan.triton_dplr import dplr_chunks_kernel, dplr_written_kernel
+from kernels.engines.scan.triton_dplr import dplr_chunks_kernel
 from kernels.engines.scan.triton_dplr_steps import dplr_gradients_kernel
+from kernels.engines.scan.triton_dplr_walk import dplr_walk_kernel, dplr_written_kernel
 from kernels.framework.binding import Call
 from kernels.framework.measured import power_of_two
 from kernels.framework.work import Work
@@ -47,27 +49,41 @@ class Launches(delta.Launches):
     """The launches of one call.
 
     Args:
-      differentiated: whether `gradients` follows, which needs what only the chunks' inverses are in.
+      d_out: cotangents of the outputs [B, T, N, Hv] for `delta.backward`; None for `delta.forward`.
     """
 
     def __init__(
-        self, x: Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None, differentiated: bool
+        self, x: Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None, d_out: jax.Array | None
     ):
         beta: Any = None
         walked = delta.Tokens(x.q, x.k, x.v, beta, x.w, x.segment_ids, x.entries)
         super().__init__(walked, num_states, scale, cfg, work)
-        self.tokens, self.differentiated = x, differentiated
+        self.tokens, self.d_out = x, d_out
         self.decays_of = channels.chunks_of(walked, None, None, self, scale, cfg)
 
     def log_decay(self) -> None:
         return None
 
-    def pairs(self) -> tuple[jax.Array, None]:
-        """Returns (what outputs read of b, None: products with inverses are taken); sets what walks read and write."""
+    def pairs(self) -> tuple[None, None]:
+        """Sets what walks read and write, `ahead` and `back`; products with weights of pairs and with inverses are taken."""
         x, of = self.tokens, self.decays_of
-        tokens, square = of.tokens(), of.squares()
-        inverses = (square, square) if self.differentiated else ()
-        unused: dict[str, Any] = {} if inverses else {"solve_ptr": None, "product_ptr": None}
+        tokens, square, values = of.tokens(), of.squares(), jax.ShapeDtypeStruct(x.v.shape, x.k.dtype)
+        states = self.of_chunks(*self.states[3:])
+        shapes = {
+            "sums": of.tokens(jnp.float32),
+            "first": jax.ShapeDtypeStruct((*of.shape, of.decays["BLOCKS"]), jnp.int32),
+            "whole": of.per_channel(),
+            "keeps": tokens,
+            "writes": tokens,
+            "local": values,
+            "added": states,
+        }
+        of_outputs = {"reads": tokens, "beside": values}
+        of_backward = {"leaves": tokens} | dict.fromkeys(("qb", "qk", "solve", "product"), square)
+        of_backward |= {"d_local": values, "d_added": states}
+        wanted, others = (of_outputs, of_backward) if self.d_out is None else (of_backward, of_outputs)
+        shapes |= wanted | {"scratch": jax.ShapeDtypeStruct((*square.shape[:-1], 16), jnp.float32)}
+        unused: dict[str, Any] = {f"{name}_ptr": None for name in others}
         outputs = of.launch(
             dplr_chunks_kernel,
             x.q,
@@ -78,17 +94,8 @@ class Launches(delta.Launches):
             x.b,
             self.layout.runs,
             self.layout.table,
-            out_shape=(
-                of.tokens(jnp.float32),
-                jax.ShapeDtypeStruct((*of.shape, of.decays["BLOCKS"]), jnp.int32),
-                of.per_channel(),
-                *[tokens] * 4,
-                jax.ShapeDtypeStruct(x.v.shape, x.k.dtype),
-                square,
-                square,
-                *inverses,
-                jax.ShapeDtypeStruct((*square.shape[:-1], 16), jnp.float32),
-            ),
+            self.d_out,
+            out_shape=tuple(shapes.values()),
             num_warps=WARPS,
             num_stages=1,
             Hv=x.v.shape[3],
@@ -98,25 +105,74 @@ class Launches(delta.Launches):
             **of.decays,
             **unused,
         )
-        sums, first, whole, self.reads, self.writes, leaves, self.keeps, self.values, weights, others = outputs[:10]
-        self.fades, self.decays, self.inverses = (None, None, whole), (sums, whole, first), outputs[10:-1]
-        self.beside = (x.v, leaves, others)
-        return weights, None
+        self.found: dict[str, Any] = dict(zip(shapes, outputs, strict=True))
+        return None, None
+
+    def walk(self, weights: Any, solve: Any, wanted: tuple[str, ...], starts: Any = None) -> dict[str, jax.Array]:
+        found, width = self.found, self.tiles * self.columns["BLOCK_V"] + self.states[3]
+        arrays = tuple(found[name] for name in ("keeps", "writes", "local", "added", "whole"))
+        outputs = (found["reads"], found["beside"]) if "out" in wanted else (None, None)
+        return self._walk((*arrays, *outputs), self.x.entries, wanted, "maps", width, starts, False)
+
+    def reverse(self, weights: Any, solve: Any, d_out: Any, d_exits: Any, wanted: tuple[str, ...], starts: Any) -> Any:
+        arrays = tuple(self.found[name] for name in ("writes", "keeps", "d_local", "d_added", "whole"))
+        names = {"du": "written", "d_states": "states", "d_entries": "exits"}
+        asked = tuple(names.get(name, name) for name in wanted)
+        given = self._walk((*arrays, None, None), d_exits, asked, "added", self.states[4], starts, True)
+        return {name: given[names.get(name, name)] for name in wanted}
+
+    def _walk(
+        self, arrays: Any, entries: Any, wanted: tuple[str, ...], parts: str, width: int, starts: Any, reverse: bool
+    ) -> dict[str, jax.Array]:
+        """Returns what is `wanted` of a walk: "out", "written", "states", "exits", or, of its parts, what `parts` names."""
+        x, (B, _, N, H, Hv) = self.x, self.states
+        shapes = {
+            "out": jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
+            "written": jax.ShapeDtypeStruct(x.v.shape, x.k.dtype),
+            "states": self.of_chunks(H, Hv),
+            "exits": jax.ShapeDtypeStruct(self.states, jnp.float32),
+            parts: jax.ShapeDtypeStruct((B, N, self.splits, H, width), jnp.float32),
+        }
+        unused: dict[str, Any] = {
+            f"{'parts' if name == parts else name}_ptr": None for name in shapes if name not in wanted
+        }
+        units = triton.cdiv(H, self.columns["BLOCK_V"]) if "maps" in wanted else 0
+        outputs = triton_launch(
+            dplr_walk_kernel,
+            *arrays,
+            self.layout.table,
+            entries,
+            starts,
+            out_shape=tuple(shape for name, shape in shapes.items() if name in wanted),
+            grid=(self.walks[0], self.tiles + units),
+            work=self.work if ("exits" if reverse else "out") in wanted else None,
+            G=self.states[1],
+            SPLITS=self.splits,
+            COLUMNS=self.tiles,
+            PART=width,
+            REVERSE=reverse,
+            **{name: y for name, y in self.common.items() if name not in ("K", "SCALE")},
+            **self.columns,
+            **self.stages,
+            **unused,
+        )
+        return dict(zip([name for name in shapes if name in wanted], outputs, strict=True))
 
     def gradients(self, d_out: Any, found: dict[str, Any], of_end: dict[str, Any]) -> dict[str, Any]:
         """Returns the gradients of q, w, k, v, a and b. See `delta.Launches.gradients`."""
         x, of, valid = self.tokens, self.decays_of, self.layout.valid
-        states, written, (v, leaves, others) = found["states"], found["written"], self.beside
+        v, states, written, of_chunk = x.v, found["states"], found["written"], self.found
         tokens, square, precision = of.tokens(), of.squares(), precisions(x.k.dtype)[1]
         of_states = of.states(written, d_out, states, of_end["d_states"])
         *of_written, dv = of.launch(
             dplr_written_kernel,
             v,
-            leaves,
+            of_chunk["leaves"],
             self.layout.runs,
             self.layout.table,
-            *self.inverses,
-            others,
+            of_chunk["solve"],
+            of_chunk["product"],
+            of_chunk["qk"],
             d_out,
             written,
             of_end["du"],
@@ -137,7 +193,7 @@ class Launches(delta.Launches):
             x.k,
             x.a,
             x.b,
-            *self.decays,
+            *(of_chunk[name] for name in ("sums", "whole", "first")),
             self.layout.runs,
             self.layout.table,
             *of_states,

@@ -6,14 +6,13 @@ import triton
 import triton.language as tl
 
 from kernels.engines.scan.triton_channel_steps import (
-    interval_sums,
     level,
     level_decay,
     middle_decay,
     sums_over_intervals,
     within_blocks,
 )
-from kernels.engines.scan.triton_dplr import entering
+from kernels.engines.scan.triton_dplr import entering, leaving
 from kernels.engines.scan.triton_parts import chunk_of, load_rows, runs_of, square_at, store_rows, tokens_by_channels
 
 
@@ -107,26 +106,17 @@ def dplr_gradients_kernel(
     i, zeros = tl.arange(0, BLOCK_C), tl.zeros([BLOCK_C], tl.int32)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     index = head.to(tl.int64) * CHUNKS + c
-    q_at, k_at = (
-        tokens_by_channels(q_ptr, row, first, n, T, N, H),
-        tokens_by_channels(k_ptr, row, first, n, T, N, H),
-    )
-    a_at, b_at = (
-        tokens_by_channels(a_ptr, row, first, n, T, N, H),
-        tokens_by_channels(b_ptr, row, first, n, T, N, H),
-    )
+    q_at = tokens_by_channels(q_ptr, row, first, n, T, N, H)
+    k_at = tokens_by_channels(k_ptr, row, first, n, T, N, H)
+    a_at = tokens_by_channels(a_ptr, row, first, n, T, N, H)
+    b_at = tokens_by_channels(b_ptr, row, first, n, T, N, H)
     sums_at = tokens_by_channels(sums_ptr, row, first, n, T, N, H)
     qb_at, qk_at = square_at(d_qb_ptr, index, BLOCK_C), square_at(d_qk_ptr, index, BLOCK_C)
     ab_at, ak_at = square_at(d_ab_ptr, index, BLOCK_C), square_at(d_ak_ptr, index, BLOCK_C)
     at_level = tl.load(first_ptr + index * BLOCKS + tl.program_id(1) * BLOCK_H // WIDTH)
-    same, enters, leaves = run[:, None] == run[None, :], run == before, (run == last)[:, None]
+    same, enters = run[:, None] == run[None, :], run == before
     # Through the states before and after the chunk.
-    sums = load_rows(sums_at, here, h, N, H, BLOCK_C)
-    if EXACT:
-        until_end = interval_sums(sums, i + 1, zeros + BLOCK_C, BLOCK_C)
-    else:
-        until_end = tl.sum(tl.where((i == count - 1)[:, None], sums, 0.0), 0, keep_dims=True) - sums
-    left = tl.where(leaves, tl.exp(tl.minimum(until_end, 0.0)), 0.0)
+    left = leaving(sums_at, here, h, run == last, count, N, H, EXACT, BLOCK_C)
     d_write = load_rows(tokens_by_channels(d_writes_ptr, row, first, n, T, N, H), here, h, N, H, BLOCK_C)
     db = d_write.to(tl.float32) * left
     by_writes = db * load_rows(b_at, valid, h, N, H, BLOCK_C).to(tl.float32)

@@ -113,11 +113,11 @@ def pool_backward(
     return {n: d[n][:, 0] for n in arrays} | {"state_pool": d_pool.at[slots].set(d_entries, mode="drop")}
 
 
-def _rwkv7_launches(r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg, cost, differentiated):
+def _rwkv7_launches(r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg, cost, d_out):
     check_states("rwkv7", initial_state, segment_ids, num_states)
     entries = None if initial_state is None else initial_state.astype(jnp.float32)
     x = dplr.Tokens(r, w, k, v, a, b, segment_ids, entries)
-    return dplr.Launches(x, num_states, scale_of(softmax_scale, r.shape[-1]), cfg, cost, differentiated)
+    return dplr.Launches(x, num_states, scale_of(softmax_scale, r.shape[-1]), cfg, cost, d_out)
 
 
 def rwkv7_rejects(call):
@@ -127,13 +127,14 @@ def rwkv7_rejects(call):
 def rwkv7_forward(r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg):
     cost = rwkv7_work(rwkv7_op.bind(r, w, k, v, a, b, num_states=num_states))[0]
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
-    return delta.forward(_rwkv7_launches(r, w, k, v, a, b, *options, False))
+    return delta.forward(_rwkv7_launches(r, w, k, v, a, b, *options, None))
 
 
 def rwkv7_backward(saved, r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg):
     cost = rwkv7_work(rwkv7_op.bind(r, w, k, v, a, b, num_states=num_states))[1]
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
-    d = delta.backward(_rwkv7_launches(r, w, k, v, a, b, *options, True), saved.d_out, saved.d_final_state)
+    run = _rwkv7_launches(r, w, k, v, a, b, *options, saved.d_out)
+    d = delta.backward(run, saved.d_out, saved.d_final_state)
     gradients = {"r": d["q"]} | {name: d[name] for name in "wkvab"}
     return gradients | ({} if initial_state is None else {"initial_state": d["entries"]})
 
