@@ -16,14 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.engines.scan.triton_channel_steps import (
-    first_level,
-    interval_sums,
-    level,
-    level_decay,
-    middle_decay,
-    within_blocks,
-)
+from kernels.engines.scan.triton_channel_steps import first_level, interval_sums, level, within_blocks
 from kernels.engines.scan.triton_inverse import inverse
 from kernels.engines.scan.triton_parts import (
     chunk_of,
@@ -37,38 +30,118 @@ from kernels.engines.scan.triton_parts import (
 
 
 @triton.jit
-def entering(
-    sums_at, here, h, enters, BEFORE: tl.constexpr,
-    N: tl.constexpr, H: tl.constexpr, EXACT: tl.constexpr, BLOCK_C: tl.constexpr,
+def decays_of(
+    w_at, valid, h, FORGETS: tl.constexpr, N: tl.constexpr, H: tl.constexpr, EXACT: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip
-    """Returns the decay of the state before a chunk until each token [C, H], without its own if BEFORE; 0 unless `enters` [C].
+    """Returns (log decays [C, H], 0 for padding, and their sums since the beginning of the chunk; if EXACT themselves again)."""
+    w = load_rows(w_at, valid, h, N, H, BLOCK_C).to(tl.float32)
+    w = tl.where(w < FORGETS, FORGETS, w)
+    return w, (w if EXACT else tl.cumsum(w, 0))
 
-    Args:
-      sums_at: what `channel_decays_kernel` stores at the chunk: log decays if EXACT, else their sums since its beginning.
-    """
+
+@triton.jit
+def entering(w, since, enters, BEFORE: tl.constexpr, EXACT: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Returns the decay of the state before a chunk until each token [C, H], without its own if BEFORE; 0 unless `enters` [C]."""
     i = tl.arange(0, BLOCK_C)
     if EXACT:
-        own = load_rows(sums_at, here, h, N, H, BLOCK_C)
-        e = interval_sums(own, tl.zeros([BLOCK_C], tl.int32), i if BEFORE else i + 1, BLOCK_C)
-    elif BEFORE:
-        e = load_rows(sums_at - N * H, here & (i > 0), h, N, H, BLOCK_C)
+        e = interval_sums(w, tl.zeros([BLOCK_C], tl.int32), i if BEFORE else i + 1, BLOCK_C)
     else:
-        e = load_rows(sums_at, here, h, N, H, BLOCK_C)
+        e = since - w if BEFORE else since
     return tl.where(enters[:, None], tl.exp(tl.minimum(e, 0.0)), 0.0)
 
 
 @triton.jit
-def leaving(
-    sums_at, here, h, leaves, count, N: tl.constexpr, H: tl.constexpr, EXACT: tl.constexpr, BLOCK_C: tl.constexpr
-):  # fmt: skip
-    """Returns the decay of what each token writes until the end of its chunk [C, H]; 0 unless it `leaves` [C]. See `entering`."""
+def leaving(w, since, leaves, EXACT: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Returns the decay of what each token writes until the end of its chunk [C, H]; 0 unless it `leaves` [C]."""
     i = tl.arange(0, BLOCK_C)
-    own = load_rows(sums_at, here, h, N, H, BLOCK_C)
     if EXACT:
-        e = interval_sums(own, i + 1, tl.zeros([BLOCK_C], tl.int32) + BLOCK_C, BLOCK_C)
+        e = interval_sums(w, i + 1, tl.zeros([BLOCK_C], tl.int32) + BLOCK_C, BLOCK_C)
     else:
-        e = tl.sum(tl.where((i == count - 1)[:, None], own, 0.0), 0, keep_dims=True) - own
+        e = tl.sum(w, 0, keep_dims=True) - since
     return tl.where(leaves[:, None], tl.exp(tl.minimum(e, 0.0)), 0.0)
+
+
+@triton.jit
+def _combined(weights, since):
+    """Returns weights · since [C, H] to 17 bits. What reads and what writes both have it, so that its rounding cancels."""
+    weights, high = weights.to(tl.bfloat16), since.to(tl.bfloat16)
+    low = (since - high.to(tl.float32)).to(tl.bfloat16)
+    return tl.dot(weights, low, tl.dot(weights, high))
+
+
+@triton.jit
+def block_decays(w, since, size, REACH: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Returns the decays from the middle of a block's sums until tokens read, until they read before their own, and from what
+    they write until there, [C, H]. See `triton_channel_steps.py`."""
+    i, u = tl.arange(0, BLOCK_C)[:, None], tl.arange(0, BLOCK_C)[None, :]
+    begin = i // size * size
+    ends = tl.where(u == begin - 1, 0.5, 0.0) + tl.where(u == begin + size - 1, 0.5, 0.0)
+    e, most = since - _combined(ends, since), 0.5 * REACH + 1.0
+    return tl.exp(tl.minimum(e, most)), tl.exp(tl.minimum(e - w, most)), tl.exp(tl.minimum(-e, most))
+
+
+@triton.jit
+def level_decays(w, since, late, middle, EXACT: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Returns the decays between each token and the middle of its block [C, H], and those of late tokens without their own."""
+    i = tl.arange(0, BLOCK_C)
+    if EXACT:
+        begin = tl.where(late, middle, i + 1)
+        e = tl.minimum(interval_sums(w, begin, tl.where(late, i + 1, middle), BLOCK_C), 0.0)
+        before = tl.minimum(interval_sums(w, begin, tl.where(late, i, middle), BLOCK_C), 0.0)
+    else:
+        e = since - _combined(tl.where(tl.arange(0, BLOCK_C)[None, :] == middle[:, None] - 1, 1.0, 0.0), since)
+        e, before = tl.where(late[:, None], e, -e), tl.where(late[:, None], e - w, -e)
+    return tl.exp(e), tl.exp(before)
+
+
+@triton.jit
+def pairs_of(
+    x_at, b_at, k_at, w_at, valid, BEFORE: tl.constexpr,
+    FORGETS: tl.constexpr, N: tl.constexpr, H: tl.constexpr, REACH: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, LEVELS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Returns what a chunk's readers x read of its writers b and of its writers k, [t, s] each, also across documents.
+
+    Args:
+      BEFORE: whether x_t reads before the decay and the write of token t, or after both.
+    """
+    dtype = k_at.dtype.element_ty
+    i = tl.arange(0, BLOCK_C)
+    xb, xk = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_C], tl.float32)
+    own_b, own_k = tl.zeros([BLOCK_C], tl.float32), tl.zeros([BLOCK_C], tl.float32)
+    for block in tl.range(0, BLOCKS, num_stages=1):
+        h = block * BLOCK_H + tl.arange(0, BLOCK_H)
+        w, since = decays_of(w_at, valid, h, FORGETS, N, H, EXACT, BLOCK_C)
+        at_level = first_level(w, tl.sum(w, 0), REACH, LEVELS, BLOCK_C, BLOCK_H)
+        if not BEFORE:
+            if at_level == 0:
+                wide = load_rows(x_at, valid, h, N, H, BLOCK_C).to(tl.float32)
+                own_b += tl.sum(wide * load_rows(b_at, valid, h, N, H, BLOCK_C).to(tl.float32), 1)
+                own_k += tl.sum(wide * load_rows(k_at, valid, h, N, H, BLOCK_C).to(tl.float32), 1)
+        if REACH > 0:
+            if at_level > 0:
+                wanted = within_blocks(1 << at_level, not BEFORE, BLOCK_C)
+                reads, earlier, writes = block_decays(w, since, 1 << at_level, REACH, BLOCK_C)
+                reads = earlier if BEFORE else reads
+                reader = (load_rows(x_at, valid, h, N, H, BLOCK_C).to(tl.float32) * reads).to(dtype)
+                writer = tl.trans((load_rows(b_at, valid, h, N, H, BLOCK_C).to(tl.float32) * writes).to(dtype))
+                xb += tl.where(wanted, tl.dot(reader, writer, input_precision=PRECISION), 0.0)
+                writer = tl.trans((load_rows(k_at, valid, h, N, H, BLOCK_C).to(tl.float32) * writes).to(dtype))
+                xk += tl.where(wanted, tl.dot(reader, writer, input_precision=PRECISION), 0.0)
+        for number in tl.range(at_level, LEVELS, num_stages=1):
+            late, middle, wanted = level(1 << number, BLOCK_C)
+            writes, earlier = level_decays(w, since, late, middle, EXACT, BLOCK_C)
+            reads = earlier if BEFORE else writes
+            reader = (load_rows(x_at, valid, h, N, H, BLOCK_C).to(tl.float32) * reads).to(dtype)
+            writer = tl.trans((load_rows(b_at, valid, h, N, H, BLOCK_C).to(tl.float32) * writes).to(dtype))
+            xb += tl.where(wanted, tl.dot(reader, writer, input_precision=PRECISION), 0.0)
+            writer = tl.trans((load_rows(k_at, valid, h, N, H, BLOCK_C).to(tl.float32) * writes).to(dtype))
+            xk += tl.where(wanted, tl.dot(reader, writer, input_precision=PRECISION), 0.0)
+    if not BEFORE:
+        diagonal = i[:, None] == i[None, :]
+        xb += tl.where(diagonal, own_b[:, None], 0.0)
+        xk += tl.where(diagonal, own_k[:, None], 0.0)
+    return xb, xk
 
 
 @triton.jit
@@ -82,7 +155,6 @@ def dplr_chunks_kernel(
     runs_ptr,
     table_ptr,
     d_out_ptr,  # [B, T, N, Hv], or None
-    sums_ptr,  # [B, T, N, H] float32: log decays if EXACT, else their sums since the beginning of their chunk
     first_ptr,  # int32 [B, N, CHUNKS, BLOCKS]: what `first_level` returns
     whole_ptr,  # [B, N, CHUNKS, H] float32: the decay over the chunk
     keeps_ptr,  # [B, T, N, H]: what a reads of the state before the chunk, in it
@@ -127,56 +199,27 @@ def dplr_chunks_kernel(
     a_at = tokens_by_channels(a_ptr, row, first, n, T, N, H)
     b_at = tokens_by_channels(b_ptr, row, first, n, T, N, H)
     v_at = tokens_by_channels(v_ptr, row, first, n, T, N, Hv)
-    sums_at = tokens_by_channels(sums_ptr, row, first, n, T, N, H)
-    own_b, own_k = tl.zeros([BLOCK_C], tl.float32), tl.zeros([BLOCK_C], tl.float32)
-    qb, qk = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_C], tl.float32)
-    ab, ak = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_C], tl.float32)
+    w_at = tokens_by_channels(w_ptr, row, first, n, T, N, H)
     for block in tl.range(0, BLOCKS, num_stages=1):
         h = block * BLOCK_H + tl.arange(0, BLOCK_H)
-        w = load_rows(tokens_by_channels(w_ptr, row, first, n, T, N, H), valid, h, N, H, BLOCK_C).to(tl.float32)
-        w = tl.where(w < FORGETS, FORGETS, w)
+        w, _ = decays_of(w_at, valid, h, FORGETS, N, H, True, BLOCK_C)
         total = tl.sum(w, 0)
         at_level = first_level(w, total, REACH, LEVELS, BLOCK_C, BLOCK_H)
         tl.store(first_ptr + index * BLOCKS + block, at_level)
         tl.store(whole_ptr + index * H + h, tl.where(before == last, tl.exp(total), 0.0), mask=h < H)
-        store_rows(sums_at, w if EXACT else tl.cumsum(w, 0), here, h, N, H, BLOCK_C)
-        tl.debug_barrier()  # sums that other threads have stored are read below
-        if at_level == 0:
-            wide = load_rows(q_at, valid, h, N, H, BLOCK_C).to(tl.float32)
-            own_b += tl.sum(wide * load_rows(b_at, valid, h, N, H, BLOCK_C).to(tl.float32), 1)
-            own_k += tl.sum(wide * load_rows(k_at, valid, h, N, H, BLOCK_C).to(tl.float32), 1)
-        if REACH > 0:
-            if at_level > 0:
-                size = 1 << at_level
-                wanted, strictly = within_blocks(size, True, BLOCK_C), within_blocks(size, False, BLOCK_C)
-                reads, writes = middle_decay(sums_at, here, h, size, count, False, N, H, REACH, BLOCK_C)
-                writer = tl.trans((load_rows(b_at, valid, h, N, H, BLOCK_C).to(tl.float32) * writes).to(dtype))
-                key = tl.trans((load_rows(k_at, valid, h, N, H, BLOCK_C).to(tl.float32) * writes).to(dtype))
-                query = (load_rows(q_at, valid, h, N, H, BLOCK_C).to(tl.float32) * reads).to(dtype)
-                qb += tl.where(wanted, tl.dot(query, writer, input_precision=PRECISION), 0.0)
-                qk += tl.where(wanted, tl.dot(query, key, input_precision=PRECISION), 0.0)
-                reads, _ = middle_decay(sums_at, here, h, size, count, True, N, H, REACH, BLOCK_C)
-                query = (load_rows(a_at, valid, h, N, H, BLOCK_C).to(tl.float32) * reads).to(dtype)
-                ab += tl.where(strictly, tl.dot(query, writer, input_precision=PRECISION), 0.0)
-                ak += tl.where(strictly, tl.dot(query, key, input_precision=PRECISION), 0.0)
-        for number in tl.range(at_level, LEVELS, num_stages=1):
-            late, middle, wanted = level(1 << number, BLOCK_C)
-            f = level_decay(sums_at, here, h, late, middle, False, N, H, EXACT, BLOCK_C)
-            writer = tl.trans((load_rows(b_at, valid, h, N, H, BLOCK_C).to(tl.float32) * f).to(dtype))
-            key = tl.trans((load_rows(k_at, valid, h, N, H, BLOCK_C).to(tl.float32) * f).to(dtype))
-            query = (load_rows(q_at, valid, h, N, H, BLOCK_C).to(tl.float32) * f).to(dtype)
-            qb += tl.where(wanted, tl.dot(query, writer, input_precision=PRECISION), 0.0)
-            qk += tl.where(wanted, tl.dot(query, key, input_precision=PRECISION), 0.0)
-            f = level_decay(sums_at, here, h, late, middle, True, N, H, EXACT, BLOCK_C)
-            query = (load_rows(a_at, valid, h, N, H, BLOCK_C).to(tl.float32) * f).to(dtype)
-            ab += tl.where(wanted, tl.dot(query, writer, input_precision=PRECISION), 0.0)
-            ak += tl.where(wanted, tl.dot(query, key, input_precision=PRECISION), 0.0)
-    same, diagonal = run[:, None] == run[None, :], i[:, None] == i[None, :]
-    of_b = (tl.where(same, qb + tl.where(diagonal, own_b[:, None], 0.0), 0.0) * SCALE).to(dtype)
-    of_k = (tl.where(same, qk + tl.where(diagonal, own_k[:, None], 0.0), 0.0) * SCALE).to(dtype)
-    inverted = inverse(tl.where(same, -ab, 0.0), scratch_ptr + index * (BLOCK_C * 16), BLOCK_C)
-    solve = inverted.to(dtype)
-    product = tl.dot(solve, tl.where(same, ak, 0.0).to(dtype), input_precision=PRECISION).to(dtype)
+    same = run[:, None] == run[None, :]
+    ab, ak = pairs_of(
+        a_at, b_at, k_at, w_at, valid, True,
+        FORGETS, N, H, REACH, PRECISION, EXACT, LEVELS, BLOCKS, BLOCK_C, BLOCK_H,
+    )  # fmt: skip
+    product = tl.where(same, ak, 0.0).to(dtype)
+    solve = inverse(tl.where(same, -ab, 0.0), scratch_ptr + index * (BLOCK_C * 16), BLOCK_C).to(dtype)
+    product = tl.dot(solve, product, input_precision=PRECISION).to(dtype)
+    qb, qk = pairs_of(
+        q_at, b_at, k_at, w_at, valid, False,
+        FORGETS, N, H, REACH, PRECISION, EXACT, LEVELS, BLOCKS, BLOCK_C, BLOCK_H,
+    )  # fmt: skip
+    of_b, of_k = (tl.where(same, qb, 0.0) * SCALE).to(dtype), (tl.where(same, qk, 0.0) * SCALE).to(dtype)
     if d_out_ptr is not None:
         tl.store(square_at(qb_ptr, index, BLOCK_C), of_b)
         tl.store(square_at(qk_ptr, index, BLOCK_C), of_k)
@@ -193,16 +236,17 @@ def dplr_chunks_kernel(
             store_rows(tokens_by_channels(beside_ptr, row, first, n, T, N, Hv), own, here, v, N, Hv, BLOCK_C)
     for block in tl.range(0, BLOCKS, num_stages=1):
         h = block * BLOCK_H + tl.arange(0, BLOCK_H)
+        w, since = decays_of(w_at, valid, h, FORGETS, N, H, EXACT, BLOCK_C)
         wide = load_rows(a_at, valid, h, N, H, BLOCK_C).to(tl.float32)
-        wide *= entering(sums_at, here, h, enters, True, N, H, EXACT, BLOCK_C)
+        wide *= entering(w, since, enters, True, EXACT, BLOCK_C)
         keeps = tl.dot(solve, wide.to(dtype), input_precision=PRECISION).to(dtype)
         store_rows(tokens_by_channels(keeps_ptr, row, first, n, T, N, H), keeps, here, h, N, H, BLOCK_C)
         if reads_ptr is not None:
             wide = load_rows(q_at, valid, h, N, H, BLOCK_C).to(tl.float32) * SCALE
-            wide *= entering(sums_at, here, h, enters, False, N, H, EXACT, BLOCK_C)
+            wide *= entering(w, since, enters, False, EXACT, BLOCK_C)
             wide = tl.dot(of_b, keeps, wide, input_precision=PRECISION)
             store_rows(tokens_by_channels(reads_ptr, row, first, n, T, N, H), wide, here, h, N, H, BLOCK_C)
-        left = leaving(sums_at, here, h, leaves, count, N, H, EXACT, BLOCK_C)
+        left = leaving(w, since, leaves, EXACT, BLOCK_C)
         wide = load_rows(b_at, valid, h, N, H, BLOCK_C).to(tl.float32) * left
         store_rows(tokens_by_channels(writes_ptr, row, first, n, T, N, H), wide, here, h, N, H, BLOCK_C)
         key = (load_rows(k_at, valid, h, N, H, BLOCK_C).to(tl.float32) * left).to(dtype)
@@ -210,7 +254,7 @@ def dplr_chunks_kernel(
             store_rows(tokens_by_channels(leaves_ptr, row, first, n, T, N, H), key, here, h, N, H, BLOCK_C)
         if d_out_ptr is not None:
             wide = load_rows(q_at, valid, h, N, H, BLOCK_C).to(tl.float32) * SCALE
-            wide *= entering(sums_at, here, h, enters, False, N, H, EXACT, BLOCK_C)
+            wide *= entering(w, since, enters, False, EXACT, BLOCK_C)
         for start in tl.range(0, Hv, BLOCK_V, num_stages=1):
             v = start + tl.arange(0, BLOCK_V)
             x = load_rows(v_at, valid, v, N, Hv, BLOCK_C)

@@ -22,7 +22,7 @@ from kernels.framework.measured import power_of_two
 from kernels.framework.work import Work
 from kernels.toolchains.triton import compute_capability, triton_launch
 
-WARPS = 8  # of a program of one chunk
+WIDTH, WARPS = 32, 8  # channels of a program of one chunk at a time, and its warps
 GRADIENTS = (32, 8)  # channels and warps of a program of gradients through decays
 
 
@@ -60,6 +60,9 @@ class Launches(delta.Launches):
         super().__init__(walked, num_states, scale, cfg, work)
         self.tokens, self.d_out = x, d_out
         self.decays_of = channels.chunks_of(walked, None, None, self, scale, cfg)
+        block = min(WIDTH, self.decays_of.decays["BLOCK_H"])
+        self.decays_of.decays.update({"BLOCK_H": block, "BLOCKS": -(-self.states[3] // block)})
+        self.forgets = FORGETS if self.decays_of.decays["EXACT"] else channels.FORGETS_CHANNEL
 
     def log_decay(self) -> None:
         return None
@@ -70,7 +73,6 @@ class Launches(delta.Launches):
         tokens, square, values = of.tokens(), of.squares(), jax.ShapeDtypeStruct(x.v.shape, x.k.dtype)
         states = self.of_chunks(*self.states[3:])
         shapes = {
-            "sums": of.tokens(jnp.float32),
             "first": jax.ShapeDtypeStruct((*of.shape, of.decays["BLOCKS"]), jnp.int32),
             "whole": of.per_channel(),
             "keeps": tokens,
@@ -99,7 +101,7 @@ class Launches(delta.Launches):
             num_warps=WARPS,
             num_stages=1,
             Hv=x.v.shape[3],
-            FORGETS=FORGETS if of.decays["EXACT"] else channels.FORGETS_CHANNEL,
+            FORGETS=self.forgets,
             PRECISION=precisions(x.k.dtype)[0],
             BLOCK_V=min(64, max(LEAST, power_of_two(x.v.shape[3]))),
             **of.decays,
@@ -193,7 +195,9 @@ class Launches(delta.Launches):
             x.k,
             x.a,
             x.b,
-            *(of_chunk[name] for name in ("sums", "whole", "first")),
+            x.w,
+            of_chunk["whole"],
+            of_chunk["first"],
             self.layout.runs,
             self.layout.table,
             *of_states,
@@ -202,6 +206,7 @@ class Launches(delta.Launches):
             num_warps=num_warps,
             num_stages=1,
             blocks=-(-x.q.shape[3] // width),
+            FORGETS=self.forgets,
             PRECISION=precision,
             WIDTH=of.decays["BLOCK_H"],
             **of.decays | {"BLOCK_H": width},

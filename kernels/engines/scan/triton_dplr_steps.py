@@ -5,14 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.engines.scan.triton_channel_steps import (
-    level,
-    level_decay,
-    middle_decay,
-    sums_over_intervals,
-    within_blocks,
-)
-from kernels.engines.scan.triton_dplr import entering, leaving
+from kernels.engines.scan.triton_channel_steps import level, sums_over_intervals, within_blocks
+from kernels.engines.scan.triton_dplr import block_decays, decays_of, entering, leaving, level_decays
 from kernels.engines.scan.triton_parts import chunk_of, load_rows, runs_of, square_at, store_rows, tokens_by_channels
 
 
@@ -65,8 +59,8 @@ def dplr_gradients_kernel(
     k_ptr,
     a_ptr,
     b_ptr,
-    sums_ptr,  # see `dplr_chunks_kernel`, as of whole and first
-    whole_ptr,
+    w_ptr,  # log decays
+    whole_ptr,  # see `dplr_chunks_kernel`, as of first
     first_ptr,
     runs_ptr,
     table_ptr,
@@ -88,6 +82,7 @@ def dplr_gradients_kernel(
     N: tl.constexpr,
     H: tl.constexpr,
     CHUNKS: tl.constexpr,
+    FORGETS: tl.constexpr,
     REACH: tl.constexpr,
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -110,13 +105,14 @@ def dplr_gradients_kernel(
     k_at = tokens_by_channels(k_ptr, row, first, n, T, N, H)
     a_at = tokens_by_channels(a_ptr, row, first, n, T, N, H)
     b_at = tokens_by_channels(b_ptr, row, first, n, T, N, H)
-    sums_at = tokens_by_channels(sums_ptr, row, first, n, T, N, H)
+    w_at = tokens_by_channels(w_ptr, row, first, n, T, N, H)
     qb_at, qk_at = square_at(d_qb_ptr, index, BLOCK_C), square_at(d_qk_ptr, index, BLOCK_C)
     ab_at, ak_at = square_at(d_ab_ptr, index, BLOCK_C), square_at(d_ak_ptr, index, BLOCK_C)
     at_level = tl.load(first_ptr + index * BLOCKS + tl.program_id(1) * BLOCK_H // WIDTH)
     same, enters = run[:, None] == run[None, :], run == before
     # Through the states before and after the chunk.
-    left = leaving(sums_at, here, h, run == last, count, N, H, EXACT, BLOCK_C)
+    w, since = decays_of(w_at, valid, h, FORGETS, N, H, EXACT, BLOCK_C)
+    left = leaving(w, since, run == last, EXACT, BLOCK_C)
     d_write = load_rows(tokens_by_channels(d_writes_ptr, row, first, n, T, N, H), here, h, N, H, BLOCK_C)
     db = d_write.to(tl.float32) * left
     by_writes = db * load_rows(b_at, valid, h, N, H, BLOCK_C).to(tl.float32)
@@ -124,10 +120,10 @@ def dplr_gradients_kernel(
     dk = d_leave.to(tl.float32) * left
     by_writes += dk * load_rows(k_at, valid, h, N, H, BLOCK_C).to(tl.float32)
     d_read = load_rows(tokens_by_channels(d_reads_ptr, row, first, n, T, N, H), here, h, N, H, BLOCK_C)
-    dq = d_read.to(tl.float32) * entering(sums_at, here, h, enters, False, N, H, EXACT, BLOCK_C) * SCALE
+    dq = d_read.to(tl.float32) * entering(w, since, enters, False, EXACT, BLOCK_C) * SCALE
     by_reads = dq * load_rows(q_at, valid, h, N, H, BLOCK_C).to(tl.float32)
     d_enter = load_rows(tokens_by_channels(d_entering_ptr, row, first, n, T, N, H), here, h, N, H, BLOCK_C)
-    da = d_enter.to(tl.float32) * entering(sums_at, here, h, enters, True, N, H, EXACT, BLOCK_C)
+    da = d_enter.to(tl.float32) * entering(w, since, enters, True, EXACT, BLOCK_C)
     by_earlier = da * load_rows(a_at, valid, h, N, H, BLOCK_C).to(tl.float32)
     total = tl.load(whole_ptr + index * H + h, mask=h < H, other=0.0)
     total *= tl.load(d_whole_ptr + index * H + h, mask=h < H, other=0.0)
@@ -151,8 +147,7 @@ def dplr_gradients_kernel(
     if REACH > 0:
         if at_level > 0:
             size = 1 << at_level
-            reads, writes = middle_decay(sums_at, here, h, size, count, False, N, H, REACH, BLOCK_C)
-            earlier, _ = middle_decay(sums_at, here, h, size, count, True, N, H, REACH, BLOCK_C)
+            reads, earlier, writes = block_decays(w, since, size, REACH, BLOCK_C)
             dq, da, db, dk, z, z_earlier, less = dplr_step(
                 reads,
                 earlier,
@@ -178,8 +173,7 @@ def dplr_gradients_kernel(
             by_earlier += z_earlier
     for number in tl.range(at_level, LEVELS, num_stages=1):
         late, middle, wanted = level(1 << number, BLOCK_C)
-        writes = level_decay(sums_at, here, h, late, middle, False, N, H, EXACT, BLOCK_C)
-        earlier = level_decay(sums_at, here, h, late, middle, True, N, H, EXACT, BLOCK_C)
+        writes, earlier = level_decays(w, since, late, middle, EXACT, BLOCK_C)
         dq, da, db, dk, z, z_earlier, less = dplr_step(
             writes,
             earlier,
@@ -202,9 +196,9 @@ def dplr_gradients_kernel(
             PRECISION,
         )
         if EXACT:
-            since = tl.where(late, middle, i)
-            dw += sums_over_intervals(z, since, tl.where(late, i + 1, i), BLOCK_C)
-            dw += sums_over_intervals(z_earlier, since, i, BLOCK_C)
+            start = tl.where(late, middle, i)
+            dw += sums_over_intervals(z, start, tl.where(late, i + 1, i), BLOCK_C)
+            dw += sums_over_intervals(z_earlier, start, i, BLOCK_C)
             dw += sums_over_intervals(less, i + 1, tl.where(late, i + 1, middle), BLOCK_C)
         else:
             dw += z + z_earlier - less

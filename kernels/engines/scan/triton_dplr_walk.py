@@ -90,7 +90,24 @@ def dplr_walk_kernel(
     first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
     here, _ = tokens_of(None, table_ptr, row, first, count, T, BLOCK_C)
     next_local, next_beside, next_added, next_whole = _of_chunk(
-        local_ptr, beside_ptr, added_ptr, whole_ptr, row, n, c, first, here, h, v, of_values, T, N, H, Hv, CHUNKS, BLOCK_C
+        local_ptr,
+        beside_ptr,
+        added_ptr,
+        whole_ptr,
+        row,
+        n,
+        c,
+        first,
+        here,
+        h,
+        v,
+        of_values,
+        T,
+        N,
+        H,
+        Hv,
+        CHUNKS,
+        BLOCK_C,
     )
     for step in range(0, end - begin):
         c = end - 1 - step if REVERSE else begin + step
