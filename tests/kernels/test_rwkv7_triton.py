@@ -120,7 +120,7 @@ def test_one_token():
 
 
 def test_the_map_of_a_part_of_a_row():
-    """One call from the state [0 | I] with values [v | 0] ends in what a rank does to a state, as sequence parallelism has it."""
+    """One call from the state [0 | I] with values [v | 0] ends in what a rank does to a state that enters it."""
     rng = np.random.default_rng(8)
     x, state = arguments_of(rng, 1, 40, 1, 8, 4), rng.standard_normal((1, 1, 1, 8, 4)).astype(np.float32)
     wanted, final = op(**x, initial_state=state, platform="xla")

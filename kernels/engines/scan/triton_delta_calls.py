@@ -308,6 +308,7 @@ def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array) -> dict[str, A
 
 
 def tiles(call: Call, chunk: int, block_v: int, num_warps: int, num_stages: int) -> ChunkConfig:
+    """Returns the tiles of a call: these sizes, if it has as many tokens and columns, and what follows from them."""
     d, chunk = call.dims, min(chunk, longest_chunk(call))
     # A part costs more than half as much again for its map, so a row is split only where that fills a GPU.
     programs = d["B"] * d["N"] * -(-d["Hv"] // columns(block_v, d["Hv"]))

@@ -3,12 +3,12 @@
     u_t = S_{t-1}ᵀ a_t,  S_t = diag(exp w_t) S_{t-1} + b_t u_tᵀ + k_t v_tᵀ,  out_t = scale · S_tᵀ q_t
 
 With S the state before a chunk, what its tokens read is u = solve (P(a, k) v + (a · decay) S), where P(x, y) are the pairs of a
-reader x and a writer y, and solve is the inverse of I - P(a, b). All that does not need S is computed for all chunks at once:
+reader x and a writer y, and solve is the inverse of I - P(a, b). What needs no S is computed for all chunks at once:
 
     u = keeps S + local,  out = reads S + beside,  S' = whole S + writesᵀ u + added
 
-Then a program walks the chunks of a row and head, two products after one another a chunk. The gradient of the state goes the same
-way from the end, with keeps and writes exchanged. Pairs are taken in the steps of `triton_channel_steps.py`.
+Then a program walks the chunks of a row and head: two products after one another a chunk. The gradient of the state goes the
+same way from the end, with keeps and writes exchanged. Pairs are taken in the steps of `triton_channel_steps.py`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from kernels.engines.scan.triton_parts import (
 
 @triton.jit
 def decays_of(
-    w_at, valid, h, FORGETS: tl.constexpr, N: tl.constexpr, H: tl.constexpr, EXACT: tl.constexpr, BLOCK_C: tl.constexpr
+    w_at, valid, h, FORGETS: tl.constexpr, N: tl.constexpr, H: tl.constexpr, EXACT, BLOCK_C: tl.constexpr
 ):  # fmt: skip
-    """Returns (log decays [C, H], 0 for padding, and their sums since the beginning of the chunk; if EXACT themselves again)."""
+    """Returns (log decays [C, H], 0 for padding, their sums since the beginning of the chunk, or if EXACT themselves again)."""
     w = load_rows(w_at, valid, h, N, H, BLOCK_C).to(tl.float32)
     w = tl.where(w < FORGETS, FORGETS, w)
     return w, (w if EXACT else tl.cumsum(w, 0))
 
 
 @triton.jit
-def entering(w, since, enters, BEFORE: tl.constexpr, EXACT: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Returns the decay of the state before a chunk until each token [C, H], without its own if BEFORE; 0 unless `enters` [C]."""
+def entering(w, since, enters, BEFORE, EXACT: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Returns the decay of the state before a chunk until each token [C, H], without its own if BEFORE; 0 where not `enters`."""
     i = tl.arange(0, BLOCK_C)
     if EXACT:
         e = interval_sums(w, tl.zeros([BLOCK_C], tl.int32), i if BEFORE else i + 1, BLOCK_C)
@@ -96,7 +96,7 @@ def level_decays(w, since, late, middle, EXACT: tl.constexpr, BLOCK_C: tl.conste
 
 @triton.jit
 def pairs_of(
-    x_at, b_at, k_at, w_at, valid, BEFORE: tl.constexpr,
+    x_at, b_at, k_at, w_at, valid, BEFORE,
     FORGETS: tl.constexpr, N: tl.constexpr, H: tl.constexpr, REACH: tl.constexpr, PRECISION: tl.constexpr,
     EXACT: tl.constexpr, LEVELS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -107,20 +107,21 @@ def pairs_of(
     """
     dtype = k_at.dtype.element_ty
     i = tl.arange(0, BLOCK_C)
+    OWN: tl.constexpr = tl.constexpr(not BEFORE)
     xb, xk = tl.zeros([BLOCK_C, BLOCK_C], tl.float32), tl.zeros([BLOCK_C, BLOCK_C], tl.float32)
     own_b, own_k = tl.zeros([BLOCK_C], tl.float32), tl.zeros([BLOCK_C], tl.float32)
     for block in tl.range(0, BLOCKS, num_stages=1):
         h = block * BLOCK_H + tl.arange(0, BLOCK_H)
         w, since = decays_of(w_at, valid, h, FORGETS, N, H, EXACT, BLOCK_C)
         at_level = first_level(w, tl.sum(w, 0), REACH, LEVELS, BLOCK_C, BLOCK_H)
-        if not BEFORE:
+        if OWN:
             if at_level == 0:
                 wide = load_rows(x_at, valid, h, N, H, BLOCK_C).to(tl.float32)
                 own_b += tl.sum(wide * load_rows(b_at, valid, h, N, H, BLOCK_C).to(tl.float32), 1)
                 own_k += tl.sum(wide * load_rows(k_at, valid, h, N, H, BLOCK_C).to(tl.float32), 1)
         if REACH > 0:
             if at_level > 0:
-                wanted = within_blocks(1 << at_level, not BEFORE, BLOCK_C)
+                wanted = within_blocks(1 << at_level, OWN, BLOCK_C)
                 reads, earlier, writes = block_decays(w, since, 1 << at_level, REACH, BLOCK_C)
                 reads = earlier if BEFORE else reads
                 reader = (load_rows(x_at, valid, h, N, H, BLOCK_C).to(tl.float32) * reads).to(dtype)
@@ -137,7 +138,7 @@ def pairs_of(
             xb += tl.where(wanted, tl.dot(reader, writer, input_precision=PRECISION), 0.0)
             writer = tl.trans((load_rows(k_at, valid, h, N, H, BLOCK_C).to(tl.float32) * writes).to(dtype))
             xk += tl.where(wanted, tl.dot(reader, writer, input_precision=PRECISION), 0.0)
-    if not BEFORE:
+    if OWN:
         diagonal = i[:, None] == i[None, :]
         xb += tl.where(diagonal, own_b[:, None], 0.0)
         xk += tl.where(diagonal, own_k[:, None], 0.0)
@@ -191,7 +192,7 @@ def dplr_chunks_kernel(
     row, n = head // N, head % N
     first, count, owner, begins, ends = chunk_of(table_ptr, row, c, T, CHUNKS, BLOCK_C)
     here, valid, run, before, last = runs_of(runs_ptr, table_ptr, row, first, count, T, BLOCK_C)
-    i, index = tl.arange(0, BLOCK_C), head.to(tl.int64) * CHUNKS + c
+    index = head.to(tl.int64) * CHUNKS + c
     enters, leaves = run == before, run == last
     dtype = keeps_ptr.dtype.element_ty
     q_at = tokens_by_channels(q_ptr, row, first, n, T, N, H)

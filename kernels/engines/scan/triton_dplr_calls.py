@@ -60,14 +60,14 @@ class Launches(delta.Launches):
         super().__init__(walked, num_states, scale, cfg, work)
         self.tokens, self.d_out = x, d_out
         self.decays_of = channels.chunks_of(walked, None, None, self, scale, cfg)
-        block = min(WIDTH, self.decays_of.decays["BLOCK_H"])
-        self.decays_of.decays.update({"BLOCK_H": block, "BLOCKS": -(-self.states[3] // block)})
+        block = min(WIDTH, self.common["BLOCK_H"])
+        self.decays_of.decays.update({"BLOCK_H": block, "BLOCKS": self.common["BLOCK_H"] // block})
         self.forgets = FORGETS if self.decays_of.decays["EXACT"] else channels.FORGETS_CHANNEL
 
     def log_decay(self) -> None:
         return None
 
-    def pairs(self) -> tuple[None, None]:
+    def pairs(self) -> tuple[Any, Any]:
         """Sets what walks read and write, `ahead` and `back`; products with weights of pairs and with inverses are taken."""
         x, of = self.tokens, self.decays_of
         tokens, square, values = of.tokens(), of.squares(), jax.ShapeDtypeStruct(x.v.shape, x.k.dtype)

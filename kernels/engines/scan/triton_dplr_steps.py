@@ -21,9 +21,9 @@ def dplr_step(
     reads, earlier, writes, wanted, strictly, q, a, b, k, qb_at, qk_at, ab_at, ak_at, dq, da, db, dk,
     SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the gradients of one step's pairs; returns (dq, da, db, dk, and by the exponents of reads, earlier and writes [C, H]).
+    """Adds the gradients of one step's pairs; returns (dq, da, db, dk, those by the exponents of reads, earlier and writes).
 
-    Both have the same rounded factors, so that what a sum over reads and one over writes have in common cancels to the last bits.
+    All have the same rounded factors, so that what sums over reads and over writes have in common cancels to the last bits.
 
     Args:
       reads, earlier, writes: decays of tokens as q and a read, and as b and k are written, [C, H].
@@ -101,6 +101,7 @@ def dplr_gradients_kernel(
     i, zeros = tl.arange(0, BLOCK_C), tl.zeros([BLOCK_C], tl.int32)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     index = head.to(tl.int64) * CHUNKS + c
+    OWN: tl.constexpr = tl.constexpr(True)
     q_at = tokens_by_channels(q_ptr, row, first, n, T, N, H)
     k_at = tokens_by_channels(k_ptr, row, first, n, T, N, H)
     a_at = tokens_by_channels(a_ptr, row, first, n, T, N, H)
@@ -137,8 +138,8 @@ def dplr_gradients_kernel(
         dw = by_reads + by_earlier - by_writes
     if at_level == 0:
         diagonal = i[:, None] == i[None, :]
-        own_b = tl.sum(tl.where(diagonal, tl.load(qb_at).to(tl.float32), 0.0), 1)[:, None] * SCALE
-        own_k = tl.sum(tl.where(diagonal, tl.load(qk_at).to(tl.float32), 0.0), 1)[:, None] * SCALE
+        own_b = tl.expand_dims(tl.sum(tl.where(diagonal, tl.load(qb_at).to(tl.float32), 0.0), 1), 1) * SCALE
+        own_k = tl.expand_dims(tl.sum(tl.where(diagonal, tl.load(qk_at).to(tl.float32), 0.0), 1), 1) * SCALE
         wide = load_rows(q_at, valid, h, N, H, BLOCK_C).to(tl.float32)
         db += own_b * wide
         dk += own_k * wide
@@ -146,14 +147,14 @@ def dplr_gradients_kernel(
         dq += own_k * load_rows(k_at, valid, h, N, H, BLOCK_C).to(tl.float32)
     if REACH > 0:
         if at_level > 0:
-            size = 1 << at_level
-            reads, earlier, writes = block_decays(w, since, size, REACH, BLOCK_C)
+            reads, earlier, writes = block_decays(w, since, 1 << at_level, REACH, BLOCK_C)
+            wanted = within_blocks(1 << at_level, OWN, BLOCK_C) & same
             dq, da, db, dk, z, z_earlier, less = dplr_step(
                 reads,
                 earlier,
                 writes,
-                within_blocks(size, True, BLOCK_C) & same,
-                within_blocks(size, False, BLOCK_C) & same,
+                wanted,
+                wanted & (i[:, None] != i[None, :]),
                 load_rows(q_at, valid, h, N, H, BLOCK_C),
                 load_rows(a_at, valid, h, N, H, BLOCK_C),
                 load_rows(b_at, valid, h, N, H, BLOCK_C),

@@ -26,7 +26,7 @@ def _of_chunk(
     local_ptr, beside_ptr, added_ptr, whole_ptr, row, n, c, first, here, h, v, of_values,
     T: tl.constexpr, N: tl.constexpr, H: tl.constexpr, Hv: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Returns what a step of `dplr_walk_kernel` adds: (local, beside [C, v], added [h, v], whole [h, 1]); 0 unless `of_values`."""
+    """Returns what a step of `dplr_walk_kernel` adds: local, beside [C, v], added [h, v], 0 unless `of_values`; and a decay."""
     i = tl.arange(0, BLOCK_C)
     there = here & (i < tl.where(of_values, BLOCK_C, 0))
     local = load_rows(tokens_by_channels(local_ptr, row, first, n, T, N, Hv), there, v, N, Hv, BLOCK_C)
@@ -72,7 +72,7 @@ def dplr_walk_kernel(
 ):
     """Walks the chunks of a part of a row and head with BLOCK_V columns of the state in registers."""
     PER: tl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
-    FIRST: tl.constexpr = SPLITS - 1 if REVERSE else 0
+    FIRST: tl.constexpr = tl.constexpr(SPLITS - 1 if REVERSE else 0)
     part, head = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
     row, n = head // N, head % N
     h, v = tl.arange(0, BLOCK_H), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
