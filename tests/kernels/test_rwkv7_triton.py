@@ -113,6 +113,16 @@ def test_results_in_bfloat16_whichever_blocks_the_sums_allow(first, strong):
     compared(rounded, allowed=1e-2, chunk=64)
 
 
+def test_strong_decays_in_bfloat16():
+    """Of every token, from a state and to one, by levels: a token's own decay counts, and what is not a pair may overflow."""
+    rng = np.random.default_rng(11)
+    state = rng.standard_normal((1, 1, 1, 8, 16)).astype(np.float32)
+    arguments = arguments_of(rng, 1, 40, 1, 8, 16, 0.0, rate=0.3, initial_state=state)
+    w = np.where(rng.random((1, 40, 1, 8)) < 0.2, rng.choice([-20.0, -100.0, -np.inf], (1, 40, 1, 8)), -0.3)
+    rounded = {n: y.astype(jnp.bfloat16) if n in ROUNDED else y for n, y in arguments.items()}
+    compared(rounded | {"w": jnp.asarray(w, jnp.float32)}, allowed=1e-2, chunk=32)
+
+
 def test_one_token():
     rng = np.random.default_rng(7)
     state = rng.standard_normal((2, 1, 2, 8, 4)).astype(np.float32)

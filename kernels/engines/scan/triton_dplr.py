@@ -41,7 +41,7 @@ def decays_of(
 
 @triton.jit
 def entering(w, since, enters, BEFORE, EXACT: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Returns the decay of the state before a chunk until each token [C, H], without its own if BEFORE; 0 where not `enters`."""
+    """Returns the decay of the state before a chunk until each token [C, H], without its own if BEFORE; 0 unless `enters`."""
     i = tl.arange(0, BLOCK_C)
     if EXACT:
         e = interval_sums(w, tl.zeros([BLOCK_C], tl.int32), i if BEFORE else i + 1, BLOCK_C)

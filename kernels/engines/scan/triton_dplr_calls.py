@@ -165,6 +165,9 @@ class Launches(delta.Launches):
         x, of, valid = self.tokens, self.decays_of, self.layout.valid
         v, states, written, of_chunk = x.v, found["states"], found["written"], self.found
         tokens, square, precision = of.tokens(), of.squares(), precisions(x.k.dtype)[1]
+        stages = gradient_tiles(self.cfg, x.k.dtype, v.shape[3], 8)
+        if self.common["BLOCK_H"] > 64:  # three of both states exceed shared memory
+            stages["num_stages"] = min(2, stages["num_stages"])
         of_states = of.states(written, d_out, states, of_end["d_states"])
         *of_written, dv = of.launch(
             dplr_written_kernel,
@@ -183,7 +186,7 @@ class Launches(delta.Launches):
             out_shape=(square, square, square, tokens, tokens, jax.ShapeDtypeStruct(v.shape, v.dtype)),
             Hv=v.shape[3],
             PRECISION=precision,
-            **gradient_tiles(self.cfg, x.k.dtype, v.shape[3], 8),
+            **stages,
         )
         most, num_warps = GRADIENTS
         width = min(most if compute_capability() >= 90 else most // 2, of.decays["BLOCK_H"])
