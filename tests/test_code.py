@@ -37,6 +37,7 @@ SLOW = {
         ("delta_rule", "kimi_linear"),
         ("linear_attention", "lightning_64k"),
         ("delta_rule", "decode"),
+        ("rwkv7", "rwkv7_3b"),
         ("ragged_delta_rule", "small"),
         ("ragged_delta_rule", "decode"),
         ("linear_attention", "decode"),
@@ -79,6 +80,9 @@ SPILLS = {
     # products. With half the channels a program took longer (1,540 us, and 1,360 with 64, on an H200).
     ("delta_rule", "kimi_linear", 90): 564,
     ("delta_rule", "kimi_linear", 80): 624,
+    # Gradients of two readers, two writers and their decays are summed side by side, and four matrices of pairs.
+    ("rwkv7", "rwkv7_3b", 90): 888,
+    ("rwkv7", "rwkv7_3b", 80): 888,
     # Operands lie in registers there, beside a state of 128 by 64.
     ("linear_attention", "lightning_64k", 80): 28,
 }

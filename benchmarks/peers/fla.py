@@ -1,16 +1,18 @@
-"""flash-linear-attention: gated linear attention, delta rules, RWKV-4, and Mamba-2 as linear attention with a decay a head."""
+"""flash-linear-attention: gated linear attention, delta rules, RWKV-4 and 7, and Mamba-2 as linear attention with a decay a head."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks.peers import Expression, every, missing, needs_torch
 
 FRAMEWORK = "torch"
-OPERATIONS = ("linear_attention", "delta_rule", "state_space_v2", "rwkv4")
+OPERATIONS = ("linear_attention", "delta_rule", "rwkv7", "state_space_v2", "rwkv4")
 # The array of tokens whose dtype counts.
-_TOKENS = {"state_space_v2": "x", "rwkv4": "k"}
+_TOKENS = {"state_space_v2": "x", "rwkv4": "k", "rwkv7": "r"}
+LEAST_SAFE = -5.0  # log decays that `safe_gate` promises are no smaller
 
 
 def available() -> str | None:
@@ -118,6 +120,20 @@ def _delta_rule(arguments: dict[str, Any], used: set[str]) -> Callable | str:
     return delta_rule
 
 
+def _rwkv7(arguments: dict[str, Any], used: set[str]) -> Callable:
+    """With the promise that decays are mild where they are: its chunks are then longer."""
+    scale = arguments["r"].shape[-1] ** -0.5 if arguments.get("softmax_scale") is None else arguments["softmax_scale"]
+    mild = bool((arguments["w"] >= LEAST_SAFE).all())
+
+    def rwkv7(r: Any, w: Any, k: Any, v: Any, a: Any, b: Any) -> Any:
+        from fla.ops.rwkv7 import chunk_rwkv7
+
+        promises = {"safe_gate": mild} if "safe_gate" in inspect.signature(chunk_rwkv7).parameters else {}
+        return chunk_rwkv7(r=r, w=w, k=k, v=v, a=a, b=b, scale=scale, **promises)[0]
+
+    return rwkv7
+
+
 def _state_space_v2(arguments: dict[str, Any], used: set[str]) -> Callable | str:
     heads = arguments["x"].shape[2] // arguments["B"].shape[2]
 
@@ -147,6 +163,7 @@ def _rwkv4(arguments: dict[str, Any], used: set[str]) -> Callable | str:
 _EXPRESSED = {
     "linear_attention": _linear_attention,
     "delta_rule": _delta_rule,
+    "rwkv7": _rwkv7,
     "state_space_v2": _state_space_v2,
     "rwkv4": _rwkv4,
 }
