@@ -210,7 +210,7 @@ def write_rope(c: DecoderShape) -> dict[str, Any]:
 
 
 def of_kinds(kinds: Sequence[str], ends: bool = False) -> dict[str, tuple[str, ...]]:
-    """Returns the shortest `first_layers` and `layer_pattern` that have these layers; `last_layers` too, if others may end it."""
+    """Returns the shortest `first_layers` and `layer_pattern` that have these layers; `last_layers` too, if others may end."""
     kinds = tuple(kinds)
     best: tuple[int, int, int] = (0, 0, len(kinds))
     for tail in range(len(kinds) if ends else 1):
