@@ -112,6 +112,7 @@ class Local:
       keys: argument -> array of what does: the rank's own keys and values, or the latents that the operation makes them of.
       mask: of this rank's queries over the keys of all ranks, in the order of the ranks. own_mask: over the rank's own.
       work: bool [ranks], whether any of this rank's queries may see a key of each rank; None: of each.
+      needed: bool [ranks], at which hops any rank may, the same on all; None: at each of `hops`.
     """
 
     static: Static
@@ -120,6 +121,7 @@ class Local:
     mask: MaskInfo
     own_mask: MaskInfo
     work: jax.Array | None = None
+    needed: jax.Array | None = None
     in_place: ClassVar[bool] = True  # whether kernels may add to what there is, see `in_place.py`
 
     @property
