@@ -36,7 +36,20 @@ from ejdist.models.stack import counted_parts
 from ejdist.order import NAMES as ORDERS
 from ejdist.order import Order
 from ejdist.planning.activations import has_experts
-from ejdist.planning.candidates import ORDER, SCHEME, candidate_of, orders_searched, policies_searched, products, ways
+from ejdist.planning.candidates import (
+    GROUPS,
+    HOPS,
+    LATENTS,
+    ORDER,
+    OUTER,
+    SCHEME,
+    candidate_of,
+    details,
+    orders_searched,
+    policies_searched,
+    products,
+    ways,
+)
 from ejdist.planning.search import Predictor, search
 from ejdist.planning.targets import target_of
 from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
@@ -193,6 +206,29 @@ def test_a_sequence_is_searched_over_two_axes_too(monkeypatch):
     monkeypatch.setattr("ejdist.planning.search.products", lambda s, of, given: tried.append(of) or ())
     search(compose(DENSE.split()), TPU, {"mesh.dp", "mesh.fsdp", "data.global_batch", "model.remat"}, None)
     assert tried and {p.sizes["cp"] for p in tried} == {1}
+
+
+def test_what_a_scheme_leaves_open_is_searched():
+    """Of the keys that its scheme reads, those that nobody gives."""
+    packed, one = documents_of("64"), documents_of("one")
+
+    def tried(words, sizes, *how, given=()):
+        s = compose([*DENSE.split(), *words.split()])
+        of = candidate_of(s, dict(zip(AXES, sizes, strict=True)))
+        return [dict(c.sequence) for c in details(s, of, given, *how)]
+
+    ring, product = (1, 2, 1, 1, 4, 1), (1, 2, 1, 2, 2, 1)
+    assert tried("", ring, one) == tried("", (8, 1, 1, 1, 1, 1), packed, True) == []
+    assert tried("", ring, packed) == [{HOPS: "batch"}] and tried("", ring, packed, given={HOPS}) == []
+    assert tried("sequence.scheme=ulysses", (2, 2, 1, 1, 2, 1), one, True) == [{GROUPS: 2}]  # two heads on a rank
+    assert tried("sequence.scheme=ulysses", ring, one, True) == tried("sequence.scheme=ulysses", ring, packed) == []
+    assert tried("sequence.scheme=ulysses", product, one) == [{OUTER: "ring"}, {OUTER: "all_gather"}]
+    latent = "model.latent.kv_rank=8 model.layer_pattern=[latent]"
+    assert tried(latent, ring, one) == [{LATENTS: "always"}, {LATENTS: "never"}]
+    assert len(tried(latent, ring, packed)) == 5 and tried(f"{latent} sequence.latents=never", ring, one) == []
+    s = compose(DENSE.split())
+    made = next(iter(details(s, candidate_of(s, dict(zip(AXES, ring, strict=True))), (), packed)))
+    assert made.applied(s).sequence.hops == made.overrides()[HOPS] == "batch"
 
 
 def test_a_plan_counts_what_a_scheme_sends_along_each_axis_of_the_sequence():
