@@ -92,8 +92,8 @@ class Share:
         hops = needed_hops(self.order, self.length, mask)
         halo = sent(self.order, self.length, reach_of(mask, self.length))
         by_batch = hops_of_documents(self.order, self.length, mask, self.documents)
-        of_order = {"hops": hops, "by_batch": by_batch, "few_hops": self.order.few_hops, "halo": halo}
-        shape = replace(shape, forwards=1 + (not self.remat.asked), **of_order)
+        shape = replace(shape, hops=hops, by_batch=by_batch, few_hops=self.order.few_hops, halo=halo)
+        shape = replace(shape, forwards=1 + (not self.remat.asked))
         return declared(self.scheme, "cost", _ATTENDING, "the ejdist.costs.Traffic of an AttentionShape")(shape)
 
     def attention(self, query: int, key: int, value: int, heads: int, kv_heads: int) -> AttentionShape:

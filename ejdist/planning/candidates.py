@@ -32,9 +32,10 @@ REMAT, ACCUMULATION, BATCH = "model.remat", "accumulation", "data.global_batch"
 SCHEME, ORDER, DISPATCH = "sequence.scheme", "sequence.order", "experts.dispatch"
 MOMENTS, OFFLOAD, SUMS = "optimizer.moments", "optimizer.offload", "optimizer.accumulate"
 LATENTS, GROUPS, HOPS, OUTER = "sequence.latents", "sequence.head_groups", "sequence.hops", "sequence.outer"
+LEVELS = "sequence.levels"
 SEARCHED = (
     *(f"mesh.{axis}" for axis in AXES), REMAT, ACCUMULATION, BATCH, SCHEME, ORDER, DISPATCH, MOMENTS, OFFLOAD, SUMS, LATENTS,
-    GROUPS, HOPS, OUTER,
+    GROUPS, HOPS, OUTER, LEVELS,
 )  # fmt: skip
 HEAD_GROUPS = (2, 4, 8)  # that are tried beside one
 # Where the batch is not given: rows of a device and microbatch, microbatches, and tokens of a step, which are those of Llama 3
@@ -181,8 +182,8 @@ def _takes(sequence: Any, scheme: str, heads: int, axes: Any) -> bool:
 
 
 def products(s: Any, of: Candidate, given: Collection[str]) -> Iterator[Candidate]:
-    """Yields a choice again with its sequence over two axes, with each scheme that has another one over the outer axis; nothing
-    where either axis is given."""
+    """Yields a choice again with its sequence over two axes, with each scheme that has another one over the outer axis, or two
+    levels; nothing where either axis is given."""
     if {f"mesh.{CP}", f"mesh.{SP}"} & {*given}:
         return
     sizes, schemes = of.sizes, (s.sequence.named,) if SCHEME in given else SCHEMES
@@ -190,9 +191,13 @@ def products(s: Any, of: Candidate, given: Collection[str]) -> Iterator[Candidat
     for inner in (n for n in range(2, ranks) if ranks % n == 0):
         mesh, axes = {**sizes, CP: ranks // inner, SP: inner}, ((CP, ranks // inner), (SP, inner))
         for name in schemes:
-            if "outer" in options_of(SCHEMES[name]) and _takes(s.sequence, name, heads, axes):
+            options, keys = options_of(SCHEMES[name]), ()
+            if "levels" in options and LEVELS not in given and s.sequence.levels == 1:
+                keys = ((LEVELS, 2),)
+            made = replace(s.sequence, **{key.partition(".")[2]: value for key, value in keys})
+            if ("outer" in options or keys) and _takes(made, name, heads, axes):
                 scheme = None if SCHEME in given else name
-                yield replace(of, mesh=tuple(mesh[a] for a in AXES), scheme=scheme)
+                yield replace(of, mesh=tuple(mesh[a] for a in AXES), scheme=scheme, sequence=keys)
 
 
 def details(
@@ -205,17 +210,19 @@ def details(
     axes = tuple((a, sizes[a]) for a in SEQUENCE_AXES if sizes[a] > 1)
     if not axes:
         return
+    given = {*given, *(key for key, _ in of.sequence)}
     options, heads = options_of(SCHEMES[section.named]), s.model.num_heads // sizes[TP]
     latents = any(isinstance(part, LatentAttention) for part in counted_parts(s.model))
     tried: dict[str, tuple[str | int, ...]] = {
         LATENTS: (ALWAYS, NEVER) if latents and section.latents == AUTO else (),
         GROUPS: HEAD_GROUPS if tight and "head_groups" in options else (),
         HOPS: (BY_BATCH,) if "hops" in options and documents.lengths and section.hops == AUTO else (),
+        LEVELS: (2,) if "levels" in options and axes[1:] and section.levels == 1 else (),
         OUTER: tuple(n for n in SCHEMES if "hops" in options_of(SCHEMES[n])) if "outer" in options and axes[1:] else (),
     }
     choices = [((), *(((key, value),) for value in values)) for key, values in tried.items() if key not in given]
     for chosen in itertools.islice(itertools.product(*choices), 1, None):
-        keys = tuple(itertools.chain(*chosen))
+        keys = (*of.sequence, *itertools.chain(*chosen))
         made = replace(section, **{key.partition(".")[2]: value for key, value in keys})
         if _takes(made, section.named, heads, axes):
             yield replace(of, sequence=keys)

@@ -25,10 +25,9 @@ from ejdist.placement import mesh_of, resolve_axes
 from ejdist.sequence import exchange
 from ejdist.sequence.checks import check_call, check_cuts, check_without_mesh
 from ejdist.sequence.halo import reach_of
-from ejdist.sequence.local import Local, Static, apart, of_all_ranks, work_of
+from ejdist.sequence.local import Local, Static, apart, needed_of, of_all_ranks, work_of
 from ejdist.sequence.schedule import hops as hops_of
 from ejdist.sequence.schemes import Scheme, scheme_of
-from ejdist.sequence.trips import needed_of
 from ejdist.sharded import run_on_rank, with_mesh
 from ejdist.tokens import axes_of_layout, check_carried, resolve_order
 from kernels.engines.attention.masks import MaskInfo

@@ -78,21 +78,23 @@ def pulled(
     return {"query": own}, jax.lax.optimization_barrier(added)
 
 
-def forward(local: Local, kernels: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns (out in the dtype of the queries, lse) over the keys of all ranks."""
+def forward(local: Local, kernels: Any, over: Any = over_hops) -> tuple[jax.Array, jax.Array]:
+    """Returns (out in the dtype of the queries, lse) over the keys of all ranks; `over` goes over the hops."""
     local = _without_padding(local, queries=False)
 
     def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any, last: bool) -> tuple[Any, Any]:
         return attended(local, kernels, hop, keys, sofar, last), travel
 
-    return over_hops(local, attend)[0]
+    return over(local, attend)[0]
 
 
-def backward(local: Local, saved: dict[str, jax.Array], kernels: Any, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+def backward(
+    local: Local, saved: dict[str, jax.Array], kernels: Any, dtype: Any = jnp.float32, over: Any = over_hops
+) -> dict[str, jax.Array]:
     """Returns the gradients by name, float32 or in the dtype of the keys."""
     local, ids = _without_padding(local, queries=True), local.mask.q_segment_ids
     saved = {n: x if n == "lse" else zeroed(x, ids) for n, x in saved.items()}
-    own, sums = over_hops(local, lambda *at: pulled(local, kernels, saved, *at[:-1]), dtype)
+    own, sums = over(local, lambda *at: pulled(local, kernels, saved, *at[:-1]), dtype)
     return {"query": kernels.of_query(own["query"]), **sums}
 
 

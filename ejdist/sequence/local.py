@@ -322,3 +322,14 @@ class Local:
 
 def _all(keys: dict[str, jax.Array]) -> slice:
     return slice(0, next(iter(keys.values())).shape[1])
+
+
+def needed_of(local: Local) -> jax.Array | None:
+    """Returns bool [ranks]: which hops some rank of the whole mesh needs for this batch, the same on every device; None where
+    the rules of the mask say it all."""
+    mask = local.mask
+    by_rules = mask.rules_are_static and mask.q_segment_ids is None and "block_mask" not in local.own
+    if local.work is None or by_rules or len(local.hops) == 1:
+        return None
+    holders = local.holder(jnp.arange(local.ranks))
+    return exchange.greatest(local.work[holders].astype(jnp.int32)) > 0

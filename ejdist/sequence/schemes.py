@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ejdist.costs import ALL_GATHER, PERMUTE, REDUCE_SCATTER, Traffic, declared
 from ejdist.order import AUTO, Order
-from ejdist.sequence import exchange, halo, hops, in_place, trips, ulysses
+from ejdist.sequence import exchange, halo, hops, in_place, trips, two_level, ulysses
 from ejdist.sequence.cost import ALWAYS, NEVER, AttentionShape, Axes, SchemeBytes, attention_shape
 from ejdist.sequence.local import Local
 from ejdist.sequence.reshard import undivided
@@ -28,10 +28,13 @@ class Ring(Scheme):
     at each hop. Gradients of float32 keys travel in float32.
     hops: the hops that are made: "mask", all that the rules of a mask leave; "batch", of these the ones that the documents of a
     batch need; "auto", which is "batch" where a rank has one run of the text. The result is the same.
+    levels: 1, or 2 over several axes: keys go round inside of the last axis, and between its groups meanwhile, see
+    `two_level.py`; then all hops are made.
     """
 
     gradients: str = "float32"
     hops: str = AUTO
+    levels: int = 1
 
     hides = True
     latents = AUTO
@@ -42,32 +45,38 @@ class Ring(Scheme):
                 f"Ring: argument 'gradients' = {self.gradients!r} is unknown; use one of {', '.join(known)}"
             )
         check_hops("Ring: argument 'hops'", self.hops)
+        two_level.check(self.levels, self.hops)
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any, last: bool) -> tuple[Any, Any]:
             return hops.attended(local, hop, keys, sofar), travel
 
-        kernels = in_place.kernels_of(local)
-        return hops.over_hops(local, attend)[0] if kernels is None else in_place.forward(local, kernels)
+        kernels, over = in_place.kernels_of(local), two_level.over_hops_by(self.levels)
+        return over(local, attend)[0] if kernels is None else in_place.forward(local, kernels, over)
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
         def pull(hop: Any, keys: dict[str, jax.Array], grads: Any, sums: Any, last: bool) -> tuple[Any, Any]:
-            # The sums stay beside the keys that they belong to.
             return hops.pulled(local, saved, hop, keys, grads, sums)
 
         kernels, dtype = in_place.kernels_of(local), jnp.float32 if self.gradients == "float32" else None
+        over = two_level.over_hops_by(self.levels)
         if kernels is not None:
-            return in_place.backward(local, saved, kernels, dtype)
-        grads, sums = hops.over_hops(local, pull, dtype)
+            return in_place.backward(local, saved, kernels, dtype, over)
+        grads, sums = over(local, pull, dtype)
         return grads | sums
 
+    def rejects(self, heads: int, over: Axes) -> str | None:
+        return two_level.refused(over) if self.levels > 1 else None
+
     def counts_hops(self, local: Local) -> bool:
-        return by_batch(self.hops, local.static.order.few_hops)
+        return self.levels == 1 and by_batch(self.hops, local.static.order.few_hops)
 
     def expansions(self, shape: AttentionShape) -> float:
         return 1 + shape.hops
 
     def cost(self, shape: AttentionShape) -> Traffic:
+        if self.levels == 2 and shape.hops:
+            return two_level.traffic(shape, self._wide(shape))
         sent, keys, hops = Traffic(), shape.travelling, shape.sent_on(self.hops)
         if hops:
             passes = shape.forwards + 1  # keys and values travel in the backward too
@@ -77,7 +86,9 @@ class Ring(Scheme):
         return sent
 
     def memory(self, shape: AttentionShape) -> SchemeBytes:
-        held = _held(shape, sets=3)  # with the gradients that stay at home
+        held = _held(
+            shape, sets=1 + 2 * self.levels
+        )  # with gradients that stay at home, and what travels between groups
         return replace(held, work=held.work - (shape.float32 - self._wide(shape)) * shape.travelling, in_place=True)
 
     def _wide(self, shape: AttentionShape) -> int:
@@ -108,11 +119,9 @@ def _over_gathered(local: Local, body: Any) -> Any:
 
 @dataclass(frozen=True)
 class AllGather(Scheme):
-    """Every rank gathers all keys and values, and the gradients are summed where they belong: O(T) memory, one exchange.
-
-    Where hops are plain they run one by one, the first beside the exchange; else one attention takes all keys. `hops` as of a
-    `Ring`: where a batch needs fewer transfers than there are other ranks, keys come by these.
-    """
+    """Every rank gathers all keys and values, and the gradients are summed where they belong: O(T) memory, one exchange. Where
+    hops are plain they run one by one, the first beside the exchange; else one attention takes all keys. `hops` as of a
+    `Ring`: where a batch needs fewer transfers than there are other ranks, keys come by these."""
 
     hops: str = AUTO
 
@@ -327,7 +336,7 @@ class ByWindow(Scheme):
 
 
 def _declared(scheme: Scheme, what: str) -> Callable[[AttentionShape], Any]:
-    """Returns `cost` or `memory` of a scheme. Raises `Undeclared`, naming it, where it does not say."""
+    """Returns `cost` or `memory` of a scheme. Raises `Undeclared`."""
     return declared(scheme, what, ("forward", "backward"), f"the {what} of an AttentionShape")
 
 
@@ -387,5 +396,5 @@ def scheme_of(scheme: str | Scheme, **options: Any) -> Scheme:
 
 
 def options_of(scheme: type[Scheme]) -> set[str]:
-    """Returns the names of a scheme's options."""
+    """Returns the names of its options."""
     return {field.name for field in fields(scheme)} if is_dataclass(scheme) else set()

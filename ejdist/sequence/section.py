@@ -35,6 +35,8 @@ class SequenceSection:
     # Hops of a ring: mask, all that the mask's rules leave; batch, of these the ones that a batch's documents need; auto: batch
     # where a device has one run of the text (sequence.order=contiguous).
     hops: str = operational(AUTO)
+    # Of a ring over cp and sp: 2, one ring over sp, inside of a host, and one over cp beside it; 1: one over all.
+    levels: int = operational(1)
     # Whether latent attention sends its latents, of which each device makes keys and values again, or keys and values: always,
     # never; auto: where latents are cheaper.
     latents: str = operational(AUTO)
@@ -84,7 +86,7 @@ class SequenceSection:
         """Returns the scheme with its options. Raises ValueError for one that it does not have."""
         options = self._options()
         window = None if self.window_scheme is None else SCHEMES[self.window_scheme]
-        both = ("gradients", "hops")
+        both = ("gradients", "hops", "levels")
         alike = {} if window is None else {n: options[n] for n in both if n in options_of(window)}
         of_window = None if self.window_scheme is None else scheme_of(self.window_scheme, **alike)
         return by_window(scheme_of(self.named, **options), of_window, self.latents)
@@ -97,6 +99,7 @@ class SequenceSection:
             "head_groups": groups,
             "gradients": None if self.gradients == FLOAT32 else self.gradients,
             "hops": None if self.hops == AUTO else self.hops,
+            "levels": None if self.levels == 1 else self.levels,
         }
 
     def compiler_options(self, mesh: jax.sharding.Mesh, order: Order) -> dict[str, Any] | None:

@@ -25,17 +25,6 @@ def jumps(local: Local) -> bool:
     return local.ranks > 2 and not (local.mask.causal and local.static.order.goes_on)
 
 
-def needed_of(local: Local) -> jax.Array | None:
-    """Returns bool [ranks]: which hops some rank of the whole mesh needs for this batch, the same on every device; None where
-    the rules of the mask say it all."""
-    mask = local.mask
-    by_rules = mask.rules_are_static and mask.q_segment_ids is None and "block_mask" not in local.own
-    if local.work is None or by_rules or len(local.hops) == 1:
-        return None
-    holders = local.holder(jnp.arange(local.ranks))
-    return exchange.greatest(local.work[holders].astype(jnp.int32)) > 0
-
-
 def over_needed(local: Local, body: Any, dtype: Any) -> tuple[Any, Any]:
     """Returns what `hops.over_hops` returns, after `body` at the hops that `local.needed` names, and at those on the way.
 

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from ejdist.costs import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Traffic
 from ejdist.sequence import exchange
 from ejdist.sequence.cost import AttentionShape, SchemeBytes
-from ejdist.sequence.local import Local, of_all_ranks, work_of
+from ejdist.sequence.local import Local, needed_of, of_all_ranks, work_of
 from ejdist.sequence.reshard import Reshard, cuts_of, dealt
 from ejdist.sequence.schedule import hops
-from ejdist.sequence.trips import needed_of
 from kernels.framework.binding import is_float_array
 
 # The dims that are split, and those that are made whole.

@@ -66,11 +66,11 @@ FAULTS = (
         ZIGZAG,
     ),
     Fault(
-        "keys go on after the last hop",
-        "over_needed.around",
-        "jax.lax.cond($hop == $last, $one, $several)",
-        "jax.lax.cond($hop > $last, $one, $several)",
-        CONTIGUOUS,
+        "of several hops the last is not made",
+        "over_needed.rest",
+        "body($last, $keys, $stay, one_on($travel), True)",
+        "($stay, one_on($travel))",
+        ZIGZAG,
     ),
     Fault(
         "gathered keys are those of the hop before",
@@ -145,8 +145,8 @@ FAULTS = (
     Fault(
         "keys that are given are searched",
         "candidates:details",
-        "if $key not in $given",
-        "if True",
+        "[((), *((($key, $value),) for $value in $values)) for $key, $values in $tried.items() if $key not in $given]",
+        "[((), *((($key, $value),) for $value in $values)) for $key, $values in $tried.items()]",
         "tests/test_declared_costs.py -k leaves_open",
     ),
     Fault(
