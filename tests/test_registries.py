@@ -33,6 +33,7 @@ ELSEWHERE = {
     ("recipes/variant_words.py", "local"): "a variant of a group",
     ("recipes/variant_words.py", "experts"): "a variant of a group",
     ("ejdist/sequence/attention.py", "contiguous"): "the order of tokens that were not permuted",
+    ("ejdist/sequence/checks.py", "contiguous"): "the order of tokens that were not permuted",
     ("ejdist/sequence/attention.py", "local"): "an argument of a sharded function",
     ("ejdist/tokens.py", "contiguous"): "the order of tokens that were not permuted",
     ("ejdist/sequence/linear_attention.py", "local"): "an argument of a sharded function",
