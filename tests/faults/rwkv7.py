@@ -4,7 +4,6 @@ from faults import Fault
 
 TESTS = "tests/kernels/test_rwkv7_triton.py"
 CHUNKS = "triton_dplr:dplr_chunks_kernel"
-PAIRS = "triton_dplr:pairs_of"
 WALK = "triton_dplr_walk:dplr_walk_kernel"
 WRITTEN = "triton_dplr_walk:dplr_written_kernel"
 GRADIENTS = "triton_dplr_steps:dplr_gradients_kernel"
@@ -67,20 +66,6 @@ FAULTS = (
         f"{TESTS} -k every_size",
     ),
     Fault(
-        "rwkv7: an early token of a level overflows",
-        "triton_dplr:level_decays",
-        "tl.where($late[:, None], $e - $w, -$e)",
-        "$e - $w",
-        f"{TESTS} -k strong_decays",
-    ),
-    Fault(
-        "rwkv7: outputs lack their own token's write by levels",
-        PAIRS,
-        "own_k += tl.sum($wide * load_rows(k_at, $valid, $h, N, H, BLOCK_C).to(tl.float32), 1)",
-        "",
-        f"{TESTS} -k every_size",
-    ),
-    Fault(
         "rwkv7: the inverse has the other sign",
         CHUNKS,
         "tl.where($same, -$ab, 0.0)",
@@ -102,46 +87,11 @@ FAULTS = (
         f"{TESTS} -k every_size",
     ),
     Fault(
-        "rwkv7: the gradient of what is read by the chunk's outputs is not transposed",
-        CHUNKS,
-        "tl.load(tl.trans(square_at($qb, $index, BLOCK_C)))",
-        "tl.load(square_at($qb, $index, BLOCK_C))",
-        f"{TESTS} -k every_size",
-    ),
-    Fault(
-        "rwkv7: the map of a part has the state of the row in it",
-        WALK,
-        "$part == tl.where($of_values, FIRST, -1)",
-        "$part == FIRST",
-        f"{TESTS} -k documents",
-    ),
-    Fault(
         "rwkv7: a sequence starts from where the one before it ended",
         WALK,
         "$state = tl.where($enters, 0.0, $state)",
         "",
         f"{TESTS} -k packed",
-    ),
-    Fault(
-        "rwkv7: the gradient of a state is left where a sequence ends",
-        WALK,
-        "store_state($exits_ptr, $slot, $h, $v, $state, $begins if REVERSE else $ends, H, Hv)",
-        "store_state($exits_ptr, $slot, $h, $v, $state, $ends, H, Hv)",
-        f"{TESTS} -k packed",
-    ),
-    Fault(
-        "rwkv7: a step adds what the chunk before it has",
-        WALK,
-        "tl.minimum($end - 1, $c + 1)",
-        "tl.minimum($end - 1, $c)",
-        f"{TESTS} -k every_size",
-    ),
-    Fault(
-        "rwkv7: the gradient of values through what a reads is not transposed",
-        WRITTEN,
-        "tl.load(tl.trans(square_at(product_ptr, $index, BLOCK_C)))",
-        "tl.load(square_at(product_ptr, $index, BLOCK_C))",
-        f"{TESTS} -k every_size",
     ),
     Fault(
         "rwkv7: what a reads is not solved for in its gradient",
@@ -170,12 +120,5 @@ FAULTS = (
         "$same = $run[:, None] == $run[None, :]",
         "$same = $run[:, None] >= $run[None, :]",
         f"{TESTS} -k documents",
-    ),
-    Fault(
-        "rwkv7: the gradient of a lacks what it reads of keys",
-        "triton_dplr_steps:dplr_step",
-        "_square(ak_at, $strictly, 1.0)",
-        "_square(ak_at, $strictly, 0.0)",
-        f"{TESTS} -k every_size",
     ),
 )
