@@ -48,6 +48,7 @@ ELSEWHERE = {
     ("ejdist/models/config.py", "lightning"): KEYS,
     ("ejdist/models/config.py", "gla"): KEYS,
     ("ejdist/models/config.py", "rwkv7"): KEYS,
+    ("benchmarks/peers/fla.py", "rwkv7"): "an operation",
     ("ejdist/models/config.py", "full"): "a kind of layer",
     ("ejdist/models/decoder.py", "experts"): KEYS,
     ("recipes/schema.py", "attention"): KEYS,

@@ -23,7 +23,7 @@ from ejdist.sequence import AllGather, Ring, Ulysses, exchange
 from ejdist.sequence.cost import AttentionShape, hops_of_documents
 from ejdist.sequence.schedule import needed_of_rows
 from ejdist.sequence.section import SequenceSection
-from ejdist.sequence.way import Way
+from ejdist.sequence.way import LONG, Way, by_batch, few_hops
 from kernels import flash_attention
 from kernels.engines.attention.pairs import keys_at
 from recipes.schema import compose
@@ -141,16 +141,16 @@ def everything(attend, q, k, v, d_out, ids, positions=None):
 
 
 CALLS = [
-    (Ring(), "contiguous", {"dp": 2, "sp": 4}, jnp.float32),
+    (Ring(hops="batch"), "contiguous", {"dp": 2, "sp": 4}, jnp.float32),
     (Ring(hops="batch"), "zigzag", {"sp": 8}, jnp.bfloat16),
     (Ring("bfloat16", "batch"), "zigzag", {"sp": 8}, jnp.bfloat16),
-    (AllGather(), "contiguous", {"sp": 4}, jnp.float32),
+    (AllGather(hops="batch"), "contiguous", {"sp": 4}, jnp.float32),
     (AllGather("batch"), "zigzag", {"sp": 8}, jnp.float32),
     (Ring(hops="batch"), "striped", {"sp": 4}, jnp.float32),
     (Ring(hops="batch"), "balanced", {"sp": 4}, jnp.float32),
     (AllGather("batch"), "balanced", {"sp": 4}, jnp.float32),
     (Ring(hops="mask"), "contiguous", {"sp": 4}, jnp.float32),
-    (Ring(), "contiguous", {"sp": 2}, jnp.float32),
+    (Ring(hops="batch"), "contiguous", {"sp": 2}, jnp.float32),
 ]
 
 
@@ -196,7 +196,9 @@ def test_hops_that_no_rank_needs_are_not_sent(sent, scheme, name, sizes, dtype):
 def test_between_groups_of_ranks_too(sent):
     """A product of two by four: each group of four ranks has half of the text, and documents that end there need no other."""
     order, attend = Order("contiguous", 8), functools.partial(ring_attention, axis_name=("cp", "sp"), platform="xla")
-    attend = functools.partial(attend, mesh=make_mesh(cp=2, sp=4), order="contiguous", scheme=Ulysses(Ring()))
+    attend = functools.partial(
+        attend, mesh=make_mesh(cp=2, sp=4), order="contiguous", scheme=Ulysses(Ring(hops="batch"))
+    )
     run = jax.jit(functools.partial(everything, attend))
     alone = jax.jit(functools.partial(everything, flash_attention))
     bytes_of = {}
@@ -290,3 +292,9 @@ def test_a_recipe_says_which_hops():
     assert SequenceSection(hops="batch").made().full == Ring(hops="batch")
     both = SequenceSection(hops="mask", scheme="all_gather", window_scheme="ring").made()
     assert both.full == AllGather("mask") and both.window == Ring(hops="mask")
+
+
+def test_by_default_documents_say_the_hops_of_long_rows_in_contiguous_order():
+    """A loop whose number of turns the host reads costs more than the hops of short rows."""
+    assert few_hops(Order("contiguous", 4), LONG) and not few_hops(Order("contiguous", 4), LONG - 1)
+    assert not few_hops(Order("zigzag", 4), LONG) and by_batch("batch", False) and not by_batch("mask", True)

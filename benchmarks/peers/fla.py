@@ -1,4 +1,4 @@
-"""flash-linear-attention: gated linear attention, delta rules, RWKV-4 and 7, and Mamba-2 as linear attention with a decay a head."""
+"""flash-linear-attention: gated linear attention, delta rules, RWKV-4 and 7, and Mamba-2, which is linear attention there."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from ejdist.sequence.halo import reach_of, sent
 from ejdist.sequence.latents import sends_latents
 from ejdist.sequence.schedule import imbalance
 from ejdist.sequence.scheme import Scheme
+from ejdist.sequence.way import few_hops
 from kernels.engines.attention.masks import MaskInfo
 
 _ATTENDING = ("forward", "backward")
@@ -92,7 +93,13 @@ class Share:
         hops = needed_hops(self.order, self.length, mask)
         halo = sent(self.order, self.length, reach_of(mask, self.length))
         by_batch = hops_of_documents(self.order, self.length, mask, self.documents)
-        shape = replace(shape, hops=hops, by_batch=by_batch, few_hops=self.order.few_hops, halo=halo)
+        shape = replace(
+            shape,
+            hops=hops,
+            by_batch=by_batch,
+            few_hops=few_hops(self.order, self.length // self.order.shards),
+            halo=halo,
+        )
         shape = replace(shape, forwards=1 + (not self.remat.asked))
         return declared(self.scheme, "cost", _ATTENDING, "the ejdist.costs.Traffic of an AttentionShape")(shape)
 

@@ -38,7 +38,7 @@ class AttentionShape:
         transfers, see `ejdist.sequence.halo.sent`; None where the mask or the order sets no such limit.
       forwards: how often the forward runs in a step: 2 where the backward computes attention again.
       by_batch: how often the keys of a rank are sent on, at most, where the documents of a batch say which hops are made; None
-        where the mask's rules say it all. few_hops: of the order, see `Order.few_hops`.
+        where the mask's rules say it all. few_hops: whether they do by default.
       latents: bytes of the latents of this rank's tokens where these travel, and keys and values are made of them where they
         arrive; 0: keys and values travel.
       expansion: FLOPs of making the keys and values of this rank's tokens and heads of latents, once.

@@ -17,7 +17,7 @@ from ejdist.sequence.cost import ALWAYS, NEVER, AttentionShape, Axes, SchemeByte
 from ejdist.sequence.local import Local
 from ejdist.sequence.reshard import undivided
 from ejdist.sequence.scheme import Scheme
-from ejdist.sequence.way import by_batch, check_hops
+from ejdist.sequence.way import by_batch, check_hops, few_hops
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Ring(Scheme):
     gradients: the dtype of the sums of these that travel: float32, or bfloat16, which sends half as many bytes and rounds a sum
     at each hop. Gradients of float32 keys travel in float32.
     hops: the hops that are made: "mask", all that the rules of a mask leave; "batch", of these the ones that the documents of a
-    batch need; "auto", which is "batch" where a rank has one run of the text. The result is the same.
+    batch need; "auto", which is "batch" where a rank has one run of the text, of many tokens. The result is the same.
     levels: 1, or 2 over several axes: keys go round inside of the last axis, and between its groups meanwhile, see
     `two_level.py`; then all hops are made.
     """
@@ -69,7 +69,7 @@ class Ring(Scheme):
         return two_level.refused(over) if self.levels > 1 else None
 
     def counts_hops(self, local: Local) -> bool:
-        return self.levels == 1 and by_batch(self.hops, local.static.order.few_hops)
+        return self.levels == 1 and by_batch(self.hops, few_hops(local.static.order, local.query.shape[1]))
 
     def expansions(self, shape: AttentionShape) -> float:
         return 1 + shape.hops
@@ -170,7 +170,7 @@ class AllGather(Scheme):
         return query, parts
 
     def counts_hops(self, local: Local) -> bool:
-        return by_batch(self.hops, local.static.order.few_hops)
+        return by_batch(self.hops, few_hops(local.static.order, local.query.shape[1]))
 
     def expansions(self, shape: AttentionShape) -> float:
         return shape.ranks if shape.hops else 1

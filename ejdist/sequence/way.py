@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejdist.order import AUTO
+from ejdist.order import AUTO, Order
 from ejdist.sequence import exchange
 
 # Which hops a ring makes: those that the rules of a mask leave, or of these the ones that some rank needs for a batch.
@@ -23,8 +23,19 @@ def check_hops(what: str, hops: str) -> None:
         raise ValueError(f"{what} = {hops!r} is unknown; use one of {', '.join(known)}")
 
 
+# Tokens of a rank from which a loop of as many hops as a batch needs is worth its cost. On four H100s, both directions, 32 heads
+# of 128, packed documents of 4,096 in contiguous order: 8% less time at 16,384 tokens a rank, and 67% more at 2,048, where the
+# host reads the number for 1.5 ms.
+LONG = 8192
+
+
+def few_hops(order: Order, tokens: int) -> bool:
+    """Returns whether "auto" lets the documents of a batch say which hops are made, of so many tokens a rank."""
+    return order.few_hops and tokens >= LONG
+
+
 def by_batch(hops: str, few: bool) -> bool:
-    """Returns whether the documents of a batch say which hops are made; `few` of an order, see `Order.few_hops`."""
+    """Returns whether the documents of a batch say which hops are made; `few` as of `few_hops`."""
     return hops == BY_BATCH or (hops == AUTO and few)
 
 

@@ -163,4 +163,11 @@ FAULTS = (
         "True",
         "tests/test_declared_costs.py -k leaves_open",
     ),
+    Fault(
+        "hops: short rows take a loop that costs more than their hops",
+        "way:few_hops",
+        "$order.few_hops and $tokens >= LONG",
+        "$order.few_hops",
+        "tests/test_trips.py -k hops_of_long_rows",
+    ),
 )
