@@ -34,6 +34,13 @@ class Documents:
     def _hash(self) -> int:
         return hash((self.lengths, self.words))
 
+    @classmethod
+    def of(cls, segment_ids: np.ndarray) -> Documents:
+        """Returns those of some rows, from the segment ids [rows, T]; none where each is one document."""
+        begins = places(segment_ids) == 0
+        lengths = [n for row in begins for n in np.diff([*np.flatnonzero(row), row.size])]
+        return cls(tuple(map(int, lengths)), "of the data") if len(lengths) > len(begins) else cls()
+
     def rows(self, length: int, step: int = 1) -> list[np.ndarray]:
         """Returns int64 [length // step] for each of some rows: the place in its document of every step-th token, beginning in
         the middle of a step."""

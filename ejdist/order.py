@@ -22,6 +22,11 @@ NAMES = ("contiguous", "zigzag", "striped", "balanced")
 
 # Whether causal attention joins whole parts of the tokens of two ranks (`Order.joined`), so that no position is compared.
 JOINS_PARTS = {"contiguous": True, "zigzag": True, "striped": False, "balanced": False}
+# Whether each run of a rank's tokens is followed by one of the next rank, around: what lies before a token in the text is on
+# the ranks before its own.
+GOES_ON = {"contiguous": True, "zigzag": False, "striped": True, "balanced": False}
+# Whether the text of a rank is one run, so that packed documents reach few other ranks.
+_ONE_RUN = ("contiguous",)
 # The orders that deal out runs of `Order.stripe` tokens.
 STRIPES = ("striped", "balanced")
 # The orders that are another one for each row, which the batch carries as data.
@@ -162,6 +167,16 @@ class Order:
                 "attention joins whole parts of the tokens of two ranks"
             )
         return JOINS_PARTS[self.name]
+
+    @property
+    def goes_on(self) -> bool:
+        """See `GOES_ON`."""
+        return GOES_ON.get(self.name, False)
+
+    @property
+    def few_hops(self) -> bool:
+        """Whether documents reach few other ranks, as a rank has one run of the text."""
+        return self.name in _ONE_RUN
 
     def of_groups(self, size: int) -> Order:
         """Returns the order of groups of `size` neighbouring ranks, each of which has its tokens in `self.of_members(size)`."""

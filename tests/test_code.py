@@ -37,10 +37,15 @@ SLOW = {
         ("delta_rule", "kimi_linear"),
         ("linear_attention", "lightning_64k"),
         ("delta_rule", "decode"),
+        ("rwkv7", "rwkv7_3b"),
         ("ragged_delta_rule", "small"),
         ("ragged_delta_rule", "decode"),
         ("linear_attention", "decode"),
         ("state_space_v2", "mamba2_8k"),
+        ("state_space_v1", "mamba_4k"),
+        ("state_space_v1", "packed"),
+        ("rwkv4", "packed"),
+        ("rwkv4", "rwkv_3b"),
         ("causal_conv1d", "documents_32k"),
     },
 }
@@ -75,6 +80,9 @@ SPILLS = {
     # products. With half the channels a program took longer (1,540 us, and 1,360 with 64, on an H200).
     ("delta_rule", "kimi_linear", 90): 564,
     ("delta_rule", "kimi_linear", 80): 624,
+    # Gradients of two readers, two writers and their decays are summed side by side, and four matrices of pairs.
+    ("rwkv7", "rwkv7_3b", 90): 888,
+    ("rwkv7", "rwkv7_3b", 80): 888,
     # Operands lie in registers there, beside a state of 128 by 64.
     ("linear_attention", "lightning_64k", 80): 28,
 }

@@ -36,7 +36,21 @@ from ejdist.models.stack import counted_parts
 from ejdist.order import NAMES as ORDERS
 from ejdist.order import Order
 from ejdist.planning.activations import has_experts
-from ejdist.planning.candidates import ORDER, SCHEME, candidate_of, orders_searched, policies_searched, products, ways
+from ejdist.planning.candidates import (
+    GROUPS,
+    HOPS,
+    LATENTS,
+    LEVELS,
+    ORDER,
+    OUTER,
+    SCHEME,
+    candidate_of,
+    details,
+    orders_searched,
+    policies_searched,
+    products,
+    ways,
+)
 from ejdist.planning.search import Predictor, search
 from ejdist.planning.targets import target_of
 from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
@@ -198,14 +212,39 @@ def test_a_sequence_is_searched_over_two_axes_too(monkeypatch):
     def axes(given):
         return [(p.sizes["cp"], p.sizes["sp"], p.scheme) for p in products(sections, of, given)]
 
-    assert axes(()) == [(4, 2, "ulysses"), (2, 4, "ulysses")]
-    assert axes({"mesh.sp"}) == axes({"mesh.cp"}) == axes({"sequence.scheme"}) == []  # that is a ring
+    assert axes(()) == [(4, 2, "ring"), (4, 2, "ulysses"), (2, 4, "ring"), (2, 4, "ulysses")]
+    assert {p.sequence for p in products(sections, of, ()) if p.scheme == "ring"} == {((LEVELS, 2),)}
+    assert axes({"mesh.sp"}) == axes({"mesh.cp"}) == axes({"sequence.scheme", LEVELS}) == []  # that is a ring
     sections.sequence.scheme = "ulysses"
     assert axes({"sequence.scheme"}) == [(4, 2, None), (2, 4, None)]
     tried = []
     monkeypatch.setattr("ejdist.planning.search.products", lambda s, of, given: tried.append(of) or ())
     search(compose(DENSE.split()), TPU, {"mesh.dp", "mesh.fsdp", "data.global_batch", "model.remat"}, None)
     assert tried and {p.sizes["cp"] for p in tried} == {1}
+
+
+def test_what_a_scheme_leaves_open_is_searched():
+    """Of the keys that its scheme reads, those that nobody gives."""
+    packed, one = documents_of("64"), documents_of("one")
+
+    def tried(words, sizes, *how, given=()):
+        s = compose([*DENSE.split(), *words.split()])
+        of = candidate_of(s, dict(zip(AXES, sizes, strict=True)))
+        return [dict(c.sequence) for c in details(s, of, given, *how)]
+
+    ring, product = (1, 2, 1, 1, 4, 1), (1, 2, 1, 2, 2, 1)
+    assert tried("", ring, one) == tried("", (8, 1, 1, 1, 1, 1), packed, True) == []
+    assert tried("", ring, packed) == [{HOPS: "batch"}] and tried("", ring, packed, given={HOPS}) == []
+    assert tried("sequence.scheme=ulysses", (2, 2, 1, 1, 2, 1), one, True) == [{GROUPS: 2}]  # two heads on a rank
+    assert tried("sequence.scheme=ulysses", ring, one, True) == tried("sequence.scheme=ulysses", ring, packed) == []
+    assert tried("sequence.scheme=ulysses", product, one) == [{OUTER: "ring"}, {OUTER: "all_gather"}]
+    assert tried("", product, one) == [{LEVELS: 2}] and len(tried("", product, packed)) == 2  # all hops, or fewer
+    latent = "model.latent.kv_rank=8 model.layer_pattern=[latent]"
+    assert tried(latent, ring, one) == [{LATENTS: "always"}, {LATENTS: "never"}]
+    assert len(tried(latent, ring, packed)) == 5 and tried(f"{latent} sequence.latents=never", ring, one) == []
+    s = compose(DENSE.split())
+    made = next(iter(details(s, candidate_of(s, dict(zip(AXES, ring, strict=True))), (), packed)))
+    assert made.applied(s).sequence.hops == made.overrides()[HOPS] == "batch"
 
 
 def test_a_plan_counts_what_a_scheme_sends_along_each_axis_of_the_sequence():
@@ -302,6 +341,15 @@ def test_gradients_in_bfloat16_are_half_of_those_that_travel(lie):
     wide, half = (Ring(dtype) for dtype in ("float32", "bfloat16"))
     assert wide.cost(shape).bytes["sp", PERMUTE] - half.cost(shape).bytes["sp", PERMUTE] == 2 * 200
     assert wide.memory(shape).work - half.memory(shape).work == 200
+
+
+@pytest.mark.parametrize("scheme", [Ring(levels=2), Ring("bfloat16", levels=2)], ids=lambda scheme: scheme.gradients)
+@pytest.mark.parametrize("sizes", [{"cp": 2, "sp": 2}, {"cp": 4, "sp": 2}, {"cp": 2, "sp": 4}], ids=str)
+def test_a_ring_of_two_levels_sends_what_it_declares_along_each(scheme, sizes):
+    """Along the outer axis a hop for each other group, where a flat ring counts all of its hops."""
+    check_sent(scheme, "zigzag", None, sizes)
+    shape = AttentionShape(tuple(sizes.items()), 7, *(100,) * 5, 4, 2, 2)
+    assert scheme.cost(shape).along()["cp"] < Ring(scheme.gradients).cost(shape).along()["cp"] / 2
 
 
 @pytest.mark.parametrize("outer", [Ring(), AllGather()], ids=lambda scheme: type(scheme).__name__)

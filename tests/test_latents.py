@@ -317,7 +317,7 @@ def test_a_matrix_with_an_adapter_makes_keys_where_their_tokens_are():
     batch = {"positions": np.arange(T, dtype=np.int32)[None].repeat(B, 0), "segment_ids": IDS}
 
     def sent(params, latents):
-        ops = bind_ops(mesh, scheme=by_window("ring", None, latents))
+        ops = bind_ops(mesh, scheme=by_window(Ring(hops="mask"), None, latents))
         program = jax.make_jaxpr(lambda x: layer(ops, params, x, batch))(np.ones((B, T, 12), np.float32))
         return sum(n for (_, kind), n in collectives(program.jaxpr, {"sp": 2}).bytes.items() if kind == PERMUTE)
 

@@ -353,6 +353,8 @@ def checkpoint_of(c, section, leaves):
         ("deepseek_no_rank", ("latent_query", "key_up", "value_up"), None, ["q_proj", "kv_b_proj"]),
         ("qwen3_moe", ("key",), None, ["k_proj"]),
         ("qwen3_next", (), None, ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"]),
+        ("kimi", ("kda_in", "kda_down", "kda_gate", "latent_query"), None,
+         ["q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "g_b_proj"]),
         (
             "nemotron_h",
             ("mamba2_in", "mamba2_gate", "mamba2_bc", "mamba2_dt", "ungated_up", "ungated_down", "value"),
@@ -360,7 +362,7 @@ def checkpoint_of(c, section, leaves):
             ["in_proj", "up_proj", "down_proj", "v_proj"],
         ),
     ],
-)
+)  # fmt: skip
 def test_a_merged_model_is_the_base_and_its_adapter_as_peft_adds_them(name, targets, base, modules, tmp_path):
     """W + lora_alpha / r B A of what is written, tensor by tensor, in float64."""
     made(tmp_path / "theirs", name)
@@ -375,7 +377,10 @@ def test_a_merged_model_is_the_base_and_its_adapter_as_peft_adds_them(name, targ
 
     save(tmp_path / "merged", c, leaf)
     plain = Merged(
-        c, dataclasses.replace(section, targets=("query",) if name != "deepseek_no_rank" else ("latent_output",))
+        c,
+        dataclasses.replace(
+            section, targets=("latent_output",) if name in ("deepseek_no_rank", "kimi") else ("query",)
+        ),
     )
     save(tmp_path / "base", c, lambda n: plain._make(n, {k: v for k, v in arrays.items() if "params" not in k}, "float32")
          if n.startswith("params.") else arrays[n])  # fmt: skip

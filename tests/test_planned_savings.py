@@ -7,7 +7,7 @@ import pytest
 
 from ejdist.mesh import mesh_shape
 from ejdist.models.remat import REMAT
-from ejdist.planning.candidates import BATCH, OFFLOAD, SEARCHED, candidate_of
+from ejdist.planning.candidates import BATCH, GROUPS, OFFLOAD, SEARCHED, candidate_of
 from ejdist.planning.candidates import REMAT as REMAT_KEY
 from ejdist.planning.compiled import DoesNotFit
 from ejdist.planning.memory import ACTIVATIONS
@@ -48,8 +48,8 @@ def test_activations_go_to_the_host_where_attention_would_run_twice(capsys):
 
 
 def test_state_goes_to_the_host_where_a_plan_needs_it(capsys):
-    """Four times as many tokens."""
-    words = "device=h100 devices=8 model=qwen3_8b data.sequence_length=4194304 finalists=0"
+    """Four times as many tokens, on a ring."""
+    words = "device=h100 devices=8 model=qwen3_8b data.sequence_length=4194304 sequence.scheme=ring finalists=0"
     assert main([*words.split(), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)["plan"]["predicted"]
     moments, _ = said["bytes_on_host"].values()
@@ -129,6 +129,17 @@ def test_a_plan_of_millions_of_tokens():
     assert kept == [36 * 4096 * 131072 * 2] and away.memory.on_host == {ACTIVATIONS: kept[0]}
     seconds = [{k: v for k, v in p.time.seconds.items() if "host" not in k} for p in (full, away)]
     assert seconds[0] == seconds[1]
+
+
+def test_where_nothing_fits_heads_are_exchanged_in_groups():
+    """Rows of 4.7 million tokens: with other schemes, and with Ulysses in one group, a device has too little memory."""
+    words = "model=qwen3_8b data.sequence_length=4718592 data.global_batch=1 model.remat=offload_inputs".split()
+    found = search(compose(words), H100, {BATCH, REMAT_KEY}, None)
+    assert found.best.candidate.sequence == ((GROUPS, 4),) and not found.best.candidate.savings
+    assert {**found.best.candidate.overrides()}[GROUPS] == "4"
+    assert search(compose(words), H100, {BATCH, REMAT_KEY, GROUPS}, None, save=False).best is None
+    least = search(compose(words), H100, {BATCH, REMAT_KEY, GROUPS}, None, save=False).smallest
+    assert least.memory.total > found.best.memory.total and least.candidate.scheme == found.best.candidate.scheme
 
 
 @pytest.mark.slow  # compiles four steps, 40 s

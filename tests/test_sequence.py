@@ -245,6 +245,41 @@ def test_heads_over_one_axis_and_keys_over_another(name, order, outer, axis):
     assert_close(outputs_and_gradients(ring, made, MASKS[name]), on_one_device(name), f"{name} {order} {outer} {axis}")
 
 
+LEVELS = [
+    ("sinks_packed_window", {"cp": 2, "sp": 2}, "zigzag"),
+    ("causal", {"cp": 4, "sp": 2}, "contiguous"),
+    ("packed", {"cp": 2, "sp": 4}, "striped"),
+    ("dropout", {"cp": 4, "sp": 2}, "zigzag"),
+    ("packed_chunk", {"cp": 2, "sp": 4}, "contiguous"),
+    ("causal", {"cp": 2, "sp": 2, "tp": 2}, "zigzag"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "order"),
+    [pytest.param(*row, marks=() if i == 0 else pytest.mark.slow) for i, row in enumerate(LEVELS)],
+)
+def test_a_ring_of_two_levels(name, sizes, order):
+    """Inside of the last axis, and between its groups; numbers of hops that differ, and other orders of the same keys."""
+    ranks = sizes["cp"] * sizes["sp"]
+    made = Order(order, ranks, 4 if order == "striped" else 1)
+    mesh = make_mesh(**sizes, devices=jax.devices()[: ranks * sizes.get("tp", 1)])
+    ring = functools.partial(ring_attention, mesh=mesh, order=made, scheme=Ring(levels=2))
+    assert_close(outputs_and_gradients(ring, made, MASKS[name]), on_one_device(name), f"{name} {sizes} {order}")
+
+
+def test_two_levels_need_two_axes():
+    why = r"sequence.levels = 2 is for a sequence over two axes, mesh.cp and mesh.sp, and this one is over one: leave it out"
+    with pytest.raises(ValueError, match=why):
+        ring_attention(QUERY, KEY, VALUE, causal=True, mesh=make_mesh(sp=4), scheme=Ring(levels=2))
+    assert re.search(why, Ring(levels=2).rejects(4, (("sp", 4),)))
+    assert Ring(levels=2).rejects(4, (("cp", 2), ("sp", 4))) is None
+    with pytest.raises(ValueError, match=r"sequence.levels = 3 is unknown; use 1, or 2"):
+        Ring(levels=3)
+    with pytest.raises(ValueError, match=r"sequence.levels = 2 makes all hops.*leave one of the two out"):
+        Ring(levels=2, hops="batch")
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "sp"), [(4, 4, 4), (4, 1, 4), (8, 2, 8), (12, 3, 2), (12, 6, 4)])
 def test_heads_of_keys_are_repeated_where_they_do_not_divide(heads, kv_heads, sp):
     """Every rank has the heads that its queries read, once each where that is possible, and gradients are sums of all."""
@@ -669,8 +704,9 @@ def test_a_hop_nobody_needs_is_not_sent():
     assert sends({"causal": True, "sliding_window": 18}) == 2 * 2
     assert sends({"causal": True, "sliding_window": 18}, gradient=True) == 2 * 2 + 2 * 2 + 2 * 2
     assert sends({"causal": True, "sliding_window": 9}, order="zigzag") == 2 * 2, "one neighbour on either side"
-    assert sends({"causal": True, **PACKED}) == 2 * 3 + 1, "segments are gathered once"
-    assert sends({"causal": True, **PACKED}, gradient=True) == sends({"causal": True}, gradient=True) + 1, (
+    by_mask = {"scheme": Ring(hops="mask")}  # else by the documents, see tests/test_trips.py
+    assert sends({"causal": True, **PACKED}, **by_mask) == 2 * 3 + 1, "segments are gathered once"
+    assert sends({"causal": True, **PACKED}, gradient=True, **by_mask) == sends({"causal": True}, gradient=True) + 1, (
         "for both ways"
     )
     for scheme in ("ring", "all_gather"):

@@ -1,14 +1,18 @@
-"""flash-linear-attention: gated linear attention, delta rules, and Mamba-2 as linear attention with a decay a head."""
+"""flash-linear-attention: gated linear attention, delta rules, RWKV-4 and 7, and Mamba-2, which is linear attention there."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks.peers import Expression, every, missing, needs_torch
 
 FRAMEWORK = "torch"
-OPERATIONS = ("linear_attention", "delta_rule", "state_space_v2")
+OPERATIONS = ("linear_attention", "delta_rule", "rwkv7", "state_space_v2", "rwkv4")
+# The array of tokens whose dtype counts.
+_TOKENS = {"state_space_v2": "x", "rwkv4": "k", "rwkv7": "r"}
+LEAST_SAFE = -5.0  # log decays that `safe_gate` promises are no smaller
 
 
 def available() -> str | None:
@@ -18,7 +22,7 @@ def available() -> str | None:
 def express(op_name: str, arguments: dict[str, Any]) -> Any:
     """One token is `fused_recurrent`, its form for decoding, with states."""
     used = {name for name, value in arguments.items() if value is not None}
-    values = arguments["x" if op_name == "state_space_v2" else "query"]
+    values = arguments[_TOKENS.get(op_name, "query")]
     one = values.shape[1] == 1 and op_name in _ONE_TOKEN
     if {"segment_ids", *(() if one else ("initial_state",))} & used:
         return "documents and states are compared without"
@@ -116,6 +120,20 @@ def _delta_rule(arguments: dict[str, Any], used: set[str]) -> Callable | str:
     return delta_rule
 
 
+def _rwkv7(arguments: dict[str, Any], used: set[str]) -> Callable:
+    """With the promise that decays are mild where they are: its chunks are then longer."""
+    scale = arguments["r"].shape[-1] ** -0.5 if arguments.get("softmax_scale") is None else arguments["softmax_scale"]
+    mild = bool((arguments["w"] >= LEAST_SAFE).all())
+
+    def rwkv7(r: Any, w: Any, k: Any, v: Any, a: Any, b: Any) -> Any:
+        from fla.ops.rwkv7 import chunk_rwkv7
+
+        promises = {"safe_gate": mild} if "safe_gate" in inspect.signature(chunk_rwkv7).parameters else {}
+        return chunk_rwkv7(r=r, w=w, k=k, v=v, a=a, b=b, scale=scale, **promises)[0]
+
+    return rwkv7
+
+
 def _state_space_v2(arguments: dict[str, Any], used: set[str]) -> Callable | str:
     heads = arguments["x"].shape[2] // arguments["B"].shape[2]
 
@@ -129,5 +147,24 @@ def _state_space_v2(arguments: dict[str, Any], used: set[str]) -> Callable | str
     return state_space_v2
 
 
-_EXPRESSED = {"linear_attention": _linear_attention, "delta_rule": _delta_rule, "state_space_v2": _state_space_v2}
+def _rwkv4(arguments: dict[str, Any], used: set[str]) -> Callable | str:
+    """Its kernels store the state after each token for the backward, in the dtype of k."""
+
+    def rwkv4(w: Any, u: Any, k: Any, v: Any) -> Any:
+        from fla.ops.rwkv4 import fused_recurrent_rwkv4
+
+        state = k.new_zeros(k.shape[0], 3, 1, k.shape[2]).float()
+        state[:, 2] = -1e38
+        return fused_recurrent_rwkv4(w, u, k, v, state)[0]
+
+    return rwkv4
+
+
+_EXPRESSED = {
+    "linear_attention": _linear_attention,
+    "delta_rule": _delta_rule,
+    "rwkv7": _rwkv7,
+    "state_space_v2": _state_space_v2,
+    "rwkv4": _rwkv4,
+}
 _ONE_TOKEN = {"linear_attention": _linear_attention_token, "delta_rule": _delta_rule_token}

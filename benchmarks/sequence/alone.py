@@ -67,6 +67,9 @@ class Work(Scheme):
     scheme: Scheme
     arrive: tuple[str, ...] = ()
 
+    def counts_hops(self, local: Local) -> bool:
+        return self.scheme.counts_hops(local)
+
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         with self._staying(local) as here:
             return self.scheme.forward(here)
@@ -179,6 +182,9 @@ class Transfers(Scheme):
     """A scheme that sends what it sends and attends to nothing."""
 
     scheme: Scheme
+
+    def counts_hops(self, local: Local) -> bool:
+        return self.scheme.counts_hops(local)
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         with _without_work():

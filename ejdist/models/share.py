@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ejdist.costs import ALL_REDUCE, Traffic, declared
-from ejdist.documents import Documents
+from ejdist.documents import ONE_DOCUMENT, Documents
 from ejdist.experts.cost import Costed, ExchangeShape
 from ejdist.mesh import CP, SP, TP
 from ejdist.models.remat import Remat
 from ejdist.order import Order
-from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
+from ejdist.sequence.cost import AttentionShape, SchemeBytes, hops_of_documents, needed_hops
 from ejdist.sequence.halo import reach_of, sent
 from ejdist.sequence.latents import sends_latents
 from ejdist.sequence.schedule import imbalance
 from ejdist.sequence.scheme import Scheme
+from ejdist.sequence.way import few_hops
 from kernels.engines.attention.masks import MaskInfo
 
 _ATTENDING = ("forward", "backward")
@@ -37,6 +38,7 @@ class Share:
       buffer: `experts.buffer` of a recipe.
       frozen: whether the model's matrices are frozen beside adapters.
       tile: tokens of a tile of kernels that add a hop's results in place; None where the device has no such kernels.
+      documents: of the rows.
     """
 
     tokens: int
@@ -52,6 +54,7 @@ class Share:
     buffer: float = 1.25
     frozen: bool = False
     tile: int | None = None
+    documents: Documents = ONE_DOCUMENT
 
     @property
     def sequence(self) -> int:
@@ -89,7 +92,15 @@ class Share:
         """
         hops = needed_hops(self.order, self.length, mask)
         halo = sent(self.order, self.length, reach_of(mask, self.length))
-        shape = replace(shape, hops=hops, forwards=1 + (not self.remat.asked), halo=halo)
+        by_batch = hops_of_documents(self.order, self.length, mask, self.documents)
+        shape = replace(
+            shape,
+            hops=hops,
+            by_batch=by_batch,
+            few_hops=few_hops(self.order, self.length // self.order.shards),
+            halo=halo,
+        )
+        shape = replace(shape, forwards=1 + (not self.remat.asked))
         return declared(self.scheme, "cost", _ATTENDING, "the ejdist.costs.Traffic of an AttentionShape")(shape)
 
     def attention(self, query: int, key: int, value: int, heads: int, kv_heads: int) -> AttentionShape:

@@ -14,23 +14,30 @@ import jax
 from ejdist.documents import ONE_DOCUMENT, Documents
 from ejdist.experts.schemes import fitting
 from ejdist.mesh import AXES, BATCH_AXES, CP, EP, SEQUENCE_AXES, SP, TP
+from ejdist.models.attention import LatentAttention
 from ejdist.models.model import CAUSAL
 from ejdist.models.remat import REMAT as POLICIES
-from ejdist.models.stack import takes_order
+from ejdist.models.stack import counted_parts, takes_order
 from ejdist.order import AUTO, order_for
 from ejdist.order import NAMES as ORDERS
 from ejdist.planning.activations import has_experts
+from ejdist.sequence.cost import ALWAYS, NEVER
 from ejdist.sequence.schedule import imbalance
 from ejdist.sequence.schemes import SCHEMES, options_of
+from ejdist.sequence.way import BY_BATCH
 from ejdist.training.optimizer import fixed
 
 # The keys that are searched.
 REMAT, ACCUMULATION, BATCH = "model.remat", "accumulation", "data.global_batch"
 SCHEME, ORDER, DISPATCH = "sequence.scheme", "sequence.order", "experts.dispatch"
 MOMENTS, OFFLOAD, SUMS = "optimizer.moments", "optimizer.offload", "optimizer.accumulate"
+LATENTS, GROUPS, HOPS, OUTER = "sequence.latents", "sequence.head_groups", "sequence.hops", "sequence.outer"
+LEVELS = "sequence.levels"
 SEARCHED = (
-    *(f"mesh.{axis}" for axis in AXES), REMAT, ACCUMULATION, BATCH, SCHEME, ORDER, DISPATCH, MOMENTS, OFFLOAD, SUMS
+    *(f"mesh.{axis}" for axis in AXES), REMAT, ACCUMULATION, BATCH, SCHEME, ORDER, DISPATCH, MOMENTS, OFFLOAD, SUMS, LATENTS,
+    GROUPS, HOPS, OUTER, LEVELS,
 )  # fmt: skip
+HEAD_GROUPS = (2, 4, 8)  # that are tried beside one
 # Where the batch is not given: rows of a device and microbatch, microbatches, and tokens of a step, which are those of Llama 3
 # 405B's largest batch; a step has one row at least.
 ROWS, MICROBATCHES, MOST_TOKENS = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), 2**24
@@ -52,6 +59,7 @@ SAVINGS: tuple[Savings, ...] = (
 class Candidate:
     """A point of the search. mesh: devices along each axis of `AXES`. scheme, order: of the sequence. dispatch: of tokens to
     experts. None: as the recipe has it, where the mesh leaves nothing to choose. savings: keys of the optimizer, of `SAVINGS`.
+    sequence: other keys of that section, and their values.
     """
 
     mesh: tuple[int, ...]
@@ -62,6 +70,7 @@ class Candidate:
     order: str | None = None
     dispatch: str | None = None
     savings: Savings = ()
+    sequence: tuple[tuple[str, str | int], ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -84,7 +93,12 @@ class Candidate:
             mesh=replace(s.mesh, **self.sizes),
             model=replace(s.model, remat=self.remat),
             data=replace(s.data, global_batch=self.global_batch),
-            sequence=replace(s.sequence, scheme=self.scheme or s.sequence.scheme, order=self.order or s.sequence.order),
+            sequence=replace(
+                s.sequence,
+                scheme=self.scheme or s.sequence.scheme,
+                order=self.order or s.sequence.order,
+                **{key.partition(".")[2]: value for key, value in self.sequence},
+            ),
             experts=replace(s.experts, dispatch=self.dispatch or s.experts.dispatch),
             accumulation=self.accumulation,
             optimizer=replace(s.optimizer, **{key.partition(".")[2]: value for key, value in self.savings}),
@@ -95,7 +109,8 @@ class Candidate:
         values = {f"mesh.{axis}": str(size) for axis, size in self.sizes.items()}
         values |= {REMAT: self.remat, ACCUMULATION: str(self.accumulation), BATCH: str(self.global_batch)}
         chosen = {SCHEME: self.scheme, ORDER: self.order, DISPATCH: self.dispatch}
-        return values | {key: value for key, value in chosen.items() if value is not None} | dict(self.savings)
+        values |= {key: value for key, value in chosen.items() if value is not None} | dict(self.savings)
+        return values | {key: str(value) for key, value in self.sequence}
 
 
 def candidate_of(
@@ -167,8 +182,8 @@ def _takes(sequence: Any, scheme: str, heads: int, axes: Any) -> bool:
 
 
 def products(s: Any, of: Candidate, given: Collection[str]) -> Iterator[Candidate]:
-    """Yields a choice again with its sequence over two axes, with each scheme that has another one over the outer axis; nothing
-    where either axis is given."""
+    """Yields a choice again with its sequence over two axes, with each scheme that has another one over the outer axis, or two
+    levels; nothing where either axis is given."""
     if {f"mesh.{CP}", f"mesh.{SP}"} & {*given}:
         return
     sizes, schemes = of.sizes, (s.sequence.named,) if SCHEME in given else SCHEMES
@@ -176,9 +191,41 @@ def products(s: Any, of: Candidate, given: Collection[str]) -> Iterator[Candidat
     for inner in (n for n in range(2, ranks) if ranks % n == 0):
         mesh, axes = {**sizes, CP: ranks // inner, SP: inner}, ((CP, ranks // inner), (SP, inner))
         for name in schemes:
-            if "outer" in options_of(SCHEMES[name]) and _takes(s.sequence, name, heads, axes):
+            options, keys = options_of(SCHEMES[name]), ()
+            if "levels" in options and LEVELS not in given and s.sequence.levels == 1:
+                keys = ((LEVELS, 2),)
+            made = replace(s.sequence, **{key.partition(".")[2]: value for key, value in keys})
+            if ("outer" in options or keys) and _takes(made, name, heads, axes):
                 scheme = None if SCHEME in given else name
-                yield replace(of, mesh=tuple(mesh[a] for a in AXES), scheme=scheme)
+                yield replace(of, mesh=tuple(mesh[a] for a in AXES), scheme=scheme, sequence=keys)
+
+
+def details(
+    s: Any, of: Candidate, given: Collection[str], documents: Documents = ONE_DOCUMENT, tight: bool = False
+) -> Iterator[Candidate]:
+    """Yields a choice again with other keys of the section `sequence` that its scheme reads: whether latents travel, the hops
+    that documents need in whatever order, another scheme outside; where memory is `tight`, groups of heads that are exchanged
+    one after another."""
+    sizes, section = of.sizes, of.applied(s).sequence
+    axes = tuple((a, sizes[a]) for a in SEQUENCE_AXES if sizes[a] > 1)
+    if not axes:
+        return
+    given = {*given, *(key for key, _ in of.sequence)}
+    options, heads = options_of(SCHEMES[section.named]), s.model.num_heads // sizes[TP]
+    latents = any(isinstance(part, LatentAttention) for part in counted_parts(s.model))
+    tried: dict[str, tuple[str | int, ...]] = {
+        LATENTS: (ALWAYS, NEVER) if latents and section.latents == AUTO else (),
+        GROUPS: HEAD_GROUPS if tight and "head_groups" in options else (),
+        HOPS: (BY_BATCH,) if "hops" in options and documents.lengths and section.hops == AUTO else (),
+        LEVELS: (2,) if "levels" in options and axes[1:] and section.levels == 1 else (),
+        OUTER: tuple(n for n in SCHEMES if "hops" in options_of(SCHEMES[n])) if "outer" in options and axes[1:] else (),
+    }
+    choices = [((), *(((key, value),) for value in values)) for key, values in tried.items() if key not in given]
+    for chosen in itertools.islice(itertools.product(*choices), 1, None):
+        keys = (*of.sequence, *itertools.chain(*chosen))
+        made = replace(section, **{key.partition(".")[2]: value for key, value in keys})
+        if _takes(made, section.named, heads, axes):
+            yield replace(of, sequence=keys)
 
 
 def ways(

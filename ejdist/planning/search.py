@@ -1,14 +1,15 @@
 """The search: every legal mesh, remat policy, accumulation and batch, by predicted memory and time; the best are compiled.
 
 How keys travel over sp, how tokens lie there and how tokens get to experts change little of a plan, so only the fastest plans
-are tried with each of these: all begin with the first scheme, the most even order and the first dispatch that fit.
+are tried with each of these: all begin with the first scheme, the most even order and the first dispatch that fit. What a
+scheme leaves open (`details`) is tried last.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from ejdist.planning.candidates import (
     Savings,
     candidate_of,
     candidates,
+    details,
     products,
     savings_searched,
     ways,
@@ -42,6 +44,7 @@ from ejdist.sections import validate
 from ejdist.training.losses import trained_model
 
 VARIED = 50  # plans that are tried with each of these
+DETAILED = 12  # and of all those the ones that are tried with other keys of their scheme
 # How much too small a prediction may be.
 MARGIN = 0.10
 FASTER = 0.05  # by how much a plan that keeps activations on the host must be faster than one that does not
@@ -212,19 +215,29 @@ def _search(
             smallest = prediction.total, candidate
     if not count:
         _explain(sections, target, fixed_keys, predictor)
-    least = predictor.checked(smallest[1]) if smallest and not fitting else None
-    for plan in ranked(fitting)[:VARIED]:
-        of = plan.candidate
-        others = (
-            replace(of, scheme=scheme, order=order, dispatch=dispatch)
-            for scheme, order, dispatch in itertools.islice(
-                ways(sections, of.mesh, fixed_keys, *predictor.rows), 1, None
-            )
-        )
-        for other in itertools.chain(others, products(sections, of, fixed_keys)):
+
+    def attempt(others: Iterable[Candidate]) -> None:
+        nonlocal count, smallest
+        for other in others:
             prediction = predictor(other, room)
             count += 1
-            fitting += [prediction] if isinstance(prediction, Predicted) else []
+            if isinstance(prediction, Predicted):
+                fitting.append(prediction)
+            elif prediction is not None and (smallest is None or prediction.total < smallest[0]):
+                smallest = prediction.total, other
+
+    def first(most: int) -> list[Candidate]:
+        """Returns the fastest plans; where nothing fits the smallest, of which another kind may need less."""
+        return [plan.candidate for plan in ranked(fitting)[:most]] or ([smallest[1]] if smallest else [])
+
+    for of in first(VARIED):
+        kinds = itertools.islice(ways(sections, of.mesh, fixed_keys, *predictor.rows), 1, None)
+        attempt(replace(of, scheme=scheme, order=order, dispatch=dispatch) for scheme, order, dispatch in kinds)
+        attempt(products(sections, of, fixed_keys))
+    tight = not fitting
+    for of in first(DETAILED):
+        attempt(details(sections, of, fixed_keys, predictor.documents, tight))
+    least = predictor.checked(smallest[1]) if smallest and not fitting else None
     order, refused, too_large = ranked(fitting), [], True
     if compile_step is None:
         return Found(order[0] if order else None, None, different(order[0], order) if order else (), (), count, least)

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from ejdist.documents import ONE_DOCUMENT, Documents
 from ejdist.experts.choice import choose
 from ejdist.experts.schemes import LOCAL, fitting
 from ejdist.experts.schemes import scheme_of as dispatch_named
@@ -20,13 +21,19 @@ from ejdist.sequence.cost import NEVER
 from ejdist.sequence.schemes import ByWindow
 
 
-def share_of(sections: Any, mesh: Any, links: Links | None = None, tile: int | None = None) -> Share:
+def share_of(
+    sections: Any,
+    mesh: Any,
+    links: Links | None = None,
+    tile: int | None = None,
+    documents: Documents = ONE_DOCUMENT,
+) -> Share:
     """Returns what a device has of a microbatch on a mesh, which may be abstract.
 
     Args:
       links: of the devices. They say what experts are split over inside of a slice and over slices, and by them
         `experts.dispatch=auto` chooses. Without them auto is the first scheme that fits.
-      tile: see `Share`.
+      tile, documents: see `Share`.
     """
     s = sections
     tokens = _tokens(s, mesh)
@@ -50,6 +57,7 @@ def share_of(sections: Any, mesh: Any, links: Links | None = None, tile: int | N
         buffer=s.experts.buffer,
         frozen=s.lora.rank > 0,
         tile=tile,
+        documents=documents,
     )
 
 

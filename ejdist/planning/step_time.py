@@ -78,7 +78,7 @@ def step_time(
       documents: of the rows: how many pairs they have, and how even the order of tokens makes them.
     """
     s, c, chip = sections, sections.model, links.chip
-    share, length, rows = share_of(s, mesh, links), s.data.sequence_length, s.data.global_batch
+    share, length, rows = share_of(s, mesh, links, documents=documents), s.data.sequence_length, s.data.global_batch
     devices, tokens = math.prod(mesh.shape.values()), rows * length
     backward = 1 if of.frozen else 2  # products of a backward with a matrix: its gradient, and its input's
     # FLOPs a token; a token, as if at the rate of plain products; all; all; all, of the busiest rank times ranks

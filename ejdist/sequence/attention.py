@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,13 +19,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ejdist.execution import run
-from ejdist.layout import current_layout
 from ejdist.mesh import SP, axis_is_bound, check_axis, check_mesh, current_mesh
 from ejdist.order import Order
 from ejdist.placement import mesh_of, resolve_axes
 from ejdist.sequence import exchange
+from ejdist.sequence.checks import check_call, check_cuts, check_without_mesh
 from ejdist.sequence.halo import reach_of
-from ejdist.sequence.local import Local, Static, apart, of_all_ranks, work_of
+from ejdist.sequence.local import Local, Static, apart, needed_of, of_all_ranks, work_of
 from ejdist.sequence.schedule import hops as hops_of
 from ejdist.sequence.schemes import Scheme, scheme_of
 from ejdist.sharded import run_on_rank, with_mesh
@@ -73,12 +73,13 @@ class Seen:
     mask: MaskInfo
     own_mask: MaskInfo
     work: jax.Array | None
+    needed: jax.Array | None = None
 
 
 def local_of(static: Static, arrays: Arrays, seen: Seen) -> Local:
     """Returns a scheme's view of a call that `shard_call` has prepared."""
     own, keys = apart(static.op, arrays)
-    return Local(static, own, keys, seen.mask, seen.own_mask, seen.work)
+    return Local(static, own, keys, seen.mask, seen.own_mask, seen.work, seen.needed)
 
 
 def _forward(static: Static, arrays: Arrays, seen: Seen) -> tuple[jax.Array, jax.Array]:
@@ -163,7 +164,9 @@ def shard_call(
     # An input that is alike on some ranks has cotangents that are not; the type of the rank shows whether JAX checks that here.
     arrays, mask, own_mask = vary_alike((arrays, mask, own_mask), exchange.rank(axis))
     work = work_of(static, arrays["query"].shape[1], mask, arrays.get("block_mask")) if scheme.all_ids else None
-    return static, arrays, Seen(mask, own_mask, vary_alike(work, arrays["query"]))
+    seen = Seen(mask, own_mask, vary_alike(work, arrays["query"]))
+    local = local_of(static, arrays, seen)
+    return static, arrays, replace(seen, needed=needed_of(local) if scheme.counts_hops(local) else None)
 
 
 def on_shard(arguments: dict[str, Any], mask: MaskInfo | None, **how: Any) -> tuple[jax.Array, jax.Array]:
@@ -197,48 +200,6 @@ def _bound_axis(axis_name: exchange.Axis, mesh: Any) -> tuple[exchange.Axis, boo
     # Where only some are bound, the others have one device.
     names = bound or names
     return names[0] if len(names) == 1 else names, bool(bound)
-
-
-def _check_without_mesh(axis: exchange.Axis, order: str | Order | None) -> None:
-    """Raises ValueError where a call outside any mesh is meant for one: computing without would read the tokens wrongly."""
-    if axis != SP:
-        raise ValueError(
-            f"ring_attention: argument 'axis_name' = {axis!r} names an axis, and there is no mesh: give 'mesh', or call under "
-            "`with jax.set_mesh(mesh):`"
-        )
-    resolve_order("ring_attention", 1, "no mesh is given or in force", order)
-    order = current_layout().order if order is None else order
-    if isinstance(order, str) and order != "contiguous":
-        raise ValueError(
-            f"ring_attention: argument 'order' = {order!r} needs ranks, and there is no mesh: give 'mesh', or call under `with "
-            "jax.set_mesh(mesh):`; on one device leave the tokens in their own order, 'contiguous'"
-        )
-
-
-def check_call(call: Any) -> None:
-    """Raises Unsupported or ValueError for arguments that a sequence over ranks cannot have; all are of whole arrays."""
-    mask = call.mask
-    dense = {"bias": call.bias, "attention_mask": None if mask is None else mask.attention_mask}
-    for name, x in dense.items():
-        if x is not None:
-            raise Unsupported(
-                f"ring_attention: {name!r} is as large as T x T and is not split; describe it by a MaskInfo, or by segments"
-            )
-    queries, keys = call.dims["T"], call.dims["S"]
-    if queries != keys:
-        raise ValueError(
-            f"ring_attention: argument 'key' has length {keys}, but 'query' has {queries}: a ring needs one length"
-        )
-
-
-def _check_cuts(options: dict[str, Any], how: str) -> None:
-    """Raises ValueError for cuts of a whole sequence in its own order, which the tokens are not: `how` says why."""
-    for name in ("cum_seqlens_q", "cum_seqlens_k"):
-        if options.get(name) is not None:
-            raise ValueError(
-                f"ring_attention: argument {name!r} cuts a whole sequence in its own order, and the tokens {how}: give "
-                "'q_segment_ids', an id for each token, which lie as the tokens do"
-            )
 
 
 @dataclass(frozen=True)
@@ -327,7 +288,7 @@ def ring_attention(
     check_mesh(mesh)
     axis, bound = _bound_axis(axis_name or axes_of_layout(mesh), mesh)
     if bound and jax.lax.axis_size(axis) > 1:
-        _check_cuts(options, f"are those of one rank of {axis!r}")
+        check_cuts(options, f"are those of one rank of {axis!r}")
     check_names("ring_attention", options, flash_attention.__signature__.parameters)
     prepared = flash_attention.prepare(query, key, value, **options)
     check_call(prepared.call)
@@ -347,14 +308,14 @@ def ring_attention(
         return run_on_rank(prepared, flash, names, **how, handles=("T", "S"), follows=True)
     whole = mesh_of(**specs)
     if mesh is None and current_mesh() is None and jax.sharding.get_abstract_mesh().empty:
-        _check_without_mesh(SP if axis_name is None else axis, order)
+        check_without_mesh(SP if axis_name is None else axis, order)
     names = (axis,) if isinstance(axis, str) else axis
     shards = 1 if whole is None else math.prod(whole.shape[n] for n in names)
     lie = resolve_order("ring_attention", shards, f"axis_name = {axis!r}", order)
     call, local = prepared.call, OnShard(axis, scheme_of(scheme), lse, reach)
     lie.check(length)
     if lie.name != "contiguous" and shards > 1:
-        _check_cuts(options, f"lie in order {lie.name!r}")
+        check_cuts(options, f"lie in order {lie.name!r}")
     if call.mask is not None and call.mask.counts_in_segments and not lie.carried:
         # What is counted from the start of a segment is counted before the segments are split.
         arguments = {**call.arguments, "mask": call.mask.resolved(lie.indices(length))}

@@ -20,6 +20,7 @@ from ejdist.placement import mesh_of, resolve_axes
 from ejdist.sequence import exchange
 from ejdist.sequence.attention import on_shard
 from ejdist.sequence.schemes import Ring
+from ejdist.sequence.way import BY_MASK
 from ejdist.sharded import ShardedFunction
 from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.platforms import Unsupported
@@ -58,7 +59,9 @@ class _OnShard:
         axis = axis[0] if len(axis) == 1 else axis
         inputs["block_mask"] = jax.lax.dynamic_slice_in_dim(block_mask, exchange.rank(axis) * rows, rows, 2)
         order = Order("contiguous", ranks)
-        how: dict[str, Any] = {"axis": axis, "scheme": Ring(), "order": order, "platform": platform, "cfg": cfg}
+        # A pattern that is known when the program is made says which hops there are, any other at run time.
+        ring = Ring() if self.only is None else Ring(hops=BY_MASK)
+        how: dict[str, Any] = {"axis": axis, "scheme": ring, "order": order, "platform": platform, "cfg": cfg}
         with jax.named_scope("attention"):
             return on_shard(inputs, mask, **how, op=op, only=self.only)
 

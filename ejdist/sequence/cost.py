@@ -8,11 +8,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ejdist.costs import ALL_REDUCE, ALL_TO_ALL, PERMUTE, Traffic
+from ejdist.documents import Documents
 from ejdist.mesh import SP
 from ejdist.order import Order
-from ejdist.sequence.schedule import hops
+from ejdist.sequence.schedule import hops, needed_of_rows
+from ejdist.sequence.way import Way, by_batch
 from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.pairs import keys_at
 
 Axes = tuple[tuple[str, int], ...]
 # When latents travel in the place of the keys and values that are made of them; AUTO: where that is cheaper.
@@ -32,6 +37,8 @@ class AttentionShape:
       halo: the tokens that a rank sends at most of those that ranks need just before theirs, over its own, and in how many
         transfers, see `ejdist.sequence.halo.sent`; None where the mask or the order sets no such limit.
       forwards: how often the forward runs in a step: 2 where the backward computes attention again.
+      by_batch: how often the keys of a rank are sent on, at most, where the documents of a batch say which hops are made; None
+        where the mask's rules say it all. few_hops: whether they do by default.
       latents: bytes of the latents of this rank's tokens where these travel, and keys and values are made of them where they
         arrive; 0: keys and values travel.
       expansion: FLOPs of making the keys and values of this rank's tokens and heads of latents, once.
@@ -51,6 +58,8 @@ class AttentionShape:
     halo: tuple[float, int] | None = None
     latents: int = 0
     expansion: int = 0
+    by_batch: int | None = None
+    few_hops: bool = False
 
     @property
     def travelling(self) -> int:
@@ -61,6 +70,10 @@ class AttentionShape:
     def axis(self) -> str:
         """The axis along which traffic around all ranks is counted: the outermost, whose links are the slowest."""
         return next((axis for axis, n in self.over if n > 1), self.over[-1][0])
+
+    def sent_on(self, hops: str) -> int:
+        """Returns how often a rank's keys are sent on, where a scheme chooses its hops by that word."""
+        return self.hops if self.by_batch is None or not by_batch(hops, self.few_hops) else self.by_batch
 
     @property
     def ranks(self) -> int:
@@ -108,6 +121,22 @@ def needed_hops(order: Order, length: int, mask: MaskInfo) -> int:
       mask: without arrays, of one document a row.
     """
     return len(hops(order, length, mask)) - 1
+
+
+@functools.lru_cache(maxsize=1024)
+def hops_of_documents(order: Order, length: int, mask: MaskInfo, documents: Documents) -> int | None:
+    """Returns how often the keys of a rank are sent on so that every rank has those that it needs, of the sample's rows the
+    most; None for one document a row, of which the rules say it all.
+
+    Args:
+      mask: causal, without arrays: the rules inside a document.
+    """
+    if not documents.lengths or order.shards == 1 or not mask.causal:
+        return None
+    rows = np.stack(documents.rows(length))
+    seen = np.stack([keys_at(mask, row) for row in rows])
+    needed = needed_of_rows(order, np.arange(length) + 1 - seen, order.text_indices(seen) if order.carried else None)
+    return max(int(Way.of(row, order.shards > 2 and not order.goes_on).sent) for row in needed)
 
 
 def states_sent(

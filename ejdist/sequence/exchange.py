@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from kernels.framework.dispatch import vary_alike, varying_axes
+
 Axis = str | tuple[str, ...]
 
 
@@ -73,6 +75,16 @@ def scatter_sum(tree: Any, axis: Axis) -> Any:
     """Returns this rank's part, along dim 1, of the sum over all ranks: the transpose of `gather`."""
     with jax.named_scope("exchange"):
         return jax.tree.map(lambda x: jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True), tree)
+
+
+def greatest(x: jax.Array) -> jax.Array:
+    """Returns the greatest of each number over all devices that are mapped over, along whatever axis: the same on each."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    numbers = [jax.lax.axis_index(axis) for axis in axes]
+    if any(map(varying_axes, numbers)):  # or the map around does not track what varies
+        x = vary_alike(x, numbers)
+    with jax.named_scope("exchange"):
+        return jax.lax.pmax(x, tuple(axes)) if axes else x
 
 
 def all_to_all(tree: Any, axis: Axis, split: int, join: int) -> Any:

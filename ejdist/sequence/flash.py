@@ -12,7 +12,8 @@ import jax
 
 import kernels
 from ejdist.order import Order
-from ejdist.sequence.attention import OnShard, check_call
+from ejdist.sequence.attention import OnShard
+from ejdist.sequence.checks import check_call
 from ejdist.sequence.schemes import Ring
 from ejdist.sharded import sharded
 from kernels.ops.flash_attention import op

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 
 from ejdist.sequence import exchange
 from ejdist.sequence.local import Local
+from ejdist.sequence.trips import over_needed
 from kernels.engines.attention.softmax import merge
 from kernels.framework.binding import is_float_array
 
 
 def over_hops(local: Local, body: Any, dtype: Any = jnp.float32) -> tuple[Any, Any]:
-    """Returns (stay, travel) after `stay, travel = body(hop, keys, stay, travel)` at every hop. Both are None at the first.
+    """Returns (stay, travel) after `stay, travel = body(hop, keys, stay, travel, last)` at every hop, or at those that a batch
+    needs. Both are None at the first.
 
     The keys are passed on, and what travels follows them by a hop, beside a body that needs neither result until it adds to
     `travel`, so that both ways the transfers may hide under the work. What a rank adds for its own keys stays at home; what
@@ -25,13 +27,15 @@ def over_hops(local: Local, body: Any, dtype: Any = jnp.float32) -> tuple[Any, A
     Evenly spaced hops are one loop, so a program does not grow with the ring; two sets of keys are alive at a time. Every rank
     sends at every hop, whether it has work there or not.
     """
+    if local.needed is not None:
+        return over_needed(local, body, dtype)
     axis, hops = local.axis, local.hops
     gaps, home = [b - a for a, b in itertools.pairwise(hops)], None
 
     def visit(hop: Any, state: Any, before: int, after: int) -> tuple[Any, Any, Any]:
         keys, stay, travel = state
         coming, moved = exchange.shift(keys, axis, after), exchange.shift(travel, axis, before)
-        return coming, *body(hop, keys, stay, moved)
+        return coming, *body(hop, keys, stay, moved, isinstance(hop, int) and hop == hops[-1])
 
     state = exchange.shift(local.travelling, axis, hops[0]), None, None
 

@@ -51,14 +51,13 @@ def _masks(local: Local, hop: Any) -> tuple[MaskInfo, MaskInfo]:
 
 
 def attended(
-    local: Local, kernels: Any, hop: Any, keys: dict[str, jax.Array], sofar: Any
+    local: Local, kernels: Any, hop: Any, keys: dict[str, jax.Array], sofar: Any, last: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) of the keys so far, or of none where that is None, and of those that are here at a hop; out in float32
     until the last hop. Of two hops the first is rounded, as it would be by itself."""
     if sofar is None and not is_own(hop):
         shape = (*local.query.shape[:3], local.sizes["Hv"])
         sofar = local.full(shape), local.full(shape[:3], -jnp.inf)
-    last = isinstance(hop, int) and hop == local.hops[-1]
     dtype = local.query.dtype if last or len(local.hops) == 2 else jnp.float32
     with jax.named_scope("hop"):
         made = kernels.attend(local.query, keys["key"], keys["value"], *_masks(local, hop), sofar, dtype)
@@ -79,17 +78,23 @@ def pulled(
     return {"query": own}, jax.lax.optimization_barrier(added)
 
 
-def forward(local: Local, kernels: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns (out in the dtype of the queries, lse) over the keys of all ranks."""
+def forward(local: Local, kernels: Any, over: Any = over_hops) -> tuple[jax.Array, jax.Array]:
+    """Returns (out in the dtype of the queries, lse) over the keys of all ranks; `over` goes over the hops."""
     local = _without_padding(local, queries=False)
-    return over_hops(local, lambda hop, keys, sofar, travel: (attended(local, kernels, hop, keys, sofar), travel))[0]
+
+    def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any, last: bool) -> tuple[Any, Any]:
+        return attended(local, kernels, hop, keys, sofar, last), travel
+
+    return over(local, attend)[0]
 
 
-def backward(local: Local, saved: dict[str, jax.Array], kernels: Any, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+def backward(
+    local: Local, saved: dict[str, jax.Array], kernels: Any, dtype: Any = jnp.float32, over: Any = over_hops
+) -> dict[str, jax.Array]:
     """Returns the gradients by name, float32 or in the dtype of the keys."""
     local, ids = _without_padding(local, queries=True), local.mask.q_segment_ids
     saved = {n: x if n == "lse" else zeroed(x, ids) for n, x in saved.items()}
-    own, sums = over_hops(local, lambda *at: pulled(local, kernels, saved, *at), dtype)
+    own, sums = over(local, lambda *at: pulled(local, kernels, saved, *at[:-1]), dtype)
     return {"query": kernels.of_query(own["query"]), **sums}
 
 

@@ -112,6 +112,7 @@ class Local:
       keys: argument -> array of what does: the rank's own keys and values, or the latents that the operation makes them of.
       mask: of this rank's queries over the keys of all ranks, in the order of the ranks. own_mask: over the rank's own.
       work: bool [ranks], whether any of this rank's queries may see a key of each rank; None: of each.
+      needed: bool [ranks], at which hops any rank may, the same on all; None: at each of `hops`.
     """
 
     static: Static
@@ -120,6 +121,7 @@ class Local:
     mask: MaskInfo
     own_mask: MaskInfo
     work: jax.Array | None = None
+    needed: jax.Array | None = None
     in_place: ClassVar[bool] = True  # whether kernels may add to what there is, see `in_place.py`
 
     @property
@@ -320,3 +322,14 @@ class Local:
 
 def _all(keys: dict[str, jax.Array]) -> slice:
     return slice(0, next(iter(keys.values())).shape[1])
+
+
+def needed_of(local: Local) -> jax.Array | None:
+    """Returns bool [ranks]: which hops some rank of the whole mesh needs for this batch, the same on every device; None where
+    the rules of the mask say it all."""
+    mask = local.mask
+    by_rules = mask.rules_are_static and mask.q_segment_ids is None and "block_mask" not in local.own
+    if local.work is None or by_rules or len(local.hops) == 1:
+        return None
+    holders = local.holder(jnp.arange(local.ranks))
+    return exchange.greatest(local.work[holders].astype(jnp.int32)) > 0

@@ -16,7 +16,7 @@ import numpy as np
 
 from ejdist.sequence import exchange
 from ejdist.sequence.runs import Runs
-from kernels.framework.dispatch import vary_alike, varying_axes
+from kernels.framework.dispatch import vary_alike
 
 
 class Maps(Protocol):
@@ -125,7 +125,7 @@ def needed_hops(through: jax.Array, runs: Runs) -> jax.Array | None:
     Args:
       through: bool [rows], of this rank's runs.
     """
-    n, mesh = len(runs.parts), jax.sharding.get_abstract_mesh()
+    n = len(runs.parts)
     if not _steps(n):
         return None
     every = jax.lax.all_gather(runs.apart(through), runs.axis)  # [ranks, runs, B]
@@ -134,9 +134,7 @@ def needed_hops(through: jax.Array, runs: Runs) -> jax.Array | None:
     index = jnp.arange(n - 1).reshape(-1, 1, 1)
     longest = jnp.max(index - jax.lax.cummax(jnp.where(every[: n - 1] & (index > 0), -1, index), axis=0))
     hops = jnp.sum(longest >= np.array(_steps(n)), dtype=jnp.int32)
-    if varying_axes(exchange.rank(runs.axis)):  # or the map around does not track what varies
-        hops = vary_alike(hops, [jax.lax.axis_index(axis) for axis in mesh.manual_axes])
-    return jax.lax.pmax(hops, tuple(mesh.manual_axes))
+    return exchange.greatest(hops)
 
 
 def select(condition: jax.Array, a: Any, b: Any) -> Any:

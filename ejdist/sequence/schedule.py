@@ -79,6 +79,32 @@ def _of_stripes(order: Order, length: int, rules: MaskInfo) -> np.ndarray:
     return at_hop[rank[:, None], (rank[:, None] - rank) % n]
 
 
+def needed_of_rows(order: Order, first: np.ndarray, index: np.ndarray | None = None) -> np.ndarray:
+    """Returns bool [rows, shards]: at which hops some rank needs a key, by the documents of rows.
+
+    Args:
+      first: int [rows, T], the first key that each token of a row sees, in the order of the text; it sees all from there to
+        itself.
+      index: int [rows, T], of a `carried` order: which token of the text lies at each place.
+    """
+    n, (rows, length) = order.shards, first.shape
+    run, own = run_length(order, length), length // n
+    run = order.stripe if order.carried else run
+    owner = np.empty((rows, length), np.int64)
+    places = np.broadcast_to(np.arange(length) // own, first.shape)
+    np.put_along_axis(owner, np.broadcast_to(order.indices(length), first.shape) if index is None else index, places, 1)
+    if (owner.reshape(rows, -1, run) != owner[:, ::run, None]).any():
+        run = 1  # a rank has other tokens between
+    owner, first, number = owner[:, ::run], first[:, ::run] // run, np.arange(length // run)
+    hop_needed = np.zeros((rows, n), bool)
+    for rank in range(n):
+        # The last run of this rank's up to each run, if there is one that is seen from there.
+        last = np.maximum.accumulate(np.where(owner == rank, number, -1), axis=1)
+        row, at = np.nonzero((last >= first) & (last >= 0))
+        hop_needed[row, (owner[row, at] - rank) % n] = True
+    return hop_needed
+
+
 def hops(order: Order, length: int, mask: MaskInfo, *, known: bool = True) -> tuple[int, ...]:
     """Returns the hops at which some rank has work, ascending; hop 0 is the rank's own keys.
 

@@ -40,6 +40,10 @@ class Scheme:
         """
         raise NotImplementedError
 
+    def counts_hops(self, local: Local) -> bool:
+        """Returns whether it makes only the hops that the documents of a batch need, and so asks for `Local.needed`."""
+        return False
+
     def rejects(self, heads: int, over: Axes) -> str | None:
         """Returns why it cannot have that many heads of queries on a device over a sequence that is split over those axes, or
         None."""

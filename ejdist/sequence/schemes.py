@@ -12,11 +12,12 @@ import jax.numpy as jnp
 
 from ejdist.costs import ALL_GATHER, PERMUTE, REDUCE_SCATTER, Traffic, declared
 from ejdist.order import AUTO, Order
-from ejdist.sequence import exchange, halo, hops, in_place, ulysses
+from ejdist.sequence import exchange, halo, hops, in_place, trips, two_level, ulysses
 from ejdist.sequence.cost import ALWAYS, NEVER, AttentionShape, Axes, SchemeBytes, attention_shape
 from ejdist.sequence.local import Local
 from ejdist.sequence.reshard import undivided
 from ejdist.sequence.scheme import Scheme
+from ejdist.sequence.way import by_batch, check_hops, few_hops
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,15 @@ class Ring(Scheme):
 
     gradients: the dtype of the sums of these that travel: float32, or bfloat16, which sends half as many bytes and rounds a sum
     at each hop. Gradients of float32 keys travel in float32.
+    hops: the hops that are made: "mask", all that the rules of a mask leave; "batch", of these the ones that the documents of a
+    batch need; "auto", which is "batch" where a rank has one run of the text, of many tokens. The result is the same.
+    levels: 1, or 2 over several axes: keys go round inside of the last axis, and between its groups meanwhile, see
+    `two_level.py`; then all hops are made.
     """
 
     gradients: str = "float32"
+    hops: str = AUTO
+    levels: int = 1
 
     hides = True
     latents = AUTO
@@ -37,39 +44,51 @@ class Ring(Scheme):
             raise ValueError(
                 f"Ring: argument 'gradients' = {self.gradients!r} is unknown; use one of {', '.join(known)}"
             )
+        check_hops("Ring: argument 'hops'", self.hops)
+        two_level.check(self.levels, self.hops)
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
-        def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any) -> tuple[Any, Any]:
+        def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any, last: bool) -> tuple[Any, Any]:
             return hops.attended(local, hop, keys, sofar), travel
 
-        kernels = in_place.kernels_of(local)
-        return hops.over_hops(local, attend)[0] if kernels is None else in_place.forward(local, kernels)
+        kernels, over = in_place.kernels_of(local), two_level.over_hops_by(self.levels)
+        return over(local, attend)[0] if kernels is None else in_place.forward(local, kernels, over)
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        def pull(hop: Any, keys: dict[str, jax.Array], grads: Any, sums: Any) -> tuple[Any, Any]:
-            # The sums stay beside the keys that they belong to.
+        def pull(hop: Any, keys: dict[str, jax.Array], grads: Any, sums: Any, last: bool) -> tuple[Any, Any]:
             return hops.pulled(local, saved, hop, keys, grads, sums)
 
         kernels, dtype = in_place.kernels_of(local), jnp.float32 if self.gradients == "float32" else None
+        over = two_level.over_hops_by(self.levels)
         if kernels is not None:
-            return in_place.backward(local, saved, kernels, dtype)
-        grads, sums = hops.over_hops(local, pull, dtype)
+            return in_place.backward(local, saved, kernels, dtype, over)
+        grads, sums = over(local, pull, dtype)
         return grads | sums
+
+    def rejects(self, heads: int, over: Axes) -> str | None:
+        return two_level.refused(over) if self.levels > 1 else None
+
+    def counts_hops(self, local: Local) -> bool:
+        return self.levels == 1 and by_batch(self.hops, few_hops(local.static.order, local.query.shape[1]))
 
     def expansions(self, shape: AttentionShape) -> float:
         return 1 + shape.hops
 
     def cost(self, shape: AttentionShape) -> Traffic:
-        sent, keys = Traffic(), shape.travelling
-        if shape.hops:
+        if self.levels == 2 and shape.hops:
+            return two_level.traffic(shape, self._wide(shape))
+        sent, keys, hops = Traffic(), shape.travelling, shape.sent_on(self.hops)
+        if hops:
             passes = shape.forwards + 1  # keys and values travel in the backward too
-            sent.add(shape.axis, PERMUTE, passes * keys * shape.hops, 2 * passes * shape.hops)
+            sent.add(shape.axis, PERMUTE, passes * keys * hops, 2 * passes * hops)
             # Their gradients by other ranks follow them by a hop, and go home in the dtype of the keys.
-            sent.add(shape.axis, PERMUTE, (self._wide(shape) * (shape.hops - 1) + 1) * keys, 2 * shape.hops)
+            sent.add(shape.axis, PERMUTE, (self._wide(shape) * (hops - 1) + 1) * keys, 2 * hops)
         return sent
 
     def memory(self, shape: AttentionShape) -> SchemeBytes:
-        held = _held(shape, sets=3)  # with the gradients that stay at home
+        held = _held(
+            shape, sets=1 + 2 * self.levels
+        )  # with gradients that stay at home, and what travels between groups
         return replace(held, work=held.work - (shape.float32 - self._wide(shape)) * shape.travelling, in_place=True)
 
     def _wide(self, shape: AttentionShape) -> int:
@@ -87,12 +106,12 @@ def _held(shape: AttentionShape, sets: int) -> SchemeBytes:
 def _over_gathered(local: Local, body: Any) -> Any:
     """Returns the state after `state = body(hop, keys, state)` at every hop: of the rank's own keys, with no state, which need
     not wait for those of the others, and then of theirs, which are gathered meanwhile."""
-    gathered, length = exchange.gather(local.keys, local.axis), local.query.shape[1]
+    every, length = exchange.gather(local.keys, local.axis), local.query.shape[1]
     state = body(0, local.keys, None)
 
     def visit(state: Any, hop: Any) -> tuple[Any, None]:
         start = local.holder(hop) * length
-        keys = {n: jax.lax.dynamic_slice_in_dim(x, start, length, 1) for n, x in gathered.items()}
+        keys = {n: jax.lax.dynamic_slice_in_dim(x, start, length, 1) for n, x in every.items()}
         return body(hop, keys, state), None
 
     return jax.lax.scan(visit, state, jnp.asarray(local.hops[1:]))[0]
@@ -100,20 +119,24 @@ def _over_gathered(local: Local, body: Any) -> Any:
 
 @dataclass(frozen=True)
 class AllGather(Scheme):
-    """Every rank gathers all keys and values, and the gradients are summed where they belong: O(T) memory, one exchange.
+    """Every rank gathers all keys and values, and the gradients are summed where they belong: O(T) memory, one exchange. Where
+    hops are plain they run one by one, the first beside the exchange; else one attention takes all keys. `hops` as of a
+    `Ring`: where a batch needs fewer transfers than there are other ranks, keys come by these."""
 
-    Where hops are plain they run one by one, the first beside the exchange; else one attention takes all keys.
-    """
+    hops: str = AUTO
 
     hides = False
     latents = AUTO
+
+    def __post_init__(self) -> None:
+        check_hops("AllGather: argument 'hops'", self.hops)
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         if len(local.hops) == 1:  # no rank needs the keys of another, and a ring of one hop sends nothing
             return Ring().forward(local)
         if local.plain:
             return _over_gathered(local, lambda *at: hops.attended(local, *at))
-        out, lse = local.attend(*local.in_order(exchange.gather(local.keys, local.axis)))
+        out, lse = local.attend(*local.in_order(trips.gathered(local)))
         return out.astype(jnp.float32), lse
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -122,9 +145,9 @@ class AllGather(Scheme):
         if local.plain:
             grads, parts = self._backward_of_hops(local, saved)
         else:
-            grads = local.pull(saved, *local.in_order(exchange.gather(local.keys, local.axis)))
+            grads = local.pull(saved, *local.in_order(trips.gathered(local)))
             parts = {n: local.of_ranks(grads[n].astype(jnp.float32)) for n in local.keys}
-        return grads | exchange.scatter_sum(parts, local.axis)
+        return grads | trips.scattered(local, parts)
 
     def _backward_of_hops(self, local: Local, saved: dict[str, jax.Array]) -> tuple[dict, dict]:
         """Returns (the gradient of the rank's own queries, those of the keys and values of all ranks)."""
@@ -146,13 +169,18 @@ class AllGather(Scheme):
         query, parts = _over_gathered(local, pull)
         return query, parts
 
+    def counts_hops(self, local: Local) -> bool:
+        return by_batch(self.hops, few_hops(local.static.order, local.query.shape[1]))
+
     def expansions(self, shape: AttentionShape) -> float:
         return shape.ranks if shape.hops else 1
 
     def cost(self, shape: AttentionShape) -> Traffic:
         sent, passes = Traffic(), shape.forwards + 1  # the backward gathers keys and values again
-        keys, others = shape.travelling, shape.ranks - 1
-        if shape.hops:
+        keys, others, hops = shape.travelling, shape.ranks - 1, shape.sent_on(self.hops)
+        if hops and hops < min(others, shape.hops):
+            sent.add(shape.axis, PERMUTE, (passes + shape.float32) * keys * hops, 2 * (passes + 1) * hops)
+        elif hops:
             sent.add(shape.axis, ALL_GATHER, passes * keys * others, 2 * passes)
             sent.add(shape.axis, REDUCE_SCATTER, shape.float32 * keys * others, 2)
         return sent
@@ -239,6 +267,9 @@ class Halo(Scheme):
         call = halo.HaloCall.of(local)
         return self.otherwise.backward(local, saved) if call is None else halo.backward(call, saved)
 
+    def counts_hops(self, local: Local) -> bool:
+        return halo.HaloCall.of(local) is None and self.otherwise.counts_hops(local)
+
     def rejects(self, heads: int, over: Axes) -> str | None:
         return self.otherwise.rejects(heads, over)
 
@@ -273,6 +304,9 @@ class ByWindow(Scheme):
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return self._of(_shape_of(local)).backward(local, saved)
 
+    def counts_hops(self, local: Local) -> bool:
+        return self._of(_shape_of(local)).counts_hops(local)
+
     @property
     def hides(self) -> bool:  # pyrefly: ignore[bad-override]
         return self.full.hides
@@ -302,7 +336,7 @@ class ByWindow(Scheme):
 
 
 def _declared(scheme: Scheme, what: str) -> Callable[[AttentionShape], Any]:
-    """Returns `cost` or `memory` of a scheme. Raises `Undeclared`, naming it, where it does not say."""
+    """Returns `cost` or `memory` of a scheme. Raises `Undeclared`."""
     return declared(scheme, what, ("forward", "backward"), f"the {what} of an AttentionShape")
 
 
@@ -362,5 +396,5 @@ def scheme_of(scheme: str | Scheme, **options: Any) -> Scheme:
 
 
 def options_of(scheme: type[Scheme]) -> set[str]:
-    """Returns the names of a scheme's options."""
+    """Returns the names of its options."""
     return {field.name for field in fields(scheme)} if is_dataclass(scheme) else set()

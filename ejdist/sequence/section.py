@@ -12,6 +12,7 @@ from ejdist.sections import operational
 from ejdist.sequence import exchange
 from ejdist.sequence.cost import ALWAYS, NEVER
 from ejdist.sequence.schemes import SCHEMES, ByWindow, by_window, options_of, scheme_of
+from ejdist.sequence.way import check_hops
 
 FLOAT32 = "float32"
 FIRST_BATCH = "first_batch"  # what `sequence.verify` compares
@@ -31,6 +32,11 @@ class SequenceSection:
     head_groups: int = operational(1)
     # Dtype of the sums of keys' gradients on their way around a ring: float32; bfloat16 for half the bytes, rounded each hop.
     gradients: str = FLOAT32
+    # Hops of a ring: mask, all that the mask's rules leave; batch, of these the ones that a batch's documents need; auto: batch
+    # where a device has one run of the text (sequence.order=contiguous).
+    hops: str = operational(AUTO)
+    # Of a ring over cp and sp: 2, one ring over sp, inside of a host, and one over cp beside it; 1: one over all.
+    levels: int = operational(1)
     # Whether latent attention sends its latents, of which each device makes keys and values again, or keys and values: always,
     # never; auto: where latents are cheaper.
     latents: str = operational(AUTO)
@@ -46,6 +52,7 @@ class SequenceSection:
         """Raises ValueError naming the key and the remedy."""
         if self.gradients not in (known := (FLOAT32, "bfloat16")):
             raise ValueError(f"sequence.gradients = {self.gradients!r} is unknown; use one of {', '.join(known)}")
+        check_hops("sequence.hops", self.hops)
         options = [name for name, value in self._options().items() if value is not None]
         if self.scheme == AUTO and options:
             raise ValueError(
@@ -79,7 +86,8 @@ class SequenceSection:
         """Returns the scheme with its options. Raises ValueError for one that it does not have."""
         options = self._options()
         window = None if self.window_scheme is None else SCHEMES[self.window_scheme]
-        alike = {} if window is None or "gradients" not in options_of(window) else {"gradients": options["gradients"]}
+        both = ("gradients", "hops", "levels")
+        alike = {} if window is None else {n: options[n] for n in both if n in options_of(window)}
         of_window = None if self.window_scheme is None else scheme_of(self.window_scheme, **alike)
         return by_window(scheme_of(self.named, **options), of_window, self.latents)
 
@@ -90,6 +98,8 @@ class SequenceSection:
             "outer": self.outer,
             "head_groups": groups,
             "gradients": None if self.gradients == FLOAT32 else self.gradients,
+            "hops": None if self.hops == AUTO else self.hops,
+            "levels": None if self.levels == 1 else self.levels,
         }
 
     def compiler_options(self, mesh: jax.sharding.Mesh, order: Order) -> dict[str, Any] | None:

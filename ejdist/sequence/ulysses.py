@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ejdist.costs import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Traffic
 from ejdist.sequence import exchange
 from ejdist.sequence.cost import AttentionShape, SchemeBytes
-from ejdist.sequence.local import Local, of_all_ranks, work_of
+from ejdist.sequence.local import Local, needed_of, of_all_ranks, work_of
 from ejdist.sequence.reshard import Reshard, cuts_of, dealt
 from ejdist.sequence.schedule import hops
 from kernels.framework.binding import is_float_array
@@ -42,8 +42,8 @@ class Exchange:
     way: Reshard
 
     @classmethod
-    def of(cls, local: Local, groups: int) -> Exchange:
-        """Returns the exchange of a call in groups of heads.
+    def of(cls, local: Local, groups: int, between: Any) -> Exchange:
+        """Returns the exchange of a call in groups of heads; `between` is the scheme of the groups of ranks.
 
         Raises:
           ValueError: heads do not divide; names the remedy.
@@ -61,7 +61,9 @@ class Exchange:
         static = replace(static, axis=outer[0] if len(outer) == 1 else outer, order=order, hops=needed)
         whole, own = (mask, mask) if order.shards == 1 else of_all_ranks(mask, order, static.axis)
         work = work_of(static, length // order.shards, whole)
-        return cls(arrays, replace(local, static=static, mask=whole, own_mask=own, work=work), way)
+        frame = replace(local, static=static, mask=whole, own_mask=own, work=work)
+        needed = needed_of(frame) if order.shards > 1 and between.counts_hops(frame) else None
+        return cls(arrays, replace(frame, needed=needed), way)
 
     def groups(self, saved: Arrays) -> Iterator[tuple[Local, Arrays, Callable[[jax.Array], None]]]:
         """Yields (the call, what is saved of it, done) of each group of heads, exchanged. `done` takes a result of it, for
@@ -104,7 +106,7 @@ class Exchange:
 
 def forward(local: Local, outer: Any, groups: int) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) of this rank's queries, float32; `outer` is the scheme between the groups of ranks."""
-    call, parts = Exchange.of(local, groups), []
+    call, parts = Exchange.of(local, groups, outer), []
     for here, _, done in call.groups({}):
         parts.append(here.attend(here.keys, None) if here.ranks == 1 else outer.forward(here))
         done(parts[-1][1])
@@ -114,7 +116,7 @@ def forward(local: Local, outer: Any, groups: int) -> tuple[jax.Array, jax.Array
 
 def backward(local: Local, saved: Arrays, outer: Any, groups: int) -> Arrays:
     """Returns the gradients of this rank's floats, by argument. Of what is saved, delta is sent and the output is not."""
-    call, parts = Exchange.of(local, groups), []
+    call, parts = Exchange.of(local, groups, outer), []
     for here, sent, done in call.groups({n: x for n, x in saved.items() if n != "out"}):
         parts.append(here.pull(sent, here.keys, None) if here.ranks == 1 else outer.backward(here, sent))
         done(parts[-1]["query"])
@@ -161,8 +163,9 @@ def after(shape: AttentionShape, groups: int) -> AttentionShape:
     copies, part, kv_part, own = dealt(shape.heads, shape.kv_heads, ranks, groups)
     # At most: a group of ranks is no farther than its ranks.
     hops = min(shape.hops, math.prod(n for _, n in over) - 1)
+    by_batch = None if shape.by_batch is None else min(shape.by_batch, hops)
     return replace(
-        shape, over=over, hops=hops, query=shape.query // groups, key=copies * shape.key // own,
+        shape, over=over, hops=hops, by_batch=by_batch, query=shape.query // groups, key=copies * shape.key // own,
         value=copies * shape.value // own, out=shape.out // groups, lse=shape.lse // groups, heads=part // groups,
         kv_heads=kv_part // own, latents=ranks * shape.latents, expansion=shape.expansion // own,
     )  # fmt: skip

@@ -10,6 +10,8 @@ import numpy as np
 from ejdist.documents import busiest, places
 from ejdist.mesh import SEQUENCE_AXES
 from ejdist.models.model import Flops
+from ejdist.sequence.schedule import needed_of_rows
+from ejdist.sequence.way import Way
 from ejdist.training.program import Program, TrainSections
 from kernels.engines.attention.pairs import keys_at
 
@@ -33,24 +35,30 @@ class Attended:
       seen: float64 [rows, T], of each token, in the order of the text.
       index: int32 [rows, T], which token of the text lies at each place, if each row has an order of its own; else None.
       padding: the share of tokens that are padding.
+      needed: bool [rows, ranks], at which hops of a ring some rank needs a key of another, by the documents.
     """
 
     seen: np.ndarray
     index: np.ndarray | None
     padding: float
+    needed: np.ndarray
 
     @classmethod
     def of(cls, program: Program, segment_ids: np.ndarray) -> Attended:
         """Returns the attention of rows with these segment ids, int [rows, T], of the batches of a program."""
         seen = keys_seen(program.model.flops, segment_ids)
         index = program.order.text_indices(seen) if program.order.carried else None
-        return cls(seen, index, float(np.mean(segment_ids < 0)))
+        at = np.arange(segment_ids.shape[1])
+        first = np.where(segment_ids >= 0, at - places(segment_ids), at)
+        return cls(seen, index, float(np.mean(segment_ids < 0)), needed_of_rows(program.order, first, index))
 
     def evenness(self, program: Program, s: TrainSections) -> dict[str, float]:
         """Returns the metrics of a step. All rows of some groups of devices that share the batch, one after another.
 
         imbalance_sp: attention of the busiest of the ranks that a sequence is split over, over the mean. imbalance_dp: of the
-        busiest of those groups. Both wait in each microbatch. padding_share: of the tokens.
+        busiest of those groups. Both wait in each microbatch. padding_share: of the tokens. hops_sp: how often a ring that
+        makes the hops of a batch sends a rank's keys on, in layers whose queries see all that is before them in their document;
+        the mean of microbatches.
         """
         sizes, n, rows = program.mesh.shape, program.order.shards, len(self.seen)
         per_group = s.data.global_batch // program.groups
@@ -60,10 +68,12 @@ class Attended:
         # Of each group, of each microbatch, of each rank that waits; rows of a microbatch are as far apart as there are some.
         pairs = placed.reshape(rows // per_group, -1, s.accumulation, waiting, n // waiting, placed.shape[1] // n)
         pairs = pairs.sum((1, 4, 5))
+        needed = self.needed.reshape(rows // per_group, -1, s.accumulation, n).any((0, 1))
         return {
             "imbalance_sp": busiest(pairs),
             "imbalance_dp": busiest(pairs.sum(-1).T),
             "padding_share": self.padding,
+            "hops_sp": float(np.mean([Way.of(row, n > 2 and not program.order.goes_on).sent for row in needed])),
         }
 
 

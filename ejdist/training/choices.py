@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ejdist.documents import Documents
 from ejdist.experts.choice import links_of
 from ejdist.experts.schemes import LOCAL
 from ejdist.experts.schemes import scheme_of as dispatch_named
@@ -75,6 +76,7 @@ def choose_scheme(s: TrainSections, mesh: Any, model: Any, segment_ids: np.ndarr
     kind = next(iter(mesh.devices.flat)).device_kind
     over = tuple((axis, n) for axis in SEQUENCE_AXES if (n := mesh.shape.get(axis, 1)) > 1)
     heads, links, peak = s.model.num_heads // mesh.shape.get(TP, 1), links_of(kind), peak_flops(kind)
+    documents = Documents.of(segment_ids)
     found: dict[str, tuple[float, Choice]] = {}
     most = 0.0
     for name in SCHEMES:
@@ -85,7 +87,7 @@ def choose_scheme(s: TrainSections, mesh: Any, model: Any, segment_ids: np.ndarr
         order = choose(one, mesh, model.flops, segment_ids)
         if peak is None:
             return SchemeChoice(name, order, {}, kind, links.source)
-        share = _share(one, mesh, order)
+        share = replace(_share(one, mesh, order), documents=documents)
         most = most or MORE_MEMORY * _held(s, share)
         if _held(s, share) > most:
             continue

@@ -140,7 +140,7 @@ def read_kimi_linear(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
         f"{KimiDelta.name if of_kda else LATENT}+{(Experts if m else MLP).name}"
         for of_kda, m in zip(linear, mixed, strict=True)
     ]
-    values: dict[str, Any] = of_kinds(kinds, ends=True)
+    values: dict[str, Any] = dict(of_kinds(kinds, ends=True))
     for name in (*KIMI_LATENT.values(), *KIMI_MIXTURE.values(), "intermediate_size", "mla_use_nope"):
         keys.get(name)
     if any(linear):

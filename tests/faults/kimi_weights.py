@@ -102,8 +102,8 @@ FAULTS = (
     Fault(
         "the last layers of Kimi Linear make its pattern long",
         "read_kimi_linear",
-        "of_kinds($kinds, ends=True)",
-        "of_kinds($kinds)",
+        "dict(of_kinds($kinds, ends=True))",
+        "dict(of_kinds($kinds))",
         PUBLISHED,
     ),
     Fault(

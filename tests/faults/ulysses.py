@@ -179,8 +179,8 @@ FAULTS = (
     Fault(
         "products are not searched",
         "_search",
-        "itertools.chain($others, products($$a))",
-        "$others",
+        "attempt(products($$a))",
+        "attempt(())",
         f"{COSTS} -k searched_over",
     ),
     Fault(

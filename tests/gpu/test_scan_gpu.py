@@ -52,6 +52,10 @@ def arguments_of(name, width):
     if name.startswith("linear_attention"):
         x |= {"query": rng.standard_normal((B, T, N, H)), "key": rng.standard_normal((B, T, K, H)), "g": decays(rng)}
         x["value"] = rng.standard_normal((B, T, K, width))
+    elif name.startswith("rwkv7"):
+        key = unit(rng, 0.9, N)
+        x |= {"r": unit(rng, 0.0, N), "k": unit(rng, 0.5, N), "v": rng.standard_normal((B, T, N, width))}
+        x |= {"w": decays(rng, H), "a": -key, "b": key * rng.uniform(0.1, 1.5, (B, T, N, H))}
     elif name.startswith("delta_rule"):
         x |= {"query": unit(rng, 0.0, K), "key": unit(rng, 0.9, K), "g": decays(rng)[..., None]}
         x |= {"value": rng.standard_normal((B, T, N, width)), "beta": rng.uniform(0.1, 1.9, (B, T, N))}
@@ -63,11 +67,13 @@ def arguments_of(name, width):
         x |= {"gk": decays(rng, H), "bonus": rng.standard_normal((N, H))}
     elif name == "delta_rule of channels":
         x |= {"g": decays(rng, H)}
+    if name == "rwkv7 of 64 channels":
+        x |= {n: x[n][..., :64] for n in "rwkab"} | {"initial_state": x["initial_state"][:, :, :, :64]}
     return {n: jnp.asarray(y, jnp.int32 if n == "segment_ids" else jnp.float32) for n, y in x.items()}
 
 
 def in_dtype(arguments, dtype):
-    of_tokens = {"query", "key", "value", "x", "B", "C"}
+    of_tokens = {"query", "key", "value", "x", "B", "C", "r", "k", "v", "a", "b"}
     return {n: y.astype(dtype) if n in of_tokens and is_float_array(y) else y for n, y in arguments.items()}
 
 
@@ -93,6 +99,7 @@ def off(name, width, dtype, *cfgs):
 
 SIZES = [("linear_attention", 128), ("state_space_v2", 64), ("delta_rule", 128), ("delta_rule", 64)]
 SIZES += [("linear_attention of channels", 128), ("delta_rule of channels", 128)]
+SIZES += [("rwkv7", 128), ("rwkv7 of 64 channels", 64)]
 
 
 @pytest.mark.parametrize(("name", "width"), SIZES)

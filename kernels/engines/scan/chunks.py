@@ -56,17 +56,46 @@ class ChunkConfig(Tunables):
                 raise ValueError(f"argument 'cfg': ChunkConfig.{name} = {size} is not a power of 2; use one, or None")
 
 
-def tunables(most: int, elements: Callable[[Mapping[str, Any]], int]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class DiagonalConfig(ChunkConfig):
+    """Tunables of a recurrence of channels; None leaves the choice to the configuration chain.
+
+    Those of `ChunkConfig` that its Triton kernels have are `splits` (chunks of a row in the forward), `block_v` (channels of a
+    program) and `num_warps`; `chunk` (tokens of a chunk) is that of their backward.
+
+    Attributes:
+      tokens: tokens that a program of the forward loads at once, a power of 2 (Triton).
+      backward_block_v, backward_tokens: the same of the backward, with its `block_v`.
+    """
+
+    tokens: int | None = None
+    backward_block_v: int | None = None
+    backward_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("tokens", "backward_block_v", "backward_tokens"):
+            size = getattr(self, name)
+            if size is not None and size & (size - 1):
+                raise ValueError(
+                    f"argument 'cfg': DiagonalConfig.{name} = {size} is not a power of 2; use one, or None"
+                )
+
+
+def tunables(
+    most: int, elements: Callable[[Mapping[str, Any]], int], config_type: type[ChunkConfig] = ChunkConfig
+) -> dict[str, Any]:
     """Returns the `heuristic` and `candidates` of a chunked backend.
 
     Args:
       most: maximum tokens per chunk.
       elements: dims -> elements of the largest array for one token of all rows.
+      config_type: that of the operation.
     """
 
     def config(call: Call, chunk: int, platform: str) -> ChunkConfig:
         together = 1 if platform == "cpu" else max(1, BYTES_TOGETHER // (4 * chunk * max(1, elements(call.dims))))
-        return ChunkConfig(chunk, together)
+        return config_type(chunk, together)
 
     def longest(call: Call) -> int:
         # Packed sequences with states start new chunks. With chunks of their mean length, at most half of the slots are

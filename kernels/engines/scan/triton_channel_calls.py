@@ -221,7 +221,8 @@ class Chunks(NamedTuple):
         }
 
 
-def _chunks(x: Any, beta: Any, bonus: Any, run: Any, scale: float, cfg: ChunkConfig) -> Chunks:
+def chunks_of(x: Any, beta: Any, bonus: Any, run: Any, scale: float, cfg: ChunkConfig) -> Chunks:
+    """Returns what kernels of channels share, of the launches `run` of a call."""
     sizes = {name: run.common[name] for name in ("T", "N", "H", "CHUNKS", "BLOCK_C", "BLOCK_H")}
     exact, block = x.q.dtype == jnp.float32, min(WIDTH, sizes["BLOCK_H"])
     decays = {
@@ -240,7 +241,7 @@ class Launches(scalar.Launches):
 
     def __init__(self, x: scalar.Tokens, N: int, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None):
         super().__init__(x, N, num_states, scale, cfg, work)
-        self.rows, self.of_chunks = x.q.shape[-1], _chunks(x, None, x.bonus, self, scale, cfg)
+        self.rows, self.of_chunks = x.q.shape[-1], chunks_of(x, None, x.bonus, self, scale, cfg)
 
     def log_decay(self) -> None:
         return None
@@ -262,7 +263,7 @@ class DeltaLaunches(delta.Launches):
 
     def __init__(self, x: delta.Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None):
         super().__init__(x, num_states, scale, cfg, work)
-        self.decays_of = _chunks(x, self.beta, None, self, scale, cfg)
+        self.decays_of = chunks_of(x, self.beta, None, self, scale, cfg)
 
     def log_decay(self) -> None:
         return None

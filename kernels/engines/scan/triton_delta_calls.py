@@ -307,7 +307,8 @@ def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array) -> dict[str, A
     return run.gradients(d_out, found, of_end) | {"entries": entries}
 
 
-def _config(call: Call, chunk: int, block_v: int, num_warps: int, num_stages: int) -> ChunkConfig:
+def tiles(call: Call, chunk: int, block_v: int, num_warps: int, num_stages: int) -> ChunkConfig:
+    """Returns the tiles of a call: these sizes, if it has as many tokens and columns, and what follows from them."""
     d, chunk = call.dims, min(chunk, longest_chunk(call))
     # A part costs more than half as much again for its map, so a row is split only where that fills a GPU.
     programs = d["B"] * d["N"] * -(-d["Hv"] // columns(block_v, d["Hv"]))
@@ -329,8 +330,8 @@ def _config(call: Call, chunk: int, block_v: int, num_warps: int, num_stages: in
 def heuristic(call: Call, platform: str) -> ChunkConfig:
     """Returns the default tiles of a call."""
     if call.dtype == "float32":  # small tiles fit the registers
-        return _config(call, 16, 16, 8, 1)
-    return _config(call, 64, 32, 4, 3)
+        return tiles(call, 16, 16, 8, 1)
+    return tiles(call, 64, 32, 4, 3)
 
 
 def candidates(call: Call) -> list[ChunkConfig]:
@@ -338,7 +339,7 @@ def candidates(call: Call) -> list[ChunkConfig]:
     if call.dtype == "float32":
         return [heuristic(call, "cuda")]
     found = [
-        _config(call, chunk, block_v, num_warps, num_stages)
+        tiles(call, chunk, block_v, num_warps, num_stages)
         for chunk in (32, 64)
         for block_v in (16, 32, 64)
         for num_warps in (4, 8)

@@ -185,6 +185,12 @@ def _writes(rng, dims):
     return _unit("N")(rng, dims) * jnp.asarray(rng.random((dims["B"], dims["T"], dims["N"], dims["H"])), jnp.float32)
 
 
+def _decays_as_trained(rng, dims):
+    """Returns log decays as the model has them: -exp(-0.5) sigmoid(x), never below -0.61."""
+    shape = (dims["B"], dims["T"], dims["N"], dims["H"])
+    return jnp.asarray(-np.exp(-0.5) / (1 + np.exp(-2 * rng.standard_normal(shape))), jnp.float32)
+
+
 def _rwkv7(name, *tags, make=(), options=(), **dims):
     generators = {"w": _decays(True), "a": _reads, "b": _writes, **dict(make)}
     optional = tuple(n for n in generators if n in ("segment_ids", "initial_state"))
@@ -195,6 +201,7 @@ RWKV7 = (
     _rwkv7(
         "small",
         "smoke",
+        "code",
         make={"initial_state": _states(1), "segment_ids": _documents},
         B=2, T=13, N=2, H=8, Hv=4,
     ),
@@ -207,4 +214,5 @@ RWKV7 = (
         B=1, T=45, N=2, H=4, Hv=3,
     ),
     _rwkv7("rwkv7_3b", "bench", "code", B=1, T=8192, N=40, H=64, Hv=64),
+    _rwkv7("rwkv7_3b_as_trained", "bench", make={"w": _decays_as_trained}, B=1, T=8192, N=40, H=64, Hv=64),
 )  # fmt: skip

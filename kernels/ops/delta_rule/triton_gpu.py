@@ -1,4 +1,4 @@
-"""delta_rule for NVIDIA GPUs in Triton: an adapter of `kernels/engines/scan`."""
+"""The delta rules for NVIDIA GPUs in Triton: an adapter of `kernels/engines/scan`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ import jax.numpy as jnp
 from kernels.engines.scan import triton_channel_calls as channels
 from kernels.engines.scan import triton_decode as decode
 from kernels.engines.scan import triton_delta_calls as delta
+from kernels.engines.scan import triton_dplr_calls as dplr
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.triton_calls import LEAST, sizes_refused
 from kernels.framework.execute import Saved
-from kernels.ops.delta_rule.contract import NORM_EPS, check_states, normalized, op, scale_of, work
+from kernels.ops.delta_rule.contract import (
+    NORM_EPS,
+    check_states,
+    normalized,
+    op,
+    rwkv7_op,
+    rwkv7_work,
+    scale_of,
+    work,
+)
 from kernels.ops.delta_rule.pool import pool_op, pool_work, used_slots
 
 
@@ -102,6 +112,32 @@ def pool_backward(
     return {n: d[n][:, 0] for n in arrays} | {"state_pool": d_pool.at[slots].set(d_entries, mode="drop")}
 
 
+def _rwkv7_launches(r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg, cost, d_out):
+    check_states("rwkv7", initial_state, segment_ids, num_states)
+    entries = None if initial_state is None else initial_state.astype(jnp.float32)
+    x = dplr.Tokens(r, w, k, v, a, b, segment_ids, entries)
+    return dplr.Launches(x, num_states, scale_of(softmax_scale, r.shape[-1]), cfg, cost, d_out)
+
+
+def rwkv7_rejects(call):
+    return sizes_refused(call.dims, call.r, call.k, call.v)
+
+
+def rwkv7_forward(r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg):
+    cost = rwkv7_work(rwkv7_op.bind(r, w, k, v, a, b, num_states=num_states))[0]
+    options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
+    return delta.forward(_rwkv7_launches(r, w, k, v, a, b, *options, None))
+
+
+def rwkv7_backward(saved, r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg):
+    cost = rwkv7_work(rwkv7_op.bind(r, w, k, v, a, b, num_states=num_states))[1]
+    options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
+    run = _rwkv7_launches(r, w, k, v, a, b, *options, saved.d_out)
+    d = delta.backward(run, saved.d_out, saved.d_final_state)
+    gradients = {"r": d["q"]} | {name: d[name] for name in "wkvab"}
+    return gradients | ({} if initial_state is None else {"initial_state": d["entries"]})
+
+
 heuristic = decode.heuristic(delta.heuristic)
 op.register(
     forward,
@@ -111,6 +147,15 @@ op.register(
     rejects=rejects,
     heuristic=heuristic,
     candidates=decode.candidates(delta.candidates, heuristic),
+)
+rwkv7_op.register(
+    rwkv7_forward,
+    rwkv7_backward,
+    platforms={"cuda"},
+    dtypes={"float32", "bfloat16", "float16"},
+    rejects=rwkv7_rejects,
+    heuristic=dplr.heuristic,
+    candidates=dplr.candidates,
 )
 pool_op.register(
     pool_forward,

@@ -98,10 +98,11 @@ def _mix(
 
 _CHANNELS = {"B": 2, "G": 1, "T": 37, "F": 5}
 RWKV4 = (
-    _mix("small", {**_CHANNELS, "T": 6}, "smoke", state=False),
+    _mix("small", {**_CHANNELS, "T": 6}, "smoke", "code", state=False),
     _mix("documents", _CHANNELS, ids=documents),
-    _mix("packed", {**_CHANNELS, "G": 3}, ids=packed, num_states=3),
+    _mix("packed", {**_CHANNELS, "G": 3}, "code", ids=packed, num_states=3),
     _mix("one_token", {**_CHANNELS, "T": 1}, "slow"),
     _mix("long", {**_CHANNELS, "T": 200}, "slow", ids=documents),
-    _mix("rwkv_3b", {"B": 8, "T": 4096, "F": 2560}, "bench", state=False),
+    _mix("rwkv_3b", {"B": 8, "T": 4096, "F": 2560}, "bench", "code", state=False),
+    _mix("rwkv_64k", {"B": 1, "T": 65536, "F": 2560}, "bench", state=False),
 )

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.engines.scan.chunks import ChunkConfig
+from kernels.engines.scan.chunks import DiagonalConfig
 from kernels.engines.scan.recurrence import loop
 from kernels.framework.binding import Call, is_array, is_float_array
 from kernels.framework.contract import Op
+from kernels.framework.measured import bucket
 from kernels.framework.work import Work, nbytes
 from kernels.ops.recurrent import cases
 
@@ -211,6 +212,14 @@ def work_rwkv4(call: Call) -> tuple[Work, Work]:
     return forward, Work(60 * elements, 2 * arrays + nbytes(call.k) + ids + 2 * state)
 
 
+def autotune_key_rwkv4(call: Call) -> str:
+    """Returns the measurement key of a call: channels of all rows, and tokens."""
+    d = call.dims
+    return (
+        f"{call.dtype} channels{bucket(d['B'] * d['F'], 1024, 8192, 65536)} tokens{bucket(d['T'], 2, 64, 4096, 32768)}"
+    )
+
+
 op = Op(
     recurrent,
     outputs=("out", "final_state"),
@@ -227,7 +236,8 @@ rwkv4_op = Op(
     see_also={"T": "rwkv4"},
     ordered=True,
     weights=("w", "u"),
-    config=ChunkConfig,
+    autotune_key=autotune_key_rwkv4,
+    config=DiagonalConfig,
     cases=cases.RWKV4,
     work=work_rwkv4,
 )

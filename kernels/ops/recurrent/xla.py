@@ -262,5 +262,9 @@ def rwkv4_backward(saved, w, u, k, v, segment_ids, initial_state, num_states, cf
 
 
 rwkv4_op.register(
-    rwkv4_forward, rwkv4_backward, name="xla", **EVERYWHERE, **chunks.tunables(CHUNK, lambda d: d["B"] * d["F"])
+    rwkv4_forward,
+    rwkv4_backward,
+    name="xla",
+    **EVERYWHERE,
+    **chunks.tunables(CHUNK, lambda d: d["B"] * d["F"], chunks.DiagonalConfig),
 )

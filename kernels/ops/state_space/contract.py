@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.engines.scan.chunks import ChunkConfig
+from kernels.engines.scan.chunks import ChunkConfig, DiagonalConfig
 from kernels.engines.scan.recurrence import loop
 from kernels.framework.binding import Call
 from kernels.framework.config import Tunables
@@ -209,6 +209,13 @@ def autotune_key_v2(call: Call) -> str:
     return f"{call.dtype} width<={width} tokens{bucket(call.dims['T'], 2, 64, 4096, 32768)}"
 
 
+def autotune_key_v1(call: Call) -> str:
+    """Returns the measurement key of a call: numbers of a channel, channels of all rows, and tokens."""
+    d = call.dims
+    sizes = f"channels{bucket(d['B'] * d['F'], 1024, 8192, 65536)} tokens{bucket(d['T'], 2, 64, 4096, 32768)}"
+    return f"{call.dtype} numbers<={power_of_two(d['H'])} {sizes}"
+
+
 def autotune_key_conv(call: Call) -> str:
     """Returns the measurement key of a call: its window, whether rows hold documents, channels and tokens."""
     d = call.dims
@@ -237,7 +244,8 @@ v1_op = Op(
     see_also={"T": "state_space_v1"},
     ordered=True,
     weights=("A", "D"),
-    config=ChunkConfig,
+    autotune_key=autotune_key_v1,
+    config=DiagonalConfig,
     cases=cases.V1,
     work=work_v1,
 )

@@ -1,14 +1,15 @@
-"""state_space_v2 for NVIDIA GPUs in Triton, an adapter of `kernels/engines/scan`, and the convolution by its own kernels."""
+"""State spaces for NVIDIA GPUs in Triton, adapters of `kernels/engines/scan`, and the convolution by its own kernels."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 
 from kernels.engines.scan import triton_decode as decode
+from kernels.engines.scan import triton_diagonal_calls as diagonal
 from kernels.engines.scan import triton_scalar_calls as scalar
 from kernels.engines.scan.triton_calls import sizes_refused
 from kernels.ops.state_space import triton_conv_calls
-from kernels.ops.state_space.contract import conv_op, v2_op, work_v2
+from kernels.ops.state_space.contract import conv_op, v1_op, v2_op, work_v1, work_v2
 
 
 def _tokens(x, dt, A, B, C, D, segment_ids, initial_state) -> scalar.Tokens:
@@ -57,6 +58,29 @@ v2_op.register(
     rejects=rejects,
     heuristic=heuristic,
     candidates=decode.candidates(scalar.candidates, heuristic),
+)
+
+
+def v1_forward(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
+    cost = work_v1(v1_op.bind(x, dt, A, B, C, D, num_states=num_states))[0]
+    return diagonal.forward(diagonal.Scan(x, dt, A, B, C, D, segment_ids, initial_state, num_states), cfg, cost)
+
+
+def v1_backward(saved, x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
+    scan = diagonal.Scan(x, dt, A, B, C, D, segment_ids, initial_state, num_states)
+    cost = work_v1(v1_op.bind(x, dt, A, B, C, D, num_states=num_states))[1]
+    d = diagonal.backward(scan, saved.d_out, saved.d_final_state, cfg, cost)
+    return d if D is None else {"D": d.pop("skip")} | d
+
+
+v1_op.register(
+    v1_forward,
+    v1_backward,
+    platforms={"cuda"},
+    dtypes={"float32", "bfloat16", "float16"},
+    rejects=diagonal.rejects,
+    heuristic=diagonal.heuristic,
+    candidates=diagonal.candidates,
 )
 conv_op.register(
     triton_conv_calls.forward,

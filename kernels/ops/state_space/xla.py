@@ -163,7 +163,7 @@ v2_op.register(
 v1_op.register(
     *_both_ways(chunks.Step(_prepare_v1, _advance_v1, _read_v1), lambda x, A, B: A.shape),
     **EVERYWHERE,
-    **chunks.tunables(CHUNK_V1, lambda d: d["B"] * d["F"] * d["H"]),
+    **chunks.tunables(CHUNK_V1, lambda d: d["B"] * d["F"] * d["H"], chunks.DiagonalConfig),
 )
 
 

@@ -1,0 +1,195 @@
+"""Faults of the Triton kernels of diagonal recurrences: Mamba-1's scan and RWKV-4's time mix."""
+
+from faults import Fault
+
+DIAGONAL = "tests/kernels/test_diagonal_triton.py"
+DOCUMENTS = f"{DIAGONAL} -k 'padding_holds and space'"
+PACKED = f"{DIAGONAL} -k 'packed and space'"
+MIXED = f"{DIAGONAL} -k 'padding_holds and rwkv4'"
+PACKED_MIX = f"{DIAGONAL} -k 'packed and rwkv4'"
+
+FAULTS = (
+    Fault(
+        "diagonal: what enters a chunk does not fade in it",
+        "triton_diagonal:diagonal_join_kernel",
+        "$fades[$i] * $h + $sums[$i]",
+        "$h + $sums[$i]",
+        DOCUMENTS,
+    ),
+    Fault(
+        "diagonal: a document sees the one before it",
+        "triton_diagonal:marks_at",
+        "tl.where($new, FORGETS, 0.0)",
+        "tl.where($new, 0.0, 0.0)",
+        DOCUMENTS,
+    ),
+    Fault(
+        "diagonal: a chunk passes what entered it across a document's beginning",
+        "triton_diagonal:diagonal_join_kernel",
+        "tl.where($new, FORGETS, $fade)",
+        "$fade",
+        DOCUMENTS,
+    ),
+    Fault("diagonal: padding counts", "triton_diagonal:code_of", "$code >= 0", "$code >= -1", DOCUMENTS),
+    Fault(
+        "diagonal: -inf times a step of 0",
+        "triton_diagonal:rate_of",
+        "tl.maximum($a, FORGETS)",
+        "$a",
+        f"{DIAGONAL} -k decays_of_every",
+    ),
+    Fault(
+        "diagonal: B and C of a token are exchanged",
+        "triton_diagonal:advance",
+        "tl.exp2($dt * $rates[$n] + $fall) * $h[$n] + $u * $b",
+        "tl.exp2($dt * $rates[$n] + $fall) * $h[$n] + $u * c",
+        DOCUMENTS,
+    ),
+    Fault(
+        "diagonal: the offset of a token in 32 bits",
+        "triton_diagonal:offset",
+        "$index.to(tl.int64)",
+        "$index",
+        f"{DIAGONAL} -k overflow",
+    ),
+    Fault(
+        "diagonal: gradients of chunks do not fade over their tokens",
+        "triton_diagonal_back:diagonal_sums_kernel",
+        "$fade = $fade * $fades[$n]",
+        "$fade = $fade * 1.0",
+        DOCUMENTS,
+    ),
+    Fault(
+        "diagonal: the gradient of A lacks the step",
+        "triton_diagonal_back:diagonal_bwd_kernel",
+        "$d_a += $through * $steps[TOKENS - 1 - $j]",
+        "$d_a += $through",
+        DOCUMENTS,
+    ),
+    Fault(
+        "diagonal: the gradient of a state does not fade",
+        "triton_diagonal_back:diagonal_bwd_kernel",
+        "$g = $g * $fades[$j]",
+        "$g = $g * 1.0",
+        DOCUMENTS,
+    ),
+    Fault(
+        "diagonal: the gradient of a step lacks what it lets fade",
+        "triton_diagonal_back:diagonal_bwd_kernel",
+        "$d_us[$i] * $x + $d_dts[$i]",
+        "$d_us[$i] * $x",
+        DOCUMENTS,
+    ),
+    Fault(
+        "diagonal: the skip connection has no gradient to its input",
+        "triton_diagonal_back:diagonal_bwd_kernel",
+        "$d_us[$i] * $steps[$i] + $skip * $dys[$i]",
+        "$d_us[$i] * $steps[$i]",
+        DOCUMENTS,
+    ),
+    Fault(
+        "diagonal: B has a gradient of one program's channels",
+        "triton_diagonal_calls:backward",
+        "jnp.sum($d['d_bc_ptr'], axis=1)",
+        "$d['d_bc_ptr'][:, 0]",
+        DOCUMENTS,
+    ),
+    Fault(
+        "diagonal: the gradient of an initial state is that of another chunk",
+        "triton_diagonal_calls:entries_of_chunks",
+        "$table[..., 3] % 2 == 1",
+        "$table[..., 3] >= 2",
+        PACKED,
+    ),
+    Fault(
+        "diagonal: from the end, chunks begin where their sequences do",
+        "triton_diagonal:diagonal_join_kernel",
+        "$flags >= 2 if REVERSE else $flags % 2 == 1",
+        "$flags % 2 == 1",
+        PACKED,
+    ),
+    Fault(
+        "diagonal: a state of many numbers is tried",
+        "triton_diagonal_calls:_fits",
+        "triton.cdiv($block, 32) * $H <= MOST_NUMBERS",
+        "$H <= MOST_NUMBERS",
+        f"{DIAGONAL} -k candidates",
+    ),
+    Fault(
+        "time mix: powers of positive differences",
+        "triton_mix:_weights",
+        "-tl.abs($first - $second)",
+        "$first - $second",
+        MIXED,
+    ),
+    Fault(
+        "time mix: the first token of a document reads the one before it",
+        "triton_mix:_read",
+        "tl.where($new, EMPTY, $p)",
+        "$p",
+        MIXED,
+    ),
+    Fault(
+        "time mix: padding lets a state fade",
+        "triton_mix:_marks",
+        "tl.where($counts, $decay, 0.0)",
+        "tl.where($counts, $decay, $decay)",
+        MIXED,
+    ),
+    Fault(
+        "time mix: of equal terms of a maximum one has all of the gradient",
+        "triton_mix_back:_share",
+        "tl.where($k == $fallen, 0.5, 0.0)",
+        "tl.where($k == $fallen, 1.0, 0.0)",
+        f"{DIAGONAL} -k exponents_and",
+    ),
+    Fault(
+        "time mix: an output's gradient passes the beginning of its document",
+        "triton_mix_back:_passed",
+        "$counts & ($new == 0)",
+        "$counts",
+        MIXED,
+    ),
+    Fault(
+        "time mix: the gradient of the last exponent stays in its chunk",
+        "triton_mix:mix_join_kernel",
+        "$r = $r * $sums[4 * $i + 3]",
+        "$r = $r * 0.0",
+        PACKED_MIX,
+    ),
+    Fault(
+        "time mix: a decay lacks the gradient of the last exponent",
+        "triton_mix_back:mix_bwd_kernel",
+        "_power($fallen + $m) * ($a * $sums[$i] + $b * $bases[$i]) + $d_p",
+        "_power($fallen + $m) * ($a * $sums[$i] + $b * $bases[$i])",
+        MIXED,
+    ),
+    Fault(
+        "time mix: an initial exponent has the gradient of a final one alone",
+        "triton_mix_back:mix_bwd_kernel",
+        "$d_p + $first_a * $d_a + $first_b * $d_b",
+        "$d_p",
+        MIXED,
+    ),
+    Fault(
+        "time mix: a chunk in which a document begins passes what entered it",
+        "triton_mix_calls:_lengths",
+        "jnp.where($row.resets, -1.0, $lengths)",
+        "$lengths",
+        MIXED,
+    ),
+    Fault(
+        "time mix: padding of packed sequences fades what passes a chunk",
+        "triton_mix_calls:_lengths",
+        "($ends - jnp.take_along_axis($before, $first, axis=1)).astype(jnp.float32)",
+        "count.astype(jnp.float32)",
+        PACKED_MIX,
+    ),
+    Fault(
+        "time mix: a sequence without tokens ends in 0",
+        "triton_mix_calls:_untouched",
+        "jnp.zeros_like($finals).at[:, :, 2].set(-1e38)",
+        "jnp.zeros_like($finals)",
+        PACKED_MIX,
+    ),
+)
