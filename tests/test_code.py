@@ -81,6 +81,7 @@ SPILLS = {
     ("delta_rule", "kimi_linear", 90): 564,
     ("delta_rule", "kimi_linear", 80): 624,
     # Gradients of two readers, two writers and their decays are summed side by side, and four matrices of pairs.
+    ("rwkv7", "small", 90): 8,
     ("rwkv7", "rwkv7_3b", 90): 888,
     ("rwkv7", "rwkv7_3b", 80): 888,
     # Operands lie in registers there, beside a state of 128 by 64.

@@ -69,7 +69,6 @@ def rows():
             for order in ("zigzag", "contiguous"):
                 for gradient in (True, False):
                     quick = (mask, order, gradient) == ("packed", "zigzag", True)
-                    quick |= (target, mask, order, gradient) == ("v5p", "packed", "contiguous", False)
                     yield pytest.param(target, mask, order, gradient, marks=() if quick else pytest.mark.slow)
 
 

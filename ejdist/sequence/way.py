@@ -24,8 +24,8 @@ def check_hops(what: str, hops: str) -> None:
 
 
 # Tokens of a rank from which a loop of as many hops as a batch needs is worth its cost. On four H100s, both directions, 32
-# heads of 128, packed documents of 4,096 in contiguous order: 8% less time at 16,384 tokens a rank, and 67% more at 2,048,
-# where the host reads the number for 1.5 ms.
+# heads of 128, packed documents of 4,096 in contiguous order: 8% less time at 16,384 tokens a rank; 67% more at 2,048, where
+# the host reads the number for 1.5 ms.
 LONG = 8192
 
 
