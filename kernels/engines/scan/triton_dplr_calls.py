@@ -188,7 +188,7 @@ class Launches(delta.Launches):
             PRECISION=precision,
             **stages,
         )
-        most, num_warps = GRADIENTS
+        most = GRADIENTS[0]
         width = min(most if compute_capability() >= 90 else most // 2, of.decays["BLOCK_H"])
         names = ("q", "k", "a", "b", "w")
         shapes = [jax.ShapeDtypeStruct(getattr(x, name).shape, getattr(x, name).dtype) for name in names]
@@ -206,7 +206,7 @@ class Launches(delta.Launches):
             *of_states,
             *of_written,
             out_shape=tuple(shapes),
-            num_warps=num_warps,
+            num_warps=self.cfg.backward_num_warps,
             num_stages=1,
             blocks=-(-x.q.shape[3] // width),
             FORGETS=self.forgets,
@@ -221,8 +221,8 @@ class Launches(delta.Launches):
 
 
 def heuristic(call: Call, platform: str) -> ChunkConfig:
-    """Returns the default tiles of a call: those of one decay per head."""
-    return delta.heuristic(call, platform)
+    """Returns the default tiles of a call: those of one decay per head, with warps of its own for gradients through decays."""
+    return replace(delta.heuristic(call, platform), backward_num_warps=GRADIENTS[1])
 
 
 def candidates(call: Call) -> list[ChunkConfig]:
@@ -236,4 +236,5 @@ def candidates(call: Call) -> list[ChunkConfig]:
         for block_v, num_warps in ((16, 4), (32, 4), (64, 4), (64, 8))
         for stages in (2, 3)
     ]
+    found = [replace(cfg, backward_num_warps=GRADIENTS[1]) for cfg in found]
     return list(dict.fromkeys([best, *found, *(replace(best, splits=splits) for splits in (1, 2, 4))]))
