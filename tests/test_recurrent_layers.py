@@ -222,8 +222,9 @@ def test_layers_of_one_part_have_the_same_losses_on_every_mesh(corpus, tmp_path)
     sizes += [f"model.gated_delta.{name}_dim=128" for name in ("key", "value")]
     sizes += ["model.lightning.num_heads=0", "model.lightning.head_dim=128", "model.mamba2.num_groups=2"]
     want = run(tmp_path / "one", corpus, "mesh.sp=1", *sizes)
-    for layout in (["mesh.sp=2"], ["mesh.sp=2", "mesh.tp=2"], ["mesh.fsdp=2", "mesh.sp=1"]):
-        found = run(tmp_path / "".join(layout), corpus, *layout, *sizes)
+    layouts = (["mesh.sp=2"], ["mesh.sp=2", "mesh.tp=2"], ["mesh.fsdp=2", "mesh.sp=1"])
+    for number, layout in enumerate(layouts):
+        found = run(tmp_path / f"layout{number}", corpus, *layout, *sizes)
         assert found == pytest.approx(want, abs=2e-5) and want[-1] < want[0]
 
 
