@@ -210,7 +210,7 @@ def details(
     axes = tuple((a, sizes[a]) for a in SEQUENCE_AXES if sizes[a] > 1)
     if not axes:
         return
-    given = {*given, *(key for key, _ in of.sequence)}
+    pinned = {*given, *(key for key, _ in of.sequence)}
     options, heads = options_of(SCHEMES[section.named]), s.model.num_heads // sizes[TP]
     latents = any(isinstance(part, LatentAttention) for part in counted_parts(s.model))
     tried: dict[str, tuple[str | int, ...]] = {
@@ -220,7 +220,7 @@ def details(
         LEVELS: (2,) if "levels" in options and axes[1:] and section.levels == 1 else (),
         OUTER: tuple(n for n in SCHEMES if "hops" in options_of(SCHEMES[n])) if "outer" in options and axes[1:] else (),
     }
-    choices = [((), *(((key, value),) for value in values)) for key, values in tried.items() if key not in given]
+    choices = [((), *(((key, value),) for value in values)) for key, values in tried.items() if key not in pinned]
     for chosen in itertools.islice(itertools.product(*choices), 1, None):
         keys = (*of.sequence, *itertools.chain(*chosen))
         made = replace(section, **{key.partition(".")[2]: value for key, value in keys})

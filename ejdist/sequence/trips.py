@@ -20,8 +20,8 @@ from kernels.framework.dispatch import vary_alike
 
 
 def jumps(local: Local) -> bool:
-    """Whether hops that documents need may lie on both sides of a rank. Where a text goes on from each rank to the next, and
-    no query sees later keys, they do not."""
+    """Whether a rank may need keys of ranks both before and after it. It does not where the text continues from each rank to
+    the next and no query sees later keys."""
     return local.ranks > 2 and not (local.mask.causal and local.static.order.goes_on)
 
 

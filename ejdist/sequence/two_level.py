@@ -67,7 +67,7 @@ def refused(over: Axes) -> str | None:
 
 
 def over_hops_by(levels: int) -> Callable[..., tuple[Any, Any]]:
-    """Returns what goes over the hops of a ring of so many levels: `over_hops`, or `over_levels`."""
+    """Returns the loop over the hops of a ring of one or two levels."""
     return over_levels if levels == 2 else over_hops
 
 
@@ -91,7 +91,7 @@ def over_levels(local: Local, body: Body, dtype: Any = jnp.float32) -> tuple[Any
 
     def inside(number: Any, keys: Arrays, stay: Any, last: bool) -> tuple[Any, Any]:
         """Returns (stay, the gradients of the group's keys that this rank had) after the ring inside of a group, over the keys
-        of the group that is so many groups before."""
+        of the group `number` places before this one."""
         own = isinstance(number, int) and number == 0
 
         def visit(hop: Any, here: Arrays, sofar: Any, travel: Any, ends: bool) -> tuple[Any, Any]:

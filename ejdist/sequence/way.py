@@ -30,7 +30,7 @@ LONG = 8192
 
 
 def few_hops(order: Order, tokens: int) -> bool:
-    """Returns whether "auto" lets the documents of a batch say which hops are made, of so many tokens a rank."""
+    """Returns whether "auto" chooses hops by the documents of a batch, with `tokens` tokens a rank."""
     return order.few_hops and tokens >= LONG
 
 

@@ -282,7 +282,7 @@ def read_activation(keys: Keys, name: str, default: str, known: Mapping[str, str
 
 
 def write_activation(c: DecoderShape, known: Mapping[str, str]) -> str:
-    """Returns their word for the model's activation; the model's own, which no reader takes, where there is none."""
+    """Returns the family's name of the model's activation; if it has none, the model's own, which every reader refuses."""
     return {ours: theirs for theirs, ours in reversed(list(known.items()))}.get(c.activation, c.activation)
 
 

@@ -245,8 +245,10 @@ def gradients(op: Op, saved: Saved, arrays: dict[str, Any], **options: Any) -> d
     others = {n: x for n, x in arrays.items() if n not in floats}
     with jax.default_matmul_precision("highest"):
         outputs, pull = jax.vjp(lambda f: op.function(**f, **others, **options), floats)
-        given = (saved[f"d_{name}"] for name in op.outputs)
-        return pull(tuple(jnp.zeros_like(y) if c is None else c.astype(y.dtype) for c, y in zip(given, outputs)))[0]
+        cotangents = (saved[f"d_{name}"] for name in op.outputs)
+        return pull(tuple(jnp.zeros_like(y) if c is None else c.astype(y.dtype) for c, y in zip(cotangents, outputs)))[
+            0
+        ]
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEXT = tl.constexpr(1)  # a stride
-FORGETS = tl.constexpr(-1e30)  # an exponent whose power of 2 is 0, and that is no NaN times 0
+FORGETS = tl.constexpr(-1e30)  # 2 to this power is 0, and times 0 it is 0, where -inf would be NaN
 
 
 @triton.jit
