@@ -301,3 +301,18 @@ def test_by_default_documents_say_the_hops_of_long_rows_in_contiguous_order():
     """A loop whose number of turns the host reads costs more than the hops of short rows."""
     assert few_hops(Order("contiguous", 4), LONG) and not few_hops(Order("contiguous", 4), LONG - 1)
     assert not few_hops(Order("zigzag", 4), LONG) and by_batch("batch", False) and not by_batch("mask", True)
+
+
+def test_rows_of_a_vmap_take_one_way():
+    """Each row of the caller's needs other hops: they make those that any of them needs."""
+    attend = functools.partial(
+        ring_attention, mesh=make_mesh(sp=4), scheme=Ring(hops="batch"), causal=True, platform="xla"
+    )
+    q, k, v, *_ = (jnp.stack([jnp.asarray(x)] * 2) for x in arrays(1, jnp.float32))
+    ids = jnp.stack([jnp.arange(T)[None] // (T // 4), jnp.zeros((1, T), int)]).astype(jnp.int32)
+    found = jax.jit(jax.vmap(lambda *a: attend(*a[:3], q_segment_ids=a[3], kv_segment_ids=a[3])))(q, k, v, ids)
+    for row, x in enumerate(found):
+        of = {"q_segment_ids": ids[row], "kv_segment_ids": ids[row]}
+        np.testing.assert_allclose(
+            x, flash_attention(q[row], k[row], v[row], causal=True, platform="xla", **of), atol=2e-5
+        )

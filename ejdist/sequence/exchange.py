@@ -77,6 +77,17 @@ def scatter_sum(tree: Any, axis: Axis) -> Any:
         return jax.tree.map(lambda x: jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True), tree)
 
 
+@jax.custom_batching.custom_vmap
+def _alike(x: jax.Array) -> jax.Array:
+    return x
+
+
+@_alike.def_vmap
+def _greatest_of_batch(size: int, batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+    """The rows of a caller's vmap take one way together: a loop whose end is batched would run every branch of every row."""
+    return x.max(0), False
+
+
 def greatest(x: jax.Array) -> jax.Array:
     """Returns the greatest of each number over all devices that are mapped over, along whatever axis: the same on each."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
@@ -84,7 +95,7 @@ def greatest(x: jax.Array) -> jax.Array:
     if any(map(varying_axes, numbers)):  # or the map around does not track what varies
         x = vary_alike(x, numbers)
     with jax.named_scope("exchange"):
-        return jax.lax.pmax(x, tuple(axes)) if axes else x
+        return _alike(jax.lax.pmax(x, tuple(axes)) if axes else x)
 
 
 def all_to_all(tree: Any, axis: Axis, split: int, join: int) -> Any:

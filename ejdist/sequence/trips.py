@@ -25,14 +25,18 @@ def jumps(local: Local) -> bool:
     return local.ranks > 2 and not (local.mask.causal and local.static.order.goes_on)
 
 
-def over_needed(local: Local, body: Any, dtype: Any) -> tuple[Any, Any]:
-    """Returns what `hops.over_hops` returns, after `body` at the hops that `local.needed` names, and at those on the way.
+def over_needed(local: Local, at_hop: Any, dtype: Any) -> tuple[Any, Any]:
+    """Returns what `hops.over_hops` returns, after `at_hop` at the hops that `local.needed` names, and at those on the way.
 
     Each is beside the transfer to the next. A rank's own keys come by themselves, since without a hop that is all; so does the
     first hop of a backward, at which the sums begin that follow the keys.
     """
     axis, n, way = local.axis, local.ranks, Way.of(local.needed, jumps(local))
     last = way.last
+
+    def body(hop: Any, *state: Any) -> tuple[Any, Any]:
+        # Under a caller's vmap a conditional of the body is a selection, whose operands must vary over ranks before it.
+        return at_hop(hop if isinstance(hop, int) else vary_alike(hop, local.query), *state)
 
     def one_on(tree: Any) -> Any:
         return exchange.shift(tree, axis, 1)
