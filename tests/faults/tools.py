@@ -265,11 +265,4 @@ FAULTS = (
         "False",
         "tests/test_toolchains.py -k numbers_beside",
     ),
-    Fault(
-        "interpreter: tensors of one dtype are not broadcast",
-        "_operands",
-        "if $lhs.dtype is $rhs.dtype and type($lhs.dtype) is tl.dtype:\n    return _broadcast_both($self, $lhs, $rhs)",
-        "if $lhs.dtype is $rhs.dtype and type($lhs.dtype) is tl.dtype:\n    return $lhs, $rhs",
-        "tests/test_toolchains.py -k numbers_beside",
-    ),
 )
