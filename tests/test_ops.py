@@ -39,8 +39,8 @@ def _rows():
                     left_out |= (
                         backend.name == "triton_gpu" and op.name in RECURRENCES and case.name in ("documents", "packed")
                     )
-                    # float32 is the sharpest; in bfloat16, the narrowest, kernels have a case, as in training. The full grid has
-                    # every case in every dtype.
+                    # float32 is the sharpest; in bfloat16, the narrowest, kernels have a case, as in training. The full grid
+                    # has every case in every dtype.
                     narrow = dtype == "bfloat16" and case is op.cases[0] and backend.toolchain in ("triton", "pallas")
                     left_out |= dtype != "float32" and not narrow
                     marks = () if quick and not left_out else (pytest.mark.slow,)
