@@ -60,8 +60,8 @@ def asked(directions: int | str, local: Local, all_hops: bool) -> bool:
         at = _head(local, odd, local.keys[odd])
         heads = "none" if at is None else local.keys[odd].shape[at]
         raise ValueError(
-            f"ring_attention: sequence.directions = 2 halves the heads of what travels, and {odd!r} has {heads} on a device: use "
-            "directions 1, or auto"
+            f"ring_attention: sequence.directions = 2 halves the heads of what travels, and {odd!r} has {heads} on a device: "
+            f"use 1 or {AUTO}"
         )
     return all_hops
 
@@ -112,6 +112,6 @@ def _half(local: Local, name: str, x: jax.Array, half: int) -> jax.Array:
 
 
 def _joined(local: Local, name: str, halves: list[jax.Array]) -> jax.Array:
-    """Returns a result of both halves: side by side, or the sum of gradients of what both have whole."""
     at = _head(local, name, halves[0])
-    return halves[0] + halves[1] if at is None else jnp.concatenate(halves, at)
+    assert at is not None, name
+    return jnp.concatenate(halves, at)
