@@ -34,14 +34,11 @@ def check(directions: Any, levels: int, hops: str) -> None:
     if isinstance(directions, bool) or directions not in (1, 2, AUTO):
         raise ValueError(f"sequence.directions = {directions!r} is unknown; use 1, 2, or {AUTO}")
     if directions == 2 and levels != 1:
-        raise ValueError(
-            f"sequence.directions = 2 is for one ring over all ranks, and sequence.levels = {levels}: leave one out"
-        )
+        why = f"is for one ring over all ranks, and sequence.levels = {levels}: leave one of the two out"
+        raise ValueError(f"sequence.directions = 2 {why}")
     if directions == 2 and hops == BY_BATCH:
-        raise ValueError(
-            f"sequence.directions = 2 makes all hops, and sequence.hops = {hops!r} only those that documents need: leave one of "
-            "the two out"
-        )
+        why = f"makes all hops, and sequence.hops = {hops!r} only those that documents need: leave one of the two out"
+        raise ValueError(f"sequence.directions = 2 {why}")
 
 
 def asked(directions: int | str, local: Local, all_hops: bool) -> bool:
