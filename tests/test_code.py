@@ -19,6 +19,7 @@ MOST_CASES = 4
 # compiled in tests/kernels/test_flash_attention_hopper.py. Recurrences have the same kernels in cases of small heads.
 SLOW = {
     "pallas": {
+        ("delta_rule", "qwen3_next"),
         ("flash_attention", "causal_32k_gqa"),
         ("flash_attention", "wide_causal_8k"),
         ("blocksparse_attention", "tenth_of_16k_per_head"),
@@ -48,6 +49,11 @@ SLOW = {
         ("rwkv4", "rwkv_3b"),
         ("causal_conv1d", "documents_32k"),
     },
+}
+# Cases that the kernels of a toolchain refuse: decays of channels, and one token.
+REFUSED: dict[str, set[tuple[str, str]]] = {
+    "triton": set(),
+    "pallas": {("delta_rule", "kimi_linear"), ("delta_rule", "decode")},
 }
 TARGETS = {"triton": (90, 80), "pallas": checks.TPU_TOPOLOGIES}  # the first of each is in the quick tests
 # Bytes that a kernel may spill, and why it is left so. What is not here spills nothing.
@@ -113,6 +119,8 @@ def _rows(toolchain):
             for target in TARGETS[toolchain]:
                 for dtype in sorted(backend.dtypes):
                     for case in cases_of(op):
+                        if (op.name, case.name) in REFUSED[toolchain]:
+                            continue
                         quick = dtype == "bfloat16" and target == TARGETS[toolchain][0]
                         quick &= (op.name, case.name) not in SLOW[toolchain]
                         marks = () if quick else (pytest.mark.slow,)
@@ -125,6 +133,16 @@ def directions(op, backend, case, dtype):
     call = op.bind(**op.case_inputs(case, dtype=dtype, shapes_only=True))
     assert backend.refuses(op, call, False) is None, f"{backend.name} refuses case {case.name}: drop its tag `code`"
     return (False, True) if backend.backward and backend.refuses(op, call, True) is None else (False,)
+
+
+def test_cases_that_are_left_out_are_refused():
+    for toolchain, cases in REFUSED.items():
+        for name, case in cases:
+            call = OPS[name].bind(
+                **OPS[name].case_inputs(next(c for c in OPS[name].cases if c.name == case), shapes_only=True)
+            )
+            for backend in compiled_backends(OPS[name]):
+                assert backend.toolchain != toolchain or backend.refuses(OPS[name], call, False), (name, case)
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
