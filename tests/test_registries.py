@@ -38,6 +38,7 @@ ELSEWHERE = {
     ("ejdist/tokens.py", "contiguous"): "the order of tokens that were not permuted",
     ("ejdist/sequence/linear_attention.py", "local"): "an argument of a sharded function",
     ("ejdist/operations.py", "attention"): "the operation that a model calls",
+    ("ejdist/generation/served.py", "attention"): "the operation that a model calls",
     ("ejdist/models/config.py", "attention"): KEYS,
     ("ejdist/models/config.py", "window_attention"): KEYS,
     ("ejdist/models/config.py", "experts"): KEYS,
