@@ -39,6 +39,8 @@ ELSEWHERE = {
     ("ejdist/sequence/linear_attention.py", "local"): "an argument of a sharded function",
     ("ejdist/operations.py", "attention"): "the operation that a model calls",
     ("ejdist/generation/served.py", "attention"): "the operation that a model calls",
+    ("ejdist/models/attention.py", "attention"): "the operation that it calls",
+    ("ejdist/models/recurrent_rwkv7.py", "rwkv7"): "the operation that it calls",
     ("ejdist/models/config.py", "attention"): KEYS,
     ("ejdist/models/config.py", "window_attention"): KEYS,
     ("ejdist/models/config.py", "experts"): KEYS,

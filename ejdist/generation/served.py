@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from ejdist.models.kept import Kept
 from ejdist.models.ops import Ops
 from ejdist.operations import SHARDED
-from kernels.ops.paged_attention.cache import written
+from kernels.ops.paged_attention import written
 
 Pages = tuple[jax.Array, ...]
 
