@@ -1,4 +1,4 @@
-"""The answers of `launch.generate` in a file: a row of JSON for each, appended whole, so that a stop at any moment loses none."""
+"""The answers of `launch.generate` in a file: a row of JSON each, appended whole, so that a stop at any moment loses none."""
 
 from __future__ import annotations
 
@@ -35,20 +35,25 @@ class Answers:
         content = path.read_bytes() if path.exists() else b""
         whole = content.rfind(b"\n") + 1
         for number, line in enumerate(content[:whole].splitlines(), 1):
-            try:
-                row = json.loads(line)
-                same = row["settings"] == settings and prompts[row["index"]] == row["prompt"]
-            except (ValueError, LookupError, TypeError):
-                same = False
-            if not same:
+            index = self._index(line, prompts)
+            if index is None:
                 raise ValueError(
                     f"to = {str(path)!r} has answers to other prompts, or of other weights or settings (line {number}): name "
                     "another file, or remove it"
                 )
-            self.finished.add(row["index"])
+            self.finished.add(index)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.ftruncate(self._file, whole)  # of a row that was being written
+
+    def _index(self, line: bytes, prompts: list[Any]) -> int | None:
+        """Returns which prompt a row answers; None where it is of something else."""
+        try:
+            row = json.loads(line)
+            same = row["settings"] == self._settings and prompts[row["index"]] == row["prompt"]
+            return row["index"] if same else None
+        except (ValueError, LookupError, TypeError):
+            return None
 
     def add(self, index: int, prompt: Any, row: Mapping[str, Any]) -> None:
         """Appends an answer, in one write."""
