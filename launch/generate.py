@@ -168,12 +168,13 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
         **{name: _number(name, v[name], float, 0) for name in ("temperature", "top_p", "min_p")},
     )
     Sampling(**args.sampling)
-    return args, folder, [*recipe, "curriculum=[]"]
+    mesh = [] if any(key_of(word) == "mesh" for word in recipe) else ["mesh=single"]
+    return args, folder, [*mesh, *recipe, "curriculum=[]"]
 
 
 def recipe_for(where: str, args: Args, words: Sequence[str], weights: Any) -> Any:
     """Returns the recipe under which weights generate: on one device, unless words say otherwise."""
-    sections = ("mesh", "sequence", "experts")
+    sections = ("mesh", "sequence", "experts")  # how the run was split over devices
     inherited = with_settings_of_run(where, args.step, words, lambda line: None)
     own = {*words}
     kept = [w for w in inherited if w in own or key_of(w).partition(".")[0] not in sections]

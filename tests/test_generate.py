@@ -19,10 +19,11 @@ from launch.prompts import Prompt, encoder, read_prompts
 
 def test_keys_are_read():
     args, where, words = parse(["run.dir=outputs/x", "prompt=a=b", "temperature=0", 'stop=["\\n", "Q:"]', "mesh.tp=2"])
-    assert (where, words) == ("outputs/x", ["mesh.tp=2", "curriculum=[]"])
+    assert (where, words) == ("outputs/x", ["mesh=single", "mesh.tp=2", "curriculum=[]"])
     assert (args.prompt, args.stop, args.max_tokens, args.sampling["temperature"]) == ("a=b", ("\n", "Q:"), 256, 0.0)
     assert parse(["run.dir=x", "stop=[1"])[0].stop == ("[1",)
-    assert parse(["from=models/m", "prompts=p.jsonl"])[2][:2] == ["model=hf", "model.init_from=models/m"]
+    words = parse(["from=models/m", "prompts=p.jsonl", "mesh=fsdp"])[2]
+    assert words == ["model=hf", "model.init_from=models/m", "mesh=fsdp", "curriculum=[]"]
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ FAULTS = (
         "generation/pages:Pages.digests",
         "$running.update($$args)",
         "$running = hashlib.sha256($$args)",
-        f"{ENGINE} -k full_forward",
+        f"{ENGINE} -k pages_are_shared",
     ),
     Fault(
         "a page that others use is taken back",
