@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejdist.generation import Engine
-from ejdist.models.decoder import DecoderConfig
+from ejdist.models.decoder import DecoderConfig, token_losses
 from ejdist.models.parameters import initialise
 from ejdist.operations import bind_ops
 
@@ -26,14 +26,15 @@ def rewarded(tokens: list[int]) -> float:
 def main(steps: int = 8, rollouts: int = 16) -> list[float]:
     """Trains a small model by REINFORCE (Williams, 1992), and returns the mean reward of each step."""
     sizes = {"model_dim": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "ffn_dim": 64}
-    model = DecoderConfig(vocab_size=32, num_layers=2, **sizes).build()
+    c = DecoderConfig(vocab_size=32, num_layers=2, **sizes)
+    model = c.build()
     params, ops = initialise(model.declared, jax.random.key(0)), bind_ops(None)
     engine = Engine(model, params, slots=rollouts, length=LENGTH, chunk=len(PROMPT))
 
     @jax.jit
     def update(params, batch, advantages):
         def loss(params):
-            return jnp.sum(advantages[:, None] * model.token_losses(params, batch, ops=ops)) / batch["tokens"].size
+            return jnp.sum(advantages[:, None] * token_losses(params, batch, c, ops)) / batch["tokens"].size
 
         return jax.tree.map(lambda p, g: p - 2.0 * g, params, jax.grad(loss)(params))
 

@@ -222,7 +222,7 @@ def load(recipe: Any, weights: Any) -> tuple[Any, Any, Any, Any]:
     mesh = make_mesh(**vars(recipe.mesh))
     size = 128 * mesh.size  # of the program, of which the shapes and shardings of parameters are read
     data = dataclasses.replace(recipe.data, sequence_length=size, global_batch=size)
-    program = make_program(dataclasses.replace(recipe, data=data, accumulation=1), mesh)
+    program = make_program(dataclasses.replace(recipe, data=data), mesh)
     params, buffers = weights.load(program)
     dtype = recipe.model.compute_dtype
     casts = map_declared(lambda _, p: p.cast and program.model.base is None, program.model.declared)

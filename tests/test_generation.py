@@ -355,8 +355,9 @@ MESHES = ({"tp": 2}, {"tp": 4}, {"ep": 2, "tp": 2}, {"sp": 2}, {"fsdp": 2, "tp":
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_of_every_kind_on_a_mesh(kind, sizes):
     """Parameters stay as training stores them; over sp rows are split, and no request is."""
-    heads = {"num_kv_heads": 4, "gated_delta": dataclasses.replace(DELTA, num_key_heads=4)}
-    options = KINDS[kind] | {name: heads[name] for name in heads if name == "num_kv_heads" or name in KINDS[kind]}
+    options = {"num_kv_heads": 4} | KINDS[kind]
+    if "gated_delta" in options:
+        options |= {"gated_delta": dataclasses.replace(DELTA, num_key_heads=4)}
     known, mesh = Known(**options), make_mesh(**sizes)
     params, buffers = placed(known.params, known.model.declared, mesh), placed(known.buffers, known.model.buffers, mesh)
     sizes = {"slots": 3, "length": LENGTH, "page": 4, "chunk": 8}

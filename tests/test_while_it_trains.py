@@ -40,6 +40,7 @@ def evaluated(corpus, held, tmp_path_factory):
     """A run on two devices that evaluates at steps 0, 2, 4 and at its end, 5."""
     folder = tmp_path_factory.mktemp("evaluated") / "run"
     keys = ["run.steps=5", "evaluation.every=2", f"evaluation.data={held}", "evaluation.batches=2", "run.profile=[2,3]"]
+    keys += ["evaluation.samples=['import ',x]", "evaluation.sample_tokens=3"]
     outcome, said = run(folder, corpus, *keys)
     return SimpleNamespace(folder=folder, outcome=outcome, said=said, keys=keys)
 
@@ -51,6 +52,9 @@ def test_held_out_data_is_evaluated_between_steps(evaluated, corpus, tmp_path):
     assert sum(octave["tokens"] for octave in rows[0]["row"]) == rows[0]["tokens"]
     assert evaluated.outcome.summary["evaluation"] == {name: rows[-1][name] for name in ("step", "loss", "tokens")}
     assert evaluated.outcome.summary["goodput"]["evaluation"] > 0
+    for row in rows:
+        assert [one["prompt"] for one in row["samples"]] == ["import ", "x"]
+    assert f"  'x' goes on with {rows[-1]['samples'][1]['text']!r}" in evaluated.said
     # The losses of the steps are the same bits as without.
     run(tmp_path / "without", corpus, "run.steps=5")
     assert losses(tmp_path / "without") == losses(evaluated.folder)

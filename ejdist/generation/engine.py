@@ -132,8 +132,8 @@ class Engine:
                 )
         placed = None if mesh is None else places
         whole = None if mesh is None else replicated(mesh)
-        zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrays), out_shardings=placed)
-        self._kept: Arrays = zeros()
+        self._empty = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrays), out_shardings=placed)
+        self._kept: Arrays | None = None  # until the first step
         cached, ops = self._cached, self._ops
 
         def step(
@@ -171,6 +171,15 @@ class Engine:
         self._pages.forget()
         for request in (*self._running, *self._waiting):
             request.digests = []
+
+    def release(self) -> None:
+        """Gives back the memory of what layers keep, and the parameters; give new ones with `use` before the next step. What is
+        under way, or waits, is dropped."""
+        for request in [*self._running]:
+            self._end(request)
+        self._waiting.clear()
+        self._pages.forget()
+        self._kept, self._state = None, (None, None)
 
     def submit(
         self,
@@ -271,7 +280,8 @@ class Engine:
             tokens[i, width - len(ids) :] = ids
             tables[i, : len(r.pages)] = r.pages
             choices[i] = r.sampling, len(r.tokens)
-        data = (*self._state, self._kept, tokens, tables, slots, before, new, Choices.of(choices))
+        kept = self._empty() if self._kept is None else self._kept
+        data = (*self._state, kept, tokens, tables, slots, before, new, Choices.of(choices))
         if (
             width not in self._programs
         ):  # whose shapes are then fixed: another one is an error, and never compiled silently
@@ -297,10 +307,13 @@ class Engine:
             self._pages.publish(request.pages[i], request.digests[i])
         request.published = full
 
-    def _finish(self, request: Request, reason: str) -> None:
+    def _end(self, request: Request) -> None:
         self._running.remove(request)
         self._pages.release(request.pages)
         self._free.append(request.slot)
+
+    def _finish(self, request: Request, reason: str) -> None:
+        self._end(request)
         self._finished[request.id] = request.result(reason, self._decode)
 
 
