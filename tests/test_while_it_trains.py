@@ -40,7 +40,6 @@ def evaluated(corpus, held, tmp_path_factory):
     """A run on two devices that evaluates at steps 0, 2, 4 and at its end, 5."""
     folder = tmp_path_factory.mktemp("evaluated") / "run"
     keys = ["run.steps=5", "evaluation.every=2", f"evaluation.data={held}", "evaluation.batches=2", "run.profile=[2,3]"]
-    keys += ["evaluation.samples=['import ',x]", "evaluation.sample_tokens=3"]
     outcome, said = run(folder, corpus, *keys)
     return SimpleNamespace(folder=folder, outcome=outcome, said=said, keys=keys)
 
@@ -52,12 +51,30 @@ def test_held_out_data_is_evaluated_between_steps(evaluated, corpus, tmp_path):
     assert sum(octave["tokens"] for octave in rows[0]["row"]) == rows[0]["tokens"]
     assert evaluated.outcome.summary["evaluation"] == {name: rows[-1][name] for name in ("step", "loss", "tokens")}
     assert evaluated.outcome.summary["goodput"]["evaluation"] > 0
-    for row in rows:
-        assert [one["prompt"] for one in row["samples"]] == ["import ", "x"]
-    assert f"  'x' goes on with {rows[-1]['samples'][1]['text']!r}" in evaluated.said
     # The losses of the steps are the same bits as without.
     run(tmp_path / "without", corpus, "run.steps=5")
     assert losses(tmp_path / "without") == losses(evaluated.folder)
+
+
+@pytest.mark.slow  # a run, and a command
+def test_samples_are_what_the_checkpoint_generates(corpus, held, tmp_path, capfd):
+    """Of each evaluated state, also on a mesh; they change no bit of the training, and the page about the run shows them."""
+    from launch.generate import main
+    from launch.report import main as report
+
+    folder, steps = tmp_path / "run", ["run.steps=3", "evaluation.every=3", f"evaluation.data={held}"]
+    run(folder, corpus, *steps, "evaluation.samples=['import ',x]", "evaluation.sample_tokens=5")
+    rows = read_evaluations(folder)
+    assert [row["step"] for row in rows] == [0, 3]
+    assert all([one["prompt"] for one in row["samples"]] == ["import ", "x"] for row in rows)
+    for one in rows[-1]["samples"]:
+        assert f"  {one['prompt']!r} goes on with {one['text']!r}" in capfd.readouterr().out or one["prompt"] == "x"
+        assert main([f"run.dir={folder}", f"prompt={one['prompt']}", "temperature=0", "max_tokens=5"]) == 0
+        assert capfd.readouterr().out == one["text"] + "\n"
+    run(tmp_path / "without", corpus, "run.steps=3")
+    assert losses(tmp_path / "without") == losses(folder)
+    assert report([f"run.dir={folder}"]) == 0
+    assert "evaluation.samples at step 3" in (folder / "report.html").read_text()
 
 
 @pytest.mark.slow  # two runs, 8 s
@@ -197,6 +214,8 @@ def test_trackers_get_every_row_and_one_that_fails_stops_nothing(monkeypatch, tm
     ("overrides", "words"),
     [
         (["evaluation.every=5"], "needs held-out data: give evaluation.data"),
+        (["evaluation.samples=[a]"], "are written at evaluations: give evaluation.every"),
+        (["evaluation.samples=['']"], "must be texts that are not empty"),
         (["evaluation.every=5", "evaluation.data=/nowhere/*.txt"], "evaluation.data: data.source = '/nowhere/*.txt'"),
         (["evaluation.every=5", "evaluation.data={train}"], "is a corpus that the run trains on"),
         (["run.trackers=[mlflow]"], "run.trackers: 'mlflow' is unknown; use wandb"),

@@ -183,6 +183,13 @@ FAULTS = (
         f"{ENGINE} -k streamed",
     ),
     Fault(
+        "samples of a run are drawn",
+        "training/samples:Samples.write",
+        "self._engine.submit($ids, max_tokens=self._tokens, temperature=0)",
+        "self._engine.submit($ids, max_tokens=self._tokens)",
+        "tests/test_while_it_trains.py -m slow -k samples",
+    ),
+    Fault(
         "half of a row stays in the file",
         "launch/answers:Answers.__init__",
         "os.ftruncate(self._file, $whole)",
