@@ -19,7 +19,7 @@ class Answers:
     """A file of answers, which goes on where a command with the same prompts and settings was stopped.
 
     Attributes:
-      finished: the indices of the prompts that it answers already.
+      finished: index of a prompt that it answers -> the text.
     """
 
     def __init__(self, path: Path, settings: str, prompts: list[Any]) -> None:
@@ -31,27 +31,27 @@ class Answers:
           ValueError: the file has other answers.
         """
         self.path, self._settings = path, settings
-        self.finished: set[int] = set()
+        self.finished: dict[int, str] = {}
         content = path.read_bytes() if path.exists() else b""
         whole = content.rfind(b"\n") + 1
         for number, line in enumerate(content[:whole].splitlines(), 1):
-            index = self._index(line, prompts)
-            if index is None:
+            row = self._row(line, prompts)
+            if row is None:
                 raise ValueError(
                     f"to = {str(path)!r} has answers to other prompts, or of other weights or settings (line {number}): name "
                     "another file, or remove it"
                 )
-            self.finished.add(index)
+            self.finished[row["index"]] = row["text"]
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.ftruncate(self._file, whole)  # of a row that was being written
 
-    def _index(self, line: bytes, prompts: list[Any]) -> int | None:
-        """Returns which prompt a row answers; None where it is of something else."""
+    def _row(self, line: bytes, prompts: list[Any]) -> dict[str, Any] | None:
+        """Returns a row that answers one of the prompts; None where it is of something else."""
         try:
             row = json.loads(line)
             same = row["settings"] == self._settings and prompts[row["index"]] == row["prompt"]
-            return row["index"] if same else None
+            return row if same and isinstance(row["text"], str) else None
         except (ValueError, LookupError, TypeError):
             return None
 
@@ -63,4 +63,4 @@ class Answers:
         data = line.encode("utf-8", "replace")
         while data:  # a disk may take a part
             data = data[os.write(self._file, data) :]
-        self.finished.add(index)
+        self.finished[index] = row["text"]

@@ -15,7 +15,7 @@ from launch.answers import Answers, digest_of
 from launch.errors import DONE, WRONG, run_command
 from launch.evaluation_recipe import FOLDER, recipe_of, trained_tokenizer, with_settings_of_run
 from launch.options import check_spelling, file_of
-from launch.prompts import encoder, read_prompts, template_of
+from launch.prompts import Prompt, encoder, read_prompts, template_of
 from launch.train import command, start_jax
 from recipes.arguments import assigned, key_of
 
@@ -33,7 +33,8 @@ finished answer is a row that is appended at once; the same command again goes o
 keys:
   step=N               of the checkpoint; default: the last
   prompt=TEXT          one prompt
-  prompts=FILE         a prompt a line; of FILE.jsonl a row each, {"prompt": "..."} or {"messages": [...]}; - for stdin
+  prompts=FILE         a prompt a line; of FILE.jsonl a row each, {"prompt": "..."} or {"messages": [...]}; - for stdin. Where
+                       rows have "answer", a text or a list of them, it is told how many answers have one of these in them
   chat=auto            whether prompts go through the chat template: auto, where a published folder has one, and for runs on
                        conversations; true, false
   max_tokens=256       of an answer
@@ -249,6 +250,7 @@ def generate(
     from ejdist.evaluation.weights import open_weights
     from ejdist.generation import Engine
     from ejdist.generation.streamed import Streamed
+    from ejdist.sections import flat
 
     weights = open_weights(where, args.step)
     recipe = recipe_for(where, args, words, weights)
@@ -257,13 +259,20 @@ def generate(
     asked, encode = read_prompts(args.prompt, args.prompts), encoder(tokenizer, template)
     settings = digest_of(
         {name: getattr(args, name) for name in ("max_tokens", "stop", "chat")}
-        | {"weights": weights.digest(), "what": weights.what, "tokenizer": tokenizer.fingerprint, **args.sampling}
+        | {
+            "weights": weights.digest(),
+            "model": flat(recipe.model),
+            "tokenizer": tokenizer.fingerprint,
+            **args.sampling,
+        }
     )
     file = None if args.to is None else Answers(args.to, settings, [one.shown for one in asked])
     todo = [i for i in range(len(asked)) if file is None or i not in file.finished]
     if len(todo) < len(asked):
         log(f"{args.to} has {len(asked) - len(todo)} of {len(asked)} answers; going on with the others")
+    texts = {} if file is None else file.finished
     if not todo:
+        _tell_right(asked, texts, log)
         return 0
     ids = {i: encode(asked[i]) for i in todo}
     model, mesh, params, buffers = load(recipe, weights)
@@ -303,22 +312,33 @@ def generate(
         for number, result in engine.results().items():
             i = numbers[number]
             row = {
-                "text": result.text,
+                "text": result.text or "",
                 "tokens": len(result.tokens),
                 "reason": result.reason,
                 "log_probability": sum(result.log_probabilities),
             }
+            if asked[i].answers:
+                row["right"] = asked[i].is_right(row["text"])
+            texts[i] = row["text"]
             if file is not None:
                 file.add(i, asked[i].shown, row)
                 log(f"{len(file.finished)} of {len(asked)}")
             if streamed is not None:
-                write(streamed.rest(result.text or "") + "\n")
+                write(streamed.rest(row["text"]) + "\n")
             elif file is None:
-                write(f"[{i}] {result.text}\n")
+                write(f"[{i}] {row['text']}\n")
     seconds = time.perf_counter() - began - first
     rate = f", then {count / seconds:,.1f} tokens/s" if count > 1 and seconds > 0 else ""
     log(f"{count:,} tokens: the first after {first:.1f} s{rate}")
+    _tell_right(asked, texts, log)
     return len(todo) - len(numbers)
+
+
+def _tell_right(asked: Sequence[Prompt], texts: dict[int, str], log: Callable[[str], Any]) -> None:
+    """Logs how many texts are right, of those for whose prompts that is known."""
+    known = [one.is_right(texts[i]) for i, one in enumerate(asked) if one.answers and i in texts]
+    if known:
+        log(f"{sum(known)} of {len(known)} answers have a right one in them ({sum(known) / len(known):.1%})")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

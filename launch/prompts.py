@@ -14,10 +14,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text, or the messages of a conversation, which go through a chat template."""
+    """A text, or the messages of a conversation, which go through a chat template. answers: texts of which one is to be in
+    the answer; none where that is not asked."""
 
     text: str = ""
     messages: tuple[dict[str, Any], ...] = ()
+    answers: tuple[str, ...] = ()
+
+    def is_right(self, text: str) -> bool:
+        """Returns whether an answer has one of the right ones in it, in capitals or not."""
+        return any(one.casefold() in text.casefold() for one in self.answers)
 
     @property
     def shown(self) -> Any:
@@ -54,18 +60,26 @@ def read_prompts(prompt: str | None, file: str | None) -> list[Prompt]:
 
 
 def _of_row(line: str, where: str) -> Prompt:
-    remedy = 'write {"prompt": "..."}, or {"messages": [{"role": "user", "content": "..."}]}'
+    remedy = (
+        'write {"prompt": "..."}, or {"messages": [{"role": "user", "content": "..."}]}, and "answer" where it is known'
+    )
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON ({error.msg}); {remedy}") from None
     if isinstance(row, str):
         return Prompt(row)
-    if isinstance(row, dict) and isinstance(row.get("prompt"), str):
-        return Prompt(row["prompt"])
-    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} has no prompt; {remedy}")
+    answers = row.get("answer", [])
+    answers = [answers] if isinstance(answers, str) else answers
+    if not isinstance(answers, list) or not all(isinstance(one, str) and one for one in answers):
+        raise ValueError(f"{where}: 'answer' must be a text that is not empty, or a list of them")
+    if isinstance(row.get("prompt"), str):
+        return Prompt(row["prompt"], answers=tuple(answers))
+    messages = row.get("messages")
     if isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages):
-        return Prompt(messages=tuple(messages))
+        return Prompt(messages=tuple(messages), answers=tuple(answers))
     raise ValueError(f"{where} has no prompt; {remedy}")
 
 

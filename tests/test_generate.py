@@ -57,12 +57,17 @@ def test_prompts_of_a_file(tmp_path, monkeypatch):
     (tmp_path / "p.txt").write_text("one\r\n\n  two\n")
     assert read_prompts(None, str(tmp_path / "p.txt")) == [Prompt("one"), Prompt("  two")]
     turn = {"role": "user", "content": "hi"}
-    (tmp_path / "p.jsonl").write_text('{"prompt": "one\\ntwo"}\n' + json.dumps({"messages": [turn]}) + '\n"three"\n')
-    expected = [Prompt("one\ntwo"), Prompt(messages=(turn,)), Prompt("three")]
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": "one\\ntwo"}\n' + json.dumps({"messages": [turn], "answer": ["Paris", "Rome"]}) + '\n"three"\n'
+    )
+    expected = [Prompt("one\ntwo"), Prompt(messages=(turn,), answers=("Paris", "Rome")), Prompt("three")]
     assert read_prompts(None, str(tmp_path / "p.jsonl")) == expected
+    assert expected[1].is_right("It is ROME.") and not expected[1].is_right("Pari s") and not expected[0].is_right("")
     assert [one.shown for one in expected] == ["one\ntwo", [turn], "three"]
     for content, message in (
         ('{"prompt": 3}', r"p\.jsonl, line 2 has no prompt; write"),
+        ("3", r"p\.jsonl, line 2 has no prompt; write"),
+        ('{"prompt": "a", "answer": 3}', r"line 2: 'answer' must be a text"),
         ("{", r"p\.jsonl, line 2 is not JSON"),
         ("\n", r"p\.jsonl has no prompts"),
     ):
@@ -101,7 +106,7 @@ def test_a_stopped_file_goes_on_and_another_is_refused(tmp_path):
     assert json.loads(row) == {"index": 1, "prompt": "two", "text": "é\n", "settings": settings}
     path.write_bytes(row + row[:-9])  # killed while it wrote
     again = Answers(path, settings, prompts)
-    assert again.finished == {1}
+    assert again.finished == {1: "é\n"}
     again.add(0, "one", {"text": ""})
     assert [json.loads(line)["index"] for line in path.read_text().splitlines()] == [1, 0]
     for other in ((digest_of({"seed": 1}), prompts), (settings, ["one", "three"]), (settings, ["one"])):
@@ -127,10 +132,11 @@ def test_texts_of_a_run(tmp_path, capfd, monkeypatch):
     text, told = capfd.readouterr()
     assert text.endswith("\n") and "1 prompt" in told and "tokens: the first after" in told
     os.makedirs("out")
-    (tmp_path / "p.jsonl").write_text('"def "\n"import sys"\n""\n')
+    rows = [{"prompt": "def ", "answer": text[:-1] or "?"}, {"prompt": "import sys", "answer": ["never \u1234"]}, ""]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert main([*how, "prompts=p.jsonl", "to=out/a.jsonl"]) == WRONG  # the last prompt is empty
     told = capfd.readouterr().err
-    assert "error: prompt 2: the prompt is empty" in told
+    assert "error: prompt 2: the prompt is empty" in told and "1 of 2 answers have a right one in them (50.0%)" in told
     rows = [json.loads(line) for line in (tmp_path / "out/a.jsonl").read_text().splitlines()]
     assert {row["index"]: row["text"] for row in rows}[0] == text[:-1] and len(rows) == 2
     assert main([*how, "prompts=p.jsonl", "to=out/a.jsonl", "seed=1"]) == WRONG

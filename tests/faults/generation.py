@@ -198,7 +198,7 @@ FAULTS = (
     ),
     Fault(
         "answers of other settings count",
-        "launch/answers:Answers._index",
+        "launch/answers:Answers._row",
         "$row['settings'] == self._settings and $prompts[$row['index']] == $row['prompt']",
         "$prompts[$row['index']] == $row['prompt']",
         f"{COMMAND} -k stopped_file",
