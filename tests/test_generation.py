@@ -325,6 +325,19 @@ def test_streamed_text_never_changes():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_a_step_copies_nothing_of_what_is_kept(kind):
+    """All of it is the same memory before and after a step, and what a step needs beside it does not grow with it."""
+    engine = Known(**KINDS[kind]).engine(pages=20_000)
+    engine.submit([1, 2, 3], max_tokens=2)
+    finish(engine)
+    kept = sum(x.nbytes for x in jax.tree.leaves(engine._kept))
+    for program in engine._programs.values():
+        memory = program.memory_analysis()
+        assert memory.alias_size_in_bytes >= kept > 5e6 and memory.temp_size_in_bytes < kept / 10
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 64])
 @pytest.mark.parametrize("chunk", [8, LENGTH])

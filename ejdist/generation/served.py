@@ -96,15 +96,18 @@ def _latent_attention(
     """Returns (latent attention, the pages of latents). Queries are taken to the latents, which are the keys and the values of
     all heads, so that nothing is made of the tokens before (DeepSeek-V2, 2024, section 2.1.2)."""
     (stack,) = pages
-    new = jnp.concatenate([latent, key_rope], axis=-1)
+    B, T, N, _ = query.shape
+    new = ops.constrain(jnp.concatenate([latent, key_rope], axis=-1).reshape(B * T, 1, -1), "_ _ _")
     entries = _of_layer(rows.entries.reshape(-1), row, stack.shape, stack.shape[1] * stack.shape[2])
-    cache = stack.reshape(-1, *stack.shape[2:])
-    cache = written(cache, ops.constrain(new.reshape(-1, 1, new.shape[-1]), "_ _ _"), entries, None)
+    cache = written(stack.reshape(-1, stack.shape[2], 1, stack.shape[3]), new, entries, None)[:, :, 0]
     width = query.shape[-1] + query_rope.shape[-1]
-    options = {"softmax_scale": width**-0.5, **options}
-    query = jnp.concatenate([ops.project(query, key_up, "btnh,rnh->btnr"), query_rope], axis=-1)
+    options = {"softmax_scale": width**-0.5, **_without_ids(options)}
+    absorbed, turned = ops.project(query, key_up, "btnh,rnh->btnr"), query_rope
+    absorbed, turned = (ops.constrain(x.reshape(B * T, N, -1), "_ N _") for x in (absorbed, turned))
     tables = _of_layer(rows.tables, row, stack.shape, stack.shape[1])
-    out = _over_pages(query, (cache, cache), tables, rows, ops, options)[..., : latent.shape[-1]]
+    begins = T * jnp.arange(B + 1, dtype=jnp.int32)
+    out = ops.multi_latent_ragged_page_attention(absorbed, turned, cache, rows.lengths, tables, begins, **options)
+    out = _of_real(ops.constrain(out.reshape(B, T, N, -1), "B T N _"), rows)
     return ops.project(out, value_up, "btnr,rnh->btnh"), (cache.reshape(stack.shape),)
 
 
@@ -116,10 +119,17 @@ def _of_layer(numbers: jax.Array, row: jax.Array, shape: tuple[int, ...], each: 
 def _over_pages(
     query: jax.Array, pages: Pages, tables: jax.Array, rows: Rows, ops: Ops, options: Mapping[str, Any]
 ) -> jax.Array:
-    # A request is one document, and its padding has no tokens.
+    out = ops.page_attention(query, *pages, kv_lens=rows.lengths, block_tables=tables, **_without_ids(options))
+    return _of_real(out, rows)
+
+
+def _without_ids(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of attention over pages: a request is one document, and its padding has no tokens."""
     ids = ("causal", "segment_ids", "q_segment_ids", "kv_segment_ids")
-    options = {name: x for name, x in options.items() if name not in ids}
-    out = ops.page_attention(query, *pages, kv_lens=rows.lengths, block_tables=tables, **options)
+    return {name: x for name, x in options.items() if name not in ids}
+
+
+def _of_real(out: jax.Array, rows: Rows) -> jax.Array:
     return jnp.where((rows.entries >= 0)[..., None, None], out, 0)
 
 

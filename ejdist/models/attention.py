@@ -205,7 +205,7 @@ class LatentAttention(Part):
         }
 
     def keeps(self, c: DecoderShape) -> dict[str, Kept]:
-        latent = (1, c.latent.kv_rank + c.latent.rope_dim), "_ _"  # keys and values of all heads are made of it
+        latent = (c.latent.kv_rank + c.latent.rope_dim,), "_"  # keys and values of all heads are made of it
         return {"flash_mla": Kept((latent,), per_token=True)}
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
