@@ -19,12 +19,15 @@ MOST_CASES = 4
 # compiled in tests/kernels/test_flash_attention_hopper.py. Recurrences have the same kernels in cases of small heads.
 SLOW = {
     "pallas": {
+        ("delta_rule", "qwen3_next"),
         ("flash_attention", "causal_32k_gqa"),
         ("flash_attention", "wide_causal_8k"),
         ("blocksparse_attention", "tenth_of_16k_per_head"),
         ("grouped_matmul", "qwen3_gate_up"),
         ("rotary_embedding_pair", "llama_8b"),
         ("rotary_embedding", "llama_8b"),
+        ("linear_attention", "lightning_64k"),
+        ("state_space_v2", "mamba2_8k"),
     },
     "triton": {
         ("flash_attention", "causal_32k_gqa"),
@@ -48,6 +51,12 @@ SLOW = {
         ("rwkv4", "rwkv_3b"),
         ("causal_conv1d", "documents_32k"),
     },
+}
+# Cases that a backend leaves to XLA, by name of the operation and the backend: decays of channels, and one token.
+LEFT = {
+    ("linear_attention", "pallas_tpu", "decode"),
+    ("delta_rule", "pallas_tpu", "kimi_linear"),
+    ("delta_rule", "pallas_tpu", "decode"),
 }
 TARGETS = {"triton": (90, 80), "pallas": checks.TPU_TOPOLOGIES}  # the first of each is in the quick tests
 # Bytes that a kernel may spill, and why it is left so. What is not here spills nothing.
@@ -113,6 +122,8 @@ def _rows(toolchain):
             for target in TARGETS[toolchain]:
                 for dtype in sorted(backend.dtypes):
                     for case in cases_of(op):
+                        if (op.name, backend.name, case.name) in LEFT:
+                            continue
                         quick = dtype == "bfloat16" and target == TARGETS[toolchain][0]
                         quick &= (op.name, case.name) not in SLOW[toolchain]
                         marks = () if quick else (pytest.mark.slow,)
@@ -133,6 +144,13 @@ def test_an_operation_with_kernels_says_which_cases_are_compiled(op):
         assert 1 <= len(cases_of(op)) <= MOST_CASES, (
             f"tag 1 to {MOST_CASES} cases `code`: small and odd ones, and one with a model's sizes"
         )
+
+
+@pytest.mark.parametrize(("op", "backend", "case"), sorted(LEFT))
+def test_a_case_is_left_to_xla_only_if_it_is_refused(op, backend, case):
+    case = next(c for c in cases_of(OPS[op]) if c.name == case)
+    call = OPS[op].bind(**OPS[op].case_inputs(case, dtype="bfloat16", shapes_only=True))
+    assert OPS[op].backends[backend].refuses(OPS[op], call, False), "it is not: take it out of LEFT"
 
 
 @pytest.mark.parametrize(("op", "backend", "case", "dtype", "target"), list(_rows("triton")))
