@@ -84,10 +84,9 @@ def test_every_transfer_of_keys_runs_beside_attention(target, mask, order, gradi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "directions"), [("v5p", 1), ("h200", 2)])
 @pytest.mark.parametrize("mask", ["plain", "packed"])
-def test_so_it_does_in_the_directions_that_auto_does_not_take(target, directions, mask):
-    check_hidden(target, mask, "zigzag", True, directions)
+def test_so_it_does_in_one_direction_of_a_torus(mask):
+    check_hidden("v5p", mask, "zigzag", True, 1)
 
 
 def check_hidden(target, mask, order, gradient, directions="auto"):

@@ -7,8 +7,8 @@ what is sent and what arrives fill both directions of its link already.
 Heads are what is halved, and not tokens: a rank merges each of its queries' results once a hop either way, halves of a zigzag
 have even work at every hop, and kernels see as many tokens as in one direction.
 
-Sources: Wang et al., TokenRing: An Efficient Parallelism Framework for Infinite-Context LLMs via Bidirectional Communication, 2024
-(arXiv:2412.20501), where queries go one way and results the other.
+Sources: Wang et al., TokenRing: An Efficient Parallelism Framework for Infinite-Context LLMs via Bidirectional
+Communication, 2024 (arXiv:2412.20501), where queries go one way and results the other.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ def over_hops(local: Local, body: Any, dtype: Any = jnp.float32) -> tuple[Any, A
     """
     if local.needed is not None:
         return over_needed(local, body, dtype)
-    return over_laps([Lap(Work(local, body, dict), local.hops)], dtype)[0]
+    work = Work(local, body, lambda stay, travel: {"stay": stay, "travel": travel})
+    return over_laps([Lap(work, local.hops)], dtype)[0]
 
 
 def over_laps(laps: Sequence[Lap], dtype: Any = jnp.float32) -> list[tuple[Any, Any]]:
@@ -94,7 +95,8 @@ def over_laps(laps: Sequence[Lap], dtype: Any = jnp.float32) -> list[tuple[Any, 
         (lap.passed_on(lap.local.travelling, hop), None, None) for lap, hop in zip(laps, first, strict=True)
     )
     if count == 1:
-        return [_home(lap, *state[1:], None) for lap, state in zip(laps, visit(0, first, states), strict=True)]
+        ends = visit(0, first, states)
+        return [_home(lap, stay, travel, None) for lap, (_, stay, travel) in zip(laps, ends, strict=True)]
     # Behind barriers, or the compiler sends the keys of a later hop, which need no attention, beside those of this one.
     states, done = jax.lax.optimization_barrier(visit(0, first, states)), 1
     if is_own(first[0]) and states[0][2] is not None:
@@ -112,7 +114,9 @@ def over_laps(laps: Sequence[Lap], dtype: Any = jnp.float32) -> list[tuple[Any, 
         for number in range(done, count - 1):
             states = jax.lax.optimization_barrier(visit(number, hops_at(number), states))
     states = visit(count - 1, hops_at(count - 1), states)
-    return [_home(lap, *states[i][1:], homes and homes[i]) for i, lap in enumerate(laps)]
+    homes = homes or [None] * len(laps)
+    ends = zip(laps, states, homes, strict=True)
+    return [_home(lap, stay, travel, home) for lap, (_, stay, travel), home in ends]
 
 
 def _home(lap: Lap, stay: Any, travel: Any, home: Any) -> tuple[Any, Any]:

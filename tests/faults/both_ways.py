@@ -4,6 +4,7 @@ from faults import Fault
 
 TESTS = "tests/test_both_ways.py"
 NUMBERS = f"{TESTS} -k 'numbers and sinks_packed_window-zigzag-sp4'"
+CONTIGUOUS = f"{TESTS} -k 'numbers and causal-contiguous-sp4'"
 BYTES = f"{TESTS} -k half_of_the_bytes"
 AUTO = f"{TESTS} -k test_auto"
 PLANS = f"{TESTS} -k plans_count_it"
@@ -42,7 +43,7 @@ FAULTS = (
         "Lap.gaps",
         "($b - $a) % self.local.ranks",
         "abs($b - $a)",
-        NUMBERS,
+        CONTIGUOUS,
     ),
     Fault(
         "gradients of the second half go home as those of the first",
@@ -103,10 +104,10 @@ FAULTS = (
         PLANS,
     ),
     Fault(
-        "kernels in place have all heads of both halves",
+        "halves of the heads are merged in passes over memory",
         "Ring.forward.work",
-        "in_place.attends($part, $kernels)",
-        "in_place.attends($local, $kernels)",
+        "hops.attends($part) if $kernels is None else in_place.attends($part, $kernels)",
+        "hops.attends($part)",
         f"{TESTS} -k half_of_the_heads",
     ),
     Fault(
