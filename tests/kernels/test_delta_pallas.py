@@ -172,8 +172,16 @@ def test_what_is_left_to_xla_is_refused_by_name():
     arguments = arguments_of(rng, 1, 3, 1, 2, 8, 4)
     channels = {**arguments, "g": jnp.broadcast_to(arguments["g"], (1, 3, 2, 8))}
     one = {n: x[:, :1] for n, x in arguments.items()}
-    wide = arguments_of(rng, 1, 3, 8, 128, 8, 512)
+    wide, many = arguments_of(rng, 1, 3, 8, 128, 8, 512), arguments_of(rng, 1, 3, 1, 32, 8, 4)
     with interpret():
-        for given, why in ((channels, "a decay for each channel"), (one, "one token"), (wide, "MiB of VMEM")):
+        refused = (
+            (channels, "a decay for each channel"),
+            (one, "one token"),
+            (wide, "MiB of VMEM"),
+            (many, "share one"),
+        )
+        for given, why in refused:
             with pytest.raises(Unsupported, match=why):
                 op(**given, platform="pallas")
+        with pytest.raises(ValueError, match="chunk = 64"):
+            op(**arguments, platform="pallas", cfg=ChunkConfig(chunk=64))

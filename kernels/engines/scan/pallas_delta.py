@@ -7,6 +7,7 @@ README of the delta rules.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -274,8 +275,9 @@ def delta_reverse_kernel(table: Any, x: dict[str, Any], y: dict[str, Any], scrat
         d_left = [gates.leaves(j) * product(written[j], narrow(d_after[j]), NT) for j in each]
         for m in range(p.unit):
             group = range(m * p.shared, (m + 1) * p.shared)
-            dq = sum(of_states[j][CHUNK:] + by_keys[j][CHUNK:] for j in group)
-            dk = sum(of_states[j][:CHUNK] + by_keys[j][:CHUNK] + by_pairs[j] + d_left[j] for j in group)
+            dq = functools.reduce(jnp.add, [of_states[j][CHUNK:] + by_keys[j][CHUNK:] for j in group])
+            to_keys = [of_states[j][:CHUNK] + by_keys[j][:CHUNK] + by_pairs[j] + d_left[j] for j in group]
+            dk = functools.reduce(jnp.add, to_keys)
             for name, z in (("dq", dq), ("dk", dk)):
                 scratch[name][i * p.unit + m] = z.astype(scratch[name].dtype)
         # Gradients of decays: of those between two tokens, from the start, to the end, and over the block.
@@ -296,7 +298,7 @@ def delta_reverse_kernel(table: Any, x: dict[str, Any], y: dict[str, Any], scrat
         da = running_sums(reads - jnp.concatenate(reading), reverse=True) + earlier + jnp.concatenate(wholes)
         for name, z in (("beta", d_beta), ("a", da)):
             ref = y[name]
-            if p.packed:
+            if visit.more is not None:
                 z = jnp.where(visit.here(1), z, 0.0)
                 z = jnp.where(visit.more, ref[0, 0, 0, i] + z, z)
             ref[0, 0, 0, i] = z

@@ -14,13 +14,16 @@ from kernels.engines.scan import pallas_delta as kernels
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.layout import Layout
 from kernels.engines.scan.pallas_delta import Plan
-from kernels.engines.scan.pallas_delta_parts import CHUNK, FORGETS, LANES, SIDE_BY_SIDE, in_words
+from kernels.engines.scan.pallas_delta_parts import CHUNK, FORGETS, LANES, in_words
 from kernels.engines.scan.recurrence import resets
 from kernels.framework.binding import Call
 from kernels.framework.work import Work
 from kernels.toolchains.pallas import pallas_launch
 
 GROUP = 8  # heads of queries and keys of a program, where there are more: the rows of a tile in memory
+AT_ONCE = (
+    16  # heads of values whose products fill the time of one another: with 8, a head takes 1.1 to 1.2 times the bundles
+)
 VMEM_BYTES = 48 * 2**20
 SMEM_BYTES = 512 * 2**10  # that the table of visits may take
 
@@ -57,10 +60,10 @@ def visits(B: int, T: int, segment_ids: jax.Array | None, num_states: int) -> tu
     """
     blocks = -(-T // CHUNK)
     cuts = jnp.broadcast_to(jnp.arange(0, blocks * CHUNK, CHUNK, dtype=jnp.int32), (B, blocks))
-    of, begins, ends = jnp.zeros_like(cuts), cuts == 0, cuts == (blocks - 1) * CHUNK
-    valid = empty = None
     if num_states == 1:
-        valid = None if segment_ids is None else segment_ids >= 0
+        valid, empty = None if segment_ids is None else segment_ids >= 0, None
+        of, begins, ends = jnp.zeros_like(cuts), cuts == 0, cuts == (blocks - 1) * CHUNK
+        stops = jnp.broadcast_to(jnp.minimum(cuts + CHUNK, T), cuts.shape)
     else:
         G = num_states
         ids = jnp.zeros((B, T), jnp.int32) if segment_ids is None else segment_ids
@@ -73,15 +76,12 @@ def visits(B: int, T: int, segment_ids: jax.Array | None, num_states: int) -> tu
         # What precedes the first sequence is padding, and belongs to it; so does all of a row without any.
         first = first.at[rows[:, 0], jnp.argmin(first, axis=1)].set(0)
         cuts = jnp.sort(jnp.concatenate([cuts, first], axis=1), axis=1)
+        stops = jnp.minimum(jnp.pad(cuts[:, 1:], ((0, 0), (0, 1)), constant_values=T), T)
         # The sequence of a cut is the one that begins last until there: none begin together, but at the end.
-        begun = jnp.where(first[:, None] <= cuts[..., None], first[:, None], -1)
-        of = jnp.argmax(jnp.where(first[:, None] < T, begun, -1), axis=2).astype(jnp.int32)
-    stops = jnp.minimum(jnp.pad(cuts[:, 1:], ((0, 0), (0, 1)), constant_values=T), T)
-    if num_states > 1:
-        starts = jnp.take_along_axis(first, of, axis=1)
-        begins = cuts == starts
-        later = jnp.where(first[:, None] > cuts[..., None], first[:, None], T)
-        ends = stops == jnp.min(later, axis=2)
+        starts = first[:, None]
+        of = jnp.argmax(jnp.where((starts <= cuts[..., None]) & (starts < T), starts, -1), axis=2).astype(jnp.int32)
+        begins = cuts == jnp.take_along_axis(first, of, axis=1)
+        ends = stops == jnp.min(jnp.where(starts > cuts[..., None], starts, T), axis=2)
     block = jnp.minimum(cuts // CHUNK, blocks - 1)
     low, high, used = cuts - block * CHUNK, stops - block * CHUNK, stops > cuts
     other = block[:, 1:] != block[:, :-1]
@@ -104,7 +104,7 @@ def group_of(K: int, N: int) -> tuple[int, int, int]:
     """Returns (heads of keys of a program, of values, heads of keys of an iteration)."""
     keys = GROUP if K > GROUP and K % GROUP == 0 else K
     shared = N // K
-    unit = max([u for u in range(1, keys + 1) if keys % u == 0 and u * shared <= SIDE_BY_SIDE], default=1)
+    unit = max([u for u in range(1, keys + 1) if keys % u == 0 and u * shared <= AT_ONCE], default=1)
     return keys, keys * shared, unit
 
 
@@ -119,7 +119,9 @@ def _widened(x: jax.Array, axes: tuple[int, ...] = (-1,)) -> jax.Array:
 class Launches:
     """The launches of one call."""
 
-    def __init__(self, x: Tokens, num_states: int, scale: float, work: Work | None) -> None:
+    def __init__(self, x: Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None) -> None:
+        if (cfg.chunk or CHUNK) != CHUNK:
+            raise ValueError(f"cfg: chunk = {cfg.chunk}, but the chunks of the Pallas kernels have {CHUNK} tokens")
         self.work, self.widths, self.entries = work, (x.q.shape[-1], x.v.shape[-1]), x.entries
         q, k, v = (self.channels(y) for y in (x.q, x.k, x.v))
         self.x = x._replace(q=q, k=k, v=v)
@@ -300,6 +302,8 @@ def refused(call: Call) -> str | None:
     if table > SMEM_BYTES:
         return f"the visits of {d['B']} rows take {table >> 10} KiB of scalar memory, of {SMEM_BYTES >> 10}"
     keys, values, _ = group_of(d["K"], d["N"])
+    if values > keys * AT_ONCE:
+        return f"{values // keys} heads of values share one of keys; the kernels take {AT_ONCE} at once"
     size = 4 if call.dtype == "float32" or d["K"] % 2 or d["N"] % 2 else 2
     # Of the backward, which has more: blocks, twice each; heads and words of them; states and inverses of a visit.
     of_tokens = CHUNK * size * (keys * H * (4 * 2 + 4) + values * Hv * (3 * 2 + 3)) + CHUNK * 2 * (

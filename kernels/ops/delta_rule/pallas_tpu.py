@@ -13,12 +13,12 @@ def _unit(x: jax.Array) -> jax.Array:
     return normalized(x.astype(jnp.float32)).astype(x.dtype)
 
 
-def _launches(query, key, value, beta, g, segment_ids, initial_state, softmax_scale, num_states, cost):
+def _launches(query, key, value, beta, g, segment_ids, initial_state, softmax_scale, num_states, cfg, cost):
     check_states("delta_rule", initial_state, segment_ids, num_states)
     a = None if g is None else g[..., 0].astype(jnp.float32)
     entries = None if initial_state is None else initial_state.astype(jnp.float32)
     x = delta.Tokens(query, key, value, beta.astype(jnp.float32), a, segment_ids, entries)
-    return delta.Launches(x, num_states, scale_of(softmax_scale, query.shape[-1]), cost)
+    return delta.Launches(x, num_states, scale_of(softmax_scale, query.shape[-1]), cfg, cost)
 
 
 def rejects(call):
@@ -37,7 +37,7 @@ def forward(
     cost = work(op.bind(query, key, value, beta, g, num_states=num_states))[0]
     if use_qk_l2norm:
         query, key = _unit(query), _unit(key)
-    options = (segment_ids, initial_state, softmax_scale, num_states, cost)
+    options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
     return delta.forward(_launches(query, key, value, beta, g, *options), value.dtype)
 
 
@@ -48,7 +48,7 @@ def backward(
     pull = None
     if use_qk_l2norm:
         (query, key), pull = jax.vjp(lambda q, k: (_unit(q), _unit(k)), query, key)
-    options = (segment_ids, initial_state, softmax_scale, num_states, cost)
+    options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
     d = delta.backward(_launches(query, key, value, beta, g, *options), saved.d_out, saved.d_final_state)
     dq, dk = (d[name].astype(query.dtype) for name in ("q", "k"))
     dq, dk = (dq, dk) if pull is None else pull((dq, dk))
