@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejdist.sequence import hops
 from ejdist.sequence.hops import Work, is_own
 from ejdist.sequence.local import Local
 from kernels.engines.attention.masks import MaskInfo
@@ -97,6 +98,18 @@ def pulls(local: Local, saved: dict[str, jax.Array], kernels: Any) -> Work:
         return pulled(local, kernels, saved, *hop[:-1])
 
     return Work(local, pull, lambda own, sums: {"query": kernels.of_query(own["query"]), **sums})
+
+
+def attending(local: Local, _: Any) -> Work:
+    """Returns the work of a forward: in place, or else by `hops.py`."""
+    kernels = kernels_of(local)
+    return hops.attends(local) if kernels is None else attends(local, kernels)
+
+
+def pulling(local: Local, saved: dict[str, jax.Array]) -> Work:
+    """Returns the work of a backward: in place, or else by `hops.py`."""
+    kernels = kernels_of(local)
+    return hops.pulls(local, saved) if kernels is None else pulls(local, saved, kernels)
 
 
 def _without_padding(local: Local, queries: bool) -> Local:

@@ -30,8 +30,7 @@ class Ring(Scheme):
     batch need; "auto", which is "batch" where a rank has one run of the text, of many tokens. The result is the same.
     levels: 1, or 2 over several axes: keys go round inside of the last axis, and between its groups meanwhile, see
     `two_level.py`; then all hops are made.
-    directions: 1; or 2, half of the heads each way round, so that both directions of a link are used; "auto" is 2 where links
-    form a ring, see `both_ways.py`. The result is the same.
+    directions: 1, or 2, half of the heads each way round; "auto" is 2 where links form a ring, see `both_ways.py`.
     """
 
     gradients: str = "float32"
@@ -52,24 +51,14 @@ class Ring(Scheme):
         both_ways.check(self.directions, self.levels, self.hops)
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
-        def work(part: Local, _: dict[str, jax.Array]) -> hops.Work:
-            kernels = in_place.kernels_of(part)
-            return hops.attends(part) if kernels is None else in_place.attends(part, kernels)
-
-        made = self._around(local, {}, work)
+        made = self._around(local, {}, in_place.attending)
         return made["out"], made["lse"]
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        def work(part: Local, of_part: dict[str, jax.Array]) -> hops.Work:
-            kernels = in_place.kernels_of(part)
-            return hops.pulls(part, of_part) if kernels is None else in_place.pulls(part, of_part, kernels)
-
-        return self._around(local, saved, work, jnp.float32 if self.gradients == "float32" else None)
+        return self._around(local, saved, in_place.pulling, jnp.float32 if self.gradients == "float32" else None)
 
     def _around(self, local: Local, saved: Any, work: Any, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
-        """Returns the results of `work(local, saved)` at every hop."""
-        both = both_ways.asked(self.directions, local, self.levels == 1 and not self.counts_hops(local))
-        if both:
+        if both_ways.asked(self.directions, local, self.levels == 1 and not self.counts_hops(local)):
             return both_ways.around(local, saved, work, dtype)
         made = work(local, saved)
         return made.results(*two_level.over_hops_by(self.levels)(made.local, made.body, dtype))
@@ -87,8 +76,7 @@ class Ring(Scheme):
         if self.levels == 2 and shape.hops:
             return two_level.traffic(shape, self._wide(shape))
         sent, keys, hops = Traffic(), shape.travelling, shape.sent_on(self.hops)
-        all_hops = self.levels == 1 and not by_batch(self.hops, shape.few_hops)
-        both = both_ways.goes(self.directions, shape, all_hops)
+        both = both_ways.goes(self.directions, shape, not by_batch(self.hops, shape.few_hops))
         collective, arrays = (PERMUTE_BOTH, 4) if both else (PERMUTE, 2)
         if hops:
             passes = shape.forwards + 1  # keys and values travel in the backward too

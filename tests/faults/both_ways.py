@@ -105,9 +105,9 @@ FAULTS = (
     ),
     Fault(
         "halves of the heads are merged in passes over memory",
-        "Ring.forward.work",
-        "hops.attends($part) if $kernels is None else in_place.attends($part, $kernels)",
-        "hops.attends($part)",
+        "in_place:attending",
+        "hops.attends($local) if $kernels is None else attends($local, $kernels)",
+        "hops.attends($local)",
         f"{TESTS} -k half_of_the_heads",
     ),
     Fault(

@@ -106,8 +106,7 @@ class MaskInfo:
       chunk_size: only keys in the same chunk of that many positions attend. With segments and without positions, chunks
         are counted from the start of each segment, see `resolved`.
       packed: positions are along a packed axis, but chunks still count from the start of each segment.
-      padded_by_zeros: the arguments are zero in padding already, so that no call zeroes them again: a pass over each of them,
-        and a copy, which a ring would make at every hop. Nothing about pairs.
+      padded_by_zeros: nothing about pairs: arguments are zero in padding already, and no call zeroes them again.
     """
 
     q_segment_ids: jax.Array | None = None
@@ -138,15 +137,12 @@ class MaskInfo:
 
     @classmethod
     def from_attention_mask(cls, attention_mask: Any, **options: Any) -> MaskInfo:
-        """Returns the mask for a boolean (or 0/1) array: [B, S] marks tokens that are not padding, as queries and as
-        keys; [B, T, S] and [B, N, T, S] mark pairs, and stay dense."""
+        """Returns the mask for booleans or 0/1: [B, S], tokens that are not padding; [B, T, S] and [B, N, T, S], pairs."""
         mask = jnp.asarray(attention_mask)
         if jnp.issubdtype(mask.dtype, jnp.floating):
             # 0 / -inf and 1 / 0 are both common conventions, with opposite meanings.
-            raise ValueError(
-                f"argument 'attention_mask' must be boolean or 0/1 integers, got {mask.dtype}; pass values "
-                "to add to the logits as 'bias'"
-            )
+            why = f"must be boolean or 0/1 integers, got {mask.dtype}; pass values to add to the logits as 'bias'"
+            raise ValueError(f"argument 'attention_mask' {why}")
         mask = mask if mask.dtype == jnp.bool_ else mask != 0
         if mask.ndim == 2:
             return cls.from_segments(jnp.where(mask, 0, -1).astype(jnp.int32), **options)
