@@ -106,6 +106,8 @@ class MaskInfo:
       chunk_size: only keys in the same chunk of that many positions attend. With segments and without positions, chunks
         are counted from the start of each segment, see `resolved`.
       packed: positions are along a packed axis, but chunks still count from the start of each segment.
+      padded_by_zeros: the arguments are zero in padding already, so that no call zeroes them again: a pass over each of them,
+        and a copy, which a ring would make at every hop. Nothing about pairs.
     """
 
     q_segment_ids: jax.Array | None = None
@@ -120,6 +122,7 @@ class MaskInfo:
     sink_tokens: int | None = field(default=None, metadata={"static": True})
     chunk_size: int | None = field(default=None, metadata={"static": True})
     packed: bool = field(default=False, metadata={"static": True})
+    padded_by_zeros: bool = field(default=False, metadata={"static": True})
 
     def __post_init__(self) -> None:
         for name in _INDICES:
@@ -363,7 +366,9 @@ class MaskInfo:
 
 
 # Names of the fields that are options, not arrays. `packed` says where chunks count from, and is no rule.
-_OPTIONS = tuple(f.name for f in dataclasses.fields(MaskInfo) if f.name not in MASK_DIMS and f.name != "packed")
+_OPTIONS = tuple(
+    f.name for f in dataclasses.fields(MaskInfo) if f.name not in {*MASK_DIMS, "packed", "padded_by_zeros"}
+)
 
 
 def features_of_masks() -> dict[str, Callable[[Any], bool]]:

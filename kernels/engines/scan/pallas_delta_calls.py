@@ -1,0 +1,326 @@
+"""Calls of the kernels in `pallas_delta.py`: visits of blocks of tokens, groups of heads, what a backward computes again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels.engines.scan import pallas_delta as kernels
+from kernels.engines.scan.chunks import ChunkConfig
+from kernels.engines.scan.layout import Layout
+from kernels.engines.scan.pallas_delta import Plan
+from kernels.engines.scan.pallas_delta_parts import CHUNK, FORGETS, LANES, in_words
+from kernels.engines.scan.recurrence import resets
+from kernels.framework.binding import Call
+from kernels.framework.work import Work
+from kernels.toolchains.pallas import pallas_launch
+
+GROUP = 8  # heads of queries and keys of a program, where there are more: the rows of a tile in memory
+AT_ONCE = (
+    16  # heads of values whose products fill the time of one another: with 8, a head takes 1.1 to 1.2 times the bundles
+)
+VMEM_BYTES = 48 * 2**20
+SMEM_BYTES = 512 * 2**10  # that the table of visits may take
+
+
+class Tokens(NamedTuple):
+    """Arguments of a gated delta rule. Head n of N reads head n // (N / K) of q and k.
+
+    Attributes:
+      q, k: [B, T, K, H]. v: [B, T, N, Hv]. beta: [B, T, N].
+      a: log decays, [B, T, N], or None.
+      segment_ids: int [B, T], or None.
+      entries: float32 [B, G, N, H, Hv], states that sequences start from, or None for 0.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    beta: jax.Array
+    a: jax.Array | None
+    segment_ids: jax.Array | None
+    entries: jax.Array | None
+
+
+def most_visits(T: int, num_states: int) -> int:
+    """Returns the number of visits of a row."""
+    return -(-T // CHUNK) + (num_states if num_states > 1 else 0)
+
+
+def visits(B: int, T: int, segment_ids: jax.Array | None, num_states: int) -> tuple[jax.Array, Layout]:
+    """Returns (the table int32 [B * visits * FIELDS], which tokens count and which states have none).
+
+    A row is cut every CHUNK tokens and where one of several sequences begins: a sequence is what lies from its first token to
+    the first of the next. Resets between documents of one state are not cuts, they are decays.
+    """
+    blocks = -(-T // CHUNK)
+    cuts = jnp.broadcast_to(jnp.arange(0, blocks * CHUNK, CHUNK, dtype=jnp.int32), (B, blocks))
+    if num_states == 1:
+        valid, empty = None if segment_ids is None else segment_ids >= 0, None
+        of, begins, ends = jnp.zeros_like(cuts), cuts == 0, cuts == (blocks - 1) * CHUNK
+        stops = jnp.broadcast_to(jnp.minimum(cuts + CHUNK, T), cuts.shape)
+    else:
+        G = num_states
+        ids = jnp.zeros((B, T), jnp.int32) if segment_ids is None else segment_ids
+        valid = (ids >= 0) & (ids < G)
+        rows, position = jnp.arange(B)[:, None], jnp.arange(T, dtype=jnp.int32)
+        before = jnp.pad(ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+        heads = jnp.where(valid & (ids != before), ids, G)  # few of all tokens: only these are scattered
+        first = jnp.full((B, G), T, jnp.int32).at[rows, heads].min(position[None], mode="drop")
+        empty = first == T
+        # What precedes the first sequence is padding, and belongs to it; so does all of a row without any.
+        first = first.at[rows[:, 0], jnp.argmin(first, axis=1)].set(0)
+        cuts = jnp.sort(jnp.concatenate([cuts, first], axis=1), axis=1)
+        stops = jnp.minimum(jnp.pad(cuts[:, 1:], ((0, 0), (0, 1)), constant_values=T), T)
+        # The sequence of a cut is the one that begins last until there: none begin together, but at the end.
+        starts = first[:, None]
+        of = jnp.argmax(jnp.where((starts <= cuts[..., None]) & (starts < T), starts, -1), axis=2).astype(jnp.int32)
+        begins = cuts == jnp.take_along_axis(first, of, axis=1)
+        ends = stops == jnp.min(jnp.where(starts > cuts[..., None], starts, T), axis=2)
+    block = jnp.minimum(cuts // CHUNK, blocks - 1)
+    low, high, used = cuts - block * CHUNK, stops - block * CHUNK, stops > cuts
+    other = block[:, 1:] != block[:, :-1]
+    fresh = jnp.pad(other, ((0, 0), (1, 0)), constant_values=True)
+    fresh_back = jnp.pad(other, ((0, 0), (0, 1)), constant_values=True)
+    flags = sum(
+        jnp.where(flag, bit, 0)
+        for flag, bit in (
+            (begins & used, kernels.BEGINS),
+            (ends & used, kernels.ENDS),
+            (fresh, kernels.FRESH),
+            (fresh_back, kernels.FRESH_BACK),
+        )
+    )
+    table = jnp.stack([block, low, high, of, flags], axis=-1).astype(jnp.int32)
+    return table.reshape(-1), Layout(blocks, valid, None, None, empty)
+
+
+def group_of(K: int, N: int) -> tuple[int, int, int]:
+    """Returns (heads of keys of a program, of values, heads of keys of an iteration)."""
+    keys = GROUP if K > GROUP and K % GROUP == 0 else K
+    shared = N // K
+    unit = max([u for u in range(1, keys + 1) if keys % u == 0 and u * shared <= AT_ONCE], default=1)
+    return keys, keys * shared, unit
+
+
+def _widened(x: jax.Array, axes: tuple[int, ...] = (-1,)) -> jax.Array:
+    """Returns an array with whole lanes: 0 for the channels that are added."""
+    pad = [(0, 0)] * x.ndim
+    for axis in axes:
+        pad[axis] = (0, -x.shape[axis] % LANES)
+    return jnp.pad(x, pad) if any(after for _, after in pad) else x
+
+
+class Launches:
+    """The launches of one call."""
+
+    def __init__(self, x: Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None) -> None:
+        if (cfg.chunk or CHUNK) != CHUNK:
+            raise ValueError(f"cfg: chunk = {cfg.chunk}, but the chunks of the Pallas kernels have {CHUNK} tokens")
+        self.work, self.widths, self.entries = work, (x.q.shape[-1], x.v.shape[-1]), x.entries
+        q, k, v = (self.channels(y) for y in (x.q, x.k, x.v))
+        self.x = x._replace(q=q, k=k, v=v)
+        self.T, (B, _, K, H), (N, Hv) = x.q.shape[1], q.shape, v.shape[2:]
+        self.G = num_states
+        table, self.layout = visits(B, self.T, x.segment_ids, num_states)
+        self.table, self.blocks, self.count = table, self.layout.chunks, most_visits(self.T, num_states)
+        keys, values, unit = group_of(K, N)
+        self.shape, self.groups = (B, N, H, Hv), K // keys
+        masked = self.layout.valid is not None or self.T % CHUNK > 0
+        self.plan = Plan(keys, values, unit, keys // unit, self.count, scale, masked, num_states > 1)
+        a = jnp.zeros(x.beta.shape, jnp.float32) if x.a is None else x.a.astype(jnp.float32)
+        if x.segment_ids is not None and num_states == 1:
+            a = jnp.where(resets(x.segment_ids)[..., None], FORGETS, a)
+        self.a, self.beta = (self.by_block(y) for y in (a, x.beta.astype(jnp.float32)))
+
+    def channels(self, x: jax.Array) -> jax.Array:
+        """Returns tokens [B, T, heads, D] as the kernels read them: whole lanes, whole words, at least one block."""
+        x = _widened(x)
+        x = x if in_words(x.dtype, x.shape[2]) else x.astype(jnp.float32)
+        return jnp.pad(x, ((0, 0), (0, max(0, CHUNK - x.shape[1])), (0, 0), (0, 0)))
+
+    def by_block(self, x: jax.Array) -> jax.Array:
+        """Returns [B, T, N] as [B, blocks, groups, iterations, heads, C], 0 where no token counts."""
+        if self.layout.valid is not None:
+            x = jnp.where(self.layout.valid[..., None], x, 0)
+        x = jnp.pad(x, ((0, 0), (0, self.blocks * CHUNK - self.T), (0, 0)))
+        x = jnp.swapaxes(x.reshape(x.shape[0], self.blocks, CHUNK, -1), 2, 3)
+        return x.reshape(*x.shape[:2], self.groups, self.plan.iterations, self.plan.width, CHUNK)
+
+    def of_blocks(self, x: jax.Array) -> jax.Array:
+        """Returns what `by_block` was given, 0 where no token counts."""
+        x = jnp.swapaxes(x.reshape(*x.shape[:2], -1, CHUNK), 2, 3)
+        x = x.reshape(x.shape[0], self.blocks * CHUNK, -1)[:, : self.T]
+        return x if self.layout.valid is None else jnp.where(self.layout.valid[..., None], x, 0)
+
+    def launch(
+        self, kernel: Callable, inputs: dict[str, Any], outputs: dict[str, Any], scratch: dict[str, Any], back: bool
+    ) -> dict[str, jax.Array]:
+        """Returns the outputs by name, of a kernel that walks all rows.
+
+        Args:
+          inputs: arrays, by a name that says where their blocks are. outputs: (shape, dtype).
+          scratch: (shape, dtype) of what lies in VMEM.
+          back: from the end.
+        """
+        p = self.plan
+
+        def field(table: Any, b: Any, i: Any, name: int) -> Any:
+            return table[(b * p.visits + (p.visits - 1 - i if back else i)) * kernels.FIELDS + name]
+
+        def spec(name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
+            def at(b: Any, g: Any, i: Any, table: Any) -> tuple[Any, ...]:
+                if name in ("entries", "exits", "d_entries", "d_exits"):
+                    return b, field(table, b, i, kernels.STATE), g, 0, 0
+                if name in ("states", "solve"):
+                    return b, p.visits - 1 - i if back else i, g, 0, 0
+                block = field(table, b, i, kernels.BLOCK)
+                return (b, block, 0, 0) if name == "valid" else (b, block, g, *(0 for _ in shape[3:]))
+
+            if name in ("a", "beta"):
+                return pl.BlockSpec((1, 1, 1, *shape[3:]), at)
+            if name == "valid":
+                return pl.BlockSpec((1, 1, 1, CHUNK), at)
+            if len(shape) == 5:
+                return pl.BlockSpec((1, 1, p.values, *shape[3:]), at)
+            return pl.BlockSpec((1, CHUNK, p.keys if name in ("q", "k", "dq", "dk") else p.values, shape[3]), at)
+
+        def run(table: Any, *refs: Any) -> None:
+            ends = len(inputs), len(inputs) + len(outputs)
+            parts = refs[: ends[0]], refs[ends[0] : ends[1]], refs[ends[1] :]
+            names = inputs, outputs, scratch
+            named = (dict(zip(each, part, strict=True)) for each, part in zip(names, parts, strict=True))
+            kernel(table, *named, p=p)
+
+        results = pallas_launch(
+            run,
+            self.table,
+            *inputs.values(),
+            out_shape=tuple(jax.ShapeDtypeStruct(*y) for y in outputs.values()),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=(self.shape[0], self.groups, p.visits),
+                in_specs=[spec(name, y.shape) for name, y in inputs.items()],
+                out_specs=tuple(spec(name, shape) for name, (shape, _) in outputs.items()),
+                scratch_shapes=[pltpu.VMEM(*y) for y in scratch.values()],
+            ),
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM_BYTES,
+            work=self.work,
+            name=kernel.__name__,
+        )
+        return dict(zip(outputs, results, strict=True))
+
+    def scratch(self, names: dict[str, str]) -> dict[str, Any]:
+        """Returns scratch of heads of keys and of values, by name, the words that they pass through, and that of states."""
+        p, (_, _, H, Hv) = self.plan, self.shape
+        kinds = {"keys": (p.keys, CHUNK, H), "values": (p.values, CHUNK, Hv)}
+        heads = {name: (kinds[kind], self.x.k.dtype) for name, kind in names.items()}
+        rows = {kind: max(8, n * CHUNK // 2) for kind, n in (("keys", p.keys), ("values", p.values))}
+        words = {"key_words": ((rows["keys"], H), jnp.int32), "value_words": ((rows["values"], Hv), jnp.int32)}
+        return heads | words | {"state": ((p.values, H, Hv), jnp.float32)}
+
+    def inputs(self, **more: Any) -> dict[str, Any]:
+        """Returns what all kernels read."""
+        x = {"k": self.x.k, "v": self.x.v, "a": self.a, "beta": self.beta}
+        if self.plan.masked:
+            valid = jnp.ones((self.shape[0], self.T), bool) if self.layout.valid is None else self.layout.valid
+            valid = jnp.pad(valid, ((0, 0), (0, self.blocks * CHUNK - self.T))).astype(jnp.float32)
+            x["valid"] = valid.reshape(-1, self.blocks, 1, CHUNK)
+        return x | {name: y for name, y in more.items() if y is not None}
+
+    def walk(self, wanted: tuple[str, ...]) -> dict[str, jax.Array]:
+        """Returns what is `wanted` of a walk: "out", "exits", "states" and "solve", see `delta_walk_kernel`."""
+        (B, N, H, Hv), reads, dtype = self.shape, "out" in wanted, self.x.k.dtype
+        shapes = {
+            "out": (self.x.v.shape, self.x.v.dtype),
+            "exits": ((B, self.G, N, H, Hv), jnp.float32),
+            "states": ((B, self.count, N, H, Hv), dtype),
+            "solve": ((B, self.count, N, CHUNK, CHUNK), dtype),
+        }
+        entries = None if self.entries is None else _widened(self.entries, (-2, -1))
+        heads = {"k": "keys", "v": "values"} | ({"q": "keys", "out": "values"} if reads else {})
+        inputs = self.inputs(q=self.x.q if reads else None, entries=entries)
+        outputs = {name: shapes[name] for name in wanted}
+        return self.launch(kernels.delta_walk_kernel, inputs, outputs, self.scratch(heads), False)
+
+    def reverse(self, found: dict[str, Any], d_out: jax.Array, d_exits: jax.Array) -> dict[str, jax.Array]:
+        """Returns the gradients, as the kernels have them.
+
+        Args:
+          found: "states" and "solve" of `walk`.
+        """
+        B, N, H, Hv = self.shape
+        inputs = self.inputs(q=self.x.q, d_out=d_out, d_exits=_widened(d_exits, (-2, -1)), **found)
+        outputs = {
+            "dq": (self.x.q.shape, self.x.q.dtype),
+            "dk": (self.x.k.shape, self.x.k.dtype),
+            "dv": (self.x.v.shape, self.x.v.dtype),
+            "beta": (self.beta.shape, jnp.float32),
+            "a": (self.a.shape, jnp.float32),
+            "d_entries": ((B, self.G, N, H, Hv), jnp.float32),
+        }
+        keys, values = dict.fromkeys(("q", "k", "dq", "dk"), "keys"), dict.fromkeys(("v", "d_out", "dv"), "values")
+        return self.launch(kernels.delta_reverse_kernel, inputs, outputs, self.scratch(keys | values), True)
+
+    def tokens(self, x: jax.Array, width: int) -> jax.Array:
+        """Returns [B, T, heads, D] as it was before `channels`."""
+        return x[:, : self.T, :, :width]
+
+    def states(self, x: jax.Array, entries: jax.Array | None) -> jax.Array:
+        """Returns the states in which sequences end, those without a token in that of `entries`."""
+        H, Hv = self.widths
+        return self.layout.exits(x[..., :H, :Hv], entries)
+
+
+def forward(run: Launches, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns (out [B, T, N, Hv] of that dtype, final states [B, G, N, H, Hv])."""
+    found = run.walk(("out", "exits"))
+    return run.tokens(found["out"], run.widths[1]).astype(dtype), run.states(found["exits"], run.entries)
+
+
+def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array) -> dict[str, Any]:
+    """Returns the gradients by the names of `Tokens`; of beta, a and entries in float32."""
+    d_exits = d_exits.astype(jnp.float32)
+    d = run.reverse(run.walk(("states", "solve")), run.channels(d_out.astype(run.x.v.dtype)), d_exits)
+    H, Hv = run.widths
+    found: dict[str, Any] = {n: run.tokens(d[f"d{n}"], w) for n, w in (("q", H), ("k", H), ("v", Hv))}
+    found |= {name: run.of_blocks(d[name]) for name in ("beta", "a")}
+    return found | {"entries": run.states(d["d_entries"], d_exits)}
+
+
+def refused(call: Call) -> str | None:
+    """Returns why the kernels cannot run a call of these sizes."""
+    d = call.dims
+    H, Hv = (-(-d[name] // LANES) * LANES for name in ("H", "Hv"))
+    table = 4 * kernels.FIELDS * d["B"] * most_visits(d["T"], call.num_states)
+    if table > SMEM_BYTES:
+        return f"the visits of {d['B']} rows take {table >> 10} KiB of scalar memory, of {SMEM_BYTES >> 10}"
+    keys, values, _ = group_of(d["K"], d["N"])
+    if values > keys * AT_ONCE:
+        return f"{values // keys} heads of values share one of keys; the kernels take {AT_ONCE} at once"
+    size = 4 if call.dtype == "float32" or d["K"] % 2 or d["N"] % 2 else 2
+    # Of the backward, which has more: blocks, twice each; heads and words of them; states and inverses of a visit.
+    of_tokens = CHUNK * size * (keys * H * (4 * 2 + 4) + values * Hv * (3 * 2 + 3)) + CHUNK * 2 * (
+        keys * H + values * Hv
+    )
+    of_states = values * (H * Hv * (2 * size + 5 * 4) + CHUNK * CHUNK * 2 * size)
+    if of_tokens + of_states > VMEM_BYTES:
+        needed = (of_tokens + of_states) >> 20
+        return f"{values} heads of {d['H']} by {d['Hv']} take {needed} MiB of VMEM, of {VMEM_BYTES >> 20}"
+    return None
+
+
+def heuristic(call: Call, platform: str) -> ChunkConfig:
+    """Returns the tiles of a call: chunks fill the lanes."""
+    return ChunkConfig(CHUNK)
+
+
+def candidates(call: Call) -> list[ChunkConfig]:
+    """Returns the configurations to tune over."""
+    return [heuristic(call, "tpu")]

@@ -1,0 +1,68 @@
+"""The gated delta rule for TPUs in Pallas: an adapter of `kernels/engines/scan`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from kernels.engines.scan import pallas_delta_calls as delta
+from kernels.ops.delta_rule.contract import check_states, normalized, op, scale_of, work
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return normalized(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def _launches(query, key, value, beta, g, segment_ids, initial_state, softmax_scale, num_states, cfg, cost):
+    check_states("delta_rule", initial_state, segment_ids, num_states)
+    a = None if g is None else g[..., 0].astype(jnp.float32)
+    entries = None if initial_state is None else initial_state.astype(jnp.float32)
+    x = delta.Tokens(query, key, value, beta.astype(jnp.float32), a, segment_ids, entries)
+    return delta.Launches(x, num_states, scale_of(softmax_scale, query.shape[-1]), cfg, cost)
+
+
+def rejects(call):
+    if 0 in call.dims.values():
+        return "an array has no elements"
+    if call.g is not None and call.g.shape[-1] > 1:
+        return "g has a decay for each channel; the kernels take one for each head"
+    if call.dims["T"] == 1:
+        return f"one token would take the work of a chunk of {delta.CHUNK}"
+    return delta.refused(call)
+
+
+def forward(
+    query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
+):  # fmt: skip
+    cost = work(op.bind(query, key, value, beta, g, num_states=num_states))[0]
+    if use_qk_l2norm:
+        query, key = _unit(query), _unit(key)
+    options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
+    return delta.forward(_launches(query, key, value, beta, g, *options), value.dtype)
+
+
+def backward(
+    saved, query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
+):  # fmt: skip
+    cost = work(op.bind(query, key, value, beta, g, num_states=num_states))[1]
+    pull = None
+    if use_qk_l2norm:
+        (query, key), pull = jax.vjp(lambda q, k: (_unit(q), _unit(k)), query, key)
+    options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
+    d = delta.backward(_launches(query, key, value, beta, g, *options), saved.d_out, saved.d_final_state)
+    dq, dk = (d[name].astype(query.dtype) for name in ("q", "k"))
+    dq, dk = (dq, dk) if pull is None else pull((dq, dk))
+    gradients = {"query": dq, "key": dk, "value": d["v"].astype(value.dtype), "beta": d["beta"]}
+    gradients |= {} if g is None else {"g": d["a"].reshape(g.shape)}
+    return gradients | ({} if initial_state is None else {"initial_state": d["entries"]})
+
+
+op.register(
+    forward,
+    backward,
+    platforms={"tpu"},
+    dtypes={"float32", "bfloat16"},
+    rejects=rejects,
+    heuristic=delta.heuristic,
+    candidates=delta.candidates,
+)
