@@ -55,6 +55,14 @@ def test_decays_of_every_size(decay):
     against_xla("linear_attention", linear_attention_of(rng, 1, 150, 2, 1, 8, 20, decay, initial_state=state))
 
 
+@pytest.mark.slow
+def test_chunks_of_256_tokens():
+    rng = np.random.default_rng(8)
+    state = rng.standard_normal((1, 1, 2, 8, 128)).astype(np.float32)
+    arguments = linear_attention_of(rng, 1, 600, 2, 1, 8, 128, -100.0, initial_state=state)
+    against_xla("linear_attention", arguments, chunk=256)
+
+
 # Channels of 128 lie after the tokens, others before them.
 @pytest.mark.parametrize("H", [128, pytest.param(8, marks=pytest.mark.slow)])
 def test_documents_and_what_padding_holds(H):
