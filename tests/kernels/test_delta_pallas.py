@@ -17,6 +17,7 @@ from kernels.engines.scan.pallas_delta_parts import CHUNK, inverses
 from kernels.framework.interpret import interpret
 from kernels.ops.delta_rule import op
 from kernels.toolchains.pallas import pallas_launch
+from kernels.toolchains.simulate.ahead_of_time import compile_tpu, mosaic_calls
 
 TOKENS = ("query", "key", "value")
 
@@ -58,11 +59,26 @@ def test_decays_of_every_size(decay):
 
 @pytest.mark.slow  # sixteen heads in one body
 @pytest.mark.parametrize("cosine", [0.5, 0.9])
-def test_bfloat16_of_many_heads(cosine):
-    """Heads in words of two, in two groups of a program, and in two iterations of each."""
+@pytest.mark.parametrize("sizes", [(16, 32, 16, 8), (2, 4, 130, 200)])
+def test_bfloat16_of_many_heads_and_of_wide_ones(sizes, cosine):
+    """Heads in words of two, in two groups of a program; channels of more than one tile of lanes."""
     rng = np.random.default_rng(2)
-    arguments = arguments_of(rng, 1, 200, 16, 32, 16, 8, cosine, 1.0)
-    compared(arguments, {}, allowed=1.6e-2, dtype=jnp.bfloat16)
+    compared(arguments_of(rng, 1, 200, *sizes, cosine, 1.0), {}, allowed=1.6e-2, dtype=jnp.bfloat16)
+
+
+@pytest.mark.slow  # compiles for half a minute
+@pytest.mark.parametrize(("dtype", "K", "N"), [("bfloat16", 16, 32), ("float32", 3, 3)])
+def test_the_map_of_a_rank_compiles_for_tpus(dtype, K, N):
+    """Over a split sequence values are [v | 0] and states [0 | I], so values are twice as wide as keys."""
+    tokens = {"query": (K, 128), "key": (K, 128), "value": (N, 256), "beta": (N,), "g": (N, 1)}
+    arguments = {n: jax.ShapeDtypeStruct((1, 512, *shape), dtype) for n, shape in tokens.items()}
+    arguments["initial_state"] = jax.ShapeDtypeStruct((1, 1, N, 128, 256), jnp.float32)
+
+    def gradients(x):
+        outputs, pull = jax.vjp(lambda x: op(**x, platform="pallas"), x)
+        return pull(jax.tree.map(jnp.ones_like, outputs))
+
+    assert mosaic_calls(compile_tpu(gradients, arguments, topology="v5p:2x2x1")) == 2
 
 
 @pytest.mark.slow  # the grid has no decay too

@@ -222,7 +222,10 @@ class Launches:
         kinds = {"keys": (p.keys, CHUNK, H), "values": (p.values, CHUNK, Hv)}
         heads = {name: (kinds[kind], self.x.k.dtype) for name, kind in names.items()}
         rows = {kind: max(8, n * CHUNK // 2) for kind, n in (("keys", p.keys), ("values", p.values))}
-        words = {"key_words": ((rows["keys"], H), jnp.int32), "value_words": ((rows["values"], Hv), jnp.int32)}
+        words = {
+            f"{kind}_words": ((width // LANES, rows[f"{kind}s"], LANES), jnp.int32)
+            for kind, width in (("key", H), ("value", Hv))
+        }
         return heads | words | {"state": ((p.values, H, Hv), jnp.float32)}
 
     def inputs(self, **more: Any) -> dict[str, Any]:

@@ -52,28 +52,32 @@ def in_words(dtype: Any, heads: int) -> bool:
     return jnp.dtype(dtype).itemsize == 2 and heads % 2 == 0
 
 
+def _whole_lanes(width: int) -> list[slice]:
+    return [slice(i, i + LANES) for i in range(0, width, LANES)]
+
+
 def load_heads(ref: Any, heads: Any, words: Any, valid: jax.Array | None) -> None:
     """Copies a block [1, C, heads, D] to `heads` [heads, C, D], with 0 for tokens that are not valid.
 
     Args:
-      words: int32 [C * heads / 2, D], to pass through.
+      words: int32 [D / LANES, C * heads / 2, LANES], to pass through: a stride is taken over rows of LANES.
       valid: bool [C, 1]; None: all are.
     """
     _, C, N, D = ref.shape
 
-    def put(h: Any, x: jax.Array) -> None:
-        heads[h] = (x if valid is None else jnp.where(valid, x, 0)).astype(heads.dtype)
+    def put(h: int, lanes: slice, x: jax.Array) -> None:
+        heads[h, :, lanes] = (x if valid is None else jnp.where(valid, x, 0)).astype(heads.dtype)
 
     if not in_words(ref.dtype, N):
         for h in range(N):
-            put(h, ref[0, :, h, :].astype(jnp.float32))
+            put(h, slice(None), ref[0, :, h, :].astype(jnp.float32))
         return
-    words[...] = pltpu.bitcast(ref[0], jnp.int32).reshape(C * N // 2, D)
-
-    for h in range(N // 2):
-        pair = words[pl.ds(h, C, stride=N // 2), :]
-        put(2 * h, lax.bitcast_convert_type(pair << 16, jnp.float32))
-        put(2 * h + 1, lax.bitcast_convert_type(pair & _HIGH, jnp.float32))
+    for i, lanes in enumerate(_whole_lanes(D)):
+        words[i] = pltpu.bitcast(ref[0, :, :, lanes], jnp.int32).reshape(C * N // 2, LANES)
+        for h in range(N // 2):
+            pair = words[i, pl.ds(h, C, stride=N // 2), :]
+            put(2 * h, lanes, lax.bitcast_convert_type(pair << 16, jnp.float32))
+            put(2 * h + 1, lanes, lax.bitcast_convert_type(pair & _HIGH, jnp.float32))
 
 
 def store_heads(ref: Any, heads: Any, words: Any, more: Any = None) -> None:
@@ -85,14 +89,15 @@ def store_heads(ref: Any, heads: Any, words: Any, more: Any = None) -> None:
     """
     _, C, N, D = ref.shape
     if in_words(ref.dtype, N):
-        for h in range(N // 2):
-            even, odd = (
-                lax.bitcast_convert_type(heads[i].astype(ref.dtype).astype(jnp.float32), jnp.int32)
-                for i in (2 * h, 2 * h + 1)
-            )
-            words[pl.ds(h, C, stride=N // 2), :] = lax.shift_right_logical(even, 16) | (odd & _HIGH)
-        block = pltpu.bitcast(words[...].reshape(C, N // 2, D), ref.dtype)
-        ref[0] = block if more is None else jnp.where(more, ref[0] + block, block)
+        for i, lanes in enumerate(_whole_lanes(D)):
+            for h in range(N // 2):
+                even, odd = (
+                    lax.bitcast_convert_type(heads[n, :, lanes].astype(ref.dtype).astype(jnp.float32), jnp.int32)
+                    for n in (2 * h, 2 * h + 1)
+                )
+                words[i, pl.ds(h, C, stride=N // 2), :] = lax.shift_right_logical(even, 16) | (odd & _HIGH)
+            block = pltpu.bitcast(words[i].reshape(C, N // 2, LANES), ref.dtype)
+            ref[0, :, :, lanes] = block if more is None else jnp.where(more, ref[0, :, :, lanes] + block, block)
         return
     for h in range(N):
         x = heads[h].astype(ref.dtype)
