@@ -162,14 +162,16 @@ def _ids(local: Local) -> Arrays:
     return {name: getattr(local.mask, name) for name in local.mask.data_fields}
 
 
-def _attended(local: Local, hop: Any, keys: Arrays, sofar: Any) -> tuple[jax.Array, jax.Array]:
+def _attended(local: Local, hop: Any, keys: Arrays, sofar: Any, as_made: bool = False) -> tuple[jax.Array, jax.Array]:
     if sofar is None:
         shape = (*local.query.shape[:3], local.keys["value"].shape[3])
         sofar = _touched(local.full(shape), _ids(local)), local.full(shape[:3])
     return sofar[0], _touched(sofar[1], keys)
 
 
-def _pulled(local: Local, saved: Arrays, hop: Any, keys: Arrays, own: Any, sums: Any) -> tuple[Arrays, Arrays]:
+def _pulled(
+    local: Local, saved: Arrays, hop: Any, keys: Arrays, own: Any, sums: Any, as_made: bool = False
+) -> tuple[Arrays, Arrays]:
     if own is None:
         own = {n: local.full(x.shape) for n, x in local.own.items() if is_float_array(x)}
     if sums is None:

@@ -15,8 +15,8 @@ FAULTS = (
     Fault(
         "gradients of keys do not go home in a plan",
         "Ring.cost",
-        "$sent.add($$args, (self._wide($shape) * ($hops - 1) + 1) * $keys, 2 * $hops)",
-        "$sent.add($$args, self._wide($shape) * ($hops - 1) * $keys, 2 * ($hops - 1))",
+        "$sent.add($$args, (self._wide($shape) * ($hops - 1) + 1) * $keys, $arrays * $hops)",
+        "$sent.add($$args, self._wide($shape) * ($hops - 1) * $keys, $arrays * ($hops - 1))",
         f"{TESTS} -k scheme_sends",
     ),
     Fault(

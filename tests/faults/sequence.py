@@ -137,15 +137,19 @@ FAULTS = (
         'if name == "kv_positions"',
         f"{SEQUENCE} -k packed",
     ),
-    Fault("gradients of keys do not come home", "over_hops", "$local.ranks - $hops[-1]", "0", SEQUENCE),
+    Fault("gradients of keys do not come home", "hops:_home", "$lap.local.ranks - $lap.hops[-1]", "0", SEQUENCE),
     Fault(
-        "gradients of keys come home a rank late", "over_hops", "$local.ranks - $hops[-1]", "1 - $hops[-1]", SEQUENCE
+        "gradients of keys come home a rank late",
+        "hops:_home",
+        "$lap.local.ranks - $lap.hops[-1]",
+        "1 - $lap.hops[-1]",
+        SEQUENCE,
     ),
     Fault(
         "gradients of keys do not travel",
-        "over_hops.visit",
-        "(exchange.shift($keys, $axis, $after), exchange.shift($travel, $axis, $before))",
-        "(exchange.shift($keys, $axis, $after), $travel)",
+        "over_laps.visit",
+        "($lap.passed_on($keys, $after), $lap.passed_on($travel, $before))",
+        "($lap.passed_on($keys, $after), $travel)",
         SEQUENCE,
     ),
     Fault(
@@ -201,16 +205,16 @@ FAULTS = (
     Fault("a needed hop left out", "hops", "tuple($found)", "tuple($found[:-1])", SEQUENCE),
     Fault(
         "gradients in bfloat16 travel in float32",
-        "over_hops.travels",
+        "over_laps.travels",
         "$x.astype($dtype or $keys[$n].dtype)",
         "$x.astype(jnp.float32)",
         "tests/test_declared_costs.py -k bfloat16_are_half",
     ),
     Fault(
         "a ring in place does not hear of the dtype of its gradients",
-        "in_place:backward",
-        "$over($local, lambda *$at: pulled($local, $kernels, $saved, *$at[:-1]), $dtype)",
-        "$over($local, lambda *$at: pulled($local, $kernels, $saved, *$at[:-1]))",
+        "Ring.backward",
+        "self._around($local, $saved, in_place.pulling, jnp.float32 if self.gradients == 'float32' else None)",
+        "self._around($local, $saved, in_place.pulling)",
         "tests/test_ring_in_place.py -k bfloat16_travel_so",
     ),
     Fault(

@@ -61,8 +61,8 @@ FAULTS = (
     ),
     Fault(
         "a plan: gradients of keys do not come home",
-        "over_hops",
-        "$local.ranks - $hops[-1]",
+        "hops:_home",
+        "$lap.local.ranks - $lap.hops[-1]",
         "0",
         HALO,
     ),
