@@ -13,7 +13,9 @@ from ejdist.mesh import AXES
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 ALL_TO_ALL, RAGGED_ALL_TO_ALL, PERMUTE = "all_to_all", "ragged_all_to_all", "permute"
-COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, RAGGED_ALL_TO_ALL, PERMUTE)
+# Half of the bytes to the next rank and half to the one before, at once.
+PERMUTE_BOTH = "permute_both"
+COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, RAGGED_ALL_TO_ALL, PERMUTE, PERMUTE_BOTH)
 # What stands for an axis where it goes over TPU slices, beside the part of it inside of one.
 NETWORK = "network"
 

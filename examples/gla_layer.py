@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from ejdist.costs import Traffic
 from ejdist.models.config import DecoderShape
+from ejdist.models.kept import Kept
 from ejdist.models.model import Flops, Metrics
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part, residual_std
@@ -62,6 +63,10 @@ class GatedLinearAttention(Part):
             "simple_gla_out_norm": Param((H,), "_", "ones", decay=False, cast=False),
             "simple_gla_output": Param((N, H, D), "N H D", std=residual_std(c), inputs="N H"),
         }
+
+    def keeps(self, c: DecoderShape) -> dict[str, Kept]:
+        """The state of each head, from which a text goes on."""
+        return {"gla_attention": Kept.state((c.num_heads, c.head_dim, c.head_dim), "N _ _")}
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         c, ops, norms = ctx.config, ctx.ops, self.norms(params, ctx)

@@ -10,6 +10,7 @@ COMMANDS = {
     "plan": "finds mesh, remat, accumulation, batch and schemes that fit devices which need not be there",
     "tokenize": "turns files into a dataset, once, for every run",
     "evaluate": "measures a trained model at each length: loss by position, recall from the context, RULER",
+    "generate": "writes texts of a trained model: prompts of the command line, a file or stdin",
     "report": "writes a page about a run: loss, speed, where the time went, experts, recipe",
     "export": "writes a run as a folder that transformers and others load",
     "doctor": "checks that a cluster is fit for a run; trains nothing",

@@ -28,6 +28,7 @@ def next_commands(arguments: Sequence[str], recipe: Any, step: int) -> list[str]
     return _table(
         [
             (_command("evaluate", [where]), "loss by position, and recall"),
+            (_command("generate", [where, "prompt=TEXT"]), "what it writes"),
             *([export] if _is_published(recipe.model) else []),
             (_command("report", [where]), "a page about the run"),
             (longer, "as many steps again"),

@@ -31,7 +31,7 @@ def test_what_a_run_prints_at_its_end_can_be_run(corpus, tmp_path, monkeypatch, 
     assert main(rest) == DONE
     lines = capsys.readouterr().out.splitlines()
     found = commands(lines[lines.index("next:") :])
-    assert [name for name, _ in found] == ["evaluate", "export", "report", "train"]
+    assert [name for name, _ in found] == ["evaluate", "generate", "export", "report", "train"]
     for name, rest in found:
         assert importlib.import_module(f"launch.{name}").main(rest) == DONE, (name, rest, capsys.readouterr())
     assert (tmp_path / "outputs" / "a run_hf" / "config.json").exists()
@@ -40,7 +40,12 @@ def test_what_a_run_prints_at_its_end_can_be_run(corpus, tmp_path, monkeypatch, 
 
 def test_an_export_that_would_be_refused_does_not_come_next():
     given = ["recipe=moe", "run.steps=7", "model.logits_soft_cap=30"]
-    assert [name for name, _ in commands(next_commands(given, compose(given), 7))] == ["evaluate", "report", "train"]
+    assert [name for name, _ in commands(next_commands(given, compose(given), 7))] == [
+        "evaluate",
+        "generate",
+        "report",
+        "train",
+    ]
 
 
 def test_what_comes_next_keeps_what_the_run_was_given():
@@ -54,8 +59,9 @@ def test_what_comes_next_keeps_what_the_run_was_given():
     ]
     given += ["run.dir=o", "optimizer.learning_rate=1e-4", "mesh.sp=2"]
     lines = next_commands(given, compose(given), 7)
-    evaluate, export, report, longer = commands(lines)
+    evaluate, generate, export, report, longer = commands(lines)
     assert evaluate == ("evaluate", ["run.dir=o"]), "it has data and mesh from the run's folder"
+    assert generate == ("generate", ["run.dir=o", "prompt=TEXT"])
     assert export == ("export", ["run.dir=o", "to=o_hf"]) and report == ("report", ["run.dir=o"])
     assert compose(longer[1]).run.steps == 14 and compose(longer[1]).model == compose(given).model
     stopped = [*given, "run.stop_after=3"]

@@ -323,3 +323,11 @@ def test_type_checkers_may_read_the_packages(tmp_path):
 
     assert errors_of("snippet.py")[0] == 0, errors_of("snippet.py")[1]
     assert "no_such_operation" in errors_of("wrong.py")[1], "it reads the packages, so it must report missing names"
+
+
+@pytest.mark.slow
+def test_rollouts_are_rewarded():
+    from examples.rollouts import main
+
+    means = main(steps=8)
+    assert means[-1] > means[0] + 0.05

@@ -143,7 +143,7 @@ def grid():
                     quick |= mesh != "sp4" and order == "zigzag" and name == "sinks_packed_window" and on_other
                     quick |= mesh == "sp4" and name == "packed" and order == "striped"
                     quick |= mesh == "sp2" and name == "causal" and order == "contiguous"
-                    quick &= scheme != "ulysses"
+                    quick &= scheme != "ulysses" and mesh != "sp8"
                     marks = () if quick else (pytest.mark.slow,)
                     yield pytest.param(name, mesh, order, scheme, marks=marks)
 

@@ -140,6 +140,31 @@ def test_a_kernel_with_helpers_dots_loops_and_scalars_is_interpreted(dtype):
     np.testing.assert_allclose(top, jnp.max(wanted**2, axis=1), atol=1.001)
 
 
+@triton.jit
+def numbers_kernel(x_ptr, i_ptr, zeros_ptr, halves_ptr, sums_ptr, table_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    x, i = tl.load(x_ptr + at), tl.load(i_ptr + at)
+    tl.store(zeros_ptr + at, x * -0.0)
+    tl.store(zeros_ptr + N + at, x * 0.0)
+    tl.store(halves_ptr + at, i + 0.5)  # a float beside integers makes a float
+    tl.store(halves_ptr + N + at, 1 - x)
+    tl.store(sums_ptr + at, i - 1)
+    tl.store(sums_ptr + N + at, 2147483647 + i)  # wraps around, as integers of 32 bits do
+    tl.store(table_ptr + at[:, None] * N + at[None, :], x[:, None] - x[None, :] * i[None, :])
+
+
+def test_numbers_beside_tensors_have_the_types_and_signs_that_triton_says():
+    x, i = jnp.asarray([0.5, -2, 3, 4], "float32"), jnp.asarray([1, 2, 3, 4], "int32")
+    shapes = [((2, 4), "float32"), ((2, 4), "float32"), ((2, 4), "int32"), ((4, 4), "float32")]
+    outputs = [jax.ShapeDtypeStruct(*how) for how in shapes]
+    with interpret():
+        zeros, halves, sums, table = triton_launch(numbers_kernel, x, i, out_shape=outputs, grid=(1,), N=4)
+    np.testing.assert_array_equal(np.signbit(zeros), [x > 0, x < 0])
+    np.testing.assert_array_equal(halves, [i + 0.5, 1 - x])
+    np.testing.assert_array_equal(sums, [i - 1, i + np.int32(-(2**31)) - 1])
+    np.testing.assert_array_equal(table, x[:, None] - (x * i)[None, :])
+
+
 def test_interpreted_kernels_live_inside_scan_and_vmap():
     def step(carry, x):
         return carry + copy(x).sum(), copy(x)

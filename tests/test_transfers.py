@@ -30,7 +30,7 @@ MASKS = {
 
 
 @functools.cache
-def scheduled(target, mask, order, gradient, scheme="ring"):
+def scheduled(target, mask, order, gradient, scheme="ring", directions="auto"):
     """Returns the compiled text of attention over four devices, with its gradient or without."""
     window, packed = MASKS[mask]
     made = target_of(*TARGETS[target])
@@ -43,7 +43,10 @@ def scheduled(target, mask, order, gradient, scheme="ring"):
     def attend(q, k, v, ids):
         options = {"q_segment_ids": ids, "kv_segment_ids": ids} if packed else {}
         # Rows of a test are shorter than those whose hops documents say by default.
-        ring = Ring(hops="batch") if by_documents(mask, order) and scheme == "ring" else scheme
+        if scheme == "ring":
+            ring = Ring(hops="batch") if by_documents(mask, order) else Ring(directions=directions)
+        else:
+            ring = scheme
         how = {"mesh": mesh, "order": order, "scheme": ring, "sliding_window": window}
         return ring_attention(q, k, v, causal=True, **how, **options)
 
@@ -77,7 +80,22 @@ def rows():
 @pytest.mark.parametrize(("target", "mask", "order", "gradient"), list(rows()))
 def test_every_transfer_of_keys_runs_beside_attention(target, mask, order, gradient):
     """Forward and backward; but gradients on their way home, when all is attended to, run beside what comes after."""
-    large = transfers(scheduled(target, mask, order, gradient), LARGE)
+    check_hidden(target, mask, order, gradient)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", ["plain", "packed"])
+def test_so_it_does_in_one_direction_of_a_torus(mask):
+    check_hidden("v5p", mask, "zigzag", True, 1)
+
+
+def check_hidden(target, mask, order, gradient, directions="auto"):
+    text = scheduled(target, mask, order, gradient, directions=directions)
+    ways = {re.sub(r"\s", "", pairs) for pairs in re.findall(r"source_target_pairs=\{(\{.*?\})\}", text)}
+    if MASKS[mask][0] is None:  # hops of a window go from each half of a zigzag to the other
+        both = directions == 2 or (target, directions, by_documents(mask, order)) == ("v5p", "auto", False)
+        assert by_documents(mask, order) or len(ways) == (2 if both else 1), ways
+    large = transfers(text, LARGE)
     assert {t.kind for t in large} == {"collective-permute"}
     # One program, or a branch for each number of hops after which gradients go home, of which one is taken.
     alone = [[t for t in large if not t.beside and t.computation == name] for name in {t.computation for t in large}]

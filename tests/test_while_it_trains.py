@@ -56,6 +56,27 @@ def test_held_out_data_is_evaluated_between_steps(evaluated, corpus, tmp_path):
     assert losses(tmp_path / "without") == losses(evaluated.folder)
 
 
+@pytest.mark.slow  # a run, and a command
+def test_samples_are_what_the_checkpoint_generates(corpus, held, tmp_path, capfd):
+    """Of each evaluated state, also on a mesh; they change no bit of the training, and the page about the run shows them."""
+    from launch.generate import main
+    from launch.report import main as report
+
+    folder, steps = tmp_path / "run", ["run.steps=3", "evaluation.every=3", f"evaluation.data={held}"]
+    run(folder, corpus, *steps, "evaluation.samples=['import ',x]", "evaluation.sample_tokens=5")
+    rows = read_evaluations(folder)
+    assert [row["step"] for row in rows] == [0, 3]
+    assert all([one["prompt"] for one in row["samples"]] == ["import ", "x"] for row in rows)
+    for one in rows[-1]["samples"]:
+        assert f"  {one['prompt']!r} goes on with {one['text']!r}" in capfd.readouterr().out or one["prompt"] == "x"
+        assert main([f"run.dir={folder}", f"prompt={one['prompt']}", "temperature=0", "max_tokens=5"]) == 0
+        assert capfd.readouterr().out == one["text"] + "\n"
+    run(tmp_path / "without", corpus, "run.steps=3")
+    assert losses(tmp_path / "without") == losses(folder)
+    assert report([f"run.dir={folder}"]) == 0
+    assert "evaluation.samples at step 3" in (folder / "report.html").read_text()
+
+
 @pytest.mark.slow  # two runs, 8 s
 def test_an_interrupted_run_evaluates_what_is_missing(evaluated, corpus, tmp_path):
     parts = tmp_path / "parts"
@@ -193,6 +214,8 @@ def test_trackers_get_every_row_and_one_that_fails_stops_nothing(monkeypatch, tm
     ("overrides", "words"),
     [
         (["evaluation.every=5"], "needs held-out data: give evaluation.data"),
+        (["evaluation.samples=[a]"], "are written at evaluations: give evaluation.every"),
+        (["evaluation.samples=['']"], "must be texts that are not empty"),
         (["evaluation.every=5", "evaluation.data=/nowhere/*.txt"], "evaluation.data: data.source = '/nowhere/*.txt'"),
         (["evaluation.every=5", "evaluation.data={train}"], "is a corpus that the run trains on"),
         (["run.trackers=[mlflow]"], "run.trackers: 'mlflow' is unknown; use wandb"),

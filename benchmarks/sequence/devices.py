@@ -55,7 +55,8 @@ def _axis(mesh: Any) -> Any:
 
 def scheme_with(name: str, o: dict[str, Any]) -> Scheme:
     """Returns a scheme with those of the options that it has."""
-    asked = {"outer": o["outer"], "head_groups": o["head_groups"]}
+    ways = o["ring_directions"]
+    asked = {"outer": o["outer"], "head_groups": o["head_groups"], "directions": int(ways) if ways.isdigit() else ways}
     return scheme_of(name, **{n: value for n, value in asked.items() if n in options_of(SCHEMES[name])})
 
 

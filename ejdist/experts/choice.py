@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from ejdist.costs import ALL_TO_ALL, RAGGED_ALL_TO_ALL, Traffic
+from ejdist.costs import ALL_GATHER, ALL_TO_ALL, PERMUTE, PERMUTE_BOTH, RAGGED_ALL_TO_ALL, Traffic
 from ejdist.experts.cost import ExchangeShape, arriving_of, cost_of
 from ejdist.experts.schemes import LOCAL, SCHEMES
 
@@ -31,7 +31,8 @@ class Links:
     """Bandwidth of one device in each collective, bytes/s, and the source of the numbers.
 
     Attributes:
-      permute: between neighbours in one direction; None: as fast as an all-gather.
+      permute: between neighbours in one direction; None: as fast as an all-gather. With bytes in both directions at once it
+        is that on a torus, and the same otherwise.
       torus: devices along an axis form a ring; `all_gather` is its bandwidth in both directions, and an all-to-all over n
         devices gets 4 / n of it (J. Austin et al., *How to Scale Your Model*, 2025).
       network: between hosts, per device; None if the links reach all devices.
@@ -50,6 +51,8 @@ class Links:
 
     def rate(self, collective: str, ranks: int) -> float:
         """Returns bytes/s of a device in a collective over `ranks` devices; unknown collectives use all-gather's."""
+        if collective == PERMUTE_BOTH:
+            collective = ALL_GATHER if self.torus else PERMUTE
         rate = getattr(self, collective, None) or self.all_gather
         return rate * 4 / max(ranks, 4) if self.torus and collective in _BETWEEN_ALL else rate
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ejdist.costs import Traffic
 from ejdist.frozen import Frozen
 from ejdist.models.config import DecoderShape
+from ejdist.models.kept import Kept
 from ejdist.models.model import CAUSAL, Flops, Metrics
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part, norm_weight, residual_std
@@ -98,6 +99,10 @@ class Attention(Part):
             declared["key_bias"] = Param((K, H), "K H", "zeros", decay=False)
             declared["value_bias"] = Param((K, H), "K H", "zeros", decay=False)
         return declared
+
+    def keeps(self, c: DecoderShape) -> dict[str, Kept]:
+        head = (c.num_kv_heads, c.head_dim), "K _"
+        return {"attention": Kept((head, head), per_token=True)}
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         c, ops, batch, norms = ctx.config, ctx.ops, ctx.batch, self.norms(params, ctx)
@@ -198,6 +203,10 @@ class LatentAttention(Part):
             "value_up": Param((m.kv_rank, N, m.value_dim), "R N H", std=std, inputs="R", adapts=True),
             "latent_output": Param((N, m.value_dim, D), "N H D", std=residual_std(c), inputs="N H", adapts=True),
         }
+
+    def keeps(self, c: DecoderShape) -> dict[str, Kept]:
+        latent = (c.latent.kv_rank + c.latent.rope_dim,), "_"  # keys and values of all heads are made of it
+        return {"flash_mla": Kept((latent,), per_token=True)}
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         c, ops, batch, m, p, norms = ctx.config, ctx.ops, ctx.batch, ctx.config.latent, params, self.norms(params, ctx)

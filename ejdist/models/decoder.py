@@ -9,7 +9,7 @@ device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ejdist.models.config import REMAT, DecoderShape
+from ejdist.models.kept import Arrays, Cached, Serving
 from ejdist.models.model import BatchContext, Flops, Metric, Metrics, Model, StepContext
 from ejdist.models.ops import Ops
 from ejdist.models.parameters import Param
@@ -24,6 +25,7 @@ from ejdist.models.part import LayerContext, added, norm_weight
 from ejdist.models.stack import (
     check_kinds,
     declare_buffers,
+    declare_kept,
     declare_layers,
     layers_of,
     parts_of,
@@ -91,6 +93,7 @@ def model_of(c: DecoderShape) -> Model:
         report=partial(report, c),
         split=split,
         pictures={"experts.png": draw_load} if mixed else {},
+        cached=cached(c),
     )
 
 
@@ -121,7 +124,13 @@ def embed(params: dict, ctx: BatchContext, c: DecoderShape) -> jax.Array:
 
 def layers(params: dict, x: jax.Array, ctx: BatchContext, which: range, c: DecoderShape) -> tuple[jax.Array, Metrics]:
     """Returns (x after a range of layers, their metrics); see `run_layers`."""
-    context = partial(
+    x, _, metrics = run_layers(x, params, ctx.buffers, c, layer_context(ctx, c), which)
+    return x, metrics
+
+
+def layer_context(ctx: BatchContext, c: DecoderShape, **more: Any) -> partial[LayerContext]:
+    """Returns the context of layers without the fields that differ between them."""
+    return partial(
         LayerContext,
         config=c,
         ops=ctx.ops,
@@ -129,8 +138,8 @@ def layers(params: dict, x: jax.Array, ctx: BatchContext, which: range, c: Decod
         tokens=ctx.tokens,
         step=ctx.step,
         microbatch=ctx.microbatch,
+        **more,
     )
-    return run_layers(x, params, ctx.buffers, c, context, which)
 
 
 def final_hidden(params: dict, x: jax.Array, ctx: BatchContext, c: DecoderShape) -> jax.Array:
@@ -226,6 +235,43 @@ def logits_at(
     chosen = (marks[:, None, :] == jnp.arange(count, dtype=marks.dtype)[None, :, None]).astype(hidden.dtype)
     # One term of each sum is not 0, so that nothing is rounded.
     rows = jnp.einsum("bnt,btd->bnd", chosen, hidden, precision="highest").astype(hidden.dtype)
+    return _logits(params, rows, c)
+
+
+def _logits(params: dict, hidden: jax.Array, c: DecoderShape) -> jax.Array:
+    """Returns the logits of hidden states [B, n, D], float32 [B, n, V]."""
     head = output_projection(params, c)
-    logits = jnp.einsum("bnd,dv->bnv", rows, head, precision="highest", preferred_element_type=jnp.float32)
+    logits = jnp.einsum("bnd,dv->bnv", hidden, head, precision="highest", preferred_element_type=jnp.float32)
     return logits if c.logits_soft_cap is None else c.logits_soft_cap * jnp.tanh(logits / c.logits_soft_cap)
+
+
+def cached(c: DecoderShape) -> Cached:
+    """Returns how the model generates, or why it cannot."""
+    try:
+        declared, refused = declare_kept(c), ""
+    except ValueError as error:
+        declared, refused = {}, str(error)
+    if c.experts.forced_balance:
+        refused = (
+            "model.experts.forced_balance = true assigns experts in turn, for benchmarks: leave it out to generate"
+        )
+    if c.experts.jitter:  # noise of training
+        c = replace(c, experts=replace(c.experts, jitter=0.0))
+    return Cached(declared, partial(cached_step, c=c), c.compute_dtype, c.vocab_size, refused)
+
+
+def cached_step(
+    params: dict,
+    batch: dict[str, jax.Array],
+    kept: Arrays,
+    ops: Ops,
+    serving: Serving,
+    c: DecoderShape,
+    *,
+    context: StepContext | None = None,
+) -> tuple[jax.Array, Arrays]:
+    """Returns (the logits of the last token of each row, float32 [B, V], what layers keep after the step); see `Cached`."""
+    ctx = BatchContext.of(batch, ops, context, declare_buffers(c))
+    of_layer, which = layer_context(ctx, c, serving=serving), range(c.num_layers)
+    x, kept, _ = run_layers(embed(params, ctx, c), params["layers"], ctx.buffers, c, of_layer, which, kept)
+    return _logits(params, final_hidden(params, x[:, -1:], ctx, c), c)[:, 0], kept

@@ -244,6 +244,7 @@ def adapted(model: Model, section: LoRASection, compute_dtype: str = "float32") 
         buffers={BASE: base.stored(), **model.buffers},
         update=update,
         base=base,
+        cached=None if (cached := model.cached) is None else cached._replace(step=partial(measured, cached.step)),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ejdist.models.kept import Cached
 from ejdist.models.ops import Ops
 from ejdist.models.parameters import check_declared
 from kernels.engines.attention.masks import MaskInfo
@@ -146,6 +147,7 @@ class Model:
     flops: of each part of each layer, and of the head. split: key of the section -> (dim, size) that must divide over a mesh.
     base: how the frozen parameters among the buffers are stored (`ejdist.models.lora.Base`); None where all parameters are
     trained. pictures: file in the run's folder -> function (rows of metrics.jsonl, path) that draws it.
+    cached: how it generates.
     """
 
     declared: Any
@@ -164,6 +166,7 @@ class Model:
     split: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     pictures: Mapping[str, Callable[[list[dict[str, Any]], Path], None]] = field(default_factory=dict)
     base: Any = None
+    cached: Cached | None = None
 
     def __post_init__(self) -> None:
         check_declared("parameter", self.declared)

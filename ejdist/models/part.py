@@ -10,6 +10,7 @@ import jax
 
 from ejdist.costs import Traffic, declared
 from ejdist.models.config import DecoderShape
+from ejdist.models.kept import Kept, Serving
 from ejdist.models.model import Flops, Metrics
 from ejdist.models.ops import Ops
 from ejdist.models.parameters import Param
@@ -31,6 +32,7 @@ class LayerContext:
     step: Any  # int32, steps before this one
     microbatch: Any  # int32, index in this step
     buffers: Mapping[str, jax.Array]  # this part's buffers in this layer
+    serving: Serving | None = None  # in a step of a generation
 
 
 class Part:
@@ -63,6 +65,12 @@ class Part:
     def buffers(self, c: DecoderShape) -> dict[str, Param]:
         """Returns the buffers of one layer, which `update` changes."""
         return {}
+
+    def keeps(self, c: DecoderShape) -> dict[str, Kept] | None:
+        """Returns what a layer keeps of a request between the steps of a generation, by the operation of `ctx.ops` that reads
+        and replaces it, which `apply` calls once; None: such a layer cannot generate. What sees each token alone keeps
+        nothing."""
+        return {} if self.role == "feed_forward" else None
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         """Returns (x [B, T, D] with this part added, metrics). `params` are laid out as stored; matrices are in the compute

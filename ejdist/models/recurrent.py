@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ejdist.costs import Traffic
 from ejdist.models.config import DecoderShape
+from ejdist.models.kept import Kept
 from ejdist.models.model import Flops, Metrics
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part, norm_weight, residual_std
@@ -137,6 +138,12 @@ class GatedDelta(Recurrence):
             "gated_delta_output": Param((N, Hv, D), "N H D", std=residual_std(c), inputs="N H", adapts=True),
         }
 
+    def keeps(self, c: DecoderShape) -> dict[str, Kept]:
+        m = c.gated_delta
+        taps = m.num_key_heads * self._width(c), m.conv_width - 1
+        state = m.num_value_heads, m.key_dim, m.value_dim
+        return {"causal_conv1d": Kept.state(taps, "F _"), "gated_delta_rule": Kept.state(state, "N _ _")}
+
     def mixed(
         self, h: jax.Array, params: dict[str, jax.Array], norms: dict[str, jax.Array], ctx: LayerContext
     ) -> jax.Array:
@@ -207,6 +214,12 @@ class KimiDelta(Recurrence):
             declared["kda_gate_bias"] = Param((N, Hv), "N H", "zeros", decay=False)
         return declared
 
+    def keeps(self, c: DecoderShape) -> dict[str, Kept]:
+        m = c.kda
+        taps = m.num_heads * (2 * m.key_dim + m.value_dim), m.conv_width - 1
+        state = m.num_heads, m.key_dim, m.value_dim
+        return {"causal_conv1d": Kept.state(taps, "F _"), "kernel_delta_attention": Kept.state(state, "N _ _")}
+
     def mixed(
         self, h: jax.Array, params: dict[str, jax.Array], norms: dict[str, jax.Array], ctx: LayerContext
     ) -> jax.Array:
@@ -268,6 +281,12 @@ class Mamba2(Recurrence):
             "mamba2_output": Param((N, P, D), "N H D", std=residual_std(c), inputs="N H", adapts=True),
         }
 
+    def keeps(self, c: DecoderShape) -> dict[str, Kept]:
+        m = c.mamba2
+        taps = m.num_heads * m.head_dim + 2 * m.num_groups * m.state_dim, m.conv_width - 1
+        state = m.num_heads, m.state_dim, m.head_dim
+        return {"causal_conv1d": Kept.state(taps, "F _"), "state_space_v2": Kept.state(state, "N _ _")}
+
     def mixed(
         self, h: jax.Array, params: dict[str, jax.Array], norms: dict[str, jax.Array], ctx: LayerContext
     ) -> jax.Array:
@@ -321,6 +340,10 @@ class Lightning(Recurrence):
             "lightning_out_norm": Param((N, H), "N H", "ones", decay=False, cast=False),
             "lightning_output": Param((N, H, D), "N H D", std=residual_std(c), inputs="N H", adapts=True),
         }
+
+    def keeps(self, c: DecoderShape) -> dict[str, Kept]:
+        m = c.lightning
+        return {"lightning_attention": Kept.state((m.num_heads, m.head_dim, m.head_dim), "N _ _")}
 
     def mixed(
         self, h: jax.Array, params: dict[str, jax.Array], norms: dict[str, jax.Array], ctx: LayerContext

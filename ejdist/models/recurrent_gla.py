@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ejdist.models.config import DecoderShape
+from ejdist.models.kept import Kept
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, norm_weight, residual_std
 from ejdist.models.recurrent import Recurrence
@@ -43,6 +44,10 @@ class GatedLinear(Recurrence):
             "gla_out_norm": Param((Hv,), "_", "ones", decay=False, cast=False),
             "gla_output": Param((N, Hv, D), "N H D", std=residual_std(c), inputs="N H", adapts=True),
         }
+
+    def keeps(self, c: DecoderShape) -> dict[str, Kept]:
+        m = c.gla
+        return {"gla_attention": Kept.state((m.num_heads, m.key_dim, m.value_dim), "N _ _")}
 
     def mixed(
         self, h: jax.Array, params: dict[str, jax.Array], norms: dict[str, jax.Array], ctx: LayerContext

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ejdist.costs import ALL_GATHER, Traffic
 from ejdist.mesh import TP
 from ejdist.models.config import DecoderShape
+from ejdist.models.kept import Kept
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, norm_weight, residual_std
 from ejdist.models.recurrent import Recurrence
@@ -114,6 +115,11 @@ class Rwkv7(Recurrence):
             declared[f"rwkv7_{name}_down"] = Param((D, rank), "D R", std=std, inputs="D", adapts=True)
             declared[f"rwkv7_{name}_up"] = Param((rank, N, H), "R N H", std=std, inputs="R", adapts=True)
         return declared
+
+    def keeps(self, c: DecoderShape) -> dict[str, Kept]:
+        m = c.rwkv7
+        state = m.num_heads, m.head_dim, m.head_dim
+        return {"causal_conv1d": Kept.state((c.model_dim, SHIFT - 1), "F _"), "rwkv7": Kept.state(state, "N _ _")}
 
     def mixed(
         self, h: jax.Array, params: dict[str, jax.Array], norms: dict[str, jax.Array], ctx: LayerContext

@@ -39,6 +39,7 @@ class Share:
       frozen: whether the model's matrices are frozen beside adapters.
       tile: tokens of a tile of kernels that add a hop's results in place; None where the device has no such kernels.
       documents: of the rows.
+      torus: see `AttentionShape`.
     """
 
     tokens: int
@@ -55,6 +56,7 @@ class Share:
     frozen: bool = False
     tile: int | None = None
     documents: Documents = ONE_DOCUMENT
+    torus: bool = False
 
     @property
     def sequence(self) -> int:
@@ -99,6 +101,7 @@ class Share:
             by_batch=by_batch,
             few_hops=few_hops(self.order, self.length // self.order.shards),
             halo=halo,
+            torus=self.torus,
         )
         shape = replace(shape, forwards=1 + (not self.remat.asked))
         return declared(self.scheme, "cost", _ATTENDING, "the ejdist.costs.Traffic of an AttentionShape")(shape)

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ejdist.frozen import Frozen
 from ejdist.models.config import ALIASES, MIXERS, NONE, DecoderShape, parts_of_kind
+from ejdist.models.kept import Arrays, Kept
 from ejdist.models.model import Metrics
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part
@@ -110,6 +111,25 @@ def declare_buffers(c: DecoderShape) -> dict[str, dict[str, Param]]:
     return {name: {k: p.stacked(n) for k, p in buffers.items()} for name, (buffers, n) in declared.items() if buffers}
 
 
+def declare_kept(c: DecoderShape) -> dict[str, tuple[int, dict[str, Kept]]]:
+    """Returns what layers keep between the steps of a generation: part -> (how many layers have it, what each keeps).
+
+    Raises:
+      ValueError: a part does not say what it keeps; names the kind of layer.
+    """
+    counts, declared = _counts(layers_of(c)), {}
+    for name, part in parts_of(c).items():
+        kept = part.keeps(c)
+        if kept is None:
+            raise ValueError(
+                f"model.layer_pattern has layers with {name}, which cannot generate: {type(part).__name__} does not declare "
+                "what it keeps of a request (Part.keeps); use python -m launch.evaluate, which needs no cache"
+            )
+        if kept:
+            declared[name] = counts[name], kept
+    return declared
+
+
 def update_buffers(c: DecoderShape, buffers: Any, seen: dict[str, jax.Array]) -> Any:
     """Returns the buffers after a step, from the "update" metrics of all layers."""
     parts = parts_of(c)
@@ -152,15 +172,21 @@ def _used(part: Part, weights: dict[str, Any], c: DecoderShape, dtype: Any) -> d
 
 
 def _layer(
-    x, weights, buffers, layer, parts: list[Part], context: Callable[..., LayerContext]
-) -> tuple[jax.Array, Metrics]:
-    """Returns (x, metrics) of one layer; weights and buffers are by part."""
+    x, kept: Arrays, weights, buffers, rows, layer, parts: list[Part], context: Callable[..., LayerContext]
+) -> tuple[jax.Array, Arrays, Metrics]:
+    """Returns (x, what layers keep, metrics) after one layer; weights, buffers and rows are by part."""
     x = checkpoint_name(x, _LAYER_INPUT)
     metrics: Metrics = {}
     for part in parts:
         with jax.named_scope(part.name):
             ctx = context(layer=layer, buffers=buffers[part.name])
+            serves = None
+            if ctx.serving is not None:
+                serves = ctx.serving.layer(part.name, ctx.ops, kept.get(part.name, {}), rows[part.name])
+                ctx = replace(ctx, ops=serves.ops)
             x, part_metrics = part.apply(x, _used(part, weights[part.name], ctx.config, x.dtype), ctx)
+            if serves is not None and part.name in kept:
+                kept = kept | {part.name: serves.arrays}
         for name, m in part_metrics.items():
             # Without a gradient, so that the backward saves nothing for them.
             m = m if m.how == "loss" else replace(m, value=jax.lax.stop_gradient(m.value))
@@ -168,7 +194,7 @@ def _layer(
             if name in metrics:
                 raise ValueError(f"two parts of a layer return the metric {name!r}; rename {part.name}'s")
             metrics[name] = m
-    return x, metrics
+    return x, kept, metrics
 
 
 def _stacked(layers: list[Metrics]) -> Metrics:
@@ -220,14 +246,17 @@ def run_layers(
     c: DecoderShape,
     context: Callable[..., LayerContext],
     which: range,
-) -> tuple[jax.Array, Metrics]:
-    """Returns (x, metrics) after a range of layers. Its complete rounds of the pattern run as one scan; the layers before and
-    after them are unrolled.
+    kept: Arrays | None = None,
+) -> tuple[jax.Array, Arrays, Metrics]:
+    """Returns (x, what the layers keep, metrics) after a range of layers. Its complete rounds of the pattern run as one scan;
+    the layers before and after them are unrolled.
 
     Args:
       params, buffers: as declared by `declare_layers` and `declare_buffers`, reduced to the rows of these layers (`rows_of`).
         Matrices are cast to the dtype of x before the scan.
       context: `LayerContext` without the fields that differ between layers.
+      kept: in a step of a generation, what all layers keep, as declared by `declare_kept`. It goes through the layers whole, so
+        that each replaces its own row where it is; none is copied.
 
     Raises:
       ValueError: a stack has the wrong number of rows.
@@ -247,7 +276,8 @@ def run_layers(
     for name in _counts(layers[which.start : which.stop]):
         part = parts_of(c)[name]
         weights = {k: _cast(params[k], x.dtype) if p.cast else params[k] for k, p in part.declare(c).items()}
-        stacks[name] = (weights, buffers.get(name, {}))
+        numbers = {} if kept is None else jnp.arange(rows_of(c, which)[name].stop, dtype=jnp.int32)
+        stacks[name] = (weights, buffers.get(name, {}), numbers)
 
     def rows(name: str, start: int, stop: int, step: int) -> Any:
         return jax.tree.map(lambda w: w[start:stop:step], stacks[name])
@@ -264,37 +294,42 @@ def run_layers(
         return by_layer
 
     def run(
-        x: jax.Array, arrays: list[dict[str, Any]], first: Any, layers: list[list[Part]], in_scan: bool
-    ) -> tuple[jax.Array, Metrics]:
-        metrics = []
+        carry: tuple[jax.Array, Arrays],
+        arrays: list[dict[str, Any]],
+        first: Any,
+        layers: list[list[Part]],
+        in_scan: bool,
+    ) -> tuple[tuple[jax.Array, Arrays], Metrics]:
+        metrics, (x, kept) = [], carry
         for i, (parts, mine) in enumerate(zip(layers, arrays, strict=True)):
             layer = partial(_layer, parts=parts, context=context)
-            w, b = ({name: both[k] for name, both in mine.items()} for k in (0, 1))
+            w, b, rows = ({name: three[k] for name, three in mine.items()} for k in (0, 1, 2))
             with jax.named_scope("layer"):
-                x, layer_metrics = rematerialised(layer, REMAT[c.remat], parts, in_scan=in_scan)(x, w, b, first + i)
+                remembering = rematerialised(layer, REMAT[c.remat], parts, in_scan=in_scan)
+                x, kept, layer_metrics = remembering(x, kept, w, b, rows, first + i)
             metrics.append(layer_metrics)
-        return x, _stacked(metrics)
+        return (x, kept), _stacked(metrics)
 
-    def one_round(x: jax.Array, xs: Any) -> tuple[jax.Array, Metrics]:
+    def one_round(carry: tuple[jax.Array, Arrays], xs: Any) -> tuple[tuple[jax.Array, Arrays], Metrics]:
         arrays, at_layer = xs
-        return run(x, arrays, at_layer, pattern, in_scan=rounds > 1)
+        return run(carry, arrays, at_layer, pattern, in_scan=rounds > 1)
 
     def every_round(name: str, i: int) -> Any:
         n, start = each[name], first[name]
         return rows(name, start + i, start + rounds * n, n)
 
-    runs = []
+    runs, carry = [], (x, kept or {})
     if head:
-        x, metrics = run(x, of_layers(head, row), jnp.int32(which.start), head, in_scan=False)
+        carry, metrics = run(carry, of_layers(head, row), jnp.int32(which.start), head, in_scan=False)
         runs.append(metrics)
     if rounds:
         firsts = begin + len(pattern) * jnp.arange(rounds, dtype=jnp.int32)
         # Scan over exactly the arrays that a layer takes: the backward then reads the same stacks, and the forward does not
         # write a second copy of every weight for it.
-        x, metrics = jax.lax.scan(one_round, x, (of_layers(pattern, every_round), firsts))
+        carry, metrics = jax.lax.scan(one_round, carry, (of_layers(pattern, every_round), firsts))
         runs.append(jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), metrics))
     if tail:
         rest = of_layers(tail, lambda name, i: row(name, first[name] + rounds * each[name] + i))
-        x, metrics = run(x, rest, jnp.int32(end), tail, in_scan=False)
+        carry, metrics = run(carry, rest, jnp.int32(end), tail, in_scan=False)
         runs.append(metrics)
-    return x, {name: m.over_layers() for name, m in _concatenated(runs).items()}
+    return *carry, {name: m.over_layers() for name, m in _concatenated(runs).items()}

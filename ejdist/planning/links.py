@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ejdist.costs import ALL_GATHER, ALL_TO_ALL, NETWORK, RAGGED_ALL_TO_ALL, Traffic
+from ejdist.costs import ALL_GATHER, ALL_TO_ALL, NETWORK, PERMUTE, PERMUTE_BOTH, RAGGED_ALL_TO_ALL, Traffic
 from ejdist.experts.choice import links_of
 from ejdist.mesh import AXES, DP, FSDP
 from ejdist.planning.chips import Chip
@@ -91,11 +91,15 @@ class Links:
     def _slower(self, axis: str, collective: str, sizes: Mapping[str, int], measured: MeasuredAxis | None) -> float:
         """Returns how many times as long an exchange takes as one of the same bytes at the known rate."""
         slower = 1.0
+        if collective == PERMUTE and measured is None and self.chip.platform == "tpu":
+            slower = 2.0  # the rate is of both directions of a ring of links
+        if collective == PERMUTE_BOTH and measured is not None and self.chip.platform == "tpu":
+            slower = 0.5  # what was measured is one of them
         if collective in (ALL_TO_ALL, RAGGED_ALL_TO_ALL) and self.chip.network is None and axis != NETWORK:
             # On a ring most rows pass several links. A longer axis spans several sides of the slice, each a ring.
             ring, known_ring = (min(n, self.side or n) for n in (sizes[axis], measured.size if measured else 4))
             slower = max(ring, 4) / max(known_ring, 4)
-        if collective in COLLECTIVES:
+        if collective in (*COLLECTIVES, PERMUTE_BOTH):
             return slower
         links = links_of(self.chip.kind)  # the one that the doctor does not measure
         return slower * links.all_to_all / getattr(links, collective)

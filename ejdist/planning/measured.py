@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ejdist.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
+from ejdist.costs import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, PERMUTE_BOTH, REDUCE_SCATTER
 from ejdist.mesh import AXES, CP
 from ejdist.paths import check_folder
 from ejdist.planning.chips import Chip, chip_of_kind
@@ -30,6 +30,7 @@ class MeasuredAxis:
     def seconds(self, collective: str, sent: float) -> float:
         """Returns the time of one collective in which a device sends that many bytes; one that is not in `COLLECTIVES` has that
         of an all-to-all."""
+        collective = PERMUTE if collective == PERMUTE_BOTH else collective
         points = self.points.get(collective) or self.points[ALL_TO_ALL]
         index = bisect.bisect_left(points, (sent, 0.0))
         if index == 0:

@@ -58,6 +58,7 @@ def share_of(
         frozen=s.lora.rank > 0,
         tile=tile,
         documents=documents,
+        torus=links is not None and links.chip.platform == "tpu",
     )
 
 

@@ -41,6 +41,7 @@ class AttentionShape:
         where the mask's rules say it all. few_hops: whether they do by default.
       latents: bytes of the latents of this rank's tokens where these travel, and keys and values are made of them where they
         arrive; 0: keys and values travel.
+      torus: whether devices have links to their neighbours, each of which carries one direction of a ring.
       expansion: FLOPs of making the keys and values of this rank's tokens and heads of latents, once.
     """
 
@@ -60,6 +61,7 @@ class AttentionShape:
     expansion: int = 0
     by_batch: int | None = None
     few_hops: bool = False
+    torus: bool = False
 
     @property
     def travelling(self) -> int:

@@ -16,8 +16,12 @@ from kernels.framework.dispatch import vary_alike, varying_axes
 Axis = str | tuple[str, ...]
 
 
-# A GPU has one of these transfers on its way at a time, so those of a hop must be one: XLA joins up to so many bytes.
-_COMPILER_OPTIONS = {"gpu": {"xla_gpu_collective_permute_combine_threshold_bytes": 2**40}}
+# A GPU has one of these transfers on its way at a time, so those of a hop must be one: XLA joins up to so many bytes. A TPU has
+# five, and a hop both ways has eight: keys, values and their gradients, each way.
+_COMPILER_OPTIONS = {
+    "gpu": {"xla_gpu_collective_permute_combine_threshold_bytes": 2**40},
+    "tpu": {"xla_max_concurrent_async_collective_permutes": 8},
+}
 
 
 def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, Any]:

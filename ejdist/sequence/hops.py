@@ -3,17 +3,47 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ejdist.sequence import exchange
-from ejdist.sequence.local import Local
+from ejdist.sequence.local import Local, without_padding
 from ejdist.sequence.trips import over_needed
 from kernels.engines.attention.softmax import merge
 from kernels.framework.binding import is_float_array
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank does at every hop of a ring. body: see `over_hops`. results: of what `over_hops` returns, by name."""
+
+    local: Local
+    body: Callable[..., tuple[Any, Any]]
+    results: Callable[[Any, Any], dict[str, jax.Array]]
+
+
+@dataclass(frozen=True)
+class Lap:
+    """A way around a ring: the work, and the hops in the order in which they are made."""
+
+    work: Work
+    hops: tuple[int, ...]
+
+    @property
+    def local(self) -> Local:
+        return self.work.local
+
+    @property
+    def gaps(self) -> list[int]:
+        """By how many ranks keys are passed on after each hop."""
+        return [(b - a) % self.local.ranks for a, b in itertools.pairwise(self.hops)]
+
+    def passed_on(self, tree: Any, by: int) -> Any:
+        return exchange.shift(tree, self.local.axis, by)
 
 
 def over_hops(local: Local, body: Any, dtype: Any = jnp.float32) -> tuple[Any, Any]:
@@ -29,43 +59,98 @@ def over_hops(local: Local, body: Any, dtype: Any = jnp.float32) -> tuple[Any, A
     """
     if local.needed is not None:
         return over_needed(local, body, dtype)
-    axis, hops = local.axis, local.hops
-    gaps, home = [b - a for a, b in itertools.pairwise(hops)], None
+    work = Work(local, body, lambda stay, travel: {"stay": stay, "travel": travel})
+    return over_laps([Lap(work, local.hops)], dtype)[0]
 
-    def visit(hop: Any, state: Any, before: int, after: int) -> tuple[Any, Any, Any]:
-        keys, stay, travel = state
-        coming, moved = exchange.shift(keys, axis, after), exchange.shift(travel, axis, before)
-        return coming, *body(hop, keys, stay, moved, isinstance(hop, int) and hop == hops[-1])
 
-    state = exchange.shift(local.travelling, axis, hops[0]), None, None
+def over_laps(laps: Sequence[Lap], dtype: Any = jnp.float32) -> list[tuple[Any, Any]]:
+    """Returns what `over_hops` returns, of each of several laps with as many hops, which are made side by side."""
+    count, gaps, homes = len(laps[0].hops), [lap.gaps for lap in laps], None
 
-    def travels(state: Any) -> Any:
-        keys, stay, travel = state
-        of = None if travel is None else {n: x.astype(dtype or keys[n].dtype) for n, x in travel.items()}
-        return keys, stay, of
+    def visit(number: int | None, hops: Any, states: Any) -> Any:
+        """At the hops of that number; None: at some between others, which are evenly spaced."""
+        last = number == count - 1
+        arrived = []  # all of it is on its way before anything is attended to
+        for lap, gap, (keys, _, travel) in zip(laps, gaps, states, strict=True):
+            before, after = (
+                gap[:1] * 2 if number is None else (0 if not number else gap[number - 1], 0 if last else gap[number])
+            )
+            arrived.append((lap.passed_on(keys, after), lap.passed_on(travel, before)))
+        made = []
+        for lap, hop, (keys, stay, _), (coming, moved) in zip(laps, hops, states, arrived, strict=True):
+            made.append((coming, *lap.work.body(hop, keys, stay, moved, last)))
+        return tuple(made)
 
+    def hops_at(number: int) -> tuple[int, ...]:
+        return tuple(lap.hops[number] for lap in laps)
+
+    def travels(states: Any) -> Any:
+        return tuple(
+            (keys, stay, None if sums is None else {n: x.astype(dtype or keys[n].dtype) for n, x in sums.items()})
+            for keys, stay, sums in states
+        )
+
+    first = hops_at(0)
+    states: Any = tuple(
+        (lap.passed_on(lap.local.travelling, hop), None, None) for lap, hop in zip(laps, first, strict=True)
+    )
+    if count == 1:
+        ends = visit(0, first, states)
+        return [_home(lap, stay, travel, None) for lap, (_, stay, travel) in zip(laps, ends, strict=True)]
     # Behind barriers, or the compiler sends the keys of a later hop, which need no attention, beside those of this one.
-    state, done = jax.lax.optimization_barrier(visit(hops[0], state, 0, gaps[0] if gaps else 0)), 1
-    if gaps and is_own(hops[0]) and state[2] is not None:
-        home, state = {n: x.astype(local.keys[n].dtype) for n, x in state[2].items()}, (*state[:2], None)
-        if len(hops) > 2:  # after it all hops are alike
-            state, done = travels(jax.lax.optimization_barrier(visit(hops[1], state, gaps[0], gaps[1]))), 2
-    elif gaps:
-        state = travels(state)
-    middle = hops[done:-1]
-    if len(middle) > 1 and len(set(gaps)) == 1:
-        state, _ = jax.lax.scan(lambda s, hop: (visit(hop, s, gaps[0], gaps[0]), None), state, jnp.asarray(middle))
+    states, done = jax.lax.optimization_barrier(visit(0, first, states)), 1
+    if is_own(first[0]) and states[0][2] is not None:
+        homes = [{n: x.astype(keys[n].dtype) for n, x in own.items()} for keys, _, own in states]
+        states = tuple((keys, stay, None) for keys, stay, _ in states)
+        if count > 2:  # after it all hops are alike
+            states, done = travels(jax.lax.optimization_barrier(visit(1, hops_at(1), states))), 2
     else:
-        for hop, before, after in zip(middle, gaps[done - 1 :], gaps[done:], strict=False):
-            state = jax.lax.optimization_barrier(visit(hop, state, before, after))
-    if gaps:
-        state = visit(hops[-1], state, gaps[-1], 0)
-    _, stay, travel = state
+        states = travels(states)
+    if count - 1 - done > 1 and all(len(set(gap)) == 1 for gap in gaps):
+        middle = tuple(jnp.asarray(lap.hops[done:-1]) for lap in laps)
+        states = tuple((keys, widened(stay), travel) for keys, stay, travel in states)
+        states, _ = jax.lax.scan(lambda s, hops: (visit(None, hops, s), None), states, middle)
+    else:
+        for number in range(done, count - 1):
+            states = jax.lax.optimization_barrier(visit(number, hops_at(number), states))
+    states = visit(count - 1, hops_at(count - 1), states)
+    homes = homes or [None] * len(laps)
+    ends = zip(laps, states, homes, strict=True)
+    return [_home(lap, stay, travel, home) for lap, (_, stay, travel), home in ends]
+
+
+def _home(lap: Lap, stay: Any, travel: Any, home: Any) -> tuple[Any, Any]:
+    """Returns (stay, travel) with what others have added for this rank's keys, beside what it has itself."""
     if travel is None:
         return stay, None
-    coming = {n: x.astype(local.keys[n].dtype) for n, x in travel.items()}
-    arrived = exchange.shift(coming, axis, local.ranks - hops[-1])
+    coming = {n: x.astype(lap.local.keys[n].dtype) for n, x in travel.items()}
+    arrived = lap.passed_on(coming, lap.local.ranks - lap.hops[-1])
     return stay, arrived if home is None else {n: x.astype(jnp.float32) + arrived[n] for n, x in home.items()}
+
+
+def widened(tree: Any) -> Any:
+    """Returns what stays on a rank in float32, as what later hops add to is."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
+def attends(local: Local) -> Work:
+    """Returns the work of a forward."""
+    local, _ = without_padding(local)
+
+    def body(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any, last: bool) -> tuple[Any, Any]:
+        return attended(local, hop, keys, sofar, local.needed is None), travel
+
+    return Work(local, body, lambda stay, _: dict(zip(("out", "lse"), widened(stay), strict=True)))
+
+
+def pulls(local: Local, saved: dict[str, jax.Array]) -> Work:
+    """Returns the work of a backward."""
+    local, saved = without_padding(local, saved)
+
+    def body(hop: Any, keys: dict[str, jax.Array], grads: Any, sums: Any, last: bool) -> tuple[Any, Any]:
+        return pulled(local, saved, hop, keys, grads, sums, local.needed is None)
+
+    return Work(local, body, lambda grads, sums: widened(grads) | sums)
 
 
 def _zeros(local: Local, names: Iterable[str]) -> dict[str, jax.Array]:
@@ -81,9 +166,16 @@ def _with(x: jax.Array, part: slice | None, new: Callable[[jax.Array], jax.Array
     return jax.lax.dynamic_update_slice_in_dim(x, new(x[:, part]), part.start, 1)
 
 
-def attended(local: Local, hop: Any, keys: dict[str, jax.Array], sofar: Any) -> tuple[jax.Array, jax.Array]:
+def attended(
+    local: Local, hop: Any, keys: dict[str, jax.Array], sofar: Any, as_made: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse), float32, of the keys so far, or of none where that is None, and of those that are here at a hop: a
-    hop's work, forward. Where this rank sees none of them it is nothing."""
+    hop's work, forward. Where this rank sees none of them it is nothing.
+
+    Args:
+      as_made: out of a rank's own keys alone is in the dtype in which it was made. A pass over it is work that transfers would
+        hide under, in the place of a kernel, and memory.
+    """
     first = sofar is None
     if first and not is_own(hop):
         shape = (*local.query.shape[:3], local.sizes["Hv"])
@@ -92,19 +184,26 @@ def attended(local: Local, hop: Any, keys: dict[str, jax.Array], sofar: Any) -> 
     def work(queries: slice, part: slice) -> tuple[jax.Array, jax.Array]:
         new_out, new_lse = local.attend_at(hop, keys, queries, part)
         if first:
-            return new_out.astype(jnp.float32), new_lse
-        out, lse = sofar
+            return new_out if as_made else new_out.astype(jnp.float32), new_lse
+        out, lse = widened(sofar)
         merged = merge(out[:, queries], lse[:, queries], new_out, new_lse)
         return _with(out, queries, lambda _: merged[0]), _with(lse, queries, lambda _: merged[1])
 
-    return local.at_hop(hop, work, lambda: sofar)
+    return local.at_hop(hop, work, lambda: widened(sofar))
 
 
 def pulled(
-    local: Local, saved: dict[str, jax.Array], hop: Any, keys: dict[str, jax.Array], own: Any, sums: Any
+    local: Local,
+    saved: dict[str, jax.Array],
+    hop: Any,
+    keys: dict[str, jax.Array],
+    own: Any,
+    sums: Any,
+    as_made: bool = False,
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Returns (the gradients of what is the rank's own, those of the keys that are here at a hop), with the hop's part added:
-    a hop's work, backward. They are float32; those of the keys have their dtype where `sums` is None, nothing yet.
+    a hop's work, backward. They are float32; those of the keys have their dtype where `sums` is None, nothing yet. `as_made` as
+    of `attended`.
 
     What is added to `sums` is a second conditional, so that the first, which attends, need not wait until they arrive.
     """
@@ -116,11 +215,12 @@ def pulled(
         grads = local.pull_at(hop, saved, keys, queries, part)
         of_keys = {n: _padded(grads[n].astype(keys[n].dtype), part, keys[n].shape[1]) for n in names}
         if own is None:
-            return {n: grads[n].astype(jnp.float32) for n in floats}, of_keys
+            return {n: grads[n] if as_made else grads[n].astype(jnp.float32) for n in floats}, of_keys
         places = {n: queries for n in own if local.has_rows(n)}
-        return {n: _with(x, places.get(n), lambda y, n=n: y + grads[n]) for n, x in own.items()}, of_keys
+        sofar = widened(own)
+        return {n: _with(x, places.get(n), lambda y, n=n: y + grads[n]) for n, x in sofar.items()}, of_keys
 
-    added, grads = local.at_hop(hop, work, lambda: (own, {n: jnp.zeros_like(keys[n]) for n in names}))
+    added, grads = local.at_hop(hop, work, lambda: (widened(own), {n: jnp.zeros_like(keys[n]) for n in names}))
     if sums is None:
         return added, grads
 

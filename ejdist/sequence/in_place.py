@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejdist.sequence.hops import is_own, over_hops
+from ejdist.sequence import hops
+from ejdist.sequence.hops import Work, is_own
 from ejdist.sequence.local import Local
 from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.dispatch import vary_alike
@@ -78,24 +79,37 @@ def pulled(
     return {"query": own}, jax.lax.optimization_barrier(added)
 
 
-def forward(local: Local, kernels: Any, over: Any = over_hops) -> tuple[jax.Array, jax.Array]:
-    """Returns (out in the dtype of the queries, lse) over the keys of all ranks; `over` goes over the hops."""
+def attends(local: Local, kernels: Any) -> Work:
+    """Returns the work of a forward, whose out has the dtype of the queries."""
     local = _without_padding(local, queries=False)
 
     def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any, last: bool) -> tuple[Any, Any]:
         return attended(local, kernels, hop, keys, sofar, last), travel
 
-    return over(local, attend)[0]
+    return Work(local, attend, lambda stay, _: dict(zip(("out", "lse"), stay, strict=True)))
 
 
-def backward(
-    local: Local, saved: dict[str, jax.Array], kernels: Any, dtype: Any = jnp.float32, over: Any = over_hops
-) -> dict[str, jax.Array]:
-    """Returns the gradients by name, float32 or in the dtype of the keys."""
+def pulls(local: Local, saved: dict[str, jax.Array], kernels: Any) -> Work:
+    """Returns the work of a backward, whose gradients are float32 or in the dtype of the keys."""
     local, ids = _without_padding(local, queries=True), local.mask.q_segment_ids
     saved = {n: x if n == "lse" else zeroed(x, ids) for n, x in saved.items()}
-    own, sums = over(local, lambda *at: pulled(local, kernels, saved, *at[:-1]), dtype)
-    return {"query": kernels.of_query(own["query"]), **sums}
+
+    def pull(*hop: Any) -> tuple[Any, Any]:
+        return pulled(local, kernels, saved, *hop[:-1])
+
+    return Work(local, pull, lambda own, sums: {"query": kernels.of_query(own["query"]), **sums})
+
+
+def attending(local: Local, _: Any) -> Work:
+    """Returns the work of a forward: in place, or else by `hops.py`."""
+    kernels = kernels_of(local)
+    return hops.attends(local) if kernels is None else attends(local, kernels)
+
+
+def pulling(local: Local, saved: dict[str, jax.Array]) -> Work:
+    """Returns the work of a backward: in place, or else by `hops.py`."""
+    kernels = kernels_of(local)
+    return hops.pulls(local, saved) if kernels is None else pulls(local, saved, kernels)
 
 
 def _without_padding(local: Local, queries: bool) -> Local:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -16,6 +16,7 @@ from ejdist.sequence import exchange
 from ejdist.sequence.schedule import needed, run_length
 from kernels.engines.attention.masks import MASK_DIMS, MaskInfo, map_data
 from kernels.engines.attention.tiles import active_tiles
+from kernels.framework import padding
 from kernels.framework.contract import Op
 from kernels.framework.dispatch import vary_alike
 from kernels.ops.flash_attention import op as flash
@@ -318,6 +319,17 @@ class Local:
     def _over_all(self, function: Any, keys: dict[str, jax.Array], holders: Any) -> Any:
         mask = self.mask_of(holders, self.every, self.every)
         return self._over(function, keys, mask, holders, self.every, _all(keys))
+
+
+def without_padding(local: Local, saved: dict[str, jax.Array] | None = None) -> tuple[Local, dict[str, jax.Array]]:
+    """Returns a call, and what is `saved` for its backward, with zeros in padding, once for all hops; None: of a forward."""
+    op, mask = local.static.op, local.mask.replace(padded_by_zeros=True)
+    arguments = {**local.own, **local.keys, "mask": local.own_mask}
+    saved, arguments = (
+        ({}, padding.of_forward(op, arguments)) if saved is None else padding.of_backward(op, saved, arguments)
+    )
+    own, keys = ({n: arguments[n] for n in names} for names in (local.own, local.keys))
+    return replace(local, own=own, keys=keys, mask=mask), saved
 
 
 def _all(keys: dict[str, jax.Array]) -> slice:

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejdist.costs import ALL_GATHER, PERMUTE, REDUCE_SCATTER, Traffic, declared
+from ejdist.costs import ALL_GATHER, PERMUTE, PERMUTE_BOTH, REDUCE_SCATTER, Traffic, declared
 from ejdist.order import AUTO, Order
-from ejdist.sequence import exchange, halo, hops, in_place, trips, two_level, ulysses
+from ejdist.sequence import both_ways, exchange, halo, hops, in_place, trips, two_level, ulysses
 from ejdist.sequence.cost import ALWAYS, NEVER, AttentionShape, Axes, SchemeBytes, attention_shape
 from ejdist.sequence.local import Local
 from ejdist.sequence.reshard import undivided
@@ -30,11 +30,13 @@ class Ring(Scheme):
     batch need; "auto", which is "batch" where a rank has one run of the text, of many tokens. The result is the same.
     levels: 1, or 2 over several axes: keys go round inside of the last axis, and between its groups meanwhile, see
     `two_level.py`; then all hops are made.
+    directions: 1, or 2, half of the heads each way round; "auto" is 2 where links form a ring, see `both_ways.py`.
     """
 
     gradients: str = "float32"
     hops: str = AUTO
     levels: int = 1
+    directions: int | str = AUTO
 
     hides = True
     latents = AUTO
@@ -46,24 +48,20 @@ class Ring(Scheme):
             )
         check_hops("Ring: argument 'hops'", self.hops)
         two_level.check(self.levels, self.hops)
+        both_ways.check(self.directions, self.levels, self.hops)
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
-        def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any, last: bool) -> tuple[Any, Any]:
-            return hops.attended(local, hop, keys, sofar), travel
-
-        kernels, over = in_place.kernels_of(local), two_level.over_hops_by(self.levels)
-        return over(local, attend)[0] if kernels is None else in_place.forward(local, kernels, over)
+        made = self._around(local, {}, in_place.attending)
+        return made["out"], made["lse"]
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        def pull(hop: Any, keys: dict[str, jax.Array], grads: Any, sums: Any, last: bool) -> tuple[Any, Any]:
-            return hops.pulled(local, saved, hop, keys, grads, sums)
+        return self._around(local, saved, in_place.pulling, jnp.float32 if self.gradients == "float32" else None)
 
-        kernels, dtype = in_place.kernels_of(local), jnp.float32 if self.gradients == "float32" else None
-        over = two_level.over_hops_by(self.levels)
-        if kernels is not None:
-            return in_place.backward(local, saved, kernels, dtype, over)
-        grads, sums = over(local, pull, dtype)
-        return grads | sums
+    def _around(self, local: Local, saved: Any, work: Any, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+        if both_ways.asked(self.directions, local, self.levels == 1 and not self.counts_hops(local)):
+            return both_ways.around(local, saved, work, dtype)
+        made = work(local, saved)
+        return made.results(*two_level.over_hops_by(self.levels)(made.local, made.body, dtype))
 
     def rejects(self, heads: int, over: Axes) -> str | None:
         return two_level.refused(over) if self.levels > 1 else None
@@ -78,11 +76,13 @@ class Ring(Scheme):
         if self.levels == 2 and shape.hops:
             return two_level.traffic(shape, self._wide(shape))
         sent, keys, hops = Traffic(), shape.travelling, shape.sent_on(self.hops)
+        both = both_ways.goes(self.directions, shape, not by_batch(self.hops, shape.few_hops))
+        collective, arrays = (PERMUTE_BOTH, 4) if both else (PERMUTE, 2)
         if hops:
             passes = shape.forwards + 1  # keys and values travel in the backward too
-            sent.add(shape.axis, PERMUTE, passes * keys * hops, 2 * passes * hops)
+            sent.add(shape.axis, collective, passes * keys * hops, arrays * passes * hops)
             # Their gradients by other ranks follow them by a hop, and go home in the dtype of the keys.
-            sent.add(shape.axis, PERMUTE, (self._wide(shape) * (hops - 1) + 1) * keys, 2 * hops)
+            sent.add(shape.axis, collective, (self._wide(shape) * (hops - 1) + 1) * keys, arrays * hops)
         return sent
 
     def memory(self, shape: AttentionShape) -> SchemeBytes:

@@ -37,6 +37,9 @@ class SequenceSection:
     hops: str = operational(AUTO)
     # Of a ring over cp and sp: 2, one ring over sp, inside of a host, and one over cp beside it; 1: one over all.
     levels: int = operational(1)
+    # Directions of a ring: 2, half of the heads each way round; 1; auto: 2 where links have two, on TPUs, and each device needs
+    # the keys of all others.
+    directions: str = operational(AUTO)
     # Whether latent attention sends its latents, of which each device makes keys and values again, or keys and values: always,
     # never; auto: where latents are cheaper.
     latents: str = operational(AUTO)
@@ -53,6 +56,8 @@ class SequenceSection:
         if self.gradients not in (known := (FLOAT32, "bfloat16")):
             raise ValueError(f"sequence.gradients = {self.gradients!r} is unknown; use one of {', '.join(known)}")
         check_hops("sequence.hops", self.hops)
+        if self.directions not in (known := ("1", "2", AUTO)):
+            raise ValueError(f"sequence.directions = {self.directions!r} is unknown; use one of {', '.join(known)}")
         options = [name for name, value in self._options().items() if value is not None]
         if self.scheme == AUTO and options:
             raise ValueError(
@@ -86,7 +91,7 @@ class SequenceSection:
         """Returns the scheme with its options. Raises ValueError for one that it does not have."""
         options = self._options()
         window = None if self.window_scheme is None else SCHEMES[self.window_scheme]
-        both = ("gradients", "hops", "levels")
+        both = ("gradients", "hops", "levels", "directions")
         alike = {} if window is None else {n: options[n] for n in both if n in options_of(window)}
         of_window = None if self.window_scheme is None else scheme_of(self.window_scheme, **alike)
         return by_window(scheme_of(self.named, **options), of_window, self.latents)
@@ -100,6 +105,7 @@ class SequenceSection:
             "gradients": None if self.gradients == FLOAT32 else self.gradients,
             "hops": None if self.hops == AUTO else self.hops,
             "levels": None if self.levels == 1 else self.levels,
+            "directions": None if self.directions == AUTO else int(self.directions),
         }
 
     def compiler_options(self, mesh: jax.sharding.Mesh, order: Order) -> dict[str, Any] | None:

@@ -114,6 +114,7 @@ def _share(s: TrainSections, mesh: Any, order: Choice) -> Share:
         dispatch=dispatch_named(LOCAL),
         outer=mesh.shape.get(CP, 1),
         features=mesh.shape.get(TP, 1),
+        torus=next(iter(mesh.devices.flat)).platform == "tpu",
     )
 
 

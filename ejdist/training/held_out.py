@@ -13,6 +13,7 @@ from ejdist.training.data import build as build_data
 from ejdist.training.forward import Evaluator, without_noise
 from ejdist.training.positions import batches_once, loss_by_octave
 from ejdist.training.program import Program, TrainSections
+from ejdist.training.samples import Samples
 
 
 def data_of_evaluation(sections: TrainSections, trained: Data, others: Sequence[Data] = ()) -> Data | None:
@@ -58,6 +59,7 @@ class HeldOut:
       every: steps between evaluations.
       last: the run's last step, after which it is evaluated too.
       batches: most batches of an evaluation. Data that is shorter is used once.
+      samples: what it writes then; None for nothing.
     """
 
     data: Data
@@ -65,6 +67,7 @@ class HeldOut:
     every: int
     last: int
     batches: int
+    samples: Samples | None = None
 
     def due(self, step: int) -> bool:
         """Returns whether the state after this step is evaluated; step 0 is the initial state."""
@@ -88,6 +91,7 @@ class HeldOut:
             octaves = loss_by_octave(self.evaluator, batches())
         finally:
             self.evaluator.use(None, None)  # the next step is given these arrays to overwrite
+        written = {} if self.samples is None else {"samples": self.samples.write(state.params, state.buffers, alive)}
         row, counted = octaves["row"], bool(octaves["row"].counts.any())
         return {
             "sequence_length": self.evaluator.length,
@@ -95,6 +99,7 @@ class HeldOut:
             "tokens": int(row.counts.sum()),
             "seconds": time.perf_counter() - began,
             **{place: of.rows() for place, of in octaves.items()},
+            **written,
         }
 
 
@@ -102,7 +107,7 @@ def evaluation_of(sections: TrainSections, program: Program, data: Data | None) 
     """Returns the evaluation of a stage, yet to be compiled; None if the run evaluates nothing.
 
     Raises:
-      ValueError: the model has no losses of single tokens.
+      ValueError: the model has no losses of single tokens, or is to write samples and cannot.
     """
     if data is None:
         return None
@@ -110,4 +115,5 @@ def evaluation_of(sections: TrainSections, program: Program, data: Data | None) 
     quiet = without_noise(s)
     evaluator = Evaluator(quiet, program.mesh, program=program if quiet is s else None)
     sized = data.resized(s.data.sequence_length, s.data.global_batch)
-    return HeldOut(sized, evaluator, s.evaluation.every, s.run.steps, s.evaluation.batches)
+    samples = Samples(s, program, data.corpus.tokenizer) if s.evaluation.samples else None
+    return HeldOut(sized, evaluator, s.evaluation.every, s.run.steps, s.evaluation.batches, samples)

@@ -83,6 +83,11 @@ def describe_evaluation(row: dict[str, Any]) -> str:
     return f"{prefix}: loss {row['loss']:.4f} over {row['tokens']:,} held-out tokens, {ends} on, {row['seconds']:.1f} s"
 
 
+def in_markdown(sample: dict[str, str]) -> str:
+    """Returns a prompt with its answer as a block of Markdown, whatever they contain."""
+    return "\n".join(f"    {line}" for line in f"{sample['prompt']}[→]{sample['text']}".split("\n"))
+
+
 def _is_row(row: dict[str, Any]) -> bool:
     # A step can exceed 2^63 FLOPs: 8B parameters on 6 rows of 2^20 tokens do.
     summed = all(is_number(row[name], most=2.0**200) for name in SUMMED if name in row)
@@ -161,11 +166,11 @@ class Events:
         """`purge_step`: events of earlier starts from that step on are hidden."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
-        from tensorboardX.summary import make_histogram
+        from tensorboardX.summary import make_histogram, text
 
         events: Any = event_pb2  # generated at import, so invisible to a type checker
         self._event, self._summary = events.Event, cast(Any, summary_pb2).Summary
-        self._histogram = make_histogram
+        self._histogram, self._text = make_histogram, text
         self._every, self._flushed = flush_every, time.monotonic()
         directory.mkdir(parents=True, exist_ok=True)
         # Names with a resolution of seconds collide after a rewind, and the later file would overwrite the earlier one.
@@ -173,8 +178,14 @@ class Events:
         started = events.SessionLog(status=events.SessionLog.START)
         self._writer.write_event(self._event(step=purge_step, session_log=started))
 
-    def add(self, step: int, values: dict[str, float], tables: dict[str, list[list[float]]] | None = None) -> None:
-        """Adds scalars, and a histogram for each row of each table."""
+    def add(
+        self,
+        step: int,
+        values: dict[str, float],
+        tables: dict[str, list[list[float]]] | None = None,
+        texts: dict[str, str] | None = None,
+    ) -> None:
+        """Adds scalars, a histogram for each row of each table, and texts, in Markdown."""
         summaries = [self._summary.Value(tag=n, simple_value=v) for n, v in values.items()]
         histograms = {
             f"{n}/{i}": np.asarray(row, float) for n, rows in (tables or {}).items() for i, row in enumerate(rows)
@@ -183,6 +194,7 @@ class Events:
         summaries += [
             self._summary.Value(tag=n, histo=self._histogram(row, 30)) for n, row in finite.items() if row.size
         ]
+        summaries += [self._text(n, text).value[0] for n, text in (texts or {}).items()]
         event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=summaries))
         self._writer.write_event(event)
         if time.monotonic() - self._flushed >= self._every:
@@ -339,6 +351,10 @@ class MetricsWriter:
             values |= {f"evaluation/{place}/from_{r['from']}": r["loss"] for r in row[place]}
         self._add(step, {name: value for name, value in values.items() if value is not None})
         self._progress.note(describe_evaluation(row))
+        samples = row.get("samples", ())
+        self._events.add(step, {}, texts={f"samples/{i}": in_markdown(one) for i, one in enumerate(samples)})
+        for one in samples:
+            self._progress.note(f"  {one['prompt']!r} goes on with {one['text']!r}")
 
     def _put_beside(self, name: str, row: dict[str, Any]) -> None:
         if name not in self._beside:

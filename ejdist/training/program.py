@@ -133,6 +133,12 @@ class EvaluationSection:
     every: int = operational(0)
     data: Any = operational(None)  # what data.source takes, read with the tokenizer and packing of the run's data
     batches: int = operational(8)  # of data.global_batch rows, the same at every evaluation; shorter data is used once
+    # Prompts that the model answers at every evaluation, with its most likely tokens: ["def main():", "import"].
+    samples: tuple[str, ...] = operational(())
+    sample_tokens: int = operational(64)  # most tokens of such an answer
+
+    def __post_init__(self) -> None:
+        self.samples = tuple(self.samples)
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy."""
@@ -140,6 +146,13 @@ class EvaluationSection:
             raise ValueError(f"evaluation.every must be a number of steps, or 0 for never, got {self.every}")
         if self.batches < 1:
             raise ValueError(f"evaluation.batches must be at least 1, got {self.batches}")
+        if self.sample_tokens < 1 or not all(isinstance(one, str) and one for one in self.samples):
+            raise ValueError(
+                f"evaluation.samples = {list(self.samples)} must be texts that are not empty, and evaluation.sample_tokens at "
+                f"least 1, got {self.sample_tokens}"
+            )
+        if self.samples and not self.every:
+            raise ValueError("evaluation.samples are written at evaluations: give evaluation.every and evaluation.data")
         if self.every and self.data is None:
             raise ValueError(
                 f"evaluation.every = {self.every} needs held-out data: give evaluation.data, for example "

@@ -28,7 +28,7 @@ def zeroed(x: jax.Array, ids: jax.Array | None) -> jax.Array:
 
 def of_mask(mask: Any, **others: Any) -> dict[str, Any]:
     """Returns dim -> segment ids, of queries (T) and keys (S)."""
-    return {} if mask is None else {"T": mask.q_segment_ids, "S": mask.kv_segment_ids}
+    return {} if mask is None or mask.padded_by_zeros else {"T": mask.q_segment_ids, "S": mask.kv_segment_ids}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ejdist.paths import is_step
 from ejdist.training import goodput
-from ejdist.training.metrics import tables_in
+from ejdist.training.metrics import read_evaluations, tables_in
 from ejdist.training.recorded import recorded_changes
 
 DOCUMENTS = ("plan.json", "doctor.json", "bandwidth.json", "rehearsal.json", "evaluation.json")
@@ -104,6 +104,9 @@ def open_folder(path: Path, name: str) -> RunFolder:
         content = _document(run, document, (dict, list))
         if content is not None:
             run.documents[document] = content
+    for row in read_evaluations(path)[-1:]:
+        if isinstance(row.get("samples"), list):
+            run.documents[f"evaluation.samples at step {row['step']:,}"] = row["samples"]
     for picture in PICTURES:
         _read_picture(run, picture)
     if not (

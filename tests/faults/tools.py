@@ -251,4 +251,18 @@ FAULTS = (
         "import jax\nSEQUENCE_AXIS = 'sp'",
         "tests/test_house.py -k only_these_files",
     ),
+    Fault(
+        "interpreter: a zero loses its sign",
+        "_beside",
+        "math.copysign(1, $value)",
+        "1",
+        "tests/test_toolchains.py -k numbers_beside",
+    ),
+    Fault(
+        "interpreter: a float beside integers is one of them",
+        "_constant",
+        "$semantic.computation_type_impl($dtype, False, $number, True, False) is not $dtype",
+        "False",
+        "tests/test_toolchains.py -k numbers_beside",
+    ),
 )

@@ -106,6 +106,7 @@ class MaskInfo:
       chunk_size: only keys in the same chunk of that many positions attend. With segments and without positions, chunks
         are counted from the start of each segment, see `resolved`.
       packed: positions are along a packed axis, but chunks still count from the start of each segment.
+      padded_by_zeros: nothing about pairs: arguments are zero in padding already, and no call zeroes them again.
     """
 
     q_segment_ids: jax.Array | None = None
@@ -120,6 +121,7 @@ class MaskInfo:
     sink_tokens: int | None = field(default=None, metadata={"static": True})
     chunk_size: int | None = field(default=None, metadata={"static": True})
     packed: bool = field(default=False, metadata={"static": True})
+    padded_by_zeros: bool = field(default=False, metadata={"static": True})
 
     def __post_init__(self) -> None:
         for name in _INDICES:
@@ -135,15 +137,12 @@ class MaskInfo:
 
     @classmethod
     def from_attention_mask(cls, attention_mask: Any, **options: Any) -> MaskInfo:
-        """Returns the mask for a boolean (or 0/1) array: [B, S] marks tokens that are not padding, as queries and as
-        keys; [B, T, S] and [B, N, T, S] mark pairs, and stay dense."""
+        """Returns the mask for booleans or 0/1: [B, S], tokens that are not padding; [B, T, S] and [B, N, T, S], pairs."""
         mask = jnp.asarray(attention_mask)
         if jnp.issubdtype(mask.dtype, jnp.floating):
             # 0 / -inf and 1 / 0 are both common conventions, with opposite meanings.
-            raise ValueError(
-                f"argument 'attention_mask' must be boolean or 0/1 integers, got {mask.dtype}; pass values "
-                "to add to the logits as 'bias'"
-            )
+            why = f"must be boolean or 0/1 integers, got {mask.dtype}; pass values to add to the logits as 'bias'"
+            raise ValueError(f"argument 'attention_mask' {why}")
         mask = mask if mask.dtype == jnp.bool_ else mask != 0
         if mask.ndim == 2:
             return cls.from_segments(jnp.where(mask, 0, -1).astype(jnp.int32), **options)
@@ -363,7 +362,9 @@ class MaskInfo:
 
 
 # Names of the fields that are options, not arrays. `packed` says where chunks count from, and is no rule.
-_OPTIONS = tuple(f.name for f in dataclasses.fields(MaskInfo) if f.name not in MASK_DIMS and f.name != "packed")
+_OPTIONS = tuple(
+    f.name for f in dataclasses.fields(MaskInfo) if f.name not in {*MASK_DIMS, "packed", "padded_by_zeros"}
+)
 
 
 def features_of_masks() -> dict[str, Callable[[Any], bool]]:

@@ -150,11 +150,11 @@ op = Op(
     autotune_key=autotune_key,
     config=ChunkConfig,
     cases=(
-        _case("small", "g initial_state", "smoke", B=2, T=10, N=2, K=1, H=4, Hv=3),
+        _case("small", "g initial_state", "smoke", "kernels", B=2, T=10, N=2, K=1, H=4, Hv=3),
         _case("documents", "gk initial_state", ids=_documents, B=2, T=67, N=2, K=2, H=5, Hv=3),
         _case("every_decay", "g gk gv g_gamma", ids=_documents, options={"softmax_scale": 0.7}, B=1, T=7, N=2, K=1, H=4, Hv=5),
         _case("rwkv6", "gk bonus initial_state", ids=_documents, B=1, T=13, N=2, K=2, H=4, Hv=4),
-        _case("packed", "g_gamma initial_state", "code", ids=_packed, B=1, T=140, N=2, K=2, H=3, Hv=4, G=4),
+        _case("packed", "g_gamma initial_state", "code", "kernels", ids=_packed, B=1, T=140, N=2, K=2, H=3, Hv=4, G=4),
         _case("packed_rwkv6", "gk gv bonus", "slow", ids=_packed, B=2, T=77, N=2, K=1, H=4, Hv=3, G=3),
         _case("no_decay", "initial_state", "slow", B=2, T=130, N=2, K=2, H=8, Hv=8),
         _case("one_token", "gk initial_state", "slow", B=2, T=1, N=4, K=2, H=8, Hv=8),

@@ -1,5 +1,6 @@
 """Paged attention: attention over keys and values stored in pages, for serving. Forward only."""
 
+from kernels.ops.paged_attention.cache import written
 from kernels.ops.paged_attention.contract import (
     PagedAttentionConfig,
     append_and_attend_op,
@@ -38,4 +39,5 @@ __all__ = [
     "ragged_page_attention_v2",
     "ragged_page_attention_v3",
     "unified_attention",
+    "written",
 ]

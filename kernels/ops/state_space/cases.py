@@ -69,7 +69,7 @@ def _cases(
     state = ("initial_state",)
     return (
         case("small", small, "smoke", arrays=optional),
-        case("documents", odd, arrays=(*optional, *state), segment_ids=documents),
+        case("documents", odd, "kernels", arrays=(*optional, *state), segment_ids=documents),
         case("packed", {**odd, "B": 1, "G": 3}, arrays=state, states=3, segment_ids=packed(3)),
         case("one_token", {**small, "T": 1}, "slow", arrays=(*optional, *state)),
         case("long", long, "slow", arrays=(*optional, *state), segment_ids=documents),

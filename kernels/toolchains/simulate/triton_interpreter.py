@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import math
 import threading
 import types
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import ml_dtypes
 import numpy as np
 from triton import language as tl
 from triton._C.libtriton import ir
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime import jit as triton_jit
 
@@ -107,6 +109,92 @@ def _tensor(self: Any, handle: Any, type: Any) -> None:
     self.shape, self.numel = _shape_of_tensor(*type.shape) if type.is_block() else _shape_of_tensor()
 
 
+@functools.cache
+def _shape_of_both(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape that two broadcast to."""
+    return np.broadcast_shapes(left, right)
+
+
+def _broadcast(value: Any, sizes: tuple[int, ...]) -> Any:
+    if value.type.is_block() and value.handle.data.shape == sizes:
+        return value
+    data = np.broadcast_to(value.handle.data, sizes)
+    return tl.tensor(interpreter.TensorHandle(data, value.dtype), tl.block_type(value.dtype, list(sizes)))
+
+
+def _broadcast_both(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """`broadcast_impl_value` of Triton's semantics, without the copies that it makes of scalars and of shapes."""
+    if not lhs.type.is_block() and not rhs.type.is_block():
+        return lhs, rhs
+    left, right = (x.handle.data.shape if x.type.is_block() else () for x in (lhs, rhs))
+    if left == right:
+        return lhs, rhs
+    try:
+        sizes = _shape_of_both(left, right)
+    except ValueError:
+        return _plain_broadcast_both(self, lhs, rhs)  # says what is wrong
+    return _broadcast(lhs, sizes), _broadcast(rhs, sizes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _constant(value: float, kind: type, sign: float, dtype: Any, sizes: tuple[int, ...] | None) -> Any:
+    """Returns a number of Python as it is beside a tensor of a dtype and shape (None: a scalar); None where it makes the dtype
+    another one. `kind` and `sign` tell 1 from 1.0 and True, and 0.0 from -0.0."""
+    semantic = interpreter.interpreter_semantic
+    number = semantic.to_tensor_type(value)
+    if semantic.computation_type_impl(dtype, False, number, True, False) is not dtype:
+        return None
+    scalar = semantic._cast_to_computation_type(value, dtype)
+    return scalar if sizes is None else _broadcast(scalar, sizes)
+
+
+def _beside(value: Any, tensor: Any) -> Any:
+    sizes = tensor.handle.data.shape if tensor.type.is_block() else None
+    return _constant(value, type(value), math.copysign(1, value), tensor.dtype, sizes)
+
+
+def _operands(self: Any, lhs: Any, rhs: Any, *rest: Any, **options: Any) -> tuple[Any, Any]:
+    """`binary_op_type_checking_impl` of Triton's semantics. What most sums and products are of is told apart first: tensors of
+    one dtype, which stay as they are; a tensor and a number, which is made once; a pointer and its offsets."""
+    if not rest[2:] and not options:
+        left, right = type(lhs) is tl.tensor, type(rhs) is tl.tensor
+        if left and right:
+            if lhs.dtype is rhs.dtype and type(lhs.dtype) is tl.dtype:
+                return _broadcast_both(self, lhs, rhs)
+            if rest[:1] == (True,) and lhs.dtype.is_ptr() and rhs.dtype.is_int():
+                return _broadcast_both(self, lhs, rhs)
+        elif left and type(rhs) in (int, float) and type(lhs.dtype) is tl.dtype:
+            rhs_or_none = _beside(rhs, lhs)
+            if rhs_or_none is not None:
+                return lhs, rhs_or_none
+        elif right and type(lhs) in (int, float) and type(rhs.dtype) is tl.dtype:
+            lhs_or_none = _beside(lhs, rhs)
+            if lhs_or_none is not None:
+                return lhs_or_none, rhs
+    return _plain_operands(self, lhs, rhs, *rest, **options)
+
+
+_plain_broadcast_both, _plain_operands = (
+    TritonSemantic.broadcast_impl_value,
+    TritonSemantic.binary_op_type_checking_impl,
+)
+
+
+def _operator(name: str, swapped: bool) -> Any:
+    """Returns the operator of tensors that is Triton's `name` of two of them."""
+    method = getattr(TritonSemantic, name)
+
+    def apply(self: Any, other: Any) -> Any:
+        other = other.value if isinstance(other, tl.constexpr) else other
+        return method(interpreter.interpreter_semantic, *((other, self) if swapped else (self, other)), True)
+
+    return apply
+
+
+# Written between tensors they go through two wrappers each.
+_OPERATORS = {f"__{r}{name}__": _operator(name, bool(r)) for name in ("add", "sub", "mul") for r in ("", "r")}
+
+
 @contextlib.contextmanager
 def _interpreted_language() -> Iterator[None]:
     """Inside, `triton.language` works on NumPy, and `@triton.jit` functions can be called. Everything is undone
@@ -165,6 +253,11 @@ def _interpreted_language() -> Iterator[None]:
         (builder, "create_masked_load", load),
         (builder, "create_splat", splat),
         (builder, "create_masked_store", store),
+        (TritonSemantic, "broadcast_impl_value", _broadcast_both),
+        (TritonSemantic, "binary_op_type_checking_impl", _operands),
+        # Whether integers overflow is computed at each sum of two and, outside of Triton's debugging, not looked at.
+        (interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False)),
+        *((tl.tensor, name, operator) for name, operator in _OPERATORS.items()),
     ]
     modules = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     with language_lock:

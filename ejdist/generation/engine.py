@@ -1,0 +1,334 @@
+"""Generates texts of many requests together: continuous batching over pages and states, in programs of fixed shapes.
+
+A step runs at most two programs, each compiled once: one for a chunk of prompts, one for a token of every text under way.
+Which requests their rows belong to, how long these are and how tokens are chosen is data. A request waits until a slot is free
+and the pages for all of its tokens are, so that what has begun always ends. What a request gets never depends on the others
+beside it, but for the order of sums.
+
+Source: Yu et al., Orca: A Distributed Serving System for Transformer-Based Generative Models, 2022 (continuous batching); Kwon
+et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023; Agrawal et al., SARATHI, 2023
+(prompts in chunks).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejdist.generation.pages import Pages
+from ejdist.generation.requests import Request, Result, Token, ids_of, stops_of
+from ejdist.generation.sampling import Choices, Sampling, sample
+from ejdist.generation.served import Rows, Step, positions_of
+from ejdist.layout import current_layout, replicated, set_layout, sharding
+from ejdist.models.kept import Arrays, Cached
+from ejdist.models.model import Model, StepContext
+from ejdist.operations import bind_ops
+from ejdist.sequence.exchange import compiler_options
+
+
+class Engine:
+    """A model that generates, on the mesh and with the parameters that train it: nothing of them is copied.
+
+    >>> engine = Engine(model, params, slots=8, length=2048)  # doctest: +SKIP
+    >>> number = engine.submit(ids, max_tokens=100, temperature=0)  # doctest: +SKIP
+    >>> while not engine.idle:  # doctest: +SKIP
+    ...     for token in engine.step():
+    ...         print(token)
+    >>> engine.results()[number].tokens  # doctest: +SKIP
+
+    On several hosts, do the same with it on all of them.
+
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: Any,
+        *,
+        buffers: Any = None,
+        mesh: jax.sharding.Mesh | None = None,
+        slots: int = 8,
+        length: int = 2048,
+        page: int = 16,
+        pages: int | None = None,
+        chunk: int = 128,
+        ends: Collection[int] = (),
+        decode: Callable[[Sequence[int]], str] | None = None,
+        platform: str | None = None,
+        experts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Args:
+          model: as `build()` of a recipe's model section returns it.
+          params, buffers: of the model, with the shardings of its training.
+          mesh: that of the parameters; None for one device. Rows of a step are split over all axes that split rows or sequences
+            in training, and heads over those of heads. Every device has the pages of all requests, of its heads.
+          slots: how many requests are under way at once; rounded up to a multiple of the devices that rows are split over.
+          length: the most tokens of a request, of its prompt and of what it generates.
+          page: tokens of a page. pages: how many there are; default: for `slots` requests of `length`.
+          chunk: tokens of a prompt that a step takes.
+          ends: tokens that end a text.
+          decode: ids -> text, for `stop` and for the text of results.
+          platform, experts: as `bind_ops` takes them.
+
+        Raises:
+          ValueError: the model cannot generate, or a size is wrong; names the layer or the argument.
+        """
+        for name, size in (
+            ("slots", slots),
+            ("length", length),
+            ("page", page),
+            ("chunk", chunk),
+            ("pages", pages or 1),
+        ):
+            if size < 1:
+                raise ValueError(f"Engine: argument {name!r} must be at least 1, got {size}")
+        self._cached = _cached(model, experts)
+        layout = current_layout()
+        table = dict(layout.activations)
+        whole = table.pop("replicated", ())
+        sequence = {*table.pop("T", ()), *table.pop("S", ())}
+        table["B"] = (*table.get("B", ()), *(a for a in sorted(sequence) if a not in table.get("B", ())))
+        self._layout = partial(set_layout, parameters=layout.parameters, replicated=whole, **table)
+        self.groups = 1 if mesh is None else math.prod(mesh.shape.get(a, 1) for a in table["B"])
+        self.slots, self.length, self.chunk = -(-slots // self.groups) * self.groups, length, chunk
+        self._longest = -(-length // page)
+        declared = self._cached.declared
+        shares = all(k.per_token for _, kept in declared.values() for k in kept.values())
+        self._pages = Pages(self.slots * self._longest if pages is None else pages, page, shares)
+        self._ends, self._decode, self._state = frozenset(ends), decode, (params, buffers)
+        self._ops = bind_ops(mesh, platform=platform, experts=experts)
+        self._programs: dict[int, Callable[..., Any]] = {}  # by the tokens of a row
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._free = list(range(self.slots))[::-1]
+        self._finished: dict[int, Result] = {}
+        self._next = 0
+        self._compile(mesh)
+
+    def _compile(self, mesh: jax.sharding.Mesh | None) -> None:
+        """Makes what layers keep, and the step's program."""
+        page, dtype = self._pages.page, self._cached.dtype
+        with self._layout():
+            activations = current_layout().activations
+        arrays, places = {}, {}
+        for part, (layers, kept) in self._cached.declared.items():
+            arrays[part], places[part] = {}, {}
+            for name, k in kept.items():
+                lead = (layers, self._pages.count, page) if k.per_token else (layers, self.slots)
+                of = [((*lead, *shape), ["_"] * len(lead) + dims.split()) for shape, dims in k.arrays]
+                arrays[part][name] = tuple(
+                    jax.ShapeDtypeStruct(shape, dtype if k.per_token else np.float32) for shape, _ in of
+                )
+                places[part][name] = tuple(
+                    None if mesh is None else sharding(mesh, dims, activations, shape=shape, what=f"what {part} keeps")
+                    for shape, dims in of
+                )
+        placed = None if mesh is None else places
+        whole = None if mesh is None else replicated(mesh)
+        self._empty = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrays), out_shardings=placed)
+        self._kept: Arrays | None = None  # until the first step
+        cached, ops = self._cached, self._ops
+
+        def step(
+            params: Any,
+            buffers: Any,
+            kept: Arrays,
+            tokens: Any,
+            tables: Any,
+            slots: Any,
+            before: Any,
+            new: Any,
+            choices: Choices,
+        ) -> tuple[jax.Array, jax.Array, Arrays]:
+            width = tokens.shape[1]
+            positions = positions_of(before, new, width)
+            rows = Rows.of(tables, slots, before, new, width, page)
+            batch = {
+                "tokens": tokens,
+                "positions": jnp.maximum(positions, 0),
+                "segment_ids": jnp.where(positions >= 0, 0, -1),
+            }
+            with self._layout():
+                serving, context = Step(cached.declared, rows), StepContext(buffers=buffers)
+                logits, kept = cached.step(params, batch, kept, ops, serving, context=context)
+                logits = ops.constrain(logits, "_ _")
+            return *sample(logits, choices), kept
+
+        options = None if mesh is None else compiler_options(mesh)
+        self._step = jax.jit(step, donate_argnums=2, out_shardings=(whole, whole, placed), compiler_options=options)
+
+    def use(self, params: Any, buffers: Any = None) -> None:
+        """Replaces the parameters and buffers, of the same shapes and shardings. Texts under way go on, over what was kept of
+        their tokens before; new ones share nothing of it."""
+        self._state = (params, buffers)
+        self._pages.forget()
+        for request in (*self._running, *self._waiting):
+            request.digests = []
+
+    def release(self) -> None:
+        """Gives back the memory of what layers keep, and the parameters; give new ones with `use` before the next step. What is
+        under way, or waits, is dropped."""
+        for request in [*self._running]:
+            self._end(request)
+        self._waiting.clear()
+        self._pages.forget()
+        self._kept, self._state = None, (None, None)
+
+    def submit(
+        self,
+        prompt: Any,
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+    ) -> int:
+        """Returns the number of a new request.
+
+        Args:
+          prompt: token ids, at least one.
+          max_tokens: how many may be generated; default: as many as fit.
+          temperature, top_k, top_p, min_p, seed: see `Sampling`.
+          stop: strings, at the first of which the text ends; they need the engine's `decode`.
+
+        Raises:
+          ValueError: the prompt is empty, too long or of another tokenizer, or an argument is wrong. Other requests go on.
+        """
+        sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+        ids, stops = ids_of(prompt, self._cached.vocab_size), stops_of(stop)
+        if stops and self._decode is None:
+            raise ValueError("stop = strings needs an Engine with decode=, ids -> text")
+        room = min(self.length, self._pages.count * self._pages.page)
+        if max_tokens is None:
+            max_tokens = max(room - len(ids), 1)
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens = {max_tokens} must be at least 1")
+        if len(ids) + max_tokens > room:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens and max_tokens = {max_tokens} are more than the {room} tokens of a request: "
+                "shorten them, or give the cache more length"
+            )
+        request = Request(self._next, ids, max_tokens, sampling, stops, self._pages.digests(ids))
+        self._next += 1
+        self._waiting.append(request)
+        return request.id
+
+    @property
+    def programs(self) -> int:
+        """How many programs were compiled: at most two, whatever is asked for."""
+        return len(self._programs)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits or is under way."""
+        return not self._waiting and not self._running
+
+    def results(self) -> dict[int, Result]:
+        """Returns the texts that have finished since the last call, by the number of their request."""
+        finished, self._finished = self._finished, {}
+        return finished
+
+    def step(self) -> list[Token]:
+        """Takes a chunk of the prompts that wait for it, and a token of every text under way; returns the new tokens."""
+        self._admit()
+        filling = [r for r in self._running if r.filled < len(r.prompt)][: self.groups]
+        tokens = self._run(filling, self.groups, self.chunk) if filling else []
+        writing = [r for r in self._running if r.filled == len(r.prompt)]
+        return tokens + (self._run(writing, self.slots, 1) if writing else [])
+
+    def _admit(self) -> None:
+        """Gives slots and pages to those that wait, in order."""
+        while self._waiting and self._free:
+            request = self._waiting[0]
+            needed = -(-(len(request.prompt) + request.max_tokens) // self._pages.page)
+            if needed > self._pages.room:
+                return
+            request.pages, request.slot = self._pages.take(needed), self._free.pop()
+            self._running.append(self._waiting.popleft())
+
+    def _begin(self, request: Request) -> None:
+        """Takes the pages that others have written of the beginning of a prompt in the place of its own."""
+        shared = self._pages.shared(request.digests)
+        self._pages.release(request.pages[: len(shared)])
+        request.pages[: len(shared)] = shared
+        request.filled, request.published = len(shared) * self._pages.page, len(shared)
+
+    def _run(self, requests: list[Request], rows: int, width: int) -> list[Token]:
+        """Runs the next tokens of requests, at most `width` of each, and returns those that follow."""
+        tokens, tables = np.zeros((rows, width), np.int32), np.zeros((rows, self._longest), np.int32)
+        slots, before, new = np.full(rows, self.slots, np.int32), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        choices = [(Sampling(temperature=0), 0)] * rows
+        for i, r in enumerate(requests):
+            if r.filled < len(r.prompt):
+                if not r.filled:
+                    self._begin(r)
+                ids = r.prompt[r.filled : r.filled + width]
+                before[i] = r.filled
+            else:
+                ids, before[i] = r.tokens[-1:], len(r.prompt) + len(r.tokens) - 1
+            new[i], slots[i] = len(ids), r.slot
+            tokens[i, width - len(ids) :] = ids
+            tables[i, : len(r.pages)] = r.pages
+            choices[i] = r.sampling, len(r.tokens)
+        kept = self._empty() if self._kept is None else self._kept
+        data = (*self._state, kept, tokens, tables, slots, before, new, Choices.of(choices))
+        if (
+            width not in self._programs
+        ):  # whose shapes are then fixed: another one is an error, and never compiled silently
+            self._programs[width] = self._step.lower(*data).compile()
+        chosen, scores, self._kept = self._programs[width](*data)
+        chosen, scores = np.asarray(chosen), np.asarray(scores)
+        events = []
+        for i, r in enumerate(requests):
+            if r.filled < len(r.prompt):
+                r.filled += int(new[i])
+                self._publish(r)
+                if r.filled < len(r.prompt):
+                    continue
+            reason = r.take(int(chosen[i]), float(scores[i]), self._ends, self._decode)
+            events.append(Token(r.id, int(chosen[i]), float(scores[i]), reason))
+            if reason is not None:
+                self._finish(r, reason)
+        return events
+
+    def _publish(self, request: Request) -> None:
+        full = min(request.filled // self._pages.page, len(request.digests))
+        for i in range(request.published, full):
+            self._pages.publish(request.pages[i], request.digests[i])
+        request.published = full
+
+    def _end(self, request: Request) -> None:
+        self._running.remove(request)
+        self._pages.release(request.pages)
+        self._free.append(request.slot)
+
+    def _finish(self, request: Request, reason: str) -> None:
+        self._end(request)
+        self._finished[request.id] = request.result(reason, self._decode)
+
+
+def _cached(model: Any, experts: Mapping[str, Any] | None) -> Cached:
+    """Returns how a model generates. Raises ValueError where it cannot, with what to use instead."""
+    cached = getattr(model, "cached", None)
+    if cached is None:
+        raise ValueError(
+            "Engine: this model does not say how it generates (Model.cached); decoders of ejdist.models do"
+        )
+    if cached.refused:
+        raise ValueError(cached.refused)
+    if (capacity := (experts or {}).get("capacity")) is not None:
+        raise ValueError(
+            f"experts.capacity = {capacity} drops tokens by what is beside them in a batch, so that a text would "
+            "depend on the others: give experts.capacity=null to generate"
+        )
+    return cached

@@ -1,0 +1,115 @@
+"""What is asked of a generation, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ejdist.generation.sampling import Sampling
+
+# Why a text is finished: a token that ends texts, one of the strings that stop it, or as many tokens as it may have.
+END, STOP, LENGTH = "end", "stop", "length"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished text.
+
+    Attributes:
+      id: what `submit` returned.
+      prompt: its token ids.
+      tokens: those generated, with the one that ended the text.
+      log_probabilities: of each of them under the model, in nats, as its loss in training is: without temperature or limits.
+      reason: why it is finished: "end", "stop" or "length".
+      text: of the tokens, without the end, up to a string that stopped it; None without `decode`.
+    """
+
+    id: int
+    prompt: np.ndarray
+    tokens: list[int]
+    log_probabilities: list[float]
+    reason: str
+    text: str | None
+
+
+class Token(NamedTuple):
+    """A token that a step has generated; `reason` is that of its text where that is finished, else None."""
+
+    id: int
+    token: int
+    log_probability: float
+    reason: str | None
+
+
+@dataclass
+class Request:
+    """A text under way.
+
+    filled: how many tokens of the prompt are in the cache. pages: those of the request, in order; none while it waits.
+    """
+
+    id: int
+    prompt: np.ndarray
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    digests: list[bytes]
+    tokens: list[int] = field(default_factory=list)
+    log_probabilities: list[float] = field(default_factory=list)
+    filled: int = 0
+    published: int = 0
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+
+    def take(
+        self, token: int, log_probability: float, ends: Collection[int], decode: Callable[..., str] | None
+    ) -> str | None:
+        """Takes the next token, and returns why the text is finished; None where it goes on."""
+        self.tokens.append(token)
+        self.log_probabilities.append(log_probability)
+        if token in ends:
+            return END
+        if decode is not None and self.stop:
+            # Every token is at least a byte, and every character at most four: the end of the text is enough to look at.
+            tail = decode(self.tokens[-4 * (max(map(len, self.stop)) + 1) :])
+            if any(one in tail for one in self.stop) and self._stopped(decode(self.tokens)) is not None:
+                return STOP
+        return LENGTH if len(self.tokens) == self.max_tokens else None
+
+    def result(self, reason: str, decode: Callable[..., str] | None) -> Result:
+        """Returns the finished text."""
+        text = None
+        if decode is not None:
+            text = decode(self.tokens[:-1] if reason == END else self.tokens)
+            text = text[: self._stopped(text)] if reason == STOP else text
+        return Result(self.id, self.prompt, self.tokens, self.log_probabilities, reason, text)
+
+    def _stopped(self, text: str) -> int | None:
+        """Returns where the first string that stops the text begins."""
+        return min((place for one in self.stop if (place := text.find(one)) >= 0), default=None)
+
+
+def ids_of(prompt: Any, vocab_size: int) -> np.ndarray:
+    """Returns the token ids of a prompt, int32. Raises ValueError where they are none, or not of the model."""
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(f"a prompt must be token ids [n], got {ids.dtype} of shape {ids.shape}")
+    if not ids.size:
+        raise ValueError("the prompt is empty: a text begins with at least one token, such as the tokenizer's BOS")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise ValueError(
+            f"the prompt has token {ids.max() if ids.max() >= vocab_size else ids.min()}, and the model has tokens 0 to "
+            f"{vocab_size - 1}: it is of another tokenizer; use the one that the model was trained with"
+        )
+    return ids.astype(np.int32)
+
+
+def stops_of(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the strings that stop a text. Raises ValueError for an empty one."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(one, str) and one for one in stops):
+        raise ValueError(f"stop = {stop!r} must be strings that are not empty")
+    return stops

@@ -1,0 +1,103 @@
+"""How the next token is chosen of its logits, for each row as its request asks for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of a request are chosen.
+
+    temperature: 0 for the most likely token. top_k: of the most likely ones alone; 0 for all. top_p: of the fewest whose
+    probabilities sum to it. min_p: of those at least as likely as this share of the most likely one. They apply in this order,
+    after the temperature. seed: of the draws, which depend on nothing else: not on the other requests.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the argument and what it may be."""
+        wrong = {
+            "temperature": (not 0 <= self.temperature < math.inf, "0, for the most likely token, or a positive number"),
+            "top_k": (not 0 <= self.top_k < 2**31, "a number of tokens, or 0 for all"),
+            "top_p": (not 0 < self.top_p <= 1, "above 0, and at most 1 for all tokens"),
+            "min_p": (not 0 <= self.min_p <= 1, "from 0, for all tokens, to 1"),
+            "seed": (not 0 <= self.seed < 2**32, "in [0, 2**32)"),
+        }
+        for name, (is_wrong, rule) in wrong.items():
+            if is_wrong:
+                raise ValueError(f"{name} = {getattr(self, name)} must be {rule}")
+
+
+class Choices(NamedTuple):
+    """The fields of `Sampling` for each row, and how many tokens of its request were drawn before; [B] each."""
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    seed: Any
+    drawn: Any
+
+    @classmethod
+    def of(cls, asked: list[tuple[Sampling, int]]) -> Choices:
+        """Returns those of rows, from (what the request asks for, how many tokens it has)."""
+        dtypes = {"top_k": np.int32, "seed": np.uint32}
+        columns = {
+            f.name: np.array([getattr(one, f.name) for one, _ in asked], dtypes.get(f.name, np.float32))
+            for f in fields(Sampling)
+        }
+        return cls(**columns, drawn=np.array([drawn for _, drawn in asked], np.int32))
+
+
+def sample(logits: jax.Array, choices: Choices) -> tuple[jax.Array, jax.Array]:
+    """Returns (the chosen tokens, int32 [B]; their log-probabilities under the model, float32 [B], as training has them:
+    without temperature or limits).
+
+    Args:
+      logits: float32 [B, V].
+    """
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def drawn() -> jax.Array:
+        cold = choices.temperature == 0
+        scaled = logits / jnp.where(cold, 1, choices.temperature)[:, None]
+        limits = (choices.top_k > 0) | (choices.top_p < 1) | (choices.min_p > 0)
+        scaled = jax.lax.cond(jnp.any(limits & ~cold), lambda: _limited(scaled, choices), lambda: scaled)
+
+        def noise(seed: jax.Array, count: jax.Array) -> jax.Array:
+            return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), count), logits.shape[-1:])
+
+        noisy = scaled + jax.vmap(noise)(choices.seed, choices.drawn)
+        return jnp.where(cold, best, jnp.argmax(noisy, axis=-1).astype(jnp.int32))
+
+    tokens = jax.lax.cond(jnp.any(choices.temperature > 0), drawn, lambda: best)
+    scores = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)[:, 0]
+    return tokens, scores
+
+
+def _limited(scaled: jax.Array, choices: Choices) -> jax.Array:
+    """Returns logits [B, V] that are -inf where top_k, top_p or min_p leaves a token out; of equal ones all stay, or none."""
+    ordered = -jnp.sort(-scaled, axis=-1)
+    ranks = jnp.arange(scaled.shape[-1])
+    first = jnp.where(choices.top_k > 0, choices.top_k, scaled.shape[-1])
+    within = jnp.where(ranks < first[:, None], ordered, -jnp.inf)
+    probabilities = jax.nn.softmax(within, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    enough = (before < choices.top_p[:, None]) | (choices.top_p == 1)[:, None]
+    likely = probabilities >= choices.min_p[:, None] * probabilities[:, :1]
+    stays = (within > -jnp.inf) & enough & likely
+    stays = stays.at[:, 0].set(True)
+    least = jnp.min(jnp.where(stays, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(scaled >= least, scaled, -jnp.inf)

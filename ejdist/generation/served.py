@@ -1,0 +1,201 @@
+"""How layers run in a step of a generation: their operations over what was kept of the tokens before.
+
+A step has rows of new tokens, each of a request, at the end of the row. What mixes the tokens of a row is replaced here, and
+all else of a layer runs as in training: attention writes its keys and values into pages and reads all of the request's there,
+and a recurrence goes on from the state of the request's slot. The arrays of all layers are stacked, and a layer reads and
+replaces its own row of them: nothing is copied in a step, whatever the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from ejdist.models.kept import Kept
+from ejdist.models.ops import Ops
+from ejdist.operations import SHARDED
+from kernels.ops.paged_attention import written
+
+Pages = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The requests of the rows of a step.
+
+    slots: int [B], where a request's states are; past the last slot for a row without a request.
+    lengths: int [B], its tokens up to the end of this step; 0 without a request.
+    fresh: bool [B], whether it begins in this step.
+    tables: int [B, pages of the longest], its pages.
+    entries: int [B, T], the entry of all pages, of one layer, that a new token has; -1 for padding.
+    """
+
+    slots: jax.Array
+    lengths: jax.Array
+    fresh: jax.Array
+    tables: jax.Array
+    entries: jax.Array
+
+    @classmethod
+    def of(cls, tables: jax.Array, slots: jax.Array, before: jax.Array, new: jax.Array, length: int, page: int) -> Rows:
+        """Args:
+        tables, slots: as above. before, new: int [B], tokens of a request before this step, and in it.
+        length: of a row. page: tokens of a page.
+        """
+        positions = positions_of(before, new, length)
+        real = positions >= 0
+        where = jnp.take_along_axis(tables, jnp.maximum(positions, 0) // page, axis=1)
+        entries = jnp.where(real, where * page + positions % page, -1)
+        return cls(slots, jnp.where(new > 0, before + new, 0), before == 0, tables, entries)
+
+
+def positions_of(before: jax.Array, new: jax.Array, length: int) -> jax.Array:
+    """Returns int [B, length]: the position of each token of a row in its request, -1 for the padding before them."""
+    place = jnp.arange(length) - (length - new[:, None])
+    return jnp.where(place >= 0, before[:, None] + place, -1)
+
+
+def _attention(
+    pages: Pages,
+    row: jax.Array,
+    rows: Rows,
+    ops: Ops,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    **options: Any,
+) -> tuple[jax.Array, Pages]:
+    """Returns (causal attention of the new tokens over all of their requests, the pages with their keys and values)."""
+    shape = pages[0].shape
+    of_layer = partial(_of_layer, row=row, shape=shape)
+    new = (ops.constrain(x.reshape(-1, *x.shape[2:]), "_ K _") for x in (key, value))
+    stacks = (x.reshape(-1, *x.shape[2:]) for x in pages)
+    keys, values = ops.append_to_cache(*new, *stacks, of_layer(rows.entries.reshape(-1), each=shape[1] * shape[2]))
+    out = _over_pages(query, (keys, values), of_layer(rows.tables, each=shape[1]), rows, ops, options)
+    return out, tuple(x.reshape(old.shape) for x, old in zip((keys, values), pages, strict=True))
+
+
+def _latent_attention(
+    pages: Pages,
+    row: jax.Array,
+    rows: Rows,
+    ops: Ops,
+    query: jax.Array,
+    latent: jax.Array,
+    key_up: Any,
+    value_up: Any,
+    query_rope: jax.Array,
+    key_rope: jax.Array,
+    **options: Any,
+) -> tuple[jax.Array, Pages]:
+    """Returns (latent attention, the pages of latents). Queries are taken to the latents, which are the keys and the values of
+    all heads, so that nothing is made of the tokens before (DeepSeek-V2, 2024, section 2.1.2)."""
+    (stack,) = pages
+    B, T, N, _ = query.shape
+    new = ops.constrain(jnp.concatenate([latent, key_rope], axis=-1).reshape(B * T, 1, -1), "_ _ _")
+    entries = _of_layer(rows.entries.reshape(-1), row, stack.shape, stack.shape[1] * stack.shape[2])
+    cache = written(stack.reshape(-1, stack.shape[2], 1, stack.shape[3]), new, entries, None)[:, :, 0]
+    width = query.shape[-1] + query_rope.shape[-1]
+    options = {"softmax_scale": width**-0.5, **_without_ids(options)}
+    absorbed, turned = ops.project(query, key_up, "btnh,rnh->btnr"), query_rope
+    absorbed, turned = (ops.constrain(x.reshape(B * T, N, -1), "_ N _") for x in (absorbed, turned))
+    tables = _of_layer(rows.tables, row, stack.shape, stack.shape[1])
+    begins = T * jnp.arange(B + 1, dtype=jnp.int32)
+    out = ops.multi_latent_ragged_page_attention(absorbed, turned, cache, rows.lengths, tables, begins, **options)
+    out = _of_real(ops.constrain(out.reshape(B, T, N, -1), "B T N _"), rows)
+    return ops.project(out, value_up, "btnr,rnh->btnh"), (cache.reshape(stack.shape),)
+
+
+def _of_layer(numbers: jax.Array, row: jax.Array, shape: tuple[int, ...], each: int) -> jax.Array:
+    """Returns numbers of pages, or of their entries, in the stack of all layers; negative ones as they are."""
+    return jnp.where(numbers >= 0, numbers + row * each, numbers)
+
+
+def _over_pages(
+    query: jax.Array, pages: Pages, tables: jax.Array, rows: Rows, ops: Ops, options: Mapping[str, Any]
+) -> jax.Array:
+    out = ops.page_attention(query, *pages, kv_lens=rows.lengths, block_tables=tables, **_without_ids(options))
+    return _of_real(out, rows)
+
+
+def _without_ids(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of attention over pages: a request is one document, and its padding has no tokens."""
+    ids = ("causal", "segment_ids", "q_segment_ids", "kv_segment_ids")
+    return {name: x for name, x in options.items() if name not in ids}
+
+
+def _of_real(out: jax.Array, rows: Rows) -> jax.Array:
+    return jnp.where((rows.entries >= 0)[..., None, None], out, 0)
+
+
+def _recurrence(
+    function: Callable[..., Any], states: Pages, row: jax.Array, rows: Rows, *arguments: Any, **options: Any
+) -> tuple[jax.Array, Pages]:
+    """Returns (the result of a recurrence that goes on from the state of each request, all states with the new ones)."""
+    (pool,) = states
+    before = pool.at[row, rows.slots].get(mode="clip")
+    before = jnp.where(rows.fresh.reshape(-1, *[1] * (before.ndim - 1)), 0, before)
+    out, after = function(*arguments, state=before, return_state=True, **options)
+    return out, (pool.at[row, rows.slots].set(after.astype(pool.dtype), mode="drop"),)
+
+
+# Operation -> its form over pages.
+OVER_PAGES: dict[str, Callable[..., tuple[jax.Array, Pages]]] = {
+    "attention": _attention,
+    "flash_mla": _latent_attention,
+}
+
+
+class OfLayer:
+    """The operations of one part of one layer in a step, and what they keep, which they replace as they run.
+
+    An operation that mixes tokens and keeps nothing is refused: its result would be that of the step's tokens alone.
+    """
+
+    def __init__(
+        self, part: str, ops: Ops, declared: Mapping[str, Kept], arrays: Mapping[str, Any], row: Any, rows: Rows
+    ) -> None:
+        self.arrays = dict(arrays)
+        pending = set(declared)
+
+        def serve(name: str, *arguments: Any, **options: Any) -> jax.Array:
+            if name not in pending:
+                raise ValueError(
+                    f"layers with {part} call {name} twice, and keep one state of it: they cannot generate; use python -m "
+                    "launch.evaluate, which needs no cache"
+                )
+            pending.remove(name)
+            pages = self.arrays[name]
+            if declared[name].per_token:
+                out, self.arrays[name] = OVER_PAGES[name](pages, row, rows, ops, *arguments, **options)
+            else:
+                out, self.arrays[name] = _recurrence(getattr(ops, name), pages, row, rows, *arguments, **options)
+            return out
+
+        def refuse(name: str, *arguments: Any, **options: Any) -> NoReturn:
+            raise ValueError(
+                f"layers with {part} call {name} and do not declare that they keep anything of it (Part.keeps), so they cannot "
+                "generate; export the model first where it has adapters (python -m launch.export), or use launch.evaluate"
+            )
+
+        mixes = {name for name, function in SHARDED.items() if function.of_sequences} | {*OVER_PAGES}
+        replaced = {name: partial(refuse, name) for name in mixes - {*declared}}
+        replaced |= {name: partial(serve, name) for name in declared}
+        self.ops = ops.replace(**replaced, sends_latents=lambda itemsize, adapted, **dims: not adapted)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Serves a step's layers; see `ejdist.models.kept.Serving`."""
+
+    declared: Mapping[str, tuple[int, Mapping[str, Kept]]]
+    rows: Rows
+
+    def layer(self, part: str, ops: Ops, arrays: Mapping[str, Any], row: Any) -> OfLayer:
+        _, declared = self.declared.get(part, (0, {}))
+        return OfLayer(part, ops, declared, arrays, row, self.rows)

@@ -1,0 +1,47 @@
+"""state_space_v2 for TPUs in Pallas: an adapter of `kernels/engines/scan`."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from kernels.engines.scan import pallas_linear_calls as linear
+from kernels.ops.state_space.contract import v2_op, work_v2
+
+
+def _launches(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg, cost):
+    """Returns the launches of a call: C are queries, B keys and x values, which dt weighs."""
+    dt = dt.astype(jnp.float32)
+    initial_state = None if initial_state is None else initial_state.astype(jnp.float32)
+    tokens = linear.Tokens(C, B, x, dt * A.astype(jnp.float32), dt, D, segment_ids, initial_state)
+    return linear.Launches(tokens, x.shape[2], num_states, 1.0, cfg, cost)
+
+
+def rejects(call):
+    return linear.refused(call.dims, call.x, call.B, call.C)
+
+
+def forward(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
+    cost = work_v2(v2_op.bind(x, dt, A, B, C, D, num_states=num_states))[0]
+    return linear.forward(_launches(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg, cost))
+
+
+def backward(saved, x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
+    cost = work_v2(v2_op.bind(x, dt, A, B, C, D, num_states=num_states))[1]
+    run = _launches(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg, cost)
+    d = linear.backward(run, saved.d_out, saved.d_final_state)
+    gradients = {"x": d["v"], "B": d["k"], "C": d["q"], "dt": d["w"] + d["a"] * A.astype(jnp.float32)}
+    # Padding has no gradient, and its dt may be anything.
+    gradients["A"] = jnp.sum(d["a"] * jnp.where(d["a"] == 0, 0, dt.astype(jnp.float32)), axis=(0, 1))
+    gradients |= {} if D is None else {"D": d["skip"]}
+    return gradients | ({} if initial_state is None else {"initial_state": d["entries"]})
+
+
+v2_op.register(
+    forward,
+    backward,
+    platforms={"tpu"},
+    dtypes={"float32", "bfloat16"},
+    rejects=rejects,
+    heuristic=linear.heuristic,
+    candidates=linear.candidates,
+)

@@ -1,0 +1,134 @@
+"""The prompts of `launch.generate`: of the command line, a file or stdin, and their tokens."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text, or the messages of a conversation, which go through a chat template. answers: texts of which one is to be in
+    the answer; none where that is not asked."""
+
+    text: str = ""
+    messages: tuple[dict[str, Any], ...] = ()
+    answers: tuple[str, ...] = ()
+
+    def is_right(self, text: str) -> bool:
+        """Returns whether an answer has one of the right ones in it, in capitals or not."""
+        return any(one.casefold() in text.casefold() for one in self.answers)
+
+    @property
+    def shown(self) -> Any:
+        """What a row of the output has of it."""
+        return list(self.messages) if self.messages else self.text
+
+
+def read_prompts(prompt: str | None, file: str | None) -> list[Prompt]:
+    """Returns the prompt of the command line, those of a file, or those of stdin (`prompts=-`, or neither).
+
+    Raises:
+      ValueError: there is none, or a row is no prompt; names the line.
+    """
+    if prompt is not None:
+        return [Prompt(prompt)]
+    if file is None and sys.stdin.isatty():
+        raise ValueError("give prompt=TEXT, prompts=FILE, or prompts on stdin, one a line")
+    if file in (None, "-"):
+        name, content = "stdin", sys.stdin.buffer.read()
+    else:
+        name, content = file, Path(file).expanduser().read_bytes()
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} is not UTF-8 (byte {error.start}); prompts are text, or JSON rows in FILE.jsonl"
+        ) from None
+    lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{name} has no prompts: give one a line")
+    if name.endswith(".jsonl"):
+        return [_of_row(line, f"{name}, line {i}") for i, line in lines]
+    return [Prompt(line.removesuffix("\r")) for _, line in lines]
+
+
+def _of_row(line: str, where: str) -> Prompt:
+    remedy = (
+        'write {"prompt": "..."}, or {"messages": [{"role": "user", "content": "..."}]}, and "answer" where it is known'
+    )
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON ({error.msg}); {remedy}") from None
+    if isinstance(row, str):
+        return Prompt(row)
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} has no prompt; {remedy}")
+    answers = row.get("answer", [])
+    answers = [answers] if isinstance(answers, str) else answers
+    if not isinstance(answers, list) or not all(isinstance(one, str) and one for one in answers):
+        raise ValueError(f"{where}: 'answer' must be a text that is not empty, or a list of them")
+    if isinstance(row.get("prompt"), str):
+        return Prompt(row["prompt"], answers=tuple(answers))
+    messages = row.get("messages")
+    if isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages):
+        return Prompt(messages=tuple(messages), answers=tuple(answers))
+    raise ValueError(f"{where} has no prompt; {remedy}")
+
+
+def encoder(tokenizer: Any, template: Any) -> Callable[[Prompt], np.ndarray]:
+    """Returns the function from a prompt to its tokens, BOS first where the tokenizer has one.
+
+    Args:
+      template: `ChatTemplate`, through which every prompt goes, a text as the user's; None for none.
+    """
+    from ejdist.training.chats.special_tokens import begun
+
+    def encode(prompt: Prompt) -> np.ndarray:
+        text = prompt.text
+        if not prompt.messages and not text:
+            return np.zeros(0, np.int32)
+        if prompt.messages and template is None:
+            raise ValueError(
+                "messages need a chat template, and there is none: give data.chat_template=FILE, or chatml"
+            )
+        if template is not None:
+            text, _ = template.render(prompt.messages or [{"role": "user", "content": text}], prompt=True)
+        return begun(tokenizer, tokenizer.encode(text))
+
+    return encode
+
+
+def template_of(chat: str, where_trained: Sequence[str], recipe: Any, is_run: bool) -> Any:
+    """Returns the chat template that prompts go through; None for none.
+
+    Args:
+      chat: "auto": that of a published folder which has one, and of a run on conversations; "true" or "false".
+      where_trained: the formats of rows that are conversations.
+
+    Raises:
+      ValueError: chat=true, and there is none.
+    """
+    from datetime import date
+
+    from ejdist.training.chats.folder import templates_of, tokens_of
+    from ejdist.training.chats.template import ChatTemplate
+
+    asked = recipe.data.chat_template
+    if chat == "false" or (chat == "auto" and is_run and recipe.data.format not in where_trained and asked is None):
+        return None
+    try:
+        source = templates_of(asked, recipe.data.tokenizer)["default"]
+    except ValueError:
+        if chat == "auto" and asked is None:
+            return None
+        raise
+    variables = tokens_of(recipe.data.tokenizer) | dict(recipe.data.chat_template_kwargs or {})
+    return ChatTemplate(source, variables, recipe.data.chat_date or date.today().isoformat())

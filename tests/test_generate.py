@@ -1,0 +1,167 @@
+"""The generate command: its keys, prompts, the file of answers, and texts of a run and of a published folder."""
+
+import io
+import json
+import os
+import sys
+
+import pytest
+from published_folder import write_folder
+from small_run import PLAIN
+
+from ejdist.training.chats.template import ChatTemplate
+from ejdist.training.data.tokenizer import ByteTokenizer
+from launch.answers import Answers, digest_of
+from launch.errors import DONE, WRONG
+from launch.generate import main, parse
+from launch.prompts import Prompt, encoder, read_prompts
+
+
+def test_keys_are_read():
+    args, where, words = parse(["run.dir=outputs/x", "prompt=a=b", "temperature=0", 'stop=["\\n", "Q:"]', "mesh.tp=2"])
+    assert (where, words) == ("outputs/x", ["mesh=single", "mesh.tp=2", "curriculum=[]"])
+    assert (args.prompt, args.stop, args.max_tokens, args.sampling["temperature"]) == ("a=b", ("\n", "Q:"), 256, 0.0)
+    assert parse(["run.dir=x", "stop=[1"])[0].stop == ("[1",)
+    words = parse(["from=models/m", "prompts=p.jsonl", "mesh=fsdp"])[2]
+    assert words == ["model=hf", "model.init_from=models/m", "mesh=fsdp", "curriculum=[]"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["prompt=a"], r"give run\.dir=DIR, or from=HF_FOLDER"),
+        (["run.dir=x", "from=y"], "one of the two"),
+        (["run.dir=x", "prompt=a", "prompts=b"], "prompt=TEXT, or prompts=FILE"),
+        (["run.dir=x", "prompt=a", "prompt=b"], "given twice"),
+        (["run.dir=x", "max_tokens=0"], "max_tokens = '0' must be a whole number of at least 1"),
+        (["run.dir=x", "temperature=warm"], "temperature = 'warm' must be a number"),
+        (["run.dir=x", "top_p=0"], r"top_p = 0\.0 must be above 0"),
+        (["run.dir=x", "stop=[]x"], None),
+        (["run.dir=x", 'stop=[""]'], "must be a text, or a JSON list"),
+        (["run.dir=x", "chat=maybe"], "must be auto, true or false"),
+        (["run.dir=x", "model=nano"], "the model comes from the weights"),
+        (["run.dir=x", "to=answers.txt"], r"must be a file \.jsonl"),
+        (["run.dir=x", "temprature=0"], "did you mean"),
+    ],
+    ids=str,
+)
+def test_wrong_keys_are_one_sentence(words, message):
+    if message is None:
+        assert parse(words)[0].stop == ("[]x",)
+        return
+    with pytest.raises(ValueError, match=message):
+        parse(words)
+
+
+def test_prompts_of_a_file(tmp_path, monkeypatch):
+    (tmp_path / "p.txt").write_text("one\r\n\n  two\n")
+    assert read_prompts(None, str(tmp_path / "p.txt")) == [Prompt("one"), Prompt("  two")]
+    turn = {"role": "user", "content": "hi"}
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": "one\\ntwo"}\n' + json.dumps({"messages": [turn], "answer": ["Paris", "Rome"]}) + '\n"three"\n'
+    )
+    expected = [Prompt("one\ntwo"), Prompt(messages=(turn,), answers=("Paris", "Rome")), Prompt("three")]
+    assert read_prompts(None, str(tmp_path / "p.jsonl")) == expected
+    assert expected[1].is_right("It is ROME.") and not expected[1].is_right("Pari s") and not expected[0].is_right("")
+    assert [one.shown for one in expected] == ["one\ntwo", [turn], "three"]
+    for content, message in (
+        ('{"prompt": 3}', r"p\.jsonl, line 2 has no prompt; write"),
+        ("3", r"p\.jsonl, line 2 has no prompt; write"),
+        ('{"prompt": "a", "answer": 3}', r"line 2: 'answer' must be a text"),
+        ("{", r"p\.jsonl, line 2 is not JSON"),
+        ("\n", r"p\.jsonl has no prompts"),
+    ):
+        (tmp_path / "p.jsonl").write_text("\n" + content)
+        with pytest.raises(ValueError, match=message):
+            read_prompts(None, str(tmp_path / "p.jsonl"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é\n".encode())))
+    assert read_prompts(None, None) == [Prompt("é")]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n")))
+    with pytest.raises(ValueError, match=r"stdin is not UTF-8 \(byte 0\)"):
+        read_prompts(None, "-")
+
+
+def test_prompts_go_through_the_chat_template():
+    template = ChatTemplate(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}",
+        {},
+        None,
+    )
+    tokenizer = ByteTokenizer()
+    encode = encoder(tokenizer, template)
+    assert tokenizer.decode(encode(Prompt("hi"))) == "<user>hi<a>"
+    turns = ({"role": "system", "content": "s"}, {"role": "user", "content": "q"})
+    assert tokenizer.decode(encode(Prompt(messages=turns))) == "<system>s<user>q<a>"
+    plain = encoder(tokenizer, None)
+    assert tokenizer.decode(plain(Prompt("hi"))) == "hi" and not len(plain(Prompt(""))) and not len(encode(Prompt("")))
+    with pytest.raises(ValueError, match="messages need a chat template"):
+        plain(Prompt(messages=turns))
+
+
+def test_a_stopped_file_goes_on_and_another_is_refused(tmp_path):
+    path, prompts, settings = tmp_path / "a.jsonl", ["one", "two"], digest_of({"seed": 0})
+    file = Answers(path, settings, prompts)
+    file.add(1, "two", {"text": "é\n"})
+    row = path.read_bytes()
+    assert json.loads(row) == {"index": 1, "prompt": "two", "text": "é\n", "settings": settings}
+    path.write_bytes(row + row[:-9])  # killed while it wrote
+    again = Answers(path, settings, prompts)
+    assert again.finished == {1: "é\n"}
+    again.add(0, "one", {"text": ""})
+    assert [json.loads(line)["index"] for line in path.read_text().splitlines()] == [1, 0]
+    for other in ((digest_of({"seed": 1}), prompts), (settings, ["one", "three"]), (settings, ["one"])):
+        with pytest.raises(ValueError, match=r"answers to other prompts, or of other weights or settings \(line 1\)"):
+            Answers(path, *other)
+    path.write_text("not JSON\n")
+    with pytest.raises(ValueError, match="name another file"):
+        Answers(path, settings, prompts)
+    assert path.read_text() == "not JSON\n"
+
+
+@pytest.mark.slow
+def test_texts_of_a_run(tmp_path, capfd, monkeypatch):
+    """The first is that of greedy decoding without a cache; a file goes on; each wrong prompt is one sentence."""
+    from ejdist.training.loop import train
+    from recipes.schema import compose
+
+    monkeypatch.chdir(tmp_path)
+    train(compose([*PLAIN, "run.dir=run", "run.steps=2"]), log=lambda line: None)
+    how = ["run.dir=run", "max_tokens=6", "temperature=0"]
+    capfd.readouterr()
+    assert main([*how, "prompt=def "]) == DONE
+    text, told = capfd.readouterr()
+    assert text.endswith("\n") and "1 prompt" in told and "tokens: the first after" in told
+    os.makedirs("out")
+    rows = [{"prompt": "def ", "answer": text[:-1] or "?"}, {"prompt": "import sys", "answer": ["never \u1234"]}, ""]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main([*how, "prompts=p.jsonl", "to=out/a.jsonl"]) == WRONG  # the last prompt is empty
+    told = capfd.readouterr().err
+    assert "error: prompt 2: the prompt is empty" in told and "1 of 2 answers have a right one in them (50.0%)" in told
+    rows = [json.loads(line) for line in (tmp_path / "out/a.jsonl").read_text().splitlines()]
+    assert {row["index"]: row["text"] for row in rows}[0] == text[:-1] and len(rows) == 2
+    assert main([*how, "prompts=p.jsonl", "to=out/a.jsonl", "seed=1"]) == WRONG
+    assert "name another file" in capfd.readouterr().err
+    for words, message in (
+        (["prompt="], "the prompt is empty"),
+        (["prompt=abcdef", "length=8"], "more than the 8 tokens of a request"),
+        (["prompt=a", "data.tokenizer=bpe:300"], "not the tokenizer that the run was trained with"),
+        (["prompt=a", "chat=true"], "need a chat template"),
+    ):
+        assert main([*how, *words]) == WRONG
+        assert message in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_texts_of_a_published_folder(tmp_path, capfd, monkeypatch):
+    """With its tokenizer, chat template and ends; in bfloat16, as the folder says."""
+    monkeypatch.chdir(tmp_path)
+    folder = write_folder(tmp_path / "m", "qwen3")
+    assert main(["from=m", "prompt=abc", "max_tokens=4", "temperature=0"]) == DONE
+    text, told = capfd.readouterr()
+    assert "through the chat template" not in told and len(text) <= 5
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert main(["from=m", "prompt=abc", "max_tokens=4", "temperature=0"]) == DONE
+    again, told = capfd.readouterr()
+    assert "through the chat template" in told and again == text
+    assert main(["from=m", "prompt=abc", "data.tokenizer=bytes"]) == WRONG
+    assert "257 tokens" in capfd.readouterr().err
