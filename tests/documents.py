@@ -264,6 +264,16 @@ def _evaluate(words: list[str], page: Page, complete: bool) -> None:
     _composed(recipe, page, complete)
 
 
+def _generate(words: list[str], page: Page, complete: bool) -> None:
+    from launch.generate import parse
+
+    page.folders(*(os.path.dirname(word.removeprefix("to=")) for word in words if word.startswith("to=")))
+    _, where, recipe = parse(words)
+    if complete:
+        page.needs(where)
+    _composed(recipe, page, complete)
+
+
 def _export(words: list[str], page: Page, complete: bool) -> None:
     from launch.export import _keys
 
@@ -314,7 +324,7 @@ def _rehearse(words: list[str], page: Page, complete: bool) -> None:
 # How a command's arguments are checked: (words, page, whether all files must be there) -> what it prints, if that is read.
 CHECKS: dict[str, Callable[[list[str], Page, bool], str | None]] = {
     "train": _train, "plan": _plan, "evaluate": _evaluate, "export": _export, "report": _report, "tokenize": _tokenize,
-    "rehearse": _rehearse,
+    "generate": _generate, "rehearse": _rehearse,
     **{name: _launcher(name) for name in ("local", "slurm", "gke", "tpu_vm", "doctor")},
 }  # fmt: skip
 

@@ -83,6 +83,7 @@ DELTA = (
         "small",
         "smoke",
         "code",
+        "kernels",
         g="head",
         make={"initial_state": _states(1), "segment_ids": _documents},
         B=2, T=13, K=1, N=2, H=8, Hv=4,
