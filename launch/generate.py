@@ -16,6 +16,7 @@ from launch.errors import DONE, WRONG, run_command
 from launch.evaluation_recipe import FOLDER, recipe_of, trained_tokenizer, with_settings_of_run
 from launch.options import check_spelling, file_of
 from launch.prompts import Prompt, encoder, read_prompts, template_of
+from launch.ruler import context_of
 from launch.train import command, start_jax
 from recipes.arguments import assigned, key_of
 
@@ -292,6 +293,12 @@ def generate(
     )
     chat = ", through the chat template" if template is not None else ""
     log(f"{weights.what}: {len(todo)} prompt{'s' * (len(todo) > 1)}{chat}")
+    context = context_of(weights, where, recipe.model)
+    if context is not None and engine.length > context:
+        log(
+            f"warning: up to {engine.length:,} tokens of a prompt with its answer are more than the model's context of "
+            f"{context:,}: what comes after that is of positions it has not learned"
+        )
     numbers: dict[int, int] = {}
     for i in todo:
         try:

@@ -129,19 +129,25 @@ def prepare(args: RulerArgs, count: int, lengths: Sequence[int], tokenizer: Any,
     return Ruler(args, count, sources.essays.name, sources.digest(), generators, not_run)
 
 
-def check_context(lengths: Sequence[int], weights: Any, where: str, model: Any, words: Sequence[str]) -> None:
-    """Raises ValueError where a length is more than the model is for: the tokens of a row of its run, or
-    max_position_embeddings of its config.json, or those that its scaling of the positions reaches. A model.rope_ key on the
-    command line tries other positions out, and nothing is refused."""
-    if any(key_of(word).startswith("model.rope_") for word in words):
-        return
+def context_of(weights: Any, where: str, model: Any) -> int | None:
+    """Returns the most tokens that a model is for: those of a row of its run, or max_position_embeddings of its config.json, or
+    those that its scaling of the positions reaches; None where nothing says."""
     scaled = int(model.rope_factor * model.rope_original_length) if model.rope_scaling in ("yarn", "llama3") else 0
     trained = weights.data.get("sequence_length")
     if trained is None:
         trained = json.loads((Path(where).expanduser() / "config.json").read_text()).get("max_position_embeddings")
-    if trained is not None and max(lengths) > max(scaled, trained):
+    return None if trained is None else max(scaled, trained)
+
+
+def check_context(lengths: Sequence[int], weights: Any, where: str, model: Any, words: Sequence[str]) -> None:
+    """Raises ValueError where a length is more than the model is for. A model.rope_ key on the command line tries other
+    positions out, and nothing is refused."""
+    if any(key_of(word).startswith("model.rope_") for word in words):
+        return
+    context = context_of(weights, where, model)
+    if context is not None and max(lengths) > context:
         raise ValueError(
-            f"lengths: {max(lengths)} tokens are more than the context of {max(scaled, trained)} tokens of {weights.what}; use "
+            f"lengths: {max(lengths)} tokens are more than the context of {context} tokens of {weights.what}; use "
             f"shorter ones, or try positions out with a model.rope_ key (model.rope_base={model.rope_base:g} changes nothing)"
         )
 

@@ -130,7 +130,10 @@ def test_texts_of_a_run(tmp_path, capfd, monkeypatch):
     capfd.readouterr()
     assert main([*how, "prompt=def "]) == DONE
     text, told = capfd.readouterr()
-    assert text.endswith("\n") and "1 prompt" in told and "tokens: the first after" in told
+    assert text.endswith("\n") and "1 prompt" in told and "tokens: the first after" in told and "warning" not in told
+    assert main([*how, "prompt=def ", "length=4000"]) == DONE
+    told = capfd.readouterr().err
+    assert "warning: up to 4,000 tokens" in told and "are more than the model's context of" in told
     os.makedirs("out")
     rows = [{"prompt": "def ", "answer": text[:-1] or "?"}, {"prompt": "import sys", "answer": ["never \u1234"]}, ""]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))

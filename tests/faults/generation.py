@@ -210,4 +210,11 @@ FAULTS = (
         ")",
         f"{COMMAND} -k chat_template",
     ),
+    Fault(
+        "texts past the context of the model are not told",
+        "launch/generate:generate",
+        "$engine.length > $context",
+        "False",
+        f"{COMMAND} -m slow -k texts_of_a_run",
+    ),
 )

@@ -163,8 +163,8 @@ FAULTS = (
     Fault(
         "a length past the model's context is measured without a word",
         "check_context",
-        "max($lengths) > max($scaled, $trained)",
-        "min($lengths) > max($scaled, $trained)",
+        "max($lengths) > $context",
+        "min($lengths) > $context",
         f"{TESTS} -k the_context_is",
     ),
 )
