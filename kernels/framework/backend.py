@@ -95,6 +95,10 @@ class Operation(Protocol):
     def used_features(self, call: Call) -> list[str]: ...
 
 
+def _cast(x: Any, dtype: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, dtype) if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x, dtype)
+
+
 def case_inputs(
     op: Operation, case: Case, *, dtype: Any = "float32", seed: int = 0, shapes_only: bool = False
 ) -> dict[str, Any]:
@@ -107,7 +111,7 @@ def case_inputs(
             make = case.make[p.name]
             shaped = getattr(make, "shaped", None) if shapes_only else None
             value = make(rng, case.dims) if shaped is None else shaped(case.dims)
-            cast = functools.partial(jnp.asarray, dtype=array_dtype)
+            cast = functools.partial(_cast, dtype=array_dtype)
             arguments[p.name] = jax.tree.map(lambda x: cast(x) if is_float_array(x) else x, value)  # noqa: B023
         elif case.draws(p):
             shape = case.shape(p)

@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kernels.framework.backend import Case
 
 
+def _drawn(shape_of, draw):
+    """Returns a generator of float32 arrays `draw(rng, shape)`, of which nothing is drawn where only shapes are needed."""
+
+    def make(rng, dims):
+        return jnp.asarray(draw(rng, shape_of(dims)), jnp.float32)
+
+    make.shaped = lambda dims: jax.ShapeDtypeStruct(shape_of(dims), jnp.float32)  # pyrefly: ignore[missing-attribute]
+    return make
+
+
 def _unit(heads: str):
     """Returns a generator of unit vectors, which models use as keys: longer keys make the recurrence diverge."""
 
-    def make(rng, dims):
-        x = rng.standard_normal((dims["B"], dims["T"], dims[heads], dims["H"]))
-        return jnp.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True), jnp.float32)
+    def draw(rng, shape):
+        x = rng.standard_normal(shape)
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
-    return make
+    return _drawn(lambda dims: (dims["B"], dims["T"], dims[heads], dims["H"]), draw)
 
 
 def _up_to(most: float):
-    def make(rng, dims):
-        return jnp.asarray(most * rng.random((dims["B"], dims["T"], dims["N"])), jnp.float32)
-
-    return make
+    return _drawn(lambda dims: (dims["B"], dims["T"], dims["N"]), lambda rng, shape: most * rng.random(shape))
 
 
 def _decays(channels: bool):
     """Returns a generator of random log decays; the decays range from e^-20 to 0.9999."""
-
-    def make(rng, dims):
-        shape = (dims["B"], dims["T"], dims["N"], dims["H"] if channels else 1)
-        return jnp.asarray(-np.exp(rng.uniform(np.log(1e-4), np.log(20), shape)), jnp.float32)
-
-    return make
+    return _drawn(
+        lambda dims: (dims["B"], dims["T"], dims["N"], dims["H"] if channels else 1),
+        lambda rng, shape: -np.exp(rng.uniform(np.log(1e-4), np.log(20), shape)),
+    )
 
 
 def _documents(rng, dims):
@@ -61,11 +67,10 @@ def _equal(num_states: int):
 
 
 def _states(num_states: int):
-    def make(rng, dims):
-        shape = (dims["B"], num_states, dims["N"], dims["H"], dims["Hv"])
-        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
-
-    return make
+    return _drawn(
+        lambda dims: (dims["B"], num_states, dims["N"], dims["H"], dims["Hv"]),
+        lambda rng, shape: rng.standard_normal(shape),
+    )
 
 
 def _delta(name, *tags, g=None, make=(), options=(), beta=1.0, **dims):
