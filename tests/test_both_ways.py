@@ -28,6 +28,14 @@ BOTH = Ring(directions=2)
 MESHES = {"sp2": {"sp": 2}, "sp4": {"sp": 4}, "sp8": {"sp": 8}, "sp4_fsdp2": {"sp": 4, "fsdp": 2}}
 
 
+# Every transfer of a program has the number 1, and XLA's CPU runtime lets two of these begin at once.
+ENDS_THE_PROCESS = [("soft_cap", "striped", "sp8")]
+REASON = (
+    "XLA's CPU runtime ends the process (rendezvous.h: more participants than threads); it passes with "
+    "XLA_FLAGS=--xla_cpu_enable_concurrency_optimized_scheduler=false"
+)
+
+
 def grid():
     for name in MASKS:
         for order in ("contiguous", "zigzag", "striped"):
@@ -36,7 +44,10 @@ def grid():
                     ("sinks_packed_window", "zigzag", "sp4"),
                     ("causal", "contiguous", "sp4"),
                 )
-                yield pytest.param(name, order, mesh, marks=() if quick else pytest.mark.slow)
+                marks = [] if quick else [pytest.mark.slow]
+                if (name, order, mesh) in ENDS_THE_PROCESS:
+                    marks.append(pytest.mark.skip(reason=REASON))
+                yield pytest.param(name, order, mesh, marks=marks)
 
 
 @pytest.mark.parametrize(("name", "order", "mesh"), list(grid()))
