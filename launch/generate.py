@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -97,7 +98,8 @@ class Args:
 
 def _number(name: str, text: str, kind: type, least: float) -> Any:
     try:
-        value = kind(text)
+        # Python also reads 1_6, as 16, and the digits of other scripts.
+        value = kind(text) if re.fullmatch("[-+.0-9e]{1,24}", text) else None
     except ValueError:
         value = None
     if value is None or not least <= value < 2**53:

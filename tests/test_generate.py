@@ -34,6 +34,7 @@ def test_keys_are_read():
         (["run.dir=x", "prompt=a", "prompts=b"], "prompt=TEXT, or prompts=FILE"),
         (["run.dir=x", "prompt=a", "prompt=b"], "given twice"),
         (["run.dir=x", "max_tokens=0"], "max_tokens = '0' must be a whole number of at least 1"),
+        (["run.dir=x", "max_tokens=1_6"], "max_tokens = '1_6' must be a whole number"),
         (["run.dir=x", "temperature=warm"], "temperature = 'warm' must be a number"),
         (["run.dir=x", "top_p=0"], r"top_p = 0\.0 must be above 0"),
         (["run.dir=x", "stop=[]x"], None),

@@ -55,10 +55,10 @@ def moved(hlo: str) -> tuple[int, int]:
     sizes: dict[str, int] = {}
     total = states = 0
     for line in entry.splitlines():
-        found = re.match(r"\s*(?:ROOT )?(%[\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)", line)
-        if not found:
+        instruction = re.match(r"\s*(?:ROOT )?(%[\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)", line)
+        if not instruction:
             continue
-        name, shape, kind, arguments = found.groups()
+        name, shape, kind, arguments = instruction.groups()
         sizes[name] = size_of(shape)
         if kind in FREE:
             continue
@@ -82,8 +82,8 @@ def row(op_name: str, case_name: str, topology: str, chunk: int, dump: Path) -> 
         written = [
             path for path in set(dump.iterdir()) - before if re.search("linear_.*schedule-analysis_final", path.name)
         ]
-        found = [re.search(r"total scheduled bundles:\s+(\d+)", path.read_text()) for path in written]
-        bundles = sum(int(x[1]) for x in found if x) / heads / (chunk / 128)
+        totals = [re.search(r"total scheduled bundles:\s+(\d+)", path.read_text()) for path in written]
+        bundles = sum(int(x[1]) for x in totals if x) / heads / (chunk / 128)
         memory, (total, states) = compiled.memory_analysis(), moved(compiled.as_text())
         inputs = jax.tree.leaves(arguments)
         declared = sum(x.size * np.dtype(x.dtype).itemsize for x in inputs)

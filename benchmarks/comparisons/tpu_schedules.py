@@ -47,8 +47,8 @@ def compiled(case_name: str, topology: str, direction: str) -> None:
 
 def bundles(schedule: Path) -> Counter[int]:
     """Returns the bundles of a schedule by the number of loops around them; the first is that over the grid."""
-    found = (BUNDLE.match(line) for line in schedule.read_text().splitlines())
-    return Counter(len(match[1]) for match in found if match)
+    matches = (BUNDLE.match(line) for line in schedule.read_text().splitlines())
+    return Counter(len(match[1]) for match in matches if match)
 
 
 def rows(case_name: str, topology: str, direction: str) -> list[str]:
@@ -71,15 +71,15 @@ def rows(case_name: str, topology: str, direction: str) -> list[str]:
         answered = re.search(r"^bytes (\S+) (\S+)$", answer, re.M)
         assert answered, answer
         moved, declared = map(float, answered.groups())
-        found = []
+        steps = []
         for schedule in sorted(Path(folder).glob("*_kernel*-final_bundles.txt")):
             kernel = re.search(r"\d-(\w+_kernel)[.\d]*-\d+-final_bundles", schedule.name)
             if kernel:
                 depths = bundles(schedule)
                 step = depths[1] + depths[2] * (keys // unit)
-                found.append(f"`{kernel[1]}` {step:,} ({step / values:.0f} of a head)")
+                steps.append(f"`{kernel[1]}` {step:,} ({step / values:.0f} of a head)")
     traffic = f"{moved / 1e6:.0f} MB, {moved / declared:.2f} of declared"
-    return [f"| {topology.split(':')[0]} | {direction} | {', '.join(found)} | {traffic} |"]
+    return [f"| {topology.split(':')[0]} | {direction} | {', '.join(steps)} | {traffic} |"]
 
 
 def main(arguments: list[str]) -> None:

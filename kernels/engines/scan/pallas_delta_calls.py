@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels.engines.scan import pallas_delta as kernels
 from kernels.engines.scan.chunks import ChunkConfig
+from kernels.engines.scan.delta_tokens import Tokens
 from kernels.engines.scan.layout import Layout
 from kernels.engines.scan.pallas_delta import Plan
 from kernels.engines.scan.pallas_delta_parts import CHUNK, FORGETS, LANES, in_words
@@ -26,25 +27,6 @@ AT_ONCE = (
 )
 VMEM_BYTES = 48 * 2**20
 SMEM_BYTES = 512 * 2**10  # that the table of visits may take
-
-
-class Tokens(NamedTuple):
-    """Arguments of a gated delta rule. Head n of N reads head n // (N / K) of q and k.
-
-    Attributes:
-      q, k: [B, T, K, H]. v: [B, T, N, Hv]. beta: [B, T, N].
-      a: log decays, [B, T, N], or None.
-      segment_ids: int [B, T], or None.
-      entries: float32 [B, G, N, H, Hv], states that sequences start from, or None for 0.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    beta: jax.Array
-    a: jax.Array | None
-    segment_ids: jax.Array | None
-    entries: jax.Array | None
 
 
 def most_visits(T: int, num_states: int) -> int:

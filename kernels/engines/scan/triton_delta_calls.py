@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import triton
 
 from kernels.engines.scan import triton_scalar_calls as scalar
 from kernels.engines.scan.chunks import ChunkConfig
+from kernels.engines.scan.delta_tokens import Tokens
 from kernels.engines.scan.layout import layout
 from kernels.engines.scan.triton_calls import (
     LEAST,
@@ -42,25 +43,6 @@ from kernels.toolchains.triton import triton_launch
 PROGRAMS_EACH = 2
 LEAST_SPLITS = 3
 LEAST_CHUNKS = 8
-
-
-class Tokens(NamedTuple):
-    """Arguments of a gated delta rule. Head n of N reads head n // (N / K) of q and k.
-
-    Attributes:
-      q, k: [B, T, K, H]. v: [B, T, N, Hv]. beta: [B, T, N].
-      a: log decays, [B, T, N], or None.
-      segment_ids: int [B, T], or None.
-      entries: float32 [B, G, N, H, Hv], states that sequences start from, or None for 0.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    beta: jax.Array
-    a: jax.Array | None
-    segment_ids: jax.Array | None
-    entries: jax.Array | None
 
 
 class Launches:

@@ -1,0 +1,26 @@
+"""The arguments of a gated delta rule as its kernels take them, whatever their toolchain."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+
+class Tokens(NamedTuple):
+    """Arguments of a gated delta rule. Head n of N reads head n // (N / K) of q and k.
+
+    Attributes:
+      q, k: [B, T, K, H]. v: [B, T, N, Hv]. beta: [B, T, N].
+      a: log decays, [B, T, N], or None.
+      segment_ids: int [B, T], or None.
+      entries: float32 [B, G, N, H, Hv], states that sequences start from, or None for 0.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    beta: jax.Array
+    a: jax.Array | None
+    segment_ids: jax.Array | None
+    entries: jax.Array | None
