@@ -13,17 +13,26 @@ import jax.numpy as jnp
 from ejdist.sequence import exchange
 from ejdist.sequence.local import Local, without_padding
 from ejdist.sequence.trips import over_needed
+from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.softmax import merge
 from kernels.framework.binding import is_float_array
+from kernels.framework.dispatch import vary_alike
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank does at every hop of a ring. body: see `over_hops`. results: of what `over_hops` returns, by name."""
+    """What a rank does at every hop of a ring.
+
+    Attributes:
+      body: see `over_hops`. results: of what `over_hops` returns, by name.
+      brought: (keys, their mask, whether any is seen, stay, last) -> (stay, the gradients of these keys, or None): the work over
+        keys that a scheme has put together.
+    """
 
     local: Local
     body: Callable[..., tuple[Any, Any]]
     results: Callable[[Any, Any], dict[str, jax.Array]]
+    brought: Callable[..., tuple[Any, Any]] = NotImplemented
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,13 @@ def attends(local: Local) -> Work:
     def body(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any, last: bool) -> tuple[Any, Any]:
         return attended(local, hop, keys, sofar, local.needed is None), travel
 
-    return Work(local, body, lambda stay, _: dict(zip(("out", "lse"), widened(stay), strict=True)))
+    def brought(keys: dict[str, jax.Array], mask: MaskInfo, seen: Any, sofar: Any, last: bool) -> tuple[Any, None]:
+        def work() -> Any:
+            return vary_alike(merge(*widened(sofar), *local.attend_to(keys, mask)), local.query)
+
+        return jax.lax.cond(seen, work, lambda: vary_alike(widened(sofar), local.query)), None
+
+    return Work(local, body, lambda stay, _: dict(zip(("out", "lse"), widened(stay), strict=True)), brought)
 
 
 def pulls(local: Local, saved: dict[str, jax.Array]) -> Work:
@@ -150,7 +165,18 @@ def pulls(local: Local, saved: dict[str, jax.Array]) -> Work:
     def body(hop: Any, keys: dict[str, jax.Array], grads: Any, sums: Any, last: bool) -> tuple[Any, Any]:
         return pulled(local, saved, hop, keys, grads, sums, local.needed is None)
 
-    return Work(local, body, lambda grads, sums: widened(grads) | sums)
+    def brought(keys: dict[str, jax.Array], mask: MaskInfo, seen: Any, own: Any, last: bool) -> tuple[Any, Any]:
+        def work() -> Any:
+            grads = local.pull_from(saved, keys, mask)
+            own_too = {n: x + grads[n] for n, x in widened(own).items()}
+            return vary_alike((own_too, {n: grads[n].astype(x.dtype) for n, x in keys.items()}), local.query)
+
+        def keep() -> Any:
+            return vary_alike((widened(own), {n: jnp.zeros_like(x) for n, x in keys.items()}), local.query)
+
+        return jax.lax.cond(seen, work, keep)
+
+    return Work(local, body, lambda grads, sums: widened(grads) | sums, brought)
 
 
 def _zeros(local: Local, names: Iterable[str]) -> dict[str, jax.Array]:

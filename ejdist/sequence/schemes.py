@@ -14,6 +14,7 @@ from ejdist.costs import ALL_GATHER, PERMUTE, PERMUTE_BOTH, REDUCE_SCATTER, Traf
 from ejdist.order import AUTO, Order
 from ejdist.sequence import both_ways, exchange, halo, hops, in_place, trips, two_level, ulysses
 from ejdist.sequence.cost import ALWAYS, NEVER, AttentionShape, Axes, SchemeBytes, attention_shape
+from ejdist.sequence.group_cast import GroupCast
 from ejdist.sequence.local import Local
 from ejdist.sequence.reshard import undivided
 from ejdist.sequence.scheme import Scheme
@@ -311,6 +312,13 @@ class ByWindow(Scheme):
     def hides(self) -> bool:  # pyrefly: ignore[bad-override]
         return self.full.hides
 
+    @property
+    def reads_batch(self) -> bool:  # pyrefly: ignore[bad-override]
+        return self.full.reads_batch
+
+    def passes(self, ranks: int, chunks: tuple[int, int]) -> int | None:
+        return self.full.passes(ranks, chunks)
+
     def rejects(self, heads: int, over: Axes) -> str | None:
         return self.full.rejects(heads, over) or (self.window.rejects(heads, over) if self.window else None)
 
@@ -349,7 +357,9 @@ def _shape_of(local: Local) -> AttentionShape:
 
 
 # The first is where a plan begins.
-SCHEMES: dict[str, type[Scheme]] = {"ring": Ring, "all_gather": AllGather, "ulysses": Ulysses, "halo": Halo}
+SCHEMES: dict[str, type[Scheme]] = {
+    "ring": Ring, "all_gather": AllGather, "ulysses": Ulysses, "halo": Halo, "group_cast": GroupCast,
+}  # fmt: skip
 
 
 def by_window(scheme: str | Scheme, window: str | Scheme | None, latents: str = AUTO) -> ByWindow:
