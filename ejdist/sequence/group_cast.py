@@ -1,5 +1,5 @@
-"""Group-cast: every rank gets those chunks of the keys and values of others that its queries see, and no more; their gradients go
-back and are added. What is sent follows the documents of a batch, in whatever order these lie.
+"""Group-cast: every rank gets those chunks of the keys and values of others that its queries see, and no more; their gradients
+go back and are added. What is sent follows the documents of a batch, in whatever order these lie.
 
 Which chunks a rank needs follows from the least and the greatest id and position of each, as which tiles a kernel visits does.
 Shapes are static, so a buffer has room for as many chunks of each other rank; what does not fit comes in a further pass, and
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -45,6 +44,41 @@ def capacity(buffer: float, ranks: int, chunks: int) -> int:
     return min(max(1, math.ceil(buffer * chunks / (ranks - 1))), chunks)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Listed:
+    """Chunks of several ranks, or for them, listed.
+
+    ranks: int32 [others], in turn. chunks: int32 [B|1, others, some]: those of each that are needed, ascending, and then the
+    others, so that none is there twice; after these, numbers that no chunk has. count: int32 [B|1, others, 1], of those needed.
+    """
+
+    ranks: jax.Array
+    chunks: jax.Array
+    count: jax.Array
+
+    @classmethod
+    def of(cls, needed: jax.Array, ranks: jax.Array, room: int) -> Listed:
+        """Returns those of a table, bool [B|1, ranks, chunks], as many as fill whole passes."""
+        needed = jnp.take(needed, ranks, axis=1)
+        count, number = needed.sum(-1, keepdims=True, dtype=jnp.int32), needed.shape[2]
+        at = jnp.where(needed, jnp.cumsum(needed, -1) - 1, count + jnp.cumsum(~needed, -1) - 1)
+        places = jnp.arange(-(-number // room) * room)
+        listed = jnp.argmax(at[..., None, :] == places[:, None], -1)  # sorts would take compilers longer
+        return cls(ranks, jnp.where(places < number, listed, number), count)
+
+    def slots(self, room: int, turn: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns (int32 ranks, int32 chunks, bool), each [B|1, slots]: the other rank of each slot of a pass, which chunk it
+        is for, and whether there is one."""
+        listed = jax.lax.dynamic_slice_in_dim(self.chunks, turn * room, room, 2)
+        there, flat = turn * room + jnp.arange(room) < self.count, (listed.shape[0], -1)
+        return (
+            jnp.broadcast_to(self.ranks[:, None], listed.shape).reshape(flat),
+            listed.reshape(flat),
+            there.reshape(flat),
+        )
+
+
 @dataclass(frozen=True)
 class Cast:
     """Which chunks of keys go where, of one call.
@@ -54,15 +88,17 @@ class Cast:
     Attributes:
       chunk, room: tokens of a chunk; chunks of each other rank that come in a pass.
       passes: how many there are, at least one, the same on every device: an int, or traced where it is a number of the batch.
-      needs, asked: bool [B|1, ranks, chunks], which chunks of each rank this one needs, and which of its own each of them does.
+      coming, leaving: the chunks of others that this rank needs, and its own that they do.
+      by_pairs: whether chunks go to one rank after another, each by a transfer of its own, or at once to all, itself included.
     """
 
     local: Local
     chunk: int
     room: int
     passes: Any
-    needs: jax.Array
-    asked: jax.Array
+    coming: Listed
+    leaving: Listed
+    by_pairs: bool
 
     @classmethod
     def of(cls, local: Local, buffer: float) -> Cast:
@@ -73,58 +109,35 @@ class Cast:
         """
         if "block_mask" in local.own:
             raise Unsupported(
-                f"{local.static.op.name}: a group-cast sends the keys that rules, positions and segments ask for, and this call "
-                "has a mask of blocks; use scheme 'all_gather'"
+                f"{local.static.op.name}: a group-cast sends the keys that rules, positions and segments ask for, and this "
+                "call has a mask of blocks; use scheme 'all_gather'"
             )
         n, own, rank = local.ranks, local.query.shape[1], exchange.rank(local.axis)
         chunk = chunk_of(local.static.order, own)
         room = capacity(buffer, n, own // chunk)
-        mask = local.mask
-        table = None
+        mask, table = local.mask, None
         if mask.rules_are_static and mask.q_segment_ids is None:
             table = chunks_by_rules(local.static.order, own * n, mask)
         if table is not None:
             needs, asked = (jnp.asarray(x)[None, rank] for x in (table, table.swapaxes(0, 1)))
-            return cls(local, chunk, room, max(1, -(-int(table.sum(-1).max()) // room)), needs, asked)
-        met = meetings(_with_positions(local).key_range(own, own * n), chunk, chunk)[0]
-        needs = vary_alike(met.any(1).reshape(met.shape[0], n, -1), local.query)
-        needs &= (jnp.arange(n) != rank)[:, None]
-        asked = exchange.all_to_all(needs.astype(jnp.int32), local.axis, split=1, join=1) > 0
-        passes = exchange.greatest(jnp.maximum(1, -(-needs.sum(-1, dtype=jnp.int32).max() // room)))
-        return cls(local, chunk, room, passes, needs, asked)
-
-    @property
-    def chunks(self) -> int:
-        """How many chunks a rank has."""
-        return self.needs.shape[2]
-
-    @cached_property
-    def by_pairs(self) -> bool:
-        """Whether chunks go to one rank after another, each by a transfer of its own. A TPU has several of these on their way
-        beside a kernel, and waits for one that goes to all; of a GPU it is the other way round."""
-        return exchange.on_torus()
-
-    def _others(self, way: int) -> jax.Array:
-        """Returns the ranks whose chunks are in a pass, in turn: those from which they come (-1), or to which they go (1)."""
-        n, rank = self.local.ranks, exchange.rank(self.local.axis)
-        return (rank + way * jnp.arange(1, n)) % n if self.by_pairs else jnp.arange(n)
-
-    def _slots(self, table: jax.Array, way: int, turn: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns (int32 ranks, int32 chunks, bool), each [B|1, slots]: the other rank of each slot of a pass, which chunk it
-        is for, and whether there is one. The chunks that are not needed come after those that are: no chunk is there twice."""
-        others, room = self._others(way), self.room
-        table = jnp.take(table, others, axis=1)
-        listed = jnp.argsort(~table, axis=-1, stable=True)
-        short = -self.chunks % room
-        listed = jnp.pad(listed, ((0, 0), (0, 0), (0, short)), constant_values=self.chunks)
-        listed = jax.lax.dynamic_slice_in_dim(listed, turn * room, room, 2)
-        there = turn * room + jnp.arange(room) < table.sum(-1, keepdims=True)
-        ranks = jnp.broadcast_to(others[:, None], listed.shape)
-        flat = (*listed.shape[:1], -1)
-        return ranks.reshape(flat), listed.reshape(flat), there.reshape(flat)
+            passes: Any = max(1, -(-int(table.sum(-1).max()) // room))
+        else:
+            met = meetings(_with_positions(local).key_range(own, own * n), chunk, chunk)[0]
+            needs = met.any(1).reshape(met.shape[0], n, -1) & (jnp.arange(n) != rank)[:, None]
+            asked = exchange.all_to_all(needs.astype(jnp.int32), local.axis, split=1, join=1) > 0
+            passes = exchange.greatest(jnp.maximum(1, -(-needs.sum(-1, dtype=jnp.int32).max() // room)))
+        # A TPU has several transfers between pairs on their way beside a kernel, and waits for one between all; of a GPU it is
+        # the other way round.
+        distance = jnp.arange(1, n) if exchange.on_torus() else jnp.arange(n)
+        by_pairs = len(distance) < n
+        ranks = [(rank + way * distance) % n if by_pairs else distance for way in (-1, 1)]
+        lists = [Listed.of(*one, room) for one in zip((needs, asked), ranks, strict=True)]
+        coming, leaving = vary_alike(lists, local.query)
+        return cls(local, chunk, room, passes, coming, leaving, by_pairs)
 
     def _moved(self, x: jax.Array, way: int) -> jax.Array:
-        """Returns what came, of [B, slots, ...] that goes to `_others(way)`: in turn from `_others(-way)`."""
+        """Returns what came, [B, slots, ...], of as many that go to the ranks of `leaving` (1), or `coming` (-1), in turn; it
+        comes from those of the other."""
         axis = self.local.axis
         x = x.reshape(x.shape[0], -1, self.room, *x.shape[2:])
         if self.by_pairs:
@@ -137,22 +150,24 @@ class Cast:
     def sent(self, keys: Arrays, turn: Any) -> jax.Array:
         """Returns [B, slots, chunk, numbers of a token]: what others have sent in a pass, of their keys and values side by
         side; zeros where a slot has none."""
-        _, listed, there = self._slots(self.asked, 1, turn)
+        _, listed, there = self.leaving.slots(self.room, turn)
         parts = [_rows(x, self.chunk, listed, there) for x in keys.values()]
         return self._moved(jnp.concatenate(parts, -1), 1)
 
     def placed(self, came: jax.Array, turn: Any) -> tuple[Arrays, MaskInfo, jax.Array]:
         """Returns what came in a pass: keys and values [B, tokens, ...] in the order of the text, in which a query sees a run
         of them, the mask of this rank's queries over these, and whether any query sees any."""
-        local, number, inside = self.local, self._in_text(turn), came.shape[2:]
-        ranks, listed, there = (jnp.take_along_axis(x, number, 1) for x in self._slots(self.needs, -1, turn))
-        came = _taken(came, number).reshape(came.shape[0], -1, inside[-1])
+        local, at, there = self.local, *self._slots(turn)
+        place = self._in_text(at, there)
+        number = jnp.argmax(place[:, None] == jnp.arange((local.ranks - 1) * self.room)[:, None], -1)
+        at, there = (jnp.take_along_axis(x, number, 1) for x in (at, there))
+        came = _taken(came, number).reshape(came.shape[0], -1, came.shape[3])
         keys, start = {}, 0
         for n, x in local.keys.items():
             wide = math.prod(x.shape[2:])
             keys[n] = came[..., start : start + wide].astype(x.dtype).reshape(*came.shape[:2], *x.shape[2:])
             start += wide
-        mask, at = _with_positions(local), ranks * self.chunks + listed
+        mask = _with_positions(local)
         fields = {n: getattr(mask, n) for n in KEY_FIELDS if getattr(mask, n) is not None}
         fields = {n: _taken(x.reshape(x.shape[0], -1, self.chunk), at) for n, x in fields.items()}
         ids = fields.get("kv_segment_ids", jnp.zeros((1, 1, self.chunk), jnp.int32))
@@ -161,35 +176,39 @@ class Cast:
             fields["q_segment_ids"] = jnp.zeros((1, local.query.shape[1]), jnp.int32)
         return keys, mask.replace(**{n: x.reshape(x.shape[0], -1) for n, x in fields.items()}), there.any()
 
-    def _in_text(self, turn: Any) -> jax.Array:
-        """Returns int32 [B|1, some of the slots]: those of a pass in the order of the text, and none of the rank's own."""
-        ranks, listed, there = self._slots(self.needs, -1, turn)
+    def _slots(self, turn: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns (int32, bool), [B|1, slots]: which chunk of all ranks, in their order, comes in each slot of a pass, and
+        whether one does."""
+        ranks, listed, there = self.coming.slots(self.room, turn)
+        return ranks * (self.local.query.shape[1] // self.chunk) + listed, there
+
+    def _in_text(self, at: jax.Array, there: jax.Array) -> jax.Array:
+        """Returns int32 [B|1, slots]: the place of each slot among those of a pass in the order of the text. Those that are
+        empty are last: as many as are the rank's own, at least."""
         first = _with_positions(self.local).kv_positions
         assert first is not None
         first = jnp.min(first.reshape(first.shape[0], -1, self.chunk), -1)
-        first = jnp.take_along_axis(first, ranks * self.chunks + listed, 1, mode="clip")
-        return jnp.argsort(jnp.where(there, first, _NOWHERE), axis=1, stable=True)[:, : (self.local.ranks - 1) * self.room]
+        first = jnp.where(there, _taken(first, at), _NOWHERE)
+        number, one, other = jnp.arange(at.shape[1]), first[..., None], first[:, None]
+        return ((other < one) | ((other == one) & (number < number[:, None]))).sum(-1, dtype=jnp.int32)
 
     def returned(self, grads: Arrays, turn: Any) -> jax.Array:
         """Returns [B, slots, chunk, numbers of a token]: what others have made of this rank's chunks in a pass, from the
         gradients [B, tokens, ...] of what came in it."""
-        number = self._in_text(turn)
         parts = [x.reshape(x.shape[0], -1, self.chunk, math.prod(x.shape[2:])) for x in grads.values()]
-        x = jnp.concatenate(parts, -1)
-        slots = (self.local.ranks - (1 if self.by_pairs else 0)) * self.room
-        back = jnp.full((number.shape[0], slots), number.shape[1], jnp.int32)
-        back = jax.vmap(lambda b, at: b.at[at].set(jnp.arange(len(at), dtype=jnp.int32)))(vary_alike(back, number), number)
-        return self._moved(_taken(x, back, back < number.shape[1]), -1)
+        place = self._in_text(*self._slots(turn))
+        return self._moved(_taken(jnp.concatenate(parts, -1), place, place < parts[0].shape[1]), -1)
 
     def added(self, sums: Arrays | None, came: jax.Array | None, turn: Any) -> Arrays | None:
         """Returns the sums, float32, with what `returned` gave, if it gave any: of one rank after another, so that the result
         does not depend on which is there first."""
         if sums is None or came is None:
             return sums
-        _, listed, there = self._slots(self.asked, 1, turn)
+        _, listed, there = self.leaving.slots(self.room, turn)
         batch, room = came.shape[0], self.room
-        rows = jnp.broadcast_to(listed, (batch, listed.shape[1])) + jnp.arange(batch)[:, None] * self.chunks
-        rows = jnp.where(there, rows, batch * self.chunks)  # nowhere
+        chunks = next(iter(sums.values())).shape[1] // self.chunk
+        rows = jnp.broadcast_to(listed, (batch, listed.shape[1])) + jnp.arange(batch)[:, None] * chunks
+        rows = jnp.where(there, rows, batch * chunks)  # nowhere
         rows, came = (jnp.moveaxis(x.reshape(batch, -1, room, *x.shape[2:]), 1, 0) for x in (rows, came))
         total, start = {}, 0
         for n, x in sums.items():
@@ -201,7 +220,7 @@ class Cast:
                 at, new = one[0].reshape(-1), one[1].reshape(-1, self.chunk, table.shape[-1])
                 return table.at[at].add(new.astype(table.dtype), mode="drop"), None
 
-            table = x.reshape(batch * self.chunks, self.chunk, wide)
+            table = x.reshape(batch * chunks, self.chunk, wide)
             total[n] = jax.lax.scan(add, table, (rows, part))[0].reshape(x.shape)
         return total
 
@@ -230,8 +249,8 @@ def _rows(x: jax.Array, chunk: int, at: jax.Array, there: jax.Array) -> jax.Arra
 
 
 def attended(local: Local, buffer: float) -> tuple[jax.Array, jax.Array]:
-    """Returns (out, lse) over the keys of all ranks: of a rank's own while the first chunks come, and of those of each pass while
-    those of the next one do."""
+    """Returns (out, lse) over the keys of all ranks: of a rank's own while the first chunks come, and of those of each pass
+    while those of the next one do."""
     results = _made(in_place.attending(local, {}, chunk_of(local.static.order, local.query.shape[1])), buffer)
     return results["out"], results["lse"]
 
@@ -249,6 +268,7 @@ def _made(work: Work, buffer: float) -> Arrays:
     cast = Cast.of(local, buffer)
 
     def work_of(turn: Any, came: jax.Array, stay: Any, last: bool) -> tuple[Any, Any]:
+        assert work.brought is not None
         return work.brought(*cast.placed(came, turn), stay, last)
 
     def step(turn: Any, came: jax.Array, stay: Any, sums: Any, made: Any) -> tuple[Any, Any, Any, Any]:
@@ -262,7 +282,9 @@ def _made(work: Work, buffer: float) -> Arrays:
         moved = None if made is None else cast.returned(made, turn - 1)
         arrived, (stay, new) = jax.lax.optimization_barrier((moved, work_of(turn, came, stay, True)))
         sums = cast.added(sums, arrived, turn - 1)
-        return vary_alike((stay, sums if new is None else cast.added(sums, cast.returned(new, turn), turn)), local.query)
+        return vary_alike(
+            (stay, sums if new is None else cast.added(sums, cast.returned(new, turn), turn)), local.query
+        )
 
     def several() -> tuple[Any, Any]:
         state = step(0, *first, None)
@@ -272,8 +294,14 @@ def _made(work: Work, buffer: float) -> Arrays:
     coming = cast.sent(local.keys, 0)
     came, (stay, sums) = jax.lax.optimization_barrier((coming, work.body(0, local.keys, None, None, False)))
     first = came, stay, None if sums is None else widened(sums)
+    if isinstance(cast.passes, int) and cast.passes == 1:
+        return work.results(*ended(0, *first, None))
+    if sums is None:  # nothing goes back, so that all passes but the last are alike
+        state = vary_alike((came, widened(stay)), local.query)
+        state = jax.lax.fori_loop(0, cast.passes - 1, lambda turn, s: step(turn, s[0], s[1], None, None)[:2], state)
+        return work.results(*ended(cast.passes - 1, state[0], state[1], None, None))
     if isinstance(cast.passes, int):
-        return work.results(*(several() if cast.passes > 1 else ended(0, *first, None)))
+        return work.results(*several())
     return work.results(*jax.lax.cond(cast.passes > 1, several, lambda: ended(0, *first, None)))
 
 
@@ -305,16 +333,18 @@ class GroupCast(Scheme):
     def backward(self, local: Local, saved: Arrays) -> Arrays:
         return pulled(local, saved, self.buffer)
 
-    def passes(self, ranks: int, chunks: tuple[int, int]) -> int:
-        most, own = chunks
-        return max(1, -(-most // capacity(self.buffer, ranks, own)))
+    def brought(self, ranks: int, chunks: tuple[int, int]) -> tuple[int, float]:
+        most, every = chunks
+        room = capacity(self.buffer, ranks, every)
+        passes = max(1, -(-most // room))
+        return passes, passes * room * (ranks - 1) / every
 
     def expansions(self, shape: AttentionShape) -> float:
-        return 1 + self._sent(shape)[0]
+        return 1 + self._sent(shape)[1]
 
     def cost(self, shape: AttentionShape) -> Traffic:
-        sent, (parts, passes) = Traffic(), self._sent(shape)
-        if shape.hops:
+        sent, (passes, parts) = Traffic(), self._sent(shape)
+        if passes:
             # Keys and values, in the backward again, and then their gradients the other way, in the dtype of the keys.
             times, calls = shape.forwards + 2, shape.ranks - 1 if shape.torus else 1
             sent.add(shape.axis, ALL_TO_ALL, times * parts * shape.travelling, times * passes * calls)
@@ -323,13 +353,14 @@ class GroupCast(Scheme):
     def memory(self, shape: AttentionShape) -> SchemeBytes:
         keys, wide = shape.travelling, shape.float32
         # Of a pass what is sent, what came, the same in the order of the text, and gradients likewise; and the sums.
-        return SchemeBytes(int((5 * self.buffer + wide) * keys) + wide * shape.query, 2 * wide * shape.out, in_place=True)
+        return SchemeBytes(
+            int((5 * self.buffer + wide) * keys) + wide * shape.query, 2 * wide * shape.out, in_place=True
+        )
 
-    def _sent(self, shape: AttentionShape) -> tuple[float, int]:
-        """Returns (what a rank sends of keys in a forward, over its own; in how many passes)."""
+    def _sent(self, shape: AttentionShape) -> tuple[int, float]:
+        """Returns `brought` of a call that is planned, forward."""
         if not shape.hops:
             return 0, 0
         if shape.chunks is None:
-            return shape.hops, math.ceil(shape.hops / self.buffer)
-        room, passes = capacity(self.buffer, shape.ranks, shape.chunks[1]), self.passes(shape.ranks, shape.chunks)
-        return passes * room * (shape.ranks - 1) / shape.chunks[1], passes
+            return math.ceil(shape.hops / self.buffer), shape.hops
+        return self.brought(shape.ranks, shape.chunks)

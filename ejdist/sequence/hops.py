@@ -25,14 +25,14 @@ class Work:
 
     Attributes:
       body: see `over_hops`. results: of what `over_hops` returns, by name.
-      brought: (keys, their mask, whether any is seen, stay, last) -> (stay, the gradients of these keys, or None): the work over
-        keys that a scheme has put together.
+      brought: (keys, their mask, whether any is seen, stay, last) -> (stay, the gradients of these keys, or None): the work
+        over keys that a scheme has put together.
     """
 
     local: Local
     body: Callable[..., tuple[Any, Any]]
     results: Callable[[Any, Any], dict[str, jax.Array]]
-    brought: Callable[..., tuple[Any, Any]] = NotImplemented
+    brought: Callable[..., tuple[Any, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,8 @@ def attends(local: Local) -> Work:
 
     def brought(keys: dict[str, jax.Array], mask: MaskInfo, seen: Any, sofar: Any, last: bool) -> tuple[Any, None]:
         def work() -> Any:
-            return vary_alike(merge(*widened(sofar), *local.attend_to(keys, mask)), local.query)
+            out, lse = widened(sofar)
+            return vary_alike(merge(out, lse, *local.attend_to(keys, mask)), local.query)
 
         return jax.lax.cond(seen, work, lambda: vary_alike(widened(sofar), local.query)), None
 

@@ -35,8 +35,8 @@ def run_length(order: Order, length: int) -> int:
 
 
 def chunk_of(order: Order, own: int) -> int:
-    """Returns how many tokens of a rank's `own` make a chunk, which another rank needs or does not: a part of a run of the text,
-    or stripes."""
+    """Returns how many tokens of a rank's `own` make a chunk, which another rank needs or does not: a part of a run of the
+    text, or stripes."""
     if order.in_parts:
         run = own * order.shards // order.multiple
         tiles = run // _TILE if run % _TILE == 0 and run > _TILE else run  # chunks are of whole tiles

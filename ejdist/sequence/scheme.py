@@ -56,11 +56,12 @@ class Scheme:
         have even work whatever the mask and the documents."""
         return order
 
-    def passes(self, ranks: int, chunks: tuple[int, int]) -> int | None:
-        """Returns in how many passes the keys of others come to a rank, or None for a scheme that makes hops.
+    def brought(self, ranks: int, chunks: tuple[int, int]) -> tuple[int, float] | None:
+        """Returns (in how many passes the keys of others come to a rank, how many keys it is sent for them, over its own); None
+        for a scheme that makes hops.
 
         Args:
-          chunks: how many of another rank a rank needs at most, and how many each has.
+          chunks: how many of another rank a rank needs at most, and how many each has, see `chunks_of_documents`.
         """
         return None
 
