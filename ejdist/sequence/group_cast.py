@@ -135,28 +135,37 @@ class Cast:
         coming, leaving = vary_alike(lists, local.query)
         return cls(local, chunk, room, passes, coming, leaving, by_pairs)
 
-    def _moved(self, x: jax.Array, way: int) -> jax.Array:
-        """Returns what came, [B, slots, ...], of as many that go to the ranks of `leaving` (1), or `coming` (-1), in turn; it
-        comes from those of the other."""
-        axis = self.local.axis
-        x = x.reshape(x.shape[0], -1, self.room, *x.shape[2:])
+    def moved(self, there: jax.Array | None, back: jax.Array | None) -> list[jax.Array | None]:
+        """Returns what came, [B, slots, ...], of as many that go to the ranks of `leaving`, and of those that go back to the
+        ranks of `coming`."""
         if self.by_pairs:
-            parts = [exchange.shift(x[:, h], axis, way * (h + 1)) for h in range(x.shape[1])]
-            x = jnp.stack(parts, 1)
-        else:
-            x = exchange.all_to_all(x, axis, split=1, join=1)
-        return x.reshape(x.shape[0], -1, *x.shape[3:])
+            return [x if x is None else self._by_pairs(x, way) for x, way in ((there, 1), (back, -1))]
+        # A GPU has one transfer on its way at a time.
+        parts = [x.reshape(x.shape[0], -1, self.room, *x.shape[2:]) for x in (there, back) if x is not None]
+        came = exchange.all_to_all(jnp.concatenate(parts, -1), self.local.axis, split=1, join=1)
+        came = came.reshape(came.shape[0], -1, *came.shape[3:])
+        parts = iter(jnp.split(came, len(parts), -1))
+        return [x if x is None else next(parts) for x in (there, back)]
 
-    def sent(self, keys: Arrays, turn: Any) -> jax.Array:
-        """Returns [B, slots, chunk, numbers of a token]: what others have sent in a pass, of their keys and values side by
+    def _by_pairs(self, x: jax.Array, way: int) -> jax.Array:
+        x = x.reshape(x.shape[0], -1, self.room, *x.shape[2:])
+        parts = [exchange.shift(x[:, h], self.local.axis, way * (h + 1)) for h in range(x.shape[1])]
+        return jnp.concatenate(parts, 1)
+
+    def there(self, keys: Arrays, turn: Any) -> jax.Array:
+        """Returns [B, slots, chunk, numbers of a token]: what goes to others in a pass, of a rank's keys and values side by
         side; zeros where a slot has none."""
         _, listed, there = self.leaving.slots(self.room, turn)
         parts = [_rows(x, self.chunk, listed, there) for x in keys.values()]
-        return self._moved(jnp.concatenate(parts, -1), 1)
+        return jnp.concatenate(parts, -1)
 
-    def placed(self, came: jax.Array, turn: Any) -> tuple[Arrays, MaskInfo, jax.Array]:
+    def seen(self, turn: Any) -> jax.Array:
+        """Returns whether anything comes to this rank in a pass."""
+        return self.coming.slots(self.room, turn)[2].any()
+
+    def placed(self, came: jax.Array, turn: Any) -> tuple[Arrays, MaskInfo]:
         """Returns what came in a pass: keys and values [B, tokens, ...] in the order of the text, in which a query sees a run
-        of them, the mask of this rank's queries over these, and whether any query sees any."""
+        of them, and the mask of this rank's queries over these."""
         local, at, there = self.local, *self._slots(turn)
         place = self._in_text(at, there)
         number = jnp.argmax(place[:, None] == jnp.arange((local.ranks - 1) * self.room)[:, None], -1)
@@ -174,7 +183,7 @@ class Cast:
         fields["kv_segment_ids"] = jnp.where(there[..., None], ids, -1)
         if mask.q_segment_ids is None:
             fields["q_segment_ids"] = jnp.zeros((1, local.query.shape[1]), jnp.int32)
-        return keys, mask.replace(**{n: x.reshape(x.shape[0], -1) for n, x in fields.items()}), there.any()
+        return keys, mask.replace(**{n: x.reshape(x.shape[0], -1) for n, x in fields.items()})
 
     def _slots(self, turn: Any) -> tuple[jax.Array, jax.Array]:
         """Returns (int32, bool), [B|1, slots]: which chunk of all ranks, in their order, comes in each slot of a pass, and
@@ -192,16 +201,16 @@ class Cast:
         number, one, other = jnp.arange(at.shape[1]), first[..., None], first[:, None]
         return ((other < one) | ((other == one) & (number < number[:, None]))).sum(-1, dtype=jnp.int32)
 
-    def returned(self, grads: Arrays, turn: Any) -> jax.Array:
-        """Returns [B, slots, chunk, numbers of a token]: what others have made of this rank's chunks in a pass, from the
-        gradients [B, tokens, ...] of what came in it."""
+    def back(self, grads: Arrays, turn: Any) -> jax.Array:
+        """Returns [B, slots, chunk, numbers of a token]: what goes back of a pass, of the gradients [B, tokens, ...] of what
+        came in it."""
         parts = [x.reshape(x.shape[0], -1, self.chunk, math.prod(x.shape[2:])) for x in grads.values()]
         place = self._in_text(*self._slots(turn))
-        return self._moved(_taken(jnp.concatenate(parts, -1), place, place < parts[0].shape[1]), -1)
+        return _taken(jnp.concatenate(parts, -1), place, place < parts[0].shape[1])
 
     def added(self, sums: Arrays | None, came: jax.Array | None, turn: Any) -> Arrays | None:
-        """Returns the sums, float32, with what `returned` gave, if it gave any: of one rank after another, so that the result
-        does not depend on which is there first."""
+        """Returns the sums, float32, with what came back of a pass, if anything did: of one rank after another, so that the
+        result does not depend on which is there first."""
         if sums is None or came is None:
             return sums
         _, listed, there = self.leaving.slots(self.room, turn)
@@ -267,31 +276,34 @@ def _made(work: Work, buffer: float) -> Arrays:
         return work.results(*work.body(0, local.keys, None, None, True))
     cast = Cast.of(local, buffer)
 
-    def work_of(turn: Any, came: jax.Array, stay: Any, last: bool) -> tuple[Any, Any]:
+    def visit(turn: Any, came: jax.Array, stay: Any, made: Any, last: bool = False) -> tuple[Any, Any, Any, Any]:
+        """Returns (what came for the next pass, what came back of the one before, what stays, what is made of this one)."""
         assert work.brought is not None
-        return work.brought(*cast.placed(came, turn), stay, last)
+        there = None if last else cast.there(local.keys, turn + 1)
+        back = None if made is None else cast.back(made, turn - 1)
+        moved = [None, None] if there is back is None else cast.moved(there, back)
+        # Behind barriers, or what comes in a later pass, which needs no attention, is sent beside this one.
+        moved, done = jax.lax.optimization_barrier(
+            (moved, work.brought(lambda: cast.placed(came, turn), cast.seen(turn), stay, last))
+        )
+        return vary_alike((*moved, *done), local.query)
 
     def step(turn: Any, came: jax.Array, stay: Any, sums: Any, made: Any) -> tuple[Any, Any, Any, Any]:
-        """Returns what came for the next pass, what stays, the sums so far, and what this pass has made of others' chunks."""
-        moved = cast.sent(local.keys, turn + 1), None if made is None else cast.returned(made, turn - 1)
-        # Behind barriers, or what comes in a later pass, which needs no attention, is sent beside this one.
-        (coming, arrived), (stay, new) = jax.lax.optimization_barrier((moved, work_of(turn, came, stay, False)))
+        coming, arrived, stay, new = visit(turn, came, stay, made)
         return vary_alike((coming, stay, cast.added(sums, arrived, turn - 1), new), local.query)
 
     def ended(turn: Any, came: jax.Array, stay: Any, sums: Any, made: Any) -> tuple[Any, Any]:
-        moved = None if made is None else cast.returned(made, turn - 1)
-        arrived, (stay, new) = jax.lax.optimization_barrier((moved, work_of(turn, came, stay, True)))
+        _, arrived, stay, new = visit(turn, came, stay, made, last=True)
         sums = cast.added(sums, arrived, turn - 1)
-        return vary_alike(
-            (stay, sums if new is None else cast.added(sums, cast.returned(new, turn), turn)), local.query
-        )
+        arrived = None if new is None else cast.moved(None, cast.back(new, turn))[1]
+        return vary_alike((stay, cast.added(sums, arrived, turn)), local.query)
 
     def several() -> tuple[Any, Any]:
         state = step(0, *first, None)
         state = jax.lax.fori_loop(1, cast.passes - 1, lambda turn, state: step(turn, *state), state)
         return ended(cast.passes - 1, *state)
 
-    coming = cast.sent(local.keys, 0)
+    coming = cast.moved(cast.there(local.keys, 0), None)[0]
     came, (stay, sums) = jax.lax.optimization_barrier((coming, work.body(0, local.keys, None, None, False)))
     first = came, stay, None if sums is None else widened(sums)
     if isinstance(cast.passes, int) and cast.passes == 1:

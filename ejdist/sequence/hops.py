@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from ejdist.sequence import exchange
 from ejdist.sequence.local import Local, without_padding
 from ejdist.sequence.trips import over_needed
-from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.softmax import merge
 from kernels.framework.binding import is_float_array
 from kernels.framework.dispatch import vary_alike
@@ -25,8 +24,9 @@ class Work:
 
     Attributes:
       body: see `over_hops`. results: of what `over_hops` returns, by name.
-      brought: (keys, their mask, whether any is seen, stay, last) -> (stay, the gradients of these keys, or None): the work
-        over keys that a scheme has put together.
+      brought: (placed, seen, stay, last) -> (stay, the gradients of these keys, or None): the work over the keys that a scheme
+        puts together, and their mask, `placed()`, if any of them is `seen`. All of it is one conditional where it is not in
+        place: a compiler would have transfers run beside what comes before and after a kernel.
     """
 
     local: Local
@@ -149,10 +149,10 @@ def attends(local: Local) -> Work:
     def body(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any, last: bool) -> tuple[Any, Any]:
         return attended(local, hop, keys, sofar, local.needed is None), travel
 
-    def brought(keys: dict[str, jax.Array], mask: MaskInfo, seen: Any, sofar: Any, last: bool) -> tuple[Any, None]:
+    def brought(placed: Any, seen: Any, sofar: Any, last: bool) -> tuple[Any, None]:
         def work() -> Any:
             out, lse = widened(sofar)
-            return vary_alike(merge(out, lse, *local.attend_to(keys, mask)), local.query)
+            return vary_alike(merge(out, lse, *local.attend_to(*placed())), local.query)
 
         return jax.lax.cond(seen, work, lambda: vary_alike(widened(sofar), local.query)), None
 
@@ -166,14 +166,17 @@ def pulls(local: Local, saved: dict[str, jax.Array]) -> Work:
     def body(hop: Any, keys: dict[str, jax.Array], grads: Any, sums: Any, last: bool) -> tuple[Any, Any]:
         return pulled(local, saved, hop, keys, grads, sums, local.needed is None)
 
-    def brought(keys: dict[str, jax.Array], mask: MaskInfo, seen: Any, own: Any, last: bool) -> tuple[Any, Any]:
+    def brought(placed: Any, seen: Any, own: Any, last: bool) -> tuple[Any, Any]:
+        like = jax.eval_shape(placed)[0]
+
         def work() -> Any:
+            keys, mask = placed()
             grads = local.pull_from(saved, keys, mask)
-            own_too = {n: x + grads[n] for n, x in widened(own).items()}
-            return vary_alike((own_too, {n: grads[n].astype(x.dtype) for n, x in keys.items()}), local.query)
+            added = {n: x + grads[n] for n, x in widened(own).items()}
+            return vary_alike((added, {n: grads[n].astype(x.dtype) for n, x in keys.items()}), local.query)
 
         def keep() -> Any:
-            return vary_alike((widened(own), {n: jnp.zeros_like(x) for n, x in keys.items()}), local.query)
+            return vary_alike((widened(own), {n: jnp.zeros(x.shape, x.dtype) for n, x in like.items()}), local.query)
 
         return jax.lax.cond(seen, work, keep)
 

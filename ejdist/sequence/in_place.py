@@ -109,7 +109,8 @@ def attends(local: Local, kernels: Any) -> Work:
     def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any, last: bool) -> tuple[Any, Any]:
         return attended(local, kernels, hop, keys, sofar, last), travel
 
-    def brought(keys: dict[str, jax.Array], mask: MaskInfo, _: Any, sofar: Any, last: bool) -> tuple[Any, None]:
+    def brought(placed: Any, _: Any, sofar: Any, last: bool) -> tuple[Any, None]:
+        keys, mask = placed()
         return attended(local, kernels, None, keys, sofar, last, _brought(mask)), None
 
     return Work(local, attend, lambda stay, _: dict(zip(("out", "lse"), stay, strict=True)), brought)
@@ -123,7 +124,8 @@ def pulls(local: Local, saved: dict[str, jax.Array], kernels: Any) -> Work:
     def pull(*hop: Any) -> tuple[Any, Any]:
         return pulled(local, kernels, saved, *hop[:-1])
 
-    def brought(keys: dict[str, jax.Array], mask: MaskInfo, _: Any, own: Any, last: bool) -> tuple[Any, Any]:
+    def brought(placed: Any, _: Any, own: Any, last: bool) -> tuple[Any, Any]:
+        keys, mask = placed()
         return pulled(local, kernels, saved, None, keys, own, None, _brought(mask))
 
     return Work(local, pull, lambda own, sums: {"query": kernels.of_query(own["query"]), **sums}, brought)
