@@ -19,7 +19,7 @@ from ejdist import Order, make_mesh, ring_attention
 from ejdist.documents import Documents, documents_of
 from ejdist.models.model import CAUSAL
 from ejdist.order import order_for
-from ejdist.sequence import GroupCast, Ring, Ulysses
+from ejdist.sequence import GroupCast, Ring, Ulysses, exchange
 from ejdist.sequence.cost import AttentionShape, chunks_of_documents
 from ejdist.sequence.group_cast import Cast, Listed, capacity
 from ejdist.sequence.schedule import chunk_of, chunks_by_rules, chunks_of_rows
@@ -189,6 +189,32 @@ def check_numbers(name, order, sizes, buffer):
     assert_close(
         outputs_and_gradients(cast, made, MASKS[name]), on_one_device(name), f"{name} {order} {sizes} {buffer}"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["zigzag", "striped"])
+def test_by_a_transfer_for_each_pair_of_ranks(order, monkeypatch):
+    """As on a torus. Two ranks: XLA's CPU runtime lets several transfers begin at once, which can end the process."""
+    monkeypatch.setattr(exchange, "on_torus", lambda: True)
+    check_numbers("sinks_packed_window", order, {"sp": 2}, 0.3)
+
+
+def test_a_transfer_for_each_pair_goes_as_far_as_it_says(monkeypatch):
+    """And what goes back as far the other way: to the ranks that the lists name, of those that these name."""
+    far = []
+    monkeypatch.setattr(exchange, "shift", lambda x, axis, by: far.append(by) or x)
+    monkeypatch.setattr(exchange, "on_torus", lambda: True)
+    monkeypatch.setattr(exchange, "rank", lambda axis: jnp.int32(1))
+    order = Order("zigzag", 4)
+    own = {"query": jnp.zeros((1, 16, 1, 1))}
+    local = SimpleNamespace(
+        own=own, query=own["query"], ranks=4, axis="sp", mask=MaskInfo(causal=True), static=SimpleNamespace(order=order)
+    )
+    cast = Cast.of(local, 1)
+    x = jnp.zeros((1, 3 * cast.room, 2, 1))
+    assert [y.shape for y in cast.moved(x, x)] == [x.shape] * 2 and far == [1, 2, 3, -1, -2, -3]
+    # The receiver is as far after a rank as the chunks are sent, and the sender as far before.
+    assert cast.leaving.ranks.tolist() == [2, 3, 0] and cast.coming.ranks.tolist() == [0, 3, 2]
 
 
 @pytest.mark.slow

@@ -128,9 +128,8 @@ class Cast:
             passes = exchange.greatest(jnp.maximum(1, -(-needs.sum(-1, dtype=jnp.int32).max() // room)))
         # A TPU has several transfers between pairs on their way beside a kernel, and waits for one between all; of a GPU it is
         # the other way round.
-        distance = jnp.arange(1, n) if exchange.on_torus() else jnp.arange(n)
-        by_pairs = len(distance) < n
-        ranks = [(rank + way * distance) % n if by_pairs else distance for way in (-1, 1)]
+        by_pairs = exchange.on_torus()
+        ranks = [(rank + way * jnp.arange(1, n)) % n if by_pairs else jnp.arange(n) for way in (-1, 1)]
         lists = [Listed.of(*one, room) for one in zip((needs, asked), ranks, strict=True)]
         coming, leaving = vary_alike(lists, local.query)
         return cls(local, chunk, room, passes, coming, leaving, by_pairs)
