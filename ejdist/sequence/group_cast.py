@@ -357,8 +357,10 @@ class GroupCast(Scheme):
         sent, (passes, parts) = Traffic(), self._sent(shape)
         if passes:
             # Keys and values, in the backward again, and then their gradients the other way, in the dtype of the keys.
-            times, calls = shape.forwards + 2, shape.ranks - 1 if shape.torus else 1
-            sent.add(shape.axis, ALL_TO_ALL, times * parts * shape.travelling, times * passes * calls)
+            # On a torus one after another; elsewhere those of a pass with the keys of the next.
+            times = shape.forwards + 2
+            calls = times * passes * (shape.ranks - 1) if shape.torus else (times - 1) * passes + 1
+            sent.add(shape.axis, ALL_TO_ALL, times * parts * shape.travelling, calls)
         return sent
 
     def memory(self, shape: AttentionShape) -> SchemeBytes:
