@@ -357,9 +357,9 @@ class GroupCast(Scheme):
         sent, (passes, parts) = Traffic(), self._sent(shape)
         if passes:
             # Keys and values, in the backward again, and then their gradients the other way, in the dtype of the keys.
-            # On a torus one after another; elsewhere those of a pass with the keys of the next.
+            # On a torus each by itself; elsewhere in one transfer what goes back of a pass and the keys of the next but one.
             times = shape.forwards + 2
-            calls = times * passes * (shape.ranks - 1) if shape.torus else (times - 1) * passes + 1
+            calls = times * passes * (shape.ranks - 1) if shape.torus else (times - 1) * passes + min(passes, 2)
             sent.add(shape.axis, ALL_TO_ALL, times * parts * shape.travelling, calls)
         return sent
 
