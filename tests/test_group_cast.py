@@ -103,8 +103,8 @@ def test_lists_have_what_is_needed_first_and_nothing_twice():
 
 
 CALLS = [
-    (GroupCast(), "balanced", {"dp": 2, "sp": 4}, jnp.float32),
-    (GroupCast(0.5), "zigzag", {"sp": 8}, jnp.bfloat16),
+    (GroupCast(0.5), "balanced", {"dp": 2, "sp": 4}, jnp.float32),
+    (GroupCast(), "zigzag", {"sp": 8}, jnp.bfloat16),
     (GroupCast(), "contiguous", {"dp": 2, "sp": 4}, jnp.float32),
     (GroupCast(3), "striped", {"sp": 4}, jnp.float32),
     (GroupCast(0.1), "contiguous", {"sp": 2}, jnp.float32),
