@@ -71,11 +71,13 @@ def attended(
     masks: tuple[MaskInfo, MaskInfo] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) of the keys so far, or of none where that is None, and of those that are here at a hop; out in float32
-    until the last hop. Of two hops the first is rounded, as it would be by itself. masks: None for those of the hop."""
+    until the last hop. Of two hops the first is rounded, as it would be by itself. masks: None for those of the hop; of keys
+    that a scheme has put together, which may come in several passes."""
     if sofar is None and not is_own(hop):
         shape = (*local.query.shape[:3], local.sizes["Hv"])
         sofar = local.full(shape), local.full(shape[:3], -jnp.inf)
-    dtype = local.query.dtype if last or len(local.hops) == 2 else jnp.float32
+    rounded = last or (masks is None and len(local.hops) == 2)
+    dtype = local.query.dtype if rounded else jnp.float32
     with jax.named_scope("hop"):
         made = kernels.attend(local.query, keys["key"], keys["value"], *(masks or _masks(local, hop)), sofar, dtype)
     return vary_alike(made, local.query)
