@@ -243,7 +243,7 @@ def test_what_a_scheme_leaves_open_is_searched():
     assert tried("sequence.scheme=ulysses", ring, one, True) == tried("sequence.scheme=ulysses", ring, packed) == []
     assert tried("sequence.scheme=ulysses", product, one) == [{OUTER: "ring"}, {OUTER: "all_gather"}]
     assert tried("", product, one) == [{LEVELS: 2}] and len(tried("", product, packed)) == 2  # all hops, or fewer
-    assert tried("sequence.scheme=group_cast", ring, packed, True) == [{BUFFER: 0.25}, {BUFFER: 0.5}]
+    assert tried("sequence.scheme=group_cast", ring, packed, True) == [{BUFFER: 0.25}, {BUFFER: 0.125}]
     assert tried("sequence.scheme=group_cast", ring, packed) == tried("", ring, one, True) == []
     latent = "model.latent.kv_rank=8 model.layer_pattern=[latent]"
     assert tried(latent, ring, one) == [{LATENTS: "always"}, {LATENTS: "never"}]

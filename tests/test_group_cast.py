@@ -82,7 +82,7 @@ def test_a_chunk_is_a_part_of_a_run_or_stripes():
 
 def test_room_is_of_the_tokens_that_a_device_has_beside_its_own():
     assert [capacity(buffer, 8, 128) for buffer in (1, 2, 0.001, 100)] == [19, 37, 1, 128]
-    assert GroupCast().brought(8, (128, 128)) == (7, 7 * 19 * 7 / 128) and GroupCast().brought(8, (0, 128))[0] == 1
+    assert GroupCast(1).brought(8, (128, 128)) == (7, 7 * 19 * 7 / 128) and GroupCast().brought(8, (0, 128))[0] == 1
     assert GroupCast(8).brought(8, (128, 128)) == (1, 7)
 
 
@@ -104,8 +104,8 @@ def test_lists_have_what_is_needed_first_and_nothing_twice():
 
 CALLS = [
     (GroupCast(0.5), "balanced", {"dp": 2, "sp": 4}, jnp.float32),
-    (GroupCast(), "zigzag", {"sp": 8}, jnp.bfloat16),
-    (GroupCast(), "contiguous", {"dp": 2, "sp": 4}, jnp.float32),
+    (GroupCast(1), "zigzag", {"sp": 8}, jnp.bfloat16),
+    (GroupCast(1), "contiguous", {"dp": 2, "sp": 4}, jnp.float32),
     (GroupCast(3), "striped", {"sp": 4}, jnp.float32),
     (GroupCast(0.1), "contiguous", {"sp": 2}, jnp.float32),
     (GroupCast(), "balanced", {"sp": 8}, jnp.float32),
@@ -255,12 +255,12 @@ def test_a_plan_counts_the_chunks_of_documents():
     )
     assert few < all_of < sum(Ring().cost(shape).bytes.values()), "gradients go back in the dtype of the keys"
     shape = dataclasses.replace(shape, chunks=(128, 128))
-    switch, torus = (GroupCast().cost(dataclasses.replace(shape, torus=t)) for t in (False, True))
+    switch, torus = (GroupCast(1).cost(dataclasses.replace(shape, torus=t)) for t in (False, True))
     assert switch.bytes == torus.bytes
     assert (sum(switch.calls.values()), sum(torus.calls.values())) == (2 * 7 + 2, 3 * 7 * 7), (
         "a pass with what goes back"
     )
-    assert GroupCast(0.5).memory(shape).work < GroupCast().memory(shape).work < GroupCast(2).memory(shape).work
+    assert GroupCast(0.25).memory(shape).work < GroupCast().memory(shape).work < GroupCast(2).memory(shape).work
 
 
 def test_auto_takes_it_where_documents_are_few_of_many_ranks():
@@ -280,12 +280,12 @@ def test_a_step_logs_its_passes():
         model=SimpleNamespace(flops=[SimpleNamespace(pair=1.0, mask=CAUSAL)]),
     )  # fmt: skip
     made = {}
-    for scheme, buffer in (("ring", 1), ("group_cast", 0.5)):
+    for scheme, buffer in (("ring", 0.5), ("group_cast", 0.25)):
         section = SequenceSection(scheme=scheme, buffer=buffer)
         s = SimpleNamespace(data=SimpleNamespace(global_batch=2), accumulation=2, sequence=section)
         made[scheme] = Attended.of(program, ids).evenness(program, s)
     assert {*made["group_cast"]} - {*made["ring"]} == {"passes_sp", "keys_sp"}
-    rows = [GroupCast(0.5).brought(4, (int(most), 4)) for most in Attended.of(program, ids).chunks]
+    rows = [GroupCast(0.25).brought(4, (int(most), 4)) for most in Attended.of(program, ids).chunks]
     assert made["group_cast"]["passes_sp"] == np.mean([passes for passes, _ in rows])
     assert made["group_cast"]["keys_sp"] == np.mean([keys for _, keys in rows])
 
@@ -318,7 +318,7 @@ def test_refusals(make, message):
 
 def test_a_recipe_says_the_buffer():
     words = (
-        "recipe=long_context sequence.scheme=group_cast sequence.buffer=0.5 sequence.window_scheme=group_cast".split()
+        "recipe=long_context sequence.scheme=group_cast sequence.buffer=0.25 sequence.window_scheme=group_cast".split()
     )
     made = compose(words).sequence.made()
-    assert made.full == made.window == GroupCast(0.5) and made.reads_batch and made.hides
+    assert made.full == made.window == GroupCast(0.25) and made.reads_batch and made.hides

@@ -118,7 +118,7 @@ def check_hidden(target, mask, order, gradient, directions="auto"):
 def test_chunks_of_a_group_cast_come_beside_attention(target, mask, gradient):
     """But gradients of the last pass, on their way home when all is attended to: in each branch, of one pass or of several. A
     GPU has all of a pass in one transfer, with the gradients of the one before."""
-    large = transfers(scheduled(target, mask, "zigzag", gradient, GroupCast()), LARGE)
+    large = transfers(scheduled(target, mask, "zigzag", gradient, GroupCast(1)), LARGE)
     room = capacity(1, RANKS, chunks := TOKENS // chunk_of(Order("zigzag", RANKS), TOKENS))
     pairs, slots = (RANKS - 1, 1) if target == "v5p" else (1, RANKS)  # of one transfer
     each = slots * room * KEYS // chunks

@@ -1,6 +1,6 @@
 """`python -m benchmarks.sequence [documents=4096] [tokens=8192,32768] [heads=32] [kv_heads=8] [width=128] [window=0] [sinks=0]
 [dtype=bfloat16] [schemes=ring,...] [cp=1] [outer=ring] [head_groups=1] [orders=zigzag,...] [backends=auto]
-[directions=forward,backward] [ring_directions=auto] [buffer=1] [rank= ranks=]
+[directions=forward,backward] [ring_directions=auto] [buffer=0.5] [rank= ranks=]
 [check=512] [stripe=0] [seed=0] [rounds=5] [plan=]
 [budget=0] [out=FILE] [commit=]`: causal attention whose sequence is split over ranks, as a training step calls it.
 
@@ -46,6 +46,7 @@ from benchmarks.sequence.plans import PLANS
 from benchmarks.sequence.rows import Rows, table
 from ejdist.order import CARRIED, NAMES
 from ejdist.sequence import SCHEMES, Ring
+from ejdist.sequence.group_cast import BUFFER
 
 __all__ = ["main", "table"]
 
@@ -56,7 +57,7 @@ OPTIONS = {
     "dtype": "bfloat16", "schemes": ",".join(SCHEMES), "cp": 1, "outer": "ring",
     "head_groups": 1, "orders": ",".join(TIMED), "backends": "auto",
     "directions": "forward,backward", "rank": "", "ranks": 0, "check": 512, "stripe": 0, "seed": 0, "rounds": 5,
-    "plan": "", "budget": 0, "ring_directions": "auto", "buffer": 1.0,
+    "plan": "", "budget": 0, "ring_directions": "auto", "buffer": BUFFER,
     "out": "", "coordinator": "", "processes": 1, "process": 0, "commit": "",
 }  # fmt: skip
 CHOICES = {"schemes": SCHEMES, "orders": TIMED, "directions": PRODUCTS}

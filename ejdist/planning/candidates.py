@@ -22,6 +22,7 @@ from ejdist.order import AUTO, order_for
 from ejdist.order import NAMES as ORDERS
 from ejdist.planning.activations import has_experts
 from ejdist.sequence.cost import ALWAYS, NEVER
+from ejdist.sequence.group_cast import BUFFER as CHUNKS_AHEAD
 from ejdist.sequence.schedule import imbalance
 from ejdist.sequence.schemes import SCHEMES, options_of
 from ejdist.sequence.way import BY_BATCH
@@ -38,7 +39,7 @@ SEARCHED = (
     GROUPS, HOPS, OUTER, LEVELS, BUFFER,
 )  # fmt: skip
 HEAD_GROUPS = (2, 4, 8)  # that are tried beside one
-BUFFERS = (0.25, 0.5)  # and beside a device's own tokens
+BUFFERS = (0.25, 0.125)  # smaller than a recipe's by default
 # Where the batch is not given: rows of a device and microbatch, microbatches, and tokens of a step, which are those of Llama 3
 # 405B's largest batch; a step has one row at least.
 ROWS, MICROBATCHES, MOST_TOKENS = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), 2**24
@@ -218,7 +219,7 @@ def details(
         LATENTS: (ALWAYS, NEVER) if latents and section.latents == AUTO else (),
         GROUPS: HEAD_GROUPS if tight and "head_groups" in options else (),
         HOPS: (BY_BATCH,) if "hops" in options and documents.lengths and section.hops == AUTO else (),
-        BUFFER: BUFFERS if tight and "buffer" in options and section.buffer == 1 else (),
+        BUFFER: BUFFERS if tight and "buffer" in options and section.buffer == CHUNKS_AHEAD else (),
         LEVELS: (2,) if "levels" in options and axes[1:] and section.levels == 1 else (),
         OUTER: tuple(n for n in SCHEMES if "hops" in options_of(SCHEMES[n])) if "outer" in options and axes[1:] else (),
     }

@@ -11,6 +11,7 @@ from ejdist.order import AUTO, NAMES, STRIPES, Order, order_for
 from ejdist.sections import operational
 from ejdist.sequence import exchange
 from ejdist.sequence.cost import ALWAYS, NEVER
+from ejdist.sequence.group_cast import BUFFER
 from ejdist.sequence.schemes import SCHEMES, ByWindow, by_window, options_of, scheme_of
 from ejdist.sequence.way import check_hops
 
@@ -43,7 +44,7 @@ class SequenceSection:
     directions: str = operational(AUTO)
     # Tokens of others that a device has room for with group_cast, over its own; what a batch needs beyond it takes further
     # passes.
-    buffer: float = operational(1.0)
+    buffer: float = operational(BUFFER)
     # Whether latent attention sends its latents, of which each device makes keys and values again, or keys and values: always,
     # never; auto: where latents are cheaper.
     latents: str = operational(AUTO)
@@ -110,7 +111,7 @@ class SequenceSection:
             "hops": None if self.hops == AUTO else self.hops,
             "levels": None if self.levels == 1 else self.levels,
             "directions": None if self.directions == AUTO else int(self.directions),
-            "buffer": None if self.buffer == 1 else self.buffer,
+            "buffer": None if self.buffer == BUFFER else self.buffer,
         }
 
     def compiler_options(self, mesh: jax.sharding.Mesh, order: Order) -> dict[str, Any] | None:

@@ -146,7 +146,7 @@ FAULTS = (
     Fault(
         "a recipe's buffer is not used",
         "SequenceSection._options",
-        "None if self.buffer == 1 else self.buffer",
+        "None if self.buffer == BUFFER else self.buffer",
         "None",
         f"{TESTS} -k says_the_buffer",
     ),
