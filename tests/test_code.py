@@ -28,6 +28,7 @@ SLOW = {
         ("rotary_embedding", "llama_8b"),
         ("linear_attention", "lightning_64k"),
         ("state_space_v2", "mamba2_8k"),
+        ("recurrent", "lstm_1k"),
     },
     "triton": {
         ("flash_attention", "causal_32k_gqa"),
