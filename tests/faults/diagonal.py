@@ -131,10 +131,24 @@ FAULTS = (
     ),
     Fault(
         "time mix: padding lets a state fade",
-        "triton_mix:_marks",
-        "tl.where($counts, $decay, 0.0)",
-        "tl.where($counts, $decay, $decay)",
+        "triton_mix:_fade",
+        "tl.where($counts, $count + 1.0, $count)",
+        "$count + 1.0",
         MIXED,
+    ),
+    Fault(
+        "time mix: sums of a document have those of the one before it",
+        "triton_mix:_fade",
+        "tl.where($new, EMPTY, $base)",
+        "$base",
+        MIXED,
+    ),
+    Fault(
+        "time mix: an exponent is added up token by token",
+        "triton_mix:_add",
+        "($a, $b, tl.where($kept, $base, $q), tl.where($kept, $count, 0.0), $p)",
+        "($a, $b, $p, 0.0 * $count, $p)",
+        f"{DIAGONAL} -k slow_decays",
     ),
     Fault(
         "time mix: of equal terms of a maximum one has all of the gradient",

@@ -20,7 +20,7 @@ from kernels.framework.work import Work
 from kernels.toolchains.triton import triton_launch
 
 AHEAD, JOINED_CHANNELS = 8, 128  # of a program that joins chunks: those it loads at once, and its channels
-WARPS_WANTED = 6  # of each multiprocessor, before rows are split further
+WARPS_WANTED = 24  # of each multiprocessor, before rows are split further
 
 
 class Tile(NamedTuple):
@@ -272,8 +272,8 @@ def backward(s: Scan, d_out: jax.Array, d_finals: jax.Array, cfg: DiagonalConfig
 # -- tiles -------------------------------------------------------------------------------------------------------------
 
 MOST_NUMBERS = 32  # of a thread: states, their decays and their gradients lie in its registers
-# Channels of a program of one warp, and tokens that it loads at once; the first was the better one of two on an H200.
-FORWARD = ((64, 8), (64, 4), (32, 8), (128, 4), (32, 4))
+# Channels of a program of one warp, and tokens that it loads at once; the first was the best one on an H200.
+FORWARD = ((64, 4), (64, 8), (64, 16), (32, 4), (128, 4))
 BACKWARD = ((64, 8, 64), (32, 8, 64), (32, 16, 64), (64, 4, 64), (32, 8, 32))  # and tokens of a chunk
 
 

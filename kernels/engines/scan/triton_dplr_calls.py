@@ -22,8 +22,9 @@ from kernels.framework.measured import power_of_two
 from kernels.framework.work import Work
 from kernels.toolchains.triton import compute_capability, triton_launch
 
-WIDTH, WARPS = 32, 8  # channels of a program of one chunk at a time, and its warps
-GRADIENTS = (32, 8)  # channels and warps of a program of gradients through decays
+# Channels of a program of one chunk at a time, and its warps: of 16-bit floats one, whose barriers cost nothing.
+CHUNKS = {True: (16, 1), False: (32, 8)}
+GRADIENTS = {True: (16, 2), False: (32, 8)}  # the same of gradients through decays
 
 
 class Tokens(NamedTuple):
@@ -60,7 +61,8 @@ class Launches(delta.Launches):
         super().__init__(walked, num_states, scale, cfg, work)
         self.tokens, self.d_out = x, d_out
         self.decays_of = channels.chunks_of(walked, None, None, self, scale, cfg)
-        block = min(WIDTH, self.common["BLOCK_H"])
+        width, self.warps = CHUNKS[x.k.dtype.itemsize == 2]
+        block = min(width, self.common["BLOCK_H"])
         self.decays_of.decays.update({"BLOCK_H": block, "BLOCKS": self.common["BLOCK_H"] // block})
         self.forgets = FORGETS if self.decays_of.decays["EXACT"] else channels.FORGETS_CHANNEL
 
@@ -98,7 +100,7 @@ class Launches(delta.Launches):
             self.layout.table,
             self.d_out,
             out_shape=tuple(shapes.values()),
-            num_warps=WARPS,
+            num_warps=self.warps,
             num_stages=1,
             Hv=x.v.shape[3],
             FORGETS=self.forgets,
@@ -188,7 +190,7 @@ class Launches(delta.Launches):
             PRECISION=precision,
             **stages,
         )
-        most = GRADIENTS[0]
+        most = GRADIENTS[x.k.dtype.itemsize == 2][0]
         width = min(most if compute_capability() >= 90 else most // 2, of.decays["BLOCK_H"])
         names = ("q", "k", "a", "b", "w")
         shapes = [jax.ShapeDtypeStruct(getattr(x, name).shape, getattr(x, name).dtype) for name in names]
@@ -221,8 +223,10 @@ class Launches(delta.Launches):
 
 
 def heuristic(call: Call, platform: str) -> ChunkConfig:
-    """Returns the default tiles of a call: those of one decay per head, with warps of its own for gradients through decays."""
-    return replace(delta.heuristic(call, platform), backward_num_warps=GRADIENTS[1])
+    """Returns the default tiles of a call: chunks of 32 tokens, and warps of its own for gradients through decays."""
+    if call.dtype == "float32":
+        return replace(delta.heuristic(call, platform), backward_num_warps=GRADIENTS[False][1])
+    return replace(delta.tiles(call, 32, 32, 4, 3), backward_num_warps=GRADIENTS[True][1])
 
 
 def candidates(call: Call) -> list[ChunkConfig]:
@@ -231,10 +235,9 @@ def candidates(call: Call) -> list[ChunkConfig]:
     if call.dtype == "float32":
         return [best]
     found = [
-        delta.tiles(call, chunk, block_v, num_warps, stages)
-        for chunk in (32, 64)
-        for block_v, num_warps in ((16, 4), (32, 4), (64, 4), (64, 8))
+        replace(delta.tiles(call, chunk, block_v, num_warps, stages), backward_num_warps=warps)
+        for chunk, warps in ((32, 2), (16, 2), (32, 1), (64, 4))
+        for block_v, num_warps in ((32, 4), (16, 4), (64, 4))
         for stages in (2, 3)
     ]
-    found = [replace(cfg, backward_num_warps=GRADIENTS[1]) for cfg in found]
     return list(dict.fromkeys([best, *found, *(replace(best, splits=splits) for splits in (1, 2, 4))]))

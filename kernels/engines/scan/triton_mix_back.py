@@ -13,10 +13,13 @@ import triton.language as tl
 from kernels.engines.scan.triton_diagonal import chunk_at, offset
 from kernels.engines.scan.triton_mix import (
     EMPTY,
+    FORGETS,
     GRADIENTS,
     SUMS,
+    _add,
     _begin,
     _constants,
+    _fade,
     _join,
     _load,
     _marks,
@@ -67,12 +70,13 @@ def mix_sums_kernel(
     decay, u = _constants(w_ptr, u_ptr, cols, F)
     index = row * CHUNKS + c
     a, b, p = _begin(starts_ptr, index, cols, F, BLOCK_F)
-    d_a, d_b, m, share, fall = zero, zero, zero + EMPTY, zero + 1.0, zero
+    base, passed, faded = p, zero, zero
+    d_a, d_b, m, share, forgets = zero, zero, zero + EMPTY, zero + 1.0, zero
     for start in range(0, count, TOKENS):
         token = row * T + first + start
         at = offset(token, F) + cols
         ks, vs = _tokens(k_ptr, v_ptr, codes_ptr, token, at, count - start, inside, F, TOKENS)
-        falls, valid, news = _marks(codes_ptr, token, count - start, decay, TOKENS)
+        valid, news = _marks(codes_ptr, token, count - start, TOKENS)
         dys = ()
         for i in tl.static_range(TOKENS):
             dys = dys + (tl.load(d_out_ptr + at + i * F, mask=valid[i] & inside, other=0.0),)
@@ -80,11 +84,11 @@ def mix_sums_kernel(
             k, v = ks[i].to(tl.float32), vs[i].to(tl.float32)
             out, own, den, top = _read(a, b, p, k, v, u, valid[i], news[i])
             r, s, q = _passed(out, den, top, dys[i].to(tl.float32), valid[i], news[i])
-            d_a, d_b, m = _join(d_a, d_b, m, r, s, q + fall)
-            fallen = p + falls[i]
+            d_a, d_b, m = _join(d_a, d_b, m, r, s, q + (forgets + faded * decay))
+            base, passed, fallen = _fade(base, passed, decay, valid[i], news[i])
             share *= 1.0 - _share(k, fallen)
-            fall += falls[i]
-            a, b, p = _join(a, b, fallen, v, 1.0, k)
+            forgets, faded = tl.where(news[i], FORGETS, forgets), tl.where(valid[i], faded + 1.0, faded)
+            a, b, base, passed, p = _add(a, b, base, passed, fallen, v, 1.0, k)
     _put(d_sums_ptr, index, 0, d_a, cols, True, F, GRADIENTS)
     _put(d_sums_ptr, index, 1, d_b, cols, True, F, GRADIENTS)
     _put(d_sums_ptr, index, 2, m, cols, True, F, GRADIENTS)
@@ -128,6 +132,7 @@ def mix_bwd_kernel(
     index = row * CHUNKS + c
     first_a, first_b, first_p = _begin(starts_ptr, index if JOINED else row * G + owner, cols, F, BLOCK_F)
     a, b, p = first_a, first_b, first_p
+    base, passed = p, zero
     token = row * T + first
     ks, vs = _tokens(k_ptr, v_ptr, codes_ptr, token, offset(token, F) + cols, count, inside, F, TOKENS)
     for start in range(0, count, TOKENS):
@@ -140,9 +145,10 @@ def mix_bwd_kernel(
         later_ks, later_vs = _tokens(
             k_ptr, v_ptr, codes_ptr, token + TOKENS, at + TOKENS * F, left - TOKENS, inside, F, TOKENS
         )
-        falls, valid, news = _marks(codes_ptr, token, left, decay, TOKENS)
+        valid, news = _marks(codes_ptr, token, left, TOKENS)
         for i in tl.static_range(TOKENS):
-            a, b, p = _join(a, b, p + falls[i], vs[i].to(tl.float32), 1.0, ks[i].to(tl.float32))
+            base, passed, p = _fade(base, passed, decay, valid[i], news[i])
+            a, b, base, passed, p = _add(a, b, base, passed, p, vs[i].to(tl.float32), 1.0, ks[i].to(tl.float32))
         ks, vs = later_ks, later_vs
     if JOINED:
         d_a, d_b = _load(d_ends_ptr, index, 0, cols, F, GRADIENTS), _load(d_ends_ptr, index, 1, cols, F, GRADIENTS)
@@ -151,7 +157,7 @@ def mix_bwd_kernel(
         state = row * G + owner
         d_a, d_b = _load(d_ends_ptr, state, 0, cols, F, SUMS), _load(d_ends_ptr, state, 1, cols, F, SUMS)
         m, d_p = -p, _load(d_ends_ptr, state, 2, cols, F, SUMS) - a * d_a - b * d_b
-    d_decay, d_bonus = zero, zero
+    d_decay, d_bonus, of_end, faded = zero, zero, m, zero
     parts = (count + TOKENS - 1) // TOKENS
     for j in range(parts):
         # What this program stored above, it reads here.
@@ -162,17 +168,19 @@ def mix_bwd_kernel(
         token = row * T + first + start
         at = offset(token, F) + cols
         ks, vs = _tokens(k_ptr, v_ptr, codes_ptr, token, at, count - start, inside, F, TOKENS)
-        falls, valid, news = _marks(codes_ptr, token, count - start, decay, TOKENS)
+        valid, news = _marks(codes_ptr, token, count - start, TOKENS)
+        base, passed = p, zero
         dys, sums, bases, tops = (), (), (), ()
         for i in tl.static_range(TOKENS):
             dys = dys + (tl.load(d_out_ptr + at + i * F, mask=valid[i] & inside, other=0.0),)
             sums, bases, tops = sums + (a,), bases + (b,), tops + (p,)
-            a, b, p = _join(a, b, p + falls[i], vs[i].to(tl.float32), 1.0, ks[i].to(tl.float32))
+            base, passed, p = _fade(base, passed, decay, valid[i], news[i])
+            a, b, base, passed, p = _add(a, b, base, passed, p, vs[i].to(tl.float32), 1.0, ks[i].to(tl.float32))
         for i in tl.static_range(TOKENS - 1, -1, -1):
             k, v, dy = ks[i].to(tl.float32), vs[i].to(tl.float32), dys[i].to(tl.float32)
             out, own, den, top = _read(sums[i], bases[i], tops[i], k, v, u, valid[i], news[i])
             r, s, q = _passed(out, den, top, dy, valid[i], news[i])
-            fallen, weight = tops[i] + falls[i], _power(k + m)
+            fallen, weight = tl.where(news[i], EMPTY, tops[i] + tl.where(valid[i], decay, 0.0)), _power(k + m)
             mine = own * (r * (v - out))
             share = _share(k, fallen)
             dv = weight * d_a + own * r
@@ -181,7 +189,8 @@ def mix_bwd_kernel(
             through = _power(fallen + m) * (d_a * sums[i] + d_b * bases[i]) + d_p
             d_decay += tl.where(valid[i] & (news[i] == 0), through, 0.0)
             d_bonus += tl.where(valid[i], mine, 0.0)
-            d_a, d_b, m = _join(d_a, d_b, m + falls[i], r, s, q)
+            of_end, faded, m = _fade(of_end, faded, decay, valid[i], news[i])
+            d_a, d_b, of_end, faded, m = _add(d_a, d_b, of_end, faded, m, r, s, q)
             there = inside & (start + i < count)
             dk, dv = tl.where(valid[i], dk, 0.0), tl.where(valid[i], dv, 0.0)
             tl.store(dk_ptr + at + i * F, dk.to(dk_ptr.dtype.element_ty), mask=there)

@@ -211,7 +211,7 @@ def backward(s: Mix, d_out: jax.Array, d_finals: jax.Array, cfg: DiagonalConfig,
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
 
-FORWARD = ((32, 16), (32, 8), (64, 8), (64, 16))  # channels of a program of one warp, tokens that it loads at once
+FORWARD = ((32, 32), (32, 16), (32, 8), (64, 16))  # channels of a program of one warp, tokens that it loads at once
 BACKWARD = ((32, 16), (32, 8), (64, 8), (64, 4))
 
 
