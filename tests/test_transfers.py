@@ -16,9 +16,8 @@ from ejdist.sequence import Ring, compiler_options, exchange
 from ejdist.training import program
 from recipes.schema import compose
 
-# Two heads, of which each direction has one. With more, or longer rows, the compilers take longer for the same schedule.
-RANKS, TOKENS, HEADS, WIDTH = 4, 1024, 2, 128
-LARGE = 2**17
+RANKS, TOKENS, HEADS, WIDTH = 4, 2048, 8, 128
+LARGE = 2**20
 KEYS = 2 * TOKENS * HEADS * WIDTH * 2  # bytes of a rank's keys and values
 TARGETS = {"v5p": ("v5p:2x2x1", None, None, None), "h200": (None, RANKS, "h200", None)}
 # Window and order; with segment ids or without.
