@@ -15,7 +15,7 @@ SMOKE = frozenset({"smoke"})
 
 
 def _integers(values: Any) -> Any:
-    return jnp.asarray(values, jnp.int32)
+    return jnp.asarray(np.asarray(values, np.int32))
 
 
 def _tables(max_pages: int):
