@@ -129,7 +129,7 @@ def test_hops_that_are_left_out_are_so_both_ways():
 def taken(monkeypatch):
     """On devices whose links form a ring: how many calls went both ways."""
     calls, around = [], both_ways.around
-    monkeypatch.setattr(both_ways, "_on_torus", lambda: True)
+    monkeypatch.setattr(exchange, "on_torus", lambda: True)
     monkeypatch.setattr(both_ways, "around", lambda *a: calls.append(a) or around(*a))
     return calls
 
@@ -221,7 +221,7 @@ def test_where_links_form_a_ring():
 
     def seen(mesh):
         found = []
-        run = jax.shard_map(lambda x: found.append(both_ways._on_torus()) or x, mesh=mesh, in_specs=P(), out_specs=P())
+        run = jax.shard_map(lambda x: found.append(exchange.on_torus()) or x, mesh=mesh, in_specs=P(), out_specs=P())
         jax.eval_shape(jax.jit(run), jnp.ones(4))
         return found
 

@@ -14,7 +14,7 @@ import pytest
 
 from ejdist import make_mesh, order, ring_attention
 from ejdist.costs import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Traffic, Undeclared
-from ejdist.documents import documents_of
+from ejdist.documents import ONE_DOCUMENT, documents_of
 from ejdist.experts.choice import choose
 from ejdist.experts.cost import ExchangeShape, arriving_of, cost_of, memory_of
 from ejdist.experts.dispatch import exchange
@@ -37,6 +37,7 @@ from ejdist.order import NAMES as ORDERS
 from ejdist.order import Order
 from ejdist.planning.activations import has_experts
 from ejdist.planning.candidates import (
+    BUFFER,
     GROUPS,
     HOPS,
     LATENTS,
@@ -53,7 +54,7 @@ from ejdist.planning.candidates import (
 )
 from ejdist.planning.search import Predictor, search
 from ejdist.planning.targets import target_of
-from ejdist.sequence.cost import AttentionShape, SchemeBytes, needed_hops
+from ejdist.sequence.cost import AttentionShape, SchemeBytes, chunks_of_documents, needed_hops
 from ejdist.sequence.halo import reach_of, sent
 from ejdist.sequence.schedule import imbalance
 from ejdist.sequence.scheme import Scheme
@@ -100,6 +101,9 @@ def test_the_planner_costs_every_scheme_order_and_policy(name):
         c, b = sections.model, 2 if sections.model.compute_dtype == "bfloat16" else 4
         tokens, hops = 8 * 1024 // 8, needed_hops(Order(lie, 4), 1024, CAUSAL)
         shape = attending(c, tokens, hops, b, 1 + (not REMAT[remat].asked))
+        shape = dataclasses.replace(
+            shape, chunks=chunks_of_documents(order.order_for(lie, 4, 1024), 1024, CAUSAL, ONE_DOCUMENT)
+        )
         layers = sum(scheme.cost(shape).bytes.values()) * c.num_layers
         gradients = made.time.sent["sp"] - layers
         assert layers > 0 and gradients >= 0  # parameters are stored over the sequence's axis too
@@ -239,6 +243,8 @@ def test_what_a_scheme_leaves_open_is_searched():
     assert tried("sequence.scheme=ulysses", ring, one, True) == tried("sequence.scheme=ulysses", ring, packed) == []
     assert tried("sequence.scheme=ulysses", product, one) == [{OUTER: "ring"}, {OUTER: "all_gather"}]
     assert tried("", product, one) == [{LEVELS: 2}] and len(tried("", product, packed)) == 2  # all hops, or fewer
+    assert tried("sequence.scheme=group_cast", ring, packed, True) == [{BUFFER: 0.25}, {BUFFER: 0.5}]
+    assert tried("sequence.scheme=group_cast", ring, packed) == tried("", ring, one, True) == []
     latent = "model.latent.kv_rank=8 model.layer_pattern=[latent]"
     assert tried(latent, ring, one) == [{LATENTS: "always"}, {LATENTS: "never"}]
     assert len(tried(latent, ring, packed)) == 5 and tried(f"{latent} sequence.latents=never", ring, one) == []
@@ -391,6 +397,7 @@ def check_sent(scheme, lie, window, sizes):
     arrays = query, key, value, query, 4 * 4 * 64 // ranks
     halo = sent(order, 64, reach_of(mask, 64))
     shape = AttentionShape(tuple(sizes.items()), needed_hops(order, 64, mask), *arrays, 4, 2, 2, halo=halo)
+    shape = dataclasses.replace(shape, chunks=chunks_of_documents(order, 64, mask, ONE_DOCUMENT))
     wanted = scheme.cost(shape)
     assert made.bytes == wanted.bytes and made.calls == wanted.calls
 

@@ -16,6 +16,7 @@ from test_sequence import assert_close
 import kernels
 from ejdist import Order, make_mesh, set_layout
 from ejdist.costs import PERMUTE
+from ejdist.documents import ONE_DOCUMENT
 from ejdist.frozen import Frozen
 from ejdist.latent_attention import over_ranks
 from ejdist.mapped import map_shards
@@ -31,8 +32,8 @@ from ejdist.planning.candidates import candidate_of
 from ejdist.planning.search import Predictor
 from ejdist.planning.share import share_of
 from ejdist.planning.targets import target_of
-from ejdist.sequence import AllGather, Halo, Ring, Scheme, Ulysses, by_window, exchange
-from ejdist.sequence.cost import attention_shape
+from ejdist.sequence import AllGather, GroupCast, Halo, Ring, Scheme, Ulysses, by_window, exchange
+from ejdist.sequence.cost import attention_shape, chunks_of_documents
 from ejdist.sequence.latents import sends_latents, travels
 from ejdist.sequence.reshard import Reshard
 from ejdist.sequence.schemes import ByWindow
@@ -89,6 +90,7 @@ SCHEMES = {
     "ulysses": Ulysses(),
     "groups": Ulysses(head_groups=2),
     "halo": Halo(),
+    "group_cast": GroupCast(),
 }
 MESHES = {"sp2": {"sp": 2}, "sp4": {"sp": 4}, "tp2": {"sp": 2, "tp": 2, "fsdp": 2}, "cp2": {"cp": 2, "sp": 2}}
 QUICK = {
@@ -144,11 +146,21 @@ def sent(scheme, sizes, width=R):
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("ring", {"sp": 4}), ("all_gather", {"sp": 4}), ("ulysses", {"sp": 4}), ("groups", {"cp": 2, "sp": 2})],
+    [
+        ("ring", {"sp": 4}),
+        ("all_gather", {"sp": 4}),
+        ("ulysses", {"sp": 4}),
+        ("groups", {"cp": 2, "sp": 2}),
+        ("group_cast", {"sp": 4}),
+    ],
 )
 def test_what_is_sent_is_what_is_declared(name, sizes):
     scheme = SCHEMES[name]
     made, shape = sent(by_window(scheme, None, "always"), sizes)
+    order = Order("zigzag", shape.ranks)
+    shape = dataclasses.replace(
+        shape, chunks=chunks_of_documents(order, 64, kernels.MaskInfo(causal=True), ONE_DOCUMENT)
+    )
     declared = scheme.cost(shape)
     assert made.bytes == declared.bytes and made.calls == declared.calls
     heads = scheme.cost(dataclasses.replace(shape, latents=0))

@@ -17,7 +17,7 @@ import kernels
 from ejdist import make_mesh, ring_attention
 from ejdist.documents import places
 from ejdist.order import Order
-from ejdist.sequence import Ring, in_place
+from ejdist.sequence import GroupCast, Ring, in_place
 from kernels import MaskInfo
 from kernels.engines.attention import triton_calls
 from kernels.engines.attention.pairs import keys_at
@@ -38,8 +38,8 @@ def taken(monkeypatch):
     """Which calls found kernels, in turn."""
     found, kernels_of = [], in_place.kernels_of
 
-    def look(local):
-        found.append(kernels_of(local))
+    def look(*call):
+        found.append(kernels_of(*call))
         return found[-1]
 
     monkeypatch.setattr(in_place, "kernels_of", look)
@@ -85,6 +85,9 @@ def everything(attend, arrays, *rest):
         pytest.param("zigzag", 4, "packed", (128, 128), {}, marks=pytest.mark.slow),
         pytest.param("balanced", 4, "packed", (128, 128), {}, marks=pytest.mark.slow),
         pytest.param("striped", 4, "packed", (64, 64), {"causal": False}, marks=pytest.mark.slow),
+        # Over chunks that are put together of those of other ranks.
+        pytest.param("balanced", 2, "packed", (64, 64), {"scheme": GroupCast(0.5)}, marks=pytest.mark.slow),
+        pytest.param("striped", 4, "one", (64, 64), {"scheme": GroupCast()}, marks=pytest.mark.slow),
     ],
 )
 def test_the_numbers_of_one_device(hopper, taken, name, ranks, kind, widths, options):

@@ -115,8 +115,9 @@ def assert_close(got, want, what):
 MESHES = {"sp4": {"sp": 4}, "sp2": {"sp": 2}, "sp2_tp2_fsdp2": {"sp": 2, "tp": 2, "fsdp": 2}, "sp8": {"sp": 8}}
 
 
-# Those that are no ring where queries see all keys before them: tests/test_halo.py has the other.
-OF_ALL_KEYS = [name for name in SCHEMES if name != "halo"]
+# Those that are no ring where queries see all keys before them; tests/test_halo.py and test_group_cast.py have the others.
+OF_ALL_KEYS = [name for name in SCHEMES if name not in ("halo", "group_cast")]
+AND_CHUNKS = [*OF_ALL_KEYS, pytest.param("group_cast", marks=pytest.mark.slow)]
 # What a scheme can differ in from a ring: positions and segments of all keys at once.
 GATHERED = ("packed_chunk", "sinks_packed_window")
 # What a rank skips whole hops by: causal, both sides of a window, chunks, segments, what a rule softens.
@@ -383,7 +384,7 @@ def test_a_constant_is_typed_like_the_arrays_that_it_meets(checked):
     np.testing.assert_array_equal(gradient, [4 * jnp.sum(x), 0, 0])
 
 
-@pytest.mark.parametrize("scheme", OF_ALL_KEYS)
+@pytest.mark.parametrize("scheme", AND_CHUNKS)
 def test_inside_a_shard_map_that_checks_varying_axes(scheme):
     mesh, order, spec = make_mesh(sp=4), Order("zigzag", 4), P(None, "sp")
 
@@ -406,7 +407,7 @@ def test_inside_a_shard_map_that_checks_varying_axes(scheme):
     assert_close(jax.jit(lambda: outputs(ring))(), jax.jit(lambda: outputs(plain))(), scheme)
 
 
-@pytest.mark.parametrize("scheme", OF_ALL_KEYS)
+@pytest.mark.parametrize("scheme", AND_CHUNKS)
 def test_a_second_derivative_is_refused_by_name(scheme):
     ring = functools.partial(ring_attention, causal=True, mesh=make_mesh(sp=2), scheme=scheme, softmax_aux=SINKS)
 
@@ -626,7 +627,7 @@ def test_a_wrong_call_names_the_argument(call, words):
     assert all(w in str(error.value) for w in words), str(error.value)
 
 
-@pytest.mark.parametrize("scheme", OF_ALL_KEYS)
+@pytest.mark.parametrize("scheme", AND_CHUNKS)
 def test_keys_of_other_ranks_do_not_hide_what_is_no_number(scheme):
     spoiled = KEY.at[0, 40].set(jnp.nan)
     where = {"mesh": make_mesh(sp=2), "scheme": scheme}

@@ -10,9 +10,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from schedules import transfers
 
-from ejdist import make_mesh, ring_attention
+from ejdist import Order, make_mesh, ring_attention
 from ejdist.planning.targets import NoCompiler, target_of
-from ejdist.sequence import Ring, compiler_options, exchange
+from ejdist.sequence import GroupCast, Ring, compiler_options, exchange
+from ejdist.sequence.group_cast import capacity
+from ejdist.sequence.schedule import chunk_of
 from ejdist.training import program
 from recipes.schema import compose
 
@@ -107,6 +109,25 @@ def check_hidden(target, mask, order, gradient, directions="auto"):
         assert all(t.bytes in (KEYS, 2 * KEYS, 3 * KEYS) for t in together), large
         assert all(len(branch) == 1 for branch in alone), large
     assert together and all(t.bytes <= 3 * KEYS for t in together)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [*TARGETS])
+@pytest.mark.parametrize("mask", [*MASKS])
+@pytest.mark.parametrize("gradient", [True, False])
+def test_chunks_of_a_group_cast_come_beside_attention(target, mask, gradient):
+    """But gradients of the last pass, on their way home when all is attended to: in each branch, of one pass or of several. A
+    GPU has all of a pass in one transfer, with the gradients of the one before."""
+    large = transfers(scheduled(target, mask, "zigzag", gradient, GroupCast()), LARGE)
+    room = capacity(1, RANKS, chunks := TOKENS // chunk_of(Order("zigzag", RANKS), TOKENS))
+    pairs, slots = (RANKS - 1, 1) if target == "v5p" else (1, RANKS)  # of one transfer
+    each = slots * room * KEYS // chunks
+    assert {t.kind for t in large} == {"collective-permute" if target == "v5p" else "all-to-all"}
+    alone = [[t for t in large if not t.beside and t.computation == name] for name in {t.computation for t in large}]
+    alone = [branch for branch in alone if branch]
+    assert len(alone) <= (2 if MASKS[mask][1] else 1) * gradient, alone
+    assert all([t.bytes for t in branch] == [each] * pairs for branch in alone), alone
+    assert {t.bytes for t in large if t.beside} <= {each, 2 * each} and any(t.beside for t in large)
 
 
 @pytest.mark.parametrize("target", [*TARGETS])

@@ -124,7 +124,13 @@ def sent(monkeypatch):
         counting(tree, (exchange.size(axis) - 1) / exchange.size(axis))
         return scatter(tree, axis)
 
-    for name, counted in (("shift", shifted), ("gather", gathered), ("scatter_sum", scattered)):
+    def exchanged(tree, axis, split, join):
+        counting(tree, (exchange.size(axis) - 1) / exchange.size(axis))
+        return to_all(tree, axis, split, join)
+
+    to_all = exchange.all_to_all
+    patched = {"shift": shifted, "gather": gathered, "scatter_sum": scattered, "all_to_all": exchanged}
+    for name, counted in patched.items():
         monkeypatch.setattr(exchange, name, counted)
     return count
 

@@ -34,13 +34,15 @@ def program_of(*words, devices=4):
     return s, make_program(s, make_mesh(**vars(s.mesh), devices=jax.devices()[:devices]))
 
 
-# What a plan can do: a ring and halos with sinks in a zigzag; Ulysses inside of a ring, of balanced rows; latents.
+# What a plan can do: a ring and halos with sinks in a zigzag; Ulysses inside of a ring, of balanced rows; chunks
+# of such; latents.
 PLANS = {
     "halo": (
         *("mesh.fsdp=2", "model.num_layers=3", "model.layer_pattern=[window,full]", "model.sliding_window=9"),
         *("model.attention_sinks=true", "model.attention_soft_cap=3.0"),
     ),
     "ulysses": ("mesh.cp=2", "sequence.scheme=ulysses", "sequence.order=balanced", "sequence.stripe=8"),
+    "group_cast": ("sequence.scheme=group_cast", "sequence.buffer=0.5", "sequence.order=balanced", "sequence.stripe=4"),
     "latents": (
         *(
             "model.layer_pattern=[latent]",

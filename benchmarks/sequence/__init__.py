@@ -1,6 +1,7 @@
 """`python -m benchmarks.sequence [documents=4096] [tokens=8192,32768] [heads=32] [kv_heads=8] [width=128] [window=0] [sinks=0]
 [dtype=bfloat16] [schemes=ring,...] [cp=1] [outer=ring] [head_groups=1] [orders=zigzag,...] [backends=auto]
-[directions=forward,backward] [ring_directions=auto] [rank= ranks=] [check=512] [stripe=0] [seed=0] [rounds=5] [plan=]
+[directions=forward,backward] [ring_directions=auto] [buffer=1] [rank= ranks=]
+[check=512] [stripe=0] [seed=0] [rounds=5] [plan=]
 [budget=0] [out=FILE] [commit=]`: causal attention whose sequence is split over ranks, as a training step calls it.
 
 documents: the mean length of documents (lognormal), `one` document, `long_tail` (a file in documents/), or a file of lengths,
@@ -8,6 +9,7 @@ one a line; a row is cut from them by the data pipeline, and segment ids go with
 step does. window: keys that a query sees, 0 for all. sinks=1: learned sinks. Tokens and `check` are of a device. Schemes and
 orders: by default all that there are. cp: groups of ranks, over which Ulysses has the scheme `outer`; inside of one, heads are
 split. head_groups: of Ulysses, exchanged one after another. ring_directions: in which keys go round, 1, 2 or auto.
+buffer: of a group-cast, tokens of others that a device has room for, over its own.
 
 Over several devices, beside every way stand three times:
 one device: its kernel on so much of the same row that it has as many visible pairs as a device has of the split one, by the
@@ -54,7 +56,7 @@ OPTIONS = {
     "dtype": "bfloat16", "schemes": ",".join(SCHEMES), "cp": 1, "outer": "ring",
     "head_groups": 1, "orders": ",".join(TIMED), "backends": "auto",
     "directions": "forward,backward", "rank": "", "ranks": 0, "check": 512, "stripe": 0, "seed": 0, "rounds": 5,
-    "plan": "", "budget": 0, "ring_directions": "auto",
+    "plan": "", "budget": 0, "ring_directions": "auto", "buffer": 1.0,
     "out": "", "coordinator": "", "processes": 1, "process": 0, "commit": "",
 }  # fmt: skip
 CHOICES = {"schemes": SCHEMES, "orders": TIMED, "directions": PRODUCTS}
@@ -84,6 +86,10 @@ def check(o: dict[str, Any]) -> None:
             raise ValueError(f"{name} = {o[name]} must be at least {least}")
     if o["ring_directions"] not in ("1", "2", "auto"):
         raise ValueError(f"ring_directions = {o['ring_directions']!r} is unknown; use 1, 2, or auto")
+    if not o["buffer"] > 0:
+        raise ValueError(
+            f"buffer = {o['buffer']} must be above 0: the tokens of others that a device has room for, over its own"
+        )
     if o["outer"] not in SCHEMES:
         raise ValueError(f"outer = {o['outer']!r} is unknown; use {', '.join(SCHEMES)}")
     if o["heads"] % o["kv_heads"]:

@@ -80,7 +80,7 @@ class Work(Scheme):
 
     @contextlib.contextmanager
     def _staying(self, local: Local) -> Iterator[Local]:
-        n, real = local.ranks, exchange.gather
+        n, real, real_all_to_all = local.ranks, exchange.gather, exchange.all_to_all
         known = {name: x for name, x in local.keys.items() if name in self.arrive}
         table = real(known, local.axis) if known and n > 1 else {}
 
@@ -106,6 +106,8 @@ class Work(Scheme):
 
         def all_to_all(tree: Any, axis: Any, split: int, join: int) -> Any:
             times = exchange.size(axis)
+            if not is_float_array(tree):  # which chunks of keys the ranks need
+                return real_all_to_all(tree, axis, split, join)
 
             def move(x: jax.Array) -> jax.Array:
                 part = jax.lax.slice_in_dim(x, 0, x.shape[split] // times, axis=split)

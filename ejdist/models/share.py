@@ -10,7 +10,7 @@ from ejdist.experts.cost import Costed, ExchangeShape
 from ejdist.mesh import CP, SP, TP
 from ejdist.models.remat import Remat
 from ejdist.order import Order
-from ejdist.sequence.cost import AttentionShape, SchemeBytes, hops_of_documents, needed_hops
+from ejdist.sequence.cost import AttentionShape, SchemeBytes, chunks_of_documents, hops_of_documents, needed_hops
 from ejdist.sequence.halo import reach_of, sent
 from ejdist.sequence.latents import sends_latents
 from ejdist.sequence.schedule import imbalance
@@ -102,6 +102,7 @@ class Share:
             few_hops=few_hops(self.order, self.length // self.order.shards),
             halo=halo,
             torus=self.torus,
+            chunks=chunks_of_documents(self.order, self.length, mask, self.documents),
         )
         shape = replace(shape, forwards=1 + (not self.remat.asked))
         return declared(self.scheme, "cost", _ATTENDING, "the ejdist.costs.Traffic of an AttentionShape")(shape)

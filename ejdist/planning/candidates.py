@@ -32,12 +32,13 @@ REMAT, ACCUMULATION, BATCH = "model.remat", "accumulation", "data.global_batch"
 SCHEME, ORDER, DISPATCH = "sequence.scheme", "sequence.order", "experts.dispatch"
 MOMENTS, OFFLOAD, SUMS = "optimizer.moments", "optimizer.offload", "optimizer.accumulate"
 LATENTS, GROUPS, HOPS, OUTER = "sequence.latents", "sequence.head_groups", "sequence.hops", "sequence.outer"
-LEVELS = "sequence.levels"
+LEVELS, BUFFER = "sequence.levels", "sequence.buffer"
 SEARCHED = (
     *(f"mesh.{axis}" for axis in AXES), REMAT, ACCUMULATION, BATCH, SCHEME, ORDER, DISPATCH, MOMENTS, OFFLOAD, SUMS, LATENTS,
-    GROUPS, HOPS, OUTER, LEVELS,
+    GROUPS, HOPS, OUTER, LEVELS, BUFFER,
 )  # fmt: skip
 HEAD_GROUPS = (2, 4, 8)  # that are tried beside one
+BUFFERS = (0.25, 0.5)  # and beside a device's own tokens
 # Where the batch is not given: rows of a device and microbatch, microbatches, and tokens of a step, which are those of Llama 3
 # 405B's largest batch; a step has one row at least.
 ROWS, MICROBATCHES, MOST_TOKENS = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), 2**24
@@ -70,7 +71,7 @@ class Candidate:
     order: str | None = None
     dispatch: str | None = None
     savings: Savings = ()
-    sequence: tuple[tuple[str, str | int], ...] = ()
+    sequence: tuple[tuple[str, str | float], ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -205,7 +206,7 @@ def details(
 ) -> Iterator[Candidate]:
     """Yields a choice again with other keys of the section `sequence` that its scheme reads: whether latents travel, the hops
     that documents need in whatever order, another scheme outside; where memory is `tight`, groups of heads that are exchanged
-    one after another."""
+    one after another, and smaller buffers."""
     sizes, section = of.sizes, of.applied(s).sequence
     axes = tuple((a, sizes[a]) for a in SEQUENCE_AXES if sizes[a] > 1)
     if not axes:
@@ -213,10 +214,11 @@ def details(
     pinned = {*given, *(key for key, _ in of.sequence)}
     options, heads = options_of(SCHEMES[section.named]), s.model.num_heads // sizes[TP]
     latents = any(isinstance(part, LatentAttention) for part in counted_parts(s.model))
-    tried: dict[str, tuple[str | int, ...]] = {
+    tried: dict[str, tuple[str | float, ...]] = {
         LATENTS: (ALWAYS, NEVER) if latents and section.latents == AUTO else (),
         GROUPS: HEAD_GROUPS if tight and "head_groups" in options else (),
         HOPS: (BY_BATCH,) if "hops" in options and documents.lengths and section.hops == AUTO else (),
+        BUFFER: BUFFERS if tight and "buffer" in options and section.buffer == 1 else (),
         LEVELS: (2,) if "levels" in options and axes[1:] and section.levels == 1 else (),
         OUTER: tuple(n for n in SCHEMES if "hops" in options_of(SCHEMES[n])) if "outer" in options and axes[1:] else (),
     }

@@ -264,8 +264,8 @@ def ring_attention(
       axis_name: the mesh axis that the sequence is split over, or a tuple of axes, the major one first. Default: those that the
         layout in force has T on, and more than one device along; else `sp`.
       scheme: "ring" (keys and values travel, O(T / ranks) memory), "all_gather" (each rank gathers all keys and values),
-        "ulysses" (over the last of the axes tokens are exchanged for heads, and a ring goes over those before it), or a
-        `Scheme`.
+        "ulysses" (over the last of the axes tokens are exchanged for heads, and a ring goes over those before it), "halo" (for
+        windows), "group_cast" (each rank gets the chunks that its documents and mask need), or a `Scheme`.
       order: "contiguous", "zigzag", "striped", or an `Order`; default: that of the layout in force (`set_layout(order=...)`),
         contiguous without one. For any but contiguous the caller has permuted query, key, value and segment ids, once, by
         `Order.permute`, and the result is in that order too. In a "balanced" one positions are `Order.text_indices`.
@@ -283,7 +283,7 @@ def ring_attention(
 
     Sources: Liu et al., Ring Attention with Blockwise Transformers, 2023; Brandon et al., Striped Attention, 2023; zigzag
     order and the backward with a global lse as in ring-flash-attention (Zhu, 2024); Jacobs et al., DeepSpeed Ulysses, 2023;
-    Fang and Zhao, USP: A Unified Sequence Parallelism Approach for Long Context Generative AI, 2024.
+    Fang and Zhao, USP: A Unified Sequence Parallelism Approach for Long Context Generative AI, 2024; MagiAttention, 2025.
     """
     check_mesh(mesh)
     axis, bound = _bound_axis(axis_name or axes_of_layout(mesh), mesh)

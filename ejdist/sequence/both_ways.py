@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from ejdist.order import AUTO
+from ejdist.sequence import exchange
 from ejdist.sequence.cost import AttentionShape
 from ejdist.sequence.hops import Lap, Work, over_laps
 from ejdist.sequence.local import Local
@@ -51,7 +52,7 @@ def asked(directions: int | str, local: Local, all_hops: bool) -> bool:
     odd = next((n for n, x in local.keys.items() if (at := _head(local, n, x)) is None or x.shape[at] % 2), None)
     if directions == AUTO:
         every = local.hops == tuple(range(local.ranks))
-        return all_hops and every and local.ranks > 2 and odd is None and _on_torus()
+        return all_hops and every and local.ranks > 2 and odd is None and exchange.on_torus()
     if directions == 1 or local.ranks == 1:
         return False
     if odd is not None:
@@ -70,12 +71,6 @@ def goes(directions: int | str, shape: AttentionShape, all_hops: bool) -> bool:
     if directions == AUTO:
         return all_hops and shape.torus and halved and 2 <= shape.hops == shape.ranks - 1
     return directions == 2 and all_hops
-
-
-def _on_torus() -> bool:
-    """Whether the devices of this call have links to their neighbours, each of which carries a direction."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device is not None and device.platform == "tpu"
 
 
 def around(

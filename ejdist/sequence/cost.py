@@ -14,7 +14,7 @@ from ejdist.costs import ALL_REDUCE, ALL_TO_ALL, PERMUTE, Traffic
 from ejdist.documents import Documents
 from ejdist.mesh import SP
 from ejdist.order import Order
-from ejdist.sequence.schedule import hops, needed_of_rows
+from ejdist.sequence.schedule import chunk_of, chunks_by_rules, chunks_of_rows, hops, needed_of_rows
 from ejdist.sequence.way import Way, by_batch
 from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.pairs import keys_at
@@ -41,6 +41,8 @@ class AttentionShape:
         where the mask's rules say it all. few_hops: whether they do by default.
       latents: bytes of the latents of this rank's tokens where these travel, and keys and values are made of them where they
         arrive; 0: keys and values travel.
+      chunks: how many chunks of another rank a rank needs at most, and how many a rank has, see `chunks_of_documents`; None:
+        all of those that `hops` name.
       torus: whether devices have links to their neighbours, each of which carries one direction of a ring.
       expansion: FLOPs of making the keys and values of this rank's tokens and heads of latents, once.
     """
@@ -62,6 +64,7 @@ class AttentionShape:
     by_batch: int | None = None
     few_hops: bool = False
     torus: bool = False
+    chunks: tuple[int, int] | None = None
 
     @property
     def travelling(self) -> int:
@@ -139,6 +142,26 @@ def hops_of_documents(order: Order, length: int, mask: MaskInfo, documents: Docu
     seen = np.stack([keys_at(mask, row) for row in rows])
     needed = needed_of_rows(order, np.arange(length) + 1 - seen, order.text_indices(seen) if order.carried else None)
     return max(int(Way.of(row, order.shards > 2 and not order.goes_on).sent) for row in needed)
+
+
+@functools.lru_cache(maxsize=1024)
+def chunks_of_documents(order: Order, length: int, mask: MaskInfo, documents: Documents) -> tuple[int, int]:
+    """Returns (how many chunks of another rank a rank needs at most, of the sample's rows the most; how many a rank has).
+
+    Args:
+      mask: without arrays: the rules inside a document.
+    """
+    own = length // order.shards
+    every = own // chunk_of(order, own)
+    if order.shards == 1:
+        return 0, every
+    if documents.lengths and mask.causal and mask.sink_tokens is None:
+        rows = np.stack(documents.rows(length))
+        seen = np.stack([keys_at(mask, row) for row in rows])
+        index = order.text_indices(seen) if order.carried else None
+        return int(chunks_of_rows(order, np.arange(length) + 1 - seen, index).max()), every
+    table = chunks_by_rules(order, length, mask)
+    return every if table is None else int(table.sum(-1).max()), every
 
 
 def states_sent(

@@ -40,6 +40,12 @@ def size(axis: Axis) -> int:
     return jax.lax.axis_size(axis)
 
 
+def on_torus() -> bool:
+    """Whether the devices of this call have links to their neighbours, each of which carries a direction."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.platform == "tpu"
+
+
 def _in_mesh_order(axis: Axis) -> tuple[Axis, list[int]]:
     """Returns the axes as the mesh lists them, and the number there of each of our ranks: ppermute takes no other order."""
     n = size(axis)

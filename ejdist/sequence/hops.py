@@ -15,15 +15,24 @@ from ejdist.sequence.local import Local, without_padding
 from ejdist.sequence.trips import over_needed
 from kernels.engines.attention.softmax import merge
 from kernels.framework.binding import is_float_array
+from kernels.framework.dispatch import vary_alike
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank does at every hop of a ring. body: see `over_hops`. results: of what `over_hops` returns, by name."""
+    """What a rank does at every hop of a ring.
+
+    Attributes:
+      body: see `over_hops`. results: of what `over_hops` returns, by name.
+      brought: (placed, seen, stay, last) -> (stay, the gradients of these keys, or None): the work over the keys that a scheme
+        puts together, and their mask, `placed()`, if any of them is `seen`. All of it is one conditional where it is not in
+        place: a compiler would have transfers run beside what comes before and after a kernel.
+    """
 
     local: Local
     body: Callable[..., tuple[Any, Any]]
     results: Callable[[Any, Any], dict[str, jax.Array]]
+    brought: Callable[..., tuple[Any, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,14 @@ def attends(local: Local) -> Work:
     def body(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any, last: bool) -> tuple[Any, Any]:
         return attended(local, hop, keys, sofar, local.needed is None), travel
 
-    return Work(local, body, lambda stay, _: dict(zip(("out", "lse"), widened(stay), strict=True)))
+    def brought(placed: Any, seen: Any, sofar: Any, last: bool) -> tuple[Any, None]:
+        def work() -> Any:
+            out, lse = widened(sofar)
+            return vary_alike(merge(out, lse, *local.attend_to(*placed())), local.query)
+
+        return jax.lax.cond(seen, work, lambda: vary_alike(widened(sofar), local.query)), None
+
+    return Work(local, body, lambda stay, _: dict(zip(("out", "lse"), widened(stay), strict=True)), brought)
 
 
 def pulls(local: Local, saved: dict[str, jax.Array]) -> Work:
@@ -150,7 +166,21 @@ def pulls(local: Local, saved: dict[str, jax.Array]) -> Work:
     def body(hop: Any, keys: dict[str, jax.Array], grads: Any, sums: Any, last: bool) -> tuple[Any, Any]:
         return pulled(local, saved, hop, keys, grads, sums, local.needed is None)
 
-    return Work(local, body, lambda grads, sums: widened(grads) | sums)
+    def brought(placed: Any, seen: Any, own: Any, last: bool) -> tuple[Any, Any]:
+        like = jax.eval_shape(placed)[0]
+
+        def work() -> Any:
+            keys, mask = placed()
+            grads = local.pull_from(saved, keys, mask)
+            added = {n: x + grads[n] for n, x in widened(own).items()}
+            return vary_alike((added, {n: grads[n].astype(x.dtype) for n, x in keys.items()}), local.query)
+
+        def keep() -> Any:
+            return vary_alike((widened(own), {n: jnp.zeros(x.shape, x.dtype) for n, x in like.items()}), local.query)
+
+        return jax.lax.cond(seen, work, keep)
+
+    return Work(local, body, lambda grads, sums: widened(grads) | sums, brought)
 
 
 def _zeros(local: Local, names: Iterable[str]) -> dict[str, jax.Array]:

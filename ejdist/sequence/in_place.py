@@ -5,6 +5,7 @@ hop does.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -25,9 +26,13 @@ _PLAIN = {"causal", "q_segment_ids", "kv_segment_ids"}
 _PLACES = {"q_positions", "kv_positions"}
 
 
-def kernels_of(local: Local) -> Any:
+def kernels_of(local: Local, chunk: int = 0) -> Any:
     """Returns the kernels for the hops of a call, see `hops_of`; None where there are none, or where of two tiles of different
-    ranks some pairs would be in causal order and others not."""
+    ranks some pairs would be in causal order and others not.
+
+    Args:
+      chunk: of so many tokens a scheme puts keys together; 0: of all of a rank's.
+    """
     mask, order = local.mask, local.static.order
     extra = set(mask.used) - _PLAIN - (_PLACES if order.carried else set())
     if local.ranks == 1 or local.static.op is not flash or local.own.keys() != {"query"} or extra or not local.in_place:
@@ -36,7 +41,7 @@ def kernels_of(local: Local) -> Any:
     run = length // order.multiple if order.in_parts else order.stripe
     arguments = {**local.own, **local.keys, **dict(local.static.options)}
     kernels = hops_of(flash.bind(**arguments, mask=_masks(local, 1)[0]), local.static.platform, local.static.cfg)
-    return None if kernels is None or (mask.causal and run % kernels.tile) else kernels
+    return None if kernels is None or math.gcd(run if mask.causal else 0, chunk) % kernels.tile else kernels
 
 
 def _masks(local: Local, hop: Any) -> tuple[MaskInfo, MaskInfo]:
@@ -51,27 +56,47 @@ def _masks(local: Local, hop: Any) -> tuple[MaskInfo, MaskInfo]:
     return of_tiles.replace(causal=False, q_positions=None, kv_positions=None), of_tiles
 
 
+def _brought(mask: MaskInfo) -> tuple[MaskInfo, MaskInfo]:
+    """Returns the masks as of `_masks` of keys that a scheme has put together of chunks of other ranks."""
+    return mask.replace(causal=False, q_positions=None, kv_positions=None), mask
+
+
 def attended(
-    local: Local, kernels: Any, hop: Any, keys: dict[str, jax.Array], sofar: Any, last: bool = False
+    local: Local,
+    kernels: Any,
+    hop: Any,
+    keys: dict[str, jax.Array],
+    sofar: Any,
+    last: bool = False,
+    masks: tuple[MaskInfo, MaskInfo] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) of the keys so far, or of none where that is None, and of those that are here at a hop; out in float32
-    until the last hop. Of two hops the first is rounded, as it would be by itself."""
+    until the last hop. Of two hops the first is rounded, as it would be by itself. masks: None for those of the hop; of keys
+    that a scheme has put together, which may come in several passes."""
     if sofar is None and not is_own(hop):
         shape = (*local.query.shape[:3], local.sizes["Hv"])
         sofar = local.full(shape), local.full(shape[:3], -jnp.inf)
-    dtype = local.query.dtype if last or len(local.hops) == 2 else jnp.float32
+    rounded = last or (masks is None and len(local.hops) == 2)
+    dtype = local.query.dtype if rounded else jnp.float32
     with jax.named_scope("hop"):
-        made = kernels.attend(local.query, keys["key"], keys["value"], *_masks(local, hop), sofar, dtype)
+        made = kernels.attend(local.query, keys["key"], keys["value"], *(masks or _masks(local, hop)), sofar, dtype)
     return vary_alike(made, local.query)
 
 
 def pulled(
-    local: Local, kernels: Any, saved: dict[str, jax.Array], hop: Any, keys: dict[str, jax.Array], own: Any, sums: Any
+    local: Local,
+    kernels: Any,
+    saved: dict[str, jax.Array],
+    hop: Any,
+    keys: dict[str, jax.Array],
+    own: Any,
+    sums: Any,
+    masks: tuple[MaskInfo, MaskInfo] | None = None,
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """As `hops.pulled`; what it returns for the queries are sums, see `Hops.of_query`."""
+    """As `hops.pulled`; what it returns for the queries are sums, see `Hops.of_query`. masks: None for those of the hop."""
     own = local.full(local.query.shape) if own is None else own["query"]
     with jax.named_scope("hop"):
-        made = kernels.pull(saved, local.query, keys["key"], keys["value"], *_masks(local, hop), own)
+        made = kernels.pull(saved, local.query, keys["key"], keys["value"], *(masks or _masks(local, hop)), own)
     own, d_key, d_value = vary_alike(made, local.query)
     grads = {"key": d_key, "value": d_value}
     added = grads if sums is None else {n: x + grads[n] for n, x in sums.items()}
@@ -86,7 +111,11 @@ def attends(local: Local, kernels: Any) -> Work:
     def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any, last: bool) -> tuple[Any, Any]:
         return attended(local, kernels, hop, keys, sofar, last), travel
 
-    return Work(local, attend, lambda stay, _: dict(zip(("out", "lse"), stay, strict=True)))
+    def brought(placed: Any, _: Any, sofar: Any, last: bool) -> tuple[Any, None]:
+        keys, mask = placed()
+        return attended(local, kernels, None, keys, sofar, last, _brought(mask)), None
+
+    return Work(local, attend, lambda stay, _: dict(zip(("out", "lse"), stay, strict=True)), brought)
 
 
 def pulls(local: Local, saved: dict[str, jax.Array], kernels: Any) -> Work:
@@ -97,18 +126,22 @@ def pulls(local: Local, saved: dict[str, jax.Array], kernels: Any) -> Work:
     def pull(*hop: Any) -> tuple[Any, Any]:
         return pulled(local, kernels, saved, *hop[:-1])
 
-    return Work(local, pull, lambda own, sums: {"query": kernels.of_query(own["query"]), **sums})
+    def brought(placed: Any, _: Any, own: Any, last: bool) -> tuple[Any, Any]:
+        keys, mask = placed()
+        return pulled(local, kernels, saved, None, keys, own, None, _brought(mask))
+
+    return Work(local, pull, lambda own, sums: {"query": kernels.of_query(own["query"]), **sums}, brought)
 
 
-def attending(local: Local, _: Any) -> Work:
-    """Returns the work of a forward: in place, or else by `hops.py`."""
-    kernels = kernels_of(local)
+def attending(local: Local, _: Any, chunk: int = 0) -> Work:
+    """Returns the work of a forward: in place, or else by `hops.py`; `chunk` as of `kernels_of`."""
+    kernels = kernels_of(local, chunk)
     return hops.attends(local) if kernels is None else attends(local, kernels)
 
 
-def pulling(local: Local, saved: dict[str, jax.Array]) -> Work:
-    """Returns the work of a backward: in place, or else by `hops.py`."""
-    kernels = kernels_of(local)
+def pulling(local: Local, saved: dict[str, jax.Array], chunk: int = 0) -> Work:
+    """Returns the work of a backward: in place, or else by `hops.py`; `chunk` as of `kernels_of`."""
+    kernels = kernels_of(local, chunk)
     return hops.pulls(local, saved) if kernels is None else pulls(local, saved, kernels)
 
 

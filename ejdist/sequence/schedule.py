@@ -21,6 +21,10 @@ from kernels.engines.attention.tiles import active_tiles
 
 # Runs of a rank that are looked at one by one at most. Of more, all of its tokens count as one run.
 _RUNS = 256
+# A run of tokens is cut into chunks of a tile of kernels, into as many at most; a shorter one into a few.
+_TILE, _CHUNKS, _FEW = 128, 128, 8
+# Chunks of a rank at most, where each is stripes.
+_MOST_CHUNKS = 512
 
 
 def run_length(order: Order, length: int) -> int:
@@ -28,6 +32,18 @@ def run_length(order: Order, length: int) -> int:
     too many runs."""
     run, own = length // order.multiple if order.in_parts else order.stripe, length // order.shards
     return run if own <= _RUNS * run else own
+
+
+def chunk_of(order: Order, own: int) -> int:
+    """Returns how many tokens of a rank's `own` make a chunk, which another rank needs or does not: a part of a run of the
+    text, or stripes."""
+    if order.in_parts:
+        run = own * order.shards // order.multiple
+        tiles = run // _TILE if run % _TILE == 0 and run > _TILE else run  # chunks are of whole tiles
+        most = min(run // _TILE, _CHUNKS) if run >= 2 * _TILE else _FEW
+        return run // max(parts for parts in range(1, most + 1) if tiles % parts == 0)
+    stripes = own // order.stripe
+    return order.stripe * next(k for k in range(1, stripes + 1) if stripes % k == 0 and stripes <= k * _MOST_CHUNKS)
 
 
 def needed(order: Order, length: int, mask: MaskInfo) -> np.ndarray:
@@ -56,20 +72,8 @@ def _of_stripes(order: Order, length: int, rules: MaskInfo) -> np.ndarray:
     """Returns `needed` where every rank has stripes, dealt out in turn: what a stripe sees is one run of stripes, or two."""
     n, stripe = order.shards, order.stripe
     number = np.arange(length // stripe, dtype=np.int64)
-    ends: Any = np.stack([number * stripe, (number + 1) * stripe - 1], axis=1)
-    interval = interval_of(rules, ends)
-
-    def at(end: Any, missing: int) -> np.ndarray:
-        return np.broadcast_to(missing if end is None else ends_at(end, ends), ends.shape)
-
-    low, high = at(interval.low, 0), at(interval.high, length - 1)
-    gap_low, gap_high = at(interval.gap_low, length), at(interval.gap_high, -1)
-    low, high = np.maximum(low[:, 0], 0) // stripe, np.minimum(high[:, 1], length - 1) // stripe
-    # Keys before the gap and after it; without one, all and none.
-    before, after = np.minimum(high, (gap_low[:, 1] - 1) // stripe), np.maximum(low, (gap_high[:, 0] + 1) // stripe)
-    gapped = gap_low[:, 1] <= gap_high[:, 0]
     back = np.zeros((n, 2 * n + 1), np.int64)  # [rank, hops back to the rank that has the keys], as differences
-    for first, last in ((low, np.where(gapped, before, high)), (np.where(gapped, after, high + 1), high)):
+    for first, last in _seen_by_runs(rules, length, stripe):
         some = last >= first
         start, hops_seen = (number - last) % n, np.minimum(last - first + 1, n)
         np.add.at(back, (number[some] % n, start[some]), 1)
@@ -77,6 +81,25 @@ def _of_stripes(order: Order, length: int, rules: MaskInfo) -> np.ndarray:
     at_hop = np.cumsum(back, axis=1)[:, : 2 * n].reshape(n, 2, n).any(1)
     rank = np.arange(n)
     return at_hop[rank[:, None], (rank[:, None] - rank) % n]
+
+
+def _seen_by_runs(rules: MaskInfo, length: int, run: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns two (first, last) int64 [runs]: which runs of so many tokens of the text the queries of each see by the rules,
+    before the gap that these leave and after it. A range whose last is before its first is empty."""
+    number = np.arange(length // run, dtype=np.int64)
+    ends: Any = np.stack([number * run, (number + 1) * run - 1], axis=1)
+    interval = interval_of(rules, ends)
+
+    def at(end: Any, missing: int) -> np.ndarray:
+        return np.broadcast_to(missing if end is None else ends_at(end, ends), ends.shape)
+
+    low, high = at(interval.low, 0), at(interval.high, length - 1)
+    gap_low, gap_high = at(interval.gap_low, length), at(interval.gap_high, -1)
+    low, high = np.maximum(low[:, 0], 0) // run, np.minimum(high[:, 1], length - 1) // run
+    # Keys before the gap and after it; without one, all and none.
+    before, after = np.minimum(high, (gap_low[:, 1] - 1) // run), np.maximum(low, (gap_high[:, 0] + 1) // run)
+    gapped = gap_low[:, 1] <= gap_high[:, 0]
+    return [(low, np.where(gapped, before, high)), (np.where(gapped, after, high + 1), high)]
 
 
 def needed_of_rows(order: Order, first: np.ndarray, index: np.ndarray | None = None) -> np.ndarray:
@@ -103,6 +126,53 @@ def needed_of_rows(order: Order, first: np.ndarray, index: np.ndarray | None = N
         row, at = np.nonzero((last >= first) & (last >= 0))
         hop_needed[row, (owner[row, at] - rank) % n] = True
     return hop_needed
+
+
+def chunks_by_rules(order: Order, length: int, mask: MaskInfo) -> np.ndarray | None:
+    """Returns bool [shards, shards, chunks]: whether any query of rank r may see a key of a chunk of rank s, by the rules of a
+    mask, whose arrays are not read; none of its own. None where a chunk is several runs of the text, or the batch says which
+    rank has what."""
+    chunk = chunk_of(order, length // order.shards)
+    placed, rules = _placed(order, length, chunk), mask.replace(**dict.fromkeys(mask.data_fields))
+    return None if placed is None else _chunks(order.shards, placed, _seen_by_runs(rules, length, chunk))
+
+
+def chunks_of_rows(order: Order, first: np.ndarray, index: np.ndarray | None = None) -> np.ndarray:
+    """Returns int64 [rows]: how many chunks of another rank a rank needs at most, of each row; arguments as of
+    `needed_of_rows`."""
+    rows, length = first.shape
+    chunk, most = chunk_of(order, length // order.shards), np.zeros(rows, np.int64)
+    for row in range(rows):
+        placed = _placed(order, length, chunk, None if index is None else index[row])
+        if placed is None:
+            most[row] = length // order.shards // chunk
+            continue
+        seen = first[row].reshape(-1, chunk).min(1) // chunk, np.arange(length // chunk)
+        most[row] = _chunks(order.shards, placed, [seen]).sum(-1).max()
+    return most
+
+
+def _placed(order: Order, length: int, chunk: int, index: np.ndarray | None = None) -> np.ndarray | None:
+    """Returns int64 [chunks]: which chunk of the text lies at each place, see `chunks_by_rules`."""
+    if not order.in_parts and chunk != order.stripe:
+        return None
+    if order.carried:
+        return None if index is None else index[::chunk].astype(np.int64) // chunk
+    return replace(order, stripe=1).indices(length // chunk)
+
+
+def _chunks(ranks: int, placed: np.ndarray, seen: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """Returns the table of `chunks_by_rules`, of the (first, last) chunks of the text that each sees."""
+    owner = np.empty(len(placed), np.int64)
+    owner[placed] = np.arange(len(placed)) // (len(placed) // ranks)
+    ends = np.zeros((ranks, len(placed) + 1), np.int64)  # [rank, chunk], as differences
+    for first, last in seen:
+        some = last >= first
+        np.add.at(ends, (owner[some], first[some]), 1)
+        np.add.at(ends, (owner[some], last[some] + 1), -1)
+    table = (np.cumsum(ends, axis=1)[:, placed] > 0).reshape(ranks, ranks, -1)
+    table[np.arange(ranks), np.arange(ranks)] = False
+    return table
 
 
 def hops(order: Order, length: int, mask: MaskInfo, *, known: bool = True) -> tuple[int, ...]:

@@ -21,12 +21,14 @@ class Scheme:
     all_ids: whether it needs the segment ids of the keys of all ranks, and positions of the caller's own, see `Local.mask`.
     latents: when it moves the latents of latent attention in the place of keys and values, see `latents.py`. A scheme that
       reads no argument of the operation by name can; it then declares `expansions`.
+    reads_batch: whether how often it sends is always a number of the batch, which a GPU's host reads.
     hides: whether its transfers run beside attention over keys that are there already. A scheme declares `hides`, `cost` and
     `memory` for the planner, which refuses one that does not.
     """
 
     hides: ClassVar[bool]
     all_ids: ClassVar[bool] = True
+    reads_batch: ClassVar[bool] = False
     latents: ClassVar[str] = NEVER
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
@@ -53,6 +55,15 @@ class Scheme:
         """Returns the order by which work is divided among what waits for each other: that of the ranks, unless some of them
         have even work whatever the mask and the documents."""
         return order
+
+    def brought(self, ranks: int, chunks: tuple[int, int]) -> tuple[int, float] | None:
+        """Returns (in how many passes the keys of others come to a rank, how many keys it is sent for them, over its own); None
+        for a scheme that makes hops.
+
+        Args:
+          chunks: how many of another rank a rank needs at most, and how many each has, see `chunks_of_documents`.
+        """
+        return None
 
     def expansions(self, shape: AttentionShape) -> float:
         """Returns how often at most the ranks together make the keys and values of a token of latents, in a forward."""

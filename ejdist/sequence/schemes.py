@@ -14,6 +14,7 @@ from ejdist.costs import ALL_GATHER, PERMUTE, PERMUTE_BOTH, REDUCE_SCATTER, Traf
 from ejdist.order import AUTO, Order
 from ejdist.sequence import both_ways, exchange, halo, hops, in_place, trips, two_level, ulysses
 from ejdist.sequence.cost import ALWAYS, NEVER, AttentionShape, Axes, SchemeBytes, attention_shape
+from ejdist.sequence.group_cast import GroupCast
 from ejdist.sequence.local import Local
 from ejdist.sequence.reshard import undivided
 from ejdist.sequence.scheme import Scheme
@@ -103,20 +104,6 @@ def _held(shape: AttentionShape, sets: int) -> SchemeBytes:
     return SchemeBytes((sets + wide) * keys + wide * shape.query, gpu_zeros=2 * wide * shape.out)
 
 
-def _over_gathered(local: Local, body: Any) -> Any:
-    """Returns the state after `state = body(hop, keys, state)` at every hop: of the rank's own keys, with no state, which need
-    not wait for those of the others, and then of theirs, which are gathered meanwhile."""
-    every, length = exchange.gather(local.keys, local.axis), local.query.shape[1]
-    state = body(0, local.keys, None)
-
-    def visit(state: Any, hop: Any) -> tuple[Any, None]:
-        start = local.holder(hop) * length
-        keys = {n: jax.lax.dynamic_slice_in_dim(x, start, length, 1) for n, x in every.items()}
-        return body(hop, keys, state), None
-
-    return jax.lax.scan(visit, state, jnp.asarray(local.hops[1:]))[0]
-
-
 @dataclass(frozen=True)
 class AllGather(Scheme):
     """Every rank gathers all keys and values, and the gradients are summed where they belong: O(T) memory, one exchange. Where
@@ -135,7 +122,7 @@ class AllGather(Scheme):
         if len(local.hops) == 1:  # no rank needs the keys of another, and a ring of one hop sends nothing
             return Ring().forward(local)
         if local.plain:
-            return _over_gathered(local, lambda *at: hops.attended(local, *at))
+            return trips.over_gathered(local, lambda *at: hops.attended(local, *at))
         out, lse = local.attend(*local.in_order(trips.gathered(local)))
         return out.astype(jnp.float32), lse
 
@@ -166,7 +153,7 @@ class AllGather(Scheme):
             placed = jax.lax.dynamic_update_slice_in_dim
             return query, {n: placed(x, sums[n].astype(x.dtype), start, 1) for n, x in parts.items()}
 
-        query, parts = _over_gathered(local, pull)
+        query, parts = trips.over_gathered(local, pull)
         return query, parts
 
     def counts_hops(self, local: Local) -> bool:
@@ -311,6 +298,13 @@ class ByWindow(Scheme):
     def hides(self) -> bool:  # pyrefly: ignore[bad-override]
         return self.full.hides
 
+    @property
+    def reads_batch(self) -> bool:  # pyrefly: ignore[bad-override]
+        return self.full.reads_batch
+
+    def brought(self, ranks: int, chunks: tuple[int, int]) -> tuple[int, float] | None:
+        return self.full.brought(ranks, chunks)
+
     def rejects(self, heads: int, over: Axes) -> str | None:
         return self.full.rejects(heads, over) or (self.window.rejects(heads, over) if self.window else None)
 
@@ -331,7 +325,8 @@ class ByWindow(Scheme):
             return self.full
         if self.window is not None:
             return self.window
-        few, full = (sum(cost.bytes.values()) for cost in (Halo().cost(shape), _declared(self.full, "cost")(shape)))
+        every = replace(shape, chunks=None)  # a call does not know what its batches need
+        few, full = (sum(cost.bytes.values()) for cost in (Halo().cost(every), _declared(self.full, "cost")(every)))
         return Halo(self.full) if few < full else self.full
 
 
@@ -349,7 +344,9 @@ def _shape_of(local: Local) -> AttentionShape:
 
 
 # The first is where a plan begins.
-SCHEMES: dict[str, type[Scheme]] = {"ring": Ring, "all_gather": AllGather, "ulysses": Ulysses, "halo": Halo}
+SCHEMES: dict[str, type[Scheme]] = {
+    "ring": Ring, "all_gather": AllGather, "ulysses": Ulysses, "halo": Halo, "group_cast": GroupCast,
+}  # fmt: skip
 
 
 def by_window(scheme: str | Scheme, window: str | Scheme | None, latents: str = AUTO) -> ByWindow:

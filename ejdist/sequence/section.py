@@ -23,7 +23,8 @@ class SequenceSection:
     """The `sequence` section of a recipe."""
 
     # How a split sequence attends: ring, all_gather, ulysses (heads over sp, another scheme over cp), halo
-    # (for windows, else a ring); auto: what is expected to be fastest, and logs why.
+    # (for windows, else a ring), group_cast (each device gets the keys that its documents need); auto: what is expected to be
+    # fastest, and logs why.
     scheme: str = operational("ring")
     # How layers with a window or chunks attend; null: halo where that sends less than sequence.scheme.
     window_scheme: str | None = operational(None)
@@ -40,6 +41,9 @@ class SequenceSection:
     # Directions of a ring: 2, half of the heads each way round; 1; auto: 2 where links have two, on TPUs, and each device needs
     # the keys of all others.
     directions: str = operational(AUTO)
+    # Tokens of others that a device has room for with group_cast, over its own; what a batch needs beyond it takes further
+    # passes.
+    buffer: float = operational(1.0)
     # Whether latent attention sends its latents, of which each device makes keys and values again, or keys and values: always,
     # never; auto: where latents are cheaper.
     latents: str = operational(AUTO)
@@ -91,7 +95,7 @@ class SequenceSection:
         """Returns the scheme with its options. Raises ValueError for one that it does not have."""
         options = self._options()
         window = None if self.window_scheme is None else SCHEMES[self.window_scheme]
-        both = ("gradients", "hops", "levels", "directions")
+        both = ("gradients", "hops", "levels", "directions", "buffer")
         alike = {} if window is None else {n: options[n] for n in both if n in options_of(window)}
         of_window = None if self.window_scheme is None else scheme_of(self.window_scheme, **alike)
         return by_window(scheme_of(self.named, **options), of_window, self.latents)
@@ -106,6 +110,7 @@ class SequenceSection:
             "hops": None if self.hops == AUTO else self.hops,
             "levels": None if self.levels == 1 else self.levels,
             "directions": None if self.directions == AUTO else int(self.directions),
+            "buffer": None if self.buffer == 1 else self.buffer,
         }
 
     def compiler_options(self, mesh: jax.sharding.Mesh, order: Order) -> dict[str, Any] | None:

@@ -118,6 +118,20 @@ def gathered(local: Local) -> dict[str, jax.Array]:
     )
 
 
+def over_gathered(local: Local, body: Any) -> Any:
+    """Returns the state after `state = body(hop, keys, state)` at every hop: of the rank's own keys, with no state, which need
+    not wait for those of the others, and then of theirs, which are gathered meanwhile."""
+    every, length = exchange.gather(local.keys, local.axis), local.query.shape[1]
+    state = body(0, local.keys, None)
+
+    def visit(state: Any, hop: Any) -> tuple[Any, None]:
+        start = local.holder(hop) * length
+        keys = {n: jax.lax.dynamic_slice_in_dim(x, start, length, 1) for n, x in every.items()}
+        return body(hop, keys, state), None
+
+    return jax.lax.scan(visit, state, jnp.asarray(local.hops[1:]))[0]
+
+
 def scattered(local: Local, parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns this rank's part of the sums over all ranks, of arrays [B, ranks * T, ...] that are zero for ranks of which this
     one sees no key: the transpose of `gathered`."""

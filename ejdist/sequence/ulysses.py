@@ -165,7 +165,7 @@ def after(shape: AttentionShape, groups: int) -> AttentionShape:
     hops = min(shape.hops, math.prod(n for _, n in over) - 1)
     by_batch = None if shape.by_batch is None else min(shape.by_batch, hops)
     return replace(
-        shape, over=over, hops=hops, by_batch=by_batch, query=shape.query // groups, key=copies * shape.key // own,
+        shape, over=over, hops=hops, by_batch=by_batch, chunks=None, query=shape.query // groups, key=copies * shape.key // own,
         value=copies * shape.value // own, out=shape.out // groups, lse=shape.lse // groups, heads=part // groups,
         kv_heads=kv_part // own, latents=ranks * shape.latents, expansion=shape.expansion // own,
     )  # fmt: skip

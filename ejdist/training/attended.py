@@ -10,7 +10,7 @@ import numpy as np
 from ejdist.documents import busiest, places
 from ejdist.mesh import SEQUENCE_AXES
 from ejdist.models.model import Flops
-from ejdist.sequence.schedule import needed_of_rows
+from ejdist.sequence.schedule import chunk_of, chunks_of_rows, needed_of_rows
 from ejdist.sequence.way import Way
 from ejdist.training.program import Program, TrainSections
 from kernels.engines.attention.pairs import keys_at
@@ -36,12 +36,14 @@ class Attended:
       index: int32 [rows, T], which token of the text lies at each place, if each row has an order of its own; else None.
       padding: the share of tokens that are padding.
       needed: bool [rows, ranks], at which hops of a ring some rank needs a key of another, by the documents.
+      chunks: int64 [rows], how many chunks of another rank a rank needs at most.
     """
 
     seen: np.ndarray
     index: np.ndarray | None
     padding: float
     needed: np.ndarray
+    chunks: np.ndarray
 
     @classmethod
     def of(cls, program: Program, segment_ids: np.ndarray) -> Attended:
@@ -50,7 +52,8 @@ class Attended:
         index = program.order.text_indices(seen) if program.order.carried else None
         at = np.arange(segment_ids.shape[1])
         first = np.where(segment_ids >= 0, at - places(segment_ids), at)
-        return cls(seen, index, float(np.mean(segment_ids < 0)), needed_of_rows(program.order, first, index))
+        needed, chunks = (of(program.order, first, index) for of in (needed_of_rows, chunks_of_rows))
+        return cls(seen, index, float(np.mean(segment_ids < 0)), needed, chunks)
 
     def evenness(self, program: Program, s: TrainSections) -> dict[str, float]:
         """Returns the metrics of a step. All rows of some groups of devices that share the batch, one after another.
@@ -58,7 +61,8 @@ class Attended:
         imbalance_sp: attention of the busiest of the ranks that a sequence is split over, over the mean. imbalance_dp: of the
         busiest of those groups. Both wait in each microbatch. padding_share: of the tokens. hops_sp: how often a ring that
         makes the hops of a batch sends a rank's keys on, in layers whose queries see all that is before them in their document;
-        the mean of microbatches.
+        the mean of microbatches. Where a scheme sends chunks, passes_sp: in how many passes they come; keys_sp: how many keys a
+        rank sends for them in a forward, over its own; the mean of microbatches too.
         """
         sizes, n, rows = program.mesh.shape, program.order.shards, len(self.seen)
         per_group = s.data.global_batch // program.groups
@@ -69,7 +73,12 @@ class Attended:
         pairs = placed.reshape(rows // per_group, -1, s.accumulation, waiting, n // waiting, placed.shape[1] // n)
         pairs = pairs.sum((1, 4, 5))
         needed = self.needed.reshape(rows // per_group, -1, s.accumulation, n).any((0, 1))
-        return {
+        own = self.seen.shape[1] // n
+        chunks = self.chunks.reshape(rows // per_group, -1, s.accumulation).max((0, 1))
+        scheme, every = s.sequence.made(), own // chunk_of(program.order, own)
+        brought = [b for most in chunks if n > 1 and (b := scheme.brought(n, (int(most), every))) is not None]
+        sent = dict(zip(("passes_sp", "keys_sp"), np.mean(brought, 0).tolist(), strict=True)) if brought else {}
+        return sent | {
             "imbalance_sp": busiest(pairs),
             "imbalance_dp": busiest(pairs.sum(-1).T),
             "padding_share": self.padding,

@@ -35,6 +35,9 @@ from ejdist.training.stage_data import sizes_of
 # Of the time of what travels alone, the part that a step waits for: with a scheme that hides it, and with one that does not.
 # On four H200s, 8k and 32k tokens each, rings waited for .20 to .31 and Ulysses for .74 to .89 (benchmarks/results/sequences).
 WAITED = {True: 0.3, False: 0.85}
+# Seconds of a layer, both ways, in which a GPU waits until its host has read how often something is sent: four H100s, 2,048
+# tokens each, `sequence.hops=batch` against `mask` (ejdist/sequence/README.md).
+HOST_READS = 1.5e-3
 # By how much another scheme must be faster than one that comes before it in `SCHEMES`.
 FASTER = 0.03
 # A scheme that holds many more keys of other ranks than a ring is not taken.
@@ -140,6 +143,8 @@ def _seconds(s: TrainSections, mesh: Any, order: Choice, share: Share, kind: str
                 rate = rate if near or links.network is None else min(rate, links.network)
                 moving += layers * (count / rate + sent.calls[axis, collective] * links.latency)
     moving *= s.accumulation
+    if share.scheme.reads_batch and not share.torus:
+        work += HOST_READS * sum(_attention(s).values()) * s.accumulation
     return work + max(WAITED[share.scheme.hides] * moving, moving - work)
 
 

@@ -56,8 +56,8 @@ FAULTS = (
     Fault(
         "auto halves a head",
         "both_ways:asked",
-        "$all_hops and $every and $local.ranks > 2 and $odd is None and _on_torus()",
-        "$all_hops and $every and $local.ranks > 2 and _on_torus()",
+        "$all_hops and $every and $local.ranks > 2 and $odd is None and exchange.on_torus()",
+        "$all_hops and $every and $local.ranks > 2 and exchange.on_torus()",
         AUTO,
     ),
     Fault(
@@ -76,7 +76,7 @@ FAULTS = (
     ),
     Fault(
         "every device has links to its neighbours",
-        "both_ways:_on_torus",
+        "exchange:on_torus",
         "$device is not None and $device.platform == 'tpu'",
         "True",
         f"{TESTS} -k links_form",

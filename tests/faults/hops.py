@@ -108,7 +108,7 @@ FAULTS = (
     Fault(
         "in place: runs of any length",
         "in_place:kernels_of",
-        "$mask.causal and $run % $kernels.tile",
+        "math.gcd($run if $mask.causal else 0, $chunk) % $kernels.tile",
         "False",
         f"{IN_PLACE} -k which_calls",
     ),

@@ -130,7 +130,7 @@ FAULTS = (
     ),
     Fault(
         "keys before the gap of a window are not asked for",
-        "schedule:_of_stripes",
+        "schedule:_seen_by_runs",
         "np.where($gapped, $before, $high)",
         "np.where($gapped, -1, $high)",
         "tests/test_sequence.py -k pair_that_exists",

@@ -95,7 +95,7 @@ FAULTS = (
     ),
     Fault(
         "of gathered keys a rank takes those of the next",
-        "_over_gathered.visit",
+        "over_gathered.visit",
         "jax.lax.dynamic_slice_in_dim($x, $at, $own, 1)",
         "jax.lax.dynamic_slice_in_dim($x, ($at + $own) % $x.shape[1], $own, 1)",
         f"{SEQUENCE} -k all_gather",
