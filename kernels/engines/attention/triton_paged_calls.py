@@ -1,0 +1,240 @@
+"""Launches the Triton kernels of attention over pages: their arguments, grids and tile sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+
+from kernels.engines.attention import triton_paged as paged
+from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.ranges import interval_of
+from kernels.engines.attention.triton_calls import padded_width, scale_of
+from kernels.engines.attention.triton_paged import Paged, merge_kernel, paged_kernel
+from kernels.framework.measured import power_of_two
+from kernels.framework.target import MULTIPROCESSORS
+from kernels.toolchains.triton import triton_launch
+
+# Rows of a tile of requests with few queries, the least of a product on tensor cores; and of prompts.
+FEW, MANY = 16, 128
+# Numbers that an 8-bit cache may hold, by the name of its dtype.
+KINDS = {"int8": paged.INT8.value, "float8_e4m3fn": paged.E4M3.value, "float8_e5m2": paged.E5M2.value}
+# Programs that keys are split for: a few waves, since pieces differ by a block, and the last ones wait for the longest.
+PROGRAMS = 4 * MULTIPROCESSORS
+# Least keys of a piece: what is written and merged of it stays small beside what it reads.
+LEAST_KEYS = 256
+# Requests whose lengths are summed at once.
+REQUESTS = 1024
+# Pieces and rows that are merged at once.
+PIECES, ROWS = 32, {FEW: 1, MANY: 8}
+
+
+class Tile(NamedTuple):
+    """How one instance runs: rows and keys of a tile, warps, and stages of its loop over keys."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+class Requests(NamedTuple):
+    """Where queries and keys of requests are.
+
+    Attributes:
+      lens: int32 [R]. tables: int32 [R, pages of the longest]; None: page r of the cache is that of request r.
+      cuts: int32 [R + 1], or None where each request has `each` queries.
+      starts: int32 [R], the first key of a request, or None for 0.
+    """
+
+    lens: jax.Array
+    tables: jax.Array | None
+    cuts: jax.Array | None = None
+    starts: jax.Array | None = None
+    each: int | None = None
+
+
+def attend(
+    query: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    softmax_aux: jax.Array | None,
+    alibi_slopes: jax.Array | None,
+    requests: Requests,
+    few: Tile,
+    many: Tile,
+    programs: int,
+    *,
+    softmax_scale: float | None,
+    logits_soft_cap: float | None,
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+) -> jax.Array:
+    """Returns attention [M, N, HV] of the queries [M, N, H] of requests over their keys, as the contracts of paged attention.
+
+    Args:
+      few, many: tiles of the two instances. programs: how many programs keys are split for.
+    """
+    (M, N, H), (pages, C, K, width) = query.shape, key_cache.shape
+    R = requests.lens.shape[0]
+    values = key_cache if value_cache is None else value_cache
+    first = H if value_cache is None else 0
+    HV = values.shape[3] - first
+    keys = interval_of(MaskInfo(causal=causal, window=window), np.zeros(1, np.int32))
+    longest = 1 if requests.tables is None else requests.tables.shape[1]
+    base = Paged(
+        M=M,
+        R=R,
+        T=requests.each,
+        N=N,
+        K=K,
+        H=H,
+        HV=HV,
+        C=C,
+        PAGES=pages,
+        LONGEST=longest,
+        K_WIDTH=width,
+        V_WIDTH=values.shape[3],
+        V_FIRST=first,
+        KIND=KINDS.get(str(key_cache.dtype), paged.PLAIN.value),
+        K_SCALES=_strides(k_scale),
+        V_SCALES=_strides(v_scale),
+        SCALE=scale_of(softmax_scale, H),
+        CAP=logits_soft_cap,
+        LOW=None if keys.low is None else keys.low.offset,
+        HIGH=None if keys.high is None else keys.high.offset,
+        SINKS=0 if softmax_aux is None else softmax_aux.shape[1],
+        LEAST=1,
+        MOST=M,
+        FILLS=requests.cuts is not None,
+        PIECES=0,
+        LEAST_BLOCKS=1,
+        QUERIES=1,
+        BLOCK_M=FEW,
+        BLOCK_K=FEW,
+        BLOCK_H=padded_width(H),
+        BLOCK_V=padded_width(HV),
+        BLOCK_R=min(power_of_two(R), REQUESTS),
+    )
+    arrays = (query, key_cache, values, k_scale, v_scale, requests.cuts, requests.lens, requests.starts, requests.tables)
+    out = None
+    for o, tile in instances(base, few, many, programs):
+        out = _launch(o, tile, (*arrays, softmax_aux, alibi_slopes), out)
+    assert out is not None
+    return out
+
+
+def instances(base: Paged, few: Tile, many: Tile, programs: int) -> list[tuple[Paged, Tile]]:
+    """Returns the instances that serve a call: that of few queries where requests may have so few, and that of many."""
+    G = base.N // base.K
+    short = max(few.rows, power_of_two(G))
+    most = short // G  # queries of a request that one such tile holds
+    longest = base.M if base.T is None else base.T
+    if longest <= most or (base.T is None and base.M <= base.R):
+        ranges = [(few._replace(rows=short), 1, longest)]
+    elif base.T is not None:
+        ranges = [(many, 1, longest)]
+    else:
+        ranges = [(few._replace(rows=short), 1, most), (many, most + 1, base.M)]
+    listed = []
+    for tile, least, longest in ranges:
+        rows = max(tile.rows, power_of_two(G))
+        queries = rows // G
+        o = replace(base, LEAST=least, MOST=longest, QUERIES=queries, BLOCK_M=rows, BLOCK_K=tile.keys)
+        blocks = triton.cdiv(base.LONGEST * base.C, tile.keys)
+        least_blocks = max(1, LEAST_KEYS // tile.keys)
+        pieces = triton.cdiv(programs, base.K)
+        # Not split: where no request is long enough, or tiles are many whatever the lengths.
+        crowded = base.T is not None and most_tiles(o) * base.K >= 2 * programs
+        crowded |= base.T is None and rows > short and base.M // queries >= 2 * pieces
+        splits = blocks > least_blocks and not crowded
+        listed.append((replace(o, PIECES=pieces if splits else 0, LEAST_BLOCKS=least_blocks), tile._replace(rows=rows)))
+    # One of them fills the rows that belong to no request.
+    return [(replace(o, FILLS=o.FILLS and i == 0), tile) for i, (o, tile) in enumerate(listed)]
+
+
+def most_tiles(o: Paged) -> int:
+    """Returns how many tiles the requests of an instance may have, whatever their lengths."""
+    if o.T is not None:
+        return o.R * triton.cdiv(o.T, o.QUERIES)
+    return o.M // o.QUERIES + min(o.R, o.M // o.LEAST)
+
+
+def _launch(o: Paged, tile: Tile, arrays: tuple[Any, ...], before: jax.Array | None) -> jax.Array:
+    """Returns the output of an instance, in that of the one before it if there is one, and merges its pieces."""
+    query, cuts, lens, starts = arrays[0], arrays[5], arrays[6], arrays[7]
+    tiles = most_tiles(o)
+    pieces = tiles + o.PIECES + (2 + triton.cdiv(o.M, o.QUERIES) if o.FILLS else 0)
+    parts = tiles + o.PIECES if o.PIECES else 1
+    shapes = [
+        jax.ShapeDtypeStruct((parts, o.K, o.BLOCK_M, o.HV), jnp.float32),
+        jax.ShapeDtypeStruct((parts, o.K, o.BLOCK_M), jnp.float32),
+    ]
+    out = jax.ShapeDtypeStruct((o.M, o.N, o.HV), query.dtype)
+    aliases, named = {}, {}
+    if before is None:
+        shapes = [out, *shapes]
+    else:
+        shapes = [*shapes, out]
+        aliases, named = {sum(x is not None for x in arrays): 2}, {"out_ptr": None}
+    results = triton_launch(
+        paged_kernel,
+        *arrays,
+        before,
+        out_shape=tuple(shapes),
+        grid=(pieces * o.K,),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        input_output_aliases=aliases,
+        O=o,
+        **named,
+    )
+    out, part, lse = results if before is None else (results[2], *results[:2])
+    if not o.PIECES:
+        return out
+    rows = ROWS.get(o.BLOCK_M, 1)
+    operands = (part, lse, cuts, lens, starts, out)
+    (out,) = triton_launch(
+        merge_kernel,
+        *operands,
+        out_shape=(jax.ShapeDtypeStruct(out.shape, out.dtype),),
+        grid=(tiles * o.K * (o.BLOCK_M // rows),),
+        num_warps=4,
+        input_output_aliases={sum(x is not None for x in operands) - 1: 0},
+        O=o,
+        BLOCK_P=max(1, min(PIECES // rows, power_of_two(o.PIECES))),
+        BLOCK_ROWS=rows,
+    )
+    return out
+
+
+def _strides(scale: jax.Array | None) -> tuple[int, int, int]:
+    """Returns the strides of scales [#pages, #C, #K], 0 where one serves all."""
+    if scale is None:
+        return (0, 0, 0)
+    _, slots, heads = scale.shape
+    strides = (slots * heads, heads, 1)
+    return tuple(0 if size == 1 else stride for size, stride in zip(scale.shape, strides, strict=True))  # pyrefly: ignore
+
+
+# -- tiles ---------------------------------------------------------------------------------------------------------------
+
+
+def tiles(width: int, keys: int, itemsize: int, cache_itemsize: int) -> tuple[Tile, Tile]:
+    """Returns the tiles of both instances, for heads padded to `width` entries, and at most `keys` keys of a request.
+
+    A tile of few rows has 16 KiB of keys and as many of values, of which two are on their way while one is multiplied.
+    """
+    most = max(16, power_of_two(keys))
+    if itemsize == 4:  # multiplied in true float32, without tensor cores
+        block = min(32 if width <= 128 else 16, most)
+        return Tile(FEW, block, 4, 2), Tile(32, block, 4, 2)
+    few = max(16, min(128, 16384 // (width * cache_itemsize)))
+    many = 64 if width <= 128 else 32
+    return Tile(FEW, min(few, most), 4, 3), Tile(MANY if width <= 128 else 64, min(many, most), 8 if width <= 128 else 4, 2)
