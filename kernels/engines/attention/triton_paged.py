@@ -3,7 +3,7 @@ blocks of keys that it looks up in the request's table of pages.
 
 The grid is static and what it does is data: `_plan` deals the blocks of keys of all requests to about `PIECES` programs a head,
 so that a long request is split over many programs and short ones are not. Each program works out its own part from the lengths
-(a few sums over the requests), so nothing is launched before. Pieces of a request are merged by `merge_kernel` in the order of
+(a few sums over the requests), so nothing is launched before. Pieces of a request are merged by `paged_merge_kernel` in the order of
 their keys, in float32: the same bits each time.
 
 Two instances of one kernel serve a batch: tiles of few rows for requests with few queries, which are bound by memory, and tall
@@ -334,8 +334,8 @@ def paged_kernel(
         full = tl.minimum(tl.maximum((seen + O.BLOCK_K - 1) // O.BLOCK_K, low), high)
         full_end = tl.minimum(tl.maximum(until // O.BLOCK_K, full), high)
     key_ptr, value_ptr = _bytes(key_ptr, O.KIND), _bytes(value_ptr, O.KIND)
-    acc, row_max, row_sum = _attend(acc, row_max, row_sum, low, full, q, at, slope, key_ptr, value_ptr, k_scale_ptr, v_scale_ptr,
-                                    table_ptr, request, head, key, keys, O, True)  # fmt: skip
+    acc, row_max, row_sum = _attend(acc, row_max, row_sum, low, full, q, at, slope, key_ptr, value_ptr, k_scale_ptr,
+                                    v_scale_ptr, table_ptr, request, head, key, keys, O, True)  # fmt: skip
     if O.BLOCK_M > 16:
         acc, row_max, row_sum = _attend(acc, row_max, row_sum, full, full_end, q, at, slope, key_ptr, value_ptr, k_scale_ptr,
                                         v_scale_ptr, table_ptr, request, head, key, keys, O, False)  # fmt: skip
@@ -356,7 +356,7 @@ def paged_kernel(
 
 
 @triton.jit
-def merge_kernel(
+def paged_merge_kernel(
     part_ptr,  # [pieces, K, BLOCK_M, HV] float32
     lse_ptr,  # [pieces, K, BLOCK_M] float32
     cuts_ptr,

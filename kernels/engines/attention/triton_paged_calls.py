@@ -14,7 +14,7 @@ from kernels.engines.attention import triton_paged as paged
 from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.ranges import interval_of
 from kernels.engines.attention.triton_calls import padded_width, scale_of
-from kernels.engines.attention.triton_paged import Paged, merge_kernel, paged_kernel
+from kernels.engines.attention.triton_paged import Paged, paged_kernel, paged_merge_kernel
 from kernels.framework.measured import power_of_two
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.toolchains.triton import triton_launch
@@ -122,7 +122,17 @@ def attend(
         BLOCK_V=padded_width(HV),
         BLOCK_R=min(power_of_two(R), REQUESTS),
     )
-    arrays = (query, key_cache, values, k_scale, v_scale, requests.cuts, requests.lens, requests.starts, requests.tables)
+    arrays = (
+        query,
+        key_cache,
+        values,
+        k_scale,
+        v_scale,
+        requests.cuts,
+        requests.lens,
+        requests.starts,
+        requests.tables,
+    )
     out = None
     for o, tile in instances(base, few, many, programs):
         out = _launch(o, tile, (*arrays, softmax_aux, alibi_slopes), out)
@@ -201,7 +211,7 @@ def _launch(o: Paged, tile: Tile, arrays: tuple[Any, ...], before: jax.Array | N
     rows = ROWS.get(o.BLOCK_M, 1)
     operands = (part, lse, cuts, lens, starts, out)
     (out,) = triton_launch(
-        merge_kernel,
+        paged_merge_kernel,
         *operands,
         out_shape=(jax.ShapeDtypeStruct(out.shape, out.dtype),),
         grid=(tiles * o.K * (o.BLOCK_M // rows),),
@@ -229,12 +239,12 @@ def _strides(scale: jax.Array | None) -> tuple[int, int, int]:
 def tiles(width: int, keys: int, itemsize: int, cache_itemsize: int) -> tuple[Tile, Tile]:
     """Returns the tiles of both instances, for heads padded to `width` entries, and at most `keys` keys of a request.
 
-    A tile of few rows has 16 KiB of keys and as many of values, of which two are on their way while one is multiplied.
+    Numbers of pages are loaded ahead of what they lead to, and Triton gives each of the two half of the stages: with 5, two
+    blocks of keys and values are on their way or in use, and with 3 one. Three programs of few rows fit on a multiprocessor.
     """
     most = max(16, power_of_two(keys))
     if itemsize == 4:  # multiplied in true float32, without tensor cores
         block = min(32 if width <= 128 else 16, most)
-        return Tile(FEW, block, 4, 2), Tile(32, block, 4, 2)
-    few = max(16, min(128, 16384 // (width * cache_itemsize)))
-    many = 64 if width <= 128 else 32
-    return Tile(FEW, min(few, most), 4, 3), Tile(MANY if width <= 128 else 64, min(many, most), 8 if width <= 128 else 4, 2)
+        return Tile(FEW, block, 4, 3), Tile(32, block, 4, 3)
+    few = min(64 if width <= 128 else 32, most)
+    return Tile(FEW, few, 4, 5), Tile(MANY if width <= 128 else 64, min(64 if width <= 128 else 32, most), 8, 5)

@@ -62,7 +62,9 @@ def _candidates(call: Call) -> list[PagedAttentionConfig]:
     return list(dict.fromkeys(listed))
 
 
-def _attend(query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, softmax_scale, logits_soft_cap, causal, window):
+def _attend(
+    query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, softmax_scale, logits_soft_cap, causal, window
+):
     few = Tile(16, cfg.block_k, cfg.num_warps, cfg.num_stages)
     many = Tile(cfg.mixed_rows, cfg.mixed_block_k, cfg.mixed_num_warps, cfg.mixed_num_stages)
     options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal, "window": window}
