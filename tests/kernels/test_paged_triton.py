@@ -229,8 +229,8 @@ def test_dispatch_takes_the_kernels():
 
 
 def test_rows_are_written_in_the_caches_own_memory():
-    """In a scan over layers that carries the pages of all of them, donated: what leaves the kernel is what enters it, and
-    nothing else makes an array as large."""
+    """In a scan over layers that carries the pages of all of them, what leaves the kernel is what enters it, and nothing else
+    makes an array as large. That XLA then copies nothing is tested on GPUs."""
     layers, shape = 3, (3 * 40, 16, 2, 16)
     pages = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     rows = jax.ShapeDtypeStruct((layers, 4, 2, 16), jnp.bfloat16)
@@ -243,21 +243,14 @@ def test_rows_are_written_in_the_caches_own_memory():
 
         return jax.lax.scan(layer, (keys, values), (jnp.arange(layers), rows))[0]
 
-    report = checks.export_cuda(jax.jit(step, donate_argnums=(0, 1)), pages, pages, rows, slots)
+    report = checks.export_cuda(step, pages, pages, rows, slots)
     text = str(report.exported.mlir_module())
     large = "tensor<" + "x".join(map(str, shape)) + "xbf16>"
-    [call] = [line for line in text.splitlines() if "custom_call" in line and "append_kernel" in line]
+    [call] = [line for line in text.splitlines() if "@triton_kernel_call" in line]
     for output, operand in ((0, 3), (1, 4)):
         alias = f"output_tuple_indices = [{output}], operand_index = {operand}"
         assert alias in call, call
-    makers = {
-        m for line in text.splitlines() if large in line.rpartition("->")[2] for m in re.findall(r"= \"?([\w.]+)", line)
-    }
-    assert makers <= {
-        "stablehlo.custom_call",
-        "stablehlo.optimization_barrier",
-        "stablehlo.while",
-        "func.call",
-        "call",
-    }, makers
-    assert len(re.findall(r"tf\.aliasing_output|jax\.buffer_donor", text)) == 2
+    makers = [
+        line for line in text.splitlines() if re.search(rf"-> \(?{re.escape(large)}", line) and "func.func" not in line
+    ]
+    assert makers and all("call @" in line or "@triton_kernel_call" in line for line in makers), makers

@@ -1,10 +1,10 @@
 """Attention over pages in Triton: a program owns a tile of one request, its queries times the heads of a group, and loops over
 blocks of keys that it looks up in the request's table of pages.
 
-The grid is static and what it does is data: `_plan` deals the blocks of keys of all requests to about `PIECES` programs a head,
+The grid is static and what it does is data: `plan` deals the blocks of keys of all requests to about `PIECES` programs a head,
 so that a long request is split over many programs and short ones are not. Each program works out its own part from the lengths
-(a few sums over the requests), so nothing is launched before. Pieces of a request are merged by `paged_merge_kernel` in the order of
-their keys, in float32: the same bits each time.
+(a few sums over the requests), so nothing is launched before. `paged_merge_kernel` merges the pieces of a request in the order
+of their keys, in float32: the same bits each time.
 
 Two instances of one kernel serve a batch: tiles of few rows for requests with few queries, which are bound by memory, and tall
 ones for prompts. Each skips the requests of the other (`LEAST`, `MOST`).
@@ -15,156 +15,11 @@ ones for prompts. Each skips the requests of the other (`LEAST`, `MOST`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 
+from kernels.engines.attention.triton_paged_plan import E4M3, E5M2, blocks_of, plan, request_of
 from kernels.engines.attention.triton_parts import LOG2E, tanh
-
-# What a cache holds: floats, or numbers that a scale multiplies.
-PLAIN, INT8, E4M3, E5M2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-
-
-@dataclass(frozen=True)
-class Paged:
-    """Compile-time options: sizes, and the options of the call by the names of the contract.
-
-    Attributes:
-      M: rows of queries. R: requests. T: queries of each, or None if they are cut by an array.
-      N, K, H, HV: heads of queries and of keys, and their widths.
-      C: slots of a page. PAGES: pages. LONGEST: pages of a table.
-      K_WIDTH, V_WIDTH: numbers of a slot and head in the arrays of keys and of values. V_FIRST: where its value begins.
-      KIND: PLAIN, INT8, E4M3 or E5M2.
-      K_SCALES, V_SCALES: strides of the scales over pages, slots and heads; 0 where one serves all.
-      LOW, HIGH: offsets of the first and last key that a query sees from its own position, or None.
-      SINKS: logits of each head without a value.
-      LEAST, MOST: numbers of queries of the requests that are served.
-      FILLS: whether rows without a request are set to 0.
-      PIECES: for how many programs of each head keys are split; 0: they are not.
-      LEAST_BLOCKS: least number of blocks of keys of a piece.
-      QUERIES: queries of a tile, times N / K heads at most BLOCK_M rows.
-    """
-
-    M: int
-    R: int
-    T: int | None
-    N: int
-    K: int
-    H: int
-    HV: int
-    C: int
-    PAGES: int
-    LONGEST: int
-    K_WIDTH: int
-    V_WIDTH: int
-    V_FIRST: int
-    KIND: int
-    K_SCALES: tuple[int, int, int]
-    V_SCALES: tuple[int, int, int]
-    SCALE: float
-    CAP: float | None
-    LOW: int | None
-    HIGH: int | None
-    SINKS: int
-    LEAST: int
-    MOST: int
-    FILLS: bool
-    PIECES: int
-    LEAST_BLOCKS: int
-    QUERIES: int
-    BLOCK_M: int
-    BLOCK_K: int
-    BLOCK_H: int
-    BLOCK_V: int
-    BLOCK_R: int
-
-
-@triton.jit
-def _request(cuts_ptr, lens_ptr, starts_ptr, r, O: tl.constexpr):
-    """Returns (first row, number of rows, first key, one past the last key, position of the first query) of requests r; those
-    past the last one have no rows."""
-    real = r < O.R
-    if cuts_ptr is None:
-        begin = r * O.T
-        count = tl.where(real, O.T, 0)
-    else:
-        begin = tl.minimum(tl.maximum(tl.load(cuts_ptr + r, mask=real, other=0), 0), O.M)
-        count = tl.minimum(tl.maximum(tl.load(cuts_ptr + r + 1, mask=real, other=0), begin), O.M) - begin
-    length = tl.load(lens_ptr + r, mask=real, other=0)
-    first = 0 * length
-    if starts_ptr is not None:
-        first = tl.maximum(tl.load(starts_ptr + r, mask=real, other=0), 0)
-    return begin, count, first, tl.minimum(length, O.LONGEST * O.C), length - count
-
-
-@triton.jit
-def _blocks(first, last, key, keys, O: tl.constexpr):
-    """Returns the range of blocks of keys that queries at positions first to last see, of the keys `key` to `keys` - 1."""
-    if O.LOW is not None:
-        key = tl.maximum(key, first + O.LOW)
-    if O.HIGH is not None:
-        keys = tl.minimum(keys, last + O.HIGH + 1)
-    block = key // O.BLOCK_K
-    return block, tl.maximum((keys + O.BLOCK_K - 1) // O.BLOCK_K, block)
-
-
-@triton.jit
-def _tiles(cuts_ptr, lens_ptr, starts_ptr, r, O: tl.constexpr):
-    """Returns (number of tiles, blocks of keys that a tile may see) of requests r; no tiles for those of the other instance."""
-    _, count, key, keys, place = _request(cuts_ptr, lens_ptr, starts_ptr, r, O)
-    served = (count >= O.LEAST) & (count <= O.MOST)
-    block, end = _blocks(place, place + count - 1, key, keys, O)
-    return tl.where(served, (count + O.QUERIES - 1) // O.QUERIES, 0), end - block
-
-
-@triton.jit
-def _pieces(blocks, each, O: tl.constexpr):
-    """Returns into how many pieces so many blocks of keys are split, of at most `each`."""
-    if O.PIECES == 0:
-        pieces = 0 * blocks + 1
-    else:
-        pieces = tl.maximum((blocks + each - 1) // each, 1)
-    return pieces
-
-
-@triton.jit
-def _plan(cuts_ptr, lens_ptr, starts_ptr, index, BY_TILE: tl.constexpr, O: tl.constexpr):
-    """Returns (request, index of its first piece, place of `index` within it, pieces of each tile, number of all): of piece
-    `index` of all tiles, or with BY_TILE of tile `index`, whose place is then that of the tile. There is none unless index <
-    number of all.
-
-    Requests deal out about PIECES pieces in proportion to the work of their tiles, which adds at most one for each tile.
-    """
-    each = 1
-    if O.PIECES > 0:
-        total = 0
-        for first in range(0, O.R, O.BLOCK_R):
-            tiles, blocks = _tiles(cuts_ptr, lens_ptr, starts_ptr, first + tl.arange(0, O.BLOCK_R), O)
-            total += tl.sum(tiles * blocks)
-        each = tl.maximum((total + O.PIECES - 1) // O.PIECES, O.LEAST_BLOCKS)
-    request, begins, place, split, counted, listed = 0, 0, 0, 0, 0, 0
-    for first in range(0, O.R, O.BLOCK_R):
-        r = first + tl.arange(0, O.BLOCK_R)
-        tiles, blocks = _tiles(cuts_ptr, lens_ptr, starts_ptr, r, O)
-        pieces = _pieces(blocks, each, O)
-        items = tiles * pieces
-        ends = counted + tl.cumsum(items, 0)
-        if BY_TILE:
-            until = listed + tl.cumsum(tiles, 0)
-            here = (until > index) & (until - tiles <= index)
-            place += tl.sum(tl.where(here, index - until + tiles, 0))
-        else:
-            here = (ends > index) & (ends - items <= index)
-            place += tl.sum(tl.where(here, index - ends + items, 0))
-        request += tl.sum(tl.where(here, r, 0))
-        begins += tl.sum(tl.where(here, ends - items, 0))
-        split += tl.sum(tl.where(here, pieces, 0))
-        counted += tl.sum(items)
-        listed += tl.sum(tiles)
-    if BY_TILE:
-        counted = listed
-    return request, begins, place, split, counted
 
 
 @triton.jit
@@ -280,7 +135,7 @@ def paged_kernel(
     G: tl.constexpr = O.N // O.K
     head = tl.program_id(0) % O.K  # heads of a slot lie side by side: read at the same time
     index = tl.program_id(0) // O.K
-    request, _, place, split, total = _plan(cuts_ptr, lens_ptr, starts_ptr, index, False, O)
+    request, _, place, split, total = plan(cuts_ptr, lens_ptr, starts_ptr, index, False, O)
     m = tl.arange(0, O.BLOCK_M)
     n, hv = head * G + m % G, tl.arange(0, O.BLOCK_V)
     if index >= total:
@@ -295,13 +150,13 @@ def paged_kernel(
             zeros = tl.zeros([O.BLOCK_M, O.BLOCK_V], out_ptr.dtype.element_ty)
             tl.store(out_ptr + where[:, None] + hv[None, :], zeros, mask=empty[:, None] & (hv < O.HV)[None, :])
         return
-    begin, count, key, keys, position = _request(cuts_ptr, lens_ptr, starts_ptr, request, O)
+    begin, count, key, keys, position = request_of(cuts_ptr, lens_ptr, starts_ptr, request, O)
     first, piece = place // split * O.QUERIES, place % split
     rows = tl.minimum(count - first, O.QUERIES) * G
-    block, end = _blocks(position, position + count - 1, key, keys, O)
+    block, end = blocks_of(position, position + count - 1, key, keys, O)
     each = (end - block + split - 1) // split
     at = position + first + m // G
-    low, high = _blocks(position + first, position + first + rows // G - 1, key, keys, O)
+    low, high = blocks_of(position + first, position + first + rows // G - 1, key, keys, O)
     low, high = tl.maximum(low, block + piece * each), tl.minimum(high, block + (piece + 1) * each)
     row = (begin + first + m // G).to(tl.int64) * O.N + n
     h = tl.arange(0, O.BLOCK_H)
@@ -372,12 +227,12 @@ def paged_merge_kernel(
     PARTS: tl.constexpr = O.BLOCK_M // BLOCK_ROWS
     head = tl.program_id(0) // PARTS % O.K
     index = tl.program_id(0) // (PARTS * O.K)
-    request, begins, tile, split, total = _plan(cuts_ptr, lens_ptr, starts_ptr, index, True, O)
+    request, begins, tile, split, total = plan(cuts_ptr, lens_ptr, starts_ptr, index, True, O)
     if index >= total:
         return
     if split == 1:
         return
-    begin, count, _, _, _ = _request(cuts_ptr, lens_ptr, starts_ptr, request, O)
+    begin, count, _, _, _ = request_of(cuts_ptr, lens_ptr, starts_ptr, request, O)
     first = tile * O.QUERIES
     m = tl.program_id(0) % PARTS * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real = m < tl.minimum(count - first, O.QUERIES) * G

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.engines.attention.triton_paged import E4M3, E5M2
+from kernels.engines.attention.triton_paged_plan import E4M3, E5M2
 
 
 @triton.jit

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import triton
 
-from kernels.engines.attention import triton_paged as paged
+from kernels.engines.attention import triton_paged_plan as paged
 from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.ranges import interval_of
 from kernels.engines.attention.triton_calls import padded_width, scale_of
-from kernels.engines.attention.triton_paged import Paged, paged_kernel, paged_merge_kernel
+from kernels.engines.attention.triton_paged import paged_kernel, paged_merge_kernel
+from kernels.engines.attention.triton_paged_plan import Paged
 from kernels.framework.measured import power_of_two
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.toolchains.triton import triton_launch
@@ -60,10 +61,8 @@ class Requests(NamedTuple):
 
 def attend(
     query: jax.Array,
-    key_cache: jax.Array,
-    value_cache: jax.Array | None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
+    caches: tuple[jax.Array, jax.Array | None],
+    scales: tuple[jax.Array | None, jax.Array | None],
     softmax_aux: jax.Array | None,
     alibi_slopes: jax.Array | None,
     requests: Requests,
@@ -79,8 +78,11 @@ def attend(
     """Returns attention [M, N, HV] of the queries [M, N, H] of requests over their keys, as the contracts of paged attention.
 
     Args:
+      caches, scales: of keys and values [pages, C, K, width], and [#pages, #C, #K] or None; without the second cache a slot has
+        its key in the first H numbers and its value in the others.
       few, many: tiles of the two instances. programs: how many programs keys are split for.
     """
+    (key_cache, value_cache), (k_scale, v_scale) = caches, scales
     (M, N, H), (pages, C, K, width) = query.shape, key_cache.shape
     R = requests.lens.shape[0]
     values = key_cache if value_cache is None else value_cache
@@ -187,7 +189,8 @@ def _launch(o: Paged, tile: Tile, arrays: tuple[Any, ...], before: jax.Array | N
         jax.ShapeDtypeStruct((parts, o.K, o.BLOCK_M), jnp.float32),
     ]
     out = jax.ShapeDtypeStruct((o.M, o.N, o.HV), query.dtype)
-    aliases, named = {}, {}
+    aliases: dict[int, int] = {}
+    named: dict[str, Any] = {}
     if before is None:
         shapes = [out, *shapes]
     else:

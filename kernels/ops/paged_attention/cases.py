@@ -110,7 +110,7 @@ def _on_device(width: str, dtype: Any):
             return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), dtype)
         return jax.random.normal(key, shape, dtype)
 
-    make.shaped = shaped
+    vars(make)["shaped"] = shaped
     return make
 
 

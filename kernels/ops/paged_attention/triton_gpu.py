@@ -68,7 +68,7 @@ def _attend(
     few = Tile(16, cfg.block_k, cfg.num_warps, cfg.num_stages)
     many = Tile(cfg.mixed_rows, cfg.mixed_block_k, cfg.mixed_num_warps, cfg.mixed_num_stages)
     options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal, "window": window}
-    return attend(query, *caches, *scales, softmax_aux, alibi_slopes, requests, few, many, cfg.parallel, **options)
+    return attend(query, caches, scales, softmax_aux, alibi_slopes, requests, few, many, cfg.parallel, **options)
 
 
 def _int32(x: Any) -> Any:
