@@ -3,20 +3,25 @@
 import functools
 import itertools
 import re
+from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import triton
+import triton.language as tl
 from grid import error
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import kernels
 from kernels.engines.attention import triton_paged_calls as calls
+from kernels.engines.attention.triton_paged_plan import _tiles
 from kernels.framework.interpret import interpret
-from kernels.ops.paged_attention import PagedAttentionConfig, append_and_attend_op, append_op, decode_op, page_op
+from kernels.ops.paged_attention import PagedAttentionConfig, append_and_attend_op, append_op, decode_op, op, page_op
 from kernels.toolchains.simulate import ahead_of_time as checks
+from kernels.toolchains.triton import triton_launch
 
 # Tiles so small that requests have several, of both kinds, and keys are split over programs.
 SMALL = PagedAttentionConfig(
@@ -254,3 +259,82 @@ def test_rows_are_written_in_the_caches_own_memory():
         line for line in text.splitlines() if re.search(rf"-> \(?{re.escape(large)}", line) and "func.func" not in line
     ]
     assert makers and all("call @" in line or "@triton_kernel_call" in line for line in makers), makers
+
+
+# -- what else decides ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, (30, None)])
+def test_tall_tiles_skip_the_mask_of_blocks_that_all_queries_see(window):
+    rng = np.random.default_rng(5)
+    a = rows_of(rng, 2, 24, 96, [96, 45])
+    options = {} if window is None else {"window": window}
+    wanted = page_op(**a, **options, platform="xla")
+    cfg = replace(SMALL, mixed_rows=32, parallel=2)
+    with interpret():
+        got = page_op(**a, **options, platform="triton", cfg=cfg)
+    assert error(got, wanted) <= FLOAT32
+
+
+def test_one_instance_serves_each_request():
+    """A batch with both kinds is served by both, and neither computes what the other does."""
+    base = calls.Paged(
+        **{f.name: 1 for f in fields(calls.Paged)} | {"M": 64, "R": 3, "T": None, "N": 4, "K": 2, "C": 16, "LONGEST": 8}
+    )
+    few, many = calls.Tile(16, 16, 4, 2), calls.Tile(32, 16, 4, 2)
+    (short, _), (tall, _) = calls.instances(base, few, many, 8)
+    assert (short.LEAST, short.MOST, tall.LEAST, tall.MOST) == (1, 8, 9, 64)
+    rng = np.random.default_rng(6)
+    cache = {n: normal(rng, 12, 16, K, H) for n in ("key_cache", "value_cache")}
+    a = cache | {
+        "query": normal(rng, 24, N, H),
+        "query_start_loc": np.int32([0, 12, 13]),
+        "kv_lens": np.int32([33, 20]),
+    }
+    a |= {"block_tables": np.arange(12, dtype=np.int32).reshape(2, 6)}
+    seen = []
+
+    def counted(*arguments, **options):
+        seen.append(options["O"])
+        return launch(*arguments, **options)
+
+    launch, calls.triton_launch = calls.triton_launch, counted
+    try:
+        with interpret():
+            got = op(**a, platform="triton", cfg=SMALL)
+    finally:
+        calls.triton_launch = launch
+    assert error(got, op(**a, platform="xla")) <= FLOAT32
+    assert [o.MOST for o in dict.fromkeys(seen)] == [8, 24]
+    tiles = functools.partial(tiles_served, a["query_start_loc"], a["kv_lens"])
+    assert [tiles(o) for o in dict.fromkeys(seen)] == [[0, 1], [2, 0]]
+
+
+def tiles_served(cuts, lens, o):
+    """Returns how many tiles an instance has of each request, through the interpreter."""
+
+    @triton.jit
+    def kernel(cuts_ptr, lens_ptr, tiles_ptr, O: tl.constexpr):
+        r = tl.arange(0, 2)
+        tl.store(tiles_ptr + r, _tiles(cuts_ptr, lens_ptr, None, r, O)[0])
+
+    with interpret():
+        return triton_launch(
+            kernel, cuts, lens, out_shape=jax.ShapeDtypeStruct((2,), jnp.int32), grid=(1,), O=o
+        ).tolist()
+
+
+def test_rows_without_a_slot_are_not_written():
+    rng = np.random.default_rng(7)
+    cache, new = normal(rng, 3, 4, K, H), normal(rng, 5, K, H)
+    a = {
+        "key": new,
+        "value": -new,
+        "slots": np.int32([2, -1, 12, 2**31 - 1, 7]),
+        "key_cache": cache,
+        "value_cache": -cache,
+    }
+    with interpret():
+        got = append_op(**a, platform="triton")
+    for x, w in zip(got, append_op(**a, platform="xla"), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(w).tobytes()
