@@ -171,10 +171,11 @@ def paged_kernel(
     acc = tl.zeros([O.BLOCK_M, O.BLOCK_V], tl.float32)
     row_max = tl.full([O.BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([O.BLOCK_M], tl.float32)
-    if O.SINKS > 0:  # they act as keys before the first, with value zero
-        for s in tl.static_range(O.SINKS):
+    SINKS: tl.constexpr = O.SINKS
+    if SINKS > 0:  # they act as keys before the first, with value zero
+        for s in tl.static_range(SINKS):
             real = (m < rows) & (piece == 0)
-            sink = tl.load(sinks_ptr + n * O.SINKS + s, mask=real, other=float("-inf")).to(tl.float32) * LOG2E
+            sink = tl.load(sinks_ptr + n * SINKS + s, mask=real, other=float("-inf")).to(tl.float32) * LOG2E
             new = tl.maximum(row_max, sink)
             anchor = tl.where(new == float("-inf"), 0.0, new)
             row_sum = row_sum * tl.exp2(row_max - anchor) + tl.exp2(sink - anchor)
