@@ -248,6 +248,6 @@ def tiles(width: int, keys: int, itemsize: int, cache_itemsize: int) -> tuple[Ti
     most = max(16, power_of_two(keys))
     if itemsize == 4:  # multiplied in true float32, without tensor cores
         block = min(32 if width <= 64 else 16, most)
-        return Tile(FEW, block, 4, 3), Tile(32 if width <= 128 else 16, block, 8 if width <= 64 else 4, 2)
+        return Tile(FEW, block, 8, 3), Tile(32 if width <= 128 else 16, block, 8 if width <= 64 else 4, 2)
     few = min(64 if width <= 128 else 32, most)
     return Tile(FEW, few, 4, 5), Tile(MANY if width <= 128 else 64, min(64 if width <= 128 else 32, most), 8, 5)
