@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.engines.attention.triton_paged_plan import E4M3, E5M2, blocks_of, plan, request_of
+from kernels.engines.attention.triton_paged_plan import E4M3, E5M2, blocks_of, first_of, plan, request_of
 from kernels.engines.attention.triton_parts import LOG2E, tanh
 
 
@@ -151,7 +151,7 @@ def paged_kernel(
             tl.store(out_ptr + where[:, None] + hv[None, :], zeros, mask=empty[:, None] & (hv < O.HV)[None, :])
         return
     begin, count, key, keys, position = request_of(cuts_ptr, lens_ptr, starts_ptr, request, O)
-    first, piece = place // split * O.QUERIES, place % split
+    first, piece = first_of(place // split, count, O), place % split
     rows = tl.minimum(count - first, O.QUERIES) * G
     block, end = blocks_of(position, position + count - 1, key, keys, O)
     each = (end - block + split - 1) // split
@@ -234,7 +234,7 @@ def paged_merge_kernel(
     if split == 1:
         return
     begin, count, _, _, _ = request_of(cuts_ptr, lens_ptr, starts_ptr, request, O)
-    first = tile * O.QUERIES
+    first = first_of(tile, count, O)
     m = tl.program_id(0) % PARTS * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real = m < tl.minimum(count - first, O.QUERIES) * G
     hv = tl.arange(0, O.BLOCK_V)

@@ -116,6 +116,12 @@ def pieces_of(blocks, each, O: tl.constexpr):
 
 
 @triton.jit
+def first_of(tile, count, O: tl.constexpr):
+    """Returns the first query of a tile: the last queries come first, since they usually see the most keys."""
+    return ((count - 1) // O.QUERIES - tile) * O.QUERIES
+
+
+@triton.jit
 def plan(cuts_ptr, lens_ptr, starts_ptr, index, BY_TILE: tl.constexpr, O: tl.constexpr):
     """Returns (request, index of its first piece, place of `index` within it, pieces of each tile, number of all): of piece
     `index` of all tiles, or with BY_TILE of tile `index`, whose place is then that of the tile. There is none unless index <
