@@ -50,7 +50,7 @@ SLOW = {
         ("rwkv4", "packed"),
         ("rwkv4", "rwkv_3b"),
         ("causal_conv1d", "documents_32k"),
-        # The same kernels as in "together" and in tests/kernels/test_paged_triton.py.
+        # The same kernels as in "together" and in tests/kernels/test_paged_attention_triton.py.
         ("page_attention", "decode_8k"),
         ("page_attention", "prefill_2k_of_8k"),
         ("decode_attention", "decode_8k"),

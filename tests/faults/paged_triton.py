@@ -2,7 +2,7 @@
 
 from faults import Fault
 
-PAGED = "tests/kernels/test_paged_triton.py"
+PAGED = "tests/kernels/test_paged_attention_triton.py"
 
 FAULTS = (
     Fault(

@@ -139,16 +139,17 @@ def paged_kernel(
     m = tl.arange(0, O.BLOCK_M)
     n, hv = head * G + m % G, tl.arange(0, O.BLOCK_V)
     if index >= total:
-        if O.FILLS and cuts_ptr is not None:
-            # Of the programs that have no piece, some fill the rows before the first request and after the last.
+        if O.FILLS > 0 and index < total + O.FILLS:
+            # Some of the programs that have no piece fill the rows before the first request and after the last.
             first, last = tl.load(cuts_ptr), tl.load(cuts_ptr + O.R)
             ahead = (first + O.QUERIES - 1) // O.QUERIES
-            fill = index - total
-            row = tl.where(fill < ahead, fill * O.QUERIES, last + (fill - ahead) * O.QUERIES) + m // G
-            empty = (row < tl.where(fill < ahead, first, O.M)) & (row >= 0) & (row < O.M) & (m < O.QUERIES * G)
-            where = (row.to(tl.int64) * O.N + n) * O.HV
+            behind = (O.M - last + O.QUERIES - 1) // O.QUERIES
             zeros = tl.zeros([O.BLOCK_M, O.BLOCK_V], out_ptr.dtype.element_ty)
-            tl.store(out_ptr + where[:, None] + hv[None, :], zeros, mask=empty[:, None] & (hv < O.HV)[None, :])
+            for fill in range(index - total, ahead + behind, O.FILLS):
+                row = tl.where(fill < ahead, fill * O.QUERIES, last + (fill - ahead) * O.QUERIES) + m // G
+                empty = (row < tl.where(fill < ahead, first, O.M)) & (row >= 0) & (row < O.M) & (m < O.QUERIES * G)
+                where = (row.to(tl.int64) * O.N + n) * O.HV
+                tl.store(out_ptr + where[:, None] + hv[None, :], zeros, mask=empty[:, None] & (hv < O.HV)[None, :])
         return
     begin, count, key, keys, position = request_of(cuts_ptr, lens_ptr, starts_ptr, request, O)
     first, piece = first_of(place // split, count, O), place % split
@@ -225,7 +226,7 @@ def paged_merge_kernel(
 ):
     """Merges the pieces of BLOCK_ROWS rows of a tile and head."""
     G: tl.constexpr = O.N // O.K
-    PARTS: tl.constexpr = O.BLOCK_M // BLOCK_ROWS
+    PARTS: tl.constexpr = (O.ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
     head = tl.program_id(0) // PARTS % O.K
     index = tl.program_id(0) // (PARTS * O.K)
     request, begins, tile, split, total = plan(cuts_ptr, lens_ptr, starts_ptr, index, True, O)

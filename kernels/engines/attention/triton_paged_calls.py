@@ -18,20 +18,30 @@ from kernels.engines.attention.triton_paged import paged_kernel, paged_merge_ker
 from kernels.engines.attention.triton_paged_plan import Paged
 from kernels.framework.measured import power_of_two
 from kernels.framework.target import MULTIPROCESSORS
-from kernels.toolchains.triton import triton_launch
+from kernels.toolchains.triton import compute_capability, triton_launch
 
 # Rows of a tile of requests with few queries, the least of a product on tensor cores; and of prompts.
 FEW, MANY = 16, 128
 # Numbers that an 8-bit cache may hold, by the name of its dtype.
 KINDS = {"int8": paged.INT8.value, "float8_e4m3fn": paged.E4M3.value, "float8_e5m2": paged.E5M2.value}
-# Programs that keys are split for: a few waves, since pieces differ by a block, and the last ones wait for the longest.
-PROGRAMS = 4 * MULTIPROCESSORS
+# The first compute capability for which Triton has e4m3.
+FLOAT8 = 89
+# Programs that keys are split for: twice the three that a multiprocessor runs at once.
+PROGRAMS = 6 * MULTIPROCESSORS
 # Least keys of a piece: what is written and merged of it stays small beside what it reads.
 LEAST_KEYS = 256
 # Requests whose lengths are summed at once.
 REQUESTS = 1024
+# Programs of each head that fill rows without a request.
+FILLS = 16
 # Pieces and rows that are merged at once.
 PIECES, ROWS = 32, {FEW: 1, MANY: 8}
+
+
+def bits_of(x: jax.Array) -> jax.Array:
+    """Returns an array that kernels can have a pointer to: 8-bit floats that Triton knows only on later GPUs as their bits."""
+    hidden = x.dtype == jnp.float8_e4m3fn and compute_capability() < FLOAT8
+    return jax.lax.bitcast_convert_type(x, jnp.uint8) if hidden else x
 
 
 class Tile(NamedTuple):
@@ -114,16 +124,18 @@ def attend(
         SINKS=0 if softmax_aux is None else softmax_aux.shape[1],
         LEAST=1,
         MOST=M,
-        FILLS=requests.cuts is not None,
+        FILLS=0 if requests.cuts is None else FILLS,
         PIECES=0,
         LEAST_BLOCKS=1,
         QUERIES=1,
+        ROWS=1,
         BLOCK_M=FEW,
         BLOCK_K=FEW,
         BLOCK_H=padded_width(H),
         BLOCK_V=padded_width(HV),
         BLOCK_R=min(power_of_two(R), REQUESTS),
     )
+    key_cache, values = bits_of(key_cache), bits_of(values)
     arrays = (
         query,
         key_cache,
@@ -158,31 +170,32 @@ def instances(base: Paged, few: Tile, many: Tile, programs: int) -> list[tuple[P
     for tile, least, longest in ranges:
         rows = max(tile.rows, power_of_two(G))
         queries = rows // G
-        o = replace(base, LEAST=least, MOST=longest, QUERIES=queries, BLOCK_M=rows, BLOCK_K=tile.keys)
+        used = min(queries, longest) * G
+        o = replace(base, LEAST=least, MOST=longest, QUERIES=queries, ROWS=used, BLOCK_M=rows, BLOCK_K=tile.keys)
         blocks = triton.cdiv(base.LONGEST * base.C, tile.keys)
         least_blocks = max(1, LEAST_KEYS // tile.keys)
         pieces = triton.cdiv(programs, base.K)
-        # Not split: where no request is long enough, or tiles are many whatever the lengths.
-        crowded = base.T is not None and most_tiles(o) * base.K >= 2 * programs
-        crowded |= base.T is None and rows > short and base.M // queries >= 2 * pieces
+        # Not split: where no request is long enough, or tall tiles are many whatever the lengths.
+        crowded = rows > short and (most_tiles(o) if base.T else base.M // queries) >= 2 * pieces
         splits = blocks > least_blocks and not crowded
         listed.append((replace(o, PIECES=pieces if splits else 0, LEAST_BLOCKS=least_blocks), tile._replace(rows=rows)))
-    # One of them fills the rows that belong to no request.
-    return [(replace(o, FILLS=o.FILLS and i == 0), tile) for i, (o, tile) in enumerate(listed)]
+    # The last one, whose tiles are the tallest, fills the rows that belong to no request.
+    return [(replace(o, FILLS=0), tile) for o, tile in listed[:-1]] + listed[-1:]
 
 
 def most_tiles(o: Paged) -> int:
     """Returns how many tiles the requests of an instance may have, whatever their lengths."""
+    each = triton.cdiv(o.MOST, o.QUERIES)
     if o.T is not None:
-        return o.R * triton.cdiv(o.T, o.QUERIES)
-    return o.M // o.QUERIES + min(o.R, o.M // o.LEAST)
+        return o.R * each
+    return min(o.R * each, o.M // o.QUERIES + min(o.R, o.M // o.LEAST))
 
 
 def _launch(o: Paged, tile: Tile, arrays: tuple[Any, ...], before: jax.Array | None) -> jax.Array:
     """Returns the output of an instance, in that of the one before it if there is one, and merges its pieces."""
     query, cuts, lens, starts = arrays[0], arrays[5], arrays[6], arrays[7]
     tiles = most_tiles(o)
-    pieces = tiles + o.PIECES + (2 + triton.cdiv(o.M, o.QUERIES) if o.FILLS else 0)
+    pieces = tiles + o.PIECES + o.FILLS
     parts = tiles + o.PIECES if o.PIECES else 1
     shapes = [
         jax.ShapeDtypeStruct((parts, o.K, o.BLOCK_M, o.HV), jnp.float32),
@@ -217,7 +230,7 @@ def _launch(o: Paged, tile: Tile, arrays: tuple[Any, ...], before: jax.Array | N
         paged_merge_kernel,
         *operands,
         out_shape=(jax.ShapeDtypeStruct(out.shape, out.dtype),),
-        grid=(tiles * o.K * (o.BLOCK_M // rows),),
+        grid=(tiles * o.K * triton.cdiv(o.ROWS, rows),),
         num_warps=4,
         input_output_aliases={sum(x is not None for x in operands) - 1: 0},
         O=o,

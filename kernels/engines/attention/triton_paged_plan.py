@@ -27,10 +27,10 @@ class Paged:
       LOW, HIGH: offsets of the first and last key that a query sees from its own position, or None.
       SINKS: logits of each head without a value.
       LEAST, MOST: numbers of queries of the requests that are served.
-      FILLS: whether rows without a request are set to 0.
+      FILLS: how many programs of each head set rows without a request to 0.
       PIECES: for how many programs of each head keys are split; 0: they are not.
       LEAST_BLOCKS: least number of blocks of keys of a piece.
-      QUERIES: queries of a tile, times N / K heads at most BLOCK_M rows.
+      QUERIES: queries of a tile, times N / K heads at most BLOCK_M rows. ROWS: how many of these may be in use.
     """
 
     M: int
@@ -56,10 +56,11 @@ class Paged:
     SINKS: int
     LEAST: int
     MOST: int
-    FILLS: bool
+    FILLS: int
     PIECES: int
     LEAST_BLOCKS: int
     QUERIES: int
+    ROWS: int
     BLOCK_M: int
     BLOCK_K: int
     BLOCK_H: int

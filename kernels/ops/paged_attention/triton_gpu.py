@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import triton
 
 from kernels.engines.attention.triton_paged_append import append_kernel
-from kernels.engines.attention.triton_paged_calls import KINDS, PROGRAMS, Requests, Tile, attend, padded_width, tiles
+from kernels.engines.attention.triton_paged_calls import (
+    KINDS,
+    PROGRAMS,
+    Requests,
+    Tile,
+    attend,
+    bits_of,
+    padded_width,
+    tiles,
+)
 from kernels.framework.binding import Call
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.ops.paged_attention.cache import quantised, scale_of_slots, slots_of_new
@@ -55,7 +64,7 @@ def _candidates(call: Call) -> list[PagedAttentionConfig]:
     many = [(64, 32, 4, 3), (64, 64, 4, 3), (128, 32, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2)]
     listed = [best]
     listed += [replace(best, block_k=k, num_warps=w, num_stages=s) for k, w, s in few]
-    listed += [replace(best, parallel=n * MULTIPROCESSORS) for n in (2, 8, 16)]
+    listed += [replace(best, parallel=n * MULTIPROCESSORS) for n in (3, 12, 24)]
     listed += [
         replace(best, mixed_rows=m, mixed_block_k=k, mixed_num_warps=w, mixed_num_stages=s) for m, k, w, s in many
     ]
@@ -126,13 +135,13 @@ def append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale)
     ]
     widest = K * max(H, HV)
     block = min(COLUMNS, triton.next_power_of_2(widest))
-    return triton_launch(
+    caches = [bits_of(x) for x in (key_cache, value_cache)]
+    results = triton_launch(
         append_kernel,
-        *rows,
+        *map(bits_of, rows),
         slots,
-        key_cache,
-        value_cache,
-        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key_cache, value_cache)),
+        *caches,
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches),
         grid=(M * triton.cdiv(widest, block),),
         num_warps=max(1, min(4, block // 256)),
         input_output_aliases={3: 0, 4: 1},
@@ -142,6 +151,8 @@ def append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale)
         KIND=KINDS.get(str(key_cache.dtype), 0),
         BLOCK=block,
     )
+    kept = key_cache.dtype
+    return tuple(x if x.dtype == kept else jax.lax.bitcast_convert_type(x, kept) for x in results)
 
 
 def append_and_attend(

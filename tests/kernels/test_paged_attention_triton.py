@@ -174,10 +174,11 @@ def test_nan_of_one_request_is_in_the_output_of_no_other():
 
 
 def test_numbers_of_pages_that_are_not_there_read_nothing_else():
-    """Past the last page in use a table may hold anything: the interpreter fails where a load leaves its array."""
+    """Past the last page in use a table may hold anything; before, a number is that of the nearest page, as in the contract."""
     a = rows_of(np.random.default_rng(4), 2, 1, 32, [9, 25])
-    wanted = page_op(**a, platform="xla")
     a["block_tables"][0, 2:] = 2**31 - 1, -(2**31)
+    a["block_tables"][1, :2] = 2**31 - 1, -(2**31)
+    wanted = page_op(**a, platform="xla")
     with interpret():
         assert error(page_op(**a, platform="triton"), wanted) <= FLOAT32
 
@@ -217,6 +218,20 @@ def test_a_decode_step_keeps_several_blocks_of_keys_on_their_way():
     waits = [int(n) for n in re.findall(r"cp\.async\.wait_group\s+(?:0x)?(\d+)", attend.ptx)]
     assert max(waits) >= 2, waits
     assert attend.resources["registers"] <= 168 and attend.shared_memory_bytes <= 75 * 1024
+
+
+def test_gpus_without_8_bit_floats_take_their_bits():
+    """Triton has e4m3 from compute capability 89 on."""
+    shape = jax.ShapeDtypeStruct
+    pages = shape((8, 16, 1, 16), jnp.float8_e4m3fn)
+    new, slots = shape((2, 1, 16), jnp.bfloat16), shape((2,), jnp.int32)
+
+    def step(new, slots, keys, values, tables):
+        keys, values = append_op(new, new, slots, keys, values, platform="triton")
+        return page_op(new[:, None], keys, slots, tables, values, platform="triton"), keys
+
+    report = checks.export_cuda(step, new, slots, pages, pages, shape((2, 4), jnp.int32), compute_capability=80)
+    assert [k.name for k in report.kernels] == ["append_kernel", "paged_kernel"]
 
 
 def test_dispatch_takes_the_kernels():
