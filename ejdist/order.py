@@ -245,13 +245,9 @@ class Order:
         self.check(x.shape[axis])
         if self.name == "contiguous" or self.shards == 1:
             return x
-        xp: Any = np if isinstance(x, np.ndarray) else jnp
-        before, after, n = x.shape[:axis], x.shape[axis + 1 :], self.shards
-        table = (n, 2) if back else (2, n)
-        up, down = xp.split(x.reshape(*before, *table, x.shape[axis] // (2 * n), *after), 2, axis + back)
-        down = xp.flip(down, axis + (not back))
-        up, down = up.swapaxes(axis, axis + 1), down.swapaxes(axis, axis + 1)
-        return xp.concatenate([up, down], axis + (not back)).reshape(x.shape)
+        if isinstance(x, np.ndarray):
+            return _joined(np, x, axis, self.shards, back)
+        return _joined_by_jax(jnp, x, axis, self.shards, back)
 
     def of_ranks(self, seen: np.ndarray) -> np.ndarray:
         """Returns int64 [..., shards]: the pairs of each rank, from the keys [..., length] that each token of a row sees."""
@@ -260,6 +256,20 @@ class Order:
         else:
             lie = self.permute(seen, -1)
         return lie.reshape(*seen.shape[:-1], self.shards, -1).sum(-1)
+
+
+def _joined(xp: Any, x: Any, axis: int, n: int, back: bool) -> Any:
+    """Returns x with the two parts of each of n ranks in another order, see `Order._by_parts`; xp is the library of x."""
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    table = (n, 2) if back else (2, n)
+    up, down = xp.split(x.reshape(*before, *table, x.shape[axis] // (2 * n), *after), 2, axis + back)
+    down = xp.flip(down, axis + (not back))
+    up, down = up.swapaxes(axis, axis + 1), down.swapaxes(axis, axis + 1)
+    return xp.concatenate([up, down], axis + (not back)).reshape(x.shape)
+
+
+# Outside of a program too it is one, and not one for each slice and join.
+_joined_by_jax = jax.jit(_joined, static_argnums=(0, 2, 3, 4), inline=True)
 
 
 def _taken(x: Any, index: Any) -> Any:

@@ -5,6 +5,7 @@ python examples/custom_trainer.py    # on the devices there are; XLA_FLAGS=--xla
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,11 @@ def main() -> None:
         for (name, (shape, dims)), key in zip(SHAPES.items(), keys, strict=True)
     }
     state = optimizer.init(params)  # its moments lie as the parameters do
+    state = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, sharding(mesh, (), PARAMETERS)), state)
+    places = jax.tree.map(lambda x: x.sharding, (params, state))
     batch = jax.device_put(make_batch(order), sharding(mesh, ("B", "T"), ACTIVATIONS))
 
-    @jax.jit
+    @functools.partial(jax.jit, out_shardings=(*places, None))  # where they were: else the second step is compiled anew
     def step(params: Any, state: Any, batch: dict) -> tuple[Any, Any, jax.Array]:
         value, gradients = jax.value_and_grad(loss)(params, batch)
         updates, state = optimizer.update(gradients, state, params)

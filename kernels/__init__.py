@@ -6,6 +6,10 @@ at the first call that may use it.
 
 from __future__ import annotations
 
+# Pallas loads this part of it, which adds to what JAX knows its traces by. Were it first loaded with the backends, by a call
+# inside a program, that program would be traced and compiled again when it is called next: a whole step of training.
+import jax._src.pallas.fuser.jaxpr_fusion
+
 from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.trees import tree_attention_mask, tree_depths, verify_tree
 from kernels.engines.scan.chunks import ChunkConfig

@@ -66,17 +66,21 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _only_programs_of_runs_are_kept(request):
-    """A run that goes on, in this process or in another, compiles what it did before. Elsewhere each is compiled once, and to
-    compress and write it, a twentieth of the time of compiling, is of no use."""
-    jax = sys.modules.get("jax")
-    if jax is None or "EJDIST_TESTS_ON_GPU" in os.environ or {"TINY", "PLAIN"} & vars(request.module).keys():
+    """A run that goes on, in this process or in another, compiles what it did before. Elsewhere each is compiled once, and the
+    cache is not even asked: the key of a small program takes a fifth of the time of compiling it."""
+    if (
+        "jax" not in sys.modules
+        or "EJDIST_TESTS_ON_GPU" in os.environ
+        or {"TINY", "PLAIN"} & vars(request.module).keys()
+    ):
         yield
         return
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, 1e9)
-    yield
-    jax.config.update(name, before)
+    # Not jax_enable_compilation_cache, which commands set, and tests of them read.
+    from jax._src import compilation_cache
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compilation_cache, "is_cache_used", lambda backend: False)
+        yield
 
 
 @pytest.fixture(scope="session")

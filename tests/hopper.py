@@ -4,6 +4,7 @@ import contextlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from kernels.framework.interpret import interpret
@@ -42,4 +43,4 @@ def interpreted(monkeypatch, op, triton_gpu):
 
 def spoil_memory(arrays):
     """Fills memory of the sizes of arrays with NaN, and frees it: what a kernel then leaves out is NaN, as a rule."""
-    jax.block_until_ready([jnp.full(x.shape, jnp.nan, x.dtype) for x in arrays])
+    jax.block_until_ready([jnp.asarray(np.full(x.shape, np.nan, x.dtype)) for x in arrays])

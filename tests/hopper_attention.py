@@ -66,7 +66,7 @@ def arrays(batch, lengths, heads, widths, dtype, seed=0):
     """Returns query, key and value of (tokens of the query, of the keys), (query heads, key heads) and (width, of values)."""
     rng, (t, s), (n, k), (h, hv) = np.random.default_rng(seed), lengths, heads, widths
     shapes = {"query": (batch, t, n, h), "key": (batch, s, k, h), "value": (batch, s, k, hv)}
-    return {name: jnp.asarray(rng.standard_normal(shape), dtype) for name, shape in shapes.items()}
+    return {name: jnp.asarray(rng.standard_normal(shape).astype(dtype)) for name, shape in shapes.items()}
 
 
 def outcome(function, floats, d_out, d_lse):
@@ -143,7 +143,7 @@ def hold(floats, mask, options, *, cfg=None, peer=contract, mine=ours, again=0):
     found = cfg or op.backends["triton_gpu"].heuristic(op.bind(**floats, mask=mask, **options), "cuda")
     assert {found.fwd_params.num_warps, found.bwd_params.num_warps} == {WARP_SPECIALIZED}
     shape = (*floats["query"].shape[:3], floats["value"].shape[3])
-    d_out = jnp.asarray(rng.standard_normal(shape), dtype)
+    d_out = jnp.asarray(rng.standard_normal(shape).astype(dtype))
     d_lse = jnp.asarray(rng.standard_normal(shape[:3]).astype(np.float32))
 
     @jax.jit

@@ -32,7 +32,8 @@ def arguments(sizes, D, F, dtype, transposed, offset, gated=False, bias=False):
     begin = sum(sizes[:offset]) if offset else 0
     end = sum(sizes[: offset + E]) if offset else used
     mine = (np.arange(rows) >= begin) & (np.arange(rows) < end)
-    return {n: jnp.asarray(x, dtype) for n, x in floats.items()}, jnp.asarray(d, dtype), jnp.asarray(mine)[:, None]
+    typed = {n: jnp.asarray(x.astype(dtype)) for n, x in floats.items()}
+    return typed, jnp.asarray(d.astype(dtype)), jnp.asarray(mine[:, None])
 
 
 def run(platform, cfg, sizes, offset, transposed, activation, floats, d):

@@ -184,6 +184,12 @@ def _tree(text: str) -> ast.Module:
 
 
 @functools.cache
+def _known(text: str) -> frozenset[str]:
+    """Returns the names that code in a file may use: its own, and Python's."""
+    return frozenset(_identifiers(_tree(text)) | set(vars(builtins)))
+
+
+@functools.cache
 def _names_of(text: str) -> list[str]:
     """Returns the qualified names that a file defines, each once."""
     return list(dict.fromkeys(name for name, *_ in definitions(ast.parse(text))))
@@ -269,7 +275,7 @@ class Project:
 
     def _check_names(self, pattern: list[ast.stmt], replacement: list[ast.stmt], file: str) -> None:
         """Refuses a replacement with names that are not there: it would turn tests red as a NameError, whatever it is for."""
-        known = _identifiers(_tree(self.texts[file])) | set(vars(builtins))
+        known = _known(self.texts[file])
         bound, new = _identifiers(*pattern), _identifiers(*replacement)
         bound_here = set().union(*(_binds(n) for part in replacement for n in ast.walk(part)))
         for name in sorted(new - bound):

@@ -28,6 +28,7 @@ SLOW = {
         ("rotary_embedding", "llama_8b"),
         ("linear_attention", "lightning_64k"),
         ("state_space_v2", "mamba2_8k"),
+        ("recurrent", "lstm_1k"),
     },
     "triton": {
         ("flash_attention", "causal_32k_gqa"),
@@ -50,6 +51,11 @@ SLOW = {
         ("rwkv4", "packed"),
         ("rwkv4", "rwkv_3b"),
         ("causal_conv1d", "documents_32k"),
+        # The same kernels as in "together" and in tests/kernels/test_paged_attention_triton.py.
+        ("page_attention", "decode_8k"),
+        ("page_attention", "prefill_2k_of_8k"),
+        ("decode_attention", "decode_8k"),
+        ("append_and_attend", "mixed"),
     },
 }
 # Cases that a backend leaves to XLA, by name of the operation and the backend: decays of channels, and one token.

@@ -39,7 +39,9 @@ def test_the_example_trainer_learns():
     assert run.returncode == 0, run.stderr
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", run.stdout)]
     assert len(losses) == 20 and losses[-1] < 0.6 * losses[0], run.stdout
-    assert "'fsdp': 2" in run.stdout and "'sp': 2" in run.stdout and "P(None, ('fsdp', 'sp'))" in run.stdout, run.stdout
+    assert (
+        "'fsdp': 2" in run.stdout and "'sp': 2" in run.stdout and "P(None, ('fsdp', 'sp'), None, None)" in run.stdout
+    ), run.stdout
 
 
 ONE = [*TINY, "mesh.sp=1", "model.num_layers=1"]

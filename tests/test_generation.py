@@ -87,9 +87,8 @@ class Known:
     def __init__(self, **options):
         self.model = DecoderConfig(**{"num_layers": 2, **SIZES, **options}).build()
         drawn = initialise(self.model.declared, jax.random.key(1)), initialise(self.model.buffers, jax.random.key(2))
-        self.params, self.buffers = jax.tree.map(
-            lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), drawn
-        )
+        moved = jax.jit(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape))
+        self.params, self.buffers = jax.tree.map(moved, drawn)
         without_noise = DecoderConfig(**{"num_layers": 2, **SIZES, **options})
         without_noise.experts = ExpertsShape(**vars(without_noise.experts) | {"jitter": 0.0})
         logits_at, ops = without_noise.build().logits_at, bind_ops(None)

@@ -109,8 +109,12 @@ def state_of(c):
     """Returns parameters and buffers, none of them at zero or one."""
     model, key = c.build(), jax.random.key(0)
     params = initialise(model.declared, key)
-    params["layers"] = {k: v + 0.05 * jnp.sin(jnp.arange(v.size)).reshape(v.shape) for k, v in params["layers"].items()}
-    return params, jax.tree.map(lambda x: x + 0.1 * jnp.arange(x.size).reshape(x.shape), initialise(model.buffers, key))
+
+    def moved(x, by, step):  # by NumPy: JAX would compile programs for each shape
+        return jnp.asarray(np.asarray(x) + by * step(np.arange(x.size)).astype(x.dtype).reshape(x.shape))
+
+    params["layers"] = {k: moved(v, np.float32(0.05), np.sin) for k, v in params["layers"].items()}
+    return params, jax.tree.map(lambda x: moved(x, np.float32(0.1), np.asarray), initialise(model.buffers, key))
 
 
 def plain_loss(params, buffers, batch, c, step=0):

@@ -165,7 +165,7 @@ def numbers_of(c):
     """Returns the parameters, buffers and batch of a model, and its loss with the gradient of the parameters, compiled once."""
     params, buffers = state_of(c)
     batch = {k: jnp.asarray(v, jnp.int32) for k, v in batch_of(c).items()}
-    narrow = functools.partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float32))
+    narrow = functools.partial(jax.tree.map, lambda x: jnp.asarray(np.asarray(x, np.float32)))
     return narrow(params), narrow(buffers), batch, jax.jit(jax.value_and_grad(functools.partial(total, c.build())))
 
 

@@ -130,7 +130,7 @@ def test_a_step_against_numpy(name, remat, accumulation):
     microbatches: the losses of the layers are counted once, and a bias moves once, by the counts of all microbatches."""
     c = dataclasses.replace(STYLES[name], remat=remat)
     (params, buffers), batch = state_of(c), batch_of(c)
-    narrow = functools.partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float32))
+    narrow = functools.partial(jax.tree.map, lambda x: jnp.asarray(np.asarray(x, np.float32)))
     arrays = {k: jnp.asarray(v, jnp.int32) for k, v in batch.items()}
     state, metrics = step_of(c, accumulation)(init_state(narrow(params), KEPT, narrow(buffers)), arrays)
     wanted = decoder_loop.step(params, buffers, batch, c, accumulation)

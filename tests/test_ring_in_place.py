@@ -50,7 +50,7 @@ def floats(length, width, value_width, batch=1):
     rng = np.random.default_rng(3)
     shapes = {"q": (batch, length, HEADS, width), "k": (batch, length, KEY_HEADS, width)}
     shapes |= {"v": (batch, length, KEY_HEADS, value_width), "d_out": (batch, length, HEADS, value_width)}
-    return {n: jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for n, s in shapes.items()}
+    return {n: jnp.asarray(rng.standard_normal(s).astype(jnp.bfloat16)) for n, s in shapes.items()}
 
 
 def documents(length, kind):

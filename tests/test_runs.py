@@ -55,7 +55,8 @@ def test_tokens_are_exchanged_to_contiguous_order_and_home(order):
         return there, runs.home(there)
 
     ranks = make_mesh(sp=order.shards, devices=jax.devices()[: order.shards])
-    there, home = map_shards(there_and_home, ranks, (P(None, "sp"),), (P(None, "sp"),) * 2)(order.permute(tokens))
+    exchange = jax.jit(map_shards(there_and_home, ranks, (P(None, "sp"),), (P(None, "sp"),) * 2))
+    there, home = exchange(order.permute(tokens))
     np.testing.assert_array_equal(there, tokens)
     np.testing.assert_array_equal(order.inverse(np.asarray(home)), tokens)
 

@@ -117,7 +117,7 @@ def copy(x, *, start=0, stop=None, size=None):
 
 
 def normal(*shape, dtype="float32"):
-    return jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+    return jnp.asarray(np.random.default_rng(0).standard_normal(shape).astype(dtype))
 
 
 # -- Triton's interpreter ---------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def sent(monkeypatch):
 def arrays(rows, dtype):
     rng = np.random.default_rng(1)
     shapes = [(rows, T, heads, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
-    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+    return [jnp.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes]
 
 
 def everything(attend, q, k, v, d_out, ids, positions=None):

@@ -96,7 +96,10 @@ class Operation(Protocol):
 
 
 def _cast(x: Any, dtype: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, dtype) if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x, dtype)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, dtype)
+    # Converted by NumPy: JAX would compile a program for each shape.
+    return x if x.dtype == jnp.dtype(dtype) else jax.device_put(np.asarray(x).astype(jnp.dtype(dtype)))
 
 
 def case_inputs(
@@ -118,7 +121,6 @@ def case_inputs(
             arguments[p.name] = (
                 jax.ShapeDtypeStruct(shape, jnp.dtype(array_dtype))
                 if shapes_only
-                # Converted by NumPy: JAX would compile a program for each shape.
                 else jax.device_put(rng.standard_normal(shape).astype(jnp.dtype(array_dtype)))
             )
         elif p.kind is not None and (p.required or p.name in case.arrays):

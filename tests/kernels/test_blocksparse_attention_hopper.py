@@ -40,7 +40,7 @@ def hold(lengths, widths, block_size, lead, mask, options, density=0.6, dtype="b
     cfg = op.backends["triton_gpu"].heuristic(op.bind(**floats, **options), "cuda")
     assert {cfg.fwd_params.num_warps, cfg.bwd_params.num_warps} == {triton_gpu.WARP_SPECIALIZED}
     rng, shape = np.random.default_rng(1), (*floats["query"].shape[:3], widths[1])
-    d_out = jnp.asarray(rng.standard_normal(shape), dtype)
+    d_out = jnp.asarray(rng.standard_normal(shape).astype(dtype))
     d_lse = jnp.asarray(rng.standard_normal(shape[:3]).astype(np.float32))
     contract = functools.partial(op.function, **options)
 

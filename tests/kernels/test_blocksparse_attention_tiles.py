@@ -1,5 +1,7 @@
 """Lists of tiles of blocksparse_attention: against NumPy, in XLA and in Triton; and what its kernels refuse."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +30,7 @@ def in_triton(kinds, group):
         return jax.jit(triton_lists.lists, static_argnums=1)(kinds, group)
 
 
-@pytest.mark.parametrize("make", [tiles.tile_map, in_triton])
+@pytest.mark.parametrize("make", [jax.jit(tiles.tile_map, static_argnums=1), in_triton], ids=["xla", "triton"])
 @pytest.mark.parametrize(
     ("shape", "group"), [((2, 4, 5, 7), 2), ((1, 1, 70, 3), 4), ((1, 2, 3, 1100), 1)], ids=["grouped", "shared", "long"]
 )
@@ -50,7 +52,8 @@ def test_kinds_are_what_blocks_and_the_mask_say(tile):
     ids = [jnp.asarray(np.arange(n)[None] > at, jnp.int32) for n, at in ((T, [[30], [70]]), (S, [[40], [70]]))]
     mask = MaskInfo(causal=True, q_segment_ids=ids[0], kv_segment_ids=ids[1])
     block_mask = np.random.default_rng(0).random((1, 3, 6, 4)) < 0.8
-    found = np.asarray(tiles.kinds(block_mask, mask, (T, S), size, tile))
+    kinds = jax.jit(functools.partial(tiles.kinds, lengths=(T, S), block_size=size, tile=tile))
+    found = np.asarray(kinds(block_mask, mask))
     assert found.shape == (2, 3, -(-T // tile[0]), -(-S // tile[1]))
     pairs = np.repeat(np.repeat(block_mask, size[0], 2), size[1], 3)[:, :, :T, :S] & np.asarray(mask.visible(T, S))
     for b, n, i, j in np.ndindex(found.shape):

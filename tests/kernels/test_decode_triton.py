@@ -23,7 +23,7 @@ PADDED = np.array([[0], [-1], [5]], np.int32)
 
 
 def state(rng, *shape, dtype=jnp.float32):
-    return jnp.asarray(rng.standard_normal(shape), dtype)
+    return jnp.asarray(rng.standard_normal(shape).astype(dtype))
 
 
 def delta(rng, channels, **more):

@@ -33,7 +33,7 @@ def arguments_of(rng, B, T, K, N, H, Hv, cosine=0.0, beta=1.0, decay=None, **mor
         g = np.where(rng.random(g.shape) < 0.3, decay, g)
     x = {"query": keys(rng, 0.0, B, T, K, H), "key": keys(rng, cosine, B, T, K, H)}
     x |= {"value": rng.standard_normal((B, T, N, Hv)), "beta": beta * rng.uniform(0.9, 1, (B, T, N)), "g": g}
-    return {n: jnp.asarray(y, jnp.float32) for n, y in x.items()} | {n: jnp.asarray(y) for n, y in more.items()}
+    return {n: jnp.asarray(y.astype(np.float32)) for n, y in x.items()} | {n: jnp.asarray(y) for n, y in more.items()}
 
 
 def compared(arguments, options, clean=None, allowed=3e-6, **cfg):

@@ -48,7 +48,7 @@ def arguments_of(name, B, T, states=1, **more):
         x |= {n: rng.standard_normal((B, T, H)) for n in "BC"}
         state = rng.standard_normal((B, states, F, H))
     x |= {"initial_state": state} if states else {}
-    return {n: jnp.asarray(y, jnp.float32) for n, y in x.items()} | more
+    return {n: jnp.asarray(np.asarray(y, np.float32)) for n, y in x.items()} | more
 
 
 def against_the_contract(name, arguments, cfg=SMALL, clean=None, allowed=2e-6):

@@ -42,7 +42,7 @@ def qkv(*shape, heads=4, kv_heads=2, width=16, seed=0, keys=None, dtype=jnp.floa
     batch, length = shape
 
     def make(t, n):
-        return jnp.asarray(rng.standard_normal((batch, t, n, width)), dtype)
+        return jnp.asarray(rng.standard_normal((batch, t, n, width)).astype(dtype))
 
     keys = length if keys is None else keys
     return make(length, heads), make(keys, kv_heads), make(keys, kv_heads)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from kernel_names import names_of_kernels
 
@@ -302,12 +303,16 @@ def test_what_is_launched(launches, width, value_width, cap, kernel, queries, ke
     ],
 )
 def test_as_many_heads_run_side_by_side_as_fit_in_the_cache(length, padding, document, heads, width, wanted):
-    x = jnp.zeros((1, length, heads, width), jnp.bfloat16)
-    at = jnp.arange(length, dtype=jnp.int32)[None]
-    ids = jnp.where(at < length - padding, at // document, -1)
-    mask = MaskInfo(causal=True, q_segment_ids=ids, kv_segment_ids=ids)
-    made = triton_calls.prepare(x, x, x, mask, None, None, None, None, None, 0.0, None)
-    assert made.side_by_side(made.spans(64, 128)[1], 64, 2).tolist() == [wanted]
+    at = np.arange(length, dtype=np.int32)[None]
+
+    @jax.jit
+    def heads_of(ids):
+        x = jnp.zeros((1, length, heads, width), jnp.bfloat16)
+        mask = MaskInfo(causal=True, q_segment_ids=ids, kv_segment_ids=ids)
+        call = triton_calls.prepare(x, x, x, mask, None, None, None, None, None, 0.0, None)
+        return call.side_by_side(call.spans(64, 128)[1], 64, 2)
+
+    assert heads_of(np.where(at < length - padding, at // document, -1)).tolist() == [wanted]
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ TEACHER_HIDDEN, TEACHER_HEAD = RNG.standard_normal((T, DT)), RNG.standard_normal
 TARGETS, WEIGHTS = np.arange(T), RNG.random(T)
 TARGETS[[0, 7, 22]], TARGETS[4] = -1, -100
 ARRAYS = (HIDDEN, HEAD, TEACHER_HIDDEN, TEACHER_HEAD)
-narrow = functools.partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float32))
+narrow = functools.partial(jax.tree.map, lambda x: jnp.asarray(np.asarray(x, np.float32)))
 
 
 def distributions(raw, cap, temperature):

@@ -87,7 +87,7 @@ def test_gradients_against_finite_differences(name):
 
 
 def normal(rng, *shape, dtype="float32"):
-    return jnp.asarray(rng.standard_normal(shape), dtype)
+    return jnp.asarray(rng.standard_normal(shape).astype(dtype))
 
 
 def of_decay(kind, T=23, seed=0):

@@ -28,7 +28,8 @@ def arrays(B=2, T=200, N=2, K=2, H=128, Hr=64, Hv=128, R=16, dtype="bfloat16"):
         "key_rope": (B, T, Hr),
     }
     return {
-        name: jnp.asarray(RNG.standard_normal(shape) / R ** (name[0] == "w"), dtype) for name, shape in shapes.items()
+        name: jnp.asarray((RNG.standard_normal(shape) / R ** (name[0] == "w")).astype(dtype))
+        for name, shape in shapes.items()
     }
 
 

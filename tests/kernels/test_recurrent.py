@@ -16,6 +16,7 @@ import ejdist
 import kernels
 from ejdist import make_mesh
 from kernels import recurrent, rwkv4
+from kernels.ops.recurrent import op
 
 RNG = np.random.default_rng(0)
 B, T, D, F = 2, 16, 4, 3
@@ -342,6 +343,17 @@ def sent(name, length):
     for kind, shape in re.findall(rf'stablehlo\.({kinds})"?[^\n]*?(?:\n[^\n]*?){{0,6}}?-> tensor<([^>]*)>', text):
         found.setdefault(kind, []).append(int(np.prod([int(n) for n in shape.split("x")[:-1]])))
     return found
+
+
+def test_weights_that_are_too_large_for_a_kernel_are_refused():
+    x, w = (
+        jax.ShapeDtypeStruct((64, 8, 4096), jnp.float32),
+        {n: jax.ShapeDtypeStruct((16384, 4096), jnp.float32) for n in ("weight_ih", "weight_hh")},
+    )
+    with pytest.raises(
+        kernels.Unsupported, match="weights of 512 MiB and the gates of a token do not fit 48 MiB of VMEM"
+    ):
+        jax.eval_shape(functools.partial(op, platform="pallas"), x, w)
 
 
 @pytest.mark.parametrize("name", ["gru2", "rwkv4"])

@@ -34,7 +34,7 @@ def linear_attention_of(rng, B, T, N, K, H, Hv, decay=None, dtype=np.float32, **
     if decay is not None:
         g = np.where(rng.random((B, T, N)) < 0.3, decay, g)
     shapes = {"query": (B, T, N, H), "key": (B, T, K, H), "value": (B, T, K, Hv)}
-    arrays = {name: jnp.asarray(rng.standard_normal(shape), dtype) for name, shape in shapes.items()}
+    arrays = {name: jnp.asarray(rng.standard_normal(shape).astype(dtype)) for name, shape in shapes.items()}
     return {**arrays, "g": jnp.asarray(g, jnp.float32), **{n: jnp.asarray(x) for n, x in more.items()}}
 
 

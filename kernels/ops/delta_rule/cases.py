@@ -13,7 +13,7 @@ def _drawn(shape_of, draw):
     """Returns a generator of float32 arrays `draw(rng, shape)`, of which nothing is drawn where only shapes are needed."""
 
     def make(rng, dims):
-        return jnp.asarray(draw(rng, shape_of(dims)), jnp.float32)
+        return jnp.asarray(np.asarray(draw(rng, shape_of(dims)), np.float32))
 
     make.shaped = lambda dims: jax.ShapeDtypeStruct(shape_of(dims), jnp.float32)  # pyrefly: ignore[missing-attribute]
     return make

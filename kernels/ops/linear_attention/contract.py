@@ -95,7 +95,7 @@ def _log_decay(*dims: str):
 
     def make(rng, sizes):
         x = -np.exp(rng.standard_normal([sizes[d] for d in dims]) * 2 - 2)
-        return jnp.asarray(x, jnp.float32)
+        return jnp.asarray(x.astype(np.float32))
 
     return make
 

@@ -78,6 +78,16 @@ def slots_of_new(
     return jnp.where(valid, number * block_size + position % block_size, -1)
 
 
+def scale_of_slots(scale: jax.Array | None, slots: jax.Array, pages: Any, block_size: Any) -> jax.Array | None:
+    """Returns the scale of each of some slots, [M|1, K|1], of scales [pages|1, C|1, K|1]."""
+    if scale is None:
+        return None
+    if scale.shape[:2] == (1, 1):
+        return scale[0]
+    every = jnp.broadcast_to(scale, (pages, block_size, scale.shape[2])).reshape(pages * block_size, -1)
+    return every[jnp.clip(slots, 0, pages * block_size - 1)]
+
+
 def written(cache: jax.Array, rows: jax.Array, slots: jax.Array, scale: jax.Array | None) -> jax.Array:
     """Returns the cache with row m in slot slots[m], and all other slots unchanged, bit for bit.
 
@@ -87,12 +97,7 @@ def written(cache: jax.Array, rows: jax.Array, slots: jax.Array, scale: jax.Arra
       scale: scale of the slots, [pages|1, C|1, K|1].
     """
     pages, C, K = cache.shape[:3]
-    if scale is not None and scale.shape[:2] != (1, 1):
-        scale = jnp.broadcast_to(scale, (pages, C, scale.shape[2])).reshape(pages * C, -1)
-        scale = scale[jnp.clip(slots, 0, pages * C - 1)]
-    elif scale is not None:
-        scale = scale[0]
-    new = quantised(rows, scale, cache.dtype)
+    new = quantised(rows, scale_of_slots(scale, slots, pages, C), cache.dtype)
     # Indices past the end are dropped; negative ones would count from the end.
     slots = jnp.where(slots < 0, pages * C, slots)
     return cache.reshape(pages * C, K, -1).at[slots].set(new, mode="drop").reshape(cache.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,10 +13,11 @@ from kernels.framework.backend import Case
 # Combined options and quantised caches have their own tests against a loop, so here they run as slow cases.
 SLOW = frozenset({"slow"})
 SMOKE = frozenset({"smoke"})
+BENCH, CODE = frozenset({"bench"}), frozenset({"bench", "code"})
 
 
 def _integers(values: Any) -> Any:
-    return jnp.asarray(values, jnp.int32)
+    return jnp.asarray(np.asarray(values, np.int32))
 
 
 def _tables(max_pages: int):
@@ -96,6 +98,30 @@ def _scale_of_slots(rng, dims):
     return jnp.asarray(0.01 * (0.5 + rng.random(_slots(dims))), jnp.float32)
 
 
+def _on_device(width: str, dtype: Any):
+    """Returns a generator of large pages, which are drawn where they are used: NumPy would take minutes."""
+
+    def shaped(dims):
+        return jax.ShapeDtypeStruct(_of_width(width)(dims), dtype)
+
+    def make(rng, dims):
+        key, shape = jax.random.key(int(rng.integers(2**31))), shaped(dims).shape
+        if jnp.issubdtype(dtype, jnp.integer):
+            return jax.lax.bitcast_convert_type(jax.random.bits(key, shape, jnp.uint8), dtype)
+        return jax.random.normal(key, shape, dtype)
+
+    vars(make)["shaped"] = shaped
+    return make
+
+
+def _decode(name: str, B: int, S: int, C: int, tags: frozenset[str] = BENCH, *, T: int = 1, dtype: Any = jnp.bfloat16):
+    """Returns a case of B requests of S keys in pages of C, with 32 query and 8 key heads as in Llama 3 8B."""
+    dims = {"B": B, "T": T, "N": 32, "K": 8, "H": 128, "Hv": 128, "pages": B * S // C, "C": C}
+    caches = {"key_cache": _on_device("H", dtype), "value_cache": _on_device("Hv", dtype)}
+    scales = {"k_scale": _scale, "v_scale": _scale} if jnp.issubdtype(dtype, jnp.integer) else {}
+    return Case(name, dims, make={"kv_lens": _full, "block_tables": _own_pages, **caches, **scales}, tags=tags)
+
+
 # A prompt, a request with queries but no earlier keys, a decode, an empty request, and a continued prompt; the last rows
 # belong to no request.
 SMALL = {"M": 24, "N": 4, "K": 2, "H": 16, "Hv": 16, "pages": 12, "C": 4, "requests": 5}
@@ -114,7 +140,7 @@ RAGGED = (
         arrays=("value_cache", "softmax_aux", "alibi_slopes"),
         shapes=APART["shapes"],
         make=RAGGED_MAKE,
-        tags=SLOW,
+        tags=SLOW | {"code"},
     ),
     Case("two_sided", SMALL, **APART, options={"causal": False, "window": (3, 2)}, make=RAGGED_MAKE, tags=SLOW),
     Case(
@@ -135,7 +161,7 @@ RAGGED = (
         {"M": 2048 + 31, "N": 32, "K": 8, "H": 128, "Hv": 128, "pages": 16384, "C": 16, "requests": 32},
         **APART,
         make={"query_start_loc": _decodes_and_a_prompt, "kv_lens": _full, "block_tables": _own_pages},
-        tags=frozenset({"bench"}),
+        tags=BENCH,
     ),
 )
 
@@ -151,13 +177,13 @@ PAGES = (
         make={**PAGES_MAKE, **INT8, "k_scale": _scale_of_slots, "v_scale": _scale},
         tags=SLOW,
     ),
-    Case(
-        "decode_8k",
-        {"B": 32, "T": 1, "N": 32, "K": 8, "H": 128, "Hv": 128, "pages": 16384, "C": 16},
-        **APART,
-        make={"kv_lens": _full, "block_tables": _own_pages},
-        tags=frozenset({"bench"}),
-    ),
+    _decode("decode_8k", 64, 8192, 16, CODE),
+    _decode("decode_8k_pages_of_64", 64, 8192, 64),
+    _decode("decode_64k", 64, 65536, 16),
+    _decode("decode_64k_pages_of_64", 64, 65536, 64),
+    _decode("decode_128k_alone", 1, 131072, 16),
+    _decode("decode_8k_int8", 64, 8192, 16, CODE, dtype=jnp.int8),
+    _decode("prefill_2k_of_8k", 1, 8192, 16, CODE, T=2048),
 )
 
 DENSE_ROWS = {"B": 4, "T": 1, "S": 19, "N": 4, "K": 2, "H": 16, "Hv": 16}
@@ -182,7 +208,7 @@ DENSE = (
         "decode_8k",
         {"B": 16, "T": 1, "S": 8192, "N": 32, "K": 8, "H": 128, "Hv": 128},
         make={"kv_lens": _full},
-        tags=frozenset({"bench"}),
+        tags=CODE,
     ),
 )
 
@@ -192,7 +218,7 @@ APPEND = (
         "small",
         APPEND_DIMS,
         make={"slots": lambda rng, dims: _integers([3, -1, 19, 0, 20, 7])},
-        tags=SMOKE,
+        tags=SMOKE | {"code"},
     ),
     Case(
         "int8",
@@ -204,12 +230,18 @@ APPEND = (
             "v_scale": _scale,
         },
     ),
+    Case(
+        "tokens_of_2048",
+        {"M": 2048, "K": 8, "H": 128, "Hv": 128, "pages": 4096, "C": 16},
+        make={"slots": lambda rng, dims: _integers(rng.permutation(dims["pages"] * dims["C"])[: dims["M"]])},
+        tags=BENCH,
+    ),
 )
 
 UPDATE = {**SMALL, "pages": 27}
 UPDATE_MAKE = {**RAGGED_MAKE, "block_tables": _distinct_tables(5)}
 APPEND_AND_ATTEND = (
-    Case("mixed", UPDATE, make=UPDATE_MAKE, tags=SMOKE),
+    Case("mixed", UPDATE, make=UPDATE_MAKE, tags=SMOKE | {"code"}),
     Case(
         "together",
         {**UPDATE, "sinks": 1},

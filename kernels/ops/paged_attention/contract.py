@@ -28,18 +28,27 @@ ATTENTION = flash_attention.op.function
 
 @dataclass(frozen=True)
 class PagedAttentionConfig(Tunables):
-    """Tunables of the engine; None leaves the choice to the configuration chain.
+    """Tunables of the engines; None leaves the choice to the configuration chain.
 
     Attributes:
-      block_q: queries of one request per tile.
+      block_q: queries of one request per tile; XLA's alone.
       block_k: keys that a tile processes per step.
-      parallel: pairs of a tile and a block of keys that one step computes at once, from one request (split-KV) or
-        several.
+      parallel: what works at once, on one request (split-KV) or several: in XLA's engine pairs of a tile and a block of keys
+        that one step computes, in Triton's the programs that keys are split for.
+      num_warps, num_stages: warps of a Triton program, and depth of its software pipeline.
+      mixed_rows, mixed_block_k, mixed_num_warps, mixed_num_stages: rows (queries times the heads of a group), keys, warps and
+        stages of the tiles of requests with many queries; Triton's alone, which has two kinds.
     """
 
     block_q: int | None = None
     block_k: int | None = None
     parallel: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    mixed_rows: int | None = None
+    mixed_block_k: int | None = None
+    mixed_num_warps: int | None = None
+    mixed_num_stages: int | None = None
 
 
 def paged_attention(

@@ -27,8 +27,9 @@ EMPTY = -1e38
 FORGET = -1e30
 
 
-def cell_of(cell_type: str, activation: str) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Returns the function (gates of the input, gates of the hidden state, both [B, gates F]; state [B, n, F]) -> state.
+def gates_of(cell_type: str, activation: str) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns the function (gates of the input, gates of the hidden state, both [B, gates F]; arrays of the state, [B, F] each)
+    -> arrays of the next state.
 
     With s the sigmoid, and x and h the gates of the input and of the hidden state:
     lstm, gates i f g o of x + h: c = s(f) c + s(i) act(g), h = s(o) act(c); state (h, c). Hochreiter and Schmidhuber, 1997.
@@ -37,20 +38,30 @@ def cell_of(cell_type: str, activation: str) -> Callable[[jax.Array, jax.Array, 
     """
     act, sigmoid = _ACTIVATIONS[activation], jax.nn.sigmoid
 
-    def lstm(x: jax.Array, h: jax.Array, state: jax.Array) -> jax.Array:
+    def lstm(x: jax.Array, h: jax.Array, _: jax.Array, c: jax.Array) -> tuple[jax.Array, ...]:
         i, f, g, o = jnp.split(x + h, 4, axis=-1)
-        c = sigmoid(f) * state[:, 1] + sigmoid(i) * act(g)
-        return jnp.stack([sigmoid(o) * act(c), c], axis=1)
+        c = sigmoid(f) * c + sigmoid(i) * act(g)
+        return sigmoid(o) * act(c), c
 
-    def gru(x: jax.Array, h: jax.Array, state: jax.Array) -> jax.Array:
+    def gru(x: jax.Array, h: jax.Array, before: jax.Array) -> tuple[jax.Array, ...]:
         (xr, xz, xn), (hr, hz, hn) = jnp.split(x, 3, axis=-1), jnp.split(h, 3, axis=-1)
         z, n = sigmoid(xz + hz), act(xn + sigmoid(xr + hr) * hn)
-        return ((1 - z) * n + z * state[:, 0])[:, None]
+        return ((1 - z) * n + z * before,)
 
-    def rnn(x: jax.Array, h: jax.Array, state: jax.Array) -> jax.Array:
-        return act(x + h)[:, None]
+    def rnn(x: jax.Array, h: jax.Array, _: jax.Array) -> tuple[jax.Array, ...]:
+        return (act(x + h),)
 
     return {"lstm": lstm, "gru": gru, "rnn": rnn}[cell_type]
+
+
+def cell_of(cell_type: str, activation: str) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """Returns `gates_of` with the arrays of a state in one, [B, n, F]."""
+    gates = gates_of(cell_type, activation)
+
+    def cell(x: jax.Array, h: jax.Array, state: jax.Array) -> jax.Array:
+        return jnp.stack(gates(x, h, *(state[:, i] for i in range(state.shape[1]))), axis=1)
+
+    return cell
 
 
 def check_weights(

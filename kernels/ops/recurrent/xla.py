@@ -6,14 +6,14 @@ backward. RWKV-4: chunks, in which a Hillis-Steele scan computes the sums of all
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kernels.engines.scan import chunks
-from kernels.engines.scan.recurrence import last_valid_before, resets
-from kernels.ops.recurrent.contract import CELLS, EMPTY, FORGET, cell_of, check_weights, of_direction, op, rwkv4_op
+from kernels.ops.recurrent.contract import EMPTY, FORGET, cell_of, op, rwkv4_op
+from kernels.ops.recurrent.directions import directions, dot, gradients_of_weights, merged
 
 EVERYWHERE: dict[str, Any] = {
     "platforms": {"cpu", "cuda", "rocm", "tpu"},
@@ -23,42 +23,7 @@ EVERYWHERE: dict[str, Any] = {
 CHUNK = 64
 
 
-def _dot(subscripts, a, b):
-    """Returns a product of arrays of the same dtype, in the second's, accumulated in float32."""
-    precision = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, a.astype(b.dtype), b, precision=precision, preferred_element_type=jnp.float32)
-
-
 # -- cells -------------------------------------------------------------------------------------------------------------
-
-
-class _Tokens(NamedTuple):
-    """Per token, [T, B]; all None if each row is one segment.
-
-    Attributes:
-      valid: whether it is not padding.
-      begins: whether the state is reset before it.
-      owner: with several states, the index of its state; `num_states` for none.
-      ends: with several states, whether it is the last of its segment.
-    """
-
-    valid: Any = None
-    begins: Any = None
-    owner: Any = None
-    ends: Any = None
-
-
-def _tokens(segment_ids, num_states):
-    if segment_ids is None:
-        return _Tokens()
-    valid = segment_ids >= 0
-    if num_states == 1:
-        return _Tokens(valid.T, resets(segment_ids).T)
-    valid &= segment_ids < num_states
-    ids = jnp.where(valid, segment_ids, -1)
-    begins = valid & (ids != last_valid_before(ids))
-    ends = valid & (ids != last_valid_before(ids[:, ::-1])[:, ::-1])
-    return _Tokens(valid.T, begins.T, jnp.where(valid, ids, num_states).T, ends.T)
 
 
 def _where(condition, a, b):
@@ -67,7 +32,7 @@ def _where(condition, a, b):
 
 def _run(inputs, w, tokens, initial, cell, keep):
     """Returns (final state [B, G, n, F], h after each token [T, B, F], or with `keep` the state before each one)."""
-    of_inputs = _dot("btd,gd->tbg", inputs, w["weight_ih"]) + w.get("bias_ih", 0)
+    of_inputs = dot("btd,gd->tbg", inputs, w["weight_ih"]) + w.get("bias_ih", 0)
     bias, G, rows = w.get("bias_hh", 0), initial.shape[1], jnp.arange(initial.shape[0])
 
     def step(carry, token):
@@ -75,7 +40,7 @@ def _run(inputs, w, tokens, initial, cell, keep):
         x, now = token
         fresh = 0.0 if G == 1 else initial[rows, jnp.clip(now.owner, 0, G - 1)]
         before = _where(now.begins, fresh, state)
-        after = cell(x, _dot("bf,gf->bg", before[:, 0], w["weight_hh"]) + bias, before)
+        after = cell(x, dot("bf,gf->bg", before[:, 0], w["weight_hh"]) + bias, before)
         state = after if now.valid is None else _where(now.valid, after, before)
         out = state[:, 0] if now.valid is None else _where(now.valid, state[:, 0], jnp.zeros_like(state[:, 0]))
         if G > 1:
@@ -92,8 +57,8 @@ def _run_back(inputs, w, tokens, initial, cell, one_gate, d_out, d_final):
     """Returns (d_inputs, d_weights, d_initial). The loop computes the gradients of the gates; those of the weights are
     one matmul each after it."""
     _, before = _run(inputs, w, tokens, initial, cell, keep=True)
-    of_inputs = _dot("btd,gd->tbg", inputs, w["weight_ih"]) + w.get("bias_ih", 0)
-    of_hidden = _dot("tbf,gf->tbg", before[:, :, 0], w["weight_hh"]) + w.get("bias_hh", 0)
+    of_inputs = dot("btd,gd->tbg", inputs, w["weight_ih"]) + w.get("bias_ih", 0)
+    of_hidden = dot("tbf,gf->tbg", before[:, :, 0], w["weight_hh"]) + w.get("bias_hh", 0)
     G, rows, several = initial.shape[1], jnp.arange(initial.shape[0]), initial.shape[1] > 1
 
     def step(carry, token):
@@ -105,7 +70,7 @@ def _run_back(inputs, w, tokens, initial, cell, one_gate, d_out, d_final):
         if now.valid is not None:
             d_after = _where(now.valid, d_after, jnp.zeros_like(d_after))
         d_x, d_gates, d_old = jax.vjp(cell, x, h, old)[1](d_after)
-        d_old = d_old.at[:, 0].add(_dot("bg,gf->bf", d_gates, w["weight_hh"]))
+        d_old = d_old.at[:, 0].add(dot("bg,gf->bf", d_gates, w["weight_hh"]))
         if now.valid is not None:
             d_old = _where(now.valid, d_old, d_state)
         if several:
@@ -118,57 +83,30 @@ def _run_back(inputs, w, tokens, initial, cell, one_gate, d_out, d_final):
     xs = (of_inputs, of_hidden, before, jnp.moveaxis(d_out, 0, 1), tokens)
     (d_state, d_initial), gates = jax.lax.scan(step, last, xs, reverse=True)
     d_x, d_gates = gates[0], gates[-1]
-    d = {
-        "weight_ih": _dot("tbg,btd->gd", d_x, inputs),
-        "weight_hh": _dot("tbg,tbf->gf", d_gates, before[:, :, 0].astype(inputs.dtype)),
-        "bias_ih": jnp.sum(d_x, axis=(0, 1)),
-        "bias_hh": jnp.sum(d_gates, axis=(0, 1)),
-    }
-    d_inputs = jnp.moveaxis(_dot("tbg,gd->tbd", d_x, w["weight_ih"]), 0, 1)
-    return d_inputs, {n: d[n] for n in w}, d_initial if several else d_state[:, None]
-
-
-def _directions(inputs, weights, segment_ids, initial_state, cell_type, activation, bidirectional, num_states):
-    """Yields (suffix of the names, step in time, rows of the state, arguments of `_run`) for each direction."""
-    F = check_weights(weights, inputs.shape[2], cell_type, activation, bidirectional)
-    n, cell = CELLS[cell_type][1], cell_of(cell_type, activation)
-    for i, end in enumerate(("", "_reverse") if bidirectional else ("",)):
-        way, rows = -1 if end else 1, slice(i * n, (i + 1) * n)
-        ids = None if segment_ids is None else segment_ids[:, ::way]
-        zeros = jnp.zeros((inputs.shape[0], num_states, n, F), jnp.float32)
-        layer_state = zeros if initial_state is None else initial_state[:, :, rows]
-        tokens = _tokens(ids, num_states)
-        x = inputs[:, ::way]
-        x = x if ids is None else jnp.where((ids >= 0)[..., None], x, 0)
-        yield end, way, (x, of_direction(weights, end), tokens, layer_state.astype(jnp.float32), cell)
+    d_inputs, d_weights = gradients_of_weights(d_x, d_gates, inputs, before[:, :, 0], w)
+    return d_inputs, d_weights, d_initial if several else d_state[:, None]
 
 
 def forward(inputs, weights, segment_ids, initial_state, cell_type, activation, bidirectional, num_states):
-    outs, finals = [], []
-    ways = _directions(inputs, weights, segment_ids, initial_state, cell_type, activation, bidirectional, num_states)
-    for _, way, arguments in ways:
-        final, out = _run(*arguments, keep=False)
-        outs.append(jnp.moveaxis(out, 0, 1)[:, ::way])
+    outs, finals, cell = [], [], cell_of(cell_type, activation)
+    arguments = (inputs, weights, segment_ids, initial_state, cell_type, activation, bidirectional, num_states)
+    for of in directions(*arguments):
+        final, out = _run(of.inputs, of.weights, of.tokens, of.initial, cell, keep=False)
+        outs.append(jnp.moveaxis(out, 0, 1)[:, :: of.way])
         finals.append(final)
     return jnp.concatenate(outs, axis=-1).astype(inputs.dtype), jnp.concatenate(finals, axis=2)
 
 
 def backward(saved, inputs, weights, segment_ids, initial_state, cell_type, activation, bidirectional, num_states):
-    d_inputs, d_weights, d_initial = 0, {}, []
-    ways = list(
-        _directions(inputs, weights, segment_ids, initial_state, cell_type, activation, bidirectional, num_states)
-    )
+    cell, parts = cell_of(cell_type, activation), []
+    arguments = (inputs, weights, segment_ids, initial_state, cell_type, activation, bidirectional, num_states)
+    ways = list(directions(*arguments))
     d_outs = jnp.split(saved.d_out.astype(jnp.float32), len(ways), axis=-1)
     d_finals = jnp.split(saved.d_final_state.astype(jnp.float32), len(ways), axis=2)
-    for (end, way, arguments), d_out, d_final in zip(ways, d_outs, d_finals, strict=True):
-        dx, dw, d_state = _run_back(*arguments, cell_type != "gru", d_out[:, ::way], d_final)
-        d_inputs += dx[:, ::way]
-        d_weights |= {n + end: g for n, g in dw.items()}
-        d_initial.append(d_state)
-    if segment_ids is not None:
-        d_inputs = jnp.where((segment_ids >= 0)[..., None], d_inputs, 0)
-    gradients = {"inputs": d_inputs, "weights": d_weights}
-    return gradients | ({} if initial_state is None else {"initial_state": jnp.concatenate(d_initial, axis=2)})
+    for of, d_out, d_final in zip(ways, d_outs, d_finals, strict=True):
+        x = of.inputs, of.weights, of.tokens, of.initial
+        parts.append((of, *_run_back(*x, cell, cell_type != "gru", d_out[:, :: of.way], d_final)))
+    return merged(parts, segment_ids, initial_state)
 
 
 op.register(forward, backward, name="xla", **EVERYWHERE)

@@ -42,6 +42,9 @@ _POINTER_TYPES = {
     "uint16": "u16",
     "uint8": "u8",
     "bool": "i1",
+    # Their bits: kernels take 8-bit floats as such, since not every GPU can convert them.
+    "float8_e4m3fn": "u8",
+    "float8_e5m2": "u8",
 }
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

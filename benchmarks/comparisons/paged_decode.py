@@ -1,0 +1,150 @@
+"""`python -m benchmarks.comparisons.paged_decode [case=decode_8k,...] [tune=true] [out=FILE]`
+
+On one GPU, attention over pages: bytes that a step must read over its time, beside a copy of as many bytes, and of prompts
+FLOP/s beside flash attention on the same pairs. Numbers first: the first requests of each case are those of the `xla` backend.
+Times are of the clock, of many calls back to back over inputs that exceed the cache, the median of 9 programs.
+With `tune=true`, each of the configurations that the tuner would try.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kernels
+from benchmarks.options import read
+from kernels.framework.backend import Case
+from kernels.ops.paged_attention import append_op, op, page_op
+
+DEFAULTS = {"case": "", "tune": False, "out": ""}
+LIMIT = 1.6e-2  # of bfloat16, as in benchmarks/check.py
+TRIES = 9
+
+
+def timed(call: Callable[..., Any], *arguments: Any) -> float:
+    """Returns the seconds of a call, of programs that repeat it until they take a few milliseconds."""
+    run = jax.jit(call)
+    jax.block_until_ready(run(*arguments))
+    start = time.perf_counter()
+    jax.block_until_ready(run(*arguments))
+    repeats = max(3, min(50, int(0.02 / (time.perf_counter() - start))))
+    times = []
+    for _ in range(TRIES):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            out = run(*arguments)
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - start) / repeats)
+    return statistics.median(times)
+
+
+def copied(size: int) -> float:
+    """Returns the bytes per second of a copy that reads and writes `size` bytes in all."""
+    half = jnp.ones(size // 8, jnp.float32)
+    return size / timed(lambda x: x + 1, half)
+
+
+def off(which: Any, arguments: dict[str, Any]) -> float:
+    """Returns how far the first requests are from the `xla` backend's."""
+    few = dict(arguments)
+    if which is page_op:
+        few |= {n: few[n][:2] for n in ("query", "kv_lens", "block_tables")}
+    run = {p: jax.jit(functools.partial(which, platform=p)) for p in ("xla", "triton")}
+    a, b = (np.asarray(run[p](**few), np.float32) for p in ("triton", "xla"))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def row(which: Any, case: Case, tune: bool) -> list[dict[str, Any]]:
+    """Returns rows of a case: of the default, and with `tune` of every candidate."""
+    arguments = which.case_inputs(case, dtype="bfloat16")
+    if (error := off(which, arguments)) > LIMIT:
+        raise SystemExit(f"{case.name}: off by {error:.1e}, so nothing is timed")
+    call = which.bind(**arguments)
+    work, _ = which.work(call)
+    T = case.dims.get("T", 1)
+    rows = []
+    for cfg in which.backends["triton_gpu"].candidates(call) if tune else [None]:
+        try:
+            seconds = timed(functools.partial(which, platform="triton", cfg=cfg), *_positional(which, arguments))
+        except Exception as error:  # a candidate that does not fit is a row too
+            rows.append({"case": case.name, "cfg": str(cfg), "error": str(error)[:100]})
+            continue
+        rows.append({"case": case.name, "us": seconds * 1e6, "TB/s": work.bytes / seconds / 1e12})
+        if cfg is not None:
+            rows[-1]["cfg"] = ", ".join(f"{n}={v}" for n, v in vars(cfg).items() if v is not None)
+        if T > 1:
+            rows[-1] |= beside_flash(arguments, case, seconds)
+    return rows
+
+
+def _positional(which: Any, arguments: dict[str, Any]) -> list[Any]:
+    return [arguments.get(name) for name in which.parameters if which.parameters[name].kind is not None]
+
+
+def beside_flash(arguments: dict[str, Any], case: Case, seconds: float) -> dict[str, float]:
+    """Returns FLOP/s of the pairs that are seen, and the time of flash attention over the same keys in one array."""
+    d = case.dims
+    B, T, S = d["B"], d["T"], d["pages"] * d["C"] // d["B"]
+    pairs = B * d["N"] * (T * S - T * (T - 1) // 2)
+    keys, values = (arguments[n].reshape(B, S, d["K"], -1) for n in ("key_cache", "value_cache"))
+    flash = functools.partial(kernels.flash_attention, causal=True)
+    theirs = timed(flash, arguments["query"], keys, values)
+    return {"TFLOP/s": 4e-12 * pairs * d["H"] / seconds, "flash us": theirs * 1e6, "of flash": theirs / seconds}
+
+
+def written(case: Case) -> dict[str, Any]:
+    """Returns the row of rows written into donated pages, in a program of many steps."""
+    arguments = append_op.case_inputs(case, dtype="bfloat16")
+    caches = {n: arguments.pop(n) for n in ("key_cache", "value_cache")}
+    steps = 50
+
+    def run(caches: Any, arguments: Any) -> Any:
+        def step(caches: Any, _: Any) -> Any:
+            return append_op(**arguments, key_cache=caches[0], value_cache=caches[1], platform="triton"), ()
+
+        return jax.lax.scan(step, caches, None, steps)[0]
+
+    program = jax.jit(run, donate_argnums=0)
+    both = tuple(caches.values())
+    compiled = program.lower(both, arguments).compile()
+    size = 2 * sum(arguments[n].nbytes for n in ("key", "value"))
+    both = jax.block_until_ready(compiled(both, arguments))
+    times = []
+    for _ in range(TRIES):
+        start = time.perf_counter()
+        both = jax.block_until_ready(compiled(both, arguments))
+        times.append((time.perf_counter() - start) / steps)
+    seconds = statistics.median(times)
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    return {"case": case.name, "us": seconds * 1e6, "TB/s": size / seconds / 1e12, "temporary bytes": temporary}
+
+
+def main() -> None:
+    asked = read(DEFAULTS, sys.argv[1:])
+    wanted = set(filter(None, asked["case"].split(",")))
+    found = [{"case": "a copy of 2 GiB", "TB/s": copied(2**31) / 1e12}]
+    print(found[0], flush=True)
+    for which in (page_op, op, append_op):
+        for case in which.cases:
+            if "bench" not in case.tags or (wanted and case.name not in wanted):
+                continue
+            for line in [written(case)] if which is append_op else row(which, case, asked["tune"]):
+                found.append(line)
+                print({n: round(x, 3) if isinstance(x, float) else x for n, x in line.items()}, flush=True)
+    if asked["out"]:
+        device = jax.devices()[0].device_kind
+        Path(asked["out"]).write_text(json.dumps({"device": device, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Attention over pages in Triton: a program owns a tile of one request, its queries times the heads of a group, and loops over
+blocks of keys that it looks up in the request's table of pages.
+
+The grid is static and what it does is data: `plan` deals the blocks of keys of all requests to about `PIECES` programs a head,
+so that a long request is split over many programs and short ones are not. Each program works out its own part from the lengths
+(a few sums over the requests), so nothing is launched before. `paged_merge_kernel` merges the pieces of a request in the order
+of their keys, in float32: the same bits each time.
+
+Two instances of one kernel serve a batch: tiles of few rows for requests with few queries, which are bound by memory, and tall
+ones for prompts. Each skips the requests of the other (`LEAST`, `MOST`).
+"""
+
+# Triton's stubs declare tensors where its compiler accepts constants and integers too.
+# pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.engines.attention.triton_paged_plan import E4M3, E5M2, blocks_of, first_of, plan, request_of
+from kernels.engines.attention.triton_parts import LOG2E, tanh
+
+
+@triton.jit
+def _numbers(x, like, KIND: tl.constexpr):
+    """Returns what a cache holds in the dtype of the queries: exactly, since 8 bits fit."""
+    if KIND == E4M3:
+        # Its exponent and fraction are the upper bits of a float16 whose exponents are 8 larger.
+        bits = x.to(tl.uint16)
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        x = tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    elif KIND == E5M2:
+        x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    return x.to(like.dtype)
+
+
+@triton.jit
+def _scale(scale_ptr, page, entry, head, seen, S: tl.constexpr):
+    """Returns the scale of each slot, 0 where it is no key."""
+    where = scale_ptr + page.to(tl.int64) * S[0] + entry * S[1] + head * S[2]
+    return tl.load(where, mask=seen, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _bytes(ptr, KIND: tl.constexpr):
+    """Returns a pointer to 8-bit floats as one to their bits, which every GPU can load."""
+    if KIND == E4M3 or KIND == E5M2:
+        ptr = ptr.to(tl.pointer_type(tl.uint8))
+    return ptr
+
+
+@triton.jit
+def _attend(acc, row_max, row_sum, begin, end, q, at, slope, key_ptr, value_ptr, k_scale_ptr, v_scale_ptr, table_ptr, request,
+            head, key, keys, O: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Returns the state of the rows after the blocks of keys `begin` to `end` - 1."""
+    SLOT_K: tl.constexpr = O.K_SCALES[0] + O.K_SCALES[1] > 0
+    SLOT_V: tl.constexpr = O.V_SCALES[0] + O.V_SCALES[1] > 0
+    h, hv = tl.arange(0, O.BLOCK_H), tl.arange(0, O.BLOCK_V)
+    key_ptr += head * O.K_WIDTH + h
+    value_ptr += head * O.V_WIDTH + O.V_FIRST + hv
+    for n in range(begin, end):
+        kj = n * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
+        real = (kj >= key) & (kj < keys)
+        if table_ptr is None:
+            page, entry = request + 0 * kj, kj
+        else:
+            page = tl.load(table_ptr + kj // O.C, mask=kj < keys, other=0)
+            page, entry = tl.minimum(tl.maximum(page, 0), O.PAGES - 1), kj % O.C
+        slot = (page.to(tl.int64) * O.C + entry) * O.K
+        there, k_there, v_there = real[:, None], real[:, None], real[:, None]
+        if O.BLOCK_H != O.H:
+            k_there = there & (h < O.H)[None, :]
+        if O.BLOCK_V != O.HV:
+            v_there = there & (hv < O.HV)[None, :]
+        k = tl.load(key_ptr[None, :] + (slot * O.K_WIDTH)[:, None], mask=k_there, other=0)
+        x = tl.dot(q, tl.trans(_numbers(k, q, O.KIND)), input_precision="ieee")
+        if k_scale_ptr is not None:
+            if SLOT_K:
+                x *= _scale(k_scale_ptr, page, entry, head, real, O.K_SCALES)[None, :]
+            else:
+                x *= tl.load(k_scale_ptr + head * O.K_SCALES[2]).to(tl.float32)
+        if O.CAP is None:
+            x *= O.SCALE * LOG2E
+        else:
+            x = tanh(x * (O.SCALE / O.CAP)) * (O.CAP * LOG2E)
+        if slope is not None:
+            x -= slope[:, None] * tl.abs(at[:, None] - kj[None, :]).to(tl.float32)
+        if MASKED:
+            seen = real[None, :]
+            if O.LOW is not None:
+                seen = seen & (kj[None, :] >= at[:, None] + O.LOW)
+            if O.HIGH is not None:
+                seen = seen & (kj[None, :] <= at[:, None] + O.HIGH)
+            x = tl.where(seen, x, float("-inf"))
+        new = tl.maximum(row_max, tl.max(x, axis=1))
+        anchor = tl.where(new == float("-inf"), 0.0, new)  # a row that has not seen any key yet
+        p = tl.exp2(x - anchor[:, None])
+        rescale = tl.exp2(row_max - anchor)
+        row_sum = row_sum * rescale + tl.sum(p, axis=1)
+        row_max = new
+        v = tl.load(value_ptr[None, :] + (slot * O.V_WIDTH)[:, None], mask=v_there, other=0)
+        v = _numbers(v, q, O.KIND)
+        if SLOT_V:
+            scale = _scale(v_scale_ptr, page, entry, head, real, O.V_SCALES)
+            if q.dtype == tl.float16:  # weights times small scales would leave its range
+                v = (v.to(tl.float32) * scale[:, None]).to(tl.float16)
+            else:
+                p *= scale[None, :]
+        acc = tl.dot(p.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def paged_kernel(
+    q_ptr,  # [M, N, H]
+    key_ptr,  # [PAGES, C, K, K_WIDTH]
+    value_ptr,  # [PAGES, C, K, V_WIDTH]
+    k_scale_ptr,  # or None, like those below
+    v_scale_ptr,
+    cuts_ptr,  # int32 [R + 1]
+    lens_ptr,  # int32 [R]
+    starts_ptr,  # int32 [R]
+    tables_ptr,  # int32 [R, LONGEST]; None: page r is that of request r
+    sinks_ptr,  # [N, SINKS]
+    slopes_ptr,  # [N]
+    before_ptr,  # [M, N, HV]: rows of the other instance, in the output's place
+    out_ptr,  # [M, N, HV]
+    part_ptr,  # [pieces, K, BLOCK_M, HV] float32: outputs of the pieces of tiles that are split
+    lse_ptr,  # [pieces, K, BLOCK_M] float32, in units of log 2
+    O: tl.constexpr,  # `Paged`
+):
+    if before_ptr is not None:
+        out_ptr = before_ptr
+    G: tl.constexpr = O.N // O.K
+    head = tl.program_id(0) % O.K  # heads of a slot lie side by side: read at the same time
+    index = tl.program_id(0) // O.K
+    request, _, place, split, total = plan(cuts_ptr, lens_ptr, starts_ptr, index, False, O)
+    m = tl.arange(0, O.BLOCK_M)
+    n, hv = head * G + m % G, tl.arange(0, O.BLOCK_V)
+    if index >= total:
+        if O.FILLS > 0 and index < total + O.FILLS:
+            # Some of the programs that have no piece fill the rows before the first request and after the last.
+            first, last = tl.load(cuts_ptr), tl.load(cuts_ptr + O.R)
+            ahead = (first + O.QUERIES - 1) // O.QUERIES
+            behind = (O.M - last + O.QUERIES - 1) // O.QUERIES
+            zeros = tl.zeros([O.BLOCK_M, O.BLOCK_V], out_ptr.dtype.element_ty)
+            for fill in range(index - total, ahead + behind, O.FILLS):
+                row = tl.where(fill < ahead, fill * O.QUERIES, last + (fill - ahead) * O.QUERIES) + m // G
+                empty = (row < tl.where(fill < ahead, first, O.M)) & (row >= 0) & (row < O.M) & (m < O.QUERIES * G)
+                where = (row.to(tl.int64) * O.N + n) * O.HV
+                tl.store(out_ptr + where[:, None] + hv[None, :], zeros, mask=empty[:, None] & (hv < O.HV)[None, :])
+        return
+    begin, count, key, keys, position = request_of(cuts_ptr, lens_ptr, starts_ptr, request, O)
+    first, piece = first_of(place // split, count, O), place % split
+    rows = tl.minimum(count - first, O.QUERIES) * G
+    block, end = blocks_of(position, position + count - 1, key, keys, O)
+    each = (end - block + split - 1) // split
+    at = position + first + m // G
+    low, high = blocks_of(position + first, position + first + rows // G - 1, key, keys, O)
+    low, high = tl.maximum(low, block + piece * each), tl.minimum(high, block + (piece + 1) * each)
+    row = (begin + first + m // G).to(tl.int64) * O.N + n
+    h = tl.arange(0, O.BLOCK_H)
+    q = tl.load(q_ptr + row[:, None] * O.H + h[None, :], mask=(m < rows)[:, None] & (h < O.H)[None, :], other=0.0)
+    slope = None
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + n, mask=m < rows, other=0.0).to(tl.float32) * LOG2E
+    table_ptr = None
+    if tables_ptr is not None:
+        table_ptr = tables_ptr + request.to(tl.int64) * O.LONGEST
+
+    acc = tl.zeros([O.BLOCK_M, O.BLOCK_V], tl.float32)
+    row_max = tl.full([O.BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([O.BLOCK_M], tl.float32)
+    SINKS: tl.constexpr = O.SINKS
+    if SINKS > 0:  # they act as keys before the first, with value zero
+        for s in tl.static_range(SINKS):
+            real = (m < rows) & (piece == 0)
+            sink = tl.load(sinks_ptr + n * SINKS + s, mask=real, other=float("-inf")).to(tl.float32) * LOG2E
+            new = tl.maximum(row_max, sink)
+            anchor = tl.where(new == float("-inf"), 0.0, new)
+            row_sum = row_sum * tl.exp2(row_max - anchor) + tl.exp2(sink - anchor)
+            row_max = new
+    full, full_end = high, high
+    if O.BLOCK_M > 16:  # blocks that all queries of the tile see need no mask
+        seen, until = key, keys
+        if O.LOW is not None:
+            seen = tl.maximum(seen, position + first + rows // G - 1 + O.LOW)
+        if O.HIGH is not None:
+            until = tl.minimum(until, position + first + O.HIGH + 1)
+        full = tl.minimum(tl.maximum((seen + O.BLOCK_K - 1) // O.BLOCK_K, low), high)
+        full_end = tl.minimum(tl.maximum(until // O.BLOCK_K, full), high)
+    key_ptr, value_ptr = _bytes(key_ptr, O.KIND), _bytes(value_ptr, O.KIND)
+    acc, row_max, row_sum = _attend(acc, row_max, row_sum, low, full, q, at, slope, key_ptr, value_ptr, k_scale_ptr,
+                                    v_scale_ptr, table_ptr, request, head, key, keys, O, True)  # fmt: skip
+    if O.BLOCK_M > 16:
+        acc, row_max, row_sum = _attend(acc, row_max, row_sum, full, full_end, q, at, slope, key_ptr, value_ptr, k_scale_ptr,
+                                        v_scale_ptr, table_ptr, request, head, key, keys, O, False)  # fmt: skip
+        acc, row_max, row_sum = _attend(acc, row_max, row_sum, full_end, high, q, at, slope, key_ptr, value_ptr, k_scale_ptr,
+                                        v_scale_ptr, table_ptr, request, head, key, keys, O, True)  # fmt: skip
+    if v_scale_ptr is not None and O.V_SCALES[0] + O.V_SCALES[1] == 0:
+        acc *= tl.load(v_scale_ptr + head * O.V_SCALES[2]).to(tl.float32)
+    some = row_sum != 0  # true for NaN too
+    acc /= tl.where(some, row_sum, 1.0)[:, None]
+    kept = (m < rows)[:, None] & (hv < O.HV)[None, :]
+    if split == 1:
+        tl.store(out_ptr + row[:, None] * O.HV + hv[None, :], acc.to(out_ptr.dtype.element_ty), mask=kept)
+    elif O.PIECES > 0:
+        part = (index.to(tl.int64) * O.K + head) * O.BLOCK_M + m
+        tl.store(part_ptr + part[:, None] * O.HV + hv[None, :], acc, mask=kept)
+        lse = tl.where(some, row_max + tl.log2(tl.where(some, row_sum, 1.0)), float("-inf"))
+        tl.store(lse_ptr + part, lse, mask=m < rows)
+
+
+@triton.jit
+def paged_merge_kernel(
+    part_ptr,  # [pieces, K, BLOCK_M, HV] float32
+    lse_ptr,  # [pieces, K, BLOCK_M] float32
+    cuts_ptr,
+    lens_ptr,
+    starts_ptr,
+    out_ptr,  # [M, N, HV]: the outputs of tiles of one piece
+    O: tl.constexpr,  # `Paged`
+    BLOCK_P: tl.constexpr,  # pieces that are loaded at once
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Merges the pieces of BLOCK_ROWS rows of a tile and head."""
+    G: tl.constexpr = O.N // O.K
+    PARTS: tl.constexpr = (O.ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
+    head = tl.program_id(0) // PARTS % O.K
+    index = tl.program_id(0) // (PARTS * O.K)
+    request, begins, tile, split, total = plan(cuts_ptr, lens_ptr, starts_ptr, index, True, O)
+    if index >= total:
+        return
+    if split == 1:
+        return
+    begin, count, _, _, _ = request_of(cuts_ptr, lens_ptr, starts_ptr, request, O)
+    first = first_of(tile, count, O)
+    m = tl.program_id(0) % PARTS * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    real = m < tl.minimum(count - first, O.QUERIES) * G
+    hv = tl.arange(0, O.BLOCK_V)
+    acc = tl.zeros([BLOCK_ROWS, O.BLOCK_V], tl.float32)
+    row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+    for p in range(0, split, BLOCK_P):
+        piece = p + tl.arange(0, BLOCK_P)
+        part = ((begins + tile * split + piece).to(tl.int64) * O.K + head) * O.BLOCK_M
+        there = (piece < split)[:, None] & real[None, :]
+        lse = tl.load(lse_ptr + part[:, None] + m[None, :], mask=there, other=float("-inf"))
+        where = part_ptr + (part[:, None] + m[None, :])[:, :, None] * O.HV + hv[None, None, :]
+        x = tl.load(where, mask=there[:, :, None] & (hv < O.HV)[None, None, :], other=0.0)
+        new = tl.maximum(row_max, tl.max(lse, axis=0))
+        anchor = tl.where(new == float("-inf"), 0.0, new)
+        weight, rescale = tl.exp2(lse - anchor[None, :]), tl.exp2(row_max - anchor)
+        row_sum = row_sum * rescale + tl.sum(weight, axis=0)
+        acc = acc * rescale[:, None] + tl.sum(weight[:, :, None] * x, axis=0)
+        row_max = new
+    acc /= tl.where(row_sum != 0, row_sum, 1.0)[:, None]
+    row = (begin + first + m // G).to(tl.int64) * O.N + head * G + m % G
+    kept = real[:, None] & (hv < O.HV)[None, :]
+    tl.store(out_ptr + row[:, None] * O.HV + hv[None, :], acc.to(out_ptr.dtype.element_ty), mask=kept)

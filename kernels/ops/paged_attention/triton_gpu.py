@@ -1,0 +1,184 @@
+"""Paged attention for NVIDIA GPUs in Triton: the contracts in the form of the paged engine, and rows written into pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+
+from kernels.engines.attention.triton_paged_append import append_kernel
+from kernels.engines.attention.triton_paged_calls import (
+    KINDS,
+    PROGRAMS,
+    Requests,
+    Tile,
+    attend,
+    bits_of,
+    padded_width,
+    tiles,
+)
+from kernels.framework.binding import Call
+from kernels.framework.target import MULTIPROCESSORS
+from kernels.ops.paged_attention.cache import quantised, scale_of_slots, slots_of_new
+from kernels.ops.paged_attention.contract import (
+    PagedAttentionConfig,
+    append_and_attend_op,
+    append_op,
+    decode_op,
+    op,
+    page_op,
+)
+from kernels.toolchains.triton import triton_launch
+
+# Columns of a slot that one program of the append writes.
+COLUMNS = 1024
+
+
+def _keys(call: Call) -> int:
+    return call.dims["S"] if "S" in call.dims else call.block_tables.shape[1] * call.dims["C"]
+
+
+def _heuristic(call: Call, platform: str) -> PagedAttentionConfig:
+    H = call.dims["H"]
+    width = max(padded_width(H), padded_width(call.dims.get("Hv", call.key_cache.shape[-1] - H)))
+    few, many = tiles(width, _keys(call), call.query.dtype.itemsize, call.key_cache.dtype.itemsize)
+    return PagedAttentionConfig(
+        block_k=few.keys,
+        parallel=PROGRAMS,
+        num_warps=few.num_warps,
+        num_stages=few.num_stages,
+        mixed_rows=many.rows,
+        mixed_block_k=many.keys,
+        mixed_num_warps=many.num_warps,
+        mixed_num_stages=many.num_stages,
+    )
+
+
+def _candidates(call: Call) -> list[PagedAttentionConfig]:
+    """Returns tiles of both kinds: one varies at a time, since most calls have only one of them."""
+    best = _heuristic(call, "cuda")
+    few = [(k, w, s) for k in (32, 64, 128) for w, s in ((2, 3), (4, 2), (4, 3), (4, 4), (8, 3))]
+    many = [(64, 32, 4, 3), (64, 64, 4, 3), (128, 32, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2)]
+    listed = [best]
+    listed += [replace(best, block_k=k, num_warps=w, num_stages=s) for k, w, s in few]
+    listed += [replace(best, parallel=n * MULTIPROCESSORS) for n in (3, 12, 24)]
+    listed += [
+        replace(best, mixed_rows=m, mixed_block_k=k, mixed_num_warps=w, mixed_num_stages=s) for m, k, w, s in many
+    ]
+    return list(dict.fromkeys(listed))
+
+
+def _attend(
+    query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, softmax_scale, logits_soft_cap, causal, window
+):
+    few = Tile(16, cfg.block_k, cfg.num_warps, cfg.num_stages)
+    many = Tile(cfg.mixed_rows, cfg.mixed_block_k, cfg.mixed_num_warps, cfg.mixed_num_stages)
+    options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal, "window": window}
+    return attend(query, caches, scales, softmax_aux, alibi_slopes, requests, few, many, cfg.parallel, **options)
+
+
+def _int32(x: Any) -> Any:
+    return None if x is None else x.astype(jnp.int32)
+
+
+def paged_attention(
+    query, key_cache, query_start_loc, kv_lens, block_tables, value_cache, k_scale, v_scale, softmax_aux,
+    alibi_slopes, softmax_scale, logits_soft_cap, causal, window, cfg,
+):  # fmt: skip
+    requests = Requests(_int32(kv_lens), _int32(block_tables), _int32(query_start_loc))
+    options = (softmax_scale, logits_soft_cap, causal, window)
+    return _attend(
+        query, (key_cache, value_cache), (k_scale, v_scale), softmax_aux, alibi_slopes, requests, cfg, *options
+    )
+
+
+def _of_rows(query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, *options):
+    """Returns attention of B requests with T queries each."""
+    B, T, N, H = query.shape
+    requests = requests._replace(each=T)
+    out = _attend(query.reshape(B * T, N, H), caches, scales, softmax_aux, alibi_slopes, requests, cfg, *options)
+    return out.reshape(B, T, N, -1)
+
+
+def page_attention(
+    query, key_cache, kv_lens, block_tables, value_cache, k_scale, v_scale, softmax_aux, alibi_slopes, softmax_scale,
+    logits_soft_cap, causal, window, cfg,
+):  # fmt: skip
+    requests = Requests(_int32(kv_lens), _int32(block_tables))
+    options = (softmax_scale, logits_soft_cap, causal, window)
+    return _of_rows(
+        query, (key_cache, value_cache), (k_scale, v_scale), softmax_aux, alibi_slopes, requests, cfg, *options
+    )
+
+
+def decode_attention(
+    query, key_cache, value_cache, kv_lens, kv_starts, k_scale, v_scale, softmax_aux, alibi_slopes, softmax_scale,
+    logits_soft_cap, causal, window, cfg,
+):  # fmt: skip
+    # A row of a dense cache is one page, as long as the cache.
+    requests = Requests(_int32(kv_lens), None, starts=_int32(kv_starts))
+    options = (softmax_scale, logits_soft_cap, causal, window)
+    return _of_rows(
+        query, (key_cache, value_cache), (k_scale, v_scale), softmax_aux, alibi_slopes, requests, cfg, *options
+    )
+
+
+def append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale):
+    (M, K, H), HV, (pages, C) = key.shape, value.shape[2], key_cache.shape[:2]
+    slots = _int32(slots)
+    rows = [
+        quantised(x, scale_of_slots(scale, slots, pages, C), cache.dtype)
+        for x, scale, cache in ((key, k_scale, key_cache), (value, v_scale, value_cache))
+    ]
+    widest = K * max(H, HV)
+    block = min(COLUMNS, triton.next_power_of_2(widest))
+    caches = [bits_of(x) for x in (key_cache, value_cache)]
+    results = triton_launch(
+        append_kernel,
+        *map(bits_of, rows),
+        slots,
+        *caches,
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches),
+        grid=(M * triton.cdiv(widest, block),),
+        num_warps=max(1, min(4, block // 256)),
+        input_output_aliases={3: 0, 4: 1},
+        SLOTS=pages * C,
+        KEY=K * H,
+        VALUE=K * HV,
+        KIND=KINDS.get(str(key_cache.dtype), 0),
+        BLOCK=block,
+    )
+    kept = key_cache.dtype
+    return tuple(x if x.dtype == kept else jax.lax.bitcast_convert_type(x, kept) for x in results)
+
+
+def append_and_attend(
+    query, key, value, key_cache, value_cache, query_start_loc, kv_lens, block_tables, k_scale, v_scale, softmax_aux,
+    alibi_slopes, softmax_scale, logits_soft_cap, causal, window, cfg,
+):  # fmt: skip
+    slots = slots_of_new(query_start_loc, kv_lens, block_tables, key_cache.shape[1], key.shape[0])
+    caches = append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale)
+    where = (query_start_loc, kv_lens, block_tables, caches[1], k_scale, v_scale, softmax_aux, alibi_slopes)
+    out = paged_attention(query, caches[0], *where, softmax_scale, logits_soft_cap, causal, window, cfg)
+    return (out, *caches)
+
+
+def _rejects(call: Call) -> str | None:
+    dtype = str(call.key_cache.dtype)
+    if call.key_cache.dtype.itemsize == 1 and dtype not in KINDS:
+        return f"the cache is {dtype}; 8-bit caches are {', '.join(KINDS)}"
+    if any(x is not None and 0 in x.shape for x in (call.arguments.get("query"), call.key_cache)):
+        return "an array has no elements"
+    return None
+
+
+_ON: dict[str, Any] = {"platforms": {"cuda"}, "dtypes": {"float32", "bfloat16", "float16"}, "rejects": _rejects}
+_TUNED: dict[str, Any] = {"heuristic": _heuristic, "candidates": _candidates, **_ON}
+op.register(paged_attention, **_TUNED)
+page_op.register(page_attention, **_TUNED)
+decode_op.register(decode_attention, **_TUNED)
+append_op.register(append_to_cache, **_ON)
+append_and_attend_op.register(append_and_attend, **_TUNED)

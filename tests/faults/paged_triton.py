@@ -1,0 +1,148 @@
+"""Faults of attention over pages in Triton."""
+
+from faults import Fault
+
+PAGED = "tests/kernels/test_paged_attention_triton.py"
+
+FAULTS = (
+    Fault(
+        "paged triton: keys past the end of a request are seen",
+        "_attend",
+        "($kj >= $key) & ($kj < $keys)",
+        "$kj >= $key",
+        f"{PAGED} -k 'pieces or random_batches'",
+    ),
+    Fault(
+        "paged triton: a slot of the next page",
+        "triton_paged:_attend",
+        "$kj % $O.C",
+        "($kj + 1) % $O.C",
+        f"{PAGED} -k pieces",
+    ),
+    Fault(
+        "paged triton: a number of no page is followed",
+        "triton_paged:_attend",
+        "tl.minimum(tl.maximum($page, 0), $O.PAGES - 1)",
+        "$page",
+        f"{PAGED} -k not_there",
+    ),
+    Fault(
+        "paged triton: a window one key wider",
+        "triton_paged:_attend",
+        "$kj[None, :] >= $at[:, None] + $O.LOW",
+        "$kj[None, :] >= $at[:, None] + $O.LOW - 1",
+        f"{PAGED} -k 'random_batches and 1'",
+    ),
+    Fault(
+        "paged triton: queries see the key after their own",
+        "triton_paged:_attend",
+        "$kj[None, :] <= $at[:, None] + $O.HIGH",
+        "$kj[None, :] <= $at[:, None] + $O.HIGH + 1",
+        f"{PAGED} -k random_batches",
+    ),
+    Fault(
+        "paged triton: the sum is not rescaled",
+        "triton_paged:_attend",
+        "$row_sum * $rescale + tl.sum($p, axis=1)",
+        "$row_sum + tl.sum($p, axis=1)",
+        f"{PAGED} -k pieces",
+    ),
+    Fault(
+        "paged triton: values of a slot without its scale",
+        "triton_paged:_attend",
+        "$p *= $scale[None, :]",
+        "",
+        f"{PAGED} -k 'random_batches and 2'",
+    ),
+    Fault(
+        "paged triton: keys without their scale",
+        "triton_paged:_attend",
+        "$x *= tl.load($k_scale + $head * $O.K_SCALES[2]).to(tl.float32)",
+        "",
+        f"{PAGED} -k 'random_batches and 2'",
+    ),
+    Fault(
+        "paged triton: every piece has the sinks",
+        "paged_kernel",
+        "($m < $rows) & ($piece == 0)",
+        "$m < $rows",
+        f"{PAGED} -k random_batches",
+    ),
+    Fault(
+        "paged triton: a piece begins where the one before does",
+        "paged_kernel",
+        "tl.maximum($low, $block + $piece * $each)",
+        "$low",
+        f"{PAGED} -k pieces",
+    ),
+    Fault(
+        "paged triton: rows of no request are not filled",
+        "paged_kernel",
+        "tl.where($fill < $ahead, $first, $O.M)",
+        "$first",
+        f"{PAGED} -k random_batches",
+    ),
+    Fault(
+        "paged triton: whole blocks of a tile are those of its last query",
+        "paged_kernel",
+        "tl.minimum($until, $position + $first + $O.HIGH + 1)",
+        "tl.minimum($until, $position + $first + $O.HIGH + 17)",
+        f"{PAGED} -k tall",
+    ),
+    Fault(
+        "paged triton: pieces are merged without their weights",
+        "paged_merge_kernel",
+        "tl.sum($weight[:, :, None] * $x, axis=0)",
+        "tl.sum($x, axis=0)",
+        f"{PAGED} -k pieces",
+    ),
+    Fault(
+        "paged triton: what was merged before is not rescaled",
+        "paged_merge_kernel",
+        "$acc * $rescale[:, None] + tl.sum($weight[:, :, None] * $x, axis=0)",
+        "$acc + tl.sum($weight[:, :, None] * $x, axis=0)",
+        f"{PAGED} -k pieces",
+    ),
+    Fault(
+        "paged triton: pieces of another tile",
+        "paged_merge_kernel",
+        "$begins + $tile * $split + $piece",
+        "$begins + $piece",
+        f"{PAGED} -k random_batches",
+    ),
+    Fault(
+        "paged triton: both instances serve a request",
+        "triton_paged_plan:_tiles",
+        "($count >= $O.LEAST) & ($count <= $O.MOST)",
+        "$count >= $O.LEAST",
+        f"{PAGED} -k one_instance",
+    ),
+    Fault(
+        "paged triton: requests of later parts begin anew",
+        "triton_paged_plan:plan",
+        "$counted += tl.sum($items)",
+        "$counted = tl.sum($items)",
+        f"{PAGED} -k a_few_at_a_time",
+    ),
+    Fault(
+        "paged triton: a slot past the pages is written",
+        "append_kernel",
+        "($slot >= 0) & ($slot < $SLOTS)",
+        "$slot >= 0",
+        f"{PAGED} -k rows_without_a_slot",
+    ),
+    Fault(
+        "paged triton: e4m3 has no NaN",
+        "triton_paged:_numbers",
+        'tl.where(($bits & 127) == 127, float("nan"), $half.to(tl.float32) * 256.0)',
+        "$half.to(tl.float32) * 256.0",
+        f"{PAGED} -k every_number",
+    ),
+    Fault(
+        "paged triton: a stacked cache is copied",
+        "paged_attention/triton_gpu:append_to_cache",
+        "input_output_aliases={3: 0, 4: 1}",
+        "input_output_aliases={}",
+        f"{PAGED} -k own_memory",
+    ),
+)
