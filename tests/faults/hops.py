@@ -164,7 +164,7 @@ FAULTS = (
     Fault(
         "in place: of more than two hops the last alone is not rounded",
         "in_place:attended",
-        "$last or len($local.hops) == 2",
+        "$last or ($masks is None and len($local.hops) == 2)",
         "not $last",
         f"{IN_PLACE} -k rounded",
     ),
