@@ -108,7 +108,7 @@ FAULTS = (
         "paged_merge_kernel",
         "$begins + $tile * $split + $piece",
         "$begins + $piece",
-        f"{PAGED} -k random_batches",
+        f"{PAGED} -k tall",
     ),
     Fault(
         "paged triton: both instances serve a request",
@@ -120,8 +120,8 @@ FAULTS = (
     Fault(
         "paged triton: requests of later parts begin anew",
         "triton_paged_plan:plan",
-        "$counted += tl.sum($items)",
-        "$counted = tl.sum($items)",
+        "$items = $tiles * $pieces; $ends = $counted + tl.cumsum($items, 0)",
+        "$items = $tiles * $pieces; $ends = tl.cumsum($items, 0)",
         f"{PAGED} -k a_few_at_a_time",
     ),
     Fault(
@@ -139,10 +139,10 @@ FAULTS = (
         f"{PAGED} -k every_number",
     ),
     Fault(
-        "paged triton: a stacked cache is copied",
+        "paged triton: keys are returned in the memory of values",
         "paged_attention/triton_gpu:append_to_cache",
-        "input_output_aliases={3: 0, 4: 1}",
-        "input_output_aliases={}",
+        "{3: 0, 4: 1}",
+        "{3: 1, 4: 0}",
         f"{PAGED} -k own_memory",
     ),
 )
