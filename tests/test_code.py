@@ -28,6 +28,8 @@ SLOW = {
         ("rotary_embedding", "llama_8b"),
         ("linear_attention", "lightning_64k"),
         ("state_space_v2", "mamba2_8k"),
+        ("causal_conv1d", "documents_32k"),
+        ("causal_conv1d", "qwen3_next"),
     },
     "triton": {
         ("flash_attention", "causal_32k_gqa"),

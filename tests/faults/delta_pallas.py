@@ -84,7 +84,7 @@ FAULTS = (
     ),
     Fault(
         "delta on TPUs: a cut belongs to the sequence after it",
-        "pallas_delta_calls:visits",
+        "pallas_visits:visits",
         "($starts <= $cuts[..., None]) & ($starts < $T)",
         "$starts < $T",
         f"{DELTA} -k visit",

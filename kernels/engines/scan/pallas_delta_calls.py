@@ -13,9 +13,9 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels.engines.scan import pallas_delta as kernels
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.delta_tokens import Tokens
-from kernels.engines.scan.layout import Layout
 from kernels.engines.scan.pallas_delta import Plan
 from kernels.engines.scan.pallas_delta_parts import CHUNK, FORGETS, LANES, in_words
+from kernels.engines.scan.pallas_visits import BLOCK, FIELDS, SMEM_BYTES, STATE, most_visits, visits
 from kernels.engines.scan.recurrence import resets
 from kernels.framework.binding import Call
 from kernels.framework.work import Work
@@ -26,60 +26,6 @@ AT_ONCE = (
     16  # heads of values whose products fill the time of one another: with 8, a head takes 1.1 to 1.2 times the bundles
 )
 VMEM_BYTES = 48 * 2**20
-SMEM_BYTES = 512 * 2**10  # that the table of visits may take
-
-
-def most_visits(T: int, num_states: int) -> int:
-    """Returns the number of visits of a row."""
-    return -(-T // CHUNK) + (num_states if num_states > 1 else 0)
-
-
-def visits(B: int, T: int, segment_ids: jax.Array | None, num_states: int) -> tuple[jax.Array, Layout]:
-    """Returns (the table int32 [B * visits * FIELDS], which tokens count and which states have none).
-
-    A row is cut every CHUNK tokens and where one of several sequences begins: a sequence is what lies from its first token to
-    the first of the next. Resets between documents of one state are not cuts, they are decays.
-    """
-    blocks = -(-T // CHUNK)
-    cuts = jnp.broadcast_to(jnp.arange(0, blocks * CHUNK, CHUNK, dtype=jnp.int32), (B, blocks))
-    if num_states == 1:
-        valid, empty = None if segment_ids is None else segment_ids >= 0, None
-        of, begins, ends = jnp.zeros_like(cuts), cuts == 0, cuts == (blocks - 1) * CHUNK
-        stops = jnp.broadcast_to(jnp.minimum(cuts + CHUNK, T), cuts.shape)
-    else:
-        G = num_states
-        ids = jnp.zeros((B, T), jnp.int32) if segment_ids is None else segment_ids
-        valid = (ids >= 0) & (ids < G)
-        rows, position = jnp.arange(B)[:, None], jnp.arange(T, dtype=jnp.int32)
-        before = jnp.pad(ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-        heads = jnp.where(valid & (ids != before), ids, G)  # few of all tokens: only these are scattered
-        first = jnp.full((B, G), T, jnp.int32).at[rows, heads].min(position[None], mode="drop")
-        empty = first == T
-        # What precedes the first sequence is padding, and belongs to it; so does all of a row without any.
-        first = first.at[rows[:, 0], jnp.argmin(first, axis=1)].set(0)
-        cuts = jnp.sort(jnp.concatenate([cuts, first], axis=1), axis=1)
-        stops = jnp.minimum(jnp.pad(cuts[:, 1:], ((0, 0), (0, 1)), constant_values=T), T)
-        # The sequence of a cut is the one that begins last until there: none begin together, but at the end.
-        starts = first[:, None]
-        of = jnp.argmax(jnp.where((starts <= cuts[..., None]) & (starts < T), starts, -1), axis=2).astype(jnp.int32)
-        begins = cuts == jnp.take_along_axis(first, of, axis=1)
-        ends = stops == jnp.min(jnp.where(starts > cuts[..., None], starts, T), axis=2)
-    block = jnp.minimum(cuts // CHUNK, blocks - 1)
-    low, high, used = cuts - block * CHUNK, stops - block * CHUNK, stops > cuts
-    other = block[:, 1:] != block[:, :-1]
-    fresh = jnp.pad(other, ((0, 0), (1, 0)), constant_values=True)
-    fresh_back = jnp.pad(other, ((0, 0), (0, 1)), constant_values=True)
-    flags = sum(
-        jnp.where(flag, bit, 0)
-        for flag, bit in (
-            (begins & used, kernels.BEGINS),
-            (ends & used, kernels.ENDS),
-            (fresh, kernels.FRESH),
-            (fresh_back, kernels.FRESH_BACK),
-        )
-    )
-    table = jnp.stack([block, low, high, of, flags], axis=-1).astype(jnp.int32)
-    return table.reshape(-1), Layout(blocks, valid, None, None, empty)
 
 
 def group_of(K: int, N: int) -> tuple[int, int, int]:
@@ -109,8 +55,8 @@ class Launches:
         self.x = x._replace(q=q, k=k, v=v)
         self.T, (B, _, K, H), (N, Hv) = x.q.shape[1], q.shape, v.shape[2:]
         self.G = num_states
-        table, self.layout = visits(B, self.T, x.segment_ids, num_states)
-        self.table, self.blocks, self.count = table, self.layout.chunks, most_visits(self.T, num_states)
+        table, self.layout = visits(B, self.T, x.segment_ids, num_states, CHUNK)
+        self.table, self.blocks, self.count = table, self.layout.chunks, most_visits(self.T, num_states, CHUNK)
         keys, values, unit = group_of(K, N)
         self.shape, self.groups = (B, N, H, Hv), K // keys
         masked = self.layout.valid is not None or self.T % CHUNK > 0
@@ -153,15 +99,15 @@ class Launches:
         p = self.plan
 
         def field(table: Any, b: Any, i: Any, name: int) -> Any:
-            return table[(b * p.visits + (p.visits - 1 - i if back else i)) * kernels.FIELDS + name]
+            return table[(b * p.visits + (p.visits - 1 - i if back else i)) * FIELDS + name]
 
         def spec(name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
             def at(b: Any, g: Any, i: Any, table: Any) -> tuple[Any, ...]:
                 if name in ("entries", "exits", "d_entries", "d_exits"):
-                    return b, field(table, b, i, kernels.STATE), g, 0, 0
+                    return b, field(table, b, i, STATE), g, 0, 0
                 if name in ("states", "solve"):
                     return b, p.visits - 1 - i if back else i, g, 0, 0
-                block = field(table, b, i, kernels.BLOCK)
+                block = field(table, b, i, BLOCK)
                 return (b, block, 0, 0) if name == "valid" else (b, block, g, *(0 for _ in shape[3:]))
 
             if name in ("a", "beta"):
@@ -283,7 +229,7 @@ def refused(call: Call) -> str | None:
     """Returns why the kernels cannot run a call of these sizes."""
     d = call.dims
     H, Hv = (-(-d[name] // LANES) * LANES for name in ("H", "Hv"))
-    table = 4 * kernels.FIELDS * d["B"] * most_visits(d["T"], call.num_states)
+    table = 4 * FIELDS * d["B"] * most_visits(d["T"], call.num_states, CHUNK)
     if table > SMEM_BYTES:
         return f"the visits of {d['B']} rows take {table >> 10} KiB of scalar memory, of {SMEM_BYTES >> 10}"
     keys, values, _ = group_of(d["K"], d["N"])

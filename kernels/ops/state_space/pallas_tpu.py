@@ -1,11 +1,12 @@
-"""state_space_v2 for TPUs in Pallas: an adapter of `kernels/engines/scan`."""
+"""State spaces for TPUs in Pallas: state_space_v2, an adapter of `kernels/engines/scan`, and the convolution."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 
 from kernels.engines.scan import pallas_linear_calls as linear
-from kernels.ops.state_space.contract import v2_op, work_v2
+from kernels.ops.state_space import pallas_conv_calls
+from kernels.ops.state_space.contract import conv_op, v2_op, work_v2
 
 
 def _launches(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg, cost):
@@ -44,4 +45,14 @@ v2_op.register(
     rejects=rejects,
     heuristic=linear.heuristic,
     candidates=linear.candidates,
+)
+conv_op.register(
+    pallas_conv_calls.forward,
+    pallas_conv_calls.backward,
+    platforms={"tpu"},
+    name="pallas_tpu",
+    dtypes={"float32", "bfloat16"},
+    rejects=pallas_conv_calls.rejects,
+    heuristic=pallas_conv_calls.heuristic,
+    candidates=pallas_conv_calls.candidates,
 )
