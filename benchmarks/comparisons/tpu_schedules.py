@@ -30,8 +30,10 @@ from typing import Any
 
 CASES = (
     "linear_attention:head_16k",
+    "linear_attention:gla_8k",
     "state_space_v2:mamba2_8k",
     "delta_rule:qwen3_next",
+    "delta_rule:kimi_linear",
     "causal_conv1d:mamba2_8k",
     "causal_conv1d:documents_32k",
 )
@@ -122,6 +124,12 @@ def loops_and_share(call: Any, chunk: int | None) -> tuple[int, float]:
     if call.op_name == "causal_conv1d":
         span = chunk or pallas_conv_calls.SPANS[0]
         return span // pallas_conv.SLAB, pallas_conv_calls.CHANNELS * span / 128**2
+    arguments = call.arguments
+    if any(arguments.get(n) is not None for n in ("gk", "bonus")) or (
+        call.op_name == "delta_rule" and call.g.shape[-1] > 1
+    ):
+        heads = pallas_delta_calls.group_of(d["N"], d["N"])[1]
+        return heads, heads
     if call.op_name == "delta_rule":
         keys, values, unit = pallas_delta_calls.group_of(d["K"], d["N"])
         return keys // unit, values
