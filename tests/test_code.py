@@ -20,6 +20,7 @@ MOST_CASES = 4
 SLOW = {
     "pallas": {
         ("delta_rule", "qwen3_next"),
+        ("delta_rule", "kimi_linear"),
         ("flash_attention", "causal_32k_gqa"),
         ("flash_attention", "wide_causal_8k"),
         ("blocksparse_attention", "tenth_of_16k_per_head"),
@@ -29,6 +30,8 @@ SLOW = {
         ("linear_attention", "lightning_64k"),
         ("state_space_v2", "mamba2_8k"),
         ("recurrent", "lstm_1k"),
+        ("causal_conv1d", "documents_32k"),
+        ("causal_conv1d", "qwen3_next"),
     },
     "triton": {
         ("flash_attention", "causal_32k_gqa"),
@@ -58,10 +61,9 @@ SLOW = {
         ("append_and_attend", "mixed"),
     },
 }
-# Cases that a backend leaves to XLA, by name of the operation and the backend: decays of channels, and one token.
+# Cases that a backend leaves to XLA, by name of the operation and the backend: one token.
 LEFT = {
     ("linear_attention", "pallas_tpu", "decode"),
-    ("delta_rule", "pallas_tpu", "kimi_linear"),
     ("delta_rule", "pallas_tpu", "decode"),
 }
 TARGETS = {"triton": (90, 80), "pallas": checks.TPU_TOPOLOGIES}  # the first of each is in the quick tests
@@ -96,9 +98,9 @@ SPILLS = {
     ("delta_rule", "kimi_linear", 90): 564,
     ("delta_rule", "kimi_linear", 80): 624,
     # Gradients of two readers, two writers and their decays are summed side by side, and four matrices of pairs.
-    ("rwkv7", "small", 90): 8,
-    ("rwkv7", "rwkv7_3b", 90): 888,
-    ("rwkv7", "rwkv7_3b", 80): 888,
+    # A warp alone has all of a chunk: it spills outside its products, and more warps took longer (1,032 to 1,921 us for 962).
+    ("rwkv7", "rwkv7_3b", 90): 300,
+    ("rwkv7", "rwkv7_3b", 80): 244,
     # Operands lie in registers there, beside a state of 128 by 64.
     ("linear_attention", "lightning_64k", 80): 28,
 }

@@ -239,6 +239,7 @@ ONLY = {
         "ejdist/layout.py",
         "ejdist/mapped.py",
         "kernels/engines/matmul/permutation.py",
+        "kernels/engines/scan/pallas_channel.py",  # inside of a kernel: products of its chunks, in their dtype both ways
         "ejdist/sequence/attention.py",
         "kernels/framework/execute.py",
     },

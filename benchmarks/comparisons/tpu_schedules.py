@@ -1,13 +1,24 @@
-"""`python -m benchmarks.comparisons.tpu_schedules [case=NAME] [TOPOLOGY ...]`: what the TPU compiler makes of delta rules.
+"""What the TPU compiler makes of recurrences: bundles of their kernels' schedules, and bytes of main memory.
 
-For each topology a row for each kernel: the bundles of its schedule for a step of its grid, and for a head of a chunk of 128
-tokens; and the bytes of HBM that the program of each direction moves, beside what the operation declares. Nothing runs: a
-bundle takes at least a cycle, and waiting for memory is in none. Bundles of a loop inside a step count as often as it runs. A
-program is compiled in a process of its own, as the compiler reads where to write its schedules when it is loaded.
+    python -m benchmarks.comparisons.tpu_schedules [OPERATION:CASE ...] [tpus=v5p,v6e] [chunk=TOKENS]
+
+It prints a table of both directions for all generations, and needs no TPU. A backward is given its cotangents, and its forward
+is not run.
+
+- Bundles are those of all kernels of a direction, for 128 tokens of a head, or of 128 channels: a bundle takes at least a
+  cycle, and waiting for memory is in none. Those of a loop inside a step of the grid count as often as it runs, and those of
+  both branches of a condition count.
+- Bytes are those that every instruction of the program reads from main memory and writes to it. Of an operand that is only
+  sliced or gathered from, they are what is taken. Beside them stands how many times what the operation declares (`Op.work`)
+  that is.
+
+A program is compiled in a process of its own, as the compiler reads where to write its schedules when it is loaded.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import subprocess
@@ -17,80 +28,174 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from kernels.engines.scan.pallas_delta_calls import group_of
-from kernels.ops.delta_rule import op
-from kernels.toolchains.simulate.ahead_of_time import TPU_TOPOLOGIES
-
+CASES = (
+    "linear_attention:head_16k",
+    "linear_attention:gla_8k",
+    "state_space_v2:mamba2_8k",
+    "delta_rule:qwen3_next",
+    "delta_rule:kimi_linear",
+    "causal_conv1d:mamba2_8k",
+    "causal_conv1d:documents_32k",
+)
 COMPILE = "compile"  # how a process of one program is called
-
 BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+\s+(?:\w\w)?\s*:\s*(>*)\s*\{")
+INSTRUCTION = re.compile(r"\s*(?:ROOT )?(%[\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(.*)")
+BYTES = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1}
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "copy-done"}
+TAKES = {"slice", "dynamic-slice", "gather"}  # what reads only a part of its first operand
 
 
-def compiled(case_name: str, topology: str, direction: str) -> None:
-    """Compiles a direction, and prints the bytes that it is said to move and declared to move."""
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def size_of(shape: str) -> int:
+    """Returns the bytes of the arrays of an instruction's type that lie in main memory, without what tiles are padded by."""
+    total = 0
+    for dtype, dims, layout in re.findall(r"(\w+)\[([\d,]*)\]\{([^}]*)\}", shape):
+        if dtype in BYTES and "S(" not in layout:
+            total += BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n)
+    return total
+
+
+def _computations(hlo: str) -> dict[str, list[tuple[str, ...]]]:
+    """Returns the instructions of each computation by its name; that of the program is "ENTRY"."""
+    found: dict[str, list[tuple[str, ...]]] = {}
+    name = ""
+    for line in hlo.splitlines():
+        if not line.startswith(" ") and line.rstrip().endswith("{"):
+            name = "ENTRY" if line.startswith("ENTRY") else line.split()[0]
+            found[name] = []
+        elif (instruction := INSTRUCTION.match(line)) and name:
+            found[name].append(instruction.groups())
+    return found
+
+
+def _taken(body: list[tuple[str, ...]], number: int) -> int | None:
+    """Returns the bytes that a fused computation takes of a parameter that it only slices or gathers from, else None."""
+    (parameter,) = (name for name, _, kind, arguments, _ in body if kind == "parameter" and arguments == str(number))
+    aliases, total = {parameter}, 0
+    for name, shape, kind, arguments, _ in body:
+        operands = re.findall(r"%[\w.\-]+", arguments)
+        if not aliases & set(operands):
+            continue
+        if kind == "bitcast":
+            aliases.add(name)
+        elif kind in TAKES and operands[0] in aliases:
+            total += size_of(re.sub(r"S\(\d+\)", "", shape))
+        else:
+            return None
+    return total
+
+
+def moved(hlo: str) -> int:
+    """Returns the bytes that the instructions of a compiled program read from main memory and write to it."""
+    computations, sizes, total = _computations(hlo), {}, 0
+    for name, shape, kind, arguments, more in computations["ENTRY"]:
+        sizes[name] = size_of(shape)
+        if kind in FREE:
+            continue
+        total += 0 if kind == "copy-start" else sizes[name]
+        called = re.search(r"calls=(%[\w.\-]+)", more)
+        for i, operand in enumerate(re.findall(r"%[\w.\-]+", arguments)):
+            read = sizes.get(operand, 0)
+            if kind == "fusion" and called:
+                part = _taken(computations[called[1]], i)
+                read = read if part is None else min(read, part)
+            elif kind in TAKES and i == 0:
+                read = min(read, sizes[name])
+            total += read
+    return total
+
+
+# -- bundles ----------------------------------------------------------------------------------------------------------
+
+
+def bundles(schedule: str) -> Counter[int]:
+    """Returns the bundles of a schedule by the number of loops around them; the first is that over the grid."""
+    return Counter(len(match[1]) for match in map(BUNDLE.match, schedule.splitlines()) if match)
+
+
+def loops_and_share(call: Any, chunk: int | None) -> tuple[int, float]:
+    """Returns (how often the loop in a step of the grid runs, the heads of 128 tokens, or tiles of channels, of a step)."""
+    from kernels.engines.scan import pallas_delta_calls, pallas_linear_calls
+    from kernels.ops.state_space import pallas_conv, pallas_conv_calls
+
+    d = call.dims
+    if call.op_name == "causal_conv1d":
+        span = chunk or pallas_conv_calls.SPANS[0]
+        return span // pallas_conv.SLAB, pallas_conv_calls.CHANNELS * span / 128**2
+    arguments = call.arguments
+    if any(arguments.get(n) is not None for n in ("gk", "bonus")) or (
+        call.op_name == "delta_rule" and call.g.shape[-1] > 1
+    ):
+        heads = pallas_delta_calls.group_of(d["N"], d["N"])[1]
+        return heads, heads
+    if call.op_name == "delta_rule":
+        keys, values, unit = pallas_delta_calls.group_of(d["K"], d["N"])
+        return keys // unit, values
+    chunk = chunk or pallas_linear_calls.heuristic(call, "tpu").chunk
+    return 1, pallas_linear_calls.blocks_of(d["N"], d["K"]).heads * chunk / 128
+
+
+def compiled(op_name: str, case_name: str, topology: str, direction: str, chunk: str, folder: str) -> None:
+    """Compiles a direction, and prints what is known of it as JSON."""
     import jax
 
+    import kernels
     from kernels.toolchains.simulate import ahead_of_time
 
+    op, backward = kernels.operations()[op_name], direction == "backward"
     case = next(case for case in op.cases if case.name == case_name)
-    backward = direction == "backward"
-    moved = op.work(op.bind(**op.case_inputs(case, dtype="bfloat16", shapes_only=True)))[backward].bytes
-    function, arguments = ahead_of_time.call_of(op, case, platform="pallas", backward=False)
+    call = op.bind(**op.case_inputs(case, dtype="bfloat16", shapes_only=True))
+    field = "span" if op_name == "causal_conv1d" else "chunk"
+    sizes = {field: int(chunk)} | ({"backward_span": int(chunk)} if field == "span" else {}) if chunk else {}
+    cfg = op.config(**sizes) if sizes else None
+    function, arguments = ahead_of_time.call_of(op, case, platform="pallas", cfg=cfg, backward=False)
     inputs = (arguments, jax.eval_shape(function, arguments)) if backward else (arguments,)
 
     def gradients(arguments: Any, cotangents: Any) -> Any:
         return jax.vjp(function, arguments)[1](cotangents)
 
     program = ahead_of_time.compile_tpu(gradients if backward else function, *inputs, topology=topology)
-    print("bytes", program.cost_analysis()["bytes accessed"], moved)
+    repeats, share = loops_and_share(call, int(chunk) if chunk else None)
+    counts = {}
+    for schedule in sorted(Path(folder).glob("*_kernel*-final_bundles.txt")):
+        kernel = re.search(r"\d-(\w+_kernel)[.\d]*-\d+-final_bundles", schedule.name)
+        if kernel:
+            depths = bundles(schedule.read_text())
+            counts[kernel[1]] = sum(n * (repeats if depth > 1 else 1) for depth, n in depths.items() if depth) / share
+    found = {"moved": moved(program.as_text()), "declared": op.work(call)[backward].bytes, "bundles": counts}
+    print(json.dumps(found | {"temporaries": program.memory_analysis().temp_size_in_bytes}))
 
 
-def bundles(schedule: Path) -> Counter[int]:
-    """Returns the bundles of a schedule by the number of loops around them; the first is that over the grid."""
-    matches = (BUNDLE.match(line) for line in schedule.read_text().splitlines())
-    return Counter(len(match[1]) for match in matches if match)
-
-
-def rows(case_name: str, topology: str, direction: str) -> list[str]:
-    """Returns the rows of a direction on a topology."""
-    dims = next(case for case in op.cases if case.name == case_name).dims
-    keys, values, unit = group_of(dims["K"], dims["N"])
+def row(case: str, topology: str, direction: str, chunk: str) -> str:
+    """Returns the row of a direction on a topology."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.comparisons.tpu_schedules",
-            COMPILE,
-            case_name,
-            topology,
-            direction,
-        ]
-        environment = {**os.environ, "LIBTPU_INIT_ARGS": settings}
-        answer = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
-        answered = re.search(r"^bytes (\S+) (\S+)$", answer, re.M)
-        assert answered, answer
-        moved, declared = map(float, answered.groups())
-        steps = []
-        for schedule in sorted(Path(folder).glob("*_kernel*-final_bundles.txt")):
-            kernel = re.search(r"\d-(\w+_kernel)[.\d]*-\d+-final_bundles", schedule.name)
-            if kernel:
-                depths = bundles(schedule)
-                step = depths[1] + depths[2] * (keys // unit)
-                steps.append(f"`{kernel[1]}` {step:,} ({step / values:.0f} of a head)")
-    traffic = f"{moved / 1e6:.0f} MB, {moved / declared:.2f} of declared"
-    return [f"| {topology.split(':')[0]} | {direction} | {', '.join(steps)} | {traffic} |"]
+        command = [sys.executable, "-m", "benchmarks.comparisons.tpu_schedules", COMPILE, *case.split(":")]
+        environment = os.environ | {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"}
+        command += [topology, direction, chunk, folder]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{case} for {topology}: {done.stderr.strip().splitlines()[-1]}")
+    x = json.loads(done.stdout.splitlines()[-1])
+    each = " + ".join(f"{n:,.0f}" for n in x["bundles"].values())
+    cells = [f"`{case.split(':')[1]}`", topology.split(":")[0], direction, each, f"{x['moved'] / 1e6:,.0f}"]
+    return f"| {' | '.join(cells)} | {x['moved'] / x['declared']:.2f} | {x['temporaries'] / 1e6:,.0f} |"
 
 
 def main(arguments: list[str]) -> None:
     if arguments[:1] == [COMPILE]:
         compiled(*arguments[1:])
         return
-    case = next((word.removeprefix("case=") for word in arguments if word.startswith("case=")), "qwen3_next")
-    print("| TPU | direction | bundles of a step | bytes of HBM |\n|---|---|---|---|")
-    for topology in [word for word in arguments if "=" not in word] or TPU_TOPOLOGIES:
-        for direction in ("forward", "backward"):
-            print("\n".join(rows(case, topology, direction)), flush=True)
+    from kernels.toolchains.simulate.ahead_of_time import TPU_TOPOLOGIES
+
+    options = dict(word.split("=", 1) for word in arguments if "=" in word)
+    wanted = options.get("tpus", ",".join(t.split(":")[0] for t in TPU_TOPOLOGIES)).split(",")
+    print("| case | TPU | direction | bundles | MB | of declared | temporaries, MB |\n|---|---|---|---|---|---|---|")
+    for case in [word for word in arguments if "=" not in word] or CASES:
+        for topology in [t for t in TPU_TOPOLOGIES if t.split(":")[0] in wanted]:
+            for direction in ("forward", "backward"):
+                print(row(case, topology, direction, options.get("chunk", "")), flush=True)
 
 
 if __name__ == "__main__":

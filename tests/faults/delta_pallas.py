@@ -35,8 +35,8 @@ FAULTS = (
     ),
     Fault(
         "delta on TPUs: a document does not end the one before it",
-        "pallas_delta_calls:Launches.__init__",
-        "jnp.where(resets($x.segment_ids)[..., None], FORGETS, $a)",
+        "pallas_delta_calls:Launches.gates_of",
+        "jnp.where(self.begins[..., None], FORGETS, $a)",
         "$a",
         f"{DELTA} -k documents_and_padding",
     ),
@@ -84,7 +84,7 @@ FAULTS = (
     ),
     Fault(
         "delta on TPUs: a cut belongs to the sequence after it",
-        "pallas_delta_calls:visits",
+        "pallas_visits:visits",
         "($starts <= $cuts[..., None]) & ($starts < $T)",
         "$starts < $T",
         f"{DELTA} -k visit",

@@ -12,8 +12,8 @@ from test_delta_triton import arguments_of, keys
 
 from kernels import Unsupported
 from kernels.engines.scan.chunks import ChunkConfig
-from kernels.engines.scan.pallas_delta_calls import visits
 from kernels.engines.scan.pallas_delta_parts import CHUNK, inverses
+from kernels.engines.scan.pallas_visits import visits
 from kernels.framework.interpret import interpret
 from kernels.ops.delta_rule import op
 from kernels.toolchains.pallas import pallas_launch
@@ -123,7 +123,7 @@ def test_every_token_is_in_one_visit_of_its_sequence(lengths, states):
     G, T = 3, 300
     ids = np.full(T, -1, np.int32)
     ids[: sum(lengths)] = np.repeat(states, lengths)
-    table, layout = visits(1, T, jnp.asarray(ids[None]), G)
+    table, layout = visits(1, T, jnp.asarray(ids[None]), G, CHUNK)
     seen, began, ended = np.full(T, -1), [], []
     for block, first, last, state, flags in np.asarray(table).reshape(-1, 5):
         assert 0 <= block < -(-T // CHUNK) and last <= CHUNK
@@ -187,12 +187,10 @@ def test_a_result_that_depends_on_a_token_far_back():
 def test_what_is_left_to_xla_is_refused_by_name():
     rng = np.random.default_rng(8)
     arguments = arguments_of(rng, 1, 3, 1, 2, 8, 4)
-    channels = {**arguments, "g": jnp.broadcast_to(arguments["g"], (1, 3, 2, 8))}
     one = {n: x[:, :1] for n, x in arguments.items()}
     wide, many = arguments_of(rng, 1, 3, 8, 128, 8, 512), arguments_of(rng, 1, 3, 1, 32, 8, 4)
     with interpret():
         refused = (
-            (channels, "a decay for each channel"),
             (one, "one token"),
             (wide, "MiB of VMEM"),
             (many, "share one"),

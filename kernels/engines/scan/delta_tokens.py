@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -11,8 +11,8 @@ class Tokens(NamedTuple):
     """Arguments of a gated delta rule. Head n of N reads head n // (N / K) of q and k.
 
     Attributes:
-      q, k: [B, T, K, H]. v: [B, T, N, Hv]. beta: [B, T, N].
-      a: log decays, [B, T, N], or None.
+      q, k: [B, T, K, H]. v: [B, T, N, Hv]. beta: [B, T, N]; None for linear attention, of kernels that have it too.
+      a: log decays, [B, T, N], or of channels [B, T, N, H]; or None.
       segment_ids: int [B, T], or None.
       entries: float32 [B, G, N, H, Hv], states that sequences start from, or None for 0.
     """
@@ -20,7 +20,7 @@ class Tokens(NamedTuple):
     q: jax.Array
     k: jax.Array
     v: jax.Array
-    beta: jax.Array
+    beta: Any
     a: jax.Array | None
     segment_ids: jax.Array | None
     entries: jax.Array | None

@@ -30,12 +30,7 @@ from kernels.engines.scan.pallas_delta_parts import (
     running_sums,
     store_heads,
 )
-
-# The fields of a visit in the table, and its flags: its sequence begins or ends there, its block is another than that of the
-# visit before or after it.
-FIELDS = 5
-BLOCK, FIRST, LAST, STATE, FLAGS = range(FIELDS)
-BEGINS, ENDS, FRESH, FRESH_BACK = 1, 2, 4, 8
+from kernels.engines.scan.pallas_visits import BEGINS, ENDS, FIELDS, FIRST, FLAGS, FRESH, FRESH_BACK, LAST
 
 
 class Plan(NamedTuple):

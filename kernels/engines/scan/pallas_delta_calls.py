@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,9 +13,9 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels.engines.scan import pallas_delta as kernels
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.delta_tokens import Tokens
-from kernels.engines.scan.layout import Layout
 from kernels.engines.scan.pallas_delta import Plan
 from kernels.engines.scan.pallas_delta_parts import CHUNK, FORGETS, LANES, in_words
+from kernels.engines.scan.pallas_visits import BLOCK, FIELDS, SMEM_BYTES, STATE, most_visits, visits
 from kernels.engines.scan.recurrence import resets
 from kernels.framework.binding import Call
 from kernels.framework.work import Work
@@ -26,60 +26,6 @@ AT_ONCE = (
     16  # heads of values whose products fill the time of one another: with 8, a head takes 1.1 to 1.2 times the bundles
 )
 VMEM_BYTES = 48 * 2**20
-SMEM_BYTES = 512 * 2**10  # that the table of visits may take
-
-
-def most_visits(T: int, num_states: int) -> int:
-    """Returns the number of visits of a row."""
-    return -(-T // CHUNK) + (num_states if num_states > 1 else 0)
-
-
-def visits(B: int, T: int, segment_ids: jax.Array | None, num_states: int) -> tuple[jax.Array, Layout]:
-    """Returns (the table int32 [B * visits * FIELDS], which tokens count and which states have none).
-
-    A row is cut every CHUNK tokens and where one of several sequences begins: a sequence is what lies from its first token to
-    the first of the next. Resets between documents of one state are not cuts, they are decays.
-    """
-    blocks = -(-T // CHUNK)
-    cuts = jnp.broadcast_to(jnp.arange(0, blocks * CHUNK, CHUNK, dtype=jnp.int32), (B, blocks))
-    if num_states == 1:
-        valid, empty = None if segment_ids is None else segment_ids >= 0, None
-        of, begins, ends = jnp.zeros_like(cuts), cuts == 0, cuts == (blocks - 1) * CHUNK
-        stops = jnp.broadcast_to(jnp.minimum(cuts + CHUNK, T), cuts.shape)
-    else:
-        G = num_states
-        ids = jnp.zeros((B, T), jnp.int32) if segment_ids is None else segment_ids
-        valid = (ids >= 0) & (ids < G)
-        rows, position = jnp.arange(B)[:, None], jnp.arange(T, dtype=jnp.int32)
-        before = jnp.pad(ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-        heads = jnp.where(valid & (ids != before), ids, G)  # few of all tokens: only these are scattered
-        first = jnp.full((B, G), T, jnp.int32).at[rows, heads].min(position[None], mode="drop")
-        empty = first == T
-        # What precedes the first sequence is padding, and belongs to it; so does all of a row without any.
-        first = first.at[rows[:, 0], jnp.argmin(first, axis=1)].set(0)
-        cuts = jnp.sort(jnp.concatenate([cuts, first], axis=1), axis=1)
-        stops = jnp.minimum(jnp.pad(cuts[:, 1:], ((0, 0), (0, 1)), constant_values=T), T)
-        # The sequence of a cut is the one that begins last until there: none begin together, but at the end.
-        starts = first[:, None]
-        of = jnp.argmax(jnp.where((starts <= cuts[..., None]) & (starts < T), starts, -1), axis=2).astype(jnp.int32)
-        begins = cuts == jnp.take_along_axis(first, of, axis=1)
-        ends = stops == jnp.min(jnp.where(starts > cuts[..., None], starts, T), axis=2)
-    block = jnp.minimum(cuts // CHUNK, blocks - 1)
-    low, high, used = cuts - block * CHUNK, stops - block * CHUNK, stops > cuts
-    other = block[:, 1:] != block[:, :-1]
-    fresh = jnp.pad(other, ((0, 0), (1, 0)), constant_values=True)
-    fresh_back = jnp.pad(other, ((0, 0), (0, 1)), constant_values=True)
-    flags = sum(
-        jnp.where(flag, bit, 0)
-        for flag, bit in (
-            (begins & used, kernels.BEGINS),
-            (ends & used, kernels.ENDS),
-            (fresh, kernels.FRESH),
-            (fresh_back, kernels.FRESH_BACK),
-        )
-    )
-    table = jnp.stack([block, low, high, of, flags], axis=-1).astype(jnp.int32)
-    return table.reshape(-1), Layout(blocks, valid, None, None, empty)
 
 
 def group_of(K: int, N: int) -> tuple[int, int, int]:
@@ -90,7 +36,7 @@ def group_of(K: int, N: int) -> tuple[int, int, int]:
     return keys, keys * shared, unit
 
 
-def _widened(x: jax.Array, axes: tuple[int, ...] = (-1,)) -> jax.Array:
+def widened(x: jax.Array, axes: tuple[int, ...] = (-1,)) -> jax.Array:
     """Returns an array with whole lanes: 0 for the channels that are added."""
     pad = [(0, 0)] * x.ndim
     for axis in axes:
@@ -109,20 +55,30 @@ class Launches:
         self.x = x._replace(q=q, k=k, v=v)
         self.T, (B, _, K, H), (N, Hv) = x.q.shape[1], q.shape, v.shape[2:]
         self.G = num_states
-        table, self.layout = visits(B, self.T, x.segment_ids, num_states)
-        self.table, self.blocks, self.count = table, self.layout.chunks, most_visits(self.T, num_states)
-        keys, values, unit = group_of(K, N)
+        table, self.layout = visits(B, self.T, x.segment_ids, num_states, CHUNK)
+        self.table, self.blocks, self.count = table, self.layout.chunks, most_visits(self.T, num_states, CHUNK)
+        keys, values, unit = self.group(K, N)
         self.shape, self.groups = (B, N, H, Hv), K // keys
         masked = self.layout.valid is not None or self.T % CHUNK > 0
         self.plan = Plan(keys, values, unit, keys // unit, self.count, scale, masked, num_states > 1)
-        a = jnp.zeros(x.beta.shape, jnp.float32) if x.a is None else x.a.astype(jnp.float32)
+        self.begins = None  # where a document does, if decays are to end what is before it
         if x.segment_ids is not None and num_states == 1:
-            a = jnp.where(resets(x.segment_ids)[..., None], FORGETS, a)
-        self.a, self.beta = (self.by_block(y) for y in (a, x.beta.astype(jnp.float32)))
+            self.begins = resets(x.segment_ids)
+        self.gates = self.gates_of(x)
+
+    def group(self, K: int, N: int) -> tuple[int, int, int]:
+        """Returns what `group_of` does."""
+        return group_of(K, N)
+
+    def gates_of(self, x: Tokens) -> dict[str, jax.Array]:
+        """Returns the decays "a" and rates "beta" as the kernels read them."""
+        a = jnp.zeros(x.beta.shape, jnp.float32) if x.a is None else x.a.astype(jnp.float32)
+        a = a if self.begins is None else jnp.where(self.begins[..., None], FORGETS, a)
+        return {"a": self.by_block(a), "beta": self.by_block(x.beta.astype(jnp.float32))}
 
     def channels(self, x: jax.Array) -> jax.Array:
         """Returns tokens [B, T, heads, D] as the kernels read them: whole lanes, whole words, at least one block."""
-        x = _widened(x)
+        x = widened(x)
         x = x if in_words(x.dtype, x.shape[2]) else x.astype(jnp.float32)
         return jnp.pad(x, ((0, 0), (0, max(0, CHUNK - x.shape[1])), (0, 0), (0, 0)))
 
@@ -153,21 +109,25 @@ class Launches:
         p = self.plan
 
         def field(table: Any, b: Any, i: Any, name: int) -> Any:
-            return table[(b * p.visits + (p.visits - 1 - i if back else i)) * kernels.FIELDS + name]
+            return table[(b * p.visits + (p.visits - 1 - i if back else i)) * FIELDS + name]
 
         def spec(name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
             def at(b: Any, g: Any, i: Any, table: Any) -> tuple[Any, ...]:
                 if name in ("entries", "exits", "d_entries", "d_exits"):
-                    return b, field(table, b, i, kernels.STATE), g, 0, 0
+                    return b, field(table, b, i, STATE), g, 0, 0
+                if name in ("bonus", "d_bonus"):
+                    return (b, g, 0)[3 - len(shape) :]
                 if name in ("states", "solve"):
                     return b, p.visits - 1 - i if back else i, g, 0, 0
-                block = field(table, b, i, kernels.BLOCK)
+                block = field(table, b, i, BLOCK)
                 return (b, block, 0, 0) if name == "valid" else (b, block, g, *(0 for _ in shape[3:]))
 
-            if name in ("a", "beta"):
+            if len(shape) == 6:  # gates of heads, see `by_block`
                 return pl.BlockSpec((1, 1, 1, *shape[3:]), at)
             if name == "valid":
                 return pl.BlockSpec((1, 1, 1, CHUNK), at)
+            if name in ("bonus", "d_bonus"):
+                return pl.BlockSpec((*(1,) * (len(shape) - 2), p.values, shape[-1]), at)
             if len(shape) == 5:
                 return pl.BlockSpec((1, 1, p.values, *shape[3:]), at)
             return pl.BlockSpec((1, CHUNK, p.keys if name in ("q", "k", "dq", "dk") else p.values, shape[3]), at)
@@ -212,25 +172,37 @@ class Launches:
 
     def inputs(self, **more: Any) -> dict[str, Any]:
         """Returns what all kernels read."""
-        x = {"k": self.x.k, "v": self.x.v, "a": self.a, "beta": self.beta}
+        x = {"k": self.x.k, "v": self.x.v} | self.gates
         if self.plan.masked:
             valid = jnp.ones((self.shape[0], self.T), bool) if self.layout.valid is None else self.layout.valid
-            valid = jnp.pad(valid, ((0, 0), (0, self.blocks * CHUNK - self.T))).astype(jnp.float32)
+            valid = self.marked(valid.astype(jnp.float32))
+            valid = jnp.pad(valid, ((0, 0), (0, self.blocks * CHUNK - self.T)))
             x["valid"] = valid.reshape(-1, self.blocks, 1, CHUNK)
         return x | {name: y for name, y in more.items() if y is not None}
 
-    def walk(self, wanted: tuple[str, ...]) -> dict[str, jax.Array]:
-        """Returns what is `wanted` of a walk: "out", "exits", "states" and "solve", see `delta_walk_kernel`."""
-        (B, N, H, Hv), reads, dtype = self.shape, "out" in wanted, self.x.k.dtype
-        shapes = {
+    def marked(self, valid: jax.Array) -> jax.Array:
+        """Returns which tokens count [B, T], with more that kernels are to know of them; not above 0 for what does not."""
+        return valid
+
+    def widened_entries(self) -> jax.Array | None:
+        """Returns the states that sequences start from, as the kernels read them."""
+        return None if self.entries is None else widened(self.entries, (-2, -1))
+
+    def shapes(self) -> dict[str, Any]:
+        """Returns the shape and dtype of what walks write."""
+        (B, N, H, Hv), dtype = self.shape, self.x.k.dtype
+        return {
             "out": (self.x.v.shape, self.x.v.dtype),
             "exits": ((B, self.G, N, H, Hv), jnp.float32),
             "states": ((B, self.count, N, H, Hv), dtype),
             "solve": ((B, self.count, N, CHUNK, CHUNK), dtype),
         }
-        entries = None if self.entries is None else _widened(self.entries, (-2, -1))
+
+    def walk(self, wanted: tuple[str, ...]) -> dict[str, jax.Array]:
+        """Returns what is `wanted` of a walk: "out", "exits", "states" and "solve", see `delta_walk_kernel`."""
+        reads, shapes = "out" in wanted, self.shapes()
         heads = {"k": "keys", "v": "values"} | ({"q": "keys", "out": "values"} if reads else {})
-        inputs = self.inputs(q=self.x.q if reads else None, entries=entries)
+        inputs = self.inputs(q=self.x.q if reads else None, entries=self.widened_entries())
         outputs = {name: shapes[name] for name in wanted}
         return self.launch(kernels.delta_walk_kernel, inputs, outputs, self.scratch(heads), False)
 
@@ -241,13 +213,13 @@ class Launches:
           found: "states" and "solve" of `walk`.
         """
         B, N, H, Hv = self.shape
-        inputs = self.inputs(q=self.x.q, d_out=d_out, d_exits=_widened(d_exits, (-2, -1)), **found)
+        inputs = self.inputs(q=self.x.q, d_out=d_out, d_exits=widened(d_exits, (-2, -1)), **found)
         outputs = {
             "dq": (self.x.q.shape, self.x.q.dtype),
             "dk": (self.x.k.shape, self.x.k.dtype),
             "dv": (self.x.v.shape, self.x.v.dtype),
-            "beta": (self.beta.shape, jnp.float32),
-            "a": (self.a.shape, jnp.float32),
+            "beta": (self.gates["beta"].shape, jnp.float32),
+            "a": (self.gates["a"].shape, jnp.float32),
             "d_entries": ((B, self.G, N, H, Hv), jnp.float32),
         }
         keys, values = dict.fromkeys(("q", "k", "dq", "dk"), "keys"), dict.fromkeys(("v", "d_out", "dv"), "values")
@@ -262,30 +234,29 @@ class Launches:
         H, Hv = self.widths
         return self.layout.exits(x[..., :H, :Hv], entries)
 
+    def forward(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns (out [B, T, N, Hv] of that dtype, final states [B, G, N, H, Hv])."""
+        found = self.walk(("out", "exits"))
+        return self.tokens(found["out"], self.widths[1]).astype(dtype), self.states(found["exits"], self.entries)
 
-def forward(run: Launches, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns (out [B, T, N, Hv] of that dtype, final states [B, G, N, H, Hv])."""
-    found = run.walk(("out", "exits"))
-    return run.tokens(found["out"], run.widths[1]).astype(dtype), run.states(found["exits"], run.entries)
+    def backward(self, d_out: jax.Array, d_exits: jax.Array) -> dict[str, Any]:
+        """Returns the gradients by the names of `Tokens`; of beta, a and entries in float32."""
+        d_exits = d_exits.astype(jnp.float32)
+        kept = self.walk(("states", "solve") if "beta" in self.gates else ("states",))
+        d = self.reverse(kept, self.channels(d_out.astype(self.x.v.dtype)), d_exits)
+        return self.gradients(d) | {"entries": self.states(d["d_entries"], d_exits)}
 
-
-def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array) -> dict[str, Any]:
-    """Returns the gradients by the names of `Tokens`; of beta, a and entries in float32."""
-    d_exits = d_exits.astype(jnp.float32)
-    d = run.reverse(run.walk(("states", "solve")), run.channels(d_out.astype(run.x.v.dtype)), d_exits)
-    H, Hv = run.widths
-    found: dict[str, Any] = {n: run.tokens(d[f"d{n}"], w) for n, w in (("q", H), ("k", H), ("v", Hv))}
-    found |= {name: run.of_blocks(d[name]) for name in ("beta", "a")}
-    return found | {"entries": run.states(d["d_entries"], d_exits)}
+    def gradients(self, d: dict[str, jax.Array]) -> dict[str, Any]:
+        """Returns the gradients of tokens, given those of `reverse`."""
+        H, Hv = self.widths
+        found: dict[str, Any] = {n: self.tokens(d[f"d{n}"], w) for n, w in (("q", H), ("k", H), ("v", Hv))}
+        return found | {name: self.of_blocks(d[name]) for name in ("beta", "a")}
 
 
 def refused(call: Call) -> str | None:
     """Returns why the kernels cannot run a call of these sizes."""
     d = call.dims
     H, Hv = (-(-d[name] // LANES) * LANES for name in ("H", "Hv"))
-    table = 4 * kernels.FIELDS * d["B"] * most_visits(d["T"], call.num_states)
-    if table > SMEM_BYTES:
-        return f"the visits of {d['B']} rows take {table >> 10} KiB of scalar memory, of {SMEM_BYTES >> 10}"
     keys, values, _ = group_of(d["K"], d["N"])
     if values > keys * AT_ONCE:
         return f"{values // keys} heads of values share one of keys; the kernels take {AT_ONCE} at once"
@@ -295,9 +266,16 @@ def refused(call: Call) -> str | None:
         keys * H + values * Hv
     )
     of_states = values * (H * Hv * (2 * size + 5 * 4) + CHUNK * CHUNK * 2 * size)
-    if of_tokens + of_states > VMEM_BYTES:
-        needed = (of_tokens + of_states) >> 20
-        return f"{values} heads of {d['H']} by {d['Hv']} take {needed} MiB of VMEM, of {VMEM_BYTES >> 20}"
+    return too_large(d, call.num_states, values, of_tokens + of_states)
+
+
+def too_large(d: Mapping[str, int], num_states: int, heads: int, needed: int) -> str | None:
+    """Returns why a program of `heads` heads that needs so many bytes of VMEM does not fit, or None."""
+    table = 4 * FIELDS * d["B"] * most_visits(d["T"], num_states, CHUNK)
+    if table > SMEM_BYTES:
+        return f"the visits of {d['B']} rows take {table >> 10} KiB of scalar memory, of {SMEM_BYTES >> 10}"
+    if needed > VMEM_BYTES:
+        return f"{heads} heads of {d['H']} by {d['Hv']} take {needed >> 20} MiB of VMEM, of {VMEM_BYTES >> 20}"
     return None
 
 

@@ -244,44 +244,44 @@ class Launches:
         entries = {} if self.x.entries is None else {"entries": self.turned(self.x.entries)}
         return {name: x for name, x in {**self.inputs, **entries}.items() if name in names}
 
+    def forward(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns (out [B, T, N, Hv] of that dtype, final states [B, G, N, H, Hv])."""
+        x, (B, N) = self.x, self.heads
+        like = jax.ShapeDtypeStruct((B, self.T, N, x.v.shape[-1]), x.v.dtype)
+        outputs = {"out": _struct(self, like), "exits": jax.ShapeDtypeStruct(self.states, jnp.float32)}
+        inputs = self._some("q", "k", "v", "a", "w", "valid", "skip", "entries")
+        results = self.launch(linear_fwd_kernel, inputs, outputs, {}, work=self.work)
+        return self.of_tokens(results["out"], like).astype(dtype), self.layout.exits(
+            self.turned(results["exits"]), x.entries
+        )
 
-def forward(run: Launches) -> tuple[jax.Array, jax.Array]:
-    """Returns (out [B, T, N, Hv] in the dtype of v, final states [B, G, N, H, Hv])."""
-    x, (B, N) = run.x, run.heads
-    like = jax.ShapeDtypeStruct((B, run.T, N, x.v.shape[-1]), x.v.dtype)
-    outputs = {"out": _struct(run, like), "exits": jax.ShapeDtypeStruct(run.states, jnp.float32)}
-    inputs = run._some("q", "k", "v", "a", "w", "valid", "skip", "entries")
-    results = run.launch(linear_fwd_kernel, inputs, outputs, {}, work=run.work)
-    return run.of_tokens(results["out"], like), run.layout.exits(run.turned(results["exits"]), x.entries)
-
-
-def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array) -> dict[str, Any]:
-    """Returns the gradients by the names of `Tokens`, None for what is None; of a, w, skip and entries in float32."""
-    x, plan, (B, N), d_exits = run.x, run.plan, run.heads, d_exits.astype(jnp.float32)
-    kept = jax.ShapeDtypeStruct((B, N, plan.chunks, *run.states[3:]), plan.dtype)
-    inputs = run._some("k", "v", "a", "w", "valid", "entries")
-    states = run.launch(linear_fwd_kernel, inputs, {"states": kept}, {})["states"]
-    rows = jax.ShapeDtypeStruct((B, run.all_rows, plan.chunks * plan.C), jnp.float32)
-    arrays = {"q": x.q, "k": x.k, "v": x.v}
-    outputs = {f"d_{name}": _struct(run, y) for name, y in arrays.items()} | {"d_a": rows}
-    outputs |= {f"d_{name}": rows for name in ("w", "skip") if getattr(x, name) is not None}
-    if x.entries is not None:
-        outputs["d_entries"] = jax.ShapeDtypeStruct(run.states, jnp.float32)
-    sums = {}
-    for name in plan.of_keys:
-        D = arrays[name].shape[3]
-        sums[f"sum_{name}"] = (plan.heads_k, *((D, plan.C) if tokens_last(D) else (plan.C, D)))
-    inputs = run._some("q", "k", "v", "a", "w", "valid", "skip")
-    inputs |= {"d_out": run.tokens(d_out), "states": states, "d_exits": run.turned(d_exits)}
-    results = run.launch(linear_bwd_kernel, inputs, outputs, sums, reverse=True, work=run.work)
-    d: dict[str, Any] = dict.fromkeys(Tokens._fields)
-    d |= {name: run.of_tokens(results[f"d_{name}"], y) for name, y in arrays.items()}
-    d |= {name: run.of_rows(results[f"d_{name}"]) for name in ("a", "w") if getattr(x, name) is not None}
-    if x.skip is not None:
-        d["skip"] = jnp.sum(run.of_rows(results["d_skip"]), axis=(0, 1))
-    if x.entries is not None:
-        d["entries"] = run.layout.exits(run.turned(results["d_entries"]), d_exits)
-    return d
+    def backward(self, d_out: jax.Array, d_exits: jax.Array) -> dict[str, Any]:
+        """Returns the gradients by the names of `Tokens`, None for what is None; of a, w, skip and entries in float32."""
+        x, plan, (B, N), d_exits = self.x, self.plan, self.heads, d_exits.astype(jnp.float32)
+        kept = jax.ShapeDtypeStruct((B, N, plan.chunks, *self.states[3:]), plan.dtype)
+        inputs = self._some("k", "v", "a", "w", "valid", "entries")
+        states = self.launch(linear_fwd_kernel, inputs, {"states": kept}, {})["states"]
+        rows = jax.ShapeDtypeStruct((B, self.all_rows, plan.chunks * plan.C), jnp.float32)
+        arrays = {"q": x.q, "k": x.k, "v": x.v}
+        outputs = {f"d_{name}": _struct(self, y) for name, y in arrays.items()} | {"d_a": rows}
+        outputs |= {f"d_{name}": rows for name in ("w", "skip") if getattr(x, name) is not None}
+        if x.entries is not None:
+            outputs["d_entries"] = jax.ShapeDtypeStruct(self.states, jnp.float32)
+        sums = {}
+        for name in plan.of_keys:
+            D = arrays[name].shape[3]
+            sums[f"sum_{name}"] = (plan.heads_k, *((D, plan.C) if tokens_last(D) else (plan.C, D)))
+        inputs = self._some("q", "k", "v", "a", "w", "valid", "skip")
+        inputs |= {"d_out": self.tokens(d_out), "states": states, "d_exits": self.turned(d_exits)}
+        results = self.launch(linear_bwd_kernel, inputs, outputs, sums, reverse=True, work=self.work)
+        d: dict[str, Any] = dict.fromkeys(Tokens._fields)
+        d |= {name: self.of_tokens(results[f"d_{name}"], y) for name, y in arrays.items()}
+        d |= {name: self.of_rows(results[f"d_{name}"]) for name in ("a", "w") if getattr(x, name) is not None}
+        if x.skip is not None:
+            d["skip"] = jnp.sum(self.of_rows(results["d_skip"]), axis=(0, 1))
+        if x.entries is not None:
+            d["entries"] = self.layout.exits(self.turned(results["d_entries"]), d_exits)
+        return d
 
 
 def _struct(run: Launches, like: Any) -> jax.ShapeDtypeStruct:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from kernels.engines.scan import pallas_channel_calls as channels
 from kernels.engines.scan import pallas_delta_calls as delta
 from kernels.ops.delta_rule.contract import check_states, normalized, op, scale_of, work
 
@@ -14,20 +15,23 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def _launches(query, key, value, beta, g, segment_ids, initial_state, softmax_scale, num_states, cfg, cost):
+    """Returns the launches of a call: those of decays of channels where g has more than one."""
     check_states("delta_rule", initial_state, segment_ids, num_states)
-    a = None if g is None else g[..., 0].astype(jnp.float32)
+    per_channel = g is not None and g.shape[-1] != 1
+    a = None if g is None else g if per_channel else g[..., 0].astype(jnp.float32)
     entries = None if initial_state is None else initial_state.astype(jnp.float32)
     x = delta.Tokens(query, key, value, beta.astype(jnp.float32), a, segment_ids, entries)
-    return delta.Launches(x, num_states, scale_of(softmax_scale, query.shape[-1]), cfg, cost)
+    scale = scale_of(softmax_scale, query.shape[-1])
+    return (channels.ChannelLaunches if per_channel else delta.Launches)(x, num_states, scale, cfg, cost)
 
 
 def rejects(call):
     if 0 in call.dims.values():
         return "an array has no elements"
-    if call.g is not None and call.g.shape[-1] > 1:
-        return "g has a decay for each channel; the kernels take one for each head"
     if call.dims["T"] == 1:
         return f"one token would take the work of a chunk of {delta.CHUNK}"
+    if call.g is not None and call.g.shape[-1] > 1:
+        return channels.refused(call.dims, call.num_states, call.dtype, True)
     return delta.refused(call)
 
 
@@ -38,7 +42,7 @@ def forward(
     if use_qk_l2norm:
         query, key = _unit(query), _unit(key)
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
-    return delta.forward(_launches(query, key, value, beta, g, *options), value.dtype)
+    return _launches(query, key, value, beta, g, *options).forward(value.dtype)
 
 
 def backward(
@@ -49,7 +53,7 @@ def backward(
     if use_qk_l2norm:
         (query, key), pull = jax.vjp(lambda q, k: (_unit(q), _unit(k)), query, key)
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
-    d = delta.backward(_launches(query, key, value, beta, g, *options), saved.d_out, saved.d_final_state)
+    d = _launches(query, key, value, beta, g, *options).backward(saved.d_out, saved.d_final_state)
     dq, dk = (d[name].astype(query.dtype) for name in ("q", "k"))
     dq, dk = (dq, dk) if pull is None else pull((dq, dk))
     gradients = {"query": dq, "key": dk, "value": d["v"].astype(value.dtype), "beta": d["beta"]}

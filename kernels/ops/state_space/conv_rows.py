@@ -6,12 +6,27 @@ writes tokens where they lie: nothing is sorted, and no token is copied.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from kernels.framework.binding import Call
+
 NOTHING = -(2**31)  # source of an entry of a final state that no row has: 0
+WIDEST_WINDOW = 16  # rows of a window, of which a kernel of a GPU holds its channels in registers
+
+
+def refused(call: Call) -> str | None:
+    """Returns why kernels, of any toolchain, cannot run a call."""
+    if call.x.size == 0:
+        return "x has no elements"
+    taps = call.dims["W"]
+    if taps == 1:
+        return "W = 1: without a window it is a product, which XLA fuses with what is around it"
+    if taps > WIDEST_WINDOW:
+        return f"W = {taps} exceeds {WIDEST_WINDOW}: a window must fit the registers of a program"
+    return None
 
 
 class Rows(NamedTuple):
@@ -23,12 +38,22 @@ class Rows(NamedTuple):
       seen: [B, R], the number of rows of its segment before it, or -1 for padding.
       leaves: [B, R], the entry of the final states [G · (W - 1)] that a row becomes, or -1.
       final: [B, G · (W - 1)], the source of each entry of the final states, or NOTHING.
+      of_token: [B, T], the row of each token, or -1 for padding.
     """
 
     source: jax.Array
     seen: jax.Array
     leaves: jax.Array
     final: jax.Array
+    of_token: jax.Array
+
+
+def rows_of(x: jax.Array, segment_ids: jax.Array | None, initial_state: Any, num_states: int, taps: int) -> Rows | None:
+    """Returns the rows of a call; None if they are its tokens."""
+    if segment_ids is None and num_states == 1:
+        return None
+    B, T, _ = x.shape
+    return rows(segment_ids, (B, T), num_states, taps, initial_state is not None)
 
 
 def rows(segment_ids: jax.Array | None, shape: tuple[int, int], num_states: int, taps: int, has_state: bool) -> Rows:
@@ -48,6 +73,7 @@ def _documents(ids: jax.Array, taps: int, lead: int) -> Rows:
     until = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
     count = until[:, -1:]
     place = jnp.where(valid, until - 1, count + position - until)
+    of_token = jnp.where(valid, place + lead, -1)
     source = jnp.zeros_like(ids).at[jnp.arange(B)[:, None], place].set(position, unique_indices=True)
     # From here on tokens are in the order of rows, where those of a document are adjacent.
     ids, valid, behind = jnp.take_along_axis(ids, source, axis=1), position < count, count - 1 - position
@@ -64,7 +90,7 @@ def _documents(ids: jax.Array, taps: int, lead: int) -> Rows:
         source, seen, leaves = (jnp.concatenate(x, axis=1) for x in both)
     index = count + lead - taps + jnp.arange(taps, dtype=jnp.int32)
     last = jnp.take_along_axis(source, index.clip(0), axis=1)
-    return Rows(source, seen, leaves, jnp.where(index >= of_last, last, NOTHING))
+    return Rows(source, seen, leaves, jnp.where(index >= of_last, last, NOTHING), of_token)
 
 
 def _packed(ids: jax.Array, G: int, taps: int, lead: int) -> Rows:
@@ -84,6 +110,7 @@ def _packed(ids: jax.Array, G: int, taps: int, lead: int) -> Rows:
     state = jnp.clip(ids, 0, G - 1)
     order = jnp.take_along_axis(place, state, axis=1)
     row = jnp.where(valid, rank + lead * (order + 1), count + G * lead + position - until)
+    of_token = jnp.where(valid, row, -1)
     seen = jnp.where(valid, row - jnp.take_along_axis(states_begin, order, axis=1), -1)
     behind = jnp.take_along_axis(starts + size, order, axis=1) - 1 - rank
     leaves = jnp.where(valid & (behind < taps), state * taps + taps - 1 - behind, -1)
@@ -105,7 +132,32 @@ def _packed(ids: jax.Array, G: int, taps: int, lead: int) -> Rows:
     table = jnp.zeros_like(table).at[index, row].set(table, unique_indices=True, mode="promise_in_bounds")
     left = jnp.where(leaves < 0, G * taps, leaves)
     final = jnp.full((B, G * taps), NOTHING, jnp.int32).at[index, left].set(source, mode="drop")
-    return Rows(table[..., 0], table[..., 1], table[..., 2], final)
+    return Rows(table[..., 0], table[..., 1], table[..., 2], final, of_token)
+
+
+def by_rows(state: jax.Array | None) -> jax.Array | None:
+    """Returns states [B, G, F, W - 1] as float32 [B, G * (W - 1), F]."""
+    if state is None:
+        return None
+    state = jnp.swapaxes(state.astype(jnp.float32), 2, 3)
+    return state.reshape(state.shape[0], -1, state.shape[3])
+
+
+def by_channels(state: jax.Array, G: int) -> jax.Array:
+    """Returns rows [B, G * (W - 1), F] as states [B, G, F, W - 1]."""
+    return jnp.swapaxes(state.reshape(state.shape[0], G, -1, state.shape[2]), 2, 3)
+
+
+def picked(x: jax.Array, state: jax.Array | None, source: jax.Array) -> jax.Array:
+    """Returns rows float32 [B, n, F] by their source [B, n], as `Rows` has it: 0 for NOTHING, and for a state that is None."""
+
+    def of(y: jax.Array, index: jax.Array) -> jax.Array:
+        index = index.clip(0, y.shape[1] - 1)
+        return jax.vmap(lambda row, i: row.at[i].get(mode="promise_in_bounds"))(y, index).astype(jnp.float32)
+
+    entry = (source < 0)[..., None]
+    found = jnp.where(entry, 0.0 if state is None else of(state, -1 - source), of(x, source))
+    return jnp.where((source == NOTHING)[..., None], 0.0, found)
 
 
 def final_state(x: jax.Array, state: jax.Array | None, found: Rows | None, num_states: int, taps: int) -> jax.Array:
@@ -120,8 +172,4 @@ def final_state(x: jax.Array, state: jax.Array | None, found: Rows | None, num_s
         last = x[:, max(T - taps, 0) :].astype(jnp.float32)
         before = jnp.zeros((B, entries, F), jnp.float32) if state is None else state
         return jnp.concatenate([before, last], axis=1)[:, -taps:]
-    source = found.final[..., None]
-    kept = jnp.take_along_axis(x, source.clip(0), axis=1).astype(jnp.float32)
-    if state is not None:
-        kept = jnp.where(source < 0, jnp.take_along_axis(state, (-1 - source).clip(0, entries - 1), axis=1), kept)
-    return jnp.where(source == NOTHING, 0, kept)
+    return picked(x, state, found.final)

@@ -1,11 +1,12 @@
-"""state_space_v2 for TPUs in Pallas: an adapter of `kernels/engines/scan`."""
+"""State spaces for TPUs in Pallas: state_space_v2, an adapter of `kernels/engines/scan`, and the convolution."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 
 from kernels.engines.scan import pallas_linear_calls as linear
-from kernels.ops.state_space.contract import v2_op, work_v2
+from kernels.ops.state_space import pallas_conv_calls
+from kernels.ops.state_space.contract import conv_op, v2_op, work_v2
 
 
 def _launches(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg, cost):
@@ -22,13 +23,13 @@ def rejects(call):
 
 def forward(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
     cost = work_v2(v2_op.bind(x, dt, A, B, C, D, num_states=num_states))[0]
-    return linear.forward(_launches(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg, cost))
+    return _launches(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg, cost).forward(x.dtype)
 
 
 def backward(saved, x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
     cost = work_v2(v2_op.bind(x, dt, A, B, C, D, num_states=num_states))[1]
     run = _launches(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg, cost)
-    d = linear.backward(run, saved.d_out, saved.d_final_state)
+    d = run.backward(saved.d_out, saved.d_final_state)
     gradients = {"x": d["v"], "B": d["k"], "C": d["q"], "dt": d["w"] + d["a"] * A.astype(jnp.float32)}
     # Padding has no gradient, and its dt may be anything.
     gradients["A"] = jnp.sum(d["a"] * jnp.where(d["a"] == 0, 0, dt.astype(jnp.float32)), axis=(0, 1))
@@ -44,4 +45,14 @@ v2_op.register(
     rejects=rejects,
     heuristic=linear.heuristic,
     candidates=linear.candidates,
+)
+conv_op.register(
+    pallas_conv_calls.forward,
+    pallas_conv_calls.backward,
+    platforms={"tpu"},
+    name="pallas_tpu",
+    dtypes={"float32", "bfloat16"},
+    rejects=pallas_conv_calls.rejects,
+    heuristic=pallas_conv_calls.heuristic,
+    candidates=pallas_conv_calls.candidates,
 )

@@ -12,11 +12,9 @@ from kernels.framework.binding import Call
 from kernels.framework.measured import power_of_two
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.ops.state_space.contract import ConvConfig, conv_op, work_conv
-from kernels.ops.state_space.conv_rows import Rows, final_state, rows
+from kernels.ops.state_space.conv_rows import Rows, by_channels, by_rows, final_state, rows_of
 from kernels.ops.state_space.triton_conv import conv_bwd_kernel, conv_fwd_kernel
 from kernels.toolchains.triton import triton_launch
-
-WIDEST_WINDOW = 16  # rows of a window, of which each thread holds its channels in registers
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
 
@@ -100,39 +98,7 @@ def heuristic(call: Call, platform: str) -> ConvConfig:
     return candidates(call)[0]
 
 
-def rejects(call: Call) -> str | None:
-    """Returns why the kernels cannot run a call."""
-    if call.x.size == 0:
-        return "x has no elements"
-    taps = call.dims["W"]
-    if taps == 1:
-        return "W = 1: without a window it is a product, which XLA fuses with what is around it"
-    if taps > WIDEST_WINDOW:
-        return f"W = {taps} exceeds {WIDEST_WINDOW}: a window must fit the registers of a program"
-    return None
-
-
 # -- launches ----------------------------------------------------------------------------------------------------------
-
-
-def _by_rows(state: jax.Array | None) -> jax.Array | None:
-    """Returns states [B, G, F, W - 1] as float32 [B, G * (W - 1), F]."""
-    if state is None:
-        return None
-    state = jnp.swapaxes(state.astype(jnp.float32), 2, 3)
-    return state.reshape(state.shape[0], -1, state.shape[3])
-
-
-def _by_channels(state: jax.Array, G: int) -> jax.Array:
-    """Returns rows [B, G * (W - 1), F] as states [B, G, F, W - 1]."""
-    return jnp.swapaxes(state.reshape(state.shape[0], G, -1, state.shape[2]), 2, 3)
-
-
-def _rows_of(x: Any, segment_ids: Any, initial_state: Any, num_states: int, taps: int) -> Rows | None:
-    """Returns the rows of a call; None if they are its tokens."""
-    if segment_ids is None and num_states == 1:
-        return None
-    return rows(segment_ids, x.shape[:2], num_states, taps - 1, initial_state is not None)
 
 
 def _sizes(x: Any, weight: Any, found: Rows | None, num_states: int, activation: Any, tile: Tile) -> dict[str, Any]:
@@ -169,7 +135,7 @@ def _sizes(x: Any, weight: Any, found: Rows | None, num_states: int, activation:
 def forward(x, weight, bias, segment_ids, initial_state, activation, num_states, cfg):
     """Returns (out, final state) of the contract."""
     W = weight.shape[1]
-    found, state = _rows_of(x, segment_ids, initial_state, num_states, W), _by_rows(initial_state)
+    found, state = rows_of(x, segment_ids, initial_state, num_states, W - 1), by_rows(initial_state)
     tile = tile_of(cfg, False)
     (out,) = triton_launch(
         conv_fwd_kernel,
@@ -183,13 +149,13 @@ def forward(x, weight, bias, segment_ids, initial_state, activation, num_states,
         work=work_conv(conv_op.bind(x, weight, bias, num_states=num_states, activation=activation))[0],
         **_sizes(x, weight, found, num_states, activation, tile),
     )
-    return out, _by_channels(final_state(x, state, found, num_states, W - 1), num_states)
+    return out, by_channels(final_state(x, state, found, num_states, W - 1), num_states)
 
 
 def backward(saved, x, weight, bias, segment_ids, initial_state, activation, num_states, cfg):
     """Returns the gradients of the contract's arrays by name."""
     (B, _, F), W = x.shape, weight.shape[1]
-    found, state = _rows_of(x, segment_ids, initial_state, num_states, W), _by_rows(initial_state)
+    found, state = rows_of(x, segment_ids, initial_state, num_states, W - 1), by_rows(initial_state)
     tile = tile_of(cfg, True)
     sizes = _sizes(x, weight, found, num_states, activation, tile)
     parts = B * triton.cdiv(sizes["R"], tile.span)
@@ -210,7 +176,7 @@ def backward(saved, x, weight, bias, segment_ids, initial_state, activation, num
         state,
         *((None,) * 3 if found is None else found[:3]),
         saved.d_out,
-        _by_rows(saved.d_final_state),
+        by_rows(saved.d_final_state),
         out_shape=tuple(shapes.values()),
         work=work_conv(conv_op.bind(x, weight, bias, num_states=num_states, activation=activation))[1],
         **sizes,
@@ -222,5 +188,5 @@ def backward(saved, x, weight, bias, segment_ids, initial_state, activation, num
     if bias is not None:
         gradients["bias"] = jnp.sum(d["d_bias_ptr"], axis=0)
     if state is not None:
-        gradients["initial_state"] = _by_channels(d["d_state_ptr"], num_states)
+        gradients["initial_state"] = by_channels(d["d_state_ptr"], num_states)
     return gradients

@@ -8,7 +8,7 @@ from kernels.engines.scan import triton_decode as decode
 from kernels.engines.scan import triton_diagonal_calls as diagonal
 from kernels.engines.scan import triton_scalar_calls as scalar
 from kernels.engines.scan.triton_calls import sizes_refused
-from kernels.ops.state_space import triton_conv_calls
+from kernels.ops.state_space import conv_rows, triton_conv_calls
 from kernels.ops.state_space.contract import conv_op, v1_op, v2_op, work_v1, work_v2
 
 
@@ -88,7 +88,7 @@ conv_op.register(
     name="triton_gpu",
     platforms={"cuda"},
     dtypes={"float32", "bfloat16", "float16"},
-    rejects=triton_conv_calls.rejects,
+    rejects=conv_rows.refused,
     heuristic=triton_conv_calls.heuristic,
     candidates=triton_conv_calls.candidates,
 )
