@@ -111,8 +111,8 @@ def _bwd_kernel(refs: dict[str, Any], plan: Plan) -> None:
         before = [refs["states"][i, j] for j in range(plan.n)]
         after = [d_state[j] for j in range(plan.n)]
         d = [after[0] + refs["d_out"][i].astype(jnp.float32), *after[1:]]
+        valid = refs["valid"][i] > 0 if "valid" in refs else True
         if "valid" in refs:
-            valid = refs["valid"][i] > 0
             d = [jnp.where(valid, x, 0.0) for x in d]
         gates = refs["of_inputs"][i], refs["of_hidden"][i]
         d_x, d_hidden, *d = jax.vjp(plan.cell, *gates, *before)[1](tuple(d))
@@ -148,8 +148,9 @@ def _vmem(plan: Plan, itemsize: int, of_weights: int, several: bool) -> int:
     return weights + 2 * blocks + rows * gates * 8 + 4 * plan.n * plan.B * plan.F * 4
 
 
-def _plan(B: int, T: int, D: int, weights: Any, itemsize: int, cell_type: str, activation: str) -> Plan | None:
+def _plan(inputs: Any, weights: Any, cell_type: str, activation: str) -> Plan | None:
     """Returns the sizes of a launch; None if the weights do not fit VMEM."""
+    (B, T, D), itemsize = inputs.shape, inputs.dtype.itemsize
     (gates, n), hidden = CELLS[cell_type], weights["weight_hh"]
     for together in TOGETHER:
         plan = Plan(
@@ -242,7 +243,7 @@ def _float32(*shape: int) -> jax.ShapeDtypeStruct:
 
 def _launches(arguments: tuple[Any, ...], which: int) -> list[tuple[Direction, _Launch]]:
     inputs, weights, _, _, cell_type, activation, bidirectional, _ = arguments
-    plan = _plan(*inputs.shape, weights, inputs.dtype.itemsize, cell_type, activation)
+    plan = _plan(inputs, weights, cell_type, activation)
     assert plan is not None, "see `rejects`"
     call = op.bind(inputs, weights, cell_type=cell_type, activation=activation, bidirectional=bidirectional)
     return [(of, _Launch(of, plan, work_recurrent(call)[which])) for of in directions(*arguments)]
@@ -296,8 +297,7 @@ def rejects(call: Call) -> str | None:
     weights = call.weights
     if any(w.dtype not in (jnp.float32, jnp.bfloat16) for w in weights.values()):
         return "its weights are neither float32 nor bfloat16"
-    itemsize = call.inputs.dtype.itemsize
-    if _plan(*call.inputs.shape, weights, itemsize, call.cell_type, call.activation) is None:
+    if _plan(call.inputs, weights, call.cell_type, call.activation) is None:
         size = sum(weights[n].size * weights[n].dtype.itemsize for n in ("weight_ih", "weight_hh"))
         return f"weights of {size / 2**20:.0f} MiB and the gates of a token do not fit {VMEM_BYTES >> 20} MiB of VMEM"
     return None
