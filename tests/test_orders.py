@@ -261,7 +261,7 @@ def losses():
         split = index is not None
         program = programs[split]
         placed = place_batch(
-            permuted(batch, program, Attended(np.zeros(0), index, 0.0, np.zeros(0))), program, np.arange(2)
+            permuted(batch, program, Attended(np.zeros(0), index, 0.0, np.zeros(0), np.zeros(0))), program, np.arange(2)
         )
         found = np.asarray(run[split](state[split].params, placed))
         return program.order.inverse(found, index=index) if split else found

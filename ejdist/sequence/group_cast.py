@@ -329,6 +329,7 @@ class GroupCast(Scheme):
     buffer: float = BUFFER
 
     hides = True
+    timed = False
     reads_batch = True
     latents = AUTO
 

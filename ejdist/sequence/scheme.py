@@ -22,6 +22,7 @@ class Scheme:
     latents: when it moves the latents of latent attention in the place of keys and values, see `latents.py`. A scheme that
       reads no argument of the operation by name can; it then declares `expansions`.
     reads_batch: whether how often it sends is always a number of the batch, which a GPU's host reads.
+    timed: whether it has been timed on devices. Plans and `sequence.scheme=auto` take another one by name alone.
     hides: whether its transfers run beside attention over keys that are there already. A scheme declares `hides`, `cost` and
     `memory` for the planner, which refuses one that does not.
     """
@@ -29,6 +30,7 @@ class Scheme:
     hides: ClassVar[bool]
     all_ids: ClassVar[bool] = True
     reads_batch: ClassVar[bool] = False
+    timed: ClassVar[bool] = True
     latents: ClassVar[str] = NEVER
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:

@@ -85,7 +85,7 @@ def choose_scheme(s: TrainSections, mesh: Any, model: Any, segment_ids: np.ndarr
     for name in SCHEMES:
         one = replace(s, sequence=replace(s.sequence, scheme=name))
         made = one.sequence.made()
-        if issubclass(SCHEMES[name], Halo) or made.rejects(heads, over) is not None:
+        if issubclass(SCHEMES[name], Halo) or not SCHEMES[name].timed or made.rejects(heads, over) is not None:
             continue  # where a halo is less than a ring, every scheme takes it
         order = choose(one, mesh, model.flops, segment_ids)
         if peak is None:

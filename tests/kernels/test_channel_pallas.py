@@ -88,10 +88,10 @@ def test_packed_sequences_with_states():
 def test_sums_of_decays_are_taken_either_way(width):
     """From the middle of 16 tokens, in levels, and each in another chunk: in bfloat16 all are as exact as it is."""
     rng = np.random.default_rng(7)
-    arguments = kda(rng, 1, 260, 1, 1, 16, 16)
-    a = np.full((1, 260, 1, 16), -0.01, np.float32)
-    a[:, 130:] = width * rng.random((1, 130, 1, 16))
-    compared(arguments | {"g": jnp.asarray(a)}, {}, allowed=1e-2, dtype=jnp.bfloat16)
+    arguments = kda(rng, 1, 260, 2, 2, 16, 16)  # an odd number of heads is computed in float32
+    a = np.full((1, 260, 2, 16), -0.01, np.float32)
+    a[:, 130:] = width * rng.random((1, 130, 2, 16))
+    compared(arguments | {"g": jnp.asarray(a)}, {}, allowed=1.6e-2, dtype=jnp.bfloat16)
 
 
 @pytest.mark.slow

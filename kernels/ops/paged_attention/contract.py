@@ -50,6 +50,15 @@ class PagedAttentionConfig(Tunables):
     mixed_num_warps: int | None = None
     mixed_num_stages: int | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_warps", "mixed_rows", "mixed_block_k", "mixed_num_warps"):
+            size = getattr(self, name)
+            if size is not None and size & (size - 1):
+                raise ValueError(
+                    f"argument 'cfg': PagedAttentionConfig.{name} = {size} is not a power of 2; use one, or None"
+                )
+
 
 def paged_attention(
     query: Float[Array, "M N H"],

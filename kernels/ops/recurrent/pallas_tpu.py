@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels.framework.binding import Call
 from kernels.framework.work import Work
-from kernels.ops.recurrent.contract import CELLS, gates_of, op, work_recurrent
+from kernels.ops.recurrent.contract import CELLS, check_weights, gates_of, op, work_recurrent
 from kernels.ops.recurrent.directions import Direction, directions, gradients_of_weights, merged
 from kernels.toolchains.pallas import pallas_launch
 
@@ -295,6 +295,7 @@ def rejects(call: Call) -> str | None:
     if call.num_states > 1:
         return "it has several states a row"
     weights = call.weights
+    check_weights(weights, call.dims["D"], call.cell_type, call.activation, call.bidirectional)
     if any(w.dtype not in (jnp.float32, jnp.bfloat16) for w in weights.values()):
         return "its weights are neither float32 nor bfloat16"
     if _plan(call.inputs, weights, call.cell_type, call.activation) is None:
