@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from kernels.engines.attention import triton_calls
 from kernels.framework.interpret import interpret
 from kernels.ops.paged_attention import page_op
 from kernels.ops.paged_attention.contract import HOPPER
+from kernels.toolchains.simulate import ahead_of_time as checks
 
 BF16 = FLOOR["bfloat16"]
 
@@ -56,8 +58,7 @@ CALLS = {
 
 
 def tiles_of(**arguments):
-    with interpret(90):
-        return page_op.backends["triton_gpu"].heuristic(page_op.bind(**arguments), "cuda")
+    return page_op.backends["triton_gpu"].heuristic(page_op.bind(**arguments), "cuda")
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -83,13 +84,30 @@ def test_other_calls_take_the_other_kernel():
     arguments = arguments_of((140,), 128, (2, 1), (64, 64), 16, 160)
     scale, slopes = jnp.ones((1, 1, 1)), jnp.ones(2, jnp.bfloat16)
     int8 = {n: arguments[n].astype(jnp.int8) for n in ("key_cache", "value_cache")}
+    float8 = {n: arguments[n].astype(jnp.float8_e4m3fn) for n in int8}
     float32 = {n: x.astype(jnp.float32) for n, x in arguments.items() if x.dtype == jnp.bfloat16}
     pages_of_12 = {n: arguments[n][:, :12] for n in ("key_cache", "value_cache")}
     few = {"query": arguments["query"][:, :127]}
     cfg = tiles_of(**arguments)
-    for other in (int8 | {"k_scale": scale, "v_scale": scale}, float32, pages_of_12, few, {"alibi_slopes": slopes}):
+    for other in (
+        int8 | {"k_scale": scale, "v_scale": scale},
+        float8,
+        float32,
+        pages_of_12,
+        few,
+        {"alibi_slopes": slopes},
+    ):
         assert tiles_of(**(arguments | other)).mixed_num_warps == 8 if other is not float32 else 4
         with interpret(90), pytest.raises(ValueError, match="12 mixed_num_warps select flash attention's kernel"):
             page_op(**(arguments | other), cfg=cfg, platform="triton")
     with pytest.raises(ValueError, match="mixed_num_warps = 24 is not a power of 2"):
         dataclasses.replace(cfg, mixed_num_warps=24)
+
+
+@pytest.mark.parametrize(("capability", "kernel"), [(80, "paged_kernel"), (90, "warp_specialized_fwd_kernel")])
+def test_the_kernel_of_each_gpu(capability, kernel):
+    shape, pages = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((64, 16, 2, 128), jnp.bfloat16)
+    arrays = shape((2, 128, 4, 128), jnp.bfloat16), pages, shape((2,), jnp.int32), shape((2, 20), jnp.int32), pages
+    report = checks.export_cuda(lambda *a: page_op(*a, platform="triton"), *arrays, compute_capability=capability)
+    assert [k.name for k in report.kernels][0] == kernel
+    assert all(k.resources["spill_stores"] <= 8 for k in report.kernels)

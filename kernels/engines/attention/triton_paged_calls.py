@@ -304,9 +304,9 @@ def is_tall(
     logits_soft_cap: float | None,
 ) -> bool:
     """Returns whether `attend_tall` takes T queries of each request: from `TALL` of them on, where fewer leave its tiles empty,
-    and pages of the queries' own dtype, on Hopper."""
+    and pages of the queries' own dtype."""
     (_, T, _, H), (key_cache, value_cache) = query.shape, caches
-    if value_cache is None or alibi_slopes is not None or scales != (None, None) or compute_capability() != 90:
+    if value_cache is None or alibi_slopes is not None or scales != (None, None):
         return False
     sizes = H, value_cache.shape[3], query.dtype.itemsize, scale_of(softmax_scale, H), logits_soft_cap
     forward = warp_specialized_tiles(*sizes).fwd_params

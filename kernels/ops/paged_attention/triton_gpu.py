@@ -35,7 +35,7 @@ from kernels.ops.paged_attention.contract import (
     op,
     page_op,
 )
-from kernels.toolchains.triton import triton_launch
+from kernels.toolchains.triton import compute_capability, triton_launch
 
 # The compile-time options of a call, in the order of the contracts.
 _OPTIONS = "softmax_scale", "logits_soft_cap", "causal", "window"
@@ -133,7 +133,9 @@ def page_attention(
                 f"does not take this call: it takes {TALL} queries of a request or more, over pages of 8, 16, 32, ... slots of "
                 "the queries' own 16-bit dtype, without scales or slopes; use 4 or 8"
             )
-        return attend_tall(query, caches, softmax_aux, requests, **dict(zip(_OPTIONS, options, strict=True)))
+        if compute_capability() == 90:
+            return attend_tall(query, caches, softmax_aux, requests, **dict(zip(_OPTIONS, options, strict=True)))
+        cfg = replace(cfg, mixed_num_warps=8)  # of the other kernel, which other GPUs have
     return _of_rows(query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, *options)
 
 
