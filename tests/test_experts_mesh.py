@@ -160,6 +160,7 @@ def test_what_has_no_room_is_counted():
         np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_counts_once_what_has_no_room():
     """It is whole on the axes of the batch, so those are no more tokens."""
     arrays = {n: a[:1] if n == "x" else a for n, a in slanted(inputs(), K).items()}
@@ -260,6 +261,7 @@ def test_a_mesh_of_explicit_axes():
     assert stats.rank_counts.shape == (2,)
 
 
+@pytest.mark.slow
 def test_the_result_has_the_type_of_explicit_tokens_with_an_axis_of_one_device_too():
     """Else `x + moe(x)`, which every other operation allows, is refused by JAX."""
     mesh = jax.make_mesh(

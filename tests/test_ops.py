@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grid import as_tuple, check, differentiable, on_this_machine, value_and_gradients
+from grid import as_tuple, check, covering, differentiable, on_this_machine, value_and_gradients
 
 import kernels
 from kernels import Unsupported
@@ -24,8 +24,19 @@ def small(op):
     return [case for case in op.cases if "bench" not in case.tags]
 
 
+def covered(op, backend):
+    """Returns the names of the cases of a backend's quick rows: of kernels a few that have all, and what is refused."""
+    cases = [case for case in small(op) if "slow" not in case.tags]
+    if backend.toolchain not in ("triton", "pallas"):
+        return {case.name for case in cases}
+    chosen = [case for case in cases if "kernels" in case.tags] if backend.toolchain == "pallas" else []
+    taken = [c for c in chosen or cases if {*c.options, *c.arrays, *c.make} <= backend.names()]
+    return covering(taken) | {case.name for case in cases if case not in taken}
+
+
 def _rows():
     for op in OPS.values():
+        quick_cases = {backend.name: covered(op, backend) for backend in op.backends.values()}
         chosen = any("kernels" in case.tags for case in op.cases)
         for case in small(op):
             for dtype in DTYPES:
@@ -43,6 +54,7 @@ def _rows():
                     # has every case in every dtype.
                     narrow = dtype == "bfloat16" and case is op.cases[0] and backend.toolchain in ("triton", "pallas")
                     left_out |= dtype != "float32" and not narrow
+                    left_out |= case.name not in quick_cases[backend.name]
                     marks = () if quick and not left_out else (pytest.mark.slow,)
                     name = f"{op.name}-{case.name}-{dtype}-{backend.name}"
                     yield pytest.param(op, backend, case, dtype, marks=marks, id=name)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grid import BUILT_ON_ANOTHER
 from jaxtyping import Array, Float
 from small_run import TINY
 
@@ -56,7 +57,8 @@ def functions():
         for op in f.ops if isinstance(f, ShardedFunction) else ():
             if has_tokens(op) and (op, f.local) not in seen:
                 seen.add((op, f.local))
-                yield pytest.param(f, op, id=f"{name}-{op.name}")
+                marks = pytest.mark.slow if op.name in BUILT_ON_ANOTHER else ()
+                yield pytest.param(f, op, id=f"{name}-{op.name}", marks=marks)
 
 
 @functools.cache

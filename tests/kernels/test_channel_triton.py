@@ -36,7 +36,7 @@ def kda(rng, B, T, K, N, H, Hv, cosine=0.5, beta=1.0, decay=None, **more):
     return x | {"g": channels(rng, B, T, N, H, decay=decay)}
 
 
-@pytest.mark.parametrize("decay", [-20.0, -np.inf])
+@pytest.mark.parametrize("decay", [pytest.param(-20.0, marks=pytest.mark.slow), -np.inf])
 def test_decays_of_every_size(decay):
     rng = np.random.default_rng(0)
     state = rng.standard_normal((1, 1, 2, 8, 20)).astype(np.float32)
@@ -54,7 +54,7 @@ def test_decays_of_every_size_in_a_delta_rule(decay):
     )
 
 
-@pytest.mark.parametrize("decay", [0.0, -np.inf])
+@pytest.mark.parametrize("decay", [pytest.param(0.0, marks=pytest.mark.slow), -np.inf])
 def test_a_bonus_reads_the_state_before_the_token(decay):
     rng = np.random.default_rng(1)
     arguments = gla(rng, 1, 40, 2, 2, 8, 4, decay)

@@ -286,14 +286,8 @@ def test_what_is_launched(launches, width, value_width, cap, kernel, queries, ke
     ("length", "padding", "document", "heads", "width", "wanted"),
     [
         (8192, 0, 8192, 8, 128, 8),
-        (
-            16384,
-            0,
-            16384,
-            8,
-            128,
-            4,
-        ),  # a block of keys meets half of the queries, of 1 KiB: 8 heads are a little too many
+        # a block of keys meets half of the queries, of 1 KiB: 8 heads are a little too many
+        pytest.param(16384, 0, 16384, 8, 128, 4, marks=pytest.mark.slow),
         (65536, 0, 65536, 8, 128, 1),
         (65536, 32768, 65536, 8, 128, 2),  # blocks that meet nobody do not count
         (65536, 0, 4096, 8, 128, 8),  # the queries of its document alone
@@ -387,7 +381,7 @@ def test_tiles_of_the_forward(launches, width, value_width, columns, keys, room)
 
 
 @pytest.mark.parametrize(
-    ("width", "steps"), [(256, 16), *(pytest.param(w, 12, marks=pytest.mark.slow) for w in (136, 192))]
+    ("width", "steps"), [pytest.param(w, n, marks=pytest.mark.slow) for w, n in ((256, 16), (136, 12), (192, 12))]
 )
 def test_products_of_padded_heads(width, steps):
     """Those of 129 to 192 are multiplied as 192: 12 steps of 16 columns, in logits of either direction."""
