@@ -232,6 +232,7 @@ def test_inside_a_shard_map_of_the_caller():
         np.testing.assert_allclose(gradients[name], wanted, atol=3e-5, rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_axes_of_the_callers_own():
     """A mesh with other names, said by `set_layout` and by specs."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -16,7 +16,7 @@ from kernels.framework.binding import is_float_array
 
 OPS = kernels.operations()
 DTYPES = ("float32", "bfloat16", "float16")
-RECURRENCES = ("delta_rule", "linear_attention", "state_space_v2")
+RECURRENCES = ("causal_conv1d", "delta_rule", "linear_attention", "state_space_v2")
 
 
 def small(op):
@@ -46,10 +46,9 @@ def _rows():
                     # Pallas is slow to interpret: one case is narrow, and an operation of many may say which are for it.
                     pallas = backend.toolchain == "pallas"
                     left_out = pallas and chosen and "kernels" not in case.tags
-                    # Documents and packed sequences of recurrences are in the files of their kernels.
-                    left_out |= (
-                        backend.name == "triton_gpu" and op.name in RECURRENCES and case.name in ("documents", "packed")
-                    )
+                    # Documents of recurrences, and Triton's packed sequences, are in the files of their kernels.
+                    elsewhere = {"triton": ("documents", "packed"), "pallas": ("documents",)}
+                    left_out |= op.name in RECURRENCES and case.name in elsewhere.get(backend.toolchain, ())
                     # float32 is the sharpest; in bfloat16, the narrowest, kernels have a case, as in training. The full grid
                     # has every case in every dtype.
                     narrow = dtype == "bfloat16" and case is op.cases[0] and backend.toolchain in ("triton", "pallas")

@@ -302,6 +302,7 @@ def test_heads_of_keys_are_repeated_where_they_do_not_divide(heads, kv_heads, sp
     assert_close(gradients(ulysses), gradients(flash_attention), f"{heads} {kv_heads} {sp}")
 
 
+@pytest.mark.slow  # tests/test_ulysses.py has both axes
 def test_a_sequence_over_both_axes_of_the_projects_own_mesh():
     """The layout has the sequence on cp and sp, with no axis named; the axis of the fewest devices is the inner one."""
     order = Order("zigzag", 8)
@@ -321,9 +322,7 @@ def test_what_a_contract_does_not_name_is_not_moved():
         way.there("block_mask", jnp.ones((1, 1, 2, 4), bool))
 
 
-@pytest.mark.parametrize(
-    "scheme", [pytest.param(s, marks=[pytest.mark.slow] * (s not in ("ring", "ulysses"))) for s in SCHEMES]
-)
+@pytest.mark.parametrize("scheme", [pytest.param(s, marks=[pytest.mark.slow] * (s != "ring")) for s in SCHEMES])
 def test_over_two_axes_inside_the_callers_own_shard_map(scheme):
     axis, order, options = ("a", "b"), Order("zigzag", 8), {"causal": True, "chunk_size": 6}
     names = ("q_segment_ids", "kv_segment_ids")

@@ -102,13 +102,16 @@ def test_documents_and_padding():
         assert error(a, b) <= 3e-6, what
 
 
-def test_packed_sequences_with_states():
+@pytest.mark.parametrize("name", [pytest.param("linear_attention", marks=pytest.mark.slow), "delta_rule"])
+def test_packed_sequences_with_states(name):
     rng = np.random.default_rng(6)
     ids = np.sort(rng.choice([0, 1, 3, 4], (1, 90)), axis=1).astype(np.int32)  # sequence 2 is empty
     ids[0, :4] = ids[0, 50:52] = ids[:, -5:] = -1
     state = rng.standard_normal((1, 5, 2, 8, 4)).astype(np.float32)
-    arguments = gla(rng, 1, 90, 2, 2, 8, 4, initial_state=state, segment_ids=ids)
-    against_xla("linear_attention", arguments | {"num_states": 5}, chunk=16, splits=2)
+    if name == "linear_attention":
+        arguments = gla(rng, 1, 90, 2, 2, 8, 4, initial_state=state, segment_ids=ids)
+        against_xla(name, arguments | {"num_states": 5}, chunk=16, splits=2)
+        return
     compared(kda(rng, 1, 90, 1, 2, 8, 4, initial_state=state, segment_ids=ids), {"num_states": 5}, chunk=16)
 
 

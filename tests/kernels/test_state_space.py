@@ -113,7 +113,7 @@ def close(got, want, allowed=2e-5):
         assert error(g, w) < allowed, error(g, w)
 
 
-@pytest.mark.parametrize("kind", [*(pytest.param(k, marks=pytest.mark.slow) for k in ("plain", "documents")), "packed"])
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.slow), "documents", "packed"])
 @pytest.mark.parametrize("name", NUMPY)
 def test_values_and_gradients_against_numpy(name, kind):
     arrays, options = call_of(name, kind)
