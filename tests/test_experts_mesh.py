@@ -216,6 +216,7 @@ def test_a_batch_that_does_not_split_over_the_ranks_of_the_experts(sizes, rows, 
     assert " all-to-all(" not in program.as_text()
 
 
+@pytest.mark.slow  # tests/test_nested_maps.py has the layer inside another map
 def test_inside_a_shard_map_of_the_caller():
     """The arrays are a rank's own, and the axis is named."""
     mesh = ejdist.make_mesh(ep=2, devices=jax.devices()[:2])

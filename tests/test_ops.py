@@ -16,6 +16,11 @@ from kernels.framework.binding import is_float_array
 
 OPS = kernels.operations()
 DTYPES = ("float32", "bfloat16", "float16")
+OF_EACH_ENGINE = (
+    *("blocksparse_attention", "cross_entropy", "delta_rule", "flash_attention", "gated_mlp", "grouped_matmul"),
+    *("linear_attention", "mean_pooling", "paged_attention", "quantized_matmul", "rms_norm", "rotary_embedding"),
+    *("recurrent", "state_space_v1", "causal_conv1d", "flash_mla"),
+)
 RECURRENCES = ("causal_conv1d", "delta_rule", "linear_attention", "state_space_v2")
 
 
@@ -46,12 +51,14 @@ def _rows():
                     # Pallas is slow to interpret: one case is narrow, and an operation of many may say which are for it.
                     pallas = backend.toolchain == "pallas"
                     left_out = pallas and chosen and "kernels" not in case.tags
-                    # Documents of recurrences, and Triton's packed sequences, are in the files of their kernels.
-                    elsewhere = {"triton": ("documents", "packed"), "pallas": ("documents",)}
-                    left_out |= op.name in RECURRENCES and case.name in elsewhere.get(backend.toolchain, ())
-                    # float32 is the sharpest; in bfloat16, the narrowest, kernels have a case, as in training. The full grid
-                    # has every case in every dtype.
+                    # Documents and packed sequences of recurrences are in the files of their kernels.
+                    elsewhere = backend.toolchain == "triton" or op.name == "causal_conv1d"
+                    elsewhere &= backend.toolchain != "xla" and case.name in ("documents", "packed")
+                    left_out |= elsewhere and op.name in RECURRENCES
+                    # float32 is the sharpest; in bfloat16, the narrowest, kernels of each engine have a case, as in training.
+                    # The full grid has every case in every dtype.
                     narrow = dtype == "bfloat16" and case is op.cases[0] and backend.toolchain in ("triton", "pallas")
+                    narrow &= op.name in OF_EACH_ENGINE
                     left_out |= dtype != "float32" and not narrow
                     left_out |= case.name not in quick_cases[backend.name]
                     marks = () if quick and not left_out else (pytest.mark.slow,)

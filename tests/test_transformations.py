@@ -50,7 +50,10 @@ ROWS = [
     for b in op.backends.values()
     if "float32" in b.dtypes
 ]
-each = pytest.mark.parametrize(("op", "backend"), ROWS)
+each_of_kind = pytest.mark.parametrize(
+    ("op", "backend"),
+    [r if r.values[0].name in OF_EACH_KIND else pytest.param(*r.values, id=r.id, marks=pytest.mark.slow) for r in ROWS],
+)
 DIFFERENTIABLE = {name: op for name, op in OPS.items() if differentiable(op)}
 DIFFERENTIABLE_ROWS = [row for row in ROWS if differentiable(row.values[0])]
 SLOW = [pytest.param(*r.values, id=r.id, marks=pytest.mark.slow) for r in DIFFERENTIABLE_ROWS]
@@ -111,7 +114,7 @@ def close(got, want, allowed=2e-5):
         assert error(g, w) < allowed, error(g, w)
 
 
-@each
+@each_of_kind
 def test_vmap_of_all_arrays_and_of_one(op, backend):
     floats, others, rest = parts(op)
     again = parts(op, seed=1)[0]
@@ -367,7 +370,9 @@ def test_a_second_call_of_the_same_kind_is_not_traced_again(monkeypatch):
         kernels.rms_norm(jnp.ones((4, 8)))
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, id=name, marks=[pytest.mark.slow] * (name in BUILT_ON_ANOTHER)) for name, op in OPS.items()]
+)
 def test_float32_stays_float32_where_64_bits_are_enabled(op):
     """As a program that says no dtype for a constant or a state would not: it is lowered, and has no float64 output."""
     floats, others, rest = parts(op)

@@ -260,7 +260,7 @@ def test_pallas_has_room_for_many_tokens_of_a_small_vocabulary():
     assert checks.mosaic_calls(checks.compile_tpu(both, *shapes)) == 2
 
 
-@pytest.mark.parametrize("which", [*(pytest.param(w, marks=pytest.mark.slow) for w in ("first", "last")), "own"])
+@pytest.mark.parametrize("which", [pytest.param(w, marks=pytest.mark.slow) for w in ("first", "last", "own")])
 def test_numbers_of_the_tuning_candidates(which):
     case = next(case for case in op.cases if case.name == "odd")
     a = op.case_inputs(case)
