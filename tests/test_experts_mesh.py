@@ -160,7 +160,6 @@ def test_what_has_no_room_is_counted():
         np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_batch_of_one_counts_once_what_has_no_room():
     """It is whole on the axes of the batch, so those are no more tokens."""
     arrays = {n: a[:1] if n == "x" else a for n, a in slanted(inputs(), K).items()}
@@ -216,7 +215,6 @@ def test_a_batch_that_does_not_split_over_the_ranks_of_the_experts(sizes, rows, 
     assert " all-to-all(" not in program.as_text()
 
 
-@pytest.mark.slow  # tests/test_nested_maps.py has the layer inside another map
 def test_inside_a_shard_map_of_the_caller():
     """The arrays are a rank's own, and the axis is named."""
     mesh = ejdist.make_mesh(ep=2, devices=jax.devices()[:2])

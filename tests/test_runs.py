@@ -48,7 +48,7 @@ def test_runs_are_the_tokens_of_a_rank(order):
     "order",
     [
         *(pytest.param(o, id=n, marks=[pytest.mark.slow] * (n == "long")) for n, o in ORDERS.items()),
-        pytest.param(Order("zigzag", 2), id="zigzag2", marks=pytest.mark.slow),
+        pytest.param(Order("zigzag", 2), id="zigzag2"),
     ],
 )
 def test_tokens_are_exchanged_to_contiguous_order_and_home(order):
