@@ -30,9 +30,9 @@ class Case:
         large array has an attribute `shaped`, dims -> `jax.ShapeDtypeStruct`, which is called where only shapes are needed.
       shapes: argument name -> shape, where it differs from the declared dims (a broadcast dim of size 1), or a function
         of dims that returns it (a width that is the sum of two).
-      tags: "smoke" (runs in bfloat16 too), "slow" (runs in the full grid only), "code" (compiled for GPUs and TPUs in
-        the quick tests), "bench" (timed on accelerators, too large for tests on a CPU), "kernels" (the quick tests of
-        backends that need an interpreter run only these; without any, all cases).
+      tags: "smoke" (runs in bfloat16 too), "slow" (runs in the full grid only), "code" (compiled for GPUs and TPUs, the
+        last of them in the quick tests), "bench" (timed on accelerators, too large for tests on a CPU), "kernels" (the
+        quick tests of backends that need an interpreter choose among these; without any, among all cases).
       wide: names of float arrays that are float32 whatever the dtype of the case, as states are.
     """
 
