@@ -83,6 +83,11 @@ class Candidate:
     def devices(self) -> int:
         return math.prod(self.mesh)
 
+    @property
+    def ranks(self) -> int:
+        """Devices that the sequence is split over."""
+        return math.prod(self.sizes[axis] for axis in SEQUENCE_AXES)
+
     def abstract_mesh(self) -> jax.sharding.AbstractMesh:
         """Returns a mesh of those sizes without devices: arrays have shardings on it, but no data."""
         return jax.sharding.AbstractMesh(self.mesh, AXES)
