@@ -251,7 +251,7 @@ FAULTS = (
         "a plan of what a recipe leaves open is of a ring",
         "Predictor.as_a_run",
         "return $plans[$best]",
-        "return $candidate",
+        "return candidate",
         "tests/test_scheme_choice.py -k plan_has_the_pair",
     ),
     Fault(
