@@ -38,6 +38,7 @@ SEARCHED = (
     *(f"mesh.{axis}" for axis in AXES), REMAT, ACCUMULATION, BATCH, SCHEME, ORDER, DISPATCH, MOMENTS, OFFLOAD, SUMS, LATENTS,
     GROUPS, HOPS, OUTER, LEVELS, BUFFER,
 )  # fmt: skip
+# `sequence.directions` is not: auto is what costs least of every call (tests/test_both_ways.py).
 HEAD_GROUPS = (2, 4, 8)  # that are tried beside one
 BUFFERS = (0.25, 0.125)  # smaller than a recipe's by default
 # Where the batch is not given: rows of a device and microbatch, microbatches, and tokens of a step, which are those of Llama 3
