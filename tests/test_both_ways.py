@@ -212,7 +212,7 @@ def test_refusals(make, message):
 
 
 def test_a_recipe_says_which_and_plans_count_it():
-    """On TPUs both directions take half of the time of one; links of GPUs have both in use already, and two are more messages."""
+    """On TPUs both directions take half of the time of one; links of GPUs have both in use, and two are more messages."""
     assert SequenceSection(directions="2").made().full == BOTH
     both = SequenceSection(directions="1", scheme="ring", window_scheme="ring").made()
     assert both.full == both.window == Ring(directions=1)

@@ -251,7 +251,10 @@ def _program(order, *words):
 )
 def losses(request):
     """(batch, index) -> losses of all tokens of a model: in chunks over four ranks, or without an index on one device."""
-    programs = {True: _program("balanced", f"sequence.scheme={request.param}"), False: _program("contiguous", "mesh.sp=1")}
+    programs = {
+        True: _program("balanced", f"sequence.scheme={request.param}"),
+        False: _program("contiguous", "mesh.sp=1"),
+    }
     state = {which: program.init() for which, program in programs.items()}
     ops = {which: bind_ops(p.mesh, order=p.order, platform="xla") for which, p in programs.items()}
     run = {
