@@ -44,6 +44,14 @@ class Traffic:
         for (axis, collective), sent in other.bytes.items():
             self.add(axis, collective, times * sent, times * other.calls[axis, collective])
 
+    def without(self, other: Traffic, times: int = 1) -> Traffic:
+        """Returns what is left where another, a part of it, is taken away `times` times."""
+        left = Traffic()
+        for key, sent in self.bytes.items():
+            if (rest := sent - times * other.bytes.get(key, 0)) > 0:
+                left.add(*key, rest, self.calls[key] - times * other.calls.get(key, 0))
+        return left
+
     def along(self) -> dict[str, int]:
         """Returns axis -> bytes, of the axes along which something is sent."""
         sums = {axis: sum(n for (a, _), n in self.bytes.items() if a == axis) for axis in (*AXES, NETWORK)}

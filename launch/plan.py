@@ -191,7 +191,7 @@ def plan_of(
             summary(p, given) | {"why_later": "" if shown is None else why_later(shown, p)} for p in outcome.others
         ]
     else:
-        shown = predictor.checked(as_given(sections, target, documents))
+        shown = predictor.checked(as_given(predictor))
         compiled, refused = compiler.tried(shown.candidate.applied(sections)) if args.finalists else (None, "")
         expected = shown.memory.total if compiled is None else compiled.peak
         best = shown if not refused and expected <= target.chip.memory else None

@@ -26,7 +26,7 @@ def run_of(order, ranks):
 
 def masks(run):
     """Returns the masks by name, of windows that reach over a part of a run, all of it, one token or two runs more."""
-    windows = {"two": 2, "run": run, "more": run + 1, "three": 3 * run}
+    windows = {"two": 2, "run": run, "more": run + 1, "three": min(3 * run, T - 1)}
     found = {name: FAR | {"sliding_window": w} for name, w in windows.items()}
     found |= {f"packed_{name}": found[name] | PACKED for name in windows}
     found["chunk"] = {"causal": True, "chunk_size": 12}

@@ -20,6 +20,7 @@ from ejdist.models.model import CAUSAL, Flops
 from ejdist.order import AUTO, NAMES, TILES, order_for, platform_of, stripe_of
 from ejdist.planning.candidates import orders_searched
 from ejdist.sequence.schedule import imbalance, pairs_of_row
+from ejdist.sequence.schemes import SCHEMES
 from ejdist.sequence.section import SequenceSection
 from ejdist.training.attended import Attended, keys_seen
 from ejdist.training.choices import resolve
@@ -244,10 +245,16 @@ def _program(order, *words):
     return make_program(recipe, make_mesh(**vars(recipe.mesh)))
 
 
-@pytest.fixture(scope="module")
-def losses():
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow if i else ()) for i, name in enumerate(SCHEMES)],
+)
+def losses(request):
     """(batch, index) -> losses of all tokens of a model: in chunks over four ranks, or without an index on one device."""
-    programs = {True: _program("balanced"), False: _program("contiguous", "mesh.sp=1")}
+    programs = {
+        True: _program("balanced", f"sequence.scheme={request.param}"),
+        False: _program("contiguous", "mesh.sp=1"),
+    }
     state = {which: program.init() for which, program in programs.items()}
     ops = {which: bind_ops(p.mesh, order=p.order, platform="xla") for which, p in programs.items()}
     run = {

@@ -306,7 +306,7 @@ def test_a_length_that_a_zigzag_cannot_be_made_of_is_split_otherwise():
         ["recipe=long_context", "model=8b", "data.sequence_length=120", "data.global_batch=8", "mesh.sp=8"]
     )
     found = search(sections, TPU, {BATCH, "mesh.sp"}, None).best
-    assert found is not None and found.candidate.order == "balanced"
+    assert found is not None and found.candidate.order not in (None, "zigzag")
 
 
 def test_tokens_that_are_gathered_need_the_room_of_all_ranks():
@@ -401,7 +401,7 @@ def test_experts_over_two_axes_send_what_changes_its_place_along_each():
     for way, rows in (("all_to_all", 1.25 * 8), ("all_gather", 1)):
         s = compose([*words.split(), "mesh.ep=4", f"experts.dispatch={way}"])
         links = Links(two.chip, 4, slices=2)
-        share = share_of(s, as_given(s, two).abstract_mesh(), links)
+        share = share_of(s, as_given(Predictor(s, two)).abstract_mesh(), links)
         experts = next(part for part in counted_parts(s.model) if part.flops(s.model).grouped)
         made = Costs(experts).traffic(s.model, share)
         sent = {

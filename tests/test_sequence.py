@@ -560,6 +560,16 @@ ROW, CUTS = (QUERY[:1], KEY[:1], VALUE[:1]), jnp.asarray([0, 10, 33, T])
             lambda: ring_attention(QUERY, KEY, VALUE, scheme="ulysses", mesh=make_mesh(sp=8)),
             ["ring_attention: ", "4 heads", "sp=8", "divisor of 4", "mesh.sp=4 mesh.cp=2", "'ring'"],
         ),
+        (
+            lambda: ring_attention(
+                QUERY, KEY, VALUE, causal=True, sliding_window=T, scheme="halo", mesh=make_mesh(sp=4)
+            ),
+            ["a halo", f"reaches {T - 1} tokens back in a sequence of {T}", "scheme 'ring'", f"at most {T - 1}"],
+        ),
+        (
+            lambda: ring_attention(QUERY, KEY, VALUE, causal=True, order="balanced", mesh=make_mesh(sp=4)),
+            ["'balanced' is another one for each row", "'q_positions'", "order='striped'"],
+        ),
         (lambda: ring_attention(QUERY, KEY, VALUE, logits_soft_cap=0.0), ["ring_attention: ", "'logits_soft_cap'"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, mask_info=MaskInfo(causal=1)), ["ring_attention: ", "'causal'"]),
         (lambda: ring_attention(QUERY, KEY, VALUE, order="spiral"), ["ring_attention", "'order'", "spiral", "zigzag"]),

@@ -252,3 +252,23 @@ if __name__ == "__main__":
             check(one)
             jax.clear_caches()
             print(name_of(one), flush=True)
+
+
+def test_nothing_comes_of_what_lies_in_padding():
+    """It is zero before heads are exchanged: no kernel zeroes it again, in another copy of all tokens."""
+    order, rng = Order("zigzag", 4), np.random.default_rng(0)
+    arrays = [rng.standard_normal((B, T, heads, H)).astype(np.float32) for heads in (4, 4, 4, 4)]
+    ids = order.permute(IDS)
+    attend = functools.partial(ring_attention, mesh=make_mesh(sp=4), order=order, scheme="ulysses", causal=True)
+
+    @jax.jit
+    def run(q, k, v, d_out):
+        out, pull = jax.vjp(lambda *a: attend(*a, q_segment_ids=ids, kv_segment_ids=ids), q, k, v)
+        return out, *pull(d_out)
+
+    made = [
+        run(*(np.where((ids < 0)[..., None, None], fill, order.permute(x)) for x in arrays)) for fill in (0.0, np.nan)
+    ]
+    for zeros, lost in zip(*made, strict=True):
+        np.testing.assert_array_equal(zeros[ids >= 0], lost[ids >= 0])
+        assert np.isfinite(zeros[ids >= 0]).all()

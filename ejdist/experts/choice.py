@@ -16,7 +16,7 @@ Under `jax.checkpoint` tokens are dispatched twice, in every scheme. Local memor
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -65,10 +65,12 @@ def _torus(rate: float, what: str) -> Links:
     return Links(rate, rate, rate, rate, f"published: {what}", permute=rate / 2, torus=True)
 
 
+# Within a host as measured with 64 and 256 MiB; between hosts 400 Gbit/s per device, as published.
+_H200 = Links(220e9, 8e9, 283e9, 340e9, "measured on four H200, jax 0.11.2", permute=130e9, network=50e9)
 # By the longest matching prefix of the device kind.
 LINKS = {
-    # Within a host as measured with 64 and 256 MiB; between hosts 400 Gbit/s per device, as published.
-    "NVIDIA H200": Links(220e9, 8e9, 283e9, 340e9, "measured on four H200, jax 0.11.2", permute=130e9, network=50e9),
+    "NVIDIA H200": _H200,
+    "NVIDIA H100": replace(_H200, source="assumed equal to an H200"),
     "TPU v5 lite": _torus(100e9, "1600 Gbit/s a chip over 4 links"),
     "TPU v5": _torus(200e9, "4800 Gbit/s a chip over 6 links"),
     "TPU v6 lite": _torus(224e9, "3584 Gbit/s a chip over 4 links"),

@@ -38,6 +38,7 @@ SEARCHED = (
     *(f"mesh.{axis}" for axis in AXES), REMAT, ACCUMULATION, BATCH, SCHEME, ORDER, DISPATCH, MOMENTS, OFFLOAD, SUMS, LATENTS,
     GROUPS, HOPS, OUTER, LEVELS, BUFFER,
 )  # fmt: skip
+# `sequence.directions` is not: auto is what costs least of every call (tests/test_both_ways.py).
 HEAD_GROUPS = (2, 4, 8)  # that are tried beside one
 BUFFERS = (0.25, 0.125)  # smaller than a recipe's by default
 # Where the batch is not given: rows of a device and microbatch, microbatches, and tokens of a step, which are those of Llama 3
@@ -82,6 +83,11 @@ class Candidate:
     @property
     def devices(self) -> int:
         return math.prod(self.mesh)
+
+    @property
+    def ranks(self) -> int:
+        """Devices that the sequence is split over."""
+        return math.prod(self.sizes[axis] for axis in SEQUENCE_AXES)
 
     def abstract_mesh(self) -> jax.sharding.AbstractMesh:
         """Returns a mesh of those sizes without devices: arrays have shardings on it, but no data."""

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ejdist.costs import ALL_GATHER, ALL_TO_ALL, NETWORK, PERMUTE, PERMUTE_BOTH, RAGGED_ALL_TO_ALL, Traffic
-from ejdist.experts.choice import links_of
+from ejdist.experts.choice import UNKNOWN, links_of
 from ejdist.mesh import AXES, DP, FSDP
 from ejdist.planning.chips import Chip
 from ejdist.planning.measured import COLLECTIVES, Measured, MeasuredAxis
+from ejdist.training.attending import alone_seconds, crosses_hosts
 
 # Of a link's rate by the data sheet, what collectives of training steps reached on H200s.
 LINK = 0.45
@@ -88,6 +89,14 @@ class Links:
                 total += calls * measured.seconds(collective, slower * sent / calls)
         return total
 
+    def alone(self, traffic: Traffic, sizes: Mapping[str, int]) -> float:
+        """Returns the time of what a split sequence sends with nothing beside it: as a run itself expects it, where rates of
+        such devices are known and nothing was measured on these."""
+        known = links_of(self.chip.kind)
+        if self.measured is not None or known is UNKNOWN:
+            return self.seconds(traffic, sizes)
+        return alone_seconds(traffic, sizes, known, self.per_host)
+
     def _slower(self, axis: str, collective: str, sizes: Mapping[str, int], measured: MeasuredAxis | None) -> float:
         """Returns how many times as long an exchange takes as one of the same bytes at the known rate."""
         slower = 1.0
@@ -150,6 +159,4 @@ def _inner(axis: str, sizes: Mapping[str, int]) -> int:
 
 
 def _level(axis: str, sizes: Mapping[str, int], per_host: int) -> str:
-    # That many neighbours are a group, or several: those that do not divide the devices of a host lie over two somewhere.
-    span, host = _inner(axis, sizes) * sizes[axis], min(per_host, math.prod(sizes.values()))
-    return "hosts" if host % span else "devices"
+    return "hosts" if crosses_hosts(axis, sizes, per_host) else "devices"

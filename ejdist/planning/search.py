@@ -17,12 +17,16 @@ from ejdist.documents import ONE_DOCUMENT, Documents
 from ejdist.experts.schemes import SCHEMES as DISPATCHES
 from ejdist.mesh import AXES, between_slices, mesh_shape
 from ejdist.models.remat import REMAT as POLICIES
+from ejdist.order import AUTO
+from ejdist.order import NAMES as ORDERS
 from ejdist.planning.activations import has_experts
 from ejdist.planning.candidates import (
     ACCUMULATION,
     BATCH,
     DISPATCH,
+    ORDER,
     REMAT,
+    SCHEME,
     Candidate,
     Savings,
     candidate_of,
@@ -37,10 +41,13 @@ from ejdist.planning.links import Links
 from ejdist.planning.measured import Measured
 from ejdist.planning.memory import Held, Memory, held, memory
 from ejdist.planning.ranking import Predicted, different, ranked
-from ejdist.planning.share import dispatch_of
+from ejdist.planning.share import dispatch_of, share_of
 from ejdist.planning.step_time import step_time
 from ejdist.planning.targets import Target
 from ejdist.sections import validate
+from ejdist.sequence.schemes import SCHEMES
+from ejdist.training.attending import held as kept
+from ejdist.training.attending import ranked_pairs
 from ejdist.training.losses import trained_model
 
 VARIED = 50  # plans that are tried with each of these
@@ -106,6 +113,22 @@ class Predictor:
         prediction = self._predicted(s, candidate, self._legal(s, candidate), math.inf)
         assert isinstance(prediction, Predicted)
         return prediction
+
+    def as_a_run(self, candidate: Candidate) -> Candidate:
+        """Returns a candidate with the scheme and the order that a run takes where a recipe leaves them open."""
+        s, mesh = self.sections, candidate.abstract_mesh()
+        if AUTO not in (s.sequence.scheme, s.sequence.order) or candidate.ranks == 1:
+            return candidate
+        seconds, holds, plans = {}, {}, {}
+        for scheme, order, _ in ways(s, candidate.mesh, {SCHEME, ORDER, DISPATCH}, *self.rows):
+            one = replace(candidate, scheme=scheme or candidate.scheme, order=order or candidate.order)
+            of = one.applied(s)
+            pair = of.sequence.scheme, of.sequence.order
+            plans[pair], seconds[pair] = one, self.checked(one).time.attending
+            holds[pair] = kept(s.model, share_of(of, mesh, self.links, self.target.chip.tile, self.documents))
+        in_turn = sorted(plans, key=lambda pair: ([*SCHEMES].index(pair[0]), ORDERS.index(pair[1])))
+        best, *_ = ranked_pairs(*({pair: table[pair] for pair in in_turn} for table in (seconds, holds)))
+        return plans[best]
 
     def _legal(self, s: Any, candidate: Candidate) -> Held:
         """Returns what the candidate's mesh holds. Raises ValueError, naming the size, where it does not fit."""
@@ -341,12 +364,14 @@ def nearest(
     return plans
 
 
-def as_given(sections: Any, target: Target, documents: Documents = ONE_DOCUMENT) -> Candidate:
-    """Returns the recipe's own plan, on the devices of a target. Raises ValueError where it leaves some idle."""
-    candidate = candidate_of(sections, mesh_shape(sections.mesh.sizes, target.count), documents, target.chip.platform)
+def as_given(predictor: Predictor) -> Candidate:
+    """Returns the recipe's own plan, on the devices of a target; a scheme and an order that it leaves open are those that a run
+    would take. Raises ValueError where it leaves some devices idle."""
+    sections, target = predictor.sections, predictor.target
+    candidate = candidate_of(sections, mesh_shape(sections.mesh.sizes, target.count), *predictor.rows)
     if candidate.devices < target.count:
         raise ValueError(
             f"the mesh { {a: n for a, n in candidate.sizes.items() if n > 1} } has {candidate.devices} devices, and "
             f"{target.name} has {target.count}: make an axis larger, or -1 to use all devices, or plan for {candidate.devices}"
         )
-    return candidate
+    return predictor.as_a_run(candidate)

@@ -1,7 +1,8 @@
 """Seconds of a training step, predicted: a roofline whose terms are matmuls, attention, passes over memory, and collectives.
 
 Shares of the peaks are what steps of this project reached on H200s (benchmarks/results/steps). That other devices reach them
-too is an assumption, and so is that half of the time of collectives is hidden under work.
+too is an assumption, and so is that half of the time of collectives is hidden under work; of those of a split sequence see
+`ejdist/training/attending.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ejdist.planning.links import NETWORK, Links
 from ejdist.planning.memory import ACTIVATIONS, MOMENTS, Held, Stored, moment_bytes, on_host
 from ejdist.planning.share import share_of
 from ejdist.sequence.schedule import pairs_of_row
+from ejdist.training.attending import exchanged, waited
 from ejdist.training.flops import attention_share
 from kernels.engines.attention.masks import MaskInfo
 
@@ -35,6 +37,7 @@ PASSES = 4
 STATE_BYTES = 36
 # Of the rate of the link to the host, what copies of large arrays reach; an assumption.
 TO_HOST = 0.8
+KEYS = "keys of other devices, exposed"
 LOGIT_BYTES = 18  # a logit: float32 written and read twice, its gradient written and read twice
 
 
@@ -54,6 +57,11 @@ class StepTime:
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
+
+    @property
+    def attending(self) -> float:
+        """Seconds of attention, with those in which it waits for keys."""
+        return self.seconds["attention"] + self.seconds.get(KEYS, 0.0)
 
     @property
     def mfu(self) -> float:
@@ -113,14 +121,19 @@ def step_time(
     away = {name: 2 * n / (TO_HOST * chip.to_host) for name, n in on_host(s, of, share).items()}  # there and back
     if MOMENTS in away:
         busy["moments from and to the host"] = away[MOMENTS]  # after the backward, with no work to hide under
-    moving = links.seconds(sent, mesh.shape)
+    # Of attention's exchange its scheme says how much is waited for.
+    between = exchanged(c, share)
+    keys = s.accumulation * links.alone(between, mesh.shape)
+    waits = waited(c, share, busy["attention"], keys, s.accumulation) if share.sequence > 1 else 0.0
+    moving = links.seconds(sent.without(between, s.accumulation), mesh.shape)
     if ACTIVATIONS in away:
         hidden = s.accumulation * away[ACTIVATIONS]  # under the work of other layers, like collectives
         busy["activations from and to the host, exposed"] = max(EXPOSED * hidden, hidden - sum(busy.values()))
     exposed = max(EXPOSED * moving, moving - sum(busy.values()))
     flops = (3 * (matmuls + adapters) - frozen) * tokens + 3 * visible
     uneven = attention / even if even else 1.0
-    return StepTime(busy | {"collectives, exposed": exposed}, sent.along(), flops, devices, chip.flops, uneven)
+    seconds = busy | ({KEYS: waits} if waits else {}) | {"collectives, exposed": exposed}
+    return StepTime(seconds, sent.along(), flops, devices, chip.flops, uneven)
 
 
 def _pairs(rows: int, length: int, mask: MaskInfo, limit: float | None, documents: Documents) -> float:

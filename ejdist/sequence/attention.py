@@ -112,6 +112,8 @@ _forward_of_a_gradient = _differentiated_once(_forward)
 
 def _ring_fwd(static, arrays, seen):
     out, lse = _forward_of_a_gradient(static, arrays, seen)
+    # Behind a barrier, or a compiler keeps what `out` is put together of beside the whole backward, and puts it together last.
+    out, lse = jax.lax.optimization_barrier((out, lse))
     # The names that the local operation uses, so one remat policy keeps attention whether or not it is sharded.
     out, lse = checkpoint_name(out, "flash_attention.out"), checkpoint_name(lse, "flash_attention.lse")
     return (out, lse), (arrays, seen, out, lse)

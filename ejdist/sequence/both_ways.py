@@ -66,11 +66,12 @@ def asked(directions: int | str, local: Local, all_hops: bool) -> bool:
 
 
 def goes(directions: int | str, shape: AttentionShape, all_hops: bool) -> bool:
-    """Returns `asked` of a call that is planned."""
-    halved = shape.kv_heads % 2 == 0 and not shape.latents
+    """Returns whether what a planned call sends goes both ways at once, see `asked`: not where hops are left out, of which both
+    halves may go the same way, nor between two ranks, of which each is on both sides of the other."""
+    every = all_hops and 2 <= shape.hops == shape.ranks - 1
     if directions == AUTO:
-        return all_hops and shape.torus and halved and 2 <= shape.hops == shape.ranks - 1
-    return directions == 2 and all_hops
+        return every and shape.torus and shape.kv_heads % 2 == 0 and not shape.latents
+    return directions == 2 and every
 
 
 def around(

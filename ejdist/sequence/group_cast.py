@@ -280,6 +280,8 @@ def _made(work: Work, buffer: float) -> Arrays:
     def visit(turn: Any, came: jax.Array, stay: Any, made: Any, last: bool = False) -> tuple[Any, Any, Any, Any]:
         """Returns (what came for the next pass, what came back of the one before, what stays, what is made of this one)."""
         assert work.brought is not None
+        # Under a caller's vmap a conditional is a selection, whose operands must vary over ranks before it.
+        turn = turn if isinstance(turn, int) else vary_alike(turn, local.query)
         there = None if last else cast.there(local.keys, turn + 1)
         back = None if made is None else cast.back(made, turn - 1)
         moved = [None, None] if there is back is None else cast.moved(there, back)

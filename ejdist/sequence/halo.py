@@ -104,8 +104,8 @@ def has_runs(order: Order) -> bool:
 
 def sent(order: Order, length: int, reach: int | None) -> tuple[float, int] | None:
     """Returns the tokens that a rank sends at most for the halo of that reach, over its own, and in how many transfers; None
-    where there is no halo."""
-    if reach is None or not has_runs(order) or order.shards == 1:
+    where there is no halo, and where it would be the whole sequence."""
+    if reach is None or reach >= length - 1 or not has_runs(order) or order.shards == 1:
         return None
     made = pieces(order, length, reach)
     return sum(piece.tokens for piece in made) * order.shards / length, len(made)
@@ -125,7 +125,11 @@ class HaloCall:
 
     @classmethod
     def of(cls, local: Local) -> HaloCall | None:
-        """Returns that of a call; None where there is none, see `sent`, or where nothing is sent."""
+        """Returns that of a call; None where there is none, see `sent`, or where nothing is sent.
+
+        Raises:
+          ValueError: it would be the whole sequence.
+        """
         static, order = local.static, local.static.order
         by_order = (
             has_runs(order) and local.mask.q_positions is None
@@ -133,7 +137,12 @@ class HaloCall:
         if static.reach is None or not by_order or len(static.hops) == 1 or not local.is_flash:
             return None
         own = local.query.shape[1]
-        run = run_length(order, own * local.ranks)
+        if static.reach >= (length := own * local.ranks) - 1:
+            raise ValueError(
+                f"{static.op.name}: a halo has the keys just before a rank's own, and the window or chunk of this call reaches "
+                f"{static.reach} tokens back in a sequence of {length}: use scheme 'ring', or a window of at most {length - 1}"
+            )
+        run = run_length(order, length)
         front = static.reach if run % _TILE else -(-static.reach // _TILE) * _TILE
         first = order.positions(exchange.rank(local.axis), own * local.ranks)[::run]
         return cls(local, static.reach, front, run, own // run, first)

@@ -51,7 +51,8 @@ class SequenceSection:
     # What is compared with one device before the first step: first_batch, a row of it by a narrow copy of the model, and the
     # run ends where a token's loss, result or gradient differs; null: nothing.
     verify: str | None = operational(None)
-    # Order of tokens over cp and sp: contiguous, zigzag, striped, balanced; auto: as even as the data allows, and logs why.
+    # Order of tokens over cp and sp: contiguous, zigzag, striped, balanced; auto: what is expected to be fastest with the
+    # scheme for the data, or the most even one where no rates of the devices are known, and logs why.
     order: str = operational(AUTO)
     # Tokens of a stripe or chunk, which must divide those of a device; null: a tile of kernels, 128 on GPUs, 1024 on TPUs.
     stripe: int | None = operational(None)

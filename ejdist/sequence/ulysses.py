@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ejdist.costs import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Traffic
 from ejdist.sequence import exchange
 from ejdist.sequence.cost import AttentionShape, SchemeBytes
-from ejdist.sequence.local import Local, needed_of, of_all_ranks, work_of
+from ejdist.sequence.local import Local, needed_of, of_all_ranks, without_padding, work_of
 from ejdist.sequence.reshard import Reshard, cuts_of, dealt
 from ejdist.sequence.schedule import hops
 from kernels.framework.binding import is_float_array
@@ -55,7 +55,7 @@ class Exchange:
         arrays = {**local.own, **local.keys}
         cuts = cuts_of(op, arrays, _HEADS, inner, ranks, groups, local.ranks // ranks)
         way = Reshard(op, inner, static.order.of_members(ranks), _HEADS, _TOKENS, cuts, groups)
-        mask, order = way.mask(local.own_mask), static.order.of_groups(ranks)
+        mask, order = way.mask(local.own_mask).replace(padded_by_zeros=True), static.order.of_groups(ranks)
         length = local.query.shape[1] * local.ranks
         needed = hops(order, length, mask, known=mask.rules_are_static)
         static = replace(static, axis=outer[0] if len(outer) == 1 else outer, order=order, hops=needed)
@@ -106,7 +106,7 @@ class Exchange:
 
 def forward(local: Local, outer: Any, groups: int) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) of this rank's queries, float32; `outer` is the scheme between the groups of ranks."""
-    call, parts = Exchange.of(local, groups, outer), []
+    call, parts = Exchange.of(without_padding(local)[0], groups, outer), []
     for here, _, done in call.groups({}):
         parts.append(here.attend(here.keys, None) if here.ranks == 1 else outer.forward(here))
         done(parts[-1][1])
@@ -116,6 +116,7 @@ def forward(local: Local, outer: Any, groups: int) -> tuple[jax.Array, jax.Array
 
 def backward(local: Local, saved: Arrays, outer: Any, groups: int) -> Arrays:
     """Returns the gradients of this rank's floats, by argument. Of what is saved, delta is sent and the output is not."""
+    local, saved = without_padding(local, saved)
     call, parts = Exchange.of(local, groups, outer), []
     for here, sent, done in call.groups({n: x for n, x in saved.items() if n != "out"}):
         parts.append(here.pull(sent, here.keys, None) if here.ranks == 1 else outer.backward(here, sent))

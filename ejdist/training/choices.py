@@ -1,8 +1,7 @@
-"""What a recipe leaves to its data and devices: `sequence.order=auto`, and `sequence.scheme=auto`, the scheme by which a step's
-attention is expected to take the least time.
+"""What a recipe leaves to its data and devices: `sequence.scheme=auto` and `sequence.order=auto`, the scheme and the order by
+which a step's attention is expected to take the least time, weighed together.
 
-Of each scheme that is the time of the busiest rank's pairs, at the share of the peak that attention reaches, and of what
-travels that is not hidden under them: what the scheme declares, at the rates of the device's links.
+Where no rates of the devices are known it is the first scheme, in the first order that is nearly as even as the most even one.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ from ejdist.experts.choice import links_of
 from ejdist.experts.schemes import LOCAL
 from ejdist.experts.schemes import scheme_of as dispatch_named
 from ejdist.mesh import BATCH_AXES, CP, SEQUENCE_AXES, TP
-from ejdist.models.part import Costs, Part
 from ejdist.models.remat import REMAT
 from ejdist.models.share import Share
-from ejdist.models.stack import counted_parts
-from ejdist.order import AUTO, STRIPES
+from ejdist.order import AUTO, STRIPES, Order
 from ejdist.sequence.schemes import SCHEMES, Halo
+from ejdist.training.attending import Pair, alone_seconds, exchanged, held, ranked_pairs, waited
 from ejdist.training.curriculum import Stage
 from ejdist.training.data import Data
 from ejdist.training.flops import attention_share, peak_flops
@@ -32,46 +30,45 @@ from ejdist.training.orders import Choice, choose
 from ejdist.training.program import Program, TrainSections
 from ejdist.training.stage_data import sizes_of
 
-# Of the time of what travels alone, the part that a step waits for: with a scheme that hides it, and with one that does not.
-# On four H200s, 8k and 32k tokens each, rings waited for .20 to .31 and Ulysses for .74 to .89 (benchmarks/results/sequences).
-WAITED = {True: 0.3, False: 0.85}
-# Seconds of a layer, both ways, in which a GPU waits until its host has read how often something is sent: four H100s, 2,048
-# tokens each, `sequence.hops=batch` against `mask` (ejdist/sequence/README.md).
-HOST_READS = 1.5e-3
-# By how much another scheme must be faster than one that comes before it in `SCHEMES`.
-FASTER = 0.03
-# A scheme that holds many more keys of other ranks than a ring is not taken.
-MORE_MEMORY = 1.5
 ROWS = 8  # of the first batches, by which both are chosen
-HOST = 8  # GPUs that are joined by their own links; others are reached by the network
 
 
 @dataclass(frozen=True)
-class SchemeChoice:
-    """A scheme, in an order, and the expected seconds of a step's attention with each.
+class PairChoice:
+    """A scheme, in an order, and the expected seconds of a step's attention with each pair; the one that is taken is first.
 
-    kind: of the devices. source: of the rates of their links. Without rates there are no seconds, and the scheme is the first.
+    kind: of the devices. source: of the rates of their links. Without rates there are no seconds.
     """
 
     scheme: str
     order: Choice
-    seconds: Mapping[str, float]
+    seconds: Mapping[Pair, float]
     kind: str
     source: str
+    pinned: bool = False  # whether the recipe names the scheme
+
+    def of_schemes(self) -> dict[str, float]:
+        """Returns the least seconds of each scheme, in whatever order."""
+        names = dict.fromkeys(scheme for scheme, _ in self.seconds)
+        return {n: min(value for (scheme, _), value in self.seconds.items() if scheme == n) for n in names}
 
     def describe(self) -> str:
         """Returns a line for the log."""
+        what = f"sequence.scheme = {self.scheme if self.pinned else f'{AUTO} is {self.scheme}'}"
         if not self.seconds:
-            return f"sequence.scheme = {AUTO} is {self.scheme}: no rates of {self.kind} are known"
-        each = ", ".join(f"{name} {1e3 * value:,.3g}" for name, value in self.seconds.items())
+            return f"{what}: no rates of {self.kind} are known"
+        ((_, order), value), *others = self.seconds.items()
+        second = "".join(f"; second is {x} in {y} order, {1e3 * z:,.3g}" for (x, y), z in others[:1])
+        each = ", ".join(f"{name} {1e3 * least:,.3g}" for name, least in self.of_schemes().items())
         return (
-            f"sequence.scheme = {AUTO} is {self.scheme}: milliseconds of a step's attention on the busiest device, expected of "
-            f"{self.kind} ({self.source}): {each}; sequence.scheme={self.scheme} keeps it"
+            f"{what} in {order} order, {1e3 * value:,.3g} milliseconds of a step's attention on the busiest device, expected "
+            f"of {self.kind} ({self.source}){second}; each scheme at its best: {each}; sequence.scheme={self.scheme} "
+            f"sequence.order={order} keeps it"
         )
 
 
-def choose_scheme(s: TrainSections, mesh: Any, model: Any, segment_ids: np.ndarray) -> SchemeChoice:
-    """Returns the scheme that is expected to take the least time, each in the order that is the most even for it.
+def choose_pair(s: TrainSections, mesh: Any, model: Any, segment_ids: np.ndarray) -> PairChoice:
+    """Returns the scheme and the order that are expected to take the least time together, of those that a recipe leaves open.
 
     Args:
       mesh: on which rows are split. segment_ids: int [rows, T], some of a recipe's rows.
@@ -80,40 +77,36 @@ def choose_scheme(s: TrainSections, mesh: Any, model: Any, segment_ids: np.ndarr
     over = tuple((axis, n) for axis in SEQUENCE_AXES if (n := mesh.shape.get(axis, 1)) > 1)
     heads, links, peak = s.model.num_heads // mesh.shape.get(TP, 1), links_of(kind), peak_flops(kind)
     documents = Documents.of(segment_ids)
-    found: dict[str, tuple[float, Choice]] = {}
-    most = 0.0
-    for name in SCHEMES:
+    choices: dict[Pair, Choice] = {}
+    seconds: dict[Pair, float] = {}
+    holds: dict[Pair, int] = {}
+    pinned = s.sequence.scheme != AUTO
+    for name in [s.sequence.scheme] if pinned else SCHEMES:
         one = replace(s, sequence=replace(s.sequence, scheme=name))
-        made = one.sequence.made()
-        if issubclass(SCHEMES[name], Halo) or not SCHEMES[name].timed or made.rejects(heads, over) is not None:
+        refused = one.sequence.made().rejects(heads, over) is not None
+        if not pinned and (issubclass(SCHEMES[name], Halo) or not SCHEMES[name].timed or refused):
             continue  # where a halo is less than a ring, every scheme takes it
-        order = choose(one, mesh, model.flops, segment_ids)
+        choice = choose(one, mesh, model.flops, segment_ids)
         if peak is None:
-            return SchemeChoice(name, order, {}, kind, links.source)
-        share = replace(_share(one, mesh, order), documents=documents)
-        most = most or MORE_MEMORY * _held(s, share)
-        if _held(s, share) > most:
-            continue
-        found[name] = _seconds(one, mesh, order, share, kind, peak), order
-    seconds = {name: value for name, (value, _) in found.items()}
-    best = next(name for name, value in seconds.items() if value <= min(seconds.values()) * (1 + FASTER))
-    return SchemeChoice(best, found[best][1], seconds, kind, links.source)
+            return PairChoice(name, choice, {}, kind, links.source)
+        for order in choice.orders:
+            pair, share = (name, order.name), replace(_share(one, mesh, order), documents=documents)
+            choices[pair], holds[pair] = replace(choice, order=order), held(s.model, share)
+            seconds[pair] = _seconds(one, mesh, choices[pair], share, kind, peak)
+    pairs = ranked_pairs(seconds, holds)
+    in_turn = {pair: seconds[pair] for pair in pairs}
+    return PairChoice(pairs[0][0], choices[pairs[0]], in_turn, kind, links.source, pinned)
 
 
-def _attention(s: TrainSections) -> dict[Part, int]:
-    """Returns part -> how many layers have it, of those with attention."""
-    return {part: n for part, n in counted_parts(s.model).items() if part.flops(s.model).pair}
-
-
-def _share(s: TrainSections, mesh: Any, order: Choice) -> Share:
+def _share(s: TrainSections, mesh: Any, order: Order) -> Share:
     rows = s.data.global_batch // s.accumulation // math.prod(mesh.shape.get(a, 1) for a in BATCH_AXES)
     return Share(
-        tokens=rows * s.data.sequence_length // order.order.shards,
+        tokens=rows * s.data.sequence_length // order.shards,
         itemsize=2 if s.model.compute_dtype == "bfloat16" else 4,
         length=s.data.sequence_length,
         remat=REMAT[s.model.remat],
         scheme=s.sequence.made(),
-        order=order.order,
+        order=order,
         dispatch=dispatch_named(LOCAL),
         outer=mesh.shape.get(CP, 1),
         features=mesh.shape.get(TP, 1),
@@ -121,31 +114,16 @@ def _share(s: TrainSections, mesh: Any, order: Choice) -> Share:
     )
 
 
-def _held(s: TrainSections, share: Share) -> int:
-    """Returns the bytes of the widest attention at its height, what a scheme holds of other ranks included."""
-    return max((Costs(part).memory(s.model, share).work for part in _attention(s)), default=0)
-
-
 def _seconds(s: TrainSections, mesh: Any, order: Choice, share: Share, kind: str, peak: float) -> float:
     """Returns the time of a step's attention on the busiest device, forward and backward."""
-    ranks, links = order.order.shards, links_of(kind)
     groups = math.prod(mesh.shape.get(a, 1) for a in BATCH_AXES)
     # Five products of a backward to the forward's two; that runs again where its output is not kept.
-    flops = order.flops * (3.5 + (not share.remat.asked)) * s.data.global_batch / groups / ranks / share.features
+    flops = (
+        order.flops * (3.5 + (not share.remat.asked)) * s.data.global_batch / groups / share.sequence / share.features
+    )
     work = flops * order.uneven[order.order.name] / (attention_share(s.model.head_dim) * peak)
-    near = links.network is None or ranks * share.features <= HOST
-    moving = 0.0
-    for part, layers in _attention(s).items():
-        sent = Costs(part).traffic(s.model, share)
-        for (axis, collective), count in sent.bytes.items():
-            if axis in SEQUENCE_AXES:
-                rate = links.rate(collective, mesh.shape[axis])
-                rate = rate if near or links.network is None else min(rate, links.network)
-                moving += layers * (count / rate + sent.calls[axis, collective] * links.latency)
-    moving *= s.accumulation
-    if share.scheme.reads_batch and not share.torus:
-        work += HOST_READS * sum(_attention(s).values()) * s.accumulation
-    return work + max(WAITED[share.scheme.hides] * moving, moving - work)
+    moving = s.accumulation * alone_seconds(exchanged(s.model, share), mesh.shape, links_of(kind))
+    return work + waited(s.model, share, work, moving, s.accumulation)
 
 
 def resolve(
@@ -165,19 +143,16 @@ def resolve(
     for stage, program, one in zip(stages, programs, datas, strict=True):
         s = stage.sections
         if AUTO in (s.sequence.order, s.sequence.scheme) and program.order.shards > 1:
-            rows = _first_rows(stage, one)
-            if s.sequence.scheme == AUTO:
-                scheme = choose_scheme(s, program.mesh, program.model, rows)
-                log(f"{stage.where}{scheme.describe()}")
-                s, choice = replace(s, sequence=replace(s.sequence, scheme=scheme.scheme)), scheme.order
-            else:
-                choice = choose(s, program.mesh, program.model.flops, rows)
-            if s.sequence.order == AUTO:
+            choice = choose_pair(s, program.mesh, program.model, _first_rows(stage, one))
+            if s.sequence.scheme == AUTO or choice.seconds:
                 log(f"{stage.where}{choice.describe()}")
-                name = choice.order.name
+            s = replace(s, sequence=replace(s.sequence, scheme=choice.scheme))
+            if s.sequence.order == AUTO:
+                log(f"{stage.where}{choice.order.describe()}")
+                name = choice.order.order.name
                 stripe = s.sequence.stripe if name in STRIPES else None
                 s = replace(s, sequence=replace(s.sequence, order=name, stripe=stripe))
-            same = program.order == choice.order and s.sequence.made() == stage.sections.sequence.made()
+            same = program.order == choice.order.order and s.sequence.made() == stage.sections.sequence.made()
             stage = replace(stage, sections=s)
             program = program if same else make(stage)
         found.append((stage, program))

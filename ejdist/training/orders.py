@@ -1,4 +1,4 @@
-"""`sequence.order=auto`: the order of tokens that is as even as the documents of the data allow."""
+"""The orders that a recipe may take, and how even each is for the documents of its data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALIKE = 0.05
 class Choice:
     """An order, and how even each of those that divide the rows would be: the pairs of the busiest rank over the mean.
 
-    flops: of attention in a row, forward, the mean.
+    flops: of attention in a row, forward, the mean. orders: those that divide the rows.
     """
 
     order: Order
@@ -33,6 +33,7 @@ class Choice:
     documents: float  # in a row, the mean
     rows: int
     flops: float
+    orders: Sequence[Order] = ()
 
     def describe(self) -> str:
         """Returns a line for the log."""
@@ -67,4 +68,4 @@ def choose(s: TrainSections, mesh: Any, parts: Sequence[Flops], segment_ids: np.
     best = min(uneven.values())
     chosen = next(o for o in orders if uneven[o.name] <= best * (1 + ALIKE))
     documents = float(np.mean([len(np.unique(row[row >= 0])) for row in segment_ids]))
-    return Choice(chosen, uneven, documents, len(segment_ids), float(seen.sum(1).mean()))
+    return Choice(chosen, uneven, documents, len(segment_ids), float(seen.sum(1).mean()), orders)

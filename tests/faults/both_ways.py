@@ -11,6 +11,13 @@ PLANS = f"{TESTS} -k plans_count_it"
 
 FAULTS = (
     Fault(
+        "a plan has hops that are left out go both ways at once",
+        "both_ways:goes",
+        "$all_hops and 2 <= $shape.hops == $shape.ranks - 1",
+        "$all_hops",
+        f"{TESTS} -k costs_least",
+    ),
+    Fault(
         "the second half goes round as the first does",
         "both_ways:around",
         "($one, *reversed($others))",

@@ -14,6 +14,13 @@ COSTS = "tests/test_declared_costs.py -k 'sends_what_it_declares and halo'"
 
 FAULTS = (
     Fault(
+        "a halo may be the whole sequence",
+        "HaloCall.of",
+        "$static.reach >= ($length := $own * $local.ranks) - 1",
+        "($length := $own * $local.ranks) < 0",
+        "tests/test_sequence.py -k wrong_call",
+    ),
+    Fault(
         "stripes of other ranks are attended to without their positions",
         "Local.needs_positions",
         "$own or $self.static.order.in_parts",

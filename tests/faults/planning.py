@@ -36,16 +36,16 @@ FAULTS = (
     ),
     Fault(
         "hosts are joined as fast as the devices of one",
-        "_level",
-        "_inner($axis, $sizes) * $sizes[$axis]",
-        "$sizes[$axis]",
+        "crosses_hosts",
+        "AXES[AXES.index($axis) :]",
+        "[$axis]",
         f"{TESTS} -k slower_between_hosts",
     ),
     Fault(
         "a group that lies over two hosts is taken for one of a host",
-        "_level",
-        "$host % $span",
-        "$span > $host",
+        "crosses_hosts",
+        "min($per_host, math.prod($sizes.values())) % $span",
+        "$span > min($per_host, math.prod($sizes.values()))",
         f"{TESTS} -k slower_between_hosts",
     ),
     Fault(

@@ -8,6 +8,20 @@ COSTS = "tests/test_declared_costs.py"
 
 FAULTS = (
     Fault(
+        "what lies in padding is exchanged as it is",
+        "ulysses:forward",
+        "without_padding($local)[0]",
+        "$local",
+        f"{ULYSSES} -k lies_in_padding",
+    ),
+    Fault(
+        "what lies in padding is exchanged as it is, backward",
+        "ulysses:backward",
+        "$local, $saved = without_padding($local, $saved)",
+        "pass",
+        f"{ULYSSES} -k lies_in_padding",
+    ),
+    Fault(
         "gathered tokens stay in the order of the ranks",
         "Reshard._there",
         "$x if $token is None else self.order.inverse($x, $token)",
