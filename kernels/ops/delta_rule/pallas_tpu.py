@@ -35,14 +35,31 @@ def rejects(call):
     return delta.refused(call)
 
 
-def forward(
-    query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
-):  # fmt: skip
+def _forwards(query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg):
     cost = work(op.bind(query, key, value, beta, g, num_states=num_states))[0]
     if use_qk_l2norm:
         query, key = _unit(query), _unit(key)
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
-    return _launches(query, key, value, beta, g, *options).forward(value.dtype)
+    return _launches(query, key, value, beta, g, *options)
+
+
+def forward(
+    query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
+):  # fmt: skip
+    options = (segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg)
+    return _forwards(query, key, value, beta, g, *options).forward(value.dtype)
+
+
+def forward_with_residuals(
+    query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
+):  # fmt: skip
+    options = (segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg)
+    return _forwards(query, key, value, beta, g, *options).keeping(value.dtype)
+
+
+def keeps(call, cfg):
+    heads = call.dims["N"] if call.g is not None and call.g.shape[-1] > 1 else call.dims["K"]
+    return delta.kept_of(call.dims, heads, call.num_states, call.dtype, True)
 
 
 def backward(
@@ -53,7 +70,7 @@ def backward(
     if use_qk_l2norm:
         (query, key), pull = jax.vjp(lambda q, k: (_unit(q), _unit(k)), query, key)
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
-    d = _launches(query, key, value, beta, g, *options).backward(saved.d_out, saved.d_final_state)
+    d = _launches(query, key, value, beta, g, *options).backward(saved.d_out, saved.d_final_state, saved)
     dq, dk = (d[name].astype(query.dtype) for name in ("q", "k"))
     dq, dk = (dq, dk) if pull is None else pull((dq, dk))
     gradients = {"query": dq, "key": dk, "value": d["v"].astype(value.dtype), "beta": d["beta"]}
@@ -64,6 +81,8 @@ def backward(
 op.register(
     forward,
     backward,
+    forward_with_residuals=forward_with_residuals,
+    keeps=keeps,
     platforms={"tpu"},
     dtypes={"float32", "bfloat16"},
     rejects=rejects,

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kernels.engines.scan import pallas_channel_calls as channels
+from kernels.engines.scan import pallas_delta_calls as delta
 from kernels.engines.scan import pallas_linear_calls as linear
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.ops.linear_attention.contract import op, work
@@ -54,12 +55,27 @@ def forward(query, key, value, g, g_gamma, gk, bonus, segment_ids, initial_state
     return run.forward(value.dtype)
 
 
+def forward_with_residuals(
+    query, key, value, g, g_gamma, gk, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg
+):  # fmt: skip
+    cost = work(op.bind(query, key, value, g, gk, num_states=num_states))[0]
+    options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
+    return _launches(query, key, value, g, g_gamma, gk, bonus, *options).keeping(value.dtype)
+
+
+def keeps(call, cfg):
+    if _one_decay(call):
+        return linear.kept(call, cfg)
+    return delta.kept_of(call.dims, call.dims["N"], call.num_states, str(call.key.dtype), False)
+
+
 def backward(
     saved, query, key, value, g, g_gamma, gk, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg
 ):  # fmt: skip
     cost = work(op.bind(query, key, value, g, gk, num_states=num_states))[1]
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
-    d = _launches(query, key, value, g, g_gamma, gk, bonus, *options).backward(saved.d_out, saved.d_final_state)
+    run = _launches(query, key, value, g, g_gamma, gk, bonus, *options)
+    d = run.backward(saved.d_out, saved.d_final_state, saved)
     gradients = {"query": d["q"], "key": d["k"], "value": d["v"]}
     gradients |= {} if gk is None else {"gk": d["a"]}
     of_heads = d["a"] if d["a"].ndim == 3 else jnp.sum(d["a"], axis=3, dtype=jnp.float32)
@@ -80,6 +96,8 @@ def candidates(call):
 op.register(
     forward,
     backward,
+    forward_with_residuals=forward_with_residuals,
+    keeps=keeps,
     platforms={"tpu"},
     dtypes={"float32", "bfloat16"},
     rejects=rejects,

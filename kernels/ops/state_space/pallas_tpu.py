@@ -26,10 +26,15 @@ def forward(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
     return _launches(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg, cost).forward(x.dtype)
 
 
+def forward_with_residuals(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
+    cost = work_v2(v2_op.bind(x, dt, A, B, C, D, num_states=num_states))[0]
+    return _launches(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg, cost).keeping(x.dtype)
+
+
 def backward(saved, x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
     cost = work_v2(v2_op.bind(x, dt, A, B, C, D, num_states=num_states))[1]
     run = _launches(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg, cost)
-    d = run.backward(saved.d_out, saved.d_final_state)
+    d = run.backward(saved.d_out, saved.d_final_state, saved)
     gradients = {"x": d["v"], "B": d["k"], "C": d["q"], "dt": d["w"] + d["a"] * A.astype(jnp.float32)}
     # Padding has no gradient, and its dt may be anything.
     gradients["A"] = jnp.sum(d["a"] * jnp.where(d["a"] == 0, 0, dt.astype(jnp.float32)), axis=(0, 1))
@@ -40,6 +45,8 @@ def backward(saved, x, dt, A, B, C, D, segment_ids, initial_state, num_states, c
 v2_op.register(
     forward,
     backward,
+    forward_with_residuals=forward_with_residuals,
+    keeps=linear.kept,
     platforms={"tpu"},
     dtypes={"float32", "bfloat16"},
     rejects=rejects,
