@@ -115,15 +115,17 @@ def bundles(schedule: str) -> Counter[int]:
     return Counter(len(match[1]) for match in map(BUNDLE.match, schedule.splitlines()) if match)
 
 
-def loops_and_share(call: Any, chunk: int | None) -> tuple[int, float]:
-    """Returns (how often the loop in a step of the grid runs, the heads of 128 tokens, or tiles of channels, of a step)."""
-    from kernels.engines.scan import pallas_delta_calls, pallas_linear_calls
+def loops_and_share(call: Any, chunk: int | None, case: str) -> tuple[int, float]:
+    """Returns (how often the loop in a step of the grid runs, its heads of 128 tokens or of one, or its tiles of channels)."""
+    from kernels.engines.scan import pallas_decode, pallas_delta_calls, pallas_linear_calls
     from kernels.ops.state_space import pallas_conv, pallas_conv_calls
 
     d = call.dims
     if call.op_name == "causal_conv1d":
         span = chunk or pallas_conv_calls.SPANS[0]
         return span // pallas_conv.SLAB, pallas_conv_calls.CHANNELS * span / 128**2
+    if "decode" in case:
+        return max(1, d["N"] // pallas_decode.SUBLANES), d["N"]
     arguments = call.arguments
     if any(arguments.get(n) is not None for n in ("gk", "bonus")) or (
         call.op_name == "delta_rule" and call.g.shape[-1] > 1
@@ -169,7 +171,7 @@ def compiled(op_name: str, case_name: str, topology: str, direction: str, chunk:
         "backward": (lambda pull, d: pull(d), (pull, outputs)),
     }[direction]
     program = ahead_of_time.compile_tpu(program_of, *inputs, topology=topology)
-    repeats, share = loops_and_share(call, int(chunk) if chunk else None)
+    repeats, share = loops_and_share(call, int(chunk) if chunk else None, case_name)
     counts = {}
     for schedule in sorted(Path(folder).glob("*_kernel*-final_bundles.txt")):
         kernel = re.search(r"\d-(\w+_kernel)[.\d]*-\d+-final_bundles", schedule.name)

@@ -164,13 +164,8 @@ class Op:
         if strange:
             raise TypeError(f"{self.name}: unknown features {sorted(strange)}; there are {', '.join(self.features)}")
         metadata = {"platforms": platforms, "dtypes": dtypes, "features": features, "symbolic": symbolic}
-        metadata |= {
-            "rejects": rejects,
-            "heuristic": heuristic,
-            "candidates": candidates,
-            "version": version,
-            "keeps": keeps,
-        }
+        metadata |= {"rejects": rejects, "heuristic": heuristic, "candidates": candidates}
+        metadata |= {"version": version, "keeps": keeps}
         backend = make_backend(self, forward, backward, forward_with_residuals, name, metadata)
         self._backends[backend.name] = backend
         self._programs.clear()
