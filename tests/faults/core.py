@@ -332,13 +332,6 @@ FAULTS = (
         "tests/test_kept_arrays.py -k does_without",
     ),
     Fault(
-        "kept arrays: they are made where nothing is differentiated",
-        "execute:_run_forward.make",
-        "$with_residuals and ($choice.keeps or $op.extra_residuals is not None)",
-        "$choice.keeps",
-        "tests/test_kept_arrays.py -k does_without",
-    ),
-    Fault(
         "kept arrays: those of another shape are taken",
         "_run_forward.make.branch",
         "($extra[$name].shape, $extra[$name].dtype) != ($like.shape, $like.dtype)",
