@@ -119,22 +119,68 @@ def _load_tile(desc, rope_desc, batch, row, head, ring, stage, phase, HEAD_TILES
 
 
 @gluon.jit
-def _load_keys(k_desc, k_rope_desc, v_desc, list_ptr, batch, head, end, begin, keys, values, stage, phase,
-               HEAD_TILES: gl.constexpr):  # fmt: skip
+def _load_pages(desc, pages, row, head, ring, stage, phase, HEAD_TILES: gl.constexpr, O: gl.constexpr):
+    """Loads a block of keys or values from its pages into a stage, once it is free: a part of the block is a page, or the
+    block a part of a page. A part has 64 columns, since a tile is stored as panels of so many."""
+    tiles, full, free = ring
+    PART: gl.constexpr = desc.block_type.shape[1]
+    PANEL: gl.constexpr = desc.block_type.shape[3]
+    PARTS: gl.constexpr = tiles.shape[1] // PART
+    PANELS: gl.constexpr = tiles.shape[2] // PANEL
+    mbarrier.wait(free.index(stage), phase ^ 1)
+    mbarrier.expect(full.index(stage), HEAD_TILES * PANELS * PARTS * desc.nbytes_per_cta)
+    for i in gl.static_range(HEAD_TILES):
+        parts = tiles.index(HEAD_TILES * stage + i).reinterpret(shape=[PANELS * PARTS, 1, PART, 1, PANEL], layout=BLOCK)
+        for j in gl.static_range(PARTS):
+            for k in gl.static_range(PANELS):
+                where = [pages[j], row % O.PAGE, head, (i * PANELS + k) * PANEL]
+                tma.async_load(desc, where, full.index(stage), parts.index(k * PARTS + j))
+
+
+@gluon.jit
+def _load_keys(k_desc, k_rope_desc, v_desc, list_ptr, table_ptr, batch, head, end, begin, keys, values, stage, phase,
+               HEAD_TILES: gl.constexpr, O: gl.constexpr):  # fmt: skip
     """Loads the blocks of keys and values from `end` - 1 down to `begin`, or those entries of a list; returns the next
     stage and its phase."""
-    BLOCK_K: gl.constexpr = k_desc.block_type.shape[1]
+    PART: gl.constexpr = k_desc.block_type.shape[1]
     STAGES: gl.constexpr = values[0].shape[0]
     for i in range(end - begin):
-        row = nth(list_ptr, end - 1 - i) * BLOCK_K
-        _load_tile(k_desc, k_rope_desc, batch, row, head, keys, stage, phase, HEAD_TILES)
-        _load_tile(v_desc, None, batch, row, head, values, stage, phase, 1)
+        row = nth(list_ptr, end - 1 - i) * O.BLOCK_K
+        if table_ptr is None:
+            _load_tile(k_desc, k_rope_desc, batch, row, head, keys, stage, phase, HEAD_TILES)
+            _load_tile(v_desc, None, batch, row, head, values, stage, phase, 1)
+        else:
+            pages = ()
+            for j in gl.static_range(O.BLOCK_K // PART):
+                entry = gl.minimum((row + j * PART) // O.PAGE, O.TABLE - 1)
+                page = gl.load(table_ptr + batch * O.TABLE + entry)
+                pages = pages + (gl.minimum(gl.maximum(page, 0), O.PAGES - 1),)
+            _load_pages(k_desc, pages, row, head, keys, stage, phase, HEAD_TILES, O)
+            _load_pages(v_desc, pages, row, head, values, stage, phase, 1, O)
         stage, phase = after(stage, phase, STAGES)
     return stage, phase
 
 
 @gluon.jit
-def _load(descs, lists, turn_ptr, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
+def _clear(values, stage, phase, until):
+    """Sets the rows of a block of values from `until` on to zero: slots without a token may hold anything, even NaN. Each
+    warpgroup does it for itself: what the others write is the same."""
+    tiles, full, _ = values
+    ROWS_AT_ONCE: gl.constexpr = 16
+    WIDTH: gl.constexpr = tiles.shape[2]
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    if until < tiles.shape[1]:
+        mbarrier.wait(full.index(stage), phase)
+        for i in gl.static_range(tiles.shape[1] // ROWS_AT_ONCE):
+            part = tiles.index(stage).slice(i * ROWS_AT_ONCE, ROWS_AT_ONCE, 0)
+            rows = i * ROWS_AT_ONCE + gl.arange(0, ROWS_AT_ONCE, gl.SliceLayout(1, WIDE))
+            x = part.load(WIDE)
+            part.store(gl.where((rows < until)[:, None], x, gl.zeros_like(x)))
+        fence_async_shared()
+
+
+@gluon.jit
+def _load(descs, lists, table_ptr, turn_ptr, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
           STAGES: gl.constexpr, QUEUED: gl.constexpr):  # fmt: skip
     q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc = descs
     WARPGROUPS: gl.constexpr = _consumers(O)
@@ -165,12 +211,12 @@ def _load(descs, lists, turn_ptr, queue, queries, keys, values, O: gl.constexpr,
         # current one.
         soon = gl.minimum(first + 2, last)
         stage, phase = _load_keys(
-            k_desc, k_rope_desc, v_desc, list_ptr, b, head, last, soon, keys, values, stage, phase, HEAD_TILES
+            k_desc, k_rope_desc, v_desc, list_ptr, table_ptr, b, head, last, soon, keys, values, stage, phase, HEAD_TILES, O
         )
         tile = claim_tile(queue, turn_ptr, turn)
         turn += 1
         stage, phase = _load_keys(
-            k_desc, k_rope_desc, v_desc, list_ptr, b, head, soon, first, keys, values, stage, phase, HEAD_TILES
+            k_desc, k_rope_desc, v_desc, list_ptr, table_ptr, b, head, soon, first, keys, values, stage, phase, HEAD_TILES, O
         )
 
 
@@ -220,7 +266,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     ROW_OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
     UNIT: gl.constexpr = (O.SCALE if O.CAP is None else O.CAP) * LOG2E
     dtype: gl.constexpr = q[0].dtype
-    lists, masks, sink_ptr, sofar, out_ptr, lse_ptr = arrays
+    lists, masks, lens_ptr, sink_ptr, sofar, out_ptr, lse_ptr = arrays
     spans_ptr, index_ptr, order_ptr = lists
     q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr = masks
     k_tiles, k_full, k_free = keys
@@ -252,6 +298,8 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     if last > first:
         mbarrier.wait(k_full.index(stage), phase)
         s = _logits(q, k_tiles, stage, zeros)
+        if lens_ptr is not None:
+            _clear(values, stage, phase, gl.load(lens_ptr + b) - (last - 1) * O.BLOCK_K)
         s = warpgroup_mma_wait(0, (s,))
         mbarrier.arrive(k_free.index(stage))
         masked = (last - 1 >= full_end) | (last - 1 < full)
@@ -300,7 +348,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
 def warp_specialized_fwd_kernel(
     turn_ptr,  # [1], zero-initialised: number of tiles taken from the queue
     q_desc,  # [B, T, N, H] in blocks [1, 64, 1, columns of a tile]; one or three tiles hold a head
-    k_desc,  # [B, S, K, H] in blocks [1, BLOCK_K, 1, columns of a tile]
+    k_desc,  # [B, S, K, H] in blocks [1, BLOCK_K, 1, columns of a tile], or pages, see `table_ptr`
     v_desc,  # [B, S, K, HV] in blocks [1, BLOCK_K, 1, BLOCK_V]
     spans_ptr,  # this and the following as in `forward_kernel`
     index_ptr,
@@ -313,6 +361,8 @@ def warp_specialized_fwd_kernel(
     sink_ptr,
     q_rope_desc,  # [B, T, N, Hr] or None: the last tile of columns of queries, if it is an array of its own
     k_rope_desc,  # [B, S, 1, Hr] or None: that of keys, which all heads share
+    table_ptr,  # int32 [B, O.TABLE] or None: keys and values are pages [O.PAGES, O.PAGE, K, width] in blocks [1, slots, 1, 64],
+    lens_ptr,  # and int32 [B] or None: how many slots of a row hold a token
     sofar_out_ptr,  # [B, T, N, HV] or None: attention over other keys. With O.MERGE and None it is in `out_ptr`, and
     sofar_lse_ptr,  # [B, T, N] or None: its lse in `lse_ptr`
     out_ptr,  # [B, T, N, HV], of the dtype of the queries or float32
@@ -335,7 +385,7 @@ def warp_specialized_fwd_kernel(
     lists = spans_ptr, index_ptr, order_ptr
     descs = q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc
     masks = q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr
-    arrays = lists, masks, sink_ptr, (sofar_out_ptr, sofar_lse_ptr), out_ptr, lse_ptr
+    arrays = lists, masks, lens_ptr, sink_ptr, (sofar_out_ptr, sofar_lse_ptr), out_ptr, lse_ptr
     if _in_turns(O):
         turns = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(WARPGROUPS):
@@ -346,7 +396,7 @@ def warp_specialized_fwd_kernel(
         gl.warp_specialize(
             [
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
-                (_load, (descs, lists, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+                (_load, (descs, lists, table_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -356,7 +406,7 @@ def warp_specialized_fwd_kernel(
             [
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 1)),
-                (_load, (descs, lists, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+                (_load, (descs, lists, table_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -367,7 +417,7 @@ def warp_specialized_fwd_kernel(
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 1)),
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 2)),
-                (_load, (descs, lists, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+                (_load, (descs, lists, table_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
