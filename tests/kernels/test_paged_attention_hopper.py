@@ -1,9 +1,7 @@
 """Prompts over pages on Hopper: flash attention's kernel, which loads its blocks of keys from pages, interpreted."""
 
-import functools
-from dataclasses import replace
+import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,13 +9,14 @@ from grid import FLOOR, error
 from hopper import interpreted
 
 from kernels.engines.attention import triton_calls
+from kernels.framework.interpret import interpret
 from kernels.ops.paged_attention import page_op
 from kernels.ops.paged_attention.contract import HOPPER
 
 BF16 = FLOOR["bfloat16"]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def hopper(monkeypatch):
     with interpreted(monkeypatch, page_op, triton_calls):
         yield
@@ -56,15 +55,41 @@ CALLS = {
 }
 
 
+def tiles_of(**arguments):
+    with interpret(90):
+        return page_op.backends["triton_gpu"].heuristic(page_op.bind(**arguments), "cuda")
+
+
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.usefixtures("hopper")
 def test_numbers(call):
     lens, T, heads, widths, page, options = CALLS[call]
     arguments = arguments_of(lens, T, heads, widths, page, max(lens) + 3 * page)
     array = {n: jnp.asarray(x, jnp.bfloat16) for n, x in options.items() if n == "softmax_aux"}
     options = {n: x for n, x in options.items() if n not in array}
-    assert page_op.backends["triton_gpu"].heuristic(page_op.bind(**arguments, **array, **options), "cuda").mixed_num_warps == HOPPER
+    assert (
+        page_op.backends["triton_gpu"].heuristic(page_op.bind(**arguments, **array, **options), "cuda").mixed_num_warps
+        == HOPPER
+    )
     got = page_op(**arguments, **array, **options, platform="triton")
     clean = {n: jnp.nan_to_num(x) if n.endswith("cache") else x for n, x in (arguments | array).items()}
     exact = {n: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for n, x in clean.items()}
     wanted, rounded = (page_op(**a, **options, platform="xla") for a in (exact, clean))
     assert error(got, wanted) <= 2 * error(rounded, wanted) + BF16
+
+
+def test_other_calls_take_the_other_kernel():
+    """And are refused where a configuration asks for this one."""
+    arguments = arguments_of((140,), 128, (2, 1), (64, 64), 16, 160)
+    scale, slopes = jnp.ones((1, 1, 1)), jnp.ones(2, jnp.bfloat16)
+    int8 = {n: arguments[n].astype(jnp.int8) for n in ("key_cache", "value_cache")}
+    float32 = {n: x.astype(jnp.float32) for n, x in arguments.items() if x.dtype == jnp.bfloat16}
+    pages_of_12 = {n: arguments[n][:, :12] for n in ("key_cache", "value_cache")}
+    few = {"query": arguments["query"][:, :127]}
+    cfg = tiles_of(**arguments)
+    for other in (int8 | {"k_scale": scale, "v_scale": scale}, float32, pages_of_12, few, {"alibi_slopes": slopes}):
+        assert tiles_of(**(arguments | other)).mixed_num_warps == 8 if other is not float32 else 4
+        with interpret(90), pytest.raises(ValueError, match="12 mixed_num_warps select flash attention's kernel"):
+            page_op(**(arguments | other), cfg=cfg, platform="triton")
+    with pytest.raises(ValueError, match="mixed_num_warps = 24 is not a power of 2"):
+        dataclasses.replace(cfg, mixed_num_warps=24)

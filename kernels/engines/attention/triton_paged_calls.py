@@ -273,7 +273,7 @@ def attend_tall(
 ) -> jax.Array:
     """Returns attention [B, T, N, HV] of T queries of each request [B, T, N, H] by flash attention's kernel for Hopper, which
     loads its blocks of keys from pages. `is_tall` says of which calls."""
-    (B, T, N, H), (_, C, K, _), HV = query.shape, caches[0].shape, caches[1].shape[3]
+    (B, T, _, H), (_, C, K, _), HV = query.shape, caches[0].shape, caches[1].shape[3]
     assert requests.tables is not None
     S = requests.tables.shape[1] * C
     keys, values = (jax.ShapeDtypeStruct((B, S, K, width), query.dtype) for width in (H, HV))
@@ -314,7 +314,7 @@ def is_tall(
         T >= TALL
         and key_cache.dtype == value_cache.dtype == query.dtype
         and forward.num_warps == WARP_SPECIALIZED
-        and takes_pages(key_cache.shape[1], forward.kv_blocksize)
+        and takes_pages(key_cache.shape[1], forward.kv_blocksize or 0)
     )
 
 

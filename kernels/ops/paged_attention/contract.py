@@ -257,9 +257,7 @@ def _pairs(call: Call) -> tuple[tuple[Any, Any], ...]:
     return ((call.key, call.key_cache), (call.value, call.value_cache))
 
 
-# The Triton kernels have been compiled and interpreted, and not yet run on a device: a call takes them by name alone.
-_TAKEN: dict[str, Any] = {"priority": ("pallas_tpu", "xla", "triton_gpu")}
-_HEADS: dict[str, Any] = {"tied_dims": (("N", "K"),), "config": PagedAttentionConfig, **_TAKEN}
+_HEADS: dict[str, Any] = {"tied_dims": (("N", "K"),), "config": PagedAttentionConfig}
 op = Op(paged_attention, local_dims={"N", "K"}, cases=cases.RAGGED, work=_work, **_HEADS)
 # Queries are the last tokens of a request, and entries of a cache are counted from its first token.
 page_op = Op(page_attention, local_dims={"B", "N", "K"}, ordered=True, cases=cases.PAGES, work=_work, **_HEADS)
@@ -270,7 +268,6 @@ append_op = Op(
     local_dims={"K"},
     cases=cases.APPEND,
     work=_work_of_append,
-    **_TAKEN,
 )
 append_and_attend_op = Op(
     append_and_attend,

@@ -76,7 +76,7 @@ def _heuristic(call: Call, platform: str) -> PagedAttentionConfig:
 def _candidates(call: Call) -> list[PagedAttentionConfig]:
     """Returns tiles of both kinds: one varies at a time, since most calls have only one of them."""
     best = _heuristic(call, "cuda")
-    few = [(k, w, s) for k in (32, 64, 128) for w, s in ((2, 3), (4, 2), (4, 3), (4, 4), (8, 3))]
+    few = [(k, w, s) for k in (32, 64, 128) for w, s in ((1, 5), (2, 3), (2, 5), (4, 3), (4, 5), (4, 7))]
     many = [(64, 32, 4, 3), (64, 64, 4, 3), (128, 32, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2)]
     listed = [best]
     listed += [replace(best, block_k=k, num_warps=w, num_stages=s) for k, w, s in few]
@@ -129,9 +129,9 @@ def page_attention(
     if cfg.mixed_num_warps == HOPPER:
         if not is_tall(query, caches, scales, alibi_slopes, *options[:2]):
             raise ValueError(
-                f"page_attention: argument 'cfg': {HOPPER} mixed_num_warps select flash attention's kernel for Hopper, "
-                f"which does not take this call: it takes {TALL} queries of a request or more, over pages of 8, 16, 32, ... slots "
-                "of the queries' own 16-bit dtype, without scales or slopes; use 4 or 8"
+                f"page_attention: argument 'cfg': {HOPPER} mixed_num_warps select flash attention's kernel for Hopper, which "
+                f"does not take this call: it takes {TALL} queries of a request or more, over pages of 8, 16, 32, ... slots of "
+                "the queries' own 16-bit dtype, without scales or slopes; use 4 or 8"
             )
         return attend_tall(query, caches, softmax_aux, requests, **dict(zip(_OPTIONS, options, strict=True)))
     return _of_rows(query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, *options)
