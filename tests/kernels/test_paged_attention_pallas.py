@@ -12,11 +12,11 @@ import pytest
 from grid import error
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from test_paged_attention_triton import CALL, FLOAT32, OPTIONS, H, K, N, arguments_of, normal, rows_of
+from test_paged_attention_triton import CALL, FLOAT32, OPTIONS, PAGES, C, H, K, N, arguments_of, normal, rows_of
 
 import kernels
 from kernels.engines.attention import pallas_paged_calls as calls
-from kernels.engines.attention.pallas_paged_copies import FIELDS, Copies, Tile
+from kernels.engines.attention.pallas_paged_copies import FIELDS, Copies, Paged, Tile
 from kernels.framework.interpret import interpret
 from kernels.ops.paged_attention import PagedAttentionConfig, append_and_attend_op, append_op, decode_op, page_op
 from kernels.toolchains.simulate import ahead_of_time as checks
@@ -45,8 +45,13 @@ def check_random(seed, index, cuts, lens):
     with interpret():
         got, *after = serving(index, "pallas")(arrays)
     np.testing.assert_allclose(got, wanted, atol=3e-5, rtol=1e-4)
-    for a, b in zip(after, caches, strict=True):  # XLA's are checked bit by bit
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    written = np.zeros((PAGES, C), bool)
+    for table, n, (begin, end) in zip(arrays["block_tables"], lens, itertools.pairwise([0, *cuts])):
+        for p in range(n - (end - begin), n):
+            written[table[p // C], p % C] = True
+    for name, a, b in zip(("key_cache", "value_cache"), map(np.asarray, after), map(np.asarray, caches), strict=True):
+        assert a[~written].tobytes() == arrays[name][~written].tobytes()
+        assert a[written].tobytes() == b[written].tobytes()
 
 
 @pytest.mark.parametrize("index", [1, 2, *(pytest.param(i, marks=pytest.mark.slow) for i in (0, 3, 4))])
@@ -164,6 +169,23 @@ def test_pages_that_no_query_sees_are_not_copied(monkeypatch):
     kernel = Copies(seen[0], {})
     assert [int(x) for x in kernel.of_block(tile, 1)] == [0, 2]  # keys 32 to 47
     assert [int(x) for x in kernel.of_block(tile, 0)] == [4, 4]
+
+
+def test_each_page_of_a_batch_of_decodes_is_copied_once():
+    lens = np.random.default_rng(9).integers(0, 200, 12)
+    o = Paged(
+        N=4, K=2, H=8, HV=8, C=16, pages=64, pieces=1, longest=13, tables=True, form="apart", tokens=1, block=4, buffers=2,
+        parts=2, flat=True, scale=1.0, cap=None, low=None, high=0, k_scales=False, v_scales=False, slopes=False, sinks=False,
+    )  # fmt: skip
+    ones = jnp.ones(12, jnp.int32)
+    part = calls._Part(jnp.arange(12), ones, 0 * ones, jnp.asarray(lens), None)
+    tiles, total = calls.tiles_of(o, part, (1, 1), 16)
+    copied = 0
+    for x in tiles.reshape(16, FIELDS)[: int(total[0])].tolist():
+        tile = Tile(*x)
+        spans = [Copies(o, {}).of_block(tile, block) for block in range(tile.begin, tile.end)]
+        copied += sum(int(end - begin) for begin, end in spans)
+    assert copied == sum(-(-lens // 16))
 
 
 # -- code -------------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ LEAST_PIECE = 16
 SLOT_BYTES = 512 * 2**10
 
 
-def _heuristic(call: Call, platform: str) -> PagedAttentionConfig:
+def heuristic(call: Call, platform: str) -> PagedAttentionConfig:
     dims = call.dims
     N, K = dims["N"], dims["K"]
     width = sum(
@@ -46,8 +46,8 @@ def _heuristic(call: Call, platform: str) -> PagedAttentionConfig:
     )
 
 
-def _candidates(call: Call) -> list[PagedAttentionConfig]:
-    best = _heuristic(call, "tpu")
+def candidates(call: Call) -> list[PagedAttentionConfig]:
+    best = heuristic(call, "tpu")
     listed = [best]
     listed += [replace(best, block_k=k, num_stages=n) for k in (64, 128, 256, 512) for n in (2, 3, 4)]
     listed += [replace(best, mixed_rows=m, mixed_block_k=k) for m in (64, 128, 256, 512) for k in (128, 256, 512)]
@@ -144,7 +144,7 @@ def _rejects(call: Call) -> str | None:
 
 
 _ON: dict[str, Any] = {"platforms": {"tpu"}, "dtypes": {"float32", "bfloat16"}, "rejects": _rejects}
-_TUNED: dict[str, Any] = {"heuristic": _heuristic, "candidates": _candidates, **_ON}
+_TUNED: dict[str, Any] = {"heuristic": heuristic, "candidates": candidates, **_ON}
 op.register(paged_attention, **_TUNED)
 page_op.register(page_attention, **_TUNED)
 decode_op.register(decode_attention, **_TUNED)
