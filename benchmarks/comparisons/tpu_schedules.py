@@ -7,9 +7,9 @@ is not run.
 
 - Bundles are those of all kernels of a direction, for 128 tokens of a head, or of 128 channels: a bundle takes at least a
   cycle, and waiting for memory is in none. Those of a loop inside a step of the grid count as often as it runs, and those of
-  both branches of a condition count. Of attention over pages they are those for a page, all inside the loops over blocks of keys,
-  for one query of 32 heads or for 64. "JAX" is JAX's own kernel (`ragged_paged_attention`), with as many keys a block and queries
-  a tile.
+  both branches of a condition count. Of attention over pages they are those for a page, all inside the loops over blocks of
+  keys, for one query of 32 heads or for 64. "JAX" is JAX's own kernel (`ragged_paged_attention`), with as many keys a block and
+  queries a tile.
 - Bytes are those that every instruction of the program reads from main memory and writes to it. Of an operand that is only
   sliced or gathered from, they are what is taken. Beside them stands how many times what the operation declares (`Op.work`)
   that is.

@@ -52,7 +52,7 @@ FAULTS = (
         "_Kernel.attend",
         'jnp.where($p == 0, 0.0, $p * self.scales("v_scale", $slot, $unit))',
         '$p * self.scales("v_scale", $slot, $unit)',
-        f"{PAGED} -k 'random_batches and 2'",
+        f"{PAGED} -k not_keys",
     ),
     Fault(
         "paged pallas: sinks weigh nothing",

@@ -90,7 +90,7 @@ def test_one_product_of_all_heads_and_words_of_two():
     compared(page_op, 1.6e-2, **(a | {"query": a["query"][:, :1]}), cfg=SMALL)
 
 
-@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("T", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_keys_and_values_of_a_head_side_by_side(T):
     """The one cache of `ragged_page_attention_v2`."""
     rng = np.random.default_rng(2)
@@ -130,7 +130,19 @@ def test_numbers_of_pages_that_are_not_there_read_nothing_else():
     compared(page_op, **a, cfg=SMALL)
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_scales_of_slots_that_are_not_keys():
+    """Those that were never written may be anything, and those of a page that was not copied are what was there before."""
+    rng, lens = np.random.default_rng(10), (20, 3)
+    a = rows_of(rng, 2, 1, 32, lens)
+    scales = np.full((2, *a["key_cache"].shape[:3]), np.nan, np.float32)
+    for table, n in zip(a["block_tables"], lens):
+        for p in range(n):
+            scales[:, table[p // 8], p % 8] = 0.1 + rng.random((2, K))
+    a |= {n: np.round(20 * a[n]).astype(np.int8) for n in ("key_cache", "value_cache")}
+    compared(page_op, **a, k_scale=scales[0], v_scale=scales[1], cfg=SMALL)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", pytest.param("float8_e5m2", marks=pytest.mark.slow)])
 def test_every_number_of_8_bits(dtype):
     """Infinities and NaN too: each is the value of a key of its own, in a request of one key."""
     numbers = np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype)).reshape(32, 1, 1, 8)
