@@ -104,10 +104,10 @@ FAULTS = (
         f"{PAGED} -k 'no_query_sees or copied_once'",
     ),
     Fault(
-        "paged pallas: a block past the last key is copied too",
-        "pallas_paged_calls:tiles_of",
-        "-(-$last // $o.keys)",
-        "$last // $o.keys + 1",
+        "paged pallas: a page past the last key is copied too",
+        "Copies.of_block",
+        "lax.div($t.last + $o.C - 1, $o.C)",
+        "lax.div($t.last, $o.C) + 1",
         f"{PAGED} -k copied_once",
     ),
     Fault(

@@ -137,7 +137,8 @@ def attend(
         extra["slopes"] = alibi_slopes.astype(jnp.float32) * LOG2E
     if softmax_aux is not None:
         extra["sinks"] = jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1) * LOG2E
-    out = jnp.zeros((M, N, HV), query.dtype)
+    # Rows of no request are 0; where there are none, each is written.
+    out = (jnp.zeros if requests.each is None else jax.lax.empty)((M, N, HV), query.dtype)
     flat = can_be_flat(N, base.heads, key.dtype.itemsize)
     for sizes, least, most in _instances(M, requests, few, many):
         o = replace(
