@@ -37,6 +37,11 @@ SLOW = {
         ("recurrent", "lstm_1k"),
         ("causal_conv1d", "documents_32k"),
         ("causal_conv1d", "qwen3_next"),
+        # The kernel of "together" and of 8-bit pages, and both are in tests/kernels/test_paged_attention_pallas.py.
+        ("page_attention", "decode_8k"),
+        ("page_attention", "prefill_2k_of_8k"),
+        ("decode_attention", "decode_8k"),
+        ("append_and_attend", "mixed"),
     },
     "triton": {
         ("flash_attention", "causal_32k_gqa"),

@@ -1,4 +1,4 @@
-"""What the TPU compiler makes of recurrences: bundles of their kernels' schedules, and bytes of main memory.
+"""What the TPU compiler makes of recurrences and of attention over pages: bundles of their schedules, and bytes of main memory.
 
     python -m benchmarks.comparisons.tpu_schedules [OPERATION:CASE ...] [tpus=v5p,v6e] [chunk=TOKENS]
 
@@ -7,7 +7,9 @@ forward keeps, and its forward is not run; "keeping" is the forward of a differe
 
 - Bundles are those of all kernels of a direction, for 128 tokens of a head, or of 128 channels: a bundle takes at least a
   cycle, and waiting for memory is in none. Those of a loop inside a step of the grid count as often as it runs, and those of
-  both branches of a condition count.
+  both branches of a condition count. Of attention over pages they are those for a page, all inside the loops over blocks of
+  keys, for one query of 32 heads or for 64. "JAX" is JAX's own kernel (`ragged_paged_attention`), with as many keys a block and
+  queries a tile.
 - Bytes are those that every instruction of the program reads from main memory and writes to it. Of an operand that is only
   sliced or gathered from, they are what is taken. Beside them stands how many times what the operation declares (`Op.work`)
   that is, with what is kept for the backward where that is written or read.
@@ -36,7 +38,11 @@ CASES = (
     "delta_rule:kimi_linear",
     "causal_conv1d:mamba2_8k",
     "causal_conv1d:documents_32k",
+    "page_attention:decode_8k",
+    "page_attention:decode_8k_int8",
+    "page_attention:prefill_2k_of_8k",
 )
+JAXS = "JAX"  # the direction of JAX's own kernel
 COMPILE = "compile"  # how a process of one program is called
 BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+\s+(?:\w\w)?\s*:\s*(>*)\s*\{")
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?(%[\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(.*)")
@@ -121,6 +127,8 @@ def loops_and_share(call: Any, chunk: int | None, case: str) -> tuple[int, float
     from kernels.ops.state_space import pallas_conv, pallas_conv_calls
 
     d = call.dims
+    if call.op_name == "page_attention":
+        return 1, pages_of_block(call)
     if call.op_name == "causal_conv1d":
         span = chunk or pallas_conv_calls.SPANS[0]
         return span // pallas_conv.SLAB, pallas_conv_calls.CHANNELS * span / 128**2
@@ -139,6 +147,54 @@ def loops_and_share(call: Any, chunk: int | None, case: str) -> tuple[int, float
     return 1, pallas_linear_calls.blocks_of(d["N"], d["K"]).heads * chunk / 128
 
 
+def blocks_depth(op_name: str, depths: Counter[int]) -> int:
+    """Returns the depth from which on bundles count: all in a step of the grid, or in the loop over blocks of keys."""
+    if op_name != "page_attention":
+        return 1
+    return min((depth for depth in depths if depth > 1), key=lambda depth: -depths[depth])
+
+
+def pages_of_block(call: Any) -> int:
+    from kernels.ops.paged_attention import pallas_tpu
+
+    return pallas_tpu.heuristic(call, "tpu").block_k // call.dims["C"]
+
+
+def of_jax(call: Any, topology: str) -> Any:
+    """Returns (JAX's own kernel, its arguments), for the shapes of a call: keys and values are in one cache."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import ragged_paged_attention
+
+    from kernels.toolchains.simulate import ahead_of_time
+
+    d, shape = call.dims, jax.ShapeDtypeStruct
+    rows = d["B"] * call.query.shape[1]
+    queries = min(64, call.query.shape[1])
+
+    def run(query: Any, cache: Any, *integers: Any) -> Any:
+        # Its rules of lowering ask for which generation they are.
+        mesh = jax.sharding.Mesh(ahead_of_time.tpu_topology(topology).devices[:1], ("one",))
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return ragged_paged_attention(
+                query,
+                cache,
+                *integers,
+                sm_scale=0.1,
+                num_kv_pages_per_block=pages_of_block(call),
+                num_queries_per_block=queries,
+                vmem_limit_bytes=2**26,
+                **({"k_scale": 1.0, "v_scale": 1.0} if call.key_cache.dtype == jnp.int8 else {}),
+            )
+
+    arrays = (
+        shape((rows, d["N"], d["H"]), call.query.dtype),
+        shape((d["pages"], d["C"], 2 * d["K"], d["H"]), call.key_cache.dtype),
+    )
+    tables = shape(call.block_tables.shape, jnp.int32)
+    return run, (*arrays, shape((d["B"],), jnp.int32), tables, shape((d["B"] + 1,), jnp.int32), shape((1,), jnp.int32))
+
+
 def compiled(op_name: str, case_name: str, topology: str, direction: str, chunk: str, folder: str) -> None:
     """Compiles a direction, and prints what is known of it as JSON."""
     import jax
@@ -155,21 +211,25 @@ def compiled(op_name: str, case_name: str, topology: str, direction: str, chunk:
     sizes = {field: int(chunk)} | ({"backward_span": int(chunk)} if field == "span" else {}) if chunk else {}
     cfg = op.config(**sizes) if sizes else None
     function, arguments = ahead_of_time.call_of(op, case, platform="pallas", cfg=cfg, backward=False)
-    kept = op.plan(call, "pallas", cfg, differentiated=True).choices[PLATFORMS.index("tpu")]
-    shapes = kept.backend.kept(call, kept.cfg)
-    outputs, pull = jax.eval_shape(lambda x: jax.vjp(function, x), arguments)
     declared = op.work(call)[direction == "backward"].bytes
-
-    def keeping(arguments: Any) -> Any:
-        outputs, pull = jax.vjp(function, arguments)
+    program_of, inputs = function, (arguments,)
+    if direction == JAXS:
+        program_of, inputs = of_jax(call, topology)
+    elif direction != "forward":
+        choice = op.plan(call, "pallas", cfg, differentiated=True).choices[PLATFORMS.index("tpu")]
+        shapes = choice.backend.kept(call, choice.cfg)
+        declared += nbytes(*shapes.values())
+        outputs, pull = jax.eval_shape(lambda x: jax.vjp(function, x), arguments)
         of_backward = [(x.shape, x.dtype) for x in shapes.values()]
-        return outputs, [x for x in jax.tree.leaves(pull) if (x.shape, x.dtype) in of_backward]
 
-    program_of, inputs = {
-        "forward": (function, (arguments,)),
-        "keeping": (keeping, (arguments,)),
-        "backward": (lambda pull, d: pull(d), (pull, outputs)),
-    }[direction]
+        def keeping(arguments: Any) -> Any:
+            outputs, pull = jax.vjp(function, arguments)
+            return outputs, [x for x in jax.tree.leaves(pull) if (x.shape, x.dtype) in of_backward]
+
+        if direction == "keeping":
+            program_of = keeping
+        else:
+            program_of, inputs = (lambda pull, d: pull(d)), (pull, outputs)
     program = ahead_of_time.compile_tpu(program_of, *inputs, topology=topology)
     repeats, share = loops_and_share(call, int(chunk) if chunk else None, case_name)
     counts = {}
@@ -177,10 +237,22 @@ def compiled(op_name: str, case_name: str, topology: str, direction: str, chunk:
         kernel = re.search(r"\d-(\w+_kernel)[.\d]*-\d+-final_bundles", schedule.name)
         if kernel:
             depths = bundles(schedule.read_text())
-            counts[kernel[1]] = sum(n * (repeats if depth > 1 else 1) for depth, n in depths.items() if depth) / share
-    declared += nbytes(*shapes.values()) if direction != "forward" else 0
+            least = blocks_depth(op_name, depths)
+            counts[kernel[1]] = (
+                sum(n * (repeats if depth > 1 else 1) for depth, n in depths.items() if depth >= least) / share
+            )
     found = {"moved": moved(program.as_text()), "declared": declared, "bundles": counts}
     print(json.dumps(found | {"temporaries": program.memory_analysis().temp_size_in_bytes}))
+
+
+def directions(case: str) -> tuple[str, ...]:
+    """Returns the directions of a case: an operation without a backward is beside JAX's."""
+    from kernels import operations
+
+    backend = operations()[case.split(":")[0]].backends["pallas_tpu"]
+    if backend.backward is None:
+        return ("forward", JAXS)
+    return ("forward", "backward") if backend.keeps is None else ("forward", "keeping", "backward")
 
 
 def row(case: str, topology: str, direction: str, chunk: str) -> str:
@@ -202,16 +274,14 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] == [COMPILE]:
         compiled(*arguments[1:])
         return
-    from kernels import operations
     from kernels.toolchains.simulate.ahead_of_time import TPU_TOPOLOGIES
 
     options = dict(word.split("=", 1) for word in arguments if "=" in word)
     wanted = options.get("tpus", ",".join(t.split(":")[0] for t in TPU_TOPOLOGIES)).split(",")
     print("| case | TPU | direction | bundles | MB | of declared | temporaries, MB |\n|---|---|---|---|---|---|---|")
     for case in [word for word in arguments if "=" not in word] or CASES:
-        keeps = operations()[case.split(":")[0]].backends["pallas_tpu"].keeps is not None
         for topology in [t for t in TPU_TOPOLOGIES if t.split(":")[0] in wanted]:
-            for direction in ("forward", *(("keeping",) if keeps else ()), "backward"):
+            for direction in directions(case):
                 print(row(case, topology, direction, options.get("chunk", "")), flush=True)
 
 

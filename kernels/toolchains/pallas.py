@@ -34,6 +34,7 @@ def pallas_launch(
     input_output_aliases: Mapping[int, int] | None = None,
     work: Work | None = None,
     name: str | None = None,
+    check_bounds: bool = True,
 ) -> Any:
     """Returns the outputs of a Pallas TPU kernel, as the pytree `out_shape`.
 
@@ -44,6 +45,8 @@ def pallas_launch(
       work: cost of the launch, for XLA's scheduler.
       vmem_limit_bytes: VMEM that the kernel may use; None is the compiler's default, 16 MiB or more depending on the
         chip.
+      check_bounds: whether the compiled kernel checks the bounds of every access, which costs scalar instructions; the
+        interpreter always does.
     """
     if grid_spec is None:
         grid_spec = pl.GridSpec(grid=grid or (), in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch_shapes)
@@ -69,7 +72,9 @@ def pallas_launch(
                 else pl.CostEstimate(flops=int(work.flops), transcendentals=0, bytes_accessed=int(work.bytes))
             ),
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=tuple(dimension_semantics), vmem_limit_bytes=vmem_limit_bytes
+                dimension_semantics=tuple(dimension_semantics),
+                vmem_limit_bytes=vmem_limit_bytes,
+                disable_bounds_checks=not check_bounds,
             ),
             interpret=pltpu.InterpretParams() if interpreting() else False,
             name=name,

@@ -3,6 +3,7 @@ values."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -101,3 +102,20 @@ def written(cache: jax.Array, rows: jax.Array, slots: jax.Array, scale: jax.Arra
     # Indices past the end are dropped; negative ones would count from the end.
     slots = jnp.where(slots < 0, pages * C, slots)
     return cache.reshape(pages * C, K, -1).at[slots].set(new, mode="drop").reshape(cache.shape)
+
+
+def append_and_attend_of(append: Callable[..., Any], attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the backend of `append_and_attend` from those of `append_to_cache` and `paged_attention`."""
+
+    def append_and_attend(
+        query, key, value, key_cache, value_cache, query_start_loc, kv_lens, block_tables, k_scale, v_scale, softmax_aux,
+        alibi_slopes, softmax_scale, logits_soft_cap, causal, window, cfg,
+    ):  # fmt: skip
+        slots = slots_of_new(query_start_loc, kv_lens, block_tables, key_cache.shape[1], key.shape[0])
+        caches = append(key, value, slots, key_cache, value_cache, k_scale, v_scale)
+        where = (query_start_loc, kv_lens, block_tables, caches[1], k_scale, v_scale, softmax_aux, alibi_slopes)
+        out = attend(query, caches[0], *where, softmax_scale, logits_soft_cap, causal, window, cfg)
+        return (out, *caches)
+
+    append_and_attend.__module__ = attend.__module__  # a backend has the name of its module
+    return append_and_attend

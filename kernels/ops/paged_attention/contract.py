@@ -37,10 +37,11 @@ class PagedAttentionConfig(Tunables):
       block_k: keys that a tile processes per step.
       parallel: what works at once, on one request (split-KV) or several: in XLA's engine pairs of a tile and a block of keys
         that one step computes, in Triton's the programs that keys are split for.
-      num_warps, num_stages: warps of a Triton program, and depth of its software pipeline.
+      num_warps, num_stages: warps of a Triton program, and depth of its software pipeline; in Pallas blocks of keys on
+        their way or in use.
       mixed_rows, mixed_block_k, mixed_num_warps, mixed_num_stages: rows (queries times the heads of a group), keys, warps and
-        stages of the tiles of requests with many queries; Triton's alone, which has two kinds. 12 warps of `page_attention` are
-        flash attention's kernel for Hopper.
+        stages of the tiles of requests with many queries, in Triton and Pallas, which have two kinds. 12 warps of
+        `page_attention` are flash attention's kernel for Hopper.
     """
 
     block_q: int | None = None

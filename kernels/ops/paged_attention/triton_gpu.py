@@ -25,7 +25,7 @@ from kernels.engines.attention.triton_paged_calls import (
 )
 from kernels.framework.binding import Call
 from kernels.framework.target import MULTIPROCESSORS
-from kernels.ops.paged_attention.cache import quantised, scale_of_slots, slots_of_new
+from kernels.ops.paged_attention.cache import append_and_attend_of, quantised, scale_of_slots
 from kernels.ops.paged_attention.contract import (
     HOPPER,
     PagedAttentionConfig,
@@ -180,17 +180,6 @@ def append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale)
     return tuple(x if x.dtype == kept else jax.lax.bitcast_convert_type(x, kept) for x in results)
 
 
-def append_and_attend(
-    query, key, value, key_cache, value_cache, query_start_loc, kv_lens, block_tables, k_scale, v_scale, softmax_aux,
-    alibi_slopes, softmax_scale, logits_soft_cap, causal, window, cfg,
-):  # fmt: skip
-    slots = slots_of_new(query_start_loc, kv_lens, block_tables, key_cache.shape[1], key.shape[0])
-    caches = append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale)
-    where = (query_start_loc, kv_lens, block_tables, caches[1], k_scale, v_scale, softmax_aux, alibi_slopes)
-    out = paged_attention(query, caches[0], *where, softmax_scale, logits_soft_cap, causal, window, cfg)
-    return (out, *caches)
-
-
 def _rejects(call: Call) -> str | None:
     dtype = str(call.key_cache.dtype)
     if call.key_cache.dtype.itemsize == 1 and dtype not in KINDS:
@@ -206,4 +195,4 @@ op.register(paged_attention, **_TUNED)
 page_op.register(page_attention, **_TUNED)
 decode_op.register(decode_attention, **_TUNED)
 append_op.register(append_to_cache, **_ON)
-append_and_attend_op.register(append_and_attend, **_TUNED)
+append_and_attend_op.register(append_and_attend_of(append_to_cache, paged_attention), **_TUNED)

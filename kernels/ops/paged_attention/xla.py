@@ -21,7 +21,7 @@ from kernels.engines.matmul.dot import dot
 from kernels.framework.binding import Call
 from kernels.framework.measured import power_of_two
 from kernels.framework.select import NOMINAL_SIZE
-from kernels.ops.paged_attention.cache import dequantised, slots_of_new, written
+from kernels.ops.paged_attention.cache import append_and_attend_of, dequantised, written
 from kernels.ops.paged_attention.contract import (
     PagedAttentionConfig,
     append_and_attend_op,
@@ -302,17 +302,6 @@ def append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale)
     return written(key_cache, key, slots, k_scale), written(value_cache, value, slots, v_scale)
 
 
-def append_and_attend(
-    query, key, value, key_cache, value_cache, query_start_loc, kv_lens, block_tables, k_scale, v_scale, softmax_aux,
-    alibi_slopes, softmax_scale, logits_soft_cap, causal, window, cfg,
-):  # fmt: skip
-    slots = slots_of_new(query_start_loc, kv_lens, block_tables, key_cache.shape[1], key.shape[0])
-    caches = append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale)
-    where = (query_start_loc, kv_lens, block_tables, caches[1], k_scale, v_scale, softmax_aux, alibi_slopes)
-    out = paged_attention(query, caches[0], *where, softmax_scale, logits_soft_cap, causal, window, cfg)
-    return (out, *caches)
-
-
 _ON: dict[str, Any] = {
     "platforms": {"cpu", "cuda", "rocm", "tpu"},
     "dtypes": {"float32", "bfloat16", "float16"},
@@ -322,4 +311,6 @@ op.register(paged_attention, symbolic={"M", "requests", "pages"}, **_TUNED)
 page_op.register(page_attention, symbolic={"B", "pages"}, **_TUNED)
 decode_op.register(decode_attention, symbolic={"B"}, **_TUNED)
 append_op.register(append_to_cache, symbolic={"M", "pages"}, **_ON)
-append_and_attend_op.register(append_and_attend, symbolic={"M", "requests", "pages"}, **_TUNED)
+append_and_attend_op.register(
+    append_and_attend_of(append_to_cache, paged_attention), symbolic={"M", "requests", "pages"}, **_TUNED
+)

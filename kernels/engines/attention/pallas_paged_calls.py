@@ -1,0 +1,325 @@
+"""Launches attention over pages on TPUs: lists of tiles from the lengths, arrays in the form of the kernel, and block sizes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.pallas_paged import paged_kernel
+from kernels.engines.attention.pallas_paged_copies import LANES, LOG2E, Paged, Tile
+from kernels.engines.attention.ranges import interval_of
+from kernels.framework.work import Work, nbytes
+from kernels.toolchains.pallas import pallas_launch
+
+__all__ = ["LANES", "MOST_PIECE", "Requests", "Sizes", "attend", "can_be_flat", "piece_of"]
+
+VMEM_BYTES = 48 * 2**20
+# Scalar memory that the tables of a launch may take; requests with more take several.
+TABLE_BYTES = 512 * 2**10
+# Most slots that are copied at once: longer pages are copied in pieces.
+MOST_PIECE = 512
+# Cores of a chip that may share a launch.
+PARTS = 2
+# Most rows of a product of all heads.
+MOST_FLAT = 64
+
+
+class Sizes(NamedTuple):
+    """How one instance runs: queries of a tile, keys of a block, and blocks of its ring."""
+
+    tokens: int
+    keys: int
+    buffers: int
+
+
+class Requests(NamedTuple):
+    """Where queries and keys of requests are.
+
+    Attributes:
+      lens: int32 [R]. tables: int32 [R, pages of the longest]; None: page r of the cache is that of request r.
+      cuts: int32 [R + 1], or None where each request has `each` queries.
+      starts: int32 [R], the first key of a request, or None for 0.
+    """
+
+    lens: jax.Array
+    tables: jax.Array | None
+    cuts: jax.Array | None = None
+    starts: jax.Array | None = None
+    each: int | None = None
+
+
+def piece_of(slots: int) -> int:
+    """Returns how many slots of a page are copied at once: all, or the most that divide them."""
+    return next(n for n in range(min(slots, MOST_PIECE), 0, -1) if slots % n == 0)
+
+
+def can_be_flat(N: int, heads: int, itemsize: int) -> bool:
+    """Returns whether one product can take all heads."""
+    return N <= MOST_FLAT and _matrix(heads, itemsize)
+
+
+def _matrix(heads: int, itemsize: int) -> bool:
+    """Returns whether the heads of all slots are rows of a matrix as they lie: they must fill whole words, and tiles."""
+    return heads * itemsize >= 4 and (heads % 8 == 0 or heads in (1, 2, 4))
+
+
+def attend(
+    op: str,
+    query: jax.Array,
+    caches: tuple[jax.Array, jax.Array | None],
+    scales: tuple[jax.Array | None, jax.Array | None],
+    softmax_aux: jax.Array | None,
+    alibi_slopes: jax.Array | None,
+    requests: Requests,
+    few: Sizes,
+    many: Sizes,
+    *,
+    softmax_scale: float | None,
+    logits_soft_cap: float | None,
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+) -> jax.Array:
+    """Returns attention [M, N, HV] of the queries [M, N, H] of requests over their keys, as the contracts of paged attention.
+
+    Args:
+      caches, scales: of keys and values [pages, C, K, width], and [#pages, #C, #K] or None; without the second cache a slot has
+        its key in the first H numbers and its value in the others.
+      few, many: sizes for requests with one query, and with more.
+    """
+    (key, value), (M, N, H), (pages, C, K, width) = caches, query.shape, caches[0].shape
+    HV = width - H if value is None else value.shape[3]
+    form = "apart" if value is not None else "paired" if HV == H else "joined"
+    keys = interval_of(MaskInfo(causal=causal, window=window), np.zeros(1, np.int32))
+    piece = piece_of(C)
+    pieces = C // piece
+    base = Paged(
+        N=N,
+        K=K,
+        H=H,
+        HV=HV,
+        C=piece,
+        pages=pages * pieces,
+        pieces=pieces,
+        longest=pieces * (1 if requests.tables is None else requests.tables.shape[1]),
+        tables=requests.tables is not None,
+        form=form,
+        tokens=1,
+        block=1,
+        buffers=2,
+        parts=1,
+        flat=False,
+        scale=1 / math.sqrt(H) if softmax_scale is None else softmax_scale,
+        cap=logits_soft_cap,
+        low=None if keys.low is None else keys.low.offset,
+        high=None if keys.high is None else keys.high.offset,
+        k_scales=_of_slots(scales[0]),
+        v_scales=_of_slots(scales[1]),
+        slopes=alibi_slopes is not None,
+        sinks=softmax_aux is not None,
+    )
+    # A scale of a whole head is a factor of its queries, or of its outputs.
+    if scales[0] is not None and not base.k_scales:
+        query = (query.astype(jnp.float32) * _of_heads(scales[0], N, K)).astype(query.dtype)
+    arrays = {"query": query, "key": key.reshape(base.pages, piece, base.heads, -1)}
+    if value is not None:
+        arrays["value"] = value.reshape(base.pages, piece, K, HV)
+    extra = {"k_scale": scales[0] if base.k_scales else None, "v_scale": scales[1] if base.v_scales else None}
+    if alibi_slopes is not None:
+        extra["slopes"] = alibi_slopes.astype(jnp.float32) * LOG2E
+    if softmax_aux is not None:
+        extra["sinks"] = jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1) * LOG2E
+    # Rows of no request are 0; where there are none, each is written.
+    out = (jnp.zeros if requests.each is None else jax.lax.empty)((M, N, HV), query.dtype)
+    flat = can_be_flat(N, base.heads, key.dtype.itemsize)
+    for sizes, least, most in _instances(M, requests, few, many):
+        o = replace(
+            base,
+            tokens=sizes.tokens,
+            block=max(1, min(sizes.keys // piece, base.longest)),
+            buffers=sizes.buffers,
+            flat=flat and sizes.tokens == 1,
+        )
+        for part in _launches(requests):
+            out = _launch(op, o, arrays, extra, part, (least, most), out)
+    if scales[1] is not None and not base.v_scales:
+        out = (out.astype(jnp.float32) * _of_heads(scales[1], N, K)).astype(out.dtype)
+    return out
+
+
+def _of_slots(scale: jax.Array | None) -> bool:
+    return scale is not None and scale.shape[:2] != (1, 1)
+
+
+def _of_heads(scale: jax.Array, N: int, K: int) -> jax.Array:
+    """Returns scales [1, 1, K|1] as [N, 1]."""
+    return jnp.repeat(jnp.broadcast_to(scale.astype(jnp.float32).reshape(-1), (K,)), N // K)[:, None]
+
+
+def _instances(M: int, requests: Requests, few: Sizes, many: Sizes) -> list[tuple[Sizes, int, int]]:
+    """Returns the sizes and the numbers of queries of the requests that each instance serves."""
+    if requests.each is not None:
+        return [(few, 1, 1)] if requests.each == 1 else [(many, 1, requests.each)]
+    return [(few, 1, 1), (many, 2, M)] if M > 1 else [(few, 1, 1)]
+
+
+class _Part(NamedTuple):
+    """Requests of one launch: first row, rows, keys and length of each, and their tables."""
+
+    begin: jax.Array
+    count: jax.Array
+    start: jax.Array
+    lens: jax.Array
+    tables: jax.Array | None
+
+
+def _launches(requests: Requests) -> list[_Part]:
+    """Returns the requests in parts whose tables fit in scalar memory."""
+    lens = requests.lens
+    R = lens.shape[0]
+    if requests.cuts is None:
+        each = requests.each or 1
+        begin = jnp.arange(R, dtype=jnp.int32) * each
+        count = jnp.full_like(begin, each)
+    else:
+        begin, count = requests.cuts[:-1], requests.cuts[1:] - requests.cuts[:-1]
+    start = jnp.zeros_like(lens) if requests.starts is None else requests.starts
+    if requests.tables is None:
+        return [_Part(begin, count, start, lens, None)]
+    whole = _Part(begin, count, start, lens, requests.tables)
+    step = max(1, TABLE_BYTES // (4 * requests.tables.shape[1]))
+    return [jax.tree.map(lambda x, r=r: x[r : r + step], whole) for r in range(0, R, step)]
+
+
+def tiles_of(o: Paged, part: _Part, served: tuple[int, int], length: int) -> tuple[jax.Array, jax.Array]:
+    """Returns (the tiles of a part, int32 [length * FIELDS], how many there are, int32 [1])."""
+    least, most = served
+    tiles = jnp.where((part.count >= least) & (part.count <= most), -(-part.count // o.tokens), 0)
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    index = jnp.arange(length, dtype=jnp.int32)
+    r = jnp.sum(ends[None] <= index[:, None], axis=1, dtype=jnp.int32)
+    r = jnp.minimum(r, tiles.shape[0] - 1)
+    ahead = (index - ends[r] + tiles[r]) * o.tokens
+    tokens = jnp.minimum(part.count[r] - ahead, o.tokens)
+    position = part.lens[r] - part.count[r] + ahead
+    first = jnp.maximum(part.start[r], 0)
+    last = jnp.minimum(part.lens[r], o.longest * o.C)
+    if o.low is not None:
+        first = jnp.maximum(first, position + o.low)
+    if o.high is not None:
+        last = jnp.minimum(last, position + tokens + o.high)
+    # A tile that sees no key has one block, of which nothing is read.
+    blocks = -(-o.longest // o.block)
+    begin = jnp.clip(first // o.keys, 0, blocks - 1)
+    last = jnp.maximum(last, 0)
+    end = jnp.maximum(-(-last // o.keys), begin + 1)
+    tile = Tile(r, part.begin[r] + ahead, tokens, position, begin, end, first, last)
+    return jnp.stack(tile, axis=1).reshape(-1), ends[-1:]
+
+
+def _launch(op, o: Paged, arrays, extra, part: _Part, served: tuple[int, int], out: jax.Array) -> jax.Array:
+    """Returns the output with the rows of the requests that an instance serves."""
+    M, R = out.shape[0], part.lens.shape[0]
+    most = min(R * -(-served[1] // o.tokens), M // o.tokens + min(R, M // served[0]))
+    o = replace(o, parts=min(PARTS, most))
+    steps = -(-most // o.parts)
+    tiles, total = tiles_of(o, part, served, steps * o.parts)
+    tables = jnp.zeros((1,), jnp.int32) if part.tables is None else part.tables.reshape(-1)
+    dtype, columns = out.dtype, o.C * o.stride
+    inputs = dict(arrays)
+    for name in ("k_scale", "v_scale"):
+        if (scale := extra[name]) is not None:
+            inputs[name] = _columns(o, scale)
+    anywhere = len(inputs)
+    for name in ("slopes", "sinks"):
+        if name in extra:
+            inputs[name] = _by_row(o, extra[name])
+    scalars = {"tiles": tiles, "total": total, "tables": tables}
+    ring = functools.partial(_ring, o)
+    scratch = {
+        "query_ring": pltpu.VMEM((o.buffers, o.tokens, o.N, o.H), dtype),
+        "key_ring": ring(arrays["key"]),
+        **({"value_ring": ring(arrays["value"])} if "value" in arrays else {}),
+        **{
+            f"{n}_ring": pltpu.VMEM((o.buffers, o.block, o.units, columns), jnp.float32)
+            for n in ("k_scale", "v_scale")
+            if n in inputs
+        },
+        **_words(o, arrays),
+        "rows": pltpu.VMEM((o.units, o.rows, o.H), dtype),
+        "largest": pltpu.VMEM((o.units, o.rows, LANES), jnp.float32),
+        "weight": pltpu.VMEM((o.units, o.rows, LANES), jnp.float32),
+        "sum": pltpu.VMEM((o.units, o.rows, o.HV), jnp.float32),
+        "result": pltpu.VMEM((o.tokens, o.N, o.HV), dtype),
+        "ahead": pltpu.SMEM((5,), jnp.int32),
+        "arrived": pltpu.SemaphoreType.DMA((o.buffers,)),
+        "asked": pltpu.SemaphoreType.DMA((o.buffers,)),
+        "written": pltpu.SemaphoreType.DMA,
+    }  # fmt: skip
+    names = [*scalars, *inputs, "before", "out", *scratch]
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    specs = [hbm if i < anywhere else pl.BlockSpec(memory_space=pltpu.VMEM) for i in range(len(inputs))]
+    slot = sum(x.shape[2] * x.shape[3] * x.dtype.itemsize for n, x in arrays.items() if n != "query")
+    keys = R * o.longest * o.C
+    return pallas_launch(
+        functools.partial(paged_kernel, o, names),
+        *scalars.values(),
+        *inputs.values(),
+        out,
+        out_shape=jax.ShapeDtypeStruct(out.shape, dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(o.parts, steps),
+            in_specs=[*specs, hbm],
+            out_specs=hbm,
+            scratch_shapes=list(scratch.values()),
+        ),
+        dimension_semantics=("parallel", "arbitrary"),
+        vmem_limit_bytes=VMEM_BYTES,
+        input_output_aliases={len(scalars) + len(inputs): 0},
+        work=Work(
+            2 * most * o.tokens * o.N * (o.H + o.HV) * o.longest * o.C, keys * slot + nbytes(out, arrays["query"])
+        ),
+        check_bounds=False,  # numbers of pages are clipped
+        name=f"{op}_{'decode' if o.tokens == 1 else 'mixed'}_kernel",
+    )
+
+
+def _ring(o: Paged, cache: jax.Array) -> Any:
+    return pltpu.VMEM((o.buffers, o.block, *cache.shape[1:]), cache.dtype)
+
+
+def _words(o: Paged, arrays: dict[str, jax.Array]) -> dict[str, Any]:
+    """Returns the room for a block in words of 32 bits, where heads fill such words and are picked one by one."""
+    dtype = arrays["query"].dtype
+    each = 4 // dtype.itemsize
+    if o.flat or o.heads % each or not _matrix(o.heads, arrays["key"].dtype.itemsize):
+        return {}
+    kept = jnp.float32 if each == 1 else jnp.uint32
+    return {
+        f"{name}_words": pltpu.VMEM((o.keys * o.heads // each, arrays[name].shape[3]), kept)
+        for name in ("key", "value")
+        if name in arrays
+    }
+
+
+def _columns(o: Paged, scale: jax.Array) -> jax.Array:
+    """Returns scales [#pages, #C, #K] as float32 [pieces, units, columns of a piece]."""
+    whole = jnp.broadcast_to(scale.astype(jnp.float32), (o.pages // o.pieces, o.C * o.pieces, o.K))
+    each = whole.reshape(o.pages, o.C, o.K)
+    if not o.flat:
+        return each.swapaxes(1, 2)
+    return jnp.repeat(each, o.heads // o.K, axis=2).reshape(o.pages, 1, o.C * o.heads)
+
+
+def _by_row(o: Paged, x: jax.Array) -> jax.Array:
+    """Returns one number a query head, [N], as that of each row of each product, [units, rows, 1]."""
+    return jnp.tile(x.reshape(o.units, 1, -1), (1, o.tokens, 1)).reshape(o.units, o.rows, 1)
