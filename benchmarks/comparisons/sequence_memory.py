@@ -12,9 +12,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ejdist.sequence import SCHEMES, GroupCast, Ring, Ulysses
+
 TOKENS, HEADS, KV_HEADS, WIDTH, TOPOLOGY = 131072, 32, 8, 128, "v5p:2x2x2"
 # (scheme, passes) -> MiB that are asked for.
-LIMITS = {("ring", 1): 750, ("ring", 2): 1200, ("ulysses", 2): 650}
+LIMITS = {(Ring, 1): 750, (Ring, 2): 1200, (Ulysses, 2): 650}
+MEASURED = [name for name, scheme in SCHEMES.items() if scheme in (Ring, Ulysses, GroupCast)]
 PASSES = {1: "forward", 2: "both"}
 
 
@@ -49,12 +52,12 @@ def compiled(scheme: str, passes: int, order: str = "zigzag") -> Any:
 
 
 def main(arguments: list[str]) -> None:
-    options = {"schemes": "ring,ulysses,group_cast", "order": "zigzag"} | dict(word.split("=", 1) for word in arguments)
+    options = {"schemes": ",".join(MEASURED), "order": "zigzag"} | dict(word.split("=", 1) for word in arguments)
     print("| scheme | passes | temporaries, MiB | asked |\n|---|---|---|---|")
     for scheme in options["schemes"].split(","):
         for passes, name in PASSES.items():
             held = compiled(scheme, passes, options["order"]).memory_analysis().temp_size_in_bytes / 2**20
-            print(f"| {scheme} | {name} | {held:,.0f} | {LIMITS.get((scheme, passes), '')} |", flush=True)
+            print(f"| {scheme} | {name} | {held:,.0f} | {LIMITS.get((SCHEMES[scheme], passes), '')} |", flush=True)
 
 
 if __name__ == "__main__":
