@@ -139,6 +139,7 @@ def tables(folder: Path) -> str:
         parts.append(f"Written by an older command, and not shown: {', '.join(f'`{name}`' for name in older)}.")
     more = (
         small_operations(folder / "small_operations"),
+        pages(folder / "pages"),
         steps(folder / "steps"),
         sequences(folder / "sequences"),
         tokenizing(folder / "tokenize"),
@@ -165,6 +166,26 @@ def small_operations(folder: Path) -> str:
         when = f"Measured {_origin(found)}." if "commit" in found else "Measured at a commit that was not written down."
         parts.append(f"### Operations beside attention on {found['device']}\n\n{rows_of(found['rows'])}\n\n{when}")
     return "\n\n".join(parts)
+
+
+def pages(folder: Path) -> str:
+    """Returns the Markdown of the results of `benchmarks.comparisons.paged_decode` in a folder; empty where there are none."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        found = json.loads(path.read_text())
+        heads = list(dict.fromkeys(name for row in found["rows"] for name in row))
+        cells = [[_figure(row[name]) if name in row else "" for name in heads] for row in found["rows"]]
+        lines = [f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *cells)]
+        parts.append(
+            "\n".join([f"### Attention over pages on {found['device']}", "", *lines, "", f"Measured {_origin(found)}."])
+        )
+    return "\n\n".join(parts)
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.0f}" if value >= 100 else f"{value:.2f}"
+    return str(value)
 
 
 def steps(folder: Path) -> str:

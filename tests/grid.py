@@ -6,6 +6,7 @@ plus a floor for the order of summation.
 """
 
 import contextlib
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,63 @@ import numpy as np
 from kernels.framework.binding import floats_apart, is_float_array, is_traced_argument, merged
 from kernels.framework.interpret import interpret
 
+# What is built on another operation, or is another form of one with the same code around it (chunks, groups, blocks of keys):
+# what the framework or a mesh makes of it is quick for the other, and slow for this.
+BUILT_ON_ANOTHER = {
+    "differential_attention": "flash_attention",
+    "linformer_attention": "flash_attention",
+    "mixture_of_attention_heads": "flash_attention",
+    "quantized_attention": "flash_attention",
+    "attention": "flash_attention",
+    "native_sparse_attention": "blocksparse_attention",
+    "performer_attention": "linear_attention",
+    "append_and_attend": "paged_attention",
+    "page_attention": "paged_attention",
+    "decode_attention": "paged_attention",
+    "flash_mla": "flash_attention",
+    "rwkv7": "delta_rule",
+    "rwkv4": "linear_attention",
+    "state_space_v1": "state_space_v2",
+    "grouped_matmul_quantized": "grouped_matmul",
+}
+
 FLOOR = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
 def on_this_machine(backend):
     """Returns the context in which a backend's numbers can be had on a CPU: its interpreter, if it needs one."""
     return contextlib.nullcontext() if "cpu" in backend.platforms else interpret()
+
+
+def _parts(name, value):
+    """Returns what a value is made of: the rules of a mask and of a scaling, words, and of anything else that it is given."""
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {
+            (name, n, x if isinstance(x, str) else None) for n, x in fields.items() if x is not None and x is not False
+        }
+    return {(name, value if isinstance(value, (str, bool)) else None)}
+
+
+def facts(case, first):
+    """Returns what a case has that an operation or its kernels may treat otherwise: options, arrays that are given or left out,
+    rules of a mask, and sizes that the operation's first case does not have."""
+    found = {("dim", *item) for item in case.dims.items() - first.dims.items()}
+    found |= {("given", n) for n in case.arrays} | {("left out", n) for n in {*first.arrays} - {*case.arrays}}
+    found |= {("shape", n) for n in case.shapes} | {("wide", n) for n in case.wide}
+    made = {name: make(np.random.default_rng(0), case.dims) for name, make in case.make.items()}
+    return found.union(*(_parts(name, value) for name, value in (case.options | made).items()))
+
+
+def covering(cases):
+    """Returns the names of the first case and of few others, so that each of their `facts` is in one of them."""
+    each = {case.name: facts(case, cases[0]) for case in cases}
+    names = [cases[0].name] if cases else []
+    left = frozenset().union(*each.values()) - frozenset().union(*(each[name] for name in names))
+    while left:
+        names.append(max(each, key=lambda name: len(each[name] & left)))
+        left -= each[names[-1]]
+    return frozenset(names)
 
 
 def differentiable(op):

@@ -354,6 +354,7 @@ triton_gpu/triton_kernel_call"}
     assert found["largest"][0]["class"] == "collectives" and found["largest_of_xla"][0]["class"] == "optimizer"
 
 
+@pytest.mark.slow  # a step is compiled and timed, 7 s
 def test_a_step_is_measured_and_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(step, "start_jax", lambda sections: None)
     words = [

@@ -52,6 +52,7 @@ def changed(corpus, other, tmp_path_factory):
     return once(tmp_path_factory, "changed", make)
 
 
+@pytest.mark.slow  # a run with a stage beside the one of the tests below
 def test_a_change_holds_from_its_step_on_with_the_moments_kept(corpus, other, changed, tmp_path):
     """It is the run with a stage from there on: losses are the same bits."""
     stage = f"curriculum=[{{until: 2}}, {{source: '{other}', global_batch: 4, learning_rate: 0.01}}]"

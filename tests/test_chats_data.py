@@ -282,6 +282,7 @@ def run(directory, tmp_path, chats, *overrides):
     return losses(tmp_path / directory), said
 
 
+@pytest.mark.slow  # three starts of a run, 8 s
 def test_a_run_trains_the_mean_of_what_is_trained_and_resumes_bit_for_bit(tmp_path, chats):
     """Over two devices; the mean is that of a loop in NumPy over the tokens that are trained."""
     whole, said = run("whole", tmp_path, chats)

@@ -449,7 +449,11 @@ def test_who_reads_no_further_stops_the_processes_of_a_run(monkeypatch):
     ("body", "code"),
     [
         ("lambda: 4", 4),
-        ("lambda: t.run_command(['x'], lambda words: signal.raise_signal(2), str, stopped=('', 75))", 75),
+        pytest.param(
+            "lambda: t.run_command(['x'], lambda words: signal.raise_signal(2), str, stopped=('', 75))",
+            75,
+            marks=pytest.mark.slow,
+        ),
         # Ctrl-C while what a command needs is imported.
         (
             "lambda: t.run_command(['x'], lambda words: 0, str, stopped=('', 75)), before=lambda: signal.raise_signal(2)",

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grid import as_tuple, differentiable, error
+from grid import BUILT_ON_ANOTHER, as_tuple, differentiable, error
 
 import ejdist
 import kernels
@@ -55,7 +55,9 @@ TWICE = {("flash_attention", 0), ("flash_attention", 1), ("rms_norm", 0)}
 
 def rows():
     for name, at in ROWS:
-        yield pytest.param(name, at, False, id=f"{name}-{at}-once")
+        # Of rwkv4 nothing depends on the last output.
+        marks = pytest.mark.slow if name in BUILT_ON_ANOTHER and name != "rwkv4" else ()
+        yield pytest.param(name, at, False, id=f"{name}-{at}-once", marks=marks)
         marks = () if (name, at) in TWICE else pytest.mark.slow
         yield pytest.param(name, at, True, id=f"{name}-{at}-twice", marks=marks)
 

@@ -26,10 +26,13 @@ from ejdist.weights.tensors import declared_leaves
 from launch.plan import parse, plan
 
 ROOT = Path(__file__).resolve().parent.parent
+DEVICES = "xla_force_host_platform_device_count"
 
 
-def test_the_example_trainer_learns():
-    flags = "--xla_force_host_platform_device_count=4"
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_example_trainer_learns(quick):
+    """Also as a user compiles it, with none of the flags that make these tests quick; `.ci/run` compiles its main job so."""
+    flags = re.sub(r"(device_count)=\d+", r"\1=4", os.environ["XLA_FLAGS"]) if quick else f"--{DEVICES}=4"
     run = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "custom_trainer.py")],
         capture_output=True,

@@ -51,7 +51,9 @@ def check_memory(scheme, buffer, k, **where):
     return used
 
 
-@pytest.mark.parametrize("scheme", ["all_to_all", "all_gather", pytest.param("two_level", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "scheme", ["all_to_all", *(pytest.param(s, marks=pytest.mark.slow) for s in ("all_gather", "two_level"))]
+)
 def test_memory_is_that_of_the_buffer(scheme):
     low, balanced = (check_memory(scheme, buffer, 4) for buffer in (0.25, 1.25))
     assert low < balanced / (1.5 if scheme == "all_gather" else 2)

@@ -231,6 +231,7 @@ def test_inside_a_shard_map_of_the_caller():
         np.testing.assert_allclose(gradients[name], wanted, atol=3e-5, rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_axes_of_the_callers_own():
     """A mesh with other names, said by `set_layout` and by specs."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -260,6 +261,7 @@ def test_a_mesh_of_explicit_axes():
     assert stats.rank_counts.shape == (2,)
 
 
+@pytest.mark.slow
 def test_the_result_has_the_type_of_explicit_tokens_with_an_axis_of_one_device_too():
     """Else `x + moe(x)`, which every other operation allows, is refused by JAX."""
     mesh = jax.make_mesh(

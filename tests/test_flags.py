@@ -15,7 +15,10 @@ RUN = ["recipe=long_context", "mesh.sp=1", "data.global_batch=64"]
 POD = ["image=i", "volume=runs", "run.dir=/mnt/runs/a", *RUN]
 
 
-@pytest.mark.parametrize("kind", FLAGS)
+# The compiler of TPUs starts anew for each: quick are one with SparseCores and one without.
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in ("v4", "v5p", "v6e"))) for k in FLAGS]
+)
 @pytest.mark.parametrize("slices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_installed_compiler_knows_what_is_printed(kind, slices):
     given = variable_of(kind, slices)

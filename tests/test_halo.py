@@ -39,10 +39,9 @@ def masks(run):
 
 def rows():
     quick = {
-        (4, "zigzag"): ("packed_more", "three", "packed_chunk", "dropout"),
+        (4, "zigzag"): ("packed_chunk", "dropout"),
         (4, "contiguous"): ("packed_three",),
         (2, "zigzag"): ("packed_more",),
-        (8, "zigzag"): ("packed_three",),
     }
     for ranks, order in itertools.product((2, 3, 4, 8), ORDERS):
         if T % Order(order, ranks).multiple:

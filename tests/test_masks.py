@@ -54,6 +54,7 @@ def dense(mask, t, s):
 
 
 BLOCKS = ((4, 4), (8, 3), (1, 1), (64, 64))
+SEEDS = pytest.mark.parametrize("seed", [*range(12), *(pytest.param(i, marks=pytest.mark.slow) for i in range(12, 24))])
 
 
 def _active(mask, t, s):
@@ -61,14 +62,14 @@ def _active(mask, t, s):
     return [active_tiles(keys, *block) for block in BLOCKS]
 
 
-@pytest.mark.parametrize("seed", range(24))
+@SEEDS
 def test_visible_is_what_the_fields_say(seed):
     mask, t, s = some_mask(seed)
     mask.check(2, t, s, 3)
     np.testing.assert_array_equal(dense(mask, t, s), loop.visible(mask, 2, 3, t, s))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@SEEDS
 def test_an_inactive_block_hides_every_pair(seed):
     """Never a block skipped that has a visible pair; with tokens in their order, never one kept that has none."""
     mask, t, s = some_mask(seed)

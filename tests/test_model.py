@@ -181,6 +181,7 @@ def test_flash_attention_gives_what_dense_attention_gives(with_flash_attention):
     assert_close(with_flash_attention, dense, 1e-4, 5e-6)
 
 
+@pytest.mark.slow  # the independent forward below has layer after layer
 def test_a_scan_equals_layers_unrolled():
     params, batch = init(TINY, jax.random.key(0)), batch_of(TINY)
     unrolled = dataclasses.replace(TINY, layer_pattern=("full",) * TINY.num_layers)

@@ -81,7 +81,7 @@ def test_what_a_run_says_and_writes(first):
 @pytest.mark.parametrize(
     ("devices", "where"),
     [
-        (2, ["mesh.ep=2", "experts.dispatch=all_to_all"]),
+        pytest.param(2, ["mesh.ep=2", "experts.dispatch=all_to_all"], marks=pytest.mark.slow),
         pytest.param(1, ["mesh.ep=1"], marks=pytest.mark.slow),
         pytest.param(
             8,

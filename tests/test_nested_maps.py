@@ -97,7 +97,7 @@ def test_numbers_and_gradients_are_those_of_one_device(name, vma):
         assert "all-gather(" not in program, "the partitioner handled an operation"
 
 
-@pytest.mark.parametrize("vma", [True, False])
+@pytest.mark.parametrize("vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["gla_attention", "ring_attention", "mean_pooling"])
 def test_a_sequence_on_an_axis_of_the_outer_map(name, vma):
     """The ranks of the outer map communicate, and rows are mapped over the axes that it leaves."""

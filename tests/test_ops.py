@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grid import as_tuple, check, differentiable, on_this_machine, value_and_gradients
+from grid import as_tuple, check, covering, differentiable, on_this_machine, value_and_gradients
 
 import kernels
 from kernels import Unsupported
@@ -16,7 +16,12 @@ from kernels.framework.binding import is_float_array
 
 OPS = kernels.operations()
 DTYPES = ("float32", "bfloat16", "float16")
-RECURRENCES = ("delta_rule", "linear_attention", "state_space_v2")
+OF_EACH_ENGINE = (
+    *("blocksparse_attention", "cross_entropy", "delta_rule", "flash_attention", "gated_mlp", "grouped_matmul"),
+    *("linear_attention", "mean_pooling", "paged_attention", "quantized_matmul", "rms_norm", "rotary_embedding"),
+    *("recurrent", "state_space_v1", "causal_conv1d", "flash_mla"),
+)
+RECURRENCES = ("causal_conv1d", "delta_rule", "linear_attention", "state_space_v2")
 
 
 def small(op):
@@ -24,8 +29,19 @@ def small(op):
     return [case for case in op.cases if "bench" not in case.tags]
 
 
+def covered(op, backend):
+    """Returns the names of the cases of a backend's quick rows: of kernels a few that have all, and what is refused."""
+    cases = [case for case in small(op) if "slow" not in case.tags]
+    if backend.toolchain not in ("triton", "pallas"):
+        return {case.name for case in cases}
+    chosen = [case for case in cases if "kernels" in case.tags] if backend.toolchain == "pallas" else []
+    taken = [c for c in chosen or cases if {*c.options, *c.arrays, *c.make} <= backend.names()]
+    return covering(taken) | {case.name for case in cases if case not in taken}
+
+
 def _rows():
     for op in OPS.values():
+        quick_cases = {backend.name: covered(op, backend) for backend in op.backends.values()}
         chosen = any("kernels" in case.tags for case in op.cases)
         for case in small(op):
             for dtype in DTYPES:
@@ -36,13 +52,15 @@ def _rows():
                     pallas = backend.toolchain == "pallas"
                     left_out = pallas and chosen and "kernels" not in case.tags
                     # Documents and packed sequences of recurrences are in the files of their kernels.
-                    left_out |= (
-                        backend.name == "triton_gpu" and op.name in RECURRENCES and case.name in ("documents", "packed")
-                    )
-                    # float32 is the sharpest; in bfloat16, the narrowest, kernels have a case, as in training. The full grid
-                    # has every case in every dtype.
+                    elsewhere = backend.toolchain == "triton" or op.name == "causal_conv1d"
+                    elsewhere &= backend.toolchain != "xla" and case.name in ("documents", "packed")
+                    left_out |= elsewhere and op.name in RECURRENCES
+                    # float32 is the sharpest; in bfloat16, the narrowest, kernels of each engine have a case, as in training.
+                    # The full grid has every case in every dtype.
                     narrow = dtype == "bfloat16" and case is op.cases[0] and backend.toolchain in ("triton", "pallas")
+                    narrow &= op.name in OF_EACH_ENGINE
                     left_out |= dtype != "float32" and not narrow
+                    left_out |= case.name not in quick_cases[backend.name]
                     marks = () if quick and not left_out else (pytest.mark.slow,)
                     name = f"{op.name}-{case.name}-{dtype}-{backend.name}"
                     yield pytest.param(op, backend, case, dtype, marks=marks, id=name)

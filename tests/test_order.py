@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grid import BUILT_ON_ANOTHER
 from jaxtyping import Array, Float
 from small_run import TINY
 
@@ -56,7 +57,8 @@ def functions():
         for op in f.ops if isinstance(f, ShardedFunction) else ():
             if has_tokens(op) and (op, f.local) not in seen:
                 seen.add((op, f.local))
-                yield pytest.param(f, op, id=f"{name}-{op.name}")
+                marks = pytest.mark.slow if op.name in BUILT_ON_ANOTHER else ()
+                yield pytest.param(f, op, id=f"{name}-{op.name}", marks=marks)
 
 
 @functools.cache
@@ -168,7 +170,7 @@ GATE, DOWN = normal(EXPERTS, WIDTH, 6), normal(EXPERTS, 6, WIDTH)
 SEGMENTS = jnp.asarray(np.sort(RNG.integers(-1, 3, (2, T)), axis=1), jnp.int32)
 
 
-@pytest.mark.parametrize("balance", ["batch", "sequence"])
+@pytest.mark.parametrize("balance", [pytest.param("batch", marks=pytest.mark.slow), "sequence"])
 def test_experts_in_another_order(balance):
     """The statistics are sums over tokens, of a document too."""
     how = {"top_k": 2, "balance": balance}

@@ -193,8 +193,8 @@ def both_ways(attention, index, **rules):
     ("scheme", "sizes"),
     [
         ("ring", {"sp": 4}),
-        *(pytest.param(*how, marks=pytest.mark.slow) for how in (("all_gather", {"sp": 4}), ("ulysses", {"sp": 4}))),
-        ("ulysses", {"cp": 2, "sp": 2}),
+        pytest.param("all_gather", {"sp": 4}, marks=pytest.mark.slow),
+        *(pytest.param("ulysses", sizes, marks=pytest.mark.slow) for sizes in ({"sp": 4}, {"cp": 2, "sp": 2})),
     ],
 )
 def test_a_balanced_order_has_the_numbers_of_one_device(scheme, sizes):

@@ -111,7 +111,11 @@ def in_padding(x, fill):
     return jnp.where((IDS >= 0).reshape(2, T, *(1,) * (x.ndim - 2)), x, fill)
 
 
-@pytest.mark.parametrize("name", CALLS)
+# What calls the attention of another row, or is written in the same way.
+OF_ANOTHER = ("all_gather", "differential", "quantized", "mixture", "latent")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in OF_ANOTHER)) for n in CALLS])
 def test_what_lies_in_padding_reaches_nothing_else(name):
     """NaN and infinity in the padding of every input and cotangent give the outputs and gradients that zeros give."""
     function, arrays, around = CALLS[name]

@@ -119,6 +119,9 @@ IDS = {
 }
 
 
+QUICK = ("documents", "padding", "packed")
+
+
 def arguments(name):
     rng, packed = np.random.default_rng(1), name.startswith("packed")
 
@@ -171,7 +174,7 @@ def close(got, want):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-6), got, want)
 
 
-@pytest.mark.parametrize("name", IDS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in IDS])
 def test_the_loop_and_the_chunks(name):
     close(truth(name)[0], numpy_loop(**arguments(name)))
     for together in (1, 3, 100):  # one after another, some at one time with slots to fill, all
@@ -266,7 +269,7 @@ def test_ranks_over_two_axes():
     close(got, truth("padded to a rank"))
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 5])
+@pytest.mark.parametrize("size", [0, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
 def test_halo(size):
     """Two tokens a rank, so up to three ranks before it are asked."""
     x = jnp.arange(1, 17.0).reshape(1, 16, 1)

@@ -10,18 +10,24 @@ import numpy as np
 import pytest
 from small_recurrences import IDS, KINDS, SIZES, config, drawn
 
+import kernels
 from ejdist import make_mesh
 from ejdist.costs import ALL_GATHER, ALL_REDUCE, PERMUTE
 from ejdist.experts.schemes import AllToAll
 from ejdist.layout import ACTIVATIONS, PARAMETERS, sharding
 from ejdist.models import parts
 from ejdist.models.parameters import num_parameters
+from ejdist.models.recurrent_shapes import GatedDeltaShape, GlaShape, KdaShape, LightningShape, Mamba2Shape
 from ejdist.models.remat import REMAT
 from ejdist.models.share import Share
 from ejdist.operations import bind_ops
 from ejdist.order import Order
 from ejdist.planning.candidates import orders_searched
+from ejdist.planning.memory import held, memory
+from ejdist.planning.share import share_of
 from ejdist.sequence.schemes import Ring
+from ejdist.training.program import make_program
+from kernels.framework.work import nbytes
 from launch.plan import parse, plan
 from recipes.schema import compose
 
@@ -101,6 +107,52 @@ def test_a_hybrid_is_planned():
     (mixed, none), (dense, carried) = planned("hybrid_nano"), planned("nano")
     assert mixed["tokens_per_second"] > dense["tokens_per_second"] and mixed["bytes"] > 0
     assert not none and carried
+
+
+OF_TPUS = {  # sizes of layers, and their operation's arrays
+    "gated_delta": (
+        "delta_rule",
+        GatedDeltaShape(8, 16, 128, 64),
+        {"key": (8, 128), "value": (16, 64), "beta": (16,), "g": (16, 1)},
+    ),
+    "kda": ("delta_rule", KdaShape(8, 64, 128), {"key": (8, 64), "value": (8, 128), "beta": (8,), "g": (8, 64)}),
+    "mamba2": ("state_space_v2", Mamba2Shape(16, 64, 128), {"x": (16, 64), "dt": (16,), "B": (1, 128), "C": (1, 128)}),
+    "lightning": ("linear_attention", LightningShape(8, 64), {"query": (8, 64), "key": (8, 64), "value": (8, 64)}),
+    "gla": (
+        "linear_attention",
+        GlaShape(4, 64, 128),
+        {"query": (4, 64), "key": (4, 64), "value": (4, 128), "gk": (4, 64)},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OF_TPUS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_plans_for_tpus_count_what_their_kernels_keep(kind, dtype):
+    """What a forward keeps for its backward there is as large as the backend declares."""
+    name, shape, arrays = OF_TPUS[kind]
+    op, T, itemsize = kernels.operations()[name], 1024, jnp.dtype(dtype).itemsize
+    arrays = {n: jax.ShapeDtypeStruct((2, T, *x), dtype) for n, x in arrays.items()}
+    arrays |= {"query": arrays["key"]} if kind in ("gated_delta", "kda") else {}
+    arrays |= {"A": jax.ShapeDtypeStruct((16,), dtype)} if kind == "mamba2" else {}
+    kept = op.plan(op.bind(**arrays), None, None, differentiated=True).kept
+    c = dataclasses.replace(config("gla"), **{kind: shape})
+    on = Share(2 * T, itemsize, T, REMAT["none"], Ring(), Order("contiguous", 1), AllToAll())
+    assert parts.PARTS[kind].memory(c, on).tpu_rest == nbytes(*kept.values()) > 0
+
+
+@pytest.mark.parametrize(("remat", "layers"), [("none", 3), ("dots", 0)])
+def test_where_everything_is_kept_plans_for_tpus_have_what_kernels_keep(remat, layers):
+    """Of a model of four layers, of which three are recurrences."""
+    sections, mesh = (
+        compose(["recipe=hybrid_long_context", f"model.remat={remat}"]),
+        make_mesh(devices=jax.devices()[:1]),
+    )
+    of = held(sections, make_program(sections, mesh).model, mesh)
+    tpu, gpu = (memory(sections, of, mesh, platform) for platform in ("tpu", "gpu"))
+    each = parts.PARTS["gated_delta"].memory(sections.model, share_of(sections, mesh))
+    assert each.tpu_rest > 0
+    assert tpu.classes["activations kept"] - gpu.classes["activations kept"] == layers * each.tpu_rest
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def value_and_gradient(kind, mesh=None, order="contiguous"):
 @pytest.mark.parametrize(
     ("kind", "sizes", "order"),
     [
-        ("gated_delta", {"sp": 2, "tp": 2}, "contiguous"),
+        pytest.param("gated_delta", {"sp": 2, "tp": 2}, "contiguous", marks=pytest.mark.slow),
         pytest.param("mamba2", {"sp": 4}, "zigzag", marks=pytest.mark.slow),
         *(pytest.param(kind, {"sp": 2, "tp": 2}, "striped", marks=pytest.mark.slow) for kind in KINDS),
         *(pytest.param(kind, {"sp": 4}, "contiguous", marks=pytest.mark.slow) for kind in KINDS),

@@ -25,6 +25,7 @@ def run(directory, corpus, *overrides):
     return outcome, "\n".join(said)
 
 
+@pytest.mark.slow  # two runs; tests/test_train.py has one that goes on, the rows below the decision
 def test_a_constant_rate_goes_on_bit_for_bit_past_its_end(corpus, tmp_path):
     constant = "optimizer.schedule=constant"
     run(tmp_path / "whole", corpus, constant, "run.steps=5")

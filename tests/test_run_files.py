@@ -155,7 +155,12 @@ def test_a_second_sigterm_does_not_cut_off_the_save():
 
 
 @pytest.mark.parametrize(
-    ("more", "code"), [([], PREEMPTED), (["run.stop_after=4"], PREEMPTED), (["run.stop_after=2"], DONE)]
+    ("more", "code"),
+    [
+        pytest.param([], PREEMPTED, marks=pytest.mark.slow),
+        (["run.stop_after=4"], PREEMPTED),
+        (["run.stop_after=2"], DONE),
+    ],
 )
 def test_a_signal_before_the_step_to_stop_after_is_no_end(more, code, corpus, tmp_path, monkeypatch, capsys):
     """Whoever starts the run again where it was preempted asks the exit code alone."""
@@ -175,7 +180,9 @@ def test_a_cluster_that_is_not_there_is_named(corpus, tmp_path, capsys):
     assert "cluster=auto finds no" in message and "cluster=manual" in message
 
 
-@pytest.mark.parametrize("full", ["tensorboardX.record_writer.RecordWriter.write", "json.dumps"])
+@pytest.mark.parametrize(
+    "full", [pytest.param("tensorboardX.record_writer.RecordWriter.write", marks=pytest.mark.slow), "json.dumps"]
+)
 def test_metrics_that_cannot_be_written_end_the_run_and_do_not_block_it(full, corpus, tmp_path, capsys, monkeypatch):
     """Many more steps than any queue holds: a writer that dies in silence would leave the loop waiting for ever."""
     seen, real = [], pkgutil.resolve_name(full)

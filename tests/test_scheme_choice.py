@@ -231,6 +231,7 @@ def test_options_are_of_a_scheme_that_is_named(option):
         compose([*TINY, "sequence.scheme=auto", f"sequence.{option}"]).sequence.validate()
 
 
+@pytest.mark.slow  # a run, 7 s
 def test_a_run_says_which_it_is(tmp_path):
     said = run(tmp_path / "run", "mesh.sp=2", "sequence.scheme=auto", "run.steps=2")[1]
     assert "sequence.scheme = auto is ring: no rates of cpu are known" in said and "tokens per step, ring in" in said

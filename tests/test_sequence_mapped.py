@@ -93,6 +93,8 @@ def mapped(name, options, axes, out, **how):
 # The same operation as another call here with other arguments, with one of them fixed, or over the same engine: slow.
 OF_ANOTHER = {
     "delta_rule",
+    "flash_mla",
+    "gla_attention",
     "kernel_delta_attention",
     "lightning_attention",
     "recurrent_attention",
@@ -101,6 +103,7 @@ OF_ANOTHER = {
     "rwkv6",
     "rwkv7",
     "state_space_v1",
+    "state_space_v2",
     "scaled_dot_product_attention",
 }
 

@@ -93,7 +93,8 @@ def grid():
         for mesh, sizes in MESHES.items():
             if mesh == "fsdp2_ep2_tp2" and name not in BOTH:
                 continue
-            yield pytest.param(name, sizes, id=f"{name}-{mesh}")
+            marks = pytest.mark.slow if mesh == "fsdp2_ep2_tp2" and function == "flash_attention" else ()
+            yield pytest.param(name, sizes, id=f"{name}-{mesh}", marks=marks)
         if function in SPLITS_SEQUENCE:
             yield pytest.param(name, {"dp": 2, "sp": 2, "tp": 2}, id=f"{name}-dp2_sp2_tp2")
 

@@ -182,6 +182,7 @@ def test_flops_are_counted_from_the_documents_of_the_batches(stopped_run, corpus
         assert row["flops_causal"] == 3 * (matmul_flops_per_token(config.build().flops) * ids.size + attention)
 
 
+@pytest.mark.slow  # two starts; tests/test_run_files.py has signals, the test above runs that go on
 def test_a_signal_saves_and_the_run_goes_on(whole, corpus, tmp_path, monkeypatch):
     from ejdist.training import steps
 

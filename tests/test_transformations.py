@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grid import as_tuple, differentiable, error, on_this_machine
+from grid import BUILT_ON_ANOTHER, as_tuple, differentiable, error, on_this_machine
 from jax.sharding import PartitionSpec as P
 
 import ejdist
@@ -20,30 +20,11 @@ from kernels.framework.interpret import interpret
 from kernels.framework.platforms import PLATFORMS
 
 OPS = kernels.operations()
-# What is built on another operation, or is another form of one with the same code around it (chunks, groups, blocks of keys),
-# is transformed in the slow tier: the other is here.
-BUILT_ON_ANOTHER = {
-    "differential_attention": "flash_attention",
-    "linformer_attention": "flash_attention",
-    "mixture_of_attention_heads": "flash_attention",
-    "quantized_attention": "flash_attention",
-    "attention": "flash_attention",
-    "native_sparse_attention": "blocksparse_attention",
-    "performer_attention": "linear_attention",
-    "append_and_attend": "paged_attention",
-    "page_attention": "paged_attention",
-    "decode_attention": "paged_attention",
-    "flash_mla": "flash_attention",
-    "rwkv7": "delta_rule",
-    "rwkv4": "linear_attention",
-    "state_space_v1": "state_space_v2",
-    "grouped_matmul_quantized": "grouped_matmul",
-}
 
 
-# Transformations are the framework's, which knows no toolchain: it passes arguments on to kernels as to XLA. These two have
+# Transformations are the framework's, which knows no toolchain: it passes arguments on to kernels as to XLA. This one has
 # residuals, several outputs and arguments that may be left out; kernels of other operations are transformed in the slow tier.
-WITH_KERNELS = {"rms_norm", "fused_add_rms_norm"}
+WITH_KERNELS = {"fused_add_rms_norm"}
 
 
 # The framework alone decides what a derivative is under `vmap`, `scan`, `jax.checkpoint` and an export, and what a second one
@@ -69,10 +50,12 @@ ROWS = [
     for b in op.backends.values()
     if "float32" in b.dtypes
 ]
-each = pytest.mark.parametrize(("op", "backend"), ROWS)
+each_of_kind = pytest.mark.parametrize(
+    ("op", "backend"),
+    [r if r.values[0].name in OF_EACH_KIND else pytest.param(*r.values, id=r.id, marks=pytest.mark.slow) for r in ROWS],
+)
 DIFFERENTIABLE = {name: op for name, op in OPS.items() if differentiable(op)}
 DIFFERENTIABLE_ROWS = [row for row in ROWS if differentiable(row.values[0])]
-each_differentiable = pytest.mark.parametrize(("op", "backend"), DIFFERENTIABLE_ROWS)
 SLOW = [pytest.param(*r.values, id=r.id, marks=pytest.mark.slow) for r in DIFFERENTIABLE_ROWS]
 KINDS = [r if r.values[0].name in OF_EACH_KIND else slow for r, slow in zip(DIFFERENTIABLE_ROWS, SLOW)]
 each_kind = pytest.mark.parametrize(("op", "backend"), KINDS)
@@ -131,7 +114,7 @@ def close(got, want, allowed=2e-5):
         assert error(g, w) < allowed, error(g, w)
 
 
-@each
+@each_of_kind
 def test_vmap_of_all_arrays_and_of_one(op, backend):
     floats, others, rest = parts(op)
     again = parts(op, seed=1)[0]
@@ -322,7 +305,7 @@ def test_the_size_of_the_batch_may_be_a_symbol(op):
                 )
 
 
-@each_differentiable
+@each_kind
 def test_inside_a_shard_map_of_the_callers_own(op, backend):
     """With JAX's own defaults: what varies over the mesh is tracked. The batch lies on two devices, the rest on both; where
     there is no batch both have all, typed as if it were their own, and half of the result."""
@@ -387,7 +370,9 @@ def test_a_second_call_of_the_same_kind_is_not_traced_again(monkeypatch):
         kernels.rms_norm(jnp.ones((4, 8)))
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, id=name, marks=[pytest.mark.slow] * (name in BUILT_ON_ANOTHER)) for name, op in OPS.items()]
+)
 def test_float32_stays_float32_where_64_bits_are_enabled(op):
     """As a program that says no dtype for a constant or a state would not: it is lowered, and has no float64 output."""
     floats, others, rest = parts(op)

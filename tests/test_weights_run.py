@@ -181,8 +181,7 @@ def test_what_the_command_writes(trained, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("scaling", "context"),
     [
-        pytest.param("ntk", 64, marks=pytest.mark.slow),  # of each kind one is quick
-        ("linear", 64),
+        *(pytest.param(scaling, 64, marks=pytest.mark.slow) for scaling in ("ntk", "linear")),
         ("yarn", 384),
         pytest.param("llama3", 384, marks=pytest.mark.slow),
     ],

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.comparisons.paged_decode [case=decode_8k,...] [tune=true] [out=FILE]`
+"""`python -m benchmarks.comparisons.paged_decode [case=decode_8k,...] [tune=true] [out=FILE] [commit=]`
 
 On one GPU, attention over pages: bytes that a step must read over its time, beside a copy of as many bytes, and of prompts
 FLOP/s beside flash attention on the same pairs. Numbers first: the first requests of each case are those of the `xla` backend.
@@ -22,11 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import kernels
+from benchmarks.measure import provenance
 from benchmarks.options import read
 from kernels.framework.backend import Case
 from kernels.ops.paged_attention import append_op, op, page_op
 
-DEFAULTS = {"case": "", "tune": False, "out": ""}
+DEFAULTS = {"case": "", "tune": False, "out": "", "commit": ""}
 LIMIT = 1.6e-2  # of bfloat16, as in benchmarks/check.py
 TRIES = 9
 
@@ -84,6 +85,8 @@ def row(which: Any, case: Case, tune: bool) -> list[dict[str, Any]]:
             rows[-1]["cfg"] = ", ".join(f"{n}={v}" for n, v in vars(cfg).items() if v is not None)
         if T > 1:
             rows[-1] |= beside_flash(arguments, case, seconds)
+        if which is op and not tune:
+            rows[-1] |= beside_its_parts(arguments, seconds)
     return rows
 
 
@@ -102,31 +105,51 @@ def beside_flash(arguments: dict[str, Any], case: Case, seconds: float) -> dict[
     return {"TFLOP/s": 4e-12 * pairs * d["H"] / seconds, "flash us": theirs * 1e6, "of flash": theirs / seconds}
 
 
+def beside_its_parts(arguments: dict[str, Any], seconds: float) -> dict[str, float]:
+    """Returns the time of each kind of request of a mixed batch by itself, decodes and prompts, and of the batch over their
+    sum."""
+    counts = np.diff(np.asarray(arguments["query_start_loc"]))
+    parts = {}
+    for name, chosen in (("decodes", counts == 1), ("prompts", counts > 1)):
+        (index,) = np.nonzero(chosen)
+        T = counts[index[0]]
+        rows = np.concatenate([np.arange(T) + begin for begin in np.asarray(arguments["query_start_loc"])[index]])
+        part = {n: arguments[n] for n in ("key_cache", "value_cache")} | {
+            n: arguments[n][index] for n in ("kv_lens", "block_tables")
+        }
+        part["query"] = arguments["query"][rows].reshape(len(index), T, *arguments["query"].shape[1:])
+        parts[name] = timed(functools.partial(page_op, platform="triton"), *_positional(page_op, part))
+    return {f"{n} us": 1e6 * x for n, x in parts.items()} | {"of its parts": seconds / sum(parts.values())}
+
+
 def written(case: Case) -> dict[str, Any]:
     """Returns the row of rows written into donated pages, in a program of many steps."""
     arguments = append_op.case_inputs(case, dtype="bfloat16")
     caches = {n: arguments.pop(n) for n in ("key_cache", "value_cache")}
     steps = 50
 
-    def run(caches: Any, arguments: Any) -> Any:
-        def step(caches: Any, _: Any) -> Any:
-            return append_op(**arguments, key_cache=caches[0], value_cache=caches[1], platform="triton"), ()
+    def write(caches: Any) -> Any:
+        return append_op(**arguments, key_cache=caches[0], value_cache=caches[1], platform="triton")
 
-        return jax.lax.scan(step, caches, None, steps)[0]
+    def copy(rows: Any) -> Any:  # as many bytes, read and written
+        return tuple(x + 1 for x in rows)
 
-    program = jax.jit(run, donate_argnums=0)
-    both = tuple(caches.values())
-    compiled = program.lower(both, arguments).compile()
-    size = 2 * sum(arguments[n].nbytes for n in ("key", "value"))
-    both = jax.block_until_ready(compiled(both, arguments))
-    times = []
-    for _ in range(TRIES):
-        start = time.perf_counter()
-        both = jax.block_until_ready(compiled(both, arguments))
-        times.append((time.perf_counter() - start) / steps)
-    seconds = statistics.median(times)
-    temporary = compiled.memory_analysis().temp_size_in_bytes
-    return {"case": case.name, "us": seconds * 1e6, "TB/s": size / seconds / 1e12, "temporary bytes": temporary}
+    def of(step: Callable[[Any], Any], carried: Any) -> tuple[float, int]:
+        loop = jax.jit(lambda x: jax.lax.scan(lambda x, _: (step(x), ()), x, None, steps)[0], donate_argnums=0)
+        program = loop.lower(carried).compile()
+        carried = jax.block_until_ready(program(carried))
+        times = []
+        for _ in range(TRIES):
+            start = time.perf_counter()
+            carried = jax.block_until_ready(program(carried))
+            times.append((time.perf_counter() - start) / steps)
+        return statistics.median(times), program.memory_analysis().temp_size_in_bytes
+
+    rows = tuple(arguments[n] + 0 for n in ("key", "value"))
+    size = 2 * sum(x.nbytes for x in rows)
+    (seconds, temporary), (copied, _) = of(write, tuple(caches.values())), of(copy, rows)
+    line = {"case": case.name, "us": seconds * 1e6, "TB/s": size / seconds / 1e12, "temporary bytes": temporary}
+    return line | {"copy us": copied * 1e6, "of a copy": copied / seconds}
 
 
 def main() -> None:
@@ -142,8 +165,8 @@ def main() -> None:
                 found.append(line)
                 print({n: round(x, 3) if isinstance(x, float) else x for n, x in line.items()}, flush=True)
     if asked["out"]:
-        device = jax.devices()[0].device_kind
-        Path(asked["out"]).write_text(json.dumps({"device": device, "rows": found}, indent=1) + "\n")
+        result = {"device": jax.devices()[0].device_kind, **provenance(asked["commit"] or None), "rows": found}
+        Path(asked["out"]).write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

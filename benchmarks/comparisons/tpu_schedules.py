@@ -2,15 +2,15 @@
 
     python -m benchmarks.comparisons.tpu_schedules [OPERATION:CASE ...] [tpus=v5p,v6e] [chunk=TOKENS]
 
-It prints a table of both directions for all generations, and needs no TPU. A backward is given its cotangents, and its forward
-is not run.
+It prints a table of both directions for all generations, and needs no TPU. A backward is given its cotangents and what its
+forward keeps, and its forward is not run; "keeping" is the forward of a differentiated call, where a backend keeps arrays.
 
 - Bundles are those of all kernels of a direction, for 128 tokens of a head, or of 128 channels: a bundle takes at least a
   cycle, and waiting for memory is in none. Those of a loop inside a step of the grid count as often as it runs, and those of
   both branches of a condition count.
 - Bytes are those that every instruction of the program reads from main memory and writes to it. Of an operand that is only
   sliced or gathered from, they are what is taken. Beside them stands how many times what the operation declares (`Op.work`)
-  that is.
+  that is, with what is kept for the backward where that is written or read.
 
 A program is compiled in a process of its own, as the compiler reads where to write its schedules when it is loaded.
 """
@@ -115,15 +115,17 @@ def bundles(schedule: str) -> Counter[int]:
     return Counter(len(match[1]) for match in map(BUNDLE.match, schedule.splitlines()) if match)
 
 
-def loops_and_share(call: Any, chunk: int | None) -> tuple[int, float]:
-    """Returns (how often the loop in a step of the grid runs, the heads of 128 tokens, or tiles of channels, of a step)."""
-    from kernels.engines.scan import pallas_delta_calls, pallas_linear_calls
+def loops_and_share(call: Any, chunk: int | None, case: str) -> tuple[int, float]:
+    """Returns (how often the loop in a step of the grid runs, its heads of 128 tokens or of one, or its tiles of channels)."""
+    from kernels.engines.scan import pallas_decode, pallas_delta_calls, pallas_linear_calls
     from kernels.ops.state_space import pallas_conv, pallas_conv_calls
 
     d = call.dims
     if call.op_name == "causal_conv1d":
         span = chunk or pallas_conv_calls.SPANS[0]
         return span // pallas_conv.SLAB, pallas_conv_calls.CHANNELS * span / 128**2
+    if "decode" in case:
+        return max(1, d["N"] // pallas_decode.SUBLANES), d["N"]
     arguments = call.arguments
     if any(arguments.get(n) is not None for n in ("gk", "bonus")) or (
         call.op_name == "delta_rule" and call.g.shape[-1] > 1
@@ -142,29 +144,42 @@ def compiled(op_name: str, case_name: str, topology: str, direction: str, chunk:
     import jax
 
     import kernels
+    from kernels.framework.platforms import PLATFORMS
+    from kernels.framework.work import nbytes
     from kernels.toolchains.simulate import ahead_of_time
 
-    op, backward = kernels.operations()[op_name], direction == "backward"
+    op = kernels.operations()[op_name]
     case = next(case for case in op.cases if case.name == case_name)
     call = op.bind(**op.case_inputs(case, dtype="bfloat16", shapes_only=True))
     field = "span" if op_name == "causal_conv1d" else "chunk"
     sizes = {field: int(chunk)} | ({"backward_span": int(chunk)} if field == "span" else {}) if chunk else {}
     cfg = op.config(**sizes) if sizes else None
     function, arguments = ahead_of_time.call_of(op, case, platform="pallas", cfg=cfg, backward=False)
-    inputs = (arguments, jax.eval_shape(function, arguments)) if backward else (arguments,)
+    kept = op.plan(call, "pallas", cfg, differentiated=True).choices[PLATFORMS.index("tpu")]
+    shapes = kept.backend.kept(call, kept.cfg)
+    outputs, pull = jax.eval_shape(lambda x: jax.vjp(function, x), arguments)
+    declared = op.work(call)[direction == "backward"].bytes
 
-    def gradients(arguments: Any, cotangents: Any) -> Any:
-        return jax.vjp(function, arguments)[1](cotangents)
+    def keeping(arguments: Any) -> Any:
+        outputs, pull = jax.vjp(function, arguments)
+        of_backward = [(x.shape, x.dtype) for x in shapes.values()]
+        return outputs, [x for x in jax.tree.leaves(pull) if (x.shape, x.dtype) in of_backward]
 
-    program = ahead_of_time.compile_tpu(gradients if backward else function, *inputs, topology=topology)
-    repeats, share = loops_and_share(call, int(chunk) if chunk else None)
+    program_of, inputs = {
+        "forward": (function, (arguments,)),
+        "keeping": (keeping, (arguments,)),
+        "backward": (lambda pull, d: pull(d), (pull, outputs)),
+    }[direction]
+    program = ahead_of_time.compile_tpu(program_of, *inputs, topology=topology)
+    repeats, share = loops_and_share(call, int(chunk) if chunk else None, case_name)
     counts = {}
     for schedule in sorted(Path(folder).glob("*_kernel*-final_bundles.txt")):
         kernel = re.search(r"\d-(\w+_kernel)[.\d]*-\d+-final_bundles", schedule.name)
         if kernel:
             depths = bundles(schedule.read_text())
             counts[kernel[1]] = sum(n * (repeats if depth > 1 else 1) for depth, n in depths.items() if depth) / share
-    found = {"moved": moved(program.as_text()), "declared": op.work(call)[backward].bytes, "bundles": counts}
+    declared += nbytes(*shapes.values()) if direction != "forward" else 0
+    found = {"moved": moved(program.as_text()), "declared": declared, "bundles": counts}
     print(json.dumps(found | {"temporaries": program.memory_analysis().temp_size_in_bytes}))
 
 
@@ -187,14 +202,16 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] == [COMPILE]:
         compiled(*arguments[1:])
         return
+    from kernels import operations
     from kernels.toolchains.simulate.ahead_of_time import TPU_TOPOLOGIES
 
     options = dict(word.split("=", 1) for word in arguments if "=" in word)
     wanted = options.get("tpus", ",".join(t.split(":")[0] for t in TPU_TOPOLOGIES)).split(",")
     print("| case | TPU | direction | bundles | MB | of declared | temporaries, MB |\n|---|---|---|---|---|---|---|")
     for case in [word for word in arguments if "=" not in word] or CASES:
+        keeps = operations()[case.split(":")[0]].backends["pallas_tpu"].keeps is not None
         for topology in [t for t in TPU_TOPOLOGIES if t.split(":")[0] in wanted]:
-            for direction in ("forward", "backward"):
+            for direction in ("forward", *(("keeping",) if keeps else ()), "backward"):
                 print(row(case, topology, direction, options.get("chunk", "")), flush=True)
 
 

@@ -19,7 +19,7 @@ from ejdist.models.kept import Kept
 from ejdist.models.model import Flops, Metrics
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part, norm_weight, residual_std
-from ejdist.models.recurrent_size import Size
+from ejdist.models.recurrent_size import LANES, LONGER, Size, in_lanes
 from ejdist.models.remat import PartBytes, Remat
 from ejdist.models.share import Share
 
@@ -177,7 +177,11 @@ class GatedDelta(Recurrence):
         # The state of a key is read, replaced in part, and read by the query. A map has a matrix [H, H] beside a state.
         state, a, wide = N * m.key_dim * m.value_dim, N * m.key_dim**2, N * max(m.key_dim, m.value_dim)
         reads, repeated = mixed + 2 * N, 2 * N * m.key_dim
-        return Size(reads + out, out, reads, state, state + a, 3, wide, 20, mixed, m.conv_width, repeated)
+        stored = N * in_lanes(m.key_dim) * in_lanes(m.value_dim)
+        return Size(
+            reads + out, out, reads, state, state + a, 3, wide, 20, mixed, m.conv_width, repeated,
+            stored=stored, inverses=N * LANES,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -247,6 +251,7 @@ class KimiDelta(Recurrence):
         return Size(
             reads, out, reads, state, state + a, 3, wide, 20, mixed, m.conv_width,
             narrow=2 * m.rank, raised=decays + out, lifted=m.rank * (decays + out), decays=decays,
+            stored=N * in_lanes(m.key_dim) * in_lanes(m.value_dim), inverses=N * LANES,
         )  # fmt: skip
 
 
@@ -315,7 +320,10 @@ class Mamba2(Recurrence):
         state, reads = out * m.state_dim, out + mixed
         wide = N * max(m.head_dim, m.state_dim)
         projected = 2 * out + mixed + N
-        return Size(projected, out, reads + N, state, state + N, 2, wide, 14, reads, m.conv_width, summed=out)
+        return Size(
+            projected, out, reads + N, state, state + N, 2, wide, 14, reads, m.conv_width, summed=out,
+            stored=state, lasting=LONGER,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -367,4 +375,5 @@ class Lightning(Recurrence):
         m = c.lightning
         wide = m.num_heads * m.head_dim
         state = wide * m.head_dim
-        return Size(4 * wide, wide, 3 * wide, state, state + m.num_heads, 2, wide, 10, summed=wide)
+        made = 4 * wide, wide, 3 * wide, state, state + m.num_heads, 2, wide, 10
+        return Size(*made, summed=wide, stored=state, lasting=LONGER)

@@ -13,7 +13,7 @@ from ejdist.models.kept import Kept
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, norm_weight, residual_std
 from ejdist.models.recurrent import Recurrence
-from ejdist.models.recurrent_size import Size
+from ejdist.models.recurrent_size import Size, in_lanes
 
 
 @dataclass(frozen=True)
@@ -71,4 +71,5 @@ class GatedLinear(Recurrence):
         return Size(
             reads + out, out, reads, state, state + decays, 2, wide, 24,
             narrow=m.rank, raised=decays, lifted=m.rank * decays, decays=decays,
+            stored=m.num_heads * in_lanes(m.key_dim) * in_lanes(m.value_dim),
         )  # fmt: skip

@@ -12,6 +12,14 @@ from ejdist.models.share import Share
 from ejdist.sequence.cost import states_sent
 from kernels.engines.scan.chunks import BYTES_TOGETHER
 
+LANES = 128  # of TPUs; tokens of a chunk there
+LONGER = 256  # the same of a recurrence with one decay a head and no delta rule, in a narrow dtype
+
+
+def in_lanes(width: int) -> int:
+    """Returns a width as kernels of delta rules and of decays of channels have it on TPUs."""
+    return -(-width // LANES) * LANES
+
 
 @dataclass(frozen=True)
 class Size:
@@ -25,6 +33,8 @@ class Size:
         as counted in programs that XLA compiles for GPUs.
       repeated, summed: a token's numbers in float32, of key heads for each value head, and of what a map is summed of.
       decays: numbers a token that the recurrence reads in float32, beside `reads`.
+      stored, inverses: what kernels of TPUs keep for their backward: numbers of the states at the ends of chunks, as they lie
+        there, and a token's of the inverses of a delta rule. lasting: tokens of such a chunk in a narrow dtype.
       narrow: results a token of projections that every device has whole. raised: what products of them make. lifted: numbers
         that those products multiply with.
     """
@@ -42,6 +52,9 @@ class Size:
     repeated: int = 0
     summed: int = 0
     decays: int = 0
+    stored: int = 0
+    inverses: int = 0
+    lasting: int = LANES
     narrow: int = 0
     raised: int = 0
     lifted: int = 0
@@ -60,7 +73,9 @@ class Size:
         exact = 2 * (self.convolved + self.repeated) + 4 * self.summed * (share.sequence > 1)  # float32 in any model
         together = self.held * min(int(4 * part * self.wide), BYTES_TOGETHER)
         work = 2 * (projected + reads + decays) + 3 * out + 3 * x + int(4 * part * exact) + together
-        return PartBytes(0, out, products=projected + x, rest=reads + decays + out + x, work=work)
+        chunk = LANES if share.itemsize == 4 else self.lasting
+        kept = int(part * share.itemsize * (self.stored / chunk + self.inverses))
+        return PartBytes(0, out, products=projected + x, rest=reads + decays + out + x, work=work, tpu_rest=kept)
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
         """Returns sums over heads, as attention has them, and of the gradient of what every device has whole; and states with

@@ -21,6 +21,7 @@ class PartBytes:
       products: other results of projections.
       rest: everything else.
       work: live at the peak of the part's backward, saved or not: inputs, results and their gradients.
+      tpu_rest: also there with `rest`, of what kernels of TPUs keep of their forward for their backward; and live at that peak.
       gpu_work: also live there in programs that XLA compiles for GPUs.
       gpu_zeros: initial zeros of a loop inside the part, which XLA for GPUs hoists out of the loop over layers, so that they
         are live in the backward of every part.
@@ -31,6 +32,7 @@ class PartBytes:
     products: int
     rest: int
     work: int
+    tpu_rest: int = 0
     gpu_work: int = 0
     gpu_zeros: int = 0
 

@@ -151,6 +151,8 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
     parts, each = counted_parts(c), bytes_of(c, share)
     inputs = 0 if share.remat.host else c.num_layers * x
     kept = inputs + sum(n * share.remat.kept(each[part]) for part, n in parts.items())
+    if platform == "tpu" and share.remat.rest:
+        kept += sum(n * each[part].tpu_rest for part, n in parts.items())
     work = _at_work(list(each.values()), platform)
     stacks = [p for p in parameters if p.path.startswith("layers.") and p.param.cast]
     copies = b * sum(p.local for p in stacks) if b < 4 else 0
@@ -229,7 +231,7 @@ def on_host(sections: Any, of: Held, share: Share) -> dict[str, int]:
 def _at_work(parts: list[PartBytes], platform: str) -> int:
     """Returns the bytes at the height of the backward of the part that needs most."""
     if platform != "gpu":
-        return max(p.work for p in parts)
+        return max(p.work + p.tpu_rest for p in parts)
     return max(p.work + p.gpu_work for p in parts) + max(p.gpu_zeros for p in parts)
 
 

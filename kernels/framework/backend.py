@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
@@ -16,6 +16,7 @@ from kernels.framework.binding import Call, is_float_array
 from kernels.framework.declaration import Parameter
 from kernels.framework.dims import Dim
 from kernels.framework.platforms import PLATFORMS
+from kernels.framework.target import may_compile_for
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Case:
         large array has an attribute `shaped`, dims -> `jax.ShapeDtypeStruct`, which is called where only shapes are needed.
       shapes: argument name -> shape, where it differs from the declared dims (a broadcast dim of size 1), or a function
         of dims that returns it (a width that is the sum of two).
-      tags: "smoke" (runs in bfloat16 too), "slow" (runs in the full grid only), "code" (compiled for GPUs and TPUs in
-        the quick tests), "bench" (timed on accelerators, too large for tests on a CPU), "kernels" (the quick tests of
-        backends that need an interpreter run only these; without any, all cases).
+      tags: "smoke" (runs in bfloat16 too), "slow" (runs in the full grid only), "code" (compiled for GPUs and TPUs, the
+        last of them in the quick tests), "bench" (timed on accelerators, too large for tests on a CPU), "kernels" (the
+        quick tests of backends that need an interpreter choose among these; without any, among all cases).
       wide: names of float arrays that are float32 whatever the dtype of the case, as states are.
     """
 
@@ -147,6 +148,7 @@ class Backend:
     candidates: Callable[[Call], Iterable[Any]] | None
     symbolic: frozenset[str]
     version: int
+    keeps: Callable[[Call, Any], Mapping[str, jax.ShapeDtypeStruct]] | None = None
 
     @property
     def toolchain(self) -> str:
@@ -177,6 +179,10 @@ class Backend:
         if symbols:
             return f"it needs the size of {', '.join(symbols)} at compile time, but here it is symbolic"
         return self.rejects(call) if self.rejects else None
+
+    def kept(self, call: Call, cfg: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns what its differentiated forward keeps for its backward beside the contract's residuals, by name."""
+        return dict(self.keeps(call, cfg)) if self.keeps else {}
 
     def run(self, direction: str, arguments: Mapping[str, Any], cfg: Any, *first: Any) -> Any:
         """Calls `forward`, `forward_with_residuals` or `backward` with those of the contract's arguments that it takes."""
@@ -228,10 +234,15 @@ def make_backend(
                 + (f"; it lacks {', '.join(lost)}" if lost else "")
                 + (f"; the contract has no {', '.join(strange)}" if strange else "")
             )
-    if (forward_with_residuals is None) != (op.extra_residuals is None or backward is None):
+    keeps = metadata["keeps"]
+    if keeps is not None and op.extra_residuals is not None:
         raise TypeError(
-            f"{op.name} on {stem}: `forward_with_residuals` requires a backward, and `extra_residuals` in the contract; here "
-            f"{'it is missing' if forward_with_residuals is None else 'it is given without them'}"
+            f"{op.name} on {stem}: `keeps` is for contracts without `extra_residuals`, which fix what is kept"
+        )
+    if (forward_with_residuals is None) != ((op.extra_residuals is None and keeps is None) or backward is None):
+        raise TypeError(
+            f"{op.name} on {stem}: `forward_with_residuals` requires a backward, and `extra_residuals` in the contract or "
+            f"`keeps`; here {'it is missing' if forward_with_residuals is None else 'it is given without them'}"
         )
     if forward_with_residuals is not None and {*inspect.signature(forward_with_residuals).parameters} != {
         *inspect.signature(forward).parameters
@@ -240,7 +251,7 @@ def make_backend(
             f"{op.name} on {stem}: {forward_with_residuals.__name__} must have the same parameters as {forward.__name__}"
         )
     sets: dict[str, Any] = {n: frozenset(metadata[n]) for n in ("platforms", "dtypes", "features", "symbolic")}
-    rest: dict[str, Any] = {n: metadata[n] for n in ("rejects", "heuristic", "candidates", "version")}
+    rest: dict[str, Any] = {n: metadata[n] for n in ("rejects", "heuristic", "candidates", "version", "keeps")}
     return Backend(
         name=stem, forward=forward, backward=backward, forward_with_residuals=forward_with_residuals, **sets, **rest
     )
@@ -272,19 +283,45 @@ def missing(op: Operation, chosen: Backend, platform: str) -> str:
 @dataclass(frozen=True)
 class Choice:
     """What runs on one platform: a backend, its configuration, and in `reason` the measurement that chose it, if any;
-    or no backend, and why. `missing`: why kernels of higher priority cannot run, if their toolchain is missing."""
+    or no backend, and why. `missing`: why kernels of higher priority cannot run, if their toolchain is missing. `keeps`:
+    whether the backend's differentiated forward makes what `Plan.kept` names, and its backward gets it."""
 
     platform: str
     backend: Backend | None
     cfg: Any
     reason: str
     missing: str = ""
+    keeps: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs on each platform that a program may be lowered for, and what the caller requested."""
+    """What runs on each platform that a program may be lowered for, and what the caller requested.
+
+    Attributes:
+      kept: name -> shape of what a differentiated forward keeps for its backward, beside the contract's residuals. A traced
+        program has the same arrays on every platform, so one platform decides; a backend elsewhere makes zeros, which no
+        backward reads, and XLA drops them.
+    """
 
     choices: tuple[Choice, ...]
     toolchain: str | None
     cfg: Any
+    kept: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
+
+    def keeping(self, call: Call) -> Plan:
+        """Returns the plan of a differentiated call, with what is kept: by the first backend that keeps anything on a platform
+        that this process compiles for."""
+        kept = {
+            c.platform: c.backend.kept(call, c.cfg)
+            for c in self.choices
+            if c.backend is not None and may_compile_for(c.platform)
+        }
+        first = next(filter(None, kept.values()), {})
+        choices = tuple(replace(c, keeps=bool(first) and kept.get(c.platform) == first) for c in self.choices)
+        return replace(self, choices=choices, kept=first)
+
+    def forward_of(self, gradient: Plan) -> Plan:
+        """Returns what runs forward in a differentiated call: this plan, but where a backend keeps arrays for its backward."""
+        both = zip(self.choices, gradient.choices, strict=True)
+        return replace(self, choices=tuple(g if g.keeps else p for p, g in both), kept=gradient.kept)

@@ -139,14 +139,17 @@ class Op:
         symbolic: Iterable[str] = (),
         version: int = 1,
         name: str | None = None,
+        keeps: Callable[[Call, Any], Mapping[str, jax.ShapeDtypeStruct]] | None = None,
     ) -> None:
         """Adds a backend, named after the file that defines `forward`.
 
         Args:
           forward, backward: functions that name the contract's parameters that they support; a call that uses another
             is refused. `backward` takes `saved` first and returns name -> gradient. Either may also name `cfg`.
-          forward_with_residuals: the forward under differentiation, if the contract has `extra_residuals`: takes what
-            `forward` takes and returns (outputs, name -> extra residual); `backward` finds these in `saved`.
+          forward_with_residuals: the forward under differentiation, if the contract has `extra_residuals` or this backend
+            `keeps` arrays: takes what `forward` takes and returns (outputs, name -> array); `backward` finds these in `saved`.
+          keeps: (call, configuration) -> name -> shape and dtype of arrays, batch first, that its forward keeps for its own
+            backward alone. `backward` must do without them too: after another forward they are not in `saved`.
           platforms: platforms that it can be lowered for: cpu, cuda, rocm, tpu.
           features: those of the contract's `features` that it supports.
           rejects: call -> why it cannot run that call, or None.
@@ -161,7 +164,8 @@ class Op:
         if strange:
             raise TypeError(f"{self.name}: unknown features {sorted(strange)}; there are {', '.join(self.features)}")
         metadata = {"platforms": platforms, "dtypes": dtypes, "features": features, "symbolic": symbolic}
-        metadata |= {"rejects": rejects, "heuristic": heuristic, "candidates": candidates, "version": version}
+        metadata |= {"rejects": rejects, "heuristic": heuristic, "candidates": candidates}
+        metadata |= {"version": version, "keeps": keeps}
         backend = make_backend(self, forward, backward, forward_with_residuals, name, metadata)
         self._backends[backend.name] = backend
         self._programs.clear()
@@ -315,7 +319,8 @@ class Op:
                 request = select.Request(self, choice.backend, call, choice.platform, cfg, tuning.tune)
                 choice = dataclasses.replace(choice, cfg=select.select(request))
             choices.append(choice)
-        return Plan(tuple(choices), toolchain, cfg)
+        plan = Plan(tuple(choices), toolchain, cfg)
+        return plan.keeping(call) if differentiated else plan
 
     def check_asked(self, toolchain: Any, cfg: Any) -> None:
         """Raises ValueError if `platform` or `cfg` has the wrong type."""

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from kernels.framework import padding
-from kernels.framework.backend import Backend, Operation, Plan
+from kernels.framework.backend import Backend, Choice, Operation, Plan
 from kernels.framework.binding import Call, floats_apart, is_float_array, is_traced_argument, merged
 from kernels.framework.dispatch import apply, reverse_only, vary_alike
 from kernels.framework.platforms import Unsupported
@@ -42,8 +42,9 @@ def _cotangent(cotangent: Any) -> jax.Array | None:
     return None if isinstance(cotangent, SymbolicZero) else cotangent
 
 
-def _branches(plan: Plan, make: Callable[[Backend, Any], Callable]) -> dict[str, Callable | str]:
-    return {c.platform: c.reason if c.backend is None else make(c.backend, c.cfg) for c in plan.choices}
+def _branches(plan: Plan, make: Callable[[Choice, Any], Callable]) -> dict[str, Callable | str]:
+    """Returns for each platform `make(choice, its backend)`, or the reason why there is none."""
+    return {c.platform: c.reason if c.backend is None else make(c, c.backend) for c in plan.choices}
 
 
 def _missing(plan: Plan) -> dict[str, str]:
@@ -69,26 +70,36 @@ def _run_forward(
     traced: dict[str, Any],
     with_residuals: bool = False,
 ) -> Any:
-    """Returns (outputs, name -> extra residual); there are none unless `with_residuals`."""
+    """Returns (outputs, name -> extra residual or what a backend keeps); there are none unless `with_residuals`."""
 
-    def make(backend: Backend, cfg: Any) -> Callable:
+    def make(choice: Choice, backend: Backend) -> Callable:
+        keeping = with_residuals and (choice.keeps or op.extra_residuals is not None)
+
         def branch(arrays: dict[str, Any]) -> Any:
             with jax.named_scope(f"{op.name}.{backend.name}"):
                 inputs = padding.of_forward(op, arrays)
                 results = backend.run(
-                    "forward_with_residuals" if with_residuals else "forward", {**static, **inputs}, cfg
+                    "forward_with_residuals" if keeping else "forward", {**static, **inputs}, choice.cfg
                 )
-            outputs, extra = results if with_residuals else (results, {})
+            outputs, extra = results if keeping else (results, {})
+            if with_residuals and not choice.keeps:
+                extra = {**extra, **{name: jnp.zeros(x.shape, x.dtype) for name, x in plan.kept.items()}}
             if set(extra) != set(result[1]):
                 raise TypeError(f"{op.name} on {backend.name}: residuals {sorted(extra)}, expected {sorted(result[1])}")
+            for name, like in result[1].items():
+                if (extra[name].shape, extra[name].dtype) != (like.shape, like.dtype):
+                    what = f"{extra[name].dtype}{[*extra[name].shape]}, expected {like.dtype}{[*like.shape]}"
+                    raise TypeError(f"{op.name} on {backend.name}: residual {name!r} is {what}")
             return outputs, extra
 
         return branch
 
     result = jax.eval_shape(contract, traced)
+    if with_residuals:
+        result = result[0], {**result[1], **plan.kept}
 
     def batched(size: int, is_batched: Any, operands: Any) -> Any:
-        if with_residuals:
+        if with_residuals and op.extra_residuals is not None:
             return None
         return _batched_forward(op, plan, static, contract, result, size, is_batched[0], operands[0])
 
@@ -101,11 +112,13 @@ def _run_backward(op: Operation, plan: Plan, static: Mapping[str, Any], saved: d
     # Branches live as long as the program. Closing over arrays here would keep the traced ones alive.
     result = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), floats)
 
-    def make(backend: Backend, cfg: Any) -> Callable:
+    def make(choice: Choice, backend: Backend) -> Callable:
         def branch(saved: dict[str, Any], arrays: dict[str, Any]) -> Any:
+            if not choice.keeps:
+                saved = {name: x for name, x in saved.items() if name not in plan.kept}
             with jax.named_scope(f"{op.name}.{backend.name}.backward"):
                 saved, arrays = padding.of_backward(op, saved, arrays)
-                gradients = backend.run("backward", {**static, **arrays}, cfg, Saved(saved))
+                gradients = backend.run("backward", {**static, **arrays}, choice.cfg, Saved(saved))
             return _checked(op, backend, gradients, result)
 
         return branch
@@ -160,8 +173,14 @@ def _batched_forward(
     for name, x in rows.items():  # an array with B = 1 is broadcast to every row of the batch
         rows[name] = jnp.broadcast_to(x, (size, largest, *x.shape[2:])).reshape(size * largest, *x.shape[2:])
     folded = {**traced, **leads, **rows}
-    again = op.plan(op.bind(**static, **folded), plan.toolchain, plan.cfg, differentiated=False)
-    results = _run_forward(op, again, static, contract, folded)
+    call = op.bind(**static, **folded)
+    again = op.plan(call, plan.toolchain, plan.cfg, differentiated=False)
+    if plan.kept:
+        again = again.forward_of(op.plan(call, plan.toolchain, plan.cfg, differentiated=True))
+        shapes = {name: (size * x.shape[0], *x.shape[1:]) for name, x in plan.kept.items()}
+        if {name: x.shape for name, x in again.kept.items()} != shapes:
+            return None  # more rows are too many for the backend that keeps them
+    results = _run_forward(op, again, static, contract, folded, bool(plan.kept))
     return jax.tree.map(lambda x, like: x.reshape(size, *like.shape), results, result)
 
 
@@ -170,7 +189,7 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
 
     Args:
       primal, gradient: plans for the forward and the backward. If the contract has `extra_residuals`, a differentiated
-        call uses `gradient` for its forward too.
+        call uses `gradient` for its forward too; so it does where a backend of it keeps arrays for its backward.
       refusal: why `gradient` is None.
     """
     static = call.static()
@@ -211,7 +230,8 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
             return checkpoint_name(value, f"{op.name}.{name}")
 
         has_extra = op.extra_residuals is not None
-        outputs, extra = forward_of(gradient if has_extra else primal, has_extra)(inputs, others)
+        forward = gradient if has_extra else primal.forward_of(gradient)
+        outputs, extra = forward_of(forward, has_extra or bool(forward.kept))(inputs, others)
         outputs = tuple(
             tagged(name, value) if name in op.residuals else value
             for name, value in zip(op.outputs, _as_tuple(op, outputs), strict=True)
@@ -231,7 +251,8 @@ def compiled(op: Operation, call: Call, primal: Plan, gradient: Plan | None, ref
             outputs = _as_tuple(op, jax.eval_shape(lambda x: op.function(**static, **x), traced))
             unused = [(name, y) for (name, x), y in zip(by_name.items(), outputs, strict=True) if x is None]
             d |= {name: jnp.zeros(y.shape, y.dtype) for name, y in unused if is_float_array(y)}
-        saved = op.backward_inputs(residuals, d) if op.backward_inputs else {**residuals, **d}
+        kept = {name: residuals[name] for name in gradient.kept}
+        saved = {**op.backward_inputs(residuals, d), **kept} if op.backward_inputs else {**residuals, **d}
         return _run_backward(op, gradient, static, saved, traced)
 
     def backward_fwd(inputs: Any, others: Any, residuals: Any, cotangents: Any) -> Any:

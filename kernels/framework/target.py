@@ -30,6 +30,14 @@ def device_kind(platform: str) -> str | None:
     return jax.local_devices()[0].device_kind
 
 
+def may_compile_for(platform: str) -> bool:
+    """Returns whether programs that this process traces may be for a platform: that of its accelerator, or of an enclosing
+    `compile_for`; any if there is neither, as programs may then be compiled ahead of time."""
+    if asked_compute_capability() is not None:
+        return platform == "cuda"
+    return jax.default_backend() in ("cpu", platform, DEVICE_OF_PLATFORM[platform])
+
+
 def compiling_for(compute_capability: int) -> contextlib.AbstractContextManager:
     """Returns a context in which programs are traced and lowered for a GPU of this compute capability."""
     return _asked(compute_capability)

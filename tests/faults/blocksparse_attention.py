@@ -99,9 +99,9 @@ FAULTS = (
     ),
     Fault(
         "places in a list are loaded in place of its tiles",
-        "kernels/engines/attention/gluon_kernels.py",
-        "row = nth(list_ptr, end - 1 - i) * BLOCK_K",
-        "row = (end - 1 - i) * BLOCK_K",
+        "gluon_loads:load_keys",
+        "nth($list_ptr, $end - 1 - $i)",
+        "$end - 1 - $i",
         ON_HOPPER + "causal-narrow",
     ),
     Fault(

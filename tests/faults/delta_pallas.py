@@ -96,4 +96,32 @@ FAULTS = (
         "False",
         f"{DELTA} -k refused",
     ),
+    Fault(
+        "delta on TPUs: a backward walks again for states that were kept",
+        "pallas_delta_calls:Launches.backward",
+        "$names[0] in $saved",
+        "False",
+        "tests/test_kept_arrays.py -k 'walk_once and delta'",
+    ),
+    Fault(
+        "delta on TPUs: inverses are not among what is kept",
+        "pallas_delta_calls:kept_of",
+        "$states | ({'solve': jax.ShapeDtypeStruct($$all)} if $delta else {})",
+        "$states",
+        "tests/test_kept_arrays.py -k 'walk_once and delta'",
+    ),
+    Fault(
+        "delta on TPUs: kept states are as narrow as an even number of heads would have them",
+        "pallas_delta_calls:kept_of",
+        "$dtype if in_words($dtype, $heads) else 'float32'",
+        "$dtype",
+        "tests/test_kept_arrays.py -k odd",
+    ),
+    Fault(
+        "plans: inverses of delta rules are not counted",
+        "recurrent_size:Size.memory",
+        "self.stored / $chunk + self.inverses",
+        "self.stored / $chunk",
+        "tests/test_recurrent_costs.py -k 'count_what'",
+    ),
 )

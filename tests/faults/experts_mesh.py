@@ -45,7 +45,7 @@ FAULTS = (
         "placed:_chosen",
         "$how.scheme != 'auto' or $place.ranks == 1",
         "$place.ranks == 1",
-        f"{RUN} -k 'otherwise and where0'",
+        f"{MESH} -k illegal_calls",
     ),
     Fault(
         "experts on a mesh: where experts lie is not asked",

@@ -212,7 +212,7 @@ FAULTS = (
     Fault(
         "Hopper: three warpgroups with the registers of two",
         "warp_specialized_forward",
-        "160 if $q_block == THREE_WARPGROUPS else 240",
+        "160 if $q_block == THREE_WARPGROUPS else 240 if $pages is None else 232",
         "240",
         f"{HOPPER} -k programs",
     ),

@@ -9,14 +9,14 @@ INTERPRETER = "tests/test_gluon_interpreter.py"
 FAULTS = (
     Fault(
         "Hopper, attention: the loader skips a block of keys",
-        "gluon_kernels:_load_keys",
+        "gluon_loads:load_keys",
         "$end - 1 - $i",
         "$end - 1 - $i - ($i == 2)",
         NUMBERS,
     ),
     Fault(
         "Hopper, attention: a stage is loaded that is still read",
-        "_load_tile",
+        "gluon_loads:load_tile",
         "mbarrier.wait($free.index($stage), $phase ^ 1)",
         "",
         NUMBERS,

@@ -3,11 +3,11 @@
 from faults import Fault
 
 SEQUENCE = "tests/test_sequence.py"
-PACKED = f"{SEQUENCE} -k packed-sp4-zigzag-ring"
+PACKED = f"{SEQUENCE} -k packed_window-sp4-zigzag-ring"
 CAUSAL = f"{SEQUENCE} -k causal-sp4-zigzag-ring"
 CONTIGUOUS = f"{SEQUENCE} -k causal-sp4-contiguous-ring"
 HALO = "tests/test_halo.py"
-WIDE = f"{HALO} -k 4-zigzag-packed_more"
+WIDE = f"{HALO} -k numbers_of_one_device"
 TRANSFERS = "tests/test_transfers.py"
 IN_PLACE = "tests/test_ring_in_place.py"
 COSTS = "tests/test_declared_costs.py -k 'sends_what_it_declares and halo'"

@@ -6,7 +6,7 @@ HOPPER = "tests/kernels/test_multi_latent_attention_hopper.py"
 FAULTS = (
     Fault(
         "Hopper: rotary keys of another head, of which there is one",
-        "_load_tile",
+        "gluon_loads:load_tile",
         "tma.async_load($rope, [$batch, $row, 0, 0], $$rest)",
         "tma.async_load($rope, [$batch, $row, 1, 0], $$rest)",
         f"{HOPPER} -k numbers",

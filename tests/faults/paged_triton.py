@@ -3,6 +3,7 @@
 from faults import Fault
 
 PAGED = "tests/kernels/test_paged_attention_triton.py"
+HOPPER = "tests/kernels/test_paged_attention_hopper.py"
 
 FAULTS = (
     Fault(
@@ -144,5 +145,82 @@ FAULTS = (
         "{3: 0, 4: 1}",
         "{3: 1, 4: 0}",
         f"{PAGED} -k own_memory",
+    ),
+    Fault(
+        "paged hopper: slots without a token are not cleared",
+        "gluon_loads:clear",
+        "$until < $tiles.shape[1]",
+        "$until < 0",
+        f"{HOPPER} -k 'pages_of_16 or nothing'",
+    ),
+    Fault(
+        "paged hopper: the last token is cleared",
+        "gluon_loads:clear",
+        "($rows < $until)[:, None]",
+        "($rows < $until - 1)[:, None]",
+        HOPPER,
+    ),
+    Fault(
+        "paged hopper: the tables of the first request",
+        "gluon_loads:load_keys",
+        "gl.load($table_ptr + $batch * $O.TABLE + $entry)",
+        "gl.load($table_ptr + $entry)",
+        HOPPER,
+    ),
+    Fault(
+        "paged hopper: every part is the block's first page",
+        "gluon_loads:load_pages",
+        "$pages[$j]",
+        "$pages[0]",
+        HOPPER,
+    ),
+    Fault(
+        "paged hopper: a page is read from its first slot",
+        "gluon_loads:load_pages",
+        "$row % $O.PAGE",
+        "0",
+        f"{HOPPER} -k both_sides",
+    ),
+    Fault(
+        "paged hopper: panels in the order of pages",
+        "gluon_loads:load_pages",
+        "parts.index($k * $PARTS + $j)",
+        "parts.index(2 * $j + $k)",
+        HOPPER,
+    ),
+    Fault(
+        "paged hopper: both panels are the first",
+        "gluon_loads:load_pages",
+        "($i * $PANELS + $k) * $PANEL",
+        "$i * $PANELS * $PANEL",
+        HOPPER,
+    ),
+    Fault(
+        "paged hopper: a number of no page is followed",
+        "gluon_loads:load_keys",
+        "gl.minimum(gl.maximum($page, 0), $O.PAGES - 1)",
+        "$page + 1",
+        HOPPER,
+    ),
+    Fault(
+        "paged hopper: queries stand at the first tokens",
+        "triton_paged_calls:attend_tall",
+        "$requests.lens[:, None] - $T",
+        "0 * $requests.lens[:, None]",
+        HOPPER,
+    ),
+    Fault(
+        "paged hopper: slots past the last token are keys of all queries",
+        "triton_paged_calls:attend_tall",
+        "$places < $requests.lens[:, None]",
+        "$places < 10**6",
+        f"{HOPPER} -k all_keys",
+    ),
+    Fault(
+        "paged hopper: 8-bit pages are read as queries are",
+        "triton_paged_calls:is_tall",
+        "$key_cache.dtype == $value_cache.dtype == $query.dtype",
+        "$query.dtype.itemsize == 2",
+        f"{HOPPER} -k other_calls",
     ),
 )

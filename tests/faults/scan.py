@@ -327,14 +327,14 @@ FAULTS = (
         "triton_channel_steps:level",
         "$late[:, None] & ($i < $middle)[None, :] & ($middle[:, None] == $middle[None, :])",
         "$late[:, None] & ($i < $middle)[None, :] & ($middle[:, None] >= $middle[None, :])",
-        f"{CHANNELS} -k 'every_size and 20'",
+        f"{CHANNELS} -k 'every_size and inf'",
     ),
     Fault(
         "channels: a write fades by its own decay",
         "triton_channel_steps:level_decay",
         "tl.where($late, $middle, $i + 1)",
         "tl.where($late, $middle, $i)",
-        f"{CHANNELS} -k 'every_size and 20'",
+        f"{CHANNELS} -k 'every_size and inf'",
     ),
     Fault(
         "channels: a bonus reads the state after the decay of its token",
@@ -404,7 +404,7 @@ FAULTS = (
         "triton_channel_steps:channel_gradients_kernel",
         "$total *= tl.load($d_whole + $index * H + $h, mask=$h < H, other=0.0)",
         "$total *= 0.0",
-        f"{CHANNELS} -k 'every_size and 20'",
+        f"{CHANNELS} -k 'every_size and inf'",
     ),
     Fault(
         "channels: the gradient of beta has one block of channels",

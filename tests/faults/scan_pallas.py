@@ -120,4 +120,32 @@ FAULTS = (
         "(pl.program_id(1) * $plan.units + pl.program_id(3)) * $plan.heads",
         SPACES,
     ),
+    Fault(
+        "pallas scan: a backward walks again for states that were kept",
+        "pallas_linear_calls:Launches.backward",
+        "$saved.get('states')",
+        "None",
+        "tests/test_kept_arrays.py -k 'walk_once and linear'",
+    ),
+    Fault(
+        "pallas scan: states that are kept are 0",
+        "pallas_linear:linear_fwd_kernel",
+        "$before.astype($refs['states'].dtype)",
+        "(0 * $before).astype($refs['states'].dtype)",
+        "tests/kernels/test_scan_pallas.py -k every_size",
+    ),
+    Fault(
+        "pallas scan: states of packed sequences are declared as those of one",
+        "pallas_linear_calls:kept",
+        "$call.num_states",
+        "1",
+        "tests/test_ops.py -k 'linear_attention-packed-float32-pallas'",
+    ),
+    Fault(
+        "plans: chunks of a state that is kept are of 128 tokens",
+        "recurrent_size:Size.memory",
+        "LANES if $share.itemsize == 4 else self.lasting",
+        "LANES",
+        "tests/test_recurrent_costs.py -k 'count_what and bfloat16'",
+    ),
 )

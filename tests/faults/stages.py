@@ -101,7 +101,7 @@ FAULTS = (
         "check_data",
         "not set(CURSOR[$name][0]) & set($allowed)",
         "not $allowed",
-        f"{CHANGES} -k moments_kept",
+        f"{CHANGES} -k recorded",
     ),
     Fault(
         "moments are not cast",

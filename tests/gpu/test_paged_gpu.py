@@ -76,9 +76,26 @@ def test_a_mixed_batch(options):
 def test_widths_of_heads(width):
     pages = {n: normal(i, 70, 16, 4, width) for i, n in enumerate(("key_cache", "value_cache"))}
     tables = jnp.arange(70, dtype=jnp.int32).reshape(2, 35)
-    for T in (1, 90):
+    for T in (1, 90, 200):
         a = pages | {"query": normal(3, 2, T, 12, width), "kv_lens": jnp.array([550, 201]), "block_tables": tables}
         against_the_contract(page_op, a)
+
+
+@pytest.mark.parametrize("page", [8, 16, 64, 256])
+@pytest.mark.parametrize("options", [{}, {"window": (300, None), "logits_soft_cap": 20.0}, {"causal": False}])
+def test_prompts(page, options):
+    """Of as many queries as flash attention's kernel takes; slots without a token hold NaN."""
+    lens = [2000, 700, 1, 1024]
+    a = pages_of(lens, page) | {"query": normal(6, len(lens), 700, N, H), "softmax_aux": normal(7, N, 1)}
+    slots = np.arange(a["block_tables"].shape[1] * page)
+    unused = np.ones(a["key_cache"].shape[:2], bool)
+    for table, n in zip(np.asarray(a["block_tables"]), lens):
+        unused[table[slots[:n] // page], slots[:n] % page] = False
+    clean = {n: jnp.where(unused[..., None, None], 0, a[n]) for n in ("key_cache", "value_cache")}
+    spoiled = {n: jnp.where(unused[..., None, None], jnp.nan, a[n]) for n in clean}
+    wanted = page_op(**(a | clean), **options, platform="xla")
+    got = page_op(**(a | spoiled), **options, platform="triton")
+    assert error(got, wanted) <= 2 * BF16
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
@@ -87,7 +104,7 @@ def test_pages_are_written_where_they_are(dtype):
     lens, counts = [700, 40, 512], [9, 1, 3]
     a = pages_of(lens, 16, jnp.dtype(dtype)) | {"query": normal(8, 13, N, H), "key": normal(9, 13, K, H)}
     a |= {"value": normal(10, 13, K, H), "query_start_loc": jnp.asarray(np.cumsum([0, *counts]), jnp.int32)}
-    wanted = append_and_attend_op.reference(**a)
+    wanted = append_and_attend_op.reference(**a)  # in float32, caches too
     kept = {n: np.asarray(a[n]).tobytes() for n in ("key_cache", "value_cache")}
     run = jax.jit(
         functools.partial(append_and_attend_op, platform="triton"), donate_argnames=("key_cache", "value_cache")
@@ -99,7 +116,7 @@ def test_pages_are_written_where_they_are(dtype):
     assert [x.unsafe_buffer_pointer() for x in caches] == where
     assert error(out, wanted[0]) <= 2 * BF16
     for name, x, w in zip(kept, caches, wanted[1:], strict=True):
-        assert np.asarray(x).tobytes() == np.asarray(w).tobytes() != kept[name]
+        assert np.asarray(x).tobytes() == np.asarray(w.astype(x.dtype)).tobytes() != kept[name]
 
 
 def test_layers_write_into_one_array_of_pages():

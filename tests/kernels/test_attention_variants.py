@@ -237,7 +237,7 @@ LINEAR = {
 }
 
 
-@pytest.mark.parametrize("name", [n if n == "performer" else pytest.param(n, marks=pytest.mark.slow) for n in LINEAR])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in LINEAR])
 def test_memory_is_linear_in_the_length(name):
     def temporaries(length):
         shapes = jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32), jax.ShapeDtypeStruct((8, 8), jnp.float32)

@@ -104,6 +104,7 @@ def test_what_is_hidden_is_not_read():
         assert jnp.isfinite(x).all() and (name == "query" or not x[:, :64].any()), name
 
 
+@pytest.mark.slow  # tests/kernels/test_flash_attention_hopper_numbers.py has the same of its kernels
 def test_a_backward_with_lse_and_delta_of_more_keys():
     """What a ring needs: two parts of the keys, each with the whole's lse and delta, add up to the whole's gradients."""
     half, width = 192, 64

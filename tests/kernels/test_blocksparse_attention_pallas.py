@@ -158,7 +158,11 @@ def wanted(kinds, by_keys):
 
 @pytest.mark.parametrize(
     ("lead", "mask", "parts"),
-    [((1, 1), None, 1), ((1, N), MaskInfo(causal=True), 1), ((B, N), MaskInfo.from_segments(documents(900)), 2)],
+    [
+        pytest.param((1, 1), None, 1, marks=pytest.mark.slow),
+        pytest.param((1, N), MaskInfo(causal=True), 1, marks=pytest.mark.slow),
+        ((B, N), MaskInfo.from_segments(documents(900)), 2),
+    ],
     ids=["shared", "per head", "per row and head"],
 )
 def test_lists_are_the_pairs_of_tiles_that_are_set(monkeypatch, lead, mask, parts):

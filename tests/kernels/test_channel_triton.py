@@ -36,7 +36,7 @@ def kda(rng, B, T, K, N, H, Hv, cosine=0.5, beta=1.0, decay=None, **more):
     return x | {"g": channels(rng, B, T, N, H, decay=decay)}
 
 
-@pytest.mark.parametrize("decay", [-20.0, -np.inf])
+@pytest.mark.parametrize("decay", [pytest.param(-20.0, marks=pytest.mark.slow), -np.inf])
 def test_decays_of_every_size(decay):
     rng = np.random.default_rng(0)
     state = rng.standard_normal((1, 1, 2, 8, 20)).astype(np.float32)
@@ -54,7 +54,7 @@ def test_decays_of_every_size_in_a_delta_rule(decay):
     )
 
 
-@pytest.mark.parametrize("decay", [0.0, -np.inf])
+@pytest.mark.parametrize("decay", [pytest.param(0.0, marks=pytest.mark.slow), -np.inf])
 def test_a_bonus_reads_the_state_before_the_token(decay):
     rng = np.random.default_rng(1)
     arguments = gla(rng, 1, 40, 2, 2, 8, 4, decay)
@@ -102,13 +102,16 @@ def test_documents_and_padding():
         assert error(a, b) <= 3e-6, what
 
 
-def test_packed_sequences_with_states():
+@pytest.mark.parametrize("name", [pytest.param("linear_attention", marks=pytest.mark.slow), "delta_rule"])
+def test_packed_sequences_with_states(name):
     rng = np.random.default_rng(6)
     ids = np.sort(rng.choice([0, 1, 3, 4], (1, 90)), axis=1).astype(np.int32)  # sequence 2 is empty
     ids[0, :4] = ids[0, 50:52] = ids[:, -5:] = -1
     state = rng.standard_normal((1, 5, 2, 8, 4)).astype(np.float32)
-    arguments = gla(rng, 1, 90, 2, 2, 8, 4, initial_state=state, segment_ids=ids)
-    against_xla("linear_attention", arguments | {"num_states": 5}, chunk=16, splits=2)
+    if name == "linear_attention":
+        arguments = gla(rng, 1, 90, 2, 2, 8, 4, initial_state=state, segment_ids=ids)
+        against_xla(name, arguments | {"num_states": 5}, chunk=16, splits=2)
+        return
     compared(kda(rng, 1, 90, 1, 2, 8, 4, initial_state=state, segment_ids=ids), {"num_states": 5}, chunk=16)
 
 

@@ -30,7 +30,10 @@ PLAIN = {
     MLA: Case("heads", {**HEADS, "H": 128, "Hv": 64}, make=CAUSAL),
     mixture_op: Case("heads", {**HEADS, "K": 1}, make=CAUSAL),
 }
-each = pytest.mark.parametrize("op", CASES, ids=lambda op: op.name)
+# One of two outputs of attention, and one of wider queries; experts of attention are the same calls beside products.
+each = pytest.mark.parametrize(
+    "op", [pytest.param(op, id=op.name, marks=pytest.mark.slow if op is mixture_op else ()) for op in CASES]
+)
 
 
 def triton_kernels(op, case, **asked):

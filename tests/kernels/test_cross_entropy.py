@@ -67,8 +67,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("block_rows", [None, 7])
+@pytest.mark.parametrize(
+    ("block_rows", "weighted"),
+    [(7, True), (None, False), *(pytest.param(*how, marks=pytest.mark.slow) for how in ((7, False), (None, True)))],
+)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_against_float64(options, block_rows, weighted):
     hidden, head, targets, weights = inputs()
@@ -258,7 +260,7 @@ def test_pallas_has_room_for_many_tokens_of_a_small_vocabulary():
     assert checks.mosaic_calls(checks.compile_tpu(both, *shapes)) == 2
 
 
-@pytest.mark.parametrize("which", [pytest.param("first", marks=pytest.mark.slow), "last", "own"])
+@pytest.mark.parametrize("which", [pytest.param(w, marks=pytest.mark.slow) for w in ("first", "last", "own")])
 def test_numbers_of_the_tuning_candidates(which):
     case = next(case for case in op.cases if case.name == "odd")
     a = op.case_inputs(case)

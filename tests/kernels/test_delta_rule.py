@@ -94,7 +94,7 @@ def test_the_inverse_of_a_chunk():
 CUTS = np.array([0, 5, 5, 6, 20])
 
 
-@pytest.mark.parametrize("name", ["gated_delta_rule", "rwkv7"])
+@pytest.mark.parametrize("name", ["gated_delta_rule", slow("rwkv7")])
 def test_packed_sequences_are_each_by_themselves(name):
     a, states = arrays(name, T=22), RNG.standard_normal((4, 2, 4, 3)).astype(np.float32)
     cfg = kernels.ChunkConfig(4)

@@ -52,7 +52,9 @@ def compared(arguments, options, clean=None, allowed=3e-6, **cfg):
         assert error(a, b) <= allowed, f"{what}: off by {error(a, b):.2e}, allowed {allowed:.2e}"
 
 
-@pytest.mark.parametrize(("cosine", "beta"), [(0.9, 1.0), (0.9, 2.0), (0.99, 2.0)])
+@pytest.mark.parametrize(
+    ("cosine", "beta"), [*(pytest.param(*x, marks=pytest.mark.slow) for x in ((0.9, 1.0), (0.9, 2.0))), (0.99, 2.0)]
+)
 def test_correlated_keys_and_reflections(cosine, beta):
     """The matrices of a chunk are then far from the identity, and a series for their inverse diverges."""
     rng = np.random.default_rng(0)
@@ -61,7 +63,7 @@ def test_correlated_keys_and_reflections(cosine, beta):
     compared(arguments, {}, allowed=1e-5, chunk=64)
 
 
-@pytest.mark.parametrize("decay", [0.0, *(pytest.param(d, marks=pytest.mark.slow) for d in (-20.0, -100.0)), -np.inf])
+@pytest.mark.parametrize("decay", [*(pytest.param(d, marks=pytest.mark.slow) for d in (0.0, -20.0, -100.0)), -np.inf])
 def test_decays_of_every_size(decay):
     rng = np.random.default_rng(1)
     state = rng.standard_normal((1, 1, 2, 8, 20)).astype(np.float32)

@@ -156,7 +156,7 @@ def test_a_result_depends_on_a_token_many_chunks_before():
     assert abs(wanted - y[T - 1 - back]) < 1e-2 * abs(wanted)
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "rwkv4")) for n in OPS])
 @pytest.mark.parametrize("documents", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_with_the_sequence_split(name, documents):
     arguments = arguments_of(name, 1, 16)

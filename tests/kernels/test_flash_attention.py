@@ -51,7 +51,9 @@ def qkv(*shape, heads=4, kv_heads=2, width=16, seed=0, keys=None, dtype=jnp.floa
 # -- the contract ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", WRITTEN, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * ("slow" in c.tags)) for c in WRITTEN]
+)
 def test_contract_is_the_loop_and_its_gradient_the_finite_difference(case):
     """Value against float64 loops; every gradient, along random directions, against central differences of the loops."""
     given = op.case_inputs(case)
@@ -98,8 +100,16 @@ def test_contract_is_the_loop_and_its_gradient_the_finite_difference(case):
             assert abs((gradients[name] * way).sum() - wanted) < 1e-5 * size, name
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("extra", ["none", "bias", "mask", "window"])
+@pytest.mark.parametrize(
+    ("extra", "causal"),
+    [
+        *(("none", False), ("bias", True), ("mask", False), ("window", True)),
+        *(
+            pytest.param(e, c, marks=pytest.mark.slow)
+            for e, c in (("none", True), ("bias", False), ("mask", True), ("window", False))
+        ),
+    ],
+)
 def test_agrees_with_jax_nn(causal, extra):
     q, k, v = qkv(2, 33)
     rng = np.random.default_rng(1)
@@ -154,7 +164,7 @@ def test_the_block_size_is_not_in_the_numbers(name):
 
 @pytest.mark.parametrize(
     ("name", "platform"),
-    [("cross_causal", "xla"), ("together", "xla"), pytest.param("together", "pallas", marks=pytest.mark.slow)],
+    [("cross_causal", "xla"), *(pytest.param("together", p, marks=pytest.mark.slow) for p in ("xla", "pallas"))],
 )
 def test_keys_in_two_parts_with_the_global_lse_give_the_gradients_of_the_whole(name, platform):
     """What a ring does: each part's backward gets the lse and delta of the whole, never its own."""

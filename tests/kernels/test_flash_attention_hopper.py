@@ -286,14 +286,8 @@ def test_what_is_launched(launches, width, value_width, cap, kernel, queries, ke
     ("length", "padding", "document", "heads", "width", "wanted"),
     [
         (8192, 0, 8192, 8, 128, 8),
-        (
-            16384,
-            0,
-            16384,
-            8,
-            128,
-            4,
-        ),  # a block of keys meets half of the queries, of 1 KiB: 8 heads are a little too many
+        # a block of keys meets half of the queries, of 1 KiB: 8 heads are a little too many
+        pytest.param(16384, 0, 16384, 8, 128, 4, marks=pytest.mark.slow),
         (65536, 0, 65536, 8, 128, 1),
         (65536, 32768, 65536, 8, 128, 2),  # blocks that meet nobody do not count
         (65536, 0, 4096, 8, 128, 8),  # the queries of its document alone

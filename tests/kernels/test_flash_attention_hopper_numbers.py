@@ -52,9 +52,9 @@ def test_numbers(call, kind):
     ("lengths", "heads", "kind"),
     [
         ((130, 40), (2, 2), "64"),
-        ((200, 500), (4, 2), "three_warpgroups"),
+        pytest.param((200, 500), (4, 2), "three_warpgroups", marks=pytest.mark.slow),
         ((500, 200), (4, 1), "192"),  # rows without a key
-        ((300, 130), (2, 1), "256"),
+        pytest.param((300, 130), (2, 1), "256", marks=pytest.mark.slow),
         ((1, 700), (3, 1), "128"),
     ],
     ids=str,
@@ -71,21 +71,23 @@ def test_lengths_and_groups_of_heads(lengths, heads, kind):
     [
         (256, (2, 1), (64, 64), "bfloat16", {}, 0),
         pytest.param(512, (2, 2), (128, 128), "float16", {"logits_soft_cap": 3.0}, 1, marks=pytest.mark.slow),
-        (256, (2, 1), (128, 64), "bfloat16", {"softmax_scale": 0.3}, 1),
+        pytest.param(256, (2, 1), (128, 64), "bfloat16", {"softmax_scale": 0.3}, 1, marks=pytest.mark.slow),
     ],
 )
 def test_hops_add_in_place(length, heads, widths, dtype, options, rank):
     hold_hops(length, heads, widths, dtype, options, rank=rank)
 
 
-@pytest.mark.parametrize(("in_use", "kind"), [(0, "128"), (2**30, "128"), (2**30, "192")])
+@pytest.mark.parametrize(
+    ("in_use", "kind"), [(0, "128"), (2**30, "128"), pytest.param(2**30, "192", marks=pytest.mark.slow)]
+)
 def test_heads_one_by_one_and_side_by_side(monkeypatch, in_use, kind):
     monkeypatch.setattr(triton_calls, "IN_USE", in_use)
     mask, options = CALLS["packed"]
     hold(arrays(B, (T, T), (4, 4), KINDS[kind][0], "bfloat16"), mask, options)
 
 
-@pytest.mark.parametrize("queries", [128, triton_gpu.THREE_WARPGROUPS])
+@pytest.mark.parametrize("queries", [128, pytest.param(triton_gpu.THREE_WARPGROUPS, marks=pytest.mark.slow)])
 def test_three_stages(queries):
     """More room than is needed: who loads is farther ahead of those who attend."""
     cfg = KernelConfig(
@@ -104,7 +106,7 @@ def test_other_widths(widths):
     hold(arrays(B, (T, T), (N, K), widths, "bfloat16"), mask, options)
 
 
-@pytest.mark.parametrize("widths", [(128, 128), (192, 128)], ids=str)
+@pytest.mark.parametrize("widths", [(128, 128), pytest.param((192, 128), marks=pytest.mark.slow)], ids=str)
 def test_other_rows_of_the_batch_are_not_read(widths):
     floats = arrays(B, (T, T), (N, K), widths, "bfloat16")
     other = {name: x.at[1].set(jnp.nan) for name, x in floats.items()}
@@ -118,7 +120,7 @@ def test_other_rows_of_the_batch_are_not_read(widths):
         np.testing.assert_array_equal(x[0], gradients[name][0], err_msg=name)
 
 
-@pytest.mark.parametrize("width", [128, 256])
+@pytest.mark.parametrize("width", [128, pytest.param(256, marks=pytest.mark.slow)])
 def test_a_backward_with_lse_and_delta_of_more_keys(width):
     """What a ring needs: two halves of the keys, each with the whole's lse and delta, add up to the whole's gradients."""
     floats, whole, half = (

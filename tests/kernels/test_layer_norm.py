@@ -203,7 +203,7 @@ def test_a_stream_of_another_dtype(backend):
     np.testing.assert_array_equal(got["x"], got["residual"].astype("bfloat16"))
 
 
-@pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
+@pytest.mark.parametrize("backend", ["triton_gpu", pytest.param("pallas_tpu", marks=pytest.mark.slow)])
 def test_numbers_of_the_tuning_candidates(backend):
     case = next(case for case in op.cases if case.name == "odd")
     a = op.case_inputs(case)

@@ -76,6 +76,7 @@ def exported(capability):
     return [kernel.name for kernel in report.kernels], joins, report.kernels[0]
 
 
+@pytest.mark.slow  # two compilations, 7 s
 def test_hopper_joins_nothing():
     names, joins, kernel = exported(90)
     assert names == ["warp_specialized_fwd_kernel"] and not joins

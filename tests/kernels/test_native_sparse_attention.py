@@ -178,6 +178,7 @@ def test_blocks_far_past_the_end_are_none_and_a_window_may_be_longer_than_the_ke
     assert error(got, native_sparse_attention(**options, block_indices=none, sliding_window=T)) == 0
 
 
+@pytest.mark.slow  # that of its parts is in their files
 def test_memory_is_linear_in_the_length():
     def bytes_at(length):
         shapes = [(1, length, 4, 16), (1, length, 1, 16), (1, length, 4)]

@@ -136,10 +136,7 @@ ATTENDING = [n for n in ON_MESH if n != "append_to_cache"]
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=[pytest.mark.slow] * (n not in ("page_attention", "ragged_page_attention_v3")))
-        for n in ON_MESH
-    ],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n != "page_attention")) for n in ON_MESH],
 )
 def test_on_a_mesh(name):
     """Heads over tp; rows of a batch over dp, tables with them; pages are whole, and tokens of ragged requests."""

@@ -87,7 +87,7 @@ def test_any_backward_follows_any_forward(forward, backward):
 
 
 @pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
-@pytest.mark.parametrize("name", ["odd", pytest.param("many_rows", marks=pytest.mark.slow), "wide"])
+@pytest.mark.parametrize("name", ["odd", *(pytest.param(n, marks=pytest.mark.slow) for n in ("many_rows", "wide"))])
 def test_numbers_of_the_tuning_candidates(backend, name):
     case, backend = CASES[name], op.backends[backend]
     a = op.case_inputs(case)

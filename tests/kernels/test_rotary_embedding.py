@@ -277,7 +277,7 @@ def test_exact_angles_are_those_of_the_position_in_every_order_over_devices(orde
         np.testing.assert_array_equal(order.inverse(np.asarray(one)), two)
 
 
-@pytest.mark.parametrize("backend", ["triton_gpu", "pallas_tpu"])
+@pytest.mark.parametrize("backend", ["triton_gpu", pytest.param("pallas_tpu", marks=pytest.mark.slow)])
 def test_numbers_of_the_tuning_candidates(backend):
     case = {case.name: case for case in pair_op.cases}["interleaved"]
     a = pair_op.case_inputs(case)

@@ -48,7 +48,7 @@ def compared(arguments, clean=None, allowed=3e-6, options=None, **cfg):
         assert error(x, y) <= allowed, f"{what}: off by {error(x, y):.2e}, allowed {allowed:.2e}"
 
 
-@pytest.mark.parametrize("decay", [slow(0.0), -20.0, slow(-100.0), -np.inf])
+@pytest.mark.parametrize("decay", [slow(0.0), slow(-20.0), slow(-100.0), -np.inf])
 def test_decays_of_every_size(decay):
     rng = np.random.default_rng(0)
     state = rng.standard_normal((1, 1, 2, 8, 20)).astype(np.float32)

@@ -24,20 +24,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.engines.attention.gluon_loads import clear, load_keys, ring_of
 from kernels.engines.attention.gluon_outputs import ROWS, leave
 from kernels.engines.attention.gluon_parts import (
     BLOCK,
     ends_of,
     limits_of,
     list_of,
-    nth,
     positions_of,
     segments_of,
     tile_of,
     weights_of,
 )
 from kernels.engines.attention.triton_parts import LOG2E
-from kernels.toolchains.gluon import SWIZZLED, after, claim_tile, make_tile_queue, next_tile
+from kernels.toolchains.gluon import after, claim_tile, make_tile_queue, next_tile
 
 
 @gluon.constexpr_function
@@ -89,52 +89,7 @@ def _place(tile, order_ptr, O: gl.constexpr, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _make_ring(STAGES: gl.constexpr, TILES: gl.constexpr, dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
-               READERS: gl.constexpr):  # fmt: skip
-    """Allocates a ring: (TILES tiles per stage, a "full" barrier per stage, a "free" barrier that all readers signal)."""
-    tiles = gl.allocate_shared_memory(dtype, [STAGES * TILES, ROWS, WIDTH], SWIZZLED)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=READERS)
-    return tiles, full, free
-
-
-@gluon.jit
-def _load_tile(desc, rope_desc, batch, row, head, ring, stage, phase, HEAD_TILES: gl.constexpr):
-    """Loads the rows of a head from `row` on into a stage, once it is free; rows out of bounds are zeros. The last tile
-    of columns comes from `rope_desc`, which all heads share, if there is one."""
-    tiles, full, free = ring
-    ROWS: gl.constexpr = desc.block_type.shape[1]
-    WIDTH: gl.constexpr = desc.block_type.shape[3]
-    mbarrier.wait(free.index(stage), phase ^ 1)
-    mbarrier.expect(full.index(stage), HEAD_TILES * desc.nbytes_per_cta)
-    for i in gl.static_range(HEAD_TILES):
-        block = tiles.index(HEAD_TILES * stage + i).reinterpret(shape=[1, ROWS, 1, WIDTH], layout=BLOCK)
-        if rope_desc is not None and i == HEAD_TILES - 1:
-            tma.async_load(rope_desc, [batch, row, 0, 0], full.index(stage), block)
-        else:
-            tma.async_load(desc, [batch, row, head, i * WIDTH], full.index(stage), block)
-
-
-@gluon.jit
-def _load_keys(k_desc, k_rope_desc, v_desc, list_ptr, batch, head, end, begin, keys, values, stage, phase,
-               HEAD_TILES: gl.constexpr):  # fmt: skip
-    """Loads the blocks of keys and values from `end` - 1 down to `begin`, or those entries of a list; returns the next
-    stage and its phase."""
-    BLOCK_K: gl.constexpr = k_desc.block_type.shape[1]
-    STAGES: gl.constexpr = values[0].shape[0]
-    for i in range(end - begin):
-        row = nth(list_ptr, end - 1 - i) * BLOCK_K
-        _load_tile(k_desc, k_rope_desc, batch, row, head, keys, stage, phase, HEAD_TILES)
-        _load_tile(v_desc, None, batch, row, head, values, stage, phase, 1)
-        stage, phase = after(stage, phase, STAGES)
-    return stage, phase
-
-
-@gluon.jit
-def _load(descs, lists, turn_ptr, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
+def _load(descs, lists, table_ptr, turn_ptr, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
           STAGES: gl.constexpr, QUEUED: gl.constexpr):  # fmt: skip
     q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc = descs
     WARPGROUPS: gl.constexpr = _consumers(O)
@@ -164,13 +119,41 @@ def _load(descs, lists, turn_ptr, queue, queries, keys, values, O: gl.constexpr,
         # tile. Taken when this tile starts, it would go to the program that started first, which also has the longest
         # current one.
         soon = gl.minimum(first + 2, last)
-        stage, phase = _load_keys(
-            k_desc, k_rope_desc, v_desc, list_ptr, b, head, last, soon, keys, values, stage, phase, HEAD_TILES
+        stage, phase = load_keys(
+            k_desc,
+            k_rope_desc,
+            v_desc,
+            list_ptr,
+            table_ptr,
+            b,
+            head,
+            last,
+            soon,
+            keys,
+            values,
+            stage,
+            phase,
+            HEAD_TILES,
+            O,
         )
         tile = claim_tile(queue, turn_ptr, turn)
         turn += 1
-        stage, phase = _load_keys(
-            k_desc, k_rope_desc, v_desc, list_ptr, b, head, soon, first, keys, values, stage, phase, HEAD_TILES
+        stage, phase = load_keys(
+            k_desc,
+            k_rope_desc,
+            v_desc,
+            list_ptr,
+            table_ptr,
+            b,
+            head,
+            soon,
+            first,
+            keys,
+            values,
+            stage,
+            phase,
+            HEAD_TILES,
+            O,
         )
 
 
@@ -220,7 +203,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     ROW_OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
     UNIT: gl.constexpr = (O.SCALE if O.CAP is None else O.CAP) * LOG2E
     dtype: gl.constexpr = q[0].dtype
-    lists, masks, sink_ptr, sofar, out_ptr, lse_ptr = arrays
+    lists, masks, lens_ptr, sink_ptr, sofar, out_ptr, lse_ptr = arrays
     spans_ptr, index_ptr, order_ptr = lists
     q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr = masks
     k_tiles, k_full, k_free = keys
@@ -252,6 +235,8 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     if last > first:
         mbarrier.wait(k_full.index(stage), phase)
         s = _logits(q, k_tiles, stage, zeros)
+        if lens_ptr is not None:
+            clear(values, stage, phase, gl.load(lens_ptr + b) - (last - 1) * O.BLOCK_K)
         s = warpgroup_mma_wait(0, (s,))
         mbarrier.arrive(k_free.index(stage))
         masked = (last - 1 >= full_end) | (last - 1 < full)
@@ -300,7 +285,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
 def warp_specialized_fwd_kernel(
     turn_ptr,  # [1], zero-initialised: number of tiles taken from the queue
     q_desc,  # [B, T, N, H] in blocks [1, 64, 1, columns of a tile]; one or three tiles hold a head
-    k_desc,  # [B, S, K, H] in blocks [1, BLOCK_K, 1, columns of a tile]
+    k_desc,  # [B, S, K, H] in blocks [1, BLOCK_K, 1, columns of a tile], or pages, see `table_ptr`
     v_desc,  # [B, S, K, HV] in blocks [1, BLOCK_K, 1, BLOCK_V]
     spans_ptr,  # this and the following as in `forward_kernel`
     index_ptr,
@@ -313,6 +298,8 @@ def warp_specialized_fwd_kernel(
     sink_ptr,
     q_rope_desc,  # [B, T, N, Hr] or None: the last tile of columns of queries, if it is an array of its own
     k_rope_desc,  # [B, S, 1, Hr] or None: that of keys, which all heads share
+    table_ptr,  # int32 [B, O.TABLE] or None: keys and values are pages [O.PAGES, O.PAGE, K, width] in blocks [1, slots, 1, 64],
+    lens_ptr,  # and int32 [B] or None: how many slots of a row hold a token
     sofar_out_ptr,  # [B, T, N, HV] or None: attention over other keys. With O.MERGE and None it is in `out_ptr`, and
     sofar_lse_ptr,  # [B, T, N] or None: its lse in `lse_ptr`
     out_ptr,  # [B, T, N, HV], of the dtype of the queries or float32
@@ -329,13 +316,13 @@ def warp_specialized_fwd_kernel(
     HEAD_TILES: gl.constexpr = _head_tiles(O, WIDTH)
     dtype: gl.constexpr = q_desc.dtype
     queue = make_tile_queue(WARPGROUPS)
-    queries = _make_ring(QUEUED, WARPGROUPS * HEAD_TILES, dtype, ROWS, WIDTH, WARPGROUPS)
-    keys = _make_ring(STAGES, HEAD_TILES, dtype, O.BLOCK_K, WIDTH, WARPGROUPS)
-    values = _make_ring(STAGES, 1, dtype, O.BLOCK_K, O.BLOCK_V, WARPGROUPS)
+    queries = ring_of(QUEUED, WARPGROUPS * HEAD_TILES, dtype, ROWS, WIDTH, WARPGROUPS)
+    keys = ring_of(STAGES, HEAD_TILES, dtype, O.BLOCK_K, WIDTH, WARPGROUPS)
+    values = ring_of(STAGES, 1, dtype, O.BLOCK_K, O.BLOCK_V, WARPGROUPS)
     lists = spans_ptr, index_ptr, order_ptr
     descs = q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc
     masks = q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr
-    arrays = lists, masks, sink_ptr, (sofar_out_ptr, sofar_lse_ptr), out_ptr, lse_ptr
+    arrays = lists, masks, lens_ptr, sink_ptr, (sofar_out_ptr, sofar_lse_ptr), out_ptr, lse_ptr
     if _in_turns(O):
         turns = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(WARPGROUPS):
@@ -346,7 +333,7 @@ def warp_specialized_fwd_kernel(
         gl.warp_specialize(
             [
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
-                (_load, (descs, lists, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+                (_load, (descs, lists, table_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -356,7 +343,7 @@ def warp_specialized_fwd_kernel(
             [
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 1)),
-                (_load, (descs, lists, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+                (_load, (descs, lists, table_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -367,7 +354,7 @@ def warp_specialized_fwd_kernel(
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 1)),
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 2)),
-                (_load, (descs, lists, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+                (_load, (descs, lists, table_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

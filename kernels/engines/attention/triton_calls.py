@@ -29,6 +29,8 @@ WARP_SPECIALIZED = 12
 # Queries of a block with three warpgroups, possible in the forward of heads up to 64; others have two.
 THREE_WARPGROUPS = 192
 ROWS_OF_WARPGROUP = 64
+# Columns of 16 bits that lie side by side in a tile in shared memory, by its swizzling.
+PANEL = 64
 # Shared memory that such a program may use for tiles.
 SHARED_MEMORY = 220 * 1024
 # Heads whose programs may run side by side, so that what they read stays in the cache; most of these divide the heads.
@@ -134,6 +136,7 @@ def prepare(
     arrays |= {"dense_ptr": dense, "bias_ptr": bias, "slope_ptr": alibi_slopes, "seed_ptr": seed}
     arrays |= {"index_ptr": None, "order_ptr": None}  # lists of tiles, used instead of spans
     arrays |= {"q_rope_desc": None, "k_rope_desc": None}  # columns of heads in arrays of their own
+    arrays |= {"table_ptr": None, "lens_ptr": None}  # keys in pages
     arrays |= {"sofar_out_ptr": None, "sofar_lse_ptr": None}  # attention over other keys
     strides = {
         f"{name}_{part}": _stride(x, dim)
@@ -204,11 +207,14 @@ def warp_specialized_forward(
     rope: tuple[jax.Array, jax.Array] | None = None,
     sofar: tuple[jax.Array, jax.Array] | None = None,
     dtype: Any = None,
+    pages: tuple[jax.Array, jax.Array] | None = None,
     **rest: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) of the Hopper forward with the tiles `params`.
 
     Args:
+      pages: (int32 [B, pages of a row], int32 [B] slots of a row that hold a token): keys and values are pages [pages, slots,
+        K, width], of a number of slots that `takes_pages` allows.
       sofar: (out, lse) over other keys, with which those of these keys are merged; in the same memory if both are float32.
       dtype: of the output, that of the queries or float32.
       rope: (query [B, T, N, Hr], key [B, S, 1, Hr]), the last columns of each head, where `query` and `key` lack them.
@@ -225,6 +231,12 @@ def warp_specialized_forward(
     rest |= {name: None if x is None else block_of(x, rows, width) for name, x, rows in arrays}
     aliases = {"turn_ptr": 2}
     dtype = query.dtype if dtype is None else dtype
+    rows, columns = k_block, (width, tall)
+    if pages is not None:
+        count, page = key.shape[:2]
+        call = call._replace(options={**options, "PAGE": page, "PAGES": count, "TABLE": pages[0].shape[1]})
+        rest |= {"table_ptr": pages[0], "lens_ptr": pages[1]}
+        rows, columns = min(k_block, page), (PANEL, PANEL)
     if sofar is not None:
         call = call._replace(options={**options, "MERGE": True})
         if sofar[0].dtype == dtype == jnp.float32:
@@ -237,8 +249,8 @@ def warp_specialized_forward(
         (
             jnp.zeros(1, jnp.int32),
             block_of(query, ROWS_OF_WARPGROUP, width),
-            block_of(key, k_block, width),
-            block_of(value, k_block, tall),
+            block_of(key, rows, columns[0]),
+            block_of(value, rows, columns[1]),
         ),
         call.spans(*blocks)[0],
         blocks,
@@ -252,11 +264,16 @@ def warp_specialized_forward(
         HEADS=next(n for n in SIDE_BY_SIDE if N % n == 0),
         STAGES=params.num_stages,
         QUEUED=2 if bytes_of(2, params, wide, tall) <= SHARED_MEMORY else 1,
-        CONSUMER_REGISTERS=160 if q_block == THREE_WARPGROUPS else 240,
-        PRODUCER_REGISTERS=24,
+        CONSUMER_REGISTERS=160 if q_block == THREE_WARPGROUPS else 240 if pages is None else 232,
+        PRODUCER_REGISTERS=24 if pages is None else 40,  # it holds the numbers of a block's pages
         **rest,
     )
     return out, lse
+
+
+def takes_pages(slots: int, k_block: int) -> bool:
+    """Returns whether the Hopper forward loads blocks of keys from pages of so many slots."""
+    return slots >= 8 and slots & (slots - 1) == 0 and (k_block % slots == 0 or slots % k_block == 0)
 
 
 def splits(H: int, Hr: int, HV: int) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.engines.attention.triton_paged_plan import E4M3, E5M2, blocks_of, first_of, plan, request_of
+from kernels.engines.attention.triton_paged_plan import E4M3, E5M2, PLAIN, blocks_of, first_of, plan, request_of
 from kernels.engines.attention.triton_parts import LOG2E, tanh
 
 
@@ -100,6 +100,10 @@ def _attend(acc, row_max, row_sum, begin, end, q, at, slope, key_ptr, value_ptr,
         row_sum = row_sum * rescale + tl.sum(p, axis=1)
         row_max = new
         v = tl.load(value_ptr[None, :] + (slot * O.V_WIDTH)[:, None], mask=v_there, other=0)
+        if O.KIND != PLAIN:
+            # In the layout of its load. In that of the product, which Triton would choose, a thread holds slots of one column:
+            # it would copy 4 bytes at a time and read single ones.
+            v = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], dtype=v.dtype, is_pure=False, pack=4)
         v = _numbers(v, q, O.KIND)
         if SLOT_V:
             scale = _scale(v_scale_ptr, page, entry, head, real, O.V_SCALES)

@@ -13,7 +13,16 @@ import triton
 from kernels.engines.attention import triton_paged_plan as paged
 from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.ranges import interval_of
-from kernels.engines.attention.triton_calls import padded_width, scale_of
+from kernels.engines.attention.triton_calls import (
+    WARP_SPECIALIZED,
+    padded_width,
+    prepare,
+    scale_of,
+    takes_pages,
+    warp_specialized_forward,
+    warp_specialized_tiles,
+    work_of,
+)
 from kernels.engines.attention.triton_paged import paged_kernel, paged_merge_kernel
 from kernels.engines.attention.triton_paged_plan import Paged
 from kernels.framework.measured import power_of_two
@@ -34,6 +43,8 @@ LEAST_KEYS = 256
 REQUESTS = 1024
 # Programs of each head that fill rows without a request.
 FILLS = 16
+# Queries of a request from which flash attention's kernel for Hopper takes them: one tile of it.
+TALL = 128
 # Pieces and rows that are merged at once.
 PIECES, ROWS = 32, {FEW: 1, MANY: 8}
 
@@ -247,6 +258,64 @@ def _strides(scale: jax.Array | None) -> tuple[int, int, int]:
     _, slots, heads = scale.shape
     strides = (slots * heads, heads, 1)
     return tuple(0 if size == 1 else stride for size, stride in zip(scale.shape, strides, strict=True))  # pyrefly: ignore
+
+
+def attend_tall(
+    query: jax.Array,
+    caches: tuple[jax.Array, jax.Array],
+    softmax_aux: jax.Array | None,
+    requests: Requests,
+    *,
+    softmax_scale: float | None,
+    logits_soft_cap: float | None,
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+) -> jax.Array:
+    """Returns attention [B, T, N, HV] of T queries of each request [B, T, N, H] by flash attention's kernel for Hopper, which
+    loads its blocks of keys from pages. `is_tall` says of which calls."""
+    (B, T, _, H), (_, C, K, _), HV = query.shape, caches[0].shape, caches[1].shape[3]
+    assert requests.tables is not None
+    S = requests.tables.shape[1] * C
+    keys, values = (jax.ShapeDtypeStruct((B, S, K, width), query.dtype) for width in (H, HV))
+    places = jnp.arange(S, dtype=jnp.int32)[None]
+    mask = MaskInfo(
+        causal=causal,
+        window=window,
+        q_positions=requests.lens[:, None] - T + jnp.arange(T, dtype=jnp.int32),
+        kv_positions=places,
+    )
+    if not causal:
+        there = jnp.where(places < requests.lens[:, None], 0, -1)
+        mask = mask.replace(q_segment_ids=jnp.zeros((1, T), jnp.int32), kv_segment_ids=there)
+    cfg = warp_specialized_tiles(H, HV, query.dtype.itemsize, scale_of(softmax_scale, H), logits_soft_cap)
+    call = prepare(query, keys, values, mask, None, None, None, softmax_scale, logits_soft_cap, 0.0, cfg)
+    sinks = None if softmax_aux is None else jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1)
+    pages = requests.tables, requests.lens
+    work = work_of(query, keys, values, mask, (1, 1))
+    return warp_specialized_forward(call, cfg.fwd_params, query, *caches, pages=pages, sink_ptr=sinks, work=work)[0]
+
+
+def is_tall(
+    query: jax.Array,
+    caches: tuple[jax.Array, jax.Array | None],
+    scales: tuple[jax.Array | None, jax.Array | None],
+    alibi_slopes: jax.Array | None,
+    softmax_scale: float | None,
+    logits_soft_cap: float | None,
+) -> bool:
+    """Returns whether `attend_tall` takes T queries of each request: from `TALL` of them on, where fewer leave its tiles empty,
+    and pages of the queries' own dtype."""
+    (_, T, _, H), (key_cache, value_cache) = query.shape, caches
+    if value_cache is None or alibi_slopes is not None or scales != (None, None):
+        return False
+    sizes = H, value_cache.shape[3], query.dtype.itemsize, scale_of(softmax_scale, H), logits_soft_cap
+    forward = warp_specialized_tiles(*sizes).fwd_params
+    return (
+        T >= TALL
+        and key_cache.dtype == value_cache.dtype == query.dtype
+        and forward.num_warps == WARP_SPECIALIZED
+        and takes_pages(key_cache.shape[1], forward.kv_blocksize or 0)
+    )
 
 
 # -- tiles ---------------------------------------------------------------------------------------------------------------

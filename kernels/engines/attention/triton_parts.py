@@ -27,7 +27,8 @@ class Options:
     scale of a weight that is not dropped. `EXACT` makes the Hopper kernels compute tanh to float32 rounding. The ends
     of a `KeyRange` are (POSITION, absolute position), (OFFSET, from the query's own position), (ROW, index into the
     array of ends), or None if unbounded. `LIST_BATCH` and `LIST_HEAD` are strides of the lists of tiles. `MERGE` is whether
-    the Hopper forward finds attention over other keys in its outputs, and merges its own with that.
+    the Hopper forward finds attention over other keys in its outputs, and merges its own with that. `PAGE`, `PAGES` and
+    `TABLE` are the slots of a page, the pages, and those of a row of the table, where keys are in pages.
     """
 
     B: int
@@ -71,6 +72,9 @@ class Options:
     LIST_BATCH: int = 0
     LIST_HEAD: int = 0
     MERGE: bool = False
+    PAGE: int = 0
+    PAGES: int = 0
+    TABLE: int = 0
 
 
 @triton.jit

@@ -55,14 +55,19 @@ class Layout(NamedTuple):
         return jnp.where(self.empty[(..., *(None,) * (exits.ndim - 2))], 0 if entries is None else entries, exits)
 
 
+def chunks_of(T: int, size: int, num_states: int) -> int:
+    """Returns the number of chunks of a row: with several states, which begin new chunks, enough for any lengths."""
+    return -(-T // size) if num_states == 1 else max(1, (T + num_states * (size - 1)) // size)
+
+
 def layout(B: Any, T: int, size: int, segment_ids: jax.Array | None, num_states: int) -> Layout:
     """Returns the chunks of at most `size` tokens of rows [B, T].
 
     With several states a chunk has tokens of one sequence and padding around it: a sequence is what lies from its first
     token to the first of the next. (T + G (size - 1)) // size chunks suffice for any lengths.
     """
+    chunks = chunks_of(T, size, num_states)
     if num_states == 1:
-        chunks = -(-T // size)
         if segment_ids is None:
             return Layout(chunks, None, None, None, None)
         valid = segment_ids >= 0
@@ -70,7 +75,7 @@ def layout(B: Any, T: int, size: int, segment_ids: jax.Array | None, num_states:
         return Layout(chunks, valid, jnp.where(valid, runs, -1 - runs), None, None)
     if segment_ids is None:
         segment_ids = jnp.zeros((B, T), jnp.int32)  # all tokens use the first state
-    G, chunks = num_states, max(1, (T + num_states * (size - 1)) // size)
+    G = num_states
     valid = (segment_ids >= 0) & (segment_ids < G)
     before = jnp.pad(segment_ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     heads = valid & (segment_ids != before)  # few of all tokens: only these are scattered

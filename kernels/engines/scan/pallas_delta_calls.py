@@ -234,15 +234,30 @@ class Launches:
         H, Hv = self.widths
         return self.layout.exits(x[..., :H, :Hv], entries)
 
+    def _kept(self) -> tuple[str, ...]:
+        return ("states", "solve") if "beta" in self.gates else ("states",)
+
     def forward(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
         """Returns (out [B, T, N, Hv] of that dtype, final states [B, G, N, H, Hv])."""
-        found = self.walk(("out", "exits"))
-        return self.tokens(found["out"], self.widths[1]).astype(dtype), self.states(found["exits"], self.entries)
+        return self.keeping(dtype, ())[0]
 
-    def backward(self, d_out: jax.Array, d_exits: jax.Array) -> dict[str, Any]:
-        """Returns the gradients by the names of `Tokens`; of beta, a and entries in float32."""
-        d_exits = d_exits.astype(jnp.float32)
-        kept = self.walk(("states", "solve") if "beta" in self.gates else ("states",))
+    def keeping(
+        self, dtype: Any, names: tuple[str, ...] | None = None
+    ) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
+        """Returns (what `forward` does, what `backward` takes of it, by name: see `kept_of`)."""
+        names = self._kept() if names is None else names
+        found = self.walk(("out", "exits", *names))
+        out = self.tokens(found["out"], self.widths[1]).astype(dtype)
+        return (out, self.states(found["exits"], self.entries)), {name: found[name] for name in names}
+
+    def backward(self, d_out: jax.Array, d_exits: jax.Array, saved: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """Returns the gradients by the names of `Tokens`; of beta, a and entries in float32.
+
+        Args:
+          saved: what `keeping` kept. Without it the states and inverses are computed again.
+        """
+        d_exits, names = d_exits.astype(jnp.float32), self._kept()
+        kept = {name: saved[name] for name in names} if names[0] in saved else self.walk(names)
         d = self.reverse(kept, self.channels(d_out.astype(self.x.v.dtype)), d_exits)
         return self.gradients(d) | {"entries": self.states(d["d_entries"], d_exits)}
 
@@ -251,6 +266,20 @@ class Launches:
         H, Hv = self.widths
         found: dict[str, Any] = {n: self.tokens(d[f"d{n}"], w) for n, w in (("q", H), ("k", H), ("v", Hv))}
         return found | {name: self.of_blocks(d[name]) for name in ("beta", "a")}
+
+
+def kept_of(dims: Mapping[str, int], heads: int, num_states: int, dtype: str, delta: bool) -> dict[str, Any]:
+    """Returns what `Launches.keeping` keeps of a call: the state before each visit of a row, and of a delta rule the inverses,
+    in the dtype in which the kernels read its tokens.
+
+    Args:
+      heads: of keys, as the kernels read them.
+    """
+    dtype = dtype if in_words(dtype, heads) else "float32"
+    H, Hv = (-(-dims[name] // LANES) * LANES for name in ("H", "Hv"))
+    of = dims["B"], most_visits(dims["T"], num_states, CHUNK), dims["N"]
+    states = {"states": jax.ShapeDtypeStruct((*of, H, Hv), dtype)}
+    return states | ({"solve": jax.ShapeDtypeStruct((*of, CHUNK, CHUNK), dtype)} if delta else {})
 
 
 def refused(call: Call) -> str | None:

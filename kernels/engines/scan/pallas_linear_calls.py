@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.engines.scan.chunks import ChunkConfig
-from kernels.engines.scan.layout import layout
+from kernels.engines.scan.layout import chunks_of, layout
 from kernels.engines.scan.pallas_linear import Plan, linear_bwd_kernel, linear_fwd_kernel
 from kernels.engines.scan.pallas_linear_parts import FORGETS, LANES, LEAST_DECAY, tokens_last
 from kernels.engines.scan.recurrence import resets
@@ -23,6 +23,7 @@ SUBLANES = 8
 VMEM_BYTES = 48 * 2**20  # of 64 to 128 MiB
 LONGEST = 256  # tokens of a chunk
 MOST_TOGETHER = 32  # heads of a program
+KEPT = ("states",)  # what a forward keeps for its backward
 
 
 class Tokens(NamedTuple):
@@ -244,23 +245,38 @@ class Launches:
         entries = {} if self.x.entries is None else {"entries": self.turned(self.x.entries)}
         return {name: x for name, x in {**self.inputs, **entries}.items() if name in names}
 
+    def _before(self) -> jax.ShapeDtypeStruct:
+        """Returns what states before each chunk are."""
+        return jax.ShapeDtypeStruct((*self.heads, self.plan.chunks, *self.states[3:]), self.plan.dtype)
+
     def forward(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
         """Returns (out [B, T, N, Hv] of that dtype, final states [B, G, N, H, Hv])."""
+        return self.keeping(dtype, False)[0]
+
+    def keeping(self, dtype: Any, keep: bool = True) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
+        """Returns (what `forward` does, what `backward` takes of it: "states" before each chunk)."""
         x, (B, N) = self.x, self.heads
         like = jax.ShapeDtypeStruct((B, self.T, N, x.v.shape[-1]), x.v.dtype)
         outputs = {"out": _struct(self, like), "exits": jax.ShapeDtypeStruct(self.states, jnp.float32)}
+        outputs |= {"states": self._before()} if keep else {}
         inputs = self._some("q", "k", "v", "a", "w", "valid", "skip", "entries")
         results = self.launch(linear_fwd_kernel, inputs, outputs, {}, work=self.work)
-        return self.of_tokens(results["out"], like).astype(dtype), self.layout.exits(
-            self.turned(results["exits"]), x.entries
-        )
+        exits = self.layout.exits(self.turned(results["exits"]), x.entries)
+        return (self.of_tokens(results["out"], like).astype(dtype), exits), {
+            n: results[n] for n in KEPT if n in results
+        }
 
-    def backward(self, d_out: jax.Array, d_exits: jax.Array) -> dict[str, Any]:
-        """Returns the gradients by the names of `Tokens`, None for what is None; of a, w, skip and entries in float32."""
-        x, plan, (B, N), d_exits = self.x, self.plan, self.heads, d_exits.astype(jnp.float32)
-        kept = jax.ShapeDtypeStruct((B, N, plan.chunks, *self.states[3:]), plan.dtype)
-        inputs = self._some("k", "v", "a", "w", "valid", "entries")
-        states = self.launch(linear_fwd_kernel, inputs, {"states": kept}, {})["states"]
+    def backward(self, d_out: jax.Array, d_exits: jax.Array, saved: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """Returns the gradients by the names of `Tokens`, None for what is None; of a, w, skip and entries in float32.
+
+        Args:
+          saved: what `keeping` kept. Without it the states are computed again.
+        """
+        x, plan, (B, _), d_exits = self.x, self.plan, self.heads, d_exits.astype(jnp.float32)
+        states = saved.get("states")
+        if states is None:
+            inputs = self._some("k", "v", "a", "w", "valid", "entries")
+            states = self.launch(linear_fwd_kernel, inputs, {"states": self._before()}, {})["states"]
         rows = jax.ShapeDtypeStruct((B, self.all_rows, plan.chunks * plan.C), jnp.float32)
         arrays = {"q": x.q, "k": x.k, "v": x.v}
         outputs = {f"d_{name}": _struct(self, y) for name, y in arrays.items()} | {"d_a": rows}
@@ -304,8 +320,16 @@ def _chunk(chunk: int | None, T: int) -> int:
     return chunk if T > LANES else LANES
 
 
+def kept(call: Call, cfg: ChunkConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns what `Launches.keeping` keeps of a call: the states before each chunk, in the dtype of its tokens."""
+    d = call.dims
+    chunks = chunks_of(d["T"], _chunk(cfg.chunk, d["T"]), call.num_states)
+    state = (d["Hv"], d["H"]) if tokens_last(d["Hv"]) else (d["H"], d["Hv"])
+    return {"states": jax.ShapeDtypeStruct((d["B"], d["N"], chunks, *state), call.dtype)}
+
+
 def heuristic(call: Call, platform: str) -> ChunkConfig:
-    """Returns the default chunk: the longer one takes fewer bundles for each token, and half of a backward's states."""
+    """Returns the default chunk: the longer one takes fewer bundles for each token, and half of the states that are kept."""
     return ChunkConfig(LONGEST if call.dtype == "bfloat16" and call.dims["T"] >= 2 * LONGEST else LANES)
 
 

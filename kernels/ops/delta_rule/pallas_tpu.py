@@ -6,8 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from kernels.engines.scan import pallas_channel_calls as channels
+from kernels.engines.scan import pallas_decode as decode
 from kernels.engines.scan import pallas_delta_calls as delta
-from kernels.ops.delta_rule.contract import check_states, normalized, op, scale_of, work
+from kernels.engines.scan.one_token import Token, one_token
+from kernels.engines.scan.one_token import gradients as gradients_of
+from kernels.framework.execute import backward_of
+from kernels.ops.delta_rule.contract import NORM_EPS, check_states, normalized, op, scale_of, work
+from kernels.ops.delta_rule.pool import pool_op, pool_work
 
 
 def _unit(x: jax.Array) -> jax.Array:
@@ -28,6 +33,8 @@ def _launches(query, key, value, beta, g, segment_ids, initial_state, softmax_sc
 def rejects(call):
     if 0 in call.dims.values():
         return "an array has no elements"
+    if one_token(call.dims["T"], call.num_states):
+        return decode.refused(call.dims)
     if call.dims["T"] == 1:
         return f"one token would take the work of a chunk of {delta.CHUNK}"
     if call.g is not None and call.g.shape[-1] > 1:
@@ -35,25 +42,58 @@ def rejects(call):
     return delta.refused(call)
 
 
-def forward(
-    query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
-):  # fmt: skip
+def _token(query, key, value, beta, g, use_qk_l2norm):
+    a = g[..., 0] if g is not None and g.shape[-1] == 1 else g
+    return Token(query, key, value, a, beta, delta=True, norm_eps=NORM_EPS if use_qk_l2norm else 0.0)
+
+
+def _forwards(query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg):
     cost = work(op.bind(query, key, value, beta, g, num_states=num_states))[0]
     if use_qk_l2norm:
         query, key = _unit(query), _unit(key)
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
-    return _launches(query, key, value, beta, g, *options).forward(value.dtype)
+    return _launches(query, key, value, beta, g, *options)
+
+
+def forward(
+    query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
+):  # fmt: skip
+    if one_token(query.shape[1], num_states):
+        check_states("delta_rule", initial_state, segment_ids, num_states)
+        cost = work(op.bind(query, key, value, beta, g, num_states=num_states))[0]
+        token, scale = _token(query, key, value, beta, g, use_qk_l2norm), scale_of(softmax_scale, query.shape[-1])
+        return decode.decode(token, value.shape[2], segment_ids, initial_state, scale, cost)
+    options = (segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg)
+    return _forwards(query, key, value, beta, g, *options).forward(value.dtype)
+
+
+def forward_with_residuals(
+    query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
+):  # fmt: skip
+    options = (segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg)
+    return _forwards(query, key, value, beta, g, *options).keeping(value.dtype)
+
+
+def keeps(call, cfg):
+    if one_token(call.dims["T"], call.num_states):
+        return {}
+    heads = call.dims["N"] if call.g is not None and call.g.shape[-1] > 1 else call.dims["K"]
+    return delta.kept_of(call.dims, heads, call.num_states, call.dtype, True)
 
 
 def backward(
     saved, query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
 ):  # fmt: skip
+    if one_token(query.shape[1], num_states):
+        arrays = {"query": query, "key": key, "value": value, "beta": beta, "g": g}
+        arrays |= {"segment_ids": segment_ids, "initial_state": initial_state}
+        return gradients_of(op, saved, arrays, softmax_scale=softmax_scale, use_qk_l2norm=use_qk_l2norm)
     cost = work(op.bind(query, key, value, beta, g, num_states=num_states))[1]
     pull = None
     if use_qk_l2norm:
         (query, key), pull = jax.vjp(lambda q, k: (_unit(q), _unit(k)), query, key)
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
-    d = _launches(query, key, value, beta, g, *options).backward(saved.d_out, saved.d_final_state)
+    d = _launches(query, key, value, beta, g, *options).backward(saved.d_out, saved.d_final_state, saved)
     dq, dk = (d[name].astype(query.dtype) for name in ("q", "k"))
     dq, dk = (dq, dk) if pull is None else pull((dq, dk))
     gradients = {"query": dq, "key": dk, "value": d["v"].astype(value.dtype), "beta": d["beta"]}
@@ -61,12 +101,33 @@ def backward(
     return gradients | ({} if initial_state is None else {"initial_state": d["entries"]})
 
 
+def pool_rejects(call):
+    return decode.refused(call.dims)
+
+
+def pool_forward(
+    query, key, value, beta, state_pool, state_indices, g, has_initial_state, softmax_scale, use_qk_l2norm
+):  # fmt: skip
+    cost = pool_work(pool_op.bind(query, key, value, beta, state_pool, state_indices, g))[0]
+    token, scale = _token(query, key, value, beta, g, use_qk_l2norm), scale_of(softmax_scale, query.shape[-1])
+    return decode.ragged_decode(token, state_pool, state_indices, has_initial_state, scale, cost)
+
+
 op.register(
     forward,
     backward,
+    forward_with_residuals=forward_with_residuals,
+    keeps=keeps,
     platforms={"tpu"},
     dtypes={"float32", "bfloat16"},
     rejects=rejects,
     heuristic=delta.heuristic,
     candidates=delta.candidates,
+)
+pool_op.register(
+    pool_forward,
+    backward_of(pool_op, pool_op.function),
+    platforms={"tpu"},
+    dtypes={"float32", "bfloat16"},
+    rejects=pool_rejects,
 )

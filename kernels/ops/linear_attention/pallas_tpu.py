@@ -7,8 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from kernels.engines.scan import pallas_channel_calls as channels
+from kernels.engines.scan import pallas_decode as decode
+from kernels.engines.scan import pallas_delta_calls as delta
 from kernels.engines.scan import pallas_linear_calls as linear
 from kernels.engines.scan.chunks import ChunkConfig
+from kernels.engines.scan.one_token import Token, one_token
+from kernels.engines.scan.one_token import gradients as gradients_of
 from kernels.ops.linear_attention.contract import op, work
 
 
@@ -21,12 +25,16 @@ def _decays(query, g, g_gamma, gk):
     return a[..., None] + gk.astype(jnp.float32)
 
 
+def _scale(query, softmax_scale):
+    return query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+
+
 def _launches(
     query, key, value, g, g_gamma, gk, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg, cost
 ):  # fmt: skip
     """Returns the launches of a call: those of decays of channels where there are any, or a bonus."""
     state = None if initial_state is None else initial_state.astype(jnp.float32)
-    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scale = _scale(query, softmax_scale)
     a = _decays(query, g, g_gamma, gk)
     if gk is None and bonus is None:
         x = linear.Tokens(query, key, value, a, None, None, segment_ids, state)
@@ -42,6 +50,8 @@ def _one_decay(call):
 
 
 def rejects(call):
+    if one_token(call.dims["T"], call.num_states):
+        return decode.refused(call.dims)
     if _one_decay(call) or call.dims["T"] == 1:
         return linear.refused(call.dims, call.query, call.key, call.value)
     return channels.refused(call.dims, call.num_states, call.dtype, False)
@@ -49,17 +59,41 @@ def rejects(call):
 
 def forward(query, key, value, g, g_gamma, gk, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg):
     cost = work(op.bind(query, key, value, g, gk, num_states=num_states))[0]
+    if one_token(query.shape[1], num_states):
+        token = Token(query, key, value, _decays(query, g, g_gamma, gk), bonus=bonus)
+        return decode.decode(token, query.shape[2], segment_ids, initial_state, _scale(query, softmax_scale), cost)
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
     run = _launches(query, key, value, g, g_gamma, gk, bonus, *options)
     return run.forward(value.dtype)
 
 
+def forward_with_residuals(
+    query, key, value, g, g_gamma, gk, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg
+):  # fmt: skip
+    cost = work(op.bind(query, key, value, g, gk, num_states=num_states))[0]
+    options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
+    return _launches(query, key, value, g, g_gamma, gk, bonus, *options).keeping(value.dtype)
+
+
+def keeps(call, cfg):
+    if one_token(call.dims["T"], call.num_states):
+        return {}
+    if _one_decay(call):
+        return linear.kept(call, cfg)
+    return delta.kept_of(call.dims, call.dims["N"], call.num_states, str(call.key.dtype), False)
+
+
 def backward(
     saved, query, key, value, g, g_gamma, gk, bonus, segment_ids, initial_state, softmax_scale, num_states, cfg
 ):  # fmt: skip
+    if one_token(query.shape[1], num_states):
+        arrays = {"query": query, "key": key, "value": value, "g": g, "gk": gk, "g_gamma": g_gamma, "bonus": bonus}
+        arrays |= {"segment_ids": segment_ids, "initial_state": initial_state}
+        return gradients_of(op, saved, arrays, softmax_scale=softmax_scale)
     cost = work(op.bind(query, key, value, g, gk, num_states=num_states))[1]
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
-    d = _launches(query, key, value, g, g_gamma, gk, bonus, *options).backward(saved.d_out, saved.d_final_state)
+    run = _launches(query, key, value, g, g_gamma, gk, bonus, *options)
+    d = run.backward(saved.d_out, saved.d_final_state, saved)
     gradients = {"query": d["q"], "key": d["k"], "value": d["v"]}
     gradients |= {} if gk is None else {"gk": d["a"]}
     of_heads = d["a"] if d["a"].ndim == 3 else jnp.sum(d["a"], axis=3, dtype=jnp.float32)
@@ -80,6 +114,8 @@ def candidates(call):
 op.register(
     forward,
     backward,
+    forward_with_residuals=forward_with_residuals,
+    keeps=keeps,
     platforms={"tpu"},
     dtypes={"float32", "bfloat16"},
     rejects=rejects,

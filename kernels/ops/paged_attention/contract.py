@@ -22,6 +22,8 @@ from kernels.ops.paged_attention import cases
 from kernels.ops.paged_attention.cache import dequantised, slots_of_new, written
 
 Window = tuple[int | None, int | None]
+# `mixed_num_warps` that select flash attention's kernel for Hopper, which loads its blocks of keys from pages.
+HOPPER = 12
 # One definition for every attention-like operation: serving computes what training computes.
 ATTENTION = flash_attention.op.function
 
@@ -37,7 +39,8 @@ class PagedAttentionConfig(Tunables):
         that one step computes, in Triton's the programs that keys are split for.
       num_warps, num_stages: warps of a Triton program, and depth of its software pipeline.
       mixed_rows, mixed_block_k, mixed_num_warps, mixed_num_stages: rows (queries times the heads of a group), keys, warps and
-        stages of the tiles of requests with many queries; Triton's alone, which has two kinds.
+        stages of the tiles of requests with many queries; Triton's alone, which has two kinds. 12 warps of `page_attention` are
+        flash attention's kernel for Hopper.
     """
 
     block_q: int | None = None
@@ -54,7 +57,7 @@ class PagedAttentionConfig(Tunables):
         super().__post_init__()
         for name in ("num_warps", "mixed_rows", "mixed_block_k", "mixed_num_warps"):
             size = getattr(self, name)
-            if size is not None and size & (size - 1):
+            if size is not None and size & (size - 1) and (name, size) != ("mixed_num_warps", HOPPER):
                 raise ValueError(
                     f"argument 'cfg': PagedAttentionConfig.{name} = {size} is not a power of 2; use one, or None"
                 )
@@ -254,9 +257,7 @@ def _pairs(call: Call) -> tuple[tuple[Any, Any], ...]:
     return ((call.key, call.key_cache), (call.value, call.value_cache))
 
 
-# The Triton kernels have been compiled and interpreted, and not yet run on a device: a call takes them by name alone.
-_TAKEN: dict[str, Any] = {"priority": ("pallas_tpu", "xla", "triton_gpu")}
-_HEADS: dict[str, Any] = {"tied_dims": (("N", "K"),), "config": PagedAttentionConfig, **_TAKEN}
+_HEADS: dict[str, Any] = {"tied_dims": (("N", "K"),), "config": PagedAttentionConfig}
 op = Op(paged_attention, local_dims={"N", "K"}, cases=cases.RAGGED, work=_work, **_HEADS)
 # Queries are the last tokens of a request, and entries of a cache are counted from its first token.
 page_op = Op(page_attention, local_dims={"B", "N", "K"}, ordered=True, cases=cases.PAGES, work=_work, **_HEADS)
@@ -267,7 +268,6 @@ append_op = Op(
     local_dims={"K"},
     cases=cases.APPEND,
     work=_work_of_append,
-    **_TAKEN,
 )
 append_and_attend_op = Op(
     append_and_attend,

@@ -13,10 +13,13 @@ from kernels.engines.attention.triton_paged_append import append_kernel
 from kernels.engines.attention.triton_paged_calls import (
     KINDS,
     PROGRAMS,
+    TALL,
     Requests,
     Tile,
     attend,
+    attend_tall,
     bits_of,
+    is_tall,
     padded_width,
     tiles,
 )
@@ -24,6 +27,7 @@ from kernels.framework.binding import Call
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.ops.paged_attention.cache import quantised, scale_of_slots, slots_of_new
 from kernels.ops.paged_attention.contract import (
+    HOPPER,
     PagedAttentionConfig,
     append_and_attend_op,
     append_op,
@@ -31,8 +35,10 @@ from kernels.ops.paged_attention.contract import (
     op,
     page_op,
 )
-from kernels.toolchains.triton import triton_launch
+from kernels.toolchains.triton import compute_capability, triton_launch
 
+# The compile-time options of a call, in the order of the contracts.
+_OPTIONS = "softmax_scale", "logits_soft_cap", "causal", "window"
 # Columns of a slot that one program of the append writes.
 COLUMNS = 1024
 
@@ -41,10 +47,20 @@ def _keys(call: Call) -> int:
     return call.dims["S"] if "S" in call.dims else call.block_tables.shape[1] * call.dims["C"]
 
 
+def _is_tall(call: Call) -> bool:
+    """Returns whether flash attention's kernel for Hopper takes the call."""
+    if call.query.ndim != 4 or "block_tables" not in call.arguments:
+        return False
+    caches, scales = (call.key_cache, call.value_cache), (call.k_scale, call.v_scale)
+    return is_tall(call.query, caches, scales, call.alibi_slopes, call.softmax_scale, call.logits_soft_cap)
+
+
 def _heuristic(call: Call, platform: str) -> PagedAttentionConfig:
     H = call.dims["H"]
     width = max(padded_width(H), padded_width(call.dims.get("Hv", call.key_cache.shape[-1] - H)))
     few, many = tiles(width, _keys(call), call.query.dtype.itemsize, call.key_cache.dtype.itemsize)
+    if _is_tall(call):
+        many = many._replace(num_warps=HOPPER)
     return PagedAttentionConfig(
         block_k=few.keys,
         parallel=PROGRAMS,
@@ -60,7 +76,7 @@ def _heuristic(call: Call, platform: str) -> PagedAttentionConfig:
 def _candidates(call: Call) -> list[PagedAttentionConfig]:
     """Returns tiles of both kinds: one varies at a time, since most calls have only one of them."""
     best = _heuristic(call, "cuda")
-    few = [(k, w, s) for k in (32, 64, 128) for w, s in ((2, 3), (4, 2), (4, 3), (4, 4), (8, 3))]
+    few = [(k, w, s) for k in (32, 64, 128) for w, s in ((1, 5), (2, 3), (2, 5), (4, 3), (4, 5), (4, 7))]
     many = [(64, 32, 4, 3), (64, 64, 4, 3), (128, 32, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2)]
     listed = [best]
     listed += [replace(best, block_k=k, num_warps=w, num_stages=s) for k, w, s in few]
@@ -109,9 +125,18 @@ def page_attention(
 ):  # fmt: skip
     requests = Requests(_int32(kv_lens), _int32(block_tables))
     options = (softmax_scale, logits_soft_cap, causal, window)
-    return _of_rows(
-        query, (key_cache, value_cache), (k_scale, v_scale), softmax_aux, alibi_slopes, requests, cfg, *options
-    )
+    caches, scales = (key_cache, value_cache), (k_scale, v_scale)
+    if cfg.mixed_num_warps == HOPPER:
+        if not is_tall(query, caches, scales, alibi_slopes, *options[:2]):
+            raise ValueError(
+                f"page_attention: argument 'cfg': {HOPPER} mixed_num_warps select flash attention's kernel for Hopper, which "
+                f"does not take this call: it takes {TALL} queries of a request or more, over pages of 8, 16, 32, ... slots of "
+                "the queries' own 16-bit dtype, without scales or slopes; use 4 or 8"
+            )
+        if compute_capability() == 90:
+            return attend_tall(query, caches, softmax_aux, requests, **dict(zip(_OPTIONS, options, strict=True)))
+        cfg = replace(cfg, mixed_num_warps=8)  # of the other kernel, which other GPUs have
+    return _of_rows(query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, *options)
 
 
 def decode_attention(

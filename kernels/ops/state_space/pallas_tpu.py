@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from kernels.engines.scan import pallas_decode as decode
 from kernels.engines.scan import pallas_linear_calls as linear
+from kernels.engines.scan.one_token import Token, one_token
+from kernels.engines.scan.one_token import gradients as gradients_of
 from kernels.ops.state_space import pallas_conv_calls
 from kernels.ops.state_space.contract import conv_op, v2_op, work_v2
 
@@ -18,18 +21,37 @@ def _launches(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg, co
 
 
 def rejects(call):
+    if one_token(call.dims["T"], call.num_states):
+        return decode.refused(call.dims)
     return linear.refused(call.dims, call.x, call.B, call.C)
 
 
 def forward(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
     cost = work_v2(v2_op.bind(x, dt, A, B, C, D, num_states=num_states))[0]
+    if one_token(x.shape[1], num_states):
+        dt = dt.astype(jnp.float32)
+        token = Token(C, B, x, dt * A.astype(jnp.float32), dt, D)
+        return decode.decode(token, x.shape[2], segment_ids, initial_state, 1.0, cost)
     return _launches(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg, cost).forward(x.dtype)
 
 
+def keeps(call, cfg):
+    return {} if one_token(call.dims["T"], call.num_states) else linear.kept(call, cfg)
+
+
+def forward_with_residuals(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
+    cost = work_v2(v2_op.bind(x, dt, A, B, C, D, num_states=num_states))[0]
+    return _launches(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg, cost).keeping(x.dtype)
+
+
 def backward(saved, x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg):
+    if one_token(x.shape[1], num_states):
+        arrays = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
+        arrays |= {"segment_ids": segment_ids, "initial_state": initial_state}
+        return gradients_of(v2_op, saved, arrays)
     cost = work_v2(v2_op.bind(x, dt, A, B, C, D, num_states=num_states))[1]
     run = _launches(x, dt, A, B, C, D, segment_ids, initial_state, num_states, cfg, cost)
-    d = run.backward(saved.d_out, saved.d_final_state)
+    d = run.backward(saved.d_out, saved.d_final_state, saved)
     gradients = {"x": d["v"], "B": d["k"], "C": d["q"], "dt": d["w"] + d["a"] * A.astype(jnp.float32)}
     # Padding has no gradient, and its dt may be anything.
     gradients["A"] = jnp.sum(d["a"] * jnp.where(d["a"] == 0, 0, dt.astype(jnp.float32)), axis=(0, 1))
@@ -40,6 +62,8 @@ def backward(saved, x, dt, A, B, C, D, segment_ids, initial_state, num_states, c
 v2_op.register(
     forward,
     backward,
+    forward_with_residuals=forward_with_residuals,
+    keeps=keeps,
     platforms={"tpu"},
     dtypes={"float32", "bfloat16"},
     rejects=rejects,

@@ -237,6 +237,11 @@ def _interpreted_language() -> Iterator[None]:
         data = value.data.view(np.uint16) if value.data.dtype == _BFLOAT16 else value.data
         return interpreter._interpreter.store(pointers.data, data, mask.data)
 
+    def inline_asm(self: Any, asm: str, constraints: str, arguments: Any, *_: Any) -> Any:
+        if asm != "mov.b32 $0, $1;":
+            raise NotImplementedError(f"instructions {asm!r} are not interpreted")
+        return types.SimpleNamespace(get_result=lambda i: arguments[i])
+
     def splat(self: Any, shape: Any, value: Any) -> Any:
         if value.data.dtype == np.bool_ and value.dtype.scalar != tl.int1:
             # A comparison has the type of what it compared; a block of it would be of integers, and no mask.
@@ -255,6 +260,7 @@ def _interpreted_language() -> Iterator[None]:
         (builder, "create_fp_to_fp", convert),
         (builder, "create_masked_load", load),
         (builder, "create_splat", splat),
+        (builder, "create_inline_asm", inline_asm),
         (builder, "create_masked_store", store),
         (TritonSemantic, "broadcast_impl_value", _broadcast_both),
         (TritonSemantic, "binary_op_type_checking_impl", _operands),

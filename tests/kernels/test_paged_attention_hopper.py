@@ -1,0 +1,113 @@
+"""Prompts over pages on Hopper: flash attention's kernel, which loads its blocks of keys from pages, interpreted."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grid import FLOOR, error
+from hopper import interpreted
+
+from kernels.engines.attention import triton_calls
+from kernels.framework.interpret import interpret
+from kernels.ops.paged_attention import page_op
+from kernels.ops.paged_attention.contract import HOPPER
+from kernels.toolchains.simulate import ahead_of_time as checks
+
+BF16 = FLOOR["bfloat16"]
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    with interpreted(monkeypatch, page_op, triton_calls):
+        yield
+
+
+def arguments_of(lens, T, heads, widths, page, longest, seed=0):
+    """Returns queries, and pages that hold NaN where there is no token; entries of a table past the last page point nowhere."""
+    rng = np.random.default_rng(seed)
+    (N, K), B, each = heads, len(lens), -(-longest // page)
+    pages = B * each + 2
+    tables = rng.permutation(pages)[: B * each].reshape(B, each)
+    caches = [np.full((pages, page, K, width), np.nan, np.float32) for width in widths]
+    for b, n in enumerate(lens):
+        for x in caches:
+            at = np.arange(n)
+            x[tables[b, at // page], at % page] = rng.standard_normal((n, K, x.shape[3]))
+        tables[b, -(-n // page) :] = 10**6
+    query = rng.standard_normal((B, T, N, widths[0]))
+    key, value = (jnp.asarray(x, jnp.bfloat16) for x in caches)
+    return {
+        "query": jnp.asarray(query, jnp.bfloat16),
+        "key_cache": key,
+        "value_cache": value,
+        "kv_lens": jnp.asarray(lens, jnp.int32),
+        "block_tables": jnp.asarray(tables, jnp.int32),
+    }
+
+
+CALLS = {
+    "pages_of_16": ((300, 150), 150, (2, 1), (128, 128), 16, {}),
+    "window": ((290, 131), 140, (2, 2), (64, 64), 64, {"window": (70, None)}),
+    "all_keys": ((200, 333), 128, (1, 1), (64, 64), 8, {"causal": False, "logits_soft_cap": 3.0}),
+    "both_sides": ((129, 256), 130, (2, 1), (128, 64), 256, {"causal": False, "window": (60, 20)}),
+    "three_tiles": ((257, 40), 129, (1, 1), (192, 128), 32, {"softmax_aux": np.ones((1, 2), np.float32)}),
+    "nothing": ((0, 128), 128, (1, 1), (80, 80), 128, {}),
+}
+
+
+def tiles_of(**arguments):
+    return page_op.backends["triton_gpu"].heuristic(page_op.bind(**arguments), "cuda")
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.usefixtures("hopper")
+def test_numbers(call):
+    lens, T, heads, widths, page, options = CALLS[call]
+    arguments = arguments_of(lens, T, heads, widths, page, max(lens) + 3 * page)
+    array = {n: jnp.asarray(x, jnp.bfloat16) for n, x in options.items() if n == "softmax_aux"}
+    options = {n: x for n, x in options.items() if n not in array}
+    assert (
+        page_op.backends["triton_gpu"].heuristic(page_op.bind(**arguments, **array, **options), "cuda").mixed_num_warps
+        == HOPPER
+    )
+    got = page_op(**arguments, **array, **options, platform="triton")
+    clean = {n: jnp.nan_to_num(x) if n.endswith("cache") else x for n, x in (arguments | array).items()}
+    exact = {n: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for n, x in clean.items()}
+    wanted, rounded = (page_op(**a, **options, platform="xla") for a in (exact, clean))
+    assert error(got, wanted) <= 2 * error(rounded, wanted) + BF16
+
+
+def test_other_calls_take_the_other_kernel():
+    """And are refused where a configuration asks for this one."""
+    arguments = arguments_of((140,), 128, (2, 1), (64, 64), 16, 160)
+    scale, slopes = jnp.ones((1, 1, 1)), jnp.ones(2, jnp.bfloat16)
+    int8 = {n: arguments[n].astype(jnp.int8) for n in ("key_cache", "value_cache")}
+    float8 = {n: arguments[n].astype(jnp.float8_e4m3fn) for n in int8}
+    float32 = {n: x.astype(jnp.float32) for n, x in arguments.items() if x.dtype == jnp.bfloat16}
+    pages_of_12 = {n: arguments[n][:, :12] for n in ("key_cache", "value_cache")}
+    few = {"query": arguments["query"][:, :127]}
+    cfg = tiles_of(**arguments)
+    for other in (
+        int8 | {"k_scale": scale, "v_scale": scale},
+        float8,
+        float32,
+        pages_of_12,
+        few,
+        {"alibi_slopes": slopes},
+    ):
+        assert tiles_of(**(arguments | other)).mixed_num_warps == 8 if other is not float32 else 4
+        with interpret(90), pytest.raises(ValueError, match="12 mixed_num_warps select flash attention's kernel"):
+            page_op(**(arguments | other), cfg=cfg, platform="triton")
+    with pytest.raises(ValueError, match="mixed_num_warps = 24 is not a power of 2"):
+        dataclasses.replace(cfg, mixed_num_warps=24)
+
+
+@pytest.mark.parametrize(("capability", "kernel"), [(80, "paged_kernel"), (90, "warp_specialized_fwd_kernel")])
+def test_the_kernel_of_each_gpu(capability, kernel):
+    shape, pages = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((64, 16, 2, 128), jnp.bfloat16)
+    arrays = shape((2, 128, 4, 128), jnp.bfloat16), pages, shape((2,), jnp.int32), shape((2, 20), jnp.int32), pages
+    report = checks.export_cuda(lambda *a: page_op(*a, platform="triton"), *arrays, compute_capability=capability)
+    assert next(k.name for k in report.kernels) == kernel
+    assert all(k.resources["spill_stores"] <= 8 for k in report.kernels)
