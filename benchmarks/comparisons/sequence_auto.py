@@ -76,19 +76,17 @@ def rows(
 
 
 def main(arguments: list[str]) -> None:
-    options = dict(
-        word.split("=", 1)
-        for word in arguments
-        if word.partition("=")[0] in ("tokens", "documents", "ranks", "devices")
-    )
-    words = [word for word in arguments if word.partition("=")[0] not in options]
-    lists = {name: options[name].split(",") for name in ("documents",) if name in options}
-    lists |= {"kinds": options["devices"].split(",")} if "devices" in options else {}
-    lists |= {"tokens": [int(n) for n in options["tokens"].split(",")]} if "tokens" in options else {}
+    options = {"tokens": "2048,8192,32768", "documents": "4096,long_tail,mixture", "ranks": "8"}
+    options["devices"] = "NVIDIA H200,TPU v5"
+    asked = [word for word in arguments if word.partition("=")[0] in options]
+    options |= dict(word.split("=", 1) for word in asked)
+    words = [word for word in arguments if word not in asked]
+    tokens = [int(n) for n in options["tokens"].split(",")]
+    cases = rows(tokens, options["documents"].split(","), options["devices"].split(","), int(options["ranks"]), words)
     print(
         "| device | tokens | documents | auto | ms | best pinned | ms | auto over it |\n|---|---|---|---|---|---|---|---|"
     )
-    for row in rows(**lists, ranks=int(options.get("ranks", 8)), words=words):
+    for row in cases:
         best = min(row.pinned, key=lambda pair: row.pinned[pair])
         cells = [row.kind, f"{row.tokens:,}", row.documents, " ".join(row.pair), f"{row.auto:,.3g}"]
         print(f"| {' | '.join([*cells, ' '.join(best), f'{row.pinned[best]:,.3g}', f'{row.over:.3f}'])} |", flush=True)

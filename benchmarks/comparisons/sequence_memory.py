@@ -12,9 +12,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from ejdist.sequence import SCHEMES, GroupCast, Ring, Ulysses
+
 TOKENS, HEADS, KV_HEADS, WIDTH, TOPOLOGY = 131072, 32, 8, 128, "v5p:2x2x2"
 # (scheme, passes) -> MiB that are asked for.
-LIMITS = {("ring", 1): 750, ("ring", 2): 1200, ("ulysses", 2): 650}
+LIMITS: dict[tuple[Any, int], int] = {(Ring, 1): 750, (Ring, 2): 1200, (Ulysses, 2): 650}
+MEASURED = [name for name, scheme in SCHEMES.items() if scheme in (Ring, Ulysses, GroupCast)]
 PASSES = {1: "forward", 2: "both"}
 
 
@@ -40,7 +43,7 @@ def compiled(scheme: str, passes: int, order: str = "zigzag") -> Any:
         return ring_attention(q, k, v, q_segment_ids=ids, kv_segment_ids=ids, **how)
 
     def both(q: Any, k: Any, v: Any, ids: Any, d_out: Any) -> Any:
-        return jax.vjp(lambda *a: attend(*a, ids), q, k, v)[1](d_out)
+        return jax.vjp(lambda q, k, v: attend(q, k, v, ids), q, k, v)[1](d_out)
 
     with target.lowering():
         jitted = jax.jit(attend if passes == 1 else both, compiler_options=compiler_options(mesh))
@@ -49,12 +52,12 @@ def compiled(scheme: str, passes: int, order: str = "zigzag") -> Any:
 
 
 def main(arguments: list[str]) -> None:
-    options = {"schemes": "ring,ulysses,group_cast", "order": "zigzag"} | dict(word.split("=", 1) for word in arguments)
+    options = {"schemes": ",".join(MEASURED), "order": "zigzag"} | dict(word.split("=", 1) for word in arguments)
     print("| scheme | passes | temporaries, MiB | asked |\n|---|---|---|---|")
     for scheme in options["schemes"].split(","):
         for passes, name in PASSES.items():
             held = compiled(scheme, passes, options["order"]).memory_analysis().temp_size_in_bytes / 2**20
-            print(f"| {scheme} | {name} | {held:,.0f} | {LIMITS.get((scheme, passes), '')} |", flush=True)
+            print(f"| {scheme} | {name} | {held:,.0f} | {LIMITS.get((SCHEMES[scheme], passes), '')} |", flush=True)
 
 
 if __name__ == "__main__":
