@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -296,7 +295,7 @@ class ByWindow(Scheme):
 
     @property
     def hides(self) -> bool:  # pyrefly: ignore[bad-override]
-        return self.full.hides
+        return _declared(self.full, "hides")
 
     @property
     def reads_batch(self) -> bool:  # pyrefly: ignore[bad-override]
@@ -330,9 +329,10 @@ class ByWindow(Scheme):
         return Halo(self.full) if few < full else self.full
 
 
-def _declared(scheme: Scheme, what: str) -> Callable[[AttentionShape], Any]:
-    """Returns `cost` or `memory` of a scheme. Raises `Undeclared`."""
-    return declared(scheme, what, ("forward", "backward"), f"the {what} of an AttentionShape")
+def _declared(scheme: Scheme, what: str) -> Any:
+    """Returns `cost`, `memory` or `hides` of a scheme. Raises `Undeclared`."""
+    means = "whether transfers run beside work" if what == "hides" else f"the {what} of an AttentionShape"
+    return declared(scheme, what, ("forward", "backward"), means)
 
 
 def _shape_of(local: Local) -> AttentionShape:
