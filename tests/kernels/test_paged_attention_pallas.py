@@ -106,11 +106,12 @@ def test_requests_whose_tables_do_not_fit_at_once(monkeypatch):
 
 
 def test_long_pages_are_copied_in_pieces(monkeypatch):
-    monkeypatch.setattr(calls, "MOST_PIECE", 8)
+    monkeypatch.setattr(calls, "MOST_PIECE", 16)
     rng = np.random.default_rng(5)
-    compared(page_op, **rows_of(rng, 2, 1, 96, [96, 45], page=24), cfg=SMALL)
-    a = {n: normal(rng, 2, 40, K, H) for n in ("key_cache", "value_cache")} | {"query": normal(rng, 2, 2, N, H)}
-    compared(decode_op, **a, kv_lens=np.int32([40, 13]), kv_starts=np.int32([11, 0]), cfg=SMALL)
+    compared(page_op, **rows_of(rng, 2, 1, 96, [96, 45], page=32), cfg=SMALL)
+    a = {n: normal(rng, 2, 48, K, H) for n in ("key_cache", "value_cache")} | {"query": normal(rng, 2, 2, N, H)}
+    a["value_cache"][0, :21] = np.nan  # before the first key
+    compared(decode_op, **a, kv_lens=np.int32([48, 13]), kv_starts=np.int32([21, 0]), cfg=SMALL)
 
 
 def test_nan_of_one_request_is_in_the_output_of_no_other():
