@@ -123,7 +123,6 @@ def test_what_is_left_to_xla_is_refused_by_name():
     with interpret():
         for arguments, why in (
             (gla(rng, 1, 4, 1, 1, 8, 4) | {"gv": jnp.zeros((1, 4, 1, 4))}, "it does not support gv"),
-            (gla(rng, 1, 1, 1, 1, 8, 4), "T = 1"),
             (gla(rng, 1, 4, 8, 8, 512, 512), "MiB of VMEM"),
         ):
             with pytest.raises(kernels.Unsupported, match=why):

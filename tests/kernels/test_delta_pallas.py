@@ -187,11 +187,9 @@ def test_a_result_that_depends_on_a_token_far_back():
 def test_what_is_left_to_xla_is_refused_by_name():
     rng = np.random.default_rng(8)
     arguments = arguments_of(rng, 1, 3, 1, 2, 8, 4)
-    one = {n: x[:, :1] for n, x in arguments.items()}
     wide, many = arguments_of(rng, 1, 3, 8, 128, 8, 512), arguments_of(rng, 1, 3, 1, 32, 8, 4)
     with interpret():
         refused = (
-            (one, "one token"),
             (wide, "MiB of VMEM"),
             (many, "share one"),
         )
