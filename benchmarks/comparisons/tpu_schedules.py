@@ -46,7 +46,10 @@ JAXS = "JAX"  # the direction of JAX's own kernel
 COMPILE = "compile"  # how a process of one program is called
 BUNDLE = re.compile(r"\s*(?:0x)?[0-9a-f]+\s+(?:\w\w)?\s*:\s*(>*)\s*\{")
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?(%[\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(.*)")
-BYTES = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1}
+BYTES = {
+    "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4,
+    "f32": 4, "s64": 8, "u64": 8,
+}  # fmt: skip
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "copy-done"}
 TAKES = {"slice", "dynamic-slice", "gather"}  # what reads only a part of its first operand
 
@@ -58,7 +61,7 @@ def size_of(shape: str) -> int:
     """Returns the bytes of the arrays of an instruction's type that lie in main memory, without what tiles are padded by."""
     total = 0
     for dtype, dims, layout in re.findall(r"(\w+)\[([\d,]*)\]\{([^}]*)\}", shape):
-        if dtype in BYTES and "S(" not in layout:
+        if "S(" not in layout:
             total += BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n)
     return total
 
