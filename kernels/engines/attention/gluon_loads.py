@@ -47,7 +47,7 @@ def load_tile(desc, rope_desc, batch, row, head, ring, stage, phase, HEAD_TILES:
 @gluon.jit
 def load_pages(desc, pages, row, head, ring, stage, phase, HEAD_TILES: gl.constexpr, O: gl.constexpr):
     """Loads a block of keys or values from its pages into a stage, once it is free: a part of the block is a page, or the
-    block a part of a page. A part has 64 columns, since a tile is stored as panels of so many."""
+    block a part of a page. Each copy is one panel of 64 columns, as tiles are stored in shared memory."""
     tiles, full, free = ring
     PART: gl.constexpr = desc.block_type.shape[1]
     PANEL: gl.constexpr = desc.block_type.shape[3]

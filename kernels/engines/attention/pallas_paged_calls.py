@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.paged_requests import Requests
 from kernels.engines.attention.pallas_paged import paged_kernel
 from kernels.engines.attention.pallas_paged_copies import LANES, LOG2E, Paged, Tile
 from kernels.engines.attention.ranges import interval_of
@@ -39,22 +40,6 @@ class Sizes(NamedTuple):
     tokens: int
     keys: int
     buffers: int
-
-
-class Requests(NamedTuple):
-    """Where queries and keys of requests are.
-
-    Attributes:
-      lens: int32 [R]. tables: int32 [R, pages of the longest]; None: page r of the cache is that of request r.
-      cuts: int32 [R + 1], or None where each request has `each` queries.
-      starts: int32 [R], the first key of a request, or None for 0.
-    """
-
-    lens: jax.Array
-    tables: jax.Array | None
-    cuts: jax.Array | None = None
-    starts: jax.Array | None = None
-    each: int | None = None
 
 
 def piece_of(slots: int) -> int:

@@ -272,7 +272,7 @@ def warp_specialized_forward(
 
 
 def takes_pages(slots: int, k_block: int) -> bool:
-    """Returns whether the Hopper forward loads blocks of keys from pages of so many slots."""
+    """Returns whether the Hopper forward can load blocks of keys from pages of this size."""
     return slots >= 8 and slots & (slots - 1) == 0 and (k_block % slots == 0 or slots % k_block == 0)
 
 

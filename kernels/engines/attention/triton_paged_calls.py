@@ -12,6 +12,7 @@ import triton
 
 from kernels.engines.attention import triton_paged_plan as paged
 from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.paged_requests import Requests
 from kernels.engines.attention.ranges import interval_of
 from kernels.engines.attention.triton_calls import (
     WARP_SPECIALIZED,
@@ -62,22 +63,6 @@ class Tile(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
-
-
-class Requests(NamedTuple):
-    """Where queries and keys of requests are.
-
-    Attributes:
-      lens: int32 [R]. tables: int32 [R, pages of the longest]; None: page r of the cache is that of request r.
-      cuts: int32 [R + 1], or None where each request has `each` queries.
-      starts: int32 [R], the first key of a request, or None for 0.
-    """
-
-    lens: jax.Array
-    tables: jax.Array | None
-    cuts: jax.Array | None = None
-    starts: jax.Array | None = None
-    each: int | None = None
 
 
 def attend(
@@ -290,7 +275,7 @@ def attend_tall(
     cfg = warp_specialized_tiles(H, HV, query.dtype.itemsize, scale_of(softmax_scale, H), logits_soft_cap)
     call = prepare(query, keys, values, mask, None, None, None, softmax_scale, logits_soft_cap, 0.0, cfg)
     sinks = None if softmax_aux is None else jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1)
-    pages = requests.tables, requests.lens
+    pages = requests.tables, jnp.minimum(requests.lens, S)  # no token is past the table
     work = work_of(query, keys, values, mask, (1, 1))
     return warp_specialized_forward(call, cfg.fwd_params, query, *caches, pages=pages, sink_ptr=sinks, work=work)[0]
 

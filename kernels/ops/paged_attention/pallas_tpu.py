@@ -8,8 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from kernels.engines.attention import pallas_paged_calls as calls
+from kernels.engines.attention.paged_requests import Requests
 from kernels.engines.attention.pallas_paged_append import append
-from kernels.engines.attention.pallas_paged_calls import Requests, Sizes, attend
+from kernels.engines.attention.pallas_paged_calls import Sizes, attend
 from kernels.framework.binding import Call
 from kernels.framework.measured import power_of_two
 from kernels.ops.paged_attention.cache import append_and_attend_of, quantised, scale_of_slots

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import triton
 
+from kernels.engines.attention.paged_requests import Requests
 from kernels.engines.attention.triton_paged_append import append_kernel
 from kernels.engines.attention.triton_paged_calls import (
     KINDS,
     PROGRAMS,
     TALL,
-    Requests,
     Tile,
     attend,
     attend_tall,
