@@ -71,6 +71,8 @@ def _lead(operation: str, options: dict[str, Any], argv: list[str]) -> int:
         if operation in ("flash_attention", "grouped_matmul"):
             # No timed program of these has a product of XLA's own, and to try out those of the oracles takes minutes.
             environment.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false")
+        # Of what a worker has freed its allocator keeps some, and one call of a peer may take tens of GB: others need room too.
+        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.7 / options['workers']:.3f}")
         parts = [f"part={i}/{options['workers']}:{folder}" for i in range(options["workers"])]
         running = [subprocess.Popen([*command, part], env=environment) for part in parts]
         try:
