@@ -2,8 +2,9 @@
 
 For each family transformers writes a small model with random weights; a run starts from it, learns a few sentences, and is
 exported as float32 and as bfloat16. transformers loads both: the logits are compared with those of the run, generate() must end
-where the run's sentences do, and the tokenizer, its template and the configurations are compared with the source's. WORDS
-choose rows. PYTHON is that of an environment with torch and transformers, which need not have JAX; default: this one.
+where the run's sentences do and write what `ejdist.generation` writes of the run's checkpoint, and the tokenizer, its template
+and the configurations are compared with the source's. WORDS choose rows. PYTHON is that of an environment with torch and
+transformers, which need not have JAX; default: this one.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ def write_logits(run: Path, to: Path) -> None:
 
 
 def write_texts(run: Path, to: Path) -> None:
-    """Writes what the run's checkpoint generates, loaded as by `launch.generate`: all prompts together, in chunks, from pages."""
+    """Writes what the run's checkpoint generates, as `launch.generate` loads it: all prompts at once, in chunks."""
     from ejdist.evaluation.weights import open_weights
     from ejdist.generation import Engine
     from launch.generate import load, parse, recipe_for, tokenizer_of

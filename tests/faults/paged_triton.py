@@ -286,4 +286,11 @@ FAULTS = (
         "gl.load($rows_ptr + 2 * $b + 2), 10**6",
         f"{HOPPER} -k ragged",
     ),
+    Fault(
+        "paged triton: long requests are served twice",
+        "triton_paged_calls:instances",
+        "min($base.M, $most_queries)",
+        "$base.M",
+        f"{PAGED} -k one_instance",
+    ),
 )
