@@ -57,9 +57,9 @@ FAULTS = (
     ),
     Fault(
         "paged triton: keys without their scale",
-        "triton_paged:_attend",
-        "$x *= tl.load($k_scale + $head * $O.K_SCALES[2]).to(tl.float32)",
-        "",
+        "triton_paged:paged_kernel",
+        "tl.zeros([$O.BLOCK_M], tl.float32) + tl.load($k_scale + $head * $O.K_SCALES[2]).to(tl.float32)",
+        "tl.zeros([$O.BLOCK_M], tl.float32) + 1.0",
         f"{PAGED} -k 'random_batches and 2'",
     ),
     Fault(
@@ -292,5 +292,33 @@ FAULTS = (
         "min($base.M, $most_queries)",
         "$base.M",
         f"{PAGED} -k one_instance",
+    ),
+    Fault(
+        "paged triton: bytes of int8 in another order",
+        "kernels/engines/attention/triton_paged.py",
+        "low, bytes, 0x64646464, 0x4140",
+        "low, bytes, 0x64646464, 0x4041",
+        f"{PAGED} -k float16_without",
+    ),
+    Fault(
+        "paged triton: int8 is 128 too large",
+        "kernels/engines/attention/triton_paged.py",
+        "mov.b32 bias, 0x64806480",
+        "mov.b32 bias, 0x64006400",
+        f"{PAGED} -k float16_without",
+    ),
+    Fault(
+        "paged triton: rows of queries are multiplied as they are",
+        "triton_paged:halves_of",
+        "($q.to(tl.float32) / $power[:, None]).to(tl.float16), $power",
+        "$q.to(tl.float16), 0 * $power + 1.0",
+        f"{PAGED} -k float16_without",
+    ),
+    Fault(
+        "paged triton: weights forget what queries were divided by",
+        "paged_kernel",
+        "$power if $unit is None else $unit * $power",
+        "$unit",
+        f"{PAGED} -k float16_without",
     ),
 )

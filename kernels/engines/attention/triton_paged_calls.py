@@ -28,6 +28,8 @@ FEW, MANY = 16, 128
 KINDS = {"int8": paged.INT8.value, "float8_e4m3fn": paged.E4M3.value, "float8_e5m2": paged.E5M2.value}
 # The first compute capability for which Triton has e4m3.
 FLOAT8 = 89
+# Whether int8 is multiplied as float16, where it can be.
+HALVES = True
 # Programs that keys are split for: twice the three that a multiprocessor runs at once.
 PROGRAMS = 6 * MULTIPROCESSORS
 # Least keys of a piece: what is written and merged of it stays small beside what it reads.
@@ -88,6 +90,9 @@ def attend(
     HV = values.shape[3] - first
     keys = interval_of(MaskInfo(causal=causal, window=window), np.zeros(1, np.int32))
     longest = 1 if requests.tables is None else requests.tables.shape[1]
+    # float16 has room for weights, but for none that scales of slots make small.
+    v_strides = _strides(v_scale)
+    halves = HALVES and str(key_cache.dtype) == "int8" and query.dtype.itemsize == 2 and not any(v_strides[:2])
     base = Paged(
         M=M,
         R=R,
@@ -103,8 +108,9 @@ def attend(
         V_WIDTH=values.shape[3],
         V_FIRST=first,
         KIND=KINDS.get(str(key_cache.dtype), paged.PLAIN.value),
+        HALVES=halves,
         K_SCALES=_strides(k_scale),
-        V_SCALES=_strides(v_scale),
+        V_SCALES=v_strides,
         SCALE=scale_of(softmax_scale, H),
         CAP=logits_soft_cap,
         LOW=None if keys.low is None else keys.low.offset,
