@@ -213,7 +213,7 @@ class Engine:
             raise ValueError(f"max_tokens = {max_tokens} must be at least 1")
         if len(ids) + max_tokens > room:
             raise ValueError(
-                f"a prompt of {len(ids)} tokens and max_tokens = {max_tokens} exceed the {room} tokens that a request may have: "
+                f"a prompt of {len(ids)} tokens and max_tokens = {max_tokens} exceed the {room} tokens of a request: "
                 "shorten one of them, or raise length or pages of the Engine"
             )
         request = Request(self._next, ids, max_tokens, sampling, stops, self._pages.digests(ids))
@@ -237,7 +237,7 @@ class Engine:
         return finished
 
     def step(self) -> list[Token]:
-        """Processes a chunk of the prompts that are not in the cache yet, generates a token of every other text, and returns the new
+        """Processes a chunk of the prompts that are not cached yet, generates a token of every other text, and returns the new
         tokens."""
         self._admit()
         filling = [r for r in self._running if r.filled < len(r.prompt)][: self.groups]

@@ -9,8 +9,8 @@ import numpy as np
 
 
 class Pages:
-    """The pages of a cache. Requests take them, share those of a common prefix, and leave them cached until another request needs
-    the room.
+    """The pages of a cache. Requests take them, share those of a common prefix, and leave them cached until others need the
+    room.
 
     A full page of a prompt is identified by a digest of all tokens up to its end, which determine its keys and values.
     """

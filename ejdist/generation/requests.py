@@ -22,7 +22,7 @@ class Result:
       id: the number that `submit` returned.
       prompt: token ids.
       tokens: the generated ids, including the end token.
-      log_probabilities: of each generated token under the model, in nats, as in the training loss: without temperature or limits.
+      log_probabilities: of each generated token under the model, in nats, without temperature or limits, as in training.
       reason: why the text ended: "end", "stop" or "length".
       text: the decoded tokens, without the end token and up to the stop string; None without `decode`.
     """
@@ -93,7 +93,7 @@ class Request:
 
 
 def ids_of(prompt: Any, vocab_size: int) -> np.ndarray:
-    """Returns the token ids of a prompt, int32. Raises ValueError if they are empty, not integers, or outside the vocabulary."""
+    """Returns the token ids of a prompt, int32. Raises ValueError if it is empty, or has something else."""
     ids = np.asarray(prompt)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise ValueError(f"a prompt must be a list of token ids, got {ids.dtype} of shape {ids.shape}")

@@ -88,7 +88,7 @@ def sample(logits: jax.Array, choices: Choices) -> tuple[jax.Array, jax.Array]:
 
 
 def _limited(scaled: jax.Array, choices: Choices) -> jax.Array:
-    """Returns logits [B, V] with -inf for tokens that top_k, top_p or min_p excludes; equal logits are kept or excluded together."""
+    """Returns logits [B, V] with -inf for tokens that top_k, top_p or min_p excludes; equal logits go together."""
     ordered = -jnp.sort(-scaled, axis=-1)
     ranks = jnp.arange(scaled.shape[-1])
     first = jnp.where(choices.top_k > 0, choices.top_k, scaled.shape[-1])

@@ -179,8 +179,8 @@ class OfLayer:
 
         def refuse(name: str, *arguments: Any, **options: Any) -> NoReturn:
             raise ValueError(
-                f"layers with {part} call {name} but declare no cache for it (Part.keeps), so they cannot generate; if the model "
-                "has adapters, export it first (python -m launch.export); else use launch.evaluate"
+                f"layers with {part} call {name} but declare no cache for it (Part.keeps), so they cannot generate; if the "
+                "model has adapters, export it first (python -m launch.export); else use launch.evaluate"
             )
 
         mixes = {name for name, function in SHARDED.items() if function.of_sequences} | {*OVER_PAGES}

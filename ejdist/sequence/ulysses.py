@@ -167,6 +167,7 @@ def after(shape: AttentionShape, groups: int) -> AttentionShape:
     by_batch = None if shape.by_batch is None else min(shape.by_batch, hops)
     return replace(
         shape, over=over, hops=hops, by_batch=by_batch, chunks=None, query=shape.query // groups,
-        key=copies * shape.key // each, value=copies * shape.value // each, out=shape.out // groups, lse=shape.lse // groups, heads=part // groups,
+        key=copies * shape.key // each, value=copies * shape.value // each, out=shape.out // groups,
+        lse=shape.lse // groups, heads=part // groups,
         kv_heads=kv_part // each, latents=ranks * shape.latents, expansion=shape.expansion // each,
     )  # fmt: skip

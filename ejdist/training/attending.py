@@ -21,8 +21,8 @@ from ejdist.models.share import Share, hides
 from ejdist.models.stack import counted_parts
 
 Pair = tuple[str, str]  # a scheme and an order
-# The exposed fraction of the time that communication takes alone: for a scheme that overlaps it with work, and for one that does
-# not. On four H200s, 8k and 32k tokens each: 0.20 to 0.31 for rings, 0.74 to 0.89 for Ulysses (benchmarks/results/sequences).
+# The exposed fraction of the time that communication takes alone: for a scheme that overlaps it with work, and for others. On
+# four H200s, 8k and 32k tokens each: 0.20 to 0.31 for rings, 0.74 to 0.89 for Ulysses (benchmarks/results/sequences).
 WAITED = {True: 0.3, False: 0.85}
 # Seconds per layer, forward and backward, that a GPU waits for its host to read the number of hops: four H100s, 2,048 tokens
 # each, `sequence.hops=batch` against `mask` (ejdist/sequence/README.md).
@@ -63,7 +63,8 @@ def crosses_hosts(axis: str, sizes: Mapping[str, int], per_host: int = HOST) -> 
 
 
 def alone_seconds(sent: Traffic, sizes: Mapping[str, int], links: Links, per_host: int = HOST) -> float:
-    """Returns the seconds that communication takes with no work beside it. Across hosts a ring is as fast as its slowest link."""
+    """Returns the seconds that communication takes with no work beside it. A ring across hosts has the rate of its slowest
+    link."""
     total = 0.0
     for (axis, collective), count in sent.bytes.items():
         rate = links.rate(collective, sizes[axis])
@@ -74,15 +75,15 @@ def alone_seconds(sent: Traffic, sizes: Mapping[str, int], links: Links, per_hos
 
 
 def waited(model: Any, share: Share, work: float, moving: float, accumulation: int) -> float:
-    """Returns the seconds per step that attention waits, given `work` seconds of compute and `moving` of communication alone."""
+    """Returns the seconds per step that attention waits, given the seconds of compute and, alone, of communication."""
     reads = share.scheme.reads_batch and not share.torus
     read = HOST_READS * sum(attention_of(model).values()) * accumulation if reads else 0.0
     return read + max(WAITED[hides(share.scheme)] * moving, moving - work)
 
 
 def ranked_pairs(seconds: Mapping[Pair, float], holds: Mapping[Pair, int]) -> list[Pair]:
-    """Returns the pairs of a scheme and an order: the chosen one, then the others by time. Chosen is the first pair within 3% of
-    the least time, among those that need at most 1.5 times the memory of the first."""
+    """Returns the pairs of a scheme and an order: the chosen one, then the others by time. The chosen one is the first within
+    3% of the least time, among those that need at most 1.5 times the memory of the first."""
     most = MORE_MEMORY * next(iter(holds.values()))
     fits = {pair: value for pair, value in seconds.items() if holds[pair] <= most}
     least = min(fits.values()) * (1 + FASTER)

@@ -1,5 +1,5 @@
-"""Resolves `sequence.scheme=auto` and `sequence.order=auto`: the pair with the least predicted time of a step's attention, on the
-recipe's data and devices.
+"""Resolves `sequence.scheme=auto` and `sequence.order=auto`: the pair with the least predicted time of a step's attention,
+on the recipe's data and devices.
 
 If the rates of the devices are unknown, the first scheme, in the first order that is nearly as even as the best.
 """
@@ -133,8 +133,8 @@ def resolve(
     make: Callable[[Stage], Program],
     log: Callable[[str], None],
 ) -> tuple[list[Stage], list[Program]]:
-    """Returns the stages and their programs with `auto` resolved, and logs each choice with its reason. The choice depends only on
-    the first rows of the data and the kind of device, so it is the same on every host and at every start.
+    """Returns the stages and their programs with `auto` resolved, and logs each choice with its reason. It depends only on the
+    first rows of the data and the kind of device, so it is the same on every host and at every start.
 
     Args:
       datas: the data of each stage. make: returns the program of a stage.
