@@ -78,8 +78,8 @@ class Seen:
 
 def local_of(static: Static, arrays: Arrays, seen: Seen) -> Local:
     """Returns a scheme's view of a call that `shard_call` has prepared."""
-    own, keys = apart(static.op, arrays)
-    return Local(static, own, keys, seen.mask, seen.own_mask, seen.work, seen.needed)
+    mine, keys = apart(static.op, arrays)
+    return Local(static, mine, keys, seen.mask, seen.own_mask, seen.work, seen.needed)
 
 
 def _forward(static: Static, arrays: Arrays, seen: Seen) -> tuple[jax.Array, jax.Array]:

@@ -99,7 +99,7 @@ def test_other_calls_take_the_other_kernel():
         {"alibi_slopes": slopes},
     ):
         assert tiles_of(**(arguments | other)).mixed_num_warps == 8 if other is not float32 else 4
-        with interpret(90), pytest.raises(ValueError, match="12 mixed_num_warps select flash attention's kernel"):
+        with interpret(90), pytest.raises(ValueError, match="mixed_num_warps = 12 selects flash attention's kernel"):
             page_op(**(arguments | other), cfg=cfg, platform="triton")
     with pytest.raises(ValueError, match="mixed_num_warps = 24 is not a power of 2"):
         dataclasses.replace(cfg, mixed_num_warps=24)
