@@ -127,7 +127,7 @@ FAULTS = (
     Fault(
         "a loop holds an output that no kernel reads",
         "Local.reads_out",
-        "$plain and not exchange.on_torus()",
+        "self.plain and not exchange.on_torus()",
         "True",
         f"{TESTS} -k holds_an_output",
     ),
