@@ -137,7 +137,7 @@ def _draw_cells(axes: Any, figure: Any, cells: list[dict[str, Any]], name: str) 
     shown = axes.imshow(square, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto", alpha=0.8)
     axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
     axes.set_yticks(range(len(depths)), [f"{d:g}" for d in depths])
-    title = {"needle": "a needle in text", "recall": "one of many pairs"}[name]
+    title = {"needle": "a needle in text", "recall": "one of many pairs", "spelled": "one of many, spelled out"}[name]
     axes.set(xlabel="tokens of the prompt", ylabel="depth (1: just before the question)", title=title)
     figure.colorbar(shown, ax=axes, label="right answers")
 

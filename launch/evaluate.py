@@ -1,4 +1,4 @@
-"""`python -m launch.evaluate run.dir=outputs/run [KEY=VALUE ...]`: loss by position, recall, and RULER of a trained model."""
+"""`python -m launch.evaluate run.dir=outputs/run [KEY=VALUE ...]`: loss by position, recall, RULER and answers of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch import ruler
+from launch import answered, ruler
 from launch.errors import DONE, run_command
 from launch.evaluated import tell_cells, tell_loss
 from launch.evaluation_recipe import FOLDER, recipe_of, told_held_out, trained_tokenizer, with_settings_of_run
@@ -45,9 +45,9 @@ keys:
                        where the pair that is asked for stands: 0 at the start, 1 just before the question
   key_tokens=4, value_tokens=4
                        token ids of a key and of a value
-{ruler.USAGE}  to=FILE.json         what was found; a picture lies beside it, FILE.png
+{answered.USAGE}{ruler.USAGE}  to=FILE.json         what was found; a picture lies beside it, FILE.png
 """
-_TASKS = ("loss", "needle", "recall")
+_TASKS = ("loss", "needle", "recall", *answered.TASKS)
 _DEFAULTS = {
     "step": None,
     "tasks": "loss,needle,recall",
@@ -58,6 +58,7 @@ _DEFAULTS = {
     "key_tokens": "4",
     "value_tokens": "4",
     "to": None,
+    **answered.DEFAULTS,
     **ruler.DEFAULTS,
 }
 
@@ -75,6 +76,7 @@ class Args:
     key_tokens: int
     value_tokens: int
     to: Path | None
+    answers: answered.AnswersArgs | None
     ruler: ruler.RulerArgs | None
 
 
@@ -154,6 +156,7 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
         _number("key_tokens", v["key_tokens"]),
         _number("value_tokens", v["value_tokens"]),
         to,
+        answered.parse_answers(tasks, v),
         of_ruler,
     )
     return args, folder, [*recipe, NO_STAGES]
@@ -176,7 +179,8 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
     """
     from ejdist.cluster.agreement import environment
     from ejdist.cluster.hosts import Hosts
-    from ejdist.evaluation import Evaluator, Prompts, batches_once, loss_by_octave, measure_recall
+    from ejdist.evaluation import TASKS, Evaluator, Prompts, batches_once, loss_by_octave, measure_recall
+    from ejdist.evaluation.generated import measure_spelled
     from ejdist.evaluation.weights import open_weights
     from ejdist.mesh import make_mesh
     from ejdist.registered import digests
@@ -204,15 +208,19 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
         programs = {n: make_program(s, mesh) for n, s in sections.items()}
         data = data_of(sections[max(lengths)], trained_tokenizer(where, recipe))
         held_out = told_held_out(weights, data)
-        prepared = None
+        tokenizer, prepared, asked = data.corpus.tokenizer, None, None
         if args.ruler is not None:
             ruler.check_context(lengths, weights, where, recipe.model, given)
-            prepared = ruler.prepare(args.ruler, args.examples, lengths, data.corpus.tokenizer, recipe.run.seed)
+            prepared = ruler.prepare(args.ruler, args.examples, lengths, tokenizer, recipe.run.seed)
         files = {} if prepared is None else {"essays, squad and hotpotqa": prepared.digest}
+        if args.answers is not None:
+            asked = answered.prepare(args.answers, tokenizer, recipe, is_run=FOLDER not in given)
+            files["prompts"] = asked.digest
         hosts.compare("the data", {name: data.cursor(0)[name] for name in ("tokenizer", "corpus")} | files)
         text = _text(data)
         shapes = {"key_tokens": args.key_tokens, "value_tokens": args.value_tokens, "seed": recipe.run.seed}
-        prompts = [Prompts(task, n, text, **shapes) for task in args.tasks if task != "loss" for n in lengths]
+        prompts = [Prompts(task, n, text, **shapes) for task in args.tasks if task in TASKS for n in lengths]
+        spelled = [Prompts("recall", n, text, **shapes) for n in lengths] if "spelled" in args.tasks else []
         log(f"{weights.what}, on {_data_name(recipe)} ({data.num_tokens:,} tokens): {held_out}")
         for line in (*weights.notes(recipe.model), *filter(None, [data.ends()]), *data.notes()):
             log(line)
@@ -247,6 +255,17 @@ def evaluate(args: Args, where: str, given: Sequence[str], log: Callable[[str], 
                 tell_cells(log, cells)
             if prepared is not None:
                 prepared.measure(evaluator, log)
+        program = programs[lengths[0]]
+        if spelled:
+            engine = answered.engine_of(program, params, buffers, recipe, max(lengths) + 1)
+            for one in spelled:
+                cells = measure_spelled(engine, one, args.depths, args.examples)
+                results["recall"] += [cell.row() for cell in cells]
+                tell_cells(log, cells)
+            engine.release()
+        if asked is not None:
+            engine = answered.engine_of(program, params, buffers, recipe, asked.length, tokenizer)
+            results["answers"] = answered.measure(asked, engine, log)
         if prepared is not None:
             results["ruler"] = prepared.results()
             log(ruler.table(results["ruler"]))

@@ -16,7 +16,7 @@ from launch.answers import Answers, digest_of
 from launch.errors import DONE, WRONG, run_command
 from launch.evaluation_recipe import FOLDER, recipe_of, trained_tokenizer, with_settings_of_run
 from launch.options import check_spelling, file_of
-from launch.prompts import Prompt, encoder, read_prompts, template_of
+from launch.prompts import CONVERSATIONS, Prompt, encoder, read_prompts, template_of
 from launch.ruler import context_of
 from launch.train import command, start_jax
 from recipes.arguments import assigned, key_of
@@ -67,7 +67,6 @@ _DEFAULTS: dict[str, Any] = {
     "chunk": "128",
     "to": None,
 }
-_CONVERSATIONS = ("messages", "completion")  # formats of rows that a chat template writes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +257,7 @@ def generate(
     weights = open_weights(where, args.step)
     recipe = recipe_for(where, args, words, weights)
     tokenizer = tokenizer_of(where, recipe, weights)
-    template = template_of(args.chat, _CONVERSATIONS, recipe, is_run=FOLDER not in words)
+    template = template_of(args.chat, CONVERSATIONS, recipe, is_run=FOLDER not in words)
     asked, encode = read_prompts(args.prompt, args.prompts), encoder(tokenizer, template)
     settings = digest_of(
         {name: getattr(args, name) for name in ("max_tokens", "stop", "chat")}

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+CONVERSATIONS = ("messages", "completion")  # formats of rows that a chat template writes
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -23,7 +25,11 @@ class Prompt:
 
     def is_right(self, text: str) -> bool:
         """Returns whether an answer has one of the right ones in it, in capitals or not."""
-        return any(one.casefold() in text.casefold() for one in self.answers)
+        return self.is_exact(text) or any(one.casefold() in text.casefold() for one in self.answers)
+
+    def is_exact(self, text: str) -> bool:
+        """Returns whether an answer is one of the right ones, in capitals or not and whatever space is around it."""
+        return text.strip().casefold() in {one.strip().casefold() for one in self.answers}
 
     @property
     def shown(self) -> Any:

@@ -15,13 +15,19 @@ from small_run import TINY
 
 from ejdist.cluster.hosts import Hosts
 from ejdist.evaluation import Cell, Evaluator, Octaves, Prompts, batches_once, loss_by_octave, measure_recall
+from ejdist.evaluation.decoding import decode
+from ejdist.evaluation.generated import measure_spelled
 from ejdist.evaluation.weights import Weights, open_weights
+from ejdist.generation.requests import Result
 from ejdist.mesh import make_mesh
 from ejdist.models.decoder import hidden_states, output_projection
 from ejdist.operations import bind_ops
 from ejdist.training.data import build as build_data
+from ejdist.training.data.tokenizer import ByteTokenizer
 from ejdist.training.positions import octave_of
+from ejdist.training.program import make_program
 from ejdist.training.setup import open_run
+from launch import answered
 from launch.errors import DONE, WRONG
 from launch.evaluate import _lengths, evaluate, main, parse
 from launch.evaluation_recipe import recipe_of, told_held_out
@@ -338,7 +344,10 @@ def test_what_the_model_was_trained_on_is_said(corpus):
         (["run.dir=a", "model.init_from=b"], "one of the two"),
         (["run.dir=a", "model=8b"], "the model comes from the weights"),
         (["run.dir=a", "curriculum=[{until: 3}]"], "an evaluation has no stages"),
-        (["run.dir=a", "tasks=loss,hay"], "'hay' is unknown; use some of loss, needle, recall, ruler, niah_single_1"),
+        (
+            ["run.dir=a", "tasks=loss,hay"],
+            "'hay' is unknown; use some of loss, needle, recall, spelled, answers, ruler, niah_single_1",
+        ),
         (["run.dir=a", "lengths=1,2"], "lengths = '1,2' must be different numbers from 2 on"),
         (["run.dir=a", "lengths=many"], "lengths = 'many'"),
         (["run.dir=a", "lengths=1_6"], "lengths = '1_6'"),
@@ -349,6 +358,13 @@ def test_what_the_model_was_trained_on_is_said(corpus):
         (["run.dir=a", "step=1", "step=2"], "step is given twice"),
         (["run.dir=a", "to=/nowhere/at/all.json"], "an existing folder"),
         (["run.dir=a", "to=found.txt"], "must be a file .json"),
+        (["run.dir=a", "tasks=answers"], "tasks=answers needs prompts=FILE.jsonl, got None"),
+        (["run.dir=a", "prompts=a.jsonl"], "prompts is for tasks=answers; add that, or leave it out"),
+        (
+            ["run.dir=a", "tasks=answers", "prompts=a.jsonl", "max_tokens=0"],
+            "max_tokens = '0' must be a positive number",
+        ),
+        (["run.dir=a", "tasks=answers", "prompts=a.jsonl", "chat=maybe"], "must be auto, true or false"),
         (["run.dir=a", "lenghts=64"], "unknown key 'lenghts'; did you mean 'lengths'"),
     ],
 )
@@ -389,3 +405,93 @@ def test_two_hosts_find_what_one_does_and_refuse_to_differ(trained, corpus, tmp_
     job.start([*arguments, "mesh.sp=4"], of_host={1: ["model.rope_base=5e4"]})
     assert job.wait(300, after_first=60) == [WRONG, WRONG]
     assert "host 1" in job.log(0).read_text() and "model.rope_base = 50000.0" in job.log(0).read_text()
+
+
+# -- what is generated ----------------------------------------------------------------------------------------------------
+
+
+class Writer:
+    """Stands for an engine whose texts are known: the answers of a list, two requests at a time, the last one first."""
+
+    def __init__(self, answers):
+        self.answers, self.prompts, self.waiting, self.done = answers, [], [], {}
+
+    def submit(self, prompt, *, max_tokens, temperature):
+        assert temperature == 0 and max_tokens == len(self.answers[0]) and len(prompt)
+        self.prompts.append(prompt)
+        self.waiting.append(len(self.prompts) - 1)
+        return self.waiting[-1] + 100
+
+    @property
+    def idle(self):
+        return not self.waiting
+
+    def step(self):
+        for number in reversed([self.waiting.pop(0) for _ in range(min(2, len(self.waiting)))]):
+            tokens = self.answers[number].tolist()
+            self.done[number + 100] = Result(number + 100, self.prompts[number], tokens, [-0.5] * 2, "length", None)
+
+    def results(self):
+        done, self.done = self.done, {}
+        return done
+
+
+def test_a_value_is_spelled_out_where_all_its_tokens_are_written():
+    prompts = Prompts("recall", 64, TEXT, key_tokens=3, value_tokens=2)
+    asked = [prompts.make(depth, i) for depth in (0, 1) for i in range(3)]
+    answers = [answer.copy() for _, answer in asked]
+    answers[1][1] += 1
+    answers[5] += 1
+    engine = Writer(answers)
+    first, last = measure_spelled(engine, prompts, [0, 1], 3)
+    assert (first.correct, first.tokens_correct, first.log_probability) == (2, 5 / 6, -1.0)
+    assert (last.correct, last.tokens_correct, last.depth, last.task) == (2, 4 / 6, 1, "spelled")
+    assert all((x == row[:-2]).all() for x, (row, _) in zip(engine.prompts, asked, strict=True))
+
+
+def test_answers_that_are_generated(trained, corpus, tmp_path):
+    """On two devices, those of greedy decoding without a cache; a row is exact, or has a right answer in it."""
+    prompts = "def ", "import sys\n", "    return x"
+    recipe = compose([*TINY, *corpus])
+    program = make_program(recipe, make_mesh(sp=2, devices=jax.devices()[:2]))
+    params, _ = open_weights(str(trained)).load(program)
+    evaluator = Evaluator(recipe, program.mesh, params, {}, program)
+    tokenizer = build_data(recipe.data, seed=0).corpus.tokenizer
+    asked = [Greedy(np.asarray(tokenizer.encode(prompt), np.int32)) for prompt in prompts]
+    known = {one: tokenizer.decode(answer.ids) for one, answer in decode(evaluator, asked, tokenizer.stop_ids)}
+    wanted = [known[one] for one in asked]
+    answers = [f" {wanted[0].upper()}", "?"], wanted[1].strip()[1:], "\u1234"
+    rows = [json.dumps({"prompt": p, "answer": a}) for p, a in zip(prompts, answers, strict=True)]
+    (tmp_path / "p.jsonl").write_text("\n".join(rows))
+    words = [f"run.dir={trained}", *corpus, *SMALL, "mesh.sp=2", f"prompts={tmp_path}/p.jsonl", "max_tokens=8"]
+    args, where, keys = parse([*words, "tasks=spelled,answers", "lengths=64", "examples=2", "depths=1"])
+    said = []
+    found = evaluate(args, where, keys, said.append)
+    assert [row["text"] for row in found["answers"]["rows"]] == wanted
+    assert [(row["exact"], row["right"]) for row in found["answers"]["rows"]] == [
+        (True, True),
+        (False, True),
+        (False, False),
+    ]
+    assert (found["answers"]["exact"], found["answers"]["right"], found["answers"]["count"]) == (1, 2, 3)
+    assert "1 of 3 exact (33.3%, 95% in 6% to 79%), 2 with a right one in them (66.7%)" in "\n".join(said)
+    assert [cell["task"] for cell in found["recall"]] == ["spelled"] and found["recall"][0]["count"] == 2
+
+
+@dataclass(frozen=True, eq=False)
+class Greedy:
+    """A prompt for `decode`, without a right answer."""
+
+    prompt: np.ndarray
+    answer: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, np.int32))
+    tokens: int = 8
+
+
+@pytest.mark.parametrize(
+    ("row", "words"), [('"only a prompt"', 'prompt 1 has no "answer"'), ('{"prompt": "", "answer": "a"}', "no tokens")]
+)
+def test_a_prompt_without_tokens_or_an_answer_is_named(row, words, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' + row)
+    args = answered.AnswersArgs(str(tmp_path / "p.jsonl"), 4, "auto")
+    with pytest.raises(ValueError, match=words):
+        answered.prepare(args, ByteTokenizer(), compose([]), is_run=True)

@@ -64,6 +64,7 @@ def test_prompts_of_a_file(tmp_path, monkeypatch):
     expected = [Prompt("one\ntwo"), Prompt(messages=(turn,), answers=("Paris", "Rome")), Prompt("three")]
     assert read_prompts(None, str(tmp_path / "p.jsonl")) == expected
     assert expected[1].is_right("It is ROME.") and not expected[1].is_right("Pari s") and not expected[0].is_right("")
+    assert expected[1].is_exact(" rome\n") and not expected[1].is_exact("It is Rome") and not expected[0].is_exact("")
     assert [one.shown for one in expected] == ["one\ntwo", [turn], "three"]
     for content, message in (
         ('{"prompt": 3}', r"p\.jsonl, line 2 has no prompt; write"),

@@ -2,8 +2,9 @@
 
 For each family transformers writes a small model with random weights; a run starts from it, learns a few sentences, and is
 exported as float32 and as bfloat16. transformers loads both: the logits are compared with those of the run, generate() must end
-where the run's sentences do, and the tokenizer, its template and the configurations are compared with the source's. WORDS
-choose rows. PYTHON is that of an environment with torch and transformers, which need not have JAX; default: this one.
+where the run's sentences do and write what `ejdist.generation` writes of the run's checkpoint, and the tokenizer, its template
+and the configurations are compared with the source's. WORDS choose rows. PYTHON is that of an environment with torch and
+transformers, which need not have JAX; default: this one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import Any
 
 SENTENCES = ["one two three four", "the cat sat on the mat", "a ship sails far away", "rain fell all night long"]
 PROMPT = "the cat"
+# What both generate from, to the last token of TOKENS: of different lengths, one longer than a chunk, one that begins another.
+PROMPTS = [PROMPT, "rain", "a ship sails", "the cat sat on the mat the cat", "four three two one " * 4, "night"]
+TOKENS = 40
 END, TURN = "<|endoftext|>", "<|im_end|>"  # of a document, and of a turn
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + TURN + "{% endfor %}"
 LENGTH = 64  # of a row of the run
@@ -75,7 +79,7 @@ def make(folder: Path, name: str) -> None:
     model.save_pretrained(folder)
 
 
-def check(source: Path, wide: Path, narrow: Path, logits: Path) -> None:
+def check(source: Path, wide: Path, narrow: Path, logits: Path, texts: Path) -> None:
     """Loads what was exported and prints, as JSON, how it compares."""
     import numpy as np
     import torch
@@ -89,9 +93,10 @@ def check(source: Path, wide: Path, narrow: Path, logits: Path) -> None:
         got = model(input_ids=torch.tensor(known["tokens"])).logits.float().numpy()
     # What is generated from the prompt, and again where nothing ends it.
     prompt = tokenizer(PROMPT, return_tensors="pt")
-    settings = {"max_new_tokens": 40, "do_sample": False}
+    settings = {"max_new_tokens": TOKENS, "do_sample": False}
     ended = model.generate(**prompt, **settings)[0].tolist()
     never = model.generate(**prompt, **settings, eos_token_id=VOCABULARY - 1)[0].tolist()
+    tokens, scores = compared_texts(model, json.loads(texts.read_text()))
     generation, config = tf.GenerationConfig.from_pretrained(wide), tf.AutoConfig.from_pretrained(wide)
     theirs = tf.GenerationConfig.from_pretrained(source)
     messages = [{"role": "user", "content": PROMPT}]
@@ -111,6 +116,7 @@ def check(source: Path, wide: Path, narrow: Path, logits: Path) -> None:
             "special tokens": (tokenizer.eos_token, tokenizer.pad_token) == (before.eos_token, before.pad_token),
             "generation": generation.to_dict() == theirs.to_dict() and len(generation.eos_token_id) == 2,
             "ids": (config.eos_token_id, config.pad_token_id) == (before.eos_token_id, before.pad_token_id),
+            "our own texts": tokens == 1,
             "the context": config.max_position_embeddings == CONTEXT,
             "the dtypes": (model.dtype, small.dtype) == (torch.float32, torch.bfloat16)
             and all(".mlp.gate." in name for name in kept_wide),  # DeepSeek-V3's routers,
@@ -120,8 +126,33 @@ def check(source: Path, wide: Path, narrow: Path, logits: Path) -> None:
     print(json.dumps({
         "class": type(model).__name__, "logits": float(np.abs(got - known["logits"]).max()),
         "largest_logit": float(np.abs(known["logits"]).max()), "generated": tokenizer.decode(ended),
+        "same_tokens": tokens, "log_probabilities": scores,
         "ended": ended[-1] in generation.eos_token_id and len(ended) < len(never), "differ": differ,
     }))  # fmt: skip
+
+
+def compared_texts(model: Any, ours: list[dict[str, Any]]) -> tuple[float, float]:
+    """Returns (the share of tokens that are those of generate() where nothing ends a text, one prompt after the other; the
+    largest difference of their log-probabilities from those of a forward)."""
+    import torch
+
+    same, largest = [], 0.0
+    for one in ours:
+        ids = torch.tensor([one["prompt"]])
+        with torch.no_grad():
+            whole = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=TOKENS,
+                do_sample=False,
+                eos_token_id=VOCABULARY - 1,
+            )
+            scores = model(input_ids=whole).logits.float().log_softmax(-1)[0, ids.shape[1] - 1 : -1]
+        theirs = whole[0, ids.shape[1] :]
+        same += [a == b for a, b in zip(theirs.tolist(), one["tokens"], strict=True)]
+        scores = scores.gather(1, theirs[:, None])[:, 0]
+        largest = max(largest, float((scores - torch.tensor(one["log_probabilities"])).abs().max()))
+    return sum(same) / len(same), largest
 
 
 # -- with JAX -------------------------------------------------------------------------------------------------------------
@@ -188,6 +219,30 @@ def write_logits(run: Path, to: Path) -> None:
     np.savez(to, tokens=tokens, logits=weights.ours(leaves, there.model, tokens))
 
 
+def write_texts(run: Path, to: Path) -> None:
+    """Writes what the run's checkpoint generates, as `launch.generate` loads it: all prompts at once, in chunks."""
+    from ejdist.evaluation.weights import open_weights
+    from ejdist.generation import Engine
+    from launch.generate import load, parse, recipe_for, tokenizer_of
+
+    args, where, words = parse([f"run.dir={run}"])
+    weights = open_weights(where, None)
+    recipe = recipe_for(where, args, words, weights)
+    tokenizer = tokenizer_of(where, recipe, weights)
+    model, mesh, params, buffers = load(recipe, weights)
+    how = {"buffers": buffers, "mesh": mesh, "experts": vars(recipe.experts)}
+    engine = Engine(model, params, slots=4, length=CONTEXT, page=8, chunk=8, **how)
+    for prompt in PROMPTS:
+        engine.submit(tokenizer.encode(prompt), max_tokens=TOKENS, temperature=0)
+    while not engine.idle:
+        engine.step()
+    rows = [
+        {"prompt": one.prompt.tolist(), "tokens": one.tokens, "log_probabilities": one.log_probabilities}
+        for _, one in sorted(engine.results().items())
+    ]
+    to.write_text(json.dumps(rows))
+
+
 def compared(name: str, python: str) -> dict[str, Any]:
     """Returns the row of a model."""
     from launch.export import main as export
@@ -209,7 +264,9 @@ def compared(name: str, python: str) -> dict[str, Any]:
         for dtype in ("float32", "bfloat16"):
             assert export([f"run.dir={run}", f"to={folder}/{dtype}", f"dtype={dtype}"]) == 0
         write_logits(run, folder / "logits.npz")
-        printed = theirs("check", folder / "source", folder / "float32", folder / "bfloat16", folder / "logits.npz")
+        write_texts(run, folder / "texts.json")
+        of_run = folder / "logits.npz", folder / "texts.json"
+        printed = theirs("check", folder / "source", folder / "float32", folder / "bfloat16", *of_run)
         return {"model": name} | json.loads(printed.splitlines()[-1])
 
 
@@ -229,7 +286,8 @@ def main() -> None:
             continue
         row = compared(name, options.transformers)
         rows.append(row)
-        cells = [f"{row['logits']:.1e}", f"{row['largest_logit']:.1f}", f"`{row['generated']}`"]
+        texts = f"{row['same_tokens']:.0%}, {row['log_probabilities']:.1e}"
+        cells = [f"{row['logits']:.1e}", f"{row['largest_logit']:.1f}", f"`{row['generated']}`", texts]
         print(f"| {name} | {' | '.join(cells)} | {', '.join(row['differ']) or 'nothing'} |", flush=True)
         assert row["ended"] and not row["differ"], row
     if options.json:

@@ -87,8 +87,8 @@ FAULTS = (
     Fault(
         "in place: lse is in units of log 2",
         "gluon_outputs:_merged",
-        "gl.load($lse_ptr + ($b * $O.T + $qi) * $O.N + $n, mask=$qi < $O.T, other=float('-inf')) * LOG2E",
-        "gl.load($lse_ptr + ($b * $O.T + $qi) * $O.N + $n, mask=$qi < $O.T, other=float('-inf'))",
+        "gl.load($lse_ptr + ($place[0] + $qi) * $O.N + $n, mask=$qi < $place[1], other=float('-inf')) * LOG2E",
+        "gl.load($lse_ptr + ($place[0] + $qi) * $O.N + $n, mask=$qi < $place[1], other=float('-inf'))",
         IN_PLACE,
     ),
     Fault(

@@ -11,7 +11,7 @@ from hopper import interpreted
 
 from kernels.engines.attention import triton_calls
 from kernels.framework.interpret import interpret
-from kernels.ops.paged_attention import page_op
+from kernels.ops.paged_attention import op, page_op
 from kernels.ops.paged_attention.contract import HOPPER
 from kernels.toolchains.simulate import ahead_of_time as checks
 
@@ -20,6 +20,7 @@ BF16 = FLOOR["bfloat16"]
 
 @pytest.fixture
 def hopper(monkeypatch):
+    monkeypatch.setattr(op, "_programs", {})
     with interpreted(monkeypatch, page_op, triton_calls):
         yield
 
@@ -110,4 +111,44 @@ def test_the_kernel_of_each_gpu(capability, kernel):
     arrays = shape((2, 128, 4, 128), jnp.bfloat16), pages, shape((2,), jnp.int32), shape((2, 20), jnp.int32), pages
     report = checks.export_cuda(lambda *a: page_op(*a, platform="triton"), *arrays, compute_capability=capability)
     assert next(k.name for k in report.kernels) == kernel
+    assert all(k.resources["spill_stores"] <= 8 for k in report.kernels)
+
+
+# Counts and lengths of requests: short ones before, between and after long ones, of which one ends within a tile, one is a
+# tile, and one is longer than its keys; rows before the first request and after the last.
+RAGGED = {
+    "prompts_and_decodes": ((1, 200, 1, 128, 0, 9), (77, 250, 0, 128, 40, 9), (2, 1), (128, 128), 16, {}),
+    "window": ((260, 3, 130), (290, 200, 100), (4, 2), (64, 64), 64, {"window": (70, None)}),
+    "all_keys": ((1, 129), (50, 333), (1, 1), (64, 64), 8, {"causal": False, "logits_soft_cap": 3.0, "softmax_aux": 1}),
+}
+
+
+@pytest.mark.parametrize("call", RAGGED)
+@pytest.mark.usefixtures("hopper")
+def test_ragged_batches(call):
+    """Long requests take this kernel and the others their own, each where its rows are."""
+    counts, lens, heads, widths, page, options = RAGGED[call]
+    before, after = 3, 5
+    rows = before + sum(counts) + after
+    arguments = arguments_of(lens, 1, heads, widths, page, max(lens) + page)
+    query = np.random.default_rng(1).standard_normal((rows, heads[0], widths[0]))
+    query[:before] = query[rows - after :] = np.nan
+    cuts = jnp.asarray(before + np.cumsum([0, *counts]), jnp.int32)
+    arguments |= {"query": jnp.asarray(query, jnp.bfloat16), "query_start_loc": cuts}
+    array = {n: jnp.ones((heads[0], x), jnp.bfloat16) for n, x in options.items() if n == "softmax_aux"}
+    options = {n: x for n, x in options.items() if n not in array}
+    got = op(**arguments, **array, **options, platform="triton")
+    clean = {n: jnp.nan_to_num(x) if n.endswith(("cache", "query")) else x for n, x in (arguments | array).items()}
+    exact = {n: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for n, x in clean.items()}
+    wanted, rounded = (op(**a, **options, platform="xla") for a in (exact, clean))
+    assert error(got, wanted) <= 2 * error(rounded, wanted) + BF16
+    np.testing.assert_array_equal(np.asarray(got, np.float32)[[0, before - 1, -after, -1]], 0)
+
+
+def test_a_mixed_batch_has_three_kinds_of_tiles():
+    """Of few queries, of some and of many: the kernels in this order, each in the output's memory, and none that spills."""
+    shape, pages = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((256, 16, 2, 128), jnp.bfloat16)
+    arrays = shape((300, 8, 128), jnp.bfloat16), pages, shape((6,), jnp.int32), shape((5,), jnp.int32)
+    report = checks.export_cuda(lambda *a: op(*a, platform="triton"), *arrays, shape((5, 16), jnp.int32), pages)
+    assert [k.name for k in report.kernels] == ["paged_kernel", "paged_kernel", "warp_specialized_fwd_kernel"]
     assert all(k.resources["spill_stores"] <= 8 for k in report.kernels)

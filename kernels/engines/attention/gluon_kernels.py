@@ -32,6 +32,7 @@ from kernels.engines.attention.gluon_parts import (
     limits_of,
     list_of,
     positions_of,
+    range_of,
     segments_of,
     tile_of,
     weights_of,
@@ -73,6 +74,16 @@ def _head_tiles(O, width):
 
 
 @gluon.jit
+def _tiles(rows_ptr, O: gl.constexpr):
+    """Returns the number of tiles of all heads."""
+    if rows_ptr is None:
+        tiles = _blocks(O) * O.N * O.B
+    else:
+        tiles = gl.load(rows_ptr) * O.N
+    return tiles
+
+
+@gluon.jit
 def _place(tile, order_ptr, O: gl.constexpr, HEADS: gl.constexpr):
     """Returns the batch row, the head and the block of queries of a tile. The last blocks, which usually see the most
     keys, come first, or with lists those with the longest. A few heads run side by side, so that their keys stay in the
@@ -89,7 +100,7 @@ def _place(tile, order_ptr, O: gl.constexpr, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _load(descs, lists, table_ptr, turn_ptr, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
+def _load(descs, lists, table_ptr, rows_ptr, turn_ptr, queue, queries, keys, values, O: gl.constexpr, HEADS: gl.constexpr,
           STAGES: gl.constexpr, QUEUED: gl.constexpr):  # fmt: skip
     q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc = descs
     WARPGROUPS: gl.constexpr = _consumers(O)
@@ -98,7 +109,8 @@ def _load(descs, lists, table_ptr, turn_ptr, queue, queries, keys, values, O: gl
     q_tiles, q_full, q_free = queries
     spans_ptr, index_ptr, order_ptr = lists
     tile, turn, q_stage, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
-    while tile < _blocks(O) * O.N * O.B:
+    tiles = _tiles(rows_ptr, O)
+    while tile < tiles:
         b, n, block = _place(tile, order_ptr, O, HEADS)
         first, full, full_end, last = limits_of(spans_ptr, index_ptr, b, n, block, _blocks(O), O)
         list_ptr = list_of(index_ptr, b, n, block, _blocks(O), _key_blocks(O), O)
@@ -109,11 +121,13 @@ def _load(descs, lists, table_ptr, turn_ptr, queue, queries, keys, values, O: gl
             part = q_tiles.index(WARPGROUPS * HEAD_TILES * q_stage + i).reinterpret(
                 shape=[1, ROWS, 1, WIDTH], layout=BLOCK
             )
-            rows = block * O.BLOCK_Q + i // HEAD_TILES * ROWS
+            batch, rows = b, block * O.BLOCK_Q + i // HEAD_TILES * ROWS
+            if rows_ptr is not None:
+                batch, rows = 0, range_of(rows_ptr, b, O)[0] + rows
             if q_rope_desc is not None and i % HEAD_TILES == HEAD_TILES - 1:
-                tma.async_load(q_rope_desc, [b, rows, n, 0], q_full.index(q_stage), part)
+                tma.async_load(q_rope_desc, [batch, rows, n, 0], q_full.index(q_stage), part)
             else:
-                tma.async_load(q_desc, [b, rows, n, i % HEAD_TILES * WIDTH], q_full.index(q_stage), part)
+                tma.async_load(q_desc, [batch, rows, n, i % HEAD_TILES * WIDTH], q_full.index(q_stage), part)
         q_stage, q_phase = after(q_stage, q_phase, QUEUED)
         # Take the next tile as late as possible, so that the program that finishes first gets the longest remaining
         # tile. Taken when this tile starts, it would go to the program that started first, which also has the longest
@@ -163,7 +177,8 @@ def _attend(arrays, queue, queries, keys, values, turns, O: gl.constexpr, HEADS:
     q_tiles, q_full, q_free = queries
     tile, turn, q_stage, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
     turns_phase = 1 if WHICH == 0 else 0  # the phase before the first counts as complete
-    while tile < _blocks(O) * O.N * O.B:
+    tiles = _tiles(arrays[3], O)
+    while tile < tiles:
         b, n, block = _place(tile, arrays[0][2], O, HEADS)
         mbarrier.wait(q_full.index(q_stage), q_phase)
         if _head_tiles(O, q_tiles.shape[2]) == 1:
@@ -203,7 +218,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     ROW_OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
     UNIT: gl.constexpr = (O.SCALE if O.CAP is None else O.CAP) * LOG2E
     dtype: gl.constexpr = q[0].dtype
-    lists, masks, lens_ptr, sink_ptr, sofar, out_ptr, lse_ptr = arrays
+    lists, masks, lens_ptr, rows_ptr, sink_ptr, sofar, out_ptr, lse_ptr = arrays
     spans_ptr, index_ptr, order_ptr = lists
     q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr = masks
     k_tiles, k_full, k_free = keys
@@ -275,9 +290,9 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     out = acc / gl.convert_layout(row_sum, ROW_OF_SUMS)[:, None]
     if O.MERGE and sofar[0] is None:  # in place
         if last > first:
-            leave(lse_ptr, out_ptr, (out_ptr, lse_ptr), lse, out, q, b, n, qi, row, O)
+            leave(lse_ptr, out_ptr, (out_ptr, lse_ptr), rows_ptr, lse, out, q, b, n, qi, row, O)
     else:
-        leave(lse_ptr, out_ptr, sofar, lse, out, q, b, n, qi, row, O)
+        leave(lse_ptr, out_ptr, sofar, rows_ptr, lse, out, q, b, n, qi, row, O)
     return stage, phase, turns_phase
 
 
@@ -300,6 +315,8 @@ def warp_specialized_fwd_kernel(
     k_rope_desc,  # [B, S, 1, Hr] or None: that of keys, which all heads share
     table_ptr,  # int32 [B, O.TABLE] or None: keys and values are pages [O.PAGES, O.PAGE, K, width] in blocks [1, slots, 1, 64],
     lens_ptr,  # and int32 [B] or None: how many slots of a row hold a token
+    rows_ptr,  # int32 [1 + B, 2] or None: queries, output and lse are those of [1, rows, ...], of which batch row b has the
+    # second number of entry 1 + b, from the first on; entry 0 is how many batch rows there are
     sofar_out_ptr,  # [B, T, N, HV] or None: attention over other keys. With O.MERGE and None it is in `out_ptr`, and
     sofar_lse_ptr,  # [B, T, N] or None: its lse in `lse_ptr`
     out_ptr,  # [B, T, N, HV], of the dtype of the queries or float32
@@ -322,7 +339,7 @@ def warp_specialized_fwd_kernel(
     lists = spans_ptr, index_ptr, order_ptr
     descs = q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc
     masks = q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr
-    arrays = lists, masks, lens_ptr, sink_ptr, (sofar_out_ptr, sofar_lse_ptr), out_ptr, lse_ptr
+    arrays = lists, masks, lens_ptr, rows_ptr, sink_ptr, (sofar_out_ptr, sofar_lse_ptr), out_ptr, lse_ptr
     if _in_turns(O):
         turns = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(WARPGROUPS):
@@ -333,7 +350,7 @@ def warp_specialized_fwd_kernel(
         gl.warp_specialize(
             [
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
-                (_load, (descs, lists, table_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+                (_load, (descs, lists, table_ptr, rows_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [1],
             [PRODUCER_REGISTERS],
@@ -343,7 +360,7 @@ def warp_specialized_fwd_kernel(
             [
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 1)),
-                (_load, (descs, lists, table_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+                (_load, (descs, lists, table_ptr, rows_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -354,7 +371,7 @@ def warp_specialized_fwd_kernel(
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 0)),
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 1)),
                 (_attend, (arrays, queue, queries, keys, values, turns, O, HEADS, STAGES, QUEUED, 2)),
-                (_load, (descs, lists, table_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
+                (_load, (descs, lists, table_ptr, rows_ptr, turn_ptr, queue, queries, keys, values, O, HEADS, STAGES, QUEUED)),
             ],
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -8,13 +8,14 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels.engines.attention.gluon_parts import range_of
 from kernels.engines.attention.triton_parts import LN2, LOG2E
 
 ROWS = gl.constexpr(64)  # rows of a warpgroup: the minimum of one instruction
 
 
 @gluon.jit
-def _store(out_ptr, out, tile, b, n, row, O: gl.constexpr, FIRST: gl.constexpr):
+def _store(out_ptr, out, tile, place, n, row, O: gl.constexpr, FIRST: gl.constexpr):
     """Stores the output of a warpgroup, or its columns from FIRST on, through a tile that held its queries, so that
     each thread writes 16 contiguous bytes."""
     WIDTH: gl.constexpr = out.shape[1]
@@ -23,24 +24,24 @@ def _store(out_ptr, out, tile, b, n, row, O: gl.constexpr, FIRST: gl.constexpr):
     out = tile.load(WIDE)
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
     cols = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
-    where = ((b * O.T + rows).to(gl.int64) * O.N + n) * O.HV
-    gl.store(out_ptr + where[:, None] + cols[None, :], out, mask=(rows < O.T)[:, None] & (cols < O.HV)[None, :])
+    where = ((place[0] + rows).to(gl.int64) * O.N + n) * O.HV
+    gl.store(out_ptr + where[:, None] + cols[None, :], out, mask=(rows < place[1])[:, None] & (cols < O.HV)[None, :])
 
 
 @gluon.jit
-def _places(out, b, n, row, O: gl.constexpr):
+def _places(out, place, n, row, O: gl.constexpr):
     """Returns where the output of a warpgroup lies, and which of it is inside the array."""
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, out.type.layout))
     cols = gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
-    where = ((b * O.T + rows).to(gl.int64) * O.N + n) * O.HV
-    return where[:, None] + cols[None, :], (rows < O.T)[:, None] & (cols < O.HV)[None, :]
+    where = ((place[0] + rows).to(gl.int64) * O.N + n) * O.HV
+    return where[:, None] + cols[None, :], (rows < place[1])[:, None] & (cols < O.HV)[None, :]
 
 
 @gluon.jit
-def _merged(sofar, lse, out, b, n, qi, row, O: gl.constexpr):
+def _merged(sofar, lse, out, place, n, qi, row, O: gl.constexpr):
     """Returns (lse, out) over these keys and those of `sofar`, (out, lse) in memory; lse is in units of log 2 here."""
     sofar_out_ptr, sofar_lse_ptr = sofar
-    before = gl.load(sofar_lse_ptr + (b * O.T + qi) * O.N + n, mask=qi < O.T, other=float("-inf")) * LOG2E
+    before = gl.load(sofar_lse_ptr + (place[0] + qi) * O.N + n, mask=qi < place[1], other=float("-inf")) * LOG2E
     most = gl.maximum(before, lse)
     most = gl.where(most == float("-inf"), 0.0, most)  # rows that have not seen any key yet
     both = most + gl.log2(gl.exp2(before - most) + gl.exp2(lse - most))
@@ -48,24 +49,25 @@ def _merged(sofar, lse, out, b, n, qi, row, O: gl.constexpr):
     BY_ROW: gl.constexpr = gl.SliceLayout(1, out.type.layout)
     kept = gl.convert_layout(gl.exp2(before - anchor), BY_ROW)
     added = gl.convert_layout(gl.exp2(lse - anchor), BY_ROW)
-    at, inside = _places(out, b, n, row, O)
+    at, inside = _places(out, place, n, row, O)
     before_out = gl.load(sofar_out_ptr + at, mask=inside, other=0.0).to(gl.float32)
     return both, before_out * kept[:, None] + out * added[:, None]
 
 
 @gluon.jit
-def leave(lse_ptr, out_ptr, sofar, lse, out, q, b, n, qi, row, O: gl.constexpr):
+def leave(lse_ptr, out_ptr, sofar, rows_ptr, lse, out, q, b, n, qi, row, O: gl.constexpr):
     """Stores lse, given in units of log 2, and the output of a warpgroup, merged with `sofar` if O.MERGE says so: in float32
     four threads write 32 contiguous bytes, in fewer bits it goes through the tiles that held the queries."""
+    place = range_of(rows_ptr, b, O)
     if O.MERGE:
-        lse, out = _merged(sofar, lse, out, b, n, qi, row, O)
-    gl.store(lse_ptr + (b * O.T + qi) * O.N + n, lse * LN2, mask=qi < O.T)
+        lse, out = _merged(sofar, lse, out, place, n, qi, row, O)
+    gl.store(lse_ptr + (place[0] + qi) * O.N + n, lse * LN2, mask=qi < place[1])
     if out_ptr.dtype.element_ty == gl.float32:
-        at, inside = _places(out, b, n, row, O)
+        at, inside = _places(out, place, n, row, O)
         gl.store(out_ptr + at, out, mask=inside)
     elif O.BLOCK_V <= q[0].shape[1]:
-        _store(out_ptr, out.to(q[0].dtype), q[0].slice(0, O.BLOCK_V, 1), b, n, row, O, 0)
+        _store(out_ptr, out.to(q[0].dtype), q[0].slice(0, O.BLOCK_V, 1), place, n, row, O, 0)
     else:
         left, right = out.to(q[0].dtype).reshape([ROWS, 2, O.BLOCK_V // 2]).permute((0, 2, 1)).split()
-        _store(out_ptr, left, q[0], b, n, row, O, 0)
-        _store(out_ptr, right, q[1], b, n, row, O, O.BLOCK_V // 2)
+        _store(out_ptr, left, q[0], place, n, row, O, 0)
+        _store(out_ptr, right, q[1], place, n, row, O, O.BLOCK_V // 2)

@@ -33,6 +33,16 @@ nth = gluon.jit(triton_parts.nth.fn)
 
 
 @gluon.jit
+def range_of(rows_ptr, b, O: gl.constexpr):
+    """Returns (first row, number of rows) of batch row b, where rows of all lie side by side: T each, or as the array says."""
+    if rows_ptr is None:
+        first, count = b * O.T, O.T
+    else:
+        first, count = gl.load(rows_ptr + 2 * b + 2), gl.load(rows_ptr + 2 * b + 3)
+    return first, count
+
+
+@gluon.jit
 def span_of(spans_ptr, b, block, O: gl.constexpr):
     """Returns (first, first full, end of full, end): the range of blocks that a block is paired with."""
     span = spans_ptr + b * O.SPAN_BATCH + block * 4

@@ -17,6 +17,7 @@ from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.ranges import Edge, Interval, KeyRange
 from kernels.engines.attention.tiles import FIRST, LAST, spans
 from kernels.engines.attention.triton_parts import OFFSET, POSITION, ROW, Options
+from kernels.engines.attention.triton_shares import shares_of_group
 from kernels.framework.config import BwdParams, FwdParams, KernelConfig
 from kernels.framework.execute import Saved
 from kernels.framework.target import MULTIPROCESSORS
@@ -51,9 +52,20 @@ class Call(NamedTuple):
     of_tiles: MaskInfo | None = None  # which tiles meet, where tiles decide more than is compared pair by pair
 
     def spans(self, q_block: int, k_block: int) -> tuple[jax.Array, jax.Array]:
-        mask = self.mask if self.of_tiles is None else self.of_tiles
-        by_query, by_key = spans(mask, self.options["T"], self.options["S"], q_block, k_block)
+        by_query, by_key = self.known_spans(q_block, k_block)
         return jnp.asarray(by_query), jnp.asarray(by_key)
+
+    def known_spans(self, q_block: int, k_block: int) -> tuple[Any, Any]:
+        """The same, as NumPy arrays where they do not depend on the arrays of the mask."""
+        mask = self.mask if self.of_tiles is None else self.of_tiles
+        return spans(mask, self.options["T"], self.options["S"], q_block, k_block)
+
+    def shared(self, spans: Any) -> Call:
+        """Returns the call for the Hopper backward: where several programs for a block of keys are faster, each of them counts
+        as a key head. `spans` are those of the blocks of keys."""
+        o = self.options
+        shares = shares_of_group(spans, o["B"], o["K"], o["N"] // o["K"], 1 if o["BLOCK_H"] > 128 else SIDE_BY_SIDE[0])
+        return self._replace(options={**o, "K": o["K"] * shares, "SHARES": shares})
 
     def launch(
         self, kernel: Any, first: tuple, spans: jax.Array, blocks: tuple[int, int], params: FwdParams, **rest: Any
@@ -137,6 +149,7 @@ def prepare(
     arrays |= {"index_ptr": None, "order_ptr": None}  # lists of tiles, used instead of spans
     arrays |= {"q_rope_desc": None, "k_rope_desc": None}  # columns of heads in arrays of their own
     arrays |= {"table_ptr": None, "lens_ptr": None}  # keys in pages
+    arrays |= {"rows_ptr": None}  # batch rows of different lengths, one after the other
     arrays |= {"sofar_out_ptr": None, "sofar_lse_ptr": None}  # attention over other keys
     strides = {
         f"{name}_{part}": _stride(x, dim)
@@ -208,11 +221,14 @@ def warp_specialized_forward(
     sofar: tuple[jax.Array, jax.Array] | None = None,
     dtype: Any = None,
     pages: tuple[jax.Array, jax.Array] | None = None,
+    rows: tuple[jax.Array, jax.Array] | None = None,
     **rest: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out, lse) of the Hopper forward with the tiles `params`.
 
     Args:
+      rows: (`rows_ptr` of the kernel, array [1, rows, N, HV]): batch rows are parts of `query` [1, rows, N, H], one tile each,
+        and the output is the array with the rows of these in it, in its memory.
       pages: (int32 [B, pages of a row], int32 [B] slots of a row that hold a token): keys and values are pages [pages, slots,
         K, width], of a number of slots that `takes_pages` allows.
       sofar: (out, lse) over other keys, with which those of these keys are merged; in the same memory if both are float32.
@@ -228,15 +244,16 @@ def warp_specialized_forward(
     wide = triton.cdiv(options["H"], width) * width
     names = "q_rope_desc", "k_rope_desc"
     arrays = zip(names, rope or (None, None), (ROWS_OF_WARPGROUP, k_block), strict=True)
-    rest |= {name: None if x is None else block_of(x, rows, width) for name, x, rows in arrays}
+    rest |= {name: None if x is None else block_of(x, count, width) for name, x, count in arrays}
     aliases = {"turn_ptr": 2}
+    tiles = triton.cdiv(options["T"], q_block) * N * options["B"]
     dtype = query.dtype if dtype is None else dtype
-    rows, columns = k_block, (width, tall)
+    slots, columns = k_block, (width, tall)
     if pages is not None:
         count, page = key.shape[:2]
         call = call._replace(options={**options, "PAGE": page, "PAGES": count, "TABLE": pages[0].shape[1]})
         rest |= {"table_ptr": pages[0], "lens_ptr": pages[1]}
-        rows, columns = min(k_block, page), (PANEL, PANEL)
+        slots, columns = min(k_block, page), (PANEL, PANEL)
     if sofar is not None:
         call = call._replace(options={**options, "MERGE": True})
         if sofar[0].dtype == dtype == jnp.float32:
@@ -244,23 +261,28 @@ def warp_specialized_forward(
             aliases |= {"out_ptr": 0, "lse_ptr": 1}
         else:
             rest |= {"sofar_out_ptr": sofar[0], "sofar_lse_ptr": sofar[1]}
-    out, lse, _ = call.launch_with(
+    shapes = [
+        jax.ShapeDtypeStruct((B, T, N, options["HV"]), dtype),
+        jax.ShapeDtypeStruct((B, T, N), jnp.float32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+    ]
+    if rows is not None:
+        shapes[:2] = shapes[1::-1]  # what is aliased comes last
+        rest |= {"rows_ptr": rows[0], "out_ptr": rows[1]}
+        aliases |= {"out_ptr": 1}
+    results = call.launch_with(
         warp_specialized_fwd_kernel,
         (
             jnp.zeros(1, jnp.int32),
             block_of(query, ROWS_OF_WARPGROUP, width),
-            block_of(key, rows, columns[0]),
-            block_of(value, rows, columns[1]),
+            block_of(key, slots, columns[0]),
+            block_of(value, slots, columns[1]),
         ),
         call.spans(*blocks)[0],
         blocks,
-        out_shape=(
-            jax.ShapeDtypeStruct((B, T, N, options["HV"]), dtype),
-            jax.ShapeDtypeStruct((B, T, N), jnp.float32),
-            jax.ShapeDtypeStruct((1,), jnp.int32),
-        ),
+        out_shape=tuple(shapes),
         aliases=aliases,
-        grid=(min(triton.cdiv(T, q_block) * N * B, MULTIPROCESSORS),),
+        grid=(min(tiles, MULTIPROCESSORS),),
         HEADS=next(n for n in SIDE_BY_SIDE if N % n == 0),
         STAGES=params.num_stages,
         QUEUED=2 if bytes_of(2, params, wide, tall) <= SHARED_MEMORY else 1,
@@ -268,7 +290,7 @@ def warp_specialized_forward(
         PRODUCER_REGISTERS=24 if pages is None else 40,  # it holds the numbers of a block's pages
         **rest,
     )
-    return out, lse
+    return (results[0], results[1]) if rows is None else (results[1], results[0])
 
 
 def takes_pages(slots: int, k_block: int) -> bool:

@@ -21,6 +21,27 @@ import triton.language as tl
 from kernels.engines.attention.triton_paged_plan import E4M3, E5M2, PLAIN, blocks_of, first_of, plan, request_of
 from kernels.engines.attention.triton_parts import LOG2E, tanh
 
+# 0x6400 with a byte below is the float16 1024 + byte, and a byte without its sign bit is 128 more: one instruction for four
+# numbers, and four for the halves that they become. Triton's conversion to bfloat16 takes eight.
+HALVES = tl.constexpr("""{
+    .reg .b32 bytes, low, high, bias;
+    xor.b32 bytes, $2, 0x80808080;
+    prmt.b32 low, bytes, 0x64646464, 0x4140;
+    prmt.b32 high, bytes, 0x64646464, 0x4342;
+    mov.b32 bias, 0x64806480;
+    sub.rn.f16x2 $0, low, bias;
+    sub.rn.f16x2 $1, high, bias;
+}""")
+
+
+@triton.jit
+def halves_of(q):
+    """Returns (queries as float16, exactly but for numbers 2^-24 times smaller than the row's largest; what their rows were
+    divided by, a power of 2)."""
+    largest = tl.max(tl.abs(q.to(tl.float32)), axis=1)
+    power = (tl.maximum(largest.to(tl.int32, bitcast=True), 0x00800000) & 0x7F800000).to(tl.float32, bitcast=True)
+    return (q.to(tl.float32) / power[:, None]).to(tl.float16), power
+
 
 @triton.jit
 def _numbers(x, like, KIND: tl.constexpr):
@@ -51,8 +72,8 @@ def _bytes(ptr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _attend(acc, row_max, row_sum, begin, end, q, at, slope, key_ptr, value_ptr, k_scale_ptr, v_scale_ptr, table_ptr, request,
-            head, key, keys, O: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def _attend(acc, row_max, row_sum, begin, end, q, unit, at, slope, key_ptr, value_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+            request, head, key, keys, O: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Returns the state of the rows after the blocks of keys `begin` to `end` - 1."""
     SLOT_K: tl.constexpr = O.K_SCALES[0] + O.K_SCALES[1] > 0
     SLOT_V: tl.constexpr = O.V_SCALES[0] + O.V_SCALES[1] > 0
@@ -74,12 +95,15 @@ def _attend(acc, row_max, row_sum, begin, end, q, at, slope, key_ptr, value_ptr,
         if O.BLOCK_V != O.HV:
             v_there = there & (hv < O.HV)[None, :]
         k = tl.load(key_ptr[None, :] + (slot * O.K_WIDTH)[:, None], mask=k_there, other=0)
-        x = tl.dot(q, tl.trans(_numbers(k, q, O.KIND)), input_precision="ieee")
-        if k_scale_ptr is not None:
-            if SLOT_K:
-                x *= _scale(k_scale_ptr, page, entry, head, real, O.K_SCALES)[None, :]
-            else:
-                x *= tl.load(k_scale_ptr + head * O.K_SCALES[2]).to(tl.float32)
+        if O.HALVES:
+            k = tl.inline_asm_elementwise(HALVES, "=r,=r,r", [k], dtype=tl.float16, is_pure=True, pack=4)
+        else:
+            k = _numbers(k, q, O.KIND)
+        x = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if unit is not None:
+            x *= unit[:, None]
+        if k_scale_ptr is not None and SLOT_K:
+            x *= _scale(k_scale_ptr, page, entry, head, real, O.K_SCALES)[None, :]
         if O.CAP is None:
             x *= O.SCALE * LOG2E
         else:
@@ -100,11 +124,14 @@ def _attend(acc, row_max, row_sum, begin, end, q, at, slope, key_ptr, value_ptr,
         row_sum = row_sum * rescale + tl.sum(p, axis=1)
         row_max = new
         v = tl.load(value_ptr[None, :] + (slot * O.V_WIDTH)[:, None], mask=v_there, other=0)
-        if O.KIND != PLAIN:
+        if O.HALVES:
+            v = tl.inline_asm_elementwise(HALVES, "=r,=r,r", [v], dtype=tl.float16, is_pure=False, pack=4)
+        elif O.KIND != PLAIN:
             # In the layout of its load. In that of the product, which Triton would choose, a thread holds slots of one column:
             # it would copy 4 bytes at a time and read single ones.
             v = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], dtype=v.dtype, is_pure=False, pack=4)
-        v = _numbers(v, q, O.KIND)
+        if not O.HALVES:
+            v = _numbers(v, q, O.KIND)
         if SLOT_V:
             scale = _scale(v_scale_ptr, page, entry, head, real, O.V_SCALES)
             if q.dtype == tl.float16:  # weights times small scales would leave its range
@@ -166,6 +193,12 @@ def paged_kernel(
     row = (begin + first + m // G).to(tl.int64) * O.N + n
     h = tl.arange(0, O.BLOCK_H)
     q = tl.load(q_ptr + row[:, None] * O.H + h[None, :], mask=(m < rows)[:, None] & (h < O.H)[None, :], other=0.0)
+    unit = None  # what products are multiplied by, beside the scales of slots
+    if k_scale_ptr is not None and O.K_SCALES[0] + O.K_SCALES[1] == 0:
+        unit = tl.zeros([O.BLOCK_M], tl.float32) + tl.load(k_scale_ptr + head * O.K_SCALES[2]).to(tl.float32)
+    if O.HALVES:
+        q, power = halves_of(q)
+        unit = power if unit is None else unit * power
     slope = None
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + n, mask=m < rows, other=0.0).to(tl.float32) * LOG2E
@@ -195,13 +228,13 @@ def paged_kernel(
         full = tl.minimum(tl.maximum((seen + O.BLOCK_K - 1) // O.BLOCK_K, low), high)
         full_end = tl.minimum(tl.maximum(until // O.BLOCK_K, full), high)
     key_ptr, value_ptr = _bytes(key_ptr, O.KIND), _bytes(value_ptr, O.KIND)
-    acc, row_max, row_sum = _attend(acc, row_max, row_sum, low, full, q, at, slope, key_ptr, value_ptr, k_scale_ptr,
+    acc, row_max, row_sum = _attend(acc, row_max, row_sum, low, full, q, unit, at, slope, key_ptr, value_ptr, k_scale_ptr,
                                     v_scale_ptr, table_ptr, request, head, key, keys, O, True)  # fmt: skip
     if O.BLOCK_M > 16:
-        acc, row_max, row_sum = _attend(acc, row_max, row_sum, full, full_end, q, at, slope, key_ptr, value_ptr, k_scale_ptr,
-                                        v_scale_ptr, table_ptr, request, head, key, keys, O, False)  # fmt: skip
-        acc, row_max, row_sum = _attend(acc, row_max, row_sum, full_end, high, q, at, slope, key_ptr, value_ptr, k_scale_ptr,
-                                        v_scale_ptr, table_ptr, request, head, key, keys, O, True)  # fmt: skip
+        acc, row_max, row_sum = _attend(acc, row_max, row_sum, full, full_end, q, unit, at, slope, key_ptr, value_ptr,
+                                        k_scale_ptr, v_scale_ptr, table_ptr, request, head, key, keys, O, False)  # fmt: skip
+        acc, row_max, row_sum = _attend(acc, row_max, row_sum, full_end, high, q, unit, at, slope, key_ptr, value_ptr,
+                                        k_scale_ptr, v_scale_ptr, table_ptr, request, head, key, keys, O, True)  # fmt: skip
     if v_scale_ptr is not None and O.V_SCALES[0] + O.V_SCALES[1] == 0:
         acc *= tl.load(v_scale_ptr + head * O.V_SCALES[2]).to(tl.float32)
     some = row_sum != 0  # true for NaN too

@@ -14,18 +14,10 @@ from kernels.engines.attention import triton_paged_plan as paged
 from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.paged_requests import Requests
 from kernels.engines.attention.ranges import interval_of
-from kernels.engines.attention.triton_calls import (
-    WARP_SPECIALIZED,
-    padded_width,
-    prepare,
-    scale_of,
-    takes_pages,
-    warp_specialized_forward,
-    warp_specialized_tiles,
-    work_of,
-)
+from kernels.engines.attention.triton_calls import padded_width, scale_of
 from kernels.engines.attention.triton_paged import paged_kernel, paged_merge_kernel
 from kernels.engines.attention.triton_paged_plan import Paged
+from kernels.engines.attention.triton_paged_tall import TALL, attend_tall
 from kernels.framework.measured import power_of_two
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.toolchains.triton import compute_capability, triton_launch
@@ -36,6 +28,8 @@ FEW, MANY = 16, 128
 KINDS = {"int8": paged.INT8.value, "float8_e4m3fn": paged.E4M3.value, "float8_e5m2": paged.E5M2.value}
 # The first compute capability for which Triton has e4m3.
 FLOAT8 = 89
+# Whether int8 is multiplied as float16, where it can be.
+HALVES = True
 # Programs that keys are split for: twice the three that a multiprocessor runs at once.
 PROGRAMS = 6 * MULTIPROCESSORS
 # Least keys of a piece: what is written and merged of it stays small beside what it reads.
@@ -44,8 +38,6 @@ LEAST_KEYS = 256
 REQUESTS = 1024
 # Programs of each head that fill rows without a request.
 FILLS = 16
-# Queries of a request from which flash attention's kernel for Hopper takes them: one tile of it.
-TALL = 128
 # Pieces and rows that are merged at once.
 PIECES, ROWS = 32, {FEW: 1, MANY: 8}
 
@@ -76,6 +68,7 @@ def attend(
     many: Tile,
     programs: int,
     *,
+    tall: bool = False,
     softmax_scale: float | None,
     logits_soft_cap: float | None,
     causal: bool,
@@ -87,6 +80,7 @@ def attend(
       caches, scales: of keys and values [pages, C, K, width], and [#pages, #C, #K] or None; without the second cache a slot has
         its key in the first H numbers and its value in the others.
       few, many: tiles of the two instances. programs: how many programs keys are split for.
+      tall: whether requests of `TALL` queries or more take flash attention's kernel for Hopper, see `is_tall`.
     """
     (key_cache, value_cache), (k_scale, v_scale) = caches, scales
     (M, N, H), (pages, C, K, width) = query.shape, key_cache.shape
@@ -96,6 +90,9 @@ def attend(
     HV = values.shape[3] - first
     keys = interval_of(MaskInfo(causal=causal, window=window), np.zeros(1, np.int32))
     longest = 1 if requests.tables is None else requests.tables.shape[1]
+    # float16 has room for weights, but for none that scales of slots make small.
+    v_strides = _strides(v_scale)
+    halves = HALVES and str(key_cache.dtype) == "int8" and query.dtype.itemsize == 2 and not any(v_strides[:2])
     base = Paged(
         M=M,
         R=R,
@@ -111,8 +108,9 @@ def attend(
         V_WIDTH=values.shape[3],
         V_FIRST=first,
         KIND=KINDS.get(str(key_cache.dtype), paged.PLAIN.value),
+        HALVES=halves,
         K_SCALES=_strides(k_scale),
-        V_SCALES=_strides(v_scale),
+        V_SCALES=v_strides,
         SCALE=scale_of(softmax_scale, H),
         CAP=logits_soft_cap,
         LOW=None if keys.low is None else keys.low.offset,
@@ -144,14 +142,23 @@ def attend(
         requests.tables,
     )
     out = None
-    for o, tile in instances(base, few, many, programs):
+    for o, tile in instances(base, few, many, programs, TALL - 1 if tall else M):
         out = _launch(o, tile, (*arrays, softmax_aux, alibi_slopes), out)
     assert out is not None
+    if tall:
+        options = {
+            "softmax_scale": softmax_scale,
+            "logits_soft_cap": logits_soft_cap,
+            "causal": causal,
+            "window": window,
+        }
+        out = attend_tall(query, (key_cache, values), softmax_aux, requests, out, **options)
     return out
 
 
-def instances(base: Paged, few: Tile, many: Tile, programs: int) -> list[tuple[Paged, Tile]]:
-    """Returns the instances that serve a call: that of few queries where requests may have so few, and that of many."""
+def instances(base: Paged, few: Tile, many: Tile, programs: int, most_queries: int) -> list[tuple[Paged, Tile]]:
+    """Returns the instances that serve a call: that of few queries where requests may have so few, and that of many. Of a
+    ragged batch, requests of more than `most_queries` are left to another kernel."""
     G = base.N // base.K
     short = max(few.rows, power_of_two(G))
     most = short // G  # queries of a request that one such tile holds
@@ -161,7 +168,7 @@ def instances(base: Paged, few: Tile, many: Tile, programs: int) -> list[tuple[P
     elif base.T is not None:
         ranges = [(many, 1, longest)]
     else:
-        ranges = [(few._replace(rows=short), 1, most), (many, most + 1, base.M)]
+        ranges = [(few._replace(rows=short), 1, most), (many, most + 1, min(base.M, most_queries))]
     listed = []
     for tile, least, longest in ranges:
         rows = max(tile.rows, power_of_two(G))
@@ -243,64 +250,6 @@ def _strides(scale: jax.Array | None) -> tuple[int, int, int]:
     _, slots, heads = scale.shape
     strides = (slots * heads, heads, 1)
     return tuple(0 if size == 1 else stride for size, stride in zip(scale.shape, strides, strict=True))  # pyrefly: ignore
-
-
-def attend_tall(
-    query: jax.Array,
-    caches: tuple[jax.Array, jax.Array],
-    softmax_aux: jax.Array | None,
-    requests: Requests,
-    *,
-    softmax_scale: float | None,
-    logits_soft_cap: float | None,
-    causal: bool,
-    window: tuple[int | None, int | None] | None,
-) -> jax.Array:
-    """Returns attention [B, T, N, HV] of T queries of each request [B, T, N, H] by flash attention's kernel for Hopper, which
-    loads its blocks of keys from pages. `is_tall` says of which calls."""
-    (B, T, _, H), (_, C, K, _), HV = query.shape, caches[0].shape, caches[1].shape[3]
-    assert requests.tables is not None
-    S = requests.tables.shape[1] * C
-    keys, values = (jax.ShapeDtypeStruct((B, S, K, width), query.dtype) for width in (H, HV))
-    places = jnp.arange(S, dtype=jnp.int32)[None]
-    mask = MaskInfo(
-        causal=causal,
-        window=window,
-        q_positions=requests.lens[:, None] - T + jnp.arange(T, dtype=jnp.int32),
-        kv_positions=places,
-    )
-    if not causal:
-        there = jnp.where(places < requests.lens[:, None], 0, -1)
-        mask = mask.replace(q_segment_ids=jnp.zeros((1, T), jnp.int32), kv_segment_ids=there)
-    cfg = warp_specialized_tiles(H, HV, query.dtype.itemsize, scale_of(softmax_scale, H), logits_soft_cap)
-    call = prepare(query, keys, values, mask, None, None, None, softmax_scale, logits_soft_cap, 0.0, cfg)
-    sinks = None if softmax_aux is None else jax.nn.logsumexp(softmax_aux.astype(jnp.float32), axis=-1)
-    pages = requests.tables, jnp.minimum(requests.lens, S)  # no token is past the table
-    work = work_of(query, keys, values, mask, (1, 1))
-    return warp_specialized_forward(call, cfg.fwd_params, query, *caches, pages=pages, sink_ptr=sinks, work=work)[0]
-
-
-def is_tall(
-    query: jax.Array,
-    caches: tuple[jax.Array, jax.Array | None],
-    scales: tuple[jax.Array | None, jax.Array | None],
-    alibi_slopes: jax.Array | None,
-    softmax_scale: float | None,
-    logits_soft_cap: float | None,
-) -> bool:
-    """Returns whether `attend_tall` takes T queries of each request: from `TALL` of them on, where fewer leave its tiles empty,
-    and pages of the queries' own dtype."""
-    (_, T, _, H), (key_cache, value_cache) = query.shape, caches
-    if value_cache is None or alibi_slopes is not None or scales != (None, None):
-        return False
-    sizes = H, value_cache.shape[3], query.dtype.itemsize, scale_of(softmax_scale, H), logits_soft_cap
-    forward = warp_specialized_tiles(*sizes).fwd_params
-    return (
-        T >= TALL
-        and key_cache.dtype == value_cache.dtype == query.dtype
-        and forward.num_warps == WARP_SPECIALIZED
-        and takes_pages(key_cache.shape[1], forward.kv_blocksize or 0)
-    )
 
 
 # -- tiles ---------------------------------------------------------------------------------------------------------------

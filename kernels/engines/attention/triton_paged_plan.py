@@ -23,6 +23,7 @@ class Paged:
       C: slots of a page. PAGES: pages. LONGEST: pages of a table.
       K_WIDTH, V_WIDTH: numbers of a slot and head in the arrays of keys and of values. V_FIRST: where its value begins.
       KIND: PLAIN, INT8, E4M3 or E5M2.
+      HALVES: whether int8 is multiplied as float16, see `halves_of`.
       K_SCALES, V_SCALES: strides of the scales over pages, slots and heads; 0 where one serves all.
       LOW, HIGH: offsets of the first and last key that a query sees from its own position, or None.
       SINKS: logits of each head without a value.
@@ -47,6 +48,7 @@ class Paged:
     V_WIDTH: int
     V_FIRST: int
     KIND: int
+    HALVES: bool
     K_SCALES: tuple[int, int, int]
     V_SCALES: tuple[int, int, int]
     SCALE: float

@@ -40,8 +40,8 @@ class PagedAttentionConfig(Tunables):
       num_warps, num_stages: warps of a Triton program, and depth of its software pipeline; in Pallas blocks of keys on
         their way or in use.
       mixed_rows, mixed_block_k, mixed_num_warps, mixed_num_stages: rows (queries times the heads of a group), keys, warps and
-        stages of the tiles of requests with many queries, in Triton and Pallas, which have two kinds. 12 warps of
-        `page_attention` are flash attention's kernel for Hopper.
+        stages of the tiles of requests with many queries, in Triton and Pallas, which have two kinds. 12 warps over pages
+        are flash attention's kernel for Hopper, for requests of 128 queries or more.
     """
 
     block_q: int | None = None

@@ -10,19 +10,10 @@ import jax.numpy as jnp
 import triton
 
 from kernels.engines.attention.paged_requests import Requests
+from kernels.engines.attention.triton_calls import padded_width
 from kernels.engines.attention.triton_paged_append import append_kernel
-from kernels.engines.attention.triton_paged_calls import (
-    KINDS,
-    PROGRAMS,
-    TALL,
-    Tile,
-    attend,
-    attend_tall,
-    bits_of,
-    is_tall,
-    padded_width,
-    tiles,
-)
+from kernels.engines.attention.triton_paged_calls import KINDS, PROGRAMS, Tile, attend, bits_of, tiles
+from kernels.engines.attention.triton_paged_tall import TALL, attend_tall, is_tall
 from kernels.framework.binding import Call
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.ops.paged_attention.cache import append_and_attend_of, quantised, scale_of_slots
@@ -48,11 +39,35 @@ def _keys(call: Call) -> int:
 
 
 def _is_tall(call: Call) -> bool:
-    """Returns whether flash attention's kernel for Hopper takes the call."""
-    if call.query.ndim != 4 or "block_tables" not in call.arguments:
+    """Returns whether flash attention's kernel for Hopper takes the call, or the long requests of it."""
+    if "block_tables" not in call.arguments:
         return False
     caches, scales = (call.key_cache, call.value_cache), (call.k_scale, call.v_scale)
-    return is_tall(call.query, caches, scales, call.alibi_slopes, call.softmax_scale, call.logits_soft_cap)
+    most = _most_queries(call.query, call.kv_lens)
+    return is_tall(call.query, most, caches, scales, call.alibi_slopes, call.softmax_scale, call.logits_soft_cap)
+
+
+def _most_queries(query: Any, lens: Any) -> int:
+    """Returns how many queries a request may have, as far as tiles are for it: T of [B, T, N, H]; of rows [M, N, H] all, or one
+    where there are no more of them than requests."""
+    rows, requests = query.shape[-3], lens.shape[0]
+    return rows if query.ndim == 4 or rows > requests > 0 else 1
+
+
+def _with_its_kernel(
+    function: str, cfg: PagedAttentionConfig, query: Any, lens: Any, *how: Any
+) -> tuple[PagedAttentionConfig, bool]:
+    """Returns (cfg for the other kernel, whether flash attention's takes the call). Raises ValueError where it is asked for and
+    cannot."""
+    if cfg.mixed_num_warps != HOPPER:
+        return cfg, False
+    if not is_tall(query, _most_queries(query, lens), *how):
+        raise ValueError(
+            f"{function}: argument 'cfg': {HOPPER} mixed_num_warps select flash attention's kernel for Hopper, which "
+            f"does not take this call: it takes {TALL} queries of a request or more, over pages of 8, 16, 32, ... slots of "
+            "the queries' own 16-bit dtype, without scales or slopes; use 4 or 8"
+        )
+    return replace(cfg, mixed_num_warps=8), compute_capability() == 90  # others have the other kernel
 
 
 def _heuristic(call: Call, platform: str) -> PagedAttentionConfig:
@@ -88,12 +103,14 @@ def _candidates(call: Call) -> list[PagedAttentionConfig]:
 
 
 def _attend(
-    query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, softmax_scale, logits_soft_cap, causal, window
-):
+    query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, softmax_scale, logits_soft_cap, causal, window,
+    tall=False,
+):  # fmt: skip
     few = Tile(16, cfg.block_k, cfg.num_warps, cfg.num_stages)
     many = Tile(cfg.mixed_rows, cfg.mixed_block_k, cfg.mixed_num_warps, cfg.mixed_num_stages)
     options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal, "window": window}
-    return attend(query, caches, scales, softmax_aux, alibi_slopes, requests, few, many, cfg.parallel, **options)
+    arrays = query, caches, scales, softmax_aux, alibi_slopes, requests
+    return attend(*arrays, few, many, cfg.parallel, tall=tall, **options)
 
 
 def _int32(x: Any) -> Any:
@@ -106,9 +123,9 @@ def paged_attention(
 ):  # fmt: skip
     requests = Requests(_int32(kv_lens), _int32(block_tables), _int32(query_start_loc))
     options = (softmax_scale, logits_soft_cap, causal, window)
-    return _attend(
-        query, (key_cache, value_cache), (k_scale, v_scale), softmax_aux, alibi_slopes, requests, cfg, *options
-    )
+    caches, scales = (key_cache, value_cache), (k_scale, v_scale)
+    cfg, tall = _with_its_kernel("paged_attention", cfg, query, kv_lens, caches, scales, alibi_slopes, *options[:2])
+    return _attend(query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, *options, tall)
 
 
 def _of_rows(query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, *options):
@@ -126,16 +143,9 @@ def page_attention(
     requests = Requests(_int32(kv_lens), _int32(block_tables))
     options = (softmax_scale, logits_soft_cap, causal, window)
     caches, scales = (key_cache, value_cache), (k_scale, v_scale)
-    if cfg.mixed_num_warps == HOPPER:
-        if not is_tall(query, caches, scales, alibi_slopes, *options[:2]):
-            raise ValueError(
-                f"page_attention: argument 'cfg': {HOPPER} mixed_num_warps select flash attention's kernel for Hopper, which "
-                f"does not take this call: it takes {TALL} queries of a request or more, over pages of 8, 16, 32, ... slots of "
-                "the queries' own 16-bit dtype, without scales or slopes; use 4 or 8"
-            )
-        if compute_capability() == 90:
-            return attend_tall(query, caches, softmax_aux, requests, **dict(zip(_OPTIONS, options, strict=True)))
-        cfg = replace(cfg, mixed_num_warps=8)  # of the other kernel, which other GPUs have
+    cfg, tall = _with_its_kernel("page_attention", cfg, query, kv_lens, caches, scales, alibi_slopes, *options[:2])
+    if tall:
+        return attend_tall(query, caches, softmax_aux, requests, **dict(zip(_OPTIONS, options, strict=True)))
     return _of_rows(query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, *options)
 
 

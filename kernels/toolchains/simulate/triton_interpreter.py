@@ -26,6 +26,8 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime import jit as triton_jit
 
+from kernels.toolchains.simulate.instructions import executed
+
 __all__ = ["language_lock", "run_grid"]
 
 _POINTER_TYPES = {
@@ -237,10 +239,14 @@ def _interpreted_language() -> Iterator[None]:
         data = value.data.view(np.uint16) if value.data.dtype == _BFLOAT16 else value.data
         return interpreter._interpreter.store(pointers.data, data, mask.data)
 
-    def inline_asm(self: Any, asm: str, constraints: str, arguments: Any, *_: Any) -> Any:
-        if asm != "mov.b32 $0, $1;":
-            raise NotImplementedError(f"instructions {asm!r} are not interpreted")
-        return types.SimpleNamespace(get_result=lambda i: arguments[i])
+    def inline_asm(self: Any, asm: str, constraints: str, arguments: Any, kinds: Any, is_pure: bool, pack: int) -> Any:
+        # As many numbers as are packed share registers; they lie side by side.
+        words = [np.ascontiguousarray(x.data).reshape(-1, pack).view(np.uint32) for x in arguments]
+        registers = [column for of_operand in words for column in of_operand.T]
+        written = np.stack(executed(asm, constraints, registers), axis=1)
+        (kind,) = kinds
+        data = np.ascontiguousarray(written).view(numpy_dtype(kind)).reshape(arguments[0].data.shape)
+        return types.SimpleNamespace(get_result=lambda _: interpreter.TensorHandle(data, kind.scalar))
 
     def splat(self: Any, shape: Any, value: Any) -> Any:
         if value.data.dtype == np.bool_ and value.dtype.scalar != tl.int1:
