@@ -37,6 +37,12 @@ RESULTS, STEPS, README = HERE / "results" / "plans" / "plans.json", HERE / "resu
 BEGIN, END = "<!-- plans: begin -->", "<!-- plans: end -->"
 GIB = 2**30
 
+_HYBRID = (
+    "recipe=hybrid_long_context model=1b model.layer_pattern=[gated_delta+mlp,gated_delta+mlp,gated_delta+mlp,full+mlp] "
+    "model.gated_delta.num_key_heads=16 model.gated_delta.num_value_heads=16 mesh=single data.global_batch=1"
+)
+_MIXTURE = "recipe=moe_long_context data.sequence_length=32768 data.global_batch=64 mesh.ep=64 mesh.sp=1"
+_NEMOTRON = "recipe=hybrid_long_context model=nemotron_h_8b data.sequence_length=32768 mesh.sp=1"
 _8B, _SHORT = "recipe=long_context model=8b", "data.sequence_length=8192 data.global_batch=64"
 # name -> (topology, or devices and device; the recipe).
 CASES: dict[str, tuple[str | tuple[int, str], str]] = {
@@ -89,6 +95,11 @@ CASES: dict[str, tuple[str | tuple[int, str], str]] = {
         (64, "h200"),
         "recipe=moe model=qwen3_30b_a3b data.sequence_length=4096 data.global_batch=256 mesh.ep=8 mesh.fsdp=8",
     ),
+    "1b_hybrid_32k_h200": ((1, "h200"), f"{_HYBRID} data.sequence_length=32768"),
+    "1b_hybrid_128k_h200": ((1, "h200"), f"{_HYBRID} data.sequence_length=131072"),
+    "qwen3_next_32k_h200": ((64, "h200"), f"{_MIXTURE} model=qwen3_next_80b_a3b"),
+    "kimi_linear_32k_h200": ((64, "h200"), f"{_MIXTURE} model=kimi_linear_48b_a3b"),
+    "nemotron_h_32k_h200": ((8, "h200"), f"{_NEMOTRON} data.global_batch=8 mesh.fsdp=8"),
     "8b_8k": ("v5p:4x4x4", f"{_8B} {_SHORT} mesh.fsdp=64 mesh.sp=1"),
     "8b_8k_full": ("v5p:4x4x4", f"{_8B} {_SHORT} mesh.fsdp=64 mesh.sp=1 model.remat=full"),
     "8b_8k_dots": ("v5p:4x4x4", f"{_8B} {_SHORT} mesh.fsdp=64 mesh.sp=1 model.remat=dots"),
@@ -107,6 +118,7 @@ CASES: dict[str, tuple[str | tuple[int, str], str]] = {
         "v5p:4x4x4",
         "recipe=moe model=qwen3_30b_a3b data.sequence_length=4096 data.global_batch=256 mesh.ep=64",
     ),
+    "nemotron_h_32k": ("v5p:4x4x4", f"{_NEMOTRON} data.global_batch=64 mesh.fsdp=64"),
     "235b_128k": (
         "v5p:8x8x8",
         "recipe=moe_long_context model=qwen3_235b_a22b data.sequence_length=131072 data.global_batch=64 mesh.ep=64 mesh.sp=8",

@@ -5,13 +5,14 @@ Draws legal calls of an operation from the seed (`drawn.py`), checks the numbers
 the best peer / our time) and the worst calls. With candidates=N the first N configurations that the tuner would try of our
 first backend take part too, by number: what a heuristic is fitted to.
 
-Calls are compiled and checked by `workers` processes side by side; each is timed while the others wait. Other options:
-against=PEER,... dtype=bfloat16 rounds=5 seconds=0.03 only=TEXT (names that contain it) budget=0 (seconds after which no other
-call is prepared; 0 for all of them) commit=.
+`workers` processes compile and check calls side by side; each call is timed while the others wait, and written at once:
+a command that is interrupted reports what it has. Other options: against=PEER,... dtype=bfloat16 rounds=5 seconds=0.03
+only=TEXT (names that contain it) budget=0 (seconds after which no other call is begun; 0 for all of them) commit=.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
@@ -26,6 +27,7 @@ from typing import Any
 
 from benchmarks.drawn import DRAWS, draw
 from benchmarks.options import split
+from benchmarks.peers import all_peers
 from benchmarks.race import DIRECTIONS
 
 OPTIONS = {
@@ -54,6 +56,9 @@ def main(argv: list[str] | None = None) -> int:
     options, words = split(OPTIONS, argv)
     if len(words) != 1 or words[0] not in DRAWS:
         raise SystemExit(f"{' '.join(words)!r}: name one operation of {', '.join(DRAWS)}, and options as name=value")
+    unknown = {name for name in options["against"].split(",") if name not in ("", "none")} - set(all_peers())
+    if unknown:
+        raise SystemExit(f"against={','.join(sorted(unknown))}: must be of {', '.join(all_peers())}, or none")
     if options["shapes"] < 1 or options["workers"] < 1:
         raise SystemExit("shapes and workers must be at least 1")
     return _work(words[0], options) if options["part"] else _lead(words[0], options, argv)
@@ -66,9 +71,21 @@ def _lead(operation: str, options: dict[str, Any], argv: list[str]) -> int:
         if operation in ("flash_attention", "grouped_matmul"):
             # No timed program of these has a product of XLA's own, and to try out those of the oracles takes minutes.
             environment.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false")
+        # Of what a worker has freed its allocator keeps some, and one call of a peer may take tens of GB: others need room too.
+        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.7 / options['workers']:.3f}")
         parts = [f"part={i}/{options['workers']}:{folder}" for i in range(options["workers"])]
-        codes = [worker.wait() for worker in [subprocess.Popen([*command, part], env=environment) for part in parts]]
-        rows = [json.loads(line) for path in Path(folder).glob("*.jsonl") for line in path.read_text().splitlines()]
+        running = [subprocess.Popen([*command, part], env=environment) for part in parts]
+        try:
+            codes = [worker.wait() for worker in running]
+        except KeyboardInterrupt:
+            print("interrupted: the other calls are left out", flush=True)
+            for worker in running:
+                worker.kill()
+                worker.wait()
+            codes = [130]
+        # Without the line that a worker was killed at.
+        written = "".join(path.read_text().rpartition("\n")[0] + "\n" for path in Path(folder).glob("*.jsonl"))
+        rows = [json.loads(line) for line in written.splitlines() if line]
     rows.sort(key=lambda row: row["number"])
     print("\n".join(lines(rows)))
     if options["out"]:
@@ -89,14 +106,13 @@ def _work(operation: str, options: dict[str, Any]) -> int:
     import jax
 
     import kernels
-    from benchmarks import peers
     from benchmarks.measure import Red, Settings, measure, prepare, provenance
     from benchmarks.timing import ceilings
 
     share, _, folder = options["part"].partition(":")
     part, workers = map(int, share.split("/"))
-    op, every = kernels.operations()[operation], peers.all_peers()
-    names = options["against"].split(",") if options["against"] else list(every)
+    op, every = kernels.operations()[operation], all_peers()
+    names = [name for name in options["against"].split(",") if name != "none"] if options["against"] else list(every)
     cpu = jax.default_backend() == "cpu"
     settings = Settings(
         dtype=options["dtype"],
@@ -110,8 +126,10 @@ def _work(operation: str, options: dict[str, Any]) -> int:
         candidates=options["candidates"],
     )
     cases = list(enumerate(draw(operation, options["shapes"], options["seed"])))
-    prepared, code, start = [], 0, time.monotonic()
-    try:
+    turns, code, start = Turns(folder), 0, time.monotonic()
+    with turns.alone():
+        ceiling, origin = ceilings(settings.dtype), provenance(options["commit"] or None)
+    with Path(folder, f"{part}.jsonl").open("w") as file:
         for number, case in cases[part::workers]:
             if options["only"] not in case.name:
                 continue
@@ -119,38 +137,41 @@ def _work(operation: str, options: dict[str, Any]) -> int:
                 print(f"out of time before {case.name}", flush=True)
                 break
             try:
-                prepared.append((number, prepare(op, case, settings, {name: every[name] for name in names})))
+                with turns.beside_others():
+                    prepared = prepare(op, case, settings, {name: every[name] for name in names})
             except Red as red:
                 print(f"{case.name}: {red}", flush=True)
                 code = 1
-    finally:  # the others must not wait for a worker that failed
-        Path(folder, f"ready{part}").touch()
-    while len(list(Path(folder).glob("ready*"))) < workers:
-        time.sleep(0.2)
-    with _alone(folder):
-        ceiling, origin = ceilings(settings.dtype), provenance(options["commit"] or None)
-    with Path(folder, f"{part}.jsonl").open("w") as file:
-        for number, one in prepared:
-            with _alone(folder):
-                block = measure(op, one, settings, ceiling)
+                continue
+            with turns.alone():
+                block = measure(op, prepared, settings, ceiling)
             row = {"number": number, **block, **origin}
             print(_line(row), flush=True)
-            file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), file=file, flush=True)
+            del prepared  # its arrays, before those of the next call
     return code
 
 
-class _alone:
-    """Inside, this process alone measures."""
+class Turns:
+    """Turns on one device for several processes: any number that check, or one that measures. Whoever asks to measure comes
+    next: nobody begins to check before it."""
 
-    def __init__(self, folder: str):
-        self._path = Path(folder, "lock")
+    def __init__(self, folder: str | Path):
+        self._gate, self._device = Path(folder, "gate"), Path(folder, "device")
 
-    def __enter__(self) -> None:
-        self._file = self._path.open("w")
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+    def beside_others(self) -> contextlib.AbstractContextManager[None]:
+        return self._turn(fcntl.LOCK_SH)
 
-    def __exit__(self, *error: Any) -> None:
-        self._file.close()
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        return self._turn(fcntl.LOCK_EX)
+
+    @contextlib.contextmanager
+    def _turn(self, kind: int) -> Iterator[None]:
+        with self._device.open("w") as device:
+            with self._gate.open("w") as gate:
+                fcntl.flock(gate, fcntl.LOCK_EX)
+                fcntl.flock(device, kind)
+            yield
 
 
 def ratios(rows: list[dict[str, Any]], direction: str) -> Iterator[tuple[float, str, str]]:

@@ -209,6 +209,17 @@ def test_the_forward_writes_no_second_copy_of_the_weights_for_the_backward(confi
     assert (*batch["tokens"].shape, config.model_dim) in written and not written & weights
 
 
+def test_gradients_of_a_layer_are_done_before_the_backward_of_the_one_before_it():
+    """Else a compiler may leave those of several layers for later, with all that they read."""
+    (params, buffers), batch = state_of(MIXED), batch_of(MIXED)
+    loss = functools.partial(decoder.loss, c=MIXED, ops=OPS, context=StepContext(jnp.int32(0), jnp.int32(0), buffers))
+    closed = jax.make_jaxpr(jax.grad(lambda p: loss(p, batch)[0]))(params)
+    backward = [e for e in closed.jaxpr.eqns if e.primitive.name == "scan"][-1].params["jaxpr"]
+    (barrier,) = (e for e in backward.eqns if e.primitive.name == "optimization_barrier")  # two layers a round
+    shapes, D = [v.aval.shape for v in barrier.outvars], MIXED.model_dim
+    assert (*batch["tokens"].shape, D) in shapes and (D, MIXED.num_heads, MIXED.head_dim) in shapes, shapes
+
+
 # A layer before the pattern, two rounds of it, and half of one.
 STAGED = dataclasses.replace(
     MIXED, num_layers=6, first_layers=("full",), layer_pattern=("window", "full+probe"), remat="full"

@@ -141,6 +141,24 @@ def test_plans_for_tpus_count_what_their_kernels_keep(kind, dtype):
     assert parts.PARTS[kind].memory(c, on).tpu_rest == nbytes(*kept.values()) > 0
 
 
+@pytest.mark.parametrize("kind", OF_TPUS)
+def test_plans_for_gpus_count_what_their_kernels_store(kind):
+    """States and their gradients, of chunks of 64 tokens, in float32 of 16; and where XLA has no kernel its own arrays."""
+    T, c = 1024, dataclasses.replace(config("gla"), **{kind: OF_TPUS[kind][1]})
+    states = {"gated_delta": 16 * 128 * 64, "kda": 8 * 64 * 128, "mamba2": 16 * 64 * 128, "lightning": 8 * 64 * 64}
+    turned = (
+        3 * 8 * 64 * (kind == "kda")
+    )  # queries and keys with the decays of their channels in them, and written ones
+    for itemsize, chunk in ((2, 64), (4, 16)):
+        on = Share(T, itemsize, T, REMAT["none"], Ring(), Order("contiguous", 1), AllToAll())
+        stored = 2 * states.get(kind, 4 * 64 * 128) // chunk
+        part = parts.PARTS[kind].memory(c, on)
+        assert part.gpu_work == T * itemsize * (stored + turned) and part.tpu_work == 0
+        wide = dataclasses.replace(parts.PARTS[kind].size(c), key=256).memory(c, on)
+        assert wide.gpu_work == wide.tpu_work > 0
+        assert 0 < part.moved and part.work + part.moved == wide.work + wide.moved, "a step's time is as measured"
+
+
 @pytest.mark.parametrize(("remat", "layers"), [("none", 3), ("dots", 0)])
 def test_where_everything_is_kept_plans_for_tpus_have_what_kernels_keep(remat, layers):
     """Of a model of four layers, of which three are recurrences."""

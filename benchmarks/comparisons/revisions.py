@@ -1,5 +1,5 @@
-"""`python -m benchmarks.comparisons.revisions OLD [OP] [case=NAME,NAME] [seconds=LIMIT] [out=FILE]`: the GPU kernels of an
-operation before and after, in one run.
+"""`python -m benchmarks.comparisons.revisions OLD [OP] [case=NAME,NAME] [seconds=LIMIT] [out=FILE] [old=REVISION]
+[commit=]`: the GPU kernels of an operation before and after, in one run.
 
 OLD is a folder with `kernels/` and `benchmarks/` of another revision:
 `git archive REVISION kernels ejdist benchmarks | tar x -C OLD`. Each tree has a process of its own, and they take turns: five
@@ -73,7 +73,7 @@ def worker(tree: str, name: str) -> None:
         command, *rest = line.split()
         try:
             if command == "list":
-                answer: dict[str, Any] = {"cases": list(cases)}
+                answer: dict[str, Any] = {"cases": list(cases), "device": jax.devices()[0].device_kind}
             elif command == "prepare":
                 answer = prepare(rest[0])
             else:
@@ -102,12 +102,13 @@ class _Tree:
 def main(argv: list[str]) -> int:
     plain = [a for a in argv if "=" not in a]
     options = dict(a.split("=", 1) for a in argv if "=" in a)
-    if not 1 <= len(plain) <= 2 or set(options) - {"case", "seconds", "out"}:
+    if not 1 <= len(plain) <= 2 or set(options) - {"case", "seconds", "out", "old", "commit"}:
         print(__doc__, file=sys.stderr)
         return 2
     op, start = plain[1] if len(plain) > 1 else "flash_attention", time.monotonic()
     trees = {"old": _Tree(plain[0], op), "new": _Tree(str(Path.cwd()), op)}
-    cases = options["case"].split(",") if "case" in options else trees["new"].ask("list")["cases"]
+    listed = trees["new"].ask("list")
+    cases = options["case"].split(",") if "case" in options else listed["cases"]
     result: dict[str, Any] = {}
     for case in cases:
         if time.monotonic() - start > float(options.get("seconds", "inf")):
@@ -133,7 +134,11 @@ def main(argv: list[str]) -> int:
         old, new = (sum(rows[name]["first_call_s"]) for name in ("old", "new"))
         print(f"{case:28s} first calls {new:.1f} s, before {old:.1f} s", flush=True)
     if "out" in options:
-        Path(options["out"]).write_text(json.dumps(result))
+        from benchmarks.measure import provenance  # not above: a worker imports the modules of its own tree
+
+        about = {"device": listed["device"], "dtype": "bfloat16", "op": op, "old": options.get("old", plain[0])}
+        about |= provenance(options.get("commit"))
+        Path(options["out"]).write_text(json.dumps({**about, "cases": result}))
     for tree in trees.values():
         assert tree.process.stdin
         tree.process.stdin.close()

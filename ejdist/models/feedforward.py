@@ -75,7 +75,8 @@ class MLP(Part):
         wide = f if rows is None else rows * width * share.itemsize
         work = 5 * wide + 3 * x + 4 * x // share.itemsize + (rows is not None) * 4 * 3 * c.model_dim * width
         # On GPUs the kernel of the activation's product holds three results of that width and its three operands.
-        return PartBytes(0, 0, products=2 * f, rest=f + x, work=work, gpu_work=wide)
+        waits = 3 * f if rows is None else 0
+        return PartBytes(0, 0, products=2 * f, rest=f + x, work=work, gpu_work=wide, gpu_waits=waits)
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
         return share.sums_over_features(c.model_dim, 2)  # of the result, and of the input's gradient

@@ -180,6 +180,7 @@ class GatedDelta(Recurrence):
         stored = N * in_lanes(m.key_dim) * in_lanes(m.value_dim)
         return Size(
             reads + out, out, reads, state, state + a, 3, wide, 20, mixed, m.conv_width, repeated,
+            beside=2 * out, exact=m.num_key_heads * m.key_dim, key=m.key_dim, value=m.value_dim,
             stored=stored, inverses=N * LANES,
         )  # fmt: skip
 
@@ -250,6 +251,7 @@ class KimiDelta(Recurrence):
         reads, a = mixed + N, decays * m.key_dim
         return Size(
             reads, out, reads, state, state + a, 3, wide, 20, mixed, m.conv_width,
+            beside=2 * out, exact=decays, turned=3 * decays, key=m.key_dim, value=m.value_dim,
             narrow=2 * m.rank, raised=decays + out, lifted=m.rank * (decays + out), decays=decays,
             stored=N * in_lanes(m.key_dim) * in_lanes(m.value_dim), inverses=N * LANES,
         )  # fmt: skip
@@ -321,8 +323,8 @@ class Mamba2(Recurrence):
         wide = N * max(m.head_dim, m.state_dim)
         projected = 2 * out + mixed + N
         return Size(
-            projected, out, reads + N, state, state + N, 2, wide, 14, reads, m.conv_width, summed=out,
-            stored=state, lasting=LONGER,
+            projected, out, reads + N, state, state + N, 2, wide, 14, reads, m.conv_width,
+            key=m.state_dim, value=m.head_dim, stored=state, lasting=LONGER,
         )  # fmt: skip
 
 
@@ -376,4 +378,4 @@ class Lightning(Recurrence):
         wide = m.num_heads * m.head_dim
         state = wide * m.head_dim
         made = 4 * wide, wide, 3 * wide, state, state + m.num_heads, 2, wide, 10
-        return Size(*made, summed=wide, stored=state, lasting=LONGER)
+        return Size(*made, key=m.head_dim, value=m.head_dim, stored=state, lasting=LONGER)

@@ -71,5 +71,5 @@ class GatedLinear(Recurrence):
         return Size(
             reads + out, out, reads, state, state + decays, 2, wide, 24,
             narrow=m.rank, raised=decays, lifted=m.rank * decays, decays=decays,
-            stored=m.num_heads * in_lanes(m.key_dim) * in_lanes(m.value_dim),
+            key=m.key_dim, value=m.value_dim, stored=m.num_heads * in_lanes(m.key_dim) * in_lanes(m.value_dim),
         )  # fmt: skip

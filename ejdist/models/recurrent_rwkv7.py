@@ -23,6 +23,7 @@ from ejdist.models.share import Share
 STREAMS = 6  # inputs mixed of a token and the one before: of receptances, decays, keys, values, rates, gates
 SUMMED = 3  # of them, those that products with all heads read: each has a gradient that devices sum over the heads
 LARGEST = math.exp(-0.5)  # of the log decays, less their sign: no channel forgets faster
+CHUNK = 32  # tokens of a chunk of the kernels for GPUs
 SHIFT = 2  # taps of the convolution that shifts
 
 
@@ -159,8 +160,10 @@ class Rwkv7(Recurrence):
         m = c.rwkv7
         wide, ranks = m.num_heads * m.head_dim, m.decay_rank + m.rate_rank + m.gate_rank
         state = wide * m.head_dim
+        squares = 7 * CHUNK * m.num_heads  # pairs of readers and writers, the inverse, and gradients
         return Size(
             3 * wide, wide, 5 * wide, state, 2 * state, 4, wide, 107, c.model_dim, SHIFT,
+            beside=2 * wide, turned=squares, chunk=CHUNK, key=m.head_dim, value=m.head_dim, pallas=False,
             narrow=ranks, raised=3 * wide, lifted=ranks * wide, decays=wide,
         )  # fmt: skip
 

@@ -13,6 +13,8 @@ from ejdist.sequence.cost import states_sent
 from kernels.engines.scan.chunks import BYTES_TOGETHER
 
 LANES = 128  # of TPUs; tokens of a chunk there
+WIDEST_VALUE = 512  # channels of a value that kernels take; of a key as many as lanes
+LEAST = 16  # tokens of a chunk of those of GPUs in float32
 LONGER = 256  # the same of a recurrence with one decay a head and no delta rule, in a narrow dtype
 
 
@@ -29,12 +31,16 @@ class Size:
       projected: results a token of the input's projections. out: of the recurrence.
       reads: what the recurrence reads a token. convolved, taps: channels of the convolution before it, and tokens of each.
       state: of the states. map: of what a run of tokens does to them. products: with a state's entry, a token.
-      wide, held: a token's numbers in an array of chunks that are computed at once, and how many such arrays a backward has,
-        as counted in programs that XLA compiles for GPUs.
-      repeated, summed: a token's numbers in float32, of key heads for each value head, and of what a map is summed of.
+      wide, held: a token's numbers in an array of chunks that XLA computes at once, and how many such arrays a backward has,
+        as counted in programs for GPUs. repeated: those in float32, of key heads for each value head.
+      beside, exact: a token's numbers that a backward by kernels has beside what the recurrence reads and returns, and their
+        gradients: in the compute dtype, and in float32. turned: those of kernels for GPUs alone, in the compute dtype.
+      chunk: tokens between the states that kernels for GPUs store.
+      key, value: widths of a head, of which kernels take so many.
       decays: numbers a token that the recurrence reads in float32, beside `reads`.
       stored, inverses: what kernels of TPUs keep for their backward: numbers of the states at the ends of chunks, as they lie
-        there, and a token's of the inverses of a delta rule. lasting: tokens of such a chunk in a narrow dtype.
+        there, and a token's of the inverses of a delta rule. lasting: tokens of such a chunk in a narrow dtype. pallas:
+        whether there are such kernels.
       narrow: results a token of projections that every device has whole. raised: what products of them make. lifted: numbers
         that those products multiply with.
     """
@@ -50,7 +56,13 @@ class Size:
     convolved: int = 0
     taps: int = 1
     repeated: int = 0
-    summed: int = 0
+    beside: int = 0
+    exact: int = 0
+    turned: int = 0
+    chunk: int = 64
+    key: int = 0
+    value: int = 0
+    pallas: bool = True
     decays: int = 0
     stored: int = 0
     inverses: int = 0
@@ -68,14 +80,34 @@ class Size:
         """Returns the bytes: the result is kept where attention's is, so that no recurrence runs twice."""
         x, part = share.tokens * c.model_dim * share.itemsize, share.tokens / share.features
         made = self.projected + self.raised + share.features * self.narrow
-        projected, out, reads = (int(part * share.itemsize * n) for n in (made, self.out, self.reads))
-        decays = int(4 * part * self.decays)
-        exact = 2 * (self.convolved + self.repeated) + 4 * self.summed * (share.sequence > 1)  # float32 in any model
-        together = self.held * min(int(4 * part * self.wide), BYTES_TOGETHER)
-        work = 2 * (projected + reads + decays) + 3 * out + 3 * x + int(4 * part * exact) + together
-        chunk = LANES if share.itemsize == 4 else self.lasting
-        kept = int(part * share.itemsize * (self.stored / chunk + self.inverses))
-        return PartBytes(0, out, products=projected + x, rest=reads + decays + out + x, work=work, tpu_rest=kept)
+        projected, out, reads, beside = (
+            int(part * share.itemsize * n) for n in (made, self.out, self.reads, self.beside)
+        )
+        decays, exact = (int(4 * part * n) for n in (self.decays, self.exact))
+        # What is projected, what is read of it and its gradient; four as wide as the result: it, what it becomes, its gate and
+        # its gradient; decays of channels, and their sums.
+        work = 3 * reads + 4 * out + x + 2 * decays + beside + exact
+        # XLA has chunks in float32, and of the convolution all tokens.
+        chunks = self.held * min(int(4 * part * self.wide), BYTES_TOGETHER)
+        by_xla = chunks + int(4 * part * 2 * (self.convolved + self.repeated))
+        tokens = (LEAST, LANES) if share.itemsize == 4 else (self.chunk, self.lasting)
+        ends = int(part * share.itemsize * (2 * self.state / tokens[0] + self.turned))  # and the gradients there
+        kept = int(part * share.itemsize * (self.stored / tokens[1] + self.inverses))
+        # Kernels pass over what they read and make several times: as much in all as XLA's chunks, by measured steps.
+        moved = max(0, 2 * (projected + reads + decays) + 3 * (out + x) + by_xla - work)
+        by_kernels = self.key <= LANES and self.value <= WIDEST_VALUE
+        return PartBytes(
+            0,
+            out,
+            products=projected + x,
+            rest=reads + decays + out + x,
+            work=work,
+            moved=moved,
+            tpu_rest=kept,
+            gpu_work=ends if by_kernels else by_xla,
+            gpu_beside=4 * x,  # the residual stream, its gradient, what the part's norm reads, and zeros of sums
+            tpu_work=0 if by_kernels and self.pallas else by_xla,
+        )
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
         """Returns sums over heads, as attention has them, and of the gradient of what every device has whole; and states with

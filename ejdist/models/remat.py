@@ -21,8 +21,11 @@ class PartBytes:
       products: other results of projections.
       rest: everything else.
       work: live at the peak of the part's backward, saved or not: inputs, results and their gradients.
+      moved: beside `work`, what passes over the memory as often, for a step's time.
       tpu_rest: also there with `rest`, of what kernels of TPUs keep of their forward for their backward; and live at that peak.
-      gpu_work: also live there in programs that XLA compiles for GPUs.
+      gpu_work: also live there in programs that XLA compiles for GPUs. tpu_work: the same for TPUs.
+      gpu_beside: also live there where the layer has another part, whose backward comes before; with it what that part's
+        gradients of matrices are made of, its `gpu_waits`: XLA for GPUs leaves those products until the layer is done.
       gpu_zeros: initial zeros of a loop inside the part, which XLA for GPUs hoists out of the loop over layers, so that they
         are live in the backward of every part.
     """
@@ -32,9 +35,13 @@ class PartBytes:
     products: int
     rest: int
     work: int
+    moved: int = 0
     tpu_rest: int = 0
     gpu_work: int = 0
     gpu_zeros: int = 0
+    tpu_work: int = 0
+    gpu_beside: int = 0
+    gpu_waits: int = 0
 
 
 @dataclass(frozen=True)

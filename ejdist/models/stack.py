@@ -157,6 +157,25 @@ def rematerialised(layer: Callable, remat: Remat, parts: list[Part], *, in_scan:
     return jax.checkpoint(layer, policy=keep, prevent_cse=not in_scan)
 
 
+@jax.custom_vjp
+def _in_turn(x: jax.Array, weights: Any) -> tuple[jax.Array, Any]:
+    """Returns the input and the weights of a layer, whose gradients are all done before the backward of the layer before it
+    begins. Without it a compiler may leave the products that make gradients of matrices for later, and then what they read of
+    several layers is alive at once."""
+    return x, weights
+
+
+def _barred(_: None, cotangents: Any) -> Any:
+    leaves, tree = jax.tree.flatten(cotangents)
+    wanted = [i for i, d in enumerate(leaves) if d.dtype != jax.dtypes.float0]
+    for i, d in zip(wanted, jax.lax.optimization_barrier([leaves[i] for i in wanted]), strict=True):
+        leaves[i] = d
+    return jax.tree.unflatten(tree, leaves)
+
+
+_in_turn.defvjp(lambda x, weights: ((x, weights), None), _barred)
+
+
 def _cast(weight: Any, dtype: Any) -> Any:
     """Returns a stack of matrices in the compute dtype. Of a frozen one a row is cast, where a layer uses it."""
     return weight.adapter_in(dtype) if isinstance(weight, Frozen) else weight.astype(dtype)
@@ -305,6 +324,8 @@ def run_layers(
             layer = partial(_layer, parts=parts, context=context)
             w, b, rows = ({name: three[k] for name, three in mine.items()} for k in (0, 1, 2))
             with jax.named_scope("layer"):
+                if i:  # the backward of the first is the last
+                    x, w = _in_turn(x, w)
                 remembering = rematerialised(layer, REMAT[c.remat], parts, in_scan=in_scan)
                 x, kept, layer_metrics = remembering(x, kept, w, b, rows, first + i)
             metrics.append(layer_metrics)

@@ -1,9 +1,9 @@
 """Bytes on a device at the height of a training step, by class, from shapes and shardings alone: nothing is compiled.
 
-State and batch are exact. What comes and goes is counted at several moments, of which the largest is the height: the loss,
-whose logits are there a block at a time; the backward of a layer; the gradient of the embedding; and, with moments on the host,
-the update. Each holds what is kept for the backward, copies of the weights in the compute dtype, and gradients that wait for
-the update.
+State and batch are exact. What comes and goes is counted at several moments, of which the largest is the height: the
+forward of a round of the layers' pattern; the loss, whose logits are there a block at a time; the backward of a layer; the
+gradient of the embedding; and, with moments on the host, the update. Each holds what is kept for the backward, copies of the
+weights in the compute dtype, and gradients that wait for the update.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ejdist.models.model import Model
 from ejdist.models.parameters import Param
 from ejdist.models.remat import PartBytes
 from ejdist.models.share import Share
-from ejdist.models.stack import counted_parts
+from ejdist.models.stack import counted_parts, layers_of
 from ejdist.planning.activations import bytes_of
 from ejdist.planning.share import share_of
 from ejdist.training.offload import is_offloaded, is_stack
@@ -35,7 +35,7 @@ _BASE = f"{BASE}."
 MOMENTS, ACTIVATIONS = "optimizer moments", "activations kept"  # in the memory of a host
 # A heap has gaps: what it takes over what is alive at its height. 0 to 12% in programs for TPUs, none in those for GPUs.
 GAPS = {"tpu": 1.04, "gpu": 1.0}
-WORK_FIRST = 2.0
+WORK_FIRST = 2.5
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,9 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
     kept = inputs + sum(n * share.remat.kept(each[part]) for part, n in parts.items())
     if platform == "tpu" and share.remat.rest:
         kept += sum(n * each[part].tpu_rest for part, n in parts.items())
-    work = _at_work(list(each.values()), platform)
+    pattern = layers_of(c)[len(c.first_layers) :][: len(c.layer_pattern)]
+    of_round = sum(inputs // c.num_layers + sum(share.remat.kept(each[part]) for part in layer) for layer in pattern)
+    work = _at_work([[each[part] for part in layer] for layer in layers_of(c)], platform)
     stacks = [p for p in parameters if p.path.startswith("layers.") and p.param.cast]
     copies = b * sum(p.local for p in stacks) if b < 4 else 0
     gradients = b * sum(p.local for p in stacks)
@@ -169,8 +171,10 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
     # XLA for GPUs makes the zeros that a gradient of a gathered table is added to in one go with those of the head.
     early = of_head if platform == "gpu" and split and not c.tie_embeddings else 0
     # Where a layer's work is much larger than what waits of the head, XLA for GPUs reduces that first and gives its place to
-    # the layers, as compiled programs of 2^20 tokens and more show; else both are there at once.
-    waiting = 0 if platform == "gpu" and split and work > WORK_FIRST * (of_head + early) else of_head + early
+    # the layers, as compiled programs of 2^20 tokens and more show; so it does with layers after the rounds of the pattern,
+    # which are no loop. Else both are there at once.
+    reduced = platform == "gpu" and split and (bool(c.last_layers) or work > WORK_FIRST * (of_head + early))
+    waiting = 0 if reduced else of_head + early
 
     moments = {
         "the loss": {
@@ -194,6 +198,15 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
             "activations at work": 2 * x,
         },
     }
+    if len(pattern) > 1:  # what its layers keep goes to the stacks when all of them are done
+        moments["the forward of a round"] = {
+            "activations kept": kept,
+            "weights in the compute dtype": copies,
+            "gathered weights": whole // 2,
+            "gradients": sums,
+            "activations of a round": of_round,
+            "activations at work": max(min(p.products + p.rest, p.work) for p in each.values()),
+        }
     if MOMENTS in host:
         away = [p for p in parameters if is_offloaded(p.param)]
         # A layer's moments come while the last ones go; those of a matrix of the whole model are there at once.
@@ -228,11 +241,18 @@ def on_host(sections: Any, of: Held, share: Share) -> dict[str, int]:
     return held
 
 
-def _at_work(parts: list[PartBytes], platform: str) -> int:
-    """Returns the bytes at the height of the backward of the part that needs most."""
+def _at_work(layers: list[list[PartBytes]], platform: str) -> int:
+    """Returns the bytes at the height of the backward of the layer that needs most; one is done before the next begins."""
+    each = [p for parts in layers for p in parts]
     if platform != "gpu":
-        return max(p.work + p.tpu_rest for p in parts)
-    return max(p.work + p.gpu_work for p in parts) + max(p.gpu_zeros for p in parts)
+        return max(p.work + p.tpu_rest + p.tpu_work for p in each)
+    # Of a layer with a recurrence before another part: that one's backward, while what the recurrence's will read is computed
+    # again already; and the recurrence's.
+    beside = []
+    for p, q in ((parts[0], parts[-1]) for parts in layers if parts[0].gpu_beside and len(parts) > 1):
+        beside.append(q.work + q.gpu_work + p.gpu_beside + p.products + p.rest)
+        beside.append(p.work + p.gpu_work + p.gpu_beside + q.gpu_waits)
+    return max([p.work + p.gpu_work for p in each] + beside) + max(p.gpu_zeros for p in each)
 
 
 def _gathered(c: Any, stacks: list[Stored], itemsize: int | None, cast: int = 0) -> dict[str, int]:

@@ -109,7 +109,7 @@ def step_time(
         frozen, adapters = matmuls, 2 * sum(p.whole for p in of.parameters)
         computed += adapters * (3 + (not share.remat.products))
     each = bytes_of(c, share)
-    work = sum(n * each[part].work for part, n in counted_parts(c).items())
+    work = sum(n * (each[part].work + each[part].moved) for part, n in counted_parts(c).items())
     passes = PASSES * work + LOGIT_BYTES * share.tokens * c.vocab_size // share.features
     state = (STATE_BYTES - 2 * (8 - moment_bytes(s))) * sum(p.local for p in of.parameters)
     sent = traffic(s, of, share, mesh, links)

@@ -131,7 +131,7 @@ FAULTS = (
         "memory:memory",
         "$work > WORK_FIRST * ($head + $early)",
         "False",
-        "tests/test_planning.py -k within_a_tenth",
+        "tests/test_planning.py -k within_a_twentieth",
     ),
     Fault(
         "a ring is planned with zeros where it adds in place",

@@ -67,6 +67,19 @@ def test_lengths_and_groups_of_heads(lengths, heads, kind):
 
 
 @pytest.mark.parametrize(
+    ("kind", "heads", "shares"),
+    [("128", (6, 2), 3), ("192", (4, 1), 2), pytest.param("64", (4, 1), 4, marks=pytest.mark.slow)],
+)
+def test_programs_that_share_a_block_of_keys(monkeypatch, kind, heads, shares):
+    """Gradients of keys and values are sums of what each has for its heads, and rounded once."""
+    asked = []
+    monkeypatch.setattr(triton_calls, "shares_of_group", lambda *call: asked.append(call) or shares)
+    hold(arrays(B, (150, 140), heads, KINDS[kind][0], "bfloat16"), MaskInfo(causal=True, window=(90, 0)), {})
+    assert {call[1:] for call in asked} == {(B, heads[1], heads[0] // heads[1], 1 if kind == "192" else 8)}
+    assert all(isinstance(spans, np.ndarray) for spans, *_ in asked)
+
+
+@pytest.mark.parametrize(
     ("length", "heads", "widths", "dtype", "options", "rank"),
     [
         (256, (2, 1), (64, 64), "bfloat16", {}, 0),

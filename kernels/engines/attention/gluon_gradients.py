@@ -76,8 +76,8 @@ def _load(d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, s
     mbarrier.expect(kv_full, k_desc.nbytes_per_cta + v_desc.nbytes_per_cta)
     k_block = k_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_H], layout=BLOCK)
     v_block = v_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_V], layout=BLOCK)
-    tma.async_load(k_desc, [b, block * O.BLOCK_K, head, 0], kv_full, k_block)
-    tma.async_load(v_desc, [b, block * O.BLOCK_K, head, 0], kv_full, v_block)
+    tma.async_load(k_desc, [b, block * O.BLOCK_K, head // O.SHARES, 0], kv_full, k_block)
+    tma.async_load(v_desc, [b, block * O.BLOCK_K, head // O.SHARES, 0], kv_full, v_block)
     q_tiles, d_tiles, rows, full, free = ring
     BYTES: gl.constexpr = q_desc.nbytes_per_cta + d_out_desc.nbytes_per_cta + 2 * lse_desc.nbytes_per_cta
     stage, phase = 0, 0
@@ -268,15 +268,19 @@ def _gradients(dq_desc, spans_ptr, side_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, 
 @gluon.jit
 def store_keys(ptr, x, tile, b, block, head, HEADS: gl.constexpr, LENGTH: gl.constexpr, WIDTH: gl.constexpr,
                WIDE: gl.constexpr, FIRST: gl.constexpr):  # fmt: skip
-    """Stores a block of keys or values, or its columns from FIRST on, through the tile that held them, so that each
-    thread writes 16 contiguous bytes."""
+    """Stores a block of keys or values, or its columns from FIRST on: in 16 bits through the tile that held them, so that each
+    thread writes 16 contiguous bytes, and in float32 from where the numbers are."""
     ROWS: gl.constexpr = tile.shape[0]
-    tile.store(x.to(tile.dtype))
-    rows = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
-    cols = FIRST + gl.arange(0, tile.shape[1], gl.SliceLayout(0, WIDE))
+    WHOLE: gl.constexpr = ptr.dtype.element_ty == gl.float32
+    LAYOUT: gl.constexpr = x.type.layout if WHOLE else WIDE
+    if not WHOLE:
+        tile.store(x.to(tile.dtype))
+        x = tile.load(WIDE)
+    rows = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    cols = FIRST + gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
     where = ((b * LENGTH + rows).to(gl.int64) * HEADS + head) * WIDTH
     mask = (rows < LENGTH)[:, None] & (cols < WIDTH)[None, :]
-    gl.store(ptr + where[:, None] + cols[None, :], tile.load(WIDE), mask=mask)
+    gl.store(ptr + where[:, None] + cols[None, :], x, mask=mask)
 
 
 @gluon.jit

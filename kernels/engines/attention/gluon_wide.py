@@ -198,8 +198,8 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, side_ptr, dk_ptr
     mbarrier.expect(kv_full, k_desc.nbytes_per_cta + v_desc.nbytes_per_cta)
     k_block = k_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_H], layout=BLOCK)
     v_block = v_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_V], layout=BLOCK)
-    tma.async_load(k_desc, [b, block * O.BLOCK_K, head, 0], kv_full, k_block)
-    tma.async_load(v_desc, [b, block * O.BLOCK_K, head, 0], kv_full, v_block)
+    tma.async_load(k_desc, [b, block * O.BLOCK_K, head // O.SHARES, 0], kv_full, k_block)
+    tma.async_load(v_desc, [b, block * O.BLOCK_K, head // O.SHARES, 0], kv_full, v_block)
     ahead, ahead_n = _load_first(
         q_desc, lse_desc, b, first, head * (O.N // O.K), first, last, steps, queries, O, STAGES
     )

@@ -17,6 +17,7 @@ from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.ranges import Edge, Interval, KeyRange
 from kernels.engines.attention.tiles import FIRST, LAST, spans
 from kernels.engines.attention.triton_parts import OFFSET, POSITION, ROW, Options
+from kernels.engines.attention.triton_shares import shares_of_group
 from kernels.framework.config import BwdParams, FwdParams, KernelConfig
 from kernels.framework.execute import Saved
 from kernels.framework.target import MULTIPROCESSORS
@@ -51,9 +52,20 @@ class Call(NamedTuple):
     of_tiles: MaskInfo | None = None  # which tiles meet, where tiles decide more than is compared pair by pair
 
     def spans(self, q_block: int, k_block: int) -> tuple[jax.Array, jax.Array]:
-        mask = self.mask if self.of_tiles is None else self.of_tiles
-        by_query, by_key = spans(mask, self.options["T"], self.options["S"], q_block, k_block)
+        by_query, by_key = self.known_spans(q_block, k_block)
         return jnp.asarray(by_query), jnp.asarray(by_key)
+
+    def known_spans(self, q_block: int, k_block: int) -> tuple[Any, Any]:
+        """The same, as NumPy arrays where they do not depend on the arrays of the mask."""
+        mask = self.mask if self.of_tiles is None else self.of_tiles
+        return spans(mask, self.options["T"], self.options["S"], q_block, k_block)
+
+    def shared(self, spans: Any) -> Call:
+        """Returns the call for the Hopper backward: where several programs for a block of keys are faster, each of them counts
+        as a key head. `spans` are those of the blocks of keys."""
+        o = self.options
+        shares = shares_of_group(spans, o["B"], o["K"], o["N"] // o["K"], 1 if o["BLOCK_H"] > 128 else SIDE_BY_SIDE[0])
+        return self._replace(options={**o, "K": o["K"] * shares, "SHARES": shares})
 
     def launch(
         self, kernel: Any, first: tuple, spans: jax.Array, blocks: tuple[int, int], params: FwdParams, **rest: Any

@@ -32,6 +32,22 @@ def _load(ptr, offsets, mask, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _inside(rows, cols, i, M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Returns which entries of chunk i are in the array."""
+    return (rows < M)[:, None] & (i * BLOCK_D + cols < D)[None, :]
+
+
+@triton.jit
+def _load_row(ptr, offsets, rows, cols, M: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """As `_load`, where the last chunk may be cut off."""
+    tiles = ()
+    for i in tl.static_range(CHUNKS):
+        inside = _inside(rows, cols, i, M, D, BLOCK_D)
+        tiles = tiles + (tl.load(ptr + offsets + i * BLOCK_D, mask=inside, other=0.0),)
+    return tiles
+
+
+@triton.jit
 def _factor(weight_ptr, cols, mask, ZERO_CENTERED: tl.constexpr):
     """Returns the scale of a row, float32 [1, columns]; 1 without a weight."""
     factor = tl.full([1, 1], 1.0, tl.float32)
@@ -81,16 +97,15 @@ def norm_fwd_kernel(
 ):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_D)
-    mask = (rows < M)[:, None] & (cols < D)[None, :]
     offsets = rows.to(tl.int64)[:, None] * D + cols[None, :]
-    x = _load(x_ptr, offsets, mask, CHUNKS, BLOCK_D)
+    x = _load_row(x_ptr, offsets, rows, cols, M, D, CHUNKS, BLOCK_D)
     if residual_ptr is not None:
-        residual = _load(residual_ptr, offsets, mask, CHUNKS, BLOCK_D)
+        residual = _load_row(residual_ptr, offsets, rows, cols, M, D, CHUNKS, BLOCK_D)
         stream = ()
         for i in tl.static_range(CHUNKS):
             # Rounded first, because the norm is of the stream that is returned.
             total = (x[i].to(tl.float32) + residual[i].to(tl.float32)).to(stream_ptr.dtype.element_ty)
-            tl.store(stream_ptr + offsets + i * BLOCK_D, total, mask=mask)
+            tl.store(stream_ptr + offsets + i * BLOCK_D, total, mask=_inside(rows, cols, i, M, D, BLOCK_D))
             stream = stream + (total,)
         x = stream
     mean = tl.zeros([BLOCK_M], tl.float32)
@@ -105,7 +120,7 @@ def norm_fwd_kernel(
         apart = x[i].to(tl.float32)
         if mean_ptr is not None:
             # Entries past D were loaded as 0, and subtracting the mean would make them nonzero.
-            apart = tl.where(mask, apart - mean[:, None], 0.0)
+            apart = tl.where(_inside(rows, cols, i, M, D, BLOCK_D), apart - mean[:, None], 0.0)
         squares += apart * apart
     rstd = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=1) / D + EPS)
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
@@ -113,10 +128,12 @@ def norm_fwd_kernel(
         out = x[i].to(tl.float32)
         if mean_ptr is not None:
             out = out - mean[:, None]
-        out = out * rstd[:, None] * _factor(weight_ptr, i * BLOCK_D + cols, cols < D, ZERO_CENTERED)
+        col = i * BLOCK_D + cols
+        out = out * rstd[:, None] * _factor(weight_ptr, col, col < D, ZERO_CENTERED)
         if bias_ptr is not None:
-            out += tl.load(bias_ptr + i * BLOCK_D + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
-        tl.store(out_ptr + offsets + i * BLOCK_D, out.to(out_ptr.dtype.element_ty), mask=mask)
+            out += tl.load(bias_ptr + col, mask=col < D, other=0.0).to(tl.float32)[None, :]
+        inside = _inside(rows, cols, i, M, D, BLOCK_D)
+        tl.store(out_ptr + offsets + i * BLOCK_D, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -227,7 +244,7 @@ def forward(x: Any, residual: Any, weight: Any, bias: Any, norm: Norm, cfg: Any)
     """Returns (out, stream if there is a residual, the statistics of each row)."""
     D = x.shape[-1]
     M = x.size // D
-    chunks, block_d = cut.tiles(D)
+    chunks, block_d = cut.forward_tiles(D)
     out_shape = {"out_ptr": jax.ShapeDtypeStruct((M, D), x.dtype)}
     if residual is not None:
         out_shape["stream_ptr"] = jax.ShapeDtypeStruct((M, D), residual.dtype)

@@ -10,6 +10,9 @@ WIDEST = 32768
 # From this width on, a backward is fastest with one large program per multiprocessor (measured, benchmarks/results).
 WIDE = 4096
 
+# A forward of rows from this width on, of which a tile would be idle beyond this share, has chunks of so many columns.
+NARROWEST_CUT, MOST_IDLE, CHUNK = 2048, 1.125, 1024
+
 # VMEM for a kernel's blocks and temporaries. The smallest default limit of a chip is 16 MiB.
 VMEM_BUDGET = 12 * 2**20
 # Rows per register tile of the narrowest dtype (16 bits). Blocks have a multiple of this.
@@ -23,6 +26,14 @@ def tiles(D: int) -> tuple[int, int]:
     if block_d >= 16 and D // block_d <= 8:
         return D // block_d, block_d
     return 1, max(16, power_of_two(D))
+
+
+def forward_tiles(D: int) -> tuple[int, int]:
+    """Returns the same for a forward, whose last chunk may be cut off: as much of a power of two as is idle else."""
+    chunks, block_d = tiles(D)
+    if chunks == 1 and D >= NARROWEST_CUT and block_d > MOST_IDLE * D:
+        return -(-D // CHUNK), CHUNK
+    return chunks, block_d
 
 
 def rows(D: int, elements: int) -> int:

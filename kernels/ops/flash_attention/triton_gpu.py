@@ -145,7 +145,14 @@ def warp_specialized_gradients(
         lse,
         delta,
     )
-    spans = call.spans(*blocks)[1]
+    spans = call.known_spans(*blocks)[1]
+    call = call.shared(spans)
+    shares, spans = call.options["SHARES"], jnp.asarray(spans)
+
+    def gradient_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+        shape = (B, S, K * shares, x.shape[3])
+        return jax.ShapeDtypeStruct(shape, x.dtype if shares == 1 else jnp.float32)
+
     d_key, d_value, d_query = call.launch_with(
         kernel,
         arrays,
@@ -153,16 +160,18 @@ def warp_specialized_gradients(
         blocks,
         side_ptr=call.side_by_side(spans, q_block, query.dtype.itemsize),
         out_shape=(
-            jax.ShapeDtypeStruct(key.shape, key.dtype),
-            jax.ShapeDtypeStruct(value.shape, value.dtype),
+            gradient_of(key),
+            gradient_of(value),
             jax.ShapeDtypeStruct(query.shape, jnp.float32),
         ),
         aliases={"dq_desc": 2},
-        grid=(triton.cdiv(S, k_block) * K * B,),
+        grid=(triton.cdiv(S, k_block) * K * shares * B,),
         work=work_of(query, key, value, call.mask, (3, 2)),
         STAGES=params.num_stages,
         **how,
     )
+    if shares > 1:
+        d_key, d_value = (x.reshape(B, S, K, shares, -1).sum(3).astype(key.dtype) for x in (d_key, d_value))
     return d_query, d_key, d_value
 
 

@@ -1,0 +1,59 @@
+"""Into how many programs the query heads of a key head are dealt, in the backward of attention on Hopper.
+
+A program has a block of keys and goes through the queries of all heads that share them. With few key heads and short rows,
+programs are fewer than multiprocessors, or all wait for the longest: two rows of 6,400 tokens with one key head are 100
+programs. Programs that share a block of keys write gradients in float32, which are then added.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import numpy as np
+
+from kernels.engines.attention.tiles import FIRST, LAST
+from kernels.framework.target import MULTIPROCESSORS
+
+# What a program costs besides its steps, in steps of a pair of blocks: the first loads, the last stores, and where programs
+# share a block of keys, writing and reading twice as many bytes.
+ALONE, SHARED = 3, 7
+# Two kernels that add, likewise.
+ADDING = 4
+# What further programs must save at least, of the time with fewer.
+WORTH = 0.03
+# With so many programs a multiprocessor, the last ones leave little idle.
+ENOUGH = 16
+
+
+def shares_of_group(spans: Any, batch: int, key_heads: int, group: int, side: int = 8) -> int:
+    """Returns how many programs share the query heads of a key head: a divisor of `group`.
+
+    Args:
+      spans: of the blocks of keys, as `tiles.spans` has them, [B or 1, blocks, 4]; of these only NumPy arrays are read: where
+        they are known at run time alone, the answer is 1.
+      group: query heads of a key head.
+      side: how many heads run side by side, at most.
+    """
+    if not isinstance(spans, np.ndarray) or group == 1:
+        return 1
+    steps = np.broadcast_to(spans[..., LAST] - spans[..., FIRST], (batch, *spans.shape[1:-1])).reshape(batch, -1)
+    if steps.size * key_heads >= ENOUGH * MULTIPROCESSORS:
+        return 1
+    best, least = 1, _time(steps * group + ALONE, key_heads, side)
+    for shares in range(2, group + 1):
+        if group % shares == 0:
+            time = _time(steps * (group // shares) + SHARED, key_heads * shares, side) + ADDING
+            if time < (1 - WORTH) * least:
+                best, least = shares, time
+    return best
+
+
+def _time(steps: np.ndarray, heads: int, side: int) -> float:
+    """Returns when the last of the programs ends that start in the order of `gluon_gradients.place`."""
+    side = next(n for n in range(min(side, heads), 0, -1) if heads % n == 0)
+    busy = [0.0] * MULTIPROCESSORS
+    for row in steps:
+        for program in np.tile(np.repeat(row, side), heads // side).tolist():
+            heapq.heapreplace(busy, busy[0] + program)
+    return max(busy)
