@@ -1,9 +1,9 @@
 """Group-cast: every rank gets those chunks of the keys and values of others that its queries see, and no more; their gradients
-go back and are added. What is sent follows the documents of a batch, in whatever order these lie.
+go back and are added. What is sent follows from the documents of a batch, in any order of tokens.
 
 Which chunks a rank needs follows from the least and the greatest id and position of each, as which tiles a kernel visits does.
-Shapes are static, so a buffer has room for as many chunks of each other rank; what does not fit comes in a further pass, and
-the number of passes is one number of the batch on every device of the mesh: who parts ways before a transfer waits for ever.
+Shapes are static, so a buffer has room for the same number of chunks from each other rank; what does not fit comes in a further
+pass. Every device of the mesh makes the same number of passes, or a transfer would wait forever.
 
 Sources: group-cast and group-reduce as in MagiAttention (Sand.ai, 2025, arXiv:2505.13211), there of ragged sizes; the bounded
 buffer with further passes is that of `ejdist/experts`.

@@ -1,8 +1,8 @@
 """The halo of a window: a rank's queries see keys of other ranks only just before each of its runs of tokens. Those come from
 the ranks that hold them, and one attention takes them with the rank's own.
 
-The window of a run may reach over several runs before it, of other ranks or of its own. Of its own nothing is sent, and no
-token is there twice: what lies before a run ends where the rank's run before it does.
+A window may reach over several runs before a run, of other ranks or of this one. A rank's own runs are not sent, and no token
+comes twice: what lies before a run ends where the rank's own run before it does.
 """
 
 from __future__ import annotations

@@ -427,4 +427,18 @@ FAULTS = (
         "$d_leave.to(tl.float32) * tl.exp(tl.minimum($until_end, 0.0))",
         f"{CHANNELS} -k documents",
     ),
+    Fault(
+        "delta in one kernel: a decay does not pass the state before its chunk",
+        "delta_keys_kernel",
+        "$whole * tl.sum($passed)",
+        "0.0 * tl.sum($passed)",
+        "tests/kernels/test_delta_triton.py -k one_kernel",
+    ),
+    Fault(
+        "delta in one kernel: keys have no gradient of those that they replace",
+        "delta_keys_kernel",
+        "$square + tl.trans($square)",
+        "$square",
+        "tests/kernels/test_delta_triton.py -k one_kernel",
+    ),
 )

@@ -16,6 +16,7 @@ from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.triton_inverse import inverse
 from kernels.framework.interpret import interpret
 from kernels.ops.delta_rule import op
+from kernels.toolchains.simulate.ahead_of_time import export_cuda
 from kernels.toolchains.triton import triton_launch
 
 
@@ -69,6 +70,31 @@ def test_decays_of_every_size(decay):
     state = rng.standard_normal((1, 1, 2, 8, 20)).astype(np.float32)
     arguments = arguments_of(rng, 1, 75, 1, 2, 8, 20, 0.5, 1.0, decay, initial_state=state)
     compared(arguments, {"use_qk_l2norm": True, "softmax_scale": 0.7}, chunk=32, block_v=16, heads=2)
+
+
+@pytest.mark.parametrize("gated", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_gradients_of_keys_by_one_kernel(gated):
+    """Documents, padding, and keys that heads share."""
+    rng = np.random.default_rng(12)
+    ids = np.array([[0] * 17 + [-1] * 3 + [4] * 25], np.int32)
+    arguments = arguments_of(rng, 1, 45, 1, 2, 8, 20, 0.5, 1.5, -20.0, segment_ids=ids)
+    if not gated:
+        del arguments["g"]
+    compared(arguments, {"softmax_scale": 0.7}, chunk=32, block_v=16, joined=True)
+
+
+@pytest.mark.slow
+def test_one_kernel_of_keys_fits_the_registers():
+    """On Hopper at the width of Qwen3-Next: no spills, and no product that waits for the one before."""
+    call = op.case_inputs(next(c for c in op.cases if c.name == "qwen3_next"), dtype="bfloat16")
+    shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.items() if hasattr(x, "dtype")}
+
+    def step(x):
+        out, pull = jax.vjp(lambda x: op(**x, platform="triton", cfg=ChunkConfig(joined=True)), x)
+        return pull(out)
+
+    (kernel,) = (k for k in export_cuda(step, shapes).kernels if k.name == "delta_keys_kernel")
+    assert not any(kernel.resources[n] for n in ("spill_stores", "spill_loads", "serialized")), kernel.resources
 
 
 @pytest.mark.parametrize(("decay", "Hv"), [pytest.param(0.0, 18, marks=pytest.mark.slow), (-100.0, 16)])

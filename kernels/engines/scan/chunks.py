@@ -37,6 +37,7 @@ class ChunkConfig(Tunables):
       splits: parts of a row that are walked at once (Triton).
       heads: heads of a group that one program takes: it computes their products once, and sums their gradients (Triton).
       backward_num_warps: warps of a program of one chunk's gradients; those of queries that no heads share have half (Triton).
+      joined: whether one kernel has the gradients of keys of a delta rule, instead of two (Triton).
     """
 
     chunk: int | None = None
@@ -47,6 +48,7 @@ class ChunkConfig(Tunables):
     splits: int | None = None
     heads: int | None = None
     backward_num_warps: int | None = None
+    joined: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

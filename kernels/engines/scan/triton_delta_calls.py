@@ -32,6 +32,7 @@ from kernels.engines.scan.triton_delta import (
     delta_reverse_kernel,
     delta_walk_kernel,
 )
+from kernels.engines.scan.triton_delta_keys import delta_keys_kernel
 from kernels.engines.scan.triton_join import delta_join_kernel
 from kernels.framework.binding import Call
 from kernels.framework.measured import power_of_two
@@ -43,6 +44,7 @@ from kernels.toolchains.triton import triton_launch
 PROGRAMS_EACH = 2
 LEAST_SPLITS = 3
 LEAST_CHUNKS = 8
+JOINED_WARPS = 8  # of a program of all gradients of keys: fewer have no place for its sums
 
 
 class Launches:
@@ -226,6 +228,8 @@ class Launches:
         x, cfg, (B, N, chunks), (T, K) = self.x, self.cfg, self.chunks, self.x.q.shape[1:3]
         read = scalar.Tokens(x.q, x.k, found["written"], x.a, None, None, x.segment_ids, None)
         of_reads = scalar.Launches(read, N, self.states[1], self.scale, cfg, None, self.fades)
+        if cfg.joined:
+            return self._joined(d_out, found, of_end, of_reads.gradients(d_out, found["states"]))
         d = of_reads.gradients(d_out, found["states"], of_end["d_states"], parts_of_keys=True)
         each = math.gcd(cfg.heads or 1, N // K)
         per_token = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
@@ -265,6 +269,43 @@ class Launches:
             "beta": self.layout.of_tokens(through["beta"]),
             "a": None if x.a is None else d["a"] + self.layout.of_tokens(through["a"]),
         }
+
+    def _joined(self, d_out: Any, found: dict[str, Any], of_end: dict[str, Any], d: dict[str, Any]) -> dict[str, Any]:
+        """Returns `gradients`, given those of q and of what outputs read of a, with those of keys by one kernel."""
+        x, (B, N, chunks), (T, K, H) = self.x, self.chunks, self.x.q.shape[1:]
+        per_token = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
+        shapes = {
+            "k": jax.ShapeDtypeStruct((B, T, N, H), x.k.dtype if N == K else jnp.float32),
+            "v": jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
+            "beta": per_token,
+        } | ({} if x.a is None else {"a": per_token})
+        unused: dict[str, Any] = {"da_ptr": None} if x.a is None else {}
+        results = triton_launch(
+            delta_keys_kernel,
+            x.q,
+            x.k,
+            x.v,
+            self.beta,
+            self.a,
+            *self.fades,
+            self.layout.runs,
+            self.layout.table,
+            d_out,
+            found["written"],
+            of_end["du"],
+            found["states"],
+            of_end["d_states"],
+            out_shape=tuple(shapes.values()),
+            grid=(chunks * B * N,),
+            DIAGONAL=reads_diagonals(x.q.dtype),
+            **self.common | {"PRECISION": precisions(x.q.dtype)[1]},
+            **self.columns | gradient_tiles(self.cfg, x.q.dtype, x.v.shape[-1], JOINED_WARPS),
+            **unused,
+        )
+        made: dict[str, Any] = dict(zip(shapes, results, strict=True))
+        of_tokens = {n: self.layout.of_tokens(made[n]) for n in ("beta", "a") if n in made}
+        a = None if x.a is None else d["a"] + of_tokens["a"]
+        return {"q": d["q"], "k": heads_of(made["k"], K), "v": made["v"], "beta": of_tokens["beta"], "a": a}
 
 
 def forward(run: Launches) -> tuple[jax.Array, jax.Array]:
@@ -328,5 +369,7 @@ def candidates(call: Call) -> list[ChunkConfig]:
         for num_stages in (1, 2, 3)
         if block_v < 64 or num_stages < 3
     ]
-    found += [replace(heuristic(call, "cuda"), splits=splits) for splits in (1, 2, 4, 8)]
+    best = heuristic(call, "cuda")
+    found += [replace(best, splits=splits) for splits in (1, 2, 4, 8)]
+    found.append(replace(best, joined=True))
     return list(dict.fromkeys(found))

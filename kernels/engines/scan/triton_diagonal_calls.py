@@ -310,5 +310,19 @@ def candidates(call: Call) -> list[DiagonalConfig]:
             (block, tokens), (back, loaded, chunk) = forwards[i % len(forwards)], backwards[i % len(backwards)]
             warps = B * triton.cdiv(F, block)
             splits = min(power_of_two(triton.cdiv(MULTIPROCESSORS * WARPS_WANTED * times, warps)), triton.cdiv(T, 64))
-            made.append(DiagonalConfig(chunk * times, None, block, 1, None, splits, None, 1, tokens, back, loaded))
+            made.append(
+                DiagonalConfig(
+                    chunk * times,
+                    None,
+                    block,
+                    1,
+                    None,
+                    splits,
+                    None,
+                    1,
+                    tokens=tokens,
+                    backward_block_v=back,
+                    backward_tokens=loaded,
+                )
+            )
     return list(dict.fromkeys(made))

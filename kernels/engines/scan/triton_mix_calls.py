@@ -239,5 +239,19 @@ def candidates(call: Call) -> list[DiagonalConfig]:
                 split = power_of_two(triton.cdiv(MULTIPROCESSORS * wanted * times, warps))
                 parts.append(min(split, triton.cdiv(T, 64)))
             chunk = power_of_two(triton.cdiv(T, parts[1]))
-            made.append(DiagonalConfig(chunk, None, block, 1, None, parts[0], None, 1, tokens, back, loaded))
+            made.append(
+                DiagonalConfig(
+                    chunk,
+                    None,
+                    block,
+                    1,
+                    None,
+                    parts[0],
+                    None,
+                    1,
+                    tokens=tokens,
+                    backward_block_v=back,
+                    backward_tokens=loaded,
+                )
+            )
     return list(dict.fromkeys(made))
