@@ -11,7 +11,7 @@ FAULTS = (
         "forms:forms_of.decode_attention",
         "Requests(int32($lens), None, starts=int32($starts))",
         "Requests(int32($lens), None)",
-        "tests/test_ops.py -k 'decode_attention and triton'",
+        "tests/kernels/test_paged_attention_pallas.py -k long_pages",
     ),
     Fault(
         "all requests of one length have one query",
