@@ -7,6 +7,20 @@ HOPPER = "tests/kernels/test_paged_attention_hopper.py"
 
 FAULTS = (
     Fault(
+        "dense caches begin at their first slot, whatever is asked for",
+        "forms:forms_of.decode_attention",
+        "Requests(int32($lens), None, starts=int32($starts))",
+        "Requests(int32($lens), None)",
+        "tests/kernels/test_paged_attention_pallas.py -k long_pages",
+    ),
+    Fault(
+        "all requests of one length have one query",
+        "forms:forms_of.of_rows",
+        "$requests._replace(each=$T)",
+        "$requests._replace(each=1)",
+        "tests/kernels/test_paged_attention_pallas.py -k 'words_of_two or side_by_side'",
+    ),
+    Fault(
         "paged triton: keys past the end of a request are seen",
         "_attend",
         "($kj >= $key) & ($kj < $keys)",
