@@ -155,6 +155,30 @@ def test_of_a_halo_no_transfer_is_larger_than_the_window(target):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("target", [*TARGETS])
+def test_keys_of_a_ring_of_two_levels_travel_beside_attention(target):
+    """Inside of two groups of four devices, and between them."""
+    made = target_of("v5p:2x2x2", None, None, None) if target == "v5p" else target_of(None, 8, target, None)
+    try:
+        mesh = make_mesh(cp=2, sp=4, devices=made.devices())
+    except NoCompiler as error:
+        pytest.skip(str(error))
+    along = NamedSharding(mesh, P(None, ("cp", "sp")))
+    x = jax.ShapeDtypeStruct((1, 8 * TOKENS, HEADS, WIDTH), jnp.bfloat16, sharding=along)
+    ids = jax.ShapeDtypeStruct(x.shape[:2], jnp.int32, sharding=along)
+
+    def run(q, k, v, ids):
+        how = {"mesh": mesh, "order": "zigzag", "scheme": Ring(levels=2), "causal": True}
+        return ring_attention(q, k, v, axis_name=("cp", "sp"), q_segment_ids=ids, kv_segment_ids=ids, **how)
+
+    with made.lowering():
+        lowered = jax.jit(run, compiler_options=compiler_options(mesh)).lower(x, x, x, ids)
+    large = transfers(lowered.compile().as_text(), LARGE)
+    assert large and all(t.kind == "collective-permute" and t.beside for t in large), large
+    assert {t.bytes for t in large} == {KEYS if target == "h200" else KEYS // 2}, large
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "passes"), [*sequence_memory.LIMITS])
 def test_temporaries_of_a_long_sequence_are_no_more_than_is_asked(scheme, passes):
     """131,072 tokens over eight chips of v5p."""
