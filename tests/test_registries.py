@@ -80,7 +80,6 @@ ELSEWHERE = {
     ("launch/train.py", "local"): "a value of cluster.kind",
     ("benchmarks/experts.py", "experts"): "an option of the benchmark",
     ("benchmarks/step.py", "attention"): "a scope of a profile",
-    ("benchmarks/random_shapes.py", "none"): "no library to compare with",
     ("benchmarks/comparisons/grouped_matmul_gpu.py", "none"): "a kind of kernel",
     ("benchmarks/comparisons/moe_models.py", "experts"): "a buffer of the model",
     ("benchmarks/plan.py", "none"): "no case of the benchmark",

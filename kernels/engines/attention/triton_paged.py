@@ -82,14 +82,11 @@ def _attend(acc, row_max, row_sum, begin, end, q, unit, at, slope, key_ptr, valu
     value_ptr += head * O.V_WIDTH + O.V_FIRST + hv
     for n in range(begin, end):
         kj = n * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
-        if MASKED:
-            real = (kj >= key) & (kj < keys)
-        else:
-            real = tl.full([O.BLOCK_K], 1, tl.int1)
+        real = (kj >= key) & (kj < keys)
         if table_ptr is None:
             page, entry = request + 0 * kj, kj
         else:
-            page = tl.load(table_ptr + kj // O.C, mask=real, other=0)
+            page = tl.load(table_ptr + kj // O.C, mask=kj < keys, other=0)
             page, entry = tl.minimum(tl.maximum(page, 0), O.PAGES - 1), kj % O.C
         slot = (page.to(tl.int64) * O.C + entry) * O.K
         there, k_there, v_there = real[:, None], real[:, None], real[:, None]
@@ -222,9 +219,7 @@ def paged_kernel(
             row_sum = row_sum * tl.exp2(row_max - anchor) + tl.exp2(sink - anchor)
             row_max = new
     full, full_end = high, high
-    # Blocks that all queries of the tile see need no mask; not worth it where few rows wait for memory alone.
-    WHOLE: tl.constexpr = O.BLOCK_M > 16 or O.HALVES
-    if WHOLE:
+    if O.BLOCK_M > 16:  # blocks that all queries of the tile see need no mask
         seen, until = key, keys
         if O.LOW is not None:
             seen = tl.maximum(seen, position + first + rows // G - 1 + O.LOW)
@@ -235,7 +230,7 @@ def paged_kernel(
     key_ptr, value_ptr = _bytes(key_ptr, O.KIND), _bytes(value_ptr, O.KIND)
     acc, row_max, row_sum = _attend(acc, row_max, row_sum, low, full, q, unit, at, slope, key_ptr, value_ptr, k_scale_ptr,
                                     v_scale_ptr, table_ptr, request, head, key, keys, O, True)  # fmt: skip
-    if WHOLE:
+    if O.BLOCK_M > 16:
         acc, row_max, row_sum = _attend(acc, row_max, row_sum, full, full_end, q, unit, at, slope, key_ptr, value_ptr,
                                         k_scale_ptr, v_scale_ptr, table_ptr, request, head, key, keys, O, False)  # fmt: skip
         acc, row_max, row_sum = _attend(acc, row_max, row_sum, full_end, high, q, unit, at, slope, key_ptr, value_ptr,
