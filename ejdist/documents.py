@@ -1,4 +1,4 @@
-"""Lengths of documents, and the rows that are cut of them: what decides how even the work of attention is over ranks."""
+"""Lengths of documents, and the rows cut from them, which decide how evenly ranks share the work of attention."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 
 ONE = "one"
 SPREAD = 1.0  # standard deviation of the logarithm of drawn lengths
-_DRAWN = 4096  # lengths of which a mean length is made
-_ROWS = 4  # rows that stand for all
+_DRAWN = 4096  # lengths drawn for a given mean
+_ROWS = 4  # sampled rows
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Lengths of documents, of which rows are cut one after another, as `data.packing=cut` cuts them.
+    """Lengths of documents. Rows are cut from them one after another, as by `data.packing=cut`.
 
     Attributes:
-      lengths: of a sample. Empty: every row is one document.
-      words: how a command line names them.
+      lengths: of a sample of documents. Empty: every row is one document.
+      words: their name on a command line.
     """
 
     lengths: tuple[int, ...] = ()
@@ -36,24 +36,25 @@ class Documents:
 
     @classmethod
     def of(cls, segment_ids: np.ndarray) -> Documents:
-        """Returns those of some rows, from the segment ids [rows, T]; none where each is one document."""
+        """Returns the documents in some rows, given the segment ids [rows, T]; without lengths if each row is one document."""
         begins = places(segment_ids) == 0
         lengths = [n for row in begins for n in np.diff([*np.flatnonzero(row), row.size])]
         return cls(tuple(map(int, lengths)), "of the data") if len(lengths) > len(begins) else cls()
 
     def rows(self, length: int, step: int = 1) -> list[np.ndarray]:
-        """Returns int64 [length // step] for each of some rows: the place in its document of every step-th token, beginning in
-        the middle of a step."""
-        at = np.arange(step // 2, length // step * step, step, dtype=np.int64)
+        """Returns an int64 array [length // step] for each sampled row: the position of every step-th token in its document,
+        starting in the middle of a step."""
+        steps = np.arange(step // 2, length // step * step, step, dtype=np.int64)
         if not self.lengths:
-            return [at]
+            return [steps]
         rng, sizes = np.random.default_rng(0), np.asarray(self.lengths, np.int64)
         times = -(-_ROWS * length // int(sizes.sum()))
         starts = np.concatenate([[0], *(np.cumsum(rng.permutation(sizes)) for _ in range(times))])
         starts = starts + np.repeat(np.arange(times + 1) - 1, [1, *[len(sizes)] * times]).clip(0) * int(sizes.sum())
-        cut = np.union1d(starts, np.arange(_ROWS) * length)  # a document goes on in the next row as one of its own
+        cut = np.union1d(starts, np.arange(_ROWS) * length)  # a row's end cuts a document in two
         return [
-            row + at - cut[np.searchsorted(cut, row + at, side="right") - 1] for row in range(0, _ROWS * length, length)
+            row + steps - cut[np.searchsorted(cut, row + steps, side="right") - 1]
+            for row in range(0, _ROWS * length, length)
         ]
 
 
@@ -61,10 +62,10 @@ ONE_DOCUMENT = Documents()
 
 
 def documents_of(words: str) -> Documents:
-    """Returns the documents that a command line names: `one` document a row, a mean length (lognormal), or a file of lengths.
+    """Returns the documents that a command line names: `one` document per row, a mean length (lognormal), or a file of lengths.
 
     Raises:
-      ValueError: it is none of these; names the remedy.
+      ValueError: the file cannot be read.
     """
     if words == ONE:
         return ONE_DOCUMENT
@@ -74,20 +75,20 @@ def documents_of(words: str) -> Documents:
 
 
 def drawn(mean: int, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Returns int64 [count]: lognormal lengths of that mean, at least 1."""
+    """Returns int64 [count]: lognormal lengths with this mean, at least 1 each."""
     return np.maximum(np.rint(rng.lognormal(math.log(mean) - SPREAD**2 / 2, SPREAD, count)), 1).astype(np.int64)
 
 
 def read_lengths(path: str | Path, others: str) -> np.ndarray:
-    """Returns the lengths in a file, one a line; lines that begin with # are comments.
+    """Returns the lengths in a file, one per line; lines that begin with # are comments.
 
     Args:
-      others: what else a caller may be given, for the error.
+      others: the alternatives to a file, for the error message.
 
     Raises:
-      ValueError: the file cannot be read, or a line is no length; names the remedy.
+      ValueError: the file cannot be read, or a line is not a positive integer.
     """
-    remedy = f"use {others}, or a file with one length a line"
+    remedy = f"use {others}, or a file with one length per line"
     try:
         lines = [line.strip() for line in Path(path).read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -101,16 +102,16 @@ def read_lengths(path: str | Path, others: str) -> np.ndarray:
 
 
 def places(segment_ids: np.ndarray) -> np.ndarray:
-    """Returns int64 [..., T]: the place of each token in its document, from the segment ids of rows, in which a document is one
-    run. Padding is a run too."""
-    at = np.arange(segment_ids.shape[-1])
+    """Returns int64 [..., T]: the position of each token in its document, given the segment ids of rows. A document is a run of
+    equal ids; padding is one too."""
+    index = np.arange(segment_ids.shape[-1])
     begins = np.ones(segment_ids.shape, bool)
     begins[..., 1:] = segment_ids[..., 1:] != segment_ids[..., :-1]
-    return at - np.maximum.accumulate(np.where(begins, at, 0), axis=-1)
+    return index - np.maximum.accumulate(np.where(begins, index, 0), axis=-1)
 
 
 def busiest(pairs: np.ndarray) -> float:
-    """Returns the pairs of the rank that has the most over the mean, of int64 [..., ranks], both summed over what comes first:
-    the ranks of each wait for their busiest. 1 where there is no pair."""
+    """Returns the pairs of the busiest rank over the mean of all ranks, given int64 [..., ranks]; 1 if there are none. Both are
+    sums over the leading dims, in each of which ranks wait for their busiest."""
     total = pairs.sum()
     return float(pairs.max(-1).sum() / pairs.mean(-1).sum()) if total else 1.0

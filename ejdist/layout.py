@@ -294,6 +294,17 @@ def check_out_specs(specs: Any, wanted: Sequence[PartitionSpec], mesh: Any) -> N
             )
 
 
+def check_dims(what: str, dims: str) -> None:
+    """Raises ValueError for a dim that is neither in the vocabulary nor "_": no layout could split it, so every device would
+    silently hold all of it. `what`: the array, for the message."""
+    for dim in dims.split():
+        if dim != "_" and dim not in VOCABULARY:
+            raise ValueError(
+                f"{what} has the dims {dims!r}, but {dim!r} is not in the vocabulary: use _ for a dim that is never split, or "
+                f"one of {', '.join(VOCABULARY)} (kernels/framework/dims.py says what each means)"
+            )
+
+
 def sharding(
     mesh: jax.sharding.Mesh,
     dims: Sequence[str],
@@ -302,7 +313,12 @@ def sharding(
     shape: Sequence[int] | None = None,
     what: str = "array",
 ) -> NamedSharding:
-    """Returns the sharding of an array with these dims on the mesh."""
+    """Returns the sharding of an array with these dims on the mesh; "_" is a dim that is never split.
+
+    Raises:
+      ValueError: a dim is not in the vocabulary, or its size does not divide by its axes.
+    """
+    check_dims(what, " ".join(dims))
     return NamedSharding(mesh, spec(dims, on_mesh(table, mesh), shape=shape, mesh=mesh, what=what))
 
 

@@ -15,9 +15,8 @@ from ejdist.embedding import embedding
 from ejdist.experts import FUNCTIONS as EXPERTS
 from ejdist.experts import MODULES as EXPERT_MODULES
 from ejdist.experts import moe
-from ejdist.layout import constrain, gather
+from ejdist.layout import check_dims, constrain, gather
 from ejdist.models.ops import Ops
-from ejdist.models.parameters import check_dims
 from ejdist.order import Order
 from ejdist.projection import project
 from ejdist.sequence import delta_rule, flash, linear_attention, recurrent, state_space

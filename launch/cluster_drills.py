@@ -184,7 +184,7 @@ def _replaced(s: Scene) -> Disturbance:
     if (step - 1) % s.every == 0:  # then the step before is saved in run.dir
         step += 1 if step + 1 < s.steps else -1
     disks = {i: s.folder / "disks" / str(i) for i in range(s.hosts)}
-    own: dict[int, dict[str, Any]] = {i: {"do": "sleep", "seconds": 0.2, "disk": str(d)} for i, d in disks.items()}
+    actions: dict[int, dict[str, Any]] = {i: {"do": "sleep", "seconds": 0.2, "disk": str(d)} for i, d in disks.items()}
     tier = [f"checkpoint.local={s.folder / 'disks'}", "checkpoint.local_every=1"]
     kill = {"do": "signal", "number": int(signal.SIGKILL), "step": step}
     # With one replica the state may be divided among the hosts: what was on that disk is then on no other.
@@ -193,9 +193,9 @@ def _replaced(s: Scene) -> Disturbance:
         f"the machine of host {host} is replaced at step {step} by one with an empty disk",
         GONE,
         arguments=tier,
-        inside=own | {host: own[host] | kill},
+        inside=actions | {host: actions[host] | kill},
         after=lambda run: shutil.rmtree(disks[host]),
-        resumed=Disturbance("", (DONE,), arguments=tier, inside=own),
+        resumed=Disturbance("", (DONE,), arguments=tier, inside=actions),
         says_after=(f"resuming from step {step - 1} of", f" pieces for host {host} from others") if elsewhere else (),
     )
 

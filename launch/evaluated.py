@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def tell_loss(log: Callable[[str], Any], length: int, found: dict[str, Any], seconds: float) -> None:
+def tell_loss(log: Callable[[str], Any], length: int, result: dict[str, Any], seconds: float) -> None:
     """Logs the loss at a length, and that of each octave."""
-    if found["loss"] is None:
+    if result["loss"] is None:
         return log(f"loss at {length:,} tokens: the batches have no token that is followed by another")
-    log(f"loss at {length:,} tokens: {found['loss']:.4f} nats over {found['tokens']:,} tokens, {seconds:.1f} s")
+    log(f"loss at {length:,} tokens: {result['loss']:.4f} nats over {result['tokens']:,} tokens, {seconds:.1f} s")
     for place in ("document", "row"):
-        parts = [f"{r['from']}: {r['loss']:.3f}" for r in found[place] if r["tokens"]]
+        parts = [f"{r['from']}: {r['loss']:.3f}" for r in result[place] if r["tokens"]]
         log(f"  by position in the {place}, octaves from {', '.join(parts)}")
 
 

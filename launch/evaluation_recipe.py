@@ -11,7 +11,7 @@ from recipes.arguments import key_of
 FOLDER = "model=hf"  # model, dtype, tokenizer, BOS and EOS of the weights' folder
 
 
-def with_settings_of_run(where: str, step: int | None, given: Sequence[str], log: Callable[[str], Any]) -> list[str]:
+def with_settings_of_run(where: str, step: int | None, words: Sequence[str], log: Callable[[str], Any]) -> list[str]:
     """Returns the keys of a command line, before them what the run in a folder recorded of its data and mesh. Where the command
     line names a variant (mesh=fsdp), nothing of that section comes from the run, and where it names a recipe, nothing at all.
 
@@ -21,7 +21,7 @@ def with_settings_of_run(where: str, step: int | None, given: Sequence[str], log
     from ejdist.training.recorded import last_step, recorded, recorded_changes, settings_at
     from ejdist.weights.match import written
 
-    named = {key_of(argument) for argument in given}
+    named = {key_of(argument) for argument in words}
     recipe = {} if "recipe" in named else recorded(where)
     settings = settings_at(recipe, last_step(where) if step is None else step, recorded_changes(where))
     if (held_out := recipe.get("evaluation.data")) is not None:
@@ -39,7 +39,7 @@ def with_settings_of_run(where: str, step: int | None, given: Sequence[str], log
         data = [f"data.source={source}" if source is not None else "its mixture"] if "data.source" in inherited else []
         tokenizer = inherited.get("data.tokenizer")
         log(f"from the run: {', '.join([*data, f'mesh {mesh or "of one"}', f'data.tokenizer={tokenizer}'])}")
-    return [*(f"{key}={_override(value, written)}" for key, value in inherited.items()), *given]
+    return [*(f"{key}={_override(value, written)}" for key, value in inherited.items()), *words]
 
 
 def _override(value: Any, written: Callable[[Any], str]) -> str:
@@ -71,7 +71,7 @@ def trained_tokenizer(where: str, recipe: Any) -> Any:
     return build(dataclasses.replace(section, cache_dir=recipe.data.cache_dir), seed=0).corpus.tokenizer
 
 
-def recipe_of(weights: Any, given: Sequence[str]) -> Any:
+def recipe_of(weights: Any, words: Sequence[str]) -> Any:
     """Returns the recipe that weights are evaluated under: their model, and what the command line says.
 
     Raises:
@@ -82,11 +82,11 @@ def recipe_of(weights: Any, given: Sequence[str]) -> Any:
     from recipes.schema import compose
 
     model = [f"model.{k}={written(v)}" for k, v in flat(weights.model).items() if k != "init_from"]
-    model = [] if FOLDER in given else model
+    model = [] if FOLDER in words else model
     capacity = weights.recipe.get("experts.capacity")
     inherited = [] if capacity is None else [f"experts.capacity={capacity}"]
-    recipe = compose([*model, *inherited, *given])
-    _check_tokenizer(weights, recipe, given)
+    recipe = compose([*model, *inherited, *words])
+    _check_tokenizer(weights, recipe, words)
     recipe.model.experts.jitter = 0.0  # noise of training
     weights.check(recipe.model)
     if recipe.experts.capacity != capacity:

@@ -76,8 +76,8 @@ def check_known(environment: Mapping[str, str] | None = None) -> None:
 
 
 def _library(package: str, file: str) -> Path | None:
-    found = importlib.util.find_spec(package)
-    folders = found.submodule_search_locations if found is not None else None
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations if spec is not None else None
     path = Path(folders[0]) / file if folders else None
     return path if path is not None and path.is_file() else None
 

@@ -45,7 +45,7 @@ keys:
                        limits of what is drawn from: tokens (0: all), their probability, and the share of the most likely one's
   stop=TEXT            a text at which an answer ends, or a list of them as JSON: stop='["\\n", "Q:"]'
   seed=0               of the draws; prompt number i has seed + i
-  slots=16             answers under way at once
+  slots=16             most answers in progress at once
   length=N             most tokens of a prompt and its answer; default: what the longest prompt needs
   chunk=128            tokens of a prompt that a step takes
   to=FILE.jsonl        the answers

@@ -44,11 +44,11 @@ def merged(ours: Any, patch: Any, where: str = "") -> Any:
         for value in patch:
             if not isinstance(value, dict) or by not in value:
                 raise ValueError(f"patch: each item of {where} must have {by}:, by which it is found")
-            at = next((i for i, one in enumerate(result) if one[by] == value[by]), None)
-            if at is None:
+            index = next((i for i, one in enumerate(result) if one[by] == value[by]), None)
+            if index is None:
                 result.append(value)
             else:
-                result[at] = merged(result[at], value, f"{where}[{value[by]}]")
+                result[index] = merged(result[index], value, f"{where}[{value[by]}]")
         return result
     return patch
 

@@ -104,11 +104,11 @@ def given_keys(words: Sequence[str]) -> set[str]:
     return {k for k in SEARCHED if k in names or ("mesh" in names and k.startswith("mesh."))}
 
 
-def searches(args: Args, sections: Any, given: set[str], count: int) -> bool:
+def searches(args: Args, sections: Any, keys: set[str], count: int) -> bool:
     """Returns whether there is something to search."""
     if args.search != "auto":
         return args.search == "true"
-    sizes = [getattr(sections.mesh, k.removeprefix("mesh.")) for k in given if k.startswith("mesh.")]
+    sizes = [getattr(sections.mesh, k.removeprefix("mesh.")) for k in keys if k.startswith("mesh.")]
     # One that is -1 takes what is left.
     return not sizes or (-1 not in sizes and math.prod(sizes) != count)
 

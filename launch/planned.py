@@ -17,7 +17,7 @@ def is_curriculum(word: str) -> bool:
     return key_of(word) == "curriculum"
 
 
-def summary(p: Any, given: set[str]) -> dict[str, Any]:
+def summary(p: Any, keys: set[str]) -> dict[str, Any]:
     """Returns a prediction as JSON values: bytes on a device, seconds, bytes along axes."""
     from ejdist.planning.search import overrides_text
 
@@ -26,8 +26,8 @@ def summary(p: Any, given: set[str]) -> dict[str, Any]:
         "remat": p.candidate.remat,
         "accumulation": p.candidate.accumulation,
         "global_batch": p.candidate.global_batch,
-        "chosen": {key: value for key, value in p.candidate.overrides().items() if key not in given},
-        "overrides": overrides_text(p.candidate, given),
+        "chosen": {key: value for key, value in p.candidate.overrides().items() if key not in keys},
+        "overrides": overrides_text(p.candidate, keys),
         "predicted": {
             "bytes": p.memory.total,
             "bytes_of": p.memory.classes,

@@ -41,7 +41,7 @@ def _keys(arguments: Sequence[str]) -> dict[str, str]:
     return options
 
 
-def folders_of(given: str) -> list[str]:
+def folders_of(words: str) -> list[str]:
     """Returns the folders that run.dir names: one, several with commas between them, or those that a pattern fits.
 
     Raises:
@@ -50,11 +50,11 @@ def folders_of(given: str) -> list[str]:
     from ejdist.paths import check_folder
     from launch.reporting.sections import MOST_RUNS
 
-    check_folder("run.dir", given)
-    if Path(given).expanduser().is_dir():  # also one with a comma in its name, as runs of a sweep have
-        return [given]
+    check_folder("run.dir", words)
+    if Path(words).expanduser().is_dir():  # also one with a comma in its name, as runs of a sweep have
+        return [words]
     folders = []
-    for part in given.split(","):
+    for part in words.split(","):
         check_folder("run.dir", part)
         if any(c in part for c in "*?["):
             fits = sorted(p for p in glob.glob(os.path.expanduser(part)) if (Path(p) / "metrics.jsonl").exists())

@@ -101,7 +101,7 @@ def round_of(
     return Round("kill", description, Disturbance(description, GONE, inside=inside))
 
 
-def faults_of(r: Round, codes: list[int | None], said: str, before: Left, after: Left, every: int) -> list[str]:
+def faults_of(r: Round, codes: list[int | None], output: str, before: Left, after: Left, every: int) -> list[str]:
     """Returns what is unexpected after a round, in sentences.
 
     No step may be lost beyond the interval of checkpoints: at most `every` between the last complete one and the last step, or
@@ -117,12 +117,12 @@ def faults_of(r: Round, codes: list[int | None], said: str, before: Left, after:
     if after.saved < before.saved:
         faults.append(f"checkpoint {before.saved} is gone")
     if r.fault == "sigterm":
-        stopped = re.search(r"stopped by SIGTERM after step (\d+)", said)
+        stopped = re.search(r"stopped by SIGTERM after step (\d+)", output)
         if stopped is not None and (after.saved != int(stopped[1]) or set(codes) != {PREEMPTED}):
             faults.append(
                 f"it stopped after step {stopped[1]} with {codes}, and the last checkpoint is of {after.saved}"
             )
-        if stopped is None and (after.saved != before.saved or "stopped at once by SIGTERM" not in said):
+        if stopped is None and (after.saved != before.saved or "stopped at once by SIGTERM" not in output):
             faults.append("no host said that it was stopped at once, or a checkpoint was written anyway")
     elif (limit := after.made if after.writing is None else after.writing) - after.saved > every:
         faults.append(f"step {limit} was begun to be saved, or made, and only {after.saved} is on disk")
@@ -185,9 +185,9 @@ def rehearse_series(
     return passed == rounds and not faults
 
 
-def went_on(said: str, before: Left) -> list[str]:
+def went_on(output: str, before: Left) -> list[str]:
     """Returns what is wrong with the step that a start resumed from; empty if it ended before it resumed."""
-    match = re.search(r"resuming from step (\d+)", said)
+    match = re.search(r"resuming from step (\d+)", output)
     if match is not None and int(match[1]) != before.saved:
         return [f"it resumed from step {match[1]}, but the last complete checkpoint was of {before.saved}"]
     return []

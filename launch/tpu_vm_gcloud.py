@@ -41,7 +41,7 @@ def ready(o: Options) -> dict[str, int]:
     Raises:
       ValueError: they are not ready in time, are gone, or gcloud cannot tell.
     """
-    end, made = time.monotonic() + o.wait, False
+    end, created = time.monotonic() + o.wait, False
     while True:
         states = _states(o)
         waited_for = {name: state for name, (state, _) in states.items() if state not in _READY}
@@ -53,8 +53,8 @@ def ready(o: Options) -> dict[str, int]:
             waited_for = {name: states[name][0] for name in empty}
         key, (name, state) = "queued" if o.queued else "tpu", next(iter(waited_for.items()))
         if state.partition(":")[0] in _GONE:
-            if o.create and not made:
-                made = True
+            if o.create and not created:
+                created = True
                 print(f"{key} = {name!r} is {state}; it is made again: {o.create}", flush=True)
                 if code := subprocess.run(shlex.split(o.create), check=False).returncode:
                     raise ValueError(f"create = {o.create!r} ended with exit code {code}")
@@ -69,8 +69,8 @@ def ready(o: Options) -> dict[str, int]:
 
 
 def _described(state: str) -> str:
-    word, _, said = state.partition(": ")
-    return f": gcloud says: {said}" if said else f" has no machines; its state is {word}"
+    word, _, text = state.partition(": ")
+    return f": gcloud says: {text}" if text else f" has no machines; its state is {word}"
 
 
 def _states(o: Options) -> dict[str, tuple[str, int]]:
@@ -111,8 +111,8 @@ def _describe(o: Options, kind: str, key: str, name: str) -> dict[str, Any]:
     line = _gcloud(o, kind, "describe", name, "--format=json")
     ran = subprocess.run(line, capture_output=True, text=True, check=False)
     if ran.returncode:
-        said = " ".join(ran.stderr.split()) or "nothing"
-        return {"state": f"{'not there' if 'NOT_FOUND' in said or 'not found' in said else 'unknown'}: {said}"}
+        text = " ".join(ran.stderr.split()) or "nothing"
+        return {"state": f"{'not there' if 'NOT_FOUND' in text or 'not found' in text else 'unknown'}: {text}"}
     try:
         facts = json.loads(ran.stdout)
         len(facts.get("networkEndpoints", ()))

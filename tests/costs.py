@@ -40,16 +40,38 @@ HEAD = "| to add | counted for | files before | lines before | files now | lines
 
 @dataclass(frozen=True)
 class Source:
-    """A file: its lines, its syntax tree, and the numbers of the lines that hold code."""
+    """A file. It is parsed where a row may count something in it."""
 
-    lines: list[str]
-    tree: ast.Module
-    code: frozenset[int]
+    text: str
+
+    @functools.cached_property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    @functools.cached_property
+    def lower(self) -> str:
+        return self.text.lower()
 
     @functools.cached_property
     def nodes(self) -> list[ast.AST]:
-        """All of the tree."""
-        return [*ast.walk(self.tree)]
+        """All of the syntax tree."""
+        return [*ast.walk(ast.parse(self.text))]
+
+    @functools.cached_property
+    def code(self) -> frozenset[int]:
+        """The numbers of the lines that hold code."""
+        docstrings = {
+            i
+            for node in self.nodes
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None
+            for i in range(node.body[0].lineno, node.body[0].end_lineno + 1)
+        }
+        code = {i for i, line in enumerate(self.lines, 1) if line.strip() and not line.strip().startswith("#")}
+        return frozenset(code - docstrings)
+
+    def may_name(self, names: tuple[str, ...]) -> bool:
+        """Whether the words of one of the names are somewhere in the text."""
+        return any(all(word in self.lower for word in words_of(name)) for name in names)
 
     @functools.cached_property
     def identifiers(self) -> list[tuple[str, int]]:
@@ -67,23 +89,10 @@ Lines = frozenset[tuple[str, int]]  # (path, number of a line of code)
 NOTHING: Lines = frozenset()
 
 
-def read(text: str) -> Source:
-    """Returns a file as it is counted."""
-    tree, lines = ast.parse(text), text.splitlines()
-    docstrings = {
-        i
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None
-        for i in range(node.body[0].lineno, node.body[0].end_lineno + 1)
-    }
-    code = {i for i, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#")}
-    return Source(lines, tree, frozenset(code - docstrings))
-
-
 def sources_now() -> Sources:
     """Returns the packages as they are here."""
     paths = [p for package in PACKAGES for p in sorted((ROOT / package).rglob("*.py"))]
-    return {p.relative_to(ROOT).as_posix(): read(p.read_text()) for p in paths}
+    return {p.relative_to(ROOT).as_posix(): Source(p.read_text()) for p in paths}
 
 
 def sources_at(revision: str) -> Sources | None:
@@ -93,7 +102,7 @@ def sources_at(revision: str) -> Sources | None:
         return None
     with tarfile.open(fileobj=io.BytesIO(run.stdout)) as archive:
         files = [m for m in archive.getmembers() if m.isfile() and m.name.endswith(".py")]
-        return {m.name: read(archive.extractfile(m).read().decode()) for m in files}
+        return {m.name: Source(archive.extractfile(m).read().decode()) for m in files}
 
 
 @functools.cache
@@ -147,7 +156,7 @@ def naming(sources: Sources, *names: str, where: str = "", but: str = "$.") -> L
     """Returns the code with one of these names, in files whose paths match `where` and not `but`: see the top of this file."""
     found = set()
     for path, source in sources.items():
-        if not re.search(where, path) or re.search(but, path):
+        if not re.search(where, path) or re.search(but, path) or not source.may_name(names):
             continue
         spans = [(line, line) for word, line in source.identifiers if _says(word, names)]
         for node in source.blocks:
@@ -181,7 +190,7 @@ def strings(sources: Sources, word: str, *beside: str, where: str, but: str = "$
     """
     found = set()
     for path, source in sources.items():
-        if re.search(where, path) and not re.search(but, path):
+        if re.search(where, path) and not re.search(but, path) and word in source.text:
             for node in source.nodes:
                 if isinstance(node, (ast.Compare, ast.Tuple, ast.List, ast.Set, ast.Dict)):
                     parts = [*(ast.walk if isinstance(node, ast.Compare) else ast.iter_child_nodes)(node)]

@@ -27,8 +27,9 @@ class Stale(Exception):
     """A fault that cannot be seeded: its anchor or its pattern names nothing, or several things."""
 
 
+@functools.lru_cache(maxsize=16)  # a fault's pattern and replacement are asked for several times each
 def parse(code: str) -> list[ast.stmt]:
-    """Returns the statements of a pattern or of a replacement."""
+    """Returns the statements of a pattern or of a replacement. They are never changed in place."""
     marked = re.sub(r"\$\$(\w+)", rf"{MANY}\1", textwrap.dedent(code).strip())
     try:
         body = ast.parse(re.sub(r"\$(\w+)", rf"{ANY}\1", marked)).body
@@ -126,15 +127,18 @@ class Spot:
 def spots(pattern: list[ast.stmt], scope: ast.AST, as_statement: bool) -> Iterator[Spot]:
     """Yields every place in the scope that the pattern matches."""
     wanted = None if as_statement else expression(pattern)
+    first = None if wanted is not None or _many(pattern[0]) else type(pattern[0])  # what any match begins with
     for node in ast.walk(scope):
         for field, value in ast.iter_fields(node):
             if wanted is not None:
                 several = isinstance(value, list)
                 for i, part in enumerate(value if several else [value]):
-                    if isinstance(part, ast.expr) and (bound := match(wanted, part, {})) is not None:
+                    if type(part) is type(wanted) and (bound := match(wanted, part, {})) is not None:
                         yield Spot(node, field, i if several else None, bound)
             elif isinstance(value, list) and value and isinstance(value[0], ast.stmt):
                 for i in range(len(value)):
+                    if first is not None and type(value[i]) is not first:
+                        continue
                     ends = range(i + 1, len(value) + 1) if any(map(_many, pattern)) else (i + len(pattern),)
                     for j in ends:
                         if (bound := match(pattern, value[i:j], {})) is not None:

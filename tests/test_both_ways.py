@@ -288,3 +288,24 @@ def test_kernels_that_add_in_place_are_of_half_of_the_heads(monkeypatch):
         ring = functools.partial(ring_attention, causal=True, mesh=make_mesh(sp=4), order="zigzag", scheme=BOTH)
         jax.eval_shape(ring, q, k, k)
     assert found == [1, 1]
+
+
+@pytest.mark.parametrize(("ids", "arrays"), [(None, 2), (jnp.zeros((1, 64), jnp.int32), 1)])
+def test_a_loop_of_a_backward_holds_an_output_only_where_a_kernel_reads_it(ids, arrays):
+    """cuDNN's does, which takes no segment ids; beside it there is the output's cotangent, of as many numbers."""
+    query, key, value = (jnp.ones((1, 64, heads, width)) for heads, width in ((4, 16), (2, 16), (2, 8)))
+
+    def attend(*inputs):
+        how = {"mesh": make_mesh(sp=8), "order": "zigzag", "scheme": "ring", "causal": True}
+        return ring_attention(*inputs, q_segment_ids=ids, kv_segment_ids=ids, **how)
+
+    def loops(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "scan":
+                yield [x.aval.shape for x in eqn.invars]
+            for inner in jaxprs_in_params(eqn.params):
+                yield from loops(inner)
+
+    gradient = jax.grad(lambda *inputs: attend(*inputs).sum(), (0, 1, 2))
+    found = [shapes.count((1, 8, 4, 8)) for shapes in loops(jax.make_jaxpr(gradient)(query, key, value).jaxpr)]
+    assert max(found) == arrays, found

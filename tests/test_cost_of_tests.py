@@ -290,7 +290,7 @@ def slope_of(x):
 
 
 def counted(text, *names, **where):
-    return sorted(i for _, i in costs.naming({"a/one.py": costs.read(text)}, *names, **where))
+    return sorted(i for _, i in costs.naming({"a/one.py": costs.Source(text)}, *names, **where))
 
 
 def numbers(*lines):
@@ -331,7 +331,10 @@ def test_what_costs_nothing(old, new):
 
 
 def test_whole_files_and_keywords_cost_their_code():
-    sources = {"a/one.py": costs.read(CODE), "b.py": costs.read("f(\n    wide=[\n        1,\n    ],\n    x=2,\n)\n")}
+    sources = {
+        "a/one.py": costs.Source(CODE),
+        "b.py": costs.Source("f(\n    wide=[\n        1,\n    ],\n    x=2,\n)\n"),
+    }
     text = [line for line in CODE.splitlines() if line.strip() and "#" not in line and '"""' not in line]
     assert costs.cells(costs.whole(sources, "^a/")) == ["1", str(len(text))]
     assert costs.cells(costs.keywords(sources, "wide", where="")) == ["1", "3"]
@@ -340,7 +343,7 @@ def test_whole_files_and_keywords_cost_their_code():
 
 def test_a_word_of_two_meanings_costs_where_it_stands_beside_its_own():
     code = "A = ('ring', 'gather')\nB = (('ring', 'x'), ('gather', 'y'))\nC = s.scheme == 'gather'\nsend(scheme, 'gather')\n"
-    lines = costs.strings({"a.py": costs.read(code)}, "gather", "ring", "scheme", where="")
+    lines = costs.strings({"a.py": costs.Source(code)}, "gather", "ring", "scheme", where="")
     assert sorted(i for _, i in lines) == [1, 3]
 
 

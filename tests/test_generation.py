@@ -195,18 +195,18 @@ def test_other_requests_go_on_past_a_wrong_one(known, engine):
     number = engine.submit(ids, max_tokens=3, temperature=0)
     for prompt, options, message in (
         ([], {}, "prompt is empty"),
-        ([1, 64], {}, "token 64.*0 to 63.*another tokenizer"),
-        ([-1], {}, "token -1.*another tokenizer"),
-        ([0.5], {}, "must be token ids"),
-        (np.ones(40, int), {"max_tokens": 9}, "40 tokens and max_tokens = 9 are more than the 48"),
-        (np.ones(48, int), {}, "48 tokens and max_tokens = 1 are more"),
+        ([1, 64], {}, "token 64.*0 to 63.*use the tokenizer"),
+        ([-1], {}, "token -1.*use the tokenizer"),
+        ([0.5], {}, "must be a list of token ids"),
+        (np.ones(40, int), {"max_tokens": 9}, "40 tokens and max_tokens = 9 exceed the 48"),
+        (np.ones(48, int), {}, "48 tokens and max_tokens = 1 exceed"),
         (ids, {"max_tokens": 0}, "max_tokens = 0"),
         (ids, {"temperature": -1.0}, "temperature = -1.0"),
         (ids, {"top_k": -1}, "top_k = -1"),
         (ids, {"top_p": 0.0}, "top_p = 0.0"),
         (ids, {"min_p": 2.0}, "min_p = 2.0"),
         (ids, {"seed": -1}, "seed = -1"),
-        (ids, {"stop": [""]}, "not empty"),
+        (ids, {"stop": [""]}, "non-empty"),
     ):
         with pytest.raises(ValueError, match=message):
             engine.submit(prompt, **options)
@@ -243,7 +243,7 @@ def test_what_cannot_generate_is_refused():
         engine = known.engine()
         engine.submit([1], max_tokens=1)
         with pytest.raises(
-            ValueError, match=r"layers with forgetful call attention and do not declare.*launch\.evaluate"
+            ValueError, match=r"layers with forgetful call attention but declare no cache.*launch\.evaluate"
         ):
             engine.step()
     finally:
@@ -255,7 +255,7 @@ def test_what_cannot_generate_is_refused():
         Engine(DecoderConfig(**SIZES).build(), {}, experts={"capacity": 1.5})
     with pytest.raises(ValueError, match="'slots' must be at least 1"):
         Engine(DecoderConfig(**SIZES).build(), {}, slots=0)
-    with pytest.raises(ValueError, match="does not say how it generates"):
+    with pytest.raises(ValueError, match="has no form for generation"):
         Engine(dataclasses.replace(DecoderConfig(**SIZES).build(), cached=None), {})
 
 

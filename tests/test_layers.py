@@ -15,9 +15,10 @@ import pytest
 from small_run import TINY, losses
 
 from ejdist.models import decoder, parts, stack
-from ejdist.models.config import ALIASES, ExpertsShape, LatentShape, parts_of_kind
+from ejdist.models.config import ALIASES, MIXERS, ExpertsShape, LatentShape, parts_of_kind
 from ejdist.models.model import BatchContext, Flops, Metric, StepContext
 from ejdist.models.parameters import Param, initialise, num_parameters
+from ejdist.models.parts import PARTS
 from ejdist.models.recurrent_shapes import GatedDeltaShape, GlaShape, KdaShape, LightningShape, Mamba2Shape, Rwkv7Shape
 from ejdist.operations import bind_ops
 from ejdist.training.checkpoint import CheckpointError, Checkpoints
@@ -483,8 +484,11 @@ def test_buffers_that_were_not_given():
     "kind", ["moe", "probe", "mlp+full", "full+full", "none+none", "full+", "full+mlp+mlp", "full+moe"]
 )
 def test_a_pattern_is_made_of_mixers_and_feed_forwards(kind):
-    mixers = "full, window, latent, gated_delta, kda, mamba2, lightning, gla, rwkv7"
-    words = rf"not MIXER\+FEED_FORWARD. Mixers: {mixers}; feed-forwards: mlp, ungated_mlp, experts, probe; none in"
+    short = {part: mixer for mixer, part in MIXERS.items()}
+    mixers = ", ".join(short.get(name, name) for name, part in PARTS.items() if part.role == "mixer")
+    others = ", ".join(name for name, part in PARTS.items() if part.role == "feed_forward")
+    assert mixers.startswith("full, window, latent, ") and others.endswith(", experts, probe")
+    words = rf"not MIXER\+FEED_FORWARD. Mixers: {mixers}; feed-forwards: {others}; none in"
     for key in ("layer_pattern", "first_layers", "last_layers"):
         with pytest.raises(ValueError, match=f"model.{key} = .*{re.escape(repr(kind))} is {words}"):
             dataclasses.replace(MIXED, **{key: (kind,)}).validate()

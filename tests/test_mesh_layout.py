@@ -94,7 +94,7 @@ def test_the_mesh_in_force():
         ("B S K H", ACTIVATIONS, {"sp": 2, "tp": 4}, P(None, "sp", "tp", None)),
         ("B T F", ACTIVATIONS, {"tp": 4}, P(None, None, "tp")),
         ("D F", PARAMETERS, {"fsdp": 4, "tp": 2}, P("fsdp", "tp")),
-        ("layers D N H", PARAMETERS, {"fsdp": 2, "tp": 2, "sp": 2}, P(None, ("fsdp", "sp"), "tp", None)),
+        ("L D N H", PARAMETERS, {"fsdp": 2, "tp": 2, "sp": 2}, P(None, ("fsdp", "sp"), "tp", None)),
         ("D F", PARAMETERS, {"sp": 4}, P("sp", None)),
         ("V D", PARAMETERS, {"fsdp": 2, "tp": 2}, P("tp", "fsdp")),
         ("R N H", PARAMETERS, {"fsdp": 2, "tp": 2}, P("fsdp", "tp", None)),
@@ -125,6 +125,12 @@ def test_a_dim_that_does_not_divide_names_everything():
         sharding(mesh, ("B", "T"), ACTIVATIONS, shape=(6, 8), what="batch key 'tokens'")
     for word in ("batch key 'tokens'", "dim B = 6", "dp=2 x fsdp=2", "multiple of 4"):
         assert word in str(error.value)
+
+
+def test_a_dim_that_is_misspelt_is_refused():
+    """No axis would split it, so every device would hold all of the array."""
+    with pytest.raises(ValueError, match="parameter gate has the dims 'Dd F', but 'Dd' is not in the vocabulary"):
+        sharding(make_mesh(fsdp=2), ("Dd", "F"), PARAMETERS, shape=(8, 8), what="parameter gate")
 
 
 def test_specs_say_where_dims_are():

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from schedules import transfers
 
+from benchmarks.comparisons import sequence_memory
 from ejdist import Order, make_mesh, ring_attention
 from ejdist.planning.targets import NoCompiler, target_of
 from ejdist.sequence import GroupCast, Ring, compiler_options, exchange
@@ -151,6 +152,17 @@ def test_of_a_halo_no_transfer_is_larger_than_the_window(target):
     permutes = [t.bytes for t in found if t.kind == "collective-permute"]
     assert permutes and max(permutes) <= 2 * window * keys, permutes
     assert sum(t.bytes for t in found) <= 1.1 * 2**20, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "passes"), [*sequence_memory.LIMITS])
+def test_temporaries_of_a_long_sequence_are_no_more_than_is_asked(scheme, passes):
+    """131,072 tokens over eight chips of v5p."""
+    try:
+        held = sequence_memory.compiled(scheme(), passes).memory_analysis().temp_size_in_bytes / 2**20
+    except NoCompiler as error:
+        pytest.skip(str(error))
+    assert held <= sequence_memory.LIMITS[scheme, passes]
 
 
 def test_a_step_is_compiled_with_the_options(monkeypatch):

@@ -230,8 +230,8 @@ def write_texts(run: Path, to: Path) -> None:
     recipe = recipe_for(where, args, words, weights)
     tokenizer = tokenizer_of(where, recipe, weights)
     model, mesh, params, buffers = load(recipe, weights)
-    how = {"buffers": buffers, "mesh": mesh, "experts": vars(recipe.experts)}
-    engine = Engine(model, params, slots=4, length=CONTEXT, page=8, chunk=8, **how)
+    sizes = {"slots": 4, "length": CONTEXT, "page": 8, "chunk": 8}
+    engine = Engine(model, params, buffers=buffers, mesh=mesh, experts=vars(recipe.experts), **sizes)
     for prompt in PROMPTS:
         engine.submit(tokenizer.encode(prompt), max_tokens=TOKENS, temperature=0)
     while not engine.idle:

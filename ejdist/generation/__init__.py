@@ -1,4 +1,4 @@
-"""Texts of a model: `Engine` generates them, on the mesh and with the parameters that train it."""
+"""Text generation: `Engine` generates on the mesh and with the parameters that training uses."""
 
 from ejdist.generation.engine import Engine
 from ejdist.generation.requests import Result, Token

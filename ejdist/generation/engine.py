@@ -1,9 +1,9 @@
-"""Generates texts of many requests together: continuous batching over pages and states, in programs of fixed shapes.
+"""Generates text for many requests at once: continuous batching over pages and states, in programs of fixed shapes.
 
-A step runs at most two programs, each compiled once: one for a chunk of prompts, one for a token of every text under way.
-Which requests their rows belong to, how long these are and how tokens are chosen is data. A request waits until a slot is free
-and the pages for all of its tokens are, so that what has begun always ends. What a request gets never depends on the others
-beside it, but for the order of sums.
+A step runs at most two programs, each compiled once: one for a chunk of prompts, one for a token of every text in progress.
+Which request a row belongs to, its length and its sampling options are data. A request waits until a slot and the pages for all
+of its tokens are free, so every request that starts also finishes. The result of a request does not depend on the others in the
+batch, except for the order of sums.
 
 Source: Yu et al., Orca: A Distributed Serving System for Transformer-Based Generative Models, 2022 (continuous batching); Kwon
 et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023; Agrawal et al., SARATHI, 2023
@@ -34,7 +34,7 @@ from ejdist.sequence.exchange import compiler_options
 
 
 class Engine:
-    """A model that generates, on the mesh and with the parameters that train it: nothing of them is copied.
+    """Generates with a model, on the mesh and with the parameters of its training, which are not copied.
 
     >>> engine = Engine(model, params, slots=8, length=2048)  # doctest: +SKIP
     >>> number = engine.submit(ids, max_tokens=100, temperature=0)  # doctest: +SKIP
@@ -43,8 +43,7 @@ class Engine:
     ...         print(token)
     >>> engine.results()[number].tokens  # doctest: +SKIP
 
-    On several hosts, do the same with it on all of them.
-
+    With several hosts, make the same calls on each.
     """
 
     def __init__(
@@ -65,20 +64,20 @@ class Engine:
         experts: Mapping[str, Any] | None = None,
     ) -> None:
         """Args:
-          model: as `build()` of a recipe's model section returns it.
-          params, buffers: of the model, with the shardings of its training.
+          model: what `build()` of a recipe's model section returns.
+          params, buffers: of the model, sharded as in training.
           mesh: that of the parameters; None for one device. Rows of a step are split over all axes that split rows or sequences
-            in training, and heads over those of heads. Every device has the pages of all requests, of its heads.
-          slots: how many requests are under way at once; rounded up to a multiple of the devices that rows are split over.
-          length: the most tokens of a request, of its prompt and of what it generates.
-          page: tokens of a page. pages: how many there are; default: for `slots` requests of `length`.
-          chunk: tokens of a prompt that a step takes.
+            in training, and heads over the axes of heads. Each device holds the pages of all requests, for its own heads.
+          slots: most requests in progress at once; rounded up to a multiple of the devices that rows are split over.
+          length: most tokens of a request, prompt and generated text together.
+          page: tokens per page. pages: number of pages; default: enough for `slots` requests of `length`.
+          chunk: prompt tokens per step.
           ends: tokens that end a text.
           decode: ids -> text, for `stop` and for the text of results.
-          platform, experts: as `bind_ops` takes them.
+          platform, experts: see `bind_ops`.
 
         Raises:
-          ValueError: the model cannot generate, or a size is wrong; names the layer or the argument.
+          ValueError: the model cannot generate (names the layer), or a size is below 1 (names the argument).
         """
         for name, size in (
             ("slots", slots),
@@ -113,7 +112,7 @@ class Engine:
         self._compile(mesh)
 
     def _compile(self, mesh: jax.sharding.Mesh | None) -> None:
-        """Makes what layers keep, and the step's program."""
+        """Sets up the arrays that layers keep between steps, and the program of a step."""
         page, dtype = self._pages.page, self._cached.dtype
         with self._layout():
             activations = current_layout().activations
@@ -165,16 +164,15 @@ class Engine:
         self._step = jax.jit(step, donate_argnums=2, out_shardings=(whole, whole, placed), compiler_options=options)
 
     def use(self, params: Any, buffers: Any = None) -> None:
-        """Replaces the parameters and buffers, of the same shapes and shardings. Texts under way go on, over what was kept of
-        their tokens before; new ones share nothing of it."""
+        """Replaces the parameters and buffers by others of the same shapes and shardings. Texts in progress keep the cache of
+        their earlier tokens; new requests share none of it."""
         self._state = (params, buffers)
         self._pages.forget()
         for request in (*self._running, *self._waiting):
             request.digests = []
 
     def release(self) -> None:
-        """Gives back the memory of what layers keep, and the parameters; give new ones with `use` before the next step. What is
-        under way, or waits, is dropped."""
+        """Frees the cache and the parameters, and drops all unfinished requests. Call `use` before the next step."""
         for request in [*self._running]:
             self._end(request)
         self._waiting.clear()
@@ -197,17 +195,17 @@ class Engine:
 
         Args:
           prompt: token ids, at least one.
-          max_tokens: how many may be generated; default: as many as fit.
+          max_tokens: most tokens to generate; default: as many as fit.
           temperature, top_k, top_p, min_p, seed: see `Sampling`.
-          stop: strings, at the first of which the text ends; they need the engine's `decode`.
+          stop: strings; the text ends at the first one. They need the engine's `decode`.
 
         Raises:
-          ValueError: the prompt is empty, too long or of another tokenizer, or an argument is wrong. Other requests go on.
+          ValueError: the prompt is empty, too long or from another tokenizer, or an argument is wrong. Other requests continue.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
         ids, stops = ids_of(prompt, self._cached.vocab_size), stops_of(stop)
         if stops and self._decode is None:
-            raise ValueError("stop = strings needs an Engine with decode=, ids -> text")
+            raise ValueError("argument 'stop' needs an Engine with decode=, a function from ids to text")
         room = min(self.length, self._pages.count * self._pages.page)
         if max_tokens is None:
             max_tokens = max(room - len(ids), 1)
@@ -215,8 +213,8 @@ class Engine:
             raise ValueError(f"max_tokens = {max_tokens} must be at least 1")
         if len(ids) + max_tokens > room:
             raise ValueError(
-                f"a prompt of {len(ids)} tokens and max_tokens = {max_tokens} are more than the {room} tokens of a request: "
-                "shorten them, or give the cache more length"
+                f"a prompt of {len(ids)} tokens and max_tokens = {max_tokens} exceed the {room} tokens of a request: "
+                "shorten one of them, or raise length or pages of the Engine"
             )
         request = Request(self._next, ids, max_tokens, sampling, stops, self._pages.digests(ids))
         self._next += 1
@@ -225,21 +223,22 @@ class Engine:
 
     @property
     def programs(self) -> int:
-        """How many programs were compiled: at most two, whatever is asked for."""
+        """The number of compiled programs: at most two, whatever the requests."""
         return len(self._programs)
 
     @property
     def idle(self) -> bool:
-        """Whether no request waits or is under way."""
+        """Whether no request is waiting or in progress."""
         return not self._waiting and not self._running
 
     def results(self) -> dict[int, Result]:
-        """Returns the texts that have finished since the last call, by the number of their request."""
+        """Returns request number -> text, for the texts that finished since the last call."""
         finished, self._finished = self._finished, {}
         return finished
 
     def step(self) -> list[Token]:
-        """Takes a chunk of the prompts that wait for it, and a token of every text under way; returns the new tokens."""
+        """Processes a chunk of the prompts that are not cached yet, generates a token of every other text, and returns the new
+        tokens."""
         self._admit()
         filling = [r for r in self._running if r.filled < len(r.prompt)][: self.groups]
         tokens = self._run(filling, self.groups, self.chunk) if filling else []
@@ -247,7 +246,7 @@ class Engine:
         return tokens + (self._run(writing, self.slots, 1) if writing else [])
 
     def _admit(self) -> None:
-        """Gives slots and pages to those that wait, in order."""
+        """Gives slots and pages to waiting requests, in order."""
         while self._waiting and self._free:
             request = self._waiting[0]
             needed = -(-(len(request.prompt) + request.max_tokens) // self._pages.page)
@@ -257,7 +256,7 @@ class Engine:
             self._running.append(self._waiting.popleft())
 
     def _begin(self, request: Request) -> None:
-        """Takes the pages that others have written of the beginning of a prompt in the place of its own."""
+        """Replaces the first pages of a request by cached ones of the same tokens."""
         shared = self._pages.shared(request.digests)
         self._pages.release(request.pages[: len(shared)])
         request.pages[: len(shared)] = shared
@@ -284,7 +283,7 @@ class Engine:
         data = (*self._state, kept, tokens, tables, slots, before, new, Choices.of(choices))
         if (
             width not in self._programs
-        ):  # whose shapes are then fixed: another one is an error, and never compiled silently
+        ):  # compiled ahead of time: a call with other shapes is an error, never another compilation
             self._programs[width] = self._step.lower(*data).compile()
         chosen, scores, self._kept = self._programs[width](*data)
         chosen, scores = np.asarray(chosen), np.asarray(scores)
@@ -318,17 +317,15 @@ class Engine:
 
 
 def _cached(model: Any, experts: Mapping[str, Any] | None) -> Cached:
-    """Returns how a model generates. Raises ValueError where it cannot, with what to use instead."""
+    """Returns the model's form for generation. Raises ValueError if it has none, with what to use instead."""
     cached = getattr(model, "cached", None)
     if cached is None:
-        raise ValueError(
-            "Engine: this model does not say how it generates (Model.cached); decoders of ejdist.models do"
-        )
+        raise ValueError("Engine: this model has no form for generation (Model.cached); use a decoder of ejdist.models")
     if cached.refused:
         raise ValueError(cached.refused)
     if (capacity := (experts or {}).get("capacity")) is not None:
         raise ValueError(
-            f"experts.capacity = {capacity} drops tokens by what is beside them in a batch, so that a text would "
-            "depend on the others: give experts.capacity=null to generate"
+            f"experts.capacity = {capacity} drops tokens depending on the others in the batch, so a text would depend "
+            "on other requests: use experts.capacity=null to generate"
         )
     return cached

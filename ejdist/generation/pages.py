@@ -1,4 +1,4 @@
-"""Which pages of the cache requests have, and which of them hold the beginning of a prompt that others share."""
+"""Allocates cache pages to requests; requests whose prompts begin alike share pages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 
 class Pages:
-    """The pages of a cache: taken by requests, shared where prompts begin alike, and kept after a request as long as no other
-    needs the room.
+    """The pages of a cache. Requests take them, share those of a common prefix, and leave them cached until others need the
+    room.
 
-    A full page of a prompt is known by a digest of all tokens up to its end, on which its keys and values depend.
+    A full page of a prompt is identified by a digest of all tokens up to its end, which determine its keys and values.
     """
 
     def __init__(self, count: int, page: int, shares: bool) -> None:
@@ -23,12 +23,12 @@ class Pages:
         self._free = list(range(count))[::-1]
         self._users: Counter[int] = Counter()
         self._known: dict[bytes, int] = {}
-        self._digests: dict[int, bytes] = {}  # of the known pages
-        self._kept: OrderedDict[int, None] = OrderedDict()  # known pages that nobody uses, the longest unused first
+        self._digests: dict[int, bytes] = {}  # of the identified pages
+        self._kept: OrderedDict[int, None] = OrderedDict()  # identified pages in no use, least recently used first
 
     @property
     def room(self) -> int:
-        """How many pages can be taken."""
+        """The number of pages that can be taken."""
         return len(self._free) + len(self._kept)
 
     def take(self, count: int) -> list[int]:
@@ -44,8 +44,8 @@ class Pages:
         return pages
 
     def release(self, pages: list[int]) -> None:
-        """Takes the pages of a request back."""
-        for page in reversed(pages):  # of a prompt, what fewer others can share goes first
+        """Releases the pages of a request."""
+        for page in reversed(pages):  # the end of a prompt, which fewer requests share, is evicted first
             self._users[page] -= 1
             if self._users[page]:
                 continue
@@ -56,7 +56,7 @@ class Pages:
                 self._free.append(page)
 
     def shared(self, digests: list[bytes]) -> list[int]:
-        """Returns the known pages that a prompt begins with, of the digests of its pages; they are then also its own."""
+        """Returns the cached pages that match the start of a prompt, given the digests of its pages, and takes them."""
         pages = []
         for digest in digests:
             if digest not in self._known:
@@ -68,12 +68,12 @@ class Pages:
         return pages
 
     def publish(self, page: int, digest: bytes) -> None:
-        """Makes a page known, whose keys and values are written."""
+        """Lets later requests share a page; its keys and values must be written."""
         if self.shares and digest not in self._known:
             self._known[digest], self._digests[page] = page, digest
 
     def forget(self) -> None:
-        """Makes all pages unknown, as when the parameters change."""
+        """Lets no later request share the present pages: the parameters have changed."""
         for page in list(self._digests):
             self._unknown(page)
         self._free += self._kept

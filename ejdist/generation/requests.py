@@ -1,4 +1,4 @@
-"""What is asked of a generation, and what comes of it."""
+"""Requests for text, and their results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ejdist.generation.sampling import Sampling
 
-# Why a text is finished: a token that ends texts, one of the strings that stop it, or as many tokens as it may have.
+# Why a text ended: an end token, a stop string, or its limit of tokens.
 END, STOP, LENGTH = "end", "stop", "length"
 
 
@@ -19,12 +19,12 @@ class Result:
     """A finished text.
 
     Attributes:
-      id: what `submit` returned.
-      prompt: its token ids.
-      tokens: those generated, with the one that ended the text.
-      log_probabilities: of each of them under the model, in nats, as its loss in training is: without temperature or limits.
-      reason: why it is finished: "end", "stop" or "length".
-      text: of the tokens, without the end, up to a string that stopped it; None without `decode`.
+      id: the number that `submit` returned.
+      prompt: token ids.
+      tokens: the generated ids, including the end token.
+      log_probabilities: of each generated token under the model, in nats, without temperature or limits, as in training.
+      reason: why the text ended: "end", "stop" or "length".
+      text: the decoded tokens, without the end token and up to the stop string; None without `decode`.
     """
 
     id: int
@@ -36,7 +36,7 @@ class Result:
 
 
 class Token(NamedTuple):
-    """A token that a step has generated; `reason` is that of its text where that is finished, else None."""
+    """A token that a step generated; `reason` says why its text ended with it, None if it did not."""
 
     id: int
     token: int
@@ -46,9 +46,9 @@ class Token(NamedTuple):
 
 @dataclass
 class Request:
-    """A text under way.
+    """A text in progress.
 
-    filled: how many tokens of the prompt are in the cache. pages: those of the request, in order; none while it waits.
+    filled: number of prompt tokens in the cache. pages: the request's pages, in order; empty while it waits.
     """
 
     id: int
@@ -67,13 +67,13 @@ class Request:
     def take(
         self, token: int, log_probability: float, ends: Collection[int], decode: Callable[..., str] | None
     ) -> str | None:
-        """Takes the next token, and returns why the text is finished; None where it goes on."""
+        """Appends the next token; returns why the text ended, or None if it continues."""
         self.tokens.append(token)
         self.log_probabilities.append(log_probability)
         if token in ends:
             return END
         if decode is not None and self.stop:
-            # Every token is at least a byte, and every character at most four: the end of the text is enough to look at.
+            # Every token is at least a byte, and every character at most four: so it is enough to search the end of the text.
             tail = decode(self.tokens[-4 * (max(map(len, self.stop)) + 1) :])
             if any(one in tail for one in self.stop) and self._stopped(decode(self.tokens)) is not None:
                 return STOP
@@ -88,21 +88,21 @@ class Request:
         return Result(self.id, self.prompt, self.tokens, self.log_probabilities, reason, text)
 
     def _stopped(self, text: str) -> int | None:
-        """Returns where the first string that stops the text begins."""
+        """Returns the position of the first stop string."""
         return min((place for one in self.stop if (place := text.find(one)) >= 0), default=None)
 
 
 def ids_of(prompt: Any, vocab_size: int) -> np.ndarray:
-    """Returns the token ids of a prompt, int32. Raises ValueError where they are none, or not of the model."""
+    """Returns the token ids of a prompt, int32. Raises ValueError if it is empty, or has something else."""
     ids = np.asarray(prompt)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        raise ValueError(f"a prompt must be token ids [n], got {ids.dtype} of shape {ids.shape}")
+        raise ValueError(f"a prompt must be a list of token ids, got {ids.dtype} of shape {ids.shape}")
     if not ids.size:
-        raise ValueError("the prompt is empty: a text begins with at least one token, such as the tokenizer's BOS")
+        raise ValueError("the prompt is empty: give at least one token, such as the tokenizer's BOS")
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise ValueError(
-            f"the prompt has token {ids.max() if ids.max() >= vocab_size else ids.min()}, and the model has tokens 0 to "
-            f"{vocab_size - 1}: it is of another tokenizer; use the one that the model was trained with"
+            f"the prompt has token {ids.max() if ids.max() >= vocab_size else ids.min()}, but the model has tokens 0 to "
+            f"{vocab_size - 1}: use the tokenizer that the model was trained with"
         )
     return ids.astype(np.int32)
 
@@ -111,5 +111,5 @@ def stops_of(stop: str | Sequence[str]) -> tuple[str, ...]:
     """Returns the strings that stop a text. Raises ValueError for an empty one."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(one, str) and one for one in stops):
-        raise ValueError(f"stop = {stop!r} must be strings that are not empty")
+        raise ValueError(f"stop = {stop!r} must be one or more non-empty strings")
     return stops

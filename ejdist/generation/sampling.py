@@ -1,4 +1,4 @@
-"""How the next token is chosen of its logits, for each row as its request asks for."""
+"""Samples the next token from the logits, each row with the options of its request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of a request are chosen.
+    """Sampling options of a request.
 
     temperature: 0 for the most likely token. top_k: of the most likely ones alone; 0 for all. top_p: of the fewest whose
     probabilities sum to it. min_p: of those at least as likely as this share of the most likely one. They apply in this order,
@@ -27,7 +27,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ValueError naming the argument and what it may be."""
+        """Raises ValueError for a value out of range, with the range."""
         wrong = {
             "temperature": (not 0 <= self.temperature < math.inf, "0, for the most likely token, or a positive number"),
             "top_k": (not 0 <= self.top_k < 2**31, "a number of tokens, or 0 for all"),
@@ -41,7 +41,7 @@ class Sampling:
 
 
 class Choices(NamedTuple):
-    """The fields of `Sampling` for each row, and how many tokens of its request were drawn before; [B] each."""
+    """The fields of `Sampling` of each row, and the number of tokens that its request has so far; [B] each."""
 
     temperature: Any
     top_k: Any
@@ -51,14 +51,14 @@ class Choices(NamedTuple):
     drawn: Any
 
     @classmethod
-    def of(cls, asked: list[tuple[Sampling, int]]) -> Choices:
-        """Returns those of rows, from (what the request asks for, how many tokens it has)."""
+    def of(cls, rows: list[tuple[Sampling, int]]) -> Choices:
+        """Returns the arrays for a list of (sampling options, number of tokens so far), one per row."""
         dtypes = {"top_k": np.int32, "seed": np.uint32}
         columns = {
-            f.name: np.array([getattr(one, f.name) for one, _ in asked], dtypes.get(f.name, np.float32))
+            f.name: np.array([getattr(one, f.name) for one, _ in rows], dtypes.get(f.name, np.float32))
             for f in fields(Sampling)
         }
-        return cls(**columns, drawn=np.array([drawn for _, drawn in asked], np.int32))
+        return cls(**columns, drawn=np.array([drawn for _, drawn in rows], np.int32))
 
 
 def sample(logits: jax.Array, choices: Choices) -> tuple[jax.Array, jax.Array]:
@@ -88,7 +88,7 @@ def sample(logits: jax.Array, choices: Choices) -> tuple[jax.Array, jax.Array]:
 
 
 def _limited(scaled: jax.Array, choices: Choices) -> jax.Array:
-    """Returns logits [B, V] that are -inf where top_k, top_p or min_p leaves a token out; of equal ones all stay, or none."""
+    """Returns logits [B, V] with -inf for tokens that top_k, top_p or min_p excludes; equal logits go together."""
     ordered = -jnp.sort(-scaled, axis=-1)
     ranks = jnp.arange(scaled.shape[-1])
     first = jnp.where(choices.top_k > 0, choices.top_k, scaled.shape[-1])

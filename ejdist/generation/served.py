@@ -28,11 +28,11 @@ Pages = tuple[jax.Array, ...]
 class Rows:
     """The requests of the rows of a step.
 
-    slots: int [B], where a request's states are; past the last slot for a row without a request.
-    lengths: int [B], its tokens up to the end of this step; 0 without a request.
-    fresh: bool [B], whether it begins in this step.
-    tables: int [B, pages of the longest], its pages.
-    entries: int [B, T], the entry of all pages, of one layer, that a new token has; -1 for padding.
+    slots: int [B], the slot of the request's states; past the last slot for a row without a request.
+    lengths: int [B], tokens of the request up to the end of this step; 0 without a request.
+    fresh: bool [B], whether the request starts in this step.
+    tables: int [B, pages of the longest], the request's pages.
+    entries: int [B, T], the entry of a new token among those of all pages of a layer; -1 for padding.
     """
 
     slots: jax.Array
@@ -44,8 +44,8 @@ class Rows:
     @classmethod
     def of(cls, tables: jax.Array, slots: jax.Array, before: jax.Array, new: jax.Array, length: int, page: int) -> Rows:
         """Args:
-        tables, slots: as above. before, new: int [B], tokens of a request before this step, and in it.
-        length: of a row. page: tokens of a page.
+        tables, slots: see the attributes. before, new: int [B], tokens of a request before this step, and in it.
+        length: tokens per row. page: tokens per page.
         """
         positions = positions_of(before, new, length)
         real = positions >= 0
@@ -93,8 +93,8 @@ def _latent_attention(
     key_rope: jax.Array,
     **options: Any,
 ) -> tuple[jax.Array, Pages]:
-    """Returns (latent attention, the pages of latents). Queries are taken to the latents, which are the keys and the values of
-    all heads, so that nothing is made of the tokens before (DeepSeek-V2, 2024, section 2.1.2)."""
+    """Returns (latent attention, the pages of latents). Queries are projected to the latent, which then serves as key and value
+    of all heads, so no keys or values of earlier tokens are computed again (DeepSeek-V2, 2024, section 2.1.2)."""
     (stack,) = pages
     B, T, N, _ = query.shape
     new = ops.constrain(jnp.concatenate([latent, key_rope], axis=-1).reshape(B * T, 1, -1), "_ _ _")
@@ -112,7 +112,7 @@ def _latent_attention(
 
 
 def _of_layer(numbers: jax.Array, row: jax.Array, shape: tuple[int, ...], each: int) -> jax.Array:
-    """Returns numbers of pages, or of their entries, in the stack of all layers; negative ones as they are."""
+    """Returns page or entry numbers of a layer as numbers in the stack of all layers; negative ones are unchanged."""
     return jnp.where(numbers >= 0, numbers + row * each, numbers)
 
 
@@ -124,7 +124,7 @@ def _over_pages(
 
 
 def _without_ids(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of attention over pages: a request is one document, and its padding has no tokens."""
+    """Returns the options without segment ids: a request is one document, and its padding is in no page."""
     ids = ("causal", "segment_ids", "q_segment_ids", "kv_segment_ids")
     return {name: x for name, x in options.items() if name not in ids}
 
@@ -136,7 +136,7 @@ def _of_real(out: jax.Array, rows: Rows) -> jax.Array:
 def _recurrence(
     function: Callable[..., Any], states: Pages, row: jax.Array, rows: Rows, *arguments: Any, **options: Any
 ) -> tuple[jax.Array, Pages]:
-    """Returns (the result of a recurrence that goes on from the state of each request, all states with the new ones)."""
+    """Returns (the output of a recurrence that continues from each request's state, the pool with the new states)."""
     (pool,) = states
     before = pool.at[row, rows.slots].get(mode="clip")
     before = jnp.where(rows.fresh.reshape(-1, *[1] * (before.ndim - 1)), 0, before)
@@ -152,9 +152,9 @@ OVER_PAGES: dict[str, Callable[..., tuple[jax.Array, Pages]]] = {
 
 
 class OfLayer:
-    """The operations of one part of one layer in a step, and what they keep, which they replace as they run.
+    """The operations of one part of one layer in a step. They read and replace what the part keeps between steps.
 
-    An operation that mixes tokens and keeps nothing is refused: its result would be that of the step's tokens alone.
+    An operation that mixes tokens but keeps nothing is refused: it would see the tokens of this step alone.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class OfLayer:
         def serve(name: str, *arguments: Any, **options: Any) -> jax.Array:
             if name not in pending:
                 raise ValueError(
-                    f"layers with {part} call {name} twice, and keep one state of it: they cannot generate; use python -m "
+                    f"layers with {part} call {name} twice but keep one state of it, so they cannot generate; use python -m "
                     "launch.evaluate, which needs no cache"
                 )
             pending.remove(name)
@@ -179,8 +179,8 @@ class OfLayer:
 
         def refuse(name: str, *arguments: Any, **options: Any) -> NoReturn:
             raise ValueError(
-                f"layers with {part} call {name} and do not declare that they keep anything of it (Part.keeps), so they cannot "
-                "generate; export the model first where it has adapters (python -m launch.export), or use launch.evaluate"
+                f"layers with {part} call {name} but declare no cache for it (Part.keeps), so they cannot generate; if the "
+                "model has adapters, export it first (python -m launch.export); else use launch.evaluate"
             )
 
         mixes = {name for name, function in SHARDED.items() if function.of_sequences} | {*OVER_PAGES}
@@ -191,7 +191,7 @@ class OfLayer:
 
 @dataclass(frozen=True)
 class Step:
-    """Serves a step's layers; see `ejdist.models.kept.Serving`."""
+    """Serves the layers of a step; see `ejdist.models.kept.Serving`."""
 
     declared: Mapping[str, tuple[int, Mapping[str, Kept]]]
     rows: Rows

@@ -1,4 +1,4 @@
-"""The text of tokens as they come: what is certain not to change."""
+"""Decodes tokens as they arrive, up to the text that later tokens cannot change."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 
 
 class Streamed:
-    """Text that grows with its tokens. Held back: a character that is not whole, and what may begin a string that stops it."""
+    """Text that grows with its tokens. An incomplete character, and what may be the start of a stop string, is held back."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode, self._stop = decode, tuple(stop)
         self._tokens: list[int] = []
-        self._shown = 0  # characters that were returned
+        self._shown = 0  # characters returned so far
 
     def add(self, token: int) -> str:
-        """Returns the text that is certain after this token."""
+        """Returns the new text that later tokens cannot change."""
         self._tokens.append(token)
         text = self._decode(self._tokens)
         certain = len(text)
@@ -27,5 +27,5 @@ class Streamed:
         return new
 
     def rest(self, text: str) -> str:
-        """Returns what is missing of the finished text."""
+        """Returns what was not returned yet of the finished text."""
         return text[self._shown :]

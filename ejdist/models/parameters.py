@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels.framework.dims import VOCABULARY
+from ejdist.layout import check_dims
 
 
 def _normal(p: Param, key: jax.Array) -> jax.Array:
@@ -100,17 +100,6 @@ def map_declared(function: Callable[[str, Param], Any], declared: Any) -> Any:
         return function(".".join(str(k.key) for k in path), param)
 
     return jax.tree_util.tree_map_with_path(visit, declared, is_leaf=lambda x: isinstance(x, Param))
-
-
-def check_dims(what: str, dims: str) -> None:
-    """Raises ValueError for a dim that is neither in the vocabulary nor "_": no layout could split it, so every device would
-    silently hold all of it. `what`: the array, for the message."""
-    for dim in dims.split():
-        if dim != "_" and dim not in VOCABULARY:
-            raise ValueError(
-                f"{what} has the dims {dims!r}, but {dim!r} is not in the vocabulary: use _ for a dim that is never split, or "
-                f"one of {', '.join(VOCABULARY)} (kernels/framework/dims.py says what each means)"
-            )
 
 
 def check_declared(kind: str, declared: Any) -> None:

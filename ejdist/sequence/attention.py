@@ -78,8 +78,8 @@ class Seen:
 
 def local_of(static: Static, arrays: Arrays, seen: Seen) -> Local:
     """Returns a scheme's view of a call that `shard_call` has prepared."""
-    own, keys = apart(static.op, arrays)
-    return Local(static, own, keys, seen.mask, seen.own_mask, seen.work, seen.needed)
+    mine, keys = apart(static.op, arrays)
+    return Local(static, mine, keys, seen.mask, seen.own_mask, seen.work, seen.needed)
 
 
 def _forward(static: Static, arrays: Arrays, seen: Seen) -> tuple[jax.Array, jax.Array]:
@@ -93,7 +93,8 @@ def _forward(static: Static, arrays: Arrays, seen: Seen) -> tuple[jax.Array, jax
 
 @_differentiated_once
 def _backward(static: Static, saved: Arrays, arrays: Arrays, seen: Seen) -> Arrays:
-    total, sinks = static.scheme.backward(local_of(static, arrays, seen), saved), arrays.get("softmax_aux")
+    local, sinks = local_of(static, arrays, seen), arrays.get("softmax_aux")
+    total = static.scheme.backward(local, {n: x for n, x in saved.items() if n != "out" or local.reads_out})
     if sinks is not None:
         # A sink has weight exp(sink - lse) and no value: ds = -weight * delta. With no key and sinks of -inf it has none.
         some, lse = (saved["lse"] != -jnp.inf)[..., None], saved["lse"][..., None]

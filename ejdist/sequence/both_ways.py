@@ -90,6 +90,8 @@ def around(
 def _half_of(local: Local, half: int) -> Local:
     """Returns a call with the first half of its heads, or the second."""
     own, keys = ({n: _half(local, n, x, half) for n, x in of.items()} for of in (local.own, local.keys))
+    # Behind a barrier, or what is cut is made twice, as hops want it and as a loop does, and both are held.
+    own, keys = jax.lax.optimization_barrier((own, keys))
     return replace(local, own=own, keys=keys)
 
 

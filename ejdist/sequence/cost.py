@@ -151,8 +151,8 @@ def chunks_of_documents(order: Order, length: int, mask: MaskInfo, documents: Do
     Args:
       mask: without arrays: the rules inside a document.
     """
-    own = length // order.shards
-    every = own // chunk_of(order, own)
+    tokens = length // order.shards
+    every = tokens // chunk_of(order, tokens)
     if order.shards == 1:
         return 0, every
     if documents.lengths and mask.causal and mask.sink_tokens is None:

@@ -1,9 +1,9 @@
 """Group-cast: every rank gets those chunks of the keys and values of others that its queries see, and no more; their gradients
-go back and are added. What is sent follows the documents of a batch, in whatever order these lie.
+go back and are added. What is sent follows from the documents of a batch, in any order of tokens.
 
 Which chunks a rank needs follows from the least and the greatest id and position of each, as which tiles a kernel visits does.
-Shapes are static, so a buffer has room for as many chunks of each other rank; what does not fit comes in a further pass, and
-the number of passes is one number of the batch on every device of the mesh: who parts ways before a transfer waits for ever.
+Shapes are static, so a buffer has room for the same number of chunks from each other rank; what does not fit comes in a further
+pass. Every device of the mesh makes the same number of passes, or a transfer would wait forever.
 
 Sources: group-cast and group-reduce as in MagiAttention (Sand.ai, 2025, arXiv:2505.13211), there of ragged sizes; the bounded
 buffer with further passes is that of `ejdist/experts`.
@@ -64,9 +64,9 @@ class Listed:
         """Returns those of a table, bool [B|1, ranks, chunks], as many as fill whole passes."""
         needed = jnp.take(needed, ranks, axis=1)
         count, number = needed.sum(-1, keepdims=True, dtype=jnp.int32), needed.shape[2]
-        at = jnp.where(needed, jnp.cumsum(needed, -1) - 1, count + jnp.cumsum(~needed, -1) - 1)
+        place = jnp.where(needed, jnp.cumsum(needed, -1) - 1, count + jnp.cumsum(~needed, -1) - 1)
         places = jnp.arange(-(-number // room) * room)
-        listed = jnp.argmax(at[..., None, :] == places[:, None], -1)  # sorts would take compilers longer
+        listed = jnp.argmax(place[..., None, :] == places[:, None], -1)  # sorts would take compilers longer
         return cls(ranks, jnp.where(places < number, listed, number), count)
 
     def slots(self, room: int, turn: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -114,17 +114,17 @@ class Cast:
                 f"{local.static.op.name}: a group-cast sends the keys that rules, positions and segments ask for, and this "
                 "call has a mask of blocks; use scheme 'all_gather'"
             )
-        n, own, rank = local.ranks, local.query.shape[1], exchange.rank(local.axis)
-        chunk = chunk_of(local.static.order, own)
-        room = capacity(buffer, n, own // chunk)
+        n, length, rank = local.ranks, local.query.shape[1], exchange.rank(local.axis)
+        chunk = chunk_of(local.static.order, length)
+        room = capacity(buffer, n, length // chunk)
         mask, table = local.mask, None
         if mask.rules_are_static and mask.q_segment_ids is None:
-            table = chunks_by_rules(local.static.order, own * n, mask)
+            table = chunks_by_rules(local.static.order, length * n, mask)
         if table is not None:
             needs, asked = (jnp.asarray(x)[None, rank] for x in (table, table.swapaxes(0, 1)))
             passes: Any = max(1, -(-int(table.sum(-1).max()) // room))
         else:
-            met = meetings(_with_positions(local).key_range(own, own * n), chunk, chunk)[0]
+            met = meetings(_with_positions(local).key_range(length, length * n), chunk, chunk)[0]
             needs = met.any(1).reshape(met.shape[0], n, -1) & (jnp.arange(n) != rank)[:, None]
             asked = exchange.all_to_all(needs.astype(jnp.int32), local.axis, split=1, join=1) > 0
             passes = exchange.greatest(jnp.maximum(1, -(-needs.sum(-1, dtype=jnp.int32).max() // room)))
@@ -167,10 +167,10 @@ class Cast:
     def placed(self, came: jax.Array, turn: Any) -> tuple[Arrays, MaskInfo]:
         """Returns what came in a pass: keys and values [B, tokens, ...] in the order of the text, in which a query sees a run
         of them, and the mask of this rank's queries over these."""
-        local, at, there = self.local, *self._slots(turn)
-        place = self._in_text(at, there)
+        local, chunks, there = self.local, *self._slots(turn)
+        place = self._in_text(chunks, there)
         number = jnp.argmax(place[:, None] == jnp.arange((local.ranks - 1) * self.room)[:, None], -1)
-        at, there = (jnp.take_along_axis(x, number, 1) for x in (at, there))
+        chunks, there = (jnp.take_along_axis(x, number, 1) for x in (chunks, there))
         came = _taken(came, number).reshape(came.shape[0], -1, came.shape[3])
         keys, start = {}, 0
         for n, x in local.keys.items():
@@ -179,7 +179,7 @@ class Cast:
             start += wide
         mask = _with_positions(local)
         fields = {n: getattr(mask, n) for n in KEY_FIELDS if getattr(mask, n) is not None}
-        fields = {n: _taken(x.reshape(x.shape[0], -1, self.chunk), at) for n, x in fields.items()}
+        fields = {n: _taken(x.reshape(x.shape[0], -1, self.chunk), chunks) for n, x in fields.items()}
         ids = fields.get("kv_segment_ids", jnp.zeros((1, 1, self.chunk), jnp.int32))
         fields["kv_segment_ids"] = jnp.where(there[..., None], ids, -1)
         if mask.q_segment_ids is None:
@@ -192,14 +192,14 @@ class Cast:
         ranks, listed, there = self.coming.slots(self.room, turn)
         return ranks * (self.local.query.shape[1] // self.chunk) + listed, there
 
-    def _in_text(self, at: jax.Array, there: jax.Array) -> jax.Array:
+    def _in_text(self, chunks: jax.Array, there: jax.Array) -> jax.Array:
         """Returns int32 [B|1, slots]: the place of each slot among those of a pass in the order of the text. Those that are
         empty are last: as many as are the rank's own, at least."""
         first = _with_positions(self.local).kv_positions
         assert first is not None
         first = jnp.min(first.reshape(first.shape[0], -1, self.chunk), -1)
-        first = jnp.where(there, _taken(first, at), _NOWHERE)
-        number, one, other = jnp.arange(at.shape[1]), first[..., None], first[:, None]
+        first = jnp.where(there, _taken(first, chunks), _NOWHERE)
+        number, one, other = jnp.arange(chunks.shape[1]), first[..., None], first[:, None]
         return ((other < one) | ((other == one) & (number < number[:, None]))).sum(-1, dtype=jnp.int32)
 
     def back(self, grads: Arrays, turn: Any) -> jax.Array:
@@ -227,8 +227,8 @@ class Cast:
             start += wide
 
             def add(table: jax.Array, one: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-                at, new = one[0].reshape(-1), one[1].reshape(-1, self.chunk, table.shape[-1])
-                return table.at[at].add(new.astype(table.dtype), mode="drop"), None
+                place, new = one[0].reshape(-1), one[1].reshape(-1, self.chunk, table.shape[-1])
+                return table.at[place].add(new.astype(table.dtype), mode="drop"), None
 
             table = x.reshape(batch * chunks, self.chunk, wide)
             total[n] = jax.lax.scan(add, table, (rows, part))[0].reshape(x.shape)
@@ -240,22 +240,22 @@ def _with_positions(local: Local) -> MaskInfo:
     mask, order, length = local.mask, local.static.order, local.query.shape[1] * local.ranks
     if mask.q_positions is None:
         of_all = order.positions(jnp.arange(local.ranks), length)  # no constant of the length of the sequence
-        own = order.positions(exchange.rank(local.axis), length)
-        mask = mask.replace(q_positions=own[None], kv_positions=of_all.reshape(1, -1))
+        positions = order.positions(exchange.rank(local.axis), length)
+        mask = mask.replace(q_positions=positions[None], kv_positions=of_all.reshape(1, -1))
     return vary_alike(mask, local.query)
 
 
-def _taken(x: jax.Array, at: jax.Array, there: jax.Array | None = None) -> jax.Array:
+def _taken(x: jax.Array, index: jax.Array, there: jax.Array | None = None) -> jax.Array:
     """Returns x [B|1, n, ...] at these numbers [B|1, m] of its second dim; zeros where there is none."""
-    batch = max(x.shape[0], at.shape[0])
-    x, at = jnp.broadcast_to(x, (batch, *x.shape[1:])), jnp.broadcast_to(at, (batch, at.shape[1]))
-    new = jax.vmap(lambda row, number: jnp.take(row, number, axis=0, mode="clip"))(x, at)
+    batch = max(x.shape[0], index.shape[0])
+    x, index = jnp.broadcast_to(x, (batch, *x.shape[1:])), jnp.broadcast_to(index, (batch, index.shape[1]))
+    new = jax.vmap(lambda row, number: jnp.take(row, number, axis=0, mode="clip"))(x, index)
     return new if there is None else jnp.where(there.reshape(*there.shape, *(1,) * (new.ndim - 2)), new, 0)
 
 
-def _rows(x: jax.Array, chunk: int, at: jax.Array, there: jax.Array) -> jax.Array:
+def _rows(x: jax.Array, chunk: int, index: jax.Array, there: jax.Array) -> jax.Array:
     """Returns chunks [B, slots, chunk, numbers of a token] of an array [B, tokens, ...]."""
-    return _taken(x.reshape(x.shape[0], -1, chunk, math.prod(x.shape[2:])), at, there)
+    return _taken(x.reshape(x.shape[0], -1, chunk, math.prod(x.shape[2:])), index, there)
 
 
 def attended(local: Local, buffer: float) -> tuple[jax.Array, jax.Array]:
@@ -277,13 +277,13 @@ def _made(work: Work, buffer: float) -> Arrays:
         return work.results(*work.body(0, local.keys, None, None, True))
     cast = Cast.of(local, buffer)
 
-    def visit(turn: Any, came: jax.Array, stay: Any, made: Any, last: bool = False) -> tuple[Any, Any, Any, Any]:
+    def visit(turn: Any, came: jax.Array, stay: Any, results: Any, last: bool = False) -> tuple[Any, Any, Any, Any]:
         """Returns (what came for the next pass, what came back of the one before, what stays, what is made of this one)."""
         assert work.brought is not None
         # Under a caller's vmap a conditional is a selection, whose operands must vary over ranks before it.
         turn = turn if isinstance(turn, int) else vary_alike(turn, local.query)
         there = None if last else cast.there(local.keys, turn + 1)
-        back = None if made is None else cast.back(made, turn - 1)
+        back = None if results is None else cast.back(results, turn - 1)
         moved = [None, None] if there is back is None else cast.moved(there, back)
         # Behind barriers, or what comes in a later pass, which needs no attention, is sent beside this one.
         moved, done = jax.lax.optimization_barrier(
@@ -291,12 +291,12 @@ def _made(work: Work, buffer: float) -> Arrays:
         )
         return vary_alike((*moved, *done), local.query)
 
-    def step(turn: Any, came: jax.Array, stay: Any, sums: Any, made: Any) -> tuple[Any, Any, Any, Any]:
-        coming, arrived, stay, new = visit(turn, came, stay, made)
+    def step(turn: Any, came: jax.Array, stay: Any, sums: Any, results: Any) -> tuple[Any, Any, Any, Any]:
+        coming, arrived, stay, new = visit(turn, came, stay, results)
         return vary_alike((coming, stay, cast.added(sums, arrived, turn - 1), new), local.query)
 
-    def ended(turn: Any, came: jax.Array, stay: Any, sums: Any, made: Any) -> tuple[Any, Any]:
-        _, arrived, stay, new = visit(turn, came, stay, made, last=True)
+    def ended(turn: Any, came: jax.Array, stay: Any, sums: Any, results: Any) -> tuple[Any, Any]:
+        _, arrived, stay, new = visit(turn, came, stay, results, last=True)
         sums = cast.added(sums, arrived, turn - 1)
         arrived = None if new is None else cast.moved(None, cast.back(new, turn))[1]
         return vary_alike((stay, cast.added(sums, arrived, turn)), local.query)

@@ -1,8 +1,8 @@
 """The halo of a window: a rank's queries see keys of other ranks only just before each of its runs of tokens. Those come from
 the ranks that hold them, and one attention takes them with the rank's own.
 
-The window of a run may reach over several runs before it, of other ranks or of its own. Of its own nothing is sent, and no
-token is there twice: what lies before a run ends where the rank's run before it does.
+A window may reach over several runs before a run, of other ranks or of this one. A rank's own runs are not sent, and no token
+comes twice: what lies before a run ends where the rank's own run before it does.
 """
 
 from __future__ import annotations
@@ -81,20 +81,20 @@ def pieces(order: Order, length: int, reach: int) -> tuple[Piece, ...]:
     """Returns what is sent so that every rank has the `reach` tokens before each of its runs, of an order that `has_runs`."""
     n, run = order.shards, run_length(order, length)
     runs = np.asarray(order.indices(order.multiple)).reshape(n, -1)  # [ranks, runs of a rank], ascending
-    place = {int(number): (rank, at) for (rank, at), number in np.ndenumerate(runs)}
-    found = []
+    place = {int(number): (rank, index) for (rank, index), number in np.ndenumerate(runs)}
+    listed = []
     for back in range(1, -(-reach // run) + 1):
         tokens = min(run, reach - (back - 1) * run)
-        for at in range(runs.shape[1]):
+        for index in range(runs.shape[1]):
             sent: dict[int, list[tuple[int, int]]] = {}
             for rank in range(n):
-                wanted, held = int(runs[rank, at]) - back, int(runs[rank, at - 1]) if at else -1
+                wanted, held = int(runs[rank, index]) - back, int(runs[rank, index - 1]) if index else -1
                 if wanted > held:  # else it is this rank's own, or before it, or nowhere
                     sender, source = place[wanted]
                     sent.setdefault(source, []).append((sender, rank))
             start = (back - 1) * run + tokens
-            found += [Piece(at, source, start, tokens, tuple(pairs)) for source, pairs in sorted(sent.items())]
-    return tuple(found)
+            listed += [Piece(index, source, start, tokens, tuple(pairs)) for source, pairs in sorted(sent.items())]
+    return tuple(listed)
 
 
 def has_runs(order: Order) -> bool:
@@ -107,8 +107,8 @@ def sent(order: Order, length: int, reach: int | None) -> tuple[float, int] | No
     where there is no halo, and where it would be the whole sequence."""
     if reach is None or reach >= length - 1 or not has_runs(order) or order.shards == 1:
         return None
-    made = pieces(order, length, reach)
-    return sum(piece.tokens for piece in made) * order.shards / length, len(made)
+    parts = pieces(order, length, reach)
+    return sum(piece.tokens for piece in parts) * order.shards / length, len(parts)
 
 
 @dataclass(frozen=True)
@@ -136,16 +136,16 @@ class HaloCall:
         )  # what groups of striped ranks have, positions say
         if static.reach is None or not by_order or len(static.hops) == 1 or not local.is_flash:
             return None
-        own = local.query.shape[1]
-        if static.reach >= (length := own * local.ranks) - 1:
+        tokens = local.query.shape[1]
+        if static.reach >= (length := tokens * local.ranks) - 1:
             raise ValueError(
                 f"{static.op.name}: a halo has the keys just before a rank's own, and the window or chunk of this call reaches "
                 f"{static.reach} tokens back in a sequence of {length}: use scheme 'ring', or a window of at most {length - 1}"
             )
         run = run_length(order, length)
         front = static.reach if run % _TILE else -(-static.reach // _TILE) * _TILE
-        first = order.positions(exchange.rank(local.axis), own * local.ranks)[::run]
-        return cls(local, static.reach, front, run, own // run, first)
+        first = order.positions(exchange.rank(local.axis), tokens * local.ranks)[::run]
+        return cls(local, static.reach, front, run, tokens // run, first)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -154,13 +154,13 @@ class HaloCall:
     def mask(self) -> MaskInfo:
         """Returns the mask of this rank's queries over `keys`: each token's position, and what its field has there."""
         local, order, span = self.local, self.local.static.order, self.front + self.run
-        at = self.first[:, None] - self.front + jnp.arange(span, dtype=jnp.int32)
+        positions = self.first[:, None] - self.front + jnp.arange(span, dtype=jnp.int32)
         # Tokens before the sequence, those that the rank has already, and padding.
         held = jnp.concatenate([jnp.zeros_like(self.first[:1]), self.first[:-1] + self.run])
-        there = (at >= jnp.maximum(held, self.first - self.reach)[:, None]).reshape(1, -1)
+        there = (positions >= jnp.maximum(held, self.first - self.reach)[:, None]).reshape(1, -1)
         changes: dict[str, Any] = {
             "q_positions": order.positions(exchange.rank(local.axis), self.run * self.runs * local.ranks)[None],
-            "kv_positions": jnp.where(there, at.reshape(1, -1), _NOWHERE),
+            "kv_positions": jnp.where(there, positions.reshape(1, -1), _NOWHERE),
         }
         for name in KEY_FIELDS:
             x = getattr(local.mask, name)
@@ -172,17 +172,17 @@ class HaloCall:
 
     def keys(self) -> dict[str, jax.Array]:
         """Returns keys and values [B, runs * (front + run), ...]: each run of this rank's behind what lies before it."""
-        own = {n: x.reshape(x.shape[0], self.runs, self.run, *x.shape[2:]) for n, x in self.local.keys.items()}
-        before = {n: jnp.zeros_like(x, shape=(*x.shape[:2], self.front, *x.shape[3:])) for n, x in own.items()}
-        before = vary_alike(before, own)
+        runs = {n: x.reshape(x.shape[0], self.runs, self.run, *x.shape[2:]) for n, x in self.local.keys.items()}
+        before = {n: jnp.zeros_like(x, shape=(*x.shape[:2], self.front, *x.shape[3:])) for n, x in runs.items()}
+        before = vary_alike(before, runs)
         for piece in self.pieces:
-            part = {n: x[:, piece.source, self.run - piece.tokens :] for n, x in own.items()}
+            part = {n: x[:, piece.source, self.run - piece.tokens :] for n, x in runs.items()}
             arrived = exchange.send(part, self.local.axis, piece.pairs)
             start = self.front - piece.start
             # Of the senders whose run this may be a rank has one; from the others it has zeros.
             for n, x in arrived.items():
                 before[n] = _added(before[n], piece.run, start, x)
-        return {n: jnp.concatenate([before[n], x], 2).reshape(x.shape[0], -1, *x.shape[3:]) for n, x in own.items()}
+        return {n: jnp.concatenate([before[n], x], 2).reshape(x.shape[0], -1, *x.shape[3:]) for n, x in runs.items()}
 
     def home(self, grads: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns the gradients, float32, of the rank's own keys and values from those of `keys`."""

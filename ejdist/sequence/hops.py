@@ -85,10 +85,10 @@ def over_laps(laps: Sequence[Lap], dtype: Any = jnp.float32) -> list[tuple[Any, 
                 gap[:1] * 2 if number is None else (0 if not number else gap[number - 1], 0 if last else gap[number])
             )
             arrived.append((lap.passed_on(keys, after), lap.passed_on(travel, before)))
-        made = []
+        states_after = []
         for lap, hop, (keys, stay, _), (coming, moved) in zip(laps, hops, states, arrived, strict=True):
-            made.append((coming, *lap.work.body(hop, keys, stay, moved, last)))
-        return tuple(made)
+            states_after.append((coming, *lap.work.body(hop, keys, stay, moved, last)))
+        return tuple(states_after)
 
     def hops_at(number: int) -> tuple[int, ...]:
         return tuple(lap.hops[number] for lap in laps)

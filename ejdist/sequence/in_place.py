@@ -79,8 +79,8 @@ def attended(
     rounded = last or (masks is None and len(local.hops) == 2)
     dtype = local.query.dtype if rounded else jnp.float32
     with jax.named_scope("hop"):
-        made = kernels.attend(local.query, keys["key"], keys["value"], *(masks or _masks(local, hop)), sofar, dtype)
-    return vary_alike(made, local.query)
+        results = kernels.attend(local.query, keys["key"], keys["value"], *(masks or _masks(local, hop)), sofar, dtype)
+    return vary_alike(results, local.query)
 
 
 def pulled(
@@ -149,5 +149,5 @@ def _without_padding(local: Local, queries: bool) -> Local:
     """Returns it with zeros in the padding of its keys, and of its queries; once, for all hops."""
     ids = local.own_mask.kv_segment_ids
     keys = {n: zeroed(x, ids) for n, x in local.keys.items()}
-    own = {"query": zeroed(local.query, local.mask.q_segment_ids)} if queries else local.own
-    return replace(local, own=own, keys=keys)
+    cleared = {"query": zeroed(local.query, local.mask.q_segment_ids)} if queries else local.own
+    return replace(local, own=cleared, keys=keys)

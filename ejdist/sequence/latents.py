@@ -59,7 +59,7 @@ def travels(mesh: Any, scheme: Any, platform: str | None, itemsize: int, adapted
     if mesh is None or adapted or (scheme.latents == AUTO and platform not in (None, "xla")):
         return False
     features = math.prod(mesh.shape.get(a, 1) for a in current_layout().activations.get("N", ()))
-    own = dims | {n: max(1, dims[n] // features) for n in ("N", "K")}
+    sizes = dims | {n: max(1, dims[n] // features) for n in ("N", "K")}
     over = tuple((a, mesh.shape.get(a, 1)) for a in axes_of_layout(mesh))
     ranks = math.prod(n for _, n in over)
-    return sends_latents(scheme, attention_shape(over, {"B": 1, "T": 1, **own}, itemsize, ranks - 1))
+    return sends_latents(scheme, attention_shape(over, {"B": 1, "T": 1, **sizes}, itemsize, ranks - 1))

@@ -228,6 +228,12 @@ class Local:
         return not ((joined or not mask.causal) and bare and self.is_flash and self.own.keys() <= _BARE)
 
     @property
+    def reads_out(self) -> bool:
+        """Whether a backward may read the output: cuDNN's alone does, of calls without positions or segments. A loop over hops
+        would hold it for nothing."""
+        return self.static.op is not flash or self.ranks == 1 or (self.plain and not exchange.on_torus())
+
+    @property
     def is_flash(self) -> bool:
         """Whether this rank computes flash attention, of keys or of latents, not another operation."""
         return self.static.op in (flash, flash_mla)

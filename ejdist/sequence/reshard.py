@@ -42,10 +42,10 @@ class Cut:
         """Returns the entries of a group along an axis: of the part of every rank, in the order of the ranks."""
         places = np.unravel_index(number, [self.sizes[i] for i in self.by])
         x = x.reshape(*x.shape[:axis], *self.sizes, *x.shape[axis + 1 :])
-        at: list[Any] = [slice(None)] * x.ndim
+        index: list[Any] = [slice(None)] * x.ndim
         for i, place in zip(self.by, places, strict=True):
-            at[axis + i] = int(place)
-        return self._flat(x[tuple(at)], axis, len(self.sizes) - len(self.by))
+            index[axis + i] = int(place)
+        return self._flat(x[tuple(index)], axis, len(self.sizes) - len(self.by))
 
     def joined(self, groups: Sequence[jax.Array], axis: int) -> jax.Array:
         """Returns the entries of all groups, in the order that they had before they were cut."""
@@ -190,12 +190,12 @@ def cuts_of(
         if reason := undivided(size, axis, ranks, groups, outer):
             raise ValueError(f"ring_attention: {reason}")
         second = serves.get(dim, dim)
-        copies, part, kv_part, own = dealt(size, sizes.get(second, size), ranks, groups)
+        copies, part, kv_part, each = dealt(size, sizes.get(second, size), ranks, groups)
         # Each rank's heads of keys in `own` parts, and the queries of each of those in as many as it takes.
-        grid = (ranks, own, kv_part // own, groups // own, part // kv_part * own // groups)
+        grid = (ranks, each, kv_part // each, groups // each, part // kv_part * each // groups)
         cuts[dim] = Cut(1, grid, tuple(i for i in (1, 3) if grid[i] > 1))
         if second != dim and second in sizes:
-            cuts[second] = Cut(copies, grid[:3], (1,) if own > 1 else (), groups // own)
+            cuts[second] = Cut(copies, grid[:3], (1,) if each > 1 else (), groups // each)
     return cuts
 
 

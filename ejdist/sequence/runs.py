@@ -112,11 +112,11 @@ class Runs:
     def _one_by_one(self, x: jax.Array, m: int, back: bool) -> jax.Array:
         """Of each place on a rank, and each place where its part goes, one transfer between all ranks that have such."""
         placed: list[Any] = [0] * m
-        for at in range(m):
+        for step in range(m):
             for to in range(m):
-                pairs = [(r, int(p) // m) for r, p in enumerate(self.parts[:, at]) if p % m == to]
+                pairs = [(r, int(p) // m) for r, p in enumerate(self.parts[:, step]) if p % m == to]
                 if pairs and back:
-                    placed[at] += exchange.send(x[:, to], self.axis, [(there, here) for here, there in pairs])
+                    placed[step] += exchange.send(x[:, to], self.axis, [(there, here) for here, there in pairs])
                 elif pairs:
-                    placed[to] += exchange.send(x[:, at], self.axis, pairs)
+                    placed[to] += exchange.send(x[:, step], self.axis, pairs)
         return jnp.stack(placed, 1)

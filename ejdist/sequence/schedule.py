@@ -30,19 +30,19 @@ _MOST_CHUNKS = 512
 def run_length(order: Order, length: int) -> int:
     """Returns how many tokens of a rank are looked at together: those that follow one another in one place, unless these are
     too many runs."""
-    run, own = length // order.multiple if order.in_parts else order.stripe, length // order.shards
-    return run if own <= _RUNS * run else own
+    run, tokens = length // order.multiple if order.in_parts else order.stripe, length // order.shards
+    return run if tokens <= _RUNS * run else tokens
 
 
-def chunk_of(order: Order, own: int) -> int:
+def chunk_of(order: Order, tokens: int) -> int:
     """Returns how many tokens of a rank's `own` make a chunk, which another rank needs or does not: a part of a run of the
     text, or stripes."""
     if order.in_parts:
-        run = own * order.shards // order.multiple
+        run = tokens * order.shards // order.multiple
         tiles = run // _TILE if run % _TILE == 0 and run > _TILE else run  # chunks are of whole tiles
         most = min(run // _TILE, _CHUNKS) if run >= 2 * _TILE else _FEW
         return run // max(parts for parts in range(1, most + 1) if tiles % parts == 0)
-    stripes = own // order.stripe
+    stripes = tokens // order.stripe
     return order.stripe * next(k for k in range(1, stripes + 1) if stripes % k == 0 and stripes <= k * _MOST_CHUNKS)
 
 
@@ -111,10 +111,10 @@ def needed_of_rows(order: Order, first: np.ndarray, index: np.ndarray | None = N
       index: int [rows, T], of a `carried` order: which token of the text lies at each place.
     """
     n, (rows, length) = order.shards, first.shape
-    run, own = run_length(order, length), length // n
+    run, tokens = run_length(order, length), length // n
     run = order.stripe if order.carried else run
     owner = np.empty((rows, length), np.int64)
-    places = np.broadcast_to(np.arange(length) // own, first.shape)
+    places = np.broadcast_to(np.arange(length) // tokens, first.shape)
     np.put_along_axis(owner, np.broadcast_to(order.indices(length), first.shape) if index is None else index, places, 1)
     if (owner.reshape(rows, -1, run) != owner[:, ::run, None]).any():
         run = 1  # a rank has other tokens between
@@ -123,8 +123,8 @@ def needed_of_rows(order: Order, first: np.ndarray, index: np.ndarray | None = N
     for rank in range(n):
         # The last run of this rank's up to each run, if there is one that is seen from there.
         last = np.maximum.accumulate(np.where(owner == rank, number, -1), axis=1)
-        row, at = np.nonzero((last >= first) & (last >= 0))
-        hop_needed[row, (owner[row, at] - rank) % n] = True
+        row, place = np.nonzero((last >= first) & (last >= 0))
+        hop_needed[row, (owner[row, place] - rank) % n] = True
     return hop_needed
 
 

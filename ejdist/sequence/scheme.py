@@ -15,16 +15,16 @@ from ejdist.sequence.local import Local
 class Scheme:
     """The attention of a rank's queries over the keys of all ranks, forward and backward. Stateless, frozen, hashable.
 
-    What every scheme needs is done around it: a scheme sees no sinks and is never differentiated, and `local` answers for
-    masks and positions. Results are this rank's own.
+    A scheme never sees sinks and is never differentiated: the code around it does both. `local` answers for masks and
+    positions. Results are this rank's own.
 
-    all_ids: whether it needs the segment ids of the keys of all ranks, and positions of the caller's own, see `Local.mask`.
-    latents: when it moves the latents of latent attention in the place of keys and values, see `latents.py`. A scheme that
-      reads no argument of the operation by name can; it then declares `expansions`.
-    reads_batch: whether how often it sends is always a number of the batch, which a GPU's host reads.
-    timed: whether it has been timed on devices. Plans and `sequence.scheme=auto` take another one by name alone.
-    hides: whether its transfers run beside attention over keys that are there already. A scheme declares `hides`, `cost` and
-    `memory` for the planner, which refuses one that does not.
+    all_ids: whether it needs the segment ids of all ranks' keys, and the caller's own positions, see `Local.mask`.
+    latents: when it sends the latents of latent attention instead of keys and values, see `latents.py`. A scheme can if it
+      reads no argument of the operation by name; it then declares `expansions`.
+    reads_batch: whether the batch says how often it sends; on GPUs the host then reads that number.
+    timed: whether it has been timed on devices. Plans and `sequence.scheme=auto` never choose one that has not; name it.
+    hides: whether its transfers run beside attention. The planner refuses a scheme that does not declare `hides`, `cost` and
+      `memory`.
     """
 
     hides: ClassVar[bool]
@@ -49,18 +49,17 @@ class Scheme:
         return False
 
     def rejects(self, heads: int, over: Axes) -> str | None:
-        """Returns why it cannot have that many heads of queries on a device over a sequence that is split over those axes, or
-        None."""
+        """Returns why it cannot run with so many heads of queries on a device and the sequence over those axes, or None."""
         return None
 
     def uneven(self, order: Order, over: Axes) -> Order:
-        """Returns the order by which work is divided among what waits for each other: that of the ranks, unless some of them
-        have even work whatever the mask and the documents."""
+        """Returns the order that says how even the work of ranks is that wait for each other: `order` itself, unless the scheme
+        makes the work of some of them even whatever the mask and the documents."""
         return order
 
     def brought(self, ranks: int, chunks: tuple[int, int]) -> tuple[int, float] | None:
-        """Returns (in how many passes the keys of others come to a rank, how many keys it is sent for them, over its own); None
-        for a scheme that makes hops.
+        """Returns (in how many passes a rank gets keys of others, how many keys it is sent in all, over its own); None for a
+        scheme that makes hops.
 
         Args:
           chunks: how many of another rank a rank needs at most, and how many each has, see `chunks_of_documents`.

@@ -22,13 +22,13 @@ from ejdist.sequence.way import by_batch, check_hops, few_hops
 
 @dataclass(frozen=True)
 class Ring(Scheme):
-    """Keys and values travel around the ring, and their gradients with them: O(T / ranks) memory.
+    """Keys and values go around the ring, and their gradients follow: O(T / ranks) memory.
 
-    gradients: the dtype of the sums of these that travel: float32, or bfloat16, which sends half as many bytes and rounds a sum
-    at each hop. Gradients of float32 keys travel in float32.
-    hops: the hops that are made: "mask", all that the rules of a mask leave; "batch", of these the ones that the documents of a
-    batch need; "auto", which is "batch" where a rank has one run of the text, of many tokens. The result is the same.
-    levels: 1, or 2 over several axes: keys go round inside of the last axis, and between its groups meanwhile, see
+    gradients: the dtype in which sums of gradients travel: float32, or bfloat16, which halves the bytes and rounds a sum at
+    each hop. Gradients of float32 keys always travel in float32.
+    hops: which hops are made: "mask", all that the mask's rules allow; "batch", only those that the documents of a batch need;
+    "auto", which is "batch" where a rank has one long run of the text. The result is the same.
+    levels: 1, or 2 over several axes: keys go round inside of the last axis, and meanwhile between its groups, see
     `two_level.py`; then all hops are made.
     directions: 1, or 2, half of the heads each way round; "auto" is 2 where links form a ring, see `both_ways.py`.
     """
@@ -105,9 +105,11 @@ def _held(shape: AttentionShape, sets: int) -> SchemeBytes:
 
 @dataclass(frozen=True)
 class AllGather(Scheme):
-    """Every rank gathers all keys and values, and the gradients are summed where they belong: O(T) memory, one exchange. Where
-    hops are plain they run one by one, the first beside the exchange; else one attention takes all keys. `hops` as of a
-    `Ring`: where a batch needs fewer transfers than there are other ranks, keys come by these."""
+    """Every rank gathers all keys and values, and each rank's gradients are summed on it: O(T) memory, one exchange.
+
+    Where no mask is compared pair by pair, hops run one after another, the first beside the exchange; else one attention takes
+    all keys. `hops` as of a `Ring`: a batch that needs the keys of few ranks gets them hop by hop.
+    """
 
     hops: str = AUTO
 
@@ -180,15 +182,14 @@ class AllGather(Scheme):
 
 @dataclass(frozen=True)
 class Ulysses(Scheme):
-    """Tokens are exchanged for heads over the last axis of the sequence: a rank attends whole sequences with its part of the
-    heads, balanced whatever the mask and the documents. Over the axes before it, which may be slower, goes another scheme.
-
-    Heads of keys that are fewer than the ranks are repeated.
+    """Each rank exchanges tokens for heads over the last axis of the sequence, and attends whole sequences with its part of the
+    heads: the work is even whatever the mask and the documents. Over the axes before it, which may be slower, goes another
+    scheme. Where there are fewer heads of keys than ranks, they are repeated.
 
     Attributes:
       outer: the scheme over the other axes.
-      head_groups: of a rank's heads. One after the other is exchanged, each beside the attention of the one before, and no more
-        than two are held.
+      head_groups: how many groups a rank's heads are cut into. A group is exchanged while the one before attends, and at most
+        two are held.
     """
 
     outer: Scheme = Ring()
@@ -234,10 +235,10 @@ class Ulysses(Scheme):
 
 @dataclass(frozen=True)
 class Halo(Scheme):
-    """Of each run of tokens that follow one another on a rank, the keys just before it come from the ranks that hold them, and
-    one attention takes them with the rank's own: for windows and chunks, whose queries see no farther.
+    """For windows and chunks: a rank gets the keys just before each of its runs of consecutive tokens from the ranks that hold
+    them, and makes one attention over those and its own.
 
-    Where the mask sets no such limit, in whatever order, and where ranks have stripes, it is `otherwise`.
+    Calls whose mask sets no such limit, and orders in stripes, take the scheme `otherwise`.
     """
 
     otherwise: Scheme = Ring()
@@ -277,8 +278,8 @@ class Halo(Scheme):
 
 @dataclass(frozen=True)
 class ByWindow(Scheme):
-    """One scheme for layers whose queries see all keys before them, and one for those with a window or chunks: `window`, or
-    where that is None `Halo`, if it sends less than `full`. `latents` as of a `Scheme`, for both."""
+    """`full` for layers whose queries see all keys before them, `window` for layers with a window or chunks. Without `window`
+    those take `Halo` if it sends less than `full`. `latents` as of a `Scheme`, for both."""
 
     full: Scheme = Ring()
     window: Scheme | None = None

@@ -137,14 +137,14 @@ class StatePassing:
         options = {n: x for n, x in arguments.items() if not is_traced_argument(x) and n not in _OF_SEQUENCES}
         arguments = {n: x for n, x in arguments.items() if n not in options and x is not None}
         tokens = [n for n in arguments if [d.name for d in self.op.parameters[n].dims[:2]] == ["B", "T"]]
-        B, own = arguments[tokens[0]].shape[:2]
-        runs = Runs(Order("contiguous", exchange.size(axis)) if order is None else order, own, axis)
+        B, length = arguments[tokens[0]].shape[:2]
+        runs = Runs(Order("contiguous", exchange.size(axis)) if order is None else order, length, axis)
         if runs.count > 1 and self._exchanges(runs, {n: arguments[n] for n in tokens}, arguments | options):
             arguments |= {n: runs.exchanged(arguments[n]) for n in tokens}
             out, final = self(axes, platform=platform, cfg=cfg, **arguments, **options)
             return runs.home(out), final
         ids, initial = arguments.pop("segment_ids", None), arguments.pop("initial_state", None)
-        documents, ids = ids is not None, jnp.zeros((B, own), jnp.int32) if ids is None else ids
+        documents, ids = ids is not None, jnp.zeros((B, length), jnp.int32) if ids is None else ids
         arguments, ids, _ = vary_alike((arguments, ids, exchange.rank(axis)))
         arguments |= {n: runs.rows(arguments[n]) for n in tokens if n in arguments}
         start, num_states = self.passing.start(arguments), options.pop("num_states", 1)
@@ -203,7 +203,7 @@ class _Edges:
 def _through(
     passing: Passing,
     call: Any,
-    given: Any,
+    first: Any,
     ids: jax.Array,
     initial: jax.Array,
     start: jax.Array,
@@ -216,7 +216,7 @@ def _through(
       given: (arrays, options) of the operation, of the rows of the runs. ids: those of the rows.
       initial: [B, G, ...], of the whole sequence. start: [rows, ...], of a segment that begins from nothing.
     """
-    (arguments, options), each, several = given, runs.repeated(initial), initial.shape[1] > 1
+    (arguments, options), each, several = first, runs.repeated(initial), initial.shape[1] > 1
     rows, tail = jnp.arange(ids.shape[0]), last_run(ids)[0]
     set_options = {n: x for n, x in options.items() if x is not None}
     over = passing.summary({**arguments, **set_options}, tail)
@@ -234,7 +234,7 @@ def _through(
 def _through_once(
     passing: OncePassing,
     call: Any,
-    given: Any,
+    first: Any,
     ids: jax.Array,
     initial: jax.Array,
     start: jax.Array,
@@ -242,7 +242,7 @@ def _through_once(
     edges: _Edges,
 ) -> tuple[jax.Array, jax.Array]:
     """As `_through`, in one pass over the tokens: the state that enters is added to its results."""
-    (arguments, options), each, several = given, runs.repeated(initial), initial.shape[1] > 1
+    (arguments, options), each, several = first, runs.repeated(initial), initial.shape[1] > 1
     rows = jnp.arange(ids.shape[0])
     open_rows = edges.goes_on & ~edges.nothing if several else edges.goes_on
     entered = open_rows[:, None] & (jnp.arange(initial.shape[1]) == edges.first[:, None])

@@ -1,8 +1,8 @@
 """The hops of a ring that the documents of a batch need: which they are, the same on all devices, and the way over them.
 
-Packed documents end, so that of the hops that a mask's rules leave a batch needs few. Which is known at run time only, and
-shapes are static, so the way is a loop of as many turns as a batch needs. Everything that decides is one number of the batch
-on every device of the mesh: who parts ways before a transfer waits for ever.
+Packed documents end, so a batch needs few of the hops that a mask's rules allow. Which ones is known at run time only, and
+shapes are static, so this is a loop of as many turns as a batch needs. Every device of the mesh decides by the same numbers, or
+a transfer would wait forever.
 """
 
 from __future__ import annotations

@@ -92,11 +92,11 @@ def over_levels(local: Local, body: Body, dtype: Any = jnp.float32) -> tuple[Any
     def inside(number: Any, keys: Arrays, stay: Any, last: bool) -> tuple[Any, Any]:
         """Returns (stay, the gradients of the group's keys that this rank had) after the ring inside of a group, over the keys
         of the group `number` places before this one."""
-        own = isinstance(number, int) and number == 0
+        is_mine = isinstance(number, int) and number == 0
 
         def visit(hop: Any, here: Arrays, sofar: Any, travel: Any, ends: bool) -> tuple[Any, Any]:
             holder = (group - number) % groups * size + (place - hop) % size
-            flat = 0 if own and isinstance(hop, int) and hop == 0 else (exchange.rank(axes) - holder) % local.ranks
+            flat = 0 if is_mine and isinstance(hop, int) and hop == 0 else (exchange.rank(axes) - holder) % local.ranks
             return body(flat, here, stay if sofar is None else sofar, travel, last and ends)
 
         known: dict[str, Any] = {f.name: getattr(local, f.name) for f in fields(Local)} | {"keys": keys, "needed": None}

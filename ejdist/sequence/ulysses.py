@@ -59,9 +59,9 @@ class Exchange:
         length = local.query.shape[1] * local.ranks
         needed = hops(order, length, mask, known=mask.rules_are_static)
         static = replace(static, axis=outer[0] if len(outer) == 1 else outer, order=order, hops=needed)
-        whole, own = (mask, mask) if order.shards == 1 else of_all_ranks(mask, order, static.axis)
+        whole, mine = (mask, mask) if order.shards == 1 else of_all_ranks(mask, order, static.axis)
         work = work_of(static, length // order.shards, whole)
-        frame = replace(local, static=static, mask=whole, own_mask=own, work=work)
+        frame = replace(local, static=static, mask=whole, own_mask=mine, work=work)
         needed = needed_of(frame) if order.shards > 1 and between.counts_hops(frame) else None
         return cls(arrays, replace(frame, needed=needed), way)
 
@@ -83,8 +83,8 @@ class Exchange:
             for key in [key for key in moved if key != (key[0], known[key[0]])]:
                 del moved[key]
             moved.update(fresh)
-            keys, own = ({n: moved[n, known[n]] for n in names} for names in (self.frame.keys, self.frame.own))
-            return replace(self.frame, own=own, keys=keys), {n: moved[n, known[n]] for n in saved}
+            keys, queries = ({n: moved[n, known[n]] for n in names} for names in (self.frame.keys, self.frame.own))
+            return replace(self.frame, own=queries, keys=keys), {n: moved[n, known[n]] for n in saved}
 
         coming = there(0)
         for group in range(self.way.groups):
@@ -128,7 +128,7 @@ def backward(local: Local, saved: Arrays, outer: Any, groups: int) -> Arrays:
 def traffic(shape: AttentionShape, outer: Any, groups: int) -> Traffic:
     """Returns what a rank sends, see `Scheme.cost`."""
     sent, (axis, ranks), here = Traffic(), shape.over[-1], after(shape, groups)
-    copies, _, _, own = dealt(shape.heads, shape.kv_heads, ranks, groups)
+    copies, _, _, each = dealt(shape.heads, shape.kv_heads, ranks, groups)
     keys, moved = 0 if shape.latents else copies * (shape.key + shape.value), (ranks - 1) / ranks
     # The backward has queries, keys, values and the cotangent of out, lse and delta, and sends three gradients.
     forward = shape.query + keys + shape.out + shape.lse
@@ -136,7 +136,7 @@ def traffic(shape: AttentionShape, outer: Any, groups: int) -> Traffic:
     if ranks > 1:
         parts = 2 if shape.latents else 1  # a query's head is in two arrays then
         calls = shape.forwards * (2 + parts) * groups + (3 + 2 * parts) * groups
-        calls += 0 if shape.latents else (2 * shape.forwards + 4) * own
+        calls += 0 if shape.latents else (2 * shape.forwards + 4) * each
         sent.add(axis, ALL_TO_ALL, moved * (shape.forwards * forward + backward), calls)
     if (
         ranks > 1 and shape.latents
@@ -161,12 +161,13 @@ def held(shape: AttentionShape, outer: Any, groups: int) -> SchemeBytes:
 def after(shape: AttentionShape, groups: int) -> AttentionShape:
     """Returns the attention of a group of heads after the exchange: over the other axes, of more tokens and fewer heads."""
     ranks, over = shape.over[-1][1], shape.over[:-1]
-    copies, part, kv_part, own = dealt(shape.heads, shape.kv_heads, ranks, groups)
+    copies, part, kv_part, each = dealt(shape.heads, shape.kv_heads, ranks, groups)
     # At most: a group of ranks is no farther than its ranks.
     hops = min(shape.hops, math.prod(n for _, n in over) - 1)
     by_batch = None if shape.by_batch is None else min(shape.by_batch, hops)
     return replace(
-        shape, over=over, hops=hops, by_batch=by_batch, chunks=None, query=shape.query // groups, key=copies * shape.key // own,
-        value=copies * shape.value // own, out=shape.out // groups, lse=shape.lse // groups, heads=part // groups,
-        kv_heads=kv_part // own, latents=ranks * shape.latents, expansion=shape.expansion // own,
+        shape, over=over, hops=hops, by_batch=by_batch, chunks=None, query=shape.query // groups,
+        key=copies * shape.key // each, value=copies * shape.value // each, out=shape.out // groups,
+        lse=shape.lse // groups, heads=part // groups,
+        kv_heads=kv_part // each, latents=ranks * shape.latents, expansion=shape.expansion // each,
     )  # fmt: skip

@@ -41,8 +41,8 @@ def by_batch(hops: str, few: bool) -> bool:
 
 @dataclass(frozen=True)
 class Way:
-    """Where a ring goes: one hop after another from a rank's own keys to hop `up`, and on from hop `start` to the last of all
-    ranks; `start` is the number of ranks where that is nothing. Numbers of a batch, which may be traced."""
+    """Where a ring goes: hops 0 to `up`, one after another, and then hops `start` to the last, if any; `start` is the number of
+    ranks if there are none. Numbers of a batch, which may be traced."""
 
     up: Any
     start: Any

@@ -1,8 +1,7 @@
-"""Seconds of a step's attention over a split sequence: `sequence.scheme=auto` and `sequence.order=auto` choose by them, and
-plans count with them.
+"""Predicts the time of a step's attention over a split sequence, for `sequence.scheme=auto`, `sequence.order=auto` and plans.
 
-They are the time of the busiest rank's pairs, at the share of the peak that attention reaches, and the part that is waited for
-of what travels: what a scheme declares that it sends, at the rates of the device's links.
+It is the compute time of the busiest rank, at the fraction of the peak that attention reaches, plus the exposed part of the
+communication: the bytes that a scheme declares, at the rates of the device's links.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ from ejdist.models.share import Share, hides
 from ejdist.models.stack import counted_parts
 
 Pair = tuple[str, str]  # a scheme and an order
-# Of the time of what travels alone, the part that a step waits for: with a scheme that hides it, and with one that does not.
-# On four H200s, 8k and 32k tokens each, rings waited for .20 to .31 and Ulysses for .74 to .89 (benchmarks/results/sequences).
+# The exposed fraction of the time that communication takes alone: for a scheme that overlaps it with work, and for others. On
+# four H200s, 8k and 32k tokens each: 0.20 to 0.31 for rings, 0.74 to 0.89 for Ulysses (benchmarks/results/sequences).
 WAITED = {True: 0.3, False: 0.85}
-# Seconds of a layer, both ways, in which a GPU waits until its host has read how often something is sent: four H100s, 2,048
-# tokens each, `sequence.hops=batch` against `mask` (ejdist/sequence/README.md).
+# Seconds per layer, forward and backward, that a GPU waits for its host to read the number of hops: four H100s, 2,048 tokens
+# each, `sequence.hops=batch` against `mask` (ejdist/sequence/README.md).
 HOST_READS = 1.5e-3
-# By how much another pair must be faster than one that comes before it in `SCHEMES` and `NAMES`.
+# How much faster a pair must be than one that comes before it in `SCHEMES` and `NAMES`.
 FASTER = 0.03
-# A scheme that holds many more keys of other ranks than a ring is not taken.
+# A scheme that needs more than this multiple of the first pair's memory is not chosen.
 MORE_MEMORY = 1.5
-HOST = 8  # GPUs that are joined by their own links; others are reached by the network
+HOST = 8  # GPUs with direct links to each other; others are reached over the network
 
 
 def attention_of(model: Any) -> dict[Part, int]:
-    """Returns part -> how many layers have it, of those with attention."""
+    """Returns part -> number of layers, for the parts with attention."""
     return {part: n for part, n in counted_parts(model).items() if part.flops(model).pair}
 
 
 def held(model: Any, share: Share) -> int:
-    """Returns the bytes of the widest attention at its height, what a scheme holds of other ranks included."""
+    """Returns the peak bytes of the attention that needs most, including what the scheme holds of other ranks."""
     return max((Costs(part).memory(model, share).work for part in attention_of(model)), default=0)
 
 
@@ -57,14 +56,15 @@ def exchanged(model: Any, share: Share) -> Traffic:
 
 
 def crosses_hosts(axis: str, sizes: Mapping[str, int], per_host: int = HOST) -> bool:
-    """Returns whether neighbours along an axis are GPUs of several hosts."""
+    """Returns whether neighbours along an axis may be GPUs of different hosts."""
     span = math.prod(sizes.get(a, 1) for a in AXES[AXES.index(axis) :])
-    # That many neighbours are a group, or several: those that do not divide the devices of a host lie over two somewhere.
+    # `span` consecutive GPUs hold whole groups along the axis; unless it divides a host's GPUs, some group spans two hosts.
     return bool(min(per_host, math.prod(sizes.values())) % span)
 
 
 def alone_seconds(sent: Traffic, sizes: Mapping[str, int], links: Links, per_host: int = HOST) -> float:
-    """Returns the time of what is sent with nothing beside it. Over hosts a ring waits for the one link between two of them."""
+    """Returns the seconds that communication takes with no work beside it. A ring across hosts has the rate of its slowest
+    link."""
     total = 0.0
     for (axis, collective), count in sent.bytes.items():
         rate = links.rate(collective, sizes[axis])
@@ -75,15 +75,15 @@ def alone_seconds(sent: Traffic, sizes: Mapping[str, int], links: Links, per_hos
 
 
 def waited(model: Any, share: Share, work: float, moving: float, accumulation: int) -> float:
-    """Returns the seconds of a step that attention waits, beside its work, for what takes `moving` seconds alone."""
+    """Returns the seconds per step that attention waits, given the seconds of compute and, alone, of communication."""
     reads = share.scheme.reads_batch and not share.torus
     read = HOST_READS * sum(attention_of(model).values()) * accumulation if reads else 0.0
     return read + max(WAITED[hides(share.scheme)] * moving, moving - work)
 
 
 def ranked_pairs(seconds: Mapping[Pair, float], holds: Mapping[Pair, int]) -> list[Pair]:
-    """Returns the pairs of a scheme and an order, the one to take first, then by time: of those that take the least time within
-    3% the first, and none that holds much more than the first of all."""
+    """Returns the pairs of a scheme and an order: the chosen one, then the others by time. The chosen one is the first within
+    3% of the least time, among those that need at most 1.5 times the memory of the first."""
     most = MORE_MEMORY * next(iter(holds.values()))
     fits = {pair: value for pair, value in seconds.items() if holds[pair] <= most}
     least = min(fits.values()) * (1 + FASTER)

@@ -1,7 +1,7 @@
-"""What a recipe leaves to its data and devices: `sequence.scheme=auto` and `sequence.order=auto`, the scheme and the order by
-which a step's attention is expected to take the least time, weighed together.
+"""Resolves `sequence.scheme=auto` and `sequence.order=auto`: the pair with the least predicted time of a step's attention,
+on the recipe's data and devices.
 
-Where no rates of the devices are known it is the first scheme, in the first order that is nearly as even as the most even one.
+If the rates of the devices are unknown, the first scheme, in the first order that is nearly as even as the best.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ejdist.training.orders import Choice, choose
 from ejdist.training.program import Program, TrainSections
 from ejdist.training.stage_data import sizes_of
 
-ROWS = 8  # of the first batches, by which both are chosen
+ROWS = 8  # rows of the first batches, which the choice is based on
 
 
 @dataclass(frozen=True)
 class PairChoice:
-    """A scheme, in an order, and the expected seconds of a step's attention with each pair; the one that is taken is first.
+    """A scheme and an order, and the predicted seconds of a step's attention with each pair, the chosen pair first.
 
-    kind: of the devices. source: of the rates of their links. Without rates there are no seconds.
+    kind: of the devices. source: of the rates of their links. `seconds` is empty without rates.
     """
 
     scheme: str
@@ -48,7 +48,7 @@ class PairChoice:
     pinned: bool = False  # whether the recipe names the scheme
 
     def of_schemes(self) -> dict[str, float]:
-        """Returns the least seconds of each scheme, in whatever order."""
+        """Returns scheme -> least seconds over all orders."""
         names = dict.fromkeys(scheme for scheme, _ in self.seconds)
         return {n: min(value for (scheme, _), value in self.seconds.items() if scheme == n) for n in names}
 
@@ -68,10 +68,10 @@ class PairChoice:
 
 
 def choose_pair(s: TrainSections, mesh: Any, model: Any, segment_ids: np.ndarray) -> PairChoice:
-    """Returns the scheme and the order that are expected to take the least time together, of those that a recipe leaves open.
+    """Returns the scheme and order with the least predicted time together, among those that the recipe allows.
 
     Args:
-      mesh: on which rows are split. segment_ids: int [rows, T], some of a recipe's rows.
+      mesh: the mesh that rows are split over. segment_ids: int [rows, T], some of the recipe's rows.
     """
     kind = next(iter(mesh.devices.flat)).device_kind
     over = tuple((axis, n) for axis in SEQUENCE_AXES if (n := mesh.shape.get(axis, 1)) > 1)
@@ -117,7 +117,7 @@ def _share(s: TrainSections, mesh: Any, order: Order) -> Share:
 def _seconds(s: TrainSections, mesh: Any, order: Choice, share: Share, kind: str, peak: float) -> float:
     """Returns the time of a step's attention on the busiest device, forward and backward."""
     groups = math.prod(mesh.shape.get(a, 1) for a in BATCH_AXES)
-    # Five products of a backward to the forward's two; that runs again where its output is not kept.
+    # The backward has five products, the forward two; the forward runs again if its output is not saved.
     flops = (
         order.flops * (3.5 + (not share.remat.asked)) * s.data.global_batch / groups / share.sequence / share.features
     )
@@ -133,13 +133,13 @@ def resolve(
     make: Callable[[Stage], Program],
     log: Callable[[str], None],
 ) -> tuple[list[Stage], list[Program]]:
-    """Returns the stages and their programs, with an order and a scheme for those that leave them open, and logs both with the
-    reason. The same on every host, and at every start: the first rows of the data and the kind of device decide.
+    """Returns the stages and their programs with `auto` resolved, and logs each choice with its reason. It depends only on the
+    first rows of the data and the kind of device, so it is the same on every host and at every start.
 
     Args:
-      datas: of each stage, of any size. make: the program of a stage.
+      datas: the data of each stage. make: returns the program of a stage.
     """
-    found: list[tuple[Stage, Program]] = []
+    resolved: list[tuple[Stage, Program]] = []
     for stage, program, one in zip(stages, programs, datas, strict=True):
         s = stage.sections
         if AUTO in (s.sequence.order, s.sequence.scheme) and program.order.shards > 1:
@@ -155,8 +155,8 @@ def resolve(
             same = program.order == choice.order.order and s.sequence.made() == stage.sections.sequence.made()
             stage = replace(stage, sections=s)
             program = program if same else make(stage)
-        found.append((stage, program))
-    return [stage for stage, _ in found], [program for _, program in found]
+        resolved.append((stage, program))
+    return [stage for stage, _ in resolved], [program for _, program in resolved]
 
 
 def _first_rows(stage: Stage, data: Data) -> np.ndarray:

@@ -68,9 +68,14 @@ def _array_annotation(annotation: Any) -> tuple[str, tuple[Dim, ...]] | None:
     return None
 
 
+@functools.lru_cache(maxsize=1)  # for the parameters, and then for the outputs of one contract
+def _hints(function: Callable) -> dict[str, Any]:
+    return typing.get_type_hints(function)
+
+
 def parameters_of(function: Callable) -> dict[str, Parameter]:
     """Returns the parameters of a contract by name, in order, parsed from its signature and annotations."""
-    hints = typing.get_type_hints(function)
+    hints = _hints(function)
     result = {}
     for p in inspect.signature(function).parameters.values():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
@@ -97,7 +102,7 @@ def output_dims(function: Callable, count: int) -> tuple[tuple[Dim, ...], ...]:
     Raises:
       TypeError: the annotation is missing, or does not have one entry for each output.
     """
-    hint = typing.get_type_hints(function).get("return")
+    hint = _hints(function).get("return")
     hints = typing.get_args(hint) if typing.get_origin(hint) is tuple else (hint,)
     read = [_array_annotation(h) for h in hints]
     if len(read) != count or None in read:

@@ -124,4 +124,18 @@ FAULTS = (
         "({}, $arguments)",
         "tests/test_masks.py tests/test_padding.py tests/test_sequence.py -k 'padding and not slow'",
     ),
+    Fault(
+        "a loop holds an output that no kernel reads",
+        "Local.reads_out",
+        "self.plain and not exchange.on_torus()",
+        "True",
+        f"{TESTS} -k holds_an_output",
+    ),
+    Fault(
+        "halves of heads are made twice",
+        "both_ways:_half_of",
+        "jax.lax.optimization_barrier(($own, $keys))",
+        "($own, $keys)",
+        "tests/test_transfers.py -m slow -k 'temporaries and Ring-1'",
+    ),
 )

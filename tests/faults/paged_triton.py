@@ -321,4 +321,18 @@ FAULTS = (
         "$unit",
         f"{PAGED} -k float16_without",
     ),
+    Fault(
+        "paged triton: the last block of int8 is whole",
+        "paged_kernel",
+        "tl.minimum(tl.maximum($until // $O.BLOCK_K, $full), $high)",
+        "tl.minimum(tl.maximum(($until + $O.BLOCK_K - 1) // $O.BLOCK_K, $full), $high)",
+        f"{PAGED} -k float16_without",
+    ),
+    Fault(
+        "paged triton: the first block of int8 is whole",
+        "paged_kernel",
+        "tl.minimum(tl.maximum(($seen + $O.BLOCK_K - 1) // $O.BLOCK_K, $low), $high)",
+        "tl.minimum(tl.maximum($seen // $O.BLOCK_K, $low), $high)",
+        f"{PAGED} -k float16_without",
+    ),
 )

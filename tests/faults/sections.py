@@ -140,6 +140,13 @@ FAULTS = (
         f"{MODEL} -k vocabulary",
     ),
     Fault(
+        "a dim that is in no vocabulary is stored whole in a trainer of one's own",
+        "layout:sharding",
+        "check_dims($what, ' '.join($dims))",
+        "",
+        "tests/test_mesh_layout.py -k misspelt",
+    ),
+    Fault(
         "the layers of a stage count from 0",
         "run_layers",
         "jnp.int32($which.start)",

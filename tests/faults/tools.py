@@ -120,7 +120,7 @@ FAULTS = (
     ),
     Fault(
         "costs: docstrings are code",
-        "tests/costs:read",
+        "tests/costs:Source.code",
         "frozenset($code - $docstrings)",
         "frozenset($code)",
         "tests/test_cost_of_tests.py -k costs",

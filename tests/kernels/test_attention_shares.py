@@ -41,7 +41,7 @@ def test_a_group_is_divided_where_programs_are_few(batch, length, key_heads, gro
 def test_no_more_programs_than_are_worth_it():
     """What they write and add is counted: some of 16 heads stay together, and all where a block of keys meets few queries."""
     assert 1 < shares_of_group(of_keys(12928, CAUSAL), 1, 1, 16) < 16
-    assert shares_of_group(of_keys(1024, MaskInfo(causal=True, window=(64, 0))), 4, 1, 2) == 1
+    assert shares_of_group(of_keys(1024, MaskInfo(causal=True, window=(64, 0))), 4, 1, 4) == 1
 
 
 def test_spans_that_only_a_batch_knows_divide_nothing():

@@ -99,7 +99,7 @@ def test_other_calls_take_the_other_kernel():
         {"alibi_slopes": slopes},
     ):
         assert tiles_of(**(arguments | other)).mixed_num_warps == 8 if other is not float32 else 4
-        with interpret(90), pytest.raises(ValueError, match="12 mixed_num_warps select flash attention's kernel"):
+        with interpret(90), pytest.raises(ValueError, match="mixed_num_warps = 12 selects flash attention's kernel"):
             page_op(**(arguments | other), cfg=cfg, platform="triton")
     with pytest.raises(ValueError, match="mixed_num_warps = 24 is not a power of 2"):
         dataclasses.replace(cfg, mixed_num_warps=24)
@@ -120,6 +120,7 @@ RAGGED = {
     "prompts_and_decodes": ((1, 200, 1, 128, 0, 9), (77, 250, 0, 128, 40, 9), (2, 1), (128, 128), 16, {}),
     "window": ((260, 3, 130), (290, 200, 100), (4, 2), (64, 64), 64, {"window": (70, None)}),
     "all_keys": ((1, 129), (50, 333), (1, 1), (64, 64), 8, {"causal": False, "logits_soft_cap": 3.0, "softmax_aux": 1}),
+    "none_is_long": ((1, 60, 70), (9, 80, 70), (1, 1), (64, 64), 16, {}),
 }
 
 

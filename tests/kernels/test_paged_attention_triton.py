@@ -207,16 +207,15 @@ def test_int8_is_multiplied_as_float16_without_rounding(dtype):
     rng = np.random.default_rng(7)
     size = np.float32([3.0, 2.0**-12, 2.0**100 if dtype == "bfloat16" else 2.0**12, 0.0])
     query = jnp.asarray(normal(rng, 4, 1, N, H) * size[:, None, None, None], dtype)
-    a = {n: rng.integers(-128, 128, (4, 24, K, H)).astype(np.int8) for n in ("key_cache", "value_cache")}
-    scales = {
-        "k_scale": 0.3 / np.where(size == 0, 1, size)[:, None, None] * np.ones((4, 24, K), np.float32),
-        "v_scale": ones["v_scale"],
-    }
-    lens = np.int32([24, 7, 17, 24])
+    a = {n: rng.integers(-128, 128, (4, 56, K, H)).astype(np.int8) for n in ("key_cache", "value_cache")}
+    small = 0.3 / np.where(size == 0, 1, size)[:, None, None]
+    scales = {"k_scale": small * np.ones((4, 56, K), np.float32), "v_scale": ones["v_scale"]}
+    where = {"kv_lens": np.int32([56, 7, 33, 48]), "kv_starts": np.int32([3, 0, 16, 30]), "window": (45, None)}
     with interpret():
-        got = decode_op(query, **a, kv_lens=lens, **scales, platform="triton")
+        cfg = PagedAttentionConfig(None, 16, 12, 4, 2)
+        got = decode_op(query, **a, **where, **scales, cfg=cfg, platform="triton")
     exact = {n: x.astype(np.float32) * scales[f"{n[0]}_scale"][..., None] for n, x in a.items()}
-    wanted = decode_op(query.astype(jnp.float32), **exact, kv_lens=lens, platform="xla")
+    wanted = decode_op(query.astype(jnp.float32), **exact, **where, platform="xla")
     assert error(got, wanted) <= 3e-3  # of the output and of the weights in 16 bits
 
 

@@ -1,14 +1,14 @@
 """Attention over pages on TPUs: a step of the grid owns a tile of one request, up to `tokens` queries with all of their heads,
 and loops over blocks of keys that it looks up in the request's table of pages.
 
-Tiles are a list that the device makes from the lengths (`pallas_paged_calls`) and the kernel finds in scalar memory beside the
-tables. Pages are copied from main memory into a ring of `buffers` blocks. What is copied runs ahead of what is computed, from
-one tile into the next, so that a step never waits for its first pages (`pallas_paged_copies`).
+The device computes a list of tiles from the lengths (`pallas_paged_calls`); it is in scalar memory, like the tables. Pages are
+copied from main memory into a ring of `buffers` blocks. Copies run ahead of the computation, from one tile into the next, so a
+step does not wait for its first pages (`pallas_paged_copies`).
 
-Two forms of one kernel. `flat` is for tiles of few queries: the keys of all heads lie in a page side by side, and one product
-takes them as they lie, [queries x heads, slots x key heads], of which a row keeps the columns of its own head. That multiplies
-more than it needs, but the rows are so few that the keys' way into the matrix unit is what counts, and nothing has to be picked
-apart. The other form picks the keys of one head at a time, for tiles of many queries.
+The kernel has two forms. `flat` is for tiles of few queries. A page stores the keys of all heads side by side, and one product
+takes them in this layout, [queries x heads, slots x key heads]; a row keeps the columns of its own head. With few rows, the
+time is that of loading keys into the matrix unit, so the redundant products cost little, and no head needs to be extracted.
+The other form, for tiles of many queries, extracts the keys of one head at a time.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Kernel(Copies):
                 self.outputs(t.row, t.tokens, lambda copy: copy.wait())
 
     def begin(self, t: Tile, slot: Any) -> None:
-        """Puts the queries in the order of rows, and sets the sums to those of no key."""
+        """Arranges the queries by rows, and initialises the sums."""
         o, refs = self.o, self.refs
         self.queries(t, slot, lambda copy: copy.wait())
         ring, G = refs["query_ring"].at[slot], o.N // o.K
@@ -89,7 +89,7 @@ class _Kernel(Copies):
         refs["sum"][...] = jnp.zeros(refs["sum"].shape)
 
     def clear(self, t: Tile, number: Any, slot: Any) -> None:
-        """Sets the slots of a block that no query of the tile sees to 0, as they may hold NaN."""
+        """Zeroes the slots of a block that no query of the tile sees: they may hold NaN."""
         o = self.o
         ring = self.refs["value_ring" if o.form == "apart" else "key_ring"]
         start = number * o.keys
@@ -103,7 +103,7 @@ class _Kernel(Copies):
         lax.fori_loop(jnp.clip(t.last - start, 0, o.keys), o.keys, zero, 0)
 
     def spread(self, slot: Any) -> None:
-        """Stores a block as words of 32 bits, of which loads can take every n-th row, so as to pick the keys of a head."""
+        """Stores a block as 32-bit words: a strided load of every n-th row then gives the keys of a head."""
         o, dtype = self.o, self.refs["rows"].dtype
         for name in ("key", "value"):
             if f"{name}_words" in self.refs:
@@ -112,7 +112,7 @@ class _Kernel(Copies):
                 self.refs[f"{name}_words"][...] = x if dtype == jnp.float32 else pltpu.bitcast(x, jnp.uint32)
 
     def of_head(self, name: str, slot: Any, head: int) -> Any:
-        """Returns what a block has of a head, [slots, width], in the dtype of the queries."""
+        """Returns a head of a block, [slots, width], in the dtype of the queries."""
         o, dtype = self.o, self.refs["rows"].dtype
         if f"{name}_words" not in self.refs:
             ring = self.refs[f"{name}_ring"].at[slot]
@@ -185,7 +185,7 @@ class _Kernel(Copies):
         refs["sum"][unit] = refs["sum"][unit] * _across(rescale, o.HV) + _dot(p.astype(value.dtype), value, 0)
 
     def finish(self, t: Tile) -> None:
-        """Writes the outputs of the tile, once those of the one before it are written."""
+        """Writes the outputs of the tile, after those of the previous tile are written."""
         o, refs, G = self.o, self.refs, self.o.N // self.o.K
         ahead, result = refs["ahead"], refs["result"]
 
@@ -213,21 +213,21 @@ def _dot(a: Any, b: Any, over: int) -> Any:
 
 
 def _across(x: Any, width: int) -> Any:
-    """Returns what all lanes of a row hold, [rows, LANES], for a matrix of so many columns."""
+    """Returns x [rows, LANES], which is equal in all lanes of a row, with `width` columns."""
     if width % LANES == 0:
         return jnp.concatenate([x] * (width // LANES), axis=1)
     return x[:, :width] if width < LANES else x[:, :1]
 
 
 def _by_lane(x: Any) -> Any:
-    """Returns sums [rows, LANES] that add up to those of rows: lanes are added once, at the end."""
+    """Returns partial sums of rows, [rows, LANES]; the lanes are added once, at the end."""
     if x.shape[1] % LANES:
         return jnp.broadcast_to(jnp.sum(x, axis=1, keepdims=True) * (1 / LANES), (x.shape[0], LANES))
     return sum(x[:, n : n + LANES] for n in range(0, x.shape[1], LANES))
 
 
 def _numbers(x: Any, dtype: Any) -> Any:
-    """Returns what a cache holds in the dtype of the queries: exactly, since 8 bits fit."""
+    """Returns cached numbers in the dtype of the queries, which holds 8 bits exactly."""
     if x.dtype == dtype:
         return x
     if x.dtype == jnp.int8:

@@ -1,5 +1,5 @@
-"""Writes rows into slots of pages on TPUs, where these are: the caches are the kernel's own operands, and copies within main
-memory touch the slots of the rows and nothing else."""
+"""Writes rows into slots of pages on TPUs, in place: the caches are operands of the kernel, which copies rows within main
+memory and touches no other slot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kernels.toolchains.pallas import pallas_launch
 
 __all__ = ["append"]
 
-# Rows whose copies are on their way at once.
+# Rows copied at once.
 ROWS = 64
 
 

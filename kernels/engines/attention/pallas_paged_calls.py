@@ -1,4 +1,4 @@
-"""Launches attention over pages on TPUs: lists of tiles from the lengths, arrays in the form of the kernel, and block sizes."""
+"""Launches attention over pages on TPUs: computes the lists of tiles, and brings arrays to the form of the kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["LANES", "MOST_PIECE", "Requests", "Sizes", "attend", "can_be_flat", 
 VMEM_BYTES = 48 * 2**20
 # Scalar memory that the tables of a launch may take; requests with more take several.
 TABLE_BYTES = 512 * 2**10
-# Most slots that are copied at once: longer pages are copied in pieces.
+# Most slots copied at once; longer pages are copied in pieces.
 MOST_PIECE = 512
 # Cores of a chip that may share a launch.
 PARTS = 2
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
 
 
 def piece_of(slots: int) -> int:
-    """Returns how many slots of a page are copied at once: all, or the most that divide them."""
+    """Returns how many slots of a page are copied at once: all, or the largest divisor up to `MOST_PIECE`."""
     return next(n for n in range(min(slots, MOST_PIECE), 0, -1) if slots % n == 0)
 
 
@@ -53,7 +53,8 @@ def can_be_flat(N: int, heads: int, itemsize: int) -> bool:
 
 
 def _matrix(heads: int, itemsize: int) -> bool:
-    """Returns whether the heads of all slots are rows of a matrix as they lie: they must fill whole words, and tiles."""
+    """Returns whether the heads of all slots are rows of a matrix without a change of layout: they must fill whole words and
+    tiles."""
     return heads * itemsize >= 4 and (heads % 8 == 0 or heads in (1, 2, 4))
 
 

@@ -1,5 +1,5 @@
-"""What a step of the grid of attention over pages on TPUs is compiled with, and its copies: pages and queries from main memory
-into rings of VMEM, ahead of what is computed, and outputs back."""
+"""Compile-time options and copies of attention over pages on TPUs: pages and queries from main memory into rings in VMEM, ahead
+of the computation, and outputs back."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ FIELDS = 8
 
 @dataclass(frozen=True)
 class Paged:
-    """What is compiled in.
+    """Compile-time options.
 
     Attributes:
       N, K, H, HV: heads of queries and of keys, and their widths.
-      C: slots of a page, or of each of the `pieces` that a page is copied in. pages: such pieces in the cache. longest: of a
-        request. tables: whether a table tells pages; otherwise request r has page r.
+      C: slots of a page, or of each of the `pieces` that it is copied in. pages, longest: pieces of the cache, and of the
+        longest request. tables: whether there is a table of pages; otherwise request r has page r.
       form: "apart" for two caches; "joined" for one, whose slots have the key first; "paired", for one that has the key and
         the value of a head as two heads.
-      tokens: queries of a tile. block: pieces copied at once. buffers: blocks on their way or in use. parts: lists of tiles
-        that cores may run at the same time.
+      tokens: queries per tile. block: pieces copied at once. buffers: blocks in flight or in use. parts: lists of tiles that
+        cores may run at the same time.
       flat: whether one product takes all heads, of one query.
       low, high: offsets of the first and last key that a query sees from its own position, or None.
       k_scales, v_scales: whether slots have scales of their own. slopes, sinks: whether there are any.
@@ -63,7 +63,7 @@ class Paged:
 
     @property
     def heads(self) -> int:
-        """Heads that a slot of a cache has, of keys and of values."""
+        """Heads per slot of a cache, keys and values together."""
         return 2 * self.K if self.form == "paired" else self.K
 
     @property
@@ -104,8 +104,8 @@ class Tile(NamedTuple):
 class Copies:
     """The copies of one step of the grid. `refs` are its references by the names that the caller gives them.
 
-    `ahead` are five integers that steps hand on: tile and block of the next copies, blocks copied and computed, and rows of
-    outputs on their way.
+    `ahead` holds five integers that steps pass on: tile and block of the next copies, blocks copied and computed, and rows of
+    outputs in flight.
     """
 
     def __init__(self, o: Paged, refs: dict[str, Any]):
@@ -115,19 +115,19 @@ class Copies:
         return Tile(*(self.refs["tiles"][index * FIELDS + field] for field in range(FIELDS)))
 
     def sources(self) -> list[tuple[Any, Any]]:
-        """Returns (array of pages in main memory, ring of blocks) of everything that a page has."""
+        """Returns (array in main memory, ring of blocks) for each array that has pages."""
         names = ["key", "value"][: 2 if self.o.form == "apart" else 1]
         names += ["k_scale"] * self.o.k_scales + ["v_scale"] * self.o.v_scales
         return [(self.refs[name], self.refs[f"{name}_ring"]) for name in names]
 
     def of_block(self, t: Tile, block: Any) -> tuple[Any, Any]:
-        """Returns the pieces `begin` to `end` - 1 of a block that the tile sees keys of."""
+        """Returns (begin, end): the pieces of a block with keys that the tile sees."""
         o, start = self.o, block * self.o.block
         begin = jnp.clip(lax.div(t.first, o.C) - start, 0, o.block)
         return begin, jnp.clip(lax.div(t.last + o.C - 1, o.C) - start, begin, o.block)
 
     def piece(self, t: Tile, n: Any) -> Any:
-        """Returns which piece of the cache is number n of a request. One that does not exist is the nearest."""
+        """Returns the piece of the cache that is number n of a request, clipped to those that exist."""
         o = self.o
         if o.tables:
             page = lax.div(n, o.pieces) if o.pieces > 1 else n
@@ -181,7 +181,7 @@ class Copies:
             lax.fori_loop(0, tokens, lambda n, _: (act(n), 0)[1], 0)
 
     def queries(self, t: Tile, slot: Any, act: Callable[[Any], None]) -> None:
-        """Starts the copies of the queries of a tile, or waits for them."""
+        """Starts copying the queries of a tile, or waits for the copy."""
         ring, sem = self.refs["query_ring"], self.refs["asked"].at[slot]
         self.each_query(
             t.tokens,
@@ -197,7 +197,7 @@ class Copies:
         )
 
     def advance(self, total: Any) -> None:
-        """Starts the copies of the next block that has none yet, if there is one."""
+        """Starts copying the next block that is not copied yet, if there is one."""
         o, ahead = self.o, self.refs["ahead"]
         index, block, count = ahead[0], ahead[1], ahead[2]
 

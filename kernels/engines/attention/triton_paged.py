@@ -82,11 +82,14 @@ def _attend(acc, row_max, row_sum, begin, end, q, unit, at, slope, key_ptr, valu
     value_ptr += head * O.V_WIDTH + O.V_FIRST + hv
     for n in range(begin, end):
         kj = n * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
-        real = (kj >= key) & (kj < keys)
+        if MASKED:
+            real = (kj >= key) & (kj < keys)
+        else:
+            real = tl.full([O.BLOCK_K], 1, tl.int1)
         if table_ptr is None:
             page, entry = request + 0 * kj, kj
         else:
-            page = tl.load(table_ptr + kj // O.C, mask=kj < keys, other=0)
+            page = tl.load(table_ptr + kj // O.C, mask=real, other=0)
             page, entry = tl.minimum(tl.maximum(page, 0), O.PAGES - 1), kj % O.C
         slot = (page.to(tl.int64) * O.C + entry) * O.K
         there, k_there, v_there = real[:, None], real[:, None], real[:, None]
@@ -219,7 +222,9 @@ def paged_kernel(
             row_sum = row_sum * tl.exp2(row_max - anchor) + tl.exp2(sink - anchor)
             row_max = new
     full, full_end = high, high
-    if O.BLOCK_M > 16:  # blocks that all queries of the tile see need no mask
+    # Blocks that all queries of the tile see need no mask; not worth it where few rows wait for memory alone.
+    WHOLE: tl.constexpr = O.BLOCK_M > 16 or O.HALVES
+    if WHOLE:
         seen, until = key, keys
         if O.LOW is not None:
             seen = tl.maximum(seen, position + first + rows // G - 1 + O.LOW)
@@ -230,7 +235,7 @@ def paged_kernel(
     key_ptr, value_ptr = _bytes(key_ptr, O.KIND), _bytes(value_ptr, O.KIND)
     acc, row_max, row_sum = _attend(acc, row_max, row_sum, low, full, q, unit, at, slope, key_ptr, value_ptr, k_scale_ptr,
                                     v_scale_ptr, table_ptr, request, head, key, keys, O, True)  # fmt: skip
-    if O.BLOCK_M > 16:
+    if WHOLE:
         acc, row_max, row_sum = _attend(acc, row_max, row_sum, full, full_end, q, unit, at, slope, key_ptr, value_ptr,
                                         k_scale_ptr, v_scale_ptr, table_ptr, request, head, key, keys, O, False)  # fmt: skip
         acc, row_max, row_sum = _attend(acc, row_max, row_sum, full_end, high, q, unit, at, slope, key_ptr, value_ptr,

@@ -1,4 +1,4 @@
-"""What a program of attention over pages does: compile-time options, and its part of which request, from the lengths."""
+"""Compile-time options of attention over pages, and the work of each program: which part of which request, from the lengths."""
 
 # pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
 
@@ -110,7 +110,7 @@ def _tiles(cuts_ptr, lens_ptr, starts_ptr, r, O: tl.constexpr):
 
 @triton.jit
 def pieces_of(blocks, each, O: tl.constexpr):
-    """Returns into how many pieces so many blocks of keys are split, of at most `each`."""
+    """Returns the number of pieces of at most `each` blocks of keys."""
     if O.PIECES == 0:
         pieces = 0 * blocks + 1
     else:

@@ -1,4 +1,4 @@
-"""Prompts over pages on Hopper: flash attention's kernel, which loads its blocks of keys from pages."""
+"""Long prompts over pages on Hopper: flash attention's kernel, loading its blocks of keys from pages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def attend_tall(
     window: tuple[int | None, int | None] | None,
 ) -> jax.Array:
     """Returns attention of T queries of each request [B, T, N, H]; or of a ragged batch [M, N, H] the array `before`, with the
-    rows of requests of `TALL` queries or more in its memory. `is_tall` says of which calls."""
+    rows of requests of `TALL` queries or more in its memory. See `is_tall`."""
     (N, H), (_, C, K, _), HV = query.shape[-2:], caches[0].shape, caches[1].shape[3]
     assert requests.tables is not None
     S = requests.tables.shape[1] * C

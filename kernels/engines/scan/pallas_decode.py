@@ -162,8 +162,8 @@ def _launch(
     )
     read = read[:, :N]
     if x.bonus is not None:
-        own = jnp.sum(token["q"] * token["k"] * x.bonus.astype(jnp.float32), axis=-1, keepdims=True)
-        read = read + own * token["w"] * token["v"]
+        bonus_term = jnp.sum(token["q"] * token["k"] * x.bonus.astype(jnp.float32), axis=-1, keepdims=True)
+        read = read + bonus_term * token["w"] * token["v"]
     read = scale * read
     return (read if x.skip is None else read + x.skip.astype(jnp.float32)[:, None] * token["v"]), exits
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
-
 from kernels.engines.attention import pallas_paged_calls as calls
-from kernels.engines.attention.paged_requests import Requests
 from kernels.engines.attention.pallas_paged_append import append
 from kernels.engines.attention.pallas_paged_calls import Sizes, attend
 from kernels.framework.binding import Call
@@ -22,6 +19,7 @@ from kernels.ops.paged_attention.contract import (
     op,
     page_op,
 )
+from kernels.ops.paged_attention.forms import forms_of, int32
 
 # Bytes of a block of keys and values, and rows of a tile of many queries.
 BLOCK_BYTES, ROWS = 2**20, 256
@@ -55,72 +53,15 @@ def candidates(call: Call) -> list[PagedAttentionConfig]:
     return list(dict.fromkeys(listed))
 
 
-def _attend(
-    name,
-    query,
-    caches,
-    scales,
-    softmax_aux,
-    alibi_slopes,
-    requests,
-    cfg,
-    softmax_scale,
-    logits_soft_cap,
-    causal,
-    window,
-):
+def _attend(name, query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, options):
     group = query.shape[1] // caches[0].shape[2]
     few = Sizes(1, cfg.block_k, cfg.num_stages)
     many = Sizes(max(2, cfg.mixed_rows // group), cfg.mixed_block_k, cfg.mixed_num_stages)
-    options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal, "window": window}
     return attend(name, query, caches, scales, softmax_aux, alibi_slopes, requests, few, many, **options)
 
 
-def _int32(x: Any) -> Any:
-    return None if x is None else x.astype(jnp.int32)
-
-
-def paged_attention(
-    query, key_cache, query_start_loc, kv_lens, block_tables, value_cache, k_scale, v_scale, softmax_aux,
-    alibi_slopes, softmax_scale, logits_soft_cap, causal, window, cfg,
-):  # fmt: skip
-    requests = Requests(_int32(kv_lens), _int32(block_tables), _int32(query_start_loc))
-    caches, scales = (key_cache, value_cache), (k_scale, v_scale)
-    options = (softmax_scale, logits_soft_cap, causal, window)
-    return _attend("paged_attention", query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, *options)
-
-
-def _of_rows(name, query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, *options):
-    """Returns attention of B requests with T queries each."""
-    B, T, N, H = query.shape
-    rows, requests = query.reshape(B * T, N, H), requests._replace(each=T)
-    out = _attend(name, rows, caches, scales, softmax_aux, alibi_slopes, requests, cfg, *options)
-    return out.reshape(B, T, N, -1)
-
-
-def page_attention(
-    query, key_cache, kv_lens, block_tables, value_cache, k_scale, v_scale, softmax_aux, alibi_slopes, softmax_scale,
-    logits_soft_cap, causal, window, cfg,
-):  # fmt: skip
-    requests = Requests(_int32(kv_lens), _int32(block_tables))
-    caches, scales = (key_cache, value_cache), (k_scale, v_scale)
-    options = (softmax_scale, logits_soft_cap, causal, window)
-    return _of_rows("page_attention", query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, *options)
-
-
-def decode_attention(
-    query, key_cache, value_cache, kv_lens, kv_starts, k_scale, v_scale, softmax_aux, alibi_slopes, softmax_scale,
-    logits_soft_cap, causal, window, cfg,
-):  # fmt: skip
-    # A row of a dense cache is one page, as long as the cache.
-    requests = Requests(_int32(kv_lens), None, starts=_int32(kv_starts))
-    caches, scales = (key_cache, value_cache), (k_scale, v_scale)
-    options = (softmax_scale, logits_soft_cap, causal, window)
-    return _of_rows("decode_attention", query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, *options)
-
-
 def append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale):
-    slots, (pages, C) = _int32(slots), key_cache.shape[:2]
+    slots, (pages, C) = int32(slots), key_cache.shape[:2]
     key = quantised(key, scale_of_slots(k_scale, slots, pages, C), key_cache.dtype)
     value = quantised(value, scale_of_slots(v_scale, slots, pages, C), value_cache.dtype)
     return append(key, value, slots, key_cache, value_cache)
@@ -146,6 +87,7 @@ def _rejects(call: Call) -> str | None:
 
 _ON: dict[str, Any] = {"platforms": {"tpu"}, "dtypes": {"float32", "bfloat16"}, "rejects": _rejects}
 _TUNED: dict[str, Any] = {"heuristic": heuristic, "candidates": candidates, **_ON}
+paged_attention, page_attention, decode_attention = forms_of(_attend)
 op.register(paged_attention, **_TUNED)
 page_op.register(page_attention, **_TUNED)
 decode_op.register(decode_attention, **_TUNED)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import triton
 
 from kernels.engines.attention.paged_requests import Requests
@@ -26,10 +25,9 @@ from kernels.ops.paged_attention.contract import (
     op,
     page_op,
 )
+from kernels.ops.paged_attention.forms import forms_of, int32
 from kernels.toolchains.triton import compute_capability, triton_launch
 
-# The compile-time options of a call, in the order of the contracts.
-_OPTIONS = "softmax_scale", "logits_soft_cap", "causal", "window"
 # Columns of a slot that one program of the append writes.
 COLUMNS = 1024
 
@@ -39,35 +37,30 @@ def _keys(call: Call) -> int:
 
 
 def _is_tall(call: Call) -> bool:
-    """Returns whether flash attention's kernel for Hopper takes the call, or the long requests of it."""
+    """Returns whether flash attention's kernel for Hopper takes the call, or its long requests."""
     if "block_tables" not in call.arguments:
         return False
     caches, scales = (call.key_cache, call.value_cache), (call.k_scale, call.v_scale)
-    most = _most_queries(call.query, call.kv_lens)
+    each = call.query.shape[1] if call.query.ndim == 4 else None
+    most = _most_queries(each, call.query.shape[0], call.kv_lens.shape[0])
     return is_tall(call.query, most, caches, scales, call.alibi_slopes, call.softmax_scale, call.logits_soft_cap)
 
 
-def _most_queries(query: Any, lens: Any) -> int:
-    """Returns how many queries a request may have, as far as tiles are for it: T of [B, T, N, H]; of rows [M, N, H] all, or one
-    where there are no more of them than requests."""
-    rows, requests = query.shape[-3], lens.shape[0]
-    return rows if query.ndim == 4 or rows > requests > 0 else 1
+def _most_queries(each: int | None, rows: int, requests: int) -> int:
+    """Returns how many queries one request may have, for the choice of tiles: `each`; in a ragged batch all rows, or one where
+    there are no more rows than requests."""
+    return each or (rows if rows > requests > 0 else 1)
 
 
-def _with_its_kernel(
-    function: str, cfg: PagedAttentionConfig, query: Any, lens: Any, *how: Any
-) -> tuple[PagedAttentionConfig, bool]:
-    """Returns (cfg for the other kernel, whether flash attention's takes the call). Raises ValueError where it is asked for and
-    cannot."""
-    if cfg.mixed_num_warps != HOPPER:
-        return cfg, False
-    if not is_tall(query, _most_queries(query, lens), *how):
+def _check_tall(name: str, query: Any, requests: Requests, *how: Any) -> None:
+    """Raises ValueError where flash attention's kernel for Hopper, which cfg selects, does not take the call."""
+    most = _most_queries(requests.each, query.shape[0], requests.lens.shape[0])
+    if requests.tables is None or not is_tall(query, most, *how):
         raise ValueError(
-            f"{function}: argument 'cfg': {HOPPER} mixed_num_warps select flash attention's kernel for Hopper, which "
-            f"does not take this call: it takes {TALL} queries of a request or more, over pages of 8, 16, 32, ... slots of "
-            "the queries' own 16-bit dtype, without scales or slopes; use 4 or 8"
+            f"{name}: argument 'cfg': mixed_num_warps = {HOPPER} selects flash attention's kernel for Hopper, which does not "
+            f"take this call: it takes requests of {TALL} queries or more, over pages of 8, 16, 32, ... slots of the queries' "
+            "own 16-bit dtype, without scales or slopes; use 4 or 8"
         )
-    return replace(cfg, mixed_num_warps=8), compute_capability() == 90  # others have the other kernel
 
 
 def _heuristic(call: Call, platform: str) -> PagedAttentionConfig:
@@ -102,68 +95,26 @@ def _candidates(call: Call) -> list[PagedAttentionConfig]:
     return list(dict.fromkeys(listed))
 
 
-def _attend(
-    query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, softmax_scale, logits_soft_cap, causal, window,
-    tall=False,
-):  # fmt: skip
+def _attend(name, query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, options):
+    tall, warps = False, cfg.mixed_num_warps
+    if warps == HOPPER:
+        _check_tall(
+            name, query, requests, caches, scales, alibi_slopes, options["softmax_scale"], options["logits_soft_cap"]
+        )
+        tall, warps = compute_capability() == 90, 8  # other GPUs take the other kernel
+    if tall and requests.each is not None:
+        M, N, H = query.shape
+        rows = query.reshape(-1, requests.each, N, H)
+        return attend_tall(rows, caches, softmax_aux, requests, **options).reshape(M, N, -1)
     few = Tile(16, cfg.block_k, cfg.num_warps, cfg.num_stages)
-    many = Tile(cfg.mixed_rows, cfg.mixed_block_k, cfg.mixed_num_warps, cfg.mixed_num_stages)
-    options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal, "window": window}
+    many = Tile(cfg.mixed_rows, cfg.mixed_block_k, warps, cfg.mixed_num_stages)
     arrays = query, caches, scales, softmax_aux, alibi_slopes, requests
     return attend(*arrays, few, many, cfg.parallel, tall=tall, **options)
 
 
-def _int32(x: Any) -> Any:
-    return None if x is None else x.astype(jnp.int32)
-
-
-def paged_attention(
-    query, key_cache, query_start_loc, kv_lens, block_tables, value_cache, k_scale, v_scale, softmax_aux,
-    alibi_slopes, softmax_scale, logits_soft_cap, causal, window, cfg,
-):  # fmt: skip
-    requests = Requests(_int32(kv_lens), _int32(block_tables), _int32(query_start_loc))
-    options = (softmax_scale, logits_soft_cap, causal, window)
-    caches, scales = (key_cache, value_cache), (k_scale, v_scale)
-    cfg, tall = _with_its_kernel("paged_attention", cfg, query, kv_lens, caches, scales, alibi_slopes, *options[:2])
-    return _attend(query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, *options, tall)
-
-
-def _of_rows(query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, *options):
-    """Returns attention of B requests with T queries each."""
-    B, T, N, H = query.shape
-    requests = requests._replace(each=T)
-    out = _attend(query.reshape(B * T, N, H), caches, scales, softmax_aux, alibi_slopes, requests, cfg, *options)
-    return out.reshape(B, T, N, -1)
-
-
-def page_attention(
-    query, key_cache, kv_lens, block_tables, value_cache, k_scale, v_scale, softmax_aux, alibi_slopes, softmax_scale,
-    logits_soft_cap, causal, window, cfg,
-):  # fmt: skip
-    requests = Requests(_int32(kv_lens), _int32(block_tables))
-    options = (softmax_scale, logits_soft_cap, causal, window)
-    caches, scales = (key_cache, value_cache), (k_scale, v_scale)
-    cfg, tall = _with_its_kernel("page_attention", cfg, query, kv_lens, caches, scales, alibi_slopes, *options[:2])
-    if tall:
-        return attend_tall(query, caches, softmax_aux, requests, **dict(zip(_OPTIONS, options, strict=True)))
-    return _of_rows(query, caches, scales, softmax_aux, alibi_slopes, requests, cfg, *options)
-
-
-def decode_attention(
-    query, key_cache, value_cache, kv_lens, kv_starts, k_scale, v_scale, softmax_aux, alibi_slopes, softmax_scale,
-    logits_soft_cap, causal, window, cfg,
-):  # fmt: skip
-    # A row of a dense cache is one page, as long as the cache.
-    requests = Requests(_int32(kv_lens), None, starts=_int32(kv_starts))
-    options = (softmax_scale, logits_soft_cap, causal, window)
-    return _of_rows(
-        query, (key_cache, value_cache), (k_scale, v_scale), softmax_aux, alibi_slopes, requests, cfg, *options
-    )
-
-
 def append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale):
     (M, K, H), HV, (pages, C) = key.shape, value.shape[2], key_cache.shape[:2]
-    slots = _int32(slots)
+    slots = int32(slots)
     rows = [
         quantised(x, scale_of_slots(scale, slots, pages, C), cache.dtype)
         for x, scale, cache in ((key, k_scale, key_cache), (value, v_scale, value_cache))
@@ -201,6 +152,7 @@ def _rejects(call: Call) -> str | None:
 
 _ON: dict[str, Any] = {"platforms": {"cuda"}, "dtypes": {"float32", "bfloat16", "float16"}, "rejects": _rejects}
 _TUNED: dict[str, Any] = {"heuristic": _heuristic, "candidates": _candidates, **_ON}
+paged_attention, page_attention, decode_attention = forms_of(_attend)
 op.register(paged_attention, **_TUNED)
 page_op.register(page_attention, **_TUNED)
 decode_op.register(decode_attention, **_TUNED)
