@@ -432,13 +432,13 @@ FAULTS = (
         "delta_keys_kernel",
         "$whole * tl.sum($passed)",
         "0.0 * tl.sum($passed)",
-        "tests/kernels/test_delta_triton.py -k one_kernel",
+        "tests/kernels/test_delta_triton.py -k by_one_kernel",
     ),
     Fault(
         "delta in one kernel: keys have no gradient of those that they replace",
         "delta_keys_kernel",
         "$square + tl.trans($square)",
         "$square",
-        "tests/kernels/test_delta_triton.py -k one_kernel",
+        "tests/kernels/test_delta_triton.py -k by_one_kernel",
     ),
 )
