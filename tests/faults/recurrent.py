@@ -3,7 +3,6 @@
 from faults import Fault
 
 CELLS = "tests/kernels/test_recurrent.py"
-CUDNN = "tests/kernels/test_recurrent_cudnn.py"
 PALLAS = "tests/test_ops.py -k 'numbers_or and recurrent and pallas'"
 
 FAULTS = (
@@ -83,33 +82,5 @@ FAULTS = (
         "$weights + 2 * $blocks + $rows * $gates * 8 + 4 * $plan.n * $plan.B * $plan.F * 4",
         "0",
         f"{CELLS} -k too_large",
-    ),
-    Fault(
-        "cuDNN has the matrices of a direction beside its biases",
-        "recurrent/cudnn_gpu:_packed",
-        "('weight', 'bias')",
-        "('bias', 'weight')",
-        CUDNN,
-    ),
-    Fault(
-        "cuDNN's cell state is given for the hidden one",
-        "recurrent/cudnn_gpu:_run",
-        "jnp.stack([$h, $c], axis=1)",
-        "jnp.stack([$c, $h], axis=1)",
-        CUDNN,
-    ),
-    Fault(
-        "cuDNN multiplies float32 in TF32",
-        "recurrent/cudnn_gpu:_run",
-        "$inputs.dtype == jnp.float32",
-        "$inputs.dtype == jnp.float64",
-        CUDNN,
-    ),
-    Fault(
-        "cuDNN is given padding as tokens",
-        "recurrent/cudnn_gpu:rejects",
-        "$call.segment_ids is not None or $call.num_states > 1",
-        "$call.num_states > 1",
-        CUDNN,
     ),
 )

@@ -237,7 +237,6 @@ op = Op(
     local_dims={"B"},
     see_also={"T": "recurrent"},
     ordered=True,
-    priority=("cudnn_gpu", "triton_gpu", "pallas_tpu", "xla"),
     cases=cases.RECURRENT,
     work=work_recurrent,
 )
