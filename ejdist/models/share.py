@@ -39,6 +39,8 @@ class Share:
       frozen: whether the model's matrices are frozen beside adapters.
       tile: tokens of a tile of kernels that add a hop's results in place; None where the device has no such kernels.
       documents: of the rows.
+      met: of a batch that is known, how often the keys of a rank are sent on so that all its hops are made, and
+        `AttentionShape.chunks`; layers with a window may need less. None: what is expected of `documents`.
       torus: see `AttentionShape`.
     """
 
@@ -56,6 +58,7 @@ class Share:
     frozen: bool = False
     tile: int | None = None
     documents: Documents = ONE_DOCUMENT
+    met: tuple[int, tuple[int, int]] | None = None
     torus: bool = False
 
     @property
@@ -94,7 +97,11 @@ class Share:
         """
         hops = needed_hops(self.order, self.length, mask)
         halo = sent(self.order, self.length, reach_of(mask, self.length))
-        by_batch = hops_of_documents(self.order, self.length, mask, self.documents)
+        if self.met is None:
+            by_batch = hops_of_documents(self.order, self.length, mask, self.documents)
+            chunks = chunks_of_documents(self.order, self.length, mask, self.documents)
+        else:
+            by_batch, chunks = min(self.met[0], hops), self.met[1]
         shape = replace(
             shape,
             hops=hops,
@@ -102,7 +109,7 @@ class Share:
             few_hops=few_hops(self.order, self.length // self.order.shards),
             halo=halo,
             torus=self.torus,
-            chunks=chunks_of_documents(self.order, self.length, mask, self.documents),
+            chunks=chunks,
         )
         shape = replace(shape, forwards=1 + (not self.remat.asked))
         return declared(self.scheme, "cost", _ATTENDING, "the ejdist.costs.Traffic of an AttentionShape")(shape)

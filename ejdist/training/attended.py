@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ejdist.costs import Undeclared
 from ejdist.documents import busiest, places
 from ejdist.mesh import SEQUENCE_AXES
 from ejdist.models.model import Flops
 from ejdist.sequence.schedule import chunk_of, chunks_of_rows, needed_of_rows
 from ejdist.sequence.way import Way
+from ejdist.training.attending import exchanged, share_of
 from ejdist.training.program import Program, TrainSections
 from kernels.engines.attention.pairs import keys_at
 
@@ -72,18 +74,40 @@ class Attended:
         # Of each group, of each microbatch, of each rank that waits; rows of a microbatch are as far apart as there are some.
         pairs = placed.reshape(rows // per_group, -1, s.accumulation, waiting, n // waiting, placed.shape[1] // n)
         pairs = pairs.sum((1, 4, 5))
-        needed = self.needed.reshape(rows // per_group, -1, s.accumulation, n).any((0, 1))
-        own = self.seen.shape[1] // n
-        chunks = self.chunks.reshape(rows // per_group, -1, s.accumulation).max((0, 1))
-        scheme, every = s.sequence.made(), own // chunk_of(program.order, own)
-        brought = [b for most in chunks if n > 1 and (b := scheme.brought(n, (int(most), every))) is not None]
+        hops, chunks = self._met(program, s)
+        scheme = s.sequence.made()
+        brought = [b for some in chunks if n > 1 and (b := scheme.brought(n, some)) is not None]
         sent = dict(zip(("passes_sp", "keys_sp"), np.mean(brought, 0).tolist(), strict=True)) if brought else {}
         return sent | {
             "imbalance_sp": busiest(pairs),
             "imbalance_dp": busiest(pairs.sum(-1).T),
             "padding_share": self.padding,
-            "hops_sp": float(np.mean([Way.of(row, n > 2 and not program.order.goes_on).sent for row in needed])),
+            "hops_sp": float(np.mean(hops)),
         }
+
+    def sent(self, program: Program, s: TrainSections) -> dict[str, float]:
+        """Returns bytes_sp of a step: what a device sends along the sequence, of keys and values, their gradients, and states
+        of recurrences, by the costs that schemes and layers declare and what each microbatch needs. Not where one of them
+        declares none."""
+        if program.order.shards == 1:
+            return {"bytes_sp": 0.0}
+        share = share_of(s, program.mesh, program.order)
+        each = (replace(share, met=met) for met in zip(*self._met(program, s), strict=True))
+        try:
+            return {"bytes_sp": float(sum(sum(exchanged(s.model, one).bytes.values()) for one in each))}
+        except Undeclared:
+            return {}
+
+    def _met(self, program: Program, s: TrainSections) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns of each microbatch how often a ring that makes its hops sends keys on, and how many chunks of another rank a
+        rank needs at most, of how many."""
+        n, rows, per_group = program.order.shards, len(self.seen), s.data.global_batch // program.groups
+        needed = self.needed.reshape(rows // per_group, -1, s.accumulation, n).any((0, 1))
+        chunks = self.chunks.reshape(rows // per_group, -1, s.accumulation).max((0, 1))
+        own = self.seen.shape[1] // n
+        every = own // chunk_of(program.order, own)
+        hops = [int(Way.of(row, n > 2 and not program.order.goes_on).sent) for row in needed]
+        return hops, [(int(most), every) for most in chunks]
 
 
 def text_indices(program: Program, segment_ids: np.ndarray) -> np.ndarray | None:

@@ -15,10 +15,13 @@ from ejdist.costs import Traffic
 from ejdist.experts.choice import Links
 from ejdist.experts.schemes import LOCAL
 from ejdist.experts.schemes import scheme_of as dispatch_named
-from ejdist.mesh import AXES, SEQUENCE_AXES
+from ejdist.mesh import AXES, BATCH_AXES, CP, SEQUENCE_AXES, TP
 from ejdist.models.part import Costs, Part
+from ejdist.models.remat import REMAT
 from ejdist.models.share import Share, hides
 from ejdist.models.stack import counted_parts
+from ejdist.order import Order
+from ejdist.training.program import TrainSections
 
 Pair = tuple[str, str]  # a scheme and an order
 # The exposed fraction of the time that communication takes alone: for a scheme that overlaps it with work, and for others. On
@@ -32,6 +35,23 @@ FASTER = 0.03
 # A scheme that needs more than this multiple of the first pair's memory is not chosen.
 MORE_MEMORY = 1.5
 HOST = 8  # GPUs with direct links to each other; others are reached over the network
+
+
+def share_of(s: TrainSections, mesh: Any, order: Order) -> Share:
+    """Returns what a device has of a microbatch of a recipe, as far as the exchanges along the sequence depend on it."""
+    rows = s.data.global_batch // s.accumulation // math.prod(mesh.shape.get(a, 1) for a in BATCH_AXES)
+    return Share(
+        tokens=rows * s.data.sequence_length // order.shards,
+        itemsize=2 if s.model.compute_dtype == "bfloat16" else 4,
+        length=s.data.sequence_length,
+        remat=REMAT[s.model.remat],
+        scheme=s.sequence.made(),
+        order=order,
+        dispatch=dispatch_named(LOCAL),
+        outer=mesh.shape.get(CP, 1),
+        features=mesh.shape.get(TP, 1),
+        torus=next(iter(mesh.devices.flat)).platform == "tpu",
+    )
 
 
 def attention_of(model: Any) -> dict[Part, int]:

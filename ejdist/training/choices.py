@@ -15,14 +15,11 @@ import numpy as np
 
 from ejdist.documents import Documents
 from ejdist.experts.choice import links_of
-from ejdist.experts.schemes import LOCAL
-from ejdist.experts.schemes import scheme_of as dispatch_named
-from ejdist.mesh import BATCH_AXES, CP, SEQUENCE_AXES, TP
-from ejdist.models.remat import REMAT
+from ejdist.mesh import BATCH_AXES, SEQUENCE_AXES, TP
 from ejdist.models.share import Share
-from ejdist.order import AUTO, STRIPES, Order
+from ejdist.order import AUTO, STRIPES
 from ejdist.sequence.schemes import SCHEMES, Halo
-from ejdist.training.attending import Pair, alone_seconds, exchanged, held, ranked_pairs, waited
+from ejdist.training.attending import Pair, alone_seconds, exchanged, held, ranked_pairs, share_of, waited
 from ejdist.training.curriculum import Stage
 from ejdist.training.data import Data
 from ejdist.training.flops import attention_share, peak_flops
@@ -90,28 +87,12 @@ def choose_pair(s: TrainSections, mesh: Any, model: Any, segment_ids: np.ndarray
         if peak is None:
             return PairChoice(name, choice, {}, kind, links.source)
         for order in choice.orders:
-            pair, share = (name, order.name), replace(_share(one, mesh, order), documents=documents)
+            pair, share = (name, order.name), replace(share_of(one, mesh, order), documents=documents)
             choices[pair], holds[pair] = replace(choice, order=order), held(s.model, share)
             seconds[pair] = _seconds(one, mesh, choices[pair], share, kind, peak)
     pairs = ranked_pairs(seconds, holds)
     in_turn = {pair: seconds[pair] for pair in pairs}
     return PairChoice(pairs[0][0], choices[pairs[0]], in_turn, kind, links.source, pinned)
-
-
-def _share(s: TrainSections, mesh: Any, order: Order) -> Share:
-    rows = s.data.global_batch // s.accumulation // math.prod(mesh.shape.get(a, 1) for a in BATCH_AXES)
-    return Share(
-        tokens=rows * s.data.sequence_length // order.shards,
-        itemsize=2 if s.model.compute_dtype == "bfloat16" else 4,
-        length=s.data.sequence_length,
-        remat=REMAT[s.model.remat],
-        scheme=s.sequence.made(),
-        order=order,
-        dispatch=dispatch_named(LOCAL),
-        outer=mesh.shape.get(CP, 1),
-        features=mesh.shape.get(TP, 1),
-        torus=next(iter(mesh.devices.flat)).platform == "tpu",
-    )
 
 
 def _seconds(s: TrainSections, mesh: Any, order: Choice, share: Share, kind: str, peak: float) -> float:

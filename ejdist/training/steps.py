@@ -297,7 +297,8 @@ def run_steps(
 
     def ready(batch: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         attended = Attended.of(program, batch["segment_ids"])
-        facts = step_flops(program.model.flops, batch["segment_ids"]), attended.evenness(program, run.sections)
+        logged = attended.evenness(program, run.sections) | attended.sent(program, run.sections)
+        facts = step_flops(program.model.flops, batch["segment_ids"]), logged
         return facts, permuted(batch, program, attended)
 
     deal = dealer(data, program, run.sections)

@@ -11,7 +11,7 @@ from typing import Any
 # The columns that the summary uses, apart from the loss.
 SUMMED = ("step_time", "tokens", "flops_causal", "flops_full")
 # Of attention, on the first host: the busiest over the mean, of the ranks of a sequence and of the groups that share a batch.
-EVENNESS = ("imbalance_sp", "imbalance_dp", "padding_share", "hops_sp", "passes_sp", "keys_sp")
+EVENNESS = ("imbalance_sp", "imbalance_dp", "padding_share", "hops_sp", "bytes_sp", "passes_sp", "keys_sp")
 # The first steps include compilation and warmup; speeds come from the others.
 _WARMUP_STEPS = 2
 _LAST = 10

@@ -143,6 +143,7 @@ _EVEN: list[_Chart] = [
     ("Over a sequence", "attention of the busiest rank over the mean", _key("imbalance_sp"), {}),
     ("Over the batch", "attention of the busiest group over the mean", _key("imbalance_dp"), {}),
     ("Hops of a ring", "that the documents of a step need", _key("hops_sp"), {"zero": True}),
+    ("Along a sequence", "bytes that a device sends in a step", _key("bytes_sp"), {"zero": True}),
     ("Passes of a group-cast", "that the documents of a step need", _key("passes_sp"), {"zero": True}),
     ("Padding", "share of tokens", _key("padding_share"), {"zero": True}),
 ]

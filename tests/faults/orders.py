@@ -331,4 +331,25 @@ FAULTS = (
         "True",
         "tests/test_scheme_choice.py -k program_of_its_scheme",
     ),
+    Fault(
+        "bytes of a step are those of its first microbatch",
+        "Attended.sent",
+        "zip(*$self._met($program, $s), strict=True)",
+        "list(zip(*$self._met($program, $s), strict=True))[:1]",
+        "tests/test_sent_along_a_sequence.py",
+    ),
+    Fault(
+        "bytes of a step are of more hops than there are",
+        "Share.scheme_traffic",
+        "min($self.met[0], $hops)",
+        "$self.met[0]",
+        "tests/test_sent_along_a_sequence.py",
+    ),
+    Fault(
+        "bytes of a step are those expected",
+        "Attended.sent",
+        "replace($share, met=$met)",
+        "$share",
+        "tests/test_sent_along_a_sequence.py",
+    ),
 )
