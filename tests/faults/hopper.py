@@ -79,6 +79,36 @@ FAULTS = (
         f"{NUMBERS} -k side_by_side",
     ),
     Fault(
+        "Hopper, attention: programs that share a block of keys read others",
+        "gluon_gradients:_load",
+        "tma.async_load($k_desc, [$b, $block * O.BLOCK_K, $head // O.SHARES, 0], $kv_full, $k_block)\n"
+        "tma.async_load($v_desc, [$b, $block * O.BLOCK_K, $head // O.SHARES, 0], $kv_full, $v_block)",
+        "tma.async_load($k_desc, [$b, $block * O.BLOCK_K, $head % O.SHARES, 0], $kv_full, $k_block)\n"
+        "tma.async_load($v_desc, [$b, $block * O.BLOCK_K, $head // O.SHARES, 0], $kv_full, $v_block)",
+        f"{NUMBERS} -k share",
+    ),
+    Fault(
+        "Hopper, attention: one share of the gradients of keys counts",
+        "flash_attention/triton_gpu:warp_specialized_gradients",
+        "$x.reshape($B, $S, $K, $shares, -1).sum(3)",
+        "$x.reshape($B, $S, $K, $shares, -1)[:, :, :, 0]",
+        f"{NUMBERS} -k share",
+    ),
+    Fault(
+        "Hopper, attention: a group is divided by what does not divide it",
+        "triton_shares:shares_of_group",
+        "$group % $shares == 0 and $steps.mean() * ($group // $shares) >= FEWEST",
+        "$steps.mean() * ($group // $shares) >= FEWEST",
+        "tests/kernels/test_attention_shares.py -k divided",
+    ),
+    Fault(
+        "Hopper, attention: all programs begin at once",
+        "triton_shares:_time",
+        "heapq.heapreplace($busy, $busy[0] + $program)",
+        "$busy.append($program)",
+        "tests/kernels/test_attention_shares.py -k divided",
+    ),
+    Fault(
         "Hopper, attention: as few heads run side by side as fit in the cache",
         "triton_calls:Call.side_by_side",
         "$rows * $of_row * $sides <= IN_USE",

@@ -140,4 +140,18 @@ FAULTS = (
         "tl.range($$args, num_stages=1)",
         "tests/kernels/test_rms_norm.py -k read_ahead",
     ),
+    Fault(
+        "norms in Triton: the last chunk of a row goes on into the next row",
+        "norms_triton:_inside",
+        "($i * BLOCK_D + $cols < D)[None, :]",
+        "($cols < D)[None, :]",
+        "tests/kernels/test_rms_norm.py -k wide",
+    ),
+    Fault(
+        "norms in Triton: rows in chunks lack the last",
+        "rows:forward_tiles",
+        "-(-$D // $chunk)",
+        "$D // $chunk",
+        "tests/kernels/test_rms_norm.py -k wide",
+    ),
 )
