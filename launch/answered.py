@@ -14,9 +14,9 @@ from launch.prompts import CONVERSATIONS, Prompt, encoder, read_prompts, templat
 
 TASKS = ("spelled", "answers")
 USAGE = """  tasks=spelled        the prompts of recall, whose values the model writes token by token, as launch.generate does
-  tasks=answers        your own prompts, prompts=FILE.jsonl with "answer" in each row, answered by the most likely tokens
-  max_tokens=64, chat=auto
-                       of tasks=answers, as in launch.generate
+  tasks=answers        your own prompts, answered by the most likely tokens
+  prompts=FILE.jsonl, max_tokens=64, chat=auto
+                       of tasks=answers, as in launch.generate; each row of the file has an "answer" too
 """
 DEFAULTS = {"prompts": None, "max_tokens": "64", "chat": "auto"}
 PAGE = 16  # tokens of a page of the cache

@@ -465,7 +465,7 @@ def test_what_it_says_of_eight_chips(capsys):
         (["devices=8", "device=h200", "documents="], "documents= must name one, a mean length"),
         (
             ["devices=8", "device=h200", "documents=none.txt"],
-            "use a mean length, 'one', or a file with one length a line",
+            "use a mean length, 'one', or a file with one length per line",
         ),
         (["topology=v5p:2x2x1", "slices=2", "mesh.dp=1"], "mesh.dp = 1 must be a multiple of 2"),
         (
