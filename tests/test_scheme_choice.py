@@ -39,7 +39,7 @@ def chosen(words, kind="NVIDIA H200", documents="4096", rows=2, flops=None, **si
 
 
 def measured(name, scheme):
-    """Returns of a scheme (milliseconds of forward and backward, those of the exchange alone, those that were waited for, tokens)."""
+    """Returns of a scheme (milliseconds of forward and backward, those of the exchange alone, those waited for, tokens)."""
     rows = json.loads((RESULTS / f"4xh200_{name}.json").read_text())["rows"].values()
     rows = [row for row in rows if row.get("scheme") == scheme]
     split = [row for row in rows if row["kind"] == "split"]
