@@ -30,6 +30,8 @@ CAUSAL = MaskInfo(causal=True)
         (1, 32768, 8, 4, CAUSAL, False),  # 2,048: the last ones are short
         (1, 16896, 1, 8, MaskInfo(), False),  # one for each multiprocessor, all alike
         (1, 2048, 1, 1, CAUSAL, False),
+        (1, 32768, 4, 4, MaskInfo(causal=True, window=(4095, 0)), False),  # 1,024, nearly all alike
+        (1, 4096, 2, 4, MaskInfo(causal=True, window=(1023, 0)), True),  # 64
         (8, 4096, 8, 8, CAUSAL, False),
     ],
 )

@@ -20,6 +20,9 @@ from kernels.framework.target import MULTIPROCESSORS
 ALONE, SHARED = 4, 1
 # Fewer steps than this of a program in the mean were not measured.
 FEWEST = 12
+# Nor were as many programs as multiprocessors of which the longest takes less than so many times the mean, as under a window:
+# there the bytes of gradients in float32 may cost more than an even end saves.
+EVEN = 1.5
 # What further programs must save at least, of the time with fewer.
 WORTH = 0.03
 # With so many programs a multiprocessor, the last ones leave little idle.
@@ -38,7 +41,8 @@ def shares_of_group(spans: Any, batch: int, key_heads: int, group: int, side: in
     if not isinstance(spans, np.ndarray) or group == 1:
         return 1
     steps = np.broadcast_to(spans[..., LAST] - spans[..., FIRST], (batch, *spans.shape[1:-1])).reshape(batch, -1)
-    if steps.size * key_heads >= ENOUGH * MULTIPROCESSORS:
+    programs = steps.size * key_heads
+    if programs >= ENOUGH * MULTIPROCESSORS or (programs >= MULTIPROCESSORS and steps.max() < EVEN * steps.mean()):
         return 1
     best, least = 1, _time(steps * group + ALONE, key_heads, side)
     for shares in range(2, group + 1):
