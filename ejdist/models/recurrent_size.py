@@ -36,7 +36,7 @@ class Size:
       beside, exact: a token's numbers that a backward by kernels has beside what the recurrence reads and returns, and their
         gradients: in the compute dtype, and in float32. turned: those of kernels for GPUs alone, in the compute dtype.
       chunk: tokens between the states that kernels for GPUs store.
-      key, value: widths of a head, of which kernels take so many.
+      key, value: widths of a head; kernels take those up to LANES and WIDEST_VALUE.
       decays: numbers a token that the recurrence reads in float32, beside `reads`.
       stored, inverses: what kernels of TPUs keep for their backward: numbers of the states at the ends of chunks, as they lie
         there, and a token's of the inverses of a delta rule. lasting: tokens of such a chunk in a narrow dtype. pallas:

@@ -171,8 +171,8 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
     # XLA for GPUs makes the zeros that a gradient of a gathered table is added to in one go with those of the head.
     early = of_head if platform == "gpu" and split and not c.tie_embeddings else 0
     # Where a layer's work is much larger than what waits of the head, XLA for GPUs reduces that first and gives its place to
-    # the layers, as compiled programs of 2^20 tokens and more show; so it does with layers after the rounds of the pattern,
-    # which are no loop. Else both are there at once.
+    # the layers, as compiled programs of 2^20 tokens and more show; so it does where layers follow the rounds of the
+    # pattern, outside of the loop. Else both are there at once.
     reduced = platform == "gpu" and split and (bool(c.last_layers) or work > WORK_FIRST * (of_head + early))
     waiting = 0 if reduced else of_head + early
 

@@ -49,7 +49,7 @@ class Scheme:
         return False
 
     def rejects(self, heads: int, over: Axes) -> str | None:
-        """Returns why it cannot run with so many heads of queries on a device and the sequence over those axes, or None."""
+        """Returns why it cannot split the sequence over these axes with `heads` query heads on a device, or None."""
         return None
 
     def uneven(self, order: Order, over: Axes) -> Order:

@@ -28,8 +28,8 @@ class Options:
     of a `KeyRange` are (POSITION, absolute position), (OFFSET, from the query's own position), (ROW, index into the
     array of ends), or None if unbounded. `LIST_BATCH` and `LIST_HEAD` are strides of the lists of tiles. `MERGE` is whether
     the Hopper forward finds attention over other keys in its outputs, and merges its own with that. `PAGE`, `PAGES` and
-    `TABLE` are the slots of a page, the pages, and those of a row of the table, where keys are in pages. With `SHARES`, so many
-    of the K heads read the same keys, see `triton_shares.py`.
+    `TABLE` are the slots of a page, the pages, and those of a row of the table, where keys are in pages.
+    `SHARES` is how many of the K heads read the same keys, see `triton_shares.py`.
     """
 
     B: int

@@ -2,7 +2,8 @@
 
 A program has a block of keys and goes through the queries of all heads that share them. With few key heads and short rows,
 programs are fewer than multiprocessors, or all wait for the longest: two rows of 6,400 tokens with one key head are 100
-programs. Programs that share a block of keys write gradients in float32, which are then added.
+programs. Programs that share a block of keys write gradients in float32, which are then added. With segment ids the steps
+of a program are not known at compile time, and nothing is shared.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from kernels.framework.target import MULTIPROCESSORS
 ALONE, SHARED = 4, 1
 # Fewer steps than this of a program in the mean were not measured.
 FEWEST = 12
-# Nor were as many programs as multiprocessors of which the longest takes less than so many times the mean, as under a window:
-# there the bytes of gradients in float32 may cost more than an even end saves.
+# Even programs, whose longest takes less than this multiple of the mean, were measured only where they are fewer than
+# multiprocessors. Those of a window are even: there, writing float32 gradients may cost more than sharing saves.
 EVEN = 1.5
 # What further programs must save at least, of the time with fewer.
 WORTH = 0.03
-# With so many programs a multiprocessor, the last ones leave little idle.
+# From this number of programs per multiprocessor on, little is idle at the end.
 ENOUGH = 16
 
 

@@ -10,10 +10,10 @@ WIDEST = 32768
 # From this width on, a backward is fastest with one large program per multiprocessor (measured, benchmarks/results).
 WIDE = 4096
 
-# Rows from this width on, of which a tile of a power of two would be wider than this share, have chunks in the forward: of so
-# many columns, and with so many warps, in rows narrower than WIDE and in others. On an H200, rows of 4,672 and 8,584 entries
-# take 0.72 of the time that they take in one tile.
+# The forward splits a row into chunks if it has at least NARROWEST_CUT entries, and padding it to a power of two would make it
+# wider than MOST_IDLE times its width. On an H200, rows of 4,672 and 8,584 entries then take 0.72 of the time of one tile.
 NARROWEST_CUT, MOST_IDLE = 2048, 1.125
+# Columns of a chunk and warps of a program: of rows narrower than WIDE, and of others.
 CHUNK_AND_WARPS = (1024, 4), (2048, 8)
 
 # VMEM for a kernel's blocks and temporaries. The smallest default limit of a chip is 16 MiB.

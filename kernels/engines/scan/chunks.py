@@ -37,7 +37,8 @@ class ChunkConfig(Tunables):
       splits: parts of a row that are walked at once (Triton).
       heads: heads of a group that one program takes: it computes their products once, and sums their gradients (Triton).
       backward_num_warps: warps of a program of one chunk's gradients; those of queries that no heads share have half (Triton).
-      joined: whether one kernel has the gradients of keys of a delta rule, instead of two (Triton).
+      joined: whether one kernel has the gradients of keys of a delta rule, instead of two (Triton). It has not run on a
+        GPU, and tuning does not try it.
     """
 
     chunk: int | None = None

@@ -369,7 +369,5 @@ def candidates(call: Call) -> list[ChunkConfig]:
         for num_stages in (1, 2, 3)
         if block_v < 64 or num_stages < 3
     ]
-    best = heuristic(call, "cuda")
-    found += [replace(best, splits=splits) for splits in (1, 2, 4, 8)]
-    found.append(replace(best, joined=True))
+    found += [replace(heuristic(call, "cuda"), splits=splits) for splits in (1, 2, 4, 8)]
     return list(dict.fromkeys(found))
