@@ -160,8 +160,8 @@ def test_few_documents_are_cut():
 @pytest.mark.parametrize("documents", [PACKED, TAIL, MIXED], ids=lambda d: d.words)
 @pytest.mark.parametrize("ranks", [4, 8, 32])
 def test_documents_together_need_few_keys_of_other_ranks(documents, ranks):
-    """And ranks are as even in sum as by any other order. Half of the tokens of `mixed` are in documents of 40,000, longer than a
-    rank's 16,384, which have to be cut."""
+    """And ranks are as even in sum as by any other order. Half of the tokens of `mixed` are in documents of 40,000, longer than
+    a rank, which have to be cut."""
     (row, *_), length = documents.rows(16384 * ranks), 16384 * ranks
     need = {}
     for name in ("balanced", "by_document"):
