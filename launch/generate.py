@@ -289,6 +289,7 @@ def generate(
         chunk=min(args.chunk, max(1, *(len(x) for x in ids.values()))),
         ends=tokenizer.stop_ids,
         decode=tokenizer.decode,
+        donate=True,
         platform=recipe.platform,
         experts=vars(recipe.experts),
     )

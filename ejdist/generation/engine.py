@@ -28,13 +28,16 @@ from ejdist.generation.sampling import Choices, Sampling, sample
 from ejdist.generation.served import Rows, Step, positions_of
 from ejdist.layout import current_layout, replicated, set_layout, sharding
 from ejdist.models.kept import Arrays, Cached
-from ejdist.models.model import Model, StepContext
+from ejdist.models.model import Model
 from ejdist.operations import bind_ops
 from ejdist.sequence.exchange import compiler_options
 
 
 class Engine:
-    """Generates with a model, on the mesh and with the parameters of its training, which are not copied.
+    """Generates with a model, on the mesh and with the parameters of its training.
+
+    A step reads every matrix once and moves none: of the layers the engine has copies, each matrix an array of its own in the
+    compute dtype, sharded as in training.
 
     >>> engine = Engine(model, params, slots=8, length=2048)  # doctest: +SKIP
     >>> number = engine.submit(ids, max_tokens=100, temperature=0)  # doctest: +SKIP
@@ -60,12 +63,13 @@ class Engine:
         chunk: int = 128,
         ends: Collection[int] = (),
         decode: Callable[[Sequence[int]], str] | None = None,
+        donate: bool = False,
         platform: str | None = None,
         experts: Mapping[str, Any] | None = None,
     ) -> None:
         """Args:
           model: what `build()` of a recipe's model section returns.
-          params, buffers: of the model, sharded as in training.
+          params, buffers: of the model, sharded as in training; None: call `use` before the first step.
           mesh: that of the parameters; None for one device. Rows of a step are split over all axes that split rows or sequences
             in training, and heads over the axes of heads. Each device holds the pages of all requests, for its own heads.
           slots: most requests in progress at once; rounded up to a multiple of the devices that rows are split over.
@@ -74,6 +78,8 @@ class Engine:
           chunk: prompt tokens per step.
           ends: tokens that end a text.
           decode: ids -> text, for `stop` and for the text of results.
+          donate: take the parameters over: each stack is deleted once its rows are copied, so that they take memory once. Else
+            the caller's tree stays as it is, beside the copies.
           platform, experts: see `bind_ops`.
 
         Raises:
@@ -101,7 +107,7 @@ class Engine:
         declared = self._cached.declared
         shares = all(k.per_token for _, kept in declared.values() for k in kept.values())
         self._pages = Pages(self.slots * self._longest if pages is None else pages, page, shares)
-        self._ends, self._decode, self._state = frozenset(ends), decode, (params, buffers)
+        self._ends, self._decode = frozenset(ends), decode
         self._ops = bind_ops(mesh, platform=platform, experts=experts)
         self._programs: dict[int, Callable[..., Any]] = {}  # by the tokens of a row
         self._waiting: deque[Request] = deque()
@@ -110,6 +116,7 @@ class Engine:
         self._finished: dict[int, Result] = {}
         self._next = 0
         self._compile(mesh)
+        self._weights = None if params is None else self._cached.apart(params, buffers, donate=donate)
 
     def _compile(self, mesh: jax.sharding.Mesh | None) -> None:
         """Sets up the arrays that layers keep between steps, and the program of a step."""
@@ -136,8 +143,7 @@ class Engine:
         cached, ops = self._cached, self._ops
 
         def step(
-            params: Any,
-            buffers: Any,
+            weights: Any,
             kept: Arrays,
             tokens: Any,
             tables: Any,
@@ -155,18 +161,18 @@ class Engine:
                 "segment_ids": jnp.where(positions >= 0, 0, -1),
             }
             with self._layout():
-                serving, context = Step(cached.declared, rows), StepContext(buffers=buffers)
-                logits, kept = cached.step(params, batch, kept, ops, serving, context=context)
+                logits, kept = cached.step(weights, batch, kept, ops, Step(cached.declared, rows))
                 logits = ops.constrain(logits, "_ _")
             return *sample(logits, choices), kept
 
         options = None if mesh is None else compiler_options(mesh)
-        self._step = jax.jit(step, donate_argnums=2, out_shardings=(whole, whole, placed), compiler_options=options)
+        self._step = jax.jit(step, donate_argnums=1, out_shardings=(whole, whole, placed), compiler_options=options)
 
-    def use(self, params: Any, buffers: Any = None) -> None:
-        """Replaces the parameters and buffers by others of the same shapes and shardings. Texts in progress keep the cache of
-        their earlier tokens; new requests share none of it."""
-        self._state = (params, buffers)
+    def use(self, params: Any, buffers: Any = None, *, donate: bool = False) -> None:
+        """Replaces the parameters and buffers by others of the same shapes and shardings; `donate` as above. Texts in progress
+        keep the cache of their earlier tokens; new requests share none of it."""
+        self._weights = None  # before there are others
+        self._weights = self._cached.apart(params, buffers, donate=donate)
         self._pages.forget()
         for request in (*self._running, *self._waiting):
             request.digests = []
@@ -177,7 +183,7 @@ class Engine:
             self._end(request)
         self._waiting.clear()
         self._pages.forget()
-        self._kept, self._state = None, (None, None)
+        self._kept = self._weights = None
 
     def submit(
         self,
@@ -280,7 +286,7 @@ class Engine:
             tables[i, : len(r.pages)] = r.pages
             choices[i] = r.sampling, len(r.tokens)
         kept = self._empty() if self._kept is None else self._kept
-        data = (*self._state, kept, tokens, tables, slots, before, new, Choices.of(choices))
+        data = (self._weights, kept, tokens, tables, slots, before, new, Choices.of(choices))
         if (
             width not in self._programs
         ):  # compiled ahead of time: a call with other shapes is an error, never another compilation
