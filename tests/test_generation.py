@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from ejdist.generation import Engine
 from ejdist.generation.pages import Pages
@@ -26,10 +27,11 @@ from ejdist.models.config import (
 )
 from ejdist.models.decoder import DecoderConfig
 from ejdist.models.model import StepContext
-from ejdist.models.parameters import initialise, map_declared
+from ejdist.models.parameters import initialise, map_declared, shapes
 from ejdist.models.part import Part
 from ejdist.models.parts import PARTS
 from ejdist.operations import bind_ops
+from ejdist.planning.targets import target_of
 
 SIZES = {"vocab_size": 64, "model_dim": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_dim": 48}
 EXPERTS = ExpertsShape(num=4, top_k=2, ffn_dim=16, shared_dim=16, bias_rate=0.1, jitter=0.1)
@@ -257,6 +259,39 @@ def test_what_cannot_generate_is_refused():
         Engine(DecoderConfig(**SIZES).build(), {}, slots=0)
     with pytest.raises(ValueError, match="has no form for generation"):
         Engine(dataclasses.replace(DecoderConfig(**SIZES).build(), cached=None), {})
+
+
+def test_rows_of_a_donated_tree_take_its_place():
+    """In the compute dtype, where a step would cast; norms and the embedding as they are. Without donation the tree stays."""
+    model = DecoderConfig(**{**SIZES, "tie_embeddings": False}, num_layers=2, compute_dtype="bfloat16").build()
+    params = initialise(model.declared, jax.random.key(0))
+    expected = jax.tree.map(np.asarray, params)
+    kept = model.cached.apart(params, {})
+    weights = model.cached.apart(params, {}, donate=True)
+    for one in (kept, weights):
+        for i, layer in enumerate(one["layers"]):
+            for name, x in {**layer["attention"][0], **layer["mlp"][0]}.items():
+                assert x.dtype == (jnp.float32 if name.endswith("_norm") else jnp.bfloat16)
+                np.testing.assert_array_equal(x, expected["layers"][name][i].astype(x.dtype))
+    assert all(x.is_deleted() for x in (*params["layers"].values(), params["lm_head"]))
+    assert weights["embedding"] is params["embedding"] and weights["lm_head"].dtype == jnp.bfloat16
+
+
+def test_a_step_on_an_h200_copies_no_matrix():
+    """Compiled for one: what a step needs beside weights and cache is less than one of a layer's matrices."""
+    sizes = {"model_dim": 1024, "num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "ffn_dim": 4096, "vocab_size": 8192}
+    model = DecoderConfig(**sizes, num_layers=2, compute_dtype="bfloat16", tie_embeddings=False).build()
+    target, engine = target_of(None, 1, "h200", None), Engine(model, None, slots=8, length=256)
+    weights = jax.eval_shape(model.cached.apart, shapes(model.declared), {})
+    rows, choices = np.zeros(8, np.int32), Choices.of([(Sampling(), 0)] * 8)
+    data = weights, jax.eval_shape(engine._empty), rows[:, None], engine._tables, rows, rows, rows, choices
+    place = SingleDeviceSharding(target.devices()[0])
+    with target.lowering():
+        step = engine._step.lower(*jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), data))
+    # Without a GPU to time products on.
+    memory = step.compile(compiler_options={"xla_gpu_autotune_level": 0}).memory_analysis()
+    cache = 8 * 256 * 2 * 2 * 2 * 128 * 2
+    assert memory.alias_size_in_bytes >= cache and memory.temp_size_in_bytes < 1024 * 1024 * 2, memory
 
 
 draw = jax.jit(sample)

@@ -113,6 +113,7 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._free = list(range(self.slots))[::-1]
+        self._tables = np.zeros((self.slots, self._longest), np.int32)  # the pages of the request in each slot
         self._finished: dict[int, Result] = {}
         self._next = 0
         self._compile(mesh)
@@ -259,18 +260,19 @@ class Engine:
             if needed > self._pages.room:
                 return
             request.pages, request.slot = self._pages.take(needed), self._free.pop()
+            self._tables[request.slot, :needed] = request.pages
             self._running.append(self._waiting.popleft())
 
     def _begin(self, request: Request) -> None:
         """Replaces the first pages of a request by cached ones of the same tokens."""
         shared = self._pages.shared(request.digests)
         self._pages.release(request.pages[: len(shared)])
-        request.pages[: len(shared)] = shared
+        request.pages[: len(shared)] = self._tables[request.slot, : len(shared)] = shared
         request.filled, request.published = len(shared) * self._pages.page, len(shared)
 
     def _run(self, requests: list[Request], rows: int, width: int) -> list[Token]:
         """Runs the next tokens of requests, at most `width` of each, and returns those that follow."""
-        tokens, tables = np.zeros((rows, width), np.int32), np.zeros((rows, self._longest), np.int32)
+        tokens = np.zeros((rows, width), np.int32)
         slots, before, new = np.full(rows, self.slots, np.int32), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         choices = [(Sampling(temperature=0), 0)] * rows
         for i, r in enumerate(requests):
@@ -283,8 +285,8 @@ class Engine:
                 ids, before[i] = r.tokens[-1:], len(r.prompt) + len(r.tokens) - 1
             new[i], slots[i] = len(ids), r.slot
             tokens[i, width - len(ids) :] = ids
-            tables[i, : len(r.pages)] = r.pages
             choices[i] = r.sampling, len(r.tokens)
+        tables = self._tables[slots % self.slots]  # a row without a request reads nothing of its table
         kept = self._empty() if self._kept is None else self._kept
         data = (self._weights, kept, tokens, tables, slots, before, new, Choices.of(choices))
         if (

@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
+from ejdist.layout import row_of
 from ejdist.models.config import DecoderShape
 from ejdist.models.kept import Arrays
 from ejdist.models.part import LayerContext, Part
@@ -63,20 +63,16 @@ def rows_of(stack: Any, dtype: Any, donate: bool) -> list[Any]:
       donate: delete the stack.
     """
     leaves, tree = jax.tree.flatten(stack)
-    places = tuple(map(_place_of_row, leaves))
+    traced = isinstance(leaves[0], jax.core.Tracer)
+    places = tuple(None if traced else row_of(x.sharding) for x in leaves)
     rows = _split(tree, leaves[0].shape[0], dtype, places)(stack)
     for leaf in leaves if donate else ():
         leaf.delete()
     return rows
 
 
-def _place_of_row(stack: Any) -> NamedSharding | None:
-    place = None if isinstance(stack, jax.core.Tracer) else getattr(stack, "sharding", None)
-    return NamedSharding(place.mesh, PartitionSpec(*place.spec[1:])) if isinstance(place, NamedSharding) else None
-
-
 @lru_cache(maxsize=256)
-def _split(tree: Any, count: int, dtype: Any, places: tuple[NamedSharding | None, ...]) -> Callable[[Any], list[Any]]:
+def _split(tree: Any, count: int, dtype: Any, places: tuple[Any, ...]) -> Callable[[Any], list[Any]]:
     """Returns the function of `rows_of`, which is compiled once for all stacks of a shape and place."""
 
     def split(stack: Any) -> list[Any]:

@@ -8,6 +8,49 @@ FULL = f"{ENGINE} -k full_forward"
 FAULTS = (
     Fault("layers write into the pages of the first", "generation/served:_of_layer", "$n + $row * $each", "$n", FULL),
     Fault(
+        "every layer has the matrices of the first",
+        "models/apart:_split.split",
+        "jax.tree.map(itemgetter($i), $stack)",
+        "jax.tree.map(itemgetter(0), $stack)",
+        FULL,
+    ),
+    Fault(
+        "every layer keeps in the first one's place",
+        "models/apart:run_apart",
+        "jnp.int32($before[$part.name])",
+        "jnp.int32(0)",
+        FULL,
+    ),
+    Fault(
+        "stacks that are taken over stay",
+        "models/apart:rows_of",
+        "$leaf.delete()",
+        "pass",
+        f"{ENGINE} -k donated",
+    ),
+    Fault(
+        "the output projection is cast in every step",
+        "models/decoder:apart",
+        "$others[$head].astype($c.compute_dtype)",
+        "$others[$head]",
+        f"{ENGINE} -k 'donated or h200'",
+    ),
+    Fault(
+        "matrices are taken out of their stacks in every step",
+        "models/apart:_layer",
+        "$weights, $buffers = $arrays[$part.name]",
+        "$weights, $buffers = $arrays[$part.name]; $weights = {k: jax.lax.optimization_barrier(w) * 1 if w.ndim > 1 else w "
+        "for k, w in $weights.items()}",
+        f"{ENGINE} -k h200",
+    ),
+    Fault(
+        "a request has other pages than those it shares",
+        "generation/engine:Engine._begin",
+        "$r.pages[:len($s)] = self._tables[$r.slot, :len($s)] = $s",
+        "$r.pages[:len($s)] = $s",
+        FULL,
+    ),
+    Fault(
         "a request begins with the state of the one before it",
         "ejdist/generation/served.py",
         "    before = jnp.where(rows.fresh",
