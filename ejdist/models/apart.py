@@ -18,11 +18,11 @@ import jax.numpy as jnp
 
 from ejdist.layout import row_of
 from ejdist.models.config import DecoderShape
-from ejdist.models.kept import Arrays
+from ejdist.models.kept import Arrays, Serving
 from ejdist.models.part import LayerContext, Part
 from ejdist.models.stack import cast, check_rows, layers_of, parts_of, used
 
-Layers = list[dict[str, tuple[Any, Any]]]  # of each layer, by part: (parameters, buffers)
+Layers = list[dict[str, tuple[Any, ...]]]  # of each layer, by part: (parameters, buffers)
 
 
 def layers_apart(
@@ -84,7 +84,7 @@ def _split(tree: Any, count: int, dtype: Any, places: tuple[Any, ...]) -> Callab
 
 
 def run_apart(
-    x: jax.Array, layers: Layers, kept: Arrays, c: DecoderShape, context: Callable[..., LayerContext]
+    x: jax.Array, layers: Layers, kept: Arrays, c: DecoderShape, context: Callable[..., LayerContext], serving: Serving
 ) -> tuple[jax.Array, Arrays]:
     """Returns (x, what layers keep) after all layers.
 
@@ -93,12 +93,13 @@ def run_apart(
       kept: what all layers keep, as declared by `declare_kept`. It goes through the layers whole, so that each replaces its own
         row where it is; none is copied.
       context: `LayerContext` without the fields that differ between layers.
+      serving: serves their operations over what is kept.
     """
     before: Counter[str] = Counter()
     # Layers of a kind are traced once, and lowered to one function.
     kinds: dict[tuple[Part, ...], Callable[..., Any]] = {}
     for i, (parts, arrays) in enumerate(zip(layers_of(c), layers, strict=True)):
-        layer = kinds.setdefault(tuple(parts), jax.jit(partial(_layer, parts=parts, context=context)))
+        layer = kinds.setdefault(tuple(parts), jax.jit(partial(_layer, parts=parts, context=context, serving=serving)))
         rows = {p.name: jnp.int32(before[p.name]) for p in parts}
         with jax.named_scope("layer"):
             x, kept = layer(x, kept, arrays, rows, jnp.int32(i))
@@ -114,12 +115,13 @@ def _layer(
     layer: Any,
     parts: list[Part],
     context: Callable[..., LayerContext],
+    serving: Serving,
 ) -> tuple[jax.Array, Arrays]:
     for part in parts:
         with jax.named_scope(part.name):
             weights, buffers = arrays[part.name]
             ctx = context(layer=layer, buffers=buffers)
-            serves = ctx.serving.layer(part.name, ctx.ops, kept.get(part.name, {}), rows[part.name])
+            serves = serving.layer(part.name, ctx.ops, kept.get(part.name, {}), rows[part.name])
             x, _ = part.apply(x, used(part, weights, ctx.config, x.dtype), replace(ctx, ops=serves.ops))
             if part.name in kept:
                 kept = kept | {part.name: serves.arrays}

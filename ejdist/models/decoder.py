@@ -129,7 +129,7 @@ def layers(params: dict, x: jax.Array, ctx: BatchContext, which: range, c: Decod
     return run_layers(x, params, ctx.buffers, c, layer_context(ctx, c), which)
 
 
-def layer_context(ctx: BatchContext, c: DecoderShape, **more: Any) -> partial[LayerContext]:
+def layer_context(ctx: BatchContext, c: DecoderShape) -> partial[LayerContext]:
     """Returns the context of layers without the fields that differ between them."""
     return partial(
         LayerContext,
@@ -139,7 +139,6 @@ def layer_context(ctx: BatchContext, c: DecoderShape, **more: Any) -> partial[La
         tokens=ctx.tokens,
         step=ctx.step,
         microbatch=ctx.microbatch,
-        **more,
     )
 
 
@@ -276,5 +275,5 @@ def cached_step(
 ) -> tuple[jax.Array, Arrays]:
     """Returns (the logits of the last token of each row, float32 [B, V], what layers keep after the step); see `Cached`."""
     ctx = BatchContext.of(batch, ops, None, {})
-    x, kept = run_apart(embed(weights, ctx, c), weights["layers"], kept, c, layer_context(ctx, c, serving=serving))
+    x, kept = run_apart(embed(weights, ctx, c), weights["layers"], kept, c, layer_context(ctx, c), serving)
     return _logits(weights, final_hidden(weights, x[:, -1:], ctx, c), c)[:, 0], kept

@@ -224,7 +224,7 @@ def adapted(model: Model, section: LoRASection, compute_dtype: str = "float32") 
 
     def apart(function: Any, params: Any, buffers: Mapping[str, Any] | None, **more: Any) -> Any:
         _check_base("buffers", "those of the model", buffers)
-        return function(whole(params, buffers), buffers, **more)
+        return function(whole(params, buffers or {}), buffers, **more)
 
     def update(buffers: Mapping[str, Any], seen: dict[str, jax.Array]) -> dict[str, Any]:
         of_model = {part: old for part, old in buffers.items() if part != BASE}
