@@ -36,12 +36,11 @@ FAULTS = (
         f"{ENGINE} -k 'donated or h200'",
     ),
     Fault(
-        "matrices are taken out of their stacks in every step",
-        "models/apart:_layer",
-        "$weights, $buffers = $arrays[$part.name]",
-        "$weights, $buffers = $arrays[$part.name]; $weights = {k: jax.lax.optimization_barrier(w) * 1 if w.ndim > 1 else w "
-        "for k, w in $weights.items()}",
-        f"{ENGINE} -k h200",
+        "matrices are cast in every step",
+        "models/apart:layers_apart",
+        "$c.compute_dtype if $p.cast else None",
+        "None",
+        f"{ENGINE} -k donated",
     ),
     Fault(
         "a request has other pages than those it shares",
