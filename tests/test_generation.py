@@ -155,10 +155,19 @@ def test_texts_are_those_of_the_full_forward(known, engine):
         known.check(results[number])
     assert engine.programs == 2
     number = engine.submit(first, max_tokens=2, temperature=0)
-    assert (
-        bool(engine.step()) == engine._pages.shares
-    )  # all but one token of three chunks is known, if there is no state
+    assert not engine.step()  # tokens are read while the next step runs
+    # All but one token of three chunks is known, if there is no state.
+    assert bool(engine.step()) == engine._pages.shares
     known.check(finish(engine)[number])
+
+
+def test_a_prompt_may_go_token_by_token():
+    known = Known()
+    engine = known.engine(chunk=1)
+    numbers = [engine.submit(ids, max_tokens=3, temperature=0) for ids in prompts([1, 3])]
+    results = finish(engine)
+    for number in numbers:
+        known.check(results[number])
 
 
 def test_draws_depend_on_the_seed_alone(known, engine):

@@ -50,6 +50,41 @@ FAULTS = (
         FULL,
     ),
     Fault(
+        "the token after the end of a text is one of its own",
+        "generation/engine:Engine._end",
+        "$request.slot = -1",
+        "pass",
+        f"{ENGINE} -k ends_where",
+    ),
+    Fault(
+        "a text goes on past its most tokens",
+        "generation/engine:Engine.step",
+        "$r.filled == len($r.prompt) and $r.begun < $r.max_tokens",
+        "$r.filled == len($r.prompt)",
+        f"{ENGINE} -k full_forward",
+    ),
+    Fault(
+        "the last token of a slot is that of another",
+        "generation/engine:Engine._compile.step",
+        "$last.at[$slots].set($chosen, mode='drop')",
+        "$last.at[jnp.arange($chosen.size)].set($chosen, mode='drop')",
+        FULL,
+    ),
+    Fault(
+        "a step waits for its tokens",
+        "generation/engine:Engine.step",
+        "$before, self._started = self._started, []",
+        "$before = self._started = []",
+        FULL,
+    ),
+    Fault(
+        "prompts have the program of single tokens",
+        "generation/engine:Engine._start",
+        "$tokens.shape not in self._programs",
+        "not any($tokens.shape[1] == width for _, width in self._programs)",
+        f"{ENGINE} -k token_by_token",
+    ),
+    Fault(
         "a request begins with the state of the one before it",
         "ejdist/generation/served.py",
         "    before = jnp.where(rows.fresh",
@@ -65,7 +100,7 @@ FAULTS = (
     ),
     Fault(
         "idle rows of a step have the first slot",
-        "generation/engine:Engine._run",
+        "generation/engine:Engine._start",
         "np.full($rows, self.slots, np.int32)",
         "np.zeros($rows, np.int32)",
         FULL,
@@ -79,9 +114,9 @@ FAULTS = (
     ),
     Fault(
         "the position of a token is one late",
-        "generation/engine:Engine._run",
-        "len($r.prompt) + len($r.tokens) - 1",
-        "len($r.prompt) + len($r.tokens)",
+        "generation/engine:Engine._start",
+        "len($r.prompt) + $r.begun - 1",
+        "len($r.prompt) + $r.begun",
         FULL,
     ),
     Fault(
