@@ -310,9 +310,9 @@ FAULTS = (
     ),
     Fault(
         "prompts beside a wrong one are not answered",
-        "launch/generate:generate",
-        "if not $ids: $$body",
-        "if len($ids) < len($todo): $$body",
+        "launch/generate.py",
+        "    if not ids:\n",
+        "    if len(ids) < len(todo):\n",
         f"{COMMAND} -m slow -k texts_of_a_run",
     ),
     Fault(
