@@ -26,6 +26,7 @@ from ejdist.models.config import (
     Rwkv7Shape,
 )
 from ejdist.models.decoder import DecoderConfig
+from ejdist.models.lora import BASE, LoRASection, adapted
 from ejdist.models.model import StepContext
 from ejdist.models.parameters import initialise, map_declared, shapes
 from ejdist.models.part import Part
@@ -86,14 +87,22 @@ def text(ids):
 class Known:
     """A small model with random parameters, whose texts the full forward knows."""
 
-    def __init__(self, **options):
+    def __init__(self, lora=None, **options):
         self.model = DecoderConfig(**{"num_layers": 2, **SIZES, **options}).build()
         drawn = initialise(self.model.declared, jax.random.key(1)), initialise(self.model.buffers, jax.random.key(2))
         moved = jax.jit(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape))
         self.params, self.buffers = jax.tree.map(moved, drawn)
         without_noise = DecoderConfig(**{"num_layers": 2, **SIZES, **options})
         without_noise.experts = ExpertsShape(**vars(without_noise.experts) | {"jitter": 0.0})
-        logits_at, ops = without_noise.build().logits_at, bind_ops(None)
+        without_noise, ops = without_noise.build(), bind_ops(None)
+        if lora is not None:
+            self.model, without_noise = (adapted(model, lora) for model in (self.model, without_noise))
+            base = jax.tree_util.tree_map_with_path(
+                lambda path, x: self.model.base.frozen(".".join(str(k.key) for k in path), x), self.params
+            )
+            self.buffers |= {BASE: base}
+            self.params = jax.tree.map(moved, initialise(self.model.declared, jax.random.key(3)))
+        logits_at = without_noise.logits_at
 
         @jax.jit
         def log_probabilities(tokens):
@@ -161,9 +170,12 @@ def test_texts_are_those_of_the_full_forward(known, engine):
     known.check(finish(engine)[number])
 
 
-def test_a_prompt_may_go_token_by_token():
-    known = Known()
+def test_a_prompt_may_go_token_by_token_through_adapters():
+    """Beside a base in 8 bits, of which the engine's rows are in 8 bits too."""
+    known = Known(lora=LoRASection(rank=2, base="int8"))
     engine = known.engine(chunk=1)
+    rows = engine._weights["layers"][1]["mlp"][0]["gate"]
+    assert rows.values.dtype == jnp.int8 and rows.shape == (32, 48) and rows.a.shape == (32, 2)
     numbers = [engine.submit(ids, max_tokens=3, temperature=0) for ids in prompts([1, 3])]
     results = finish(engine)
     for number in numbers:

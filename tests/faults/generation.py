@@ -85,6 +85,13 @@ FAULTS = (
         f"{ENGINE} -k token_by_token",
     ),
     Fault(
+        "texts are those of the base without its adapters",
+        "models/lora:adapted.apart",
+        "$function(whole($params, $buffers or {}), $buffers, **$more)",
+        "$function($buffers[BASE], $buffers, **$more)",
+        f"{ENGINE} -k adapters",
+    ),
+    Fault(
         "a request begins with the state of the one before it",
         "ejdist/generation/served.py",
         "    before = jnp.where(rows.fresh",
