@@ -111,7 +111,8 @@ def step_time(
     each = bytes_of(c, share)
     work = sum(n * (each[part].work + each[part].moved) for part, n in counted_parts(c).items())
     passes = PASSES * work + LOGIT_BYTES * share.tokens * c.vocab_size // share.features
-    state = (STATE_BYTES - 2 * (8 - moment_bytes(s))) * sum(p.local for p in of.parameters)
+    # Moments are read and written.
+    state = (STATE_BYTES - 2 * 8) * sum(p.local for p in of.parameters) + 2 * moment_bytes(s, of.parameters)
     sent = traffic(s, of, share, mesh, links)
     busy = {
         "matmuls": computed * tokens / devices / (MATMUL * chip.flops),
