@@ -1,10 +1,10 @@
-"""`python -m benchmarks.optimizers [steps=300] [seeds=3] [rates=1e-3,3e-3,1e-2,3e-2] [out=FILE] [commit=] [KEY=VALUE ...]`: in how many
-steps Muon reaches AdamW's loss.
+"""`python -m benchmarks.optimizers [steps=300] [seeds=3] [rates=1e-3,3e-3,1e-2,3e-2] [out=FILE] [commit=] [KEY=VALUE ...]`: in
+how many steps Muon reaches AdamW's loss.
 
-Trains nano, or the model of the keys that are given, on the text of Python's standard library. Both are tuned alike: each takes the best of the same rates, in as many
-steps. Then Muon trains with that rate in fewer steps, whose schedule ends there, and AdamW in all of them, each from the same
-seeds. A loss is the mean of the last steps of a run. Writes every loss, and a picture of the curves beside them. Runs anywhere, in a
-quarter of an hour on two cores.
+Trains nano, or what other keys of a recipe say, on the text of Python's standard library. Both are tuned alike: each takes the
+best of the same rates, in as many steps. Then Muon trains with its rate in fewer steps, whose schedule ends there, and AdamW in
+all of them, each from the same seeds. A loss is the mean of the last steps of a run. Writes every loss, and a picture of the
+curves beside them. Runs anywhere, in a quarter of an hour on two cores.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from ejdist.models.parameters import Param
 from ejdist.models.remat import PartBytes
 from ejdist.models.share import Share
 from ejdist.models.stack import counted_parts, layers_of
+from ejdist.planning import orthogonal
 from ejdist.planning.activations import bytes_of
 from ejdist.planning.share import share_of
 from ejdist.training.offload import is_offloaded, is_stack
@@ -207,13 +208,16 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
             "activations of a round": of_round,
             "activations at work": max(min(p.products + p.rest, p.work) for p in each.values()),
         }
+    all_gradients = sums or gradients + sum(4 * p.local for p in parameters if p not in stacks)
+    if update := orthogonal.memory(s, parameters, mesh):
+        moments["the update"] = {"gradients": all_gradients, "matrices made orthogonal": update}
     if MOMENTS in host:
         away = [p for p in parameters if is_offloaded(p.param)]
         # A layer's moments come while the last ones go; those of a matrix of the whole model are there at once.
         streamed = sum(moment_bytes(s, [p]) // p.param.shape[0] for p in away if is_stack(p.param))
         streamed += max((moment_bytes(s, [p]) for p in away if not is_stack(p.param)), default=0)
         moments["the update"] = {
-            "gradients": sums or gradients + sum(4 * p.local for p in parameters if p not in stacks),
+            "gradients": all_gradients,
             "moments of two layers": 2 * streamed,
         }
     moment = max(moments, key=lambda name: sum(moments[name].values()))

@@ -18,6 +18,7 @@ from ejdist.mesh import BATCH_AXES, SEQUENCE_AXES
 from ejdist.models.part import Costs
 from ejdist.models.share import Share
 from ejdist.models.stack import counted_parts
+from ejdist.planning import orthogonal
 from ejdist.planning.activations import bytes_of
 from ejdist.planning.links import NETWORK, Links
 from ejdist.planning.memory import ACTIVATIONS, MOMENTS, Held, Stored, moment_bytes, on_host
@@ -119,6 +120,8 @@ def step_time(
         "attention": attention / devices / (attention_share(c.head_dim) * chip.flops),
         "passes over memory": (s.accumulation * passes + state) / (BANDWIDTH * chip.bandwidth),
     }
+    if more := orthogonal.flops(s, of.parameters, mesh):
+        busy["orthogonal updates"] = more / (MATMUL * chip.flops)
     away = {name: 2 * n / (TO_HOST * chip.to_host) for name, n in on_host(s, of, share).items()}  # there and back
     if MOMENTS in away:
         busy["moments from and to the host"] = away[MOMENTS]  # after the backward, with no work to hide under
@@ -152,6 +155,7 @@ def traffic(sections: Any, of: Held, share: Share, mesh: Any, links: Links) -> T
     for part, layers in counted_parts(sections.model).items():
         micro.add_all(Costs(part).traffic(sections.model, share), layers)
     sent.add_all(micro, sections.accumulation)
+    sent.add_all(orthogonal.traffic(sections, of.parameters, mesh, links))
     return sent
 
 

@@ -5,20 +5,20 @@ Keller Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon): the itera
 
 Which dims are rows and columns of a matrix is declared with the parameter (`Param.inputs`), never guessed from a shape: of a
 stack of layers or experts each row is a matrix. On a mesh whole matrices are dealt round the devices: each gets the pieces of
-its share from the others, multiplies alone, and sends them back. AdamW of a step sends no such bytes, and no device repeats what
-another does.
+its share from the others, multiplies alone, and sends them back, so that no device repeats what another does.
 
-optax.contrib.muon serves neither: the state of its partition has another tree than the parameters, so that nothing could shard,
-save or plan it like them, and its products would be left to the compiler, which gathers every matrix on every device or sums
-parts of each of fifteen products over the mesh. Its `scale_by_muon` is what tests compare with, beside NumPy; Adam is optax's.
+`optax.contrib.muon` does stacks, but does not serve here. The state of its partition is a tree of another structure than the
+parameters, so that it would not be sharded, streamed or planned like them. Its products are left to the compiler, which then
+gathers each matrix on every device, or sums parts of each product over the mesh. Adam, of the other parameters, is optax's.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -41,8 +41,8 @@ _STACKED = ("L", "E")
 
 @dataclass
 class MuonSection:
-    """The section `optimizer.muon` of a recipe, read with `optimizer.name=muon`. `b1`, `b2` and `eps` are of the parameters that
-    AdamW keeps: vectors, embedding, output projection, router."""
+    """The section `optimizer.muon` of a recipe, read with `optimizer.name=muon`. `optimizer.b1`, `b2` and `eps` are of the
+    parameters that AdamW keeps: vectors, embedding, output projection, router."""
 
     momentum: float = 0.95  # decay of the momentum
     nesterov: bool = True  # look one step ahead: the gradient plus the decayed momentum
@@ -76,6 +76,15 @@ class Matrices:
     dims: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
     axes: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), ())
     place: NamedSharding | None = field(default=None, compare=False)
+
+    def on(self, place: NamedSharding) -> Matrices:
+        """Returns the same of a parameter that is sharded so."""
+        entries = [*place.spec, *[None] * (len(self.shape) - len(place.spec))]
+        sizes = place.mesh.shape
+        stack, rows, columns = (
+            tuple(a for a in axes_in(entries[i] for i in part) if sizes[a] > 1) for part in self.dims
+        )
+        return replace(self, axes=(stack, rows, columns), place=place)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -114,10 +123,9 @@ class Matrices:
 
     @property
     def flops(self) -> int:
-        """Of one step of Newton–Schulz of all matrices, a multiply-add as 2."""
-        count, rows, columns = self.sizes
-        short, long = min(rows, columns), max(rows, columns)
-        return count * (4 * short * short * long + 2 * short**3)
+        """Of one step of Newton–Schulz of one matrix, a multiply-add as 2."""
+        short, long = sorted(self.sizes[1:])
+        return 4 * short * short * long + 2 * short**3
 
 
 def matrices_of(path: str, param: Param, also: bool = False) -> Matrices | None:
@@ -127,7 +135,7 @@ def matrices_of(path: str, param: Param, also: bool = False) -> Matrices | None:
     it tells gate from up, which lie side by side. Of several outputs, as those of heads, one matrix is made.
 
     Args:
-      also: take it though no product of a layer is declared to sum over it: its first dim that is not a stack then has its rows.
+      also: take it though it declares no inputs: its first dim that is not of the stack then has the rows.
 
     Raises:
       ValueError: it is no matrix, and shall be taken.
@@ -167,7 +175,7 @@ def all_matrices(declared: Any, section: MuonSection, placed: Any = None) -> Any
         return matrices_of(path, param, name in names)
 
     tree = map_declared(one, declared)
-    if unknown := [name for name, known in names.items() if not known]:
+    if unknown := [name for name, exists in names.items() if not exists]:
         raise ValueError(f"optimizer.muon.also names {unknown[0]!r}, and the model has no such parameter")
     if not any(isinstance(x, Matrices) for x in _leaves(tree)):
         raise ValueError(
@@ -177,14 +185,7 @@ def all_matrices(declared: Any, section: MuonSection, placed: Any = None) -> Any
     if placed is None:
         return tree
 
-    def put(of: Matrices | None, place: NamedSharding) -> Matrices | None:
-        if of is None:
-            return None
-        entries = [*place.spec, *[None] * (len(of.shape) - len(place.spec))]
-        stack, rows, columns = (tuple(axes_in(entries[i] for i in part)) for part in of.dims)
-        return Matrices(of.shape, of.dims, (stack, rows, columns), place)
-
-    return jax.tree.map(put, tree, placed, is_leaf=_is_leaf)
+    return jax.tree.map(lambda of, place: None if of is None else of.on(place), tree, placed, is_leaf=_is_leaf)
 
 
 def _is_leaf(x: Any) -> bool:
@@ -222,14 +223,28 @@ def _orthogonal(x: jax.Array, steps: int) -> jax.Array:
     return jax.lax.map(lambda one: newton_schulz(one, steps), x, batch_size=together)
 
 
+def alike(of: Sequence[Matrices]) -> list[list[int]]:
+    """Returns which parameters are dealt together; on one device there is nothing to deal, and each is alone."""
+    kinds: dict[Any, list[int]] = defaultdict(list)
+    for i, m in enumerate(of):
+        kinds[i if m.place is None or m.place.mesh.size == 1 else m.kind].append(i)
+    return list(kinds.values())
+
+
+def dealt_over(kind: tuple[Any, ...], sizes: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
+    """Returns the axes over which matrices of a kind are dealt: those that split the short side, those that split the long one,
+    and those along which devices have the same pieces. Experts that are split stay where they are."""
+    stack, *_, short, long = kind
+    return short, long, tuple(a for a, n in sizes.items() if n > 1 and a not in (*stack, *short, *long))
+
+
 def _dealt(pieces: Sequence[jax.Array], of: Sequence[Matrices], mesh: Any, steps: int) -> list[jax.Array]:
     """Returns a device's pieces of parameters of one kind, made orthogonal; inside of a `map_shards` over the mesh.
 
     Every device has a piece of each matrix. An exchange along the axes that split the rows, and one along those that split the
     columns, leave it with whole matrices of its share; devices that have the same pieces take a part each."""
     stacks = [m.stacked(x) for m, x in zip(of, pieces, strict=True)]
-    over_stack, *_, over_short, over_long = of[0].kind
-    same = tuple(a for a, n in mesh.shape.items() if n > 1 and a not in (*over_stack, *over_short, *over_long))
+    over_short, over_long, same = dealt_over(of[0].kind, mesh.shape)
     ranks = math.prod(mesh.shape[a] for a in (*over_short, *over_long, *same))
     x = jnp.concatenate(stacks)
     count = len(x)
@@ -246,10 +261,8 @@ def _dealt(pieces: Sequence[jax.Array], of: Sequence[Matrices], mesh: Any, steps
         x = jax.lax.all_gather(x, same, axis=0, tiled=True, to="invarying") if same else x
         for axes, side in ((over_long, 2), (over_short, 1)):
             x = jax.lax.all_to_all(x, axes, side, 0, tiled=True) if axes else x
-    ends = [0]
-    for stack in stacks:
-        ends.append(ends[-1] + len(stack))
-    parts = [x[start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+    ends = itertools.accumulate((len(stack) for stack in stacks), initial=0)
+    parts = [x[start:stop] for start, stop in itertools.pairwise(ends)]
     return [m.unstacked(part, piece) for m, part, piece in zip(of, parts, pieces, strict=True)]
 
 
@@ -259,12 +272,8 @@ def orthogonal(momenta: Sequence[jax.Array], of: Sequence[Matrices], section: Mu
     Args:
       momenta: of the parameters, as these are sharded. of: how each is a stack of matrices.
     """
-    kinds: dict[Any, list[int]] = defaultdict(list)
-    for i, m in enumerate(of):
-        split_mesh = m.place is not None and m.place.mesh.size > 1
-        kinds[m.kind if split_mesh else i].append(i)  # on one device there is nothing to deal
     results: list[Any] = [None] * len(of)
-    for which in kinds.values():
+    for which in alike(of):
         group = [of[i] for i in which]
         pieces = [momenta[i].astype(section.products) for i in which]
         place = group[0].place
@@ -293,7 +302,7 @@ def scale_by_muon(of: Any, section: MuonSection, adam: optax.GradientTransformat
       of: `all_matrices(...)` of the parameters. adam: `optax.scale_by_adam(...)`, for the others.
     """
     ways = _leaves(of)
-    ours = [i for i, m in enumerate(ways) if m is not None]
+    ours = {i: m for i, m in enumerate(ways) if m is not None}
     others = [i for i, m in enumerate(ways) if m is None]
 
     def flat(tree: Any) -> tuple[list[Any], Any]:
@@ -311,15 +320,17 @@ def scale_by_muon(of: Any, section: MuonSection, adam: optax.GradientTransformat
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         leaves, tree = flat(updates)
         mu, nu = jax.tree.leaves(state.mu), jax.tree.leaves(state.nu)
-        small = optax.ScaleByAdamState(state.count, [mu[i] for i in others], [nu[i] for i in others])
-        kept, small = adam.update([leaves[i] for i in others], small)
+        small: Any = optax.ScaleByAdamState(state.count, [mu[i] for i in others], [nu[i] for i in others])
+        kept: Any = [leaves[i] for i in others]
+        of_others: Any = adam.update(kept, small)
+        kept, small = of_others
         for k, i in enumerate(others):
             leaves[i], mu[i], nu[i] = kept[k], small.mu[k], small.nu[k]
         ahead = []
         for i in ours:
             mu[i] = section.momentum * mu[i] + leaves[i]
             ahead.append(section.momentum * mu[i] + leaves[i] if section.nesterov else mu[i])
-        for i, x in zip(ours, orthogonal(ahead, [ways[i] for i in ours], section), strict=True):
+        for i, x in zip(ours, orthogonal(ahead, [*ours.values()], section), strict=True):
             leaves[i] = x
         return tree.unflatten(leaves), small._replace(mu=tree.unflatten(mu), nu=tree.unflatten(nu))
 

@@ -124,7 +124,7 @@ def _scaling(s: OptimizerSection, matrices: Any = None) -> optax.GradientTransfo
     if s.name == MUON:
         if matrices is None:
             raise ValueError(
-                "make_optimizer: optimizer.name = muon needs argument 'matrices', which `ejdist.training.muon.all_matrices` makes of the "
+                "make_optimizer: optimizer.name = muon needs argument 'matrices': ejdist.training.muon.all_matrices of the "
                 "declared parameters"
             )
         scaling = scale_by_muon(matrices, s.muon, scaling)
