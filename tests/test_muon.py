@@ -218,10 +218,7 @@ def test_plans_know_what_it_costs():
         held = dataclasses.make_dataclass("Held", ["parameters", "frozen"])(parameters, [])
         sent[name] = traffic(recipe, held, share_of(recipe, mesh, links), mesh, links)
         taken = sum(p.local for p in parameters if p.param.inputs)
-        assert (
-            planned.memory(recipe, parameters, mesh) == (0 if name == "adamw" else 2 * (3 * 7 * 64 + 4 * 4 * 64))
-            or True
-        )
+        needed[name] = planned.memory(recipe, parameters, mesh)
     assert counts["adamw"] - counts["muon"] == 4 * taken
     # Of the group of up and down: pieces of a half of each matrix, thrice, and four times what is multiplied at once.
     assert needed == {"adamw": 0, "muon": 2 * (3 * 6 * 96 // 2 + 4 * 3 * 96)}
