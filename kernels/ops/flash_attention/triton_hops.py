@@ -17,7 +17,7 @@ from kernels.engines.attention.triton_calls import (
 )
 from kernels.framework.config import KernelConfig
 from kernels.framework.execute import Saved
-from kernels.ops.flash_attention.hops import TILE
+from kernels.ops.flash_attention.hops import TILE, Heads
 from kernels.ops.flash_attention.triton_gpu import warp_specialized_gradients
 from kernels.toolchains.triton import compute_capability
 
@@ -38,11 +38,19 @@ def fitting(call: Any, cfg: KernelConfig) -> KernelConfig | None:
 
 
 def _prepared(
-    query: Any, key: Any, value: Any, mask: MaskInfo, of_tiles: MaskInfo, options: dict[str, Any], cfg: KernelConfig
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: MaskInfo,
+    of_tiles: MaskInfo,
+    options: dict[str, Any],
+    cfg: KernelConfig,
+    heads: Heads | None,
 ) -> Call:
     scale, cap = options["softmax_scale"], options["logits_soft_cap"]
     call = prepare(query, key, value, mask, None, None, None, scale, cap, 0.0, cfg)
-    return call._replace(of_tiles=of_tiles.resolved())
+    call = call._replace(of_tiles=of_tiles.resolved())
+    return call if heads is None else call.of_heads(*heads)
 
 
 def attend(
@@ -52,12 +60,15 @@ def attend(
     mask: MaskInfo,
     of_tiles: MaskInfo,
     sofar: tuple[jax.Array, jax.Array] | None,
+    table: jax.Array | None,
     dtype: Any,
     options: dict[str, Any],
     cfg: KernelConfig,
+    heads: Heads | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """As `Hops.attend`."""
-    call = _prepared(query, key, value, mask, of_tiles, options, cfg)
+    call = _prepared(query, key, value, mask, of_tiles, options, cfg, heads)
+    call = call if table is None else call.with_tiles(table)
     how = {"sofar": sofar, "dtype": dtype, "sink_ptr": None, "work": work_of(query, key, value, mask, (1, 1))}
     return warp_specialized_forward(call, cfg.fwd_params, query, key, value, **how)
 
@@ -72,7 +83,8 @@ def pull(
     sums: jax.Array,
     options: dict[str, Any],
     cfg: KernelConfig,
+    heads: Heads | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `Hops.pull`."""
-    call = _prepared(query, key, value, mask, of_tiles, options, cfg)
+    call = _prepared(query, key, value, mask, of_tiles, options, cfg, heads)
     return warp_specialized_gradients(call, Saved(saved), query, key, value, cfg.bwd_params, sums)
