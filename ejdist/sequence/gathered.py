@@ -1,9 +1,9 @@
 """Attention over the keys of all other ranks at once, by kernels that add in place (`in_place.py`).
 
-A ring reads and writes what it has so far at every hop, which for short documents takes as long as attention itself. Here a rank
-attends to its own keys while those of the others come, and then to all of these in one call, whatever their order. They come in
-groups of heads: each beside attention of the group before, and the gradients of a group go back beside that of the next one. A
-group of heads is a part of what a kernel goes over, so that no array of queries is cut.
+A ring reads and writes what it has so far at every hop, which for short documents takes as long as attention itself. Here a
+rank attends to its own keys while those of the others come, and then to all of these in one call, whatever their order. They
+come in groups of heads: each beside attention of the group before, and the gradients of a group go back beside that of the next
+one. A group of heads is a part of what a kernel goes over, so that no array of queries is cut.
 
 Sources: keys gathered by groups of heads as in ring-flash-attention's `llama3_flash_attn_varlen` (Zhu, 2024).
 """
@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejdist.sequence import exchange, in_place
+from ejdist.sequence import exchange, hops, in_place, trips
 from ejdist.sequence.local import Local
 from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.dispatch import vary_alike
 from kernels.framework.padding import zeroed
+from kernels.ops.flash_attention.hops import joins
 
 Arrays = dict[str, jax.Array]
 _NOWHERE = 2**29  # after every position
@@ -43,7 +44,8 @@ class Gathered:
         """Returns that of a call, in as many groups of heads at most; None where no kernel adds in place, and where the batch
         says which ranks' keys are needed."""
         kernels = in_place.kernels_of(local) if local.needed is None else None
-        if kernels is None or local.query.shape[1] % kernels.tile:
+        sizes = local.sizes
+        if kernels is None or sizes["T"] % kernels.tile or not joins(sizes["H"], sizes["Hv"]):
             return None
         heads = local.keys["key"].shape[2]
         return cls(local, kernels, max(n for n in range(1, groups + 1) if heads % n == 0))
@@ -63,38 +65,45 @@ class Gathered:
             coming = call.gathered(group + 1, keys)
             with jax.named_scope("hop"):
                 state = self.kernels.attend(
-                    local.query, *_both(keys), *masks, state, local.query.dtype, self.heads(group), table
+                    local.query, keys, None, *masks, state, local.query.dtype, self.heads(group), table
                 )
             keys, state = jax.lax.optimization_barrier((coming, vary_alike(state, local.query)))
         return state
 
     def backward(self, saved: Arrays) -> Arrays:
-        """Returns the gradients of the queries and of the rank's own keys, float32."""
+        """Returns the gradients of the queries and of the rank's own keys, float32. Its own keys are attended to in two parts,
+        beside the first gather and beside the last gradients on their way."""
         local = in_place.without_padding(self.local, queries=True)
         saved = {n: x if n == "lse" else zeroed(x, local.mask.q_segment_ids) for n, x in saved.items()}
-        call = self._of(local)
-        masks, back = call.masks(), []
-        coming = call.gathered(0, None)
-        sums, *mine = self.kernels.pull(
-            saved, local.query, *_both(local.keys), *in_place.masks_of(local, 0), local.full(local.query.shape)
-        )
-        keys, sums, mine = jax.lax.optimization_barrier((coming, *vary_alike((sums, mine), local.query)))
-        leaving = None
+        call, early = self._of(local), range((self.groups + 1) // 2)
+        back: list[jax.Array] = []
+
+        def mine(groups: Any, sums: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+            grads, masks = [], in_place.masks_of(local, 0)
+            for group in groups:
+                sums, new = self.kernels.pull(
+                    saved, local.query, call.keys(group), None, *masks, sums, self.heads(group)
+                )
+                grads.append(new)
+            return vary_alike((sums, grads), local.query)
+
+        masks, coming = call.masks(), call.gathered(0, None)
+        keys, (sums, of_early) = jax.lax.optimization_barrier((coming, mine(early, local.full(local.query.shape))))
+        leaving: list[jax.Array] = []
         for group in range(self.groups):
             coming = call.gathered(group + 1, keys)
-            back += [] if leaving is None else [call.sent_back(leaving)]
+            back += map(call.sent_back, leaving)
             with jax.named_scope("hop"):
-                sums, *leaving = self.kernels.pull(
-                    saved, local.query, *_both(keys), *masks, sums, self.heads(group)
-                )
-            keys, back, sums, leaving = jax.lax.optimization_barrier(
-                (coming, back, *vary_alike((sums, leaving), local.query))
+                sums, *leaving = self.kernels.pull(saved, local.query, keys, None, *masks, sums, self.heads(group))
+            keys, back, (sums, leaving) = jax.lax.optimization_barrier(
+                (coming, back, vary_alike((sums, leaving), local.query))
             )
-        parts = [*back, call.sent_back(leaving)]
-        width = mine[0].shape[-1]
-        others = jnp.concatenate([x.astype(jnp.float32).sum(1) for x in parts], 2)  # of one rank after another
-        of_keys = {"key": mine[0] + others[..., :width], "value": mine[1] + others[..., width:]}
-        return {"query": self.kernels.of_query(sums), **of_keys}
+        back += map(call.sent_back, leaving)
+        sums, of_late = mine(range(len(early), self.groups), sums)
+        # Of one rank after another, in float32.
+        total = [x + came.astype(jnp.float32).sum(1) for x, came in zip([*of_early, *of_late], back, strict=True)]
+        of_keys = jnp.split(jnp.concatenate(total, 2), [local.sizes["H"]], -1)
+        return {"query": self.kernels.of_query(sums), **dict(zip(("key", "value"), of_keys, strict=True))}
 
     def _of(self, local: Local) -> Gathered:
         return replace(self, local=local)
@@ -104,21 +113,26 @@ class Gathered:
         count = self.local.query.shape[2] // self.groups
         return group * count, count
 
-    def gathered(self, group: int, before: Any) -> Arrays | None:
-        """Returns the keys of all ranks, of a group of heads, sent when what is before has come; None after the last group."""
+    def keys(self, group: int) -> jax.Array:
+        """Returns the rank's own keys with their values beside them, of a group of heads."""
+        count = self.local.keys["key"].shape[2] // self.groups
+        parts = [jax.lax.slice_in_dim(x, group * count, (group + 1) * count, axis=2) for x in _both(self.local.keys)]
+        return jnp.concatenate(parts, -1)
+
+    def gathered(self, group: int, before: Any) -> jax.Array | None:
+        """Returns the keys of all ranks with their values beside them, of a group of heads, sent when what is before has come;
+        None after the last group."""
         if group == self.groups:
             return None
-        count = self.local.keys["key"].shape[2] // self.groups
-        keys = {n: jax.lax.slice_in_dim(x, group * count, (group + 1) * count, axis=2) for n, x in self.local.keys.items()}
+        keys = self.keys(group)
         if before is not None:
             keys, _ = jax.lax.optimization_barrier((keys, before))
         return vary_alike(exchange.gather(keys, self.local.axis), self.local.query)
 
-    def sent_back(self, grads: list[jax.Array]) -> jax.Array:
-        """Returns [B, ranks, T, heads of a group, numbers of a token]: what each rank has of the gradients of this rank's keys and
-        values, side by side, from those of all keys. They are summed here, in float32, so that what is sent has their dtype."""
-        both = jnp.concatenate(grads, -1)
-        came = exchange.all_to_all(both, self.local.axis, split=1, join=1)
+    def sent_back(self, grads: jax.Array) -> jax.Array:
+        """Returns [B, ranks, T, heads of a group, numbers of a token]: what each rank has of the gradients of this rank's keys
+        and values, side by side, from those of all keys. They are summed here, so that what is sent has their dtype."""
+        came = exchange.all_to_all(grads, self.local.axis, split=1, join=1)
         return came.reshape(came.shape[0], self.local.ranks, -1, *came.shape[2:])
 
     def masks(self) -> tuple[MaskInfo, MaskInfo]:
@@ -151,8 +165,27 @@ class Gathered:
         return jnp.asarray(in_text[np.stack(of_ranks)], jnp.int32)[exchange.rank(local.axis)][None]
 
 
-def _both(keys: Arrays | None) -> tuple[jax.Array, jax.Array]:
-    assert keys is not None
+def pulled_by_hops(local: Local, saved: Arrays) -> tuple[Arrays, Arrays]:
+    """Returns (the gradient of the rank's own queries, those of the keys and values of all ranks), one hop after another."""
+    length = local.query.shape[1]
+
+    def whole(x: jax.Array) -> jax.Array:
+        return local.full((x.shape[0], length * local.ranks, *x.shape[2:]))
+
+    def pull(hop: Any, keys: Arrays, state: Any) -> tuple[Any, Any]:
+        start = local.holder(hop) * length
+        if state is None:
+            query, parts = None, {n: whole(x) for n, x in local.keys.items()}
+        else:
+            query, parts = state
+        query, sums = hops.pulled(local, saved, hop, keys, query, None)
+        placed = jax.lax.dynamic_update_slice_in_dim
+        return query, {n: placed(x, sums[n].astype(x.dtype), start, 1) for n, x in parts.items()}
+
+    return trips.over_gathered(local, pull)
+
+
+def _both(keys: Arrays) -> tuple[jax.Array, jax.Array]:
     return keys["key"], keys["value"]
 
 

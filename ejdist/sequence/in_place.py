@@ -79,7 +79,9 @@ def attended(
     rounded = last or (masks is None and len(local.hops) == 2)
     dtype = local.query.dtype if rounded else jnp.float32
     with jax.named_scope("hop"):
-        results = kernels.attend(local.query, keys["key"], keys["value"], *(masks or masks_of(local, hop)), sofar, dtype)
+        results = kernels.attend(
+            local.query, keys["key"], keys["value"], *(masks or masks_of(local, hop)), sofar, dtype
+        )
     return vary_alike(results, local.query)
 
 

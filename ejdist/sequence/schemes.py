@@ -13,7 +13,7 @@ from ejdist.costs import ALL_GATHER, PERMUTE, PERMUTE_BOTH, REDUCE_SCATTER, Traf
 from ejdist.order import AUTO, Order
 from ejdist.sequence import both_ways, exchange, halo, hops, in_place, trips, two_level, ulysses
 from ejdist.sequence.cost import ALWAYS, NEVER, AttentionShape, Axes, SchemeBytes, attention_shape
-from ejdist.sequence.gathered import Gathered
+from ejdist.sequence.gathered import Gathered, pulled_by_hops
 from ejdist.sequence.group_cast import GroupCast
 from ejdist.sequence.local import Local
 from ejdist.sequence.reshard import undivided
@@ -144,31 +144,11 @@ class AllGather(Scheme):
         if (call := Gathered.of(local, self.head_groups)) is not None:
             return call.backward(saved)
         if local.plain:
-            grads, parts = self._backward_of_hops(local, saved)
+            grads, parts = pulled_by_hops(local, saved)
         else:
             grads = local.pull(saved, *local.in_order(trips.gathered(local)))
             parts = {n: local.of_ranks(grads[n].astype(jnp.float32)) for n in local.keys}
         return grads | trips.scattered(local, parts)
-
-    def _backward_of_hops(self, local: Local, saved: dict[str, jax.Array]) -> tuple[dict, dict]:
-        """Returns (the gradient of the rank's own queries, those of the keys and values of all ranks)."""
-        length = local.query.shape[1]
-
-        def whole(x: jax.Array) -> jax.Array:
-            return local.full((x.shape[0], length * local.ranks, *x.shape[2:]))
-
-        def pull(hop: Any, keys: dict[str, jax.Array], state: Any) -> tuple[Any, Any]:
-            start = local.holder(hop) * length
-            if state is None:
-                query, parts = None, {n: whole(x) for n, x in local.keys.items()}
-            else:
-                query, parts = state
-            query, sums = hops.pulled(local, saved, hop, keys, query, None)
-            placed = jax.lax.dynamic_update_slice_in_dim
-            return query, {n: placed(x, sums[n].astype(x.dtype), start, 1) for n, x in parts.items()}
-
-        query, parts = trips.over_gathered(local, pull)
-        return query, parts
 
     def counts_hops(self, local: Local) -> bool:
         return by_batch(self.hops, few_hops(local.static.order, local.query.shape[1]))

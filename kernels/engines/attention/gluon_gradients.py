@@ -71,15 +71,15 @@ def _make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, O: gl.constexpr):
 
 
 @gluon.jit
-def _load(d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, side_ptr, first_ptr, k_tile, v_tile, kv_full, ring,
-          O: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _load(d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, side_ptr, first_ptr, k_tile, v_tile, kv_full,
+          ring, O: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     b, head, block = place(side_ptr, O)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     mbarrier.expect(kv_full, k_desc.nbytes_per_cta + v_desc.nbytes_per_cta)
     k_block = k_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_H], layout=BLOCK)
     v_block = v_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_V], layout=BLOCK)
     tma.async_load(k_desc, [b, block * O.BLOCK_K, head // O.SHARES, 0], kv_full, k_block)
-    tma.async_load(v_desc, [b, block * O.BLOCK_K, head // O.SHARES, 0], kv_full, v_block)
+    tma.async_load(v_desc, [b, block * O.BLOCK_K, head // O.SHARES, O.H if O.JOINED else 0], kv_full, v_block)
     q_tiles, d_tiles, rows, full, free = ring
     BYTES: gl.constexpr = q_desc.nbytes_per_cta + d_out_desc.nbytes_per_cta + 2 * lse_desc.nbytes_per_cta
     stage, phase = 0, 0
@@ -165,8 +165,8 @@ def _weigh(s, rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q
 
 
 @gluon.jit
-def _gradients(dq_desc, spans_ptr, side_ptr, first_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dk_ptr, dv_ptr, k_tile,
-               v_tile, kv_full, ring, ds_tile, dq_tile, O: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _gradients(dq_desc, spans_ptr, side_ptr, first_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dk_ptr,
+               dv_ptr, k_tile, v_tile, kv_full, ring, ds_tile, dq_tile, O: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     G: gl.constexpr = heads_of(O) // O.K
     AHEAD: gl.constexpr = O.BLOCK_Q <= 64  # start the logits of the next block in this iteration
     EARLY: gl.constexpr = AHEAD and O.CAP is not None  # compute its weights too
@@ -262,8 +262,12 @@ def _gradients(dq_desc, spans_ptr, side_ptr, first_ptr, q_at_ptr, k_at_ptr, q_se
     WIDE_KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_H, O.BLOCK_H // 8], [8, 1], [1, 0])
     WIDE_VALUES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_V, O.BLOCK_V // 8], [8, 1], [1, 0])
     b, head, block = place(side_ptr, O)  # again: the loop has no registers for it
-    store_keys(dk_ptr, dk * O.SCALE, k_tile, b, block, head, O.K, O.S, O.H, WIDE_KEYS, 0)
-    store_keys(dv_ptr, dv, v_tile, b, block, head, O.K, O.S, O.HV, WIDE_VALUES, 0)
+    if O.JOINED:
+        store_keys(dk_ptr, dk * O.SCALE, k_tile, b, block, head, O.K, O.S, O.H + O.HV, WIDE_KEYS, 0)
+        store_keys(dk_ptr, dv, v_tile, b, block, head, O.K, O.S, O.H + O.HV, WIDE_VALUES, O.H)
+    else:
+        store_keys(dk_ptr, dk * O.SCALE, k_tile, b, block, head, O.K, O.S, O.H, WIDE_KEYS, 0)
+        store_keys(dv_ptr, dv, v_tile, b, block, head, O.K, O.S, O.HV, WIDE_VALUES, 0)
     tma.store_wait(0)
 
 
@@ -303,7 +307,7 @@ def warp_specialized_bwd_kernel(
     q_segment_ptr,
     k_segment_ptr,
     ends_ptr,
-    dk_ptr,
+    dk_ptr,  # with O.JOINED that of the values too, beside
     dv_ptr,
     O: gl.constexpr,  # `Options`, with a BLOCK_K of 128
     STAGES: gl.constexpr,
@@ -319,8 +323,8 @@ def warp_specialized_bwd_kernel(
     dq_tile = gl.allocate_shared_memory(gl.float32, [O.BLOCK_Q, O.BLOCK_H], TILE_OF_SUMS)
     gl.warp_specialize(
         [
-            (_gradients, (dq_desc, spans_ptr, side_ptr, first_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dk_ptr,
-                          dv_ptr, k_tile, v_tile, kv_full, ring, ds_tile, dq_tile, O, STAGES)),
+            (_gradients, (dq_desc, spans_ptr, side_ptr, first_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr,
+                          dk_ptr, dv_ptr, k_tile, v_tile, kv_full, ring, ds_tile, dq_tile, O, STAGES)),
             (_load, (d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, side_ptr, first_ptr, k_tile, v_tile,
                      kv_full, ring, O, STAGES)),
         ],

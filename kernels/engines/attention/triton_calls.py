@@ -64,7 +64,9 @@ class Call(NamedTuple):
         """Returns the call for the Hopper backward: where several programs for a block of keys are faster, each of them counts
         as a key head. `spans` are those of the blocks of keys."""
         o = self.options
-        shares = shares_of_group(spans, o["B"], o["K"], (o["PART"] or o["N"]) // o["K"], 1 if o["BLOCK_H"] > 128 else SIDE_BY_SIDE[0])
+        shares = shares_of_group(
+            spans, o["B"], o["K"], (o["PART"] or o["N"]) // o["K"], 1 if o["BLOCK_H"] > 128 else SIDE_BY_SIDE[0]
+        )
         return self._replace(options={**o, "K": o["K"] * shares, "SHARES": shares})
 
     def launch(
@@ -228,7 +230,7 @@ def warp_specialized_forward(
     params: FwdParams,
     query: jax.Array,
     key: jax.Array,
-    value: jax.Array,
+    value: jax.Array | None,
     rope: tuple[jax.Array, jax.Array] | None = None,
     sofar: tuple[jax.Array, jax.Array] | None = None,
     dtype: Any = None,
@@ -239,12 +241,12 @@ def warp_specialized_forward(
     """Returns (out, lse) of the Hopper forward with the tiles `params`.
 
     Args:
+      value: None where values are beside keys, as the options of the call say.
       rows: (`rows_ptr` of the kernel, array [1, rows, N, HV]): batch rows are parts of `query` [1, rows, N, H], one tile each,
         and the output is the array with the rows of these in it, in its memory.
       pages: (int32 [B, pages of a row], int32 [B] slots of a row that hold a token): keys and values are pages [pages, slots,
         K, width], of a number of slots that `takes_pages` allows.
-      sofar: (out, lse) over other keys, with which those of these keys are merged; in the same memory if the dtype of its out is
-        the one asked for.
+      sofar: (out, lse) over other keys, with which those of these keys are merged; in the same memory if out has that dtype.
       dtype: of the output, that of the queries or float32.
       rope: (query [B, T, N, Hr], key [B, S, 1, Hr]), the last columns of each head, where `query` and `key` lack them.
         `splits` says when the kernel takes them.
@@ -290,7 +292,7 @@ def warp_specialized_forward(
             jnp.zeros(1, jnp.int32),
             block_of(query, ROWS_OF_WARPGROUP, width),
             block_of(key, slots, columns[0]),
-            block_of(value, slots, columns[1]),
+            block_of(key if value is None else value, slots, columns[1]),
         ),
         call.spans(*blocks)[0],
         blocks,

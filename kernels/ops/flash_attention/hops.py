@@ -64,7 +64,7 @@ class Hops:
         self,
         query: jax.Array,
         key: jax.Array,
-        value: jax.Array,
+        value: jax.Array | None,
         mask: MaskInfo,
         of_tiles: MaskInfo,
         sofar: tuple[jax.Array, jax.Array] | None,
@@ -76,13 +76,15 @@ class Hops:
         out has the dtype of the result's.
 
         Args:
-          query, key, value: [B, T, N, H], [B, S, K, H], [B, S, K, Hv]; padding of keys and values is zero.
+          query, key, value: [B, T, N, H], [B, S, K, H], [B, S, K, Hv]; padding of keys and values is zero. Without a value:
+            values beside keys, [B, S, K, H + Hv], see `joins`.
           dtype: of out: float32 where more is to be merged, or that of the queries.
           heads: the heads of the queries that see these keys; of the others the result is `sofar`. None: all.
           table: int32 [B|1, S / tile]: where each tile of keys lies. The masks are of the keys in its order.
         """
 
         def merged(query: Any, key: Any, value: Any, mask: Any, of_tiles: Any, sofar: Any, table: Any) -> Any:
+            key, value = _apart(query, key, value)
             key, value = (x if table is None else _laid(x, table, self.tile) for x in (key, value))
             out, lse = op(_of_heads(query, heads), key, value, mask=of_tiles, **dict(self.options))
             if sofar is not None:
@@ -93,7 +95,8 @@ class Hops:
                 out, lse = (_with_heads(x, new, heads) for x, new in zip(sofar, (out, lse), strict=True))
             return out.astype(dtype), lse
 
-        shape = *query.shape[:3], value.shape[3]
+        width = key.shape[3] - query.shape[3] if value is None else value.shape[3]
+        shape = *query.shape[:3], width
         result = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:3], jnp.float32)
         kernel = partial(self.kernels.attend, dtype=dtype, heads=heads)
         return self._apply(kernel, merged, result, (query, key, value, mask, of_tiles, sofar, table))
@@ -103,13 +106,14 @@ class Hops:
         saved: dict[str, jax.Array],
         query: jax.Array,
         key: jax.Array,
-        value: jax.Array,
+        value: jax.Array | None,
         mask: MaskInfo,
         of_tiles: MaskInfo,
         sums: jax.Array,
         heads: Heads | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns (`sums` with the gradient of the queries added, see `of_query`; the gradients of the keys and of the values).
+    ) -> tuple[jax.Array, ...]:
+        """Returns (`sums` with the gradient of the queries added, see `of_query`; the gradients of the keys and of the values,
+        in one array where these are).
 
         Args:
           saved: d_out, lse and delta, of the softmax over all keys. Padding is zero in it, and in the other arguments.
@@ -118,12 +122,15 @@ class Hops:
         """
 
         def merged(saved: Any, query: Any, key: Any, value: Any, mask: Any, of_tiles: Any, sums: Any) -> Any:
+            keys = _apart(query, key, value)
             mine = {n: _of_heads(x, heads) for n, x in saved.items()}
-            grads = op.backward(mine, _of_heads(query, heads), key, value, mask=of_tiles, **dict(self.options))
+            grads = op.backward(mine, _of_heads(query, heads), *keys, mask=of_tiles, **dict(self.options))
             total = _of_heads(sums, heads) + grads["query"] / self._scale(query)
-            return _with_heads(sums, total, heads), grads["key"], grads["value"]
+            of_keys = grads["key"], grads["value"]
+            of_keys = (jnp.concatenate(of_keys, -1),) if value is None else of_keys
+            return _with_heads(sums, total, heads), *of_keys
 
-        shapes = ((x.shape, x.dtype) for x in (sums, key, value))
+        shapes = ((x.shape, x.dtype) for x in (sums, key, value) if x is not None)
         result = tuple(jax.ShapeDtypeStruct(*s) for s in shapes)
         kernel = partial(self.kernels.pull, heads=heads)
         return self._apply(kernel, merged, result, (saved, query, key, value, mask, of_tiles, sums))
@@ -135,6 +142,17 @@ class Hops:
     def _scale(self, query: jax.Array) -> float:
         scale = dict(self.options)["softmax_scale"]
         return 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+
+
+def joins(width: int, value_width: int) -> bool:
+    """Returns whether keys and values of these widths may lie side by side in one array: a kernel reads whole tiles of columns,
+    and nothing cuts off what is after those of the keys."""
+    return {width, value_width} <= {TILE // 2, TILE}
+
+
+def _apart(query: jax.Array, key: jax.Array, value: jax.Array | None) -> Any:
+    """Returns (keys, values)."""
+    return jnp.split(key, [query.shape[3]], 3) if value is None else (key, value)
 
 
 def _of_heads(x: jax.Array, heads: Heads | None) -> jax.Array:
