@@ -12,6 +12,7 @@ from kernels.engines.scan import triton_decode as decode
 from kernels.engines.scan import triton_delta_calls as delta
 from kernels.engines.scan import triton_dplr_calls as dplr
 from kernels.engines.scan.chunks import ChunkConfig
+from kernels.engines.scan.delta_tokens import DplrTokens
 from kernels.engines.scan.triton_calls import LEAST, sizes_refused
 from kernels.framework.execute import Saved
 from kernels.ops.delta_rule.contract import (
@@ -115,7 +116,7 @@ def pool_backward(
 def _rwkv7_launches(r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg, cost, d_out):
     check_states("rwkv7", initial_state, segment_ids, num_states)
     entries = None if initial_state is None else initial_state.astype(jnp.float32)
-    x = dplr.Tokens(r, w, k, v, a, b, segment_ids, entries)
+    x = DplrTokens(r, w, k, v, a, b, segment_ids, entries)
     return dplr.Launches(x, num_states, scale_of(softmax_scale, r.shape[-1]), cfg, cost, d_out)
 
 
