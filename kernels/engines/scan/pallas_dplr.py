@@ -202,7 +202,11 @@ def dplr_reverse_kernel(table: Any, x: dict[str, Any], y: dict[str, Any], scratc
         valid = loaded(x, scratch, visit, p, (*ARRAYS, "d_out"), "w")
 
         def head(h: Any, narrow: bool) -> None:
-            z, before, inverse = _tokens(scratch, h, True), x["states"][0, 0, h].astype(jnp.float32), x["solve"][0, 0, h]
+            z, before, inverse = (
+                _tokens(scratch, h, True),
+                x["states"][0, 0, h].astype(jnp.float32),
+                x["solve"][0, 0, h],
+            )
             _, pull = jax.vjp(lambda z, before: step(z, before, inverse, p.scale, dtype, narrow), z, before)
             d, d_state[h] = pull((scratch["d_out"][h].astype(jnp.float32), d_state[h]))
             dw = d.w if valid is None else jnp.where(valid, d.w, 0.0)  # padding is 0 to all else
