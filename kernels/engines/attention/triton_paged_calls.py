@@ -254,8 +254,8 @@ def _strides(scale: jax.Array | None) -> tuple[int, int, int]:
 
 
 def tiles(width: int, keys: int, itemsize: int, cache: str) -> tuple[Tile, Tile]:
-    """Returns the tiles of both instances, for heads padded to `width` entries, at most `keys` keys of a request, and a cache of
-    that dtype.
+    """Returns the tiles of both instances, for heads padded to `width` entries, at most `keys` keys of a request, and a cache
+    of that dtype.
 
     Numbers of pages are loaded ahead of what they lead to, and Triton gives each of the two half of the stages: with 5, two
     blocks of keys and values are on their way or in use, and with 3 one. Three programs of few rows fit on a multiprocessor.
