@@ -110,7 +110,6 @@ class Engine:
         self._pages = Pages(self.slots * self._longest if pages is None else pages, page, shares)
         self._ends, self._decode = frozenset(ends), decode
         self._ops = bind_ops(mesh, platform=platform, experts=experts)
-        self._programs: dict[tuple[int, int], Callable[..., Any]] = {}  # by rows, and tokens of a row
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._free = list(range(self.slots))[::-1]
@@ -247,7 +246,7 @@ class Engine:
     @property
     def programs(self) -> int:
         """The number of compiled programs: at most two, whatever the requests."""
-        return len(self._programs)
+        return self._step._cache_size()
 
     @property
     def idle(self) -> bool:
@@ -314,10 +313,8 @@ class Engine:
         tables = self._tables[slots % self.slots]  # a row without a request reads nothing of its table
         kept = self._empty() if self._kept is None else self._kept
         data = (self._weights, kept, tokens, tables, slots, before, new, Choices.of(choices))
-        if tokens.shape not in self._programs:
-            # Compiled ahead of time: a call with other shapes is an error, never another compilation.
-            self._programs[tokens.shape] = self._step.lower(*data).compile()
-        chosen, scores, self._kept = self._programs[tokens.shape](*data)
+        # The jitted function and not what it compiled, which checks each array of the weights in Python in every step.
+        chosen, scores, self._kept = self._step(*data)
         self._started.append((writing, chosen, scores))
 
     def _read(self, requests: list[Request | None], chosen: jax.Array, scores: jax.Array) -> list[Token]:

@@ -78,11 +78,11 @@ FAULTS = (
         FULL,
     ),
     Fault(
-        "prompts have the program of single tokens",
-        "generation/engine:Engine._start",
-        "$tokens.shape not in self._programs",
-        "not any($tokens.shape[1] == width for _, width in self._programs)",
-        f"{ENGINE} -k token_by_token",
+        "a step has as many rows as there are texts",
+        "generation/engine:Engine.step",
+        "self._start($writing, self.slots, 1)",
+        "self._start($writing, len($writing), 1)",
+        FULL,
     ),
     Fault(
         "texts are those of the base without its adapters",
