@@ -174,7 +174,8 @@ class Engine:
             }
             with self._layout():
                 logits, kept = cached.step(weights, batch, kept, ops, Step(cached.declared, rows))
-                logits = ops.constrain(logits, "_ _")
+                # Where the output projection is split, its logits travel, and not the matrix.
+                logits = ops.constrain(ops.constrain(logits, "B V"), "_ _")
             chosen, scores = sample(logits, choices)
             return chosen, scores, (kept, last.at[slots].set(chosen, mode="drop"))
 

@@ -33,7 +33,7 @@ FAULTS = (
         "models/decoder:apart",
         "$others[$head].astype($c.compute_dtype)",
         "$others[$head]",
-        f"{ENGINE} -k 'donated or h200'",
+        f"{ENGINE} -k donated",
     ),
     Fault(
         "matrices are cast in every step",
@@ -90,6 +90,13 @@ FAULTS = (
         "$function(whole($params, $buffers or {}), $buffers, **$more)",
         "$function($buffers[BASE], $buffers, **$more)",
         f"{ENGINE} -k adapters",
+    ),
+    Fault(
+        "the output projection travels",
+        "generation/engine:Engine._compile.step",
+        "$ops.constrain($ops.constrain($logits, 'B V'), '_ _')",
+        "$ops.constrain($logits, '_ _')",
+        f"{ENGINE} -k h200",
     ),
     Fault(
         "a request begins with the state of the one before it",
