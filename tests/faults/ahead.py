@@ -14,7 +14,13 @@ FAULTS = (
         TEXT,
     ),
     Fault("padding goes on", "ahead:following", "$ids >= 0", "$ids >= -1", TEXT),
-    Fault("a target is of the token itself", "ahead:following", "_next($targets, -1)", "$targets", TEXT),
+    Fault(
+        "a target is of the token itself",
+        "ahead:following",
+        "jnp.where($on, _next($targets, -1), -1)",
+        "jnp.where($on, $targets, -1)",
+        TEXT,
+    ),
     Fault("the next token is the token itself", "ahead:following", "_next($tokens, 0)", "$tokens", TEXT),
     Fault(
         "what follows is read in the order of the batch",
@@ -78,7 +84,25 @@ FAULTS = (
         "rule('enorm.weight', 'D', 'hidden_norm: D')",
         FILES,
     ),
-    Fault("copies are not written", "writer:save", "copies=True", "copies=False", FILES),
-    Fault("a family without it exports a model with it", "family_of", "['mtp.depth'] if $$of else []", "[]", REFUSED),
-    Fault("files without it are read", "reader:check_ahead", "if $$of: $$body", "", FILES),
+    Fault(
+        "copies are not written",
+        "writer:save",
+        "expand($f.rules[0], $c, copies=True)",
+        "expand($f.rules[0], $c)",
+        FILES,
+    ),
+    Fault(
+        "a family without it exports a model with it",
+        "family_of",
+        "['mtp.depth'] if $c.mtp.depth and not $f.rules[0].ahead else []",
+        "[]",
+        REFUSED,
+    ),
+    Fault(
+        "files without it are read",
+        "reader:check_ahead",
+        "$c.mtp.depth and not ($f.rules[0].ahead and any($$of))",
+        "False",
+        FILES,
+    ),
 )
