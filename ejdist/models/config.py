@@ -10,6 +10,7 @@ from ejdist.dtypes import dtype_name
 from ejdist.experts.layer import ACTIVATIONS as EXPERT_ACTIVATIONS
 from ejdist.experts.layer import CLAMPED
 from ejdist.experts.router import BALANCE, SCORES
+from ejdist.models.ahead_shape import AheadShape
 from ejdist.models.recurrent_shapes import GatedDeltaShape, GlaShape, KdaShape, LightningShape, Mamba2Shape, Rwkv7Shape
 from ejdist.models.remat import REMAT
 from ejdist.sections import operational, spelled
@@ -249,6 +250,7 @@ class DecoderShape:
     lightning: LightningShape = field(default_factory=LightningShape)
     gla: GlaShape = field(default_factory=GlaShape)
     rwkv7: Rwkv7Shape = field(default_factory=Rwkv7Shape)
+    mtp: AheadShape = field(default_factory=AheadShape)
 
     def __post_init__(self) -> None:
         for name in ("first_layers", "layer_pattern", "last_layers"):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ejdist.frozen import Frozen
+from ejdist.models.ahead_shape import AheadShape
 from ejdist.models.config import ALIASES, MIXERS, NONE, DecoderShape, parts_of_kind
 from ejdist.models.kept import Kept
 from ejdist.models.model import Metrics
@@ -23,6 +24,7 @@ from ejdist.models.remat import REMAT, Remat
 from ejdist.order import Order
 
 _LAYER_INPUT = "decoder.layer_input"
+AHEAD = "mtp"  # the parameters of multi-token prediction, and how the names of its layer's buffers begin
 
 
 def _of_kinds(kinds: Iterable[str]) -> list[list[Part]]:
@@ -69,10 +71,18 @@ def layers_of(c: DecoderShape) -> list[list[Part]]:
     return _of_kinds(c.kinds())
 
 
+def ahead_of(c: DecoderShape) -> DecoderShape | None:
+    """Returns the configuration of the layer that multi-token prediction adds, one of the kind of the last; None without it."""
+    if not c.mtp.depth:
+        return None
+    return replace(c, num_layers=1, first_layers=(), layer_pattern=(c.kinds()[-1],), last_layers=(), mtp=AheadShape())
+
+
 @lru_cache(maxsize=64)
 def counted_parts(c: DecoderShape) -> Counter[Part]:
-    """Returns part -> how many layers have it."""
-    return Counter(part for parts in layers_of(c) for part in parts)
+    """Returns part -> how many layers have it, with that of multi-token prediction."""
+    one = ahead_of(c)
+    return Counter(part for parts in (*layers_of(c), *(layers_of(one) if one else ())) for part in parts)
 
 
 def _counts(layers: Iterable[list[Part]]) -> Counter[str]:
@@ -138,7 +148,10 @@ def update_buffers(c: DecoderShape, buffers: Any, seen: dict[str, jax.Array]) ->
         mine = f"{name}."
         return {key.removeprefix(mine): value for key, value in seen.items() if key.startswith(mine)}
 
-    return {name: jax.vmap(partial(parts[name].update, c))(old, of(name)) for name, old in buffers.items()}
+    def part(name: str) -> Part:
+        return parts[name.removeprefix(f"{AHEAD}_")]
+
+    return {name: jax.vmap(partial(part(name).update, c))(old, of(name)) for name, old in buffers.items()}
 
 
 def report(c: DecoderShape, numbers: dict[str, jax.Array]) -> dict[str, jax.Array]:
