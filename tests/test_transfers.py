@@ -139,7 +139,7 @@ def test_keys_that_are_gathered_in_groups_of_heads_come_beside_attention(groups)
     large = transfers(scheduled("h200", "packed", "zigzag", True, AllGather(head_groups=groups)), LARGE)
     assert {t.kind for t in large} == {"all-gather", "all-to-all"} and len(large) == 3 * groups - 1, large
     assert sum(not t.beside for t in large) <= groups - 2, large
-    assert {t.bytes for t in large} == {RANKS * KEYS // groups}, large
+    assert max(t.bytes for t in large) == RANKS * KEYS // groups, large
 
 
 @pytest.mark.parametrize("target", [*TARGETS])
