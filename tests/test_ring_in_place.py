@@ -93,7 +93,7 @@ def everything(attend, arrays, *rest):
         pytest.param("striped", 4, "one", (64, 64), {"scheme": GroupCast()}, marks=pytest.mark.slow),
         # All others' keys at once.
         pytest.param("striped", 4, "packed", (64, 64), {"scheme": AllGather()}, id="gathered-striped"),
-        pytest.param("balanced", 2, "packed", (64, 64), {"scheme": AllGather()}, id="gathered-balanced"),
+        pytest.param("balanced", 4, "packed", (64, 64), {"scheme": AllGather()}, id="gathered-balanced"),
         pytest.param(
             "zigzag", 4, "none", (128, 64), {"scheme": AllGather(), "logits_soft_cap": 3.0}, marks=pytest.mark.slow
         ),

@@ -178,14 +178,14 @@ FAULTS = (
     Fault(
         "gathered keys: a rank's own are seen twice",
         "gathered:Gathered.masks",
-        "jnp.where($of_rank, -1, $ids)",
-        "$ids",
+        "jnp.where($mine, -1, jnp.zeros((1, $mine.shape[0]), jnp.int32) if $ids is None else $ids)",
+        "jnp.zeros((1, $mine.shape[0]), jnp.int32) if $ids is None else $ids",
         f"{IN_PLACE} -k gathered-striped",
     ),
     Fault(
         "gathered keys: tiles lie as they came",
         "gathered:Gathered.table",
-        "jnp.asarray($in_text[np.stack($of_ranks)], jnp.int32)[exchange.rank($axis)][None]",
+        "jnp.asarray($in_text[np.stack($of_ranks)], jnp.int32)[exchange.rank($local.axis)][None]",
         "jnp.arange($in_text.size, dtype=jnp.int32)[None]",
         f"{IN_PLACE} -k gathered-striped",
     ),
@@ -206,8 +206,8 @@ FAULTS = (
     Fault(
         "gathered keys: gradients of every group are those of the first heads",
         "gluon_gradients:_load",
-        "first_head($first_ptr) + $head * ($a // O.K) + $g",
-        "$head * ($a // O.K) + $g",
+        "first_head($first_ptr) + $head * (heads_of(O) // O.K) + $g",
+        "$head * (heads_of(O) // O.K) + $g",
         f"{IN_PLACE} -k gathered-striped",
     ),
     Fault(
