@@ -105,10 +105,12 @@ class Step(NamedTuple):
 
     Attributes:
       reads, writes: decays [C, H] from a point between two tokens to the later one, and from the earlier one there.
+      before: as `reads`, of what is read before the later token's own decay.
       middle: whether the pairs are those of blocks of NARROW tokens; else those of a level of `half` tokens.
     """
 
     reads: jax.Array
+    before: jax.Array
     writes: jax.Array
     half: int
     middle: bool
@@ -119,53 +121,59 @@ class Decays(NamedTuple):
 
     Attributes:
       steps: all pairs of two tokens.
-      enters: [C, H], from the start of the chunk until a token is read. leaves: from a token to the end.
+      enters: [C, H], from the start of the chunk until a token is read; before: without the token's own decay.
+      leaves: from a token to the end.
       whole: [C, H], over the chunk, in every row.
     """
 
     steps: list[Step]
     enters: jax.Array
+    before: jax.Array
     leaves: jax.Array
     whole: jax.Array
 
 
-def decays(a: jax.Array, before: bool, narrow: bool) -> Decays:
+def decays(a: jax.Array, narrow: bool) -> Decays:
     """Returns what log decays leave.
 
     Args:
-      before: whether a token is read before its own decay.
       narrow: whether no sum of NARROW tokens exceeds REACH.
     """
     row = lax.broadcasted_iota(jnp.int32, a.shape, 0)
     # The first token of a document, which alone has less than FORGETS, reads nothing from before it either way.
-    read = jnp.where(a < FORGETS, FORGETS, 0.0) if before else a
-    until, after, total = a, jnp.zeros_like(a), a
+    before, until, after, total = jnp.where(a < FORGETS, FORGETS, 0.0), a, jnp.zeros_like(a), a
     steps, half = [], 1
     while half < a.shape[0]:
         late = row & half > 0
         if narrow and half == NARROW:
             middle = 0.5 * total
-            steps.append(Step(jnp.exp(read - middle), jnp.exp(middle - until), half, True))
+            reads = jnp.exp(until - middle), jnp.exp(before - middle)
+            steps.append(Step(*reads, jnp.exp(middle - until), half, True))
         if not narrow or half >= NARROW:
             writes = jnp.exp(jnp.where(late, until, after))
-            steps.append(Step(jnp.exp(read) if before else writes, writes, half, False))
+            steps.append(Step(writes, jnp.exp(before), writes, half, False))
         other = swapped(total, half)
         earlier = jnp.where(late, other, 0.0)
         until, after, total = until + earlier, after + (other - earlier), total + other
-        read = read + earlier if before else until
+        before = before + earlier
         half *= 2
-    return Decays(steps, jnp.exp(read), jnp.exp(after), jnp.exp(total))
+    return Decays(steps, jnp.exp(until), jnp.exp(before), jnp.exp(after), jnp.exp(total))
 
 
-def pairs(readers: jax.Array, k: jax.Array, d: Decays, dtype: Any) -> jax.Array:
-    """Returns the weights [n C, C] of pairs of n readers [n C, H] of each token and an earlier key."""
+def pairs(readers: jax.Array, k: jax.Array, d: Decays, before: bool, dtype: Any) -> jax.Array:
+    """Returns the weights [n C, C] of pairs of n readers [n C, H] of each token and an earlier key.
+
+    Args:
+      before: whether a token is read before its own decay.
+    """
     count, total = readers.shape[0] // CHUNK, jnp.zeros((readers.shape[0], CHUNK), jnp.float32)
     t, s = (lax.broadcasted_iota(jnp.int32, total.shape, axis) for axis in (0, 1))
     t = lax.rem(t, CHUNK)
     for z in d.steps:
         apart = lax.div(t ^ s, z.half)  # 0 in one block of `half` tokens, 1 in neighbours that make a block
         here = (t > s) & (apart == (0 if z.middle else 1))
-        x = readers * (jnp.concatenate([z.reads] * count) if count > 1 else z.reads)
+        reads = z.before if before else z.reads
+        x = readers * (jnp.concatenate([reads] * count) if count > 1 else reads)
         total = total + jnp.where(here, dot(x, k * z.writes, NT, dtype), 0.0)  # others may overflow
     return total
 
@@ -181,7 +189,7 @@ def weights_of(
 ) -> tuple[Any, Any]:
     """Returns the weights of what outputs read of writes, and of what a delta rule's keys do, [C, C]; None without them."""
     readers = [x for x in (q, k if delta else None) if x is not None]
-    both = pairs(jnp.concatenate(readers) if len(readers) > 1 else readers[0], k, d, dtype)
+    both = pairs(jnp.concatenate(readers) if len(readers) > 1 else readers[0], k, d, bonus is not None, dtype)
     of_keys = both[-CHUNK:] if delta else None
     if q is None:
         return None, of_keys
@@ -213,14 +221,15 @@ def finish(
     after = whole * state + dot(x.k * d.leaves, written, TN, dtype)
     if weights is None:
         return None, after
-    return scale * (dot(x.q * d.enters, state, NN, dtype) + dot(weights, written, NN, dtype)), after
+    reads = x.q * (d.enters if x.bonus is None else d.before)
+    return scale * (dot(reads, state, NN, dtype) + dot(weights, written, NN, dtype)), after
 
 
 def step(
     x: Tokens, state: jax.Array, inverse: Any, scale: float, dtype: Any, narrow: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out, state after the chunk) of a chunk of a head."""
-    d = decays(x.a, x.bonus is not None, narrow)
+    d = decays(x.a, narrow)
     weights, of_keys = weights_of(x.q, x.k, d, x.bonus, x.beta is not None, dtype)
     return finish(x, state, d, weights, of_keys, inverse, scale, dtype)
 
@@ -228,8 +237,10 @@ def step(
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _loaded(x: dict[str, Any], scratch: dict[str, Any], visit: Visit, p: Plan, names: tuple[str, ...]) -> Any:
-    """Copies blocks of tokens to scratch: 0 where none counts, and log decays as they are summed.
+def loaded(
+    x: dict[str, Any], scratch: dict[str, Any], visit: Visit, p: Plan, names: tuple[str, ...], decay: str = "a"
+) -> Any:
+    """Copies blocks of tokens to scratch: 0 where none counts, and log decays, those named `decay`, as they are summed.
 
     Returns which tokens count, bool [C, 1]; None: all do.
     """
@@ -241,8 +252,8 @@ def _loaded(x: dict[str, Any], scratch: dict[str, Any], visit: Visit, p: Plan, n
     for name in names:
         load_heads(x[name], scratch[name], scratch["value_words" if name in ("v", "d_out") else "key_words"], valid)
     for h in range(p.keys):
-        a = jnp.maximum(scratch["a"][h], FORGETS)
-        scratch["a"][h] = a if begins is None else jnp.where(begins, 2 * FORGETS, a)
+        a = jnp.maximum(scratch[decay][h], FORGETS)
+        scratch[decay][h] = a if begins is None else jnp.where(begins, 2 * FORGETS, a)
     return valid
 
 
@@ -256,14 +267,14 @@ def _tokens(x: dict[str, Any], scratch: dict[str, Any], visit: Visit, h: Any, re
     return Tokens(q, k, v, a, beta, x["bonus"][pl.ds(h, 1)] if "bonus" in x else None)
 
 
-def _each(count: int, scratch: dict[str, Any], body: Any) -> None:
+def each_head(count: int, scratch: dict[str, Any], body: Any, decay: str = "a") -> None:
     """Runs a body for every head, given whether its sums of decays are narrow: a loop, as a head has many products."""
 
     def one(h: Any, _: None) -> None:
         if scratch["k"].dtype == jnp.float32:
             body(h, False)
             return
-        sums = jnp.sum(scratch["a"][h].reshape(CHUNK // NARROW, NARROW, -1), axis=1)
+        sums = jnp.sum(scratch[decay][h].reshape(CHUNK // NARROW, NARROW, -1), axis=1)
         narrow = jnp.min(sums) >= -REACH
         pl.when(narrow)(lambda: body(h, True))
         pl.when(jnp.logical_not(narrow))(lambda: body(h, False))
@@ -282,14 +293,14 @@ def channel_walk_kernel(table: Any, x: dict[str, Any], y: dict[str, Any], scratc
 
     def prepare(h: Any, narrow: bool) -> None:
         z = _tokens(x, scratch, visit, h, reads)
-        weights, of_keys = weights_of(z.q, z.k, decays(z.a, False, narrow), None, True, dtype)
+        weights, of_keys = weights_of(z.q, z.k, decays(z.a, narrow), None, True, dtype)
         scratch["pairs"][h] = of_keys * z.beta
         if reads:
             scratch["weights"][h] = weights.astype(dtype)
 
     def head(h: Any, narrow: bool) -> None:
         z, before = _tokens(x, scratch, visit, h, reads), state[h]
-        d, inverse = decays(z.a, z.bonus is not None, narrow), None
+        d, inverse = decays(z.a, narrow), None
         if delta:
             inverse = scratch["solve"][h]
             weights = scratch["weights"][h].astype(jnp.float32) if reads else None
@@ -304,9 +315,9 @@ def channel_walk_kernel(table: Any, x: dict[str, Any], y: dict[str, Any], scratc
             scratch["out"][h] = out.astype(scratch["out"].dtype)
 
     def body() -> None:
-        _loaded(x, scratch, visit, p, ("q", "k", "v", "a") if reads else ("k", "v", "a"))
+        loaded(x, scratch, visit, p, ("q", "k", "v", "a") if reads else ("k", "v", "a"))
         if delta:
-            _each(p.keys, scratch, prepare)
+            each_head(p.keys, scratch, prepare)
             for first in range(0, p.keys, SIDE_BY_SIDE):
                 some = range(first, min(first + SIDE_BY_SIDE, p.keys))
                 for h, z in zip(some, inverses([scratch["pairs"][h] for h in some], dtype == jnp.float32)):
@@ -314,7 +325,7 @@ def channel_walk_kernel(table: Any, x: dict[str, Any], y: dict[str, Any], scratc
         if delta or not reads:  # no pairs are taken
             lax.fori_loop(0, p.keys, lambda h, _: head(h, False), None)
         else:
-            _each(p.keys, scratch, head)
+            each_head(p.keys, scratch, head)
         if reads:
             store_heads(y["out"], scratch["out"], scratch["value_words"], visit.more)
 
@@ -343,7 +354,7 @@ def channel_reverse_kernel(
             y["d_bonus"][0] = jnp.zeros(y["d_bonus"].shape[1:], jnp.float32)
 
     def body() -> None:
-        valid = _loaded(x, scratch, visit, p, ("q", "k", "v", "a", "d_out"))
+        valid = loaded(x, scratch, visit, p, ("q", "k", "v", "a", "d_out"))
 
         def head(h: Any, narrow: bool) -> None:
             z, before = _tokens(x, scratch, visit, h, True), x["states"][0, 0, h].astype(jnp.float32)
@@ -362,7 +373,7 @@ def channel_reverse_kernel(
                     d_beta = jnp.where(visit.more, ref[0, 0, 0, h] + d_beta, d_beta)
                 ref[0, 0, 0, h] = d_beta
 
-        _each(p.keys, scratch, head)
+        each_head(p.keys, scratch, head)
         for name in ("dq", "dk", "da", "dv"):
             store_heads(y[name], scratch[name], scratch["value_words" if name == "dv" else "key_words"], visit.more)
 

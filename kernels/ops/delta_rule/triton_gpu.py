@@ -12,6 +12,7 @@ from kernels.engines.scan import triton_decode as decode
 from kernels.engines.scan import triton_delta_calls as delta
 from kernels.engines.scan import triton_dplr_calls as dplr
 from kernels.engines.scan.chunks import ChunkConfig
+from kernels.engines.scan.delta_tokens import DplrTokens
 from kernels.engines.scan.triton_calls import LEAST, sizes_refused
 from kernels.framework.execute import Saved
 from kernels.ops.delta_rule.contract import (
@@ -51,6 +52,13 @@ def rejects(call):
     return sizes_refused(call.dims, call.query, call.key, call.value)
 
 
+def keeps(call, cfg):
+    one = decode.one_token(call.dims["T"], call.num_states)
+    if one or not (cfg and cfg.keeps) or (call.g is not None and call.g.shape[-1] > 1):
+        return {}
+    return delta.kept_of(call.dims, call.num_states, call.key.dtype, cfg.chunk)
+
+
 def forward(
     query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
 ):  # fmt: skip
@@ -65,6 +73,16 @@ def forward(
     return delta.forward(_launches(query, key, value, beta, g, *options))
 
 
+def forward_with_residuals(
+    query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
+):  # fmt: skip
+    cost = work(op.bind(query, key, value, beta, g, num_states=num_states))[0]
+    if use_qk_l2norm:
+        query, key = _unit(query), _unit(key)
+    options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
+    return delta.keeping(_launches(query, key, value, beta, g, *options))
+
+
 def backward(
     saved, query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
 ):  # fmt: skip
@@ -77,7 +95,8 @@ def backward(
     if use_qk_l2norm:
         (query, key), pull = jax.vjp(lambda q, k: (_unit(q), _unit(k)), query, key)
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
-    d = delta.backward(_launches(query, key, value, beta, g, *options), saved.d_out, saved.d_final_state)
+    kept = saved if delta.KEPT[0] in saved else None
+    d = delta.backward(_launches(query, key, value, beta, g, *options), saved.d_out, saved.d_final_state, kept)
     dq, dk = (d[name].astype(query.dtype) for name in ("q", "k"))
     dq, dk = (dq, dk) if pull is None else pull((dq, dk))
     gradients = {"query": dq, "key": dk, "value": d["v"].astype(value.dtype), "beta": d["beta"]}
@@ -115,7 +134,7 @@ def pool_backward(
 def _rwkv7_launches(r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg, cost, d_out):
     check_states("rwkv7", initial_state, segment_ids, num_states)
     entries = None if initial_state is None else initial_state.astype(jnp.float32)
-    x = dplr.Tokens(r, w, k, v, a, b, segment_ids, entries)
+    x = DplrTokens(r, w, k, v, a, b, segment_ids, entries)
     return dplr.Launches(x, num_states, scale_of(softmax_scale, r.shape[-1]), cfg, cost, d_out)
 
 
@@ -142,6 +161,8 @@ heuristic = decode.heuristic(delta.heuristic)
 op.register(
     forward,
     backward,
+    forward_with_residuals=forward_with_residuals,
+    keeps=keeps,
     platforms={"cuda"},
     dtypes={"float32", "bfloat16", "float16"},
     rejects=rejects,

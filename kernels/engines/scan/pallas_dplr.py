@@ -1,0 +1,225 @@
+"""Pallas kernels of a recurrence whose transition is diagonal plus low rank ("DPLR"), as that of RWKV-7, on TPUs:
+
+    u_t = S_{t-1}ᵀ a_t,  S_t = diag(exp w_t) S_{t-1} + b_t u_tᵀ + k_t v_tᵀ,  out_t = scale · S_tᵀ q_t
+
+A program walks the visits of a row (`pallas_visits`) with its states in VMEM. As in `pallas_channel.py`, whose decays and
+products these are, what a chunk computes is a function of arrays, `step`, and the reverse walk is its derivative.
+
+Heads of up to 64 channels are *packed*: two lie beside each other in the 128 lanes, so that decays and exponentials of both are
+one, and the state of a pack is a matrix with a block for each on its diagonal. Products that would mix the heads of a pack have
+the channels of all but one set to 0 in one operand.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from kernels.engines.scan.pallas_channel import NN, Decays, decays, dot, each_head, loaded, solved
+from kernels.engines.scan.pallas_delta import Plan, Visit
+from kernels.engines.scan.pallas_delta_parts import CHUNK, NT, SIDE_BY_SIDE, TN, inverses, store_heads
+
+ARRAYS = ("q", "w", "k", "v", "a", "b")
+
+
+class Tokens(NamedTuple):
+    """Float32 arrays of a chunk of a pack: v [C, Hv], the others [C, H]; q is None where there are no outputs."""
+
+    q: Any
+    w: jax.Array
+    k: jax.Array
+    v: jax.Array
+    a: jax.Array
+    b: jax.Array
+
+
+class Weights(NamedTuple):
+    """What a token (rows) reads of another or of itself (columns): those of the heads of a pack side by side, [C, pack C].
+
+    Attributes:
+      ab, ak: what a reads of b and of k. qb, qk: what q reads of them, None without q.
+    """
+
+    ab: jax.Array
+    ak: jax.Array
+    qb: Any
+    qk: Any
+
+
+def _alone(x: jax.Array, pack: int, axis: int = 1) -> list[jax.Array]:
+    """Returns, for each head of a pack, x with 0 in the channels of the others."""
+    if pack == 1:
+        return [x]
+    of = lax.div(lax.broadcasted_iota(jnp.int32, x.shape, axis), x.shape[axis] // pack)
+    return [jnp.where(of == j, x, 0.0) for j in range(pack)]
+
+
+def _blocks(x: jax.Array, pack: int) -> jax.Array:
+    """Returns a matrix [H, Hv] with 0 where its rows and its columns are of different heads."""
+    if pack == 1:
+        return x
+    row, column = (lax.div(lax.broadcasted_iota(jnp.int32, x.shape, i), x.shape[i] // pack) for i in (0, 1))
+    return jnp.where(row == column, x, 0.0)
+
+
+def weights_of(x: Tokens, d: Decays, pack: int, dtype: Any) -> Weights:
+    """Returns the weights of all pairs: of each step in one product, of both readers with both writers of all heads."""
+    t, s = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
+    count, reads = 2 * pack, x.q is not None
+    total: list[Any] = [[None] * count for _ in range(1 + reads)]
+
+    def add(readers: list[jax.Array], of: range, writes: Any, masks: list[jax.Array]) -> None:
+        writers = [y if writes is None else y * writes for y in (x.b, x.k)]
+        alone = [y for z in writers for y in _alone(z, pack)]  # those of b first
+        each = dot(jnp.concatenate(readers), jnp.concatenate(alone), NT, dtype)
+        for row, i in enumerate(of):
+            for j in range(count):
+                block = each[row * CHUNK : (row + 1) * CHUNK, j * CHUNK : (j + 1) * CHUNK]
+                block = jnp.where(masks[row], block, 0.0)  # others may overflow
+                total[i][j] = block if total[i][j] is None else total[i][j] + block
+
+    for z in d.steps:
+        apart = lax.div(t ^ s, z.half)  # 0 in one block of `half` tokens, 1 in neighbours that make a block
+        here = (t > s) & (apart == (0 if z.middle else 1))
+        own = (t >= s) & (apart == 0) if z.middle else here  # q reads what its own token writes
+        readers = [x.a * z.before] + ([x.q * z.reads] if reads else [])
+        add(readers, range(1 + reads), z.writes, [here, own])
+    if reads and not any(z.middle for z in d.steps):
+        add([x.q], range(1, 2), None, [t == s])
+    rows = [(jnp.concatenate(row[:pack], axis=1), jnp.concatenate(row[pack:], axis=1)) for row in total]
+    return Weights(*rows[0], *(rows[1] if reads else (None, None)))
+
+
+def finish(
+    x: Tokens, state: jax.Array, d: Decays, weights: Weights, inverse: jax.Array, scale: float, dtype: Any
+) -> tuple[Any, jax.Array]:
+    """Returns (out [C, Hv], or None without q; the state after the chunk).
+
+    Args:
+      inverse: of I - P(a, b) of each head, [pack C, C].
+    """
+    pack, reads = inverse.shape[0] // CHUNK, x.q is not None
+    readers = [x.a * d.before] + ([x.q * d.enters] if reads else [])
+    of_state = dot(jnp.concatenate(readers), state, NN, dtype)
+    pairs = [weights.ak] + ([weights.qk] if reads else [])
+    of_values = dot(jnp.concatenate(pairs), jnp.concatenate(_alone(x.v, pack)), NN, dtype)
+    both = of_state + of_values
+    each = [slice(j * CHUNK, (j + 1) * CHUNK) for j in range(pack)]
+    found = [solved(-weights.ab[:, i], both[:CHUNK], inverse[i], dtype) for i in each]
+    alone = [_alone(u, pack)[j] for j, u in enumerate(found)]
+    written = alone[0]
+    for u in alone[1:]:
+        written = written + u
+    writers = jnp.concatenate([x.b * d.leaves, x.k * d.leaves])
+    added = _blocks(dot(writers, jnp.concatenate([written, x.v]), TN, dtype), pack)
+    whole = jnp.transpose(d.whole)  # [H, C]: the same in every column
+    whole = jnp.concatenate([whole] * (state.shape[1] // CHUNK), axis=1) if state.shape[1] > CHUNK else whole
+    after = whole * state + added
+    if not reads:
+        return None, after
+    return scale * (both[CHUNK:] + dot(weights.qb, jnp.concatenate(alone), NN, dtype)), after
+
+
+def step(
+    x: Tokens, state: jax.Array, inverse: jax.Array, scale: float, dtype: Any, narrow: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out, state after the chunk) of a chunk of a pack."""
+    d = decays(x.w, narrow)
+    weights = weights_of(x, d, inverse.shape[0] // CHUNK, dtype)
+    return finish(x, state, d, weights, inverse, scale, dtype)
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _tokens(scratch: dict[str, Any], h: Any, reads: bool) -> Tokens:
+    return Tokens(*(scratch[n][h].astype(jnp.float32) if reads or n != "q" else None for n in ARRAYS))
+
+
+def dplr_walk_kernel(table: Any, x: dict[str, Any], y: dict[str, Any], scratch: dict[str, Any], *, p: Plan) -> None:
+    """Walks a row forward, and writes what is in `y`: "out", "exits"; "states" before each visit, "solve", the inverses."""
+    visit, state, reads, dtype = Visit(table, p, False), scratch["state"], "out" in y, scratch["k"].dtype
+    pack = scratch["solve"].shape[1] // CHUNK
+
+    @pl.when(visit.begins)
+    def _() -> None:
+        state[...] = x["entries"][0, 0] if "entries" in x else jnp.zeros(state.shape, jnp.float32)
+
+    def prepare(h: Any, narrow: bool) -> None:
+        z = _tokens(scratch, h, reads)
+        weights = weights_of(z, decays(z.w, narrow), pack, dtype)
+        for j in range(pack):
+            i = slice(j * CHUNK, (j + 1) * CHUNK)
+            scratch["pairs"][h, i] = -weights.ab[:, i]
+        for i, each in enumerate(weights[1:]):
+            if each is not None:
+                scratch["weights"][h, i * CHUNK : (i + 1) * CHUNK] = each.astype(dtype)
+
+    def head(h: Any, _: None) -> None:
+        z, before, inverse = _tokens(scratch, h, reads), state[h], scratch["solve"][h]
+        kept = [scratch["weights"][h, i * CHUNK : (i + 1) * CHUNK].astype(jnp.float32) for i in range(1 + 2 * reads)]
+        weights = Weights(jnp.zeros((CHUNK, pack * CHUNK)), *kept, *([] if reads else [None, None]))
+        if "states" in y:
+            y["states"][0, 0, h], y["solve"][0, 0, h] = before.astype(dtype), inverse
+        # No step: pairs are in `weights`.
+        out, state[h] = finish(z, before, decays(z.w, True), weights, inverse, p.scale, dtype)
+        if reads:
+            scratch["out"][h] = out.astype(scratch["out"].dtype)
+
+    def body() -> None:
+        loaded(x, scratch, visit, p, ARRAYS if reads else ARRAYS[1:], "w")
+        each_head(p.keys, scratch, prepare, "w")
+        parts = [(h, slice(j * CHUNK, (j + 1) * CHUNK)) for h in range(p.keys) for j in range(pack)]
+        for first in range(0, len(parts), SIDE_BY_SIDE):
+            some = parts[first : first + SIDE_BY_SIDE]
+            for at, z in zip(some, inverses([scratch["pairs"][at] for at in some], dtype == jnp.float32)):
+                scratch["solve"][at] = z.astype(dtype)
+        lax.fori_loop(0, p.keys, head, None)
+        if reads:
+            store_heads(y["out"], scratch["out"], scratch["value_words"], visit.more)
+
+    visit.run(body, [y["out"]] if reads else [])
+    if "exits" in y:
+
+        @pl.when(visit.ends)
+        def _() -> None:
+            y["exits"][0, 0] = state[...]
+
+
+def dplr_reverse_kernel(table: Any, x: dict[str, Any], y: dict[str, Any], scratch: dict[str, Any], *, p: Plan) -> None:
+    """Walks a row from its end with the gradient of the states, and writes all gradients."""
+    visit, d_state, dtype = Visit(table, p, True), scratch["state"], scratch["k"].dtype
+
+    @pl.when(visit.ends)
+    def _() -> None:
+        d_state[...] = x["d_exits"][0, 0]
+
+    def body() -> None:
+        valid = loaded(x, scratch, visit, p, (*ARRAYS, "d_out"), "w")
+
+        def head(h: Any, narrow: bool) -> None:
+            z, before, inverse = (
+                _tokens(scratch, h, True),
+                x["states"][0, 0, h].astype(jnp.float32),
+                x["solve"][0, 0, h],
+            )
+            _, pull = jax.vjp(lambda z, before: step(z, before, inverse, p.scale, dtype, narrow), z, before)
+            d, d_state[h] = pull((scratch["d_out"][h].astype(jnp.float32), d_state[h]))
+            dw = d.w if valid is None else jnp.where(valid, d.w, 0.0)  # padding is 0 to all else
+            for name, each in zip(ARRAYS, d._replace(w=dw)):
+                scratch[f"d{name}"][h] = each.astype(scratch[f"d{name}"].dtype)
+
+        each_head(p.keys, scratch, head, "w")
+        for name in ARRAYS:
+            words = scratch["value_words" if name == "v" else "key_words"]
+            store_heads(y[f"d{name}"], scratch[f"d{name}"], words, visit.more)
+
+    visit.run(body, [y[f"d{name}"] for name in ARRAYS])
+
+    @pl.when(visit.begins)
+    def _() -> None:
+        y["d_entries"][0, 0] = d_state[...]
