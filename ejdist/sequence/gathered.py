@@ -55,7 +55,7 @@ class Gathered:
         call = self._of(in_place.without_padding(self.local, queries=False))
         local, table = call.local, call.table()
         masks = [_in_order(mask, table, self.kernels.tile) for mask in call.masks()]
-        coming = call.gathered(0, None)
+        coming = call.gathered(0, call.ids)
         state = self.kernels.attend(
             local.query, *_both(local.keys), *in_place.masks_of(local, 0), None, local.query.dtype
         )
@@ -87,7 +87,7 @@ class Gathered:
                 grads.append(new)
             return vary_alike((sums, grads), local.query)
 
-        masks, coming = call.masks(), call.gathered(0, None)
+        masks, coming = call.masks(), call.gathered(0, call.ids)
         keys, (sums, of_early) = jax.lax.optimization_barrier((coming, mine(early, local.full(local.query.shape))))
         leaving: list[jax.Array] = []
         for group in range(self.groups):
@@ -107,6 +107,11 @@ class Gathered:
 
     def _of(self, local: Local) -> Gathered:
         return replace(self, local=local)
+
+    @property
+    def ids(self) -> list[jax.Array]:
+        """What is gathered of a mask. It comes before the keys, or a compiler joins both, and attention waits for all."""
+        return [getattr(self.local.mask, name) for name in self.local.mask.data_fields]
 
     def heads(self, group: int) -> tuple[int, int]:
         """Returns the first head of the queries of a group, and how many it has."""

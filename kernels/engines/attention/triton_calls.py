@@ -17,7 +17,7 @@ from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.ranges import Edge, Interval, KeyRange
 from kernels.engines.attention.tiles import FIRST, LAST, spans
 from kernels.engines.attention.triton_parts import OFFSET, POSITION, ROW, Options
-from kernels.engines.attention.triton_shares import shares_of_group
+from kernels.engines.attention.triton_shares import check_shares, shares_of_group
 from kernels.framework.config import BwdParams, FwdParams, KernelConfig
 from kernels.framework.execute import Saved
 from kernels.framework.target import MULTIPROCESSORS
@@ -60,13 +60,13 @@ class Call(NamedTuple):
         mask = self.mask if self.of_tiles is None else self.of_tiles
         return spans(mask, self.options["T"], self.options["S"], q_block, k_block)
 
-    def shared(self, spans: Any) -> Call:
-        """Returns the call for the Hopper backward: where several programs for a block of keys are faster, each of them counts
-        as a key head. `spans` are those of the blocks of keys."""
+    def shared(self, spans: Any, shares: int | None) -> Call:
+        """Returns the call for the Hopper backward: where several programs for a block of keys are faster, or asked for, each
+        counts as a key head. `spans` are those of the blocks of keys."""
         o = self.options
-        shares = shares_of_group(
-            spans, o["B"], o["K"], (o["PART"] or o["N"]) // o["K"], 1 if o["BLOCK_H"] > 128 else SIDE_BY_SIDE[0]
-        )
+        group = (o["PART"] or o["N"]) // o["K"]
+        check_shares(shares, group)
+        shares = shares or shares_of_group(spans, o["B"], o["K"], group, 1 if o["BLOCK_H"] > 128 else SIDE_BY_SIDE[0])
         return self._replace(options={**o, "K": o["K"] * shares, "SHARES": shares})
 
     def launch(

@@ -146,7 +146,7 @@ def warp_specialized_gradients(
         delta,
     )
     spans = call.known_spans(*blocks)[1]
-    call = call.shared(spans)
+    call = call.shared(spans, params.shares)
     shares, spans = call.options["SHARES"], jnp.asarray(spans)
 
     def gradient_of(x: jax.Array | None) -> jax.ShapeDtypeStruct:
@@ -172,8 +172,9 @@ def warp_specialized_gradients(
         STAGES=params.num_stages,
         **how,
     )
-    if shares > 1 and value is not None:
-        d_key, d_value = (x.reshape(B, S, K, shares, -1).sum(3).astype(key.dtype) for x in (d_key, d_value))
+    if shares > 1:
+        grads = (d_key, d_value) if value is not None else (d_key,)
+        d_key, d_value = [*(x.reshape(B, S, K, shares, -1).sum(3).astype(key.dtype) for x in grads), d_value][:2]
     return d_query, d_key, d_value
 
 
