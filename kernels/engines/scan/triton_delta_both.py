@@ -1,5 +1,5 @@
-"""Triton kernel of both walks of a delta rule's backward in one launch: neither reads what the other writes, and a walk waits for
-memory more than it computes, so each fills the time of the other."""
+"""Triton kernel of both walks of a delta rule's backward in one launch: neither reads what the other writes, and a walk waits
+for memory more than it computes, so each fills the time of the other."""
 
 from __future__ import annotations
 

@@ -329,7 +329,7 @@ def keeping(run: Launches) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.A
 
 
 def kept_of(dims: Mapping[str, int], num_states: int, dtype: Any, chunk: int | None) -> dict[str, Any]:
-    """Returns the shapes of what `keeping` keeps: weights of pairs and inverses, half of the values each, and what decays leave."""
+    """Returns the shapes of what `keeping` keeps: weights of pairs and inverses, and what decays leave."""
     (B, T, N), C = (dims[name] for name in "BTN"), check_chunk(chunk)
     chunks = chunks_of(T, C, num_states)
     square = jax.ShapeDtypeStruct((B, N, chunks, C, C), dtype)
