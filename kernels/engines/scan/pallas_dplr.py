@@ -7,8 +7,8 @@ products these are, what a chunk computes is a function of arrays, `step`, and t
 
 Heads of up to 64 channels are *packed*: two lie beside each other in the 128 lanes, so that decays and exponentials of both are
 one, and the state of a pack is a matrix with a block for each on its diagonal. Products that would mix the heads of a pack have
-the channels of all but one set to 0 in one operand. XLA stores such arrays as [B, N, D, T], where a pack is 128 rows: it is read as
-it lies, and transposed in VMEM.
+the channels of all but one set to 0 in one operand. XLA stores such arrays as [B, N, D, T], where a pack is 128 rows: it is
+read as it lies, and transposed in VMEM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from kernels.engines.scan.pallas_channel import NN, each_head, loaded, solved
 from kernels.engines.scan.pallas_delta import Plan, Visit
 from kernels.engines.scan.pallas_delta_parts import CHUNK, SIDE_BY_SIDE, TN, inverses, load_heads, store_heads
-from kernels.engines.scan.pallas_steps import Decays, Reader, decays, dot, pairs
+from kernels.engines.scan.pallas_steps import Reader, decays, dot, pairs
 
 ARRAYS = ("q", "w", "k", "v", "a", "b")
 
@@ -39,17 +39,23 @@ class Tokens(NamedTuple):
     b: jax.Array
 
 
-class Weights(NamedTuple):
-    """What a token (rows) reads of another or of itself (columns): those of the heads of a pack side by side, [C, pack C].
+class Chunk(NamedTuple):
+    """What a chunk of a pack does to any state. Arrays of the heads of a pack lie side by side, [C, pack C].
 
     Attributes:
       ab, ak: what a reads of b and of k. qb, qk: what q reads of them, None without q.
+      readers: [C, H], a and below it q, as they read the state before the chunk.
+      writers: [2 C, H], b and below it k, as they write the state after it.
+      whole: [H, C], the decay over the chunk, in every column.
     """
 
-    ab: jax.Array
+    ab: Any
     ak: jax.Array
     qb: Any
     qk: Any
+    readers: jax.Array
+    writers: jax.Array
+    whole: jax.Array
 
 
 def _alone(x: jax.Array, pack: int, axis: int = 1) -> list[jax.Array]:
@@ -68,51 +74,50 @@ def _blocks(x: jax.Array, pack: int) -> jax.Array:
     return jnp.where(row == column, x, 0.0)
 
 
-def weights_of(x: Tokens, d: Decays, pack: int, dtype: Any) -> Weights:
-    """Returns the weights of all pairs: of each step in one product, of both readers with both writers of all heads."""
+def chunk_of(x: Tokens, pack: int, dtype: Any, narrow: bool) -> Chunk:
+    """Returns what a chunk does: of each step of its pairs both readers with both writers of all heads in one product."""
+    d = decays(x.w, narrow)
     readers = [Reader(x.a, True)] + ([] if x.q is None else [Reader(x.q, False, True)])
     writers = [y for z in (x.b, x.k) for y in _alone(z, pack)]
     rows = [[jnp.concatenate(r[i : i + pack], axis=1) for i in (0, pack)] for r in pairs(readers, writers, d, dtype)]
-    return Weights(*rows[0], *(rows[1] if len(rows) > 1 else (None, None)))
+    reads = [x.a * d.before] + ([] if x.q is None else [x.q * d.enters])
+    writes = jnp.concatenate([x.b * d.leaves, x.k * d.leaves])
+    of_q = rows[1] if len(rows) > 1 else (None, None)
+    return Chunk(*rows[0], *of_q, jnp.concatenate(reads), writes, jnp.transpose(d.whole))
 
 
 def finish(
-    x: Tokens, state: jax.Array, d: Decays, weights: Weights, inverse: jax.Array, scale: float, dtype: Any
+    x: Chunk, v: jax.Array, state: jax.Array, inverse: jax.Array, scale: float, dtype: Any
 ) -> tuple[Any, jax.Array]:
     """Returns (out [C, Hv], or None without q; the state after the chunk).
 
     Args:
       inverse: of I - P(a, b) of each head, [pack C, C].
     """
-    pack, reads = inverse.shape[0] // CHUNK, x.q is not None
-    readers = [x.a * d.before] + ([x.q * d.enters] if reads else [])
-    of_state = dot(jnp.concatenate(readers), state, NN, dtype)
-    pairs = [weights.ak] + ([weights.qk] if reads else [])
-    of_values = dot(jnp.concatenate(pairs), jnp.concatenate(_alone(x.v, pack)), NN, dtype)
-    both = of_state + of_values
+    pack, reads = inverse.shape[0] // CHUNK, x.qk is not None
+    of_values = jnp.concatenate([x.ak, x.qk]) if reads else x.ak
+    both = dot(x.readers, state, NN, dtype) + dot(of_values, jnp.concatenate(_alone(v, pack)), NN, dtype)
     each = [slice(j * CHUNK, (j + 1) * CHUNK) for j in range(pack)]
-    found = [solved(-weights.ab[:, i], both[:CHUNK], inverse[i], dtype) for i in each]
-    alone = [_alone(u, pack)[j] for j, u in enumerate(found)]
+    matrices = [jnp.zeros((CHUNK, CHUNK)) if x.ab is None else -x.ab[:, i] for i in each]
+    solutions = [solved(m, both[:CHUNK], inverse[i], dtype) for m, i in zip(matrices, each, strict=True)]
+    alone = [_alone(u, pack)[j] for j, u in enumerate(solutions)]
     written = alone[0]
     for u in alone[1:]:
         written = written + u
-    writers = jnp.concatenate([x.b * d.leaves, x.k * d.leaves])
-    added = _blocks(dot(writers, jnp.concatenate([written, x.v]), TN, dtype), pack)
-    whole = jnp.transpose(d.whole)  # [H, C]: the same in every column
+    added = _blocks(dot(x.writers, jnp.concatenate([written, v]), TN, dtype), pack)
+    whole = x.whole
     whole = jnp.concatenate([whole] * (state.shape[1] // CHUNK), axis=1) if state.shape[1] > CHUNK else whole
     after = whole * state + added
     if not reads:
         return None, after
-    return scale * (both[CHUNK:] + dot(weights.qb, jnp.concatenate(alone), NN, dtype)), after
+    return scale * (both[CHUNK:] + dot(x.qb, jnp.concatenate(alone), NN, dtype)), after
 
 
 def step(
     x: Tokens, state: jax.Array, inverse: jax.Array, scale: float, dtype: Any, narrow: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (out, state after the chunk) of a chunk of a pack."""
-    d = decays(x.w, narrow)
-    weights = weights_of(x, d, inverse.shape[0] // CHUNK, dtype)
-    return finish(x, state, d, weights, inverse, scale, dtype)
+    return finish(chunk_of(x, inverse.shape[0] // CHUNK, dtype, narrow), x.v, state, inverse, scale, dtype)
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
@@ -149,24 +154,23 @@ def dplr_walk_kernel(table: Any, x: dict[str, Any], y: dict[str, Any], scratch: 
     def _() -> None:
         state[...] = x["entries"][0, 0] if "entries" in x else jnp.zeros(state.shape, jnp.float32)
 
+    names = tuple(n for n in Chunk._fields[1:] if reads or n[0] != "q")
+
     def prepare(h: Any, narrow: bool) -> None:
-        z = _tokens(scratch, h, reads)
-        weights = weights_of(z, decays(z.w, narrow), pack, dtype)
+        each = chunk_of(_tokens(scratch, h, reads), pack, dtype, narrow)
         for j in range(pack):
             i = slice(j * CHUNK, (j + 1) * CHUNK)
-            scratch["pairs"][h, i] = -weights.ab[:, i]
-        for i, each in enumerate(weights[1:]):
-            if each is not None:
-                scratch["weights"][h, i * CHUNK : (i + 1) * CHUNK] = each.astype(dtype)
+            scratch["pairs"][h, i] = -each.ab[:, i]
+        for name in names:
+            scratch[name][h] = getattr(each, name).astype(scratch[name].dtype)
 
     def head(h: Any, _: None) -> None:
-        z, before, inverse = _tokens(scratch, h, reads), state[h], scratch["solve"][h]
-        kept = [scratch["weights"][h, i * CHUNK : (i + 1) * CHUNK].astype(jnp.float32) for i in range(1 + 2 * reads)]
-        weights = Weights(jnp.zeros((CHUNK, pack * CHUNK)), *kept, *([] if reads else [None, None]))
+        of_chunk = Chunk(**dict.fromkeys(Chunk._fields, None) | {name: scratch[name][h] for name in names})
+        before, inverse = state[h], scratch["solve"][h]
         if "states" in y:
             y["states"][0, 0, h], y["solve"][0, 0, h] = before.astype(dtype), inverse
-        # No step: pairs are in `weights`.
-        out, state[h] = finish(z, before, decays(z.w, True), weights, inverse, p.scale, dtype)
+        v = scratch["v"][h].astype(jnp.float32)
+        out, state[h] = finish(of_chunk, v, before, inverse, p.scale, dtype)
         if reads:
             scratch["out"][h] = out.astype(scratch["out"].dtype)
 

@@ -105,7 +105,10 @@ class DplrLaunches(Launches):
         scratch = self.buffers((*kernels.ARRAYS, "out") if reads else kernels.ARRAYS[1:])
         squares = p.keys, self.pack * CHUNK, CHUNK
         scratch |= {"pairs": (squares, jnp.float32), "solve": (squares, dtype)}
-        scratch |= {"weights": ((p.keys, (3 if reads else 1) * CHUNK, self.pack * CHUNK), dtype)}
+        H, rows, side_by_side = self.shape[2], (1 + reads) * CHUNK, self.pack * CHUNK
+        scratch |= dict.fromkeys(("ak", "qb", "qk")[: 1 + 2 * reads], ((p.keys, CHUNK, side_by_side), dtype))
+        scratch |= {"readers": ((p.keys, rows, H), dtype), "writers": ((p.keys, 2 * CHUNK, H), dtype)}
+        scratch["whole"] = (p.keys, H, CHUNK), jnp.float32
         inputs = self.inputs(q=self.x.q if reads else None, entries=self.widened_entries())
         shapes = self.shapes()
         return self.launch(kernels.dplr_walk_kernel, inputs, {name: shapes[name] for name in wanted}, scratch, False)

@@ -1,4 +1,4 @@
-"""What decays of channels leave of a chunk, and the weights of its pairs of tokens: parts of Pallas kernels, differentiated there.
+"""What decays of channels leave of a chunk, and the weights of its pairs: parts of Pallas kernels, differentiated there.
 
 The weight of a pair is Σ q_t k_s exp(a_{s+1} + ... + a_t) over channels. Chunks are halved again and again (*levels*): of
 blocks of 2 h tokens, t is in the second half and s in the first, and both are referred to the middle. The sums from there to t

@@ -208,6 +208,7 @@ RWKV7 = (
         "small",
         "smoke",
         "code",
+        "kernels",
         make={"initial_state": _states(1), "segment_ids": _documents},
         B=2, T=13, N=2, H=8, Hv=4,
     ),
