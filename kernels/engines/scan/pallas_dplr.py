@@ -82,8 +82,8 @@ def chunk_of(x: Tokens, pack: int, dtype: Any, narrow: bool) -> Chunk:
     rows = [[jnp.concatenate(r[i : i + pack], axis=1) for i in (0, pack)] for r in pairs(readers, writers, d, dtype)]
     reads = [x.a * d.before] + ([] if x.q is None else [x.q * d.enters])
     writes = jnp.concatenate([x.b * d.leaves, x.k * d.leaves])
-    of_q = rows[1] if len(rows) > 1 else (None, None)
-    return Chunk(*rows[0], *of_q, jnp.concatenate(reads), writes, jnp.transpose(d.whole))
+    (ab, ak), (qb, qk) = rows[0], rows[1] if len(rows) > 1 else (None, None)
+    return Chunk(ab, ak, qb, qk, jnp.concatenate(reads), writes, jnp.transpose(d.whole))
 
 
 def finish(
@@ -142,7 +142,8 @@ def store_packs(ref: Any, packs: Any, _: Any, more: Any = None) -> None:
 
 
 def _tokens(scratch: dict[str, Any], h: Any, reads: bool) -> Tokens:
-    return Tokens(*(scratch[n][h].astype(jnp.float32) if reads or n != "q" else None for n in ARRAYS))
+    x: dict[str, Any] = {n: scratch[n][h].astype(jnp.float32) for n in ARRAYS if reads or n != "q"}
+    return Tokens(**{"q": None} | x)
 
 
 def dplr_walk_kernel(table: Any, x: dict[str, Any], y: dict[str, Any], scratch: dict[str, Any], *, p: Plan) -> None:
@@ -165,12 +166,12 @@ def dplr_walk_kernel(table: Any, x: dict[str, Any], y: dict[str, Any], scratch: 
             scratch[name][h] = getattr(each, name).astype(scratch[name].dtype)
 
     def head(h: Any, _: None) -> None:
-        of_chunk = Chunk(**dict.fromkeys(Chunk._fields, None) | {name: scratch[name][h] for name in names})
+        z: dict[str, Any] = dict.fromkeys(Chunk._fields) | {name: scratch[name][h] for name in names}
         before, inverse = state[h], scratch["solve"][h]
         if "states" in y:
             y["states"][0, 0, h], y["solve"][0, 0, h] = before.astype(dtype), inverse
         v = scratch["v"][h].astype(jnp.float32)
-        out, state[h] = finish(of_chunk, v, before, inverse, p.scale, dtype)
+        out, state[h] = finish(Chunk(**z), v, before, inverse, p.scale, dtype)
         if reads:
             scratch["out"][h] = out.astype(scratch["out"].dtype)
 

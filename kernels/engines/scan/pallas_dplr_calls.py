@@ -61,8 +61,8 @@ class DplrLaunches(Launches):
         self.packs = {name: packed(getattr(x, name), pack) for name in ("w", "a", "b")}
         entries = None if x.entries is None else packed_states(x.entries, pack)
         beta: Any = None
-        tokens = (packed(y, pack) for y in (x.q, x.k, x.v))
-        super().__init__(Tokens(*tokens, beta, None, x.segment_ids, entries), num_states, scale, cfg, work)
+        q, k, v = (packed(y, pack) for y in (x.q, x.k, x.v))
+        super().__init__(Tokens(q, k, v, beta, None, x.segment_ids, entries), num_states, scale, cfg, work)
         self.widths, self.tokens_last = (H, Hv), pack > 1
         q, k, v = (self.laid(y) for y in self.x[:3])
         self.x, self.gates = self.x._replace(q=q, k=k, v=v), {name: self.laid(y) for name, y in self.gates.items()}

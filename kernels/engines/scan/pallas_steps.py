@@ -188,11 +188,10 @@ def pairs(readers: Sequence[Reader], writers: Sequence[jax.Array], d: Decays, dt
                 total[i][j] = laid(total[i][j], block, masks[place], late)
 
     for z in d.steps:
-        later, at = (t > s, t) if z.late is None else (None, _blocks(t, z.late, 1))
-        apart = lax.div(at ^ (s if z.late is None else _blocks(s, z.late, 1)), z.half)
-        # Blocks of `half` tokens: those of the middle have both tokens in one, levels in neighbours that make a block.
-        here = (apart == 0) & later if z.middle else apart == 1 if later is None else (apart == 1) & later
-        own = (apart == 0) & (t >= s) if z.middle else here
+        reader, writer = (t, s) if z.late is None else (_blocks(t, z.late, 1), _blocks(s, z.late, 1))
+        apart = lax.div(reader ^ writer, z.half)  # 0 in one block of `half` tokens, 1 in neighbours that make a block
+        here = (reader > writer) & (apart == (0 if z.middle else 1))
+        own = (reader >= writer) & (apart == 0) if z.middle else here
         rows = [
             (r.x if z.late is None else late_rows(r.x, z.late)) * (z.before if r.before else z.reads) for r in readers
         ]
