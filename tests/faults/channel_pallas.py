@@ -52,8 +52,8 @@ FAULTS = (
     ),
     Fault(
         "pallas channels: a document goes on from the one before it",
-        "pallas_channel_calls:ChannelLaunches.marked",
-        "jnp.where(self.begins, kernels.RESET * $valid, $valid)",
+        "pallas_channel_calls:with_begins",
+        "$valid if $begins is None else jnp.where($begins, kernels.RESET * $valid, $valid)",
         "$valid",
         DOCUMENTS,
     ),
@@ -102,8 +102,8 @@ FAULTS = (
     Fault(
         "pallas channels: rows of a level are put back in another place",
         "pallas_steps:_between",
-        "for $x in ($early, $late)",
-        "for $x in ($late, $early)",
+        "jnp.concatenate([$x[$i : $i + $size] for $i in range(0, $late.shape[0], $size) for $x in ($early, $late)])",
+        "jnp.concatenate([$x[$i : $i + $size] for $i in range(0, $late.shape[0], $size) for $x in ($late, $early)])",
         DELTA,
     ),
     Fault(

@@ -142,8 +142,8 @@ def store_packs(ref: Any, packs: Any, _: Any, more: Any = None) -> None:
 
 
 def _tokens(scratch: dict[str, Any], h: Any, reads: bool) -> Tokens:
-    x: dict[str, Any] = {n: scratch[n][h].astype(jnp.float32) for n in ARRAYS if reads or n != "q"}
-    return Tokens(**{"q": None} | x)
+    q, w, k, v, a, b = (scratch[n][h].astype(jnp.float32) if reads or n != "q" else jnp.zeros(()) for n in ARRAYS)
+    return Tokens(q if reads else None, w, k, v, a, b)
 
 
 def dplr_walk_kernel(table: Any, x: dict[str, Any], y: dict[str, Any], scratch: dict[str, Any], *, p: Plan) -> None:
