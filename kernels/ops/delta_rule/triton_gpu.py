@@ -54,9 +54,13 @@ def rejects(call):
     return sizes_refused(call.dims, call.query, call.key, call.value)
 
 
+def _per_channel(call):
+    return call.g is not None and call.g.shape[-1] > 1
+
+
 def keeps(call, cfg):
     one = decode.one_token(call.dims["T"], call.num_states)
-    if one or not (cfg and cfg.keeps) or (call.g is not None and call.g.shape[-1] > 1):
+    if one or not (cfg and cfg.keeps) or _per_channel(call):
         return {}
     return delta.kept_of(call.dims, call.num_states, call.key.dtype, cfg.chunk)
 
@@ -162,7 +166,7 @@ def rwkv7_backward(saved, r, w, k, v, a, b, segment_ids, initial_state, softmax_
 def _tiles(call, cfg):
     """Returns tiles with what is worth while in a backward: what the forward keeps; both walks at once where that was timed, of
     decays of heads whose programs leave half of each multiprocessor empty."""
-    if call.g is not None and call.g.shape[-1] > 1:
+    if _per_channel(call):
         return cfg
     programs = call.dims["B"] * call.dims["N"] * -(-call.dims["Hv"] // (cfg.block_v or 1))
     few = cfg.splits == 1 and programs <= MULTIPROCESSORS and call.dtype != "float32"
@@ -177,7 +181,7 @@ def others(call):
     return [_tiles(call, cfg) for cfg in delta.candidates(call)]
 
 
-heuristic = decode.heuristic(of_chunks)
+heuristic = decode.heuristic(of_chunks, lambda call: decode.OF_CHANNELS if _per_channel(call) else decode.COLUMNS)
 op.register(
     forward,
     backward,
