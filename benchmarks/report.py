@@ -147,6 +147,7 @@ def tables(folder: Path) -> str:
         of_hosts(folder / "hosts"),
         of_dealing(folder / "dealing"),
         resumed(folder / "resumed"),
+        optimizers(folder / "optimizers"),
     )
     parts += [section for section in more if section]
     return "\n\n".join(parts) or "Nothing has been measured yet."
@@ -165,6 +166,19 @@ def small_operations(folder: Path) -> str:
         found = json.loads(path.read_text())
         when = f"Measured {_origin(found)}." if "commit" in found else "Measured at a commit that was not written down."
         parts.append(f"### Operations beside attention on {found['device']}\n\n{rows_of(found['rows'])}\n\n{when}")
+    return "\n\n".join(parts)
+
+
+def optimizers(folder: Path) -> str:
+    """Returns the Markdown of the results of `benchmarks.optimizers` in a folder; empty where there are none."""
+    from benchmarks.optimizers import table as rows_of
+
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        found = json.loads(path.read_text())
+        picture = f"![losses of both optimizers](results/{folder.name}/{path.stem}.png)"
+        title = f"### Muon and AdamW: {path.stem} on {found['device']}"
+        parts.append(f"{title}\n\n{picture}\n\n{rows_of(found)}\n\nMeasured {_origin(found)}.")
     return "\n\n".join(parts)
 
 

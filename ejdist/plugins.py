@@ -25,7 +25,7 @@ from ejdist.registered import LAYER, LOSS, OPTIMIZER, SOURCE, Entry, PluginError
 from ejdist.training.data.own_source import OwnSource
 from ejdist.training.data.packing import Rows
 from ejdist.training.losses import CROSS_ENTROPY, BoundModel, Loss, LossTerms, Reference
-from ejdist.training.optimizer import ADAMW, OptimizerSection, OwnOptimizer
+from ejdist.training.optimizer import NAMES, OptimizerSection, OwnOptimizer
 from ejdist.training.program import TrainSections
 
 __all__ = [
@@ -84,7 +84,7 @@ def register_optimizer(
       PluginError: the name or the section cannot be used.
     """
     module = _caller()
-    _check_name(module, OPTIMIZER, name, {ADAMW})
+    _check_name(module, OPTIMIZER, name, {*NAMES})
     if section is not None:
         check_section(module, OPTIMIZER, name, section, OptimizerSection, hashed=False)
     add(Entry(OPTIMIZER, name, OwnOptimizer(make, elementwise), section, module))

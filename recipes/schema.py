@@ -20,7 +20,7 @@ from ejdist.cluster.section import ClusterSection
 from ejdist.models.decoder import DecoderConfig, decoder_type
 from ejdist.registered import LOSS, OPTIMIZER, PluginError, entry_of, grown, sections_of
 from ejdist.training.curriculum import is_of, named, unused
-from ejdist.training.optimizer import OptimizerSection
+from ejdist.training.optimizer import MUON, OptimizerSection
 from ejdist.training.program import TrainSections
 from ejdist.weights.files import WeightsError
 from recipes.arguments import Arguments, RecipeError, check_values, key_of, read, value_of
@@ -192,6 +192,8 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
     if entry_of(OPTIMIZER, recipe.optimizer.name) is not None:
         adam = f"optimizer.name = {recipe.optimizer.name} is not AdamW"
         why |= dict.fromkeys(("optimizer.b1", "optimizer.b2", "optimizer.eps"), adam)
+    if recipe.optimizer.name != MUON:
+        why[f"optimizer.{MUON}."] = f"optimizer.name = {recipe.optimizer.name}"
     if entry_of(LOSS, recipe.loss) is not None:
         why["z_loss"] = f"loss = {recipe.loss} is not the cross entropy"
     for kind, chosen, where in ((OPTIMIZER, recipe.optimizer.name, "optimizer."), (LOSS, recipe.loss, "")):

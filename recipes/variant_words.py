@@ -27,6 +27,7 @@ _VARIANTS = {
     },
     "optimizer": {
         "adamw": "adam cosine warmup_cosine adamw_torch fused_adam",
+        "muon": "moonlight muonclip dist_muon",
         "wsd": "warmup_stable_decay trapezoidal",
     },
     "recipe": {

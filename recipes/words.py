@@ -49,6 +49,10 @@ _MEANT = {
     "optimizer.b2": "beta2 adam_beta2 adam_b2",
     "optimizer.eps": "epsilon adam_epsilon adam_eps",
     "optimizer.weight_decay": "wd adam_weight_decay",
+    "optimizer.muon.momentum": "muon_momentum muon_beta muon_mu",
+    "optimizer.muon.steps": "ns_steps newton_schulz_steps muon_num_ns_steps",
+    "optimizer.muon.rms": "consistent_rms muon_extra_scale_factor muon_matched_adamw_rms matched_adamw_rms",
+    "optimizer.muon.nesterov": "muon_use_nesterov use_nesterov",
     "optimizer.clip_norm": (
         "max_norm max_grad_norm grad_clip clip_grad gradient_clipping gradient_clip_val grad_norm_clip "
         "gradient_clipping_threshold clip"
@@ -242,6 +246,11 @@ _TOLD = (
     (
         "products are computed in model.compute_dtype=bfloat16 or float32",
         "fp8 enable_fp8 float8",
+    ),
+    (
+        "QK-clip needs the largest logit of each head, which no kernel of attention reports; model.qk_norm=true or "
+        "model.attention_soft_cap=50 bounds logits",
+        "qk_clip qkclip qk_clip_threshold muonclip muon_clip tau clip_qk",
     ),
     (
         "every step is compiled",

@@ -17,13 +17,13 @@ import kernels
 from ejdist import make_mesh, ring_attention
 from ejdist.documents import places
 from ejdist.order import Order
-from ejdist.sequence import GroupCast, Ring, in_place
+from ejdist.sequence import AllGather, GroupCast, Ring, in_place
 from kernels import MaskInfo
 from kernels.engines.attention import triton_calls
 from kernels.engines.attention.pairs import keys_at
 from kernels.ops.flash_attention import op
 
-HEADS, KEY_HEADS = 2, 1
+HEADS, KEY_HEADS = 4, 2
 AT = jnp.arange(512, dtype=jnp.int32)[None]
 
 
@@ -90,6 +90,12 @@ def everything(attend, arrays, *rest):
         # Over chunks that are put together of those of other ranks.
         pytest.param("balanced", 2, "packed", (64, 64), {"scheme": GroupCast(0.5)}, marks=pytest.mark.slow),
         pytest.param("striped", 4, "one", (64, 64), {"scheme": GroupCast()}, marks=pytest.mark.slow),
+        # All others' keys at once.
+        ("striped", 4, "packed", (64, 64), {"scheme": AllGather()}),
+        ("balanced", 2, "packed", (64, 64), {"scheme": AllGather()}),
+        ("zigzag", 4, "none", (128, 64), {"scheme": AllGather(), "logits_soft_cap": 3.0}),
+        ("contiguous", 2, "packed", (64, 64), {"scheme": AllGather(hops="mask"), "causal": False}),
+        ("zigzag", 4, "packed", (128, 128), {"scheme": AllGather(), "softmax_aux": jnp.ones(HEADS)}),
     ],
 )
 def test_the_numbers_of_one_device(hopper, taken, name, ranks, kind, widths, options):

@@ -23,10 +23,11 @@ from ejdist.models.parameters import Param
 from ejdist.models.remat import PartBytes
 from ejdist.models.share import Share
 from ejdist.models.stack import counted_parts, layers_of
+from ejdist.planning import orthogonal
 from ejdist.planning.activations import bytes_of
 from ejdist.planning.share import share_of
 from ejdist.training.offload import is_offloaded, is_stack
-from ejdist.training.optimizer import state_bytes
+from ejdist.training.optimizer import matrices_in, state_bytes
 from ejdist.training.program import check_sizes, param_shardings
 from kernels.engines.rows.vocabulary import rows_of_block
 from kernels.ops.cross_entropy import BLOCK_ELEMENTS
@@ -138,11 +139,11 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
     table = next(p for p in of.model if p.path == ("embedding" if c.tie_embeddings else "lm_head"))
     split, trains = bool(table.over), not of.frozen
 
-    both, host = moment_bytes(s), on_host(s, of, share)
+    host = on_host(s, of, share)
 
     always = {
         "parameters": 4 * sum(p.local for p in parameters),
-        "optimizer moments": both * sum(p.local for p in parameters) - host.get(MOMENTS, 0),
+        "optimizer moments": moment_bytes(s, parameters) - host.get(MOMENTS, 0),
         **({"frozen parameters": sum(p.itemsize * p.local for p in of.frozen)} if of.frozen else {}),
         "buffers": sum(p.itemsize * p.local for p in of.buffers),
         "batch": 4 * 4 * share.tokens * s.accumulation,
@@ -207,14 +208,17 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
             "activations of a round": of_round,
             "activations at work": max(min(p.products + p.rest, p.work) for p in each.values()),
         }
+    all_gradients = sums or gradients + sum(4 * p.local for p in parameters if p not in stacks)
+    if update := orthogonal.memory(s, parameters, mesh):
+        moments["the update"] = {"gradients": all_gradients, "matrices made orthogonal": update}
     if MOMENTS in host:
         away = [p for p in parameters if is_offloaded(p.param)]
         # A layer's moments come while the last ones go; those of a matrix of the whole model are there at once.
-        streamed = 2 * sum(p.local // p.param.shape[0] for p in away if is_stack(p.param))
-        streamed += 2 * max((p.local for p in away if not is_stack(p.param)), default=0)
+        streamed = sum(moment_bytes(s, [p]) // p.param.shape[0] for p in away if is_stack(p.param))
+        streamed += max((moment_bytes(s, [p]) for p in away if not is_stack(p.param)), default=0)
         moments["the update"] = {
-            "gradients": sums or gradients + sum(4 * p.local for p in parameters if p not in stacks),
-            "moments of two layers": both * streamed,
+            "gradients": all_gradients,
+            "moments of two layers": 2 * streamed,
         }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     classes = moments[moment]
@@ -223,9 +227,11 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
     return Memory({**always, **{name: n for name, n in classes.items() if n}}, moment, arguments, host)
 
 
-def moment_bytes(sections: Any) -> int:
-    """Returns the bytes of both moments of a parameter, or of what the optimizer of a plugin keeps of one."""
-    return state_bytes(sections.optimizer)
+def moment_bytes(sections: Any, parameters: list[Stored]) -> int:
+    """Returns the bytes of the moments of parameters on a device, or of what the optimizer of a plugin keeps of them."""
+    each, s = state_bytes(sections.optimizer), sections.optimizer
+    taken = sum(p.local for p in parameters if matrices_in(s, p.path, p.param) is not None)
+    return each * sum(p.local for p in parameters) - each // 2 * taken
 
 
 def on_host(sections: Any, of: Held, share: Share) -> dict[str, int]:
@@ -234,7 +240,7 @@ def on_host(sections: Any, of: Held, share: Share) -> dict[str, int]:
     s, c = sections, sections.model
     held: dict[str, int] = {}
     if s.optimizer.offload == "host":
-        held[MOMENTS] = moment_bytes(s) * sum(p.local for p in of.parameters if is_offloaded(p.param))
+        held[MOMENTS] = moment_bytes(s, [p for p in of.parameters if is_offloaded(p.param)])
     if share.remat.host:
         saved = sum(n * share.remat.kept_on_host(bytes_of(c, share)[part]) for part, n in counted_parts(c).items())
         held[ACTIVATIONS] = saved + c.num_layers * share.tokens * c.model_dim * share.itemsize

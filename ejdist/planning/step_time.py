@@ -18,6 +18,7 @@ from ejdist.mesh import BATCH_AXES, SEQUENCE_AXES
 from ejdist.models.part import Costs
 from ejdist.models.share import Share
 from ejdist.models.stack import counted_parts
+from ejdist.planning import orthogonal
 from ejdist.planning.activations import bytes_of
 from ejdist.planning.links import NETWORK, Links
 from ejdist.planning.memory import ACTIVATIONS, MOMENTS, Held, Stored, moment_bytes, on_host
@@ -111,13 +112,16 @@ def step_time(
     each = bytes_of(c, share)
     work = sum(n * (each[part].work + each[part].moved) for part, n in counted_parts(c).items())
     passes = PASSES * work + LOGIT_BYTES * share.tokens * c.vocab_size // share.features
-    state = (STATE_BYTES - 2 * (8 - moment_bytes(s))) * sum(p.local for p in of.parameters)
+    # Moments are read and written.
+    state = (STATE_BYTES - 2 * 8) * sum(p.local for p in of.parameters) + 2 * moment_bytes(s, of.parameters)
     sent = traffic(s, of, share, mesh, links)
     busy = {
         "matmuls": computed * tokens / devices / (MATMUL * chip.flops),
         "attention": attention / devices / (attention_share(c.head_dim) * chip.flops),
         "passes over memory": (s.accumulation * passes + state) / (BANDWIDTH * chip.bandwidth),
     }
+    if more := orthogonal.flops(s, of.parameters, mesh):
+        busy["orthogonal updates"] = more / (MATMUL * chip.flops)
     away = {name: 2 * n / (TO_HOST * chip.to_host) for name, n in on_host(s, of, share).items()}  # there and back
     if MOMENTS in away:
         busy["moments from and to the host"] = away[MOMENTS]  # after the backward, with no work to hide under
@@ -151,6 +155,7 @@ def traffic(sections: Any, of: Held, share: Share, mesh: Any, links: Links) -> T
     for part, layers in counted_parts(sections.model).items():
         micro.add_all(Costs(part).traffic(sections.model, share), layers)
     sent.add_all(micro, sections.accumulation)
+    sent.add_all(orthogonal.traffic(sections, of.parameters, mesh, links))
     return sent
 
 

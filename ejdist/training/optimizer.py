@@ -1,10 +1,10 @@
-"""The optimizer: AdamW, or one of a plugin, with a schedule, through optax, and where and how its moments are kept."""
+"""The optimizer: AdamW, Muon, or one of a plugin, with a schedule, through optax, and where and how its moments are kept."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ejdist.models.parameters import Param
 from ejdist.registered import OPTIMIZER, Entry, entry_of, names_of, sizes_of
 from ejdist.sections import operational
+from ejdist.training.muon import Matrices, MuonSection, matrices_of, scale_by_muon
 from ejdist.training.rounding import random_bits, rounded, seed_of
 
-ADAMW = "adamw"
+ADAMW, MUON = "adamw", "muon"
+NAMES = (ADAMW, MUON)
 SCHEDULES = ("warmup_cosine", "wsd", "constant")
 DTYPES, PLACES = ("float32", "bfloat16"), ("none", "host")
 
@@ -26,7 +29,7 @@ DTYPES, PLACES = ("float32", "bfloat16"), ("none", "host")
 class OptimizerSection:
     """The `optimizer` section of a recipe."""
 
-    name: str = ADAMW  # adamw, or the name of an optimizer that a plugin registers
+    name: str = ADAMW  # adamw, muon, or the name of an optimizer that a plugin registers
     learning_rate: float = 3e-4  # the largest rate, after the warmup
     schedule: str = "warmup_cosine"  # of the rate: warmup_cosine, wsd (warmup, stable, decay), constant (after warmup)
     warmup_steps: int = 100  # steps in which the rate rises; at most all but one of the run's
@@ -41,15 +44,20 @@ class OptimizerSection:
     # host: the moments of matrices stay in the host's memory, and the update streams them layer by layer.
     offload: str = operational("none")
     accumulate: str = "float32"  # dtype of the sum of gradients over microbatches; bfloat16 is rounded stochastically
+    muon: MuonSection = field(default_factory=MuonSection)
 
     def validate(self) -> None:
         """Raises ValueError naming the key and the remedy."""
         for name, value in fixed(self).items():
             if getattr(self, name) != value:
-                remedy = "; its module may register it with elementwise=True" if name == "offload" else ""
+                why, remedy = "keeps its own state", ""
+                if name == "offload":
+                    remedy = "; its module may register it with elementwise=True"
+                if self.name == MUON:
+                    why, remedy = "needs whole stacks of matrices on the devices", ""
                 raise ValueError(
-                    f"optimizer.{name} = {getattr(self, name)!r} does not go with optimizer.name = {self.name!r}, which keeps "
-                    f"its own state; set it to {value}{remedy}"
+                    f"optimizer.{name} = {getattr(self, name)!r} does not go with optimizer.name = {self.name!r}, which {why}; "
+                    f"set it to {value}{remedy}"
                 )
         if self.schedule not in SCHEDULES:
             raise ValueError(f"optimizer.schedule = {self.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
@@ -73,11 +81,11 @@ class OptimizerSection:
 
 
 def _own(section: OptimizerSection) -> Entry | None:
-    """Returns the optimizer of a plugin that a recipe names, None for AdamW. Raises ValueError if it is not registered."""
+    """Returns the optimizer of a plugin that a recipe names, None for those here. Raises ValueError if it is not registered."""
     entry = entry_of(OPTIMIZER, section.name)
-    if entry is None and section.name != ADAMW:
+    if entry is None and section.name not in NAMES:
         raise ValueError(
-            f"optimizer.name = {section.name!r} is unknown; use one of {', '.join([ADAMW, *names_of(OPTIMIZER)])}, or give "
+            f"optimizer.name = {section.name!r} is unknown; use one of {', '.join([*NAMES, *names_of(OPTIMIZER)])}, or give "
             "plugins=[MODULE] with the module that registers it"
         )
     return entry
@@ -87,7 +95,8 @@ def fixed(section: OptimizerSection) -> dict[str, str]:
     """Returns the keys that the recipe's optimizer fixes, and their values; empty for AdamW."""
     entry = _own(section)
     if entry is None:
-        return {}
+        # Newton–Schulz of one layer at a time would leave the other devices of a mesh without a matrix.
+        return {"offload": "none"} if section.name == MUON else {}
     return {"moments": "float32"} | ({} if entry.value.elementwise else {"offload": "none"})
 
 
@@ -99,7 +108,7 @@ class OwnOptimizer:
     elementwise: bool
 
 
-def _scaling(s: OptimizerSection) -> optax.GradientTransformation:
+def _scaling(s: OptimizerSection, matrices: Any = None) -> optax.GradientTransformation:
     """Returns the transformation of a gradient into a direction, before weight decay and learning rate."""
     entry = _own(s)
     if entry is not None:
@@ -111,12 +120,24 @@ def _scaling(s: OptimizerSection) -> optax.GradientTransformation:
                 f"{transformation!r}"
             )
         return transformation
-    adam = optax.scale_by_adam(b1=s.b1, b2=s.b2, eps=s.eps, mu_dtype="float32")
-    return _in_bfloat16(adam) if s.moments == "bfloat16" else adam
+    scaling = optax.scale_by_adam(b1=s.b1, b2=s.b2, eps=s.eps, mu_dtype="float32")
+    if s.name == MUON:
+        if matrices is None:
+            raise ValueError(
+                "make_optimizer: optimizer.name = muon needs argument 'matrices': ejdist.training.muon.all_matrices of the "
+                "declared parameters"
+            )
+        scaling = scale_by_muon(matrices, s.muon, scaling)
+    return _in_bfloat16(scaling) if s.moments == "bfloat16" else scaling
+
+
+def matrices_in(s: OptimizerSection, path: str, param: Param) -> Matrices | None:
+    """Returns how Muon takes a parameter; None where AdamW, or another optimizer, does."""
+    return matrices_of(path, param, path.rpartition(".")[2] in s.muon.also) if s.name == MUON else None
 
 
 def state_bytes(s: OptimizerSection) -> int:
-    """Returns the bytes of optimizer state for one element of a large matrix."""
+    """Returns the bytes of optimizer state for one element of a large matrix; Muon keeps half of it of those that it takes."""
     if _own(s) is None:
         return 2 * (2 if s.moments == "bfloat16" else 4)
     like = {"matrix": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
@@ -179,9 +200,9 @@ class Rate:
 
 
 def make_optimizer(
-    section: OptimizerSection, steps: int, decayed: Any, rate: Rate | None = None
+    section: OptimizerSection, steps: int, decayed: Any, rate: Rate | None = None, matrices: Any = None
 ) -> tuple[optax.GradientTransformation, Any]:
-    """Returns (AdamW, or the optimizer of a plugin, with clipping, decay and rate; the schedule).
+    """Returns (AdamW, Muon, or the optimizer of a plugin, with clipping, decay and rate; the schedule).
 
     Its update takes two more arguments, by name: `norm`, of the whole gradient, where it is called for a part of it; and `row`,
     where that part is one row of each stack.
@@ -190,6 +211,7 @@ def make_optimizer(
       steps: of the whole run; the schedule ends there.
       decayed: tree of bool, which parameters decay.
       rate: of a stage with its own; default: the section's over all steps.
+      matrices: which parameters Muon takes, see `ejdist.training.muon.all_matrices`.
 
     Raises:
       ValueError: names the key.
@@ -198,7 +220,7 @@ def make_optimizer(
     schedule = make_schedule(section, steps) if rate is None else rate
     s = section
     scaled = optax.chain(
-        _scaling(s),
+        _scaling(s, matrices),
         optax.add_decayed_weights(s.weight_decay, lambda tree: _of_same_leaves(decayed, tree)),
         optax.scale_by_learning_rate(schedule),
     )

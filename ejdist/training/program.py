@@ -30,8 +30,9 @@ from ejdist.training.curriculum import StageSection, stages_of
 from ejdist.training.data import DataSection
 from ejdist.training.guards import GuardsSection
 from ejdist.training.losses import CROSS_ENTROPY, Trained, check_loss
+from ejdist.training.muon import all_matrices
 from ejdist.training.offload import Offload, at_once
-from ejdist.training.optimizer import OptimizerSection, Rate, make_optimizer
+from ejdist.training.optimizer import MUON, OptimizerSection, Rate, make_optimizer
 from ejdist.training.step import TrainState, init_state, make_train_step, state_shardings
 from ejdist.training.trackers import check_names
 from kernels.framework.registry import Platform
@@ -300,7 +301,9 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
         )
     ops = bind(s, mesh, order, notes.append)
     decayed = map_declared(lambda _, p: p.decay, model.declared)
-    optimizer, schedule = make_optimizer(s.optimizer, s.run.steps, decayed, rate)
+    placed = param_shardings(s, model.declared, mesh)
+    matrices = all_matrices(model.declared, s.optimizer.muon, placed) if s.optimizer.name == MUON else None
+    optimizer, schedule = make_optimizer(s.optimizer, s.run.steps, decayed, rate, matrices)
     offload = Offload(model.declared) if s.optimizer.offload == "host" else None
     if offload is not None:
         optimizer = offload.transformation(optimizer)
@@ -321,7 +324,6 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
         params = loaded["params"] or drawn
         return init_state(params, optimizer, trained.start(params, buffers))
 
-    placed = param_shardings(s, model.declared, mesh)
     shapes = jax.eval_shape(make_state)
     shardings = state_shardings(shapes, placed, replicated(mesh))._replace(
         buffers=param_shardings(s, model.buffers, mesh, "buffer")

@@ -208,14 +208,14 @@ FAULTS = (
     ),
     Fault(
         "Hopper, products: sums are handed over into a buffer that is not written yet",
-        "_hand_part",
+        "hand_part",
         "mbarrier.wait($drained.index($at), $handed // $BUFFERS & 1 ^ 1)",
         "",
         GROUPED,
     ),
     Fault(
         "Hopper, products: sums are written before they are there",
-        "gluon_parts:write",
+        "gluon_sums:write",
         "mbarrier.wait($filled.index($at), $handed // $BUFFERS & 1)",
         "",
         GROUPED,
@@ -244,8 +244,8 @@ FAULTS = (
     Fault(
         "interpreting Gluon: products are made when they are begun",
         "_warpgroup_mma",
-        "not $is_async",
-        "True",
+        "if not $is_async:\n    $$body",
+        "$$body",
         INTERPRETER,
     ),
     Fault(

@@ -100,14 +100,14 @@ FAULTS = (
     ),
     Fault(
         "in place: tiles of other ranks are in the order of their places",
-        "in_place:_masks",
+        "in_place:masks_of",
         "$local.mask_of($local.holder($hop), $every, $every, positions=$local.mask.causal)",
         "$local.mask_of($local.holder($hop), $every, $every, positions=False)",
         IN_PLACE,
     ),
     Fault(
         "in place: all tokens of other ranks are seen",
-        "in_place:_masks",
+        "in_place:masks_of",
         "($of_tiles.replace(causal=False, q_positions=None, kv_positions=None), $of_tiles)",
         "($of_tiles.replace(causal=False, q_positions=None, kv_positions=None),) * 2",
         IN_PLACE,
@@ -129,14 +129,14 @@ FAULTS = (
     Fault(
         "in place: padding of keys is not zero",
         "in_place:attends",
-        "_without_padding($local, queries=False)",
+        "without_padding($local, queries=False)",
         "$local",
         IN_PLACE,
     ),
     Fault(
         "in place: padding of queries is not zero",
         "in_place:pulls",
-        "_without_padding($local, queries=True)",
+        "without_padding($local, queries=True)",
         "$local",
         IN_PLACE,
     ),
