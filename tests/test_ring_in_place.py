@@ -26,6 +26,7 @@ from kernels.engines.attention.pairs import keys_at
 from kernels.ops.flash_attention import op
 
 HEADS, KEY_HEADS = 4, 2
+STRIPES = Order("striped", 2, 128)
 AT = jnp.arange(512, dtype=jnp.int32)[None]
 
 
@@ -134,21 +135,22 @@ def test_a_program_for_hopper_that_is_lowered_elsewhere_merges(taken):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "width", "groups", "scheme", "taken"),
+    ("tokens", "order", "width", "groups", "scheme", "taken"),
     [
-        (2**16, 64, 2, AllGather(), True),
-        (2**15, 64, 1, AllGather(), True),  # too few tiles of queries for two launches
-        (2**16, 64, 1, AllGather(head_groups=1), True),
-        (512, 64, 2, AllGather(head_groups=3), True),  # at most, of those that divide the heads
-        (512, 96, 0, AllGather(), False),  # no tile of columns ends with the keys
-        (512, 64, 0, AllGather(hops="batch"), False),
+        (2**16, STRIPES, 64, 2, AllGather(), True),
+        (2**16, Order("zigzag", 2), 64, 1, AllGather(), True),  # whose blocks of keys are less even
+        (2**15, STRIPES, 64, 1, AllGather(), True),  # too few tiles of queries for two launches
+        (2**16, STRIPES, 64, 1, AllGather(head_groups=1), True),
+        (512, STRIPES, 64, 2, AllGather(head_groups=3), True),  # at most, of those that divide the heads
+        (512, STRIPES, 96, 0, AllGather(), False),  # no tile of columns ends with the keys
+        (512, STRIPES, 64, 0, AllGather(hops="batch"), False),
     ],
 )
-def test_which_calls_gather_by_heads(monkeypatch, tokens, width, groups, scheme, taken):
+def test_which_calls_gather_by_heads(monkeypatch, tokens, order, width, groups, scheme, taken):
     calls, of = [], Gathered.of
     monkeypatch.setattr(Gathered, "of", lambda *call: calls.append(of(*call)) or calls[-1])
     ids = jnp.zeros((1, tokens), jnp.int32)
-    how = {"mesh": make_mesh(sp=2), "order": Order("striped", 2, 128), "scheme": scheme, "causal": True}
+    how = {"mesh": make_mesh(sp=2), "order": order, "scheme": scheme, "causal": True}
     query, key = (jax.ShapeDtypeStruct((1, tokens, n, width), jnp.bfloat16) for n in (HEADS, KEY_HEADS))
     with kernels.compile_for(90):
         attend = functools.partial(ring_attention, **how, q_segment_ids=ids, kv_segment_ids=ids)
@@ -171,6 +173,14 @@ def test_tiles_of_gathered_keys_are_in_the_order_of_the_text(carried):
     )
     table = np.asarray(Gathered(local, SimpleNamespace(tile=128), 1).table())
     assert (np.diff(np.take_along_axis(at[:, ::128], table, 1)) > 0).all() and table.shape == (len(at), 8)
+
+
+def test_blocks_of_keys_that_most_queries_see_run_first():
+    """Where a launch has some heads alone."""
+    spans = np.array([[[0, 0, 0, 1], [2, 2, 2, 5], [3, 3, 3, 3]], [[0, 0, 0, 0], [1, 1, 1, 2], [0, 0, 0, 9]]], np.int32)
+    call = triton_calls.Call({}, {"PART": 2}, MaskInfo())
+    assert call.longest_first(spans).tolist() == [[1, 0, 2], [2, 1, 0]]
+    assert call._replace(options={"PART": 0}).longest_first(spans) is None
 
 
 def test_gradients_in_bfloat16_travel_so(taken):

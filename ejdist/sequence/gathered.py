@@ -1,7 +1,7 @@
 """Attention over the keys of all ranks at once, by kernels that add in place (`in_place.py`).
 
-A ring reads and writes what it has so far at every hop, which for short documents takes as long as attention itself, and so does
-a rank that attends to its own keys before those of the others come. Here all keys come, a rank's own among them, and each query
+A ring reads and writes what it has so far at every hop, which for short documents takes as long as attention itself, and so
+does a rank that attends to its own keys before those of the others come. Here all keys come, its own among them, and each query
 sees its keys in one call, whatever their order. They come in groups of heads, each beside attention of the group before, and of
 the first group alone the transfer is waited for. A group of heads is a part of what a kernel goes over, so that no array of
 queries is cut.
@@ -30,8 +30,9 @@ from kernels.framework.target import MULTIPROCESSORS
 from kernels.ops.flash_attention.hops import joins
 
 Arrays = dict[str, jax.Array]
-# Tiles of queries that a group of heads has at least for each multiprocessor: with fewer, many wait for the last ones.
-_TILES = 3
+# Tiles of queries that a group of heads has at least for each multiprocessor: with fewer, many wait for the last ones. Where a
+# rank has neighbouring tiles of the text, fewer blocks of keys have more of the work, and the last ones of a backward are longer.
+_TILES, _OF_NEIGHBOURS = 3, 6
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ class Gathered:
             return None
         batch, length, heads, _ = local.query.shape
         if groups is None:
-            groups = max(1, batch * length // kernels.tile * heads // (_TILES * MULTIPROCESSORS))
+            order = local.static.order
+            tiles = _OF_NEIGHBOURS if order.in_parts or order.carried else _TILES
+            groups = max(1, batch * length // kernels.tile * heads // (tiles * MULTIPROCESSORS))
         return cls(local, kernels, max(n for n in range(1, groups + 1) if sizes["K"] % n == 0))
 
     def forward(self) -> tuple[jax.Array, jax.Array]:

@@ -81,10 +81,8 @@ FAULTS = (
     Fault(
         "Hopper, attention: programs that share a block of keys read others",
         "gluon_gradients:_load",
-        "tma.async_load($k_desc, [$b, $block * O.BLOCK_K, $head // O.SHARES, 0], $kv_full, $k_block)\n"
-        "tma.async_load($v_desc, [$b, $block * O.BLOCK_K, $head // O.SHARES, O.H if O.JOINED else 0], $kv_full, $v_block)",
-        "tma.async_load($k_desc, [$b, $block * O.BLOCK_K, $head % O.SHARES, 0], $kv_full, $k_block)\n"
-        "tma.async_load($v_desc, [$b, $block * O.BLOCK_K, $head // O.SHARES, O.H if O.JOINED else 0], $kv_full, $v_block)",
+        "first_key_head($first_ptr) + $head // O.SHARES",
+        "first_key_head($first_ptr) + $head % O.SHARES",
         f"{NUMBERS} -k share",
     ),
     Fault(

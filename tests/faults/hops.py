@@ -199,8 +199,8 @@ FAULTS = (
     Fault(
         "gathered keys: a group leaves nothing of those before",
         "triton_calls:warp_specialized_forward",
-        "$into is not None",
-        "False",
+        "rest |= {'out_ptr': $into[0], 'lse_ptr': $into[1]}",
+        "rest |= {'out_ptr': $into[0] * 0, 'lse_ptr': $into[1]}",
         f"{IN_PLACE} -k gathered-striped",
     ),
     Fault(
@@ -211,17 +211,31 @@ FAULTS = (
         f"{IN_PLACE} -k gathered-balanced",
     ),
     Fault(
+        "gathered keys: blocks of keys run in the order of the first row",
+        "gluon_gradients:place",
+        "$turns_ptr + $b * (O.SPAN_BATCH // 4) + $block",
+        "$turns_ptr + $block",
+        f"{IN_PLACE} -k gathered-balanced",
+    ),
+    Fault(
+        "gathered keys: blocks of keys that few queries see run first",
+        "triton_calls:Call.longest_first",
+        "$spans[..., FIRST] - $spans[..., LAST]",
+        "$spans[..., LAST] - $spans[..., FIRST]",
+        "tests/test_ring_in_place.py -k most_queries_see_run_first",
+    ),
+    Fault(
         "gathered keys: a group may have few tiles",
         "gathered:Gathered.of",
-        "_TILES * MULTIPROCESSORS",
+        "$tiles * MULTIPROCESSORS",
         "MULTIPROCESSORS",
         f"{IN_PLACE} -k gather_by_heads",
     ),
     Fault(
         "gathered keys: tiles lie as they came",
         "gathered:Gathered.table",
-        "np.argsort($x)",
-        "np.arange($x.size)",
+        "np.argsort($positions[:, ::$tile].reshape(-1))",
+        "np.arange($positions[:, ::$tile].size)",
         f"{IN_PLACE} -k tiles_of_gathered_keys",
     ),
     Fault(

@@ -131,6 +131,7 @@ def warp_specialized_gradients(
         tensor_descriptor(x, x.shape, (1, q_block), ROW_OF_STATISTICS.value)
         for x in statistics_by_head(call, saved, length)
     )
+    how: dict[str, Any]
     if wide <= 128:
         kernel, columns, how = warp_specialized_bwd_kernel, wide, {"num_warps": 8, "PRODUCER_REGISTERS": 24}
     else:  # as many columns as TMA swizzles; registers chosen so that products are not serialised and little spills
@@ -148,6 +149,9 @@ def warp_specialized_gradients(
     spans, work = call.known_spans(*blocks)[1], call.work(query.dtype, (3, 2))
     call = call.shared(spans, params.shares)
     shares, spans = call.options["SHARES"], jnp.asarray(spans)
+
+    if wide <= 128:
+        how["turns_ptr"] = call.longest_first(spans)
 
     def gradient_of(x: jax.Array | None) -> jax.ShapeDtypeStruct:
         if x is None:
