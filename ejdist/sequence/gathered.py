@@ -31,7 +31,7 @@ from kernels.ops.flash_attention.hops import joins
 
 Arrays = dict[str, jax.Array]
 # Tiles of queries that a group of heads has at least for each multiprocessor: with fewer, many wait for the last ones. Where a
-# rank has neighbouring tiles of the text, fewer blocks of keys have more of the work, and the last ones of a backward are longer.
+# rank has neighbouring tiles of the text, fewer blocks of keys have more of the work, and the last of a backward are longer.
 _TILES, _OF_NEIGHBOURS = 3, 6
 
 

@@ -171,7 +171,8 @@ def _weigh(s, rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q
 
 @gluon.jit
 def _gradients(dq_desc, spans_ptr, side_ptr, turns_ptr, first_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr,
-               dk_ptr, dv_ptr, k_tile, v_tile, kv_full, ring, ds_tile, dq_tile, O: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+               dk_ptr, dv_ptr, k_tile, v_tile, kv_full, ring, ds_tile, dq_tile, O: gl.constexpr,
+               STAGES: gl.constexpr):  # fmt: skip
     G: gl.constexpr = heads_of(O) // O.K
     AHEAD: gl.constexpr = O.BLOCK_Q <= 64  # start the logits of the next block in this iteration
     EARLY: gl.constexpr = AHEAD and O.CAP is not None  # compute its weights too
@@ -331,8 +332,8 @@ def warp_specialized_bwd_kernel(
         [
             (_gradients, (dq_desc, spans_ptr, side_ptr, turns_ptr, first_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr,
                           ends_ptr, dk_ptr, dv_ptr, k_tile, v_tile, kv_full, ring, ds_tile, dq_tile, O, STAGES)),
-            (_load, (d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, side_ptr, turns_ptr, first_ptr, k_tile,
-                     v_tile, kv_full, ring, O, STAGES)),
+            (_load, (d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, side_ptr, turns_ptr, first_ptr,
+                     k_tile, v_tile, kv_full, ring, O, STAGES)),
         ],
         [1],
         [PRODUCER_REGISTERS],

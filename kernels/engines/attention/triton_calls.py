@@ -21,7 +21,6 @@ from kernels.engines.attention.triton_shares import check_shares, shares_of_grou
 from kernels.framework.config import BwdParams, FwdParams, KernelConfig
 from kernels.framework.execute import Saved
 from kernels.framework.target import MULTIPROCESSORS
-from kernels.framework.work import Work, nbytes
 from kernels.toolchains.triton import tensor_descriptor, triton_launch
 
 WIDEST = 256
@@ -94,14 +93,6 @@ class Call(NamedTuple):
         sides = np.array([n for n in SIDE_BY_SIDE if self.options["K"] % n == 0], np.int32)
         return jnp.max(jnp.where(rows * of_row * sides <= IN_USE, sides, 1)).reshape(1)
 
-    def longest_first(self, spans: jax.Array) -> jax.Array | None:
-        """Returns int32 [B|1, blocks]: the blocks of keys of the Hopper backward, those that most queries see first; None for
-        as they lie. Where a launch has some heads alone, programs are few, and keys of several ranks lie in any order: of 8,192
-        tokens a rank of four, documents of 4,096 and two key heads a launch, the last program would end 1.5 times as late."""
-        if not self.options["PART"]:
-            return None
-        return jnp.argsort(spans[..., FIRST] - spans[..., LAST], axis=-1).astype(jnp.int32)
-
     def with_lists(self, index: jax.Array, order: jax.Array) -> Call:
         """Returns the call with lists of tiles; kernels then read the ends of the lists in place of spans."""
         batch, heads = index.shape[:2]
@@ -114,13 +105,6 @@ class Call(NamedTuple):
         """Returns the call of so many query heads alone, whose heads of keys are as many as those of its keys, from one on."""
         arrays = {**self.arrays, "first_ptr": jnp.array([first, first_of_keys], jnp.int32)}
         return self._replace(arrays=arrays, options={**self.options, "PART": count})
-
-    def work(self, dtype: Any, matmuls: tuple[int, int]) -> Work:
-        """Returns its work, of its heads alone; `matmuls` as of `work_of`."""
-        o = self.options
-        rows = (o["T"], o["PART"] or o["N"], o["H"]), (o["S"], o["K"], o["H"]), (o["S"], o["K"], o["HV"])
-        query, key, value = (jax.ShapeDtypeStruct((o["B"], *row), dtype) for row in rows)
-        return work_of(query, key, value, self.mask, matmuls)
 
     def with_tiles(self, table: jax.Array) -> Call:
         """Returns the call whose blocks of keys lie where an int32 [B|1, blocks] says; its masks are in their order."""
@@ -231,13 +215,6 @@ def _exact(query: Any, cfg: KernelConfig) -> bool:
     """Returns whether a soft cap needs more than the tanh instruction: if 16-bit weights are more accurate than its
     error, or if the plain kernels, which lack the instruction, run the other direction."""
     return query.dtype == jnp.float16 or {cfg.fwd_params.num_warps, cfg.bwd_params.num_warps} != {WARP_SPECIALIZED}
-
-
-def work_of(query: Any, key: Any, value: Any, mask: MaskInfo, matmuls: tuple[int, int]) -> Work:
-    """Returns the work of products over the widths of keys and of values: of all pairs, or of half of them."""
-    (B, T, N, H), S, HV = query.shape, key.shape[1], value.shape[3]
-    pairs = B * N * T * S // (2 if mask.key_range(T, S).high is not None else 1)
-    return Work(2 * pairs * (matmuls[0] * H + matmuls[1] * HV), 2 * nbytes(query, key, value))
 
 
 def warp_specialized_forward(

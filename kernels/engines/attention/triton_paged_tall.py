@@ -14,8 +14,8 @@ from kernels.engines.attention.triton_calls import (
     takes_pages,
     warp_specialized_forward,
     warp_specialized_tiles,
-    work_of,
 )
+from kernels.engines.attention.triton_work import work_of
 
 # Queries of a request from which flash attention's kernel for Hopper takes them: one tile of it.
 TALL = 128

@@ -133,9 +133,9 @@ class Hops:
             mine = {n: _of_heads(x, heads) for n, x in saved.items()}
             grads = op.backward(mine, _of_heads(query, heads), *keys, mask=of_tiles, **dict(self.options))
             total = _of_heads(sums, heads) + grads["query"] / self._scale(query)
-            of_keys = grads["key"], grads["value"]
-            of_keys = (jnp.concatenate(of_keys, -1),) if value is None else of_keys
-            return _with_heads(sums, total, heads), *of_keys
+            pair = grads["key"], grads["value"]
+            pair = (jnp.concatenate(pair, -1),) if value is None else pair
+            return _with_heads(sums, total, heads), *pair
 
         count = key.shape[2] if of_keys is None else of_keys[1]
         shapes = [(*x.shape[:2], count, x.shape[3]) for x in (key, value) if x is not None]

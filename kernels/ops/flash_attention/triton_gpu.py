@@ -30,7 +30,6 @@ from kernels.engines.attention.triton_calls import (
     statistics_by_head,
     warp_specialized_forward,
     warp_specialized_tiles,
-    work_of,
 )
 from kernels.engines.attention.triton_gradients import (
     bias_gradient_kernel,
@@ -38,6 +37,8 @@ from kernels.engines.attention.triton_gradients import (
     query_gradient_kernel,
 )
 from kernels.engines.attention.triton_kernels import forward_kernel
+from kernels.engines.attention.triton_shares import longest_first
+from kernels.engines.attention.triton_work import work_of, work_of_call
 from kernels.framework.config import BwdParams
 from kernels.framework.config import KernelConfig as FlashAttentionConfig
 from kernels.framework.execute import Saved
@@ -146,12 +147,12 @@ def warp_specialized_gradients(
         lse,
         delta,
     )
-    spans, work = call.known_spans(*blocks)[1], call.work(query.dtype, (3, 2))
+    spans, work = call.known_spans(*blocks)[1], work_of_call(call, query.dtype, (3, 2))
     call = call.shared(spans, params.shares)
     shares, spans = call.options["SHARES"], jnp.asarray(spans)
 
     if wide <= 128:
-        how["turns_ptr"] = call.longest_first(spans)
+        how["turns_ptr"] = longest_first(spans) if call.options["PART"] else None
 
     def gradient_of(x: jax.Array | None) -> jax.ShapeDtypeStruct:
         if x is None:

@@ -14,6 +14,7 @@ from kernels.engines.attention.triton_calls import (
     prepare,
     warp_specialized_forward,
 )
+from kernels.engines.attention.triton_work import work_of_call
 from kernels.framework.config import KernelConfig
 from kernels.framework.execute import Saved
 from kernels.ops.flash_attention.hops import TILE, Heads
@@ -80,7 +81,7 @@ def attend(
         "into": into,
         "dtype": dtype,
         "sink_ptr": None,
-        "work": call.work(query.dtype, (1, 1)),
+        "work": work_of_call(call, query.dtype, (1, 1)),
     }
     return warp_specialized_forward(call, cfg.fwd_params, query, key, value, **how)
 

@@ -17,8 +17,8 @@ from kernels.engines.attention.triton_calls import (
     splits,
     warp_specialized_forward,
     warp_specialized_tiles,
-    work_of,
 )
+from kernels.engines.attention.triton_work import work_of
 from kernels.ops.multi_latent_attention.composed import attend_joined, mla
 from kernels.ops.multi_latent_attention.contract import op, scale_of
 from kernels.ops.multi_latent_attention.heads import up_projected
