@@ -66,17 +66,17 @@ class Gathered:
         call = replace(self, local=in_place.without_padding(self.local, queries=False))
         query, table, mask = call.local.query, call.table(), call.mask()
         mask = _in_order(mask, table, self.kernels.tile)
-        keys, made = call.gathered(0, 1, call.ids), None
+        keys, done = call.gathered(0, 1, call.ids), None
         for group in range(self.groups):
             coming = call.gathered(group + 1, 1, keys)
             with jax.named_scope("hop"):
-                made = self.kernels.attend(
-                    query, keys, None, mask, mask, None, query.dtype, self.heads(group), table, into=made
+                done = self.kernels.attend(
+                    query, keys, None, mask, mask, None, query.dtype, self.heads(group), table, into=done
                 )
             # Behind a barrier, or the compiler sends a later group, which needs no attention, beside this one.
-            keys, made = jax.lax.optimization_barrier((coming, vary_alike(made, query)))
-        assert made is not None
-        return made
+            keys, done = jax.lax.optimization_barrier((coming, vary_alike(done, query)))
+        assert done is not None
+        return done
 
     def backward(self, saved: Arrays) -> Arrays:
         """Returns the gradients of the queries and of the rank's own keys, float32."""

@@ -198,9 +198,9 @@ FAULTS = (
     ),
     Fault(
         "gathered keys: a group leaves nothing of those before",
-        "triton_calls:warp_specialized_forward",
-        "rest |= {'out_ptr': $into[0], 'lse_ptr': $into[1]}",
-        "rest |= {'out_ptr': $into[0] * 0, 'lse_ptr': $into[1]}",
+        "gathered:Gathered.forward",
+        "self.kernels.attend($query, $keys, None, $mask, $mask, None, $query.dtype, self.heads($g), $table, into=$sofar)",
+        "self.kernels.attend($query, $keys, None, $mask, $mask, None, $query.dtype, self.heads($g), $table)",
         f"{IN_PLACE} -k gathered-striped",
     ),
     Fault(
@@ -208,13 +208,6 @@ FAULTS = (
         "gluon_gradients:_load",
         "first_key_head($first_ptr) + $head // O.SHARES",
         "$head // O.SHARES",
-        f"{IN_PLACE} -k gathered-balanced",
-    ),
-    Fault(
-        "gathered keys: blocks of keys run in the order of the first row",
-        "gluon_gradients:place",
-        "$turns_ptr + $b * (O.SPAN_BATCH // 4) + $block",
-        "$turns_ptr + $block",
         f"{IN_PLACE} -k gathered-balanced",
     ),
     Fault(
