@@ -32,6 +32,7 @@ from ejdist.models.stack import (
     declare_kept,
     declare_layers,
     layers_of,
+    narrow_matrices,
     parts_of,
     report,
     run_layers,
@@ -68,6 +69,7 @@ class DecoderConfig(DecoderShape):
             )
         for part in parts_of(self).values():
             part.check(self)
+        narrow_matrices(self)
         for name, kind in sections_of(LAYER).items():
             if name not in self.part_names() and hasattr(self, name) and getattr(self, name) != kind():
                 raise ValueError(
