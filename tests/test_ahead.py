@@ -171,7 +171,7 @@ def test_the_module_is_read_and_written_as_deepseek_has_it(tmp_path):
         made(tmp_path / name, name)
         other = dataclasses.replace(read_config(tmp_path / name)[1], mtp=model.mtp)
         with pytest.raises(
-            WeightsError, match=r"has no layer of multi-token prediction that is read: give model.mtp.dep"
+            WeightsError, match=r"has no layer of multi-token prediction that is read: give model.mtp.mod"
         ):
             open_source(str(tmp_path / name), other)
 

@@ -61,8 +61,8 @@ class DecoderConfig(DecoderShape):
         super().validate()
         if self.mtp.modules and not any(part.flops(self).pair for part in layers_of(self)[-1]):
             raise ValueError(
-                f"model.mtp.modules = {self.mtp.modules} adds a layer of the kind of the last, {self.kinds()[-1]!r}, which must "
-                "attend: end the layers with one that does, or give model.mtp.modules=0"
+                f"model.mtp.modules = {self.mtp.modules} adds a layer of the kind of the last, {self.kinds()[-1]!r}, which "
+                "must attend: end the layers with one that does, or give model.mtp.modules=0"
             )
         for part in parts_of(self).values():
             part.check(self)

@@ -198,8 +198,8 @@ class TrainSections:
             for key, other in (("lora.rank", self.lora.rank), ("loss", self.loss != CROSS_ENTROPY)):
                 if other:
                     raise ValueError(
-                        f"model.mtp.modules = {ahead.modules} is trained with the whole model and the cross entropy of the next "
-                        f"token: leave {key} out, or give model.mtp.modules=0"
+                        f"model.mtp.modules = {ahead.modules} is trained with the whole model and the cross entropy of the "
+                        f"next token: leave {key} out, or give model.mtp.modules=0"
                     )
         if self.accumulation < 1:
             raise ValueError(f"accumulation must be at least 1, got {self.accumulation}")
