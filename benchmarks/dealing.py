@@ -3,8 +3,8 @@ the rows of a step are over groups of devices and microbatches, as they are draw
 
 Documents are a mean length (lognormal) or a file of `documents/`; rows of so many tokens are cut of them in the order of a run.
 In each microbatch all groups wait for the busiest: its work, summed over microbatches and batches, over the mean. Attention
-alone, and the whole step of an 8B model, by its FLOPs. Milliseconds are those of a host for a batch: squares of all its rows,
-and dealing.
+alone, beside what no dealing of whole rows comes below, and the whole step of an 8B model, by its FLOPs. Milliseconds are those
+of a host for a batch: squares of all its rows, and dealing.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def rows_of(words: str, tokens: int, count: int) -> Any:
 
 def measured(words: str, tokens: int, sizes: tuple[int, int, int], batches: int, linear: float) -> dict[str, Any]:
     """Returns a row of the table. `linear`: work of a token without attention, in (query, key) pairs."""
-    from ejdist.training.dealing import dealt, waited_for
+    from ejdist.training.dealing import dealt, least_waited_for, waited_for
 
     groups, microbatches, each = sizes
     count = groups * microbatches * each
     rows = rows_of(words, tokens, count * batches)
-    sums, seconds = np.zeros(5), 0.0
+    sums, seconds = np.zeros(6), 0.0
     for batch in range(batches):
         began = time.perf_counter()
         weights = rows.squares(range(batch * count, (batch + 1) * count))
@@ -67,10 +67,11 @@ def measured(words: str, tokens: int, sizes: tuple[int, int, int], batches: int,
             sums[2 * i] += waited_for(w, groups, microbatches)
             sums[2 * i + 1] += waited_for(w / 2 + linear * tokens, groups, microbatches)
         sums[4] += weights.sum() / groups
+        sums[5] += least_waited_for(weights, groups, microbatches)
     mean = sums[4] / 2 + linear * tokens * count / groups * batches
     return {
         "documents": words, "tokens": tokens, "groups": groups, "microbatches": microbatches, "rows": each,
-        "attention_drawn": sums[0] / sums[4], "attention_dealt": sums[2] / sums[4],
+        "attention_drawn": sums[0] / sums[4], "attention_dealt": sums[2] / sums[4], "attention_least": sums[5] / sums[4],
         "step_drawn": sums[1] / mean, "step_dealt": sums[3] / mean, "ms": seconds / batches * 1e3,
     }  # fmt: skip
 
@@ -78,11 +79,12 @@ def measured(words: str, tokens: int, sizes: tuple[int, int, int], batches: int,
 def table(results: dict[str, Any]) -> str:
     """Returns the Markdown of a result."""
     lines = [
-        "| documents | tokens of a row | groups x microbatches x rows | attention, drawn | dealt | step, drawn | dealt | ms |",
-        "|---|---|---|---|---|---|---|---|",
+        "| documents | tokens of a row | groups x microbatches x rows | attention, drawn | dealt | at least | step, drawn "
+        "| dealt | ms |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results["rows"]:
-        names = ("attention_drawn", "attention_dealt", "step_drawn", "step_dealt")
+        names = ("attention_drawn", "attention_dealt", "attention_least", "step_drawn", "step_dealt")
         lines.append(
             f"| {r['documents']} | {r['tokens']:,} | {r['groups']} x {r['microbatches']} x {r['rows']} | "
             f"{' | '.join(f'{r[name]:.2f}' for name in names)} | {r['ms']:.1f} |"

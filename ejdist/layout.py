@@ -328,6 +328,13 @@ def stacked_over(axis: str, sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(axis, *sharding.spec))
 
 
+def row_of(sharding: Any) -> NamedSharding | None:
+    """Returns the sharding of one row of arrays that are stacked in the first dim; None if theirs is on no mesh."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+
 def replicated(mesh: Any) -> NamedSharding:
     """Returns the sharding of what every device has whole."""
     return NamedSharding(mesh, PartitionSpec())

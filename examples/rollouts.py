@@ -1,5 +1,5 @@
-"""Rollouts between steps of training, as reinforcement learning and distillation need them: the engine and the trainer share
-one set of parameters, and the log-probabilities of the sampled tokens are the trainer's own.
+"""Rollouts between steps of training, as reinforcement learning and distillation need them: the engine takes the trainer's
+parameters after each step, and the log-probabilities of the sampled tokens are the trainer's own.
 
     python -m examples.rollouts
 """

@@ -36,7 +36,8 @@ keys:
   step=N               of the checkpoint; default: the last
   prompt=TEXT          one prompt
   prompts=FILE         a prompt a line; of FILE.jsonl a row each, {"prompt": "..."} or {"messages": [...]}; - for stdin. Where
-                       rows have "answer", a text or a list of them, it is told how many answers have one of these in them
+                       rows have "answer", a text or a list of them, it is told how many answers have one of these in them. A
+                       line that is no prompt is told, the others are answered, and the exit code is 2
   chat=auto            whether prompts go through the chat template: auto, where a published folder has one, and for runs on
                        conversations; true, false
   max_tokens=256       of an answer
@@ -276,7 +277,20 @@ def generate(
     if not todo:
         _tell_right(asked, texts, log)
         return 0
-    ids = {i: encode(asked[i]) for i in todo}
+    ids: dict[int, Any] = {}
+
+    def tell_wrong(i: int, error: ValueError) -> None:
+        if len(asked) == 1:
+            raise error
+        log(f"error: prompt {i}: {error}")
+
+    for i in todo:
+        try:
+            ids[i] = encode(asked[i])
+        except ValueError as error:
+            tell_wrong(i, error)
+    if not ids:
+        return len(todo)
     model, mesh, params, buffers = load(recipe, weights)
     longest = max(len(x) for x in ids.values()) + args.max_tokens
     engine = Engine(
@@ -284,16 +298,17 @@ def generate(
         params,
         buffers=buffers,
         mesh=mesh,
-        slots=min(args.slots, len(todo)),
+        slots=min(args.slots, len(ids)),
         length=args.length or longest,
         chunk=min(args.chunk, max(1, *(len(x) for x in ids.values()))),
         ends=tokenizer.stop_ids,
         decode=tokenizer.decode,
+        donate=True,
         platform=recipe.platform,
         experts=vars(recipe.experts),
     )
     chat = ", through the chat template" if template is not None else ""
-    log(f"{weights.what}: {len(todo)} prompt{'s' * (len(todo) > 1)}{chat}")
+    log(f"{weights.what}: {len(ids)} prompt{'s' * (len(ids) > 1)}{chat}")
     context = context_of(weights, where, recipe.model)
     if context is not None and engine.length > context:
         log(
@@ -301,14 +316,12 @@ def generate(
             f"{context:,}: what comes after that is of positions it has not learned"
         )
     numbers: dict[int, int] = {}
-    for i in todo:
+    for i, tokens in ids.items():
         try:
             sampling = args.sampling | {"seed": (args.seed + i) % 2**32}
-            numbers[engine.submit(ids[i], max_tokens=args.max_tokens, stop=args.stop, **sampling)] = i
+            numbers[engine.submit(tokens, max_tokens=args.max_tokens, stop=args.stop, **sampling)] = i
         except ValueError as error:
-            if len(asked) == 1:
-                raise
-            log(f"error: prompt {i}: {error}")
+            tell_wrong(i, error)
     streamed = Streamed(tokenizer.decode, args.stop) if len(asked) == 1 else None
     began, count, first = time.perf_counter(), 0, 0.0
     while not engine.idle:

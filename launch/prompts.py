@@ -17,11 +17,12 @@ CONVERSATIONS = ("messages", "completion")  # formats of rows that a chat templa
 @dataclass(frozen=True)
 class Prompt:
     """A text, or the messages of a conversation, which go through a chat template. answers: texts of which one is to be in
-    the answer; none where that is not asked."""
+    the answer; none where that is not asked. wrong: why a row of a file is no prompt."""
 
     text: str = ""
     messages: tuple[dict[str, Any], ...] = ()
     answers: tuple[str, ...] = ()
+    wrong: str = ""
 
     def is_right(self, text: str) -> bool:
         """Returns whether an answer has one of the right ones in it, in capitals or not."""
@@ -38,10 +39,11 @@ class Prompt:
 
 
 def read_prompts(prompt: str | None, file: str | None) -> list[Prompt]:
-    """Returns the prompt of the command line, those of a file, or those of stdin (`prompts=-`, or neither).
+    """Returns the prompt of the command line, those of a file, or those of stdin (`prompts=-`, or neither). A row that is no
+    prompt keeps its number, and the others go on: what is wrong with it is raised where it is encoded, with its line.
 
     Raises:
-      ValueError: there is none, or a row is no prompt; names the line.
+      ValueError: there is none.
     """
     if prompt is not None:
         return [Prompt(prompt)]
@@ -51,18 +53,28 @@ def read_prompts(prompt: str | None, file: str | None) -> list[Prompt]:
         name, content = "stdin", sys.stdin.buffer.read()
     else:
         name, content = file, Path(file).expanduser().read_bytes()
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{name} is not UTF-8 (byte {error.start}); prompts are text, or JSON rows in FILE.jsonl"
-        ) from None
-    lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not lines:
+    read = _of_row if name.endswith(".jsonl") else _of_line
+    prompts = [_read(read, line, f"{name}, line {i}") for i, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+    if not prompts:
         raise ValueError(f"{name} has no prompts: give one a line")
-    if name.endswith(".jsonl"):
-        return [_of_row(line, f"{name}, line {i}") for i, line in lines]
-    return [Prompt(line.removesuffix("\r")) for _, line in lines]
+    return prompts
+
+
+def _read(read: Callable[[str, str], Prompt], line: bytes, where: str) -> Prompt:
+    try:
+        return read(line.decode("utf-8"), where)
+    except UnicodeDecodeError as error:
+        return Prompt(wrong=f"{where} is not UTF-8 (byte {error.start}); prompts are text, or JSON rows in FILE.jsonl")
+    except UnicodeEncodeError:
+        return Prompt(
+            wrong=f"{where} has half of a character, a surrogate without the other one: write the character itself"
+        )
+    except ValueError as error:
+        return Prompt(wrong=str(error))
+
+
+def _of_line(line: str, where: str) -> Prompt:
+    return Prompt(line.removesuffix("\r"))
 
 
 def _of_row(line: str, where: str) -> Prompt:
@@ -73,6 +85,9 @@ def _of_row(line: str, where: str) -> Prompt:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON ({error.msg}); {remedy}") from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply; {remedy}") from None
+    json.dumps(row, ensure_ascii=False).encode("utf-8")  # no tokenizer takes half of a character
     if isinstance(row, str):
         return Prompt(row)
     if not isinstance(row, dict):
@@ -90,7 +105,8 @@ def _of_row(line: str, where: str) -> Prompt:
 
 
 def encoder(tokenizer: Any, template: Any) -> Callable[[Prompt], np.ndarray]:
-    """Returns the function from a prompt to its tokens, BOS first where the tokenizer has one.
+    """Returns the function from a prompt to its tokens, BOS first where the tokenizer has one. It raises ValueError for a wrong
+    prompt, and for one that the template does not take.
 
     Args:
       template: `ChatTemplate`, through which every prompt goes, a text as the user's; None for none.
@@ -98,6 +114,8 @@ def encoder(tokenizer: Any, template: Any) -> Callable[[Prompt], np.ndarray]:
     from ejdist.training.chats.special_tokens import begun
 
     def encode(prompt: Prompt) -> np.ndarray:
+        if prompt.wrong:
+            raise ValueError(prompt.wrong)
         text = prompt.text
         if not prompt.messages and not text:
             return np.zeros(0, np.int32)

@@ -25,6 +25,7 @@ SLOW = {
         ("ragged_delta_rule", "decode"),
         ("delta_rule", "qwen3_next"),
         ("delta_rule", "kimi_linear"),
+        ("rwkv7", "rwkv7_3b"),
         ("flash_attention", "causal_32k_gqa"),
         ("flash_attention", "wide_causal_8k"),
         ("blocksparse_attention", "tenth_of_16k_per_head"),
@@ -103,6 +104,9 @@ SPILLS = {
     # Of the gradient of the matrices: a warp that writes keeps addresses there, and reads them once for 64 columns of a tile.
     ("grouped_matmul", "qwen3_down", 90): 16,
     ("grouped_matmul_quantized", "qwen3_int8", 80): 12,
+    # Of the warps that store tiles of 256 rows, as above.
+    ("scaled_matmul", "row_8192", 90): 28,
+    ("scaled_matmul", "block_8192", 90): 20,
     # Chunks of few channels: the assembler takes 96 registers, or 128, and a few bytes more.
     ("delta_rule", "small", 90): 8,
     ("delta_rule", "small", 80): 4,
@@ -142,10 +146,11 @@ def _rows(toolchain):
                 continue
             cases = cases_of(op)
             soonest = [case.name for case in cases if (op.name, case.name) not in SLOW[toolchain]][-1:]
+            usual = "bfloat16" if "bfloat16" in backend.dtypes else min(backend.dtypes)
             for target in TARGETS[toolchain]:
                 for dtype in sorted(backend.dtypes):
                     for case in cases:
-                        quick = dtype == "bfloat16" and target == TARGETS[toolchain][0] and case.name in soonest
+                        quick = dtype == usual and target == TARGETS[toolchain][0] and case.name in soonest
                         marks = () if quick else (pytest.mark.slow,)
                         name = f"{op.name}-{backend.name}-{case.name}-{dtype}-{target}"
                         yield pytest.param(op, backend, case, dtype, target, marks=marks, id=name)

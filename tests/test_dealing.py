@@ -17,7 +17,7 @@ from ejdist.models.model import Flops
 from ejdist.training.data import Data, DataSection, shard_packing
 from ejdist.training.data.mixture import MixedRows, counts_of
 from ejdist.training.data.packing import Packing
-from ejdist.training.dealing import dealer, dealt, described, waited_for
+from ejdist.training.dealing import dealer, dealt, described, least_waited_for, waited_for
 from ejdist.training.loop import train
 from ejdist.training.metrics import read_rows
 from recipes.schema import compose
@@ -31,6 +31,8 @@ def test_each_row_has_a_place_and_no_deal_is_worse_than_what_was_drawn(groups, m
     assert sorted(place) == list(range(len(weights)))
     assert waited_for(weights[place], groups, microbatches) <= waited_for(weights, groups, microbatches)
     assert (place == dealt(weights.copy(), groups, microbatches)).all()
+    least, waited = (wait(weights[place], groups, microbatches) for wait in (least_waited_for, waited_for))
+    assert least <= waited * (1 + 1e-9) and (each > 1 or waited < least * (1 + 1e-9) or groups == 1)
 
 
 def test_the_heaviest_rows_share_a_microbatch_and_a_group_evens_out():

@@ -66,21 +66,30 @@ def test_prompts_of_a_file(tmp_path, monkeypatch):
     assert expected[1].is_right("It is ROME.") and not expected[1].is_right("Pari s") and not expected[0].is_right("")
     assert expected[1].is_exact(" rome\n") and not expected[1].is_exact("It is Rome") and not expected[0].is_exact("")
     assert [one.shown for one in expected] == ["one\ntwo", [turn], "three"]
-    for content, message in (
-        ('{"prompt": 3}', r"p\.jsonl, line 2 has no prompt; write"),
-        ("3", r"p\.jsonl, line 2 has no prompt; write"),
-        ('{"prompt": "a", "answer": 3}', r"line 2: 'answer' must be a text"),
-        ("{", r"p\.jsonl, line 2 is not JSON"),
-        ("\n", r"p\.jsonl has no prompts"),
-    ):
-        (tmp_path / "p.jsonl").write_text("\n" + content)
-        with pytest.raises(ValueError, match=message):
-            read_prompts(None, str(tmp_path / "p.jsonl"))
+    (tmp_path / "p.jsonl").write_text("\n\n")
+    with pytest.raises(ValueError, match=r"p\.jsonl has no prompts"):
+        read_prompts(None, str(tmp_path / "p.jsonl"))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é\n".encode())))
     assert read_prompts(None, None) == [Prompt("é")]
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n")))
-    with pytest.raises(ValueError, match=r"stdin is not UTF-8 \(byte 0\)"):
-        read_prompts(None, "-")
+
+
+def test_prompts_beside_a_wrong_one_go_on(tmp_path):
+    """Each wrong line is told where it is encoded, with its number, and the others keep theirs."""
+    wrong = {
+        b'{"prompt": 3}': "has no prompt; write",
+        b"3": "has no prompt; write",
+        b'{"prompt": "a", "answer": 3}': ": 'answer' must be a text",
+        b"{": "is not JSON",
+        b'"\xc3"': r"is not UTF-8 \(byte 1\)",
+        b'{"prompt": "\\ud83d"}': "has half of a character",
+        b"[" * 100_000: "is nested too deeply",
+    }
+    (tmp_path / "p.jsonl").write_bytes(b"\n".join([b'"first"', *wrong, b'"last"']))
+    prompts, encode = read_prompts(None, str(tmp_path / "p.jsonl")), encoder(ByteTokenizer(), None)
+    assert len(prompts) == 2 + len(wrong) and bytes(encode(prompts[-1])) == bytes(encode(Prompt("last")))
+    for i, message in enumerate(wrong.values(), 2):
+        with pytest.raises(ValueError, match=rf"p\.jsonl, line {i}:? ?{message}"):
+            encode(prompts[i - 1])
 
 
 def test_prompts_go_through_the_chat_template():
@@ -137,11 +146,12 @@ def test_texts_of_a_run(tmp_path, capfd, monkeypatch):
     told = capfd.readouterr().err
     assert "warning: up to 4,000 tokens" in told and "are more than the model's context of" in told
     os.makedirs("out")
-    rows = [{"prompt": "def ", "answer": text[:-1] or "?"}, {"prompt": "import sys", "answer": ["never \u1234"]}, ""]
+    rows = [{"prompt": "def ", "answer": text[:-1] or "?"}, 5, {"prompt": "import sys", "answer": ["never \u1234"]}, ""]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert main([*how, "prompts=p.jsonl", "to=out/a.jsonl"]) == WRONG  # the last prompt is empty
+    assert main([*how, "prompts=p.jsonl", "to=out/a.jsonl"]) == WRONG  # one is no prompt, and one is empty
     told = capfd.readouterr().err
-    assert "error: prompt 2: the prompt is empty" in told and "1 of 2 answers have a right one in them (50.0%)" in told
+    assert "error: prompt 1: p.jsonl, line 2 has no prompt" in told
+    assert "error: prompt 3: the prompt is empty" in told and "1 of 2 answers have a right one in them (50.0%)" in told
     rows = [json.loads(line) for line in (tmp_path / "out/a.jsonl").read_text().splitlines()]
     assert {row["index"]: row["text"] for row in rows}[0] == text[:-1] and len(rows) == 2
     assert main([*how, "prompts=p.jsonl", "to=out/a.jsonl", "seed=1"]) == WRONG

@@ -1,6 +1,7 @@
 """Texts of the engine: those of the full forward without a cache, whatever else is under way."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +26,13 @@ from ejdist.models.config import (
     Rwkv7Shape,
 )
 from ejdist.models.decoder import DecoderConfig
+from ejdist.models.lora import BASE, LoRASection, adapted
 from ejdist.models.model import StepContext
-from ejdist.models.parameters import initialise, map_declared
+from ejdist.models.parameters import initialise, map_declared, shapes
 from ejdist.models.part import Part
 from ejdist.models.parts import PARTS
 from ejdist.operations import bind_ops
+from ejdist.planning.targets import target_of
 
 SIZES = {"vocab_size": 64, "model_dim": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_dim": 48}
 EXPERTS = ExpertsShape(num=4, top_k=2, ffn_dim=16, shared_dim=16, bias_rate=0.1, jitter=0.1)
@@ -84,14 +87,22 @@ def text(ids):
 class Known:
     """A small model with random parameters, whose texts the full forward knows."""
 
-    def __init__(self, **options):
+    def __init__(self, lora=None, **options):
         self.model = DecoderConfig(**{"num_layers": 2, **SIZES, **options}).build()
         drawn = initialise(self.model.declared, jax.random.key(1)), initialise(self.model.buffers, jax.random.key(2))
         moved = jax.jit(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape))
         self.params, self.buffers = jax.tree.map(moved, drawn)
         without_noise = DecoderConfig(**{"num_layers": 2, **SIZES, **options})
         without_noise.experts = ExpertsShape(**vars(without_noise.experts) | {"jitter": 0.0})
-        logits_at, ops = without_noise.build().logits_at, bind_ops(None)
+        without_noise, ops = without_noise.build(), bind_ops(None)
+        if lora is not None:
+            self.model, without_noise = (adapted(model, lora) for model in (self.model, without_noise))
+            base = jax.tree_util.tree_map_with_path(
+                lambda path, x: self.model.base.frozen(".".join(str(k.key) for k in path), x), self.params
+            )
+            self.buffers |= {BASE: base}
+            self.params = jax.tree.map(moved, initialise(self.model.declared, jax.random.key(3)))
+        logits_at = without_noise.logits_at
 
         @jax.jit
         def log_probabilities(tokens):
@@ -151,12 +162,24 @@ def test_texts_are_those_of_the_full_forward(known, engine):
     for i, number in enumerate(numbers):
         assert (len(results[number].tokens), results[number].reason) == (2 + i % 4, "length")
         known.check(results[number])
-    assert engine.programs == 2
+    assert engine.programs == 2 and not engine._started  # nothing runs past the last token
     number = engine.submit(first, max_tokens=2, temperature=0)
-    assert (
-        bool(engine.step()) == engine._pages.shares
-    )  # all but one token of three chunks is known, if there is no state
+    assert not engine.step()  # tokens are read while the next step runs
+    # All but one token of three chunks is known, if there is no state.
+    assert bool(engine.step()) == engine._pages.shares
     known.check(finish(engine)[number])
+
+
+def test_a_prompt_may_go_token_by_token_through_adapters():
+    """Beside a base in 8 bits, of which the engine's rows are in 8 bits too."""
+    known = Known(lora=LoRASection(rank=2, base="int8"))
+    engine = known.engine(chunk=1)
+    rows = engine._weights["layers"][1]["mlp"][0]["gate"]
+    assert rows.values.dtype == jnp.int8 and rows.shape == (32, 48) and rows.a.shape == (32, 2)
+    numbers = [engine.submit(ids, max_tokens=3, temperature=0) for ids in prompts([1, 3])]
+    results = finish(engine)
+    for number in numbers:
+        known.check(results[number])
 
 
 def test_draws_depend_on_the_seed_alone(known, engine):
@@ -259,6 +282,66 @@ def test_what_cannot_generate_is_refused():
         Engine(dataclasses.replace(DecoderConfig(**SIZES).build(), cached=None), {})
 
 
+def test_rows_of_a_donated_tree_take_its_place():
+    """In the compute dtype, where a step would cast; norms and the embedding as they are. Without donation the tree stays."""
+    model = DecoderConfig(**{**SIZES, "tie_embeddings": False}, num_layers=2, compute_dtype="bfloat16").build()
+    params = initialise(model.declared, jax.random.key(0))
+    expected = jax.tree.map(np.asarray, params)
+    kept = model.cached.apart(params, {})
+    weights = model.cached.apart(params, {}, donate=True)
+    for one in (kept, weights):
+        for i, layer in enumerate(one["layers"]):
+            for name, x in {**layer["attention"][0], **layer["mlp"][0]}.items():
+                assert x.dtype == (jnp.float32 if name.endswith("_norm") else jnp.bfloat16)
+                np.testing.assert_array_equal(x, expected["layers"][name][i].astype(x.dtype))
+    assert all(x.is_deleted() for x in (*params["layers"].values(), params["lm_head"]))
+    assert weights["embedding"] is params["embedding"] and weights["lm_head"].dtype == jnp.bfloat16
+
+
+def step_on_an_h200(model, tp=1):
+    """Returns a step of eight single tokens, lowered for one or several."""
+    target = target_of(None, tp, "h200", None)
+    mesh = make_mesh(tp=tp, devices=target.devices())
+    engine = Engine(model, None, mesh=mesh, slots=8, length=256)
+
+    def placed(x, dims=""):
+        where = sharding(mesh, dims.split() or ["_"] * x.ndim, PARAMETERS, shape=x.shape, what="x")
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    declared = model.declared | model.declared["layers"]
+    weights = jax.tree_util.tree_map_with_path(
+        lambda path, x: placed(x, declared[path[-1].key].dims.removeprefix("L ") if path[-1].key in declared else ""),
+        jax.eval_shape(model.cached.apart, shapes(model.declared), shapes(model.buffers)),
+    )
+    dims = {"attention": "_ _ _ K _"} if tp > 1 else {}
+    kept, last = jax.eval_shape(engine._empty)
+    kept = {part: jax.tree.map(partial(placed, dims=dims.get(part, "")), arrays) for part, arrays in kept.items()}
+    rows, choices = np.zeros(8, np.int32), Choices.of([(Sampling(), 0)] * 8)
+    data = jax.tree.map(placed, (last, rows[:, None], engine._tables, rows, rows, rows, choices))
+    with target.lowering():
+        return engine._step.lower(weights, (kept, data[0]), *data[1:])
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_step_on_an_h200_copies_no_matrix(tp):
+    """Compiled for one, or two: what a step needs beside weights and cache is less than any matrix of an MLP."""
+    sizes = {"model_dim": 1024, "num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "ffn_dim": 4096, "vocab_size": 8192}
+    model = DecoderConfig(**sizes, num_layers=2, compute_dtype="bfloat16", tie_embeddings=False).build()
+    # Without a GPU to time products on.
+    program = step_on_an_h200(model, tp).compile(compiler_options={"xla_gpu_autotune_level": 0})
+    memory, cache = program.memory_analysis(), 8 * 256 * 2 * 2 * 2 * 128 * 2 // tp
+    assert memory.alias_size_in_bytes >= cache and memory.temp_size_in_bytes < 1024 * 1024 * 2, memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_every_kind_is_made_for_an_h200(kind):
+    """Its kernels take single tokens that go on from states, in bfloat16."""
+    options = {"num_layers": 2, **SIZES, "compute_dtype": "bfloat16", **KINDS[kind]}
+    text = step_on_an_h200(DecoderConfig(**options).build()).as_text()
+    assert "triton_kernel_call" in text
+
+
 draw = jax.jit(sample)
 
 
@@ -327,11 +410,19 @@ def test_streamed_text_never_changes():
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
 def test_a_step_copies_nothing_of_what_is_kept(kind):
     """All of it is the same memory before and after a step, and what a step needs beside it does not grow with it."""
-    engine = Known(**KINDS[kind]).engine(pages=20_000)
+    engine, programs = Known(**KINDS[kind]).engine(pages=20_000), []
+    step = engine._step
+
+    def compiled(*data):
+        programs.append(step.lower(*data).compile())
+        return step(*data)
+
+    engine._step = compiled
     engine.submit([1, 2, 3], max_tokens=2)
-    finish(engine)
+    while not engine.idle:
+        engine.step()
     kept = sum(x.nbytes for x in jax.tree.leaves(engine._kept))
-    for program in engine._programs.values():
+    for program in programs:
         memory = program.memory_analysis()
         assert memory.alias_size_in_bytes >= kept > 5e6 and memory.temp_size_in_bytes < kept / 10
 

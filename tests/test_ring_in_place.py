@@ -17,13 +17,14 @@ import kernels
 from ejdist import make_mesh, ring_attention
 from ejdist.documents import places
 from ejdist.order import Order
-from ejdist.sequence import GroupCast, Ring, in_place
+from ejdist.sequence import AllGather, GroupCast, Ring, in_place
+from ejdist.sequence.gathered import Gathered
 from kernels import MaskInfo
 from kernels.engines.attention import triton_calls
 from kernels.engines.attention.pairs import keys_at
 from kernels.ops.flash_attention import op
 
-HEADS, KEY_HEADS = 2, 1
+HEADS, KEY_HEADS = 4, 2
 AT = jnp.arange(512, dtype=jnp.int32)[None]
 
 
@@ -90,6 +91,23 @@ def everything(attend, arrays, *rest):
         # Over chunks that are put together of those of other ranks.
         pytest.param("balanced", 2, "packed", (64, 64), {"scheme": GroupCast(0.5)}, marks=pytest.mark.slow),
         pytest.param("striped", 4, "one", (64, 64), {"scheme": GroupCast()}, marks=pytest.mark.slow),
+        # All others' keys at once.
+        pytest.param("striped", 4, "packed", (64, 64), {"scheme": AllGather()}, id="gathered-striped"),
+        pytest.param("balanced", 4, "packed", (64, 64), {"scheme": AllGather()}, id="gathered-balanced"),
+        pytest.param(
+            "zigzag", 4, "none", (128, 64), {"scheme": AllGather(), "logits_soft_cap": 3.0}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "contiguous", 2, "packed", (64, 64), {"scheme": AllGather(), "causal": False}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "zigzag",
+            4,
+            "packed",
+            (128, 128),
+            {"scheme": AllGather(head_groups=1), "softmax_aux": jnp.ones(HEADS)},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_numbers_of_one_device(hopper, taken, name, ranks, kind, widths, options):
@@ -99,6 +117,28 @@ def test_the_numbers_of_one_device(hopper, taken, name, ranks, kind, widths, opt
 def test_a_program_for_hopper_that_is_lowered_elsewhere_merges(taken):
     with kernels.compile_for(90):
         hold(taken, "zigzag", 4, "packed", (64, 64), {}, None)
+
+
+@pytest.mark.parametrize(
+    ("width", "groups", "scheme", "taken"),
+    [
+        (64, 2, AllGather(), True),
+        (64, 1, AllGather(head_groups=1), True),
+        (64, 2, AllGather(head_groups=3), True),  # at most, of those that divide the heads
+        (96, 0, AllGather(), False),  # no tile of columns ends with the keys
+        (64, 0, AllGather(hops="batch"), False),
+    ],
+)
+def test_which_calls_gather_by_heads(monkeypatch, width, groups, scheme, taken):
+    calls, of = [], Gathered.of
+    monkeypatch.setattr(Gathered, "of", lambda *call: calls.append(of(*call)) or calls[-1])
+    ids = jnp.zeros((1, 512), jnp.int32)
+    how = {"mesh": make_mesh(sp=2), "order": Order("striped", 2, 128), "scheme": scheme, "causal": True}
+    with kernels.compile_for(90):
+        attend = functools.partial(ring_attention, **how, q_segment_ids=ids, kv_segment_ids=ids)
+        jax.eval_shape(attend, *(floats(512, width, width)[n] for n in "qkv"))
+    assert [call is not None for call in calls] == [taken]
+    assert not taken or calls[0].groups == groups
 
 
 def test_gradients_in_bfloat16_travel_so(taken):

@@ -13,7 +13,7 @@ from schedules import transfers
 from benchmarks.comparisons import sequence_memory
 from ejdist import Order, make_mesh, ring_attention
 from ejdist.planning.targets import NoCompiler, target_of
-from ejdist.sequence import GroupCast, Ring, compiler_options, exchange
+from ejdist.sequence import AllGather, GroupCast, Ring, compiler_options, exchange
 from ejdist.sequence.group_cast import capacity
 from ejdist.sequence.schedule import chunk_of
 from ejdist.training import program
@@ -129,6 +129,17 @@ def test_chunks_of_a_group_cast_come_beside_attention(target, mask, gradient):
     assert len(alone) <= (2 if MASKS[mask][1] else 1) * gradient, alone
     assert all([t.bytes for t in branch] == [each] * pairs for branch in alone), alone
     assert {t.bytes for t in large if t.beside} <= {each, 2 * each} and any(t.beside for t in large)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [2, 4])
+def test_keys_that_are_gathered_in_groups_of_heads_come_beside_attention(groups):
+    """On GPUs; and the gradients of a group go back beside that of the next, those of the last beside a rank's own keys. A
+    middle group has both beside it, of which a GPU has one on its way at a time."""
+    large = transfers(scheduled("h200", "packed", "zigzag", True, AllGather(head_groups=groups)), LARGE)
+    assert {t.kind for t in large} == {"all-gather", "all-to-all"} and len(large) == 3 * groups - 1, large
+    assert sum(not t.beside for t in large) <= groups - 2, large
+    assert max(t.bytes for t in large) == RANKS * KEYS // groups, large
 
 
 @pytest.mark.parametrize("target", [*TARGETS])

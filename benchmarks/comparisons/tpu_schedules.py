@@ -36,6 +36,7 @@ CASES = (
     "state_space_v2:mamba2_8k",
     "delta_rule:qwen3_next",
     "delta_rule:kimi_linear",
+    "rwkv7:rwkv7_3b",
     "causal_conv1d:mamba2_8k",
     "causal_conv1d:documents_32k",
     "page_attention:decode_8k",
@@ -126,7 +127,7 @@ def bundles(schedule: str) -> Counter[int]:
 
 def loops_and_share(call: Any, chunk: int | None, case: str) -> tuple[int, float]:
     """Returns (how often the loop in a step of the grid runs, its heads of 128 tokens or of one, or its tiles of channels)."""
-    from kernels.engines.scan import pallas_decode, pallas_delta_calls, pallas_linear_calls
+    from kernels.engines.scan import pallas_decode, pallas_delta_calls, pallas_dplr_calls, pallas_linear_calls
     from kernels.ops.state_space import pallas_conv, pallas_conv_calls
 
     d = call.dims
@@ -137,6 +138,10 @@ def loops_and_share(call: Any, chunk: int | None, case: str) -> tuple[int, float
         return span // pallas_conv.SLAB, pallas_conv_calls.CHANNELS * span / 128**2
     if "decode" in case:
         return max(1, d["N"] // pallas_decode.SUBLANES), d["N"]
+    if call.op_name == "rwkv7":
+        pack = pallas_dplr_calls.pack_of(d["H"], d["Hv"])
+        packs = pallas_dplr_calls.packs_of(-(-d["N"] // pack), pack)
+        return packs, packs * pack
     arguments = call.arguments
     if any(arguments.get(n) is not None for n in ("gk", "bonus")) or (
         call.op_name == "delta_rule" and call.g.shape[-1] > 1

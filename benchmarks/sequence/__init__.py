@@ -50,17 +50,17 @@ from ejdist.sequence.group_cast import BUFFER
 
 __all__ = ["main", "table"]
 
-TIMED = [name for name in NAMES if name not in CARRIED]  # of the others the batch brings the order: see rank=all
+FIXED = [name for name in NAMES if name not in CARRIED]  # the orders of a rank by itself
 
 OPTIONS = {
     "documents": "4096", "tokens": "8192,32768", "heads": 32, "kv_heads": 8, "width": 128, "window": 0, "sinks": 0,
     "dtype": "bfloat16", "schemes": ",".join(SCHEMES), "cp": 1, "outer": "ring",
-    "head_groups": 1, "orders": ",".join(TIMED), "backends": "auto",
+    "head_groups": 1, "orders": ",".join(FIXED), "backends": "auto",
     "directions": "forward,backward", "rank": "", "ranks": 0, "check": 512, "stripe": 0, "seed": 0, "rounds": 5,
     "plan": "", "budget": 0, "ring_directions": "auto", "buffer": BUFFER,
     "out": "", "coordinator": "", "processes": 1, "process": 0, "commit": "",
 }  # fmt: skip
-CHOICES = {"schemes": SCHEMES, "orders": TIMED, "directions": PRODUCTS}
+CHOICES = {"schemes": SCHEMES, "orders": NAMES, "directions": PRODUCTS}
 
 
 def check(o: dict[str, Any]) -> None:
@@ -103,6 +103,12 @@ def check(o: dict[str, Any]) -> None:
         raise ValueError(f"ranks = {o['ranks']} must be at least 2, the ranks of the ring that rank is one of")
     if o["rank"] and o["schemes"] != OPTIONS["schemes"] and {SCHEMES[s] for s in o["schemes"].split(",")} != {Ring}:
         raise ValueError(f"schemes = {o['schemes']!r}: hops are a ring's; leave schemes out, or leave rank out")
+    of_rows = [name for name in o["orders"].split(",") if name in CARRIED]
+    if o["rank"] not in ("", "all") and of_rows:
+        raise ValueError(
+            f"orders = {o['orders']!r}: {of_rows[0]!r} is another order for each row, and a rank by itself has no row; use "
+            f"{', '.join(FIXED)}, or rank=all, or leave rank out"
+        )
     for tokens in o["tokens"].split(","):
         for name in o["orders"].split(",") if o["ranks"] else ():
             order_named(name, o["ranks"], int(tokens) * o["ranks"], o["stripe"]).check(int(tokens) * o["ranks"])

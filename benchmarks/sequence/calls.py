@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 import kernels
 from ejdist.documents import ONE, drawn, places, read_lengths
 from ejdist.layout import ACTIVATIONS, spec
+from ejdist.order import Order
 from ejdist.training.data.corpus import Corpus
 from ejdist.training.data.packing import Packing
 from ejdist.training.data.tokenizer import ByteTokenizer
@@ -27,6 +28,7 @@ from kernels.engines.attention.pairs import keys_at
 PRODUCTS = {"forward": 2 * 2, "backward": 2 * 5, "both": 2 * 2 + 2 * 5}
 DIMS = {"query": "BTNH", "key": "BSKH", "value": "BSKH", "d_out": "BTNH"}
 IDS = ("q_segment_ids", "kv_segment_ids")
+PLACES = ("q_positions", "kv_positions")
 NO_IDS = "none"  # as documents=: one document, and no segment ids
 RECORDED = Path(__file__).resolve().parent.parent / "documents"
 ROWS = 4  # of which a corpus of drawn lengths has enough tokens
@@ -143,9 +145,16 @@ def placed(ids: np.ndarray, mesh: Any = None) -> jax.Array:
     )
 
 
-def data_of(call: Attention, ids: np.ndarray, mesh: Any = None) -> Arrays:
-    """Returns the segment ids that a call takes, by argument; none for a call without documents."""
-    return dict.fromkeys(IDS, placed(ids, mesh)) if call.packed else {}
+def data_of(call: Attention, ids: np.ndarray, mesh: Any = None, index: np.ndarray | None = None) -> Arrays:
+    """Returns what a call takes of a batch, by argument: segment ids, but none for a call without documents; and positions
+    where each row has an order of its own, the `index` [1, T] of its tokens in the text."""
+    data = dict.fromkeys(IDS, placed(ids, mesh)) if call.packed else {}
+    return data if index is None else data | dict.fromkeys(PLACES, placed(index[0], mesh))
+
+
+def index_of(call: Attention, ids: np.ndarray, order: Order) -> np.ndarray | None:
+    """Returns int32 [1, T], which token lies at each place of a row, where each row has an order of its own."""
+    return order.text_indices(call.keys_seen(ids)[None]) if order.carried else None
 
 
 class Programs:

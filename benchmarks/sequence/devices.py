@@ -84,7 +84,8 @@ def travelling(call: Attention, mesh: Any, scheme: Scheme, order: Order, directi
         return found
 
     floats = {n: spec([*dims], ACTIVATIONS) for n, dims in calls.DIMS.items()}
-    ids = dict.fromkeys(IDS if call.packed else (), spec(["B", "T"], ACTIVATIONS))
+    names = (*(IDS if call.packed else ()), *(calls.PLACES if order.carried else ()))
+    ids = dict.fromkeys(names, spec(["B", "T"], ACTIVATIONS))
     mapped = map_shards(body, mesh, (floats | {"out": floats["d_out"]}, ids), spec(["B", "T", "N"], ACTIVATIONS))
     return jax.jit(mapped, compiler_options=compiler_options(mesh))
 
@@ -96,12 +97,13 @@ def to_send(arrays: Arrays) -> Arrays:
 
 def checked(call: Attention, mesh: Any, scheme: Scheme, order: Order, direction: str, ids: np.ndarray) -> float:
     """Returns the largest error of a way against one device in float32, on a row of these segment ids."""
-    lies, length = order, len(ids)
-    arrays = jax.tree.map(functools.partial(_permuted, lies), calls.draw(call, length, mesh))
-    data = calls.data_of(call, lies.permute(ids, 0), mesh)
+    length, index = len(ids), calls.index_of(call, ids, order)
+    arrays = jax.tree.map(functools.partial(_permuted, order, index), calls.draw(call, length, mesh))
+    data = calls.data_of(call, order.permute(ids[None], index=index)[0], mesh, index)
     found = split(call, mesh, scheme, order).results(direction, arrays, data)
     wanted = {n: x for n, x in wanted_of(call, ids.tobytes()).items() if n in found}
-    worst = calls.worst_error(found, {n: lies.permute(x) if x.ndim == 4 else x for n, x in wanted.items()})
+    lies = {n: order.permute(x, index=index) if x.ndim == 4 else x for n, x in wanted.items()}
+    worst = calls.worst_error(found, lies)
     if jax.process_count() > 1:  # whether a way is timed must be the same for all
         from jax.experimental.multihost_utils import process_allgather
 
@@ -118,8 +120,9 @@ def wanted_of(call: Attention, ids: bytes) -> dict[str, np.ndarray]:
     return {n: np.asarray(x) for n, x in calls.reference(call)(drawn, keys, calls.data_of(call, row)).items()}
 
 
-def _permuted(order: Order, x: jax.Array) -> jax.Array:
-    return jax.jit(order.permute, out_shardings=x.sharding)(x) if x.ndim == 4 else x
+def _permuted(order: Order, index: np.ndarray | None, x: jax.Array) -> jax.Array:
+    permute = jax.jit(functools.partial(order.permute, index=index), out_shardings=x.sharding)
+    return permute(x) if x.ndim == 4 else x
 
 
 def measure(mesh: Any, o: dict[str, Any], call: Attention, tokens: int, rows: Rows) -> None:
@@ -199,7 +202,8 @@ def ways(mesh: Any, o: dict[str, Any], call: Attention, small: Attention, of_ord
     """Adds the transfers of a scheme in an order, and by each backend the whole and its work."""
     rows, order, direction = of_order.rows, of_order.order, of_order.about["direction"]
     scheme = scheme_with(of_order.about["scheme"], o)
-    data = calls.data_of(call, order.permute(of_order.ids, 0), mesh)
+    index = calls.index_of(call, of_order.ids, order)
+    data = calls.data_of(call, order.permute(of_order.ids[None], index=index)[0], mesh, index)
 
     def transfers() -> tuple[Callable, tuple, dict[str, Any]]:
         run = travelling(call, mesh, scheme, order, direction)

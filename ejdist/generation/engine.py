@@ -3,7 +3,8 @@
 A step runs at most two programs, each compiled once: one for a chunk of prompts, one for a token of every text in progress.
 Which request a row belongs to, its length and its sampling options are data. A request waits until a slot and the pages for all
 of its tokens are free, so every request that starts also finishes. The result of a request does not depend on the others in the
-batch, except for the order of sums.
+batch, except for the order of sums. Devices never wait for the host: a step takes the tokens of the one before where these are,
+and starts before they are read.
 
 Source: Yu et al., Orca: A Distributed Serving System for Transformer-Based Generative Models, 2022 (continuous batching); Kwon
 et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023; Agrawal et al., SARATHI, 2023
@@ -28,13 +29,16 @@ from ejdist.generation.sampling import Choices, Sampling, sample
 from ejdist.generation.served import Rows, Step, positions_of
 from ejdist.layout import current_layout, replicated, set_layout, sharding
 from ejdist.models.kept import Arrays, Cached
-from ejdist.models.model import Model, StepContext
+from ejdist.models.model import Model
 from ejdist.operations import bind_ops
 from ejdist.sequence.exchange import compiler_options
 
 
 class Engine:
-    """Generates with a model, on the mesh and with the parameters of its training, which are not copied.
+    """Generates with a model, on the mesh and with the parameters of its training.
+
+    A step reads every matrix once and moves none: of the layers the engine has copies, each matrix an array of its own in the
+    compute dtype, sharded as in training.
 
     >>> engine = Engine(model, params, slots=8, length=2048)  # doctest: +SKIP
     >>> number = engine.submit(ids, max_tokens=100, temperature=0)  # doctest: +SKIP
@@ -60,12 +64,13 @@ class Engine:
         chunk: int = 128,
         ends: Collection[int] = (),
         decode: Callable[[Sequence[int]], str] | None = None,
+        donate: bool = False,
         platform: str | None = None,
         experts: Mapping[str, Any] | None = None,
     ) -> None:
         """Args:
           model: what `build()` of a recipe's model section returns.
-          params, buffers: of the model, sharded as in training.
+          params, buffers: of the model, sharded as in training; None: call `use` before the first step.
           mesh: that of the parameters; None for one device. Rows of a step are split over all axes that split rows or sequences
             in training, and heads over the axes of heads. Each device holds the pages of all requests, for its own heads.
           slots: most requests in progress at once; rounded up to a multiple of the devices that rows are split over.
@@ -74,6 +79,8 @@ class Engine:
           chunk: prompt tokens per step.
           ends: tokens that end a text.
           decode: ids -> text, for `stop` and for the text of results.
+          donate: take the parameters over: each stack is deleted once its rows are copied, so that they take memory once. Else
+            the caller's tree stays as it is, beside the copies.
           platform, experts: see `bind_ops`.
 
         Raises:
@@ -101,15 +108,19 @@ class Engine:
         declared = self._cached.declared
         shares = all(k.per_token for _, kept in declared.values() for k in kept.values())
         self._pages = Pages(self.slots * self._longest if pages is None else pages, page, shares)
-        self._ends, self._decode, self._state = frozenset(ends), decode, (params, buffers)
+        self._ends, self._decode = frozenset(ends), decode
         self._ops = bind_ops(mesh, platform=platform, experts=experts)
-        self._programs: dict[int, Callable[..., Any]] = {}  # by the tokens of a row
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._free = list(range(self.slots))[::-1]
+        self._tables = np.zeros((self.slots, self._longest), np.int32)  # the pages of the request in each slot
+        self._started: list[
+            tuple[list[Request | None], jax.Array, jax.Array]
+        ] = []  # steps whose tokens are not read yet
         self._finished: dict[int, Result] = {}
         self._next = 0
         self._compile(mesh)
+        self._weights = None if params is None else self._cached.apart(params, buffers, donate=donate)
 
     def _compile(self, mesh: jax.sharding.Mesh | None) -> None:
         """Sets up the arrays that layers keep between steps, and the program of a step."""
@@ -131,22 +142,29 @@ class Engine:
                 )
         placed = None if mesh is None else places
         whole = None if mesh is None else replicated(mesh)
-        self._empty = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrays), out_shardings=placed)
-        self._kept: Arrays | None = None  # until the first step
+        last = jax.ShapeDtypeStruct(
+            (self.slots,), np.int32
+        )  # token of each slot, which the next step of its text takes
+
+        def empty() -> tuple[Arrays, jax.Array]:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (arrays, last))
+
+        self._empty = jax.jit(empty, out_shardings=(placed, whole))
+        self._kept: tuple[Arrays, jax.Array] | None = None  # until the first step
         cached, ops = self._cached, self._ops
 
         def step(
-            params: Any,
-            buffers: Any,
-            kept: Arrays,
+            weights: Any,
+            carried: tuple[Arrays, jax.Array],
             tokens: Any,
             tables: Any,
             slots: Any,
             before: Any,
             new: Any,
             choices: Choices,
-        ) -> tuple[jax.Array, jax.Array, Arrays]:
-            width = tokens.shape[1]
+        ) -> tuple[jax.Array, jax.Array, tuple[Arrays, jax.Array]]:
+            (kept, last), width = carried, tokens.shape[1]
+            tokens = jnp.where(tokens < 0, last.at[slots].get(mode="clip")[:, None], tokens)
             positions = positions_of(before, new, width)
             rows = Rows.of(tables, slots, before, new, width, page)
             batch = {
@@ -155,18 +173,22 @@ class Engine:
                 "segment_ids": jnp.where(positions >= 0, 0, -1),
             }
             with self._layout():
-                serving, context = Step(cached.declared, rows), StepContext(buffers=buffers)
-                logits, kept = cached.step(params, batch, kept, ops, serving, context=context)
-                logits = ops.constrain(logits, "_ _")
-            return *sample(logits, choices), kept
+                logits, kept = cached.step(weights, batch, kept, ops, Step(cached.declared, rows))
+                # Where the output projection is split, its logits travel, and not the matrix.
+                logits = ops.constrain(ops.constrain(logits, "B V"), "_ _")
+            chosen, scores = sample(logits, choices)
+            return chosen, scores, (kept, last.at[slots].set(chosen, mode="drop"))
 
         options = None if mesh is None else compiler_options(mesh)
-        self._step = jax.jit(step, donate_argnums=2, out_shardings=(whole, whole, placed), compiler_options=options)
+        self._step = jax.jit(
+            step, donate_argnums=1, out_shardings=(whole, whole, (placed, whole)), compiler_options=options
+        )
 
-    def use(self, params: Any, buffers: Any = None) -> None:
-        """Replaces the parameters and buffers by others of the same shapes and shardings. Texts in progress keep the cache of
-        their earlier tokens; new requests share none of it."""
-        self._state = (params, buffers)
+    def use(self, params: Any, buffers: Any = None, *, donate: bool = False) -> None:
+        """Replaces the parameters and buffers by others of the same shapes and shardings; `donate` as above. Texts in progress
+        keep the cache of their earlier tokens; new requests share none of it."""
+        self._weights = None  # before there are others
+        self._weights = self._cached.apart(params, buffers, donate=donate)
         self._pages.forget()
         for request in (*self._running, *self._waiting):
             request.digests = []
@@ -176,8 +198,9 @@ class Engine:
         for request in [*self._running]:
             self._end(request)
         self._waiting.clear()
+        self._started.clear()
         self._pages.forget()
-        self._kept, self._state = None, (None, None)
+        self._kept = self._weights = None
 
     def submit(
         self,
@@ -224,7 +247,7 @@ class Engine:
     @property
     def programs(self) -> int:
         """The number of compiled programs: at most two, whatever the requests."""
-        return len(self._programs)
+        return self._step._cache_size()
 
     @property
     def idle(self) -> bool:
@@ -237,13 +260,17 @@ class Engine:
         return finished
 
     def step(self) -> list[Token]:
-        """Processes a chunk of the prompts that are not cached yet, generates a token of every other text, and returns the new
-        tokens."""
+        """Starts a chunk of the prompts that are not cached yet, and a token of every other text, and returns the tokens of the
+        step before: devices compute while the host reads and prepares."""
         self._admit()
+        before, self._started = self._started, []
         filling = [r for r in self._running if r.filled < len(r.prompt)][: self.groups]
-        tokens = self._run(filling, self.groups, self.chunk) if filling else []
-        writing = [r for r in self._running if r.filled == len(r.prompt)]
-        return tokens + (self._run(writing, self.slots, 1) if writing else [])
+        if filling:
+            self._start(filling, self.groups, self.chunk)
+        writing = [r for r in self._running if r.filled == len(r.prompt) and r.begun < r.max_tokens]
+        if writing:
+            self._start(writing, self.slots, 1)
+        return [token for step in before for token in self._read(*step)]
 
     def _admit(self) -> None:
         """Gives slots and pages to waiting requests, in order."""
@@ -253,49 +280,54 @@ class Engine:
             if needed > self._pages.room:
                 return
             request.pages, request.slot = self._pages.take(needed), self._free.pop()
+            self._tables[request.slot, :needed] = request.pages
             self._running.append(self._waiting.popleft())
 
     def _begin(self, request: Request) -> None:
         """Replaces the first pages of a request by cached ones of the same tokens."""
         shared = self._pages.shared(request.digests)
         self._pages.release(request.pages[: len(shared)])
-        request.pages[: len(shared)] = shared
+        request.pages[: len(shared)] = self._tables[request.slot, : len(shared)] = shared
         request.filled, request.published = len(shared) * self._pages.page, len(shared)
 
-    def _run(self, requests: list[Request], rows: int, width: int) -> list[Token]:
-        """Runs the next tokens of requests, at most `width` of each, and returns those that follow."""
-        tokens, tables = np.zeros((rows, width), np.int32), np.zeros((rows, self._longest), np.int32)
+    def _start(self, requests: list[Request], rows: int, width: int) -> None:
+        """Starts a step of requests: of their next tokens, at most `width` of each."""
+        tokens = np.zeros((rows, width), np.int32)
         slots, before, new = np.full(rows, self.slots, np.int32), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         choices = [(Sampling(temperature=0), 0)] * rows
+        writing: list[Request | None] = []  # None: a prompt that goes on
         for i, r in enumerate(requests):
+            choices[i] = r.sampling, r.begun
             if r.filled < len(r.prompt):
                 if not r.filled:
                     self._begin(r)
-                ids = r.prompt[r.filled : r.filled + width]
-                before[i] = r.filled
+                ids, before[i] = r.prompt[r.filled : r.filled + width], r.filled
+                r.filled += len(ids)
+                self._publish(r)
             else:
-                ids, before[i] = r.tokens[-1:], len(r.prompt) + len(r.tokens) - 1
+                ids, before[i] = [-1], len(r.prompt) + r.begun - 1  # the last token of the slot
             new[i], slots[i] = len(ids), r.slot
             tokens[i, width - len(ids) :] = ids
-            tables[i, : len(r.pages)] = r.pages
-            choices[i] = r.sampling, len(r.tokens)
+            writes = r.filled == len(r.prompt)
+            r.begun += writes
+            writing.append(r if writes else None)
+        tables = self._tables[slots % self.slots]  # a row without a request reads nothing of its table
         kept = self._empty() if self._kept is None else self._kept
-        data = (*self._state, kept, tokens, tables, slots, before, new, Choices.of(choices))
-        if (
-            width not in self._programs
-        ):  # compiled ahead of time: a call with other shapes is an error, never another compilation
-            self._programs[width] = self._step.lower(*data).compile()
-        chosen, scores, self._kept = self._programs[width](*data)
-        chosen, scores = np.asarray(chosen), np.asarray(scores)
+        data = (self._weights, kept, tokens, tables, slots, before, new, Choices.of(choices))
+        # The jitted function and not what it compiled, which checks each array of the weights in Python in every step.
+        chosen, scores, self._kept = self._step(*data)
+        self._started.append((writing, chosen, scores))
+
+    def _read(self, requests: list[Request | None], chosen: jax.Array, scores: jax.Array) -> list[Token]:
+        """Returns the tokens of a step that has started. Of a text that ended with the token before there is none."""
+        if not any(requests):
+            return []
         events = []
-        for i, r in enumerate(requests):
-            if r.filled < len(r.prompt):
-                r.filled += int(new[i])
-                self._publish(r)
-                if r.filled < len(r.prompt):
-                    continue
-            reason = r.take(int(chosen[i]), float(scores[i]), self._ends, self._decode)
-            events.append(Token(r.id, int(chosen[i]), float(scores[i]), reason))
+        for r, token, score in zip(requests, np.asarray(chosen).tolist(), np.asarray(scores).tolist(), strict=False):
+            if r is None or r.slot < 0:
+                continue
+            reason = r.take(token, score, self._ends, self._decode)
+            events.append(Token(r.id, token, score, reason))
             if reason is not None:
                 self._finish(r, reason)
         return events
@@ -310,6 +342,7 @@ class Engine:
         self._running.remove(request)
         self._pages.release(request.pages)
         self._free.append(request.slot)
+        request.slot = -1
 
     def _finish(self, request: Request, reason: str) -> None:
         self._end(request)

@@ -48,7 +48,8 @@ class Token(NamedTuple):
 class Request:
     """A text in progress.
 
-    filled: number of prompt tokens in the cache. pages: the request's pages, in order; empty while it waits.
+    filled, begun: number of prompt tokens in the cache, and of generated ones, in the steps that have started. pages: the
+    request's pages, in order; empty while it waits. slot: -1 before it has one, and when it has ended.
     """
 
     id: int
@@ -60,6 +61,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     log_probabilities: list[float] = field(default_factory=list)
     filled: int = 0
+    begun: int = 0
     published: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)

@@ -130,6 +130,10 @@ def _without_ids(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_real(out: jax.Array, rows: Rows) -> jax.Array:
+    """Returns the output of a step's tokens, 0 for padding. A row of one token has none: without a request it has no keys, and
+    its output is 0 already."""
+    if out.shape[1] == 1:
+        return out
     return jnp.where((rows.entries >= 0)[..., None, None], out, 0)
 
 

@@ -9,6 +9,7 @@ device.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ejdist.models import ahead
+from ejdist.models.apart import layers_apart, run_apart
 from ejdist.models.config import REMAT, DecoderShape
 from ejdist.models.kept import Arrays, Cached, Serving
 from ejdist.models.model import BatchContext, Flops, Metric, Metrics, Model, StepContext
@@ -132,11 +134,10 @@ def embed(params: dict, ctx: BatchContext, c: DecoderShape) -> jax.Array:
 
 def layers(params: dict, x: jax.Array, ctx: BatchContext, which: range, c: DecoderShape) -> tuple[jax.Array, Metrics]:
     """Returns (x after a range of layers, their metrics); see `run_layers`."""
-    x, _, metrics = run_layers(x, params, ctx.buffers, c, layer_context(ctx, c), which)
-    return x, metrics
+    return run_layers(x, params, ctx.buffers, c, layer_context(ctx, c), which)
 
 
-def layer_context(ctx: BatchContext, c: DecoderShape, **more: Any) -> partial[LayerContext]:
+def layer_context(ctx: BatchContext, c: DecoderShape) -> partial[LayerContext]:
     """Returns the context of layers without the fields that differ between them."""
     return partial(
         LayerContext,
@@ -146,7 +147,6 @@ def layer_context(ctx: BatchContext, c: DecoderShape, **more: Any) -> partial[La
         tokens=ctx.tokens,
         step=ctx.step,
         microbatch=ctx.microbatch,
-        **more,
     )
 
 
@@ -266,21 +266,23 @@ def cached(c: DecoderShape) -> Cached:
         )
     if c.experts.jitter:  # noise of training
         c = replace(c, experts=replace(c.experts, jitter=0.0))
-    return Cached(declared, partial(cached_step, c=c), c.compute_dtype, c.vocab_size, refused)
+    return Cached(declared, partial(apart, c=c), partial(cached_step, c=c), c.compute_dtype, c.vocab_size, refused)
+
+
+def apart(params: dict, buffers: Mapping[str, Any] | None, c: DecoderShape, *, donate: bool = False) -> dict[str, Any]:
+    """Returns the parameters and buffers as `cached_step` takes them; see `Cached`."""
+    others = {name: x for name, x in params.items() if name != "layers"}
+    head = "embedding" if c.tie_embeddings else "lm_head"
+    cast = others[head].astype(c.compute_dtype)
+    if donate and cast is not others[head]:
+        others[head].delete()
+    return {**others, head: cast, "layers": layers_apart(params["layers"], buffers or {}, c, donate=donate)}
 
 
 def cached_step(
-    params: dict,
-    batch: dict[str, jax.Array],
-    kept: Arrays,
-    ops: Ops,
-    serving: Serving,
-    c: DecoderShape,
-    *,
-    context: StepContext | None = None,
+    weights: dict[str, Any], batch: dict[str, jax.Array], kept: Arrays, ops: Ops, serving: Serving, c: DecoderShape
 ) -> tuple[jax.Array, Arrays]:
     """Returns (the logits of the last token of each row, float32 [B, V], what layers keep after the step); see `Cached`."""
-    ctx = BatchContext.of(batch, ops, context, declare_buffers(c))
-    of_layer, which = layer_context(ctx, c, serving=serving), range(c.num_layers)
-    x, kept, _ = run_layers(embed(params, ctx, c), params["layers"], ctx.buffers, c, of_layer, which, kept)
-    return _logits(params, final_hidden(params, x[:, -1:], ctx, c), c)[:, 0], kept
+    ctx = BatchContext.of(batch, ops, None, {})
+    x, kept = run_apart(embed(weights, ctx, c), weights["layers"], kept, c, layer_context(ctx, c), serving)
+    return _logits(weights, final_hidden(weights, x[:, -1:], ctx, c), c)[:, 0], kept

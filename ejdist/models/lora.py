@@ -219,9 +219,12 @@ def adapted(model: Model, section: LoRASection, compute_dtype: str = "float32") 
 
     def measured(function: Any, params: Any, *args: Any, context: StepContext | None = None, **more: Any) -> Any:
         context = context or StepContext()
-        if BASE not in (context.buffers or {}):
-            raise ValueError("argument 'context' has no buffers of the frozen base; give StepContext(buffers=...)")
+        _check_base("context", "StepContext(buffers=...)", context.buffers)
         return function(whole(params, context.buffers), *args, context=context, **more)
+
+    def apart(function: Any, params: Any, buffers: Mapping[str, Any] | None, **more: Any) -> Any:
+        _check_base("buffers", "those of the model", buffers)
+        return function(whole(params, buffers or {}), buffers, **more)
 
     def update(buffers: Mapping[str, Any], seen: dict[str, jax.Array]) -> dict[str, Any]:
         of_model = {part: old for part, old in buffers.items() if part != BASE}
@@ -244,8 +247,13 @@ def adapted(model: Model, section: LoRASection, compute_dtype: str = "float32") 
         buffers={BASE: base.stored(), **model.buffers},
         update=update,
         base=base,
-        cached=None if (cached := model.cached) is None else cached._replace(step=partial(measured, cached.step)),
+        cached=None if (cached := model.cached) is None else cached._replace(apart=partial(apart, cached.apart)),
     )
+
+
+def _check_base(argument: str, remedy: str, buffers: Mapping[str, Any] | None) -> None:
+    if BASE not in (buffers or {}):
+        raise ValueError(f"argument {argument!r} has no buffers of the frozen base; give {remedy}")
 
 
 def base_of(declared: Any, section: LoRASection, compute_dtype: str) -> Base:

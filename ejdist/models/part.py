@@ -10,7 +10,7 @@ import jax
 
 from ejdist.costs import Traffic, declared
 from ejdist.models.config import DecoderShape
-from ejdist.models.kept import Kept, Serving
+from ejdist.models.kept import Kept
 from ejdist.models.model import Flops, Metrics
 from ejdist.models.ops import Ops
 from ejdist.models.parameters import Param
@@ -32,7 +32,6 @@ class LayerContext:
     step: Any  # int32, steps before this one
     microbatch: Any  # int32, index in this step
     buffers: Mapping[str, jax.Array]  # this part's buffers in this layer
-    serving: Serving | None = None  # in a step of a generation
 
 
 class Part:

@@ -23,6 +23,7 @@ class PartBytes:
       work: live at the peak of the part's backward, saved or not: inputs, results and their gradients.
       moved: beside `work`, what passes over the memory as often, for a step's time.
       tpu_rest: also there with `rest`, of what kernels of TPUs keep of their forward for their backward; and live at that peak.
+      gpu_rest: as `tpu_rest`, of kernels for GPUs; at the peak it is there either way, kept or made again.
       gpu_work: also live there in programs that XLA compiles for GPUs. tpu_work: the same for TPUs.
       gpu_beside: also live there where the layer has another part, whose backward comes before; with it what that part's
         gradients of matrices are made of, its `gpu_waits`: XLA for GPUs leaves those products until the layer is done.
@@ -37,6 +38,7 @@ class PartBytes:
     work: int
     moved: int = 0
     tpu_rest: int = 0
+    gpu_rest: int = 0
     gpu_work: int = 0
     gpu_zeros: int = 0
     tpu_work: int = 0

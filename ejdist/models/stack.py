@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ejdist.frozen import Frozen
 from ejdist.models.ahead_shape import AheadShape
 from ejdist.models.config import ALIASES, MIXERS, NONE, DecoderShape, parts_of_kind
-from ejdist.models.kept import Arrays, Kept
+from ejdist.models.kept import Kept
 from ejdist.models.model import Metrics
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part
@@ -189,12 +189,12 @@ def _barred(_: None, cotangents: Any) -> Any:
 _in_turn.defvjp(lambda x, weights: ((x, weights), None), _barred)
 
 
-def _cast(weight: Any, dtype: Any) -> Any:
+def cast(weight: Any, dtype: Any) -> Any:
     """Returns a stack of matrices in the compute dtype. Of a frozen one a row is cast, where a layer uses it."""
     return weight.adapter_in(dtype) if isinstance(weight, Frozen) else weight.astype(dtype)
 
 
-def _used(part: Part, weights: dict[str, Any], c: DecoderShape, dtype: Any) -> dict[str, Any]:
+def used(part: Part, weights: dict[str, Any], c: DecoderShape, dtype: Any) -> dict[str, Any]:
     """Returns the parameters of one layer as its part takes them: of those that are frozen, what `project` alone multiplies
     with stays as it is stored, and the others become arrays."""
     if not any(isinstance(w, Frozen) for w in weights.values()):
@@ -204,21 +204,15 @@ def _used(part: Part, weights: dict[str, Any], c: DecoderShape, dtype: Any) -> d
 
 
 def _layer(
-    x, kept: Arrays, weights, buffers, rows, layer, parts: list[Part], context: Callable[..., LayerContext]
-) -> tuple[jax.Array, Arrays, Metrics]:
-    """Returns (x, what layers keep, metrics) after one layer; weights, buffers and rows are by part."""
+    x: jax.Array, weights: Any, buffers: Any, layer: Any, parts: list[Part], context: Callable[..., LayerContext]
+) -> tuple[jax.Array, Metrics]:
+    """Returns (x, metrics) after one layer; weights and buffers are by part."""
     x = checkpoint_name(x, _LAYER_INPUT)
     metrics: Metrics = {}
     for part in parts:
         with jax.named_scope(part.name):
             ctx = context(layer=layer, buffers=buffers[part.name])
-            serves = None
-            if ctx.serving is not None:
-                serves = ctx.serving.layer(part.name, ctx.ops, kept.get(part.name, {}), rows[part.name])
-                ctx = replace(ctx, ops=serves.ops)
-            x, part_metrics = part.apply(x, _used(part, weights[part.name], ctx.config, x.dtype), ctx)
-            if serves is not None and part.name in kept:
-                kept = kept | {part.name: serves.arrays}
+            x, part_metrics = part.apply(x, used(part, weights[part.name], ctx.config, x.dtype), ctx)
         for name, m in part_metrics.items():
             # Without a gradient, so that the backward saves nothing for them.
             m = m if m.how == "loss" else replace(m, value=jax.lax.stop_gradient(m.value))
@@ -226,7 +220,7 @@ def _layer(
             if name in metrics:
                 raise ValueError(f"two parts of a layer return the metric {name!r}; rename {part.name}'s")
             metrics[name] = m
-    return x, kept, metrics
+    return x, metrics
 
 
 def _stacked(layers: list[Metrics]) -> Metrics:
@@ -256,7 +250,7 @@ def rows_of(c: DecoderShape, which: range) -> dict[str, slice]:
     return {name: slice(before[name], before[name] + counts[name]) for name in parts_of(c)}
 
 
-def _check_rows(c: DecoderShape, which: range, params: dict, buffers: Mapping[str, Any]) -> None:
+def check_rows(c: DecoderShape, which: range, params: dict, buffers: Mapping[str, Any]) -> None:
     if which.step != 1 or not 0 <= which.start < which.stop <= c.num_layers:
         raise ValueError(f"layers: {which} must be a contiguous range of the {c.num_layers} layers")
     parts = parts_of(c)
@@ -278,22 +272,19 @@ def run_layers(
     c: DecoderShape,
     context: Callable[..., LayerContext],
     which: range,
-    kept: Arrays | None = None,
-) -> tuple[jax.Array, Arrays, Metrics]:
-    """Returns (x, what the layers keep, metrics) after a range of layers. Its complete rounds of the pattern run as one scan;
-    the layers before and after them are unrolled.
+) -> tuple[jax.Array, Metrics]:
+    """Returns (x, metrics) after a range of layers. Its complete rounds of the pattern run as one scan; the layers before and
+    after them are unrolled.
 
     Args:
       params, buffers: as declared by `declare_layers` and `declare_buffers`, reduced to the rows of these layers (`rows_of`).
         Matrices are cast to the dtype of x before the scan.
       context: `LayerContext` without the fields that differ between layers.
-      kept: in a step of a generation, what all layers keep, as declared by `declare_kept`. It goes through the layers whole, so
-        that each replaces its own row where it is; none is copied.
 
     Raises:
       ValueError: a stack has the wrong number of rows.
     """
-    _check_rows(c, which, params, buffers)
+    check_rows(c, which, params, buffers)
     layers, pattern = layers_of(c), _of_kinds(c.layer_pattern)
     # The first layer in the range that begins a round of the pattern.
     begin = len(c.first_layers)
@@ -307,9 +298,8 @@ def run_layers(
     stacks = {}
     for name in _counts(layers[which.start : which.stop]):
         part = parts_of(c)[name]
-        weights = {k: _cast(params[k], x.dtype) if p.cast else params[k] for k, p in part.declare(c).items()}
-        numbers = {} if kept is None else jnp.arange(rows_of(c, which)[name].stop, dtype=jnp.int32)
-        stacks[name] = (weights, buffers.get(name, {}), numbers)
+        weights = {k: cast(params[k], x.dtype) if p.cast else params[k] for k, p in part.declare(c).items()}
+        stacks[name] = (weights, buffers.get(name, {}))
 
     def rows(name: str, start: int, stop: int, step: int) -> Any:
         return jax.tree.map(lambda w: w[start:stop:step], stacks[name])
@@ -326,44 +316,40 @@ def run_layers(
         return by_layer
 
     def run(
-        carry: tuple[jax.Array, Arrays],
-        arrays: list[dict[str, Any]],
-        first: Any,
-        layers: list[list[Part]],
-        in_scan: bool,
-    ) -> tuple[tuple[jax.Array, Arrays], Metrics]:
-        metrics, (x, kept) = [], carry
+        x: jax.Array, arrays: list[dict[str, Any]], first: Any, layers: list[list[Part]], in_scan: bool
+    ) -> tuple[jax.Array, Metrics]:
+        metrics = []
         for i, (parts, mine) in enumerate(zip(layers, arrays, strict=True)):
             layer = partial(_layer, parts=parts, context=context)
-            w, b, rows = ({name: three[k] for name, three in mine.items()} for k in (0, 1, 2))
+            w, b = ({name: pair[k] for name, pair in mine.items()} for k in (0, 1))
             with jax.named_scope("layer"):
                 if i:  # the backward of the first is the last
                     x, w = _in_turn(x, w)
                 remembering = rematerialised(layer, REMAT[c.remat], parts, in_scan=in_scan)
-                x, kept, layer_metrics = remembering(x, kept, w, b, rows, first + i)
+                x, layer_metrics = remembering(x, w, b, first + i)
             metrics.append(layer_metrics)
-        return (x, kept), _stacked(metrics)
+        return x, _stacked(metrics)
 
-    def one_round(carry: tuple[jax.Array, Arrays], xs: Any) -> tuple[tuple[jax.Array, Arrays], Metrics]:
+    def one_round(x: jax.Array, xs: Any) -> tuple[jax.Array, Metrics]:
         arrays, at_layer = xs
-        return run(carry, arrays, at_layer, pattern, in_scan=rounds > 1)
+        return run(x, arrays, at_layer, pattern, in_scan=rounds > 1)
 
     def every_round(name: str, i: int) -> Any:
         n, start = each[name], first[name]
         return rows(name, start + i, start + rounds * n, n)
 
-    runs, carry = [], (x, kept or {})
+    runs = []
     if head:
-        carry, metrics = run(carry, of_layers(head, row), jnp.int32(which.start), head, in_scan=False)
+        x, metrics = run(x, of_layers(head, row), jnp.int32(which.start), head, in_scan=False)
         runs.append(metrics)
     if rounds:
         firsts = begin + len(pattern) * jnp.arange(rounds, dtype=jnp.int32)
         # Scan over exactly the arrays that a layer takes: the backward then reads the same stacks, and the forward does not
         # write a second copy of every weight for it.
-        carry, metrics = jax.lax.scan(one_round, carry, (of_layers(pattern, every_round), firsts))
+        x, metrics = jax.lax.scan(one_round, x, (of_layers(pattern, every_round), firsts))
         runs.append(jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), metrics))
     if tail:
         rest = of_layers(tail, lambda name, i: row(name, first[name] + rounds * each[name] + i))
-        carry, metrics = run(carry, rest, jnp.int32(end), tail, in_scan=False)
+        x, metrics = run(x, rest, jnp.int32(end), tail, in_scan=False)
         runs.append(metrics)
-    return *carry, {name: m.over_layers() for name, m in _concatenated(runs).items()}
+    return x, {name: m.over_layers() for name, m in _concatenated(runs).items()}

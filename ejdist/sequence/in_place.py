@@ -40,11 +40,11 @@ def kernels_of(local: Local, chunk: int = 0) -> Any:
     length = local.query.shape[1] * local.ranks
     run = length // order.multiple if order.in_parts else order.stripe
     arguments = {**local.own, **local.keys, **dict(local.static.options)}
-    kernels = hops_of(flash.bind(**arguments, mask=_masks(local, 1)[0]), local.static.platform, local.static.cfg)
+    kernels = hops_of(flash.bind(**arguments, mask=masks_of(local, 1)[0]), local.static.platform, local.static.cfg)
     return None if kernels is None or math.gcd(run if mask.causal else 0, chunk) % kernels.tile else kernels
 
 
-def _masks(local: Local, hop: Any) -> tuple[MaskInfo, MaskInfo]:
+def masks_of(local: Local, hop: Any) -> tuple[MaskInfo, MaskInfo]:
     """Returns the masks of this rank's queries over the keys that are here at a hop: what is compared pair by pair, and which
     tiles meet. Of a rank's own tokens places tell causal order, and of another's whole tiles do."""
     every = local.every
@@ -57,7 +57,7 @@ def _masks(local: Local, hop: Any) -> tuple[MaskInfo, MaskInfo]:
 
 
 def _brought(mask: MaskInfo) -> tuple[MaskInfo, MaskInfo]:
-    """Returns the masks as of `_masks` of keys that a scheme has put together of chunks of other ranks."""
+    """Returns the masks as of `masks_of` of keys that a scheme has put together of chunks of other ranks."""
     return mask.replace(causal=False, q_positions=None, kv_positions=None), mask
 
 
@@ -79,7 +79,9 @@ def attended(
     rounded = last or (masks is None and len(local.hops) == 2)
     dtype = local.query.dtype if rounded else jnp.float32
     with jax.named_scope("hop"):
-        results = kernels.attend(local.query, keys["key"], keys["value"], *(masks or _masks(local, hop)), sofar, dtype)
+        results = kernels.attend(
+            local.query, keys["key"], keys["value"], *(masks or masks_of(local, hop)), sofar, dtype
+        )
     return vary_alike(results, local.query)
 
 
@@ -96,7 +98,7 @@ def pulled(
     """As `hops.pulled`; what it returns for the queries are sums, see `Hops.of_query`. masks: None for those of the hop."""
     own = local.full(local.query.shape) if own is None else own["query"]
     with jax.named_scope("hop"):
-        made = kernels.pull(saved, local.query, keys["key"], keys["value"], *(masks or _masks(local, hop)), own)
+        made = kernels.pull(saved, local.query, keys["key"], keys["value"], *(masks or masks_of(local, hop)), own)
     own, d_key, d_value = vary_alike(made, local.query)
     grads = {"key": d_key, "value": d_value}
     added = grads if sums is None else {n: x + grads[n] for n, x in sums.items()}
@@ -106,7 +108,7 @@ def pulled(
 
 def attends(local: Local, kernels: Any) -> Work:
     """Returns the work of a forward, whose out has the dtype of the queries."""
-    local = _without_padding(local, queries=False)
+    local = without_padding(local, queries=False)
 
     def attend(hop: Any, keys: dict[str, jax.Array], sofar: Any, travel: Any, last: bool) -> tuple[Any, Any]:
         return attended(local, kernels, hop, keys, sofar, last), travel
@@ -120,7 +122,7 @@ def attends(local: Local, kernels: Any) -> Work:
 
 def pulls(local: Local, saved: dict[str, jax.Array], kernels: Any) -> Work:
     """Returns the work of a backward, whose gradients are float32 or in the dtype of the keys."""
-    local, ids = _without_padding(local, queries=True), local.mask.q_segment_ids
+    local, ids = without_padding(local, queries=True), local.mask.q_segment_ids
     saved = {n: x if n == "lse" else zeroed(x, ids) for n, x in saved.items()}
 
     def pull(*hop: Any) -> tuple[Any, Any]:
@@ -145,7 +147,7 @@ def pulling(local: Local, saved: dict[str, jax.Array], chunk: int = 0) -> Work:
     return hops.pulls(local, saved) if kernels is None else pulls(local, saved, kernels)
 
 
-def _without_padding(local: Local, queries: bool) -> Local:
+def without_padding(local: Local, queries: bool) -> Local:
     """Returns it with zeros in the padding of its keys, and of its queries; once, for all hops."""
     ids = local.own_mask.kv_segment_ids
     keys = {n: zeroed(x, ids) for n, x in local.keys.items()}

@@ -13,6 +13,7 @@ from ejdist.costs import ALL_GATHER, PERMUTE, PERMUTE_BOTH, REDUCE_SCATTER, Traf
 from ejdist.order import AUTO, Order
 from ejdist.sequence import both_ways, exchange, halo, hops, in_place, trips, two_level, ulysses
 from ejdist.sequence.cost import ALWAYS, NEVER, AttentionShape, Axes, SchemeBytes, attention_shape
+from ejdist.sequence.gathered import Gathered, pulled_by_hops
 from ejdist.sequence.group_cast import GroupCast
 from ejdist.sequence.local import Local
 from ejdist.sequence.reshard import undivided
@@ -103,25 +104,35 @@ def _held(shape: AttentionShape, sets: int) -> SchemeBytes:
     return SchemeBytes((sets + wide) * keys + wide * shape.query, gpu_zeros=2 * wide * shape.out)
 
 
+def _check_groups(groups: Any) -> None:
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+        raise ValueError(f"sequence.head_groups = {groups!r} must be an integer of at least 1")
+
+
 @dataclass(frozen=True)
 class AllGather(Scheme):
     """Every rank gathers all keys and values, and each rank's gradients are summed on it: O(T) memory, one exchange.
 
-    Where no mask is compared pair by pair, hops run one after another, the first beside the exchange; else one attention takes
-    all keys. `hops` as of a `Ring`: a batch that needs the keys of few ranks gets them hop by hop.
+    Where kernels add in place, keys come in groups of heads, see `gathered.py`. Elsewhere, where no mask is compared pair by
+    pair, hops run one after another, the first beside the exchange; else one attention takes all keys. `hops` as of a `Ring`: a
+    batch that needs the keys of few ranks gets them hop by hop. head_groups: at most, of those that divide the heads of keys.
     """
 
     hops: str = AUTO
+    head_groups: int = 2
 
     hides = False
     latents = AUTO
 
     def __post_init__(self) -> None:
         check_hops("AllGather: argument 'hops'", self.hops)
+        _check_groups(self.head_groups)
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         if len(local.hops) == 1:  # no rank needs the keys of another, and a ring of one hop sends nothing
             return Ring().forward(local)
+        if (call := Gathered.of(local, self.head_groups)) is not None:
+            return call.forward()
         if local.plain:
             return trips.over_gathered(local, lambda *at: hops.attended(local, *at))
         out, lse = local.attend(*local.in_order(trips.gathered(local)))
@@ -130,32 +141,14 @@ class AllGather(Scheme):
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
         if len(local.hops) == 1:
             return Ring().backward(local, saved)
+        if (call := Gathered.of(local, self.head_groups)) is not None:
+            return call.backward(saved)
         if local.plain:
-            grads, parts = self._backward_of_hops(local, saved)
+            grads, parts = pulled_by_hops(local, saved)
         else:
             grads = local.pull(saved, *local.in_order(trips.gathered(local)))
             parts = {n: local.of_ranks(grads[n].astype(jnp.float32)) for n in local.keys}
         return grads | trips.scattered(local, parts)
-
-    def _backward_of_hops(self, local: Local, saved: dict[str, jax.Array]) -> tuple[dict, dict]:
-        """Returns (the gradient of the rank's own queries, those of the keys and values of all ranks)."""
-        length = local.query.shape[1]
-
-        def whole(x: jax.Array) -> jax.Array:
-            return local.full((x.shape[0], length * local.ranks, *x.shape[2:]))
-
-        def pull(hop: Any, keys: dict[str, jax.Array], state: Any) -> tuple[Any, Any]:
-            start = local.holder(hop) * length
-            if state is None:
-                query, parts = None, {n: whole(x) for n, x in local.keys.items()}
-            else:
-                query, parts = state
-            query, sums = hops.pulled(local, saved, hop, keys, query, None)
-            placed = jax.lax.dynamic_update_slice_in_dim
-            return query, {n: placed(x, sums[n].astype(x.dtype), start, 1) for n, x in parts.items()}
-
-        query, parts = trips.over_gathered(local, pull)
-        return query, parts
 
     def counts_hops(self, local: Local) -> bool:
         return by_batch(self.hops, few_hops(local.static.order, local.query.shape[1]))
@@ -202,8 +195,7 @@ class Ulysses(Scheme):
     def __post_init__(self) -> None:
         if not isinstance(self.outer, Scheme):
             raise ValueError(f"Ulysses: argument 'outer' = {self.outer!r} must be a Scheme, such as Ring()")
-        if isinstance(self.head_groups, bool) or not isinstance(self.head_groups, int) or self.head_groups < 1:
-            raise ValueError(f"sequence.head_groups = {self.head_groups!r} must be an integer of at least 1")
+        _check_groups(self.head_groups)
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         return ulysses.forward(local, self.outer, self.head_groups)

@@ -29,6 +29,15 @@ def waited_for(weights: np.ndarray, groups: int, microbatches: int) -> float:
     return float(weights.reshape(groups, -1, microbatches).sum(1).max(0).sum())
 
 
+def least_waited_for(weights: np.ndarray, groups: int, microbatches: int) -> float:
+    """Returns what `waited_for` is at least, however rows are dealt: the mean of the groups, or more where one row is more than
+    that. The heaviest rows of the microbatches are no lighter in sum than every k-th of all rows, heaviest first, for k rows of
+    a microbatch; with one row for each group `dealt` is that.
+    """
+    rows = np.sort(weights)[::-1]
+    return float(max(rows.sum() / groups, rows[:: len(rows) // microbatches].sum()))
+
+
 def dealt(weights: np.ndarray, groups: int, microbatches: int) -> np.ndarray:
     """Returns int64 [rows]: which row of the batch lies at each place, as drawn where no other is less uneven. A pure function
     of its arguments, so that every host deals alike.

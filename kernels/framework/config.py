@@ -67,7 +67,14 @@ class FwdParams(Tunables):
 
 @dataclass(frozen=True)
 class BwdParams(FwdParams):
-    """Tunables of a backward kernel; see `FwdParams`."""
+    """Tunables of a backward kernel; see `FwdParams`.
+
+    Attributes:
+      shares: into how many programs the query heads of a key head are dealt, of those that divide them; None: as many as are
+        expected to be fastest. Only the Hopper backward of attention reads it.
+    """
+
+    shares: int | None = None
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ FAULTS = (
     ),
     Fault(
         "grouped matmul in Triton: a float8 has the exponent of a float16",
-        "_upcast",
+        "upcast",
         "$half.to(tl.float32) * 256.0",
         "$half.to(tl.float32) * 128.0",
         f"{KERNELS} -k 'eight and triton or every_code'",

@@ -82,9 +82,9 @@ FAULTS = (
         "Hopper, attention: programs that share a block of keys read others",
         "gluon_gradients:_load",
         "tma.async_load($k_desc, [$b, $block * O.BLOCK_K, $head // O.SHARES, 0], $kv_full, $k_block)\n"
-        "tma.async_load($v_desc, [$b, $block * O.BLOCK_K, $head // O.SHARES, 0], $kv_full, $v_block)",
+        "tma.async_load($v_desc, [$b, $block * O.BLOCK_K, $head // O.SHARES, O.H if O.JOINED else 0], $kv_full, $v_block)",
         "tma.async_load($k_desc, [$b, $block * O.BLOCK_K, $head % O.SHARES, 0], $kv_full, $k_block)\n"
-        "tma.async_load($v_desc, [$b, $block * O.BLOCK_K, $head // O.SHARES, 0], $kv_full, $v_block)",
+        "tma.async_load($v_desc, [$b, $block * O.BLOCK_K, $head // O.SHARES, O.H if O.JOINED else 0], $kv_full, $v_block)",
         f"{NUMBERS} -k share",
     ),
     Fault(
@@ -208,14 +208,14 @@ FAULTS = (
     ),
     Fault(
         "Hopper, products: sums are handed over into a buffer that is not written yet",
-        "_hand_part",
+        "hand_part",
         "mbarrier.wait($drained.index($at), $handed // $BUFFERS & 1 ^ 1)",
         "",
         GROUPED,
     ),
     Fault(
         "Hopper, products: sums are written before they are there",
-        "gluon_parts:write",
+        "gluon_sums:write",
         "mbarrier.wait($filled.index($at), $handed // $BUFFERS & 1)",
         "",
         GROUPED,
@@ -244,8 +244,8 @@ FAULTS = (
     Fault(
         "interpreting Gluon: products are made when they are begun",
         "_warpgroup_mma",
-        "not $is_async",
-        "True",
+        "if not $is_async:\n    $$body",
+        "$$body",
         INTERPRETER,
     ),
     Fault(

@@ -282,7 +282,7 @@ FAULTS = (
     Fault(
         "paged hopper: tiles that are not there are computed",
         "gluon_kernels:_tiles",
-        "gl.load($rows_ptr) * $O.N",
+        "gl.load($rows_ptr) * heads_of($O)",
         "$O.B * $O.N",
         f"{HOPPER} -k ragged",
     ),

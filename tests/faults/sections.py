@@ -169,7 +169,7 @@ FAULTS = (
     ),
     Fault(
         "a stage takes rows of other layers",
-        "stack:_check_rows",
+        "stack:check_rows",
         "$stack.shape[0] != $needed",
         "$stack.shape[0] < $needed",
         f"{LAYERS} -k no_rows",

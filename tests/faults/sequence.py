@@ -102,7 +102,7 @@ FAULTS = (
     ),
     Fault(
         "the gradients of gathered keys go to the first rank",
-        "AllGather._backward_of_hops.pull",
+        "gathered:pulled_by_hops.pull",
         "$placed($x, $sums[$n].astype($x.dtype), $at, 1)",
         "$placed($x, $sums[$n], 0 * $at, 1)",
         f"{SEQUENCE} -k all_gather",

@@ -78,5 +78,8 @@ def test_key_heads_of_a_call(monkeypatch):
     x, k = jnp.zeros((1, 512, 8, 64), jnp.bfloat16), jnp.zeros((1, 512, 2, 64), jnp.bfloat16)
     call = triton_calls.prepare(x, k, k, CAUSAL, None, None, None, None, None, 0.0, None)
     monkeypatch.setattr(triton_calls, "shares_of_group", lambda *rest: 4)
-    shared = call.shared(call.known_spans(64, 128)[1])
+    shared = call.shared(call.known_spans(64, 128)[1], None)
     assert (shared.options["K"], shared.options["SHARES"], call.options["K"]) == (8, 4, 2)
+    assert call.shared(jnp.zeros((1, 4, 4), jnp.int32), 2).options["K"] == 4, "which are asked for"
+    with pytest.raises(ValueError, match="shares = 3 must divide the 4 query heads"):
+        call.shared(None, 3)

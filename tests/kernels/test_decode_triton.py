@@ -200,7 +200,10 @@ def test_tiles_of_one_token_are_its_own():
     call = OPS["delta_rule"].bind(**delta(np.random.default_rng(7), False))
     backend = OPS["delta_rule"].backends["triton_gpu"]
     found = backend.candidates(call)
-    assert found[0] == backend.heuristic(call, "cuda") and len(set(found)) == len(triton_decode.TILES) + 1
+    assert found[0] == backend.heuristic(call, "cuda") and len(set(found)) == len(found) == len(triton_decode.TILES)
+    channels = OPS["delta_rule"].bind(**delta(np.random.default_rng(7), True))
+    sizes = [backend.heuristic(x, "cuda").block_v for x in (call, channels)]
+    assert sizes == [triton_decode.COLUMNS, triton_decode.OF_CHANNELS]
     made = [arguments_of(np.random.default_rng(8), 1, T, 1, 1, 8, 4) for T in (1, 2)]
     keys = [OPS["delta_rule"].autotune_key(OPS["delta_rule"].bind(**x)) for x in made]
     assert keys[0].endswith("tokens<2") and keys[1].endswith("tokens<64")

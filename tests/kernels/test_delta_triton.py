@@ -72,29 +72,48 @@ def test_decays_of_every_size(decay):
     compared(arguments, {"use_qk_l2norm": True, "softmax_scale": 0.7}, chunk=32, block_v=16, heads=2)
 
 
-@pytest.mark.parametrize("gated", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_gradients_of_keys_by_one_kernel(gated):
-    """Documents, padding, and keys that heads share."""
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_both_ways_at_once_of_what_the_forward_kept(packed):
+    """Documents, padding, states in and out, and keys that heads share."""
     rng = np.random.default_rng(12)
-    ids = np.array([[0] * 9 + [-1] * 3 + [4] * 38], np.int32)
-    arguments = arguments_of(rng, 1, 50, 1, 2, 8, 20, 0.5, 1.5, segment_ids=ids)
-    if not gated:
-        del arguments["g"]
-    compared(arguments, {"softmax_scale": 0.7}, chunk=16, block_v=16, joined=True)
+    ids = np.array([[0] * 9 + [-1] * 3 + [1] * 38], np.int32)
+    state = rng.standard_normal((1, 1 + packed, 2, 8, 20)).astype(np.float32)
+    arguments = arguments_of(rng, 1, 50, 1, 2, 8, 20, 0.5, 1.5, segment_ids=ids, initial_state=state)
+    options = {"softmax_scale": 0.7, "num_states": 1 + packed}
+    compared(arguments, options, chunk=16, block_v=16, at_once=True, keeps=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "keeps", "at_once"),
+    [
+        ("qwen3_next", True, True),
+        ("many_heads_8k", True, False),
+        ("few_heads_32k", True, False),
+        ("kimi_linear", None, None),
+    ],
+)
+def test_what_a_backward_takes_of_its_forward_and_which_walks_it_joins(case, keeps, at_once):
+    """As was timed: of decays of heads, with walks whose programs leave half of each multiprocessor empty."""
+    call = op.bind(**op.case_inputs(next(c for c in op.cases if c.name == case), dtype="bfloat16", shapes_only=True))
+    cfg = op.backends["triton_gpu"].heuristic(call, "cuda")
+    assert (cfg.keeps, cfg.at_once) == (keeps, at_once)
 
 
 @pytest.mark.slow
-def test_one_kernel_of_keys_fits_the_registers():
-    """On Hopper at the width of Qwen3-Next: no spills, and no product that waits for the one before."""
+def test_walks_at_once_fit_a_multiprocessor():
+    """On Hopper at the width of Qwen3-Next: no spills, no product that waits for the one before, and pairs are taken once."""
     call = op.case_inputs(next(c for c in op.cases if c.name == "qwen3_next"), dtype="bfloat16")
     shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.items() if hasattr(x, "dtype")}
 
     def step(x):
-        out, pull = jax.vjp(lambda x: op(**x, platform="triton", cfg=ChunkConfig(joined=True)), x)
+        out, pull = jax.vjp(lambda x: op(**x, platform="triton"), x)
         return pull(out)
 
-    (kernel,) = (k for k in export_cuda(step, shapes).kernels if k.name == "delta_keys_kernel")
+    report = export_cuda(step, shapes).kernels
+    assert [k.name for k in report].count("delta_pairs_kernel") == 1
+    (kernel,) = (k for k in report if k.name == "delta_both_kernel")
     assert not any(kernel.resources[n] for n in ("spill_stores", "spill_loads", "serialized")), kernel.resources
+    assert 2 * (kernel.shared_memory_bytes + 1024) <= 228 * 1024
 
 
 @pytest.mark.parametrize(("decay", "Hv"), [pytest.param(0.0, 18, marks=pytest.mark.slow), (-100.0, 16)])

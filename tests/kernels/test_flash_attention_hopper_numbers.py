@@ -5,6 +5,7 @@ as late as it can be (`gluon_interpreter.py`), and programs are three, so that t
 """
 
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,15 @@ def test_programs_that_share_a_block_of_keys(monkeypatch, kind, heads, shares):
     hold(arrays(B, (150, 140), heads, KINDS[kind][0], "bfloat16"), MaskInfo(causal=True, window=(90, 0)), {})
     assert {call[1:] for call in asked} == {(B, heads[1], heads[0] // heads[1], 1 if kind == "192" else 8)}
     assert all(isinstance(spans, np.ndarray) for spans, *_ in asked)
+
+
+@pytest.mark.parametrize("kind", ["128", pytest.param("256", marks=pytest.mark.slow)])
+def test_programs_share_blocks_of_keys_of_documents_where_they_are_asked_to(kind):
+    """Whose steps only a batch knows."""
+    mask, options = CALLS["packed"]
+    cfg = triton_gpu.warp_specialized_tiles(*KINDS[kind][0], 2, 0.1, None)
+    cfg = replace(cfg, bwd_params=replace(cfg.bwd_params, shares=2))
+    hold(arrays(B, (T, T), (4, 1), KINDS[kind][0], "bfloat16"), mask, options, cfg=cfg)
 
 
 @pytest.mark.parametrize(

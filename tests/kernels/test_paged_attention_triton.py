@@ -195,10 +195,9 @@ def test_every_number_of_8_bits(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_int8_is_multiplied_as_float16_without_rounding(monkeypatch, dtype):
+def test_int8_is_multiplied_as_float16_without_rounding(dtype):
     """Each number is the value of a key of its own, and then a factor of a key: outputs and weights are those of exact ones.
     Rows of queries are of any size, above float16's range too."""
-    monkeypatch.setattr(calls, "HALVES", True)
     numbers = np.arange(-128, 128, dtype=np.int8).reshape(32, 1, 1, 8)
     ones = {n: np.ones((1, 1, 1), np.float32) for n in ("k_scale", "v_scale")}
     zeros = {"query": jnp.zeros((32, 1, 1, 8), dtype), "key_cache": np.zeros_like(numbers), "value_cache": numbers}

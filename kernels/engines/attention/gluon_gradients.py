@@ -30,6 +30,8 @@ from kernels.engines.attention.gluon_parts import (
     ROW,
     TILE_OF_SUMS,
     ends_of,
+    first_head,
+    heads_of,
     in_one_segment,
     in_range,
     one_after_the_other,
@@ -69,20 +71,20 @@ def _make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, O: gl.constexpr):
 
 
 @gluon.jit
-def _load(d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, side_ptr, k_tile, v_tile, kv_full, ring,
-          O: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _load(d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, side_ptr, first_ptr, k_tile, v_tile, kv_full,
+          ring, O: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     b, head, block = place(side_ptr, O)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     mbarrier.expect(kv_full, k_desc.nbytes_per_cta + v_desc.nbytes_per_cta)
     k_block = k_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_H], layout=BLOCK)
     v_block = v_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_V], layout=BLOCK)
     tma.async_load(k_desc, [b, block * O.BLOCK_K, head // O.SHARES, 0], kv_full, k_block)
-    tma.async_load(v_desc, [b, block * O.BLOCK_K, head // O.SHARES, 0], kv_full, v_block)
+    tma.async_load(v_desc, [b, block * O.BLOCK_K, head // O.SHARES, O.H if O.JOINED else 0], kv_full, v_block)
     q_tiles, d_tiles, rows, full, free = ring
     BYTES: gl.constexpr = q_desc.nbytes_per_cta + d_out_desc.nbytes_per_cta + 2 * lse_desc.nbytes_per_cta
     stage, phase = 0, 0
-    for g in range(O.N // O.K):
-        n = head * (O.N // O.K) + g
+    for g in range(heads_of(O) // O.K):
+        n = first_head(first_ptr) + head * (heads_of(O) // O.K) + g
         for m in range(first, last):
             row = m * O.BLOCK_Q
             mbarrier.wait(free.index(stage), phase ^ 1)
@@ -163,9 +165,9 @@ def _weigh(s, rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q
 
 
 @gluon.jit
-def _gradients(dq_desc, spans_ptr, side_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dk_ptr, dv_ptr, k_tile,
-               v_tile, kv_full, ring, ds_tile, dq_tile, O: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    G: gl.constexpr = O.N // O.K
+def _gradients(dq_desc, spans_ptr, side_ptr, first_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dk_ptr,
+               dv_ptr, k_tile, v_tile, kv_full, ring, ds_tile, dq_tile, O: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    G: gl.constexpr = heads_of(O) // O.K
     AHEAD: gl.constexpr = O.BLOCK_Q <= 64  # start the logits of the next block in this iteration
     EARLY: gl.constexpr = AHEAD and O.CAP is not None  # compute its weights too
     SHAPE: gl.constexpr = (O.BLOCK_K, O.BLOCK_Q)
@@ -194,7 +196,7 @@ def _gradients(dq_desc, spans_ptr, side_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, 
     mbarrier.wait(kv_full, 0)
     if steps > 0:
         stage, phase = 0, 0
-        m, n = first, head * G
+        m, n = first, first_head(first_ptr) + head * G
         if AHEAD:
             mbarrier.wait(full.index(0), 0)
             s = _logits(k_tile, ring, 0, no_pair, O)
@@ -260,8 +262,12 @@ def _gradients(dq_desc, spans_ptr, side_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, 
     WIDE_KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_H, O.BLOCK_H // 8], [8, 1], [1, 0])
     WIDE_VALUES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_V, O.BLOCK_V // 8], [8, 1], [1, 0])
     b, head, block = place(side_ptr, O)  # again: the loop has no registers for it
-    store_keys(dk_ptr, dk * O.SCALE, k_tile, b, block, head, O.K, O.S, O.H, WIDE_KEYS, 0)
-    store_keys(dv_ptr, dv, v_tile, b, block, head, O.K, O.S, O.HV, WIDE_VALUES, 0)
+    if O.JOINED:
+        store_keys(dk_ptr, dk * O.SCALE, k_tile, b, block, head, O.K, O.S, O.H + O.HV, WIDE_KEYS, 0)
+        store_keys(dk_ptr, dv, v_tile, b, block, head, O.K, O.S, O.H + O.HV, WIDE_VALUES, O.H)
+    else:
+        store_keys(dk_ptr, dk * O.SCALE, k_tile, b, block, head, O.K, O.S, O.H, WIDE_KEYS, 0)
+        store_keys(dv_ptr, dv, v_tile, b, block, head, O.K, O.S, O.HV, WIDE_VALUES, 0)
     tma.store_wait(0)
 
 
@@ -295,12 +301,13 @@ def warp_specialized_bwd_kernel(
     delta_desc,  # likewise: -delta
     spans_ptr,  # this and the following but `side_ptr` as in `key_gradient_kernel`
     side_ptr,  # [1]: how many key heads run side by side
+    first_ptr,  # int32 [1] or None: the first of O.PART query heads, those that have the heads of these keys
     q_at_ptr,
     k_at_ptr,
     q_segment_ptr,
     k_segment_ptr,
     ends_ptr,
-    dk_ptr,
+    dk_ptr,  # with O.JOINED that of the values too, beside
     dv_ptr,
     O: gl.constexpr,  # `Options`, with a BLOCK_K of 128
     STAGES: gl.constexpr,
@@ -316,10 +323,10 @@ def warp_specialized_bwd_kernel(
     dq_tile = gl.allocate_shared_memory(gl.float32, [O.BLOCK_Q, O.BLOCK_H], TILE_OF_SUMS)
     gl.warp_specialize(
         [
-            (_gradients, (dq_desc, spans_ptr, side_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr, dk_ptr,
-                          dv_ptr, k_tile, v_tile, kv_full, ring, ds_tile, dq_tile, O, STAGES)),
-            (_load, (d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, side_ptr, k_tile, v_tile, kv_full,
-                     ring, O, STAGES)),
+            (_gradients, (dq_desc, spans_ptr, side_ptr, first_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr,
+                          dk_ptr, dv_ptr, k_tile, v_tile, kv_full, ring, ds_tile, dq_tile, O, STAGES)),
+            (_load, (d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, side_ptr, first_ptr, k_tile, v_tile,
+                     kv_full, ring, O, STAGES)),
         ],
         [1],
         [PRODUCER_REGISTERS],

@@ -29,6 +29,8 @@ from kernels.engines.attention.gluon_outputs import ROWS, leave
 from kernels.engines.attention.gluon_parts import (
     BLOCK,
     ends_of,
+    first_head,
+    heads_of,
     limits_of,
     list_of,
     positions_of,
@@ -77,26 +79,28 @@ def _head_tiles(O, width):
 def _tiles(rows_ptr, O: gl.constexpr):
     """Returns the number of tiles of all heads."""
     if rows_ptr is None:
-        tiles = _blocks(O) * O.N * O.B
+        tiles = _blocks(O) * heads_of(O) * O.B
     else:
-        tiles = gl.load(rows_ptr) * O.N
+        tiles = gl.load(rows_ptr) * heads_of(O)
     return tiles
 
 
 @gluon.jit
-def _place(tile, order_ptr, O: gl.constexpr, HEADS: gl.constexpr):
-    """Returns the batch row, the head and the block of queries of a tile. The last blocks, which usually see the most
-    keys, come first, or with lists those with the longest. A few heads run side by side, so that their keys stay in the
-    cache."""
+def _place(tile, order_ptr, first_ptr, O: gl.constexpr, HEADS: gl.constexpr):
+    """Returns the batch row, the head, its head of keys and the block of queries of a tile. The last blocks, which usually see
+    the most keys, come first, or with lists those with the longest. A few heads run side by side, so that their keys stay in
+    the cache."""
     BLOCKS: gl.constexpr = _blocks(O)
     group = tile // (BLOCKS * HEADS)
-    n = group % (O.N // HEADS) * HEADS + tile % HEADS
-    b = group // (O.N // HEADS)
+    n = group % (heads_of(O) // HEADS) * HEADS + tile % HEADS
+    b = group // (heads_of(O) // HEADS)
+    head = n // (heads_of(O) // O.K)
+    n += first_head(first_ptr)
     if order_ptr is None:
         block = BLOCKS - 1 - tile // HEADS % BLOCKS
     else:
         block = tile_of(order_ptr, b, n, tile // HEADS % BLOCKS, BLOCKS, 1, O)
-    return b, n, block
+    return b, n, head, block
 
 
 @gluon.jit
@@ -107,14 +111,15 @@ def _load(descs, lists, table_ptr, rows_ptr, turn_ptr, queue, queries, keys, val
     WIDTH: gl.constexpr = q_desc.block_type.shape[3]
     HEAD_TILES: gl.constexpr = _head_tiles(O, WIDTH)
     q_tiles, q_full, q_free = queries
-    spans_ptr, index_ptr, order_ptr = lists
+    spans_ptr, index_ptr, order_ptr, first_ptr, tiles_ptr = lists
     tile, turn, q_stage, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
     tiles = _tiles(rows_ptr, O)
     while tile < tiles:
-        b, n, block = _place(tile, order_ptr, O, HEADS)
+        b, n, head, block = _place(tile, order_ptr, first_ptr, O, HEADS)
         first, full, full_end, last = limits_of(spans_ptr, index_ptr, b, n, block, _blocks(O), O)
         list_ptr = list_of(index_ptr, b, n, block, _blocks(O), _key_blocks(O), O)
-        head = n // (O.N // O.K)
+        if tiles_ptr is not None:
+            list_ptr = tiles_ptr + b * O.TILES_BATCH
         mbarrier.wait(q_free.index(q_stage), q_phase ^ 1)
         mbarrier.expect(q_full.index(q_stage), WARPGROUPS * HEAD_TILES * q_desc.nbytes_per_cta)
         for i in gl.static_range(WARPGROUPS * HEAD_TILES):
@@ -179,7 +184,7 @@ def _attend(arrays, queue, queries, keys, values, turns, O: gl.constexpr, HEADS:
     turns_phase = 1 if WHICH == 0 else 0  # the phase before the first counts as complete
     tiles = _tiles(arrays[3], O)
     while tile < tiles:
-        b, n, block = _place(tile, arrays[0][2], O, HEADS)
+        b, n, _, block = _place(tile, arrays[0][2], arrays[0][3], O, HEADS)
         mbarrier.wait(q_full.index(q_stage), q_phase)
         if _head_tiles(O, q_tiles.shape[2]) == 1:
             q = (q_tiles.index(_consumers(O) * q_stage + WHICH),)
@@ -219,7 +224,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     UNIT: gl.constexpr = (O.SCALE if O.CAP is None else O.CAP) * LOG2E
     dtype: gl.constexpr = q[0].dtype
     lists, masks, lens_ptr, rows_ptr, sink_ptr, sofar, out_ptr, lse_ptr = arrays
-    spans_ptr, index_ptr, order_ptr = lists
+    spans_ptr, index_ptr, order_ptr, _, _ = lists
     q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr = masks
     k_tiles, k_full, k_free = keys
     v_tiles, v_full, v_free = values
@@ -311,6 +316,8 @@ def warp_specialized_fwd_kernel(
     k_segment_ptr,
     ends_ptr,
     sink_ptr,
+    first_ptr,  # int32 [1] or None: the first of O.PART query heads, those that have the heads of these keys
+    tiles_ptr,  # int32 [B or 1, blocks of keys] or None: where each of them lies; what describes keys is in their order
     q_rope_desc,  # [B, T, N, Hr] or None: the last tile of columns of queries, if it is an array of its own
     k_rope_desc,  # [B, S, 1, Hr] or None: that of keys, which all heads share
     table_ptr,  # int32 [B, O.TABLE] or None: keys and values are pages [O.PAGES, O.PAGE, K, width] in blocks [1, slots, 1, 64],
@@ -336,7 +343,7 @@ def warp_specialized_fwd_kernel(
     queries = ring_of(QUEUED, WARPGROUPS * HEAD_TILES, dtype, ROWS, WIDTH, WARPGROUPS)
     keys = ring_of(STAGES, HEAD_TILES, dtype, O.BLOCK_K, WIDTH, WARPGROUPS)
     values = ring_of(STAGES, 1, dtype, O.BLOCK_K, O.BLOCK_V, WARPGROUPS)
-    lists = spans_ptr, index_ptr, order_ptr
+    lists = spans_ptr, index_ptr, order_ptr, first_ptr, tiles_ptr
     descs = q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc
     masks = q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr
     arrays = lists, masks, lens_ptr, rows_ptr, sink_ptr, (sofar_out_ptr, sofar_lse_ptr), out_ptr, lse_ptr

@@ -28,9 +28,9 @@ def ring_of(STAGES: gl.constexpr, TILES: gl.constexpr, dtype: gl.constexpr, ROWS
 
 
 @gluon.jit
-def load_tile(desc, rope_desc, batch, row, head, ring, stage, phase, HEAD_TILES: gl.constexpr):
+def load_tile(desc, rope_desc, batch, row, head, ring, stage, phase, HEAD_TILES: gl.constexpr, FIRST: gl.constexpr):
     """Loads the rows of a head from `row` on into a stage, once it is free; rows out of bounds are zeros. The last tile
-    of columns comes from `rope_desc`, which all heads share, if there is one."""
+    of columns comes from `rope_desc`, which all heads share, if there is one. FIRST: the first column."""
     tiles, full, free = ring
     ROWS: gl.constexpr = desc.block_type.shape[1]
     WIDTH: gl.constexpr = desc.block_type.shape[3]
@@ -41,7 +41,7 @@ def load_tile(desc, rope_desc, batch, row, head, ring, stage, phase, HEAD_TILES:
         if rope_desc is not None and i == HEAD_TILES - 1:
             tma.async_load(rope_desc, [batch, row, 0, 0], full.index(stage), block)
         else:
-            tma.async_load(desc, [batch, row, head, i * WIDTH], full.index(stage), block)
+            tma.async_load(desc, [batch, row, head, FIRST + i * WIDTH], full.index(stage), block)
 
 
 @gluon.jit
@@ -73,8 +73,8 @@ def load_keys(k_desc, k_rope_desc, v_desc, list_ptr, table_ptr, batch, head, end
     for i in range(end - begin):
         row = nth(list_ptr, end - 1 - i) * O.BLOCK_K
         if table_ptr is None:
-            load_tile(k_desc, k_rope_desc, batch, row, head, keys, stage, phase, HEAD_TILES)
-            load_tile(v_desc, None, batch, row, head, values, stage, phase, 1)
+            load_tile(k_desc, k_rope_desc, batch, row, head, keys, stage, phase, HEAD_TILES, 0)
+            load_tile(v_desc, None, batch, row, head, values, stage, phase, 1, O.H if O.JOINED else 0)
         else:
             pages = ()
             for j in gl.static_range(O.BLOCK_K // PART):

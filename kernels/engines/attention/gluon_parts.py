@@ -42,6 +42,22 @@ def range_of(rows_ptr, b, O: gl.constexpr):
     return first, count
 
 
+@gluon.constexpr_function
+def heads_of(O):
+    """Returns how many query heads a launch has."""
+    return O.PART or O.N
+
+
+@gluon.jit
+def first_head(first_ptr):
+    """Returns the first query head of a launch."""
+    if first_ptr is None:
+        head = 0
+    else:
+        head = gl.load(first_ptr)
+    return head
+
+
 @gluon.jit
 def span_of(spans_ptr, b, block, O: gl.constexpr):
     """Returns (first, first full, end of full, end): the range of blocks that a block is paired with."""

@@ -17,7 +17,7 @@ from kernels.engines.attention.masks import MaskInfo
 from kernels.engines.attention.ranges import Edge, Interval, KeyRange
 from kernels.engines.attention.tiles import FIRST, LAST, spans
 from kernels.engines.attention.triton_parts import OFFSET, POSITION, ROW, Options
-from kernels.engines.attention.triton_shares import shares_of_group
+from kernels.engines.attention.triton_shares import check_shares, shares_of_group
 from kernels.framework.config import BwdParams, FwdParams, KernelConfig
 from kernels.framework.execute import Saved
 from kernels.framework.target import MULTIPROCESSORS
@@ -60,11 +60,13 @@ class Call(NamedTuple):
         mask = self.mask if self.of_tiles is None else self.of_tiles
         return spans(mask, self.options["T"], self.options["S"], q_block, k_block)
 
-    def shared(self, spans: Any) -> Call:
-        """Returns the call for the Hopper backward: where several programs for a block of keys are faster, each of them counts
-        as a key head. `spans` are those of the blocks of keys."""
+    def shared(self, spans: Any, shares: int | None) -> Call:
+        """Returns the call for the Hopper backward: where several programs for a block of keys are faster, or asked for, each
+        counts as a key head. `spans` are those of the blocks of keys."""
         o = self.options
-        shares = shares_of_group(spans, o["B"], o["K"], o["N"] // o["K"], 1 if o["BLOCK_H"] > 128 else SIDE_BY_SIDE[0])
+        group = (o["PART"] or o["N"]) // o["K"]
+        check_shares(shares, group)
+        shares = shares or shares_of_group(spans, o["B"], o["K"], group, 1 if o["BLOCK_H"] > 128 else SIDE_BY_SIDE[0])
         return self._replace(options={**o, "K": o["K"] * shares, "SHARES": shares})
 
     def launch(
@@ -99,6 +101,16 @@ class Call(NamedTuple):
         return self._replace(
             arrays={**self.arrays, "index_ptr": index, "order_ptr": order}, options={**self.options, **lists}
         )
+
+    def of_heads(self, first: int, count: int) -> Call:
+        """Returns the call of so many query heads alone, whose heads of keys its keys are."""
+        arrays = {**self.arrays, "first_ptr": jnp.full(1, first, jnp.int32)}
+        return self._replace(arrays=arrays, options={**self.options, "PART": count})
+
+    def with_tiles(self, table: jax.Array) -> Call:
+        """Returns the call whose blocks of keys lie where an int32 [B|1, blocks] says; its masks are in their order."""
+        options = {**self.options, "TILES_BATCH": _stride(table, 0)}
+        return self._replace(arrays={**self.arrays, "tiles_ptr": table}, options=options)
 
     def launch_with(
         self,
@@ -150,6 +162,7 @@ def prepare(
     arrays |= {"q_rope_desc": None, "k_rope_desc": None}  # columns of heads in arrays of their own
     arrays |= {"table_ptr": None, "lens_ptr": None}  # keys in pages
     arrays |= {"rows_ptr": None}  # batch rows of different lengths, one after the other
+    arrays |= {"first_ptr": None, "tiles_ptr": None}  # of some heads alone; blocks of keys in another order
     arrays |= {"sofar_out_ptr": None, "sofar_lse_ptr": None}  # attention over other keys
     strides = {
         f"{name}_{part}": _stride(x, dim)
@@ -176,6 +189,7 @@ def prepare(
         SEED_HEAD=_stride(seed, 1),
         BLOCK_H=padded_width(H),
         BLOCK_V=padded_width(HV),
+        PART=0,
         **batch,
         **strides,
     )
@@ -216,7 +230,7 @@ def warp_specialized_forward(
     params: FwdParams,
     query: jax.Array,
     key: jax.Array,
-    value: jax.Array,
+    value: jax.Array | None,
     rope: tuple[jax.Array, jax.Array] | None = None,
     sofar: tuple[jax.Array, jax.Array] | None = None,
     dtype: Any = None,
@@ -227,11 +241,12 @@ def warp_specialized_forward(
     """Returns (out, lse) of the Hopper forward with the tiles `params`.
 
     Args:
+      value: None where values are beside keys, as the options of the call say.
       rows: (`rows_ptr` of the kernel, array [1, rows, N, HV]): batch rows are parts of `query` [1, rows, N, H], one tile each,
         and the output is the array with the rows of these in it, in its memory.
       pages: (int32 [B, pages of a row], int32 [B] slots of a row that hold a token): keys and values are pages [pages, slots,
         K, width], of a number of slots that `takes_pages` allows.
-      sofar: (out, lse) over other keys, with which those of these keys are merged; in the same memory if both are float32.
+      sofar: (out, lse) over other keys, with which those of these keys are merged; in the same memory if out has that dtype.
       dtype: of the output, that of the queries or float32.
       rope: (query [B, T, N, Hr], key [B, S, 1, Hr]), the last columns of each head, where `query` and `key` lack them.
         `splits` says when the kernel takes them.
@@ -246,7 +261,8 @@ def warp_specialized_forward(
     arrays = zip(names, rope or (None, None), (ROWS_OF_WARPGROUP, k_block), strict=True)
     rest |= {name: None if x is None else block_of(x, count, width) for name, x, count in arrays}
     aliases = {"turn_ptr": 2}
-    tiles = triton.cdiv(options["T"], q_block) * N * options["B"]
+    heads = options["PART"] or N
+    tiles = triton.cdiv(options["T"], q_block) * heads * options["B"]
     dtype = query.dtype if dtype is None else dtype
     slots, columns = k_block, (width, tall)
     if pages is not None:
@@ -256,7 +272,7 @@ def warp_specialized_forward(
         slots, columns = min(k_block, page), (PANEL, PANEL)
     if sofar is not None:
         call = call._replace(options={**options, "MERGE": True})
-        if sofar[0].dtype == dtype == jnp.float32:
+        if sofar[0].dtype == dtype:
             rest |= {"out_ptr": sofar[0], "lse_ptr": sofar[1]}
             aliases |= {"out_ptr": 0, "lse_ptr": 1}
         else:
@@ -276,14 +292,14 @@ def warp_specialized_forward(
             jnp.zeros(1, jnp.int32),
             block_of(query, ROWS_OF_WARPGROUP, width),
             block_of(key, slots, columns[0]),
-            block_of(value, slots, columns[1]),
+            block_of(key if value is None else value, slots, columns[1]),
         ),
         call.spans(*blocks)[0],
         blocks,
         out_shape=tuple(shapes),
         aliases=aliases,
         grid=(min(tiles, MULTIPROCESSORS),),
-        HEADS=next(n for n in SIDE_BY_SIDE if N % n == 0),
+        HEADS=next(n for n in SIDE_BY_SIDE if heads % n == 0),
         STAGES=params.num_stages,
         QUEUED=2 if bytes_of(2, params, wide, tall) <= SHARED_MEMORY else 1,
         CONSUMER_REGISTERS=160 if q_block == THREE_WARPGROUPS else 240 if pages is None else 232,

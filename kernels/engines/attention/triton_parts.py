@@ -29,7 +29,9 @@ class Options:
     array of ends), or None if unbounded. `LIST_BATCH` and `LIST_HEAD` are strides of the lists of tiles. `MERGE` is whether
     the Hopper forward finds attention over other keys in its outputs, and merges its own with that. `PAGE`, `PAGES` and
     `TABLE` are the slots of a page, the pages, and those of a row of the table, where keys are in pages.
-    `SHARES` is how many of the K heads read the same keys, see `triton_shares.py`.
+    `SHARES` is how many of the K heads read the same keys, see `triton_shares.py`. `PART` is how many of the N query heads a
+    Hopper kernel has, 0 for all; `JOINED` is whether it finds values beside keys, in the columns after theirs; `TILES_BATCH`
+    is the stride of the places of blocks of keys.
     """
 
     B: int
@@ -77,6 +79,9 @@ class Options:
     PAGES: int = 0
     TABLE: int = 0
     SHARES: int = 1
+    PART: int = 0
+    JOINED: bool = False
+    TILES_BATCH: int = 0
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 A program has a block of keys and goes through the queries of all heads that share them. With few key heads and short rows,
 programs are fewer than multiprocessors, or all wait for the longest: two rows of 6,400 tokens with one key head are 100
 programs. Programs that share a block of keys write gradients in float32, which are then added. With segment ids the steps
-of a program are not known at compile time, and nothing is shared.
+of a program are not known at compile time, and nothing is shared unless a configuration asks for it (`BwdParams.shares`).
 """
 
 from __future__ import annotations
@@ -52,6 +52,14 @@ def shares_of_group(spans: Any, batch: int, key_heads: int, group: int, side: in
             if time < (1 - WORTH) * least:
                 best, least = shares, time
     return best
+
+
+def check_shares(shares: int | None, group: int) -> None:
+    """Raises ValueError where what is asked for does not divide a group; None: nothing is."""
+    if shares is not None and group % shares:
+        raise ValueError(
+            f"flash_attention: argument 'cfg': bwd_params.shares = {shares} must divide the {group} query heads of a key head"
+        )
 
 
 def _time(steps: np.ndarray, heads: int, side: int) -> float:

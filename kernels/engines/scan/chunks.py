@@ -37,8 +37,9 @@ class ChunkConfig(Tunables):
       splits: parts of a row that are walked at once (Triton).
       heads: heads of a group that one program takes: it computes their products once, and sums their gradients (Triton).
       backward_num_warps: warps of a program of one chunk's gradients; those of queries that no heads share have half (Triton).
-      joined: whether one kernel has the gradients of keys of a delta rule, instead of two (Triton). It has not run on a
-        GPU, and tuning does not try it.
+      at_once: whether one launch walks both ways in the backward of a delta rule, if its rows are not split (Triton).
+      keeps: whether the forward of a differentiated delta rule with decays of heads keeps weights of pairs and inverses for
+        its backward, as much as its values in all (Triton).
     """
 
     chunk: int | None = None
@@ -49,7 +50,8 @@ class ChunkConfig(Tunables):
     splits: int | None = None
     heads: int | None = None
     backward_num_warps: int | None = None
-    joined: bool | None = None
+    at_once: bool | None = None
+    keeps: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,6 +21,11 @@ def _repeated(x: jax.Array, N: int) -> jax.Array:
     return x if x.shape[2] == N else jnp.repeat(x, N // x.shape[2], axis=2)
 
 
+def with_begins(valid: jax.Array, begins: jax.Array | None) -> jax.Array:
+    """Returns marks [B, T] of tokens: which count, and of those which begin a document."""
+    return valid if begins is None else jnp.where(begins, kernels.RESET * valid, valid)
+
+
 class ChannelLaunches(Launches):
     """The launches of one call. Decays x.a are [B, T, N, H]; without x.beta what is written is v.
 
@@ -51,7 +56,7 @@ class ChannelLaunches(Launches):
         return gates if self.bonus is None else gates | {"bonus": widened(self.bonus.astype(jnp.float32))}
 
     def marked(self, valid: jax.Array) -> jax.Array:
-        return valid if self.begins is None else jnp.where(self.begins, kernels.RESET * valid, valid)
+        return with_begins(valid, self.begins)
 
     def buffers(self, names: dict[str, str]) -> dict[str, Any]:
         """Returns scratch of heads by name, and the products of a delta rule."""

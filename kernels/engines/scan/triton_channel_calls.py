@@ -252,7 +252,7 @@ class Launches(scalar.Launches):
         self.fades, self.decays = (None, None, whole), (sums, whole, first)
         return self.of_chunks.pairs(sums, first)[0]
 
-    def gradients(self, d_out: Any, states: Any, d_states: Any = None, parts_of_keys: bool = False) -> dict[str, Any]:
+    def gradients(self, d_out: Any, states: Any, d_states: Any, parts_of_keys: bool = False) -> dict[str, Any]:
         """Returns the gradients of q, k, a, and bonus, None for what is None."""
         of_states = self.of_chunks.states(self.x.v, d_out, states, d_states)
         return self.of_chunks.gradients(*self.decays, of_states) | {"w": None, "skip": None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import triton
 from kernels.engines.scan import triton_scalar_calls as scalar
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.delta_tokens import Tokens
-from kernels.engines.scan.layout import layout
+from kernels.engines.scan.layout import chunks_of, layout
 from kernels.engines.scan.triton_calls import (
     LEAST,
     check_chunk,
@@ -32,7 +33,7 @@ from kernels.engines.scan.triton_delta import (
     delta_reverse_kernel,
     delta_walk_kernel,
 )
-from kernels.engines.scan.triton_delta_keys import delta_keys_kernel
+from kernels.engines.scan.triton_delta_both import delta_both_kernel
 from kernels.engines.scan.triton_join import delta_join_kernel
 from kernels.framework.binding import Call
 from kernels.framework.measured import power_of_two
@@ -44,7 +45,7 @@ from kernels.toolchains.triton import triton_launch
 PROGRAMS_EACH = 2
 LEAST_SPLITS = 3
 LEAST_CHUNKS = 8
-JOINED_WARPS = 8  # of a program of all gradients of keys: fewer have no place for its sums
+KEPT = ("pairs", "solve", "enters", "leaves", "whole")  # what `keeping` keeps
 
 
 class Launches:
@@ -76,6 +77,7 @@ class Launches:
         self.columns: dict[str, Any] = {"Hv": Hv, "BLOCK_V": block_v}
         # What reads and writes a state: queries, keys, and keys that write where they differ from those that read.
         self.reads, self.keeps, self.writes = x.q, x.k, None
+        self.at_once = bool(cfg.at_once) and self.splits == 1
         self.scale, self.stages = scale, {"num_warps": cfg.num_warps or 4, "num_stages": cfg.num_stages or 3}
 
     def log_decay(self) -> jax.Array | None:
@@ -108,20 +110,35 @@ class Launches:
         )
         return weights, solve
 
+    def pairs_of(self, kept: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Returns `pairs`, as a forward has kept them; sets `fades`."""
+        weights, solve, *self.fades = (kept[name] for name in KEPT)
+        return weights, solve
+
+    def shapes(self) -> dict[str, Any]:
+        """Returns the shape and dtype of what walks write, by name."""
+        x, (B, _, N, H, Hv) = self.x, self.states
+        state, tokens = jax.ShapeDtypeStruct(self.states, jnp.float32), jax.ShapeDtypeStruct(x.v.shape, x.k.dtype)
+        width = self.tiles * self.columns["BLOCK_V"] + H
+        return {
+            "out": jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
+            "written": tokens,
+            "states": self.of_chunks(H, Hv),
+            "exits": state,
+            "maps": jax.ShapeDtypeStruct((B, N, self.splits, H, width), jnp.float32),
+            "du": tokens,
+            "d_states": self.of_chunks(H, Hv),
+            "d_entries": state,
+            "added": jax.ShapeDtypeStruct((B, N, self.splits, H, Hv), jnp.float32),
+        }
+
     def walk(self, weights: Any, solve: Any, wanted: tuple[str, ...], starts: Any = None) -> dict[str, jax.Array]:
         """Returns what is `wanted` of a walk over the rows: "out", "written", "states", "exits", or "maps" of its parts."""
-        x, (B, _, N, H, Hv) = self.x, self.states
-        width = self.tiles * self.columns["BLOCK_V"] + H
-        shapes = {
-            "out": jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
-            "written": jax.ShapeDtypeStruct(x.v.shape, x.k.dtype),
-            "states": self.of_chunks(H, Hv),
-            "exits": jax.ShapeDtypeStruct(self.states, jnp.float32),
-            "maps": jax.ShapeDtypeStruct((B, N, self.splits, H, width), jnp.float32),
-        }
+        x, every = self.x, self.shapes()
+        shapes = {name: every[name] for name in ("out", "written", "states", "exits", "maps")}
         unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}
         reads = "out" in wanted
-        units = triton.cdiv(H, self.columns["BLOCK_V"]) if "maps" in wanted else 0
+        units = triton.cdiv(self.states[3], self.columns["BLOCK_V"]) if "maps" in wanted else 0
         outputs = triton_launch(
             delta_walk_kernel,
             self.reads if reads else None,
@@ -180,13 +197,8 @@ class Launches:
 
     def reverse(self, weights: Any, solve: Any, d_out: Any, d_exits: Any, wanted: tuple[str, ...], starts: Any) -> Any:
         """Returns what is `wanted` of a walk from the end: "du", "d_states", "d_entries", or what parts have "added"."""
-        x, (B, _, N, H, Hv) = self.x, self.states
-        shapes = {
-            "du": jax.ShapeDtypeStruct(x.v.shape, x.k.dtype),
-            "d_states": self.of_chunks(H, Hv),
-            "d_entries": jax.ShapeDtypeStruct(self.states, jnp.float32),
-            "added": jax.ShapeDtypeStruct((B, N, self.splits, H, Hv), jnp.float32),
-        }
+        every = self.shapes()
+        shapes = {name: every[name] for name in ("du", "d_states", "d_entries", "added")}
         unused: dict[str, Any] = {f"{name}_ptr": None for name in shapes if name not in wanted}
         outputs = triton_launch(
             delta_reverse_kernel,
@@ -214,6 +226,40 @@ class Launches:
         )
         return dict(zip([name for name in shapes if name in wanted], outputs, strict=True))
 
+    def both_walks(self, weights: Any, solve: Any, d_out: Any, d_exits: Any) -> dict[str, jax.Array]:
+        """Returns what a backward takes of walks of rows that are not split, in one launch.
+
+        Of two stages two programs fit a multiprocessor, one for each direction.
+        """
+        every = self.shapes()
+        shapes = {name: every[name] for name in ("written", "states", "du", "d_states", "d_entries")}
+        outputs = triton_launch(
+            delta_both_kernel,
+            self.reads,
+            self.keeps,
+            self.writes,
+            self.x.v,
+            weights,
+            solve,
+            self.beta,
+            *self.fades,
+            self.layout.runs,
+            self.layout.table,
+            self.x.entries,
+            d_out,
+            d_exits,
+            out_shape=tuple(shapes.values()),
+            grid=(*self.walks, 2),
+            work=self.work,
+            G=self.states[1],
+            COLUMNS=self.tiles,
+            **self.walked(),
+            **self.columns,
+            num_warps=self.stages["num_warps"],
+            num_stages=min(2, self.stages["num_stages"]),
+        )
+        return dict(zip(shapes, outputs, strict=True))
+
     def walked(self) -> dict[str, Any]:
         """Returns the constants of a walk."""
         return self.common | {"K": self.keeps.shape[2]}
@@ -228,8 +274,6 @@ class Launches:
         x, cfg, (B, N, chunks), (T, K) = self.x, self.cfg, self.chunks, self.x.q.shape[1:3]
         read = scalar.Tokens(x.q, x.k, found["written"], x.a, None, None, x.segment_ids, None)
         of_reads = scalar.Launches(read, N, self.states[1], self.scale, cfg, None, self.fades)
-        if cfg.joined:
-            return self._joined(d_out, found, of_end, of_reads.gradients(d_out, found["states"]))
         d = of_reads.gradients(d_out, found["states"], of_end["d_states"], parts_of_keys=True)
         each = math.gcd(cfg.heads or 1, N // K)
         per_token = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
@@ -270,62 +314,49 @@ class Launches:
             "a": None if x.a is None else d["a"] + self.layout.of_tokens(through["a"]),
         }
 
-    def _joined(self, d_out: Any, found: dict[str, Any], of_end: dict[str, Any], d: dict[str, Any]) -> dict[str, Any]:
-        """Returns `gradients`, given those of q and of what outputs read of a, with those of keys by one kernel."""
-        x, (B, N, chunks), (T, K, H) = self.x, self.chunks, self.x.q.shape[1:]
-        per_token = jax.ShapeDtypeStruct((B, N, T), jnp.float32)
-        shapes = {
-            "k": jax.ShapeDtypeStruct((B, T, N, H), x.k.dtype if N == K else jnp.float32),
-            "v": jax.ShapeDtypeStruct(x.v.shape, x.v.dtype),
-            "beta": per_token,
-        } | ({} if x.a is None else {"a": per_token})
-        unused: dict[str, Any] = {"da_ptr": None} if x.a is None else {}
-        results = triton_launch(
-            delta_keys_kernel,
-            x.q,
-            x.k,
-            x.v,
-            self.beta,
-            self.a,
-            *self.fades,
-            self.layout.runs,
-            self.layout.table,
-            d_out,
-            found["written"],
-            of_end["du"],
-            found["states"],
-            of_end["d_states"],
-            out_shape=tuple(shapes.values()),
-            grid=(chunks * B * N,),
-            DIAGONAL=reads_diagonals(x.q.dtype),
-            **self.common | {"PRECISION": precisions(x.q.dtype)[1]},
-            **self.columns | gradient_tiles(self.cfg, x.q.dtype, x.v.shape[-1], JOINED_WARPS),
-            **unused,
-        )
-        made: dict[str, Any] = dict(zip(shapes, results, strict=True))
-        of_tokens = {n: self.layout.of_tokens(made[n]) for n in ("beta", "a") if n in made}
-        a = None if x.a is None else d["a"] + of_tokens["a"]
-        return {"q": d["q"], "k": heads_of(made["k"], K), "v": made["v"], "beta": of_tokens["beta"], "a": a}
+
+def _forward(run: Launches) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
+    pairs = run.pairs()
+    found = run.walk(*pairs, ("out", "exits"), run.starts(run.maps(pairs[1])))
+    return (found["out"], run.layout.exits(found["exits"], run.x.entries)), pairs
 
 
 def forward(run: Launches) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, Hv], final states [B, G, N, H, Hv])."""
-    weights, solve = run.pairs()
-    found = run.walk(weights, solve, ("out", "exits"), run.starts(run.maps(solve)))
-    return found["out"], run.layout.exits(found["exits"], run.x.entries)
+    return _forward(run)[0]
 
 
-def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array) -> dict[str, Any]:
-    """Returns the gradients by the names of `Tokens`, None for what is None; of beta, a and entries in float32."""
+def keeping(run: Launches) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
+    """Returns (what `forward` does, what `backward` takes of it where decays are of heads: see `kept_of`)."""
+    outputs, pairs = _forward(run)
+    return outputs, dict(zip(KEPT, (*pairs, *run.fades), strict=True))
+
+
+def kept_of(dims: Mapping[str, int], num_states: int, dtype: Any, chunk: int | None) -> dict[str, Any]:
+    """Returns the shapes of what `keeping` keeps: weights of pairs and inverses, and what decays leave."""
+    (B, T, N), C = (dims[name] for name in "BTN"), check_chunk(chunk)
+    chunks = chunks_of(T, C, num_states)
+    square = jax.ShapeDtypeStruct((B, N, chunks, C, C), dtype)
+    return dict(zip(KEPT, (square, square, *fade_shapes(B, N, chunks, T)), strict=True))
+
+
+def backward(run: Launches, d_out: jax.Array, d_exits: jax.Array, kept: Any = None) -> dict[str, Any]:
+    """Returns the gradients by the names of `Tokens`, None for what is None; of beta, a and entries in float32.
+
+    Args:
+      kept: what `keeping` kept, or None.
+    """
     d_exits = d_exits.astype(jnp.float32)
-    weights, solve = run.pairs()
-    maps = run.maps(solve)
-    found = run.walk(None, solve, ("written", "states"), run.starts(maps))
-    starts = None
-    if maps is not None:
-        added = run.reverse(weights, solve, d_out, d_exits, ("added",), None)["added"]
-        starts = run.starts(maps, added)
-    of_end = run.reverse(weights, solve, d_out, d_exits, ("du", "d_states", "d_entries"), starts)
+    weights, solve = run.pairs() if kept is None else run.pairs_of(kept)
+    if run.at_once:
+        found = of_end = run.both_walks(weights, solve, d_out, d_exits)
+    else:
+        maps = run.maps(solve)
+        found, starts = run.walk(None, solve, ("written", "states"), run.starts(maps)), None
+        if maps is not None:
+            added = run.reverse(weights, solve, d_out, d_exits, ("added",), None)["added"]
+            starts = run.starts(maps, added)
+        of_end = run.reverse(weights, solve, d_out, d_exits, ("du", "d_states", "d_entries"), starts)
     entries = None if run.x.entries is None else run.layout.exits(of_end["d_entries"], d_exits)
     return run.gradients(d_out, found, of_end) | {"entries": entries}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import triton
 from kernels.engines.scan import triton_channel_calls as channels
 from kernels.engines.scan import triton_delta_calls as delta
 from kernels.engines.scan.chunks import ChunkConfig
+from kernels.engines.scan.delta_tokens import DplrTokens
 from kernels.engines.scan.layout import FORGETS
 from kernels.engines.scan.triton_calls import LEAST, gradient_tiles, precisions
 from kernels.engines.scan.triton_dplr import dplr_chunks_kernel
@@ -27,25 +28,6 @@ CHUNKS = {True: (16, 1), False: (32, 8)}
 GRADIENTS = {True: (16, 2), False: (32, 8)}  # the same of gradients through decays
 
 
-class Tokens(NamedTuple):
-    """Arguments of `S_t = diag(exp w_t) S_{t-1} + b_t (S_{t-1}ᵀ a_t)ᵀ + k_t v_tᵀ`, `out_t = scale · S_tᵀ q_t`.
-
-    Attributes:
-      q, w, k, a, b: [B, T, N, H]. v: [B, T, N, Hv].
-      segment_ids: int [B, T], or None.
-      entries: float32 [B, G, N, H, Hv], states that sequences start from, or None for 0.
-    """
-
-    q: jax.Array
-    w: jax.Array
-    k: jax.Array
-    v: jax.Array
-    a: jax.Array
-    b: jax.Array
-    segment_ids: jax.Array | None
-    entries: jax.Array | None
-
-
 class Launches(delta.Launches):
     """The launches of one call.
 
@@ -54,11 +36,12 @@ class Launches(delta.Launches):
     """
 
     def __init__(
-        self, x: Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None, d_out: jax.Array | None
+        self, x: DplrTokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None, d_out: jax.Array | None
     ):
         beta: Any = None
         walked = delta.Tokens(x.q, x.k, x.v, beta, x.w, x.segment_ids, x.entries)
         super().__init__(walked, num_states, scale, cfg, work)
+        self.at_once = False  # it has walks of its own
         self.tokens, self.d_out = x, d_out
         self.decays_of = channels.chunks_of(walked, None, None, self, scale, cfg)
         width, self.warps = CHUNKS[x.k.dtype.itemsize == 2]

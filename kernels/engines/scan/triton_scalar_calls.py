@@ -219,13 +219,12 @@ class Launches:
         )
         return self.walk(x, entries, wanted, reverse, starts, weights)
 
-    def gradients(self, d_out: Any, states: Any, d_states: Any = None, parts_of_keys: bool = False) -> dict[str, Any]:
+    def gradients(self, d_out: Any, states: Any, d_states: Any, parts_of_keys: bool = False) -> dict[str, Any]:
         """Returns the gradients of q, k, a, w and skip, None for what is None.
 
         They follow from the states before chunks and the gradients of those after them.
 
         Args:
-          d_states: None: only those of q and of what decays and weights do to outputs.
           parts_of_keys: return that of k as float32 [B, T, N / heads of a program, H], before the sum over programs.
         """
         x, (B, N, chunks), T = self.x, (*self.heads, self.layout.chunks), d_out.shape[1]
@@ -277,9 +276,6 @@ class Launches:
         # Without sums over heads a program of queries fits half of the warps.
         few = max(4, (self.cfg.backward_num_warps or 8) // 2) if each == 1 and reads_diagonals(x.q.dtype) else None
         queries = launch(scalar_dq_kernel, {"q": of(x.q)} | tokens | skips, ("a", "w", "skip"), few, states)
-        if d_states is None:
-            found = {name: self.layout.of_tokens(queries[name]) for name in tokens}
-            return {"a": None, "q": heads_of(queries["q"], x.q.shape[2])} | found
         before = None if x.a is None else states
         more = {"DIAGONAL": reads_diagonals(x.q.dtype)}
         keys = launch(

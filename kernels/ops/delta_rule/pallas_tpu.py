@@ -1,4 +1,4 @@
-"""The gated delta rule for TPUs in Pallas: an adapter of `kernels/engines/scan`."""
+"""The delta rules for TPUs in Pallas: an adapter of `kernels/engines/scan`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ import jax.numpy as jnp
 from kernels.engines.scan import pallas_channel_calls as channels
 from kernels.engines.scan import pallas_decode as decode
 from kernels.engines.scan import pallas_delta_calls as delta
+from kernels.engines.scan import pallas_dplr_calls as dplr
+from kernels.engines.scan.delta_tokens import DplrTokens
 from kernels.engines.scan.one_token import Token, one_token
 from kernels.engines.scan.one_token import gradients as gradients_of
 from kernels.framework.execute import backward_of
-from kernels.ops.delta_rule.contract import NORM_EPS, check_states, normalized, op, scale_of, work
+from kernels.ops.delta_rule.contract import (
+    NORM_EPS,
+    check_states,
+    normalized,
+    op,
+    rwkv7_op,
+    rwkv7_work,
+    scale_of,
+    work,
+)
 from kernels.ops.delta_rule.pool import pool_op, pool_work
 
 
@@ -30,13 +41,18 @@ def _launches(query, key, value, beta, g, segment_ids, initial_state, softmax_sc
     return (channels.ChannelLaunches if per_channel else delta.Launches)(x, num_states, scale, cfg, cost)
 
 
+def _one_token(T):
+    """Returns why a call of one token is refused, or None."""
+    return f"one token would take the work of a chunk of {delta.CHUNK}" if T == 1 else None
+
+
 def rejects(call):
     if 0 in call.dims.values():
         return "an array has no elements"
     if one_token(call.dims["T"], call.num_states):
         return decode.refused(call.dims)
-    if call.dims["T"] == 1:
-        return f"one token would take the work of a chunk of {delta.CHUNK}"
+    if why := _one_token(call.dims["T"]):
+        return why
     if call.g is not None and call.g.shape[-1] > 1:
         return channels.refused(call.dims, call.num_states, call.dtype, True)
     return delta.refused(call)
@@ -113,6 +129,41 @@ def pool_forward(
     return decode.ragged_decode(token, state_pool, state_indices, has_initial_state, scale, cost)
 
 
+def _rwkv7_launches(r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg, direction):
+    check_states("rwkv7", initial_state, segment_ids, num_states)
+    cost = rwkv7_work(rwkv7_op.bind(r, w, k, v, a, b, num_states=num_states))[direction]
+    entries = None if initial_state is None else initial_state.astype(jnp.float32)
+    x = DplrTokens(r, w, k, v, a, b, segment_ids, entries)
+    return dplr.DplrLaunches(x, num_states, scale_of(softmax_scale, r.shape[-1]), cfg, cost)
+
+
+def rwkv7_rejects(call):
+    if 0 in call.dims.values():
+        return "an array has no elements"
+    return _one_token(call.dims["T"]) or dplr.refused(call.dims, call.num_states, call.dtype)
+
+
+def rwkv7_forward(r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg):
+    options = (segment_ids, initial_state, softmax_scale, num_states, cfg, 0)
+    return _rwkv7_launches(r, w, k, v, a, b, *options).forward(v.dtype)
+
+
+def rwkv7_forward_with_residuals(r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg):
+    options = (segment_ids, initial_state, softmax_scale, num_states, cfg, 0)
+    return _rwkv7_launches(r, w, k, v, a, b, *options).keeping(v.dtype)
+
+
+def rwkv7_keeps(call, cfg):
+    return dplr.kept_of(call.dims, call.num_states, call.dtype)
+
+
+def rwkv7_backward(saved, r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg):
+    options = (segment_ids, initial_state, softmax_scale, num_states, cfg, 1)
+    d = _rwkv7_launches(r, w, k, v, a, b, *options).backward(saved.d_out, saved.d_final_state, saved)
+    gradients = {"r": d["q"]} | {name: d[name] for name in "wkvab"}
+    return gradients | ({} if initial_state is None else {"initial_state": d["entries"]})
+
+
 op.register(
     forward,
     backward,
@@ -121,6 +172,17 @@ op.register(
     platforms={"tpu"},
     dtypes={"float32", "bfloat16"},
     rejects=rejects,
+    heuristic=delta.heuristic,
+    candidates=delta.candidates,
+)
+rwkv7_op.register(
+    rwkv7_forward,
+    rwkv7_backward,
+    forward_with_residuals=rwkv7_forward_with_residuals,
+    keeps=rwkv7_keeps,
+    platforms={"tpu"},
+    dtypes={"float32", "bfloat16"},
+    rejects=rwkv7_rejects,
     heuristic=delta.heuristic,
     candidates=delta.candidates,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,8 +13,10 @@ from kernels.engines.scan import triton_decode as decode
 from kernels.engines.scan import triton_delta_calls as delta
 from kernels.engines.scan import triton_dplr_calls as dplr
 from kernels.engines.scan.chunks import ChunkConfig
+from kernels.engines.scan.delta_tokens import DplrTokens
 from kernels.engines.scan.triton_calls import LEAST, sizes_refused
 from kernels.framework.execute import Saved
+from kernels.framework.target import MULTIPROCESSORS
 from kernels.ops.delta_rule.contract import (
     NORM_EPS,
     check_states,
@@ -51,6 +54,17 @@ def rejects(call):
     return sizes_refused(call.dims, call.query, call.key, call.value)
 
 
+def _per_channel(call):
+    return call.g is not None and call.g.shape[-1] > 1
+
+
+def keeps(call, cfg):
+    one = decode.one_token(call.dims["T"], call.num_states)
+    if one or not (cfg and cfg.keeps) or _per_channel(call):
+        return {}
+    return delta.kept_of(call.dims, call.num_states, call.key.dtype, cfg.chunk)
+
+
 def forward(
     query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
 ):  # fmt: skip
@@ -65,6 +79,16 @@ def forward(
     return delta.forward(_launches(query, key, value, beta, g, *options))
 
 
+def forward_with_residuals(
+    query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
+):  # fmt: skip
+    cost = work(op.bind(query, key, value, beta, g, num_states=num_states))[0]
+    if use_qk_l2norm:
+        query, key = _unit(query), _unit(key)
+    options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
+    return delta.keeping(_launches(query, key, value, beta, g, *options))
+
+
 def backward(
     saved, query, key, value, beta, g, segment_ids, initial_state, softmax_scale, use_qk_l2norm, num_states, cfg
 ):  # fmt: skip
@@ -77,7 +101,8 @@ def backward(
     if use_qk_l2norm:
         (query, key), pull = jax.vjp(lambda q, k: (_unit(q), _unit(k)), query, key)
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
-    d = delta.backward(_launches(query, key, value, beta, g, *options), saved.d_out, saved.d_final_state)
+    kept = saved if delta.KEPT[0] in saved else None
+    d = delta.backward(_launches(query, key, value, beta, g, *options), saved.d_out, saved.d_final_state, kept)
     dq, dk = (d[name].astype(query.dtype) for name in ("q", "k"))
     dq, dk = (dq, dk) if pull is None else pull((dq, dk))
     gradients = {"query": dq, "key": dk, "value": d["v"].astype(value.dtype), "beta": d["beta"]}
@@ -115,7 +140,7 @@ def pool_backward(
 def _rwkv7_launches(r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg, cost, d_out):
     check_states("rwkv7", initial_state, segment_ids, num_states)
     entries = None if initial_state is None else initial_state.astype(jnp.float32)
-    x = dplr.Tokens(r, w, k, v, a, b, segment_ids, entries)
+    x = DplrTokens(r, w, k, v, a, b, segment_ids, entries)
     return dplr.Launches(x, num_states, scale_of(softmax_scale, r.shape[-1]), cfg, cost, d_out)
 
 
@@ -138,15 +163,35 @@ def rwkv7_backward(saved, r, w, k, v, a, b, segment_ids, initial_state, softmax_
     return gradients | ({} if initial_state is None else {"initial_state": d["entries"]})
 
 
-heuristic = decode.heuristic(delta.heuristic)
+def _tiles(call, cfg):
+    """Returns tiles with what is worth while in a backward: what the forward keeps; both walks at once where that was timed, of
+    decays of heads whose programs leave half of each multiprocessor empty."""
+    if _per_channel(call):
+        return cfg
+    programs = call.dims["B"] * call.dims["N"] * -(-call.dims["Hv"] // (cfg.block_v or 1))
+    few = cfg.splits == 1 and programs <= MULTIPROCESSORS and call.dtype != "float32"
+    return replace(cfg, keeps=True, at_once=few)
+
+
+def of_chunks(call, platform):
+    return _tiles(call, delta.heuristic(call, platform))
+
+
+def others(call):
+    return [_tiles(call, cfg) for cfg in delta.candidates(call)]
+
+
+heuristic = decode.heuristic(of_chunks, lambda call: decode.OF_CHANNELS if _per_channel(call) else decode.COLUMNS)
 op.register(
     forward,
     backward,
+    forward_with_residuals=forward_with_residuals,
+    keeps=keeps,
     platforms={"cuda"},
     dtypes={"float32", "bfloat16", "float16"},
     rejects=rejects,
     heuristic=heuristic,
-    candidates=decode.candidates(delta.candidates, heuristic),
+    candidates=decode.candidates(others, heuristic),
 )
 rwkv7_op.register(
     rwkv7_forward,

@@ -30,6 +30,7 @@ from kernels.ops.flash_attention.contract import op
 # Backends with kernels that add in place: their platform, and the file that has the kernels.
 _FILES = {"triton_gpu": ("cuda", "triton_hops")}
 _OPTIONS = ("softmax_scale", "logits_soft_cap")
+Heads = tuple[int, int]  # the first, and how many
 TILE = 128  # queries and keys: the largest tile of either direction of these kernels, and their widest heads
 
 
@@ -63,55 +64,76 @@ class Hops:
         self,
         query: jax.Array,
         key: jax.Array,
-        value: jax.Array,
+        value: jax.Array | None,
         mask: MaskInfo,
         of_tiles: MaskInfo,
         sofar: tuple[jax.Array, jax.Array] | None,
         dtype: Any,
+        heads: Heads | None = None,
+        table: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (out [B, T, N, Hv], lse [B, T, N] float32) over these keys and those of `sofar`, which is overwritten if its
-        out is float32 and the result's is too.
+        out has the dtype of the result's.
 
         Args:
-          query, key, value: [B, T, N, H], [B, S, K, H], [B, S, K, Hv]; padding of keys and values is zero.
+          query, key, value: [B, T, N, H], [B, S, K, H], [B, S, K, Hv]; padding of keys and values is zero. Without a value:
+            values beside keys, [B, S, K, H + Hv], see `joins`.
           dtype: of out: float32 where more is to be merged, or that of the queries.
+          heads: the heads of the queries that see these keys; of the others the result is `sofar`. None: all.
+          table: int32 [B|1, S / tile]: where each tile of keys lies. The masks are of the keys in its order.
         """
 
-        def merged(query: Any, key: Any, value: Any, mask: Any, of_tiles: Any, sofar: Any) -> Any:
-            out, lse = op(query, key, value, mask=of_tiles, **dict(self.options))
+        def merged(query: Any, key: Any, value: Any, mask: Any, of_tiles: Any, sofar: Any, table: Any) -> Any:
+            key, value = _apart(query, key, value)
+            key, value = (x if table is None else _laid(x, table, self.tile) for x in (key, value))
+            out, lse = op(_of_heads(query, heads), key, value, mask=of_tiles, **dict(self.options))
             if sofar is not None:
-                out, lse = merge(sofar[0].astype(jnp.float32), sofar[1], out, lse)
+                before = [_of_heads(x, heads) for x in sofar]
+                out, lse = merge(before[0].astype(jnp.float32), before[1], out, lse)
+            if heads is not None:
+                assert sofar is not None
+                out, lse = (_with_heads(x, new, heads) for x, new in zip(sofar, (out, lse), strict=True))
             return out.astype(dtype), lse
 
-        shape = *query.shape[:3], value.shape[3]
+        width = key.shape[3] - query.shape[3] if value is None else value.shape[3]
+        shape = *query.shape[:3], width
         result = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:3], jnp.float32)
-        kernel = partial(self.kernels.attend, dtype=dtype)
-        return self._apply(kernel, merged, result, (query, key, value, mask, of_tiles, sofar))
+        kernel = partial(self.kernels.attend, dtype=dtype, heads=heads)
+        return self._apply(kernel, merged, result, (query, key, value, mask, of_tiles, sofar, table))
 
     def pull(
         self,
         saved: dict[str, jax.Array],
         query: jax.Array,
         key: jax.Array,
-        value: jax.Array,
+        value: jax.Array | None,
         mask: MaskInfo,
         of_tiles: MaskInfo,
         sums: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns (`sums` with the gradient of the queries added, see `of_query`; the gradients of the keys and of the values).
+        heads: Heads | None = None,
+    ) -> tuple[jax.Array, ...]:
+        """Returns (`sums` with the gradient of the queries added, see `of_query`; the gradients of the keys and of the values,
+        in one array where these are).
 
         Args:
           saved: d_out, lse and delta, of the softmax over all keys. Padding is zero in it, and in the other arguments.
           sums: float32 [B, T, N, H], zeros at first; it is overwritten.
+          heads: as of `attend`.
         """
 
         def merged(saved: Any, query: Any, key: Any, value: Any, mask: Any, of_tiles: Any, sums: Any) -> Any:
-            grads = op.backward(saved, query, key, value, mask=of_tiles, **dict(self.options))
-            return sums + grads["query"] / self._scale(query), grads["key"], grads["value"]
+            keys = _apart(query, key, value)
+            mine = {n: _of_heads(x, heads) for n, x in saved.items()}
+            grads = op.backward(mine, _of_heads(query, heads), *keys, mask=of_tiles, **dict(self.options))
+            total = _of_heads(sums, heads) + grads["query"] / self._scale(query)
+            of_keys = grads["key"], grads["value"]
+            of_keys = (jnp.concatenate(of_keys, -1),) if value is None else of_keys
+            return _with_heads(sums, total, heads), *of_keys
 
-        shapes = ((x.shape, x.dtype) for x in (sums, key, value))
+        shapes = ((x.shape, x.dtype) for x in (sums, key, value) if x is not None)
         result = tuple(jax.ShapeDtypeStruct(*s) for s in shapes)
-        return self._apply(self.kernels.pull, merged, result, (saved, query, key, value, mask, of_tiles, sums))
+        kernel = partial(self.kernels.pull, heads=heads)
+        return self._apply(kernel, merged, result, (saved, query, key, value, mask, of_tiles, sums))
 
     def of_query(self, sums: jax.Array) -> jax.Array:
         """Returns the gradient of the queries from the sums over all keys."""
@@ -120,6 +142,34 @@ class Hops:
     def _scale(self, query: jax.Array) -> float:
         scale = dict(self.options)["softmax_scale"]
         return 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+
+
+def joins(width: int, value_width: int) -> bool:
+    """Returns whether keys and values of these widths may lie side by side in one array: a kernel reads whole tiles of columns,
+    and nothing cuts off what is after those of the keys."""
+    return {width, value_width} <= {TILE // 2, TILE}
+
+
+def _apart(query: jax.Array, key: jax.Array, value: jax.Array | None) -> Any:
+    """Returns (keys, values)."""
+    return jnp.split(key, [query.shape[3]], 3) if value is None else (key, value)
+
+
+def _of_heads(x: jax.Array, heads: Heads | None) -> jax.Array:
+    """Returns an array [B, T, N, ...] of some heads."""
+    return x if heads is None else jax.lax.slice_in_dim(x, heads[0], sum(heads), axis=2)
+
+
+def _with_heads(x: jax.Array, new: jax.Array, heads: Heads | None) -> jax.Array:
+    """Returns an array [B, T, N, ...] with other numbers of some heads."""
+    return new if heads is None else jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), heads[0], 2)
+
+
+def _laid(x: jax.Array, table: jax.Array, tile: int) -> jax.Array:
+    """Returns keys [B, S, ...] with their tiles in the order of a table."""
+    tiles = x.reshape(x.shape[0], -1, tile, *x.shape[2:])
+    table = jnp.broadcast_to(table, (x.shape[0], table.shape[1]))
+    return jnp.take_along_axis(tiles, table[(..., *(None,) * (tiles.ndim - 2))], 1).reshape(x.shape)
 
 
 def hops_of(call: Call, platform: str | None, cfg: Any) -> Hops | None:

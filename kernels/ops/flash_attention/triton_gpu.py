@@ -122,7 +122,7 @@ def warp_specialized_gradients(
     call: Call, saved: Saved, query, key, value, params: Any, sums: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (`sums`, float32 like the queries, with the gradient of the queries over their scale added in its place; those of
-    the keys and of the values)."""
+    the keys and of the values). Where `value` is None and values are beside keys, their gradients are too."""
     (B, T), (S, K) = query.shape[:2], key.shape[1:3]
     q_block, k_block = blocks = params.q_blocksize, params.kv_blocksize
     wide, tall = call.options["BLOCK_H"], call.options["BLOCK_V"]
@@ -141,15 +141,17 @@ def warp_specialized_gradients(
         block_of(saved.d_out.astype(query.dtype), q_block, tall),
         block_of(query, q_block, wide),
         block_of(key, k_block, wide),
-        block_of(value, k_block, tall),
+        block_of(key if value is None else value, k_block, tall),
         lse,
         delta,
     )
     spans = call.known_spans(*blocks)[1]
-    call = call.shared(spans)
+    call = call.shared(spans, params.shares)
     shares, spans = call.options["SHARES"], jnp.asarray(spans)
 
-    def gradient_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+    def gradient_of(x: jax.Array | None) -> jax.ShapeDtypeStruct:
+        if x is None:
+            return jax.ShapeDtypeStruct((1,), query.dtype)
         shape = (B, S, K * shares, x.shape[3])
         return jax.ShapeDtypeStruct(shape, x.dtype if shares == 1 else jnp.float32)
 
@@ -166,12 +168,13 @@ def warp_specialized_gradients(
         ),
         aliases={"dq_desc": 2},
         grid=(triton.cdiv(S, k_block) * K * shares * B,),
-        work=work_of(query, key, value, call.mask, (3, 2)),
+        work=work_of(query, key, key if value is None else value, call.mask, (3, 2)),
         STAGES=params.num_stages,
         **how,
     )
     if shares > 1:
-        d_key, d_value = (x.reshape(B, S, K, shares, -1).sum(3).astype(key.dtype) for x in (d_key, d_value))
+        grads = (d_key, d_value) if value is not None else (d_key,)
+        d_key, d_value = [*(x.reshape(B, S, K, shares, -1).sum(3).astype(key.dtype) for x in grads), d_value][:2]
     return d_query, d_key, d_value
 
 

@@ -17,7 +17,7 @@ from kernels.engines.attention.triton_calls import (
 )
 from kernels.framework.config import KernelConfig
 from kernels.framework.execute import Saved
-from kernels.ops.flash_attention.hops import TILE
+from kernels.ops.flash_attention.hops import TILE, Heads
 from kernels.ops.flash_attention.triton_gpu import warp_specialized_gradients
 from kernels.toolchains.triton import compute_capability
 
@@ -38,27 +38,47 @@ def fitting(call: Any, cfg: KernelConfig) -> KernelConfig | None:
 
 
 def _prepared(
-    query: Any, key: Any, value: Any, mask: MaskInfo, of_tiles: MaskInfo, options: dict[str, Any], cfg: KernelConfig
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: MaskInfo,
+    of_tiles: MaskInfo,
+    options: dict[str, Any],
+    cfg: KernelConfig,
+    heads: Heads | None,
 ) -> Call:
     scale, cap = options["softmax_scale"], options["logits_soft_cap"]
+    joined = value is None
+    if joined:
+        width = query.shape[3]
+        key, value = (jax.ShapeDtypeStruct((*key.shape[:3], n), key.dtype) for n in (width, key.shape[3] - width))
     call = prepare(query, key, value, mask, None, None, None, scale, cap, 0.0, cfg)
-    return call._replace(of_tiles=of_tiles.resolved())
+    call = call._replace(of_tiles=of_tiles.resolved(), options={**call.options, "JOINED": joined})
+    return call if heads is None else call.of_heads(*heads)
 
 
 def attend(
     query: jax.Array,
     key: jax.Array,
-    value: jax.Array,
+    value: jax.Array | None,
     mask: MaskInfo,
     of_tiles: MaskInfo,
     sofar: tuple[jax.Array, jax.Array] | None,
+    table: jax.Array | None,
     dtype: Any,
     options: dict[str, Any],
     cfg: KernelConfig,
+    heads: Heads | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """As `Hops.attend`."""
-    call = _prepared(query, key, value, mask, of_tiles, options, cfg)
-    how = {"sofar": sofar, "dtype": dtype, "sink_ptr": None, "work": work_of(query, key, value, mask, (1, 1))}
+    call = _prepared(query, key, value, mask, of_tiles, options, cfg, heads)
+    call = call if table is None else call.with_tiles(table)
+    how = {
+        "sofar": sofar,
+        "dtype": dtype,
+        "sink_ptr": None,
+        "work": work_of(query, key, key if value is None else value, mask, (1, 1)),
+    }
     return warp_specialized_forward(call, cfg.fwd_params, query, key, value, **how)
 
 
@@ -66,13 +86,15 @@ def pull(
     saved: dict[str, jax.Array],
     query: jax.Array,
     key: jax.Array,
-    value: jax.Array,
+    value: jax.Array | None,
     mask: MaskInfo,
     of_tiles: MaskInfo,
     sums: jax.Array,
     options: dict[str, Any],
     cfg: KernelConfig,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    heads: Heads | None = None,
+) -> tuple[jax.Array, ...]:
     """As `Hops.pull`."""
-    call = _prepared(query, key, value, mask, of_tiles, options, cfg)
-    return warp_specialized_gradients(call, Saved(saved), query, key, value, cfg.bwd_params, sums)
+    call = _prepared(query, key, value, mask, of_tiles, options, cfg, heads)
+    grads = warp_specialized_gradients(call, Saved(saved), query, key, value, cfg.bwd_params, sums)
+    return grads[:2] if value is None else grads

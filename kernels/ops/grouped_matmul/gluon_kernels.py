@@ -18,16 +18,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
+from kernels.engines.matmul.gluon_sums import make_hands, write
 from kernels.ops.grouped_matmul.gluon_parts import (
     hand_over,
     hand_over_activated,
     has_half,
-    make_hands,
     make_ring,
     multiply,
     skip,
     sums,
-    write,
 )
 from kernels.toolchains.gluon import SWIZZLED, after, claim_tile, make_tile_queue, next_tile
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.engines.matmul.triton_codes import upcast
+
 
 @triton.jit
 def tile_map_kernel(
@@ -96,20 +98,6 @@ def slope(z, ACTIVATION: tl.constexpr):
         s = tl.sigmoid(1.5957691216057308 * (z + 0.044715 * z * z * z))
         return s + z * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * z * z)
     return (z > 0).to(tl.float32)  # "relu"
-
-
-@triton.jit
-def _upcast(tile, CODE: tl.constexpr, dtype: tl.constexpr):
-    """Converts 8-bit weights to another type, exactly: int8, or the bits of a float8, which are the leading bits of a
-    float16."""
-    if CODE == "int8":
-        return tile.to(tl.float32).to(dtype)
-    bits = tile.to(tl.uint16)
-    if CODE == "float8_e5m2":
-        return (bits << 8).to(tl.float16, bitcast=True).to(dtype)
-    half = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True)  # the exponent bias differs by 8
-    value = tl.where((bits & 127) == 127, float("nan"), half.to(tl.float32) * 256.0)
-    return value.to(dtype)
 
 
 @triton.jit
@@ -237,12 +225,12 @@ def grouped_matmul_kernel(
                 a = (a.to(tl.float32) * scale[None, :]).to(a.dtype)
             b = _matrix_tile(b_ptr, b_desc, expert, k, n, K, N, WIDTH, 0, TRANSPOSED, TMA, BLOCK_N, BLOCK_K)
             if CODE is not None:
-                b = _upcast(b, CODE, a.dtype)
+                b = upcast(b, CODE, a.dtype)
             acc = tl.dot(a, b, acc, input_precision="ieee")
             if GATED:
                 b = _matrix_tile(b_ptr, b_desc, expert, k, n, K, N, WIDTH, N, TRANSPOSED, TMA, BLOCK_N, BLOCK_K)
                 if CODE is not None:
-                    b = _upcast(b, CODE, a.dtype)
+                    b = upcast(b, CODE, a.dtype)
                 up = tl.dot(a, b, up, input_precision="ieee")
         # In two parts if a whole tile, with its accumulators, exceeds the registers.
         PART: tl.constexpr = BLOCK_N // PARTS

@@ -66,9 +66,8 @@ def _check_tall(name: str, query: Any, requests: Requests, *how: Any) -> None:
 def _heuristic(call: Call, platform: str) -> PagedAttentionConfig:
     H = call.dims["H"]
     width = max(padded_width(H), padded_width(call.dims.get("Hv", call.key_cache.shape[-1] - H)))
-    few, many = tiles(width, _keys(call), call.query.dtype.itemsize, call.key_cache.dtype.itemsize)
-    # The long requests of a ragged batch take that kernel by `cfg`: its tiles of ragged rows have not run on a GPU yet.
-    if call.query.ndim == 4 and _is_tall(call):
+    few, many = tiles(width, _keys(call), call.query.dtype.itemsize, str(call.key_cache.dtype))
+    if _is_tall(call):
         many = many._replace(num_warps=HOPPER)
     return PagedAttentionConfig(
         block_k=few.keys,

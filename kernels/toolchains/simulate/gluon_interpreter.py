@@ -153,7 +153,8 @@ def _async_atomic_add(desc: Descriptor, start: Sequence[Any], tile: Shared) -> N
 
 
 def _warpgroup_mma(a: Any, b: Shared, acc: Any, use_acc: Any = True, is_async: bool = False) -> Any:
-    if a.dtype != b.dtype or list(acc.shape) != [a.shape[0], b.shape[1]]:
+    alike = a.dtype == b.dtype or a.dtype.itemsize == b.dtype.itemsize == 1  # the two kinds of float8 can be mixed
+    if not alike or list(acc.shape) != [a.shape[0], b.shape[1]]:
         raise TypeError(f"{a.dtype}{list(a.shape)} times {b.dtype}{b.shape} does not fit {list(acc.shape)}")
     result = np.full(acc.shape, np.nan, np.float32).view(Tensor)
     left, right = (
@@ -189,7 +190,7 @@ _LANGUAGE = _Words(
     int64=np.dtype(np.int64),
     int32=np.dtype(np.int32),
     program_id=lambda axis: tensor(here.program.index),
-    num_programs=lambda axis: tensor(here.program.count),
+    num_programs=lambda axis: tensor(1 if axis else here.program.count),
     num_warps=lambda: 4,
     static_range=range,
     cdiv=lambda x, y: (x + y - 1) // y,

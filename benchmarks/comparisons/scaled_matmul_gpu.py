@@ -1,0 +1,134 @@
+"""`python -m benchmarks.comparisons.scaled_matmul_gpu [shapes=8192x8192x8192] [scalings=row,block] [tiles=chosen] [out=FILE]`
+
+On one GPU, products of 8-bit floats with scales: scaled_matmul with the tile that a call gets (`tiles=every`: with others too),
+torch._scaled_mm where it takes such scales, and a product in bfloat16 of as many FLOPs. Then `quantize_scaled` of an operand.
+Numbers first: a contestant that is not within 1% of the contract (3% where sums may stay in the tensor cores) is not timed.
+
+TFLOP/s are of the median of shuffled rounds, each of calls back to back, as the clock has them. `out=FILE` keeps them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.comparisons.grouped_matmul_gpu import distance, race
+from kernels import quantize_scaled
+from kernels.ops.scaled_matmul import op
+
+OFF = {False: 0.01, True: 0.03}
+# name -> rows and entries that share a scale, of a and of b
+SCALINGS = {
+    "tensor": ((None, None), (None, None)),
+    "row": ((1, None), (1, None)),
+    "block": ((1, 128), (128, 128)),
+    "block_of_rows": ((1, 128), (1, 128)),
+}
+
+
+def ours(operands, tiles):
+    """Yields (name, function of no arguments, whether sums may stay in the tensor cores) for each tile."""
+    from kernels.ops.scaled_matmul import triton_gpu as gpu
+
+    for fast in (False, True) if operands[2].shape[1] == 1 else (False,):
+        tried = gpu.candidates(op.bind(*operands, fast_accumulation=fast))
+        chosen = tried[0]
+        if tiles == "every":
+            tried = [replace(cfg, band=band) for cfg, band in itertools.product(tried, (4, 8, 16))]
+            tried += [replace(cfg, num_stages=3) for cfg in tried if cfg.num_stages == 4 and cfg.band == 8]
+        for cfg in dict.fromkeys(tried if tiles == "every" else [chosen]):
+            name = f"ours{' fast' * fast} {cfg.block_m}x{cfg.block_n} s{cfg.num_stages} b{cfg.band}"
+            run = jax.jit(functools.partial(op, platform="triton", cfg=cfg, fast_accumulation=fast))
+            yield name + " (heuristic)" * (cfg == chosen), functools.partial(run, *operands), fast
+
+
+def torch_scaled(operands):
+    """Yields torch._scaled_mm's, for the scales that it has."""
+    import torch
+
+    a, b = (
+        torch.from_dlpack(jax.lax.bitcast_convert_type(x, jnp.uint8)).view(torch.float8_e4m3fn) for x in operands[:2]
+    )
+    sa, sb = (torch.from_dlpack(x) for x in operands[2:])
+    if sa.shape[1] > 1:  # cuBLAS reads such scales by columns
+        sa = sa.t().contiguous().t()
+        sb = sb.t().contiguous().t() if sb.shape[0] == b.shape[0] else sb
+    for fast in (True, False):
+        how = {"scale_a": sa, "scale_b": sb.t(), "out_dtype": torch.bfloat16, "use_fast_accum": fast}
+        yield f"torch{' fast' * fast}", functools.partial(torch._scaled_mm, a, b.t(), **how), fast
+
+
+def contestants(operands, tiles):
+    found = list(ours(operands, tiles))
+    try:
+        found += torch_scaled(operands)
+    except Exception as error:
+        print(f"torch cannot: {error}"[:200], flush=True)
+    return found
+
+
+def right(made, wanted):
+    """Returns those that run and whose numbers are right; what is said of the others is printed."""
+    ready = {}
+    for name, f, fast in made:
+        try:
+            out = f()
+            off = float(distance(out if isinstance(out, jax.Array) else jnp.from_dlpack(out.contiguous()), wanted))
+        except Exception as error:
+            print(f"{name} failed: {str(error).splitlines()[0][:200]}", flush=True)
+            continue
+        print(f"{name}: off by {off:.1e}", flush=True)
+        if off < OFF[fast]:
+            ready[name] = f
+        else:
+            print(f"{name} IS WRONG", flush=True)
+    return ready
+
+
+def main(shapes="8192x8192x8192", scalings="row,block,block_of_rows", tiles="chosen", out=""):
+    rows, start = [], time.perf_counter()
+    for shape in shapes.split(","):
+        M, D, F = map(int, shape.split("x"))
+        x, w = (jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(((M, D), (F, D))))
+        plain = jax.jit(lambda x, w: jnp.einsum("md,fd->mf", x, w))
+        for scaling in scalings.split(","):
+            blocks = SCALINGS[scaling]
+            quantise = {"a": lambda: quantize_scaled(x, blocks[0]), "b": lambda: quantize_scaled(w, blocks[1])}  # noqa: B023
+            (a, a_scale), (b, b_scale) = (f() for f in quantise.values())
+            operands = a, b, a_scale, b_scale
+            wide = (v.astype(jnp.bfloat16) for v in (a, b)) if scaling in ("row", "tensor") else None
+            if wide is None:
+                wanted = jax.jit(functools.partial(op, platform="xla"))(*operands)
+            else:  # exact in bfloat16, so the product is too but for its sums
+                wanted = (
+                    jnp.einsum("md,fd->mf", *wide, preferred_element_type=jnp.float32)
+                    * a_scale
+                    * b_scale.reshape(1, -1)
+                )
+            ready = right(contestants(operands, tiles), wanted)
+            speeds = race(ready | {"bfloat16": functools.partial(plain, x, w)}, 2 * M * D * F)
+            print(f"\n{shape} {scaling}, TFLOP/s, of bfloat16")
+            for name, speed in sorted(speeds.items(), key=lambda item: -item[1]):
+                print(f"  {speed:7.1f}  {speed / speeds['bfloat16']:5.2f}  {name}", flush=True)
+                rows.append({"shape": shape, "scaling": scaling, "name": name, "TFLOP_s": speed})
+            size = {"a": 3 * M * D, "b": 3 * F * D}
+            for operand, f in quantise.items():
+                (speed,) = race({operand: lambda f=f: f()[0]}, size[operand]).values()
+                print(f"  quantize_scaled of {operand}: {speed:.2f} TB/s", flush=True)
+                rows.append({"shape": shape, "scaling": scaling, "name": f"quantize {operand}", "TB_s": speed})
+            print(f"{time.perf_counter() - start:.0f} s", flush=True)
+        if out:
+            about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "command": " ".join(sys.argv)}
+            Path(out).write_text(json.dumps({**about, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main(**dict(argument.split("=", 1) for argument in sys.argv[1:]))

@@ -1,0 +1,147 @@
+"""Products of 8-bit floats with scales, and the quantisation of their operands."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels.framework.binding import is_array, is_float_array
+from kernels.framework.options import checked
+from kernels.framework.public import Prepared, public
+from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig, op
+from kernels.ops.scaled_matmul.formats import DTYPES, SCALINGS, Scaling, quantized
+
+__all__ = ["SCALINGS", "ScaledMatmulConfig", "Scaling", "op", "quantize_scaled", "scaled_matmul"]
+
+RESULTS = ("bfloat16", "float16", "float32")
+# Jitted, because in an eager call each step would be a separate program.
+_quantized = functools.partial(jax.jit, static_argnames=("block", "dtype", "exponents"))(quantized)
+
+
+def _got(x: Any) -> str:
+    return f"{x.dtype} of shape {x.shape}" if is_array(x) else type(x).__name__
+
+
+@checked
+def quantize_scaled(
+    x: jax.Array,
+    block: tuple[int | None, int | None] = (1, None),
+    *,
+    dtype: str = "float8_e4m3fn",
+    exponents: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (values, scales), an operand of `scaled_matmul`: x is about values * scales.
+
+    The scale of a block is its largest magnitude divided by the largest number of the dtype, so none of its values is
+    clipped (current scaling). The scale of a block of zeros is 1. The scale of a block with an infinity or NaN is NaN, and so
+    is every product with it: neither is hidden.
+
+    Args:
+      x: float [M, D], D the contracted dim.
+      block: (rows, entries of D) that share a scale, which must divide M and D; None: all of them. (None, None) is one scale
+        for all of x, (1, None) one for each row, (1, 128) and (128, 128) those of activations and weights in DeepSeek-V3.
+      dtype: "float8_e4m3fn" (4 significant bits, up to 448) or "float8_e5m2" (3, up to 57344). Rounded to nearest even.
+      exponents: scales are powers of two, uint8 codes 2 ** (code - 127): the power of two below the largest magnitude, divided
+        by that of the largest number of the dtype; values past the end of the dtype are clipped to it. Of blocks (1, 32)
+        this is MXFP8.
+
+    Returns:
+      values: [M, D] in `dtype`. scales: [M / rows, D / entries], float32 or uint8.
+
+    Raises:
+      ValueError: names the argument.
+
+    Sources: Micikevicius et al., FP8 Formats for Deep Learning, 2022, arXiv:2209.05433; DeepSeek-AI, DeepSeek-V3, 2024,
+    arXiv:2412.19437, section 3.3; OCP Microscaling Formats (MX) Specification 1.0, 2023.
+
+    >>> import jax.numpy as jnp
+    >>> values, scales = quantize_scaled(jnp.array([[1.0, -448.0], [0.0, 2.0]]))
+    >>> print(values.astype(jnp.float32), scales.shape)
+    [[   1. -448.]
+     [   0.  448.]] (2, 1)
+    """
+    if not is_float_array(x) or x.ndim != 2 or 0 in x.shape:
+        raise ValueError(f"quantize_scaled: argument 'x' must be a float array [M, D], got {_got(x)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"quantize_scaled: argument 'dtype' = {dtype!r} is unknown; use {' or '.join(DTYPES)}")
+    sizes = []
+    for name, size, count in zip("MD", x.shape, block):
+        part = size if count is None else count
+        if part < 1 or size % part:
+            raise ValueError(
+                f"quantize_scaled: argument 'block' = {block}: {count} does not divide {name} = {size}; pad x with zeros, "
+                "which change no scale, or use None for one scale"
+            )
+        sizes.append(part)
+    return _quantized(jnp.asarray(x), block=tuple(sizes), dtype=dtype, exponents=exponents)
+
+
+def _check_scale(name: str, scale: Any, of: str, x: jax.Array) -> None:
+    if not is_array(scale) or scale.dtype not in (jnp.float32, jnp.uint8) or scale.ndim != 2:
+        raise ValueError(
+            f"scaled_matmul: argument {name!r} must be float32, or uint8 codes of powers of two, [rows, blocks], as "
+            f"returned by `quantize_scaled`, got {_got(scale)}"
+        )
+    divides = 0 not in scale.shape and not any(size % count for size, count in zip(x.shape, scale.shape))
+    if not divides or (of == "a" and scale.shape[0] not in (1, x.shape[0])):
+        raise ValueError(
+            f"scaled_matmul: argument {name!r} of shape {scale.shape} must have a number of rows and of blocks that divide "
+            f"those of {of!r}, {x.shape}" + (", and a scale for each row or one for all" if of == "a" else "")
+        )
+
+
+@public(op)
+def scaled_matmul(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    *,
+    dtype: str = "bfloat16",
+    fast_accumulation: bool = False,
+) -> Prepared:
+    """Returns (a * a_scale) (b * b_scale)^T, [M, F] in `dtype`, accumulated in float32.
+
+    Args:
+      a: float8_e4m3fn or float8_e5m2, [M, D].
+      b: the same, [F, D]: both have the contracted dim last, as tensor cores read 8-bit operands.
+      a_scale: [M, blocks] or [1, blocks], as returned by `quantize_scaled`: each for D / blocks consecutive entries of D of
+        one row, or of all. Float32, or powers of two, uint8 codes 2 ** (code - 127).
+      b_scale: [rows, blocks], each for F / rows consecutive rows.
+      dtype: "bfloat16", "float16" or "float32".
+      fast_accumulation: leave the sums to the tensor cores where rows have one scale. On Hopper these have about 14 bits: over
+        D = 8192 a sum is about 1% off, and as a rule too small.
+      cfg: `ScaledMatmulConfig`.
+
+    It has no gradient: 8-bit operands have none. `ejdist.projection` has the products of a layer and their gradients.
+
+    Raises:
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
+
+    >>> import jax.numpy as jnp
+    >>> from kernels import quantize_scaled
+    >>> a, a_scale = quantize_scaled(jnp.ones((2, 32)))
+    >>> b, b_scale = quantize_scaled(jnp.full((3, 32), 2.0))
+    >>> print(scaled_matmul(a, b, a_scale, b_scale))
+    [[64 64 64]
+     [64 64 64]]
+    """
+    for name, x in (("a", a), ("b", b)):
+        if not is_array(x) or str(x.dtype) not in DTYPES or x.ndim != 2:
+            raise ValueError(
+                f"scaled_matmul: argument {name!r} must be {' or '.join(DTYPES)}, two dims, got {_got(x)}; `quantize_scaled` "
+                "makes it of wider numbers"
+            )
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"scaled_matmul: argument 'b' of shape {b.shape} must be [F, D] with D = {a.shape[1]} of 'a': the contracted dim "
+            "is the last one of both"
+        )
+    _check_scale("a_scale", a_scale, "a", a)
+    _check_scale("b_scale", b_scale, "b", b)
+    if dtype not in RESULTS:
+        raise ValueError(f"scaled_matmul: argument 'dtype' = {dtype!r} is unknown; use {', '.join(RESULTS)}")
+    return Prepared(op.bind(a, b, a_scale, b_scale, dtype=dtype, fast_accumulation=fast_accumulation))

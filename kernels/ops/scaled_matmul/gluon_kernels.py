@@ -1,0 +1,270 @@
+"""Warp-specialized Gluon kernels of scaled_matmul for Hopper: products of 8-bit rows on its tensor cores.
+
+A program has a multiprocessor to itself. One warp loads blocks of 128 entries of D through TMA into a ring of stages, two
+warpgroups multiply half of a tile's rows each, and a warp for each of them stores (`engines/matmul/gluon_sums.py`), so that the
+tensor cores continue with the next tile meanwhile.
+
+The tensor cores' own sums of 8-bit products have about 14 bits. So a step's products are summed by themselves, scaled if blocks
+of 128 entries have scales, and added in float32: 64 rows at a time, while the tensor cores multiply for the other warpgroup.
+With `fast_accumulation` the sums of all of D stay in the tensor cores.
+"""
+
+# Gluon's stubs declare tensors where its compiler accepts constants and integers too.
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from kernels.engines.matmul.gluon_sums import hand_part, make_hands, parts_of, write
+from kernels.toolchains.gluon import after
+
+# A block of 8-bit entries in shared memory: rows of 128.
+NARROW = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
+
+
+@gluon.jit
+def _make_ring(STAGES: gl.constexpr, a_dtype: gl.constexpr, b_dtype: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+               BLOCK_K: gl.constexpr):  # fmt: skip
+    a_tiles = gl.allocate_shared_memory(a_dtype, [2 * STAGES, ROWS, BLOCK_K], NARROW)
+    b_tiles = gl.allocate_shared_memory(b_dtype, [STAGES, BLOCK_N, BLOCK_K], NARROW)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    return a_tiles, b_tiles, full, free
+
+
+@gluon.jit
+def _place(tile, M: gl.constexpr, N: gl.constexpr, BAND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Returns a tile's first row and column. Bands of row tiles sweep the columns, so that both are read from the L2 cache."""
+    TILES_M: gl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    band = tile // (BAND * TILES_N)
+    height = gl.minimum(TILES_M - band * BAND, BAND)
+    inside = tile % (BAND * TILES_N)
+    return (band * BAND + inside % height) * BLOCK_M, inside // height * BLOCK_N
+
+
+@gluon.jit
+def _load(a_desc, b_desc, ring, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TILES: gl.constexpr, BAND: gl.constexpr,
+          ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    a_tiles, b_tiles, full, free = ring
+    stage, phase = 0, 0
+    for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
+        row, column = _place(tile, M, N, BAND, 2 * ROWS, BLOCK_N)
+        for k in range(0, K, BLOCK_K):
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            arrived = full.index(stage)
+            mbarrier.expect(arrived, 2 * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta)
+            tma.async_load(a_desc, [row, k], arrived, a_tiles.index(2 * stage))
+            tma.async_load(a_desc, [row + ROWS, k], arrived, a_tiles.index(2 * stage + 1))
+            tma.async_load(b_desc, [column, k], arrived, b_tiles.index(stage))
+            stage, phase = after(stage, phase, STAGES)
+
+
+@gluon.jit
+def _sums(ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
+    return gl.zeros([ROWS, BLOCK_N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32]))
+
+
+@gluon.jit
+def _of_rows(part, a_scale_ptr, b_scale_ptr, row, column, M: gl.constexpr, N: gl.constexpr, A_ROWS: gl.constexpr,
+             B_ROWS: gl.constexpr):  # fmt: skip
+    """Returns sums scaled, where each row of a and of b has one scale, or all have."""
+    rows = row + gl.arange(0, part.shape[0], gl.SliceLayout(1, part.type.layout))
+    columns = column + gl.arange(0, 64, gl.SliceLayout(0, part.type.layout))
+    of_rows = gl.load(a_scale_ptr + (rows if A_ROWS else gl.zeros_like(rows)), mask=rows < M, other=0.0)
+    of_columns = gl.load(b_scale_ptr + (columns if B_ROWS else gl.zeros_like(columns)), mask=columns < N, other=0.0)
+    return part * of_rows[:, None] * of_columns[None, :]
+
+
+# -- sums in the tensor cores --------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _multiply(a_scale_ptr, b_scale_ptr, ring, hands, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TILES: gl.constexpr,
+              A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+              BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    a_tiles, b_tiles, full, free = ring
+    STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    PARTS: gl.constexpr = BLOCK_N // 64
+    stage, phase, handed = 0, 0, 0
+    for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
+        row, column = _place(tile, M, N, BAND, 2 * ROWS, BLOCK_N)
+        acc = _sums(ROWS, BLOCK_N)
+        for k in range(STEPS):
+            mbarrier.wait(full.index(stage), phase)
+            acc = warpgroup_mma(
+                a_tiles.index(2 * stage + WHICH), b_tiles.index(stage).permute((1, 0)), acc, is_async=True
+            )
+            acc = warpgroup_mma_wait(1, (acc,))
+            mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), pred=k > 0)
+            stage, phase = after(stage, phase, STAGES)
+        acc = warpgroup_mma_wait(0, (acc,))
+        mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
+        parts = parts_of(acc, PARTS)
+        for i in gl.static_range(PARTS):
+            part = _of_rows(
+                parts[i], a_scale_ptr, b_scale_ptr, row + WHICH * ROWS, column + 64 * i, M, N, A_ROWS, B_ROWS
+            )
+            handed = hand_part((part,), hands, handed, WHICH)
+
+
+# -- sums in float32 ------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _scales(a_scale_ptr, b_scale_ptr, k, row, column, M: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr,
+            B_ROWS: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+    """Returns the scales of a step: of 64 rows of a, and of each row of b or of a block of 128."""
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    of_rows = gl.load(a_scale_ptr + k * M + rows, mask=rows < M, other=0.0)
+    if B_ROWS:
+        columns = column + gl.arange(0, 128, gl.SliceLayout(0, layout))
+        return of_rows, gl.load(b_scale_ptr + k * N + columns, mask=columns < N, other=0.0)
+    else:
+        return of_rows, gl.load(b_scale_ptr + column // 128 * STEPS + k)
+
+
+@gluon.jit
+def _added(acc, p, of_rows, of_columns, BLOCKS: gl.constexpr, B_ROWS: gl.constexpr):
+    if not BLOCKS:
+        return acc + p
+    elif B_ROWS:
+        return acc + p * of_rows[:, None] * of_columns[None, :]
+    else:
+        return acc + p * (of_rows * of_columns)[:, None]
+
+
+@gluon.jit
+def _multiply_by_steps(a_scale_ptr, b_scale_ptr, ring, hands, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+                       TILES: gl.constexpr, BLOCKS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
+                       BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+                       STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    a_tiles, b_tiles, full, free = ring
+    STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    TALL: gl.constexpr = ROWS == 128
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    stage, phase, handed = 0, 0, 0
+    # The sums of a step replace those of the last one in the same registers, after these were added: if products did not name
+    # their old value, the assembler would begin them earlier, in registers that a tall tile does not have. So whether they
+    # are added to it is known at run time only: never, as there is one program in the second dim.
+    never = gl.num_programs(1) > 1
+    for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
+        row, column = _place(tile, M, N, BAND, 2 * ROWS, BLOCK_N)
+        row += WHICH * ROWS
+        upper, lower, p = _sums(64, BLOCK_N), _sums(64, BLOCK_N), _sums(64, BLOCK_N)
+        of_upper, of_lower, of_columns = None, None, None
+        if BLOCKS:
+            of_upper, of_columns = _scales(a_scale_ptr, b_scale_ptr, 0, row, column, M, N, STEPS, B_ROWS, layout)
+            if TALL:
+                of_lower, _ = _scales(a_scale_ptr, b_scale_ptr, 0, row + 64, column, M, N, STEPS, B_ROWS, layout)
+        for k in range(STEPS):
+            mbarrier.wait(full.index(stage), phase)
+            a, b = a_tiles.index(2 * stage + WHICH), b_tiles.index(stage).permute((1, 0))
+            p = warpgroup_mma(a.slice(0, 64, 0), b, p, use_acc=never, is_async=True)
+            # Scales of the next step, which arrive while this one is multiplied.
+            soon = gl.minimum(k + 1, STEPS - 1)
+            if BLOCKS:
+                next_upper, next_columns = _scales(
+                    a_scale_ptr, b_scale_ptr, soon, row, column, M, N, STEPS, B_ROWS, layout
+                )
+                if TALL:
+                    next_lower, _ = _scales(
+                        a_scale_ptr, b_scale_ptr, soon, row + 64, column, M, N, STEPS, B_ROWS, layout
+                    )
+            p = warpgroup_mma_wait(0, (p,))
+            if TALL:
+                upper = _added(upper, p, of_upper, of_columns, BLOCKS, B_ROWS)
+                p = warpgroup_mma(a.slice(64, 64, 0), b, p, use_acc=never, is_async=True)
+                p = warpgroup_mma_wait(0, (p,))
+                mbarrier.arrive(free.index(stage))
+                lower = _added(lower, p, of_lower, of_columns, BLOCKS, B_ROWS)
+            else:
+                mbarrier.arrive(free.index(stage))
+                upper = _added(upper, p, of_upper, of_columns, BLOCKS, B_ROWS)
+            if BLOCKS:
+                of_upper, of_columns = next_upper, next_columns
+                if TALL:
+                    of_lower = next_lower
+            stage, phase = after(stage, phase, STAGES)
+        PARTS: gl.constexpr = BLOCK_N // 64
+        uppers, lowers = parts_of(upper, PARTS), parts_of(lower, PARTS)
+        for i in gl.static_range(PARTS):
+            slabs = (uppers[i], lowers[i]) if TALL else (uppers[i],)
+            if not BLOCKS:
+                first = _of_rows(uppers[i], a_scale_ptr, b_scale_ptr, row, column + 64 * i, M, N, A_ROWS, B_ROWS)
+                slabs = (first,)
+                if TALL:
+                    second = _of_rows(
+                        lowers[i], a_scale_ptr, b_scale_ptr, row + 64, column + 64 * i, M, N, A_ROWS, B_ROWS
+                    )
+                    slabs = (first, second)
+            handed = hand_part(slabs, hands, handed, WHICH)
+
+
+@gluon.jit
+def _consume(a_scale_ptr, b_scale_ptr, ring, hands, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TILES: gl.constexpr,
+             FAST: gl.constexpr, BLOCKS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, BAND: gl.constexpr,
+             ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+             WHICH: gl.constexpr):  # fmt: skip
+    if FAST:
+        _multiply(a_scale_ptr, b_scale_ptr, ring, hands, M, N, K, TILES, A_ROWS, B_ROWS, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES,
+                  WHICH)  # fmt: skip
+    else:
+        _multiply_by_steps(a_scale_ptr, b_scale_ptr, ring, hands, M, N, K, TILES, BLOCKS, A_ROWS, B_ROWS, BAND, ROWS, BLOCK_N,
+                           BLOCK_K, STAGES, WHICH)  # fmt: skip
+
+
+@gluon.jit
+def _store(out_ptr, hands, M: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
+           BLOCK_N: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+    handed = 0
+    for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
+        row, column = _place(tile, M, N, BAND, 2 * ROWS, BLOCK_N)
+        handed = write(hands, handed, out_ptr, row + WHICH * ROWS, M, column, BLOCK_N, N, 1, WHICH)
+
+
+@gluon.jit
+def warp_specialized_scaled_kernel(
+    a_desc,  # [M, K] in blocks [ROWS, BLOCK_K]
+    b_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K]
+    a_scale_ptr,  # [M] or one; of blocks [K / 128, M]
+    b_scale_ptr,  # [N] or one; of blocks [K / 128, N] or, for 128 rows of b together, [N / 128, K / 128]
+    out_ptr,  # [M, N]
+    M: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    FAST: gl.constexpr,  # whether sums of all of K stay in the tensor cores
+    BLOCKS: gl.constexpr,  # whether there is a scale for each 128 entries of K
+    A_ROWS: gl.constexpr,  # whether there is one for each row of a
+    B_ROWS: gl.constexpr,
+    BAND: gl.constexpr,
+    ROWS: gl.constexpr,  # rows per warpgroup
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,  # per warpgroup
+    MULTIPLYING: gl.constexpr,  # registers per multiplying thread
+    OTHERS: gl.constexpr,  # registers per other thread
+):
+    TILES: gl.constexpr = ((M + 2 * ROWS - 1) // (2 * ROWS)) * ((N + BLOCK_N - 1) // BLOCK_N)
+    ring = _make_ring(STAGES, a_desc.dtype, b_desc.dtype, ROWS, BLOCK_N, BLOCK_K)
+    hands = make_hands(BUFFERS, out_ptr.dtype.element_ty, ROWS)
+    gl.warp_specialize(
+        [
+            (_consume, (a_scale_ptr, b_scale_ptr, ring, hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, BAND, ROWS,
+                        BLOCK_N, BLOCK_K, STAGES, 0)),
+            (_consume, (a_scale_ptr, b_scale_ptr, ring, hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, BAND, ROWS,
+                        BLOCK_N, BLOCK_K, STAGES, 1)),
+            (_load, (a_desc, b_desc, ring, M, N, K, TILES, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES)),
+            (_store, (out_ptr, hands, M, N, TILES, BAND, ROWS, BLOCK_N, 0)),
+            (_store, (out_ptr, hands, M, N, TILES, BAND, ROWS, BLOCK_N, 1)),
+        ],
+        [4, 1, 1, 1],
+        [MULTIPLYING, OTHERS, OTHERS, OTHERS],
+    )  # fmt: skip

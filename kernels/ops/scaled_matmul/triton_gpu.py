@@ -1,0 +1,145 @@
+"""Launches the kernels of scaled_matmul on NVIDIA GPUs: on Hopper its own, elsewhere the one for any GPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import triton
+from jax import lax
+
+from kernels.framework.target import MULTIPROCESSORS
+from kernels.framework.work import Work, nbytes
+from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig, op
+from kernels.ops.scaled_matmul.formats import step_of
+from kernels.ops.scaled_matmul.gluon_kernels import NARROW, warp_specialized_scaled_kernel
+from kernels.ops.scaled_matmul.triton_kernels import scaled_matmul_kernel
+from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
+
+DEEP = 128  # entries of D per step on Hopper: as many as a row of shared memory has bytes
+# Registers per multiplying thread, and per other thread, by whether sums stay in the tensor cores: warpgroups share 64,512
+REGISTERS = {True: (208, 88), False: (216, 72)}
+# Of two warpgroups: buffers of each for 64 columns of its sums, by its rows.
+BUFFERS = {128: 1, 64: 2}
+
+
+def _specialises(a, b, a_scale, b_scale, dtype) -> bool:
+    """Returns whether Hopper's kernel computes a call: with one scale for rows or for all, or for blocks of 128 as in
+    DeepSeek-V3, and rows that TMA can read."""
+    (M, D), F = a.shape, b.shape[0]
+    floats = a_scale.dtype == b_scale.dtype == jnp.float32 and jnp.dtype(dtype).itemsize == 2
+    if not floats or D % 16 or F % 8 or compute_capability() != 90:
+        return False
+    if a_scale.shape[1] == b_scale.shape[1] == 1:
+        return a_scale.shape[0] in (1, M) and b_scale.shape[0] in (1, F)
+    blocks = D == DEEP * a_scale.shape[1] == DEEP * b_scale.shape[1]
+    return blocks and a_scale.shape[0] == M and (b_scale.shape[0] == F or F == 128 * b_scale.shape[0])
+
+
+def _on_hopper(a, b, a_scale, b_scale, dtype, fast, cfg) -> jax.Array:
+    (M, D), F = a.shape, b.shape[0]
+    blocks = a_scale.shape[1] > 1
+    a_rows, b_rows = a_scale.shape[0] == M, b_scale.shape[0] == F
+    rows, (multiplying, others) = cfg.block_m // 2, REGISTERS[fast]
+    out = jax.ShapeDtypeStruct((M, F), dtype)
+    scales = (a_scale.T, b_scale.T if b_rows else b_scale) if blocks else (a_scale.reshape(-1), b_scale.reshape(-1))
+    (result,) = triton_launch(
+        warp_specialized_scaled_kernel,
+        tensor_descriptor(a, (M, D), (rows, DEEP), NARROW.value),
+        tensor_descriptor(b, (F, D), (cfg.block_n, DEEP), NARROW.value),
+        *scales,
+        out_shape=(out,),
+        grid=(min(MULTIPROCESSORS, triton.cdiv(M, cfg.block_m) * triton.cdiv(F, cfg.block_n)),),
+        num_warps=4,
+        work=Work(2 * M * D * F, nbytes(a, b, a_scale, b_scale, out)),
+        M=M,
+        N=F,
+        K=D,
+        FAST=fast,
+        BLOCKS=blocks,
+        A_ROWS=a_rows,
+        B_ROWS=b_rows,
+        BAND=cfg.band,
+        ROWS=rows,
+        BLOCK_N=cfg.block_n,
+        BLOCK_K=DEEP,
+        STAGES=cfg.num_stages,
+        BUFFERS=BUFFERS[rows],
+        MULTIPLYING=multiplying,
+        OTHERS=others,
+    )
+    return result
+
+
+def forward(a, b, a_scale, b_scale, dtype, fast_accumulation, cfg):
+    if _specialises(a, b, a_scale, b_scale, dtype):
+        fast = fast_accumulation and a_scale.shape[1] == 1
+        return _on_hopper(a, b, a_scale, b_scale, dtype, fast, cfg)
+    (M, D), F = a.shape, b.shape[0]
+    step = step_of(D, a_scale, b_scale)
+    out = jax.ShapeDtypeStruct((M, F), dtype)
+    block_m, block_n = (max(16, min(128, triton.next_power_of_2(n))) for n in (M, F))
+    (result,) = triton_launch(
+        scaled_matmul_kernel,
+        lax.bitcast_convert_type(a, jnp.uint8),
+        lax.bitcast_convert_type(b, jnp.uint8),
+        a_scale,
+        b_scale,
+        out_shape=(out,),
+        grid=(triton.cdiv(M, block_m) * triton.cdiv(F, block_n),),
+        num_warps=8 if block_m * block_n >= 128 * 128 else 4,
+        num_stages=3,
+        work=Work(2 * M * D * F, nbytes(a, b, a_scale, b_scale, out)),
+        M=M,
+        N=F,
+        K=D,
+        A_CODE=str(a.dtype),
+        B_CODE=str(b.dtype),
+        A_ROWS=a_scale.shape[0],
+        A_BLOCKS=a_scale.shape[1],
+        B_ROWS=b_scale.shape[0],
+        B_BLOCKS=b_scale.shape[1],
+        EXPONENTS=a_scale.dtype == jnp.uint8,
+        STEP=step,
+        BAND=8,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=max(16, min(64, triton.next_power_of_2(step))),
+    )
+    return result
+
+
+def rejects(call):
+    if call.a_scale.dtype != call.b_scale.dtype:
+        return f"scales of 'a' are {call.a_scale.dtype} and those of 'b' {call.b_scale.dtype}"
+    if str(call.b.dtype) not in ("float8_e4m3fn", "float8_e5m2"):
+        return f"'b' is {call.b.dtype}"
+    return None
+
+
+# -- configurations ---------------------------------------------------------------------------------------------------
+
+WIDE = ScaledMatmulConfig(block_m=128, block_n=256, num_stages=4, num_warps=4, band=8)
+TALL = ScaledMatmulConfig(block_m=256, block_n=128, num_stages=4, num_warps=4, band=8)
+SQUARE = ScaledMatmulConfig(block_m=128, block_n=128, num_stages=6, num_warps=4, band=16)
+
+
+def candidates(call):
+    """Returns the tiles whose sums fit into registers, the likely fastest first."""
+    if call.a_scale.shape[1] == 1:
+        return [WIDE, TALL, SQUARE] if call.fast_accumulation else [TALL, SQUARE]
+    # Scales of each row of b, one for each column of the tile, are in registers too.
+    return [SQUARE] if call.b_scale.shape[0] == call.dims["F"] else [TALL, SQUARE]
+
+
+def heuristic(call, platform):
+    return candidates(call)[0]
+
+
+op.register(
+    forward,
+    platforms={"cuda"},
+    dtypes={"float8_e4m3fn", "float8_e5m2"},
+    rejects=rejects,
+    heuristic=heuristic,
+    candidates=candidates,
+)

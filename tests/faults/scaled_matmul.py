@@ -1,0 +1,119 @@
+"""Faults of scaled_matmul, of its quantisation, and of its kernel for Hopper, which the interpreter shows."""
+
+from faults import Fault
+
+SCALED = "tests/kernels/test_scaled_matmul.py"
+HOPPER = "tests/kernels/test_scaled_matmul_hopper.py"
+GRID = "tests/test_ops.py -k scaled_matmul"
+
+FAULTS = (
+    Fault(
+        "scaled matmul: the scale of zeros is zero",
+        "scaled_matmul/formats:quantized",
+        "jnp.where($largest > 0, jnp.maximum($largest * jnp.float32(1 / $most), LEAST), 1.0)",
+        "$largest * jnp.float32(1 / $most)",
+        f"{SCALED} -k numpy",
+    ),
+    Fault(
+        "scaled matmul: values past the end of a dtype are not clipped",
+        "scaled_matmul/formats:quantized",
+        "jnp.clip($parts / powers($scale)[:, None, :, None], -$most, $most)",
+        "$parts / powers($scale)[:, None, :, None]",
+        f"{SCALED} -k numpy",
+    ),
+    Fault(
+        "scaled matmul: an infinity is hidden by its scale",
+        "scaled_matmul/formats:quantized",
+        "$scale = jnp.where($whole, $scale, jnp.nan)",
+        "$scale = jnp.where($whole, $scale, 1.0)",
+        f"{SCALED} -k hidden",
+    ),
+    Fault(
+        "scaled matmul: a scale that devices flush to zero",
+        "scaled_matmul/formats:quantized",
+        "jnp.maximum($largest * jnp.float32(1 / $most), LEAST)",
+        "$largest * jnp.float32(1 / $most)",
+        f"{SCALED} -k least",
+    ),
+    Fault(
+        "scaled matmul: a power of two above the largest magnitude",
+        "scaled_matmul/formats:quantized",
+        "jnp.frexp($largest)[1] - 1",
+        "jnp.frexp($largest)[1]",
+        f"{SCALED} -k numpy",
+    ),
+    Fault(
+        "scaled matmul: a step has the scales of the next one",
+        "scaled_matmul/formats:column",
+        "$step // ($steps // $scale.shape[1])",
+        "($step + 1) // ($steps // $scale.shape[1])",
+        GRID,
+    ),
+    Fault(
+        "scaled matmul, Triton: the scales of b are those of the first step",
+        "scaled_matmul/triton_kernels:_scales_of",
+        "$scale_ptr + $row * $BLOCKS + $step // ($STEPS // $BLOCKS)",
+        "$scale_ptr + $row * $BLOCKS",
+        GRID,
+    ),
+    Fault(
+        "scaled matmul, Hopper: the lower rows of a tall tile keep the scales of the first step",
+        "scaled_matmul/gluon_kernels:_multiply_by_steps",
+        "if $TALL:\n    $of_lower = $next_lower",
+        "",
+        HOPPER,
+    ),
+    Fault(
+        "scaled matmul, Hopper: the scales of a step are those of the last one",
+        "scaled_matmul/gluon_kernels:_multiply_by_steps",
+        "gl.minimum($k + 1, $STEPS - 1)",
+        "gl.minimum($k, $STEPS - 1)",
+        HOPPER,
+    ),
+    Fault(
+        "scaled matmul, Hopper: a block of rows of b has the scale of the first",
+        "scaled_matmul/gluon_kernels:_scales",
+        "$column // 128 * $STEPS",
+        "0 * $column",
+        HOPPER,
+    ),
+    Fault(
+        "scaled matmul, Hopper: the products of a step are added to those of the last one",
+        "scaled_matmul/gluon_kernels:_multiply_by_steps",
+        "gl.num_programs(1) > 1",
+        "gl.num_programs(1) > 0",
+        HOPPER,
+    ),
+    Fault(
+        "scaled matmul, Hopper: a stage is given back while its lower rows are multiplied",
+        "scaled_matmul/gluon_kernels:_multiply_by_steps",
+        "$p = warpgroup_mma($a.slice(64, 64, 0), $b, $p, use_acc=$never, is_async=True)\n"
+        "$p = warpgroup_mma_wait(0, ($p,))\nmbarrier.arrive($free.index($stage))",
+        "mbarrier.arrive($free.index($stage))\n"
+        "$p = warpgroup_mma($a.slice(64, 64, 0), $b, $p, use_acc=$never, is_async=True)\n$p = warpgroup_mma_wait(0, ($p,))",
+        HOPPER,
+    ),
+    Fault(
+        "scaled matmul, Hopper: a stage is loaded that is still multiplied",
+        "scaled_matmul/gluon_kernels:_load",
+        "mbarrier.wait($free.index($stage), $phase ^ 1)",
+        "",
+        HOPPER,
+    ),
+    Fault(
+        "scaled matmul, Hopper: every row of a has the scale of the first",
+        "scaled_matmul/gluon_kernels:_of_rows",
+        "$of_rows = gl.load($a_ptr + ($rows if $A_ROWS else gl.zeros_like($rows)), mask=$rows < $M, other=0.0)\n"
+        "$of_columns = gl.load($b_ptr + ($columns if $B_ROWS else gl.zeros_like($columns)), mask=$columns < $N, other=0.0)",
+        "$of_rows = gl.load($a_ptr + gl.zeros_like($rows), mask=$rows < $M, other=0.0)\n"
+        "$of_columns = gl.load($b_ptr + ($columns if $B_ROWS else gl.zeros_like($columns)), mask=$columns < $N, other=0.0)",
+        HOPPER,
+    ),
+    Fault(
+        "scaled matmul, Hopper: the last band is as high as the others",
+        "scaled_matmul/gluon_kernels:_place",
+        "gl.minimum($TILES_M - $band * $BAND, $BAND)",
+        "$BAND",
+        HOPPER,
+    ),
+)

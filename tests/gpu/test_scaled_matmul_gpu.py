@@ -1,0 +1,37 @@
+"""scaled_matmul's kernel for Hopper on one. Run with the command in CONTRIBUTING.md.
+
+On a CPU it is interpreted, in tests/kernels/test_scaled_matmul_hopper.py: here it is the code that the compiler made of it.
+"""
+
+import jax
+import numpy as np
+import pytest
+from hopper import on_a_gpu
+from hopper_scaled import BLOCKS, BOTH, CALLS, ROWS, check, operands
+
+from kernels.ops.scaled_matmul import op
+
+pytestmark = on_a_gpu()
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call[1:])))
+def test_numbers(call):
+    check(*call, again=2)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "fast", "most"), [(ROWS, False, 4e-3), (ROWS, True, 2e-2), (BLOCKS, False, 4e-3), (BOTH, False, 4e-3)]
+)
+def test_numbers_of_long_products(blocks, fast, most):
+    """Many steps of many tiles, with the tile that a call gets; what rounds to bfloat16 is 1.7e-3 off."""
+    arrays = operands(blocks, 1024, 4096, 2048, "float8_e4m3fn")
+    want = np.asarray(jax.jit(lambda *a: op(*a, dtype="float32", platform="xla"))(*arrays), np.float64)
+    got = np.asarray(jax.jit(lambda *a: op(*a, fast_accumulation=fast, platform="triton"))(*arrays), np.float64)
+    assert np.linalg.norm(got - want) < most * np.linalg.norm(want)
+    assert np.abs(got - want).max() < 4 * most * np.abs(want).max()
+
+
+def test_the_same_call_gives_the_same_bits():
+    arrays = operands(BLOCKS, 1024, 2048, 2048, "float8_e4m3fn")
+    first, second = (np.asarray(op(*arrays, platform="triton")) for _ in range(2))
+    assert first.tobytes() == second.tobytes()

@@ -1,0 +1,143 @@
+"""quantize_scaled and scaled_matmul: scales and values bit by bit against NumPy, products in float64, refusals."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ejdist
+import kernels
+from kernels import quantize_scaled, scaled_matmul
+from kernels.ops.scaled_matmul import SCALINGS, op
+
+RNG = np.random.default_rng(0)
+X = (RNG.standard_normal((256, 384)) * np.exp2(RNG.integers(-9, 9, (256, 1)))).astype(np.float32)
+W = RNG.standard_normal((128, 384)).astype(np.float32)
+
+
+def numpy_quantised(x, block, dtype, exponents):
+    """Returns (values, scales) of x, by loops over its blocks."""
+    rows, width = (size if count is None else count for size, count in zip(x.shape, block))
+    kind = jnp.dtype(dtype)
+    most = np.float32(ml_dtypes.finfo(kind).max)
+    values, scales = np.zeros(x.shape, kind), np.zeros((x.shape[0] // rows, x.shape[1] // width), np.float32)
+    for i, j in np.ndindex(scales.shape):
+        part = np.s_[i * rows : (i + 1) * rows, j * width : (j + 1) * width]
+        largest = np.abs(x[part]).max()
+        scale = largest * np.float32(1 / most) if largest else np.float32(1)
+        if exponents and largest:
+            scale = np.exp2(np.floor(np.log2(largest)) - np.floor(np.log2(most)))
+        scales[i, j] = scale
+        values[part] = np.clip(x[part] / scale, -most, most).astype(kind)
+    return values, np.log2(scales).astype(np.uint8) + np.uint8(127) if exponents else scales
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(
+    ("block", "exponents"),
+    [((None, None), False), ((1, None), False), ((1, 128), False), ((128, 128), False), ((1, 32), True)],
+)
+def test_values_and_scales_are_those_of_numpy(block, exponents, dtype):
+    x = X.copy()
+    x[3], x[7, :128], x[9, ::2] = 0, 0, 0
+    values, scales = quantize_scaled(x, block, dtype=dtype, exponents=exponents)
+    wanted, wanted_scales = numpy_quantised(x, block, dtype, exponents)
+    np.testing.assert_array_equal(scales, wanted_scales)
+    assert np.asarray(values).tobytes() == wanted.tobytes()
+    assert np.isfinite(np.asarray(values, np.float32)).all()
+
+
+def test_what_has_no_number_is_in_its_block_alone_and_is_not_hidden():
+    x = X.copy()
+    x[0, 5], x[1, 200], x[2, 383] = np.inf, np.nan, -np.inf
+    for exponents in (False, True):
+        values, scales = quantize_scaled(x, (1, 128), exponents=exponents)
+        bad = np.isnan(np.asarray(scales)) if not exponents else np.asarray(scales) == 255
+        assert np.argwhere(bad).tolist() == [[0, 0], [1, 1], [2, 2]]
+        b, b_scale = quantize_scaled(W, (128, 128), exponents=exponents)
+        out = np.asarray(scaled_matmul(values, b, scales, b_scale), np.float32)
+        assert np.isnan(out[:3]).all() and np.isfinite(out[3:]).all()
+
+
+def test_the_least_and_the_largest_numbers_have_scales():
+    """No scale is smaller than devices have numbers: the values are rounded to multiples of what is left of it."""
+    least, huge = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+    values, scales = quantize_scaled(np.full((2, 32), 3 * least))
+    np.testing.assert_array_equal(scales, least)
+    np.testing.assert_array_equal(np.asarray(values, np.float32), 3)
+    values, scales = quantize_scaled(np.full((2, 32), huge))
+    np.testing.assert_allclose(np.asarray(values, np.float64) * np.asarray(scales, np.float64), huge, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_products_are_those_of_float64_within_rounding_to_8_bits(scaling):
+    how = SCALINGS[scaling]
+    (a, a_scale), (b, b_scale) = (
+        quantize_scaled(x, block, exponents=how.exponents) for x, block in ((X, how.a), (W, how.b))
+    )
+    got = np.asarray(scaled_matmul(a, b, a_scale, b_scale, dtype="float32"), np.float64)
+
+    def wide(values, scale):
+        scale = np.exp2(np.asarray(scale, np.float64) - 127) if how.exponents else np.asarray(scale, np.float64)
+        repeats = [size // count for size, count in zip(values.shape, scale.shape)]
+        return np.asarray(values, np.float64) * scale.repeat(repeats[0], 0).repeat(repeats[1], 1)
+
+    want = wide(a, a_scale) @ wide(b, b_scale).T
+    assert np.linalg.norm(got - want) < 2e-6 * np.linalg.norm(want)
+    exact = X.astype(np.float64) @ W.T.astype(np.float64)
+    off = np.linalg.norm((want - exact) / np.linalg.norm(X, axis=1, keepdims=True)) / np.linalg.norm(
+        exact / np.linalg.norm(X, axis=1, keepdims=True)
+    )
+    # One scale for rows of 2^-9 to 2^9 leaves the small ones few bits.
+    assert (0.005 < off < 0.06) if scaling != "tensor" else off > 0.03
+
+
+def test_a_result_may_be_split_over_rows():
+    mesh = ejdist.make_mesh(dp=2, devices=jax.devices()[:2])
+    (a, a_scale), (b, b_scale) = quantize_scaled(X, (1, 128)), quantize_scaled(W, (128, 128))
+    run = jax.jit(functools.partial(ejdist.scaled_matmul, mesh=mesh))
+    np.testing.assert_array_equal(run(a, b, a_scale, b_scale), scaled_matmul(a, b, a_scale, b_scale))
+
+
+A, S = (np.asarray(x) for x in quantize_scaled(X, (1, 128)))
+B, T = (np.asarray(x) for x in quantize_scaled(W, (128, 128)))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: quantize_scaled(X[0]), r"argument 'x' must be a float array \[M, D\]"),
+        (
+            lambda: quantize_scaled(X, (1, 100)),
+            r"argument 'block' = \(1, 100\): 100 does not divide D = 384; pad x with zeros",
+        ),
+        (lambda: quantize_scaled(X, (0, 128)), r"argument 'block' = \(0, 128\)"),
+        (
+            lambda: quantize_scaled(X, dtype="float8"),
+            "argument 'dtype' = 'float8' is unknown; use float8_e4m3fn or float8_e5m2",
+        ),
+        (lambda: scaled_matmul(X, B, S, T), "argument 'a' must be float8_e4m3fn or float8_e5m2"),
+        (
+            lambda: scaled_matmul(A, B[:, :256], S, T),
+            "argument 'b' of shape .* the contracted dim is the last one of both",
+        ),
+        (
+            lambda: scaled_matmul(A, B, S[:, [0] * 5], T),
+            r"argument 'a_scale' of shape \(256, 5\) must have a number of rows",
+        ),
+        (lambda: scaled_matmul(A, B, S[:128], T), "a scale for each row or one for all"),
+        (lambda: scaled_matmul(A, B, S, T.astype(np.float16)), "argument 'b_scale' must be float32, or uint8"),
+        (lambda: scaled_matmul(A, B, S, T, dtype="int8"), "argument 'dtype' = 'int8' is unknown"),
+    ],
+)
+def test_what_is_wrong_is_said(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_a_derivative_is_refused_by_name():
+    with pytest.raises(kernels.Unsupported, match="scaled_matmul"):
+        jax.grad(lambda s: op(A, B, s, T).sum().astype(jnp.float32))(S)
