@@ -25,6 +25,8 @@ from ejdist.order import Order
 from ejdist.sections import validate
 from ejdist.training.placing import permuted, place_batch
 from ejdist.training.program import make_program
+from ejdist.training.resume import fingerprint
+from ejdist.training.runs import section_of
 from ejdist.training.start import open_source
 from ejdist.weights.families import family_of, read_config
 from ejdist.weights.files import WeightsError
@@ -189,6 +191,8 @@ def test_what_it_cannot_do_is_refused_in_a_sentence():
             "model.layer_pattern=[lightning+mlp]", "model.lightning.num_heads=2", "model.qk_norm=false")  # fmt: skip
     with pytest.raises(WeightsError, match=r"cannot say model.mtp.modules = 1"):
         family_of(compose([*TINY, "model.mtp.modules=1"]).model)
+    recipe = compose([*TINY, "model.mtp.modules=1", "model.mtp.weight=0.1"])
+    assert section_of(fingerprint(recipe), "run") == recipe.model, "evaluation and export read it from a checkpoint"
     c, plain = (DecoderConfig(mtp=mtp) for mtp in (ONE, AheadShape()))
     assert counted_parts(c) - counted_parts(plain) == dict.fromkeys(counted_parts(plain), 1), "plans count its layer"
     D = c.model_dim
