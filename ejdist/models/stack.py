@@ -76,7 +76,7 @@ def layers_of(c: DecoderShape) -> list[list[Part]]:
 
 def ahead_of(c: DecoderShape) -> DecoderShape | None:
     """Returns the configuration of the layer that multi-token prediction adds, one of the kind of the last; None without it."""
-    if not c.mtp.depth:
+    if not c.mtp.modules:
         return None
     return replace(c, num_layers=1, first_layers=(), layer_pattern=(c.kinds()[-1],), last_layers=(), mtp=AheadShape())
 
