@@ -21,9 +21,7 @@ _TRAINING = {
     "rope_exact_from",
     "mtp.modules",
     "mtp.weight",
-} | {
-    f"experts.{name}" for name in ("balance", "balance_loss", "z_loss", "jitter", "forced_balance")
-}
+} | {f"experts.{name}" for name in ("balance", "balance_loss", "z_loss", "jitter", "forced_balance")}
 _CLOSE = 1e-6  # of floats, relative: scales are computed, and written with few digits
 
 
