@@ -14,12 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 import kernels
 from kernels.framework.dispatch import vary_alike
 from kernels.ops.scaled_matmul import SCALINGS
 
 BF16 = "bf16"  # products in model.compute_dtype
+PRODUCT = "project.product"  # checkpoint name of a result: what keeps products by their primitive does not see it
 LEAST = 128  # a matrix of fewer inputs or outputs is not worth the operands that would be made for it
 _FINE, _WIDE = "float8_e4m3fn", "float8_e5m2"
 
@@ -142,6 +144,6 @@ def narrow_product(
     inputs = 1
     for d in summed:
         inputs *= sizes[d]
-    out = _product(rows.reshape(-1, inputs), columns.reshape(inputs, -1), precision)
+    out = checkpoint_name(_product(rows.reshape(-1, inputs), columns.reshape(inputs, -1), precision), PRODUCT)
     out = out.reshape([sizes[d] for d in (*kept, *others)])
     return jnp.transpose(out, [(kept + others).index(d) for d in dims_out])

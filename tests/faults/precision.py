@@ -48,6 +48,13 @@ FAULTS = (
         f"{TESTS} -k same_loss",
     ),
     Fault(
+        "8 bits: a policy that keeps products computes them again",
+        "precision:narrow_product",
+        "checkpoint_name(_product($rows.reshape(-1, $inputs), $columns.reshape($inputs, -1), $precision), PRODUCT)",
+        "_product($rows.reshape(-1, $inputs), $columns.reshape($inputs, -1), $precision)",
+        f"{TESTS} -k policy",
+    ),
+    Fault(
         "8 bits: named matrices do not stay",
         "narrow_matrices",
         "fnmatch.fnmatch($name, $pattern)",
