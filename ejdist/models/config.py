@@ -330,15 +330,8 @@ class DecoderShape:
                 f"model.sliding_window = {self.sliding_window}, but no layer has a window: put one into "
                 "model.layer_pattern, for example [window,full], or leave the window out"
             )
-        plain = (
-            "qk_norm",
-            "attention_bias",
-            "attention_output_bias",
-            "attention_sinks",
-            "attention_gate",
-            "attention_rope",
-            "rotary_dim",
-        )
+        plain = ("qk_norm", "attention_bias", "attention_output_bias", "attention_sinks", "attention_gate", "attention_rope",
+                 "rotary_dim")  # fmt: skip
         ignored = [name for name in plain if getattr(self, name) != getattr(DecoderShape, name)]
         if ignored and not parts & {"attention", "window_attention"}:
             raise ValueError(
