@@ -340,8 +340,8 @@ def warp_specialized_bwd_kernel(
         [
             (_gradients, (dq_desc, spans_ptr, side_ptr, order_ptr, first_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr,
                           ends_ptr, dk_ptr, dv_ptr, k_tile, v_tile, kv_full, ring, ds_tile, dq_tile, O, STAGES)),
-            (_load, (d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, side_ptr, order_ptr, first_ptr, k_tile,
-                     v_tile, kv_full, ring, O, STAGES)),
+            (_load, (d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, side_ptr, order_ptr, first_ptr,
+                     k_tile, v_tile, kv_full, ring, O, STAGES)),
         ],
         [1],
         [PRODUCER_REGISTERS],
