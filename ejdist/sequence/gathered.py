@@ -22,7 +22,7 @@ from ejdist.sequence.local import Local
 from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.dispatch import vary_alike
 from kernels.framework.padding import zeroed
-from kernels.ops.flash_attention.hops import joins
+from kernels.ops.flash_attention import joins
 
 Arrays = dict[str, jax.Array]
 _NOWHERE = 2**29  # after every position
@@ -71,24 +71,15 @@ class Gathered:
         return state
 
     def backward(self, saved: Arrays) -> Arrays:
-        """Returns the gradients of the queries and of the rank's own keys, float32. Its own keys are attended to in two parts,
-        beside the first gather and beside the last gradients on their way."""
+        """Returns the gradients of the queries and of the rank's own keys, float32."""
         local = in_place.without_padding(self.local, queries=True)
         saved = {n: x if n == "lse" else zeroed(x, local.mask.q_segment_ids) for n, x in saved.items()}
-        call, early = self._of(local), range((self.groups + 1) // 2)
-        back: list[jax.Array] = []
-
-        def mine(groups: Any, sums: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-            grads, masks = [], in_place.masks_of(local, 0)
-            for group in groups:
-                sums, new = self.kernels.pull(
-                    saved, local.query, call.keys(group), None, *masks, sums, self.heads(group)
-                )
-                grads.append(new)
-            return vary_alike((sums, grads), local.query)
-
+        call, back = self._of(local), []
         masks, coming = call.masks(), call.gathered(0, call.ids)
-        keys, (sums, of_early) = jax.lax.optimization_barrier((coming, mine(early, local.full(local.query.shape))))
+        sums, *mine = self.kernels.pull(
+            saved, local.query, *_both(local.keys), *in_place.masks_of(local, 0), local.full(local.query.shape)
+        )
+        keys, (sums, mine) = jax.lax.optimization_barrier((coming, vary_alike((sums, mine), local.query)))
         leaving: list[jax.Array] = []
         for group in range(self.groups):
             coming = call.gathered(group + 1, keys)
@@ -99,11 +90,11 @@ class Gathered:
                 (coming, back, vary_alike((sums, leaving), local.query))
             )
         back += map(call.sent_back, leaving)
-        sums, of_late = mine(range(len(early), self.groups), sums)
         # Of one rank after another, in float32.
-        total = [x + came.astype(jnp.float32).sum(1) for x, came in zip([*of_early, *of_late], back, strict=True)]
-        of_keys = jnp.split(jnp.concatenate(total, 2), [local.sizes["H"]], -1)
-        return {"query": self.kernels.of_query(sums), **dict(zip(("key", "value"), of_keys, strict=True))}
+        others = jnp.concatenate([x.astype(jnp.float32).sum(1) for x in back], 2)
+        parts = jnp.split(others, [local.sizes["H"]], -1)
+        of_keys = {n: x + part for n, x, part in zip(("key", "value"), mine, parts, strict=True)}
+        return {"query": self.kernels.of_query(sums), **of_keys}
 
     def _of(self, local: Local) -> Gathered:
         return replace(self, local=local)

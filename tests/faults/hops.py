@@ -253,6 +253,13 @@ FAULTS = (
         f"{IN_PLACE} -k gather_by_heads",
     ),
     Fault(
+        "in place: a block has every turn",
+        "triton_hops:_longest_first",
+        "jnp.argsort($spans[..., FIRST] - $spans[..., LAST], axis=-1)",
+        "jnp.zeros_like($spans[..., FIRST])",
+        f"{IN_PLACE} -k gathered-striped",
+    ),
+    Fault(
         "what a rank adds for its own keys is lost",
         "hops:_home",
         "$x.astype(jnp.float32) + $arrived[$n]",
