@@ -12,7 +12,14 @@ from ejdist.sections import flat
 
 # How a model is started and trained, and how precisely it computes; not what it computes.
 _TRAINING = {
-    "init_std", "init_from", "compute_dtype", "precision", "precision_keep", "remat", "rope_exact_from", "mtp.modules",
+    "init_std",
+    "init_from",
+    "compute_dtype",
+    "precision",
+    "precision_keep",
+    "remat",
+    "rope_exact_from",
+    "mtp.modules",
     "mtp.weight",
 } | {  # fmt: skip
     f"experts.{name}" for name in ("balance", "balance_loss", "z_loss", "jitter", "forced_balance")
