@@ -3,7 +3,8 @@
 Parameters, their gradients and the optimizer stay as they are: an operand is made of what a product takes, where it takes it. A
 product sums over one dim, and the scales of its operands are of parts of that dim. So the three products of a layer, `y = x w`,
 `dx = dy w^T` and `dw = x^T dy`, quantise x, w and dy along three dims. In blocks of 128, x and dy are rounded twice, along the
-features for one product and along the tokens for the other; a block of 128 by 128 of w is the same either way.
+features for one product and along the tokens for the other; a block of 128 by 128 of w is the same either way. Along the
+tokens dy has blocks of 128 by 128 too: with fine scales of both operands an H200 does 529 TFLOP/s, and 779 in bfloat16.
 """
 
 from __future__ import annotations
@@ -122,8 +123,7 @@ def _backward(precision: str, saved: tuple[jax.Array, jax.Array], d: jax.Array) 
     (x, w), gradients = saved, PRECISIONS[precision].gradients
     how = SCALINGS[PRECISIONS[precision].scaling]
     dx = _times(d, w, (how.a, how.b), (gradients, _FINE), how.exponents)
-    # Along the tokens both have the fine scales of activations.
-    dw = _times(x.T, d.T, (how.a, how.a), (_FINE, gradients), how.exponents)
+    dw = _times(x.T, d.T, (how.a, how.b), (_FINE, gradients), how.exponents)
     return dx, dw.astype(w.dtype)
 
 

@@ -66,7 +66,7 @@ def test_each_product_is_of_operands_that_were_quantised_along_its_own_sum(preci
     wanted = (
         rounded(x, *a, fine) @ rounded(w.T, *b, fine).T,
         rounded(d, *a, of_gradients) @ rounded(w, *b, fine).T,
-        rounded(x.T, *a, fine) @ rounded(d.T, *a, of_gradients).T,
+        rounded(x.T, *a, fine) @ rounded(d.T, *b, of_gradients).T,
     )
     got = jax.jit(functools.partial(gradients, precision=precision))(X, W, D_OUT)
     for g, want in zip(got, wanted, strict=True):
