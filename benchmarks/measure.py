@@ -172,8 +172,8 @@ def measure(op: Op, prepared: Prepared, settings: Settings, ceiling: tuple[float
     work = _work(op, prepared.arguments)
     bound = {d: max(w.flops / matmul, w.bytes / copy) for d, w in work.items()}
     memory_bound = not work or work["forward"].bytes / copy >= work["forward"].flops / matmul
-    floats, _, _ = split(prepared.arguments)
-    number = copies(floats, cache_bytes(), memory_bound)
+    floats, data, _ = split(prepared.arguments)
+    number = copies((floats, data), cache_bytes(), memory_bound)
     timed = race(
         prepared.able,
         prepared.arguments,

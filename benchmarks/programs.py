@@ -36,8 +36,8 @@ class JaxPrograms:
         self._backward = jax.jit(lambda pull, cotangents: pull(cotangents)[0])
 
     def load(self, floats: dict[str, Any], data: dict[str, Any]) -> Any:
-        """Returns a copy of the inputs, in memory of its own."""
-        return {k: jnp.array(v, copy=True) for k, v in floats.items()}, data
+        """Returns a copy of the inputs, in memory of its own: of integers too, as words of quantised weights are."""
+        return jax.tree.map(lambda x: jnp.array(x, copy=True) if isinstance(x, jax.Array) else x, (floats, data))
 
     def load_cotangents(self, cotangents: tuple) -> Any:
         return tuple(jnp.array(c, copy=True) for c in cotangents)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
 from benchmarks.cases import split
 from benchmarks.contestants import Contestant, first_line
 from benchmarks.timing import quartiles, wall_seconds
@@ -28,11 +30,12 @@ class Runner:
     kernel: list[float] = field(default_factory=list)
 
 
-def copies(floats: dict[str, Any], cache: float, memory_bound: bool) -> int:
-    """Returns how many copies of the inputs make each call find none of its own in a cache of that many bytes."""
+def copies(inputs: Any, cache: float, memory_bound: bool) -> int:
+    """Returns how many copies of the inputs, arrays of any dtype, make each call find none of its own in a cache of that many
+    bytes."""
     if not memory_bound:
         return 1
-    return max(1, min(MOST_COPIES, -(-int(2 * cache) // max(1, nbytes(*floats.values())))))
+    return max(1, min(MOST_COPIES, -(-int(2 * cache) // max(1, nbytes(*jax.tree.leaves(inputs))))))
 
 
 def _runners(contestant: Contestant, arguments: dict[str, Any], cotangents: tuple, number: int) -> dict[str, Runner]:

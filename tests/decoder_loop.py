@@ -128,8 +128,8 @@ PARTS = {
 }
 
 
-def forward(params, buffers, batch, c):
-    """Returns (the cross entropy, summed over counted tokens; the statistics of each layer of experts)."""
+def hidden(params, buffers, batch, c):
+    """Returns (what the output projection takes, the statistics of each layer of experts)."""
     x, row, found = params["embedding"][batch["tokens"]], dict.fromkeys(params["layers"], 0), []
     for layer in c.layers():
         for name in layer:
@@ -140,11 +140,38 @@ def forward(params, buffers, batch, c):
                 found.append(stats)
             else:
                 x = PARTS[name](x, mine, batch, c)
-    head = params["embedding"].T if c.tie_embeddings else params["lm_head"]
-    z = norm(x, params["final_norm"], c) @ head
-    keep = batch["targets"] >= 0
-    at = np.take_along_axis(z, np.maximum(batch["targets"], 0)[..., None], -1)[..., 0]
-    return np.sum((np.log(np.sum(np.exp(z), -1)) - at)[keep]), found
+    return norm(x, params["final_norm"], c), found
+
+
+def cross_entropy(params, x, targets, c):
+    z = x @ (params["embedding"].T if c.tie_embeddings else params["lm_head"])
+    at = np.take_along_axis(z, np.maximum(targets, 0)[..., None], -1)[..., 0]
+    return np.sum((np.log(np.sum(np.exp(z), -1)) - at)[targets >= 0])
+
+
+def forward(params, buffers, batch, c):
+    """Returns (the cross entropy, summed over counted tokens; the statistics of each layer of experts)."""
+    x, found = hidden(params, buffers, batch, c)
+    return cross_entropy(params, x, batch["targets"], c), found
+
+
+def ahead(params, buffers, batch, c):
+    """Returns the cross entropy of the token after the next, summed over the tokens that have one in their document, by the
+    module behind the model (DeepSeek-V3, section 2.2)."""
+    main, w = hidden(params, buffers, batch, c)[0], params["mtp"]
+    tokens, targets = np.zeros_like(batch["tokens"]), np.full_like(batch["targets"], -1)
+    for b, t in np.ndindex(tokens.shape[0], tokens.shape[1] - 1):
+        if batch["segment_ids"][b, t] == batch["segment_ids"][b, t + 1] >= 0:
+            tokens[b, t], targets[b, t] = batch["tokens"][b, t + 1], batch["targets"][b, t + 1]
+    both = norm(params["embedding"][tokens], w["embedding_norm"], c), norm(main, w["hidden_norm"], c)
+    x = np.concatenate(both, -1) @ np.concatenate([w["of_embedding"], w["of_hidden"]])
+    of_layer = {name: rows[0] for name, rows in w.items() if rows.ndim > 1}
+    for name in c.layers()[-1]:
+        if name == "experts":
+            x, _ = experts(x, of_layer, batch, c, {n: b[0] for n, b in buffers.get("mtp_experts", {}).items()})
+        else:
+            x = PARTS[name](x, of_layer, batch, c)
+    return cross_entropy(params, norm(x, w["final_norm"], c), targets, c)
 
 
 def step(params, buffers, batch, c, accumulation=1):

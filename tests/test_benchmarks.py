@@ -18,6 +18,7 @@ import kernels
 from benchmarks import measure, options, peers, race, ranking, report, resumed, step, timing
 from benchmarks.__main__ import main
 from benchmarks.cases import abstract, contract_fits, scaled, split, within
+from benchmarks.programs import programs_of
 from kernels.engines.attention.masks import MaskInfo
 
 OPERATIONS = kernels.operations()
@@ -299,6 +300,16 @@ def test_copies_outgrow_the_cache():
     x = {"x": jnp.ones(1000)}
     assert race.copies(x, cache=6000, memory_bound=True) == 3
     assert race.copies(x, cache=6000, memory_bound=False) == 1
+    words = ({"x": jnp.ones(1000)}, {"words": jnp.ones(1000, jnp.int32), "mask": (jnp.ones(1000, jnp.int32),)})
+    assert race.copies(words, cache=6000, memory_bound=True) == 1
+
+
+def test_integers_are_copied_as_floats_are():
+    """Else quantised words, or ids, would stay in the cache while calls go round copies of the rest."""
+    floats, data = {"x": jnp.ones(8)}, {"words": jnp.arange(8), "mask": (jnp.ones(2, bool),)}
+    loaded = programs_of("jax", lambda x, words, mask: x * words).load(floats, data)
+    for a, b in zip(jax.tree.leaves((floats, data)), jax.tree.leaves(loaded), strict=True):
+        assert a.unsafe_buffer_pointer() != b.unsafe_buffer_pointer() and (a == b).all()
 
 
 def test_the_kernels_of_a_step_are_told_apart():

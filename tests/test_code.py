@@ -25,6 +25,7 @@ SLOW = {
         ("ragged_delta_rule", "decode"),
         ("delta_rule", "qwen3_next"),
         ("delta_rule", "kimi_linear"),
+        ("rwkv7", "rwkv7_3b"),
         ("flash_attention", "causal_32k_gqa"),
         ("flash_attention", "wide_causal_8k"),
         ("blocksparse_attention", "tenth_of_16k_per_head"),

@@ -2,6 +2,8 @@
 
 import doctest
 import re
+import shlex
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import kernels
 from docs import pages as pages_module
 from docs.pages import all_pages, documents, sharding_in_words
 from docs.text import escaped, first_sentence, markdown
+from launch import plan
 
 PUBLIC = kernels.public_functions()
 
@@ -140,3 +143,20 @@ def test_the_example_of_a_public_function_runs(function):
     said: list[str] = []
     doctest.DocTestRunner(Numbers()).run(example, out=said.append)
     assert not said, "".join(said)
+
+
+@pytest.mark.slow  # two plans of 8 billion parameters
+def test_the_plans_of_the_hybrid_tutorial_are_what_its_commands_print(capsys):
+    said = (
+        Path(pages_module.__file__)
+        .with_name("tutorials")
+        .joinpath("hybrid.md")
+        .read_text()
+        .split("## On the real machine")[1]
+    )
+    commands, shown = (re.search(rf"```{kind}\n(.*?)```", said, re.DOTALL)[1] for kind in ("bash", "text"))
+    for command in commands.replace("\\\n", " ").strip().splitlines():
+        plan.main(shlex.split(command)[3:])
+    printed = capsys.readouterr().out.splitlines()
+    wanted = [line for line in shown.strip().splitlines() if line != "..."]
+    assert len(wanted) == 4 and [line for line in printed if line in wanted] == wanted

@@ -158,7 +158,7 @@ def test_texts_of_a_run(tmp_path, capfd, monkeypatch):
     assert "name another file" in capfd.readouterr().err
     for words, message in (
         (["prompt="], "the prompt is empty"),
-        (["prompt=abcdef", "length=8"], "more than the 8 tokens of a request"),
+        (["prompt=abcdef", "length=8"], "exceed the 8 tokens of a request"),
         (["prompt=a", "data.tokenizer=bpe:300"], "not the tokenizer that the run was trained with"),
         (["prompt=a", "chat=true"], "need a chat template"),
     ):

@@ -1,12 +1,12 @@
 """Texts of the engine: those of the full forward without a cache, whatever else is under way."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
 
 from ejdist.generation import Engine
 from ejdist.generation.pages import Pages
@@ -33,6 +33,7 @@ from ejdist.models.part import Part
 from ejdist.models.parts import PARTS
 from ejdist.operations import bind_ops
 from ejdist.planning.targets import target_of
+from kernels.framework.target import in_cuda_graphs
 
 SIZES = {"vocab_size": 64, "model_dim": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_dim": 48}
 EXPERTS = ExpertsShape(num=4, top_k=2, ffn_dim=16, shared_dim=16, bias_rate=0.1, jitter=0.1)
@@ -298,21 +299,48 @@ def test_rows_of_a_donated_tree_take_its_place():
     assert weights["embedding"] is params["embedding"] and weights["lm_head"].dtype == jnp.bfloat16
 
 
-def test_a_step_on_an_h200_copies_no_matrix():
-    """Compiled for one: what a step needs beside weights and cache is less than one of a layer's matrices."""
+def step_on_an_h200(model, tp=1):
+    """Returns a step of eight single tokens, lowered for one or several."""
+    target = target_of(None, tp, "h200", None)
+    mesh = make_mesh(tp=tp, devices=target.devices())
+    engine = Engine(model, None, mesh=mesh, slots=8, length=256)
+
+    def placed(x, dims=""):
+        where = sharding(mesh, dims.split() or ["_"] * x.ndim, PARAMETERS, shape=x.shape, what="x")
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    declared = model.declared | model.declared["layers"]
+    weights = jax.tree_util.tree_map_with_path(
+        lambda path, x: placed(x, declared[path[-1].key].dims.removeprefix("L ") if path[-1].key in declared else ""),
+        jax.eval_shape(model.cached.apart, shapes(model.declared), shapes(model.buffers)),
+    )
+    dims = {"attention": "_ _ _ K _"} if tp > 1 else {}
+    kept, last = jax.eval_shape(engine._empty)
+    kept = {part: jax.tree.map(partial(placed, dims=dims.get(part, "")), arrays) for part, arrays in kept.items()}
+    rows, choices = np.zeros(8, np.int32), Choices.of([(Sampling(), 0)] * 8)
+    data = jax.tree.map(placed, (last, rows[:, None], engine._tables, rows, rows, rows, choices))
+    with target.lowering(), in_cuda_graphs():
+        return engine._step.lower(weights, (kept, data[0]), *data[1:])
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_step_on_an_h200_copies_no_matrix(tp):
+    """Compiled for one, or two: what a step needs beside weights and cache is less than any matrix of an MLP."""
     sizes = {"model_dim": 1024, "num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "ffn_dim": 4096, "vocab_size": 8192}
     model = DecoderConfig(**sizes, num_layers=2, compute_dtype="bfloat16", tie_embeddings=False).build()
-    target, engine = target_of(None, 1, "h200", None), Engine(model, None, slots=8, length=256)
-    weights = jax.eval_shape(model.cached.apart, shapes(model.declared), {})
-    rows, choices = np.zeros(8, np.int32), Choices.of([(Sampling(), 0)] * 8)
-    data = weights, jax.eval_shape(engine._empty), rows[:, None], engine._tables, rows, rows, rows, choices
-    place = SingleDeviceSharding(target.devices()[0])
-    with target.lowering():
-        step = engine._step.lower(*jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), data))
     # Without a GPU to time products on.
-    memory = step.compile(compiler_options={"xla_gpu_autotune_level": 0}).memory_analysis()
-    cache = 8 * 256 * 2 * 2 * 2 * 128 * 2
+    program = step_on_an_h200(model, tp).compile(compiler_options={"xla_gpu_autotune_level": 0})
+    memory, cache = program.memory_analysis(), 8 * 256 * 2 * 2 * 2 * 128 * 2 // tp
     assert memory.alias_size_in_bytes >= cache and memory.temp_size_in_bytes < 1024 * 1024 * 2, memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_every_kind_is_made_for_an_h200(kind):
+    """Its kernels take single tokens that go on from states, in bfloat16."""
+    options = {"num_layers": 2, **SIZES, "compute_dtype": "bfloat16", **KINDS[kind]}
+    text = step_on_an_h200(DecoderConfig(**options).build()).as_text()
+    assert "xla.gpu.ptx" in text
 
 
 draw = jax.jit(sample)
@@ -383,11 +411,19 @@ def test_streamed_text_never_changes():
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
 def test_a_step_copies_nothing_of_what_is_kept(kind):
     """All of it is the same memory before and after a step, and what a step needs beside it does not grow with it."""
-    engine = Known(**KINDS[kind]).engine(pages=20_000)
+    engine, programs = Known(**KINDS[kind]).engine(pages=20_000), []
+    step = engine._step
+
+    def compiled(*data):
+        programs.append(step.lower(*data).compile())
+        return step(*data)
+
+    engine._step = compiled
     engine.submit([1, 2, 3], max_tokens=2)
-    finish(engine)
+    while not engine.idle:
+        engine.step()
     kept = sum(x.nbytes for x in jax.tree.leaves(engine._kept))
-    for program in engine._programs.values():
+    for program in programs:
         memory = program.memory_analysis()
         assert memory.alias_size_in_bytes >= kept > 5e6 and memory.temp_size_in_bytes < kept / 10
 

@@ -129,6 +129,7 @@ CALLS = {
     "state_space_v2": {"x": (2, 64), "dt": (2,), "A": None, "B": (1, 128), "C": (1, 128)},
     "delta_rule": {"query": (2, 128), "key": (2, 128), "value": (2, 128), "beta": (2,), "g": (2, 1)},
     "channels": {"query": (2, 128), "key": (2, 128), "value": (2, 128), "gk": (2, 128)},
+    "rwkv7": dict.fromkeys("rwkvab", (4, 64)),
 }
 
 
@@ -158,7 +159,7 @@ def test_states_are_computed_again_where_they_were_not_kept(name):
     op, rng = OPS["linear_attention" if name == "channels" else name], np.random.default_rng(0)
     sizes = {n: (1, 140, *(min(d, 8) for d in x)) for n, x in CALLS[name].items() if x is not None}
     arrays = {n: jnp.asarray(rng.standard_normal(size), jnp.float32) / 3 for n, size in sizes.items()}
-    arrays |= {n: -jnp.abs(arrays[n]) for n in ("g", "gk") if n in arrays} | {
+    arrays |= {n: -jnp.abs(arrays[n]) for n in ("g", "gk", "w") if n in arrays} | {
         n: jnp.abs(arrays[n]) for n in ("dt",) if n in arrays
     }
     arrays |= {"A": jnp.full(2, -0.5)} if "A" in CALLS[name] else {}

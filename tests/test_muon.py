@@ -24,7 +24,7 @@ from ejdist.planning.share import share_of
 from ejdist.planning.step_time import traffic
 from ejdist.sections import validate
 from ejdist.training.changeable import check_allowed
-from ejdist.training.muon import MuonSection, all_matrices, newton_schulz, orthogonal
+from ejdist.training.muon import MuonSection, alike, all_matrices, newton_schulz, orthogonal
 from ejdist.training.optimizer import OptimizerSection, make_optimizer
 from ejdist.training.program import make_program
 from ejdist.training.resume import check_same_run, fingerprint
@@ -143,6 +143,7 @@ def test_matrices_are_dealt_round_a_mesh(axes):
     mesh = make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
     where = placed(mesh)
     of = layers_of(all_matrices(DECLARED, section, where))
+    assert len(alike(of)) == 3, "a matrix and its transpose are dealt together"
     momenta = layers_of(drawn())
     alone = orthogonal(momenta, layers_of(all_matrices(DECLARED, section)), section)
     there = [jax.device_put(x, place) for x, place in zip(momenta, layers_of(where), strict=True)]

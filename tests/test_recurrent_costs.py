@@ -17,7 +17,14 @@ from ejdist.experts.schemes import AllToAll
 from ejdist.layout import ACTIVATIONS, PARAMETERS, sharding
 from ejdist.models import parts
 from ejdist.models.parameters import num_parameters
-from ejdist.models.recurrent_shapes import GatedDeltaShape, GlaShape, KdaShape, LightningShape, Mamba2Shape
+from ejdist.models.recurrent_shapes import (
+    GatedDeltaShape,
+    GlaShape,
+    KdaShape,
+    LightningShape,
+    Mamba2Shape,
+    Rwkv7Shape,
+)
 from ejdist.models.remat import REMAT
 from ejdist.models.share import Share
 from ejdist.operations import bind_ops
@@ -126,11 +133,14 @@ OF_TPUS = {  # sizes of layers, and their operation's arrays
 }
 
 
-@pytest.mark.parametrize("kind", OF_TPUS)
+KEPT = OF_TPUS | {"rwkv7": ("rwkv7", Rwkv7Shape(5, 64), dict.fromkeys("rwkvab", (5, 64)))}
+
+
+@pytest.mark.parametrize("kind", KEPT)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_plans_for_tpus_count_what_their_kernels_keep(kind, dtype):
     """What a forward keeps for its backward there is as large as the backend declares."""
-    name, shape, arrays = OF_TPUS[kind]
+    name, shape, arrays = KEPT[kind]
     op, T, itemsize = kernels.operations()[name], 1024, jnp.dtype(dtype).itemsize
     arrays = {n: jax.ShapeDtypeStruct((2, T, *x), dtype) for n, x in arrays.items()}
     arrays |= {"query": arrays["key"]} if kind in ("gated_delta", "kda") else {}
@@ -139,6 +149,10 @@ def test_plans_for_tpus_count_what_their_kernels_keep(kind, dtype):
     c = dataclasses.replace(config("gla"), **{kind: shape})
     on = Share(2 * T, itemsize, T, REMAT["none"], Ring(), Order("contiguous", 1), AllToAll())
     assert parts.PARTS[kind].memory(c, on).tpu_rest == nbytes(*kept.values()) > 0
+    with kernels.compile_for(90):
+        kept = op.plan(op.bind(**arrays), None, None, differentiated=True).kept
+    assert parts.PARTS[kind].memory(c, on).gpu_rest == nbytes(*kept.values())
+    assert bool(kept) == (kind == "gated_delta"), "what else keeps anything for its backward there?"
 
 
 @pytest.mark.parametrize("kind", OF_TPUS)
@@ -169,8 +183,8 @@ def test_where_everything_is_kept_plans_for_tpus_have_what_kernels_keep(remat, l
     of = held(sections, make_program(sections, mesh).model, mesh)
     tpu, gpu = (memory(sections, of, mesh, platform) for platform in ("tpu", "gpu"))
     each = parts.PARTS["gated_delta"].memory(sections.model, share_of(sections, mesh))
-    assert each.tpu_rest > 0
-    assert tpu.classes["activations kept"] - gpu.classes["activations kept"] == layers * each.tpu_rest
+    assert each.tpu_rest > each.gpu_rest > 0
+    assert tpu.classes["activations kept"] - gpu.classes["activations kept"] == layers * (each.tpu_rest - each.gpu_rest)
 
 
 @pytest.mark.parametrize(

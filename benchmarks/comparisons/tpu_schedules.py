@@ -138,9 +138,9 @@ def loops_and_share(call: Any, chunk: int | None, case: str) -> tuple[int, float
         return span // pallas_conv.SLAB, pallas_conv_calls.CHANNELS * span / 128**2
     if "decode" in case:
         return max(1, d["N"] // pallas_decode.SUBLANES), d["N"]
-    if call.op_name == "rwkv7":
+    if "r" in call.arguments:
         pack = pallas_dplr_calls.pack_of(d["H"], d["Hv"])
-        packs = pallas_delta_calls.group_of(-(-d["N"] // pack), -(-d["N"] // pack))[1]
+        packs = pallas_dplr_calls.packs_of(-(-d["N"] // pack), pack)
         return packs, packs * pack
     arguments = call.arguments
     if any(arguments.get(n) is not None for n in ("gk", "bonus")) or (

@@ -19,8 +19,12 @@ def available() -> str | None:
     return missing("fla") or needs_torch(gpu=True)
 
 
-def express(op_name: str, arguments: dict[str, Any]) -> Any:
-    """One token is `fused_recurrent`, its form for decoding, with states."""
+def express(op_name: str, arguments: dict[str, Any], expressed: Callable | None = None) -> Any:
+    """One token is `fused_recurrent`, its form for decoding, with states.
+
+    Args:
+      expressed: what expresses calls of many tokens; None: that of the operation.
+    """
     used = {name for name, value in arguments.items() if value is not None}
     values = arguments[_TOKENS.get(op_name, "query")]
     one = values.shape[1] == 1 and op_name in _ONE_TOKEN
@@ -28,7 +32,7 @@ def express(op_name: str, arguments: dict[str, Any]) -> Any:
         return "documents and states are compared without"
     if str(values.dtype) == "float32":
         return "it has 16-bit floats only"
-    return (_ONE_TOKEN if one else _EXPRESSED)[op_name](arguments, used)
+    return (_ONE_TOKEN[op_name] if one else expressed or _EXPRESSED[op_name])(arguments, used)
 
 
 def _with_states(function: Callable) -> Expression:
@@ -61,12 +65,12 @@ def _linear_attention_token(arguments: dict[str, Any], used: set[str]) -> Expres
 
 
 def _delta_rule_token(arguments: dict[str, Any], used: set[str]) -> Expression | str:
-    said = _delta_rule(arguments, used)
+    said = delta_rule(arguments, used)
     if isinstance(said, str):
         return said
     how = {"scale": arguments.get("softmax_scale"), "use_qk_l2norm_in_kernel": bool(arguments.get("use_qk_l2norm"))}
 
-    def delta_rule(query: Any, key: Any, value: Any, beta: Any, g: Any = None, **more: Any) -> Any:
+    def one(query: Any, key: Any, value: Any, beta: Any, g: Any = None, **more: Any) -> Any:
         from fla.ops.delta_rule import fused_recurrent_delta_rule
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
         from fla.ops.kda import fused_recurrent_kda
@@ -77,7 +81,7 @@ def _delta_rule_token(arguments: dict[str, Any], used: set[str]) -> Expression |
             return fused_recurrent_kda(query, key, value, g=g, beta=beta, **how, **more)
         return fused_recurrent_gated_delta_rule(query, key, value, g=g[..., 0], beta=beta, **how, **more)
 
-    return _with_states(delta_rule)
+    return _with_states(one)
 
 
 def _linear_attention(arguments: dict[str, Any], used: set[str]) -> Callable | str:
@@ -99,14 +103,20 @@ def _linear_attention(arguments: dict[str, Any], used: set[str]) -> Callable | s
     return linear_attention
 
 
-def _delta_rule(arguments: dict[str, Any], used: set[str]) -> Callable | str:
+def delta_rule(arguments: dict[str, Any], used: set[str], keeps: bool = False) -> Callable | str:
+    """With decays of channels: with the promise that they are mild where they are, which lets it take matrix products.
+
+    Args:
+      keeps: whether its forward keeps for its backward what that would compute again, where it has both.
+    """
     key, value, g = arguments["key"], arguments["value"], arguments.get("g")
     how = {"scale": arguments.get("softmax_scale"), "use_qk_l2norm_in_kernel": bool(arguments.get("use_qk_l2norm"))}
     channels = g is not None and g.shape[-1] > 1
+    mild = channels and bool((g >= LEAST_SAFE).all())
     if key.shape[2] != value.shape[2] and g is None:
         return "it has as many heads of keys as of values"
 
-    def delta_rule(query: Any, key: Any, value: Any, beta: Any, g: Any = None) -> Any:
+    def chunked(query: Any, key: Any, value: Any, beta: Any, g: Any = None) -> Any:
         from fla.ops.delta_rule import chunk_delta_rule
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
         from fla.ops.kda import chunk_kda
@@ -114,10 +124,12 @@ def _delta_rule(arguments: dict[str, Any], used: set[str]) -> Callable | str:
         if g is None:
             return chunk_delta_rule(query, key, value, beta, **how)[0]
         if channels:
-            return chunk_kda(query, key, value, g, beta, **how)[0]
+            modes = {"safe_gate": mild, "disable_recompute": keeps}
+            known = inspect.signature(inspect.unwrap(chunk_kda)).parameters
+            return chunk_kda(query, key, value, g, beta, **how, **{n: x for n, x in modes.items() if n in known})[0]
         return chunk_gated_delta_rule(query, key, value, g[..., 0], beta, **how)[0]
 
-    return delta_rule
+    return chunked
 
 
 def _rwkv7(arguments: dict[str, Any], used: set[str]) -> Callable:
@@ -162,7 +174,7 @@ def _rwkv4(arguments: dict[str, Any], used: set[str]) -> Callable | str:
 
 _EXPRESSED = {
     "linear_attention": _linear_attention,
-    "delta_rule": _delta_rule,
+    "delta_rule": delta_rule,
     "rwkv7": _rwkv7,
     "state_space_v2": _state_space_v2,
     "rwkv4": _rwkv4,

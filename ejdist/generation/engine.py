@@ -32,6 +32,7 @@ from ejdist.models.kept import Arrays, Cached
 from ejdist.models.model import Model
 from ejdist.operations import bind_ops
 from ejdist.sequence.exchange import compiler_options
+from kernels.framework.target import in_cuda_graphs
 
 
 class Engine:
@@ -110,7 +111,6 @@ class Engine:
         self._pages = Pages(self.slots * self._longest if pages is None else pages, page, shares)
         self._ends, self._decode = frozenset(ends), decode
         self._ops = bind_ops(mesh, platform=platform, experts=experts)
-        self._programs: dict[tuple[int, int], Callable[..., Any]] = {}  # by rows, and tokens of a row
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._free = list(range(self.slots))[::-1]
@@ -175,7 +175,8 @@ class Engine:
             }
             with self._layout():
                 logits, kept = cached.step(weights, batch, kept, ops, Step(cached.declared, rows))
-                logits = ops.constrain(logits, "_ _")
+                # Where the output projection is split, its logits travel, and not the matrix.
+                logits = ops.constrain(ops.constrain(logits, "B V"), "_ _")
             chosen, scores = sample(logits, choices)
             return chosen, scores, (kept, last.at[slots].set(chosen, mode="drop"))
 
@@ -247,7 +248,7 @@ class Engine:
     @property
     def programs(self) -> int:
         """The number of compiled programs: at most two, whatever the requests."""
-        return len(self._programs)
+        return self._step._cache_size()
 
     @property
     def idle(self) -> bool:
@@ -314,10 +315,9 @@ class Engine:
         tables = self._tables[slots % self.slots]  # a row without a request reads nothing of its table
         kept = self._empty() if self._kept is None else self._kept
         data = (self._weights, kept, tokens, tables, slots, before, new, Choices.of(choices))
-        if tokens.shape not in self._programs:
-            # Compiled ahead of time: a call with other shapes is an error, never another compilation.
-            self._programs[tokens.shape] = self._step.lower(*data).compile()
-        chosen, scores, self._kept = self._programs[tokens.shape](*data)
+        # The jitted function and not what it compiled, which checks each array of the weights in Python in every step.
+        with in_cuda_graphs():  # of hundreds of kernels, of which the host starts some too late
+            chosen, scores, self._kept = self._step(*data)
         self._started.append((writing, chosen, scores))
 
     def _read(self, requests: list[Request | None], chosen: jax.Array, scores: jax.Array) -> list[Token]:

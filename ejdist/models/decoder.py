@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejdist.models import ahead
 from ejdist.models.apart import layers_apart, run_apart
 from ejdist.models.config import REMAT, DecoderShape
 from ejdist.models.kept import Arrays, Cached, Serving
@@ -25,11 +26,13 @@ from ejdist.models.ops import Ops
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, added, norm_weight
 from ejdist.models.stack import (
+    ahead_of,
     check_kinds,
     declare_buffers,
     declare_kept,
     declare_layers,
     layers_of,
+    narrow_matrices,
     parts_of,
     report,
     run_layers,
@@ -59,8 +62,14 @@ class DecoderConfig(DecoderShape):
         """Raises ValueError naming the key and the remedy."""
         check_kinds(self)
         super().validate()
+        if self.mtp.modules and not any(part.flops(self).pair for part in layers_of(self)[-1]):
+            raise ValueError(
+                f"model.mtp.modules = {self.mtp.modules} adds a layer of the kind of the last, {self.kinds()[-1]!r}, which "
+                "must attend: end the layers with one that does, or give model.mtp.modules=0"
+            )
         for part in parts_of(self).values():
             part.check(self)
+        narrow_matrices(self)
         for name, kind in sections_of(LAYER).items():
             if name not in self.part_names() and hasattr(self, name) and getattr(self, name) != kind():
                 raise ValueError(
@@ -90,7 +99,7 @@ def model_of(c: DecoderShape) -> Model:
         hidden=partial(hidden_and_metrics, c=c),
         projection=lambda params, *, context=None: (output_projection(params, c), c.logits_soft_cap),
         flops=flops(c),
-        buffers=declare_buffers(c),
+        buffers=declare_buffers(c) | ahead.buffers(c),
         update=partial(update_buffers, c),
         report=partial(report, c),
         split=split,
@@ -109,13 +118,14 @@ def declare(c: DecoderShape) -> dict[str, Any]:
     }
     if not c.tie_embeddings:
         declared["lm_head"] = Param((D, V), "D V", std=std)
-    return declared
+    return declared | ahead.declare(c)
 
 
 def flops(c: DecoderShape) -> tuple[Flops, ...]:
     """Returns the forward FLOPs of each part of each layer, and of the output projection: the embedding is looked up, not
     multiplied, unless it is that too; norms and biases multiply nothing."""
-    return (*(part.flops(c) for parts in layers_of(c) for part in parts), Flops(2 * c.vocab_size * c.model_dim))
+    of_layers = [part.flops(c) for parts in layers_of(c) for part in parts]
+    return (*of_layers, Flops(2 * c.vocab_size * c.model_dim), *ahead.flops(c))
 
 
 def embed(params: dict, ctx: BatchContext, c: DecoderShape) -> jax.Array:
@@ -151,20 +161,21 @@ def final_hidden(params: dict, x: jax.Array, ctx: BatchContext, c: DecoderShape)
 def head(
     params: dict, x: jax.Array, ctx: BatchContext, c: DecoderShape, *, z_loss: float = 0.0
 ) -> tuple[jax.Array, Metrics]:
-    """Returns (the sum over counted tokens of cross entropy and z-loss; "loss", the cross entropy, "z_loss" and "tokens")."""
+    """Returns (the sum over counted tokens of cross entropy and z-loss; "loss", the cross entropy, "z_loss" and "tokens"); with
+    multi-token prediction, also what that adds."""
+    hidden, projection = final_hidden(params, x, ctx, c), output_projection(params, c)
     sums = ctx.ops.fused_loss_sums(
-        final_hidden(params, x, ctx, c),
-        output_projection(params, c),
-        ctx.batch["targets"],
-        z_loss=z_loss,
-        logits_soft_cap=c.logits_soft_cap,
+        hidden, projection, ctx.batch["targets"], z_loss=z_loss, logits_soft_cap=c.logits_soft_cap
     )
     metrics = {
         "loss": Metric(sums.loss, "loss"),
         "z_loss": Metric(sums.z_loss, "loss"),
         "tokens": Metric(sums.counted, "sum"),
     }
-    return sums.total, metrics
+    if (one := ahead_of(c)) is None:
+        return sums.total, metrics
+    more, of_ahead = ahead.loss(params, hidden, projection, ctx, c, layer_context(ctx, one))
+    return sums.total + more, metrics | of_ahead
 
 
 def hidden_states(

@@ -181,7 +181,7 @@ class GatedDelta(Recurrence):
         return Size(
             reads + out, out, reads, state, state + a, 3, wide, 20, mixed, m.conv_width, repeated,
             beside=2 * out, exact=m.num_key_heads * m.key_dim, key=m.key_dim, value=m.value_dim,
-            stored=stored, inverses=N * LANES,
+            stored=stored, inverses=N * LANES, pairs=N,
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from ejdist.models.kept import Kept
 from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, norm_weight, residual_std
 from ejdist.models.recurrent import Recurrence
-from ejdist.models.recurrent_size import Size
+from ejdist.models.recurrent_size import LANES, Size, in_lanes
 from ejdist.models.remat import PartBytes
 from ejdist.models.share import Share
 
@@ -161,9 +161,13 @@ class Rwkv7(Recurrence):
         wide, ranks = m.num_heads * m.head_dim, m.decay_rank + m.rate_rank + m.gate_rank
         state = wide * m.head_dim
         squares = 7 * CHUNK * m.num_heads  # pairs of readers and writers, the inverse, and gradients
+        pack = 2 if 2 * m.head_dim <= LANES else 1  # heads that lie side by side in the lanes of a TPU
+        packs, lanes = -(-m.num_heads // pack), LANES if pack == 2 else in_lanes(m.head_dim)
+        stored, inverses = packs * lanes**2, packs * pack * LANES
         return Size(
             3 * wide, wide, 5 * wide, state, 2 * state, 4, wide, 107, c.model_dim, SHIFT,
-            beside=2 * wide, turned=squares, chunk=CHUNK, key=m.head_dim, value=m.head_dim, pallas=False,
+            beside=2 * wide, turned=squares, chunk=CHUNK, key=m.head_dim, value=m.head_dim,
+            stored=stored, inverses=inverses,
             narrow=ranks, raised=3 * wide, lifted=ranks * wide, decays=wide,
         )  # fmt: skip
 

@@ -39,8 +39,8 @@ class Size:
       key, value: widths of a head; kernels take those up to LANES and WIDEST_VALUE.
       decays: numbers a token that the recurrence reads in float32, beside `reads`.
       stored, inverses: what kernels of TPUs keep for their backward: numbers of the states at the ends of chunks, as they lie
-        there, and a token's of the inverses of a delta rule. lasting: tokens of such a chunk in a narrow dtype. pallas:
-        whether there are such kernels.
+        there, and a token's of the inverses of a delta rule. lasting: tokens of such a chunk in a narrow dtype.
+      pairs: heads of which kernels for GPUs keep weights of pairs, inverses and what decays leave.
       narrow: results a token of projections that every device has whole. raised: what products of them make. lifted: numbers
         that those products multiply with.
     """
@@ -62,10 +62,10 @@ class Size:
     chunk: int = 64
     key: int = 0
     value: int = 0
-    pallas: bool = True
     decays: int = 0
     stored: int = 0
     inverses: int = 0
+    pairs: int = 0
     lasting: int = LANES
     narrow: int = 0
     raised: int = 0
@@ -93,6 +93,7 @@ class Size:
         tokens = (LEAST, LANES) if share.itemsize == 4 else (self.chunk, self.lasting)
         ends = int(part * share.itemsize * (2 * self.state / tokens[0] + self.turned))  # and the gradients there
         kept = int(part * share.itemsize * (self.stored / tokens[1] + self.inverses))
+        pairs = int(part * self.pairs * (2 * tokens[0] * share.itemsize + 4 * (2 + 1 / tokens[0])))
         # Kernels pass over what they read and make several times: as much in all as XLA's chunks, by measured steps.
         moved = max(0, 2 * (projected + reads + decays) + 3 * (out + x) + by_xla - work)
         by_kernels = self.key <= LANES and self.value <= WIDEST_VALUE
@@ -104,9 +105,10 @@ class Size:
             work=work,
             moved=moved,
             tpu_rest=kept,
+            gpu_rest=pairs if by_kernels else 0,
             gpu_work=ends if by_kernels else by_xla,
             gpu_beside=4 * x,  # the residual stream, its gradient, what the part's norm reads, and zeros of sums
-            tpu_work=0 if by_kernels and self.pallas else by_xla,
+            tpu_work=0 if by_kernels else by_xla,
         )
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:

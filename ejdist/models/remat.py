@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from ejdist.precision import PRODUCT
+
 
 @dataclass(frozen=True)
 class PartBytes:
@@ -23,6 +25,7 @@ class PartBytes:
       work: live at the peak of the part's backward, saved or not: inputs, results and their gradients.
       moved: beside `work`, what passes over the memory as often, for a step's time.
       tpu_rest: also there with `rest`, of what kernels of TPUs keep of their forward for their backward; and live at that peak.
+      gpu_rest: as `tpu_rest`, of kernels for GPUs; at the peak it is there either way, kept or made again.
       gpu_work: also live there in programs that XLA compiles for GPUs. tpu_work: the same for TPUs.
       gpu_beside: also live there where the layer has another part, whose backward comes before; with it what that part's
         gradients of matrices are made of, its `gpu_waits`: XLA for GPUs leaves those products until the layer is done.
@@ -37,6 +40,7 @@ class PartBytes:
     work: int
     moved: int = 0
     tpu_rest: int = 0
+    gpu_rest: int = 0
     gpu_work: int = 0
     gpu_zeros: int = 0
     tpu_work: int = 0
@@ -81,7 +85,10 @@ class Remat:
         asked = policies.save_only_these_names(*offloads, *saves) if self.asked else policies.nothing_saveable
         if not self.products:
             return asked
-        return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, asked)
+        products = policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(PRODUCT)
+        )
+        return policies.save_from_both_policies(products, asked)
 
     def kept_on_host(self, part: PartBytes) -> int:
         """Returns the bytes of a part that are in the memory of the host from its forward to its backward."""

@@ -152,8 +152,8 @@ def memory(sections: Any, of: Held, mesh: Any, platform: str, tile: int | None =
     parts, each = counted_parts(c), bytes_of(c, share)
     inputs = 0 if share.remat.host else c.num_layers * x
     kept = inputs + sum(n * share.remat.kept(each[part]) for part, n in parts.items())
-    if platform == "tpu" and share.remat.rest:
-        kept += sum(n * each[part].tpu_rest for part, n in parts.items())
+    if share.remat.rest:
+        kept += sum(n * (each[p].tpu_rest if platform == "tpu" else each[p].gpu_rest) for p, n in parts.items())
     pattern = layers_of(c)[len(c.first_layers) :][: len(c.layer_pattern)]
     of_round = sum(inputs // c.num_layers + sum(share.remat.kept(each[part]) for part in layer) for layer in pattern)
     work = _at_work([[each[part] for part in layer] for layer in layers_of(c)], platform)

@@ -16,7 +16,7 @@ import optax
 from ejdist.models.parameters import Param
 from ejdist.registered import OPTIMIZER, Entry, entry_of, names_of, sizes_of
 from ejdist.sections import operational
-from ejdist.training.muon import Matrices, MuonSection, matrices_of, scale_by_muon
+from ejdist.training.muon import Matrices, MuonSection, all_matrices, matrices_of, scale_by_muon
 from ejdist.training.rounding import random_bits, rounded, seed_of
 
 ADAMW, MUON = "adamw", "muon"
@@ -124,11 +124,16 @@ def _scaling(s: OptimizerSection, matrices: Any = None) -> optax.GradientTransfo
     if s.name == MUON:
         if matrices is None:
             raise ValueError(
-                "make_optimizer: optimizer.name = muon needs argument 'matrices': ejdist.training.muon.all_matrices of the "
+                "make_optimizer: optimizer.name = muon needs argument 'matrices', from matrices_for of the "
                 "declared parameters"
             )
         scaling = scale_by_muon(matrices, s.muon, scaling)
     return _in_bfloat16(scaling) if s.moments == "bfloat16" else scaling
+
+
+def matrices_for(s: OptimizerSection, declared: Any, placed: Any) -> Any:
+    """Returns what Muon needs to know of a model, None for another optimizer; see `ejdist.training.muon.all_matrices`."""
+    return all_matrices(declared, s.muon, placed) if s.name == MUON else None
 
 
 def matrices_in(s: OptimizerSection, path: str, param: Param) -> Matrices | None:
@@ -211,7 +216,7 @@ def make_optimizer(
       steps: of the whole run; the schedule ends there.
       decayed: tree of bool, which parameters decay.
       rate: of a stage with its own; default: the section's over all steps.
-      matrices: which parameters Muon takes, see `ejdist.training.muon.all_matrices`.
+      matrices: which parameters Muon takes, see `matrices_for`.
 
     Raises:
       ValueError: names the key.

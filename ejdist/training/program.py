@@ -30,9 +30,8 @@ from ejdist.training.curriculum import StageSection, stages_of
 from ejdist.training.data import DataSection
 from ejdist.training.guards import GuardsSection
 from ejdist.training.losses import CROSS_ENTROPY, Trained, check_loss
-from ejdist.training.muon import all_matrices
 from ejdist.training.offload import Offload, at_once
-from ejdist.training.optimizer import MUON, OptimizerSection, Rate, make_optimizer
+from ejdist.training.optimizer import OptimizerSection, Rate, make_optimizer, matrices_for
 from ejdist.training.step import TrainState, init_state, make_train_step, state_shardings
 from ejdist.training.trackers import check_names
 from kernels.framework.registry import Platform
@@ -195,6 +194,13 @@ class TrainSections:
         """Raises ValueError naming the key and the remedy: for top-level keys, and for constraints between sections."""
         check_allowed(self)
         check_loss(self.loss)
+        if (ahead := getattr(self.model, "mtp", None)) is not None and ahead.modules:
+            for key, other in (("lora.rank", self.lora.rank), ("loss", self.loss != CROSS_ENTROPY)):
+                if other:
+                    raise ValueError(
+                        f"model.mtp.modules = {ahead.modules} is trained with the whole model and the cross entropy of the "
+                        f"next token: leave {key} out, or give model.mtp.modules=0"
+                    )
         if self.accumulation < 1:
             raise ValueError(f"accumulation must be at least 1, got {self.accumulation}")
         # Each stage of a curriculum has its own.
@@ -302,7 +308,7 @@ def make_program(sections: TrainSections, mesh: jax.sharding.Mesh, rate: Rate | 
     ops = bind(s, mesh, order, notes.append)
     decayed = map_declared(lambda _, p: p.decay, model.declared)
     placed = param_shardings(s, model.declared, mesh)
-    matrices = all_matrices(model.declared, s.optimizer.muon, placed) if s.optimizer.name == MUON else None
+    matrices = matrices_for(s.optimizer, model.declared, placed)
     optimizer, schedule = make_optimizer(s.optimizer, s.run.steps, decayed, rate, matrices)
     offload = Offload(model.declared) if s.optimizer.offload == "host" else None
     if offload is not None:

@@ -15,7 +15,7 @@ from ejdist.training.runs import Run, has_steps, nested
 from ejdist.weights.files import WeightsError, digest_of, read_folder
 from ejdist.weights.match import told_difference
 from ejdist.weights.published import not_of_positions, read_published, told_positions
-from ejdist.weights.reader import check, load, tensors_in
+from ejdist.weights.reader import check, check_ahead, load, tensors_in
 from ejdist.weights.tensors import declared_leaves
 
 __all__ = ["Source", "nested", "open_source"]
@@ -57,6 +57,7 @@ def open_source(where: str, c: DecoderConfig, stages: Sequence[DecoderConfig] = 
         _check_model(c, published.model, f"{published.path}", hint)
         differences = _told(stages, published.model, "the folder says", published.dtype)
         stored = read_folder(folder)
+        check_ahead(published.family, c, stored, folder)
         tensors = tensors_in(published.family, c, stored)
         notes = differences + check(tensors, stored, c, folder)
         return Source(str(folder), leaves, notes, lambda like: load(stored, tensors, like), lambda: digest_of(stored))
@@ -72,6 +73,11 @@ def open_source(where: str, c: DecoderConfig, stages: Sequence[DecoderConfig] = 
 
 def _of_run(run: Run, c: DecoderConfig, stages: Sequence[DecoderConfig], leaves: frozenset[str]) -> Source:
     _check_model(c, run.model, f"the run in {run.folder}", "its parameters are of that model")
+    if c.mtp.modules > run.model.mtp.modules:
+        raise WeightsError(
+            f"model.mtp.modules = {c.mtp.modules} in this recipe, and the run in {run.folder} has no such module: give "
+            "model.mtp.modules=0"
+        )
     notes = _told(stages, run.model, "that run has", run.model.compute_dtype)
     return Source(f"step {run.step} of the run in {run.folder}", leaves, notes, run.load_and_close, run.digest)
 

@@ -47,6 +47,7 @@ from ejdist.weights.names import (
     hybrid,
     of_mixers,
     rules,
+    with_ahead,
 )
 from ejdist.weights.tensors import Rules
 
@@ -172,7 +173,8 @@ def _deepseek_v3(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
         ("topk_method", "noaux_tc"),
     ):  # fmt: skip
         keys.only(name, value)
-    for name in ("head_dim", "qk_head_dim", "num_key_value_heads"):  # which follow from the others
+    # Which follow from the others; and of multi-token prediction, which is read with model.mtp.modules=1 and else reported.
+    for name in ("head_dim", "qk_head_dim", "num_key_value_heads", "num_nextn_predict_layers", "num_mtp_layers"):
         keys.get(name)
     latent = LatentShape(
         kv_rank=keys.need("kv_lora_rank"),
@@ -203,8 +205,6 @@ def _deepseek_v3(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
     if scaling.get("mscale_all_dim") and scaling.get("rope_type", scaling.get("type")) not in (None, "default"):
         up = magnitude(float(scaling["factor"]), scaling["mscale_all_dim"])
         values["attention_scale"] = up**2 / math.sqrt(latent.nope_dim + latent.rope_dim)
-    keys.get("num_nextn_predict_layers")  # their tensors are reported when they are read
-    keys.get("num_mtp_layers")
     return values
 
 
@@ -218,7 +218,7 @@ def _write_deepseek_v3(c: DecoderShape) -> dict[str, Any]:
         "norm_topk_prob": e.normalize, "routed_scaling_factor": e.scaling_factor, "n_group": e.num_groups,
         "topk_group": e.topk_groups or 1, "first_k_dense_replace": c.kinds().count("latent"), "moe_layer_freq": 1,
         "scoring_func": "sigmoid", "topk_method": "noaux_tc", "attention_bias": False, "rope_interleave": True,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": c.mtp.modules,
     }  # fmt: skip
     if c.rope_scaling == "yarn" and c.attention_scale is not None and c.rope_factor > 1:
         # The logits' scale is in `mscale_all_dim`, and what is left of it in cos and sin follows from `mscale`.
@@ -326,7 +326,7 @@ FAMILIES: dict[str, Family] = {
         "mixtral", _mixtral, _write_mixtral, (rules(experts=MIXTRAL_EXPERTS), rules(experts=FUSED_EXPERTS)), 1e6, 1e-5
     ),
     "DeepseekV3ForCausalLM": Family(
-        "deepseek_v3", _deepseek_v3, _write_deepseek_v3, (rules(experts=EXPERTS), rules(experts=FUSED_EXPERTS))
+        "deepseek_v3", _deepseek_v3, _write_deepseek_v3, (with_ahead(EXPERTS), with_ahead(FUSED_EXPERTS))
     ),
     "GptOssForCausalLM": Family("gpt_oss", _gpt_oss, _write_gpt_oss, (rules(experts=GPT_OSS_EXPERTS),), 150000.0, 1e-5),
     "Qwen3NextForCausalLM": Family(
@@ -384,6 +384,7 @@ def family_of(c: DecoderShape, first: str | None = None) -> tuple[str, Family]:
         path = Path(f"the config.json of {name}")
         try:
             left = differences(c, family.section(Keys(path, family.config(c))))
+            left += ["mtp.modules"] if c.mtp.modules and not family.rules[0].ahead else []
         except WeightsError:
             continue
         if not left:

@@ -230,6 +230,26 @@ GPT_OSS_EXPERTS = (
 )
 
 
+# Of DeepSeek-V3's multi-token prediction, behind the last layer: what joins the next token's embedding, which comes first, with
+# the model's own result; and its output projection and embedding, which are the model's.
+AHEAD = (
+    rule("enorm.weight", "D", "embedding_norm: D"),
+    rule("hnorm.weight", "D", "hidden_norm: D"),
+    rule("eh_proj.weight", "R D", "of_embedding: D R", "of_hidden: D R", joined="D"),
+    rule("shared_head.norm.weight", "D", "final_norm: D"),
+)
+COPIES = (
+    rule("embed_tokens.weight", "V D", "embedding: V D"),
+    rule("shared_head.head.weight", "V D", "lm_head: D V"),
+    rule("shared_head.head.weight", "V D", "embedding: V D", without="lm_head"),
+)
+
+
+def with_ahead(experts: Sequence[Rule]) -> Rules:
+    """Returns the rules of DeepSeek-V3 with these of its experts."""
+    return replace(rules(experts=experts), ahead=AHEAD, copies=COPIES)
+
+
 def rules(**parts: Sequence[Rule | Blocks]) -> Rules:
     """Returns the rules of a family, by the part of a layer; "" are those of no layer."""
     return Rules({"": TOP, "attention": ATTENTION, "latent_attention": LATENT_ATTENTION, "mlp": MLP} | parts)

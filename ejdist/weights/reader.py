@@ -36,6 +36,20 @@ def tensors_in(family: Family, c: DecoderConfig, stored: Mapping[str, Any]) -> l
     return min(layouts, key=lambda tensors: sum(t.name not in stored for t in tensors))
 
 
+def check_ahead(family: Family, c: DecoderConfig, stored: Mapping[str, Any], where: Path) -> None:
+    """Raises WeightsError for a model with multi-token prediction where the files of a family hold none that is read."""
+    if c.mtp.modules and not (family.rules[0].ahead and any(_is_ahead(name, c) for name in stored)):
+        raise WeightsError(
+            f"model.mtp.modules = {c.mtp.modules}, and {where} has no layer of multi-token prediction that is read: give "
+            "model.mtp.modules=0, or files of DeepSeek-V3 with it"
+        )
+
+
+def _is_ahead(name: str, c: DecoderConfig) -> bool:
+    match = _AHEAD.match(name)
+    return match is not None and (match[1] is None or int(match[1]) >= c.num_layers)
+
+
 def check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], c: DecoderConfig, where: Path) -> list[str]:
     """Returns what is ignored in the files and why, a line each.
 
@@ -48,7 +62,7 @@ def check(tensors: Sequence[Tensor], stored: Mapping[str, Stored], c: DecoderCon
         raise WeightsError(f"{where} lacks {names_in(absent)}, which its config.json requires; copy all of its files")
     notes, unknown = [], set(stored) - set(expected)
     derived = {n for n in unknown if _DERIVED.search(n)}
-    ahead = {n for n in unknown if (m := _AHEAD.match(n)) and (m[1] is None or int(m[1]) >= c.num_layers)}
+    ahead = {n for n in unknown if _is_ahead(n, c)}
     if derived:
         notes.append(f"ignored in {where}: {names_in(derived)}, which follow from its config.json")
     if ahead:

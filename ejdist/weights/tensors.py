@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from ejdist.models import ahead
 from ejdist.models.config import DecoderShape
 from ejdist.models.decoder import declare
 from ejdist.models.parameters import Param
-from ejdist.models.stack import declare_buffers, layers_of
+from ejdist.models.stack import AHEAD, ahead_of, declare_buffers, layers_of
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,14 @@ class Rules:
     """The tensors of a family's files.
 
     parts: name of a part -> those of a layer that has it; "": those of no layer. layer: how names of a layer's begin.
+    ahead: those of multi-token prediction beside its layer, which is behind the last; () where the family has none. copies: of
+    parameters that it shares, which are written there once more and not read.
     """
 
     parts: Mapping[str, Sequence[Rule | Blocks]]
     layer: str = "model.layers.{layer}."
+    ahead: Sequence[Rule] = ()
+    copies: Sequence[Rule] = ()
 
 
 @dataclass(frozen=True)
@@ -179,28 +184,45 @@ def view(array: np.ndarray, tensor: Tensor, piece: Piece) -> np.ndarray:
 def declared_leaves(c: DecoderShape) -> dict[str, Param]:
     """Returns the leaves of the state that make the model what it is, by name. Counts of the step before are not among them."""
     declared = declare(c)
-    leaves = {f"params.{name}": p for name, p in declared.items() if name != "layers"}
-    leaves |= {f"params.layers.{name}": p for name, p in declared["layers"].items()}
-    buffers = declare_buffers(c)
+    trees = {name: p for name, p in declared.items() if isinstance(p, dict)}
+    leaves = {f"params.{name}": p for name, p in declared.items() if name not in trees}
+    leaves |= {f"params.{tree}.{name}": p for tree, of in trees.items() for name, p in of.items()}
+    buffers = declare_buffers(c) | ahead.buffers(c)
     return leaves | {f"buffers.{part}.bias": of_part["bias"] for part, of_part in buffers.items() if "bias" in of_part}
 
 
-def expand(rules: Rules, c: DecoderShape) -> list[Tensor]:
-    """Returns every tensor of a model's files, in the order of its layers. Raises ValueError: a parameter of the model is in no
-    rule."""
+def expand(rules: Rules, c: DecoderShape, copies: bool = False) -> list[Tensor]:
+    """Returns every tensor of a model's files, in the order of its layers.
+
+    Args:
+      copies: with `Rules.copies`, for writing.
+
+    Raises:
+      ValueError: a parameter of the model is in no rule.
+    """
     leaves = declared_leaves(c)
     top = {n: f"params.{n}" for n in declare(c)}
     tensors = [t for r in rules.parts[""] for t in r.tensors("", Place(c, top, leaves))]
     rows: Counter[str] = Counter()
+
+    def of_part(part: Any, layer: int, tree: str, buffers: str, row: int) -> None:
+        names = {n: f"params.{tree}.{n}" for n in part.declare(c)}
+        names |= {n: f"buffers.{buffers}{part.name}.{n}" for n in part.buffers(c)}
+        for r in rules.parts.get(part.name, ()):
+            tensors.extend(r.tensors(rules.layer.format(layer=layer), Place(c, names, leaves, (row,))))
+
     for layer, parts in enumerate(layers_of(c)):
         for part in parts:
-            leaf_names = {n: f"params.layers.{n}" for n in part.declare(c)} | {
-                n: f"buffers.{part.name}.{n}" for n in part.buffers(c)
-            }
-            place = Place(c, leaf_names, leaves, (rows[part.name],))
-            for r in rules.parts.get(part.name, ()):
-                tensors += r.tensors(rules.layer.format(layer=layer), place)
+            of_part(part, layer, "layers", "", rows[part.name])
             rows[part.name] += 1
+    if (one := ahead_of(c)) is not None:
+        for part in layers_of(one)[0]:
+            of_part(part, c.num_layers, AHEAD, f"{AHEAD}_", 0)
+        prefix, names = rules.layer.format(layer=c.num_layers), {n: f"params.{AHEAD}.{n}" for n in declare(c)[AHEAD]}
+        for r in rules.ahead:
+            tensors += r.tensors(prefix, Place(c, names, leaves))
+        for r in rules.copies if copies else ():
+            tensors += r.tensors(prefix, Place(c, top, leaves))
     absent = leaves.keys() - {piece.leaf for t in tensors for piece in t.pieces}
     if absent:
         raise ValueError(f"no tensor maps to the parameter {sorted(absent)[0]}; add its rule")

@@ -81,7 +81,7 @@ def save(
         raise WeightsError(f"most must be a positive number of bytes, got {most}")
     check_target(to)
     name, family = family_of(c, architecture)
-    tensors = expand(family.rules[0], c)
+    tensors = expand(family.rules[0], c, copies=True)
     if not by_layer:
         leaves = list(dict.fromkeys(t.pieces[0].leaf for t in tensors))
         tensors.sort(key=lambda t: leaves.index(t.pieces[0].leaf))  # which keeps the order of layers

@@ -310,11 +310,12 @@ class Plan:
     kept: Mapping[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
 
     def keeping(self, call: Call) -> Plan:
-        """Returns the plan of a differentiated call, with what is kept: by the first backend that keeps anything on a platform
-        that this process compiles for."""
+        """Returns the plan of a differentiated call, with what is kept: by the last backend that keeps anything on a platform
+        that this process compiles for. A process without an accelerator says by `compile_for` that it compiles for GPUs, and by
+        nothing that it does for TPUs."""
         kept = {
             c.platform: c.backend.kept(call, c.cfg)
-            for c in self.choices
+            for c in reversed(self.choices)
             if c.backend is not None and may_compile_for(c.platform)
         }
         first = next(filter(None, kept.values()), {})

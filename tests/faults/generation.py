@@ -33,7 +33,7 @@ FAULTS = (
         "models/decoder:apart",
         "$others[$head].astype($c.compute_dtype)",
         "$others[$head]",
-        f"{ENGINE} -k 'donated or h200'",
+        f"{ENGINE} -k donated",
     ),
     Fault(
         "matrices are cast in every step",
@@ -78,11 +78,11 @@ FAULTS = (
         FULL,
     ),
     Fault(
-        "prompts have the program of single tokens",
-        "generation/engine:Engine._start",
-        "$tokens.shape not in self._programs",
-        "not any($tokens.shape[1] == width for _, width in self._programs)",
-        f"{ENGINE} -k token_by_token",
+        "a step has as many rows as there are texts",
+        "generation/engine:Engine.step",
+        "self._start($writing, self.slots, 1)",
+        "self._start($writing, len($writing), 1)",
+        FULL,
     ),
     Fault(
         "texts are those of the base without its adapters",
@@ -90,6 +90,13 @@ FAULTS = (
         "$function(whole($params, $buffers or {}), $buffers, **$more)",
         "$function($buffers[BASE], $buffers, **$more)",
         f"{ENGINE} -k adapters",
+    ),
+    Fault(
+        "the output projection travels",
+        "generation/engine:Engine._compile.step",
+        "$ops.constrain($ops.constrain($logits, 'B V'), '_ _')",
+        "$ops.constrain($logits, '_ _')",
+        f"{ENGINE} -k h200",
     ),
     Fault(
         "a request begins with the state of the one before it",

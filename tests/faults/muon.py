@@ -33,7 +33,13 @@ FAULTS = (
         "$x.shape[-2] < $x.shape[-1]",
         f"{TESTS} -k are_dealt",
     ),
-    Fault("the norm is of the whole stack", SCHULZ, "axis=(-2, -1)", "axis=None", STEPS),
+    Fault(
+        "the norm is of the whole stack",
+        SCHULZ,
+        "jnp.sum(jnp.square($x.astype(jnp.float32)), axis=(-2, -1), keepdims=True)",
+        "jnp.sum(jnp.square($x.astype(jnp.float32)), keepdims=True)",
+        STEPS,
+    ),
     Fault("a small gradient stays small", SCHULZ, "$norm > 0", "$norm > 1e-8", STEPS),
     Fault("a matrix of zeros becomes NaN", SCHULZ, "jnp.where($norm > 0, $norm, 1.0)", "$norm", STEPS),
     Fault(
@@ -49,11 +55,11 @@ FAULTS = (
     Fault(
         "the momentum is not decayed",
         SCALE,
-        "$section.momentum * $mu[$i] + $leaves[$i]; $ahead.append($$more)",
-        "$mu[$i] + $leaves[$i]; $ahead.append($$more)",
+        "$mu[$i] = $section.momentum * $mu[$i] + $leaves[$i]",
+        "$mu[$i] = $mu[$i] + $leaves[$i]",
         STEPS,
     ),
-    Fault("the moment of AdamW's part is not kept", SCALE, "$small.mu[$k]", "$mu[$i]", STEPS),
+    Fault("the moment of AdamW's part is not kept", SCALE, "$small.mu[$k]", "0 * $small.mu[$k]", STEPS),
     Fault(
         "no weight of Muon decays",
         "make_optimizer",
@@ -113,6 +119,12 @@ FAULTS = (
         "{}",
         REFUSED,
     ),
-    Fault("a name that the model has not is dropped", "all_matrices", "if $u := [$$of]: $$body", "", REFUSED),
+    Fault(
+        "a name that the model has not is dropped",
+        "all_matrices",
+        "[$name for $name, $exists in $names.items() if not $exists]",
+        "[]",
+        REFUSED,
+    ),
     Fault("adapters are AdamW's in silence", "all_matrices", "if not any($$of): $$body", "", REFUSED),
 )

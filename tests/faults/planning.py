@@ -8,9 +8,9 @@ TESTS, COMMAND = "tests/test_planning.py", "tests/test_plan.py"
 FAULTS = (
     Fault(
         "one moment of the optimizer is counted",
-        "memory:memory",
-        "$both * sum(($p.local for $p in $parameters)) - $host.get(MOMENTS, 0)",
-        "$both // 2 * sum(($p.local for $p in $parameters)) - $host.get(MOMENTS, 0)",
+        "memory:moment_bytes",
+        "$each * sum(($p.local for $p in $parameters))",
+        "$each // 2 * sum(($p.local for $p in $parameters))",
         f"{TESTS} -k state_and_batch",
     ),
     Fault(

@@ -435,10 +435,10 @@ FAULTS = (
         f"{DELTA} -k 'both_ways_at_once'",
     ),
     Fault(
-        "delta at once: what is written is not what the forward wrote",
+        "delta at once: the backward walks from a state of 0",
         "delta_both_kernel",
-        "delta_walk_kernel(None, $k_ptr, $k_writes_ptr, $v_ptr, None, $solve_ptr, $$rest)",
-        "delta_walk_kernel(None, $k_ptr, $k_writes_ptr, $v_ptr, None, $pairs_ptr, $$rest)",
+        "delta_walk_kernel($$before, $entries_ptr, None, None, $$rest)",
+        "delta_walk_kernel($$before, None, None, None, $$rest)",
         f"{DELTA} -k 'both_ways_at_once'",
     ),
     Fault(

@@ -133,6 +133,13 @@ FAULTS = (
         f"{CONV} -k 'packed and 5'",
     ),
     Fault(
+        "conv: a row of one token has none before it to look at",
+        "conv_rows:_documents",
+        "jnp.concatenate([$ids[:, :1], $ids[:, :-1]], axis=1)",
+        "jnp.pad($ids[:, :-1], ((0, 0), (1, 0)), mode='edge')",
+        f"{CONV} -k one_token",
+    ),
+    Fault(
         "conv: a document that was left becomes the final state",
         "conv_rows:_documents",
         "$valid & ($behind < $taps) & ($begin == $of_last)",

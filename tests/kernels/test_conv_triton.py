@@ -75,6 +75,12 @@ def test_documents_whose_padding_holds_anything(state):
     against_xla(clean | {"x": x}, clean=clean)
 
 
+def test_one_token_of_a_document():
+    """As in a step of a generation: a token that goes on from a state, and padding alone."""
+    arguments = arguments_of(np.random.default_rng(5), 2, 1, 4, segment_ids=jnp.asarray([[0], [-1]], jnp.int32))
+    against_xla(arguments)
+
+
 @pytest.mark.parametrize("state", [5, pytest.param(0, marks=pytest.mark.slow)])
 def test_packed_sequences(state):
     rng = np.random.default_rng(3)

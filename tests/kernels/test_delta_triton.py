@@ -83,6 +83,22 @@ def test_both_ways_at_once_of_what_the_forward_kept(packed):
     compared(arguments, options, chunk=16, block_v=16, at_once=True, keeps=True)
 
 
+@pytest.mark.parametrize(
+    ("case", "keeps", "at_once"),
+    [
+        ("qwen3_next", True, True),
+        ("many_heads_8k", True, False),
+        ("few_heads_32k", True, False),
+        ("kimi_linear", None, None),
+    ],
+)
+def test_what_a_backward_takes_of_its_forward_and_which_walks_it_joins(case, keeps, at_once):
+    """As was timed: of decays of heads, with walks whose programs leave half of each multiprocessor empty."""
+    call = op.bind(**op.case_inputs(next(c for c in op.cases if c.name == case), dtype="bfloat16", shapes_only=True))
+    cfg = op.backends["triton_gpu"].heuristic(call, "cuda")
+    assert (cfg.keeps, cfg.at_once) == (keeps, at_once)
+
+
 @pytest.mark.slow
 def test_walks_at_once_fit_a_multiprocessor():
     """On Hopper at the width of Qwen3-Next: no spills, no product that waits for the one before, and pairs are taken once."""
@@ -90,13 +106,14 @@ def test_walks_at_once_fit_a_multiprocessor():
     shapes = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in call.items() if hasattr(x, "dtype")}
 
     def step(x):
-        out, pull = jax.vjp(lambda x: op(**x, platform="triton", cfg=ChunkConfig(at_once=True, keeps=True)), x)
+        out, pull = jax.vjp(lambda x: op(**x, platform="triton"), x)
         return pull(out)
 
     report = export_cuda(step, shapes).kernels
     assert [k.name for k in report].count("delta_pairs_kernel") == 1
     (kernel,) = (k for k in report if k.name == "delta_both_kernel")
     assert not any(kernel.resources[n] for n in ("spill_stores", "spill_loads", "serialized")), kernel.resources
+    assert 2 * (kernel.shared_memory_bytes + 1024) <= 228 * 1024
 
 
 @pytest.mark.parametrize(("decay", "Hv"), [pytest.param(0.0, 18, marks=pytest.mark.slow), (-100.0, 16)])

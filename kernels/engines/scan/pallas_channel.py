@@ -5,13 +5,7 @@
 with w_t = v_t, or for a delta rule β_t (v_t - S'ᵀ k_t). A program walks the visits of a row (`pallas_visits`) with the states
 of its heads in VMEM. What one chunk of a head computes is a function of arrays, `step`; the reverse walk is its derivative.
 
-The weight of a pair is Σ q_t k_s exp(a_{s+1} + ... + a_t) over channels. Chunks are halved again and again (*levels*): of
-blocks of 2 h tokens, t is in the second half and s in the first, and both are referred to the middle. The sums from there to t
-and from s to there have only their own terms, so they are exact for any decays, and neither exponential is above 1.
-
-In bfloat16 the four levels of 16 tokens are one product where no channel's sum over 16 tokens is wider than REACH: both tokens
-are referred to the middle of that sum, so that neither exponential is above exp(REACH / 2). Each chunk of a head decides by its
-data.
+Pairs are those of `pallas_steps.py`. In bfloat16 each chunk of a head decides by its data whether a sum is too wide.
 """
 
 from __future__ import annotations
@@ -23,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from kernels.engines.scan.pallas_delta import Plan, Visit
 from kernels.engines.scan.pallas_delta_parts import (
@@ -39,33 +32,12 @@ from kernels.engines.scan.pallas_delta_parts import (
     rows_of,
     store_heads,
 )
+from kernels.engines.scan.pallas_steps import NARROW, REACH, Decays, Reader, decays, dot, pairs
 
 NN = ((1,), (0,))
-REACH = 140.0  # the widest sum of log decays whose middle is taken: exp(70) is far from the largest number
-NARROW = 16  # tokens of such a sum
 RESET = 2.0  # of a valid token that begins a document; 1.0 of others
 
 # -- a chunk of a head ------------------------------------------------------------------------------------------------
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def dot(x: jax.Array, y: jax.Array, over: Any, dtype: Any) -> jax.Array:
-    """Returns the product of float32 matrices over a dim of each, of operands in `dtype`; so are those of its gradients."""
-    return product(x.astype(dtype), y.astype(dtype), over)
-
-
-def _dot_fwd(x: jax.Array, y: jax.Array, over: Any, dtype: Any) -> Any:
-    x, y = x.astype(dtype), y.astype(dtype)
-    return product(x, y, over), (x, y)
-
-
-def _dot_bwd(over: Any, dtype: Any, saved: Any, d: jax.Array) -> tuple[jax.Array, jax.Array]:
-    (x, y), ((i,), (j,)), d = saved, over, d.astype(dtype)
-    dx = product(d, y, ((1,), (1 - j,))) if i else product(y, d, ((1 - j,), (1,)))
-    return dx, product(d, x, ((0,), (1 - i,))) if j else product(x, d, ((1 - i,), (0,)))
-
-
-dot.defvjp(_dot_fwd, _dot_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -88,96 +60,6 @@ def _solved_bwd(dtype: Any, saved: Any, d: jax.Array) -> Any:
 solved.defvjp(_solved_fwd, _solved_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def swapped(x: jax.Array, size: int) -> jax.Array:
-    """Returns x with every two neighbouring blocks of `size` rows in each other's place, which is its own derivative."""
-    if size >= 8:
-        return jnp.concatenate([x[(i ^ 1) * size : ((i ^ 1) + 1) * size] for i in range(x.shape[0] // size)])
-    late = lax.broadcasted_iota(jnp.int32, x.shape, 0) & size > 0
-    return jnp.where(late, pltpu.roll(x, size, 0), pltpu.roll(x, x.shape[0] - size, 0))
-
-
-swapped.defvjp(lambda x, size: (swapped(x, size), None), lambda size, _, d: (swapped(d, size),))
-
-
-class Step(NamedTuple):
-    """Pairs that are taken at once.
-
-    Attributes:
-      reads, writes: decays [C, H] from a point between two tokens to the later one, and from the earlier one there.
-      before: as `reads`, of what is read before the later token's own decay.
-      middle: whether the pairs are those of blocks of NARROW tokens; else those of a level of `half` tokens.
-    """
-
-    reads: jax.Array
-    before: jax.Array
-    writes: jax.Array
-    half: int
-    middle: bool
-
-
-class Decays(NamedTuple):
-    """What decays leave.
-
-    Attributes:
-      steps: all pairs of two tokens.
-      enters: [C, H], from the start of the chunk until a token is read; before: without the token's own decay.
-      leaves: from a token to the end.
-      whole: [C, H], over the chunk, in every row.
-    """
-
-    steps: list[Step]
-    enters: jax.Array
-    before: jax.Array
-    leaves: jax.Array
-    whole: jax.Array
-
-
-def decays(a: jax.Array, narrow: bool) -> Decays:
-    """Returns what log decays leave.
-
-    Args:
-      narrow: whether no sum of NARROW tokens exceeds REACH.
-    """
-    row = lax.broadcasted_iota(jnp.int32, a.shape, 0)
-    # The first token of a document, which alone has less than FORGETS, reads nothing from before it either way.
-    before, until, after, total = jnp.where(a < FORGETS, FORGETS, 0.0), a, jnp.zeros_like(a), a
-    steps, half = [], 1
-    while half < a.shape[0]:
-        late = row & half > 0
-        if narrow and half == NARROW:
-            middle = 0.5 * total
-            reads = jnp.exp(until - middle), jnp.exp(before - middle)
-            steps.append(Step(*reads, jnp.exp(middle - until), half, True))
-        if not narrow or half >= NARROW:
-            writes = jnp.exp(jnp.where(late, until, after))
-            steps.append(Step(writes, jnp.exp(before), writes, half, False))
-        other = swapped(total, half)
-        earlier = jnp.where(late, other, 0.0)
-        until, after, total = until + earlier, after + (other - earlier), total + other
-        before = before + earlier
-        half *= 2
-    return Decays(steps, jnp.exp(until), jnp.exp(before), jnp.exp(after), jnp.exp(total))
-
-
-def pairs(readers: jax.Array, k: jax.Array, d: Decays, before: bool, dtype: Any) -> jax.Array:
-    """Returns the weights [n C, C] of pairs of n readers [n C, H] of each token and an earlier key.
-
-    Args:
-      before: whether a token is read before its own decay.
-    """
-    count, total = readers.shape[0] // CHUNK, jnp.zeros((readers.shape[0], CHUNK), jnp.float32)
-    t, s = (lax.broadcasted_iota(jnp.int32, total.shape, axis) for axis in (0, 1))
-    t = lax.rem(t, CHUNK)
-    for z in d.steps:
-        apart = lax.div(t ^ s, z.half)  # 0 in one block of `half` tokens, 1 in neighbours that make a block
-        here = (t > s) & (apart == (0 if z.middle else 1))
-        reads = z.before if before else z.reads
-        x = readers * (jnp.concatenate([reads] * count) if count > 1 else reads)
-        total = total + jnp.where(here, dot(x, k * z.writes, NT, dtype), 0.0)  # others may overflow
-    return total
-
-
 def _diagonal(x: jax.Array) -> jax.Array:
     """Returns the matrix [C, C] with the sums of x [C, H] over channels on its diagonal."""
     t, s = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
@@ -188,13 +70,13 @@ def weights_of(
     q: jax.Array | None, k: jax.Array, d: Decays, bonus: jax.Array | None, delta: bool, dtype: Any
 ) -> tuple[Any, Any]:
     """Returns the weights of what outputs read of writes, and of what a delta rule's keys do, [C, C]; None without them."""
-    readers = [x for x in (q, k if delta else None) if x is not None]
-    both = pairs(jnp.concatenate(readers) if len(readers) > 1 else readers[0], k, d, bonus is not None, dtype)
-    of_keys = both[-CHUNK:] if delta else None
+    readers = [Reader(x, bonus is not None) for x in (q, k if delta else None) if x is not None]
+    each = [row[0] for row in pairs(readers, [k], d, dtype)]
+    of_keys = each[-1] if delta else None
     if q is None:
         return None, of_keys
     own = q * k if bonus is None else q * k * bonus
-    return both[:CHUNK] + _diagonal(own), of_keys
+    return each[0] + _diagonal(own), of_keys
 
 
 class Tokens(NamedTuple):
@@ -238,7 +120,13 @@ def step(
 
 
 def loaded(
-    x: dict[str, Any], scratch: dict[str, Any], visit: Visit, p: Plan, names: tuple[str, ...], decay: str = "a"
+    x: dict[str, Any],
+    scratch: dict[str, Any],
+    visit: Visit,
+    p: Plan,
+    names: tuple[str, ...],
+    decay: str = "a",
+    load: Any = load_heads,
 ) -> Any:
     """Copies blocks of tokens to scratch: 0 where none counts, and log decays, those named `decay`, as they are summed.
 
@@ -250,7 +138,8 @@ def loaded(
         valid = (marks > 0) & visit.here(0)
         begins = valid & (marks > 1)
     for name in names:
-        load_heads(x[name], scratch[name], scratch["value_words" if name in ("v", "d_out") else "key_words"], valid)
+        words = scratch.get("value_words" if name in ("v", "d_out") else "key_words")
+        load(x[name], scratch[name], words, valid)
     for h in range(p.keys):
         a = jnp.maximum(scratch[decay][h], FORGETS)
         scratch[decay][h] = a if begins is None else jnp.where(begins, 2 * FORGETS, a)

@@ -45,7 +45,13 @@ def widened(x: jax.Array, axes: tuple[int, ...] = (-1,)) -> jax.Array:
 
 
 class Launches:
-    """The launches of one call."""
+    """The launches of one call.
+
+    Attributes:
+      tokens_last: whether the kernels read tokens as [B, heads, D, T].
+    """
+
+    tokens_last = False
 
     def __init__(self, x: Tokens, num_states: int, scale: float, cfg: ChunkConfig, work: Work | None) -> None:
         if (cfg.chunk or CHUNK) != CHUNK:
@@ -120,6 +126,8 @@ class Launches:
                 if name in ("states", "solve"):
                     return b, p.visits - 1 - i if back else i, g, 0, 0
                 block = field(table, b, i, BLOCK)
+                if self.tokens_last and name != "valid":
+                    return b, g, 0, block
                 return (b, block, 0, 0) if name == "valid" else (b, block, g, *(0 for _ in shape[3:]))
 
             if len(shape) == 6:  # gates of heads, see `by_block`
@@ -130,6 +138,8 @@ class Launches:
                 return pl.BlockSpec((*(1,) * (len(shape) - 2), p.values, shape[-1]), at)
             if len(shape) == 5:
                 return pl.BlockSpec((1, 1, p.values, *shape[3:]), at)
+            if self.tokens_last:
+                return pl.BlockSpec((1, p.keys, shape[2], CHUNK), at)
             return pl.BlockSpec((1, CHUNK, p.keys if name in ("q", "k", "dq", "dk") else p.values, shape[3]), at)
 
         def run(table: Any, *refs: Any) -> None:

@@ -13,7 +13,7 @@ from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.delta_tokens import DplrTokens, Tokens
 from kernels.engines.scan.pallas_channel_calls import with_begins
 from kernels.engines.scan.pallas_delta_calls import Launches, group_of, too_large, widened
-from kernels.engines.scan.pallas_delta_parts import CHUNK, LANES, in_words
+from kernels.engines.scan.pallas_delta_parts import CHUNK, LANES, SIDE_BY_SIDE, in_words
 from kernels.engines.scan.pallas_visits import most_visits
 from kernels.framework.work import Work
 
@@ -21,6 +21,14 @@ from kernels.framework.work import Work
 def pack_of(H: int, Hv: int) -> int:
     """Returns how many heads lie side by side in the lanes: two if their channels take half of them."""
     return 2 if 2 * max(H, Hv) <= LANES else 1
+
+
+def packs_of(count: int, pack: int) -> int:
+    """Returns the packs of a program: of two heads so many that their inverses are solved side by side, or next to it."""
+    if pack == 1:
+        return group_of(count, count)[0]
+    most = SIDE_BY_SIDE // pack
+    return most if count % most == 0 else max(n for n in range(1, 2 * most + 1) if count % n == 0)
 
 
 def packed(x: jax.Array, pack: int) -> jax.Array:
@@ -53,16 +61,26 @@ class DplrLaunches(Launches):
         self.packs = {name: packed(getattr(x, name), pack) for name in ("w", "a", "b")}
         entries = None if x.entries is None else packed_states(x.entries, pack)
         beta: Any = None
-        tokens = (packed(y, pack) for y in (x.q, x.k, x.v))
-        super().__init__(Tokens(*tokens, beta, None, x.segment_ids, entries), num_states, scale, cfg, work)
-        self.widths = H, Hv
+        q, k, v = (packed(y, pack) for y in (x.q, x.k, x.v))
+        super().__init__(Tokens(q, k, v, beta, None, x.segment_ids, entries), num_states, scale, cfg, work)
+        self.widths, self.tokens_last = (H, Hv), pack > 1
+        q, k, v = (self.laid(y) for y in self.x[:3])
+        self.x, self.gates = self.x._replace(q=q, k=k, v=v), {name: self.laid(y) for name, y in self.gates.items()}
 
     def group(self, K: int, N: int) -> tuple[int, int, int]:
-        keys, values, _ = group_of(K, N)
-        return keys, values, 1
+        return (packs_of(N, self.pack),) * 2 + (1,)
 
     def gates_of(self, x: Tokens) -> dict[str, jax.Array]:
         return {name: self.channels(y) for name, y in self.packs.items()}
+
+    def channels(self, x: jax.Array) -> jax.Array:
+        if self.pack == 1:
+            return super().channels(x)
+        return jnp.pad(x, ((0, 0), (0, max(0, CHUNK - x.shape[1])), (0, 0), (0, 0)))
+
+    def laid(self, x: jax.Array) -> jax.Array:
+        """Returns what `channels` does as the kernels read it: packs of several heads with tokens last, as XLA stores them."""
+        return jnp.transpose(x, (0, 2, 3, 1)) if self.tokens_last else x
 
     def marked(self, valid: jax.Array) -> jax.Array:
         return with_begins(valid, self.begins)
@@ -70,6 +88,7 @@ class DplrLaunches(Launches):
     def buffers(self, names: tuple[str, ...]) -> dict[str, Any]:
         """Returns scratch of packs by name: those of log decays are summed in float32, others are as they are read."""
         scratch = self.scratch({name: "values" if name in ("v", "dv", "d_out", "out") else "keys" for name in names})
+        scratch = {name: y for name, y in scratch.items() if not (self.tokens_last and name.endswith("_words"))}
         for name in names:
             array = name.removeprefix("d")
             if array in self.gates:
@@ -86,7 +105,10 @@ class DplrLaunches(Launches):
         scratch = self.buffers((*kernels.ARRAYS, "out") if reads else kernels.ARRAYS[1:])
         squares = p.keys, self.pack * CHUNK, CHUNK
         scratch |= {"pairs": (squares, jnp.float32), "solve": (squares, dtype)}
-        scratch |= {"weights": ((p.keys, (3 if reads else 1) * CHUNK, self.pack * CHUNK), dtype)}
+        H, rows, side_by_side = self.shape[2], (1 + reads) * CHUNK, self.pack * CHUNK
+        scratch |= dict.fromkeys(("ak", "qb", "qk")[: 1 + 2 * reads], ((p.keys, CHUNK, side_by_side), dtype))
+        scratch |= {"readers": ((p.keys, rows, H), dtype), "writers": ((p.keys, 2 * CHUNK, H), dtype)}
+        scratch["whole"] = (p.keys, H, CHUNK), jnp.float32
         inputs = self.inputs(q=self.x.q if reads else None, entries=self.widened_entries())
         shapes = self.shapes()
         return self.launch(kernels.dplr_walk_kernel, inputs, {name: shapes[name] for name in wanted}, scratch, False)
@@ -94,7 +116,7 @@ class DplrLaunches(Launches):
     def reverse(self, found: dict[str, Any], d_out: jax.Array, d_exits: jax.Array) -> dict[str, jax.Array]:
         """Returns the gradients, as the kernels have them, given "states" and "solve" of `walk`."""
         (B, N, H, Hv), x = self.shape, self.x
-        inputs = self.inputs(q=x.q, d_out=d_out, d_exits=widened(d_exits, (-2, -1)), **found)
+        inputs = self.inputs(q=x.q, d_out=self.laid(d_out), d_exits=widened(d_exits, (-2, -1)), **found)
         arrays = {"q": x.q, "k": x.k, "v": x.v} | self.gates
         outputs = {f"d{name}": (arrays[name].shape, arrays[name].dtype) for name in kernels.ARRAYS}
         outputs["d_entries"] = ((B, self.G, N, H, Hv), jnp.float32)
@@ -102,7 +124,7 @@ class DplrLaunches(Launches):
         return self.launch(kernels.dplr_reverse_kernel, inputs, outputs, scratch, True)
 
     def tokens(self, x: jax.Array, width: int) -> jax.Array:
-        x = x[:, : self.T]
+        x = (jnp.transpose(x, (0, 3, 1, 2)) if self.tokens_last else x)[:, : self.T]
         return x.reshape(*x.shape[:2], -1, x.shape[-1] // self.pack)[:, :, : self.N, :width]
 
     def states(self, x: jax.Array, entries: jax.Array | None) -> jax.Array:
@@ -135,7 +157,7 @@ def _sizes(d: Mapping[str, int]) -> tuple[int, int, int, int]:
 def kept_of(dims: Mapping[str, int], num_states: int, dtype: str) -> dict[str, Any]:
     """Returns what `Launches.keeping` keeps of a call: the state before each visit of a row, and the inverses."""
     pack, packs, H, Hv = _sizes(dims)
-    dtype = dtype if in_words(dtype, packs) else "float32"
+    dtype = dtype if pack > 1 or in_words(dtype, packs) else "float32"
     of = dims["B"], most_visits(dims["T"], num_states, CHUNK), packs
     squares = {"states": (H, Hv), "solve": (pack * CHUNK, CHUNK)}
     return {name: jax.ShapeDtypeStruct((*of, *shape), dtype) for name, shape in squares.items()}
@@ -144,8 +166,8 @@ def kept_of(dims: Mapping[str, int], num_states: int, dtype: str) -> dict[str, A
 def refused(dims: Mapping[str, int], num_states: int, dtype: str) -> str | None:
     """Returns why the kernels cannot run a call of these sizes."""
     pack, packs, H, Hv = _sizes(dims)
-    heads, _, _ = group_of(packs, packs)
-    size = 4 if dtype == "float32" or packs % 2 else 2
+    heads = packs_of(packs, pack)
+    size = 4 if dtype == "float32" or (pack == 1 and packs % 2) else 2
     # Of the backward: blocks of tokens twice, and of decays in float32; heads of both; states, their gradients, and inverses.
     of_tokens = CHUNK * heads * (H * (10 * 3 * size + 2 * 8) + Hv * 3 * 3 * size)
     of_states = heads * (H * Hv * (2 * size + 5 * 4) + pack * CHUNK * CHUNK * 2 * size)

@@ -35,8 +35,11 @@ __all__ = ["Token", "candidates", "decode", "gradients", "heuristic", "one_token
 
 # Columns of a state and warps of a program: of a float32 state of 128 rows 16 KiB, 32 registers of each thread.
 COLUMNS, WARPS = 32, 4
+OF_CHANNELS = (
+    64  # with decays of channels, which each program loads: 76.0 us of 64 rows of 32 heads on an H200, 76.7 with 32
+)
 # What else may be fastest: few columns in one warp, which sums without shared memory, to whole rows of a state.
-TILES = ((8, 1), (16, 1), (16, 2), (32, 2), (64, 4), (64, 8), (128, 8))
+TILES = ((8, 1), (16, 1), (16, 2), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8))
 
 
 @triton.jit
@@ -215,17 +218,23 @@ def _launch(
 # -- tiles -------------------------------------------------------------------------------------------------------------
 
 
-def tiles(chunked: ChunkConfig) -> ChunkConfig:
+def tiles(chunked: ChunkConfig, block_v: int = COLUMNS) -> ChunkConfig:
     """Returns the default tiles of a call of one token, given those of chunks, which its backward has."""
-    return replace(chunked, block_v=COLUMNS, num_warps=WARPS)
+    return replace(chunked, block_v=block_v, num_warps=WARPS)
 
 
-def heuristic(chunked: Callable[[Call, str], ChunkConfig]) -> Callable[[Call, str], ChunkConfig]:
-    """Returns the heuristic of a backend that runs one token by `decode` and the others in chunks, given that of these."""
+def heuristic(
+    chunked: Callable[[Call, str], ChunkConfig], columns: Callable[[Call], int] = lambda call: COLUMNS
+) -> Callable[[Call, str], ChunkConfig]:
+    """Returns the heuristic of a backend that runs one token by `decode` and the others in chunks, given that of these.
+
+    Args:
+      columns: of a program of a call of one token.
+    """
 
     def of_call(call: Call, platform: str) -> ChunkConfig:
         best = chunked(call, platform)
-        return tiles(best) if one_token(call.dims["T"], call.num_states) else best
+        return tiles(best, columns(call)) if one_token(call.dims["T"], call.num_states) else best
 
     return of_call
 
@@ -243,4 +252,5 @@ def candidates(
 
 def others(best: ChunkConfig) -> list[ChunkConfig]:
     """Returns the configurations to tune a call of one token over, the default first."""
-    return [best, *(replace(best, block_v=block_v, num_warps=num_warps) for block_v, num_warps in TILES)]
+    tiled = (replace(best, block_v=block_v, num_warps=num_warps) for block_v, num_warps in TILES)
+    return list(dict.fromkeys([best, *tiled]))

@@ -227,7 +227,10 @@ class Launches:
         return dict(zip([name for name in shapes if name in wanted], outputs, strict=True))
 
     def both_walks(self, weights: Any, solve: Any, d_out: Any, d_exits: Any) -> dict[str, jax.Array]:
-        """Returns what a backward takes of walks of rows that are not split, in one launch."""
+        """Returns what a backward takes of walks of rows that are not split, in one launch.
+
+        Of two stages two programs fit a multiprocessor, one for each direction.
+        """
         every = self.shapes()
         shapes = {name: every[name] for name in ("written", "states", "du", "d_states", "d_entries")}
         outputs = triton_launch(
@@ -252,7 +255,8 @@ class Launches:
             COLUMNS=self.tiles,
             **self.walked(),
             **self.columns,
-            **self.stages,
+            num_warps=self.stages["num_warps"],
+            num_stages=min(2, self.stages["num_stages"]),
         )
         return dict(zip(shapes, outputs, strict=True))
 
@@ -311,25 +315,21 @@ class Launches:
         }
 
 
-def _forward(run: Launches) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
-    pairs = run.pairs()
-    found = run.walk(*pairs, ("out", "exits"), run.starts(run.maps(pairs[1])))
-    return (found["out"], run.layout.exits(found["exits"], run.x.entries)), pairs
-
-
 def forward(run: Launches) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, Hv], final states [B, G, N, H, Hv])."""
-    return _forward(run)[0]
+    return keeping(run)[0]
 
 
 def keeping(run: Launches) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
     """Returns (what `forward` does, what `backward` takes of it where decays are of heads: see `kept_of`)."""
-    outputs, pairs = _forward(run)
-    return outputs, dict(zip(KEPT, (*pairs, *run.fades), strict=True))
+    pairs = run.pairs()
+    found = run.walk(*pairs, ("out", "exits"), run.starts(run.maps(pairs[1])))
+    outputs = found["out"], run.layout.exits(found["exits"], run.x.entries)
+    return outputs, dict(zip(KEPT, (*pairs, *run.fades), strict=False))
 
 
 def kept_of(dims: Mapping[str, int], num_states: int, dtype: Any, chunk: int | None) -> dict[str, Any]:
-    """Returns the shapes of what `keeping` keeps: weights of pairs and inverses, half of the values each, and what decays leave."""
+    """Returns the shapes of what `keeping` keeps: weights of pairs and inverses, and what decays leave."""
     (B, T, N), C = (dims[name] for name in "BTN"), check_chunk(chunk)
     chunks = chunks_of(T, C, num_states)
     square = jax.ShapeDtypeStruct((B, N, chunks, C, C), dtype)

@@ -41,6 +41,12 @@ def _decays(channels: bool):
     )
 
 
+def _decays_of_kimi(rng, dims):
+    """Returns log decays of channels as Kimi Linear trains them: -5 sigmoid(x), with most near 0."""
+    shape = (dims["B"], dims["T"], dims["N"], dims["H"])
+    return jnp.asarray(-5 / (1 + np.exp(3 - 2 * rng.standard_normal(shape))), jnp.float32)
+
+
 def _documents(rng, dims):
     """Segments of many lengths including 1, one that recurs, and padding at the start, in the middle and at the end."""
     ids = np.sort(rng.integers(0, 5, (dims["B"], dims["T"])), axis=1)
@@ -77,7 +83,7 @@ def _delta(name, *tags, g=None, make=(), options=(), beta=1.0, **dims):
     """A case of `delta_rule`; g is None, "head" or "channel"."""
     generators = {"query": _unit("K"), "key": _unit("K"), "beta": _up_to(beta), **dict(make)}
     if g:
-        generators["g"] = _decays(g == "channel")
+        generators.setdefault("g", _decays(g == "channel"))
     optional = tuple(n for n in generators if n in ("g", "segment_ids", "initial_state"))
     wide = ("initial_state",) if "bench" in tags else ()
     return Case(name, dims, dict(options), arrays=optional, make=generators, wide=wide, tags=frozenset(tags))
@@ -122,6 +128,9 @@ DELTA = (
         B=1, T=32768, K=16, N=32, H=128, Hv=128,
     ),
     _delta("kimi_linear", "bench", "code", g="channel", B=1, T=8192, K=32, N=32, H=128, Hv=128),
+    _delta(
+        "kimi_linear_as_trained", "bench", g="channel", make={"g": _decays_of_kimi}, B=1, T=8192, K=32, N=32, H=128, Hv=128
+    ),
     _delta(
         "decode",
         "bench",
@@ -208,6 +217,7 @@ RWKV7 = (
         "small",
         "smoke",
         "code",
+        "kernels",
         make={"initial_state": _states(1), "segment_ids": _documents},
         B=2, T=13, N=2, H=8, Hv=4,
     ),

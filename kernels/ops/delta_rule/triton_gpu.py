@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.delta_tokens import DplrTokens
 from kernels.engines.scan.triton_calls import LEAST, sizes_refused
 from kernels.framework.execute import Saved
+from kernels.framework.target import MULTIPROCESSORS
 from kernels.ops.delta_rule.contract import (
     NORM_EPS,
     check_states,
@@ -52,9 +54,13 @@ def rejects(call):
     return sizes_refused(call.dims, call.query, call.key, call.value)
 
 
+def _per_channel(call):
+    return call.g is not None and call.g.shape[-1] > 1
+
+
 def keeps(call, cfg):
     one = decode.one_token(call.dims["T"], call.num_states)
-    if one or not (cfg and cfg.keeps) or (call.g is not None and call.g.shape[-1] > 1):
+    if one or not (cfg and cfg.keeps) or _per_channel(call):
         return {}
     return delta.kept_of(call.dims, call.num_states, call.key.dtype, cfg.chunk)
 
@@ -157,7 +163,25 @@ def rwkv7_backward(saved, r, w, k, v, a, b, segment_ids, initial_state, softmax_
     return gradients | ({} if initial_state is None else {"initial_state": d["entries"]})
 
 
-heuristic = decode.heuristic(delta.heuristic)
+def _tiles(call, cfg):
+    """Returns tiles with what is worth while in a backward: what the forward keeps; both walks at once where that was timed, of
+    decays of heads whose programs leave half of each multiprocessor empty."""
+    if _per_channel(call):
+        return cfg
+    programs = call.dims["B"] * call.dims["N"] * -(-call.dims["Hv"] // (cfg.block_v or 1))
+    few = cfg.splits == 1 and programs <= MULTIPROCESSORS and call.dtype != "float32"
+    return replace(cfg, keeps=True, at_once=few)
+
+
+def of_chunks(call, platform):
+    return _tiles(call, delta.heuristic(call, platform))
+
+
+def others(call):
+    return [_tiles(call, cfg) for cfg in delta.candidates(call)]
+
+
+heuristic = decode.heuristic(of_chunks, lambda call: decode.OF_CHANNELS if _per_channel(call) else decode.COLUMNS)
 op.register(
     forward,
     backward,
@@ -167,7 +191,7 @@ op.register(
     dtypes={"float32", "bfloat16", "float16"},
     rejects=rejects,
     heuristic=heuristic,
-    candidates=decode.candidates(delta.candidates, heuristic),
+    candidates=decode.candidates(others, heuristic),
 )
 rwkv7_op.register(
     rwkv7_forward,

@@ -77,7 +77,7 @@ def _documents(ids: jax.Array, taps: int, lead: int) -> Rows:
     source = jnp.zeros_like(ids).at[jnp.arange(B)[:, None], place].set(position, unique_indices=True)
     # From here on tokens are in the order of rows, where those of a document are adjacent.
     ids, valid, behind = jnp.take_along_axis(ids, source, axis=1), position < count, count - 1 - position
-    new = valid & (ids != jnp.pad(ids[:, :-1], ((0, 0), (1, 0)), mode="edge"))
+    new = valid & (ids != jnp.concatenate([ids[:, :1], ids[:, :-1]], axis=1))
     begin = jax.lax.cummax(jnp.where(new, position + lead, 0), axis=1)
     of_last = begin[:, -1:]  # where the last document begins
     seen = jnp.where(valid, position + lead - begin, -1)
