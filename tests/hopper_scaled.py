@@ -44,14 +44,8 @@ def check(blocks, M, D, F, block_m, block_n, b_dtype, dtype, fast=False, *, agai
     for time in range(1 + again):
         spoil_memory([jnp.zeros((M, F), dtype)])
         got = np.asarray(ours(*arrays), np.float32)
-<<<<<<< HEAD
-        # Tensor cores add products of 32 at a time with about 14 bits (DeepSeek-V3, 3.3.2), 128 of them before float32 does, or
-        # all.
+        # The tensor cores align 32 products to the largest of them and of their sum, and cut off what is below 14 bits: as often
+        # as they add, which is in steps of 128, or in all of them.
         added = (-(-D // 32) if fast else 4) * 2.0**-14 * size
         bound = 2.0 ** -(8 if dtype == "bfloat16" else 11) * np.abs(want) + added
-=======
-        # The tensor cores align 32 products to the largest of them and of their sum, and cut off what is below its 13 bits: in
-        # steps of 128, or in all of them.
-        bound = 2.0 ** -(8 if dtype == "bfloat16" else 11) * np.abs(want) + 2.0 ** -(11 if fast else 12) * size
->>>>>>> fp8-8
         assert (np.abs(got - want) <= bound).all(), (time, np.argwhere(~(np.abs(got - want) <= bound))[:5])
