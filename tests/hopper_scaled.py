@@ -44,7 +44,7 @@ def check(blocks, M, D, F, block_m, block_n, b_dtype, dtype, fast=False, *, agai
     for time in range(1 + again):
         spoil_memory([jnp.zeros((M, F), dtype)])
         got = np.asarray(ours(*arrays), np.float32)
-        # The tensor cores align 32 products to the largest of them and of their sum, and cut off what is below 14 bits: in steps
+        # The tensor cores align 32 products to the largest of them and their sum, and cut off what is below 14 bits: in steps
         # of 128, or in all of them.
         added = (-(-D // 32) if fast else 4) * 2.0**-14 * size
         bound = 2.0 ** -(8 if dtype == "bfloat16" else 11) * np.abs(want) + added
