@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -47,10 +48,10 @@ def taken(monkeypatch):
     return found
 
 
-def floats(length, width, value_width, batch=1):
+def floats(length, width, value_width, batch=1, key_heads=KEY_HEADS):
     rng = np.random.default_rng(3)
-    shapes = {"q": (batch, length, HEADS, width), "k": (batch, length, KEY_HEADS, width)}
-    shapes |= {"v": (batch, length, KEY_HEADS, value_width), "d_out": (batch, length, HEADS, value_width)}
+    shapes = {"q": (batch, length, HEADS, width), "k": (batch, length, key_heads, width)}
+    shapes |= {"v": (batch, length, key_heads, value_width), "d_out": (batch, length, HEADS, value_width)}
     return {n: jnp.asarray(rng.standard_normal(s).astype(jnp.bfloat16)) for n, s in shapes.items()}
 
 
@@ -92,13 +93,26 @@ def everything(attend, arrays, *rest):
         pytest.param("balanced", 2, "packed", (64, 64), {"scheme": GroupCast(0.5)}, marks=pytest.mark.slow),
         pytest.param("striped", 4, "one", (64, 64), {"scheme": GroupCast()}, marks=pytest.mark.slow),
         # All others' keys at once.
-        pytest.param("striped", 4, "packed", (64, 64), {"scheme": AllGather()}, id="gathered-striped"),
-        pytest.param("balanced", 4, "packed", (64, 64), {"scheme": AllGather()}, id="gathered-balanced"),
+        pytest.param("striped", 4, "packed", (64, 64), {"scheme": AllGather(head_groups=2)}, id="gathered-striped"),
         pytest.param(
-            "zigzag", 4, "none", (128, 64), {"scheme": AllGather(), "logits_soft_cap": 3.0}, marks=pytest.mark.slow
+            "balanced", 2, "packed", (64, 64), {"scheme": AllGather(head_groups=4), "keys": 4}, id="gathered-balanced"
+        ),
+        pytest.param("balanced", 4, "packed", (64, 64), {"scheme": AllGather(head_groups=2)}, marks=pytest.mark.slow),
+        pytest.param(
+            "zigzag",
+            4,
+            "none",
+            (128, 64),
+            {"scheme": AllGather(head_groups=2), "logits_soft_cap": 3.0},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            "contiguous", 2, "packed", (64, 64), {"scheme": AllGather(), "causal": False}, marks=pytest.mark.slow
+            "contiguous",
+            2,
+            "packed",
+            (64, 64),
+            {"scheme": AllGather(head_groups=2), "causal": False},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "zigzag",
@@ -120,25 +134,43 @@ def test_a_program_for_hopper_that_is_lowered_elsewhere_merges(taken):
 
 
 @pytest.mark.parametrize(
-    ("width", "groups", "scheme", "taken"),
+    ("tokens", "width", "groups", "scheme", "taken"),
     [
-        (64, 2, AllGather(), True),
-        (64, 1, AllGather(head_groups=1), True),
-        (64, 2, AllGather(head_groups=3), True),  # at most, of those that divide the heads
-        (96, 0, AllGather(), False),  # no tile of columns ends with the keys
-        (64, 0, AllGather(hops="batch"), False),
+        (2**16, 64, 2, AllGather(), True),
+        (2**15, 64, 1, AllGather(), True),  # too few tiles of queries for two launches
+        (2**16, 64, 1, AllGather(head_groups=1), True),
+        (512, 64, 2, AllGather(head_groups=3), True),  # at most, of those that divide the heads
+        (512, 96, 0, AllGather(), False),  # no tile of columns ends with the keys
+        (512, 64, 0, AllGather(hops="batch"), False),
     ],
 )
-def test_which_calls_gather_by_heads(monkeypatch, width, groups, scheme, taken):
+def test_which_calls_gather_by_heads(monkeypatch, tokens, width, groups, scheme, taken):
     calls, of = [], Gathered.of
     monkeypatch.setattr(Gathered, "of", lambda *call: calls.append(of(*call)) or calls[-1])
-    ids = jnp.zeros((1, 512), jnp.int32)
+    ids = jnp.zeros((1, tokens), jnp.int32)
     how = {"mesh": make_mesh(sp=2), "order": Order("striped", 2, 128), "scheme": scheme, "causal": True}
+    query, key = (jax.ShapeDtypeStruct((1, tokens, n, width), jnp.bfloat16) for n in (HEADS, KEY_HEADS))
     with kernels.compile_for(90):
         attend = functools.partial(ring_attention, **how, q_segment_ids=ids, kv_segment_ids=ids)
-        jax.eval_shape(attend, *(floats(512, width, width)[n] for n in "qkv"))
+        jax.eval_shape(attend, query, key, key)
     assert [call is not None for call in calls] == [taken]
     assert not taken or calls[0].groups == groups
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_tiles_of_gathered_keys_are_in_the_order_of_the_text(carried):
+    """So that a query sees a run of them, and a kernel visits no others."""
+    order = Order("striped", 4, 128)
+    at = np.concatenate(order.positions(np.arange(4), 1024))[None]
+    at = np.concatenate([at, at[:, ::-1]]) if carried else at
+    local = SimpleNamespace(
+        mask=MaskInfo(kv_positions=at if carried else None),
+        static=SimpleNamespace(order=order),
+        ranks=4,
+        query=np.zeros((1, 256, 1, 1)),
+    )
+    table = np.asarray(Gathered(local, SimpleNamespace(tile=128), 1).table())
+    assert (np.diff(np.take_along_axis(at[:, ::128], table, 1)) > 0).all() and table.shape == (len(at), 8)
 
 
 def test_gradients_in_bfloat16_travel_so(taken):
@@ -158,8 +190,8 @@ def hold(taken, name, ranks, kind, widths, options, platform):
     order = Order(name, ranks, 128 if name in ("striped", "balanced") else 1)
     length = ranks * (128 if name == "contiguous" else 256)
     ids, options = documents(length, kind), {"causal": True} | options
-    scheme = options.pop("scheme", "ring")
-    arrays = floats(length, *widths, batch=1 if ids is None else len(ids))
+    scheme, key_heads = options.pop("scheme", "ring"), options.pop("keys", KEY_HEADS)
+    arrays = floats(length, *widths, 1 if ids is None else len(ids), key_heads)
     rules = MaskInfo(causal=options["causal"])
     of_ids = {} if ids is None else {"q_segment_ids": ids, "kv_segment_ids": ids}
     wide = {n: x.astype(jnp.float32) for n, x in arrays.items()}

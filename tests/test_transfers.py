@@ -134,12 +134,17 @@ def test_chunks_of_a_group_cast_come_beside_attention(target, mask, gradient):
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [2, 4])
 def test_keys_that_are_gathered_in_groups_of_heads_come_beside_attention(groups):
-    """On GPUs; and the gradients of a group go back beside that of the next. Those of the last are alone, and a middle group
-    has both beside it, of which a GPU has one on its way at a time."""
+    """On GPUs, but the first group; in the backward all others come beside the first, and the gradients of a group go back
+    beside those of the next, but the last ones. Together, the backward has the first keys of the forward."""
     large = transfers(scheduled("h200", "packed", "zigzag", True, AllGather(head_groups=groups)), LARGE)
-    assert {t.kind for t in large} == {"all-gather", "all-to-all"} and len(large) == 3 * groups - 1, large
-    assert sum(not t.beside for t in large) <= groups - 1, large
-    assert max(t.bytes for t in large) == RANKS * KEYS // groups, large
+    ways = {kind: [t for t in large if t.kind == kind] for kind in ("all-gather", "all-to-all")}
+    came, back = ways.values()
+    assert len(came) == groups + 1 and len(back) == groups and len(large) == 2 * groups + 1, large
+    assert [bool(t.beside) for t in came] == [False, *[True] * groups], came
+    assert [bool(t.beside) for t in back] == [*[True] * (groups - 1), False], back
+    each = (RANKS + 1) * KEYS // 2 // groups  # a start of a gather has its keys beside those of all
+    assert [t.bytes for t in came] == [*[each] * groups, each * (groups - 1)], came
+    assert {t.bytes for t in back} == {RANKS * KEYS // groups}, back
 
 
 @pytest.mark.parametrize("target", [*TARGETS])

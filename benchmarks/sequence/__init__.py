@@ -8,7 +8,7 @@ documents: the mean length of documents (lognormal), `one` document, `long_tail`
 one a line; a row is cut from them by the data pipeline, and segment ids go with it. `none`: no segment ids, which no training
 step does. window: keys that a query sees, 0 for all. sinks=1: learned sinks. Tokens and `check` are of a device. Schemes and
 orders: by default all that there are. cp: groups of ranks, over which Ulysses has the scheme `outer`; inside of one, heads are
-split. head_groups: of Ulysses, exchanged one after another. ring_directions: in which keys go round, 1, 2 or auto.
+split. head_groups: exchanged one after another; 1: as the scheme has it. ring_directions: in which keys go round, 1, 2 or auto.
 buffer: of a group-cast, tokens of others that a device has room for, over its own.
 
 Over several devices, beside every way stand three times:

@@ -58,6 +58,7 @@ def scheme_with(name: str, o: dict[str, Any]) -> Scheme:
     ways = o["ring_directions"]
     asked = {"outer": o["outer"], "head_groups": o["head_groups"], "directions": int(ways) if ways.isdigit() else ways}
     asked["buffer"] = o["buffer"]
+    asked |= {"head_groups": None} if o["head_groups"] == 1 else {}  # the scheme's own
     return scheme_of(name, **{n: value for n, value in asked.items() if n in options_of(SCHEMES[name])})
 
 

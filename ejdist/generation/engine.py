@@ -248,7 +248,7 @@ class Engine:
     @property
     def programs(self) -> int:
         """The number of compiled programs: at most two, whatever the requests."""
-        return self._step._cache_size()
+        return self._step._cache_size()  # pyrefly: ignore[missing-attribute]
 
     @property
     def idle(self) -> bool:

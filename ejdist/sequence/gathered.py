@@ -1,9 +1,13 @@
-"""Attention over the keys of all other ranks at once, by kernels that add in place (`in_place.py`).
+"""Attention over the keys of all ranks at once, by kernels that add in place (`in_place.py`).
 
-A ring reads and writes what it has so far at every hop, which for short documents takes as long as attention itself. Here a
-rank attends to its own keys while those of the others come, and then to all of these in one call, whatever their order. They
-come in groups of heads: each beside attention of the group before, and the gradients of a group go back beside that of the next
-one. A group of heads is a part of what a kernel goes over, so that no array of queries is cut.
+A ring reads and writes what it has so far at every hop, which for short documents takes as long as attention itself, and so does
+a rank that attends to its own keys before those of the others come. Here all keys come, a rank's own among them, and each query
+sees its keys in one call, whatever their order. They come in groups of heads, each beside attention of the group before, and of
+the first group alone the transfer is waited for. A group of heads is a part of what a kernel goes over, so that no array of
+queries is cut.
+
+In the backward two transfers are made: of the first group, and of all others beside the first group's gradients. Those of the
+keys of a group go back beside the next group's, of which no more than one transfer runs at a time on a GPU.
 
 Sources: keys gathered by groups of heads as in ring-flash-attention's `llama3_flash_attn_varlen` (Zhu, 2024).
 """
@@ -22,17 +26,19 @@ from ejdist.sequence.local import Local
 from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.dispatch import vary_alike
 from kernels.framework.padding import zeroed
-from kernels.ops.flash_attention import joins
+from kernels.framework.target import MULTIPROCESSORS
+from kernels.ops.flash_attention.hops import joins
 
 Arrays = dict[str, jax.Array]
-_NOWHERE = 2**29  # after every position
+# Tiles of queries that a group of heads has at least for each multiprocessor: with fewer, many wait for the last ones.
+_TILES = 3
 
 
 @dataclass(frozen=True)
 class Gathered:
     """A call whose keys are gathered.
 
-    kernels: those of the hops of a ring. groups: of heads, which are gathered one after another.
+    kernels: those of the hops of a ring. groups: of heads, which are attended to one after another.
     """
 
     local: Local
@@ -40,64 +46,59 @@ class Gathered:
     groups: int
 
     @classmethod
-    def of(cls, local: Local, groups: int) -> Gathered | None:
+    def of(cls, local: Local, groups: int | None) -> Gathered | None:
         """Returns that of a call, in as many groups of heads at most; None where no kernel adds in place, and where the batch
-        says which ranks' keys are needed."""
+        says which ranks' keys are needed. groups: None for as many as leave each enough tiles of queries."""
         kernels = in_place.kernels_of(local) if local.needed is None else None
         sizes = local.sizes
         if kernels is None or sizes["T"] % kernels.tile or not joins(sizes["H"], sizes["Hv"]):
             return None
-        heads = local.keys["key"].shape[2]
-        return cls(local, kernels, max(n for n in range(1, groups + 1) if heads % n == 0))
+        batch, length, heads, _ = local.query.shape
+        if groups is None:
+            groups = max(1, batch * length // kernels.tile * heads // (_TILES * MULTIPROCESSORS))
+        return cls(local, kernels, max(n for n in range(1, groups + 1) if sizes["K"] % n == 0))
 
     def forward(self) -> tuple[jax.Array, jax.Array]:
         """Returns (out, lse); out in the dtype of the queries."""
-        call = self._of(in_place.without_padding(self.local, queries=False))
-        local, table = call.local, call.table()
-        masks = [_in_order(mask, table, self.kernels.tile) for mask in call.masks()]
-        coming = call.gathered(0, call.ids)
-        state = self.kernels.attend(
-            local.query, *_both(local.keys), *in_place.masks_of(local, 0), None, local.query.dtype
-        )
-        # Behind barriers, or the compiler sends a later group, which needs no attention, beside this one.
-        keys, state = jax.lax.optimization_barrier((coming, vary_alike(state, local.query)))
+        call = replace(self, local=in_place.without_padding(self.local, queries=False))
+        query, table, mask = call.local.query, call.table(), call.mask()
+        mask = _in_order(mask, table, self.kernels.tile)
+        keys, made = call.gathered(0, 1, call.ids), None
         for group in range(self.groups):
-            coming = call.gathered(group + 1, keys)
+            coming = call.gathered(group + 1, 1, keys)
             with jax.named_scope("hop"):
-                state = self.kernels.attend(
-                    local.query, keys, None, *masks, state, local.query.dtype, self.heads(group), table
+                made = self.kernels.attend(
+                    query, keys, None, mask, mask, None, query.dtype, self.heads(group), table, into=made
                 )
-            keys, state = jax.lax.optimization_barrier((coming, vary_alike(state, local.query)))
-        return state
+            # Behind a barrier, or the compiler sends a later group, which needs no attention, beside this one.
+            keys, made = jax.lax.optimization_barrier((coming, vary_alike(made, query)))
+        assert made is not None
+        return made
 
     def backward(self, saved: Arrays) -> Arrays:
         """Returns the gradients of the queries and of the rank's own keys, float32."""
         local = in_place.without_padding(self.local, queries=True)
         saved = {n: x if n == "lse" else zeroed(x, local.mask.q_segment_ids) for n, x in saved.items()}
-        call, back = self._of(local), []
-        masks, coming = call.masks(), call.gathered(0, call.ids)
-        sums, *mine = self.kernels.pull(
-            saved, local.query, *_both(local.keys), *in_place.masks_of(local, 0), local.full(local.query.shape)
-        )
-        keys, (sums, mine) = jax.lax.optimization_barrier((coming, vary_alike((sums, mine), local.query)))
+        call, query, each = replace(self, local=local), local.query, local.sizes["K"] // self.groups
+        mask, sums = call.mask(), local.full(query.shape)
+        keys = call.gathered(0, 1, call.ids)
+        # Not before the forward's kernels are through: they are no reason to wait for it.
+        coming = call.gathered(1, self.groups - 1, (keys, saved["lse"]))
         leaving: list[jax.Array] = []
+        back: list[jax.Array] = []
         for group in range(self.groups):
-            coming = call.gathered(group + 1, keys)
             back += map(call.sent_back, leaving)
+            here = max(group - 1, 0) * each, each
             with jax.named_scope("hop"):
-                sums, *leaving = self.kernels.pull(saved, local.query, keys, None, *masks, sums, self.heads(group))
+                sums, *leaving = self.kernels.pull(saved, query, keys, None, mask, mask, sums, self.heads(group), here)
             keys, back, (sums, leaving) = jax.lax.optimization_barrier(
-                (coming, back, vary_alike((sums, leaving), local.query))
+                (keys if group else coming, back, vary_alike((sums, leaving), query))
             )
         back += map(call.sent_back, leaving)
         # Of one rank after another, in float32.
-        others = jnp.concatenate([x.astype(jnp.float32).sum(1) for x in back], 2)
-        parts = jnp.split(others, [local.sizes["H"]], -1)
-        of_keys = {n: x + part for n, x, part in zip(("key", "value"), mine, parts, strict=True)}
-        return {"query": self.kernels.of_query(sums), **of_keys}
-
-    def _of(self, local: Local) -> Gathered:
-        return replace(self, local=local)
+        total = jnp.concatenate([x.astype(jnp.float32).sum(1) for x in back], 2)
+        of_keys = jnp.split(total, [local.sizes["H"]], -1)
+        return {"query": self.kernels.of_query(sums), **dict(zip(("key", "value"), of_keys, strict=True))}
 
     @property
     def ids(self) -> list[jax.Array]:
@@ -109,21 +110,15 @@ class Gathered:
         count = self.local.query.shape[2] // self.groups
         return group * count, count
 
-    def keys(self, group: int) -> jax.Array:
-        """Returns the rank's own keys with their values beside them, of a group of heads."""
-        count = self.local.keys["key"].shape[2] // self.groups
-        parts = [jax.lax.slice_in_dim(x, group * count, (group + 1) * count, axis=2) for x in _both(self.local.keys)]
-        return jnp.concatenate(parts, -1)
-
-    def gathered(self, group: int, before: Any) -> jax.Array | None:
-        """Returns the keys of all ranks with their values beside them, of a group of heads, sent when what is before has come;
-        None after the last group."""
+    def gathered(self, group: int, count: int, before: Any) -> jax.Array | None:
+        """Returns the keys of all ranks with their values beside them, of so many groups of heads, sent when what is before has
+        come; None after the last group."""
         if group == self.groups:
             return None
-        keys = self.keys(group)
-        if before is not None:
-            keys, _ = jax.lax.optimization_barrier((keys, before))
-        return vary_alike(exchange.gather(keys, self.local.axis), self.local.query)
+        keys, each = self.local.keys, self.local.sizes["K"] // self.groups
+        some = [x[:, :, group * each : (group + count) * each] for x in (keys["key"], keys["value"])]
+        joined, _ = jax.lax.optimization_barrier((jnp.concatenate(some, -1), before))
+        return vary_alike(exchange.gather(joined, self.local.axis), self.local.query)
 
     def sent_back(self, grads: jax.Array) -> jax.Array:
         """Returns [B, ranks, T, heads of a group, numbers of a token]: what each rank has of the gradients of this rank's keys
@@ -131,34 +126,20 @@ class Gathered:
         came = exchange.all_to_all(grads, self.local.axis, split=1, join=1)
         return came.reshape(came.shape[0], self.local.ranks, -1, *came.shape[2:])
 
-    def masks(self) -> tuple[MaskInfo, MaskInfo]:
-        """Returns the masks of this rank's queries over the keys of all ranks, in their order, of which its own are left out:
-        what is compared pair by pair, and which tiles meet."""
+    def mask(self) -> MaskInfo:
+        """Returns the mask of this rank's queries over the keys of all ranks, in their order."""
         local = self.local
-        mask = local.mask_of(jnp.arange(local.ranks), local.every, local.every, positions=local.mask.causal)
-        length = local.query.shape[1]
-        of_rank = jnp.arange(local.ranks * length) // length == exchange.rank(local.axis)
-        ids = mask.kv_segment_ids
-        kept = jnp.where(of_rank, -1, jnp.zeros((1, of_rank.shape[0]), jnp.int32) if ids is None else ids)
-        asked = jnp.zeros((1, length), jnp.int32) if ids is None else mask.q_segment_ids
-        of_tiles = mask.replace(q_segment_ids=asked, kv_segment_ids=kept)
-        pairs = (mask if ids is None else of_tiles).replace(causal=False, q_positions=None, kv_positions=None)
-        return vary_alike((pairs, of_tiles), local.query)
+        return local.mask_of(jnp.arange(local.ranks), local.every, local.every, positions=local.mask.causal)
 
     def table(self) -> jax.Array:
         """Returns int32 [B|1, tiles]: where each tile of the keys of all ranks lies, in the order of the text, in which a query
-        sees a run of them; this rank's own are last."""
+        sees a run of them."""
         local, tile = self.local, self.kernels.tile
-        count = local.query.shape[1] // tile
-        if local.mask.kv_positions is not None:  # another order for each row
-            first = local.mask.kv_positions[:, ::tile]
-            of_rank = jnp.arange(first.shape[1]) // count == exchange.rank(local.axis)
-            return jnp.argsort(jnp.where(of_rank, _NOWHERE, first), axis=1).astype(jnp.int32)
-        order = local.static.order
-        first = order.positions(np.arange(local.ranks), local.query.shape[1] * local.ranks)[:, ::tile].reshape(-1)
-        in_text = np.argsort(first)
-        of_ranks = [np.argsort(in_text // count == rank, kind="stable") for rank in range(local.ranks)]
-        return jnp.asarray(in_text[np.stack(of_ranks)], jnp.int32)[exchange.rank(local.axis)][None]
+        first = local.mask.kv_positions  # another order for each row
+        if first is not None:
+            return jnp.argsort(first[:, ::tile], axis=1).astype(jnp.int32)
+        positions = local.static.order.positions(np.arange(local.ranks), local.query.shape[1] * local.ranks)
+        return jnp.asarray(np.argsort(positions[:, ::tile].reshape(-1)), jnp.int32)[None]
 
 
 def pulled_by_hops(local: Local, saved: Arrays) -> tuple[Arrays, Arrays]:
@@ -179,10 +160,6 @@ def pulled_by_hops(local: Local, saved: Arrays) -> tuple[Arrays, Arrays]:
         return query, {n: placed(x, sums[n].astype(x.dtype), start, 1) for n, x in parts.items()}
 
     return trips.over_gathered(local, pull)
-
-
-def _both(keys: Arrays) -> tuple[jax.Array, jax.Array]:
-    return keys["key"], keys["value"]
 
 
 def _in_order(mask: MaskInfo, table: jax.Array, tile: int) -> MaskInfo:

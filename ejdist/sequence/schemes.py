@@ -115,18 +115,20 @@ class AllGather(Scheme):
 
     Where kernels add in place, keys come in groups of heads, see `gathered.py`. Elsewhere, where no mask is compared pair by
     pair, hops run one after another, the first beside the exchange; else one attention takes all keys. `hops` as of a `Ring`: a
-    batch that needs the keys of few ranks gets them hop by hop. head_groups: at most, of those that divide the heads of keys.
+    batch that needs the keys of few ranks gets them hop by hop. head_groups: at most, of those that divide the heads of keys;
+    None: as many as leave each enough tiles of queries to keep a GPU busy.
     """
 
     hops: str = AUTO
-    head_groups: int = 2
+    head_groups: int | None = None
 
     hides = False
     latents = AUTO
 
     def __post_init__(self) -> None:
         check_hops("AllGather: argument 'hops'", self.hops)
-        _check_groups(self.head_groups)
+        if self.head_groups is not None:
+            _check_groups(self.head_groups)
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         if len(local.hops) == 1:  # no rank needs the keys of another, and a ring of one hop sends nothing

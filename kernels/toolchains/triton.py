@@ -269,7 +269,7 @@ def _lower(ctx: Any, *arrays: Any, **how: Any) -> Any:
     pointers = compiled.binary.count(".param ", start, compiled.binary.index("{", start))
     if compiled.global_scratch_size or pointers != len(arrays) + len(fresh) + _ADDED:
         return results  # with scalars or descriptors
-    results[0].owner.erase()
+    results[0].owner.erase()  # pyrefly: ignore[missing-attribute]
     # Results have the numbers among all pointers that XLA is told, ascending, and operands the others. A result that is written
     # over an operand has no pointer of its own: it comes after all that the kernel reads. For what Triton adds, which no kernel
     # here uses, any operand does.

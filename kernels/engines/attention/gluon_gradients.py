@@ -31,11 +31,12 @@ from kernels.engines.attention.gluon_parts import (
     TILE_OF_SUMS,
     ends_of,
     first_head,
+    first_key_head,
     heads_of,
     in_one_segment,
     in_range,
     one_after_the_other,
-    positions_of,
+    positions_in,
     segments_of,
     span_of,
     tanh,
@@ -89,8 +90,9 @@ def _load(d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, s
     mbarrier.expect(kv_full, k_desc.nbytes_per_cta + v_desc.nbytes_per_cta)
     k_block = k_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_H], layout=BLOCK)
     v_block = v_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_V], layout=BLOCK)
-    tma.async_load(k_desc, [b, block * O.BLOCK_K, head // O.SHARES, 0], kv_full, k_block)
-    tma.async_load(v_desc, [b, block * O.BLOCK_K, head // O.SHARES, O.H if O.JOINED else 0], kv_full, v_block)
+    key_head = first_key_head(first_ptr) + head // O.SHARES
+    tma.async_load(k_desc, [b, block * O.BLOCK_K, key_head, 0], kv_full, k_block)
+    tma.async_load(v_desc, [b, block * O.BLOCK_K, key_head, O.H if O.JOINED else 0], kv_full, v_block)
     q_tiles, d_tiles, rows, full, free = ring
     BYTES: gl.constexpr = q_desc.nbytes_per_cta + d_out_desc.nbytes_per_cta + 2 * lse_desc.nbytes_per_cta
     stage, phase = 0, 0
@@ -126,8 +128,8 @@ def _seen(p, m, block, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_pt
     PAIRS: gl.constexpr = p.type.layout
     qi = m * O.BLOCK_Q + gl.arange(0, O.BLOCK_Q, gl.SliceLayout(0, PAIRS))
     kj = block * O.BLOCK_K + gl.arange(0, O.BLOCK_K, gl.SliceLayout(1, PAIRS))
-    q_at = positions_of(q_at_ptr, qi, O.S - O.T, O.T)[None, :]
-    k_at = positions_of(k_at_ptr, kj, 0, O.S)[:, None]
+    q_at = positions_in(q_at_ptr, qi, m * O.BLOCK_Q, O.S - O.T, O.T, O)[None, :]
+    k_at = positions_in(k_at_ptr, kj, block * O.BLOCK_K, 0, O.S, O)[:, None]
     ends = ends_of(ends_ptr, qi[None, :], O)
     p = gl.where(in_range(kj[:, None], q_at, k_at, ends, O), p, 0.0)
     if O.SEGMENTS:
@@ -316,7 +318,7 @@ def warp_specialized_bwd_kernel(
     spans_ptr,  # this and the following but `side_ptr` as in `key_gradient_kernel`
     side_ptr,  # [1]: how many key heads run side by side
     order_ptr,  # int32 [B or 1, blocks of keys] or None: in which order these come
-    first_ptr,  # int32 [1] or None: the first of O.PART query heads, those that have the heads of these keys
+    first_ptr,  # int32 [2] or None: the first of O.PART query heads, and of O.K heads of keys, in their arrays
     q_at_ptr,
     k_at_ptr,
     q_segment_ptr,

@@ -33,7 +33,7 @@ from kernels.engines.attention.gluon_parts import (
     heads_of,
     limits_of,
     list_of,
-    positions_of,
+    positions_in,
     range_of,
     segments_of,
     tile_of,
@@ -240,7 +240,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     if q_segment_ptr is not None:
         q_segment_ptr += b * O.Q_SEGMENT_BATCH
         k_segment_ptr += b * O.K_SEGMENT_BATCH
-    q_at = positions_of(q_at_ptr, qi, O.S - O.T, O.T)
+    q_at = positions_in(q_at_ptr, qi, row, O.S - O.T, O.T, O)
     q_segment = segments_of(q_segment_ptr, qi, O.T)
     ends = ends_of(ends_ptr, qi[:, None], O)
 
@@ -316,7 +316,7 @@ def warp_specialized_fwd_kernel(
     k_segment_ptr,
     ends_ptr,
     sink_ptr,
-    first_ptr,  # int32 [1] or None: the first of O.PART query heads, those that have the heads of these keys
+    first_ptr,  # int32 [2] or None: the first of O.PART query heads, those that have the heads of these keys; and 0
     tiles_ptr,  # int32 [B or 1, blocks of keys] or None: where each of them lies; what describes keys is in their order
     q_rope_desc,  # [B, T, N, Hr] or None: the last tile of columns of queries, if it is an array of its own
     k_rope_desc,  # [B, S, 1, Hr] or None: that of keys, which all heads share

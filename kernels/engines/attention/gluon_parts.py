@@ -25,6 +25,7 @@ in_one_segment = gluon.jit(triton_parts.in_one_segment.fn)
 ends_of = gluon.jit(triton_parts.ends_of.fn)
 _exact_tanh = gluon.jit(triton_parts.tanh.fn)
 positions_of = gluon.jit(triton_parts.positions_of.fn)
+positions_in = gluon.jit(triton_parts.positions_in.fn)
 segments_of = gluon.jit(triton_parts.segments_of.fn)
 tile_of = gluon.jit(triton_parts.tile_of.fn)
 list_of = gluon.jit(triton_parts.list_of.fn)
@@ -55,6 +56,16 @@ def first_head(first_ptr):
         head = 0
     else:
         head = gl.load(first_ptr)
+    return head
+
+
+@gluon.jit
+def first_key_head(first_ptr):
+    """Returns the first head of keys of a launch, in their array."""
+    if first_ptr is None:
+        head = 0
+    else:
+        head = gl.load(first_ptr + 1)
     return head
 
 
@@ -101,8 +112,9 @@ def weights_of(
         s = tanh(s * (O.SCALE / O.CAP), O)
     if masked:
         layout: gl.constexpr = gl.SliceLayout(0, s.type.layout)
-        kj = nth(list_ptr, j) * O.BLOCK_K + gl.arange(0, O.BLOCK_K, layout)
-        k_at = positions_of(k_at_ptr, kj, 0, O.S)[None, :]
+        first = nth(list_ptr, j) * O.BLOCK_K
+        kj = first + gl.arange(0, O.BLOCK_K, layout)
+        k_at = positions_in(k_at_ptr, kj, first, 0, O.S, O)[None, :]
         k_segment = segments_of(k_segment_ptr, kj, O.S)[None, :]
         seen = visible(kj[None, :], q_at[:, None], k_at, q_segment[:, None], k_segment, ends, O)
         s = gl.where(seen, s, float("-inf"))

@@ -102,10 +102,17 @@ class Call(NamedTuple):
             arrays={**self.arrays, "index_ptr": index, "order_ptr": order}, options={**self.options, **lists}
         )
 
-    def of_heads(self, first: int, count: int) -> Call:
-        """Returns the call of so many query heads alone, whose heads of keys its keys are."""
-        arrays = {**self.arrays, "first_ptr": jnp.full(1, first, jnp.int32)}
+    def of_heads(self, first: int, count: int, first_of_keys: int = 0) -> Call:
+        """Returns the call of so many query heads alone, whose heads of keys are as many as those of its keys, from one on."""
+        arrays = {**self.arrays, "first_ptr": jnp.array([first, first_of_keys], jnp.int32)}
         return self._replace(arrays=arrays, options={**self.options, "PART": count})
+
+    def work(self, dtype: Any, matmuls: tuple[int, int]) -> Work:
+        """Returns its work, of its heads alone; `matmuls` as of `work_of`."""
+        o = self.options
+        rows = (o["T"], o["PART"] or o["N"], o["H"]), (o["S"], o["K"], o["H"]), (o["S"], o["K"], o["HV"])
+        query, key, value = (jax.ShapeDtypeStruct((o["B"], *row), dtype) for row in rows)
+        return work_of(query, key, value, self.mask, matmuls)
 
     def with_tiles(self, table: jax.Array) -> Call:
         """Returns the call whose blocks of keys lie where an int32 [B|1, blocks] says; its masks are in their order."""
@@ -233,6 +240,7 @@ def warp_specialized_forward(
     value: jax.Array | None,
     rope: tuple[jax.Array, jax.Array] | None = None,
     sofar: tuple[jax.Array, jax.Array] | None = None,
+    into: tuple[jax.Array, jax.Array] | None = None,
     dtype: Any = None,
     pages: tuple[jax.Array, jax.Array] | None = None,
     rows: tuple[jax.Array, jax.Array] | None = None,
@@ -247,6 +255,7 @@ def warp_specialized_forward(
       pages: (int32 [B, pages of a row], int32 [B] slots of a row that hold a token): keys and values are pages [pages, slots,
         K, width], of a number of slots that `takes_pages` allows.
       sofar: (out, lse) over other keys, with which those of these keys are merged; in the same memory if out has that dtype.
+      into: (out, lse) of which the result has the heads that are not of this call, in the same memory; it reads none of it.
       dtype: of the output, that of the queries or float32.
       rope: (query [B, T, N, Hr], key [B, S, 1, Hr]), the last columns of each head, where `query` and `key` lack them.
         `splits` says when the kernel takes them.
@@ -277,6 +286,9 @@ def warp_specialized_forward(
             aliases |= {"out_ptr": 0, "lse_ptr": 1}
         else:
             rest |= {"sofar_out_ptr": sofar[0], "sofar_lse_ptr": sofar[1]}
+    if into is not None:
+        rest |= {"out_ptr": into[0], "lse_ptr": into[1]}
+        aliases |= {"out_ptr": 0, "lse_ptr": 1}
     shapes = [
         jax.ShapeDtypeStruct((B, T, N, options["HV"]), dtype),
         jax.ShapeDtypeStruct((B, T, N), jnp.float32),

@@ -31,7 +31,7 @@ class Options:
     `TABLE` are the slots of a page, the pages, and those of a row of the table, where keys are in pages.
     `SHARES` is how many of the K heads read the same keys, see `triton_shares.py`. `PART` is how many of the N query heads a
     Hopper kernel has, 0 for all; `JOINED` is whether it finds values beside keys, in the columns after theirs; `TILES_BATCH`
-    is the stride of the places of blocks of keys.
+    is the stride of the places of blocks of keys; `RUNS` is whether positions ascend by one in each block of a Hopper kernel.
     """
 
     B: int
@@ -82,6 +82,7 @@ class Options:
     PART: int = 0
     JOINED: bool = False
     TILES_BATCH: int = 0
+    RUNS: bool = False
 
 
 @triton.jit
@@ -110,6 +111,19 @@ def positions_of(ptr, tokens, SHIFT: tl.constexpr, LENGTH: tl.constexpr):
     """Returns the positions of tokens: from the array, or counted if there is none."""
     if ptr is None:
         positions = tokens + SHIFT
+    else:
+        positions = tl.load(ptr + tokens, mask=tokens < LENGTH, other=0)
+    return positions
+
+
+@triton.jit
+def positions_in(ptr, tokens, first, SHIFT: tl.constexpr, LENGTH: tl.constexpr, O: tl.constexpr):
+    """Returns the positions of the tokens of a block, whose first one is given: with O.RUNS one is loaded for all, so that they
+    take no registers."""
+    if ptr is None:
+        positions = tokens + SHIFT
+    elif O.RUNS:
+        positions = tl.load(ptr + first) - first + tokens
     else:
         positions = tl.load(ptr + tokens, mask=tokens < LENGTH, other=0)
     return positions

@@ -3,7 +3,8 @@ ring, for which a kernel need not leave its results to be merged by passes over 
 
 Two masks describe a hop. One is compared pair by pair. The other hides all that is to be hidden, and decides which tiles
 meet. So tokens that alternate between ranks in runs of whole tiles need no positions in a kernel: of two tiles of different
-ranks all pairs are in causal order, or none.
+ranks all pairs are in causal order, or none. Where the keys of a rank are among those of others, positions are compared, and of
+a tile those of its first tokens are read.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Hops:
     """The hops of one call. Where the program is lowered for another platform than that of the kernels, hops are calls of
     `flash_attention` that are merged.
 
-    tile: runs of tokens are multiples of it where tiles decide what is hidden.
+    tile: runs of tokens are multiples of it where tiles decide what is hidden, or positions are compared.
     """
 
     kernels: ModuleType
@@ -71,6 +72,7 @@ class Hops:
         dtype: Any,
         heads: Heads | None = None,
         table: jax.Array | None = None,
+        into: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (out [B, T, N, Hv], lse [B, T, N] float32) over these keys and those of `sofar`, which is overwritten if its
         out has the dtype of the result's.
@@ -79,27 +81,30 @@ class Hops:
           query, key, value: [B, T, N, H], [B, S, K, H], [B, S, K, Hv]; padding of keys and values is zero. Without a value:
             values beside keys, [B, S, K, H + Hv], see `joins`.
           dtype: of out: float32 where more is to be merged, or that of the queries.
-          heads: the heads of the queries that see these keys; of the others the result is `sofar`. None: all.
+          heads: the heads of the queries that see these keys; None: all.
           table: int32 [B|1, S / tile]: where each tile of keys lies. The masks are of the keys in its order.
+          into: (out, lse) that are overwritten with those of `heads`, and of other heads are the result; None: there it may be
+            anything.
         """
 
-        def merged(query: Any, key: Any, value: Any, mask: Any, of_tiles: Any, sofar: Any, table: Any) -> Any:
+        assert sofar is None or heads is None, "only all heads are merged"
+        shape = *query.shape[:3], key.shape[3] - query.shape[3] if value is None else value.shape[3]
+        result = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:3], jnp.float32)
+
+        def merged(
+            query: Any, key: Any, value: Any, mask: Any, of_tiles: Any, sofar: Any, into: Any, table: Any
+        ) -> Any:
             key, value = _apart(query, key, value)
             key, value = (x if table is None else _laid(x, table, self.tile) for x in (key, value))
             out, lse = op(_of_heads(query, heads), key, value, mask=of_tiles, **dict(self.options))
             if sofar is not None:
-                before = [_of_heads(x, heads) for x in sofar]
-                out, lse = merge(before[0].astype(jnp.float32), before[1], out, lse)
-            if heads is not None:
-                assert sofar is not None
-                out, lse = (_with_heads(x, new, heads) for x, new in zip(sofar, (out, lse), strict=True))
+                out, lse = merge(sofar[0].astype(jnp.float32), sofar[1], out, lse)
+            into = [jnp.zeros(x.shape, x.dtype) for x in result] if into is None else into
+            out, lse = (_with_heads(x, new, heads) for x, new in zip(into, (out, lse), strict=True))
             return out.astype(dtype), lse
 
-        width = key.shape[3] - query.shape[3] if value is None else value.shape[3]
-        shape = *query.shape[:3], width
-        result = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:3], jnp.float32)
         kernel = partial(self.kernels.attend, dtype=dtype, heads=heads)
-        return self._apply(kernel, merged, result, (query, key, value, mask, of_tiles, sofar, table))
+        return self._apply(kernel, merged, result, (query, key, value, mask, of_tiles, sofar, into, table))
 
     def pull(
         self,
@@ -111,6 +116,7 @@ class Hops:
         of_tiles: MaskInfo,
         sums: jax.Array,
         heads: Heads | None = None,
+        of_keys: Heads | None = None,
     ) -> tuple[jax.Array, ...]:
         """Returns (`sums` with the gradient of the queries added, see `of_query`; the gradients of the keys and of the values,
         in one array where these are).
@@ -119,10 +125,11 @@ class Hops:
           saved: d_out, lse and delta, of the softmax over all keys. Padding is zero in it, and in the other arguments.
           sums: float32 [B, T, N, H], zeros at first; it is overwritten.
           heads: as of `attend`.
+          of_keys: the heads of the keys that those see; None: all.
         """
 
         def merged(saved: Any, query: Any, key: Any, value: Any, mask: Any, of_tiles: Any, sums: Any) -> Any:
-            keys = _apart(query, key, value)
+            keys = [_of_heads(x, of_keys) for x in _apart(query, key, value)]
             mine = {n: _of_heads(x, heads) for n, x in saved.items()}
             grads = op.backward(mine, _of_heads(query, heads), *keys, mask=of_tiles, **dict(self.options))
             total = _of_heads(sums, heads) + grads["query"] / self._scale(query)
@@ -130,9 +137,10 @@ class Hops:
             of_keys = (jnp.concatenate(of_keys, -1),) if value is None else of_keys
             return _with_heads(sums, total, heads), *of_keys
 
-        shapes = ((x.shape, x.dtype) for x in (sums, key, value) if x is not None)
-        result = tuple(jax.ShapeDtypeStruct(*s) for s in shapes)
-        kernel = partial(self.kernels.pull, heads=heads)
+        count = key.shape[2] if of_keys is None else of_keys[1]
+        shapes = [(*x.shape[:2], count, x.shape[3]) for x in (key, value) if x is not None]
+        result = jax.ShapeDtypeStruct(sums.shape, sums.dtype), *(jax.ShapeDtypeStruct(s, key.dtype) for s in shapes)
+        kernel = partial(self.kernels.pull, heads=heads, of_keys=of_keys)
         return self._apply(kernel, merged, result, (saved, query, key, value, mask, of_tiles, sums))
 
     def of_query(self, sums: jax.Array) -> jax.Array:

@@ -123,7 +123,7 @@ def warp_specialized_gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (`sums`, float32 like the queries, with the gradient of the queries over their scale added in its place; those of
     the keys and of the values). Where `value` is None and values are beside keys, their gradients are too."""
-    (B, T), (S, K) = query.shape[:2], key.shape[1:3]
+    (B, T), S, K = query.shape[:2], key.shape[1], call.options["K"]
     q_block, k_block = blocks = params.q_blocksize, params.kv_blocksize
     wide, tall = call.options["BLOCK_H"], call.options["BLOCK_V"]
     length = triton.cdiv(T, q_block) * q_block
@@ -145,7 +145,7 @@ def warp_specialized_gradients(
         lse,
         delta,
     )
-    spans = call.known_spans(*blocks)[1]
+    spans, work = call.known_spans(*blocks)[1], call.work(query.dtype, (3, 2))
     call = call.shared(spans, params.shares)
     shares, spans = call.options["SHARES"], jnp.asarray(spans)
 
@@ -168,7 +168,7 @@ def warp_specialized_gradients(
         ),
         aliases={"dq_desc": 2},
         grid=(triton.cdiv(S, k_block) * K * shares * B,),
-        work=work_of(query, key, key if value is None else value, call.mask, (3, 2)),
+        work=work,
         STAGES=params.num_stages,
         **how,
     )

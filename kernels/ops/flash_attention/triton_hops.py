@@ -15,7 +15,6 @@ from kernels.engines.attention.triton_calls import (
     Call,
     prepare,
     warp_specialized_forward,
-    work_of,
 )
 from kernels.framework.config import KernelConfig
 from kernels.framework.execute import Saved
@@ -48,15 +47,17 @@ def _prepared(
     options: dict[str, Any],
     cfg: KernelConfig,
     heads: Heads | None,
+    of_keys: Heads | None = None,
 ) -> Call:
     scale, cap = options["softmax_scale"], options["logits_soft_cap"]
-    joined = value is None
-    if joined:
-        width = query.shape[3]
-        key, value = (jax.ShapeDtypeStruct((*key.shape[:3], n), key.dtype) for n in (width, key.shape[3] - width))
+    joined, width = value is None, query.shape[3]
+    first, count = (0, key.shape[2]) if of_keys is None else of_keys
+    widths = (width, key.shape[3] - width) if value is None else (width, value.shape[3])
+    key, value = (jax.ShapeDtypeStruct((*key.shape[:2], count, n), key.dtype) for n in widths)
     call = prepare(query, key, value, mask, None, None, None, scale, cap, 0.0, cfg)
-    call = call._replace(of_tiles=of_tiles.resolved(), options={**call.options, "JOINED": joined})
-    return call if heads is None else call.of_heads(*heads)
+    more = {"JOINED": joined, "RUNS": mask.q_positions is not None}
+    call = call._replace(of_tiles=of_tiles.resolved(), options={**call.options, **more})
+    return call if heads is None else call.of_heads(*heads, first)
 
 
 def _longest_first(call: Call, spans: jax.Array) -> Call:
@@ -74,6 +75,7 @@ def attend(
     mask: MaskInfo,
     of_tiles: MaskInfo,
     sofar: tuple[jax.Array, jax.Array] | None,
+    into: tuple[jax.Array, jax.Array] | None,
     table: jax.Array | None,
     dtype: Any,
     options: dict[str, Any],
@@ -86,9 +88,10 @@ def attend(
     call = _longest_first(call, call.spans(TILE, cfg.fwd_params.kv_blocksize or TILE)[0])
     how = {
         "sofar": sofar,
+        "into": into,
         "dtype": dtype,
         "sink_ptr": None,
-        "work": work_of(query, key, key if value is None else value, mask, (1, 1)),
+        "work": call.work(query.dtype, (1, 1)),
     }
     return warp_specialized_forward(call, cfg.fwd_params, query, key, value, **how)
 
@@ -104,9 +107,10 @@ def pull(
     options: dict[str, Any],
     cfg: KernelConfig,
     heads: Heads | None = None,
+    of_keys: Heads | None = None,
 ) -> tuple[jax.Array, ...]:
     """As `Hops.pull`."""
-    call = _prepared(query, key, value, mask, of_tiles, options, cfg, heads)
+    call = _prepared(query, key, value, mask, of_tiles, options, cfg, heads, of_keys)
     call = _longest_first(call, call.spans(cfg.bwd_params.q_blocksize or TILE, cfg.bwd_params.kv_blocksize or TILE)[1])
     grads = warp_specialized_gradients(call, Saved(saved), query, key, value, cfg.bwd_params, sums)
     return grads[:2] if value is None else grads
