@@ -126,7 +126,8 @@ def test_losses_are_the_same_on_every_mesh():
             rows.append([float(metrics[name]) for name in ("loss", "mtp_loss", "grad_norm")])
         ends.setdefault(bool(of_model), []).append(rows)
         if of_model:
-            assert float(jnp.abs(state.buffers["mtp_experts"]["bias"]).max()) == pytest.approx(0.03, rel=0.5)
+            moved = float(jnp.abs(state.buffers["mtp_experts"]["bias"]).max())  # by 0.01 a step, up or down
+            assert 0.005 < moved < 0.035
     for alike in ends.values():
         for other in alike[1:]:
             np.testing.assert_allclose(alike[0], other, rtol=2e-4)
