@@ -1,6 +1,6 @@
 """Attention over the keys of all ranks at once, by kernels that add in place (`in_place.py`).
 
-A ring reads and writes what it has so far at every hop, which for short documents takes as long as attention itself, and so does
+A ring reads and writes what it has so far at every hop, which for short documents takes as long as attention itself; so does
 a rank that attends to its own keys before those of the others come. Here all keys come, a rank's own among them, and each query
 sees its keys in one call, whatever their order. They come in groups of heads, each beside attention of the group before, and of
 the first group alone the transfer is waited for. A group of heads is a part of what a kernel goes over, so that no array of
