@@ -14,12 +14,12 @@ ENOUGH = 1.002  # the busiest rank over the mean, at which no more chunks are ex
 _TRIES = 8  # exchanges for each rank, at most
 
 
-def dealt(weights: np.ndarray, begins: np.ndarray, ranks: int) -> np.ndarray:
+def assigned(weights: np.ndarray, ranks: int) -> np.ndarray:
     """Returns int64 [ranks, chunks / ranks]: the chunks of each rank, ascending, one of each round. A pure function of the
     weights, so that any number of hosts deals alike.
 
     Args:
-      weights: float [chunks], the attention of the queries of each. begins: of documents, which are not asked here.
+      weights: float [chunks], the attention of the queries of each.
     """
     rounds = weights.reshape(-1, ranks)
     load, number = np.zeros(ranks), np.empty(rounds.shape, np.int64)  # [round, rank] -> which chunk of the round
@@ -47,3 +47,16 @@ def _exchange(rounds: np.ndarray, load: np.ndarray, number: np.ndarray) -> None:
         number[best, [most, least]] = number[best, [least, most]]
         load[most] -= less[best]
         load[least] += less[best]
+
+
+def text_indices(seen: np.ndarray, ranks: int, chunk: int) -> np.ndarray:
+    """Returns int32 [..., T]: which token of the row lies at each place, of ranks one after another.
+
+    Args:
+      seen: [..., T], the attention of each token, in the order of the text.
+    """
+    rows, inside = seen.reshape(-1, seen.shape[-1]), np.arange(chunk, dtype=np.int32)
+    weights, found = rows.reshape(len(rows), -1, chunk).sum(-1, dtype=np.float64), np.empty(rows.shape, np.int32)
+    for i, row in enumerate(weights):
+        found[i] = (assigned(row, ranks).reshape(-1, 1) * chunk + inside).reshape(-1)
+    return found.reshape(seen.shape)

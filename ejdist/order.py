@@ -14,25 +14,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejdist import balance, by_document
-from ejdist.chunks import Deal, text_indices
+from ejdist.balance import text_indices
 from ejdist.costs import Undeclared
 
-NAMES = ("contiguous", "zigzag", "striped", "balanced", "by_document")
+NAMES = ("contiguous", "zigzag", "striped", "balanced")
 
 
 # Whether causal attention joins whole parts of the tokens of two ranks (`Order.joined`), so that no position is compared.
-JOINS_PARTS = {"contiguous": True, "zigzag": True, "striped": False, "balanced": False, "by_document": False}
+JOINS_PARTS = {"contiguous": True, "zigzag": True, "striped": False, "balanced": False}
 # Whether each run of a rank's tokens is followed by one of the next rank, around: what lies before a token in the text is on
 # the ranks before its own.
-GOES_ON = {"contiguous": True, "zigzag": False, "striped": True, "balanced": False, "by_document": False}
+GOES_ON = {"contiguous": True, "zigzag": False, "striped": True, "balanced": False}
 # Whether the text of a rank is one run, so that packed documents reach few other ranks.
 _ONE_RUN = ("contiguous",)
 # The orders that deal out runs of `Order.stripe` tokens.
-STRIPES = ("striped", "balanced", "by_document")
-# The orders that are another one for each row, which the batch carries as data, and how each deals out chunks.
-_DEALS: dict[str, Deal] = {"balanced": balance.dealt, "by_document": by_document.dealt}
-CARRIED = tuple(_DEALS)
+STRIPES = ("striped", "balanced")
+# The orders that are another one for each row, which the batch carries as data.
+CARRIED = ("balanced",)
 # A recipe's word for the order that its data asks for.
 AUTO = "auto"
 # Tokens of the longest tile of attention's kernels, by platform. A stripe is as long where nobody says how long: a tile of
@@ -52,8 +50,7 @@ class Order:
     contiguous: rank r has the r-th part. zigzag: of 2 * shards parts, rank r has part r and part 2 * shards - 1 - r, so
     that causal work of one document is even. striped: rank r has every token t with (t // stripe) % shards == r, so that
     packed documents are nearly even too. balanced: every rank has as many chunks of `stripe` tokens, chosen by the attention of
-    each, so that any documents are even, at every hop of a ring too. by_document: as many chunks too, chosen so that few
-    documents are cut and any are even in sum. The choice of these two is another one for each row, see `carried`.
+    each, so that any documents are even: another choice for each row, see `carried`.
     """
 
     name: str
@@ -210,7 +207,7 @@ class Order:
         if not self.carried:
             return np.broadcast_to(self.indices(length), seen.shape)
         self.check(length)
-        return text_indices(seen, self.shards, self.stripe, _DEALS[self.name])
+        return text_indices(seen, self.shards, self.stripe)
 
     def permute(self, x: Any, axis: int = 1, index: Any = None) -> Any:
         """Returns x with its sequence dim in this order. x may be a NumPy or JAX array.

@@ -13,12 +13,20 @@ import jax
 import jax.numpy as jnp
 
 from ejdist.frozen import Frozen, adapter_dims
-from ejdist.layout import constrain, gather
+from ejdist.layout import axes_in, constrain, current_layout, gather, on_mesh, spec
+from ejdist.mapped import map_shards
+from ejdist.mesh import mesh_here
+from ejdist.precision import Narrow, check_device, narrow_product
 from kernels.framework.dims import VOCABULARY
 
 
 def project(
-    x: jax.Array, weight: jax.Array | Frozen, subscripts: str, *, bias: jax.Array | None = None, mesh: Any = None
+    x: jax.Array,
+    weight: jax.Array | Frozen | Narrow,
+    subscripts: str,
+    *,
+    bias: jax.Array | None = None,
+    mesh: Any = None,
 ) -> jax.Array:
     """Returns the product of x with a parameter, plus the bias, as the layout places activations of its dims.
 
@@ -26,6 +34,7 @@ def project(
       x: activations.
       weight: a parameter, as the layout stores parameters; it is gathered here, and its gradient is scattered back. A `Frozen`
         one has no gradient and is gathered as it is stored, int8 as int8; its adapter is gathered and trained like a parameter.
+        The product with a `Narrow` one, and both gradients, are in 8 bits.
       subscripts: of `jnp.einsum`, "btd,dnh->btnh"; each letter is the dim of that name in capitals, and says where the three
         arrays lie.
       bias: a parameter of the dims of the result that the weight has, in their order; stored like the weight.
@@ -54,6 +63,8 @@ def project(
         product = _frozen(x, weight, subscripts, mesh)
         if weight.a is not None:
             product = product + _adapter(x, weight, subscripts, mesh)
+    elif isinstance(weight, Narrow):
+        product = _narrow(x, weight, subscripts, mesh)
     else:
         product = _einsum(subscripts, x, gather(weight, " ".join(dims_weight), mesh))
     product = constrain(product, " ".join(dims_out), mesh)
@@ -71,6 +82,31 @@ def project(
 def _einsum(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(subscripts, x, weight, precision=precision)
+
+
+def _narrow(x: jax.Array, weight: Narrow, subscripts: str, mesh: Any) -> jax.Array:
+    """Returns the product in 8 bits. Each device quantises the parts that it multiplies, by scales of its own."""
+    dims = dims_x, dims_weight, dims_out = parsed(subscripts)
+    if isinstance(mesh, jax.sharding.Mesh):
+        check_device(weight.precision, mesh.devices.flat[0])
+    values = gather(weight.values, " ".join(dims_weight), mesh)
+    if {*dims_x} & {*dims_weight} & {*dims_out}:  # a batch of products, not one
+        return _einsum(subscripts, x, values)
+    mesh = mesh_here(mesh)
+    if mesh is None or mesh.size == 1:
+        return narrow_product(dims, x, values, weight.precision)
+    axes, sizes = (
+        on_mesh(current_layout().activations, mesh),
+        dict(zip(dims_x, x.shape)) | dict(zip(dims_weight, values.shape)),
+    )
+    specs = [spec(d, axes, shape=[sizes[n] for n in d], mesh=mesh, what="activation") for d in dims]
+    split = tuple(a for d in dims_weight if d in dims_x for a in axes_in(spec([d], axes, shape=[sizes[d]], mesh=mesh)))
+
+    def on_shard(x: jax.Array, values: jax.Array) -> jax.Array:
+        product = narrow_product(dims, x, values, weight.precision)
+        return jax.lax.psum(product, split) if split else product
+
+    return map_shards(on_shard, mesh, tuple(specs[:2]), specs[2])(x, values)
 
 
 def _frozen(x: jax.Array, weight: Frozen, subscripts: str, mesh: Any) -> jax.Array:

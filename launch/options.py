@@ -172,7 +172,7 @@ def help_of(kind: type) -> str:
     return "\n".join(lines)
 
 
-def file_of(key: str, given: str, suffix: str = "") -> Path:
+def file_of(key: str, value: str, suffix: str = "") -> Path:
     """Checks and returns the path of a file that a command will write, before the computation.
 
     Raises:
@@ -180,13 +180,13 @@ def file_of(key: str, given: str, suffix: str = "") -> Path:
     """
     from ejdist.paths import check_folder
 
-    check_folder(key, given)
-    path = Path(given).expanduser()
+    check_folder(key, value)
+    path = Path(value).expanduser()
     folder = path.absolute().parent
     if path.suffix != (suffix or path.suffix) or path.is_dir() or not folder.is_dir():
-        raise ValueError(f"{key} = {given!r} must be a file {suffix} in an existing folder".replace("  ", " "))
+        raise ValueError(f"{key} = {value!r} must be a file {suffix} in an existing folder".replace("  ", " "))
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{key} = {given!r}: {folder} cannot be written; name another folder, or fix its permissions")
+        raise ValueError(f"{key} = {value!r}: {folder} cannot be written; name another folder, or fix its permissions")
     return path
 
 

@@ -132,7 +132,7 @@ def plan(args: Args) -> dict[str, Any]:
     target = target_of(args.topology, args.devices, args.device, args.per_host, args.slices)
     measured = read(args.bandwidth, target.chip, target.per_host) if args.bandwidth is not None else None
     documents = documents_of(args.documents)
-    sections, given = compose(args.recipe), given_keys(args.recipe)
+    sections, pinned = compose(args.recipe), given_keys(args.recipe)
     validate(sections)
     target.check()
     report: dict[str, Any] = {
@@ -143,9 +143,9 @@ def plan(args: Args) -> dict[str, Any]:
     }
     compiler = Compiler(target)
     if not sections.curriculum:
-        report |= plan_of(args, sections, given, target, measured, compiler, documents)
+        report |= plan_of(args, sections, pinned, target, measured, compiler, documents)
     else:
-        stages = curriculum.stages(sections, given, any(is_curriculum(word) for word in args.recipe))
+        stages = curriculum.stages(sections, pinned, any(is_curriculum(word) for word in args.recipe))
         results: list[dict[str, Any]] = []
         for stage, keys in stages:
             _print_progress(stage.describe())
@@ -163,32 +163,32 @@ def plan(args: Args) -> dict[str, Any]:
 
 
 def plan_of(
-    args: Args, sections: Any, given: set[str], target: Any, measured: Any, compiler: Compiler, documents: Any
+    args: Args, sections: Any, pinned: set[str], target: Any, measured: Any, compiler: Compiler, documents: Any
 ) -> dict[str, Any]:
     """Returns the results for one recipe or stage. Raises as `plan`.
 
     Args:
-      given: keys of the search that stay as the recipe has them.
+      pinned: keys of the search that stay as the recipe has them.
     """
     from ejdist.planning.candidates import SEARCHED
     from ejdist.planning.ranking import why_later
     from ejdist.planning.search import Predictor, as_given, nearest, overrides_text, search
 
-    wide, notes = searches(args, sections, given, target.count), len(compiler.notes)
+    wide, notes = searches(args, sections, pinned, target.count), len(compiler.notes)
     predictor = Predictor(sections, target, measured, documents)
     report: dict[str, Any] = {"searched": wide, "documents": documents.words}
     unsaved = None
     if wide:
         outcome = search(
-            sections, target, given, compiler if args.finalists else None,
+            sections, target, pinned, compiler if args.finalists else None,
             finalists=args.finalists, measured=measured, documents=documents, log=_print_progress,
         )  # fmt: skip
         best, compiled, refused, unsaved = outcome.best, outcome.compiled, outcome.refused, outcome.unsaved
-        report |= {"looked_at": outcome.looked_at, "given": sorted(given)}
-        report["refused"] = [{"overrides": overrides_text(p.candidate, given), "why": why} for p, why in refused]
+        report |= {"looked_at": outcome.looked_at, "given": sorted(pinned)}
+        report["refused"] = [{"overrides": overrides_text(p.candidate, pinned), "why": why} for p, why in refused]
         shown = best or (refused[0][0] if refused else outcome.smallest)
         report["others"] = [
-            summary(p, given) | {"why_later": "" if shown is None else why_later(shown, p)} for p in outcome.others
+            summary(p, pinned) | {"why_later": "" if shown is None else why_later(shown, p)} for p in outcome.others
         ]
     else:
         shown = predictor.checked(as_given(predictor))
@@ -197,10 +197,10 @@ def plan_of(
         best = shown if not refused and expected <= target.chip.memory else None
         report["refused"] = [{"overrides": "", "why": refused}] if refused else []
     assert shown is not None
-    report |= {"fits": best is not None, "plan": summary(shown, given if wide else set())}
+    report |= {"fits": best is not None, "plan": summary(shown, pinned if wide else set())}
     sources = {axis: predictor.links.source(axis, shown.candidate.sizes) for axis in shown.time.sent}
     report["links"] = {axis: {"measured": s.measured, "speed": s.words} for axis, s in sources.items()}
-    report["overrides"] = overrides_text(shown.candidate, given) if wide else ""
+    report["overrides"] = overrides_text(shown.candidate, pinned) if wide else ""
     chip = target.chip
     report |= {"compiled": compiled is not None, **(asdict(compiled) if compiled else {})}
     report["host_compiled"] = report.pop("host", 0)
@@ -212,9 +212,10 @@ def plan_of(
     if unsaved is not None:
         report["notes"].insert(0, saved(shown, unsaved))
     if best is None:
-        keys, start_from = (given, sections) if wide else (set(SEARCHED), shown.candidate.applied(sections))
+        keys, start_from = (pinned, sections) if wide else (set(SEARCHED), shown.candidate.applied(sections))
         report["nearest"] = [
-            summary(p, given) | {"changed": what, "overrides": " ".join(f"{key}={value}" for key, value in new.items())}
+            summary(p, pinned)
+            | {"changed": what, "overrides": " ".join(f"{key}={value}" for key, value in new.items())}
             for what, p, new in nearest(start_from, target, keys, measured, documents)
         ]
     return report

@@ -154,7 +154,7 @@ _MEANT = {
         "activation_checkpointing activation_checkpoint gradient_checkpointing recompute recompute_granularity "
         "recompute_activations remat_policy checkpoint_activations selective_ac_option ac_mode"
     ),
-    "model.mtp.depth": "mtp_num_layers num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_num_modules",
+    "model.mtp.modules": "mtp_num_layers num_nextn_predict_layers num_mtp_layers num_mtp_modules mtp_num_modules",
     "model.mtp.weight": "mtp_loss_scaling_factor mtp_loss_weight mtp_lambda",
     "model.num_layers": "layers n_layers n_layer num_hidden_layers num_decoder_layers base_num_decoder_layers depth",
     "model.model_dim": "dim d_model hidden_size hidden_dim emb_dim base_emb_dim n_embd embed_dim width",

@@ -25,6 +25,8 @@ from ejdist.order import Order
 from ejdist.sections import validate
 from ejdist.training.placing import permuted, place_batch
 from ejdist.training.program import make_program
+from ejdist.training.resume import fingerprint
+from ejdist.training.runs import section_of
 from ejdist.training.start import open_source
 from ejdist.weights.families import family_of, read_config
 from ejdist.weights.files import WeightsError
@@ -35,14 +37,16 @@ ONE = AheadShape(1, 0.25)
 
 
 def batch_of(vocab, rows=2, length=12, seed=0):
-    """Returns rows of two documents and padding; one target is not trained."""
+    """Returns rows of two documents and padding, the last of one document to its end; one target is not trained."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocab, (rows, length))
     ids = np.array([[0] * 5 + [1] * (length - 7) + [-1] * 2] * rows)
+    ids[-1] = 0
     targets = np.where((ids == np.roll(ids, -1, 1)) & (ids >= 0), np.roll(tokens, -1, 1), -1)
     targets[:, -1] = -1
     targets[0, 2] = -1
     positions = np.array([[*range(5), *range(length - 7), 0, 0]] * rows)
+    positions[-1] = np.arange(length)
     batch = {"tokens": tokens, "targets": targets, "segment_ids": ids, "positions": positions}
     return {name: x.astype(np.int32) for name, x in batch.items()}
 
@@ -54,7 +58,7 @@ def test_the_loss_and_its_gradient_are_those_of_numpy(tmp_path):
     model, batch = c.build(), batch_of(c.vocab_size)
     params, buffers = (initialise(tree, jax.random.key(0)) for tree in (model.declared, model.buffers))
     params = jax.tree.map(lambda x: x * 8 if x.ndim > 1 else x, params)  # no loss of a uniform guess
-    buffers["mtp_experts"]["bias"] = 0.1 * jax.random.normal(jax.random.key(1), buffers["mtp_experts"]["bias"].shape)
+    buffers["mtp_experts"]["bias"] = jax.random.normal(jax.random.key(1), buffers["mtp_experts"]["bias"].shape)
     ops, context = bind_ops(None), StepContext(buffers=buffers)
 
     @jax.jit
@@ -103,7 +107,7 @@ def test_what_follows_is_read_from_the_text(order):
 
 @pytest.mark.slow  # five programs, a minute and a half
 def test_losses_are_the_same_on_every_mesh():
-    keys = [*TINY, "model.mtp.depth=1", "optimizer.learning_rate=1e-2", "optimizer.warmup_steps=0"]
+    keys = [*TINY, "model.mtp.modules=1", "optimizer.learning_rate=1e-2", "optimizer.warmup_steps=0"]
     experts = ["model=moe_nano", "model.num_layers=2", "model.model_dim=32", "model.experts.ffn_dim=48"]
     experts += ["model.experts.score=sigmoid", "model.experts.bias_rate=0.01"]
     meshes = (("mesh.sp=1", "zigzag"), ("mesh.sp=2", "zigzag"), ("mesh.sp=2", "striped"), ("mesh.sp=2", "balanced"))
@@ -122,7 +126,8 @@ def test_losses_are_the_same_on_every_mesh():
             rows.append([float(metrics[name]) for name in ("loss", "mtp_loss", "grad_norm")])
         ends.setdefault(bool(of_model), []).append(rows)
         if of_model:
-            assert float(jnp.abs(state.buffers["mtp_experts"]["bias"]).max()) == pytest.approx(0.03, rel=0.5)
+            moved = float(jnp.abs(state.buffers["mtp_experts"]["bias"]).max())  # by 0.01 a step, up or down
+            assert 0.005 < moved < 0.035
     for alike in ends.values():
         for other in alike[1:]:
             np.testing.assert_allclose(alike[0], other, rtol=2e-4)
@@ -169,7 +174,7 @@ def test_the_module_is_read_and_written_as_deepseek_has_it(tmp_path):
         made(tmp_path / name, name)
         other = dataclasses.replace(read_config(tmp_path / name)[1], mtp=model.mtp)
         with pytest.raises(
-            WeightsError, match=r"has no layer of multi-token prediction that is read: give model.mtp.dep"
+            WeightsError, match=r"has no layer of multi-token prediction that is read: give model.mtp.mod"
         ):
             open_source(str(tmp_path / name), other)
 
@@ -179,14 +184,16 @@ def test_what_it_cannot_do_is_refused_in_a_sentence():
         with pytest.raises(ValueError, match=match):
             validate(compose([*TINY, *words]))
 
-    refused(r"model.mtp.depth = 2 must be 0 or 1", "model.mtp.depth=2")
-    refused(r"model.mtp.weight must be positive, got 0", "model.mtp.depth=1", "model.mtp.weight=0")
-    refused(r"model.mtp.weight = 0.1 is of the module of model.mtp.depth=1", "model.mtp.weight=0.1")
-    refused(r"the cross entropy of the next token: leave lora.rank out", "model.mtp.depth=1", "lora.rank=2")
-    refused(r"adds a layer of the kind of the last, 'lightning\+mlp', which must attend", "model.mtp.depth=1",
+    refused(r"model.mtp.modules = 2 must be 0 or 1", "model.mtp.modules=2")
+    refused(r"model.mtp.weight must be positive, got 0", "model.mtp.modules=1", "model.mtp.weight=0")
+    refused(r"model.mtp.weight = 0.1 is of the module of model.mtp.modules=1", "model.mtp.weight=0.1")
+    refused(r"the cross entropy of the next token: leave lora.rank out", "model.mtp.modules=1", "lora.rank=2")
+    refused(r"adds a layer of the kind of the last, 'lightning\+mlp', which must attend", "model.mtp.modules=1",
             "model.layer_pattern=[lightning+mlp]", "model.lightning.num_heads=2", "model.qk_norm=false")  # fmt: skip
-    with pytest.raises(WeightsError, match=r"cannot say model.mtp.depth = 1"):
-        family_of(compose([*TINY, "model.mtp.depth=1"]).model)
+    with pytest.raises(WeightsError, match=r"cannot say model.mtp.modules = 1"):
+        family_of(compose([*TINY, "model.mtp.modules=1"]).model)
+    recipe = compose([*TINY, "model.mtp.modules=1", "model.mtp.weight=0.1"])
+    assert section_of(fingerprint(recipe), "run") == recipe.model, "evaluation and export read it from a checkpoint"
     c, plain = (DecoderConfig(mtp=mtp) for mtp in (ONE, AheadShape()))
     assert counted_parts(c) - counted_parts(plain) == dict.fromkeys(counted_parts(plain), 1), "plans count its layer"
     D = c.model_dim

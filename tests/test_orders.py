@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from small_run import TINY
 
 import ejdist
-from ejdist import Order, Unsupported, balance, bind_ops, by_document, make_mesh, ring_attention, set_layout
-from ejdist.chunks import begins, text_indices
+from ejdist import Order, Unsupported, bind_ops, make_mesh, ring_attention, set_layout
+from ejdist.balance import assigned, text_indices
 from ejdist.documents import Documents, busiest, documents_of, places
 from ejdist.models.attention import Attention
 from ejdist.models.model import CAUSAL, Flops
@@ -108,17 +108,16 @@ def test_lengths_from_a_file(tmp_path):
 # -- chunks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("deal", [balance.dealt, by_document.dealt], ids=["balanced", "by_document"])
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_chunks_are_dealt_out_whole(deal, data):
-    """To each rank as many, in the order of the text."""
+def test_chunks_are_dealt_out_whole(data):
+    """To each rank as many, in the order of the text; and no rank has more than the others by more than a chunk's attention."""
     ranks, each, chunk = (data.draw(st.integers(1, most)) for most in (6, 6, 4))
     length = ranks * each * chunk
     cuts = data.draw(st.lists(st.integers(0, length), max_size=6))
     ids = np.searchsorted(np.sort(cuts), np.arange(length), side="right")
     seen = places(ids) + 1
-    at = text_indices(seen, ranks, chunk, deal).reshape(ranks, each, chunk)
+    at = text_indices(seen, ranks, chunk).reshape(ranks, each, chunk)
     assert sorted(at.ravel().tolist()) == list(range(length))
     assert (np.diff(at.reshape(ranks, -1), axis=1) > 0).all()
     assert (at[..., 0] % chunk == 0).all() and (np.diff(at, axis=-1) == 1).all()
@@ -126,57 +125,15 @@ def test_chunks_are_dealt_out_whole(deal, data):
 
 def test_chunks_are_dealt_out_in_rounds():
     """One of each round to each rank: the largest to the rank that has least, the rounds that differ most first."""
-    dealt = balance.dealt(np.array([1.0, 2, 9, 1, 6, 4]), np.zeros(6, bool), 2)
+    dealt = assigned(np.array([1.0, 2, 9, 1, 6, 4]), 2)
     assert dealt.tolist() == [[1, 2, 5], [0, 3, 4]] or dealt.tolist() == [[0, 2, 5], [1, 3, 4]]
     assert (dealt // 2 == np.arange(3)).all()
-    assert balance.dealt(np.ones(8), np.zeros(8, bool), 4).tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert assigned(np.ones(8), 4).tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
     rng = np.random.default_rng(0)
     for ranks in (2, 8, 64):
         weights = rng.pareto(1.5, 32 * ranks).clip(0, 30)
-        load = weights[balance.dealt(weights, weights < 0, ranks)].sum(1)
+        load = weights[assigned(weights, ranks)].sum(1)
         assert load.max() <= 1.02 * load.mean() and load.max() < weights.reshape(-1, ranks).sum(0).max()
-
-
-def test_documents_begin_where_a_token_sees_fewer_keys():
-    """A chunk is of the document that has its middle."""
-    seen = np.concatenate([np.arange(1, n + 1) for n in (7, 1, 4, 12)])
-    assert begins(seen, 4).tolist() == [True, False, True, True, False, False]
-    assert begins(np.minimum(seen, 3), 4).tolist() == [True, False, True, True, False, False]  # a window
-    assert begins(np.zeros(8), 4).tolist() == [True, False]  # padding
-
-
-def test_few_documents_are_cut():
-    """Documents that can lie whole do; what is cut is even in tokens and in attention."""
-    ids = ids_of(8, 4, 4, 8, 4, 4, length=32)
-    at = text_indices(places(ids) + 1, 2, 2, by_document.dealt).reshape(2, 16)
-    assert [sorted(np.unique(ids[row], return_counts=True)[1]) for row in at] == [[4, 4, 8], [4, 4, 8]]
-    one = text_indices(np.arange(32) + 1, 2, 2, by_document.dealt).reshape(2, 16)
-    assert [(row + 1).sum() for row in one] == [264, 264]
-    weights = np.concatenate([np.arange(1.0, n + 1) for n in (4, 4, 4, 4)])
-    three = by_document.dealt(weights, np.arange(16) % 4 == 0, 4)  # as many as ranks: none is cut
-    assert np.sort(three, 0).tolist() == np.arange(16).reshape(4, 4).tolist()
-
-
-@pytest.mark.parametrize("documents", [PACKED, TAIL, MIXED], ids=lambda d: d.words)
-@pytest.mark.parametrize("ranks", [4, 8, 32])
-def test_documents_together_need_few_keys_of_other_ranks(documents, ranks):
-    """And ranks are as even in sum as by any other order. Half of the tokens of `mixed` are in documents of 40,000, longer than
-    a rank, which have to be cut."""
-    (row, *_), length = documents.rows(16384 * ranks), 16384 * ranks
-    need = {}
-    for name in ("balanced", "by_document"):
-        order = order_for(name, ranks, length)
-        at = order.text_indices(row + 1).reshape(ranks, -1)
-        pairs = (row + 1)[at].sum(1)
-        need[name] = 0
-        for own in at:
-            keys = np.zeros(length + 1, np.int64)
-            np.add.at(keys, own - row[own], 1)
-            np.add.at(keys, own + 1, -1)
-            need[name] += (np.cumsum(keys)[:-1] > 0).sum() - own.size
-        if name == "by_document":
-            assert pairs.max() <= 1.02 * pairs.mean()
-    assert need["by_document"] <= (0.85 if documents is MIXED else 0.65) * need["balanced"]
 
 
 def test_ranks_are_even_at_every_hop():
@@ -496,7 +453,7 @@ def test_auto_without_data_is_even_for_one_document():
     assert order_for(AUTO, 4, 64) == Order("zigzag", 4) and order_for(AUTO, 4, 68) == Order("contiguous", 4)
     assert _program("auto").order == Order("zigzag", 4)
     with pytest.raises(
-        ValueError, match=re.escape("sequence.stripe = 4 is for sequence.order striped, balanced, by_document or auto")
+        ValueError, match=re.escape("sequence.stripe = 4 is for sequence.order striped, balanced or auto")
     ):
         SequenceSection(order="zigzag", stripe=4).validate()
     with pytest.raises(ValueError, match=re.escape("sequence.stripe must be at least 1")):

@@ -262,7 +262,8 @@ def test_what_an_optimizer_cannot_do_is_refused_by_name():
         dataclasses.replace(signs.optimizer, offload="host").validate()
     assert not {MOMENTS, OFFLOAD} & {key for savings in savings_searched(signs, ()) for key, _ in savings}
     with pytest.raises(
-        ValueError, match=r"optimizer.name = 'adam' is unknown; use one of adamw, lion, sign, bad, or give plugins"
+        ValueError,
+        match=r"optimizer.name = 'adam' is unknown; use one of adamw, muon, lion, sign, bad, or give plugins",
     ):
         compose([*TINY, "optimizer.name=adam"]).optimizer.validate()
     with pytest.raises(

@@ -818,9 +818,9 @@ def hop_rows():
 
 @pytest.mark.parametrize(("platform", "order", "gradient", "scheme"), list(hop_rows()))
 def test_a_hop_is_one_kernel_and_a_hop_that_a_rank_does_not_need_none(platform, order, gradient, scheme):
-    """Hopper's kernels in a ring add in place: there are no branches, and without work a launch is empty."""
-    in_place = platform == "triton" and scheme == "ring"
-    wanted = [[7 if gradient else 3]] if in_place else OF_HOPS[order, gradient, scheme]
+    """Hopper's kernels add in place: there are no branches, and without work a launch is empty. Of gathered keys there are
+    those of the rank, and two groups of heads of all others'."""
+    wanted = [[7 if gradient else 3]] if platform == "triton" else OF_HOPS[order, gradient, scheme]
     assert kernels_of_hops(order, platform, gradient, scheme=scheme) == wanted
 
 

@@ -59,7 +59,7 @@ def test_wrong_files_of_lengths_are_refused(lengths, message, tmp_path):
         calls.segment_ids("nowhere", 64)
 
 
-@pytest.mark.parametrize("order", sequence.TIMED)
+@pytest.mark.parametrize("order", sequence.FIXED)
 @pytest.mark.parametrize("window", [0, 7])
 def test_pairs_are_those_of_the_mask(order, window):
     """All of a rank are those of its hops, and all of the row those of its ranks."""
@@ -184,6 +184,19 @@ def test_attention_over_a_split_sequence_is_checked_then_timed(tmp_path, monkeyp
     assert wrong == {"refused": "whole: ValueError: wrong by 0.01"}
 
 
+@pytest.mark.slow
+def test_an_order_that_each_row_brings_is_checked_then_timed(tmp_path, monkeypatch):
+    words = [word for word in SMALL if not word.startswith("orders=")]
+    words += ["orders=balanced", "stripe=4", "documents=10", "schemes=ring,all_gather", f"out={tmp_path}/out.json"]
+    mesh = make_mesh(sp=2)
+    monkeypatch.setattr(sequence.ejdist, "make_mesh", lambda cp, sp: mesh)
+    sequence.main(words)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    split = [row for row in rows.values() if row["kind"] == "split"]
+    assert len(split) == 4 and all(row["error"] < 1e-5 and row["whole_ms"][1] > 0 for row in split)
+    assert all(row["imbalance"] < 1.05 for row in split)
+
+
 KINDS = {"ppermute": "collective-permute", "all_gather": "all-gather", "all_to_all": "all-to-all"}
 KINDS |= {"psum_scatter": "reduce-scatter", "reduce_scatter": "reduce-scatter"}
 
@@ -239,6 +252,7 @@ def test_transfers_alone_are_those_of_the_whole(scheme):
         ("rank=3 ranks=1", "ranks = 1 must be at least 2"),
         ("rank=3 ranks=2 tokens=32 heads=8", "rank = '3' is no rank of 2; use a number from 0 to 1, 'worst' or 'all'"),
         ("rank=0 ranks=2 schemes=ulysses", "hops are a ring's"),
+        ("rank=0 ranks=2 orders=balanced", "'balanced' is another order for each row, and a rank by itself has no row"),
         ("outer=tree", "outer = 'tree' is unknown; use ring"),
         ("head_groups=0", "head_groups = 0 must be at least 1"),
         ("rank=0 ranks=3 tokens=31", "must be a multiple of 6"),

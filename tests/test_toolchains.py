@@ -2,6 +2,7 @@
 
 import doctest
 import os
+import re
 import subprocess
 import sys
 
@@ -20,11 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 import kernels.toolchains
 from kernels.framework.interpret import interpret, interpreting
+from kernels.framework.target import in_cuda_graphs
 from kernels.ops.rms_norm import NormConfig, rms_norm
 from kernels.ops.rms_norm import op as rms_norm_op
 from kernels.toolchains.pallas import pallas_launch
 from kernels.toolchains.simulate import ahead_of_time as checks
-from kernels.toolchains.simulate.compile_for import custom_call_target
+from kernels.toolchains.simulate.compile_for import compile_for, custom_call_target
 from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
 
 CASES = {case.name: case for case in rms_norm_op.cases}
@@ -118,6 +120,43 @@ def copy(x, *, start=0, stop=None, size=None):
 
 def normal(*shape, dtype="float32"):
     return jnp.asarray(np.random.default_rng(0).standard_normal(shape).astype(dtype))
+
+
+# -- launches --------------------------------------------------------------------------------------------------------
+
+
+def lowered(run, *args):
+    with compile_for(90):
+        return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_launches_in_cuda_graphs_are_kernels_of_xlas_own():
+    """With the pointers of a foreign call: operands, what is written afresh, what Triton adds, and then what is written over an
+    operand, which no kernel reads. Outside, and with a scalar, a launch is a foreign call."""
+    x, state = normal(16), normal(16)
+
+    def run(x, state):
+        how = {"out_shape": (like(x),) * 2, "grid": (3, 2), "num_warps": 2, "input_output_aliases": {1: 1}}
+        return triton_launch(two_outputs_kernel, x, state, **how, N=16)
+
+    assert "xla.gpu.ptx" not in lowered(run, x, state)
+    with in_cuda_graphs():
+        text = lowered(run, x, state)
+    (call,) = re.findall(r"custom_call @__gpu\$xla.gpu.ptx\((.*?)\) \{(.*)\} :", text)
+    assert call[0].split(", ") == ["%arg0", "%arg1", "%arg0", "%arg0"] and "triton_kernel_call" not in text
+    assert (
+        "output_indices = [2 : i32, 5 : i32]" in call[1] and "output_tuple_indices = [1], operand_index = 1" in call[1]
+    )
+    for name, size in {"grid_x": 3, "grid_y": 2, "grid_z": 1, "block_x": 64, "block_y": 1, "block_z": 1}.items():
+        assert f"{name} = {size} : i32" in call[1]
+    assert 'kernel_type = "ptx"' in call[1] and 'name = "two_outputs_kernel"' in call[1]
+
+    def scaled(a, b):
+        out = (jax.ShapeDtypeStruct((16, 16), "float32"), jax.ShapeDtypeStruct((16,), "int32"))
+        return triton_launch(matmul_kernel, a, b, 0.25, out_shape=out, grid=(1,), M=16, K=32, N=16, KIND="exp")
+
+    with in_cuda_graphs():
+        assert "xla.gpu.ptx" not in lowered(scaled, normal(16, 32), normal(32, 16))
 
 
 # -- Triton's interpreter ---------------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """`python -m benchmarks.comparisons.scaled_matmul_gpu [shapes=8192x8192x8192] [scalings=row,block] [tiles=chosen] [out=FILE]`
 
-On one GPU, products of 8-bit floats with scales: scaled_matmul with the tile that a call gets (`tiles=every`: with others too),
-torch._scaled_mm where it takes such scales, and a product in bfloat16 of as many FLOPs. Then `quantize_scaled` of an operand.
+On one GPU, products of 8-bit floats with scales: scaled_matmul with the tile that a call gets (`tiles=candidates`: with those
+that the tuner tries; `tiles=every`: in other bands too), torch._scaled_mm where it takes such scales, and a product in bfloat16
+of as many FLOPs. Then `quantize_scaled` of an operand.
 Numbers first: a contestant that is not within 1% of the contract (3% where sums may stay in the tensor cores) is not timed.
 
-TFLOP/s are of the median of shuffled rounds, each of calls back to back, as the clock has them. `out=FILE` keeps them.
+TFLOP/s are of the median of shuffled rounds, each of calls back to back, as the clock has them. `out=FILE` keeps them, and
+`table=FILE` prints what a file says of the tile that a call got.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ def ours(operands, tiles):
         if tiles == "every":
             tried = [replace(cfg, band=band) for cfg, band in itertools.product(tried, (4, 8, 16))]
             tried += [replace(cfg, num_stages=3) for cfg in tried if cfg.num_stages == 4 and cfg.band == 8]
-        for cfg in dict.fromkeys(tried if tiles == "every" else [chosen]):
-            name = f"ours{' fast' * fast} {cfg.block_m}x{cfg.block_n} s{cfg.num_stages} b{cfg.band}"
+        for cfg in dict.fromkeys([chosen] if tiles == "chosen" else tried):
+            name = f"ours{' fast' * fast} {cfg.block_m}x{cfg.block_n} s{cfg.num_stages} h{cfg.num_buffers} b{cfg.band}"
             run = jax.jit(functools.partial(op, platform="triton", cfg=cfg, fast_accumulation=fast))
             yield name + " (heuristic)" * (cfg == chosen), functools.partial(run, *operands), fast
 
@@ -93,7 +95,28 @@ def right(made, wanted):
     return ready
 
 
-def main(shapes="8192x8192x8192", scalings="row,block,block_of_rows", tiles="chosen", out=""):
+def as_table(rows):
+    """Returns TFLOP/s of the tile that a call got and, in brackets, its share of torch's with such sums, and of bfloat16."""
+    speeds = {(r["shape"], r["scaling"], r["name"]): r["TFLOP_s"] for r in rows if "TFLOP_s" in r}
+    lines = ["| M x D x F | scales | sums | TFLOP/s |", "|---|---|---|---|"]
+    for (shape, scaling, name), speed in speeds.items():
+        if "(heuristic)" not in name:
+            continue
+        fast = " fast" in name
+        shares = [speed / speeds[shape, scaling, other] for other in ("torch fast" if fast else "torch", "bfloat16")]
+        cells = [
+            shape,
+            scaling,
+            "tensor cores" if fast else "float32",
+            f"{speed:.0f} ({', '.join(f'{x:.2f}' for x in shares)})",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(shapes="8192x8192x8192", scalings="row,block,block_of_rows", tiles="chosen", out="", table=""):
+    if table:
+        return print(as_table(json.loads(Path(table).read_text())["rows"]))
     rows, start = [], time.perf_counter()
     for shape in shapes.split(","):
         M, D, F = map(int, shape.split("x"))

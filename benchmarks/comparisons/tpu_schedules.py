@@ -138,7 +138,7 @@ def loops_and_share(call: Any, chunk: int | None, case: str) -> tuple[int, float
         return span // pallas_conv.SLAB, pallas_conv_calls.CHANNELS * span / 128**2
     if "decode" in case:
         return max(1, d["N"] // pallas_decode.SUBLANES), d["N"]
-    if call.op_name == "rwkv7":
+    if "r" in call.arguments:
         pack = pallas_dplr_calls.pack_of(d["H"], d["Hv"])
         packs = pallas_dplr_calls.packs_of(-(-d["N"] // pack), pack)
         return packs, packs * pack

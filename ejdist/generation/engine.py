@@ -32,6 +32,7 @@ from ejdist.models.kept import Arrays, Cached
 from ejdist.models.model import Model
 from ejdist.operations import bind_ops
 from ejdist.sequence.exchange import compiler_options
+from kernels.framework.target import in_cuda_graphs
 
 
 class Engine:
@@ -247,7 +248,7 @@ class Engine:
     @property
     def programs(self) -> int:
         """The number of compiled programs: at most two, whatever the requests."""
-        return self._step._cache_size()
+        return self._step._cache_size()  # pyrefly: ignore[missing-attribute]
 
     @property
     def idle(self) -> bool:
@@ -315,7 +316,8 @@ class Engine:
         kept = self._empty() if self._kept is None else self._kept
         data = (self._weights, kept, tokens, tables, slots, before, new, Choices.of(choices))
         # The jitted function and not what it compiled, which checks each array of the weights in Python in every step.
-        chosen, scores, self._kept = self._step(*data)
+        with in_cuda_graphs():  # of hundreds of kernels, of which the host starts some too late
+            chosen, scores, self._kept = self._step(*data)
         self._started.append((writing, chosen, scores))
 
     def _read(self, requests: list[Request | None], chosen: jax.Array, scores: jax.Array) -> list[Token]:

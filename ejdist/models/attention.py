@@ -19,6 +19,7 @@ from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part, norm_weight, residual_std
 from ejdist.models.remat import PartBytes, Remat
 from ejdist.models.share import Share
+from ejdist.precision import Narrow
 from ejdist.sequence.cost import AttentionShape
 from kernels.engines.attention.masks import MaskInfo, window_of
 
@@ -224,7 +225,7 @@ class LatentAttention(Part):
         up = [p[name] for name in EXPANDING]
         adapted = any(isinstance(w, Frozen) and w.a is not None for w in up)  # `project` alone adds an adapter
         if ops.sends_latents(x.dtype.itemsize, adapted, **self.sizes(c)):
-            up = [w.whole(x.dtype) if isinstance(w, Frozen) else w for w in up]
+            up = [w.whole(x.dtype) if isinstance(w, Frozen | Narrow) else w for w in up]
             parts = q, latent, *up, q_rope, shared[:, :, 0]
             out = ops.flash_mla(*parts, segment_ids=batch["segment_ids"], **options)
         else:

@@ -13,6 +13,7 @@ from ejdist.experts.router import BALANCE, SCORES
 from ejdist.models.ahead_shape import AheadShape
 from ejdist.models.recurrent_shapes import GatedDeltaShape, GlaShape, KdaShape, LightningShape, Mamba2Shape, Rwkv7Shape
 from ejdist.models.remat import REMAT
+from ejdist.precision import BF16, check_precision
 from ejdist.sections import operational, spelled
 from kernels.ops.gated_mlp import ACTIVATIONS
 from kernels.ops.rotary_embedding import EXACT_FROM, RopeScaling
@@ -241,6 +242,9 @@ class DecoderShape:
     )
     init_std: float = 0.02  # standard deviation of the weights at the start
     compute_dtype: str = "float32"  # dtype of activations and matmuls, bfloat16 or float32; parameters stay float32
+    # Products of the layers' matrices in 8 bits, both ways: fp8_block, fp8_row, fp8_tensor, mxfp8; bf16: all in compute_dtype.
+    precision: str = BF16
+    precision_keep: tuple[str, ...] = ()  # patterns of names of matrices that stay in compute_dtype: ["*_output"]
     remat: str = operational("attention")  # what the backward keeps or recomputes: none, dots, attention, full, ...
     experts: ExpertsShape = field(default_factory=ExpertsShape)
     latent: LatentShape = field(default_factory=LatentShape)
@@ -256,6 +260,7 @@ class DecoderShape:
         for name in ("first_layers", "layer_pattern", "last_layers"):
             setattr(self, name, tuple(getattr(self, name)))
         self.compute_dtype = dtype_name(self.compute_dtype)
+        self.precision_keep = tuple(self.precision_keep)
 
     def kinds(self) -> list[str]:
         """Returns the kind of each layer."""
@@ -305,6 +310,7 @@ class DecoderShape:
             # Gradients here are of sums over tokens, which exceed the range of float16.
             scaled = "; float16 needs loss scaling, which is not supported" if self.compute_dtype == "float16" else ""
             raise ValueError(f"model.compute_dtype = {self.compute_dtype!r}: use bfloat16 or float32{scaled}")
+        check_precision(self.precision, self.precision_keep)
         self.scaling()
 
     def _validate_layers(self) -> None:
@@ -324,15 +330,8 @@ class DecoderShape:
                 f"model.sliding_window = {self.sliding_window}, but no layer has a window: put one into "
                 "model.layer_pattern, for example [window,full], or leave the window out"
             )
-        plain = (
-            "qk_norm",
-            "attention_bias",
-            "attention_output_bias",
-            "attention_sinks",
-            "attention_gate",
-            "attention_rope",
-            "rotary_dim",
-        )
+        plain = ("qk_norm", "attention_bias", "attention_output_bias", "attention_sinks", "attention_gate", "attention_rope",
+                 "rotary_dim")  # fmt: skip
         ignored = [name for name in plain if getattr(self, name) != getattr(DecoderShape, name)]
         if ignored and not parts & {"attention", "window_attention"}:
             raise ValueError(

@@ -32,6 +32,7 @@ from ejdist.models.stack import (
     declare_kept,
     declare_layers,
     layers_of,
+    narrow_matrices,
     parts_of,
     report,
     run_layers,
@@ -61,13 +62,14 @@ class DecoderConfig(DecoderShape):
         """Raises ValueError naming the key and the remedy."""
         check_kinds(self)
         super().validate()
-        if self.mtp.depth and not any(part.flops(self).pair for part in layers_of(self)[-1]):
+        if self.mtp.modules and not any(part.flops(self).pair for part in layers_of(self)[-1]):
             raise ValueError(
-                f"model.mtp.depth = {self.mtp.depth} adds a layer of the kind of the last, {self.kinds()[-1]!r}, which must "
-                "attend: end the layers with one that does, or give model.mtp.depth=0"
+                f"model.mtp.modules = {self.mtp.modules} adds a layer of the kind of the last, {self.kinds()[-1]!r}, which "
+                "must attend: end the layers with one that does, or give model.mtp.modules=0"
             )
         for part in parts_of(self).values():
             part.check(self)
+        narrow_matrices(self)
         for name, kind in sections_of(LAYER).items():
             if name not in self.part_names() and hasattr(self, name) and getattr(self, name) != kind():
                 raise ValueError(

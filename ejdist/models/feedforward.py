@@ -19,6 +19,7 @@ from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part, norm_weight, residual_std
 from ejdist.models.remat import REMAT, PartBytes, Remat
 from ejdist.models.share import Share
+from ejdist.precision import Narrow
 from kernels.ops.gated_mlp import ACTIVATIONS, block_tokens
 
 
@@ -54,11 +55,11 @@ class MLP(Part):
         c, ops = ctx.config, ctx.ops
         h = ops.rms_norm(x, self.norms(params, ctx)["mlp_norm"], eps=c.norm_eps)
         matrices = {name: params[name] for name in ("gate", "up", "down")}
-        plain = not any(isinstance(matrix, Frozen) for matrix in matrices.values())
+        plain = not any(isinstance(matrix, Frozen | Narrow) for matrix in matrices.values())
         if plain and not REMAT[c.remat].products:  # the operation gathers its own weights, and saves nothing of width F
             return x + ops.gated_mlp(h, **matrices, activation=c.activation), {}
         # gated_mlp's backward would recompute two of the three products, which these policies save instead; and it knows no
-        # adapter.
+        # adapter and no 8 bits.
         gate, up = (ops.project(h, params[name], "btd,df->btf") for name in ("gate", "up"))
         product = ops.gated_activation(gate, up, activation=c.activation)
         return x + ops.project(product, params["down"], "btf,fd->btd"), {}

@@ -22,6 +22,7 @@ from ejdist.dtypes import dtype_name
 from ejdist.frozen import Frozen, adapter_dims, quantised
 from ejdist.models.model import BatchContext, Flops, Metrics, Model, StepContext
 from ejdist.models.parameters import Param, map_declared
+from ejdist.precision import BF16
 
 BASE = "base"  # name of the frozen parameters among the buffers
 # Of a part's buffers, the one that published models have too: it is of the base, and does not move.
@@ -65,6 +66,11 @@ class LoRASection:
 def build(model: Any, section: LoRASection) -> Model:
     """Returns the model of a recipe's sections, adapted where `lora.rank` says so. Raises ValueError, naming the key."""
     built = model.build()
+    if section.rank and (precision := getattr(model, "precision", BF16)) != BF16:
+        raise ValueError(
+            f"model.precision = {precision} and lora.rank = {section.rank}: products with frozen matrices and adapters have no "
+            f"form in 8 bits; give model.precision={BF16}, and lora.base=int8 for a base of 8 bits"
+        )
     return adapted(built, section, model.compute_dtype) if section.rank else built
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from ejdist.precision import PRODUCT
+
 
 @dataclass(frozen=True)
 class PartBytes:
@@ -83,7 +85,10 @@ class Remat:
         asked = policies.save_only_these_names(*offloads, *saves) if self.asked else policies.nothing_saveable
         if not self.products:
             return asked
-        return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, asked)
+        products = policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(PRODUCT)
+        )
+        return policies.save_from_both_policies(products, asked)
 
     def kept_on_host(self, part: PartBytes) -> int:
         """Returns the bytes of a part that are in the memory of the host from its forward to its backward."""

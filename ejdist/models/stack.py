@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -22,6 +24,7 @@ from ejdist.models.part import LayerContext, Part
 from ejdist.models.parts import PARTS
 from ejdist.models.remat import REMAT, Remat
 from ejdist.order import Order
+from ejdist.precision import BF16, LEAST, Narrow
 
 _LAYER_INPUT = "decoder.layer_input"
 AHEAD = "mtp"  # the parameters of multi-token prediction, and how the names of its layer's buffers begin
@@ -73,7 +76,7 @@ def layers_of(c: DecoderShape) -> list[list[Part]]:
 
 def ahead_of(c: DecoderShape) -> DecoderShape | None:
     """Returns the configuration of the layer that multi-token prediction adds, one of the kind of the last; None without it."""
-    if not c.mtp.depth:
+    if not c.mtp.modules:
         return None
     return replace(c, num_layers=1, first_layers=(), layer_pattern=(c.kinds()[-1],), last_layers=(), mtp=AheadShape())
 
@@ -112,6 +115,43 @@ def declare_layers(c: DecoderShape) -> dict[str, Param]:
                 raise ValueError(f"two parts of model.layer_pattern declare the parameter {key!r}; rename {name}'s")
             layers[key] = p.stacked(counts[name])
     return layers
+
+
+@lru_cache(maxsize=64)
+def narrow_matrices(c: DecoderShape) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the names of the matrices of the layers whose products are in 8 bits, and of those that `project` multiplies with
+    too but that stay as they are: those of `precision_keep`, and those of few inputs or outputs.
+
+    Raises:
+      ValueError: a pattern of `model.precision_keep` names no such matrix.
+    """
+    if c.precision == BF16:
+        return (), ()
+    matrices = {name: p for part in parts_of(c).values() for name, p in part.declare(c).items() if p.adapts}
+    for pattern in c.precision_keep:
+        if not fnmatch.filter(matrices, pattern):
+            raise ValueError(
+                f"model.precision_keep has {pattern!r}, which no matrix of a layer matches; there are {', '.join(matrices)}"
+            )
+    narrow = []
+    for name, p in matrices.items():
+        inputs = math.prod(n for d, n in zip(p.dims.split(), p.shape) if d in p.inputs.split())
+        few = min(inputs, math.prod(p.shape) // inputs) < LEAST
+        if not few and not any(fnmatch.fnmatch(name, pattern) for pattern in c.precision_keep):
+            narrow.append(name)
+    if not narrow:
+        raise ValueError(
+            f"model.precision = {c.precision}: no matrix of the layers is left for 8 bits, beside those of "
+            f"model.precision_keep and those of fewer than {LEAST} inputs or outputs; use model.precision={BF16}"
+        )
+    return tuple(narrow), tuple(name for name in matrices if name not in narrow)
+
+
+def told_of_precision(c: Any) -> list[str]:
+    """Returns what a run says of products in 8 bits; nothing without any, and of models that are no decoder."""
+    narrow, rest = narrow_matrices(c) if isinstance(c, DecoderShape) else ((), ())
+    stay = f"; {', '.join(rest)} stay in {c.compute_dtype}" if rest else ""
+    return [f"model.precision = {c.precision}: products of {', '.join(narrow)} are in 8 bits{stay}"] if narrow else []
 
 
 def declare_buffers(c: DecoderShape) -> dict[str, dict[str, Param]]:
@@ -196,7 +236,10 @@ def cast(weight: Any, dtype: Any) -> Any:
 
 def used(part: Part, weights: dict[str, Any], c: DecoderShape, dtype: Any) -> dict[str, Any]:
     """Returns the parameters of one layer as its part takes them: of those that are frozen, what `project` alone multiplies
-    with stays as it is stored, and the others become arrays."""
+    with stays as it is stored, and the others become arrays; what is multiplied in 8 bits says so."""
+    narrow, _ = narrow_matrices(c)
+    if narrow:
+        weights = {k: Narrow(w, c.precision) if k in narrow else w for k, w in weights.items()}
     if not any(isinstance(w, Frozen) for w in weights.values()):
         return weights
     projected = {name for name, p in part.declare(c).items() if p.adapts}

@@ -104,7 +104,7 @@ def step_time(
         even += seen * times
         attention += seen * share.imbalance(flops.mask, documents) * times if seen else 0
     head = 2 * c.vocab_size * c.model_dim
-    head += c.mtp.depth * (head + 4 * c.model_dim**2)
+    head += c.mtp.modules * (head + 4 * c.model_dim**2)
     matmuls, computed = matmuls + head, computed + head * (backward + (2 if share.features > 1 else 1))
     frozen, adapters = 0, 0
     if of.frozen:

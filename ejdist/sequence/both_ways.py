@@ -49,15 +49,15 @@ def asked(directions: int | str, local: Local, all_hops: bool) -> bool:
     Raises:
       ValueError: it should, and what travels has no heads that could be halved.
     """
-    odd = next((n for n, x in local.keys.items() if (at := _head(local, n, x)) is None or x.shape[at] % 2), None)
+    odd = next((n for n, x in local.keys.items() if (dim := _head(local, n, x)) is None or x.shape[dim] % 2), None)
     if directions == AUTO:
         every = local.hops == tuple(range(local.ranks))
         return all_hops and every and local.ranks > 2 and odd is None and exchange.on_torus()
     if directions == 1 or local.ranks == 1:
         return False
     if odd is not None:
-        at = _head(local, odd, local.keys[odd])
-        heads = "none" if at is None else local.keys[odd].shape[at]
+        dim = _head(local, odd, local.keys[odd])
+        heads = "none" if dim is None else local.keys[odd].shape[dim]
         raise ValueError(
             f"ring_attention: sequence.directions = 2 halves the heads of what travels, and {odd!r} has {heads} on a device: "
             f"use 1 or {AUTO}"
@@ -83,8 +83,8 @@ def around(
     back = (one, *reversed(others)) if one == 0 else (*reversed(others), one)
     halves = [work(_half_of(local, half), {n: _half(local, n, x, half) for n, x in saved.items()}) for half in (0, 1)]
     laps = [Lap(half, way) for half, way in zip(halves, (local.hops, back), strict=True)]
-    made = [lap.work.results(*state) for lap, state in zip(laps, over_laps(laps, dtype), strict=True)]
-    return {n: _joined(local, n, [results[n] for results in made]) for n in made[0]}
+    parts = [lap.work.results(*state) for lap, state in zip(laps, over_laps(laps, dtype), strict=True)]
+    return {n: _joined(local, n, [results[n] for results in parts]) for n in parts[0]}
 
 
 def _half_of(local: Local, half: int) -> Local:
@@ -103,11 +103,11 @@ def _head(local: Local, name: str, x: jax.Array) -> int | None:
 
 
 def _half(local: Local, name: str, x: jax.Array, half: int) -> jax.Array:
-    at = _head(local, name, x)
-    return x if at is None else jnp.split(x, 2, at)[half]
+    dim = _head(local, name, x)
+    return x if dim is None else jnp.split(x, 2, dim)[half]
 
 
 def _joined(local: Local, name: str, halves: list[jax.Array]) -> jax.Array:
-    at = _head(local, name, halves[0])
-    assert at is not None, name
-    return jnp.concatenate(halves, at)
+    dim = _head(local, name, halves[0])
+    assert dim is not None, name
+    return jnp.concatenate(halves, dim)

@@ -27,7 +27,7 @@ from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.dispatch import vary_alike
 from kernels.framework.padding import zeroed
 from kernels.framework.target import MULTIPROCESSORS
-from kernels.ops.flash_attention.hops import joins
+from kernels.ops.flash_attention import joins
 
 Arrays = dict[str, jax.Array]
 # Tiles of queries that a group of heads has at least for each multiprocessor: with fewer, many wait for the last ones. Where a

@@ -173,15 +173,15 @@ class Local:
     def mask_of(self, holders: Any, queries: slice, part: slice, positions: bool = True) -> MaskInfo:
         """Returns the mask of some of this rank's queries over a part of the keys of a rank, or over all of several ranks',
         with or without their positions."""
-        order, own = self.static.order, self.query.shape[1]
-        length = own * self.ranks
+        order, tokens = self.static.order, self.query.shape[1]
+        length = tokens * self.ranks
 
         def of_keys(x: jax.Array) -> jax.Array:
             if holders is None:
                 return order.inverse(x, index=self.mask.kv_positions)
             if jnp.ndim(holders):
                 return x
-            return jax.lax.dynamic_slice_in_dim(x, holders * own + part.start, part.stop - part.start, 1)
+            return jax.lax.dynamic_slice_in_dim(x, holders * tokens + part.start, part.stop - part.start, 1)
 
         def of_field(name: str, x: jax.Array) -> jax.Array:
             return of_keys(x) if name in KEY_FIELDS else x[:, queries] if "T" in MASK_DIMS[name] else x
@@ -218,12 +218,12 @@ class Local:
         bare = not set(mask.used) - {"causal"}
         return (order.in_parts or not mask.causal) and bare and self.is_flash and self.own.keys() <= _BARE
 
-    def needs_positions(self, own: bool) -> bool:
+    def needs_positions(self, is_own: bool) -> bool:
         """Whether positions are compared at a hop, over a rank's own keys or another's. Not where only causality and segments
         count: a rank's tokens ascend, as their places do, and of another's keys `at_hop` asks for parts that lie before all of
         the queries. The gradient's kernel for Hopper has no registers for positions and segments of a block beside its sums: it
         spills inside its loop."""
-        mask, joined = self.mask, own or self.static.order.in_parts
+        mask, joined = self.mask, is_own or self.static.order.in_parts
         bare = not set(mask.used) - {"causal", "q_segment_ids", "kv_segment_ids"}
         return not ((joined or not mask.causal) and bare and self.is_flash and self.own.keys() <= _BARE)
 
@@ -258,13 +258,13 @@ class Local:
 
     def _of_hop(self, function: Any, hop: Any, keys: dict[str, jax.Array], queries: slice, part: slice) -> Any:
         holder = self.holder(hop)
-        own = isinstance(hop, int) and hop == 0
+        is_own = isinstance(hop, int) and hop == 0
         if self.plain:
-            mask = MaskInfo(causal=self.mask.causal and own)
-        elif self.needs_positions(own):
+            mask = MaskInfo(causal=self.mask.causal and is_own)
+        elif self.needs_positions(is_own):
             mask = self.mask_of(holder, queries, part)
         else:
-            mask = self.mask_of(holder, queries, part, positions=False).replace(causal=self.mask.causal and own)
+            mask = self.mask_of(holder, queries, part, positions=False).replace(causal=self.mask.causal and is_own)
         return self._over(function, keys, mask, holder, queries, part)
 
     def attend_at(

@@ -52,8 +52,8 @@ class Ring(Scheme):
         both_ways.check(self.directions, self.levels, self.hops)
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
-        made = self._around(local, {}, in_place.attending)
-        return made["out"], made["lse"]
+        results = self._around(local, {}, in_place.attending)
+        return results["out"], results["lse"]
 
     def backward(self, local: Local, saved: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return self._around(local, saved, in_place.pulling, jnp.float32 if self.gradients == "float32" else None)
@@ -61,8 +61,8 @@ class Ring(Scheme):
     def _around(self, local: Local, saved: Any, work: Any, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
         if both_ways.asked(self.directions, local, self.levels == 1 and not self.counts_hops(local)):
             return both_ways.around(local, saved, work, dtype)
-        made = work(local, saved)
-        return made.results(*two_level.over_hops_by(self.levels)(made.local, made.body, dtype))
+        hop = work(local, saved)
+        return hop.results(*two_level.over_hops_by(self.levels)(hop.local, hop.body, dtype))
 
     def rejects(self, heads: int, over: Axes) -> str | None:
         return two_level.refused(over) if self.levels > 1 else None
@@ -171,8 +171,8 @@ class AllGather(Scheme):
     def memory(self, shape: AttentionShape) -> SchemeBytes:
         held = _held(shape, sets=shape.ranks)
         # Where one attention takes all keys, those that are made of latents are there at once, and their gradients.
-        made = 2 * (shape.ranks - 1) * (shape.key + shape.value) if shape.latents else 0
-        return replace(held, work=held.work + made)
+        expanded = 2 * (shape.ranks - 1) * (shape.key + shape.value) if shape.latents else 0
+        return replace(held, work=held.work + expanded)
 
 
 @dataclass(frozen=True)
@@ -379,7 +379,7 @@ def scheme_of(scheme: str | Scheme, **options: Any) -> Scheme:
     asked = {name: value for name, value in options.items() if value is not None}
     for name, value in asked.items():
         if name not in options_of(SCHEMES[scheme]):
-            having = [other for other, made in SCHEMES.items() if name in options_of(made)]
+            having = [other for other, kind in SCHEMES.items() if name in options_of(kind)]
             raise ValueError(
                 f"sequence.{name} = {value!r} is no option of the scheme {scheme!r}: use sequence.scheme={having[0]}, or leave "
                 "it out"

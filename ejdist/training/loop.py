@@ -17,6 +17,7 @@ from ejdist.cluster.hosts import Hosts
 from ejdist.cluster.lost import patience
 from ejdist.cluster.presence import write_hosts
 from ejdist.cluster.watchdog import ending_hangs
+from ejdist.models.stack import told_of_precision
 from ejdist.paths import ELSEWHERE
 from ejdist.pictures import draw_loss
 from ejdist.training.flops import peak_flops
@@ -143,6 +144,8 @@ def _train(sections: TrainSections, batches: Any, devices: list[Any] | None, log
         f"{program.num_parameters:,} parameters on {mesh.size} x {mesh.devices.flat[0].device_kind}, mesh {used or 'of one'}, "
         f"{data.global_batch} x {data.sequence_length:,} tokens per step, {way}"
     )
+    for line in told_of_precision(run.sections.model):
+        log(line)
     log_stage(run, log)
     if s.run.profile and start >= s.run.profile[1]:
         log(f"run.profile = {list(s.run.profile)}: these steps are done, so nothing is traced")

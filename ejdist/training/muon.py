@@ -46,7 +46,7 @@ class MuonSection:
 
     momentum: float = 0.95  # decay of the momentum
     nesterov: bool = True  # look one step ahead: the gradient plus the decayed momentum
-    steps: int = 5  # of Newton–Schulz
+    steps: int = 5  # how many steps of Newton–Schulz make a matrix orthogonal
     rms: float = 0.2  # of an update over the rate, as AdamW's is: times the root of the longer side of the matrix
     products: str = "bfloat16"  # dtype of the matrices while they are made orthogonal
     # Parameters beside the matrices of layers that Muon takes too, such as [router, embedding].

@@ -194,12 +194,12 @@ class TrainSections:
         """Raises ValueError naming the key and the remedy: for top-level keys, and for constraints between sections."""
         check_allowed(self)
         check_loss(self.loss)
-        if (ahead := getattr(self.model, "mtp", None)) is not None and ahead.depth:
+        if (ahead := getattr(self.model, "mtp", None)) is not None and ahead.modules:
             for key, other in (("lora.rank", self.lora.rank), ("loss", self.loss != CROSS_ENTROPY)):
                 if other:
                     raise ValueError(
-                        f"model.mtp.depth = {ahead.depth} is trained with the whole model and the cross entropy of the next "
-                        f"token: leave {key} out, or give model.mtp.depth=0"
+                        f"model.mtp.modules = {ahead.modules} is trained with the whole model and the cross entropy of the "
+                        f"next token: leave {key} out, or give model.mtp.modules=0"
                     )
         if self.accumulation < 1:
             raise ValueError(f"accumulation must be at least 1, got {self.accumulation}")

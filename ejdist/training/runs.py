@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejdist.models.config import SECTIONS
 from ejdist.models.decoder import DecoderConfig, decoder_type
 from ejdist.models.lora import LoRASection
 from ejdist.models.parameters import Param
 from ejdist.paths import is_step, is_url, place
-from ejdist.registered import LAYER, PluginError, load, sections_of
+from ejdist.registered import PluginError, load
 from ejdist.sections import flat
 from ejdist.training.checkpoint import Checkpoints, CheckpointSection
 from ejdist.training.checkpoint_rows import StoredArray
@@ -148,7 +148,7 @@ def section_of(recipe: dict[str, Any], where: Any) -> DecoderConfig:
     if strange:
         raise WeightsError(f"{where} has another model: it has model.{strange[0]}, which the decoder does not have")
     tree = nested(settings)
-    kinds = {section: shape for section, shape, _ in SECTIONS.values()} | sections_of(LAYER)
+    kinds = {f.name: f.default_factory for f in fields(decoder_type()) if is_dataclass(f.default_factory)}
     held = {name: kind(**tree.pop(name, {})) for name, kind in kinds.items()}
     return decoder_type()(**tree, **held)
 

@@ -73,10 +73,10 @@ def open_source(where: str, c: DecoderConfig, stages: Sequence[DecoderConfig] = 
 
 def _of_run(run: Run, c: DecoderConfig, stages: Sequence[DecoderConfig], leaves: frozenset[str]) -> Source:
     _check_model(c, run.model, f"the run in {run.folder}", "its parameters are of that model")
-    if c.mtp.depth > run.model.mtp.depth:
+    if c.mtp.modules > run.model.mtp.modules:
         raise WeightsError(
-            f"model.mtp.depth = {c.mtp.depth} in this recipe, and the run in {run.folder} has no such module: give "
-            "model.mtp.depth=0"
+            f"model.mtp.modules = {c.mtp.modules} in this recipe, and the run in {run.folder} has no such module: give "
+            "model.mtp.modules=0"
         )
     notes = _told(stages, run.model, "that run has", run.model.compute_dtype)
     return Source(f"step {run.step} of the run in {run.folder}", leaves, notes, run.load_and_close, run.digest)

@@ -173,7 +173,7 @@ def _deepseek_v3(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
         ("topk_method", "noaux_tc"),
     ):  # fmt: skip
         keys.only(name, value)
-    # Which follow from the others; and of multi-token prediction, which is read with model.mtp.depth=1 and else reported.
+    # Which follow from the others; and of multi-token prediction, which is read with model.mtp.modules=1 and else reported.
     for name in ("head_dim", "qk_head_dim", "num_key_value_heads", "num_nextn_predict_layers", "num_mtp_layers"):
         keys.get(name)
     latent = LatentShape(
@@ -218,7 +218,7 @@ def _write_deepseek_v3(c: DecoderShape) -> dict[str, Any]:
         "norm_topk_prob": e.normalize, "routed_scaling_factor": e.scaling_factor, "n_group": e.num_groups,
         "topk_group": e.topk_groups or 1, "first_k_dense_replace": c.kinds().count("latent"), "moe_layer_freq": 1,
         "scoring_func": "sigmoid", "topk_method": "noaux_tc", "attention_bias": False, "rope_interleave": True,
-        "num_nextn_predict_layers": c.mtp.depth,
+        "num_nextn_predict_layers": c.mtp.modules,
     }  # fmt: skip
     if c.rope_scaling == "yarn" and c.attention_scale is not None and c.rope_factor > 1:
         # The logits' scale is in `mscale_all_dim`, and what is left of it in cos and sin follows from `mscale`.
@@ -384,7 +384,7 @@ def family_of(c: DecoderShape, first: str | None = None) -> tuple[str, Family]:
         path = Path(f"the config.json of {name}")
         try:
             left = differences(c, family.section(Keys(path, family.config(c))))
-            left += ["mtp.depth"] if c.mtp.depth and not family.rules[0].ahead else []
+            left += ["mtp.modules"] if c.mtp.modules and not family.rules[0].ahead else []
         except WeightsError:
             continue
         if not left:

@@ -11,9 +11,17 @@ from ejdist.registered import LAYER, sections_of
 from ejdist.sections import flat
 
 # How a model is started and trained, and how precisely it computes; not what it computes.
-_TRAINING = {"init_std", "init_from", "compute_dtype", "remat", "rope_exact_from", "mtp.depth", "mtp.weight"} | {
-    f"experts.{name}" for name in ("balance", "balance_loss", "z_loss", "jitter", "forced_balance")
-}
+_TRAINING = {
+    "init_std",
+    "init_from",
+    "compute_dtype",
+    "precision",
+    "precision_keep",
+    "remat",
+    "rope_exact_from",
+    "mtp.modules",
+    "mtp.weight",
+} | {f"experts.{name}" for name in ("balance", "balance_loss", "z_loss", "jitter", "forced_balance")}
 _CLOSE = 1e-6  # of floats, relative: scales are computed, and written with few digits
 
 

@@ -38,10 +38,10 @@ def tensors_in(family: Family, c: DecoderConfig, stored: Mapping[str, Any]) -> l
 
 def check_ahead(family: Family, c: DecoderConfig, stored: Mapping[str, Any], where: Path) -> None:
     """Raises WeightsError for a model with multi-token prediction where the files of a family hold none that is read."""
-    if c.mtp.depth and not (family.rules[0].ahead and any(_is_ahead(name, c) for name in stored)):
+    if c.mtp.modules and not (family.rules[0].ahead and any(_is_ahead(name, c) for name in stored)):
         raise WeightsError(
-            f"model.mtp.depth = {c.mtp.depth}, and {where} has no layer of multi-token prediction that is read: give "
-            "model.mtp.depth=0, or files of DeepSeek-V3 with it"
+            f"model.mtp.modules = {c.mtp.modules}, and {where} has no layer of multi-token prediction that is read: give "
+            "model.mtp.modules=0, or files of DeepSeek-V3 with it"
         )
 
 

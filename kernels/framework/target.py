@@ -12,6 +12,7 @@ from kernels.framework.platforms import DEVICE_OF_PLATFORM
 MULTIPROCESSORS = 132
 # Part of JAX's cache keys for tracing and lowering, so a program for one GPU is never reused for another.
 _asked = jax.make_user_context(default_value=None)
+_graphs = jax.make_user_context(default_value=False)
 
 
 def asked_compute_capability() -> int | None:
@@ -41,3 +42,18 @@ def may_compile_for(platform: str) -> bool:
 def compiling_for(compute_capability: int) -> contextlib.AbstractContextManager:
     """Returns a context in which programs are traced and lowered for a GPU of this compute capability."""
     return _asked(compute_capability)
+
+
+def in_cuda_graphs() -> contextlib.AbstractContextManager:
+    """Returns a context in which launches of Triton kernels are lowered as kernels of XLA's own, which it puts into CUDA graphs
+    together with what is around them. Else each is a call of a foreign function, between which its graphs end.
+
+    For programs of many short kernels, which the host would start too late. A launch that has a scalar or a tensor descriptor
+    stays a foreign call.
+    """
+    return _graphs(True)
+
+
+def asks_cuda_graphs() -> bool:
+    """Returns whether launches are lowered inside `in_cuda_graphs`."""
+    return _graphs.value

@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 import jax_triton
+import numpy as np
+from jax.interpreters import mlir
 from jax_triton import triton_lib
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from kernels.framework.interpret import interpreting
-from kernels.framework.target import asked_compute_capability
+from kernels.framework.target import asked_compute_capability, asks_cuda_graphs
 from kernels.framework.work import Work
 from kernels.toolchains.simulate import gluon_interpreter, triton_interpreter
 from kernels.toolchains.simulate.interpreted import run_interpreted
@@ -234,9 +236,65 @@ def _compile_kernel(self: Any, spec: Any, gpu_target: Any, backend: Any, backend
             gpu_target.arch,
             *scratch,
         )
+    _COMPILED[id(kernel)] = kernel, launch_options, warps
     return kernel, ttir, options, launch_options
+
+
+# By the id of what jax-triton keeps for ever: a kernel, how it was compiled, and its warps.
+_COMPILED: dict[int, tuple[Any, Any, int]] = {}
+# Those of the launch that is being lowered.
+_LOWERED: list[Any] = []
+# Pointers that Triton adds to those of a kernel: to memory of its own, and to what its profiler writes.
+_ADDED = 2
+_make_by_jax_triton = triton_lib.TritonFunction.get_or_create_kernel
+_lower_by_jax_triton = functools.partial(triton_lib.triton_kernel_call_lowering, triton_lib.make_cuda_target)
+
+
+def _get_or_create_kernel(self: Any, *args: Any, **named: Any) -> Any:
+    made = _make_by_jax_triton(self, *args, **named)
+    _LOWERED.append(made[0])
+    return made
+
+
+def _lower(ctx: Any, *arrays: Any, **how: Any) -> Any:
+    """Lowers a launch as jax-triton does, or inside `in_cuda_graphs` to a kernel of XLA's own."""
+    _LOWERED.clear()
+    results = _lower_by_jax_triton(ctx, *arrays, **how)
+    if not asks_cuda_graphs() or len(_LOWERED) != 1 or not arrays or id(_LOWERED[0]) not in _COMPILED:
+        return results
+    _, compiled, warps = _COMPILED[id(_LOWERED[0])]
+    aliases, outputs = dict(how["input_output_aliases"]), range(len(ctx.avals_out))
+    fresh = [i for i in outputs if i not in aliases.values()]
+    start = compiled.binary.index(".entry")
+    pointers = compiled.binary.count(".param ", start, compiled.binary.index("{", start))
+    if compiled.global_scratch_size or pointers != len(arrays) + len(fresh) + _ADDED:
+        return results  # with scalars or descriptors
+    results[0].owner.erase()  # pyrefly: ignore[missing-attribute]
+    # Results have the numbers among all pointers that XLA is told, ascending, and operands the others. A result that is written
+    # over an operand has no pointer of its own: it comes after all that the kernel reads. For what Triton adds, which no kernel
+    # here uses, any operand does.
+    places = {i: len(arrays) + k for k, i in enumerate(fresh)}
+    places |= {i: pointers + k for k, i in enumerate(sorted(aliases.values()))}
+    sizes = {"grid": triton_lib.normalize_grid(how["grid"], how["metaparams"]), "block": (32 * warps,)}
+    sizes = {
+        f"{n}_{axis}": np.int32(x) for n, size in sizes.items() for axis, x in zip("xyz", (*size, 1, 1), strict=False)
+    }
+    call = jax.ffi.ffi_lowering("__gpu$xla.gpu.ptx", operand_output_aliases=aliases, has_side_effect=False)
+    return call(
+        ctx.replace(avals_in=[*ctx.avals_in, *[ctx.avals_in[0]] * _ADDED]),
+        *arrays,
+        *[arrays[0]] * _ADDED,
+        name=compiled.name,
+        kernel_type="ptx",
+        kernel_data=compiled.binary,
+        shared_mem_bytes=np.int32(compiled.shared_mem_bytes),
+        output_indices=[np.int32(places[i]) for i in outputs],
+        **sizes,
+    )
 
 
 @functools.cache
 def _complete_jax_triton() -> None:
     triton_lib.TritonFunction._compile_kernel = _compile_kernel
+    triton_lib.TritonFunction.get_or_create_kernel = _get_or_create_kernel
+    mlir.register_lowering(triton_lib.triton_kernel_call_p, _lower, platform="cuda")

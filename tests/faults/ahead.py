@@ -41,7 +41,7 @@ FAULTS = (
         "ahead:_next",
         "jnp.full_like($x[:, :1], $last)",
         "$x[:, :1]",
-        NUMBERS,
+        TEXT,
     ),
     Fault(
         "the embedding is projected as the hidden state",
@@ -94,14 +94,14 @@ FAULTS = (
     Fault(
         "a family without it exports a model with it",
         "family_of",
-        "['mtp.depth'] if $c.mtp.depth and not $f.rules[0].ahead else []",
+        "['mtp.modules'] if $c.mtp.modules and not $f.rules[0].ahead else []",
         "[]",
         REFUSED,
     ),
     Fault(
         "files without it are read",
         "reader:check_ahead",
-        "$c.mtp.depth and not ($f.rules[0].ahead and any($$of))",
+        "$c.mtp.modules and not ($f.rules[0].ahead and any($$of))",
         "False",
         FILES,
     ),

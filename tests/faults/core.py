@@ -375,9 +375,23 @@ FAULTS = (
     ),
     Fault(
         "plans: what kernels of TPUs keep is not counted",
-        "memory:memory",
-        "$platform == 'tpu' and $share.remat.rest",
-        "False",
+        "planning/memory:memory",
+        "$each[$p].tpu_rest if $platform == 'tpu' else $each[$p].gpu_rest",
+        "0 if $platform == 'tpu' else $each[$p].gpu_rest",
         "tests/test_recurrent_costs.py -k kernels_keep",
+    ),
+    Fault(
+        "plans: what kernels of GPUs keep is that of TPUs",
+        "planning/memory:memory",
+        "$each[$p].tpu_rest if $platform == 'tpu' else $each[$p].gpu_rest",
+        "$each[$p].tpu_rest",
+        "tests/test_recurrent_costs.py -k where_everything",
+    ),
+    Fault(
+        "a recurrence for GPUs counts its pairs for one array",
+        "recurrent_size:Size.memory",
+        "2 * $tokens[0] * $share.itemsize + 4 * (2 + 1 / $tokens[0])",
+        "$tokens[0] * $share.itemsize + 4 * (2 + 1 / $tokens[0])",
+        "tests/test_recurrent_costs.py -k tpus_count",
     ),
 )

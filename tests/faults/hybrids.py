@@ -105,7 +105,7 @@ FAULTS = (
     ),
     Fault(
         "a module that predicts a second token is no part of a file",
-        "reader:check",
+        "reader:_is_ahead",
         "$m[1] is None or int($m[1]) >= $c.num_layers",
         "int($m[1] or 0) >= $c.num_layers",
         f"{TESTS} -k left_out_is_said",

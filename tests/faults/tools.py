@@ -2,7 +2,44 @@
 
 from faults import Fault
 
+GRAPHS = "tests/test_toolchains.py -k cuda_graphs"
+
 FAULTS = (
+    Fault(
+        "in CUDA graphs: a result that is written over an operand takes the pointer after the operands",
+        "toolchains/triton:_lower",
+        "$pointers + $k",
+        "$k",
+        GRAPHS,
+    ),
+    Fault(
+        "in CUDA graphs: a kernel has no pointers for what Triton adds",
+        "toolchains/triton:_lower",
+        "*[$arrays[0]] * _ADDED",
+        "*[$arrays[0]] * 0",
+        GRAPHS,
+    ),
+    Fault(
+        "in CUDA graphs: a program has as many threads as warps",
+        "toolchains/triton:_lower",
+        "32 * $warps",
+        "$warps",
+        GRAPHS,
+    ),
+    Fault(
+        "in CUDA graphs: a kernel with a scalar is launched with a pointer in its place",
+        "toolchains/triton:_lower",
+        "$compiled.global_scratch_size or $pointers != len($arrays) + len($fresh) + _ADDED",
+        "$compiled.global_scratch_size",
+        GRAPHS,
+    ),
+    Fault(
+        "launches are kernels of XLA's own everywhere",
+        "toolchains/triton:_lower",
+        "not asks_cuda_graphs()",
+        "False",
+        GRAPHS,
+    ),
     Fault(
         "Gluon: a kernel is launched with the warps asked for, without those of its workers",
         "_compile_kernel",

@@ -315,21 +315,17 @@ class Launches:
         }
 
 
-def _forward(run: Launches) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
-    pairs = run.pairs()
-    found = run.walk(*pairs, ("out", "exits"), run.starts(run.maps(pairs[1])))
-    return (found["out"], run.layout.exits(found["exits"], run.x.entries)), pairs
-
-
 def forward(run: Launches) -> tuple[jax.Array, jax.Array]:
     """Returns (out [B, T, N, Hv], final states [B, G, N, H, Hv])."""
-    return _forward(run)[0]
+    return keeping(run)[0]
 
 
 def keeping(run: Launches) -> tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
     """Returns (what `forward` does, what `backward` takes of it where decays are of heads: see `kept_of`)."""
-    outputs, pairs = _forward(run)
-    return outputs, dict(zip(KEPT, (*pairs, *run.fades), strict=True))
+    pairs = run.pairs()
+    found = run.walk(*pairs, ("out", "exits"), run.starts(run.maps(pairs[1])))
+    outputs = found["out"], run.layout.exits(found["exits"], run.x.entries)
+    return outputs, dict(zip(KEPT, (*pairs, *run.fades), strict=False))
 
 
 def kept_of(dims: Mapping[str, int], num_states: int, dtype: Any, chunk: int | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from kernels.ops.flash_attention.functions import (
     flash_attention_backward,
     scaled_dot_product_attention,
 )
-from kernels.ops.flash_attention.hops import TILE, hops_of
+from kernels.ops.flash_attention.hops import TILE, hops_of, joins
 
 __all__ = [
     "TILE",
@@ -18,6 +18,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_backward",
     "hops_of",
+    "joins",
     "op",
     "scaled_dot_product_attention",
 ]

@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from kernels.engines.attention.masks import MaskInfo
+from kernels.engines.attention.tiles import FIRST, LAST
 from kernels.engines.attention.triton_calls import (
     WARP_SPECIALIZED,
     Call,
@@ -59,6 +61,14 @@ def _prepared(
     return call if heads is None else call.of_heads(*heads, first)
 
 
+def _longest_first(call: Call, spans: jax.Array) -> Call:
+    """Returns a call whose blocks come in the order of how many others they meet. A launch has few blocks for each
+    multiprocessor, and of packed documents a long one may be last."""
+    order = jnp.argsort(spans[..., FIRST] - spans[..., LAST], axis=-1).astype(jnp.int32)
+    options = {**call.options, "LIST_BATCH": min(order.shape[0] - 1, 1)}
+    return call._replace(arrays={**call.arrays, "order_ptr": order}, options=options)
+
+
 def attend(
     query: jax.Array,
     key: jax.Array,
@@ -76,6 +86,7 @@ def attend(
     """As `Hops.attend`."""
     call = _prepared(query, key, value, mask, of_tiles, options, cfg, heads)
     call = call if table is None else call.with_tiles(table)
+    call = _longest_first(call, call.spans(TILE, cfg.fwd_params.kv_blocksize or TILE)[0])
     how = {
         "sofar": sofar,
         "into": into,
@@ -101,5 +112,6 @@ def pull(
 ) -> tuple[jax.Array, ...]:
     """As `Hops.pull`."""
     call = _prepared(query, key, value, mask, of_tiles, options, cfg, heads, of_keys)
+    call = _longest_first(call, call.spans(cfg.bwd_params.q_blocksize or TILE, cfg.bwd_params.kv_blocksize or TILE)[1])
     grads = warp_specialized_gradients(call, Saved(saved), query, key, value, cfg.bwd_params, sums)
     return grads[:2] if value is None else grads

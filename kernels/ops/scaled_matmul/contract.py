@@ -26,6 +26,7 @@ class ScaledMatmulConfig(Tunables):
     Attributes:
       block_m, block_n: its rows and columns.
       num_stages: Triton: blocks of D that are loaded ahead.
+      num_buffers: Triton: parts of 64 columns of its result that a warpgroup of Hopper can leave to the warp that stores them.
       num_warps: Triton: warps of a program, where it is not specialized for Hopper.
       band: Triton: number of rows of tiles that sweep the columns together, so that what they read stays in the L2 cache.
     """
@@ -33,6 +34,7 @@ class ScaledMatmulConfig(Tunables):
     block_m: int | None = None
     block_n: int | None = None
     num_stages: int | None = None
+    num_buffers: int | None = None
     num_warps: int | None = None
     band: int | None = None
 

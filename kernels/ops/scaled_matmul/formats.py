@@ -76,11 +76,6 @@ def quantized(x: jax.Array, block: tuple[int, int], dtype: Any, exponents: bool)
     return ratio.astype(dtype).reshape(x.shape), scale
 
 
-def exact(values: jax.Array) -> jax.Array:
-    """Returns 8-bit floats in bfloat16, which has all of their numbers, for devices that do not multiply them as they are."""
-    return values.astype(jnp.bfloat16) if values.dtype.itemsize == 1 else values
-
-
 def step_of(D: int, *scales: jax.Array) -> int:
     """Returns how many consecutive entries of the contracted dim have one scale in each of the arrays."""
     return D // math.lcm(*(s.shape[1] for s in scales))

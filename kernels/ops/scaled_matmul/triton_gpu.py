@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -18,8 +20,6 @@ from kernels.toolchains.triton import compute_capability, tensor_descriptor, tri
 DEEP = 128  # entries of D per step on Hopper: as many as a row of shared memory has bytes
 # Registers per multiplying thread, and per other thread, by whether sums stay in the tensor cores: warpgroups share 64,512
 REGISTERS = {True: (208, 88), False: (216, 72)}
-# Of two warpgroups: buffers of each for 64 columns of its sums, by its rows.
-BUFFERS = {128: 1, 64: 2}
 
 
 def _specialises(a, b, a_scale, b_scale, dtype) -> bool:
@@ -63,7 +63,7 @@ def _on_hopper(a, b, a_scale, b_scale, dtype, fast, cfg) -> jax.Array:
         BLOCK_N=cfg.block_n,
         BLOCK_K=DEEP,
         STAGES=cfg.num_stages,
-        BUFFERS=BUFFERS[rows],
+        BUFFERS=cfg.num_buffers,
         MULTIPLYING=multiplying,
         OTHERS=others,
     )
@@ -118,17 +118,20 @@ def rejects(call):
 
 # -- configurations ---------------------------------------------------------------------------------------------------
 
-WIDE = ScaledMatmulConfig(block_m=128, block_n=256, num_stages=4, num_warps=4, band=8)
-TALL = ScaledMatmulConfig(block_m=256, block_n=128, num_stages=4, num_warps=4, band=8)
-SQUARE = ScaledMatmulConfig(block_m=128, block_n=128, num_stages=6, num_warps=4, band=16)
+WIDE = ScaledMatmulConfig(block_m=128, block_n=256, num_stages=4, num_buffers=2, num_warps=4, band=8)
+TALL = ScaledMatmulConfig(block_m=256, block_n=128, num_stages=4, num_buffers=1, num_warps=4, band=8)
+SQUARE = ScaledMatmulConfig(block_m=128, block_n=128, num_stages=6, num_buffers=2, num_warps=4, band=16)
+SHALLOW = replace(TALL, num_stages=3)  # of blocks 962 TFLOP/s, with 4 stages 942
+# With room for all sums of a tile a warpgroup never waits for a store.
+ROOMY = replace(WIDE, num_stages=3, num_buffers=4), replace(TALL, num_stages=3, num_buffers=2)
 
 
 def candidates(call):
-    """Returns the tiles whose sums fit into registers, the likely fastest first."""
+    """Returns the tiles whose sums fit into registers, the one to take without measurements first."""
     if call.a_scale.shape[1] == 1:
-        return [WIDE, TALL, SQUARE] if call.fast_accumulation else [TALL, SQUARE]
+        return [WIDE, TALL, SQUARE, *ROOMY] if call.fast_accumulation else [TALL, SQUARE, ROOMY[1]]
     # Scales of each row of b, one for each column of the tile, are in registers too.
-    return [SQUARE] if call.b_scale.shape[0] == call.dims["F"] else [TALL, SQUARE]
+    return [SQUARE] if call.b_scale.shape[0] == call.dims["F"] else [SHALLOW, TALL, SQUARE, ROOMY[1]]
 
 
 def heuristic(call, platform):

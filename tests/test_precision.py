@@ -1,0 +1,233 @@
+"""Products of a layer in 8 bits: numbers against NumPy, gradients, meshes, kernels, what stays, and what is refused."""
+
+import dataclasses
+import functools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from small_run import losses
+
+from ejdist import bind_ops, make_mesh
+from ejdist.models.decoder import DecoderConfig
+from ejdist.models.lora import LoRASection, build
+from ejdist.models.parameters import initialise
+from ejdist.models.stack import narrow_matrices, told_of_precision
+from ejdist.precision import BF16, PRECISIONS, Narrow, check_device
+from ejdist.projection import project
+from ejdist.training.loop import train
+from kernels.toolchains.simulate.ahead_of_time import export_cuda
+from recipes.schema import compose
+
+RNG = np.random.default_rng(0)
+B, T, D, N, H = 2, 100, 256, 4, 64
+X, W, D_OUT = (
+    RNG.standard_normal(shape).astype(np.float32) * by
+    for shape, by in (((B, T, D), 1), ((D, N, H), 1 / 16), ((B, T, N, H), 1e-4))
+)
+UP, DOWN = "btd,dnh->btnh", "btnh,nhd->btd"
+
+
+def off(x, wanted):
+    x, wanted = (np.asarray(v, np.float64).ravel() for v in (x, wanted))
+    return np.linalg.norm(x - wanted) / np.linalg.norm(wanted)
+
+
+def gradients(x, w, d, precision, mesh=None, subscripts=UP):
+    """Returns (product, gradient of x, gradient of w)."""
+    matrix = (lambda w: w) if precision == BF16 else functools.partial(Narrow, precision=precision)
+    out, pull = jax.vjp(lambda x, w: project(x, matrix(w), subscripts, mesh=mesh), x, w)
+    return out, *pull(d)
+
+
+def rounded(x, rows, width, dtype):
+    """Returns x [M, D] rounded to 8 bits by blocks, in float64; zeros make its blocks whole."""
+    M, size = x.shape
+    rows, width = rows or M, width or size
+    whole = np.pad(x, ((0, -M % rows), (0, -size % width))).astype(np.float32)
+    parts = whole.reshape(whole.shape[0] // rows, rows, -1, width)
+    most = np.float32(ml_dtypes.finfo(dtype).max)
+    largest = np.abs(parts).max((1, 3), keepdims=True)
+    scale = np.where(largest > 0, largest * np.float32(1 / most), np.float32(1))
+    values = np.clip(parts / scale, -most, most).astype(dtype).astype(np.float64) * scale
+    return values.reshape(whole.shape)[:M, :size]
+
+
+@pytest.mark.parametrize("precision", ["fp8_tensor", "fp8_row", "fp8_block"])
+def test_each_product_is_of_operands_that_were_quantised_along_its_own_sum(precision):
+    fine, wide = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+    a, b = {"fp8_tensor": ((0, 0), (0, 0)), "fp8_row": ((1, 0), (1, 0)), "fp8_block": ((1, 128), (128, 128))}[precision]
+    of_gradients = wide if precision == "fp8_tensor" else fine
+    x, w, d = X.reshape(-1, D), W.reshape(D, -1), D_OUT.reshape(B * T, -1)
+    wanted = (
+        rounded(x, *a, fine) @ rounded(w.T, *b, fine).T,
+        rounded(d, *a, of_gradients) @ rounded(w, *b, fine).T,
+        rounded(x.T, *a, fine) @ rounded(d.T, *b, of_gradients).T,
+    )
+    got = jax.jit(functools.partial(gradients, precision=precision))(X, W, D_OUT)
+    for g, want in zip(got, wanted, strict=True):
+        assert off(g, want) < 2e-6
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_gradients_are_those_of_the_exact_product_within_rounding_to_8_bits(precision):
+    got = jax.jit(functools.partial(gradients, precision=precision))(X, W, D_OUT)
+    for g, want in zip(got, gradients(X, W, D_OUT, BF16), strict=True):
+        assert 0.01 < off(g, want) < (0.08 if precision == "fp8_tensor" else 0.05)
+
+
+@pytest.mark.parametrize(
+    "precision", [p if p == "fp8_block" else pytest.param(p, marks=pytest.mark.slow) for p in PRECISIONS]
+)
+def test_on_a_mesh_each_device_quantises_what_it_multiplies(precision):
+    """A sum that is split over tp, and gradients that the ranks of a batch and of a sequence add up."""
+    mesh = make_mesh(fsdp=2, sp=2, tp=2)
+    x, w = (RNG.standard_normal(shape).astype(np.float32) for shape in ((4, 64, N, H), (N, H, D)))
+    d = RNG.standard_normal((4, 64, D)).astype(np.float32)
+    run = functools.partial(gradients, subscripts=DOWN)
+    got = jax.jit(functools.partial(run, precision=precision, mesh=mesh))(x, w, d)
+    alone = jax.jit(functools.partial(run, precision=precision))(x, w, d)
+    exact = run(x, w, d, BF16)
+    for g, one, want in zip(got, alone, exact, strict=True):
+        assert off(g, want) < 1.25 * off(one, want)
+    if precision in ("fp8_block", "mxfp8"):  # blocks of features are the same on one device
+        assert off(got[0], alone[0]) < 1e-6 and off(got[1], alone[1]) < 1e-6
+
+
+def test_on_hopper_all_three_products_are_of_its_kernel():
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((3, 128, 256), (256, 8, 64), (3, 128, 8, 64))]
+    report = export_cuda(functools.partial(gradients, precision="fp8_block"), *shapes)
+    assert [k.name for k in report.kernels] == ["warp_specialized_scaled_kernel"] * 3
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+CONFIG = DecoderConfig(
+    vocab_size=64, num_layers=2, model_dim=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=192
+)
+
+
+def loss_of(config):
+    """Returns (the loss of a batch as a function of the parameters, these)."""
+    ops, model = bind_ops(None), config.build()
+    params = initialise(model.declared, jax.random.key(0))
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, 64, (2, 33))
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    batch |= {"positions": np.broadcast_to(np.arange(32), (2, 32)), "segment_ids": np.zeros((2, 32))}
+    batch = {name: jnp.asarray(x, jnp.int32) for name, x in batch.items()}
+    return lambda params: model.loss(params, batch, ops)[0], params
+
+
+def loss_and_gradients(config):
+    step, params = loss_of(config)
+    return jax.jit(jax.value_and_grad(step))(params)
+
+
+@pytest.mark.parametrize("remat", ["attention", pytest.param("none", marks=pytest.mark.slow)])
+def test_a_model_in_8_bits_has_about_the_same_loss_and_gradients_and_the_same_parameters(remat):
+    config = dataclasses.replace(CONFIG, remat=remat)
+    narrow = dataclasses.replace(config, precision="fp8_block", precision_keep=("down",))
+    assert narrow.build().declared == config.build().declared
+    (want, exact), (got, found) = map(loss_and_gradients, (config, narrow))
+    assert want != got and abs(got / want - 1) < 2e-3
+    for name, gradient in exact["layers"].items():
+        assert off(found["layers"][name], gradient) < 0.15, name
+
+
+def calls(jaxpr, name):
+    """Returns how often a program calls an operation, in its loops and rematerialised parts once."""
+    count = 0
+    for equation in jaxpr.eqns:
+        count += equation.params.get("name") == name
+        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            count += calls(inner, name) if hasattr(inner, "eqns") else 0
+    return count
+
+
+def test_a_policy_that_keeps_products_keeps_those_in_8_bits():
+    made = {}
+    for remat in ("none", "dots", "attention"):
+        config = dataclasses.replace(CONFIG, remat=remat, precision="fp8_block")
+        step, params = loss_of(config)
+        made[remat] = calls(jax.make_jaxpr(jax.grad(step))(params).jaxpr, "scaled_matmul")
+    assert made["none"] == made["dots"] < made["attention"]
+
+
+def test_small_matrices_and_those_that_are_named_stay():
+    narrow = dataclasses.replace(CONFIG, precision="fp8_row")
+    assert narrow_matrices(narrow) == (("query", "output", "gate", "up", "down"), ("key", "value"))
+    keep = dataclasses.replace(narrow, precision_keep=("*put", "gate"))
+    assert narrow_matrices(keep) == (("query", "up", "down"), ("key", "value", "output", "gate"))
+    assert narrow_matrices(CONFIG) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"precision": "fp8"}, "model.precision = 'fp8' is unknown; use bf16, fp8_tensor, fp8_row"),
+        ({"precision_keep": ("down",)}, r"model.precision_keep = \['down'\] names matrices that stay"),
+        (
+            {"precision": "fp8_row", "precision_keep": ("dwn",)},
+            "'dwn', which no matrix of a layer matches; there are query",
+        ),
+        ({"precision": "fp8_row", "precision_keep": ("*",)}, "no matrix of the layers is left for 8 bits"),
+    ],
+)
+def test_a_key_that_is_wrong_is_refused_by_name(keys, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(CONFIG, **keys).build()
+
+
+def test_a_run_says_which_matrices_are_in_8_bits_and_which_stay():
+    assert told_of_precision(CONFIG) == []
+    assert told_of_precision(dataclasses.replace(CONFIG, precision="fp8_row")) == [
+        "model.precision = fp8_row: products of query, output, gate, up, down are in 8 bits; key, value stay in float32"
+    ]
+
+
+def test_frozen_matrices_are_refused():
+    with pytest.raises(ValueError, match=r"lora.rank = 4: products with frozen matrices"):
+        build(dataclasses.replace(CONFIG, precision="fp8_row"), LoRASection(rank=4))
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "precision", "words"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "8.0", "fp8_block", "no kernel for its products.* use model.precision=bf16"),
+        ("NVIDIA H200", "9.0", "mxfp8", "use bf16 or fp8_tensor, fp8_row, fp8_block"),
+        ("TPU v5p", None, "fp8_row", "TPU v5p has no kernel for its products"),
+        ("NVIDIA H200", "9.0", "fp8_row", None),
+        ("TPU v5p", None, "bf16", None),
+    ],
+)
+def test_a_precision_that_a_device_has_not_is_refused_at_the_start(device, capability, precision, words):
+    platform = "tpu" if capability is None else "gpu"
+    this = types.SimpleNamespace(platform=platform, device_kind=device)
+    if capability:
+        this.compute_capability = capability
+    if words is None:
+        check_device(precision, this)
+        return
+    with pytest.raises(ValueError, match=words) as caught:
+        check_device(precision, this)
+    assert re.match(rf"model.precision = {precision}: {device}", str(caught.value))
+
+
+@pytest.mark.slow
+def test_fifty_steps_in_8_bits_have_the_losses_of_bfloat16(tmp_path):
+    common = ["recipe=short_context", "model=nano", "run.steps=50", "data.sequence_length=256", "data.global_batch=4"]
+    common += ["optimizer.warmup_steps=5", "checkpoint.every=0", "model.compute_dtype=bfloat16", "model.num_layers=2"]
+    said, curves = [], {}
+    for precision in (BF16, "fp8_block"):
+        folder = tmp_path / precision
+        train(compose([*common, f"run.dir={folder}", f"model.precision={precision}"]), log=said.append)
+        curves[precision] = np.asarray(losses(folder))
+    assert any("in 8 bits; key, value stay in bfloat16" in line for line in said)
+    assert curves[BF16][-1] < 0.9 * curves[BF16][0]
+    np.testing.assert_allclose(curves["fp8_block"][-10:].mean(), curves[BF16][-10:].mean(), rtol=5e-3)
