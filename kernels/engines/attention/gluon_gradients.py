@@ -40,23 +40,30 @@ from kernels.engines.attention.gluon_parts import (
     segments_of,
     span_of,
     tanh,
+    tile_of,
 )
 from kernels.engines.attention.triton_parts import LOG2E
 from kernels.toolchains.gluon import SWIZZLED, after
 
 
 @gluon.jit
-def place(side_ptr, turns_ptr, O: gl.constexpr):
-    """Returns the batch row, the key head and the block of keys of a program. The first keys come first, or those that
-    `turns_ptr` has first, of as many heads side by side as `side_ptr` says."""
+def place(side_ptr, O: gl.constexpr):
+    """Returns the batch row, the key head and the block of keys of a program. The first keys come first, of as many heads
+    side by side as `side_ptr` says."""
     BLOCKS: gl.constexpr = (O.S + O.BLOCK_K - 1) // O.BLOCK_K
     side = gl.load(side_ptr)
     pid = gl.program_id(0)
     group = pid // (BLOCKS * side)
-    b, block = group // (O.K // side), pid // side % BLOCKS
-    if turns_ptr is not None:
-        block = gl.load(turns_ptr + b * (O.SPAN_BATCH // 4) + block)
-    return b, group % (O.K // side) * side + pid % side, block
+    return group // (O.K // side), group % (O.K // side) * side + pid % side, pid // side % BLOCKS
+
+
+@gluon.jit
+def _turn(order_ptr, b, block, O: gl.constexpr):
+    """Returns the block of keys whose turn it is, if an array says in which order they come."""
+    BLOCKS: gl.constexpr = (O.S + O.BLOCK_K - 1) // O.BLOCK_K
+    if order_ptr is not None:
+        block = tile_of(order_ptr, b, 0, block, BLOCKS, 1, O)
+    return block
 
 
 @gluon.jit
@@ -75,9 +82,10 @@ def _make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, O: gl.constexpr):
 
 
 @gluon.jit
-def _load(d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, side_ptr, turns_ptr, first_ptr, k_tile, v_tile,
+def _load(d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, side_ptr, order_ptr, first_ptr, k_tile, v_tile,
           kv_full, ring, O: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    b, head, block = place(side_ptr, turns_ptr, O)
+    b, head, block = place(side_ptr, O)
+    block = _turn(order_ptr, b, block, O)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     mbarrier.expect(kv_full, k_desc.nbytes_per_cta + v_desc.nbytes_per_cta)
     k_block = k_tile.reinterpret(shape=[1, O.BLOCK_K, 1, O.BLOCK_H], layout=BLOCK)
@@ -170,8 +178,8 @@ def _weigh(s, rows, stage, m, block, full_first, full_end, q_at_ptr, k_at_ptr, q
 
 
 @gluon.jit
-def _gradients(dq_desc, spans_ptr, side_ptr, turns_ptr, first_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr,
-               dk_ptr, dv_ptr, k_tile, v_tile, kv_full, ring, ds_tile, dq_tile, O: gl.constexpr,
+def _gradients(dq_desc, spans_ptr, side_ptr, order_ptr, first_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr,
+               ends_ptr, dk_ptr, dv_ptr, k_tile, v_tile, kv_full, ring, ds_tile, dq_tile, O: gl.constexpr,
                STAGES: gl.constexpr):  # fmt: skip
     G: gl.constexpr = heads_of(O) // O.K
     AHEAD: gl.constexpr = O.BLOCK_Q <= 64  # start the logits of the next block in this iteration
@@ -183,7 +191,8 @@ def _gradients(dq_desc, spans_ptr, side_ptr, turns_ptr, first_ptr, q_at_ptr, k_a
     OF_QUERIES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, O.BLOCK_H // 2, 16])
     dtype: gl.constexpr = k_tile.dtype
     q_tiles, d_tiles, rows, full, free = ring
-    b, head, block = place(side_ptr, turns_ptr, O)
+    b, head, block = place(side_ptr, O)
+    block = _turn(order_ptr, b, block, O)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     if ends_ptr is not None:
         ends_ptr += b * O.ENDS_BATCH
@@ -267,7 +276,8 @@ def _gradients(dq_desc, spans_ptr, side_ptr, turns_ptr, first_ptr, q_at_ptr, k_a
             stage, phase = next_stage, next_phase
     WIDE_KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_H, O.BLOCK_H // 8], [8, 1], [1, 0])
     WIDE_VALUES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // O.BLOCK_V, O.BLOCK_V // 8], [8, 1], [1, 0])
-    b, head, block = place(side_ptr, turns_ptr, O)  # again: the loop has no registers for it
+    b, head, block = place(side_ptr, O)  # again: the loop has no registers for it
+    block = _turn(order_ptr, b, block, O)
     if O.JOINED:
         store_keys(dk_ptr, dk * O.SCALE, k_tile, b, block, head, O.K, O.S, O.H + O.HV, WIDE_KEYS, 0)
         store_keys(dk_ptr, dv, v_tile, b, block, head, O.K, O.S, O.H + O.HV, WIDE_VALUES, O.H)
@@ -307,7 +317,7 @@ def warp_specialized_bwd_kernel(
     delta_desc,  # likewise: -delta
     spans_ptr,  # this and the following but `side_ptr` as in `key_gradient_kernel`
     side_ptr,  # [1]: how many key heads run side by side
-    turns_ptr,  # int32 [B or 1, blocks of keys], strides as those of spans, or None: the blocks in the order in which they run
+    order_ptr,  # int32 [B or 1, blocks of keys] or None: in which order these come
     first_ptr,  # int32 [2] or None: the first of O.PART query heads, and of O.K heads of keys, in their arrays
     q_at_ptr,
     k_at_ptr,
@@ -330,9 +340,9 @@ def warp_specialized_bwd_kernel(
     dq_tile = gl.allocate_shared_memory(gl.float32, [O.BLOCK_Q, O.BLOCK_H], TILE_OF_SUMS)
     gl.warp_specialize(
         [
-            (_gradients, (dq_desc, spans_ptr, side_ptr, turns_ptr, first_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr,
+            (_gradients, (dq_desc, spans_ptr, side_ptr, order_ptr, first_ptr, q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr,
                           ends_ptr, dk_ptr, dv_ptr, k_tile, v_tile, kv_full, ring, ds_tile, dq_tile, O, STAGES)),
-            (_load, (d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, side_ptr, turns_ptr, first_ptr,
+            (_load, (d_out_desc, q_desc, k_desc, v_desc, lse_desc, delta_desc, spans_ptr, side_ptr, order_ptr, first_ptr,
                      k_tile, v_tile, kv_full, ring, O, STAGES)),
         ],
         [1],

@@ -115,7 +115,7 @@ def _weigh(d_out_desc, delta_desc, spans_ptr, side_ptr, q_at_ptr, k_at_ptr, q_se
     q_tiles, q_rows, q_full = queries
     d_tiles, d_rows, d_full = cotangents
     tiles, weighed, differentiated, tile_free = pairs
-    b, head, block = place(side_ptr, None, O)
+    b, head, block = place(side_ptr, O)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     steps = O.N // O.K * (last - first)
     if ends_ptr is not None:
@@ -190,7 +190,7 @@ def _differentiate(q_desc, k_desc, v_desc, lse_desc, spans_ptr, side_ptr, dk_ptr
     q_tiles, q_rows, q_full = queries
     d_tiles, d_rows, d_full = cotangents
     tiles, weighed, differentiated, tile_free = pairs
-    b, head, block = place(side_ptr, None, O)
+    b, head, block = place(side_ptr, O)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     steps = O.N // O.K * (last - first)
     dk = gl.zeros([O.BLOCK_K, COLUMNS], gl.float32, SUMS)
@@ -257,7 +257,7 @@ def _add(dq_desc, spans_ptr, side_ptr, k_tile, kv_full, pairs, done, dq_tiles, O
     PARTS: gl.constexpr = (O.H + COLUMNS - 1) // COLUMNS
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     tiles, weighed, differentiated, tile_free = pairs
-    b, head, block = place(side_ptr, None, O)
+    b, head, block = place(side_ptr, O)
     first, full_first, full_end, last = span_of(spans_ptr, b, block, O)
     G: gl.constexpr = O.N // O.K
     zeros = gl.zeros([O.BLOCK_Q, COLUMNS], gl.float32, SUMS)

@@ -132,7 +132,6 @@ def warp_specialized_gradients(
         tensor_descriptor(x, x.shape, (1, q_block), ROW_OF_STATISTICS.value)
         for x in statistics_by_head(call, saved, length)
     )
-    how: dict[str, Any]
     if wide <= 128:
         kernel, columns, how = warp_specialized_bwd_kernel, wide, {"num_warps": 8, "PRODUCER_REGISTERS": 24}
     else:  # as many columns as TMA swizzles; registers chosen so that products are not serialised and little spills
@@ -151,8 +150,10 @@ def warp_specialized_gradients(
     call = call.shared(spans, params.shares)
     shares, spans = call.options["SHARES"], jnp.asarray(spans)
 
-    if wide <= 128:
-        how["turns_ptr"] = longest_first(spans) if call.options["PART"] else None
+    if call.options["PART"]:
+        order = longest_first(spans)
+        options = {**call.options, "LIST_BATCH": min(order.shape[0] - 1, 1)}
+        call = call._replace(arrays={**call.arrays, "order_ptr": order}, options=options)
 
     def gradient_of(x: jax.Array | None) -> jax.ShapeDtypeStruct:
         if x is None:
