@@ -23,8 +23,7 @@ from ejdist.sequence.gathered import Gathered
 from kernels import MaskInfo
 from kernels.engines.attention import triton_calls
 from kernels.engines.attention.pairs import keys_at
-from kernels.engines.attention.triton_shares import longest_first
-from kernels.ops.flash_attention import op
+from kernels.ops.flash_attention import op, triton_hops
 
 HEADS, KEY_HEADS = 4, 2
 STRIPES = Order("striped", 2, 128)
@@ -178,7 +177,8 @@ def test_tiles_of_gathered_keys_are_in_the_order_of_the_text(carried):
 
 def test_blocks_of_keys_that_most_queries_see_run_first():
     spans = np.array([[[0, 0, 0, 1], [2, 2, 2, 5], [3, 3, 3, 3]], [[0, 0, 0, 0], [1, 1, 1, 2], [0, 0, 0, 9]]], np.int32)
-    assert longest_first(spans).tolist() == [[1, 0, 2], [2, 1, 0]]
+    call = triton_hops._longest_first(triton_calls.Call({}, {}, MaskInfo()), spans)
+    assert call.arrays["order_ptr"].tolist() == [[1, 0, 2], [2, 1, 0]] and call.options == {"LIST_BATCH": 1}
 
 
 def test_gradients_in_bfloat16_travel_so(taken):

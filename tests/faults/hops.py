@@ -212,7 +212,7 @@ FAULTS = (
     ),
     Fault(
         "gathered keys: blocks of keys that few queries see run first",
-        "triton_shares:longest_first",
+        "triton_hops:_longest_first",
         "$spans[..., FIRST] - $spans[..., LAST]",
         "$spans[..., LAST] - $spans[..., FIRST]",
         "tests/test_ring_in_place.py -k most_queries_see_run_first",

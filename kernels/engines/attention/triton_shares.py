@@ -11,8 +11,6 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kernels.engines.attention.tiles import FIRST, LAST
@@ -54,15 +52,6 @@ def shares_of_group(spans: Any, batch: int, key_heads: int, group: int, side: in
             if time < (1 - WORTH) * least:
                 best, least = shares, time
     return best
-
-
-def longest_first(spans: Any) -> jax.Array:
-    """Returns int32 [B|1, blocks]: the blocks of keys, those that most queries see first; `spans` as of `shares_of_group`.
-
-    A launch of some heads alone has few programs, and keys of several ranks lie in any order: of 8,192 tokens a rank of four,
-    documents of 4,096 and two key heads a launch, the last program would end 1.5 times as late.
-    """
-    return jnp.argsort(spans[..., FIRST] - spans[..., LAST], axis=-1).astype(jnp.int32)
 
 
 def check_shares(shares: int | None, group: int) -> None:

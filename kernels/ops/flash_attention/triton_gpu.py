@@ -37,7 +37,6 @@ from kernels.engines.attention.triton_gradients import (
     query_gradient_kernel,
 )
 from kernels.engines.attention.triton_kernels import forward_kernel
-from kernels.engines.attention.triton_shares import longest_first
 from kernels.engines.attention.triton_work import work_of, work_of_call
 from kernels.framework.config import BwdParams
 from kernels.framework.config import KernelConfig as FlashAttentionConfig
@@ -149,11 +148,6 @@ def warp_specialized_gradients(
     spans, work = call.known_spans(*blocks)[1], work_of_call(call, query.dtype, (3, 2))
     call = call.shared(spans, params.shares)
     shares, spans = call.options["SHARES"], jnp.asarray(spans)
-
-    if call.options["PART"]:
-        order = longest_first(spans)
-        options = {**call.options, "LIST_BATCH": min(order.shape[0] - 1, 1)}
-        call = call._replace(arrays={**call.arrays, "order_ptr": order}, options=options)
 
     def gradient_of(x: jax.Array | None) -> jax.ShapeDtypeStruct:
         if x is None:

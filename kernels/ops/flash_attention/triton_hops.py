@@ -63,7 +63,8 @@ def _prepared(
 
 def _longest_first(call: Call, spans: jax.Array) -> Call:
     """Returns a call whose blocks come in the order of how many others they meet. A launch has few blocks for each
-    multiprocessor, and of packed documents a long one may be last."""
+    multiprocessor, and of packed documents a long one may be last: of the keys of four ranks with 8,192 tokens, documents of
+    4,096 and two key heads a launch, the last program of the backward would end 1.5 times as late."""
     order = jnp.argsort(spans[..., FIRST] - spans[..., LAST], axis=-1).astype(jnp.int32)
     options = {**call.options, "LIST_BATCH": min(order.shape[0] - 1, 1)}
     return call._replace(arrays={**call.arrays, "order_ptr": order}, options=options)
