@@ -220,7 +220,7 @@ FAULTS = (
     Fault(
         "gathered keys: a group may have few tiles",
         "gathered:Gathered.of",
-        "$tiles * MULTIPROCESSORS",
+        "_TILES * MULTIPROCESSORS",
         "MULTIPROCESSORS",
         f"{IN_PLACE} -k gather_by_heads",
     ),
