@@ -267,8 +267,9 @@ def _lower(ctx: Any, *arrays: Any, **how: Any) -> Any:
     fresh = [i for i in outputs if i not in aliases.values()]
     start = compiled.binary.index(".entry")
     pointers = compiled.binary.count(".param ", start, compiled.binary.index("{", start))
-    if compiled.global_scratch_size or pointers != len(arrays) + len(fresh) + _ADDED:
-        return results  # with scalars or descriptors
+    others = compiled.global_scratch_size or compiled.tensordesc_meta or pointers != len(arrays) + len(fresh) + _ADDED
+    if others:  # scalars, descriptors, memory of its own
+        return results
     results[0].owner.erase()  # pyrefly: ignore[missing-attribute]
     # Results have the numbers among all pointers that XLA is told, ascending, and operands the others. A result that is written
     # over an operand has no pointer of its own: it comes after all that the kernel reads. For what Triton adds, which no kernel
