@@ -14,7 +14,7 @@ from kernels.engines.scan import triton_delta_calls as delta
 from kernels.engines.scan import triton_dplr_calls as dplr
 from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.delta_tokens import DplrTokens
-from kernels.engines.scan.triton_calls import LEAST, sizes_refused
+from kernels.engines.scan.triton_calls import LEAST, LONGEST, sizes_refused
 from kernels.framework.execute import Saved
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.ops.delta_rule.contract import (
@@ -60,8 +60,8 @@ def _per_channel(call):
 
 def keeps(call, cfg):
     one = decode.one_token(call.dims["T"], call.num_states)
-    if one or not (cfg and cfg.keeps) or _per_channel(call):
-        return {}
+    if one or not (cfg and cfg.keeps) or _per_channel(call) or not (cfg.chunk is None or LEAST <= cfg.chunk <= LONGEST):
+        return {}  # chunks of another length are another backend's, or refused where they are launched
     return delta.kept_of(call.dims, call.num_states, call.key.dtype, cfg.chunk)
 
 

@@ -16,7 +16,6 @@ from kernels.ops.scaled_matmul.formats import DTYPES, SCALINGS, Scaling, quantiz
 
 __all__ = ["SCALINGS", "ScaledMatmulConfig", "Scaling", "op", "quantize_scaled", "scaled_matmul"]
 
-RESULTS = ("bfloat16", "float16", "float32")
 # Jitted, because in an eager call each step would be a separate program.
 _quantized = functools.partial(jax.jit, static_argnames=("block", "dtype", "exponents"))(quantized)
 
@@ -142,6 +141,4 @@ def scaled_matmul(
         )
     _check_scale("a_scale", a_scale, "a", a)
     _check_scale("b_scale", b_scale, "b", b)
-    if dtype not in RESULTS:
-        raise ValueError(f"scaled_matmul: argument 'dtype' = {dtype!r} is unknown; use {', '.join(RESULTS)}")
     return Prepared(op.bind(a, b, a_scale, b_scale, dtype=dtype, fast_accumulation=fast_accumulation))

@@ -18,6 +18,8 @@ from kernels.framework.contract import Op
 from kernels.framework.work import Work, nbytes
 from kernels.ops.scaled_matmul.formats import SCALINGS, spread
 
+RESULTS = ("bfloat16", "float16", "float32")
+
 
 @dataclass(frozen=True)
 class ScaledMatmulConfig(Tunables):
@@ -57,7 +59,18 @@ def scaled_matmul(
       b_scale: [rows, blocks], each for F / rows consecutive rows.
       fast_accumulation: a backend may leave the sums of entries with the same scales to its tensor cores, whose own sums of
         8-bit products can be narrower than float32.
+
+    Raises:
+      ValueError: names the argument.
     """
+    if dtype not in RESULTS:
+        raise ValueError(f"scaled_matmul: argument 'dtype' = {dtype!r} is unknown; use {', '.join(RESULTS)}")
+    for name, scale in (("a_scale", a_scale), ("b_scale", b_scale)):
+        if scale.dtype != jnp.uint8 and scale.dtype.itemsize == 1:
+            raise ValueError(
+                f"scaled_matmul: argument {name!r} must be floats of 16 bits or more, or uint8 codes of powers of two, got "
+                f"{scale.dtype}"
+            )
     out_dtype = jnp.dtype(dtype)
     wide = jnp.promote_types(jnp.float32, a_scale.dtype if a_scale.dtype != jnp.uint8 else jnp.float32)
     left = a.astype(wide) * spread(a_scale, a.shape)
