@@ -26,10 +26,10 @@ class ScaledMatmulConfig(Tunables):
     """The tile of the result that a program computes at a time; None leaves the choice to the configuration chain.
 
     Attributes:
-      block_m, block_n: its rows and columns.
-      num_stages: Triton: blocks of D that are loaded ahead.
+      block_m, block_n: its rows and columns; at most 128 where it is not specialized for Hopper.
+      num_stages: Triton: blocks of D that are loaded ahead; at most 3 where it is not.
       num_buffers: Triton: parts of 64 columns of its result that a warpgroup of Hopper can leave to the warp that stores them.
-      num_warps: Triton: warps of a program, where it is not specialized for Hopper.
+      num_warps: Triton: warps of a program, where it is not specialized for Hopper; at least 8 for a tile of 128 by 128.
       band: Triton: number of rows of tiles that sweep the columns together, so that what they read stays in the L2 cache.
     """
 

@@ -77,7 +77,8 @@ def forward(a, b, a_scale, b_scale, dtype, fast_accumulation, cfg):
     (M, D), F = a.shape, b.shape[0]
     step = step_of(D, a_scale, b_scale)
     out = jax.ShapeDtypeStruct((M, F), dtype)
-    block_m, block_n = (max(16, min(128, triton.next_power_of_2(n))) for n in (M, F))
+    sides = zip((cfg.block_m, cfg.block_n), (M, F), strict=True)
+    block_m, block_n = (min(side, max(16, min(128, triton.next_power_of_2(n)))) for side, n in sides)
     (result,) = triton_launch(
         scaled_matmul_kernel,
         lax.bitcast_convert_type(a, jnp.uint8),
@@ -86,8 +87,8 @@ def forward(a, b, a_scale, b_scale, dtype, fast_accumulation, cfg):
         b_scale,
         out_shape=(out,),
         grid=(triton.cdiv(M, block_m) * triton.cdiv(F, block_n),),
-        num_warps=8 if block_m * block_n >= 128 * 128 else 4,
-        num_stages=3,
+        num_warps=max(cfg.num_warps, 8) if block_m * block_n >= 128 * 128 else cfg.num_warps,
+        num_stages=min(cfg.num_stages, 3),
         work=Work(2 * M * D * F, nbytes(a, b, a_scale, b_scale, out)),
         M=M,
         N=F,
@@ -100,7 +101,7 @@ def forward(a, b, a_scale, b_scale, dtype, fast_accumulation, cfg):
         B_BLOCKS=b_scale.shape[1],
         EXPONENTS=a_scale.dtype == jnp.uint8,
         STEP=step,
-        BAND=8,
+        BAND=cfg.band,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=max(16, min(64, triton.next_power_of_2(step))),
