@@ -201,7 +201,7 @@ def test_sides_of_tiles_and_warps_are_powers_of_2(op):
     """Triton itself says so in the middle of a kernel, or by an assertion, and where it is interpreted not at all."""
     backend = op.backends["triton_gpu"]
     trains = backend.backward is not None
-    made = (op.case_inputs(c, dtype=dtype) for dtype in ("float32", "float8_e4m3fn") for c in op.cases)
+    made = (op.case_inputs(c, dtype=dtype) for c in op.cases for dtype in ("float32", "float8_e4m3fn"))
     arguments = next(a for a in made if not backend.refuses(op, op.bind(**a), trains))
     floats = {n: x for n, x in arguments.items() if is_float_array(x)}
     cfg = backend.heuristic(op.bind(**arguments), "cuda")

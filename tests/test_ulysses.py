@@ -174,7 +174,10 @@ SHAPE = AttentionShape((("sp", 2),), 1, 800, 400, 400, 800, 16, 8, 4, 2)
     [
         (lambda: Ulysses("ring"), ["'outer'", "'ring'", "Ring()"]),
         (lambda: Ulysses(head_groups=0), ["sequence.head_groups = 0", "at least 1"]),
-        (lambda: scheme_of("ring", head_groups=2), ["sequence.head_groups = 2", "'ring'", "sequence.scheme=ulysses"]),
+        (
+            lambda: scheme_of("ring", head_groups=2),
+            ["sequence.head_groups = 2", "'ring'", "sequence.scheme=all_gather or ulysses"],
+        ),
         (lambda: scheme_of("all_gather", outer="ring"), ["sequence.outer = 'ring'", "'all_gather'"]),
         (
             lambda: call_of(Ulysses(head_groups=3), 8, sp=2),

@@ -379,10 +379,10 @@ def scheme_of(scheme: str | Scheme, **options: Any) -> Scheme:
     asked = {name: value for name, value in options.items() if value is not None}
     for name, value in asked.items():
         if name not in options_of(SCHEMES[scheme]):
-            having = [other for other, kind in SCHEMES.items() if name in options_of(kind)]
+            having = " or ".join(other for other, kind in SCHEMES.items() if name in options_of(kind))
             raise ValueError(
-                f"sequence.{name} = {value!r} is no option of the scheme {scheme!r}: use sequence.scheme={having[0]}, or leave "
-                "it out"
+                f"sequence.{name} = {value!r} is no option of the scheme {scheme!r}: use sequence.scheme={having}, or leave it "
+                "out"
             )
     return SCHEMES[scheme](**{n: scheme_of(value) if n == "outer" else value for n, value in asked.items()})
 

@@ -116,7 +116,6 @@ def _case(name: str, scaling: str, M: int, D: int, F: int, *tags: str, b: tuple 
 
 op = Op(
     scaled_matmul,
-    no_gradient=("a", "b", "a_scale", "b_scale"),
     local_dims={"M"},
     config=ScaledMatmulConfig,
     cases=(
