@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +151,17 @@ def test_launches_in_cuda_graphs_are_kernels_of_xlas_own():
     for name, size in {"grid_x": 3, "grid_y": 2, "grid_z": 1, "block_x": 64, "block_y": 1, "block_z": 1}.items():
         assert f"{name} = {size} : i32" in call[1]
     assert 'kernel_type = "ptx"' in call[1] and 'name = "two_outputs_kernel"' in call[1]
+
+    def other(x):
+        return copy(x)
+
+    def in_thread(run, *args):  # a context is that of a thread
+        with in_cuda_graphs():
+            return re.findall(r'name = "(\w+)"', lowered(run, *args))
+
+    with ThreadPoolExecutor(2) as pool:  # threads that lower at once take no kernel of each other
+        names = [pool.submit(in_thread, *call) for call in [(run, x, state), (other, x)] * 4]
+        assert [name.result() for name in names] == [["two_outputs_kernel"], ["copy_kernel"]] * 4
 
     def scaled(a, b):
         out = (jax.ShapeDtypeStruct((16, 16), "float32"), jax.ShapeDtypeStruct((16,), "int32"))

@@ -3,8 +3,8 @@
 A step runs at most two programs, each compiled once: one for a chunk of prompts, one for a token of every text in progress.
 Which request a row belongs to, its length and its sampling options are data. A request waits until a slot and the pages for all
 of its tokens are free, so every request that starts also finishes. The result of a request does not depend on the others in the
-batch, except for the order of sums. Devices never wait for the host: a step takes the tokens of the one before where these are,
-and starts before they are read.
+batch, except for the order of sums. A step takes the tokens of the one before from the device's memory, and starts before the
+host has read them.
 
 Source: Yu et al., Orca: A Distributed Serving System for Transformer-Based Generative Models, 2022 (continuous batching); Kwon
 et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023; Agrawal et al., SARATHI, 2023
@@ -321,7 +321,7 @@ class Engine:
         self._started.append((writing, chosen, scores))
 
     def _read(self, requests: list[Request | None], chosen: jax.Array, scores: jax.Array) -> list[Token]:
-        """Returns the tokens of a step that has started. Of a text that ended with the token before there is none."""
+        """Returns the tokens of a step that has started. A text that ended with the token before gets none."""
         if not any(requests):
             return []
         events = []

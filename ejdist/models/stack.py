@@ -148,7 +148,7 @@ def narrow_matrices(c: DecoderShape) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def told_of_precision(c: Any) -> list[str]:
-    """Returns what a run says of products in 8 bits; nothing without any, and of models that are no decoder."""
+    """Returns what a run logs of products in 8 bits: nothing where there are none, or where the model is not a decoder."""
     narrow, rest = narrow_matrices(c) if isinstance(c, DecoderShape) else ((), ())
     stay = f"; {', '.join(rest)} stay in {c.compute_dtype}" if rest else ""
     return [f"model.precision = {c.precision}: products of {', '.join(narrow)} are in 8 bits{stay}"] if narrow else []

@@ -112,8 +112,8 @@ class Gathered:
         return group * count, count
 
     def gathered(self, group: int, count: int, before: Any) -> jax.Array | None:
-        """Returns the keys of all ranks with their values beside them, of so many groups of heads, sent when what is before has
-        come; None after the last group."""
+        """Returns the keys of all ranks with their values beside them, of `count` groups of heads from `group` on; None after
+        the last group. They are sent when `before` has come."""
         if group == self.groups:
             return None
         keys, each = self.local.keys, self.local.sizes["K"] // self.groups

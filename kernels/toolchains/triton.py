@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -242,8 +243,8 @@ def _compile_kernel(self: Any, spec: Any, gpu_target: Any, backend: Any, backend
 
 # By the id of what jax-triton keeps for ever: a kernel, how it was compiled, and its warps.
 _COMPILED: dict[int, tuple[Any, Any, int]] = {}
-# Those of the launch that is being lowered.
-_LOWERED: list[Any] = []
+# Those of the launch that a thread is lowering: several may be at once.
+_lowering = threading.local()
 # Pointers that Triton adds to those of a kernel: to memory of its own, and to what its profiler writes.
 _ADDED = 2
 _make_by_jax_triton = triton_lib.TritonFunction.get_or_create_kernel
@@ -251,18 +252,19 @@ _lower_by_jax_triton = functools.partial(triton_lib.triton_kernel_call_lowering,
 
 
 def _get_or_create_kernel(self: Any, *args: Any, **named: Any) -> Any:
-    made = _make_by_jax_triton(self, *args, **named)
-    _LOWERED.append(made[0])
-    return made
+    kernel, *rest = _make_by_jax_triton(self, *args, **named)
+    if (kernels := getattr(_lowering, "kernels", None)) is not None:
+        kernels.append(kernel)
+    return kernel, *rest
 
 
 def _lower(ctx: Any, *arrays: Any, **how: Any) -> Any:
     """Lowers a launch as jax-triton does, or inside `in_cuda_graphs` to a kernel of XLA's own."""
-    _LOWERED.clear()
+    _lowering.kernels = kernels = []
     results = _lower_by_jax_triton(ctx, *arrays, **how)
-    if not asks_cuda_graphs() or len(_LOWERED) != 1 or not arrays or id(_LOWERED[0]) not in _COMPILED:
+    if not asks_cuda_graphs() or len(kernels) != 1 or not arrays or id(kernels[0]) not in _COMPILED:
         return results
-    _, compiled, warps = _COMPILED[id(_LOWERED[0])]
+    _, compiled, warps = _COMPILED[id(kernels[0])]
     aliases, outputs = dict(how["input_output_aliases"]), range(len(ctx.avals_out))
     fresh = [i for i in outputs if i not in aliases.values()]
     start = compiled.binary.index(".entry")
