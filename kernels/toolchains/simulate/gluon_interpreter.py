@@ -22,6 +22,7 @@ from jax_triton import triton_lib
 from triton import language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.runtime import jit as triton_jit
 
 from kernels.toolchains.simulate.simulated_hopper import (
@@ -108,9 +109,10 @@ _erf = np.vectorize(math.erf, otypes=[np.float32])
 
 
 def _fence() -> None:
-    for unfenced, entries in here.partition.written:
-        unfenced[entries] = False
-    here.partition.written.clear()
+    for written in (here.partition.written, here.program.copied):
+        for unfenced, entries in written:
+            unfenced[entries] = False
+        written.clear()
 
 
 def _wait(barrier: Shared, phase: Any, pred: Any = True) -> None:
@@ -144,6 +146,27 @@ def _async_load(desc: Descriptor, start: Sequence[Any], barrier: Shared, tile: S
         arrived.pass_on()
 
     here.program.copies.append(done)
+
+
+def _copy_rows(tile: Shared, pointer: Pointer, mask: Any = True) -> None:
+    array, index, meant = pointer.entries(mask)
+    if list(index.shape) != tile.shape or array.dtype != tile.dtype:
+        raise TypeError(f"{array.dtype}{list(index.shape)} does not fit a tile {tile.dtype}{tile.shape}")
+    write, partition, mine = tile.begin_copying(), here.partition, object()
+    partition.copying.add(mine)
+
+    def done() -> None:
+        write(np.where(meant, array[index], np.zeros((), array.dtype)))
+        partition.copied(mine)
+
+    here.program.copies.append(done)
+
+
+def _arrive_after_copies(barrier: Shared, increment_count: bool = True) -> None:
+    if increment_count:
+        raise NotImplementedError(f"increment_count is not implemented; add it to {__name__}")
+    state, threads = barrier.barrier(), 32 * here.partition.warps
+    here.partition.after_copies(lambda: state.arrive(threads))
 
 
 def _async_atomic_add(desc: Descriptor, start: Sequence[Any], tile: Shared) -> None:
@@ -214,7 +237,7 @@ _LANGUAGE = _Words(
     atomic_add=_atomic_add,
     inline_asm_elementwise=_inline_asm,
     allocate_shared_memory=Shared.allocate,
-    warp_specialize=lambda functions, warps, registers: here.program.run(functions),
+    warp_specialize=lambda functions, warps, registers: here.program.run(functions, (4, *warps)),
 )
 _MEANINGS: dict[int, Any] = {
     id(gl): _LANGUAGE,
@@ -231,6 +254,7 @@ _MEANINGS: dict[int, Any] = {
         async_atomic_add=_async_atomic_add,
         store_wait=lambda left: here.partition.finish(here.partition.sums, left),
     ),
+    id(async_copy): _Words(async_load=_copy_rows, mbarrier_arrive=_arrive_after_copies),
     id(hopper.fence_async_shared): _fence,
     id(hopper.warpgroup_mma): _warpgroup_mma,
     id(hopper.warpgroup_mma_wait): _warpgroup_mma_wait,
