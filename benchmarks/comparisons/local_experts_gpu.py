@@ -1,4 +1,4 @@
-"""`python -m benchmarks.comparisons.local_experts_gpu [parts=order,combine,layer,gathered,random] [shapes=qwen3_30b_a3b]
+"""`python -m benchmarks.comparisons.local_experts_gpu [parts=order,combine,layer,gathered,random] [shapes=qwen3]
 [routes=balanced,zipf,hot] [ranks=1] [random=8] [out=FILE]`
 
 On one GPU, the work of experts where nothing travels, by the profiler's kernel times:
@@ -31,11 +31,11 @@ from kernels.ops.combine_rows import op as combine_op
 from kernels.ops.grouped_matmul import gathered_op, op
 
 OPTIONS = {
-    "parts": "order,combine,layer,gathered,random", "shapes": "qwen3_30b_a3b", "routes": "balanced,zipf,hot", "ranks": 1,
+    "parts": "order,combine,layer,gathered,random", "shapes": "qwen3", "routes": "balanced,zipf,hot", "ranks": 1,
     "random": 8, "out": "",
 }  # fmt: skip
-# Tokens, experts, choices, width, and inner width of an expert.
-SHAPES = {"qwen3_30b_a3b": (32768, 128, 8, 2048, 768), "deepseek_v3": (16384, 256, 8, 7168, 2048)}
+# Tokens, experts, choices, width, and inner width of an expert: of Qwen3-30B-A3B and DeepSeek-V3.
+SHAPES = {"qwen3": (32768, 128, 8, 2048, 768), "deepseek": (16384, 256, 8, 7168, 2048)}
 PRODUCTS = ("grouped_matmul", "warp_specialized", "ragged_contraction", "group_sum")
 
 

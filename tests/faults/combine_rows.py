@@ -86,8 +86,8 @@ FAULTS = (
     Fault(
         "gathered rows, Gluon: the second half of a tile has the rows of the first",
         "grouped_matmul/gluon_kernels:_load_products",
-        "$row + $half * $ROWS, $end, $k, $K",
-        "$row, $end, $k, $K",
+        "gather($tiles.index(2 * $stage + $half), $a_ptr, $rows_ptr, $row + $half * $ROWS, $end, $k, $K)",
+        "gather($tiles.index(2 * $stage + $half), $a_ptr, $rows_ptr, $row, $end, $k, $K)",
         HOPPER,
     ),
     Fault(

@@ -13,7 +13,7 @@ import inspect
 import itertools
 import math
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -148,16 +148,47 @@ def _async_load(desc: Descriptor, start: Sequence[Any], barrier: Shared, tile: S
     here.program.copies.append(done)
 
 
+class _Copying:
+    """A partition's copies by instructions that are not yet done, and what is to follow them."""
+
+    def __init__(self) -> None:
+        self._left: set[object] = set()
+        self._following: list[tuple[set[object], Callable[[], None]]] = []
+
+    @classmethod
+    def of_partition(cls) -> _Copying:
+        return here.partition.__dict__.setdefault("copying", cls())
+
+    def begin(self) -> object:
+        copy = object()
+        self._left.add(copy)
+        return copy
+
+    def end(self, copy: object) -> None:
+        self._left.discard(copy)
+        for left, follow in [*self._following]:
+            left.discard(copy)
+            if not left:
+                self._following.remove((left, follow))
+                follow()
+
+    def then(self, follow: Callable[[], None]) -> None:
+        if self._left:
+            self._following.append((set(self._left), follow))
+        else:
+            follow()
+
+
 def _copy_rows(tile: Shared, pointer: Pointer, mask: Any = True) -> None:
     array, index, meant = pointer.entries(mask)
     if list(index.shape) != tile.shape or array.dtype != tile.dtype:
         raise TypeError(f"{array.dtype}{list(index.shape)} does not fit a tile {tile.dtype}{tile.shape}")
-    write, partition, mine = tile.begin_copying(), here.partition, object()
-    partition.copying.add(mine)
+    write, copying = tile.begin_writing(here.program.copied), _Copying.of_partition()
+    mine = copying.begin()
 
     def done() -> None:
         write(np.where(meant, array[index], np.zeros((), array.dtype)))
-        partition.copied(mine)
+        copying.end(mine)
 
     here.program.copies.append(done)
 
@@ -166,7 +197,7 @@ def _arrive_after_copies(barrier: Shared, increment_count: bool = True) -> None:
     if increment_count:
         raise NotImplementedError(f"increment_count is not implemented; add it to {__name__}")
     state, threads = barrier.barrier(), 32 * here.partition.warps
-    here.partition.after_copies(lambda: state.arrive(threads))
+    _Copying.of_partition().then(lambda: state.arrive(threads))
 
 
 def _async_atomic_add(desc: Descriptor, start: Sequence[Any], tile: Shared) -> None:

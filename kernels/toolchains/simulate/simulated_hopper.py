@@ -192,27 +192,18 @@ class Shared:
 
         return read
 
-    def begin_writing(self) -> Callable[[np.ndarray], None]:
-        """Fills the tile with NaN, and returns the function that writes TMA's data to it."""
+    def begin_writing(self, copied: list[Any] | None = None) -> Callable[[np.ndarray], None]:
+        """Fills the tile with NaN, and returns the function that writes TMA's data; or instructions', noted in `copied`."""
 
         def write(value: Any) -> None:
-            self._check_fence("TMA is to write")
+            if copied is None:
+                self._check_fence("TMA is to write")
+            else:
+                self._unfenced[self._entries] = True
+                copied.append((self._unfenced, self._entries))
             self._memory[self._entries] = value
 
-        write(poison(self.dtype))
-        return write
-
-    def begin_copying(self) -> Callable[[np.ndarray], None]:
-        """Fills the tile with NaN, and returns the function that writes to it what instructions copied. Tensor cores and TMA
-        see that after a fence of whoever waited for it."""
         self._memory[self._entries] = poison(self.dtype)
-        copied = here.program.copied
-
-        def write(value: Any) -> None:
-            self._memory[self._entries] = value
-            self._unfenced[self._entries] = True
-            copied.append((self._unfenced, self._entries))
-
         return write
 
     def _check_fence(self, what: str) -> None:
@@ -291,8 +282,6 @@ class _Partition:
 
     def __init__(self, name: str, warps: int):
         self.warps = warps
-        self.copying: set[object] = set()  # copies by instructions, not yet done
-        self._arrivals: list[tuple[set[object], Callable[[], None]]] = []  # which follow some of them
         self.name, self.go, self.ended = name, threading.Semaphore(0), False
         self.waits: Callable[[], bool] = lambda: True
         self.where, self.late = "its beginning", False
@@ -306,21 +295,6 @@ class _Partition:
         while len(begun) > left:
             begun.pop(0)()
 
-    def after_copies(self, arrive: Callable[[], None]) -> None:
-        """Calls a function once all copies that have started are done."""
-        if self.copying:
-            self._arrivals.append((set(self.copying), arrive))
-        else:
-            arrive()
-
-    def copied(self, copy: object) -> None:
-        self.copying.discard(copy)
-        for left, arrive in [*self._arrivals]:
-            left.discard(copy)
-            if not left:
-                self._arrivals.remove((left, arrive))
-                arrive()
-
     def check_end(self) -> None:
         if self.products or self.sums:
             raise RuntimeError(f"{self.name} ended before waiting for its products or TMA adds")
@@ -332,18 +306,17 @@ class Program:
     def __init__(self, index: int, count: int):
         self.index, self.count = index, count
         self.copies: list[Callable[[], None]] = []  # started, not yet done
-        self.copied: list[tuple[np.ndarray, np.ndarray]] = []  # by instructions, since the last fence: see `Shared`
+        self.copied: list[Any] = []  # by instructions, since the last fence: see `Shared.begin_writing`
         self._draw, self._early = random.Random(index), False
         self._partitions: list[_Partition] = []
         self._failure: BaseException | None = None
 
-    def run(self, functions: Sequence[tuple[Callable, Sequence[Any]]], warps: Sequence[int] = ()) -> None:
-        """Runs functions concurrently until all have ended; `warps` are those of each partition."""
+    def run(self, functions: Sequence[tuple[Callable, Sequence[Any]]], warps: Sequence[int] = (4,)) -> None:
+        """Runs functions concurrently, each by so many warps, until all have ended."""
         outer, self._partitions = self._partitions, []
         threads = []
         for i, (function, arguments) in enumerate(functions):
-            name = f"{getattr(function, '__name__', 'kernel')} (partition {i})"
-            partition = _Partition(name, warps[i] if i < len(warps) else 4)
+            partition = _Partition(f"{getattr(function, '__name__', 'kernel')} (partition {i})", warps[i])
             self._partitions.append(partition)
             threads.append(threading.Thread(target=self._run, args=(partition, function, arguments), daemon=True))
         for thread in threads:
