@@ -1,5 +1,5 @@
 """`python -m benchmarks.comparisons.local_experts_gpu [parts=order,combine,layer,gathered,random] [shapes=qwen3]
-[routes=balanced,zipf,hot] [ranks=1] [random=8] [out=FILE]`
+[routes=even,zipf,hot] [ranks=1] [random=8] [out=FILE]`
 
 On one GPU, the work of experts where nothing travels, by the profiler's kernel times:
 - order, combine: sorting choices by expert, and the weighted sum of their rows, both ways; against the same in XLA;
@@ -31,7 +31,7 @@ from kernels.ops.combine_rows import op as combine_op
 from kernels.ops.grouped_matmul import gathered_op, op
 
 OPTIONS = {
-    "parts": "order,combine,layer,gathered,random", "shapes": "qwen3", "routes": "balanced,zipf,hot", "ranks": 1,
+    "parts": "order,combine,layer,gathered,random", "shapes": "qwen3", "routes": "even,zipf,hot", "ranks": 1,
     "random": 8, "out": "",
 }  # fmt: skip
 # Tokens, experts, choices, width, and inner width of an expert: of Qwen3-30B-A3B and DeepSeek-V3.
@@ -43,7 +43,7 @@ def routes_of(kind: str, tokens: int, experts: int, top_k: int) -> jax.Array:
     """Returns the choices [tokens, k]: evenly, by Zipf's law, or one expert with half of all."""
     rng = np.random.default_rng(0)
     shares = {
-        "balanced": np.full(experts, 1.0),
+        "even": np.full(experts, 1.0),
         "zipf": rng.permutation(1 / np.arange(1, experts + 1)),
         "hot": np.where(np.arange(experts) == 0, max(1, experts - 1), 1.0),
     }[kind]
@@ -214,7 +214,7 @@ def main(argv: list[str]) -> None:
             say(f"gathered {shape}", functools.partial(gathered, tokens, experts, top_k, width, hidden, True, first))
     for i, shape in enumerate(random_shapes(o["random"]) if "random" in parts else ()):
         tokens, experts, top_k, *rest = shape
-        ids = routes_of("balanced" if i % 2 else "zipf", tokens, experts, top_k)
+        ids = routes_of("even" if i % 2 else "zipf", tokens, experts, top_k)
         say(f"random {shape}", functools.partial(gathered, *shape, ids))
 
 
