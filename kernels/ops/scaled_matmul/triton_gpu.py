@@ -58,6 +58,7 @@ def _on_hopper(a, b, a_scale, b_scale, dtype, fast, cfg) -> jax.Array:
         BLOCKS=blocks,
         A_ROWS=a_rows,
         B_ROWS=b_rows,
+        AHEAD=cfg.num_sums == 2 and rows == 64 and not (blocks and b_rows),
         BAND=cfg.band,
         ROWS=rows,
         BLOCK_N=cfg.block_n,
@@ -119,10 +120,12 @@ def rejects(call):
 
 # -- configurations ---------------------------------------------------------------------------------------------------
 
-WIDE = ScaledMatmulConfig(block_m=128, block_n=256, num_stages=4, num_buffers=2, num_warps=4, band=8)
-TALL = ScaledMatmulConfig(block_m=256, block_n=128, num_stages=4, num_buffers=1, num_warps=4, band=8)
-SQUARE = ScaledMatmulConfig(block_m=128, block_n=128, num_stages=6, num_buffers=2, num_warps=4, band=16)
-SHALLOW = replace(TALL, num_stages=3)  # of blocks 962 TFLOP/s, with 4 stages 942
+WIDE = ScaledMatmulConfig(block_m=128, block_n=256, num_stages=4, num_buffers=2, num_sums=1, num_warps=4, band=8)
+TALL = replace(WIDE, block_m=256, block_n=128, num_buffers=1)
+SQUARE = replace(WIDE, block_n=128, num_stages=6, band=16)
+# Scales of blocks take a part of each stage, and sums of two steps the registers of a tile of 256 rows.
+TALL_BLOCKS, SQUARE_BLOCKS = replace(TALL, num_stages=3), replace(SQUARE, num_stages=5)
+AHEAD = replace(SQUARE_BLOCKS, num_sums=2)
 # With room for all sums of a tile a warpgroup never waits for a store.
 ROOMY = replace(WIDE, num_stages=3, num_buffers=4), replace(TALL, num_stages=3, num_buffers=2)
 
@@ -130,9 +133,10 @@ ROOMY = replace(WIDE, num_stages=3, num_buffers=4), replace(TALL, num_stages=3, 
 def candidates(call):
     """Returns the tiles whose sums fit into registers, the one to take without measurements first."""
     if call.a_scale.shape[1] == 1:
-        return [WIDE, TALL, SQUARE, *ROOMY] if call.fast_accumulation else [TALL, SQUARE, ROOMY[1]]
+        return [WIDE, TALL, SQUARE, *ROOMY] if call.fast_accumulation else [TALL, SQUARE, ROOMY[1], AHEAD]
     # Scales of each row of b, one for each column of the tile, are in registers too.
-    return [SQUARE] if call.b_scale.shape[0] == call.dims["F"] else [SHALLOW, TALL, SQUARE, ROOMY[1]]
+    fine = call.b_scale.shape[0] == call.dims["F"]
+    return [SQUARE_BLOCKS] if fine else [TALL_BLOCKS, ROOMY[1], AHEAD, replace(AHEAD, band=8), SQUARE_BLOCKS]
 
 
 def heuristic(call, platform):
