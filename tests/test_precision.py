@@ -53,7 +53,7 @@ def rounded(x, rows, width, dtype):
     most = np.float32(ml_dtypes.finfo(dtype).max)
     largest = np.abs(parts).max((1, 3), keepdims=True)
     scale = np.where(largest > 0, largest * np.float32(1 / most), np.float32(1))
-    values = np.clip(parts / scale, -most, most).astype(dtype).astype(np.float64) * scale
+    values = np.clip(parts * (np.float32(1) / scale), -most, most).astype(dtype).astype(np.float64) * scale
     return values.reshape(whole.shape)[:M, :size]
 
 

@@ -17,8 +17,8 @@ FAULTS = (
     Fault(
         "scaled matmul: values past the end of a dtype are not clipped",
         "scaled_matmul/formats:quantized",
-        "jnp.clip($parts / powers($scale)[:, None, :, None], -$most, $most)",
-        "$parts / powers($scale)[:, None, :, None]",
+        "jnp.clip($parts * (1 / powers($scale))[:, None, :, None], -$most, $most)",
+        "$parts * (1 / powers($scale))[:, None, :, None]",
         f"{SCALED} -k numpy",
     ),
     Fault(

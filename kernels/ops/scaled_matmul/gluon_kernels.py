@@ -11,6 +11,7 @@ With `fast_accumulation` the sums of all of D stay in the tensor cores.
 
 # Gluon's stubs declare tensors where its compiler accepts constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
+# pyrefly: ignore-errors[not-iterable]
 
 from __future__ import annotations
 
@@ -204,7 +205,7 @@ def _multiply_by_steps(a_scale_ptr, b_scale_ptr, ring, scales, hands, M: gl.cons
         row, column = _place(tile, M, N, BAND, 2 * ROWS, BLOCK_N)
         row += WHICH * ROWS
         upper, lower, p = _sums(64, BLOCK_N), _sums(64, BLOCK_N), _sums(64, BLOCK_N)
-        for k in range(STEPS):
+        for _ in range(STEPS):
             mbarrier.wait(full.index(stage), phase)
             a, b = a_tiles.index(2 * stage + WHICH), b_tiles.index(stage).permute((1, 0))
             of_rows, of_columns = _read_scales(scales, stage, BLOCKS, B_ROWS, layout, WHICH)
@@ -267,7 +268,7 @@ def _multiply_ahead(a_scale_ptr, b_scale_ptr, ring, scales, hands, M: gl.constex
     for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
         row, column = _place(tile, M, N, BAND, 2 * ROWS, BLOCK_N)
         acc, p, q = _sums(ROWS, BLOCK_N), _sums(ROWS, BLOCK_N), _sums(ROWS, BLOCK_N)
-        for pair in range(STEPS // 2):
+        for _ in range(STEPS // 2):
             last = stage
             p = _multiply_step(p, never, ring, stage, phase, WHICH)
             stage, phase = after(stage, phase, STAGES)

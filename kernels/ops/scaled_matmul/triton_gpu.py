@@ -11,9 +11,16 @@ from jax import lax
 
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work, nbytes
-from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig, op
+from kernels.ops.scaled_matmul.contract import (
+    ScaledMatmulConfig,
+    both_ways_op,
+    op,
+    quantize_both_ways,
+    work_of_quantisation,
+)
 from kernels.ops.scaled_matmul.formats import step_of
 from kernels.ops.scaled_matmul.gluon_kernels import NARROW, warp_specialized_scaled_kernel
+from kernels.ops.scaled_matmul.quantize_kernels import quantize_both_ways_kernel
 from kernels.ops.scaled_matmul.triton_kernels import scaled_matmul_kernel
 from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
 
@@ -150,4 +157,42 @@ op.register(
     rejects=rejects,
     heuristic=heuristic,
     candidates=candidates,
+)
+
+
+# -- quantisation along both dims ------------------------------------------------------------------------------------------
+
+
+def both_ways(x, rows, turned_rows, dtype, cfg):
+    if compute_capability() < 89:  # without conversions to 8-bit floats
+        return quantize_both_ways(x, rows=rows, turned_rows=turned_rows, dtype=dtype)
+    M, D = x.shape
+    values, scale, turned, turned_scale = triton_launch(
+        quantize_both_ways_kernel,
+        x,
+        out_shape=(
+            jax.ShapeDtypeStruct((M, D), jnp.uint8),
+            jax.ShapeDtypeStruct((M // rows, D // 128), jnp.float32),
+            jax.ShapeDtypeStruct((D, M), jnp.uint8),
+            jax.ShapeDtypeStruct((D // turned_rows, M // 128), jnp.float32),
+        ),
+        grid=(M // 128 * (D // 128),),
+        num_warps=cfg.num_warps,
+        work=work_of_quantisation(both_ways_op.bind(x, rows=rows, turned_rows=turned_rows, dtype=dtype))[0],
+        M=M,
+        D=D,
+        ROWS=rows,
+        TURNED_ROWS=turned_rows,
+        E5M2=dtype == "float8_e5m2",
+    )
+    values, turned = (lax.bitcast_convert_type(v, jnp.dtype(dtype)) for v in (values, turned))
+    return values, scale, turned, turned_scale
+
+
+both_ways_op.register(
+    both_ways,
+    platforms={"cuda"},
+    dtypes={"float32", "bfloat16", "float16"},
+    heuristic=lambda call, platform: ScaledMatmulConfig(num_warps=8),
+    candidates=lambda call: [ScaledMatmulConfig(num_warps=n) for n in (8, 4, 16)],
 )
