@@ -10,8 +10,8 @@ from kernels.ops.scaled_matmul import ScaledMatmulConfig, op
 
 ROWS, BLOCKS, BOTH = ((1, None), (1, None)), ((1, 128), (128, 128)), ((1, 128), (1, 128))
 # (rows and entries that share a scale of a and of b, M, D, F, block_m, block_n, dtype of b, of the result, whether sums stay in
-# the tensor cores, steps whose sums a warpgroup has): rows, columns and steps that end within a tile, tiles of several programs,
-# each size of a tile, both kinds of 8 bits.
+# the tensor cores, steps whose sums a warpgroup has): rows, columns and steps that end within a tile, tiles of several
+# programs, each size of a tile, both kinds of 8 bits.
 CALLS = [
     (ROWS, 300, 256, 200, 128, 256, "float8_e4m3fn", "bfloat16", True),
     (ROWS, 300, 144, 200, 256, 128, "float8_e5m2", "float16", True),
