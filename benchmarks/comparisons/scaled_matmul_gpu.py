@@ -47,7 +47,8 @@ def ours(operands, tiles):
             tried = [replace(cfg, band=band) for cfg, band in itertools.product(tried, (4, 8, 16))]
             tried += [replace(cfg, num_stages=3) for cfg in tried if cfg.num_stages == 4 and cfg.band == 8]
         for cfg in dict.fromkeys([chosen] if tiles == "chosen" else tried):
-            name = f"ours{' fast' * fast} {cfg.block_m}x{cfg.block_n} s{cfg.num_stages} h{cfg.num_buffers} b{cfg.band}"
+            name = f"ours{' fast' * fast} {cfg.block_m}x{cfg.block_n}"
+            name += f" s{cfg.num_stages} h{cfg.num_buffers} x{cfg.num_sums} b{cfg.band}"
             run = jax.jit(functools.partial(op, platform="triton", cfg=cfg, fast_accumulation=fast))
             yield name + " (heuristic)" * (cfg == chosen), functools.partial(run, *operands), fast
 

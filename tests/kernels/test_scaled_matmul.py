@@ -31,7 +31,7 @@ def numpy_quantised(x, block, dtype, exponents):
         if exponents and largest:
             scale = np.exp2(np.floor(np.log2(largest)) - np.floor(np.log2(most)))
         scales[i, j] = scale
-        values[part] = np.clip(x[part] / scale, -most, most).astype(kind)
+        values[part] = np.clip(x[part] * (np.float32(1) / scale), -most, most).astype(kind)
     return values, np.log2(scales).astype(np.uint8) + np.uint8(127) if exponents else scales
 
 

@@ -39,6 +39,7 @@ from kernels.engines.attention.gluon_parts import (
     tile_of,
     weights_of,
 )
+from kernels.engines.attention.gluon_values import add_values, added, times, value_tiles, value_width
 from kernels.engines.attention.triton_parts import LOG2E
 from kernels.toolchains.gluon import after, claim_tile, make_tile_queue, next_tile
 
@@ -73,18 +74,6 @@ def _in_turns(O):
 def _head_tiles(O, width):
     """Returns the number of tiles of `width` columns that a head of queries or keys is stored in."""
     return (O.H + width - 1) // width
-
-
-@gluon.constexpr_function
-def _value_width(O, width):
-    """Returns the columns of a tile of values, where a tile of queries has `width`: heads of values of more than two such tiles
-    are stored in three, others in one."""
-    return width if O.HV > 2 * width else O.BLOCK_V
-
-
-@gluon.constexpr_function
-def _value_tiles(O, width):
-    return (O.HV + _value_width(O, width) - 1) // _value_width(O, width)
 
 
 @gluon.jit
@@ -122,7 +111,7 @@ def _load(descs, lists, table_ptr, rows_ptr, turn_ptr, queue, queries, keys, val
     WARPGROUPS: gl.constexpr = _consumers(O)
     WIDTH: gl.constexpr = q_desc.block_type.shape[3]
     HEAD_TILES: gl.constexpr = _head_tiles(O, WIDTH)
-    VALUE_TILES: gl.constexpr = _value_tiles(O, WIDTH)
+    VALUE_TILES: gl.constexpr = value_tiles(O, WIDTH)
     q_tiles, q_full, q_free = queries
     spans_ptr, index_ptr, order_ptr, first_ptr, tiles_ptr = lists
     tile, turn, q_stage, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
@@ -227,41 +216,13 @@ def _logits(q, k_tiles, stage, zeros):
 
 
 @gluon.jit
-def _add_values(p, v_tiles, stage, acc):
-    """Starts the products of a warpgroup's weights and a block of values, one tile of columns at a time."""
-    sums = ()
-    for i in gl.static_range(len(acc)):
-        v = v_tiles.index(len(acc) * stage + i)
-        sums = sums + (warpgroup_mma(p, v, acc[i], is_async=True),)  # noqa: RUF005, the compiler takes no star
-    return sums
-
-
-@gluon.jit
-def _added(acc):
-    """Waits for all products; returns their sums."""
-    sums = warpgroup_mma_wait(0, acc)
-    if len(acc) == 1:
-        sums = (sums,)
-    return sums
-
-
-@gluon.jit
-def _times(acc, factor):
-    """Returns the sums with each row times its factor."""
-    sums = ()
-    for i in gl.static_range(len(acc)):
-        sums = sums + (acc[i] * factor[:, None],)  # noqa: RUF005
-    return sums
-
-
-@gluon.jit
 def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turns_phase, O: gl.constexpr,
                  STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     """Computes attention for a warpgroup's queries; returns the next stage, its phase, and the next turn's phase."""
     WARPGROUPS: gl.constexpr = _consumers(O)
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_K, 16])
     VALUE_WIDTH: gl.constexpr = values[0].shape[2]
-    VALUE_TILES: gl.constexpr = _value_tiles(O, q[0].shape[1])
+    VALUE_TILES: gl.constexpr = value_tiles(O, q[0].shape[1])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_WIDTH, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
@@ -317,7 +278,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
                 turns_phase ^= 1
             s = _logits(q, k_tiles, k_stage, zeros)
             mbarrier.wait(v_full.index(stage), phase)
-            acc = _add_values(p, v_tiles, stage, acc)
+            acc = add_values(p, v_tiles, stage, acc)
             if _in_turns(O):
                 mbarrier.arrive(turns.index((WHICH + 1) % WARPGROUPS))
             s = warpgroup_mma_wait(VALUE_TILES, (s,))
@@ -325,19 +286,19 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
             masked = (j >= full_end) | (j < full)
             weights, row_max, row_sum, rescale = weights_of(
                 s, j, list_ptr, masked, row_max, row_sum, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O)  # fmt: skip
-            acc = _added(acc)
+            acc = added(acc)
             mbarrier.arrive(v_free.index(stage))
             p = gl.convert_layout(weights.to(dtype), LEFT)
-            acc = _times(acc, gl.convert_layout(rescale, ROW_OF_SUMS))
+            acc = times(acc, gl.convert_layout(rescale, ROW_OF_SUMS))
             stage, phase = k_stage, k_phase
         mbarrier.wait(v_full.index(stage), phase)
-        acc = _added(_add_values(p, v_tiles, stage, acc))
+        acc = added(add_values(p, v_tiles, stage, acc))
         mbarrier.arrive(v_free.index(stage))
         stage, phase = after(stage, phase, STAGES)
     nonempty = row_sum != 0  # true for NaN too, so that lse becomes NaN
     row_sum = gl.where(nonempty, row_sum, 1.0)
     lse = gl.where(nonempty, row_max * UNIT + gl.log2(row_sum), float("-inf"))
-    out = _times(acc, 1 / gl.convert_layout(row_sum, ROW_OF_SUMS))
+    out = times(acc, 1 / gl.convert_layout(row_sum, ROW_OF_SUMS))
     if O.MERGE and sofar[0] is None:  # in place
         if last > first:
             leave(lse_ptr, out_ptr, (out_ptr, lse_ptr), rows_ptr, lse, out, q, b, n, qi, row, O)
@@ -387,7 +348,7 @@ def warp_specialized_fwd_kernel(
     queue = make_tile_queue(WARPGROUPS)
     queries = ring_of(QUEUED, WARPGROUPS * HEAD_TILES, dtype, ROWS, WIDTH, WARPGROUPS)
     keys = ring_of(STAGES, HEAD_TILES, dtype, O.BLOCK_K, WIDTH, WARPGROUPS)
-    values = ring_of(STAGES, _value_tiles(O, WIDTH), dtype, O.BLOCK_K, _value_width(O, WIDTH), WARPGROUPS)
+    values = ring_of(STAGES, value_tiles(O, WIDTH), dtype, O.BLOCK_K, value_width(O, WIDTH), WARPGROUPS)
     lists = spans_ptr, index_ptr, order_ptr, first_ptr, tiles_ptr
     descs = q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc
     masks = q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr

@@ -11,9 +11,16 @@ from jax import lax
 
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work, nbytes
-from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig, op
+from kernels.ops.scaled_matmul.contract import (
+    ScaledMatmulConfig,
+    both_ways_op,
+    op,
+    quantize_both_ways,
+    work_of_quantisation,
+)
 from kernels.ops.scaled_matmul.formats import step_of
 from kernels.ops.scaled_matmul.gluon_kernels import NARROW, warp_specialized_scaled_kernel
+from kernels.ops.scaled_matmul.quantize_kernels import quantize_both_ways_kernel
 from kernels.ops.scaled_matmul.triton_kernels import scaled_matmul_kernel
 from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
 
@@ -58,6 +65,7 @@ def _on_hopper(a, b, a_scale, b_scale, dtype, fast, cfg) -> jax.Array:
         BLOCKS=blocks,
         A_ROWS=a_rows,
         B_ROWS=b_rows,
+        AHEAD=cfg.num_sums == 2 and rows == 64 and not (blocks and b_rows),
         BAND=cfg.band,
         ROWS=rows,
         BLOCK_N=cfg.block_n,
@@ -119,10 +127,12 @@ def rejects(call):
 
 # -- configurations ---------------------------------------------------------------------------------------------------
 
-WIDE = ScaledMatmulConfig(block_m=128, block_n=256, num_stages=4, num_buffers=2, num_warps=4, band=8)
-TALL = ScaledMatmulConfig(block_m=256, block_n=128, num_stages=4, num_buffers=1, num_warps=4, band=8)
-SQUARE = ScaledMatmulConfig(block_m=128, block_n=128, num_stages=6, num_buffers=2, num_warps=4, band=16)
-SHALLOW = replace(TALL, num_stages=3)  # of blocks 962 TFLOP/s, with 4 stages 942
+WIDE = ScaledMatmulConfig(block_m=128, block_n=256, num_stages=4, num_buffers=2, num_sums=1, num_warps=4, band=8)
+TALL = replace(WIDE, block_m=256, block_n=128, num_buffers=1)
+SQUARE = replace(WIDE, block_n=128, num_stages=6, band=16)
+# Scales of blocks take a part of each stage, and sums of two steps the registers of a tile of 256 rows.
+TALL_BLOCKS, SQUARE_BLOCKS = replace(TALL, num_stages=3), replace(SQUARE, num_stages=5)
+AHEAD = replace(SQUARE_BLOCKS, num_sums=2)
 # With room for all sums of a tile a warpgroup never waits for a store.
 ROOMY = replace(WIDE, num_stages=3, num_buffers=4), replace(TALL, num_stages=3, num_buffers=2)
 
@@ -130,9 +140,10 @@ ROOMY = replace(WIDE, num_stages=3, num_buffers=4), replace(TALL, num_stages=3, 
 def candidates(call):
     """Returns the tiles whose sums fit into registers, the one to take without measurements first."""
     if call.a_scale.shape[1] == 1:
-        return [WIDE, TALL, SQUARE, *ROOMY] if call.fast_accumulation else [TALL, SQUARE, ROOMY[1]]
+        return [WIDE, TALL, SQUARE, *ROOMY] if call.fast_accumulation else [TALL, SQUARE, ROOMY[1], AHEAD]
     # Scales of each row of b, one for each column of the tile, are in registers too.
-    return [SQUARE] if call.b_scale.shape[0] == call.dims["F"] else [SHALLOW, TALL, SQUARE, ROOMY[1]]
+    fine = call.b_scale.shape[0] == call.dims["F"]
+    return [SQUARE_BLOCKS] if fine else [TALL_BLOCKS, ROOMY[1], AHEAD, replace(AHEAD, band=8), SQUARE_BLOCKS]
 
 
 def heuristic(call, platform):
@@ -146,4 +157,42 @@ op.register(
     rejects=rejects,
     heuristic=heuristic,
     candidates=candidates,
+)
+
+
+# -- quantisation along both dims ------------------------------------------------------------------------------------------
+
+
+def both_ways(x, rows, turned_rows, dtype, cfg):
+    if compute_capability() < 89:  # without conversions to 8-bit floats
+        return quantize_both_ways(x, rows=rows, turned_rows=turned_rows, dtype=dtype)
+    M, D = x.shape
+    values, scale, turned, turned_scale = triton_launch(
+        quantize_both_ways_kernel,
+        x,
+        out_shape=(
+            jax.ShapeDtypeStruct((M, D), jnp.uint8),
+            jax.ShapeDtypeStruct((M // rows, D // 128), jnp.float32),
+            jax.ShapeDtypeStruct((D, M), jnp.uint8),
+            jax.ShapeDtypeStruct((D // turned_rows, M // 128), jnp.float32),
+        ),
+        grid=(M // 128 * (D // 128),),
+        num_warps=cfg.num_warps,
+        work=work_of_quantisation(both_ways_op.bind(x, rows=rows, turned_rows=turned_rows, dtype=dtype))[0],
+        M=M,
+        D=D,
+        ROWS=rows,
+        TURNED_ROWS=turned_rows,
+        E5M2=dtype == "float8_e5m2",
+    )
+    values, turned = (lax.bitcast_convert_type(v, jnp.dtype(dtype)) for v in (values, turned))
+    return values, scale, turned, turned_scale
+
+
+both_ways_op.register(
+    both_ways,
+    platforms={"cuda"},
+    dtypes={"float32", "bfloat16", "float16"},
+    heuristic=lambda call, platform: ScaledMatmulConfig(num_warps=8),
+    candidates=lambda call: [ScaledMatmulConfig(num_warps=n) for n in (8, 4, 16)],
 )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.ops.scaled_matmul.contract import op
+from kernels.ops.scaled_matmul.contract import both_ways_op, op, quantize_both_ways
 from kernels.ops.scaled_matmul.formats import column, spread, step_of
 
 
@@ -45,3 +45,10 @@ op.register(
     platforms={"cpu", "cuda", "rocm", "tpu"},
     dtypes={"float8_e4m3fn", "float8_e5m2", "float32", "bfloat16", "float16"},
 )
+
+
+def both_ways(x, rows, turned_rows, dtype):
+    return quantize_both_ways(x, rows=rows, turned_rows=turned_rows, dtype=dtype)
+
+
+both_ways_op.register(both_ways, platforms={"cpu", "cuda", "rocm", "tpu"}, dtypes={"float32", "bfloat16", "float16"})
