@@ -84,7 +84,7 @@ def _on_host(r: dict[str, Any]) -> list[str]:
 
 def _experts(r: dict[str, Any]) -> list[str]:
     """Returns the lines about experts over devices, or all on each: why one is faster, and the best plan over devices."""
-    if "experts" not in r:
+    if "expert_axes" not in r:
         return []
     lines, over = [r["experts"]["why"]], r["experts"]["over_devices"]
     told = [r["plan"], *r.get("others", ())]

@@ -60,8 +60,8 @@ def test_experts_over_devices_are_compared_with_all_on_each_and_what_would_chang
     faster, rate, share, tokens, had = (
         float(n.replace(",", ""))
         for n in re.search(
-            r"as fast with an exchange of ([\d,]+) GB/s a device, which has ([\d,]+), or with (\d+)% of its wait hidden, or below "
-            r"about ([\d,]+) tokens of a device between gathers, of which it has ([\d,]+)$", said
+            r"as fast with an exchange of ([\d,]+) GB/s a device, which has ([\d,]+), or with (\d+)% of its wait hidden, or "
+            r"below about ([\d,]+) tokens of a device between gathers, of which it has ([\d,]+)$", said
         ).groups()
     )  # fmt: skip
     sent, alone = over.time.exchange
