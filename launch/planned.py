@@ -86,7 +86,7 @@ def _experts(r: dict[str, Any]) -> list[str]:
     """Returns the lines about experts over devices, or all on each: why one is faster, and the best plan over devices."""
     if "expert_axes" not in r:
         return []
-    lines, over = [r["experts"]["why"]], r["experts"]["over_devices"]
+    lines, over = [r["expert_axes"]["why"]], r["expert_axes"]["over_devices"]
     told = [r["plan"], *r.get("others", ())]
     if over is not None and all(p["overrides"] != over["overrides"] for p in told):
         p = over["predicted"]

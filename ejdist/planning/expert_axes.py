@@ -35,8 +35,8 @@ def compared(sections: Any, over: Predicted | None, on_each: Predicted | None) -
     way, weights, others = over.time.waits_exchange, over.time.waits_experts, on_each.time.waits_experts * per
     text = (
         f"experts over {ranks} devices ({along}): {over.rate:,.0f} tokens/s, all on each device: {on_each.rate:,.0f}; of "
-        f"{over.time.total:.3g} s tokens wait {way:.3g} s on their way, and gathers of experts' weights {weights:.3g} s in place "
-        f"of {others:.3g} s"
+        f"{over.time.total:.3g} s tokens wait {way:.3g} s on their way, and for the experts' weights {weights:.3g} s in "
+        f"place of {others:.3g} s"
     )
     return text if over.rate >= on_each.rate else f"{text}; {_change(over, on_each, lost)}"
 
