@@ -229,14 +229,12 @@ def test_an_exchange_without_rates_of_its_own_is_as_slow_as_it_is_known_to_be():
     """A ragged all-to-all is 27 times as slow on an H200; and on a ring of TPUs rows pass several links."""
     words = "recipe=moe model=qwen3_30b_a3b data.sequence_length=4096 data.global_batch=64 mesh.ep=64 experts.dispatch="
     ways = ("all_to_all", "ragged_all_to_all")
-    gpu = {way: predicted(words + way, GPU).time.seconds["collectives, exposed"] for way in ways}
+    gpu = {way: predicted(words + way, GPU).time.exchange[1] for way in ways}
     assert gpu["ragged_all_to_all"] > 10 * gpu["all_to_all"]
-    tpu = {way: predicted(words + way).time.seconds["collectives, exposed"] for way in ways}
+    tpu = {way: predicted(words + way).time.exchange[1] for way in ways}
     assert tpu["ragged_all_to_all"] < tpu["all_to_all"]
     # 64 chips are a ring of 64 at worst, and three of four sides each where they are a cube.
-    line = predicted(words + "all_to_all", target_of("v5p:64x1x1", None, None, None)).time.seconds[
-        "collectives, exposed"
-    ]
+    line = predicted(words + "all_to_all", target_of("v5p:64x1x1", None, None, None)).time.exchange[1]
     assert line > 4 * tpu["all_to_all"]
 
 
