@@ -1,8 +1,8 @@
 """A stable counting sort of small integers in two kernels: counts of each program's part, then where each entry goes.
 
-Neither scales with entries times groups in memory: programs are as many as the GPU has multiprocessors, each with a row of counts.
-A block is sorted in registers, by its group and then by its place: so an entry's rank in its group is its place among the sorted
-less the first of its group, and what is written to the order lies together.
+Neither scales with entries times groups in memory: programs are as many as the GPU has multiprocessors, each with a row of
+counts. A block is sorted in registers, by its group and then by its place: so an entry's rank in its group is its place among
+the sorted less the first of its group, and what is written to the order lies together.
 """
 
 # Triton's stubs declare tensors where its compiler accepts constants and integers too.
