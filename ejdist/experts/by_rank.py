@@ -19,7 +19,7 @@ from jax import lax
 from ejdist.costs import Traffic
 from ejdist.experts.cost import ExchangeShape
 from ejdist.experts.narrow import PRECISIONS, arrays_of, bytes_of, narrowed, sent
-from ejdist.experts.own import Local, floats_of, rows_at_work
+from ejdist.experts.own import Local, floats_of
 from ejdist.experts.rows import (
     DispatchSpec,
     Plan,
@@ -261,5 +261,7 @@ class ByRank(Scheme):
         return total
 
     def at_work(self, shape: ExchangeShape) -> int:
-        """Returns the bytes of the experts' rows, and of those that travel: as they are sent, and as they arrive."""
-        return rows_at_work(shape) + 2 * int(max(rows for _, _, rows in self.travel(shape)) * shape.row)
+        """Returns the bytes of the rows of experts, gathered, their outputs and gradients, of gate, up and their product, and of
+        the rows that travel: cotangents and gradients, sent and arrived."""
+        travelling = max(rows for _, _, rows in self.travel(shape))
+        return 3 * shape.wide + 5 * shape.narrow + 4 * int(travelling * shape.row)

@@ -133,15 +133,11 @@ class Local(Scheme):
         return Traffic()
 
     def memory(self, shape: ExchangeShape) -> int:
-        return rows_at_work(shape)
+        # Sorted rows, outputs and gradients, and what is between; and gate, up and their product.
+        return 5 * shape.wide + 5 * shape.narrow
 
     def arriving(self, shape: ExchangeShape) -> float:
         return shape.rows
-
-
-def rows_at_work(shape: ExchangeShape) -> int:
-    """Returns the bytes of the sent, received and sorted rows, the outputs and gradients; and of gate, up and their product."""
-    return 5 * shape.wide + 5 * shape.narrow
 
 
 class _Params(NamedTuple):
