@@ -29,6 +29,7 @@ from kernels.ops.attention_variants import (
     quantized_attention,
 )
 from kernels.ops.blocksparse_attention import blocksparse_attention
+from kernels.ops.combine_rows import combine_rows
 from kernels.ops.cross_entropy import fused_cross_entropy, fused_loss_sums, fused_token_losses
 from kernels.ops.delta_rule import (
     delta_rule,
