@@ -27,10 +27,10 @@ FAULTS = (
         f"{TESTS} -k own_sum",
     ),
     Fault(
-        "8 bits: the gradient of x is of the last of several matrices",
+        "8 bits: the gradient of x is of the first of several matrices",
         "precision:_backward",
-        "$part if $dx is None else $dx + $part",
-        "$part",
+        "sum($parts[1:], $parts[0])",
+        "$parts[0]",
         f"{TESTS} -k share",
     ),
     Fault(
@@ -42,9 +42,9 @@ FAULTS = (
     ),
     Fault(
         "8 bits: what gradients of matrices are products of is quantised again in the backward",
-        "precision:_forward",
-        "checkpoint_name($y, OPERAND)",
-        "$y",
+        "precision:_turned",
+        "checkpoint_name($of.turned, OPERAND)",
+        "$of.turned",
         f"{TESTS} -k policy",
     ),
     Fault(
@@ -62,10 +62,10 @@ FAULTS = (
         f"{TESTS} -k one_by_one",
     ),
     Fault(
-        "8 bits: the gradient of an MLP's x is that through up",
+        "8 bits: the gradient of an MLP's x is that through the gate",
         "precision:_mlp_backward",
-        "$part if $dx is None else $dx + $part",
-        "$part",
+        "sum($parts[1:], $parts[0])",
+        "$parts[0]",
         f"{TESTS} -k one_by_one",
     ),
     Fault(

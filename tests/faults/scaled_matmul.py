@@ -93,13 +93,6 @@ FAULTS = (
         HOPPER,
     ),
     Fault(
-        "scaled matmul, Hopper: the last of an odd number of steps is left out",
-        "scaled_matmul/gluon_kernels:_multiply_ahead",
-        "$STEPS % 2",
-        "False",
-        HOPPER,
-    ),
-    Fault(
         "scaled matmul, Hopper: the products of a step are added to those of the last one",
         "scaled_matmul/gluon_kernels:_multiply_by_steps",
         "gl.num_programs(1) > 1",

@@ -29,8 +29,6 @@ class ScaledMatmulConfig(Tunables):
       block_m, block_n: its rows and columns; at most 128 where it is not specialized for Hopper.
       num_stages: Triton: blocks of D that are loaded ahead; at most 3 where it is not.
       num_buffers: Triton: parts of 64 columns of its result that a warpgroup of Hopper can leave to the warp that stores them.
-      num_sums: Triton: steps whose sums a warpgroup of Hopper has in registers before it adds them: 2, if block_m and block_n
-        are 128, lets it multiply the next step meanwhile.
       num_warps: Triton: warps of a program, where it is not specialized for Hopper; at least 8 for a tile of 128 by 128.
       band: Triton: number of rows of tiles that sweep the columns together, so that what they read stays in the L2 cache.
     """
@@ -39,7 +37,6 @@ class ScaledMatmulConfig(Tunables):
     block_n: int | None = None
     num_stages: int | None = None
     num_buffers: int | None = None
-    num_sums: int | None = None
     num_warps: int | None = None
     band: int | None = None
 

@@ -4,7 +4,7 @@ Values are written as bytes: no pointer of 8-bit floats is needed. Conversions a
 """
 
 # Triton's stubs declare tensors where its compiler accepts constants and integers too.
-# pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
 
 from __future__ import annotations
 
