@@ -18,7 +18,7 @@ from ejdist.experts import moe
 from ejdist.layout import check_dims, constrain, gather
 from ejdist.models.ops import Ops
 from ejdist.order import Order
-from ejdist.projection import project
+from ejdist.projection import project, project_all, project_mlp
 from ejdist.sequence import delta_rule, flash, linear_attention, recurrent, state_space
 from ejdist.sequence.attention import RingAttention, ring_attention
 from ejdist.sequence.blocksparse import blocksparse_attention
@@ -102,7 +102,7 @@ def bind_ops(
     )
     functions["sends_latents"] = functools.partial(travels, mesh, by_scheme, platform)
     functions["embedding"] = functools.partial(embedding, mesh=mesh)
-    functions["project"] = functools.partial(project, mesh=mesh)
+    functions |= {f.__name__: functools.partial(f, mesh=mesh) for f in (project, project_all, project_mlp)}
     options = dict(experts or {})
     on = {
         "axis": options.get("axes"),

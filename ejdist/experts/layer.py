@@ -121,22 +121,28 @@ def _expert(activation: str, alpha: float, limit: float, platform: str | None) -
         g, u = jnp.minimum(g, limit), jnp.clip(u, -limit, limit)
         return ((u + 1) * g * jax.nn.sigmoid(alpha * g)).astype(gate.dtype)
 
-    def apply(params: dict[str, jax.Array], rows: jax.Array, sizes: jax.Array) -> jax.Array:
-        def product(rows: jax.Array, name: str, activation: str | None = None, flat: bool = False) -> jax.Array:
+    def apply(params: dict[str, jax.Array], x: jax.Array, sizes: jax.Array, **gathering: jax.Array) -> jax.Array:
+        """`gathering`: `rows` and `slots` of `kernels.grouped_matmul`, if x are tokens."""
+
+        def product(
+            x: jax.Array, name: str, activation: str | None = None, flat: bool = False, **gathering: jax.Array
+        ) -> jax.Array:
             w, b = params[name], params.get(f"{name}_bias")
             if flat:
                 w, b = w.reshape(*w.shape[:2], -1), b if b is None else b.reshape(b.shape[0], -1)
-            return kernels.grouped_matmul(rows, w, sizes, rhs_bias=b, activation=activation, platform=platform)
+            options = {"rhs_bias": b, "activation": activation, "platform": platform}
+            return kernels.grouped_matmul(x, w, sizes, **options, **gathering)
 
+        first = functools.partial(product, x, **gathering)
         if activation == CLAMPED:
             if "up" in params:
-                hidden = clamped(product(rows, "gate"), product(rows, "up"))
+                hidden = clamped(first("gate"), first("up"))
             else:
-                hidden = clamped(*jnp.split(product(rows, "gate", flat=True), 2, axis=-1))
+                hidden = clamped(*jnp.split(first("gate", flat=True), 2, axis=-1))
         elif "up" in params:
-            hidden = product(rows, "gate", activation) * product(rows, "up")
+            hidden = first("gate", activation) * first("up")
         else:
-            hidden = product(rows, "gate", activation)
+            hidden = first("gate", activation)
         return product(hidden, "down")
 
     return apply

@@ -8,15 +8,15 @@ FAULTS = (
     Fault(
         "experts: a weight of another choice of the token",
         "local:local",
-        "$weights[..., None]",
-        "$weights[..., ::-1, None]",
+        "combine_rows($rows, $order.slots, $order.pairs, $weights)",
+        "combine_rows($rows, $order.slots, $order.pairs, $weights[:, ::-1])",
         f"{TESTS} -k deepseek",
     ),
     Fault(
         "experts: rows come back by the order that they went in",
         "local:local",
-        "permuted($$args, $inverse, $order)",
-        "permuted($$args, $order, $inverse)",
+        "combine_rows($rows, $order.slots, $order.pairs, $weights)",
+        "combine_rows($rows, $order.pairs.reshape($weights.shape), $order.pairs, $weights)",
         f"{TESTS} -k deepseek",
     ),
     Fault(
@@ -116,9 +116,9 @@ FAULTS = (
     ),
     Fault(
         "experts: the gradient of rows goes where they went",
-        "matmul/permutation:",
-        "(permuted(d, *reversed($residuals)), $$after)",
-        "(permuted(d, *$residuals), $$after)",
+        "grouped_matmul/xla:gathered_backward",
+        "combine_rows($gradients['lhs'], $slots)",
+        "combine_rows($gradients['lhs'], $slots[:, :1])",
         f"{TESTS} -k deepseek",
     ),
     Fault(

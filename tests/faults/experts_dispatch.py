@@ -74,9 +74,9 @@ FAULTS = (
     ),
     Fault(
         "the order of a device's own experts is typed as that of all ranks",
-        "local:local",
-        "order_of($own)",
-        "jnp.argsort($own, stable=True)",
+        "matmul/ordering:sorted_by_xla",
+        "lax.sort(($keys, $index), num_keys=1, is_stable=True)[1]",
+        "jnp.argsort($keys, stable=True)",
         f"{TESTS} -k local",
     ),
     Fault("one rank sends to itself", "exchange", "$axis if $ranks > 1 else ()", "$axis", f"{COSTS} -k collective"),
