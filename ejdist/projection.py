@@ -12,13 +12,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+import kernels
 from ejdist.frozen import Frozen, adapter_dims
 from ejdist.layout import axes_in, constrain, current_layout, gather, on_mesh, spec
 from ejdist.mapped import map_shards
 from ejdist.mesh import mesh_here
-from ejdist.precision import Narrow, check_device, narrow_products
+from ejdist.precision import PRODUCT, Narrow, check_device, narrow_mlp, narrow_products
 from kernels.framework.dims import VOCABULARY
+from kernels.framework.dispatch import vary_alike
 
 
 def project(
@@ -152,6 +155,52 @@ def _narrow(x: jax.Array, weights: list[Narrow], subscripts: list[str], mesh: An
 
     outs = tuple(placed(of) for _, _, of in dims)
     return map_shards(on_shard, mesh, (placed(dims_x), [placed(of) for _, of, _ in dims]), outs)(x, values)
+
+
+def project_mlp(
+    x: jax.Array, gate: Narrow, up: Narrow, down: Narrow, *, activation: str, mesh: Any = None
+) -> jax.Array:
+    """Returns (activation(x gate) * (x up)) down of x [B, T, D], with matrices [D, F], [D, F] and [F, D], in 8 bits.
+
+    As with `project`, one by one, but what is F wide is quantised where it is computed. Where an axis splits both the tokens'
+    features and the sums over them, the products are made one by one.
+    """
+    matrices, dims = {"D F": (gate, up), "F D": (down,)}, ("B", "T", "D")
+    precision = gate.precision
+    for weight, of in ((gate, "btd,df->btf"), (up, "btd,df->btf")):
+        _check(x, weight, of)
+    if isinstance(mesh, jax.sharding.Mesh):
+        check_device(precision, mesh.devices.flat[0])
+    values = [gather(w.values, names, mesh) for names, some in matrices.items() for w in some]
+    here = mesh_here(mesh)
+
+    def mlp(x: jax.Array, values: list[jax.Array]) -> jax.Array:
+        x, values = vary_alike((x, values))
+        out = narrow_mlp(x.reshape(-1, x.shape[-1]), *values, precision, activation)
+        return checkpoint_name(out, PRODUCT).reshape(*x.shape[:-1], -1)
+
+    if here is None or here.size == 1:
+        return constrain(mlp(x, values), " ".join(dims), mesh)
+    axes, sizes = (
+        on_mesh(current_layout().activations, here),
+        dict(zip((*dims, "F"), (*x.shape, gate.shape[1]), strict=True)),
+    )
+
+    def placed(*names: str) -> Any:
+        return spec(names, axes, shape=[sizes[n] for n in names], mesh=here, what="activation")
+
+    if axes_in(placed("D")):
+        sides = project_all(x, [gate, up], ["btd,df->btf"] * 2, mesh=mesh)
+        wide = kernels.gated_activation(*sides, activation=activation)
+        return project(wide, down, "btf,fd->btd", mesh=mesh)
+    split = axes_in(placed("F"))
+
+    def on_shard(x: jax.Array, values: list[jax.Array]) -> jax.Array:
+        out = mlp(x, values)
+        return jax.lax.psum(out, split) if split else out
+
+    specs = [placed(*names.split()) for names, some in matrices.items() for _ in some]
+    return constrain(map_shards(on_shard, here, (placed(*dims), specs), placed(*dims))(x, values), " ".join(dims), mesh)
 
 
 def _frozen(x: jax.Array, weight: Frozen, subscripts: str, mesh: Any) -> jax.Array:

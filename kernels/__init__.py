@@ -68,7 +68,13 @@ from kernels.ops.quantized_matmul import dequantize, quantize, quantized_matmul
 from kernels.ops.recurrent import recurrent, rwkv4
 from kernels.ops.rms_norm import rms_norm, rms_norm_linear
 from kernels.ops.rotary_embedding import rotary_embedding
-from kernels.ops.scaled_matmul import quantize_both_ways, quantize_scaled, scaled_matmul
+from kernels.ops.scaled_matmul import (
+    activate_both_ways,
+    activation_cotangents,
+    quantize_both_ways,
+    quantize_scaled,
+    scaled_matmul,
+)
 from kernels.ops.state_space import causal_conv1d, state_space_v1, state_space_v2
 from kernels.toolchains.simulate.compile_for import compile_for
 

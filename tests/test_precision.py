@@ -21,8 +21,9 @@ from ejdist.models.lora import LoRASection, build
 from ejdist.models.parameters import initialise
 from ejdist.models.stack import narrow_matrices, told_of_precision
 from ejdist.precision import BF16, PRECISIONS, Narrow, check_device
-from ejdist.projection import project, project_all
+from ejdist.projection import project, project_all, project_mlp
 from ejdist.training.loop import train
+from kernels import gated_activation
 from recipes.schema import compose
 
 RNG = np.random.default_rng(0)
@@ -127,6 +128,51 @@ def test_products_of_one_x_share_its_operands():
         for g, one in zip(pair, alone, strict=True):
             assert off(g, one[of]) < 1e-6
     assert off(got[1][0], alone[0][1] + alone[1][1]) < 1e-6
+
+
+MLP = [RNG.standard_normal(s).astype(np.float32) / 16 for s in ((D, 384), (D, 384), (384, D))]
+
+
+def mlp_gradients(x, matrices, d, precision, mesh=None, fused=True):
+    """Returns (the result of a gated MLP, gradients of x and of its matrices): as one, or one product after the other."""
+
+    def run(x, *matrices):
+        gate, up, down = (Narrow(w, precision) for w in matrices)
+        if fused:
+            return project_mlp(x, gate, up, down, activation="silu", mesh=mesh)
+        wide = gated_activation(*project_all(x, [gate, up], ["btd,df->btf"] * 2, mesh=mesh))
+        return project(wide, down, "btf,fd->btd", mesh=mesh)
+
+    out, pull = jax.vjp(run, x, *matrices)
+    return out, *pull(d)
+
+
+@pytest.mark.parametrize("precision", ["fp8_block", "fp8_row"])
+@pytest.mark.parametrize("split", [False, True])
+def test_an_mlp_as_one_has_the_numbers_of_its_products_one_by_one(precision, split):
+    mesh = make_mesh(fsdp=2, sp=2, tp=2) if split else None
+    x, d = (RNG.standard_normal((4, 128, D)).astype(np.float32) for _ in range(2))
+    got, want = (
+        jax.jit(functools.partial(mlp_gradients, precision=precision, mesh=mesh, fused=fused))(x, MLP, d)
+        for fused in (True, False)
+    )
+    for g, w in zip(got, want, strict=True):
+        assert off(g, w) < (1e-6 if not split else 2e-3)
+
+
+def test_what_is_wide_in_an_mlp_is_quantised_where_it_is_computed():
+    def run(x, gate, up, down, d):
+        return mlp_gradients(x, (gate, up, down), d, "fp8_block")
+
+    shapes = (1, 256, D), (D, 384), (D, 384), (384, D), (1, 256, D)
+    jaxpr = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)).jaxpr
+    # x, the cotangent of the result, and three matrices twice.
+    names = {"quantize_both_ways": 8, "activate_both_ways": 1, "activation_cotangents": 1, "gated_activation": 0}
+    assert {name: calls(jaxpr, name) for name in names} == names
+    assert kernels_on_hopper(run, *shapes).keys() == {
+        "warp_specialized_scaled_kernel",
+        *(f"{name}_kernel" for name, count in names.items() if count),
+    }
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

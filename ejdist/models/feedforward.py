@@ -58,6 +58,8 @@ class MLP(Part):
         plain = not any(isinstance(matrix, Frozen | Narrow) for matrix in matrices.values())
         if plain and not REMAT[c.remat].products:  # the operation gathers its own weights, and saves nothing of width F
             return x + ops.gated_mlp(h, **matrices, activation=c.activation), {}
+        if all(isinstance(matrix, Narrow) for matrix in matrices.values()):
+            return x + ops.project_mlp(h, **matrices, activation=c.activation), {}
         # gated_mlp's backward would recompute two of the three products, which these policies save instead; and it knows no
         # adapter and no 8 bits.
         gate, up = ops.project_all(h, [params["gate"], params["up"]], ["btd,df->btf"] * 2)
@@ -284,4 +286,4 @@ class Experts(Part):
 
     @staticmethod
     def _shape(c: DecoderShape, share: Share) -> ExchangeShape:
-        return share.exchange(c.experts.top_k, c.model_dim, c.experts.ffn_dim // share.features)
+        return share.exchange(c.experts.top_k, c.model_dim, c.experts.ffn_dim // share.features, c.experts.num)

@@ -5,6 +5,7 @@ from faults import Fault
 SCALED = "tests/kernels/test_scaled_matmul.py"
 HOPPER = "tests/kernels/test_scaled_matmul_hopper.py"
 GRID = "tests/test_ops.py -k scaled_matmul"
+GRID_BOTH = "tests/test_ops.py"
 
 FAULTS = (
     Fault(
@@ -92,13 +93,6 @@ FAULTS = (
         HOPPER,
     ),
     Fault(
-        "scaled matmul, Hopper: the last of an odd number of steps is left out",
-        "scaled_matmul/gluon_kernels:_multiply_ahead",
-        "$STEPS % 2",
-        "False",
-        HOPPER,
-    ),
-    Fault(
         "scaled matmul, Hopper: the products of a step are added to those of the last one",
         "scaled_matmul/gluon_kernels:_multiply_by_steps",
         "gl.num_programs(1) > 1",
@@ -136,5 +130,54 @@ FAULTS = (
         "gl.minimum($TILES_M - $band * $BAND, $BAND)",
         "$BAND",
         HOPPER,
+    ),
+    Fault(
+        "quantised both ways: rows and columns have each other's largest magnitudes",
+        "quantize_kernels:quantise_tile",
+        "_largest($x, 1), _largest($x, 0)",
+        "_largest($x, 0), _largest($x, 1)",
+        f"{GRID_BOTH} -k both_ways",
+    ),
+    Fault(
+        "quantised both ways: a block of a matrix has the scale of its rows",
+        "quantize_kernels:quantise_tile",
+        "tl.max($of_rows, axis=0)",
+        "tl.min($of_rows, axis=0)",
+        f"{GRID_BOTH} -k both_ways",
+    ),
+    Fault(
+        "quantised both ways: the transpose is not one",
+        "quantize_kernels:quantise_tile",
+        "tl.trans(_bytes($x * $reciprocal[None, :], $E5M2))",
+        "_bytes($x * $reciprocal[None, :], $E5M2)",
+        f"{GRID_BOTH} -k both_ways",
+    ),
+    Fault(
+        "quantised both ways: NaN is no largest magnitude",
+        "quantize_kernels:_scales",
+        "tl.where($bits < 0x7F800000, $scale, float('nan'))",
+        "$scale",
+        f"{SCALED} -k not_hidden",
+    ),
+    Fault(
+        "quantised both ways: an activation's cotangents are exchanged",
+        "quantize_kernels:activation_cotangents_kernel",
+        "$side == 0",
+        "$side == 1",
+        f"{GRID_BOTH} -k cotangents",
+    ),
+    Fault(
+        "quantised both ways: an activation's product is not rounded before",
+        "quantizing:activate_both_ways",
+        "gated_activation($gate, $up, activation=$activation)",
+        "gated_activation($up, $gate, activation=$activation)",
+        f"{SCALED} -k activation",
+    ),
+    Fault(
+        "interpreted Triton: 8-bit floats round ties up",
+        "triton_interpreter:_interpreted_language.convert",
+        "dtype.scalar in _EIGHT_BITS and rounding != ir.ROUNDING_MODE.RTZ",
+        "False",
+        f"{SCALED} -k bit_by_bit",
     ),
 )

@@ -11,14 +11,19 @@ import jax.numpy as jnp
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.options import checked
 from kernels.framework.public import Prepared, public, public_as_declared
-from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig, both_ways_op, op
+from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig, op
 from kernels.ops.scaled_matmul.formats import DTYPES, SCALINGS, Scaling, quantized
+from kernels.ops.scaled_matmul.quantizing import OPERANDS, activate_op, both_ways_op, cotangents_op
 
 __all__ = [
     "SCALINGS",
     "ScaledMatmulConfig",
     "Scaling",
+    "activate_both_ways",
+    "activate_op",
+    "activation_cotangents",
     "both_ways_op",
+    "cotangents_op",
     "op",
     "quantize_both_ways",
     "quantize_scaled",
@@ -174,5 +179,48 @@ quantize_both_ways = public_as_declared(
     >>> values.shape, scale.shape, turned.shape, turned_scale.shape
     ((128, 256), (128, 2), (256, 128), (2, 1))
     """,
-    returns=("values", "scale", "turned", "turned_scale"),
+    returns=OPERANDS,
+)
+
+activate_both_ways = public_as_declared(
+    activate_op,
+    """Returns `quantize_both_ways` of activation(gate) * up, which is rounded to the dtype of gate before.
+
+    On GPUs that have 8-bit floats gate and up are read once, and the product is not written.
+
+    Args:
+      gate, up: float [M, F], of sizes that 128 divides.
+      activation: "silu", "gelu", "gelu_tanh" or "relu".
+
+    Raises:
+      ValueError: names the argument.
+
+    >>> import jax.numpy as jnp
+    >>> values, scale, turned, turned_scale = activate_both_ways(jnp.ones((128, 256)), jnp.ones((128, 256)))
+    >>> values.shape, scale.shape, turned.shape, turned_scale.shape
+    ((128, 256), (128, 2), (256, 128), (256, 1))
+    """,
+    returns=OPERANDS,
+)
+
+activation_cotangents = public_as_declared(
+    cotangents_op,
+    """Returns `quantize_both_ways`, with `turned_rows=128`, of the cotangents of gate and then of up, given that of
+    activation(gate) * up.
+
+    On GPUs that have 8-bit floats the three are read once, and the cotangents are written in 8 bits alone.
+
+    Args:
+      gate, up, d: float [M, F], of sizes that 128 divides; d is the cotangent of the product.
+      activation: "silu", "gelu", "gelu_tanh" or "relu".
+
+    Raises:
+      ValueError: names the argument.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.ones((128, 256))
+    >>> [y.shape for y in activation_cotangents(x, x, x)][:4]
+    [(128, 256), (128, 2), (256, 128), (2, 1)]
+    """,
+    returns=cotangents_op.outputs,
 )

@@ -16,7 +16,7 @@ from kernels.framework.binding import Call
 from kernels.framework.config import Tunables
 from kernels.framework.contract import Op
 from kernels.framework.work import Work, nbytes
-from kernels.ops.scaled_matmul.formats import DTYPES, SCALINGS, quantized, spread
+from kernels.ops.scaled_matmul.formats import SCALINGS, spread
 
 RESULTS = ("bfloat16", "float16", "float32")
 
@@ -29,8 +29,6 @@ class ScaledMatmulConfig(Tunables):
       block_m, block_n: its rows and columns; at most 128 where it is not specialized for Hopper.
       num_stages: Triton: blocks of D that are loaded ahead; at most 3 where it is not.
       num_buffers: Triton: parts of 64 columns of its result that a warpgroup of Hopper can leave to the warp that stores them.
-      num_sums: Triton: steps whose sums a warpgroup of Hopper has in registers before it adds them: 2, if block_m and block_n
-        are 128, lets it multiply the next step meanwhile.
       num_warps: Triton: warps of a program, where it is not specialized for Hopper; at least 8 for a tile of 128 by 128.
       band: Triton: number of rows of tiles that sweep the columns together, so that what they read stays in the L2 cache.
     """
@@ -39,7 +37,6 @@ class ScaledMatmulConfig(Tunables):
     block_n: int | None = None
     num_stages: int | None = None
     num_buffers: int | None = None
-    num_sums: int | None = None
     num_warps: int | None = None
     band: int | None = None
 
@@ -134,54 +131,4 @@ op = Op(
         _case("qwen3_8b_up", "block", 8192, 4096, 12288, "bench"),
     ),
     work=work,
-)
-
-
-# -- quantisation along both dims ------------------------------------------------------------------------------------------
-
-
-def quantize_both_ways(
-    x: Float[Array, "M D"], *, rows: int = 1, turned_rows: int = 1, dtype: str = "float8_e4m3fn"
-) -> tuple[Shaped[Array, "M D"], Shaped[Array, "_ _"], Shaped[Array, "D M"], Shaped[Array, "_ _"]]:
-    """Returns (values [M, D], scale, turned [D, M], turned_scale): x in blocks of `rows` by 128, and x^T in blocks of
-    `turned_rows` by 128, as `quantize_scaled` returns them.
-
-    Raises:
-      ValueError: names the argument.
-    """
-    if dtype not in DTYPES:
-        raise ValueError(f"quantize_both_ways: argument 'dtype' = {dtype!r} is unknown; use {' or '.join(DTYPES)}")
-    M, D = x.shape
-    for name, height, size in (("rows", rows, M), ("turned_rows", turned_rows, D)):
-        if height not in (1, 128) or size % height:
-            raise ValueError(f"quantize_both_ways: argument {name!r} = {height!r} must be 1, or 128 and divide {size}")
-    if M % 128 or D % 128:
-        raise ValueError(
-            f"quantize_both_ways: argument 'x' of shape {x.shape} must have sizes that 128 divides; pad it with zeros, which "
-            "change no scale"
-        )
-    straight, turned = quantized(x, (rows, 128), dtype, False), quantized(x.T, (turned_rows, 128), dtype, False)
-    return *straight, *turned
-
-
-def work_of_quantisation(call: Call) -> tuple[Work, Work]:
-    M, D = call.dims["M"], call.dims["D"]
-    scales = 4 * M * D // 128 // call.rows + 4 * M * D // 128 // call.turned_rows
-    return Work(2 * M * D, nbytes(call.x) + 2 * M * D + scales), Work(0, 0)
-
-
-both_ways_op = Op(
-    quantize_both_ways,
-    outputs=("values", "scale", "turned", "turned_scale"),
-    no_gradient=("x",),
-    config=ScaledMatmulConfig,
-    cases=(
-        Case("activation", {"M": 256, "D": 128}, tags=frozenset({"smoke", "code"})),
-        Case("cotangent", {"M": 128, "D": 384}, {"turned_rows": 128}, tags=frozenset({"kernels"})),
-        Case("matrix", {"M": 256, "D": 256}, {"rows": 128, "turned_rows": 128}),
-        Case("wide", {"M": 128, "D": 128}, {"dtype": "float8_e5m2"}),
-        Case("model_2k", {"M": 32768, "D": 2048}, tags=frozenset({"bench"})),
-        Case("mlp_8k", {"M": 32768, "D": 8192}, {"turned_rows": 128}, tags=frozenset({"bench", "code"})),
-    ),
-    work=work_of_quantisation,
 )

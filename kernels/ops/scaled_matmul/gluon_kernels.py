@@ -11,7 +11,6 @@ With `fast_accumulation` the sums of all of D stay in the tensor cores.
 
 # Gluon's stubs declare tensors where its compiler accepts constants and integers too.
 # pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
-# pyrefly: ignore-errors[not-iterable]
 
 from __future__ import annotations
 
@@ -237,72 +236,13 @@ def _multiply_by_steps(a_scale_ptr, b_scale_ptr, ring, scales, hands, M: gl.cons
 
 
 @gluon.jit
-def _multiply_step(p, never, ring, stage, phase, WHICH: gl.constexpr):
-    """Begins the products of a stage once it is loaded."""
-    a_tiles, b_tiles, full, free = ring
-    mbarrier.wait(full.index(stage), phase)
-    return warpgroup_mma(
-        a_tiles.index(2 * stage + WHICH), b_tiles.index(stage).permute((1, 0)), p, use_acc=never, is_async=True
-    )
-
-
-@gluon.jit
-def _add_step(acc, p, ring, scales, stage, BLOCKS: gl.constexpr, WHICH: gl.constexpr):
-    """Adds the products of a stage, which is free then."""
-    a_tiles, b_tiles, full, free = ring
-    of_rows, _ = _read_scales(scales, stage, BLOCKS, False, acc.type.layout, WHICH)
-    mbarrier.arrive(free.index(stage))
-    return _added(acc, p, of_rows[0], None, BLOCKS, False)
-
-
-@gluon.jit
-def _multiply_ahead(a_scale_ptr, b_scale_ptr, ring, scales, hands, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
-                    TILES: gl.constexpr, BLOCKS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, BAND: gl.constexpr,
-                    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-                    WHICH: gl.constexpr):  # fmt: skip
-    """With registers for the sums of two steps: those of one are added while the next one is multiplied."""
-    STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    PARTS: gl.constexpr = BLOCK_N // 64
-    stage, phase, handed = 0, 0, 0
-    never = gl.num_programs(1) > 1
-    for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
-        row, column = _place(tile, M, N, BAND, 2 * ROWS, BLOCK_N)
-        acc, p, q = _sums(ROWS, BLOCK_N), _sums(ROWS, BLOCK_N), _sums(ROWS, BLOCK_N)
-        for _ in range(STEPS // 2):
-            last = stage
-            p = _multiply_step(p, never, ring, stage, phase, WHICH)
-            stage, phase = after(stage, phase, STAGES)
-            q = _multiply_step(q, never, ring, stage, phase, WHICH)
-            p, q = warpgroup_mma_wait(1, (p, q))
-            acc = _add_step(acc, p, ring, scales, last, BLOCKS, WHICH)
-            acc, p, q = warpgroup_mma_wait(0, (acc, p, q))
-            acc = _add_step(acc, q, ring, scales, stage, BLOCKS, WHICH)
-            stage, phase = after(stage, phase, STAGES)
-        if STEPS % 2:
-            p = warpgroup_mma_wait(0, (_multiply_step(p, never, ring, stage, phase, WHICH),))
-            acc = _add_step(acc, p, ring, scales, stage, BLOCKS, WHICH)
-            stage, phase = after(stage, phase, STAGES)
-        parts = parts_of(acc, PARTS)
-        for i in gl.static_range(PARTS):
-            part = parts[i]
-            if not BLOCKS:
-                part = _of_rows(
-                    part, a_scale_ptr, b_scale_ptr, row + WHICH * ROWS, column + 64 * i, M, N, A_ROWS, B_ROWS
-                )
-            handed = hand_part((part,), hands, handed, WHICH)
-
-
-@gluon.jit
 def _consume(a_scale_ptr, b_scale_ptr, ring, scales, hands, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
              TILES: gl.constexpr, FAST: gl.constexpr, BLOCKS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
-             AHEAD: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-             STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+             BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+             WHICH: gl.constexpr):  # fmt: skip
     if FAST:
         _multiply(a_scale_ptr, b_scale_ptr, ring, hands, M, N, K, TILES, A_ROWS, B_ROWS, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES,
                   WHICH)  # fmt: skip
-    elif AHEAD:
-        _multiply_ahead(a_scale_ptr, b_scale_ptr, ring, scales, hands, M, N, K, TILES, BLOCKS, A_ROWS, B_ROWS, BAND, ROWS,
-                        BLOCK_N, BLOCK_K, STAGES, WHICH)  # fmt: skip
     else:
         _multiply_by_steps(a_scale_ptr, b_scale_ptr, ring, scales, hands, M, N, K, TILES, BLOCKS, A_ROWS, B_ROWS, BAND, ROWS,
                            BLOCK_N, BLOCK_K, STAGES, WHICH)  # fmt: skip
@@ -331,7 +271,6 @@ def warp_specialized_scaled_kernel(
     BLOCKS: gl.constexpr,  # whether there is a scale for each 128 entries of K
     A_ROWS: gl.constexpr,  # whether there is one for each row of a
     B_ROWS: gl.constexpr,
-    AHEAD: gl.constexpr,  # whether a step is multiplied while the sums of the last one are added
     BAND: gl.constexpr,
     ROWS: gl.constexpr,  # rows per warpgroup
     BLOCK_N: gl.constexpr,
@@ -348,10 +287,10 @@ def warp_specialized_scaled_kernel(
         scales = _make_scales(STAGES, ROWS, BLOCK_N, B_ROWS)
         gl.warp_specialize(
             [
-                (_consume, (a_scale_ptr, b_scale_ptr, ring, scales, hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, AHEAD,
-                            BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 0)),
-                (_consume, (a_scale_ptr, b_scale_ptr, ring, scales, hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, AHEAD,
-                            BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 1)),
+                (_consume, (a_scale_ptr, b_scale_ptr, ring, scales, hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, BAND,
+                            ROWS, BLOCK_N, BLOCK_K, STAGES, 0)),
+                (_consume, (a_scale_ptr, b_scale_ptr, ring, scales, hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, BAND,
+                            ROWS, BLOCK_N, BLOCK_K, STAGES, 1)),
                 (_load, (a_desc, b_desc, ring, M, N, K, TILES, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES)),
                 (_load_scales, (a_scale_ptr, b_scale_ptr, ring, scales, M, N, K, TILES, B_ROWS, BAND, ROWS, BLOCK_N, BLOCK_K,
                                 STAGES)),
@@ -364,10 +303,10 @@ def warp_specialized_scaled_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (a_scale_ptr, b_scale_ptr, ring, (), hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, AHEAD,
-                            BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 0)),
-                (_consume, (a_scale_ptr, b_scale_ptr, ring, (), hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, AHEAD,
-                            BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 1)),
+                (_consume, (a_scale_ptr, b_scale_ptr, ring, (), hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, BAND,
+                            ROWS, BLOCK_N, BLOCK_K, STAGES, 0)),
+                (_consume, (a_scale_ptr, b_scale_ptr, ring, (), hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, BAND,
+                            ROWS, BLOCK_N, BLOCK_K, STAGES, 1)),
                 (_load, (a_desc, b_desc, ring, M, N, K, TILES, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES)),
                 (_store, (out_ptr, hands, M, N, TILES, BAND, ROWS, BLOCK_N, 0)),
                 (_store, (out_ptr, hands, M, N, TILES, BAND, ROWS, BLOCK_N, 1)),

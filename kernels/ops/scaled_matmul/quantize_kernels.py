@@ -4,12 +4,14 @@ Values are written as bytes: no pointer of 8-bit floats is needed. Conversions a
 """
 
 # Triton's stubs declare tensors where its compiler accepts constants and integers too.
-# pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from kernels.engines.matmul.triton_activations import activation
 
 LEAST = tl.constexpr(1.1754943508222875e-38)  # the least normal float32
 
@@ -61,6 +63,12 @@ def quantise_tile(x, values_ptr, scale_ptr, turned_ptr, turned_scale_ptr, i, j, 
 
 
 @triton.jit
+def _entries(i, j, D: tl.constexpr):
+    inside = tl.arange(0, 128)
+    return (i * 128 + inside).to(tl.int64)[:, None] * D + (j * 128 + inside)[None, :]
+
+
+@triton.jit
 def quantize_both_ways_kernel(
     x_ptr,  # [M, D]
     values_ptr,  # [M, D]
@@ -74,7 +82,60 @@ def quantize_both_ways_kernel(
     E5M2: tl.constexpr,
 ):
     i, j = tl.program_id(0) // (D // 128), tl.program_id(0) % (D // 128)
-    inside = tl.arange(0, 128)
-    offsets = (i * 128 + inside).to(tl.int64)[:, None] * D + (j * 128 + inside)[None, :]
-    x = tl.load(x_ptr + offsets).to(tl.float32)
+    x = tl.load(x_ptr + _entries(i, j, D)).to(tl.float32)
     quantise_tile(x, values_ptr, scale_ptr, turned_ptr, turned_scale_ptr, i, j, M, D, ROWS, TURNED_ROWS, E5M2)
+
+
+@triton.jit
+def activate_both_ways_kernel(
+    gate_ptr,  # [M, F]
+    up_ptr,
+    values_ptr,  # as above
+    scale_ptr,
+    turned_ptr,
+    turned_scale_ptr,
+    M: tl.constexpr,
+    F: tl.constexpr,
+    NAME: tl.constexpr,
+):
+    i, j = tl.program_id(0) // (F // 128), tl.program_id(0) % (F // 128)
+    offsets = _entries(i, j, F)
+    gate, up = tl.load(gate_ptr + offsets).to(tl.float32), tl.load(up_ptr + offsets).to(tl.float32)
+    act, _ = activation(gate, NAME)
+    x = (act * up).to(gate_ptr.dtype.element_ty).to(tl.float32)
+    quantise_tile(x, values_ptr, scale_ptr, turned_ptr, turned_scale_ptr, i, j, M, F, 1, 1, False)
+
+
+@triton.jit
+def activation_cotangents_kernel(
+    gate_ptr,  # [M, F]
+    up_ptr,
+    d_ptr,
+    gate_values_ptr,  # the cotangent of gate, as above
+    gate_scale_ptr,
+    gate_turned_ptr,
+    gate_turned_scale_ptr,
+    up_values_ptr,  # and that of up
+    up_scale_ptr,
+    up_turned_ptr,
+    up_turned_scale_ptr,
+    M: tl.constexpr,
+    F: tl.constexpr,
+    NAME: tl.constexpr,
+):
+    # Two adjacent programs have a tile's two cotangents: one would have registers for neither's loads ahead.
+    side, tile = tl.program_id(0) % 2, tl.program_id(0) // 2
+    i, j = tile // (F // 128), tile % (F // 128)
+    offsets = _entries(i, j, F)
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    if side == 0:
+        _, slope = activation(tl.load(gate_ptr + offsets).to(tl.float32), NAME)
+        d = tl.load(d_ptr + offsets).to(tl.float32) * tl.load(up_ptr + offsets).to(tl.float32)
+        x = (d * slope).to(dtype).to(tl.float32)
+        quantise_tile(
+            x, gate_values_ptr, gate_scale_ptr, gate_turned_ptr, gate_turned_scale_ptr, i, j, M, F, 1, 128, False
+        )
+    else:
+        act, _ = activation(tl.load(gate_ptr + offsets).to(tl.float32), NAME)
+        x = (tl.load(d_ptr + offsets).to(tl.float32) * act).to(dtype).to(tl.float32)
+        quantise_tile(x, up_values_ptr, up_scale_ptr, up_turned_ptr, up_turned_scale_ptr, i, j, M, F, 1, 128, False)

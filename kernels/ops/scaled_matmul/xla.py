@@ -10,8 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.ops.scaled_matmul.contract import both_ways_op, op, quantize_both_ways
+from kernels.ops.scaled_matmul.contract import op
 from kernels.ops.scaled_matmul.formats import column, spread, step_of
+from kernels.ops.scaled_matmul.quantizing import (
+    activate_both_ways,
+    activate_op,
+    activation_cotangents,
+    both_ways_op,
+    cotangents_op,
+    quantize_both_ways,
+)
 
 
 def _product(a: jax.Array, b: jax.Array, narrow: bool) -> jax.Array:
@@ -51,4 +59,13 @@ def both_ways(x, rows, turned_rows, dtype):
     return quantize_both_ways(x, rows=rows, turned_rows=turned_rows, dtype=dtype)
 
 
-both_ways_op.register(both_ways, platforms={"cpu", "cuda", "rocm", "tpu"}, dtypes={"float32", "bfloat16", "float16"})
+def activate(gate, up, activation):
+    return activate_both_ways(gate, up, activation=activation)
+
+
+def cotangents(gate, up, d, activation):
+    return activation_cotangents(gate, up, d, activation=activation)
+
+
+for _op, _function in ((both_ways_op, both_ways), (activate_op, activate), (cotangents_op, cotangents)):
+    _op.register(_function, platforms={"cpu", "cuda", "rocm", "tpu"}, dtypes={"float32", "bfloat16", "float16"})
