@@ -15,6 +15,8 @@ from hopper_attention import THREE
 from jax.extend.core import jaxprs_in_params
 
 import kernels
+from benchmarks.sequence.calls import Attention, segment_ids
+from benchmarks.sequence.rank import checked
 from ejdist import make_mesh, ring_attention
 from ejdist.documents import places
 from ejdist.order import Order
@@ -126,6 +128,14 @@ def everything(attend, arrays, *rest):
 )
 def test_the_numbers_of_one_device(hopper, taken, name, ranks, kind, widths, options):
     hold(taken, name, ranks, kind, widths, options, "triton")
+
+
+@pytest.mark.slow  # interpreted kernels, 15 s each
+@pytest.mark.parametrize("scheme", [Ring(), AllGather()])
+def test_a_rank_by_itself_has_the_numbers_of_one_device(hopper, taken, scheme):
+    """The benchmark of one rank of several, in two groups of heads."""
+    call, ids = Attention(HEADS, KEY_HEADS, 64, "bfloat16", platform="triton"), segment_ids("100", 768)
+    assert 0 < checked(call, Order("striped", 3, 128), scheme, 1, ids) < 0.02 and taken and None not in taken
 
 
 def test_a_program_for_hopper_that_is_lowered_elsewhere_merges(taken):

@@ -17,8 +17,9 @@ backend that dispatch chooses and by the one that was asked for; its time over t
 work: the same program in which nothing travels but segment ids, once: keys that would arrive are the device's own.
 exchange: the same transfers with the attention left out. What the whole takes longer than the work is exposed.
 
-rank=NUMBER ranks=N: all hops of that rank of N on one device, in the ring's own loop, beside one call of the same work; and
-each hop alone. `worst` is the rank with the most pairs; `all` lists the pairs of all ranks in every order and times nothing.
+rank=NUMBER ranks=N: what a ring and an all-gather compute on that rank of N, on one device, beside one call of the same work;
+and each hop of the ring alone. What would arrive is the rank's own. `worst` is the rank with the most pairs; `all` lists the
+pairs of all ranks in every order and times nothing.
 stripe: tokens of the stripes or chunks of an order that has them; 0 for those that a recipe has by default.
 
 plan: a set of cases, see plans.py; options that it changes are not taken from the command line. budget: seconds after which no
@@ -45,7 +46,7 @@ from benchmarks.sequence.pairs import order_named
 from benchmarks.sequence.plans import PLANS
 from benchmarks.sequence.rows import Rows, table
 from ejdist.order import CARRIED, NAMES
-from ejdist.sequence import SCHEMES, Ring
+from ejdist.sequence import SCHEMES
 from ejdist.sequence.group_cast import BUFFER
 
 __all__ = ["main", "table"]
@@ -101,8 +102,8 @@ def check(o: dict[str, Any]) -> None:
         raise ValueError("rank and ranks belong together: rank=3 ranks=8, rank=worst ranks=8 or rank=all ranks=8")
     if o["rank"] and o["ranks"] < 2:
         raise ValueError(f"ranks = {o['ranks']} must be at least 2, the ranks of the ring that rank is one of")
-    if o["rank"] and o["schemes"] != OPTIONS["schemes"] and {SCHEMES[s] for s in o["schemes"].split(",")} != {Ring}:
-        raise ValueError(f"schemes = {o['schemes']!r}: hops are a ring's; leave schemes out, or leave rank out")
+    if o["rank"]:
+        rank.schemes_of(o)
     of_rows = [name for name in o["orders"].split(",") if name in CARRIED]
     if o["rank"] not in ("", "all") and of_rows:
         raise ValueError(
