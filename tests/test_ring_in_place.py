@@ -149,7 +149,6 @@ def test_a_program_for_hopper_that_is_lowered_elsewhere_merges(taken):
         (2**17, 64, 2, AllGather(), True),
         (2**16, 64, 1, AllGather(), True),  # too few tiles of queries for two launches
         (2**17, 64, 1, AllGather(head_groups=1), True),
-        (512, 64, 2, AllGather(head_groups=3), True),  # at most, of those that divide the heads
         (512, 96, 0, AllGather(), False),  # no tile of columns ends with the keys
         (512, 64, 0, AllGather(hops="batch"), False),
     ],
@@ -165,6 +164,15 @@ def test_which_calls_gather_by_heads(monkeypatch, tokens, width, groups, scheme,
         jax.eval_shape(attend, query, key, key)
     assert [call is not None for call in calls] == [taken]
     assert not taken or calls[0].groups == groups
+
+
+def test_groups_of_gathered_keys_divide_their_heads():
+    how = {"mesh": make_mesh(sp=2), "order": "contiguous", "causal": True}
+    arrays = floats(64, 16, 16)
+    with pytest.raises(
+        ValueError, match="2 heads of keys on a device cannot be gathered in 4 groups; use head_groups=2"
+    ):
+        ring_attention(*(arrays[n] for n in "qkv"), scheme=AllGather(head_groups=4), **how)
 
 
 @pytest.mark.parametrize("carried", [False, True])

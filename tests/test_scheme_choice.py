@@ -17,9 +17,9 @@ from ejdist.models.lora import build
 from ejdist.planning.search import Predictor, as_given
 from ejdist.planning.step_time import KEYS
 from ejdist.planning.targets import target_of
+from ejdist.sequence.scheme import WAITED
 from ejdist.sequence.schemes import Halo, Ring, Ulysses
 from ejdist.training import attending, choices
-from ejdist.training.attending import WAITED
 from ejdist.training.choices import choose_pair, resolve
 from ejdist.training.curriculum import stages_of
 from recipes.schema import compose

@@ -266,7 +266,7 @@ def test_transfers_alone_are_those_of_the_whole(scheme):
         ),
         ("rank=0 ranks=2 orders=balanced", "'balanced' is another order for each row, and a rank by itself has no row"),
         ("outer=tree", "outer = 'tree' is unknown; use ring"),
-        ("head_groups=0", "head_groups = 0 must be at least 1"),
+        ("head_groups=-1", "head_groups = -1 must be at least 0"),
         ("rank=0 ranks=3 tokens=31", "must be a multiple of 6"),
         ("plan=everything", "'everything' is unknown; use one_gpu"),
     ],

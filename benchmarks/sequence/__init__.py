@@ -1,5 +1,5 @@
 """`python -m benchmarks.sequence [documents=4096] [tokens=8192,32768] [heads=32] [kv_heads=8] [width=128] [window=0] [sinks=0]
-[dtype=bfloat16] [schemes=ring,...] [cp=1] [outer=ring] [head_groups=1] [orders=zigzag,...] [backends=auto]
+[dtype=bfloat16] [schemes=ring,...] [cp=1] [outer=ring] [head_groups=0] [orders=zigzag,...] [backends=auto]
 [directions=forward,backward] [ring_directions=auto] [buffer=0.5] [rank= ranks=]
 [check=512] [stripe=0] [seed=0] [rounds=5] [plan=]
 [budget=0] [out=FILE] [commit=]`: causal attention whose sequence is split over ranks, as a training step calls it.
@@ -8,7 +8,7 @@ documents: the mean length of documents (lognormal), `one` document, `long_tail`
 one a line; a row is cut from them by the data pipeline, and segment ids go with it. `none`: no segment ids, which no training
 step does. window: keys that a query sees, 0 for all. sinks=1: learned sinks. Tokens and `check` are of a device. Schemes and
 orders: by default all that there are. cp: groups of ranks, over which Ulysses has the scheme `outer`; inside of one, heads are
-split. head_groups: exchanged one after another; 1: as the scheme has it. ring_directions: in which keys go round, 1, 2 or auto.
+split. head_groups: exchanged one after another; 0: as the scheme has it. ring_directions: in which keys go round, 1, 2 or auto.
 buffer: of a group-cast, tokens of others that a device has room for, over its own.
 
 Over several devices, beside every way stand three times:
@@ -56,7 +56,7 @@ FIXED = [name for name in NAMES if name not in CARRIED]  # the orders of a rank 
 OPTIONS = {
     "documents": "4096", "tokens": "8192,32768", "heads": 32, "kv_heads": 8, "width": 128, "window": 0, "sinks": 0,
     "dtype": "bfloat16", "schemes": ",".join(SCHEMES), "cp": 1, "outer": "ring",
-    "head_groups": 1, "orders": ",".join(FIXED), "backends": "auto",
+    "head_groups": 0, "orders": ",".join(FIXED), "backends": "auto",
     "directions": "forward,backward", "rank": "", "ranks": 0, "check": 512, "stripe": 0, "seed": 0, "rounds": 5,
     "plan": "", "budget": 0, "ring_directions": "auto", "buffer": BUFFER,
     "out": "", "coordinator": "", "processes": 1, "process": 0, "commit": "",
@@ -79,7 +79,7 @@ def check(o: dict[str, Any]) -> None:
         ("window", 0),
         ("check", 1),
         ("cp", 1),
-        ("head_groups", 1),
+        ("head_groups", 0),
         ("stripe", 0),
         ("rounds", 1),
         ("seed", 0),

@@ -7,6 +7,7 @@ too is an assumption, and so is that half of the time of collectives is hidden u
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -128,8 +129,10 @@ def step_time(
         busy["moments from and to the host"] = away[MOMENTS]  # after the backward, with no work to hide under
     # Of attention's exchange its scheme says how much is waited for.
     between = exchanged(c, share)
-    keys = s.accumulation * links.alone(between, mesh.shape)
-    waits = waited(c, share, busy["attention"], keys, s.accumulation) if share.sequence > 1 else 0.0
+    alone = functools.partial(links.alone, sizes=mesh.shape)
+    waits = 0.0
+    if share.sequence > 1:
+        waits = waited(c, share, busy["attention"], alone, chip.bandwidth, s.accumulation)
     moving = links.seconds(sent.without(between, s.accumulation), mesh.shape)
     if ACTIVATIONS in away:
         hidden = s.accumulation * away[ACTIVATIONS]  # under the work of other layers, like collectives
