@@ -93,20 +93,20 @@ def alone_seconds(sent: Traffic, sizes: Mapping[str, int], links: Links, per_hos
     return total
 
 
-def waited(
-    model: Any, share: Share, work: float, alone: Callable[[Traffic], float], memory: float, accumulation: int
-) -> float:
-    """Returns the seconds per step that attention over a split sequence takes besides the attention itself: what is sent and
-    has no work beside it, and passes over memory.
+def waited(model: Any, share: Share, work: float, alone: Callable[[Traffic], float], accumulation: int) -> float:
+    """Returns the seconds per step that attention waits.
 
     Args:
-      work: seconds of attention. alone: the seconds of what is sent with nothing beside it. memory: bytes/s of the device's.
+      work: seconds of attention. alone: traffic -> its seconds with nothing beside it.
     """
     reads, sent = share.scheme.reads_batch and not share.torus, exchanged(model, share)
     read = HOST_READS * sum(attention_of(model).values()) if reads else 0.0
-    waits, moving = alone(sent.waited()), alone(sent)
-    passes = sent.passes / (PASSES * memory)
-    return accumulation * (read + passes) + max(accumulation * waits, accumulation * moving - work)
+    return accumulation * read + max(accumulation * alone(sent.waited()), accumulation * alone(sent) - work)
+
+
+def put_together(model: Any, share: Share, memory: float, accumulation: int) -> float:
+    """Returns the seconds per step of passes over memory, of so many bytes/s, that a split sequence takes besides."""
+    return accumulation * exchanged(model, share).passes / (PASSES * memory)
 
 
 def ranked_pairs(seconds: Mapping[Pair, float], holds: Mapping[Pair, int]) -> list[Pair]:

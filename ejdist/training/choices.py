@@ -20,7 +20,7 @@ from ejdist.mesh import BATCH_AXES, SEQUENCE_AXES, TP
 from ejdist.models.share import Share
 from ejdist.order import AUTO, STRIPES
 from ejdist.sequence.schemes import SCHEMES, Halo
-from ejdist.training.attending import Pair, alone_seconds, held, ranked_pairs, share_of, waited
+from ejdist.training.attending import Pair, alone_seconds, held, put_together, ranked_pairs, share_of, waited
 from ejdist.training.curriculum import Stage
 from ejdist.training.data import Data
 from ejdist.training.flops import attention_share, memory_rate, peak_flops
@@ -105,7 +105,8 @@ def _seconds(s: TrainSections, mesh: Any, order: Choice, share: Share, kind: str
     )
     work = flops * order.uneven[order.order.name] / (attention_share(s.model.head_dim) * peak)
     alone = functools.partial(alone_seconds, sizes=mesh.shape, links=links_of(kind))
-    return work + waited(s.model, share, work, alone, memory_rate(kind), s.accumulation)
+    waits = waited(s.model, share, work, alone, s.accumulation)
+    return work + waits + put_together(s.model, share, memory_rate(kind), s.accumulation)
 
 
 def resolve(
