@@ -3,6 +3,7 @@
 from faults import Fault
 
 CELLS = "tests/kernels/test_recurrent.py"
+TRITON = "tests/kernels/test_recurrent_triton.py"
 PALLAS = "tests/test_ops.py -k 'numbers_or and recurrent and pallas'"
 
 FAULTS = (
@@ -82,5 +83,82 @@ FAULTS = (
         "$weights + 2 * $blocks + $rows * $gates * 8 + 4 * $plan.n * $plan.B * $plan.F * 4",
         "0",
         f"{CELLS} -k too_large",
+    ),
+    Fault(
+        "LSTM in Triton: a state goes on across documents",
+        "lstm_fwd_kernel",
+        "$goes_on &= $code != BEGINS",
+        "pass",
+        TRITON,
+    ),
+    Fault(
+        "LSTM in Triton: padding changes the cell",
+        "lstm_fwd_kernel",
+        "$c, $h = tl.where($counts, $c, $old), tl.where($counts, $h, $$rest)",
+        "$h = tl.where($counts, $h, $$rest)",
+        TRITON,
+    ),
+    Fault(
+        "LSTM in Triton: a launch does the token of the one before",
+        "lstm_fwd_kernel",
+        "tl.store(next_ptr, $t + 1)",
+        "tl.store(next_ptr, $t)",
+        TRITON,
+    ),
+    Fault(
+        "LSTM in Triton: padding takes the gradient of the hidden state",
+        "lstm_bwd_kernel",
+        "tl.where($counts, 0.0, $d_h)",
+        "tl.where($counts, 0.0, 0.0)",
+        TRITON,
+    ),
+    Fault(
+        "LSTM in Triton: a gradient of the cell goes on across documents",
+        "lstm_bwd_kernel",
+        "tl.where($counts, tl.where(($code == BEGINS)[:, None], 0.0, $before), $d_c)",
+        "tl.where($counts, $before, $d_c)",
+        TRITON,
+    ),
+    Fault(
+        "LSTM in Triton: a gradient of the hidden state goes on across documents",
+        "lstm_bwd_kernel",
+        "$followed[:, None] & ($k < 4 * F)[None, :]",
+        "($followed | True)[:, None] & ($k < 4 * F)[None, :]",
+        TRITON,
+    ),
+    Fault(
+        "LSTM in Triton: the cell's gradient is not through its tanh",
+        "lstm_bwd_kernel",
+        "$d_c + $d_out * $o * (1.0 - $c * $c)",
+        "$d_c + $d_out * $o",
+        TRITON,
+    ),
+    Fault(
+        "LSTM in Triton: gates of a document's first token are of the state before it, in the gradient",
+        "triton_lstm_calls:backward",
+        "jnp.where(($codes == BEGINS.value)[..., None], 0, $before)",
+        "$before",
+        TRITON,
+    ),
+    Fault(
+        "LSTM in Triton: gradients go through the weights, not their transposes",
+        "triton_lstm_calls:backward",
+        "$weight.T, 5 + ($codes is not None)",
+        "$weight.reshape($weight.T.shape), 5 + ($codes is not None)",
+        TRITON,
+    ),
+    Fault(
+        "LSTM in Triton: padding has the output of the token before",
+        "triton_lstm_calls:forward",
+        "jnp.where($of.tokens.valid.T[..., None], $out, 0)",
+        "$out",
+        TRITON,
+    ),
+    Fault(
+        "LSTM in Triton: the way back is differentiated at the states of the way there",
+        "recurrent/triton_gpu:backward",
+        "$saved.get($name + $of.end)",
+        "$saved.get($name)",
+        TRITON,
     ),
 )

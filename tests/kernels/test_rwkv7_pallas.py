@@ -5,31 +5,15 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grid import error, value_and_gradients
+import test_rwkv7_triton as of_triton
 from test_rwkv7_triton import ROUNDED, arguments_of
 
 import kernels
-from kernels.engines.scan.chunks import ChunkConfig
 from kernels.engines.scan.pallas_dplr_calls import packed_states, packs_of
 from kernels.framework.interpret import interpret
 from kernels.ops.delta_rule import rwkv7_op as op
 
-
-def compared(arguments, clean=None, allowed=3e-6, options=None):
-    """Asserts that outputs and gradients through the interpreter are those of the XLA backend in float32, and finite.
-
-    Args:
-      clean: the arguments for XLA, where they differ.
-    """
-    options = options or {}
-    wide = {n: y.astype(jnp.float32) if n in ROUNDED else y for n, y in (clean or arguments).items()}
-    reference = functools.partial(op, **options, platform="xla", cfg=ChunkConfig(chunk=16))
-    wanted, gradients, d = value_and_gradients(reference, wide)
-    with interpret():
-        got, found, _ = value_and_gradients(functools.partial(op, **options, platform="pallas"), arguments, d)
-    for what, x, y in [*zip(op.outputs, got, wanted), *((n, found[n], gradients[n]) for n in gradients)]:
-        assert np.isfinite(np.asarray(y)).all(), f"{what}: the reference is not finite"
-        assert error(x, y) <= allowed, f"{what}: off by {error(x, y):.2e}, allowed {allowed:.2e}"
+compared = functools.partial(of_triton.compared, platform="pallas")
 
 
 @pytest.mark.slow  # the grid has decays to e^-20, documents and states, for 12 seconds
@@ -92,18 +76,7 @@ def test_sums_of_decays_are_taken_either_way_in_bfloat16():
 
 @pytest.mark.slow  # many chunks, interpreted
 def test_a_result_that_depends_on_a_token_far_back():
-    T, rng = 16384 + 40, np.random.default_rng(9)
-    x = {n: np.zeros((1, T, 1, 16), np.float32) for n in ("r", "k", "v", "a", "b")}
-    x["a"][0, :, 0, 8], x["b"][0, :, 0, 8] = -1.0, 0.5  # another direction than that of the token that is remembered
-    x["k"][0, 3], x["v"][0, 3] = np.eye(16)[2], rng.standard_normal(16)
-    x["r"][0, -1, 0, 2] = 1.0
-    x["w"] = np.full((1, T, 1, 16), -1e-5, np.float32)
-    with interpret():
-        arguments = {n: jnp.asarray(y, jnp.float32 if n == "w" else jnp.bfloat16) for n, y in x.items()}
-        out, _ = op(**arguments, platform="pallas")
-    wanted = 0.25 * np.asarray(arguments["v"][0, 3, 0], np.float64) * np.exp(-1e-5 * (T - 1 - 3))
-    assert np.abs(wanted).max() > 0.05
-    assert error(out[0, -1, 0], wanted) < 1e-2
+    of_triton.far_back(platform="pallas")
 
 
 def test_packs():

@@ -30,7 +30,7 @@ def arguments_of(rng, B, T, N, H, Hv, cosine=0.5, decay=None, rate=1.0, **more):
     return {n: jnp.asarray(y, jnp.float32) for n, y in x.items()} | {n: jnp.asarray(y) for n, y in more.items()}
 
 
-def compared(arguments, clean=None, allowed=3e-6, options=None, **cfg):
+def compared(arguments, clean=None, allowed=3e-6, options=None, platform="triton", **cfg):
     """Asserts that outputs and gradients through the interpreter are those of the XLA backend in float32, and finite.
 
     Args:
@@ -41,11 +41,28 @@ def compared(arguments, clean=None, allowed=3e-6, options=None, **cfg):
     reference = functools.partial(op, **options, platform="xla", cfg=ChunkConfig(chunk=16))
     wanted, gradients, d = value_and_gradients(reference, wide)
     with interpret():
-        run = functools.partial(op, **options, platform="triton", cfg=ChunkConfig(**cfg))
+        run = functools.partial(op, **options, platform=platform, cfg=ChunkConfig(**cfg) if cfg else None)
         got, found, _ = value_and_gradients(run, arguments, d)
     for what, x, y in [*zip(op.outputs, got, wanted), *((n, found[n], gradients[n]) for n in gradients)]:
         assert np.isfinite(np.asarray(y)).all(), f"{what}: the reference is not finite"
         assert error(x, y) <= allowed, f"{what}: off by {error(x, y):.2e}, allowed {allowed:.2e}"
+
+
+def far_back(**how):
+    """Asserts that the last of 16,000 tokens reads, in bfloat16, what the fourth wrote."""
+    T = 16384 + 40
+    rng = np.random.default_rng(9)
+    x = {n: np.zeros((1, T, 1, 16), np.float32) for n in ("r", "k", "v", "a", "b")}
+    x["a"][0, :, 0, 8], x["b"][0, :, 0, 8] = -1.0, 0.5  # another direction than that of the token that is remembered
+    x["k"][0, 3], x["v"][0, 3] = np.eye(16)[2], rng.standard_normal(16)
+    x["r"][0, -1, 0, 2] = 1.0
+    x["w"] = np.full((1, T, 1, 16), -1e-5, np.float32)
+    with interpret():
+        arguments = {n: jnp.asarray(y, jnp.float32 if n == "w" else jnp.bfloat16) for n, y in x.items()}
+        out, _ = op(**arguments, **how)
+    wanted = 0.25 * np.asarray(arguments["v"][0, 3, 0], np.float64) * np.exp(-1e-5 * (T - 1 - 3))
+    assert np.abs(wanted).max() > 0.05
+    assert error(out[0, -1, 0], wanted) < 1e-2
 
 
 @pytest.mark.parametrize("decay", [slow(0.0), slow(-20.0), slow(-100.0), -np.inf])
@@ -144,19 +161,7 @@ def test_the_map_of_a_part_of_a_row():
 
 @pytest.mark.slow  # many chunks, interpreted
 def test_a_result_that_depends_on_a_token_far_back():
-    T = 16384 + 40
-    rng = np.random.default_rng(9)
-    x = {n: np.zeros((1, T, 1, 16), np.float32) for n in ("r", "k", "v", "a", "b")}
-    x["a"][0, :, 0, 8], x["b"][0, :, 0, 8] = -1.0, 0.5  # another direction than that of the token that is remembered
-    x["k"][0, 3], x["v"][0, 3] = np.eye(16)[2], rng.standard_normal(16)
-    x["r"][0, -1, 0, 2] = 1.0
-    x["w"] = np.full((1, T, 1, 16), -1e-5, np.float32)
-    with interpret():
-        arguments = {n: jnp.asarray(y, jnp.float32 if n == "w" else jnp.bfloat16) for n, y in x.items()}
-        out, _ = op(**arguments, platform="triton", cfg=ChunkConfig(chunk=128, splits=4))
-    wanted = 0.25 * np.asarray(arguments["v"][0, 3, 0], np.float64) * np.exp(-1e-5 * (T - 1 - 3))
-    assert np.abs(wanted).max() > 0.05
-    assert error(out[0, -1, 0], wanted) < 1e-2
+    far_back(platform="triton", cfg=ChunkConfig(chunk=128, splits=4))
 
 
 def test_what_the_kernels_cannot_do_is_refused_by_name():

@@ -71,7 +71,7 @@ _ODD = {"B": 2, "T": 19, "D": 5, "F": 3}
 RECURRENT = (
     _cell("small", {**_SMALL, "T": 18}, "lstm", "smoke"),
     _cell("gru_documents", _ODD, "gru", "code", rows=1, ids=documents),
-    _cell("both_ways", _ODD, "lstm", rows=4, ids=documents, bidirectional=True),
+    _cell("both_ways", _ODD, "lstm", "code", rows=4, ids=documents, bidirectional=True),
     _cell("packed", {**_ODD, "G": 3}, "gru", "slow", rows=2, ids=packed, bidirectional=True, num_states=3),
     _cell("packed_lstm", {**_ODD, "G": 3}, "lstm", rows=2, ids=packed, biases=False, num_states=3),
     _cell("rnn_relu", {**_ODD, "T": 1}, "rnn", rows=1, biases=False, activation="relu"),
