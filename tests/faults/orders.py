@@ -258,7 +258,7 @@ FAULTS = (
         "a plan hides as much of keys' exchange with any scheme",
         "step_time",
         "waited($c, $share, $busy['attention'], $alone, $s.accumulation)",
-        "0.5 * $alone($between)",
+        "0.5 * $alone(between)",
         "tests/test_scheme_choice.py -k plan_has_the_pair",
     ),
     Fault(
@@ -278,8 +278,8 @@ FAULTS = (
     Fault(
         "what travels over tp is counted for the sequence",
         "exchanged",
-        "$traffic.over(SEQUENCE_AXES)",
-        "$traffic",
+        "Costs($part).traffic($$args).over(SEQUENCE_AXES)",
+        "Costs($part).traffic($$args)",
         "tests/test_scheme_choice.py -k smaller_model",
     ),
     Fault(
