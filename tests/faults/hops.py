@@ -219,7 +219,7 @@ FAULTS = (
     ),
     Fault(
         "gathered keys: a group may have few tiles",
-        "gathered:Gathered.of",
+        "gathered:groups_of",
         "_TILES * MULTIPROCESSORS",
         "MULTIPROCESSORS",
         f"{IN_PLACE} -k gather_by_heads",
