@@ -18,7 +18,7 @@ from ejdist.experts import moe
 from ejdist.layout import check_dims, constrain, gather
 from ejdist.models.ops import Ops
 from ejdist.order import Order
-from ejdist.projection import project
+from ejdist.projection import project, project_all, project_mlp
 from ejdist.sequence import delta_rule, flash, linear_attention, recurrent, state_space
 from ejdist.sequence.attention import RingAttention, ring_attention
 from ejdist.sequence.blocksparse import blocksparse_attention
@@ -83,7 +83,8 @@ def bind_ops(
       scheme: how keys and values move over the sequence axis, see `ring_attention`.
       platform: backend of every operation; None: the fastest.
       deterministic_attention: bitwise reproducible attention, see `flash_attention`.
-      experts: how experts are sharded and tokens dispatched: axes, dispatch, buffer, chunks and capacity, as for `moe`.
+      experts: how experts are sharded and tokens dispatched: axes, dispatch, buffer, chunks, capacity, exchange and max_ranks,
+        as for `moe`.
       on_choice: called with a line for each choice, with its reason, when the program is traced.
       told: deprecated name of `on_choice`.
     """
@@ -101,11 +102,13 @@ def bind_ops(
     )
     functions["sends_latents"] = functools.partial(travels, mesh, by_scheme, platform)
     functions["embedding"] = functools.partial(embedding, mesh=mesh)
-    functions["project"] = functools.partial(project, mesh=mesh)
+    functions |= {f.__name__: functools.partial(f, mesh=mesh) for f in (project, project_all, project_mlp)}
     options = dict(experts or {})
     on = {
         "axis": options.get("axes"),
-        **{n: options[n] for n in ("dispatch", "buffer", "chunks", "capacity") if n in options},
+        **{
+            n: options[n] for n in ("dispatch", "buffer", "chunks", "capacity", "exchange", "max_ranks") if n in options
+        },
     }
     functions["moe"] = functools.partial(moe, stored_weights=True, on_choice=on_choice, **on, **where)
 

@@ -4,14 +4,18 @@ Parameters, their gradients and the optimizer stay as they are: an operand is ma
 product sums over one dim, and the scales of its operands are of parts of that dim. So the three products of a layer, `y = x w`,
 `dx = dy w^T` and `dw = x^T dy`, quantise x, w and dy along three dims. In blocks of 128, x and dy are rounded twice, along the
 features for one product and along the tokens for the other; a block of 128 by 128 of w is the same either way. Along the
-tokens dy has blocks of 128 by 128 too: with fine scales of both operands an H200 does 529 TFLOP/s, and 779 in bfloat16.
+tokens dy has blocks of 128 by 128 too: with fine scales of both operands an H200 does 806 TFLOP/s, and 1,147 with these.
+
+An array is read once for both of its operands (`kernels.quantize_both_ways`). That of x for `dw` is made in the forward and
+kept for the backward, in place of x: one byte a number. Products of one x, as queries, keys and values, share its operands.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +27,32 @@ from kernels.ops.scaled_matmul import SCALINGS
 
 BF16 = "bf16"  # products in model.compute_dtype
 PRODUCT = "project.product"  # checkpoint name of a result: what keeps products by their primitive does not see it
+OPERAND = "project.operand"  # of what a matrix's gradient is the product of, in 8 bits
 LEAST = 128  # a matrix of fewer inputs or outputs is not worth the operands that would be made for it
 _FINE, _WIDE = "float8_e4m3fn", "float8_e5m2"
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How products are computed. `scaling`: a name of `SCALINGS`. `gradients`: dtype of dy; x and w are e4m3."""
+    """How products are computed. `scaling`: a name of `SCALINGS`. `gradients`: dtype of dy; x and w are e4m3.
+
+    speed: of the products, over those in bfloat16; passes: bytes that are moved for a number of an operand that is made. Both
+    are of the steps of a 1B on an H200 (benchmarks/results/steps/1b_8k_fp8_*).
+    """
 
     scaling: str
     gradients: str = _FINE
     on_gpus: bool = True
+    speed: float = 1.6
+    passes: float = 7.0
 
 
 PRECISIONS = {
     # One scale for an array leaves small gradients no bits of e4m3 (Micikevicius et al., FP8 Formats for Deep Learning, 2022).
     "fp8_tensor": Precision("tensor", _WIDE),
     "fp8_row": Precision("row"),
-    "fp8_block": Precision("block"),  # DeepSeek-AI, DeepSeek-V3, 2024, section 3.3: e4m3 both ways
+    # e4m3 both ways (DeepSeek-AI, DeepSeek-V3, 2024, section 3.3); one kernel makes both operands of an array.
+    "fp8_block": Precision("block", passes=3.0),
     "mxfp8": Precision(
         "mx", on_gpus=False
     ),  # OCP Microscaling Formats (MX) 1.0, 2023: no tensor core of Hopper takes its scales
@@ -94,56 +106,156 @@ def check_device(precision: str, device: Any) -> None:
     )
 
 
-def _padded(x: jax.Array, multiples: tuple[int | None, int | None]) -> jax.Array:
-    """Returns x with zeros up to multiples of these sizes: they change no scale and no sum."""
-    more = [(0, 0 if m is None else -size % m) for size, m in zip(x.shape, multiples)]
-    return jnp.pad(x, more) if any(after for _, after in more) else x
+class _Operands(NamedTuple):
+    """An array [M, D] as an operand that is summed over D, and turned, as one that is summed over M; each with its scales."""
+
+    values: jax.Array
+    scale: jax.Array
+    turned: jax.Array
+    turned_scale: jax.Array
 
 
-def _times(left: jax.Array, right: jax.Array, blocks: Any, dtypes: tuple[str, str], exponents: bool) -> jax.Array:
-    """Returns left [M, D] times right [F, D] transposed, both quantised, in the dtype of left."""
-    (rows, width), (right_rows, _) = blocks
-    deep = width or 16  # kernels read 16 bytes at a time
-    operands = []
-    for x, block, least, dtype in ((left, blocks[0], rows, dtypes[0]), (right, blocks[1], right_rows or 8, dtypes[1])):
-        padded = _padded(x, (least, deep))
-        operands.append(kernels.quantize_scaled(padded, block, dtype=dtype, exponents=exponents))
-    (a, a_scale), (b, b_scale) = operands
-    out = kernels.scaled_matmul(a, b, a_scale, b_scale, dtype=str(left.dtype))
-    return out[: left.shape[0], : right.shape[0]]
+def _operands(x: jax.Array, straight: Any, turned: Any, dtype: str, exponents: bool) -> _Operands:
+    """Returns x in blocks of these rows and entries, padded with zeros, which change no scale and no sum."""
+    width = straight[1] or 16  # kernels read 16 bytes at a time
+    more = [(0, -size % width) for size in x.shape]
+    x = jnp.pad(x, more) if any(after for _, after in more) else x
+    if width == 128:
+        return _Operands(*kernels.quantize_both_ways(x, rows=straight[0], turned_rows=turned[0], dtype=dtype))
+    sides = ((x, straight), (x.T, turned))
+    return _Operands(
+        *(y for a, block in sides for y in kernels.quantize_scaled(a, block, dtype=dtype, exponents=exponents))
+    )
+
+
+def _operands_of(x: jax.Array, precision: str, role: str) -> _Operands:
+    """Returns the operands of x [M, D], of the cotangent d [M, F], or of a matrix w [D, F]."""
+    how = SCALINGS[PRECISIONS[precision].scaling]
+    straight, turned = {"x": (how.a, how.a), "d": (how.a, how.b), "w": (how.b, how.b)}[role]
+    return _operands(x, straight, turned, PRECISIONS[precision].gradients if role == "d" else _FINE, how.exponents)
+
+
+def _turned(of: _Operands) -> tuple[jax.Array, jax.Array]:
+    """Returns what a matrix's gradient is a product of, under the name that remat policies keep."""
+    return checkpoint_name(of.turned, OPERAND), checkpoint_name(of.turned_scale, OPERAND)
+
+
+def _times(
+    values: jax.Array, scale: jax.Array, others: jax.Array, their_scale: jax.Array, like: jax.Array, shape: Any
+) -> jax.Array:
+    """Returns values [M, D] times others [F, D] transposed, in the dtype of an array, without padding."""
+    out = kernels.scaled_matmul(values, others, scale, their_scale, dtype=str(like.dtype))
+    return out[: shape[0], : shape[1]]
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x: jax.Array, w: jax.Array, precision: str) -> jax.Array:
-    how = SCALINGS[PRECISIONS[precision].scaling]
-    return _times(x, w.T, (how.a, how.b), (_FINE, _FINE), how.exponents)
+def _products(x: jax.Array, matrices: tuple[jax.Array, ...], precision: str) -> tuple[jax.Array, ...]:
+    """Returns x [M, D] times each matrix [D, F]."""
+    return _forward(x, matrices, precision)[0]
 
 
-def _backward(precision: str, saved: tuple[jax.Array, jax.Array], d: jax.Array) -> tuple[jax.Array, jax.Array]:
-    (x, w), gradients = saved, PRECISIONS[precision].gradients
-    how = SCALINGS[PRECISIONS[precision].scaling]
-    dx = _times(d, w, (how.a, how.b), (gradients, _FINE), how.exponents)
-    dw = _times(x.T, d.T, (how.a, how.b), (_FINE, gradients), how.exponents)
-    return dx, dw.astype(w.dtype)
+def _forward(x: jax.Array, matrices: tuple[jax.Array, ...], precision: str) -> tuple[tuple[jax.Array, ...], Any]:
+    of_x, outs = _operands_of(x, precision, "x"), []
+    for w in matrices:
+        of_w = _operands_of(w, precision, "w")
+        shape = x.shape[0], w.shape[1]
+        outs.append(_times(of_x.values, of_x.scale, of_w.turned, of_w.turned_scale, x, shape))
+    return tuple(outs), (*_turned(of_x), matrices)
 
 
-_product.defvjp(lambda x, w, precision: (_product(x, w, precision), (x, w)), _backward)
+def _backward(precision: str, saved: Any, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    (x, x_scale, matrices), parts, gradients = saved, [], []
+    for w, d in zip(matrices, cotangents, strict=True):
+        of_d, of_w = _operands_of(d, precision, "d"), _operands_of(w, precision, "w")
+        parts.append(_times(of_d.values, of_d.scale, of_w.values, of_w.scale, d, (d.shape[0], w.shape[0])))
+        gradients.append(_times(x, x_scale, of_d.turned, of_d.turned_scale, d, w.shape).astype(w.dtype))
+    return sum(parts[1:], parts[0]), tuple(gradients)
 
 
-def narrow_product(
-    dims: tuple[list[str], list[str], list[str]], x: jax.Array, w: jax.Array, precision: str
-) -> jax.Array:
-    """Returns the product of arrays of these dims, in 8 bits, in the dtype of x; its gradients are such products too."""
-    dims_x, dims_weight, dims_out = dims
-    x, w = vary_alike((x, w))  # one type inside of a `shard_map`, so that what a device adds to a gradient is summed
-    summed = [d for d in dims_weight if d in dims_x]
-    kept, others = ([d for d in of if d not in summed] for of in (dims_x, dims_weight))
-    sizes = dict(zip(dims_x, x.shape)) | dict(zip(dims_weight, w.shape))
+_products.defvjp(_forward, _backward)
+
+
+def narrow_products(
+    dims: list[tuple[list[str], list[str], list[str]]], x: jax.Array, matrices: list[jax.Array], precision: str
+) -> tuple[jax.Array, ...]:
+    """Returns the products of x with matrices, each of these dims (of x, of the matrix, of the product), in 8 bits, in the
+    dtype of x; their gradients are such products too. All sum over the same dims of x."""
+    # One type inside of a `shard_map`, so that what a device adds to a gradient is summed.
+    x, matrices = vary_alike((x, matrices))
+    dims_x = dims[0][0]
+    summed = [d for d in dims_x if d in dims[0][1]]
+    kept = [d for d in dims_x if d not in summed]
     rows = jnp.transpose(x, [dims_x.index(d) for d in (*kept, *summed)])
-    columns = jnp.transpose(w, [dims_weight.index(d) for d in (*summed, *others)])
-    inputs = 1
-    for d in summed:
-        inputs *= sizes[d]
-    out = checkpoint_name(_product(rows.reshape(-1, inputs), columns.reshape(inputs, -1), precision), PRODUCT)
-    out = out.reshape([sizes[d] for d in (*kept, *others)])
-    return jnp.transpose(out, [(kept + others).index(d) for d in dims_out])
+    inputs = math.prod(x.shape[dims_x.index(d)] for d in summed)
+    columns, shapes = [], []
+    for (_, dims_weight, _), w in zip(dims, matrices, strict=True):
+        others = [d for d in dims_weight if d not in summed]
+        columns.append(jnp.transpose(w, [dims_weight.index(d) for d in (*summed, *others)]).reshape(inputs, -1))
+        shapes.append([x.shape[dims_x.index(d)] for d in kept] + [w.shape[dims_weight.index(d)] for d in others])
+    made = []
+    products = _products(rows.reshape(-1, inputs), tuple(columns), precision)
+    for (_, dims_weight, dims_out), out, shape in zip(dims, products, shapes, strict=True):
+        order = kept + [d for d in dims_weight if d not in summed]
+        made.append(jnp.transpose(checkpoint_name(out, PRODUCT).reshape(shape), [order.index(d) for d in dims_out]))
+    return tuple(made)
+
+
+# -- a gated MLP -------------------------------------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def narrow_mlp(
+    x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, precision: str, activation: str
+) -> jax.Array:
+    """Returns (activation(x gate) * (x up)) down of x [M, D], its products in 8 bits, as products one by one have it.
+
+    What is as wide as `gate` is quantised where it is computed: neither the activation's product nor its cotangents are
+    written in a wider dtype.
+    """
+    return _mlp_forward(x, gate, up, down, precision, activation)[0]
+
+
+def _fused(x: jax.Array, precision: str) -> bool:
+    """Returns whether an operation quantises what it computes of such an array."""
+    return PRECISIONS[precision] == PRECISIONS["fp8_block"] and not any(size % 128 for size in x.shape)
+
+
+def _mlp_forward(
+    x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, precision: str, activation: str
+) -> tuple[jax.Array, Any]:
+    (g, u), (h, h_scale, _) = _forward(x, (gate, up), precision)
+    g, u = (checkpoint_name(y, PRODUCT) for y in (g, u))
+    if _fused(g, precision):
+        of_p = _Operands(*kernels.activate_both_ways(g, u, activation=activation))
+    else:
+        of_p = _operands_of(kernels.gated_activation(g, u, activation=activation), precision, "x")
+    of_down = _operands_of(down, precision, "w")
+    out = _times(of_p.values, of_p.scale, of_down.turned, of_down.turned_scale, x, (x.shape[0], down.shape[1]))
+    return out, (h, h_scale, g, u, *_turned(of_p), gate, up, down)
+
+
+def _mlp_backward(precision: str, activation: str, saved: Any, d: jax.Array) -> tuple[jax.Array, ...]:
+    h, h_scale, g, u, p, p_scale, gate, up, down = saved
+    of_d, of_down = _operands_of(d, precision, "d"), _operands_of(down, precision, "w")
+    d_down = _times(p, p_scale, of_d.turned, of_d.turned_scale, d, down.shape)
+    d_p = _times(of_d.values, of_d.scale, of_down.values, of_down.scale, d, (d.shape[0], down.shape[0]))
+    if _fused(g, precision):
+        eight = kernels.activation_cotangents(g, u, d_p, activation=activation)
+        sides = _Operands(*eight[:4]), _Operands(*eight[4:])
+    else:
+        _, pull = jax.vjp(lambda g, u: kernels.gated_activation(g, u, activation=activation), g, u)
+        sides = tuple(_operands_of(y, precision, "d") for y in pull(d_p))
+    parts, gradients = [], []
+    for w, side in zip((gate, up), sides, strict=True):
+        of_w = _operands_of(w, precision, "w")
+        parts.append(_times(side.values, side.scale, of_w.values, of_w.scale, d, (d.shape[0], w.shape[0])))
+        gradients.append(_times(h, h_scale, side.turned, side.turned_scale, d, w.shape))
+    return sum(parts[1:], parts[0]), *(
+        y.astype(w.dtype) for y, w in zip((*gradients, d_down), (gate, up, down), strict=True)
+    )
+
+
+narrow_mlp.defvjp(_mlp_forward, _mlp_backward)

@@ -7,17 +7,21 @@ gather, a frozen matrix in 8 bits, an adapter) is one place to write.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+import kernels
 from ejdist.frozen import Frozen, adapter_dims
 from ejdist.layout import axes_in, constrain, current_layout, gather, on_mesh, spec
 from ejdist.mapped import map_shards
 from ejdist.mesh import mesh_here
-from ejdist.precision import Narrow, check_device, narrow_product
+from ejdist.precision import PRODUCT, Narrow, check_device, narrow_mlp, narrow_products
 from kernels.framework.dims import VOCABULARY
+from kernels.framework.dispatch import vary_alike
 
 
 def project(
@@ -46,7 +50,36 @@ def project(
     Raises:
       ValueError: the subscripts are not of this form, or the arrays do not fit them.
     """
-    dims_x, dims_weight, dims_out = parsed(subscripts)
+    return project_all(x, [weight], [subscripts], biases=[bias], mesh=mesh)[0]
+
+
+def project_all(
+    x: jax.Array, weights: Sequence[Any], subscripts: Sequence[str], *, biases: Sequence[Any] = (), mesh: Any = None
+) -> tuple[jax.Array, ...]:
+    """Returns the products of x with several parameters, each as `project` returns it.
+
+    The products with matrices that are `Narrow` share what x is in 8 bits: it is quantised once.
+    """
+    for weight, of in zip(weights, subscripts, strict=True):
+        _check(x, weight, of)
+    narrow = [i for i, (w, of) in enumerate(zip(weights, subscripts)) if isinstance(w, Narrow) and not _batched(of)]
+    together = {narrow[0]: narrow} if len({_summed(subscripts[i]) for i in narrow}) == 1 else {i: [i] for i in narrow}
+    products: dict[int, jax.Array] = {}
+    for some in together.values():
+        made = _narrow(x, [weights[i] for i in some], [subscripts[i] for i in some], mesh)
+        products |= dict(zip(some, made, strict=True))
+    results = []
+    for i, (weight, of, bias) in enumerate(zip(weights, subscripts, biases or [None] * len(weights), strict=True)):
+        product = products[i] if i in products else _product(x, weight, of, mesh)
+        _, dims_weight, dims_out = parsed(of)
+        product = constrain(product, " ".join(dims_out), mesh)
+        results.append(product if bias is None else product + _of_bias(bias, weight, dims_weight, dims_out, mesh))
+    return tuple(results)
+
+
+def _check(x: jax.Array, weight: Any, subscripts: str) -> None:
+    """Raises ValueError for arrays that do not fit the subscripts."""
+    dims_x, dims_weight, _ = parsed(subscripts)
     for name, array, dims in (("x", x, dims_x), ("weight", weight, dims_weight)):
         if array.ndim != len(dims):
             raise ValueError(
@@ -59,24 +92,37 @@ def project(
                 f"project: argument 'weight' of shape {weight.shape} has {dim} = {size}, but 'x' of shape {x.shape} has "
                 f"{sizes[dim]} ({subscripts})"
             )
+
+
+def _batched(subscripts: str) -> bool:
+    """Returns whether it is a batch of products, not one."""
+    dims_x, dims_weight, dims_out = parsed(subscripts)
+    return bool({*dims_x} & {*dims_weight} & {*dims_out})
+
+
+def _summed(subscripts: str) -> tuple[str, ...]:
+    dims_x, dims_weight, _ = parsed(subscripts)
+    return tuple(d for d in dims_x if d in dims_weight)
+
+
+def _product(x: jax.Array, weight: Any, subscripts: str, mesh: Any) -> jax.Array:
+    dims_weight = " ".join(parsed(subscripts)[1])
     if isinstance(weight, Frozen):
         product = _frozen(x, weight, subscripts, mesh)
-        if weight.a is not None:
-            product = product + _adapter(x, weight, subscripts, mesh)
-    elif isinstance(weight, Narrow):
-        product = _narrow(x, weight, subscripts, mesh)
-    else:
-        product = _einsum(subscripts, x, gather(weight, " ".join(dims_weight), mesh))
-    product = constrain(product, " ".join(dims_out), mesh)
-    if bias is None:
-        return product
-    dims_bias = [dim for dim in dims_out if dim in dims_weight]
-    if bias.shape != tuple(sizes[dim] for dim in dims_bias):
+        return product if weight.a is None else product + _adapter(x, weight, subscripts, mesh)
+    values = weight.values if isinstance(weight, Narrow) else weight
+    return _einsum(subscripts, x, gather(values, dims_weight, mesh))
+
+
+def _of_bias(bias: Any, weight: Any, dims_weight: list[str], dims_out: list[str], mesh: Any) -> jax.Array:
+    sizes = dict(zip(dims_weight, weight.shape))
+    dims = [dim for dim in dims_out if dim in dims_weight]
+    if bias.shape != tuple(sizes[dim] for dim in dims):
         raise ValueError(
-            f"project: argument 'bias' of shape {bias.shape} must have the dims {' '.join(dims_bias)}, "
-            f"{tuple(sizes[dim] for dim in dims_bias)}"
+            f"project: argument 'bias' of shape {bias.shape} must have the dims {' '.join(dims)}, "
+            f"{tuple(sizes[dim] for dim in dims)}"
         )
-    return product + gather(bias, " ".join(dims_bias), mesh)
+    return gather(bias, " ".join(dims), mesh)
 
 
 def _einsum(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -84,29 +130,77 @@ def _einsum(subscripts: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, x, weight, precision=precision)
 
 
-def _narrow(x: jax.Array, weight: Narrow, subscripts: str, mesh: Any) -> jax.Array:
-    """Returns the product in 8 bits. Each device quantises the parts that it multiplies, by scales of its own."""
-    dims = dims_x, dims_weight, dims_out = parsed(subscripts)
+def _narrow(x: jax.Array, weights: list[Narrow], subscripts: list[str], mesh: Any) -> tuple[jax.Array, ...]:
+    """Returns the products in 8 bits. Each device quantises the parts that it multiplies, by scales of its own."""
+    dims, precision = [parsed(of) for of in subscripts], weights[0].precision
     if isinstance(mesh, jax.sharding.Mesh):
-        check_device(weight.precision, mesh.devices.flat[0])
-    values = gather(weight.values, " ".join(dims_weight), mesh)
-    if {*dims_x} & {*dims_weight} & {*dims_out}:  # a batch of products, not one
-        return _einsum(subscripts, x, values)
+        check_device(precision, mesh.devices.flat[0])
+    values = [gather(w.values, " ".join(of[1]), mesh) for w, of in zip(weights, dims, strict=True)]
     mesh = mesh_here(mesh)
     if mesh is None or mesh.size == 1:
-        return narrow_product(dims, x, values, weight.precision)
+        return narrow_products(dims, x, values, precision)
+    axes = on_mesh(current_layout().activations, mesh)
+    dims_x, sizes = dims[0][0], dict(zip(dims[0][0], x.shape))
+    for (_, of, _), w in zip(dims, values, strict=True):
+        sizes |= dict(zip(of, w.shape))
+
+    def placed(names: list[str]) -> Any:
+        return spec(names, axes, shape=[sizes[n] for n in names], mesh=mesh, what="activation")
+
+    split = tuple(a for d in dims_x if d in dims[0][1] for a in axes_in(spec([d], axes, shape=[sizes[d]], mesh=mesh)))
+
+    def on_shard(x: jax.Array, values: list[jax.Array]) -> tuple[jax.Array, ...]:
+        products = narrow_products(dims, x, values, precision)
+        return jax.lax.psum(products, split) if split else products
+
+    outs = tuple(placed(of) for _, _, of in dims)
+    return map_shards(on_shard, mesh, (placed(dims_x), [placed(of) for _, of, _ in dims]), outs)(x, values)
+
+
+def project_mlp(
+    x: jax.Array, gate: Narrow, up: Narrow, down: Narrow, *, activation: str, mesh: Any = None
+) -> jax.Array:
+    """Returns (activation(x gate) * (x up)) down of x [B, T, D], with matrices [D, F], [D, F] and [F, D], in 8 bits.
+
+    As with `project`, one by one, but what is F wide is quantised where it is computed. Where an axis splits both the tokens'
+    features and the sums over them, the products are made one by one.
+    """
+    matrices, dims = {"D F": (gate, up), "F D": (down,)}, ("B", "T", "D")
+    precision = gate.precision
+    for weight, of in ((gate, "btd,df->btf"), (up, "btd,df->btf")):
+        _check(x, weight, of)
+    if isinstance(mesh, jax.sharding.Mesh):
+        check_device(precision, mesh.devices.flat[0])
+    values = [gather(w.values, names, mesh) for names, some in matrices.items() for w in some]
+    here = mesh_here(mesh)
+
+    def mlp(x: jax.Array, values: list[jax.Array]) -> jax.Array:
+        x, values = vary_alike((x, values))
+        out = narrow_mlp(x.reshape(-1, x.shape[-1]), *values, precision, activation)
+        return checkpoint_name(out, PRODUCT).reshape(*x.shape[:-1], -1)
+
+    if here is None or here.size == 1:
+        return constrain(mlp(x, values), " ".join(dims), mesh)
     axes, sizes = (
-        on_mesh(current_layout().activations, mesh),
-        dict(zip(dims_x, x.shape)) | dict(zip(dims_weight, values.shape)),
+        on_mesh(current_layout().activations, here),
+        dict(zip((*dims, "F"), (*x.shape, gate.shape[1]), strict=True)),
     )
-    specs = [spec(d, axes, shape=[sizes[n] for n in d], mesh=mesh, what="activation") for d in dims]
-    split = tuple(a for d in dims_weight if d in dims_x for a in axes_in(spec([d], axes, shape=[sizes[d]], mesh=mesh)))
 
-    def on_shard(x: jax.Array, values: jax.Array) -> jax.Array:
-        product = narrow_product(dims, x, values, weight.precision)
-        return jax.lax.psum(product, split) if split else product
+    def placed(*names: str) -> Any:
+        return spec(names, axes, shape=[sizes[n] for n in names], mesh=here, what="activation")
 
-    return map_shards(on_shard, mesh, tuple(specs[:2]), specs[2])(x, values)
+    if axes_in(placed("D")):
+        sides = project_all(x, [gate, up], ["btd,df->btf"] * 2, mesh=mesh)
+        wide = kernels.gated_activation(*sides, activation=activation)
+        return project(wide, down, "btf,fd->btd", mesh=mesh)
+    split = axes_in(placed("F"))
+
+    def on_shard(x: jax.Array, values: list[jax.Array]) -> jax.Array:
+        out = mlp(x, values)
+        return jax.lax.psum(out, split) if split else out
+
+    specs = [placed(*names.split()) for names, some in matrices.items() for _ in some]
+    return constrain(map_shards(on_shard, here, (placed(*dims), specs), placed(*dims))(x, values), " ".join(dims), mesh)
 
 
 def _frozen(x: jax.Array, weight: Frozen, subscripts: str, mesh: Any) -> jax.Array:

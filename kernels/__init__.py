@@ -29,6 +29,7 @@ from kernels.ops.attention_variants import (
     quantized_attention,
 )
 from kernels.ops.blocksparse_attention import blocksparse_attention
+from kernels.ops.combine_rows import combine_rows
 from kernels.ops.cross_entropy import fused_cross_entropy, fused_loss_sums, fused_token_losses
 from kernels.ops.delta_rule import (
     delta_rule,
@@ -67,7 +68,13 @@ from kernels.ops.quantized_matmul import dequantize, quantize, quantized_matmul
 from kernels.ops.recurrent import recurrent, rwkv4
 from kernels.ops.rms_norm import rms_norm, rms_norm_linear
 from kernels.ops.rotary_embedding import rotary_embedding
-from kernels.ops.scaled_matmul import quantize_scaled, scaled_matmul
+from kernels.ops.scaled_matmul import (
+    activate_both_ways,
+    activation_cotangents,
+    quantize_both_ways,
+    quantize_scaled,
+    scaled_matmul,
+)
 from kernels.ops.state_space import causal_conv1d, state_space_v1, state_space_v2
 from kernels.toolchains.simulate.compile_for import compile_for
 

@@ -36,6 +36,7 @@ BUILT_ON_ANOTHER = {
     "rwkv4": "linear_attention",
     "state_space_v1": "state_space_v2",
     "grouped_matmul_quantized": "grouped_matmul",
+    "grouped_matmul_gathered": "grouped_matmul",
 }
 
 # Of 8 bits the inputs alone are: results are wider, and rounded.

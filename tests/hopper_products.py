@@ -8,7 +8,7 @@ import numpy as np
 from grid import FLOOR, error
 from hopper import spoil_memory
 
-from kernels.ops.grouped_matmul import op
+from kernels.ops.grouped_matmul import gathered_op, op
 from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile
 
 # Whole steps and tiles, parts of them, one row, none, and rows past the last group.
@@ -67,6 +67,46 @@ def check(specialised, D, F, dtype, transposed, offset, sizes, activation=None, 
             scale = np.sqrt(np.mean(np.square(np.asarray(want[key])))) + 1e-30
             assert error(got[key], want[key]) < FLOOR[dtype], (key, time)
             assert far < 64 * FLOOR[dtype] * scale, (key, time)  # one wrong row of many
+
+
+def run_gathered(platform, cfg, sizes, transposed, activation, rows, slots, floats, d):
+    def forward(floats):
+        weights = (None, floats["rhs"]) if transposed else (floats["rhs"], None)
+        options = {"activation": activation, "platform": platform, "cfg": cfg}
+        return gathered_op(
+            floats["lhs"], *weights, jnp.int32(sizes), rows, slots, None, floats.get("rhs_bias"), **options
+        )
+
+    out, pull = jax.vjp(forward, floats)
+    return {"out": out, **pull(d)[0]}
+
+
+def check_gathered(specialised, D, F, dtype, transposed, sizes, activation=None, *, again=0, **how):
+    """Holds the same of rows that are gathered: two of each token, in any order, some of none, and those of no group NaN."""
+    cfg = GroupedMatmulConfig(*[Tile(specialised=specialised)] * 3)
+    floats, d, mine = arguments(sizes, D, F, dtype, transposed, None, **how)
+    rng, M, used = np.random.default_rng(1), d.shape[0], sum(sizes)
+    pairs = np.concatenate([rng.permutation(used), np.arange(used, M)])
+    pairs[5:used:11] = -1
+    rows, slots = np.where(pairs < 0, -1, pairs // 2), np.full(2 * -(-M // 2), -1)
+    slots[pairs[pairs >= 0]] = np.flatnonzero(pairs >= 0)
+    rows, slots = jnp.int32(rows), jnp.int32(slots.reshape(-1, 2))
+    floats["lhs"] = floats["lhs"][: len(slots)]
+    wide = {n: x.astype(jnp.float32) for n, x in floats.items()}
+    call = sizes, transposed, activation, rows, slots
+    exact = jax.jit(functools.partial(run_gathered, "xla", None, *call))
+    want = exact(wide, jnp.where(mine, d, 0).astype(jnp.float32))
+    grouped = (jnp.arange(len(slots)) < -(-used // 2))[:, None]
+    floats["lhs"], d = jnp.where(grouped, floats["lhs"], jnp.nan), jnp.where(mine, d, jnp.nan)
+    ours = jax.jit(functools.partial(run_gathered, "triton", cfg, *call))
+    for time in range(1 + again):
+        spoil_memory([*floats.values(), d])
+        got = ours(floats, d)
+        for key in want:
+            far = np.abs(np.asarray(got[key], np.float32) - np.asarray(want[key])).max()
+            scale = np.sqrt(np.mean(np.square(np.asarray(want[key])))) + 1e-30
+            assert error(got[key], want[key]) < FLOOR[dtype], (key, time)
+            assert far < 64 * FLOOR[dtype] * scale, (key, time)
 
 
 # (activation, gated, bias, transposed, dtype); of a matrix whose last tile is half, or part, of one, or of whole ones.

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 import kernels
+from kernels.framework.public import PublicFunction
 from kernels.toolchains.simulate import ahead_of_time as checks
 
 OPS = kernels.operations()
@@ -31,6 +32,7 @@ SLOW = {
         ("blocksparse_attention", "tenth_of_16k_per_head"),
         ("grouped_matmul", "qwen3_gate_up"),
         ("grouped_matmul", "qwen3_down"),
+        ("grouped_matmul_gathered", "qwen3_gate_up"),
         ("rotary_embedding_pair", "llama_8b"),
         ("rotary_embedding", "llama_8b"),
         ("linear_attention", "lightning_64k"),
@@ -50,6 +52,7 @@ SLOW = {
         ("flash_attention", "wide_causal_8k"),
         ("grouped_matmul", "qwen3_gate_up"),
         ("grouped_matmul", "qwen3_down"),
+        ("grouped_matmul_gathered", "qwen3_gate_up"),
         ("blocksparse_attention", "tenth_of_32k"),
         ("blocksparse_attention", "odd_widths"),
         ("flash_mla", "wide_head"),
@@ -105,6 +108,7 @@ SPILLS = {
     # Tiles are those of Hopper, which reads them without registers; here the addresses of two of them are held beside the sums.
     ("grouped_matmul", "qwen3_gate_up", 80): 192,
     ("grouped_matmul", "qwen3_down", 80): 352,
+    ("grouped_matmul_gathered", "qwen3_gate_up", 80): 16,
     # Of the gradient of the matrices: a warp that writes keeps addresses there, and reads them once for 64 columns of a tile.
     ("grouped_matmul", "qwen3_down", 90): 16,
     ("grouped_matmul_quantized", "qwen3_int8", 80): 12,
@@ -169,6 +173,12 @@ def directions(op, backend, case, dtype):
     return (False, True) if backend.backward and backend.refuses(op, call, True) is None else (False,)
 
 
+def public_of(op):
+    """Returns the packages of the operations whose public functions an operation's files call."""
+    files = [vars(sys.modules[m]).values() for m in sys.modules if m.startswith(f"{op.package}.")]
+    return {x.op.package for values in files for x in values if isinstance(x, PublicFunction)}
+
+
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_an_operation_with_kernels_says_which_cases_are_compiled(op):
     if compiled_backends(op):
@@ -193,7 +203,7 @@ def test_for_cuda(op, backend, case, dtype, target):
     own = vars(sys.modules[f"{op.package}.{backend.name}"])
     modules = {x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) or "" for x in own.values()}
     family = [m for m in modules if m.startswith(("kernels.engines.", "kernels.toolchains.", f"{op.package}."))]
-    rooms = {m.rpartition(".")[0] for m in family}
+    rooms = {m.rpartition(".")[0] for m in family} | public_of(op)
     assert set(names[-1]) <= set(own).union(
         *(vars(sys.modules[m]) for m in sys.modules if m.rpartition(".")[0] in rooms)
     ), names

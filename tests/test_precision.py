@@ -1,5 +1,6 @@
 """Products of a layer in 8 bits: numbers against NumPy, gradients, meshes, kernels, what stays, and what is refused."""
 
+import collections
 import dataclasses
 import functools
 import re
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax._src.interpreters import partial_eval as pe
+from kernel_names import names_of_kernels
 from small_run import losses
 
 from ejdist import bind_ops, make_mesh
@@ -18,9 +21,9 @@ from ejdist.models.lora import LoRASection, build
 from ejdist.models.parameters import initialise
 from ejdist.models.stack import narrow_matrices, told_of_precision
 from ejdist.precision import BF16, PRECISIONS, Narrow, check_device
-from ejdist.projection import project
+from ejdist.projection import project, project_all, project_mlp
 from ejdist.training.loop import train
-from kernels.toolchains.simulate.ahead_of_time import export_cuda
+from kernels import gated_activation
 from recipes.schema import compose
 
 RNG = np.random.default_rng(0)
@@ -53,7 +56,7 @@ def rounded(x, rows, width, dtype):
     most = np.float32(ml_dtypes.finfo(dtype).max)
     largest = np.abs(parts).max((1, 3), keepdims=True)
     scale = np.where(largest > 0, largest * np.float32(1 / most), np.float32(1))
-    values = np.clip(parts / scale, -most, most).astype(dtype).astype(np.float64) * scale
+    values = np.clip(parts * (np.float32(1) / scale), -most, most).astype(dtype).astype(np.float64) * scale
     return values.reshape(whole.shape)[:M, :size]
 
 
@@ -98,10 +101,78 @@ def test_on_a_mesh_each_device_quantises_what_it_multiplies(precision):
         assert off(got[0], alone[0]) < 1e-6 and off(got[1], alone[1]) < 1e-6
 
 
-def test_on_hopper_all_three_products_are_of_its_kernel():
-    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((3, 128, 256), (256, 8, 64), (3, 128, 8, 64))]
-    report = export_cuda(functools.partial(gradients, precision="fp8_block"), *shapes)
-    assert [k.name for k in report.kernels] == ["warp_specialized_scaled_kernel"] * 3
+def kernels_on_hopper(function, *shapes):
+    """Returns how often a program for Hopper has each of its kernels."""
+    return collections.Counter(names_of_kernels(function, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)))
+
+
+def test_on_hopper_all_three_products_are_of_its_kernel_and_each_operand_is_read_once():
+    got = kernels_on_hopper(
+        functools.partial(gradients, precision="fp8_block"), (3, 128, 256), (256, 8, 64), (3, 128, 8, 64)
+    )
+    # x and its cotangent once each, for two products; the matrix again in the backward.
+    assert got == {"warp_specialized_scaled_kernel": 3, "quantize_both_ways_kernel": 4}
+
+
+def test_products_of_one_x_share_its_operands():
+    def both(x, w, v, d):
+        run = functools.partial(project_all, subscripts=[UP] * 2)
+        out, pull = jax.vjp(lambda x, w, v: run(x, [Narrow(w, "fp8_block"), Narrow(v, "fp8_block")]), x, w, v)
+        return out, pull((d, d))
+
+    # x once, each cotangent once, each matrix forward and backward.
+    assert calls(jax.make_jaxpr(both)(X, W, W, D_OUT).jaxpr, "quantize_both_ways") == 7
+    got = jax.jit(both)(X, W, 2 * W, D_OUT)
+    alone = [gradients(X, w, D_OUT, "fp8_block") for w in (W, 2 * W)]
+    for pair, of in ((got[0], 0), (got[1][1:], 2)):
+        for g, one in zip(pair, alone, strict=True):
+            assert off(g, one[of]) < 1e-6
+    assert off(got[1][0], alone[0][1] + alone[1][1]) < 1e-6
+
+
+MLP = [RNG.standard_normal(s).astype(np.float32) / 16 for s in ((D, 384), (D, 384), (384, D))]
+
+
+def mlp_gradients(x, matrices, d, precision, mesh=None, fused=True):
+    """Returns (the result of a gated MLP, gradients of x and of its matrices): as one, or one product after the other."""
+
+    def run(x, *matrices):
+        gate, up, down = (Narrow(w, precision) for w in matrices)
+        if fused:
+            return project_mlp(x, gate, up, down, activation="silu", mesh=mesh)
+        wide = gated_activation(*project_all(x, [gate, up], ["btd,df->btf"] * 2, mesh=mesh))
+        return project(wide, down, "btf,fd->btd", mesh=mesh)
+
+    out, pull = jax.vjp(run, x, *matrices)
+    return out, *pull(d)
+
+
+@pytest.mark.parametrize("precision", ["fp8_block", "fp8_row"])
+@pytest.mark.parametrize("split", [False, True])
+def test_an_mlp_as_one_has_the_numbers_of_its_products_one_by_one(precision, split):
+    mesh = make_mesh(fsdp=2, sp=2, tp=2) if split else None
+    x, d = (RNG.standard_normal((4, 128, D)).astype(np.float32) for _ in range(2))
+    got, want = (
+        jax.jit(functools.partial(mlp_gradients, precision=precision, mesh=mesh, fused=fused))(x, MLP, d)
+        for fused in (True, False)
+    )
+    for g, w in zip(got, want, strict=True):
+        assert off(g, w) < (1e-6 if not split else 2e-3)
+
+
+def test_what_is_wide_in_an_mlp_is_quantised_where_it_is_computed():
+    def run(x, gate, up, down, d):
+        return mlp_gradients(x, (gate, up, down), d, "fp8_block")
+
+    shapes = (1, 256, D), (D, 384), (D, 384), (384, D), (1, 256, D)
+    jaxpr = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)).jaxpr
+    # x, the cotangent of the result, and three matrices twice.
+    names = {"quantize_both_ways": 8, "activate_both_ways": 1, "activation_cotangents": 1, "gated_activation": 0}
+    assert {name: calls(jaxpr, name) for name in names} == names
+    assert kernels_on_hopper(run, *shapes).keys() == {
+        "warp_specialized_scaled_kernel",
+        *(f"{name}_kernel" for name, count in names.items() if count),
+    }
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -155,8 +226,10 @@ def test_a_policy_that_keeps_products_keeps_those_in_8_bits():
     for remat in ("none", "dots", "attention"):
         config = dataclasses.replace(CONFIG, remat=remat, precision="fp8_block")
         step, params = loss_of(config)
-        made[remat] = calls(jax.make_jaxpr(jax.grad(step))(params).jaxpr, "scaled_matmul")
-    assert made["none"] == made["dots"] < made["attention"]
+        jaxpr = pe.dce_jaxpr(jax.make_jaxpr(jax.grad(step))(params).jaxpr, [True] * len(jax.tree.leaves(params)))[0]
+        made[remat] = calls(jaxpr, "scaled_matmul"), calls(jaxpr, "quantize_both_ways")
+    assert made["none"] == made["dots"]
+    assert made["none"][0] < made["attention"][0] and made["none"][1] < made["attention"][1]
 
 
 def test_small_matrices_and_those_that_are_named_stay():

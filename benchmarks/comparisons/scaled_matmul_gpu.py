@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.comparisons.grouped_matmul_gpu import distance, race
-from kernels import quantize_scaled
+from kernels import quantize_both_ways, quantize_scaled
 from kernels.ops.scaled_matmul import op
 
 OFF = {False: 0.01, True: 0.03}
@@ -143,9 +143,12 @@ def main(shapes="8192x8192x8192", scalings="row,block,block_of_rows", tiles="cho
                 print(f"  {speed:7.1f}  {speed / speeds['bfloat16']:5.2f}  {name}", flush=True)
                 rows.append({"shape": shape, "scaling": scaling, "name": name, "TFLOP_s": speed})
             size = {"a": 3 * M * D, "b": 3 * F * D}
+            if scaling == "block":
+                quantise |= {"a both ways": lambda: quantize_both_ways(x)}  # noqa: B023
+                size["a both ways"] = 4 * M * D
             for operand, f in quantise.items():
                 (speed,) = race({operand: lambda f=f: f()[0]}, size[operand]).values()
-                print(f"  quantize_scaled of {operand}: {speed:.2f} TB/s", flush=True)
+                print(f"  quantising {operand}: {speed:.2f} TB/s", flush=True)
                 rows.append({"shape": shape, "scaling": scaling, "name": f"quantize {operand}", "TB_s": speed})
             print(f"{time.perf_counter() - start:.0f} s", flush=True)
         if out:

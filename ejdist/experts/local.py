@@ -1,4 +1,4 @@
-"""Tokens and their experts on the device that has them all: sort by expert, multiply, and put back."""
+"""Tokens and their experts on the device that has them all: sort by expert, multiply, and combine."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from ejdist.experts.metrics import Traffic, expert_counts
-from ejdist.experts.rows import order_of
-from kernels.engines.matmul.permutation import permuted, spread
+from ejdist.experts.metrics import Traffic
+from kernels import combine_rows
+from kernels.engines.matmul.ordering import group_order
+from kernels.engines.matmul.permutation import picked
 from kernels.framework.dispatch import vary_alike
 
 
 def local(
-    x: jax.Array, experts: jax.Array, weights: jax.Array, params: Any, apply: Callable, *, num_experts: int
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    params: Any,
+    apply: Callable,
+    *,
+    num_experts: int,
+    gathers: bool = False,
 ) -> tuple[jax.Array, Traffic]:
-    """Returns (out [M, D'] float32, traffic): every token through its experts, on the device that has them all.
+    """Returns (out [M, D'], traffic): every token through its experts, on the device that has them all.
 
     Nothing is dropped and nothing is padded: memory is that of top_k rows for each token, however they are spread.
 
@@ -26,12 +33,13 @@ def local(
       params: of all experts, a pytree.
       apply: (params, rows [R, D] sorted by expert, rows of each expert [E]) -> rows [R, D']; zero past the last expert's.
       num_experts: E.
+      gathers: `apply` gathers rows itself: it is called with x [M, D] in their place, and `rows=`, `slots=` as in
+        `kernels.grouped_matmul`, so that they are never in memory in their order.
     """
-    tokens, top_k = experts.shape
     x, experts, weights = vary_alike((x, experts, weights))
-    chosen = jnp.where(experts < 0, num_experts, experts).reshape(tokens * top_k)
-    order = order_of(chosen)
-    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
-    rows = apply(params, spread(x, order, inverse, top_k), expert_counts(experts, num_experts))
-    rows = permuted(rows, inverse, order).reshape(tokens, top_k, rows.shape[1])
-    return jnp.sum(weights[..., None] * rows.astype(weights.dtype), axis=1), Traffic()
+    order = group_order(experts, num_experts)
+    if gathers:
+        rows = apply(params, x, order.sizes, rows=order.tokens, slots=order.slots)
+    else:
+        rows = apply(params, picked(x, order.tokens, order.slots), order.sizes)
+    return combine_rows(rows, order.slots, order.pairs, weights), Traffic()

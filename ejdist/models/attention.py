@@ -19,7 +19,7 @@ from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part, norm_weight, residual_std
 from ejdist.models.remat import PartBytes, Remat
 from ejdist.models.share import Share
-from ejdist.precision import Narrow
+from ejdist.precision import BF16, Narrow
 from ejdist.sequence.cost import AttentionShape
 from kernels.engines.attention.masks import MaskInfo, window_of
 
@@ -48,7 +48,8 @@ def _memory(
         held = share.scheme_bytes(shape)
         added = plain is not None and held.in_place and share.adds_in_place(plain)
         work, zeros = work + held.work, 0 if added else held.gpu_zeros
-    # The projection of the output is a product as wide as the residual stream.
+    # The projection of the output is a product as wide as the residual stream. Products in 8 bits keep what both read.
+    narrow += 0 if c.precision == BF16 else (x + shape.out) // share.itemsize
     return PartBytes(lse, shape.out, arrays + narrow + x, normed + x, work, gpu_zeros=zeros)
 
 
@@ -108,9 +109,12 @@ class Attention(Part):
     def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
         c, ops, batch, norms = ctx.config, ctx.ops, ctx.batch, self.norms(params, ctx)
         h = ops.rms_norm(x, norms["attention_norm"], eps=c.norm_eps)
-        q, k, v = (
-            ops.project(h, params[name], f"btd,d{n}h->bt{n}h", bias=params.get(f"{name}_bias"))
-            for name, n in (("query", "n"), ("key", "k"), ("value", "k"))
+        names = ("query", "key", "value")
+        q, k, v = ops.project_all(
+            h,
+            [params[name] for name in names],
+            [f"btd,d{n}h->bt{n}h" for n in "nkk"],
+            biases=[params.get(f"{name}_bias") for name in names],
         )
         if c.qk_norm:
             q, k = (ops.rms_norm(y, norms[f"{n}_norm"], eps=c.norm_eps) for y, n in ((q, "query"), (k, "key")))

@@ -19,7 +19,7 @@ from ejdist.models.parameters import Param
 from ejdist.models.part import LayerContext, Part, norm_weight, residual_std
 from ejdist.models.remat import REMAT, PartBytes, Remat
 from ejdist.models.share import Share
-from ejdist.precision import Narrow
+from ejdist.precision import BF16, Narrow
 from kernels.ops.gated_mlp import ACTIVATIONS, block_tokens
 
 
@@ -58,9 +58,11 @@ class MLP(Part):
         plain = not any(isinstance(matrix, Frozen | Narrow) for matrix in matrices.values())
         if plain and not REMAT[c.remat].products:  # the operation gathers its own weights, and saves nothing of width F
             return x + ops.gated_mlp(h, **matrices, activation=c.activation), {}
+        if all(isinstance(matrix, Narrow) for matrix in matrices.values()):
+            return x + ops.project_mlp(h, **matrices, activation=c.activation), {}
         # gated_mlp's backward would recompute two of the three products, which these policies save instead; and it knows no
         # adapter and no 8 bits.
-        gate, up = (ops.project(h, params[name], "btd,df->btf") for name in ("gate", "up"))
+        gate, up = ops.project_all(h, [params["gate"], params["up"]], ["btd,df->btf"] * 2)
         product = ops.gated_activation(gate, up, activation=c.activation)
         return x + ops.project(product, params["down"], "btf,fd->btd"), {}
 
@@ -77,7 +79,8 @@ class MLP(Part):
         work = 5 * wide + 3 * x + 4 * x // share.itemsize + (rows is not None) * 4 * 3 * c.model_dim * width
         # On GPUs the kernel of the activation's product holds three results of that width and its three operands.
         waits = 3 * f if rows is None else 0
-        return PartBytes(0, 0, products=2 * f, rest=f + x, work=work, gpu_work=wide, gpu_waits=waits)
+        narrow = 0 if c.precision == BF16 else (x + f) // share.itemsize
+        return PartBytes(0, 0, products=2 * f + narrow, rest=f + x, work=work, gpu_work=wide, gpu_waits=waits)
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
         return share.sums_over_features(c.model_dim, 2)  # of the result, and of the input's gradient
@@ -118,7 +121,8 @@ class UngatedMLP(Part):
             share.tokens * c.ffn_dim // share.features * share.itemsize,
         )
         work = 4 * wide + 3 * x + 4 * x // share.itemsize
-        return PartBytes(0, 0, products=wide, rest=wide + x, work=work)
+        narrow = 0 if c.precision == BF16 else (x + wide) // share.itemsize
+        return PartBytes(0, 0, products=wide + narrow, rest=wide + x, work=work)
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
         return share.sums_over_features(c.model_dim, 2)  # of the result, and of the input's gradient
@@ -282,4 +286,4 @@ class Experts(Part):
 
     @staticmethod
     def _shape(c: DecoderShape, share: Share) -> ExchangeShape:
-        return share.exchange(c.experts.top_k, c.model_dim, c.experts.ffn_dim // share.features)
+        return share.exchange(c.experts.top_k, c.model_dim, c.experts.ffn_dim // share.features, c.experts.num)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ejdist.precision import PRODUCT
+from ejdist.precision import OPERAND, PRODUCT
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Remat:
 
     Attributes:
       asked: the values that parts name in `saves` and `offloads`, such as attention's output and lse.
-      products: the results of projections.
+      products: the results of projections and, of those in 8 bits, what gradients of matrices are products of.
       rest: everything else; only together with the other two.
       host: keep large values that are saved, those in `offloads` and the layer's input, in the memory of the host.
     """
@@ -86,7 +86,7 @@ class Remat:
         if not self.products:
             return asked
         products = policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(PRODUCT)
+            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(PRODUCT, OPERAND)
         )
         return policies.save_from_both_policies(products, asked)
 

@@ -23,7 +23,7 @@ VOCABULARY = {
     "V": "entries of the vocabulary",
     "E": "experts: groups with separate weights",
     "G": "groups or sequences: counted, never split",
-    "C": "entries of a chunk or page",
+    "C": "entries of a chunk or page, or rows of a token",
     "M": "rows: tokens of all sequences, concatenated",
     "L": "layers",
     "P": "rows of a projection: positions or features that are projected to",
@@ -32,6 +32,7 @@ VOCABULARY = {
     "pages": "pages of a cache",
     "requests": "requests in one serving batch",
     "slots": "slots of a state pool",
+    "tokens": "tokens whose rows lie in another order",
     "sinks": "attention sinks of a head",
 }
 

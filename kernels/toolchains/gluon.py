@@ -45,7 +45,7 @@ def claim_tile(queue, turn_ptr, turn):
     tiles, published, read = queue
     tile = gl.num_programs(0) + gl.atomic_add(turn_ptr, 1, sem="relaxed")
     mbarrier.wait(read.index(turn % 2), (turn // 2 & 1) ^ 1)
-    tiles.index(turn % 2).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile)
+    tiles.index(turn % 2).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) + tile)
     mbarrier.arrive(published.index(turn % 2))
     return tile
 

@@ -8,15 +8,15 @@ FAULTS = (
     Fault(
         "experts: a weight of another choice of the token",
         "local:local",
-        "$weights[..., None]",
-        "$weights[..., ::-1, None]",
+        "combine_rows($rows, $order.slots, $order.pairs, $weights)",
+        "combine_rows($rows, $order.slots, $order.pairs, $weights[:, ::-1])",
         f"{TESTS} -k deepseek",
     ),
     Fault(
         "experts: rows come back by the order that they went in",
         "local:local",
-        "permuted($$args, $inverse, $order)",
-        "permuted($$args, $order, $inverse)",
+        "combine_rows($rows, $order.slots, $order.pairs, $weights)",
+        "combine_rows($rows, $order.pairs.reshape($weights.shape), $order.pairs, $weights)",
         f"{TESTS} -k deepseek",
     ),
     Fault(
@@ -64,7 +64,7 @@ FAULTS = (
     Fault(
         "experts: no limit of groups",
         "router:_chosen",
-        "$choice = _allowed($choice, $num_groups, $topk_groups, $group_top)",
+        "$choice = _allowed($choice, *$group, left=$i > 0)",
         "pass",
         f"{TESTS} -k random_routes",
     ),
@@ -101,10 +101,10 @@ FAULTS = (
         "metrics:REDUCTIONS",
         "{'tokens': 'sum', 'counts': 'sum', 'probabilities': 'sum', 'balance_loss': 'sum', 'z_loss': 'sum', "
         "'entropy': 'sum', 'max_violation': 'max', 'dead_experts': 'max', 'rank_counts': 'sum', "
-        "'extra_passes': 'max', 'high_water': 'max', 'dropped': 'sum'}",
+        "'host_counts': 'sum', 'rank_tokens': 'sum', 'extra_passes': 'max', 'high_water': 'max', 'dropped': 'sum'}",
         "{'tokens': 'sum', 'counts': 'sum', 'probabilities': 'sum', 'balance_loss': 'sum', 'z_loss': 'sum', "
         "'entropy': 'sum', 'max_violation': 'sum', 'dead_experts': 'max', 'rank_counts': 'sum', "
-        "'extra_passes': 'max', 'high_water': 'max', 'dropped': 'sum'}",
+        "'host_counts': 'sum', 'rank_tokens': 'sum', 'extra_passes': 'max', 'high_water': 'max', 'dropped': 'sum'}",
         f"{TESTS} -k microbatches",
     ),
     Fault(
@@ -116,9 +116,9 @@ FAULTS = (
     ),
     Fault(
         "experts: the gradient of rows goes where they went",
-        "matmul/permutation:",
-        "(permuted(d, *reversed($residuals)), $$after)",
-        "(permuted(d, *$residuals), $$after)",
+        "grouped_matmul/xla:gathered_backward",
+        "combine_rows($gradients['lhs'], $slots)",
+        "combine_rows($gradients['lhs'], $slots[:, :1])",
         f"{TESTS} -k deepseek",
     ),
     Fault(

@@ -5,14 +5,14 @@ from faults import Fault
 FAULTS = (
     Fault(
         "gated_mlp in Triton: the slope of silu is its sigmoid",
-        "_activation",
+        "triton_activations:activation",
         "$s * (1.0 + $x * (1.0 - $s))",
         "$s",
         "tests/test_ops.py -k gated_activation-small-float32-triton",
     ),
     Fault(
         "gated_mlp in Triton: the slope of gelu_tanh forgets the cube's",
-        "_activation",
+        "triton_activations:activation",
         "0.134145 * $x * $x",
         "0.044715 * $x * $x",
         "tests/test_ops.py -k gated_activation-gelu_tanh-float32-triton",

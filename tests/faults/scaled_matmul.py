@@ -5,6 +5,7 @@ from faults import Fault
 SCALED = "tests/kernels/test_scaled_matmul.py"
 HOPPER = "tests/kernels/test_scaled_matmul_hopper.py"
 GRID = "tests/test_ops.py -k scaled_matmul"
+GRID_BOTH = "tests/test_ops.py"
 
 FAULTS = (
     Fault(
@@ -17,8 +18,8 @@ FAULTS = (
     Fault(
         "scaled matmul: values past the end of a dtype are not clipped",
         "scaled_matmul/formats:quantized",
-        "jnp.clip($parts / powers($scale)[:, None, :, None], -$most, $most)",
-        "$parts / powers($scale)[:, None, :, None]",
+        "jnp.clip($parts * (1 / powers($scale))[:, None, :, None], -$most, $most)",
+        "$parts * (1 / powers($scale))[:, None, :, None]",
         f"{SCALED} -k numpy",
     ),
     Fault(
@@ -57,24 +58,38 @@ FAULTS = (
         GRID,
     ),
     Fault(
-        "scaled matmul, Hopper: the lower rows of a tall tile keep the scales of the first step",
-        "scaled_matmul/gluon_kernels:_multiply_by_steps",
-        "if $TALL:\n    $of_lower = $next_lower",
-        "",
+        "scaled matmul, Hopper: the lower rows of a tall tile have the scales of the upper ones",
+        "scaled_matmul/gluon_kernels:_read_scales",
+        "$rows.slice(64, 64, 0)",
+        "$rows.slice(0, 64, 0)",
         HOPPER,
     ),
     Fault(
-        "scaled matmul, Hopper: the scales of a step are those of the last one",
-        "scaled_matmul/gluon_kernels:_multiply_by_steps",
-        "gl.minimum($k + 1, $STEPS - 1)",
-        "gl.minimum($k, $STEPS - 1)",
+        "scaled matmul, Hopper: the scales of a step are those of the first",
+        "scaled_matmul/gluon_kernels:_load_scales",
+        "gl.load($b_ptr + $column // 128 * $STEPS + $k)",
+        "gl.load($b_ptr + $column // 128 * $STEPS)",
         HOPPER,
     ),
     Fault(
         "scaled matmul, Hopper: a block of rows of b has the scale of the first",
-        "scaled_matmul/gluon_kernels:_scales",
+        "scaled_matmul/gluon_kernels:_load_scales",
         "$column // 128 * $STEPS",
         "0 * $column",
+        HOPPER,
+    ),
+    Fault(
+        "scaled matmul, Hopper: scales are replaced while their stage is multiplied",
+        "scaled_matmul/gluon_kernels:_load_scales",
+        "mbarrier.wait($free.index($stage), $phase ^ 1)",
+        "",
+        HOPPER,
+    ),
+    Fault(
+        "scaled matmul, Hopper: a stage is multiplied before its scales are there",
+        "scaled_matmul/gluon_kernels:_make_ring",
+        "mbarrier.init($full.index($i), count=$LOADERS)",
+        "mbarrier.init($full.index($i), count=1)",
         HOPPER,
     ),
     Fault(
@@ -115,5 +130,54 @@ FAULTS = (
         "gl.minimum($TILES_M - $band * $BAND, $BAND)",
         "$BAND",
         HOPPER,
+    ),
+    Fault(
+        "quantised both ways: rows and columns have each other's largest magnitudes",
+        "quantize_kernels:quantise_tile",
+        "_largest($x, 1), _largest($x, 0)",
+        "_largest($x, 0), _largest($x, 1)",
+        f"{GRID_BOTH} -k both_ways",
+    ),
+    Fault(
+        "quantised both ways: a block of a matrix has the scale of its rows",
+        "quantize_kernels:quantise_tile",
+        "tl.max($of_rows, axis=0)",
+        "tl.min($of_rows, axis=0)",
+        f"{GRID_BOTH} -k both_ways",
+    ),
+    Fault(
+        "quantised both ways: the transpose is not one",
+        "quantize_kernels:quantise_tile",
+        "tl.trans(_bytes($x * $reciprocal[None, :], $E5M2))",
+        "_bytes($x * $reciprocal[None, :], $E5M2)",
+        f"{GRID_BOTH} -k both_ways",
+    ),
+    Fault(
+        "quantised both ways: NaN is no largest magnitude",
+        "quantize_kernels:_scales",
+        "tl.where($bits < 0x7F800000, $scale, float('nan'))",
+        "$scale",
+        f"{SCALED} -k not_hidden",
+    ),
+    Fault(
+        "quantised both ways: an activation's cotangents are exchanged",
+        "quantize_kernels:activation_cotangents_kernel",
+        "$side == 0",
+        "$side == 1",
+        f"{GRID_BOTH} -k cotangents",
+    ),
+    Fault(
+        "quantised both ways: an activation's product is not rounded before",
+        "quantizing:activate_both_ways",
+        "gated_activation($gate, $up, activation=$activation)",
+        "gated_activation($up, $gate, activation=$activation)",
+        f"{SCALED} -k activation",
+    ),
+    Fault(
+        "interpreted Triton: 8-bit floats round ties up",
+        "triton_interpreter:_interpreted_language.convert",
+        "dtype.scalar in _EIGHT_BITS and rounding != ir.ROUNDING_MODE.RTZ",
+        "False",
+        f"{SCALED} -k bit_by_bit",
     ),
 )

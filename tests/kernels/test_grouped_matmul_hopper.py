@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hopper import interpreted
-from hopper_products import ACTIVATED, SIZES, arguments, check, run
+from hopper_products import ACTIVATED, SIZES, arguments, check, check_gathered, run
 
-from kernels.ops.grouped_matmul import op, triton_gpu
+from kernels.ops.grouped_matmul import gathered_op, op, triton_gpu
 from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile
 
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
+    monkeypatch.setattr(gathered_op, "_programs", {})
     with interpreted(monkeypatch, op, triton_gpu):
         yield
 
@@ -50,6 +51,20 @@ def test_numbers(specialised, transposed, sizes):
 def test_numbers_of_activations(specialised, activation, gated, bias, transposed, dtype):
     sizes = (100, 0, 40)
     check(specialised, 64, 192, dtype, transposed, None, sizes, activation, gated=gated, bias=bias)
+
+
+@pytest.mark.parametrize(
+    ("specialised", "activation", "gated", "transposed", "sizes"),
+    [
+        ("tall", None, False, False, (100, 0, 40)),
+        ("wide", "silu", True, False, (100, 0, 40)),
+        pytest.param("tall", "silu", True, False, SIZES["ragged"], marks=pytest.mark.slow),
+        pytest.param("wide", None, False, True, SIZES["ragged"], marks=pytest.mark.slow),
+        pytest.param("wide", "relu", False, False, SIZES["whole"], marks=pytest.mark.slow),
+    ],
+)
+def test_numbers_of_rows_that_are_gathered(specialised, activation, gated, transposed, sizes):
+    check_gathered(specialised, 72, 136, "bfloat16", transposed, sizes, activation, gated=gated)
 
 
 @pytest.mark.parametrize("specialised", ["tall", "wide"])

@@ -53,7 +53,7 @@ CALLS = {
     "window": ((290, 131), 140, (2, 2), (64, 64), 64, {"window": (70, None)}),
     "all_keys": ((200, 333), 128, (1, 1), (64, 64), 8, {"causal": False, "logits_soft_cap": 3.0}),
     "both_sides": ((129, 256), 130, (2, 1), (128, 64), 256, {"causal": False, "window": (60, 20)}),
-    "three_tiles": ((257, 40), 129, (1, 1), (192, 128), 32, {"softmax_aux": np.ones((1, 2), np.float32)}),
+    "three_tiles": ((257, 40), 129, (1, 1), (192, 160), 32, {"softmax_aux": np.ones((1, 2), np.float32)}),
     "nothing": ((0, 128), 128, (1, 1), (80, 80), 128, {}),
 }
 

@@ -11,7 +11,8 @@ import pytest
 import ejdist
 import kernels
 from kernels import quantize_scaled, scaled_matmul
-from kernels.ops.scaled_matmul import SCALINGS, op
+from kernels.framework.interpret import interpret
+from kernels.ops.scaled_matmul import SCALINGS, both_ways_op, op
 
 RNG = np.random.default_rng(0)
 X = (RNG.standard_normal((256, 384)) * np.exp2(RNG.integers(-9, 9, (256, 1)))).astype(np.float32)
@@ -31,7 +32,7 @@ def numpy_quantised(x, block, dtype, exponents):
         if exponents and largest:
             scale = np.exp2(np.floor(np.log2(largest)) - np.floor(np.log2(most)))
         scales[i, j] = scale
-        values[part] = np.clip(x[part] / scale, -most, most).astype(kind)
+        values[part] = np.clip(x[part] * (np.float32(1) / scale), -most, most).astype(kind)
     return values, np.log2(scales).astype(np.uint8) + np.uint8(127) if exponents else scales
 
 
@@ -60,6 +61,44 @@ def test_what_has_no_number_is_in_its_block_alone_and_is_not_hidden():
         b, b_scale = quantize_scaled(W, (128, 128), exponents=exponents)
         out = np.asarray(scaled_matmul(values, b, scales, b_scale), np.float32)
         assert np.isnan(out[:3]).all() and np.isfinite(out[3:]).all()
+
+
+WAYS = [{}, {"turned_rows": 128}, {"rows": 128, "turned_rows": 128}, {"dtype": "float8_e5m2"}]
+
+
+def awkward(*shape):
+    """Returns bfloat16 numbers of many sizes, with zeros, ties of 8 bits, and some that are none."""
+    x = RNG.standard_normal(shape) * np.exp2(RNG.integers(-9, 9, (shape[0], 1)))
+    x[3], x[5] = 0, np.arange(shape[1]) % 57 / 8
+    x[20, 7], x[150, 130] = np.nan, -np.inf
+    return jnp.asarray(x, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_both_ways_are_those_of_each_bit_by_bit_and_nothing_is_not_hidden(way):
+    x = awkward(256, 256)
+    blocks = (way.get("rows", 1), 128), (way.get("turned_rows", 1), 128)
+    dtype = way.get("dtype", "float8_e4m3fn")
+    want = [y for a, block in zip((x, x.T), blocks) for y in quantize_scaled(a, block, dtype=dtype)]
+    for platform in ("xla", "triton"):
+        with interpret(90):
+            got = jax.jit(functools.partial(both_ways_op, **way, platform=platform))(x)
+        for g, w in zip(got, want, strict=True):
+            assert np.isnan(np.asarray(g, np.float32)).tolist() == np.isnan(np.asarray(w, np.float32)).tolist()
+            np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
+
+
+def test_an_activation_and_its_cotangents_are_quantised_as_they_are_alone():
+    gate, up, d = (jnp.asarray(RNG.standard_normal((128, 256)), jnp.bfloat16) for _ in range(3))
+    wide, pull = jax.vjp(kernels.gated_activation, gate, up)
+    want = (
+        kernels.quantize_both_ways(wide),
+        tuple(y for x in pull(d) for y in kernels.quantize_both_ways(x, turned_rows=128)),
+    )
+    got = kernels.activate_both_ways(gate, up), kernels.activation_cotangents(gate, up, d)
+    for some, wanted in zip(got, want, strict=True):
+        for g, w in zip(some, wanted, strict=True):
+            np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
 
 
 def test_the_least_and_the_largest_numbers_have_scales():
@@ -119,6 +158,12 @@ B, T = (np.asarray(x) for x in quantize_scaled(W, (128, 128)))
             lambda: quantize_scaled(X, dtype="float8"),
             "argument 'dtype' = 'float8' is unknown; use float8_e4m3fn or float8_e5m2",
         ),
+        (
+            lambda: kernels.quantize_both_ways(X[:100]),
+            r"'x' of shape \(100, 384\) must have sizes that 128 divides; pad it",
+        ),
+        (lambda: kernels.quantize_both_ways(X, rows=64), "argument 'rows' = 64 must be 1, or 128 and divide 256"),
+        (lambda: kernels.activate_both_ways(X[:, :100], X[:, :100]), "argument 'gate' of shape"),
         (lambda: scaled_matmul(X, B, S, T), "argument 'a' must be float8_e4m3fn or float8_e5m2"),
         (
             lambda: scaled_matmul(A, B[:, :256], S, T),

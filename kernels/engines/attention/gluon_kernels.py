@@ -39,6 +39,7 @@ from kernels.engines.attention.gluon_parts import (
     tile_of,
     weights_of,
 )
+from kernels.engines.attention.gluon_values import add_values, added, times, value_tiles, value_width
 from kernels.engines.attention.triton_parts import LOG2E
 from kernels.toolchains.gluon import after, claim_tile, make_tile_queue, next_tile
 
@@ -110,6 +111,7 @@ def _load(descs, lists, table_ptr, rows_ptr, turn_ptr, queue, queries, keys, val
     WARPGROUPS: gl.constexpr = _consumers(O)
     WIDTH: gl.constexpr = q_desc.block_type.shape[3]
     HEAD_TILES: gl.constexpr = _head_tiles(O, WIDTH)
+    VALUE_TILES: gl.constexpr = value_tiles(O, WIDTH)
     q_tiles, q_full, q_free = queries
     spans_ptr, index_ptr, order_ptr, first_ptr, tiles_ptr = lists
     tile, turn, q_stage, q_phase, stage, phase = gl.program_id(0), 0, 0, 0, 0, 0
@@ -153,6 +155,7 @@ def _load(descs, lists, table_ptr, rows_ptr, turn_ptr, queue, queries, keys, val
             stage,
             phase,
             HEAD_TILES,
+            VALUE_TILES,
             O,
         )
         tile = claim_tile(queue, turn_ptr, turn)
@@ -172,6 +175,7 @@ def _load(descs, lists, table_ptr, rows_ptr, turn_ptr, queue, queries, keys, val
             stage,
             phase,
             HEAD_TILES,
+            VALUE_TILES,
             O,
         )
 
@@ -217,7 +221,9 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     """Computes attention for a warpgroup's queries; returns the next stage, its phase, and the next turn's phase."""
     WARPGROUPS: gl.constexpr = _consumers(O)
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_K, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_V, 16])
+    VALUE_WIDTH: gl.constexpr = values[0].shape[2]
+    VALUE_TILES: gl.constexpr = value_tiles(O, q[0].shape[1])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE_WIDTH, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     ROW_OF_SUMS: gl.constexpr = gl.SliceLayout(1, SUMS)
@@ -245,7 +251,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
     ends = ends_of(ends_ptr, qi[:, None], O)
 
     zeros = gl.zeros([ROWS, O.BLOCK_K], gl.float32, LOGITS)
-    acc = gl.zeros([ROWS, O.BLOCK_V], gl.float32, SUMS)
+    acc = (gl.zeros([ROWS, VALUE_WIDTH], gl.float32, SUMS),) * VALUE_TILES
     row_max = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     row_sum = gl.zeros([ROWS], gl.float32, ROW)
     if sink_ptr is not None:  # acts as the first key of every row, with value zero
@@ -256,7 +262,7 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
         mbarrier.wait(k_full.index(stage), phase)
         s = _logits(q, k_tiles, stage, zeros)
         if lens_ptr is not None:
-            clear(values, stage, phase, gl.load(lens_ptr + b) - (last - 1) * O.BLOCK_K)
+            clear(values, stage, phase, gl.load(lens_ptr + b) - (last - 1) * O.BLOCK_K, VALUE_TILES)
         s = warpgroup_mma_wait(0, (s,))
         mbarrier.arrive(k_free.index(stage))
         masked = (last - 1 >= full_end) | (last - 1 < full)
@@ -272,27 +278,27 @@ def _attend_tile(b, n, block, arrays, q, keys, values, turns, stage, phase, turn
                 turns_phase ^= 1
             s = _logits(q, k_tiles, k_stage, zeros)
             mbarrier.wait(v_full.index(stage), phase)
-            acc = warpgroup_mma(p, v_tiles.index(stage), acc, is_async=True)
+            acc = add_values(p, v_tiles, stage, acc)
             if _in_turns(O):
                 mbarrier.arrive(turns.index((WHICH + 1) % WARPGROUPS))
-            s = warpgroup_mma_wait(1, (s,))
+            s = warpgroup_mma_wait(VALUE_TILES, (s,))
             mbarrier.arrive(k_free.index(k_stage))
             masked = (j >= full_end) | (j < full)
             weights, row_max, row_sum, rescale = weights_of(
                 s, j, list_ptr, masked, row_max, row_sum, q_at, q_segment, k_at_ptr, k_segment_ptr, ends, O)  # fmt: skip
-            acc = warpgroup_mma_wait(0, (acc,))
+            acc = added(acc)
             mbarrier.arrive(v_free.index(stage))
             p = gl.convert_layout(weights.to(dtype), LEFT)
-            acc = acc * gl.convert_layout(rescale, ROW_OF_SUMS)[:, None]
+            acc = times(acc, gl.convert_layout(rescale, ROW_OF_SUMS))
             stage, phase = k_stage, k_phase
         mbarrier.wait(v_full.index(stage), phase)
-        acc = warpgroup_mma(p, v_tiles.index(stage), acc)
+        acc = added(add_values(p, v_tiles, stage, acc))
         mbarrier.arrive(v_free.index(stage))
         stage, phase = after(stage, phase, STAGES)
     nonempty = row_sum != 0  # true for NaN too, so that lse becomes NaN
     row_sum = gl.where(nonempty, row_sum, 1.0)
     lse = gl.where(nonempty, row_max * UNIT + gl.log2(row_sum), float("-inf"))
-    out = acc / gl.convert_layout(row_sum, ROW_OF_SUMS)[:, None]
+    out = times(acc, 1 / gl.convert_layout(row_sum, ROW_OF_SUMS))
     if O.MERGE and sofar[0] is None:  # in place
         if last > first:
             leave(lse_ptr, out_ptr, (out_ptr, lse_ptr), rows_ptr, lse, out, q, b, n, qi, row, O)
@@ -306,7 +312,7 @@ def warp_specialized_fwd_kernel(
     turn_ptr,  # [1], zero-initialised: number of tiles taken from the queue
     q_desc,  # [B, T, N, H] in blocks [1, 64, 1, columns of a tile]; one or three tiles hold a head
     k_desc,  # [B, S, K, H] in blocks [1, BLOCK_K, 1, columns of a tile], or pages, see `table_ptr`
-    v_desc,  # [B, S, K, HV] in blocks [1, BLOCK_K, 1, BLOCK_V]
+    v_desc,  # [B, S, K, HV] in blocks [1, BLOCK_K, 1, columns of a tile]; one or three
     spans_ptr,  # this and the following as in `forward_kernel`
     index_ptr,
     order_ptr,
@@ -342,7 +348,7 @@ def warp_specialized_fwd_kernel(
     queue = make_tile_queue(WARPGROUPS)
     queries = ring_of(QUEUED, WARPGROUPS * HEAD_TILES, dtype, ROWS, WIDTH, WARPGROUPS)
     keys = ring_of(STAGES, HEAD_TILES, dtype, O.BLOCK_K, WIDTH, WARPGROUPS)
-    values = ring_of(STAGES, 1, dtype, O.BLOCK_K, O.BLOCK_V, WARPGROUPS)
+    values = ring_of(STAGES, value_tiles(O, WIDTH), dtype, O.BLOCK_K, value_width(O, WIDTH), WARPGROUPS)
     lists = spans_ptr, index_ptr, order_ptr, first_ptr, tiles_ptr
     descs = q_desc, k_desc, v_desc, q_rope_desc, k_rope_desc
     masks = q_at_ptr, k_at_ptr, q_segment_ptr, k_segment_ptr, ends_ptr

@@ -65,16 +65,16 @@ def load_pages(desc, pages, row, head, ring, stage, phase, HEAD_TILES: gl.conste
 
 @gluon.jit
 def load_keys(k_desc, k_rope_desc, v_desc, list_ptr, table_ptr, batch, head, end, begin, keys, values, stage, phase,
-               HEAD_TILES: gl.constexpr, O: gl.constexpr):  # fmt: skip
+              HEAD_TILES: gl.constexpr, VALUE_TILES: gl.constexpr, O: gl.constexpr):  # fmt: skip
     """Loads the blocks of keys and values from `end` - 1 down to `begin`, or those entries of a list; returns the next
     stage and its phase."""
     PART: gl.constexpr = k_desc.block_type.shape[1]
-    STAGES: gl.constexpr = values[0].shape[0]
+    STAGES: gl.constexpr = values[0].shape[0] // VALUE_TILES
     for i in range(end - begin):
         row = nth(list_ptr, end - 1 - i) * O.BLOCK_K
         if table_ptr is None:
             load_tile(k_desc, k_rope_desc, batch, row, head, keys, stage, phase, HEAD_TILES, 0)
-            load_tile(v_desc, None, batch, row, head, values, stage, phase, 1, O.H if O.JOINED else 0)
+            load_tile(v_desc, None, batch, row, head, values, stage, phase, VALUE_TILES, O.H if O.JOINED else 0)
         else:
             pages = ()
             for j in gl.static_range(O.BLOCK_K // PART):
@@ -82,13 +82,13 @@ def load_keys(k_desc, k_rope_desc, v_desc, list_ptr, table_ptr, batch, head, end
                 page = gl.load(table_ptr + batch * O.TABLE + entry)
                 pages = pages + (gl.minimum(gl.maximum(page, 0), O.PAGES - 1),)  # noqa: RUF005, the compiler takes no star
             load_pages(k_desc, pages, row, head, keys, stage, phase, HEAD_TILES, O)
-            load_pages(v_desc, pages, row, head, values, stage, phase, 1, O)
+            load_pages(v_desc, pages, row, head, values, stage, phase, VALUE_TILES, O)
         stage, phase = after(stage, phase, STAGES)
     return stage, phase
 
 
 @gluon.jit
-def clear(values, stage, phase, until):
+def clear(values, stage, phase, until, TILES: gl.constexpr):
     """Sets the rows of a block of values from `until` on to zero: slots without a token may hold anything, even NaN. Each
     warpgroup does it for itself: what the others write is the same."""
     tiles, full, _ = values
@@ -97,9 +97,10 @@ def clear(values, stage, phase, until):
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     if until < tiles.shape[1]:
         mbarrier.wait(full.index(stage), phase)
-        for i in gl.static_range(tiles.shape[1] // ROWS_AT_ONCE):
-            part = tiles.index(stage).slice(i * ROWS_AT_ONCE, ROWS_AT_ONCE, 0)
-            rows = i * ROWS_AT_ONCE + gl.arange(0, ROWS_AT_ONCE, gl.SliceLayout(1, WIDE))
-            x = part.load(WIDE)
-            part.store(gl.where((rows < until)[:, None], x, gl.zeros_like(x)))
+        for tile in gl.static_range(TILES):
+            for i in gl.static_range(tiles.shape[1] // ROWS_AT_ONCE):
+                part = tiles.index(TILES * stage + tile).slice(i * ROWS_AT_ONCE, ROWS_AT_ONCE, 0)
+                rows = i * ROWS_AT_ONCE + gl.arange(0, ROWS_AT_ONCE, gl.SliceLayout(1, WIDE))
+                x = part.load(WIDE)
+                part.store(gl.where((rows < until)[:, None], x, gl.zeros_like(x)))
         fence_async_shared()

@@ -29,10 +29,10 @@ def _store(out_ptr, out, tile, place, n, row, O: gl.constexpr, FIRST: gl.constex
 
 
 @gluon.jit
-def _places(out, place, n, row, O: gl.constexpr):
-    """Returns where the output of a warpgroup lies, and which of it is inside the array."""
+def _places(out, place, n, row, O: gl.constexpr, FIRST: gl.constexpr):
+    """Returns where the output of a warpgroup lies, or its columns from FIRST on, and which of it is inside the array."""
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, out.type.layout))
-    cols = gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
+    cols = FIRST + gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
     where = ((place[0] + rows).to(gl.int64) * O.N + n) * O.HV
     return where[:, None] + cols[None, :], (rows < place[1])[:, None] & (cols < O.HV)[None, :]
 
@@ -46,28 +46,35 @@ def _merged(sofar, lse, out, place, n, qi, row, O: gl.constexpr):
     most = gl.where(most == float("-inf"), 0.0, most)  # rows that have not seen any key yet
     both = most + gl.log2(gl.exp2(before - most) + gl.exp2(lse - most))
     anchor = gl.where(both == float("-inf"), 0.0, both)
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, out.type.layout)
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, out[0].type.layout)
     kept = gl.convert_layout(gl.exp2(before - anchor), BY_ROW)
     added = gl.convert_layout(gl.exp2(lse - anchor), BY_ROW)
-    at, inside = _places(out, place, n, row, O)
-    before_out = gl.load(sofar_out_ptr + at, mask=inside, other=0.0).to(gl.float32)
-    return both, before_out * kept[:, None] + out * added[:, None]
+    merged = ()
+    for i in gl.static_range(len(out)):
+        at, inside = _places(out[i], place, n, row, O, i * out[i].shape[1])
+        before_out = gl.load(sofar_out_ptr + at, mask=inside, other=0.0).to(gl.float32)
+        merged = merged + (before_out * kept[:, None] + out[i] * added[:, None],)  # noqa: RUF005, the compiler takes no star
+    return both, merged
 
 
 @gluon.jit
 def leave(lse_ptr, out_ptr, sofar, rows_ptr, lse, out, q, b, n, qi, row, O: gl.constexpr):
-    """Stores lse, given in units of log 2, and the output of a warpgroup, merged with `sofar` if O.MERGE says so: in float32
-    four threads write 32 contiguous bytes, in fewer bits it goes through the tiles that held the queries."""
+    """Stores lse, given in units of log 2, and the output of a warpgroup, in tiles of columns, merged with `sofar` if O.MERGE
+    says so: in float32 four threads write 32 contiguous bytes, in fewer bits it goes through the tiles that held the queries.
+    """
     place = range_of(rows_ptr, b, O)
     if O.MERGE:
         lse, out = _merged(sofar, lse, out, place, n, qi, row, O)
     gl.store(lse_ptr + (place[0] + qi) * O.N + n, lse * LN2, mask=qi < place[1])
     if out_ptr.dtype.element_ty == gl.float32:
-        at, inside = _places(out, place, n, row, O)
-        gl.store(out_ptr + at, out, mask=inside)
-    elif O.BLOCK_V <= q[0].shape[1]:
-        _store(out_ptr, out.to(q[0].dtype), q[0].slice(0, O.BLOCK_V, 1), place, n, row, O, 0)
+        for i in gl.static_range(len(out)):
+            at, inside = _places(out[i], place, n, row, O, i * out[i].shape[1])
+            gl.store(out_ptr + at, out[i], mask=inside)
+    elif out[0].shape[1] <= q[0].shape[1]:
+        for i in gl.static_range(len(out)):
+            tile = q[i].slice(0, out[i].shape[1], 1)
+            _store(out_ptr, out[i].to(q[0].dtype), tile, place, n, row, O, i * out[i].shape[1])
     else:
-        left, right = out.to(q[0].dtype).reshape([ROWS, 2, O.BLOCK_V // 2]).permute((0, 2, 1)).split()
+        left, right = out[0].to(q[0].dtype).reshape([ROWS, 2, O.BLOCK_V // 2]).permute((0, 2, 1)).split()
         _store(out_ptr, left, q[0], place, n, row, O, 0)
         _store(out_ptr, right, q[1], place, n, row, O, O.BLOCK_V // 2)

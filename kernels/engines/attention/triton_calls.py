@@ -249,8 +249,10 @@ def warp_specialized_forward(
     (B, T, N, _), options = query.shape, call.options
     assert params.q_blocksize and params.kv_blocksize
     q_block, k_block = blocks = params.q_blocksize, params.kv_blocksize
-    width, tall = head_tile_width(options["H"], options["HV"]), options["BLOCK_V"]
+    width = head_tile_width(options["H"], options["HV"])
     wide = triton.cdiv(options["H"], width) * width
+    v_width = width if options["HV"] > 2 * width else options["BLOCK_V"]
+    tall = triton.cdiv(options["HV"], v_width) * v_width
     names = "q_rope_desc", "k_rope_desc"
     arrays = zip(names, rope or (None, None), (ROWS_OF_WARPGROUP, k_block), strict=True)
     rest |= {name: None if x is None else block_of(x, count, width) for name, x, count in arrays}
@@ -258,7 +260,7 @@ def warp_specialized_forward(
     heads = options["PART"] or N
     tiles = triton.cdiv(options["T"], q_block) * heads * options["B"]
     dtype = query.dtype if dtype is None else dtype
-    slots, columns = k_block, (width, tall)
+    slots, columns = k_block, (width, v_width)
     if pages is not None:
         count, page = key.shape[:2]
         call = call._replace(options={**options, "PAGE": page, "PAGES": count, "TABLE": pages[0].shape[1]})
@@ -375,17 +377,17 @@ def warp_specialized_tiles(H: int, HV: int, itemsize: int, scale: float, cap: fl
     keys = 128 if width <= 128 else 64
     # With a soft cap, twice the queries do not fit in registers.
     backward = (128, 2) if width <= 64 and cap is None else (64, 3 if width <= 128 else 2)
-    forward = 64 if head_tile_width(H, HV) == 256 else 128
+    forward = 64 if max(head_tile_width(H, HV), v_width) == 256 else 128
     return config_of((128, forward, WARP_SPECIALIZED, 2), (backward[0], keys, WARP_SPECIALIZED, backward[1]))
 
 
 def head_tile_width(H: int, HV: int) -> int:
     """Returns the columns of a tile of queries or keys in the Hopper forward.
 
-    Heads of 129 to 192 are stored in three tiles, so that they are multiplied as 192 and leave room for 128 keys. The
-    output, which is stored through the query tiles, must fit in two of them.
+    Heads of 129 to 192 are stored in three tiles, so that they are multiplied as 192, not 256. So are values of more than two
+    tiles. The output is stored through the query tiles.
     """
-    return 64 if 128 < H <= 192 and padded_width(HV) <= 128 else padded_width(H)
+    return 64 if 128 < H <= 192 and HV <= 192 else padded_width(H)
 
 
 def padded_width(entries: int) -> int:

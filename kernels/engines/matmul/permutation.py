@@ -4,6 +4,7 @@ it does not know that indices are distinct."""
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,5 +32,21 @@ def _spread_bwd(top_k: int, residuals: tuple[jax.Array, jax.Array], d: jax.Array
     d = permuted(d, *reversed(residuals))
     return d.reshape(d.shape[0] // top_k, top_k, d.shape[1]).sum(1), None, None
 
+
+@jax.custom_vjp
+def picked(x: jax.Array, rows: jax.Array, slots: jax.Array) -> jax.Array:
+    """Returns the rows x[rows] [M, D] of x [tokens, D], zeros for a negative index. The gradient is a sum of gathers by the
+    inverse, `slots` [tokens, k]: where each row of x is used, -1 for none."""
+    return jnp.where((rows >= 0)[:, None], jnp.asarray(x)[jnp.maximum(rows, 0)], 0)
+
+
+def _picked_bwd(slots: jax.Array, d: jax.Array) -> tuple[jax.Array, None, None]:
+    total: Any = 0
+    for j in range(slots.shape[1]):
+        total += jnp.where((slots[:, j] >= 0)[:, None], d[jnp.maximum(slots[:, j], 0)].astype(jnp.float32), 0)
+    return total.astype(d.dtype), None, None
+
+
+picked.defvjp(lambda x, rows, slots: (picked(x, rows, slots), slots), _picked_bwd)
 
 spread.defvjp(lambda x, order, inverse, top_k: (spread(x, order, inverse, top_k), (order, inverse)), _spread_bwd)

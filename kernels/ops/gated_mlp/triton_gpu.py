@@ -10,34 +10,10 @@ import jax
 import triton
 import triton.language as tl
 
+from kernels.engines.matmul.triton_activations import activation
 from kernels.ops.gated_mlp.contract import GatedMLPConfig, activation_of, activation_op, op, work_of_activation
 from kernels.ops.gated_mlp.matmuls import block_tokens, by_block, gradients_through, hidden, output
 from kernels.toolchains.triton import triton_launch
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _activation(x, NAME: tl.constexpr):
-    """Returns (activation of x, its derivative), float32."""
-    if NAME == "silu":
-        s = _sigmoid(x)
-        act, slope = x * s, s * (1.0 + x * (1.0 - s))
-    elif NAME == "gelu":
-        s = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-        act, slope = x * s, s + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
-    elif NAME == "gelu_tanh":
-        # (1 + tanh(y)) / 2 is the sigmoid of 2 y, which is exact where tanh is near -1.
-        s = _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-        act, slope = x * s, s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-    else:
-        tl.static_assert(NAME == "relu")
-        # A maximum would turn NaN into 0.
-        act, slope = tl.where(x < 0.0, 0.0, x), tl.where(x > 0.0, 1.0, 0.0)
-    return act, slope
 
 
 @triton.jit
@@ -46,7 +22,7 @@ def gated_activation_fwd_kernel(gate_ptr, up_ptr, out_ptr, SIZE: tl.constexpr, N
     mask = offsets < SIZE
     gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    act, _ = _activation(gate, NAME)
+    act, _ = activation(gate, NAME)
     tl.store(out_ptr + offsets, (act * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -67,7 +43,7 @@ def gated_activation_bwd_kernel(
     gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     d = tl.load(d_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    act, slope = _activation(gate, NAME)
+    act, slope = activation(gate, NAME)
     tl.store(d_gate_ptr + offsets, (d * up * slope).to(d_gate_ptr.dtype.element_ty), mask=mask)
     tl.store(d_up_ptr + offsets, (d * act).to(d_up_ptr.dtype.element_ty), mask=mask)
     if out_ptr is not None:

@@ -12,9 +12,9 @@ from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.public import Prepared, public
 from kernels.framework.requests import known
 from kernels.framework.segments import indices, searchsorted
-from kernels.ops.grouped_matmul.contract import ACTIVATIONS, activated, op, quantized_op
+from kernels.ops.grouped_matmul.contract import ACTIVATIONS, activated, gathered_op, op, quantized_op
 
-__all__ = ["ACTIVATIONS", "grouped_matmul", "op", "quantized_op"]
+__all__ = ["ACTIVATIONS", "gathered_op", "grouped_matmul", "op", "quantized_op"]
 
 QUANTIZED = ("int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
 
@@ -99,7 +99,27 @@ def _check_rows(sizes: Any, rows: Any) -> None:
         raise _refuse("group_sizes", what + "; pass the number of rows of each group, not where groups begin or end")
 
 
-@public(op, quantized_op)
+def _check_gathered(lhs: Any, rows: Any, slots: Any, group_ids: Any, quantised: bool) -> dict[str, jax.Array] | None:
+    """Returns `rows` and `slots` by name, or None if there are none."""
+    if rows is None and slots is None:
+        return None
+    if rows is None or slots is None:
+        missing, other = ("rows", "slots") if rows is None else ("slots", "rows")
+        raise _refuse(
+            missing, f"is missing: {other!r} is passed, and each is the inverse of the other; pass both or none"
+        )
+    if group_ids is not None or quantised:
+        what = "'group_ids', which sort rows" if group_ids is not None else "a quantised 'rhs'"
+        raise _refuse("rows", f"cannot be combined with {what}; pass lhs[rows] instead of 'lhs'")
+    for name, value, ndim, dims in (("rows", rows, 1, "[M]"), ("slots", slots, 2, "[tokens, k]")):
+        if not is_array(value) or not jnp.issubdtype(value.dtype, jnp.integer) or value.ndim != ndim:
+            raise _refuse(name, f"must be integers {dims}, got {_shape(value)}")
+    if slots.shape[0] != lhs.shape[0]:
+        raise _refuse("slots", f"must have a row for each of the {lhs.shape[0]} rows of 'lhs', got {_shape(slots)}")
+    return {"rows": rows.astype(jnp.int32), "slots": slots.astype(jnp.int32)}
+
+
+@public(op, quantized_op, gathered_op)
 def grouped_matmul(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -111,6 +131,8 @@ def grouped_matmul(
     activation: str | None = None,
     *,
     group_ids: Any = None,
+    rows: Any = None,
+    slots: Any = None,
 ) -> Prepared:
     """Returns [M, F] in lhs's dtype: each row of lhs times the matrix of its group, accumulated in float32.
 
@@ -132,6 +154,10 @@ def grouped_matmul(
       activation: "silu" (SwiGLU with a gate), "gelu", "gelu_tanh" or "relu"; None for no activation.
       group_ids: int [M], the group of each row, instead of group_sizes. Rows are sorted by group, and the result is
         unsorted. An id without a matrix, such as -1, gives a row of zeros.
+      rows: int [M], the row of lhs [tokens, D] of each row of the result; a negative one is a row of zeros. No copy of these
+        rows is made on Hopper. With `group_sizes`, and `slots`.
+      slots: int [tokens, k], the inverse of `rows`: where each row of lhs is used, all of them once, and -1 for none. The
+        gradient of lhs is summed over k in that order.
 
     lhs, rhs and rhs_bias have gradients. The backward stores only the inputs, and recomputes what the activation needs.
 
@@ -165,9 +191,11 @@ def grouped_matmul(
         lhs, sizes, order = _sorted(lhs, group_ids, shape[0], group_offset)
         group_offset = None
     sizes = jnp.asarray(sizes) if isinstance(sizes, (list, tuple)) else sizes
-    _check_sizes(sizes, shape[0], lhs.shape[0], group_offset)
+    gathered = _check_gathered(lhs, rows, slots, group_ids, quantised)
+    count = lhs.shape[0] if gathered is None else gathered["rows"].shape[0]
+    _check_sizes(sizes, shape[0], count, group_offset)
     if order is None:
-        _check_rows(group_sizes, lhs.shape[0])
+        _check_rows(group_sizes, count)
     sizes = sizes.astype(jnp.int32)  # their sums may not fit in a narrower dtype
     activated(activation, len(shape) == 4)
     arguments = {"rhs": None, "rhs_transposed": None, "rhs_transposed" if transpose_rhs else "rhs": rhs}
@@ -175,6 +203,9 @@ def grouped_matmul(
     if quantised:
         arguments["rhs_scale"] = _scale(rhs_scale, shape, transpose_rhs)
     chosen = quantized_op if quantised else op
+    if gathered is not None:
+        chosen = gathered_op
+        arguments |= gathered
     call = chosen.bind(lhs, **arguments)
     if order is None:
         return Prepared(call, op=chosen)

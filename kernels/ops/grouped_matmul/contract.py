@@ -168,14 +168,38 @@ def grouped_matmul_quantized(
     )
 
 
+def grouped_matmul_gathered(
+    lhs: Float[Array, "tokens D"],
+    rhs: Float[Array, "E D ... F"] | None,
+    rhs_transposed: Float[Array, "E ... F D"] | None,
+    group_sizes: Int[Array, " G"],
+    rows: Int[Array, " M"],
+    slots: Int[Array, "tokens C"],
+    group_offset: Int[Array, ""] | None = None,
+    rhs_bias: Float[Array, "E ... F"] | None = None,
+    *,
+    activation: str | None = None,
+) -> Float[Array, "M F"]:
+    """Returns `grouped_matmul` of the rows lhs[rows], with zeros for a negative index, which need not be in memory.
+
+    Args:
+      rows: the row of lhs of each row of the result.
+      slots: where each row of lhs is used: every m with rows[m] = t is once in slots[t], beside -1 for none. The gradient of
+        lhs is summed over C in that order, without a scatter.
+    """
+    gathered = jnp.where((rows >= 0)[:, None], lhs[jnp.maximum(rows, 0)], 0)
+    return grouped_matmul(gathered, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation=activation)
+
+
 def work(call: Call) -> tuple[Work, Work]:
     """Returns the work of M rows, all of them in groups; the backward recomputes what the activation needs."""
     weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
-    E, F = call.dims["E"], call.dims["F"]
-    matmul = 2 * call.lhs.size * math.prod(weights.shape) // (E * call.dims["D"])
-    out = nbytes(call.lhs) // call.dims["D"] * F
+    E, D, F = (call.dims[n] for n in "EDF")
+    matmul = 2 * call.dims["M"] * math.prod(weights.shape) // E
+    out = nbytes(call.lhs) // call.lhs.shape[0] // D * F * call.dims["M"]
     quantised = "rhs_scale" in call.arguments
-    read_bytes = nbytes(call.lhs, weights, call.rhs_bias, call.rhs_scale if quantised else None)
+    indices = nbytes(call.rows, call.slots) if "rows" in call.arguments else 0
+    read_bytes = indices + nbytes(call.lhs, weights, call.rhs_bias, call.rhs_scale if quantised else None)
     again = 1 if call.activation else 0
     written = nbytes(call.lhs, call.rhs_bias) + (0 if quantised else nbytes(weights))
     return Work(matmul, read_bytes + out), Work((1 + again + (not quantised)) * matmul, read_bytes + out + written)
@@ -221,6 +245,24 @@ def _codes(*names: str | int) -> Callable:
         return jnp.asarray(rng.integers(-127, 128, shaped(dims).shape, np.int8))
 
     make.shaped = shaped  # pyrefly: ignore[missing-attribute]
+    return make
+
+
+def _picked(which: int) -> Callable:
+    """Returns a maker of the rows of tokens, C each in any order, some of none; or of where each token's rows are."""
+
+    def make(rng: np.random.Generator, dims: Any) -> jax.Array:
+        M, tokens, C = (dims[n] for n in ("M", "tokens", "C"))
+        pairs = np.full(M, -1)
+        pairs[: min(M, tokens * C)] = np.random.default_rng([M, tokens, C]).permutation(tokens * C)[:M]
+        pairs[2::9] = -1
+        slots = np.full(tokens * C, -1)
+        slots[pairs[pairs >= 0]] = np.flatnonzero(pairs >= 0)
+        return jnp.asarray(np.where(pairs < 0, -1, pairs // C) if which == 0 else slots.reshape(tokens, C), jnp.int32)
+
+    make.shaped = lambda dims: jax.ShapeDtypeStruct(  # pyrefly: ignore[missing-attribute]
+        (dims["M"],) if which == 0 else (dims["tokens"], dims["C"]), jnp.int32
+    )
     return make
 
 
@@ -302,6 +344,40 @@ quantized_op = Op(
         _case(
             "qwen3_int8", _even, "bench", "code", make={"rhs": _codes("E", "D", "F")}, shapes={"rhs_scale": (128, 1, 768)},
             M=65536, **_LAYER,
+        ),
+    ),
+    work=work,
+)  # fmt: skip
+
+_PICKED = {"rows": _picked(0), "slots": _picked(1)}
+
+gathered_op = Op(
+    grouped_matmul_gathered,
+    local_dims={"F"},
+    sum_dims={"E"},
+    see_also={"M": "moe", "tokens": "moe", "D": "moe"},
+    offset_of={"group_offset": "E"},
+    weights=("rhs", "rhs_transposed", "rhs_bias"),
+    same_dtype=("lhs", "rhs", "rhs_transposed", "rhs_bias"),
+    config=GroupedMatmulConfig,
+    cases=(
+        _case("gathered", (5, 0, 2, 4), "smoke", "code", make=_PICKED, M=13, D=8, E=4, G=4, F=6, tokens=7, C=2),
+        _case(
+            "gathered_gated", (3, 9, 0, 7), arrays=("rhs_bias",), activation="silu",
+            make={**_PICKED, "group_offset": _offset(1)}, shapes={"rhs": (3, 5, 2, 7), "rhs_bias": (3, 2, 7)},
+            M=23, D=5, E=3, G=4, F=7, tokens=9, C=3,
+        ),
+        _case(
+            "gathered_transposed", (0, 21, 5), arrays=("rhs_transposed",), activation="relu",
+            make={
+                **_PICKED, "rhs": _none,
+                "rhs_transposed": lambda rng, dims: jnp.asarray(rng.standard_normal((3, 9, 12)), jnp.float32),
+            },
+            M=30, D=12, E=3, G=3, F=9, tokens=20, C=2,
+        ),
+        _case(
+            "qwen3_gate_up", _even, "bench", "code", activation="silu", shapes={"rhs": (128, 2048, 2, 768)}, make=_PICKED,
+            M=131072, tokens=16384, C=8, **_LAYER,
         ),
     ),
     work=work,

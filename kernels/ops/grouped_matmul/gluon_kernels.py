@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from kernels.engines.matmul.gluon_sums import make_hands, write
 from kernels.ops.grouped_matmul.gluon_parts import (
+    gather,
     hand_over,
     hand_over_activated,
     has_half,
@@ -31,6 +33,7 @@ from kernels.ops.grouped_matmul.gluon_parts import (
 from kernels.toolchains.gluon import SWIZZLED, after, claim_tile, make_tile_queue, next_tile
 
 MATRIX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # of a block of one matrix among [E, K, WIDTH]
+GATHERING = gl.constexpr(2)  # warps that load where rows are gathered by index; TMA needs one
 
 # -- rows by the matrix of their group ---------------------------------------------------------------------------------
 
@@ -57,9 +60,10 @@ def _columns(column, N: gl.constexpr, BLOCK_N: gl.constexpr, GATED: gl.constexpr
 
 
 @gluon.jit
-def _load_products(a_desc, b_desc, d_desc, tiles_ptr, bounds_ptr, turn_ptr, ring, queue, K: gl.constexpr, N: gl.constexpr,
-                   E: gl.constexpr, BOUND: gl.constexpr, GATED: gl.constexpr, TRANSPOSED: gl.constexpr, BAND: gl.constexpr,
-                   ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _load_products(a_desc, a_ptr, rows_ptr, b_desc, d_desc, tiles_ptr, bounds_ptr, turn_ptr, ring, queue,
+                   K: gl.constexpr, N: gl.constexpr, E: gl.constexpr, BOUND: gl.constexpr, GATED: gl.constexpr,
+                   TRANSPOSED: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+                   BLOCK_K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     a_tiles, b_tiles, full, free = ring
     TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     SIDES: gl.constexpr = 2 if GATED else 1
@@ -73,9 +77,12 @@ def _load_products(a_desc, b_desc, d_desc, tiles_ptr, bounds_ptr, turn_ptr, ring
         for k in range(0, K, BLOCK_K):
             mbarrier.wait(free.index(stage), phase ^ 1)
             arrived = full.index(stage)
-            mbarrier.expect(arrived, 2 * a_desc.nbytes_per_cta + SIDES * b_desc.nbytes_per_cta)
-            tma.async_load(a_desc, [row, k], arrived, a_tiles.index(2 * stage))
-            tma.async_load(a_desc, [row + ROWS, k], arrived, a_tiles.index(2 * stage + 1))
+            if rows_ptr is None:
+                mbarrier.expect(arrived, 2 * a_desc.nbytes_per_cta + SIDES * b_desc.nbytes_per_cta)
+                tma.async_load(a_desc, [row, k], arrived, a_tiles.index(2 * stage))
+                tma.async_load(a_desc, [row + ROWS, k], arrived, a_tiles.index(2 * stage + 1))
+            else:
+                mbarrier.expect(arrived, SIDES * b_desc.nbytes_per_cta)
             sides = b_tiles.index(stage).reinterpret(shape=[SIDES, SIDE[0], SIDE[1]], layout=SWIZZLED)
             for i in gl.static_range(SIDES):
                 if TRANSPOSED:
@@ -83,6 +90,10 @@ def _load_products(a_desc, b_desc, d_desc, tiles_ptr, bounds_ptr, turn_ptr, ring
                 else:
                     side = sides.index(i).reinterpret(shape=[1, SIDE[0], SIDE[1]], layout=MATRIX)
                     tma.async_load(b_desc, [expert, k, i * N + column], arrived, side)
+            if rows_ptr is not None:
+                for half in gl.static_range(2):
+                    gather(a_tiles.index(2 * stage + half), a_ptr, rows_ptr, row + half * ROWS, end, k, K)
+                async_copy.mbarrier_arrive(arrived, increment_count=False)
             stage, phase = after(stage, phase, STAGES)
         if d_desc is not None:
             for first in range(column, column + _columns(column, N, BLOCK_N, GATED), 64):
@@ -91,14 +102,16 @@ def _load_products(a_desc, b_desc, d_desc, tiles_ptr, bounds_ptr, turn_ptr, ring
                 mbarrier.expect(arrived, 2 * d_desc.nbytes_per_cta)
                 tma.async_load(d_desc, [row, first], arrived, a_tiles.index(2 * stage))
                 tma.async_load(d_desc, [row + ROWS, first], arrived, a_tiles.index(2 * stage + 1))
+                if rows_ptr is not None:
+                    async_copy.mbarrier_arrive(arrived, increment_count=False)
                 stage, phase = after(stage, phase, STAGES)
 
 
 @gluon.jit
 def _multiply_products(bias_ptr, out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K: gl.constexpr, N: gl.constexpr,
                        E: gl.constexpr, BOUND: gl.constexpr, GATED: gl.constexpr, TRANSPOSED: gl.constexpr,
-                       ACTIVATION: gl.constexpr, COTANGENT: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
-                       BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+                       ACTIVATION: gl.constexpr, COTANGENT: gl.constexpr, GATHERED: gl.constexpr, BAND: gl.constexpr,
+                       ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
                        WHICH: gl.constexpr):  # fmt: skip
     TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     SIDES: gl.constexpr = 2 if GATED else 1
@@ -114,12 +127,12 @@ def _multiply_products(bias_ptr, out_ptr, tiles_ptr, bounds_ptr, ring, queue, ha
             stage, phase = skip(ring, stage, phase, STEPS + rest, STAGES)
         elif HALF and N - column <= BLOCK_N // 2:
             half, stage, phase = multiply(sums(ROWS, BLOCK_N // 2), ring, stage, phase, STEPS, WHICH, False, TRANSPOSED,
-                                           STAGES)  # fmt: skip
+                                          GATHERED, STAGES)  # fmt: skip
             handed, stage, phase = hand_over_activated(half, ring, stage, phase, hands, handed, bias, column, N, GATED,
                                                        ACTIVATION, COTANGENT, STAGES, WHICH)  # fmt: skip
         else:
             acc, stage, phase = multiply(sums(ROWS, SIDES * BLOCK_N), ring, stage, phase, STEPS, WHICH, False, TRANSPOSED,
-                                          STAGES)  # fmt: skip
+                                         GATHERED, STAGES)  # fmt: skip
             handed, stage, phase = hand_over_activated(acc, ring, stage, phase, hands, handed, bias, column, N, GATED,
                                                        ACTIVATION, COTANGENT, STAGES, WHICH)  # fmt: skip
         tile = next_tile(queue, turn)
@@ -157,7 +170,9 @@ def _write_products(out_ptr, tiles_ptr, bounds_ptr, queue, hands, N: gl.constexp
 
 @gluon.jit
 def warp_specialized_matmul_kernel(
-    a_desc,  # [M, K] in blocks [ROWS, BLOCK_K]
+    a_desc,  # [M, K] in blocks [ROWS, BLOCK_K]; None if its rows are gathered
+    a_ptr,  # [*, K], and the index there of each row [M], which may be negative, of zeros; or None
+    rows_ptr,
     # [E, K, WIDTH] in blocks [1, BLOCK_K, BLOCK_N], or transposed [E * WIDTH, K] in blocks [BLOCK_N, BLOCK_K]; WIDTH is N, or
     # 2 N of a gate and an up projection. Past K, TMA fills with zeros, never with the next matrix.
     b_desc,
@@ -184,25 +199,27 @@ def warp_specialized_matmul_kernel(
     OTHERS: gl.constexpr,  # registers per other thread
 ):
     COTANGENT: gl.constexpr = d_desc is not None
+    GATHERED: gl.constexpr = rows_ptr is not None
+    LOADING: gl.constexpr = GATHERING if GATHERED else 1
     # A gate's block of a matrix and that of its up projection are adjacent, and one block to the tensor cores.
     COLUMNS: gl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    ring = make_ring(STAGES, a_desc.dtype, a_desc.block_type.shape, COLUMNS if TRANSPOSED else BLOCK_K,
-                     BLOCK_K if TRANSPOSED else COLUMNS)  # fmt: skip
-    queue, hands = make_tile_queue(4), make_hands(BUFFERS, a_desc.dtype, ROWS)
+    ring = make_ring(STAGES, b_desc.dtype, (ROWS, BLOCK_K), COLUMNS if TRANSPOSED else BLOCK_K,
+                     BLOCK_K if TRANSPOSED else COLUMNS, 32 * GATHERING if GATHERED else 0)  # fmt: skip
+    queue, hands = make_tile_queue(4), make_hands(BUFFERS, b_desc.dtype, ROWS)
     gl.warp_specialize(
         [
             (_multiply_products, (bias_ptr, out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K, N, E, BOUND, GATED,
-                                  TRANSPOSED, ACTIVATION, COTANGENT, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 0)),
+                                  TRANSPOSED, ACTIVATION, COTANGENT, GATHERED, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 0)),
             (_multiply_products, (bias_ptr, out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K, N, E, BOUND, GATED,
-                                  TRANSPOSED, ACTIVATION, COTANGENT, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 1)),
-            (_load_products, (a_desc, b_desc, d_desc, tiles_ptr, bounds_ptr, turn_ptr, ring, queue, K, N, E, BOUND, GATED,
-                              TRANSPOSED, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES)),
+                                  TRANSPOSED, ACTIVATION, COTANGENT, GATHERED, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 1)),
+            (_load_products, (a_desc, a_ptr, rows_ptr, b_desc, d_desc, tiles_ptr, bounds_ptr, turn_ptr, ring, queue, K, N, E,
+                              BOUND, GATED, TRANSPOSED, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES)),
             (_write_products, (out_ptr, tiles_ptr, bounds_ptr, queue, hands, N, E, BOUND, GATED, COTANGENT, BAND, ROWS,
                                BLOCK_N, 0)),
             (_write_products, (out_ptr, tiles_ptr, bounds_ptr, queue, hands, N, E, BOUND, GATED, COTANGENT, BAND, ROWS,
                                BLOCK_N, 1)),
         ],
-        [4, 1, 1, 1],
+        [4, LOADING, 1, 1],
         [MULTIPLYING, OTHERS, OTHERS, OTHERS],
     )  # fmt: skip
 
@@ -225,9 +242,10 @@ def _contraction_tile(tile, bounds_ptr, E: gl.constexpr, TILES_P: gl.constexpr, 
 
 
 @gluon.jit
-def _load_contractions(a_desc, b_desc, bounds_ptr, turn_ptr, ring, queue, E: gl.constexpr, TILES_P: gl.constexpr,
-                       TILES_Q: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_Q: gl.constexpr,
-                       BLOCK_K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _load_contractions(a_desc, a_ptr, rows_ptr, b_desc, bounds_ptr, turn_ptr, ring, queue, P: gl.constexpr,
+                       E: gl.constexpr, TILES_P: gl.constexpr, TILES_Q: gl.constexpr, BAND: gl.constexpr,
+                       ROWS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
+                       STAGES: gl.constexpr):  # fmt: skip
     a_tiles, b_tiles, full, free = ring
     tile, turn, stage, phase = gl.program_id(0), 0, 0, 0
     while tile < E * TILES_P * TILES_Q:
@@ -237,10 +255,17 @@ def _load_contractions(a_desc, b_desc, bounds_ptr, turn_ptr, ring, queue, E: gl.
         for row in range(begin, end, BLOCK_K):
             mbarrier.wait(free.index(stage), phase ^ 1)
             arrived = full.index(stage)
-            mbarrier.expect(arrived, 2 * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta)
-            tma.async_load(a_desc, [row, p], arrived, a_tiles.index(2 * stage))
-            tma.async_load(a_desc, [row, p + ROWS], arrived, a_tiles.index(2 * stage + 1))
-            tma.async_load(b_desc, [row, q], arrived, b_tiles.index(stage))
+            if rows_ptr is None:
+                mbarrier.expect(arrived, 2 * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta)
+                tma.async_load(a_desc, [row, p], arrived, a_tiles.index(2 * stage))
+                tma.async_load(a_desc, [row, p + ROWS], arrived, a_tiles.index(2 * stage + 1))
+                tma.async_load(b_desc, [row, q], arrived, b_tiles.index(stage))
+            else:
+                mbarrier.expect(arrived, b_desc.nbytes_per_cta)
+                tma.async_load(b_desc, [row, q], arrived, b_tiles.index(stage))
+                for half in gl.static_range(2):
+                    gather(a_tiles.index(2 * stage + half), a_ptr, rows_ptr, row, end, p + half * ROWS, P)
+                async_copy.mbarrier_arrive(arrived, increment_count=False)
             stage, phase = after(stage, phase, STAGES)
 
 
@@ -275,11 +300,14 @@ def _multiply_rows(acc, a, b, count):
 
 
 @gluon.jit
-def _contract(acc, ring, stage, phase, rows, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WHICH: gl.constexpr):
+def _contract(acc, ring, stage, phase, rows, GATHERED: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+              WHICH: gl.constexpr):  # fmt: skip
     a_tiles, b_tiles, full, free = ring
-    acc, stage, phase = multiply(acc, ring, stage, phase, rows // BLOCK_K, WHICH, True, False, STAGES)
+    acc, stage, phase = multiply(acc, ring, stage, phase, rows // BLOCK_K, WHICH, True, False, GATHERED, STAGES)
     if rows % BLOCK_K > 0:
         mbarrier.wait(full.index(stage), phase)
+        if GATHERED:
+            fence_async_shared()
         acc = _multiply_rows(acc, a_tiles.index(2 * stage + WHICH), b_tiles.index(stage), rows % BLOCK_K)
         fence_async_shared()
         mbarrier.arrive(free.index(stage))
@@ -289,8 +317,8 @@ def _contract(acc, ring, stage, phase, rows, BLOCK_K: gl.constexpr, STAGES: gl.c
 
 @gluon.jit
 def _multiply_contractions(bounds_ptr, ring, queue, hands, P: gl.constexpr, Q: gl.constexpr, E: gl.constexpr,
-                           TILES_P: gl.constexpr, TILES_Q: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
-                           BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+                           TILES_P: gl.constexpr, TILES_Q: gl.constexpr, GATHERED: gl.constexpr, BAND: gl.constexpr,
+                           ROWS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
                            WHICH: gl.constexpr):  # fmt: skip
     HALF: gl.constexpr = has_half(Q, BLOCK_Q)
     tile, turn, stage, phase, handed = gl.program_id(0), 0, 0, 0, 0
@@ -300,11 +328,13 @@ def _multiply_contractions(bounds_ptr, ring, queue, hands, P: gl.constexpr, Q: g
             stage, phase = skip(ring, stage, phase, gl.cdiv(end - begin, BLOCK_K), STAGES)
         elif HALF and Q - q <= BLOCK_Q // 2:
             half, stage, phase = _contract(
-                sums(ROWS, BLOCK_Q // 2), ring, stage, phase, end - begin, BLOCK_K, STAGES, WHICH
+                sums(ROWS, BLOCK_Q // 2), ring, stage, phase, end - begin, GATHERED, BLOCK_K, STAGES, WHICH
             )
             handed = hand_over(half, hands, handed, WHICH)
         else:
-            acc, stage, phase = _contract(sums(ROWS, BLOCK_Q), ring, stage, phase, end - begin, BLOCK_K, STAGES, WHICH)
+            acc, stage, phase = _contract(
+                sums(ROWS, BLOCK_Q), ring, stage, phase, end - begin, GATHERED, BLOCK_K, STAGES, WHICH
+            )
             handed = hand_over(acc, hands, handed, WHICH)
         tile = next_tile(queue, turn)
         turn += 1
@@ -329,7 +359,9 @@ def _write_contractions(out_ptr, bounds_ptr, queue, hands, P: gl.constexpr, Q: g
 
 @gluon.jit
 def warp_specialized_contraction_kernel(
-    a_desc,  # [M, P] in blocks [BLOCK_K, ROWS]
+    a_desc,  # [M, P] in blocks [BLOCK_K, ROWS]; None if its rows are gathered
+    a_ptr,  # [*, P], and the index there of each row, as above
+    rows_ptr,
     b_desc,  # [M, Q] in blocks [BLOCK_K, BLOCK_Q]
     bounds_ptr,
     turn_ptr,
@@ -348,19 +380,21 @@ def warp_specialized_contraction_kernel(
 ):
     TILES_P: gl.constexpr = (P + 2 * ROWS - 1) // (2 * ROWS)
     TILES_Q: gl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
-    ring = make_ring(STAGES, a_desc.dtype, a_desc.block_type.shape, BLOCK_K, BLOCK_Q)
-    queue, hands = make_tile_queue(4), make_hands(BUFFERS, a_desc.dtype, ROWS)
+    GATHERED: gl.constexpr = rows_ptr is not None
+    LOADING: gl.constexpr = GATHERING if GATHERED else 1
+    ring = make_ring(STAGES, b_desc.dtype, (BLOCK_K, ROWS), BLOCK_K, BLOCK_Q, 32 * GATHERING if GATHERED else 0)
+    queue, hands = make_tile_queue(4), make_hands(BUFFERS, b_desc.dtype, ROWS)
     gl.warp_specialize(
         [
-            (_multiply_contractions, (bounds_ptr, ring, queue, hands, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, BLOCK_K,
-                                      STAGES, 0)),
-            (_multiply_contractions, (bounds_ptr, ring, queue, hands, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, BLOCK_K,
-                                      STAGES, 1)),
-            (_load_contractions, (a_desc, b_desc, bounds_ptr, turn_ptr, ring, queue, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q,
-                                  BLOCK_K, STAGES)),
+            (_multiply_contractions, (bounds_ptr, ring, queue, hands, P, Q, E, TILES_P, TILES_Q, GATHERED, BAND, ROWS, BLOCK_Q,
+                                      BLOCK_K, STAGES, 0)),
+            (_multiply_contractions, (bounds_ptr, ring, queue, hands, P, Q, E, TILES_P, TILES_Q, GATHERED, BAND, ROWS, BLOCK_Q,
+                                      BLOCK_K, STAGES, 1)),
+            (_load_contractions, (a_desc, a_ptr, rows_ptr, b_desc, bounds_ptr, turn_ptr, ring, queue, P, E, TILES_P, TILES_Q,
+                                  BAND, ROWS, BLOCK_Q, BLOCK_K, STAGES)),
             (_write_contractions, (out_ptr, bounds_ptr, queue, hands, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, 0)),
             (_write_contractions, (out_ptr, bounds_ptr, queue, hands, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, 1)),
         ],
-        [4, 1, 1, 1],
+        [4, LOADING, 1, 1],
         [MULTIPLYING, OTHERS, OTHERS, OTHERS],
     )  # fmt: skip

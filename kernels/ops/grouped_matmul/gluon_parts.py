@@ -11,7 +11,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from kernels.engines.matmul.gluon_sums import hand_part, parts_of, slabs_of
 from kernels.ops.grouped_matmul.triton_kernels import activated, slope
@@ -19,15 +25,33 @@ from kernels.toolchains.gluon import SWIZZLED, after
 
 
 @gluon.jit
-def make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, A: gl.constexpr, B0: gl.constexpr, B1: gl.constexpr):
+def make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, A: gl.constexpr, B0: gl.constexpr, B1: gl.constexpr,
+              GATHERING: gl.constexpr):  # fmt: skip
+    """GATHERING: threads that copy rows into a stage, each of which arrives when its copies have; 0 if TMA alone copies."""
     a_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, A[0], A[1]], SWIZZLED)
     b_tiles = gl.allocate_shared_memory(dtype, [STAGES, B0, B1], SWIZZLED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=1 + GATHERING)
         mbarrier.init(free.index(i), count=2)
     return a_tiles, b_tiles, full, free
+
+
+@gluon.jit
+def gather(tile, x_ptr, rows_ptr, first, end, column, WIDTH: gl.constexpr):
+    """Starts copying columns of rows of x [*, WIDTH], which are rows `first`, ... before `end` of an array of indices, into a
+    tile; zeros for a negative index. Copied by instructions: on Hopper, TMA has no list of rows."""
+    ROWS: gl.constexpr = tile.shape[0]
+    COLUMNS: gl.constexpr = tile.shape[1]
+    ACROSS: gl.constexpr = COLUMNS // 8 if COLUMNS < 256 else 32
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
+    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    # Read again in every step, from the L1 cache: kept in registers they would not fit.
+    index = gl.load(rows_ptr + rows, mask=rows < end, other=-1)
+    columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    mask = (index >= 0)[:, None] & (columns < WIDTH)[None, :]
+    async_copy.async_load(tile, x_ptr + (index.to(gl.int64)[:, None] * WIDTH + columns[None, :]), mask=mask)
 
 
 @gluon.jit
@@ -55,12 +79,14 @@ def sums(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def multiply(acc, ring, stage, phase, steps, WHICH: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr,
-              STAGES: gl.constexpr):  # fmt: skip
+             GATHERED: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Adds steps to the sums of a tile's first columns; a stage is freed once the following step has started."""
     a_tiles, b_tiles, full, free = ring
     COLUMNS: gl.constexpr = acc.shape[1]
     for k in range(steps):
         mbarrier.wait(full.index(stage), phase)
+        if GATHERED:  # rows that instructions copied
+            fence_async_shared()
         a, b = a_tiles.index(2 * stage + WHICH), b_tiles.index(stage)
         if A_TURNED:
             a = a.permute((1, 0))

@@ -1,4 +1,4 @@
-"""The rows of each matrix, the layouts of the weights, and the registration of kernels for both operations."""
+"""The rows of each matrix, the layouts of the weights, and the registration of kernels for all operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels.ops.grouped_matmul.contract import op, quantized_op
+from kernels.ops.combine_rows import combine_rows
+from kernels.ops.grouped_matmul.contract import gathered_op, op, quantized_op
 
 # Dtypes of weights that a kernel upcasts after loading.
 UPCAST = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -32,6 +33,11 @@ def matrices(rhs: Any, rhs_transposed: Any) -> tuple[jax.Array, bool, bool]:
     return rhs.reshape(*rhs.shape[:2], -1), False, rhs.ndim == 4
 
 
+def gathered_rows(lhs: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns the rows of lhs with some indices; zeros for a negative one."""
+    return jnp.where((rows >= 0)[:, None], lhs[jnp.maximum(rows, 0)], 0)
+
+
 def scales(what: str, scale: jax.Array | None) -> tuple[str, jax.Array] | None:
     """Returns (layout, scales) for a product, if there are scales: per "columns" of a matrix or, transposed, per
     "rows"."""
@@ -43,7 +49,8 @@ def rejects(call: Any) -> str | None:
     weights = call.rhs if call.rhs_transposed is None else call.rhs_transposed
     if weights is None:
         return "it needs one of rhs and rhs_transposed"
-    if 0 in (*call.lhs.shape, *weights.shape, *call.group_sizes.shape):
+    of_rows = (*call.rows.shape, *call.slots.shape) if "rows" in call.arguments else ()
+    if 0 in (*call.lhs.shape, *weights.shape, *call.group_sizes.shape, *of_rows):
         return "an array has no elements"
     return None
 
@@ -64,9 +71,10 @@ def register(
     contraction: Callable,
     *,
     refuses: Callable[[Any], str | None] = lambda call: None,
+    gathers: bool = False,
     **facts: Any,
 ) -> None:
-    """Adds a backend for both operations, named after the file that defines its functions.
+    """Adds a backend for all three operations, named after the file that defines its functions.
 
     Args:
       forward: (lhs, the weights as returned by `matrices`, group_sizes, group_offset, rhs_bias, activation, cfg,
@@ -76,6 +84,8 @@ def register(
       contraction: (a [M, P], b [M, Q], E, dtype, tile, `where`) -> [E, P, Q], a transposed times b over the rows of
         each group.
       refuses: call -> a reason to refuse it, in addition to `rejects`.
+      gathers: the functions take `rows` last, the index in lhs, or in a, of each row [M], negative for one of zeros, and return
+        the gradient of those rows for lhs. Else XLA gathers them before.
       facts: arguments of `Op.register`.
     """
 
@@ -102,7 +112,32 @@ def register(
         weights = matrices(rhs, rhs_transposed)
         return backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, rhs_scale)[0]
 
+    def gathered(lhs, rhs, rhs_transposed, group_sizes, rows, slots, group_offset, rhs_bias, activation, cfg):
+        x, more = (lhs, (rows,)) if gathers else (gathered_rows(lhs, rows), ())
+        weights = matrices(rhs, rhs_transposed)
+        return forward(x, weights, group_sizes, group_offset, rhs_bias, activation, cfg, None, *more)
+
+    def gathered_backward(
+        saved, lhs, rhs, rhs_transposed, group_sizes, rows, slots, group_offset, rhs_bias, activation, cfg
+    ):
+        x, more = (lhs, (rows,)) if gathers else (gathered_rows(lhs, rows), ())
+        weights = matrices(rhs, rhs_transposed)
+        gradients, d, where = backward(
+            saved, x, weights, group_sizes, group_offset, rhs_bias, activation, cfg, None, *more
+        )
+        if rhs_transposed is None:
+            d_rhs = contraction(x, d, rhs.shape[0], rhs.dtype, cfg.d_rhs, where, *more)
+            gradients["rhs"] = d_rhs.reshape(rhs.shape)
+        else:  # the rows that are read by index are those on the left
+            x = gathered_rows(lhs, rows) if gathers else x
+            d_rhs = contraction(d, x, rhs_transposed.shape[0], rhs_transposed.dtype, cfg.d_rhs, where)
+            gradients["rhs_transposed"] = d_rhs.reshape(rhs_transposed.shape)
+        return gradients | {"lhs": combine_rows(gradients["lhs"], slots)}
+
     name = forward.__module__.rpartition(".")[2]
     op.register(run, run_backward, rejects=lambda call: refuses(call) or rejects(call), name=name, **facts)
+    gathered_op.register(
+        gathered, gathered_backward, rejects=lambda call: refuses(call) or rejects(call), name=name, **facts
+    )
     also = {"rejects": lambda call: refuses(call) or rejects_quantized(call), "name": name}
     quantized_op.register(quantized, quantized_backward, **also, **facts)

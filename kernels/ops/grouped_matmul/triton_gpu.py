@@ -100,16 +100,18 @@ def _work(flops: int, *arrays: Any) -> Work:
 
 
 def _product(
-    a, b, transposed, gated, tile: Any, maps: _Maps, bias=None, activation=None, d_out=None, scale=None
+    a, b, transposed, gated, tile: Any, maps: _Maps, bias=None, activation=None, d_out=None, scale=None, rows=None
 ) -> jax.Array:
     """Returns rows of a [M, K] times their matrices b [E, K, width], or [E, width, K]; see `grouped_matmul_kernel`.
 
-    `scale` is for 8-bit b: (per "columns" or per "rows", the scales [E, width] or [E, K])."""
-    (M, K), experts, width = a.shape, b.shape[0], b.shape[1] if transposed else b.shape[2]
+    `scale` is for 8-bit b: (per "columns" or per "rows", the scales [E, width] or [E, K]). `rows` [M]: the rows are those of
+    a [*, K]."""
+    K, experts, width = a.shape[1], b.shape[0], b.shape[1] if transposed else b.shape[2]
+    M = len(a if rows is None else rows)
     N = width // 2 if gated else width
     if scale is None and _specialises(tile, a, b, (K, N)):
         return _warp_specialized_product(
-            a, b, transposed, gated, WARP_SPECIALIZED[tile.specialised], maps, bias, activation, d_out
+            a, b, transposed, gated, WARP_SPECIALIZED[tile.specialised], maps, bias, activation, d_out, rows
         )
     where = maps.of(tile.block_m)
     tma = K % tile.block_k == 0 and _whole(a, K) and _whole(b, N)
@@ -120,7 +122,7 @@ def _product(
     b = b if code in (None, "int8") else lax.bitcast_convert_type(b, jnp.uint8)
     a_desc = b_desc = None
     if tma:
-        a_desc = tensor_descriptor(a, (M, K), (where.block_m, tile.block_k))
+        a_desc = tensor_descriptor(a, (M, K), (where.block_m, tile.block_k)) if rows is None else None
         matrix = (experts * width, K) if transposed else (experts * K, width)
         block = tile.block_k, tile.block_n
         b_desc = tensor_descriptor(b, matrix, block[::-1] if transposed else block)
@@ -131,6 +133,7 @@ def _product(
         factors,
         bias,
         d_out,
+        rows,
         a_desc,
         b_desc,
         where.tiles,
@@ -161,13 +164,13 @@ def _product(
     return result
 
 
-def _contraction(a, b, experts: int, dtype: Any, tile: Any, maps: _Maps) -> jax.Array:
-    """Returns [E, P, Q]: the rows of each group of a [M, P], transposed, times those of b [M, Q]."""
-    (M, P), Q, where = a.shape, b.shape[1], maps.any()
+def _contraction(a, b, experts: int, dtype: Any, tile: Any, maps: _Maps, rows=None) -> jax.Array:
+    """Returns [E, P, Q]: the rows of each group of a [M, P], transposed, times those of b [M, Q]. `rows` [M]: as above."""
+    P, (M, Q), where = a.shape[1], b.shape, maps.any()
     if dtype == a.dtype and _specialises(tile, a, b, (P, Q)):
-        return _warp_specialized_contraction(a, b, experts, WARP_SPECIALIZED[tile.specialised], where)
+        return _warp_specialized_contraction(a, b, experts, WARP_SPECIALIZED[tile.specialised], where, rows)
     out = jax.ShapeDtypeStruct((experts, P, Q), dtype)
-    tma, a_desc, b_desc = _whole(a, P) and _whole(b, Q), None, None
+    tma, a_desc, b_desc = rows is None and _whole(a, P) and _whole(b, Q), None, None
     if tma:
         a_desc = tensor_descriptor(a, (M, P), (tile.block_k, tile.block_m))
         b_desc = tensor_descriptor(b, (M, Q), (tile.block_k, tile.block_n))
@@ -175,12 +178,13 @@ def _contraction(a, b, experts: int, dtype: Any, tile: Any, maps: _Maps) -> jax.
         ragged_contraction_kernel,
         a,
         b,
+        rows,
         where.bounds,
         where.turn,
         a_desc,
         b_desc,
         out_shape=(out, jax.ShapeDtypeStruct((1,), jnp.int32)),
-        input_output_aliases={3: 1},
+        input_output_aliases={3 + (rows is not None): 1},
         grid=(min(tile.programs, experts * triton.cdiv(P, tile.block_m) * triton.cdiv(Q, tile.block_n)),),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -248,31 +252,43 @@ def _launch(
 
 
 def _warp_specialized_product(
-    a, b, transposed: bool, gated: bool, shape: _WarpSpecialized, maps: _Maps, bias=None, activation=None, d_out=None
+    a,
+    b,
+    transposed: bool,
+    gated: bool,
+    shape: _WarpSpecialized,
+    maps: _Maps,
+    bias=None,
+    activation=None,
+    d_out=None,
+    rows=None,
 ) -> jax.Array:
-    (M, K), experts, width = a.shape, b.shape[0], b.shape[1] if transposed else b.shape[2]
+    K, experts, width = a.shape[1], b.shape[0], b.shape[1] if transposed else b.shape[2]
+    M = len(a if rows is None else rows)
     N, columns = (width // 2, shape.columns // 2) if gated else (width, shape.columns)
     where, layout = maps.of(2 * shape.rows), SWIZZLED.value
     out = jax.ShapeDtypeStruct((M, N if d_out is None else width), a.dtype)
-    a_desc = tensor_descriptor(a, (M, K), (shape.rows, shape.block_k), layout)
+    a_desc = tensor_descriptor(a, (M, K), (shape.rows, shape.block_k), layout) if rows is None else None
     if transposed:
         b_desc = tensor_descriptor(b, (experts * width, K), (columns, shape.block_k), layout)
     else:
         b_desc = tensor_descriptor(b, b.shape, (1, shape.block_k, columns), MATRIX.value)
     d_desc = None if d_out is None else tensor_descriptor(d_out, (M, N), (shape.rows, 64), layout)
-    inputs = a_desc, b_desc, d_desc, bias, where.tiles, where.bounds, where.turn
+    rows_of = (None, None) if rows is None else (a, rows)
+    inputs = a_desc, *rows_of, b_desc, d_desc, bias, where.tiles, where.bounds, where.turn
     tiles, work = where.bound * triton.cdiv(N, columns), _work(2 * M * K * width, a, b, d_out, out)
     sizes = {"K": K, "N": N, "E": experts, "BOUND": where.bound, "BLOCK_N": columns}
     how = {"GATED": gated, "TRANSPOSED": transposed, "ACTIVATION": activation}
     return _launch(warp_specialized_matmul_kernel, shape, inputs, out, tiles, work, **sizes, **how)
 
 
-def _warp_specialized_contraction(a, b, experts: int, shape: _WarpSpecialized, where: _Map) -> jax.Array:
-    (M, P), Q = a.shape, b.shape[1]
+def _warp_specialized_contraction(a, b, experts: int, shape: _WarpSpecialized, where: _Map, rows=None) -> jax.Array:
+    P, (M, Q) = a.shape[1], b.shape
     layout, out = SWIZZLED.value, jax.ShapeDtypeStruct((experts, P, Q), a.dtype)
-    a_desc = tensor_descriptor(a, (M, P), (shape.block_k, shape.rows), layout)
+    a_desc = tensor_descriptor(a, (M, P), (shape.block_k, shape.rows), layout) if rows is None else None
     b_desc = tensor_descriptor(b, (M, Q), (shape.block_k, shape.columns), layout)
-    inputs = a_desc, b_desc, where.bounds, where.turn
+    rows_of = (None, None) if rows is None else (a, rows)
+    inputs = a_desc, *rows_of, b_desc, where.bounds, where.turn
     tiles = experts * triton.cdiv(P, 2 * shape.rows) * triton.cdiv(Q, shape.columns)
     sizes = {"P": P, "Q": Q, "E": experts, "BLOCK_Q": shape.columns}
     return _launch(
@@ -300,20 +316,21 @@ def _group_sums(x, experts: int, dtype: Any, where: _Map):
 # -- the operation ----------------------------------------------------------------------------------------------------
 
 
-def _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale):
+def _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale, rows=None):
     b, transposed, gated = weights
-    maps = _Maps(group_sizes, group_offset, lhs.shape[0], b.shape[0])
-    return _product(lhs, b, transposed, gated, cfg.forward, maps, rhs_bias, activation, scale=scales("columns", scale))
+    maps = _Maps(group_sizes, group_offset, len(lhs if rows is None else rows), b.shape[0])
+    of_columns = scales("columns", scale)
+    return _product(lhs, b, transposed, gated, cfg.forward, maps, rhs_bias, activation, scale=of_columns, rows=rows)
 
 
-def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale):
+def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale, rows=None):
     """Returns (the gradients of lhs and of the bias by name, the cotangent of the products, maps of tiles)."""
     b, transposed, gated = weights
     d = saved.d_out.astype(lhs.dtype)
-    maps = _Maps(group_sizes, group_offset, lhs.shape[0], b.shape[0])
+    maps = _Maps(group_sizes, group_offset, d.shape[0], b.shape[0])
     if activation is not None:
         columns = scales("columns", scale)
-        d = _product(lhs, b, transposed, gated, cfg.forward, maps, rhs_bias, activation, d, scale=columns)
+        d = _product(lhs, b, transposed, gated, cfg.forward, maps, rhs_bias, activation, d, scale=columns, rows=rows)
     gradients = {"lhs": _product(d, b, not transposed, False, cfg.d_lhs, maps, scale=scales("rows", scale))}
     if rhs_bias is not None:
         sums = _group_sums(d, b.shape[0], rhs_bias.dtype, maps.any())
@@ -451,6 +468,7 @@ register(
     _forward,
     _backward,
     _contraction,
+    gathers=True,
     platforms={"cuda"},
     dtypes={"float32", "bfloat16", "float16"},
     heuristic=heuristic,

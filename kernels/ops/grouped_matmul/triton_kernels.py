@@ -167,6 +167,7 @@ def grouped_matmul_kernel(
     scale_ptr,  # for 8-bit matrices: [E, WIDTH], or [E, K] if SCALES are per row; or None
     bias_ptr,  # [E, WIDTH] or None
     d_ptr,  # [M, N]: the cotangent of the result, or None
+    rows_ptr,  # [M]: the row of a of each row, which may be negative, of zeros; None if a has them in order
     a_desc,  # for TMA: descriptors of a, and of b as a matrix; None if the kernel creates them
     b_desc,
     tiles_ptr,
@@ -193,8 +194,9 @@ def grouped_matmul_kernel(
     WIDTH: tl.constexpr = 2 * N if GATED else N
     WRITTEN: tl.constexpr = N if d_ptr is None else WIDTH
     TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    if TMA and a_desc is None:
-        a_desc = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
+    if TMA and b_desc is None:
+        if rows_ptr is None:
+            a_desc = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
         if TRANSPOSED:
             b_desc = tl.make_tensor_descriptor(b_ptr, [E * WIDTH, K], [K, 1], [BLOCK_N, BLOCK_K])
         else:
@@ -211,15 +213,18 @@ def grouped_matmul_kernel(
         row = tl.load(tiles_ptr + BOUND + which)
         end = tl.load(tiles_ptr + 2 * BOUND + which)
         rows = row + tl.arange(0, BLOCK_M)
+        source = rows
+        if rows_ptr is not None:
+            source = tl.load(rows_ptr + rows, mask=rows < end, other=-1)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N] if GATED else [1, 1], tl.float32)
         for k in range(0, K, BLOCK_K):
             k_index = k + tl.arange(0, BLOCK_K)
-            if TMA:
+            if TMA and rows_ptr is None:
                 a = a_desc.load([row, k])
             else:
-                mask = (rows < end)[:, None] & (k_index < K)[None, :]
-                a = tl.load(a_ptr + rows.to(tl.int64)[:, None] * K + k_index[None, :], mask=mask, other=0.0)
+                mask = ((rows < end) & (source >= 0))[:, None] & (k_index < K)[None, :]
+                a = tl.load(a_ptr + source.to(tl.int64)[:, None] * K + k_index[None, :], mask=mask, other=0.0)
             if SCALES == "rows":
                 scale = tl.load(scale_ptr + expert * K + k_index, mask=k_index < K, other=0.0).to(tl.float32)
                 a = (a.to(tl.float32) * scale[None, :]).to(a.dtype)
@@ -262,6 +267,7 @@ def grouped_matmul_kernel(
 def ragged_contraction_kernel(
     a_ptr,  # [M, P]
     b_ptr,  # [M, Q]
+    rows_ptr,  # [M]: the row of a of each row, as above, or None
     bounds_ptr,
     turn_ptr,
     a_desc,  # as above
@@ -305,8 +311,12 @@ def ragged_contraction_kernel(
         for row in tl.range(rest, end, BLOCK_K, num_stages=STAGES):
             rows = row + tl.arange(0, BLOCK_K)
             row64, inner = rows.to(tl.int64), rows < end
-            a_mask, b_mask = inner[None, :] & (cols_p < P)[:, None], inner[:, None] & (cols_q < Q)[None, :]
-            a = tl.load(a_ptr + row64[None, :] * P + cols_p[:, None], mask=a_mask, other=0.0)
+            source, there = row64, inner
+            if rows_ptr is not None:
+                source = tl.load(rows_ptr + rows, mask=inner, other=-1).to(tl.int64)
+                there = source >= 0
+            a_mask, b_mask = there[None, :] & (cols_p < P)[:, None], inner[:, None] & (cols_q < Q)[None, :]
+            a = tl.load(a_ptr + source[None, :] * P + cols_p[:, None], mask=a_mask, other=0.0)
             b = tl.load(b_ptr + row64[:, None] * Q + cols_q[None, :], mask=b_mask, other=0.0)
             acc = tl.dot(a, b, acc, input_precision="ieee")
         out = out_ptr + expert.to(tl.int64) * (P * Q) + cols_p[:, None] * Q + cols_q[None, :]

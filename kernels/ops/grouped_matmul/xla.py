@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.ops.grouped_matmul.contract import activated, op, quantized_op
-from kernels.ops.grouped_matmul.groups import bounds
+from kernels.ops.combine_rows import combine_rows
+from kernels.ops.grouped_matmul.contract import activated, gathered_op, op, quantized_op
+from kernels.ops.grouped_matmul.groups import bounds, gathered_rows
 
 # Rows per tile, largest first. Few sizes keep the number of products per group small; a small last one wastes little.
 TILES = (128, 32, 8)
@@ -206,6 +207,17 @@ def quantized_backward(saved, lhs, rhs, rhs_transposed, group_sizes, rhs_scale, 
     return {"lhs": d_lhs} if rhs_bias is None else {"lhs": d_lhs, "rhs_bias": d_bias}
 
 
+def gathered_forward(lhs, rhs, rhs_transposed, group_sizes, rows, slots, group_offset, rhs_bias, activation):
+    return forward(gathered_rows(lhs, rows), rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation)
+
+
+def gathered_backward(saved, lhs, rhs, rhs_transposed, group_sizes, rows, slots, group_offset, rhs_bias, activation):
+    x = gathered_rows(lhs, rows)
+    gradients = backward(saved, x, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation)
+    return gradients | {"lhs": combine_rows(gradients["lhs"], slots)}
+
+
 _WHERE = {"platforms": {"cpu", "cuda", "rocm", "tpu"}, "dtypes": {"float32", "bfloat16", "float16"}, "symbolic": {"M"}}
 op.register(forward, backward, **_WHERE)
 quantized_op.register(quantized_forward, quantized_backward, **_WHERE)
+gathered_op.register(gathered_forward, gathered_backward, platforms=_WHERE["platforms"], dtypes=_WHERE["dtypes"])

@@ -10,11 +10,25 @@ import jax.numpy as jnp
 
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.options import checked
-from kernels.framework.public import Prepared, public
+from kernels.framework.public import Prepared, public, public_as_declared
 from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig, op
 from kernels.ops.scaled_matmul.formats import DTYPES, SCALINGS, Scaling, quantized
+from kernels.ops.scaled_matmul.quantizing import OPERANDS, activate_op, both_ways_op, cotangents_op
 
-__all__ = ["SCALINGS", "ScaledMatmulConfig", "Scaling", "op", "quantize_scaled", "scaled_matmul"]
+__all__ = [
+    "SCALINGS",
+    "ScaledMatmulConfig",
+    "Scaling",
+    "activate_both_ways",
+    "activate_op",
+    "activation_cotangents",
+    "both_ways_op",
+    "cotangents_op",
+    "op",
+    "quantize_both_ways",
+    "quantize_scaled",
+    "scaled_matmul",
+]
 
 # Jitted, because in an eager call each step would be a separate program.
 _quantized = functools.partial(jax.jit, static_argnames=("block", "dtype", "exponents"))(quantized)
@@ -142,3 +156,71 @@ def scaled_matmul(
     _check_scale("a_scale", a_scale, "a", a)
     _check_scale("b_scale", b_scale, "b", b)
     return Prepared(op.bind(a, b, a_scale, b_scale, dtype=dtype, fast_accumulation=fast_accumulation))
+
+
+quantize_both_ways = public_as_declared(
+    both_ways_op,
+    """Returns (values, scale, turned, turned_scale), two operands of `scaled_matmul` from one array: x in blocks of `rows` by
+    128, summed over D, and x^T in blocks of `turned_rows` by 128, summed over M.
+
+    Each is as `quantize_scaled` returns it. On GPUs that have 8-bit floats x is read once for both.
+
+    Args:
+      x: float [M, D], of sizes that 128 divides.
+      rows, turned_rows: 1, or 128: how many rows of an operand share a scale. Blocks of 128 by 128 of a matrix are the same
+        both ways, and (1, 128) those of activations and their gradients (DeepSeek-V3).
+      dtype: "float8_e4m3fn" or "float8_e5m2".
+
+    Raises:
+      ValueError: names the argument.
+
+    >>> import jax.numpy as jnp
+    >>> values, scale, turned, turned_scale = quantize_both_ways(jnp.ones((128, 256)), turned_rows=128)
+    >>> values.shape, scale.shape, turned.shape, turned_scale.shape
+    ((128, 256), (128, 2), (256, 128), (2, 1))
+    """,
+    returns=OPERANDS,
+)
+
+activate_both_ways = public_as_declared(
+    activate_op,
+    """Returns `quantize_both_ways` of activation(gate) * up, which is rounded to the dtype of gate before.
+
+    On GPUs that have 8-bit floats gate and up are read once, and the product is not written.
+
+    Args:
+      gate, up: float [M, F], of sizes that 128 divides.
+      activation: "silu", "gelu", "gelu_tanh" or "relu".
+
+    Raises:
+      ValueError: names the argument.
+
+    >>> import jax.numpy as jnp
+    >>> values, scale, turned, turned_scale = activate_both_ways(jnp.ones((128, 256)), jnp.ones((128, 256)))
+    >>> values.shape, scale.shape, turned.shape, turned_scale.shape
+    ((128, 256), (128, 2), (256, 128), (256, 1))
+    """,
+    returns=OPERANDS,
+)
+
+activation_cotangents = public_as_declared(
+    cotangents_op,
+    """Returns `quantize_both_ways`, with `turned_rows=128`, of the cotangents of gate and then of up, given that of
+    activation(gate) * up.
+
+    On GPUs that have 8-bit floats the three are read once, and the cotangents are written in 8 bits alone.
+
+    Args:
+      gate, up, d: float [M, F], of sizes that 128 divides; d is the cotangent of the product.
+      activation: "silu", "gelu", "gelu_tanh" or "relu".
+
+    Raises:
+      ValueError: names the argument.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.ones((128, 256))
+    >>> [y.shape for y in activation_cotangents(x, x, x)][:4]
+    [(128, 256), (128, 2), (256, 128), (2, 1)]
+    """,
+    returns=cotangents_op.outputs,
+)

@@ -72,7 +72,8 @@ def quantized(x: jax.Array, block: tuple[int, int], dtype: Any, exponents: bool)
         # A product: XLA turns a division by a constant into one, on some devices.
         scale = jnp.where(largest > 0, jnp.maximum(largest * jnp.float32(1 / largest_value), LEAST), 1.0)
         scale = jnp.where(whole, scale, jnp.nan)
-    ratio = jnp.clip(parts / powers(scale)[:, None, :, None], -largest_value, largest_value)
+    # One division a block instead of one a number.
+    ratio = jnp.clip(parts * (1 / powers(scale))[:, None, :, None], -largest_value, largest_value)
     return ratio.astype(dtype).reshape(x.shape), scale
 
 

@@ -2,7 +2,7 @@
 
 A program has a multiprocessor to itself. One warp loads blocks of 128 entries of D through TMA into a ring of stages, two
 warpgroups multiply half of a tile's rows each, and a warp for each of them stores (`engines/matmul/gluon_sums.py`), so that the
-tensor cores continue with the next tile meanwhile.
+tensor cores continue with the next tile meanwhile. Where blocks have scales one more warp loads these into the ring.
 
 The tensor cores' own sums of 8-bit products have about 14 bits. So a step's products are summed by themselves, scaled if blocks
 of 128 entries have scales, and added in float32: 64 rows at a time, while the tensor cores multiply for the other warpgroup.
@@ -23,17 +23,18 @@ from kernels.toolchains.gluon import after
 
 # A block of 8-bit entries in shared memory: rows of 128.
 NARROW = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def _make_ring(STAGES: gl.constexpr, a_dtype: gl.constexpr, b_dtype: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-               BLOCK_K: gl.constexpr):  # fmt: skip
+               BLOCK_K: gl.constexpr, LOADERS: gl.constexpr):  # fmt: skip
     a_tiles = gl.allocate_shared_memory(a_dtype, [2 * STAGES, ROWS, BLOCK_K], NARROW)
     b_tiles = gl.allocate_shared_memory(b_dtype, [STAGES, BLOCK_N, BLOCK_K], NARROW)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=LOADERS)
         mbarrier.init(free.index(i), count=2)
     return a_tiles, b_tiles, full, free
 
@@ -118,16 +119,61 @@ def _multiply(a_scale_ptr, b_scale_ptr, ring, hands, M: gl.constexpr, N: gl.cons
 
 
 @gluon.jit
-def _scales(a_scale_ptr, b_scale_ptr, k, row, column, M: gl.constexpr, N: gl.constexpr, STEPS: gl.constexpr,
-            B_ROWS: gl.constexpr, layout: gl.constexpr):  # fmt: skip
-    """Returns the scales of a step: of 64 rows of a, and of each row of b or of a block of 128."""
-    rows = row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    of_rows = gl.load(a_scale_ptr + k * M + rows, mask=rows < M, other=0.0)
+def _make_scales(STAGES: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, B_ROWS: gl.constexpr):
+    """Allocates room for the scales of a stage: of the rows of a tile and, if each row of b has its own, of its columns."""
+    of_rows = gl.allocate_shared_memory(gl.float32, [2 * STAGES, ROWS], FLAT)
     if B_ROWS:
-        columns = column + gl.arange(0, 128, gl.SliceLayout(0, layout))
-        return of_rows, gl.load(b_scale_ptr + k * N + columns, mask=columns < N, other=0.0)
+        return of_rows, gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], FLAT)
     else:
-        return of_rows, gl.load(b_scale_ptr + column // 128 * STEPS + k)
+        return of_rows, None
+
+
+@gluon.jit
+def _load_scales(a_scale_ptr, b_scale_ptr, ring, scales, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TILES: gl.constexpr,
+                 B_ROWS: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+                 STAGES: gl.constexpr):  # fmt: skip
+    """Fills the scales of each stage: those of rows, multiplied by that of 128 columns where they share one."""
+    a_tiles, b_tiles, full, free = ring
+    of_rows, of_columns = scales
+    STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    stage, phase = 0, 0
+    for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
+        row, column = _place(tile, M, N, BAND, 2 * ROWS, BLOCK_N)
+        rows = row + gl.arange(0, ROWS, flat)
+        columns = column + gl.arange(0, BLOCK_N, flat)
+        for k in range(STEPS):
+            # Loaded before the stage is free, so that they arrive while it is waited for.
+            upper = gl.load(a_scale_ptr + k * M + rows, mask=rows < M, other=0.0)
+            lower = gl.load(a_scale_ptr + k * M + ROWS + rows, mask=rows + ROWS < M, other=0.0)
+            if B_ROWS:
+                of_b = gl.load(b_scale_ptr + k * N + columns, mask=columns < N, other=0.0)
+            else:
+                of_b = gl.load(b_scale_ptr + column // 128 * STEPS + k)
+                upper, lower = upper * of_b, lower * of_b
+            mbarrier.wait(free.index(stage), phase ^ 1)
+            of_rows.index(2 * stage).store(upper)
+            of_rows.index(2 * stage + 1).store(lower)
+            if B_ROWS:
+                of_columns.index(stage).store(of_b)
+            mbarrier.arrive(full.index(stage))
+            stage, phase = after(stage, phase, STAGES)
+
+
+@gluon.jit
+def _read_scales(scales, stage, BLOCKS: gl.constexpr, B_ROWS: gl.constexpr, layout: gl.constexpr, WHICH: gl.constexpr):
+    """Returns the scales of a stage: of each 64 rows, and of columns. Read before products begin, they are there at the end."""
+    of_rows, of_columns = (None, None), None
+    if BLOCKS:
+        rows = scales[0].index(2 * stage + WHICH)
+        upper = rows.slice(0, 64, 0).load(gl.SliceLayout(1, layout))
+        if rows.shape[0] == 128:
+            of_rows = upper, rows.slice(64, 64, 0).load(gl.SliceLayout(1, layout))
+        else:
+            of_rows = upper, None
+        if B_ROWS:
+            of_columns = scales[1].index(stage).load(gl.SliceLayout(0, layout))
+    return of_rows, of_columns
 
 
 @gluon.jit
@@ -137,11 +183,11 @@ def _added(acc, p, of_rows, of_columns, BLOCKS: gl.constexpr, B_ROWS: gl.constex
     elif B_ROWS:
         return acc + p * of_rows[:, None] * of_columns[None, :]
     else:
-        return acc + p * (of_rows * of_columns)[:, None]
+        return acc + p * of_rows[:, None]
 
 
 @gluon.jit
-def _multiply_by_steps(a_scale_ptr, b_scale_ptr, ring, hands, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+def _multiply_by_steps(a_scale_ptr, b_scale_ptr, ring, scales, hands, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
                        TILES: gl.constexpr, BLOCKS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
                        BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
                        STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
@@ -158,39 +204,21 @@ def _multiply_by_steps(a_scale_ptr, b_scale_ptr, ring, hands, M: gl.constexpr, N
         row, column = _place(tile, M, N, BAND, 2 * ROWS, BLOCK_N)
         row += WHICH * ROWS
         upper, lower, p = _sums(64, BLOCK_N), _sums(64, BLOCK_N), _sums(64, BLOCK_N)
-        of_upper, of_lower, of_columns = None, None, None
-        if BLOCKS:
-            of_upper, of_columns = _scales(a_scale_ptr, b_scale_ptr, 0, row, column, M, N, STEPS, B_ROWS, layout)
-            if TALL:
-                of_lower, _ = _scales(a_scale_ptr, b_scale_ptr, 0, row + 64, column, M, N, STEPS, B_ROWS, layout)
-        for k in range(STEPS):
+        for _ in range(STEPS):
             mbarrier.wait(full.index(stage), phase)
             a, b = a_tiles.index(2 * stage + WHICH), b_tiles.index(stage).permute((1, 0))
+            of_rows, of_columns = _read_scales(scales, stage, BLOCKS, B_ROWS, layout, WHICH)
             p = warpgroup_mma(a.slice(0, 64, 0), b, p, use_acc=never, is_async=True)
-            # Scales of the next step, which arrive while this one is multiplied.
-            soon = gl.minimum(k + 1, STEPS - 1)
-            if BLOCKS:
-                next_upper, next_columns = _scales(
-                    a_scale_ptr, b_scale_ptr, soon, row, column, M, N, STEPS, B_ROWS, layout
-                )
-                if TALL:
-                    next_lower, _ = _scales(
-                        a_scale_ptr, b_scale_ptr, soon, row + 64, column, M, N, STEPS, B_ROWS, layout
-                    )
             p = warpgroup_mma_wait(0, (p,))
             if TALL:
-                upper = _added(upper, p, of_upper, of_columns, BLOCKS, B_ROWS)
+                upper = _added(upper, p, of_rows[0], of_columns, BLOCKS, B_ROWS)
                 p = warpgroup_mma(a.slice(64, 64, 0), b, p, use_acc=never, is_async=True)
                 p = warpgroup_mma_wait(0, (p,))
                 mbarrier.arrive(free.index(stage))
-                lower = _added(lower, p, of_lower, of_columns, BLOCKS, B_ROWS)
+                lower = _added(lower, p, of_rows[1], of_columns, BLOCKS, B_ROWS)
             else:
                 mbarrier.arrive(free.index(stage))
-                upper = _added(upper, p, of_upper, of_columns, BLOCKS, B_ROWS)
-            if BLOCKS:
-                of_upper, of_columns = next_upper, next_columns
-                if TALL:
-                    of_lower = next_lower
+                upper = _added(upper, p, of_rows[0], of_columns, BLOCKS, B_ROWS)
             stage, phase = after(stage, phase, STAGES)
         PARTS: gl.constexpr = BLOCK_N // 64
         uppers, lowers = parts_of(upper, PARTS), parts_of(lower, PARTS)
@@ -208,16 +236,16 @@ def _multiply_by_steps(a_scale_ptr, b_scale_ptr, ring, hands, M: gl.constexpr, N
 
 
 @gluon.jit
-def _consume(a_scale_ptr, b_scale_ptr, ring, hands, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TILES: gl.constexpr,
-             FAST: gl.constexpr, BLOCKS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, BAND: gl.constexpr,
-             ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+def _consume(a_scale_ptr, b_scale_ptr, ring, scales, hands, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+             TILES: gl.constexpr, FAST: gl.constexpr, BLOCKS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
+             BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
              WHICH: gl.constexpr):  # fmt: skip
     if FAST:
         _multiply(a_scale_ptr, b_scale_ptr, ring, hands, M, N, K, TILES, A_ROWS, B_ROWS, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES,
                   WHICH)  # fmt: skip
     else:
-        _multiply_by_steps(a_scale_ptr, b_scale_ptr, ring, hands, M, N, K, TILES, BLOCKS, A_ROWS, B_ROWS, BAND, ROWS, BLOCK_N,
-                           BLOCK_K, STAGES, WHICH)  # fmt: skip
+        _multiply_by_steps(a_scale_ptr, b_scale_ptr, ring, scales, hands, M, N, K, TILES, BLOCKS, A_ROWS, B_ROWS, BAND, ROWS,
+                           BLOCK_N, BLOCK_K, STAGES, WHICH)  # fmt: skip
 
 
 @gluon.jit
@@ -253,18 +281,36 @@ def warp_specialized_scaled_kernel(
     OTHERS: gl.constexpr,  # registers per other thread
 ):
     TILES: gl.constexpr = ((M + 2 * ROWS - 1) // (2 * ROWS)) * ((N + BLOCK_N - 1) // BLOCK_N)
-    ring = _make_ring(STAGES, a_desc.dtype, b_desc.dtype, ROWS, BLOCK_N, BLOCK_K)
+    ring = _make_ring(STAGES, a_desc.dtype, b_desc.dtype, ROWS, BLOCK_N, BLOCK_K, 2 if BLOCKS else 1)
     hands = make_hands(BUFFERS, out_ptr.dtype.element_ty, ROWS)
-    gl.warp_specialize(
-        [
-            (_consume, (a_scale_ptr, b_scale_ptr, ring, hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, BAND, ROWS,
-                        BLOCK_N, BLOCK_K, STAGES, 0)),
-            (_consume, (a_scale_ptr, b_scale_ptr, ring, hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, BAND, ROWS,
-                        BLOCK_N, BLOCK_K, STAGES, 1)),
-            (_load, (a_desc, b_desc, ring, M, N, K, TILES, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES)),
-            (_store, (out_ptr, hands, M, N, TILES, BAND, ROWS, BLOCK_N, 0)),
-            (_store, (out_ptr, hands, M, N, TILES, BAND, ROWS, BLOCK_N, 1)),
-        ],
-        [4, 1, 1, 1],
-        [MULTIPLYING, OTHERS, OTHERS, OTHERS],
-    )  # fmt: skip
+    if BLOCKS:
+        scales = _make_scales(STAGES, ROWS, BLOCK_N, B_ROWS)
+        gl.warp_specialize(
+            [
+                (_consume, (a_scale_ptr, b_scale_ptr, ring, scales, hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, BAND,
+                            ROWS, BLOCK_N, BLOCK_K, STAGES, 0)),
+                (_consume, (a_scale_ptr, b_scale_ptr, ring, scales, hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, BAND,
+                            ROWS, BLOCK_N, BLOCK_K, STAGES, 1)),
+                (_load, (a_desc, b_desc, ring, M, N, K, TILES, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES)),
+                (_load_scales, (a_scale_ptr, b_scale_ptr, ring, scales, M, N, K, TILES, B_ROWS, BAND, ROWS, BLOCK_N, BLOCK_K,
+                                STAGES)),
+                (_store, (out_ptr, hands, M, N, TILES, BAND, ROWS, BLOCK_N, 0)),
+                (_store, (out_ptr, hands, M, N, TILES, BAND, ROWS, BLOCK_N, 1)),
+            ],
+            [4, 1, 1, 1, 1],
+            [MULTIPLYING, OTHERS, OTHERS, OTHERS, OTHERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (a_scale_ptr, b_scale_ptr, ring, (), hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, BAND,
+                            ROWS, BLOCK_N, BLOCK_K, STAGES, 0)),
+                (_consume, (a_scale_ptr, b_scale_ptr, ring, (), hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, BAND,
+                            ROWS, BLOCK_N, BLOCK_K, STAGES, 1)),
+                (_load, (a_desc, b_desc, ring, M, N, K, TILES, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES)),
+                (_store, (out_ptr, hands, M, N, TILES, BAND, ROWS, BLOCK_N, 0)),
+                (_store, (out_ptr, hands, M, N, TILES, BAND, ROWS, BLOCK_N, 1)),
+            ],
+            [4, 1, 1, 1],
+            [MULTIPLYING, OTHERS, OTHERS, OTHERS],
+        )  # fmt: skip

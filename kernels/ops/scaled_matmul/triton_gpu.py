@@ -14,6 +14,22 @@ from kernels.framework.work import Work, nbytes
 from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig, op
 from kernels.ops.scaled_matmul.formats import step_of
 from kernels.ops.scaled_matmul.gluon_kernels import NARROW, warp_specialized_scaled_kernel
+from kernels.ops.scaled_matmul.quantize_kernels import (
+    activate_both_ways_kernel,
+    activation_cotangents_kernel,
+    quantize_both_ways_kernel,
+)
+from kernels.ops.scaled_matmul.quantizing import (
+    activate_both_ways,
+    activate_op,
+    activation_cotangents,
+    both_ways_op,
+    cotangents_op,
+    quantize_both_ways,
+    work_of_activation,
+    work_of_cotangents,
+    work_of_quantisation,
+)
 from kernels.ops.scaled_matmul.triton_kernels import scaled_matmul_kernel
 from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
 
@@ -119,20 +135,23 @@ def rejects(call):
 
 # -- configurations ---------------------------------------------------------------------------------------------------
 
-WIDE = ScaledMatmulConfig(block_m=128, block_n=256, num_stages=4, num_buffers=2, num_warps=4, band=8)
 TALL = ScaledMatmulConfig(block_m=256, block_n=128, num_stages=4, num_buffers=1, num_warps=4, band=8)
-SQUARE = ScaledMatmulConfig(block_m=128, block_n=128, num_stages=6, num_buffers=2, num_warps=4, band=16)
-SHALLOW = replace(TALL, num_stages=3)  # of blocks 962 TFLOP/s, with 4 stages 942
-# With room for all sums of a tile a warpgroup never waits for a store.
-ROOMY = replace(WIDE, num_stages=3, num_buffers=4), replace(TALL, num_stages=3, num_buffers=2)
+WIDE = replace(TALL, block_m=128, block_n=256, num_buffers=2)
+SQUARE = replace(WIDE, block_n=128, num_stages=6, band=16)
+# With room for all sums of a tile a warpgroup never waits for a store. At 8192 x 8192 x 8192 1,147 TFLOP/s with scales of blocks
+# and 1,200 of rows; with room for half of them, in 3 and 4 stages, 1,116 and 1,183.
+ROOMY = replace(TALL, num_stages=3, num_buffers=2)
+# Scales of blocks take a part of each stage.
+SHALLOW, SQUARE_BLOCKS = replace(TALL, num_stages=3), replace(SQUARE, num_stages=5)
 
 
 def candidates(call):
     """Returns the tiles whose sums fit into registers, the one to take without measurements first."""
     if call.a_scale.shape[1] == 1:
-        return [WIDE, TALL, SQUARE, *ROOMY] if call.fast_accumulation else [TALL, SQUARE, ROOMY[1]]
+        fast = [TALL, SQUARE, WIDE, ROOMY, replace(WIDE, num_stages=3, num_buffers=4)]
+        return fast if call.fast_accumulation else [ROOMY, TALL, SQUARE]
     # Scales of each row of b, one for each column of the tile, are in registers too.
-    return [SQUARE] if call.b_scale.shape[0] == call.dims["F"] else [SHALLOW, TALL, SQUARE, ROOMY[1]]
+    return [SQUARE_BLOCKS] if call.b_scale.shape[0] == call.dims["F"] else [ROOMY, SHALLOW, SQUARE_BLOCKS]
 
 
 def heuristic(call, platform):
@@ -147,3 +166,68 @@ op.register(
     heuristic=heuristic,
     candidates=candidates,
 )
+
+
+# -- quantisation along both dims ------------------------------------------------------------------------------------------
+
+
+def _operands(x, rows, turned_rows):
+    """Returns the shapes of an array's operands, their values as bytes."""
+    M, D = x.shape
+    return (
+        jax.ShapeDtypeStruct((M, D), jnp.uint8),
+        jax.ShapeDtypeStruct((M // rows, D // 128), jnp.float32),
+        jax.ShapeDtypeStruct((D, M), jnp.uint8),
+        jax.ShapeDtypeStruct((D // turned_rows, M // 128), jnp.float32),
+    )
+
+
+def _launch(kernel, arrays, out_shape, cfg, work, dtype="float8_e4m3fn", **named):
+    M, D = arrays[0].shape
+    grid = (M // 128 * (D // 128) * (len(out_shape) // 4),)
+    # Two programs on a multiprocessor: one loads while the other one computes.
+    how = {"num_warps": cfg.num_warps, "max_registers": min(255, 1024 // cfg.num_warps), "work": work}
+    results = triton_launch(kernel, *arrays, out_shape=out_shape, grid=grid, M=M, **how, **named)
+    return tuple(lax.bitcast_convert_type(y, jnp.dtype(dtype)) if y.dtype == jnp.uint8 else y for y in results)
+
+
+def _converts() -> bool:
+    """Returns whether a GPU converts to 8-bit floats."""
+    return compute_capability() >= 89
+
+
+def both_ways(x, rows, turned_rows, dtype, cfg):
+    if not _converts():
+        return quantize_both_ways(x, rows=rows, turned_rows=turned_rows, dtype=dtype)
+    work = work_of_quantisation(both_ways_op.bind(x, rows=rows, turned_rows=turned_rows, dtype=dtype))[0]
+    how = {"D": x.shape[1], "ROWS": rows, "TURNED_ROWS": turned_rows, "E5M2": dtype == "float8_e5m2"}
+    out = _operands(x, rows, turned_rows)
+    return _launch(quantize_both_ways_kernel, (x,), out, cfg, work, dtype, **how)
+
+
+def activate(gate, up, activation, cfg):
+    if not _converts():
+        return activate_both_ways(gate, up, activation=activation)
+    out, work = _operands(gate, 1, 1), work_of_activation(activate_op.bind(gate, up))[0]
+    return _launch(activate_both_ways_kernel, (gate, up), out, cfg, work, F=gate.shape[1], NAME=activation)
+
+
+def cotangents(gate, up, d, activation, cfg):
+    if not _converts():
+        return activation_cotangents(gate, up, d, activation=activation)
+    out, work = 2 * _operands(gate, 1, 128), work_of_cotangents(cotangents_op.bind(gate, up, d))[0]
+    return _launch(activation_cotangents_kernel, (gate, up, d), out, cfg, work, F=gate.shape[1], NAME=activation)
+
+
+for _op, _function, _warps in (
+    (both_ways_op, both_ways, 8),
+    (activate_op, activate, 8),
+    (cotangents_op, cotangents, 16),
+):
+    _op.register(
+        _function,
+        platforms={"cuda"},
+        dtypes={"float32", "bfloat16", "float16"},
+        heuristic=lambda call, platform, warps=_warps: ScaledMatmulConfig(num_warps=warps),
+        candidates=lambda call: [ScaledMatmulConfig(num_warps=n) for n in (8, 16, 4)],
+    )

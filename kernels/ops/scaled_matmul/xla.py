@@ -12,6 +12,14 @@ from jax import lax
 
 from kernels.ops.scaled_matmul.contract import op
 from kernels.ops.scaled_matmul.formats import column, spread, step_of
+from kernels.ops.scaled_matmul.quantizing import (
+    activate_both_ways,
+    activate_op,
+    activation_cotangents,
+    both_ways_op,
+    cotangents_op,
+    quantize_both_ways,
+)
 
 
 def _product(a: jax.Array, b: jax.Array, narrow: bool) -> jax.Array:
@@ -45,3 +53,19 @@ op.register(
     platforms={"cpu", "cuda", "rocm", "tpu"},
     dtypes={"float8_e4m3fn", "float8_e5m2", "float32", "bfloat16", "float16"},
 )
+
+
+def both_ways(x, rows, turned_rows, dtype):
+    return quantize_both_ways(x, rows=rows, turned_rows=turned_rows, dtype=dtype)
+
+
+def activate(gate, up, activation):
+    return activate_both_ways(gate, up, activation=activation)
+
+
+def cotangents(gate, up, d, activation):
+    return activation_cotangents(gate, up, d, activation=activation)
+
+
+for _op, _function in ((both_ways_op, both_ways), (activate_op, activate), (cotangents_op, cotangents)):
+    _op.register(_function, platforms={"cpu", "cuda", "rocm", "tpu"}, dtypes={"float32", "bfloat16", "float16"})

@@ -13,7 +13,7 @@ import inspect
 import itertools
 import math
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -22,6 +22,7 @@ from jax_triton import triton_lib
 from triton import language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.runtime import jit as triton_jit
 
 from kernels.toolchains.simulate.simulated_hopper import (
@@ -108,9 +109,10 @@ _erf = np.vectorize(math.erf, otypes=[np.float32])
 
 
 def _fence() -> None:
-    for unfenced, entries in here.partition.written:
-        unfenced[entries] = False
-    here.partition.written.clear()
+    for written in (here.partition.written, here.program.copied):
+        for unfenced, entries in written:
+            unfenced[entries] = False
+        written.clear()
 
 
 def _wait(barrier: Shared, phase: Any, pred: Any = True) -> None:
@@ -144,6 +146,58 @@ def _async_load(desc: Descriptor, start: Sequence[Any], barrier: Shared, tile: S
         arrived.pass_on()
 
     here.program.copies.append(done)
+
+
+class _Copying:
+    """A partition's copies by instructions that are not yet done, and what is to follow them."""
+
+    def __init__(self) -> None:
+        self._left: set[object] = set()
+        self._following: list[tuple[set[object], Callable[[], None]]] = []
+
+    @classmethod
+    def of_partition(cls) -> _Copying:
+        return here.partition.__dict__.setdefault("copying", cls())
+
+    def begin(self) -> object:
+        copy = object()
+        self._left.add(copy)
+        return copy
+
+    def end(self, copy: object) -> None:
+        self._left.discard(copy)
+        for left, follow in [*self._following]:
+            left.discard(copy)
+            if not left:
+                self._following.remove((left, follow))
+                follow()
+
+    def then(self, follow: Callable[[], None]) -> None:
+        if self._left:
+            self._following.append((set(self._left), follow))
+        else:
+            follow()
+
+
+def _copy_rows(tile: Shared, pointer: Pointer, mask: Any = True) -> None:
+    array, index, meant = pointer.entries(mask)
+    if list(index.shape) != tile.shape or array.dtype != tile.dtype:
+        raise TypeError(f"{array.dtype}{list(index.shape)} does not fit a tile {tile.dtype}{tile.shape}")
+    write, copying = tile.begin_writing(here.program.copied), _Copying.of_partition()
+    mine = copying.begin()
+
+    def done() -> None:
+        write(np.where(meant, array[index], np.zeros((), array.dtype)))
+        copying.end(mine)
+
+    here.program.copies.append(done)
+
+
+def _arrive_after_copies(barrier: Shared, increment_count: bool = True) -> None:
+    if increment_count:
+        raise NotImplementedError(f"increment_count is not implemented; add it to {__name__}")
+    state, threads = barrier.barrier(), 32 * here.partition.warps
+    _Copying.of_partition().then(lambda: state.arrive(threads))
 
 
 def _async_atomic_add(desc: Descriptor, start: Sequence[Any], tile: Shared) -> None:
@@ -214,7 +268,7 @@ _LANGUAGE = _Words(
     atomic_add=_atomic_add,
     inline_asm_elementwise=_inline_asm,
     allocate_shared_memory=Shared.allocate,
-    warp_specialize=lambda functions, warps, registers: here.program.run(functions),
+    warp_specialize=lambda functions, warps, registers: here.program.run(functions, (4, *warps)),
 )
 _MEANINGS: dict[int, Any] = {
     id(gl): _LANGUAGE,
@@ -231,6 +285,7 @@ _MEANINGS: dict[int, Any] = {
         async_atomic_add=_async_atomic_add,
         store_wait=lambda left: here.partition.finish(here.partition.sums, left),
     ),
+    id(async_copy): _Words(async_load=_copy_rows, mbarrier_arrive=_arrive_after_copies),
     id(hopper.fence_async_shared): _fence,
     id(hopper.warpgroup_mma): _warpgroup_mma,
     id(hopper.warpgroup_mma_wait): _warpgroup_mma_wait,

@@ -192,14 +192,18 @@ class Shared:
 
         return read
 
-    def begin_writing(self) -> Callable[[np.ndarray], None]:
-        """Fills the tile with NaN, and returns the function that writes TMA's data to it."""
+    def begin_writing(self, copied: list[Any] | None = None) -> Callable[[np.ndarray], None]:
+        """Fills the tile with NaN, and returns the function that writes TMA's data; or instructions', noted in `copied`."""
 
         def write(value: Any) -> None:
-            self._check_fence("TMA is to write")
+            if copied is None:
+                self._check_fence("TMA is to write")
+            else:
+                self._unfenced[self._entries] = True
+                copied.append((self._unfenced, self._entries))
             self._memory[self._entries] = value
 
-        write(poison(self.dtype))
+        self._memory[self._entries] = poison(self.dtype)
         return write
 
     def _check_fence(self, what: str) -> None:
@@ -276,7 +280,8 @@ class Descriptor:
 class _Partition:
     """The warps of a program that run one function."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, warps: int):
+        self.warps = warps
         self.name, self.go, self.ended = name, threading.Semaphore(0), False
         self.waits: Callable[[], bool] = lambda: True
         self.where, self.late = "its beginning", False
@@ -301,16 +306,17 @@ class Program:
     def __init__(self, index: int, count: int):
         self.index, self.count = index, count
         self.copies: list[Callable[[], None]] = []  # started, not yet done
+        self.copied: list[Any] = []  # by instructions, since the last fence: see `Shared.begin_writing`
         self._draw, self._early = random.Random(index), False
         self._partitions: list[_Partition] = []
         self._failure: BaseException | None = None
 
-    def run(self, functions: Sequence[tuple[Callable, Sequence[Any]]]) -> None:
-        """Runs functions concurrently until all have ended."""
+    def run(self, functions: Sequence[tuple[Callable, Sequence[Any]]], warps: Sequence[int] = (4,)) -> None:
+        """Runs functions concurrently, each by so many warps, until all have ended."""
         outer, self._partitions = self._partitions, []
         threads = []
         for i, (function, arguments) in enumerate(functions):
-            partition = _Partition(f"{getattr(function, '__name__', 'kernel')} (partition {i})")
+            partition = _Partition(f"{getattr(function, '__name__', 'kernel')} (partition {i})", warps[i])
             self._partitions.append(partition)
             threads.append(threading.Thread(target=self._run, args=(partition, function, arguments), daemon=True))
         for thread in threads:

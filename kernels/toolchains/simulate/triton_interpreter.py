@@ -49,6 +49,7 @@ _POINTER_TYPES = {
     "float8_e5m2": "u8",
 }
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_EIGHT_BITS = {tl.float8e4nv: ml_dtypes.float8_e4m3fn, tl.float8e5: ml_dtypes.float8_e5m2}
 
 # The interpreter patches Triton's own modules, so only one thread may interpret or compile at a time.
 language_lock = threading.RLock()
@@ -223,6 +224,12 @@ def _interpreted_language() -> Iterator[None]:
 
     def convert(self: Any, value: Any, dtype: Any, rounding: Any) -> Any:
         kinds = {value.dtype.scalar, dtype.scalar}
+        if dtype.scalar in _EIGHT_BITS and rounding != ir.ROUNDING_MODE.RTZ:
+            # To nearest even, and to the largest number past it, as GPUs do; the interpreter's own rounds ties up.
+            kind = _EIGHT_BITS[dtype.scalar]
+            most = float(ml_dtypes.finfo(kind).max)
+            bits = np.clip(value.data.astype(np.float32), -most, most).astype(kind).view(np.uint8)
+            return interpreter.TensorHandle(bits, dtype.scalar)
         has_8_bit = any(kind.primitive_bitwidth == 8 for kind in kinds)
         if tl.bfloat16 not in kinds or has_8_bit or rounding == ir.ROUNDING_MODE.RTZ:
             return plain_convert(self, value, dtype, rounding)

@@ -1,0 +1,141 @@
+"""Triton kernels that quantise an array along both of its dims, a tile of 128 by 128 at a time: it is read once.
+
+Values are written as bytes: no pointer of 8-bit floats is needed. Conversions are the device's, to nearest even.
+"""
+
+# Triton's stubs declare tensors where its compiler accepts constants and integers too.
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.engines.matmul.triton_activations import activation
+
+LEAST = tl.constexpr(1.1754943508222875e-38)  # the least normal float32
+
+
+@triton.jit
+def _largest(x, AXIS: tl.constexpr):
+    """Returns the bits of the largest magnitudes. As integers NaN and infinities are larger than all numbers, and not lost."""
+    return tl.max((x.to(tl.int32, bitcast=True)) & 0x7FFFFFFF, axis=AXIS)
+
+
+@triton.jit
+def _scales(bits, MOST: tl.constexpr):
+    """Returns the scales of blocks from the bits of their largest magnitudes, and their reciprocals."""
+    largest = bits.to(tl.float32, bitcast=True)
+    scale = tl.where(bits > 0, tl.maximum(largest * (1.0 / MOST), LEAST), 1.0)
+    scale = tl.where(bits < 0x7F800000, scale, float("nan"))
+    return scale, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def _bytes(x, E5M2: tl.constexpr):
+    return (x.to(tl.float8e5) if E5M2 else x.to(tl.float8e4nv)).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def quantise_tile(x, values_ptr, scale_ptr, turned_ptr, turned_scale_ptr, i, j, M: tl.constexpr, D: tl.constexpr,
+                  ROWS: tl.constexpr, TURNED_ROWS: tl.constexpr, E5M2: tl.constexpr):  # fmt: skip
+    """Writes tile (i, j), of 128 rows and columns, of an array as an operand that is summed over its columns and, turned, as
+    one that is summed over its rows. `ROWS`, `TURNED_ROWS`: rows of the operand that share a scale, 1 or 128."""
+    MOST: tl.constexpr = 57344.0 if E5M2 else 448.0
+    inside = tl.arange(0, 128)
+    rows, columns = i * 128 + inside, j * 128 + inside
+    of_rows, of_columns = _largest(x, 1), _largest(x, 0)
+    of_tile = tl.max(of_rows, axis=0)
+    scale, reciprocal = _scales(of_rows if ROWS == 1 else tl.zeros([128], tl.int32) + of_tile, MOST)
+    values = _bytes(x * reciprocal[:, None], E5M2)
+    tl.store(values_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :], values)
+    if ROWS == 1:
+        tl.store(scale_ptr + rows * (D // 128) + j, scale)
+    else:
+        tl.store(scale_ptr + i * (D // 128) + j + inside, scale, mask=inside < 1)
+    scale, reciprocal = _scales(of_columns if TURNED_ROWS == 1 else tl.zeros([128], tl.int32) + of_tile, MOST)
+    turned = tl.trans(_bytes(x * reciprocal[None, :], E5M2))
+    tl.store(turned_ptr + columns.to(tl.int64)[:, None] * M + rows[None, :], turned)
+    if TURNED_ROWS == 1:
+        tl.store(turned_scale_ptr + columns * (M // 128) + i, scale)
+    else:
+        tl.store(turned_scale_ptr + j * (M // 128) + i + inside, scale, mask=inside < 1)
+
+
+@triton.jit
+def _entries(i, j, D: tl.constexpr):
+    inside = tl.arange(0, 128)
+    return (i * 128 + inside).to(tl.int64)[:, None] * D + (j * 128 + inside)[None, :]
+
+
+@triton.jit
+def quantize_both_ways_kernel(
+    x_ptr,  # [M, D]
+    values_ptr,  # [M, D]
+    scale_ptr,  # [M / ROWS, D / 128]
+    turned_ptr,  # [D, M]
+    turned_scale_ptr,  # [D / TURNED_ROWS, M / 128]
+    M: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    TURNED_ROWS: tl.constexpr,
+    E5M2: tl.constexpr,
+):
+    i, j = tl.program_id(0) // (D // 128), tl.program_id(0) % (D // 128)
+    x = tl.load(x_ptr + _entries(i, j, D)).to(tl.float32)
+    quantise_tile(x, values_ptr, scale_ptr, turned_ptr, turned_scale_ptr, i, j, M, D, ROWS, TURNED_ROWS, E5M2)
+
+
+@triton.jit
+def activate_both_ways_kernel(
+    gate_ptr,  # [M, F]
+    up_ptr,
+    values_ptr,  # as above
+    scale_ptr,
+    turned_ptr,
+    turned_scale_ptr,
+    M: tl.constexpr,
+    F: tl.constexpr,
+    NAME: tl.constexpr,
+):
+    i, j = tl.program_id(0) // (F // 128), tl.program_id(0) % (F // 128)
+    offsets = _entries(i, j, F)
+    gate, up = tl.load(gate_ptr + offsets).to(tl.float32), tl.load(up_ptr + offsets).to(tl.float32)
+    act, _ = activation(gate, NAME)
+    x = (act * up).to(gate_ptr.dtype.element_ty).to(tl.float32)
+    quantise_tile(x, values_ptr, scale_ptr, turned_ptr, turned_scale_ptr, i, j, M, F, 1, 1, False)
+
+
+@triton.jit
+def activation_cotangents_kernel(
+    gate_ptr,  # [M, F]
+    up_ptr,
+    d_ptr,
+    gate_values_ptr,  # the cotangent of gate, as above
+    gate_scale_ptr,
+    gate_turned_ptr,
+    gate_turned_scale_ptr,
+    up_values_ptr,  # and that of up
+    up_scale_ptr,
+    up_turned_ptr,
+    up_turned_scale_ptr,
+    M: tl.constexpr,
+    F: tl.constexpr,
+    NAME: tl.constexpr,
+):
+    # Two adjacent programs have a tile's two cotangents: one would have registers for neither's loads ahead.
+    side, tile = tl.program_id(0) % 2, tl.program_id(0) // 2
+    i, j = tile // (F // 128), tile % (F // 128)
+    offsets = _entries(i, j, F)
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    if side == 0:
+        _, slope = activation(tl.load(gate_ptr + offsets).to(tl.float32), NAME)
+        d = tl.load(d_ptr + offsets).to(tl.float32) * tl.load(up_ptr + offsets).to(tl.float32)
+        x = (d * slope).to(dtype).to(tl.float32)
+        quantise_tile(
+            x, gate_values_ptr, gate_scale_ptr, gate_turned_ptr, gate_turned_scale_ptr, i, j, M, F, 1, 128, False
+        )
+    else:
+        act, _ = activation(tl.load(gate_ptr + offsets).to(tl.float32), NAME)
+        x = (tl.load(d_ptr + offsets).to(tl.float32) * act).to(dtype).to(tl.float32)
+        quantise_tile(x, up_values_ptr, up_scale_ptr, up_turned_ptr, up_turned_scale_ptr, i, j, M, F, 1, 128, False)

@@ -1,0 +1,139 @@
+"""Contracts of quantisation along both dims of an array: alone, after the activation of a gated MLP, and of its cotangents."""
+
+from __future__ import annotations
+
+import jax
+from jaxtyping import Array, Float, Shaped
+
+from kernels.framework.backend import Case
+from kernels.framework.binding import Call
+from kernels.framework.contract import Op
+from kernels.framework.work import Work, nbytes
+from kernels.ops.gated_mlp import gated_activation
+from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig
+from kernels.ops.scaled_matmul.formats import DTYPES, quantized
+
+OPERANDS = ("values", "scale", "turned", "turned_scale")
+
+
+def _check_whole(function: str, name: str, x: jax.Array) -> None:
+    if any(size % 128 for size in x.shape):
+        raise ValueError(
+            f"{function}: argument {name!r} of shape {x.shape} must have sizes that 128 divides; pad it with zeros, which "
+            "change no scale"
+        )
+
+
+def quantize_both_ways(
+    x: Float[Array, "M D"], *, rows: int = 1, turned_rows: int = 1, dtype: str = "float8_e4m3fn"
+) -> tuple[Shaped[Array, "M D"], Shaped[Array, "_ _"], Shaped[Array, "D M"], Shaped[Array, "_ _"]]:
+    """Returns (values [M, D], scale, turned [D, M], turned_scale): x in blocks of `rows` by 128, and x^T in blocks of
+    `turned_rows` by 128, as `quantize_scaled` returns them.
+
+    Raises:
+      ValueError: names the argument.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"quantize_both_ways: argument 'dtype' = {dtype!r} is unknown; use {' or '.join(DTYPES)}")
+    M, D = x.shape
+    for name, height, size in (("rows", rows, M), ("turned_rows", turned_rows, D)):
+        if height not in (1, 128) or size % height:
+            raise ValueError(f"quantize_both_ways: argument {name!r} = {height!r} must be 1, or 128 and divide {size}")
+    _check_whole("quantize_both_ways", "x", x)
+    straight, turned = quantized(x, (rows, 128), dtype, False), quantized(x.T, (turned_rows, 128), dtype, False)
+    return *straight, *turned
+
+
+def work_of_quantisation(call: Call) -> tuple[Work, Work]:
+    M, D = call.dims["M"], call.dims["D"]
+    scales = 4 * M * D // 128 // call.rows + 4 * M * D // 128 // call.turned_rows
+    return Work(2 * M * D, nbytes(call.x) + 2 * M * D + scales), Work(0, 0)
+
+
+# -- of a gated MLP ----------------------------------------------------------------------------------------------------
+
+
+def activate_both_ways(
+    gate: Float[Array, "M F"], up: Float[Array, "M F"], *, activation: str = "silu"
+) -> tuple[Shaped[Array, "M F"], Float[Array, "M _"], Shaped[Array, "F M"], Float[Array, "F _"]]:
+    """Returns `quantize_both_ways` of activation(gate) * up, rounded to the dtype of gate before: its rows and those of its
+    transpose in blocks of 128.
+
+    Raises:
+      ValueError: names the argument.
+    """
+    _check_whole("activate_both_ways", "gate", gate)
+    return quantize_both_ways(gated_activation(gate, up, activation=activation))
+
+
+def activation_cotangents(
+    gate: Float[Array, "M F"], up: Float[Array, "M F"], d: Float[Array, "M F"], *, activation: str = "silu"
+) -> tuple[
+    Shaped[Array, "M F"], Float[Array, "M _"], Shaped[Array, "F M"], Float[Array, "_ _"],
+    Shaped[Array, "M F"], Float[Array, "M _"], Shaped[Array, "F M"], Float[Array, "_ _"],
+]:  # fmt: skip
+    """Returns `quantize_both_ways` of the cotangents of gate and of up, given that of activation(gate) * up: rows in blocks of
+    128, and the transpose in blocks of 128 by 128.
+
+    Raises:
+      ValueError: names the argument.
+    """
+    _check_whole("activation_cotangents", "gate", gate)
+    _, pull = jax.vjp(lambda gate, up: gated_activation(gate, up, activation=activation), gate, up)
+    d_gate, d_up = pull(d.astype(gate.dtype))
+    return *quantize_both_ways(d_gate, turned_rows=128), *quantize_both_ways(d_up, turned_rows=128)
+
+
+def work_of_activation(call: Call) -> tuple[Work, Work]:
+    size = call.gate.size
+    return Work(8 * size, 2 * nbytes(call.gate) + 2 * size + size // 16), Work(0, 0)
+
+
+def work_of_cotangents(call: Call) -> tuple[Work, Work]:
+    size = call.gate.size
+    return Work(18 * size, 3 * nbytes(call.gate) + 4 * size + size // 16), Work(0, 0)
+
+
+both_ways_op = Op(
+    quantize_both_ways,
+    outputs=OPERANDS,
+    no_gradient=("x",),
+    config=ScaledMatmulConfig,
+    cases=(
+        Case("activation", {"M": 256, "D": 128}, tags=frozenset({"smoke", "code"})),
+        Case("cotangent", {"M": 128, "D": 384}, {"turned_rows": 128}, tags=frozenset({"kernels"})),
+        Case("matrix", {"M": 256, "D": 256}, {"rows": 128, "turned_rows": 128}),
+        Case("wide", {"M": 128, "D": 128}, {"dtype": "float8_e5m2"}),
+        Case("model_2k", {"M": 32768, "D": 2048}, tags=frozenset({"bench"})),
+        Case("mlp_8k", {"M": 32768, "D": 8192}, {"turned_rows": 128}, tags=frozenset({"bench", "code"})),
+    ),
+    work=work_of_quantisation,
+)
+
+activate_op = Op(
+    activate_both_ways,
+    outputs=OPERANDS,
+    no_gradient=("gate", "up"),
+    same_dtype=("gate", "up"),
+    config=ScaledMatmulConfig,
+    cases=(
+        Case("silu", {"M": 128, "F": 256}, tags=frozenset({"smoke", "code"})),
+        Case("gelu_tanh", {"M": 256, "F": 128}, {"activation": "gelu_tanh"}, tags=frozenset({"slow"})),
+        Case("mlp_8k", {"M": 32768, "F": 8192}, tags=frozenset({"bench", "code"})),
+    ),
+    work=work_of_activation,
+)
+
+cotangents_op = Op(
+    activation_cotangents,
+    outputs=tuple(f"{side}_{name}" for side in ("gate", "up") for name in OPERANDS),
+    no_gradient=("gate", "up", "d"),
+    same_dtype=("gate", "up", "d"),
+    config=ScaledMatmulConfig,
+    cases=(
+        Case("silu", {"M": 128, "F": 256}, tags=frozenset({"smoke", "code"})),
+        Case("gelu", {"M": 256, "F": 128}, {"activation": "gelu"}, tags=frozenset({"slow"})),
+        Case("mlp_8k", {"M": 32768, "F": 8192}, tags=frozenset({"bench", "code"})),
+    ),
+    work=work_of_cotangents,
+)
