@@ -168,8 +168,8 @@ def _write_products(out_ptr, kept_ptr, tiles_ptr, bounds_ptr, queue, hands, N: g
                 )
             else:
                 for first in range(column, column + columns, 64):
-                    handed = write(hands, handed, out_ptr, row, end, first, 64, N, 1, WHICH)
                     handed = write(hands, handed, kept_ptr, row, end, first, 64, N, 2 if GATED else 1, WHICH)
+                    handed = write(hands, handed, out_ptr, row, end, first, 64, N, 1, WHICH)
         tile = next_tile(queue, turn)
         turn += 1
 

@@ -130,7 +130,7 @@ def hand_over_activated(acc, ring, stage, phase, hands, handed, bias_ptr, column
                         ACTIVATION: gl.constexpr, COTANGENT: gl.constexpr, KEEP: gl.constexpr,
                         STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     """Hands over the activation of sums and their bias; for a gate and an up projection, multiplied by the up
-    projection. With KEEP, each is followed by what was activated: the gate and the up projection in turn.
+    projection. With KEEP, after what is activated: the gate and the up projection in turn.
 
     Given the cotangent of the result, 64 columns in each of the following stages instead of a, hands over the cotangents of
     the sums: those of the gate and of the up projection in turn."""
@@ -159,15 +159,18 @@ def hand_over_activated(acc, ring, stage, phase, hands, handed, bias_ptr, column
             if GATED:
                 handed = hand_part(ups, hands, handed, WHICH)
         else:
-            y = activated(z, ACTIVATION)
-            if GATED:
-                up = _with_bias(parts[PARTS + i], None if bias_ptr is None else bias_ptr + N, column + 64 * i, N)
-                y *= up
-            handed = hand_part((y,), hands, handed, WHICH)
+            # What is kept goes first: held longer, it would not fit beside the activation.
             if KEEP:
                 handed = hand_part((z,), hands, handed, WHICH)
-                if GATED:
-                    handed = hand_part((up,), hands, handed, WHICH)
+            y = z
+            if GATED:
+                y = _with_bias(parts[PARTS + i], None if bias_ptr is None else bias_ptr + N, column + 64 * i, N)
+                if KEEP:
+                    handed = hand_part((y,), hands, handed, WHICH)
+                y *= activated(z, ACTIVATION)
+            else:
+                y = activated(z, ACTIVATION)
+            handed = hand_part((y,), hands, handed, WHICH)
     return handed, stage, phase
 
 
