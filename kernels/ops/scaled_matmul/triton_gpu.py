@@ -138,7 +138,7 @@ def rejects(call):
 TALL = ScaledMatmulConfig(block_m=256, block_n=128, num_stages=4, num_buffers=1, num_warps=4, band=8)
 WIDE = replace(TALL, block_m=128, block_n=256, num_buffers=2)
 SQUARE = replace(WIDE, block_n=128, num_stages=6, band=16)
-# With room for all sums of a tile a warpgroup never waits for a store. At 8192 x 8192 x 8192 1,147 TFLOP/s with scales of blocks
+# With room for all sums of a tile a warpgroup never waits for a store. At 8192 x 8192 x 8192 1,147 TFLOP/s with blocks' scales
 # and 1,200 of rows; with room for half of them, in 3 and 4 stages, 1,116 and 1,183.
 ROOMY = replace(TALL, num_stages=3, num_buffers=2)
 # Scales of blocks take a part of each stage.
