@@ -92,7 +92,7 @@ FAULTS = (
     Fault(
         "8 bits: what is wide in an MLP is written, and read again",
         "precision:_fused",
-        'PRECISIONS[$precision] == PRECISIONS["fp8_block"]',
+        "gathers_blocks($precision)",
         "False",
         f"{TESTS} -k what_is_wide",
     ),
@@ -106,7 +106,7 @@ FAULTS = (
     Fault(
         "8 bits: the gradient of a matrix is of one device's tokens",
         "precision:narrow_products",
-        "$x, $matrices = vary_alike(($x, $matrices))",
+        "$x, $matrices, $blocks = vary_alike(($x, $matrices, $blocks))",
         "",
         f"{TESTS} -k mesh",
     ),
