@@ -184,10 +184,10 @@ def _operands(x, rows, turned_rows):
 
 def _launch(kernel, arrays, out_shape, cfg, work, dtype="float8_e4m3fn", **named):
     M, D = arrays[0].shape
-    grid = (M // 128 * (D // 128) * (len(out_shape) // 4),)
-    # Two programs on a multiprocessor: one loads while the other one computes.
-    how = {"num_warps": cfg.num_warps, "max_registers": min(255, 1024 // cfg.num_warps), "work": work}
-    results = triton_launch(kernel, *arrays, out_shape=out_shape, grid=grid, M=M, **how, **named)
+    # One result: two programs on a multiprocessor, so that one loads while the other computes. Two take all of its registers.
+    most = min(255, 1024 * (len(out_shape) // 4) // cfg.num_warps)
+    how = {"num_warps": cfg.num_warps, "max_registers": most, "work": work, "grid": (M // 128 * (D // 128),)}
+    results = triton_launch(kernel, *arrays, out_shape=out_shape, M=M, **how, **named)
     return tuple(lax.bitcast_convert_type(y, jnp.dtype(dtype)) if y.dtype == jnp.uint8 else y for y in results)
 
 
