@@ -83,7 +83,8 @@ def bind_ops(
       scheme: how keys and values move over the sequence axis, see `ring_attention`.
       platform: backend of every operation; None: the fastest.
       deterministic_attention: bitwise reproducible attention, see `flash_attention`.
-      experts: how experts are sharded and tokens dispatched: axes, dispatch, buffer, chunks and capacity, as for `moe`.
+      experts: how experts are sharded and tokens dispatched: axes, dispatch, buffer, chunks, capacity, exchange and max_ranks,
+        as for `moe`.
       on_choice: called with a line for each choice, with its reason, when the program is traced.
       told: deprecated name of `on_choice`.
     """
@@ -105,7 +106,9 @@ def bind_ops(
     options = dict(experts or {})
     on = {
         "axis": options.get("axes"),
-        **{n: options[n] for n in ("dispatch", "buffer", "chunks", "capacity") if n in options},
+        **{
+            n: options[n] for n in ("dispatch", "buffer", "chunks", "capacity", "exchange", "max_ranks") if n in options
+        },
     }
     functions["moe"] = functools.partial(moe, stored_weights=True, on_choice=on_choice, **on, **where)
 

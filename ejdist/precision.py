@@ -35,18 +35,25 @@ _FINE, _WIDE = "float8_e4m3fn", "float8_e5m2"
 
 @dataclass(frozen=True)
 class Precision:
-    """How products are computed. `scaling`: a name of `SCALINGS`. `gradients`: dtype of dy; x and w are e4m3."""
+    """How products are computed. `scaling`: a name of `SCALINGS`. `gradients`: dtype of dy; x and w are e4m3.
+
+    speed: of the products, over those in bfloat16; passes: bytes that are moved for a number of an operand that is made. Both
+    are of the steps of a 1B on an H200 (benchmarks/results/steps/1b_8k_fp8_*).
+    """
 
     scaling: str
     gradients: str = _FINE
     on_gpus: bool = True
+    speed: float = 1.6
+    passes: float = 7.0
 
 
 PRECISIONS = {
     # One scale for an array leaves small gradients no bits of e4m3 (Micikevicius et al., FP8 Formats for Deep Learning, 2022).
     "fp8_tensor": Precision("tensor", _WIDE),
     "fp8_row": Precision("row"),
-    "fp8_block": Precision("block"),  # DeepSeek-AI, DeepSeek-V3, 2024, section 3.3: e4m3 both ways
+    # e4m3 both ways (DeepSeek-AI, DeepSeek-V3, 2024, section 3.3); one kernel makes both operands of an array.
+    "fp8_block": Precision("block", passes=3.0),
     "mxfp8": Precision(
         "mx", on_gpus=False
     ),  # OCP Microscaling Formats (MX) 1.0, 2023: no tensor core of Hopper takes its scales

@@ -171,6 +171,7 @@ def plan_of(
       pinned: keys of the search that stay as the recipe has them.
     """
     from ejdist.planning.candidates import SEARCHED
+    from ejdist.planning.expert_axes import compared
     from ejdist.planning.ranking import why_later
     from ejdist.planning.search import Predictor, as_given, nearest, overrides_text, search
 
@@ -190,6 +191,13 @@ def plan_of(
         report["others"] = [
             summary(p, pinned) | {"why_later": "" if shown is None else why_later(shown, p)} for p in outcome.others
         ]
+        if outcome.experts is not None:
+            over, on_each = outcome.experts
+            report["expert_axes"] = {
+                "why": compared(sections, over, on_each),
+                "over_devices": summary(over, pinned) if over else None,
+                "on_each": summary(on_each, pinned) if on_each else None,
+            }
     else:
         shown = predictor.checked(as_given(predictor))
         compiled, refused = compiler.tried(shown.candidate.applied(sections)) if args.finalists else (None, "")

@@ -82,6 +82,19 @@ def _on_host(r: dict[str, Any]) -> list[str]:
     ]
 
 
+def _experts(r: dict[str, Any]) -> list[str]:
+    """Returns the lines about experts over devices, or all on each: why one is faster, and the best plan over devices."""
+    if "expert_axes" not in r:
+        return []
+    lines, over = [r["expert_axes"]["why"]], r["expert_axes"]["over_devices"]
+    told = [r["plan"], *r.get("others", ())]
+    if over is not None and all(p["overrides"] != over["overrides"] for p in told):
+        p = over["predicted"]
+        speed = f"{p['bytes'] / GIB:.1f} GiB, {p['tokens_per_second']:,.0f} tokens/s"
+        lines.append(f"over devices: {over['overrides']}: {speed}")
+    return lines
+
+
 def _lines(r: dict[str, Any], what: str) -> list[str]:
     shown = r["plan"]
     predicted = shown["predicted"]
@@ -143,6 +156,7 @@ def _lines(r: dict[str, Any], what: str) -> list[str]:
         changed = [f"{key}={value}" for key, value in other["chosen"].items() if shown["chosen"].get(key) != value]
         speed = f"{p['bytes'] / GIB:.1f} GiB, {p['tokens_per_second']:,.0f} tokens/s"
         lines.append(f"next: {' '.join(changed)}: {speed}; {other['why_later']}")
+    lines += _experts(r)
     if r.get("nearest") == []:
         lines.append("no plan with one change fits either: change several keys, or use a smaller model")
     for near in r.get("nearest", ()):

@@ -15,6 +15,7 @@ import pytest
 from ejdist import make_mesh, order, ring_attention
 from ejdist.costs import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Traffic, Undeclared
 from ejdist.documents import ONE_DOCUMENT, documents_of
+from ejdist.experts.by_rank import ByRank
 from ejdist.experts.choice import choose
 from ejdist.experts.cost import ExchangeShape, arriving_of, cost_of, memory_of
 from ejdist.experts.dispatch import exchange
@@ -407,8 +408,8 @@ def check_sent(scheme, lie, window, sizes):
     "name", [n for n in fitting((2, 2)) if n != "ragged_all_to_all"]
 )  # whose bytes the router decides
 def test_a_dispatch_sends_what_it_declares(name):
-    """Rows, tokens and their gradients, in the program of a gradient of `exchange` on four ranks. The buffer has room for
-    whatever comes, so that there is no further pass."""
+    """Rows and what goes beside them, tokens and their gradients, in the program of a gradient of `exchange` on four ranks. The
+    buffer has room for whatever comes, so that there is no further pass."""
     sizes = {"dp": 2, "ep": 2}
     mesh, axes = make_mesh(**sizes, devices=jax.devices()[:4]), ("dp", "ep")
     M, D, E, k = 64, 24, 8, 2
@@ -424,9 +425,10 @@ def test_a_dispatch_sends_what_it_declares(name):
     shapes = [((4 * M, D), jnp.bfloat16), ((4 * M, k), jnp.int32), ((4 * M, k), jnp.float32), ((E, D), jnp.float32)]
     shapes = [jax.ShapeDtypeStruct(*s) for s in shapes]
     program = jax.make_jaxpr(jax.grad(lambda *a: mapped(*a).astype(jnp.float32).sum(), allow_int=True))(*shapes)
-    made = collectives(program.jaxpr, sizes, keep=lambda x: x.shape[-1] == D)
     scheme = DISPATCHES[name]()
-    shape = ExchangeShape((("dp", 2), ("ep", 2)), M, k, D, 0, 2, buffer=4)
+    by_rank = isinstance(scheme, ByRank)  # others do not count what is beside tokens
+    made = collectives(program.jaxpr, sizes, keep=lambda x: by_rank or x.shape[-1] == D)
+    shape = ExchangeShape((("dp", 2), ("ep", 2)), M, k, D, 0, 2, buffer=4, num_experts=E)
     if not scheme.stepwise:  # over both axes at once; what a plan counts along each is together as much, or more
         shape = dataclasses.replace(shape, over=((axes, 4),))
     wanted = scheme.cost(shape)
@@ -512,7 +514,7 @@ def test_a_dispatch_without_costs_is_refused_by_name():
             raise AssertionError("a plan runs nothing")
 
     class Windowed(Shuffled):
-        def window(self, job, plan, q):
+        def turn(self, job, rows, q):
             raise AssertionError("a plan runs nothing")
 
     shape = ExchangeShape((("ep", 4),), 64, 2, 16, 16, 2, 1.25)

@@ -16,7 +16,7 @@ from kernels.toolchains.simulate.ahead_of_time import compile_tpu, tpu_topology
 
 # Of value and gradient, beside arguments and results: at most so many arrays [rows, D] of the tokens of all ranks (n M rows),
 # of a rank's own choices (M k), and of a pass (buffer M k). dispatch.md says the same.
-BOUNDS = {"all_to_all": (0, 0, 8), "two_level": (0, 0, 8), "ragged_all_to_all": (0, 4, 4), "all_gather": (5, 0, 6)}
+BOUNDS = {"all_to_all": (0, 0, 9), "two_level": (0, 0, 11), "ragged_all_to_all": (0, 4, 5), "all_gather": (5, 0, 6)}
 
 
 def memory(scheme, buffer, topology=None, M=256, k=4, D=128):
@@ -67,19 +67,19 @@ def test_memory_on_a_tpu(scheme, k, buffer):
     check_memory(scheme, buffer, k, topology="v5e:2x4", M=1024, D=2048)
 
 
-def inside(jaxpr, name):
-    """Returns the jaxpr, of those in this one, that has an equation of that name itself."""
-    if any(e.primitive.name == name for e in jaxpr.eqns):
+def inside(jaxpr, name, times):
+    """Returns the jaxpr, of those in this one, that has so many equations of that name itself."""
+    if sum(e.primitive.name == name for e in jaxpr.eqns) == times:
         return jaxpr
     subs = (s for e in jaxpr.eqns for s in jax.extend.core.jaxprs_in_params(e.params))
-    return next((found for s in subs if (found := inside(getattr(s, "jaxpr", s), name)) is not None), None)
+    return next((found for s in subs if (found := inside(getattr(s, "jaxpr", s), name, times)) is not None), None)
 
 
 def test_a_chunk_waits_for_no_products_of_another():
     """In a pass of three chunks rows go out before any product, and come back after those of their own chunk alone."""
     layer = shapes(16, 2, 8, 4, 4)
     function = on_mesh(EP4, 8, scheme="all_to_all", chunks=3)
-    jaxpr = inside(jax.make_jaxpr(function)(*layer).jaxpr, "all_to_all")
+    jaxpr = inside(jax.make_jaxpr(function)(*layer).jaxpr, "all_to_all", 6)
     needs, found, products = {}, [], 0
     for i, e in enumerate(jaxpr.eqns):
         before = frozenset().union(*(needs.get(id(v), frozenset()) for v in e.invars))
@@ -126,8 +126,9 @@ def test_one_rank_has_no_collective_and_no_loop():
 
 @pytest.mark.slow
 def test_a_checkpoint_sends_no_sums_again():
-    """There, back, and of the gradient d out and weights there, gradients of both back; under a checkpoint x there again."""
+    """Choices and tokens there, sums back, and of the gradient d out there, gradients of tokens and weights back; under a
+    checkpoint the first two there again."""
     function = on_mesh(EP4, 8, scheme="all_to_all", buffer=4.0)  # room for everything
     layer = shapes(16, 2, 8, 4, 4)
     assert collectives(function, layer).count("all-to-all") == 6
-    assert collectives(jax.checkpoint(function), layer).count("all-to-all") == 7
+    assert collectives(jax.checkpoint(function), layer).count("all-to-all") == 8

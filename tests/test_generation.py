@@ -1,6 +1,7 @@
 """Texts of the engine: those of the full forward without a cache, whatever else is under way."""
 
 import dataclasses
+import re
 from functools import partial
 
 import jax
@@ -317,10 +318,9 @@ def step_on_an_h200(model, tp=1):
     dims = {"attention": "_ _ _ K _"} if tp > 1 else {}
     kept, last = jax.eval_shape(engine._empty)
     kept = {part: jax.tree.map(partial(placed, dims=dims.get(part, "")), arrays) for part, arrays in kept.items()}
-    rows, choices = np.zeros(8, np.int32), Choices.of([(Sampling(), 0)] * 8)
-    data = jax.tree.map(placed, (last, rows[:, None], engine._tables, rows, rows, rows, choices))
+    data = jax.tree.map(placed, (last, engine._tables, np.zeros((8, 4), np.int32)))
     with target.lowering(), in_cuda_graphs():
-        return engine._step.lower(weights, (kept, data[0]), *data[1:])
+        return engine._step.lower(weights, kept, *data)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -330,6 +330,8 @@ def test_a_step_on_an_h200_copies_no_matrix(tp):
     model = DecoderConfig(**sizes, num_layers=2, compute_dtype="bfloat16", tie_embeddings=False).build()
     # Without a GPU to time products on.
     program = step_on_an_h200(model, tp).compile(compiler_options={"xla_gpu_autotune_level": 0})
+    # The host waits for nothing that the device computes: it starts the next step meanwhile.
+    assert not re.search(r" (conditional|while)\(", program.as_text())
     memory, cache = program.memory_analysis(), 8 * 256 * 2 * 2 * 2 * 128 * 2 // tp
     assert memory.alias_size_in_bytes >= cache and memory.temp_size_in_bytes < 1024 * 1024 * 2, memory
 
@@ -357,6 +359,17 @@ def chosen(logits, count, **options):
         np.testing.assert_allclose(scores, jax.nn.log_softmax(rows[0])[tokens], rtol=1e-5)
         shares.append(np.bincount(tokens, minlength=len(logits)) / count)
     return np.stack(shares)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_k": 3}], ids=str)
+def test_which_tokens_are_drawn_is_decided_before_a_step(options):
+    """By the requests, and not on the device, for whose answer the host would wait."""
+    choices = Choices.of([(Sampling(temperature=0, top_k=2), 0), (Sampling(**options), 0)])
+    assert (choices is None, getattr(choices, "top_k", None) is None) == (
+        options == {"temperature": 0},
+        "top_k" not in options,
+    )
+    assert not re.search(r"\b(cond|while)\[", str(jax.make_jaxpr(sample)(jnp.zeros((2, 8)), choices)))
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely():

@@ -3,8 +3,14 @@
 import re
 from dataclasses import replace
 
+import pytest
+
+from ejdist.mesh import mesh_shape
+from ejdist.planning.candidates import candidate_of
+from ejdist.planning.expert_axes import compared
 from ejdist.planning.ranking import ALIKE, why_later
-from ejdist.planning.search import search
+from ejdist.planning.search import Predictor, search
+from ejdist.planning.step_time import EXCHANGE, NARROW
 from ejdist.planning.targets import target_of
 from recipes.schema import compose
 
@@ -30,3 +36,74 @@ def test_the_plans_beside_the_best_differ_and_say_why_they_come_later():
     )
     rows = replace(found.best, candidate=replace(found.best.candidate, global_batch=16))
     assert why_later(found.best, rows) == "as fast within 2%, with a batch of 16 rows in place of 4"
+
+
+MIXED = "recipe=moe model=qwen3_30b_a3b data.sequence_length=4096 data.global_batch=256 model.remat=dots "
+
+
+def of_h200s(words, count=32):
+    sections = compose((MIXED + words).split())
+    predictor = Predictor(sections, target_of(None, count, "h200", None))
+    return sections, predictor.checked(candidate_of(sections, mesh_shape(sections.mesh.sizes, count)))
+
+
+def test_experts_over_devices_are_compared_with_all_on_each_and_what_would_change_it_does():
+    sections, over = of_h200s("mesh.fsdp=4 mesh.ep=8 experts.dispatch=all_to_all")
+    on_each = of_h200s("mesh.fsdp=32")[1]
+    assert on_each.time.exchange == (0, 0) and EXCHANGE not in on_each.time.seconds
+    assert over.time.seconds[EXCHANGE] == pytest.approx(over.time.waits_exchange)
+    said = compared(sections, over, on_each)
+    assert said.startswith(
+        f"experts over 8 devices (mesh.ep=8): {over.rate:,.0f} tokens/s, all on each device: {on_each.rate:,.0f}"
+    )
+    lost = over.time.total - on_each.time.total
+    faster, rate, share, tokens, had = (
+        float(n.replace(",", ""))
+        for n in re.search(
+            r"as fast with an exchange of ([\d,]+) GB/s a device, which has ([\d,]+), or with (\d+)% of its wait hidden, or "
+            r"below about ([\d,]+) tokens of a device between gathers, of which it has ([\d,]+)$", said
+        ).groups()
+    )  # fmt: skip
+    sent, alone = over.time.exchange
+    assert rate == round(sent / alone / 1e9) and had == 256 * 4096 / 32
+    assert over.time.waited * (alone - sent / faster / 1e9) == pytest.approx(lost, rel=0.02)
+    assert over.time.waits_exchange * share / 100 == pytest.approx(lost, rel=0.02)
+    # With fewer tokens between gathers, weights are gathered more often, and what is lost is lost once for as many tokens.
+    assert on_each.time.waits_experts * (had / tokens - 1) == pytest.approx(lost, rel=0.02)
+    quick = replace(over, time=replace(over.time, seconds=over.time.seconds | {EXCHANGE: 0.0}))
+    assert "as fast" not in compared(sections, quick, on_each)
+    assert compared(sections, None, on_each) == "experts: no plan fits with them split over devices"
+    assert compared(sections, over, None) == "experts: no plan fits with them all on each device"
+
+
+def test_an_exchange_between_hosts_is_as_slow_as_each_devices_way_out():
+    inside, between = (of_h200s(f"mesh.ep={n} experts.dispatch=all_to_all", n)[1].time.exchange for n in (8, 32))
+    slower = (between[1] / between[0]) / (inside[1] / inside[0])
+    # 24 of 31 other devices are on other hosts, and 50 GB/s lead there.
+    assert slower == pytest.approx(24 / 31 * 283 / 50)
+
+
+def test_products_in_8_bits_take_less_time_and_their_operands_some():
+    words = "recipe=long_context model=1b mesh=single data.sequence_length=8192 data.global_batch=4 model.remat=dots "
+    found = {}
+    for more in ("", "model.precision=fp8_row", "model.precision=fp8_row model.precision_keep=[gate,up,down]"):
+        sections = compose((words + more).split())
+        found[more] = Predictor(sections, target_of(None, 1, "h200", None)).checked(
+            candidate_of(sections, mesh_shape(sections.mesh.sizes, 1))
+        )
+    plain, narrow, few = (found[more].time for more in found)
+    assert narrow.flops == plain.flops and NARROW not in plain.seconds
+    assert narrow.seconds["matmuls"] < few.seconds["matmuls"] < plain.seconds["matmuls"]
+    assert narrow.seconds[NARROW] > few.seconds[NARROW] > 0
+
+
+def test_a_search_tells_the_best_plan_of_either_kind():
+    recipe = compose(
+        "recipe=moe model=qwen3_30b_a3b data.sequence_length=4096 data.global_batch=16 model.remat=dots".split()
+    )
+    target = target_of(None, 8, "h200", None)
+    given = {"data.global_batch", "model.remat", "accumulation", "mesh.tp", "mesh.sp", "mesh.dp"}
+    over, on_each = search(recipe, target, given, None).experts
+    assert over.candidate.sizes["ep"] > 1 == on_each.candidate.sizes["ep"] and over.candidate.dispatch is not None
+    recipe.mesh.ep = 8
+    assert search(recipe, target, {*given, "mesh.ep"}, None).experts is None

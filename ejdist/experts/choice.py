@@ -23,6 +23,7 @@ import jax
 
 from ejdist.costs import ALL_GATHER, ALL_TO_ALL, PERMUTE, PERMUTE_BOTH, RAGGED_ALL_TO_ALL, Traffic
 from ejdist.experts.cost import ExchangeShape, arriving_of, cost_of
+from ejdist.experts.narrow import BF16
 from ejdist.experts.schemes import LOCAL, SCHEMES
 
 
@@ -104,6 +105,9 @@ def choose(
     width: int,
     itemsize: int,
     buffer: float = 1.25,
+    num_experts: int | None = None,
+    max_ranks: int | None = None,
+    precision: str = BF16,
     hosts: int | None = None,
     device_kind: str | None = None,
     pinned: str | None = None,
@@ -126,6 +130,7 @@ def choose(
     kind = jax.local_devices()[0].device_kind if device_kind is None else device_kind
     levels = (hosts, ranks // hosts) if len(axis_sizes) > 1 and hosts > 1 else (ranks,)
     call = {"tokens": tokens, "top_k": top_k, "width": width, "hidden": 0, "itemsize": itemsize, "buffer": buffer}
+    call |= {"num_experts": num_experts, "max_ranks": max_ranks, "precision": precision}
     seconds = _seconds(links_of(kind), hosts, levels, pinned, call)
     if pinned is not None and pinned not in seconds:
         raise ValueError(
@@ -151,7 +156,7 @@ def _seconds(
     ranks, seconds = math.prod(levels), {}
     for name, of in SCHEMES.items():
         scheme = of()
-        if scheme.refusal(levels) is not None:
+        if scheme.refusal(levels) is not None or scheme.precision_refusal(call["precision"]) is not None:
             continue
         over = zip((_HOSTS, _DEVICES), levels, strict=True) if scheme.stepwise else ((_ALL, ranks),)
         shape = ExchangeShape(over=tuple(over), **call)

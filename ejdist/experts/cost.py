@@ -7,6 +7,39 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ejdist.costs import Traffic, declared
+from ejdist.experts.narrow import BF16
+
+
+def reached(ranks: int, top_k: int, num_experts: int | None = None, max_ranks: int | None = None) -> float:
+    """Returns on how many ranks the experts of a token are, on average over routers that prefer none.
+
+    A token has `top_k` different ones of `num_experts` experts, which are spread equally over the ranks; with `max_ranks` all
+    are of so many ranks. None: of so many experts that the choices are independent.
+    """
+    near = ranks if max_ranks is None else min(max_ranks, ranks)
+    missed = 1.0  # the probability that no choice is of a rank
+    if num_experts is None:
+        missed = (1 - 1 / near) ** top_k
+    else:
+        own = num_experts // ranks
+        for i in range(top_k):
+            missed *= max(near * own - own - i, 0) / max(near * own - i, 1)
+    return near * (1 - missed)
+
+
+def limit_of_ranks(
+    ranks: int, max_ranks: int | None, num_groups: int = 1, topk_groups: int | None = None
+) -> int | None:
+    """Returns on how many of the ranks the experts of a token are at most, by `max_ranks` and by groups of the router, both of
+    which are equal parts of the experts, one after the other; None: on any."""
+    limits = [] if max_ranks is None else [max_ranks]
+    if num_groups > 1 and topk_groups is not None:
+        if num_groups % ranks == 0:  # groups lie whole on a rank
+            limits.append(topk_groups)
+        elif ranks % num_groups == 0:
+            limits.append(topk_groups * ranks // num_groups)
+    limit = min(limits, default=ranks)
+    return None if limit >= ranks else limit
 
 
 @dataclass(frozen=True)
@@ -20,6 +53,9 @@ class ExchangeShape:
       itemsize: bytes of a number.
       buffer: rows that a pass has room for, as a multiple of those of balanced experts.
       again: how often the backward takes tokens to their experts once more, to compute the forward again.
+      num_experts: of the layer; None: so many that the choices of a token are independent.
+      max_ranks: most ranks that a token's experts are on; None: any.
+      precision: of the rows that travel, a name of `ejdist.experts.narrow.PRECISIONS`.
     """
 
     over: tuple[tuple[str, int], ...]
@@ -30,6 +66,9 @@ class ExchangeShape:
     itemsize: int
     buffer: float
     again: int = 0
+    num_experts: int | None = None
+    max_ranks: int | None = None
+    precision: str = BF16
 
     @property
     def ranks(self) -> int:
@@ -47,8 +86,13 @@ class ExchangeShape:
         return self.tokens * self.top_k
 
     @property
+    def reached(self) -> float:
+        """Ranks that a token meets, where all experts are as likely."""
+        return reached(self.ranks, self.top_k, self.num_experts, self.max_ranks)
+
+    @property
     def rows(self) -> float:
-        """Rows that a pass has room for."""
+        """Rows of the experts of a device that a pass has room for."""
         return self.pairs * (self.buffer if self.ranks > 1 else 1)
 
     @property
@@ -70,8 +114,16 @@ class Costed:
 
     stepwise: ClassVar[bool] = False
 
+    def rooms(self, shape: ExchangeShape, chunks: int) -> tuple[int, ...]:
+        """Returns the rows that a chunk of a pass has room for: those that travel, level by level, and those of the experts."""
+        raise NotImplementedError
+
     def refusal(self, sizes: tuple[int, ...]) -> str | None:
         """Returns what the scheme needs in place of experts over axes of these sizes ("two axes"); None where it fits."""
+        return None
+
+    def precision_refusal(self, precision: str) -> str | None:
+        """Returns what the scheme does that rows of a precision of `narrow.PRECISIONS` do not allow; None where it fits."""
         return None
 
     def cost(self, shape: ExchangeShape) -> Traffic:
@@ -87,7 +139,7 @@ class Costed:
         raise NotImplementedError
 
 
-_WORK = ("plan", "window", "forward", "backward")
+_WORK = ("plan", "turn", "forward", "backward")
 
 
 def cost_of(scheme: Costed, shape: ExchangeShape) -> Traffic:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -20,9 +19,12 @@ import numpy as np
 from jax import lax
 
 from ejdist.experts.choice import choose
+from ejdist.experts.cost import ExchangeShape
 from ejdist.experts.metrics import expert_counts
-from ejdist.experts.rows import DispatchSpec, Scheme, inverse, order_of
-from ejdist.experts.schemes import SCHEMES, Local, TwoLevel, scheme_of
+from ejdist.experts.narrow import BF16, check_precision
+from ejdist.experts.own import Local
+from ejdist.experts.rows import DispatchSpec, Scheme, agreed, inverse, order_of, passes_of
+from ejdist.experts.schemes import SCHEMES, TwoLevel, scheme_of
 from ejdist.mesh import axis_is_bound
 from kernels.framework.binding import is_float_array
 from kernels.framework.dispatch import reverse_only, vary_alike, varying_axes
@@ -59,6 +61,8 @@ def exchange(
     buffer: float = 1.25,
     chunks: int = 1,
     capacity: float | None = None,
+    precision: str = BF16,
+    max_ranks: int | None = None,
 ) -> tuple[jax.Array, Stats]:
     """Returns (out, stats): out[m] = sum over j of weights[m, j] * expert experts[m, j] of x[m], [M, D'] in x's dtype.
 
@@ -78,6 +82,10 @@ def exchange(
       scheme: one of SCHEMES, "auto" (`ejdist.experts.choice`), or a Scheme. "two_level" takes (hosts, devices of a host).
       buffer: rows that a pass can hold, as a multiple of the balanced load.
       chunks: independent parts of a pass, so that one is sent while another is multiplied.
+      precision: of the rows that travel: "bf16" is the dtype of x; "fp8" sends tokens and sums as e4m3 with scales per 128 of a
+        row, and gradients in the dtype of x; "fp8_tokens" tokens alone; "fp8_both" gradients too.
+      max_ranks: on how many ranks the experts of a token are at most, as the router limits them; None: on any. The buffer is
+        then made for so many, and a token that is on more takes other passes as always.
       capacity: limits an expert to ceil(capacity * k * tokens of all ranks / num_experts) tokens: the first ones of the first
         ranks. The others are dropped, and counted. Default: nothing is dropped.
 
@@ -86,17 +94,31 @@ def exchange(
     """
     axis, ranks = _axis(axis)
     _check(x, experts, weights, params, num_experts, ranks, buffer, chunks, capacity)
+    check_precision("exchange: argument 'precision' ('exchange' of `moe`)", precision)
+    if max_ranks is not None and (isinstance(max_ranks, bool) or not isinstance(max_ranks, int) or max_ranks < 1):
+        raise ValueError(f"exchange: argument 'max_ranks' must be None, or an integer of at least 1, got {max_ranks!r}")
     top_k = experts.shape[1]
+    sizes = tuple(lax.axis_size(a) for a in axis)
     if scheme == "auto":
         scheme = choose(
-            axis_sizes=tuple(lax.axis_size(a) for a in axis), tokens=x.shape[0], top_k=top_k, width=x.shape[1],
-            itemsize=x.dtype.itemsize, buffer=buffer,
+            axis_sizes=sizes, tokens=x.shape[0], top_k=top_k, width=x.shape[1], itemsize=x.dtype.itemsize, buffer=buffer,
+            num_experts=num_experts, max_ranks=max_ranks, precision=precision,
         ).scheme  # fmt: skip
     fitting = _fitting(scheme_of(scheme), axis, ranks)
+    if (why := fitting.precision_refusal(precision)) is not None:
+        raise ValueError(
+            f"exchange: argument 'precision' ('exchange' of `moe`) = {precision!r} has 8-bit sums, but the scheme {scheme!r} "
+            f"{why}; use 'fp8_tokens' or another scheme"
+        )
+    shape = ExchangeShape(
+        tuple(zip(axis, sizes, strict=True)), x.shape[0], top_k, x.shape[1], 0, x.dtype.itemsize, float(buffer),
+        num_experts=num_experts, max_ranks=max_ranks,
+    )  # fmt: skip
     # Arrays replicated over some ranks have cotangents that differ: the transpose of this cast sums them.
     x, experts, weights = vary_alike((x, experts, weights), lax.axis_index(axis) if axis else 0)
     axis = axis if ranks > 1 else ()  # over one rank no collective is needed
-    job = DispatchSpec(apply, axis, fitting, num_experts, float(buffer), int(chunks))
+    rooms = fitting.rooms(shape, int(chunks))
+    job = DispatchSpec(apply, axis, fitting, num_experts, rooms, int(chunks), precision)
     params = jax.tree.map(lambda p: vary_alike(p, x), params)
     x, weights, params = reverse_only("exchange", (x, weights, params))
     experts = experts.astype(jnp.int32)  # num_experts may not fit a narrower dtype
@@ -105,24 +127,12 @@ def exchange(
     if capacity is not None:
         kept = _within(job, experts, counts, math.ceil(capacity * experts.size * ranks / num_experts))
         experts, dropped = jnp.where(kept, experts, num_experts), jnp.sum((experts < num_experts) & ~kept)
-    plan = job.scheme.plan(job, experts)
-    demand = job.scheme.demand(job, plan, *experts.shape)
-    # All ranks of the mesh run the same number of passes, with other tokens too: `apply` may communicate with them.
-    job = replace(job, single=all(size >= may for _, size, may in demand))
-    most = _agreed(jnp.stack([rows for rows, _, _ in demand]))
-    sizes = np.asarray([size for _, size, _ in demand])
-    passes = jnp.maximum(jnp.max(-(-most // sizes)), 1).astype(jnp.int32)
+    plan = fitting.plan(job, experts, lax.stop_gradient(weights))
+    rows = agreed(fitting.need(job, plan))
+    passes = passes_of(job, rows)
     out = _exchanged(job, passes, plan, x, weights, params)
-    utilization = jnp.max(most / sizes).astype(jnp.float32)
-    return out, Stats(passes - 1, utilization, dropped.astype(jnp.int32), counts)
-
-
-def _agreed(rows: jax.Array) -> jax.Array:
-    """Returns the maximum over all ranks of the mesh whose values may differ."""
-    axes, manual = varying_axes(rows), jax.sharding.get_abstract_mesh().manual_axes
-    if manual and not varying_axes(lax.axis_index(manual[0])):  # a `shard_map` without check_vma
-        axes = frozenset(manual)
-    return lax.pmax(rows, tuple(sorted(axes, key=str))) if axes else rows
+    utilization = jnp.max(rows / fitting.held(job)).astype(jnp.float32)
+    return out, Stats(jnp.sum(passes - 1), utilization, dropped.astype(jnp.int32), counts)
 
 
 def _within(job: DispatchSpec, experts: jax.Array, counts: jax.Array, limit: int) -> jax.Array:

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 
 import kernels
-from ejdist.experts.metrics import Stats
+from ejdist.experts.cost import limit_of_ranks
+from ejdist.experts.metrics import Stats, rank_tokens
+from ejdist.experts.narrow import BF16
 from ejdist.experts.placed import DispatchConfig, apply_experts, expert_sharding
 from ejdist.experts.router import route
 from ejdist.experts.rows import Scheme
@@ -94,6 +96,22 @@ def _check_shared(x: Any, shared: dict[str, Any], shared_expert_gate: Any, activ
     return True
 
 
+def _limited(max_ranks: Any, ranks: int, num_experts: int, top_k: int) -> dict[str, Any]:
+    """Returns the options of the router for experts of so many ranks at most."""
+    if max_ranks is None:
+        return {}
+    if isinstance(max_ranks, bool) or not isinstance(max_ranks, int) or max_ranks < 1:
+        raise _refuse("max_ranks", f"must be None, or an integer of at least 1, got {max_ranks!r}")
+    own = num_experts // ranks
+    if top_k > max_ranks * own:
+        raise _refuse(
+            "max_ranks",
+            f"= {max_ranks} leaves a token {max_ranks * own} experts, {own} on each rank, and top_k is {top_k}; use at least "
+            f"{-(-top_k // own)}",
+        )
+    return {"ranks": ranks, "max_ranks": max_ranks} if max_ranks < ranks else {}
+
+
 @functools.cache  # compiled dispatches are cached by this function's identity
 def _expert(activation: str, alpha: float, limit: float, platform: str | None) -> Callable:
     """Returns the function (params, rows, rows per expert) -> rows that applies each expert's gated MLP."""
@@ -155,6 +173,8 @@ def moe(
     buffer: float = 1.25,
     chunks: int = 1,
     capacity: float | None = None,
+    exchange: str = BF16,
+    max_ranks: int | None = None,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     in_specs: Specs | None = None,
     stored_weights: bool = False,
@@ -186,6 +206,9 @@ def moe(
         only partial sums are communicated.
       dispatch, buffer, chunks, capacity: how tokens are dispatched, see `ejdist.experts.exchange`. "auto" takes the scheme that
         is expected to be fastest. Without `capacity` nothing is dropped.
+      exchange: the numbers in which rows travel, its `precision`: "bf16" (the dtype of x), "fp8", "fp8_tokens" or "fp8_both".
+      max_ranks: the router chooses experts of so many ranks at most, for each token those whose best experts are best; so on
+        another mesh it chooses others, and on one of no more ranks it chooses freely. None: of any.
       mesh: default: the mesh in force; without one, a single device.
       in_specs: PartitionSpecs of x and gate; the others follow. Default: the layout in force, or the arrays' types on a mesh
         with explicit axes. Axes of F shard the features inside experts; results are summed over them.
@@ -232,6 +255,7 @@ def moe(
         warnings.warn("moe: argument 'told' is now 'on_choice'", DeprecationWarning, stacklevel=3)
         on_choice = routing.pop("told")
     check_names("moe", routing, _ROUTING)
+    routing |= _limited(max_ranks, place.ranks, E, top_k)
     x, router = reverse_only("moe", (x, router))
     experts, weights, stats = place.automatic(route)(x, router, top_k=top_k, segment_ids=segment_ids, **routing)
     _check_experts(x, router, params, place.ranks if place.mesh is None else 1)
@@ -240,13 +264,16 @@ def moe(
     # Padding must not reach any sum or gradient, not even through shared experts.
     x = x if segment_ids is None else jnp.where((segment_ids >= 0)[..., None], x, 0)
     arrays = reverse_only("moe", {name: p for name, p in params.items() if p is not None})
-    how = DispatchConfig(dispatch, buffer, chunks, capacity)
+    most = limit_of_ranks(place.ranks, max_ranks, routing.get("num_groups", 1), routing.get("topk_groups"))
+    how = DispatchConfig(dispatch, buffer, chunks, capacity, exchange, most)
     apply = _expert(activation, alpha, limit, platform)
     out, traffic = apply_experts(
         x, experts, weights, arrays, apply, num_experts=E, place=place, how=how, on_choice=on_choice
     )
     rows = stats.counts.reshape(place.ranks, E // place.ranks).sum(-1)
-    stats = stats._replace(rank_counts=rows, **traffic._asdict())
+    hosts = rows.reshape(place.hosts, -1).sum(-1)
+    tokens = rank_tokens(experts, place.ranks, E)
+    stats = stats._replace(rank_counts=rows, host_counts=hosts, rank_tokens=tokens, **traffic._asdict())
     if shares:
         mlp = kernels.gated_mlp if place.mesh is None else place.bound(_gated_mlp, stored_weights)
         always = mlp(x, *shared.values(), activation=activation, platform=platform)

@@ -11,6 +11,7 @@ import numpy as np
 
 _NONE: Any = np.int32(0)
 _EMPTY: Any = np.float32(0)
+_ONE: Any = np.zeros(1, np.int32)
 
 
 class Traffic(NamedTuple):
@@ -40,6 +41,8 @@ class Stats(NamedTuple):
       max_violation: [], the largest of `counts` relative to their mean, less 1: 0 in balance.
       dead_experts: int32 [], experts that no token chose.
       rank_counts: int32 [ranks], how often the experts of each rank were chosen; [1] on one device.
+      host_counts: int32 [hosts], the same of each host; [1] where the ranks are of one, or do not lie host by host.
+      rank_tokens: int32 [ranks], the tokens with an expert on each rank, which are the rows that travel by rank.
       extra_passes, high_water, dropped: [], see `Traffic`.
     """
 
@@ -52,6 +55,8 @@ class Stats(NamedTuple):
     max_violation: jax.Array
     dead_experts: jax.Array
     rank_counts: jax.Array
+    host_counts: jax.Array = _ONE
+    rank_tokens: jax.Array = _ONE
     extra_passes: jax.Array = _NONE
     high_water: jax.Array = _EMPTY
     dropped: jax.Array = _NONE
@@ -69,6 +74,8 @@ REDUCTIONS = {
     "max_violation": "max",
     "dead_experts": "max",
     "rank_counts": "sum",
+    "host_counts": "sum",
+    "rank_tokens": "sum",
     "extra_passes": "max",
     "high_water": "max",
     "dropped": "sum",
@@ -79,6 +86,14 @@ def expert_counts(experts: jax.Array, num_experts: int) -> jax.Array:
     """Returns int32 [E], how often each expert occurs in `experts`, of any shape; -1, and E or more, count for none."""
     # Compare and sum in place: on a mesh a scatter would gather them first.
     return jnp.sum(experts[..., None] == jnp.arange(num_experts), axis=tuple(range(experts.ndim)), dtype=jnp.int32)
+
+
+def rank_tokens(experts: jax.Array, ranks: int, num_experts: int) -> jax.Array:
+    """Returns int32 [ranks], the tokens of experts [..., k] that have one on each rank, of equal parts of the experts."""
+    own = num_experts // ranks
+    chosen = (experts >= 0) & (experts < num_experts)
+    here = chosen[..., None] & (experts[..., None] // own == jnp.arange(ranks))
+    return jnp.sum(jnp.any(here, axis=-2), axis=tuple(range(experts.ndim - 1)), dtype=jnp.int32)
 
 
 def max_violation(counts: jax.Array) -> jax.Array:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejdist.experts.choice import choose
 from ejdist.experts.dispatch import check_buffer, exchange
 from ejdist.experts.local import local
 from ejdist.experts.metrics import Traffic
+from ejdist.experts.narrow import BF16, check_precision
 from ejdist.experts.schemes import LOCAL, SCHEMES
 from ejdist.layout import (
     Axes,
@@ -46,9 +48,11 @@ class DispatchConfig:
     buffer: float = 1.25
     chunks: int = 1
     capacity: float | None = None
+    precision: str = BF16
+    max_ranks: int | None = None
 
     def options(self) -> dict[str, Any]:
-        return {"scheme": self.scheme, "buffer": self.buffer, "chunks": self.chunks, "capacity": self.capacity}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,16 @@ class ExpertSharding:
     axes: Axes
     axis: tuple[str, ...]
     alike: bool = False
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts that the experts are sharded over, each with as many ranks, one after the other; 1 where these
+        are not known, or do not lie so."""
+        if not self.axis or not isinstance(self.mesh, jax.sharding.Mesh):
+            return 1
+        along = tuple(self.mesh.axis_names.index(a) for a in self.axis)
+        devices = np.moveaxis(self.mesh.devices, along, range(len(along))).reshape(self.ranks, -1)[:, 0]
+        return hosts_of([d.process_index for d in devices])
 
     @property
     def ranks(self) -> int:
@@ -103,6 +117,14 @@ class ExpertSharding:
             return functools.partial(function.with_stored_weights, mesh=self.mesh)
         x_spec = spec(("B", "T", "D"), self.axes)
         return functools.partial(function, mesh=self.mesh, in_specs=(x_spec,))
+
+
+def hosts_of(processes: Sequence[int]) -> int:
+    """Returns how many hosts there are, if ranks of these processes are equally many of each, one after the other; else 1."""
+    hosts = len(set(processes))
+    size = len(processes) // hosts
+    parts = [{*processes[i : i + size]} for i in range(0, len(processes), size)]
+    return hosts if len(parts) == hosts and all(len(part) == 1 for part in parts) else 1
 
 
 def expert_sharding(
@@ -238,6 +260,7 @@ def _check(how: DispatchConfig, top_k: int, alike: bool) -> None:
         raise _refuse("capacity", f"= {how.capacity} is not supported where {same}; leave it out")
     if isinstance(how.scheme, str) and how.scheme not in ("auto", *SCHEMES):
         raise _refuse("dispatch", f"= {how.scheme!r} is unknown; use 'auto', one of {', '.join(SCHEMES)}, or a Scheme")
+    check_precision("moe: argument 'exchange'", how.precision)
     check_buffer(how.buffer, how.chunks, how.capacity, top_k)
 
 
@@ -262,14 +285,14 @@ def apply_experts(
     """
     _check(how, weights.shape[-1], place.alike)
     if place.mesh is None:
-        how = _chosen(how, place, x.shape[0] * x.shape[1], weights.shape[-1], x, on_choice)
+        how = _chosen(how, place, x.shape[0] * x.shape[1], num_experts, weights.shape[-1], x, on_choice)
         return _flat(x, experts, weights, dict(params), apply, num_experts, place.axis, how)
     mesh, axes = place.mesh, place.axes
     split = [a for d, size in zip("BT", x.shape[:2], strict=True) if size > 1 for a in axes[d]]
     tokens = x.shape[0] * x.shape[1] // math.prod(mesh.shape[a] for a in split)
     if place.alike:
         how = replace(how, scheme=LOCAL)
-    how = _chosen(how, place, tokens, weights.shape[-1], x, on_choice)
+    how = _chosen(how, place, tokens, num_experts, weights.shape[-1], x, on_choice)
     key = (mesh, tuple(sorted(axes.items())))
     shapes = tuple(sorted((n, p.shape) for n, p in params.items()))
     chosen_by = (interpreting(), select.state(None))
@@ -278,7 +301,7 @@ def apply_experts(
 
 
 def _chosen(
-    how: DispatchConfig, place: ExpertSharding, tokens: int, top_k: int, x: jax.Array, on_choice: Any
+    how: DispatchConfig, place: ExpertSharding, tokens: int, num_experts: int, top_k: int, x: jax.Array, on_choice: Any
 ) -> DispatchConfig:
     if how.scheme != "auto" or place.ranks == 1:
         return how
@@ -286,7 +309,7 @@ def _chosen(
     kind = None if place.mesh is None else _kind_of(place.mesh)
     choice = choose(
         axis_sizes=sizes, tokens=tokens, top_k=top_k, width=x.shape[2], itemsize=x.dtype.itemsize, buffer=how.buffer,
-        device_kind=kind,
+        num_experts=num_experts, max_ranks=how.max_ranks, precision=how.precision, device_kind=kind,
     )  # fmt: skip
     if on_choice is not None:
         on_choice(choice.reason)

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.scipy.special import xlogy
 
 from ejdist.experts.losses import balance_loss, sequence_balance_loss, z_loss
-from ejdist.experts.metrics import Stats, dead_experts, expert_counts, max_violation
+from ejdist.experts.metrics import Stats, dead_experts, expert_counts, max_violation, rank_tokens
 from ejdist.tokens import bound_axes, mapped_axes
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.options import checked
@@ -93,6 +93,29 @@ def _check_groups(experts: int, top_k: int, num_groups: int, topk_groups: int | 
         raise _refuse("group_top", f"= {group_top} must be at least 1 and at most {size}, the experts of a group")
 
 
+def _check_ranks(
+    experts: int, top_k: int, num_groups: int, topk_groups: int | None, ranks: int, max_ranks: int | None
+) -> None:
+    if max_ranks is None:
+        return
+    if ranks < 1 or experts % ranks:
+        raise _refuse("ranks", f"= {ranks} must divide E = {experts}, the experts of 'router'")
+    if not 1 <= max_ranks <= ranks:
+        raise _refuse("max_ranks", f"= {max_ranks} must be at least 1 and at most 'ranks' = {ranks}")
+    left = max_ranks * (experts // ranks)
+    if num_groups > 1 and topk_groups is not None:
+        if num_groups % ranks and ranks % num_groups:
+            raise _refuse(
+                "max_ranks",
+                f"needs 'num_groups' = {num_groups} that divides 'ranks' = {ranks} or is divided by it; use other groups, or "
+                "leave out one of the two",
+            )
+        left = min(left, min(max_ranks, topk_groups) * (experts // num_groups)) if num_groups >= ranks else left
+        left = min(left, topk_groups * (experts // num_groups))
+    if top_k > left:
+        raise _refuse("max_ranks", f"= {max_ranks} leaves a token {left} experts of {experts}, and 'top_k' is {top_k}")
+
+
 def _check_options(score: str, balance: str, load: Any, jitter: float, key: Any, factor: float) -> None:
     if score not in SCORES:
         raise _refuse("score", f"= {score!r} is unknown; use one of {', '.join(SCORES)}")
@@ -155,10 +178,15 @@ def _at(values: jax.Array, indices: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(here, values[..., None, :], 0), axis=-1)
 
 
-def _allowed(choice: jax.Array, num_groups: int, topk_groups: int, group_top: int) -> jax.Array:
+def _allowed(choice: jax.Array, num_groups: int, topk_groups: int, group_top: int, left: bool = False) -> jax.Array:
     """Returns choice [B, T, E] with -inf for the experts of groups that are not among a token's best."""
     groups = choice.reshape(*choice.shape[:-1], num_groups, choice.shape[-1] // num_groups)
-    worth = _at(groups, _best(groups, group_top)).sum(-1)
+    judged, there = groups, groups > -jnp.inf
+    if left:  # what other groups rule out counts as the worst of all, and a group of nothing else comes last
+        worst = jnp.min(choice, axis=-1, where=choice > -jnp.inf, initial=jnp.inf)[..., None, None]
+        judged = jnp.where(there, groups, worst)
+    worth = _at(judged, _best(judged, group_top)).sum(-1)
+    worth = jnp.where(there.any(-1), worth, -jnp.inf) if left else worth
     chosen = jnp.any(_best(worth, topk_groups)[..., None] == jnp.arange(num_groups), axis=-2)
     return jnp.where(chosen[..., None], groups, -jnp.inf).reshape(choice.shape)
 
@@ -194,6 +222,8 @@ def route(
     key: Any = None,
     forced_balance: bool = False,
     axis_name: str | tuple[str, ...] | None = None,
+    ranks: int = 1,
+    max_ranks: int | None = None,
 ) -> Routing:
     """Returns (experts [B, T, k], weights [B, T, k], stats): the top_k experts of each token, computed in float32.
 
@@ -213,6 +243,9 @@ def route(
       num_groups, topk_groups, group_top: experts are chosen among those of the `topk_groups` best of `num_groups` groups, which
         are equal parts of E, one after the other. A group is as good as the sum of its best `group_top` scores: 2 in
         DeepSeek-V3, 1 in DeepSeek-V2.
+      ranks, max_ranks: experts are chosen among those of the `max_ranks` best of `ranks` devices, which have equal parts of E,
+        one after the other; `moe` knows how many these are. A rank is as good as the sum of its best ceil(top_k / max_ranks)
+        scores among the experts that groups leave, as a node in DeepSeek-V3.
       routed_scaling_factor: of the weights.
       segment_ids: int [B, T]; a token with id < 0 is padding: it has experts -1 and weights 0, and is in no loss or statistic.
       balance: what the balance loss is of: "batch", all tokens of this call; "sequence", each sequence, which are the rows, or
@@ -244,6 +277,7 @@ def route(
     _check_arrays(x, router, segment_ids, {"bias": bias, "router_bias": router_bias, "load": load})
     experts_in_all = router.shape[1]
     _check_groups(experts_in_all, top_k, num_groups, topk_groups, group_top)
+    _check_ranks(experts_in_all, top_k, num_groups, topk_groups, ranks, max_ranks)
     _check_options(score, balance, load, jitter, key, routed_scaling_factor)
     over = _sequence_axes(balance, axis_name, x.shape[1])
     wide = jnp.promote_types(jnp.promote_types(x.dtype, router.dtype), jnp.float32)
@@ -259,7 +293,11 @@ def route(
     if forced_balance:
         experts = _round_robin(counted, segment_ids is not None, top_k, experts_in_all)
     else:
-        experts = _chosen(logits, scores, bias, top_k, num_groups, topk_groups, group_top)
+        groups = [] if num_groups == 1 else [(num_groups, topk_groups, group_top)]
+        groups += (
+            [] if max_ranks is None else [(ranks, max_ranks, min(-(-top_k // max_ranks), experts_in_all // ranks))]
+        )
+        experts = _chosen(logits, scores, bias, top_k, groups)
     # By this name a policy can keep them: where they are computed again, what is close may be decided otherwise.
     experts = checkpoint_name(experts, "route.experts")
     if score == "softmax" and normalize:
@@ -280,17 +318,14 @@ def _chosen(
     scores: jax.Array,
     bias: Any,
     top_k: int,
-    num_groups: int,
-    topk_groups: int | None,
-    group_top: int,
+    groups: list[tuple[int, Any, int]],
 ) -> jax.Array:
-    """Returns the experts of each token [B, T, k]."""
+    """Returns the experts of each token [B, T, k]; `groups` are (groups, how many are kept, scores that they are judged by)."""
     # The logits are in the order of their scores, and do not saturate where scores do.
-    choice = logits if bias is None and num_groups == 1 else scores
+    choice = logits if bias is None and not groups else scores
     choice = jax.lax.stop_gradient(choice if bias is None else choice + bias.astype(choice.dtype))
-    if num_groups > 1:
-        assert topk_groups is not None
-        choice = _allowed(choice, num_groups, topk_groups, group_top)
+    for i, group in enumerate(groups):
+        choice = _allowed(choice, *group, left=i > 0)
     return _best(choice, top_k)
 
 
@@ -322,6 +357,8 @@ def _stats(
         max_violation=max_violation(counts),
         dead_experts=dead_experts(counts),
         rank_counts=counts.sum(keepdims=True),
+        host_counts=counts.sum(keepdims=True),
+        rank_tokens=rank_tokens(experts, 1, size),
     )
 
 

@@ -8,167 +8,156 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ejdist.costs import ALL_GATHER, ALL_TO_ALL, RAGGED_ALL_TO_ALL, REDUCE_SCATTER, Traffic
-from ejdist.experts.cost import ExchangeShape
-from ejdist.experts.rows import (
-    ByExpert,
-    DispatchSpec,
-    PassRows,
-    PermutationScheme,
-    Plan,
-    Scheme,
-    add,
-    before,
-    buffer_rows,
-    plan_of,
-    wide,
-    within,
-)
+from ejdist.experts.by_rank import ByRank, Turn
+from ejdist.experts.cost import ExchangeShape, reached
+from ejdist.experts.narrow import PRECISIONS, arrays_of, bytes_of, narrowed, sent
+from ejdist.experts.own import Local
+from ejdist.experts.rows import ByExpert, DispatchSpec, Plan, Scheme, add, before, plan_of, room_of, wide
 from kernels.framework.dispatch import vary_alike
 
 
-def _sent(shape: ExchangeShape, rows: float, collective: str) -> Traffic:
-    """Returns the traffic of rows that are spread over all ranks: dispatch and combine, forward and backward."""
-    sent, times = Traffic(), 4 + shape.again
-    for axis, size in shape.over:  # the rows that change their index along this axis
-        sent.add(axis, collective, times * rows * shape.row * (size - 1) / size, times)
-    return sent
-
-
-def _rows_at_work(shape: ExchangeShape) -> int:
-    """Returns the bytes of the sent, received and sorted rows, the outputs and gradients; and of gate, up and their product."""
-    return 5 * shape.wide + 5 * shape.narrow
-
-
 @dataclass(frozen=True)
-class AllToAll(PermutationScheme):
+class AllToAll(ByRank):
     """A pass sends an equal number of rows between each pair of ranks: one dense all-to-all each way."""
 
-    @staticmethod
-    def _buffer_rows(job: DispatchSpec, pairs: int) -> int:
-        return buffer_rows(job, pairs / job.ranks, pairs)
+    def rooms(self, shape: ExchangeShape, chunks: int) -> tuple[int, ...]:
+        one = room_of(shape.buffer * shape.tokens * shape.reached / shape.ranks, shape.tokens, chunks)
+        return one, room_of(shape.buffer * shape.pairs, shape.ranks * one * chunks * shape.top_k, chunks)
 
-    def demand(self, job: DispatchSpec, plan: Plan, tokens: int, top_k: int) -> list[tuple[jax.Array, int, int]]:
-        between = plan.sizes.reshape(job.ranks, job.ranks, job.own).sum(-1)
-        pairs = tokens * top_k
-        return [(between.max(), self._buffer_rows(job, pairs) * job.chunks, pairs)]
+    def fullest(self, job: DispatchSpec, rows: Plan) -> jax.Array:
+        return rows.sizes[0].max()
 
-    def window(self, job: DispatchSpec, plan: Plan, q: jax.Array) -> PassRows:
-        n, c = job.ranks, self._buffer_rows(job, plan.order.size)
-        sizes = plan.sizes.reshape(n, n, job.own)
-        mine = sizes[job.rank].sum(-1)
+    def most(self, job: DispatchSpec, tokens: int) -> int:
+        return tokens
+
+    def turn(self, job: DispatchSpec, rows: Plan, q: jax.Array) -> Turn:
+        n, c, mine = rows.sizes.shape[1], job.rooms[0], rows.sizes[0]
         first = before(mine, 0)
         offsets = q * c + jnp.arange(c)
-        # The rows for rank r begin at first[r]; this chunk has those at `offsets`.
-        source = jnp.minimum(first[:, None] + offsets, plan.order.size - 1)
-        pair = jnp.where(offsets < mine[:, None], plan.order[source], -1).reshape(-1)
-        to = jnp.minimum(plan.expert // job.own, n - 1)
-        index = plan.place - first[to] - q * c
-        sent = (plan.expert < job.num_experts) & (index >= 0) & (index < c)
-        slot = jnp.where(sent, to * c + index, -1)
-        arriving = within(sizes[:, job.rank], q * c, (q + 1) * c)
-        by = ByExpert.of(arriving, jnp.arange(n) * c, n * c) if job.axis else None
-        return PassRows(pair, slot, arriving.sum(0), by)
+        # The rows for rank r begin at first[r]; this turn has those at `offsets`.
+        source = jnp.minimum(first[:, None] + offsets, rows.order.size - 1)
+        pair = jnp.where(offsets < mine[:, None], rows.order[source], -1).reshape(-1)
+        to = jnp.minimum(rows.expert, n - 1)
+        index = rows.place - first[to] - q * c
+        here = (rows.expert < n) & (index >= 0) & (index < c)
+        return Turn(pair, jnp.where(here, to * c + index, -1))
 
-    def dispatch(self, job: DispatchSpec, window: PassRows, x: jax.Array) -> jax.Array:
-        return lax.all_to_all(x, job.axis, 0, 0, tiled=True) if job.axis else x
+    def dispatch(self, job: DispatchSpec, turn: Turn, x: jax.Array) -> jax.Array:
+        return lax.all_to_all(x, self.axis(job), 0, 0, tiled=True)
 
-    def combine(self, job: DispatchSpec, window: PassRows, x: jax.Array) -> jax.Array:
-        return self.dispatch(job, window, x)
+    def combine(self, job: DispatchSpec, turn: Turn, x: jax.Array) -> jax.Array:
+        return self.dispatch(job, turn, x)
+
+    def travel(self, shape: ExchangeShape) -> list[tuple[str, int, float]]:
+        rows = shape.ranks * self.rooms(shape, 1)[0]
+        return [(axis, size, rows) for axis, size in shape.over]
 
     def cost(self, shape: ExchangeShape) -> Traffic:
-        return _sent(shape, shape.rows, ALL_TO_ALL)
+        return self.traffic(shape, ALL_TO_ALL)
 
     def memory(self, shape: ExchangeShape) -> int:
-        return _rows_at_work(shape)
+        return self.at_work(shape)
 
     def arriving(self, shape: ExchangeShape) -> float:
         return shape.rows
 
 
 @dataclass(frozen=True)
-class Local(AllToAll):
-    """One device has all experts: nothing is sent."""
-
-    def refusal(self, sizes: tuple[int, ...]) -> str | None:
-        return "one device" if math.prod(sizes) > 1 else None
-
-    def cost(self, shape: ExchangeShape) -> Traffic:
-        return Traffic()
-
-
-@dataclass(frozen=True)
 class TwoLevel(AllToAll):
-    """The dense all-to-all in two steps, for an axis (hosts, devices of a host): first between the devices of a host, then
-    between hosts, so that a device sends one message per host instead of one per device."""
+    """The dense all-to-all in two levels, for an axis (hosts, devices of a host): a token goes once to a host, to the device
+    that has there the place of its own, and from that device once to each rank of the host."""
 
     stepwise = True
 
-    def dispatch(self, job: DispatchSpec, window: PassRows, x: jax.Array) -> jax.Array:
-        outer, inner = job.axis[:1], job.axis[1:]
-        x = x.reshape(lax.axis_size(outer), lax.axis_size(inner), -1, *x.shape[1:])
-        x = lax.all_to_all(x, inner, 1, 1, tiled=True)
-        x = lax.all_to_all(x, outer, 0, 0, tiled=True)
-        return x.reshape(-1, *x.shape[3:])
+    def axis(self, job: DispatchSpec) -> tuple[str, ...]:
+        return job.axis[:1]
+
+    def inner(self, job: DispatchSpec) -> DispatchSpec:
+        num_experts = job.num_experts // self._ranks(job)
+        return replace(
+            job, axis=job.axis[1:], scheme=AllToAll(), num_experts=num_experts, rooms=job.rooms[1:], chunks=1
+        )
+
+    def rooms(self, shape: ExchangeShape, chunks: int) -> tuple[int, ...]:
+        hosts, devices = self._levels(shape)
+        per_host = reached(hosts, shape.top_k, shape.num_experts, shape.max_ranks)
+        one = room_of(shape.buffer * shape.tokens * per_host / hosts, shape.tokens, chunks)
+        # A rank gets as many rows as without levels, here from the devices of its own host alone.
+        balanced = shape.buffer * shape.tokens * shape.reached / devices
+        two = room_of(balanced, hosts * one * chunks, chunks)
+        return one, two, room_of(shape.buffer * shape.pairs, devices * two * chunks * shape.top_k, chunks)
+
+    @staticmethod
+    def _levels(shape: ExchangeShape) -> tuple[int, int]:
+        hosts = shape.over[0][1]
+        return hosts, shape.ranks // hosts
+
+    def travel(self, shape: ExchangeShape) -> list[tuple[str, int, float]]:
+        hosts, devices = self._levels(shape)
+        one, two, _ = self.rooms(shape, 1)
+        return [(axis, size, devices * two if i else hosts * one) for i, (axis, size) in enumerate(shape.over)]
 
     def refusal(self, sizes: tuple[int, ...]) -> str | None:
         return "two axes" if len(sizes) < 2 else None
 
-    def cost(self, shape: ExchangeShape) -> Traffic:
-        return _sent(shape, shape.rows, ALL_TO_ALL)
-
 
 @dataclass(frozen=True)
-class RaggedAllToAll(PermutationScheme):
+class RaggedAllToAll(ByRank):
     """A pass delivers a fixed number of rows to each rank, from any ranks: only rows that exist are sent."""
 
-    @staticmethod
-    def _buffer_rows(job: DispatchSpec, pairs: int) -> int:
-        return buffer_rows(job, pairs, pairs * job.ranks)
+    needs_all_sizes = True
 
-    def demand(self, job: DispatchSpec, plan: Plan, tokens: int, top_k: int) -> list[tuple[jax.Array, int, int]]:
-        arriving = plan.sizes.reshape(job.ranks, job.ranks, job.own).sum((0, 2))
-        pairs = tokens * top_k
-        return [(arriving.max(), self._buffer_rows(job, pairs) * job.chunks, pairs * job.ranks)]
+    def rooms(self, shape: ExchangeShape, chunks: int) -> tuple[int, ...]:
+        one = room_of(shape.buffer * shape.tokens * shape.reached, shape.tokens * shape.ranks, chunks)
+        return one, room_of(shape.buffer * shape.pairs, one * chunks * shape.top_k, chunks)
 
-    def window(self, job: DispatchSpec, plan: Plan, q: jax.Array) -> PassRows:
-        n, me, R = job.ranks, job.rank, self._buffer_rows(job, plan.order.size)
-        between = plan.sizes.reshape(n, n, job.own).sum(-1)  # from, to
-        # All rows for a rank form a queue, those of rank 0 first; this chunk is [q R, (q + 1) R) of each queue.
+    def fullest(self, job: DispatchSpec, rows: Plan) -> jax.Array:
+        return rows.sizes.sum(0).max()
+
+    def most(self, job: DispatchSpec, tokens: int) -> int:
+        return tokens * job.ranks
+
+    def turn(self, job: DispatchSpec, rows: Plan, q: jax.Array) -> Turn:
+        n, me, R = job.ranks, job.rank, job.rooms[0]
+        between = rows.sizes  # from, to
+        # All rows for a rank form a queue, those of rank 0 first; this turn is [q R, (q + 1) R) of each queue.
         line = before(between, 0)
         low, high = (jnp.clip(edge - line, 0, between) for edge in (q * R, (q + 1) * R))
         home = before(between, 1) + low  # where they begin in the sender's order
         away = line + low - q * R  # where they begin in the receiver's buffer
-        to = jnp.minimum(plan.expert // job.own, n - 1)
-        index = plan.place - home[me][to]
-        sent = (plan.expert < job.num_experts) & (index >= 0) & (index < (high - low)[me][to])
-        slot = jnp.where(sent, plan.place, -1)
-        arriving = within(plan.sizes.reshape(n, n, job.own)[:, me].reshape(-1), q * R, (q + 1) * R).reshape(n, job.own)
-        by = ByExpert.of(arriving, away[:, me], R)
-        return PassRows(plan.order, slot, arriving.sum(0), by, (home, high - low, away))
+        to = jnp.minimum(rows.expert, n - 1)
+        index = rows.place - home[me][to]
+        here = (rows.expert < n) & (index >= 0) & (index < (high - low)[me][to])
+        # A token meets no more ranks than there are.
+        pair = rows.order[: rows.place.shape[0] * min(n, rows.place.shape[1])]
+        return Turn(pair, jnp.where(here, rows.place, -1), (home, high - low, away))
 
-    def dispatch(self, job: DispatchSpec, window: PassRows, x: jax.Array) -> jax.Array:
-        home, sizes, away = window.moves
-        return _ragged(x, self._buffer_rows(job, window.pair.size), home, sizes, away, job)
+    def dispatch(self, job: DispatchSpec, turn: Turn, x: jax.Array) -> jax.Array:
+        home, sizes, away = turn.moves
+        return _ragged(x, job.rooms[0], home, sizes, away, job)
 
-    def combine(self, job: DispatchSpec, window: PassRows, x: jax.Array) -> jax.Array:
-        home, sizes, away = window.moves
-        return _ragged(x, window.pair.size, away.T, sizes.T, home.T, job)
+    def combine(self, job: DispatchSpec, turn: Turn, x: jax.Array) -> jax.Array:
+        home, sizes, away = turn.moves
+        return _ragged(x, turn.pair.size, away.T, sizes.T, home.T, job)
+
+    def travel(self, shape: ExchangeShape) -> list[tuple[str, int, float]]:
+        return [(axis, size, shape.tokens * shape.reached) for axis, size in shape.over]
 
     def cost(self, shape: ExchangeShape) -> Traffic:
-        return _sent(shape, shape.pairs, RAGGED_ALL_TO_ALL)
+        return self.traffic(shape, RAGGED_ALL_TO_ALL)
 
     def memory(self, shape: ExchangeShape) -> int:
-        return _rows_at_work(shape)
+        return self.at_work(shape)
 
     def arriving(self, shape: ExchangeShape) -> float:
         return shape.rows
@@ -206,7 +195,14 @@ class AllGather(Scheme):
     split the tokens. Sums are sent in the dtype of the tokens.
     """
 
-    def plan(self, job: DispatchSpec, experts: jax.Array) -> tuple[Plan, ...]:
+    def rooms(self, shape: ExchangeShape, chunks: int) -> tuple[int, ...]:
+        pairs = -(-shape.tokens // chunks) * shape.top_k  # of a rank, in the largest chunk
+        return (room_of(shape.buffer * pairs, shape.ranks * pairs, 1),)
+
+    def held(self, job: DispatchSpec) -> np.ndarray:
+        return np.asarray(job.rooms)
+
+    def plan(self, job: DispatchSpec, experts: jax.Array, weights: jax.Array) -> tuple[Plan, ...]:
         return tuple(self._own(job, plan_of(part, job.num_experts, job.axis)) for part in self._chunks(job, experts))
 
     def _own(self, job: DispatchSpec, plan: Plan) -> Plan:
@@ -223,11 +219,8 @@ class AllGather(Scheme):
         here = (expert >= mine) & (expert < mine + job.own)
         return Plan(order, by.place[place + rank * pairs], jnp.where(here, expert - mine, job.own), sizes.sum(0)[None])
 
-    def demand(
-        self, job: DispatchSpec, plan: tuple[Plan, ...], tokens: int, top_k: int
-    ) -> list[tuple[jax.Array, int, int]]:
-        inner = self._inner(job)
-        return [d for part in plan for d in inner.scheme.demand(inner, part, *part.place.shape)]
+    def need(self, job: DispatchSpec, plan: tuple[Plan, ...]) -> jax.Array:
+        return functools.reduce(jnp.maximum, [part.sizes.sum(dtype=jnp.int32)[None] for part in plan])
 
     def forward(
         self, job: DispatchSpec, passes: jax.Array, plan: Any, x: Any, weights: Any, params: Any, keep: bool = False
@@ -235,7 +228,7 @@ class AllGather(Scheme):
         inner = self._inner(job)
         out, residuals = [], []
         for part, x_part, w_part in zip(plan, self._chunks(job, x), self._chunks(job, weights), strict=True):
-            every, w = self._gather(job, x_part), self._gather(job, w_part)
+            every, w = self._tokens(job, x_part), self._gather(job, w_part)
             sums, part_residuals = inner.scheme.forward(inner, passes, part, every, w, params, keep)
             out.append(self._scatter(job, sums))
             residuals.append(part_residuals)
@@ -259,7 +252,7 @@ class AllGather(Scheme):
             w, d = (self._gather(job, a) for a in chunk)
 
             def every(i: int = i) -> jax.Array:
-                return self._gather(job, self._chunks(job, x())[i])
+                return self._tokens(job, self._chunks(job, x())[i])
 
             grads = inner.scheme.backward(inner, passes, part, kept[i], every, w, params, d)
             d_x.append(self._scatter(job, grads[0]))
@@ -267,13 +260,18 @@ class AllGather(Scheme):
             d_params.append(jax.tree.map(wide, grads[2]))
         return jnp.concatenate(d_x), jnp.concatenate(d_weights), functools.reduce(add, d_params)
 
+    def precision_refusal(self, precision: str) -> str | None:
+        how = PRECISIONS[precision]
+        return "adds rows up on their way back" if how.sums or how.gradients else None
+
     def cost(self, shape: ExchangeShape) -> Traffic:
-        sent, gathered = Traffic(), shape.tokens
+        total, gathered, narrow = Traffic(), shape.tokens, PRECISIONS[shape.precision].tokens
+        times, tokens = 1 + shape.again, bytes_of(shape.width, shape.itemsize, narrow)
         for axis, size in shape.over:  # each device of an inner axis sends its own tokens over the outer axes
-            other, gathered = gathered * shape.row * (size - 1), gathered * size
-            sent.add(axis, ALL_GATHER, (2 + shape.again) * other, 2 + shape.again)
-            sent.add(axis, REDUCE_SCATTER, 2 * other, 2)
-        return sent
+            other, gathered = gathered * (size - 1), gathered * size
+            total.add(axis, ALL_GATHER, other * (times * tokens + shape.row), times * arrays_of(narrow) + 1)
+            total.add(axis, REDUCE_SCATTER, 2 * other * shape.row, 2)
+        return total
 
     def memory(self, shape: ExchangeShape) -> int:
         tokens = shape.tokens * shape.row
@@ -287,12 +285,16 @@ class AllGather(Scheme):
     @staticmethod
     def _inner(job: DispatchSpec) -> DispatchSpec:
         """Returns the settings for applying this rank's experts to the gathered tokens, where nothing is sent."""
-        return replace(job, axis=(), scheme=Local(), num_experts=job.own, buffer=job.buffer / job.ranks, chunks=1)
+        return replace(job, axis=(), scheme=Local(), num_experts=job.own, chunks=1)
 
     @staticmethod
     def _chunks(job: DispatchSpec, x: jax.Array) -> list[jax.Array]:
         edges = [i * x.shape[0] // job.chunks for i in range(job.chunks + 1)]
         return [x[a:b] for a, b in itertools.pairwise(edges) if b > a]
+
+    def _tokens(self, job: DispatchSpec, x: jax.Array) -> jax.Array:
+        dtype = PRECISIONS[job.precision].tokens
+        return sent(functools.partial(self._gather, job), narrowed(x, dtype), dtype, x)
 
     @staticmethod
     def _gather(job: DispatchSpec, x: jax.Array) -> jax.Array:

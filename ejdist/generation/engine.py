@@ -1,10 +1,11 @@
 """Generates text for many requests at once: continuous batching over pages and states, in programs of fixed shapes.
 
-A step runs at most two programs, each compiled once: one for a chunk of prompts, one for a token of every text in progress.
-Which request a row belongs to, its length and its sampling options are data. A request waits until a slot and the pages for all
-of its tokens are free, so every request that starts also finishes. The result of a request does not depend on the others in the
-batch, except for the order of sums. A step takes the tokens of the one before from the device's memory, and starts before the
-host has read them.
+A step runs at most two programs of the model, each compiled once: one for a chunk of prompts, one for a token of every text in
+progress. Which request a row belongs to and its length are data. A small program after each chooses the tokens: one for
+steps of most likely tokens, one for those that draw, one for those with limits. A request waits until a slot and the pages for
+all of its tokens are free, so every request that starts also finishes. The result of a request does not depend on the others in
+the batch, except for the order of sums. A step takes the tokens of the one before from the device's memory, and starts before
+the host has read them.
 
 Source: Yu et al., Orca: A Distributed Serving System for Transformer-Based Generative Models, 2022 (continuous batching); Kwon
 et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023; Agrawal et al., SARATHI, 2023
@@ -115,6 +116,7 @@ class Engine:
         self._running: list[Request] = []
         self._free = list(range(self.slots))[::-1]
         self._tables = np.zeros((self.slots, self._longest), np.int32)  # the pages of the request in each slot
+        self._sent: jax.Array | None = None  # the same on the devices; None where it has changed
         self._started: list[
             tuple[list[Request | None], jax.Array, jax.Array]
         ] = []  # steps whose tokens are not read yet
@@ -143,9 +145,8 @@ class Engine:
                 )
         placed = None if mesh is None else places
         whole = None if mesh is None else replicated(mesh)
-        last = jax.ShapeDtypeStruct(
-            (self.slots,), np.int32
-        )  # token of each slot, which the next step of its text takes
+        # The token of each slot, which the next step of its text takes.
+        last = jax.ShapeDtypeStruct((self.slots,), np.int32)
 
         def empty() -> tuple[Arrays, jax.Array]:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (arrays, last))
@@ -155,19 +156,13 @@ class Engine:
         cached, ops = self._cached, self._ops
 
         def step(
-            weights: Any,
-            carried: tuple[Arrays, jax.Array],
-            tokens: Any,
-            tables: Any,
-            slots: Any,
-            before: Any,
-            new: Any,
-            choices: Choices,
-        ) -> tuple[jax.Array, jax.Array, tuple[Arrays, jax.Array]]:
-            (kept, last), width = carried, tokens.shape[1]
+            weights: Any, kept: Arrays, last: jax.Array, tables: jax.Array, asked: jax.Array
+        ) -> tuple[jax.Array, Arrays]:
+            tokens, (slots, before, new) = asked[:, :-3], asked[:, -3:].T
+            width = tokens.shape[1]
             tokens = jnp.where(tokens < 0, last.at[slots].get(mode="clip")[:, None], tokens)
             positions = positions_of(before, new, width)
-            rows = Rows.of(tables, slots, before, new, width, page)
+            rows = Rows.of(tables.at[slots].get(mode="clip"), slots, before, new, width, page)
             batch = {
                 "tokens": tokens,
                 "positions": jnp.maximum(positions, 0),
@@ -176,14 +171,18 @@ class Engine:
             with self._layout():
                 logits, kept = cached.step(weights, batch, kept, ops, Step(cached.declared, rows))
                 # Where the output projection is split, its logits travel, and not the matrix.
-                logits = ops.constrain(ops.constrain(logits, "B V"), "_ _")
+                return ops.constrain(ops.constrain(logits, "B V"), "_ _"), kept
+
+        def choose(
+            logits: jax.Array, last: jax.Array, slots: jax.Array, choices: Choices | None
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
             chosen, scores = sample(logits, choices)
-            return chosen, scores, (kept, last.at[slots].set(chosen, mode="drop"))
+            return chosen, scores, last.at[slots].set(chosen, mode="drop")
 
         options = None if mesh is None else compiler_options(mesh)
-        self._step = jax.jit(
-            step, donate_argnums=1, out_shardings=(whole, whole, (placed, whole)), compiler_options=options
-        )
+        self._step = jax.jit(step, donate_argnums=1, out_shardings=(whole, placed), compiler_options=options)
+        self._choose = jax.jit(choose, donate_argnums=1, out_shardings=whole)
+        self._everywhere = jax.jit(lambda x: x, out_shardings=whole)
 
     def use(self, params: Any, buffers: Any = None, *, donate: bool = False) -> None:
         """Replaces the parameters and buffers by others of the same shapes and shardings; `donate` as above. Texts in progress
@@ -247,7 +246,7 @@ class Engine:
 
     @property
     def programs(self) -> int:
-        """The number of compiled programs: at most two, whatever the requests."""
+        """The number of compiled programs of the model: at most two, whatever the requests."""
         return self._step._cache_size()  # pyrefly: ignore[missing-attribute]
 
     @property
@@ -285,16 +284,17 @@ class Engine:
             self._running.append(self._waiting.popleft())
 
     def _begin(self, request: Request) -> None:
-        """Replaces the first pages of a request by cached ones of the same tokens."""
+        """Replaces the first pages of a request by cached ones of the same tokens. The devices have its table from then on."""
         shared = self._pages.shared(request.digests)
         self._pages.release(request.pages[: len(shared)])
         request.pages[: len(shared)] = self._tables[request.slot, : len(shared)] = shared
         request.filled, request.published = len(shared) * self._pages.page, len(shared)
+        self._sent = None
 
     def _start(self, requests: list[Request], rows: int, width: int) -> None:
         """Starts a step of requests: of their next tokens, at most `width` of each."""
-        tokens = np.zeros((rows, width), np.int32)
-        slots, before, new = np.full(rows, self.slots, np.int32), np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        asked = np.zeros((rows, width + 3), np.int32)  # tokens, slot, tokens before, and how many are new
+        asked[:, -3] = self.slots
         choices = [(Sampling(temperature=0), 0)] * rows
         writing: list[Request | None] = []  # None: a prompt that goes on
         for i, r in enumerate(requests):
@@ -302,22 +302,23 @@ class Engine:
             if r.filled < len(r.prompt):
                 if not r.filled:
                     self._begin(r)
-                ids, before[i] = r.prompt[r.filled : r.filled + width], r.filled
+                ids, before = r.prompt[r.filled : r.filled + width], r.filled
                 r.filled += len(ids)
                 self._publish(r)
             else:
-                ids, before[i] = [-1], len(r.prompt) + r.begun - 1  # the last token of the slot
-            new[i], slots[i] = len(ids), r.slot
-            tokens[i, width - len(ids) :] = ids
+                ids, before = [-1], len(r.prompt) + r.begun - 1  # the last token of the slot
+            asked[i, width - len(ids) :] = *ids, r.slot, before, len(ids)
             writes = r.filled == len(r.prompt)
             r.begun += writes
             writing.append(r if writes else None)
-        tables = self._tables[slots % self.slots]  # a row without a request reads nothing of its table
-        kept = self._empty() if self._kept is None else self._kept
-        data = (self._weights, kept, tokens, tables, slots, before, new, Choices.of(choices))
+        kept, last = self._empty() if self._kept is None else self._kept
+        if self._sent is None:
+            self._sent = self._everywhere(self._tables.copy())
         # The jitted function and not what it compiled, which checks each array of the weights in Python in every step.
         with in_cuda_graphs():  # of hundreds of kernels, of which the host starts some too late
-            chosen, scores, self._kept = self._step(*data)
+            logits, kept = self._step(self._weights, kept, last, self._sent, asked)
+        chosen, scores, last = self._choose(logits, last, asked[:, -3], Choices.of(choices))
+        self._kept = kept, last
         self._started.append((writing, chosen, scores))
 
     def _read(self, requests: list[Request | None], chosen: jax.Array, scores: jax.Array) -> list[Token]:

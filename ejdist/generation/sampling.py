@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -41,48 +41,52 @@ class Sampling:
 
 
 class Choices(NamedTuple):
-    """The fields of `Sampling` of each row, and the number of tokens that its request has so far; [B] each."""
+    """The fields of `Sampling` of each row, and the number of tokens that its request has so far; [B] each.
+
+    The three limits are None where no row has one. Which program draws a step's tokens thus depends on the requests, and no
+    program asks the device: on a GPU the host would wait for the answer, and start the next step late.
+    """
 
     temperature: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
     seed: Any
     drawn: Any
+    top_k: Any = None
+    top_p: Any = None
+    min_p: Any = None
 
     @classmethod
-    def of(cls, rows: list[tuple[Sampling, int]]) -> Choices:
-        """Returns the arrays for a list of (sampling options, number of tokens so far), one per row."""
-        dtypes = {"top_k": np.int32, "seed": np.uint32}
-        columns = {
-            f.name: np.array([getattr(one, f.name) for one, _ in rows], dtypes.get(f.name, np.float32))
-            for f in fields(Sampling)
-        }
-        return cls(**columns, drawn=np.array([drawn for _, drawn in rows], np.int32))
+    def of(cls, rows: list[tuple[Sampling, int]]) -> Choices | None:
+        """Returns the arrays for a list of (sampling options, number of tokens so far), one per row; None if every row takes
+        its most likely token."""
+        draws = [one for one, _ in rows if one.temperature > 0]
+        if not draws:
+            return None
+        limited = any(one.top_k > 0 or one.top_p < 1 or one.min_p > 0 for one in draws)
+        dtypes = {"temperature": np.float32, "seed": np.uint32}
+        dtypes |= {"top_k": np.int32, "top_p": np.float32, "min_p": np.float32} if limited else {}
+        columns = {name: np.array([getattr(one, name) for one, _ in rows], dtype) for name, dtype in dtypes.items()}
+        return cls(drawn=np.array([drawn for _, drawn in rows], np.int32), **columns)
 
 
-def sample(logits: jax.Array, choices: Choices) -> tuple[jax.Array, jax.Array]:
+def sample(logits: jax.Array, choices: Choices | None) -> tuple[jax.Array, jax.Array]:
     """Returns (the chosen tokens, int32 [B]; their log-probabilities under the model, float32 [B], as training has them:
     without temperature or limits).
 
     Args:
       logits: float32 [B, V].
+      choices: None for the most likely token of each row.
     """
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    def drawn() -> jax.Array:
+    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if choices is not None:
         cold = choices.temperature == 0
         scaled = logits / jnp.where(cold, 1, choices.temperature)[:, None]
-        limits = (choices.top_k > 0) | (choices.top_p < 1) | (choices.min_p > 0)
-        scaled = jax.lax.cond(jnp.any(limits & ~cold), lambda: _limited(scaled, choices), lambda: scaled)
+        scaled = scaled if choices.top_k is None else _limited(scaled, choices)
 
         def noise(seed: jax.Array, count: jax.Array) -> jax.Array:
             return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), count), logits.shape[-1:])
 
         noisy = scaled + jax.vmap(noise)(choices.seed, choices.drawn)
-        return jnp.where(cold, best, jnp.argmax(noisy, axis=-1).astype(jnp.int32))
-
-    tokens = jax.lax.cond(jnp.any(choices.temperature > 0), drawn, lambda: best)
+        tokens = jnp.where(cold, tokens, jnp.argmax(noisy, axis=-1).astype(jnp.int32))
     scores = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=-1)[:, 0]
     return tokens, scores
 

@@ -108,7 +108,10 @@ def _latent_attention(
     begins = T * jnp.arange(B + 1, dtype=jnp.int32)
     out = ops.multi_latent_ragged_page_attention(absorbed, turned, cache, rows.lengths, tables, begins, **options)
     out = _of_real(ops.constrain(out.reshape(B, T, N, -1), "B T N _"), rows)
-    return ops.project(out, value_up, "btnr,rnh->btnh"), (cache.reshape(stack.shape),)
+    values = ops.project(out, value_up, "btnr,rnh->btnh")
+    # Heads side by side, as the output projection has them: else XLA transposes that matrix to another order in every step.
+    joined = jax.lax.optimization_barrier(values.reshape(B, T, -1))
+    return joined.reshape(values.shape), (cache.reshape(stack.shape),)
 
 
 def _of_layer(numbers: jax.Array, row: jax.Array, shape: tuple[int, ...], each: int) -> jax.Array:

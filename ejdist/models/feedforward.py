@@ -286,4 +286,4 @@ class Experts(Part):
 
     @staticmethod
     def _shape(c: DecoderShape, share: Share) -> ExchangeShape:
-        return share.exchange(c.experts.top_k, c.model_dim, c.experts.ffn_dim // share.features)
+        return share.exchange(c.experts.top_k, c.model_dim, c.experts.ffn_dim // share.features, c.experts.num)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ejdist.costs import ALL_REDUCE, Traffic, declared
 from ejdist.documents import ONE_DOCUMENT, Documents
 from ejdist.experts.cost import Costed, ExchangeShape
+from ejdist.experts.narrow import BF16
 from ejdist.mesh import CP, SP, TP
 from ejdist.models.remat import Remat
 from ejdist.order import Order
@@ -35,7 +36,8 @@ class Share:
       dispatch: how tokens get to their experts.
       features: devices that heads and features are split over.
       experts: (axis, devices along it) that experts are split over, the outermost first; none for one device.
-      buffer: `experts.buffer` of a recipe.
+      buffer: `experts.buffer` of a recipe. max_ranks: most ranks that a token's experts are on; None: any.
+      exchanged: `experts.exchange`, the precision of the rows that travel.
       frozen: whether the model's matrices are frozen beside adapters.
       tile: tokens of a tile of kernels that add a hop's results in place; None where the device has no such kernels.
       documents: of the rows.
@@ -55,6 +57,8 @@ class Share:
     features: int = 1
     experts: tuple[tuple[str, int], ...] = ()
     buffer: float = 1.25
+    max_ranks: int | None = None
+    exchanged: str = BF16
     frozen: bool = False
     tile: int | None = None
     documents: Documents = ONE_DOCUMENT
@@ -136,11 +140,14 @@ class Share:
         made = replace(shape, latents=latents * self.tokens, expansion=flops * shape.kv_heads * self.tokens)
         return made if self.sequence > 1 and sends_latents(self.scheme, made) else shape
 
-    def exchange(self, top_k: int, width: int, hidden: int) -> ExchangeShape:
+    def exchange(self, top_k: int, width: int, hidden: int, num_experts: int) -> ExchangeShape:
         """Returns the exchange of a layer as a dispatch costs it: choices of a token, numbers of its features, and numbers of a
         row between the products of an expert on this device."""
         again = int(not self.remat.rest)
-        return ExchangeShape(self.experts, self.tokens, top_k, width, hidden, self.itemsize, self.buffer, again)
+        return ExchangeShape(
+            self.experts, self.tokens, top_k, width, hidden, self.itemsize, self.buffer, again, num_experts, self.max_ranks,
+            self.exchanged,
+        )  # fmt: skip
 
     def sums_over_features(self, model_dim: int, sums: int) -> Traffic:
         """Returns the traffic of that many sums of [tokens, model_dim] over the devices that features are split over."""

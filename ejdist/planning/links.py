@@ -21,6 +21,7 @@ from ejdist.training.attending import alone_seconds, crosses_hosts
 
 # Of a link's rate by the data sheet, what collectives of training steps reached on H200s.
 LINK = 0.45
+_BETWEEN_ALL = (ALL_TO_ALL, RAGGED_ALL_TO_ALL)  # each device sends other rows to each other one
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,16 @@ class Links:
             slower = 2.0  # the rate is of both directions of a ring of links
         if collective == PERMUTE_BOTH and measured is not None and self.chip.platform == "tpu":
             slower = 0.5  # what was measured is one of them
-        if collective in (ALL_TO_ALL, RAGGED_ALL_TO_ALL) and self.chip.network is None and axis != NETWORK:
+        if collective in _BETWEEN_ALL and self.chip.network is None and axis != NETWORK:
             # On a ring most rows pass several links. A longer axis spans several sides of the slice, each a ring.
             ring, known_ring = (min(n, self.side or n) for n in (sizes[axis], measured.size if measured else 4))
             slower = max(ring, 4) / max(known_ring, 4)
+        if collective in _BETWEEN_ALL and measured is None and self.crosses(axis, sizes) == "hosts":
+            # What goes to other hosts leaves by a device's own way out; a gather's rows pass each once for all of a host.
+            assert self.chip.network is not None
+            near = max(1, self.per_host // _inner(axis, sizes))
+            far = (sizes[axis] - near) / max(sizes[axis] - 1, 1)
+            slower = max(slower, far * self.rate(axis, sizes) / self.chip.network)
         if collective in (*COLLECTIVES, PERMUTE_BOTH):
             return slower
         links = links_of(self.chip.kind)  # the one that the doctor does not measure

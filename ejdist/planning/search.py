@@ -37,6 +37,7 @@ from ejdist.planning.candidates import (
     ways,
 )  # fmt: skip
 from ejdist.planning.compiled import Compiled, DoesNotFit
+from ejdist.planning.expert_axes import of_each_kind, ranks_of
 from ejdist.planning.links import Links
 from ejdist.planning.measured import Measured
 from ejdist.planning.memory import Held, Memory, held, memory
@@ -64,7 +65,8 @@ class Found:
     best: None where nothing fits. compiled: of the best; None where no compiler could be asked. others: the next best with
     another mesh or remat policy, predicted. refused: what did not compile or fit, and why. looked_at: legal candidates.
     smallest: what needs least, where nothing is expected to fit. unsaved: what needs least without the savings of the best,
-    which does not fit.
+    which does not fit. experts: of a model that has some, where the mesh leaves it open, the best plan that fits with experts
+    over devices, and with all of them on each.
     """
 
     best: Predicted | None
@@ -74,6 +76,7 @@ class Found:
     looked_at: int = 0
     smallest: Predicted | None = None
     unsaved: Predicted | None = None
+    experts: tuple[Predicted | None, Predicted | None] | None = None
     too_large: bool = True  # whether what was refused was refused for its memory
 
 
@@ -253,7 +256,9 @@ def _search(
         """Returns the fastest plans; where nothing fits the smallest, of which another kind may need less."""
         return [plan.candidate for plan in ranked(fitting)[:most]] or ([smallest[1]] if smallest else [])
 
-    for of in first(VARIED):
+    split = {id(p): ranks_of(sections, p) > 1 for p in fitting}
+    varied = [*first(VARIED), *(p.candidate for p in ranked([p for p in fitting if split[id(p)]])[:DETAILED])]
+    for of in dict.fromkeys(varied):
         kinds = itertools.islice(ways(sections, of.mesh, fixed_keys, *predictor.rows), 1, None)
         attempt(replace(of, scheme=scheme, order=order, dispatch=dispatch) for scheme, order, dispatch in kinds)
         attempt(products(sections, of, fixed_keys))
@@ -262,8 +267,12 @@ def _search(
         attempt(details(sections, of, fixed_keys, predictor.documents, tight))
     least = predictor.checked(smallest[1]) if smallest and not fitting else None
     order, refused, too_large = ranked(fitting), [], True
+    kinds_of_mesh = {ranks_of(sections, p) > 1 for p in fitting}
+    both = has_experts(sections.model) and not {f"mesh.{axis}" for axis in sections.experts.axes} & {*fixed_keys}
+    experts = of_each_kind(sections, order) if both and kinds_of_mesh else None
     if compile_step is None:
-        return Found(order[0] if order else None, None, different(order[0], order) if order else (), (), count, least)
+        others = different(order[0], order) if order else ()
+        return Found(order[0] if order else None, None, others, (), count, least, experts=experts)
     while order and len(refused) < finalists:
         best, *order = order
         log(f"plan {len(refused) + 1} of at most {finalists}: {overrides_text(best.candidate, fixed_keys)}")
@@ -278,7 +287,7 @@ def _search(
                 order = [p for p in order if _kind(p) != _kind(best)]
             continue
         if compiled is None or compiled.peak <= target.chip.memory:
-            return Found(best, compiled, different(best, order), refused, count, least)
+            return Found(best, compiled, different(best, order), refused, count, least, experts=experts)
         refused.append((best, f"compiled, it takes {compiled.peak / 2**30:.1f} GiB"))
         wrong = compiled.peak / best.memory.total
         order = [p for p in order if p.memory.total * wrong <= target.chip.memory]

@@ -9,6 +9,7 @@ from typing import Any
 
 from ejdist.documents import ONE_DOCUMENT, Documents
 from ejdist.experts.choice import choose
+from ejdist.experts.cost import limit_of_ranks
 from ejdist.experts.schemes import LOCAL, fitting
 from ejdist.experts.schemes import scheme_of as dispatch_named
 from ejdist.mesh import CP, TP, MeshSection
@@ -55,6 +56,8 @@ def share_of(
         features=mesh.shape[TP],
         experts=tuple(piece for piece in pieces if piece[1] > 1),
         buffer=s.experts.buffer,
+        max_ranks=_limit(s, mesh),
+        exchanged=s.experts.exchange,
         frozen=s.lora.rank > 0,
         tile=tile,
         documents=documents,
@@ -88,13 +91,20 @@ def dispatch_of(sections: Any, mesh: Any, links: Links | None) -> str:
         return s.experts.dispatch
     if links is None:
         return fitting(sizes)[0]
-    how = _tokens(s, mesh), s.model.experts.top_k, s.model.model_dim, _itemsize(s), s.experts.buffer
-    return _chosen(ranks, *how, links.chip.kind)
+    m, e = s.model.experts, s.experts
+    how = {
+        "tokens": _tokens(s, mesh), "top_k": m.top_k, "width": s.model.model_dim, "itemsize": _itemsize(s),
+        "buffer": e.buffer, "num_experts": m.num, "max_ranks": _limit(s, mesh), "precision": e.exchange,
+    }  # fmt: skip
+    return _chosen(ranks, links.chip.kind, tuple(how.items()))
+
+
+def _limit(s: Any, mesh: Any) -> int | None:
+    m = s.model.experts
+    ranks = math.prod(mesh.shape[a] for a in s.experts.axes)
+    return limit_of_ranks(ranks, s.experts.max_ranks, m.num_groups, m.topk_groups)
 
 
 @functools.lru_cache(maxsize=1024)
-def _chosen(ranks: int, tokens: int, top_k: int, width: int, itemsize: int, buffer: float, kind: str) -> str:
-    return choose(
-        axis_sizes=(ranks,), tokens=tokens, top_k=top_k, width=width, itemsize=itemsize, buffer=buffer, hosts=1,
-        device_kind=kind,
-    ).scheme  # fmt: skip
+def _chosen(ranks: int, kind: str, how: tuple[tuple[str, Any], ...]) -> str:
+    return choose(axis_sizes=(ranks,), hosts=1, device_kind=kind, **dict(how)).scheme

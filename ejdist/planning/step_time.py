@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ejdist.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Traffic
@@ -17,12 +17,13 @@ from ejdist.documents import ONE_DOCUMENT, Documents
 from ejdist.mesh import BATCH_AXES, SEQUENCE_AXES
 from ejdist.models.part import Costs
 from ejdist.models.share import Share
-from ejdist.models.stack import counted_parts
+from ejdist.models.stack import counted_parts, narrow_matrices
 from ejdist.planning import orthogonal
 from ejdist.planning.activations import bytes_of
 from ejdist.planning.links import NETWORK, Links
 from ejdist.planning.memory import ACTIVATIONS, MOMENTS, Held, Stored, moment_bytes, on_host
 from ejdist.planning.share import share_of
+from ejdist.precision import PRECISIONS
 from ejdist.sequence.schedule import pairs_of_row
 from ejdist.training.attending import exchanged, waited
 from ejdist.training.flops import attention_share
@@ -39,6 +40,8 @@ STATE_BYTES = 36
 # Of the rate of the link to the host, what copies of large arrays reach; an assumption.
 TO_HOST = 0.8
 KEYS = "keys of other devices, exposed"
+EXCHANGE = "tokens to experts and back, exposed"
+NARROW = "operands made of 8 bits"
 LOGIT_BYTES = 18  # a logit: float32 written and read twice, its gradient written and read twice
 
 
@@ -46,7 +49,9 @@ LOGIT_BYTES = 18  # a logit: float32 written and read twice, its gradient writte
 class StepTime:
     """Seconds of a step by term, bytes that a device sends along each axis (over slices: `NETWORK`), and FLOPs of the step on
     all devices, by the convention `causal` of `ejdist.training.flops`. uneven: attention of the busiest rank of a sequence over
-    the mean."""
+    the mean. exchange: of tokens to experts and back, (bytes that a device sends, seconds with nothing beside it). experts:
+    seconds of gathers of the experts' weights and of their gradients' sums, with nothing beside them. waited: the share of both
+    that is exposed."""
 
     seconds: dict[str, float]
     sent: dict[str, int]
@@ -54,10 +59,23 @@ class StepTime:
     devices: int
     peak: float
     uneven: float = 1.0
+    exchange: tuple[float, float] = (0.0, 0.0)
+    experts: float = 0.0
+    waited: float = 1.0
 
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
+
+    @property
+    def waits_exchange(self) -> float:
+        """Seconds in which tokens on their way to experts and back are waited for."""
+        return self.waited * self.exchange[1]
+
+    @property
+    def waits_experts(self) -> float:
+        """Seconds in which the experts' weights, or sums of their gradients, are waited for."""
+        return self.waited * self.experts
 
     @property
     def attending(self) -> float:
@@ -91,13 +109,18 @@ def step_time(
     devices, tokens = math.prod(mesh.shape.values()), rows * length
     backward = 1 if of.frozen else 2  # products of a backward with a matrix: its gradient, and its input's
     # FLOPs a token; a token, as if at the rate of plain products; all; all; all, of the busiest rank times ranks
-    matmuls = computed = even = visible = attention = 0.0
+    matmuls = computed = even = visible = attention = quantised = 0.0
+    narrow = PRECISIONS.get(c.precision)
     for part, layers in counted_parts(c).items():
         flops = part.flops(c)
         token, seen = layers * flops.token, layers * flops.pair * _pairs(rows, length, flops.mask, pairs, documents)
         matmuls += token
         times = backward + 1 + Costs(part).recomputed(share.remat)
         computed += token * times * (MATMUL / GROUPED if flops.grouped else 1) + layers * part.repeated(c, share)
+        if narrow is not None:
+            products, numbers = _narrow(part, c)
+            computed -= layers * products * times * (1 - 1 / narrow.speed)
+            quantised += layers * numbers
         visible += seen
         # A backward has five products to the forward's two; that runs again where its output is not kept.
         times = 3.5 + (not share.remat.asked)
@@ -121,6 +144,10 @@ def step_time(
         "attention": attention / devices / (attention_share(c.head_dim) * chip.flops),
         "passes over memory": (s.accumulation * passes + state) / (BANDWIDTH * chip.bandwidth),
     }
+    if quantised:
+        assert narrow is not None
+        made = 2 if backward == 2 else 1  # of the inputs and outputs of each product, how often an operand is made
+        busy[NARROW] = made * quantised * tokens / devices * narrow.passes / (BANDWIDTH * chip.bandwidth)
     if more := orthogonal.flops(s, of.parameters, mesh):
         busy["orthogonal updates"] = more / (MATMUL * chip.flops)
     away = {name: 2 * n / (TO_HOST * chip.to_host) for name, n in on_host(s, of, share).items()}  # there and back
@@ -135,10 +162,42 @@ def step_time(
         hidden = s.accumulation * away[ACTIVATIONS]  # under the work of other layers, like collectives
         busy["activations from and to the host, exposed"] = max(EXPOSED * hidden, hidden - sum(busy.values()))
     exposed = max(EXPOSED * moving, moving - sum(busy.values()))
+    routed, weights = _exchange(c, share), Traffic()
+    exchange = s.accumulation * links.seconds(routed, mesh.shape)
+    for p in (p for p in of.parameters if "E" in p.param.dims.split()):
+        _weights(weights, s, p, share, mesh.shape, links)
+    share_exposed = exposed / moving if moving else 1.0
     flops = (3 * (matmuls + adapters) - frozen) * tokens + 3 * visible
     uneven = attention / even if even else 1.0
-    seconds = busy | ({KEYS: waits} if waits else {}) | {"collectives, exposed": exposed}
-    return StepTime(seconds, sent.along(), flops, devices, chip.flops, uneven)
+    seconds = busy | ({KEYS: waits} if waits else {})
+    if exchange:
+        seconds[EXCHANGE] = exchange * share_exposed
+    seconds["collectives, exposed"] = exposed - exchange * share_exposed
+    of_exchange = s.accumulation * sum(routed.bytes.values()), exchange
+    of_experts = s.accumulation * links.seconds(weights, mesh.shape)
+    return StepTime(seconds, sent.along(), flops, devices, chip.flops, uneven, of_exchange, of_experts, share_exposed)
+
+
+def _narrow(part: Any, c: Any) -> tuple[float, float]:
+    """Returns of a layer's part and a token (FLOPs of a forward whose operands are in 8 bits, numbers of a token that go into
+    and come out of these products)."""
+    names, products, numbers = narrow_matrices(c)[0], 0.0, 0.0
+    for name, p in part.declare(c).items():
+        if name in names:
+            inputs = math.prod(n for d, n in zip(p.dims.split(), p.shape, strict=True) if d in p.inputs.split())
+            products += 2 * p.size
+            numbers += inputs + p.size / inputs
+    return products, numbers
+
+
+def _exchange(c: Any, share: Share) -> Traffic:
+    """Returns what takes the tokens of a microbatch to their experts and back, in all layers."""
+    sent = Traffic()
+    if share.experts:
+        for part, layers in counted_parts(c).items():
+            alone = Costs(part).traffic(c, replace(share, experts=()))
+            sent.add_all(Costs(part).traffic(c, share).without(alone), layers)
+    return sent
 
 
 def _pairs(rows: int, length: int, mask: MaskInfo, limit: float | None, documents: Documents) -> float:

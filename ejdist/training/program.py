@@ -12,9 +12,9 @@ import numpy as np
 
 import kernels
 from ejdist.cluster.hosts import check_limit
-from ejdist.experts.schemes import SCHEMES
-from ejdist.layout import ACTIVATIONS, PARAMETERS, Axes, replicated, set_layout, sharding
-from ejdist.mesh import BATCH_AXES, EP, SEQUENCE_AXES, TP, MeshSection
+from ejdist.experts.section import ExpertsSection
+from ejdist.layout import ACTIVATIONS, PARAMETERS, replicated, set_layout, sharding
+from ejdist.mesh import BATCH_AXES, SEQUENCE_AXES, TP, MeshSection
 from ejdist.models.lora import LoRASection, build
 from ejdist.models.model import Model, StepContext
 from ejdist.models.ops import Ops
@@ -85,44 +85,6 @@ class RunSection:
             raise ValueError("run.dir is empty: name a folder for what the run writes, for example outputs/first")
         remedy = "give a folder for metrics and pictures, and the URL as checkpoint.dir for the checkpoints"
         check_folder("run.dir", self.dir, remedy)
-
-
-@dataclass
-class ExpertsSection:
-    """The `experts` section of a recipe: how experts are sharded and tokens dispatched to them; see `ejdist.moe`."""
-
-    # Mesh axes that experts are sharded over: ep, or axes that also shard the sequence or parameters.
-    axes: tuple[str, ...] = operational((EP,))
-    # How tokens get to their experts: all_gather, all_to_all, ragged_all_to_all, two_level; auto logs its choice and why.
-    dispatch: str = operational("auto")
-    buffer: float = operational(1.25)  # rows that a pass can hold, as a multiple of the balanced load
-    chunks: int = operational(1)  # parts of a pass; one is sent while another is multiplied
-    capacity: float | None = None  # most tokens per expert, as a multiple of the balanced load; null: none is dropped
-    # Steps between rows of tables.jsonl, which hold the tokens of each expert; 0: never.
-    load_every: int = operational(10)
-
-    def __post_init__(self) -> None:
-        self.axes = tuple(self.axes)
-
-    def validate(self) -> None:
-        """Raises ValueError naming the key and the remedy."""
-        unknown = [a for a in self.axes if a not in (*BATCH_AXES, *SEQUENCE_AXES)]
-        if unknown or not self.axes or len(set(self.axes)) < len(self.axes):
-            known = ", ".join((*BATCH_AXES, *SEQUENCE_AXES))
-            raise ValueError(f"experts.axes = {list(self.axes)} must be different axes that shard the tokens: {known}")
-        if self.dispatch != "auto" and self.dispatch not in SCHEMES:
-            raise ValueError(f"experts.dispatch = {self.dispatch!r} is unknown; use auto, {', '.join(SCHEMES)}")
-        for key, value in (("buffer", self.buffer), ("capacity", self.capacity)):
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"experts.{key} must be a number above 0, got {value}")
-        if self.chunks < 1:
-            raise ValueError(f"experts.chunks must be at least 1, got {self.chunks}")
-        if self.load_every < 0:
-            raise ValueError(f"experts.load_every must be 0 or positive, got {self.load_every}")
-
-    def table(self, table: Axes) -> Axes:
-        """Returns the table of dims to axes, with the experts on this section's axes."""
-        return {**table, "E": self.axes}
 
 
 @dataclass

@@ -65,7 +65,7 @@ FAULTS = (
     ),
     Fault(
         "the last token of a slot is that of another",
-        "generation/engine:Engine._compile.step",
+        "generation/engine:Engine._compile.choose",
         "$last.at[$slots].set($chosen, mode='drop')",
         "$last.at[jnp.arange($chosen.size)].set($chosen, mode='drop')",
         FULL,
@@ -115,9 +115,30 @@ FAULTS = (
     Fault(
         "idle rows of a step have the first slot",
         "generation/engine:Engine._start",
-        "np.full($rows, self.slots, np.int32)",
-        "np.zeros($rows, np.int32)",
+        "$asked[:, -3] = self.slots",
+        "pass",
         FULL,
+    ),
+    Fault(
+        "pages of a request stay unknown to the devices",
+        "generation/engine:Engine._begin",
+        "self._sent = None",
+        "pass",
+        FULL,
+    ),
+    Fault(
+        "limits of a request are dropped",
+        "generation/sampling:Choices.of",
+        "any(($o.top_k > 0 or $o.top_p < 1 or $o.min_p > 0 for $o in $draws))",
+        "False",
+        f"{ENGINE} -k drawn_as_often",
+    ),
+    Fault(
+        "a step draws only where all texts do",
+        "generation/sampling:Choices.of",
+        "if not $draws: $$body",
+        "if len($draws) < len(rows): $$body",
+        f"{ENGINE} -k depend_on_the_seed",
     ),
     Fault(
         "a token attends to the keys before its own alone",

@@ -3,7 +3,64 @@
 from faults import Fault
 
 HOPPER = "tests/kernels/test_multi_latent_attention_hopper.py"
+TRITON = "tests/kernels/test_multi_latent_attention_triton.py"
 FAULTS = (
+    Fault(
+        "latent pages: a token sees the one after it",
+        "triton_paged_latent:latent_kernel",
+        "$kj[None, :] <= $at[:, None]",
+        "$kj[None, :] <= $at[:, None] + 1",
+        f"{TRITON} -k ragged",
+    ),
+    Fault(
+        "latent pages: a window one entry wider",
+        "triton_paged_latent:latent_kernel",
+        "$at[:, None] + $O.LOW",
+        "$at[:, None] + $O.LOW - 1",
+        f"{TRITON} -k 'ragged and 1'",
+    ),
+    Fault(
+        "latent pages: rotary keys do not count",
+        "triton_paged_latent:latent_kernel",
+        "tl.dot($t, tl.trans($rope), $x, input_precision='ieee')",
+        "$x",
+        f"{TRITON} -k ragged",
+    ),
+    Fault(
+        "latent pages: rotary keys begin a number late",
+        "triton_paged_latent:latent_kernel",
+        "$e[:, None] + $O.H + $t[None, :]",
+        "$e[:, None] + $O.H - 1 + $t[None, :]",
+        f"{TRITON} -k ragged",
+    ),
+    Fault(
+        "latent pages: every group has the queries of the first heads",
+        "triton_paged_latent:latent_kernel",
+        "($b + $f + $m // $G).to(tl.int64) * $O.N + $head * $G + $m % $G",
+        "($b + $f + $m // $G).to(tl.int64) * $O.N + $m % $G",
+        f"{TRITON} -k ragged",
+    ),
+    Fault(
+        "latent pages: entries past the last one are read",
+        "triton_paged_latent:latent_kernel",
+        "($kj >= $key) & ($kj < $keys)",
+        "$kj >= $key",
+        f"{TRITON} -k ragged",
+    ),
+    Fault(
+        "latent pages: sums are not rescaled",
+        "triton_paged_latent:latent_kernel",
+        "$s * $rescale + tl.sum($p, axis=1)",
+        "$s + tl.sum($p, axis=1)",
+        f"{TRITON} -k ragged",
+    ),
+    Fault(
+        "latent pages: a soft cap is twice as large",
+        "triton_paged_latent:latent_kernel",
+        "tanh($x * ($O.SCALE / $O.CAP))",
+        "tanh($x * ($O.SCALE / $O.CAP) / 2)",
+        f"{TRITON} -k 'ragged and 1'",
+    ),
     Fault(
         "Hopper: rotary keys of another head, of which there is one",
         "gluon_loads:load_tile",

@@ -7,6 +7,27 @@ HOPPER = "tests/kernels/test_paged_attention_hopper.py"
 
 FAULTS = (
     Fault(
+        "paged triton: queries of int8 keys lack their low bytes",
+        "triton_paged:bytes_of",
+        "($whole - $high * 256).to(tl.int8)",
+        "(0 * $whole).to(tl.int8)",
+        f"{PAGED} -k without_rounding",
+    ),
+    Fault(
+        "paged triton: high bytes of queries are rounded down",
+        "triton_paged:bytes_of",
+        "($whole + 128) >> 8",
+        "$whole >> 8",
+        f"{PAGED} -k without_rounding",
+    ),
+    Fault(
+        "paged triton: blocks without masks reach past the last key",
+        "triton_paged:paged_kernel",
+        "tl.maximum($until // $O.BLOCK_K, $full)",
+        "tl.maximum(($until + $O.BLOCK_K - 1) // $O.BLOCK_K, $full)",
+        f"{PAGED} -k without_rounding",
+    ),
+    Fault(
         "dense caches begin at their first slot, whatever is asked for",
         "forms:forms_of.decode_attention",
         "Requests(int32($lens), None, starts=int32($starts))",
@@ -92,7 +113,7 @@ FAULTS = (
     ),
     Fault(
         "paged triton: rows of no request are not filled",
-        "paged_kernel",
+        "triton_paged:fill",
         "tl.where($fill < $ahead, $first, $O.M)",
         "$first",
         f"{PAGED} -k random_batches",

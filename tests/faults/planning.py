@@ -50,9 +50,9 @@ FAULTS = (
     ),
     Fault(
         "rows of experts over slices stay in theirs",
-        "_sent",
-        "$times * $rows * $shape.row * ($size - 1) / $size",
-        "$times * $rows * $shape.row * ($size - 1) / $shape.ranks",
+        "ByRank.traffic",
+        "$rows * $per_row * ($size - 1) / $size",
+        "$rows * $per_row * ($size - 1) / (4 * $size)",
         f"{TESTS} -k experts_over_two_axes",
     ),
     Fault(

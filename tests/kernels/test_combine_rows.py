@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kernels import combine_rows
+from kernels.engines.matmul import ordering_triton
 from kernels.engines.matmul.ordering import group_order
 from kernels.framework.interpret import interpret
 from kernels.ops.combine_rows import op
@@ -26,8 +27,10 @@ def in_order(groups, num_groups):
 
 @pytest.mark.parametrize("platform", ["xla", "triton"])
 @pytest.mark.parametrize(("T", "k", "groups"), [(300, 3, 16), (40, 4, 200), (1, 1, 1)])
-def test_choices_are_in_the_order_of_their_groups(T, k, groups, platform):
-    """More groups than a block has entries, several programs, and choices of no group."""
+def test_choices_are_in_the_order_of_their_groups(T, k, groups, platform, monkeypatch):
+    """More groups than a block has entries, several programs of several blocks, and choices of no group."""
+    monkeypatch.setattr(ordering_triton, "MULTIPROCESSORS", 3)
+    monkeypatch.setattr(ordering_triton, "MOST", 128)
     ids = RNG.integers(-2, groups + 2, (T, k))
     with interpret():
         order = group_order(jnp.int32(ids), groups, platform=platform)

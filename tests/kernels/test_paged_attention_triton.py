@@ -194,10 +194,10 @@ def test_every_number_of_8_bits(dtype):
     np.testing.assert_array_equal(np.asarray(got).reshape(-1), numbers.astype(np.float32).reshape(-1))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_int8_is_multiplied_as_float16_without_rounding(dtype):
+@pytest.mark.parametrize(("dtype", "queries"), [("bfloat16", 1), ("float16", 1), ("bfloat16", 9)])
+def test_int8_is_multiplied_as_float16_without_rounding(dtype, queries):
     """Each number is the value of a key of its own, and then a factor of a key: outputs and weights are those of exact ones.
-    Rows of queries are of any size, above float16's range too."""
+    Rows of queries are of any size, above float16's range too; few of them meet int8 keys as two int8."""
     numbers = np.arange(-128, 128, dtype=np.int8).reshape(32, 1, 1, 8)
     ones = {n: np.ones((1, 1, 1), np.float32) for n in ("k_scale", "v_scale")}
     zeros = {"query": jnp.zeros((32, 1, 1, 8), dtype), "key_cache": np.zeros_like(numbers), "value_cache": numbers}
@@ -206,13 +206,13 @@ def test_int8_is_multiplied_as_float16_without_rounding(dtype):
     np.testing.assert_array_equal(np.asarray(got, np.float32).reshape(-1), numbers.astype(np.float32).reshape(-1))
     rng = np.random.default_rng(7)
     size = np.float32([3.0, 2.0**-12, 2.0**100 if dtype == "bfloat16" else 2.0**12, 0.0])
-    query = jnp.asarray(normal(rng, 4, 1, N, H) * size[:, None, None, None], dtype)
+    query = jnp.asarray(normal(rng, 4, queries, N, H) * size[:, None, None, None], dtype)
     a = {n: rng.integers(-128, 128, (4, 56, K, H)).astype(np.int8) for n in ("key_cache", "value_cache")}
     small = 0.3 / np.where(size == 0, 1, size)[:, None, None]
     scales = {"k_scale": small * np.ones((4, 56, K), np.float32), "v_scale": ones["v_scale"]}
     where = {"kv_lens": np.int32([56, 7, 33, 48]), "kv_starts": np.int32([3, 0, 16, 30]), "window": (45, None)}
     with interpret():
-        cfg = PagedAttentionConfig(None, 16, 12, 4, 2)
+        cfg = PagedAttentionConfig(None, 16, 12, 4, 2, 32, 16, 4, 2)
         got = decode_op(query, **a, **where, **scales, cfg=cfg, platform="triton")
     exact = {n: x.astype(np.float32) * scales[f"{n[0]}_scale"][..., None] for n, x in a.items()}
     wanted = decode_op(query.astype(jnp.float32), **exact, **where, platform="xla")

@@ -44,6 +44,18 @@ def halves_of(q):
 
 
 @triton.jit
+def bytes_of(q):
+    """Returns (high bytes, low bytes, unit): queries as int8, 256 high + low times the unit of their row, so that int8 keys are
+    multiplied as they are. Exactly, but for numbers 2^-6 times smaller than the row's largest: those to 2^-14 of it."""
+    largest = tl.max(tl.abs(q.to(tl.float32)), axis=1)
+    power = (tl.maximum(largest.to(tl.int32, bitcast=True), 0x07000000) & 0x7F800000).to(tl.float32, bitcast=True)
+    unit = power / 8192
+    whole = (q.to(tl.float32) / unit[:, None] + 32768.5).to(tl.int32) - 32768
+    high = (whole + 128) >> 8
+    return high.to(tl.int8), (whole - high * 256).to(tl.int8), unit
+
+
+@triton.jit
 def _numbers(x, like, KIND: tl.constexpr):
     """Returns what a cache holds in the dtype of the queries: exactly, since 8 bits fit."""
     if KIND == E4M3:
@@ -72,8 +84,8 @@ def _bytes(ptr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _attend(acc, row_max, row_sum, begin, end, q, unit, at, slope, key_ptr, value_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
-            request, head, key, keys, O: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def _attend(acc, row_max, row_sum, begin, end, q, lower, unit, at, slope, key_ptr, value_ptr, k_scale_ptr, v_scale_ptr,
+            table_ptr, request, head, key, keys, O: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Returns the state of the rows after the blocks of keys `begin` to `end` - 1."""
     SLOT_K: tl.constexpr = O.K_SCALES[0] + O.K_SCALES[1] > 0
     SLOT_V: tl.constexpr = O.V_SCALES[0] + O.V_SCALES[1] > 0
@@ -89,17 +101,22 @@ def _attend(acc, row_max, row_sum, begin, end, q, unit, at, slope, key_ptr, valu
             page = tl.load(table_ptr + kj // O.C, mask=kj < keys, other=0)
             page, entry = tl.minimum(tl.maximum(page, 0), O.PAGES - 1), kj % O.C
         slot = (page.to(tl.int64) * O.C + entry) * O.K
-        there, k_there, v_there = real[:, None], real[:, None], real[:, None]
+        k_there, v_there = real[:, None], real[:, None]
+        if not MASKED:  # all are keys
+            k_there, v_there = kj[:, None] >= 0, kj[:, None] >= 0
         if O.BLOCK_H != O.H:
-            k_there = there & (h < O.H)[None, :]
+            k_there = k_there & (h < O.H)[None, :]
         if O.BLOCK_V != O.HV:
-            v_there = there & (hv < O.HV)[None, :]
+            v_there = v_there & (hv < O.HV)[None, :]
         k = tl.load(key_ptr[None, :] + (slot * O.K_WIDTH)[:, None], mask=k_there, other=0)
-        if O.HALVES:
-            k = tl.inline_asm_elementwise(HALVES, "=r,=r,r", [k], dtype=tl.float16, is_pure=True, pack=4)
+        if lower is not None:
+            x = tl.dot(lower, tl.trans(k), tl.dot(q, tl.trans(k)) * 256).to(tl.float32)
         else:
-            k = _numbers(k, q, O.KIND)
-        x = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if O.HALVES:
+                k = tl.inline_asm_elementwise(HALVES, "=r,=r,r", [k], dtype=tl.float16, is_pure=True, pack=4)
+            else:
+                k = _numbers(k, q, O.KIND)
+            x = tl.dot(q, tl.trans(k), input_precision="ieee")
         if unit is not None:
             x *= unit[:, None]
         if k_scale_ptr is not None and SLOT_K:
@@ -132,14 +149,48 @@ def _attend(acc, row_max, row_sum, begin, end, q, unit, at, slope, key_ptr, valu
             v = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], dtype=v.dtype, is_pure=False, pack=4)
         if not O.HALVES:
             v = _numbers(v, q, O.KIND)
+        weights: tl.constexpr = tl.float16 if O.HALVES else q.dtype
         if SLOT_V:
             scale = _scale(v_scale_ptr, page, entry, head, real, O.V_SCALES)
             if q.dtype == tl.float16:  # weights times small scales would leave its range
                 v = (v.to(tl.float32) * scale[:, None]).to(tl.float16)
             else:
                 p *= scale[None, :]
-        acc = tl.dot(p.to(q.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        acc = tl.dot(p.to(weights), v, acc * rescale[:, None], input_precision="ieee")
     return acc, row_max, row_sum
+
+
+@triton.jit
+def fill(out_ptr, cuts_ptr, number, head, O: tl.constexpr):
+    """Sets rows before the first request and after the last to 0: those of the programs without a piece, the first FILLS."""
+    G: tl.constexpr = O.N // O.K
+    m, hv = tl.arange(0, O.BLOCK_M), tl.arange(0, O.BLOCK_V)
+    if O.FILLS > 0 and number < O.FILLS:
+        first, last = tl.load(cuts_ptr), tl.load(cuts_ptr + O.R)
+        ahead = (first + O.QUERIES - 1) // O.QUERIES
+        behind = (O.M - last + O.QUERIES - 1) // O.QUERIES
+        zeros = tl.zeros([O.BLOCK_M, O.BLOCK_V], out_ptr.dtype.element_ty)
+        for place in range(number, ahead + behind, O.FILLS):
+            row = tl.where(place < ahead, place * O.QUERIES, last + (place - ahead) * O.QUERIES) + m // G
+            empty = (row < tl.where(place < ahead, first, O.M)) & (row >= 0) & (row < O.M) & (m < O.QUERIES * G)
+            where = (row.to(tl.int64) * O.N + head * G + m % G) * O.HV
+            tl.store(out_ptr + where[:, None] + hv[None, :], zeros, mask=empty[:, None] & (hv < O.HV)[None, :])
+
+
+@triton.jit
+def store(acc, row_max, row_sum, row, rows, index, head, split, out_ptr, part_ptr, lse_ptr, O: tl.constexpr):
+    """Stores the first `rows` rows of a tile: the output, or the piece `index` of one that is split."""
+    m, hv = tl.arange(0, O.BLOCK_M), tl.arange(0, O.BLOCK_V)
+    some = row_sum != 0  # true for NaN too
+    acc /= tl.where(some, row_sum, 1.0)[:, None]
+    kept = (m < rows)[:, None] & (hv < O.HV)[None, :]
+    if split == 1:
+        tl.store(out_ptr + row[:, None] * O.HV + hv[None, :], acc.to(out_ptr.dtype.element_ty), mask=kept)
+    elif O.PIECES > 0:
+        part = (index.to(tl.int64) * O.K + head) * O.BLOCK_M + m
+        tl.store(part_ptr + part[:, None] * O.HV + hv[None, :], acc, mask=kept)
+        lse = tl.where(some, row_max + tl.log2(tl.where(some, row_sum, 1.0)), float("-inf"))
+        tl.store(lse_ptr + part, lse, mask=m < rows)
 
 
 @triton.jit
@@ -168,19 +219,9 @@ def paged_kernel(
     index = tl.program_id(0) // O.K
     request, _, place, split, total = plan(cuts_ptr, lens_ptr, starts_ptr, index, False, O)
     m = tl.arange(0, O.BLOCK_M)
-    n, hv = head * G + m % G, tl.arange(0, O.BLOCK_V)
+    n = head * G + m % G
     if index >= total:
-        if O.FILLS > 0 and index < total + O.FILLS:
-            # Some of the programs that have no piece fill the rows before the first request and after the last.
-            first, last = tl.load(cuts_ptr), tl.load(cuts_ptr + O.R)
-            ahead = (first + O.QUERIES - 1) // O.QUERIES
-            behind = (O.M - last + O.QUERIES - 1) // O.QUERIES
-            zeros = tl.zeros([O.BLOCK_M, O.BLOCK_V], out_ptr.dtype.element_ty)
-            for fill in range(index - total, ahead + behind, O.FILLS):
-                row = tl.where(fill < ahead, fill * O.QUERIES, last + (fill - ahead) * O.QUERIES) + m // G
-                empty = (row < tl.where(fill < ahead, first, O.M)) & (row >= 0) & (row < O.M) & (m < O.QUERIES * G)
-                where = (row.to(tl.int64) * O.N + n) * O.HV
-                tl.store(out_ptr + where[:, None] + hv[None, :], zeros, mask=empty[:, None] & (hv < O.HV)[None, :])
+        fill(out_ptr, cuts_ptr, index - total, head, O)
         return
     begin, count, key, keys, position = request_of(cuts_ptr, lens_ptr, starts_ptr, request, O)
     first, piece = first_of(place // split, count, O), place % split
@@ -196,8 +237,12 @@ def paged_kernel(
     unit = None  # what products are multiplied by, beside the scales of slots
     if k_scale_ptr is not None and O.K_SCALES[0] + O.K_SCALES[1] == 0:
         unit = tl.zeros([O.BLOCK_M], tl.float32) + tl.load(k_scale_ptr + head * O.K_SCALES[2]).to(tl.float32)
+    lower = None
     if O.HALVES:
-        q, power = halves_of(q)
+        if O.BLOCK_M == 16:
+            q, lower, power = bytes_of(q)
+        else:
+            q, power = halves_of(q)
         unit = power if unit is None else unit * power
     slope = None
     if slopes_ptr is not None:
@@ -219,7 +264,8 @@ def paged_kernel(
             row_sum = row_sum * tl.exp2(row_max - anchor) + tl.exp2(sink - anchor)
             row_max = new
     full, full_end = high, high
-    if O.BLOCK_M > 16:  # blocks that all queries of the tile see need no mask
+    SPLIT: tl.constexpr = O.BLOCK_M > 16 or O.HALVES
+    if SPLIT:  # blocks that all queries of the tile see need no mask
         seen, until = key, keys
         if O.LOW is not None:
             seen = tl.maximum(seen, position + first + rows // G - 1 + O.LOW)
@@ -228,25 +274,16 @@ def paged_kernel(
         full = tl.minimum(tl.maximum((seen + O.BLOCK_K - 1) // O.BLOCK_K, low), high)
         full_end = tl.minimum(tl.maximum(until // O.BLOCK_K, full), high)
     key_ptr, value_ptr = _bytes(key_ptr, O.KIND), _bytes(value_ptr, O.KIND)
-    acc, row_max, row_sum = _attend(acc, row_max, row_sum, low, full, q, unit, at, slope, key_ptr, value_ptr, k_scale_ptr,
-                                    v_scale_ptr, table_ptr, request, head, key, keys, O, True)  # fmt: skip
-    if O.BLOCK_M > 16:
-        acc, row_max, row_sum = _attend(acc, row_max, row_sum, full, full_end, q, unit, at, slope, key_ptr, value_ptr,
+    acc, row_max, row_sum = _attend(acc, row_max, row_sum, low, full, q, lower, unit, at, slope, key_ptr, value_ptr,
+                                    k_scale_ptr, v_scale_ptr, table_ptr, request, head, key, keys, O, True)  # fmt: skip
+    if SPLIT:
+        acc, row_max, row_sum = _attend(acc, row_max, row_sum, full, full_end, q, lower, unit, at, slope, key_ptr, value_ptr,
                                         k_scale_ptr, v_scale_ptr, table_ptr, request, head, key, keys, O, False)  # fmt: skip
-        acc, row_max, row_sum = _attend(acc, row_max, row_sum, full_end, high, q, unit, at, slope, key_ptr, value_ptr,
+        acc, row_max, row_sum = _attend(acc, row_max, row_sum, full_end, high, q, lower, unit, at, slope, key_ptr, value_ptr,
                                         k_scale_ptr, v_scale_ptr, table_ptr, request, head, key, keys, O, True)  # fmt: skip
     if v_scale_ptr is not None and O.V_SCALES[0] + O.V_SCALES[1] == 0:
         acc *= tl.load(v_scale_ptr + head * O.V_SCALES[2]).to(tl.float32)
-    some = row_sum != 0  # true for NaN too
-    acc /= tl.where(some, row_sum, 1.0)[:, None]
-    kept = (m < rows)[:, None] & (hv < O.HV)[None, :]
-    if split == 1:
-        tl.store(out_ptr + row[:, None] * O.HV + hv[None, :], acc.to(out_ptr.dtype.element_ty), mask=kept)
-    elif O.PIECES > 0:
-        part = (index.to(tl.int64) * O.K + head) * O.BLOCK_M + m
-        tl.store(part_ptr + part[:, None] * O.HV + hv[None, :], acc, mask=kept)
-        lse = tl.where(some, row_max + tl.log2(tl.where(some, row_sum, 1.0)), float("-inf"))
-        tl.store(lse_ptr + part, lse, mask=m < rows)
+    store(acc, row_max, row_sum, row, rows, index, head, split, out_ptr, part_ptr, lse_ptr, O)
 
 
 @triton.jit

@@ -36,8 +36,8 @@ LEAST_KEYS = 256
 REQUESTS = 1024
 # Programs of each head that fill rows without a request.
 FILLS = 16
-# Pieces and rows that are merged at once.
-PIECES, ROWS = 32, {FEW: 1, MANY: 8}
+# Pieces that are merged at once, of rows up to WIDE; and rows, by those of a tile.
+PIECES, WIDE, ROWS = 32, 128, {FEW: 1, MANY: 8}
 
 
 def bits_of(x: jax.Array) -> jax.Array:
@@ -141,7 +141,7 @@ def attend(
     )
     out = None
     for o, tile in instances(base, few, many, programs, TALL - 1 if tall else M):
-        out = _launch(o, tile, (*arrays, softmax_aux, alibi_slopes), out)
+        out = launch(paged_kernel, o, tile, (*arrays, softmax_aux, alibi_slopes), requests, out)
     assert out is not None
     if tall:
         options = {
@@ -192,9 +192,21 @@ def most_tiles(o: Paged) -> int:
     return min(o.R * each, o.M // o.QUERIES + min(o.R, o.M // o.LEAST))
 
 
-def _launch(o: Paged, tile: Tile, arrays: tuple[Any, ...], before: jax.Array | None) -> jax.Array:
-    """Returns the output of an instance, in that of the one before it if there is one, and merges its pieces."""
-    query, cuts, lens, starts = arrays[0], arrays[5], arrays[6], arrays[7]
+def launch(
+    kernel: Any,
+    o: Paged,
+    tile: Tile,
+    arrays: tuple[Any, ...],
+    requests: Requests,
+    before: jax.Array | None,
+    **more: Any,
+) -> jax.Array:
+    """Returns the output of an instance, in that of the one before it if there is one, and merges its pieces.
+
+    Args:
+      arrays: the kernel's inputs, queries first. more: its constexprs beside O.
+    """
+    query = arrays[0]
     tiles = most_tiles(o)
     pieces = tiles + o.PIECES + o.FILLS
     parts = tiles + o.PIECES if o.PIECES else 1
@@ -211,7 +223,7 @@ def _launch(o: Paged, tile: Tile, arrays: tuple[Any, ...], before: jax.Array | N
         shapes = [*shapes, out]
         aliases, named = {sum(x is not None for x in arrays): 2}, {"out_ptr": None}
     results = triton_launch(
-        paged_kernel,
+        kernel,
         *arrays,
         before,
         out_shape=tuple(shapes),
@@ -221,12 +233,13 @@ def _launch(o: Paged, tile: Tile, arrays: tuple[Any, ...], before: jax.Array | N
         input_output_aliases=aliases,
         O=o,
         **named,
+        **more,
     )
     out, part, lse = results if before is None else (results[2], *results[:2])
     if not o.PIECES:
         return out
     rows = ROWS.get(o.BLOCK_M, 1)
-    operands = (part, lse, cuts, lens, starts, out)
+    operands = (part, lse, requests.cuts, requests.lens, requests.starts, out)
     (out,) = triton_launch(
         paged_merge_kernel,
         *operands,
@@ -235,7 +248,7 @@ def _launch(o: Paged, tile: Tile, arrays: tuple[Any, ...], before: jax.Array | N
         num_warps=4,
         input_output_aliases={sum(x is not None for x in operands) - 1: 0},
         O=o,
-        BLOCK_P=max(1, min(PIECES // rows, power_of_two(o.PIECES))),
+        BLOCK_P=max(1, min(PIECES * WIDE // max(WIDE, o.BLOCK_V) // rows, power_of_two(o.PIECES))),
         BLOCK_ROWS=rows,
     )
     return out

@@ -1,4 +1,6 @@
-"""Latent attention on Hopper: the forward kernel of flash attention reads the two parts of a head from arrays of their own.
+"""Latent attention on NVIDIA GPUs: over pages, and on Hopper the forward of training.
+
+There the forward kernel of flash attention reads the two parts of a head from arrays of their own.
 
 Joined heads would be written and read once more: (B T N + B S K) (H + Hr) entries. The kernel stores such heads in tiles of
 columns anyway, and loads the last tile from the rotary arrays; all heads of keys share theirs. The backward joins them.
@@ -11,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels.engines.attention.paged_requests import Requests
 from kernels.engines.attention.triton_calls import (
     WARP_SPECIALIZED,
     prepare,
@@ -18,9 +21,10 @@ from kernels.engines.attention.triton_calls import (
     warp_specialized_forward,
     warp_specialized_tiles,
 )
+from kernels.engines.attention.triton_paged_latent_calls import FLOAT32_WIDTH, WIDEST, attend_latent
 from kernels.engines.attention.triton_work import work_of
 from kernels.ops.multi_latent_attention.composed import attend_joined, mla
-from kernels.ops.multi_latent_attention.contract import op, scale_of
+from kernels.ops.multi_latent_attention.contract import op, paged_op, scale_of
 from kernels.ops.multi_latent_attention.heads import up_projected
 from kernels.toolchains.triton import compute_capability
 
@@ -68,6 +72,27 @@ def _rejects(call: Any) -> str | None:
     return None
 
 
+def multi_latent_ragged_page_attention(
+    query, query_rope, kv_cache, kv_lens, block_tables, query_start_loc, softmax_scale, sliding_window, logits_soft_cap
+):
+    lens, tables, cuts = (x.astype(jnp.int32) for x in (kv_lens, block_tables, query_start_loc))
+    options = {"softmax_scale": softmax_scale, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
+    return attend_latent(query, query_rope, kv_cache, Requests(lens, tables, cuts), **options)
+
+
+def _rejects_pages(call: Any) -> str | None:
+    if any(0 in x.shape for x in (call.query, call.query_rope, call.kv_cache, call.block_tables)):
+        return "an array has no elements"
+    R, most = call.dims["R"], FLOAT32_WIDTH if call.query.dtype.itemsize == 4 else WIDEST
+    return f"R = {R}, but latents of {call.query.dtype} are at most {most} wide" if R > most else None
+
+
+paged_op.register(
+    multi_latent_ragged_page_attention,
+    platforms={"cuda"},
+    dtypes={"bfloat16", "float16", "float32"},
+    rejects=_rejects_pages,
+)
 op.register(
     *mla("triton_gpu", _attend),
     name="triton_gpu",

@@ -1,0 +1,267 @@
+"""Tokens that travel to the ranks of their experts, once to a rank: which rows go when, what goes beside, and the way back.
+
+A token goes to a rank if any of its choices is there, as one row. Its choices of that rank go beside it, k integers and k
+weights. The rank gathers the row once for each of them, weighs what its experts make of it, adds that up in the order of the
+choices, and one row returns. The token's rank adds up what came from the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejdist.costs import Traffic
+from ejdist.experts.cost import ExchangeShape
+from ejdist.experts.narrow import PRECISIONS, arrays_of, bytes_of, narrowed, sent
+from ejdist.experts.own import Local, floats_of
+from ejdist.experts.rows import (
+    DispatchSpec,
+    Plan,
+    Scheme,
+    add,
+    agreed,
+    combined,
+    over_chunks,
+    passes_of,
+    plan_of,
+    summed,
+    taken,
+    wide,
+)
+
+
+class Turn(NamedTuple):
+    """The rows of one chunk of a pass.
+
+    Attributes:
+      pair: [S], in each place of what is sent the first pair of a token and a rank, -1 for none.
+      slot: [M, k], the place of such a pair, -1 if it is not in this turn, or is not the first.
+      moves: metadata for `dispatch` and `combine`.
+      weights: [R, k], of the rows that arrive. plan: of these rows, for the experts of this rank, or for the next level.
+    """
+
+    pair: jax.Array
+    slot: jax.Array
+    moves: Any = ()
+    weights: Any = ()
+    plan: Any = ()
+
+
+class RankPlan(NamedTuple):
+    """Which tokens go to which ranks.
+
+    Attributes:
+      rows: the rows sorted by rank; a row is a pair, the first of its token that is of that rank. In the place of experts are
+        ranks, and `ranks` for a pair that is not the first.
+      experts: [M, k], num_experts for none. weights: [M, k]. first: the turns of the first pass.
+    """
+
+    rows: Plan
+    experts: jax.Array
+    weights: jax.Array
+    first: tuple[Turn, ...]
+
+
+class ByRank(Scheme):
+    """Sends a row for each token and rank."""
+
+    # Whether `turn` needs the number of rows that go from each rank to each other.
+    needs_all_sizes: ClassVar[bool] = False
+
+    def axis(self, job: DispatchSpec) -> tuple[str, ...]:
+        """Returns the axes that rows travel along."""
+        return job.axis
+
+    def inner(self, job: DispatchSpec) -> DispatchSpec:
+        """Returns the settings for what is done with the rows that arrive."""
+        ranks = self._ranks(job)
+        return replace(
+            job, axis=(), scheme=Local(), num_experts=job.num_experts // ranks, rooms=job.rooms[1:], chunks=1
+        )
+
+    def turn(self, job: DispatchSpec, rows: Plan, q: jax.Array) -> Turn:
+        """Returns turn q of all, without its plan."""
+        raise NotImplementedError
+
+    def fullest(self, job: DispatchSpec, rows: Plan) -> jax.Array:
+        """Returns the rows that the fullest place of this rank needs."""
+        raise NotImplementedError
+
+    def most(self, job: DispatchSpec, tokens: int) -> int:
+        """Returns the most rows that a place can ever need, with so many tokens on a rank."""
+        raise NotImplementedError
+
+    def dispatch(self, job: DispatchSpec, turn: Turn, x: jax.Array) -> jax.Array:
+        """Sends the rows [S, ...], and returns the received rows [R, ...], 0 where there is none."""
+        raise NotImplementedError
+
+    def combine(self, job: DispatchSpec, turn: Turn, x: jax.Array) -> jax.Array:
+        """Sends the rows [R, ...] back, and returns them in the order [S, ...] of `dispatch`."""
+        raise NotImplementedError
+
+    def travel(self, shape: ExchangeShape) -> list[tuple[str, int, float]]:
+        """Returns (axis, its size, rows that a rank sends over it, its own included) of a pass, forward to the experts."""
+        raise NotImplementedError
+
+    def _ranks(self, job: DispatchSpec) -> int:
+        return lax.axis_size(self.axis(job))
+
+    def plan(self, job: DispatchSpec, experts: jax.Array, weights: jax.Array) -> RankPlan:
+        n, top_k = self._ranks(job), experts.shape[1]
+        rank = jnp.minimum(experts // (job.num_experts // n), n)
+        before = jnp.arange(top_k) < jnp.arange(top_k)[:, None]  # [j, i]: choice i comes before choice j
+        again = jnp.any((rank[:, :, None] == rank[:, None, :]) & before, axis=2)
+        rows = plan_of(jnp.where(again, n, rank), n, self.axis(job) if self.needs_all_sizes else ())
+        plan = RankPlan(rows, experts, weights, ())
+        if job.looped and not self._single(job, experts):  # each turn is planned where it is made
+            return plan
+        return plan._replace(first=tuple(self._planned(job, plan, jnp.int32(i)) for i in range(job.chunks)))
+
+    def _planned(self, job: DispatchSpec, plan: RankPlan, q: jax.Array) -> Turn:
+        """Returns turn q of all; the choices of its rows travel, and their weights."""
+        turn, top_k, inner = self.turn(job, plan.rows, q), plan.experts.shape[1], self.inner(job)
+        rank = plan.rows.expert.reshape(-1)[jnp.maximum(turn.pair, 0)]
+        local = taken(plan.experts, turn.pair, top_k) - rank[:, None] * inner.num_experts
+        here = (turn.pair >= 0)[:, None] & (local >= 0) & (local < inner.num_experts)
+        # In one array, where numbers of experts are exact; 0 is none, as where no row arrives.
+        weights = wide(taken(plan.weights, turn.pair, top_k))
+        arrived = self._sent(
+            job, turn, jnp.concatenate([jnp.where(here, local + 1, 0).astype(weights.dtype), weights], axis=1)
+        )
+        local, weights = arrived[:, :top_k].astype(jnp.int32) - 1, arrived[:, top_k:]
+        local = jnp.where(local >= 0, local, inner.num_experts)
+        return turn._replace(weights=weights, plan=inner.scheme.plan(inner, local, weights))
+
+    def need(self, job: DispatchSpec, plan: RankPlan) -> jax.Array:
+        own, inner = self.fullest(job, plan.rows).astype(jnp.int32)[None], self.inner(job)
+        if not plan.first:
+            return jnp.concatenate([own, jnp.zeros(len(inner.rooms), jnp.int32)])
+        needs = [inner.scheme.need(inner, turn.plan) for turn in plan.first]
+        return jnp.concatenate([own, functools.reduce(jnp.maximum, needs)])
+
+    def forward(
+        self,
+        job: DispatchSpec,
+        passes: jax.Array,
+        plan: RankPlan,
+        x: Any,
+        weights: Any,
+        params: Any,
+        keep: bool = False,
+    ) -> tuple[jax.Array, Any]:
+        how = PRECISIONS[job.precision]
+        arrays = narrowed(x, how.tokens)
+
+        def visit(job: DispatchSpec, passes: jax.Array, turn: Turn, keep: bool = False) -> tuple[jax.Array, Any]:
+            inner = self.inner(job)
+            rows = self._rows(job, turn, arrays, x, how.tokens)
+            sums, kept = inner.scheme.forward(inner, passes, turn.plan, rows, turn.weights, params, keep)
+            return self._back(job, turn, sums, how.sums), kept
+
+        def first() -> tuple[jax.Array, Any]:
+            chunks = [visit(job, passes[1:], turn, keep) for turn in plan.first]
+            return functools.reduce(add, [out for out, _ in chunks]), [kept for _, kept in chunks] if keep else None
+
+        def further() -> Callable:
+            return self._further(job, plan, lambda *turn: visit(*turn)[0])
+
+        return summed(job, passes[0], x, first, further, self._single(job, weights))
+
+    def backward(
+        self,
+        job: DispatchSpec,
+        passes: jax.Array,
+        plan: RankPlan,
+        kept: Any,
+        x: Callable,
+        weights: Any,
+        params: Any,
+        d_out: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        how = PRECISIONS[job.precision]
+        d_arrays = narrowed(d_out, how.gradients)
+
+        def visit(
+            job: DispatchSpec, passes: jax.Array, turn: Turn, kept: Any = None
+        ) -> tuple[jax.Array, jax.Array, Any]:
+            inner = self.inner(job)
+
+            def rows() -> jax.Array:
+                tokens = x()
+                return self._rows(job, turn, narrowed(tokens, how.tokens), tokens, how.tokens)
+
+            d = self._rows(job, turn, d_arrays, d_out, how.gradients)
+            d_rows, d_weight, d_params = inner.scheme.backward(
+                inner, passes, turn.plan, kept, rows, turn.weights, params, d
+            )
+            d_x, d_weight = self._back(job, turn, d_rows, how.gradients), self._back(job, turn, d_weight)
+            return d_x, d_weight, jax.tree.map(wide, d_params)
+
+        def first() -> tuple[Any, None]:
+            of = [None] * len(plan.first) if kept is None else kept
+            return functools.reduce(
+                add, [visit(job, passes[1:], *turn) for turn in zip(plan.first, of, strict=True)]
+            ), None
+
+        like = d_out, weights, floats_of(params)
+        return summed(job, passes[0], like, first, lambda: self._further(job, plan, visit), self._single(job, weights))[
+            0
+        ]
+
+    def _further(self, job: DispatchSpec, plan: RankPlan, visit: Callable) -> Callable:
+        """Returns what the turns of pass p add, as a function of p. Each is planned, and its passes agreed on, inside."""
+        job = replace(job, looped=True)
+        inner = self.inner(job)
+
+        def of_turn(q: jax.Array) -> Any:
+            turn = self._planned(job, plan, q)
+            return visit(job, passes_of(inner, agreed(inner.scheme.need(inner, turn.plan))), turn)
+
+        return over_chunks(job, of_turn)
+
+    def _single(self, job: DispatchSpec, experts: jax.Array) -> bool:
+        return job.rooms[0] * job.chunks >= self.most(job, experts.shape[0])
+
+    def _rows(
+        self, job: DispatchSpec, turn: Turn, arrays: list[jax.Array], like: jax.Array, dtype: str | None
+    ) -> jax.Array:
+        """Returns the rows that come to this rank of the tokens that `arrays` are, see `narrowed`."""
+        return sent(functools.partial(self._there, job, turn), arrays, dtype, like)
+
+    def _there(self, job: DispatchSpec, turn: Turn, x: jax.Array) -> jax.Array:
+        """Returns the rows of the tokens of x [M, ...] that come to this rank."""
+        return self._sent(job, turn, taken(x, turn.pair, turn.slot.shape[1]))
+
+    def _sent(self, job: DispatchSpec, turn: Turn, x: jax.Array) -> jax.Array:
+        with jax.named_scope("dispatch"):
+            return self.dispatch(job, turn, x)
+
+    def _back(self, job: DispatchSpec, turn: Turn, x: jax.Array, dtype: str | None = None) -> jax.Array:
+        """Returns for each token the sum of the rows that come back to it from the ranks, float32."""
+        with jax.named_scope("combine"):
+            rows = sent(functools.partial(self.combine, job, turn), narrowed(x, dtype), dtype, x)
+        return combined(rows, turn.slot)
+
+    def traffic(self, shape: ExchangeShape, collective: str) -> Traffic:
+        """Returns what `travel` comes to, forward and backward, by collectives of that kind."""
+        how, total = PRECISIONS[shape.precision], Traffic()
+        there, sums, d = (bytes_of(shape.width, shape.itemsize, t) for t in (how.tokens, how.sums, how.gradients))
+        # Beside rows go k choices and k weights, and back come the gradients of the weights.
+        numbers, again = 4 * shape.top_k, 1 + shape.again
+        per_row = again * (there + 2 * numbers) + sums + 2 * d + numbers
+        arrays = again * (arrays_of(how.tokens) + 1) + arrays_of(how.sums) + 2 * arrays_of(how.gradients) + 1
+        for axis, size, rows in self.travel(shape):
+            total.add(axis, collective, rows * per_row * (size - 1) / size, arrays)
+        return total
+
+    def at_work(self, shape: ExchangeShape) -> int:
+        """Returns the bytes of the rows of experts, gathered, their outputs and gradients, of gate, up and their product, and of
+        the rows that travel: cotangents and gradients, sent and arrived."""
+        travelling = max(rows for _, _, rows in self.travel(shape))
+        return 3 * shape.wide + 5 * shape.narrow + 4 * int(travelling * shape.row)

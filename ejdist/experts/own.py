@@ -1,0 +1,213 @@
+"""The experts of one device and all rows that are theirs: sorted by expert, multiplied, weighed and added up, in passes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejdist.costs import Traffic
+from ejdist.experts.cost import ExchangeShape
+from ejdist.experts.rows import (
+    DispatchSpec,
+    Plan,
+    Scheme,
+    add,
+    combined,
+    over_chunks,
+    plan_of,
+    room_of,
+    summed,
+    taken,
+    wide,
+    within,
+)
+from kernels.framework.binding import is_float_array
+
+
+class Pairs(NamedTuple):
+    """The pairs of one chunk of a pass.
+
+    Attributes:
+      pair: [S], the pair in each place, -1 for none. slot: [M, k], the place of a pair, -1 if it is not among these.
+      sizes: [E], the rows of each expert.
+    """
+
+    pair: jax.Array
+    slot: jax.Array
+    sizes: jax.Array
+
+
+@dataclass(frozen=True)
+class Local(Scheme):
+    """One device has all experts, or all rows of its experts: nothing is sent. Rows are weighed and added up where they are."""
+
+    def refusal(self, sizes: tuple[int, ...]) -> str | None:
+        return "one device" if math.prod(sizes) > 1 else None
+
+    def rooms(self, shape: ExchangeShape, chunks: int) -> tuple[int, ...]:
+        return (room_of(shape.buffer * shape.pairs, shape.pairs, chunks),)
+
+    def plan(self, job: DispatchSpec, experts: jax.Array, weights: jax.Array) -> Plan:
+        return plan_of(experts, job.num_experts, ())
+
+    def need(self, job: DispatchSpec, plan: Plan) -> jax.Array:
+        return plan.sizes.sum(dtype=jnp.int32)[None]
+
+    def pairs(self, job: DispatchSpec, plan: Plan, q: jax.Array) -> Pairs:
+        """Returns chunk q of all."""
+        room = job.rooms[0]
+        low, index = q * room, jnp.arange(room)
+        source = jnp.minimum(low + index, plan.order.size - 1)
+        pair = jnp.where(low + index < plan.sizes.sum(), plan.order[source], -1)
+        places = plan.place - low
+        slot = jnp.where((plan.expert < job.num_experts) & (places >= 0) & (places < room), places, -1)
+        return Pairs(pair, slot, within(plan.sizes[0], low, low + room))
+
+    def forward(
+        self, job: DispatchSpec, passes: jax.Array, plan: Plan, x: Any, weights: Any, params: Any, keep: bool = False
+    ) -> tuple[jax.Array, Any]:
+        flat_params = _Params.of(params)
+
+        def visit(q: jax.Array, keep: bool = False) -> tuple[jax.Array, Any]:
+            w = self.pairs(job, plan, q)
+            applied = _Made.of(job, flat_params, taken(x, w.pair, weights.shape[1]), w.sizes, keep)
+            return combined(applied.y, w.slot, weights), applied if keep else None
+
+        def first() -> tuple[jax.Array, Any]:
+            chunks = [visit(jnp.int32(i), keep) for i in range(job.chunks)]
+            return functools.reduce(add, [out for out, _ in chunks]), [kept for _, kept in chunks] if keep else None
+
+        return summed(
+            job, passes[0], x, first, lambda: over_chunks(job, lambda q: visit(q)[0]), self._single(job, weights)
+        )
+
+    def backward(
+        self,
+        job: DispatchSpec,
+        passes: jax.Array,
+        plan: Plan,
+        kept: Any,
+        x: Callable,
+        weights: Any,
+        params: Any,
+        d_out: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        top_k, flat_params = weights.shape[1], _Params.of(params)
+
+        def visit(q: jax.Array, applied_of: Callable) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+            w = self.pairs(job, plan, q)
+            weight = jnp.where(w.pair >= 0, weights.reshape(-1)[jnp.maximum(w.pair, 0)], 0)
+            d, made = taken(d_out, w.pair, top_k), applied_of(w)
+            d_own, d_rows = made.pull(flat_params, (wide(d) * weight[:, None]).astype(made.y.dtype))
+            d_weight = jnp.sum(wide(made.y) * wide(d), axis=1)
+            d_weight = jnp.where(w.slot >= 0, d_weight[jnp.maximum(w.slot, 0)], 0)
+            return combined(d_rows, w.slot), d_weight, [wide(a) for a in d_own]
+
+        def again() -> Callable:
+            tokens = x()
+            return lambda w: _Made.of(job, flat_params, taken(tokens, w.pair, top_k), w.sizes, True)
+
+        def first() -> tuple[Any, None]:
+            of = [lambda _, made=made: made for made in kept] if kept is not None else [again()] * job.chunks
+            return functools.reduce(add, [visit(jnp.int32(i), of[i]) for i in range(job.chunks)]), None
+
+        def further() -> Callable:
+            made = again()
+            return over_chunks(job, lambda q: visit(q, made))
+
+        like = d_out, weights, flat_params.own
+        (d_x, d_weights, d_own), _ = summed(job, passes[0], like, first, further, self._single(job, weights))
+        return d_x, d_weights, flat_params.tree_of(d_own)
+
+    @staticmethod
+    def _single(job: DispatchSpec, weights: jax.Array) -> bool:
+        return job.rooms[0] * job.chunks >= weights.size
+
+    def cost(self, shape: ExchangeShape) -> Traffic:
+        return Traffic()
+
+    def memory(self, shape: ExchangeShape) -> int:
+        # Sorted rows, outputs and gradients, and what is between; and gate, up and their product.
+        return 5 * shape.wide + 5 * shape.narrow
+
+    def arriving(self, shape: ExchangeShape) -> float:
+        return shape.rows
+
+
+class _Params(NamedTuple):
+    """The params of `apply`, their floats apart."""
+
+    leaves: list[Any]
+    floats: list[int]
+    tree: Any
+
+    @classmethod
+    def of(cls, params: Any) -> _Params:
+        leaves, tree = jax.tree.flatten(params)
+        return cls(leaves, [i for i, leaf in enumerate(leaves) if is_float_array(leaf)], tree)
+
+    @property
+    def own(self) -> list[jax.Array]:
+        return [self.leaves[i] for i in self.floats]
+
+    def whole(self, arrays: list[jax.Array]) -> Any:
+        by_index = dict(zip(self.floats, arrays, strict=True))
+        return self.tree.unflatten([by_index.get(i, leaf) for i, leaf in enumerate(self.leaves)])
+
+    def tree_of(self, arrays: list[jax.Array]) -> Any:
+        """Returns a tree like the params, with None for leaves that are not floats."""
+        by_index = dict(zip(self.floats, arrays, strict=True))
+        return self.tree.unflatten([by_index.get(i) for i in range(len(self.leaves))])
+
+
+def floats_of(params: Any) -> Any:
+    """Returns the params with None for leaves that are not floats."""
+    flat = _Params.of(params)
+    return flat.tree_of(flat.own)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("y", "leaves"), meta_fields=("tree", "params"))
+@dataclass(frozen=True)
+class _Made:
+    """The experts' outputs and their residuals, without the params.
+
+    Attributes:
+      y: [R, D']. leaves: of the pullback `tree`, without those that are params. params: (its leaf, which param) of these.
+    """
+
+    y: jax.Array
+    leaves: list[jax.Array]
+    tree: Any
+    params: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, job: DispatchSpec, params: _Params, rows: jax.Array, sizes: jax.Array, keep: bool) -> _Made:
+        if not keep:
+            return cls(_applied(job, params.whole(params.own), rows, sizes), [], None, ())
+        y, pull = jax.vjp(lambda arrays, rows: _applied(job, params.whole(arrays), rows, sizes), params.own, rows)
+        leaves, tree = jax.tree.flatten(pull)
+        index_of = {id(leaf): i for i, leaf in enumerate(params.leaves)}
+        again = tuple((i, index_of[id(leaf)]) for i, leaf in enumerate(leaves) if id(leaf) in index_of)
+        return cls(y, [leaf for leaf in leaves if id(leaf) not in index_of], tree, again)
+
+    def pull(self, params: _Params, d: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        rest, param_of = iter(self.leaves), dict(self.params)
+        leaves = [
+            params.leaves[param_of[i]] if i in param_of else next(rest) for i in range(len(self.leaves) + len(param_of))
+        ]
+        return jax.tree.unflatten(self.tree, leaves)(d)
+
+
+def _applied(job: DispatchSpec, params: Any, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    y = job.apply(params, rows, sizes)
+    if y.ndim != 2 or y.shape[0] != rows.shape[0]:
+        raise ValueError(
+            f"exchange: argument 'apply' must return a row for each of its {rows.shape[0]} rows, got shape {y.shape}"
+        )
+    return y

@@ -1,0 +1,58 @@
+"""The `experts` section of a recipe."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ejdist.experts.narrow import BF16, check_precision
+from ejdist.experts.schemes import SCHEMES
+from ejdist.layout import Axes
+from ejdist.mesh import BATCH_AXES, EP, SEQUENCE_AXES
+from ejdist.sections import operational
+
+
+@dataclass
+class ExpertsSection:
+    """The `experts` section of a recipe: how experts are sharded and tokens dispatched to them; see `ejdist.moe`."""
+
+    # Mesh axes that experts are sharded over: ep, or axes that also shard the sequence or parameters.
+    axes: tuple[str, ...] = operational((EP,))
+    # How tokens get to their experts: all_gather, all_to_all, ragged_all_to_all, two_level; auto logs its choice and why.
+    dispatch: str = operational("auto")
+    buffer: float = operational(1.25)  # rows that a pass can hold, as a multiple of the balanced load
+    chunks: int = operational(1)  # parts of a pass; one is sent while another is multiplied
+    # Most devices along these axes that the experts of a token are on; on another mesh the router chooses others. null: any.
+    max_ranks: int | None = None
+    # Numbers in which rows travel: bf16 (their own dtype), fp8 (8 bits, in the forward), fp8_tokens (and of it tokens alone),
+    # fp8_both (gradients too).
+    exchange: str = BF16
+    capacity: float | None = None  # most tokens per expert, as a multiple of the balanced load; null: none is dropped
+    # Steps between rows of tables.jsonl, which hold the tokens of each expert; 0: never.
+    load_every: int = operational(10)
+
+    def __post_init__(self) -> None:
+        self.axes = tuple(self.axes)
+
+    def validate(self) -> None:
+        """Raises ValueError naming the key and the remedy."""
+        unknown = [a for a in self.axes if a not in (*BATCH_AXES, *SEQUENCE_AXES)]
+        if unknown or not self.axes or len(set(self.axes)) < len(self.axes):
+            known = ", ".join((*BATCH_AXES, *SEQUENCE_AXES))
+            raise ValueError(f"experts.axes = {list(self.axes)} must be different axes that shard the tokens: {known}")
+        if self.dispatch != "auto" and self.dispatch not in SCHEMES:
+            raise ValueError(f"experts.dispatch = {self.dispatch!r} is unknown; use auto, {', '.join(SCHEMES)}")
+        for key, value in (("buffer", self.buffer), ("capacity", self.capacity)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"experts.{key} must be a number above 0, got {value}")
+        check_precision("experts.exchange", self.exchange)
+        if self.max_ranks is not None and self.max_ranks < 1:
+            raise ValueError(f"experts.max_ranks must be at least 1, or null for any, got {self.max_ranks}")
+        if self.chunks < 1:
+            raise ValueError(f"experts.chunks must be at least 1, got {self.chunks}")
+        if self.load_every < 0:
+            raise ValueError(f"experts.load_every must be 0 or positive, got {self.load_every}")
+
+    def table(self, table: Axes) -> Axes:
+        """Returns the table of dims to axes, with the experts on this section's axes."""
+        return {**table, "E": self.axes}

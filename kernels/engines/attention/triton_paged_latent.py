@@ -1,0 +1,94 @@
+"""Latent attention over pages in Triton: as `triton_paged`, for one cache that all heads share.
+
+An entry of the cache is a latent, which is key and value alike, followed by a rotary key. A block of entries is loaded once and
+multiplied twice, for all heads of a tile: up to 64 of one query, so that 128 heads read it twice, the second time from the
+GPU's cache. `Paged.K` counts these groups of heads, H and HV are the width of a latent, and K_WIDTH that of an entry.
+"""
+
+# pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.engines.attention.triton_paged import fill, store
+from kernels.engines.attention.triton_paged_plan import blocks_of, first_of, plan, request_of
+from kernels.engines.attention.triton_parts import LOG2E, tanh
+
+
+@triton.jit
+def latent_kernel(
+    q_ptr,  # [M, N, H]
+    rope_ptr,  # [M, N, K_WIDTH - H]
+    cache_ptr,  # [PAGES, C, K_WIDTH]
+    cuts_ptr,  # int32 [R + 1]
+    lens_ptr,  # int32 [R]
+    starts_ptr,  # None, like in a call of `paged_kernel` with tables
+    tables_ptr,  # int32 [R, LONGEST]
+    before_ptr,  # [M, N, HV] or None: rows of the other instance, in the output's place
+    out_ptr,  # [M, N, HV]
+    part_ptr,  # [pieces, K, BLOCK_M, HV] float32
+    lse_ptr,  # [pieces, K, BLOCK_M] float32, in units of log 2
+    O: tl.constexpr,  # `Paged`
+    BLOCK_ROPE: tl.constexpr,  # columns of a rotary key
+):
+    if before_ptr is not None:
+        out_ptr = before_ptr
+    G: tl.constexpr = O.N // O.K
+    ROPE: tl.constexpr = O.K_WIDTH - O.H
+    head = tl.program_id(0) % O.K  # groups of a request read the same entries at the same time
+    index = tl.program_id(0) // O.K
+    request, _, place, split, total = plan(cuts_ptr, lens_ptr, starts_ptr, index, False, O)
+    if index >= total:
+        fill(out_ptr, cuts_ptr, index - total, head, O)
+        return
+    begin, count, key, keys, position = request_of(cuts_ptr, lens_ptr, starts_ptr, request, O)
+    first, piece = first_of(place // split, count, O), place % split
+    rows = tl.minimum(count - first, O.QUERIES) * G
+    block, end = blocks_of(position, position + count - 1, key, keys, O)
+    each = (end - block + split - 1) // split
+    low, high = blocks_of(position + first, position + first + rows // G - 1, key, keys, O)
+    low, high = tl.maximum(low, block + piece * each), tl.minimum(high, block + (piece + 1) * each)
+    m = tl.arange(0, O.BLOCK_M)
+    at = position + first + m // G
+    row = (begin + first + m // G).to(tl.int64) * O.N + head * G + m % G
+    c, t = tl.arange(0, O.BLOCK_H), tl.arange(0, BLOCK_ROPE)
+    real_c, real_t, real_row = (c < O.H)[None, :], (t < ROPE)[None, :], (m < rows)[:, None]
+    q = tl.load(q_ptr + row[:, None] * O.H + c[None, :], mask=real_row & real_c, other=0.0)
+    turned = tl.load(rope_ptr + row[:, None] * ROPE + t[None, :], mask=real_row & real_t, other=0.0)
+    table_ptr = tables_ptr + request.to(tl.int64) * O.LONGEST
+    acc = tl.zeros([O.BLOCK_M, O.BLOCK_V], tl.float32)
+    row_max = tl.full([O.BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([O.BLOCK_M], tl.float32)
+    for n in range(low, high):
+        kj = n * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
+        real = (kj >= key) & (kj < keys)
+        page = tl.load(table_ptr + kj // O.C, mask=kj < keys, other=0)
+        page = tl.minimum(tl.maximum(page, 0), O.PAGES - 1)
+        entry_ptr = cache_ptr + (page.to(tl.int64) * O.C + kj % O.C) * O.K_WIDTH
+        there_c, there_t = real[:, None], real[:, None]
+        if O.BLOCK_H != O.H:
+            there_c = there_c & real_c
+        if BLOCK_ROPE != ROPE:
+            there_t = there_t & real_t
+        latent = tl.load(entry_ptr[:, None] + c[None, :], mask=there_c, other=0.0)
+        rope = tl.load(entry_ptr[:, None] + O.H + t[None, :], mask=there_t, other=0.0)
+        x = tl.dot(q, tl.trans(latent), input_precision="ieee")
+        x = tl.dot(turned, tl.trans(rope), x, input_precision="ieee")
+        if O.CAP is None:
+            x *= O.SCALE * LOG2E
+        else:
+            x = tanh(x * (O.SCALE / O.CAP)) * (O.CAP * LOG2E)
+        seen = real[None, :] & (kj[None, :] <= at[:, None])
+        if O.LOW is not None:
+            seen = seen & (kj[None, :] >= at[:, None] + O.LOW)
+        x = tl.where(seen, x, float("-inf"))
+        new = tl.maximum(row_max, tl.max(x, axis=1))
+        anchor = tl.where(new == float("-inf"), 0.0, new)  # a row that has not seen any entry yet
+        p = tl.exp2(x - anchor[:, None])
+        rescale = tl.exp2(row_max - anchor)
+        row_sum = row_sum * rescale + tl.sum(p, axis=1)
+        row_max = new
+        acc = tl.dot(p.to(latent.dtype), latent, acc * rescale[:, None], input_precision="ieee")
+    store(acc, row_max, row_sum, row, rows, index, head, split, out_ptr, part_ptr, lse_ptr, O)

@@ -1,0 +1,97 @@
+"""Launches the Triton kernel of latent attention over pages."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from kernels.engines.attention import triton_paged_plan as paged
+from kernels.engines.attention.masks import MaskInfo, window_of
+from kernels.engines.attention.paged_requests import Requests
+from kernels.engines.attention.ranges import interval_of
+from kernels.engines.attention.triton_calls import padded_width
+from kernels.engines.attention.triton_paged_calls import FEW, FILLS, REQUESTS, Tile, instances, launch
+from kernels.engines.attention.triton_paged_latent import latent_kernel
+from kernels.engines.attention.triton_paged_plan import Paged
+from kernels.framework.measured import power_of_two
+from kernels.framework.target import MULTIPROCESSORS
+
+# Heads of a tile, all of one query if there are no more.
+HEADS = 64
+# Programs that entries are split for: as many as run at once, of tiles of few heads and of many.
+PROGRAMS = {FEW: 4 * MULTIPROCESSORS, HEADS: MULTIPROCESSORS}
+# Widest latent: a program has the outputs of its rows in registers; in float32 there are no tensor cores.
+WIDEST, FLOAT32_WIDTH = 512, 128
+
+
+def attend_latent(
+    query: jax.Array,
+    query_rope: jax.Array,
+    cache: jax.Array,
+    requests: Requests,
+    *,
+    softmax_scale: float,
+    sliding_window: int | None,
+    logits_soft_cap: float | None,
+) -> jax.Array:
+    """Returns latent attention [M, N, R] of absorbed queries [M, N, R] of requests over pages [pages, C, R + Hr]."""
+    (M, N, H), (pages, C, width) = query.shape, cache.shape
+    assert requests.tables is not None
+    R, longest = requests.tables.shape
+    groups = next(k for k in range(1, N + 1) if N % k == 0 and N // k <= HEADS)
+    keys = interval_of(MaskInfo(causal=True, window=window_of(sliding_window)), np.zeros(1, np.int32))
+    base = Paged(
+        M=M,
+        R=R,
+        T=requests.each,
+        N=N,
+        K=groups,
+        H=H,
+        HV=H,
+        C=C,
+        PAGES=pages,
+        LONGEST=longest,
+        K_WIDTH=width,
+        V_WIDTH=width,
+        V_FIRST=0,
+        KIND=paged.PLAIN.value,
+        HALVES=False,
+        K_SCALES=(0, 0, 0),
+        V_SCALES=(0, 0, 0),
+        SCALE=softmax_scale,
+        CAP=logits_soft_cap,
+        LOW=None if keys.low is None else keys.low.offset,
+        HIGH=0,
+        SINKS=0,
+        LEAST=1,
+        MOST=M,
+        FILLS=0 if requests.cuts is None else FILLS,
+        PIECES=0,
+        LEAST_BLOCKS=1,
+        QUERIES=1,
+        ROWS=1,
+        BLOCK_M=FEW,
+        BLOCK_K=FEW,
+        BLOCK_H=padded_width(H),
+        BLOCK_V=padded_width(H),
+        BLOCK_R=min(power_of_two(R), REQUESTS),
+    )
+    few, many = tiles(N // groups, longest * C, query.dtype.itemsize)
+    arrays = query, query_rope, cache, requests.cuts, requests.lens, requests.starts, requests.tables
+    rope, out = max(16, power_of_two(width - H)), None
+    for o, tile in instances(base, few, many, PROGRAMS[FEW if few.rows == FEW else HEADS], M):
+        out = launch(latent_kernel, o, tile, arrays, requests, out, BLOCK_ROPE=rope)
+    assert out is not None
+    return out
+
+
+def tiles(heads: int, keys: int, itemsize: int) -> tuple[Tile, Tile]:
+    """Returns the tiles of both instances, for that many heads of a query and at most `keys` entries of a request.
+
+    A block of 32 entries of 576 numbers is 36 KiB: of those on their way and in use, two or three fit beside queries and
+    weights. Numbers of pages take half of the stages.
+    """
+    block = min(32 if itemsize == 2 else 16, max(16, power_of_two(keys)))
+    rows = max(FEW, power_of_two(heads))
+    few = Tile(rows, block, 4, 5) if rows == FEW else Tile(rows, block, 8, 3)
+    return few, Tile(max(rows, HEADS if itemsize == 2 else FEW), block, 8, 3)
