@@ -73,8 +73,8 @@ FAULTS = (
     Fault(
         "in place: what a hop brings takes the place of what there is",
         "gluon_outputs:_merged",
-        "$before_out * $kept[:, None] + $out * $added[:, None]",
-        "$out * $added[:, None]",
+        "$before_out * $kept[:, None] + $out[$i] * $added[:, None]",
+        "$out[$i] * $added[:, None]",
         IN_PLACE,
     ),
     Fault(
