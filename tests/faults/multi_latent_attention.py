@@ -55,6 +55,20 @@ FAULTS = (
         f"{TRITON} -k ragged",
     ),
     Fault(
+        "latent pages: a block is in the page of the one before",
+        "triton_paged_latent:latent_kernel",
+        "tl.load($t + ($n + 1) * $O.BLOCK_K // $O.C, $$rest)",
+        "tl.load($t + $n * $O.BLOCK_K // $O.C, $$rest)",
+        f"{TRITON} -k 'ragged and 1'",
+    ),
+    Fault(
+        "latent pages: every block begins a page",
+        "triton_paged_latent:latent_kernel",
+        "($page.to(tl.int64) * $O.C + $n * $O.BLOCK_K % $O.C) * $O.K_WIDTH",
+        "$page.to(tl.int64) * $O.C * $O.K_WIDTH",
+        f"{TRITON} -k 'ragged and 1'",
+    ),
+    Fault(
         "latent pages: a soft cap is twice as large",
         "triton_paged_latent:latent_kernel",
         "tanh($x * ($O.SCALE / $O.CAP))",

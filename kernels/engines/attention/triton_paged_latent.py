@@ -61,12 +61,22 @@ def latent_kernel(
     acc = tl.zeros([O.BLOCK_M, O.BLOCK_V], tl.float32)
     row_max = tl.full([O.BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([O.BLOCK_M], tl.float32)
+    WHOLE: tl.constexpr = O.C % O.BLOCK_K == 0  # a block lies in one page
+    following = 0
+    if WHOLE:
+        following = tl.load(table_ptr + low * O.BLOCK_K // O.C, mask=low < high, other=0)
     for n in range(low, high):
         kj = n * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
         real = (kj >= key) & (kj < keys)
-        page = tl.load(table_ptr + kj // O.C, mask=kj < keys, other=0)
-        page = tl.minimum(tl.maximum(page, 0), O.PAGES - 1)
-        entry_ptr = cache_ptr + (page.to(tl.int64) * O.C + kj % O.C) * O.K_WIDTH
+        if WHOLE:
+            page = tl.minimum(tl.maximum(following, 0), O.PAGES - 1)
+            following = tl.load(table_ptr + (n + 1) * O.BLOCK_K // O.C, mask=n + 1 < high, other=0)
+            block_ptr = cache_ptr + (page.to(tl.int64) * O.C + n * O.BLOCK_K % O.C) * O.K_WIDTH
+            entry_ptr = block_ptr + tl.arange(0, O.BLOCK_K) * O.K_WIDTH
+        else:
+            page = tl.load(table_ptr + kj // O.C, mask=kj < keys, other=0)
+            page = tl.minimum(tl.maximum(page, 0), O.PAGES - 1)
+            entry_ptr = cache_ptr + (page.to(tl.int64) * O.C + kj % O.C) * O.K_WIDTH
         there_c, there_t = real[:, None], real[:, None]
         if O.BLOCK_H != O.H:
             there_c = there_c & real_c
