@@ -57,8 +57,8 @@ FAULTS = (
     Fault(
         "latent pages: a block is in the page of the one before",
         "triton_paged_latent:latent_kernel",
-        "tl.load($t + ($n + 1) * $O.BLOCK_K // $O.C, $$rest)",
-        "tl.load($t + $n * $O.BLOCK_K // $O.C, $$rest)",
+        "($n + 1) * $O.BLOCK_K // $O.C",
+        "$n * $O.BLOCK_K // $O.C",
         f"{TRITON} -k 'ragged and 1'",
     ),
     Fault(
@@ -66,6 +66,20 @@ FAULTS = (
         "triton_paged_latent:latent_kernel",
         "($page.to(tl.int64) * $O.C + $n * $O.BLOCK_K % $O.C) * $O.K_WIDTH",
         "$page.to(tl.int64) * $O.C * $O.K_WIDTH",
+        f"{TRITON} -k 'ragged and 1'",
+    ),
+    Fault(
+        "latent pages: weights of half of the columns",
+        "triton_paged_latent:latent_kernel",
+        "tl.dot($q, tl.trans($other), $x, input_precision='ieee')",
+        "$x",
+        f"{TRITON} -k 'ragged and 1'",
+    ),
+    Fault(
+        "latent pages: both programs of a tile write the first columns",
+        "triton_paged_latent:latent_kernel",
+        "store($$most, $part * $BLOCK_C, $out, $p, $l, $O)",
+        "store($$most, 0, $out, $p, $l, $O)",
         f"{TRITON} -k 'ragged and 1'",
     ),
     Fault(
