@@ -79,6 +79,8 @@ class Stats(NamedTuple):
     max_violation: float
     dead_experts: int
     rank_counts: np.ndarray
+    host_counts: np.ndarray
+    rank_tokens: np.ndarray
     extra_passes: int = 0
     high_water: float = 0.0
     dropped: int = 0
@@ -146,6 +148,7 @@ def route(
         tokens=tokens, counts=np.array(counts), probabilities=sum(every, np.zeros(E)), balance_loss=loss, z_loss=z,
         entropy=entropy, max_violation=max(counts) / (tokens * top_k / E) - 1 if tokens else 0.0,
         dead_experts=counts.count(0), rank_counts=np.array([sum(counts)]),
+        host_counts=np.array([sum(counts)]), rank_tokens=np.array([tokens]),
     )  # fmt: skip
     return experts, weights, stats
 

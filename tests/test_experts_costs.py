@@ -126,8 +126,8 @@ def test_one_rank_has_no_collective_and_no_loop():
 
 @pytest.mark.slow
 def test_a_checkpoint_sends_no_sums_again():
-    """Choices and tokens there, sums back, and of the gradient d out there, gradients of tokens and weights back; under a checkpoint
-    the first two there again."""
+    """Choices and tokens there, sums back, and of the gradient d out there, gradients of tokens and weights back; under a
+    checkpoint the first two there again."""
     function = on_mesh(EP4, 8, scheme="all_to_all", buffer=4.0)  # room for everything
     layer = shapes(16, 2, 8, 4, 4)
     assert collectives(function, layer).count("all-to-all") == 6

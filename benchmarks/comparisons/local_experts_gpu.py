@@ -1,10 +1,10 @@
 """`python -m benchmarks.comparisons.local_experts_gpu [parts=order,combine,layer,gathered,random] [shapes=qwen3]
-[routes=even,zipf,hot] [ranks=1] [random=8] [out=FILE]`
+[routes=even,zipf,hot] [random=8] [out=FILE]`
 
 On one GPU, the work of experts where nothing travels, by the profiler's kernel times:
 - order, combine: sorting choices by expert, and the weighted sum of their rows, both ways; against the same in XLA;
-- layer: rows through their experts and back, value and all gradients; what share of it is not in the products. `ranks`
-  divides the experts, as a rank of so many has them, with as many rows as all tokens of one rank have;
+- layer: rows through their experts and back, value and all gradients; what share of it is not in the products. Of
+  qwen3/8 a rank of 8 has its experts, and as many rows as all tokens of one rank have;
 - gathered: grouped products whose rows are read by index over those of rows that lie in order. Numbers first: both must have
   the same bits;
 - random: the same of random shapes.
@@ -31,8 +31,7 @@ from kernels.ops.combine_rows import op as combine_op
 from kernels.ops.grouped_matmul import gathered_op, op
 
 OPTIONS = {
-    "parts": "order,combine,layer,gathered,random", "shapes": "qwen3", "routes": "even,zipf,hot", "ranks": 1,
-    "random": 8, "out": "",
+    "parts": "order,combine,layer,gathered,random", "shapes": "qwen3", "routes": "even,zipf,hot", "random": 8, "out": "",
 }  # fmt: skip
 # Tokens, experts, choices, width, and inner width of an expert: of Qwen3-30B-A3B and DeepSeek-V3.
 SHAPES = {"qwen3": (32768, 128, 8, 2048, 768), "deepseek": (16384, 256, 8, 7168, 2048)}
@@ -159,6 +158,7 @@ def gathered(
         @jax.jit
         def run(a: jax.Array, d: jax.Array) -> jax.Array:
             maps = gpu._Maps(placed.sizes, None, d.shape[0], experts)
+            maps.of(256)
             return gpu._contraction(a, d, experts, w.dtype, tile, maps, index)
 
         return run
@@ -200,8 +200,9 @@ def main(argv: list[str]) -> None:
                 )
 
     for shape in o["shapes"].split(","):
-        tokens, experts, top_k, width, hidden = SHAPES[shape]
-        experts //= o["ranks"]
+        name, _, ranks = shape.partition("/")
+        tokens, experts, top_k, width, hidden = SHAPES[name]
+        experts //= int(ranks or 1)
         ids = {kind: routes_of(kind, tokens, experts, top_k) for kind in o["routes"].split(",")}
         first = next(iter(ids.values()))
         if "order" in parts:
@@ -209,7 +210,7 @@ def main(argv: list[str]) -> None:
         if "combine" in parts:
             say(f"combine {shape}", functools.partial(combine, tokens, experts, top_k, width, first))
         for kind, chosen in ids.items() if "layer" in parts else ():
-            say(f"layer {shape} {o['ranks']} ranks {kind}", functools.partial(layer, experts, width, hidden, chosen))
+            say(f"layer {shape} {kind}", functools.partial(layer, experts, width, hidden, chosen))
         if "gathered" in parts:
             say(f"gathered {shape}", functools.partial(gathered, tokens, experts, top_k, width, hidden, True, first))
     for i, shape in enumerate(random_shapes(o["random"]) if "random" in parts else ()):

@@ -264,8 +264,8 @@ def moe(
     # Padding must not reach any sum or gradient, not even through shared experts.
     x = x if segment_ids is None else jnp.where((segment_ids >= 0)[..., None], x, 0)
     arrays = reverse_only("moe", {name: p for name, p in params.items() if p is not None})
-    limit = limit_of_ranks(place.ranks, max_ranks, routing.get("num_groups", 1), routing.get("topk_groups"))
-    how = DispatchConfig(dispatch, buffer, chunks, capacity, exchange, limit)
+    most = limit_of_ranks(place.ranks, max_ranks, routing.get("num_groups", 1), routing.get("topk_groups"))
+    how = DispatchConfig(dispatch, buffer, chunks, capacity, exchange, most)
     apply = _expert(activation, alpha, limit, platform)
     out, traffic = apply_experts(
         x, experts, weights, arrays, apply, num_experts=E, place=place, how=how, on_choice=on_choice

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.scipy.special import xlogy
 
 from ejdist.experts.losses import balance_loss, sequence_balance_loss, z_loss
-from ejdist.experts.metrics import Stats, dead_experts, expert_counts, max_violation
+from ejdist.experts.metrics import Stats, dead_experts, expert_counts, max_violation, rank_tokens
 from ejdist.tokens import bound_axes, mapped_axes
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.options import checked
@@ -357,6 +357,8 @@ def _stats(
         max_violation=max_violation(counts),
         dead_experts=dead_experts(counts),
         rank_counts=counts.sum(keepdims=True),
+        host_counts=counts.sum(keepdims=True),
+        rank_tokens=rank_tokens(experts, 1, size),
     )
 
 

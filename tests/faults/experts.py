@@ -64,7 +64,7 @@ FAULTS = (
     Fault(
         "experts: no limit of groups",
         "router:_chosen",
-        "$choice = _allowed($choice, $num_groups, $topk_groups, $group_top)",
+        "$choice = _allowed($choice, *$group, left=$i > 0)",
         "pass",
         f"{TESTS} -k random_routes",
     ),
@@ -101,10 +101,10 @@ FAULTS = (
         "metrics:REDUCTIONS",
         "{'tokens': 'sum', 'counts': 'sum', 'probabilities': 'sum', 'balance_loss': 'sum', 'z_loss': 'sum', "
         "'entropy': 'sum', 'max_violation': 'max', 'dead_experts': 'max', 'rank_counts': 'sum', "
-        "'extra_passes': 'max', 'high_water': 'max', 'dropped': 'sum'}",
+        "'host_counts': 'sum', 'rank_tokens': 'sum', 'extra_passes': 'max', 'high_water': 'max', 'dropped': 'sum'}",
         "{'tokens': 'sum', 'counts': 'sum', 'probabilities': 'sum', 'balance_loss': 'sum', 'z_loss': 'sum', "
         "'entropy': 'sum', 'max_violation': 'sum', 'dead_experts': 'max', 'rank_counts': 'sum', "
-        "'extra_passes': 'max', 'high_water': 'max', 'dropped': 'sum'}",
+        "'host_counts': 'sum', 'rank_tokens': 'sum', 'extra_passes': 'max', 'high_water': 'max', 'dropped': 'sum'}",
         f"{TESTS} -k microbatches",
     ),
     Fault(

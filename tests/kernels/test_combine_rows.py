@@ -30,6 +30,7 @@ def in_order(groups, num_groups):
 def test_choices_are_in_the_order_of_their_groups(T, k, groups, platform, monkeypatch):
     """More groups than a block has entries, several programs of several blocks, and choices of no group."""
     monkeypatch.setattr(ordering_triton, "MULTIPROCESSORS", 3)
+    monkeypatch.setattr(ordering_triton, "MOST", 128)
     ids = RNG.integers(-2, groups + 2, (T, k))
     with interpret():
         order = group_order(jnp.int32(ids), groups, platform=platform)

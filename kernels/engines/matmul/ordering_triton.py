@@ -1,7 +1,8 @@
 """A stable counting sort of small integers in two kernels: counts of each program's part, then where each entry goes.
 
-Neither scales with entries times groups in memory: programs are as many as the GPU has multiprocessors, and each has a row of
-counts. An entry's rank within a block is a product with a triangular matrix of ones, exact in float32.
+Neither scales with entries times groups in memory: programs are as many as the GPU has multiprocessors, each with a row of
+counts. A block is sorted in registers, by its group and then by its place: so an entry's rank in its group is its place among
+the sorted less the first of its group, and what is written to the order lies together.
 """
 
 # Triton's stubs declare tensors where its compiler accepts constants and integers too.
@@ -17,14 +18,20 @@ import triton.language as tl
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.toolchains.triton import triton_launch
 
-# Groups times entries of a block: its matrix of ones is in registers.
-MOST = 16384
+MOST = 2048  # entries of a block, which a program has in registers
+
+
+@triton.jit
+def _groups(ids_ptr, i, SIZE: tl.constexpr, GROUPS: tl.constexpr):
+    """Returns the groups of entries; GROUPS of one that has none, or that there is not."""
+    ids = tl.load(ids_ptr + i, mask=i < SIZE, other=-1)
+    return tl.where((ids >= 0) & (ids < GROUPS), ids, GROUPS)
 
 
 @triton.jit
 def group_count_kernel(
     ids_ptr,  # [SIZE]
-    counts_ptr,  # [programs, BLOCK_E]: of each program's part; what has no group is counted by the last entry
+    counts_ptr,  # [programs, BLOCK_E]: of each program's part; what has no group is counted after the last group
     SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
     PART: tl.constexpr,  # entries of a program
@@ -34,8 +41,7 @@ def group_count_kernel(
     total = tl.zeros([BLOCK_E], tl.int32)
     for start in range(0, PART, BLOCK):
         i = tl.program_id(0) * PART + start + tl.arange(0, BLOCK)
-        ids = tl.load(ids_ptr + i, mask=i < SIZE, other=-1)
-        total += tl.histogram(tl.where((ids >= 0) & (ids < GROUPS), ids, BLOCK_E - 1), BLOCK_E)
+        total += tl.histogram(_groups(ids_ptr, i, SIZE, GROUPS), BLOCK_E)
     tl.store(counts_ptr + tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), total)
 
 
@@ -54,11 +60,12 @@ def group_order_kernel(
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # programs whose counts are added at a time
 ):
     e = tl.arange(0, BLOCK_E)
     total, earlier = tl.zeros([BLOCK_E], tl.int32), tl.zeros([BLOCK_E], tl.int32)
-    for start in range(0, PROGRAMS, 16):
-        program = start + tl.arange(0, 16)
+    for start in range(0, PROGRAMS, BLOCK_P):
+        program = start + tl.arange(0, BLOCK_P)
         mask = (program < PROGRAMS)[:, None] & (e < GROUPS)[None, :]
         counts = tl.load(counts_ptr + program[:, None] * BLOCK_E + e[None, :], mask=mask, other=0)
         total += tl.sum(counts, axis=0)
@@ -68,18 +75,19 @@ def group_order_kernel(
     used = tl.sum(total, axis=0)
     first = tl.cumsum(total, axis=0) - total + earlier  # where the next entry of each group goes
     inside = tl.arange(0, BLOCK)
-    before = (inside[:, None] > inside[None, :]).to(tl.float16)
     for start in range(0, PART, BLOCK):
-        i = tl.program_id(0) * PART + start + inside
-        ids = tl.load(ids_ptr + i, mask=i < SIZE, other=-1)
-        valid = (ids >= 0) & (ids < GROUPS)
-        of = (ids[:, None] == e[None, :]) & valid[:, None]
-        rank = tl.dot(before, of.to(tl.float16)).to(tl.int32)
-        slot = tl.sum(tl.where(of, rank + first[None, :], 0), axis=1)
-        first += tl.sum(of.to(tl.int32), axis=0)
+        part = tl.program_id(0) * PART + start
+        groups = _groups(ids_ptr, part + inside, SIZE, GROUPS)
+        counts = tl.histogram(groups, BLOCK_E)
+        order = tl.sort(groups * BLOCK + inside)
+        group, i = order // BLOCK, part + order % BLOCK
+        slot = inside + tl.gather(first - (tl.cumsum(counts, axis=0) - counts), group, 0)
+        first += counts
+        valid = group < GROUPS
         tl.store(slots_ptr + i, tl.where(valid, slot, -1), mask=i < SIZE)
         tl.store(pairs_ptr + slot, i, mask=valid)
         tl.store(tokens_ptr + slot, i // TOP_K, mask=valid)
+        i = part + inside
         past = (i >= used) & (i < SIZE)
         tl.store(pairs_ptr + i, tl.full([BLOCK], -1, tl.int32), mask=past)
         tl.store(tokens_ptr + i, tl.full([BLOCK], -1, tl.int32), mask=past)
@@ -89,15 +97,18 @@ def sorted_by_counting(ids: jax.Array, num_groups: int) -> tuple[jax.Array, jax.
     """Returns (slots, pairs, tokens, sizes) of ids [T, k], see `ordering.GroupOrder`."""
     size, top_k = ids.size, ids.shape[1]
     block_e = max(16, triton.next_power_of_2(num_groups + 1))
-    block = max(16, min(128, MOST // block_e))
-    part = triton.cdiv(triton.cdiv(size, MULTIPROCESSORS), block) * block
+    each = triton.cdiv(size, MULTIPROCESSORS)
+    block = max(32, min(MOST, triton.next_power_of_2(each)))
+    part = triton.cdiv(each, block) * block
     programs = triton.cdiv(size, part)
     shared = {"SIZE": size, "GROUPS": num_groups, "PART": part, "BLOCK": block, "BLOCK_E": block_e}
+    num_warps = max(1, min(8, block // 128))
     (counts,) = triton_launch(
         group_count_kernel,
         ids.reshape(-1),
         out_shape=(jax.ShapeDtypeStruct((programs, block_e), jnp.int32),),
         grid=(programs,),
+        num_warps=num_warps,
         **shared,
     )
     shapes = (size,), (size,), (size,), (num_groups,)
@@ -107,9 +118,10 @@ def sorted_by_counting(ids: jax.Array, num_groups: int) -> tuple[jax.Array, jax.
         counts,
         out_shape=tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
         grid=(programs,),
-        num_warps=8,
+        num_warps=num_warps,
         TOP_K=top_k,
         PROGRAMS=programs,
+        BLOCK_P=max(1, min(triton.next_power_of_2(programs), 8192 // block_e)),
         **shared,
     )
     return slots.reshape(ids.shape), pairs, tokens, sizes
