@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 import kernels
@@ -151,40 +152,82 @@ def _times(
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _products(x: jax.Array, matrices: tuple[jax.Array, ...], precision: str) -> tuple[jax.Array, ...]:
-    """Returns x [M, D] times each matrix [D, F]."""
-    return _forward(x, matrices, precision)[0]
+class Blocks(NamedTuple):
+    """A matrix [D, F] in 8 bits: the bits of its numbers, and the scales of its blocks of 128 by 128, which are the same for
+    sums over either dim. (Arrays, or how they lie on a mesh.)"""
+
+    bits: Any
+    scale: Any
 
 
-def _forward(x: jax.Array, matrices: tuple[jax.Array, ...], precision: str) -> tuple[tuple[jax.Array, ...], Any]:
+def gathers_blocks(precision: str) -> bool:
+    """Returns whether the parts of a matrix can be quantised before they are gathered: no scale is of more than a block."""
+    return PRECISIONS[precision] == PRECISIONS["fp8_block"]
+
+
+def blocks_of(w: jax.Array) -> Blocks:
+    """Returns a matrix [D, F], of sizes that 128 divides, in 8 bits."""
+    values, scale, _, _ = kernels.quantize_both_ways(w, rows=128, turned_rows=128, dtype=_FINE)
+    return Blocks(jax.lax.bitcast_convert_type(values, jnp.uint8), scale)
+
+
+def _of_matrix(w: jax.Array, blocks: Blocks | None, precision: str) -> _Operands:
+    if blocks is None:
+        return _operands_of(w, precision, "w")
+    values = jax.lax.bitcast_convert_type(blocks.bits, jnp.dtype(_FINE))
+    return _Operands(values, blocks.scale, values.T, blocks.scale.T)
+
+
+def _no_gradient(blocks: Any) -> Any:
+    """Returns cotangents for matrices in 8 bits, whose gradients are those of the matrices beside them."""
+    return jax.tree.map(
+        lambda x: np.zeros(x.shape, jax.dtypes.float0) if x.dtype == jnp.uint8 else jnp.zeros_like(x), blocks
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _products(
+    x: jax.Array, matrices: tuple[jax.Array, ...], blocks: tuple[Blocks | None, ...], precision: str
+) -> tuple[jax.Array, ...]:
+    """Returns x [M, D] times each matrix [D, F]. One whose blocks are passed is there for its gradient alone."""
+    return _forward(x, matrices, blocks, precision)[0]
+
+
+def _forward(
+    x: jax.Array, matrices: tuple[jax.Array, ...], blocks: tuple[Blocks | None, ...], precision: str
+) -> tuple[tuple[jax.Array, ...], Any]:
     of_x, outs = _operands_of(x, precision, "x"), []
-    for w in matrices:
-        of_w = _operands_of(w, precision, "w")
+    for w, of in zip(matrices, blocks, strict=True):
+        of_w = _of_matrix(w, of, precision)
         shape = x.shape[0], w.shape[1]
         outs.append(_times(of_x.values, of_x.scale, of_w.turned, of_w.turned_scale, x, shape))
-    return tuple(outs), (*_turned(of_x), matrices)
+    return tuple(outs), (*_turned(of_x), matrices, blocks)
 
 
-def _backward(precision: str, saved: Any, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    (x, x_scale, matrices), parts, gradients = saved, [], []
-    for w, d in zip(matrices, cotangents, strict=True):
-        of_d, of_w = _operands_of(d, precision, "d"), _operands_of(w, precision, "w")
+def _backward(precision: str, saved: Any, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, Any, Any]:
+    (x, x_scale, matrices, blocks), parts, gradients = saved, [], []
+    for w, of, d in zip(matrices, blocks, cotangents, strict=True):
+        of_d, of_w = _operands_of(d, precision, "d"), _of_matrix(w, of, precision)
         parts.append(_times(of_d.values, of_d.scale, of_w.values, of_w.scale, d, (d.shape[0], w.shape[0])))
         gradients.append(_times(x, x_scale, of_d.turned, of_d.turned_scale, d, w.shape).astype(w.dtype))
-    return sum(parts[1:], parts[0]), tuple(gradients)
+    return sum(parts[1:], parts[0]), tuple(gradients), _no_gradient(blocks)
 
 
 _products.defvjp(_forward, _backward)
 
 
 def narrow_products(
-    dims: list[tuple[list[str], list[str], list[str]]], x: jax.Array, matrices: list[jax.Array], precision: str
+    dims: list[tuple[list[str], list[str], list[str]]],
+    x: jax.Array,
+    matrices: list[jax.Array],
+    blocks: list[Blocks | None],
+    precision: str,
 ) -> tuple[jax.Array, ...]:
     """Returns the products of x with matrices, each of these dims (of x, of the matrix, of the product), in 8 bits, in the
-    dtype of x; their gradients are such products too. All sum over the same dims of x."""
+    dtype of x; their gradients are such products too. All sum over the same dims of x. `blocks`: of each matrix that was
+    quantised before, the dims of sums first; or None."""
     # One type inside of a `shard_map`, so that what a device adds to a gradient is summed.
-    x, matrices = vary_alike((x, matrices))
+    x, matrices, blocks = vary_alike((x, matrices, blocks))
     dims_x = dims[0][0]
     summed = [d for d in dims_x if d in dims[0][1]]
     kept = [d for d in dims_x if d not in summed]
@@ -196,7 +239,7 @@ def narrow_products(
         columns.append(jnp.transpose(w, [dims_weight.index(d) for d in (*summed, *others)]).reshape(inputs, -1))
         shapes.append([x.shape[dims_x.index(d)] for d in kept] + [w.shape[dims_weight.index(d)] for d in others])
     made = []
-    products = _products(rows.reshape(-1, inputs), tuple(columns), precision)
+    products = _products(rows.reshape(-1, inputs), tuple(columns), tuple(blocks), precision)
     for (_, dims_weight, dims_out), out, shape in zip(dims, products, shapes, strict=True):
         order = kept + [d for d in dims_weight if d not in summed]
         made.append(jnp.transpose(checkpoint_name(out, PRODUCT).reshape(shape), [order.index(d) for d in dims_out]))
@@ -206,40 +249,42 @@ def narrow_products(
 # -- a gated MLP -------------------------------------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def narrow_mlp(
-    x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, precision: str, activation: str
+    x: jax.Array, matrices: tuple[jax.Array, ...], blocks: tuple[Blocks | None, ...], precision: str, activation: str
 ) -> jax.Array:
     """Returns (activation(x gate) * (x up)) down of x [M, D], its products in 8 bits, as products one by one have it.
+    `matrices` are gate, up and down, and `blocks` as for `narrow_products`.
 
     What is as wide as `gate` is quantised where it is computed: neither the activation's product nor its cotangents are
     written in a wider dtype.
     """
-    return _mlp_forward(x, gate, up, down, precision, activation)[0]
+    return _mlp_forward(x, matrices, blocks, precision, activation)[0]
 
 
 def _fused(x: jax.Array, precision: str) -> bool:
     """Returns whether an operation quantises what it computes of such an array."""
-    return PRECISIONS[precision] == PRECISIONS["fp8_block"] and not any(size % 128 for size in x.shape)
+    return gathers_blocks(precision) and not any(size % 128 for size in x.shape)
 
 
 def _mlp_forward(
-    x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, precision: str, activation: str
+    x: jax.Array, matrices: tuple[jax.Array, ...], blocks: tuple[Blocks | None, ...], precision: str, activation: str
 ) -> tuple[jax.Array, Any]:
-    (g, u), (h, h_scale, _) = _forward(x, (gate, up), precision)
+    (g, u), (h, h_scale, *_) = _forward(x, matrices[:2], blocks[:2], precision)
     g, u = (checkpoint_name(y, PRODUCT) for y in (g, u))
     if _fused(g, precision):
         of_p = _Operands(*kernels.activate_both_ways(g, u, activation=activation))
     else:
         of_p = _operands_of(kernels.gated_activation(g, u, activation=activation), precision, "x")
-    of_down = _operands_of(down, precision, "w")
+    down, of_down = matrices[2], _of_matrix(matrices[2], blocks[2], precision)
     out = _times(of_p.values, of_p.scale, of_down.turned, of_down.turned_scale, x, (x.shape[0], down.shape[1]))
-    return out, (h, h_scale, g, u, *_turned(of_p), gate, up, down)
+    return out, (h, h_scale, g, u, *_turned(of_p), matrices, blocks)
 
 
-def _mlp_backward(precision: str, activation: str, saved: Any, d: jax.Array) -> tuple[jax.Array, ...]:
-    h, h_scale, g, u, p, p_scale, gate, up, down = saved
-    of_d, of_down = _operands_of(d, precision, "d"), _operands_of(down, precision, "w")
+def _mlp_backward(precision: str, activation: str, saved: Any, d: jax.Array) -> tuple[jax.Array, Any, Any]:
+    h, h_scale, g, u, p, p_scale, matrices, blocks = saved
+    down = matrices[2]
+    of_d, of_down = _operands_of(d, precision, "d"), _of_matrix(down, blocks[2], precision)
     d_down = _times(p, p_scale, of_d.turned, of_d.turned_scale, d, down.shape)
     d_p = _times(of_d.values, of_d.scale, of_down.values, of_down.scale, d, (d.shape[0], down.shape[0]))
     if _fused(g, precision):
@@ -249,13 +294,12 @@ def _mlp_backward(precision: str, activation: str, saved: Any, d: jax.Array) -> 
         _, pull = jax.vjp(lambda g, u: kernels.gated_activation(g, u, activation=activation), g, u)
         sides = tuple(_operands_of(y, precision, "d") for y in pull(d_p))
     parts, gradients = [], []
-    for w, side in zip((gate, up), sides, strict=True):
-        of_w = _operands_of(w, precision, "w")
+    for w, of, side in zip(matrices, blocks, sides):
+        of_w = _of_matrix(w, of, precision)
         parts.append(_times(side.values, side.scale, of_w.values, of_w.scale, d, (d.shape[0], w.shape[0])))
         gradients.append(_times(h, h_scale, side.turned, side.turned_scale, d, w.shape))
-    return sum(parts[1:], parts[0]), *(
-        y.astype(w.dtype) for y, w in zip((*gradients, d_down), (gate, up, down), strict=True)
-    )
+    gradients = tuple(y.astype(w.dtype) for y, w in zip((*gradients, d_down), matrices, strict=True))
+    return sum(parts[1:], parts[0]), gradients, _no_gradient(blocks)
 
 
 narrow_mlp.defvjp(_mlp_forward, _mlp_backward)

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import kernels
 from ejdist.frozen import Frozen, adapter_dims
+from ejdist.gathered_blocks import flat, gathered_blocks, spec_of
 from ejdist.layout import axes_in, constrain, current_layout, gather, on_mesh, spec
 from ejdist.mapped import map_shards
 from ejdist.mesh import mesh_here
@@ -136,25 +137,28 @@ def _narrow(x: jax.Array, weights: list[Narrow], subscripts: list[str], mesh: An
     if isinstance(mesh, jax.sharding.Mesh):
         check_device(precision, mesh.devices.flat[0])
     values = [gather(w.values, " ".join(of[1]), mesh) for w, of in zip(weights, dims, strict=True)]
-    mesh = mesh_here(mesh)
-    if mesh is None or mesh.size == 1:
-        return narrow_products(dims, x, values, precision)
-    axes = on_mesh(current_layout().activations, mesh)
+    here = mesh_here(mesh)
+    if here is None or here.size == 1:
+        return narrow_products(dims, x, values, [None] * len(values), precision)
+    axes = on_mesh(current_layout().activations, here)
     dims_x, sizes = dims[0][0], dict(zip(dims[0][0], x.shape))
     for (_, of, _), w in zip(dims, values, strict=True):
         sizes |= dict(zip(of, w.shape))
+    made = [gathered_blocks(w, of, dims_x, mesh) for w, (_, of, _) in zip(weights, dims, strict=True)]
 
     def placed(names: list[str]) -> Any:
-        return spec(names, axes, shape=[sizes[n] for n in names], mesh=mesh, what="activation")
+        return spec(names, axes, shape=[sizes[n] for n in names], mesh=here, what="activation")
 
-    split = tuple(a for d in dims_x if d in dims[0][1] for a in axes_in(spec([d], axes, shape=[sizes[d]], mesh=mesh)))
+    split = tuple(a for d in dims_x if d in dims[0][1] for a in axes_in(spec([d], axes, shape=[sizes[d]], mesh=here)))
 
-    def on_shard(x: jax.Array, values: list[jax.Array]) -> tuple[jax.Array, ...]:
-        products = narrow_products(dims, x, values, precision)
+    def on_shard(x: jax.Array, values: list[jax.Array], blocks: list[Any]) -> tuple[jax.Array, ...]:
+        matrices = [flat(b, of, dims_x) for b, (_, of, _) in zip(blocks, dims, strict=True)]
+        products = narrow_products(dims, x, values, matrices, precision)
         return jax.lax.psum(products, split) if split else products
 
     outs = tuple(placed(of) for _, _, of in dims)
-    return map_shards(on_shard, mesh, (placed(dims_x), [placed(of) for _, of, _ in dims]), outs)(x, values)
+    specs = placed(dims_x), [placed(of) for _, of, _ in dims], [spec_of(b, here) for b in made]
+    return map_shards(on_shard, here, specs, outs)(x, values, [b and b.blocks for b in made])
 
 
 def project_mlp(
@@ -165,42 +169,42 @@ def project_mlp(
     As with `project`, one by one, but what is F wide is quantised where it is computed. Where an axis splits both the tokens'
     features and the sums over them, the products are made one by one.
     """
-    matrices, dims = {"D F": (gate, up), "F D": (down,)}, ("B", "T", "D")
-    precision = gate.precision
-    for weight, of in ((gate, "btd,df->btf"), (up, "btd,df->btf")):
-        _check(x, weight, of)
+    weights, dims, precision = (gate, up, down), ["B", "T", "D"], gate.precision
+    dims_of, summed = (["D", "F"], ["D", "F"], ["F", "D"]), (["D"], ["D"], ["F"])
+    for weight in (gate, up):
+        _check(x, weight, "btd,df->btf")
     if isinstance(mesh, jax.sharding.Mesh):
         check_device(precision, mesh.devices.flat[0])
-    values = [gather(w.values, names, mesh) for names, some in matrices.items() for w in some]
+    values = [gather(w.values, " ".join(of), mesh) for w, of in zip(weights, dims_of, strict=True)]
     here = mesh_here(mesh)
 
-    def mlp(x: jax.Array, values: list[jax.Array]) -> jax.Array:
-        x, values = vary_alike((x, values))
-        out = narrow_mlp(x.reshape(-1, x.shape[-1]), *values, precision, activation)
+    def mlp(x: jax.Array, values: list[jax.Array], blocks: list[Any]) -> jax.Array:
+        x, values, blocks = vary_alike((x, values, blocks))
+        out = narrow_mlp(x.reshape(-1, x.shape[-1]), tuple(values), tuple(blocks), precision, activation)
         return checkpoint_name(out, PRODUCT).reshape(*x.shape[:-1], -1)
 
     if here is None or here.size == 1:
-        return constrain(mlp(x, values), " ".join(dims), mesh)
-    axes, sizes = (
-        on_mesh(current_layout().activations, here),
-        dict(zip((*dims, "F"), (*x.shape, gate.shape[1]), strict=True)),
-    )
+        return constrain(mlp(x, values, [None] * 3), " ".join(dims), mesh)
+    axes = on_mesh(current_layout().activations, here)
+    sizes = dict(zip((*dims, "F"), (*x.shape, gate.shape[1]), strict=True))
 
-    def placed(*names: str) -> Any:
+    def placed(names: list[str]) -> Any:
         return spec(names, axes, shape=[sizes[n] for n in names], mesh=here, what="activation")
 
-    if axes_in(placed("D")):
+    if axes_in(placed(["D"])):
         sides = project_all(x, [gate, up], ["btd,df->btf"] * 2, mesh=mesh)
         wide = kernels.gated_activation(*sides, activation=activation)
         return project(wide, down, "btf,fd->btd", mesh=mesh)
-    split = axes_in(placed("F"))
+    split = tuple(axes_in(placed(["F"])))
+    made = [gathered_blocks(w, of, over, mesh) for w, of, over in zip(weights, dims_of, summed, strict=True)]
 
-    def on_shard(x: jax.Array, values: list[jax.Array]) -> jax.Array:
-        out = mlp(x, values)
+    def on_shard(x: jax.Array, values: list[jax.Array], blocks: list[Any]) -> jax.Array:
+        out = mlp(x, values, blocks)
         return jax.lax.psum(out, split) if split else out
 
-    specs = [placed(*names.split()) for names, some in matrices.items() for _ in some]
-    return constrain(map_shards(on_shard, here, (placed(*dims), specs), placed(*dims))(x, values), " ".join(dims), mesh)
+    specs = placed(dims), [placed(of) for of in dims_of], [spec_of(b, here) for b in made]
+    out = map_shards(on_shard, here, specs, placed(dims))(x, values, [b and b.blocks for b in made])
+    return constrain(out, " ".join(dims), mesh)
 
 
 def _frozen(x: jax.Array, weight: Frozen, subscripts: str, mesh: Any) -> jax.Array:

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import math
 import re
 import types
 
@@ -16,6 +17,7 @@ from kernel_names import names_of_kernels
 from small_run import losses
 
 from ejdist import bind_ops, make_mesh
+from ejdist.layout import current_layout, sharding
 from ejdist.models.decoder import DecoderConfig
 from ejdist.models.lora import LoRASection, build
 from ejdist.models.parameters import initialise
@@ -173,6 +175,45 @@ def test_what_is_wide_in_an_mlp_is_quantised_where_it_is_computed():
         "warp_specialized_scaled_kernel",
         *(f"{name}_kernel" for name, count in names.items() if count),
     }
+
+
+def gathered_bytes(text):
+    """Returns the bytes of the results of a program's all-gathers, by dtype."""
+    sizes, made = {"u8": 1, "bf16": 2, "f32": 4}, collections.Counter()
+    for dtype, dims in re.findall(r"= (\w+?)\[([\d,]*)\]\S* all-gather\(", text):
+        made[dtype] += math.prod(map(int, dims.split(","))) * sizes[dtype]
+    return made
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_over_fsdp_matrices_are_gathered_in_8_bits_with_the_numbers_of_the_whole(fused):
+    mesh, layout = make_mesh(fsdp=2, devices=jax.devices()[:2]), current_layout()
+    x, d = (jnp.asarray(RNG.standard_normal((2, 128, 256)), jnp.float32) for _ in range(2))
+    matrices = [RNG.standard_normal(s).astype(np.float32) / 16 for s in ((256, 512), (256, 512), (512, 256))]
+    stored = [
+        jax.device_put(w, sharding(mesh, dims, layout.parameters, shape=w.shape))
+        for w, dims in zip(matrices, ("DF", "DF", "FD"), strict=True)
+    ]
+    run = functools.partial(mlp_gradients, precision="fp8_block", fused=fused)
+    program = jax.jit(functools.partial(run, mesh=mesh)).lower(x, stored, d).compile()
+    gathered, numbers = gathered_bytes(program.as_text()), sum(w.size for w in matrices)
+    # Once in each direction, or for both: a byte a number, and its scales.
+    assert gathered["u8"] in (numbers, 2 * numbers) and gathered["f32"] <= 8 * numbers / 128**2, gathered
+    alone = jax.jit(run)(x, matrices, d)
+    for g, w in zip(program(x, stored, d)[:2], alone[:2], strict=True):
+        assert off(g, w) < 1e-6
+
+
+@pytest.mark.parametrize("size", [128, 384])
+def test_a_matrix_that_is_split_inside_of_a_block_is_gathered_whole(size):
+    mesh, layout = make_mesh(fsdp=2, devices=jax.devices()[:2]), current_layout()
+    x, d = (jnp.asarray(RNG.standard_normal(s), jnp.float32) for s in ((2, 128, size), (2, 128, N, H)))
+    w = RNG.standard_normal((size, N, H)).astype(np.float32) / 16
+    stored = jax.device_put(w, sharding(mesh, "DNH", layout.parameters, shape=w.shape))
+    program = jax.jit(functools.partial(gradients, precision="fp8_block", mesh=mesh)).lower(x, stored, d).compile()
+    assert not gathered_bytes(program.as_text())["u8"]
+    for g, want in zip(program(x, stored, d)[:2], gradients(x, w, d, "fp8_block")[:2], strict=True):
+        assert off(g, want) < 1e-6
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -48,6 +48,27 @@ FAULTS = (
         f"{TESTS} -k policy",
     ),
     Fault(
+        "8 bits: matrices are gathered in the compute dtype",
+        "gathered_blocks:gathered_blocks",
+        "not gathers_blocks($weight.precision) or not all($sides)",
+        "True",
+        f"{TESTS} -k over_fsdp",
+    ),
+    Fault(
+        "8 bits: a matrix that was gathered is turned, and its scales are not",
+        "precision:_of_matrix",
+        "_Operands($values, $blocks.scale, $values.T, $blocks.scale.T)",
+        "_Operands($values, $blocks.scale, $values.T, $blocks.scale.reshape($blocks.scale.shape[::-1]))",
+        f"{TESTS} -k over_fsdp",
+    ),
+    Fault(
+        "8 bits: a matrix that is split inside of a block is quantised by its parts",
+        "gathered_blocks:_between_blocks",
+        "any(math.prod($sizes[d] // $parts.get(d, 1) for d in $side) % 128 for $side in $sides)",
+        "False",
+        f"{TESTS} -k inside_of_a_block",
+    ),
+    Fault(
         "8 bits: an MLP's parts of a sum that is split are not added up",
         "project_mlp",
         "jax.lax.psum($out, $split) if $split else $out",
@@ -71,7 +92,7 @@ FAULTS = (
     Fault(
         "8 bits: what is wide in an MLP is written, and read again",
         "precision:_fused",
-        'PRECISIONS[$precision] == PRECISIONS["fp8_block"]',
+        "gathers_blocks($precision)",
         "False",
         f"{TESTS} -k what_is_wide",
     ),
@@ -85,7 +106,7 @@ FAULTS = (
     Fault(
         "8 bits: the gradient of a matrix is of one device's tokens",
         "precision:narrow_products",
-        "$x, $matrices = vary_alike(($x, $matrices))",
+        "$x, $matrices, $blocks = vary_alike(($x, $matrices, $blocks))",
         "",
         f"{TESTS} -k mesh",
     ),

@@ -5,7 +5,6 @@ from faults import Fault
 SCALED = "tests/kernels/test_scaled_matmul.py"
 HOPPER = "tests/kernels/test_scaled_matmul_hopper.py"
 GRID = "tests/test_ops.py -k scaled_matmul"
-GRID_BOTH = "tests/test_ops.py"
 
 FAULTS = (
     Fault(
@@ -136,35 +135,35 @@ FAULTS = (
         "quantize_kernels:quantise_tile",
         "_largest($x, 1), _largest($x, 0)",
         "_largest($x, 0), _largest($x, 1)",
-        f"{GRID_BOTH} -k both_ways",
+        f"{SCALED} -k bit_by_bit",
     ),
     Fault(
         "quantised both ways: a block of a matrix has the scale of its rows",
         "quantize_kernels:quantise_tile",
         "tl.max($of_rows, axis=0)",
         "tl.min($of_rows, axis=0)",
-        f"{GRID_BOTH} -k both_ways",
+        f"{SCALED} -k bit_by_bit",
     ),
     Fault(
         "quantised both ways: the transpose is not one",
         "quantize_kernels:quantise_tile",
         "tl.trans(_bytes($x * $reciprocal[None, :], $E5M2))",
         "_bytes($x * $reciprocal[None, :], $E5M2)",
-        f"{GRID_BOTH} -k both_ways",
+        f"{SCALED} -k bit_by_bit",
     ),
     Fault(
         "quantised both ways: NaN is no largest magnitude",
         "quantize_kernels:_scales",
         "tl.where($bits < 0x7F800000, $scale, float('nan'))",
         "$scale",
-        f"{SCALED} -k not_hidden",
+        f"{SCALED} -k bit_by_bit",
     ),
     Fault(
         "quantised both ways: an activation's cotangents are exchanged",
         "quantize_kernels:activation_cotangents_kernel",
         "$side == 0",
         "$side == 1",
-        f"{GRID_BOTH} -k cotangents",
+        f"{SCALED} -k activation",
     ),
     Fault(
         "quantised both ways: an activation's product is not rounded before",

@@ -12,7 +12,7 @@ import ejdist
 import kernels
 from kernels import quantize_scaled, scaled_matmul
 from kernels.framework.interpret import interpret
-from kernels.ops.scaled_matmul import SCALINGS, both_ways_op, op
+from kernels.ops.scaled_matmul import SCALINGS, activate_op, both_ways_op, cotangents_op, op
 
 RNG = np.random.default_rng(0)
 X = (RNG.standard_normal((256, 384)) * np.exp2(RNG.integers(-9, 9, (256, 1)))).astype(np.float32)
@@ -95,9 +95,11 @@ def test_an_activation_and_its_cotangents_are_quantised_as_they_are_alone():
         kernels.quantize_both_ways(wide),
         tuple(y for x in pull(d) for y in kernels.quantize_both_ways(x, turned_rows=128)),
     )
-    got = kernels.activate_both_ways(gate, up), kernels.activation_cotangents(gate, up, d)
-    for some, wanted in zip(got, want, strict=True):
-        for g, w in zip(some, wanted, strict=True):
+    for platform in ("xla", "triton"):
+        with interpret(90):
+            run = jax.jit(lambda *a, on=platform: (activate_op(*a[:2], platform=on), cotangents_op(*a, platform=on)))
+            got = run(gate, up, d)
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
 
 

@@ -63,6 +63,17 @@ def quantise_tile(x, values_ptr, scale_ptr, turned_ptr, turned_scale_ptr, i, j, 
 
 
 @triton.jit
+def _tile(tile, M: tl.constexpr, D: tl.constexpr):
+    """Returns a tile's place. Programs that run together have about as many rows of tiles as columns, so that what they write,
+    and what they write turned, are long runs of memory."""
+    TALL: tl.constexpr = 16
+    band = tile // (TALL * (D // 128))
+    height = tl.minimum(M // 128 - band * TALL, TALL)
+    inside = tile % (TALL * (D // 128))
+    return band * TALL + inside % height, inside // height
+
+
+@triton.jit
 def _entries(i, j, D: tl.constexpr):
     inside = tl.arange(0, 128)
     return (i * 128 + inside).to(tl.int64)[:, None] * D + (j * 128 + inside)[None, :]
@@ -81,7 +92,7 @@ def quantize_both_ways_kernel(
     TURNED_ROWS: tl.constexpr,
     E5M2: tl.constexpr,
 ):
-    i, j = tl.program_id(0) // (D // 128), tl.program_id(0) % (D // 128)
+    i, j = _tile(tl.program_id(0), M, D)
     x = tl.load(x_ptr + _entries(i, j, D)).to(tl.float32)
     quantise_tile(x, values_ptr, scale_ptr, turned_ptr, turned_scale_ptr, i, j, M, D, ROWS, TURNED_ROWS, E5M2)
 
@@ -98,7 +109,7 @@ def activate_both_ways_kernel(
     F: tl.constexpr,
     NAME: tl.constexpr,
 ):
-    i, j = tl.program_id(0) // (F // 128), tl.program_id(0) % (F // 128)
+    i, j = _tile(tl.program_id(0), M, F)
     offsets = _entries(i, j, F)
     gate, up = tl.load(gate_ptr + offsets).to(tl.float32), tl.load(up_ptr + offsets).to(tl.float32)
     act, _ = activation(gate, NAME)
@@ -123,19 +134,14 @@ def activation_cotangents_kernel(
     F: tl.constexpr,
     NAME: tl.constexpr,
 ):
-    # Two adjacent programs have a tile's two cotangents: one would have registers for neither's loads ahead.
-    side, tile = tl.program_id(0) % 2, tl.program_id(0) // 2
-    i, j = tile // (F // 128), tile % (F // 128)
+    i, j = _tile(tl.program_id(0), M, F)
     offsets = _entries(i, j, F)
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
-    if side == 0:
-        _, slope = activation(tl.load(gate_ptr + offsets).to(tl.float32), NAME)
-        d = tl.load(d_ptr + offsets).to(tl.float32) * tl.load(up_ptr + offsets).to(tl.float32)
-        x = (d * slope).to(dtype).to(tl.float32)
-        quantise_tile(
-            x, gate_values_ptr, gate_scale_ptr, gate_turned_ptr, gate_turned_scale_ptr, i, j, M, F, 1, 128, False
-        )
-    else:
-        act, _ = activation(tl.load(gate_ptr + offsets).to(tl.float32), NAME)
-        x = (tl.load(d_ptr + offsets).to(tl.float32) * act).to(dtype).to(tl.float32)
-        quantise_tile(x, up_values_ptr, up_scale_ptr, up_turned_ptr, up_turned_scale_ptr, i, j, M, F, 1, 128, False)
+    gate, d = tl.load(gate_ptr + offsets).to(tl.float32), tl.load(d_ptr + offsets).to(tl.float32)
+    act, slope = activation(gate, NAME)
+    # Rounded, both fit into registers side by side.
+    d_gate, d_up = (d * tl.load(up_ptr + offsets).to(tl.float32) * slope).to(dtype), (d * act).to(dtype)
+    quantise_tile(d_gate.to(tl.float32), gate_values_ptr, gate_scale_ptr, gate_turned_ptr, gate_turned_scale_ptr, i, j, M, F, 1,
+                  128, False)  # fmt: skip
+    quantise_tile(d_up.to(tl.float32), up_values_ptr, up_scale_ptr, up_turned_ptr, up_turned_scale_ptr, i, j, M, F, 1, 128,
+                  False)  # fmt: skip

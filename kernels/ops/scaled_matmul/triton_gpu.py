@@ -138,7 +138,7 @@ def rejects(call):
 TALL = ScaledMatmulConfig(block_m=256, block_n=128, num_stages=4, num_buffers=1, num_warps=4, band=8)
 WIDE = replace(TALL, block_m=128, block_n=256, num_buffers=2)
 SQUARE = replace(WIDE, block_n=128, num_stages=6, band=16)
-# With room for all sums of a tile a warpgroup never waits for a store. At 8192 x 8192 x 8192 1,147 TFLOP/s with scales of blocks
+# With room for all sums of a tile a warpgroup never waits for a store. At 8192 x 8192 x 8192 1,147 TFLOP/s with blocks' scales
 # and 1,200 of rows; with room for half of them, in 3 and 4 stages, 1,116 and 1,183.
 ROOMY = replace(TALL, num_stages=3, num_buffers=2)
 # Scales of blocks take a part of each stage.
@@ -184,10 +184,10 @@ def _operands(x, rows, turned_rows):
 
 def _launch(kernel, arrays, out_shape, cfg, work, dtype="float8_e4m3fn", **named):
     M, D = arrays[0].shape
-    grid = (M // 128 * (D // 128) * (len(out_shape) // 4),)
-    # Two programs on a multiprocessor: one loads while the other one computes.
-    how = {"num_warps": cfg.num_warps, "max_registers": min(255, 1024 // cfg.num_warps), "work": work}
-    results = triton_launch(kernel, *arrays, out_shape=out_shape, grid=grid, M=M, **how, **named)
+    # One result: two programs on a multiprocessor, so that one loads while the other computes. Two take all of its registers.
+    most = min(255, 1024 * (len(out_shape) // 4) // cfg.num_warps)
+    how = {"num_warps": cfg.num_warps, "max_registers": most, "work": work, "grid": (M // 128 * (D // 128),)}
+    results = triton_launch(kernel, *arrays, out_shape=out_shape, M=M, **how, **named)
     return tuple(lax.bitcast_convert_type(y, jnp.dtype(dtype)) if y.dtype == jnp.uint8 else y for y in results)
 
 

@@ -29,11 +29,17 @@ def _of_halves(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]
     return run
 
 
+def _of_float(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda a: function(np.ascontiguousarray(a, np.uint32).view(np.float32)).astype(np.float32).view(np.uint32)
+
+
 _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "mov.b32": lambda a: a,
     "xor.b32": lambda a, b: a ^ b,
     "prmt.b32": _permuted,
     "sub.rn.f16x2": _of_halves(np.subtract),
+    "ex2.approx.ftz.f32": _of_float(np.exp2),
+    "rcp.approx.ftz.f32": _of_float(np.reciprocal),
 }
 
 
