@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.toolchains.gluon import SWIZZLED
 
+NOT = gl.constexpr(False)
+
 
 @gluon.jit
 def make_hands(BUFFERS: gl.constexpr, dtype: gl.constexpr, ROWS: gl.constexpr):
@@ -70,7 +72,7 @@ def hand_part(slabs, hands, handed, WHICH: gl.constexpr):
 
 @gluon.jit
 def write(hands, handed, out_ptr, row, end, column, columns, N: gl.constexpr, SIDES: gl.constexpr, WHICH: gl.constexpr,
-          COUNTED: gl.constexpr = False):  # fmt: skip
+          COUNTED: gl.constexpr = NOT):  # fmt: skip
     """Stores the rows before `end` of a tile whose first row is `row` to a matrix of N columns; or of SIDES times N
     columns, with one such tile for every N. COUNTED: in a loop that ends with the rows, which the compiler does not unroll,
     where a warp stores to two matrices and has not the registers."""
