@@ -7,6 +7,7 @@ Each declares its own costs beside its code: a scheme of the sequence or of the 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from ejdist.mesh import AXES
@@ -25,24 +26,61 @@ class Undeclared(ValueError):
 
 
 class Traffic:
-    """What a device sends: (axis, collective) -> bytes, and the number of collectives that carry them."""
+    """What a device sends: (axis, collective) -> bytes, and the number of collectives that carry them.
+
+    waits: of those bytes and collectives, what no work runs beside; all that nobody says hides. passes: bytes of its own memory
+    that a device reads and writes besides, to put together what was sent.
+    """
 
     def __init__(self) -> None:
         self.bytes: dict[tuple[str, str], float] = {}
         self.calls: dict[tuple[str, str], float] = {}
+        self.waits: dict[tuple[str, str], tuple[float, float]] = {}
+        self.passes = 0.0
 
-    def add(self, axis: str, collective: str, sent: float, calls: float = 1) -> None:
-        """Adds `sent` bytes, in `calls` collectives together. Raises ValueError for one that is not in `COLLECTIVES`."""
+    def add(
+        self, axis: str, collective: str, sent: float, calls: float = 1, waits: tuple[float, float] | None = None
+    ) -> None:
+        """Adds `sent` bytes, in `calls` collectives together, of which `waits` have no work beside them; None: all. Raises
+        ValueError for one that is not in `COLLECTIVES`."""
         if collective not in COLLECTIVES:
             raise ValueError(f"collective = {collective!r} is unknown; use one of {', '.join(COLLECTIVES)}")
         key = axis, collective
         self.bytes[key] = self.bytes.get(key, 0) + sent
         self.calls[key] = self.calls.get(key, 0) + calls
+        before, more = self.waits.get(key, (0, 0)), (sent, calls) if waits is None else waits
+        self.waits[key] = before[0] + more[0], before[1] + more[1]
 
     def add_all(self, other: Traffic, times: int = 1) -> None:
         """Adds what another sends, `times` times."""
-        for (axis, collective), sent in other.bytes.items():
-            self.add(axis, collective, times * sent, times * other.calls[axis, collective])
+        for key, sent in other.bytes.items():
+            waits = other.waits[key]
+            self.add(*key, times * sent, times * other.calls[key], (times * waits[0], times * waits[1]))
+        self.passes += times * other.passes
+
+    def hidden(self, waited: float, passes: float) -> Traffic:
+        """Returns it where so much of each transfer is waited for, from 0 to 1, and so many bytes are read and written."""
+        hidden = Traffic()
+        hidden.passes = passes
+        for key, sent in self.bytes.items():
+            hidden.add(*key, sent, self.calls[key], (waited * sent, waited * self.calls[key]))
+        return hidden
+
+    def over(self, axes: Collection[str]) -> Traffic:
+        """Returns what of it is sent along some axes, and what is read and written."""
+        some = Traffic()
+        some.passes = self.passes
+        for key, sent in self.bytes.items():
+            if key[0] in axes:
+                some.add(*key, sent, self.calls[key], self.waits[key])
+        return some
+
+    def waited(self) -> Traffic:
+        """Returns what is waited for."""
+        alone = Traffic()
+        for key, (sent, calls) in self.waits.items():
+            alone.add(*key, sent, calls)
+        return alone
 
     def without(self, other: Traffic, times: int = 1) -> Traffic:
         """Returns what is left where another, a part of it, is taken away `times` times."""

@@ -655,6 +655,17 @@ def test_a_collective_that_nobody_knows_is_refused():
         Traffic().add("sp", "gossip", 1)
 
 
+def test_what_waits_is_a_part_of_what_is_sent():
+    sent, key = Traffic(), ("sp", "permute")
+    sent.add(*key, 10, 2)
+    sent.add(*key, 10, 2, waits=(1, 1))
+    assert (sent.waited().bytes, sent.waited().calls) == ({key: 11}, {key: 3})
+    twice = Traffic()
+    twice.add_all(sent.hidden(0.5, 7), 2)
+    assert (twice.bytes, twice.waited().bytes, twice.waited().calls) == ({key: 40}, {key: 20}, {key: 4})
+    assert twice.passes == twice.over(["sp"]).passes == 14 and not twice.over(["tp"]).bytes
+
+
 def test_schemes_by_hand():
     """Four ranks, 100 bytes of queries, keys of 40 and values of 60, in bfloat16, of eight heads and two of keys."""
     sizes = {"query": 100, "key": 40, "value": 60, "out": 150, "lse": 16, "heads": 8, "kv_heads": 2}

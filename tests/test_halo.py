@@ -13,7 +13,7 @@ from test_sequence import KEY, PACKED, QUERY, SINKS, TWO_AXES, VALUE, T, assert_
 from ejdist import Order, make_mesh, ring_attention
 from ejdist.sequence import Halo, Ulysses
 from ejdist.sequence.halo import pieces, reach_of
-from ejdist.sequence.schemes import ByWindow, by_window
+from ejdist.sequence.windows import ByWindow, by_window
 from kernels import MaskInfo, flash_attention
 
 ORDERS = ("contiguous", "zigzag")

@@ -239,7 +239,7 @@ ONLY = {
         "ejdist/layout.py",
         "ejdist/mapped.py",
         "ejdist/precision.py",  # gradients in 8 bits, of operands that are quantised anew
-        "ejdist/models/stack.py",  # gradients of a layer before those of the one before it
+        "ejdist/models/in_turn.py",  # gradients of a layer before those of the one before it
         "kernels/engines/matmul/permutation.py",
         "kernels/engines/scan/pallas_channel.py",  # inside of a kernel: the inverse of a chunk is not differentiated
         "kernels/engines/scan/pallas_steps.py",  # inside of a kernel: products in their dtype both ways, rows that are moved

@@ -36,7 +36,7 @@ from ejdist.sequence import AllGather, GroupCast, Halo, Ring, Scheme, Ulysses, b
 from ejdist.sequence.cost import attention_shape, chunks_of_documents
 from ejdist.sequence.latents import sends_latents, travels
 from ejdist.sequence.reshard import Reshard
-from ejdist.sequence.schemes import ByWindow
+from ejdist.sequence.windows import ByWindow
 from kernels.ops.multi_latent_attention import op
 from recipes.schema import compose
 

@@ -181,11 +181,18 @@ def test_flash_attention_gives_what_dense_attention_gives(with_flash_attention):
     assert_close(with_flash_attention, dense, 1e-4, 5e-6)
 
 
-@pytest.mark.slow  # the independent forward below has layer after layer
-def test_a_scan_equals_layers_unrolled():
-    params, batch = init(TINY, jax.random.key(0)), batch_of(TINY)
-    unrolled = dataclasses.replace(TINY, layer_pattern=("full",) * TINY.num_layers)
-    assert_close(value_and_grad(TINY, params, batch), value_and_grad(unrolled, params, batch))
+def test_layers_without_a_scan():
+    """The numbers of a scan, from a program without a loop, whose gradients of stacks are joined and never added to zeros."""
+    config = dataclasses.replace(SMALL, num_layers=3, last_layers=("full",))
+    params, batch, unrolled = (
+        init(config, jax.random.key(0)),
+        batch_of(config),
+        dataclasses.replace(config, scan_layers=False),
+    )
+    assert_close(value_and_grad(config, params, batch), value_and_grad(unrolled, params, batch))
+    jaxpr = str(jax.make_jaxpr(lambda p: value_and_grad(unrolled, p, batch))(params))
+    assert " scan[" not in jaxpr and " pad[" not in jaxpr and "concatenate[" in jaxpr
+    assert " scan[" in str(jax.make_jaxpr(lambda p: value_and_grad(config, p, batch))(params))
 
 
 def test_a_window_as_wide_as_the_row_is_full_attention_and_a_narrower_one_is_not():

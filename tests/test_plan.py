@@ -15,7 +15,7 @@ from ejdist.planning.compiled import Compiled, collectives_of
 from ejdist.planning.measured import COLLECTIVES, read
 from ejdist.planning.step_time import EXPOSED, KEYS
 from ejdist.planning.targets import NoCompiler
-from ejdist.training.attending import WAITED
+from ejdist.sequence.scheme import WAITED
 from ejdist.training.curriculum import stages_of
 from launch.plan import main
 from recipes.schema import compose

@@ -391,8 +391,8 @@ def test_the_batch_is_open_where_it_is_not_given():
 
 
 def test_experts_over_two_axes_send_what_changes_its_place_along_each():
-    """Of rows that are spread over 2 x 4 ranks half go to the other place of dp, here between slices, and 3 of 4 along ep. Tokens
-    that travel by rank are rows for each rank that they meet, and numbers beside: 3 times 8 for each row."""
+    """Of rows that are spread over 2 x 4 ranks half go to the other place of dp, here between slices, and 3 of 4 along ep.
+    Tokens that travel by rank are rows for each rank that they meet, and numbers beside: 3 times 8 for each row."""
     words = (
         "recipe=moe model=qwen3_30b_a3b data.sequence_length=4096 data.global_batch=64 experts.axes=[dp,ep] mesh.dp=2 "
     )

@@ -15,6 +15,8 @@ from hopper_attention import THREE
 from jax.extend.core import jaxprs_in_params
 
 import kernels
+from benchmarks.sequence.calls import Attention, segment_ids
+from benchmarks.sequence.rank import checked
 from ejdist import make_mesh, ring_attention
 from ejdist.documents import places
 from ejdist.order import Order
@@ -128,6 +130,14 @@ def test_the_numbers_of_one_device(hopper, taken, name, ranks, kind, widths, opt
     hold(taken, name, ranks, kind, widths, options, "triton")
 
 
+@pytest.mark.slow  # interpreted kernels, 15 s each
+@pytest.mark.parametrize("scheme", [Ring(), AllGather()])
+def test_a_rank_by_itself_has_the_numbers_of_one_device(hopper, taken, scheme):
+    """The benchmark of one rank of several, in two groups of heads."""
+    call, ids = Attention(HEADS, KEY_HEADS, 64, "bfloat16", platform="triton"), segment_ids("100", 768)
+    assert 0 < checked(call, Order("striped", 3, 128), scheme, 1, ids) < 0.02 and taken and None not in taken
+
+
 def test_a_program_for_hopper_that_is_lowered_elsewhere_merges(taken):
     with kernels.compile_for(90):
         hold(taken, "zigzag", 4, "packed", (64, 64), {}, None)
@@ -139,7 +149,6 @@ def test_a_program_for_hopper_that_is_lowered_elsewhere_merges(taken):
         (2**17, 64, 2, AllGather(), True),
         (2**16, 64, 1, AllGather(), True),  # too few tiles of queries for two launches
         (2**17, 64, 1, AllGather(head_groups=1), True),
-        (512, 64, 2, AllGather(head_groups=3), True),  # at most, of those that divide the heads
         (512, 96, 0, AllGather(), False),  # no tile of columns ends with the keys
         (512, 64, 0, AllGather(hops="batch"), False),
     ],
@@ -155,6 +164,15 @@ def test_which_calls_gather_by_heads(monkeypatch, tokens, width, groups, scheme,
         jax.eval_shape(attend, query, key, key)
     assert [call is not None for call in calls] == [taken]
     assert not taken or calls[0].groups == groups
+
+
+def test_groups_of_gathered_keys_divide_their_heads():
+    how = {"mesh": make_mesh(sp=2), "order": "contiguous", "causal": True}
+    arrays = floats(64, 16, 16)
+    with pytest.raises(
+        ValueError, match="2 heads of keys on a device cannot be gathered in 4 groups; use head_groups=2"
+    ):
+        ring_attention(*(arrays[n] for n in "qkv"), scheme=AllGather(head_groups=4), **how)
 
 
 @pytest.mark.parametrize("carried", [False, True])

@@ -16,7 +16,7 @@ from benchmarks.sequence.calls import Attention
 from benchmarks.sequence.plans import PLANS
 from ejdist import Order, make_mesh
 from ejdist.order import NAMES
-from ejdist.sequence import SCHEMES
+from ejdist.sequence import SCHEMES, Ring
 from ejdist.sequence.schemes import scheme_of
 from kernels.toolchains.simulate.ahead_of_time import export_cuda
 
@@ -104,7 +104,7 @@ def test_the_balance_of_every_order_is_listed():
 
 @pytest.mark.slow  # a process for every rank of a ring, 10 s
 def test_a_rank_of_a_ring_is_checked_then_timed(tmp_path, monkeypatch, capsys):
-    words = [*SMALL, "ranks=4", "documents=40", "window=24", "sinks=1", f"out={tmp_path}/out.json"]
+    words = [*SMALL, "ranks=4", "documents=40", "window=24", "sinks=1", "schemes=ring", f"out={tmp_path}/out.json"]
     sequence.main([*words, "rank=worst"])
     found = json.loads((tmp_path / "out.json").read_text())
     rows = {row["direction"]: row for row in found["rows"].values() if row["kind"] == "rank"}
@@ -118,7 +118,7 @@ def test_a_rank_of_a_ring_is_checked_then_timed(tmp_path, monkeypatch, capsys):
         whole, alone = row["whole_ms"][1], row["alone_ms"][1]
         assert row["efficiency"] == pytest.approx(row["share"] * alone / whole)
         assert row["efficiency_of_hops"] == pytest.approx(row["share"] * alone / row["hops_ms"])
-    assert {*rows} == {"forward", "backward"} and "window 24, sinks x 4, zigzag" in capsys.readouterr().out
+    assert {*rows} == {"forward", "backward"} and "window 24, sinks x 4, ring, zigzag" in capsys.readouterr().out
     assert f"| {rows['forward']['pairs']:,} |" in report.sequences(tmp_path)
 
     monkeypatch.setattr(rank, "checked", lambda *a: 0.01)
@@ -126,6 +126,15 @@ def test_a_rank_of_a_ring_is_checked_then_timed(tmp_path, monkeypatch, capsys):
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     (wrong,) = (row for label, row in rows.items() if "rank 1, forward" in label)
     assert wrong == {"refused": "whole: ValueError: wrong by 0.01"}
+
+
+@pytest.mark.slow  # 8 s
+@pytest.mark.parametrize("words", ["orders=zigzag documents=40", "orders=striped stripe=8 documents=10 sinks=1"])
+def test_a_rank_of_gathered_keys_is_checked_then_timed(words, tmp_path):
+    sequence.main([*SMALL[:-1], *words.split(), "rank=1", "ranks=4", "schemes=all_gather", f"out={tmp_path}/out.json"])
+    rows = [row for row in json.loads((tmp_path / "out.json").read_text())["rows"].values() if row["kind"] == "rank"]
+    assert [row["direction"] for row in rows] == ["forward", "backward"]
+    assert all(row["error"] < 1e-5 and row["efficiency"] > 0 and "hops" not in row for row in rows)
 
 
 def test_all_ranks_are_listed_and_none_is_timed(tmp_path):
@@ -147,7 +156,7 @@ def test_a_rank_compiles_for_hopper(call):
     d_out, number = floats.pop("d_out"), jax.ShapeDtypeStruct((), "int32")
     data = {"rank": number, "whole": {"kv_segment_ids": jax.ShapeDtypeStruct((1, 8 * tokens), "int32")}}
     bare = dataclasses.replace(call, sinks=False)
-    whole, hop = rank.programs(call, order), rank.hop_programs(bare, order)
+    whole, hop = rank.programs(call, order, Ring()), rank.hop_programs(bare, order)
     state, pulled = (jax.eval_shape(lambda d=d: rank.begun(d, floats)) for d in ("forward", "backward"))
     saved = {"saved": jax.eval_shape(lambda s, d: rank.saved_of(bare, *s, d), state, d_out)}
     for function, arguments, count in (
@@ -251,10 +260,13 @@ def test_transfers_alone_are_those_of_the_whole(scheme):
         ("rank=3", "rank and ranks belong together"),
         ("rank=3 ranks=1", "ranks = 1 must be at least 2"),
         ("rank=3 ranks=2 tokens=32 heads=8", "rank = '3' is no rank of 2; use a number from 0 to 1, 'worst' or 'all'"),
-        ("rank=0 ranks=2 schemes=ulysses", "hops are a ring's"),
+        (
+            "rank=0 ranks=2 schemes=ulysses",
+            "one rank of 'ulysses' computes by itself is not known; use ring, all_gather",
+        ),
         ("rank=0 ranks=2 orders=balanced", "'balanced' is another order for each row, and a rank by itself has no row"),
         ("outer=tree", "outer = 'tree' is unknown; use ring"),
-        ("head_groups=0", "head_groups = 0 must be at least 1"),
+        ("head_groups=-1", "head_groups = -1 must be at least 0"),
         ("rank=0 ranks=3 tokens=31", "must be a multiple of 6"),
         ("plan=everything", "'everything' is unknown; use one_gpu"),
     ],

@@ -107,7 +107,9 @@ def check_hidden(target, mask, order, gradient, directions="auto"):
     assert all(sum(t.bytes for t in branch) <= KEYS for branch in alone), alone
     together = [t for t in large if t.beside]
     if target == "h200":  # which has one on its way at a time: keys and values, and their gradients, are one
-        assert all(t.bytes in (KEYS, 2 * KEYS, 3 * KEYS) for t in together), large
+        # Of the first keys of the backward one array may have come in the forward, and is not sent again in one program.
+        once = [t for t in together if t.bytes != KEYS // 2]
+        assert all(t.bytes in (KEYS, 2 * KEYS, 3 * KEYS) for t in once) and len(together) - len(once) <= gradient, large
         assert all(len(branch) == 1 for branch in alone), large
     assert together and all(t.bytes <= 3 * KEYS for t in together)
 

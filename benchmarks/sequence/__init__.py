@@ -1,5 +1,5 @@
 """`python -m benchmarks.sequence [documents=4096] [tokens=8192,32768] [heads=32] [kv_heads=8] [width=128] [window=0] [sinks=0]
-[dtype=bfloat16] [schemes=ring,...] [cp=1] [outer=ring] [head_groups=1] [orders=zigzag,...] [backends=auto]
+[dtype=bfloat16] [schemes=ring,...] [cp=1] [outer=ring] [head_groups=0] [orders=zigzag,...] [backends=auto]
 [directions=forward,backward] [ring_directions=auto] [buffer=0.5] [rank= ranks=]
 [check=512] [stripe=0] [seed=0] [rounds=5] [plan=]
 [budget=0] [out=FILE] [commit=]`: causal attention whose sequence is split over ranks, as a training step calls it.
@@ -8,7 +8,7 @@ documents: the mean length of documents (lognormal), `one` document, `long_tail`
 one a line; a row is cut from them by the data pipeline, and segment ids go with it. `none`: no segment ids, which no training
 step does. window: keys that a query sees, 0 for all. sinks=1: learned sinks. Tokens and `check` are of a device. Schemes and
 orders: by default all that there are. cp: groups of ranks, over which Ulysses has the scheme `outer`; inside of one, heads are
-split. head_groups: exchanged one after another; 1: as the scheme has it. ring_directions: in which keys go round, 1, 2 or auto.
+split. head_groups: exchanged one after another; 0: as the scheme has it. ring_directions: in which keys go round, 1, 2 or auto.
 buffer: of a group-cast, tokens of others that a device has room for, over its own.
 
 Over several devices, beside every way stand three times:
@@ -17,8 +17,9 @@ backend that dispatch chooses and by the one that was asked for; its time over t
 work: the same program in which nothing travels but segment ids, once: keys that would arrive are the device's own.
 exchange: the same transfers with the attention left out. What the whole takes longer than the work is exposed.
 
-rank=NUMBER ranks=N: all hops of that rank of N on one device, in the ring's own loop, beside one call of the same work; and
-each hop alone. `worst` is the rank with the most pairs; `all` lists the pairs of all ranks in every order and times nothing.
+rank=NUMBER ranks=N: what a ring and an all-gather compute on that rank of N, on one device, beside one call of the same work;
+and each hop of the ring alone. What would arrive is the rank's own. `worst` is the rank with the most pairs; `all` lists the
+pairs of all ranks in every order and times nothing.
 stripe: tokens of the stripes or chunks of an order that has them; 0 for those that a recipe has by default.
 
 plan: a set of cases, see plans.py; options that it changes are not taken from the command line. budget: seconds after which no
@@ -45,7 +46,7 @@ from benchmarks.sequence.pairs import order_named
 from benchmarks.sequence.plans import PLANS
 from benchmarks.sequence.rows import Rows, table
 from ejdist.order import CARRIED, NAMES
-from ejdist.sequence import SCHEMES, Ring
+from ejdist.sequence import SCHEMES
 from ejdist.sequence.group_cast import BUFFER
 
 __all__ = ["main", "table"]
@@ -55,7 +56,7 @@ FIXED = [name for name in NAMES if name not in CARRIED]  # the orders of a rank 
 OPTIONS = {
     "documents": "4096", "tokens": "8192,32768", "heads": 32, "kv_heads": 8, "width": 128, "window": 0, "sinks": 0,
     "dtype": "bfloat16", "schemes": ",".join(SCHEMES), "cp": 1, "outer": "ring",
-    "head_groups": 1, "orders": ",".join(FIXED), "backends": "auto",
+    "head_groups": 0, "orders": ",".join(FIXED), "backends": "auto",
     "directions": "forward,backward", "rank": "", "ranks": 0, "check": 512, "stripe": 0, "seed": 0, "rounds": 5,
     "plan": "", "budget": 0, "ring_directions": "auto", "buffer": BUFFER,
     "out": "", "coordinator": "", "processes": 1, "process": 0, "commit": "",
@@ -78,7 +79,7 @@ def check(o: dict[str, Any]) -> None:
         ("window", 0),
         ("check", 1),
         ("cp", 1),
-        ("head_groups", 1),
+        ("head_groups", 0),
         ("stripe", 0),
         ("rounds", 1),
         ("seed", 0),
@@ -101,8 +102,8 @@ def check(o: dict[str, Any]) -> None:
         raise ValueError("rank and ranks belong together: rank=3 ranks=8, rank=worst ranks=8 or rank=all ranks=8")
     if o["rank"] and o["ranks"] < 2:
         raise ValueError(f"ranks = {o['ranks']} must be at least 2, the ranks of the ring that rank is one of")
-    if o["rank"] and o["schemes"] != OPTIONS["schemes"] and {SCHEMES[s] for s in o["schemes"].split(",")} != {Ring}:
-        raise ValueError(f"schemes = {o['schemes']!r}: hops are a ring's; leave schemes out, or leave rank out")
+    if o["rank"]:
+        rank.schemes_of(o)
     of_rows = [name for name in o["orders"].split(",") if name in CARRIED]
     if o["rank"] not in ("", "all") and of_rows:
         raise ValueError(

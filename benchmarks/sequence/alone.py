@@ -1,4 +1,4 @@
-"""A scheme with its work or its transfers left out, and one rank of a ring on one device."""
+"""A scheme with its work or its transfers left out, and one rank of several on one device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ejdist.sequence import Scheme, exchange, hops
 from ejdist.sequence.local import Local
 from kernels.framework.binding import is_float_array
 
-HOLDER = "holder"  # beside keys: the rank that they come from
 Arrays = dict[str, jax.Array]
 
 
@@ -30,7 +29,8 @@ def one_rank(rank: Any, ranks: int, whole: Arrays) -> Iterator[None]:
     """
 
     def gather(tree: Any, axis: Any, dim: int = 1) -> Any:
-        return {name: whole[name] for name in tree}
+        # By itself comes a row's segment ids, of queries or of keys.
+        return {name: whole[name] for name in tree} if isinstance(tree, dict) else whole["kv_segment_ids"]
 
     with mock.patch.multiple(exchange, rank=lambda axis: rank, size=lambda axis: ranks, gather=gather):
         yield
@@ -42,72 +42,63 @@ def of_rank(x: jax.Array, rank: Any, ranks: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, rank * own, own, 1)
 
 
-class _WithHolder(Local):
-    """A rank's part of a call whose keys know where they come from."""
-
-    @property
-    def travelling(self) -> Arrays:
-        if self.ranks == 1:
-            return self.keys
-        return {**self.keys, HOLDER: jnp.asarray(exchange.rank(self.axis), jnp.int32)}
-
-
 def _as(kind: type[Local], local: Local) -> Any:
     return kind(**{f.name: getattr(local, f.name) for f in fields(Local)})
 
 
 @dataclass(frozen=True)
 class Work(Scheme):
-    """A scheme in whose place nothing travels but segment ids, by which kernels skip: keys and values that would arrive are
-    this rank's own.
+    """A scheme in whose place nothing travels but segment ids, by which kernels skip: what would arrive is this rank's own.
 
-    arrive: "key" and "value", where they are to be those that would arrive too, so that results can be compared.
+    sums: whether what is left of gradients that go to other ranks is all of them in one, so that results can be compared;
+      else the rank's own.
     """
 
     scheme: Scheme
-    arrive: tuple[str, ...] = ()
+    sums: bool = False
 
     def counts_hops(self, local: Local) -> bool:
         return self.scheme.counts_hops(local)
 
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
-        with self._staying(local) as here:
-            return self.scheme.forward(here)
+        with self._staying():
+            return self.scheme.forward(local)
 
     def backward(self, local: Local, saved: Arrays) -> Arrays:
-        with self._staying(local) as here:
-            return self.scheme.backward(here, saved)
+        with self._staying():
+            return self.scheme.backward(local, saved)
 
     @contextlib.contextmanager
-    def _staying(self, local: Local) -> Iterator[Local]:
-        n, real, real_all_to_all = local.ranks, exchange.gather, exchange.all_to_all
-        known = {name: x for name, x in local.keys.items() if name in self.arrive}
-        table = real(known, local.axis) if known and n > 1 else {}
+    def _staying(self) -> Iterator[None]:
+        real, real_all_to_all = exchange.gather, exchange.all_to_all
 
-        def shift(tree: Any, axis: Any, by: int) -> Any:
-            if isinstance(tree, dict) and HOLDER in tree and exchange.size(axis) == n:
-                holder = (tree[HOLDER] - by) % n
-                tree = tree | {name: of_rank(x, holder, n) for name, x in table.items()} | {HOLDER: holder}
+        def stay(tree: Any, *_: Any, **__: Any) -> Any:
             # The compiler is not to see that a loop has the same keys every time.
             return jax.lax.optimization_barrier(tree) if jax.tree.leaves(tree) else tree
 
-        def send(tree: Any, axis: Any, pairs: Any) -> Any:
-            return jax.lax.optimization_barrier(tree)
-
         def gather(tree: Any, axis: Any, dim: int = 1) -> Any:
-            times = exchange.size(axis)
-            if isinstance(tree, dict):
-                kept = {name: x for name, x in tree.items() if name not in (*table, HOLDER)}
-                return {n: gather(x, axis, dim) for n, x in kept.items()} | {n: table[n] for n in tree if n in table}
-            return jnp.concatenate([tree] * times, dim) if is_float_array(tree) else real(tree, axis, dim)
+            def copies(x: jax.Array) -> jax.Array:
+                return jnp.concatenate([x] * exchange.size(axis), dim)
+
+            if not isinstance(tree, dict):
+                return copies(tree) if is_float_array(tree) else real(tree, axis, dim)
+            floats = {name: copies(x) for name, x in tree.items() if is_float_array(x)}
+            return floats | real({name: x for name, x in tree.items() if name not in floats}, axis, dim)
 
         def scatter_sum(tree: Any, axis: Any) -> Any:
-            return jax.tree.map(lambda x: of_rank(x, exchange.rank(axis), exchange.size(axis)), tree)
+            def part(x: jax.Array) -> jax.Array:
+                ranks = exchange.size(axis)
+                of_ranks = x.reshape(x.shape[0], ranks, -1, *x.shape[2:])
+                return of_ranks.sum(1) if self.sums else of_rank(x, exchange.rank(axis), ranks)
+
+            return jax.tree.map(part, tree)
 
         def all_to_all(tree: Any, axis: Any, split: int, join: int) -> Any:
             times = exchange.size(axis)
             if not is_float_array(tree):  # which chunks of keys the ranks need
                 return real_all_to_all(tree, axis, split, join)
+            if split == join:
+                return stay(tree)
 
             def move(x: jax.Array) -> jax.Array:
                 part = jax.lax.slice_in_dim(x, 0, x.shape[split] // times, axis=split)
@@ -115,9 +106,9 @@ class Work(Scheme):
 
             return jax.tree.map(move, tree)
 
-        kept = functools.partial(mock.patch.multiple, exchange, shift=shift, send=send, gather=gather)
+        kept = functools.partial(mock.patch.multiple, exchange, shift=stay, send=stay, gather=gather)
         with kept(scatter_sum=scatter_sum, all_to_all=all_to_all):
-            yield _as(_WithHolder, local)
+            yield
 
 
 def _touched(x: jax.Array, arrived: Arrays, weight: int = 1) -> jax.Array:

@@ -56,9 +56,12 @@ def _axis(mesh: Any) -> Any:
 def scheme_with(name: str, o: dict[str, Any]) -> Scheme:
     """Returns a scheme with those of the options that it has."""
     ways = o["ring_directions"]
-    asked = {"outer": o["outer"], "head_groups": o["head_groups"], "directions": int(ways) if ways.isdigit() else ways}
+    asked = {
+        "outer": o["outer"],
+        "head_groups": o["head_groups"] or None,
+        "directions": int(ways) if ways.isdigit() else ways,
+    }
     asked["buffer"] = o["buffer"]
-    asked |= {"head_groups": None} if o["head_groups"] == 1 else {}  # the scheme's own
     return scheme_of(name, **{n: value for n, value in asked.items() if n in options_of(SCHEMES[name])})
 
 
@@ -164,11 +167,8 @@ def measure(mesh: Any, o: dict[str, Any], call: Attention, tokens: int, rows: Ro
             made = scheme_with(scheme, o)
             reason = made.rejects(call.heads, _over(mesh))
             about = {**same, "direction": direction, "scheme": scheme}
-            about |= {
-                name: o[name]
-                for name in ("cp", "outer", "head_groups", "buffer")
-                if name == "cp" or hasattr(made, name)
-            }
+            about |= {"cp": o["cp"]}
+            about |= {name: o[name] for name in ("outer", "head_groups", "buffer") if hasattr(made, name)}
             if reason is not None:
                 rows.rows[f"{here}, {direction}, {scheme}"] = {"kind": "split", **about, "refused": reason}
                 continue

@@ -9,13 +9,14 @@ from ejdist.sequence import SCHEMES, Halo
 LONG_TAIL = "long_tail"
 # Heads of GPT-OSS: narrow, a short window in every other layer, learned sinks in all.
 NARROW = {"heads": 64, "width": 64, "sinks": 1, "window": 128}
+GATHERED = {"orders": "striped", "schemes": "all_gather"}
 # Where there is no window a halo is a ring.
 OF_ALL_KEYS = [name for name, scheme in SCHEMES.items() if scheme is not Halo]
 DOCUMENTS = ("one", "4096", LONG_TAIL)
 
 
 def _of_rank(ranks: int, tokens: int, documents: str, **more: Any) -> dict[str, Any]:
-    return {"rank": "worst", "ranks": ranks, "tokens": f"{tokens}", "documents": documents, "rounds": 3, **more}
+    return {"rank": "worst", "ranks": ranks, "tokens": f"{tokens}", "documents": documents, **{"rounds": 3, **more}}
 
 
 def _split(tokens: int, documents: str, schemes: str, **more: Any) -> dict[str, Any]:
@@ -37,6 +38,19 @@ PLANS: dict[str, list[dict[str, Any]]] = {
         _of_rank(32, 32768, LONG_TAIL),
         _of_rank(32, 8192, "4096", **NARROW),
         _of_rank(32, 32768, "one", rounds=1),
+    ],
+    # Gathered keys beside the ring, in the order that packed rows take.
+    "gathered": [
+        *(_of_rank(8, tokens, "4096", **GATHERED) for tokens in (8192, 32768)),
+        _of_rank(8, 8192, "one", schemes="all_gather"),
+        *(_of_rank(8, tokens, LONG_TAIL, **GATHERED) for tokens in (8192, 32768)),
+        _of_rank(8, 2048, "4096", **GATHERED),
+        _of_rank(32, 8192, "4096", **GATHERED),
+        _of_rank(8, 8192, "4096", **{**GATHERED, "schemes": "ring"}),
+        _of_rank(8, 8192, "4096", **GATHERED, head_groups=1),
+        _of_rank(8, 32768, "4096", **{**GATHERED, "schemes": "ring"}),
+        _of_rank(8, 32768, "one", schemes="all_gather", rounds=1),
+        _of_rank(8, 8192, "4096", **GATHERED, width=64, heads=64),
     ],
     "several_gpus": [
         *(_split(tokens, documents, "ring") for tokens in (8192, 32768) for documents in DOCUMENTS),

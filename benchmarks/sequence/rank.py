@@ -1,4 +1,7 @@
-"""One rank of a ring on one device: every hop's attention and merge as the ring makes them, and nothing that travels."""
+"""One rank of several on one device: what a scheme computes there, and nothing that travels; of a ring each hop too.
+
+Keys that would arrive are the rank's own, wherever they would come from, and so is what a reference sees of them.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,27 @@ import numpy as np
 from benchmarks.sequence import calls
 from benchmarks.sequence.alone import Work, of_rank, one_rank
 from benchmarks.sequence.calls import Arrays, Attention, Programs
-from benchmarks.sequence.devices import of, whole, words
+from benchmarks.sequence.devices import of, scheme_with, whole, words
 from benchmarks.sequence.pairs import busiest, imbalances, of_hop, of_ranks, order_named
 from benchmarks.sequence.rows import Rows, median
 from benchmarks.timing import has_kernel_times, kernel_seconds_of_each, wall_seconds
 from ejdist.mesh import SP
 from ejdist.order import Order
-from ejdist.sequence import Ring, in_place
+from ejdist.sequence import AllGather, Ring, Scheme, in_place
 from ejdist.sequence import hops as ring_hops
 from ejdist.sequence.attention import OnShard, local_of, shard_call
 from ejdist.sequence.local import Local
 from ejdist.sequence.schedule import hops as hops_of
+from ejdist.sequence.schemes import SCHEMES
 from kernels.engines.attention.masks import MaskInfo
 from kernels.ops.flash_attention import op as flash
 
 ROWS = 8  # of which the imbalance of an order is the mean
 HOPS = ("forward", "backward")
 ARRIVE = ("key", "value")
+# Schemes whose rank computes the same with copies of its own keys in the place of others'. Of Ulysses it would have copies of
+# its queries too, and the lse of one rank's.
+KNOWN = (Ring, AllGather)
 
 
 def _mask(call: Attention, data: Any, ranks: int) -> MaskInfo:
@@ -41,20 +48,22 @@ def _mask(call: Attention, data: Any, ranks: int) -> MaskInfo:
 
 
 @functools.cache
-def programs(call: Attention, order: Order, arrive: tuple[str, ...] = ()) -> Programs:
-    """Returns the programs of a rank's whole work: all hops in the ring's own loop, and what is around them.
+def programs(call: Attention, order: Order, scheme: Scheme, sums: bool = False) -> Programs:
+    """Returns the programs of a rank's whole work: all that a scheme computes there, and what is around it.
 
-    They take (the rank's floats, {"rank": int32, "whole": what is known of all ranks, in their order}). Gradients of keys and
-    values are those of all hops one upon another, since nothing goes home.
+    They take (the rank's floats, {"rank": int32, "whole": the segment ids of all ranks, in their order}).
+
+    Args:
+      sums: as of `Work`: gradients of keys and values are then those of all ranks' one upon another, since nothing goes home.
     """
 
     def attention(floats: Arrays, data: Any, lse: bool) -> Any:
-        run = OnShard(SP, Work(Ring(), arrive), lse)
+        run = OnShard(SP, Work(scheme, sums), lse)
         mask = _mask(call, data, order.shards)
         if call.sinks:  # the contract has them as [N, n]
             floats = floats | {"softmax_aux": floats["softmax_aux"][:, None]}
-        found = run(order=order, mask=mask, platform=call.platform, cfg=None, **floats)
-        return found if lse else found[0]
+        results = run(order=order, mask=mask, platform=call.platform, cfg=None, **floats)
+        return results if lse else results[0]
 
     return Programs(attention, lambda data: one_rank(data["rank"], order.shards, data["whole"]))
 
@@ -128,30 +137,57 @@ def saved_of(call: Attention, out: jax.Array, lse: jax.Array, d_out: jax.Array) 
     return flash.backward_inputs({"out": out.astype(call.dtype), "lse": lse}, {"d_out": d_out})
 
 
-def checked(call: Attention, order: Order, rank: int, ids: np.ndarray) -> float:
-    """Returns the largest error of a rank's programs against the same queries over all keys on one device, in float32: of the
-    whole, of its hops one after another, and of the gradient of the keys at every hop."""
-    n, length = order.shards, len(ids)
-    drawn, own = {name: np.asarray(x) for name, x in calls.draw(call, length).items()}, order.positions(rank, length)
+def _as_float32(arrays: Arrays) -> Arrays:
+    return {name: np.asarray(x, np.float32) for name, x in arrays.items()}
+
+
+def _over_copies(call: Attention, order: Order, rank: int, ids: np.ndarray, mine: Arrays) -> Arrays:
+    """Returns what a rank's programs compute, on one device in float32: its queries over the keys of all ranks, each of which
+    has the same ones."""
+    floats, keys = _as_float32(mine), {}
+    for name in ARRIVE:
+        keys[name] = order.inverse(np.tile(floats.pop(name), (1, order.shards, 1, 1)))
+    wanted = calls.reference(call)(floats, keys, _at(call, order.positions(rank, len(ids)), ids))
+    of_ranks = {name: np.split(order.permute(np.asarray(wanted[name])), order.shards, 1) for name in ARRIVE}
+    return wanted | {name: np.sum(x, 0) for name, x in of_ranks.items()}
+
+
+def _at(call: Attention, own: np.ndarray, ids: np.ndarray) -> Arrays:
+    """Returns the mask of a rank's queries, which are at `own`, over all keys of a row in the order of the text."""
+    at = {"q_positions": own[None], "kv_positions": np.arange(len(ids), dtype=np.int32)[None]}
+    return at | ({"q_segment_ids": ids[own][None], "kv_segment_ids": ids[None]} if call.packed else {})
+
+
+def checked(call: Attention, order: Order, scheme: Scheme, rank: int, ids: np.ndarray) -> float:
+    """Returns the largest error of a rank's programs against one device in float32: of the whole, and of a ring's hops."""
+    length = len(ids)
+    drawn = {name: np.asarray(x) for name, x in calls.draw(call, length).items()}
+    own = order.positions(rank, length)
     mine = {name: x if name == "softmax_aux" else x[:, own] for name, x in drawn.items()}
-    at = {"q_positions": own[None], "kv_positions": np.arange(length, dtype=np.int32)[None]}
-    at |= {"q_segment_ids": ids[own][None], "kv_segment_ids": ids[None]} if call.packed else {}
-    queries = {name: np.asarray(x, np.float32) for name, x in mine.items() if name not in ARRIVE}
-    keys = {name: np.asarray(drawn[name], np.float32) for name in ARRIVE}
+    if isinstance(scheme, AllGather) and scheme.head_groups is None and call.kv_heads % 2 == 0:
+        scheme = replace(scheme, head_groups=2)  # so few tokens have one
+    run = programs(call, order, scheme, True)
+    results = run.results("backward", mine, jax.device_put(_data(call, order, rank, ids)))
+    worst = calls.worst_error(results, _over_copies(call, order, rank, ids, mine))
+    return max(worst, _hops_checked(call, order, rank, ids, drawn)) if isinstance(scheme, Ring) else worst
+
+
+def _hops_checked(call: Attention, order: Order, rank: int, ids: np.ndarray, drawn: Arrays) -> float:
+    """Returns the largest error of a ring's hops one after another, and of the gradient of the keys at each, of keys that
+    differ from rank to rank."""
+    n, length, own = order.shards, len(ids), order.positions(rank, len(ids))
+    call = replace(call, sinks=False)  # they join after the last hop
+    mine = {name: x[:, own] for name, x in drawn.items() if name != "softmax_aux"}
+    queries = _as_float32({name: x for name, x in mine.items() if name not in ARRIVE})
+    keys = _as_float32({name: drawn[name] for name in ARRIVE})
+    wanted = calls.reference(call)(queries, keys, _at(call, own, ids))
 
     data = _data(call, order, rank, ids)
     data = jax.device_put(data | {"whole": data["whole"] | {name: order.permute(drawn[name]) for name in ARRIVE}})
-    wanted = calls.reference(call)(queries, keys, at)
-    found = programs(call, order, ARRIVE).results("backward", mine, data)
-    worst = calls.worst_error(found, {name: x for name, x in wanted.items() if name not in ARRIVE})
-
-    bare = replace(call, sinks=False)  # sinks join after the last hop
-    if call.sinks:
-        wanted = calls.reference(bare)({name: x for name, x in queries.items() if name != "softmax_aux"}, keys, at)
-    run, state, made = hop_programs(bare, order), begun("forward", mine), hops_made(call, order, length)
+    run, state, made = hop_programs(call, order), begun("forward", mine), hops_made(call, order, length)
     for hop in made:
         state = run["forward"](np.int32(hop), data, mine, state, own=hop == 0)
-    data["saved"] = saved_of(bare, *state, mine["d_out"])
+    data["saved"] = saved_of(call, *state, mine["d_out"])
     grads, nothing = begun("backward", mine)
     home = {name: np.zeros((n, *x.shape), np.float32) for name, x in nothing.items()}
     for hop in made:
@@ -160,7 +196,7 @@ def checked(call: Attention, order: Order, rank: int, ids: np.ndarray) -> float:
             home[name][(rank - hop) % n] += np.asarray(x)
     got = {"out": np.asarray(state[0]), "query": np.asarray(run["of_query"](data, mine, grads["query"]))}
     got |= {name: order.inverse(np.concatenate(list(x), axis=1)) for name, x in home.items()}
-    return max(worst, calls.worst_error(got, wanted))
+    return calls.worst_error(got, wanted)
 
 
 def _data(call: Attention, order: Order, rank: int, ids: np.ndarray) -> dict[str, Any]:
@@ -204,16 +240,35 @@ def measure(o: dict[str, Any], call: Attention, tokens: int, rows: Rows) -> None
         return
     for name in o["orders"].split(","):
         order = order_named(name, o["ranks"], tokens * o["ranks"], o["stripe"])
-        for backend in o["backends"].split(","):
-            _measure(o, of(call, backend), tokens, order, backend, rows)
+        for scheme in schemes_of(o):
+            for backend in o["backends"].split(","):
+                _measure(o, of(call, backend), tokens, order, scheme, backend, rows)
+
+
+def schemes_of(o: dict[str, Any]) -> list[str]:
+    """Returns the schemes whose ranks are timed: those that are named, or all of which one by itself is known.
+
+    Raises:
+      ValueError: one is named of which it is not; names the remedy.
+    """
+    known = [name for name, kind in SCHEMES.items() if kind in KNOWN]
+    named = known if o["schemes"] == ",".join(SCHEMES) else o["schemes"].split(",")
+    for name in named:
+        if name not in known:
+            raise ValueError(
+                f"schemes = {o['schemes']!r}: what one rank of {name!r} computes by itself is not known; use "
+                f"{', '.join(known)}, or leave rank out"
+            )
+    return named
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a ring, and what it is timed with. ids: of the whole row. check: tokens of a rank that are compared."""
+    """One rank of several, and what it is timed with. ids: of the whole row. check: tokens of a rank that are compared."""
 
     call: Attention
     order: Order
+    scheme: Scheme
     number: int
     ids: np.ndarray
     check: int
@@ -248,7 +303,7 @@ class Rank:
     @functools.cached_property
     def error(self) -> float:
         few = calls.thinned(self.ids, self.check * self.order.shards)
-        return checked(self.call.checked(self.check), self.order, self.number, few)
+        return checked(self.call.checked(self.check), self.order, self.scheme, self.number, few)
 
     def whole(self, direction: str) -> tuple[Callable, tuple, dict[str, Any]]:
         if not self.error <= calls.limit_of(self.call.dtype):
@@ -260,7 +315,7 @@ class Rank:
             "pairs": self.pairs, "imbalance": busiest(seen, self.order)[1], "length": len(self.same[1]), "share": self.share,
             "error": self.error,
         }  # fmt: skip
-        return *programs(self.call, self.order).timed(direction, self.arrays, self.data), about
+        return *programs(self.call, self.order, self.scheme).timed(direction, self.arrays, self.data), about
 
     def alone(self, direction: str) -> tuple[Callable, tuple, dict[str, Any]]:
         floats, ids = self.same
@@ -293,17 +348,20 @@ class Rank:
         return [{"hop": hop, "pairs": p, "ms": 1e3 * s} for hop, p, s in found], of_what
 
 
-def _measure(o: dict[str, Any], call: Attention, tokens: int, order: Order, backend: str, rows: Rows) -> None:
+def _measure(
+    o: dict[str, Any], call: Attention, tokens: int, order: Order, scheme: str, backend: str, rows: Rows
+) -> None:
     ids = calls.segment_ids(o["documents"], tokens * order.shards, o["seed"])
     number = number_of(o, call.keys_seen(ids), order)
-    rank = Rank(call, order, number, ids, min(o["check"], tokens))
-    here = f"{words(o, call, tokens)} x {order.shards}, {order.name}, {backend}, rank {number}"
+    rank = Rank(call, order, scheme_with(scheme, o), number, ids, min(o["check"], tokens))
+    here = f"{words(o, call, tokens)} x {order.shards}, {scheme}, {order.name}, {backend}, rank {number}"
     labels = {direction: f"{here}, {direction}" for direction in o["directions"].split(",")}
     for direction, label in labels.items():
         if not rows.add(label, "whole", functools.partial(rank.whole, direction)):
             continue
-        rows.rows[label] |= {"documents": o["documents"], "backend": backend}
-        if rows.add(label, "alone", functools.partial(rank.alone, direction)) and direction in HOPS:
+        rows.rows[label] |= {"documents": o["documents"], "backend": backend, "scheme": scheme}
+        alone = rows.add(label, "alone", functools.partial(rank.alone, direction))
+        if alone and direction in HOPS and isinstance(rank.scheme, Ring):
             row = rows.rows[label]
             row["hops"], row["hops_by"] = rank.hops(direction)
             row["each"] = [hop["ms"] for hop in row["hops"]]

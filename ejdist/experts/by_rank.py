@@ -57,12 +57,15 @@ class RankPlan(NamedTuple):
     """Which tokens go to which ranks.
 
     Attributes:
-      rows: the rows sorted by rank; a row is a pair, the first of its token that is of that rank. In the place of experts are
-        ranks, and `ranks` for a pair that is not the first.
+      rows: the rows sorted by rank; a row is a pair, the first of its token that is of that rank.
+      rank: [M, k], of a choice; `ranks` for one that is not the first, and for none.
+      between: [from, to], how many rows go from each rank to each other, where `needs_all_sizes`; else [1, to] of this rank.
       experts: [M, k], num_experts for none. weights: [M, k]. first: the turns of the first pass.
     """
 
     rows: Plan
+    rank: jax.Array
+    between: jax.Array
     experts: jax.Array
     weights: jax.Array
     first: tuple[Turn, ...]
@@ -85,11 +88,11 @@ class ByRank(Scheme):
             job, axis=(), scheme=Local(), num_experts=job.num_experts // ranks, rooms=job.rooms[1:], chunks=1
         )
 
-    def turn(self, job: DispatchSpec, rows: Plan, q: jax.Array) -> Turn:
+    def turn(self, job: DispatchSpec, plan: RankPlan, q: jax.Array) -> Turn:
         """Returns turn q of all, without its plan."""
         raise NotImplementedError
 
-    def fullest(self, job: DispatchSpec, rows: Plan) -> jax.Array:
+    def fullest(self, job: DispatchSpec, plan: RankPlan) -> jax.Array:
         """Returns the rows that the fullest place of this rank needs."""
         raise NotImplementedError
 
@@ -117,16 +120,19 @@ class ByRank(Scheme):
         rank = jnp.minimum(experts // (job.num_experts // n), n)
         before = jnp.arange(top_k) < jnp.arange(top_k)[:, None]  # [j, i]: choice i comes before choice j
         again = jnp.any((rank[:, :, None] == rank[:, None, :]) & before, axis=2)
-        rows = plan_of(jnp.where(again, n, rank), n, self.axis(job) if self.needs_all_sizes else ())
-        plan = RankPlan(rows, experts, weights, ())
+        rank = jnp.where(again, n, rank)
+        rows = plan_of(rank, n)
+        between = rows.sizes[None]
+        between = lax.all_gather(between, self.axis(job), axis=0, tiled=True) if self.needs_all_sizes else between
+        plan = RankPlan(rows, rank, between, experts, weights, ())
         if job.looped and not self._single(job, experts):  # each turn is planned where it is made
             return plan
         return plan._replace(first=tuple(self._planned(job, plan, jnp.int32(i)) for i in range(job.chunks)))
 
     def _planned(self, job: DispatchSpec, plan: RankPlan, q: jax.Array) -> Turn:
         """Returns turn q of all; the choices of its rows travel, and their weights."""
-        turn, top_k, inner = self.turn(job, plan.rows, q), plan.experts.shape[1], self.inner(job)
-        rank = plan.rows.expert.reshape(-1)[jnp.maximum(turn.pair, 0)]
+        turn, top_k, inner = self.turn(job, plan, q), plan.experts.shape[1], self.inner(job)
+        rank = plan.rank.reshape(-1)[jnp.maximum(turn.pair, 0)]
         local = taken(plan.experts, turn.pair, top_k) - rank[:, None] * inner.num_experts
         here = (turn.pair >= 0)[:, None] & (local >= 0) & (local < inner.num_experts)
         # In one array, where numbers of experts are exact; 0 is none, as where no row arrives.
@@ -139,7 +145,7 @@ class ByRank(Scheme):
         return turn._replace(weights=weights, plan=inner.scheme.plan(inner, local, weights))
 
     def need(self, job: DispatchSpec, plan: RankPlan) -> jax.Array:
-        own, inner = self.fullest(job, plan.rows).astype(jnp.int32)[None], self.inner(job)
+        own, inner = self.fullest(job, plan).astype(jnp.int32)[None], self.inner(job)
         if not plan.first:
             return jnp.concatenate([own, jnp.zeros(len(inner.rooms), jnp.int32)])
         needs = [inner.scheme.need(inner, turn.plan) for turn in plan.first]
@@ -261,7 +267,7 @@ class ByRank(Scheme):
         return total
 
     def at_work(self, shape: ExchangeShape) -> int:
-        """Returns the bytes of the rows of experts, gathered, their outputs and gradients, of gate, up and their product, and of
-        the rows that travel: cotangents and gradients, sent and arrived."""
+        """Returns the bytes of the rows of experts, gathered, their outputs and gradients, of gate, up and their product, and
+        of the rows that travel: cotangents and gradients, sent and arrived."""
         travelling = max(rows for _, _, rows in self.travel(shape))
         return 3 * shape.wide + 5 * shape.narrow + 4 * int(travelling * shape.row)

@@ -23,9 +23,10 @@ from ejdist.experts.cost import ExchangeShape
 from ejdist.experts.metrics import expert_counts
 from ejdist.experts.narrow import BF16, check_precision
 from ejdist.experts.own import Local
-from ejdist.experts.rows import DispatchSpec, Scheme, agreed, inverse, order_of, passes_of
+from ejdist.experts.rows import DispatchSpec, Scheme, agreed, passes_of
 from ejdist.experts.schemes import SCHEMES, TwoLevel, scheme_of
 from ejdist.mesh import axis_is_bound
+from kernels.engines.matmul.ordering import group_order
 from kernels.framework.binding import is_float_array
 from kernels.framework.dispatch import reverse_only, vary_alike, varying_axes
 from kernels.framework.platforms import Unsupported
@@ -63,6 +64,7 @@ def exchange(
     capacity: float | None = None,
     precision: str = BF16,
     max_ranks: int | None = None,
+    gathers: bool = False,
 ) -> tuple[jax.Array, Stats]:
     """Returns (out, stats): out[m] = sum over j of weights[m, j] * expert experts[m, j] of x[m], [M, D'] in x's dtype.
 
@@ -86,6 +88,8 @@ def exchange(
         row, and gradients in the dtype of x; "fp8_tokens" tokens alone; "fp8_both" gradients too.
       max_ranks: on how many ranks the experts of a token are at most, as the router limits them; None: on any. The buffer is
         then made for so many, and a token that is on more takes other passes as always.
+      gathers: `apply` gathers rows itself: it is called with tokens in their place, and `rows=`, `slots=` as in
+        `kernels.grouped_matmul`, so that they are never in memory in their order.
       capacity: limits an expert to ceil(capacity * k * tokens of all ranks / num_experts) tokens: the first ones of the first
         ranks. The others are dropped, and counted. Default: nothing is dropped.
 
@@ -118,7 +122,7 @@ def exchange(
     x, experts, weights = vary_alike((x, experts, weights), lax.axis_index(axis) if axis else 0)
     axis = axis if ranks > 1 else ()  # over one rank no collective is needed
     rooms = fitting.rooms(shape, int(chunks))
-    job = DispatchSpec(apply, axis, fitting, num_experts, rooms, int(chunks), precision)
+    job = DispatchSpec(apply, axis, fitting, num_experts, rooms, int(chunks), precision, gathers)
     params = jax.tree.map(lambda p: vary_alike(p, x), params)
     x, weights, params = reverse_only("exchange", (x, weights, params))
     experts = experts.astype(jnp.int32)  # num_experts may not fit a narrower dtype
@@ -127,12 +131,19 @@ def exchange(
     if capacity is not None:
         kept = _within(job, experts, counts, math.ceil(capacity * experts.size * ranks / num_experts))
         experts, dropped = jnp.where(kept, experts, num_experts), jnp.sum((experts < num_experts) & ~kept)
-    plan = fitting.plan(job, experts, lax.stop_gradient(weights))
-    rows = agreed(fitting.need(job, plan))
-    passes = passes_of(job, rows)
-    out = _exchanged(job, passes, plan, x, weights, params)
+    out, passes, rows = run(job, x, experts, weights, params)
     utilization = jnp.max(rows / fitting.held(job)).astype(jnp.float32)
     return out, Stats(jnp.sum(passes - 1), utilization, dropped.astype(jnp.int32), counts)
+
+
+def run(
+    job: DispatchSpec, x: jax.Array, experts: jax.Array, weights: jax.Array, params: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (out, passes, rows) of an exchange with these settings; passes and rows are [levels], see `Scheme.need`."""
+    plan = job.scheme.plan(job, experts, lax.stop_gradient(weights))
+    rows = agreed(job.scheme.need(job, plan))
+    passes = passes_of(job, rows)
+    return _exchanged(job, passes, plan, x, weights, params), passes, rows
 
 
 def _within(job: DispatchSpec, experts: jax.Array, counts: jax.Array, limit: int) -> jax.Array:
@@ -143,7 +154,7 @@ def _within(job: DispatchSpec, experts: jax.Array, counts: jax.Array, limit: int
         before = jnp.sum(jnp.where(jnp.arange(job.ranks)[:, None] < job.rank, every, 0), axis=0)
     expert = jnp.minimum(experts, job.num_experts - 1)
     # The index among this rank's choices of the same expert.
-    index = inverse(order_of(experts)).reshape(experts.shape) - (jnp.cumsum(counts) - counts)[expert]
+    index = group_order(experts, job.num_experts).slots - (jnp.cumsum(counts) - counts)[expert]
     return (experts < job.num_experts) & (index < (limit - before + jnp.zeros_like(counts))[expert])
 
 

@@ -54,7 +54,7 @@ class Local(Scheme):
         return (room_of(shape.buffer * shape.pairs, shape.pairs, chunks),)
 
     def plan(self, job: DispatchSpec, experts: jax.Array, weights: jax.Array) -> Plan:
-        return plan_of(experts, job.num_experts, ())
+        return plan_of(experts, job.num_experts)
 
     def need(self, job: DispatchSpec, plan: Plan) -> jax.Array:
         return plan.sizes.sum(dtype=jnp.int32)[None]
@@ -62,12 +62,11 @@ class Local(Scheme):
     def pairs(self, job: DispatchSpec, plan: Plan, q: jax.Array) -> Pairs:
         """Returns chunk q of all."""
         room = job.rooms[0]
-        low, index = q * room, jnp.arange(room)
-        source = jnp.minimum(low + index, plan.order.size - 1)
-        pair = jnp.where(low + index < plan.sizes.sum(), plan.order[source], -1)
-        places = plan.place - low
-        slot = jnp.where((plan.expert < job.num_experts) & (places >= 0) & (places < room), places, -1)
-        return Pairs(pair, slot, within(plan.sizes[0], low, low + room))
+        low = q * room
+        index, slot = low + jnp.arange(room), plan.slots - low
+        pair = plan.pairs.at[index].get(mode="fill", fill_value=-1)
+        here = (plan.slots >= 0) & (slot >= 0) & (slot < room)
+        return Pairs(pair, jnp.where(here, slot, -1), within(plan.sizes, low, low + room))
 
     def forward(
         self, job: DispatchSpec, passes: jax.Array, plan: Plan, x: Any, weights: Any, params: Any, keep: bool = False
@@ -76,7 +75,7 @@ class Local(Scheme):
 
         def visit(q: jax.Array, keep: bool = False) -> tuple[jax.Array, Any]:
             w = self.pairs(job, plan, q)
-            applied = _Made.of(job, flat_params, taken(x, w.pair, weights.shape[1]), w.sizes, keep)
+            applied = _Made.of(job, flat_params, x, w, keep)
             return combined(applied.y, w.slot, weights), applied if keep else None
 
         def first() -> tuple[jax.Array, Any]:
@@ -107,11 +106,12 @@ class Local(Scheme):
             d_own, d_rows = made.pull(flat_params, (wide(d) * weight[:, None]).astype(made.y.dtype))
             d_weight = jnp.sum(wide(made.y) * wide(d), axis=1)
             d_weight = jnp.where(w.slot >= 0, d_weight[jnp.maximum(w.slot, 0)], 0)
-            return combined(d_rows, w.slot), d_weight, [wide(a) for a in d_own]
+            d_x = wide(d_rows) if job.gathers else combined(d_rows, w.slot)
+            return d_x, d_weight, [wide(a) for a in d_own]
 
         def again() -> Callable:
             tokens = x()
-            return lambda w: _Made.of(job, flat_params, taken(tokens, w.pair, top_k), w.sizes, True)
+            return lambda w: _Made.of(job, flat_params, tokens, w, True)
 
         def first() -> tuple[Any, None]:
             of = [lambda _, made=made: made for made in kept] if kept is not None else [again()] * job.chunks
@@ -187,10 +187,12 @@ class _Made:
     params: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, job: DispatchSpec, params: _Params, rows: jax.Array, sizes: jax.Array, keep: bool) -> _Made:
+    def of(cls, job: DispatchSpec, params: _Params, x: jax.Array, pairs: Pairs, keep: bool) -> _Made:
+        """Args: x: the tokens [M, D] that the pairs are of."""
+        rows = x if job.gathers else taken(x, pairs.pair, pairs.slot.shape[1])
         if not keep:
-            return cls(_applied(job, params.whole(params.own), rows, sizes), [], None, ())
-        y, pull = jax.vjp(lambda arrays, rows: _applied(job, params.whole(arrays), rows, sizes), params.own, rows)
+            return cls(_applied(job, params.whole(params.own), rows, pairs), [], None, ())
+        y, pull = jax.vjp(lambda arrays, rows: _applied(job, params.whole(arrays), rows, pairs), params.own, rows)
         leaves, tree = jax.tree.flatten(pull)
         index_of = {id(leaf): i for i, leaf in enumerate(params.leaves)}
         again = tuple((i, index_of[id(leaf)]) for i, leaf in enumerate(leaves) if id(leaf) in index_of)
@@ -204,10 +206,15 @@ class _Made:
         return jax.tree.unflatten(self.tree, leaves)(d)
 
 
-def _applied(job: DispatchSpec, params: Any, rows: jax.Array, sizes: jax.Array) -> jax.Array:
-    y = job.apply(params, rows, sizes)
-    if y.ndim != 2 or y.shape[0] != rows.shape[0]:
+def _applied(job: DispatchSpec, params: Any, x: jax.Array, pairs: Pairs) -> jax.Array:
+    count = pairs.pair.size
+    if job.gathers:
+        tokens = jnp.where(pairs.pair < 0, -1, pairs.pair // pairs.slot.shape[1])
+        y = job.apply(params, x, pairs.sizes, rows=tokens, slots=pairs.slot)
+    else:
+        y = job.apply(params, x, pairs.sizes)
+    if y.ndim != 2 or y.shape[0] != count:
         raise ValueError(
-            f"exchange: argument 'apply' must return a row for each of its {rows.shape[0]} rows, got shape {y.shape}"
+            f"exchange: argument 'apply' must return a row for each of its {count} rows, got shape {y.shape}"
         )
     return y

@@ -326,7 +326,9 @@ def _flat(x, experts, weights, params, apply, num_experts, axis, how: DispatchCo
     if not axis and how.capacity is None:  # a plain function, differentiable any number of times
         out, traffic = local(x, experts, weights, params, apply, num_experts=num_experts, gathers=True)
         return out.reshape(B, T, out.shape[1]), traffic
-    out, s = exchange(x, experts, weights, params, apply, axis=axis or None, num_experts=num_experts, **how.options())
+    out, s = exchange(
+        x, experts, weights, params, apply, axis=axis or None, num_experts=num_experts, gathers=True, **how.options()
+    )
     return out.reshape(B, T, out.shape[1]), Traffic(s.extra_passes, s.high_water, s.dropped)
 
 

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import kernels
 from ejdist.experts.cost import Costed
-from ejdist.experts.metrics import expert_counts
 from ejdist.experts.narrow import BF16
-from kernels.framework.dispatch import vary_alike, varying_axes
+from kernels.engines.matmul.ordering import group_order
+from kernels.framework.dispatch import varying_axes
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class DispatchSpec:
       rooms: rows that a chunk of a pass has room for, see `Costed.rooms`.
       chunks: independent parts of a pass, so that one is sent while another is multiplied.
       precision: of the rows that travel, a name of `narrow.PRECISIONS`.
+      gathers: `apply` gathers rows itself, see `exchange`.
       looped: it runs inside a pass of another that is not the first, so its first pass needs no copy of the program.
     """
 
@@ -45,6 +47,7 @@ class DispatchSpec:
     rooms: tuple[int, ...]
     chunks: int
     precision: str = BF16
+    gathers: bool = False
     looped: bool = False
 
     @property
@@ -172,21 +175,22 @@ def wide(x: jax.Array) -> jax.Array:
 
 
 class Plan(NamedTuple):
-    """The pairs of this rank sorted by expert; pairs without one come last.
+    """The pairs of this rank sorted by where they go, to experts or to ranks.
 
     Attributes:
-      order: [M * k], the pairs in that order. place: [M, k], the inverse. expert: [M, k], num_experts for none.
-      sizes: [ranks, E], the number of pairs of each rank for each expert.
+      pairs: [M * k], the pairs in that order, -1 past the last that goes anywhere. slots: [M, k], the inverse; -1 for none.
+      sizes: how many go to each.
     """
 
-    order: jax.Array
-    place: jax.Array
-    expert: jax.Array
+    pairs: jax.Array
+    slots: jax.Array
     sizes: jax.Array
 
 
-def inverse(order: jax.Array) -> jax.Array:
-    return jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+def plan_of(goals: jax.Array, count: int) -> Plan:
+    """Returns the plan of pairs that go to goals [M, k], of so many; any other number is none."""
+    order = group_order(goals, count)
+    return Plan(order.pairs, order.slots, order.sizes)
 
 
 def before(sizes: jax.Array, dim: int) -> jax.Array:
@@ -194,54 +198,10 @@ def before(sizes: jax.Array, dim: int) -> jax.Array:
     return jnp.cumsum(sizes, axis=dim) - sizes
 
 
-def order_of(experts: jax.Array) -> jax.Array:
-    """Returns the pairs sorted by expert, stably. (`jnp.argsort` in jax 0.11 loses the varying axes of its input.)"""
-    keys = experts.reshape(-1).astype(jnp.uint32)  # GPUs sort unsigned integers fastest
-    return lax.sort((keys, vary_alike(jnp.arange(keys.size, dtype=jnp.int32), keys)), num_keys=1, is_stable=True)[1]
-
-
-def plan_of(experts: jax.Array, num_experts: int, axis: tuple[str, ...]) -> Plan:
-    """Returns the plan of the pairs in experts [M, k]; gathers the counts of all ranks of the axis."""
-    order = order_of(experts)
-    sizes = expert_counts(experts, num_experts)[None]
-    sizes = lax.all_gather(sizes, axis, axis=0, tiled=True) if axis else sizes
-    return Plan(order, inverse(order).reshape(experts.shape), experts, sizes)
-
-
 def within(sizes: jax.Array, low: Any, high: Any) -> jax.Array:
     """Returns how many rows of each block fall in [low, high); blocks are contiguous along the last dim."""
     ends = jnp.cumsum(sizes, axis=-1)
     return jnp.clip(ends, low, high) - jnp.clip(ends - sizes, low, high)
-
-
-def block_of(starts: jax.Array, at: jax.Array) -> jax.Array:
-    """Returns the last block that begins at or before each index, or the first. A single kernel; a binary search would loop."""
-    return jnp.maximum(jnp.sum(starts <= at[:, None], axis=1, dtype=jnp.int32) - 1, 0)
-
-
-class ByExpert(NamedTuple):
-    """The permutation of received rows from (rank, expert) order to (expert, rank) order.
-
-    Both orders consist of the same blocks, whose sizes are known, so nothing needs to be sorted.
-
-    Attributes:
-      source: [R], index among the received rows, -1 past the last. place: [R], the inverse; undefined where there is no row.
-    """
-
-    source: jax.Array
-    place: jax.Array
-
-    @classmethod
-    def of(cls, sizes: jax.Array, start: jax.Array, rows: int) -> ByExpert:
-        """Args: block sizes [ranks, E / ranks], the index [ranks] where each rank's rows begin, and R."""
-        index = jnp.arange(rows)
-        here = start[:, None] + before(sizes, 1)
-        by_expert = before(sizes.T.reshape(-1), 0).reshape(sizes.T.shape).T
-        block = block_of(by_expert.T.reshape(-1), index)
-        source = (here - by_expert).T.reshape(-1)[block] + index
-        block = block_of(here.reshape(-1), index)
-        place = jnp.minimum((by_expert - here).reshape(-1)[block] + index, rows - 1)
-        return cls(jnp.where(index < sizes.sum(), source, -1), place)
 
 
 def taken(x: jax.Array, pair: jax.Array, top_k: int) -> jax.Array:
@@ -261,9 +221,13 @@ def combined(rows: jax.Array, slot: jax.Array, weights: jax.Array | None = None)
             total, slot = after((total + jnp.where((slot[:, j] >= 0)[:, None], row, 0), slot))
         return total
 
+    def by_kernel(rows: jax.Array, slot: jax.Array, weights: jax.Array | None) -> jax.Array:
+        no_inverse = jnp.full(rows.shape[:1], -1, jnp.int32)  # which only its gradient needs
+        return wide(kernels.combine_rows(rows, slot, no_inverse, weights))
+
     # XLA for TPUs does not fuse a gather into a sum, so all gathers would be materialised at once; the barrier serialises them.
     one_by_one = functools.partial(total, after=lax.optimization_barrier)
-    return lax.platform_dependent(rows, slot, weights, tpu=one_by_one, default=total)
+    return lax.platform_dependent(rows, slot, weights, tpu=one_by_one, cuda=by_kernel, default=total)
 
 
 def over_chunks(job: DispatchSpec, visit: Callable) -> Callable:

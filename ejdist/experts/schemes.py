@@ -18,11 +18,11 @@ import numpy as np
 from jax import lax
 
 from ejdist.costs import ALL_GATHER, ALL_TO_ALL, RAGGED_ALL_TO_ALL, REDUCE_SCATTER, Traffic
-from ejdist.experts.by_rank import ByRank, Turn
+from ejdist.experts.by_rank import ByRank, RankPlan, Turn
 from ejdist.experts.cost import ExchangeShape, reached
 from ejdist.experts.narrow import PRECISIONS, arrays_of, bytes_of, narrowed, sent
 from ejdist.experts.own import Local
-from ejdist.experts.rows import ByExpert, DispatchSpec, Plan, Scheme, add, before, plan_of, room_of, wide
+from ejdist.experts.rows import DispatchSpec, Plan, Scheme, add, before, plan_of, room_of, wide
 from kernels.framework.dispatch import vary_alike
 
 
@@ -34,22 +34,22 @@ class AllToAll(ByRank):
         one = room_of(shape.buffer * shape.tokens * shape.reached / shape.ranks, shape.tokens, chunks)
         return one, room_of(shape.buffer * shape.pairs, shape.ranks * one * chunks * shape.top_k, chunks)
 
-    def fullest(self, job: DispatchSpec, rows: Plan) -> jax.Array:
-        return rows.sizes[0].max()
+    def fullest(self, job: DispatchSpec, plan: RankPlan) -> jax.Array:
+        return plan.between.max()
 
     def most(self, job: DispatchSpec, tokens: int) -> int:
         return tokens
 
-    def turn(self, job: DispatchSpec, rows: Plan, q: jax.Array) -> Turn:
-        n, c, mine = rows.sizes.shape[1], job.rooms[0], rows.sizes[0]
+    def turn(self, job: DispatchSpec, plan: RankPlan, q: jax.Array) -> Turn:
+        n, c, mine = plan.between.shape[1], job.rooms[0], plan.between[0]
         first = before(mine, 0)
         offsets = q * c + jnp.arange(c)
         # The rows for rank r begin at first[r]; this turn has those at `offsets`.
-        source = jnp.minimum(first[:, None] + offsets, rows.order.size - 1)
-        pair = jnp.where(offsets < mine[:, None], rows.order[source], -1).reshape(-1)
-        to = jnp.minimum(rows.expert, n - 1)
-        index = rows.place - first[to] - q * c
-        here = (rows.expert < n) & (index >= 0) & (index < c)
+        pair = plan.rows.pairs.at[first[:, None] + offsets].get(mode="fill", fill_value=-1)
+        pair = jnp.where(offsets < mine[:, None], pair, -1).reshape(-1)
+        to = jnp.minimum(plan.rank, n - 1)
+        index = plan.rows.slots - first[to] - q * c
+        here = (plan.rank < n) & (index >= 0) & (index < c)
         return Turn(pair, jnp.where(here, to * c + index, -1))
 
     def dispatch(self, job: DispatchSpec, turn: Turn, x: jax.Array) -> jax.Array:
@@ -121,26 +121,26 @@ class RaggedAllToAll(ByRank):
         one = room_of(shape.buffer * shape.tokens * shape.reached, shape.tokens * shape.ranks, chunks)
         return one, room_of(shape.buffer * shape.pairs, one * chunks * shape.top_k, chunks)
 
-    def fullest(self, job: DispatchSpec, rows: Plan) -> jax.Array:
-        return rows.sizes.sum(0).max()
+    def fullest(self, job: DispatchSpec, plan: RankPlan) -> jax.Array:
+        return plan.between.sum(0).max()
 
     def most(self, job: DispatchSpec, tokens: int) -> int:
         return tokens * job.ranks
 
-    def turn(self, job: DispatchSpec, rows: Plan, q: jax.Array) -> Turn:
+    def turn(self, job: DispatchSpec, plan: RankPlan, q: jax.Array) -> Turn:
         n, me, R = job.ranks, job.rank, job.rooms[0]
-        between = rows.sizes  # from, to
+        between = plan.between
         # All rows for a rank form a queue, those of rank 0 first; this turn is [q R, (q + 1) R) of each queue.
         line = before(between, 0)
         low, high = (jnp.clip(edge - line, 0, between) for edge in (q * R, (q + 1) * R))
         home = before(between, 1) + low  # where they begin in the sender's order
         away = line + low - q * R  # where they begin in the receiver's buffer
-        to = jnp.minimum(rows.expert, n - 1)
-        index = rows.place - home[me][to]
-        here = (rows.expert < n) & (index >= 0) & (index < (high - low)[me][to])
+        slots, to = plan.rows.slots, jnp.minimum(plan.rank, n - 1)
+        index = slots - home[me][to]
+        here = (plan.rank < n) & (index >= 0) & (index < (high - low)[me][to])
         # A token meets no more ranks than there are.
-        pair = rows.order[: rows.place.shape[0] * min(n, rows.place.shape[1])]
-        return Turn(pair, jnp.where(here, rows.place, -1), (home, high - low, away))
+        pair = plan.rows.pairs[: slots.shape[0] * min(n, slots.shape[1])]
+        return Turn(pair, jnp.where(here, slots, -1), (home, high - low, away))
 
     def dispatch(self, job: DispatchSpec, turn: Turn, x: jax.Array) -> jax.Array:
         home, sizes, away = turn.moves
@@ -203,21 +203,8 @@ class AllGather(Scheme):
         return np.asarray(job.rooms)
 
     def plan(self, job: DispatchSpec, experts: jax.Array, weights: jax.Array) -> tuple[Plan, ...]:
-        return tuple(self._own(job, plan_of(part, job.num_experts, job.axis)) for part in self._chunks(job, experts))
-
-    def _own(self, job: DispatchSpec, plan: Plan) -> Plan:
-        """Returns the plan of this rank's experts for the tokens of all ranks, which each rank has sorted for its own."""
-        n, pairs, mine = job.ranks, plan.order.size, job.rank * job.own
-        order, place, expert = (self._gather(job, a) for a in (plan.order, plan.place, plan.expert))
-        sizes = lax.dynamic_slice_in_dim(plan.sizes, mine, job.own, axis=1)
-        first = jnp.arange(n) * pairs + lax.dynamic_slice_in_dim(before(plan.sizes, 1), mine, 1, axis=1)[:, 0]
-        by = ByExpert.of(sizes, first, n * pairs)
-        # Pair p of rank i is pair i * pairs + p of all.
-        source = jnp.maximum(by.source, 0)
-        order = order[source] + source // pairs * pairs
-        rank = jnp.arange(place.shape[0])[:, None] // (place.shape[0] // n)
-        here = (expert >= mine) & (expert < mine + job.own)
-        return Plan(order, by.place[place + rank * pairs], jnp.where(here, expert - mine, job.own), sizes.sum(0)[None])
+        parts = [self._gather(job, part) - job.rank * job.own for part in self._chunks(job, experts)]
+        return tuple(plan_of(part, job.own) for part in parts)
 
     def need(self, job: DispatchSpec, plan: tuple[Plan, ...]) -> jax.Array:
         return functools.reduce(jnp.maximum, [part.sizes.sum(dtype=jnp.int32)[None] for part in plan])

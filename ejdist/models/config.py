@@ -246,6 +246,8 @@ class DecoderShape:
     precision: str = BF16
     precision_keep: tuple[str, ...] = ()  # patterns of names of matrices that stay in compute_dtype: ["*_output"]
     remat: str = operational("attention")  # what the backward keeps or recomputes: none, dots, attention, full, ...
+    # Layers run as a loop over stacks. false: one after the other in the program, which compiles longer and copies less.
+    scan_layers: bool = operational(True)
     experts: ExpertsShape = field(default_factory=ExpertsShape)
     latent: LatentShape = field(default_factory=LatentShape)
     gated_delta: GatedDeltaShape = field(default_factory=GatedDeltaShape)

@@ -18,6 +18,7 @@ from ejdist.sequence.schedule import imbalance
 from ejdist.sequence.scheme import Scheme
 from ejdist.sequence.way import few_hops
 from kernels.engines.attention.masks import MaskInfo
+from kernels.ops.flash_attention import joins
 
 _ATTENDING = ("forward", "backward")
 
@@ -115,8 +116,18 @@ class Share:
             torus=self.torus,
             chunks=chunks,
         )
-        shape = replace(shape, forwards=1 + (not self.remat.asked))
-        return declared(self.scheme, "cost", _ATTENDING, "the ejdist.costs.Traffic of an AttentionShape")(shape)
+        shape = replace(shape, forwards=1 + (not self.remat.asked), tiles=self._tiles(shape, mask))
+        cost = declared(self.scheme, "cost", _ATTENDING, "the ejdist.costs.Traffic of an AttentionShape")(shape)
+        return cost.hidden(self.scheme.waited(shape), self.scheme.passes(shape))
+
+    def _tiles(self, shape: AttentionShape, mask: MaskInfo) -> int:
+        """Returns `AttentionShape.tiles`: those of a call that `ejdist.sequence.gathered` takes."""
+        widths = (shape.query // shape.heads, shape.value // shape.kv_heads)
+        widths = tuple(n // (self.tokens * self.itemsize) for n in widths)
+        plain = not set(mask.used) - {"causal"} and not shape.latents and self.itemsize == 2
+        if self.tile is None or not plain or not joins(*widths) or not self.adds_in_place(max(widths)):
+            return 0
+        return self.tokens // self.tile
 
     def attention(self, query: int, key: int, value: int, heads: int, kv_heads: int) -> AttentionShape:
         """Returns the attention of a layer as a scheme costs it.

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ejdist.frozen import Frozen
 from ejdist.models.ahead_shape import AheadShape
 from ejdist.models.config import ALIASES, MIXERS, NONE, DecoderShape, parts_of_kind
+from ejdist.models.in_turn import apart, in_turn
 from ejdist.models.kept import Kept
 from ejdist.models.model import Metrics
 from ejdist.models.parameters import Param
@@ -210,25 +211,6 @@ def rematerialised(layer: Callable, remat: Remat, parts: list[Part], *, in_scan:
     return jax.checkpoint(layer, policy=keep, prevent_cse=not in_scan)
 
 
-@jax.custom_vjp
-def _in_turn(x: jax.Array, weights: Any) -> tuple[jax.Array, Any]:
-    """Returns the input and the weights of a layer, whose gradients are all done before the backward of the layer before it
-    begins. Without it a compiler may leave the products that make gradients of matrices for later, and then what they read of
-    several layers is alive at once."""
-    return x, weights
-
-
-def _barred(_: None, cotangents: Any) -> Any:
-    leaves, tree = jax.tree.flatten(cotangents)
-    wanted = [i for i, d in enumerate(leaves) if d.dtype != jax.dtypes.float0]
-    for i, d in zip(wanted, jax.lax.optimization_barrier([leaves[i] for i in wanted]), strict=True):
-        leaves[i] = d
-    return jax.tree.unflatten(tree, leaves)
-
-
-_in_turn.defvjp(lambda x, weights: ((x, weights), None), _barred)
-
-
 def cast(weight: Any, dtype: Any) -> Any:
     """Returns a stack of matrices in the compute dtype. Of a frozen one a row is cast, where a layer uses it."""
     return weight.adapter_in(dtype) if isinstance(weight, Frozen) else weight.astype(dtype)
@@ -317,7 +299,7 @@ def run_layers(
     which: range,
 ) -> tuple[jax.Array, Metrics]:
     """Returns (x, metrics) after a range of layers. Its complete rounds of the pattern run as one scan; the layers before and
-    after them are unrolled.
+    after them are unrolled, and all are with `scan_layers=False`.
 
     Args:
       params, buffers: as declared by `declare_layers` and `declare_buffers`, reduced to the rows of these layers (`rows_of`).
@@ -332,23 +314,25 @@ def run_layers(
     # The first layer in the range that begins a round of the pattern.
     begin = len(c.first_layers)
     begin += -(-max(which.start - begin, 0) // len(pattern)) * len(pattern)
-    rounds = max(min(which.stop, c.num_layers - len(c.last_layers)) - begin, 0) // len(pattern)
+    rounds = max(min(which.stop, c.num_layers - len(c.last_layers)) - begin, 0) // len(pattern) if c.scan_layers else 0
     if rounds == 0:
         begin = which.stop
     end = begin + rounds * len(pattern)
     head, tail = layers[which.start : begin], layers[end : which.stop]
     each, first = _counts(pattern), _counts(head)
-    stacks = {}
+    stacks: dict[str, Any] = {}
     for name in _counts(layers[which.start : which.stop]):
         part = parts_of(c)[name]
         weights = {k: cast(params[k], x.dtype) if p.cast else params[k] for k, p in part.declare(c).items()}
         stacks[name] = (weights, buffers.get(name, {}))
+        if not c.scan_layers:
+            stacks[name] = apart(stacks[name])
 
     def rows(name: str, start: int, stop: int, step: int) -> Any:
         return jax.tree.map(lambda w: w[start:stop:step], stacks[name])
 
     def row(name: str, i: int) -> Any:
-        return jax.tree.map(lambda w: w[i], stacks[name])
+        return jax.tree.map(lambda w: w[i], stacks[name]) if c.scan_layers else stacks[name][i]
 
     def of_layers(layers: list[list[Part]], of: Callable[[str, int], Any]) -> list[dict[str, Any]]:
         """Returns each layer's own parameters and buffers, by part: `of(part, which of these layers that have it)`."""
@@ -367,7 +351,7 @@ def run_layers(
             w, b = ({name: pair[k] for name, pair in mine.items()} for k in (0, 1))
             with jax.named_scope("layer"):
                 if i:  # the backward of the first is the last
-                    x, w = _in_turn(x, w)
+                    x, w = in_turn(x, w)
                 remembering = rematerialised(layer, REMAT[c.remat], parts, in_scan=in_scan)
                 x, layer_metrics = remembering(x, w, b, first + i)
             metrics.append(layer_metrics)

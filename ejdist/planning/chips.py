@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ejdist.experts.choice import links_of
-from ejdist.training.flops import PEAKS
-from kernels.ops.flash_attention import TILE
+from ejdist.sequence.in_place import tile_of
+from ejdist.training.flops import MEMORY, PEAKS
 
 GIB = 2**30
 
@@ -42,7 +42,7 @@ class Chip:
     @property
     def tile(self) -> int | None:
         """Tokens of a tile of the kernels that add a hop of a ring in place, which are Hopper's; None for other chips."""
-        return TILE if self.kind in ("NVIDIA H100", "NVIDIA H200") else None
+        return tile_of(self.kind)
 
     @property
     def flops(self) -> float:
@@ -54,7 +54,6 @@ def _tpu(
     name: str,
     kind: str,
     memory: int,
-    bandwidth: float,
     link: float,
     between: float,
     source: str,
@@ -62,14 +61,12 @@ def _tpu(
     devices: int = 1,
 ) -> Chip:
     """Takes the facts of a chip, and returns those of one of its devices, which share them."""
-    each = (memory * GIB // devices, bandwidth / devices, link / devices, 4 * devices)
+    each = (memory * GIB // devices, MEMORY[kind] / devices, link / devices, 4 * devices)
     return Chip(name, kind, "tpu", *each, None, source, between / devices, dims, devices)
 
 
-def _gpu(
-    name: str, kind: str, memory: float, bandwidth: float, link: float, network: float, source: str, host: int = 8
-) -> Chip:
-    return Chip(name, kind, "gpu", int(memory * GIB), bandwidth, link, host, network, source)
+def _gpu(name: str, kind: str, memory: float, link: float, network: float, source: str, host: int = 8) -> Chip:
+    return Chip(name, kind, "gpu", int(memory * GIB), MEMORY[kind], link, host, network, source)
 
 
 def _with_host(chip: Chip) -> Chip:
@@ -111,18 +108,18 @@ _HOSTS = {
 CHIPS = {
     chip.name: _with_host(chip)
     for chip in (
-        _tpu("v4", "TPU v4", 32, 1228e9, 100e9, 6.25e9, "2400 Gbit/s a chip over 6 links; between slices as v5p, assumed", 3),
-        _tpu("v5e", "TPU v5 lite", 16, 819e9, 100e9, 3.125e9, "1600 Gbit/s a chip over 4 links; between slices 25 Gbit/s", 2),
-        _tpu("v5p", "TPU v5", 95, 2765e9, 200e9, 6.25e9, "4800 Gbit/s a chip over 6 links; between slices 50 Gbit/s", 3),
-        _tpu("v6e", "TPU v6 lite", 32, 1638e9, 224e9, 12.5e9, "3584 Gbit/s a chip over 4 links; between slices 100 Gbit/s", 2),
-        _tpu("tpu7x", "TPU7x", 192, 7380e9, 400e9, 12.5e9, "9600 Gbit/s a chip over 6 links; between slices 100 Gbit/s", 3, 2),
-        _gpu("a100", "NVIDIA A100-SXM4-80GB", 74.5, 2039e9, 189e9, 25e9, "two thirds of an H200; 200 Gbit/s per GPU"),
-        _gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 37, 1555e9, 189e9, 25e9, "two thirds of an H200; 200 Gbit/s per GPU"),
-        _gpu("h100", "NVIDIA H100", 74.5, 3350e9, 283e9, 50e9, "assumed equal to an H200; 400 Gbit/s per GPU"),
-        _gpu("h200", "NVIDIA H200", 131, 4800e9, links_of("NVIDIA H200").all_gather, 50e9, "measured elsewhere; 400 Gbit/s"),
-        _gpu("b200", "NVIDIA B200", 167, 8000e9, 566e9, 50e9, "twice that of an H200; 400 Gbit/s per GPU"),
+        _tpu("v4", "TPU v4", 32, 100e9, 6.25e9, "2400 Gbit/s a chip over 6 links; between slices as v5p, assumed", 3),
+        _tpu("v5e", "TPU v5 lite", 16, 100e9, 3.125e9, "1600 Gbit/s a chip over 4 links; between slices 25 Gbit/s", 2),
+        _tpu("v5p", "TPU v5", 95, 200e9, 6.25e9, "4800 Gbit/s a chip over 6 links; between slices 50 Gbit/s", 3),
+        _tpu("v6e", "TPU v6 lite", 32, 224e9, 12.5e9, "3584 Gbit/s a chip over 4 links; between slices 100 Gbit/s", 2),
+        _tpu("tpu7x", "TPU7x", 192, 400e9, 12.5e9, "9600 Gbit/s a chip over 6 links; between slices 100 Gbit/s", 3, 2),
+        _gpu("a100", "NVIDIA A100-SXM4-80GB", 74.5, 189e9, 25e9, "two thirds of an H200; 200 Gbit/s per GPU"),
+        _gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 37, 189e9, 25e9, "two thirds of an H200; 200 Gbit/s per GPU"),
+        _gpu("h100", "NVIDIA H100", 74.5, 283e9, 50e9, "assumed equal to an H200; 400 Gbit/s per GPU"),
+        _gpu("h200", "NVIDIA H200", 131, links_of("NVIDIA H200").all_gather, 50e9, "measured elsewhere; 400 Gbit/s"),
+        _gpu("b200", "NVIDIA B200", 167, 566e9, 50e9, "twice that of an H200; 400 Gbit/s per GPU"),
         # NVLink joins the 72 GPUs of a rack: they are one host in a plan.
-        _gpu("gb200", "NVIDIA GB200", 173, 7928e9, 566e9, 50e9, "twice that of an H200; 400 Gbit/s per GPU", 72),
+        _gpu("gb200", "NVIDIA GB200", 173, 566e9, 50e9, "twice that of an H200; 400 Gbit/s per GPU", 72),
     )
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from ejdist.models.share import Share
 from ejdist.planning.candidates import rows_over
 from ejdist.planning.links import NETWORK, Links
 from ejdist.sequence.cost import NEVER
-from ejdist.sequence.schemes import ByWindow
+from ejdist.sequence.windows import ByWindow
 
 
 def share_of(

@@ -7,6 +7,7 @@ too is an assumption, and so is that half of the time of collectives is hidden u
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from ejdist.planning.memory import ACTIVATIONS, MOMENTS, Held, Stored, moment_by
 from ejdist.planning.share import share_of
 from ejdist.precision import PRECISIONS
 from ejdist.sequence.schedule import pairs_of_row
-from ejdist.training.attending import exchanged, waited
+from ejdist.training.attending import exchanged, put_together, waited
 from ejdist.training.flops import attention_share
 from kernels.engines.attention.masks import MaskInfo
 
@@ -40,6 +41,7 @@ STATE_BYTES = 36
 # Of the rate of the link to the host, what copies of large arrays reach; an assumption.
 TO_HOST = 0.8
 KEYS = "keys of other devices, exposed"
+TOGETHER = "keys of other devices, put together"
 EXCHANGE = "tokens to experts and back, exposed"
 NARROW = "operands made of 8 bits"
 LOGIT_BYTES = 18  # a logit: float32 written and read twice, its gradient written and read twice
@@ -80,7 +82,7 @@ class StepTime:
     @property
     def attending(self) -> float:
         """Seconds of attention, with those in which it waits for keys."""
-        return self.seconds["attention"] + self.seconds.get(KEYS, 0.0)
+        return sum(self.seconds.get(name, 0.0) for name in ("attention", KEYS, TOGETHER))
 
     @property
     def mfu(self) -> float:
@@ -105,7 +107,8 @@ def step_time(
       documents: of the rows: how many pairs they have, and how even the order of tokens makes them.
     """
     s, c, chip = sections, sections.model, links.chip
-    share, length, rows = share_of(s, mesh, links, documents=documents), s.data.sequence_length, s.data.global_batch
+    share = share_of(s, mesh, links, links.chip.tile, documents)
+    length, rows = s.data.sequence_length, s.data.global_batch
     devices, tokens = math.prod(mesh.shape.values()), rows * length
     backward = 1 if of.frozen else 2  # products of a backward with a matrix: its gradient, and its input's
     # FLOPs a token; a token, as if at the rate of plain products; all; all; all, of the busiest rank times ranks
@@ -155,8 +158,8 @@ def step_time(
         busy["moments from and to the host"] = away[MOMENTS]  # after the backward, with no work to hide under
     # Of attention's exchange its scheme says how much is waited for.
     between = exchanged(c, share)
-    keys = s.accumulation * links.alone(between, mesh.shape)
-    waits = waited(c, share, busy["attention"], keys, s.accumulation) if share.sequence > 1 else 0.0
+    alone = functools.partial(links.alone, sizes=mesh.shape)
+    waits = waited(c, share, busy["attention"], alone, s.accumulation) if share.sequence > 1 else 0.0
     moving = links.seconds(sent.without(between, s.accumulation), mesh.shape)
     if ACTIVATIONS in away:
         hidden = s.accumulation * away[ACTIVATIONS]  # under the work of other layers, like collectives
@@ -173,6 +176,8 @@ def step_time(
     if exchange:
         seconds[EXCHANGE] = exchange * share_exposed
     seconds["collectives, exposed"] = exposed - exchange * share_exposed
+    if joined := put_together(c, share, chip.bandwidth, s.accumulation):
+        seconds[TOGETHER] = joined
     of_exchange = s.accumulation * sum(routed.bytes.values()), exchange
     of_experts = s.accumulation * links.seconds(weights, mesh.shape)
     return StepTime(seconds, sent.along(), flops, devices, chip.flops, uneven, of_exchange, of_experts, share_exposed)

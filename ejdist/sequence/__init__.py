@@ -5,7 +5,8 @@ from ejdist.sequence.attention import ring_attention
 from ejdist.sequence.exchange import compiler_options
 from ejdist.sequence.group_cast import GroupCast
 from ejdist.sequence.scheme import Scheme
-from ejdist.sequence.schemes import SCHEMES, AllGather, Halo, Ring, Ulysses, by_window
+from ejdist.sequence.schemes import SCHEMES, AllGather, Halo, Ring, Ulysses
+from ejdist.sequence.windows import by_window
 from kernels.engines.attention.softmax import merge
 
 __all__ = [

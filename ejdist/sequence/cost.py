@@ -44,6 +44,8 @@ class AttentionShape:
       chunks: how many chunks of another rank a rank needs at most, and how many a rank has, see `chunks_of_documents`; None:
         all of those that `hops` name.
       torus: whether devices have links to their neighbours, each of which carries one direction of a ring.
+      tiles: of this rank's queries, of all rows, where kernels add in place and keys may come in groups of heads; 0: they do
+        not.
       expansion: FLOPs of making the keys and values of this rank's tokens and heads of latents, once.
     """
 
@@ -65,6 +67,7 @@ class AttentionShape:
     few_hops: bool = False
     torus: bool = False
     chunks: tuple[int, int] | None = None
+    tiles: int = 0
 
     @property
     def travelling(self) -> int:

@@ -14,6 +14,7 @@ Sources: keys gathered by groups of heads as in ring-flash-attention's `llama3_f
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +36,25 @@ Arrays = dict[str, jax.Array]
 _TILES = 6
 
 
+def groups_of(tiles: int, heads: int, kv_heads: int) -> int:
+    """Returns in how many groups of heads keys come, at most the heads of keys: as many as leave each enough tiles of queries.
+
+    Args:
+      tiles: of a rank's queries, of all rows.
+    """
+    most = max(1, tiles * heads // (_TILES * MULTIPROCESSORS))
+    return max(n for n in range(1, min(most, kv_heads) + 1) if kv_heads % n == 0)
+
+
+def check_groups(groups: int | None, kv_heads: int) -> None:
+    """Raises ValueError where the heads of keys of a device cannot be cut into that many groups; names the nearest number."""
+    if groups is not None and kv_heads % groups:
+        raise ValueError(
+            f"ring_attention: {kv_heads} heads of keys on a device cannot be gathered in {groups} groups; use "
+            f"head_groups={math.gcd(kv_heads, groups)}"
+        )
+
+
 @dataclass(frozen=True)
 class Gathered:
     """A call whose keys are gathered.
@@ -48,16 +68,14 @@ class Gathered:
 
     @classmethod
     def of(cls, local: Local, groups: int | None) -> Gathered | None:
-        """Returns that of a call, in as many groups of heads at most; None where no kernel adds in place, and where the batch
-        says which ranks' keys are needed. groups: None for as many as leave each enough tiles of queries."""
+        """Returns that of a call; None where no kernel adds in place, and where the batch says which ranks' keys are needed.
+        groups: of heads; None for as many as leave each enough tiles of queries."""
         kernels = in_place.kernels_of(local) if local.needed is None else None
         sizes = local.sizes
         if kernels is None or sizes["T"] % kernels.tile or not joins(sizes["H"], sizes["Hv"]):
             return None
         batch, length, heads, _ = local.query.shape
-        if groups is None:
-            groups = max(1, batch * length // kernels.tile * heads // (_TILES * MULTIPROCESSORS))
-        return cls(local, kernels, max(n for n in range(1, groups + 1) if sizes["K"] % n == 0))
+        return cls(local, kernels, groups or groups_of(batch * length // kernels.tile, heads, sizes["K"]))
 
     def forward(self) -> tuple[jax.Array, jax.Array]:
         """Returns (out, lse); out in the dtype of the queries."""

@@ -18,12 +18,18 @@ from ejdist.sequence.local import Local
 from kernels.engines.attention.masks import MaskInfo
 from kernels.framework.dispatch import vary_alike
 from kernels.framework.padding import zeroed
-from kernels.ops.flash_attention import hops_of
+from kernels.ops.flash_attention import TILE, hops_of
 from kernels.ops.flash_attention import op as flash
 
 # Fields of a mask that such kernels need not compare pair by pair, or can.
 _PLAIN = {"causal", "q_segment_ids", "kv_segment_ids"}
 _PLACES = {"q_positions", "kv_positions"}
+_KINDS = "NVIDIA H100", "NVIDIA H200"
+
+
+def tile_of(device_kind: str) -> int | None:
+    """Returns the tokens of a tile of such kernels on devices of a `jax.Device.device_kind`; None where there are none."""
+    return TILE if device_kind.startswith(_KINDS) else None
 
 
 def kernels_of(local: Local, chunk: int = 0) -> Any:

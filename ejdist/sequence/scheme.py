@@ -6,10 +6,15 @@ from typing import ClassVar
 
 import jax
 
-from ejdist.costs import Traffic
+from ejdist.costs import Traffic, declared
 from ejdist.order import Order
 from ejdist.sequence.cost import NEVER, AttentionShape, Axes, SchemeBytes
 from ejdist.sequence.local import Local
+
+# The fraction of the time that communication takes alone that is waited for: of a scheme that overlaps it with work, and of
+# others. On four H200s, 8k and 32k tokens each: 0.20 to 0.31 for rings, 0.74 to 0.89 for Ulysses
+# (benchmarks/results/sequences).
+WAITED = {True: 0.3, False: 0.85}
 
 
 class Scheme:
@@ -73,6 +78,15 @@ class Scheme:
     def cost(self, shape: AttentionShape) -> Traffic:
         """Returns what a rank sends for one layer in one microbatch, forward and backward, by axis and collective."""
         raise NotImplementedError
+
+    def waited(self, shape: AttentionShape) -> float:
+        """Returns the fraction of the time that its transfers take alone that is waited for."""
+        return WAITED[declared(self, "hides", ("forward", "backward"), "whether transfers run beside work")]
+
+    def passes(self, shape: AttentionShape) -> float:
+        """Returns the bytes of its own memory that a rank reads and writes for a layer, forward and backward, besides what
+        attention over the same tokens of one device does."""
+        return 0.0
 
     def memory(self, shape: AttentionShape) -> SchemeBytes:
         """Returns the bytes that a rank holds for keys of other ranks and for sums over ranks. `shape.ranks` is at least 2."""

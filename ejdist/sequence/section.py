@@ -12,8 +12,9 @@ from ejdist.sections import operational
 from ejdist.sequence import exchange
 from ejdist.sequence.cost import ALWAYS, NEVER
 from ejdist.sequence.group_cast import BUFFER
-from ejdist.sequence.schemes import SCHEMES, ByWindow, by_window, options_of, scheme_of
+from ejdist.sequence.schemes import SCHEMES, options_of, scheme_of
 from ejdist.sequence.way import check_hops
+from ejdist.sequence.windows import ByWindow, by_window
 
 FLOAT32 = "float32"
 FIRST_BATCH = "first_batch"  # what `sequence.verify` compares
@@ -30,9 +31,9 @@ class SequenceSection:
     # How layers with a window or chunks attend; null: halo where that sends less than sequence.scheme.
     window_scheme: str | None = operational(None)
     outer: str | None = operational(None)  # the scheme over cp, around ulysses over sp; null: ring
-    # Groups of heads that ulysses and all_gather exchange one after another, each beside the attention of the one before; 1:
+    # Groups of heads that ulysses and all_gather exchange one after another, each beside the attention of the one before; null:
     # one of ulysses, which with more needs less memory, and of all_gather as many as keep a GPU busy.
-    head_groups: int = operational(1)
+    head_groups: int | None = operational(None)
     # Dtype of the sums of keys' gradients on their way around a ring: float32; bfloat16 for half the bytes, rounded each hop.
     gradients: str = FLOAT32
     # Hops of a ring: mask, all that the mask's rules leave; batch, of these the ones that a batch's documents need; auto: batch
@@ -105,10 +106,9 @@ class SequenceSection:
 
     def _options(self) -> dict[str, Any]:
         """Returns what is given of the options that not every scheme has; None for what is not."""
-        groups = None if self.head_groups == 1 else self.head_groups
         return {
             "outer": self.outer,
-            "head_groups": groups,
+            "head_groups": self.head_groups,
             "gradients": None if self.gradients == FLOAT32 else self.gradients,
             "hops": None if self.hops == AUTO else self.hops,
             "levels": None if self.levels == 1 else self.levels,

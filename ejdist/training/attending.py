@@ -7,7 +7,7 @@ communication: the bytes that a scheme declares, at the rates of the device's li
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +18,15 @@ from ejdist.experts.schemes import scheme_of as dispatch_named
 from ejdist.mesh import AXES, BATCH_AXES, CP, SEQUENCE_AXES, TP
 from ejdist.models.part import Costs, Part
 from ejdist.models.remat import REMAT
-from ejdist.models.share import Share, hides
+from ejdist.models.share import Share
 from ejdist.models.stack import counted_parts
 from ejdist.order import Order
+from ejdist.sequence.in_place import tile_of
 from ejdist.training.program import TrainSections
 
 Pair = tuple[str, str]  # a scheme and an order
-# The exposed fraction of the time that communication takes alone: for a scheme that overlaps it with work, and for others. On
-# four H200s, 8k and 32k tokens each: 0.20 to 0.31 for rings, 0.74 to 0.89 for Ulysses (benchmarks/results/sequences).
-WAITED = {True: 0.3, False: 0.85}
+# Of the rate of a device's memory, what passes over arrays reach.
+PASSES = 0.8
 # Seconds per layer, forward and backward, that a GPU waits for its host to read the number of hops: four H100s, 2,048 tokens
 # each, `sequence.hops=batch` against `mask` (ejdist/sequence/README.md).
 HOST_READS = 1.5e-3
@@ -40,6 +40,7 @@ HOST = 8  # GPUs with direct links to each other; others are reached over the ne
 def share_of(s: TrainSections, mesh: Any, order: Order) -> Share:
     """Returns what a device has of a microbatch of a recipe, as far as the exchanges along the sequence depend on it."""
     rows = s.data.global_batch // s.accumulation // math.prod(mesh.shape.get(a, 1) for a in BATCH_AXES)
+    device = next(iter(mesh.devices.flat))
     return Share(
         tokens=rows * s.data.sequence_length // order.shards,
         itemsize=2 if s.model.compute_dtype == "bfloat16" else 4,
@@ -50,7 +51,8 @@ def share_of(s: TrainSections, mesh: Any, order: Order) -> Share:
         dispatch=dispatch_named(LOCAL),
         outer=mesh.shape.get(CP, 1),
         features=mesh.shape.get(TP, 1),
-        torus=next(iter(mesh.devices.flat)).platform == "tpu",
+        tile=tile_of(device.device_kind),
+        torus=device.platform == "tpu",
     )
 
 
@@ -68,10 +70,7 @@ def exchanged(model: Any, share: Share) -> Traffic:
     """Returns what all layers send along the axes of the sequence in one microbatch, for attention and recurrences."""
     alone, sent = replace(share, dispatch=dispatch_named(LOCAL), experts=()), Traffic()
     for part, layers in counted_parts(model).items():
-        traffic = Costs(part).traffic(model, alone)
-        for (axis, collective), count in traffic.bytes.items():
-            if axis in SEQUENCE_AXES:
-                sent.add(axis, collective, layers * count, layers * traffic.calls[axis, collective])
+        sent.add_all(Costs(part).traffic(model, alone).over(SEQUENCE_AXES), layers)
     return sent
 
 
@@ -94,11 +93,20 @@ def alone_seconds(sent: Traffic, sizes: Mapping[str, int], links: Links, per_hos
     return total
 
 
-def waited(model: Any, share: Share, work: float, moving: float, accumulation: int) -> float:
-    """Returns the seconds per step that attention waits, given the seconds of compute and, alone, of communication."""
-    reads = share.scheme.reads_batch and not share.torus
-    read = HOST_READS * sum(attention_of(model).values()) * accumulation if reads else 0.0
-    return read + max(WAITED[hides(share.scheme)] * moving, moving - work)
+def waited(model: Any, share: Share, work: float, alone: Callable[[Traffic], float], accumulation: int) -> float:
+    """Returns the seconds per step that attention waits.
+
+    Args:
+      work: seconds of attention. alone: traffic -> its seconds with nothing beside it.
+    """
+    reads, sent = share.scheme.reads_batch and not share.torus, exchanged(model, share)
+    read = HOST_READS * sum(attention_of(model).values()) if reads else 0.0
+    return accumulation * read + max(accumulation * alone(sent.waited()), accumulation * alone(sent) - work)
+
+
+def put_together(model: Any, share: Share, memory: float, accumulation: int) -> float:
+    """Returns the seconds per step of passes over memory, of so many bytes/s, that a split sequence takes besides."""
+    return accumulation * exchanged(model, share).passes / (PASSES * memory)
 
 
 def ranked_pairs(seconds: Mapping[Pair, float], holds: Mapping[Pair, int]) -> list[Pair]:

@@ -6,6 +6,7 @@ If the rates of the devices are unknown, the first scheme, in the first order th
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +20,10 @@ from ejdist.mesh import BATCH_AXES, SEQUENCE_AXES, TP
 from ejdist.models.share import Share
 from ejdist.order import AUTO, STRIPES
 from ejdist.sequence.schemes import SCHEMES, Halo
-from ejdist.training.attending import Pair, alone_seconds, exchanged, held, ranked_pairs, share_of, waited
+from ejdist.training.attending import Pair, alone_seconds, held, put_together, ranked_pairs, share_of, waited
 from ejdist.training.curriculum import Stage
 from ejdist.training.data import Data
-from ejdist.training.flops import attention_share, peak_flops
+from ejdist.training.flops import attention_share, memory_rate, peak_flops
 from ejdist.training.orders import Choice, choose
 from ejdist.training.program import Program, TrainSections
 from ejdist.training.stage_data import sizes_of
@@ -103,8 +104,9 @@ def _seconds(s: TrainSections, mesh: Any, order: Choice, share: Share, kind: str
         order.flops * (3.5 + (not share.remat.asked)) * s.data.global_batch / groups / share.sequence / share.features
     )
     work = flops * order.uneven[order.order.name] / (attention_share(s.model.head_dim) * peak)
-    moving = s.accumulation * alone_seconds(exchanged(s.model, share), mesh.shape, links_of(kind))
-    return work + waited(s.model, share, work, moving, s.accumulation)
+    alone = functools.partial(alone_seconds, sizes=mesh.shape, links=links_of(kind))
+    waits = waited(s.model, share, work, alone, s.accumulation)
+    return work + waits + put_together(s.model, share, memory_rate(kind), s.accumulation)
 
 
 def resolve(

@@ -18,6 +18,7 @@ _TRAINING = {
     "precision",
     "precision_keep",
     "remat",
+    "scan_layers",
     "rope_exact_from",
     "mtp.modules",
     "mtp.weight",

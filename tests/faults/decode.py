@@ -208,4 +208,32 @@ FAULTS = (
         "$read",
         "tests/kernels/test_decode_pallas.py -k first_token",
     ),
+    Fault(
+        "decode: what RWKV-7 reads is not written back",
+        "decode_kernel",
+        "$after += $b[:, None] * tl.expand_dims($found, 0)",
+        "",
+        f"{DECODE} -k 'after_a_state and rwkv7'",
+    ),
+    Fault(
+        "decode: the query does not see what RWKV-7 writes back",
+        "decode_kernel",
+        "$out += tl.sum($q * $b) * $found",
+        "",
+        f"{DECODE} -k 'after_a_state and rwkv7'",
+    ),
+    Fault(
+        "decode: RWKV-7 reads a state that has faded",
+        "decode_kernel",
+        "$found = tl.sum($a[:, None] * $state, 0)",
+        "$found = tl.sum($a[:, None] * faded, 0)",
+        f"{DECODE} -k 'after_a_state and rwkv7'",
+    ),
+    Fault(
+        "decode on TPUs: what RWKV-7 reads is not written back",
+        "pallas_decode:decode_kernel.heads",
+        "$found = jnp.sum($columns['read'][:, $j : $j + 1] * $state, axis=0, keepdims=True)",
+        "$found = jnp.zeros_like($state[:1])",
+        "tests/kernels/test_decode_pallas.py -k 'padding and rwkv7'",
+    ),
 )

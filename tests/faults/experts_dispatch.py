@@ -16,7 +16,7 @@ FAULTS = (
     Fault("a pair of another pass is combined", "combined.total", "$slot[:, $j] >= 0", "$slot[:, $j] >= -1", EP),
     Fault(
         "experts of gathered tokens are those of rank 0",
-        "AllGather._own",
+        "AllGather.plan",
         "$job.rank",
         "0 * $job.rank",
         f"{TESTS} -k 'any_route and all_gather'",
@@ -56,22 +56,7 @@ FAULTS = (
         "$d",
         TP,
     ),
-    Fault(
-        "gathered pairs are those of the first rank",
-        "AllGather._own",
-        "$order[$source] + $source // $pairs * $pairs",
-        "$order[$source]",
-        f"{TESTS} -k 'any_route and all_gather'",
-    ),
     Fault("all pullbacks have the first parameter", "_Made.of", "$known[id($leaf)]", "0", EP),
-    Fault("rows of an empty expert's place", "block_of", "$starts <= $at[:, None]", "$starts < $at[:, None]", EP),
-    Fault(
-        "an order is typed as that of all ranks",
-        "rows:plan_of",
-        "order_of($experts)",
-        "jnp.argsort($experts.reshape(-1), stable=True).astype(jnp.int32)",
-        EP,
-    ),
     Fault(
         "the order of a device's own experts is typed as that of all ranks",
         "matmul/ordering:sorted_by_xla",
@@ -136,8 +121,8 @@ FAULTS = (
     Fault(
         "a window has rows of the next rank",
         "AllToAll.turn",
-        "jnp.where($offsets < $mine[:, None], $rows.order[$source], -1)",
-        "$rows.order[$source]",
+        "jnp.where($offsets < $mine[:, None], $pair, -1)",
+        "$pair",
         EP,
     ),
     Fault(
@@ -157,8 +142,8 @@ FAULTS = (
     Fault(
         "the fullest rank is that of the most rows",
         "RaggedAllToAll.fullest",
-        "$rows.sizes.sum(0).max()",
-        "$rows.sizes.sum(1).max()",
+        "$plan.between.sum(0).max()",
+        "$plan.between.sum(1).max()",
         f"{TESTS} -k 'balanced and ragged'",
     ),
     Fault(
@@ -213,8 +198,8 @@ FAULTS = (
     Fault(
         "rows that travel are those of one place",
         "AllToAll.fullest",
-        "$rows.sizes[0].max()",
-        "$rows.sizes[0][0]",
+        "$plan.between.max()",
+        "$plan.between[0, 0]",
         EP,
     ),
     Fault(

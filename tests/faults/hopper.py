@@ -38,7 +38,7 @@ FAULTS = (
     Fault(
         "Hopper, attention: sums are not rescaled",
         "_attend_tile",
-        "$acc = $acc * gl.convert_layout($rescale, $ROW_OF_SUMS)[:, None]",
+        "$acc = times($acc, gl.convert_layout($rescale, $ROW_OF_SUMS))",
         "",
         NUMBERS,
     ),

@@ -73,8 +73,8 @@ FAULTS = (
     Fault(
         "in place: what a hop brings takes the place of what there is",
         "gluon_outputs:_merged",
-        "$before_out * $kept[:, None] + $out * $added[:, None]",
-        "$out * $added[:, None]",
+        "$before_out * $kept[:, None] + $out[$i] * $added[:, None]",
+        "$out[$i] * $added[:, None]",
         IN_PLACE,
     ),
     Fault(
@@ -219,7 +219,7 @@ FAULTS = (
     ),
     Fault(
         "gathered keys: a group may have few tiles",
-        "gathered:Gathered.of",
+        "gathered:groups_of",
         "_TILES * MULTIPROCESSORS",
         "MULTIPROCESSORS",
         f"{IN_PLACE} -k gather_by_heads",

@@ -258,9 +258,9 @@ FAULTS = (
     Fault(
         "a chip of the seventh generation is one device",
         "CHIPS",
-        "_tpu('tpu7x', 'TPU7x', 192, 7380000000000.0, 400000000000.0, 12500000000.0, '9600 Gbit/s a chip "
+        "_tpu('tpu7x', 'TPU7x', 192, 400000000000.0, 12500000000.0, '9600 Gbit/s a chip "
         "over 6 links; between slices 100 Gbit/s', 3, 2)",
-        "_tpu('tpu7x', 'TPU7x', 192, 7380000000000.0, 400000000000.0, 12500000000.0, '9600 Gbit/s a chip "
+        "_tpu('tpu7x', 'TPU7x', 192, 400000000000.0, 12500000000.0, '9600 Gbit/s a chip "
         "over 6 links; between slices 100 Gbit/s', 3)",
         f"{TESTS} -k as_many_devices",
     ),

@@ -184,7 +184,7 @@ FAULTS = (
     ),
     Fault(
         "the backward of a layer begins before the gradients of the next are done",
-        "stack:_barred",
+        "in_turn:_barred",
         "jax.lax.optimization_barrier([$leaves[$i] for $i in $wanted])",
         "[$leaves[$i] for $i in $wanted]",
         "tests/test_layers.py -k are_done_before",

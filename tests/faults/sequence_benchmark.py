@@ -4,6 +4,8 @@ from faults import Fault
 
 TESTS = "tests/test_sequence_benchmark.py"
 RANK = f"{TESTS} -k rank_of_a_ring"
+IN_PLACE = "tests/test_ring_in_place.py -k rank_by_itself"
+GATHERED = f"{TESTS} -k rank_of_gathered"
 SPLIT = f"{TESTS} -k split_sequence"
 ALONE = f"{TESTS} -k transfers_alone"
 PAIRS = f"{TESTS} -k 'pairs or does_as_much or balance'"
@@ -24,11 +26,25 @@ FAULTS = (
         RANK,
     ),
     Fault(
-        "a hop has the keys of another rank",
-        "Work._staying.shift",
-        "$tree[HOLDER] - $by",
-        "$tree[HOLDER] + $by",
-        RANK,
+        "a rank's queries lie where another's do",
+        "rank:_data",
+        "np.int32($rank)",
+        "np.int32(($rank + 1) % order.shards)",
+        GATHERED,
+    ),
+    Fault(
+        "keys that would arrive are fewer",
+        "Work._staying.gather.copies",
+        "[$x] * exchange.size($axis)",
+        "[$x] + [0 * $x] * (exchange.size($axis) - 1)",
+        GATHERED,
+    ),
+    Fault(
+        "gradients that go to other ranks are lost",
+        "Work._staying.scatter_sum.part",
+        "self.sums",
+        "False",
+        GATHERED,
     ),
     Fault(
         "a rank's hops are those of the rank before",
@@ -47,9 +63,9 @@ FAULTS = (
     Fault(
         "the whole of a rank is not compared",
         "rank:checked",
-        "max($worst, $$rest)",
-        "$worst * 0",
-        RANK,
+        "$worst = calls.worst_error($$args)",
+        "$worst = 0.0",
+        IN_PLACE,
     ),
     Fault(
         "the call beside a rank does more work than is counted",

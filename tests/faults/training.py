@@ -157,6 +157,20 @@ FAULTS = (
         STEP_OF_LAYERS,
     ),
     Fault(
+        "layers are a loop where none is asked for",
+        "run_layers",
+        "max(min($which.stop, $c.num_layers - len($c.last_layers)) - $begin, 0) // len($pattern) if $c.scan_layers else 0",
+        "max(min($which.stop, $c.num_layers - len($c.last_layers)) - $begin, 0) // len($pattern)",
+        "tests/test_model.py -k without_a_scan",
+    ),
+    Fault(
+        "gradients of rows are added to zeros as large as the stack",
+        "in_turn:apart",
+        "[jax.lax.split($x, (1,) * $x.shape[0]) for $x in $leaves]",
+        "[[$x[i : i + 1] for i in range($x.shape[0])] for $x in $leaves]",
+        "tests/test_model.py -k without_a_scan",
+    ),
+    Fault(
         "what a part asks remat to keep is not kept",
         "Remat.policy",
         "$policies.save_only_these_names(*$offloads, *$saves)",

@@ -45,6 +45,12 @@ def rwkv6(rng, **more):
     return gla(rng, B, 1, N, 1, H, Hv, **more) | {"bonus": state(rng, N, H), "g_gamma": -jnp.ones(N)}
 
 
+def rwkv7(rng, **more):
+    x = {n: rng.standard_normal((B, 1, N, H)) / np.sqrt(H) for n in ("r", "k", "a", "b")}
+    x |= {"v": rng.standard_normal((B, 1, N, Hv)), "w": -rng.uniform(0.1, 2, (B, 1, N, H))}
+    return {n: jnp.asarray(y, jnp.float32) for n, y in x.items()} | more
+
+
 MADE = {
     "delta_rule": lambda rng, **more: delta(rng, False, **more),
     "delta_rule of channels": lambda rng, **more: normalised(delta(rng, True, decay=-np.inf, **more)),
@@ -53,6 +59,7 @@ MADE = {
     ),
     "linear_attention with a bonus": rwkv6,
     "state_space_v2": mamba,
+    "rwkv7": rwkv7,
 }
 
 

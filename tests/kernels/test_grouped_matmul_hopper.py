@@ -67,6 +67,20 @@ def test_numbers_of_rows_that_are_gathered(specialised, activation, gated, trans
     check_gathered(specialised, 72, 136, "bfloat16", transposed, sizes, activation, gated=gated)
 
 
+@pytest.mark.parametrize(
+    ("specialised", "activation", "gated", "bias", "gathered"),
+    [("wide", "silu", True, True, True), ("tall", "gelu_tanh", False, False, False)],
+)
+def test_numbers_where_products_are_kept(specialised, activation, gated, bias, gathered, monkeypatch):
+    """The activation's products, for the backward, in place of computing them again."""
+    monkeypatch.setattr(triton_gpu, "WORTH_KEEPING", 8)
+    how = {"activation": activation, "gated": gated, "bias": bias}
+    if gathered:
+        check_gathered(specialised, 72, 136, "bfloat16", False, (100, 0, 40), **how)
+    else:
+        check(specialised, 72, 136, "bfloat16", False, None, (100, 0, 40), **how)
+
+
 @pytest.mark.parametrize("specialised", ["tall", "wide"])
 def test_one_row_of_columns_that_end_in_a_tile(specialised):
     check(specialised, 64, 72, "bfloat16", False, None, SIZES["one"], "silu", gated=True)

@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
+import hopper_products
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.framework.interpret import interpret
-from kernels.ops.grouped_matmul import grouped_matmul, op, quantized_op
+from kernels.ops.grouped_matmul import grouped_matmul, op, quantized_op, triton_gpu
 from kernels.ops.grouped_matmul.contract import ACTIVATIONS, GroupedMatmulConfig, Tile
 from kernels.toolchains.simulate import ahead_of_time as checks
 
@@ -352,3 +353,13 @@ def test_the_map_of_tiles(arguments):
 @given(maps())
 def test_many_maps_of_tiles(arguments):
     _maps(*arguments)
+
+
+def test_products_that_are_kept_are_those_of_the_activation_where_no_kernel_is_specialised(monkeypatch):
+    monkeypatch.setattr(triton_gpu, "WORTH_KEEPING", 8)
+    monkeypatch.setattr(op, "_programs", {})
+    matrices = jnp.ones((2, 8, 2, 6), jnp.bfloat16)
+    call = op.bind(jnp.ones((5, 8), jnp.bfloat16), matrices, None, jnp.int32([3, 2]), activation="relu")
+    assert triton_gpu.keeps(call, None)["products"].shape == (5, 12)
+    with interpret(80):
+        hopper_products.check("none", 24, 40, "bfloat16", False, None, (30, 0, 20), "relu", gated=True, bias=True)

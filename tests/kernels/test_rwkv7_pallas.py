@@ -88,12 +88,15 @@ def test_packs():
     np.testing.assert_array_equal(packs[0, 0, 0, 64:66, 64:66], state[0, 0, 1])
 
 
-def test_what_is_left_to_xla_is_refused_by_name():
-    rng = np.random.default_rng(10)
-    with interpret():
-        for arguments, why in (
-            (arguments_of(rng, 1, 1, 2, 8, 4), "one token would take the work of a chunk of 128"),
-            (arguments_of(rng, 1, 4, 8, 512, 512), "MiB of VMEM"),
-        ):
-            with pytest.raises(kernels.Unsupported, match=why):
-                op(**arguments, platform="pallas")
+@pytest.mark.parametrize(
+    ("sizes", "more", "why"),
+    [
+        ((1, 4, 8, 512, 512), {}, "MiB of VMEM"),
+        ((1, 1, 64, 128, 1024), {}, "64 states of 128 by 1024 take 128 MiB of VMEM"),
+        ((1, 1, 2, 8, 4), {"num_states": 2}, "one token would take the work of a chunk of 128"),
+    ],
+)
+def test_what_is_left_to_xla_is_refused_by_name(sizes, more, why):
+    ids = {"segment_ids": jnp.zeros((1, 1), jnp.int32)} if more else {}
+    with interpret(), pytest.raises(kernels.Unsupported, match=why):
+        op(**arguments_of(np.random.default_rng(10), *sizes, **ids), **more, platform="pallas")

@@ -140,12 +140,6 @@ def test_strong_decays_in_bfloat16():
     compared(rounded | {"w": jnp.asarray(w, jnp.float32)}, allowed=1e-2, chunk=32)
 
 
-def test_one_token():
-    rng = np.random.default_rng(7)
-    state = rng.standard_normal((2, 1, 2, 8, 4)).astype(np.float32)
-    compared(arguments_of(rng, 2, 1, 2, 8, 4, initial_state=state), chunk=16)
-
-
 def test_the_map_of_a_part_of_a_row():
     """One call from the state [0 | I] with values [v | 0] ends in what a rank does to a state that enters it."""
     rng = np.random.default_rng(8)

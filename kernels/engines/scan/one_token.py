@@ -19,6 +19,7 @@ class Token(NamedTuple):
       q: [M, KQ, H]. k: [M, KK, H]. v: [M, KV, Hv]; all may have a dim T = 1 after the first, as what follows.
       a: log decays, [M, N] or [M, N, H], or None. w: weights of what is written, [M, N], or None for 1.
       skip: [N], or None for 0. bonus: [N, H], or None.
+      read, back: [M, N, H]: what reads the state before its decay, and what writes that back; or None.
       delta: whether the token replaces what the state has for its key.
       norm_eps: queries and keys are divided by sqrt(|x|^2 + norm_eps); 0: they are not.
     """
@@ -30,8 +31,14 @@ class Token(NamedTuple):
     w: jax.Array | None = None
     skip: jax.Array | None = None
     bonus: jax.Array | None = None
+    read: jax.Array | None = None
+    back: jax.Array | None = None
     delta: bool = False
     norm_eps: float = 0.0
+
+    @property
+    def arrays(self) -> tuple[jax.Array | None, ...]:
+        return self.q, self.k, self.v, self.a, self.w, self.skip, self.bonus, self.read, self.back
 
 
 def gradients(op: Op, saved: Saved, arrays: dict[str, Any], **options: Any) -> dict[str, jax.Array]:

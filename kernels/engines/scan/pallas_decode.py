@@ -2,6 +2,7 @@
 
     S' = diag(d) S,  S_t = S' + k_t u_tᵀ,  out_t = S_tᵀ q_t        u_t = w_t v_t, or of a delta rule w_t (v_t - S'ᵀ k_t)
 
+RWKV-7 adds b_t (Sᵀ a_t)ᵀ to S_t, where a reads before the decay.
 The states are all that there is to move. A program has those of one row, or of the slot of a pool that its token names, and
 each number is read and written once, in whatever dtype it is stored; arithmetic is in float32. XLA makes what a token itself
 has: decays exp(a), normalised keys, heads that share a key, and what an output has of its own token beside the state.
@@ -27,6 +28,7 @@ from kernels.toolchains.pallas import pallas_launch
 
 LANES, SUBLANES = 128, 8
 VMEM_BYTES = 48 * 2**20
+OF_KEYS = ("q", "k", "d", "read", "back")  # what is as wide as keys are
 # What a program does with its state: a token changes it; padding stores it as it is, or leaves what is there.
 COUNTS, HANDS_ON, LEAVES = 0, 1, 2
 
@@ -47,7 +49,8 @@ class Plan(NamedTuple):
 
 
 def decode_kernel(slots: Any, actions: Any, begun: Any, x: dict[str, Any], y: dict[str, Any], *, p: Plan) -> None:
-    """Computes a token of all heads; "q", "k", "d", "v" and "w" are in `x`, each [1, heads, width] in float32.
+    """Computes a token of all heads; "q", "k", "d", "v" and "w" are in `x`, and for RWKV-7 "read" and "back", each [1, heads,
+    width] in float32.
 
     Args:
       slots: where blocks of states are. actions: what a program does. begun: whether it has a state; else it starts from 0.
@@ -57,7 +60,8 @@ def decode_kernel(slots: Any, actions: Any, begun: Any, x: dict[str, Any], y: di
     def heads(first: Any, count: int) -> None:
         """Computes heads from `first` on, whose rows fill sublanes: their columns are one transpose."""
         rows = {name: ref[0, pl.ds(first, SUBLANES), :] for name, ref in x.items() if name != "states"}
-        q, k, d = (jnp.transpose(rows[name])[: p.H] for name in ("q", "k", "d"))
+        columns = {name: jnp.transpose(rows[name])[: p.H] for name in OF_KEYS if name in rows}
+        q, k, d = (columns[name] for name in ("q", "k", "d"))
         outs = []
         for j in range(count):
             state = jnp.zeros((p.H, rows["v"].shape[1]), jnp.float32)
@@ -69,6 +73,9 @@ def decode_kernel(slots: Any, actions: Any, begun: Any, x: dict[str, Any], y: di
             if p.delta:
                 u = u - jnp.sum(key * faded, axis=0, keepdims=True)
             after = faded + key * (rows["w"][j : j + 1] * u)
+            if "read" in columns:
+                found = jnp.sum(columns["read"][:, j : j + 1] * state, axis=0, keepdims=True)
+                after += columns["back"][:, j : j + 1] * found
             y["states"][0, first + j] = after.astype(y["states"].dtype)
             outs.append(jnp.sum(q[:, j : j + 1] * (state if p.before else after), axis=0, keepdims=True))
         outs += [jnp.zeros_like(outs[0])] * (SUBLANES - count)
@@ -105,7 +112,8 @@ def _prepared(x: Token, N: int) -> dict[str, jax.Array]:
         q, k = (y * lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + x.norm_eps) for y in (q, k))
     a = jnp.zeros((M, N, 1)) if x.a is None else x.a.astype(jnp.float32).reshape(M, N, -1)
     w = jnp.ones((M, N, 1)) if x.w is None else x.w.astype(jnp.float32).reshape(M, N, 1)
-    return {"q": q, "k": k, "d": jnp.broadcast_to(jnp.exp(a), q.shape), "v": v, "w": jnp.broadcast_to(w, v.shape)}
+    found = {"q": q, "k": k, "d": jnp.broadcast_to(jnp.exp(a), q.shape), "v": v, "w": jnp.broadcast_to(w, v.shape)}
+    return found | {name: wide(y, H) for name, y in (("read", x.read), ("back", x.back)) if y is not None}
 
 
 def _launch(
@@ -124,7 +132,7 @@ def _launch(
     rows = -N % SUBLANES
 
     def padded(name: str, y: jax.Array) -> jax.Array:
-        return jnp.pad(y, ((0, 0), (0, rows), (0, -H % LANES if name in "qkd" else 0)))
+        return jnp.pad(y, ((0, 0), (0, rows), (0, -H % LANES if name in OF_KEYS else 0)))
 
     inputs = {name: padded(name, y) for name, y in token.items()}
     inputs |= {} if states is None else {"states": states}

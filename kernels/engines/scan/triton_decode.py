@@ -3,10 +3,11 @@
     S' = D S,  S_t = S' + k_t u_tᵀ,  out_t = scale · S_tᵀ q_t + skip · v_t
     u_t = w_t v_t, or of a delta rule w_t (v_t - S'ᵀ k_t)
 
-with D the decay of a head or of each channel. With `bonus` the query reads S, and its own token with that weight. The state is
-all that there is to move, so that is what the kernel is made for: each number of it is read and written once, a program has
-the whole key dim of some columns in its registers and needs no other program, and what it reads of the state, by the key and by
-the query, are sums of the same pass. All arithmetic is in float32, whatever states are stored in.
+with D the decay of a head or of each channel. RWKV-7 adds b_t (Sᵀ a_t)ᵀ to S_t, where a reads before the decay. With `bonus`
+the query reads S, and its own token with that weight. All there is to move is the state, so that is what the kernel is made
+for: each number of it is read and written once, a program has the whole key dim of some columns in its registers and needs no
+other program, and what it reads of the state, by the key and by the query, are sums of the same pass. All arithmetic is in
+float32, whatever states are stored in.
 
 The states are those of the rows, or of the slots of a pool that tokens name: those are written in place, and no other slot is
 read or written.
@@ -51,6 +52,8 @@ def decode_kernel(
     w_ptr,  # [M, N] weights of what is written, or None for 1
     skip_ptr,  # [N], or None for 0
     bonus_ptr,  # [N, H], or None
+    read_ptr,  # [M, N, H]: what reads the state before its decay, or None
+    back_ptr,  # [M, N, H]: what writes that back, or None
     ids_ptr,  # int [M]: a token with a negative one is padding; None: no token is
     slots_ptr,  # int [M]: the state of each token, which is padding where there is no such state; None: that of its row
     begun_ptr,  # bool [M]: whether a token's state is to be read, else it starts from 0; None: all are
@@ -111,12 +114,18 @@ def decode_kernel(
         out = tl.sum(q[:, None] * state, 0) + own * u
     else:
         out = tl.sum(q[:, None] * faded, 0) + tl.sum(q * k) * u
+    after = faded + k[:, None] * u[None, :]
+    if read_ptr is not None:
+        a = tl.load(read_ptr + (m * N + n) * H + h, mask=h < H, other=0.0).to(tl.float32)
+        b = tl.load(back_ptr + (m * N + n) * H + h, mask=h < H, other=0.0).to(tl.float32)
+        found = tl.sum(a[:, None] * state, 0)
+        out += tl.sum(q * b) * found
+        after += b[:, None] * tl.expand_dims(found, 0)
     out *= SCALE
     if skip_ptr is not None:
         out += tl.load(skip_ptr + n).to(tl.float32) * x
     out_at = out_ptr + (m * N + n) * Hv + v
     tl.store(out_at, tl.where(counts, out, 0.0).to(out_ptr.dtype.element_ty), mask=v < Hv)
-    after = faded + k[:, None] * u[None, :]
     if after_ptr is not None:
         store_state(after_ptr, slot * N + n, h, v, tl.where(counts, after, state), True, H, Hv)
     else:
@@ -162,7 +171,7 @@ def ragged_decode(
     """
     M, (SLOTS, N), Hv = x.q.shape[0], pool.shape[:2], x.v.shape[-1]
     operands = (None, slots, begun, pool)
-    last = sum(y is not None for y in (x.q, x.k, x.v, x.a, x.w, x.skip, x.bonus, *operands)) - 1
+    last = sum(y is not None for y in (*x.arrays, *operands)) - 1
     after = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
     return _launch(x, N, operands, (M, N, Hv), after, SLOTS, {last: 1}, scale, cfg, work)
 
@@ -185,13 +194,7 @@ def _launch(
     # The output first: what has a buffer of its own comes before what is aliased (`triton_launch`).
     return triton_launch(
         decode_kernel,
-        x.q,
-        x.k,
-        x.v,
-        x.a,
-        x.w,
-        x.skip,
-        x.bonus,
+        *x.arrays,
         *states,
         out_shape=(jax.ShapeDtypeStruct(shape, x.v.dtype), after),
         grid=(M * N * triton.cdiv(Hv, block_v),),

@@ -41,9 +41,9 @@ def _launches(query, key, value, beta, g, segment_ids, initial_state, softmax_sc
     return (channels.ChannelLaunches if per_channel else delta.Launches)(x, num_states, scale, cfg, cost)
 
 
-def _one_token(T):
-    """Returns why a call of one token is refused, or None."""
-    return f"one token would take the work of a chunk of {delta.CHUNK}" if T == 1 else None
+def _one_token(call):
+    """Returns why a call of one token, but several states, is refused, or None."""
+    return f"one token would take the work of a chunk of {delta.CHUNK}" if call.dims["T"] == 1 else None
 
 
 def rejects(call):
@@ -51,7 +51,7 @@ def rejects(call):
         return "an array has no elements"
     if one_token(call.dims["T"], call.num_states):
         return decode.refused(call.dims)
-    if why := _one_token(call.dims["T"]):
+    if why := _one_token(call):
         return why
     if call.g is not None and call.g.shape[-1] > 1:
         return channels.refused(call.dims, call.num_states, call.dtype, True)
@@ -140,10 +140,17 @@ def _rwkv7_launches(r, w, k, v, a, b, segment_ids, initial_state, softmax_scale,
 def rwkv7_rejects(call):
     if 0 in call.dims.values():
         return "an array has no elements"
-    return _one_token(call.dims["T"]) or dplr.refused(call.dims, call.num_states, call.dtype)
+    if one_token(call.dims["T"], call.num_states):
+        return decode.refused(call.dims)
+    return _one_token(call) or dplr.refused(call.dims, call.num_states, call.dtype)
 
 
 def rwkv7_forward(r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg):
+    if one_token(r.shape[1], num_states):
+        check_states("rwkv7", initial_state, segment_ids, num_states)
+        cost = rwkv7_work(rwkv7_op.bind(r, w, k, v, a, b, num_states=num_states))[0]
+        token, scale = Token(r, k, v, w, read=a, back=b), scale_of(softmax_scale, r.shape[-1])
+        return decode.decode(token, v.shape[2], segment_ids, initial_state, scale, cost)
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, 0)
     return _rwkv7_launches(r, w, k, v, a, b, *options).forward(v.dtype)
 
@@ -154,10 +161,16 @@ def rwkv7_forward_with_residuals(r, w, k, v, a, b, segment_ids, initial_state, s
 
 
 def rwkv7_keeps(call, cfg):
+    if one_token(call.dims["T"], call.num_states):
+        return {}
     return dplr.kept_of(call.dims, call.num_states, call.dtype)
 
 
 def rwkv7_backward(saved, r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg):
+    if one_token(r.shape[1], num_states):
+        arrays = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
+        arrays |= {"segment_ids": segment_ids, "initial_state": initial_state}
+        return gradients_of(rwkv7_op, saved, arrays, softmax_scale=softmax_scale)
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, 1)
     d = _rwkv7_launches(r, w, k, v, a, b, *options).backward(saved.d_out, saved.d_final_state, saved)
     gradients = {"r": d["q"]} | {name: d[name] for name in "wkvab"}

@@ -150,11 +150,19 @@ def rwkv7_rejects(call):
 
 def rwkv7_forward(r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg):
     cost = rwkv7_work(rwkv7_op.bind(r, w, k, v, a, b, num_states=num_states))[0]
+    if decode.one_token(r.shape[1], num_states):
+        check_states("rwkv7", initial_state, segment_ids, num_states)
+        token, scale = decode.Token(r, k, v, w, read=a, back=b), scale_of(softmax_scale, r.shape[-1])
+        return decode.decode(token, v.shape[2], segment_ids, initial_state, scale, cfg, cost)
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
     return delta.forward(_rwkv7_launches(r, w, k, v, a, b, *options, None))
 
 
 def rwkv7_backward(saved, r, w, k, v, a, b, segment_ids, initial_state, softmax_scale, num_states, cfg):
+    if decode.one_token(r.shape[1], num_states):
+        arrays = {"r": r, "w": w, "k": k, "v": v, "a": a, "b": b}
+        arrays |= {"segment_ids": segment_ids, "initial_state": initial_state}
+        return decode.gradients(rwkv7_op, saved, arrays, softmax_scale=softmax_scale)
     cost = rwkv7_work(rwkv7_op.bind(r, w, k, v, a, b, num_states=num_states))[1]
     options = (segment_ids, initial_state, softmax_scale, num_states, cfg, cost)
     run = _rwkv7_launches(r, w, k, v, a, b, *options, saved.d_out)
@@ -181,6 +189,7 @@ def others(call):
     return [_tiles(call, cfg) for cfg in delta.candidates(call)]
 
 
+rwkv7_heuristic = decode.heuristic(dplr.heuristic, lambda call: decode.OF_CHANNELS)
 heuristic = decode.heuristic(of_chunks, lambda call: decode.OF_CHANNELS if _per_channel(call) else decode.COLUMNS)
 op.register(
     forward,
@@ -199,8 +208,8 @@ rwkv7_op.register(
     platforms={"cuda"},
     dtypes={"float32", "bfloat16", "float16"},
     rejects=rwkv7_rejects,
-    heuristic=dplr.heuristic,
-    candidates=dplr.candidates,
+    heuristic=rwkv7_heuristic,
+    candidates=decode.candidates(dplr.candidates, rwkv7_heuristic),
 )
 pool_op.register(
     pool_forward,

@@ -6,7 +6,7 @@ program has a multiprocessor to itself and takes tiles from a queue. One produce
 stages, and runs ahead of the others by the depth of the ring, across tiles. Two consumer warpgroups multiply: each has
 half of a tile's rows and all of its columns, and hands its sums to its own storing warp. So the tensor cores continue
 with the next tile while the last one is stored, and while one warpgroup finishes its tile the other one has them to
-itself. `gluon_parts.py` describes what is passed between them.
+itself. `gluon_parts.py` describes what is passed between them; the gradient of the matrices is in `gluon_contractions.py`.
 """
 
 # Gluon's stubs declare tensors where its compiler accepts constants and integers too.
@@ -17,12 +17,12 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from kernels.engines.matmul.gluon_sums import make_hands, write
 from kernels.ops.grouped_matmul.gluon_parts import (
+    GATHERING,
     gather,
-    hand_over,
     hand_over_activated,
     has_half,
     make_ring,
@@ -33,7 +33,6 @@ from kernels.ops.grouped_matmul.gluon_parts import (
 from kernels.toolchains.gluon import SWIZZLED, after, claim_tile, make_tile_queue, next_tile
 
 MATRIX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # of a block of one matrix among [E, K, WIDTH]
-GATHERING = gl.constexpr(2)  # warps that load where rows are gathered by index; TMA needs one
 
 # -- rows by the matrix of their group ---------------------------------------------------------------------------------
 
@@ -110,9 +109,9 @@ def _load_products(a_desc, a_ptr, rows_ptr, b_desc, d_desc, tiles_ptr, bounds_pt
 @gluon.jit
 def _multiply_products(bias_ptr, out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K: gl.constexpr, N: gl.constexpr,
                        E: gl.constexpr, BOUND: gl.constexpr, GATED: gl.constexpr, TRANSPOSED: gl.constexpr,
-                       ACTIVATION: gl.constexpr, COTANGENT: gl.constexpr, GATHERED: gl.constexpr, BAND: gl.constexpr,
-                       ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-                       WHICH: gl.constexpr):  # fmt: skip
+                       ACTIVATION: gl.constexpr, COTANGENT: gl.constexpr, KEEP: gl.constexpr, GATHERED: gl.constexpr,
+                       BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+                       STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     SIDES: gl.constexpr = 2 if GATED else 1
     HALF: gl.constexpr = has_half(N, BLOCK_N) and not GATED
@@ -129,12 +128,12 @@ def _multiply_products(bias_ptr, out_ptr, tiles_ptr, bounds_ptr, ring, queue, ha
             half, stage, phase = multiply(sums(ROWS, BLOCK_N // 2), ring, stage, phase, STEPS, WHICH, False, TRANSPOSED,
                                           GATHERED, STAGES)  # fmt: skip
             handed, stage, phase = hand_over_activated(half, ring, stage, phase, hands, handed, bias, column, N, GATED,
-                                                       ACTIVATION, COTANGENT, STAGES, WHICH)  # fmt: skip
+                                                       ACTIVATION, COTANGENT, KEEP, STAGES, WHICH)  # fmt: skip
         else:
             acc, stage, phase = multiply(sums(ROWS, SIDES * BLOCK_N), ring, stage, phase, STEPS, WHICH, False, TRANSPOSED,
                                          GATHERED, STAGES)  # fmt: skip
             handed, stage, phase = hand_over_activated(acc, ring, stage, phase, hands, handed, bias, column, N, GATED,
-                                                       ACTIVATION, COTANGENT, STAGES, WHICH)  # fmt: skip
+                                                       ACTIVATION, COTANGENT, KEEP, STAGES, WHICH)  # fmt: skip
         tile = next_tile(queue, turn)
         turn += 1
     # Rows without a group.
@@ -152,8 +151,8 @@ def _multiply_products(bias_ptr, out_ptr, tiles_ptr, bounds_ptr, ring, queue, ha
 
 
 @gluon.jit
-def _write_products(out_ptr, tiles_ptr, bounds_ptr, queue, hands, N: gl.constexpr, E: gl.constexpr, BOUND: gl.constexpr,
-                    GATED: gl.constexpr, COTANGENT: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
+def _write_products(out_ptr, kept_ptr, tiles_ptr, bounds_ptr, queue, hands, N: gl.constexpr, E: gl.constexpr,
+                    BOUND: gl.constexpr, GATED: gl.constexpr, COTANGENT: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
                     BLOCK_N: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = gl.load(bounds_ptr + 2 * E)
@@ -163,7 +162,14 @@ def _write_products(out_ptr, tiles_ptr, bounds_ptr, queue, hands, N: gl.constexp
         row += WHICH * ROWS
         if row < end:
             columns = _columns(column, N, BLOCK_N, GATED)
-            handed = write(hands, handed, out_ptr, row, end, column, columns, N, 2 if GATED and COTANGENT else 1, WHICH)
+            if kept_ptr is None:
+                handed = write(
+                    hands, handed, out_ptr, row, end, column, columns, N, 2 if GATED and COTANGENT else 1, WHICH
+                )
+            else:
+                for first in range(column, column + columns, 64):
+                    handed = write(hands, handed, kept_ptr, row, end, first, 64, N, 2 if GATED else 1, WHICH)
+                    handed = write(hands, handed, out_ptr, row, end, first, 64, N, 1, WHICH)
         tile = next_tile(queue, turn)
         turn += 1
 
@@ -182,6 +188,7 @@ def warp_specialized_matmul_kernel(
     bounds_ptr,
     turn_ptr,
     out_ptr,  # [M, N]; with a cotangent, that of the products, [M, WIDTH]
+    kept_ptr,  # [M, WIDTH]: the products too, for a backward; or None
     K: gl.constexpr,
     N: gl.constexpr,
     E: gl.constexpr,
@@ -200,6 +207,7 @@ def warp_specialized_matmul_kernel(
 ):
     COTANGENT: gl.constexpr = d_desc is not None
     GATHERED: gl.constexpr = rows_ptr is not None
+    KEEP: gl.constexpr = kept_ptr is not None
     LOADING: gl.constexpr = GATHERING if GATHERED else 1
     # A gate's block of a matrix and that of its up projection are adjacent, and one block to the tensor cores.
     COLUMNS: gl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
@@ -209,191 +217,15 @@ def warp_specialized_matmul_kernel(
     gl.warp_specialize(
         [
             (_multiply_products, (bias_ptr, out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K, N, E, BOUND, GATED,
-                                  TRANSPOSED, ACTIVATION, COTANGENT, GATHERED, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 0)),
+                                  TRANSPOSED, ACTIVATION, COTANGENT, KEEP, GATHERED, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 0)),
             (_multiply_products, (bias_ptr, out_ptr, tiles_ptr, bounds_ptr, ring, queue, hands, K, N, E, BOUND, GATED,
-                                  TRANSPOSED, ACTIVATION, COTANGENT, GATHERED, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 1)),
+                                  TRANSPOSED, ACTIVATION, COTANGENT, KEEP, GATHERED, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 1)),
             (_load_products, (a_desc, a_ptr, rows_ptr, b_desc, d_desc, tiles_ptr, bounds_ptr, turn_ptr, ring, queue, K, N, E,
                               BOUND, GATED, TRANSPOSED, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES)),
-            (_write_products, (out_ptr, tiles_ptr, bounds_ptr, queue, hands, N, E, BOUND, GATED, COTANGENT, BAND, ROWS,
-                               BLOCK_N, 0)),
-            (_write_products, (out_ptr, tiles_ptr, bounds_ptr, queue, hands, N, E, BOUND, GATED, COTANGENT, BAND, ROWS,
-                               BLOCK_N, 1)),
-        ],
-        [4, LOADING, 1, 1],
-        [MULTIPLYING, OTHERS, OTHERS, OTHERS],
-    )  # fmt: skip
-
-
-# -- the gradient of the matrices --------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _contraction_tile(tile, bounds_ptr, E: gl.constexpr, TILES_P: gl.constexpr, TILES_Q: gl.constexpr, BAND: gl.constexpr,
-                      ROWS: gl.constexpr, BLOCK_Q: gl.constexpr):  # fmt: skip
-    """Returns a tile's matrix, its first row and column there, and the rows of its group; the longest groups come
-    first."""
-    expert = gl.load(bounds_ptr + 2 * E + 2 + tile // (TILES_P * TILES_Q))
-    inside = tile % (TILES_P * TILES_Q)
-    band = inside // (BAND * TILES_Q)
-    height = gl.minimum(TILES_P - band * BAND, BAND)
-    p = (band * BAND + inside % (BAND * TILES_Q) % height) * (2 * ROWS)
-    q = inside % (BAND * TILES_Q) // height * BLOCK_Q
-    return expert, p, q, gl.load(bounds_ptr + expert), gl.load(bounds_ptr + E + expert)
-
-
-@gluon.jit
-def _load_contractions(a_desc, a_ptr, rows_ptr, b_desc, bounds_ptr, turn_ptr, ring, queue, P: gl.constexpr,
-                       E: gl.constexpr, TILES_P: gl.constexpr, TILES_Q: gl.constexpr, BAND: gl.constexpr,
-                       ROWS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr,
-                       STAGES: gl.constexpr):  # fmt: skip
-    a_tiles, b_tiles, full, free = ring
-    tile, turn, stage, phase = gl.program_id(0), 0, 0, 0
-    while tile < E * TILES_P * TILES_Q:
-        expert, p, q, begin, end = _contraction_tile(tile, bounds_ptr, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q)
-        tile = claim_tile(queue, turn_ptr, turn)
-        turn += 1
-        for row in range(begin, end, BLOCK_K):
-            mbarrier.wait(free.index(stage), phase ^ 1)
-            arrived = full.index(stage)
-            if rows_ptr is None:
-                mbarrier.expect(arrived, 2 * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta)
-                tma.async_load(a_desc, [row, p], arrived, a_tiles.index(2 * stage))
-                tma.async_load(a_desc, [row, p + ROWS], arrived, a_tiles.index(2 * stage + 1))
-                tma.async_load(b_desc, [row, q], arrived, b_tiles.index(stage))
-            else:
-                mbarrier.expect(arrived, b_desc.nbytes_per_cta)
-                tma.async_load(b_desc, [row, q], arrived, b_tiles.index(stage))
-                for half in gl.static_range(2):
-                    gather(a_tiles.index(2 * stage + half), a_ptr, rows_ptr, row, end, p + half * ROWS, P)
-                async_copy.mbarrier_arrive(arrived, increment_count=False)
-            stage, phase = after(stage, phase, STAGES)
-
-
-@gluon.jit
-def _keep_rows(block, count):
-    """Zeroes the rows of a block in shared memory after the first ones, using few registers."""
-    ROWS: gl.constexpr = block.shape[0]
-    WIDTH: gl.constexpr = block.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    inner = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) < count
-    for column in gl.static_range(0, WIDTH, 64):
-        part = block.slice(column, 64, 1)
-        x = part.load(layout)
-        part.store(gl.where(inner[:, None], x, gl.zeros_like(x)))
-
-
-@gluon.jit
-def _multiply_rows(acc, a, b, count):
-    """Adds the products of the first rows of a partial step: the following rows belong to the next group, or to none,
-    and may hold anything. Both warpgroups zero b in the same way, so their order does not matter."""
-    COLUMNS: gl.constexpr = acc.shape[1]
-    SLICE: gl.constexpr = 32
-    for i in gl.static_range(a.shape[0] // SLICE):
-        if count > SLICE * i:
-            a_rows, b_rows = a.slice(SLICE * i, SLICE, 0), b.slice(SLICE * i, SLICE, 0).slice(0, COLUMNS, 1)
-            if count < SLICE * (i + 1):
-                _keep_rows(a_rows, count - SLICE * i)
-                _keep_rows(b_rows, count - SLICE * i)
-                fence_async_shared()
-            acc = warpgroup_mma(a_rows.permute((1, 0)), b_rows, acc)
-    return acc
-
-
-@gluon.jit
-def _contract(acc, ring, stage, phase, rows, GATHERED: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-              WHICH: gl.constexpr):  # fmt: skip
-    a_tiles, b_tiles, full, free = ring
-    acc, stage, phase = multiply(acc, ring, stage, phase, rows // BLOCK_K, WHICH, True, False, GATHERED, STAGES)
-    if rows % BLOCK_K > 0:
-        mbarrier.wait(full.index(stage), phase)
-        if GATHERED:
-            fence_async_shared()
-        acc = _multiply_rows(acc, a_tiles.index(2 * stage + WHICH), b_tiles.index(stage), rows % BLOCK_K)
-        fence_async_shared()
-        mbarrier.arrive(free.index(stage))
-        stage, phase = after(stage, phase, STAGES)
-    return acc, stage, phase
-
-
-@gluon.jit
-def _multiply_contractions(bounds_ptr, ring, queue, hands, P: gl.constexpr, Q: gl.constexpr, E: gl.constexpr,
-                           TILES_P: gl.constexpr, TILES_Q: gl.constexpr, GATHERED: gl.constexpr, BAND: gl.constexpr,
-                           ROWS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-                           WHICH: gl.constexpr):  # fmt: skip
-    HALF: gl.constexpr = has_half(Q, BLOCK_Q)
-    tile, turn, stage, phase, handed = gl.program_id(0), 0, 0, 0, 0
-    while tile < E * TILES_P * TILES_Q:
-        expert, p, q, begin, end = _contraction_tile(tile, bounds_ptr, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q)
-        if p + WHICH * ROWS >= P:
-            stage, phase = skip(ring, stage, phase, gl.cdiv(end - begin, BLOCK_K), STAGES)
-        elif HALF and Q - q <= BLOCK_Q // 2:
-            half, stage, phase = _contract(
-                sums(ROWS, BLOCK_Q // 2), ring, stage, phase, end - begin, GATHERED, BLOCK_K, STAGES, WHICH
-            )
-            handed = hand_over(half, hands, handed, WHICH)
-        else:
-            acc, stage, phase = _contract(
-                sums(ROWS, BLOCK_Q), ring, stage, phase, end - begin, GATHERED, BLOCK_K, STAGES, WHICH
-            )
-            handed = hand_over(acc, hands, handed, WHICH)
-        tile = next_tile(queue, turn)
-        turn += 1
-
-
-@gluon.jit
-def _write_contractions(out_ptr, bounds_ptr, queue, hands, P: gl.constexpr, Q: gl.constexpr, E: gl.constexpr,
-                        TILES_P: gl.constexpr, TILES_Q: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
-                        BLOCK_Q: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
-    HALF: gl.constexpr = has_half(Q, BLOCK_Q)
-    tile, turn, handed = gl.program_id(0), 0, 0
-    while tile < E * TILES_P * TILES_Q:
-        expert, p, q, begin, end = _contraction_tile(tile, bounds_ptr, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q)
-        p += WHICH * ROWS
-        if p < P:
-            out = out_ptr + expert.to(gl.int64) * (P * Q)
-            columns = gl.where(HALF and Q - q <= BLOCK_Q // 2, BLOCK_Q // 2, BLOCK_Q)
-            handed = write(hands, handed, out, p, P, q, columns, Q, 1, WHICH)
-        tile = next_tile(queue, turn)
-        turn += 1
-
-
-@gluon.jit
-def warp_specialized_contraction_kernel(
-    a_desc,  # [M, P] in blocks [BLOCK_K, ROWS]; None if its rows are gathered
-    a_ptr,  # [*, P], and the index there of each row, as above
-    rows_ptr,
-    b_desc,  # [M, Q] in blocks [BLOCK_K, BLOCK_Q]
-    bounds_ptr,
-    turn_ptr,
-    out_ptr,  # [E, P, Q]
-    P: gl.constexpr,
-    Q: gl.constexpr,
-    E: gl.constexpr,
-    BAND: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr,
-    MULTIPLYING: gl.constexpr,
-    OTHERS: gl.constexpr,
-):
-    TILES_P: gl.constexpr = (P + 2 * ROWS - 1) // (2 * ROWS)
-    TILES_Q: gl.constexpr = (Q + BLOCK_Q - 1) // BLOCK_Q
-    GATHERED: gl.constexpr = rows_ptr is not None
-    LOADING: gl.constexpr = GATHERING if GATHERED else 1
-    ring = make_ring(STAGES, b_desc.dtype, (BLOCK_K, ROWS), BLOCK_K, BLOCK_Q, 32 * GATHERING if GATHERED else 0)
-    queue, hands = make_tile_queue(4), make_hands(BUFFERS, b_desc.dtype, ROWS)
-    gl.warp_specialize(
-        [
-            (_multiply_contractions, (bounds_ptr, ring, queue, hands, P, Q, E, TILES_P, TILES_Q, GATHERED, BAND, ROWS, BLOCK_Q,
-                                      BLOCK_K, STAGES, 0)),
-            (_multiply_contractions, (bounds_ptr, ring, queue, hands, P, Q, E, TILES_P, TILES_Q, GATHERED, BAND, ROWS, BLOCK_Q,
-                                      BLOCK_K, STAGES, 1)),
-            (_load_contractions, (a_desc, a_ptr, rows_ptr, b_desc, bounds_ptr, turn_ptr, ring, queue, P, E, TILES_P, TILES_Q,
-                                  BAND, ROWS, BLOCK_Q, BLOCK_K, STAGES)),
-            (_write_contractions, (out_ptr, bounds_ptr, queue, hands, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, 0)),
-            (_write_contractions, (out_ptr, bounds_ptr, queue, hands, P, Q, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q, 1)),
+            (_write_products, (out_ptr, kept_ptr, tiles_ptr, bounds_ptr, queue, hands, N, E, BOUND, GATED, COTANGENT, BAND,
+                               ROWS, BLOCK_N, 0)),
+            (_write_products, (out_ptr, kept_ptr, tiles_ptr, bounds_ptr, queue, hands, N, E, BOUND, GATED, COTANGENT, BAND,
+                               ROWS, BLOCK_N, 1)),
         ],
         [4, LOADING, 1, 1],
         [MULTIPLYING, OTHERS, OTHERS, OTHERS],

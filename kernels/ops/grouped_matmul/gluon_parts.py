@@ -23,6 +23,8 @@ from kernels.engines.matmul.gluon_sums import hand_part, parts_of, slabs_of
 from kernels.ops.grouped_matmul.triton_kernels import activated, slope
 from kernels.toolchains.gluon import SWIZZLED, after
 
+GATHERING = gl.constexpr(2)  # warps that load where rows are gathered by index; TMA needs one
+
 
 @gluon.jit
 def make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, A: gl.constexpr, B0: gl.constexpr, B1: gl.constexpr,
@@ -125,10 +127,10 @@ def _with_bias(part, bias_ptr, column, N: gl.constexpr):
 
 @gluon.jit
 def hand_over_activated(acc, ring, stage, phase, hands, handed, bias_ptr, column, N: gl.constexpr, GATED: gl.constexpr,
-                        ACTIVATION: gl.constexpr, COTANGENT: gl.constexpr, STAGES: gl.constexpr,
-                        WHICH: gl.constexpr):  # fmt: skip
+                        ACTIVATION: gl.constexpr, COTANGENT: gl.constexpr, KEEP: gl.constexpr,
+                        STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     """Hands over the activation of sums and their bias; for a gate and an up projection, multiplied by the up
-    projection.
+    projection. With KEEP, after what is activated: the gate and the up projection in turn.
 
     Given the cotangent of the result, 64 columns in each of the following stages instead of a, hands over the cotangents of
     the sums: those of the gate and of the up projection in turn."""
@@ -157,9 +159,17 @@ def hand_over_activated(acc, ring, stage, phase, hands, handed, bias_ptr, column
             if GATED:
                 handed = hand_part(ups, hands, handed, WHICH)
         else:
-            y = activated(z, ACTIVATION)
+            # What is kept goes first: held longer, it would not fit beside the activation.
+            if KEEP:
+                handed = hand_part((z,), hands, handed, WHICH)
+            y = z
             if GATED:
-                y *= _with_bias(parts[PARTS + i], None if bias_ptr is None else bias_ptr + N, column + 64 * i, N)
+                y = _with_bias(parts[PARTS + i], None if bias_ptr is None else bias_ptr + N, column + 64 * i, N)
+                if KEEP:
+                    handed = hand_part((y,), hands, handed, WHICH)
+                y *= activated(z, ACTIVATION)
+            else:
+                y = activated(z, ACTIVATION)
             handed = hand_part((y,), hands, handed, WHICH)
     return handed, stage, phase
 

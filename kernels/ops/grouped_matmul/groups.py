@@ -72,6 +72,8 @@ def register(
     *,
     refuses: Callable[[Any], str | None] = lambda call: None,
     gathers: bool = False,
+    keeping: Callable | None = None,
+    keeps: Callable | None = None,
     **facts: Any,
 ) -> None:
     """Adds a backend for all three operations, named after the file that defines its functions.
@@ -86,6 +88,8 @@ def register(
       refuses: call -> a reason to refuse it, in addition to `rejects`.
       gathers: the functions take `rows` last, the index in lhs, or in a, of each row [M], negative for one of zeros, and return
         the gradient of those rows for lhs. Else XLA gathers them before.
+      keeping: as `forward`, without scales -> (result, the products that its activation is of); `backward` finds these in
+        `saved`. keeps: as in `Op.register`; None if nothing is kept.
       facts: arguments of `Op.register`.
     """
 
@@ -134,10 +138,22 @@ def register(
             gradients["rhs_transposed"] = d_rhs.reshape(rhs_transposed.shape)
         return gradients | {"lhs": combine_rows(gradients["lhs"], slots)}
 
+    def run_keeping(lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
+        weights = matrices(rhs, rhs_transposed)
+        out, products = keeping(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg)
+        return out, {"products": products}
+
+    def gathered_keeping(lhs, rhs, rhs_transposed, group_sizes, rows, slots, group_offset, rhs_bias, activation, cfg):
+        weights = matrices(rhs, rhs_transposed)
+        out, products = keeping(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, rows)
+        return out, {"products": products}
+
+    def with_kept(function):
+        return {} if keeping is None else {"forward_with_residuals": function, "keeps": keeps}
+
     name = forward.__module__.rpartition(".")[2]
-    op.register(run, run_backward, rejects=lambda call: refuses(call) or rejects(call), name=name, **facts)
-    gathered_op.register(
-        gathered, gathered_backward, rejects=lambda call: refuses(call) or rejects(call), name=name, **facts
-    )
+    refuse = {"rejects": lambda call: refuses(call) or rejects(call), "name": name}
+    op.register(run, run_backward, **with_kept(run_keeping), **refuse, **facts)
+    gathered_op.register(gathered, gathered_backward, **with_kept(gathered_keeping), **refuse, **facts)
     also = {"rejects": lambda call: refuses(call) or rejects_quantized(call), "name": name}
     quantized_op.register(quantized, quantized_backward, **also, **facts)

@@ -18,15 +18,14 @@ from jax import lax
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work, nbytes
 from kernels.ops.grouped_matmul.contract import GroupedMatmulConfig, Tile
-from kernels.ops.grouped_matmul.gluon_kernels import (
-    MATRIX,
-    warp_specialized_contraction_kernel,
-    warp_specialized_matmul_kernel,
-)
+from kernels.ops.grouped_matmul.gluon_contractions import warp_specialized_contraction_kernel
+from kernels.ops.grouped_matmul.gluon_kernels import MATRIX, warp_specialized_matmul_kernel
 from kernels.ops.grouped_matmul.groups import register, scales
 from kernels.ops.grouped_matmul.triton_kernels import (
     group_sum_kernel,
     grouped_matmul_kernel,
+    products_bwd_kernel,
+    products_fwd_kernel,
     ragged_contraction_kernel,
     tile_map_kernel,
 )
@@ -112,7 +111,7 @@ def _product(
     if scale is None and _specialises(tile, a, b, (K, N)):
         return _warp_specialized_product(
             a, b, transposed, gated, WARP_SPECIALIZED[tile.specialised], maps, bias, activation, d_out, rows
-        )
+        )[0]
     where = maps.of(tile.block_m)
     tma = K % tile.block_k == 0 and _whole(a, K) and _whole(b, N)
     out = jax.ShapeDtypeStruct((M, N if d_out is None else width), a.dtype)
@@ -230,13 +229,14 @@ REGISTERS = {"MULTIPLYING": 216, "OTHERS": 72}
 
 
 def _launch(
-    kernel, shape: _WarpSpecialized, inputs: Sequence[Any], out: jax.ShapeDtypeStruct, tiles: int, work: Work, **named
+    kernel, shape: _WarpSpecialized, inputs: Sequence[Any], out: Sequence[Any], tiles: int, work: Work, **named
 ):
-    result, _ = triton_launch(
+    """Returns the results of a kernel, of these shapes; the last of its inputs is the counter of the queue."""
+    *results, _ = triton_launch(
         kernel,
         *inputs,
-        out_shape=(out, jax.ShapeDtypeStruct((1,), jnp.int32)),
-        input_output_aliases={sum(x is not None for x in inputs) - 1: 1},
+        out_shape=(*out, jax.ShapeDtypeStruct((1,), jnp.int32)),
+        input_output_aliases={sum(x is not None for x in inputs) - 1: len(out)},
         grid=(min(MULTIPROCESSORS, tiles),),
         num_warps=4,
         work=work,
@@ -248,7 +248,7 @@ def _launch(
         STAGES=shape.stages,
         BUFFERS=shape.buffers,
     )
-    return result
+    return results
 
 
 def _warp_specialized_product(
@@ -262,7 +262,8 @@ def _warp_specialized_product(
     activation=None,
     d_out=None,
     rows=None,
-) -> jax.Array:
+    keep: bool = False,
+) -> list[jax.Array]:
     K, experts, width = a.shape[1], b.shape[0], b.shape[1] if transposed else b.shape[2]
     M = len(a if rows is None else rows)
     N, columns = (width // 2, shape.columns // 2) if gated else (width, shape.columns)
@@ -279,7 +280,9 @@ def _warp_specialized_product(
     tiles, work = where.bound * triton.cdiv(N, columns), _work(2 * M * K * width, a, b, d_out, out)
     sizes = {"K": K, "N": N, "E": experts, "BOUND": where.bound, "BLOCK_N": columns}
     how = {"GATED": gated, "TRANSPOSED": transposed, "ACTIVATION": activation}
-    return _launch(warp_specialized_matmul_kernel, shape, inputs, out, tiles, work, **sizes, **how)
+    outputs = (out, jax.ShapeDtypeStruct((M, width), a.dtype)) if keep else (out,)
+    how |= {} if keep else {"kept_ptr": None}
+    return _launch(warp_specialized_matmul_kernel, shape, inputs, outputs, tiles, work, **sizes, **how)
 
 
 def _warp_specialized_contraction(a, b, experts: int, shape: _WarpSpecialized, where: _Map, rows=None) -> jax.Array:
@@ -291,9 +294,8 @@ def _warp_specialized_contraction(a, b, experts: int, shape: _WarpSpecialized, w
     inputs = a_desc, *rows_of, b_desc, where.bounds, where.turn
     tiles = experts * triton.cdiv(P, 2 * shape.rows) * triton.cdiv(Q, shape.columns)
     sizes = {"P": P, "Q": Q, "E": experts, "BLOCK_Q": shape.columns}
-    return _launch(
-        warp_specialized_contraction_kernel, shape, inputs, out, tiles, _work(2 * M * P * Q, a, b, out), **sizes
-    )
+    work = _work(2 * M * P * Q, a, b, out)
+    return _launch(warp_specialized_contraction_kernel, shape, inputs, (out,), tiles, work, **sizes)[0]
 
 
 def _group_sums(x, experts: int, dtype: Any, where: _Map):
@@ -313,6 +315,43 @@ def _group_sums(x, experts: int, dtype: Any, where: _Map):
     return result
 
 
+def _activated(z, gated: bool, activation: str) -> jax.Array:
+    """Returns the activation of products [M, width]; of a gate and an up projection, multiplied by the latter."""
+    M, N = z.shape[0], z.shape[1] // (2 if gated else 1)
+    block_n, out = min(1024, triton.next_power_of_2(N)), jax.ShapeDtypeStruct((M, N), z.dtype)
+    (result,) = triton_launch(
+        products_fwd_kernel,
+        z,
+        out_shape=(out,),
+        grid=(M, triton.cdiv(N, block_n)),
+        work=_work(0, z, out),
+        N=N,
+        GATED=gated,
+        ACTIVATION=activation,
+        BLOCK_N=block_n,
+    )
+    return result
+
+
+def _activated_backward(z, d, gated: bool, activation: str) -> jax.Array:
+    """Returns the cotangent of products [M, width], given that of their activation [M, N]."""
+    M, N = d.shape
+    block_n = min(1024, triton.next_power_of_2(N))
+    (result,) = triton_launch(
+        products_bwd_kernel,
+        z,
+        d,
+        out_shape=(jax.ShapeDtypeStruct(z.shape, z.dtype),),
+        grid=(M, triton.cdiv(N, block_n)),
+        work=_work(0, z, z, d),
+        N=N,
+        GATED=gated,
+        ACTIVATION=activation,
+        BLOCK_N=block_n,
+    )
+    return result
+
+
 # -- the operation ----------------------------------------------------------------------------------------------------
 
 
@@ -323,12 +362,36 @@ def _forward(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg,
     return _product(lhs, b, transposed, gated, cfg.forward, maps, rhs_bias, activation, scale=of_columns, rows=rows)
 
 
+def keeps(call, cfg):
+    """Returns the products that an activation is of, where reading them takes less time than computing them again."""
+    M, _, depth, width, _ = _sizes(call)
+    if call.activation is None or call.lhs.dtype.itemsize != 2 or depth < WORTH_KEEPING:
+        return {}
+    return {"products": jax.ShapeDtypeStruct((M, width), call.lhs.dtype)}
+
+
+def _forward_keeping(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, rows=None):
+    """Returns (the result, the products that the activation is of)."""
+    b, transposed, gated = weights
+    maps = _Maps(group_sizes, group_offset, len(lhs if rows is None else rows), b.shape[0])
+    width = b.shape[1] if transposed else b.shape[2]
+    if _specialises(cfg.forward, lhs, b, (lhs.shape[1], width // 2 if gated else width)):
+        shape = WARP_SPECIALIZED[cfg.forward.specialised]
+        return _warp_specialized_product(
+            lhs, b, transposed, gated, shape, maps, rhs_bias, activation, None, rows, keep=True
+        )
+    products = _product(lhs, b, transposed, False, cfg.forward, maps, rhs_bias, rows=rows)
+    return _activated(products, gated, activation), products
+
+
 def _backward(saved, lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, scale, rows=None):
     """Returns (the gradients of lhs and of the bias by name, the cotangent of the products, maps of tiles)."""
     b, transposed, gated = weights
     d = saved.d_out.astype(lhs.dtype)
     maps = _Maps(group_sizes, group_offset, d.shape[0], b.shape[0])
-    if activation is not None:
+    if "products" in saved:
+        d = _activated_backward(saved["products"], d, gated, activation)
+    elif activation is not None:
         columns = scales("columns", scale)
         d = _product(lhs, b, transposed, gated, cfg.forward, maps, rhs_bias, activation, d, scale=columns, rows=rows)
     gradients = {"lhs": _product(d, b, not transposed, False, cfg.d_lhs, maps, scale=scales("rows", scale))}
@@ -423,6 +486,8 @@ def _tile(
     return Tile(m, n, deep, warps, shape.stages, shape.programs * MULTIPROCESSORS, shape.band, flatten)
 
 
+# Of so many entries or more, a product takes longer than writing and reading its result.
+WORTH_KEEPING = 512
 # From this mean number of rows per group, a tile of 256 is worthwhile.
 SPECIALISED_ROWS = 128
 
@@ -469,6 +534,8 @@ register(
     _backward,
     _contraction,
     gathers=True,
+    keeping=_forward_keeping,
+    keeps=keeps,
     platforms={"cuda"},
     dtypes={"float32", "bfloat16", "float16"},
     heuristic=heuristic,

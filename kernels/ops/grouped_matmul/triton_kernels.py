@@ -345,3 +345,41 @@ def group_sum_kernel(
     tl.store(
         out_ptr + expert.to(tl.int64) * N + cols, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=cols < N
     )
+
+
+@triton.jit
+def products_fwd_kernel(
+    z_ptr,  # [M, N], or [M, 2 N] of a gate and an up projection
+    out_ptr,  # [M, N]
+    N: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    z = z_ptr + row * (2 * N if GATED else N) + cols
+    y = activated(tl.load(z, mask=cols < N, other=0.0).to(tl.float32), ACTIVATION)
+    if GATED:
+        y *= tl.load(z + N, mask=cols < N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * N + cols, y.to(out_ptr.dtype.element_ty), mask=cols < N)
+
+
+@triton.jit
+def products_bwd_kernel(
+    z_ptr,  # as above
+    d_ptr,  # [M, N]
+    out_ptr,  # as z
+    N: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = row * (2 * N if GATED else N) + cols
+    z = tl.load(z_ptr + first, mask=cols < N, other=0.0).to(tl.float32)
+    d = tl.load(d_ptr + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(z_ptr + first + N, mask=cols < N, other=0.0).to(tl.float32)
+        tl.store(out_ptr + first + N, (d * activated(z, ACTIVATION)).to(out_ptr.dtype.element_ty), mask=cols < N)
+        d *= up
+    tl.store(out_ptr + first, (d * slope(z, ACTIVATION)).to(out_ptr.dtype.element_ty), mask=cols < N)
