@@ -77,6 +77,19 @@ class RankPlan(NamedTuple):
     turns: tuple[Turn, ...]
 
 
+def _at(number: jax.Array, here: jax.Array, x: jax.Array, columns: int) -> jax.Array:
+    """Returns [S, columns] with x[s, j] in column number[s, j] where `here`; 0 where none is."""
+
+    def column(
+        c: int,
+    ) -> jax.Array:  # no reduction: the TPU compiler refuses one over rows whose number has few factors
+        return functools.reduce(
+            jnp.add, [jnp.where(here[:, j] & (number[:, j] == c), x[:, j], 0) for j in range(x.shape[1])]
+        )
+
+    return jnp.stack([column(c) for c in range(columns)], axis=1)
+
+
 class ByRank(Scheme):
     """Sends a row for each token and rank."""
 
@@ -151,11 +164,8 @@ class ByRank(Scheme):
         experts, number, weights = (taken(a, turn.pair, top_k) for a in (plan.experts, plan.number, plan.weights))
         local = experts - rank[:, None] * inner.num_experts
         here = (turn.pair >= 0)[:, None] & (local >= 0) & (local < inner.num_experts)
-        there = here[:, :, None] & (number[:, :, None] == jnp.arange(columns))
         # In one array, where numbers of experts are exact; 0 is none, as where no row arrives.
-        numbers = [
-            jnp.sum(jnp.where(there, a[:, :, None], 0), axis=1) for a in (local.astype(weights.dtype) + 1, weights)
-        ]
+        numbers = [_at(number, here, a, columns) for a in (local.astype(weights.dtype) + 1, weights)]
         arrived = self._sent(job, turn, jnp.concatenate(numbers, axis=1))
         local, weights = arrived[:, :columns].astype(jnp.int32) - 1, arrived[:, columns:]
         local = jnp.where(local >= 0, local, inner.num_experts)

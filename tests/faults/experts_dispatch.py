@@ -144,7 +144,7 @@ FAULTS = (
         "RaggedAllToAll.fullest",
         "$plan.between.sum(0).max()",
         "$plan.between.sum(1).max()",
-        f"{TESTS} -k 'balanced and ragged'",
+        f"{TESTS} -m slow -k 'more_chunks and ragged'",
     ),
     Fault(
         "a token goes to a rank once for each choice",
@@ -179,7 +179,7 @@ FAULTS = (
         "ByRank._further.of_turn",
         "self._planned($job, $plan, $q)",
         "self._planned($job, $plan, 0 * $q)",
-        EP,
+        TP,
     ),
     Fault(
         "the experts make as many passes as rows travel in",
@@ -200,7 +200,7 @@ FAULTS = (
         "AllToAll.fullest",
         "$plan.between.max()",
         "$plan.between[0, 0]",
-        EP,
+        TP,
     ),
     Fault(
         "the devices of a host have the experts of all hosts",
