@@ -1,10 +1,10 @@
-"""`python -m benchmarks.precisions [steps=2000] [precisions=bf16,fp8_block,fp8_row] [out=FILE] [commit=] [KEY=VALUE ...]`: losses
-of products in 8 bits beside those of bfloat16.
+"""`python -m benchmarks.precisions [steps=2000] [precisions=bf16,fp8_block,fp8_row] [out=FILE] [commit=] [KEY=VALUE ...]`:
+losses of products in 8 bits beside those of bfloat16.
 
-Trains nano, or what other keys of a recipe say, on the text of Python's standard library, once with each `model.precision`, from the
-same seed and on the same batches; and once more in bfloat16 from another seed, as the measure of what a difference is worth. A loss is
-the mean of 100 steps. Writes every loss, and a picture of the curves beside them. On a Hopper GPU in about a minute; a CPU computes
-products in 8 bits in float32.
+Trains nano, or what other keys of a recipe say, on the text of Python's standard library, once with each `model.precision`,
+from the same seed and on the same batches; and once more in bfloat16 from another seed, as the measure of what a difference is
+worth. A loss is the mean of 100 steps. Writes every loss, and a picture of the curves beside them. On a Hopper GPU in about a
+minute; a CPU computes products in 8 bits in float32.
 """
 
 from __future__ import annotations

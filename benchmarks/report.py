@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,7 @@ def tables(folder: Path) -> str:
         of_dealing(folder / "dealing"),
         resumed(folder / "resumed"),
         optimizers(folder / "optimizers"),
+        precisions(folder / "precisions"),
     )
     parts += [section for section in more if section]
     return "\n\n".join(parts) or "Nothing has been measured yet."
@@ -171,13 +173,24 @@ def small_operations(folder: Path) -> str:
 
 def optimizers(folder: Path) -> str:
     """Returns the Markdown of the results of `benchmarks.optimizers` in a folder; empty where there are none."""
-    from benchmarks.optimizers import table as rows_of
+    from benchmarks.optimizers import table
 
+    return _curves(folder, "Muon and AdamW", "losses of both optimizers", table)
+
+
+def precisions(folder: Path) -> str:
+    """Returns the Markdown of the results of `benchmarks.precisions` in a folder; empty where there are none."""
+    from benchmarks.precisions import table
+
+    return _curves(folder, "Losses of products in 8 bits", "losses of each precision", table)
+
+
+def _curves(folder: Path, what: str, shown: str, rows_of: Callable[[dict[str, Any]], str]) -> str:
     parts = []
     for path in sorted(folder.glob("*.json")):
         found = json.loads(path.read_text())
-        picture = f"![losses of both optimizers](results/{folder.name}/{path.stem}.png)"
-        title = f"### Muon and AdamW: {path.stem} on {found['device']}"
+        picture = f"![{shown}](results/{folder.name}/{path.stem}.png)"
+        title = f"### {what}: {path.stem} on {found['device']}"
         parts.append(f"{title}\n\n{picture}\n\n{rows_of(found)}\n\nMeasured {_origin(found)}.")
     return "\n\n".join(parts)
 

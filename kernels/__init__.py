@@ -73,6 +73,7 @@ from kernels.ops.scaled_matmul import (
     activation_cotangents,
     quantize_both_ways,
     quantize_scaled,
+    scaled_grouped_matmul,
     scaled_matmul,
 )
 from kernels.ops.state_space import causal_conv1d, state_space_v1, state_space_v2

@@ -6,7 +6,7 @@ import numpy as np
 from hopper import spoil_memory
 
 from kernels import quantize_scaled
-from kernels.ops.scaled_matmul import ScaledMatmulConfig, op
+from kernels.ops.scaled_matmul import ScaledMatmulConfig, grouped_op, op
 
 ROWS, BLOCKS, BOTH = ((1, None), (1, None)), ((1, 128), (128, 128)), ((1, 128), (1, 128))
 # (rows and entries that share a scale of a and of b, M, D, F, block_m, block_n, dtype of b, of the result, whether sums stay in
@@ -49,3 +49,31 @@ def check(blocks, M, D, F, block_m, block_n, b_dtype, dtype, fast=False, *, agai
         added = (-(-D // 32) if fast else 4) * 2.0**-14 * size
         bound = 2.0 ** -(8 if dtype == "bfloat16" else 11) * np.abs(want) + added
         assert (np.abs(got - want) <= bound).all(), (time, np.argwhere(~(np.abs(got - want) <= bound))[:5])
+
+
+# (whether scales are of blocks, rows of the groups, M, D, F, block_m): groups that end within a tile, or have no rows, rows past
+# the last one, and a group of several tiles.
+GROUPED = [
+    (True, (130, 0, 70, 300, 1), 560, 384, 256, 256),
+    (True, (40, 129, 3), 172, 256, 384, 128),
+    (False, (0, 260, 57), 320, 256, 128, 256),
+]
+
+
+def check_grouped(blocks, sizes, M, D, F, block_m, *, again=0):
+    """Holds every entry of a grouped product, as `check` does."""
+    a, _, a_scale, _ = operands(BLOCKS if blocks else ROWS, M, D, 128, "float8_e4m3fn")
+    made = [operands(BLOCKS if blocks else ROWS, 128 + i, D, F, "float8_e4m3fn") for i in range(len(sizes))]
+    b, b_scale = (jnp.stack([x[i] for x in made]) for i in (1, 3))
+    counts = jnp.asarray(sizes, jnp.int32)
+    arrays = a, b, a_scale, b_scale, counts
+    want = np.asarray(grouped_op.function(*arrays, dtype="float32"))
+    magnitudes = (jnp.abs(x.astype(jnp.float32)) for x in (a, b))
+    size = np.asarray(grouped_op.function(*magnitudes, a_scale, b_scale, counts, dtype="float32"))
+    cfg = ScaledMatmulConfig(block_m=block_m, block_n=128, num_stages=3, num_buffers=1, band=2)
+    ours = jax.jit(lambda *a: grouped_op(*a, platform="triton", cfg=cfg))
+    for time in range(1 + again):
+        spoil_memory([jnp.zeros((M, F), jnp.bfloat16)])
+        got = np.asarray(ours(*arrays), np.float32)
+        off = np.abs(got - want) > 2.0**-8 * np.abs(want) + 4 * 2.0**-14 * size
+        assert not off.any(), (time, np.argwhere(off)[:5])

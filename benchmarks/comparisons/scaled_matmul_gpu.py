@@ -1,8 +1,9 @@
-"""`python -m benchmarks.comparisons.scaled_matmul_gpu [shapes=8192x8192x8192] [scalings=row,block] [tiles=chosen] [out=FILE]`
+"""`python -m benchmarks.comparisons.scaled_matmul_gpu [shapes=8192x8192x8192] [scalings=row,block] [tiles=chosen] [groups=]
+[out=FILE]`
 
 On one GPU, products of 8-bit floats with scales: scaled_matmul with the tile that a call gets (`tiles=candidates`: with those
 that the tuner tries; `tiles=every`: in other bands too), torch._scaled_mm where it takes such scales, and a product in bfloat16
-of as many FLOPs. Then `quantize_scaled` of an operand.
+of as many FLOPs. Then `quantize_scaled` of an operand. `groups=65536x2048x768x128`: grouped products, rows, D, F and matrices.
 Numbers first: a contestant that is not within 1% of the contract (3% where sums may stay in the tensor cores) is not timed.
 
 TFLOP/s are of the median of shuffled rounds, each of calls back to back, as the clock has them. `out=FILE` keeps them, and
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks.comparisons.grouped_matmul_gpu import distance, race
 from kernels import quantize_both_ways, quantize_scaled
@@ -95,6 +97,45 @@ def right(made, wanted):
     return ready
 
 
+def of_groups(shape, tiles):
+    """Yields a line for each contestant of a grouped product "MxDxFxE", of about equal groups: this project's in 8 bits, with
+    scales of blocks and of rows; a dense one in 8 bits of as many FLOPs; and the grouped one in bfloat16. Numbers first."""
+    from kernels import grouped_matmul
+    from kernels.ops.scaled_matmul import grouped_op
+    from kernels.ops.scaled_matmul import triton_gpu as gpu
+
+    M, D, F, E = map(int, shape.split("x"))
+    sizes = jnp.asarray(
+        np.random.default_rng(0).multinomial(M, np.random.default_rng(1).dirichlet(np.full(E, 8.0))), jnp.int32
+    )
+    x, w = (jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(((M, D), (E, F, D))))
+    plain = jax.jit(lambda x, w: grouped_matmul(x, w, sizes, transpose_rhs=True))
+    wanted = plain(x, w)
+    for scaling in ("block", "row"):
+        one, other = SCALINGS[scaling]
+        (a, a_scale), (b, b_scale) = (
+            quantize_scaled(x, one),
+            jax.jit(jax.vmap(lambda w, by=other: quantize_scaled(w, by)))(w),
+        )
+        operands = a, b, a_scale, b_scale, sizes
+        ready = {"bfloat16": functools.partial(plain, x, w)}
+        tried = gpu.grouped_candidates(grouped_op.bind(*operands))
+        for cfg in tried if tiles != "chosen" else tried[:1]:
+            f = functools.partial(jax.jit(functools.partial(grouped_op, platform="triton", cfg=cfg)), *operands)
+            off = float(distance(f(), wanted))
+            name = f"ours {cfg.block_m}x{cfg.block_n} s{cfg.num_stages} h{cfg.num_buffers}" + " (heuristic)" * (
+                cfg == tried[0]
+            )
+            print(f"{shape} {scaling} {name}: {off:.1e} off bfloat16's" + " IS WRONG" * (off > 0.06), flush=True)
+            if off <= 0.06:
+                ready[name] = f
+        dense = jax.jit(functools.partial(op, platform="triton"))
+        ready["dense"] = functools.partial(dense, a, b[0], a_scale, b_scale[0])
+        for name, speed in race(ready, 2 * M * D * F).items():
+            print(f"  {speed:7.1f}  {name}", flush=True)
+            yield {"shape": shape, "scaling": scaling, "name": name, "TFLOP_s": speed}
+
+
 def as_table(rows):
     """Returns TFLOP/s of the tile that a call got and, in brackets, its share of torch's with such sums, and of bfloat16."""
     speeds = {(r["shape"], r["scaling"], r["name"]): r["TFLOP_s"] for r in rows if "TFLOP_s" in r}
@@ -114,11 +155,13 @@ def as_table(rows):
     return "\n".join(lines)
 
 
-def main(shapes="8192x8192x8192", scalings="row,block,block_of_rows", tiles="chosen", out="", table=""):
+def main(shapes="8192x8192x8192", scalings="row,block,block_of_rows", tiles="chosen", groups="", out="", table=""):
     if table:
         return print(as_table(json.loads(Path(table).read_text())["rows"]))
     rows, start = [], time.perf_counter()
-    for shape in shapes.split(","):
+    for shape in filter(None, groups.split(",")):
+        rows += of_groups(shape, tiles)
+    for shape in filter(None, shapes.split(",")):
         M, D, F = map(int, shape.split("x"))
         x, w = (jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(((M, D), (F, D))))
         plain = jax.jit(lambda x, w: jnp.einsum("md,fd->mf", x, w))
@@ -151,9 +194,9 @@ def main(shapes="8192x8192x8192", scalings="row,block,block_of_rows", tiles="cho
                 print(f"  quantising {operand}: {speed:.2f} TB/s", flush=True)
                 rows.append({"shape": shape, "scaling": scaling, "name": f"quantize {operand}", "TB_s": speed})
             print(f"{time.perf_counter() - start:.0f} s", flush=True)
-        if out:
-            about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "command": " ".join(sys.argv)}
-            Path(out).write_text(json.dumps({**about, "rows": rows}, indent=1))
+    if out:
+        about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "command": " ".join(sys.argv)}
+        Path(out).write_text(json.dumps({**about, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

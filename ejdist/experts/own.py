@@ -76,7 +76,7 @@ class Local(Scheme):
         def visit(q: jax.Array, keep: bool = False) -> tuple[jax.Array, Any]:
             w = self.pairs(job, plan, q)
             applied = _Made.of(job, flat_params, x, w, keep)
-            return combined(applied.y, w.slot, weights), applied if keep else None
+            return wide(combined(applied.y, w.slot, weights)), applied if keep else None
 
         def first() -> tuple[jax.Array, Any]:
             chunks = [visit(jnp.int32(i), keep) for i in range(job.chunks)]
@@ -106,8 +106,8 @@ class Local(Scheme):
             d_own, d_rows = made.pull(flat_params, (wide(d) * weight[:, None]).astype(made.y.dtype))
             d_weight = jnp.sum(wide(made.y) * wide(d), axis=1)
             d_weight = jnp.where(w.slot >= 0, d_weight[jnp.maximum(w.slot, 0)], 0)
-            d_x = wide(d_rows) if job.gathers else combined(d_rows, w.slot)
-            return d_x, d_weight, [wide(a) for a in d_own]
+            d_x = d_rows if job.gathers else combined(d_rows, w.slot)
+            return wide(d_x), d_weight, [wide(a) for a in d_own]
 
         def again() -> Callable:
             tokens = x()

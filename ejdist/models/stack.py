@@ -320,7 +320,7 @@ def run_layers(
     end = begin + rounds * len(pattern)
     head, tail = layers[which.start : begin], layers[end : which.stop]
     each, first = _counts(pattern), _counts(head)
-    stacks = {}
+    stacks: dict[str, Any] = {}
     for name in _counts(layers[which.start : which.stop]):
         part = parts_of(c)[name]
         weights = {k: cast(params[k], x.dtype) if p.cast else params[k] for k, p in part.declare(c).items()}

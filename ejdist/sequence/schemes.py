@@ -142,7 +142,7 @@ class AllGather(Scheme):
     def forward(self, local: Local) -> tuple[jax.Array, jax.Array]:
         if len(local.hops) == 1:  # no rank needs the keys of another, and a ring of one hop sends nothing
             return Ring().forward(local)
-        check_groups(self.head_groups, local.sizes.get("K", self.head_groups))
+        check_groups(self.head_groups, local.sizes.get("K", 0))
         if (call := Gathered.of(local, self.head_groups)) is not None:
             return call.forward()
         if local.plain:

@@ -66,15 +66,15 @@ FAULTS = (
     Fault(
         "scaled matmul, Hopper: the scales of a step are those of the first",
         "scaled_matmul/gluon_kernels:_load_scales",
-        "gl.load($b_ptr + $column // 128 * $STEPS + $k)",
-        "gl.load($b_ptr + $column // 128 * $STEPS)",
+        "gl.load($b_ptr + ($matrix * $BLOCKS_N + $column // 128) * $STEPS + $k)",
+        "gl.load($b_ptr + ($matrix * $BLOCKS_N + $column // 128) * $STEPS)",
         HOPPER,
     ),
     Fault(
         "scaled matmul, Hopper: a block of rows of b has the scale of the first",
         "scaled_matmul/gluon_kernels:_load_scales",
-        "$column // 128 * $STEPS",
-        "0 * $column",
+        "$matrix * $BLOCKS_N + $column // 128",
+        "$matrix * $BLOCKS_N",
         HOPPER,
     ),
     Fault(
@@ -118,15 +118,17 @@ FAULTS = (
         "scaled matmul, Hopper: every row of a has the scale of the first",
         "scaled_matmul/gluon_kernels:_of_rows",
         "$of_rows = gl.load($a_ptr + ($rows if $A_ROWS else gl.zeros_like($rows)), mask=$rows < $M, other=0.0)\n"
-        "$of_columns = gl.load($b_ptr + ($columns if $B_ROWS else gl.zeros_like($columns)), mask=$columns < $N, other=0.0)",
+        "$of_columns = gl.load($b_ptr + ($matrix * $N + $columns if $B_ROWS else gl.zeros_like($columns)), "
+        "mask=$columns < $N, other=0.0)",
         "$of_rows = gl.load($a_ptr + gl.zeros_like($rows), mask=$rows < $M, other=0.0)\n"
-        "$of_columns = gl.load($b_ptr + ($columns if $B_ROWS else gl.zeros_like($columns)), mask=$columns < $N, other=0.0)",
+        "$of_columns = gl.load($b_ptr + ($matrix * $N + $columns if $B_ROWS else gl.zeros_like($columns)), "
+        "mask=$columns < $N, other=0.0)",
         HOPPER,
     ),
     Fault(
         "scaled matmul, Hopper: the last band is as high as the others",
         "scaled_matmul/gluon_kernels:_place",
-        "gl.minimum($TILES_M - $band * $BAND, $BAND)",
+        "gl.minimum(_rows_of_tiles($tiles, $M, $BLOCK_M, $BOUND) - $band * $BAND, $BAND)",
         "$BAND",
         HOPPER,
     ),
@@ -159,10 +161,10 @@ FAULTS = (
         f"{SCALED} -k bit_by_bit",
     ),
     Fault(
-        "quantised both ways: an activation's cotangents are exchanged",
+        "quantised both ways: the gate's cotangent is that of the activation itself",
         "quantize_kernels:activation_cotangents_kernel",
-        "$side == 0",
-        "$side == 1",
+        "($d * tl.load($up + $offsets).to(tl.float32) * $slope).to($dtype), ($d * $act).to($dtype)",
+        "($d * tl.load($up + $offsets).to(tl.float32) * $act).to($dtype), ($d * $act).to($dtype)",
         f"{SCALED} -k activation",
     ),
     Fault(
@@ -178,5 +180,47 @@ FAULTS = (
         "dtype.scalar in _EIGHT_BITS and rounding != ir.ROUNDING_MODE.RTZ",
         "False",
         f"{SCALED} -k bit_by_bit",
+    ),
+    Fault(
+        "scaled grouped matmul: every group has the matrix of the first",
+        "scaled_matmul/gluon_kernels:_load",
+        "$matrix * $N + $column",
+        "$column",
+        f"{HOPPER} -k groups",
+    ),
+    Fault(
+        "scaled grouped matmul: a matrix has the scales of the first",
+        "scaled_matmul/gluon_kernels:_load_scales",
+        "$matrix * $BLOCKS_N + $column // 128",
+        "$column // 128",
+        f"{HOPPER} -k groups",
+    ),
+    Fault(
+        "scaled grouped matmul: rows of a matrix have the scales of the first",
+        "scaled_matmul/gluon_kernels:_of_rows",
+        "$matrix * $N + $columns if $B_ROWS else gl.zeros_like($columns)",
+        "$columns if $B_ROWS else gl.zeros_like($columns)",
+        f"{HOPPER} -k groups",
+    ),
+    Fault(
+        "scaled grouped matmul: a group's last tile overwrites the next group",
+        "scaled_matmul/gluon_kernels:_store",
+        "write($hands, $handed, $out, $row + $WHICH * $ROWS, $end, $$rest)",
+        "write($hands, $handed, $out, $row + $WHICH * $ROWS, $end + 3, $$rest)",
+        f"{HOPPER} -k groups",
+    ),
+    Fault(
+        "scaled grouped matmul: rows past the last group are what memory has",
+        "scaled_matmul/gluon_kernels:_store",
+        "gl.store($out + $at + $entries, $zeros, mask=$at + $entries < $M * $N)",
+        "pass",
+        f"{HOPPER} -k groups",
+    ),
+    Fault(
+        "scaled grouped matmul: a group of no rows has a tile",
+        "grouped:tiles_of",
+        "-(-($ends - $begins) // $block_m)",
+        "($ends - $begins) // $block_m + 1",
+        f"{HOPPER} -k groups",
     ),
 )

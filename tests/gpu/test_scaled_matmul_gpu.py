@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hopper import on_a_gpu
-from hopper_scaled import BLOCKS, BOTH, CALLS, ROWS, check, operands
+from hopper_scaled import BLOCKS, BOTH, CALLS, GROUPED, ROWS, check, check_grouped, operands
 
 from kernels.ops.scaled_matmul import ScaledMatmulConfig, activate_op, both_ways_op, cotangents_op, op
 
@@ -18,6 +18,11 @@ pytestmark = on_a_gpu()
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call[1:])))
 def test_numbers(call):
     check(*call, again=2)
+
+
+@pytest.mark.parametrize("call", GROUPED, ids=lambda call: "-".join(map(str, call[2:])))
+def test_numbers_of_groups(call):
+    check_grouped(*call, again=2)
 
 
 @pytest.mark.parametrize(

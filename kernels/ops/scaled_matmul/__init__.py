@@ -13,6 +13,7 @@ from kernels.framework.options import checked
 from kernels.framework.public import Prepared, public, public_as_declared
 from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig, op
 from kernels.ops.scaled_matmul.formats import DTYPES, SCALINGS, Scaling, quantized
+from kernels.ops.scaled_matmul.grouped import grouped_op
 from kernels.ops.scaled_matmul.quantizing import OPERANDS, activate_op, both_ways_op, cotangents_op
 
 __all__ = [
@@ -24,9 +25,11 @@ __all__ = [
     "activation_cotangents",
     "both_ways_op",
     "cotangents_op",
+    "grouped_op",
     "op",
     "quantize_both_ways",
     "quantize_scaled",
+    "scaled_grouped_matmul",
     "scaled_matmul",
 ]
 
@@ -223,4 +226,30 @@ activation_cotangents = public_as_declared(
     [(128, 256), (128, 2), (256, 128), (2, 1)]
     """,
     returns=cotangents_op.outputs,
+)
+
+scaled_grouped_matmul = public_as_declared(
+    grouped_op,
+    """Returns [M, F]: each row of a * a_scale times the matrix of its group, b * b_scale [F, D] transposed, accumulated in
+    float32. Rows of a group are contiguous; rows past the last group are zero.
+
+    Args:
+      a: float8_e4m3fn or float8_e5m2, [M, D]. b: the same, [E, F, D], a matrix for each group.
+      a_scale, b_scale: float32, of rows, [M, 1] and [E, F, 1], or of blocks of 128, [M, D / 128] and [E, F / 128, D / 128], as
+        `quantize_scaled` returns them of each matrix; 128 divides D and F.
+      group_sizes: int [E], rows of each group.
+      dtype: "bfloat16", "float16" or "float32".
+
+    It has no gradient. The gradient of the rows is such a product of their cotangents [M, F] with the matrices [E, D, F].
+
+    Raises:
+      ValueError: names the argument. Unsupported: the requested backend cannot run the call.
+
+    >>> import jax.numpy as jnp
+    >>> from kernels import quantize_scaled
+    >>> a, a_scale = quantize_scaled(jnp.ones((3, 128)), (1, 128))
+    >>> b, b_scale = jax.vmap(lambda w: quantize_scaled(w, (128, 128)))(jnp.ones((2, 128, 128)) * jnp.array([[[1.0]], [[2.0]]]))
+    >>> print(scaled_grouped_matmul(a, b, a_scale, b_scale, jnp.array([1, 2]))[:, 0])
+    [128 256 256]
+    """,
 )

@@ -40,30 +40,48 @@ def _make_ring(STAGES: gl.constexpr, a_dtype: gl.constexpr, b_dtype: gl.constexp
 
 
 @gluon.jit
-def _place(tile, M: gl.constexpr, N: gl.constexpr, BAND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Returns a tile's first row and column. Bands of row tiles sweep the columns, so that both are read from the L2 cache."""
-    TILES_M: gl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
-    TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    band = tile // (BAND * TILES_N)
-    height = gl.minimum(TILES_M - band * BAND, BAND)
-    inside = tile % (BAND * TILES_N)
-    return (band * BAND + inside % height) * BLOCK_M, inside // height * BLOCK_N
+def _rows_of_tiles(tiles_ptr, M: gl.constexpr, BLOCK_M: gl.constexpr, BOUND: gl.constexpr):
+    """Returns how many rows of tiles there are: those of M, or as many as groups of rows have."""
+    if tiles_ptr is None:
+        return (M + BLOCK_M - 1) // BLOCK_M
+    else:
+        return gl.load(tiles_ptr + 3 * BOUND)
 
 
 @gluon.jit
-def _load(a_desc, b_desc, ring, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TILES: gl.constexpr, BAND: gl.constexpr,
-          ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def _place(tile, tiles_ptr, M: gl.constexpr, N: gl.constexpr, BOUND: gl.constexpr, BAND: gl.constexpr, BLOCK_M: gl.constexpr,
+           BLOCK_N: gl.constexpr):  # fmt: skip
+    """Returns a tile's first row and column, its matrix, and the end of its rows. Bands of row tiles sweep the columns, so that
+    both are read from the L2 cache."""
+    TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    band = tile // (BAND * TILES_N)
+    height = gl.minimum(_rows_of_tiles(tiles_ptr, M, BLOCK_M, BOUND) - band * BAND, BAND)
+    inside = tile % (BAND * TILES_N)
+    which, column = band * BAND + inside % height, inside // height * BLOCK_N
+    if tiles_ptr is None:
+        return which * BLOCK_M, column, 0, M
+    else:
+        matrix, row = gl.load(tiles_ptr + which), gl.load(tiles_ptr + BOUND + which)
+        return row, column, matrix, gl.load(tiles_ptr + 2 * BOUND + which)
+
+
+@gluon.jit
+def _load(a_desc, b_desc, tiles_ptr, ring, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, BOUND: gl.constexpr,
+          BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+          STAGES: gl.constexpr):  # fmt: skip
     a_tiles, b_tiles, full, free = ring
     stage, phase = 0, 0
-    for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
-        row, column = _place(tile, M, N, BAND, 2 * ROWS, BLOCK_N)
+    TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    tiles = _rows_of_tiles(tiles_ptr, M, 2 * ROWS, BOUND) * TILES_N
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, column, matrix, end = _place(tile, tiles_ptr, M, N, BOUND, BAND, 2 * ROWS, BLOCK_N)
         for k in range(0, K, BLOCK_K):
             mbarrier.wait(free.index(stage), phase ^ 1)
             arrived = full.index(stage)
             mbarrier.expect(arrived, 2 * a_desc.nbytes_per_cta + b_desc.nbytes_per_cta)
             tma.async_load(a_desc, [row, k], arrived, a_tiles.index(2 * stage))
             tma.async_load(a_desc, [row + ROWS, k], arrived, a_tiles.index(2 * stage + 1))
-            tma.async_load(b_desc, [column, k], arrived, b_tiles.index(stage))
+            tma.async_load(b_desc, [matrix * N + column, k], arrived, b_tiles.index(stage))
             stage, phase = after(stage, phase, STAGES)
 
 
@@ -73,13 +91,15 @@ def _sums(ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _of_rows(part, a_scale_ptr, b_scale_ptr, row, column, M: gl.constexpr, N: gl.constexpr, A_ROWS: gl.constexpr,
+def _of_rows(part, a_scale_ptr, b_scale_ptr, row, column, matrix, M: gl.constexpr, N: gl.constexpr, A_ROWS: gl.constexpr,
              B_ROWS: gl.constexpr):  # fmt: skip
     """Returns sums scaled, where each row of a and of b has one scale, or all have."""
     rows = row + gl.arange(0, part.shape[0], gl.SliceLayout(1, part.type.layout))
     columns = column + gl.arange(0, 64, gl.SliceLayout(0, part.type.layout))
     of_rows = gl.load(a_scale_ptr + (rows if A_ROWS else gl.zeros_like(rows)), mask=rows < M, other=0.0)
-    of_columns = gl.load(b_scale_ptr + (columns if B_ROWS else gl.zeros_like(columns)), mask=columns < N, other=0.0)
+    of_columns = gl.load(
+        b_scale_ptr + (matrix * N + columns if B_ROWS else gl.zeros_like(columns)), mask=columns < N, other=0.0
+    )
     return part * of_rows[:, None] * of_columns[None, :]
 
 
@@ -87,15 +107,17 @@ def _of_rows(part, a_scale_ptr, b_scale_ptr, row, column, M: gl.constexpr, N: gl
 
 
 @gluon.jit
-def _multiply(a_scale_ptr, b_scale_ptr, ring, hands, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TILES: gl.constexpr,
-              A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-              BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+def _multiply(a_scale_ptr, b_scale_ptr, tiles_ptr, ring, hands, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+              BOUND: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
+              BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     a_tiles, b_tiles, full, free = ring
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     PARTS: gl.constexpr = BLOCK_N // 64
     stage, phase, handed = 0, 0, 0
-    for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
-        row, column = _place(tile, M, N, BAND, 2 * ROWS, BLOCK_N)
+    TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    tiles = _rows_of_tiles(tiles_ptr, M, 2 * ROWS, BOUND) * TILES_N
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, column, matrix, end = _place(tile, tiles_ptr, M, N, BOUND, BAND, 2 * ROWS, BLOCK_N)
         acc = _sums(ROWS, BLOCK_N)
         for k in range(STEPS):
             mbarrier.wait(full.index(stage), phase)
@@ -110,7 +132,7 @@ def _multiply(a_scale_ptr, b_scale_ptr, ring, hands, M: gl.constexpr, N: gl.cons
         parts = parts_of(acc, PARTS)
         for i in gl.static_range(PARTS):
             part = _of_rows(
-                parts[i], a_scale_ptr, b_scale_ptr, row + WHICH * ROWS, column + 64 * i, M, N, A_ROWS, B_ROWS
+                parts[i], a_scale_ptr, b_scale_ptr, row + WHICH * ROWS, column + 64 * i, matrix, M, N, A_ROWS, B_ROWS
             )
             handed = hand_part((part,), hands, handed, WHICH)
 
@@ -129,17 +151,20 @@ def _make_scales(STAGES: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr
 
 
 @gluon.jit
-def _load_scales(a_scale_ptr, b_scale_ptr, ring, scales, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, TILES: gl.constexpr,
-                 B_ROWS: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-                 STAGES: gl.constexpr):  # fmt: skip
+def _load_scales(a_scale_ptr, b_scale_ptr, tiles_ptr, ring, scales, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+                 BOUND: gl.constexpr, B_ROWS: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+                 BLOCK_K: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Fills the scales of each stage: those of rows, multiplied by that of 128 columns where they share one."""
     a_tiles, b_tiles, full, free = ring
     of_rows, of_columns = scales
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    BLOCKS_N: gl.constexpr = N // 128
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     stage, phase = 0, 0
-    for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
-        row, column = _place(tile, M, N, BAND, 2 * ROWS, BLOCK_N)
+    TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    tiles = _rows_of_tiles(tiles_ptr, M, 2 * ROWS, BOUND) * TILES_N
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, column, matrix, end = _place(tile, tiles_ptr, M, N, BOUND, BAND, 2 * ROWS, BLOCK_N)
         rows = row + gl.arange(0, ROWS, flat)
         columns = column + gl.arange(0, BLOCK_N, flat)
         for k in range(STEPS):
@@ -149,7 +174,7 @@ def _load_scales(a_scale_ptr, b_scale_ptr, ring, scales, M: gl.constexpr, N: gl.
             if B_ROWS:
                 of_b = gl.load(b_scale_ptr + k * N + columns, mask=columns < N, other=0.0)
             else:
-                of_b = gl.load(b_scale_ptr + column // 128 * STEPS + k)
+                of_b = gl.load(b_scale_ptr + (matrix * BLOCKS_N + column // 128) * STEPS + k)
                 upper, lower = upper * of_b, lower * of_b
             mbarrier.wait(free.index(stage), phase ^ 1)
             of_rows.index(2 * stage).store(upper)
@@ -187,8 +212,8 @@ def _added(acc, p, of_rows, of_columns, BLOCKS: gl.constexpr, B_ROWS: gl.constex
 
 
 @gluon.jit
-def _multiply_by_steps(a_scale_ptr, b_scale_ptr, ring, scales, hands, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
-                       TILES: gl.constexpr, BLOCKS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
+def _multiply_by_steps(a_scale_ptr, b_scale_ptr, tiles_ptr, ring, scales, hands, M: gl.constexpr, N: gl.constexpr,
+                       K: gl.constexpr, BOUND: gl.constexpr, BLOCKS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
                        BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
                        STAGES: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     a_tiles, b_tiles, full, free = ring
@@ -200,8 +225,10 @@ def _multiply_by_steps(a_scale_ptr, b_scale_ptr, ring, scales, hands, M: gl.cons
     # their old value, the assembler would begin them earlier, in registers that a tall tile does not have. So whether they
     # are added to it is known at run time only: never, as there is one program in the second dim.
     never = gl.num_programs(1) > 1
-    for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
-        row, column = _place(tile, M, N, BAND, 2 * ROWS, BLOCK_N)
+    TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    tiles = _rows_of_tiles(tiles_ptr, M, 2 * ROWS, BOUND) * TILES_N
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, column, matrix, end = _place(tile, tiles_ptr, M, N, BOUND, BAND, 2 * ROWS, BLOCK_N)
         row += WHICH * ROWS
         upper, lower, p = _sums(64, BLOCK_N), _sums(64, BLOCK_N), _sums(64, BLOCK_N)
         for _ in range(STEPS):
@@ -225,36 +252,47 @@ def _multiply_by_steps(a_scale_ptr, b_scale_ptr, ring, scales, hands, M: gl.cons
         for i in gl.static_range(PARTS):
             slabs = (uppers[i], lowers[i]) if TALL else (uppers[i],)
             if not BLOCKS:
-                first = _of_rows(uppers[i], a_scale_ptr, b_scale_ptr, row, column + 64 * i, M, N, A_ROWS, B_ROWS)
+                first = _of_rows(
+                    uppers[i], a_scale_ptr, b_scale_ptr, row, column + 64 * i, matrix, M, N, A_ROWS, B_ROWS
+                )
                 slabs = (first,)
                 if TALL:
                     second = _of_rows(
-                        lowers[i], a_scale_ptr, b_scale_ptr, row + 64, column + 64 * i, M, N, A_ROWS, B_ROWS
+                        lowers[i], a_scale_ptr, b_scale_ptr, row + 64, column + 64 * i, matrix, M, N, A_ROWS, B_ROWS
                     )
                     slabs = (first, second)
             handed = hand_part(slabs, hands, handed, WHICH)
 
 
 @gluon.jit
-def _consume(a_scale_ptr, b_scale_ptr, ring, scales, hands, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
-             TILES: gl.constexpr, FAST: gl.constexpr, BLOCKS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
+def _consume(a_scale_ptr, b_scale_ptr, tiles_ptr, ring, scales, hands, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+             BOUND: gl.constexpr, FAST: gl.constexpr, BLOCKS: gl.constexpr, A_ROWS: gl.constexpr, B_ROWS: gl.constexpr,
              BAND: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
              WHICH: gl.constexpr):  # fmt: skip
     if FAST:
-        _multiply(a_scale_ptr, b_scale_ptr, ring, hands, M, N, K, TILES, A_ROWS, B_ROWS, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES,
-                  WHICH)  # fmt: skip
+        _multiply(a_scale_ptr, b_scale_ptr, tiles_ptr, ring, hands, M, N, K, BOUND, A_ROWS, B_ROWS, BAND, ROWS, BLOCK_N,
+                  BLOCK_K, STAGES, WHICH)  # fmt: skip
     else:
-        _multiply_by_steps(a_scale_ptr, b_scale_ptr, ring, scales, hands, M, N, K, TILES, BLOCKS, A_ROWS, B_ROWS, BAND, ROWS,
-                           BLOCK_N, BLOCK_K, STAGES, WHICH)  # fmt: skip
+        _multiply_by_steps(a_scale_ptr, b_scale_ptr, tiles_ptr, ring, scales, hands, M, N, K, BOUND, BLOCKS, A_ROWS, B_ROWS,
+                           BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, WHICH)  # fmt: skip
 
 
 @gluon.jit
-def _store(out_ptr, hands, M: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
-           BLOCK_N: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
+def _store(out_ptr, tiles_ptr, hands, M: gl.constexpr, N: gl.constexpr, BOUND: gl.constexpr, BAND: gl.constexpr,
+           ROWS: gl.constexpr, BLOCK_N: gl.constexpr, WHICH: gl.constexpr):  # fmt: skip
     handed = 0
-    for tile in range(gl.program_id(0), TILES, gl.num_programs(0)):
-        row, column = _place(tile, M, N, BAND, 2 * ROWS, BLOCK_N)
-        handed = write(hands, handed, out_ptr, row + WHICH * ROWS, M, column, BLOCK_N, N, 1, WHICH)
+    TILES_N: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    tiles = _rows_of_tiles(tiles_ptr, M, 2 * ROWS, BOUND) * TILES_N
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, column, matrix, end = _place(tile, tiles_ptr, M, N, BOUND, BAND, 2 * ROWS, BLOCK_N)
+        handed = write(hands, handed, out_ptr, row + WHICH * ROWS, end, column, BLOCK_N, N, 1, WHICH)
+    if tiles_ptr is not None:  # rows past the last group
+        layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+        entries = gl.arange(0, 256, layout)
+        zeros = gl.zeros([256], out_ptr.dtype.element_ty, layout)
+        first = gl.load(tiles_ptr + 3 * BOUND + 1).to(gl.int64) * N
+        for at in range(first + (2 * gl.program_id(0) + WHICH) * 256, M * N, 2 * gl.num_programs(0) * 256):
+            gl.store(out_ptr + at + entries, zeros, mask=at + entries < M * N)
 
 
 @gluon.jit
@@ -262,7 +300,8 @@ def warp_specialized_scaled_kernel(
     a_desc,  # [M, K] in blocks [ROWS, BLOCK_K]
     b_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K]
     a_scale_ptr,  # [M] or one; of blocks [K / 128, M]
-    b_scale_ptr,  # [N] or one; of blocks [K / 128, N] or, for 128 rows of b together, [N / 128, K / 128]
+    b_scale_ptr,  # [N] or one; of blocks [K / 128, N] or, for 128 rows of b together, [N / 128, K / 128]; of each matrix
+    tiles_ptr,  # None; or of groups of rows matrices, first rows and ends of BOUND tiles, their number, and the end of all
     out_ptr,  # [M, N]
     M: gl.constexpr,
     N: gl.constexpr,
@@ -271,6 +310,7 @@ def warp_specialized_scaled_kernel(
     BLOCKS: gl.constexpr,  # whether there is a scale for each 128 entries of K
     A_ROWS: gl.constexpr,  # whether there is one for each row of a
     B_ROWS: gl.constexpr,
+    BOUND: gl.constexpr,
     BAND: gl.constexpr,
     ROWS: gl.constexpr,  # rows per warpgroup
     BLOCK_N: gl.constexpr,
@@ -280,22 +320,21 @@ def warp_specialized_scaled_kernel(
     MULTIPLYING: gl.constexpr,  # registers per multiplying thread
     OTHERS: gl.constexpr,  # registers per other thread
 ):
-    TILES: gl.constexpr = ((M + 2 * ROWS - 1) // (2 * ROWS)) * ((N + BLOCK_N - 1) // BLOCK_N)
     ring = _make_ring(STAGES, a_desc.dtype, b_desc.dtype, ROWS, BLOCK_N, BLOCK_K, 2 if BLOCKS else 1)
     hands = make_hands(BUFFERS, out_ptr.dtype.element_ty, ROWS)
     if BLOCKS:
         scales = _make_scales(STAGES, ROWS, BLOCK_N, B_ROWS)
         gl.warp_specialize(
             [
-                (_consume, (a_scale_ptr, b_scale_ptr, ring, scales, hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, BAND,
-                            ROWS, BLOCK_N, BLOCK_K, STAGES, 0)),
-                (_consume, (a_scale_ptr, b_scale_ptr, ring, scales, hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, BAND,
-                            ROWS, BLOCK_N, BLOCK_K, STAGES, 1)),
-                (_load, (a_desc, b_desc, ring, M, N, K, TILES, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES)),
-                (_load_scales, (a_scale_ptr, b_scale_ptr, ring, scales, M, N, K, TILES, B_ROWS, BAND, ROWS, BLOCK_N, BLOCK_K,
-                                STAGES)),
-                (_store, (out_ptr, hands, M, N, TILES, BAND, ROWS, BLOCK_N, 0)),
-                (_store, (out_ptr, hands, M, N, TILES, BAND, ROWS, BLOCK_N, 1)),
+                (_consume, (a_scale_ptr, b_scale_ptr, tiles_ptr, ring, scales, hands, M, N, K, BOUND, FAST, BLOCKS, A_ROWS,
+                            B_ROWS, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 0)),
+                (_consume, (a_scale_ptr, b_scale_ptr, tiles_ptr, ring, scales, hands, M, N, K, BOUND, FAST, BLOCKS, A_ROWS,
+                            B_ROWS, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 1)),
+                (_load, (a_desc, b_desc, tiles_ptr, ring, M, N, K, BOUND, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES)),
+                (_load_scales, (a_scale_ptr, b_scale_ptr, tiles_ptr, ring, scales, M, N, K, BOUND, B_ROWS, BAND, ROWS, BLOCK_N,
+                                BLOCK_K, STAGES)),
+                (_store, (out_ptr, tiles_ptr, hands, M, N, BOUND, BAND, ROWS, BLOCK_N, 0)),
+                (_store, (out_ptr, tiles_ptr, hands, M, N, BOUND, BAND, ROWS, BLOCK_N, 1)),
             ],
             [4, 1, 1, 1, 1],
             [MULTIPLYING, OTHERS, OTHERS, OTHERS, OTHERS],
@@ -303,13 +342,13 @@ def warp_specialized_scaled_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (a_scale_ptr, b_scale_ptr, ring, (), hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, BAND,
-                            ROWS, BLOCK_N, BLOCK_K, STAGES, 0)),
-                (_consume, (a_scale_ptr, b_scale_ptr, ring, (), hands, M, N, K, TILES, FAST, BLOCKS, A_ROWS, B_ROWS, BAND,
-                            ROWS, BLOCK_N, BLOCK_K, STAGES, 1)),
-                (_load, (a_desc, b_desc, ring, M, N, K, TILES, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES)),
-                (_store, (out_ptr, hands, M, N, TILES, BAND, ROWS, BLOCK_N, 0)),
-                (_store, (out_ptr, hands, M, N, TILES, BAND, ROWS, BLOCK_N, 1)),
+                (_consume, (a_scale_ptr, b_scale_ptr, tiles_ptr, ring, (), hands, M, N, K, BOUND, FAST, BLOCKS, A_ROWS, B_ROWS,
+                            BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 0)),
+                (_consume, (a_scale_ptr, b_scale_ptr, tiles_ptr, ring, (), hands, M, N, K, BOUND, FAST, BLOCKS, A_ROWS, B_ROWS,
+                            BAND, ROWS, BLOCK_N, BLOCK_K, STAGES, 1)),
+                (_load, (a_desc, b_desc, tiles_ptr, ring, M, N, K, BOUND, BAND, ROWS, BLOCK_N, BLOCK_K, STAGES)),
+                (_store, (out_ptr, tiles_ptr, hands, M, N, BOUND, BAND, ROWS, BLOCK_N, 0)),
+                (_store, (out_ptr, tiles_ptr, hands, M, N, BOUND, BAND, ROWS, BLOCK_N, 1)),
             ],
             [4, 1, 1, 1],
             [MULTIPLYING, OTHERS, OTHERS, OTHERS],

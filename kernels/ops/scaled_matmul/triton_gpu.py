@@ -14,6 +14,7 @@ from kernels.framework.work import Work, nbytes
 from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig, op
 from kernels.ops.scaled_matmul.formats import step_of
 from kernels.ops.scaled_matmul.gluon_kernels import NARROW, warp_specialized_scaled_kernel
+from kernels.ops.scaled_matmul.grouped import check_scales, grouped_op, tiles_of
 from kernels.ops.scaled_matmul.quantize_kernels import (
     activate_both_ways_kernel,
     activation_cotangents_kernel,
@@ -31,6 +32,7 @@ from kernels.ops.scaled_matmul.quantizing import (
     work_of_quantisation,
 )
 from kernels.ops.scaled_matmul.triton_kernels import scaled_matmul_kernel
+from kernels.ops.scaled_matmul.xla import grouped as grouped_by_xla
 from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
 
 DEEP = 128  # entries of D per step on Hopper: as many as a row of shared memory has bytes
@@ -51,20 +53,22 @@ def _specialises(a, b, a_scale, b_scale, dtype) -> bool:
     return blocks and a_scale.shape[0] == M and (b_scale.shape[0] == F or F == 128 * b_scale.shape[0])
 
 
-def _on_hopper(a, b, a_scale, b_scale, dtype, fast, cfg) -> jax.Array:
-    (M, D), F = a.shape, b.shape[0]
+def _on_hopper(a, b, a_scale, b_scale, dtype, fast, cfg, tiles=None, bound=0, matrices=1) -> jax.Array:
+    """Returns the product with b [F, D]; or, of `tiles` of groups of rows, with as many matrices [matrices * F, D]."""
+    (M, D), F = a.shape, b.shape[0] // matrices
     blocks = a_scale.shape[1] > 1
-    a_rows, b_rows = a_scale.shape[0] == M, b_scale.shape[0] == F
+    a_rows, b_rows = a_scale.shape[0] == M, b_scale.shape[0] == matrices * F
     rows, (multiplying, others) = cfg.block_m // 2, REGISTERS[fast]
     out = jax.ShapeDtypeStruct((M, F), dtype)
     scales = (a_scale.T, b_scale.T if b_rows else b_scale) if blocks else (a_scale.reshape(-1), b_scale.reshape(-1))
     (result,) = triton_launch(
         warp_specialized_scaled_kernel,
         tensor_descriptor(a, (M, D), (rows, DEEP), NARROW.value),
-        tensor_descriptor(b, (F, D), (cfg.block_n, DEEP), NARROW.value),
+        tensor_descriptor(b, (matrices * F, D), (cfg.block_n, DEEP), NARROW.value),
         *scales,
+        tiles,
         out_shape=(out,),
-        grid=(min(MULTIPROCESSORS, triton.cdiv(M, cfg.block_m) * triton.cdiv(F, cfg.block_n)),),
+        grid=(min(MULTIPROCESSORS, (bound or triton.cdiv(M, cfg.block_m)) * triton.cdiv(F, cfg.block_n)),),
         num_warps=4,
         work=Work(2 * M * D * F, nbytes(a, b, a_scale, b_scale, out)),
         M=M,
@@ -74,6 +78,7 @@ def _on_hopper(a, b, a_scale, b_scale, dtype, fast, cfg) -> jax.Array:
         BLOCKS=blocks,
         A_ROWS=a_rows,
         B_ROWS=b_rows,
+        BOUND=bound,
         BAND=cfg.band,
         ROWS=rows,
         BLOCK_N=cfg.block_n,
@@ -167,6 +172,41 @@ op.register(
     candidates=candidates,
 )
 
+
+# -- groups of rows ----------------------------------------------------------------------------------------------------
+
+
+def grouped(a, b, a_scale, b_scale, group_sizes, dtype, cfg):
+    (M, D), (E, F, _) = a.shape, b.shape
+    if compute_capability() != 90:
+        return grouped_by_xla(a, b, a_scale, b_scale, group_sizes, dtype)
+    check_scales(a, b, a_scale, b_scale)
+    tiles, bound = tiles_of(group_sizes, M, cfg.block_m)
+    scales = a_scale, b_scale.reshape(-1, b_scale.shape[2])
+    return _on_hopper(a, b.reshape(E * F, D), *scales, dtype, False, cfg, tiles, bound, E)
+
+
+def grouped_rejects(call):
+    dtype = call.arguments["dtype"]
+    if jnp.dtype(dtype).itemsize != 2:
+        return f"it writes 16 bits, and 'dtype' is {dtype}"
+    return "an array has no elements" if 0 in (*call.a.shape, *call.b.shape) else None
+
+
+def grouped_candidates(call):
+    tall = [ROOMY, SHALLOW if call.a_scale.shape[1] > 1 else TALL]
+    square = SQUARE_BLOCKS if call.a_scale.shape[1] > 1 else SQUARE
+    return [square, *tall] if call.dims["M"] < 192 * call.dims["E"] else [*tall, square]
+
+
+grouped_op.register(
+    grouped,
+    platforms={"cuda"},
+    dtypes={"float8_e4m3fn", "float8_e5m2"},
+    rejects=grouped_rejects,
+    heuristic=lambda call, platform: grouped_candidates(call)[0],
+    candidates=grouped_candidates,
+)
 
 # -- quantisation along both dims ------------------------------------------------------------------------------------------
 

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels.ops.grouped_matmul import grouped_matmul
 from kernels.ops.scaled_matmul.contract import op
 from kernels.ops.scaled_matmul.formats import column, spread, step_of
+from kernels.ops.scaled_matmul.grouped import check_scales, grouped_op
 from kernels.ops.scaled_matmul.quantizing import (
     activate_both_ways,
     activate_op,
@@ -50,6 +52,21 @@ def forward(a, b, a_scale, b_scale, dtype, fast_accumulation):  # in float32, wh
 
 op.register(
     forward,
+    platforms={"cpu", "cuda", "rocm", "tpu"},
+    dtypes={"float8_e4m3fn", "float8_e5m2", "float32", "bfloat16", "float16"},
+)
+
+
+def grouped(a, b, a_scale, b_scale, group_sizes, dtype):
+    """Operands are made wide: exactly, in float32."""
+    check_scales(a, b, a_scale, b_scale)
+    left = a.astype(jnp.float32) * spread(a_scale, a.shape)
+    right = b.astype(jnp.float32) * jax.vmap(lambda s: spread(s, b.shape[1:]))(b_scale)
+    return grouped_matmul(left, right, group_sizes, transpose_rhs=True).astype(dtype)
+
+
+grouped_op.register(
+    grouped,
     platforms={"cpu", "cuda", "rocm", "tpu"},
     dtypes={"float8_e4m3fn", "float8_e5m2", "float32", "bfloat16", "float16"},
 )
