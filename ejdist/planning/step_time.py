@@ -183,6 +183,7 @@ def step_time(
     return StepTime(seconds, sent.along(), flops, devices, chip.flops, uneven, of_exchange, of_experts, share_exposed)
 
 
+@functools.lru_cache(maxsize=256)
 def _narrow(part: Any, c: Any) -> tuple[float, float]:
     """Returns of a layer's part and a token (FLOPs of a forward whose operands are in 8 bits, numbers of a token that go into
     and come out of these products)."""

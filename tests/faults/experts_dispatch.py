@@ -90,12 +90,12 @@ FAULTS = (
     Fault("combine without weights", "Local.forward.visit", "combined($$args, $weights)", "combined($$args)", EP),
     Fault(
         "gradient of a weight misses the rows",
-        "Local.backward.visit",
-        "wide($made.y) * wide($d)",
-        "wide($made.y) ** 2",
+        "cotangents.plain",
+        "wide($rows) * wide($d)",
+        "wide($rows) ** 2",
         EP,
     ),
-    Fault("gradient of rows without weights", "Local.backward.visit", "wide($d) * $weight[:, None]", "wide($d)", EP),
+    Fault("gradient of rows without weights", "cotangents.plain", "wide($d) * $weight[:, None]", "wide($d)", EP),
     Fault(
         "a chunk has what another one kept",
         "ByRank.backward.first",

@@ -235,8 +235,9 @@ scaled_grouped_matmul = public_as_declared(
 
     Args:
       a: float8_e4m3fn or float8_e5m2, [M, D]. b: the same, [E, F, D], a matrix for each group.
-      a_scale, b_scale: float32, of rows, [M, 1] and [E, F, 1], or of blocks of 128, [M, D / 128] and [E, F / 128, D / 128], as
-        `quantize_scaled` returns them of each matrix; 128 divides D and F.
+      a_scale, b_scale: float32, as `quantize_scaled` returns them of a and of each matrix. Hopper has a kernel for those of
+        rows, [M, 1] and [E, F, 1], and of blocks of 128, [M, D / 128] and [E, F / 128, D / 128], where 128 divides D and F;
+        other calls are XLA's.
       group_sizes: int [E], rows of each group.
       dtype: "bfloat16", "float16" or "float32".
 
