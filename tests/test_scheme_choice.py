@@ -120,7 +120,7 @@ def test_what_decides():
     many = "model.num_kv_heads=32"
     short = chosen(f"{PACKED}32768 mesh.sp=4 {many}").of_schemes()
     long = chosen(f"{PACKED}1048576 mesh.sp=4 {many}", documents="one", rows=1).of_schemes()
-    assert short["ulysses"] < short["ring"] and long["ring"] < long["ulysses"]
+    assert 1.3 * short["ulysses"] < short["ring"] and long["ring"] < 1.01 * long["ulysses"]
     assert (
         "ulysses" not in chosen(f"{PACKED}32768 mesh.sp=4 {many} model.num_heads=33 model.num_kv_heads=33").of_schemes()
     )
