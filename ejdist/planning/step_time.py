@@ -31,7 +31,7 @@ from ejdist.training.flops import attention_share
 from kernels.engines.attention.masks import MaskInfo
 
 # Of the data sheet's FLOP/s: products, products of rows grouped by expert; of its bytes/s.
-MATMUL, GROUPED, BANDWIDTH = 0.78, 0.5, 0.85
+MATMUL, GROUPED, BANDWIDTH = 0.78, 0.62, 0.85
 EXPOSED = 0.5  # of the time of collectives
 # Passes over what a part holds at the height of its backward, in a layer's forward and backward.
 PASSES = 4
