@@ -20,7 +20,7 @@ from benchmarks.cases import contract_fits, scaled, split, within
 from benchmarks.check import Oracle, errors
 from benchmarks.contestants import Contestant, dispatched, first_line, ours, out_of_memory, theirs, tune
 from benchmarks.race import DIRECTIONS, copies, race
-from benchmarks.timing import cache_bytes, ceilings, has_kernel_times
+from benchmarks.timing import COPIED, cache_bytes, ceilings, has_kernel_times
 from kernels.framework.backend import Case
 from kernels.framework.contract import Op
 from kernels.framework.work import Work
@@ -201,6 +201,7 @@ def measure(op: Op, prepared: Prepared, settings: Settings, ceiling: tuple[float
         "basis": basis,
         "matmul_TFLOP_s": short(matmul / 1e12),
         "copy_GB_s": short(copy / 1e9),
+        "copied": COPIED,
         "work": {
             d: {"flops": w.flops, "bytes": w.bytes, "roofline_us": short(bound[d] * 1e6)} for d, w in work.items()
         },

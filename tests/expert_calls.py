@@ -146,13 +146,14 @@ def rows_only(params, rows, sizes):
 
 
 def routes(tokens, top_k, E):
-    """What a router may do: anything, all to one expert, to the last ones, nothing at all, nothing on the first ranks."""
+    """What a router may do: anything, all to two experts, one of them twice, to the last ones, nothing at all, or on the first
+    ranks."""
     rng = np.random.default_rng(1)
     some = np.where(np.arange(tokens)[:, None] < tokens // 2, -1, rng.integers(-2, E + 1, (tokens, top_k)))
     ends = rng.integers(E - E // 4, E, (tokens, top_k))
     return {
         "random": None,
-        "one expert": np.full((tokens, top_k), E // 2),
+        "two experts": np.tile(E // 2 + np.arange(top_k) % 2, (tokens, 1)),
         "the last experts": ends,
         "none": np.full((tokens, top_k), -1),
         "no tokens on the first ranks": some,
@@ -176,5 +177,5 @@ def check_routes(where, scheme, tokens=16, top_k=3, E=8, names=None, **options):
             stats = check(where, Layer.random(rng, tokens, top_k, E, experts=experts), scheme=scheme, **options)
             if name == "none":
                 assert stats.extra_passes == 0 and stats.high_water == 0
-            if name == "one expert" and ranks > 1:
+            if name == "two experts" and ranks > 1:
                 assert stats.extra_passes > 0 and stats.high_water > 1

@@ -83,7 +83,7 @@ def test_rms_norm(tmp_path, monkeypatch, capsys):
     block = result["cases"][0]
     assert block["scaled"] and block["dims"]["lead"][0] < 16384 and block["basis"] == "wall_us"
     assert block["commit"] == "abc" and {"jax", "jaxlib"} <= set(block["versions"]) and len(block["date"]) == 10
-    assert (block["matmul_TFLOP_s"], block["copy_GB_s"]) == (1.0, 100.0)
+    assert (block["matmul_TFLOP_s"], block["copy_GB_s"], block["copied"]) == (1.0, 100.0, "float32")
     rows, D = block["dims"]["lead"][0], block["dims"]["D"]
     moved = 2 * rows * D * 4 + D * 4 + rows * 4
     assert block["work"]["forward"] == {

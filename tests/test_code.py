@@ -109,6 +109,7 @@ SPILLS = {
     ("grouped_matmul", "qwen3_gate_up", 80): 192,
     ("grouped_matmul", "qwen3_down", 80): 352,
     ("grouped_matmul_gathered", "qwen3_gate_up", 80): 16,
+    ("grouped_matmul_gathered", "qwen3_gate_up", 90): 32,
     # Of the gradient of the matrices: a warp that writes keeps addresses there, and reads them once for 64 columns of a tile.
     ("grouped_matmul", "qwen3_down", 90): 16,
     ("grouped_matmul_quantized", "qwen3_int8", 80): 12,

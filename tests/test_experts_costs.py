@@ -132,3 +132,37 @@ def test_a_checkpoint_sends_no_sums_again():
     layer = shapes(16, 2, 8, 4, 4)
     assert collectives(function, layer).count("all-to-all") == 6
     assert collectives(jax.checkpoint(function), layer).count("all-to-all") == 8
+
+
+@pytest.mark.slow
+def test_a_layer_on_one_gpu_makes_no_pass_over_the_rows_of_its_choices():
+    """Compiled for an H200: what has as many rows is made by kernels alone, and of the width of tokens it is the results, their
+    gradients, and those of the tokens that the first product read by index."""
+    import ejdist
+    from ejdist.planning.targets import target_of
+
+    target, M, k, D, E, F = target_of(None, 1, "h200", None), 4096, 4, 1024, 16, 256
+    where = jax.sharding.SingleDeviceSharding(target.devices()[0])
+    shapes_of = {"x": (1, M, D), "router": (D, E), "gate": (E, D, 2, F), "down": (E, F, D), "d": (1, M, D)}
+    arrays = {
+        n: jax.ShapeDtypeStruct(s, jnp.float32 if n == "router" else jnp.bfloat16, sharding=where)
+        for n, s in shapes_of.items()
+    }
+
+    def both(d, **params):
+        out, pull = jax.vjp(lambda p: ejdist.moe(**p, top_k=k)[0], params)
+        return out, pull(d)
+
+    with target.lowering():
+        lowered = jax.jit(both).lower(**arrays)
+    made = []
+    for line in lowered.compile().as_text().partition("ENTRY")[2].splitlines():
+        parts = re.match(r"\s+(?:ROOT )?\S+ = (.*?) ([\w-]+)\(%", line)
+        if (
+            parts
+            and re.search(rf"\[{M * k},\d+\]", parts[1])
+            and parts[2] not in ("get-tuple-element", "bitcast", "tuple")
+        ):
+            made.append(parts.groups())
+    assert made and {kind for _, kind in made} == {"custom-call"}, made
+    assert sum(f"bf16[{M * k},{D}]" in result for result, _ in made) == 3, made

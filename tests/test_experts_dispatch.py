@@ -194,7 +194,7 @@ def test_ranks_of_other_tokens_make_as_many_passes():
     """Experts that communicate over another axis would wait for ever, were the passes not agreed on over the whole mesh."""
     where = PLACES["on sp"]
     experts = np.tile(np.arange(8), 6).reshape(16, 3)
-    experts[:8] = 5  # the first replica's
+    experts[:8] = [4, 5, 4]  # the first replica's
 
     def apply(params, rows, sizes):
         y = einsum_experts(params, rows, sizes)

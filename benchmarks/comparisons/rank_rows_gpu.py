@@ -21,10 +21,11 @@ import numpy as np
 
 from benchmarks.comparisons.local_experts_gpu import PRODUCTS, SHAPES, expert, normal
 from benchmarks.options import read
-from benchmarks.timing import traced, union
+from benchmarks.timing import kernel_seconds, traced, union
 from ejdist.experts.by_rank import Turn
 from ejdist.experts.cost import ExchangeShape
 from ejdist.experts.dispatch import run
+from ejdist.experts.narrow import PRECISIONS as NUMBERS
 from ejdist.experts.rows import DispatchSpec
 from ejdist.experts.schemes import AllToAll
 
@@ -50,7 +51,7 @@ class OneRank(AllToAll):
         return jax.lax.optimization_barrier(jnp.tile(own, (self.count, *(1,) * (x.ndim - 1))))
 
     def combine(self, job: DispatchSpec, turn: Turn, x: jax.Array) -> jax.Array:
-        return jax.lax.optimization_barrier(jnp.roll(x, x.shape[0] // self.count, axis=0))
+        return self.dispatch(job, turn, x)
 
 
 def routes_of(kind: str, tokens: int, experts: int, top_k: int, ranks: int) -> tuple[jax.Array, int]:
@@ -70,7 +71,8 @@ def routes_of(kind: str, tokens: int, experts: int, top_k: int, ranks: int) -> t
 
 
 def rank_rows(name: str, ranks: int, route: str, precision: str) -> dict[str, Any]:
-    """Returns ms of a rank, the share that is not in the products, ms of the copies, passes, and each kernel's ms."""
+    """Returns ms of a rank, of these of products and of copies, the share of the rest that is not in products, passes, and ms
+    of each kernel."""
     tokens, experts, top_k, width, hidden = SHAPES[name]
     ids, me = routes_of(route, tokens, experts, top_k, ranks)
     shape = ExchangeShape(
@@ -103,14 +105,34 @@ def rank_rows(name: str, ranks: int, route: str, precision: str) -> dict[str, An
     for kernel in kernels:
         spent[kernel.name] += (kernel.end - kernel.start) / CALLS / 1e6
     total = union([(k.start, k.end) for k in kernels]) / CALLS / 1e6
+    copies = copied(scheme, job, width, precision)
     products = sum(ms for kernel, ms in spent.items() if any(word in kernel for word in PRODUCTS))
     most = sorted(spent.items(), key=lambda item: -item[1])[:16]
     row = {
-        "ms": total, "products_ms": products, "outside": 1 - products / total, "passes": np.asarray(passes).tolist(),
+        "ms": total, "products_ms": products, "copies_ms": copies, "outside": 1 - products / (total - copies), "passes": np.asarray(passes).tolist(),
         "rooms": list(job.rooms), "kernels": {kernel[:80]: ms for kernel, ms in most},
     }  # fmt: skip
-    bytes_sent = scheme.cost(shape).bytes["ep", "all_to_all"]
+    bytes_sent = sum(scheme.cost(shape).bytes.values())
     return row | {"bytes_sent": bytes_sent, "reached": shape.reached}
+
+
+def copied(scheme: OneRank, job: DispatchSpec, width: int, precision: str) -> float:
+    """Returns ms of the copies of one pass that stand for what travels: rows there and back, forward and backward."""
+    how, rows = NUMBERS[precision], scheme.count * job.rooms[0]
+    wide, narrow = (jnp.zeros((rows, width), dtype) for dtype in (jnp.bfloat16, jnp.int8))
+
+    @jax.jit
+    def both(wide: jax.Array, narrow: jax.Array) -> list[jax.Array]:
+        ways = (
+            (scheme.dispatch, how.tokens),
+            (scheme.combine, how.sums),
+            (scheme.dispatch, how.gradients),
+            (scheme.combine, how.gradients),
+        )
+        return [way(job, Turn(wide, wide), wide if dtype is None else narrow) for way, dtype in ways]
+
+    jax.block_until_ready(both(wide, narrow))
+    return 1e3 * kernel_seconds(lambda n: both(wide, narrow), jax.block_until_ready, CALLS)
 
 
 def run_of(
@@ -135,7 +157,7 @@ def main(argv: list[str]) -> None:
                         )
                         continue
                     print(
-                        f"{label}: {made['ms']:.2f} ms, products {made['products_ms']:.2f}, outside {made['outside']:.3f}, "
+                        f"{label}: {made['ms']:.2f} ms, products {made['products_ms']:.2f}, copies {made['copies_ms']:.2f}, outside {made['outside']:.3f}, "
                         f"passes {made['passes']}",
                         flush=True,
                     )

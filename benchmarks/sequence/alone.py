@@ -20,20 +20,38 @@ Arrays = dict[str, jax.Array]
 
 
 @contextlib.contextmanager
-def one_rank(rank: Any, ranks: int, whole: Arrays) -> Iterator[None]:
+def one_rank(rank: Any, ranks: int, whole: Arrays, missing: dict[str, Any]) -> Iterator[None]:
     """A context in which code of a rank is traced for rank `rank` of `ranks`, and no axis of a mesh is asked.
 
     Args:
       rank: int32, may be traced.
-      whole: what is gathered of all ranks, by name, [B, T, ...] in the order of the ranks.
+      whole: what is gathered of all ranks, by name, [B, T, ...] in the order of the ranks; of keys by shape, see `named`.
+      missing: is given the shape of what is gathered of keys and is not in `whole`, by name.
     """
+
+    def arrived(name: str, x: jax.Array) -> jax.Array:
+        if not is_float_array(x):
+            return whole[name]
+        shape = (x.shape[0], ranks * x.shape[1], *x.shape[2:])
+        if named(shape) not in whole:
+            missing[named(shape)] = jax.ShapeDtypeStruct(shape, x.dtype)
+            return jnp.zeros(shape, x.dtype)
+        # Not before what would be sent is there, and what it is sent after.
+        return jax.lax.optimization_barrier((whole[named(shape)], x))[0]
 
     def gather(tree: Any, axis: Any, dim: int = 1) -> Any:
         # By itself comes a row's segment ids, of queries or of keys.
-        return {name: whole[name] for name in tree} if isinstance(tree, dict) else whole["kv_segment_ids"]
+        return (
+            {n: arrived(n, x) for n, x in tree.items()} if isinstance(tree, dict) else arrived("kv_segment_ids", tree)
+        )
 
     with mock.patch.multiple(exchange, rank=lambda axis: rank, size=lambda axis: ranks, gather=gather):
         yield
+
+
+def named(shape: tuple[int, ...]) -> str:
+    """Returns the name of keys of all ranks of that shape."""
+    return "x".join(map(str, shape))
 
 
 def of_rank(x: jax.Array, rank: Any, ranks: int) -> jax.Array:
@@ -52,10 +70,12 @@ class Work(Scheme):
 
     sums: whether what is left of gradients that go to other ranks is all of them in one, so that results can be compared;
       else the rank's own.
+    copies: whether keys of all ranks are copies of the rank's own; else they are gathered as the context has it.
     """
 
     scheme: Scheme
     sums: bool = False
+    copies: bool = True
 
     def counts_hops(self, local: Local) -> bool:
         return self.scheme.counts_hops(local)
@@ -80,6 +100,8 @@ class Work(Scheme):
             def copies(x: jax.Array) -> jax.Array:
                 return jnp.concatenate([x] * exchange.size(axis), dim)
 
+            if not self.copies:
+                return real(tree, axis, dim)
             if not isinstance(tree, dict):
                 return copies(tree) if is_float_array(tree) else real(tree, axis, dim)
             floats = {name: copies(x) for name, x in tree.items() if is_float_array(x)}

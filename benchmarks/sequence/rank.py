@@ -48,24 +48,44 @@ def _mask(call: Attention, data: Any, ranks: int) -> MaskInfo:
 
 
 @functools.cache
-def programs(call: Attention, order: Order, scheme: Scheme, sums: bool = False) -> Programs:
+def programs(call: Attention, order: Order, scheme: Scheme, compared: bool = False) -> Programs:
     """Returns the programs of a rank's whole work: all that a scheme computes there, and what is around it.
 
-    They take (the rank's floats, {"rank": int32, "whole": the segment ids of all ranks, in their order}).
+    They take (the rank's floats, {"rank": int32, "whole": of all ranks, in their order, the segment ids and, where it is timed,
+    keys that have arrived, see `with_arrived`}).
 
     Args:
-      sums: as of `Work`: gradients of keys and values are then those of all ranks' one upon another, since nothing goes home.
+      compared: whether keys that arrive are copies of the rank's own, which takes time, and gradients of keys and values those
+        of all ranks one upon another, since nothing goes home.
     """
+    missing = missing_of(call, order, scheme)
 
     def attention(floats: Arrays, data: Any, lse: bool) -> Any:
-        run = OnShard(SP, Work(scheme, sums), lse)
+        run = OnShard(SP, Work(scheme, sums=compared, copies=compared), lse)
         mask = _mask(call, data, order.shards)
         if call.sinks:  # the contract has them as [N, n]
             floats = floats | {"softmax_aux": floats["softmax_aux"][:, None]}
         results = run(order=order, mask=mask, platform=call.platform, cfg=None, **floats)
         return results if lse else results[0]
 
-    return Programs(attention, lambda data: one_rank(data["rank"], order.shards, data["whole"]))
+    return Programs(attention, lambda data: one_rank(data["rank"], order.shards, data["whole"], missing))
+
+
+@functools.cache
+def missing_of(call: Attention, order: Order, scheme: Scheme) -> dict[str, Any]:
+    """Returns what the programs of a rank gather of keys and are not given, by name, once they are traced."""
+    return {}
+
+
+def with_arrived(call: Attention, order: Order, scheme: Scheme, arrays: Arrays, data: dict[str, Any]) -> dict[str, Any]:
+    """Returns the data of a rank with the keys that its programs gather: any, which are there before they begin."""
+    floats = {name: x for name, x in arrays.items() if name != "d_out"}
+    jax.eval_shape(programs(call, order, scheme).both, floats, arrays["d_out"], data)
+    shapes = missing_of(call, order, scheme)
+    keys = jax.jit(
+        lambda: {n: jax.random.normal(jax.random.key(1), x.shape).astype(x.dtype) for n, x in shapes.items()}
+    )()
+    return {**data, "whole": data["whole"] | keys}
 
 
 @functools.cache
@@ -89,7 +109,7 @@ def hop_programs(call: Attention, order: Order) -> dict[str, Callable]:
 
     @functools.partial(jax.jit, static_argnames="own")
     def forward(hop: Any, data: Any, floats: Arrays, state: Any, own: bool = False) -> Any:
-        with one_rank(data["rank"], order.shards, data["whole"]):
+        with one_rank(data["rank"], order.shards, data["whole"], {}):
             here, hop = local(data, floats), 0 if own else hop
             kernels, sofar = in_place.kernels_of(here), None if own else state
             if kernels is not None:
@@ -98,7 +118,7 @@ def hop_programs(call: Attention, order: Order) -> dict[str, Callable]:
 
     @functools.partial(jax.jit, static_argnames="own")
     def backward(hop: Any, data: Any, floats: Arrays, state: Any, own: bool = False) -> Any:
-        with one_rank(data["rank"], order.shards, data["whole"]):
+        with one_rank(data["rank"], order.shards, data["whole"], {}):
             here, hop = local(data, floats), 0 if own else hop
             begun = (None, None) if own else state
             kernels, keys = in_place.kernels_of(here), keys_at(here, hop, data)
@@ -108,7 +128,7 @@ def hop_programs(call: Attention, order: Order) -> dict[str, Callable]:
 
     @jax.jit
     def of_query(data: Any, floats: Arrays, sums: jax.Array) -> jax.Array:
-        with one_rank(data["rank"], order.shards, data["whole"]):
+        with one_rank(data["rank"], order.shards, data["whole"], {}):
             kernels = in_place.kernels_of(local(data, floats))
         return sums if kernels is None else kernels.of_query(sums)
 
@@ -283,7 +303,8 @@ class Rank:
 
     @functools.cached_property
     def data(self) -> dict[str, Any]:
-        return _data(self.call, self.order, self.number, self.ids)
+        data = jax.device_put(_data(self.call, self.order, self.number, self.ids))
+        return with_arrived(self.call, self.order, self.scheme, self.arrays, data)
 
     @functools.cached_property
     def arrays(self) -> Arrays:

@@ -3,6 +3,8 @@
 A token goes to a rank if any of its choices is there, as one row. Its choices of that rank go beside it, k integers and k
 weights. The rank gathers the row once for each of them, weighs what its experts make of it, adds that up in the order of the
 choices, and one row returns. The token's rank adds up what came from the ranks.
+
+Choices of one expert are one choice, with the sum of their weights, so no more go beside a row than a rank has experts.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class RankPlan(NamedTuple):
       rows: the rows sorted by rank; a row is a pair, the first of its token that is of that rank.
       rank: [M, k], of a choice; `ranks` for one that is not the first, and for none.
       between: [from, to], how many rows go from each rank to each other, where `needs_all_sizes`; else [1, to] of this rank.
-      experts: [M, k], num_experts for none. weights: [M, k]. first: the turns of the first pass.
+      experts: [M, k], num_experts for none and for one that the token has chosen before. weights: [M, k], of both together.
+      number: [M, k], how many other experts of that rank the token has chosen before. first: [M, k], the first choice of that
+        rank. turns: of the first pass.
     """
 
     rows: Plan
@@ -68,7 +72,9 @@ class RankPlan(NamedTuple):
     between: jax.Array
     experts: jax.Array
     weights: jax.Array
-    first: tuple[Turn, ...]
+    number: jax.Array
+    first: jax.Array
+    turns: tuple[Turn, ...]
 
 
 class ByRank(Scheme):
@@ -108,47 +114,58 @@ class ByRank(Scheme):
         """Sends the rows [R, ...] back, and returns them in the order [S, ...] of `dispatch`."""
         raise NotImplementedError
 
-    def travel(self, shape: ExchangeShape) -> list[tuple[str, int, float]]:
-        """Returns (axis, its size, rows that a rank sends over it, its own included) of a pass, forward to the experts."""
+    def travel(self, shape: ExchangeShape) -> list[tuple[str, int, float, int | None]]:
+        """Returns (axis, its size, rows that a rank sends over it, its own included, experts of where they go) of a pass on its
+        way to the experts."""
         raise NotImplementedError
 
     def _ranks(self, job: DispatchSpec) -> int:
         return lax.axis_size(self.axis(job))
 
     def plan(self, job: DispatchSpec, experts: jax.Array, weights: jax.Array) -> RankPlan:
-        n, top_k = self._ranks(job), experts.shape[1]
+        n = self._ranks(job)
         rank = jnp.minimum(experts // (job.num_experts // n), n)
-        before = jnp.arange(top_k) < jnp.arange(top_k)[:, None]  # [j, i]: choice i comes before choice j
-        again = jnp.any((rank[:, :, None] == rank[:, None, :]) & before, axis=2)
-        rank = jnp.where(again, n, rank)
-        rows = plan_of(rank, n)
+        before = jnp.arange(experts.shape[1]) < jnp.arange(experts.shape[1])[:, None]  # [j, i]: choice i comes before j
+        alike, together = (a[:, :, None] == a[:, None, :] for a in (experts, rank))  # [M, j, i]
+        repeated = jnp.any(alike & before, axis=2)
+        leads = ~repeated[:, None, :]
+        number = jnp.sum(together & before & leads, axis=2, dtype=jnp.int32)
+        number = jnp.sum(jnp.where(alike & leads, number[:, None, :], 0), axis=2)
+        weights = jnp.sum(jnp.where(alike, wide(weights)[:, None, :], 0), axis=2)
+        first = jnp.argmax(together, axis=2)
+        goal = jnp.where(jnp.any(together & before, axis=2), n, rank)
+        rows = plan_of(goal, n)
         between = rows.sizes[None]
         between = lax.all_gather(between, self.axis(job), axis=0, tiled=True) if self.needs_all_sizes else between
-        plan = RankPlan(rows, rank, between, experts, weights, ())
+        chosen = jnp.where(repeated, job.num_experts, experts)
+        plan = RankPlan(rows, goal, between, chosen, weights, number, first, ())
         if job.looped and not self._single(job, experts):  # each turn is planned where it is made
             return plan
-        return plan._replace(first=tuple(self._planned(job, plan, jnp.int32(i)) for i in range(job.chunks)))
+        return plan._replace(turns=tuple(self._planned(job, plan, jnp.int32(i)) for i in range(job.chunks)))
 
     def _planned(self, job: DispatchSpec, plan: RankPlan, q: jax.Array) -> Turn:
         """Returns turn q of all; the choices of its rows travel, and their weights."""
         turn, top_k, inner = self.turn(job, plan, q), plan.experts.shape[1], self.inner(job)
+        columns = min(top_k, inner.num_experts)
         rank = plan.rank.reshape(-1)[jnp.maximum(turn.pair, 0)]
-        local = taken(plan.experts, turn.pair, top_k) - rank[:, None] * inner.num_experts
+        experts, number, weights = (taken(a, turn.pair, top_k) for a in (plan.experts, plan.number, plan.weights))
+        local = experts - rank[:, None] * inner.num_experts
         here = (turn.pair >= 0)[:, None] & (local >= 0) & (local < inner.num_experts)
+        there = here[:, :, None] & (number[:, :, None] == jnp.arange(columns))
         # In one array, where numbers of experts are exact; 0 is none, as where no row arrives.
-        weights = wide(taken(plan.weights, turn.pair, top_k))
-        arrived = self._sent(
-            job, turn, jnp.concatenate([jnp.where(here, local + 1, 0).astype(weights.dtype), weights], axis=1)
-        )
-        local, weights = arrived[:, :top_k].astype(jnp.int32) - 1, arrived[:, top_k:]
+        numbers = [
+            jnp.sum(jnp.where(there, a[:, :, None], 0), axis=1) for a in (local.astype(weights.dtype) + 1, weights)
+        ]
+        arrived = self._sent(job, turn, jnp.concatenate(numbers, axis=1))
+        local, weights = arrived[:, :columns].astype(jnp.int32) - 1, arrived[:, columns:]
         local = jnp.where(local >= 0, local, inner.num_experts)
         return turn._replace(weights=weights, plan=inner.scheme.plan(inner, local, weights))
 
     def need(self, job: DispatchSpec, plan: RankPlan) -> jax.Array:
         own, inner = self.fullest(job, plan).astype(jnp.int32)[None], self.inner(job)
-        if not plan.first:
+        if not plan.turns:
             return jnp.concatenate([own, jnp.zeros(len(inner.rooms), jnp.int32)])
-        needs = [inner.scheme.need(inner, turn.plan) for turn in plan.first]
+        needs = [inner.scheme.need(inner, turn.plan) for turn in plan.turns]
         return jnp.concatenate([own, functools.reduce(jnp.maximum, needs)])
 
     def forward(
@@ -171,7 +188,7 @@ class ByRank(Scheme):
             return self._back(job, turn, sums, how.sums), kept
 
         def first() -> tuple[jax.Array, Any]:
-            chunks = [visit(job, passes[1:], turn, keep) for turn in plan.first]
+            chunks = [visit(job, passes[1:], turn, keep) for turn in plan.turns]
             return functools.reduce(add, [out for out, _ in chunks]), [kept for _, kept in chunks] if keep else None
 
         def further() -> Callable:
@@ -206,13 +223,13 @@ class ByRank(Scheme):
             d_rows, d_weight, d_params = inner.scheme.backward(
                 inner, passes, turn.plan, kept, rows, turn.weights, params, d
             )
-            d_x, d_weight = self._back(job, turn, d_rows, how.gradients), self._back(job, turn, d_weight)
+            d_x, d_weight = self._back(job, turn, d_rows, how.gradients), self._numbers_back(job, plan, turn, d_weight)
             return d_x, d_weight, jax.tree.map(wide, d_params)
 
         def first() -> tuple[Any, None]:
-            of = [None] * len(plan.first) if kept is None else kept
+            of = [None] * len(plan.turns) if kept is None else kept
             return functools.reduce(
-                add, [visit(job, passes[1:], *turn) for turn in zip(plan.first, of, strict=True)]
+                add, [visit(job, passes[1:], *turn) for turn in zip(plan.turns, of, strict=True)]
             ), None
 
         like = d_out, weights, floats_of(params)
@@ -249,25 +266,34 @@ class ByRank(Scheme):
             return self.dispatch(job, turn, x)
 
     def _back(self, job: DispatchSpec, turn: Turn, x: jax.Array, dtype: str | None = None) -> jax.Array:
-        """Returns for each token the sum of the rows that come back to it from the ranks, float32."""
+        """Returns for each token the sum of the rows that come back to it from the ranks."""
         with jax.named_scope("combine"):
             rows = sent(functools.partial(self.combine, job, turn), narrowed(x, dtype), dtype, x)
-        return combined(rows, turn.slot)
+        return wide(combined(rows, turn.slot))
+
+    def _numbers_back(self, job: DispatchSpec, plan: RankPlan, turn: Turn, x: jax.Array) -> jax.Array:
+        """Returns [M, k], what comes back of numbers that are of the choices of the rows that arrived."""
+        with jax.named_scope("combine"):
+            x = self.combine(job, turn, x)
+        slot = jnp.take_along_axis(turn.slot, plan.first, axis=1)
+        number = jnp.minimum(plan.number, x.shape[1] - 1)
+        return jnp.where(slot >= 0, x[jnp.maximum(slot, 0), number], 0)
 
     def traffic(self, shape: ExchangeShape, collective: str) -> Traffic:
         """Returns what `travel` comes to, forward and backward, by collectives of that kind."""
         how, total = PRECISIONS[shape.precision], Traffic()
         there, sums, d = (bytes_of(shape.width, shape.itemsize, t) for t in (how.tokens, how.sums, how.gradients))
-        # Beside rows go k choices and k weights, and back come the gradients of the weights.
-        numbers, again = 4 * shape.top_k, 1 + shape.again
-        per_row = again * (there + 2 * numbers) + sums + 2 * d + numbers
+        again = 1 + shape.again
         arrays = again * (arrays_of(how.tokens) + 1) + arrays_of(how.sums) + 2 * arrays_of(how.gradients) + 1
-        for axis, size, rows in self.travel(shape):
+        for axis, size, rows, own in self.travel(shape):
+            # Beside rows go choices and weights, and back come the gradients of the weights.
+            numbers = 4 * (shape.top_k if own is None else min(shape.top_k, own))
+            per_row = again * (there + 2 * numbers) + sums + 2 * d + numbers
             total.add(axis, collective, rows * per_row * (size - 1) / size, arrays)
         return total
 
     def at_work(self, shape: ExchangeShape) -> int:
         """Returns the bytes of the rows of experts, gathered, their outputs and gradients, of gate, up and their product, and
         of the rows that travel: cotangents and gradients, sent and arrived."""
-        travelling = max(rows for _, _, rows in self.travel(shape))
+        travelling = max(rows for _, _, rows, _ in self.travel(shape))
         return 3 * shape.wide + 5 * shape.narrow + 4 * int(travelling * shape.row)

@@ -1,12 +1,14 @@
 """Chooses the scheme of expert parallelism: `auto` compares the bytes that each would send over the device's bandwidths.
 
 An exchange sends rows both ways, forward (tokens, sums) and backward (cotangents, gradients). With n ranks, k choices per
-token, M tokens of D features per rank, and r rows in the buffer (r = buffer M k):
+token, M tokens of D features per rank, and ranks r that a token meets on average (`cost.reached`):
 
-    all_to_all          4 r D (n - 1) / n          the whole buffer, full or not
-    ragged_all_to_all   4 M k D (n - 1) / n        only rows that exist
-    all_gather          4 M D (n - 1)              each token once per rank, whatever its choices: 2 gathers, 2 scatters
-    two_level           as all_to_all, within a host and then between hosts, in fewer and larger messages
+    all_to_all          4 buffer M r D (n - 1) / n     the whole buffer, full or not
+    ragged_all_to_all   4 M r D (n - 1) / n            only rows that exist
+    all_gather          4 M D (n - 1)                  each token to each rank, whatever its choices: 2 gathers, 2 scatters
+    two_level           as all_to_all, but over hosts r is of hosts: once to a host, and from there to its ranks
+
+and numbers beside rows that travel by rank: choices, weights, and the gradients of these.
 
 Under `jax.checkpoint` tokens are dispatched twice, in every scheme. Local memory traffic is not counted.
 
@@ -117,6 +119,7 @@ def choose(
     Args:
       axis_sizes: of the axes that experts are sharded over, the major one first.
       tokens: of one rank. width: features of a token. itemsize: bytes of one.
+      num_experts, max_ranks, precision: see `exchange`. num_experts None: so many that choices are independent.
       hosts: number of hosts that the axes span. Default: the size of the first of several axes if there are several processes,
         otherwise 1.
       device_kind: default: that of this process's first device.

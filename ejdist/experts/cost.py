@@ -90,6 +90,10 @@ class ExchangeShape:
         """Ranks that a token meets, where all experts are as likely."""
         return reached(self.ranks, self.top_k, self.num_experts, self.max_ranks)
 
+    def own(self, ranks: int) -> int | None:
+        """Experts of one of so many ranks; None where the number of experts is not known."""
+        return None if self.num_experts is None else self.num_experts // ranks
+
     @property
     def rows(self) -> float:
         """Rows of the experts of a device that a pass has room for."""

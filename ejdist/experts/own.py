@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+import kernels
 from ejdist.costs import Traffic
 from ejdist.experts.cost import ExchangeShape
 from ejdist.experts.rows import (
@@ -76,7 +78,7 @@ class Local(Scheme):
         def visit(q: jax.Array, keep: bool = False) -> tuple[jax.Array, Any]:
             w = self.pairs(job, plan, q)
             applied = _Made.of(job, flat_params, x, w, keep)
-            return combined(applied.y, w.slot, weights), applied if keep else None
+            return wide(combined(applied.y, w.slot, weights)), applied if keep else None
 
         def first() -> tuple[jax.Array, Any]:
             chunks = [visit(jnp.int32(i), keep) for i in range(job.chunks)]
@@ -97,17 +99,15 @@ class Local(Scheme):
         params: Any,
         d_out: jax.Array,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        top_k, flat_params = weights.shape[1], _Params.of(params)
+        flat_params = _Params.of(params)
 
         def visit(q: jax.Array, applied_of: Callable) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
             w = self.pairs(job, plan, q)
-            weight = jnp.where(w.pair >= 0, weights.reshape(-1)[jnp.maximum(w.pair, 0)], 0)
-            d, made = taken(d_out, w.pair, top_k), applied_of(w)
-            d_own, d_rows = made.pull(flat_params, (wide(d) * weight[:, None]).astype(made.y.dtype))
-            d_weight = jnp.sum(wide(made.y) * wide(d), axis=1)
-            d_weight = jnp.where(w.slot >= 0, d_weight[jnp.maximum(w.slot, 0)], 0)
-            d_x = wide(d_rows) if job.gathers else combined(d_rows, w.slot)
-            return d_x, d_weight, [wide(a) for a in d_own]
+            made = applied_of(w)
+            d_rows, d_weight = cotangents(made.y, d_out, w, weights)
+            d_own, d_rows = made.pull(flat_params, d_rows)
+            d_x = d_rows if job.gathers else combined(d_rows, w.slot)
+            return wide(d_x), d_weight, [wide(a) for a in d_own]
 
         def again() -> Callable:
             tokens = x()
@@ -138,6 +138,26 @@ class Local(Scheme):
 
     def arriving(self, shape: ExchangeShape) -> float:
         return shape.rows
+
+
+def cotangents(rows: jax.Array, d: jax.Array, pairs: Pairs, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the cotangents of `combined(rows, pairs.slot, weights)`: of the rows, in their dtype, and of the weights [M, k]."""
+
+    def plain(rows: jax.Array, d: jax.Array, pairs: Pairs, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weight = jnp.where(pairs.pair >= 0, weights.reshape(-1)[jnp.maximum(pairs.pair, 0)], 0)
+        d = taken(d, pairs.pair, weights.shape[1])
+        d_weights = jnp.sum(wide(rows) * wide(d), axis=1)
+        d_weights = jnp.where(pairs.slot >= 0, d_weights[jnp.maximum(pairs.slot, 0)], 0)
+        return (wide(d) * weight[:, None]).astype(rows.dtype), d_weights
+
+    def by_kernel(rows: jax.Array, d: jax.Array, pairs: Pairs, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def total(rows: jax.Array, weights: jax.Array) -> jax.Array:
+            return kernels.combine_rows(rows, pairs.slot, pairs.pair, weights)
+
+        d_rows, d_weights = jax.vjp(total, rows, weights)[1](d.astype(rows.dtype))
+        return d_rows, wide(d_weights)
+
+    return lax.platform_dependent(rows, d, pairs, weights, cuda=by_kernel, default=plain)
 
 
 class _Params(NamedTuple):

@@ -211,7 +211,7 @@ def taken(x: jax.Array, pair: jax.Array, top_k: int) -> jax.Array:
 
 
 def combined(rows: jax.Array, slot: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-    """Returns the weighted sum of each token's rows, without materialising [M, k, D]."""
+    """Returns the weighted sum of each token's rows, added in float32, in their dtype, without materialising [M, k, D]."""
 
     def total(rows: jax.Array, slot: jax.Array, weights: jax.Array | None, after: Callable = lambda x: x) -> jax.Array:
         total: Any = 0
@@ -219,15 +219,21 @@ def combined(rows: jax.Array, slot: jax.Array, weights: jax.Array | None = None)
             row = wide(rows[jnp.maximum(slot[:, j], 0)])
             row = row if weights is None else row * weights[:, j, None].astype(row.dtype)
             total, slot = after((total + jnp.where((slot[:, j] >= 0)[:, None], row, 0), slot))
-        return total
+        return total.astype(rows.dtype)
 
     def by_kernel(rows: jax.Array, slot: jax.Array, weights: jax.Array | None) -> jax.Array:
         no_inverse = jnp.full(rows.shape[:1], -1, jnp.int32)  # which only its gradient needs
-        return wide(kernels.combine_rows(rows, slot, no_inverse, weights))
+        return kernels.combine_rows(rows, slot, no_inverse, weights)
 
-    # XLA for TPUs does not fuse a gather into a sum, so all gathers would be materialised at once; the barrier serialises them.
-    one_by_one = functools.partial(total, after=lax.optimization_barrier)
-    return lax.platform_dependent(rows, slot, weights, tpu=one_by_one, cuda=by_kernel, default=total)
+    def in_parts(rows: jax.Array, slot: jax.Array, weights: jax.Array | None) -> jax.Array:
+        # XLA for TPUs does not fuse a gather into a sum, so all gathers would be materialised at once. The barrier makes one
+        # after the other; in parts their float32 sums are small.
+        parts = math.gcd(slot.shape[0], 16)
+        split = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), (slot, weights))
+        sums = lax.map(lambda part: total(rows, *part, after=lax.optimization_barrier), split)
+        return sums.reshape(-1, rows.shape[1])
+
+    return lax.platform_dependent(rows, slot, weights, tpu=in_parts, cuda=by_kernel, default=total)
 
 
 def over_chunks(job: DispatchSpec, visit: Callable) -> Callable:

@@ -58,9 +58,9 @@ class AllToAll(ByRank):
     def combine(self, job: DispatchSpec, turn: Turn, x: jax.Array) -> jax.Array:
         return self.dispatch(job, turn, x)
 
-    def travel(self, shape: ExchangeShape) -> list[tuple[str, int, float]]:
+    def travel(self, shape: ExchangeShape) -> list[tuple[str, int, float, int | None]]:
         rows = shape.ranks * self.rooms(shape, 1)[0]
-        return [(axis, size, rows) for axis, size in shape.over]
+        return [(axis, size, rows, shape.own(shape.ranks)) for axis, size in shape.over]
 
     def cost(self, shape: ExchangeShape) -> Traffic:
         return self.traffic(shape, ALL_TO_ALL)
@@ -102,10 +102,11 @@ class TwoLevel(AllToAll):
         hosts = shape.over[0][1]
         return hosts, shape.ranks // hosts
 
-    def travel(self, shape: ExchangeShape) -> list[tuple[str, int, float]]:
+    def travel(self, shape: ExchangeShape) -> list[tuple[str, int, float, int | None]]:
         hosts, devices = self._levels(shape)
         one, two, _ = self.rooms(shape, 1)
-        return [(axis, size, devices * two if i else hosts * one) for i, (axis, size) in enumerate(shape.over)]
+        levels = (hosts * one, shape.own(hosts)), (devices * two, shape.own(shape.ranks))
+        return [(axis, size, *levels[min(i, 1)]) for i, (axis, size) in enumerate(shape.over)]
 
     def refusal(self, sizes: tuple[int, ...]) -> str | None:
         return "two axes" if len(sizes) < 2 else None
@@ -150,8 +151,9 @@ class RaggedAllToAll(ByRank):
         home, sizes, away = turn.moves
         return _ragged(x, turn.pair.size, away.T, sizes.T, home.T, job)
 
-    def travel(self, shape: ExchangeShape) -> list[tuple[str, int, float]]:
-        return [(axis, size, shape.tokens * shape.reached) for axis, size in shape.over]
+    def travel(self, shape: ExchangeShape) -> list[tuple[str, int, float, int | None]]:
+        rows = shape.tokens * shape.reached
+        return [(axis, size, rows, shape.own(shape.ranks)) for axis, size in shape.over]
 
     def cost(self, shape: ExchangeShape) -> Traffic:
         return self.traffic(shape, RAGGED_ALL_TO_ALL)

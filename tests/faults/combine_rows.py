@@ -86,8 +86,8 @@ FAULTS = (
     Fault(
         "gathered rows, Gluon: the second half of a tile has the rows of the first",
         "grouped_matmul/gluon_kernels:_load_products",
-        "gather($tiles.index(2 * $stage + $half), $a_ptr, $rows_ptr, $row + $half * $ROWS, $end, $k, $K)",
-        "gather($tiles.index(2 * $stage + $half), $a_ptr, $rows_ptr, $row, $end, $k, $K)",
+        "indices($rows_ptr, $row + $ROWS, $end, $tiles.index(0))",
+        "indices($rows_ptr, $row, $end, $tiles.index(0))",
         HOPPER,
     ),
     Fault(
@@ -103,5 +103,26 @@ FAULTS = (
         "contraction($x, $d, $rhs.shape[0], $rhs.dtype, $cfg.d_rhs, $where, *$more)",
         "contraction($x[jnp.arange($d.shape[0]) % len($x)], $d, $rhs.shape[0], $rhs.dtype, $cfg.d_rhs, $where)",
         HOPPER,
+    ),
+    Fault(
+        "gathered rows, Gluon: a step of the gradient of the matrices has the rows of the one before",
+        "grouped_matmul/gluon_contractions:_load_contractions",
+        "$index = $following",
+        "",
+        HOPPER,
+    ),
+    Fault(
+        "kept products, Gluon: the up projection is kept as it is multiplied",
+        "grouped_matmul/gluon_parts:hand_over_activated",
+        "if $KEEP:\n    $handed = hand_part(($y,), $hands, $handed, $WHICH)\n$y *= activated($z, $ACTIVATION)",
+        "$y *= activated($z, $ACTIVATION)\nif $KEEP:\n    $handed = hand_part(($y,), $hands, $handed, $WHICH)",
+        "tests/kernels/test_grouped_matmul_hopper.py -k kept",
+    ),
+    Fault(
+        "kept products: the cotangent of the up projection is that of the gate",
+        "grouped_matmul/triton_kernels:products_bwd_kernel",
+        "($d * activated($z, $ACTIVATION)).to($out_ptr.dtype.element_ty)",
+        "($d * slope($z, $ACTIVATION)).to($out_ptr.dtype.element_ty)",
+        "tests/kernels/test_grouped_matmul_kernels.py -k kept",
     ),
 )

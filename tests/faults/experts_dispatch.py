@@ -68,8 +68,8 @@ FAULTS = (
     Fault(
         "a TPU makes the rows of all choices, then adds them",
         "combined",
-        "functools.partial($$args, after=lax.optimization_barrier)",
-        "functools.partial($$args, after=lambda x: x)",
+        "total($rows, *$part, after=lax.optimization_barrier)",
+        "total($rows, *$part, after=lambda x: x)",
         f"{COSTS} -m slow -k 'on_a_tpu and 8-0.25-all_gather'",
     ),
     Fault(
@@ -90,12 +90,12 @@ FAULTS = (
     Fault("combine without weights", "Local.forward.visit", "combined($$args, $weights)", "combined($$args)", EP),
     Fault(
         "gradient of a weight misses the rows",
-        "Local.backward.visit",
-        "wide($made.y) * wide($d)",
-        "wide($made.y) ** 2",
+        "cotangents.plain",
+        "wide($rows) * wide($d)",
+        "wide($rows) ** 2",
         EP,
     ),
-    Fault("gradient of rows without weights", "Local.backward.visit", "wide($d) * $weight[:, None]", "wide($d)", EP),
+    Fault("gradient of rows without weights", "cotangents.plain", "wide($d) * $weight[:, None]", "wide($d)", EP),
     Fault(
         "a chunk has what another one kept",
         "ByRank.backward.first",
@@ -149,15 +149,15 @@ FAULTS = (
     Fault(
         "a token goes to a rank once for each choice",
         "ByRank.plan",
-        "jnp.where($again, $n, $rank)",
+        "jnp.where(jnp.any($together & $before, axis=2), $n, $rank)",
         "$rank",
         EP,
     ),
     Fault(
         "a place without a row has the first expert",
         "ByRank._planned",
-        "jnp.where($here, $local + 1, 0)",
-        "jnp.where($here, $local + 1, 1)",
+        "$local.astype($weights.dtype) + 1",
+        "$local.astype($weights.dtype)",
         EP,
     ),
     Fault(
@@ -170,8 +170,8 @@ FAULTS = (
     Fault(
         "the weights of a token are its choices",
         "ByRank._planned",
-        "$arrived[:, $top_k:]",
-        "$arrived[:, :$top_k]",
+        "$arrived[:, $columns:]",
+        "$arrived[:, :$columns]",
         EP,
     ),
     Fault(

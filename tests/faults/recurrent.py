@@ -101,8 +101,8 @@ FAULTS = (
     Fault(
         "LSTM in Triton: a launch does the token of the one before",
         "lstm_fwd_kernel",
-        "tl.store(next_ptr, $t + 1)",
-        "tl.store(next_ptr, $t)",
+        "tl.store(next_ptr, ($t + 1).to(tl.int32))",
+        "tl.store(next_ptr, $t.to(tl.int32))",
         TRITON,
     ),
     Fault(
@@ -150,7 +150,7 @@ FAULTS = (
     Fault(
         "LSTM in Triton: padding has the output of the token before",
         "triton_lstm_calls:forward",
-        "jnp.where($of.tokens.valid.T[..., None], $out, 0)",
+        "jnp.where($of.tokens.valid[..., None], $out, 0)",
         "$out",
         TRITON,
     ),

@@ -149,14 +149,14 @@ def _attend(acc, row_max, row_sum, begin, end, q, lower, unit, at, slope, key_pt
             v = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], dtype=v.dtype, is_pure=False, pack=4)
         if not O.HALVES:
             v = _numbers(v, q, O.KIND)
-        weights: tl.constexpr = tl.float16 if O.HALVES else q.dtype
         if SLOT_V:
             scale = _scale(v_scale_ptr, page, entry, head, real, O.V_SCALES)
             if q.dtype == tl.float16:  # weights times small scales would leave its range
                 v = (v.to(tl.float32) * scale[:, None]).to(tl.float16)
             else:
                 p *= scale[None, :]
-        acc = tl.dot(p.to(weights), v, acc * rescale[:, None], input_precision="ieee")
+        p = p.to(tl.float16) if O.HALVES else p.to(q.dtype)
+        acc = tl.dot(p, v, acc * rescale[:, None], input_precision="ieee")
     return acc, row_max, row_sum
 
 
@@ -178,9 +178,9 @@ def fill(out_ptr, cuts_ptr, number, head, O: tl.constexpr):
 
 
 @triton.jit
-def store(acc, row_max, row_sum, row, rows, index, head, split, out_ptr, part_ptr, lse_ptr, O: tl.constexpr):
-    """Stores the first `rows` rows of a tile: the output, or the piece `index` of one that is split."""
-    m, hv = tl.arange(0, O.BLOCK_M), tl.arange(0, O.BLOCK_V)
+def store(acc, row_max, row_sum, row, rows, index, head, split, first, out_ptr, part_ptr, lse_ptr, O: tl.constexpr):
+    """Stores the first `rows` rows of a tile, from column `first` on: the output, or the piece `index` of one that is split."""
+    m, hv = tl.arange(0, O.BLOCK_M), first + tl.arange(0, acc.shape[1])
     some = row_sum != 0  # true for NaN too
     acc /= tl.where(some, row_sum, 1.0)[:, None]
     kept = (m < rows)[:, None] & (hv < O.HV)[None, :]
@@ -190,7 +190,8 @@ def store(acc, row_max, row_sum, row, rows, index, head, split, out_ptr, part_pt
         part = (index.to(tl.int64) * O.K + head) * O.BLOCK_M + m
         tl.store(part_ptr + part[:, None] * O.HV + hv[None, :], acc, mask=kept)
         lse = tl.where(some, row_max + tl.log2(tl.where(some, row_sum, 1.0)), float("-inf"))
-        tl.store(lse_ptr + part, lse, mask=m < rows)
+        # The program of the first columns alone: those of others may differ by the order of their sums.
+        tl.store(lse_ptr + part, lse, mask=(m < rows) & (first == 0))
 
 
 @triton.jit
@@ -283,7 +284,7 @@ def paged_kernel(
                                         k_scale_ptr, v_scale_ptr, table_ptr, request, head, key, keys, O, True)  # fmt: skip
     if v_scale_ptr is not None and O.V_SCALES[0] + O.V_SCALES[1] == 0:
         acc *= tl.load(v_scale_ptr + head * O.V_SCALES[2]).to(tl.float32)
-    store(acc, row_max, row_sum, row, rows, index, head, split, out_ptr, part_ptr, lse_ptr, O)
+    store(acc, row_max, row_sum, row, rows, index, head, split, 0, out_ptr, part_ptr, lse_ptr, O)
 
 
 @triton.jit

@@ -199,20 +199,21 @@ def launch(
     arrays: tuple[Any, ...],
     requests: Requests,
     before: jax.Array | None,
+    parts: int = 1,
     **more: Any,
 ) -> jax.Array:
     """Returns the output of an instance, in that of the one before it if there is one, and merges its pieces.
 
     Args:
-      arrays: the kernel's inputs, queries first. more: its constexprs beside O.
+      arrays: the kernel's inputs, queries first. parts: programs of a tile's columns. more: the kernel's constexprs beside O.
     """
     query = arrays[0]
     tiles = most_tiles(o)
     pieces = tiles + o.PIECES + o.FILLS
-    parts = tiles + o.PIECES if o.PIECES else 1
+    rooms = tiles + o.PIECES if o.PIECES else 1
     shapes = [
-        jax.ShapeDtypeStruct((parts, o.K, o.BLOCK_M, o.HV), jnp.float32),
-        jax.ShapeDtypeStruct((parts, o.K, o.BLOCK_M), jnp.float32),
+        jax.ShapeDtypeStruct((rooms, o.K, o.BLOCK_M, o.HV), jnp.float32),
+        jax.ShapeDtypeStruct((rooms, o.K, o.BLOCK_M), jnp.float32),
     ]
     out = jax.ShapeDtypeStruct((o.M, o.N, o.HV), query.dtype)
     aliases: dict[int, int] = {}
@@ -227,7 +228,7 @@ def launch(
         *arrays,
         before,
         out_shape=tuple(shapes),
-        grid=(pieces * o.K,),
+        grid=(pieces * o.K * parts,),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         input_output_aliases=aliases,

@@ -1,8 +1,10 @@
 """Latent attention over pages in Triton: as `triton_paged`, for one cache that all heads share.
 
 An entry of the cache is a latent, which is key and value alike, followed by a rotary key. A block of entries is loaded once and
-multiplied twice, for all heads of a tile: up to 64 of one query, so that 128 heads read it twice, the second time from the
-GPU's cache. `Paged.K` counts these groups of heads, H and HV are the width of a latent, and K_WIDTH that of an entry.
+multiplied twice, for all heads of a tile. Outputs of tall tiles are too wide for the registers of one warpgroup: two programs,
+with half of the columns each, compute the same weights, and one of them reads its entries from the GPU's cache.
+
+`Paged.K` counts groups of heads, H and HV are the width of a latent, and K_WIDTH that of an entry.
 """
 
 # pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
@@ -32,13 +34,16 @@ def latent_kernel(
     lse_ptr,  # [pieces, K, BLOCK_M] float32, in units of log 2
     O: tl.constexpr,  # `Paged`
     BLOCK_ROPE: tl.constexpr,  # columns of a rotary key
+    PARTS: tl.constexpr,  # programs that share the columns of a tile: 1 or 2
 ):
     if before_ptr is not None:
         out_ptr = before_ptr
     G: tl.constexpr = O.N // O.K
     ROPE: tl.constexpr = O.K_WIDTH - O.H
-    head = tl.program_id(0) % O.K  # groups of a request read the same entries at the same time
-    index = tl.program_id(0) // O.K
+    BLOCK_C: tl.constexpr = O.BLOCK_H // PARTS
+    part = tl.program_id(0) % PARTS  # they and the groups of a request read the same entries at the same time
+    head = tl.program_id(0) // PARTS % O.K
+    index = tl.program_id(0) // (PARTS * O.K)
     request, _, place, split, total = plan(cuts_ptr, lens_ptr, starts_ptr, index, False, O)
     if index >= total:
         fill(out_ptr, cuts_ptr, index - total, head, O)
@@ -53,28 +58,45 @@ def latent_kernel(
     m = tl.arange(0, O.BLOCK_M)
     at = position + first + m // G
     row = (begin + first + m // G).to(tl.int64) * O.N + head * G + m % G
-    c, t = tl.arange(0, O.BLOCK_H), tl.arange(0, BLOCK_ROPE)
+    c, t = part * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_ROPE)
+    others = (1 - part) * BLOCK_C + tl.arange(0, BLOCK_C)
     real_c, real_t, real_row = (c < O.H)[None, :], (t < ROPE)[None, :], (m < rows)[:, None]
+    real_others = (others < O.H)[None, :]
     q = tl.load(q_ptr + row[:, None] * O.H + c[None, :], mask=real_row & real_c, other=0.0)
+    if PARTS == 2:
+        other_q = tl.load(q_ptr + row[:, None] * O.H + others[None, :], mask=real_row & real_others, other=0.0)
     turned = tl.load(rope_ptr + row[:, None] * ROPE + t[None, :], mask=real_row & real_t, other=0.0)
     table_ptr = tables_ptr + request.to(tl.int64) * O.LONGEST
-    acc = tl.zeros([O.BLOCK_M, O.BLOCK_V], tl.float32)
+    acc = tl.zeros([O.BLOCK_M, BLOCK_C], tl.float32)
     row_max = tl.full([O.BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([O.BLOCK_M], tl.float32)
+    WHOLE: tl.constexpr = O.C % O.BLOCK_K == 0  # a block lies in one page
+    following = 0
+    if WHOLE:
+        following = tl.load(table_ptr + low * O.BLOCK_K // O.C, mask=low < high, other=0)
     for n in range(low, high):
         kj = n * O.BLOCK_K + tl.arange(0, O.BLOCK_K)
         real = (kj >= key) & (kj < keys)
-        page = tl.load(table_ptr + kj // O.C, mask=kj < keys, other=0)
-        page = tl.minimum(tl.maximum(page, 0), O.PAGES - 1)
-        entry_ptr = cache_ptr + (page.to(tl.int64) * O.C + kj % O.C) * O.K_WIDTH
-        there_c, there_t = real[:, None], real[:, None]
+        if WHOLE:
+            page = tl.minimum(tl.maximum(following, 0), O.PAGES - 1)
+            following = tl.load(table_ptr + (n + 1) * O.BLOCK_K // O.C, mask=n + 1 < high, other=0)
+            block_ptr = cache_ptr + (page.to(tl.int64) * O.C + n * O.BLOCK_K % O.C) * O.K_WIDTH
+            entry_ptr = block_ptr + tl.arange(0, O.BLOCK_K) * O.K_WIDTH
+        else:
+            page = tl.load(table_ptr + kj // O.C, mask=kj < keys, other=0)
+            page = tl.minimum(tl.maximum(page, 0), O.PAGES - 1)
+            entry_ptr = cache_ptr + (page.to(tl.int64) * O.C + kj % O.C) * O.K_WIDTH
+        there_c, there_t, there_others = real[:, None], real[:, None], real[:, None]
         if O.BLOCK_H != O.H:
-            there_c = there_c & real_c
+            there_c, there_others = there_c & real_c, there_others & real_others
         if BLOCK_ROPE != ROPE:
             there_t = there_t & real_t
         latent = tl.load(entry_ptr[:, None] + c[None, :], mask=there_c, other=0.0)
         rope = tl.load(entry_ptr[:, None] + O.H + t[None, :], mask=there_t, other=0.0)
         x = tl.dot(q, tl.trans(latent), input_precision="ieee")
+        if PARTS == 2:
+            other = tl.load(entry_ptr[:, None] + others[None, :], mask=there_others, other=0.0)
+            x = tl.dot(other_q, tl.trans(other), x, input_precision="ieee")
         x = tl.dot(turned, tl.trans(rope), x, input_precision="ieee")
         if O.CAP is None:
             x *= O.SCALE * LOG2E
@@ -91,4 +113,4 @@ def latent_kernel(
         row_sum = row_sum * rescale + tl.sum(p, axis=1)
         row_max = new
         acc = tl.dot(p.to(latent.dtype), latent, acc * rescale[:, None], input_precision="ieee")
-    store(acc, row_max, row_sum, row, rows, index, head, split, out_ptr, part_ptr, lse_ptr, O)
+    store(acc, row_max, row_sum, row, rows, index, head, split, part * BLOCK_C, out_ptr, part_ptr, lse_ptr, O)

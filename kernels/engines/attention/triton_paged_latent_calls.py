@@ -16,10 +16,12 @@ from kernels.engines.attention.triton_paged_plan import Paged
 from kernels.framework.measured import power_of_two
 from kernels.framework.target import MULTIPROCESSORS
 
-# Heads of a tile, all of one query if there are no more.
+# Most heads of a tile, all of one query if there are no more.
 HEADS = 64
-# Programs that entries are split for: as many as run at once, of tiles of few heads and of many.
-PROGRAMS = {FEW: 4 * MULTIPROCESSORS, HEADS: MULTIPROCESSORS}
+# Programs that share the columns of a tile, by its rows and the bytes of a number; else one.
+PARTS = {(64, 2): 2}
+# Programs that entries are split for, by the rows of a tile: as many as run at once, or twice that.
+PROGRAMS = {FEW: 4 * MULTIPROCESSORS, 32: 2 * MULTIPROCESSORS, 64: MULTIPROCESSORS}
 # Widest latent: a program has the outputs of its rows in registers; in float32 there are no tensor cores.
 WIDEST, FLOAT32_WIDTH = 512, 128
 
@@ -76,22 +78,24 @@ def attend_latent(
         BLOCK_V=padded_width(H),
         BLOCK_R=min(power_of_two(R), REQUESTS),
     )
-    few, many = tiles(N // groups, longest * C, query.dtype.itemsize)
+    few, many = tiles(N // groups, longest * C, C, query.dtype.itemsize)
     arrays = query, query_rope, cache, requests.cuts, requests.lens, requests.starts, requests.tables
     rope, out = max(16, power_of_two(width - H)), None
-    for o, tile in instances(base, few, many, PROGRAMS[FEW if few.rows == FEW else HEADS], M):
-        out = launch(latent_kernel, o, tile, arrays, requests, out, BLOCK_ROPE=rope)
+    for o, tile in instances(base, few, many, PROGRAMS[few.rows], M):
+        parts = PARTS.get((o.BLOCK_M, query.dtype.itemsize), 1)
+        out = launch(latent_kernel, o, tile, arrays, requests, out, parts, BLOCK_ROPE=rope, PARTS=parts)
     assert out is not None
     return out
 
 
-def tiles(heads: int, keys: int, itemsize: int) -> tuple[Tile, Tile]:
-    """Returns the tiles of both instances, for that many heads of a query and at most `keys` entries of a request.
+def tiles(heads: int, entries: int, slots: int, itemsize: int) -> tuple[Tile, Tile]:
+    """Returns the tiles of both instances, for that many heads of a query, at most `entries` entries of a request, and
+    pages of that many slots.
 
-    A block of 32 entries of 576 numbers is 36 KiB: of those on their way and in use, two or three fit beside queries and
-    weights. Numbers of pages take half of the stages.
+    A block of 32 entries of 576 numbers is 36 KiB. With three stages two blocks are on their way or in use beside the queries,
+    for which Triton needs five where a block lies in several pages: numbers of pages, which it loads ahead, take half of them.
     """
-    block = min(32 if itemsize == 2 else 16, max(16, power_of_two(keys)))
-    rows = max(FEW, power_of_two(heads))
-    few = Tile(rows, block, 4, 5) if rows == FEW else Tile(rows, block, 8, 3)
-    return few, Tile(max(rows, HEADS if itemsize == 2 else FEW), block, 8, 3)
+    block = min(32 if itemsize == 2 else 16, max(16, power_of_two(entries)))
+    stages, rows = 3 if slots % block == 0 else 5, max(FEW, power_of_two(heads))
+    few = Tile(rows, block, 8 if rows == 32 or itemsize == 4 else 4, stages)
+    return few, Tile(max(rows, HEADS), block, 4, stages) if itemsize == 2 else few

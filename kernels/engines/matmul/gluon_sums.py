@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from kernels.toolchains.gluon import SWIZZLED
 
+NOT = gl.constexpr(False)
+
 
 @gluon.jit
 def make_hands(BUFFERS: gl.constexpr, dtype: gl.constexpr, ROWS: gl.constexpr):
@@ -69,9 +71,11 @@ def hand_part(slabs, hands, handed, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def write(hands, handed, out_ptr, row, end, column, columns, N: gl.constexpr, SIDES: gl.constexpr, WHICH: gl.constexpr):
+def write(hands, handed, out_ptr, row, end, column, columns, N: gl.constexpr, SIDES: gl.constexpr, WHICH: gl.constexpr,
+          COUNTED: gl.constexpr = NOT):  # fmt: skip
     """Stores the rows before `end` of a tile whose first row is `row` to a matrix of N columns; or of SIDES times N
-    columns, with one such tile for every N."""
+    columns, with one such tile for every N. COUNTED: in a loop that ends with the rows, which the compiler does not unroll,
+    where a warp stores to two matrices and has not the registers."""
     buffers, filled, drained = hands
     BUFFERS: gl.constexpr = buffers.shape[0] // 2
     ROWS: gl.constexpr = buffers.shape[1]
@@ -87,7 +91,7 @@ def write(hands, handed, out_ptr, row, end, column, columns, N: gl.constexpr, SI
         mbarrier.wait(filled.index(slot), handed // BUFFERS & 1)
         # A warp holds 16 rows in registers at a time.
         buffer = buffers.index(slot).reinterpret(shape=[ROWS // 16, 16, 64], layout=SWIZZLED)
-        for i in range(ROWS // 16):
+        for i in range(gl.cdiv(gl.minimum(end - row, ROWS), 16) if COUNTED else ROWS // 16):
             top = row + 16 * i
             mask = (rows < end - top)[:, None] & (inside < N - first)[None, :]
             out = out_ptr + (top.to(gl.int64) * (SIDES * N) + (first + side * N)) + entries

@@ -16,6 +16,7 @@ from kernels.ops.grouped_matmul.gluon_parts import (
     gather,
     hand_over,
     has_half,
+    indices,
     make_ring,
     multiply,
     skip,
@@ -49,7 +50,11 @@ def _load_contractions(a_desc, a_ptr, rows_ptr, b_desc, bounds_ptr, turn_ptr, ri
         expert, p, q, begin, end = _contraction_tile(tile, bounds_ptr, E, TILES_P, TILES_Q, BAND, ROWS, BLOCK_Q)
         tile = claim_tile(queue, turn_ptr, turn)
         turn += 1
+        if rows_ptr is not None:
+            index = indices(rows_ptr, begin, end, a_tiles.index(0))
         for row in range(begin, end, BLOCK_K):
+            if rows_ptr is not None:  # of the next step, ahead of the copies of this one, behind which they would wait
+                following = indices(rows_ptr, row + BLOCK_K, end, a_tiles.index(0))
             mbarrier.wait(free.index(stage), phase ^ 1)
             arrived = full.index(stage)
             if rows_ptr is None:
@@ -60,9 +65,10 @@ def _load_contractions(a_desc, a_ptr, rows_ptr, b_desc, bounds_ptr, turn_ptr, ri
             else:
                 mbarrier.expect(arrived, b_desc.nbytes_per_cta)
                 tma.async_load(b_desc, [row, q], arrived, b_tiles.index(stage))
-                for half in gl.static_range(2):
-                    gather(a_tiles.index(2 * stage + half), a_ptr, rows_ptr, row, end, p + half * ROWS, P)
+                gather(a_tiles.index(2 * stage), a_ptr, index, p, P)
+                gather(a_tiles.index(2 * stage + 1), a_ptr, index, p + ROWS, P)
                 async_copy.mbarrier_arrive(arrived, increment_count=False)
+                index = following
             stage, phase = after(stage, phase, STAGES)
 
 

@@ -25,6 +25,7 @@ from kernels.ops.grouped_matmul.gluon_parts import (
     gather,
     hand_over_activated,
     has_half,
+    indices,
     make_ring,
     multiply,
     skip,
@@ -73,6 +74,9 @@ def _load_products(a_desc, a_ptr, rows_ptr, b_desc, d_desc, tiles_ptr, bounds_pt
         expert, row, end, column = _product_tile(tile, tiles_m, tiles_ptr, BOUND, TILES_N, BAND, BLOCK_N)
         tile = claim_tile(queue, turn_ptr, turn)
         turn += 1
+        if rows_ptr is not None:  # read once for a tile: behind copies, the loads of each step would wait
+            upper = indices(rows_ptr, row, end, a_tiles.index(0))
+            lower = indices(rows_ptr, row + ROWS, end, a_tiles.index(0))
         for k in range(0, K, BLOCK_K):
             mbarrier.wait(free.index(stage), phase ^ 1)
             arrived = full.index(stage)
@@ -90,8 +94,8 @@ def _load_products(a_desc, a_ptr, rows_ptr, b_desc, d_desc, tiles_ptr, bounds_pt
                     side = sides.index(i).reinterpret(shape=[1, SIDE[0], SIDE[1]], layout=MATRIX)
                     tma.async_load(b_desc, [expert, k, i * N + column], arrived, side)
             if rows_ptr is not None:
-                for half in gl.static_range(2):
-                    gather(a_tiles.index(2 * stage + half), a_ptr, rows_ptr, row + half * ROWS, end, k, K)
+                gather(a_tiles.index(2 * stage), a_ptr, upper, k, K)
+                gather(a_tiles.index(2 * stage + 1), a_ptr, lower, k, K)
                 async_copy.mbarrier_arrive(arrived, increment_count=False)
             stage, phase = after(stage, phase, STAGES)
         if d_desc is not None:
@@ -168,8 +172,8 @@ def _write_products(out_ptr, kept_ptr, tiles_ptr, bounds_ptr, queue, hands, N: g
                 )
             else:
                 for first in range(column, column + columns, 64):
-                    handed = write(hands, handed, kept_ptr, row, end, first, 64, N, 2 if GATED else 1, WHICH)
-                    handed = write(hands, handed, out_ptr, row, end, first, 64, N, 1, WHICH)
+                    handed = write(hands, handed, kept_ptr, row, end, first, 64, N, 2 if GATED else 1, WHICH, True)
+                    handed = write(hands, handed, out_ptr, row, end, first, 64, N, 1, WHICH, True)
         tile = next_tile(queue, turn)
         turn += 1
 

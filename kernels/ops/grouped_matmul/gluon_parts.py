@@ -41,16 +41,24 @@ def make_ring(STAGES: gl.constexpr, dtype: gl.constexpr, A: gl.constexpr, B0: gl
 
 
 @gluon.jit
-def gather(tile, x_ptr, rows_ptr, first, end, column, WIDTH: gl.constexpr):
-    """Starts copying columns of rows of x [*, WIDTH], which are rows `first`, ... before `end` of an array of indices, into a
-    tile; zeros for a negative index. Copied by instructions: on Hopper, TMA has no list of rows."""
-    ROWS: gl.constexpr = tile.shape[0]
+def indices(rows_ptr, first, end, tile):
+    """Returns what is in an array of indices for the rows `first`, ... before `end` of a tile; -1 for the rest."""
     COLUMNS: gl.constexpr = tile.shape[1]
     ACROSS: gl.constexpr = COLUMNS // 8 if COLUMNS < 256 else 32
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
-    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    # Read again in every step, from the L1 cache: kept in registers they would not fit.
-    index = gl.load(rows_ptr + rows, mask=rows < end, other=-1)
+    rows = first + gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
+    return gl.load(rows_ptr + rows, mask=rows < end, other=-1)
+
+
+@gluon.jit
+def gather(tile, x_ptr, index, column, WIDTH: gl.constexpr):
+    """Starts copying columns of the rows `index` of x [*, WIDTH] into a tile; zeros for a negative index. By instructions: on
+    Hopper, TMA has no list of rows."""
+    COLUMNS: gl.constexpr = tile.shape[1]
+    ACROSS: gl.constexpr = COLUMNS // 8 if COLUMNS < 256 else 32
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [gl.num_warps(), 1], [1, 0])
+    # Opaque, so that the compiler holds indices around a loop over columns, and not addresses, which do not fit.
+    index = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [index], dtype=gl.int32, is_pure=False, pack=1)
     columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     mask = (index >= 0)[:, None] & (columns < WIDTH)[None, :]
     async_copy.async_load(tile, x_ptr + (index.to(gl.int64)[:, None] * WIDTH + columns[None, :]), mask=mask)

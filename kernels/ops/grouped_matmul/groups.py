@@ -139,20 +139,22 @@ def register(
         return gradients | {"lhs": combine_rows(gradients["lhs"], slots)}
 
     def run_keeping(lhs, rhs, rhs_transposed, group_sizes, group_offset, rhs_bias, activation, cfg):
+        assert keeping is not None
         weights = matrices(rhs, rhs_transposed)
         out, products = keeping(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg)
         return out, {"products": products}
 
     def gathered_keeping(lhs, rhs, rhs_transposed, group_sizes, rows, slots, group_offset, rhs_bias, activation, cfg):
+        assert keeping is not None
         weights = matrices(rhs, rhs_transposed)
         out, products = keeping(lhs, weights, group_sizes, group_offset, rhs_bias, activation, cfg, rows)
         return out, {"products": products}
 
-    def with_kept(function):
+    def with_kept(function: Callable) -> dict[str, Any]:
         return {} if keeping is None else {"forward_with_residuals": function, "keeps": keeps}
 
     name = forward.__module__.rpartition(".")[2]
-    refuse = {"rejects": lambda call: refuses(call) or rejects(call), "name": name}
+    refuse: dict[str, Any] = {"rejects": lambda call: refuses(call) or rejects(call), "name": name}
     op.register(run, run_backward, **with_kept(run_keeping), **refuse, **facts)
     gathered_op.register(gathered, gathered_backward, **with_kept(gathered_keeping), **refuse, **facts)
     also = {"rejects": lambda call: refuses(call) or rejects_quantized(call), "name": name}

@@ -501,12 +501,14 @@ def _config(call, shape: _Shape | None = None, specialised: str | None = None) -
     if shape is not None or itemsize != 2 or widened:
         specialised = "none"
     short = "none" if rows < SPECIALISED_ROWS else "tall"
+    gathers = "rows" in call.arguments  # of a wide tile, half as many rows are copied by instructions in each step
 
     def product(columns, depth, transposed_rhs, halves=1):
         large = () if transposed_rhs or depth < LONG_PRODUCT else (LARGE,)
         shapes = (shape,) if shape else PRODUCTS + large
         tile = _tile(rows, columns, depth, itemsize, shapes, halves=halves, widened=widened)
-        return replace(tile, specialised=specialised or ("wide" if halves == 2 and short != "none" else short))
+        wide = halves == 2 or (gathers and columns == F)
+        return replace(tile, specialised=specialised or ("wide" if wide and short != "none" else short))
 
     long = rows >= LONG_CONTRACTION
     shapes = (shape,) if shape else CONTRACTIONS + ((LARGE,) if long else ())
@@ -514,7 +516,7 @@ def _config(call, shape: _Shape | None = None, specialised: str | None = None) -
     return GroupedMatmulConfig(
         product(F, D, transposed, halves=width // F),
         product(D, width, not transposed),
-        replace(contraction, specialised=specialised or ("wide" if long else short)),
+        replace(contraction, specialised=specialised or ("wide" if long or (gathers and short != "none") else short)),
     )
 
 

@@ -90,28 +90,21 @@ def directions(
 
 
 def gradients_of_weights(
-    d_x: jax.Array,
-    d_gates: jax.Array,
-    inputs: jax.Array,
-    hidden: jax.Array,
-    weights: Mapping[str, Any],
-    tokens: str = "tb",
+    d_x: jax.Array, d_gates: jax.Array, inputs: jax.Array, hidden: jax.Array, weights: Mapping[str, Any]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the gradients of the inputs [B, T, D] and of the weights, one matmul each.
 
     Args:
       d_x, d_gates: gradients of the gates of the input and of the hidden state, [T, B, gates F].
       hidden: the hidden state before each token, [T, B, F].
-      tokens: the first two dims of these arrays: "bt" for [B, T, ...].
     """
     d = {
-        "weight_ih": dot(f"{tokens}g,btd->gd", d_x, inputs),
-        "weight_hh": dot(f"{tokens}g,{tokens}f->gf", d_gates, hidden.astype(inputs.dtype)),
+        "weight_ih": dot("tbg,btd->gd", d_x, inputs),
+        "weight_hh": dot("tbg,tbf->gf", d_gates, hidden.astype(inputs.dtype)),
         "bias_ih": jnp.sum(d_x, axis=(0, 1), dtype=jnp.float32),
         "bias_hh": jnp.sum(d_gates, axis=(0, 1), dtype=jnp.float32),
     }
-    d_inputs = dot(f"{tokens}g,gd->{tokens}d", d_x, weights["weight_ih"])
-    return d_inputs if tokens == "bt" else jnp.moveaxis(d_inputs, 0, 1), {n: d[n] for n in weights}
+    return jnp.moveaxis(dot("tbg,gd->tbd", d_x, weights["weight_ih"]), 0, 1), {n: d[n] for n in weights}
 
 
 def merged(parts: list, segment_ids: jax.Array | None, initial_state: jax.Array | None) -> dict[str, Any]:

@@ -29,15 +29,15 @@ def forward_with_residuals(
         out, final, states = lstm.forward(of)
         outs.append(out[:, :: of.way])
         finals.append(final)
-        kept |= {name + of.end: x for name, x in states._asdict().items()}
+        kept |= {name + of.end: jnp.moveaxis(x, 0, 1) for name, x in states._asdict().items()}
     return (jnp.concatenate(outs, axis=-1), jnp.concatenate(finals, axis=2)), kept
 
 
 def keeps(call, cfg):
     (B, T, _), w = call.inputs.shape, call.weights["weight_hh"]
     shape = (B, T + 1, w.shape[1])
-    states = lstm.States(jax.ShapeDtypeStruct(shape, w.dtype), jax.ShapeDtypeStruct(shape, jnp.float32))
-    return {name + end: x for end in _ends(call.bidirectional) for name, x in states._asdict().items()}
+    dtypes = {"hidden": w.dtype, "cells": jnp.float32}
+    return {n + end: jax.ShapeDtypeStruct(shape, d) for end in _ends(call.bidirectional) for n, d in dtypes.items()}
 
 
 def backward(saved, inputs, weights, segment_ids, initial_state, cell_type, activation, bidirectional, num_states):
@@ -46,10 +46,10 @@ def backward(saved, inputs, weights, segment_ids, initial_state, cell_type, acti
     d_outs = jnp.split(saved.d_out, len(ends), axis=-1)
     d_finals = jnp.split(saved.d_final_state.astype(jnp.float32), len(ends), axis=2)
     for of, d_out, d_final in zip(directions(*arguments), d_outs, d_finals, strict=True):
-        kept = {name: saved.get(name + of.end) for name in lstm.States._fields}
-        states = lstm.forward(of)[2] if None in kept.values() else lstm.States(**kept)
+        kept = [saved.get(name + of.end) for name in lstm.States._fields]
+        states = lstm.forward(of)[2] if None in kept else lstm.States(*(jnp.moveaxis(x, 0, 1) for x in kept))
         d, hidden, d_initial = lstm.backward(of, states, d_out[:, :: of.way], d_final)
-        parts.append((of, *gradients_of_weights(d, d, of.inputs, hidden, of.weights, "bt"), d_initial))
+        parts.append((of, *gradients_of_weights(d, d, of.inputs, hidden, of.weights), d_initial))
     return merged(parts, segment_ids, initial_state)
 
 

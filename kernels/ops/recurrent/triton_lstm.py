@@ -21,11 +21,11 @@ def _tanh(x):
 @triton.jit
 def lstm_fwd_kernel(
     step_ptr,  # int32 [1]: the token
-    of_inputs_ptr,  # [B, T, 4 F] float32: the gates of the inputs, with all biases
+    of_inputs_ptr,  # [T, B, 4 F] float32: the gates of the inputs, with all biases
     weight_ptr,  # [4 F, F]
-    codes_ptr,  # int32 [B, T], or None: all go on
-    hidden_ptr,  # [B, T + 1, F]: the hidden state before each token and after the last, read and written
-    cells_ptr,  # [B, T + 1, F] float32, likewise
+    codes_ptr,  # int32 [T, B], or None: all go on
+    hidden_ptr,  # [T + 1, B, F]: the hidden state before each token and after the last, read and written
+    cells_ptr,  # [T + 1, B, F] float32, likewise
     last_ptr,  # [B, F] float32: the hidden state after the token, as it is not rounded
     next_ptr,  # int32 [1]: the token after it
     T: tl.constexpr,
@@ -35,53 +35,51 @@ def lstm_fwd_kernel(
     BLOCK_F: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    t = tl.load(step_ptr)
+    t = tl.load(step_ptr).to(tl.int64)
     b, f = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B), tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    row, here = b.to(tl.int64), (b < B)[:, None] & (f < F)[None, :]
-    before = row * (T + 1) + t
+    row, here = t * B + b, (b < B)[:, None] & (f < F)[None, :]
     goes_on, code = b < B, tl.full([BLOCK_B], GOES_ON, tl.int32)
     if codes_ptr is not None:
-        code = tl.load(codes_ptr + row * T + t, mask=b < B, other=PADDING)
+        code = tl.load(codes_ptr + row, mask=b < B, other=PADDING)
         goes_on &= code != BEGINS
     i, j = tl.zeros([BLOCK_B, BLOCK_F], tl.float32), tl.zeros([BLOCK_B, BLOCK_F], tl.float32)
     g, o = tl.zeros([BLOCK_B, BLOCK_F], tl.float32), tl.zeros([BLOCK_B, BLOCK_F], tl.float32)
     for start in range(0, F, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        h = tl.load(hidden_ptr + before[:, None] * F + k[None, :], mask=goes_on[:, None] & (k < F)[None, :], other=0.0)
+        h = tl.load(hidden_ptr + row[:, None] * F + k[None, :], mask=goes_on[:, None] & (k < F)[None, :], other=0.0)
         at, inside = weight_ptr + f[None, :] * F + k[:, None], (f < F)[None, :] & (k < F)[:, None]
         i = tl.dot(h, tl.load(at, mask=inside, other=0.0), i)
         j = tl.dot(h, tl.load(at + F * F, mask=inside, other=0.0), j)
         g = tl.dot(h, tl.load(at + 2 * F * F, mask=inside, other=0.0), g)
         o = tl.dot(h, tl.load(at + 3 * F * F, mask=inside, other=0.0), o)
-    x = of_inputs_ptr + (row * T + t)[:, None] * (4 * F) + f[None, :]
+    x = of_inputs_ptr + row[:, None] * (4 * F) + f[None, :]
     i = tl.sigmoid(i + tl.load(x, mask=here, other=0.0))
     j = tl.sigmoid(j + tl.load(x + F, mask=here, other=0.0))
     g = _tanh(g + tl.load(x + 2 * F, mask=here, other=0.0))
     o = tl.sigmoid(o + tl.load(x + 3 * F, mask=here, other=0.0))
-    at = before[:, None] * F + f[None, :]
+    at, own = row[:, None] * F + f[None, :], b[:, None] * F + f[None, :]
     old = tl.load(cells_ptr + at, mask=here, other=0.0)
     c = j * tl.where(goes_on[:, None], old, 0.0) + i * g
     h = o * _tanh(c)
-    last = last_ptr + row[:, None] * F + f[None, :]
     if codes_ptr is not None:  # padding leaves the state as it is
         counts = (code != PADDING)[:, None]
-        c, h = tl.where(counts, c, old), tl.where(counts, h, tl.load(last, mask=here, other=0.0))
-    tl.store(cells_ptr + at + F, c, mask=here)
-    tl.store(hidden_ptr + at + F, h.to(hidden_ptr.dtype.element_ty), mask=here)
-    tl.store(last, h, mask=here)
+        c, h = tl.where(counts, c, old), tl.where(counts, h, tl.load(last_ptr + own, mask=here, other=0.0))
+    tl.store(cells_ptr + at + B * F, c, mask=here)
+    tl.store(hidden_ptr + at + B * F, h.to(hidden_ptr.dtype.element_ty), mask=here)
+    tl.store(last_ptr + own, h, mask=here)
     if tl.program_id(0) + tl.program_id(1) == 0:
-        tl.store(next_ptr, t + 1)
+        tl.store(next_ptr, (t + 1).to(tl.int32))
 
 
 @triton.jit
 def lstm_bwd_kernel(
     step_ptr,  # int32 [1]: the token
-    gates_ptr,  # [B, T, 4 F] float32: the gates, before they are activated
+    gates_ptr,  # [T, B, 4 F] float32: the gates, before they are activated
     weight_ptr,  # [F, 4 F]: `weight_hh` transposed
-    cells_ptr,  # [B, T + 1, F] float32, as the forward wrote them
+    cells_ptr,  # [T + 1, B, F] float32, as the forward wrote them
     codes_ptr,
-    d_out_ptr,  # [B, T, F]
-    d_gates_ptr,  # [B, T + 1, 4 F]: gradients of the gates; the token after the last has zeros. Read and written
+    d_out_ptr,  # [T, B, F]
+    d_gates_ptr,  # [T + 1, B, 4 F]: gradients of the gates; the token after the last has zeros. Read and written
     d_hidden_ptr,  # [B, F] float32: gradients of the hidden state after the token by what is no product. Read and written
     d_cell_ptr,  # [B, F] float32: of the cell state. Read and written
     next_ptr,  # int32 [1]: the token before it
@@ -92,31 +90,29 @@ def lstm_bwd_kernel(
     BLOCK_F: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    t = tl.load(step_ptr)
+    t = tl.load(step_ptr).to(tl.int64)
     b, f = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B), tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    row, here = b.to(tl.int64), (b < B)[:, None] & (f < F)[None, :]
-    d_gates = d_gates_ptr + (row * (T + 1) + t)[:, None] * (4 * F)
+    row, here = t * B + b, (b < B)[:, None] & (f < F)[None, :]
+    d_gates = d_gates_ptr + row[:, None] * (4 * F)
     followed, code = b < B, tl.full([BLOCK_B], GOES_ON, tl.int32)
     if codes_ptr is not None:  # a token that begins a document has no gradient for the state before it
-        code = tl.load(codes_ptr + row * T + t, mask=b < B, other=PADDING)
-        followed &= tl.load(codes_ptr + row * T + t + 1, mask=(b < B) & (t + 1 < T), other=GOES_ON) != BEGINS
+        code = tl.load(codes_ptr + row, mask=b < B, other=PADDING)
+        followed &= tl.load(codes_ptr + row + B, mask=(b < B) & (t + 1 < T), other=GOES_ON) != BEGINS
     d_h = tl.zeros([BLOCK_B, BLOCK_F], tl.float32)
     for start in range(0, 4 * F, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        d = tl.load(d_gates + 4 * F + k[None, :], mask=followed[:, None] & (k < 4 * F)[None, :], other=0.0)
+        d = tl.load(d_gates + B * 4 * F + k[None, :], mask=followed[:, None] & (k < 4 * F)[None, :], other=0.0)
         weight = tl.load(
             weight_ptr + f[None, :] * (4 * F) + k[:, None], mask=(f < F)[None, :] & (k < 4 * F)[:, None], other=0.0
         )
         d_h = tl.dot(d, weight, d_h)
-    own = row[:, None] * F + f[None, :]
+    at, own = row[:, None] * F + f[None, :], b[:, None] * F + f[None, :]
     d_h += tl.load(d_hidden_ptr + own, mask=here, other=0.0)
     d_c = tl.load(d_cell_ptr + own, mask=here, other=0.0)
-    at = (row * T + t)[:, None] * F + f[None, :]
-    x = gates_ptr + (row * T + t)[:, None] * (4 * F) + f[None, :]
+    x = gates_ptr + row[:, None] * (4 * F) + f[None, :]
     i, j = tl.sigmoid(tl.load(x, mask=here, other=0.0)), tl.sigmoid(tl.load(x + F, mask=here, other=0.0))
     g, o = _tanh(tl.load(x + 2 * F, mask=here, other=0.0)), tl.sigmoid(tl.load(x + 3 * F, mask=here, other=0.0))
-    state = cells_ptr + (row * (T + 1) + t)[:, None] * F + f[None, :]
-    old, c = tl.load(state, mask=here, other=0.0), _tanh(tl.load(state + F, mask=here, other=0.0))
+    old, c = tl.load(cells_ptr + at, mask=here, other=0.0), _tanh(tl.load(cells_ptr + at + B * F, mask=here, other=0.0))
     if codes_ptr is not None:
         old = tl.where((code == BEGINS)[:, None], 0.0, old)
     d_out = d_h + tl.load(d_out_ptr + at, mask=here, other=0.0).to(tl.float32)
@@ -139,4 +135,4 @@ def lstm_bwd_kernel(
     tl.store(d_hidden_ptr + own, passes, mask=here)
     tl.store(d_cell_ptr + own, d_before, mask=here)
     if tl.program_id(0) + tl.program_id(1) == 0:
-        tl.store(next_ptr, t - 1)
+        tl.store(next_ptr, (t - 1).to(tl.int32))

@@ -23,7 +23,7 @@ TOGETHER = 16  # tokens of an iteration of XLA's loop
 class Tile(NamedTuple):
     """Rows and hidden units of a program, how many channels a product sums at a time, and what hides its loads."""
 
-    block_b: int = 32
+    block_b: int = 64
     block_f: int = 16
     block_k: int = 128
     num_warps: int = 4
@@ -34,11 +34,11 @@ FORWARD, BACKWARD = Tile(), Tile()
 
 
 class States(NamedTuple):
-    """What a forward leaves for its backward: hidden states before each token and after the last [B, T + 1, F], in the dtype
-    of the weights, and cell states, float32; or their shapes."""
+    """What a forward leaves for its backward: hidden states before each token and after the last, in the dtype of the weights,
+    and cell states, float32; [T + 1, B, F], as tokens one after another lie in few pages of memory."""
 
-    hidden: Any
-    cells: Any
+    hidden: jax.Array
+    cells: jax.Array
 
 
 def _sizes(of: Direction, tile: Tile, channels: int) -> dict[str, Any]:
@@ -58,18 +58,18 @@ def _sizes(of: Direction, tile: Tile, channels: int) -> dict[str, Any]:
 
 
 def _codes(of: Direction) -> jax.Array | None:
-    """Returns int32 [B, T]: whether a token begins a document, goes on, or is padding; None if all go on."""
+    """Returns int32 [T, B]: whether a token begins a document, goes on, or is padding; None if all go on."""
     if of.tokens.valid is None:
         return None
     codes = jnp.where(of.tokens.begins, BEGINS.value, GOES_ON.value)
-    return jnp.where(of.tokens.valid, codes, PADDING.value).T.astype(jnp.int32)
+    return jnp.where(of.tokens.valid, codes, PADDING.value).astype(jnp.int32)
 
 
 def _of_inputs(of: Direction) -> jax.Array:
-    """Returns the gates of the inputs with all biases, [B, T, 4 F] float32."""
+    """Returns the gates of the inputs with all biases, [T, B, 4 F] float32."""
     w = of.weights
     biases = sum(w[n].astype(jnp.float32) for n in ("bias_ih", "bias_hh") if n in w)
-    return dot("btd,gd->btg", of.inputs, w["weight_ih"]) + biases
+    return dot("btd,gd->tbg", of.inputs, w["weight_ih"]) + biases
 
 
 def _loop(T: int, body: Any, start: Any) -> Any:
@@ -80,8 +80,8 @@ def forward(of: Direction) -> tuple[jax.Array, jax.Array, States]:
     """Returns (out [B, T, F], the last state [B, 1, 2, F], what a backward takes)."""
     (B, T, _), F, weight = of.inputs.shape, of.initial.shape[-1], of.weights["weight_hh"]
     h, c = of.initial[:, 0, 0], of.initial[:, 0, 1]
-    hidden = jnp.zeros((B, T + 1, F), weight.dtype).at[:, 0].set(h.astype(weight.dtype))
-    cells = jnp.zeros((B, T + 1, F), jnp.float32).at[:, 0].set(c)
+    hidden = jnp.zeros((T + 1, B, F), weight.dtype).at[0].set(h.astype(weight.dtype))
+    cells = jnp.zeros((T + 1, B, F), jnp.float32).at[0].set(c)
     of_inputs, codes, sizes = _of_inputs(of), _codes(of), _sizes(of, FORWARD, F)
     first = 3 + (codes is not None)
 
@@ -100,21 +100,22 @@ def forward(of: Direction) -> tuple[jax.Array, jax.Array, States]:
         )
 
     _, hidden, cells, last = _loop(T, token, (jnp.zeros(1, jnp.int32), hidden, cells, h))
-    out = hidden[:, 1:]
+    out = hidden[1:]
     if of.tokens.valid is not None:
-        out = jnp.where(of.tokens.valid.T[..., None], out, 0)
-    return out, jnp.stack([last, cells[:, T]], axis=1)[:, None], States(hidden, cells)
+        out = jnp.where(of.tokens.valid[..., None], out, 0)
+    return jnp.moveaxis(out, 0, 1), jnp.stack([last, cells[T]], axis=1)[:, None], States(hidden, cells)
 
 
 def backward(of: Direction, states: States, d_out: jax.Array, d_final: jax.Array) -> tuple[Any, Any, Any]:
-    """Returns (gradients of the gates [B, T, 4 F], the hidden state before each token, gradients of the initial state)."""
+    """Returns (gradients of the gates [T, B, 4 F], the hidden state before each token, gradients of the initial state)."""
     (B, T, _), F, weight = of.inputs.shape, of.initial.shape[-1], of.weights["weight_hh"]
     codes, sizes = _codes(of), _sizes(of, BACKWARD, 4 * F)
-    before = states.hidden[:, :T]
+    before = states.hidden[:T]
     if codes is not None:
         before = jnp.where((codes == BEGINS.value)[..., None], 0, before)
-    gates = _of_inputs(of) + dot("btf,gf->btg", before, weight)
+    gates = _of_inputs(of) + dot("tbf,gf->tbg", before, weight)
     of_all, first = weight.T, 5 + (codes is not None)
+    d_out_by_token = jnp.moveaxis(d_out, 0, 1)
 
     def token(step: jax.Array, *gradients: jax.Array) -> Any:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (step, *gradients)]
@@ -125,20 +126,20 @@ def backward(of: Direction, states: States, d_out: jax.Array, d_final: jax.Array
             of_all,
             states.cells,
             codes,
-            d_out,
+            d_out_by_token,
             *gradients,
             out_shape=tuple(shapes),
             input_output_aliases={first + n: 1 + n for n in range(len(gradients))},
             **sizes,
         )
 
-    d_gates = jnp.zeros((B, T + 1, 4 * F), weight.dtype)
+    d_gates = jnp.zeros((T + 1, B, 4 * F), weight.dtype)
     start = jnp.full(1, T - 1, jnp.int32), d_gates, d_final[:, 0, 0], d_final[:, 0, 1]
     _, d_gates, d_hidden, d_cell = _loop(T, token, start)
-    d_first = dot("bg,gf->bf", d_gates[:, 0], weight)
+    d_first = dot("bg,gf->bf", d_gates[0], weight)
     if codes is not None:
-        d_first = jnp.where((codes[:, 0] == BEGINS.value)[:, None], 0, d_first)
-    return d_gates[:, :T], before, jnp.stack([d_hidden + d_first, d_cell], axis=1)[:, None]
+        d_first = jnp.where((codes[0] == BEGINS.value)[:, None], 0, d_first)
+    return d_gates[:T], before, jnp.stack([d_hidden + d_first, d_cell], axis=1)[:, None]
 
 
 def rejects(call: Call) -> str | None:
