@@ -246,7 +246,7 @@ scaled_grouped_matmul = public_as_declared(
     Raises:
       ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
-    >>> import jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp
     >>> from kernels import quantize_scaled
     >>> a, a_scale = quantize_scaled(jnp.ones((3, 128)), (1, 128))
     >>> b, b_scale = jax.vmap(lambda w: quantize_scaled(w, (128, 128)))(jnp.ones((2, 128, 128)) * jnp.array([[[1.0]], [[2.0]]]))

@@ -64,13 +64,15 @@ def tiles_of(group_sizes: jax.Array, rows: int, block_m: int) -> tuple[jax.Array
     tiles there are, and the end of all groups; bound). A tile has rows of one group."""
     count = group_sizes.shape[0]
     bound = rows // block_m + count
-    ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows)
+    # Sums and searches by comparing all with all: a pass or two for a GPU, where a scan is a launch for each of its steps.
+    upto = jnp.arange(count)[:, None] >= jnp.arange(count)
+    ends = jnp.minimum(jnp.sum(jnp.where(upto, group_sizes.astype(jnp.int32), 0), axis=1), rows)
     begins = jnp.pad(ends[:-1], (1, 0))
-    after = jnp.cumsum(-(-(ends - begins) // block_m))
+    tiles = -(-(ends - begins) // block_m)
+    after = jnp.sum(jnp.where(upto, tiles, 0), axis=1)
     index = jnp.arange(bound, dtype=jnp.int32)
-    matrix = jnp.minimum(searchsorted(after, index, side="right"), count - 1).astype(jnp.int32)
-    before = jnp.pad(after[:-1], (1, 0))
-    first = begins[matrix] + (index - before[matrix]) * block_m
+    matrix = jnp.minimum(jnp.sum(index[:, None] >= after, axis=1), count - 1)
+    first = begins[matrix] + (index - (after - tiles)[matrix]) * block_m
     parts = (matrix, first, ends[matrix], after[-1:], ends[-1:])
     return jnp.concatenate([x.astype(jnp.int32) for x in parts]), bound
 
