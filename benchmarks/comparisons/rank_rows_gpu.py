@@ -109,7 +109,8 @@ def rank_rows(name: str, ranks: int, route: str, precision: str) -> dict[str, An
     products = sum(ms for kernel, ms in spent.items() if any(word in kernel for word in PRODUCTS))
     most = sorted(spent.items(), key=lambda item: -item[1])[:16]
     row = {
-        "ms": total, "products_ms": products, "copies_ms": copies, "outside": 1 - products / (total - copies), "passes": np.asarray(passes).tolist(),
+        "ms": total, "products_ms": products, "copies_ms": copies, "outside": 1 - products / (total - copies),
+        "passes": np.asarray(passes).tolist(),
         "rooms": list(job.rooms), "kernels": {kernel[:80]: ms for kernel, ms in most},
     }  # fmt: skip
     bytes_sent = sum(scheme.cost(shape).bytes.values())
@@ -157,8 +158,8 @@ def main(argv: list[str]) -> None:
                         )
                         continue
                     print(
-                        f"{label}: {made['ms']:.2f} ms, products {made['products_ms']:.2f}, copies {made['copies_ms']:.2f}, outside {made['outside']:.3f}, "
-                        f"passes {made['passes']}",
+                        f"{label}: {made['ms']:.2f} ms, products {made['products_ms']:.2f}, copies {made['copies_ms']:.2f}, "
+                        f"outside {made['outside']:.3f}, passes {made['passes']}",
                         flush=True,
                     )
                     for kernel, ms in made["kernels"].items():
