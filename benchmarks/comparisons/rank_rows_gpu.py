@@ -158,8 +158,9 @@ def main(argv: list[str]) -> None:
                         )
                         continue
                     print(
-                        f"{label}: {made['ms']:.2f} ms, products {made['products_ms']:.2f}, copies {made['copies_ms']:.2f}, "
-                        f"outside {made['outside']:.3f}, passes {made['passes']}",
+                        f"{label}: {made['ms']:.2f} ms, products {made['products_ms']:.2f}, "
+                        f"copies {made['copies_ms']:.2f}, outside {made['outside']:.3f}, "
+                        f"passes {made['passes']}",
                         flush=True,
                     )
                     for kernel, ms in made["kernels"].items():

@@ -141,7 +141,7 @@ class Local(Scheme):
 
 
 def cotangents(rows: jax.Array, d: jax.Array, pairs: Pairs, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the cotangents of `combined(rows, pairs.slot, weights)`: of rows, in their dtype, and of the weights [M, k]."""
+    """Returns the cotangents of `combined(rows, pairs.slot, weights)`: of rows, in their dtype, and of weights [M, k]."""
 
     def plain(rows: jax.Array, d: jax.Array, pairs: Pairs, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
         weight = jnp.where(pairs.pair >= 0, weights.reshape(-1)[jnp.maximum(pairs.pair, 0)], 0)
