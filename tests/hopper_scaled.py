@@ -51,8 +51,8 @@ def check(blocks, M, D, F, block_m, block_n, b_dtype, dtype, fast=False, *, agai
         assert (np.abs(got - want) <= bound).all(), (time, np.argwhere(~(np.abs(got - want) <= bound))[:5])
 
 
-# (whether scales are of blocks, rows of the groups, M, D, F, block_m): groups that end within a tile, or have no rows, rows past
-# the last one, and a group of several tiles.
+# (whether scales are of blocks, rows of the groups, M, D, F, block_m): groups that end within a tile, or have no rows, rows
+# past the last one, and a group of several tiles.
 GROUPED = [
     (True, (130, 0, 70, 300, 1), 560, 384, 256, 256),
     (True, (40, 129, 3), 172, 256, 384, 128),

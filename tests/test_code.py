@@ -115,10 +115,18 @@ SPILLS = {
     ("grouped_matmul_quantized", "qwen3_int8", 80): 12,
     # Of the warps that store tiles of 256 rows, as above.
     ("scaled_matmul", "row_8192", 90): 28,
+    ("scaled_matmul", "row_8192_fast", 90): 8,
     ("scaled_matmul", "block_8192", 90): 20,
+    ("scaled_grouped_matmul", "qwen3_down", 90): 16,
+    ("scaled_grouped_matmul", "mixtral_up_rows", 90): 32,
+    # Two cotangents of 128 by 128 side by side; half of the warps have registers for them, and hide less of the loads.
+    ("activation_cotangents", "silu", 90): 104,
+    ("activation_cotangents", "mlp_8k", 90): 104,
     # Chunks of few channels: the assembler takes 96 registers, or 128, and a few bytes more.
     ("delta_rule", "small", 90): 8,
     ("delta_rule", "small", 80): 4,
+    # One number of the loop over heads and columns.
+    ("delta_rule", "qwen3_next", 90): 4,
     # Gradients of queries, keys and decays are summed beside those of two kinds of pairs; each program spills outside its
     # products. With half the channels a program took longer (1,540 us, and 1,360 with 64, on an H200).
     ("delta_rule", "kimi_linear", 90): 564,
@@ -134,8 +142,8 @@ SPILLS = {
 # Queries and keys that the heads of a program share stay in its registers, from which the assembler orders products one by one;
 # loaded again for each head they take as long (qwen3_next) or longer (mamba2_8k, 1.1 times).
 SERIALIZED: dict[tuple[str, str, int], set[str]] = {
-    ("delta_rule", "qwen3_next", 90): {"scalar_dq_kernel", "scalar_dk_kernel", "delta_bwd_kernel"},
-    ("state_space_v2", "mamba2_8k", 90): {"scalar_dq_kernel", "scalar_dk_kernel"},
+    ("delta_rule", "qwen3_next", 90): {"scalar_dk_kernel"},
+    ("state_space_v2", "mamba2_8k", 90): {"scalar_dk_kernel"},
 }
 SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024}  # what a block may have
 

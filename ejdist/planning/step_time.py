@@ -31,7 +31,7 @@ from ejdist.training.flops import attention_share
 from kernels.engines.attention.masks import MaskInfo
 
 # Of the data sheet's FLOP/s: products, products of rows grouped by expert; of its bytes/s.
-MATMUL, GROUPED, BANDWIDTH = 0.78, 0.5, 0.85
+MATMUL, GROUPED, BANDWIDTH = 0.78, 0.62, 0.85
 EXPOSED = 0.5  # of the time of collectives
 # Passes over what a part holds at the height of its backward, in a layer's forward and backward.
 PASSES = 4
@@ -183,6 +183,7 @@ def step_time(
     return StepTime(seconds, sent.along(), flops, devices, chip.flops, uneven, of_exchange, of_experts, share_exposed)
 
 
+@functools.lru_cache(maxsize=256)
 def _narrow(part: Any, c: Any) -> tuple[float, float]:
     """Returns of a layer's part and a token (FLOPs of a forward whose operands are in 8 bits, numbers of a token that go into
     and come out of these products)."""

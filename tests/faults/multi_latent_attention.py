@@ -22,7 +22,7 @@ FAULTS = (
     Fault(
         "latent pages: rotary keys do not count",
         "triton_paged_latent:latent_kernel",
-        "tl.dot($t, tl.trans($rope), $x, input_precision='ieee')",
+        "tl.dot(turned, tl.trans($rope), $x, input_precision='ieee')",
         "$x",
         f"{TRITON} -k ragged",
     ),
@@ -71,7 +71,7 @@ FAULTS = (
     Fault(
         "latent pages: weights of half of the columns",
         "triton_paged_latent:latent_kernel",
-        "tl.dot($q, tl.trans($other), $x, input_precision='ieee')",
+        "tl.dot(other_q, tl.trans($other), $x, input_precision='ieee')",
         "$x",
         f"{TRITON} -k 'ragged and 1'",
     ),

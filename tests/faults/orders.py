@@ -320,7 +320,7 @@ FAULTS = (
     Fault(
         "all groups of gathered keys are waited for",
         "AllGather.waited",
-        "1 / $groups + (1 - 1 / $groups) * BESIDE",
+        "2 * WAITED[True] / $groups",
         "1.0",
         "tests/test_scheme_choice.py -k groups_of_heads_wait",
     ),

@@ -210,17 +210,17 @@ FAULTS = (
         f"{HOPPER} -k groups",
     ),
     Fault(
-        "scaled grouped matmul: rows past the last group are what memory has",
+        "scaled grouped matmul: rows are zeroed before the end of the last group",
         "scaled_matmul/gluon_kernels:_store",
-        "gl.store($out + $at + $entries, $zeros, mask=$at + $entries < $M * $N)",
-        "pass",
+        "gl.load($tiles + 3 * $BOUND + 1)",
+        "gl.load($tiles + 3 * $BOUND)",
         f"{HOPPER} -k groups",
     ),
     Fault(
-        "scaled grouped matmul: a group of no rows has a tile",
+        "scaled grouped matmul: every tile of a group is its first",
         "grouped:tiles_of",
-        "-(-($ends - $begins) // $block_m)",
-        "($ends - $begins) // $block_m + 1",
+        "$begins[$matrix] + ($index - ($after - $tiles)[$matrix]) * $block_m",
+        "$begins[$matrix]",
         f"{HOPPER} -k groups",
     ),
 )

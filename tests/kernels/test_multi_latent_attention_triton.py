@@ -111,7 +111,7 @@ def test_a_decode_step_of_deepseek(heads, page, monkeypatch):
     assert (attend.name, merge.name) == ("latent_kernel", "paged_merge_kernel")
     copies = re.findall(r"cp\.async\.cg\.shared\.global [^;]*, 0x10,", attend.ptx)
     # Of a block, a thread copies its share of 32 entries of 576 numbers.
-    assert len(copies) >= 2 * 32 * 576 * 2 // 16 // 128
-    # 64 rows of half of the columns are 128 registers of a thread, and pointers to a block of entries the most of the others.
-    assert attend.resources["spill_stores"] <= (0 if heads == 16 else 56) and merge.resources["spill_stores"] == 0
+    threads, blocks = (128, 2) if heads == 16 else (256, 1)
+    assert len(copies) >= blocks * 32 * 576 * 2 // 16 // threads
+    assert attend.resources["spill_stores"] == merge.resources["spill_stores"] == 0
     assert attend.shared_memory_bytes <= (114 if heads == 16 else 227) * 1024  # two programs a multiprocessor, or one

@@ -166,6 +166,10 @@ B, T = (np.asarray(x) for x in quantize_scaled(W, (128, 128)))
         ),
         (lambda: kernels.quantize_both_ways(X, rows=64), "argument 'rows' = 64 must be 1, or 128 and divide 256"),
         (lambda: kernels.activate_both_ways(X[:, :100], X[:, :100]), "argument 'gate' of shape"),
+        (
+            lambda: kernels.scaled_grouped_matmul(A, B[None], S[:, [0] * 5], T[None], jnp.array([256])),
+            r"'a_scale' of shape \(256, 5\) must have a number of rows and of blocks that divide those of 'a', \(256, 384\)",
+        ),
         (lambda: scaled_matmul(X, B, S, T), "argument 'a' must be float8_e4m3fn or float8_e5m2"),
         (
             lambda: scaled_matmul(A, B[:, :256], S, T),

@@ -149,14 +149,14 @@ def _attend(acc, row_max, row_sum, begin, end, q, lower, unit, at, slope, key_pt
             v = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], dtype=v.dtype, is_pure=False, pack=4)
         if not O.HALVES:
             v = _numbers(v, q, O.KIND)
-        weights: tl.constexpr = tl.float16 if O.HALVES else q.dtype
         if SLOT_V:
             scale = _scale(v_scale_ptr, page, entry, head, real, O.V_SCALES)
             if q.dtype == tl.float16:  # weights times small scales would leave its range
                 v = (v.to(tl.float32) * scale[:, None]).to(tl.float16)
             else:
                 p *= scale[None, :]
-        acc = tl.dot(p.to(weights), v, acc * rescale[:, None], input_precision="ieee")
+        p = p.to(tl.float16) if O.HALVES else p.to(q.dtype)
+        acc = tl.dot(p, v, acc * rescale[:, None], input_precision="ieee")
     return acc, row_max, row_sum
 
 

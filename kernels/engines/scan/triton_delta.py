@@ -326,7 +326,7 @@ def delta_bwd_kernel(
     i, h = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
     k = load_rows(tokens_by_channels(k_ptr, row, first, group // (PROGRAMS // K), T, K, H), valid, h, K, H, BLOCK_C)
     dk = load_rows(tokens_by_channels(read_ptr, row, first, group, T, PROGRAMS, H), here, h, PROGRAMS, H, BLOCK_C)
-    for j in tl.range(0, HEADS, num_stages=1):
+    for j in tl.range(0, HEADS, flatten=True):  # see `scalar_dq_kernel`
         n = group * HEADS + j
         enters = per_token(enters_ptr, row, n, first, here, T, N, BLOCK_C)
         a = per_token(a_ptr, row, n, first, here, T, N, BLOCK_C)

@@ -238,7 +238,9 @@ def scalar_dq_kernel(
     q = load_rows(tokens_by_channels(q_ptr, row, first, n // (N // KQ), T, KQ, H), valid, h, KQ, H, BLOCK_C)
     k = load_rows(tokens_by_channels(k_ptr, row, first, n // (N // KK), T, KK, H), valid, h, KK, H, BLOCK_C)
     dq = tl.zeros([BLOCK_C, BLOCK_H], tl.float32)
-    for j in tl.range(0, HEADS):
+    for j in tl.range(
+        0, HEADS, flatten=True
+    ):  # one loop over heads and columns: loads of the next head overlap the end of this
         n = group * HEADS + j
         # Heads that share neither: a program has one of them.
         if HEADS > 1 and KQ == N:

@@ -176,7 +176,8 @@ def _tiles(call, cfg):
     decays of heads whose programs leave half of each multiprocessor empty."""
     if _per_channel(call):
         return cfg
-    programs = call.dims["B"] * call.dims["N"] * -(-call.dims["Hv"] // (cfg.block_v or 1))
+    # Of wide programs too: of twice as many narrow ones, both were timed where they leave room.
+    programs = call.dims["B"] * call.dims["N"] * -(-call.dims["Hv"] // min(delta.NARROW, cfg.block_v or 1))
     few = cfg.splits == 1 and programs <= MULTIPROCESSORS and call.dtype != "float32"
     return replace(cfg, keeps=True, at_once=few)
 

@@ -237,7 +237,6 @@ op = Op(
     local_dims={"B"},
     see_also={"T": "recurrent"},
     ordered=True,
-    priority=("pallas_tpu", "xla", "triton_gpu"),  # on GPUs XLA's until the kernels have been timed there
     cases=cases.RECURRENT,
     work=work_recurrent,
 )

@@ -235,8 +235,9 @@ scaled_grouped_matmul = public_as_declared(
 
     Args:
       a: float8_e4m3fn or float8_e5m2, [M, D]. b: the same, [E, F, D], a matrix for each group.
-      a_scale, b_scale: float32, of rows, [M, 1] and [E, F, 1], or of blocks of 128, [M, D / 128] and [E, F / 128, D / 128], as
-        `quantize_scaled` returns them of each matrix; 128 divides D and F.
+      a_scale, b_scale: float32, as `quantize_scaled` returns them of a and of each matrix. Hopper has a kernel for those of
+        rows, [M, 1] and [E, F, 1], and of blocks of 128, [M, D / 128] and [E, F / 128, D / 128], where 128 divides D and F;
+        other calls are XLA's.
       group_sizes: int [E], rows of each group.
       dtype: "bfloat16", "float16" or "float32".
 
@@ -245,7 +246,7 @@ scaled_grouped_matmul = public_as_declared(
     Raises:
       ValueError: names the argument. Unsupported: the requested backend cannot run the call.
 
-    >>> import jax.numpy as jnp
+    >>> import jax, jax.numpy as jnp
     >>> from kernels import quantize_scaled
     >>> a, a_scale = quantize_scaled(jnp.ones((3, 128)), (1, 128))
     >>> b, b_scale = jax.vmap(lambda w: quantize_scaled(w, (128, 128)))(jnp.ones((2, 128, 128)) * jnp.array([[[1.0]], [[2.0]]]))

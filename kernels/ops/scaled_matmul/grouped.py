@@ -20,15 +20,15 @@ from kernels.ops.scaled_matmul.formats import spread
 
 
 def check_scales(a: Any, b: Any, a_scale: Any, b_scale: Any) -> None:
-    """Raises ValueError for scales that are neither of rows nor of blocks of 128."""
+    """Raises ValueError for scales that do not divide what they are of."""
     (M, D), (E, F, _) = a.shape, b.shape
-    rows, blocks = ((M, 1), (E, F, 1)), ((M, D // 128), (E, F // 128, D // 128))
-    if D % 128 or F % 128 or (a_scale.shape, b_scale.shape) not in (rows, blocks):
-        raise ValueError(
-            f"scaled_grouped_matmul: arguments 'a_scale' and 'b_scale' of shapes {a_scale.shape} and {b_scale.shape} must be "
-            f"those of rows, {rows[0]} and {rows[1]}, or of blocks of 128, {blocks[0]} and {blocks[1]}, and 128 must divide "
-            f"D = {D} and F = {F}"
-        )
+    for name, scale, sizes in (("a_scale", a_scale, (M, D)), ("b_scale", b_scale, (E, F, D))):
+        whole = scale.shape[:-2] == sizes[:-2] and 0 not in scale.shape
+        if not whole or any(size % count for size, count in zip(sizes[-2:], scale.shape[-2:], strict=True)):
+            raise ValueError(
+                f"scaled_grouped_matmul: argument {name!r} of shape {scale.shape} must have a number of rows and of blocks "
+                f"that divide those of {name[0]!r}, {sizes}; `quantize_scaled` returns them"
+            )
 
 
 def scaled_grouped_matmul(
@@ -64,13 +64,15 @@ def tiles_of(group_sizes: jax.Array, rows: int, block_m: int) -> tuple[jax.Array
     tiles there are, and the end of all groups; bound). A tile has rows of one group."""
     count = group_sizes.shape[0]
     bound = rows // block_m + count
-    ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows)
+    # Sums and searches by comparing all with all: a pass or two for a GPU, where a scan is a launch for each of its steps.
+    upto = jnp.arange(count)[:, None] >= jnp.arange(count)
+    ends = jnp.minimum(jnp.sum(jnp.where(upto, group_sizes.astype(jnp.int32), 0), axis=1), rows)
     begins = jnp.pad(ends[:-1], (1, 0))
-    after = jnp.cumsum(-(-(ends - begins) // block_m))
+    tiles = -(-(ends - begins) // block_m)
+    after = jnp.sum(jnp.where(upto, tiles, 0), axis=1)
     index = jnp.arange(bound, dtype=jnp.int32)
-    matrix = jnp.minimum(searchsorted(after, index, side="right"), count - 1).astype(jnp.int32)
-    before = jnp.pad(after[:-1], (1, 0))
-    first = begins[matrix] + (index - before[matrix]) * block_m
+    matrix = jnp.minimum(jnp.sum(index[:, None] >= after, axis=1), count - 1)
+    first = begins[matrix] + (index - (after - tiles)[matrix]) * block_m
     parts = (matrix, first, ends[matrix], after[-1:], ends[-1:])
     return jnp.concatenate([x.astype(jnp.int32) for x in parts]), bound
 
@@ -100,10 +102,15 @@ def _case(
         shares = rng.dirichlet(np.full(d["E"], 8.0))
         return jnp.asarray(rng.multinomial(d["M"], shares) if sizes is None else sizes, jnp.int32)
 
-    by = 128 if blocks else 1
+    def parts(dim: str) -> Callable:
+        return lambda d: 1 if d[dim] % 128 else d[dim] // 128
+
+    def one(d: Any) -> int:
+        return 1
+
     make = {
-        "a_scale": scale(lambda d: d["M"], lambda d: d["D"] // 128 if blocks else 1),
-        "b_scale": scale(lambda d: d["E"], lambda d: d["F"] // by, lambda d: d["D"] // 128 if blocks else 1),
+        "a_scale": scale(lambda d: d["M"], parts("D") if blocks else one),
+        "b_scale": scale(lambda d: d["E"], parts("F") if blocks else lambda d: d["F"], parts("D") if blocks else one),
         "group_sizes": sizes_of,
     }
     options = {} if dtype == "bfloat16" else {"dtype": dtype}

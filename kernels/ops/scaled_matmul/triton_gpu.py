@@ -178,9 +178,11 @@ op.register(
 
 def grouped(a, b, a_scale, b_scale, group_sizes, dtype, cfg):
     (M, D), (E, F, _) = a.shape, b.shape
-    if compute_capability() != 90:
-        return grouped_by_xla(a, b, a_scale, b_scale, group_sizes, dtype)
     check_scales(a, b, a_scale, b_scale)
+    of_rows, of_blocks = ((1,), (F, 1)), ((D // 128,), (F // 128, D // 128))
+    known = (a_scale.shape[1:], b_scale.shape[1:]) in (of_rows, of_blocks) and D % 128 == F % 128 == 0
+    if compute_capability() != 90 or not known or a_scale.dtype != jnp.float32 or b_scale.dtype != jnp.float32:
+        return grouped_by_xla(a, b, a_scale, b_scale, group_sizes, dtype)
     tiles, bound = tiles_of(group_sizes, M, cfg.block_m)
     scales = a_scale, b_scale.reshape(-1, b_scale.shape[2])
     return _on_hopper(a, b.reshape(E * F, D), *scales, dtype, False, cfg, tiles, bound, E)
