@@ -92,7 +92,7 @@ def attend_latent(
 
 
 def tiles(heads: int, most: int, entries: int, slots: int, itemsize: int) -> tuple[Tile, Tile]:
-    """Returns the tiles of both instances, for that many heads of a query, of which a tile has at most `most`, at most `entries`
+    """Returns the tiles of both instances, for that many heads of a query, of which a tile has `most`, at most `entries`
     entries of a request, and pages of that many slots.
 
     A block of 32 entries of 576 numbers is 36 KiB. With three stages two blocks are on their way or in use beside queries, for
