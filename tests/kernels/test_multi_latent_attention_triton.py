@@ -29,7 +29,7 @@ FLOAT32 = 3e-6
 def _small_tiles(monkeypatch):
     """Splits entries into pieces of two blocks, and heads into groups of three."""
     monkeypatch.setattr(calls, "LEAST_KEYS", 1)
-    monkeypatch.setattr(latents, "HEADS", 3)
+    monkeypatch.setattr(latents, "HEADS", dict.fromkeys(latents.HEADS, 3))
     monkeypatch.setattr(latents, "PROGRAMS", {calls.FEW: 10})
     monkeypatch.setattr(latents, "tiles", lambda *_: (calls.Tile(16, 16, 4, 2), calls.Tile(16, 16, 4, 2)))
 
