@@ -40,6 +40,15 @@ class ScaledMatmulConfig(Tunables):
     num_warps: int | None = None
     band: int | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("block_m", "block_n", "num_warps"):
+            size = getattr(self, name)
+            if size is not None and size & (size - 1):
+                raise ValueError(
+                    f"argument 'cfg': ScaledMatmulConfig.{name} = {size} is not a power of 2; use one, or None"
+                )
+
 
 def scaled_matmul(
     a: Shaped[Array, "M D"],
