@@ -27,10 +27,10 @@ FLOAT32 = 3e-6
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
-    """Splits entries into pieces of two blocks, and heads into groups of three."""
+    """Splits entries into pieces of a few blocks, and heads into groups of three."""
     monkeypatch.setattr(calls, "LEAST_KEYS", 1)
     monkeypatch.setattr(latents, "HEADS", dict.fromkeys(latents.HEADS, 3))
-    monkeypatch.setattr(latents, "PROGRAMS", {calls.FEW: 10})
+    monkeypatch.setattr(latents, "PROGRAMS", {calls.FEW: 6})
     monkeypatch.setattr(latents, "tiles", lambda *_: (calls.Tile(16, 16, 4, 2), calls.Tile(16, 16, 4, 2)))
 
 
