@@ -59,14 +59,14 @@ FAULTS = (
         "triton_paged_latent:latent_kernel",
         "($n + 1) * $O.BLOCK_K // $O.C",
         "$n * $O.BLOCK_K // $O.C",
-        f"{TRITON} -k 'ragged and 1'",
+        f"{TRITON} -k ragged",
     ),
     Fault(
         "latent pages: every block begins a page",
         "triton_paged_latent:latent_kernel",
         "($page.to(tl.int64) * $O.C + $n * $O.BLOCK_K % $O.C) * $O.K_WIDTH",
         "$page.to(tl.int64) * $O.C * $O.K_WIDTH",
-        f"{TRITON} -k 'ragged and 1'",
+        f"{TRITON} -k ragged",
     ),
     Fault(
         "latent pages: weights of half of the columns",

@@ -21,16 +21,16 @@ from kernels.toolchains.simulate import ahead_of_time as checks
 M, N, R, HR, PAGES, REQUESTS, LONGEST = 22, 6, 20, 4, 20, 4, 5
 OPTIONS = ({}, {"sliding_window": 11, "logits_soft_cap": 1.5})
 PARTS = ({}, {(16, 4): 2})  # programs that share the columns of a tile
-SLOTS = (8, 32)  # of a page: a block of 16 lies in two, or is half of one
+SLOTS = (32, 8)  # of a page: a block of 16 is half of one, or lies in two
 FLOAT32 = 3e-6
 
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
-    """Splits entries into pieces of two blocks, and heads into groups of three."""
+    """Splits entries into pieces of a few blocks, and heads into groups of three."""
     monkeypatch.setattr(calls, "LEAST_KEYS", 1)
     monkeypatch.setattr(latents, "HEADS", dict.fromkeys(latents.HEADS, 3))
-    monkeypatch.setattr(latents, "PROGRAMS", {calls.FEW: 10})
+    monkeypatch.setattr(latents, "PROGRAMS", {calls.FEW: 6})
     monkeypatch.setattr(latents, "tiles", lambda *_: (calls.Tile(16, 16, 4, 2), calls.Tile(16, 16, 4, 2)))
 
 
