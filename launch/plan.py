@@ -194,7 +194,7 @@ def plan_of(
         if outcome.experts is not None:
             over, on_each = outcome.experts
             report["expert_axes"] = {
-                "why": compared(sections, over, on_each),
+                "why": compared(sections, over, on_each, pinned),
                 "over_devices": summary(over, pinned) if over else None,
                 "on_each": summary(on_each, pinned) if on_each else None,
             }

@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 
 from ejdist.mesh import mesh_shape
-from ejdist.planning.candidates import candidate_of
+from ejdist.planning.candidates import candidate_of, ways
+from ejdist.planning.compiled import Compiled
 from ejdist.planning.expert_axes import compared
 from ejdist.planning.ranking import ALIKE, why_later
 from ejdist.planning.search import Predictor, search
 from ejdist.planning.step_time import EXCHANGE, NARROW
 from ejdist.planning.targets import target_of
+from kernels.framework.platforms import Unsupported
 from recipes.schema import compose
 
 
@@ -41,10 +43,17 @@ def test_the_plans_beside_the_best_differ_and_say_why_they_come_later():
 MIXED = "recipe=moe model=qwen3_30b_a3b data.sequence_length=4096 data.global_batch=256 model.remat=dots "
 
 
+FIXED = {"data.global_batch", "model.remat", "accumulation", "mesh.dp", "mesh.cp", "mesh.sp", "mesh.tp"}
+
+
+def as_given_predicted(sections, target):
+    predictor = Predictor(sections, target)
+    return predictor.checked(candidate_of(sections, mesh_shape(sections.mesh.sizes, target.count)))
+
+
 def of_h200s(words, count=32):
     sections = compose((MIXED + words).split())
-    predictor = Predictor(sections, target_of(None, count, "h200", None))
-    return sections, predictor.checked(candidate_of(sections, mesh_shape(sections.mesh.sizes, count)))
+    return sections, as_given_predicted(sections, target_of(None, count, "h200", None))
 
 
 def test_experts_over_devices_are_compared_with_all_on_each_and_what_would_change_it_does():
@@ -54,7 +63,10 @@ def test_experts_over_devices_are_compared_with_all_on_each_and_what_would_chang
     assert over.time.seconds[EXCHANGE] == pytest.approx(over.time.waits_exchange)
     said = compared(sections, over, on_each)
     assert said.startswith(
-        f"experts over 8 devices (mesh.ep=8): {over.rate:,.0f} tokens/s, all on each device: {on_each.rate:,.0f}"
+        f"experts over 8 devices (mesh.ep=8): {over.rate:,.0f} tokens/s, all on each device: {on_each.rate:,.0f}; of a "
+        f"step of {over.time.total:.3g} s, {over.time.waits_exchange:.3g} s is waiting for tokens and "
+        f"{over.time.waits_experts:.3g} s for experts' weights ({on_each.time.waits_experts:.3g} s if every device held all "
+        "experts)"
     )
     lost = over.time.total - on_each.time.total
     faster, rate, share, tokens, had = (
@@ -107,3 +119,62 @@ def test_a_search_tells_the_best_plan_of_either_kind():
     assert over.candidate.sizes["ep"] > 1 == on_each.candidate.sizes["ep"] and over.candidate.dispatch is not None
     recipe.mesh.ep = 8
     assert search(recipe, target, {*given, "mesh.ep"}, None).experts is None
+
+
+def test_experts_are_dispatched_only_as_their_layer_takes_their_rows():
+    words, given = MIXED + "mesh.fsdp=1 mesh.ep=8 experts.exchange=fp8 ", {"mesh.fsdp", "mesh.ep", *FIXED}
+    found = [
+        dispatch
+        for of in ("auto", "all_gather")  # of a recipe, which the search may change
+        for *_, dispatch in ways(compose(f"{words} experts.dispatch={of}".split()), (1, 1, 8, 1, 1, 1), given)
+    ]
+    assert found == ["all_to_all", "ragged_all_to_all"] * 2
+    target = target_of(None, 8, "h200", None)
+    said = (
+        r"experts.exchange = 'fp8' sends sums in 8 bits, but experts.dispatch = 'all_gather' adds rows up on their way back; "
+        r"use experts.exchange=bf16 or fp8_tokens, or experts.dispatch=all_to_all or ragged_all_to_all$"
+    )
+    sections = compose(f"{words} experts.dispatch=all_gather".split())
+    for keys in (given, FIXED):
+        with pytest.raises(ValueError, match=said):
+            search(sections, target, {*keys, "experts.dispatch"}, None)
+    with pytest.raises(ValueError, match=said):
+        as_given_predicted(sections, target)
+    alone = compose((MIXED + "mesh.fsdp=8 mesh.ep=1 experts.exchange=fp8 experts.dispatch=all_gather").split())
+    assert as_given_predicted(alone, target).rate > 0  # nothing is sent
+
+
+def test_a_scheme_of_two_axes_is_why_no_experts_are_split_over_one():
+    sections, on_each = of_h200s("mesh.fsdp=32 experts.dispatch=two_level")
+    assert compared(sections, None, on_each) == (
+        "experts: none are split over devices, as experts.dispatch = 'two_level' is for experts on two axes, and experts.axes "
+        "= ['ep']; leave experts.dispatch out, or use auto"
+    )
+    assert compared(sections, None, on_each, ()) == "experts: no plan fits with them split over devices"
+
+
+@pytest.mark.parametrize("error", [ValueError, Unsupported])
+def test_what_a_layer_refuses_of_one_plan_is_tried_with_the_next(error):
+    sections, target = compose("recipe=long_context model=1b".split()), target_of(None, 2, "h200", None)
+    asked = []
+
+    def compiler(of):
+        asked.append(of)
+        if len(asked) == 1:
+            raise error("a layer refuses")
+        return Compiled({}, 1, 1, 1, 1, {}, 0.0)
+
+    found = search(sections, target, FIXED, compiler)
+    assert [why for _, why in found.refused] == ["a layer refuses"] and found.best is not None and len(asked) == 2
+    asked.clear()
+    with pytest.raises(error, match=r"^a layer refuses$"):  # where no other is asked, it is the recipe's own fault
+        search(sections, target, FIXED, compiler, finalists=1)
+
+
+@pytest.mark.parametrize(("device", "count"), [("a100", 8), ("v5e-8", None), ("b200", 8)])
+def test_a_precision_that_the_chip_has_not_is_refused_without_a_compiler(device, count):
+    sections = compose("recipe=long_context model=1b model.precision=fp8_block".split())
+    target = target_of(None, count, device, None)
+    with pytest.raises(ValueError, match=r"^model\.precision = fp8_block: .* has no kernel for its products"):
+        search(sections, target, FIXED, None)
+    Predictor(sections, target_of(None, 8, "h100", None))

@@ -20,7 +20,7 @@ from jax import lax
 from ejdist.costs import ALL_GATHER, ALL_TO_ALL, RAGGED_ALL_TO_ALL, REDUCE_SCATTER, Traffic
 from ejdist.experts.by_rank import ByRank, RankPlan, Turn
 from ejdist.experts.cost import ExchangeShape, reached
-from ejdist.experts.narrow import PRECISIONS, arrays_of, bytes_of, narrowed, sent
+from ejdist.experts.narrow import BF16, PRECISIONS, arrays_of, bytes_of, narrowed, sent
 from ejdist.experts.own import Local
 from ejdist.experts.rows import DispatchSpec, Plan, Scheme, add, before, plan_of, room_of, wide
 from kernels.framework.dispatch import vary_alike
@@ -307,9 +307,10 @@ SCHEMES: dict[str, type[Scheme]] = {
 }
 
 
-def fitting(sizes: tuple[int, ...]) -> list[str]:
-    """Returns the names of the schemes that fit axes of these sizes, in the order of `SCHEMES`."""
-    return [name for name, scheme in SCHEMES.items() if scheme().refusal(sizes) is None]
+def fitting(sizes: tuple[int, ...], precision: str = BF16) -> list[str]:
+    """Returns the names of the schemes that fit axes of these sizes and rows of that precision, in the order of `SCHEMES`."""
+    fit = [name for name, scheme in SCHEMES.items() if scheme().refusal(sizes) is None]
+    return [name for name in fit if SCHEMES[name]().precision_refusal(precision) is None]
 
 
 def scheme_of(scheme: Any) -> Scheme:

@@ -18,14 +18,15 @@ class ExpertsSection:
 
     # Mesh axes that experts are sharded over: ep, or axes that also shard the sequence or parameters.
     axes: tuple[str, ...] = operational((EP,))
-    # How tokens get to their experts: all_gather, all_to_all, ragged_all_to_all, two_level; auto logs its choice and why.
+    # How tokens get to their experts: all_gather, all_to_all, ragged_all_to_all, two_level (of two axes), local (of one
+    # device); auto logs its choice and why.
     dispatch: str = operational("auto")
     buffer: float = operational(1.25)  # rows that a pass can hold, as a multiple of the balanced load
     chunks: int = operational(1)  # parts of a pass; one is sent while another is multiplied
     # Most devices along these axes that the experts of a token are on; on another mesh the router chooses others. null: any.
     max_ranks: int | None = None
-    # Numbers in which rows travel: bf16 (their own dtype), fp8 (8 bits, in the forward), fp8_tokens (and of it tokens alone),
-    # fp8_both (gradients too).
+    # What travels in 8 bits: bf16, nothing, all in its own dtype; fp8, tokens and the experts' results in the forward;
+    # fp8_tokens, tokens alone; fp8_both, tokens, results and gradients.
     exchange: str = BF16
     capacity: float | None = None  # most tokens per expert, as a multiple of the balanced load; null: none is dropped
     # Steps between rows of tables.jsonl, which hold the tokens of each expert; 0: never.

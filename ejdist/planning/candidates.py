@@ -262,7 +262,8 @@ def ways(
     mixed = has_experts(s.model) and math.prod(over) > 1
     for scheme in schemes if split and SCHEME not in given else (None,):
         orders = orders_searched(s, axes, documents, scheme, platform) if split and ORDER not in given else (None,)
-        yield from itertools.product((scheme,), orders, fitting(over) if mixed and DISPATCH not in given else (None,))
+        dispatches = fitting(over, s.experts.exchange) if mixed and DISPATCH not in given else (None,)
+        yield from itertools.product((scheme,), orders, dispatches)
 
 
 # -- candidates -------------------------------------------------------------------------------------------------------

@@ -3,10 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from ejdist.experts.narrow import PRECISIONS
+from ejdist.experts.schemes import SCHEMES, fitting
+from ejdist.planning.activations import has_experts
+from ejdist.planning.candidates import DISPATCH
 from ejdist.planning.ranking import Predicted, ranked
+
+
+def refusal(sections: Any, sizes: tuple[int, ...]) -> str | None:
+    """Returns why tokens cannot get to experts over axes of these sizes as the recipe says; None where they can."""
+    e, ranks = sections.experts, math.prod(sizes)
+    if e.dispatch not in SCHEMES or ranks == 1 or not has_experts(sections.model):
+        return None
+    if (needs := SCHEMES[e.dispatch]().refusal(sizes)) is None:
+        return precision_refusal(sections)
+    return (
+        f"{DISPATCH} = {e.dispatch!r} is for experts on {needs}, and experts.axes = {list(e.axes)} has {ranks} devices; leave "
+        "it out, or use auto"
+    )
+
+
+def precision_refusal(sections: Any) -> str | None:
+    """Returns why rows of `experts.exchange` cannot travel by `experts.dispatch` over any devices; None where they can."""
+    e = sections.experts
+    scheme = SCHEMES[e.dispatch]() if e.dispatch in SCHEMES and has_experts(sections.model) else None
+    does = None if scheme is None else scheme.precision_refusal(e.exchange)
+    if scheme is None or does is None:
+        return None
+    rows = [name for name in PRECISIONS if scheme.precision_refusal(name) is None]
+    ways = fitting((2,) * len(e.axes), e.exchange)
+    return (
+        f"experts.exchange = {e.exchange!r} sends sums in 8 bits, but {DISPATCH} = {e.dispatch!r} {does}; use "
+        f"experts.exchange={' or '.join(rows)}, or {DISPATCH}={' or '.join(ways)}"
+    )
 
 
 def ranks_of(sections: Any, plan: Predicted) -> int:
@@ -24,8 +56,22 @@ def of_each_kind(sections: Any, plans: Sequence[Predicted]) -> tuple[Predicted |
     return best.get(True), best.get(False)
 
 
-def compared(sections: Any, over: Predicted | None, on_each: Predicted | None) -> str:
-    """Returns the line that says which kind is faster, by how much, why, and what would change it, of plans that fit."""
+def compared(
+    sections: Any, over: Predicted | None, on_each: Predicted | None, given: Collection[str] = (DISPATCH,)
+) -> str:
+    """Returns the line that says which kind is faster, by how much, why, and what would change it, of plans that fit.
+
+    Args:
+      given: keys that stay as the recipe has them.
+    """
+    e = sections.experts
+    scheme = SCHEMES[e.dispatch]() if e.dispatch in SCHEMES and DISPATCH in given else None
+    needs = None if scheme is None else scheme.refusal((2,) * len(e.axes))
+    if over is None and needs is not None:
+        return (
+            f"experts: none are split over devices, as {DISPATCH} = {e.dispatch!r} is for experts on {needs}, and "
+            f"experts.axes = {list(e.axes)}; leave {DISPATCH} out, or use auto"
+        )
     if over is None or on_each is None:
         return f"experts: no plan fits with them {'split over devices' if over is None else 'all on each device'}"
     sizes, ranks = over.candidate.sizes, ranks_of(sections, over)
@@ -35,8 +81,8 @@ def compared(sections: Any, over: Predicted | None, on_each: Predicted | None) -
     way, weights, others = over.time.waits_exchange, over.time.waits_experts, on_each.time.waits_experts * per
     text = (
         f"experts over {ranks} devices ({along}): {over.rate:,.0f} tokens/s, all on each device: {on_each.rate:,.0f}; of "
-        f"{over.time.total:.3g} s tokens wait {way:.3g} s on their way, and for the experts' weights {weights:.3g} s in "
-        f"place of {others:.3g} s"
+        f"a step of {over.time.total:.3g} s, {way:.3g} s is waiting for tokens and {weights:.3g} s for experts' weights "
+        f"({others:.3g} s if every device held all experts)"
     )
     return text if over.rate >= on_each.rate else f"{text}; {_change(over, on_each, lost)}"
 

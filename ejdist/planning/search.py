@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ejdist.documents import ONE_DOCUMENT, Documents
-from ejdist.experts.schemes import SCHEMES as DISPATCHES
 from ejdist.mesh import AXES, between_slices, mesh_shape
 from ejdist.models.remat import REMAT as POLICIES
 from ejdist.order import AUTO
@@ -37,7 +36,7 @@ from ejdist.planning.candidates import (
     ways,
 )  # fmt: skip
 from ejdist.planning.compiled import Compiled, DoesNotFit
-from ejdist.planning.expert_axes import of_each_kind, ranks_of
+from ejdist.planning.expert_axes import of_each_kind, precision_refusal, ranks_of, refusal
 from ejdist.planning.links import Links
 from ejdist.planning.measured import Measured
 from ejdist.planning.memory import Held, Memory, held, memory
@@ -45,11 +44,13 @@ from ejdist.planning.ranking import Predicted, different, ranked
 from ejdist.planning.share import dispatch_of, share_of
 from ejdist.planning.step_time import step_time
 from ejdist.planning.targets import Target
+from ejdist.precision import check_device
 from ejdist.sections import validate
 from ejdist.sequence.schemes import SCHEMES
 from ejdist.training.attending import held as kept
 from ejdist.training.attending import ranked_pairs
 from ejdist.training.losses import trained_model
+from kernels.framework.platforms import Unsupported
 
 VARIED = 50  # plans that are tried with each of these
 DETAILED = 12  # and of all those the ones that are tried with other keys of their scheme
@@ -90,6 +91,7 @@ class Predictor:
         measured: Measured | None = None,
         documents: Documents = ONE_DOCUMENT,
     ) -> None:
+        check_device(sections.model.precision, target.device)
         self.sections, self.target, self.model, self.documents = sections, target, trained_model(sections), documents
         self.links = Links(target.chip, target.per_host, target.slices, measured, target.side)
         self._held: dict[tuple[int, ...], Held | None] = {}
@@ -139,15 +141,8 @@ class Predictor:
         if (n := self.target.slices) > 1:
             slices = [range(self.target.count // n)] * n
             between_slices(candidate.sizes, slices, s.mesh.fsdp_across_slices)
-        sizes = tuple(candidate.sizes[a] for a in s.experts.axes if a in AXES)
-        way, axes, ranks = s.experts.dispatch, list(s.experts.axes), math.prod(sizes)
-        dispatched = way in DISPATCHES and ranks > 1 and has_experts(s.model)
-        needs = DISPATCHES[way]().refusal(sizes) if dispatched else None
-        if needs is not None:
-            raise ValueError(
-                f"{DISPATCH} = {way!r} is for experts on {needs}, and experts.axes = {axes} has {ranks} devices; leave it out, "
-                "or use auto"
-            )
+        if (why := refusal(s, tuple(candidate.sizes[a] for a in s.experts.axes if a in AXES))) is not None:
+            raise ValueError(why)
         return held(s, self.model, candidate.abstract_mesh())
 
     def _predicted(self, s: Any, candidate: Candidate, of: Held, room: float) -> Memory | Predicted:
@@ -190,9 +185,12 @@ def search(
       save: whether to try these.
 
     Raises:
-      ValueError: the given sizes fit no plan.
+      ValueError: the given sizes fit no plan. It or `Unsupported`: layers refuse every plan that is compiled.
     """
     validate(sections)
+    on_each = all(f"mesh.{a}" in given and getattr(sections.mesh, a) == 1 for a in sections.experts.axes)
+    if DISPATCH in given and not on_each and (why := precision_refusal(sections)) is not None:
+        raise ValueError(why)
     predictor, tried = Predictor(sections, target, measured, documents), []
     tiers = savings_searched(sections, given) if save else [()]
 
@@ -273,6 +271,7 @@ def _search(
     if compile_step is None:
         others = different(order[0], order) if order else ()
         return Found(order[0] if order else None, None, others, (), count, least, experts=experts)
+    wrong: list[Exception] = []
     while order and len(refused) < finalists:
         best, *order = order
         log(f"plan {len(refused) + 1} of at most {finalists}: {overrides_text(best.candidate, fixed_keys)}")
@@ -286,11 +285,18 @@ def _search(
             else:  # its fault, which plans of the same kind will meet again
                 order = [p for p in order if _kind(p) != _kind(best)]
             continue
+        except (ValueError, Unsupported) as error:  # what a layer refuses of this plan, and of others perhaps not
+            refused.append((best, str(error)))
+            wrong.append(error)
+            too_large = False
+            continue
         if compiled is None or compiled.peak <= target.chip.memory:
             return Found(best, compiled, different(best, order), refused, count, least, experts=experts)
         refused.append((best, f"compiled, it takes {compiled.peak / 2**30:.1f} GiB"))
-        wrong = compiled.peak / best.memory.total
-        order = [p for p in order if p.memory.total * wrong <= target.chip.memory]
+        times = compiled.peak / best.memory.total
+        order = [p for p in order if p.memory.total * times <= target.chip.memory]
+    if wrong and len(wrong) == len(refused):
+        raise wrong[0]  # no plan is to blame, but a key that all have
     others = different(order[0], order) if order else ()
     return Found(None, None, others, refused, count, least, too_large=too_large)
 

@@ -90,7 +90,7 @@ def dispatch_of(sections: Any, mesh: Any, links: Links | None) -> str:
     if s.experts.dispatch != "auto":
         return s.experts.dispatch
     if links is None:
-        return fitting(sizes)[0]
+        return fitting(sizes, s.experts.exchange)[0]
     m, e = s.model.experts, s.experts
     how = {
         "tokens": _tokens(s, mesh), "top_k": m.top_k, "width": s.model.model_dim, "itemsize": _itemsize(s),

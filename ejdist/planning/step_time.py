@@ -43,7 +43,7 @@ TO_HOST = 0.8
 KEYS = "keys of other devices, exposed"
 TOGETHER = "keys of other devices, put together"
 EXCHANGE = "tokens to experts and back, exposed"
-NARROW = "operands made of 8 bits"
+NARROW = "making 8-bit operands"
 LOGIT_BYTES = 18  # a logit: float32 written and read twice, its gradient written and read twice
 
 

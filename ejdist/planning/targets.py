@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -44,6 +45,12 @@ class Target:
     def name(self) -> str:
         one = f"{self.chip.name}:{self.shape}" if self.shape else f"{self.count} x {self.chip.name}"
         return f"{self.slices} slices of {one}" if self.slices > 1 else one
+
+    @property
+    def device(self) -> Any:
+        """What `jax.Device` says of one of the devices: its platform, its kind, and a GPU's compute capability."""
+        capability = "" if self.shape else ".".join(map(str, divmod(GPUS[self.chip.name].capability, 10)))
+        return SimpleNamespace(platform=self.chip.platform, device_kind=self.chip.kind, compute_capability=capability)
 
     @property
     def side(self) -> int | None:

@@ -31,8 +31,8 @@ class SequenceSection:
     # How layers with a window or chunks attend; null: halo where that sends less than sequence.scheme.
     window_scheme: str | None = operational(None)
     outer: str | None = operational(None)  # the scheme over cp, around ulysses over sp; null: ring
-    # Groups of heads that ulysses and all_gather exchange one after another, each beside the attention of the one before; null:
-    # one of ulysses, which with more needs less memory, and of all_gather as many as keep a GPU busy.
+    # In how many groups ulysses and all_gather exchange heads, each group while the one before attends; more need less memory.
+    # null: one with ulysses, and with all_gather as many as keep a GPU busy.
     head_groups: int | None = operational(None)
     # Dtype of the sums of keys' gradients on their way around a ring: float32; bfloat16 for half the bytes, rounded each hop.
     gradients: str = FLOAT32

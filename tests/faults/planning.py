@@ -3,7 +3,7 @@
 from faults import Fault
 
 LINKS, MEASURED, CURRICULUM = (f"ejdist/planning/{name}.py" for name in ("links", "measured", "curriculum"))
-TESTS, COMMAND = "tests/test_planning.py", "tests/test_plan.py"
+TESTS, COMMAND, OTHERS = "tests/test_planning.py", "tests/test_plan.py", "tests/test_plan_others.py"
 
 FAULTS = (
     Fault(
@@ -319,5 +319,33 @@ FAULTS = (
         "{'v4': 2, 'v5p': 2, 'tpu7x': 2}",
         "{'v4': 2, 'v5p': 1, 'tpu7x': 2}",
         "tests/test_device_names.py -k name_that_its_users",
+    ),
+    Fault(
+        "experts are dispatched in ways that their rows do not allow",
+        "candidates:ways",
+        "fitting($over, $s.experts.exchange)",
+        "fitting($over)",
+        f"{OTHERS} -k as_their_layer_takes",
+    ),
+    Fault(
+        "keys that exclude each other are planned with all experts on each device",
+        "search:search",
+        "DISPATCH in $given and not $on_each and ($why := precision_refusal($sections)) is not None",
+        "False",
+        f"{OTHERS} -k as_their_layer_takes",
+    ),
+    Fault(
+        "what layers refuse of every plan is no error",
+        "search:_search",
+        "$wrong and len($wrong) == len($refused)",
+        "False",
+        f"{OTHERS} -k tried_with_the_next",
+    ),
+    Fault(
+        "a chip plans precisions that it has not",
+        "Predictor.__init__",
+        "check_device($sections.model.precision, $target.device)",
+        "",
+        f"{OTHERS} -k chip_has_not",
     ),
 )
