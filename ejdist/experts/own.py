@@ -30,6 +30,7 @@ from ejdist.experts.rows import (
     within,
 )
 from kernels.framework.binding import is_float_array
+from kernels.framework.dispatch import vary_alike
 
 
 class Pairs(NamedTuple):
@@ -157,6 +158,8 @@ def cotangents(rows: jax.Array, d: jax.Array, pairs: Pairs, weights: jax.Array) 
         d_rows, d_weights = jax.vjp(total, rows, weights)[1](d.astype(rows.dtype))
         return d_rows, wide(d_weights)
 
+    # Rows may be parts of sums over other axes. Then gradients of weights are, too, and whoever asked adds them up.
+    rows, d, weights = vary_alike((rows, d, weights))
     return lax.platform_dependent(rows, d, pairs, weights, cuda=by_kernel, default=plain)
 
 

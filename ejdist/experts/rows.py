@@ -247,4 +247,4 @@ def room_of(rows: float, most: int, chunks: int) -> int:
     """Returns the rows that one of `chunks` parts of a pass has room for: of so many in all, and of no more than `most`. Many
     are a multiple of `ALIGNED`: the TPU compiler refuses some reductions over rows whose number has few factors."""
     room = max(-(-min(math.ceil(rows), most) // chunks), 1)
-    return room if room < ALIGNED else -(-room // ALIGNED) * ALIGNED
+    return room if room < 16 * ALIGNED else -(-room // ALIGNED) * ALIGNED
