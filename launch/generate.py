@@ -116,8 +116,8 @@ def _stops(text: str | None) -> tuple[str, ...]:
         stops = json.loads(text) if text.startswith("[") else [text]
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"stop = {text!r} begins with [ and is no JSON list ({error}); a text that begins so is written as a list: "
-            f"stop='{json.dumps([text])}'"
+            f"stop = {text!r} begins with [ and is no JSON list ({error}): correct it, or if it is a text write a list "
+            f"of it, stop='{json.dumps([text], ensure_ascii=False)}'"
         ) from None
     if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
         raise ValueError(f"stop = {text!r} must be a text, or a JSON list of texts that are not empty")

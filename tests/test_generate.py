@@ -37,7 +37,7 @@ def test_keys_are_read():
         (["run.dir=x", "max_tokens=1_6"], "max_tokens = '1_6' must be a whole number"),
         (["run.dir=x", "temperature=warm"], "temperature = 'warm' must be a number"),
         (["run.dir=x", "top_p=0"], r"top_p = 0\.0 must be above 0"),
-        (["run.dir=x", 'stop=["a"'], r"no JSON list .*; a text that begins so is written as a list"),
+        (["run.dir=x", 'stop=["a"'], "no JSON list .*: correct it, or if it is a text write a list of it"),
         (["run.dir=x", "stop=[/INST]"], r"""stop='\["\[/INST\]"\]'"""),
         (["run.dir=x", 'stop=[""]'], "must be a text, or a JSON list"),
         (["run.dir=x", "chat=maybe"], "must be auto, true or false"),

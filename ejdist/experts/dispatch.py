@@ -261,7 +261,7 @@ def check_buffer(buffer: Any, chunks: Any, capacity: Any, top_k: int) -> None:
     if not _number(buffer) or buffer <= 0:
         refuse("buffer", "a number above 0, a multiple of the balanced number of rows (1.25)", buffer)
     if isinstance(chunks, bool) or not isinstance(chunks, (int, np.integer)) or not 1 <= chunks <= MOST_CHUNKS:
-        refuse("chunks", f"an integer of at least 1 and at most {MOST_CHUNKS}: each is compiled on its own", chunks)
+        refuse("chunks", f"an integer of at least 1 and at most {MOST_CHUNKS} (each is compiled on its own)", chunks)
     if capacity is not None and (not _number(capacity) or capacity * top_k < 1):
         least = f"1 / {top_k}, which is room for one choice of every token"
         refuse("capacity", f"None, or a number of at least {least}", capacity)

@@ -51,7 +51,7 @@ class ExpertsSection:
             raise ValueError(f"experts.max_ranks must be at least 1, or null for any, got {self.max_ranks}")
         if not 1 <= self.chunks <= MOST_CHUNKS:
             raise ValueError(
-                f"experts.chunks must be at least 1 and at most {MOST_CHUNKS}, got {self.chunks}: each is compiled on its own"
+                f"experts.chunks must be at least 1 and at most {MOST_CHUNKS} (each is compiled on its own), got {self.chunks}"
             )
         if self.load_every < 0:
             raise ValueError(f"experts.load_every must be 0 or positive, got {self.load_every}")

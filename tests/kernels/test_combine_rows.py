@@ -77,8 +77,8 @@ ROWS, SLOTS = np.ones((4, 8), np.float32), np.zeros((2, 2), np.int32)
             r"argument 'weights' must be a float array of the shape \(2, 2\)",
         ),
         (
-            lambda: combine_rows(ROWS, SLOTS + 104),
-            "argument 'slots' has row 104, but the last of the 4 rows is 3; use -1",
+            lambda: combine_rows(ROWS, SLOTS + 4),
+            "argument 'slots' has row 4, but the last of the 4 rows is 3; use -1",
         ),
         (
             lambda: combine_rows(ROWS, jnp.asarray(SLOTS)),
