@@ -134,7 +134,7 @@ FAULTS = (
     ),
     Fault(
         "calls: slots of other rows than those that are gathered are taken",
-        "grouped_matmul/__init__:_check_inverse",
+        "ops/grouped_matmul:_check_inverse",
         "($wrong := $inverse != $token.astype(np.int64).clip(-1)).any()",
         "($wrong := ($inverse < 0) != ($token < 0)).any()",
         "tests/kernels/test_grouped_matmul.py -k wrong_call",
