@@ -45,6 +45,7 @@ keys:
   top_k=0, top_p=1, min_p=0
                        limits of what is drawn from: tokens (0: all), their probability, and the share of the most likely one's
   stop=TEXT            a text at which an answer ends, or a list of them as JSON: stop='["\\n", "Q:"]'
+                       (and a text that begins with [ is such a list)
   seed=0               of the draws; prompt number i has seed + i
   slots=16             most answers in progress at once
   length=N             most tokens of a prompt and its answer; default: what the longest prompt needs
@@ -113,8 +114,11 @@ def _stops(text: str | None) -> tuple[str, ...]:
         return ()
     try:
         stops = json.loads(text) if text.startswith("[") else [text]
-    except json.JSONDecodeError:
-        stops = [text]
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"stop = {text!r} begins with [ and is no JSON list ({error}): correct it, or if it is a text write a list "
+            f"of it, stop='{json.dumps([text], ensure_ascii=False)}'"
+        ) from None
     if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
         raise ValueError(f"stop = {text!r} must be a text, or a JSON list of texts that are not empty")
     return tuple(stops)

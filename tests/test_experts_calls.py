@@ -208,6 +208,7 @@ ILLEGAL = {
     "a dispatch that is a function": ({"dispatch": len}, "dispatch"),
     "a buffer of nothing": ({"buffer": 0.0}, "buffer"),
     "no chunks": ({"chunks": 0}, "chunks"),
+    "more chunks than are ever compiled": ({"chunks": 100_000}, "chunks"),
     "a capacity below a choice of every token": ({"capacity": 0.4}, "capacity"),
     "an axis of no mesh": ({"axis": "ep"}, "axis"),
     "an axis twice": ({"axis": ("ep", "ep")}, "axis"),

@@ -299,7 +299,11 @@ def test_the_doctor_is_started_once():
             ["platform=cud"],
             "platform = 'cud' is unknown; use null or one of triton, pallas, cudnn, cuda, xla, composed, triton_gpu",
         ),
-        (["experts.chunks=0"], "experts.chunks must be at least 1, got 0"),
+        (["experts.chunks=0"], "experts.chunks must be at least 1 and at most 64 (each is compiled on its own), got 0"),
+        (
+            ["experts.chunks=100000", "experts.dispatch=all_to_all"],
+            "experts.chunks must be at least 1 and at most 64 (each is compiled on its own), got 100000",
+        ),
         (["data.packing=loose"], "data.packing = 'loose' is unknown; use cut or whole"),
         (["data.prefetch=0"], "data.prefetch must be at least 1 batch"),
         (["curriculum=[{until: 3}]"], "curriculum[0].until = 3: the last stage ends with the run"),

@@ -23,7 +23,7 @@ from ejdist.experts.cost import ExchangeShape
 from ejdist.experts.metrics import expert_counts
 from ejdist.experts.narrow import BF16, check_precision
 from ejdist.experts.own import Local
-from ejdist.experts.rows import DispatchSpec, Scheme, agreed, passes_of
+from ejdist.experts.rows import MOST_CHUNKS, DispatchSpec, Scheme, agreed, passes_of
 from ejdist.experts.schemes import SCHEMES, TwoLevel, scheme_of
 from ejdist.mesh import axis_is_bound
 from kernels.engines.matmul.ordering import group_order
@@ -83,7 +83,7 @@ def exchange(
       axis: mesh axes that experts are sharded over, the major one first. None: this device has all experts.
       scheme: one of SCHEMES, "auto" (`ejdist.experts.choice`), or a Scheme. "two_level" takes (hosts, devices of a host).
       buffer: rows that a pass can hold, as a multiple of the balanced load.
-      chunks: independent parts of a pass, so that one is sent while another is multiplied.
+      chunks: independent parts of a pass, so that one is sent while another is multiplied; at most 64.
       precision: of the rows that travel: "bf16" is the dtype of x; "fp8" sends tokens and sums as e4m3 with scales per 128 of a
         row, and gradients in the dtype of x; "fp8_tokens" tokens alone; "fp8_both" gradients too.
       max_ranks: on how many ranks the experts of a token are at most, as the router limits them; None: on any. The buffer is
@@ -260,8 +260,8 @@ def check_buffer(buffer: Any, chunks: Any, capacity: Any, top_k: int) -> None:
 
     if not _number(buffer) or buffer <= 0:
         refuse("buffer", "a number above 0, a multiple of the balanced number of rows (1.25)", buffer)
-    if isinstance(chunks, bool) or not isinstance(chunks, (int, np.integer)) or chunks < 1:
-        refuse("chunks", "an integer of at least 1", chunks)
+    if isinstance(chunks, bool) or not isinstance(chunks, (int, np.integer)) or not 1 <= chunks <= MOST_CHUNKS:
+        refuse("chunks", f"an integer of at least 1 and at most {MOST_CHUNKS} (each is compiled on its own)", chunks)
     if capacity is not None and (not _number(capacity) or capacity * top_k < 1):
         least = f"1 / {top_k}, which is room for one choice of every token"
         refuse("capacity", f"None, or a number of at least {least}", capacity)

@@ -243,6 +243,12 @@ def over_chunks(job: DispatchSpec, visit: Callable) -> Callable:
     return lambda p: functools.reduce(add, [visit(p * job.chunks + i) for i in range(job.chunks)])
 
 
+# Each chunk of a pass is in the program by itself, so a program of many is as many times as large, and thousands are never
+# compiled. A handful hides what can be hidden, and this is well above that. No bound by the rows: those of a step of generation
+# are few, and the chunks that they leave empty do no harm.
+MOST_CHUNKS = 64
+
+
 def room_of(rows: float, most: int, chunks: int) -> int:
     """Returns the rows that one of `chunks` parts of a pass has room for: of so many in all, and of no more than `most`. Many
     are a multiple of `ALIGNED`: the TPU compiler refuses some reductions over rows whose number has few factors."""

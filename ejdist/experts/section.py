@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ejdist.experts.narrow import BF16, check_precision
+from ejdist.experts.rows import MOST_CHUNKS
 from ejdist.experts.schemes import SCHEMES
 from ejdist.layout import Axes
 from ejdist.mesh import BATCH_AXES, EP, SEQUENCE_AXES
@@ -49,8 +50,10 @@ class ExpertsSection:
         check_precision("experts.exchange", self.exchange)
         if self.max_ranks is not None and self.max_ranks < 1:
             raise ValueError(f"experts.max_ranks must be at least 1, or null for any, got {self.max_ranks}")
-        if self.chunks < 1:
-            raise ValueError(f"experts.chunks must be at least 1, got {self.chunks}")
+        if not 1 <= self.chunks <= MOST_CHUNKS:
+            raise ValueError(
+                f"experts.chunks must be at least 1 and at most {MOST_CHUNKS} (each is compiled on its own), got {self.chunks}"
+            )
         if self.load_every < 0:
             raise ValueError(f"experts.load_every must be 0 or positive, got {self.load_every}")
 

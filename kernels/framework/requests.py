@@ -1,4 +1,5 @@
-"""Checks of serving requests in eager calls: lengths, page tables and cumulative lengths whose values are known.
+"""Checks of integers whose values are known, in eager calls: lengths, page tables, cumulative lengths, sizes of groups, and
+where rows lie.
 
 Under a trace, and on an accelerator, the values are unknown and nothing is checked; each contract documents what an
 invalid value does there.
@@ -17,7 +18,7 @@ def known(x: Any) -> np.ndarray | None:
     """Returns the values of an integer array, or of a list that may contain arrays. Returns None if they cannot be
     read, as under a trace, or only by waiting for an accelerator: eager calls must stay asynchronous."""
     for part in jax.tree.leaves(x):
-        if isinstance(part, jax.core.Tracer):
+        if isinstance(part, (jax.core.Tracer, jax.ShapeDtypeStruct)):
             return None
         if isinstance(part, jax.Array) and (
             not part.is_fully_addressable or any(d.platform != "cpu" for d in part.devices())
@@ -90,3 +91,46 @@ def check_cuts(function: str, name: str, cuts: Any, rows: Any, num_seqs: Any = N
         raise ValueError(f"{function}: argument {name!r} must rise from 0, [0, n1, n1 + n2, ...], got {cuts.tolist()}")
     if isinstance(rows, int) and cuts[-1] > rows:
         raise ValueError(f"{function}: argument {name!r} ends at row {cuts[-1]}, but there are {rows} rows")
+
+
+def check_groups(function: str, sizes: Any, rows: Any, of: str) -> None:
+    """Raises ValueError if the sizes of groups are negative, or exceed the rows: clipping would multiply the wrong rows.
+
+    Args:
+      rows: how many there are. of: the argument that has them.
+    """
+    values, name = known(sizes), "group_sizes"
+    if values is None:
+        return
+    if (values < 0).any():
+        raise ValueError(
+            f"{function}: argument {name!r} must be at least 0, got {values.min()}; use 0 for a group without rows"
+        )
+    if isinstance(rows, int) and (total := values.sum(dtype=np.int64)) > rows:
+        raise ValueError(
+            f"{function}: argument {name!r} has {total} rows in total, but {of!r} has {rows}; pass the number of rows of each "
+            "group, not where groups begin or end"
+        )
+
+
+def check_slots(function: str, slots: Any, rows: Any) -> np.ndarray | None:
+    """Returns the values of `slots`, or None if they are unknown.
+
+    Raises ValueError if one is past the last row, which would be read in its place, or if two are the same row, whose gradient
+    would be that of one of them.
+    """
+    values = known(slots)
+    if values is None or not isinstance(rows, int) or not values.size:
+        return values
+    if values.max() >= rows:
+        raise ValueError(
+            f"{function}: argument 'slots' has row {values.max()}, but the last of the {rows} rows is {rows - 1}; use -1 for "
+            "a slot without a row"
+        )
+    row, count = np.unique(values[values >= 0], return_counts=True)
+    if (count > 1).any():
+        raise ValueError(
+            f"{function}: argument 'slots' has row {row[count > 1][0]} in {count[count > 1][0]} places, and a row may be in "
+            "one; give each a copy of the row"
+        )
+    return values

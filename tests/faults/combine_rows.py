@@ -125,4 +125,25 @@ FAULTS = (
         "($d * slope($z, $ACTIVATION)).to($out_ptr.dtype.element_ty)",
         "tests/kernels/test_grouped_matmul_kernels.py -k kept",
     ),
+    Fault(
+        "calls: a slot just past the last row is taken",
+        "framework/requests:check_slots",
+        "$values.max() >= $rows",
+        "$values.max() > $rows",
+        f"{COMBINE} -k wrong_is",
+    ),
+    Fault(
+        "calls: slots of other rows than those that are gathered are taken",
+        "ops/grouped_matmul:_check_inverse",
+        "($wrong := $inverse != $token.astype(np.int64).clip(-1)).any()",
+        "($wrong := ($inverse < 0) != ($token < 0)).any()",
+        "tests/kernels/test_grouped_matmul.py -k wrong_call",
+    ),
+    Fault(
+        "calls: rows of groups past the last row are taken",
+        "framework/requests:check_groups",
+        "($total := $values.sum(dtype=np.int64)) > $rows",
+        "($total := $values.max()) > $rows",
+        "tests/kernels/test_grouped_matmul.py -k wrong_call",
+    ),
 )

@@ -76,6 +76,18 @@ ROWS, SLOTS = np.ones((4, 8), np.float32), np.zeros((2, 2), np.int32)
             lambda: combine_rows(ROWS, SLOTS, weights=ROWS),
             r"argument 'weights' must be a float array of the shape \(2, 2\)",
         ),
+        (
+            lambda: combine_rows(ROWS, SLOTS + 4),
+            "argument 'slots' has row 4, but the last of the 4 rows is 3; use -1",
+        ),
+        (
+            lambda: combine_rows(ROWS, jnp.asarray(SLOTS)),
+            "argument 'slots' has row 0 in 4 places, and a row may be in one",
+        ),
+        (
+            lambda: combine_rows(ROWS, np.array([[2, -1]]), np.array([-1, 0, -1, -1])),
+            r"argument 'pairs' is not the inverse of 'slots': pairs\[1\] is 0 and must be -1",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(call, words):

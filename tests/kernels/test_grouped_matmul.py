@@ -319,6 +319,8 @@ def test_on_a_mesh_it_refuses_by_name():
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 X, W, S = np.zeros((6, 4), np.float32), np.zeros((3, 4, 5), np.float32), np.array([1, 2, 3])
+ROWS, SLOTS = np.array([1, 0, -1, 5, 1, 3]), np.array([[1, -1], [4, 0], [-1, -1], [5, -1], [-1, -1], [-1, 3]])
+OTHER, TURNED = np.where(SLOTS == 5, -1, SLOTS), SLOTS[::-1]
 
 
 @pytest.mark.parametrize(
@@ -349,12 +351,26 @@ X, W, S = np.zeros((6, 4), np.float32), np.zeros((3, 4, 5), np.float32), np.arra
         (r"'rhs_scale' applies to a quantised rhs; multiply", (X, W, S), {"rhs_scale": W[:, 0]}),
         (r"'rhs_scale' is required for an rhs of int8", (X, W.astype(np.int8), S), {}),
         (r"'rhs_scale' must have the shape \(3, 5\).*got \(3, 3, 5\)", (X, W.astype(np.int8), S), {"rhs_scale": W[:, :3]}),
+        (r"'rows' has row 105, but the last .* 'lhs' is 5; use -1", (X, W, S), {"rows": ROWS + 100, "slots": SLOTS}),
+        (r"'slots' has row 105, but the last of the 6 rows is 5; use -1", (X, W, S), {"rows": ROWS, "slots": SLOTS + 100}),
+        (r"'slots' has row 0 in 12 places", (X, W, S), {"rows": ROWS, "slots": SLOTS * 0}),
+        (r"'slots' is not the inverse .* rows\[0\] = 1, but 0 is in slots\[4\]", (X, W, S), {"rows": ROWS, "slots": TURNED}),
+        (r"'slots' is not .* rows\[5\] = 3, but 5 is in no slot", (X, W, S), {"rows": jnp.asarray(ROWS), "slots": OTHER}),
+        (r"'group_sizes' has 6 rows in total, but 'rows' has 0", (X, W, S), {"rows": ROWS[:0], "slots": SLOTS * 0 - 1}),
     ],
 )  # fmt: skip
 def test_a_wrong_call_is_a_value_error(said, args, options):
     for function in (grouped_matmul, ejdist.grouped_matmul):
         with pytest.raises(ValueError, match=f"grouped_matmul: argument {said}"):
             function(*args, **options)
+
+
+def test_rows_and_their_inverse_are_taken():
+    """And of a trace nothing is checked."""
+    for slots in (SLOTS, SLOTS[:, ::-1]):
+        assert grouped_matmul(X, W, S, rows=ROWS, slots=slots).shape == (6, 5)
+    traced = jax.eval_shape(lambda rows, slots: grouped_matmul(X, W, S, rows=rows, slots=slots), ROWS + 100, SLOTS)
+    assert traced.shape == (6, 5)
 
 
 def test_the_public_function():

@@ -147,6 +147,11 @@ A, S = (np.asarray(x) for x in quantize_scaled(X, (1, 128)))
 B, T = (np.asarray(x) for x in quantize_scaled(W, (128, 128)))
 
 
+def grouped(**change):
+    arguments = {"a": A, "b": B[None], "a_scale": S, "b_scale": T[None], "group_sizes": np.array([256])}
+    return kernels.scaled_grouped_matmul(**arguments | change)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -170,6 +175,23 @@ B, T = (np.asarray(x) for x in quantize_scaled(W, (128, 128)))
             lambda: kernels.scaled_grouped_matmul(A, B[None], S[:, [0] * 5], T[None], jnp.array([256])),
             r"'a_scale' of shape \(256, 5\) must have a number of rows and of blocks that divide those of 'a', \(256, 384\)",
         ),
+        (
+            lambda: grouped(a=X),
+            r"argument 'a' must be float8_e4m3fn or float8_e5m2, \[M, D\], got float32 .* makes it of wider",
+        ),
+        (lambda: grouped(b=B), r"argument 'b' must be float8_e4m3fn or float8_e5m2, \[E, F, D\]"),
+        (
+            lambda: grouped(a_scale=jnp.asarray(S, "bfloat16")),
+            r"'a_scale' must be float32, \[M, blocks\].* got bfloat16",
+        ),
+        (lambda: grouped(b_scale=T[None].astype(np.uint8)), "'b_scale' must be float32, .* exponents=False, got uint8"),
+        (lambda: grouped(group_sizes=np.array([257])), "'group_sizes' has 257 rows in total, but 'a' has 256"),
+        (lambda: grouped(group_sizes=jnp.array([-1])), "'group_sizes' must be at least 0, got -1"),
+        (
+            lambda: grouped(dtype="fp8"),
+            "'dtype' = 'fp8' is unknown; use one of the strings 'bfloat16', 'float16', 'float32'",
+        ),
+        (lambda: grouped(dtype=jnp.float32), "'dtype' = .*float32.* is unknown; use one of the strings"),
         (lambda: scaled_matmul(X, B, S, T), "argument 'a' must be float8_e4m3fn or float8_e5m2"),
         (
             lambda: scaled_matmul(A, B[:, :256], S, T),

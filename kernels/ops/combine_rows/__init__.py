@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.public import Prepared, public
+from kernels.framework.requests import check_slots, known
 from kernels.ops.combine_rows.contract import CombineRowsConfig, op
 
 __all__ = ["CombineRowsConfig", "combine_rows", "op"]
@@ -26,6 +28,20 @@ def _integers(x: Any) -> bool:
     return is_array(x) and jnp.issubdtype(x.dtype, jnp.integer)
 
 
+def _check_places(slots: Any, pairs: Any, rows: Any) -> None:
+    """Raises ValueError if slots are known and name a row that is not there, or one twice, or are not the inverse of pairs."""
+    slot, pair = check_slots("combine_rows", slots, rows), None if pairs is None else known(pairs)
+    if slot is None or pair is None:
+        return
+    inverse = np.full(pair.shape, -1)
+    inverse[slot[slot >= 0]] = np.flatnonzero(slot >= 0)
+    if (wrong := inverse != pair.astype(np.int64).clip(-1)).any():
+        m = wrong.argmax()
+        raise _refuse(
+            "pairs", f"is not the inverse of 'slots': pairs[{m}] is {pair[m]} and must be {inverse[m]}; or leave it out"
+        )
+
+
 @public(op)
 def combine_rows(rows: jax.Array, slots: Any, pairs: Any = None, weights: jax.Array | None = None) -> Prepared:
     """Returns out[t] = sum over j of weights[t, j] * rows[slots[t, j]], [tokens, D] in the dtype of rows, added in float32 in
@@ -37,7 +53,9 @@ def combine_rows(rows: jax.Array, slots: Any, pairs: Any = None, weights: jax.Ar
       pairs: int [M], the inverse: pairs[slots[t, j]] = t * k + j; -1 for a row that no token has. Computed if it is not passed.
       weights: float [tokens, k]; None for a plain sum.
 
-    rows and weights have gradients, which are gathers: nothing is added in an order that is not fixed.
+    rows and weights have gradients, which are gathers: nothing is added in an order that is not fixed. Values of slots and
+    pairs that are traced, or on an accelerator, are not checked: a slot past the last row then reads the last one, and a row in
+    two slots, or pairs that are not the inverse, get a wrong gradient.
 
     Raises:
       ValueError: names the argument. Unsupported: the requested backend cannot run the call.
@@ -56,6 +74,7 @@ def combine_rows(rows: jax.Array, slots: Any, pairs: Any = None, weights: jax.Ar
         raise _refuse("pairs", f"must be integers [M] = {rows.shape[:1]}, the inverse of 'slots', got {_got(pairs)}")
     if weights is not None and (not is_float_array(weights) or weights.shape != slots.shape):
         raise _refuse("weights", f"must be a float array of the shape {slots.shape} of 'slots', got {_got(weights)}")
+    _check_places(slots, pairs, rows.shape[0])
     slots = jnp.asarray(slots).astype(jnp.int32)
     if pairs is None:
         flat = jnp.where(slots < 0, rows.shape[0], slots).reshape(-1)

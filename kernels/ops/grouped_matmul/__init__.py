@@ -10,7 +10,7 @@ import numpy as np
 
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.public import Prepared, public
-from kernels.framework.requests import known
+from kernels.framework.requests import check_groups, check_slots, known
 from kernels.framework.segments import indices, searchsorted
 from kernels.ops.grouped_matmul.contract import ACTIVATIONS, activated, gathered_op, op, quantized_op
 
@@ -88,15 +88,27 @@ def _check_sizes(sizes: Any, experts: int, rows: Any, offset: Any) -> None:
     )
 
 
-def _check_rows(sizes: Any, rows: Any) -> None:
-    """Raises ValueError if sizes are known and negative, or exceed the rows of lhs: clipping would multiply the wrong
-    rows."""
-    values = known(sizes)
-    if values is not None and (values < 0).any():
-        raise _refuse("group_sizes", f"must be at least 0, got {values.min()}; use 0 for a group without rows")
-    if values is not None and isinstance(rows, int) and values.sum(dtype=np.int64) > rows:
-        what = f"has {values.sum(dtype=np.int64)} rows in total, but 'lhs' has {rows}"
-        raise _refuse("group_sizes", what + "; pass the number of rows of each group, not where groups begin or end")
+def _check_inverse(rows: Any, slots: Any, tokens: Any) -> None:
+    """Raises ValueError if `rows` and `slots` are known, and name rows that are not there or are not each other's inverse,
+    which would make a wrong gradient."""
+    token, slot = known(rows), check_slots("grouped_matmul", slots, rows.shape[0])
+    if token is None or not isinstance(tokens, int):
+        return
+    if token.size and token.max() >= tokens:
+        last = f"the last of the {tokens} rows of 'lhs' is {tokens - 1}"
+        raise _refuse("rows", f"has row {token.max()}, but {last}; use -1 for a row of zeros")
+    if slot is None:
+        return
+    inverse = np.full(token.shape, -1)
+    inverse[slot[slot >= 0]] = np.nonzero(slot >= 0)[0]
+    if (wrong := inverse != token.astype(np.int64).clip(-1)).any():
+        m = int(wrong.argmax())
+        where = f"in slots[{inverse[m]}]" if inverse[m] >= 0 else "in no slot"
+        raise _refuse(
+            "slots",
+            f"is not the inverse of 'rows': rows[{m}] = {token[m]}, but {m} is {where}; slots[t] must have each m with "
+            "rows[m] = t, and no other but -1",
+        )
 
 
 def _check_gathered(lhs: Any, rows: Any, slots: Any, group_ids: Any, quantised: bool) -> dict[str, jax.Array] | None:
@@ -116,6 +128,7 @@ def _check_gathered(lhs: Any, rows: Any, slots: Any, group_ids: Any, quantised: 
             raise _refuse(name, f"must be integers {dims}, got {_shape(value)}")
     if slots.shape[0] != lhs.shape[0]:
         raise _refuse("slots", f"must have a row for each of the {lhs.shape[0]} rows of 'lhs', got {_shape(slots)}")
+    _check_inverse(rows, slots, lhs.shape[0])
     return {"rows": rows.astype(jnp.int32), "slots": slots.astype(jnp.int32)}
 
 
@@ -157,7 +170,8 @@ def grouped_matmul(
       rows: int [M], the row of lhs [tokens, D] of each row of the result; a negative one is a row of zeros. No copy of these
         rows is made on Hopper. With `group_sizes`, and `slots`.
       slots: int [tokens, k], the inverse of `rows`: where each row of lhs is used, all of them once, and -1 for none. The
-        gradient of lhs is summed over k in that order.
+        gradient of lhs is summed over k in that order. Values that are traced, or on an accelerator, are not checked: an index
+        past the last row then reads the last one, and of slots that are not the inverse the gradient of lhs is wrong.
 
     lhs, rhs and rhs_bias have gradients. The backward stores only the inputs, and recomputes what the activation needs.
 
@@ -195,7 +209,7 @@ def grouped_matmul(
     count = lhs.shape[0] if gathered is None else gathered["rows"].shape[0]
     _check_sizes(sizes, shape[0], count, group_offset)
     if order is None:
-        _check_rows(group_sizes, count)
+        check_groups("grouped_matmul", group_sizes, count, "lhs" if gathered is None else "rows")
     sizes = sizes.astype(jnp.int32)  # their sums may not fit in a narrower dtype
     activated(activation, len(shape) == 4)
     arguments = {"rhs": None, "rhs_transposed": None, "rhs_transposed" if transpose_rhs else "rhs": rhs}

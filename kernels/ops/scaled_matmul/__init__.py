@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.options import checked
 from kernels.framework.public import Prepared, public, public_as_declared
-from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig, op
+from kernels.framework.requests import check_groups
+from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig, check_result, op
 from kernels.ops.scaled_matmul.formats import DTYPES, SCALINGS, Scaling, quantized
-from kernels.ops.scaled_matmul.grouped import grouped_op
+from kernels.ops.scaled_matmul.grouped import check_scales, grouped_op
 from kernels.ops.scaled_matmul.quantizing import OPERANDS, activate_op, both_ways_op, cotangents_op
 
 __all__ = [
@@ -109,6 +110,14 @@ def _check_scale(name: str, scale: Any, of: str, x: jax.Array) -> None:
         )
 
 
+def _check_operand(function: str, name: str, x: Any, dims: str) -> None:
+    if not is_array(x) or str(x.dtype) not in DTYPES or x.ndim != dims.count(",") + 1:
+        raise ValueError(
+            f"{function}: argument {name!r} must be {' or '.join(DTYPES)}, {dims}, got {_got(x)}; `quantize_scaled` makes it "
+            "of wider numbers"
+        )
+
+
 @public(op)
 def scaled_matmul(
     a: jax.Array,
@@ -145,12 +154,9 @@ def scaled_matmul(
     [[64 64 64]
      [64 64 64]]
     """
-    for name, x in (("a", a), ("b", b)):
-        if not is_array(x) or str(x.dtype) not in DTYPES or x.ndim != 2:
-            raise ValueError(
-                f"scaled_matmul: argument {name!r} must be {' or '.join(DTYPES)}, two dims, got {_got(x)}; `quantize_scaled` "
-                "makes it of wider numbers"
-            )
+    check_result("scaled_matmul", dtype)
+    _check_operand("scaled_matmul", "a", a, "[M, D]")
+    _check_operand("scaled_matmul", "b", b, "[F, D]")
     if a.shape[1] != b.shape[1]:
         raise ValueError(
             f"scaled_matmul: argument 'b' of shape {b.shape} must be [F, D] with D = {a.shape[1]} of 'a': the contracted dim "
@@ -228,8 +234,17 @@ activation_cotangents = public_as_declared(
     returns=cotangents_op.outputs,
 )
 
-scaled_grouped_matmul = public_as_declared(
-    grouped_op,
+
+@public(grouped_op)
+def scaled_grouped_matmul(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    group_sizes: Any,
+    *,
+    dtype: str = "bfloat16",
+) -> Prepared:
     """Returns [M, F]: each row of a * a_scale times the matrix of its group, b * b_scale [F, D] transposed, accumulated in
     float32. Rows of a group are contiguous; rows past the last group are zero.
 
@@ -238,7 +253,8 @@ scaled_grouped_matmul = public_as_declared(
       a_scale, b_scale: float32, as `quantize_scaled` returns them of a and of each matrix. Hopper has a kernel for those of
         rows, [M, 1] and [E, F, 1], and of blocks of 128, [M, D / 128] and [E, F / 128, D / 128], where 128 divides D and F;
         other calls are XLA's.
-      group_sizes: int [E], rows of each group.
+      group_sizes: int [E], rows of each group. Sizes that are traced, or on an accelerator, are not checked: a group then ends
+        at the last row.
       dtype: "bfloat16", "float16" or "float32".
 
     It has no gradient. The gradient of the rows is such a product of their cotangents [M, F] with the matrices [E, D, F].
@@ -252,5 +268,17 @@ scaled_grouped_matmul = public_as_declared(
     >>> b, b_scale = jax.vmap(lambda w: quantize_scaled(w, (128, 128)))(jnp.ones((2, 128, 128)) * jnp.array([[[1.0]], [[2.0]]]))
     >>> print(scaled_grouped_matmul(a, b, a_scale, b_scale, jnp.array([1, 2]))[:, 0])
     [128 256 256]
-    """,
-)
+    """
+    check_result(name := "scaled_grouped_matmul", dtype)
+    _check_operand(name, "a", a, "[M, D]")
+    _check_operand(name, "b", b, "[E, F, D]")
+    for argument, scale, dims in (("a_scale", a_scale, "[M, blocks]"), ("b_scale", b_scale, "[E, rows, blocks]")):
+        if not is_array(scale) or scale.dtype != jnp.float32 or scale.ndim != dims.count(",") + 1:
+            raise ValueError(
+                f"{name}: argument {argument!r} must be float32, {dims}, as returned by `quantize_scaled` with "
+                f"exponents=False, got {_got(scale)}"
+            )
+    check_scales(a, b, a_scale, b_scale)
+    call = grouped_op.bind(a, b, a_scale, b_scale, group_sizes, dtype=dtype)
+    check_groups(name, call.group_sizes, a.shape[0], "a")
+    return Prepared(call)

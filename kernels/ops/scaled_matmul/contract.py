@@ -50,6 +50,14 @@ class ScaledMatmulConfig(Tunables):
                 )
 
 
+def check_result(function: str, dtype: Any) -> None:
+    """Raises ValueError for a dtype of the result that there is not."""
+    if not isinstance(dtype, str) or dtype not in RESULTS:
+        raise ValueError(
+            f"{function}: argument 'dtype' = {dtype!r} is unknown; use one of the strings {', '.join(map(repr, RESULTS))}"
+        )
+
+
 def scaled_matmul(
     a: Shaped[Array, "M D"],
     b: Shaped[Array, "F D"],
@@ -72,8 +80,7 @@ def scaled_matmul(
     Raises:
       ValueError: names the argument.
     """
-    if dtype not in RESULTS:
-        raise ValueError(f"scaled_matmul: argument 'dtype' = {dtype!r} is unknown; use {', '.join(RESULTS)}")
+    check_result("scaled_matmul", dtype)
     for name, scale in (("a_scale", a_scale), ("b_scale", b_scale)):
         if scale.dtype != jnp.uint8 and scale.dtype.itemsize == 1:
             raise ValueError(

@@ -15,14 +15,19 @@ from kernels.framework.binding import Call
 from kernels.framework.contract import Op
 from kernels.framework.segments import searchsorted
 from kernels.framework.work import Work, nbytes
-from kernels.ops.scaled_matmul.contract import RESULTS, ScaledMatmulConfig
+from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig, check_result
 from kernels.ops.scaled_matmul.formats import spread
 
 
 def check_scales(a: Any, b: Any, a_scale: Any, b_scale: Any) -> None:
-    """Raises ValueError for scales that do not divide what they are of."""
+    """Raises ValueError for scales of 8 bits, and those that do not divide what they are of."""
     (M, D), (E, F, _) = a.shape, b.shape
     for name, scale, sizes in (("a_scale", a_scale, (M, D)), ("b_scale", b_scale, (E, F, D))):
+        if scale.dtype.itemsize == 1:
+            raise ValueError(
+                f"scaled_grouped_matmul: argument {name!r} must be floats of 16 bits or more, got {scale.dtype}; "
+                "`quantize_scaled` returns float32"
+            )
         whole = scale.shape[:-2] == sizes[:-2] and 0 not in scale.shape
         if not whole or any(size % count for size, count in zip(sizes[-2:], scale.shape[-2:], strict=True)):
             raise ValueError(
@@ -47,8 +52,7 @@ def scaled_grouped_matmul(
     Raises:
       ValueError: names the argument.
     """
-    if dtype not in RESULTS:
-        raise ValueError(f"scaled_grouped_matmul: argument 'dtype' = {dtype!r} is unknown; use {', '.join(RESULTS)}")
+    check_result("scaled_grouped_matmul", dtype)
     check_scales(a, b, a_scale, b_scale)
     wide = jnp.promote_types(jnp.float32, a_scale.dtype)
     group = searchsorted(jnp.cumsum(group_sizes), jnp.arange(a.shape[0]), side="right")
