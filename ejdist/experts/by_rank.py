@@ -90,6 +90,33 @@ def _at(number: jax.Array, here: jax.Array, x: jax.Array, columns: int) -> jax.A
     return jnp.stack([column(c) for c in range(columns)], axis=1)
 
 
+def _compared(experts: jax.Array, rank: jax.Array, weights: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns `repeated`, whether a token has chosen an expert before, and number, weights and first of `RankPlan`, [M, k].
+
+    Choice by choice and without a reduction, for the TPU compiler, see `_at`.
+    """
+    choices = range(experts.shape[1])
+    by_expert, by_rank, by_weight = ([a[:, j] for j in choices] for a in (experts, rank, weights))
+    repeated, numbers, sums, firsts = [], [], [], []
+    for j in choices:
+        again, number = jnp.zeros_like(by_expert[j], bool), jnp.zeros_like(by_rank[j])
+        for i in range(j):
+            again |= by_expert[i] == by_expert[j]
+            number += (by_rank[i] == by_rank[j]) & ~repeated[i]
+        for i in range(j):  # one that is repeated has the number of the first
+            number = jnp.where((by_expert[i] == by_expert[j]) & ~repeated[i], numbers[i], number)
+        first = jnp.full_like(by_rank[j], j)
+        for i in reversed(range(j)):
+            first = jnp.where(by_rank[i] == by_rank[j], i, first)
+        alike = [jnp.where(by_expert[i] == by_expert[j], by_weight[i], 0) for i in choices]
+        repeated.append(again)
+        numbers.append(number)
+        sums.append(functools.reduce(jnp.add, alike))
+        firsts.append(first)
+    repeated, number, weights, first = (jnp.stack(a, axis=1) for a in (repeated, numbers, sums, firsts))
+    return repeated, number, weights, first
+
+
 class ByRank(Scheme):
     """Sends a row for each token and rank."""
 
@@ -138,15 +165,8 @@ class ByRank(Scheme):
     def plan(self, job: DispatchSpec, experts: jax.Array, weights: jax.Array) -> RankPlan:
         n = self._ranks(job)
         rank = jnp.minimum(experts // (job.num_experts // n), n)
-        before = jnp.arange(experts.shape[1]) < jnp.arange(experts.shape[1])[:, None]  # [j, i]: choice i comes before j
-        alike, together = (a[:, :, None] == a[:, None, :] for a in (experts, rank))  # [M, j, i]
-        repeated = jnp.any(alike & before, axis=2)
-        leads = ~repeated[:, None, :]
-        number = jnp.sum(together & before & leads, axis=2, dtype=jnp.int32)
-        number = jnp.sum(jnp.where(alike & leads, number[:, None, :], 0), axis=2)
-        weights = jnp.sum(jnp.where(alike, wide(weights)[:, None, :], 0), axis=2)
-        first = jnp.argmax(together, axis=2)
-        goal = jnp.where(jnp.any(together & before, axis=2), n, rank)
+        repeated, number, weights, first = _compared(experts, rank, wide(weights))
+        goal = jnp.where(first < jnp.arange(experts.shape[1]), n, rank)
         rows = plan_of(goal, n)
         between = rows.sizes[None]
         between = lax.all_gather(between, self.axis(job), axis=0, tiled=True) if self.needs_all_sizes else between

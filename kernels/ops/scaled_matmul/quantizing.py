@@ -10,6 +10,7 @@ from kernels.framework.binding import Call
 from kernels.framework.contract import Op
 from kernels.framework.work import Work, nbytes
 from kernels.ops.gated_mlp import gated_activation
+from kernels.ops.gated_mlp.contract import activation_of
 from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig
 from kernels.ops.scaled_matmul.formats import DTYPES, quantized
 
@@ -63,6 +64,7 @@ def activate_both_ways(
       ValueError: names the argument.
     """
     _check_whole("activate_both_ways", "gate", gate)
+    activation_of(activation, "activate_both_ways")
     return quantize_both_ways(gated_activation(gate, up, activation=activation))
 
 
@@ -78,6 +80,7 @@ def activation_cotangents(
     Raises:
       ValueError: names the argument.
     """
+    activation_of(activation, "activation_cotangents")
     _check_whole("activation_cotangents", "gate", gate)
     _, pull = jax.vjp(lambda gate, up: gated_activation(gate, up, activation=activation), gate, up)
     d_gate, d_up = pull(d.astype(gate.dtype))
