@@ -423,7 +423,11 @@ def test_a_model_places_its_activations_by_logical_dims_only():
             note(array, " ".join(dims))
         return note(project(x, weight, subscripts, **bias), " ".join(parsed(subscripts)[2]))
 
-    ops = OPS.replace(project=product)
+    def products(x, weights, subscripts, biases=()):
+        biases = biases or [None] * len(weights)
+        return tuple(product(x, w, s, bias=b) for w, s, b in zip(weights, subscripts, biases, strict=True))
+
+    ops = OPS.replace(project=product, project_all=products)
     ops.constrain = ops.gather = note
     mean_loss(init(TINY, jax.random.key(0)), batch_of(TINY), TINY, ops)
     assert {"B T D", "B T N H", "B T K H", "D N H"} <= {d for d, _ in seen}

@@ -281,8 +281,10 @@ def test_flops_of_a_token_and_of_a_pair():
     assert gated.token == 2 * (16 * 4 + 2 * 3 * 16 * 10 + 3 * 16 * 7 + 16)
 
 
-# What `route` takes that a step makes, and no recipe says; what a recipe says by another name, or makes an array for.
-OF_THE_STEP = {"segment_ids", "key", "load", "axis_name"}
+# What `route` takes that a step makes, and no recipe says; what `moe` says, which knows where experts lie; what a recipe says by
+# another name, or makes an array for.
+OF_THE_PLACE = {"axis_name", "ranks", "max_ranks"}
+OF_THE_STEP = {"segment_ids", "key", "load", *OF_THE_PLACE}
 KEYS = {"routed_scaling_factor": "scaling_factor", "bias": "bias_rate"}
 # name -> a value that is not the default, and is of a recipe.
 SAID = {
@@ -301,7 +303,7 @@ def test_every_option_of_the_router_is_a_key_of_a_recipe_and_reaches_it():
     for key, value in SAID.items():
         shape = {"num": 8, "ffn_dim": 10, "top_k": 2, "num_groups": 4, "topk_groups": 2} | {key: value}
         given = given_to_moe(dataclasses.replace(BASE, experts=ExpertsShape(**shape)))
-        assert set(given) >= set(options) - {"axis_name"}  # of a caller's own shard_map
+        assert set(given) >= set(options) - OF_THE_PLACE
         (option,) = (n for n, k in keys.items() if k == key)
         if key in ("bias_rate", "router_bias"):  # there is such an array
             assert given[option].shape == (8,)
