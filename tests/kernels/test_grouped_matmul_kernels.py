@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import hopper_products
 import jax
@@ -13,6 +12,7 @@ from grid import FLOOR, error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.framework.execute import Saved
 from kernels.framework.interpret import interpret
 from kernels.ops.grouped_matmul import grouped_matmul, op, quantized_op, triton_gpu
 from kernels.ops.grouped_matmul.contract import ACTIVATIONS, GroupedMatmulConfig, Tile
@@ -139,7 +139,7 @@ def kernels_of(monkeypatch, target=90, M=1024, E=4, D=128, F=192, *, dtype="bflo
 
     def both(given, d):
         backend.forward(**given, **options, cfg=cfg)
-        return backend.backward(SimpleNamespace(d_out=d), **given, **options, cfg=cfg)
+        return backend.backward(Saved(d_out=d), **given, **options, cfg=cfg)
 
     with monkeypatch.context() as patch, compile_for(target):
         patch.setattr(gpu, "triton_launch", recorded)

@@ -315,8 +315,8 @@ def takes_pages(slots: int, k_block: int) -> bool:
 
 def splits(H: int, Hr: int, HV: int) -> bool:
     """Returns whether the Hopper forward takes heads of H + Hr columns as two arrays: H fills all tiles but the last, which
-    holds Hr. TMA needs rows that are multiples of 16 bytes."""
-    return Hr > 0 and Hr % 8 == 0 and H % head_tile_width(H + Hr, HV) == 0
+    holds Hr, and values fill two at most. TMA needs rows that are multiples of 16 bytes."""
+    return Hr > 0 and Hr % 8 == 0 and HV <= 2 * PANEL and H % head_tile_width(H + Hr, HV) == 0
 
 
 def bytes_of(queued: int, params: FwdParams, width: int, v_width: int) -> int:
