@@ -281,8 +281,8 @@ def test_flops_of_a_token_and_of_a_pair():
     assert gated.token == 2 * (16 * 4 + 2 * 3 * 16 * 10 + 3 * 16 * 7 + 16)
 
 
-# What `route` takes that `moe` says, which knows where experts lie; that a step makes, and no recipe says; what a recipe says by
-# another name, or makes an array for.
+# What `route` takes that `moe` says, which knows where experts lie; that a step makes, and no recipe says; what a recipe says
+# by another name, or makes an array for.
 OF_THE_PLACE = {"axis_name", "ranks", "max_ranks"}
 OF_THE_STEP = {"segment_ids", "key", "load", *OF_THE_PLACE}
 KEYS = {"routed_scaling_factor": "scaling_factor", "bias": "bias_rate"}

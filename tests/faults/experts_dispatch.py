@@ -149,7 +149,7 @@ FAULTS = (
     Fault(
         "a token goes to a rank once for each choice",
         "ByRank.plan",
-        "jnp.where(jnp.any($together & $before, axis=2), $n, $rank)",
+        "jnp.where($first < jnp.arange($experts.shape[1]), $n, $rank)",
         "$rank",
         EP,
     ),
