@@ -24,8 +24,6 @@ from ejdist.experts.narrow import BF16
 from kernels.engines.matmul.ordering import group_order
 from kernels.framework.dispatch import varying_axes
 
-ALIGNED = 128
-
 
 @dataclass(frozen=True)
 class DispatchSpec:
@@ -250,7 +248,5 @@ MOST_CHUNKS = 64
 
 
 def room_of(rows: float, most: int, chunks: int) -> int:
-    """Returns the rows that one of `chunks` parts of a pass has room for: of so many in all, and of no more than `most`. Many
-    are a multiple of `ALIGNED`: the TPU compiler refuses some reductions over rows whose number has few factors."""
-    room = max(-(-min(math.ceil(rows), most) // chunks), 1)
-    return room if room < 16 * ALIGNED else -(-room // ALIGNED) * ALIGNED
+    """Returns the rows that one of `chunks` parts of a pass has room for: of so many in all, and of no more than `most`."""
+    return max(-(-min(math.ceil(rows), most) // chunks), 1)

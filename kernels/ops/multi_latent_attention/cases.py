@@ -130,7 +130,7 @@ def _paged(name, lens, counts, options, *tags, pages, C, N, R, Hr, rest=0):
 
 
 PAGED_CASES = (
-    _paged("decode", (17, 5), (1, 1), {}, "smoke", pages=12, C=4, N=4, R=8, Hr=4),
+    _paged("decode", (17, 5), (1, 1), {}, "smoke", "code", pages=12, C=4, N=4, R=8, Hr=4),
     _paged(
         "ragged",
         (300, 3, 0, 40, 9),
@@ -144,6 +144,6 @@ PAGED_CASES = (
         {"softmax_scale": 0.3},
         make={"kv_lens": _full_pages, "block_tables": _own_pages, "query_start_loc": _one_token_each},
         shapes=_entries("pages", "C"),
-        tags=frozenset({"bench"}),
+        tags=frozenset({"bench", "code"}),
     ),
 )  # fmt: skip
