@@ -24,7 +24,7 @@ from recipes.schema import keys_of as names_of
 
 # What stopped a run from going on when keys that decide were listed, and what has been recorded beside them.
 DECIDED = {key for key in names_of() if key.startswith(("model.", "optimizer."))} - {
-    "model.remat", "model.init_from", "model.rope_exact_from", "optimizer.offload"
+    "model.remat", "model.scan_layers", "model.init_from", "model.rope_exact_from", "optimizer.offload"
 }  # fmt: skip
 DECIDED |= {"accumulation", "z_loss", "experts.capacity", "lora.rank", "lora.alpha", "lora.targets", "lora.base"}
 RECORDED = {"run.steps", "model.init_from", "model.rope_exact_from", "plugins"} | {
@@ -80,7 +80,14 @@ def test_what_launch_readme_lets_a_run_change_may_change(tmp_path):
         *("mesh.sp=1", "mesh.fsdp=2", "sequence.scheme=all_gather", "sequence.order=contiguous"),
         *("experts.dispatch=all_gather", "experts.load_every=0", "guards.spike=rewind", "guards.most_rewinds=5"),
         *("checkpoint.every=7", "checkpoint.keep=1", "checkpoint.dir=elsewhere", "run.dir=moved", "run.stop_after=4"),
-        *("run.host_timeout=5", "data.prefetch=1", "data.cache_dir=cache", "model.remat=full", "model.init_from=first"),
+        *(
+            "run.host_timeout=5",
+            "data.prefetch=1",
+            "data.cache_dir=cache",
+            "model.remat=full",
+            "model.scan_layers=false",
+            "model.init_from=first",
+        ),
         *("platform=xla", "deterministic_attention=true", "cluster=auto"),
     ]
     changed = compose([*TINY, *overrides])
