@@ -23,10 +23,10 @@ ACTIVATIONS = {
 }
 
 
-def activation_of(name: str, op: str = "gated_mlp") -> Callable[[jax.Array], jax.Array]:
-    """Returns the elementwise function with that name. Raises ValueError listing the known names, for an operation."""
+def activation_of(name: str) -> Callable[[jax.Array], jax.Array]:
+    """Returns the elementwise function with that name. Raises ValueError listing the known names."""
     if name not in ACTIVATIONS:
-        raise ValueError(f"{op}: argument 'activation' = {name!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"gated_mlp: argument 'activation' = {name!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
