@@ -80,12 +80,10 @@ class RankPlan(NamedTuple):
 def _at(number: jax.Array, here: jax.Array, x: jax.Array, columns: int) -> jax.Array:
     """Returns [S, columns] with x[s, j] in column number[s, j] where `here`; 0 where none is."""
 
-    def column(
-        c: int,
-    ) -> jax.Array:  # no reduction: the TPU compiler refuses one over rows whose number has few factors
-        return functools.reduce(
-            jnp.add, [jnp.where(here[:, j] & (number[:, j] == c), x[:, j], 0) for j in range(x.shape[1])]
-        )
+    # Choice by choice, so that a compiler has one elementwise pass and no reduction.
+    def column(c: int) -> jax.Array:
+        choices = [jnp.where(here[:, j] & (number[:, j] == c), x[:, j], 0) for j in range(x.shape[1])]
+        return functools.reduce(jnp.add, choices)
 
     return jnp.stack([column(c) for c in range(columns)], axis=1)
 
@@ -93,7 +91,7 @@ def _at(number: jax.Array, here: jax.Array, x: jax.Array, columns: int) -> jax.A
 def _compared(experts: jax.Array, rank: jax.Array, weights: jax.Array) -> tuple[jax.Array, ...]:
     """Returns `repeated`, whether a token has chosen an expert before, and number, weights and first of `RankPlan`, [M, k].
 
-    Choice by choice and without a reduction, for the TPU compiler, see `_at`.
+    Choice by choice and without a reduction, as in `_at`.
     """
     choices = range(experts.shape[1])
     by_expert, by_rank, by_weight = ([a[:, j] for j in choices] for a in (experts, rank, weights))
