@@ -191,6 +191,24 @@ def test_a_kernel_with_helpers_dots_loops_and_scalars_is_interpreted(dtype):
     np.testing.assert_allclose(top, jnp.max(wanted**2, axis=1), atol=1.001)
 
 
+@pytest.mark.parametrize(("dtype", "K"), [("bfloat16", 8), ("float32", 4), ("int8", 16)])
+def test_a_product_too_small_for_a_gpu_is_refused(dtype, K):
+    @triton.jit
+    def kernel(a_ptr, out_ptr, K: tl.constexpr):
+        a = tl.load(a_ptr + tl.arange(0, 16)[:, None] * K + tl.arange(0, K)[None, :])
+        tl.store(out_ptr + tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :], tl.dot(a, tl.trans(a)))
+
+    out = jax.ShapeDtypeStruct((16, 16), "int32" if dtype == "int8" else "float32")
+
+    def run(K):
+        with interpret():
+            return triton_launch(kernel, jnp.ones((16, K), dtype), out_shape=out, grid=(1,), K=K)
+
+    with pytest.raises(Exception, match=f"K >= {2 * K}"):
+        jax.block_until_ready(run(K))
+    np.testing.assert_array_equal(run(2 * K), 2 * K)
+
+
 @triton.jit
 def numbers_kernel(x_ptr, i_ptr, zeros_ptr, halves_ptr, sums_ptr, table_ptr, N: tl.constexpr):
     at = tl.arange(0, N)

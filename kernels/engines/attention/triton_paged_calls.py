@@ -123,7 +123,7 @@ def attend(
         ROWS=1,
         BLOCK_M=FEW,
         BLOCK_K=FEW,
-        BLOCK_H=padded_width(H),
+        BLOCK_H=max(32 if halves else 16, padded_width(H)),  # least of a product of bytes on tensor cores
         BLOCK_V=padded_width(HV),
         BLOCK_R=min(power_of_two(R), REQUESTS),
     )

@@ -175,7 +175,7 @@ PAGES = (
         options={**OPTIONS, "causal": False},
         arrays=("softmax_aux", "alibi_slopes"),
         make={**PAGES_MAKE, **INT8, "k_scale": _scale_of_slots, "v_scale": _scale},
-        tags=SLOW,
+        tags=SLOW | {"code"},
     ),
     _decode("decode_8k", 64, 8192, 16, CODE),
     _decode("decode_8k_pages_of_64", 64, 8192, 64),

@@ -1,9 +1,9 @@
 """Runs Triton kernels on the CPU: Python over NumPy, the programs of the grid one after another.
 
-It drives Triton's own interpreter, with two differences. It needs no torch: a buffer is an address and a type. And
+It drives Triton's own interpreter, with three differences. It needs no torch: a buffer is an address and a type.
 bfloat16 is computed as bfloat16 with rounding to nearest; Triton's interpreter stores it as uint16, truncates, and
-multiplies the bits as integers. The language is patched only while a kernel runs, so the same process can still
-compile.
+multiplies the bits as integers. And a product of blocks that are too small for a GPU's tensor cores is refused, as the
+compiler refuses it. The language is patched only while a kernel runs, so the same process can still compile.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import ml_dtypes
 import numpy as np
 from triton import language as tl
 from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import min_dot_size
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime import jit as triton_jit
@@ -50,6 +52,9 @@ _POINTER_TYPES = {
 }
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _EIGHT_BITS = {tl.float8e4nv: ml_dtypes.float8_e4m3fn, tl.float8e5: ml_dtypes.float8_e5m2}
+
+# How compilers of a GPU check products; `min_dot_size` of a target is the same for all of NVIDIA's.
+_CODEGEN = {**interpreter.interpreter_builder.codegen_fns, "min_dot_size": min_dot_size(GPUTarget("cuda", 90, 32))}
 
 # The interpreter patches Triton's own modules, so only one thread may interpret or compile at a time.
 language_lock = threading.RLock()
@@ -279,6 +284,8 @@ def _interpreted_language() -> Iterator[None]:
         (TritonSemantic, "binary_op_type_checking_impl", _operands),
         # Whether integers overflow is computed at each sum of two and, outside of Triton's debugging, not looked at.
         (interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False)),
+        # Triton's interpreter multiplies blocks of any size; a GPU's tensor cores do not.
+        (interpreter.interpreter_builder, "codegen_fns", _CODEGEN),
         *((tl.tensor, name, operator) for name, operator in _OPERATORS.items()),
     ]
     modules = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
