@@ -124,17 +124,22 @@ def _hints(arguments: Sequence[str], recipe) -> list[str]:
         f"the compilation cache {cache} is off for this run (jax_compilation_cache_dir): with several CPU processes, programs "
         "loaded from it may hang"
     )
-    return [hint for hint in (without if off else cache_hint, _how_to_scale(), *unread(arguments, recipe)) if hint]
+    return [
+        hint for hint in (without if off else cache_hint, _how_to_scale(recipe), *unread(arguments, recipe)) if hint
+    ]
 
 
-def _how_to_scale() -> str:
+def _how_to_scale(recipe) -> str:
     import jax
 
     if jax.default_backend() != "cpu":
         return ""
+    words = "recipe=long_context model=8b data.sequence_length=131072 mesh=fsdp_sequence"
+    if "experts" in recipe.model.part_names():
+        words = "recipe=moe model=qwen3_30b_a3b data.sequence_length=4096 mesh.ep=8 mesh.fsdp=-1"
     return (
         "no accelerator here: training on virtual CPU devices. On GPUs or a TPU slice: "
-        "python -m launch.train recipe=long_context model=8b data.sequence_length=131072 mesh=fsdp_sequence cluster=auto"
+        f"python -m launch.train {words} cluster=auto"
     )
 
 

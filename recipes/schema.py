@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ejdist.cluster.section import ClusterSection
+from ejdist.mesh import SEQUENCE_AXES
 from ejdist.models.decoder import DecoderConfig, decoder_type
 from ejdist.registered import LOSS, OPTIMIZER, PluginError, entry_of, grown, sections_of
 from ejdist.training.curriculum import is_of, named, unused
@@ -199,6 +200,14 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
     for kind, chosen, where in ((OPTIMIZER, recipe.optimizer.name, "optimizer."), (LOSS, recipe.loss, "")):
         others = [name for name in sections_of(kind) if name != chosen]
         why |= {f"{where}{name}.": f"{where}name = {chosen}" if where else f"loss = {chosen}" for name in others}
+    several = (
+        ("experts", recipe.experts.axes, ("exchange", "dispatch", "chunks", "buffer", "max_ranks")),
+        ("sequence", SEQUENCE_AXES, [f.name for f in dataclasses.fields(recipe.sequence) if f.name != "verify"]),
+    )
+    for section, axes, names in several:
+        if not recipe.curriculum and all(recipe.mesh.sizes[axis] == 1 for axis in axes):
+            reason = f"one device has all of it, {', '.join(f'mesh.{axis} = 1' for axis in axes)}"
+            why |= dict.fromkeys((f"{section}.{name}" for name in names), reason)
     if not recipe.lora.rank:
         why["lora."] = "lora.rank = 0 trains all parameters"
     if recipe.optimizer.schedule != "wsd":
@@ -207,13 +216,10 @@ def unread(arguments: Sequence[str], recipe: Recipe) -> list[str]:
         )
     if recipe.optimizer.schedule == "constant":
         why["optimizer.final_ratio"] = "optimizer.schedule = constant keeps its rate"
-    without_effect = [
-        (word, reason)
-        for word in read(arguments).overrides
-        for key, reason in why.items()
-        if key_of(word).startswith(key)
+    first = [
+        (word, next((key for key in why if key_of(word).startswith(key)), None)) for word in read(arguments).overrides
     ]
-    return [f"{word} changes nothing: {reason}" for word, reason in without_effect]
+    return [f"{word} changes nothing: {why[key]}" for word, key in first if key is not None]
 
 
 # How processes find each other depends on where a run runs, and may differ between equal runs.

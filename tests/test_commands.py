@@ -245,13 +245,17 @@ def test_a_key_that_takes_a_text_has_the_letters_that_are_typed(text):
         (["experts.chunks=2", "optimizer.decay_fraction=0.2"], [0, 1]),
         (["optimizer.schedule=wsd", "optimizer.decay_fraction=0.2", "optimizer.final_ratio=0.5"], []),
         (["optimizer.schedule=constant", "optimizer.final_ratio=0.5"], [1]),
-        (["model.layer_pattern=[experts]", "model.ffn_dim=64", "experts.chunks=2", "model.head_dim=16"], [1]),
+        (["model.layer_pattern=[experts]", "model.ffn_dim=64", "experts.chunks=2", "model.head_dim=16"], [1, 2]),
+        (["recipe=moe", "experts.exchange=fp8", "sequence.head_groups=2"], [2]),
+        (["recipe=moe", "mesh.ep=1", "experts.exchange=fp8", "experts.load_every=5", "sequence.verify=null"], [2]),
+        (["mesh=single", "sequence.order=zigzag", "sequence.verify=first_batch"], [1]),
+        (["mesh.sp=-1", "sequence.order=zigzag"], []),
         (["model.layer_pattern=[latent]", "model.ffn_dim=64", "model.head_dim=16", "model.num_kv_heads=1"], [2, 3]),
         (["model.layer_pattern=[nothing]", "model.ffn_dim=64"], [1]),  # which the run refuses
     ],
 )
 def test_a_key_that_nothing_reads_is_told(words, idle):
-    given = ["recipe=long_context", *words]
+    given = words if words[0].startswith("recipe=") else ["recipe=long_context", *words]
     told = unread(given, compose(given))
     assert [line.partition(" changes nothing: ")[0] for line in told] == [words[i] for i in idle]
 

@@ -294,7 +294,7 @@ def test_the_doctor_is_started_once():
         (["time=3:20", "grace=200"], "time = '3:20' is 200 s"),
         (["run.steps=0"], "run.steps must be at least 1, got 0"),
         (["run.dir=s3://bucket/run"], "run.dir = 's3://bucket/run' is a URL"),
-        (["sequence.scheme=tree"], "sequence.scheme = 'tree' is unknown; use one of ring, all_gather"),
+        (["sequence.scheme=tree"], "sequence.scheme = 'tree' is unknown; use one of auto, ring, all_gather"),
         (
             ["platform=cud"],
             "platform = 'cud' is unknown; use null or one of triton, pallas, cudnn, cuda, xla, composed, triton_gpu",

@@ -74,7 +74,8 @@ class SequenceSection:
             )
         for key, name in (("scheme", self.named), ("outer", self.outer), ("window_scheme", self.window_scheme)):
             if name is not None and name not in SCHEMES:
-                raise ValueError(f"sequence.{key} = {name!r} is unknown; use one of {', '.join(SCHEMES)}")
+                known = (AUTO, *SCHEMES) if key == "scheme" else SCHEMES
+                raise ValueError(f"sequence.{key} = {name!r} is unknown; use one of {', '.join(known)}")
         if self.verify not in (None, FIRST_BATCH):
             raise ValueError(f"sequence.verify = {self.verify!r} is unknown; use {FIRST_BATCH}, or null for nothing")
         if self.latents not in (known := (AUTO, ALWAYS, NEVER)):

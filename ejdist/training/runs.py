@@ -54,7 +54,7 @@ class Run:
         steps = self._checkpoints.steps()[::-1]
         if step is not None and step not in steps:
             raise WeightsError(
-                f"{self.folder} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}"
+                f"{self.folder} has no checkpoint of step {step}; its checkpoints are of steps {', '.join(map(str, steps))}"
             )
         self.step = last if step is None else step
         beside = self._checkpoints.run_of(self.step)
