@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,9 +13,37 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kernels.framework.backend import Case
 from kernels.framework.binding import Call
+from kernels.framework.config import Tunables
 from kernels.framework.contract import Op
 from kernels.framework.work import Work, nbytes
 from kernels.ops.quantized_matmul.formats import FORMATS, dequantized
+
+
+@dataclass(frozen=True)
+class QuantizedMatmulConfig(Tunables):
+    """Tunables of the kernels; None leaves the choice to the configuration chain.
+
+    Attributes:
+      block_m, block_f: rows of x and columns of the weights of a tile.
+      block_d: entries of D of a step (Pallas).
+      splits: programs that share the D of a tile, each with a partial sum (Triton).
+      chunks: parts of D with one scale each that a step multiplies (Triton).
+      num_warps, num_stages: warps of a program, and depth of its software pipeline (Triton).
+      dense: whether the weights are dequantised once, to be multiplied by XLA.
+      dequantize_block_d, dequantize_block_f, dequantize_num_warps: the tile of that kernel, and its warps.
+    """
+
+    block_m: int | None = None
+    block_f: int | None = None
+    block_d: int | None = None
+    splits: int | None = None
+    chunks: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    dense: bool | None = None
+    dequantize_block_d: int | None = None
+    dequantize_block_f: int | None = None
+    dequantize_num_warps: int | None = None
 
 
 def quantized_matmul(
@@ -84,6 +113,7 @@ def _case(name: str, mode: str, bits: int, group_size: int, lead: tuple, D: int,
 op = Op(
     quantized_matmul,
     no_gradient=("scales", "biases"),
+    config=QuantizedMatmulConfig,
     local_dims={"lead", "F"},
     weights=("w", "scales", "biases"),
     cases=(
