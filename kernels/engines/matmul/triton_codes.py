@@ -1,7 +1,7 @@
-"""8-bit numbers in Triton, on GPUs whose compiler has no float8 too."""
+"""Numbers of 8 bits and fewer in Triton, on GPUs whose compiler has no float8 too."""
 
 # Triton's stubs declare tensors where its compiler accepts constants and integers too.
-# pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def joined(words, table_ptr, MODE: tl.constexpr, BITS: tl.constexpr, dtype: tl.c
         low = pairs.to(tl.uint16).to(dtype, bitcast=True)
         high = (pairs >> 16).to(tl.uint16).to(dtype, bitcast=True)
     elif MODE == "mxfp4":
-        # Sign, exponent and mantissa in those of float16's that are next to each other: 2 ** -14 of the number, which a subnormal
-        # stays. Those of bfloat16 would be 2 ** -126 of it, too small for products in float32.
+        # Sign, exponent and mantissa in those of two float16: 2 ** -14 of the number, which a subnormal stays. In bfloat16 they
+        # would be 2 ** -126 of it, too small for products in float32.
         pairs = ((pairs & 0x00070007) << 9) | ((pairs & 0x00080008) << 12)
         low = pairs.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32).to(dtype)
         high = (pairs >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32).to(dtype)
@@ -95,7 +95,9 @@ def unit_of(MODE: tl.constexpr):
 @triton.jit
 def _value(codes, table_ptr, MODE: tl.constexpr):
     """Returns the float32 numbers that codes of one of the formats stand for, before they are scaled."""
-    if MODE == "affine":  # conversions from integers are slow; with these leading bits a float32 is 2 ** 23 plus the code
+    if (
+        MODE == "affine"
+    ):  # conversions from integers are slow; with these leading bits a float32 is 2 ** 23 plus the code
         values = (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     elif MODE == "nf4":
         values = tl.load(table_ptr + codes).to(tl.float32)

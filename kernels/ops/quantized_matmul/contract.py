@@ -83,8 +83,8 @@ def _words(bits: int) -> Callable:
     return make
 
 
-def _floats(group_size: int) -> Callable:
-    return lambda rng, dims: jnp.asarray(rng.uniform(0.1, 1, (dims["D"] // group_size, dims["F"])), jnp.float32)
+def _floats(group_size: int, dtype: Any) -> Callable:
+    return lambda rng, dims: jnp.asarray(rng.uniform(0.1, 1, (dims["D"] // group_size, dims["F"])), dtype)
 
 
 def _exponents(rng: np.random.Generator, dims: Any) -> jax.Array:
@@ -99,13 +99,15 @@ def _fp8(rng: np.random.Generator, dims: Any) -> jax.Array:
     return jnp.asarray((codes << np.array([0, 8, 16, 24])[:, None]).sum(1), jnp.uint32)
 
 
-def _case(name: str, mode: str, bits: int, group_size: int, lead: tuple, D: int, F: int, *tags: str) -> Case:
+def _case(
+    name: str, mode: str, bits: int, group_size: int, lead: tuple, D: int, F: int, *tags: str, scales: Any = jnp.float32
+) -> Case:
     options = {"mode": mode, "bits": bits, "group_size": group_size}
     make = {"w": _fp8 if mode == "mxfp8" else _words(bits)}
-    make["scales"] = _exponents if mode.startswith("mx") else _floats(group_size)
+    make["scales"] = _exponents if mode.startswith("mx") else _floats(group_size, scales)
     if mode == "affine":
         make["biases"] = lambda rng, dims: jnp.asarray(
-            rng.standard_normal((dims["D"] // group_size, dims["F"])), jnp.float32
+            rng.standard_normal((dims["D"] // group_size, dims["F"])), scales
         )
     return Case(name, {"lead": lead, "D": D, "F": F}, options, make=make, tags=frozenset(tags))
 
@@ -118,13 +120,20 @@ op = Op(
     weights=("w", "scales", "biases"),
     cases=(
         _case("int4", "affine", 4, 32, (2, 5), 64, 24, "smoke"),
-        _case("three_bits", "affine", 3, 24, (7,), 96, 5),
+        _case("three_bits", "affine", 3, 24, (7,), 96, 5, "code"),
         _case("nf4", "nf4", 4, 64, (3,), 128, 9),
         _case("mxfp4", "mxfp4", 4, 32, (1, 2, 3), 96, 8),
+        # More rows than are multiplied while words are unpacked.
+        _case("many_rows", "affine", 4, 64, (260,), 64, 16),
+        _case("wide_groups", "affine", 4, 256, (33,), 512, 40),
         _case("mxfp8", "mxfp8", 8, 32, (4,), 64, 7),
         _case("eight_bits", "affine", 8, 64, (4,), 64, 7, "slow"),
-        _case("llama_8b_up", "affine", 4, 64, (4096,), 4096, 14336, "bench"),
-        _case("llama_8b_decode", "mxfp4", 4, 32, (16,), 4096, 14336, "bench"),
+        _case("llama_8b_up", "affine", 4, 64, (4096,), 4096, 14336, "bench", "code"),
+        _case("llama_8b_decode", "mxfp4", 4, 32, (16,), 4096, 14336, "bench", "code"),
+        _case("int4_8192_1", "affine", 4, 64, (1,), 8192, 8192, "bench", scales=jnp.bfloat16),
+        _case("int4_8192_16", "affine", 4, 64, (16,), 8192, 8192, "bench", "code", scales=jnp.bfloat16),
+        _case("int4_8192_64", "affine", 4, 64, (64,), 8192, 8192, "bench", scales=jnp.bfloat16),
+        _case("int4_8192_4096", "affine", 4, 64, (4096,), 8192, 8192, "bench", scales=jnp.bfloat16),
     ),
     work=work,
 )

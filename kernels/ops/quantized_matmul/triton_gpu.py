@@ -17,9 +17,13 @@ import triton
 from kernels.engines.matmul.dot import dot
 from kernels.framework.target import MULTIPROCESSORS
 from kernels.framework.work import Work, nbytes
-from kernels.ops.quantized_matmul.contract import QuantizedMatmulConfig, op, work
+from kernels.ops.quantized_matmul.contract import QuantizedMatmulConfig, op
 from kernels.ops.quantized_matmul.formats import NF4, RUN
-from kernels.ops.quantized_matmul.triton_kernels import dequantize_kernel, gathered_matmul_kernel, quantized_matmul_kernel
+from kernels.ops.quantized_matmul.triton_kernels import (
+    dequantize_kernel,
+    gathered_matmul_kernel,
+    quantized_matmul_kernel,
+)
 from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
 
 # Of more rows, a product takes as long as the dense one, which needs no unpacking.
@@ -85,9 +89,7 @@ def _few(x, w, scales, biases, mode, bits, group_size, cfg):
             WIDTH=min(cfg.block_f, 8 * cfg.num_warps),
         )
     else:
-        (parts,) = launch(
-            gathered_matmul_kernel, x, w, scales, biases, _table(mode, jnp.float32), BLOCK_D=2 * RUN
-        )
+        (parts,) = launch(gathered_matmul_kernel, x, w, scales, biases, _table(mode, jnp.float32), BLOCK_D=2 * RUN)
     # In a fixed order, for bitwise reproducible results.
     return parts[0] if cfg.splits == 1 else jnp.sum(parts, axis=0).astype(x.dtype)
 
@@ -121,7 +123,9 @@ def _dequantized(w, scales, biases, dtype, mode, bits, group_size, cfg):
 def forward(x, w, scales, biases, mode, bits, group_size, cfg):
     rows = x.reshape(-1, x.shape[-1])
     if cfg.dense:
-        out = dot("md,df->mf", rows, _dequantized(w, scales, biases, x.dtype, mode, bits, group_size, cfg)).astype(x.dtype)
+        out = dot("md,df->mf", rows, _dequantized(w, scales, biases, x.dtype, mode, bits, group_size, cfg)).astype(
+            x.dtype
+        )
     else:
         out = _few(rows, w, scales, biases, mode, bits, group_size, cfg)
     return out.reshape(*x.shape[:-1], w.shape[1])

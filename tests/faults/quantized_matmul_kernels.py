@@ -1,0 +1,45 @@
+"""Faults of the kernels of quantized_matmul."""
+
+from faults import Fault
+
+GRID = "tests/test_ops.py -k 'quantized_matmul and triton'"
+
+FAULTS = (
+    Fault("quantized matmul: x is not in the order of the codes", "arranged", "$M = $x.shape[0]", "return x", GRID),
+    Fault(
+        "quantized matmul: 128 is not taken off the codes",
+        "offset_of",
+        "$MODE != 'affine' or ($BITS == 8 and $dtype == tl.bfloat16)",
+        "True",
+        GRID,
+    ),
+    Fault(
+        "quantized matmul: the end of a code in the next word is not read",
+        "triton_codes:gathered",
+        "32 % $BITS != 0",
+        "False",
+        GRID,
+    ),
+    Fault(
+        "quantized matmul: the second half of a step has the scales of the first",
+        "_two_chunks",
+        "$scales[1].reshape($F)",
+        "$scales[0].reshape($F)",
+        GRID,
+    ),
+    Fault(
+        "quantized matmul: the last part of D is left out",
+        "quantized_matmul_kernel",
+        "tl.minimum($part * $EACH + $EACH, $STEPS)",
+        "tl.minimum($part * $EACH + $EACH, $STEPS - 1)",
+        GRID,
+    ),
+    Fault("quantized matmul: numbers of e2m1 are in other units", "unit_of", "16384.0", "8192.0", GRID),
+    Fault(
+        "quantized matmul: a scale of several chunks is that of the next group",
+        "quantized_matmul/triton_gpu:_few",
+        "$cfg.chunks if $chunk == $group_size else 1",
+        "$cfg.chunks",
+        GRID,
+    ),
+)
