@@ -5,7 +5,7 @@ from faults import Fault
 GRID = "tests/test_ops.py -k 'quantized_matmul and triton'"
 
 FAULTS = (
-    Fault("quantized matmul: x is not in the order of the codes", "arranged", "$M = $x.shape[0]", "return x", GRID),
+    Fault("quantized matmul: x is not in the order of the codes", "arranged", "$BITS == 8", "$BITS >= 4", GRID),
     Fault(
         "quantized matmul: 128 is not taken off the codes",
         "offset_of",
@@ -23,8 +23,8 @@ FAULTS = (
     Fault(
         "quantized matmul: the second half of a step has the scales of the first",
         "_two_chunks",
-        "$scales[1].reshape($F)",
-        "$scales[0].reshape($F)",
+        "_chunk($acc, $xs[1], $ws[1], $scales[1].reshape($F), $$rest)",
+        "_chunk($acc, $xs[1], $ws[1], $scales[0].reshape($F), $$rest)",
         GRID,
     ),
     Fault(
