@@ -11,8 +11,10 @@ import jax.numpy as jnp
 
 
 def block_rows(starts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (rows [B, slots, size], ends [B, slots], document starts [B, slots]) of complete blocks; in a slot without a block
-    the end is past the last token, and the start -1."""
+    """Returns (rows [B, slots, size], ends [B, slots], document starts [B, slots]) of complete blocks.
+
+    In a slot without a block the end is past the last token, and the start -1.
+    """
     B, S = starts.shape
     slots = -(-S // size)
     index = jnp.arange(slots * size, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Chooses blocks in Triton: the weights of the compressed softmax, averaged over the query heads of a key head, and the best of them.
+"""Chooses blocks in Triton: the best weights of the compressed softmax, averaged over the query heads of a key head.
 
 A program has a few queries with all heads of a key head, and goes over the block means twice: first for the log-sum-exp of each
 row, then for the weights, of which it holds the best so far in registers. So memory has the result alone. The block means are
@@ -141,7 +141,7 @@ def chosen_blocks(
         query,
         high,
         None if query.dtype == jnp.float32 else rest.astype(query.dtype),
-        starts,
+        None if starts is None else starts.astype(jnp.int32),
         q_start.reshape(1),
         out_shape=(jax.ShapeDtypeStruct((sizes.B, sizes.T, sizes.K, sizes.NAMED), jnp.int32),),
         grid=(sizes.B * sizes.K * -(-sizes.T // _queries(sizes)),),

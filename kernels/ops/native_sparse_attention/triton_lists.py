@@ -1,8 +1,8 @@
 """Lists of the blocks that tiles of queries read, and of the queries that read tiles of keys. All are O(T) in memory.
 
-Queries side by side name many of the same blocks, so a tile of them reads the union once: for each block, which of its queries
-named it. The transposed lists are the pairs (query, block) sorted by the tile of keys, queries ascending, cut into parts of equal
-length: the first block, which most queries name, is spread over many programs, and sums are in a fixed order.
+Queries side by side name many of the same blocks, so a tile of them reads the union once: each block with the queries that
+named it. The transposed lists are the pairs (query, block) sorted by the tile of keys, queries ascending. They are cut into
+parts: the first block, which most queries name, is spread over many programs, and sums are in a fixed order.
 """
 
 # Triton's stubs declare tensors where its compiler accepts constants and integers too.
@@ -125,13 +125,11 @@ def lists_of(
     block_n = power(sizes.NAMED)
     union = (sizes.B, sizes.K, sizes.tiles, sizes.BLOCK_Q * sizes.NAMED)
     shapes = indices.shape, union, union, union[:3]
+    arrays = [None if x is None else x.astype(jnp.int32) for x in (indices, counts, starts, q_start.reshape(1))]
     return Lists(
         *triton_launch(
             block_list_kernel,
-            indices,
-            counts,
-            starts,
-            q_start.reshape(1),
+            *arrays,
             out_shape=tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
             grid=(sizes.B * sizes.K * sizes.tiles,),
             num_warps=max(1, min(8, sizes.BLOCK_Q * block_n**2 // 1024)),

@@ -1,8 +1,8 @@
 """The selected branch in Triton: attention of tiles of queries over the union of their blocks, forward and backward.
 
-The rows of a tile are neighbouring queries, each with all query heads of a key head. Forward and dq loop over the blocks that any of
-its queries reads. dk and dv are summed by tiles of keys, over the pairs (query, block) of the transposed list, so that rows are
-queries that do read it; nothing is added in memory by two programs.
+The rows of a tile are neighbouring queries, each with all query heads of a key head. Forward and dq loop over the blocks that
+any of its queries reads. dk and dv are summed by tiles of keys, over the pairs (query, block) of the transposed list, so all of
+their rows are queries that read it; no two programs add to the same place.
 """
 
 # Triton's stubs declare tensors where its compiler accepts constants and integers too.

@@ -70,12 +70,17 @@ TOGETHER = 4
 
 
 def sizes_of(query: Any, key: Any, value: Any, named: int, size: int, scale: float | None, rows: int) -> Sizes:
+    """Returns the sizes for tiles of so many rows of queries.
+
+    Args:
+      named: blocks that a query names at most. size: tokens of a block.
+    """
     (B, T, N, H), (S, K), HV = query.shape, key.shape[1:3], value.shape[3]
     block_k = min(LONGEST, power(size, LEAST))
     scale = 1 / math.sqrt(H) if scale is None else scale
     return Sizes(
-        B, T, S, N, K, H, HV, named, size, -(-size // block_k), scale, queries_of(rows, N // K, TOGETHER), power(N // K), block_k,
-        power(H, LEAST), power(HV, LEAST),
+        B, T, S, N, K, H, HV, named, size, -(-size // block_k), scale, queries_of(rows, N // K, TOGETHER), power(N // K),
+        block_k, power(H, LEAST), power(HV, LEAST),
     )  # fmt: skip
 
 
