@@ -41,7 +41,6 @@ def starts_of(t, *cuts):
 
 def test_a_padded_group_blocks_of_two_tiles_and_lists_of_many_parts(monkeypatch):
     monkeypatch.setattr(triton_lists, "PART", 16)
-    monkeypatch.setattr("kernels.ops.native_sparse_attention.triton_selected.PART", 16)
     t = 150
     arguments = arrays(t, (5, 1), (8, 4))
     arguments |= {"block_indices": RNG.integers(-1, 4, (1, t, 1, 3)).astype(np.int32), "starts": starts_of(t, 9, 61)}

@@ -20,7 +20,8 @@ import triton.language as tl
 
 from kernels.engines.attention.triton_parts import LN2, LOG2E, rows_of, store_rows
 from kernels.framework.work import Work
-from kernels.ops.native_sparse_attention.triton_lists import PART, Lists, Pairs, overlapped
+from kernels.ops.native_sparse_attention import triton_lists
+from kernels.ops.native_sparse_attention.triton_lists import Lists, Pairs, overlapped
 from kernels.ops.native_sparse_attention.triton_sizes import Sizes, place_of, queries_of, rows_of_tile
 from kernels.toolchains.triton import triton_launch
 
@@ -274,7 +275,7 @@ def backward(
         O=dataclasses.replace(sizes, BLOCK_Q=queries_of(ROWS, sizes.N // sizes.K, ROWS)),
         GROUPS=groups,
         OVERLAP=overlapped(sizes, aligned),
-        PART=PART,
+        PART=triton_lists.PART,
         num_warps=cfg.backward_num_warps,
         num_stages=cfg.backward_num_stages,
         work=cost,
