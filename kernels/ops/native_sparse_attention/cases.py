@@ -68,7 +68,7 @@ _LONGER = {"B": 1, "T": 65536, "S": 65536, "N": 32, "K": 2, "H": 128, "Hv": 128}
 _PAPER = {"block_size": 64, "num_blocks": 16, "window": 0}
 CASES = (
     # One branch, and the selection: tests of the first case (mostly transformations) spend their time compiling.
-    _case("best_blocks", SMALL, "smoke", gates=("g_slc",), window=0, num_blocks=3),
+    _case("best_blocks", SMALL, "smoke", "code", gates=("g_slc",), window=0, num_blocks=3),
     _case("three_branches", SMALL, "slow"),
     _case("given", {**SMALL, "Hv": 8}, "slow", make={"block_indices": _indices(5)}.items()),
     _case("documents", SMALL, "slow", make={"starts": documents, "block_counts": _counts}.items()),
@@ -76,6 +76,7 @@ CASES = (
         "selected_alone",
         {**SMALL, "T": 9},
         "slow",
+        "code",
         gates=(),
         make={"block_indices": _indices(3), "block_counts": _counts}.items(),
         window=0,
@@ -93,7 +94,6 @@ CASES = (
         "odd_sizes",
         {"B": 1, "T": 150, "S": 150, "N": 6, "K": 2, "H": 40, "Hv": 72},
         "slow",
-        "code",
         make={"starts": documents}.items(),
         block_size=20,
         num_blocks=5,

@@ -21,8 +21,8 @@ from kernels.engines.attention.triton_parts import LOG2E, rows_of
 from kernels.ops.native_sparse_attention.triton_sizes import Sizes, place_of, power, queries_of, rows_of_tile
 from kernels.toolchains.triton import triton_launch
 
-# Rows of a tile, and block means that it looks at together.
-ROWS, TILE = 128, 64
+# Rows of a tile, and block means that it looks at together, by the bytes of a number.
+TILES = {2: (128, 64), 4: (32, 32)}
 # A candidate is the bits of its weight, then its slot: of equal weights the first. What is no candidate is below all of them.
 _NONE = tl.constexpr(-(2**62))
 _LAST = tl.constexpr(2**31 - 1)
@@ -134,6 +134,8 @@ def chosen_blocks(
     Args:
       of_keys: float32 [B, K, slots, H], the means of the keys of complete blocks, see `blocks.py`.
     """
+    rows, together = TILES[query.dtype.itemsize]
+    queries = queries_of(rows, sizes.N // sizes.K, rows)
     high = of_keys.astype(query.dtype)
     rest = of_keys - high.astype(jnp.float32)
     (chosen,) = triton_launch(
@@ -144,16 +146,12 @@ def chosen_blocks(
         None if starts is None else starts.astype(jnp.int32),
         q_start.reshape(1),
         out_shape=(jax.ShapeDtypeStruct((sizes.B, sizes.T, sizes.K, sizes.NAMED), jnp.int32),),
-        grid=(sizes.B * sizes.K * -(-sizes.T // _queries(sizes)),),
+        grid=(sizes.B * sizes.K * -(-sizes.T // queries),),
         num_warps=8,
         num_stages=2,
-        O=dataclasses.replace(sizes, BLOCK_Q=_queries(sizes)),
+        O=dataclasses.replace(sizes, BLOCK_Q=queries),
         SLOTS=of_keys.shape[2],
-        BLOCK_S=TILE,
+        BLOCK_S=together,
         BLOCK_N=power(sizes.NAMED),
     )
     return chosen
-
-
-def _queries(sizes: Sizes) -> int:
-    return queries_of(ROWS, sizes.N // sizes.K, ROWS)

@@ -24,8 +24,8 @@ from kernels.ops.native_sparse_attention.triton_sizes import Sizes, power, sizes
 
 # The widest heads of the kernels, those of flash attention among them.
 WIDEST = 256
-# Rows of a tile of the selected branch.
-ROWS = 64
+# Rows of a tile of the selected branch, by the bytes of a number.
+ROWS = {2: 64, 4: 32}
 GATES = {"selected": "g_slc", "compressed": "g_cmp", "sliding": "g_swa"}
 Branches = dict[str, tuple[jax.Array, jax.Array]]
 
@@ -224,10 +224,11 @@ def backward(
 
 
 def _heuristic(call: Call, platform: str) -> NativeSparseConfig:
-    wide = power(max(call.dims["H"], call.dims["Hv"])) * call.query.dtype.itemsize
-    tall = power(call.dims["N"] // call.dims["K"]) > ROWS
+    itemsize = call.query.dtype.itemsize
+    rows, wide = ROWS[itemsize], power(max(call.dims["H"], call.dims["Hv"])) * itemsize
+    tall = power(call.dims["N"] // call.dims["K"]) > rows
     stages = 2 if wide <= 256 else 1
-    return NativeSparseConfig(None, ROWS, 8 if tall or wide > 256 else 4, stages, 8, stages)
+    return NativeSparseConfig(None, rows, 8 if tall or wide > 256 else 4, stages, 8, stages)
 
 
 def _candidates(call: Call) -> list[NativeSparseConfig]:
@@ -246,7 +247,7 @@ def _rejects(call: Call) -> str | None:
             return f"{name} = {call.dims[name]} exceeds the maximum of {WIDEST}"
     B, T, K, S = (call.dims[n] for n in "BTKS")
     named = _named(call.block_indices, call.num_blocks, call.block_size, S)
-    sizes = sizes_of(call.query, call.key, call.value, named, call.block_size, 1.0, ROWS)
+    sizes = sizes_of(call.query, call.key, call.value, named, call.block_size, 1.0, ROWS[2])
     pairs = B * T * K * named * triton_lists.overlapped(sizes, call.starts is None)
     return None if pairs < 2**31 else f"{pairs:,} pairs of queries and blocks are more than int32 counts"
 

@@ -25,8 +25,8 @@ from kernels.ops.native_sparse_attention.triton_lists import Lists, Pairs, overl
 from kernels.ops.native_sparse_attention.triton_sizes import Sizes, place_of, queries_of, rows_of_tile
 from kernels.toolchains.triton import triton_launch
 
-# Rows of a tile of the gradient of keys.
-ROWS = 64
+# Rows of a tile of the gradient of keys, by the bytes of a number.
+ROWS = {2: 64, 4: 32}
 
 
 @triton.jit
@@ -264,6 +264,7 @@ def backward(
         O=sizes,
     )
     groups, count, block = pairs.bounds.size - 1, pairs.group.size, sizes.BLOCK_K
+    rows = ROWS[query.dtype.itemsize]
     parts = triton_launch(
         selected_dkdv_kernel,
         *first,
@@ -272,7 +273,7 @@ def backward(
         q_start.reshape(1),
         out_shape=tuple(jax.ShapeDtypeStruct((count, block, w), jnp.float32) for w in (sizes.H, sizes.HV)),
         grid=(count,),
-        O=dataclasses.replace(sizes, BLOCK_Q=queries_of(ROWS, sizes.N // sizes.K, ROWS)),
+        O=dataclasses.replace(sizes, BLOCK_Q=queries_of(rows, sizes.N // sizes.K, rows)),
         GROUPS=groups,
         OVERLAP=overlapped(sizes, aligned),
         PART=triton_lists.PART,

@@ -63,8 +63,8 @@ def queries_of(rows: int, group: int, most: int) -> int:
     return max(LEAST // group, min(power(rows // group + 1) // 2, most), 1)
 
 
-# The most keys of a tile; longer blocks have several tiles.
-LONGEST = 64
+# The most keys of a tile by the bytes of a number; longer blocks have several tiles. Products of float32 are made by registers.
+LONGEST = {2: 64, 4: 32}
 # The most queries whose blocks are read together: of more, few read the same.
 TOGETHER = 4
 
@@ -76,7 +76,7 @@ def sizes_of(query: Any, key: Any, value: Any, named: int, size: int, scale: flo
       named: blocks that a query names at most. size: tokens of a block.
     """
     (B, T, N, H), (S, K), HV = query.shape, key.shape[1:3], value.shape[3]
-    block_k = min(LONGEST, power(size, LEAST))
+    block_k = min(LONGEST[query.dtype.itemsize], power(size, LEAST))
     scale = 1 / math.sqrt(H) if scale is None else scale
     return Sizes(
         B, T, S, N, K, H, HV, named, size, -(-size // block_k), scale, queries_of(rows, N // K, TOGETHER), power(N // K),
