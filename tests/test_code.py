@@ -55,6 +55,7 @@ SLOW = {
         ("grouped_matmul_gathered", "qwen3_gate_up"),
         ("blocksparse_attention", "tenth_of_32k"),
         ("blocksparse_attention", "odd_widths"),
+        ("native_sparse_attention", "paper_64k"),
         ("flash_mla", "wide_head"),
         ("delta_rule", "qwen3_next"),
         ("delta_rule", "kimi_linear"),
@@ -103,6 +104,9 @@ SPILLS = {
     # Two sums, logits and their gradients fill what a thread has where two programs share a multiprocessor; limits of masks are
     # held around the loop as well.
     ("blocksparse_attention", "odd_widths", 90): 20,
+    # The gradients of flash attention, of the compressed and the sliding branch: two sums, as above.
+    ("native_sparse_attention", "paper_64k", 90): 72,
+    ("native_sparse_attention", "paper_64k", 80): 128,
     # In float32 on Ampere the gradient of the queries is one register short of two programs a multiprocessor.
     ("blocksparse_attention", "tenth_of_16k_per_head", 80): 4,
     # Tiles are those of Hopper, which reads them without registers; here the addresses of two of them are held beside the sums.

@@ -1,4 +1,5 @@
-"""flash-linear-attention: gated linear attention, delta rules, RWKV-4 and 7, and Mamba-2, which is linear attention there."""
+"""flash-linear-attention: gated linear attention, delta rules, RWKV-4 and 7, native sparse attention, and Mamba-2, which is
+linear attention there."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 from benchmarks.peers import Expression, every, missing, needs_torch
 
 FRAMEWORK = "torch"
-OPERATIONS = ("linear_attention", "delta_rule", "rwkv7", "state_space_v2", "rwkv4")
+OPERATIONS = ("linear_attention", "delta_rule", "rwkv7", "state_space_v2", "rwkv4", "native_sparse_attention")
 # The array of tokens whose dtype counts.
 _TOKENS = {"state_space_v2": "x", "rwkv4": "k", "rwkv7": "r"}
 LEAST_SAFE = -5.0  # log decays that `safe_gate` promises are no smaller
@@ -172,11 +173,42 @@ def _rwkv4(arguments: dict[str, Any], used: set[str]) -> Callable | str:
     return rwkv4
 
 
+def _native_sparse_attention(arguments: dict[str, Any], used: set[str]) -> Callable | str:
+    """A block that is named twice counts twice there: the cases name each once."""
+    group = arguments["query"].shape[2] // arguments["key"].shape[2]
+    if group < 16 or group & (group - 1):
+        return "it takes 16, 32, 64, ... query heads of each key head"
+    if arguments["window"]:
+        return "its window is that of flash-attn, which is compared as attention"
+    if {"starts", "q_start"} & used:
+        return "documents and parts of the queries are compared without"
+    if arguments["g_cmp"] is None and arguments["block_indices"] is None:
+        return "it chooses blocks with the gate of the compressed branch alone"
+    from benchmarks.torch_programs import to_torch
+
+    indices, counts = arguments["block_indices"], arguments["block_counts"]
+    how: dict[str, Any] = {"block_size": arguments["block_size"], "scale": arguments["softmax_scale"]}
+    if indices is not None:
+        how["block_indices"] = to_torch(indices).long()
+    most = arguments["num_blocks"] if indices is None else indices.shape[-1]
+    how["block_counts"] = most if counts is None else to_torch(counts).long()
+
+    def native_sparse_attention(
+        query: Any, key: Any, value: Any, g_cmp: Any = None, g_slc: Any = None, **_: Any
+    ) -> Any:
+        from fla.ops.nsa import parallel_nsa
+
+        return parallel_nsa(query, key, value, g_cmp=g_cmp, g_slc=g_slc, **how)
+
+    return native_sparse_attention
+
+
 _EXPRESSED = {
     "linear_attention": _linear_attention,
     "delta_rule": delta_rule,
     "rwkv7": _rwkv7,
     "state_space_v2": _state_space_v2,
     "rwkv4": _rwkv4,
+    "native_sparse_attention": _native_sparse_attention,
 }
 _ONE_TOKEN = {"linear_attention": _linear_attention_token, "delta_rule": _delta_rule_token}

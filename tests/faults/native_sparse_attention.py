@@ -3,6 +3,8 @@
 from faults import Fault
 
 OF_SELECTED = "tests/kernels/test_native_sparse_attention.py"
+OF_KERNELS = "tests/kernels/test_native_sparse_attention_triton.py"
+OF_GRID = "tests/test_ops.py -k native_sparse_attention-best_blocks-float32-triton"
 
 FAULTS = (
     Fault(
@@ -43,8 +45,8 @@ FAULTS = (
     Fault(
         "the gradient of a mean is not shared out",
         "native_sparse_attention/xla:backward",
-        "_scattered($of_means, $rows, $keys.ends < $S, $S) / $block_size",
-        "_scattered($of_means, $rows, $keys.ends < $S, $S)",
+        "spread($of_means, $$rest, $block_size)",
+        "spread($of_means, $$rest, $block_size) * $block_size",
         OF_SELECTED + " -k against_a_loop",
     ),
     Fault(
@@ -53,5 +55,75 @@ FAULTS = (
         "jax.lax.axis_index($ranks_of) * $own",
         "jax.lax.axis_index($ranks_of) * 0",
         OF_SELECTED + " -k on_a_mesh",
+    ),
+    Fault(
+        "the first block is chosen twice",
+        "triton_choice:choice_kernel",
+        "$block >= 1",
+        "$block >= 0",
+        OF_GRID,
+    ),
+    Fault(
+        "weights of heads are averaged before they are divided by their sums",
+        "triton_choice:choice_kernel",
+        "1.0 / ($G * tl.where($row_sum > 0, $row_sum, 1.0))",
+        "1.0 / $G",
+        OF_GRID,
+    ),
+    Fault(
+        "of equal weights the last block is chosen",
+        "triton_choice:choice_kernel",
+        "- $slots[None, :].to(tl.int64)",
+        "+ $slots[None, :].to(tl.int64)",
+        OF_KERNELS + " -k equal_weights",
+    ),
+    Fault(
+        "a block that is named twice is read twice by its keys",
+        "triton_lists:block_list_kernel",
+        "$repeated | $twice",
+        "$repeated",
+        OF_KERNELS + " -k many_parts",
+    ),
+    Fault(
+        "all queries of a tile read a block of its first",
+        "triton_lists:block_list_kernel",
+        "$named << $q",
+        "$named << 0",
+        OF_KERNELS + " -k many_parts",
+    ),
+    Fault(
+        "a block that begins in another tile of keys is not in the list of its second",
+        "triton_lists:overlapped",
+        "-(-($sizes.SIZE - 1) // $sizes.BLOCK_K) + 1",
+        "-(-($sizes.SIZE - 1) // $sizes.BLOCK_K)",
+        OF_KERNELS + " -k many_parts",
+    ),
+    Fault(
+        "a query of the selected branch sees the token after it",
+        "triton_selected:_entry",
+        "$keys[None, :] <= $position[:, None]",
+        "$keys[None, :] <= $position[:, None] + 1",
+        OF_GRID,
+    ),
+    Fault(
+        "a part of a list goes on to its end",
+        "triton_selected:selected_dkdv_kernel",
+        "tl.minimum($begin + $PART, $end)",
+        "$end",
+        OF_KERNELS + " -k many_parts",
+    ),
+    Fault(
+        "the gradient of keys forgets causality",
+        "triton_selected:selected_dkdv_kernel",
+        "$seen & ($$rest)",
+        "$seen",
+        OF_GRID,
+    ),
+    Fault(
+        "the gate is left out of the gradient of the logits",
+        "native_sparse_attention/triton_gpu:gradients",
+        "$delta * gate.astype(jnp.float32)",
+        "$delta",
+        OF_GRID,
     ),
 )

@@ -37,15 +37,38 @@ def documents(rng, dims):
     return jnp.asarray(starts, jnp.int32)
 
 
+def _far_apart(shared: float):
+    """Returns a generator of 16 blocks of 64 tokens for each query: its own, the first, the one before its own, and 13 spread
+    over the others at random. That share of them is the same for 32 queries side by side."""
+
+    def make(rng, dims):
+        B, T, K, others = dims["B"], dims["T"], dims["K"], 13
+        own_block = ((np.arange(T) + dims["S"] - T) // 64)[:, None, None]
+        together = np.repeat(rng.random((B, -(-T // 32), K, others)), 32, axis=1)[:, :T]
+        drawn = np.where(rng.random(together.shape) < shared, together, rng.random(together.shape))
+        inner = np.maximum(own_block - 2, 0)
+        blocks = 1 + np.floor((np.arange(others) + drawn) * inner / others).astype(np.int32)
+        again = np.diff(blocks, axis=-1, prepend=0) == 0
+        blocks = np.where(again | (inner == 0), -1, blocks)
+        always = np.concatenate(
+            [own_block, np.where(own_block > 0, 0, -1), np.where(own_block > 1, own_block - 1, -1)], -1
+        )
+        return jnp.asarray(np.concatenate([np.broadcast_to(always, (B, T, K, 3)), blocks], -1), jnp.int32)
+
+    return make
+
+
 def _case(name, dims, *tags, gates=GATES, make=(), **options) -> Case:
     options = {"block_size": 4, "num_blocks": 4, "window": 5, **options}
     return Case(name, dims, options, arrays=gates, make=dict(make), tags=frozenset(tags))
 
 
 _LONG = {"B": 1, "T": 16384, "S": 16384, "N": 16, "K": 1, "H": 128, "Hv": 128}
+_LONGER = {"B": 1, "T": 65536, "S": 65536, "N": 32, "K": 2, "H": 128, "Hv": 128}
+_PAPER = {"block_size": 64, "num_blocks": 16, "window": 0}
 CASES = (
     # One branch, and the selection: tests of the first case (mostly transformations) spend their time compiling.
-    _case("best_blocks", SMALL, "smoke", gates=("g_slc",), window=0, num_blocks=3),
+    _case("best_blocks", SMALL, "smoke", "code", gates=("g_slc",), window=0, num_blocks=3),
     _case("three_branches", SMALL, "slow"),
     _case("given", {**SMALL, "Hv": 8}, "slow", make={"block_indices": _indices(5)}.items()),
     _case("documents", SMALL, "slow", make={"starts": documents, "block_counts": _counts}.items()),
@@ -53,6 +76,7 @@ CASES = (
         "selected_alone",
         {**SMALL, "T": 9},
         "slow",
+        "code",
         gates=(),
         make={"block_indices": _indices(3), "block_counts": _counts}.items(),
         window=0,
@@ -66,5 +90,20 @@ CASES = (
         softmax_scale=0.4,
     ),
     _case("blocks_of_one", SMALL, "slow", block_size=1, num_blocks=100),
+    _case(
+        "odd_sizes",
+        {"B": 1, "T": 150, "S": 150, "N": 6, "K": 2, "H": 40, "Hv": 72},
+        "slow",
+        make={"starts": documents}.items(),
+        block_size=20,
+        num_blocks=5,
+        window=33,
+    ),
     _case("paper_16k", _LONG, "bench", block_size=64, num_blocks=16, window=512),
+    # Blocks are given: what is compared is not the choice.
+    _case("random_64k", _LONGER, "bench", gates=GATES[:2], make={"block_indices": _far_apart(0.0)}.items(), **_PAPER),
+    _case(
+        "clustered_64k", _LONGER, "bench", gates=GATES[:2], make={"block_indices": _far_apart(0.75)}.items(), **_PAPER
+    ),
+    _case("paper_64k", _LONGER, "bench", "code", **{**_PAPER, "window": 512}),
 )

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from kernels.framework.binding import Call
 from kernels.framework.execute import Saved
+from kernels.ops.native_sparse_attention.blocks import block_rows, means, spread
 from kernels.ops.native_sparse_attention.contract import NativeSparseConfig, check_sizes, op, ranked
 
 
@@ -77,37 +78,13 @@ def _front(static: _Static) -> int:
     return max(static.window - 1, 0)
 
 
-def _block_rows(starts: jax.Array, static: _Static) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (rows [B, slots, block_size], ends [B, slots], document starts [B, slots]) of complete blocks.
-
-    The last tokens of two complete blocks are at least block_size apart, so the slot index // block_size of the last
-    token is unique to a block, whatever the documents are: as many slots suffice as for one document.
-    """
-    size, B, S = static.block_size, *starts.shape
-    slots = -(-S // size)
-    index = jnp.arange(slots * size, dtype=jnp.int32)
-    padded = jnp.pad(starts, ((0, 0), (0, slots * size - S)), constant_values=-1)
-    last = ((padded >= 0) & ((index - padded) % size == size - 1)).reshape(B, slots, size)
-    end = jnp.argmax(last, axis=2).astype(jnp.int32) + size * jnp.arange(slots, dtype=jnp.int32)
-    some = last.any(2)
-    rows = jnp.clip(end[..., None] + jnp.arange(1 - size, 1, dtype=jnp.int32), 0, S - 1)
-    of_slot = jnp.take_along_axis(padded, end, axis=1)
-    return rows, jnp.where(some, end, S), jnp.where(some, of_slot, -1)
-
-
-def _means(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns the float32 means [B, K, slots, H] of the given rows of x [B, S, K, H]."""
-    gathered = jax.vmap(lambda x, rows: x[rows])(x, rows)
-    return jnp.mean(gathered.astype(jnp.float32), axis=2).swapaxes(1, 2)
-
-
-def _keys(key, value, starts, static: _Static) -> tuple[_Keys, jax.Array]:
-    rows, ends, of_slot = _block_rows(starts, static)
+def _keys(key, value, starts, static: _Static) -> _Keys:
+    rows, ends, of_slot = block_rows(starts, static.block_size)
     pad = (_front(static), max(static.chunk, static.block_size))
     tokens = [jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), pad, (0, 0))) for x in (key, value)]
-    means = [_means(x, rows) for x in (key, value)]
+    of_blocks = [means(x, rows) for x in (key, value)]
     padded = jnp.pad(starts, ((0, 0), pad), constant_values=-2)
-    return _Keys((tokens[0], tokens[1]), (means[0], means[1]), padded, ends, of_slot), rows
+    return _Keys((tokens[0], tokens[1]), (of_blocks[0], of_blocks[1]), padded, ends, of_slot)
 
 
 def _weights(logits: jax.Array, visible: jax.Array) -> jax.Array:
@@ -243,9 +220,9 @@ def _prepared(query, key, value, starts, q_start, block_size, num_blocks, window
     scale = 1 / math.sqrt(H) if softmax_scale is None else softmax_scale
     static = _Static(block_size, num_blocks, window, scale, min(cfg.chunk, T), S)
     starts = jnp.zeros((B, S), jnp.int32) if starts is None else starts.astype(jnp.int32)
-    keys, rows = _keys(key, value, starts, static)
+    keys = _keys(key, value, starts, static)
     chunks = _chunks(static, starts, q_start, query=query.reshape(B, T, K, N // K, H), **arrays)
-    return static, keys, rows, chunks
+    return static, keys, starts, chunks
 
 
 def _floats(x: dict[str, jax.Array], keys: _Keys, read: _Read, static: _Static) -> dict[str, Any]:
@@ -291,7 +268,7 @@ def backward(
         "block_counts": block_counts,
     }
     arrays["d_out"] = saved.d_out.reshape(B, T, K, N // K, -1)
-    static, keys, rows, chunks = _prepared(
+    static, keys, starts, chunks = _prepared(
         query, key, value, starts, q_start, block_size, num_blocks, window, softmax_scale, cfg, **arrays
     )
 
@@ -314,18 +291,10 @@ def backward(
     front = _front(static)
     for name, like, total, of_means in zip(("key", "value"), (key, value), sums["tokens"], sums["means"], strict=True):
         total = total[:, :, front : front + S].swapaxes(1, 2)
-        if g_cmp is not None:  # each token is in at most one complete block
-            total = total + _scattered(of_means, rows, keys.ends < S, S) / block_size
+        if g_cmp is not None:
+            total = total + spread(of_means, starts, keys.ends, keys.of_slot, block_size)
         gradients[name] = total.astype(like.dtype)
     return gradients
-
-
-def _scattered(of_means: jax.Array, rows: jax.Array, some: jax.Array, length: int) -> jax.Array:
-    """Returns [B, length, K, H]: for each token the gradient of its block's mean."""
-    rows = jnp.where(some[..., None], rows, length).reshape(rows.shape[0], -1)
-    parts = jnp.repeat(of_means.swapaxes(1, 2), rows.shape[1] // of_means.shape[2], axis=1)
-    zeros = jnp.zeros((parts.shape[0], length, *parts.shape[2:]), jnp.float32)
-    return jax.vmap(lambda zeros, rows, parts: zeros.at[rows].set(parts, mode="drop"))(zeros, rows, parts)
 
 
 def _add_blocks(total: jax.Array, first: jax.Array, part: jax.Array) -> jax.Array:

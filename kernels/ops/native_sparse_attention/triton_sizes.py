@@ -1,0 +1,100 @@
+"""Sizes of a call for the Triton kernels, and where the rows of a tile are."""
+
+# Triton's stubs declare tensors where its compiler accepts constants and integers too.
+# pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+# The minimum number of rows, and of columns, of a product.
+LEAST = 16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Compile-time sizes of the kernels; names are those of the contract.
+
+    Attributes:
+      NAMED: blocks that a query names at most.
+      SIZE: tokens of a block. PARTS: tiles of BLOCK_K keys that a block has.
+      BLOCK_Q, BLOCK_G: queries of a tile, and query heads of a key head, padded: BLOCK_Q * BLOCK_G rows.
+    """
+
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    HV: int
+    NAMED: int
+    SIZE: int
+    PARTS: int
+    SCALE: float
+    BLOCK_Q: int
+    BLOCK_G: int
+    BLOCK_K: int
+    BLOCK_H: int
+    BLOCK_V: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of queries of a row of the batch and a key head."""
+        return -(-self.T // self.BLOCK_Q)
+
+    @property
+    def key_tiles(self) -> int:
+        return -(-self.S // self.BLOCK_K)
+
+
+def power(n: int, least: int = 1) -> int:
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def queries_of(rows: int, group: int, most: int) -> int:
+    """Returns how many queries a tile of so many rows has: a power of 2, at most `most` unless a product needs more."""
+    group = power(group)
+    return max(LEAST // group, min(power(rows // group + 1) // 2, most), 1)
+
+
+# The most keys of a tile by the bytes of a number; longer blocks have several tiles. Products of float32 are made by registers.
+LONGEST = {2: 64, 4: 32}
+# The most queries whose blocks are read together: of more, few read the same.
+TOGETHER = 4
+
+
+def sizes_of(query: Any, key: Any, value: Any, named: int, size: int, scale: float | None, rows: int) -> Sizes:
+    """Returns the sizes for tiles of so many rows of queries.
+
+    Args:
+      named: blocks that a query names at most. size: tokens of a block.
+    """
+    (B, T, N, H), (S, K), HV = query.shape, key.shape[1:3], value.shape[3]
+    block_k = min(LONGEST[query.dtype.itemsize], power(size, LEAST))
+    scale = 1 / math.sqrt(H) if scale is None else scale
+    return Sizes(
+        B, T, S, N, K, H, HV, named, size, -(-size // block_k), scale, queries_of(rows, N // K, TOGETHER), power(N // K),
+        block_k, power(H, LEAST), power(HV, LEAST),
+    )  # fmt: skip
+
+
+@triton.jit
+def place_of(program, BLOCKS: tl.constexpr, O: tl.constexpr):
+    """Returns (tile, key head, row of the batch) of a program. The last tiles see the most keys, and start first."""
+    return BLOCKS - 1 - program % BLOCKS, program // BLOCKS % O.K, program // (BLOCKS * O.K)
+
+
+@triton.jit
+def rows_of_tile(tile, head, O: tl.constexpr):
+    """Returns (query, query head, place of the query in the tile) of each row; the query is T where there is none."""
+    G: tl.constexpr = O.N // O.K
+    r = tl.arange(0, O.BLOCK_Q * O.BLOCK_G)
+    g = r % O.BLOCK_G
+    query = tile * O.BLOCK_Q + r // O.BLOCK_G
+    return tl.where((g < G) & (query < O.T), query, O.T), head * G + tl.minimum(g, G - 1), r // O.BLOCK_G
