@@ -121,12 +121,13 @@ def _store(acc, row_sum, item_ptr, head, first, out_ptr, part_ptr, O: gl.constex
     m = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     c = first + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     acc = acc * (1 / gl.where(row_sum != 0, row_sum, 1.0))[:, None]
+    at = m[:, None] * O.HV + c[None, :]
     if split == 1:
-        at = (row.to(gl.int64) * O.N + head * G + m) * O.HV
-        gl.store(out_ptr + at[:, None] + c[None, :], acc.to(out_ptr.dtype.element_ty), mask=(m < rows)[:, None])
+        row_ptr = out_ptr + (row.to(gl.int64) * O.N + head * G) * O.HV
+        gl.store(row_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(m < rows)[:, None])
     elif O.PIECES > 0:
-        part = ((index.to(gl.int64) * O.K + head) * ROWS + m) * O.HV
-        gl.store(part_ptr + part[:, None] + c[None, :], acc, mask=(m < rows)[:, None])
+        piece_ptr = part_ptr + (index.to(gl.int64) * O.K + head) * ROWS * O.HV
+        gl.store(piece_ptr + at, acc, mask=(m < rows)[:, None])
 
 
 @gluon.jit

@@ -100,15 +100,17 @@ def clear(values, stage, phase, until, TILES: gl.constexpr):
     warpgroup does it for itself: what the others write is the same."""
     tiles, full, _ = values
     ROWS_AT_ONCE: gl.constexpr = 16
-    WIDTH: gl.constexpr = tiles.shape[2]
-    ACROSS: gl.constexpr = min(WIDTH // 8, 32)
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    # Few columns at once of tiles so wide that what they are multiplied with fills the registers.
+    WIDTH: gl.constexpr = tiles.shape[2] if tiles.shape[2] <= 256 else 128
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     if until < tiles.shape[1]:
         mbarrier.wait(full.index(stage), phase)
         for tile in gl.static_range(TILES):
             for i in gl.static_range(tiles.shape[1] // ROWS_AT_ONCE):
-                part = tiles.index(TILES * stage + tile).slice(i * ROWS_AT_ONCE, ROWS_AT_ONCE, 0)
-                rows = i * ROWS_AT_ONCE + gl.arange(0, ROWS_AT_ONCE, gl.SliceLayout(1, WIDE))
-                x = part.load(WIDE)
-                part.store(gl.where((rows < until)[:, None], x, gl.zeros_like(x)))
+                for j in gl.static_range(tiles.shape[2] // WIDTH):
+                    part = tiles.index(TILES * stage + tile).slice(i * ROWS_AT_ONCE, ROWS_AT_ONCE, 0)
+                    part = part.slice(j * WIDTH, WIDTH, 1)
+                    rows = i * ROWS_AT_ONCE + gl.arange(0, ROWS_AT_ONCE, gl.SliceLayout(1, WIDE))
+                    x = part.load(WIDE)
+                    part.store(gl.where((rows < until)[:, None], x, gl.zeros_like(x)))
         fence_async_shared()

@@ -252,7 +252,7 @@ def paged_kernel(
     SINKS: tl.constexpr = O.SINKS
     if SINKS > 0:  # they act as keys before the first, with value zero
         for s in tl.static_range(SINKS):
-            real = (m < rows) & (piece == 0)
+            real = (m < rows) & (place % split == 0)
             sink = tl.load(sinks_ptr + n * SINKS + s, mask=real, other=float("-inf")).to(tl.float32) * LOG2E
             new = tl.maximum(row_max, sink)
             anchor = tl.where(new == float("-inf"), 0.0, new)

@@ -184,7 +184,7 @@ def on_hopper(
         input_output_aliases={sum(x is not None for x in operands) - 1: 2},
         O=o,
         STAGES=tile.num_stages,
-        CONSUMER_REGISTERS=224,
+        CONSUMER_REGISTERS=208,
         PRODUCER_REGISTERS=40,
     )
     return merged(o, requests, out, part, lse)
