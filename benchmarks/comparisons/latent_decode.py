@@ -1,7 +1,7 @@
 """`python -m benchmarks.comparisons.latent_decode [case=b64_8k_h128,...] [out=FILE] [commit=]`
 
-On one GPU, a step of decoding with latent attention over pages, of DeepSeek-V3's widths: bytes that it must read over its time, and
-FLOP/s. Numbers first: those of each case are those of the `xla` backend. Times are those of `paged_decode`, and so is the copy.
+On one GPU, a step of decoding with latent attention over pages, of DeepSeek-V3's widths: bytes that it must read over its
+time, and FLOP/s. Numbers first: each case agrees with the `xla` backend. Times and the copy are as in `paged_decode`.
 """
 
 from __future__ import annotations

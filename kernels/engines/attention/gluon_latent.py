@@ -1,8 +1,9 @@
 """Latent attention over pages in Gluon, for Hopper: 64 rows of queries of one request, one producer warp and two warpgroups.
 
-A block of entries is copied to shared memory once, and is keys and values. One warpgroup computes the weights of a block, which it
-passes on through shared memory, and the left half of the outputs' columns; the other one computes the right half. Either half fills
-half of the registers of a warpgroup. While weights of a block are computed, the tensor cores multiply those of the block before.
+A block of entries is copied to shared memory once, and is keys and values. One warpgroup computes the weights of a block,
+which it passes on through shared memory, and the left half of the outputs' columns; the other one computes the right half.
+Either half fills half of the registers of a warpgroup. While weights of a block are computed, the tensor cores multiply
+those of the block before.
 
 What a program does is in a list that `list_kernel` of `triton_paged_latent.py` writes.
 """
@@ -90,7 +91,7 @@ def _logits(queries, entries, ropes, stage, zeros):
 
 @gluon.jit
 def _weights(x, n, keys, at, row_max, row_sum, O: gl.constexpr):
-    """Returns (weights of block n relative to the row maximum so far, that maximum, the row sum, what rescales earlier sums)."""
+    """Returns (weights of block n relative to the row maximum so far, that maximum, row sum, what rescales earlier sums)."""
     if O.CAP is None:
         x = x * (O.SCALE * LOG2E)
     else:

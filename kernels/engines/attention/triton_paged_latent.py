@@ -121,8 +121,8 @@ def list_kernel(
     O: tl.constexpr,  # `Paged`
 ):
     """Writes what each piece is, as `piece_of` says except for the first key: its request, first row, number of rows and heads,
-    position, one past the last key, blocks of keys from and to; and in how many pieces its tile is. Pieces that there are not have
-    no rows. Sets rows without a request to 0."""
+    position, one past the last key, blocks of keys from and to; and in how many pieces its tile is. Pieces that there are not
+    have no rows. Sets rows without a request to 0."""
     if before_ptr is not None:
         out_ptr = before_ptr
     head, index = tl.program_id(0) % O.K, tl.program_id(0) // O.K

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,8 +39,8 @@ HEADS = {80: 64, 86: 16, 89: 16, 90: 128}
 PARTS = {(64, 2): 2, (128, 2): 2}
 # Programs that entries are split for, by the rows of a tile: as many as run at once, or twice that.
 PROGRAMS = {FEW: 4 * MULTIPROCESSORS, 32: 2 * MULTIPROCESSORS, 64: MULTIPROCESSORS, 128: MULTIPROCESSORS // 2}
-# Rows and entries of a block of the kernel for Hopper, warps of its first warpgroup, and blocks on their way or in use: beside the
-# queries they fill shared memory. Widths of latents that it takes.
+# Rows and entries of a block of the kernel for Hopper, warps of its first warpgroup, and blocks on their way or in use:
+# beside the queries they fill shared memory. Widths of latents that it takes.
 HOPPER, HOPPER_WIDTHS = Tile(64, 32, 4, 4), (128, 256, 512)
 # Its programs: one fills a multiprocessor. A few fewer than those, so that powers of 2 of requests need no second round.
 HOPPER_PROGRAMS = 128
@@ -129,7 +131,7 @@ def groups_of(heads: int, most: int) -> int:
 def takes_hopper(query: jax.Array, query_rope: jax.Array, cache: jax.Array, heads: int) -> bool:
     """Returns whether the kernel for Hopper takes a call with so many heads of a query in a tile: from half of its rows on, and
     latents that two warpgroups share. TMA needs rows that are multiples of 16 bytes, and copies parts of pages."""
-    (_, slots, width), H, rope = cache.shape, query.shape[2], query_rope.shape[2]
+    slots, H, rope = cache.shape[1], query.shape[2], query_rope.shape[2]
     return (
         compute_capability() == 90
         and query.dtype.itemsize == 2
@@ -155,6 +157,7 @@ def on_hopper(
     listed = jax.ShapeDtypeStruct((pieces + o.FILLS, 8), jnp.int32)
     lengths = requests.cuts, requests.lens, requests.starts
     out = jax.ShapeDtypeStruct(query.shape, query.dtype)
+    named: dict[str, Any] = {} if before is None else {"out_ptr": None}
     items, out = triton_launch(
         list_kernel,
         *lengths,
@@ -164,7 +167,7 @@ def on_hopper(
         num_warps=4,
         input_output_aliases={} if before is None else {sum(x is not None for x in lengths): 1},
         O=o,
-        **({} if before is None else {"out_ptr": None}),
+        **named,
     )
     pages, slots, width = cache.shape
     operands = (

@@ -165,7 +165,7 @@ def plan(cuts_ptr, lens_ptr, starts_ptr, index, BY_TILE: tl.constexpr, O: tl.con
 
 @triton.jit
 def piece_of(cuts_ptr, lens_ptr, starts_ptr, request, place, split, O: tl.constexpr):
-    """Returns what a piece of a tile is, of `split`, by its place among those of its request: (its first row, number of rows and
+    """Returns what a piece of a tile is, of `split`, by its place among those of its request: (its first row, rows times
     heads, position of the first query, first key, one past the last key, first block of keys, one past the last)."""
     begin, count, key, keys, position = request_of(cuts_ptr, lens_ptr, starts_ptr, request, O)
     first, piece = first_of(place // split, count, O), place % split
