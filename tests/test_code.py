@@ -98,6 +98,8 @@ SPILLS = {
     # One sum of 64 keys of 256 entries each fills them; on Ampere it is the plain forward's, of 128 queries.
     ("flash_attention", "wide_causal_8k", 90): 72,
     ("flash_attention", "wide_causal_8k", 80): 64,
+    # Half of the columns of the sums, logits and weights of two blocks.
+    ("multi_latent_ragged_page_attention", "deepseek_v3_decode", 90): 64,
     # Every option at once: a few registers short.
     ("flash_attention", "together", 90): 12,
     ("flash_attention", "together", 80): 20,

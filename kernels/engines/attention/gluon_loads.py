@@ -45,22 +45,29 @@ def load_tile(desc, rope_desc, batch, row, head, ring, stage, phase, HEAD_TILES:
 
 
 @gluon.jit
-def load_pages(desc, pages, row, head, ring, stage, phase, HEAD_TILES: gl.constexpr, O: gl.constexpr):
-    """Loads a block of keys or values from its pages into a stage, once it is free: a part of the block is a page, or the
-    block a part of a page. Each copy is one panel of 64 columns, as tiles are stored in shared memory."""
-    tiles, full, free = ring
+def copy_pages(desc, pages, slot, head, tile, first, arrived):
+    """Starts copying a block from its pages into a tile, from column `first` on: a part of the block is a page, or the block a
+    part of a page that begins at `slot`. Each copy is one panel of 64 columns, as tiles are stored in shared memory."""
     PART: gl.constexpr = desc.block_type.shape[1]
     PANEL: gl.constexpr = desc.block_type.shape[3]
-    PARTS: gl.constexpr = tiles.shape[1] // PART
-    PANELS: gl.constexpr = tiles.shape[2] // PANEL
+    PARTS: gl.constexpr = tile.shape[0] // PART
+    PANELS: gl.constexpr = tile.shape[1] // PANEL
+    parts = tile.reinterpret(shape=[PANELS * PARTS, 1, PART, 1, PANEL], layout=BLOCK)
+    for j in gl.static_range(PARTS):
+        for k in gl.static_range(PANELS):
+            tma.async_load(desc, [pages[j], slot, head, first + k * PANEL], arrived, parts.index(k * PARTS + j))
+
+
+@gluon.jit
+def load_pages(desc, pages, row, head, ring, stage, phase, HEAD_TILES: gl.constexpr, O: gl.constexpr):
+    """Loads a block of keys or values from its pages into a stage, once it is free: see `copy_pages`."""
+    tiles, full, free = ring
+    COPIES: gl.constexpr = tiles.shape[1] // desc.block_type.shape[1] * (tiles.shape[2] // desc.block_type.shape[3])
     mbarrier.wait(free.index(stage), phase ^ 1)
-    mbarrier.expect(full.index(stage), HEAD_TILES * PANELS * PARTS * desc.nbytes_per_cta)
+    mbarrier.expect(full.index(stage), HEAD_TILES * COPIES * desc.nbytes_per_cta)
     for i in gl.static_range(HEAD_TILES):
-        parts = tiles.index(HEAD_TILES * stage + i).reinterpret(shape=[PANELS * PARTS, 1, PART, 1, PANEL], layout=BLOCK)
-        for j in gl.static_range(PARTS):
-            for k in gl.static_range(PANELS):
-                where = [pages[j], row % O.PAGE, head, (i * PANELS + k) * PANEL]
-                tma.async_load(desc, where, full.index(stage), parts.index(k * PARTS + j))
+        tile = tiles.index(HEAD_TILES * stage + i)
+        copy_pages(desc, pages, row % O.PAGE, head, tile, i * tiles.shape[2], full.index(stage))
 
 
 @gluon.jit
@@ -93,14 +100,17 @@ def clear(values, stage, phase, until, TILES: gl.constexpr):
     warpgroup does it for itself: what the others write is the same."""
     tiles, full, _ = values
     ROWS_AT_ONCE: gl.constexpr = 16
-    WIDTH: gl.constexpr = tiles.shape[2]
+    # Few columns at once of tiles so wide that what they are multiplied with fills the registers.
+    WIDTH: gl.constexpr = tiles.shape[2] if tiles.shape[2] <= 256 else 128
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     if until < tiles.shape[1]:
         mbarrier.wait(full.index(stage), phase)
         for tile in gl.static_range(TILES):
             for i in gl.static_range(tiles.shape[1] // ROWS_AT_ONCE):
-                part = tiles.index(TILES * stage + tile).slice(i * ROWS_AT_ONCE, ROWS_AT_ONCE, 0)
-                rows = i * ROWS_AT_ONCE + gl.arange(0, ROWS_AT_ONCE, gl.SliceLayout(1, WIDE))
-                x = part.load(WIDE)
-                part.store(gl.where((rows < until)[:, None], x, gl.zeros_like(x)))
+                for j in gl.static_range(tiles.shape[2] // WIDTH):
+                    part = tiles.index(TILES * stage + tile).slice(i * ROWS_AT_ONCE, ROWS_AT_ONCE, 0)
+                    part = part.slice(j * WIDTH, WIDTH, 1)
+                    rows = i * ROWS_AT_ONCE + gl.arange(0, ROWS_AT_ONCE, gl.SliceLayout(1, WIDE))
+                    x = part.load(WIDE)
+                    part.store(gl.where((rows < until)[:, None], x, gl.zeros_like(x)))
         fence_async_shared()

@@ -23,7 +23,7 @@ visible = gluon.jit(triton_parts.visible.fn)
 in_range = gluon.jit(triton_parts.in_range.fn)
 in_one_segment = gluon.jit(triton_parts.in_one_segment.fn)
 ends_of = gluon.jit(triton_parts.ends_of.fn)
-_exact_tanh = gluon.jit(triton_parts.tanh.fn)
+exact_tanh = gluon.jit(triton_parts.tanh.fn)
 positions_of = gluon.jit(triton_parts.positions_of.fn)
 positions_in = gluon.jit(triton_parts.positions_in.fn)
 segments_of = gluon.jit(triton_parts.segments_of.fn)
@@ -92,7 +92,7 @@ def one_after_the_other(x, index):
 def tanh(x, O: gl.constexpr):
     """Returns tanh. Unless it must be exact, uses the GPU's single instruction, with an error of at most 2^-11."""
     if O.EXACT:
-        y = _exact_tanh(x)
+        y = exact_tanh(x)
     else:
         asm: gl.constexpr = "tanh.approx.f32 $0, $1;"
         y = gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.engines.attention.triton_paged_plan import E4M3, E5M2, PLAIN, blocks_of, first_of, plan, request_of
+from kernels.engines.attention.triton_paged_plan import E4M3, E5M2, PLAIN, first_of, piece_of, plan, request_of
 from kernels.engines.attention.triton_parts import LOG2E, tanh
 
 # 0x6400 with a byte below is the float16 1024 + byte, and a byte without its sign bit is 128 more: one instruction for four
@@ -224,15 +224,9 @@ def paged_kernel(
     if index >= total:
         fill(out_ptr, cuts_ptr, index - total, head, O)
         return
-    begin, count, key, keys, position = request_of(cuts_ptr, lens_ptr, starts_ptr, request, O)
-    first, piece = first_of(place // split, count, O), place % split
-    rows = tl.minimum(count - first, O.QUERIES) * G
-    block, end = blocks_of(position, position + count - 1, key, keys, O)
-    each = (end - block + split - 1) // split
-    at = position + first + m // G
-    low, high = blocks_of(position + first, position + first + rows // G - 1, key, keys, O)
-    low, high = tl.maximum(low, block + piece * each), tl.minimum(high, block + (piece + 1) * each)
-    row = (begin + first + m // G).to(tl.int64) * O.N + n
+    begin, rows, position, key, keys, low, high = piece_of(cuts_ptr, lens_ptr, starts_ptr, request, place, split, O)
+    at = position + m // G
+    row = (begin + m // G).to(tl.int64) * O.N + n
     h = tl.arange(0, O.BLOCK_H)
     q = tl.load(q_ptr + row[:, None] * O.H + h[None, :], mask=(m < rows)[:, None] & (h < O.H)[None, :], other=0.0)
     unit = None  # what products are multiplied by, beside the scales of slots
@@ -258,7 +252,7 @@ def paged_kernel(
     SINKS: tl.constexpr = O.SINKS
     if SINKS > 0:  # they act as keys before the first, with value zero
         for s in tl.static_range(SINKS):
-            real = (m < rows) & (piece == 0)
+            real = (m < rows) & (place % split == 0)
             sink = tl.load(sinks_ptr + n * SINKS + s, mask=real, other=float("-inf")).to(tl.float32) * LOG2E
             new = tl.maximum(row_max, sink)
             anchor = tl.where(new == float("-inf"), 0.0, new)
@@ -269,9 +263,9 @@ def paged_kernel(
     if SPLIT:  # blocks that all queries of the tile see need no mask
         seen, until = key, keys
         if O.LOW is not None:
-            seen = tl.maximum(seen, position + first + rows // G - 1 + O.LOW)
+            seen = tl.maximum(seen, position + rows // G - 1 + O.LOW)
         if O.HIGH is not None:
-            until = tl.minimum(until, position + first + O.HIGH + 1)
+            until = tl.minimum(until, position + O.HIGH + 1)
         full = tl.minimum(tl.maximum((seen + O.BLOCK_K - 1) // O.BLOCK_K, low), high)
         full_end = tl.minimum(tl.maximum(until // O.BLOCK_K, full), high)
     key_ptr, value_ptr = _bytes(key_ptr, O.KIND), _bytes(value_ptr, O.KIND)

@@ -176,8 +176,8 @@ def instances(base: Paged, few: Tile, many: Tile, programs: int, most_queries: i
         blocks = triton.cdiv(base.LONGEST * base.C, tile.keys)
         least_blocks = max(1, LEAST_KEYS // tile.keys)
         pieces = triton.cdiv(programs, base.K)
-        # Not split: where no request is long enough, or tall tiles are many whatever the lengths.
-        crowded = rows > short and (most_tiles(o) if base.T else base.M // queries) >= 2 * pieces
+        # Not split: where no request is long enough, or tiles of many queries are many whatever the lengths.
+        crowded = (rows > short or least > 1) and (most_tiles(o) if base.T else base.M // queries) >= 2 * pieces
         splits = blocks > least_blocks and not crowded
         listed.append((replace(o, PIECES=pieces if splits else 0, LEAST_BLOCKS=least_blocks), tile._replace(rows=rows)))
     # The last one, whose tiles are the tallest, fills the rows that belong to no request.
@@ -208,13 +208,8 @@ def launch(
       arrays: the kernel's inputs, queries first. parts: programs of a tile's columns. more: the kernel's constexprs beside O.
     """
     query = arrays[0]
-    tiles = most_tiles(o)
-    pieces = tiles + o.PIECES + o.FILLS
-    rooms = tiles + o.PIECES if o.PIECES else 1
-    shapes = [
-        jax.ShapeDtypeStruct((rooms, o.K, o.BLOCK_M, o.HV), jnp.float32),
-        jax.ShapeDtypeStruct((rooms, o.K, o.BLOCK_M), jnp.float32),
-    ]
+    pieces = most_tiles(o) + o.PIECES + o.FILLS
+    shapes = rooms_of(o)
     out = jax.ShapeDtypeStruct((o.M, o.N, o.HV), query.dtype)
     aliases: dict[int, int] = {}
     named: dict[str, Any] = {}
@@ -236,7 +231,20 @@ def launch(
         **named,
         **more,
     )
-    out, part, lse = results if before is None else (results[2], *results[:2])
+    return merged(o, requests, *(results if before is None else (results[2], *results[:2])))
+
+
+def rooms_of(o: Paged) -> list[jax.ShapeDtypeStruct]:
+    """Returns the arrays of an instance's pieces: their outputs, and lse in units of log 2."""
+    rooms = most_tiles(o) + o.PIECES if o.PIECES else 1
+    return [
+        jax.ShapeDtypeStruct((rooms, o.K, o.BLOCK_M, o.HV), jnp.float32),
+        jax.ShapeDtypeStruct((rooms, o.K, o.BLOCK_M), jnp.float32),
+    ]
+
+
+def merged(o: Paged, requests: Requests, out: jax.Array, part: jax.Array, lse: jax.Array) -> jax.Array:
+    """Returns the output of an instance, with the rows of tiles that are split."""
     if not o.PIECES:
         return out
     rows = ROWS.get(o.BLOCK_M, 1)
@@ -245,7 +253,7 @@ def launch(
         paged_merge_kernel,
         *operands,
         out_shape=(jax.ShapeDtypeStruct(out.shape, out.dtype),),
-        grid=(tiles * o.K * triton.cdiv(o.ROWS, rows),),
+        grid=(most_tiles(o) * o.K * triton.cdiv(o.ROWS, rows),),
         num_warps=4,
         input_output_aliases={sum(x is not None for x in operands) - 1: 0},
         O=o,

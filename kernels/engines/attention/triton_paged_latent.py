@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.engines.attention.triton_paged import fill, store
-from kernels.engines.attention.triton_paged_plan import blocks_of, first_of, plan, request_of
+from kernels.engines.attention.triton_paged_plan import piece_of, plan
 from kernels.engines.attention.triton_parts import LOG2E, tanh
 
 
@@ -48,16 +48,10 @@ def latent_kernel(
     if index >= total:
         fill(out_ptr, cuts_ptr, index - total, head, O)
         return
-    begin, count, key, keys, position = request_of(cuts_ptr, lens_ptr, starts_ptr, request, O)
-    first, piece = first_of(place // split, count, O), place % split
-    rows = tl.minimum(count - first, O.QUERIES) * G
-    block, end = blocks_of(position, position + count - 1, key, keys, O)
-    each = (end - block + split - 1) // split
-    low, high = blocks_of(position + first, position + first + rows // G - 1, key, keys, O)
-    low, high = tl.maximum(low, block + piece * each), tl.minimum(high, block + (piece + 1) * each)
+    begin, rows, position, key, keys, low, high = piece_of(cuts_ptr, lens_ptr, starts_ptr, request, place, split, O)
     m = tl.arange(0, O.BLOCK_M)
-    at = position + first + m // G
-    row = (begin + first + m // G).to(tl.int64) * O.N + head * G + m % G
+    at = position + m // G
+    row = (begin + m // G).to(tl.int64) * O.N + head * G + m % G
     c, t = part * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_ROPE)
     others = (1 - part) * BLOCK_C + tl.arange(0, BLOCK_C)
     real_c, real_t, real_row = (c < O.H)[None, :], (t < ROPE)[None, :], (m < rows)[:, None]
@@ -114,3 +108,38 @@ def latent_kernel(
         row_max = new
         acc = tl.dot(p.to(latent.dtype), latent, acc * rescale[:, None], input_precision="ieee")
     store(acc, row_max, row_sum, row, rows, index, head, split, part * BLOCK_C, out_ptr, part_ptr, lse_ptr, O)
+
+
+@triton.jit
+def list_kernel(
+    cuts_ptr,
+    lens_ptr,
+    starts_ptr,
+    before_ptr,  # these as in `latent_kernel`
+    items_ptr,  # int32 [pieces, 8]
+    out_ptr,
+    O: tl.constexpr,  # `Paged`
+):
+    """Writes what each piece is, as `piece_of` says except for the first key: its request, first row, number of rows and heads,
+    position, one past the last key, blocks of keys from and to; and in how many pieces its tile is. Pieces that there are not
+    have no rows. Sets rows without a request to 0."""
+    if before_ptr is not None:
+        out_ptr = before_ptr
+    head, index = tl.program_id(0) % O.K, tl.program_id(0) // O.K
+    request, _, place, split, total = plan(cuts_ptr, lens_ptr, starts_ptr, index, False, O)
+    if index >= total:
+        fill(out_ptr, cuts_ptr, index - total, head, O)
+    row, rows, position, key, keys, low, high = piece_of(
+        cuts_ptr, lens_ptr, starts_ptr, request, place, tl.maximum(split, 1), O
+    )
+    if head == 0:
+        there = index < total
+        item_ptr = items_ptr + index * 8
+        tl.store(item_ptr, request)
+        tl.store(item_ptr + 1, row)
+        tl.store(item_ptr + 2, tl.where(there, rows, 0))
+        tl.store(item_ptr + 3, position)
+        tl.store(item_ptr + 4, keys)
+        tl.store(item_ptr + 5, low)
+        tl.store(item_ptr + 6, tl.where(there, high, low))
+        tl.store(item_ptr + 7, split)

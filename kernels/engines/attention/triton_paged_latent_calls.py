@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kernels.engines.attention import triton_paged_plan as paged
+from kernels.engines.attention.gluon_latent import warp_specialized_latent_kernel
+from kernels.engines.attention.gluon_parts import BLOCK
 from kernels.engines.attention.masks import MaskInfo, window_of
 from kernels.engines.attention.paged_requests import Requests
 from kernels.engines.attention.ranges import interval_of
-from kernels.engines.attention.triton_calls import padded_width
-from kernels.engines.attention.triton_paged_calls import FEW, FILLS, REQUESTS, Tile, instances, launch
-from kernels.engines.attention.triton_paged_latent import latent_kernel
+from kernels.engines.attention.triton_calls import PANEL, padded_width, takes_pages
+from kernels.engines.attention.triton_paged_calls import (
+    FEW,
+    FILLS,
+    REQUESTS,
+    Tile,
+    instances,
+    launch,
+    merged,
+    most_tiles,
+    rooms_of,
+)
+from kernels.engines.attention.triton_paged_latent import latent_kernel, list_kernel
 from kernels.engines.attention.triton_paged_plan import Paged
 from kernels.framework.measured import power_of_two
 from kernels.framework.target import MULTIPROCESSORS
-from kernels.toolchains.triton import compute_capability
+from kernels.toolchains.gluon import SWIZZLED
+from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
 
 # Most heads of a tile, by compute capability: what fits into shared memory beside blocks of entries. In float32 FEW.
 HEADS = {80: 64, 86: 16, 89: 16, 90: 128}
@@ -23,6 +39,13 @@ HEADS = {80: 64, 86: 16, 89: 16, 90: 128}
 PARTS = {(64, 2): 2, (128, 2): 2}
 # Programs that entries are split for, by the rows of a tile: as many as run at once, or twice that.
 PROGRAMS = {FEW: 4 * MULTIPROCESSORS, 32: 2 * MULTIPROCESSORS, 64: MULTIPROCESSORS, 128: MULTIPROCESSORS // 2}
+# Rows and entries of a block of the kernel for Hopper, warps of its first warpgroup, and blocks on their way or in use:
+# beside the queries they fill shared memory. Widths of latents that it takes.
+HOPPER, HOPPER_WIDTHS = Tile(64, 32, 4, 4), (128, 256, 512)
+# Its programs: one fills a multiprocessor. A few fewer than those, so that powers of 2 of requests need no second round.
+HOPPER_PROGRAMS = 128
+# Least columns of a program: those of one step of a product.
+LEAST_WIDTH = 16
 # Widest latent: a program has the outputs of its rows in registers; in float32 there are no tensor cores.
 WIDEST, FLOAT32_WIDTH = 512, 128
 
@@ -43,7 +66,10 @@ def attend_latent(
     R, longest = requests.tables.shape
     most = HEADS.get(compute_capability(), HEADS[90])
     most = most if query.dtype.itemsize == 2 else min(most, FEW)
-    groups = next(k for k in range(1, N + 1) if N % k == 0 and N // k <= most)
+    groups = groups_of(N, most)
+    hopper = takes_hopper(query, query_rope, cache, N // groups_of(N, HOPPER.rows))
+    if hopper:
+        groups = groups_of(N, HOPPER.rows)
     keys = interval_of(MaskInfo(causal=True, window=window_of(sliding_window)), np.zeros(1, np.int32))
     base = Paged(
         M=M,
@@ -82,13 +108,89 @@ def attend_latent(
         BLOCK_R=min(power_of_two(R), REQUESTS),
     )
     few, many = tiles(N // groups, most, longest * C, C, query.dtype.itemsize)
+    if hopper:
+        few = many = HOPPER
     arrays = query, query_rope, cache, requests.cuts, requests.lens, requests.starts, requests.tables
     rope, out = max(16, power_of_two(width - H)), None
-    for o, tile in instances(base, few, many, PROGRAMS[few.rows], M):
+    for o, tile in instances(base, few, many, HOPPER_PROGRAMS if hopper else PROGRAMS[few.rows], M):
+        if hopper:
+            out = on_hopper(o, tile, query, query_rope, cache, requests, out)
+            continue
         parts = PARTS.get((o.BLOCK_M, query.dtype.itemsize), 1)
+        parts = min(parts, o.BLOCK_H // LEAST_WIDTH)
         out = launch(latent_kernel, o, tile, arrays, requests, out, parts, BLOCK_ROPE=rope, PARTS=parts)
     assert out is not None
     return out
+
+
+def groups_of(heads: int, most: int) -> int:
+    """Returns the least number of groups of the heads of which a tile has at most so many."""
+    return next(k for k in range(1, heads + 1) if heads % k == 0 and heads // k <= most)
+
+
+def takes_hopper(query: jax.Array, query_rope: jax.Array, cache: jax.Array, heads: int) -> bool:
+    """Returns whether the kernel for Hopper takes a call with so many heads of a query in a tile: from half of its rows on, and
+    latents that two warpgroups share. TMA needs rows that are multiples of 16 bytes, and copies parts of pages."""
+    slots, H, rope = cache.shape[1], query.shape[2], query_rope.shape[2]
+    return (
+        compute_capability() == 90
+        and query.dtype.itemsize == 2
+        and 2 * heads > HOPPER.rows
+        and H in HOPPER_WIDTHS
+        and rope % 8 == 0
+        and 0 < rope <= PANEL
+        and takes_pages(slots, HOPPER.keys)
+    )
+
+
+def on_hopper(
+    o: Paged,
+    tile: Tile,
+    query: jax.Array,
+    query_rope: jax.Array,
+    cache: jax.Array,
+    requests: Requests,
+    before: jax.Array | None,
+) -> jax.Array:
+    """Returns the output of an instance by the kernel for Hopper, in that of the one before it if there is one."""
+    pieces = most_tiles(o) + o.PIECES
+    listed = jax.ShapeDtypeStruct((pieces + o.FILLS, 8), jnp.int32)
+    lengths = requests.cuts, requests.lens, requests.starts
+    out = jax.ShapeDtypeStruct(query.shape, query.dtype)
+    named: dict[str, Any] = {} if before is None else {"out_ptr": None}
+    items, out = triton_launch(
+        list_kernel,
+        *lengths,
+        before,
+        out_shape=(listed, out),
+        grid=((pieces + o.FILLS) * o.K,),
+        num_warps=4,
+        input_output_aliases={} if before is None else {sum(x is not None for x in lengths): 1},
+        O=o,
+        **named,
+    )
+    pages, slots, width = cache.shape
+    operands = (
+        tensor_descriptor(query, (o.M * o.N, o.H), (tile.rows, o.H), SWIZZLED.value),
+        tensor_descriptor(query_rope, (o.M * o.N, width - o.H), (tile.rows, PANEL), SWIZZLED.value),
+        tensor_descriptor(cache, (pages, slots, 1, width), (1, min(slots, o.BLOCK_K), 1, PANEL), BLOCK.value),
+        items,
+        requests.tables,
+        out,
+    )
+    part, lse, out = triton_launch(
+        warp_specialized_latent_kernel,
+        *operands,
+        out_shape=(*rooms_of(o), out),
+        grid=(pieces * o.K,),
+        num_warps=tile.num_warps,
+        input_output_aliases={sum(x is not None for x in operands) - 1: 2},
+        O=o,
+        STAGES=tile.num_stages,
+        CONSUMER_REGISTERS=208,
+        PRODUCER_REGISTERS=40,
+    )
+    return merged(o, requests, out, part, lse)
 
 
 def tiles(heads: int, most: int, entries: int, slots: int, itemsize: int) -> tuple[Tile, Tile]:

@@ -161,3 +161,17 @@ def plan(cuts_ptr, lens_ptr, starts_ptr, index, BY_TILE: tl.constexpr, O: tl.con
     if BY_TILE:
         counted = listed
     return request, begins, place, split, counted
+
+
+@triton.jit
+def piece_of(cuts_ptr, lens_ptr, starts_ptr, request, place, split, O: tl.constexpr):
+    """Returns what a piece of a tile is, of `split`, by its place among those of its request: (its first row, rows times
+    heads, position of the first query, first key, one past the last key, first block of keys, one past the last)."""
+    begin, count, key, keys, position = request_of(cuts_ptr, lens_ptr, starts_ptr, request, O)
+    first, piece = first_of(place // split, count, O), place % split
+    tokens = tl.minimum(count - first, O.QUERIES)
+    block, end = blocks_of(position, position + count - 1, key, keys, O)
+    each = (end - block + split - 1) // split
+    low, high = blocks_of(position + first, position + first + tokens - 1, key, keys, O)
+    low, high = tl.maximum(low, block + piece * each), tl.minimum(high, block + (piece + 1) * each)
+    return begin + first, tokens * (O.N // O.K), position + first, key, keys, low, high

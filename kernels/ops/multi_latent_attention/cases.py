@@ -136,6 +136,7 @@ PAGED_CASES = (
         (300, 3, 0, 40, 9),
         (7, 3, 0, 1, 9),
         {"sliding_window": 150, "logits_soft_cap": 1.5},
+        "code",
         pages=70, C=6, N=2, R=6, Hr=2, rest=3,
     ),
     Case(

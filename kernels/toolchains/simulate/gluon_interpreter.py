@@ -69,7 +69,7 @@ class _Words(types.SimpleNamespace):
 
 
 def _where(condition: Any, x: Any, y: Any) -> Any:
-    dtype = np.result_type(*(v if isinstance(v, np.ndarray) else type(v) for v in (x, y)))
+    dtype = np.result_type(x, y)  # a Python number takes the dtype of the other
     python = not any(isinstance(v, np.ndarray) for v in (x, y))
     if python:
         dtype = {"i": np.int32, "f": np.float32, "b": np.bool_}[np.dtype(dtype).kind]

@@ -1,0 +1,84 @@
+"""Latent attention over pages on Hopper, interpreted: blocks of entries that two warpgroups share. tests/gpu runs its cases."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grid import FLOOR, error
+from hopper import interpreted
+
+from kernels.engines.attention import triton_paged_calls as calls
+from kernels.engines.attention import triton_paged_latent_calls as latents
+from kernels.ops.multi_latent_attention import paged_op
+from kernels.toolchains.simulate import ahead_of_time as checks
+
+BF16 = FLOOR["bfloat16"]
+
+
+def batch(counts, lens, N, R, Hr, C, rest=0, seed=0):
+    """Returns a ragged batch: slots without an entry are NaN, and unused numbers of pages point nowhere."""
+    rng = np.random.default_rng(seed)
+    each = -(-max(lens) // C) + 1
+    pages = len(lens) * each
+    tables = rng.permutation(pages).reshape(len(lens), each).astype(np.int32)
+    cache = np.full((pages, C, R + Hr), np.nan, np.float32)
+    for table, n in zip(tables, lens, strict=True):
+        at = np.arange(n)
+        cache[table[at // C], at % C] = rng.standard_normal((n, R + Hr))
+        table[-(-n // C) :] = 2**31 - 1
+    M = sum(counts) + rest
+    floats = {"query": rng.standard_normal((M, N, R)), "query_rope": rng.standard_normal((M, N, Hr)), "kv_cache": cache}
+    integers = {"kv_lens": lens, "block_tables": tables, "query_start_loc": np.cumsum([0, *counts])}
+    return {n: jnp.asarray(x, jnp.bfloat16) for n, x in floats.items()} | {
+        n: jnp.asarray(x, jnp.int32) for n, x in integers.items()
+    }
+
+
+# Counts, lengths, heads, widths of latents and of rotary keys, slots of a page, rows of no request, options.
+CALLS = {
+    "decode": ((1, 1, 1), (300, 32, 1), 64, 128, 64, 64, 0, {}),
+    "two_groups": ((1, 1), (130, 77), 128, 128, 64, 16, 0, {}),
+    "mixed": ((3, 1, 0, 2), (90, 40, 5, 2), 48, 256, 24, 32, 2, {"sliding_window": 50}),
+    "several_tokens": ((2, 2), (65, 200), 40, 128, 8, 8, 0, {"logits_soft_cap": 1.5}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_numbers(call, monkeypatch):
+    *sizes, options = CALLS[call]
+    a = batch(*sizes)
+    monkeypatch.setattr(calls, "LEAST_KEYS", 64)
+    run = functools.partial(paged_op, softmax_scale=0.1, **options)
+    with interpreted(monkeypatch, paged_op, latents):
+        got = np.asarray(run(**a, platform="triton"))
+    exact = {n: jnp.nan_to_num(x.astype(jnp.float32)) if x.dtype == jnp.bfloat16 else x for n, x in a.items()}
+    clean = a | {"kv_cache": jnp.nan_to_num(a["kv_cache"])}
+    wanted, rounded = (run(**x, platform="xla") for x in (exact, clean))
+    assert error(got, wanted) <= 2 * error(rounded, wanted) + BF16
+    assert not got[sum(sizes[0]) :].any()
+
+
+@pytest.mark.parametrize(
+    ("heads", "page"),
+    [(128, 64), *(pytest.param(h, p, marks=pytest.mark.slow) for h, p in ((64, 16), (128, 16), (64, 128)))],
+)
+def test_a_decode_step_of_deepseek(heads, page):
+    """Products are not serialised, few registers are spilled, and blocks fit into shared memory."""
+    shape, B, S = jax.ShapeDtypeStruct, 64, 8192
+    arrays = [shape((B, heads, 512), jnp.bfloat16), shape((B, heads, 64), jnp.bfloat16)]
+    arrays += [shape((B * S // page, page, 576), jnp.bfloat16)]
+    arrays += [shape(s, jnp.int32) for s in ((B,), (B, S // page), (B + 1,))]
+    report = checks.export_cuda(lambda *a: paged_op(*a, softmax_scale=0.1), *arrays)
+    listed, attend, merge = report.kernels
+    assert (listed.name, attend.name, merge.name) == (
+        "list_kernel",
+        "warp_specialized_latent_kernel",
+        "paged_merge_kernel",
+    )
+    assert listed.resources["spill_stores"] == merge.resources["spill_stores"] == 0
+    assert attend.resources["spill_stores"] <= 64 and not attend.resources["serialized"]
+    assert attend.shared_memory_bytes <= 227 * 1024
+    assert len(re.findall(r"wgmma\.mma_async\S*m64n256k16", attend.ptx)) == 2 * 2
