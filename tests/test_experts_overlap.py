@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 from test_moe_model import STYLES, batch_of, state_of
 
-from ejdist.experts.section import ExpertsSection
 from ejdist.mesh import make_mesh
 from ejdist.models.decoder import loss
 from ejdist.models.model import StepContext
 from ejdist.operations import bind_ops
-from ejdist.sections import validate
 
 ROWS, DEVICES = 3, 4  # rows of a device: the halves are not equal
 

@@ -24,7 +24,8 @@ class ExpertsSection:
     # device); auto logs its choice and why.
     dispatch: str = operational("auto")
     buffer: float = operational(1.25)  # rows that a pass can hold, as a multiple of the balanced load
-    chunks: int = operational(1)  # parts of a pass; one is sent while another is multiplied
+    # Parts of a pass; one is sent while another is multiplied. null: by the expected time; the log says why.
+    chunks: int | None = operational(1)
     # What runs beside an exchange: none, or halves, where two halves of the batch go through the layers side by side, and one
     # is sent while the other attends and multiplies.
     overlap: str = operational(NONE)
@@ -56,12 +57,12 @@ class ExpertsSection:
             raise ValueError(f"experts.overlap = {self.overlap!r} is unknown; use one of {', '.join(OVERLAPS)}")
         if self.overlap != NONE and self.capacity is not None:
             raise ValueError(
-                f"experts.capacity = {self.capacity} is of the tokens of the whole batch, and experts.overlap = {self.overlap!r} "
-                f"sends one half before the other has chosen its experts: leave out one of the two"
+                f"experts.overlap = {self.overlap!r} sends one half of a batch before the other has chosen its experts, and "
+                f"experts.capacity = {self.capacity} is of the choices of both: leave out one of the two"
             )
         if self.max_ranks is not None and self.max_ranks < 1:
             raise ValueError(f"experts.max_ranks must be at least 1, or null for any, got {self.max_ranks}")
-        if not 1 <= self.chunks <= MOST_CHUNKS:
+        if self.chunks is not None and not 1 <= self.chunks <= MOST_CHUNKS:
             raise ValueError(
                 f"experts.chunks must be at least 1 and at most {MOST_CHUNKS} (each is compiled on its own), got {self.chunks}"
             )

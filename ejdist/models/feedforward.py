@@ -247,6 +247,7 @@ class Experts(Part):
             "experts/dropped": Metric(stats.dropped, "sum", each=True),
             "experts/counts": Metric(stats.counts, "sum", each=True),
             "experts/rank_counts": Metric(stats.rank_counts, "sum", each=True),
+            "experts/host_counts": Metric(stats.host_counts, "sum", each=True),
         }
         if m.balance_loss or m.z_loss:
             loss = m.balance_loss * stats.balance_loss + m.z_loss * stats.z_loss
@@ -269,6 +270,8 @@ class Experts(Part):
         return {
             "experts/max_violation": max_violation(counts),
             "experts/dead_experts": dead_experts(counts),
+            "experts/rank_violation": max_violation(numbers["experts/rank_counts"]),
+            "experts/host_violation": max_violation(numbers["experts/host_counts"]),
             "experts/dropped_fraction": dropped.astype(jnp.float32) / chosen,
         }
 

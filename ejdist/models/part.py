@@ -80,8 +80,8 @@ class Part:
     def apply_each(
         self, xs: list[jax.Array], params: list[dict[str, jax.Array]], ctxs: list[LayerContext]
     ) -> tuple[list[jax.Array], Metrics]:
-        """Returns (`apply` of each part of a batch, metrics of all of it). Metrics are those of microbatches, unless a part that
-        sees its tokens together says otherwise."""
+        """Returns (`apply` of each half of a batch, or of all of it; metrics of both together). They are added up as those of
+        two microbatches; a part of which that is not the metric of the batch says what is."""
         made = [self.apply(x, own, ctx) for x, own, ctx in zip(xs, params, ctxs, strict=True)]
         of_all = made[0][1]
         for _, metrics in made[1:]:

@@ -12,6 +12,7 @@ import numpy as np
 
 import kernels
 from ejdist.cluster.hosts import check_limit
+from ejdist.experts.halves import NONE
 from ejdist.experts.section import ExpertsSection
 from ejdist.layout import ACTIVATIONS, PARAMETERS, replicated, set_layout, sharding
 from ejdist.mesh import BATCH_AXES, SEQUENCE_AXES, TP, MeshSection
@@ -204,11 +205,16 @@ class Program:
     @property
     def groups(self) -> int:
         """How many groups of devices share the rows of a batch."""
-        return math.prod(self.mesh.shape.get(axis, 1) for axis in BATCH_AXES)
+        return groups_of(self.mesh)
 
     def lower(self) -> Any:
         """Returns the step lowered for the shapes of its arguments."""
         return self.step.lower(self.state, self.batch, *(() if self.limits is None else (self.limits,)))
+
+
+def groups_of(mesh: Any) -> int:
+    """Returns how many groups of devices share the rows of a batch; the mesh may be abstract."""
+    return math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
 
 
 def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
@@ -226,6 +232,13 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     order.check(length)
     part = (rows // s.accumulation, length)
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
+    groups = groups_of(mesh)
+    if s.experts.overlap != NONE and (each := rows // s.accumulation // groups) < 2:
+        raise ValueError(
+            f"experts.overlap = {s.experts.overlap!r} halves the rows of a device, which has {each} of a microbatch "
+            f"(data.global_batch = {rows}, accumulation = {s.accumulation}, {groups} groups of devices): give at least two, or "
+            f"experts.overlap={NONE}"
+        )
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
         over = tuple((a, n) for a in SEQUENCE_AXES if (n := mesh.shape.get(a, 1)) > 1)
