@@ -55,7 +55,9 @@ def test_chunks_are_as_many_as_pay_for_themselves():
     assert chunks_of(0.0, ranks=1) == (1, "1 chunk: nothing is sent")
     for unknown in (chunks_of(1e-2, kind="cpu"), chunks_of(None)):
         assert unknown[0] == 1 and "not known" in unknown[1]
-    counts = [chunks_of(seconds, rows)[0] for seconds, rows in ((1e-5, 4096), (4e-3, 4096), (20e-3, 20_000), (1, 10**6))]
+    counts = [
+        chunks_of(seconds, rows)[0] for seconds, rows in ((1e-5, 4096), (4e-3, 4096), (20e-3, 20_000), (1, 10**6))
+    ]
     assert counts == sorted(counts) and counts[0] == 1 and counts[1] > 1 and counts[-1] == MOST_CHOSEN
     count, reason = chunks_of(8e-3, 8192)
     work = 6 * 8192 * 16 * 3 * 768 * 2048 / (PRODUCTS * 989e12)

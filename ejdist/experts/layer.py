@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 import kernels
 from ejdist.experts.cost import limit_of_ranks
+from ejdist.experts.how import DispatchConfig
 from ejdist.experts.metrics import Stats, rank_tokens
 from ejdist.experts.narrow import BF16
-from ejdist.experts.placed import DispatchConfig, apply_experts, expert_sharding
+from ejdist.experts.placed import apply_experts, expert_sharding
 from ejdist.experts.router import route
 from ejdist.experts.rows import Scheme
 from ejdist.layout import Specs, current_layout

@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejdist.experts.choice import choose, choose_chunks
 from ejdist.experts.dispatch import check_buffer, exchange
+from ejdist.experts.how import DispatchConfig, chosen
 from ejdist.experts.local import local
 from ejdist.experts.metrics import Traffic
-from ejdist.experts.narrow import BF16, check_precision
+from ejdist.experts.narrow import check_precision
 from ejdist.experts.schemes import LOCAL, SCHEMES
 from ejdist.layout import (
     Axes,
@@ -38,21 +38,6 @@ from kernels.framework.interpret import interpreting
 
 # W is the D of a weight, which may be sharded over other axes than the D of the tokens; it is gathered when used.
 _DIMS = {"gate": "E W F", "up": "E W F", "down": "E F W", "gate_bias": "E F", "up_bias": "E F", "down_bias": "E W"}
-
-
-@dataclass(frozen=True)
-class DispatchConfig:
-    """How tokens are dispatched to their experts; see `exchange`."""
-
-    scheme: Any = "auto"
-    buffer: float = 1.25
-    chunks: int | None = 1  # None: by the expected time
-    capacity: float | None = None
-    precision: str = BF16
-    max_ranks: int | None = None
-
-    def options(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True)
@@ -285,67 +270,19 @@ def apply_experts(
     """
     _check(how, weights.shape[-1], place.alike)
     if place.mesh is None:
-        how = _chosen(how, place, x.shape[0] * x.shape[1], num_experts, weights.shape[-1], x, params, on_choice)
+        how = chosen(how, place, x.shape[0] * x.shape[1], num_experts, weights.shape[-1], x, params, on_choice)
         return _flat(x, experts, weights, dict(params), apply, num_experts, place.axis, how)
     mesh, axes = place.mesh, place.axes
     split = [a for d, size in zip("BT", x.shape[:2], strict=True) if size > 1 for a in axes[d]]
     tokens = x.shape[0] * x.shape[1] // math.prod(mesh.shape[a] for a in split)
     if place.alike:
         how = replace(how, scheme=LOCAL)
-    how = _chosen(how, place, tokens, num_experts, weights.shape[-1], x, params, on_choice)
+    how = chosen(how, place, tokens, num_experts, weights.shape[-1], x, params, on_choice)
     key = (mesh, tuple(sorted(axes.items())))
     shapes = tuple(sorted((n, p.shape) for n, p in params.items()))
     chosen_by = (interpreting(), select.state(None))
     program = _compiled(_Program(key, place.alike, apply, num_experts, how, (x.shape, shapes), chosen_by, mesh, axes))
     return program(x, experts, weights, dict(params))
-
-
-def _chosen(
-    how: DispatchConfig,
-    place: ExpertSharding,
-    tokens: int,
-    num_experts: int,
-    top_k: int,
-    x: jax.Array,
-    params: Mapping[str, jax.Array],
-    on_choice: Any,
-) -> DispatchConfig:
-    """Returns how tokens are dispatched, with a scheme and a number of chunks."""
-    if place.ranks == 1 or place.alike:  # nothing is dispatched
-        return replace(how, chunks=how.chunks or 1)
-    if how.scheme != "auto" and how.chunks is not None:
-        return how
-    sizes = tuple(jax.lax.axis_size(a) if place.mesh is None else place.mesh.shape[a] for a in place.axis)
-    kind = _kind_of(place.mesh) if place.mesh is not None else None
-    kind = jax.local_devices()[0].device_kind if kind is None else kind
-    named = isinstance(how.scheme, str)  # of one that is the caller's own the time is not known
-    choice = choose(
-        axis_sizes=sizes, tokens=tokens, top_k=top_k, width=x.shape[2], itemsize=x.dtype.itemsize, buffer=how.buffer,
-        num_experts=num_experts, max_ranks=how.max_ranks, precision=how.precision, device_kind=kind,
-        pinned=how.scheme if named and how.scheme != "auto" else None,
-    )  # fmt: skip
-    told = []
-    if how.scheme == "auto":
-        how = replace(how, scheme=choice.scheme)
-        told.append(choice.reason)
-    if how.chunks is None:
-        # Inside of a `shard_map` they are the device's own.
-        devices = 1 if place.mesh is None else place.ranks * math.prod(place.mesh.shape[a] for a in place.axes["F"])
-        weights = sum(p.size for p in params.values()) / devices
-        rows = tokens * top_k / (num_experts // place.ranks)
-        chunks, reason = choose_chunks(
-            how.scheme, choice.seconds.get(how.scheme) if named else None, ranks=place.ranks, rows=rows, weights=weights,
-            itemsize=x.dtype.itemsize, device_kind=kind,
-        )  # fmt: skip
-        how = replace(how, chunks=chunks)
-        told.append(f"experts.chunks: {reason}")
-    for line in told if on_choice is not None else ():
-        on_choice(line)
-    return how
-
-
-def _kind_of(mesh: Any) -> str | None:
-    return mesh.devices.flat[0].device_kind if isinstance(mesh, jax.sharding.Mesh) else None
 
 
 def _flat(x, experts, weights, params, apply, num_experts, axis, how: DispatchConfig) -> tuple[jax.Array, Traffic]:
