@@ -69,6 +69,15 @@ class ExpertsSection:
         if self.load_every < 0:
             raise ValueError(f"experts.load_every must be 0 or positive, got {self.load_every}")
 
+    def check_rows(self, rows: int, where: str) -> None:
+        """Raises ValueError where a device's rows of a microbatch are too few for `overlap`; where: the keys that they follow
+        from, and their values."""
+        if self.overlap != NONE and rows < 2:
+            raise ValueError(
+                f"experts.overlap = {self.overlap!r} halves the rows of a device, which has {rows} of a microbatch ({where}): "
+                f"give at least two, or experts.overlap={NONE}"
+            )
+
     def table(self, table: Axes) -> Axes:
         """Returns the table of dims to axes, with the experts on this section's axes."""
         return {**table, "E": self.axes}

@@ -12,7 +12,6 @@ import numpy as np
 
 import kernels
 from ejdist.cluster.hosts import check_limit
-from ejdist.experts.halves import NONE
 from ejdist.experts.section import ExpertsSection
 from ejdist.layout import ACTIVATIONS, PARAMETERS, replicated, set_layout, sharding
 from ejdist.mesh import BATCH_AXES, SEQUENCE_AXES, TP, MeshSection
@@ -233,12 +232,8 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     part = (rows // s.accumulation, length)
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
     groups = groups_of(mesh)
-    if s.experts.overlap != NONE and (each := rows // s.accumulation // groups) < 2:
-        raise ValueError(
-            f"experts.overlap = {s.experts.overlap!r} halves the rows of a device, which has {each} of a microbatch "
-            f"(data.global_batch = {rows}, accumulation = {s.accumulation}, {groups} groups of devices): give at least two, or "
-            f"experts.overlap={NONE}"
-        )
+    where = f"data.global_batch = {rows}, accumulation = {s.accumulation}, {groups} groups of devices"
+    s.experts.check_rows(rows // s.accumulation // groups, where)
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
         over = tuple((a, n) for a in SEQUENCE_AXES if (n := mesh.shape.get(a, 1)) > 1)
