@@ -41,8 +41,8 @@ FAULTS = (
     Fault(
         "halves: the second has the ids of the first",
         "BatchContext.halves",
-        "$part[$i]",
-        "$part[0 * $i]",
+        "{$name: $part[$i] for $name, $part in $parts.items()}",
+        "{$name: $part[0 * $i] for $name, $part in $parts.items()}",
         HALVES,
     ),
     Fault(
