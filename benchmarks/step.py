@@ -33,9 +33,10 @@ from benchmarks.measure import provenance
 from benchmarks.options import recorded, split
 from benchmarks.plan import predicted_ms
 from benchmarks.timing import Kernel, has_kernel_times, traced, union
+from ejdist.device_rates import peak_flops
 from ejdist.mesh import make_mesh
 from ejdist.training.data import build as build_data
-from ejdist.training.flops import peak_flops, step_flops
+from ejdist.training.flops import step_flops
 from ejdist.training.placing import local_rows, permuted, place_batch, place_limits
 from ejdist.training.program import Program, make_program
 from launch.train import start_jax

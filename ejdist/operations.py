@@ -15,6 +15,7 @@ from ejdist.embedding import embedding
 from ejdist.experts import FUNCTIONS as EXPERTS
 from ejdist.experts import MODULES as EXPERT_MODULES
 from ejdist.experts import moe
+from ejdist.experts.halves import NONE, halved, joined
 from ejdist.layout import check_dims, constrain, gather
 from ejdist.models.ops import Ops
 from ejdist.order import Order
@@ -84,7 +85,7 @@ def bind_ops(
       platform: backend of every operation; None: the fastest.
       deterministic_attention: bitwise reproducible attention, see `flash_attention`.
       experts: how experts are sharded and tokens dispatched: axes, dispatch, buffer, chunks, capacity, exchange and max_ranks,
-        as for `moe`.
+        as for `moe`; and overlap, "none" or "halves", see `ejdist.experts.halves`.
       on_choice: called with a line for each choice, with its reason, when the program is traced.
       told: deprecated name of `on_choice`.
     """
@@ -110,6 +111,8 @@ def bind_ops(
             n: options[n] for n in ("dispatch", "buffer", "chunks", "capacity", "exchange", "max_ranks") if n in options
         },
     }
+    functions["halved"] = functools.partial(halved, mesh=mesh, overlap=options.get("overlap", NONE))
+    functions["joined"] = functools.partial(joined, mesh=mesh)
     functions["moe"] = functools.partial(moe, stored_weights=True, on_choice=on_choice, **on, **where)
 
     def place(move: Callable[..., jax.Array], x: jax.Array, dims: str) -> jax.Array:

@@ -200,6 +200,7 @@ _MEANT = {
     "model.mamba2.conv_width": "mamba_d_conv d_conv",
     "experts.capacity": "capacity_factor moe_capacity_factor moe_expert_capacity_factor expert_capacity",
     "experts.dispatch": "moe_token_dispatcher_type dispatcher all_to_all expert_dispatch",
+    "experts.overlap": "overlap_moe_expert_parallel_comm enable_two_batch_overlap dual_pipe combined_1f1b",
     "z_loss": "z_loss_multiplier zloss z_loss_weight",
     "platform": "backend kernel kernel_backend",
     "deterministic_attention": "deterministic deterministic_mode full_determinism",
@@ -335,6 +336,7 @@ _NAMES_OF_ITS_OWN = (
     "cluster",
     "sequence.scheme",
     "experts.dispatch",
+    "experts.overlap",
 )
 
 

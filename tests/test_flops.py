@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejdist.device_rates import peak_flops
 from ejdist.models.decoder import DecoderConfig, declare, flops, loss
 from ejdist.models.parameters import num_parameters, shapes
 from ejdist.operations import bind_ops
-from ejdist.training.flops import matmul_flops_per_token, peak_flops, step_flops, visible_pairs
+from ejdist.training.flops import matmul_flops_per_token, step_flops, visible_pairs
 from kernels.engines.attention.masks import MaskInfo, window_of
 
 LLAMA_8B = DecoderConfig(128256, 32, 4096, 32, 8, 128, 14336, tie_embeddings=False)

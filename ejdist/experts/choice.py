@@ -24,6 +24,7 @@ from typing import Any
 import jax
 
 from ejdist.costs import ALL_GATHER, ALL_TO_ALL, PERMUTE, PERMUTE_BOTH, RAGGED_ALL_TO_ALL, Traffic
+from ejdist.device_rates import memory_rate, peak_flops
 from ejdist.experts.cost import ExchangeShape, arriving_of, cost_of
 from ejdist.experts.narrow import BF16
 from ejdist.experts.schemes import LOCAL, SCHEMES
@@ -147,6 +148,43 @@ def choose(
     why = "pinned" if pinned else "chosen"
     return Choice(best, f"{best} ({why}): {times}, over {over} of {kind} ({links_of(kind).source})", seconds)
 
+
+# Of its peak, what a device does in the products of experts; the most chunks that are chosen: more hide little more, and each
+# is compiled by itself.
+PRODUCTS, MOST_CHOSEN = 0.6, 8
+
+
+def choose_chunks(
+    scheme: Any, seconds: float | None, *, ranks: int, rows: float, weights: float, itemsize: int, device_kind: str
+) -> tuple[int, str]:
+    """Returns in how many chunks a pass is sent and multiplied, and why: the number of which the least time is expected.
+
+    With c chunks one is sent while another is multiplied: of the shorter of the two all but 1 / c is hidden. Each chunk
+    more reads the experts' matrices again and adds to their gradients, and sends messages of its own.
+
+    Args:
+      seconds: of what the scheme sends, as in `Choice`; None where it is not known.
+      rows: of a layer and microbatch, for each expert of a device. weights: numbers of the experts' matrices on it.
+      itemsize: bytes of a number.
+    """
+    peak = peak_flops(device_kind)
+    if ranks == 1:
+        return 1, "1 chunk: nothing is sent"
+    if peak is None or seconds is None:
+        return 1, f"1 chunk: it is not known how long {device_kind} multiplies, or {scheme} sends"
+    work = 6 * rows * weights / (PRODUCTS * peak)  # a forward, and a backward of twice as many products
+    # A forward and a backward read the matrices; the gradient is written, read and added in float32.
+    more = weights * (2 * itemsize + 4 * 4) / memory_rate(device_kind)
+    more += _MESSAGES * (ranks - 1) * links_of(device_kind).latency
+    times = [max(seconds, work) + min(seconds, work) / c + (c - 1) * more for c in range(1, MOST_CHOSEN + 1)]
+    count = times.index(min(times)) + 1
+    chunks = f"{count} chunk{'s' if count > 1 else ''}"
+    one = "" if count == 1 else f", {times[0] * 1e3:.3g} ms as one"
+    both = f"sending {seconds * 1e3:.3g} ms and products {work * 1e3:.3g} ms"
+    return count, f"{chunks} (chosen): {both} take {times[count - 1] * 1e3:.3g} ms per layer and step{one}"
+
+
+_MESSAGES = 8  # collectives of a chunk, forward and backward: rows, and the numbers beside them
 
 # Axis names in the cost model: between hosts, between the devices of a host, and all at once.
 _HOSTS, _DEVICES, _ALL = "hosts", "devices", "all"

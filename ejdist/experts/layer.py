@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 import kernels
 from ejdist.experts.cost import limit_of_ranks
+from ejdist.experts.how import DispatchConfig
 from ejdist.experts.metrics import Stats, rank_tokens
 from ejdist.experts.narrow import BF16
-from ejdist.experts.placed import DispatchConfig, apply_experts, expert_sharding
+from ejdist.experts.placed import apply_experts, expert_sharding
 from ejdist.experts.router import route
 from ejdist.experts.rows import Scheme
 from ejdist.layout import Specs, current_layout
@@ -171,7 +172,7 @@ def moe(
     axis: str | tuple[str, ...] | None = None,
     dispatch: str | Scheme = "auto",
     buffer: float = 1.25,
-    chunks: int = 1,
+    chunks: int | None = 1,
     capacity: float | None = None,
     exchange: str = BF16,
     max_ranks: int | None = None,
@@ -205,7 +206,7 @@ def moe(
         are local and `gate` and the others hold an equal part of E. If all ranks have the same tokens, as with a batch of one,
         only partial sums are communicated.
       dispatch, buffer, chunks, capacity: how tokens are dispatched, see `ejdist.experts.exchange`. "auto" takes the scheme that
-        is expected to be fastest. Without `capacity` nothing is dropped.
+        is expected to be fastest, and chunks=None the number of them. Without `capacity` nothing is dropped.
       exchange: the numbers in which rows travel, its `precision`: "bf16" (the dtype of x), "fp8", "fp8_tokens" or "fp8_both".
       max_ranks: the router chooses experts of so many ranks at most, for each token those whose best experts are best; so on
         another mesh it chooses others, and on one of no more ranks it chooses freely. None: of any.

@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejdist.experts.choice import choose
 from ejdist.experts.dispatch import check_buffer, exchange
+from ejdist.experts.how import DispatchConfig, chosen
 from ejdist.experts.local import local
 from ejdist.experts.metrics import Traffic
-from ejdist.experts.narrow import BF16, check_precision
+from ejdist.experts.narrow import check_precision
 from ejdist.experts.schemes import LOCAL, SCHEMES
 from ejdist.layout import (
     Axes,
@@ -38,21 +38,6 @@ from kernels.framework.interpret import interpreting
 
 # W is the D of a weight, which may be sharded over other axes than the D of the tokens; it is gathered when used.
 _DIMS = {"gate": "E W F", "up": "E W F", "down": "E F W", "gate_bias": "E F", "up_bias": "E F", "down_bias": "E W"}
-
-
-@dataclass(frozen=True)
-class DispatchConfig:
-    """How tokens are dispatched to their experts; see `exchange`."""
-
-    scheme: Any = "auto"
-    buffer: float = 1.25
-    chunks: int = 1
-    capacity: float | None = None
-    precision: str = BF16
-    max_ranks: int | None = None
-
-    def options(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True)
@@ -261,7 +246,7 @@ def _check(how: DispatchConfig, top_k: int, alike: bool) -> None:
     if isinstance(how.scheme, str) and how.scheme not in ("auto", *SCHEMES):
         raise _refuse("dispatch", f"= {how.scheme!r} is unknown; use 'auto', one of {', '.join(SCHEMES)}, or a Scheme")
     check_precision("moe: argument 'exchange'", how.precision)
-    check_buffer(how.buffer, how.chunks, how.capacity, top_k)
+    check_buffer(how.buffer, 1 if how.chunks is None else how.chunks, how.capacity, top_k)
 
 
 def apply_experts(
@@ -285,39 +270,19 @@ def apply_experts(
     """
     _check(how, weights.shape[-1], place.alike)
     if place.mesh is None:
-        how = _chosen(how, place, x.shape[0] * x.shape[1], num_experts, weights.shape[-1], x, on_choice)
+        how = chosen(how, place, x.shape[0] * x.shape[1], num_experts, weights.shape[-1], x, params, on_choice)
         return _flat(x, experts, weights, dict(params), apply, num_experts, place.axis, how)
     mesh, axes = place.mesh, place.axes
     split = [a for d, size in zip("BT", x.shape[:2], strict=True) if size > 1 for a in axes[d]]
     tokens = x.shape[0] * x.shape[1] // math.prod(mesh.shape[a] for a in split)
     if place.alike:
         how = replace(how, scheme=LOCAL)
-    how = _chosen(how, place, tokens, num_experts, weights.shape[-1], x, on_choice)
+    how = chosen(how, place, tokens, num_experts, weights.shape[-1], x, params, on_choice)
     key = (mesh, tuple(sorted(axes.items())))
     shapes = tuple(sorted((n, p.shape) for n, p in params.items()))
     chosen_by = (interpreting(), select.state(None))
     program = _compiled(_Program(key, place.alike, apply, num_experts, how, (x.shape, shapes), chosen_by, mesh, axes))
     return program(x, experts, weights, dict(params))
-
-
-def _chosen(
-    how: DispatchConfig, place: ExpertSharding, tokens: int, num_experts: int, top_k: int, x: jax.Array, on_choice: Any
-) -> DispatchConfig:
-    if how.scheme != "auto" or place.ranks == 1:
-        return how
-    sizes = tuple(jax.lax.axis_size(a) if place.mesh is None else place.mesh.shape[a] for a in place.axis)
-    kind = None if place.mesh is None else _kind_of(place.mesh)
-    choice = choose(
-        axis_sizes=sizes, tokens=tokens, top_k=top_k, width=x.shape[2], itemsize=x.dtype.itemsize, buffer=how.buffer,
-        num_experts=num_experts, max_ranks=how.max_ranks, precision=how.precision, device_kind=kind,
-    )  # fmt: skip
-    if on_choice is not None:
-        on_choice(choice.reason)
-    return replace(how, scheme=choice.scheme)
-
-
-def _kind_of(mesh: Any) -> str | None:
-    return mesh.devices.flat[0].device_kind if isinstance(mesh, jax.sharding.Mesh) else None
 
 
 def _flat(x, experts, weights, params, apply, num_experts, axis, how: DispatchConfig) -> tuple[jax.Array, Traffic]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ejdist.experts.halves import NONE, OVERLAPS
 from ejdist.experts.narrow import BF16, check_precision
 from ejdist.experts.rows import MOST_CHUNKS
 from ejdist.experts.schemes import SCHEMES
@@ -23,7 +24,11 @@ class ExpertsSection:
     # device); auto logs its choice and why.
     dispatch: str = operational("auto")
     buffer: float = operational(1.25)  # rows that a pass can hold, as a multiple of the balanced load
-    chunks: int = operational(1)  # parts of a pass; one is sent while another is multiplied
+    # Parts of a pass; one is sent while another is multiplied. null: by the expected time; the log says why.
+    chunks: int | None = operational(1)
+    # What runs beside an exchange: none, or halves, where two halves of the batch go through the layers side by side, and one
+    # is sent while the other attends and multiplies.
+    overlap: str = operational(NONE)
     # Most devices along these axes that the experts of a token are on; on another mesh the router chooses others. null: any.
     max_ranks: int | None = None
     # What travels in 8 bits: bf16, nothing, all in its own dtype; fp8, tokens and the experts' results in the forward;
@@ -48,14 +53,30 @@ class ExpertsSection:
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"experts.{key} must be a number above 0, got {value}")
         check_precision("experts.exchange", self.exchange)
+        if self.overlap not in OVERLAPS:
+            raise ValueError(f"experts.overlap = {self.overlap!r} is unknown; use one of {', '.join(OVERLAPS)}")
+        if self.overlap != NONE and self.capacity is not None:
+            raise ValueError(
+                f"experts.overlap = {self.overlap!r} sends one half of a batch before the other has chosen its experts, and "
+                f"experts.capacity = {self.capacity} is of the choices of both: leave out one of the two"
+            )
         if self.max_ranks is not None and self.max_ranks < 1:
             raise ValueError(f"experts.max_ranks must be at least 1, or null for any, got {self.max_ranks}")
-        if not 1 <= self.chunks <= MOST_CHUNKS:
+        if self.chunks is not None and not 1 <= self.chunks <= MOST_CHUNKS:
             raise ValueError(
                 f"experts.chunks must be at least 1 and at most {MOST_CHUNKS} (each is compiled on its own), got {self.chunks}"
             )
         if self.load_every < 0:
             raise ValueError(f"experts.load_every must be 0 or positive, got {self.load_every}")
+
+    def check_rows(self, rows: int, where: str) -> None:
+        """Raises ValueError where a device's rows of a microbatch are too few for `overlap`; where: the keys that they follow
+        from, and their values."""
+        if self.overlap != NONE and rows < 2:
+            raise ValueError(
+                f"experts.overlap = {self.overlap!r} halves the rows of a device, which has {rows} of a microbatch ({where}): "
+                f"give at least two, or experts.overlap={NONE}"
+            )
 
     def table(self, table: Axes) -> Axes:
         """Returns the table of dims to axes, with the experts on this section's axes."""

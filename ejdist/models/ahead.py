@@ -106,7 +106,7 @@ def loss(
     x = joined(embedded, EMBEDDING, OF_EMBEDDING) + joined(hidden, HIDDEN, OF_HIDDEN)
     of_layer = {name: weights[name] for name in declare_layers(one)}
     mine = {name: ctx.buffers[f"{AHEAD}_{name}"] for name in declare_buffers(one)}
-    x, metrics = run_layers(ctx.ops.constrain(x, "B T D"), of_layer, mine, one, context, range(1))
+    (x,), metrics = run_layers([ctx.ops.constrain(x, "B T D")], of_layer, mine, one, [context], range(1))
     sums = ctx.ops.fused_loss_sums(normed(x, FINAL), projection, targets, z_loss=0.0, logits_soft_cap=c.logits_soft_cap)
     # Its layer's losses balance experts, and weigh what those of other layers do.
     losses = {name: m for name, m in metrics.items() if m.how == "loss"}

@@ -136,7 +136,10 @@ def embed(params: dict, ctx: BatchContext, c: DecoderShape) -> jax.Array:
 
 def layers(params: dict, x: jax.Array, ctx: BatchContext, which: range, c: DecoderShape) -> tuple[jax.Array, Metrics]:
     """Returns (x after a range of layers, their metrics); see `run_layers`."""
-    return run_layers(x, params, ctx.buffers, c, layer_context(ctx, c), which)
+    halves = ctx.halves()
+    xs = ctx.ops.halved(x) if len(halves) > 1 else [x]
+    xs, metrics = run_layers(xs, params, ctx.buffers, c, [layer_context(half, c) for half in halves], which)
+    return ctx.ops.joined(xs), metrics
 
 
 def layer_context(ctx: BatchContext, c: DecoderShape) -> partial[LayerContext]:
@@ -149,6 +152,7 @@ def layer_context(ctx: BatchContext, c: DecoderShape) -> partial[LayerContext]:
         tokens=ctx.tokens,
         step=ctx.step,
         microbatch=ctx.microbatch,
+        half=ctx.half,
     )
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ejdist.costs import Traffic
 from ejdist.experts.cost import ExchangeShape, cost_of, memory_of
+from ejdist.experts.halves import of_all
 from ejdist.experts.losses import update_bias
 from ejdist.experts.metrics import Stats, dead_experts, max_violation
 from ejdist.frozen import Frozen
@@ -177,6 +178,19 @@ class Experts(Part):
         return buffers
 
     def apply(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Metrics]:
+        (x,), metrics = self.apply_each([x], [params], [ctx])
+        return x, metrics
+
+    def apply_each(
+        self, xs: list[jax.Array], params: list[dict[str, jax.Array]], ctxs: list[LayerContext]
+    ) -> tuple[list[jax.Array], Metrics]:
+        """The losses and statistics of several parts of a batch are those of its tokens together."""
+        made = [self._mixed(x, own, ctx) for x, own, ctx in zip(xs, params, ctxs, strict=True)]
+        load = ctxs[0].buffers.get("load")
+        stats = of_all([stats for _, stats in made], ctxs[0].config.experts.balance, load)
+        return [x for x, _ in made], self._metrics(stats, ctxs)
+
+    def _mixed(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Stats]:
         c, ops, m = ctx.config, ctx.ops, ctx.config.experts
         whole = {
             n: ops.gather(params[n], d.dims)
@@ -186,7 +200,7 @@ class Experts(Part):
         key = None
         if m.jitter:
             key = jax.random.key(0)
-            for number in (ctx.step, ctx.microbatch, ctx.layer):
+            for number in (ctx.step, ctx.microbatch, ctx.layer, *([ctx.half] if ctx.half else [])):
                 key = jax.random.fold_in(key, number)
         out, stats = ops.moe(
             ops.rms_norm(x, self.norms(params, ctx)["experts_norm"], eps=c.norm_eps),
@@ -216,12 +230,13 @@ class Experts(Part):
             key=key,
             forced_balance=m.forced_balance,
         )
-        return x + out, self._metrics(stats, ctx)
+        return x + out, stats
 
-    def _metrics(self, stats: Stats, ctx: LayerContext) -> Metrics:
-        m = ctx.config.experts
+    def _metrics(self, stats: Stats, ctxs: list[LayerContext]) -> Metrics:
+        c, tokens = ctxs[0].config, sum(ctx.tokens for ctx in ctxs)
+        m = c.experts
         # From sums over tokens without padding to sums over the counted tokens, with the same mean.
-        share = ctx.tokens / jnp.maximum(stats.tokens, 1)
+        share = tokens / jnp.maximum(stats.tokens, 1)
         metrics = {
             "experts/balance_loss": Metric(stats.balance_loss * share, "mean", each=True),
             "experts/z_loss": Metric(stats.z_loss * share, "mean", each=True),
@@ -232,11 +247,12 @@ class Experts(Part):
             "experts/dropped": Metric(stats.dropped, "sum", each=True),
             "experts/counts": Metric(stats.counts, "sum", each=True),
             "experts/rank_counts": Metric(stats.rank_counts, "sum", each=True),
+            "experts/host_counts": Metric(stats.host_counts, "sum", each=True),
         }
         if m.balance_loss or m.z_loss:
             loss = m.balance_loss * stats.balance_loss + m.z_loss * stats.z_loss
             metrics["experts/auxiliary_loss"] = Metric(loss * share, "loss")
-        if self.buffers(ctx.config):
+        if self.buffers(c):
             metrics["counts"] = Metric(stats.counts, "update")
         return metrics
 
@@ -254,6 +270,8 @@ class Experts(Part):
         return {
             "experts/max_violation": max_violation(counts),
             "experts/dead_experts": dead_experts(counts),
+            "experts/rank_violation": max_violation(numbers["experts/rank_counts"]),
+            "experts/host_violation": max_violation(numbers["experts/host_counts"]),
             "experts/dropped_fraction": dropped.astype(jnp.float32) / chosen,
         }
 

@@ -78,6 +78,11 @@ class StepContext(NamedTuple):
     buffers: Any = None  # the model's buffers, constant within a step
 
 
+def _counted(batch: Mapping[str, jax.Array]) -> Any:
+    targets = batch.get("targets")
+    return 0 if targets is None else jnp.sum(targets >= 0)
+
+
 class BatchContext(NamedTuple):
     """What the pieces of a model read besides parameters and activations; nothing in it has a gradient."""
 
@@ -88,6 +93,19 @@ class BatchContext(NamedTuple):
     step: Any  # int32, steps before this one
     microbatch: Any  # int32, index in this step
     buffers: Mapping[str, Any]  # of the layers that run
+    half: int = 0  # which half of a batch this is, where there are two
+
+    def halves(self) -> list[BatchContext]:
+        """Returns the contexts of what goes through the layers side by side: of the batch itself, or of its halves."""
+        parts = {name: self.ops.halved(x) for name, x in self.batch.items()}
+        count = len(next(iter(parts.values())))
+        if count == 1:
+            return [self]
+        batches = [{name: part[i] for name, part in parts.items()} for i in range(count)]
+        return [
+            self._replace(ops=self.ops.of_batch(batch), batch=batch, tokens=_counted(batch), half=i)
+            for i, batch in enumerate(batches)
+        ]
 
     @classmethod
     def of(cls, batch: Mapping[str, jax.Array], ops: Ops, context: StepContext | None, buffers: Any) -> BatchContext:
@@ -104,9 +122,7 @@ class BatchContext(NamedTuple):
                 f"loss: argument 'context' has no buffers of {', '.join(missing)}; give StepContext(buffers=...), initialised "
                 "from `build().buffers`"
             )
-        targets = batch.get("targets")
-        tokens = 0 if targets is None else jnp.sum(targets >= 0)
-        return cls(ops.of_batch(batch), batch, tokens, context.step, context.microbatch, held)
+        return cls(ops.of_batch(batch), batch, _counted(batch), context.step, context.microbatch, held)
 
 
 @dataclass(frozen=True)

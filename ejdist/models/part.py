@@ -32,6 +32,7 @@ class LayerContext:
     step: Any  # int32, steps before this one
     microbatch: Any  # int32, index in this step
     buffers: Mapping[str, jax.Array]  # this part's buffers in this layer
+    half: int = 0  # which half of a batch this is, where two go through the layers side by side
 
 
 class Part:
@@ -75,6 +76,17 @@ class Part:
         """Returns (x [B, T, D] with this part added, metrics). `params` are laid out as stored; matrices are in the compute
         dtype."""
         raise NotImplementedError
+
+    def apply_each(
+        self, xs: list[jax.Array], params: list[dict[str, jax.Array]], ctxs: list[LayerContext]
+    ) -> tuple[list[jax.Array], Metrics]:
+        """Returns (`apply` of each half of a batch, or of all of it; metrics of both together). They are added up as those of
+        two microbatches; a part of which that is not the metric of the batch says what is."""
+        made = [self.apply(x, own, ctx) for x, own, ctx in zip(xs, params, ctxs, strict=True)]
+        of_all = made[0][1]
+        for _, metrics in made[1:]:
+            of_all = {name: m.plus(metrics[name]) for name, m in of_all.items()}
+        return [x for x, _ in made], of_all
 
     def norms(self, params: dict[str, jax.Array], ctx: LayerContext) -> dict[str, jax.Array]:
         """Returns what the norms multiply by, from where it is stored to where it is used."""

@@ -28,6 +28,7 @@ from ejdist.order import Order
 from ejdist.precision import BF16, LEAST, Narrow
 
 _LAYER_INPUT = "decoder.layer_input"
+Contexts = list[Callable[..., LayerContext]]
 AHEAD = "mtp"  # the parameters of multi-token prediction, and how the names of its layer's buffers begin
 
 
@@ -229,15 +230,17 @@ def used(part: Part, weights: dict[str, Any], c: DecoderShape, dtype: Any) -> di
 
 
 def _layer(
-    x: jax.Array, weights: Any, buffers: Any, layer: Any, parts: list[Part], context: Callable[..., LayerContext]
-) -> tuple[jax.Array, Metrics]:
-    """Returns (x, metrics) after one layer; weights and buffers are by part."""
-    x = checkpoint_name(x, _LAYER_INPUT)
+    xs: list[jax.Array], weights: list[Any], buffers: Any, layer: Any, parts: list[Part], contexts: Contexts
+) -> tuple[list[jax.Array], Metrics]:
+    """Returns (xs, metrics) after one layer; weights and buffers are by part. The weights are of each x, or one for all."""
+    xs = [checkpoint_name(x, _LAYER_INPUT) for x in xs]
+    weights = weights if len(weights) == len(xs) else weights * len(xs)
     metrics: Metrics = {}
     for part in parts:
         with jax.named_scope(part.name):
-            ctx = context(layer=layer, buffers=buffers[part.name])
-            x, part_metrics = part.apply(x, used(part, weights[part.name], ctx.config, x.dtype), ctx)
+            ctxs = [context(layer=layer, buffers=buffers[part.name]) for context in contexts]
+            params = [used(part, of[part.name], ctxs[0].config, xs[0].dtype) for of in weights]
+            xs, part_metrics = part.apply_each(xs, params, ctxs)
         for name, m in part_metrics.items():
             # Without a gradient, so that the backward saves nothing for them.
             m = m if m.how == "loss" else replace(m, value=jax.lax.stop_gradient(m.value))
@@ -245,7 +248,7 @@ def _layer(
             if name in metrics:
                 raise ValueError(f"two parts of a layer return the metric {name!r}; rename {part.name}'s")
             metrics[name] = m
-    return x, metrics
+    return xs, metrics
 
 
 def _stacked(layers: list[Metrics]) -> Metrics:
@@ -291,20 +294,21 @@ def check_rows(c: DecoderShape, which: range, params: dict, buffers: Mapping[str
 
 
 def run_layers(
-    x: jax.Array,
+    xs: list[jax.Array],
     params: dict,
     buffers: Mapping[str, Any],
     c: DecoderShape,
-    context: Callable[..., LayerContext],
+    contexts: Contexts,
     which: range,
-) -> tuple[jax.Array, Metrics]:
-    """Returns (x, metrics) after a range of layers. Its complete rounds of the pattern run as one scan; the layers before and
+) -> tuple[list[jax.Array], Metrics]:
+    """Returns (xs, metrics) after a range of layers. Its complete rounds of the pattern run as one scan; the layers before and
     after them are unrolled, and all are with `scan_layers=False`.
 
     Args:
+      xs: the batch, or parts of it that go through the layers side by side; none reads another.
       params, buffers: as declared by `declare_layers` and `declare_buffers`, reduced to the rows of these layers (`rows_of`).
         Matrices are cast to the dtype of x before the scan.
-      context: `LayerContext` without the fields that differ between layers.
+      contexts: of each x, `LayerContext` without the fields that differ between layers.
 
     Raises:
       ValueError: a stack has the wrong number of rows.
@@ -323,7 +327,7 @@ def run_layers(
     stacks: dict[str, Any] = {}
     for name in _counts(layers[which.start : which.stop]):
         part = parts_of(c)[name]
-        weights = {k: cast(params[k], x.dtype) if p.cast else params[k] for k, p in part.declare(c).items()}
+        weights = {k: cast(params[k], xs[0].dtype) if p.cast else params[k] for k, p in part.declare(c).items()}
         stacks[name] = (weights, buffers.get(name, {}))
         if not c.scan_layers:
             stacks[name] = apart(stacks[name])
@@ -343,23 +347,26 @@ def run_layers(
         return by_layer
 
     def run(
-        x: jax.Array, arrays: list[dict[str, Any]], first: Any, layers: list[list[Part]], in_scan: bool
-    ) -> tuple[jax.Array, Metrics]:
+        xs: list[jax.Array], arrays: list[dict[str, Any]], first: Any, layers: list[list[Part]], in_scan: bool
+    ) -> tuple[list[jax.Array], Metrics]:
         metrics = []
         for i, (parts, mine) in enumerate(zip(layers, arrays, strict=True)):
-            layer = partial(_layer, parts=parts, context=context)
+            layer = partial(_layer, parts=parts, contexts=contexts)
             w, b = ({name: pair[k] for name, pair in mine.items()} for k in (0, 1))
             with jax.named_scope("layer"):
+                weights = [w]
                 if i:  # the backward of the first is the last
-                    x, w = in_turn(x, w)
+                    # Each x with weights of its own: the backward of one part does not wait for that of another.
+                    turns = [in_turn(x, w) for x in xs]
+                    xs, weights = [x for x, _ in turns], [w for _, w in turns]
                 remembering = rematerialised(layer, REMAT[c.remat], parts, in_scan=in_scan)
-                x, layer_metrics = remembering(x, w, b, first + i)
+                xs, layer_metrics = remembering(xs, weights, b, first + i)
             metrics.append(layer_metrics)
-        return x, _stacked(metrics)
+        return xs, _stacked(metrics)
 
-    def one_round(x: jax.Array, xs: Any) -> tuple[jax.Array, Metrics]:
-        arrays, at_layer = xs
-        return run(x, arrays, at_layer, pattern, in_scan=rounds > 1)
+    def one_round(xs: list[jax.Array], of_round: Any) -> tuple[list[jax.Array], Metrics]:
+        arrays, at_layer = of_round
+        return run(xs, arrays, at_layer, pattern, in_scan=rounds > 1)
 
     def every_round(name: str, i: int) -> Any:
         n, start = each[name], first[name]
@@ -367,16 +374,16 @@ def run_layers(
 
     runs = []
     if head:
-        x, metrics = run(x, of_layers(head, row), jnp.int32(which.start), head, in_scan=False)
+        xs, metrics = run(xs, of_layers(head, row), jnp.int32(which.start), head, in_scan=False)
         runs.append(metrics)
     if rounds:
         firsts = begin + len(pattern) * jnp.arange(rounds, dtype=jnp.int32)
         # Scan over exactly the arrays that a layer takes: the backward then reads the same stacks, and the forward does not
         # write a second copy of every weight for it.
-        x, metrics = jax.lax.scan(one_round, x, (of_layers(pattern, every_round), firsts))
+        xs, metrics = jax.lax.scan(one_round, xs, (of_layers(pattern, every_round), firsts))
         runs.append(jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), metrics))
     if tail:
         rest = of_layers(tail, lambda name, i: row(name, first[name] + rounds * each[name] + i))
-        x, metrics = run(x, rest, jnp.int32(end), tail, in_scan=False)
+        xs, metrics = run(xs, rest, jnp.int32(end), tail, in_scan=False)
         runs.append(metrics)
-    return x, {name: m.over_layers() for name, m in _concatenated(runs).items()}
+    return xs, {name: m.over_layers() for name, m in _concatenated(runs).items()}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ejdist.device_rates import MEMORY, PEAKS
 from ejdist.experts.choice import links_of
 from ejdist.sequence.in_place import tile_of
-from ejdist.training.flops import MEMORY, PEAKS
 
 GIB = 2**30
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ejdist.device_rates import memory_rate, peak_flops
 from ejdist.documents import Documents
 from ejdist.experts.choice import links_of
 from ejdist.mesh import BATCH_AXES, SEQUENCE_AXES, TP
@@ -23,7 +24,7 @@ from ejdist.sequence.schemes import SCHEMES, Halo
 from ejdist.training.attending import Pair, alone_seconds, held, put_together, ranked_pairs, share_of, waited
 from ejdist.training.curriculum import Stage
 from ejdist.training.data import Data
-from ejdist.training.flops import attention_share, memory_rate, peak_flops
+from ejdist.training.flops import attention_share
 from ejdist.training.orders import Choice, choose
 from ejdist.training.program import Program, TrainSections
 from ejdist.training.stage_data import sizes_of

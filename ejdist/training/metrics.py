@@ -137,6 +137,8 @@ class Progress:
             f"step {row['step']}/{self.total}  loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s  "
             f"{row['step_time']:.2f} s/step  ETA {minutes}:{seconds:02d}"
         )
+        if more := sum(row.get("experts/extra_passes", ())):  # of all layers and microbatches
+            line += f"  {more:g} extra passes to experts"
         if self._live is not None:
             from rich.text import Text
 

@@ -204,11 +204,16 @@ class Program:
     @property
     def groups(self) -> int:
         """How many groups of devices share the rows of a batch."""
-        return math.prod(self.mesh.shape.get(axis, 1) for axis in BATCH_AXES)
+        return groups_of(self.mesh)
 
     def lower(self) -> Any:
         """Returns the step lowered for the shapes of its arguments."""
         return self.step.lower(self.state, self.batch, *(() if self.limits is None else (self.limits,)))
+
+
+def groups_of(mesh: Any) -> int:
+    """Returns how many groups of devices share the rows of a batch; the mesh may be abstract."""
+    return math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
 
 
 def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
@@ -226,6 +231,9 @@ def check_sizes(sections: TrainSections, model: Model, mesh: Any) -> Order:
     order.check(length)
     part = (rows // s.accumulation, length)
     sharding(mesh, ("B", "T"), ACTIVATIONS, shape=part, what="a microbatch (data.global_batch, data.sequence_length)")
+    groups = groups_of(mesh)
+    where = f"data.global_batch = {rows}, accumulation = {s.accumulation}, {groups} groups of devices"
+    s.experts.check_rows(rows // s.accumulation // groups, where)
     for key, (dim, size) in model.split.items():
         sharding(mesh, (dim,), s.experts.table(ACTIVATIONS), shape=(size,), what=f"model.{key}")
         over = tuple((a, n) for a in SEQUENCE_AXES if (n := mesh.shape.get(a, 1)) > 1)

@@ -265,6 +265,7 @@ def _hosts(run: RunFolder) -> Any:
 
 _EXPERTS = (
     ("experts/max_violation", "Largest load", "over the mean load, less 1"),
+    ("experts/rank_violation", "Largest load of a device", "over the mean load, less 1"),
     ("experts/entropy", "Entropy of the router", "nats"),
     ("experts/balance_loss", "Balance loss", "unweighted"),
     ("experts/z_loss", "Router z loss", "unweighted"),

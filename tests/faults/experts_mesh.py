@@ -42,9 +42,9 @@ FAULTS = (
     ),
     Fault(
         "experts on a mesh: a scheme asked for by name is chosen again",
-        "placed:_chosen",
-        "$how.scheme != 'auto' or $place.ranks == 1",
-        "$place.ranks == 1",
+        "how:chosen",
+        "if $how.scheme != 'auto' and $how.chunks is not None: return $how",
+        "$how = replace($how, scheme='auto')",
         f"{MESH} -k illegal_calls",
     ),
     Fault(

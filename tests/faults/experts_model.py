@@ -43,7 +43,7 @@ FAULTS = (
         "the losses of experts counted again where a layer is computed again",
         "Experts._metrics",
         "Metric($loss * $share, $$after)",
-        "Metric($loss * $share * (1 + (ctx.config.remat == 'full')), $$after)",
+        "Metric($loss * $share * (1 + (c.remat == 'full')), $$after)",
         step("full"),
     ),
     Fault(
@@ -70,15 +70,15 @@ FAULTS = (
     Fault(
         "each microbatch adds its whole balance loss",
         "Experts._metrics",
-        "$at.tokens / jnp.maximum($stats.tokens, 1)",
+        "$tokens / jnp.maximum($stats.tokens, 1)",
         "1.0",
         step("mixtral"),
     ),
     Fault(
         "the losses of experts are sums over padding too",
         "Experts._metrics",
-        "$at.tokens / jnp.maximum($stats.tokens, 1)",
-        "$at.tokens / $at.batch['tokens'].size",
+        "$tokens / jnp.maximum($stats.tokens, 1)",
+        "$tokens / ctxs[0].batch['tokens'].size",
         step("mixtral"),
     ),
     Fault(
@@ -98,14 +98,14 @@ FAULTS = (
     Fault("the windows of experts' layers see all", "Attention.apply", "self.window($c)", "None", step("gpt_oss")),
     Fault(
         "the shared expert left out",
-        "Experts.apply",
+        "Experts._mixed",
         "$params.get('shared_down')",
         "0 * $params['shared_down'] if 'shared_down' in $params else None",
         step("deepseek"),
     ),
     Fault(
         "the scaling factor of the weights left out",
-        "Experts.apply",
+        "Experts._mixed",
         "$ops.moe($$args, **$$before, routed_scaling_factor=$m.scaling_factor, **$$after)",
         "$ops.moe($$args, **$$before, routed_scaling_factor=1.0, **$$after)",
         step("deepseek"),
@@ -140,23 +140,23 @@ FAULTS = (
     ),
     Fault(
         "the balance of the global batch without its counts",
-        "Experts.apply",
+        "Experts._mixed",
         "$at.buffers.get('load')",
         "None if 'load' not in $at.buffers else jnp.ones_like($at.buffers['load'])",
         step("mixed"),
     ),
     Fault(
         "noise that is the same in every layer",
-        "Experts.apply",
+        "Experts._mixed",
         "$at.layer",
         "0",
         "tests/test_moe_model.py -k noise_differs",
     ),
     Fault(
         "noise that is the same in every microbatch",
-        "Experts.apply",
-        "($at.step, $at.microbatch, $at.layer)",
-        "($at.step, $at.layer)",
+        "Experts._mixed",
+        "($at.step, $at.microbatch, $at.layer, $$rest)",
+        "($at.step, $at.layer, $$rest)",
         "tests/test_moe_model.py -k noise_differs",
     ),
     Fault(
@@ -176,7 +176,7 @@ FAULTS = (
     ),
     Fault(
         "how groups are scored does not reach the router",
-        "Experts.apply",
+        "Experts._mixed",
         "$ops.moe($$args, **$$before, group_top=$m.group_top, **$$after)",
         "$ops.moe($$args, **$$before, group_top=2, **$$after)",
         "tests/test_moe_model.py -k every_option_of_the_router",

@@ -1,0 +1,63 @@
+"""Faults of two halves of a batch side by side (ejdist/experts/halves.py), and of the number of chunks."""
+
+from faults import Fault
+
+TESTS = "tests/test_experts_overlap.py"
+STATISTICS = f"{TESTS} -k statistics"
+HALVES = f"{TESTS} -k 'halves_are_the_batch and mixtral'"
+CHUNKS = "tests/test_experts_choice.py -k chunks"
+
+FAULTS = (
+    Fault("halves: the balance loss is the sum of both", "of_all", "$balance != 'sequence'", "False", STATISTICS),
+    Fault(
+        "halves: the global load is that of the batch",
+        "of_all",
+        "$whole.counts if $load is None else $load",
+        "$whole.counts",
+        STATISTICS,
+    ),
+    Fault(
+        "halves: the largest violation is that of a half",
+        "of_all",
+        "max_violation($whole.counts)",
+        "$whole.max_violation",
+        STATISTICS,
+    ),
+    Fault("halves: a row of both", "halved.cut", "$x[$half:]", "$x[$half - 1:]", f"{TESTS} -k join"),
+    Fault(
+        "halves: those of all rows, not of a device's",
+        "halved",
+        "_on_each_device($cut, [$x], 2, $mesh)",
+        "$cut($x)",
+        f"{TESTS} -k join",
+    ),
+    Fault(
+        "halves: losses are weighed by the tokens of the first",
+        "Experts._metrics",
+        "sum($ctx.tokens for $ctx in $ctxs)",
+        "$ctxs[0].tokens",
+        HALVES,
+    ),
+    Fault(
+        "halves: the second has the ids of the first",
+        "BatchContext.halves",
+        "{$name: $part[$i] for $name, $part in $parts.items()}",
+        "{$name: $part[0 * $i] for $name, $part in $parts.items()}",
+        HALVES,
+    ),
+    Fault(
+        "halves: a device of one row is not refused",
+        "check_sizes",
+        "$rows // $s.accumulation // $groups",
+        "$rows // $groups",
+        f"{TESTS} -k refused",
+    ),
+    Fault("chunks: what is not hidden does not shrink", "choose_chunks", "min($a, $b) / $c", "min($a, $b)", CHUNKS),
+    Fault(
+        "chunks: another costs no pass over the matrices",
+        "choose_chunks",
+        "$weights * (2 * $itemsize + 4 * 4) / memory_rate($kind)",
+        "0",
+        CHUNKS,
+    ),
+)
