@@ -118,11 +118,13 @@ class _Operands(NamedTuple):
 
 def _operands(x: jax.Array, straight: Any, turned: Any, dtype: str, exponents: bool) -> _Operands:
     """Returns x in blocks of these rows and entries, padded with zeros, which change no scale and no sum."""
-    width = straight[1] or 16  # kernels read 16 bytes at a time
+    together = straight[0] is not None and not exponents  # one operation makes both: of tiles of 128 by 128
+    width = 128 if together else straight[1] or 16  # kernels read 16 bytes at a time
     more = [(0, -size % width) for size in x.shape]
     x = jnp.pad(x, more) if any(after for _, after in more) else x
-    if width == 128:
-        return _Operands(*kernels.quantize_both_ways(x, rows=straight[0], turned_rows=turned[0], dtype=dtype))
+    if together:
+        heights = {"rows": straight[0], "turned_rows": turned[0]}
+        return _Operands(*kernels.quantize_both_ways(x, **heights, entries=straight[1], dtype=dtype))
     sides = ((x, straight), (x.T, turned))
     return _Operands(
         *(y for a, block in sides for y in kernels.quantize_scaled(a, block, dtype=dtype, exponents=exponents))

@@ -21,7 +21,8 @@ from ejdist.layout import current_layout, sharding
 from ejdist.models.decoder import DecoderConfig
 from ejdist.models.lora import LoRASection, build
 from ejdist.models.parameters import initialise
-from ejdist.models.stack import narrow_matrices, told_of_precision
+from ejdist.models.stack import narrow_matrices
+from ejdist.models.told import told_of_precision
 from ejdist.precision import BF16, PRECISIONS, Narrow, check_device
 from ejdist.projection import project, project_all, project_mlp
 from ejdist.training.loop import train

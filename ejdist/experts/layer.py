@@ -15,11 +15,12 @@ import kernels
 from ejdist.experts.cost import limit_of_ranks
 from ejdist.experts.how import DispatchConfig
 from ejdist.experts.metrics import Stats, rank_tokens
-from ejdist.experts.narrow import BF16
 from ejdist.experts.placed import apply_experts, expert_sharding
+from ejdist.experts.products import expert_mlp, stays
 from ejdist.experts.router import route
 from ejdist.experts.rows import Scheme
 from ejdist.layout import Specs, current_layout
+from ejdist.precision import BF16, PRECISIONS, check_device
 from ejdist.sharded import sharded
 from kernels.framework.binding import is_array, is_float_array
 from kernels.framework.dispatch import reverse_only
@@ -97,6 +98,17 @@ def _check_shared(x: Any, shared: dict[str, Any], shared_expert_gate: Any, activ
     return True
 
 
+def _check_precision(precision: Any, activation: str, gate: Any, *biases: Any) -> None:
+    """Raises ValueError for a precision that there is not, or not of these experts."""
+    if not isinstance(precision, str) or precision not in (BF16, *PRECISIONS):
+        raise _refuse("precision", f"= {precision!r} is unknown; use {BF16} or fp8_block")
+    if precision == BF16 or not is_array(gate) or gate.ndim < 3:
+        return
+    why = stays(precision, gate.shape[1], gate.shape[-1], activation, any(b is not None for b in biases))
+    if why is not None:
+        raise _refuse("precision", f"= {precision!r}: {why}; use {BF16}")
+
+
 def _limited(max_ranks: Any, ranks: int, num_experts: int, top_k: int) -> dict[str, Any]:
     """Returns the options of the router for experts of so many ranks at most."""
     if max_ranks is None:
@@ -114,8 +126,10 @@ def _limited(max_ranks: Any, ranks: int, num_experts: int, top_k: int) -> dict[s
 
 
 @functools.cache  # compiled dispatches are cached by this function's identity
-def _expert(activation: str, alpha: float, limit: float, platform: str | None) -> Callable:
+def _expert(activation: str, alpha: float, limit: float, precision: str, platform: str | None) -> Callable:
     """Returns the function (params, rows, rows per expert) -> rows that applies each expert's gated MLP."""
+    if precision != BF16:
+        return functools.partial(expert_mlp, activation=activation, platform=platform)
 
     def clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
         g, u = gate.astype(jnp.float32), up.astype(jnp.float32)
@@ -175,6 +189,7 @@ def moe(
     chunks: int | None = 1,
     capacity: float | None = None,
     exchange: str = BF16,
+    precision: str = BF16,
     max_ranks: int | None = None,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     in_specs: Specs | None = None,
@@ -208,6 +223,8 @@ def moe(
       dispatch, buffer, chunks, capacity: how tokens are dispatched, see `ejdist.experts.exchange`. "auto" takes the scheme that
         is expected to be fastest, and chunks=None the number of them. Without `capacity` nothing is dropped.
       exchange: the numbers in which rows travel, its `precision`: "bf16" (the dtype of x), "fp8", "fp8_tokens" or "fp8_both".
+      precision: of the experts' products: "bf16" (the dtype of x), or "fp8_block": forward and gradients of rows in 8 bits with
+        scales of blocks of 128, gradients of matrices in the dtype of x. 128 divides D, and F of a device.
       max_ranks: the router chooses experts of so many ranks at most, for each token those whose best experts are best; so on
         another mesh it chooses others, and on one of no more ranks it chooses freely. None: of any.
       mesh: default: the mesh in force; without one, a single device.
@@ -242,6 +259,7 @@ def moe(
             raise _refuse(name, f"is for activation={CLAMPED!r}, but activation is {activation!r}; leave it out")
         if not 0 < value < float("inf"):
             raise _refuse(name, f"must be positive and finite, got {value!r}")
+    _check_precision(precision, activation, gate, gate_bias, up_bias, down_bias)
     params = {"gate": gate, "up": up, "down": down}
     params |= {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
     stored = current_layout().parameters if stored_weights else None
@@ -267,7 +285,9 @@ def moe(
     arrays = reverse_only("moe", {name: p for name, p in params.items() if p is not None})
     most = limit_of_ranks(place.ranks, max_ranks, routing.get("num_groups", 1), routing.get("topk_groups"))
     how = DispatchConfig(dispatch, buffer, chunks, capacity, exchange, most)
-    apply = _expert(activation, alpha, limit, platform)
+    if precision != BF16 and isinstance(place.mesh, jax.sharding.Mesh):
+        check_device(precision, place.mesh.devices.flat[0])
+    apply = _expert(activation, alpha, limit, precision, platform)
     out, traffic = apply_experts(
         x, experts, weights, arrays, apply, num_experts=E, place=place, how=how, on_choice=on_choice
     )

@@ -13,6 +13,7 @@ from ejdist.experts.cost import ExchangeShape, cost_of, memory_of
 from ejdist.experts.halves import of_all
 from ejdist.experts.losses import update_bias
 from ejdist.experts.metrics import Stats, dead_experts, max_violation
+from ejdist.experts.products import stays
 from ejdist.frozen import Frozen
 from ejdist.models.config import RELU2, DecoderShape
 from ejdist.models.model import Flops, Metric, Metrics
@@ -169,6 +170,16 @@ class Experts(Part):
             declared["shared_expert_gate"] = Param((D, 1), "D _", std=std)
         return declared
 
+    def grouped(self, c: DecoderShape) -> dict[str, str | None]:
+        m = c.experts
+        why = stays(c.precision, c.model_dim, m.ffn_dim, m.activation or c.activation, m.bias)
+        shared = ("shared_gate", "shared_up", "shared_down") if m.shared_dim else ()
+        always = dict.fromkeys(shared, "shared experts have no products in 8 bits")
+        return {"experts_gate_up": why, "experts_down": why} | always
+
+    def chosen(self, c: DecoderShape) -> float:
+        return c.experts.top_k / c.experts.num
+
     def buffers(self, c: DecoderShape) -> dict[str, Param]:
         m, buffers = c.experts, {}
         if m.bias_rate:
@@ -192,6 +203,8 @@ class Experts(Part):
 
     def _mixed(self, x: jax.Array, params: dict[str, jax.Array], ctx: LayerContext) -> tuple[jax.Array, Stats]:
         c, ops, m = ctx.config, ctx.ops, ctx.config.experts
+        narrow = isinstance(params["experts_down"], Narrow)
+        params = {n: w.values if isinstance(w, Narrow) else w for n, w in params.items()}
         whole = {
             n: ops.gather(params[n], d.dims)
             for n, d in self.declare(c).items()
@@ -209,6 +222,7 @@ class Experts(Part):
             down=params["experts_down"],
             top_k=m.top_k,
             activation=m.activation or c.activation,
+            precision=c.precision if narrow else BF16,
             gate_bias=params.get("experts_gate_up_bias"),
             down_bias=params.get("experts_down_bias"),
             shared_gate=params.get("shared_gate"),

@@ -62,6 +62,16 @@ class Part:
         """Returns the parameters of one layer. Their names are unique in the model."""
         raise NotImplementedError
 
+    def grouped(self, c: DecoderShape) -> dict[str, str | None]:
+        """Returns the matrices that other products than `ops.project` multiply with, and why they stay in the compute dtype
+        beside products in 8 bits; None: they do not, and come as `Narrow`, all of them or none. Their own gradients are then
+        products in the compute dtype."""
+        return {}
+
+    def chosen(self, c: DecoderShape) -> float:
+        """Returns the share of the matrices in `grouped` that multiplies one token, for plans."""
+        return 1.0
+
     def buffers(self, c: DecoderShape) -> dict[str, Param]:
         """Returns the buffers of one layer, which `update` changes."""
         return {}

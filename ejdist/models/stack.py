@@ -119,17 +119,24 @@ def declare_layers(c: DecoderShape) -> dict[str, Param]:
     return layers
 
 
+def why_stay(c: DecoderShape) -> dict[str, str | None]:
+    """Returns `Part.grouped` of all parts."""
+    return {name: why for part in parts_of(c).values() for name, why in part.grouped(c).items()}
+
+
 @lru_cache(maxsize=64)
 def narrow_matrices(c: DecoderShape) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the names of the matrices of the layers whose products are in 8 bits, and of those that `project` multiplies with
-    too but that stay as they are: those of `precision_keep`, and those of few inputs or outputs.
+    """Returns the names of the matrices of the layers whose products are in 8 bits, and of the others that stay as they are:
+    those of `precision_keep`, those of few inputs or outputs, and those of products that have no form in 8 bits.
 
     Raises:
-      ValueError: a pattern of `model.precision_keep` names no such matrix.
+      ValueError: a pattern of `model.precision_keep` names no such matrix, or some of a part's that are narrow together.
     """
     if c.precision == BF16:
         return (), ()
-    matrices = {name: p for part in parts_of(c).values() for name, p in part.declare(c).items() if p.adapts}
+    declared = {name: p for part in parts_of(c).values() for name, p in part.declare(c).items()}
+    others = why_stay(c)
+    matrices = {name: p for name, p in declared.items() if p.adapts or name in others}
     for pattern in c.precision_keep:
         if not fnmatch.filter(matrices, pattern):
             raise ValueError(
@@ -137,23 +144,26 @@ def narrow_matrices(c: DecoderShape) -> tuple[tuple[str, ...], tuple[str, ...]]:
             )
     narrow = []
     for name, p in matrices.items():
-        inputs = math.prod(n for d, n in zip(p.dims.split(), p.shape) if d in p.inputs.split())
-        few = min(inputs, math.prod(p.shape) // inputs) < LEAST
-        if not few and not any(fnmatch.fnmatch(name, pattern) for pattern in c.precision_keep):
+        if name in others:
+            stay = others[name] is not None
+        else:
+            inputs = math.prod(n for d, n in zip(p.dims.split(), p.shape) if d in p.inputs.split())
+            stay = min(inputs, math.prod(p.shape) // inputs) < LEAST
+        if not stay and not any(fnmatch.fnmatch(name, pattern) for pattern in c.precision_keep):
             narrow.append(name)
     if not narrow:
         raise ValueError(
             f"model.precision = {c.precision}: no matrix of the layers is left for 8 bits, beside those of "
             f"model.precision_keep and those of fewer than {LEAST} inputs or outputs; use model.precision={BF16}"
         )
+    for part in parts_of(c).values():
+        together = [name for name, why in part.grouped(c).items() if why is None]
+        if 0 < len(kept := [name for name in together if name not in narrow]) < len(together):
+            raise ValueError(
+                f"model.precision_keep keeps {', '.join(kept)}, and of {', '.join(together)} all are in 8 bits or none: name "
+                "all of them, or none"
+            )
     return tuple(narrow), tuple(name for name in matrices if name not in narrow)
-
-
-def told_of_precision(c: Any) -> list[str]:
-    """Returns what a run logs of products in 8 bits: nothing where there are none, or where the model is not a decoder."""
-    narrow, rest = narrow_matrices(c) if isinstance(c, DecoderShape) else ((), ())
-    stay = f"; {', '.join(rest)} stay in {c.compute_dtype}" if rest else ""
-    return [f"model.precision = {c.precision}: products of {', '.join(narrow)} are in 8 bits{stay}"] if narrow else []
 
 
 def declare_buffers(c: DecoderShape) -> dict[str, dict[str, Param]]:

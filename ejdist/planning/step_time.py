@@ -187,12 +187,14 @@ def step_time(
 def _narrow(part: Any, c: Any) -> tuple[float, float]:
     """Returns of a layer's part and a token (FLOPs of a forward whose operands are in 8 bits, numbers of a token that go into
     and come out of these products)."""
-    names, products, numbers = narrow_matrices(c)[0], 0.0, 0.0
+    names, grouped, products, numbers = narrow_matrices(c)[0], part.grouped(c), 0.0, 0.0
     for name, p in part.declare(c).items():
         if name in names:
             inputs = math.prod(n for d, n in zip(p.dims.split(), p.shape, strict=True) if d in p.inputs.split())
-            products += 2 * p.size
-            numbers += inputs + p.size / inputs
+            size = p.size * (part.chosen(c) if name in grouped else 1)
+            # Of a grouped matrix two products of three are in 8 bits.
+            products += 2 * size * (2 / 3 if name in grouped else 1)
+            numbers += inputs + size / inputs
     return products, numbers
 
 

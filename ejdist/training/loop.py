@@ -18,7 +18,7 @@ from ejdist.cluster.lost import patience
 from ejdist.cluster.presence import write_hosts
 from ejdist.cluster.watchdog import ending_hangs
 from ejdist.device_rates import peak_flops
-from ejdist.models.stack import told_of_precision
+from ejdist.models.told import told_of_precision
 from ejdist.paths import ELSEWHERE
 from ejdist.pictures import draw_loss
 from ejdist.training.frozen_base import check_base

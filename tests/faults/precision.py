@@ -3,6 +3,7 @@
 from faults import Fault
 
 TESTS = "tests/test_precision.py"
+EXPERTS = "tests/test_precision_experts.py"
 
 FAULTS = (
     Fault(
@@ -158,5 +159,61 @@ FAULTS = (
         'if $section.rank and ($precision := getattr($model, "precision", BF16)) != BF16:\n    $$body',
         "",
         f"{TESTS} -k frozen",
+    ),
+    Fault(
+        "8 bits: experts' rows by index have the scales of other tokens",
+        "experts/products:_picked",
+        "jnp.where($there, $scale[$index], 1)",
+        "jnp.where($there, $scale[:1], 1)",
+        f"{EXPERTS} -k 8_bit_operands",
+    ),
+    Fault(
+        "8 bits: the gradient of experts' rows is through the gate's half turned",
+        "experts/products:_gated",
+        "ACTIVATIONS[$activation]($gate) * $up",
+        "ACTIVATIONS[$activation]($up) * $gate",
+        f"{EXPERTS} -k 8_bit_operands",
+    ),
+    Fault(
+        "8 bits: the gradient of a token is that through one expert",
+        "experts/products:_backward",
+        "kernels.combine_rows($d_x, $slots)",
+        "kernels.combine_rows($d_x, $slots[:, :1])",
+        f"{EXPERTS} -k 8_bit_operands",
+    ),
+    Fault(
+        "8 bits: gradients of experts' matrices are of rows that were quantised",
+        "experts/products:_contracted",
+        "kernels.grouped_matmul($x, $w, $sizes, platform=$platform, **$by_index)",
+        "kernels.grouped_matmul(_rows($x)[0].astype($x.dtype), $w, $sizes, platform=$platform, **$by_index)",
+        f"{EXPERTS} -k 8_bit_operands",
+    ),
+    Fault(
+        "8 bits: experts that stay are in 8 bits all the same",
+        "Experts.apply",
+        "$c.precision if $narrow else BF16",
+        "$c.precision",
+        f"{EXPERTS} -k computed_as_they_are",
+    ),
+    Fault(
+        "8 bits: a run does not say why experts stay",
+        "told_of_precision",
+        "$why is not None",
+        "False",
+        f"{EXPERTS} -k says_whether",
+    ),
+    Fault(
+        "8 bits: one of an expert's matrices is kept, and the other computed with it in 8 bits",
+        "stack:narrow_matrices",
+        "0 < len($kept := [$n for $n in $together if $n not in $narrow]) < len($together)",
+        "False",
+        f"{EXPERTS} -k kept_alone",
+    ),
+    Fault(
+        "8 bits: a device's part of the experts' features ends inside of a block",
+        "experts/products:expert_mlp",
+        "$D % BLOCK or $F % BLOCK",
+        "False",
+        f"{EXPERTS} -k no_block_divides",
     ),
 )

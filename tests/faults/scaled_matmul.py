@@ -148,7 +148,7 @@ FAULTS = (
     ),
     Fault(
         "quantised both ways: the transpose is not one",
-        "quantize_kernels:quantise_tile",
+        "quantize_kernels:_write_tile",
         "tl.trans(_bytes($x * $reciprocal[None, :], $E5M2))",
         "_bytes($x * $reciprocal[None, :], $E5M2)",
         f"{SCALED} -k bit_by_bit",
@@ -222,5 +222,26 @@ FAULTS = (
         "$begins[$matrix] + ($index - ($after - $tiles)[$matrix]) * $block_m",
         "$begins[$matrix]",
         f"{HOPPER} -k groups",
+    ),
+    Fault(
+        "quantised both ways: a whole row's scale is of its last tile",
+        "scaled_matmul/triton_gpu:_largest_both_ways",
+        "jnp.max($of_rows, 0)",
+        "$of_rows[-1]",
+        f"{SCALED} -k bit_by_bit",
+    ),
+    Fault(
+        "quantised both ways: all matrices have the columns' scales of the first",
+        "quantize_kernels:quantize_rows_both_ways_kernel",
+        "tl.load($of_columns + $matrix * $D + $columns)",
+        "tl.load($of_columns + $columns)",
+        f"{SCALED} -k bit_by_bit",
+    ),
+    Fault(
+        "quantised both ways: several matrices are turned as one",
+        "quantize_kernels:_write_tile",
+        "($matrix * $D + $columns).to(tl.int64)[:, None] * $M",
+        "$columns.to(tl.int64)[:, None] * $M",
+        f"{SCALED} -k bit_by_bit",
     ),
 )

@@ -63,7 +63,16 @@ def test_what_has_no_number_is_in_its_block_alone_and_is_not_hidden():
         assert np.isnan(out[:3]).all() and np.isfinite(out[3:]).all()
 
 
-WAYS = [{}, {"turned_rows": 128}, {"rows": 128, "turned_rows": 128}, {"dtype": "float8_e5m2"}]
+WAYS = [
+    {},
+    {"turned_rows": 128},
+    {"rows": 128, "turned_rows": 128},
+    {"dtype": "float8_e5m2"},
+    {"entries": None},
+    {"entries": None, "matrices": 2, "dtype": "float8_e5m2"},
+    {"matrices": 2},
+    {"rows": 128, "turned_rows": 128, "matrices": 2},
+]
 
 
 def awkward(*shape):
@@ -77,9 +86,12 @@ def awkward(*shape):
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_both_ways_are_those_of_each_bit_by_bit_and_nothing_is_not_hidden(way):
     x = awkward(256, 256)
-    blocks = (way.get("rows", 1), 128), (way.get("turned_rows", 1), 128)
+    count, width = way.get("matrices", 1), way.get("entries", 128)
+    blocks = (way.get("rows", 1), width), (way.get("turned_rows", 1), width)
     dtype = way.get("dtype", "float8_e4m3fn")
-    want = [y for a, block in zip((x, x.T), blocks) for y in quantize_scaled(a, block, dtype=dtype)]
+    want = [*quantize_scaled(x, blocks[0], dtype=dtype)]
+    each = [quantize_scaled(part.T, blocks[1], dtype=dtype) for part in jnp.split(x, count)]
+    want += [jnp.concatenate(parts) for parts in zip(*each, strict=True)]
     for platform in ("xla", "triton"):
         with interpret(90):
             got = jax.jit(functools.partial(both_ways_op, **way, platform=platform))(x)

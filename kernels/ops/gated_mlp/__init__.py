@@ -1,7 +1,8 @@
 """Gated MLP: SwiGLU and its relatives, and the product of activation and gate alone."""
 
+from kernels.engines.matmul.activations import ACTIVATIONS
 from kernels.framework.public import public_as_declared
-from kernels.ops.gated_mlp.contract import ACTIVATIONS, GatedMLPConfig, activation_op, op
+from kernels.ops.gated_mlp.contract import GatedMLPConfig, activation_op, op
 from kernels.ops.gated_mlp.matmuls import block_tokens
 
 __all__ = ["ACTIVATIONS", "GatedMLPConfig", "activation_op", "block_tokens", "gated_activation", "gated_mlp", "op"]

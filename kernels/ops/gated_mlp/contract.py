@@ -9,18 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from kernels.engines.matmul.activations import ACTIVATIONS
 from kernels.framework.backend import Case
 from kernels.framework.binding import Call
 from kernels.framework.config import Tunables
 from kernels.framework.contract import Op
 from kernels.framework.work import Work, nbytes
-
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
 
 
 def activation_of(name: str) -> Callable[[jax.Array], jax.Array]:

@@ -172,12 +172,15 @@ quantize_both_ways = public_as_declared(
     """Returns (values, scale, turned, turned_scale), two operands of `scaled_matmul` from one array: x in blocks of `rows` by
     128, summed over D, and x^T in blocks of `turned_rows` by 128, summed over M.
 
-    Each is as `quantize_scaled` returns it. On GPUs that have 8-bit floats x is read once for both.
+    Each is as `quantize_scaled` returns it. On GPUs that have 8-bit floats x is read once for both; twice with `entries=None`.
 
     Args:
       x: float [M, D], of sizes that 128 divides.
       rows, turned_rows: 1, or 128: how many rows of an operand share a scale. Blocks of 128 by 128 of a matrix are the same
         both ways, and (1, 128) those of activations and their gradients (DeepSeek-V3).
+      entries: 128, or None: one scale for each whole row of an operand.
+      matrices: x has so many, of equal size, one below the other, and so has `turned` their transposes: [matrices * D, M /
+        matrices]. 128 divides the rows of each.
       dtype: "float8_e4m3fn" or "float8_e5m2".
 
     Raises:

@@ -1,4 +1,5 @@
-"""Triton kernels that quantise an array along both of its dims, a tile of 128 by 128 at a time: it is read once.
+"""Triton kernels that quantise an array along both of its dims, a tile of 128 by 128 at a time: it is read once, or twice where
+a scale is of a whole row.
 
 Values are written as bytes: no pointer of 8-bit floats is needed. Conversions are the device's, to nearest even.
 """
@@ -37,29 +38,45 @@ def _bytes(x, E5M2: tl.constexpr):
 
 
 @triton.jit
-def quantise_tile(x, values_ptr, scale_ptr, turned_ptr, turned_scale_ptr, i, j, M: tl.constexpr, D: tl.constexpr,
-                  ROWS: tl.constexpr, TURNED_ROWS: tl.constexpr, E5M2: tl.constexpr):  # fmt: skip
-    """Writes tile (i, j), of 128 rows and columns, of an array as an operand that is summed over its columns and, turned, as
-    one that is summed over its rows. `ROWS`, `TURNED_ROWS`: rows of the operand that share a scale, 1 or 128."""
+def _write_tile(
+    x, of_rows, of_columns, values_ptr, turned_ptr, i, j, M: tl.constexpr, D: tl.constexpr, E5M2: tl.constexpr
+):
+    """Writes the values of tile (i, j), of 128 rows and columns, as they are and turned, and returns the scales of its rows and
+    columns, given the bits of the largest magnitudes that these are of."""
     MOST: tl.constexpr = 57344.0 if E5M2 else 448.0
     inside = tl.arange(0, 128)
-    rows, columns = i * 128 + inside, j * 128 + inside
+    rows, columns, matrix = i * 128 + inside, j * 128 + inside, i // (M // 128)
+    scale, reciprocal = _scales(of_rows, MOST)
+    tl.store(values_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :], _bytes(x * reciprocal[:, None], E5M2))
+    turned_scale, reciprocal = _scales(of_columns, MOST)
+    turned = tl.trans(_bytes(x * reciprocal[None, :], E5M2))
+    # The columns of each matrix one below the other.
+    places = (matrix * D + columns).to(tl.int64)[:, None] * M + (rows - matrix * M)[None, :]
+    tl.store(turned_ptr + places, turned)
+    return scale, turned_scale
+
+
+@triton.jit
+def quantise_tile(x, values_ptr, scale_ptr, turned_ptr, turned_scale_ptr, i, j, M: tl.constexpr, D: tl.constexpr,
+                  ROWS: tl.constexpr, TURNED_ROWS: tl.constexpr, E5M2: tl.constexpr):  # fmt: skip
+    """Writes tile (i, j), of 128 rows and columns, of matrices [M, D], one below the other, as operands that are summed over
+    their columns and, turned, over their rows. `ROWS`, `TURNED_ROWS`: rows of an operand that share a scale, 1 or 128."""
+    inside = tl.arange(0, 128)
     of_rows, of_columns = _largest(x, 1), _largest(x, 0)
-    of_tile = tl.max(of_rows, axis=0)
-    scale, reciprocal = _scales(of_rows if ROWS == 1 else tl.zeros([128], tl.int32) + of_tile, MOST)
-    values = _bytes(x * reciprocal[:, None], E5M2)
-    tl.store(values_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :], values)
+    of_tile = tl.zeros([128], tl.int32) + tl.max(of_rows, axis=0)
+    of_rows, of_columns = of_rows if ROWS == 1 else of_tile, of_columns if TURNED_ROWS == 1 else of_tile
+    scale, turned_scale = _write_tile(x, of_rows, of_columns, values_ptr, turned_ptr, i, j, M, D, E5M2)
+    matrix = i // (M // 128)
     if ROWS == 1:
-        tl.store(scale_ptr + rows * (D // 128) + j, scale)
+        tl.store(scale_ptr + (i * 128 + inside) * (D // 128) + j, scale)
     else:
         tl.store(scale_ptr + i * (D // 128) + j + inside, scale, mask=inside < 1)
-    scale, reciprocal = _scales(of_columns if TURNED_ROWS == 1 else tl.zeros([128], tl.int32) + of_tile, MOST)
-    turned = tl.trans(_bytes(x * reciprocal[None, :], E5M2))
-    tl.store(turned_ptr + columns.to(tl.int64)[:, None] * M + rows[None, :], turned)
+    down = i - matrix * (M // 128)
     if TURNED_ROWS == 1:
-        tl.store(turned_scale_ptr + columns * (M // 128) + i, scale)
+        tl.store(turned_scale_ptr + (matrix * D + j * 128 + inside) * (M // 128) + down, turned_scale)
     else:
-        tl.store(turned_scale_ptr + j * (M // 128) + i + inside, scale, mask=inside < 1)
+        place = (matrix * (D // 128) + j) * (M // 128) + down
+        tl.store(turned_scale_ptr + place + inside, turned_scale, mask=inside < 1)
 
 
 @triton.jit
@@ -81,20 +98,64 @@ def _entries(i, j, D: tl.constexpr):
 
 @triton.jit
 def quantize_both_ways_kernel(
-    x_ptr,  # [M, D]
-    values_ptr,  # [M, D]
-    scale_ptr,  # [M / ROWS, D / 128]
-    turned_ptr,  # [D, M]
-    turned_scale_ptr,  # [D / TURNED_ROWS, M / 128]
+    x_ptr,  # [E, M, D]
+    values_ptr,  # [E, M, D]
+    scale_ptr,  # [E, M / ROWS, D / 128]
+    turned_ptr,  # [E, D, M]
+    turned_scale_ptr,  # [E, D / TURNED_ROWS, M / 128]
     M: tl.constexpr,
+    E: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     TURNED_ROWS: tl.constexpr,
     E5M2: tl.constexpr,
 ):
-    i, j = _tile(tl.program_id(0), M, D)
+    i, j = _tile(tl.program_id(0), E * M, D)
     x = tl.load(x_ptr + _entries(i, j, D)).to(tl.float32)
     quantise_tile(x, values_ptr, scale_ptr, turned_ptr, turned_scale_ptr, i, j, M, D, ROWS, TURNED_ROWS, E5M2)
+
+
+# -- one scale for a whole row: of all of its tiles, so x is read once for the scales and once for the values -------------
+
+
+@triton.jit
+def largest_both_ways_kernel(
+    x_ptr,  # [M, D]
+    of_rows_ptr,  # [D / 128, M]: the bits of the largest magnitude of each row, in each 128 columns
+    of_columns_ptr,  # [M / 128, D]
+    M: tl.constexpr,
+    D: tl.constexpr,
+):
+    i, j = _tile(tl.program_id(0), M, D)
+    inside = tl.arange(0, 128)
+    x = tl.load(x_ptr + _entries(i, j, D)).to(tl.float32)
+    tl.store(of_rows_ptr + j.to(tl.int64) * M + i * 128 + inside, _largest(x, 1))
+    tl.store(of_columns_ptr + i.to(tl.int64) * D + j * 128 + inside, _largest(x, 0))
+
+
+@triton.jit
+def quantize_rows_both_ways_kernel(
+    x_ptr,  # [E, M, D]
+    of_rows_ptr,  # [E, M]: the bits of the largest magnitudes
+    of_columns_ptr,  # [E, D]
+    values_ptr,  # [E, M, D]
+    scale_ptr,  # [E, M]
+    turned_ptr,  # [E, D, M]
+    turned_scale_ptr,  # [E, D]
+    M: tl.constexpr,
+    E: tl.constexpr,
+    D: tl.constexpr,
+    E5M2: tl.constexpr,
+):
+    i, j = _tile(tl.program_id(0), E * M, D)
+    inside = tl.arange(0, 128)
+    rows, columns, matrix = i * 128 + inside, j * 128 + inside, i // (M // 128)
+    x = tl.load(x_ptr + _entries(i, j, D)).to(tl.float32)
+    of_rows, of_columns = tl.load(of_rows_ptr + rows), tl.load(of_columns_ptr + matrix * D + columns)
+    scale, turned_scale = _write_tile(x, of_rows, of_columns, values_ptr, turned_ptr, i, j, M, D, E5M2)
+    tl.store(scale_ptr + rows, scale, mask=inside + j * 128 < 128)
+    first = i - matrix * (M // 128) == 0
+    tl.store(turned_scale_ptr + matrix * D + columns, turned_scale, mask=(inside >= 0) & first)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Float, Shaped
 
+from kernels.engines.matmul.activations import ACTIVATIONS
 from kernels.framework.backend import Case
 from kernels.framework.binding import Call
 from kernels.framework.contract import Op
@@ -16,44 +17,62 @@ from kernels.ops.scaled_matmul.formats import DTYPES, quantized
 OPERANDS = ("values", "scale", "turned", "turned_scale")
 
 
-def _check_whole(function: str, name: str, x: jax.Array) -> None:
-    if any(size % 128 for size in x.shape):
+def _check_whole(function: str, name: str, x: jax.Array, matrices: int = 1) -> None:
+    if x.shape[0] // matrices % 128 or x.shape[1] % 128:
+        each = f", each of {matrices} matrices," if matrices > 1 else ""
         raise ValueError(
-            f"{function}: argument {name!r} of shape {x.shape} must have sizes that 128 divides; pad it with zeros, which "
-            "change no scale"
+            f"{function}: argument {name!r} of shape {x.shape}{each} must have sizes that 128 divides; pad it with zeros, "
+            "which change no scale"
         )
 
 
 def quantize_both_ways(
-    x: Float[Array, "M D"], *, rows: int = 1, turned_rows: int = 1, dtype: str = "float8_e4m3fn"
-) -> tuple[Shaped[Array, "M D"], Shaped[Array, "_ _"], Shaped[Array, "D M"], Shaped[Array, "_ _"]]:
-    """Returns (values [M, D], scale, turned [D, M], turned_scale): x in blocks of `rows` by 128, and x^T in blocks of
-    `turned_rows` by 128, as `quantize_scaled` returns them.
+    x: Float[Array, "M D"],
+    *,
+    rows: int = 1,
+    turned_rows: int = 1,
+    entries: int | None = 128,
+    matrices: int = 1,
+    dtype: str = "float8_e4m3fn",
+) -> tuple[Shaped[Array, "M D"], Shaped[Array, "_ _"], Shaped[Array, "_ _"], Shaped[Array, "_ _"]]:
+    """Returns (values [M, D], scale, turned [D, M], turned_scale): x in blocks of `rows` by `entries`, and x^T in blocks of
+    `turned_rows` by `entries`, as `quantize_scaled` returns them. Of `matrices` one below the other each is turned alone.
 
     Raises:
       ValueError: names the argument.
     """
+    name = "quantize_both_ways"
     if dtype not in DTYPES:
-        raise ValueError(f"quantize_both_ways: argument 'dtype' = {dtype!r} is unknown; use {' or '.join(DTYPES)}")
+        raise ValueError(f"{name}: argument 'dtype' = {dtype!r} is unknown; use {' or '.join(DTYPES)}")
+    if entries not in (128, None):
+        raise ValueError(f"{name}: argument 'entries' = {entries!r} must be 128, or None for one scale of a whole row")
     M, D = x.shape
-    for name, height, size in (("rows", rows, M), ("turned_rows", turned_rows, D)):
+    if matrices < 1 or M % matrices:
+        raise ValueError(
+            f"{name}: argument 'matrices' = {matrices!r} must be at least 1 and divide the rows of 'x', {M}"
+        )
+    for argument, height, size in (("rows", rows, M // matrices), ("turned_rows", turned_rows, D)):
         if height not in (1, 128) or size % height:
-            raise ValueError(f"quantize_both_ways: argument {name!r} = {height!r} must be 1, or 128 and divide {size}")
-    _check_whole("quantize_both_ways", "x", x)
-    straight, turned = quantized(x, (rows, 128), dtype, False), quantized(x.T, (turned_rows, 128), dtype, False)
-    return *straight, *turned
+            raise ValueError(f"{name}: argument {argument!r} = {height!r} must be 1, or 128 and divide {size}")
+        if entries is None and height != 1:
+            raise ValueError(
+                f"{name}: argument {argument!r} = {height!r} must be 1 where 'entries' is None: a row's scale is its own"
+            )
+    _check_whole(name, "x", x, matrices)
+    turned = x.reshape(matrices, -1, D).swapaxes(1, 2).reshape(matrices * D, -1)
+    sides = (x, rows), (turned, turned_rows)
+    return (*(y for a, height in sides for y in quantized(a, (height, entries or a.shape[1]), dtype, False)),)
 
 
 def work_of_quantisation(call: Call) -> tuple[Work, Work]:
-    M, D = call.dims["M"], call.dims["D"]
-    scales = 4 * M * D // 128 // call.rows + 4 * M * D // 128 // call.turned_rows
-    return Work(2 * M * D, nbytes(call.x) + 2 * M * D + scales), Work(0, 0)
+    """Returns the work of both operands: with a scale of whole rows x is read twice."""
+    M, D, entries, matrices = call.dims["M"], call.dims["D"], call.entries, call.matrices
+    scales = 4 * M * D // (entries or D) // call.rows + 4 * M * D // (entries or M // matrices) // call.turned_rows
+    reads = 1 if entries else 2
+    return Work(2 * M * D, reads * nbytes(call.x) + 2 * M * D + scales), Work(0, 0)
 
 
 # -- of a gated MLP ----------------------------------------------------------------------------------------------------
-
-
-ACTIVATIONS = "silu", "gelu", "gelu_tanh", "relu"
 
 
 def _check_activation(op: str, name: str) -> None:
@@ -114,8 +133,19 @@ both_ways_op = Op(
         Case("cotangent", {"M": 128, "D": 384}, {"turned_rows": 128}, tags=frozenset({"kernels"})),
         Case("matrix", {"M": 256, "D": 256}, {"rows": 128, "turned_rows": 128}),
         Case("wide", {"M": 128, "D": 128}, {"dtype": "float8_e5m2"}),
+        Case("experts", {"M": 768, "D": 256}, {"rows": 128, "turned_rows": 128, "matrices": 3}),
+        Case("experts_fine", {"M": 512, "D": 128}, {"matrices": 2}, tags=frozenset({"slow"})),
+        Case("whole_rows", {"M": 256, "D": 384}, {"entries": None}),
+        Case("whole_rows_of_experts", {"M": 512, "D": 256}, {"entries": None, "matrices": 2}, tags=frozenset({"slow"})),
         Case("model_2k", {"M": 32768, "D": 2048}, tags=frozenset({"bench"})),
         Case("mlp_8k", {"M": 32768, "D": 8192}, {"turned_rows": 128}, tags=frozenset({"bench", "code"})),
+        Case("mlp_8k_rows", {"M": 32768, "D": 8192}, {"entries": None}, tags=frozenset({"bench", "code"})),
+        Case(
+            "qwen3_experts",
+            {"M": 262144, "D": 1536},
+            {"rows": 128, "turned_rows": 128, "matrices": 128},
+            tags=frozenset({"bench"}),
+        ),
     ),
     work=work_of_quantisation,
 )

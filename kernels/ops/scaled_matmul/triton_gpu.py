@@ -18,7 +18,9 @@ from kernels.ops.scaled_matmul.grouped import check_scales, grouped_op, tiles_of
 from kernels.ops.scaled_matmul.quantize_kernels import (
     activate_both_ways_kernel,
     activation_cotangents_kernel,
+    largest_both_ways_kernel,
     quantize_both_ways_kernel,
+    quantize_rows_both_ways_kernel,
 )
 from kernels.ops.scaled_matmul.quantizing import (
     activate_both_ways,
@@ -213,23 +215,23 @@ grouped_op.register(
 # -- quantisation along both dims ------------------------------------------------------------------------------------------
 
 
-def _operands(x, rows, turned_rows):
+def _operands(x, rows, turned_rows, entries=128, matrices=1):
     """Returns the shapes of an array's operands, their values as bytes."""
-    M, D = x.shape
+    (M, D), one = x.shape, entries or x.shape[1]
     return (
         jax.ShapeDtypeStruct((M, D), jnp.uint8),
-        jax.ShapeDtypeStruct((M // rows, D // 128), jnp.float32),
-        jax.ShapeDtypeStruct((D, M), jnp.uint8),
-        jax.ShapeDtypeStruct((D // turned_rows, M // 128), jnp.float32),
+        jax.ShapeDtypeStruct((M // rows, D // one), jnp.float32),
+        jax.ShapeDtypeStruct((matrices * D, M // matrices), jnp.uint8),
+        jax.ShapeDtypeStruct((matrices * D // turned_rows, M // matrices // entries if entries else 1), jnp.float32),
     )
 
 
-def _launch(kernel, arrays, out_shape, cfg, work, dtype="float8_e4m3fn", **named):
+def _launch(kernel, arrays, out_shape, cfg, work, dtype="float8_e4m3fn", matrices=1, **named):
     M, D = arrays[0].shape
     # One result: two programs on a multiprocessor, so that one loads while the other computes. Two take all of its registers.
-    most = min(255, 1024 * (len(out_shape) // 4) // cfg.num_warps)
+    most = min(255, 1024 * max(1, len(out_shape) // 4) // cfg.num_warps)
     how = {"num_warps": cfg.num_warps, "max_registers": most, "work": work, "grid": (M // 128 * (D // 128),)}
-    results = triton_launch(kernel, *arrays, out_shape=out_shape, M=M, **how, **named)
+    results = triton_launch(kernel, *arrays, out_shape=out_shape, M=M // matrices, **how, **named)
     return tuple(lax.bitcast_convert_type(y, jnp.dtype(dtype)) if y.dtype == jnp.uint8 else y for y in results)
 
 
@@ -238,12 +240,27 @@ def _converts() -> bool:
     return compute_capability() >= 89
 
 
-def both_ways(x, rows, turned_rows, dtype, cfg):
+def _largest_both_ways(x, matrices, cfg):
+    """Returns the bits of the largest magnitudes of rows [M], and of the columns of each matrix [matrices * D]."""
+    M, D = x.shape
+    parts = jax.ShapeDtypeStruct((D // 128, M), jnp.int32), jax.ShapeDtypeStruct((M // 128, D), jnp.int32)
+    of_rows, of_columns = _launch(largest_both_ways_kernel, (x,), parts, cfg, Work(2 * M * D, nbytes(x, *parts)), D=D)
+    return jnp.max(of_rows, 0), jnp.max(of_columns.reshape(matrices, -1, D), 1).reshape(-1)
+
+
+def both_ways(x, rows, turned_rows, entries, matrices, dtype, cfg):
+    options = {"rows": rows, "turned_rows": turned_rows, "entries": entries, "matrices": matrices, "dtype": dtype}
     if not _converts():
-        return quantize_both_ways(x, rows=rows, turned_rows=turned_rows, dtype=dtype)
-    work = work_of_quantisation(both_ways_op.bind(x, rows=rows, turned_rows=turned_rows, dtype=dtype))[0]
-    how = {"D": x.shape[1], "ROWS": rows, "TURNED_ROWS": turned_rows, "E5M2": dtype == "float8_e5m2"}
-    out = _operands(x, rows, turned_rows)
+        return quantize_both_ways(x, **options)
+    work, out = (
+        work_of_quantisation(both_ways_op.bind(x, **options))[0],
+        _operands(x, rows, turned_rows, entries, matrices),
+    )
+    how = {"matrices": matrices, "E": matrices, "D": x.shape[1], "E5M2": dtype == "float8_e5m2"}
+    if entries is None:
+        arrays = (x, *_largest_both_ways(x, matrices, cfg))
+        return _launch(quantize_rows_both_ways_kernel, arrays, out, cfg, work, dtype, **how)
+    how |= {"ROWS": rows, "TURNED_ROWS": turned_rows}
     return _launch(quantize_both_ways_kernel, (x,), out, cfg, work, dtype, **how)
 
 

@@ -72,8 +72,8 @@ grouped_op.register(
 )
 
 
-def both_ways(x, rows, turned_rows, dtype):
-    return quantize_both_ways(x, rows=rows, turned_rows=turned_rows, dtype=dtype)
+def both_ways(x, rows, turned_rows, entries, matrices, dtype):
+    return quantize_both_ways(x, rows=rows, turned_rows=turned_rows, entries=entries, matrices=matrices, dtype=dtype)
 
 
 def activate(gate, up, activation):
