@@ -70,8 +70,11 @@ from kernels.ops.rms_norm import rms_norm, rms_norm_linear
 from kernels.ops.rotary_embedding import rotary_embedding
 from kernels.ops.scaled_matmul import (
     activate_both_ways,
+    activate_rows,
+    activated_row_cotangents,
     activation_cotangents,
     quantize_both_ways,
+    quantize_rows,
     quantize_scaled,
     scaled_grouped_matmul,
     scaled_matmul,

@@ -8,6 +8,7 @@ padded copy of both operands, turned. The matrices are quantised once for the fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,10 +54,6 @@ def _matrices(w: jax.Array) -> _Matrices:
     return _Matrices(*(y.reshape(E, y.shape[0] // E, y.shape[1]) for y in flat))
 
 
-def _rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return kernels.quantize_scaled(x, (1, BLOCK))
-
-
 def _picked(values: jax.Array, scale: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns rows of an operand by index, zeros for a negative one. Four bytes at a time: a GPU copies single ones slower."""
     T, D = values.shape
@@ -65,11 +62,6 @@ def _picked(values: jax.Array, scale: jax.Array, rows: jax.Array) -> tuple[jax.A
     words = jnp.where(there, words[index], 0)
     picked = jax.lax.bitcast_convert_type(words, values.dtype).reshape(len(rows), D)
     return picked, jnp.where(there, scale[index], 1)
-
-
-def _gated(z: jax.Array, activation: str) -> jax.Array:
-    gate, up = (y.astype(jnp.float32) for y in jnp.split(z, 2, axis=-1))
-    return (ACTIVATIONS[activation](gate) * up).astype(z.dtype)
 
 
 def expert_mlp(
@@ -116,11 +108,12 @@ def _forward(
     sizes, rows, _ = places
     times = partial(kernels.scaled_grouped_matmul, dtype=str(x.dtype), platform=platform)
     first, second = _matrices(gate_up), _matrices(down)
-    values, scale = _rows(x)
+    values, scale = kernels.quantize_rows(x)
     if rows is not None:
         values, scale = _picked(values, scale, rows)
     z = times(values, first.turned, scale, first.turned_scale, sizes)
-    values, scale = _rows(_gated(z, activation))
+    z = z.reshape(z.shape[0], 2, -1)
+    values, scale = kernels.activate_rows(z, activation=activation)
     out = times(values, second.turned, scale, second.turned_scale, sizes)
     return out, (x, z, gate_up, down, (first.values, first.scale), (second.values, second.scale), places)
 
@@ -129,21 +122,21 @@ def _backward(activation: str, platform: str | None, saved: Any, d: jax.Array) -
     x, z, gate_up, down, first, second, places = saved
     sizes, rows, slots = places
     times = partial(kernels.scaled_grouped_matmul, dtype=str(x.dtype), platform=platform)
-    p, pull = jax.vjp(partial(_gated, activation=activation), z)
-    (d_z,) = pull(times(*_interleaved(_rows(d), second), sizes))
-    d_x = times(*_interleaved(_rows(d_z), first), sizes)
+    d_p = times(*_interleaved(kernels.quantize_rows(d), second), sizes)
+    d_z, *d_z_8, p = kernels.activated_row_cotangents(z, d_p, activation=activation)
+    d_x = times(*_interleaved(d_z_8, first), sizes)
     by_index = {} if rows is None else {"rows": rows, "slots": slots}
     if rows is not None:
         d_x = kernels.combine_rows(d_x, slots)
     gradients = (
-        _contracted(x, gate_up, d_z, sizes, platform, **by_index),
+        _contracted(x, gate_up, d_z.reshape(len(d_z), -1), sizes, platform, **by_index),
         _contracted(p, down, d, sizes, platform),
     )
     nothing = jax.tree.map(lambda i: np.zeros(i.shape, jax.dtypes.float0), places)
     return d_x, *gradients, nothing
 
 
-def _interleaved(operand: tuple[jax.Array, jax.Array], matrices: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+def _interleaved(operand: Sequence[jax.Array], matrices: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """Returns the values of both, and then the scales of both."""
     return operand[0], matrices[0], operand[1], matrices[1]
 

@@ -168,10 +168,10 @@ FAULTS = (
         f"{EXPERTS} -k 8_bit_operands",
     ),
     Fault(
-        "8 bits: the gradient of experts' rows is through the gate's half turned",
-        "experts/products:_gated",
-        "ACTIVATIONS[$activation]($gate) * $up",
-        "ACTIVATIONS[$activation]($up) * $gate",
+        "8 bits: the gradient of experts' rows is quantised as that of gate alone",
+        "experts/products:_backward",
+        "_interleaved($d_z_8, $first)",
+        "_interleaved(($d_z_8[0], 0 * $d_z_8[1] + $d_z_8[1][:, :1]), $first)",
         f"{EXPERTS} -k 8_bit_operands",
     ),
     Fault(
@@ -185,7 +185,7 @@ FAULTS = (
         "8 bits: gradients of experts' matrices are of rows that were quantised",
         "experts/products:_contracted",
         "kernels.grouped_matmul($x, $w, $sizes, platform=$platform, **$by_index)",
-        "kernels.grouped_matmul(_rows($x)[0].astype($x.dtype), $w, $sizes, platform=$platform, **$by_index)",
+        "kernels.grouped_matmul(kernels.quantize_rows($x)[0].astype($x.dtype), $w, $sizes, platform=$platform, **$by_index)",
         f"{EXPERTS} -k 8_bit_operands",
     ),
     Fault(

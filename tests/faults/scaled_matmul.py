@@ -135,8 +135,8 @@ FAULTS = (
     Fault(
         "quantised both ways: rows and columns have each other's largest magnitudes",
         "quantize_kernels:quantise_tile",
-        "_largest($x, 1), _largest($x, 0)",
-        "_largest($x, 0), _largest($x, 1)",
+        "largest($x, 1), largest($x, 0)",
+        "largest($x, 0), largest($x, 1)",
         f"{SCALED} -k bit_by_bit",
     ),
     Fault(
@@ -149,13 +149,13 @@ FAULTS = (
     Fault(
         "quantised both ways: the transpose is not one",
         "quantize_kernels:_write_tile",
-        "tl.trans(_bytes($x * $reciprocal[None, :], $E5M2))",
-        "_bytes($x * $reciprocal[None, :], $E5M2)",
+        "tl.trans(bytes_of($x * $reciprocal[None, :], $E5M2))",
+        "bytes_of($x * $reciprocal[None, :], $E5M2)",
         f"{SCALED} -k bit_by_bit",
     ),
     Fault(
         "quantised both ways: NaN is no largest magnitude",
-        "quantize_kernels:_scales",
+        "quantize_kernels:scales_of",
         "tl.where($bits < 0x7F800000, $scale, float('nan'))",
         "$scale",
         f"{SCALED} -k bit_by_bit",
@@ -243,5 +243,19 @@ FAULTS = (
         "($matrix * $D + $columns).to(tl.int64)[:, None] * $M",
         "$columns.to(tl.int64)[:, None] * $M",
         f"{SCALED} -k bit_by_bit",
+    ),
+    Fault(
+        "quantised rows: the last block of rows is written past the end",
+        "row_kernels:_write",
+        "tl.store($scale_ptr + $rows * ($D // 128) + $j, $scale, mask=$rows < $M)",
+        "tl.store($scale_ptr + $rows * ($D // 128) + $j, $scale, mask=$rows < $M - 1)",
+        f"{SCALED} -k rows_alone",
+    ),
+    Fault(
+        "quantised rows: the cotangent of up has the place of gate's",
+        "row_kernels:activated_row_cotangents_kernel",
+        "$F // 128 + $j",
+        "$j",
+        f"{SCALED} -k rows_alone",
     ),
 )

@@ -12,7 +12,16 @@ import ejdist
 import kernels
 from kernels import quantize_scaled, scaled_matmul
 from kernels.framework.interpret import interpret
-from kernels.ops.scaled_matmul import SCALINGS, activate_op, both_ways_op, cotangents_op, op
+from kernels.ops.scaled_matmul import (
+    SCALINGS,
+    activate_op,
+    activate_rows_op,
+    both_ways_op,
+    cotangents_op,
+    op,
+    row_cotangents_op,
+    rows_op,
+)
 
 RNG = np.random.default_rng(0)
 X = (RNG.standard_normal((256, 384)) * np.exp2(RNG.integers(-9, 9, (256, 1)))).astype(np.float32)
@@ -113,6 +122,32 @@ def test_an_activation_and_its_cotangents_are_quantised_as_they_are_alone():
             got = run(gate, up, d)
         for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32))
+
+
+@pytest.mark.parametrize("M", [5, 200])
+def test_rows_alone_are_quantised_as_in_blocks_and_an_activation_and_its_cotangents_too(M):
+    x, d = jnp.asarray(awkward(256, 256)[:M]), jnp.asarray(RNG.standard_normal((M, 128)), jnp.bfloat16)
+    pair = jnp.asarray(RNG.standard_normal((M, 2, 128)), jnp.bfloat16)
+    wide, pull = jax.vjp(lambda pair: kernels.gated_activation(pair[:, 0], pair[:, 1]), pair)
+    (d_pair,) = pull(d)
+    want = (
+        quantize_scaled(x, (1, 128)),
+        quantize_scaled(wide, (1, 128)),
+        (d_pair, *quantize_scaled(d_pair.reshape(M, -1), (1, 128)), wide),
+    )
+    for platform in ("xla", "triton"):
+        with interpret(90):
+            got = jax.jit(
+                lambda x, pair, d, on=platform: (
+                    rows_op(x, platform=on), activate_rows_op(pair, platform=on), row_cotangents_op(pair, d, platform=on)
+                )
+            )(x, pair, d)  # fmt: skip
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
+            # Of products of three numbers the order rounds a few to neighbours; what is no number is none in both.
+            differs = ~((g == w) | (np.isnan(g) & np.isnan(w)))
+            assert differs.mean() < 1e-3
+            np.testing.assert_allclose(g[differs], w[differs], rtol=1 / 8)
 
 
 def test_the_least_and_the_largest_numbers_have_scales():

@@ -16,6 +16,7 @@ from kernels.ops.scaled_matmul.contract import ScaledMatmulConfig, check_result,
 from kernels.ops.scaled_matmul.formats import DTYPES, SCALINGS, Scaling, quantized
 from kernels.ops.scaled_matmul.grouped import check_scales, grouped_op
 from kernels.ops.scaled_matmul.quantizing import OPERANDS, activate_op, both_ways_op, cotangents_op
+from kernels.ops.scaled_matmul.quantizing_rows import activate_rows_op, row_cotangents_op, rows_op
 
 __all__ = [
     "SCALINGS",
@@ -23,13 +24,19 @@ __all__ = [
     "Scaling",
     "activate_both_ways",
     "activate_op",
+    "activate_rows",
+    "activate_rows_op",
+    "activated_row_cotangents",
     "activation_cotangents",
     "both_ways_op",
     "cotangents_op",
     "grouped_op",
     "op",
     "quantize_both_ways",
+    "quantize_rows",
     "quantize_scaled",
+    "row_cotangents_op",
+    "rows_op",
     "scaled_grouped_matmul",
     "scaled_matmul",
 ]
@@ -235,6 +242,66 @@ activation_cotangents = public_as_declared(
     [(128, 256), (128, 2), (256, 128), (2, 1)]
     """,
     returns=cotangents_op.outputs,
+)
+
+quantize_rows = public_as_declared(
+    rows_op,
+    """Returns (values, scale) of x in e4m3, `quantize_scaled` with blocks of (1, 128); on GPUs that have 8-bit floats x is read
+    once.
+
+    Args:
+      x: float [M, D], D of a size that 128 divides.
+
+    Raises:
+      ValueError: names the argument.
+
+    >>> import jax.numpy as jnp
+    >>> [y.shape for y in quantize_rows(jnp.ones((3, 256)))]
+    [(3, 256), (3, 2)]
+    """,
+    returns=("values", "scale"),
+)
+
+activate_rows = public_as_declared(
+    activate_rows_op,
+    """Returns `quantize_rows` of activation(gate) * up, which is rounded to the dtype of `pair` before.
+
+    On GPUs that have 8-bit floats `pair` is read once, and the product is not written.
+
+    Args:
+      pair: float [M, 2, F], gate and up side by side; 128 divides F.
+      activation: "silu", "gelu", "gelu_tanh" or "relu".
+
+    Raises:
+      ValueError: names the argument.
+
+    >>> import jax.numpy as jnp
+    >>> [y.shape for y in activate_rows(jnp.ones((3, 2, 256)))]
+    [(3, 256), (3, 2)]
+    """,
+    returns=("values", "scale"),
+)
+
+activated_row_cotangents = public_as_declared(
+    row_cotangents_op,
+    """Returns (d_pair [M, 2, F], its values [M, 2 F] and scale as of `quantize_rows`, activation(gate) * up [M, F]).
+
+    What a gradient of rows takes is in 8 bits, and what gradients of matrices take as it is. On GPUs that have 8-bit floats
+    `pair` and `d` are read once for all of it.
+
+    Args:
+      pair: float [M, 2, F], gate and up side by side; 128 divides F.
+      d: float [M, F], the cotangent of activation(gate) * up.
+      activation: "silu", "gelu", "gelu_tanh" or "relu".
+
+    Raises:
+      ValueError: names the argument.
+
+    >>> import jax.numpy as jnp
+    >>> [y.shape for y in activated_row_cotangents(jnp.ones((3, 2, 128)), jnp.ones((3, 128)))]
+    [(3, 2, 128), (3, 256), (3, 2), (3, 128)]
+    """,
+    returns=row_cotangents_op.outputs,
 )
 
 

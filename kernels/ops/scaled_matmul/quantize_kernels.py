@@ -18,13 +18,13 @@ LEAST = tl.constexpr(1.1754943508222875e-38)  # the least normal float32
 
 
 @triton.jit
-def _largest(x, AXIS: tl.constexpr):
+def largest(x, AXIS: tl.constexpr):
     """Returns the bits of the largest magnitudes. As integers NaN and infinities are larger than all numbers, and not lost."""
     return tl.max((x.to(tl.int32, bitcast=True)) & 0x7FFFFFFF, axis=AXIS)
 
 
 @triton.jit
-def _scales(bits, MOST: tl.constexpr):
+def scales_of(bits, MOST: tl.constexpr):
     """Returns the scales of blocks from the bits of their largest magnitudes, and their reciprocals."""
     largest = bits.to(tl.float32, bitcast=True)
     scale = tl.where(bits > 0, tl.maximum(largest * (1.0 / MOST), LEAST), 1.0)
@@ -33,7 +33,8 @@ def _scales(bits, MOST: tl.constexpr):
 
 
 @triton.jit
-def _bytes(x, E5M2: tl.constexpr):
+def bytes_of(x, E5M2: tl.constexpr):
+    """Returns the bytes of numbers in e4m3, or e5m2."""
     return (x.to(tl.float8e5) if E5M2 else x.to(tl.float8e4nv)).to(tl.uint8, bitcast=True)
 
 
@@ -46,10 +47,10 @@ def _write_tile(
     MOST: tl.constexpr = 57344.0 if E5M2 else 448.0
     inside = tl.arange(0, 128)
     rows, columns, matrix = i * 128 + inside, j * 128 + inside, i // (M // 128)
-    scale, reciprocal = _scales(of_rows, MOST)
-    tl.store(values_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :], _bytes(x * reciprocal[:, None], E5M2))
-    turned_scale, reciprocal = _scales(of_columns, MOST)
-    turned = tl.trans(_bytes(x * reciprocal[None, :], E5M2))
+    scale, reciprocal = scales_of(of_rows, MOST)
+    tl.store(values_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :], bytes_of(x * reciprocal[:, None], E5M2))
+    turned_scale, reciprocal = scales_of(of_columns, MOST)
+    turned = tl.trans(bytes_of(x * reciprocal[None, :], E5M2))
     # The columns of each matrix one below the other.
     places = (matrix * D + columns).to(tl.int64)[:, None] * M + (rows - matrix * M)[None, :]
     tl.store(turned_ptr + places, turned)
@@ -62,7 +63,7 @@ def quantise_tile(x, values_ptr, scale_ptr, turned_ptr, turned_scale_ptr, i, j, 
     """Writes tile (i, j), of 128 rows and columns, of matrices [M, D], one below the other, as operands that are summed over
     their columns and, turned, over their rows. `ROWS`, `TURNED_ROWS`: rows of an operand that share a scale, 1 or 128."""
     inside = tl.arange(0, 128)
-    of_rows, of_columns = _largest(x, 1), _largest(x, 0)
+    of_rows, of_columns = largest(x, 1), largest(x, 0)
     of_tile = tl.zeros([128], tl.int32) + tl.max(of_rows, axis=0)
     of_rows, of_columns = of_rows if ROWS == 1 else of_tile, of_columns if TURNED_ROWS == 1 else of_tile
     scale, turned_scale = _write_tile(x, of_rows, of_columns, values_ptr, turned_ptr, i, j, M, D, E5M2)
@@ -129,8 +130,8 @@ def largest_both_ways_kernel(
     i, j = _tile(tl.program_id(0), M, D)
     inside = tl.arange(0, 128)
     x = tl.load(x_ptr + _entries(i, j, D)).to(tl.float32)
-    tl.store(of_rows_ptr + j.to(tl.int64) * M + i * 128 + inside, _largest(x, 1))
-    tl.store(of_columns_ptr + i.to(tl.int64) * D + j * 128 + inside, _largest(x, 0))
+    tl.store(of_rows_ptr + j.to(tl.int64) * M + i * 128 + inside, largest(x, 1))
+    tl.store(of_columns_ptr + i.to(tl.int64) * D + j * 128 + inside, largest(x, 0))
 
 
 @triton.jit

@@ -33,6 +33,22 @@ from kernels.ops.scaled_matmul.quantizing import (
     work_of_cotangents,
     work_of_quantisation,
 )
+from kernels.ops.scaled_matmul.quantizing_rows import (
+    activate_rows,
+    activate_rows_op,
+    activated_row_cotangents,
+    quantize_rows,
+    row_cotangents_op,
+    rows_op,
+    work_of_activated,
+    work_of_row_cotangents,
+    work_of_rows,
+)
+from kernels.ops.scaled_matmul.row_kernels import (
+    activate_rows_kernel,
+    activated_row_cotangents_kernel,
+    quantize_rows_kernel,
+)
 from kernels.ops.scaled_matmul.triton_kernels import scaled_matmul_kernel
 from kernels.ops.scaled_matmul.xla import grouped as grouped_by_xla
 from kernels.toolchains.triton import compute_capability, tensor_descriptor, triton_launch
@@ -278,10 +294,50 @@ def cotangents(gate, up, d, activation, cfg):
     return _launch(activation_cotangents_kernel, (gate, up, d), out, cfg, work, F=gate.shape[1], NAME=activation)
 
 
+# -- of rows alone --------------------------------------------------------------------------------------------------------
+
+
+def _launch_rows(kernel, arrays, out_shape, columns, cfg, work, **named):
+    """`columns`: of the blocks that programs share out."""
+    M, tall = arrays[0].shape[0], 64
+    how = {"num_warps": cfg.num_warps, "work": work, "grid": (triton.cdiv(M, tall) * (columns // 128),)}
+    results = triton_launch(kernel, *arrays, out_shape=out_shape, M=M, TALL=tall, **how, **named)
+    return tuple(lax.bitcast_convert_type(y, jnp.float8_e4m3fn) if y.dtype == jnp.uint8 else y for y in results)
+
+
+def _row_operand(M, D):
+    return jax.ShapeDtypeStruct((M, D), jnp.uint8), jax.ShapeDtypeStruct((M, D // 128), jnp.float32)
+
+
+def quantise_rows(x, cfg):
+    if not _converts():
+        return quantize_rows(x)
+    work, D = work_of_rows(rows_op.bind(x))[0], x.shape[1]
+    return _launch_rows(quantize_rows_kernel, (x,), _row_operand(*x.shape), D, cfg, work, D=D)
+
+
+def activate_pairs(pair, activation, cfg):
+    if not _converts():
+        return activate_rows(pair, activation=activation)
+    (M, _, F), work = pair.shape, work_of_activated(activate_rows_op.bind(pair))[0]
+    return _launch_rows(activate_rows_kernel, (pair,), _row_operand(M, F), F, cfg, work, F=F, NAME=activation)
+
+
+def pair_cotangents(pair, d, activation, cfg):
+    if not _converts():
+        return activated_row_cotangents(pair, d, activation=activation)
+    (M, _, F), work = pair.shape, work_of_row_cotangents(row_cotangents_op.bind(pair, d))[0]
+    out = jax.ShapeDtypeStruct(pair.shape, pair.dtype), *_row_operand(M, 2 * F), jax.ShapeDtypeStruct(d.shape, d.dtype)
+    return _launch_rows(activated_row_cotangents_kernel, (pair, d), out, F, cfg, work, F=F, NAME=activation)
+
+
 for _op, _function, _warps in (
     (both_ways_op, both_ways, 8),
     (activate_op, activate, 8),
     (cotangents_op, cotangents, 16),
+    (rows_op, quantise_rows, 4),
+    (activate_rows_op, activate_pairs, 4),
+    (row_cotangents_op, pair_cotangents, 8),
 ):
     _op.register(
         _function,

@@ -22,6 +22,14 @@ from kernels.ops.scaled_matmul.quantizing import (
     cotangents_op,
     quantize_both_ways,
 )
+from kernels.ops.scaled_matmul.quantizing_rows import (
+    activate_rows,
+    activate_rows_op,
+    activated_row_cotangents,
+    quantize_rows,
+    row_cotangents_op,
+    rows_op,
+)
 
 
 def _product(a: jax.Array, b: jax.Array, narrow: bool) -> jax.Array:
@@ -84,5 +92,24 @@ def cotangents(gate, up, d, activation):
     return activation_cotangents(gate, up, d, activation=activation)
 
 
-for _op, _function in ((both_ways_op, both_ways), (activate_op, activate), (cotangents_op, cotangents)):
+def rows(x):
+    return quantize_rows(x)
+
+
+def pairs(pair, activation):
+    return activate_rows(pair, activation=activation)
+
+
+def pair_cotangents(pair, d, activation):
+    return activated_row_cotangents(pair, d, activation=activation)
+
+
+for _op, _function in (
+    (both_ways_op, both_ways),
+    (activate_op, activate),
+    (cotangents_op, cotangents),
+    (rows_op, rows),
+    (activate_rows_op, pairs),
+    (row_cotangents_op, pair_cotangents),
+):
     _op.register(_function, platforms={"cpu", "cuda", "rocm", "tpu"}, dtypes={"float32", "bfloat16", "float16"})
