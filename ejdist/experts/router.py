@@ -178,15 +178,13 @@ def _at(values: jax.Array, indices: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(here, values[..., None, :], 0), axis=-1)
 
 
-def _allowed(choice: jax.Array, num_groups: int, topk_groups: int, group_top: int, left: bool = False) -> jax.Array:
-    """Returns choice [B, T, E] with -inf for the experts of groups that are not among a token's best."""
+def _allowed(choice: jax.Array, num_groups: int, topk_groups: int, group_top: int) -> jax.Array:
+    """Returns choice [B, T, E] with -inf for the experts of groups that are not among a token's best.
+
+    A group of which others have left something has `group_top` experts or more, see `_check_ranks`; one of nothing is last.
+    """
     groups = choice.reshape(*choice.shape[:-1], num_groups, choice.shape[-1] // num_groups)
-    judged, there = groups, groups > -jnp.inf
-    if left:  # what other groups rule out counts as the worst of all, and a group of nothing else comes last
-        worst = jnp.min(choice, axis=-1, where=choice > -jnp.inf, initial=jnp.inf)[..., None, None]
-        judged = jnp.where(there, groups, worst)
-    worth = _at(judged, _best(judged, group_top)).sum(-1)
-    worth = jnp.where(there.any(-1), worth, -jnp.inf) if left else worth
+    worth = _at(groups, _best(groups, group_top)).sum(-1)
     chosen = jnp.any(_best(worth, topk_groups)[..., None] == jnp.arange(num_groups), axis=-2)
     return jnp.where(chosen[..., None], groups, -jnp.inf).reshape(choice.shape)
 
@@ -324,8 +322,8 @@ def _chosen(
     # The logits are in the order of their scores, and do not saturate where scores do.
     choice = logits if bias is None and not groups else scores
     choice = jax.lax.stop_gradient(choice if bias is None else choice + bias.astype(choice.dtype))
-    for i, group in enumerate(groups):
-        choice = _allowed(choice, *group, left=i > 0)
+    for group in groups:
+        choice = _allowed(choice, *group)
     return _best(choice, top_k)
 
 

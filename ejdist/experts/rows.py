@@ -152,7 +152,12 @@ def summed(
     total = narrow(total)
     if single:
         return total, beside
-    return lax.cond(passes > 1, lambda total: loop(1, jax.tree.map(wide, total)), lambda total: total, total), beside
+    # A loop of one round or none: where a condition is false, XLA copies what its branch returns as it is.
+    once = (
+        (lambda state: state[0]),
+        (lambda state: (jnp.zeros_like(passes, bool), loop(1, jax.tree.map(wide, state[1])))),
+    )
+    return lax.while_loop(*once, (passes > 1, total))[1], beside
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from kernels.framework.dispatch import apply, vary_alike
 from kernels.framework.interpret import interpreting
@@ -70,8 +69,7 @@ def sorted_by_xla(ids: jax.Array, num_groups: int) -> GroupOrder:
     # GPUs sort unsigned integers fastest.
     keys = jnp.where(inside, ids, num_groups).reshape(-1).astype(jnp.uint32)
     index = vary_alike(jnp.arange(tokens * top_k, dtype=jnp.int32), keys)
-    # `jnp.argsort` in jax 0.11 loses the varying axes of its input.
-    order = lax.sort((keys, index), num_keys=1, is_stable=True)[1]
+    order = jnp.argsort(keys, stable=True).astype(jnp.int32)
     place = jnp.zeros_like(order).at[order].set(index, unique_indices=True).reshape(tokens, top_k)
     # Compare and sum in place: on a mesh a scatter would gather all choices first.
     sizes = jnp.sum(ids[..., None] == jnp.arange(num_groups), axis=(0, 1), dtype=jnp.int32)
