@@ -233,8 +233,7 @@ def launch(
         **named,
         **more,
     )
-    out, part, lse, *log = results if before is None else (results[2], *results[:2])
-    return merged(o, requests, out, part, lse, *log)
+    return merged(o, requests, *(results if before is None else (results[2], *results[:2])))
 
 
 def rooms_of(o: Paged) -> list[jax.ShapeDtypeStruct]:

@@ -7,7 +7,7 @@ with half of the columns each, compute the same weights, and one of them reads i
 `Paged.K` counts groups of heads, H and HV are the width of a latent, and K_WIDTH that of an entry.
 """
 
-# pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def latent_kernel(
     acc = tl.zeros([O.BLOCK_M, BLOCK_C], tl.float32)
     row_max = tl.full([O.BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([O.BLOCK_M], tl.float32)
-    WHOLE: tl.constexpr = tables_ptr is not None and O.C % O.BLOCK_K == 0  # a block lies in one page
+    WHOLE: tl.constexpr = False if tables_ptr is None else O.C % O.BLOCK_K == 0  # a block lies in one page
     following = 0
     if WHOLE:
         following = tl.load(table_ptr + low * O.BLOCK_K // O.C, mask=low < high, other=0)

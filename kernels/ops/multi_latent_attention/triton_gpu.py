@@ -84,8 +84,8 @@ def mla_decode(query, query_rope, kv_cache, kv_lens, softmax_scale, sliding_wind
     """A row of the cache is one page."""
     B, T, N, _ = query.shape
     options = {"softmax_scale": softmax_scale, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
-    rows = (x.reshape(B * T, N, -1) for x in (query, query_rope))
-    out, lse = attend_latent(*rows, kv_cache, Requests(kv_lens.astype(jnp.int32), None, each=T), **options)
+    rows, turned = (x.reshape(B * T, N, -1) for x in (query, query_rope))
+    out, lse = attend_latent(rows, turned, kv_cache, Requests(kv_lens.astype(jnp.int32), None, each=T), **options)
     return out.reshape(query.shape), lse.reshape(B, T, N)
 
 
