@@ -196,22 +196,24 @@ def _curves(folder: Path, what: str, shown: str, rows_of: Callable[[dict[str, An
 
 
 def pages(folder: Path) -> str:
-    """Returns the Markdown of the results of `benchmarks.comparisons.paged_decode` in a folder; empty where there are none."""
+    """Returns the Markdown of the results of `paged_decode` and `latent_decode` of `benchmarks.comparisons` in a folder; empty
+    where there are none. Names of files begin with `latent` where the attention is."""
     parts = []
     for path in sorted(folder.glob("*.json")):
         found = json.loads(path.read_text())
         heads = list(dict.fromkeys(name for row in found["rows"] for name in row))
         cells = [[_figure(row[name]) if name in row else "" for name in heads] for row in found["rows"]]
         lines = [f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *cells)]
+        what = "Latent attention" if path.stem.startswith("latent") else "Attention"
         parts.append(
-            "\n".join([f"### Attention over pages on {found['device']}", "", *lines, "", f"Measured {_origin(found)}."])
+            "\n".join([f"### {what} over pages on {found['device']}", "", *lines, "", f"Measured {_origin(found)}."])
         )
     return "\n\n".join(parts)
 
 
 def _figure(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.0f}" if value >= 100 else f"{value:.2f}"
+        return f"{value:.0f}" if value >= 100 else f"{value:.2f}" if value >= 0.01 else f"{value:.1e}"
     return str(value)
 
 

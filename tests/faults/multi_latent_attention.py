@@ -4,7 +4,92 @@ from faults import Fault
 
 HOPPER = "tests/kernels/test_multi_latent_attention_hopper.py"
 TRITON = "tests/kernels/test_multi_latent_attention_triton.py"
+LATENT_HOPPER = "tests/kernels/test_multi_latent_attention_pages_hopper.py"
 FAULTS = (
+    Fault(
+        "latent Hopper: the second warpgroup has the left half too",
+        "gluon_latent:_follow",
+        "$t.index($s).slice(_half($O), _half($O), 1)",
+        "$t.index($s).slice(0, _half($O), 1)",
+        f"{LATENT_HOPPER} -k numbers",
+    ),
+    Fault(
+        "latent Hopper: sums of the second warpgroup keep their scale",
+        "gluon_latent:_follow",
+        "$acc * $f.index($place).load($R)[:, None]",
+        "$acc * 1.0",
+        f"{LATENT_HOPPER} -k numbers",
+    ),
+    Fault(
+        "latent Hopper: a token sees the one after it",
+        "gluon_latent:_weights",
+        "$kj[None, :] <= $at[:, None]",
+        "$kj[None, :] <= $at[:, None] + 1",
+        f"{LATENT_HOPPER} -k numbers",
+    ),
+    Fault(
+        "latent Hopper: slots without an entry are multiplied",
+        "gluon_latent:_weigh",
+        "clear($e, $stage, $phase, $keys - $n * $O.BLOCK_K, 1)",
+        "",
+        f"{LATENT_HOPPER} -k numbers",
+    ),
+    Fault(
+        "latent Hopper: weights are not fenced",
+        "gluon_latent:_weigh",
+        "fence_async_shared()",
+        "",
+        f"{LATENT_HOPPER} -k numbers",
+    ),
+    Fault(
+        "latent Hopper: rotary keys are the first columns",
+        "gluon_latent:_load",
+        "copy_pages($d, $p, $slot, 0, $r.index($stage), $O.H, $f.index($stage))",
+        "copy_pages($d, $p, $slot, 0, $r.index($stage), 0, $f.index($stage))",
+        f"{LATENT_HOPPER} -k numbers",
+    ),
+    Fault(
+        "latent Hopper: every group has the queries of the first heads",
+        "gluon_latent:_load",
+        "$row * $O.N + $head * ($O.N // $O.K)",
+        "$row * $O.N",
+        f"{LATENT_HOPPER} -k numbers",
+    ),
+    Fault(
+        "latent Hopper: a stage is free after one warpgroup",
+        "gluon_latent:warp_specialized_latent_kernel",
+        "ring_of($S, 1, $d, $O.BLOCK_K, $O.BLOCK_H, 2)",
+        "ring_of($S, 1, $d, $O.BLOCK_K, $O.BLOCK_H, 1)",
+        f"{LATENT_HOPPER} -k numbers",
+    ),
+    Fault(
+        "latent Hopper: lse stays in units of log 2",
+        "gluon_latent:_weigh",
+        "$lse * LN2",
+        "$lse",
+        f"{LATENT_HOPPER} -k cache",
+    ),
+    Fault(
+        "latent pages: merged lse stays in units of log 2",
+        "triton_paged:paged_merge_kernel",
+        "$lse * LN2",
+        "$lse",
+        f"{LATENT_HOPPER} -k cache",
+    ),
+    Fault(
+        "latent cache: every row is the first",
+        "gluon_latent:_load",
+        "$page = $request",
+        "$page = 0",
+        f"{LATENT_HOPPER} -k cache",
+    ),
+    Fault(
+        "latent Hopper: pieces of no tile have rows",
+        "triton_paged_latent:list_kernel",
+        "tl.where($there, $rows, 0)",
+        "$rows",
+        f"{LATENT_HOPPER} -k numbers",
+    ),
     Fault(
         "latent pages: a token sees the one after it",
         "triton_paged_latent:latent_kernel",
@@ -36,8 +121,8 @@ FAULTS = (
     Fault(
         "latent pages: every group has the queries of the first heads",
         "triton_paged_latent:latent_kernel",
-        "($b + $f + $m // $G).to(tl.int64) * $O.N + $head * $G + $m % $G",
-        "($b + $f + $m // $G).to(tl.int64) * $O.N + $m % $G",
+        "($b + $m // $G).to(tl.int64) * $O.N + $head * $G + $m % $G",
+        "($b + $m // $G).to(tl.int64) * $O.N + $m % $G",
         f"{TRITON} -k ragged",
     ),
     Fault(
@@ -78,8 +163,8 @@ FAULTS = (
     Fault(
         "latent pages: both programs of a tile write the first columns",
         "triton_paged_latent:latent_kernel",
-        "store($$most, $part * $BLOCK_C, $out, $p, $l, $O)",
-        "store($$most, 0, $out, $p, $l, $O)",
+        "store($$most, $part * $BLOCK_C, $out, $log, $p, $l, $O)",
+        "store($$most, 0, $out, $log, $p, $l, $O)",
         f"{TRITON} -k 'ragged and 1'",
     ),
     Fault(

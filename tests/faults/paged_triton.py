@@ -100,13 +100,13 @@ FAULTS = (
     Fault(
         "paged triton: every piece has the sinks",
         "paged_kernel",
-        "($m < $rows) & ($piece == 0)",
+        "($m < $rows) & ($place % $split == 0)",
         "$m < $rows",
         f"{PAGED} -k random_batches",
     ),
     Fault(
         "paged triton: a piece begins where the one before does",
-        "paged_kernel",
+        "triton_paged_plan:piece_of",
         "tl.maximum($low, $block + $piece * $each)",
         "$low",
         f"{PAGED} -k pieces",
@@ -121,8 +121,8 @@ FAULTS = (
     Fault(
         "paged triton: whole blocks of a tile are those of its last query",
         "paged_kernel",
-        "tl.minimum($until, $position + $first + $O.HIGH + 1)",
-        "tl.minimum($until, $position + $first + $O.HIGH + 17)",
+        "tl.minimum($until, $position + $O.HIGH + 1)",
+        "tl.minimum($until, $position + $O.HIGH + 17)",
         f"{PAGED} -k tall",
     ),
     Fault(
@@ -204,7 +204,7 @@ FAULTS = (
     ),
     Fault(
         "paged hopper: every part is the block's first page",
-        "gluon_loads:load_pages",
+        "gluon_loads:copy_pages",
         "$pages[$j]",
         "$pages[0]",
         HOPPER,
@@ -218,16 +218,16 @@ FAULTS = (
     ),
     Fault(
         "paged hopper: panels in the order of pages",
-        "gluon_loads:load_pages",
+        "gluon_loads:copy_pages",
         "parts.index($k * $PARTS + $j)",
         "parts.index(2 * $j + $k)",
         HOPPER,
     ),
     Fault(
         "paged hopper: both panels are the first",
-        "gluon_loads:load_pages",
-        "($i * $PANELS + $k) * $PANEL",
-        "$i * $PANELS * $PANEL",
+        "gluon_loads:copy_pages",
+        "$first + $k * $PANEL",
+        "$first",
         HOPPER,
     ),
     Fault(

@@ -12,7 +12,7 @@ from hopper import interpreted
 
 from kernels.engines.attention import triton_paged_calls as calls
 from kernels.engines.attention import triton_paged_latent_calls as latents
-from kernels.ops.multi_latent_attention import paged_op
+from kernels.ops.multi_latent_attention import decode_op, paged_op
 from kernels.toolchains.simulate import ahead_of_time as checks
 
 BF16 = FLOOR["bfloat16"]
@@ -82,3 +82,31 @@ def test_a_decode_step_of_deepseek(heads, page):
     assert attend.resources["spill_stores"] <= 64 and not attend.resources["serialized"]
     assert attend.shared_memory_bytes <= 227 * 1024
     assert len(re.findall(r"wgmma\.mma_async\S*m64n256k16", attend.ptx)) == 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"), [((2, 1, 75, 64, 128, 64), {}), ((3, 2, 140, 40, 128, 8), {"sliding_window": 50})]
+)
+def test_a_cache_without_pages(sizes, options, monkeypatch):
+    """`mla_decode`, with its lse; a row is shorter than its tokens, and a slot without an entry is NaN."""
+    B, T, S, N, R, Hr = sizes
+    rng = np.random.default_rng(0)
+    lens = np.int32([S, 1, 67][:B])
+    cache = np.where((np.arange(S) < lens[:, None])[..., None], rng.standard_normal((B, S, R + Hr)), np.nan)
+    floats = {
+        "query": rng.standard_normal((B, T, N, R)),
+        "query_rope": rng.standard_normal((B, T, N, Hr)),
+        "kv_cache": cache,
+    }
+    a = {n: jnp.asarray(x, jnp.bfloat16) for n, x in floats.items()}
+    monkeypatch.setattr(calls, "LEAST_KEYS", 64)
+    run = functools.partial(decode_op, kv_lens=jnp.asarray(lens), softmax_scale=0.1, **options)
+    with interpreted(monkeypatch, decode_op, latents):
+        got = run(**a, platform="triton")
+    exact = {n: jnp.nan_to_num(x.astype(jnp.float32)) for n, x in a.items()}
+    wanted, rounded = (run(**x, platform="xla") for x in (exact, a | {"kv_cache": jnp.nan_to_num(a["kv_cache"])}))
+    for x, y, z in zip(got, wanted, rounded, strict=True):
+        seen = np.isfinite(np.asarray(y, np.float32))
+        assert (np.isfinite(np.asarray(x, np.float32)) == seen).all()
+        x, y, z = (np.where(seen, np.asarray(v, np.float32), 0) for v in (x, y, z))
+        assert error(x, y) <= 2 * error(z, y) + BF16

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.engines.attention.gluon_loads import clear, copy_pages, ring_of
 from kernels.engines.attention.gluon_parts import exact_tanh
-from kernels.engines.attention.triton_parts import LOG2E
+from kernels.engines.attention.triton_parts import LN2, LOG2E
 from kernels.toolchains.gluon import SWIZZLED, after
 
 ROWS = gl.constexpr(64)  # rows of a program: the minimum of one instruction
@@ -133,7 +133,17 @@ def _store(acc, row_sum, item_ptr, head, first, out_ptr, part_ptr, O: gl.constex
 
 @gluon.jit
 def _weigh(
-    items_ptr, out_ptr, part_ptr, lse_ptr, queries, entries, ropes, passed, O: gl.constexpr, STAGES: gl.constexpr
+    items_ptr,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    log_ptr,
+    queries,
+    entries,
+    ropes,
+    passed,
+    O: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """Computes the weights, and the left half of the outputs."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, O.BLOCK_K, 16])
@@ -186,12 +196,15 @@ def _weigh(
     factors.index(place).store(row_sum)
     mbarrier.arrive(p_full.index(place))
     _store(acc, gl.convert_layout(row_sum, ROW_OF_SUMS), item_ptr, head, 0, out_ptr, part_ptr, O)
+    some = row_sum != 0  # true for NaN too
+    m = gl.arange(0, ROWS, ROW)
+    lse = gl.where(some, row_max + gl.log2(gl.where(some, row_sum, 1.0)), float("-inf"))
     if O.PIECES > 0:
-        some = row_sum != 0  # true for NaN too
-        m = gl.arange(0, ROWS, ROW)
-        lse = gl.where(some, row_max + gl.log2(gl.where(some, row_sum, 1.0)), float("-inf"))
         part = ((gl.program_id(0) // O.K).to(gl.int64) * O.K + head) * ROWS + m
         gl.store(lse_ptr + part, lse, mask=m < rows)
+    if log_ptr is not None:
+        whole = (m < rows) & (gl.load(item_ptr + 7) == 1)
+        gl.store(log_ptr + gl.load(item_ptr + 1).to(gl.int64) * O.N + head * G + m, lse * LN2, mask=whole)
 
 
 @gluon.jit
@@ -228,6 +241,7 @@ def warp_specialized_latent_kernel(
     before_ptr,  # [M, N, HV]: rows that this kernel leaves, in the output's place
     part_ptr,  # [pieces, K, 64, HV] float32
     lse_ptr,  # [pieces, K, 64] float32, in units of log 2
+    log_ptr,  # [M, N] float32, or None: lse of the output
     O: gl.constexpr,  # `Paged`
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,  # of a thread of the second warpgroup
@@ -250,7 +264,7 @@ def warp_specialized_latent_kernel(
     passed = p_tiles, factors, p_full, p_free
     gl.warp_specialize(
         [
-            (_weigh, (items_ptr, before_ptr, part_ptr, lse_ptr, queries, entries, ropes, passed, O, STAGES)),
+            (_weigh, (items_ptr, before_ptr, part_ptr, lse_ptr, log_ptr, queries, entries, ropes, passed, O, STAGES)),
             (_follow, (items_ptr, before_ptr, part_ptr, entries, passed, O, STAGES)),
             (_load, (q_desc, rope_desc, cache_desc, items_ptr, tables_ptr, queries, entries, ropes, O, STAGES)),
         ],

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from kernels.engines.attention.triton_paged_plan import E4M3, E5M2, PLAIN, first_of, piece_of, plan, request_of
-from kernels.engines.attention.triton_parts import LOG2E, tanh
+from kernels.engines.attention.triton_parts import LN2, LOG2E, tanh
 
 # 0x6400 with a byte below is the float16 1024 + byte, and a byte without its sign bit is 128 more: one instruction for four
 # numbers, and four for the halves that they become. Triton's conversion to bfloat16 takes eight.
@@ -178,14 +178,20 @@ def fill(out_ptr, cuts_ptr, number, head, O: tl.constexpr):
 
 
 @triton.jit
-def store(acc, row_max, row_sum, row, rows, index, head, split, first, out_ptr, part_ptr, lse_ptr, O: tl.constexpr):
-    """Stores the first `rows` rows of a tile, from column `first` on: the output, or the piece `index` of one that is split."""
+def store(
+    acc, row_max, row_sum, row, rows, index, head, split, first, out_ptr, log_ptr, part_ptr, lse_ptr, O: tl.constexpr
+):
+    """Stores the first `rows` rows of a tile, from column `first` on: the output, and its lse unless `log_ptr` is None; or the
+    piece `index` of one that is split."""
     m, hv = tl.arange(0, O.BLOCK_M), first + tl.arange(0, acc.shape[1])
     some = row_sum != 0  # true for NaN too
     acc /= tl.where(some, row_sum, 1.0)[:, None]
     kept = (m < rows)[:, None] & (hv < O.HV)[None, :]
     if split == 1:
         tl.store(out_ptr + row[:, None] * O.HV + hv[None, :], acc.to(out_ptr.dtype.element_ty), mask=kept)
+        if log_ptr is not None:
+            lse = tl.where(some, row_max + tl.log2(tl.where(some, row_sum, 1.0)), float("-inf"))
+            tl.store(log_ptr + row, lse * LN2, mask=(m < rows) & (first == 0))
     elif O.PIECES > 0:
         part = (index.to(tl.int64) * O.K + head) * O.BLOCK_M + m
         tl.store(part_ptr + part[:, None] * O.HV + hv[None, :], acc, mask=kept)
@@ -278,7 +284,7 @@ def paged_kernel(
                                         k_scale_ptr, v_scale_ptr, table_ptr, request, head, key, keys, O, True)  # fmt: skip
     if v_scale_ptr is not None and O.V_SCALES[0] + O.V_SCALES[1] == 0:
         acc *= tl.load(v_scale_ptr + head * O.V_SCALES[2]).to(tl.float32)
-    store(acc, row_max, row_sum, row, rows, index, head, split, 0, out_ptr, part_ptr, lse_ptr, O)
+    store(acc, row_max, row_sum, row, rows, index, head, split, 0, out_ptr, None, part_ptr, lse_ptr, O)
 
 
 @triton.jit
@@ -289,6 +295,7 @@ def paged_merge_kernel(
     lens_ptr,
     starts_ptr,
     out_ptr,  # [M, N, HV]: the outputs of tiles of one piece
+    log_ptr,  # [M, N] float32, or None: their lse
     O: tl.constexpr,  # `Paged`
     BLOCK_P: tl.constexpr,  # pieces that are loaded at once
     BLOCK_ROWS: tl.constexpr,
@@ -324,7 +331,11 @@ def paged_merge_kernel(
         row_sum = row_sum * rescale + tl.sum(weight, axis=0)
         acc = acc * rescale[:, None] + tl.sum(weight[:, :, None] * x, axis=0)
         row_max = new
-    acc /= tl.where(row_sum != 0, row_sum, 1.0)[:, None]
+    some = row_sum != 0  # true for NaN too
+    acc /= tl.where(some, row_sum, 1.0)[:, None]
     row = (begin + first + m // G).to(tl.int64) * O.N + head * G + m % G
     kept = real[:, None] & (hv < O.HV)[None, :]
     tl.store(out_ptr + row[:, None] * O.HV + hv[None, :], acc.to(out_ptr.dtype.element_ty), mask=kept)
+    if log_ptr is not None:
+        lse = tl.where(some, row_max + tl.log2(tl.where(some, row_sum, 1.0)), float("-inf"))
+        tl.store(log_ptr + row, lse * LN2, mask=real)

@@ -141,7 +141,7 @@ def attend(
     )
     out = None
     for o, tile in instances(base, few, many, programs, TALL - 1 if tall else M):
-        out = launch(paged_kernel, o, tile, (*arrays, softmax_aux, alibi_slopes), requests, out)
+        (out,) = launch(paged_kernel, o, tile, (*arrays, softmax_aux, alibi_slopes), requests, out)
     assert out is not None
     if tall:
         options = {
@@ -200,9 +200,11 @@ def launch(
     requests: Requests,
     before: jax.Array | None,
     parts: int = 1,
+    log: bool = False,
     **more: Any,
-) -> jax.Array:
-    """Returns the output of an instance, in that of the one before it if there is one, and merges its pieces.
+) -> tuple[jax.Array, ...]:
+    """Returns the output of an instance, in that of the one before it if there is one, and with `log` its lse, with its pieces
+    merged.
 
     Args:
       arrays: the kernel's inputs, queries first. parts: programs of a tile's columns. more: the kernel's constexprs beside O.
@@ -214,7 +216,7 @@ def launch(
     aliases: dict[int, int] = {}
     named: dict[str, Any] = {}
     if before is None:
-        shapes = [out, *shapes]
+        shapes = [out, *shapes] + [jax.ShapeDtypeStruct((o.M, o.N), jnp.float32)] * log
     else:
         shapes = [*shapes, out]
         aliases, named = {sum(x is not None for x in arrays): 2}, {"out_ptr": None}
@@ -243,24 +245,27 @@ def rooms_of(o: Paged) -> list[jax.ShapeDtypeStruct]:
     ]
 
 
-def merged(o: Paged, requests: Requests, out: jax.Array, part: jax.Array, lse: jax.Array) -> jax.Array:
-    """Returns the output of an instance, with the rows of tiles that are split."""
+def merged(
+    o: Paged, requests: Requests, out: jax.Array, part: jax.Array, lse: jax.Array, log: jax.Array | None = None
+) -> tuple[jax.Array, ...]:
+    """Returns the output of an instance, and its lse if there is one, with the rows of tiles that are split."""
+    results = (out,) if log is None else (out, log)
     if not o.PIECES:
-        return out
+        return results
     rows = ROWS.get(o.BLOCK_M, 1)
-    operands = (part, lse, requests.cuts, requests.lens, requests.starts, out)
-    (out,) = triton_launch(
+    operands = (part, lse, requests.cuts, requests.lens, requests.starts, out, log)
+    first = sum(x is not None for x in operands) - len(results)
+    return triton_launch(
         paged_merge_kernel,
         *operands,
-        out_shape=(jax.ShapeDtypeStruct(out.shape, out.dtype),),
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results),
         grid=(most_tiles(o) * o.K * triton.cdiv(o.ROWS, rows),),
         num_warps=4,
-        input_output_aliases={sum(x is not None for x in operands) - 1: 0},
+        input_output_aliases={first + i: i for i in range(len(results))},
         O=o,
         BLOCK_P=max(1, min(PIECES * WIDE // max(WIDE, o.BLOCK_V) // rows, power_of_two(o.PIECES))),
         BLOCK_ROWS=rows,
     )
-    return out
 
 
 def _strides(scale: jax.Array | None) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ with half of the columns each, compute the same weights, and one of them reads i
 `Paged.K` counts groups of heads, H and HV are the width of a latent, and K_WIDTH that of an entry.
 """
 
-# pyrefly: ignore-errors[bad-argument-type, unbound-name, unsupported-operation, missing-attribute, bad-index]
+# pyrefly: ignore-errors[bad-argument-type, bad-assignment, unbound-name, unsupported-operation, missing-attribute, bad-index]
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def latent_kernel(
     cuts_ptr,  # int32 [R + 1]
     lens_ptr,  # int32 [R]
     starts_ptr,  # None, like in a call of `paged_kernel` with tables
-    tables_ptr,  # int32 [R, LONGEST]
+    tables_ptr,  # int32 [R, LONGEST]; None: page r is that of request r
     before_ptr,  # [M, N, HV] or None: rows of the other instance, in the output's place
     out_ptr,  # [M, N, HV]
     part_ptr,  # [pieces, K, BLOCK_M, HV] float32
     lse_ptr,  # [pieces, K, BLOCK_M] float32, in units of log 2
+    log_ptr,  # [M, N] float32, or None: lse of the output
     O: tl.constexpr,  # `Paged`
     BLOCK_ROPE: tl.constexpr,  # columns of a rotary key
     PARTS: tl.constexpr,  # programs that share the columns of a tile: 1 or 2
@@ -60,11 +61,12 @@ def latent_kernel(
     if PARTS == 2:
         other_q = tl.load(q_ptr + row[:, None] * O.H + others[None, :], mask=real_row & real_others, other=0.0)
     turned = tl.load(rope_ptr + row[:, None] * ROPE + t[None, :], mask=real_row & real_t, other=0.0)
-    table_ptr = tables_ptr + request.to(tl.int64) * O.LONGEST
+    if tables_ptr is not None:
+        table_ptr = tables_ptr + request.to(tl.int64) * O.LONGEST
     acc = tl.zeros([O.BLOCK_M, BLOCK_C], tl.float32)
     row_max = tl.full([O.BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([O.BLOCK_M], tl.float32)
-    WHOLE: tl.constexpr = O.C % O.BLOCK_K == 0  # a block lies in one page
+    WHOLE: tl.constexpr = False if tables_ptr is None else O.C % O.BLOCK_K == 0  # a block lies in one page
     following = 0
     if WHOLE:
         following = tl.load(table_ptr + low * O.BLOCK_K // O.C, mask=low < high, other=0)
@@ -76,6 +78,8 @@ def latent_kernel(
             following = tl.load(table_ptr + (n + 1) * O.BLOCK_K // O.C, mask=n + 1 < high, other=0)
             block_ptr = cache_ptr + (page.to(tl.int64) * O.C + n * O.BLOCK_K % O.C) * O.K_WIDTH
             entry_ptr = block_ptr + tl.arange(0, O.BLOCK_K) * O.K_WIDTH
+        elif tables_ptr is None:
+            entry_ptr = cache_ptr + (request.to(tl.int64) * O.C + kj) * O.K_WIDTH
         else:
             page = tl.load(table_ptr + kj // O.C, mask=kj < keys, other=0)
             page = tl.minimum(tl.maximum(page, 0), O.PAGES - 1)
@@ -107,7 +111,7 @@ def latent_kernel(
         row_sum = row_sum * rescale + tl.sum(p, axis=1)
         row_max = new
         acc = tl.dot(p.to(latent.dtype), latent, acc * rescale[:, None], input_precision="ieee")
-    store(acc, row_max, row_sum, row, rows, index, head, split, part * BLOCK_C, out_ptr, part_ptr, lse_ptr, O)
+    store(acc, row_max, row_sum, row, rows, index, head, split, part * BLOCK_C, out_ptr, log_ptr, part_ptr, lse_ptr, O)
 
 
 @triton.jit

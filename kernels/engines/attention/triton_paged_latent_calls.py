@@ -59,15 +59,15 @@ def attend_latent(
     softmax_scale: float,
     sliding_window: int | None,
     logits_soft_cap: float | None,
-) -> jax.Array:
-    """Returns latent attention [M, N, R] of absorbed queries [M, N, R] of requests over pages [pages, C, R + Hr]."""
+) -> tuple[jax.Array, ...]:
+    """Returns latent attention [M, N, R] of absorbed queries [M, N, R] of requests over pages [pages, C, R + Hr]; of requests
+    that all have as many queries, also its lse [M, N]."""
     (M, N, H), (pages, C, width) = query.shape, cache.shape
-    assert requests.tables is not None
-    R, longest = requests.tables.shape
+    R, longest = requests.lens.shape[0], 1 if requests.tables is None else requests.tables.shape[1]
     most = HEADS.get(compute_capability(), HEADS[90])
     most = most if query.dtype.itemsize == 2 else min(most, FEW)
     groups = groups_of(N, most)
-    hopper = takes_hopper(query, query_rope, cache, N // groups_of(N, HOPPER.rows))
+    hopper = takes_hopper(query, query_rope, cache, requests.tables is not None, N // groups_of(N, HOPPER.rows))
     if hopper:
         groups = groups_of(N, HOPPER.rows)
     keys = interval_of(MaskInfo(causal=True, window=window_of(sliding_window)), np.zeros(1, np.int32))
@@ -111,16 +111,17 @@ def attend_latent(
     if hopper:
         few = many = HOPPER
     arrays = query, query_rope, cache, requests.cuts, requests.lens, requests.starts, requests.tables
-    rope, out = max(16, power_of_two(width - H)), None
+    rope, out, log = max(16, power_of_two(width - H)), None, requests.each is not None
+    results: tuple[jax.Array, ...] = ()
     for o, tile in instances(base, few, many, HOPPER_PROGRAMS if hopper else PROGRAMS[few.rows], M):
         if hopper:
-            out = on_hopper(o, tile, query, query_rope, cache, requests, out)
-            continue
-        parts = PARTS.get((o.BLOCK_M, query.dtype.itemsize), 1)
-        parts = min(parts, o.BLOCK_H // LEAST_WIDTH)
-        out = launch(latent_kernel, o, tile, arrays, requests, out, parts, BLOCK_ROPE=rope, PARTS=parts)
-    assert out is not None
-    return out
+            results = on_hopper(o, tile, query, query_rope, cache, requests, out)
+        else:
+            parts = min(PARTS.get((o.BLOCK_M, query.dtype.itemsize), 1), o.BLOCK_H // LEAST_WIDTH)
+            how: dict[str, Any] = {"BLOCK_ROPE": rope, "PARTS": parts} | ({} if log else {"log_ptr": None})
+            results = launch(latent_kernel, o, tile, arrays, requests, out, parts, log, **how)
+        out = results[0]
+    return results
 
 
 def groups_of(heads: int, most: int) -> int:
@@ -128,7 +129,7 @@ def groups_of(heads: int, most: int) -> int:
     return next(k for k in range(1, heads + 1) if heads % k == 0 and heads // k <= most)
 
 
-def takes_hopper(query: jax.Array, query_rope: jax.Array, cache: jax.Array, heads: int) -> bool:
+def takes_hopper(query: jax.Array, query_rope: jax.Array, cache: jax.Array, paged: bool, heads: int) -> bool:
     """Returns whether the kernel for Hopper takes a call with so many heads of a query in a tile: from half of its rows on, and
     latents that two warpgroups share. TMA needs rows that are multiples of 16 bytes, and copies parts of pages."""
     slots, H, rope = cache.shape[1], query.shape[2], query_rope.shape[2]
@@ -139,7 +140,7 @@ def takes_hopper(query: jax.Array, query_rope: jax.Array, cache: jax.Array, head
         and H in HOPPER_WIDTHS
         and rope % 8 == 0
         and 0 < rope <= PANEL
-        and takes_pages(slots, HOPPER.keys)
+        and (takes_pages(slots, HOPPER.keys) or (slots >= HOPPER.keys and not paged))
     )
 
 
@@ -151,8 +152,9 @@ def on_hopper(
     cache: jax.Array,
     requests: Requests,
     before: jax.Array | None,
-) -> jax.Array:
-    """Returns the output of an instance by the kernel for Hopper, in that of the one before it if there is one."""
+) -> tuple[jax.Array, ...]:
+    """Returns the output of an instance by the kernel for Hopper, in that of the one before it if there is one; and its lse, as
+    `attend_latent`."""
     pieces = most_tiles(o) + o.PIECES
     listed = jax.ShapeDtypeStruct((pieces + o.FILLS, 8), jnp.int32)
     lengths = requests.cuts, requests.lens, requests.starts
@@ -178,19 +180,23 @@ def on_hopper(
         requests.tables,
         out,
     )
-    part, lse, out = triton_launch(
+    log = requests.each is not None
+    logless: dict[str, Any] = {} if log else {"log_ptr": None}
+    logs = [jax.ShapeDtypeStruct((o.M, o.N), jnp.float32)] * log
+    part, lse, *rest = triton_launch(
         warp_specialized_latent_kernel,
         *operands,
-        out_shape=(*rooms_of(o), out),
+        out_shape=(*rooms_of(o), *logs, out),
         grid=(pieces * o.K,),
         num_warps=tile.num_warps,
-        input_output_aliases={sum(x is not None for x in operands) - 1: 2},
+        input_output_aliases={sum(x is not None for x in operands) - 1: 2 + log},
         O=o,
         STAGES=tile.num_stages,
         CONSUMER_REGISTERS=208,
         PRODUCER_REGISTERS=40,
+        **logless,
     )
-    return merged(o, requests, out, part, lse)
+    return merged(o, requests, rest[-1], part, lse, *rest[:-1])
 
 
 def tiles(heads: int, most: int, entries: int, slots: int, itemsize: int) -> tuple[Tile, Tile]:

@@ -93,13 +93,15 @@ def _decode(name, make, options, *tags, **dims):
 
 
 DECODE_CASES = (
-    _decode("one_token", _lens(17, 5), {}, "smoke", B=2, T=1, S=21, N=4, R=8, Hr=4),
+    _decode("one_token", _lens(17, 5), {}, "smoke", "code", B=2, T=1, S=21, N=4, R=8, Hr=4),
     _decode(
         "several_tokens",
         _lens(600, 2, 0),
         {"sliding_window": 300, "logits_soft_cap": 1.5},
         B=3, T=3, S=600, N=2, R=6, Hr=2,
     ),
+    # As Hopper's kernel takes it.
+    _decode("many_heads", _lens(150, 40), {}, "code", B=2, T=1, S=150, N=64, R=128, Hr=64),
     _decode("deepseek_v3_8k", {"kv_lens": _full}, {}, "bench", B=32, T=1, S=8192, N=128, R=512, Hr=64),
 )  # fmt: skip
 

@@ -24,7 +24,7 @@ from kernels.engines.attention.triton_calls import (
 from kernels.engines.attention.triton_paged_latent_calls import FLOAT32_WIDTH, WIDEST, attend_latent
 from kernels.engines.attention.triton_work import work_of
 from kernels.ops.multi_latent_attention.composed import attend_joined, mla
-from kernels.ops.multi_latent_attention.contract import op, paged_op, scale_of
+from kernels.ops.multi_latent_attention.contract import decode_op, op, paged_op, scale_of
 from kernels.ops.multi_latent_attention.heads import up_projected
 from kernels.toolchains.triton import compute_capability
 
@@ -77,11 +77,21 @@ def multi_latent_ragged_page_attention(
 ):
     lens, tables, cuts = (x.astype(jnp.int32) for x in (kv_lens, block_tables, query_start_loc))
     options = {"softmax_scale": softmax_scale, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
-    return attend_latent(query, query_rope, kv_cache, Requests(lens, tables, cuts), **options)
+    return attend_latent(query, query_rope, kv_cache, Requests(lens, tables, cuts), **options)[0]
 
 
-def _rejects_pages(call: Any) -> str | None:
-    if any(0 in x.shape for x in (call.query, call.query_rope, call.kv_cache, call.block_tables)):
+def mla_decode(query, query_rope, kv_cache, kv_lens, softmax_scale, sliding_window, logits_soft_cap):
+    """A row of the cache is one page."""
+    B, T, N, _ = query.shape
+    options = {"softmax_scale": softmax_scale, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
+    rows, turned = (x.reshape(B * T, N, -1) for x in (query, query_rope))
+    out, lse = attend_latent(rows, turned, kv_cache, Requests(kv_lens.astype(jnp.int32), None, each=T), **options)
+    return out.reshape(query.shape), lse.reshape(B, T, N)
+
+
+def _rejects_cache(call: Any) -> str | None:
+    arrays = (getattr(call, name, None) for name in ("query", "query_rope", "kv_cache", "block_tables"))
+    if any(x is not None and 0 in x.shape for x in arrays):
         return "an array has no elements"
     R, most = call.dims["R"], FLOAT32_WIDTH if call.query.dtype.itemsize == 4 else WIDEST
     return f"R = {R}, but latents of {call.query.dtype} are at most {most} wide" if R > most else None
@@ -91,7 +101,14 @@ paged_op.register(
     multi_latent_ragged_page_attention,
     platforms={"cuda"},
     dtypes={"bfloat16", "float16", "float32"},
-    rejects=_rejects_pages,
+    rejects=_rejects_cache,
+)
+decode_op.register(
+    mla_decode,
+    name="triton_gpu",
+    platforms={"cuda"},
+    dtypes={"bfloat16", "float16", "float32"},
+    rejects=_rejects_cache,
 )
 op.register(
     *mla("triton_gpu", _attend),
