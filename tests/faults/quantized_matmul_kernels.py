@@ -60,8 +60,8 @@ FAULTS = (
     Fault(
         "quantized matmul on TPUs: all codes have the scale of a period's first",
         "quantized_matmul/pallas_tpu:_spread",
-        "$period + $first",
-        "$period",
+        "lax.broadcasted_iota(jnp.int32, ($rows, $F), 0) * $period + $first",
+        "lax.broadcasted_iota(jnp.int32, ($rows, $F), 0) * $period",
         PALLAS,
     ),
     Fault(
