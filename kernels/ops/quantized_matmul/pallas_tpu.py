@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from kernels.framework.work import Work, nbytes
 from kernels.ops.quantized_matmul.contract import QuantizedMatmulConfig, op
@@ -183,19 +184,17 @@ def _arranged(x, period: int):
 
 def _launch(kernel, x, w, scales, biases, out, cfg, sizes, by_columns: bool, name: str, how):
     """Returns the result of either direction: the last dim of the grid, which is summed over, is that of D or of F."""
-    from jax.experimental.pallas import tpu as pltpu
-
     (M, D, F), (period, _) = sizes, _period(how["bits"])
     m, f, d = min(cfg.block_m, M), min(cfg.block_f, F), min(cfg.block_d, D)
     scales = exponents(scales) if FORMATS[how["mode"]].exponents else scales.astype(jnp.float32)
-    packed = [w.astype(jnp.int32) if w.dtype != jnp.uint32 else lax.bitcast_convert_type(w, jnp.int32), scales]
+    packed = [lax.bitcast_convert_type(w, jnp.int32), scales]
     packed += [] if biases is None else [biases.astype(jnp.float32)]
 
     def at(index):
         return (lambda i, j, k: index(i, k, j)) if by_columns else index
 
-    tall = pl.BlockSpec((period, m, d // period), at(lambda i, j, k: (0, i, k)))
-    wide = pl.BlockSpec((m, f), at(lambda i, j, k: (i, j)))
+    tall = (period, m, d // period), at(lambda i, j, k: (0, i, k))
+    wide = (m, f), at(lambda i, j, k: (i, j))
     weights = [pl.BlockSpec((d * a.shape[0] // D, f), at(lambda i, j, k: (k, j))) for a in packed]
     first, second = (wide, tall) if by_columns else (tall, wide)
     grid = (pl.cdiv(M, m), pl.cdiv(F, f), pl.cdiv(D, d))
@@ -205,9 +204,9 @@ def _launch(kernel, x, w, scales, biases, out, cfg, sizes, by_columns: bool, nam
         *packed,
         out_shape=out,
         grid=(grid[0], grid[2], grid[1]) if by_columns else grid,
-        in_specs=[first, *weights],
-        out_specs=second,
-        scratch_shapes=[pltpu.VMEM(second.block_shape, jnp.float32)],
+        in_specs=[pl.BlockSpec(*first), *weights],
+        out_specs=pl.BlockSpec(*second),
+        scratch_shapes=[pltpu.VMEM(second[0], jnp.float32)],
         dimension_semantics=("parallel", "parallel", "arbitrary"),
         work=Work(2 * M * D * F, nbytes(x, *packed, out)),
         name=name,
