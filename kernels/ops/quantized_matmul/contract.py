@@ -116,6 +116,8 @@ op = Op(
     quantized_matmul,
     no_gradient=("scales", "biases"),
     config=QuantizedMatmulConfig,
+    # Triton's kernels run where they are asked for: nobody has yet compared their numbers with the contract's on a GPU.
+    priority=("pallas_tpu", "xla", "triton_gpu"),
     local_dims={"lead", "F"},
     weights=("w", "scales", "biases"),
     cases=(
