@@ -3,6 +3,7 @@
 from faults import Fault
 
 GRID = "tests/test_ops.py -k 'quantized_matmul and triton'"
+PALLAS = "tests/test_ops.py -k 'quantized_matmul and pallas'"
 
 FAULTS = (
     Fault("quantized matmul: x is not in the order of the codes", "arranged", "$BITS == 8", "$BITS >= 4", GRID),
@@ -41,5 +42,33 @@ FAULTS = (
         "$cfg.chunks if $chunk == $group_size else 1",
         "$cfg.chunks",
         GRID,
+    ),
+    Fault(
+        "quantized matmul on TPUs: the end of a code in the next word is not read",
+        "quantized_matmul/pallas_tpu:_weights",
+        "$shift + $bits > 32",
+        "False",
+        PALLAS,
+    ),
+    Fault(
+        "quantized matmul on TPUs: a sum goes on from the tile before",
+        "quantized_matmul_fwd_kernel",
+        "$step == 0",
+        "$step < 0",
+        PALLAS,
+    ),
+    Fault(
+        "quantized matmul on TPUs: all codes have the scale of a period's first",
+        "quantized_matmul/pallas_tpu:_spread",
+        "lax.broadcasted_iota(jnp.int32, ($rows, $F), 0) * $period + $first",
+        "lax.broadcasted_iota(jnp.int32, ($rows, $F), 0) * $period",
+        PALLAS,
+    ),
+    Fault(
+        "quantized matmul on TPUs: e4m3 has a subnormal that is twice as large",
+        "quantized_matmul/pallas_tpu:_values",
+        "2.0**-9",
+        "2.0**-8",
+        PALLAS,
     ),
 )

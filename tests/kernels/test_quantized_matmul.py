@@ -16,9 +16,12 @@ import ejdist
 import kernels
 from ejdist import make_mesh
 from kernels import dequantize, quantize, quantized_matmul
+from kernels.framework.interpret import interpret
 from kernels.ops.quantized_matmul import op
+from kernels.ops.quantized_matmul.contract import QuantizedMatmulConfig
 from kernels.ops.quantized_matmul.formats import FP4, NF4, pack, unpack
 from kernels.ops.quantized_matmul.xla import tile_of
+from kernels.toolchains.simulate import ahead_of_time
 
 RNG = np.random.default_rng(0)
 W = RNG.standard_normal((128, 6)).astype(np.float32)
@@ -216,6 +219,45 @@ def test_the_weights_are_never_unpacked_as_a_whole():
 def test_tiles_are_whole_groups_and_words():
     assert tile_of(4096, 4096, 64) == 256 and tile_of(96, 10**9, 24) == 96 and tile_of(640, 10**9, 32) == 32
     assert tile_of(3 * 4096, 8192, 128) == 128
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize(("mode", "bits", "dtype"), [
+    ("affine", 4, "bfloat16"), ("affine", 4, "float16"), ("affine", 8, "bfloat16"), ("affine", 8, "float16"),
+    ("nf4", 4, "bfloat16"), ("mxfp4", 4, "bfloat16"), ("mxfp4", 4, "float16"), ("mxfp8", 8, "bfloat16"),
+])  # fmt: skip
+def test_words_copied_by_tma(mode, bits, dtype, chunks):
+    """On Hopper, with one chunk of D at a time and several, D no multiple of a step's, and parts of D that are summed."""
+    rng = np.random.default_rng(1)
+    words, scales, biases = quantize(jnp.asarray(rng.standard_normal((320, 48)), dtype), mode, bits=bits)
+    x = jnp.asarray(rng.standard_normal((18, 320)), dtype)
+    want = np.asarray(x, np.float64) @ numpy_weights(words, scales, biases, mode, bits)
+    cfg = QuantizedMatmulConfig(block_m=16, block_f=32, splits=2, chunks=chunks, num_warps=2, dense=False)
+    how = {"mode": mode, "bits": bits, "cfg": cfg}
+    with interpret(90):
+        got = quantized_matmul(x, words, scales, biases, platform="triton", **how)
+    # The result is rounded to its dtype, and so are the numbers of nf4.
+    assert error(got, want) < 2 * float(jnp.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(("mode", "bits", "group_size"), [("affine", 4, 64), ("affine", 8, 64), ("mxfp4", 4, 32)])
+def test_weights_are_unpacked_in_registers(mode, bits, group_size):
+    """Shared memory holds what is copied to it, and no weights: the compiler finds the layout that `joined` is written for."""
+    M, D, F, floats = 16, 4096, 4096, "uint8" if mode == "mxfp4" else "bfloat16"
+    shapes = {"x": ((M, D), "bfloat16"), "w": ((D * bits // 32, F), "uint32"), "scales": ((D // group_size, F), floats)}
+    shapes |= {"biases": ((D // group_size, F), floats)} if mode == "affine" else {}
+    arguments = {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
+    how = {"mode": mode, "bits": bits, "group_size": group_size}
+    cfg = op.backends["triton_gpu"].heuristic(op.bind(**arguments, **how), "cuda")
+    (kernel,) = ahead_of_time.export_cuda(lambda a: op(**a, **how, platform="triton", cfg=cfg), arguments).kernels
+    depth = cfg.chunks * group_size
+    rows = [(M, depth * 2), (depth * bits // 32, cfg.block_f * 4)]
+    rows += [(cfg.chunks, cfg.block_f * jnp.dtype(floats).itemsize)] * (len(arguments) - 2)
+    stage = sum(count * width for count, width in rows)
+    assert stage < kernel.shared_memory_bytes < cfg.num_stages * stage
 
 
 # -- on a mesh ---------------------------------------------------------------------------------------------------------

@@ -116,16 +116,18 @@ op = Op(
     quantized_matmul,
     no_gradient=("scales", "biases"),
     config=QuantizedMatmulConfig,
+    # Triton's kernels run where they are asked for: nobody has yet compared their numbers with the contract's on a GPU.
+    priority=("pallas_tpu", "xla", "triton_gpu"),
     local_dims={"lead", "F"},
     weights=("w", "scales", "biases"),
     cases=(
         _case("int4", "affine", 4, 32, (2, 5), 64, 24, "smoke"),
         _case("three_bits", "affine", 3, 24, (7,), 96, 5, "code"),
-        _case("nf4", "nf4", 4, 64, (3,), 128, 9),
+        _case("nf4", "nf4", 4, 64, (40,), 128, 9),
         _case("mxfp4", "mxfp4", 4, 32, (1, 2, 3), 96, 8),
         # More rows than are multiplied while words are unpacked.
         _case("many_rows", "affine", 4, 64, (260,), 64, 16),
-        _case("wide_groups", "affine", 4, 256, (33,), 512, 40),
+        _case("wide_groups", "affine", 4, 256, (3,), 512, 40),
         _case("mxfp8", "mxfp8", 8, 32, (4,), 64, 7),
         _case("eight_bits", "affine", 8, 64, (4,), 64, 7, "slow"),
         _case("llama_8b_up", "affine", 4, 64, (4096,), 4096, 14336, "bench", "code"),

@@ -148,7 +148,8 @@ def heuristic(call, platform):
     programs = triton.cdiv(F, block_f) * triton.cdiv(M, block_m)
     steps = D // (chunk or RUN)
     splits = max(1, min(triton.cdiv(PROGRAMS_EACH * MULTIPROCESSORS, programs), steps // LEAST_STEPS))
-    chunks = 1 if block_m > 16 else 4 if chunk == 32 else 2
+    splits = 1 << (splits.bit_length() - 1)  # parts of equal length, as a rule
+    chunks = 1 if block_m > 16 else 4 if call.bits == 4 or chunk == 32 else 2
     return QuantizedMatmulConfig(
         block_m, block_f, splits=splits, chunks=chunks, num_warps=8 if block_m > 64 else 4, num_stages=3,
         dense=M > MOST_ROWS, dequantize_block_d=32, dequantize_block_f=256, dequantize_num_warps=4,
