@@ -109,7 +109,7 @@ SPILLS = {
     # The gradients of flash attention, of the compressed and the sliding branch: two sums, as above. In float32 that of its
     # queries, and the choice of blocks.
     ("native_sparse_attention", "paper_64k", 90): 420,
-    ("native_sparse_attention", "paper_64k", 80): 420,
+    ("native_sparse_attention", "paper_64k", 80): 156,
     # In float32 on Ampere the gradient of the queries is one register short of two programs a multiprocessor.
     ("blocksparse_attention", "tenth_of_16k_per_head", 80): 4,
     # Tiles are those of Hopper, which reads them without registers; here the addresses of two of them are held beside the sums.
