@@ -61,14 +61,14 @@ FAULTS = (
         "triton_choice:choice_kernel",
         "$block >= 1",
         "$block >= 0",
-        OF_GRID,
+        OF_KERNELS + " -k equal_weights",
     ),
     Fault(
         "weights of heads are averaged before they are divided by their sums",
         "triton_choice:choice_kernel",
         "1.0 / ($G * tl.where($row_sum > 0, $row_sum, 1.0))",
         "1.0 / $G",
-        OF_GRID,
+        OF_KERNELS + " -k equal_weights",
     ),
     Fault(
         "of equal weights the last block is chosen",
