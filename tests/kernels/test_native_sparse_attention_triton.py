@@ -48,8 +48,8 @@ def test_a_padded_group_blocks_of_two_tiles_and_lists_of_many_parts(monkeypatch)
 
 
 def test_equal_weights_choose_the_first_blocks_in_their_order():
-    arguments = arrays(44, (2, 2), gates=("g_cmp",))
-    arguments["query"][:, :, 1] = 0
+    arguments = arrays(44, (4, 2), gates=("g_cmp",))
+    arguments["query"][:, :, 2:] = 0
     counts = RNG.integers(0, 6, (1, 44, 2)).astype(np.int32)
     check(arguments | {"block_counts": counts, "block_size": 3, "num_blocks": 6})
 

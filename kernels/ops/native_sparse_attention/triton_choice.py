@@ -104,7 +104,8 @@ def choice_kernel(
         # Not those that are always chosen: the first, the query's own, and the one before it.
         block = slots[None, :] - first_slot[:, None]
         candidate = (block >= 1) & (block <= own[:, None] - 2)
-        ranked = ((mean.to(tl.int32, bitcast=True) + 1).to(tl.int64) << 32) - slots[None, :].to(tl.int64) + _LAST
+        bits = (mean.to(tl.int32, bitcast=True) + 1).to(tl.int64) << 32
+        ranked = bits - slots[None, :].to(tl.int64) + _LAST
         ranked = tl.where(candidate, ranked, _NONE)
         largest, worst = tl.max(ranked, axis=1), tl.min(best, axis=1)
         while tl.max((largest > worst).to(tl.int32), axis=0) > 0:
