@@ -1,5 +1,5 @@
-"""Which transfers of a compiled program run beside an attention kernel: read from its text, in which the instructions of a
-computation stand in the order in which they begin."""
+"""Which transfers of a compiled program run beside an attention kernel, or beside a product of XLA: read from its text, where
+the instructions of a computation stand in the order in which they begin."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 _KERNEL = re.compile(r'custom_call_target="(tpu_custom_call|triton_kernel_call\w*|__cudnn\$fmha\w*)"')
+_PRODUCT = re.compile(r" dot\(| convolution\(|__cublas\$|__triton\w*_gemm")
 _SENT = re.compile(
     r"(?:ROOT )?%([\w.\-]+) = (.*?) (collective-permute|all-gather|all-to-all|reduce-scatter)(-start)?\("
 )
@@ -47,12 +48,14 @@ def _computations(text: str) -> dict[str, list[str]]:
     return found
 
 
-def transfers(text: str, least: int = 0) -> list[Transfer]:
-    """Returns the transfers of a compiled program that send so many bytes; one inside a loop once."""
+def transfers(text: str, least: int = 0, *, products: bool = False) -> list[Transfer]:
+    """Returns the transfers of a compiled program that send so many bytes; one inside a loop once. With `products` what they
+    run beside is XLA's products, and not kernels."""
     computations, known = _computations(text), {}
+    wanted = _PRODUCT if products else _KERNEL
 
     def kernels(line: str) -> list[str]:
-        if _KERNEL.search(line):
+        if wanted.search(line):
             return [line.split(" = ")[0].removeprefix("ROOT ")]
         return [k for names in _CALLED.findall(line) for name in names.split(", ") for k in inside(name.strip("%"))]
 

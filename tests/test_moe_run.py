@@ -13,7 +13,7 @@ from ejdist.mesh import make_mesh
 from ejdist.planning.compiled import collectives_of
 from ejdist.training.checkpoint import CheckpointError, Checkpoints
 from ejdist.training.loop import train
-from ejdist.training.metrics import RowsOfRun, read_rows, tables_in
+from ejdist.training.metrics import Progress, RowsOfRun, read_rows, tables_in
 from ejdist.training.program import make_program
 from ejdist.training.resume import check_same_run, fingerprint
 from recipes.schema import compose
@@ -56,7 +56,8 @@ def test_what_a_run_says_and_writes(first):
     tokens = 8 * 64
     for row in rows:
         for name in ("balance_loss", "z_loss", "entropy", "max_violation", "max_violation_micro", "dead_experts",
-                     "extra_passes", "buffer_high_water", "dropped", "dropped_fraction"):  # fmt: skip
+                     "extra_passes", "buffer_high_water", "dropped", "dropped_fraction", "rank_violation",
+                     "host_violation"):  # fmt: skip
             assert len(row[f"experts/{name}"]) == LAYERS, name
         assert all(0.9 <= x <= E for x in row["experts/balance_loss"]) and row["experts/dropped"] == [0, 0]
         assert all(0 < x <= math.log(E) + 1e-6 for x in row["experts/entropy"])
@@ -73,9 +74,18 @@ def test_what_a_run_says_and_writes(first):
         worst = counts.max(1) / counts.mean(1) - 1
         np.testing.assert_allclose(row["experts/max_violation"], worst, rtol=1e-5)
         assert row["experts/dead_experts"] == (counts == 0).sum(1).tolist()
+        assert row["experts/rank_violation"] == row["experts/max_violation"] and row["experts/host_violation"] == [0, 0]
+        assert row["experts/host_counts"] == counts.sum(1, keepdims=True).tolist()
     assert (directory / "experts.png").stat().st_size > 10_000
     [events] = (directory / "tensorboard").iterdir()
     assert b"experts/counts/1" in events.read_bytes() and b"experts/entropy/0" in events.read_bytes()
+
+
+def test_the_line_of_a_step_says_how_many_extra_passes_there_were(capsys):
+    row = {"step": 1, "loss": 2.0, "tokens_per_second": 10.0, "step_time": 0.5}
+    for passes, words in (([0, 0], ""), ([3, 1], "  4 extra passes to experts")):
+        Progress(9).show(row | {"experts/extra_passes": passes})
+        assert capsys.readouterr().out.endswith(f"ETA 0:04{words}\n")
 
 
 @pytest.mark.parametrize(
