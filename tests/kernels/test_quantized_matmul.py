@@ -224,7 +224,9 @@ def test_tiles_are_whole_groups_and_words():
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "chunks", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("mode", "bits", "dtype"), [
     ("affine", 4, "bfloat16"), ("affine", 4, "float16"), ("affine", 8, "bfloat16"), ("affine", 8, "float16"),
     ("nf4", 4, "bfloat16"), ("mxfp4", 4, "bfloat16"), ("mxfp4", 4, "float16"), ("mxfp8", 8, "bfloat16"),
@@ -243,7 +245,14 @@ def test_words_copied_by_tma(mode, bits, dtype, chunks):
     assert error(got, want) < 2 * float(jnp.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize(("mode", "bits", "group_size"), [("affine", 4, 64), ("affine", 8, 64), ("mxfp4", 4, 32)])
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size"),
+    [
+        ("affine", 4, 64),
+        pytest.param("affine", 8, 64, marks=pytest.mark.slow),
+        pytest.param("mxfp4", 4, 32, marks=pytest.mark.slow),
+    ],
+)
 def test_weights_are_unpacked_in_registers(mode, bits, group_size):
     """Shared memory holds what is copied to it, and no weights: the compiler finds the layout that `joined` is written for."""
     M, D, F, floats = 16, 4096, 4096, "uint8" if mode == "mxfp4" else "bfloat16"
