@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -303,8 +304,12 @@ class Experts(Part):
         shape = self._shape(c, share)
         shared = share.tokens * m.shared_dim // share.features * share.itemsize
         choices = 4 * share.tokens * m.top_k
-        rest = 2 * shape.wide + 3 * shape.narrow + 3 * shared
-        work = memory_of(share.dispatch, shape) + 5 * shared + 3 * x + 4 * x // share.itemsize
+        # A byte for each number of the matrices is kept for the backward, and while both directions are made another one.
+        in_8_bits = c.precision != BF16 and self.grouped(c)["experts_down"] is None
+        ranks = math.prod(n for _, n in share.experts)
+        eight = in_8_bits * 3 * m.num // ranks * c.model_dim * m.ffn_dim // share.features
+        rest = 2 * shape.wide + 3 * shape.narrow + 3 * shared + eight
+        work = memory_of(share.dispatch, shape) + 5 * shared + 3 * x + 4 * x // share.itemsize + 2 * eight
         return PartBytes(choices, 0, products=0, rest=rest, work=work)
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:
