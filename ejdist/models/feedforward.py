@@ -134,6 +134,11 @@ class UngatedMLP(Part):
         return 1 / 2 * (not remat.products)  # the gradient needs the first of the two products
 
 
+# A hundred steps of a small mixture on a CPU, all of its products in 8 bits, ended at a loss of 3.030, in bfloat16 at 2.787;
+# numbers and gradients of one call are those of the oracle. Until the cause is known a model's experts stay as they are.
+WAITS: str | None = "experts in 8 bits have not been shown to train as in bfloat16"
+
+
 @dataclass(frozen=True)
 class Experts(Part):
     """RMSNorm and a mixture of experts, with or without a shared expert.
@@ -173,7 +178,7 @@ class Experts(Part):
 
     def grouped(self, c: DecoderShape) -> dict[str, str | None]:
         m = c.experts
-        why = stays(c.precision, c.model_dim, m.ffn_dim, m.activation or c.activation, m.bias)
+        why = WAITS or stays(c.precision, c.model_dim, m.ffn_dim, m.activation or c.activation, m.bias)
         shared = ("shared_gate", "shared_up", "shared_down") if m.shared_dim else ()
         always = dict.fromkeys(shared, "shared experts have no products in 8 bits")
         return {"experts_gate_up": why, "experts_down": why} | always
