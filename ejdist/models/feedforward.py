@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +134,11 @@ class UngatedMLP(Part):
         return 1 / 2 * (not remat.products)  # the gradient needs the first of the two products
 
 
+# A hundred steps of a small mixture on a CPU, all of its products in 8 bits, ended at a loss of 3.030, in bfloat16 at 2.787;
+# numbers and gradients of one call are those of the oracle. Until the cause is known a model's experts stay as they are.
+WAITS: str | None = "experts in 8 bits have not been shown to train as in bfloat16"
+
+
 @dataclass(frozen=True)
 class Experts(Part):
     """RMSNorm and a mixture of experts, with or without a shared expert.
@@ -172,7 +178,7 @@ class Experts(Part):
 
     def grouped(self, c: DecoderShape) -> dict[str, str | None]:
         m = c.experts
-        why = stays(c.precision, c.model_dim, m.ffn_dim, m.activation or c.activation, m.bias)
+        why = WAITS or stays(c.precision, c.model_dim, m.ffn_dim, m.activation or c.activation, m.bias)
         shared = ("shared_gate", "shared_up", "shared_down") if m.shared_dim else ()
         always = dict.fromkeys(shared, "shared experts have no products in 8 bits")
         return {"experts_gate_up": why, "experts_down": why} | always
@@ -303,8 +309,12 @@ class Experts(Part):
         shape = self._shape(c, share)
         shared = share.tokens * m.shared_dim // share.features * share.itemsize
         choices = 4 * share.tokens * m.top_k
-        rest = 2 * shape.wide + 3 * shape.narrow + 3 * shared
-        work = memory_of(share.dispatch, shape) + 5 * shared + 3 * x + 4 * x // share.itemsize
+        # A byte for each number of the matrices is kept for the backward, and while both directions are made another one.
+        in_8_bits = c.precision != BF16 and self.grouped(c)["experts_down"] is None
+        ranks = math.prod(n for _, n in share.experts)
+        eight = in_8_bits * 3 * m.num // ranks * c.model_dim * m.ffn_dim // share.features
+        rest = 2 * shape.wide + 3 * shape.narrow + 3 * shared + eight
+        work = memory_of(share.dispatch, shape) + 5 * shared + 3 * x + 4 * x // share.itemsize + 2 * eight
         return PartBytes(choices, 0, products=0, rest=rest, work=work)
 
     def traffic(self, c: DecoderShape, share: Share) -> Traffic:

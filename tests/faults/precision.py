@@ -190,7 +190,7 @@ FAULTS = (
     ),
     Fault(
         "8 bits: experts that stay are in 8 bits all the same",
-        "Experts.apply",
+        "Experts._mixed",
         "$c.precision if $narrow else BF16",
         "$c.precision",
         f"{EXPERTS} -k computed_as_they_are",

@@ -10,7 +10,16 @@ import pytest
 from hopper import on_a_gpu
 from hopper_scaled import BLOCKS, BOTH, CALLS, GROUPED, ROWS, check, check_grouped, operands
 
-from kernels.ops.scaled_matmul import ScaledMatmulConfig, activate_op, both_ways_op, cotangents_op, op
+from kernels.ops.scaled_matmul import (
+    ScaledMatmulConfig,
+    activate_op,
+    activate_rows_op,
+    both_ways_op,
+    cotangents_op,
+    op,
+    row_cotangents_op,
+    rows_op,
+)
 
 pytestmark = on_a_gpu()
 
@@ -49,7 +58,12 @@ def test_operands_of_both_ways_are_those_of_xla(warps):
     rng, cfg = np.random.default_rng(0), ScaledMatmulConfig(num_warps=warps)
     gate, up, d = (jnp.asarray(rng.standard_normal((512, 1024)) * 4, jnp.bfloat16) for _ in range(3))
     calls = [(both_ways_op, (gate,), {"rows": r, "turned_rows": t}, 0) for r, t in ((1, 1), (1, 128), (128, 128))]
+    calls += [(both_ways_op, (gate,), {"entries": None, "matrices": n}, 0) for n in (1, 2)]
+    calls += [(both_ways_op, (gate,), {"rows": 128, "turned_rows": 128, "matrices": 4}, 0)]
     calls += [(activate_op, (gate, up), {}, 2e-3), (cotangents_op, (gate, up, d), {}, 2e-3)]
+    pair = jnp.stack([gate, up], 1)[:500]
+    calls += [(rows_op, (gate[:500],), {}, 0), (activate_rows_op, (pair,), {}, 2e-3)]
+    calls += [(row_cotangents_op, (pair, d[:500]), {}, 2e-3)]
     for op_, arrays, how, most in calls:
         got, want = (
             jax.jit(lambda *a, op_=op_, how=how, on=on: op_(*a, **how, **on))(*arrays)

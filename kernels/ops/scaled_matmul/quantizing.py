@@ -60,8 +60,8 @@ def quantize_both_ways(
             )
     _check_whole(name, "x", x, matrices)
     turned = x.reshape(matrices, -1, D).swapaxes(1, 2).reshape(matrices * D, -1)
-    sides = (x, rows), (turned, turned_rows)
-    return (*(y for a, height in sides for y in quantized(a, (height, entries or a.shape[1]), dtype, False)),)
+    straight = quantized(x, (rows, entries or D), dtype, False)
+    return *straight, *quantized(turned, (turned_rows, entries or turned.shape[1]), dtype, False)
 
 
 def work_of_quantisation(call: Call) -> tuple[Work, Work]:
