@@ -60,6 +60,7 @@ ELSEWHERE = {
     ("recipes/schema.py", "mlp"): KEYS,
     ("recipes/schema.py", "ungated_mlp"): KEYS,
     ("recipes/schema.py", "experts"): KEYS,
+    ("launch/train.py", "experts"): "which recipe scales a model with them",
     ("ejdist/weights/config.py", "window_attention"): RULES,
     ("ejdist/weights/families.py", "experts"): RULES,
     ("ejdist/weights/match.py", "attention"): RULES,
