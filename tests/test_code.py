@@ -91,6 +91,8 @@ TARGETS = {"triton": (90, 80), "pallas": checks.TPU_TOPOLOGIES}  # the first of 
 NOT_THEIRS = {("recurrent", "triton_gpu", "gru_documents")}
 # Rows of cases that a kernel has not in one dtype: a latent of 512 numbers in float32 does not fit into registers.
 NOT_IN = {("multi_latent_ragged_page_attention", "triton_gpu", "deepseek_v3_decode", "float32")}
+# GPUs without conversions to 8-bit floats: there these backends are XLA's form of the contract, as the README says.
+NOT_ON = {("quantize_both_ways", 80), ("quantize_rows", 80)}
 # Bytes that a kernel may spill, and why it is left so. What is not here spills nothing.
 SPILLS = {
     # Two sums, logits and their gradients fill the registers of a warpgroup; addresses go out around the loop over queries.
@@ -174,6 +176,8 @@ def _rows(toolchain):
             soonest = [case.name for case in cases if (op.name, case.name) not in SLOW[toolchain]][-1:]
             usual = "bfloat16" if "bfloat16" in backend.dtypes else min(backend.dtypes)
             for target in TARGETS[toolchain]:
+                if (op.name, target) in NOT_ON:
+                    continue
                 for dtype in sorted(backend.dtypes):
                     for case in cases:
                         if (op.name, backend.name, case.name, dtype) in NOT_IN:
