@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -91,13 +90,10 @@ def expert_counts(experts: jax.Array, num_experts: int) -> jax.Array:
 
 def rank_tokens(experts: jax.Array, ranks: int, num_experts: int) -> jax.Array:
     """Returns int32 [ranks], the tokens of experts [..., k] that have one on each rank, of equal parts of the experts."""
-    rank = jnp.where((experts >= 0) & (experts < num_experts), experts // (num_experts // ranks), ranks)
-    # Choice by choice: of a reduction over choices and one over tokens XLA's compiler for v5p makes a kernel that it refuses.
-    once = [rank[..., 0]]
-    for j in range(1, experts.shape[-1]):
-        before = functools.reduce(jnp.logical_or, [rank[..., i] == rank[..., j] for i in range(j)])
-        once.append(jnp.where(before, ranks, rank[..., j]))
-    return expert_counts(jnp.stack(once, axis=-1), ranks)
+    own = num_experts // ranks
+    chosen = (experts >= 0) & (experts < num_experts)
+    here = chosen[..., None] & (experts[..., None] // own == jnp.arange(ranks))
+    return jnp.sum(jnp.any(here, axis=-2), axis=tuple(range(experts.ndim - 1)), dtype=jnp.int32)
 
 
 def max_violation(counts: jax.Array) -> jax.Array:

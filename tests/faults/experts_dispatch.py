@@ -282,8 +282,8 @@ FAULTS = (
     Fault(
         "a rank counts a token for each choice",
         "rank_tokens",
-        "jnp.where($before, ranks, $rank[..., $j])",
-        "$rank[..., $j]",
+        "jnp.any($here, axis=-2)",
+        "jnp.sum($here, axis=-2)",
         f"{BY_RANK} -k counted",
     ),
     Fault("ranks that alternate are of as many hosts", "hosts_of", "all(($$each))", "True", f"{BY_RANK} -k counted"),
