@@ -270,7 +270,7 @@ def test_what_an_optimizer_cannot_do_is_refused_by_name():
         ValueError, match=r"the optimizer 'bad' of mine must return an optax.GradientTransformation, got 3"
     ):
         make_optimizer(compose([*TINY, "optimizer.name=bad", "plugins=[mine]"]).optimizer, 3, {})
-    assert unread(["optimizer.b1=0.8", *LION], compose(["optimizer.b1=0.8", *LION])) == [
+    assert unread(["optimizer.b1=0.8"], compose(["optimizer.b1=0.8", *LION])) == [
         "optimizer.b1=0.8 changes nothing: optimizer.name = lion is not AdamW"
     ]
     assert unread(["optimizer.lion.beta1=0.8", "plugins=[examples.own_optimizer]"], compose(TINY)) == [
