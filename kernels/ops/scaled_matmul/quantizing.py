@@ -140,12 +140,6 @@ both_ways_op = Op(
         Case("model_2k", {"M": 32768, "D": 2048}, tags=frozenset({"bench"})),
         Case("mlp_8k", {"M": 32768, "D": 8192}, {"turned_rows": 128}, tags=frozenset({"bench", "code"})),
         Case("mlp_8k_rows", {"M": 32768, "D": 8192}, {"entries": None}, tags=frozenset({"bench", "code"})),
-        Case(
-            "qwen3_experts",
-            {"M": 262144, "D": 1536},
-            {"rows": 128, "turned_rows": 128, "matrices": 128},
-            tags=frozenset({"bench"}),
-        ),
     ),
     work=work_of_quantisation,
 )
