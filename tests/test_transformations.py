@@ -70,11 +70,12 @@ def batch_of(dims):
 
 @functools.cache
 def case_of(op: Op):
-    """Returns the first case that every backend with numbers in float32 takes."""
+    """Returns the first case that every backend with numbers in float32 takes, with a gradient if it has any."""
 
     def is_for_all(case):
         call = op.bind(**op.case_inputs(case, shapes_only=True))
-        return not any(b.refuses(op, call, differentiable(op)) for b in op.backends.values() if "float32" in b.dtypes)
+        of_float32 = [b for b in op.backends.values() if "float32" in b.dtypes]
+        return not any(b.refuses(op, call, differentiable(op) and b.backward is not None) for b in of_float32)
 
     return next(c for c in op.cases if "bench" not in c.tags and is_for_all(c))
 
