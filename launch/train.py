@@ -136,7 +136,7 @@ def _how_to_scale(recipe) -> str:
         return ""
     words = "recipe=long_context model=8b data.sequence_length=131072 mesh=fsdp_sequence"
     if "experts" in recipe.model.part_names():
-        words = "recipe=moe model=qwen3_30b_a3b data.sequence_length=4096 mesh.ep=8 mesh.fsdp=-1"
+        words = "recipe=moe model=qwen3_30b_a3b data.sequence_length=4096 data.global_batch=256 mesh.ep=8 mesh.fsdp=-1"
     return (
         "no accelerator here: training on virtual CPU devices. On GPUs or a TPU slice: "
         f"python -m launch.train {words} cluster=auto"

@@ -67,7 +67,7 @@ class Local(Scheme):
         room = job.rooms[0]
         low = q * room
         slot = plan.slots - low
-        # Past the end is none. By a slice: a gather would check each index, in a kernel that XLA's compiler for v5p refuses.
+        # -1 past the end. A slice, since a gather checks every index, by a kernel that XLA cannot compile for v5p.
         pair = lax.dynamic_slice_in_dim(jnp.pad(plan.pairs, (0, room), constant_values=-1), low, room)
         here = (plan.slots >= 0) & (slot >= 0) & (slot < room)
         return Pairs(pair, jnp.where(here, slot, -1), within(plan.sizes, low, low + room))

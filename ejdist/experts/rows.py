@@ -152,12 +152,12 @@ def summed(
     total = narrow(total)
     if single:
         return total, beside
-    # A loop of one round or none: where a condition is false, XLA copies what its branch returns as it is.
-    once = (
-        (lambda state: state[0]),
-        (lambda state: (jnp.zeros_like(passes, bool), loop(1, jax.tree.map(wide, state[1])))),
-    )
-    return lax.while_loop(*once, (passes > 1, total))[1], beside
+
+    def others(state: Any) -> Any:
+        return jnp.zeros_like(passes, bool), loop(1, jax.tree.map(wide, state[1]))
+
+    # A loop of at most one round, and no `cond`: a branch that returns its operands copies them.
+    return lax.while_loop(lambda state: state[0], others, (passes > 1, total))[1], beside
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:

@@ -144,7 +144,7 @@ def test_rows_alone_are_quantised_as_in_blocks_and_an_activation_and_its_cotange
             )(x, pair, d)  # fmt: skip
         for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
-            # Of products of three numbers the order rounds a few to neighbours; what is no number is none in both.
+            # The order of three factors changes a few results by one rounding; NaN is NaN in both.
             differs = ~((g == w) | (np.isnan(g) & np.isnan(w)))
             assert differs.mean() < 1e-3
             np.testing.assert_allclose(g[differs], w[differs], rtol=1 / 8)

@@ -125,13 +125,13 @@ def attend_latent(
 
 
 def groups_of(heads: int, most: int) -> int:
-    """Returns the least number of groups of the heads of which a tile has at most so many."""
+    """Returns the fewest groups of heads such that a tile holds the heads of one group."""
     return next(k for k in range(1, heads + 1) if heads % k == 0 and heads // k <= most)
 
 
 def takes_hopper(query: jax.Array, query_rope: jax.Array, cache: jax.Array, paged: bool, heads: int) -> bool:
-    """Returns whether the kernel for Hopper takes a call with so many heads of a query in a tile: from half of its rows on, and
-    latents that two warpgroups share. TMA needs rows that are multiples of 16 bytes, and copies parts of pages."""
+    """Returns whether Hopper's kernel takes a call: the heads of a query fill more than half of a tile's rows, and
+    two warpgroups can share the latents. TMA needs rows that are multiples of 16 bytes, and copies parts of pages."""
     slots, H, rope = cache.shape[1], query.shape[2], query_rope.shape[2]
     return (
         compute_capability() == 90

@@ -58,7 +58,7 @@ def power(n: int, least: int = 1) -> int:
 
 
 def queries_of(rows: int, group: int, most: int) -> int:
-    """Returns how many queries a tile of so many rows has: a power of 2, at most `most` unless a product needs more."""
+    """Returns the queries in a tile with that number of rows: a power of 2, at most `most` unless a product needs more."""
     group = power(group)
     return max(LEAST // group, min(power(rows // group + 1) // 2, most), 1)
 
@@ -70,7 +70,7 @@ TOGETHER = 4
 
 
 def sizes_of(query: Any, key: Any, value: Any, named: int, size: int, scale: float | None, rows: int) -> Sizes:
-    """Returns the sizes for tiles of so many rows of queries.
+    """Returns the sizes of a call, for tiles with that number of rows.
 
     Args:
       named: blocks that a query names at most. size: tokens of a block.
@@ -92,7 +92,7 @@ def place_of(program, BLOCKS: tl.constexpr, O: tl.constexpr):
 
 @triton.jit
 def rows_of_tile(tile, head, O: tl.constexpr):
-    """Returns (query, query head, place of the query in the tile) of each row; the query is T where there is none."""
+    """Returns for each row of a tile (query, query head, index of the query in the tile); the query is T in padding."""
     G: tl.constexpr = O.N // O.K
     r = tl.arange(0, O.BLOCK_Q * O.BLOCK_G)
     g = r % O.BLOCK_G

@@ -186,8 +186,8 @@ quantize_both_ways = public_as_declared(
       rows, turned_rows: 1, or 128: how many rows of an operand share a scale. Blocks of 128 by 128 of a matrix are the same
         both ways, and (1, 128) those of activations and their gradients (DeepSeek-V3).
       entries: 128, or None: one scale for each whole row of an operand.
-      matrices: x has so many, of equal size, one below the other, and so has `turned` their transposes: [matrices * D, M /
-        matrices]. 128 divides the rows of each.
+      matrices: the number of matrices of equal size that are stacked along M in x; `turned` stacks their transposes,
+        [matrices * D, M / matrices]. 128 divides the rows of each.
       dtype: "float8_e4m3fn" or "float8_e5m2".
 
     Raises:
