@@ -19,8 +19,9 @@ STRAIN = 2.5
 # Operations that have more than `SECONDS`, and why.
 MORE: dict[str, tuple[float, str]] = {
     "paged_attention": (
-        60,
-        "five operations: ragged, of rows, of a dense cache, the writing of a cache, and both at once",
+        90,
+        "five operations: ragged, of rows, of a dense cache, the writing of a cache, and both at once; on Triton, Pallas and "
+        "Hopper's kernel for prompts",
     ),
     "flash_attention": (
         240,

@@ -66,7 +66,7 @@ def test_registry(qkv):
     exact = kernel_registry.get(algorithm="flash_attention", platform=Platform.XLA, backend=Backend.ANY)
     assert exact(query, key, value).shape == query.shape
     with pytest.raises(Unsupported, match="it has xla/any"):
-        kernel_registry.get(algorithm="native_sparse_attention", platform=Platform.TRITON, backend=Backend.GPU)
+        kernel_registry.get(algorithm="performer_attention", platform=Platform.TRITON, backend=Backend.GPU)
     on_gpu = kernel_registry.get(algorithm="rms_norm", platform=Platform.TRITON, backend=Backend.GPU)
     with pytest.raises(Unsupported, match="cannot be compiled for cpu"):
         on_gpu(jnp.ones((4, 64)))

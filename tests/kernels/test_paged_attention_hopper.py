@@ -62,7 +62,14 @@ def tiles_of(**arguments):
     return page_op.backends["triton_gpu"].heuristic(page_op.bind(**arguments), "cuda")
 
 
-@pytest.mark.parametrize("call", CALLS)
+SLOW = ("window", "all_keys")  # whose options are each in another call of this file, or in the other kernels' tests
+
+
+def some(calls):
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in calls]
+
+
+@pytest.mark.parametrize("call", some(CALLS))
 @pytest.mark.usefixtures("hopper")
 def test_numbers(call):
     lens, T, heads, widths, page, options = CALLS[call]
@@ -105,7 +112,10 @@ def test_other_calls_take_the_other_kernel():
         dataclasses.replace(cfg, mixed_num_warps=24)
 
 
-@pytest.mark.parametrize(("capability", "kernel"), [(80, "paged_kernel"), (90, "warp_specialized_fwd_kernel")])
+@pytest.mark.parametrize(
+    ("capability", "kernel"),
+    [pytest.param(80, "paged_kernel", marks=pytest.mark.slow), (90, "warp_specialized_fwd_kernel")],
+)
 def test_the_kernel_of_each_gpu(capability, kernel):
     shape, pages = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((64, 16, 2, 128), jnp.bfloat16)
     arrays = shape((2, 128, 4, 128), jnp.bfloat16), pages, shape((2,), jnp.int32), shape((2, 20), jnp.int32), pages
@@ -124,7 +134,7 @@ RAGGED = {
 }
 
 
-@pytest.mark.parametrize("call", RAGGED)
+@pytest.mark.parametrize("call", some(RAGGED))
 @pytest.mark.usefixtures("hopper")
 def test_ragged_batches(call):
     """Long requests take this kernel and the others their own, each where its rows are."""
