@@ -43,6 +43,7 @@ _HYBRID = (
 )
 _MIXTURE = "recipe=moe_long_context data.sequence_length=32768 data.global_batch=64 mesh.ep=64 mesh.sp=1"
 _NEMOTRON = "recipe=hybrid_long_context model=nemotron_h_8b data.sequence_length=32768 mesh.sp=1"
+_DEEPSEEK = "recipe=moe_long_context model=deepseek_v3 model.remat=full"
 _8B, _SHORT = "recipe=long_context model=8b", "data.sequence_length=8192 data.global_batch=64"
 # name -> (topology, or devices and device; the recipe).
 CASES: dict[str, tuple[str | tuple[int, str], str]] = {
@@ -100,6 +101,16 @@ CASES: dict[str, tuple[str | tuple[int, str], str]] = {
     "qwen3_next_32k_h200": ((64, "h200"), f"{_MIXTURE} model=qwen3_next_80b_a3b"),
     "kimi_linear_32k_h200": ((64, "h200"), f"{_MIXTURE} model=kimi_linear_48b_a3b"),
     "nemotron_h_32k_h200": ((8, "h200"), f"{_NEMOTRON} data.global_batch=8 mesh.fsdp=8"),
+    "deepseek_v3_8k_h200": (
+        (256, "h200"),
+        f"{_DEEPSEEK} data.sequence_length=8192 data.global_batch=1024 mesh.ep=8 mesh.fsdp=32 mesh.sp=1 accumulation=4 "
+        "model.precision=fp8_block",
+    ),
+    "deepseek_v3_128k_h200": (
+        (256, "h200"),
+        f"{_DEEPSEEK} data.sequence_length=131072 data.global_batch=128 mesh.ep=32 mesh.sp=8 accumulation=4 "
+        "model.precision=fp8_block",
+    ),
     "8b_8k": ("v5p:4x4x4", f"{_8B} {_SHORT} mesh.fsdp=64 mesh.sp=1"),
     "8b_8k_full": ("v5p:4x4x4", f"{_8B} {_SHORT} mesh.fsdp=64 mesh.sp=1 model.remat=full"),
     "8b_8k_dots": ("v5p:4x4x4", f"{_8B} {_SHORT} mesh.fsdp=64 mesh.sp=1 model.remat=dots"),
@@ -122,6 +133,14 @@ CASES: dict[str, tuple[str | tuple[int, str], str]] = {
     "235b_128k": (
         "v5p:8x8x8",
         "recipe=moe_long_context model=qwen3_235b_a22b data.sequence_length=131072 data.global_batch=64 mesh.ep=64 mesh.sp=8",
+    ),
+    "deepseek_v3_8k": (
+        "v5p:8x8x8",
+        f"{_DEEPSEEK} data.sequence_length=8192 data.global_batch=1024 mesh.ep=64 mesh.fsdp=8 mesh.sp=1 accumulation=2",
+    ),
+    "deepseek_v3_128k": (
+        "v5p:8x8x8",
+        f"{_DEEPSEEK} data.sequence_length=131072 data.global_batch=32 mesh.ep=32 mesh.sp=16",
     ),
 }
 

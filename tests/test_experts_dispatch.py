@@ -28,6 +28,8 @@ from jax.sharding import PartitionSpec as P
 from ejdist import make_mesh
 from ejdist.experts.dispatch import exchange
 from ejdist.experts.local import local
+from ejdist.experts.own import Local
+from ejdist.experts.rows import DispatchSpec
 from ejdist.mapped import map_shards
 from kernels import Unsupported
 
@@ -48,6 +50,15 @@ def test_any_route_has_the_numbers_of_the_loop(place, scheme, options):
 
 def test_one_device_has_the_numbers_of_the_loop():
     check_routes(ONE, "auto", names={"random", "none"})
+
+
+def test_places_of_a_chunk_past_the_last_pair_are_of_none():
+    job = DispatchSpec(grouped_experts, (), Local(), num_experts=3, rooms=(3,), chunks=2)
+    plan = job.scheme.plan(job, jnp.array([[1, 0], [0, 2]]), jnp.ones((2, 2)))
+    first, second = (job.scheme.pairs(job, plan, jnp.int32(q)) for q in range(2))
+    assert first.pair.tolist() == [1, 2, 0] and second.pair.tolist() == [3, -1, -1]
+    assert first.slot.tolist() == [[2, 0], [1, -1]] and second.slot.tolist() == [[-1, -1], [-1, 0]]
+    assert first.sizes.tolist() == [2, 1, 0] and second.sizes.tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize(("dtype", "experts"), [("int8", 130), ("uint8", 256)])

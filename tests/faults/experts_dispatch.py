@@ -13,6 +13,13 @@ FP8 = f"{BY_RANK} -k 'oracle and all_to_all'"
 FAULTS = (
     Fault("overflowing rows are lost", "summed.loop", "$state[0] < $passes", "$state[0] < 1", EP),
     Fault("places without a pair send a token", "taken", "$pair >= 0", "$pair >= -1", EP),
+    Fault(
+        "places past the last pair are of the first",
+        "Local.pairs",
+        "jnp.pad($plan.pairs, (0, $room), constant_values=-1)",
+        "jnp.pad($plan.pairs, (0, $room))",
+        f"{TESTS} -k places_of",
+    ),
     Fault("a pair of another pass is combined", "combined.total", "$slot[:, $j] >= 0", "$slot[:, $j] >= -1", EP),
     Fault(
         "experts of gathered tokens are those of rank 0",
