@@ -1,0 +1,55 @@
+"""Caches whose pages are spread over devices: attention to them, and texts of prompts that no device could hold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejdist
+import kernels
+from ejdist.layout import set_layout
+from ejdist.mesh import make_mesh
+
+PAGE = 4
+# Of a request: before and past the end of a rank's run, at it, and none.
+LENGTHS = [32, 9, 1, 16, 0, 27]
+OPTIONS = {
+    "plain": {},
+    "every": {
+        "sliding_window": 7,
+        "softmax_aux": np.linspace(-1, 2, 8, dtype=np.float32).reshape(4, 2),
+        "logits_soft_cap": 2.0,
+        "softmax_scale": 0.7,
+        "alibi_slopes": np.array([0.0, 0.1, 0.3, 0.5], np.float32),
+    },
+}
+
+
+def call(ranks, queries, seed=0):
+    """Returns arrays of a call whose requests have runs of as many pages on each rank, in random pages of it."""
+    rng = np.random.default_rng(seed)
+    B, columns = len(LENGTHS), 32 // PAGE // ranks
+    pages = B * columns
+    tables = np.concatenate(
+        [r * pages + rng.permutation(pages).reshape(B, columns) for r in range(ranks)], axis=1, dtype=np.int32
+    )
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    caches = draw(ranks * pages, PAGE, 2, 8), draw(ranks * pages, PAGE, 2, 6)
+    return draw(B, queries, 4, 8), *caches, np.array(LENGTHS, np.int32), tables
+
+
+@pytest.mark.parametrize("sizes", [{"sp": 2}, {"sp": 4}, {"cp": 2, "sp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_attention_over_spread_pages_is_that_of_one_device(options, sizes):
+    """Of single tokens and of chunks, whose first rows are past a request's beginning or before it."""
+    mesh = make_mesh(**sizes)
+    axes = tuple(a for a in sizes if a != "tp")
+    ranks = int(np.prod([sizes[a] for a in axes]))
+    for queries in (1, 5):
+        arrays = call(ranks, queries)
+        expected = kernels.page_attention(*arrays, **OPTIONS[options], return_lse=True)
+        with set_layout(B=axes, N="tp", K="tp", pages=axes):
+            out = jax.jit(lambda *x: ejdist.page_attention(*x, **OPTIONS[options], mesh=mesh, return_lse=True))(*arrays)
+            alone = ejdist.page_attention(*arrays, **OPTIONS[options], mesh=mesh)
+        for got, wanted in zip((*out, alone), (*expected, expected[0]), strict=True):
+            np.testing.assert_allclose(got, wanted, atol=2e-6)
