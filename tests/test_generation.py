@@ -315,7 +315,7 @@ def step_on_an_h200(model, tp=1):
         lambda path, x: placed(x, declared[path[-1].key].dims.removeprefix("L ") if path[-1].key in declared else ""),
         jax.eval_shape(model.cached.apart, shapes(model.declared), shapes(model.buffers)),
     )
-    dims = {"attention": "_ _ _ K _"} if tp > 1 else {}
+    dims = {"attention": "_ _ _ _ K _"} if tp > 1 else {}
     kept, last = jax.eval_shape(engine._empty)
     kept = {part: jax.tree.map(partial(placed, dims=dims.get(part, "")), arrays) for part, arrays in kept.items()}
     data = jax.tree.map(placed, (last, engine._tables, np.zeros((8, 4), np.int32)))

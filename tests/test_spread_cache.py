@@ -7,8 +7,10 @@ import pytest
 
 import ejdist
 import kernels
+from ejdist.generation import Engine
 from ejdist.layout import set_layout
 from ejdist.mesh import make_mesh
+from test_generation import KINDS, LENGTH, Known, finish, placed, prompts
 
 PAGE = 4
 # Of a request: before and past the end of a rank's run, at it, and none.
@@ -53,3 +55,27 @@ def test_attention_over_spread_pages_is_that_of_one_device(options, sizes):
             alone = ejdist.page_attention(*arrays, **OPTIONS[options], mesh=mesh)
         for got, wanted in zip((*out, alone), (*expected, expected[0]), strict=True):
             np.testing.assert_allclose(got, wanted, atol=2e-6)
+
+
+@pytest.fixture(scope="module", params=["attention", "hybrid"])
+def known(request):
+    return Known(**KINDS[request.param])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_texts_of_prompts_that_no_device_could_hold(known, ranks):
+    """A device has fewer pages than the longest prompt; chunks, which cross the ends of runs and of pages, and beginnings that
+    are shared."""
+    mesh = make_mesh(sp=ranks)
+    params, buffers = placed(known.params, known.model.declared, mesh), placed(known.buffers, known.model.buffers, mesh)
+    engine = Engine(
+        known.model, params, buffers=buffers, mesh=mesh, slots=2, length=LENGTH, page=4, pages=20, chunk=8, cache="spread"
+    )
+    (long,) = prompts([41])
+    assert engine._pages.count // ranks * 4 < long.size
+    asked = [long, *prompts([1, 13], seed=1), long, np.append(long[:30], 7)]
+    numbers = [engine.submit(ids, max_tokens=3 + i % 3, temperature=0) for i, ids in enumerate(asked)]
+    results = finish(engine)
+    for number in numbers:
+        known.check(results[number])
+    assert engine.programs == 2
