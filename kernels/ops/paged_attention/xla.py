@@ -147,7 +147,9 @@ def _spread(scale: jax.Array | None, cache: jax.Array) -> jax.Array | None:
 
 
 def _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slopes, o: _Options):
-    """Returns float32 (out [M, N, Hv], lse [M, N]). query is [M, N, H]; caches are (keys, values or None) [pages, C, K, width]."""
+    """Returns float32 (out [M, N, Hv], lse [M, N]).
+
+    query is [M, N, H]; caches are (keys, values or None) [pages, C, K, width]."""
     M, N, H = query.shape
     pages, C, K, _ = caches[0].shape
     G, W = N // K, o.parallel
