@@ -64,8 +64,10 @@ class _OnRank:
             )
         columns = tables.shape[1] // ranks
         arguments["block_tables"] = jax.lax.dynamic_slice_in_dim(tables, rank * columns, columns, 1) - rank * pages
-        arguments["kv_lens"] = jnp.maximum(arguments["kv_lens"] - rank * columns * slots, 0)
-        out, lse = merged(*lse_op(**arguments), over, sinks)
+        lens = arguments["kv_lens"] - rank * columns * slots
+        arguments["kv_lens"] = jnp.maximum(lens, 0)
+        out, lse = lse_op(**arguments)
+        out, lse = merged(out, lse, over, sinks)
         return (out, lse) if self.op is lse_op else out
 
 

@@ -9,15 +9,15 @@ FAULTS = (
     Fault(
         "sinks count once for each device",
         "ejdist/paged_attention:merged",
-        "$total = $total + jnp.sum($$x)",
-        "$total = $total + jax.lax.axis_size($axes) * jnp.sum($$x)",
+        "$total + jnp.sum(jnp.exp($sinks - $m[..., None]), axis=-1)",
+        "$total + 2 * jnp.sum(jnp.exp($sinks - $m[..., None]), axis=-1)",
         MERGE,
     ),
     Fault(
         "sinks are dropped",
         "ejdist/paged_attention:_OnRank.__call__",
-        "merged(*lse_op(**$arguments), $over, $sinks)",
-        "merged(*lse_op(**$arguments), $over, None)",
+        "merged($out, $lse, $over, $sinks)",
+        "merged($out, $lse, $over, None)",
         MERGE,
     ),
     Fault(
@@ -30,8 +30,8 @@ FAULTS = (
     Fault(
         "every device has the first keys",
         "ejdist/paged_attention:_OnRank.__call__",
-        "$lens - $rank * $columns * $slots",
-        "$lens",
+        "$more['kv_lens'] - $rank * $columns * $slots",
+        "$more['kv_lens']",
         MERGE,
     ),
     Fault(
@@ -51,7 +51,7 @@ FAULTS = (
     Fault(
         "every device writes in its own pages",
         "ejdist/paged_attention:_append",
-        "$slots - jax.lax.axis_index($over) * $pages * $entries",
+        "$slots - jax.lax.axis_index($axes['pages']) * $pages * $entries",
         "$slots % ($pages * $entries)",
         TEXTS,
     ),

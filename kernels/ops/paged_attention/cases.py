@@ -193,10 +193,9 @@ WITH_LSE = (
     Case(
         "together",
         {**ROWS, "T": 3, "sinks": 1},
-        options=OPTIONS,
-        arrays=("value_cache", "softmax_aux", "alibi_slopes"),
-        shapes=APART["shapes"],
-        make=LSE_MAKE,
+        options={**OPTIONS, "causal": False},
+        arrays=("softmax_aux", "alibi_slopes"),
+        make={**LSE_MAKE, **INT8, "k_scale": _scale_of_slots, "v_scale": _scale},
     ),
 )
 
