@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 import kernels
-from ejdist import collective_matmul, grouped_matmul, latent_attention, vocabulary_parallel
+from ejdist import collective_matmul, grouped_matmul, latent_attention, paged_attention, vocabulary_parallel
 from ejdist.embedding import embedding
 from ejdist.experts import FUNCTIONS as EXPERTS
 from ejdist.experts import MODULES as EXPERT_MODULES
@@ -37,6 +37,8 @@ _COMMUNICATING = (
     latent_attention.flash_mla,
     latent_attention.mla_decode,
     grouped_matmul.grouped_matmul,
+    paged_attention.append_to_cache,
+    paged_attention.page_attention,
     flash.flash_attention,
     flash.scaled_dot_product_attention,
     *delta_rule.FUNCTIONS,

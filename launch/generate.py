@@ -50,6 +50,8 @@ keys:
   slots=16             most answers in progress at once
   length=N             most tokens of a prompt and its answer; default: what the longest prompt needs
   chunk=128            tokens of a prompt that a step takes
+  cache=whole          what a device keeps: whole, of every token; spread, of a part of each answer's tokens, over mesh.sp and
+                       mesh.cp, whose n devices then hold prompts n times as long
   to=FILE.jsonl        the answers
 """
 _DEFAULTS: dict[str, Any] = {
@@ -67,6 +69,7 @@ _DEFAULTS: dict[str, Any] = {
     "slots": "16",
     "length": None,
     "chunk": "128",
+    "cache": "whole",
     "to": None,
 }
 
@@ -89,6 +92,7 @@ class Args:
     slots: int
     length: int | None
     chunk: int
+    cache: str
     to: Path | None
 
     @property
@@ -163,11 +167,14 @@ def parse(arguments: Sequence[str]) -> tuple[Args, str, list[str]]:
         raise ValueError("give prompt=TEXT, or prompts=FILE: one of the two")
     if v["chat"] not in ("auto", "true", "false"):
         raise ValueError(f"chat = {v['chat']!r} must be auto, true or false")
+    if v["cache"] not in ("whole", "spread"):
+        raise ValueError(f"cache = {v['cache']!r} must be whole or spread")
     args = Args(
         step=None if v["step"] is None else _number("step", v["step"], int, 0),
         prompt=v["prompt"],
         prompts=v["prompts"],
         chat=v["chat"],
+        cache=v["cache"],
         stop=_stops(v["stop"]),
         to=file_of("to", v["to"], ".jsonl") if v["to"] else None,
         length=None if v["length"] is None else _number("length", v["length"], int, 2),
@@ -308,11 +315,13 @@ def generate(
         ends=tokenizer.stop_ids,
         decode=tokenizer.decode,
         donate=True,
+        cache=args.cache,
         platform=recipe.platform,
         experts=vars(recipe.experts),
     )
     chat = ", through the chat template" if template is not None else ""
     log(f"{weights.what}: {len(ids)} prompt{'s' * (len(ids) > 1)}{chat}")
+    log(f"the cache, {args.cache}, takes {engine.cache_bytes / 2**30:.3f} GiB of each device")
     context = context_of(weights, where, recipe.model)
     if context is not None and engine.length > context:
         log(

@@ -41,6 +41,7 @@ def test_keys_are_read():
         (["run.dir=x", "stop=[/INST]"], r"""stop='\["\[/INST\]"\]'"""),
         (["run.dir=x", 'stop=[""]'], "must be a text, or a JSON list"),
         (["run.dir=x", "chat=maybe"], "must be auto, true or false"),
+        (["run.dir=x", "cache=some"], "must be whole or spread"),
         (["run.dir=x", "model=nano"], "the model comes from the weights"),
         (["run.dir=x", "to=answers.txt"], r"must be a file \.jsonl"),
         (["run.dir=x", "temprature=0"], "did you mean"),
@@ -140,6 +141,9 @@ def test_texts_of_a_run(tmp_path, capfd, monkeypatch):
     assert main([*how, "prompt=def "]) == DONE
     text, told = capfd.readouterr()
     assert text.endswith("\n") and "1 prompt" in told and "tokens: the first after" in told and "warning" not in told
+    assert main([*how, "prompt=def ", "mesh.sp=2", "cache=spread"]) == DONE
+    spread, told = capfd.readouterr()
+    assert spread == text and "the cache, spread, takes 0.0" in told
     assert main([*how, "prompt=def ", "length=4000"]) == DONE
     told = capfd.readouterr().err
     assert "warning: up to 4,000 tokens" in told and "are more than the model's context of" in told

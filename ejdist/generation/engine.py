@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejdist.generation.pages import Pages
+from ejdist.generation.pages import Pages, bytes_on_device, ranks_of
 from ejdist.generation.requests import Request, Result, Token, ids_of, stops_of
 from ejdist.generation.sampling import Choices, Sampling, sample
 from ejdist.generation.served import Rows, Step, positions_of
@@ -50,6 +50,9 @@ class Engine:
     >>> engine.results()[number].tokens  # doctest: +SKIP
 
     With several hosts, make the same calls on each.
+
+    Attributes:
+      cache_bytes: of pages and states, on each device.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Engine:
         ends: Collection[int] = (),
         decode: Callable[[Sequence[int]], str] | None = None,
         donate: bool = False,
+        cache: str = "whole",
         platform: str | None = None,
         experts: Mapping[str, Any] | None = None,
     ) -> None:
@@ -74,19 +78,23 @@ class Engine:
           model: what `build()` of a recipe's model section returns.
           params, buffers: of the model, sharded as in training; None: call `use` before the first step.
           mesh: that of the parameters; None for one device. Rows of a step are split over all axes that split rows or sequences
-            in training, and heads over the axes of heads. Each device holds the pages of all requests, for its own heads.
+            in training, and heads over the axes of heads. `cache` says which pages a device holds, of its own heads.
           slots: most requests in progress at once; rounded up to a multiple of the devices that rows are split over.
           length: most tokens of a request, prompt and generated text together.
-          page: tokens per page. pages: number of pages; default: enough for `slots` requests of `length`.
+          page: tokens per page. pages: number of pages, of all devices together where they are spread; default: enough for
+            `slots` requests of `length`.
           chunk: prompt tokens per step.
           ends: tokens that end a text.
           decode: ids -> text, for `stop` and for the text of results.
           donate: take the parameters over: each stack is deleted once its rows are copied, so that they take memory once. Else
             the caller's tree stays as it is, beside the copies.
+          cache: "whole": every device holds the pages of all requests; "spread": the pages of each are spread over the axes
+            that split a sequence in training, so that n devices hold n times the tokens.
           platform, experts: see `bind_ops`.
 
         Raises:
-          ValueError: the model cannot generate (names the layer), or a size is below 1 (names the argument).
+          ValueError: the model cannot generate (names the layer), a size is below 1, or nothing splits a sequence over which a
+            cache could be spread (names the argument).
         """
         for name, size in (
             ("slots", slots),
@@ -103,13 +111,19 @@ class Engine:
         whole = table.pop("replicated", ())
         sequence = {*table.pop("T", ()), *table.pop("S", ())}
         table["B"] = (*table.get("B", ()), *(a for a in sorted(sequence) if a not in table.get("B", ())))
+        ranks = ranks_of(cache, layout.activations.get("T", ()), mesh)
+        if ranks > 1:
+            table["pages"] = layout.activations["T"]
         self._layout = partial(set_layout, parameters=layout.parameters, replicated=whole, **table)
         self.groups = 1 if mesh is None else math.prod(mesh.shape.get(a, 1) for a in table["B"])
         self.slots, self.length, self.chunk = -(-slots // self.groups) * self.groups, length, chunk
-        self._longest = -(-length // page)
+        longest = -(-length // page)
+        each = -(-(self.slots * ranks * -(-longest // ranks) if pages is None else pages) // ranks)
+        run = min(-(-longest // ranks), each)  # the pages of a request on a rank
+        self._ranks, self._longest = ranks, ranks * run
         declared = self._cached.declared
         shares = all(k.per_token for _, kept in declared.values() for k in kept.values())
-        self._pages = Pages(self.slots * self._longest if pages is None else pages, page, shares)
+        self._pages = Pages(ranks * each, page, shares, ranks, run)
         self._ends, self._decode = frozenset(ends), decode
         self._ops = bind_ops(mesh, platform=platform, experts=experts)
         self._waiting: deque[Request] = deque()
@@ -127,15 +141,16 @@ class Engine:
 
     def _compile(self, mesh: jax.sharding.Mesh | None) -> None:
         """Sets up the arrays that layers keep between steps, and the program of a step."""
-        page, dtype = self._pages.page, self._cached.dtype
+        page, dtype, ranks = self._pages.page, self._cached.dtype, self._ranks
         with self._layout():
             activations = current_layout().activations
         arrays, places = {}, {}
         for part, (layers, kept) in self._cached.declared.items():
             arrays[part], places[part] = {}, {}
             for name, k in kept.items():
-                lead = (layers, self._pages.count, page) if k.per_token else (layers, self.slots)
-                of = [((*lead, *shape), ["_"] * len(lead) + dims.split()) for shape, dims in k.arrays]
+                lead = (ranks, layers, self._pages.count // ranks, page) if k.per_token else (layers, self.slots)
+                leading = ["pages", "_", "_", "_"] if k.per_token else ["_", "_"]
+                of = [((*lead, *shape), leading + dims.split()) for shape, dims in k.arrays]
                 arrays[part][name] = tuple(
                     jax.ShapeDtypeStruct(shape, dtype if k.per_token else np.float32) for shape, _ in of
                 )
@@ -144,6 +159,7 @@ class Engine:
                     for shape, dims in of
                 )
         placed = None if mesh is None else places
+        self.cache_bytes = bytes_on_device(arrays, placed)
         whole = None if mesh is None else replicated(mesh)
         # The token of each slot, which the next step of its text takes.
         last = jax.ShapeDtypeStruct((self.slots,), np.int32)
@@ -229,7 +245,7 @@ class Engine:
         ids, stops = ids_of(prompt, self._cached.vocab_size), stops_of(stop)
         if stops and self._decode is None:
             raise ValueError("argument 'stop' needs an Engine with decode=, a function from ids to text")
-        room = min(self.length, self._pages.count * self._pages.page)
+        room = min(self.length, self._longest * self._pages.page)
         if max_tokens is None:
             max_tokens = max(room - len(ids), 1)
         if max_tokens < 1:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 
@@ -13,33 +17,47 @@ class Pages:
     room.
 
     A full page of a prompt is identified by a digest of all tokens up to its end, which determine its keys and values.
+
+    Over several ranks each has as many pages, numbered rank after rank, and a run of each request: its first pages are on the
+    first rank.
     """
 
-    def __init__(self, count: int, page: int, shares: bool) -> None:
+    def __init__(self, count: int, page: int, shares: bool, ranks: int = 1, run: int | None = None) -> None:
         """Args:
-        page: tokens of a page. shares: whether requests may share pages; not where layers keep more than pages.
+        count: pages of all ranks. page: tokens of a page. shares: whether requests may share pages; not where layers keep
+          more than pages. run: most pages of a request on a rank; default: all.
         """
         self.count, self.page, self.shares = count, page, shares
-        self._free = list(range(count))[::-1]
+        self._run = run or count
+        self._each = count // ranks
+        self._free = [list(range(r * self._each, (r + 1) * self._each))[::-1] for r in range(ranks)]
         self._users: Counter[int] = Counter()
         self._known: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}  # of the identified pages
-        self._kept: OrderedDict[int, None] = OrderedDict()  # identified pages in no use, least recently used first
+        # Of each rank: identified pages in no use, least recently used first.
+        self._kept: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(ranks)]
 
     @property
     def room(self) -> int:
-        """The number of pages that can be taken."""
-        return len(self._free) + len(self._kept)
+        """The number of pages that a request can take."""
+        room = 0
+        for free, kept in zip(self._free, self._kept, strict=True):
+            there = len(free) + len(kept)
+            room += min(there, self._run)
+            if there < self._run:
+                break
+        return room
 
     def take(self, count: int) -> list[int]:
-        """Returns pages for a request; at most `room`."""
+        """Returns pages for a request, in order; at most `room`."""
         pages = []
-        for _ in range(count):
-            if not self._free:
-                page, _ = self._kept.popitem(last=False)
+        for i in range(count):
+            free, kept = self._free[i // self._run], self._kept[i // self._run]
+            if not free:
+                page, _ = kept.popitem(last=False)
                 self._unknown(page)
-                self._free.append(page)
-            pages.append(self._free.pop())
+                free.append(page)
+            pages.append(free.pop())
         self._users.update(pages)
         return pages
 
@@ -50,10 +68,11 @@ class Pages:
             if self._users[page]:
                 continue
             del self._users[page]
+            rank = page // self._each
             if page in self._digests:
-                self._kept[page] = None
+                self._kept[rank][page] = None
             else:
-                self._free.append(page)
+                self._free[rank].append(page)
 
     def shared(self, digests: list[bytes]) -> list[int]:
         """Returns the cached pages that match the start of a prompt, given the digests of its pages, and takes them."""
@@ -63,7 +82,7 @@ class Pages:
                 break
             pages.append(self._known[digest])
         for page in pages:
-            self._kept.pop(page, None)
+            self._kept[page // self._each].pop(page, None)
         self._users.update(pages)
         return pages
 
@@ -76,8 +95,9 @@ class Pages:
         """Lets no later request share the present pages: the parameters have changed."""
         for page in list(self._digests):
             self._unknown(page)
-        self._free += self._kept
-        self._kept.clear()
+        for free, kept in zip(self._free, self._kept, strict=True):
+            free += kept
+            kept.clear()
 
     def digests(self, prompt: np.ndarray) -> list[bytes]:
         """Returns a digest of each page of a prompt that others may share: the full ones, without the last token, which is
@@ -92,3 +112,34 @@ class Pages:
 
     def _unknown(self, page: int) -> None:
         del self._known[self._digests.pop(page)]
+
+
+def ranks_of(cache: str, axes: Sequence[str], mesh: jax.sharding.Mesh | None) -> int:
+    """Returns over how many ranks the pages of a request are spread.
+
+    Args:
+      cache: "whole" or "spread". axes: that split a sequence in training.
+
+    Raises:
+      ValueError: of argument `cache` of an engine.
+    """
+    if cache not in ("whole", "spread"):
+        raise ValueError(f"Engine: argument 'cache' = {cache!r} must be 'whole' or 'spread'")
+    if cache == "whole":
+        return 1
+    ranks = 1 if mesh is None else math.prod(mesh.shape.get(a, 1) for a in axes)
+    if ranks == 1:
+        raise ValueError(
+            "Engine: argument 'cache' = 'spread' needs a mesh with several devices along an axis that splits a sequence in "
+            "training (sp or cp): give one, or use 'whole'"
+        )
+    return ranks
+
+
+def bytes_on_device(arrays: Any, places: Any) -> int:
+    """Returns the bytes of arrays on each device. places: their shardings; None for one device."""
+    leaves = jax.tree.leaves(arrays)
+    shapes = [x.shape for x in leaves]
+    if places is not None:
+        shapes = [p.shard_shape(shape) for p, shape in zip(jax.tree.leaves(places), shapes, strict=True)]
+    return sum(math.prod(shape) * x.dtype.itemsize for shape, x in zip(shapes, leaves, strict=True))

@@ -71,12 +71,12 @@ def _attention(
     **options: Any,
 ) -> tuple[jax.Array, Pages]:
     """Returns (causal attention of the new tokens over all of their requests, the pages with their keys and values)."""
-    shape = pages[0].shape
-    of_layer = partial(_of_layer, row=row, shape=shape)
+    of_layer = partial(_of_layer, row=row, layers=pages[0].shape[1])
+    each, slots = pages[0].shape[2:4]
     new = (ops.constrain(x.reshape(-1, *x.shape[2:]), "_ K _") for x in (key, value))
-    stacks = (x.reshape(-1, *x.shape[2:]) for x in pages)
-    keys, values = ops.append_to_cache(*new, *stacks, of_layer(rows.entries.reshape(-1), each=shape[1] * shape[2]))
-    out = _over_pages(query, (keys, values), of_layer(rows.tables, each=shape[1]), rows, ops, options)
+    stacks = (x.reshape(-1, *x.shape[3:]) for x in pages)
+    keys, values = ops.append_to_cache(*new, *stacks, of_layer(rows.entries.reshape(-1), each=each * slots))
+    out = _over_pages(query, (keys, values), of_layer(rows.tables, each=each), rows, ops, options)
     return out, tuple(x.reshape(old.shape) for x, old in zip((keys, values), pages, strict=True))
 
 
@@ -98,25 +98,33 @@ def _latent_attention(
     (stack,) = pages
     B, T, N, _ = query.shape
     new = ops.constrain(jnp.concatenate([latent, key_rope], axis=-1).reshape(B * T, 1, -1), "_ _ _")
-    entries = _of_layer(rows.entries.reshape(-1), row, stack.shape, stack.shape[1] * stack.shape[2])
-    cache = written(stack.reshape(-1, stack.shape[2], 1, stack.shape[3]), new, entries, None)[:, :, 0]
+    ranks, layers, each, slots, kept = stack.shape
+    entries = _of_layer(rows.entries.reshape(-1), row, layers, each * slots)
+    cache = written(stack.reshape(-1, slots, 1, kept), new, entries, None)[:, :, 0]
     width = query.shape[-1] + query_rope.shape[-1]
     options = {"softmax_scale": width**-0.5, **_without_ids(options)}
     absorbed, turned = ops.project(query, key_up, "btnh,rnh->btnr"), query_rope
     absorbed, turned = (ops.constrain(x.reshape(B * T, N, -1), "_ N _") for x in (absorbed, turned))
-    tables = _of_layer(rows.tables, row, stack.shape, stack.shape[1])
-    begins = T * jnp.arange(B + 1, dtype=jnp.int32)
-    out = ops.multi_latent_ragged_page_attention(absorbed, turned, cache, rows.lengths, tables, begins, **options)
-    out = _of_real(ops.constrain(out.reshape(B, T, N, -1), "B T N _"), rows)
+    tables = _of_layer(rows.tables, row, layers, each)
+    if ranks > 1:
+        # As attention over one head, whose values are its whole keys: the part of the latent is kept.
+        joined = jnp.concatenate([absorbed, turned], axis=-1).reshape(B, T, N, -1)
+        heads = cache[:, :, None]
+        out = _over_pages(joined, (heads, heads), tables, rows, ops, options)[..., : absorbed.shape[-1]]
+    else:
+        begins = T * jnp.arange(B + 1, dtype=jnp.int32)
+        out = ops.multi_latent_ragged_page_attention(absorbed, turned, cache, rows.lengths, tables, begins, **options)
+        out = _of_real(ops.constrain(out.reshape(B, T, N, -1), "B T N _"), rows)
     values = ops.project(out, value_up, "btnr,rnh->btnh")
     # Heads side by side, as the output projection has them: else XLA transposes that matrix to another order in every step.
     joined = jax.lax.optimization_barrier(values.reshape(B, T, -1))
     return joined.reshape(values.shape), (cache.reshape(stack.shape),)
 
 
-def _of_layer(numbers: jax.Array, row: jax.Array, shape: tuple[int, ...], each: int) -> jax.Array:
-    """Returns page or entry numbers of a layer as numbers in the stack of all layers; negative ones are unchanged."""
-    return jnp.where(numbers >= 0, numbers + row * each, numbers)
+def _of_layer(numbers: jax.Array, row: jax.Array, layers: int, each: int) -> jax.Array:
+    """Returns page or entry numbers of a layer as numbers in the stack [ranks, layers, each] of all layers; negative ones are
+    unchanged."""
+    return jnp.where(numbers >= 0, numbers + (numbers // each * (layers - 1) + row) * each, numbers)
 
 
 def _over_pages(

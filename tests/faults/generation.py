@@ -6,7 +6,13 @@ ENGINE, COMMAND = "tests/test_generation.py", "tests/test_generate.py"
 FULL = f"{ENGINE} -k full_forward"
 
 FAULTS = (
-    Fault("layers write into the pages of the first", "generation/served:_of_layer", "$n + $row * $each", "$n", FULL),
+    Fault(
+        "layers write into the pages of the first",
+        "generation/served:_of_layer",
+        "($n // $each * ($layers - 1) + $row)",
+        "($n // $each * ($layers - 1))",
+        FULL,
+    ),
     Fault(
         "every layer has the matrices of the first",
         "models/apart:_split.split",

@@ -6,6 +6,7 @@ from kernels.ops.paged_attention.contract import (
     append_and_attend_op,
     append_op,
     decode_op,
+    lse_op,
     op,
     page_op,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "chunked_prefill_paged_decode",
     "decode_attention",
     "decode_op",
+    "lse_op",
     "op",
     "page_attention",
     "page_op",

@@ -186,6 +186,19 @@ PAGES = (
     _decode("prefill_2k_of_8k", 1, 8192, 16, CODE, T=2048),
 )
 
+# One length is past the room of its table, as on a rank that has the first part of each request.
+LSE_MAKE = {"kv_lens": _lens(13, 19, 1, 0), "block_tables": _tables(4)}
+WITH_LSE = (
+    Case("decode", ROWS, **APART, make=LSE_MAKE, tags=SMOKE),
+    Case(
+        "together",
+        {**ROWS, "T": 3, "sinks": 1},
+        options={**OPTIONS, "causal": False},
+        arrays=("softmax_aux", "alibi_slopes"),
+        make={**LSE_MAKE, **INT8, "k_scale": _scale_of_slots, "v_scale": _scale},
+    ),
+)
+
 DENSE_ROWS = {"B": 4, "T": 1, "S": 19, "N": 4, "K": 2, "H": 16, "Hv": 16}
 DENSE_MAKE = {"kv_lens": _lens(13, 1, 19, 0)}
 DENSE = (

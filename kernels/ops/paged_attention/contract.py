@@ -91,6 +91,29 @@ def paged_attention(
     is as in `flash_attention`: positions are bottom-right aligned, so the last row of a request is at position
     kv_lens[r] - 1.
     """
+    options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal, "window": window}
+    more = (value_cache, k_scale, v_scale, softmax_aux, alibi_slopes)
+    return _with_lse(query, key_cache, query_start_loc, kv_lens, block_tables, *more, **options)[0]
+
+
+def _with_lse(
+    query: Any,
+    key_cache: Any,
+    query_start_loc: Any,
+    kv_lens: Any,
+    block_tables: Any,
+    value_cache: Any,
+    k_scale: Any,
+    v_scale: Any,
+    softmax_aux: Any,
+    alibi_slopes: Any,
+    *,
+    softmax_scale: float | None,
+    logits_soft_cap: float | None,
+    causal: bool,
+    window: Window | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out [M, N, Hv], lse [M, N]) of `paged_attention`; the lse of a row without a request is -inf."""
     M, _, H = query.shape
     pages, C = key_cache.shape[:2]
     if value_cache is None:
@@ -99,7 +122,7 @@ def paged_attention(
     j = jnp.arange(block_tables.shape[1] * C)
     slopes = None if alibi_slopes is None else alibi_slopes[None]
 
-    def of_request(begin: Any, end: Any, kv_len: Any, table: Any) -> jax.Array:
+    def of_request(begin: Any, end: Any, kv_len: Any, table: Any) -> tuple[jax.Array, jax.Array]:
         def gathered(cache: jax.Array, scale: jax.Array | None) -> jax.Array:
             whole = dequantised(cache, scale, query.dtype)[jnp.clip(table, 0, pages - 1)]
             return jnp.where((j < kv_len)[:, None, None], whole.reshape(-1, *whole.shape[2:]), 0)[None]
@@ -115,11 +138,11 @@ def paged_attention(
         )
         key, value = gathered(key_cache, k_scale), gathered(value_cache, v_scale)
         options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap}
-        out, _ = ATTENTION(query[None], key, value, mask, None, softmax_aux, slopes, **options)
-        return jnp.where(in_request[:, None, None], out[0], 0)
+        out, lse = ATTENTION(query[None], key, value, mask, None, softmax_aux, slopes, **options)
+        return jnp.where(in_request[:, None, None], out[0], 0), jnp.where(in_request[:, None], lse[0], -jnp.inf)
 
-    every = jax.vmap(of_request)(query_start_loc[:-1], query_start_loc[1:], kv_lens, block_tables)
-    return jnp.sum(every, axis=0)
+    out, lse = jax.vmap(of_request)(query_start_loc[:-1], query_start_loc[1:], kv_lens, block_tables)
+    return jnp.sum(out, axis=0), jnp.max(lse, axis=0)
 
 
 def page_attention(
@@ -145,6 +168,32 @@ def page_attention(
     rows = query.reshape(B * T, *query.shape[2:])
     out = paged_attention(rows, key_cache, T * jnp.arange(B + 1), kv_lens, block_tables, *more, **options)
     return out.reshape(B, T, *out.shape[1:])
+
+
+def page_attention_with_lse(
+    query: Float[Array, "B T N H"],
+    key_cache: Shaped[Array, "pages C K _"],
+    kv_lens: Int[Array, " B"],
+    block_tables: Int[Array, "B _"],
+    value_cache: Shaped[Array, "pages C K Hv"] | None = None,
+    k_scale: Float[Array, "#pages #C #K"] | None = None,
+    v_scale: Float[Array, "#pages #C #K"] | None = None,
+    softmax_aux: Float[Array, "N sinks"] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    causal: bool = True,
+    window: Window | None = None,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """Returns (out, lse): `page_attention`, and in float32 the log of the sum of the exponentials of a query's logits and
+    sinks, -inf where it has neither. With it, attention to other keys of the same request can be merged exactly."""
+    B, T = query.shape[:2]
+    options = {"softmax_scale": softmax_scale, "logits_soft_cap": logits_soft_cap, "causal": causal, "window": window}
+    more = (value_cache, k_scale, v_scale, softmax_aux, alibi_slopes)
+    rows = query.reshape(B * T, *query.shape[2:])
+    out, lse = _with_lse(rows, key_cache, T * jnp.arange(B + 1), kv_lens, block_tables, *more, **options)
+    return out.reshape(B, T, *out.shape[1:]), lse.reshape(B, T, -1)
 
 
 def decode_attention(
@@ -261,12 +310,31 @@ def _pairs(call: Call) -> tuple[tuple[Any, Any], ...]:
 _HEADS: dict[str, Any] = {"tied_dims": (("N", "K"),), "config": PagedAttentionConfig}
 op = Op(paged_attention, local_dims={"N", "K"}, cases=cases.RAGGED, work=_work, **_HEADS)
 # Queries are the last tokens of a request, and entries of a cache are counted from its first token.
-page_op = Op(page_attention, local_dims={"B", "N", "K"}, ordered=True, cases=cases.PAGES, work=_work, **_HEADS)
+page_op = Op(
+    page_attention,
+    local_dims={"B", "N", "K"},
+    see_also={"pages": "page_attention"},
+    ordered=True,
+    cases=cases.PAGES,
+    work=_work,
+    **_HEADS,
+)
+lse_op = Op(
+    page_attention_with_lse,
+    outputs=("out", "lse"),
+    local_dims={"B", "N", "K"},
+    see_also={"pages": "page_attention"},
+    ordered=True,
+    cases=cases.WITH_LSE,
+    work=_work,
+    **_HEADS,
+)
 decode_op = Op(decode_attention, local_dims={"B", "N", "K"}, ordered=True, cases=cases.DENSE, work=_work, **_HEADS)
 append_op = Op(
     append_to_cache,
     outputs=("new_key_cache", "new_value_cache"),
     local_dims={"K"},
+    see_also={"pages": "append_to_cache"},
     cases=cases.APPEND,
     work=_work_of_append,
 )

@@ -15,7 +15,7 @@ from kernels.framework.public import Prepared
 from kernels.framework.requests import check_lengths, check_tables
 from kernels.ops.paged_attention import arguments as check
 from kernels.ops.paged_attention.arguments import Named
-from kernels.ops.paged_attention.contract import decode_op, page_op
+from kernels.ops.paged_attention.contract import decode_op, lse_op, page_op
 from kernels.ops.paged_attention.options import attending, options
 
 _ROWS = "[B, N, H] or [B, T, N, H]"
@@ -24,10 +24,14 @@ _DENSE = "[B, S, kv_heads, head_dim]"
 
 def _of_rows(query: jax.Array, op: Any, *arguments: Any, **more: Any) -> Prepared:
     """Returns the call of B requests with T queries each; if `query` has no dim T, neither has the output."""
-    if query.ndim == 4:
-        return Prepared(op.bind(query, *arguments, **more))
-    call = op.bind(query[:, None], *arguments, **more)
-    return Prepared(call, finish=lambda out: out[:, 0], dims=("B", "N", "Hv"))
+    call = op.bind(query if query.ndim == 4 else query[:, None], *arguments, **more)
+    if op is lse_op and query.ndim == 3:
+        return Prepared(
+            call, finish=lambda *both: tuple(x[:, 0] for x in both), dims=(("B", "N", "Hv"), ("B", "N")), op=op
+        )
+    if query.ndim == 3:
+        return Prepared(call, finish=lambda out: out[:, 0], dims=("B", "N", "Hv"), op=op)
+    return Prepared(call, returns=op.outputs if op is lse_op else "out", op=op)
 
 
 def _over_pages(
@@ -39,6 +43,7 @@ def _over_pages(
     block_tables: Any,
     how: Any,
     block_size: Any = None,
+    op: Any = page_op,
 ) -> Prepared:
     check.array(f, "query", query, 3, 4, form=_ROWS)
     check.check_pages(f, query, key_cache, value_cache, block_size)
@@ -48,7 +53,7 @@ def _over_pages(
         raise check.wrong(f, "block_tables", f"has {tables.shape[0]} rows, but 'query' has {B}")
     lengths = check.lengths(f, *lens, B)
     check_tables(f, lens, ("block_tables", block_tables), *key_cache.shape[:2])
-    return _of_rows(query, page_op, key_cache, lengths, tables, value_cache, **options(f, query, key_cache, **how))
+    return _of_rows(query, op, key_cache, lengths, tables, value_cache, **options(f, query, key_cache, **how))
 
 
 def _over_rows(f: str, query: Any, key: Named, value: Named, lens: Named, starts: Named | None, how: Any) -> Prepared:
@@ -72,7 +77,7 @@ def _over_rows(f: str, query: Any, key: Named, value: Named, lens: Named, starts
     return _of_rows(query, decode_op, cache, value.value, *lengths, **options(f, query, cache, **how))
 
 
-@attending(page_op)
+@attending(page_op, lse_op)
 def page_attention(
     query: jax.Array,
     key_cache: jax.Array,
@@ -84,9 +89,11 @@ def page_attention(
     softmax_scale: float | None = None,
     scale: float | None = None,
     block_size: int | None = None,
+    return_lse: bool = False,
     **how: Any,
 ) -> Prepared:
-    """Returns the attention of each request's last tokens over its pages, in the shape of `query`: the decode step.
+    """Returns the attention of each request's last tokens over its pages, in the shape of `query`: the decode step; with
+    `return_lse` also the log-sum-exp of each query's logits and sinks, float32.
 
     It is causal: a query sees the keys up to its own. There is no gradient.
 
@@ -99,6 +106,7 @@ def page_attention(
         block_tables[b, p // block_size]. Entries past the last page in use may be anything.
       scale: another name for softmax_scale.
       block_size: if given, must match the cache's.
+      return_lse: to merge the result with attention to other keys of the same queries.
 
     >>> import jax.numpy as jnp
     >>> pages = jnp.ones((8, 4, 2, 16))
@@ -110,7 +118,8 @@ def page_attention(
     lens = check.either(f, context_lens=context_lens, kv_lens=kv_lens)
     how["softmax_scale"] = check.either(f, softmax_scale=softmax_scale, scale=scale, needed=False).value
     tables = check.either(f, block_tables=block_tables).value
-    return _over_pages(f, query, key_cache, value_cache, lens, tables, how, block_size)
+    op = lse_op if return_lse else page_op
+    return _over_pages(f, query, key_cache, value_cache, lens, tables, how, block_size, op)
 
 
 @attending(page_op)

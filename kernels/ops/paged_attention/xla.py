@@ -27,6 +27,7 @@ from kernels.ops.paged_attention.contract import (
     append_and_attend_op,
     append_op,
     decode_op,
+    lse_op,
     op,
     page_op,
 )
@@ -146,7 +147,9 @@ def _spread(scale: jax.Array | None, cache: jax.Array) -> jax.Array | None:
 
 
 def _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slopes, o: _Options):
-    """Returns float32 [M, N, Hv]. query is [M, N, H]; caches are (keys, values or None) [pages, C, K, width]."""
+    """Returns float32 (out [M, N, Hv], lse [M, N]).
+
+    query is [M, N, H]; caches are (keys, values or None) [pages, C, K, width]."""
     M, N, H = query.shape
     pages, C, K, _ = caches[0].shape
     G, W = N // K, o.parallel
@@ -220,9 +223,12 @@ def _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slope
         largest = jnp.maximum(m, jnp.max(sinks, axis=-1))
         before = jnp.exp(m - _finite(largest))
         weight = weight * before + jnp.sum(jnp.exp(sinks - _finite(largest)[..., None]), axis=-1)
-        out = out * before[..., None]
-    out = out / jnp.where(weight == 0, 1, weight)[..., None]
-    return _rows(out[:num_tiles], t, requests, M)
+        out, m = out * before[..., None], largest
+    some = weight != 0  # true for NaN too
+    weight = jnp.where(some, weight, 1)
+    lse = jnp.where(some, _finite(m) + jnp.log(weight), -jnp.inf)[..., None]
+    out, lse = (_rows(x[:num_tiles], t, requests, M) for x in (out / weight[..., None], lse))
+    return out, lse[..., 0]
 
 
 def _finite(m: jax.Array) -> jax.Array:
@@ -261,11 +267,12 @@ def paged_attention(
     requests = _Requests(begin, count, jnp.zeros_like(lens), kv_end, lens, tables)
     num_tiles = M // o.block_q + lens.shape[0]  # a request's last tile may be partial
     caches, scales = (key_cache, value_cache), (k_scale, v_scale)
-    return _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slopes, o).astype(query.dtype)
+    out, _ = _attend(query, caches, scales, requests, num_tiles, softmax_aux, alibi_slopes, o)
+    return out.astype(query.dtype)
 
 
 def _of_rows(query, caches, scales, kv_starts, kv_lens, tables, softmax_aux, alibi_slopes, o: _Options):
-    """Returns attention of B requests with T queries each."""
+    """Returns attention of B requests with T queries each, and its lse."""
     B, T, N, _ = query.shape
     lens, tables = kv_lens.astype(jnp.int32), tables.astype(jnp.int32)
     begin = jnp.arange(B, dtype=jnp.int32) * T
@@ -274,17 +281,27 @@ def _of_rows(query, caches, scales, kv_starts, kv_lens, tables, softmax_aux, ali
     requests = _Requests(begin, jnp.full_like(begin, T), kv_start, kv_end, lens, tables)
     rows = query.reshape(B * T, N, query.shape[3])
     num_tiles = B * -(-T // o.block_q)
-    out = _attend(rows, caches, scales, requests, num_tiles, softmax_aux, alibi_slopes, o)
-    return out.reshape(B, T, N, -1).astype(query.dtype)
+    out, lse = _attend(rows, caches, scales, requests, num_tiles, softmax_aux, alibi_slopes, o)
+    return out.reshape(B, T, N, -1).astype(query.dtype), lse.reshape(B, T, N)
 
 
-def page_attention(
+def page_attention_with_lse(
     query, key_cache, kv_lens, block_tables, value_cache, k_scale, v_scale, softmax_aux, alibi_slopes, softmax_scale,
     logits_soft_cap, causal, window, cfg,
 ):  # fmt: skip
     o = _options(query.shape[-1], softmax_scale, logits_soft_cap, causal, window, cfg)
     caches, scales = (key_cache, value_cache), (k_scale, v_scale)
     return _of_rows(query, caches, scales, None, kv_lens, block_tables, softmax_aux, alibi_slopes, o)
+
+
+def page_attention(
+    query, key_cache, kv_lens, block_tables, value_cache, k_scale, v_scale, softmax_aux, alibi_slopes, softmax_scale,
+    logits_soft_cap, causal, window, cfg,
+):  # fmt: skip
+    return page_attention_with_lse(
+        query, key_cache, kv_lens, block_tables, value_cache, k_scale, v_scale, softmax_aux, alibi_slopes, softmax_scale,
+        logits_soft_cap, causal, window, cfg,
+    )[0]  # fmt: skip
 
 
 def decode_attention(
@@ -295,7 +312,7 @@ def decode_attention(
     o = _options(query.shape[-1], softmax_scale, logits_soft_cap, causal, window, cfg)
     tables = jnp.arange(query.shape[0], dtype=jnp.int32)[:, None]
     caches, scales = (key_cache, value_cache), (k_scale, v_scale)
-    return _of_rows(query, caches, scales, kv_starts, kv_lens, tables, softmax_aux, alibi_slopes, o)
+    return _of_rows(query, caches, scales, kv_starts, kv_lens, tables, softmax_aux, alibi_slopes, o)[0]
 
 
 def append_to_cache(key, value, slots, key_cache, value_cache, k_scale, v_scale):
@@ -309,6 +326,7 @@ _ON: dict[str, Any] = {
 _TUNED: dict[str, Any] = {"heuristic": _heuristic, "candidates": _candidates, **_ON}
 op.register(paged_attention, symbolic={"M", "requests", "pages"}, **_TUNED)
 page_op.register(page_attention, symbolic={"B", "pages"}, **_TUNED)
+lse_op.register(page_attention_with_lse, symbolic={"B", "pages"}, **_TUNED)
 decode_op.register(decode_attention, symbolic={"B"}, **_TUNED)
 append_op.register(append_to_cache, symbolic={"M", "pages"}, **_ON)
 append_and_attend_op.register(

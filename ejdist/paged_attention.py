@@ -1,0 +1,91 @@
+"""Attention over pages that are spread over devices, so that n of them hold requests n times as long.
+
+Each device has a run of every request: of the columns of the tables, cut evenly, those of device r refer to pages of device r
+alone. A device attends to the keys that it has. Counted from the first of them, every position is where it was, so that the
+kernels see an ordinary request; its queries may be past the last key. Two reductions merge the results, exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kernels
+from ejdist.execution import run
+from ejdist.sharded import ShardedFunction, sharded
+from kernels.framework.contract import Op
+from kernels.framework.public import Prepared
+from kernels.ops.paged_attention import append_op, lse_op
+
+Axes = dict[str, tuple[str, ...]]
+
+
+def merged(out: jax.Array, lse: jax.Array, axes: tuple[str, ...], sinks: jax.Array | None) -> tuple[jax.Array, ...]:
+    """Returns (out, lse) over the keys of all devices along the axes, and the sinks.
+
+    Args:
+      out, lse: [..., N, Hv] and [..., N], of this device's keys without sinks. sinks: [N, n].
+    """
+    largest = jax.lax.pmax(lse, axes)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32)
+        largest = jnp.maximum(largest, jnp.max(sinks, axis=-1))
+    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    weight = jnp.exp(lse - largest)
+    sums = jax.lax.psum(out.astype(jnp.float32) * weight[..., None], axes)
+    total = jax.lax.psum(weight, axes)
+    if sinks is not None:  # every device has them all: they are counted after the sum
+        total = total + jnp.sum(jnp.exp(sinks - largest[..., None]), axis=-1)
+    some = total != 0  # true for NaN too
+    total = jnp.where(some, total, 1)
+    return (sums / total[..., None]).astype(out.dtype), jnp.where(some, largest + jnp.log(total), -jnp.inf)
+
+
+@dataclass(frozen=True)
+class _OnRank:
+    """What runs on a device, hashable. op: `page_attention`, or the same with its lse."""
+
+    op: Op
+
+    def __call__(self, axes: Axes, **arguments: Any) -> Any:
+        over = axes["pages"]
+        if not over:
+            return self.op(**arguments)
+        rank, ranks = jax.lax.axis_index(over), jax.lax.axis_size(over)
+        pages, slots = arguments["key_cache"].shape[:2]
+        tables, sinks = arguments["block_tables"], arguments.pop("softmax_aux", None)
+        if tables.shape[1] % ranks:
+            raise ValueError(
+                f"page_attention: argument 'block_tables' has {tables.shape[1]} columns, which cannot be divided over the "
+                f"{ranks} devices that pages are split over: make that a multiple of {ranks}"
+            )
+        columns = tables.shape[1] // ranks
+        arguments["block_tables"] = jax.lax.dynamic_slice_in_dim(tables, rank * columns, columns, 1) - rank * pages
+        lens = arguments["kv_lens"] - rank * columns * slots
+        arguments["kv_lens"] = jnp.maximum(lens, 0)
+        out, lse = lse_op(**arguments)
+        out, lse = merged(out, lse, over, sinks)
+        return (out, lse) if self.op is lse_op else out
+
+
+class _OverPages(ShardedFunction):
+    """`page_attention` where pages may be split."""
+
+    def _on_mesh(self, prepared: Prepared, op: Op, **how: Any) -> Any:
+        return run(prepared, op, local=_OnRank(op), handles=self.handles, **how)
+
+
+def _append(axes: Axes, *, slots: jax.Array, **arguments: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the caches with the rows whose slots this device has; it does not write slots that are negative or past its
+    last."""
+    if axes["pages"]:
+        pages, entries = arguments["key_cache"].shape[:2]
+        slots = slots - jax.lax.axis_index(axes["pages"]) * pages * entries
+    return append_op(slots=slots, **arguments)
+
+
+page_attention = _OverPages(kernels.page_attention, handles=("pages",))
+append_to_cache = sharded(kernels.append_to_cache, local=_append, handles=("pages",))
