@@ -8,14 +8,14 @@ device. The first dim of each side alone may be split; what does not fit so is n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 import kernels
 from ejdist.layout import axes_in, current_layout, on_mesh, row_of, spec
@@ -85,7 +85,7 @@ def obstacle(stack: Any, dims: Sequence[str], inputs: Sequence[str], form: str) 
     if min(sizes) < LEAST:
         return f"fewer than {LEAST} inputs or outputs"
     place = _place(stack)
-    specs = [PartitionSpec()] if place is None else [place.spec, _used(dims, shape, place.mesh)]
+    specs = [()] if place is None else [place.spec, _used(dims, shape, place.mesh)]
     for entries in specs:
         entries = _entries(entries, len(dims))
         inner = [a for i, entry in enumerate(entries) if i not in (0, sums) for a in axes_in([entry])]
@@ -104,13 +104,18 @@ def _place(stack: Any) -> NamedSharding | None:
     return None if place is None or place.mesh.size == 1 else place
 
 
-def _used(dims: Sequence[str], shape: Sequence[int], mesh: Any) -> PartitionSpec:
+def _used(dims: Sequence[str], shape: Sequence[int], mesh: Any) -> Any:
     """Returns how products read a matrix."""
     return spec(dims, on_mesh(current_layout().activations, mesh), shape=shape, mesh=mesh, what="parameter")
 
 
-def _entries(of: PartitionSpec, ndim: int) -> tuple[Any, ...]:
+def _entries(of: Iterable[Any], ndim: int) -> tuple[Any, ...]:
     return (*of, *[None] * (ndim - len(of)))
+
+
+def _of_words(rows: Any, columns: Any) -> Any:
+    """Returns the spec of [sums, others], of the entries of the first dims of both."""
+    return spec(["D", "F"], {"D": tuple(axes_in([rows])), "F": tuple(axes_in([columns]))})
 
 
 def packed_rows(stack: jax.Array, sums: int, form: str, dtype: Any, donate: bool) -> list[Packed]:
@@ -142,7 +147,7 @@ def _packing(shape: tuple[int, ...], sums: int, form: str, dtype: Any, place: Na
             made = parts(row)
         else:
             entries = _entries(place.spec, len(shape))
-            made = map_shards(parts, place.mesh, (place.spec,), PartitionSpec(entries[0], entries[sums]))(row)
+            made = map_shards(parts, place.mesh, (place.spec,), _of_words(entries[0], entries[sums]))(row)
         words, scales, *biases = made
         return Packed(words, scales, biases[0] if biases else None, shape, sums, form)
 
@@ -186,15 +191,16 @@ def packed_product(
     if here is None or here.size == 1:
         out = product(x, *arrays)
     else:
-        axes = on_mesh(current_layout().activations, here)
+        axes, sizes = on_mesh(current_layout().activations, here), (*x.shape[: len(kept)], *weight.shape[weight.sums :])
         where = spec([*kept, *summed], axes, shape=x.shape, mesh=here, what="activation")
-        rows, columns = where[len(kept)], _used(dims_weight, weight.shape, here)[weight.sums]
+        result = spec([*kept, *others], axes, shape=sizes, mesh=here, what="activation")
+        rows, columns = where[len(kept)], result[len(kept)]
         split = tuple(axes_in([rows]))
 
         def on_shard(x: jax.Array, *arrays: jax.Array) -> jax.Array:
             out = product(*vary_alike((x, *arrays)))
             return jax.lax.psum(out, split) if split else out
 
-        specs = where, *[PartitionSpec(rows, columns)] * len(arrays)
-        out = map_shards(on_shard, here, specs, PartitionSpec(*where[: len(kept)], columns))(x, *arrays)
+        specs = where, *[_of_words(rows, columns)] * len(arrays)
+        out = map_shards(on_shard, here, specs, result)(x, *arrays)
     return jnp.transpose(out, [[*kept, *others].index(d) for d in dims_out])
