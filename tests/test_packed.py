@@ -1,5 +1,8 @@
 """Packed weights of a generation: the texts of the same model with the numbers that they represent, and what is refused."""
 
+import re
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,7 @@ from test_generation import Known, finish, placed, prompts
 
 import kernels
 from ejdist.generation import Engine
+from ejdist.layout import ACTIVATIONS, sharding
 from ejdist.mesh import make_mesh
 from ejdist.models.config import ExpertsShape, GatedDeltaShape, LatentShape
 from ejdist.models.decoder import DecoderConfig
@@ -16,6 +20,7 @@ from ejdist.models.parameters import initialise
 from ejdist.models.parts import PARTS
 from ejdist.models.stack import used
 from ejdist.packed import FORMATS, Packed, packed_rows
+from ejdist.planning.targets import target_of
 from ejdist.precision import Narrow
 from ejdist.projection import project
 from kernels import Unsupported
@@ -232,3 +237,28 @@ def test_products_that_it_was_not_packed_for_are_refused():
         project(jnp.ones((1, 2, 192)), packed, "btd,nhd->btnh")
     with pytest.raises(Unsupported, match="triton"):
         project(jnp.ones((1, 2, 4, 32)), packed, "btnh,nhd->btd", platform="triton")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("device", "platform", "kernel"), [("h200", "triton", "triton_kernel_call"), ("v5e", None, "quantized_matmul_fwd")]
+)
+@pytest.mark.parametrize("form", ["int4", "mxfp8"])
+def test_products_over_two_devices_are_kernels(device, platform, kernel, form):
+    """Compiled for two, each with its heads' words: no loop unpacks them, and nothing is as large as the matrix."""
+    target = target_of("v5e:2x2", None, None, None) if device == "v5e" else target_of(None, 2, device, None)
+    mesh = make_mesh(tp=2, devices=target.devices()[:2])
+    stack = jax.ShapeDtypeStruct((1, 8, 128, 1024), jnp.bfloat16)
+    (weight,) = jax.eval_shape(lambda stack: packed_rows(stack, 2, form, jnp.bfloat16, False), stack)
+
+    def placed(x, dims):
+        where = sharding(mesh, dims.split(), ACTIVATIONS, shape=x.shape, what="x")
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    weight = jax.tree.map(lambda x: placed(x, "N D"), weight)
+    x = placed(jax.ShapeDtypeStruct((8, 1, 8, 128), jnp.bfloat16), "B T N H")
+    with target.lowering():
+        lowered = jax.jit(partial(project, subscripts="btnh,nhd->btd", mesh=mesh, platform=platform)).lower(x, weight)
+    program = lowered.compile()
+    assert kernel in lowered.as_text() and not re.search(r" while\(", program.as_text())
+    assert program.memory_analysis().temp_size_in_bytes < 4 * 128 * 1024 * 2

@@ -38,8 +38,8 @@ FAULTS = (
     Fault(
         "a bias of a packed projection is left out",
         "projection:project_all",
-        "$product if $bias is None else $$more",
-        "$product if $bias is None or hasattr($weight, 'words') else $$more",
+        "$product if $bias is None else $product + _of_bias($bias, $weight, $dims, $out, $mesh)",
+        "$product if $bias is None or hasattr($weight, 'words') else $product + _of_bias($bias, $weight, $dims, $out, $mesh)",
         TEXTS,
     ),
     Fault(
@@ -95,7 +95,7 @@ FAULTS = (
         "shares are of the bytes after packing",
         "models/packing:Packing.lines",
         "sum($names.values()) / self.before",
-        "sum($names.values()) / $after",
+        "sum($names.values()) / after",
         f"{TESTS} -k whole_groups",
     ),
     Fault(
