@@ -8,7 +8,7 @@ device. The first dim of each side alone may be split; what does not fit so is n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -109,7 +109,7 @@ def _used(dims: Sequence[str], shape: Sequence[int], mesh: Any) -> Any:
     return spec(dims, on_mesh(current_layout().activations, mesh), shape=shape, mesh=mesh, what="parameter")
 
 
-def _entries(of: Iterable[Any], ndim: int) -> tuple[Any, ...]:
+def _entries(of: Any, ndim: int) -> tuple[Any, ...]:
     return (*of, *[None] * (ndim - len(of)))
 
 
