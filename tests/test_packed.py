@@ -19,7 +19,7 @@ from ejdist.models.lora import LoRASection
 from ejdist.models.parameters import initialise
 from ejdist.models.parts import PARTS
 from ejdist.models.stack import used
-from ejdist.packed import FORMATS, Packed, packed_rows
+from ejdist.packed import FORMATS, Packed, _packing, packed_rows
 from ejdist.planning.targets import target_of
 from ejdist.precision import Narrow
 from ejdist.projection import project
@@ -90,6 +90,7 @@ def with_represented(params, kind, form):
         pytest.param("latent", "int8", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("hybrid", "int4", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("dense", "mxfp4", {"fsdp": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param("dense", "nf4", {"sp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -103,7 +104,7 @@ def test_texts_are_those_of_the_numbers_that_are_packed(kind, form, axes):
         params, buffers = (
             placed(x, d, mesh) for x, d in ((params, known.model.declared), (buffers, known.model.buffers))
         )
-    sizes = {"slots": 2, "length": 48, "page": 4, "chunk": 8}
+    sizes = {"slots": 2, "length": 48, "page": 4, "chunk": 8, "cache": "spread" if "sp" in axes else "whole"}
     engine = Engine(known.model, params, buffers=buffers, mesh=mesh, weights=form, **sizes)
     numbers = [engine.submit(ids, max_tokens=4, temperature=0) for ids in prompts([3, 19])]
     results = finish(engine)
@@ -204,6 +205,16 @@ def test_stacks_that_are_taken_over_are_freed():
             assert weights["output"].scales.dtype == jnp.bfloat16 and weights["attention_norm"].dtype == jnp.float32
             np.testing.assert_array_equal(weights["output"].whole(jnp.float32), expected[i])
         assert all(x.is_deleted() == donate for x in params["layers"].values())
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_packing_needs_room_for_one_matrix(form):
+    """In float32, whatever the number of layers; what is left of it is its bits and scales."""
+    stack = jax.ShapeDtypeStruct((8, 512, 1024), jnp.bfloat16)
+    memory = _packing(stack.shape[1:], 1, form, jnp.bfloat16, None).lower(stack, 0).compile().memory_analysis()
+    bits = {"int8": 8.5, "int4": 4.5, "nf4": 4.25, "mxfp4": 4.25, "mxfp8": 8.25}[form]
+    assert memory.temp_size_in_bytes <= 4.01 * 512 * 1024
+    assert memory.output_size_in_bytes == pytest.approx(512 * 1024 * bits / 8, rel=1e-3)
 
 
 def test_what_is_packed_is_not_quantised_again():
