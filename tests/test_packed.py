@@ -13,7 +13,16 @@ import kernels
 from ejdist.generation import Engine
 from ejdist.layout import ACTIVATIONS, sharding
 from ejdist.mesh import make_mesh
-from ejdist.models.config import ExpertsShape, GatedDeltaShape, LatentShape
+from ejdist.models.config import (
+    ExpertsShape,
+    GatedDeltaShape,
+    GlaShape,
+    KdaShape,
+    LatentShape,
+    LightningShape,
+    Mamba2Shape,
+    Rwkv7Shape,
+)
 from ejdist.models.decoder import DecoderConfig
 from ejdist.models.lora import LoRASection
 from ejdist.models.parameters import initialise
@@ -86,7 +95,7 @@ def with_represented(params, kind, form):
         ("mixture", "mxfp4", {}),
         ("hybrid", "int8", {}),
         ("dense", "int4", {"tp": 2}),
-        pytest.param("mixture", "mxfp8", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("mixture", "mxfp8", {"ep": 2, "tp": 2}, marks=pytest.mark.slow),
         pytest.param("latent", "int8", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("hybrid", "int4", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("dense", "mxfp4", {"fsdp": 2, "tp": 2}, marks=pytest.mark.slow),
@@ -119,6 +128,32 @@ def test_texts_are_those_of_the_numbers_that_are_packed(kind, form, axes):
     # A latent is whole on each device.
     split = {k for k, x in of_layers if isinstance(x, Packed) and not x.words.sharding.is_fully_replicated}
     assert split == (PACKED[kind].keys() - {"query_down"} if mesh else set())
+
+
+RECURRENT = {
+    "kda": {"kda": KdaShape(num_heads=4, key_dim=32, value_dim=32, rank=128, gate_bias=True)},
+    "mamba2": {"mamba2": Mamba2Shape(num_heads=4, head_dim=32, state_dim=32, num_groups=4)},
+    "lightning": {"lightning": LightningShape(num_heads=4, head_dim=32)},
+    "gla": {"gla": GlaShape(num_heads=4, key_dim=32, value_dim=32, rank=128)},
+    "rwkv7": {"rwkv7": Rwkv7Shape(num_heads=4, head_dim=32, decay_rank=128, rate_rank=32, gate_rank=32)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_texts_of_every_recurrence(kind):
+    """Of which all but the rates and narrow ranks are packed."""
+    known = Known(**SIZES, layer_pattern=[f"{kind}+mlp"], **RECURRENT[kind])
+    engine, params = known.engine(weights="int4"), known.params
+    declared, names = known.model.declared["layers"], {*engine.packing.packed}
+    assert {name.partition("_")[0] for name in names} == {kind, "gate", "up", "down"}
+    assert {*engine.packing.stays} <= {FEW, "outside of the layers"}
+    layers = {k: represented(params["layers"][k], len(declared[k].inputs.split()), "int4") for k in names}
+    known.params = {**params, "layers": {**params["layers"], **layers}}
+    numbers = [engine.submit(ids, max_tokens=4, temperature=0) for ids in prompts([3, 19])]
+    results = finish(engine)
+    for number in numbers:
+        known.check(results[number])
 
 
 def largest_errors(form):
